@@ -1,0 +1,70 @@
+"""Episodes on the host: ragged, frozen, exactly what was sampled.
+
+A `Step` is one turn; its token ids are the sampler's own and are never made
+again from text. This module knows neither jax nor environments' insides.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from envs import base
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """One turn: observation, prompt, response, action, reward.
+
+  Attributes:
+    prompt_ids: int32 [P]; the rendered prompt.
+    completion_ids: int32 [C]; the sampled tokens, the stop token included.
+    log_probs: float32 [C]; log-probability of each sampled token under the
+      sampling policy at its temperature, before top-k and top-p.
+    truncated: the response reached the token limit before a stop token.
+    prompt_shortened: the prompt was too long: history or text was dropped.
+    anchor: the environment state in which the turn was taken.
+    observation: the environment's words that the policy answered to.
+    response: the decoded response, for people.
+    result: what the environment made of it.
+  """
+
+  prompt_ids: np.ndarray
+  completion_ids: np.ndarray
+  log_probs: np.ndarray
+  truncated: bool
+  prompt_shortened: bool
+  anchor: str
+  observation: str
+  response: str
+  result: base.StepResult
+
+
+@dataclasses.dataclass(frozen=True)
+class Trajectory:
+  """One episode.
+
+  Attributes:
+    task: the initial state.
+    kind: the task's type.
+    group: number of the group within the iteration, in [0, G).
+    member: number of the episode within the group, in [0, N).
+    steps: its turns in order; turns answered by the environment only.
+    failure: why the environment ended it (died, hung, raised); '' otherwise.
+  """
+
+  task: base.Task
+  kind: str
+  group: int
+  member: int
+  steps: tuple[Step, ...]
+  failure: str = ''
+
+  @property
+  def success(self) -> bool:
+    """Whether the task was accomplished."""
+    return bool(self.steps) and self.steps[-1].result.success
+
+  @property
+  def reward(self) -> float:
+    """Sum of raw rewards, before any penalty."""
+    return sum(step.result.reward for step in self.steps)

@@ -1,0 +1,59 @@
+"""Installs gigpo_jax: metadata, dependencies, packages."""
+
+import pathlib
+
+import setuptools
+
+PACKAGES = ('gigpo_jax', 'configs', 'envs', 'launch')
+README = pathlib.Path(__file__).parent / 'README.md'
+
+# The reference ALFWorld engine. TextWorld breaks on Python 3.13 (its text
+# generator writes into locals()); the native engine runs there.
+ALFWORLD = ['alfworld==0.4.2; python_version < "3.13"']
+
+setuptools.setup(
+  name='gigpo_jax',
+  version='0.1.0',
+  description='GiGPO for LLM agents in JAX, on CPU, GPU and TPU meshes.',
+  long_description=README.read_text(encoding='utf-8'),
+  long_description_content_type='text/markdown',
+  python_requires='>=3.11',
+  packages=setuptools.find_packages(
+    include=[pattern for p in PACKAGES for pattern in (p, f'{p}.*')]
+  ),
+  # Without this an editable install uses an import hook, and any stray
+  # configs/ folder on the path wins over ours.
+  package_dir={'': '.'},
+  package_data={'configs': ['warm_starts/*/*']},
+  install_requires=[
+    'absl-py',
+    'beartype',
+    'flax>=0.12.8,<0.13',
+    'jax>=0.10.2,<0.13',
+    'jaxtyping',
+    'jinja2',
+    'matplotlib',
+    'ml-collections',
+    'numpy',
+    'optax>=0.2.8',
+    'orbax-checkpoint>=0.12.8,<1',
+    'psutil',
+    'safetensors',
+    'tensorboardX',
+    'tokenizers',
+    'tqdm',
+    'transformers>=5.17,<6',
+  ],
+  extras_require={
+    'alfworld': ALFWORLD,
+    'cuda': ['jax[cuda13]'],
+    'tpu': ['jax[tpu]'],
+    'test': [
+      *ALFWORLD,
+      'pytest',
+      'pytest-timeout',
+      'pytest-xdist',
+      'ruff',
+    ],
+  },
+)
