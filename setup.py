@@ -47,6 +47,7 @@ setuptools.setup(
   extras_require={
     'alfworld': ALFWORLD,
     'cuda': ['jax[cuda13]'],
+    'parity': ['torch==2.13.0; python_version < "3.12"'],
     'tpu': ['jax[tpu]'],
     'test': [
       *ALFWORLD,

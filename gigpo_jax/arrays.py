@@ -8,4 +8,189 @@ tokens, **V** vocabulary, **B** rows in a microbatch. In models: **D** width,
 Symbols of the paper (arXiv:2505.10978) and their names here: gamma `discount`,
 omega `step_weight`, epsilon of the clip `clip_epsilon`, beta `kl_weight`,
 the invalid-action penalty c `invalid_penalty`.
+
+Two-float numbers: a pair (high, low) of float32 whose exact sum is the value,
+good to about 45 bits. Returns are kept so, because dividing by a spread of
+nearly 0 magnifies what float32 loses; float64 is not to be had under jit.
 """
+
+import beartype
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+typechecked = jaxtyping.jaxtyped(typechecker=beartype.beartype)
+
+TwoFloat = tuple[Float[Array, "*S"], Float[Array, "*S"]]
+
+
+@typechecked
+def masked_sum(
+  values: Float[Array, "*S"], mask: Bool[Array, "*S"]
+) -> Float[Array, ""]:
+  """Returns the sum where mask holds; what lies elsewhere may be NaN."""
+  return jnp.sum(jnp.where(mask, values, 0))
+
+
+@typechecked
+def masked_mean(
+  values: Float[Array, "*S"], mask: Bool[Array, "*S"]
+) -> Float[Array, ""]:
+  """Returns the mean where mask holds; 0 where it holds nowhere."""
+  return masked_sum(values, mask) / jnp.maximum(jnp.sum(mask), 1)
+
+
+@typechecked
+def segment_sum(
+  values: Float[Array, " R"],
+  segments: Int[Array, " R"],
+  mask: Bool[Array, " R"],
+) -> Float[Array, " R"]:
+  """Returns to each row the sum over the masked rows of its segment.
+
+  Args:
+    values: what to sum; may be NaN where mask does not hold.
+    segments: in [0, R); see `segment_ids`.
+    mask: which rows count.
+  """
+  counted = jnp.where(mask, values, 0)
+  return jax.ops.segment_sum(counted, segments, len(segments))[segments]
+
+
+@typechecked
+def segment_count(
+  segments: Int[Array, " R"], mask: Bool[Array, " R"]
+) -> Int[Array, " R"]:
+  """Returns to each row the number of masked rows of its segment."""
+  counted = mask.astype(jnp.int32)
+  return jax.ops.segment_sum(counted, segments, len(segments))[segments]
+
+
+@typechecked
+def segment_first(
+  segments: Int[Array, " R"], mask: Bool[Array, " R"]
+) -> Int[Array, " R"]:
+  """Returns to each row the first masked row of its segment, by position.
+
+  Where a segment has none, any row: the caller masks it out.
+  """
+  last = len(segments) - 1
+  position = jnp.where(mask, jnp.arange(len(segments)), last)
+  first = jax.ops.segment_min(position, segments, len(segments))
+  return jnp.clip(first[segments], 0, last)
+
+
+@typechecked
+def segment_ids(*keys: Int[Array, " R"]) -> Int[Array, " R"]:
+  """Returns ids in [0, R) that are equal where all keys are equal.
+
+  Ids rise with the keys, the first key counting most. O(R log R).
+  """
+  order = jnp.lexsort(keys[::-1])
+  changes = jnp.zeros(len(order), bool)
+  for key in keys:
+    ordered = key[order]
+    changes |= jnp.concatenate([changes[:1] & False, jnp.diff(ordered) != 0])
+  dense = jnp.cumsum(changes, dtype=jnp.int32)
+  return jnp.zeros_like(dense).at[order].set(dense)
+
+
+@typechecked
+def two_sum(
+  a: Float[Array, "*S"], b: Float[Array, "*S"]
+) -> tuple[Float[Array, "*S"], Float[Array, "*S"]]:
+  """Returns fl(a + b) and its rounding error, exactly (Knuth)."""
+  total = a + b
+  b_part = total - a
+  return total, (a - (total - b_part)) + (b - b_part)
+
+
+def two_add(a: TwoFloat, b: TwoFloat) -> TwoFloat:
+  """Returns a + b of two-float numbers, shape by shape."""
+  high, error = two_sum(a[0], b[0])
+  low, low_error = two_sum(a[1], b[1])
+  high, error = two_sum(high, error + low)
+  return two_sum(high, error + low_error)
+
+
+def two_multiply(a: TwoFloat, b: TwoFloat) -> TwoFloat:
+  """Returns a * b of two-float numbers, shape by shape.
+
+  The factors are cut into halves of 12 bits, whose products are exact. Thus
+  it does not matter whether the compiler contracts products and sums into
+  fused multiply-adds, which the textbook two-product does not survive.
+  """
+  a_top, a_rest = _halves(a[0])
+  b_top, b_rest = _halves(b[0])
+  middle, middle_error = two_sum(a_top * b_rest, a_rest * b_top)
+  high, error = two_sum(a_top * b_top, middle)
+  small = middle_error + a_rest * b_rest + (a[0] * b[1] + a[1] * b[0])
+  return two_sum(high, error + small)
+
+
+def _halves(a):
+  bits = jax.lax.bitcast_convert_type(a, jnp.int32)
+  top = jax.lax.bitcast_convert_type(bits & ~0xFFF, jnp.float32)
+  return top, a - top
+
+
+@typechecked
+def two_power(
+  base: tuple[Float[Array, ""], Float[Array, ""]],
+  exponent: Int[Array, " R"],
+) -> tuple[Float[Array, " R"], Float[Array, " R"]]:
+  """Returns base^exponent by repeated squaring; exponents at least 0."""
+  ones = jnp.ones(exponent.shape, jnp.float32)
+
+  def square(k, carry):
+    power, square = carry
+    odd = (exponent >> k) & 1 == 1
+    grown = two_multiply(power, square)
+    power = tuple(
+      jnp.where(odd, *pair) for pair in zip(grown, power, strict=True)
+    )
+    return power, two_multiply(square, square)
+
+  start = ((ones, 0 * ones), tuple(part * ones for part in base))
+  # No further than the longest gap needs: as a rule every gap is 1.
+  _, power = jax.lax.while_loop(
+    lambda carry: jnp.any(exponent >> carry[0] > 0),
+    lambda carry: (carry[0] + 1, square(*carry)),
+    (0, start),
+  )
+  return power[0]
+
+
+def two_float(values) -> TwoFloat:
+  """Returns numbers as two-float; float64 on the host keeps its digits."""
+  if isinstance(values, jax.Array):
+    values = values.astype(jnp.float32)
+    return values, jnp.zeros_like(values)
+  values = np.asarray(values, np.float64)
+  high = values.astype(np.float32)
+  return jnp.asarray(high), jnp.asarray((values - high).astype(np.float32))
+
+
+def ids32(ids, *, padding: bool = False) -> Int[Array, " R"]:
+  """Returns int32 ids that are equal where the given ones are.
+
+  Args:
+    ids: integers [R], of any width outside jit; wide ones are numbered anew,
+      for jax would cut them to their low half without a word. Or [R, K]: a
+      row of integers is one id.
+    padding: keep -1 as it is.
+  """
+  if isinstance(ids, jax.core.Tracer):
+    return ids.astype(jnp.int32)
+  array = np.asarray(ids)
+  if array.dtype.kind == 'f':
+    # numpy's answer to a list that no integer type can hold.
+    array = np.asarray(ids, object)
+  if array.ndim == 1 and np.can_cast(array.dtype, np.int32):
+    return jnp.asarray(array.astype(np.int32))
+  axis = 0 if array.ndim > 1 else None
+  _, dense = np.unique(array, axis=axis, return_inverse=True)
+  dense = dense.reshape(len(array)).astype(np.int32)
+  return jnp.asarray(np.where(array == -1, -1, dense) if padding else dense)

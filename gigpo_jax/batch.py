@@ -5,6 +5,7 @@ environment and no algorithm.
 """
 
 import dataclasses
+import difflib
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,8 +27,8 @@ class Rows:
     groups: group of the row in [0, G); -1 marks padding.
     episodes: number of the episode in the iteration.
     steps: turn within the episode, from 0.
-    anchors: dense id of the state the turn was taken in. Equal anchors have
-      equal ids, across groups too.
+    anchors: dense id of the state the turn was taken in; equal for equal
+      anchors of a group.
     rewards: raw reward of the step.
     valid: whether the response had the required form.
   """
@@ -61,6 +62,7 @@ def from_trajectories(
   max_prompt_tokens: int,
   max_completion_tokens: int,
   row_multiple: int = 256,
+  similarity_threshold: float = 1.0,
 ) -> Rows:
   """Returns the steps of all episodes as rows.
 
@@ -71,6 +73,8 @@ def from_trajectories(
     max_completion_tokens: cap of a completion; sizes C.
     row_multiple: R is padded up to a power of two times this, so that
       programs over rows are compiled for few sizes.
+    similarity_threshold: below 1, anchors of a group whose Ratcliff-Obershelp
+      ratio reaches it are one; see `similar_anchors`.
 
   Raises:
     ValueError: if no episode holds a step.
@@ -83,9 +87,46 @@ def from_trajectories(
   ]
   if not steps:
     raise ValueError('no episode holds a step: nothing to train on')
+  rows = pack(
+    [step.prompt_ids for _, _, _, step in steps],
+    [step.completion_ids for _, _, _, step in steps],
+    max_prompt_tokens=max_prompt_tokens,
+    max_completion_tokens=max_completion_tokens,
+    row_multiple=row_multiple,
+  )
+  anchors = [(episode.group, step.anchor) for episode, _, _, step in steps]
+  if similarity_threshold < 1:
+    anchors = similar_anchors(anchors, similarity_threshold)
+  # A dictionary of the anchors themselves: exact, so no hash can collide.
+  anchor_ids: dict[tuple[int, str], int] = {}
+  for r, (episode, number, t, step) in enumerate(steps):
+    rows.sampler_log_probs[r, : len(step.log_probs)] = step.log_probs
+    rows.groups[r] = episode.group
+    rows.episodes[r] = number
+    rows.steps[r] = t
+    rows.anchors[r] = anchor_ids.setdefault(anchors[r], len(anchor_ids))
+    rows.rewards[r] = step.result.reward
+    rows.valid[r] = step.result.valid
+  return rows
+
+
+def pack(
+  prompts: Sequence[np.ndarray],
+  completions: Sequence[np.ndarray],
+  *,
+  max_prompt_tokens: int,
+  max_completion_tokens: int,
+  row_multiple: int,
+) -> Rows:
+  """Returns prompts and completions as rows: each a group and an episode.
+
+  R is the number of pairs padded up to a power of two times `row_multiple`.
+  Everything but the tokens and their lengths is at its neutral value.
+  """
   num_rows = row_multiple
-  while num_rows < len(steps):
+  while num_rows < len(prompts):
     num_rows *= 2
+  numbers = np.arange(num_rows, dtype=np.int32)
   rows = Rows(
     tokens=np.zeros(
       (num_rows, max_prompt_tokens + max_completion_tokens), np.int32
@@ -93,25 +134,46 @@ def from_trajectories(
     prompt_lengths=np.zeros(num_rows, np.int32),
     lengths=np.zeros(num_rows, np.int32),
     sampler_log_probs=np.zeros((num_rows, max_completion_tokens), np.float32),
-    groups=np.full(num_rows, -1, np.int32),
-    episodes=np.zeros(num_rows, np.int32),
+    groups=np.where(numbers < len(prompts), numbers, -1).astype(np.int32),
+    episodes=numbers,
     steps=np.zeros(num_rows, np.int32),
     anchors=np.zeros(num_rows, np.int32),
     rewards=np.zeros(num_rows, np.float32),
     valid=np.ones(num_rows, bool),
   )
-  # A dictionary of the strings themselves: exact, so no hash can collide.
-  anchor_ids: dict[str, int] = {}
-  for r, (episode, number, t, step) in enumerate(steps):
-    prompt, completion = step.prompt_ids, step.completion_ids
+  for r, (prompt, completion) in enumerate(
+    zip(prompts, completions, strict=True)
+  ):
     rows.prompt_lengths[r] = len(prompt)
     rows.lengths[r] = len(prompt) + len(completion)
     rows.tokens[r, : rows.lengths[r]] = np.concatenate([prompt, completion])
-    rows.sampler_log_probs[r, : len(completion)] = step.log_probs
-    rows.groups[r] = episode.group
-    rows.episodes[r] = number
-    rows.steps[r] = t
-    rows.anchors[r] = anchor_ids.setdefault(step.anchor, len(anchor_ids))
-    rows.rewards[r] = step.result.reward
-    rows.valid[r] = step.result.valid
   return rows
+
+
+def similar_anchors(
+  anchors: Sequence[tuple[int, str]], threshold: float
+) -> list[tuple[int, str]]:
+  """Replaces each (group, anchor) by the first similar one of its group.
+
+  Greedy, in row order, against the first member of each cluster, with the
+  Ratcliff-Obershelp ratio 2M/T as difflib computes it: the similarity
+  grouping of GiGPO's released code. Quadratic in a group's distinct anchors.
+  """
+  clusters: dict[int, list[str]] = {}
+  first: dict[tuple[int, str], tuple[int, str]] = {}
+  for group, text in anchors:
+    if (group, text) in first:
+      continue
+    members = clusters.setdefault(group, [])
+    match = next(
+      (
+        member
+        for member in members
+        if difflib.SequenceMatcher(None, text, member).ratio() >= threshold
+      ),
+      None,
+    )
+    if match is None:
+      members.append(text)
+    first[group, text] = (group, match if match is not None else text)
+  return [first[anchor] for anchor in anchors]

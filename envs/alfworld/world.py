@@ -1,4 +1,4 @@
-"""A household as data: what both ALFWorld engines, the generator and the expert share.
+"""A household as data: what engines, generator and expert share.
 
 A `World` is the initial state and the goal of one game, independent of PDDL.
 `pddl.py` writes it as an ALFWorld problem and reads one back.
@@ -24,7 +24,7 @@ class Receptacle:
     id: PDDL name, such as 'Cabinet_bar__plus_00_dot_02_bar_...'.
     type: type without suffix, such as 'Cabinet'.
     location: PDDL name of where the agent stands to reach it; several
-      receptacles may share one.
+      receptacles may share one. Empty if it cannot be reached.
     openable: whether it starts closed and its contents show when opened.
   """
 
@@ -40,11 +40,14 @@ class Object:
 
   Attributes:
     id: PDDL name.
-    type: type without suffix, such as 'Potato'.
-    location: PDDL name of the place it is reached from.
+    type: type without suffix, such as 'Potato'; empty if it has none.
+    location: PDDL name of the place it is reached from; empty if of none.
     receptacle: id of the receptacle it lies in; None if it lies in none.
     flags: of 'pickupable', 'isReceptacleObject', 'cleanable', 'heatable',
       'coolable', 'toggleable', 'sliceable' and any other unary init fact.
+    also_in: further receptacles that hold it: official games list a mug in
+      the coffee machine and on the counter under it.
+    inside: ids of the objects (bowls, pots) that contain it; text only.
   """
 
   id: str
@@ -52,6 +55,8 @@ class Object:
   location: str
   receptacle: str | None
   flags: frozenset[str]
+  also_in: tuple[str, ...] = ()
+  inside: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,132 @@
+"""Every field with its default, unit and origin; experiments change a few.
+
+"Paper" is GiGPO, arXiv:2505.10978, tables of hyper-parameters; "code" is its
+authors' release. A path left empty is asked for at start.
+"""
+
+import ml_collections
+from ml_collections import config_dict
+
+
+def get_config() -> ml_collections.ConfigDict:
+  """Returns the defaults that all experiments share."""
+  config = ml_collections.ConfigDict()
+  config.seed = 0
+  # Iterations: collect G x N episodes, then one pass of updates (paper: 150).
+  config.num_iterations = 150
+
+  config.model = ml_collections.ConfigDict()
+  # Hugging Face directory: config.json, *.safetensors, tokenizer.
+  config.model.path = config_dict.placeholder(str)
+  # Compute type; parameters and optimizer state stay float32.
+  config.model.dtype = 'bfloat16'
+  # Recompute layer activations in the backward pass: memory for time.
+  config.model.remat = True
+  # Template switch of models that think by default (Qwen3).
+  config.model.enable_thinking = False
+
+  config.env = ml_collections.ConfigDict()
+  config.env.name = config_dict.placeholder(str)
+
+  config.pool = ml_collections.ConfigDict()
+  # Environments alive at once; 0: one per episode of an iteration.
+  config.pool.num_envs = 0
+  # Worker processes; 0 runs environments in this process (debugging).
+  config.pool.num_workers = 2
+  config.pool.step_timeout_secs = 60.0
+  config.pool.reset_timeout_secs = 300.0
+  # Resets after which an idle worker is replaced; 0: never.
+  config.pool.max_resets_per_worker = 0
+
+  config.mesh = ml_collections.ConfigDict()
+  # Devices per axis; -1: all that remain.
+  config.mesh.data = 1
+  config.mesh.fsdp = -1
+  config.mesh.tensor = 1
+
+  config.rollout = ml_collections.ConfigDict()
+  config.rollout.groups = 16  # G; paper
+  config.rollout.episodes_per_group = 8  # N; paper
+  config.rollout.max_prompt_tokens = 2048  # paper, ALFWorld
+  config.rollout.max_completion_tokens = 512  # paper
+  # error | drop_history | truncate_left, for prompts over the limit.
+  config.rollout.prompt_overflow = 'drop_history'
+  config.rollout.temperature = 1.0  # paper
+  config.rollout.top_p = 1.0  # paper
+  config.rollout.top_k = 0  # 0: off
+  # Sizes that the sampler is compiled for; the last prompt bucket is raised
+  # to max_prompt_tokens where that is larger.
+  config.rollout.prompt_buckets = (512, 1024, 2048)
+  config.rollout.batch_buckets = (32, 128)
+
+  config.algorithm = ml_collections.ConfigDict()
+  config.algorithm.name = 'gigpo'
+  config.algorithm.discount = 0.95  # gamma; paper
+  config.algorithm.step_weight = 1.0  # omega; paper
+  config.algorithm.invalid_penalty = 0.1  # paper
+  config.algorithm.norm = 'mean_std'  # mean_std | mean
+  config.algorithm.episode_stats = 'trajectories'  # | rows (code)
+  config.algorithm.penalty_scope = 'reward'  # | row (code)
+  config.algorithm.lone_episode = 'zero'  # | raw (code)
+  # observation (code) | observation_and_actions | similarity
+  config.algorithm.anchor = 'observation'
+  # Ratcliff-Obershelp ratio from which two anchors are one, for similarity.
+  config.algorithm.similarity_threshold = 0.9
+
+  config.loss = ml_collections.ConfigDict()
+  config.loss.clip_epsilon = 0.2  # code
+  # Upper bound where it differs ("clip-higher", e.g. 0.28); None: the same.
+  config.loss.clip_epsilon_high = config_dict.placeholder(float)
+  # Bound of the ratio for negative advantages, e.g. 3.0; None: off (paper).
+  config.loss.dual_clip = config_dict.placeholder(float)
+  config.loss.kl_weight = 0.01  # beta; paper. 0: no reference policy
+  config.loss.entropy_weight = 0.001  # code
+  # token_mean | sequence_mean | fixed_length
+  config.loss.aggregation = 'token_mean'
+  # learner: recomputed before the first update; sampler: as sampled.
+  config.loss.old_log_probs = 'learner'
+
+  config.optimizer = ml_collections.ConfigDict()
+  config.optimizer.learning_rate = 1e-6  # paper
+  config.optimizer.warmup_updates = 0
+  config.optimizer.b1 = 0.9
+  config.optimizer.b2 = 0.999
+  config.optimizer.weight_decay = 0.01  # code
+  config.optimizer.max_grad_norm = 1.0  # code
+
+  config.learner = ml_collections.ConfigDict()
+  config.learner.minibatch_rows = 256  # rows of an update; paper, ALFWorld
+  config.learner.microbatch_rows = 16  # rows in memory at once
+  # Row lengths that the update is compiled for; the last is raised to
+  # max_prompt_tokens + max_completion_tokens where that is larger.
+  config.learner.length_buckets = (640, 1024, 1536, 2560)
+
+  config.evaluation = ml_collections.ConfigDict()
+  config.evaluation.split = config_dict.placeholder(str)
+  # Panel: the first tasks of the split; 0: all of them.
+  config.evaluation.num_tasks = 0
+  config.evaluation.every = 5  # iterations; code. 0: never
+  config.evaluation.temperature = 0.4  # paper
+
+  config.checkpoint = ml_collections.ConfigDict()
+  config.checkpoint.every = 5  # iterations
+  config.checkpoint.keep = 2
+
+  # Supervised warm start on expert episodes (launch/sft.py).
+  config.sft = ml_collections.ConfigDict()
+  config.sft.num_episodes = 2000
+  config.sft.noise = 0.0  # probability of a random action in a step
+  config.sft.epochs = 1
+  config.sft.learning_rate = 1e-5
+  config.sft.warmup_updates = 0
+  config.sft.minibatch_rows = 128
+  # Start: '' takes model.path; 'scratch' makes tokenizer and weights anew.
+  config.sft.init = ''
+  config.sft.vocab_size = 1024  # of a new tokenizer
+  config.sft.model = ml_collections.ConfigDict()  # shape of new weights
+  config.sft.model.layers = 4
+  config.sft.model.width = 128
+  config.sft.model.heads = 4
+  config.sft.model.kv_heads = 2
+  config.sft.model.mlp = 384
+  return config

@@ -1,0 +1,178 @@
+"""ALFWorld as the trainer sees it: prompts in, responses out, reward 10 or 0.
+
+Joins an engine (`native` or `textworld`), a set of games, the prompt and the
+projection. Simulator and games are loaded on use; nothing here knows jax.
+"""
+
+import collections
+from collections.abc import Iterator
+
+import numpy as np
+
+from envs import base
+from envs.alfworld import expert, games, prompts, world
+
+ENGINES = ('textworld', 'native')
+ANCHORS = ('observation', 'observation_and_actions')
+SUCCESS_REWARD = 10.0
+
+
+def _make_engine(name: str):
+  if name == 'native':
+    from envs.alfworld import native
+
+    return native.NativeEngine()
+  if name == 'textworld':
+    from envs.alfworld import textworld
+
+    return textworld.TextWorldEngine()
+  raise ValueError(
+    f'env.engine={name}: unknown engine; known: {", ".join(ENGINES)}'
+  )
+
+
+def tasks(split: str, **kwargs) -> games.GameSet:
+  """Returns the games of a split; takes the kwargs of `Env`."""
+  return games.open_split(
+    split,
+    data_dir=kwargs.get('data_dir') or None,
+    **(kwargs.get('generator') or {}),
+  )
+
+
+class Env:
+  """One household at a time.
+
+  Args:
+    engine: 'textworld', the reference, or 'native', ours, the same to the
+      byte and some thirty times as fast.
+    data_dir: folder of `alfworld-download`; None or '' generates games.
+    generator: options of `houses.generate`, for generated games.
+    max_steps: turns after which an unfinished episode ends.
+    history_length: K, how many past turns the prompt shows.
+    prompt_style: one of `prompts.STYLES`.
+    require_think: whether a response must hold a `<think>` part.
+    require_admissible: whether an inadmissible action counts as invalid.
+    anchor: one of ANCHORS; what makes two states the same (GiGPO, Eq. 6).
+  """
+
+  def __init__(
+    self,
+    *,
+    engine: str = 'textworld',
+    data_dir: str | None = None,
+    generator: dict | None = None,
+    max_steps: int = 50,
+    history_length: int = 2,
+    prompt_style: str = 'paper',
+    require_think: bool = True,
+    require_admissible: bool = False,
+    anchor: str = 'observation',
+  ):
+    if anchor not in ANCHORS:
+      raise ValueError(f'anchor={anchor}: must be one of {", ".join(ANCHORS)}')
+    self._engine = _make_engine(engine)
+    self._game_options = {'data_dir': data_dir, 'generator': generator}
+    self._splits: dict[str, games.GameSet] = {}
+    self._max_steps = max_steps
+    self._prompt_style = prompt_style
+    self._require_think = require_think
+    self._require_admissible = require_admissible
+    self._anchor = anchor
+    self._history: collections.deque[prompts.Turn] = collections.deque(
+      maxlen=history_length
+    )
+    self._state: world.State
+    self._task = ''
+    self._shown = ''
+    self._step = 0
+
+  def game(self, task: base.Task) -> world.World:
+    """Returns the household of a task."""
+    if task.split not in self._splits:
+      self._splits[task.split] = tasks(task.split, **self._game_options)
+    return self._splits[task.split].world(task.index)
+
+  def prepare(self, task: base.Task) -> None:
+    """Makes the game ready in the engine's cache."""
+    self._engine.prepare(self.game(task))
+
+  def reset(self, task: base.Task) -> base.Observation:
+    """Starts the game from its initial state."""
+    self._engine.load(self.game(task))
+    self._state = self._engine.reset()
+    self._shown, self._task = prompts.split_task(self._state.feedback)
+    self._history.clear()
+    self._step = 0
+    return self._observe()
+
+  def step(self, response: str) -> base.StepResult:
+    """Parses the response, plays its action, and says what came of it."""
+    action, valid = prompts.project(response, require_think=self._require_think)
+    admissible = action in self._state.admissible
+    if self._require_admissible:
+      valid = valid and admissible
+    self._history.append(prompts.Turn(self._shown, action))
+    self._state = self._engine.step(action)
+    self._shown = self._state.feedback.strip()
+    self._step += 1
+    done = self._state.won or self._step >= self._max_steps
+    return base.StepResult(
+      observation=None if done else self._observe(),
+      reward=SUCCESS_REWARD if self._state.won else 0.0,
+      valid=valid,
+      action=action,
+      success=self._state.won,
+      done=done,
+      metrics={'inadmissible_action_rate': float(not admissible)},
+    )
+
+  def close(self) -> None:
+    """Frees the engine."""
+    self._engine.close()
+
+  def demonstrate(
+    self, task: base.Task, *, noise: float, seed: int
+  ) -> Iterator[tuple[str, str]]:
+    """Yields (prompt, response) of an expert that errs now and then.
+
+    Args:
+      task: the game to play.
+      noise: probability that a step's action is a uniformly drawn admissible
+        one instead of the expert's. The expert goes on from where it led.
+      seed: of the exploration order and of the noise.
+    """
+    rng = np.random.default_rng([seed, task.index])
+    observation: base.Observation | None = self.reset(task)
+    explorer = expert.Explorer(self._task, rng)
+    while observation is not None:
+      choices = [c for c in self._state.admissible if c != 'help']
+      thought, command = explorer.act(self._state.feedback, choices)
+      if rng.random() < noise:
+        command = choices[rng.integers(len(choices))]
+      think = f'<think>{thought}</think>' if self._require_think else ''
+      response = f'{think}<action>{command}</action>'
+      yield observation.prompt, response
+      observation = self.step(response).observation
+
+  def _observe(self) -> base.Observation:
+    def prompt(history: tuple[prompts.Turn, ...]) -> str:
+      return prompts.build(
+        task=self._task,
+        observation=self._shown,
+        admissible=self._state.admissible,
+        history=history,
+        step=self._step,
+        style=self._prompt_style,
+        require_think=self._require_think,
+      )
+
+    anchor = self._state.feedback
+    if self._anchor == 'observation_and_actions':
+      anchor = '\n'.join((anchor, *self._state.admissible))
+    return base.Observation(
+      prompt=prompt(tuple(self._history)),
+      short_prompt=prompt(()),
+      anchor=anchor,
+      text=self._shown,
+    )

@@ -1,0 +1,205 @@
+"""The real ALFWorld engine, driven at its lowest level.
+
+The reference that `native.py` is compared with. TextWorld and alfworld are
+imported when the first engine is made. What TextWorld computes over and over
+(parses of templates, copies of contexts, groundings) is memoised from
+outside, for the whole process; the texts stay the same. Not thread-safe.
+"""
+
+import copy
+import functools
+import os
+import pathlib
+import sys
+import tempfile
+import types
+from collections.abc import Callable
+from typing import Any
+
+from envs.alfworld import pddl
+from envs.alfworld import world as world_lib
+
+# Groundings kept; each weighs some MB. A group shares one.
+_KEPT_GAMES = 8
+
+
+_Game = world_lib.World | dict[str, object] | str | pathlib.Path
+
+
+class TextWorldEngine:
+  """Plays one game at a time; the same interface as `NativeEngine`."""
+
+  def __init__(self) -> None:
+    """Starts TextWorld.
+
+    Raises:
+      ImportError: in one line, if alfworld is not installed or cannot run on
+        this Python.
+    """
+    modules = _modules()
+    infos = modules.textworld.EnvInfos(won=True, admissible_commands=True)
+    self._env = modules.alfred_tw_env.AlfredDemangler(
+      modules.pddl_env.PddlEnv(infos), shuffle=False
+    )
+    self._game: dict[str, object] | None = None
+
+  def load(self, game: _Game) -> None:
+    """Makes the game the one that `reset` starts.
+
+    Args:
+      game: a world, the dictionary of a game file, or the path of one.
+
+    Raises:
+      ValueError: in one line naming the file, if it is not a game file.
+    """
+    game = _game(game)
+    if game != self._game:
+      # TextWorld keeps every proposition of every game for ever. They compare
+      # by value, so that games still being played lose nothing.
+      _modules().mementos._memento_cache.clear()
+      self._env.load(game)
+      self._game = game
+
+  def prepare(self, game: _Game) -> None:
+    """Does the slow part of `load` ahead of it; the last few are kept."""
+    game = _game(game)
+    _modules().fast_downward.pddl2sas(game['pddl_domain'], game['pddl_problem'])
+
+  def reset(self) -> world_lib.State:
+    """Starts the loaded game from the beginning."""
+    return _state(self._env.reset())
+
+  def step(self, command: str) -> world_lib.State:
+    """Sends the command; one that is not admissible changes nothing."""
+    return _state(self._env.step(command)[0])
+
+  def close(self) -> None:
+    """Frees the planner's library, of which each engine holds a copy."""
+    if self._env is not None:
+      library = self._env.unwrapped.downward_lib
+      _modules().fast_downward.close_lib(library)
+      self._env = None
+
+
+def _game(game: _Game) -> dict[str, object]:
+  if isinstance(game, world_lib.World):
+    return pddl.to_game(game)
+  return game if isinstance(game, dict) else pddl.load_game(game)
+
+
+def _state(state: Any) -> world_lib.State:
+  won = bool(state['won'])
+  return world_lib.State(
+    feedback=state.feedback,
+    admissible=tuple(state['admissible_commands']),
+    won=won,
+    # The engine says neither after a reset.
+    score=state.get('score', int(won)),
+    done=state.get('done', won),
+  )
+
+
+@functools.cache
+def _modules() -> types.SimpleNamespace:
+  """Imports TextWorld once and speeds it up."""
+  if sys.version_info >= (3, 13):
+    raise ImportError(
+      'engine=textworld: TextWorld breaks on Python 3.13 and later; '
+      'engine=native works'
+    )
+  # alfworld creates a cache folder in the home directory otherwise.
+  os.environ.setdefault(
+    'ALFWORLD_DATA', os.path.join(tempfile.gettempdir(), 'alfworld')
+  )
+  arguments = sys.argv
+  try:
+    import fast_downward
+    import mementos.core
+    import textworld
+    from alfworld.agents.environment import alfred_tw_env
+    from textworld import logic
+    from textworld.envs.pddl import pddl as pddl_env
+    from textworld.envs.pddl import textgen
+  except ModuleNotFoundError as error:
+    raise ImportError(
+      f'engine=textworld: {error.name} is not installed: run '
+      "`pip install -e '.[alfworld]'`"
+    ) from error
+  finally:
+    sys.argv = arguments
+  fast_downward.pddl2sas = _grounded_once(fast_downward.pddl2sas)
+  logic.Rule.parse_conjunctive_query = functools.lru_cache(4096)(
+    logic.Rule.parse_conjunctive_query
+  )
+  _speed_up_templates(textgen)
+  return types.SimpleNamespace(
+    fast_downward=fast_downward,
+    mementos=mementos.core,
+    textworld=textworld,
+    alfred_tw_env=alfred_tw_env,
+    pddl_env=pddl_env,
+  )
+
+
+def _grounded_once(ground: Callable[..., Any]) -> Callable[..., Any]:
+  """Grounds a problem once, not twice at every load and every reset.
+
+  The second grounding serves TextWorld's planner, which is never asked here.
+  """
+
+  @functools.lru_cache(_KEPT_GAMES)
+  def grounded(domain: str, problem: str) -> Any:
+    arguments = sys.argv
+    try:
+      return ground(domain, problem)
+    finally:
+      # The translator puts its own there.
+      sys.argv = arguments
+
+  def pddl2sas(
+    domain: str, problem: str, verbose: bool = False, optimize: bool = False
+  ) -> Any:
+    del verbose, optimize
+    return grounded(domain, problem)
+
+  return pddl2sas
+
+
+def _speed_up_templates(textgen: types.ModuleType) -> None:
+  """Parses each template once, and copies contexts no deeper than needed.
+
+  Of a context, only the two dictionaries are ever changed; what they hold is
+  not. A symbol is changed in its context alone.
+  """
+  parse = textgen._parse_and_convert
+
+  @functools.lru_cache(4096)
+  def parsed(text: str, rule_name: str) -> Any:
+    return parse(text, rule_name=rule_name)
+
+  def copy_context(context: dict[str, Any]) -> dict[str, Any]:
+    return context | {
+      'variables': dict(context['variables']),
+      'mapping': dict(context['mapping']),
+    }
+
+  def cloned(symbol: Any) -> Any:
+    clone = copy.copy(symbol)
+    for inner in ('symbol', 'expression'):
+      if isinstance(vars(clone).get(inner), textgen.Symbol):
+        setattr(clone, inner, cloned(vars(clone)[inner]))
+    return clone
+
+  def copy_symbol(symbol: Any, context: dict[str, Any]) -> Any:
+    clone = cloned(symbol)
+    clone.context = copy_context(context)
+    return clone
+
+  def parse_and_convert(text: str, rule_name: str, trace: bool = False) -> Any:
+    del trace
+    return [cloned(symbol) for symbol in parsed(text, rule_name)]
+
+  textgen._parse_and_convert = parse_and_convert
+  textgen.copy_context = copy_context
+  textgen.Symbol.copy = copy_symbol
+  textgen.deepcopy = lambda symbols: [cloned(symbol) for symbol in symbols]

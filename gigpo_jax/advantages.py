@@ -1,0 +1,330 @@
+"""Advantages of GiGPO (arXiv:2505.10978), vectorised over rows.
+
+Input: one array entry a row: reward, group, episode, step, anchor, validity;
+rows in any order, group -1 marks padding. Output: one advantage a row. Knows
+no tokens, no model and no environment. O(R log R): sorts and segment sums.
+
+An episode is identified by (group, episode), an anchor group by (group,
+anchor): ids may repeat between groups.
+
+# Differs from the paper: none by default. `episode_stats='rows'`,
+`penalty_scope='row'` and `lone_episode='raw'` are readings of the authors'
+released code.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from gigpo_jax import arrays
+from gigpo_jax.arrays import typechecked
+
+# Added to a standard deviation before dividing by it.
+EPSILON = 1e-6
+
+# Two-float returns are the same number when they differ by less than this
+# share: their rounding error is below it, their weight against EPSILON nil.
+_SAME = 2.0**-42
+
+_OPTIONS = {
+  'norm': ('mean_std', 'mean'),
+  'episode_stats': ('trajectories', 'rows'),
+  'penalty_scope': ('reward', 'row'),
+  'lone_episode': ('zero', 'raw'),
+}
+
+
+class Parts(NamedTuple):
+  """What an advantage is made of, for each row; 0 for padding.
+
+  Attributes:
+    episode_advantage: A_E, Eq. (3).
+    step_advantage: A_S, Eq. (7); before `step_weight`.
+    episode_returns: undiscounted sum of an episode's rewards, E.
+    returns: discounted return from the step on, G; Eq. (5).
+    anchor_group_sizes: rows of the row's anchor group, itself included.
+    group_sizes: episodes of the row's group.
+  """
+
+  episode_advantage: Float[Array, " R"]
+  step_advantage: Float[Array, " R"]
+  episode_returns: Float[Array, " R"]
+  returns: Float[Array, " R"]
+  anchor_group_sizes: Int[Array, " R"]
+  group_sizes: Int[Array, " R"]
+
+
+def gigpo(  # noqa: PLR0913
+  rewards,
+  groups,
+  episodes,
+  steps,
+  anchors,
+  valid,
+  *,
+  discount: float = 0.95,
+  step_weight: float = 1.0,
+  invalid_penalty: float = 0.1,
+  norm: str = 'mean_std',
+  episode_stats: str = 'trajectories',
+  penalty_scope: str = 'reward',
+  lone_episode: str = 'zero',
+) -> Float[Array, " R"]:
+  """Returns the advantage of each row: A_E + step_weight * A_S, Eq. (8).
+
+  Takes numpy arrays, lists or jax arrays of shape [R], and traces under jit.
+  Outside jit, ids may be integers of any width, such as hashes; 128-bit ones
+  as Python integers or as uint64 [R, 2]. Under jit they are int32.
+
+  Args:
+    rewards: raw reward of each step, before any penalty.
+    groups: group of each row; -1 marks padding.
+    episodes: episode of each row, unique within a group.
+    steps: number of the step in its episode; a gap discounts by its length.
+    anchors: id of the state the step was taken in, unique within a group.
+    valid: whether the response had the required form.
+    discount: gamma, a step; for A_S only.
+    step_weight: omega; 0 is GRPO.
+    invalid_penalty: c, in reward units; taken off for an invalid response.
+    norm: 'mean_std' divides by the spread (ddof 1) + 1e-6; 'mean' does not.
+    episode_stats: mean and spread of A_E over 'trajectories', one entry each
+      (Eq. 3), or over 'rows', so that long episodes count more (code).
+    penalty_scope: 'reward' takes the penalty off the step's reward; 'row'
+      (code) off the E and G of that row alone. 'row' needs 'rows' above.
+    lone_episode: A_E where the statistics have one entry: 'zero', or 'raw'
+      (code), E itself.
+
+  Returns:
+    float32; 0 for padding. No gradient flows through it.
+
+  Raises:
+    ValueError: if an option is unknown or two do not go together.
+  """
+  parts = gigpo_parts(
+    rewards,
+    groups,
+    episodes,
+    steps,
+    anchors,
+    valid,
+    discount=discount,
+    step_weight=step_weight,
+    invalid_penalty=invalid_penalty,
+    norm=norm,
+    episode_stats=episode_stats,
+    penalty_scope=penalty_scope,
+    lone_episode=lone_episode,
+  )
+  return combine(parts, step_weight)
+
+
+def combine(parts: Parts, step_weight: float) -> Float[Array, " R"]:
+  """Returns the joint advantage, Eq. (8)."""
+  return parts.episode_advantage + step_weight * parts.step_advantage
+
+
+def gigpo_parts(  # noqa: PLR0913
+  rewards,
+  groups,
+  episodes,
+  steps,
+  anchors,
+  valid,
+  *,
+  discount: float = 0.95,
+  step_weight: float = 1.0,
+  invalid_penalty: float = 0.1,
+  norm: str = 'mean_std',
+  episode_stats: str = 'trajectories',
+  penalty_scope: str = 'reward',
+  lone_episode: str = 'zero',
+) -> Parts:
+  """Returns what the advantages are made of; arguments as of `gigpo`."""
+  del step_weight  # The parts come before their weighting.
+  check_options(
+    norm=norm,
+    episode_stats=episode_stats,
+    penalty_scope=penalty_scope,
+    lone_episode=lone_episode,
+  )
+  return _parts(
+    arrays.two_float(rewards),
+    arrays.ids32(groups, padding=True),
+    arrays.ids32(episodes),
+    jnp.asarray(steps, jnp.int32),
+    arrays.ids32(anchors),
+    jnp.asarray(valid, bool),
+    arrays.two_float(discount),
+    arrays.two_float(invalid_penalty),
+    norm=norm,
+    episode_stats=episode_stats,
+    penalty_scope=penalty_scope,
+    lone_episode=lone_episode,
+  )
+
+
+@functools.partial(
+  jax.jit,
+  static_argnames=('norm', 'episode_stats', 'penalty_scope', 'lone_episode'),
+)
+def _parts(
+  rewards,
+  groups,
+  episodes,
+  steps,
+  anchors,
+  valid,
+  discount,
+  invalid_penalty,
+  *,
+  norm,
+  episode_stats,
+  penalty_scope,
+  lone_episode,
+):
+  real = groups != -1
+  rewards = jax.lax.stop_gradient(rewards)
+  # Padding is a group of its own throughout, and blanked at the end.
+  group_ids = arrays.segment_ids(groups)
+  episode_ids = arrays.segment_ids(groups, episodes)
+  anchor_ids = arrays.segment_ids(groups, anchors)
+  cost = tuple(jnp.where(valid, 0, -part) for part in invalid_penalty)
+  if penalty_scope == 'reward':
+    rewards = arrays.two_add(rewards, cost)
+  one = (jnp.float32(1), jnp.float32(0))
+  returns = discounted_returns(rewards, episode_ids, steps, discount)
+  sums = discounted_returns(rewards, episode_ids, steps, one)
+  first = _first_rows(episode_ids, steps)
+  episode_returns = tuple(part[first] for part in sums)
+  if penalty_scope == 'row':
+    returns = arrays.two_add(returns, cost)
+    episode_returns = arrays.two_add(episode_returns, cost)
+  starts = first == jnp.arange(len(first))
+  every = jnp.ones_like(starts)
+  entries = starts if episode_stats == 'trajectories' else every
+  parts = Parts(
+    episode_advantage=group_normalize(
+      episode_returns,
+      group_ids,
+      entries,
+      norm=norm,
+      keep_lone=lone_episode == 'raw',
+    ),
+    step_advantage=group_normalize(returns, anchor_ids, every, norm=norm),
+    episode_returns=episode_returns[0],
+    returns=returns[0],
+    anchor_group_sizes=arrays.segment_count(anchor_ids, every),
+    group_sizes=arrays.segment_count(group_ids, starts),
+  )
+  return jax.tree.map(lambda part: jnp.where(real, part, 0), parts)
+
+
+@typechecked
+def discounted_returns(
+  rewards: tuple[Float[Array, " R"], Float[Array, " R"]],
+  episodes: Int[Array, " R"],
+  steps: Int[Array, " R"],
+  discount: tuple[Float[Array, ""], Float[Array, ""]],
+) -> tuple[Float[Array, " R"], Float[Array, " R"]]:
+  """Returns the discounted return from each step on, as two-float numbers.
+
+  Eq. (5): G_t = sum over k >= t of discount^(k - t) r_k, within an episode.
+  A linear recurrence G_t = r_t + discount^gap G_next, solved for all episodes
+  at once by a reversed prefix scan by doubling, O(R log R).
+
+  Args:
+    rewards: two-float, in reward units.
+    episodes: id of each row's episode; rows in any order.
+    steps: number within the episode; `gap` is the difference to the next.
+    discount: two-float, in [0, 1].
+  """
+  order = jnp.lexsort((steps, episodes))
+  episode, step = episodes[order], steps[order]
+  continues = jnp.append(episode[1:] == episode[:-1], False)
+  gap = jnp.where(continues, jnp.append(jnp.diff(step), 0), 0)
+  decay = tuple(
+    jnp.where(continues, part, 0) for part in arrays.two_power(discount, gap)
+  )
+  total = tuple(part[order] for part in rewards)
+  position = jnp.arange(len(order))
+
+  def double(k, carry):
+    decay, total = carry
+    source = position + (1 << k)
+    inside = source < len(position)
+    source = jnp.minimum(source, len(position) - 1)
+    # Beyond the last row: nothing to add, and nothing further beyond.
+    ahead, beyond = (
+      tuple(jnp.where(inside, part[source], 0) for part in pair)
+      for pair in (total, decay)
+    )
+    total = arrays.two_add(total, arrays.two_multiply(decay, ahead))
+    return arrays.two_multiply(decay, beyond), total
+
+  doublings = max(len(order) - 1, 0).bit_length()
+  _, total = jax.lax.fori_loop(0, doublings, double, (decay, total))
+  high, low = (jnp.zeros_like(part).at[order].set(part) for part in total)
+  return high, low
+
+
+@typechecked
+def group_normalize(
+  values: tuple[Float[Array, " R"], Float[Array, " R"]],
+  segments: Int[Array, " R"],
+  entries: Bool[Array, " R"],
+  *,
+  norm: str,
+  keep_lone: bool = False,
+) -> Float[Array, " R"]:
+  """Returns by how much a value exceeds its segment's mean, Eqs. (3) and (7).
+
+  (x - mean) / (std + 1e-6), the unbiased std (ddof 1), or (x - mean) alone.
+  Equal values give exactly 0: each is first taken off a member of the segment,
+  exactly, since the float32 mean of equal numbers can be off by one unit in
+  the last place, which 1e-6 would magnify to a full-sized advantage.
+
+  Args:
+    values: two-float; entries of one segment are compared.
+    segments: in [0, R).
+    entries: which rows enter mean and std; at least one in every segment.
+    norm: 'mean_std' or 'mean'.
+    keep_lone: a segment with one entry gives the value itself, not 0.
+  """
+  first = arrays.segment_first(segments, entries)
+  member = tuple(part[first] for part in values)
+  difference, _ = arrays.two_add(values, tuple(-part for part in member))
+  resolution = _SAME * jnp.maximum(jnp.abs(values[0]), jnp.abs(member[0]))
+  centred = jnp.where(jnp.abs(difference) <= resolution, 0, difference)
+  count = arrays.segment_count(segments, entries)
+  mean = arrays.segment_sum(centred, segments, entries) / count
+  deviation = centred - mean
+  if norm == 'mean_std':
+    squares = arrays.segment_sum(deviation**2, segments, entries)
+    spread = jnp.sqrt(squares / jnp.maximum(count - 1, 1)) + EPSILON
+    deviation = deviation / spread
+  lone = values[0] if keep_lone else jnp.zeros_like(deviation)
+  return jnp.where(count == 1, lone, deviation)
+
+
+def _first_rows(episode_ids, steps):
+  """Returns to each row the row of its episode with the lowest step."""
+  order = jnp.lexsort((steps, episode_ids))
+  sorted_ids = episode_ids[order]
+  start = jnp.searchsorted(sorted_ids, episode_ids)
+  return order[start]
+
+
+def check_options(**options: str) -> None:
+  """Raises ValueError if an option is unknown or two do not go together."""
+  for name, value in options.items():
+    if value not in _OPTIONS[name]:
+      known = ', '.join(_OPTIONS[name])
+      raise ValueError(f'{name}={value}: unknown; must be one of {known}')
+  if options['penalty_scope'] == 'row' and options['episode_stats'] != 'rows':
+    raise ValueError(
+      f'penalty_scope=row: with episode_stats={options["episode_stats"]} equal '
+      'returns would divide the penalty by 1e-6; needs episode_stats=rows'
+    )

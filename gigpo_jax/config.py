@@ -1,0 +1,323 @@
+"""Refuses a wrong configuration before any device or simulator starts.
+
+One line a problem, as `field=value: what is wrong; what is accepted`. Checks
+files on disk, numbers and names; builds nothing.
+"""
+
+import importlib.util
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Iterator
+
+import ml_collections
+import psutil
+
+import envs
+from gigpo_jax import algorithms, models, tokenizer
+from gigpo_jax.models import huggingface
+
+TINY = 'python launch/train.py --config=configs/alfworld.py:tiny'
+
+# float32 parameters, two AdamW moments and a gradient accumulator, and a
+# bf16 copy each for sampling and computing.
+BYTES_PER_PARAMETER = 16 + 2 + 2
+
+_CHOICES = {
+  'algorithm.name': tuple(algorithms.REGISTRY),
+  'algorithm.norm': ('mean_std', 'mean'),
+  'algorithm.episode_stats': ('trajectories', 'rows'),
+  'algorithm.penalty_scope': ('reward', 'row'),
+  'algorithm.lone_episode': ('zero', 'raw'),
+  'algorithm.anchor': ('observation', 'observation_and_actions', 'similarity'),
+  'env.name': tuple(envs.REGISTRY),
+  'env.engine': ('textworld', 'native'),
+  'env.prompt_style': ('paper', 'brief'),
+  'loss.aggregation': ('token_mean', 'sequence_mean', 'fixed_length'),
+  'loss.old_log_probs': ('learner', 'sampler'),
+  'model.dtype': ('bfloat16', 'float32'),
+  'rollout.prompt_overflow': tokenizer.OVERFLOW_POLICIES,
+}
+
+# field: (lowest, highest accepted, meaning of what is accepted)
+_RANGES = {
+  'seed': (0, 2**31 - 1, 'a non-negative 32-bit integer'),
+  'num_iterations': (1, None, 'at least 1'),
+  'rollout.groups': (1, None, 'at least 1'),
+  'rollout.episodes_per_group': (
+    2,
+    None,
+    'GiGPO compares the episodes of a group; must be at least 2',
+  ),
+  'rollout.max_prompt_tokens': (1, None, 'at least 1'),
+  'rollout.max_completion_tokens': (1, None, 'at least 1'),
+  'rollout.temperature': (1e-3, None, 'above 0; greedy episodes are all alike'),
+  'rollout.top_p': (1e-6, 1.0, 'above 0, at most 1'),
+  'rollout.top_k': (0, None, 'at least 0; 0 is off'),
+  'algorithm.discount': (0.0, 1.0, 'between 0 and 1'),
+  'algorithm.step_weight': (0.0, None, 'at least 0; 0 is GRPO'),
+  'algorithm.invalid_penalty': (0.0, None, 'at least 0'),
+  'algorithm.similarity_threshold': (0.0, 1.0, 'between 0 and 1'),
+  'loss.clip_epsilon': (0.0, 1.0, 'between 0 and 1'),
+  'loss.clip_epsilon_high': (0.0, None, 'at least 0'),
+  'loss.dual_clip': (1.0, None, 'above 1'),
+  'loss.kl_weight': (0.0, None, 'at least 0; 0 drops the reference policy'),
+  'loss.entropy_weight': (0.0, None, 'at least 0'),
+  'optimizer.learning_rate': (0.0, None, 'at least 0'),
+  'optimizer.warmup_updates': (0, None, 'at least 0'),
+  'optimizer.max_grad_norm': (0.0, None, 'above 0'),
+  'learner.minibatch_rows': (1, None, 'at least 1'),
+  'learner.microbatch_rows': (1, None, 'at least 1'),
+  'pool.num_envs': (0, None, 'at least 0; 0 is one per episode'),
+  'pool.num_workers': (0, None, 'at least 0; 0 is in this process'),
+  'pool.step_timeout_secs': (1e-3, None, 'above 0'),
+  'pool.reset_timeout_secs': (1e-3, None, 'above 0'),
+  'pool.max_resets_per_worker': (0, None, 'at least 0; 0 is never'),
+  'evaluation.every': (0, None, 'at least 0; 0 is never'),
+  'evaluation.num_tasks': (0, None, 'at least 0; 0 is all'),
+  'evaluation.temperature': (0.0, None, 'at least 0; 0 is greedy'),
+  'checkpoint.every': (1, None, 'at least 1'),
+  'checkpoint.keep': (1, None, 'at least 1'),
+  'env.max_steps': (1, None, 'at least 1'),
+  'env.history_length': (0, None, 'at least 0'),
+  'sft.noise': (0.0, 1.0, 'between 0 and 1'),
+}
+
+
+def validate(config: ml_collections.ConfigDict, *, needs_model: bool = True):
+  """Checks everything that can be known without a device or a simulator.
+
+  Args:
+    config: the experiment.
+    needs_model: whether weights and tokenizer must exist already.
+
+  Raises:
+    ValueError: one line for each problem found.
+  """
+  problems = [*_values(config), *_combinations(config)]
+  if not problems:
+    problems += _missing_environment(config)
+    if needs_model:
+      problems += _missing_model(config)
+  if problems:
+    raise ValueError('\n'.join(problems))
+
+
+def model_directory(path: str) -> str:
+  """Returns where a model is; project paths work from any folder."""
+  root = pathlib.Path(envs.__file__).parents[1]
+  if not os.path.isabs(path) and not os.path.exists(path):
+    return str(root / path) if (root / path).exists() else path
+  return path
+
+
+def env_kwargs(config: ml_collections.ConfigDict) -> dict:
+  """Returns the arguments of the environment, plain values only."""
+  kwargs = config.env.to_dict()
+  kwargs.pop('name')
+  if config.env.name == 'alfworld':
+    kwargs['data_dir'] = _data_dir(config)
+    anchor = config.algorithm.anchor
+    kwargs['anchor'] = 'observation' if anchor == 'similarity' else anchor
+  return kwargs
+
+
+def algorithm_kwargs(config: ml_collections.ConfigDict) -> dict:
+  """Returns the arguments of `algorithms.make`, plain values only."""
+  kwargs = config.algorithm.to_dict()
+  # What an anchor is, environments and batch decide.
+  kwargs.pop('anchor')
+  kwargs.pop('similarity_threshold')
+  return kwargs
+
+
+def ladder(buckets: tuple[int, ...], limit: int) -> tuple[int, ...]:
+  """Returns the buckets below a limit, and the limit as the last."""
+  return (*(b for b in buckets if b < limit), limit)
+
+
+def _get(config: ml_collections.ConfigDict, field: str):
+  for name in field.split('.'):
+    if name not in config:
+      return None
+    config = config[name]
+  return config
+
+
+def _values(config: ml_collections.ConfigDict) -> Iterator[str]:
+  for field, known in _CHOICES.items():
+    value = _get(config, field)
+    if value is not None and value not in known:
+      yield f'{field}={value}: unknown; must be one of {", ".join(known)}'
+  for field, (low, high, accepted) in _RANGES.items():
+    value = _get(config, field)
+    if value is None:
+      continue
+    if value < low or (high is not None and value > high):
+      yield f'{field}={value}: out of range; {accepted}'
+  for field in (
+    'rollout.prompt_buckets',
+    'rollout.batch_buckets',
+    'learner.length_buckets',
+  ):
+    sizes = tuple(_get(config, field))
+    rising = all(a < b for a, b in zip(sizes, sizes[1:], strict=False))
+    if not sizes or min(sizes) < 1 or not rising:
+      yield f'{field}={sizes}: must be one or more rising positive sizes'
+
+
+def _combinations(config: ml_collections.ConfigDict) -> Iterator[str]:
+  algorithm = config.algorithm
+  if algorithm.penalty_scope == 'row' and algorithm.episode_stats != 'rows':
+    yield (
+      f'algorithm.penalty_scope=row: with episode_stats='
+      f'{algorithm.episode_stats} equal returns would divide the penalty by '
+      'eps; needs algorithm.episode_stats=rows'
+    )
+  learner = config.learner
+  if learner.microbatch_rows > learner.minibatch_rows:
+    yield (
+      f'learner.microbatch_rows={learner.microbatch_rows}: larger than '
+      f'learner.minibatch_rows={learner.minibatch_rows}; must divide into it'
+    )
+  sizes = [config.mesh.data, config.mesh.fsdp, config.mesh.tensor]
+  for name, size in zip(('data', 'fsdp', 'tensor'), sizes, strict=True):
+    if size == 0 or size < -1:
+      yield f'mesh.{name}={size}: must be at least 1, or -1 for the rest'
+  if sizes.count(-1) > 1:
+    yield f'mesh={sizes}: at most one axis may be -1'
+  if config.env.name is None:
+    yield f'env.name=None: must be one of {", ".join(envs.REGISTRY)}'
+
+
+def _data_dir(config: ml_collections.ConfigDict) -> str | None:
+  if config.env.data_dir == 'generated':
+    return None
+  return config.env.data_dir or os.environ.get('ALFWORLD_DATA', '')
+
+
+def _missing_environment(config: ml_collections.ConfigDict) -> Iterator[str]:
+  if config.env.name == 'alfworld' and config.env.engine == 'textworld':
+    if sys.version_info >= (3, 13):
+      yield (
+        'env.engine=textworld: TextWorld breaks on Python 3.13 and newer; use '
+        'Python 3.11 or 3.12, or env.engine=native'
+      )
+    elif importlib.util.find_spec('alfworld') is None:
+      yield (
+        'env.engine=textworld: alfworld is not installed; run '
+        "pip install -e '.[alfworld]', or use env.engine=native"
+      )
+  if config.env.name == 'alfworld' and _data_dir(config) == '':
+    yield (
+      'env.data_dir=: no ALFWorld games; run `alfworld-download` and set '
+      '$ALFWORLD_DATA or env.data_dir to its folder, or use '
+      'env.data_dir=generated'
+    )
+    return
+  try:
+    for split in ('train', config.evaluation.split):
+      if split is None:
+        continue
+      available = len(
+        envs.tasks(config.env.name, split, **env_kwargs(config))
+      )
+      if split == 'train' and available < config.rollout.groups:
+        yield (
+          f'rollout.groups={config.rollout.groups}: more groups than tasks; '
+          f'split train has {available}'
+        )
+      if split != 'train' and available < config.evaluation.num_tasks:
+        yield (
+          f'evaluation.num_tasks={config.evaluation.num_tasks}: split '
+          f'{split} has {available} tasks; at most that, or 0 for all'
+        )
+  except ValueError as error:
+    yield str(error)
+
+
+def _missing_model(config: ml_collections.ConfigDict) -> Iterator[str]:
+  if not config.model.path:
+    yield (
+      'model.path=None: no weights; run `hf download '
+      'Qwen/Qwen2.5-1.5B-Instruct --local-dir DIR` and set '
+      '--config.model.path=DIR'
+    )
+    yield from _too_small(1_540_000_000)
+    return
+  directory = model_directory(config.model.path)
+  try:
+    model = huggingface.read_config(directory, dtype=config.model.dtype)
+    huggingface.check(directory, model)
+    text = tokenizer.Tokenizer(directory)
+  except ValueError as error:
+    yield str(error)
+    return
+  if text.vocab_size > model.vocab_size:
+    yield (
+      f'model.path={config.model.path}: its tokenizer has {text.vocab_size} '
+      f'tokens, its embedding {model.vocab_size} rows; must not be fewer'
+    )
+  limit, template = config.rollout.max_prompt_tokens, text.template_tokens()
+  if limit <= template:
+    yield (
+      f'rollout.max_prompt_tokens={limit}: the chat template alone takes '
+      f'{template} tokens; must be larger'
+    )
+  yield from _too_small(models.num_parameters(model))
+
+
+def _too_small(num_parameters: int) -> Iterator[str]:
+  # An accelerator's memory is known only once it runs; jax names it then.
+  if _has_accelerator():
+    return
+  needed = num_parameters * BYTES_PER_PARAMETER
+  available = psutil.virtual_memory().total
+  if needed > available:
+    yield (
+      f'memory={available / 2**30:.0f} GiB: full training of '
+      f'{num_parameters / 1e9:.1f}B parameters keeps about '
+      f'{needed / 2**30:.0f} GiB; needs a larger machine or a smaller model'
+    )
+
+
+def _has_accelerator() -> bool:
+  nodes = ('nvidia[0-9]*', 'accel[0-9]*', 'vfio/[0-9]*', 'kfd')
+  found = any(any(pathlib.Path('/dev').glob(node)) for node in nodes)
+  return found and os.environ.get('JAX_PLATFORMS') != 'cpu'
+
+
+def check_resume(config: ml_collections.ConfigDict, workdir: str) -> None:
+  """Stores the config in a work directory, or compares with what is there.
+
+  Raises:
+    ValueError: if the directory holds a run of another config; one line that
+      lists the differing fields.
+  """
+  path = pathlib.Path(workdir) / 'config.json'
+  now = json.loads(config.to_json_best_effort())
+  if path.exists():
+    then = json.loads(path.read_text(encoding='utf-8'))
+    changed = [
+      f'{name}={new} (was {old})'
+      for name, (old, new) in _differences(then, now)
+      # Running longer, or looking more often, is no other experiment.
+      if name not in ('num_iterations', 'checkpoint.keep')
+    ]
+    if changed:
+      raise ValueError(
+        f'--workdir={workdir}: holds a run of another config: '
+        f'{", ".join(changed)}; give another --workdir'
+      )
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(json.dumps(now, indent=2, sort_keys=True) + '\n')
+
+
+def _differences(old: dict, new: dict, prefix: str = ''):
+  for name in sorted(old.keys() | new.keys()):
+    a, b = old.get(name), new.get(name)
+    if isinstance(a, dict) and isinstance(b, dict):
+      yield from _differences(a, b, f'{prefix}{name}.')
+    elif a != b:
+      yield prefix + name, (a, b)

@@ -1,0 +1,69 @@
+"""Held-out panels: every task once, rates with 95 % intervals.
+
+The panel is fixed (the first tasks of a split) and so are its random streams,
+so two checkpoints are compared on the same games and the same noise.
+"""
+
+import json
+from collections.abc import Callable
+
+import jax
+import ml_collections
+import tqdm
+
+from envs import base
+from gigpo_jax import config as config_lib, experiment, metrics, rollout
+
+
+def evaluate(
+  roller: rollout.Roller,
+  params: dict,
+  panel: list[base.Task],
+  *,
+  temperature: float,
+  kind: Callable[[base.Task], str],
+) -> dict[str, float]:
+  """Returns success and lengths of a policy on a panel, names 'eval/...'.
+
+  A task whose environment broke off counts as failed, and is counted beside.
+  """
+  with tqdm.tqdm(
+    total=len(panel), desc='evaluation', leave=False, disable=None
+  ) as bar:
+    trajectories = roller.collect(
+      params,
+      panel,
+      episodes_per_group=1,
+      stream=(rollout.EVALUATION, 0),
+      temperature=temperature,
+      kind=kind,
+      on_finished=bar.update,
+    )
+  low, high = metrics.wilson(
+    sum(t.success for t in trajectories), len(trajectories)
+  )
+  return metrics.summarize(trajectories, prefix='eval') | {
+    'eval/success_low': low,
+    'eval/success_high': high,
+    'eval/episodes': float(len(trajectories)),
+  }
+
+
+def main(config: ml_collections.ConfigDict, workdir: str) -> None:
+  """Evaluates `model.path` on the config's panel; prints one JSON object.
+
+  Raises:
+    ValueError: in one line a problem, if the config cannot work.
+  """
+  del workdir  # Evaluation leaves nothing behind.
+  config_lib.validate(config)
+  policy = experiment.make_policy(config)
+  with jax.set_mesh(policy.mesh), experiment.make_pool(config) as pool:
+    rates = evaluate(
+      experiment.make_roller(config, policy, pool),
+      policy.load(),
+      experiment.make_panel(config),
+      temperature=config.evaluation.temperature,
+      kind=experiment.make_kind(config),
+    )
+  print(json.dumps(rates, indent=2, sort_keys=True))

@@ -1,0 +1,187 @@
+"""Builds the parts of an experiment from its config, for train and evaluate.
+
+The config stops here: what is built takes plain values.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import ml_collections
+
+import envs
+from envs import base
+from gigpo_jax import (
+  config as config_lib,
+  env_pool,
+  learner,
+  losses,
+  mesh,
+  rollout,
+  sampler,
+  tasks,
+  tokenizer,
+)
+from gigpo_jax.models import huggingface, qwen
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+  """A model on its mesh: what sampling needs and what training adds to.
+
+  Attributes:
+    model: shape of the network.
+    mesh: the devices.
+    tokenizer: of the checkpoint.
+    load: reads the checkpoint's parameters onto the mesh.
+    sampler: prompts to completions.
+  """
+
+  model: qwen.QwenConfig
+  mesh: jax.sharding.Mesh
+  tokenizer: tokenizer.Tokenizer
+  load: Callable[[], dict]
+  sampler: sampler.Sampler
+
+
+def make_policy(config: ml_collections.ConfigDict) -> Policy:
+  """Returns the policy of an experiment; starts the devices."""
+  directory = config_lib.model_directory(config.model.path)
+  model = huggingface.read_config(
+    directory, dtype=config.model.dtype, remat=config.model.remat
+  )
+  devices = mesh.make_mesh(**config.mesh)
+  text = tokenizer.Tokenizer(
+    directory, enable_thinking=config.model.enable_thinking
+  )
+  return Policy(
+    model=model,
+    mesh=devices,
+    tokenizer=text,
+    load=functools.partial(huggingface.load, directory, model, devices),
+    sampler=sampler.Sampler(
+      model,
+      devices,
+      seed=config.seed,
+      prompt_buckets=config_lib.ladder(
+        config.rollout.prompt_buckets, config.rollout.max_prompt_tokens
+      ),
+      batch_buckets=tuple(config.rollout.batch_buckets),
+      max_completion_tokens=config.rollout.max_completion_tokens,
+      stop_ids=text.stop_ids,
+      vocab_size=text.vocab_size,
+      top_p=config.rollout.top_p,
+      top_k=config.rollout.top_k,
+    ),
+  )
+
+
+def make_pool(config: ml_collections.ConfigDict) -> env_pool.EnvPool:
+  """Returns the environments; starts their workers."""
+  episodes = config.rollout.groups * config.rollout.episodes_per_group
+  return env_pool.EnvPool(
+    config.env.name,
+    config_lib.env_kwargs(config),
+    num_envs=config.pool.num_envs or episodes,
+    num_workers=config.pool.num_workers,
+    step_timeout_secs=config.pool.step_timeout_secs,
+    reset_timeout_secs=config.pool.reset_timeout_secs,
+    envs_per_group=config.rollout.episodes_per_group,
+    max_resets_per_worker=config.pool.max_resets_per_worker or None,
+  )
+
+
+def make_roller(
+  config: ml_collections.ConfigDict, policy: Policy, pool: env_pool.EnvPool
+) -> rollout.Roller:
+  """Returns what plays episodes of the policy."""
+  return rollout.Roller(
+    pool=pool,
+    sampler=policy.sampler,
+    tokenizer=policy.tokenizer,
+    max_prompt_tokens=config.rollout.max_prompt_tokens,
+    prompt_overflow=config.rollout.prompt_overflow,
+  )
+
+
+def make_learner(
+  config: ml_collections.ConfigDict, policy: Policy, loss: Callable
+) -> learner.Learner:
+  """Returns what updates the policy."""
+  length = (
+    config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
+  )
+  return learner.Learner(
+    policy.model,
+    policy.mesh,
+    loss=loss,
+    optimizer=learner.adamw(**config.optimizer),
+    minibatch_rows=config.learner.minibatch_rows,
+    microbatch_rows=config.learner.microbatch_rows,
+    length_buckets=config_lib.ladder(config.learner.length_buckets, length),
+    max_completion_tokens=config.rollout.max_completion_tokens,
+    temperature=config.rollout.temperature,
+    aggregation=config.loss.aggregation,
+    seed=config.seed,
+  )
+
+
+def policy_gradient(config: ml_collections.ConfigDict) -> Callable:
+  """Returns the loss of an RL experiment."""
+  return functools.partial(
+    losses.policy_gradient,
+    clip_epsilon=config.loss.clip_epsilon,
+    clip_epsilon_high=config.loss.clip_epsilon_high,
+    dual_clip=config.loss.dual_clip,
+    kl_weight=config.loss.kl_weight,
+    entropy_weight=config.loss.entropy_weight,
+  )
+
+
+def make_kind(config: ml_collections.ConfigDict) -> Callable[[base.Task], str]:
+  """Returns the function that names a task's type."""
+  splits = functools.lru_cache(
+    lambda split: envs.tasks(
+      config.env.name, split, **config_lib.env_kwargs(config)
+    )
+  )
+  return lambda task: splits(task.split).kind(task.index)
+
+
+def make_task_sampler(config: ml_collections.ConfigDict) -> tasks.TaskSampler:
+  """Returns the stream of training tasks."""
+  available = envs.tasks(
+    config.env.name, 'train', **config_lib.env_kwargs(config)
+  )
+  return tasks.TaskSampler(
+    'train', len(available), config.rollout.groups, config.seed
+  )
+
+
+def make_panel(config: ml_collections.ConfigDict) -> list[base.Task]:
+  """Returns the fixed tasks of the evaluation."""
+  split = config.evaluation.split
+  available = len(
+    envs.tasks(config.env.name, split, **config_lib.env_kwargs(config))
+  )
+  return tasks.panel(split, config.evaluation.num_tasks or available)
+
+
+def row_sizes(config: ml_collections.ConfigDict) -> dict:
+  """Returns the arguments of `batch.from_trajectories`."""
+  similar = config.algorithm.anchor == 'similarity'
+  return {
+    'max_prompt_tokens': config.rollout.max_prompt_tokens,
+    'max_completion_tokens': config.rollout.max_completion_tokens,
+    'similarity_threshold': (
+      config.algorithm.similarity_threshold if similar else 1.0
+    ),
+  }
+
+
+def freeze(params: dict, dtype: str) -> dict:
+  """Returns a copy that later updates leave alone, in the compute type."""
+  return jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree))(
+    params
+  )

@@ -1,0 +1,197 @@
+"""Losses of tokens and their aggregation: pure functions of arrays.
+
+Input: log-probabilities and entropies of completions, [B, C]. Output: one loss
+a token and metrics, one value a token. Knows no model, no optimizer and no
+device. Summing loss * row weight over all microbatches gives the loss of the
+update, however the rows are cut; see `row_weights`.
+
+A loss has the arguments of `policy_gradient` up to `mask`, so that the learner
+can take any of them.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from gigpo_jax.arrays import typechecked
+
+AGGREGATIONS = ('token_mean', 'sequence_mean', 'fixed_length')
+
+TokenLoss = tuple[Float[Array, "B C"], dict[str, Float[Array, "B C"]]]
+
+
+@typechecked
+def k3(
+  log_probs: Float[Array, "*S"], ref_log_probs: Float[Array, "*S"]
+) -> Float[Array, "*S"]:
+  """Returns an estimate of KL(policy || reference), never negative.
+
+  exp(d) - d - 1 with d = ref_log_probs - log_probs, unbiased for samples of
+  the policy: the k3 of http://joschu.net/blog/kl-approx.html, as in GRPO
+  (arXiv:2402.03300, Eq. 4). Its gradient is 1 - exp(d).
+  """
+  difference = ref_log_probs - log_probs
+  return jnp.expm1(difference) - difference
+
+
+@typechecked
+def clipped_surrogate(
+  log_ratios: Float[Array, "*S"],
+  advantages: Float[Array, "*S"],
+  *,
+  clip_epsilon: float = 0.2,
+  clip_epsilon_high: float | None = None,
+  dual_clip: float | None = None,
+) -> Float[Array, "*S"]:
+  """Returns the negated clipped objective of PPO (arXiv:1707.06347, Eq. 7).
+
+  -min(rho A, clip(rho, 1 - low, 1 + high) A). For A < 0 and with a dual clip
+  c (arXiv:1912.09729, Eq. 5) at most -c A: a ratio that ran away upwards
+  contributes no gradient.
+
+  Args:
+    log_ratios: log rho = log-prob minus that of the sampling policy.
+    advantages: A; broadcast to tokens.
+    clip_epsilon: low.
+    clip_epsilon_high: high ("clip-higher", arXiv:2503.14476); None is low.
+    dual_clip: c, above 1; None is off.
+  """
+  ratio = jnp.exp(log_ratios)
+  high = clip_epsilon if clip_epsilon_high is None else clip_epsilon_high
+  clipped = jnp.clip(ratio, 1 - clip_epsilon, 1 + high)
+  loss = -jnp.minimum(ratio * advantages, clipped * advantages)
+  if dual_clip is not None:
+    bound = jnp.where(advantages < 0, -dual_clip * advantages, jnp.inf)
+    loss = jnp.minimum(loss, bound)
+  return loss
+
+
+@typechecked
+def policy_gradient(
+  log_probs: Float[Array, "B C"],
+  entropies: Float[Array, "B C"],
+  old_log_probs: Float[Array, "B C"],
+  ref_log_probs: Float[Array, "B C"] | None,
+  advantages: Float[Array, " B"],
+  mask: Bool[Array, "B C"],
+  *,
+  clip_epsilon: float = 0.2,
+  clip_epsilon_high: float | None = None,
+  dual_clip: float | None = None,
+  kl_weight: float = 0.01,
+  entropy_weight: float = 0.001,
+) -> TokenLoss:
+  """Returns the loss of GiGPO and GRPO for each token, Eq. (9).
+
+  Clipped surrogate + kl_weight * k3 - entropy_weight * entropy.
+
+  # Differs from the paper: the entropy bonus, as in the authors' code.
+
+  Args:
+    log_probs: of the sampled tokens under the policy being trained.
+    entropies: of the policy at each token, in nats.
+    old_log_probs: under the policy before the iteration's first update.
+    ref_log_probs: under the frozen reference; None only if kl_weight is 0.
+    advantages: of each row.
+    mask: which tokens were sampled; elsewhere the loss is 0.
+    clip_epsilon: see `clipped_surrogate`.
+    clip_epsilon_high: see `clipped_surrogate`.
+    dual_clip: see `clipped_surrogate`.
+    kl_weight: beta.
+    entropy_weight: 0 drops the bonus.
+
+  Returns:
+    Loss, and metrics to average over tokens, but for '/max': their maximum.
+
+  Raises:
+    ValueError: if the dual clip is not above 1, or the reference is missing.
+  """
+  if dual_clip is not None and dual_clip <= 1:
+    raise ValueError(f'dual_clip={dual_clip}: must be above 1, or None for off')
+  if kl_weight and ref_log_probs is None:
+    raise ValueError(
+      f'kl_weight={kl_weight}: needs ref_log_probs; or set kl_weight to 0'
+    )
+  # Masked first: 0 times an infinite ratio would be NaN, in the gradient too.
+  log_ratios = jnp.where(mask, log_probs - old_log_probs, 0)
+  advantages_BC = jnp.where(mask, advantages[:, None], 0)
+  policy = clipped_surrogate(
+    log_ratios,
+    advantages_BC,
+    clip_epsilon=clip_epsilon,
+    clip_epsilon_high=clip_epsilon_high,
+    dual_clip=dual_clip,
+  )
+  entropy = jnp.where(mask, entropies, 0)
+  loss = policy - entropy_weight * entropy
+  high = clip_epsilon if clip_epsilon_high is None else clip_epsilon_high
+  ratio = jnp.exp(log_ratios)
+  metrics = {
+    'loss/policy': policy,
+    'loss/entropy': entropy,
+    'ratio/mean': ratio,
+    'ratio/max': ratio,
+    'ratio/clipped_low': (ratio < 1 - clip_epsilon) & (advantages_BC < 0),
+    'ratio/clipped_high': (ratio > 1 + high) & (advantages_BC > 0),
+  }
+  if dual_clip is not None:
+    metrics['ratio/clipped_dual'] = (ratio > dual_clip) & (advantages_BC < 0)
+  if kl_weight:
+    kl = k3(jnp.where(mask, log_probs, 0), jnp.where(mask, ref_log_probs, 0))
+    loss += kl_weight * kl
+    metrics['loss/kl'] = kl
+  metrics = {k: v.astype(jnp.float32) for k, v in metrics.items()}
+  return loss, jax.lax.stop_gradient(metrics)
+
+
+@typechecked
+def supervised(
+  log_probs: Float[Array, "B C"],
+  entropies: Float[Array, "B C"],
+  old_log_probs: Float[Array, "B C"],
+  ref_log_probs: Float[Array, "B C"] | None,
+  advantages: Float[Array, " B"],
+  mask: Bool[Array, "B C"],
+) -> TokenLoss:
+  """Returns the negative log-likelihood of each token, for imitation."""
+  del old_log_probs, ref_log_probs, advantages
+  metrics = {'loss/entropy': jnp.where(mask, entropies, 0)}
+  return jnp.where(mask, -log_probs, 0), jax.lax.stop_gradient(metrics)
+
+
+@typechecked
+def row_weights(
+  lengths: Int[np.ndarray, " R"], max_length: int, aggregation: str
+) -> Float[np.ndarray, " R"]:
+  """Returns the weight of each row's tokens in the loss of an update.
+
+  From all rows of the update, before they are cut into microbatches, so that
+  sums of loss * weight over microbatches, buckets and devices add up to
+
+  - token_mean: the mean over all tokens (DAPO, arXiv:2503.14476);
+  - sequence_mean: the mean over rows of the mean over a row's tokens (GRPO);
+  - fixed_length: the mean over rows of the sum over a row's tokens divided by
+    the longest possible length (Dr. GRPO, arXiv:2503.20783).
+
+  Args:
+    lengths: completion tokens of each row; rows of 0 do not count.
+    max_length: cap of a completion, for fixed_length.
+    aggregation: one of the above.
+
+  Raises:
+    ValueError: if the aggregation is unknown.
+  """
+  rows = max(np.count_nonzero(lengths), 1)
+  if aggregation == 'token_mean':
+    tokens = np.full(len(lengths), max(lengths.sum(), 1), np.float64)
+  elif aggregation == 'sequence_mean':
+    tokens = np.maximum(lengths, 1).astype(np.float64) * rows
+  elif aggregation == 'fixed_length':
+    tokens = np.full(len(lengths), max_length * rows, np.float64)
+  else:
+    raise ValueError(
+      f'aggregation={aggregation}: unknown; must be one of '
+      f'{", ".join(AGGREGATIONS)}'
+    )
+  return np.where(lengths > 0, 1 / tokens, 0).astype(np.float32)

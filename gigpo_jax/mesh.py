@@ -1,0 +1,93 @@
+"""Devices as a mesh, and which array dimension lives on which mesh axis.
+
+One table maps logical axes, the names that models give to the dimensions of
+their arrays, to mesh axes. Changing the parallelism is editing the table.
+"""
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+AXES = ('data', 'fsdp', 'tensor')
+
+# Rows of a batch are spread over both; parameters over `fsdp` and `tensor`.
+BATCH = ('data', 'fsdp')
+
+# Logical axis of a parameter: the mesh axis it is cut along.
+RULES: dict[str | None, str | None] = {
+  'layers': None,
+  'vocab': 'tensor',
+  'embed': 'fsdp',
+  'heads': 'tensor',
+  'kv_heads': 'tensor',
+  'head': None,
+  'mlp': 'tensor',
+  None: None,
+}
+
+
+def make_mesh(data: int, fsdp: int, tensor: int) -> jax.sharding.Mesh:
+  """Returns a mesh of all devices.
+
+  Args:
+    data: size of the axis over which parameters are copied and rows split.
+    fsdp: size of the axis over which parameters and rows are split.
+    tensor: size of the axis over which heads and MLP columns are split.
+      One of the three may be -1: all devices that remain.
+
+  Raises:
+    ValueError: if the sizes do not make up the number of devices.
+  """
+  sizes = dict(zip(AXES, (data, fsdp, tensor), strict=True))
+  available = jax.device_count()
+  fixed = int(np.prod([size for size in sizes.values() if size != -1]))
+  for name, size in sizes.items():
+    if size == -1:
+      sizes[name] = max(1, available // fixed)
+  if int(np.prod(list(sizes.values()))) != available:
+    asked = 'x'.join(str(size) for size in (data, fsdp, tensor))
+    raise ValueError(
+      f'mesh={asked}: does not make up {available} device(s); '
+      'data x fsdp x tensor must be their number, one may be -1'
+    )
+  return jax.make_mesh(
+    tuple(sizes.values()),
+    AXES,
+    axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
+  )
+
+
+def shardings(
+  mesh: jax.sharding.Mesh, axes: dict, *, gathered: tuple[str, ...] = ()
+) -> dict:
+  """Returns the sharding of each leaf.
+
+  Args:
+    mesh: the devices.
+    axes: tree whose leaves are tuples of logical axes, one a dimension.
+    gathered: mesh axes to leave out, over which arrays are then copied.
+  """
+
+  def spec(leaf: tuple[str | None, ...]) -> NamedSharding:
+    names = [RULES[axis] for axis in leaf]
+    kept = [None if name in gathered else name for name in names]
+    return NamedSharding(mesh, PartitionSpec(*kept))
+
+  return jax.tree.map(spec, axes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
+  """Returns the sharding of arrays whose first dimension is rows."""
+  return NamedSharding(mesh, PartitionSpec(BATCH))
+
+
+def batch_shards(mesh: jax.sharding.Mesh) -> int:
+  """Returns into how many parts rows are split; must divide their number."""
+  return mesh.shape['data'] * mesh.shape['fsdp']
+
+
+def constrain_rows(x: jax.Array) -> jax.Array:
+  """Keeps rows spread over the mesh in use; without a mesh, does nothing."""
+  if jax.sharding.get_abstract_mesh().empty:
+    return x
+  return jax.lax.with_sharding_constraint(x, PartitionSpec(BATCH))

@@ -1,0 +1,18 @@
+"""The models, by the `model_type` of a checkpoint's config.json."""
+
+import math
+
+import jax
+
+from gigpo_jax.models import qwen
+
+# model_type of config.json: module with the functions of docs/design.md.
+REGISTRY = {'qwen2': qwen}
+
+
+def num_parameters(config: qwen.QwenConfig) -> int:
+  """Returns the number of parameters, without making them."""
+  shapes = jax.tree.leaves(
+    qwen.shapes(config), is_leaf=lambda x: isinstance(x, tuple)
+  )
+  return sum(math.prod(shape) for shape in shapes)

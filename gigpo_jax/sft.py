@@ -1,0 +1,158 @@
+"""Supervised warm start: imitates the environment's expert.
+
+From a checkpoint, or from nothing: then tokenizer and weights are made on
+the environment's own text. With `sft.noise` the expert errs at a settable
+rate, which gives a policy of a wanted strength for RL to improve on.
+"""
+
+import pathlib
+
+import jax
+import ml_collections
+import numpy as np
+import tqdm
+
+import envs
+from envs import base
+from gigpo_jax import (
+  batch,
+  config as config_lib,
+  experiment,
+  losses,
+  metrics,
+  tokenizer,
+)
+from gigpo_jax.models import huggingface, qwen
+
+
+def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
+  """Trains by imitation; writes `workdir`/policy, a Hugging Face directory.
+
+  A function of the config alone: the same command makes the same policy.
+
+  Raises:
+    ValueError: in one line, if the config cannot work or the environment has
+      no expert.
+  """
+  scratch = config.sft.init == 'scratch'
+  config_lib.validate(config, needs_model=not scratch)
+  pairs = demonstrations(config)
+  directory = pathlib.Path(workdir) / 'policy'
+  if scratch:
+    texts = (text for pair in pairs for text in pair)
+    tokenizer.train(texts, str(directory), vocab_size=config.sft.vocab_size)
+    with config.unlocked():
+      config.model.path = str(directory)
+    _write_random_model(config, str(directory))
+  policy = experiment.make_policy(config)
+  rows = demonstration_rows(config, policy.tokenizer, pairs)
+  print(f'{len(pairs)} demonstrated steps, {rows.lengths.sum()} tokens')
+  with jax.set_mesh(policy.mesh):
+    params = _imitate(config, policy, rows, workdir)
+    huggingface.save(
+      str(directory),
+      policy.model,
+      params,
+      tokenizer_directory=policy.tokenizer.directory,
+    )
+  print(f'warm start: {directory}', flush=True)
+
+
+def demonstrations(config: ml_collections.ConfigDict) -> list[tuple[str, str]]:
+  """Returns (prompt, response) of every step of the expert's episodes."""
+  env = envs.make(config.env.name, **config_lib.env_kwargs(config))
+  if not hasattr(env, 'demonstrate'):
+    raise ValueError(f'env.name={config.env.name}: has no expert to imitate')
+  available = len(
+    envs.tasks(config.env.name, 'train', **config_lib.env_kwargs(config))
+  )
+  pairs = []
+  for episode in tqdm.trange(
+    config.sft.num_episodes, desc='expert episodes', disable=None
+  ):
+    # From the far end: RL draws other games than these, mostly.
+    task = base.Task('train', available - 1 - episode % available)
+    pairs += env.demonstrate(task, noise=config.sft.noise, seed=config.seed)
+  env.close()
+  return pairs
+
+
+def demonstration_rows(
+  config: ml_collections.ConfigDict,
+  text: tokenizer.Tokenizer,
+  pairs: list[tuple[str, str]],
+) -> batch.Rows:
+  """Returns demonstrations as rows; each its own episode."""
+  prompts = text.fit(
+    [prompt for prompt, _ in pairs],
+    [prompt for prompt, _ in pairs],
+    max_tokens=config.rollout.max_prompt_tokens,
+    policy='truncate_left',
+  )
+  responses = text.encode([response + tokenizer.END_OF_TURN for _, response in pairs])
+  limit = config.rollout.max_completion_tokens
+  longest = max(len(ids) for ids in responses)
+  if longest > limit:
+    raise ValueError(
+      f'rollout.max_completion_tokens={limit}: an expert response has '
+      f'{longest} tokens; must be at least that'
+    )
+  return batch.pack(
+    [ids for ids, _ in prompts],
+    responses,
+    max_prompt_tokens=config.rollout.max_prompt_tokens,
+    max_completion_tokens=limit,
+    row_multiple=config.sft.minibatch_rows,
+  )
+
+
+def _write_random_model(
+  config: ml_collections.ConfigDict, directory: str
+) -> None:
+  text = tokenizer.Tokenizer(directory)
+  shape = config.sft.model
+  model = qwen.QwenConfig(
+    vocab_size=text.vocab_size,
+    hidden_size=shape.width,
+    intermediate_size=shape.mlp,
+    num_layers=shape.layers,
+    num_heads=shape.heads,
+    num_kv_heads=shape.kv_heads,
+    head_dim=shape.width // shape.heads,
+    rope_theta=10_000.0,
+    rms_norm_eps=1e-6,
+    tie_embeddings=True,
+    dtype=config.model.dtype,
+    remat=config.model.remat,
+  )
+  params = qwen.init(model, jax.random.key(config.seed))
+  huggingface.save(directory, model, params, dtype='float32')
+
+
+def _imitate(
+  config: ml_collections.ConfigDict,
+  policy: experiment.Policy,
+  rows: batch.Rows,
+  workdir: str,
+) -> dict:
+  with config.unlocked():
+    config.optimizer.learning_rate = config.sft.learning_rate
+    config.optimizer.warmup_updates = config.sft.warmup_updates
+    config.learner.minibatch_rows = config.sft.minibatch_rows
+  learner = experiment.make_learner(config, policy, losses.supervised)
+  state = learner.init(policy.load())
+  no_advantages = np.zeros(len(rows.groups), np.float32)
+  writer = metrics.Writer(workdir)
+  for epoch in tqdm.trange(config.sft.epochs, desc='epochs', disable=None):
+    state, values = learner.update(
+      state,
+      rows,
+      no_advantages,
+      old_log_probs=rows.sampler_log_probs,
+      ref_log_probs=None,
+      iteration=epoch,
+    )
+    writer.write(epoch, values)
+    print(f'epoch {epoch}: loss {values["loss/total"]:.4f}', flush=True)
+  writer.close()
+  return state.params

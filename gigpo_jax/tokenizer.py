@@ -1,0 +1,197 @@
+"""Text to ids and back: the checkpoint's own tokenizer and chat template.
+
+A thin face over `transformers` tokenizers, and `train`, which makes a small
+byte-level BPE with Qwen's special tokens offline. Knows no environment.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import tokenizers
+import transformers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+OVERFLOW_POLICIES = ('error', 'drop_history', 'truncate_left')
+
+END_OF_TURN = '<|im_end|>'
+SPECIAL_TOKENS = ('<|endoftext|>', '<|im_start|>', END_OF_TURN)
+
+# Qwen2's split into words: contractions, letters with a leading sign or
+# blank, single digits, punctuation, newlines, blanks.
+_SPLIT = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+  r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
+)
+
+# ChatML as Qwen has it, without a default system prompt.
+_CHAT_TEMPLATE = (
+  '{% for message in messages %}'
+  "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+  "+ '<|im_end|>' + '\n' }}"
+  '{% endfor %}'
+  "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+class Tokenizer:
+  """A checkpoint's tokenizer with its chat template.
+
+  Args:
+    directory: a Hugging Face directory that holds a tokenizer.
+    enable_thinking: passed to the template; models that think by default
+      (Qwen3) have a switch of this name, others ignore it.
+
+  Raises:
+    ValueError: in one line, if there is no tokenizer or no chat template.
+  """
+
+  def __init__(self, directory: str, *, enable_thinking: bool = False):
+    if not os.path.exists(os.path.join(directory, 'tokenizer_config.json')):
+      raise ValueError(
+        f'model.path={directory}: no tokenizer_config.json there; needs a '
+        'Hugging Face directory with a tokenizer'
+      )
+    self._hf = transformers.AutoTokenizer.from_pretrained(
+      directory, local_files_only=True
+    )
+    self.directory = directory
+    self._enable_thinking = enable_thinking
+    if not self._hf.chat_template:
+      raise ValueError(
+        f'model.path={directory}: its tokenizer has no chat template; use an '
+        'instruction-tuned checkpoint'
+      )
+
+  @property
+  def vocab_size(self) -> int:
+    """Ids that mean something; a model may have more embedding rows."""
+    return len(self._hf)
+
+  @property
+  def stop_ids(self) -> tuple[int, ...]:
+    """Tokens that end a response."""
+    ids = {self._hf.eos_token_id}
+    ids.update(self._hf.convert_tokens_to_ids(['<|im_end|>', '<|endoftext|>']))
+    ids.discard(None)
+    if self._hf.unk_token_id is not None:
+      ids.discard(self._hf.unk_token_id)
+    return tuple(sorted(ids))
+
+  def render(self, prompts: Sequence[str]) -> list[np.ndarray]:
+    """Returns the ids of each user message in the chat template, int32 [P]."""
+    texts = [
+      self._hf.apply_chat_template(
+        [{'role': 'user', 'content': prompt}],
+        tokenize=False,
+        add_generation_prompt=True,
+        enable_thinking=self._enable_thinking,
+      )
+      for prompt in prompts
+    ]
+    return self.encode(texts)
+
+  def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+    """Returns the ids of each text, int32, nothing added."""
+    if not texts:
+      return []
+    encoded = self._hf(list(texts), add_special_tokens=False)['input_ids']
+    return [np.asarray(ids, np.int32) for ids in encoded]
+
+  def decode(self, ids: Sequence[np.ndarray]) -> list[str]:
+    """Returns the text of each row of ids, special tokens left out."""
+    return self._hf.batch_decode(
+      [row.tolist() for row in ids],
+      skip_special_tokens=True,
+      clean_up_tokenization_spaces=False,
+    )
+
+  def fit(
+    self,
+    prompts: Sequence[str],
+    short_prompts: Sequence[str],
+    *,
+    max_tokens: int,
+    policy: str,
+  ) -> list[tuple[np.ndarray, bool]]:
+    """Renders prompts within a limit; returns (ids, whether shortened).
+
+    Args:
+      prompts: user messages.
+      short_prompts: the same without history.
+      max_tokens: limit of a rendered prompt.
+      policy: 'error' refuses; 'drop_history' takes the short prompt, and if
+        that is too long as well cuts it like 'truncate_left', which drops the
+        oldest tokens of the message, the template's head kept.
+
+    Raises:
+      ValueError: under 'error', naming both lengths.
+    """
+    fitted = []
+    for number, ids in enumerate(self.render(prompts)):
+      shortened = len(ids) > max_tokens
+      if shortened and policy == 'error':
+        raise ValueError(
+          f'rollout.max_prompt_tokens={max_tokens}: a prompt has {len(ids)} '
+          'tokens; raise the limit or set rollout.prompt_overflow to '
+          'drop_history or truncate_left'
+        )
+      if shortened and policy == 'drop_history':
+        (ids,) = self.render([short_prompts[number]])
+      if len(ids) > max_tokens:
+        head = self._head_length()
+        tail = max_tokens - head
+        ids = np.concatenate([ids[:head], ids[len(ids) - tail :]])
+      fitted.append((ids, shortened))
+    return fitted
+
+  def template_tokens(self) -> int:
+    """Returns how many tokens the template takes around an empty message."""
+    (ids,) = self.render([''])
+    return len(ids)
+
+  def save(self, directory: str) -> None:
+    """Writes the tokenizer and its template as Hugging Face files."""
+    self._hf.save_pretrained(directory)
+
+  def _head_length(self) -> int:
+    one, two = self.render(['a', 'b'])
+    same = 0
+    while one[same] == two[same]:
+      same += 1
+    return same
+
+
+def train(texts: Iterable[str], directory: str, *, vocab_size: int) -> None:
+  """Trains a byte-level BPE on texts and saves it, ready for `Tokenizer`.
+
+  The result is an ordinary Hugging Face tokenizer directory with Qwen2's
+  normalisation, word split, special tokens and ChatML template. The same texts
+  give the same tokenizer.
+  """
+  bpe = tokenizers.Tokenizer(models.BPE(byte_fallback=False))
+  bpe.normalizer = normalizers.NFC()
+  bpe.pre_tokenizer = pre_tokenizers.Sequence(
+    [
+      pre_tokenizers.Split(tokenizers.Regex(_SPLIT), behavior='isolated'),
+      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+  )
+  bpe.decoder = decoders.ByteLevel()
+  bpe.train_from_iterator(
+    texts,
+    trainers.BpeTrainer(
+      vocab_size=vocab_size,
+      special_tokens=list(SPECIAL_TOKENS),
+      initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+      show_progress=False,
+    ),
+  )
+  hf = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=bpe,
+    eos_token='<|im_end|>',
+    pad_token='<|endoftext|>',
+    padding_side='left',
+  )
+  hf.chat_template = _CHAT_TEMPLATE
+  hf.save_pretrained(directory)

@@ -1,0 +1,150 @@
+"""The experiment, top to bottom: collect, compare, update, repeat."""
+
+import pathlib
+import time
+
+import jax
+import ml_collections
+import tqdm
+
+from gigpo_jax import (
+  algorithms,
+  batch,
+  checkpoint,
+  config as config_lib,
+  evaluation,
+  experiment,
+  metrics,
+  rollout,
+)
+from gigpo_jax.models import huggingface
+
+
+def train(config: ml_collections.ConfigDict, workdir: str) -> None:
+  """Runs an experiment, or goes on with one that was broken off.
+
+  Everything random is a function of (seed, iteration), so a resumed run
+  equals an uninterrupted one. Writes to `workdir`: config.json,
+  metrics.jsonl, tensorboard/, checkpoints/, learning_curve.png, and in
+  policy/ the trained policy as a Hugging Face directory. Line k of the
+  metrics evaluates the policy after k iterations; k = 0 is the start.
+
+  Raises:
+    ValueError: in one line a problem, before devices or simulators start, if
+      the config cannot work or the directory holds another experiment.
+  """
+  config_lib.validate(config)
+  config_lib.check_resume(config, workdir)
+  policy = experiment.make_policy(config)
+  with (
+    jax.set_mesh(policy.mesh),
+    experiment.make_pool(config) as pool,
+    checkpoint.Checkpointer(
+      pathlib.Path(workdir) / 'checkpoints', keep=config.checkpoint.keep
+    ) as checkpointer,
+  ):
+    _run(config, workdir, policy, pool, checkpointer)
+
+
+def _run(config, workdir, policy, pool, checkpointer) -> None:
+  task_sampler = experiment.make_task_sampler(config)
+  kind = experiment.make_kind(config)
+  panel = experiment.make_panel(config) if config.evaluation.every else []
+  algorithm = algorithms.make(**config_lib.algorithm_kwargs(config))
+  roller = experiment.make_roller(config, policy, pool)
+  learner = experiment.make_learner(
+    config, policy, experiment.policy_gradient(config)
+  )
+  start = policy.load()
+  reference = experiment.freeze(start, policy.model.dtype)
+  if not config.loss.kl_weight:
+    reference = None
+  state, first_iteration = learner.init(start), 0
+  if checkpointer.latest() is not None:
+    saved, state, _ = checkpointer.restore(checkpoint.abstract(state))
+    first_iteration = saved + 1
+    print(f'resuming {workdir} after iteration {saved}', flush=True)
+  writer = metrics.Writer(workdir, first_iteration=first_iteration)
+  print(f'compiling for {len(jax.devices())} device(s)', flush=True)
+  policy.sampler.warm_up(state.params)
+  learner.warm_up(state)
+
+  def evaluate() -> dict[str, float]:
+    begin = time.monotonic()
+    rates = evaluation.evaluate(
+      roller,
+      state.params,
+      panel,
+      temperature=config.evaluation.temperature,
+      kind=kind,
+    )
+    return rates | {'time/evaluation_secs': time.monotonic() - begin}
+
+  for iteration in range(first_iteration, config.num_iterations):
+    begin = time.monotonic()
+    values = {}
+    if config.evaluation.every and iteration % config.evaluation.every == 0:
+      values |= evaluate()
+    tasks = task_sampler.at(iteration)
+    rollout_begin = time.monotonic()
+    with tqdm.tqdm(
+      total=len(tasks) * config.rollout.episodes_per_group,
+      desc=f'iteration {iteration}',
+      leave=False,
+      disable=None,
+    ) as bar:
+      trajectories = roller.collect(
+        state.params,
+        tasks,
+        episodes_per_group=config.rollout.episodes_per_group,
+        stream=(rollout.TRAIN, iteration),
+        temperature=config.rollout.temperature,
+        kind=kind,
+        on_finished=bar.update,
+      )
+    update_begin = time.monotonic()
+    roller.prepare(
+      task_sampler.at(iteration + 1), config.rollout.episodes_per_group
+    )
+    rows = batch.from_trajectories(trajectories, **experiment.row_sizes(config))
+    advantages, advantage_metrics = algorithm.advantages(rows)
+    state, update_metrics = learner.update(
+      state,
+      rows,
+      advantages,
+      old_log_probs=(
+        learner.log_probs(state.params, rows)
+        if config.loss.old_log_probs == 'learner'
+        else rows.sampler_log_probs
+      ),
+      ref_log_probs=(
+        None if reference is None else learner.log_probs(reference, rows)
+      ),
+      iteration=iteration,
+    )
+    values |= metrics.summarize(trajectories, prefix='train')
+    values |= advantage_metrics | update_metrics
+    values |= {
+      'time/rollout_secs': update_begin - rollout_begin,
+      'time/update_secs': time.monotonic() - update_begin,
+      'time/iteration_secs': time.monotonic() - begin,
+    }
+    writer.write(iteration, values)
+    print(metrics.console_line(iteration, values), flush=True)
+    last = iteration == config.num_iterations - 1
+    if last or (iteration + 1) % config.checkpoint.every == 0:
+      checkpointer.save(iteration, state, {'iteration': iteration})
+
+  if config.evaluation.every:
+    values = evaluate()
+    writer.write(config.num_iterations, values)
+    print(metrics.console_line(config.num_iterations, values), flush=True)
+  writer.close()
+  checkpointer.wait()
+  huggingface.save(
+    str(pathlib.Path(workdir) / 'policy'),
+    policy.model,
+    state.params,
+    tokenizer_directory=policy.tokenizer.directory,
+  )
+  print(f'learning curve: {metrics.plot(workdir)}', flush=True)

@@ -1,0 +1,62 @@
+"""What all commands share: flags, and errors as lines instead of tracebacks."""
+
+import pathlib
+import re
+import sys
+from collections.abc import Callable
+
+import ml_collections
+from absl import app, flags
+from ml_collections import config_flags
+
+_CONFIG = config_flags.DEFINE_config_file(
+  'config', None, 'Experiment, such as configs/alfworld.py:tiny.'
+)
+_WORKDIR = flags.DEFINE_string(
+  'workdir',
+  None,
+  'Where the run lives; default runs/<config>-<variant>. The same command '
+  'with the same directory goes on where it stopped.',
+)
+
+
+def run(main: Callable[[ml_collections.ConfigDict, str], None]) -> None:
+  """Parses the flags and calls main(config, workdir).
+
+  A mistake of the user (ValueError) is printed as it is, without traceback,
+  and ends the process with status 2.
+  """
+  app.run(lambda _: _call(main), flags_parser=_parse)
+
+
+def _parse(argv: list[str]) -> list[str]:
+  try:
+    rest = flags.FLAGS(argv, known_only=False)
+    if _CONFIG.value is None:
+      raise ValueError('--config: missing; try --config=configs/alfworld.py:tiny')
+  except (ValueError, AttributeError, KeyError, TypeError, OSError) as error:
+    _refuse(error)
+  except flags.Error as error:
+    _refuse(error)
+  return rest
+
+
+def _call(main: Callable[[ml_collections.ConfigDict, str], None]) -> None:
+  try:
+    main(_CONFIG.value, _WORKDIR.value or _default_workdir())
+  except ValueError as error:
+    _refuse(error)
+
+
+def _default_workdir() -> str:
+  path = config_flags.get_config_filename(flags.FLAGS['config'])
+  variant = _CONFIG.value.get('variant', '').replace(',', '-')
+  name = '-'.join(part for part in (pathlib.Path(path).stem, variant) if part)
+  return str(pathlib.Path('runs') / name)
+
+
+def _refuse(error: Exception) -> None:
+  # A KeyError's text is quoted by str().
+  text = str(error.args[0]) if isinstance(error, KeyError) else str(error)
+  sys.stderr.write(re.sub(r'\n+', '\n', text.strip()) + '\n')
+  sys.exit(2)

@@ -1,0 +1,542 @@
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gigpo_jax import advantages, arrays
+
+COMBINATIONS = [
+  dict(zip(('norm', 'episode_stats', 'penalty_scope', 'lone_episode'), c))  # noqa: B905
+  for c in itertools.product(
+    ('mean_std', 'mean'),
+    ('trajectories', 'rows'),
+    ('reward', 'row'),
+    ('zero', 'raw'),
+  )
+  if (c[1], c[2]) != ('trajectories', 'row')
+]
+
+
+def normalize(x, entries, lone, norm):
+  if len(entries) == 1:
+    return lone
+  mean = math.fsum(entries) / len(entries)
+  squares = math.fsum((e - mean) ** 2 for e in entries)
+  std = math.sqrt(squares / (len(entries) - 1))
+  return (x - mean) / (std + 1e-6 if norm == 'mean_std' else 1)
+
+
+def add_returns(real, discount, c, on_row):
+  """Writes E and G into the rows."""
+  episodes = {}
+  for row in real:
+    episodes.setdefault((row['group'], row['episode']), []).append(row)
+    row['r'] = row['reward'] - (0 if on_row or row['valid'] else c)
+  for rows in episodes.values():
+    for row in rows:
+      later = [k for k in rows if k['step'] >= row['step']]
+      row['E'] = math.fsum(k['r'] for k in rows)
+      row['G'] = math.fsum(
+        discount ** (k['step'] - row['step']) * k['r'] for k in later
+      )
+  for row in real:
+    if on_row and not row['valid']:
+      row['E'] -= c
+      row['G'] -= c
+
+
+def reference(batch, discount, step_weight, invalid_penalty, **options):
+  """The specification in plain Python and float64: dictionaries and loops."""
+  real = [row for row in batch if row['group'] != -1]
+  on_row = options['penalty_scope'] == 'row'
+  add_returns(real, discount, invalid_penalty, on_row)
+  norm = options['norm']
+  out = []
+  for row in batch:
+    if row['group'] == -1:
+      out.append(0.0)
+      continue
+    group = [k for k in real if k['group'] == row['group']]
+    if options['episode_stats'] == 'rows':
+      entries = [k['E'] for k in group]
+    else:
+      entries = list({k['episode']: k['E'] for k in group}.values())
+    lone = row['E'] if options['lone_episode'] == 'raw' else 0.0
+    same = [k['G'] for k in group if k['anchor'] == row['anchor']]
+    out.append(
+      normalize(row['E'], entries, lone, norm)
+      + step_weight * normalize(row['G'], same, 0.0, norm)
+    )
+  return np.array(out)
+
+
+def columns(batch):
+  names = ('reward', 'group', 'episode', 'step', 'anchor', 'valid')
+  return [np.array([row[name] for row in batch]) for name in names]
+
+
+def random_batch(rng):
+  """Groups of 1 to 6 episodes; revisits, gaps, penalties, padding, shuffle."""
+  batch = []
+  kind = rng.integers(3)
+  for group in rng.choice(50, rng.integers(1, 5), replace=False):
+    for episode in range(rng.integers(1, 7)):
+      length = rng.integers(1, 13)
+      gap = rng.integers(1, 4) if rng.random() < 0.2 else 1
+      for t in range(length):
+        last = t == length - 1
+        # Success at the end; dense rewards; or failure throughout.
+        reward = (
+          10.0 * (last and rng.random() < 0.5),
+          float(np.float32(rng.normal())),
+          0.0,
+        )[kind]
+        batch.append(
+          {
+            'group': int(group),
+            'episode': episode,
+            'step': t * int(gap),
+            'anchor': int(rng.integers(5)),
+            'reward': reward,
+            'valid': bool(rng.random() < 0.8),
+          }
+        )
+  for _ in range(rng.integers(0, 8)):
+    padding = dict(batch[rng.integers(len(batch))], group=-1)
+    padding['reward'] = float(rng.normal())
+    batch.append(padding)
+  rng.shuffle(batch)
+  return batch
+
+
+@pytest.mark.parametrize(
+  'options', COMBINATIONS, ids=lambda o: '-'.join(o.values())
+)
+def test_agrees_with_plain_python(options):
+  seed = COMBINATIONS.index(options)
+  rng = np.random.default_rng(seed)
+  # One padded size: it compiles once. 17 x 12 combinations: 204 batches.
+  for _ in range(17):
+    batch = random_batch(rng)
+    batch += [dict(batch[0], group=-1)] * (300 - len(batch))
+    numbers = {
+      'discount': float(rng.uniform(0.2, 1.0)),
+      'step_weight': float(rng.uniform(0.0, 2.0)),
+      'invalid_penalty': float(rng.uniform(0.0, 0.5)),
+    }
+    expected = reference([dict(r) for r in batch], **numbers, **options)
+    actual = advantages.gigpo(*columns(batch), **numbers, **options)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+# The golden batch: one group, discount 0.5, success pays 10, all valid.
+# e0: a->b, b->c, c->success; e1: a->b, b->b, b->b; e2: a->d, d->success.
+A, B, C, D = range(4)
+GOLDEN = {
+  'rewards': [0, 0, 10, 0, 0, 0, 0, 10],
+  'groups': [0] * 8,
+  'episodes': [0, 0, 0, 1, 1, 1, 2, 2],
+  'steps': [0, 1, 2, 0, 1, 2, 0, 1],
+  'anchors': [A, B, C, A, B, B, A, D],
+  'valid': [True] * 8,
+  'discount': 0.5,
+}
+STD, ROWS, MEAN = {}, {'episode_stats': 'rows'}, {'norm': 'mean'}
+
+
+def test_golden_returns():
+  # From the end of an episode: 10, 10 / 2, 10 / 4.
+  parts = advantages.gigpo_parts(**GOLDEN)
+  np.testing.assert_array_equal(parts.returns, [2.5, 5, 10, 0, 0, 0, 5, 10])
+  np.testing.assert_array_equal(
+    parts.episode_returns, [10] * 3 + [0] * 3 + [10] * 2
+  )
+  # a: rows 0, 3, 6; b: rows 1, 4, 5; c and d: one row each.
+  np.testing.assert_array_equal(
+    parts.anchor_group_sizes, [3, 3, 1, 3, 3, 3, 3, 1]
+  )
+  np.testing.assert_array_equal(parts.group_sizes, [3] * 8)
+
+
+@pytest.mark.parametrize(
+  ('options', 'success', 'failure'),
+  [
+    # E of episodes 10, 0, 10: mean 20/3, std sqrt((2 (10/3)^2 + (20/3)^2) / 2)
+    # = 5.7735; (10 - 20/3) / 5.7735 = .57735.
+    pytest.param(STD, 0.5774, -1.1547, id='trajectories'),
+    # E of rows 10 x5, 0 x3: mean 6.25, std sqrt((5 3.75^2 + 3 6.25^2) / 7)
+    # = 5.1755; 3.75 / 5.1755 = .7246.
+    pytest.param(ROWS, 0.7246, -1.2076, id='rows'),
+    pytest.param(MEAN, 3.3333, -6.6667, id='mean'),
+    pytest.param(MEAN | ROWS, 3.75, -6.25, id='mean-rows'),
+  ],
+)
+def test_golden_episode_advantage(options, success, failure):
+  parts = advantages.gigpo_parts(**GOLDEN, **options)
+  expected = [success] * 3 + [failure] * 3 + [success] * 2
+  np.testing.assert_allclose(parts.episode_advantage, expected, atol=5e-5)
+
+
+@pytest.mark.parametrize(
+  ('options', 'expected'),
+  [
+    # a: G 2.5, 0, 5: mean 2.5, std 2.5. b: G 5, 0, 0: mean 5/3, std 2.8868.
+    pytest.param(STD, [0, 1.1547, 0, -1, -0.5774, -0.5774, 1, 0], id='std'),
+    pytest.param(
+      MEAN, [0, 3.3333, 0, -2.5, -1.6667, -1.6667, 2.5, 0], id='mean'
+    ),
+  ],
+)
+def test_golden_step_advantage(options, expected):
+  parts = advantages.gigpo_parts(**GOLDEN, **options)
+  np.testing.assert_allclose(parts.step_advantage, expected, atol=5e-5)
+  assert parts.step_advantage[2] == 0  # lone anchor: exactly
+
+
+@pytest.mark.parametrize(
+  ('options', 'expected'),
+  [
+    pytest.param(
+      STD,
+      [0.5774, 1.7321, 0.5774, -2.1547, -1.7321, -1.7321, 1.5773, 0.5774],
+      id='trajectories-std',
+    ),
+    pytest.param(
+      ROWS,
+      [0.7246, 1.8793, 0.7246, -2.2076, -1.7850, -1.7850, 1.7246, 0.7246],
+      id='rows-std',
+    ),
+    pytest.param(
+      MEAN,
+      [3.3333, 6.6667, 3.3333, -9.1667, -8.3333, -8.3333, 5.8333, 3.3333],
+      id='trajectories-mean',
+    ),
+  ],
+)
+def test_golden_advantages(options, expected):
+  actual = advantages.gigpo(**GOLDEN, **options)
+  np.testing.assert_allclose(actual, expected, atol=1e-4)
+
+
+def episodes_of(returns, **kwargs):
+  """One-step episodes of one group, each from a state of its own."""
+  n = len(returns)
+  return advantages.gigpo(
+    returns, [0] * n, range(n), [0] * n, range(n), [True] * n, **kwargs
+  )
+
+
+def test_spread_is_unbiased():
+  # 0 and 2: mean 1, std with ddof 1 = sqrt((1 + 1) / 1) = 1.41421; ddof 0
+  # would give 1 and the advantage 1.
+  np.testing.assert_allclose(
+    episodes_of([0.0, 2.0]), [-0.70711, 0.70711], atol=1e-5
+  )
+
+
+def test_epsilon_is_added_to_the_spread():
+  # 0 and 2e-6: std 1.41421e-6; 1e-6 / (1.41421e-6 + 1e-6) = 0.41421. Under
+  # the root, sqrt(2e-12 + 1e-6), it would be 0.001.
+  np.testing.assert_allclose(
+    episodes_of([0.0, 2e-6]), [-0.41421, 0.41421], atol=1e-4
+  )
+
+
+@pytest.mark.parametrize('value', [0.1, 1 / 3, 9.9, 1e4 / 7])
+def test_equal_returns_give_exactly_zero(value):
+  for count in (3, 7, 49):
+    np.testing.assert_array_equal(episodes_of([value] * count), np.zeros(count))
+
+
+def test_equal_sums_in_another_order_give_exactly_zero():
+  # Three invalid steps at different times: each E is 10 - 0.3, though in
+  # float32 the sums differ by 1e-6, which is as large as eps.
+  valid = [[0, 0, 0, 1, 1], [1, 0, 1, 0, 0], [0, 1, 0, 1, 0], [1, 1, 0, 0, 0]]
+  parts = advantages.gigpo_parts(
+    [10.0, 0, 0, 0, 0] * 4,
+    [0] * 20,
+    np.repeat(range(4), 5),
+    [0, 1, 2, 3, 4] * 4,
+    range(20),
+    np.ravel(valid) == 1,
+  )
+  np.testing.assert_array_equal(parts.episode_advantage, np.zeros(20))
+
+
+def test_equal_distance_to_success_gives_exactly_zero():
+  # Seven episodes of lengths 3, 4, ... meet in one state 3 steps before the
+  # success. 0.95^2 * 10 from each, at other places of the scan.
+  rows = [(e, t, 3 + e) for e in range(7) for t in range(3 + e)]
+  parts = advantages.gigpo_parts(
+    [10.0 * (t == n - 1) for _, t, n in rows],
+    [0] * len(rows),
+    [e for e, _, _ in rows],
+    [t for _, t, _ in rows],
+    [0 if t == n - 3 else 10 + 50 * e + t for e, t, n in rows],
+    [True] * len(rows),
+  )
+  np.testing.assert_array_equal(parts.step_advantage, np.zeros(len(rows)))
+  np.testing.assert_allclose(np.max(parts.anchor_group_sizes), 7)
+
+
+# All fail: 4 episodes of 1 step, the last one invalid. E = 0, 0, 0, -0.1;
+# mean -0.025, std 0.05.
+@pytest.mark.parametrize(
+  ('norm', 'expected'),
+  [
+    # 0.025 / 0.05 = 0.5; -0.075 / 0.05 = -1.5: as large as for a success.
+    pytest.param('mean_std', [0.5, 0.5, 0.5, -1.5], id='mean_std'),
+    pytest.param('mean', [0.025, 0.025, 0.025, -0.075], id='mean'),
+  ],
+)
+def test_all_fail_and_one_is_invalid(norm, expected):
+  actual = advantages.gigpo(
+    [0.0] * 4, [0] * 4, range(4), [0] * 4, range(4), [1, 1, 1, 0], norm=norm
+  )
+  # eps takes 0.5 * 1e-6 / 0.05 = 1e-5 off, and three times that.
+  np.testing.assert_allclose(actual, expected, atol=4e-5)
+
+
+@pytest.mark.parametrize('stats', ['trajectories', 'rows'])
+def test_lone_episode(stats):
+  lone = {'episode_stats': stats}
+  assert episodes_of([10.0], **lone)[0] == 0
+  assert episodes_of([10.0], lone_episode='raw', **lone)[0] == 10
+  assert episodes_of([10.0], lone_episode='raw', norm='mean', **lone)[0] == 10
+
+
+def test_lone_episode_of_two_rows():
+  # Trajectories: one entry, so raw is E = 10 for both rows. Rows: two equal
+  # entries, so 0. G = 5, 10 from two states.
+  arguments = ([0.0, 10.0], [0, 0], [0, 0], [0, 1], [0, 1], [True] * 2)
+  raw = advantages.gigpo(*arguments, lone_episode='raw')
+  np.testing.assert_array_equal(raw, [10, 10])
+  rows = advantages.gigpo(*arguments, lone_episode='raw', episode_stats='rows')
+  np.testing.assert_array_equal(rows, [0, 0])
+
+
+def test_revisit_within_an_episode_is_compared():
+  # One episode passes state 0 at steps 0 and 2: G = 10 / 4 + 0 and 10.
+  # Mean 6.25, differences -3.75 and 3.75; A_E of the lone episode is 0.
+  actual = advantages.gigpo(
+    [0.0, 0.0, 10.0],
+    [0] * 3,
+    [0] * 3,
+    [0, 1, 2],
+    [0, 1, 0],
+    [True] * 3,
+    discount=0.5,
+    norm='mean',
+  )
+  np.testing.assert_array_equal(actual, [-3.75, 0, 3.75])
+
+
+# Two episodes of two steps, one anchor a step: e0 succeeds (10) after an
+# invalid first step, e1 fails, valid. Discount 0.5, c = 0.2, norm mean.
+@pytest.mark.parametrize(
+  ('options', 'episode', 'step'),
+  [
+    # r' = -.2, 10, 0, 0: E = 9.8, 0, mean 4.9. G = 4.8, 10, 0, 0.
+    pytest.param(ROWS, [4.9, 4.9, -4.9, -4.9], [2.4, 5, -2.4, -5], id='reward'),
+    # r = 0, 10, 0, 0: E = 9.8, 10, 0, 0 after the penalty of row 0 alone:
+    # mean 4.95. G = 5 - .2 = 4.8, 10, 0, 0.
+    pytest.param(
+      ROWS | {'penalty_scope': 'row'},
+      [4.85, 5.05, -4.95, -4.95],
+      [2.4, 5, -2.4, -5],
+      id='row',
+    ),
+  ],
+)
+def test_penalty_scopes(options, episode, step):
+  parts = advantages.gigpo_parts(
+    [0.0, 10.0, 0.0, 0.0],
+    [0] * 4,
+    [0, 0, 1, 1],
+    [0, 1, 0, 1],
+    [0, 1, 0, 1],
+    [False, True, True, True],
+    discount=0.5,
+    invalid_penalty=0.2,
+    norm='mean',
+    **options,
+  )
+  np.testing.assert_allclose(parts.episode_advantage, episode, atol=2e-6)
+  np.testing.assert_allclose(parts.step_advantage, step, atol=2e-6)
+
+
+def test_penalty_is_discounted_back_in_scope_reward_only():
+  # The invalid step comes second: r' = 0, -0.2. G_0 = -0.1 or, by row, 0.
+  arguments = ([0.0, 0.0], [0, 0], [0, 0], [0, 1], [0, 1], [True, False])
+  numbers = {'discount': 0.5, 'invalid_penalty': 0.2, 'episode_stats': 'rows'}
+  reward = advantages.gigpo_parts(*arguments, **numbers)
+  np.testing.assert_allclose(reward.returns, [-0.1, -0.2])
+  np.testing.assert_allclose(reward.episode_returns, [-0.2, -0.2])
+  row = advantages.gigpo_parts(*arguments, **numbers, penalty_scope='row')
+  np.testing.assert_allclose(row.returns, [0, -0.2])
+  np.testing.assert_allclose(row.episode_returns, [0, -0.2])
+
+
+def test_gaps_discount_by_their_length():
+  # Steps 0, 3, 4: G = 1 + 2 * 0.5^3 + 4 * 0.5^4 = 1.5; 2 + 4 * 0.5 = 4; 4.
+  parts = advantages.gigpo_parts(
+    [1, 2, 4], [0] * 3, [0] * 3, [0, 3, 4], [0] * 3, [1] * 3, discount=0.5
+  )
+  np.testing.assert_array_equal(parts.returns, [1.5, 4, 4])
+
+
+def test_no_discount_and_full_discount():
+  rows = ([1.0, 2.0, 4.0], [0] * 3, [0] * 3, [0, 1, 2], [0] * 3, [1] * 3)
+  none = advantages.gigpo_parts(*rows, discount=1.0)
+  np.testing.assert_array_equal(none.returns, [7, 6, 4])
+  full = advantages.gigpo_parts(*rows, discount=0.0)
+  np.testing.assert_array_equal(full.returns, [1, 2, 4])
+
+
+def test_step_weight_zero_is_grpo_and_it_scales():
+  parts = advantages.gigpo_parts(**GOLDEN)
+  grpo = advantages.gigpo(**GOLDEN, step_weight=0.0)
+  np.testing.assert_array_equal(grpo, parts.episode_advantage)
+  double = advantages.gigpo(**GOLDEN, step_weight=2.0)
+  expected = parts.episode_advantage + 2 * parts.step_advantage
+  np.testing.assert_allclose(double, expected, rtol=1e-6)
+
+
+def test_without_repeated_states_it_is_grpo():
+  # e1 stays in b in the golden batch; here every row has its own state.
+  unique = advantages.gigpo(**GOLDEN | {'anchors': list(range(8))})
+  grpo = advantages.gigpo(**GOLDEN, step_weight=0.0)
+  np.testing.assert_array_equal(unique, grpo)
+
+
+def test_ids_may_repeat_between_groups():
+  # The golden batch twice over, as groups 0 and 7, under the same ids.
+  twice = {
+    name: list(value) * 2 if isinstance(value, list) else value
+    for name, value in GOLDEN.items()
+  }
+  twice['groups'] = [0] * 8 + [7] * 8
+  once = advantages.gigpo(**GOLDEN)
+  actual = advantages.gigpo(**twice)
+  np.testing.assert_allclose(actual, np.tile(once, 2), rtol=1e-6)
+
+
+def test_row_order_and_padding_change_nothing():
+  batch = random_batch(np.random.default_rng(3))
+  plain = [row for row in batch if row['group'] != -1]
+  expected = np.asarray(advantages.gigpo(*columns(plain)))
+  padded = [(k, row) for k, row in enumerate(plain)]
+  padded += [(-1, dict(row, group=-1, reward=math.nan)) for row in plain[:9]]
+  np.random.default_rng(4).shuffle(padded)
+  actual = np.asarray(advantages.gigpo(*columns([row for _, row in padded])))
+  for (k, _), value in zip(padded, actual, strict=True):
+    # Only the order of float32 sums may differ.
+    assert value == pytest.approx(0 if k < 0 else expected[k], abs=2e-6)
+    assert k >= 0 or value == 0
+
+
+def test_all_padding_gives_zeros():
+  zeros = advantages.gigpo(
+    [1.0] * 4, [-1] * 4, range(4), [0] * 4, [0] * 4, [1] * 4
+  )
+  np.testing.assert_array_equal(zeros, np.zeros(4))
+
+
+def test_jit_and_no_jit_agree():
+  arguments = columns(random_batch(np.random.default_rng(5)))
+  plain = advantages.gigpo(*arguments)
+  jitted = jax.jit(advantages.gigpo)(*(jnp.asarray(a) for a in arguments))
+  np.testing.assert_allclose(jitted, plain, rtol=0, atol=1e-6)
+  with jax.disable_jit():
+    eager = advantages.gigpo(*arguments)
+  np.testing.assert_allclose(eager, plain, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  'wide',
+  [
+    # Equal in their low 32 bits, which is all that jax would keep.
+    pytest.param(lambda k: np.int64(-3) + (np.int64(k) << 40), id='int64'),
+    pytest.param(lambda k: np.uint64((k << 40) + 7), id='uint64'),
+    pytest.param(lambda k: (k << 100) + 7, id='python-128-bit'),
+    pytest.param(lambda k: np.array([7, k], np.uint64), id='uint64-pairs'),
+  ],
+)
+def test_wide_ids_are_not_truncated(wide):
+  expected = advantages.gigpo(**GOLDEN)
+  anchors = [wide(k) for k in GOLDEN['anchors']]
+  kind = None if isinstance(anchors[0], np.generic | np.ndarray) else object
+  hashed = GOLDEN | {'anchors': np.array(anchors, kind)}
+  np.testing.assert_array_equal(advantages.gigpo(**hashed), expected)
+
+
+def test_wide_groups_and_episodes_keep_padding():
+  wide = GOLDEN | {
+    'rewards': GOLDEN['rewards'] + [5],
+    'groups': np.array([-(2**50)] * 8 + [-1]),
+    'episodes': np.array(GOLDEN['episodes'] + [0]) << 40,
+    'steps': GOLDEN['steps'] + [0],
+    'anchors': GOLDEN['anchors'] + [A],
+    'valid': GOLDEN['valid'] + [True],
+  }
+  expected = np.append(advantages.gigpo(**GOLDEN), 0)
+  np.testing.assert_allclose(advantages.gigpo(**wide), expected, rtol=1e-6)
+
+
+def test_no_gradient_flows_through():
+  def total(rewards):
+    return jnp.sum(advantages.gigpo(**GOLDEN | {'rewards': rewards}) ** 2)
+
+  gradient = jax.grad(total)(jnp.asarray(GOLDEN['rewards'], jnp.float32))
+  np.testing.assert_array_equal(gradient, np.zeros(8))
+
+
+@pytest.mark.parametrize(
+  ('options', 'message'),
+  [
+    ({'norm': 'max'}, 'norm=max: unknown; must be one of mean_std, mean'),
+    ({'episode_stats': 'x'}, 'must be one of trajectories, rows'),
+    ({'lone_episode': 'x'}, 'must be one of zero, raw'),
+    ({'penalty_scope': 'x'}, 'must be one of reward, row'),
+    (
+      {'penalty_scope': 'row'},
+      'penalty_scope=row: .* needs episode_stats=rows',
+    ),
+  ],
+)
+def test_refused_options(options, message):
+  with pytest.raises(ValueError, match=message):
+    advantages.gigpo(**GOLDEN, **options)
+
+
+def test_discounted_returns_keep_more_than_float32():
+  # 0.95^k * 10 at k = 0..199, to 1e-12 of float64.
+  zeros = np.zeros(200)
+  zeros[-1] = 10
+  high, low = advantages.discounted_returns(
+    arrays.two_float(zeros),
+    jnp.zeros(200, jnp.int32),
+    jnp.arange(200),
+    arrays.two_float(0.95),
+  )
+  expected = 10 * 0.95 ** np.arange(199, -1, -1, dtype=np.float64)
+  actual = np.asarray(high, np.float64) + np.asarray(low, np.float64)
+  np.testing.assert_allclose(actual, expected, rtol=1e-12)
+
+
+def test_group_normalize_by_hand():
+  # Segment 0: entries 1, 3 (row 2 does not enter): mean 2, std sqrt(2).
+  # Row 2, 5: (5 - 2) / sqrt(2) = 2.12132. Segment 3: one entry.
+  normalize = lambda **kwargs: advantages.group_normalize(  # noqa: E731
+    arrays.two_float(np.array([1.0, 3.0, 5.0, 4.0])),
+    jnp.array([0, 0, 0, 3]),
+    jnp.array([True, True, False, True]),
+    **kwargs,
+  )
+  expected = [-0.70711, 0.70711, 2.12132, 0]
+  np.testing.assert_allclose(normalize(norm='mean_std'), expected, atol=2e-5)
+  mean = normalize(norm='mean', keep_lone=True)
+  np.testing.assert_array_equal(mean, [-1, 1, 3, 4])

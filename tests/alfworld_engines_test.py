@@ -1,0 +1,430 @@
+"""Both ALFWorld engines side by side: every byte of every answer equal."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+
+import pytest
+
+from envs.alfworld import expert, houses, native, pddl, textworld
+from envs.alfworld import world as world_lib
+
+OFFICIAL = (
+  pathlib.Path(__file__).parents[2]
+  / 'shared/data/alfworld/official_game_single_agent/train'
+  / 'pick_heat_then_place_in_recep-Potato-None-SinkBasin-14'
+  / 'trial_T20190908_231731_054988'
+)
+needs_official = pytest.mark.skipif(
+  not OFFICIAL.exists(), reason=f'no official game at {OFFICIAL}'
+)
+needs_alfworld = pytest.mark.skipif(
+  importlib.util.find_spec('alfworld') is None or sys.version_info >= (3, 13),
+  reason='alfworld is not installed, or cannot run on this Python',
+)
+SIMPLE = 'pick_and_place_simple'
+MALFORMED = (
+  '',
+  'look around',
+  'Look',
+  '  look ',
+  'inventory\n',
+  'go to',
+  'go to the moon',
+  'take mug 1',
+  'put mug 1 in/on desk 1',
+  'help me',
+  'examine agent1',
+)
+RECEPTACLES = {
+  'Fridge': True,
+  'Microwave': True,
+  'Sink': False,
+  'Bathtub': False,
+  'Drawer': True,
+  'Cabinet': True,
+  'Desk': False,
+}
+OBJECTS = {
+  'Potato': 'pickupable cleanable heatable coolable sliceable',
+  'Pot': 'pickupable cleanable coolable isReceptacleObject',
+  'Knife': 'pickupable cleanable',
+  'ButterKnife': 'pickupable',
+  'DeskLamp': 'toggleable',
+  'CellPhone': 'pickupable toggleable',
+  'Statue': '',
+}
+
+
+def odd_world(seed: int) -> world_lib.World:
+  """Returns a small world with all that a generator would never dare.
+
+  Shared locations, receptacles without one, things on the floor, in two
+  places at once, in one another, sliced or hot from the start, lamps behind
+  closed doors and a start before a cupboard.
+  """
+  rng = random.Random(seed)
+
+  def name(kind: str) -> str:
+    x, y = rng.randint(0, 99), rng.randint(0, 99)
+    sign = rng.choice(('plus', 'minus'))
+    return f'{kind}_bar__{sign}_00_dot_{x:02}_bar__plus_01_dot_{y:02}'
+
+  locations = tuple(f'loc_bar_{i}_bar_2_bar_0_bar_30' for i in range(5))
+  receptacles = []
+  for kind, openable in RECEPTACLES.items():
+    for copy in range(rng.choice((1, 1, 2, 3))):
+      basin = kind in ('Sink', 'Bathtub')
+      # The first of each can be reached, so that the goal can.
+      location = rng.choice(locations[1:] + ('',) * (copy > 0))
+      receptacles.append(
+        world_lib.Receptacle(
+          id=f'{name(kind)}{copy}' + f'_bar_{kind}Basin' * basin,
+          type=f'{kind}Basin' if basin else kind,
+          location=location,
+          openable=openable and rng.random() < 0.8,
+        )
+      )
+  objects = []
+  for kind, flags in OBJECTS.items():
+    for copy in range(rng.choice((2, 2, 3))):
+      places = rng.sample([r for r in receptacles if r.location], 2)
+      flags_now = set(flags.split())
+      if rng.random() < 0.2:
+        flags_now.add(rng.choice(('isHot', 'isCool', 'isClean', 'isSliced')))
+      afloat = copy == 2 and rng.random() < 0.5
+      moved = rng.random() < 0.1
+      objects.append(
+        world_lib.Object(
+          id=f'{name(kind)}{copy}',
+          type=kind,
+          location=rng.choice(locations) if moved else places[0].location,
+          receptacle=None if afloat else places[0].id,
+          flags=frozenset(flags_now),
+          also_in=() if afloat or rng.random() < 0.8 else (places[1].id,),
+          inside=tuple(o.id for o in objects if rng.random() < 0.05),
+        )
+      )
+  goal = {
+    'pick_and_place_simple': ('CellPhone', 'Desk'),
+    'look_at_obj_in_light': ('Knife', 'DeskLamp'),
+    'pick_clean_then_place_in_recep': ('Potato', 'Drawer'),
+    'pick_heat_then_place_in_recep': ('Potato', 'SinkBasin'),
+    'pick_cool_then_place_in_recep': ('Pot', 'BathtubBasin'),
+    'pick_two_obj_and_place': ('ButterKnife', 'Desk'),
+  }
+  task_type = world_lib.TASK_TYPES[seed % 6]
+  return world_lib.World(
+    name=f'{task_type}/trial_{seed}',
+    receptacles=tuple(receptacles),
+    objects=tuple(objects),
+    can_contain=frozenset(
+      (r.type, o)
+      for r in receptacles
+      for o in OBJECTS
+      if rng.random() < 0.7 or (o, r.type) in goal.values()
+    ),
+    locations=locations,
+    start=rng.choice(locations),
+    goal=world_lib.Goal(task_type, *goal[task_type]),
+    task=f'do number {seed} with the potato.',
+  )
+
+
+def choose(rng: random.Random, state: world_lib.State, seen: list[str]) -> str:
+  """Returns a command: mostly admissible, and then mostly not a walk."""
+  dice = rng.random()
+  if dice < 0.08:
+    return rng.choice(MALFORMED)
+  if dice < 0.2:
+    return rng.choice(seen)
+  busy = [c for c in state.admissible if not c.startswith('go to')]
+  return rng.choice(busy if dice < 0.75 else state.admissible)
+
+
+# The engine as alfworld ships it, nothing memoised: commands in, answers out.
+STOCK = """
+import json, sys
+game, commands = json.load(sys.stdin)
+import textworld
+from textworld.envs.pddl import PddlEnv
+from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
+infos = textworld.EnvInfos(won=True, admissible_commands=True)
+env = AlfredDemangler(PddlEnv(infos), shuffle=False)
+env.load(game)
+states = [env.reset()] + [env.step(command)[0] for command in commands]
+keys = ('feedback', 'admissible_commands', 'won')
+print(json.dumps([[s[key] for key in keys] for s in states]))
+"""
+
+
+def play_both(
+  world: world_lib.World,
+  commands: list[str],
+  num_random: int,
+  reference: textworld.TextWorldEngine,
+  engine: native.NativeEngine | None = None,
+) -> world_lib.State:
+  """Plays the commands, then at random; returns the state after them."""
+  engine = engine or native.NativeEngine()
+  engine.load(world)
+  state, expected = engine.reset(), reference.reset()
+  assert state == expected, world.name
+  rng = random.Random(world.name)
+  seen, after = ['look'], state
+  for turn in range(len(commands) + num_random):
+    scripted = turn < len(commands)
+    command = commands[turn] if scripted else choose(rng, state, seen)
+    seen += [command]
+    state, expected = engine.step(command), reference.step(command)
+    assert state == expected, (world.name, seen)
+    after = state if scripted else after
+  return after
+
+
+@pytest.fixture(scope='module')
+def reference():
+  pytest.importorskip('alfworld')
+  return textworld.TextWorldEngine()
+
+
+@needs_alfworld
+@pytest.mark.parametrize('part', range(8))
+def test_same_answers_on_odd_worlds(reference, part):
+  for seed in range(part, 80, 8):
+    world = odd_world(seed)
+    reference.load(world)
+    play_both(world, [], 60, reference)
+
+
+@needs_alfworld
+@pytest.mark.parametrize('part', range(10))
+def test_same_answers_on_generated_games(reference, part):
+  for index in range(part, 300, 10):
+    world = houses.generate('train', index, seed=1)
+    reference.load(world)
+    state = play_both(world, expert.plan(world), 12, reference)
+    assert state.won and state.done and state.score == 1, world.name
+
+
+@needs_alfworld
+def test_memoised_engine_answers_as_the_stock_one(reference, tmp_path):
+  world = odd_world(7)
+  rng = random.Random(0)
+  reference.load(world)
+  states, commands = [reference.reset()], ['look']
+  for _ in range(60):
+    commands.append(choose(rng, states[-1], commands))
+    states.append(reference.step(commands[-1]))
+  stock = subprocess.run(
+    [sys.executable, '-c', STOCK],
+    input=json.dumps([pddl.to_game(world), commands[1:]]),
+    capture_output=True,
+    text=True,
+    check=True,
+    env={**os.environ, 'ALFWORLD_DATA': str(tmp_path)},
+  )
+  ours = [[s.feedback, list(s.admissible), s.won] for s in states]
+  assert json.loads(stock.stdout.splitlines()[-1]) == ours
+
+
+def memory_mib() -> float:
+  pages = int(pathlib.Path('/proc/self/statm').read_text().split()[1])
+  return pages * os.sysconf('SC_PAGE_SIZE') / 2**20
+
+
+@needs_alfworld
+@pytest.mark.skipif(not os.path.exists('/proc/self/statm'), reason='no /proc')
+def test_memory_is_flat_over_different_games(reference):
+  def play(first: int, last: int) -> float:
+    for index in range(first, last):
+      reference.load(houses.generate('train', index, seed=2))
+      reference.reset()
+      reference.step('look')
+    return memory_mib()
+
+  warm_mib = play(0, 15)
+  # Without clearing TextWorld's table it grows by about 1 MiB per game.
+  assert play(15, 50) - warm_mib < 15
+
+
+@needs_alfworld
+@needs_official
+def test_same_answers_on_the_official_game(reference):
+  reference.load(OFFICIAL)
+  world = pddl.read_game(OFFICIAL)
+  play_both(world, [], 500, reference)
+  assert play_both(world, expert.plan(world), 20, reference).won
+
+
+@needs_alfworld
+def test_old_spelling_as_the_old_grammar_has_it(reference):
+  # The packaged grammar and domain with what alfworld 0.4 changed undone.
+  changes = (
+    ('move {o} to {r}', 'put {o} in/on {r}'),
+    ('You move the {o.name} to the', 'You put the {o.name} in/on the'),
+    ('You arrive at {r.name}', 'You arrive at {lend.name}'),
+  )
+  for seed in range(12):
+    world = odd_world(seed)
+    game = pddl.to_game(world)
+    assert pddl.spelling(game) == 'move'
+    for new, old in changes:
+      game['grammar'] = game['grammar'].replace(new, old)
+    game['grammar'] = game['grammar'].split('action help')[0]
+    game['pddl_domain'] = game['pddl_domain'].split('(:action help')[0] + ')'
+    assert pddl.spelling(game) == 'put'
+    reference.load(game)
+    play_both(world, [], 60, reference, native.NativeEngine(spelling='put'))
+
+
+def test_game_goes_on_after_it_is_won_and_can_be_undone():
+  engine = native.NativeEngine()
+  indices = (i for i in range(99) if houses.kind('train', i, seed=1) == SIMPLE)
+  world = houses.generate('train', next(indices), seed=1)
+  engine.load(world)
+  engine.reset()
+  states = [engine.step(command) for command in expert.plan(world)]
+  assert [s.score for s in states] == [0] * (len(states) - 1) + [1]
+  take = (
+    expert.plan(world)[-1].replace('move', 'take').replace(' to ', ' from ')
+  )
+  undone = engine.step(take)
+  assert undone.feedback.startswith('You pick up')
+  assert (undone.won, undone.score, undone.done) == (False, 0, False)
+
+
+def test_unknown_spelling_is_refused():
+  with pytest.raises(ValueError, match='spelling=drop: unknown'):
+    native.NativeEngine(spelling='drop')
+
+
+@pytest.mark.parametrize('seed', range(12))
+def test_problem_round_trip(seed):
+  world = odd_world(seed)
+  text = pddl.to_problem(world)
+  again = pddl.from_problem(text, task=world.task, name=world.name)
+  assert again == world
+
+
+@needs_official
+def test_official_problem_round_trip():
+  world = pddl.read_game(OFFICIAL)
+  assert world.goal == world_lib.Goal(
+    'pick_heat_then_place_in_recep', 'Potato', 'SinkBasin'
+  )
+  assert world.task == 'heat some potato and put it in sinkbasin.'
+  assert world.name.startswith('pick_heat_then_place_in_recep-Potato-None')
+  text = pddl.to_problem(world)
+  assert pddl.from_problem(text, task=world.task, name=world.name) == world
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    (('isHot ?o', 'isSliced ?o'), 'the goal is none of'),
+    (('agent1 - agent', 'agent1 - agent agent2 - agent'), '2 agents'),
+    (('(:init', '(:init (opened x)'), 'opened is not supported'),
+    (('(:goal', '(:aim'), 'no :goal'),
+    ((')', '', 1), 'parentheses do not match'),
+  ],
+  ids=['goal', 'agents', 'fact', 'section', 'parentheses'],
+)
+def test_foreign_problem_is_refused_by_name(change, message):
+  text = pddl.to_problem(odd_world(3)).replace(*change)
+  with pytest.raises(ValueError, match=message) as error:
+    pddl.from_problem(text, task='', name='some game')
+  assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize(
+  ('text', 'message'),
+  [
+    ('{"pddl_domain": "(defi', 'not a readable game file'),
+    ('{"pddl_domain": "x", "grammar": 3}', "no text 'grammar'"),
+    ('[]', "no text 'pddl_domain'"),
+    (
+      json.dumps({'pddl_domain': '', 'grammar': '', 'pddl_problem': ''}),
+      'states no task',
+    ),
+    (None, 'not a readable game file'),
+  ],
+  ids=['cut', 'missing', 'list', 'no task', 'absent'],
+)
+def test_corrupt_game_is_refused_in_one_line(tmp_path, text, message):
+  path = tmp_path / 'game.tw-pddl'
+  if text is not None:
+    path.write_text(text)
+  for read in (pddl.read_game, pddl.load_game):
+    with pytest.raises(ValueError, match=message) as error:
+      read(path)
+    assert str(path) in str(error.value) and '\n' not in str(error.value)
+
+
+@needs_alfworld
+def test_game_file_holds_the_five_keys(tmp_path):
+  world = odd_world(1)
+  game = pddl.to_game(world, walkthrough=['look'])
+  assert set(game) == {
+    *('pddl_domain', 'grammar', 'pddl_problem', 'solvable', 'walkthrough')
+  }
+  folder = tmp_path / world.name
+  folder.mkdir(parents=True)
+  (folder / 'game.tw-pddl').write_text(json.dumps(game))
+  assert pddl.read_game(folder) == world
+
+
+@needs_alfworld
+def test_engine_keeps_the_command_line(reference):
+  before = list(sys.argv)
+  reference.load(odd_world(5))
+  reference.reset()
+  assert sys.argv == before
+
+
+@needs_alfworld
+def test_engines_of_one_process_do_not_disturb_each_other(reference):
+  references = [reference, textworld.TextWorldEngine()]
+  engines = [native.NativeEngine() for _ in references]
+  states = [None, None]
+  rng = random.Random(0)
+  for turn in range(80):
+    which = rng.randrange(2)
+    if turn % 20 < 2:
+      which = turn % 2
+      world = odd_world(100 + turn)
+      engines[which].load(world)
+      references[which].load(world)
+      states[which] = engines[which].reset()
+      assert states[which] == references[which].reset()
+    command = choose(rng, states[which], ['look'])
+    states[which] = engines[which].step(command)
+    assert states[which] == references[which].step(command)
+  references[1].close()
+  assert reference.step('help').feedback.startswith('Available commands:')
+
+
+def test_python_without_textworld_support_is_refused(monkeypatch):
+  monkeypatch.setattr(sys, 'version_info', (3, 13, 0))
+  with pytest.raises(ImportError, match='3.13 and later; engine=native works'):
+    textworld._modules.__wrapped__()
+
+
+def test_missing_package_names_the_remedy(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'fast_downward', None)
+  with pytest.raises(ImportError, match=r"pip install -e '.\[alfworld\]'"):
+    textworld._modules.__wrapped__()
+
+
+def test_native_engine_imports_neither_textworld_nor_jax():
+  code = (
+    'import sys; from envs.alfworld import native, pddl, textworld;'
+    "print(sorted({'jax', 'textworld', 'alfworld'} & set(sys.modules)))"
+  )
+  root = pathlib.Path(__file__).parents[1]
+  out = subprocess.check_output([sys.executable, '-c', code], cwd=root)
+  assert out.decode().strip() == '[]'

@@ -1,0 +1,121 @@
+"""ALFWorld as the trainer sees it: turns, rewards, anchors, history, expert."""
+
+import pytest
+from envs import base
+from envs.alfworld import env as alfworld_env, expert
+
+SMALL = {'receptacles': (5, 8)}
+TASK = base.Task('train', 3)
+
+
+def _env(**kwargs) -> alfworld_env.Env:
+  return alfworld_env.Env(engine='native', generator=SMALL, **kwargs)
+
+
+def _say(action: str) -> str:
+  return f'<think>so</think><action>{action}</action>'
+
+
+def test_the_plan_wins_and_pays_ten_at_the_end():
+  env = _env()
+  env.reset(TASK)
+  results = [env.step(_say(c)) for c in expert.plan(env.game(TASK))]
+  assert [r.reward for r in results] == [0.0] * (len(results) - 1) + [10.0]
+  assert [r.success for r in results] == [False] * (len(results) - 1) + [True]
+  assert results[-1].done and results[-1].observation is None
+  assert all(r.valid for r in results)
+
+
+def test_the_step_limit_ends_an_episode_without_reward():
+  env = _env(max_steps=3)
+  env.reset(TASK)
+  results = [env.step(_say('look')) for _ in range(3)]
+  assert [r.done for r in results] == [False, False, True]
+  assert sum(r.reward for r in results) == 0
+  assert not results[-1].success
+
+
+def test_an_invalid_response_is_played_and_marked():
+  env = _env()
+  env.reset(TASK)
+  result = env.step('I look around.')
+  assert not result.valid and not result.done
+  assert result.observation.text == 'Nothing happens.'
+  assert result.metrics['inadmissible_action_rate'] == 1
+
+
+@pytest.mark.parametrize('required', [False, True])
+def test_an_inadmissible_action_is_invalid_only_on_request(required: bool):
+  env = _env(require_admissible=required)
+  env.reset(TASK)
+  assert env.step(_say('fly to moon 1')).valid is not required
+
+
+def test_history_holds_the_last_k_turns():
+  env = _env(history_length=2, prompt_style='paper')
+  first = env.reset(TASK)
+  assert 'Before this step' not in first.prompt
+  observations = [env.step(_say(c)).observation for c in ('look', 'inventory')]
+  assert "Action 1: 'look'" in observations[0].prompt
+  third = env.step(_say('look')).observation
+  assert "Action 2: 'inventory'" in third.prompt
+  assert "Action 3: 'look'" in third.prompt
+  assert 'Action 1:' not in third.prompt
+  assert 'Action' not in third.short_prompt.replace('actions', '')
+
+
+def test_episodes_are_equal_and_independent_of_what_came_before():
+  env = _env()
+  first = env.reset(TASK)
+  env.step(_say('look'))
+  env.reset(base.Task('train', 4))
+  assert env.reset(TASK) == first
+  assert _env().reset(TASK) == first
+
+
+def test_anchors():
+  plain, full = _env(), _env(anchor='observation_and_actions')
+  one, two = plain.reset(TASK), full.reset(TASK)
+  assert one.anchor != two.anchor
+  assert two.anchor.startswith(one.anchor)
+  assert 'inventory' in two.anchor.splitlines()
+  # A revisited state has the same anchor.
+  again = [env.step(_say('look')).observation.anchor for env in (plain, plain)]
+  assert again[0] == again[1]
+  with pytest.raises(ValueError, match='anchor=x: must be one of'):
+    _env(anchor='x')
+
+
+def test_demonstrations_win_and_are_reproducible():
+  env = _env(max_steps=50)
+  wins = 0
+  for index in range(20):
+    task = base.Task('train', index)
+    pairs = list(env.demonstrate(task, noise=0.0, seed=0))
+    assert pairs == list(env.demonstrate(task, noise=0.0, seed=0))
+    wins += len(pairs) < 50
+    for _, response in pairs:
+      assert response.startswith('<think>')
+      assert response.endswith('</action>')
+  assert wins == 20
+
+
+def test_noise_makes_the_expert_err():
+  env = _env(max_steps=50)
+  task = base.Task('train', 0)
+  steps = [
+    sum(
+      len(list(env.demonstrate(base.Task('train', i), noise=noise, seed=0)))
+      for i in range(10)
+    )
+    for noise in (0.0, 0.6)
+  ]
+  assert steps[0] < steps[1]
+  assert list(env.demonstrate(task, noise=0.6, seed=0)) != list(
+    env.demonstrate(task, noise=0.6, seed=1)
+  )
+
+
+def test_unknown_engine_is_refused_with_the_known_ones():
+  with pytest.raises(ValueError, match='env.engine=x: unknown engine; known'):
+    alfworld_env.Env(engine='x')

@@ -1,0 +1,116 @@
+import numpy as np
+import pytest
+
+from envs import base
+from gigpo_jax import batch, trajectory
+
+
+def make_step(prompt, completion, anchor, reward=0.0, valid=True):
+  return trajectory.Step(
+    prompt_ids=np.array(prompt, np.int32),
+    completion_ids=np.array(completion, np.int32),
+    log_probs=-np.arange(1, len(completion) + 1, dtype=np.float32),
+    truncated=False,
+    prompt_shortened=False,
+    anchor=anchor,
+    observation='',
+    response='',
+    result=base.StepResult(
+      observation=None,
+      reward=reward,
+      valid=valid,
+      action='',
+      success=False,
+      done=False,
+    ),
+  )
+
+
+def make_episode(group, member, *steps, failure=''):
+  return trajectory.Trajectory(
+    task=base.Task('train', group),
+    kind='',
+    group=group,
+    member=member,
+    steps=steps,
+    failure=failure,
+  )
+
+
+EPISODES = [
+  make_episode(
+    0, 0, make_step([1, 2], [3], 'hall'), make_step([4], [5, 6], 'attic', 10.0)
+  ),
+  make_episode(0, 1, make_step([1, 2], [7], 'hall'), failure='died'),
+  make_episode(0, 2, make_step([1, 2], [8, 9], 'hall', valid=False)),
+  make_episode(1, 0, make_step([1, 2, 3], [4], 'hall')),
+]
+SIZES = {'max_prompt_tokens': 3, 'max_completion_tokens': 2}
+
+
+def test_rows_are_exactly_the_steps():
+  rows = batch.from_trajectories(EPISODES, **SIZES, row_multiple=3)
+  # 4 steps of episodes that did not break off; 3 rows do not hold them, 6 do.
+  np.testing.assert_array_equal(
+    rows.tokens,
+    [
+      [1, 2, 3, 0, 0],
+      [4, 5, 6, 0, 0],
+      [1, 2, 8, 9, 0],
+      [1, 2, 3, 4, 0],
+      [0, 0, 0, 0, 0],
+      [0, 0, 0, 0, 0],
+    ],
+  )
+  np.testing.assert_array_equal(rows.prompt_lengths, [2, 1, 2, 3, 0, 0])
+  np.testing.assert_array_equal(rows.lengths, [3, 3, 4, 4, 0, 0])
+  np.testing.assert_array_equal(
+    rows.sampler_log_probs,
+    [[-1, 0], [-1, -2], [-1, -2], [-1, 0], [0, 0], [0, 0]],
+  )
+  np.testing.assert_array_equal(
+    rows.completion_mask,
+    [[1, 0], [1, 1], [1, 1], [1, 0], [0, 0], [0, 0]],
+  )
+  np.testing.assert_array_equal(rows.groups, [0, 0, 0, 1, -1, -1])
+  np.testing.assert_array_equal(rows.real, [1, 1, 1, 1, 0, 0])
+  np.testing.assert_array_equal(rows.episodes[:4], [0, 0, 2, 3])
+  np.testing.assert_array_equal(rows.steps[:4], [0, 1, 0, 0])
+  # hall of group 0, attic, hall of group 0 again, hall of group 1.
+  np.testing.assert_array_equal(rows.anchors[:4], [0, 1, 0, 2])
+  np.testing.assert_array_equal(rows.rewards, [0, 10, 0, 0, 0, 0])
+  np.testing.assert_array_equal(rows.valid, [1, 1, 0, 1, 1, 1])
+
+
+@pytest.mark.parametrize(('count', 'size'), [(1, 4), (4, 4), (5, 8), (9, 16)])
+def test_row_counts_are_powers_of_two_times_the_multiple(count, size):
+  ids = [np.array([1], np.int32)] * count
+  rows = batch.pack(ids, ids, **SIZES, row_multiple=4)
+  assert len(rows.groups) == size
+  assert rows.real.sum() == count
+
+
+def test_similar_anchors_join_the_first_of_their_group():
+  # 2M/T: abcd and abce share abc: 6/8 = 0.75. abcd and xbcd likewise; abce
+  # and xbcd share bc, 4/8, but both are compared with the first member alone.
+  anchors = [(0, 'abcd'), (0, 'abce'), (0, 'xbcd'), (0, 'zzzz'), (1, 'abce')]
+  expected = [(0, 'abcd')] * 3 + [(0, 'zzzz'), (1, 'abce')]
+  assert batch.similar_anchors(anchors, 0.75) == expected
+  assert batch.similar_anchors(anchors, 0.76) == anchors
+
+
+def test_similarity_changes_anchor_ids_only():
+  steps = [make_step([1], [2], name) for name in ('hall 1', 'hall 2', 'attic')]
+  episodes = [make_episode(0, 0, *steps)]
+  exact = batch.from_trajectories(episodes, **SIZES)
+  np.testing.assert_array_equal(exact.anchors[:3], [0, 1, 2])
+  near = batch.from_trajectories(episodes, **SIZES, similarity_threshold=0.8)
+  # hall 1, hall 2: 2 * 5 / 12 = 0.83.
+  np.testing.assert_array_equal(near.anchors[:3], [0, 0, 1])
+  np.testing.assert_array_equal(near.tokens, exact.tokens)
+
+
+def test_nothing_to_train_on_is_refused():
+  broken = [make_episode(0, 0, make_step([1], [2], 'hall'), failure='hung')]
+  with pytest.raises(ValueError, match='no episode holds a step'):
+    batch.from_trajectories(broken, **SIZES)

@@ -1,0 +1,82 @@
+"""Fences: every config and variant loads, is complete and validates."""
+
+import itertools
+import pathlib
+import subprocess
+import sys
+
+import configs
+import envs
+import gigpo_jax
+import launch
+import pytest
+from configs import alfworld, base
+from gigpo_jax import config as config_lib
+
+VARIANTS = [
+  ','.join(word for word in words if word)
+  for words in itertools.product(('', *alfworld.SIZES), ('', 'grpo'))
+]
+
+
+@pytest.mark.parametrize('variant', VARIANTS)
+def test_every_variant_loads_and_its_values_are_accepted(variant: str):
+  config = alfworld.get_config(variant)
+  assert not list(config_lib._values(config))
+  assert not list(config_lib._combinations(config))
+  assert config.algorithm.name == ('grpo' if 'grpo' in variant else 'gigpo')
+
+
+@pytest.mark.parametrize('variant', ['tiny', 'smoke', 'tiny,grpo'])
+def test_small_variants_run_on_this_machine(variant: str):
+  config_lib.validate(alfworld.get_config(variant))
+
+
+@pytest.mark.parametrize('arg', ['huge', 'tiny,smoke', 'tiny;grpo'])
+def test_unknown_variants_are_refused_with_the_known_ones(arg: str):
+  with pytest.raises(ValueError, match='accepts at most one of 0.5b, 1.5b'):
+    alfworld.get_config(arg)
+
+
+def test_the_default_is_the_paper():
+  config = alfworld.get_config()
+  assert config.rollout.groups == 16
+  assert config.rollout.episodes_per_group == 8
+  assert config.rollout.max_prompt_tokens == 2048
+  assert config.rollout.max_completion_tokens == 512
+  assert config.env.max_steps == 50
+  assert config.env.history_length == 2
+  assert config.env.engine == 'textworld'
+  assert config.optimizer.learning_rate == 1e-6
+  assert config.learner.minibatch_rows == 256
+  assert config.num_iterations == 150
+  assert config.loss.kl_weight == 0.01
+
+
+def test_grpo_differs_by_one_word():
+  one, two = alfworld.get_config('tiny'), alfworld.get_config('tiny,grpo')
+  differences = dict(config_lib._differences(one.to_dict(), two.to_dict()))
+  assert differences == {
+    'algorithm.name': ('gigpo', 'grpo'),
+    'variant': ('tiny', 'tiny,grpo'),
+  }
+
+
+def test_all_packages_share_one_parent_folder():
+  roots = {
+    pathlib.Path(package.__file__).parents[1]
+    for package in (configs, envs, gigpo_jax, launch)
+  }
+  assert len(roots) == 1
+
+
+def test_configs_import_ml_collections_only():
+  code = (
+    'import sys, configs.alfworld; '
+    'assert not {"jax", "numpy", "gigpo_jax", "envs"} & set(sys.modules)'
+  )
+  subprocess.run([sys.executable, '-c', code], check=True)
+
+
+def test_base_leaves_the_environment_open():
+  assert base.get_config().env.name is None

@@ -1,0 +1,356 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from gigpo_jax import batch, learner, losses, mesh
+from gigpo_jax.models import qwen
+
+C = 6
+CONFIG = qwen.QwenConfig(
+  vocab_size=32,
+  hidden_size=16,
+  intermediate_size=32,
+  num_layers=2,
+  num_heads=2,
+  num_kv_heads=2,
+  head_dim=8,
+  dtype='float32',
+  remat=False,
+)
+LOSS = functools.partial(losses.policy_gradient, dual_clip=3.0)
+
+
+def make_mesh(data=1, fsdp=1, tensor=1):
+  return jax.make_mesh(
+    (data, fsdp, tensor),
+    mesh.AXES,
+    axis_types=(jax.sharding.AxisType.Auto,) * 3,
+    devices=jax.devices()[: data * fsdp * tensor],
+  )
+
+
+# Cached: most of a test's time is compiling.
+@functools.cache
+def make_learner(devices=None, loss=LOSS, **kwargs):
+  defaults = {
+    'optimizer': learner.adamw(1e-3),
+    'minibatch_rows': 64,
+    'microbatch_rows': 8,
+    'length_buckets': (8, 16),
+    'max_completion_tokens': C,
+  }
+  return learner.Learner(
+    CONFIG, devices or make_mesh(), loss=loss, **defaults | kwargs
+  )
+
+
+def params():
+  return qwen.init(CONFIG, jax.random.key(0))
+
+
+def make_rows(count=8, *, seed=0, row_multiple=16, longest_prompt=9):
+  rng = np.random.default_rng(seed)
+  rows = batch.pack(
+    [
+      rng.integers(32, size=rng.integers(2, longest_prompt))
+      for _ in range(count)
+    ],
+    [rng.integers(32, size=rng.integers(1, C + 1)) for _ in range(count)],
+    max_prompt_tokens=10,
+    max_completion_tokens=C,
+    row_multiple=row_multiple,
+  )
+  noise = rng.normal(size=rows.sampler_log_probs.shape)
+  return dataclasses.replace(
+    rows,
+    sampler_log_probs=np.where(
+      rows.completion_mask, -3.4 + 0.3 * noise, 0
+    ).astype(np.float32),
+  )
+
+
+def step(subject, rows, *, state=None, iteration=0, advantages=None):
+  """One update against the sampler's log-probs; deterministic."""
+  if state is None:
+    state = subject.init(params())
+  if advantages is None:
+    advantages = np.linspace(-1, 1, len(rows.groups), dtype=np.float32)
+  return subject.update(
+    state,
+    rows,
+    advantages,
+    old_log_probs=rows.sampler_log_probs.copy(),
+    ref_log_probs=rows.sampler_log_probs - 0.1 * rows.completion_mask,
+    iteration=iteration,
+  )
+
+
+def assert_trees_close(a, b, atol):
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=atol), a, b
+  )
+
+
+# Adam's first step divides a gradient by its own size, so that rounding shows
+# in full where a gradient is nearly 0. Plain descent shows the gradient.
+SGD = optax.sgd(1.0)
+sgd = functools.partial(make_learner, optimizer=SGD)
+
+
+def test_update_is_the_gradient_of_the_loss_written_out():
+  rows = make_rows()
+  advantages = np.linspace(-1, 1, 16, dtype=np.float32)
+  mask = jnp.asarray(rows.completion_mask)
+
+  def loss(weights):
+    log_probs, entropies = qwen.completion_log_probs(
+      CONFIG,
+      weights,
+      jnp.asarray(rows.tokens),
+      jnp.asarray(np.maximum(rows.prompt_lengths, 1)),
+      jnp.asarray(np.maximum(rows.lengths, 1)),
+      max_completion=C,
+      temperature=1.0,
+    )
+    tokens, _ = LOSS(
+      log_probs,
+      entropies,
+      jnp.asarray(rows.sampler_log_probs),
+      jnp.asarray(rows.sampler_log_probs) - 0.1 * mask,
+      jnp.asarray(advantages),
+      mask,
+    )
+    return jnp.sum(jnp.where(mask, tokens, 0)) / jnp.sum(mask)
+
+  value, gradient = jax.value_and_grad(loss)(params())
+  expected = jax.tree.map(lambda p, g: p - g, params(), gradient)
+  state, metrics = step(sgd(), rows, advantages=advantages)
+  assert_trees_close(state.params, expected, 1e-6)
+  assert metrics['loss/total'] == pytest.approx(float(value), abs=1e-6)
+  assert metrics['update/grad_norm'] == pytest.approx(
+    float(optax.global_norm(gradient)), rel=1e-5
+  )
+  assert metrics['update/tokens'] == rows.completion_mask.sum()
+
+
+GOLDEN = {
+  'loss/entropy': 3.4608653,
+  'loss/kl': 0.0659192,
+  'loss/policy': 0.5453429,
+  'loss/total': 0.5425413,
+  'ratio/clipped_dual': 0.0,
+  'ratio/clipped_high': 0.0,
+  'ratio/clipped_low': 17 / 37,
+  'ratio/max': 1.9552684,
+  'ratio/mean': 0.9166515,
+  'update/grad_norm': 0.637292,
+  'update/skipped': 0.0,
+  'update/count': 2.0,
+  'update/tokens': 37.0,
+  'sampler/log_prob_difference_mean': 0.0,
+  'sampler/log_prob_difference_max': 0.0,
+}
+
+
+def test_golden_metrics():
+  _, metrics = step(make_learner(minibatch_rows=4), make_rows())
+  assert metrics == pytest.approx(GOLDEN, rel=2e-4, abs=1e-6), (
+    'one update of a tiny model gave other metrics than it used to. If the '
+    'loss, the model or the shuffling was meant to change, put these in '
+    f'GOLDEN: {metrics}; otherwise something broke.'
+  )
+
+
+@pytest.mark.parametrize('aggregation', losses.AGGREGATIONS)
+@pytest.mark.parametrize('microbatch_rows', [1, 3])
+def test_microbatches_do_not_matter(aggregation, microbatch_rows):
+  rows = make_rows()
+  one, one_metrics = step(sgd(aggregation=aggregation), rows)
+  many, many_metrics = step(
+    sgd(aggregation=aggregation, microbatch_rows=microbatch_rows), rows
+  )
+  assert_trees_close(one.params, many.params, 1e-6)
+  assert many_metrics == pytest.approx(one_metrics, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize('shape', [(8, 1, 1), (2, 4, 1), (2, 2, 2)], ids=str)
+def test_meshes_do_not_matter(shape):
+  rows = make_rows()
+  one, one_metrics = step(sgd(), rows)
+  subject = sgd(devices=make_mesh(*shape))
+  many, many_metrics = step(subject, rows)
+  assert_trees_close(
+    jax.device_get(one.params), jax.device_get(many.params), 1e-6
+  )
+  assert many_metrics == pytest.approx(one_metrics, rel=1e-4, abs=1e-6)
+  np.testing.assert_allclose(
+    subject.log_probs(many.params, rows),
+    sgd().log_probs(one.params, rows),
+    atol=1e-5,
+  )
+
+
+def test_padding_rows_change_nothing():
+  advantages = np.linspace(-1, 1, 64, dtype=np.float32)
+  a, _ = step(sgd(), make_rows(), advantages=advantages[:16])
+  b, _ = step(sgd(), make_rows(row_multiple=64), advantages=advantages[:64])
+  assert_trees_close(a.params, b.params, 1e-6)
+
+
+def test_prompt_and_padding_tokens_carry_no_gradient():
+  # The loss of a row whose completion is masked by its length of 0 tokens,
+  # and of no advantage: nothing remains that could move a weight.
+  rows = make_rows()
+  empty = dataclasses.replace(rows, prompt_lengths=rows.lengths.copy())
+  state, metrics = step(sgd(), empty)
+  assert_trees_close(state.params, params(), 0)
+  assert metrics['update/tokens'] == 0
+  # What lies past a row's end is never looked at.
+  garbage = rows.tokens.copy()
+  past = np.arange(garbage.shape[1]) >= rows.lengths[:, None]
+  garbage[past] = 7
+  other, _ = step(sgd(), dataclasses.replace(rows, tokens=garbage))
+  plain, _ = step(sgd(), rows)
+  assert_trees_close(other.params, plain.params, 0)
+
+
+def test_non_finite_gradient_is_skipped_and_counted():
+  subject = make_learner()
+  advantages = np.zeros(16, np.float32)
+  advantages[0] = np.nan
+  state, metrics = step(subject, make_rows(), advantages=advantages)
+  assert metrics['update/skipped'] == 1
+  assert int(state.updates) == 0
+  assert_trees_close(state.params, params(), 0)
+  # Nothing of it is left over in the accumulator or the moments.
+  state, metrics = step(subject, make_rows(), state=state)
+  fresh, _ = step(make_learner(), make_rows())
+  assert metrics['update/skipped'] == 0
+  assert int(state.updates) == 1
+  assert_trees_close(state.params, fresh.params, 0)
+
+
+def test_nothing_compiles_after_warm_up():
+  subject = make_learner.__wrapped__(minibatch_rows=5, microbatch_rows=4)
+  state = subject.init(params())
+  before = jax.device_get(state.params)
+  subject.warm_up(state)
+  assert_trees_close(state.params, before, 0)
+  count = subject.compilations
+  assert count > 0
+  for iteration in range(4):
+    rows = make_rows(3 + 5 * iteration, seed=iteration)
+    subject.log_probs(state.params, rows)
+    state, _ = step(subject, rows, state=state, iteration=iteration)
+  assert subject.compilations == count
+
+
+def test_log_probs_are_the_models_at_the_temperature():
+  rows = make_rows()
+  actual = make_learner(temperature=0.7, microbatch_rows=3).log_probs(
+    params(), rows
+  )
+  assert actual.dtype == np.float32
+  np.testing.assert_array_equal(actual[~rows.completion_mask], 0)
+  for r in range(8):
+    tokens = jnp.asarray(rows.tokens[r : r + 1, : rows.lengths[r]])
+    hidden = qwen.hidden_states(
+      CONFIG, params(), tokens, jnp.asarray(rows.lengths[r : r + 1])
+    )
+    logits = qwen.logits(CONFIG, params(), hidden)[0] / 0.7
+    table = jax.nn.log_softmax(logits)
+    first = rows.prompt_lengths[r]
+    expected = [
+      table[p - 1, rows.tokens[r, p]] for p in range(first, rows.lengths[r])
+    ]
+    np.testing.assert_allclose(actual[r, : len(expected)], expected, atol=1e-5)
+
+
+def test_shuffling_is_a_function_of_seed_and_iteration():
+  rows = make_rows(13)
+  first, _ = step(make_learner(minibatch_rows=4), rows, iteration=3)
+  again, _ = step(make_learner(minibatch_rows=4), rows, iteration=3)
+  other, _ = step(make_learner(minibatch_rows=4), rows, iteration=4)
+  assert_trees_close(first.params, again.params, 0)
+  # 13 rows in mini-batches of at most 4: 4, 3, 3, 3.
+  assert int(first.updates) == 4
+  assert not np.array_equal(first.params['embed'], other.params['embed'])
+
+
+def test_supervised_loss_falls_and_needs_no_reference():
+  subject = make_learner(
+    loss=losses.supervised, optimizer=learner.adamw(1e-2, warmup_updates=2)
+  )
+  state, rows = subject.init(params()), make_rows()
+  values = []
+  for iteration in range(15):
+    state, metrics = subject.update(
+      state,
+      rows,
+      np.zeros(16, np.float32),
+      old_log_probs=rows.sampler_log_probs,
+      ref_log_probs=None,
+      iteration=iteration,
+    )
+    values.append(metrics['loss/total'])
+  # At first about ln 32 = 3.47: the model knows nothing.
+  assert values[0] == pytest.approx(np.log(32), abs=0.1)
+  assert values[-1] < 0.7 * values[0]
+
+
+def test_adamw_by_hand():
+  # Gradient (3, 4), norm 5, clipped to (.6, .8). Adam's first step is the sign
+  # of each, times 0.1; decay takes 0.1 * 0.01 * 2 off a weight of 2.
+  optimizer = learner.adamw(0.1, weight_decay=0.01)
+  weights = jnp.array([2.0, 2.0])
+  state = optimizer.init(weights)
+  changes, _ = optimizer.update(jnp.array([3.0, 4.0]), state, weights)
+  np.testing.assert_allclose(changes, [-0.102, -0.102], rtol=1e-5)
+  # First of 4 warm-up updates: a quarter.
+  optimizer = learner.adamw(0.1, warmup_updates=4, weight_decay=0.0)
+  changes, _ = optimizer.update(weights, optimizer.init(weights), weights)
+  np.testing.assert_allclose(changes, [-0.025, -0.025], rtol=1e-5)
+
+
+def test_difference_from_the_sampler_is_reported():
+  rows, subject = make_rows(), make_learner()
+  # One token of the 37 off by 0.37, and one past the end, which is not one.
+  old = rows.sampler_log_probs.copy()
+  old[0, 0] += 0.37
+  old[~rows.completion_mask] = 5
+  _, metrics = subject.update(
+    subject.init(params()),
+    rows,
+    np.zeros(16, np.float32),
+    old_log_probs=old,
+    ref_log_probs=old,
+    iteration=0,
+  )
+  largest = metrics['sampler/log_prob_difference_max']
+  assert largest == pytest.approx(0.37, abs=1e-5)
+  mean = metrics['sampler/log_prob_difference_mean']
+  assert mean == pytest.approx(0.01, abs=1e-5)
+
+
+def test_refusals():
+  with pytest.raises(ValueError, match='aggregation=sum: unknown; must be'):
+    make_learner(aggregation='sum')
+  with pytest.raises(ValueError, match='microbatch_rows=6: .* multiple of 8'):
+    make_learner(devices=make_mesh(8), microbatch_rows=6)
+  with pytest.raises(ValueError, match='length_buckets=.8,.: a row has'):
+    step(make_learner(length_buckets=(8,)), make_rows())
+  subject, rows = make_learner(), make_rows()
+  with pytest.raises(ValueError, match='ref_log_probs=None'):
+    subject.update(
+      subject.init(params()),
+      rows,
+      np.zeros(16, np.float32),
+      old_log_probs=rows.sampler_log_probs,
+      ref_log_probs=None,
+      iteration=0,
+    )
