@@ -71,10 +71,11 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.num_iterations = 30
   config.model.path = 'configs/warm_starts/alfworld_tiny'
   config.model.dtype = 'float32'
-  config.model.remat = False
+  config.model.remat = True
   config.env.engine = 'native'
   config.env.data_dir = 'generated'
-  config.env.generator.receptacles = (5, 8)
+  config.env.generator.receptacles = (4, 7)
+  config.env.generator.distractors = (3, 8)
   config.env.max_steps = 20
   config.env.prompt_style = 'brief'
   config.pool.num_workers = 1
@@ -89,13 +90,26 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.loss.old_log_probs = 'sampler'
   config.optimizer.learning_rate = 3e-4
   config.learner.minibatch_rows = 256
-  config.learner.microbatch_rows = 64
-  config.learner.length_buckets = (160, 224, 360)
+  config.learner.microbatch_rows = 16
+  config.learner.length_buckets = (160, 192, 224, 360)
   config.evaluation.split = 'valid_unseen'
   config.evaluation.num_tasks = 128
   config.evaluation.every = 10
   config.checkpoint.every = 5
+  # launch/sft.py with these makes configs/warm_starts/alfworld_tiny.
   config.sft.init = 'scratch'
+  config.sft.num_episodes = 1500
+  config.sft.noise = 0.35
+  config.sft.epochs = 3
+  config.sft.learning_rate = 2e-3
+  config.sft.warmup_updates = 50
+  config.sft.minibatch_rows = 64
+  config.sft.vocab_size = 1024
+  config.sft.model.layers = 3
+  config.sft.model.width = 128
+  config.sft.model.heads = 4
+  config.sft.model.kv_heads = 2
+  config.sft.model.mlp = 256
 
 
 def _smoke(config: ml_collections.ConfigDict) -> None:

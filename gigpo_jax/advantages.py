@@ -49,12 +49,12 @@ class Parts(NamedTuple):
     group_sizes: episodes of the row's group.
   """
 
-  episode_advantage: Float[Array, " R"]
-  step_advantage: Float[Array, " R"]
-  episode_returns: Float[Array, " R"]
-  returns: Float[Array, " R"]
-  anchor_group_sizes: Int[Array, " R"]
-  group_sizes: Int[Array, " R"]
+  episode_advantage: Float[Array, ' R']
+  step_advantage: Float[Array, ' R']
+  episode_returns: Float[Array, ' R']
+  returns: Float[Array, ' R']
+  anchor_group_sizes: Int[Array, ' R']
+  group_sizes: Int[Array, ' R']
 
 
 def gigpo(  # noqa: PLR0913
@@ -72,7 +72,7 @@ def gigpo(  # noqa: PLR0913
   episode_stats: str = 'trajectories',
   penalty_scope: str = 'reward',
   lone_episode: str = 'zero',
-) -> Float[Array, " R"]:
+) -> Float[Array, ' R']:
   """Returns the advantage of each row: A_E + step_weight * A_S, Eq. (8).
 
   Takes numpy arrays, lists or jax arrays of shape [R], and traces under jit.
@@ -121,7 +121,7 @@ def gigpo(  # noqa: PLR0913
   return combine(parts, step_weight)
 
 
-def combine(parts: Parts, step_weight: float) -> Float[Array, " R"]:
+def combine(parts: Parts, step_weight: float) -> Float[Array, ' R']:
   """Returns the joint advantage, Eq. (8)."""
   return parts.episode_advantage + step_weight * parts.step_advantage
 
@@ -224,11 +224,11 @@ def _parts(
 
 @typechecked
 def discounted_returns(
-  rewards: tuple[Float[Array, " R"], Float[Array, " R"]],
-  episodes: Int[Array, " R"],
-  steps: Int[Array, " R"],
-  discount: tuple[Float[Array, ""], Float[Array, ""]],
-) -> tuple[Float[Array, " R"], Float[Array, " R"]]:
+  rewards: tuple[Float[Array, ' R'], Float[Array, ' R']],
+  episodes: Int[Array, ' R'],
+  steps: Int[Array, ' R'],
+  discount: tuple[Float[Array, ''], Float[Array, '']],
+) -> tuple[Float[Array, ' R'], Float[Array, ' R']]:
   """Returns the discounted return from each step on, as two-float numbers.
 
   Eq. (5): G_t = sum over k >= t of discount^(k - t) r_k, within an episode.
@@ -272,13 +272,13 @@ def discounted_returns(
 
 @typechecked
 def group_normalize(
-  values: tuple[Float[Array, " R"], Float[Array, " R"]],
-  segments: Int[Array, " R"],
-  entries: Bool[Array, " R"],
+  values: tuple[Float[Array, ' R'], Float[Array, ' R']],
+  segments: Int[Array, ' R'],
+  entries: Bool[Array, ' R'],
   *,
   norm: str,
   keep_lone: bool = False,
-) -> Float[Array, " R"]:
+) -> Float[Array, ' R']:
   """Returns by how much a value exceeds its segment's mean, Eqs. (3) and (7).
 
   (x - mean) / (std + 1e-6), the unbiased std (ddof 1), or (x - mean) alone.

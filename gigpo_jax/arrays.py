@@ -23,31 +23,31 @@ from jaxtyping import Array, Bool, Float, Int
 
 typechecked = jaxtyping.jaxtyped(typechecker=beartype.beartype)
 
-TwoFloat = tuple[Float[Array, "*S"], Float[Array, "*S"]]
+TwoFloat = tuple[Float[Array, '*S'], Float[Array, '*S']]
 
 
 @typechecked
 def masked_sum(
-  values: Float[Array, "*S"], mask: Bool[Array, "*S"]
-) -> Float[Array, ""]:
+  values: Float[Array, '*S'], mask: Bool[Array, '*S']
+) -> Float[Array, '']:
   """Returns the sum where mask holds; what lies elsewhere may be NaN."""
   return jnp.sum(jnp.where(mask, values, 0))
 
 
 @typechecked
 def masked_mean(
-  values: Float[Array, "*S"], mask: Bool[Array, "*S"]
-) -> Float[Array, ""]:
+  values: Float[Array, '*S'], mask: Bool[Array, '*S']
+) -> Float[Array, '']:
   """Returns the mean where mask holds; 0 where it holds nowhere."""
   return masked_sum(values, mask) / jnp.maximum(jnp.sum(mask), 1)
 
 
 @typechecked
 def segment_sum(
-  values: Float[Array, " R"],
-  segments: Int[Array, " R"],
-  mask: Bool[Array, " R"],
-) -> Float[Array, " R"]:
+  values: Float[Array, ' R'],
+  segments: Int[Array, ' R'],
+  mask: Bool[Array, ' R'],
+) -> Float[Array, ' R']:
   """Returns to each row the sum over the masked rows of its segment.
 
   Args:
@@ -61,8 +61,8 @@ def segment_sum(
 
 @typechecked
 def segment_count(
-  segments: Int[Array, " R"], mask: Bool[Array, " R"]
-) -> Int[Array, " R"]:
+  segments: Int[Array, ' R'], mask: Bool[Array, ' R']
+) -> Int[Array, ' R']:
   """Returns to each row the number of masked rows of its segment."""
   counted = mask.astype(jnp.int32)
   return jax.ops.segment_sum(counted, segments, len(segments))[segments]
@@ -70,8 +70,8 @@ def segment_count(
 
 @typechecked
 def segment_first(
-  segments: Int[Array, " R"], mask: Bool[Array, " R"]
-) -> Int[Array, " R"]:
+  segments: Int[Array, ' R'], mask: Bool[Array, ' R']
+) -> Int[Array, ' R']:
   """Returns to each row the first masked row of its segment, by position.
 
   Where a segment has none, any row: the caller masks it out.
@@ -83,7 +83,7 @@ def segment_first(
 
 
 @typechecked
-def segment_ids(*keys: Int[Array, " R"]) -> Int[Array, " R"]:
+def segment_ids(*keys: Int[Array, ' R']) -> Int[Array, ' R']:
   """Returns ids in [0, R) that are equal where all keys are equal.
 
   Ids rise with the keys, the first key counting most. O(R log R).
@@ -99,8 +99,8 @@ def segment_ids(*keys: Int[Array, " R"]) -> Int[Array, " R"]:
 
 @typechecked
 def two_sum(
-  a: Float[Array, "*S"], b: Float[Array, "*S"]
-) -> tuple[Float[Array, "*S"], Float[Array, "*S"]]:
+  a: Float[Array, '*S'], b: Float[Array, '*S']
+) -> tuple[Float[Array, '*S'], Float[Array, '*S']]:
   """Returns fl(a + b) and its rounding error, exactly (Knuth)."""
   total = a + b
   b_part = total - a
@@ -138,9 +138,9 @@ def _halves(a):
 
 @typechecked
 def two_power(
-  base: tuple[Float[Array, ""], Float[Array, ""]],
-  exponent: Int[Array, " R"],
-) -> tuple[Float[Array, " R"], Float[Array, " R"]]:
+  base: tuple[Float[Array, ''], Float[Array, '']],
+  exponent: Int[Array, ' R'],
+) -> tuple[Float[Array, ' R'], Float[Array, ' R']]:
   """Returns base^exponent by repeated squaring; exponents at least 0."""
   ones = jnp.ones(exponent.shape, jnp.float32)
 
@@ -173,7 +173,7 @@ def two_float(values) -> TwoFloat:
   return jnp.asarray(high), jnp.asarray((values - high).astype(np.float32))
 
 
-def ids32(ids, *, padding: bool = False) -> Int[Array, " R"]:
+def ids32(ids, *, padding: bool = False) -> Int[Array, ' R']:
   """Returns int32 ids that are equal where the given ones are.
 
   Args:

@@ -33,24 +33,24 @@ class Rows:
     valid: whether the response had the required form.
   """
 
-  tokens: Int[np.ndarray, "R L"]
-  prompt_lengths: Int[np.ndarray, " R"]
-  lengths: Int[np.ndarray, " R"]
-  sampler_log_probs: Float[np.ndarray, "R C"]
-  groups: Int[np.ndarray, " R"]
-  episodes: Int[np.ndarray, " R"]
-  steps: Int[np.ndarray, " R"]
-  anchors: Int[np.ndarray, " R"]
-  rewards: Float[np.ndarray, " R"]
-  valid: Bool[np.ndarray, " R"]
+  tokens: Int[np.ndarray, 'R L']
+  prompt_lengths: Int[np.ndarray, ' R']
+  lengths: Int[np.ndarray, ' R']
+  sampler_log_probs: Float[np.ndarray, 'R C']
+  groups: Int[np.ndarray, ' R']
+  episodes: Int[np.ndarray, ' R']
+  steps: Int[np.ndarray, ' R']
+  anchors: Int[np.ndarray, ' R']
+  rewards: Float[np.ndarray, ' R']
+  valid: Bool[np.ndarray, ' R']
 
   @property
-  def real(self) -> Bool[np.ndarray, " R"]:
+  def real(self) -> Bool[np.ndarray, ' R']:
     """Which rows are not padding."""
     return self.groups >= 0
 
   @property
-  def completion_mask(self) -> Bool[np.ndarray, "R C"]:
+  def completion_mask(self) -> Bool[np.ndarray, 'R C']:
     """Which completion positions hold a sampled token."""
     position = np.arange(self.sampler_log_probs.shape[1])
     return position < (self.lengths - self.prompt_lengths)[:, None]
@@ -86,7 +86,8 @@ def from_trajectories(
     for t, step in enumerate(episode.steps)
   ]
   if not steps:
-    raise ValueError('no episode holds a step: nothing to train on')
+    reason = next((t.failure for t in trajectories if t.failure), 'none given')
+    raise ValueError(f'all episodes failed, nothing to train on: {reason}')
   rows = pack(
     [step.prompt_ids for _, _, _, step in steps],
     [step.completion_ids for _, _, _, step in steps],

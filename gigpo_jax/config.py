@@ -220,9 +220,7 @@ def _missing_environment(config: ml_collections.ConfigDict) -> Iterator[str]:
     for split in ('train', config.evaluation.split):
       if split is None:
         continue
-      available = len(
-        envs.tasks(config.env.name, split, **env_kwargs(config))
-      )
+      available = len(envs.tasks(config.env.name, split, **env_kwargs(config)))
       if split == 'train' and available < config.rollout.groups:
         yield (
           f'rollout.groups={config.rollout.groups}: more groups than tasks; '

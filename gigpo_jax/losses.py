@@ -18,13 +18,13 @@ from gigpo_jax.arrays import typechecked
 
 AGGREGATIONS = ('token_mean', 'sequence_mean', 'fixed_length')
 
-TokenLoss = tuple[Float[Array, "B C"], dict[str, Float[Array, "B C"]]]
+TokenLoss = tuple[Float[Array, 'B C'], dict[str, Float[Array, 'B C']]]
 
 
 @typechecked
 def k3(
-  log_probs: Float[Array, "*S"], ref_log_probs: Float[Array, "*S"]
-) -> Float[Array, "*S"]:
+  log_probs: Float[Array, '*S'], ref_log_probs: Float[Array, '*S']
+) -> Float[Array, '*S']:
   """Returns an estimate of KL(policy || reference), never negative.
 
   exp(d) - d - 1 with d = ref_log_probs - log_probs, unbiased for samples of
@@ -37,13 +37,13 @@ def k3(
 
 @typechecked
 def clipped_surrogate(
-  log_ratios: Float[Array, "*S"],
-  advantages: Float[Array, "*S"],
+  log_ratios: Float[Array, '*S'],
+  advantages: Float[Array, '*S'],
   *,
   clip_epsilon: float = 0.2,
   clip_epsilon_high: float | None = None,
   dual_clip: float | None = None,
-) -> Float[Array, "*S"]:
+) -> Float[Array, '*S']:
   """Returns the negated clipped objective of PPO (arXiv:1707.06347, Eq. 7).
 
   -min(rho A, clip(rho, 1 - low, 1 + high) A). For A < 0 and with a dual clip
@@ -69,12 +69,12 @@ def clipped_surrogate(
 
 @typechecked
 def policy_gradient(
-  log_probs: Float[Array, "B C"],
-  entropies: Float[Array, "B C"],
-  old_log_probs: Float[Array, "B C"],
-  ref_log_probs: Float[Array, "B C"] | None,
-  advantages: Float[Array, " B"],
-  mask: Bool[Array, "B C"],
+  log_probs: Float[Array, 'B C'],
+  entropies: Float[Array, 'B C'],
+  old_log_probs: Float[Array, 'B C'],
+  ref_log_probs: Float[Array, 'B C'] | None,
+  advantages: Float[Array, ' B'],
+  mask: Bool[Array, 'B C'],
   *,
   clip_epsilon: float = 0.2,
   clip_epsilon_high: float | None = None,
@@ -147,12 +147,12 @@ def policy_gradient(
 
 @typechecked
 def supervised(
-  log_probs: Float[Array, "B C"],
-  entropies: Float[Array, "B C"],
-  old_log_probs: Float[Array, "B C"],
-  ref_log_probs: Float[Array, "B C"] | None,
-  advantages: Float[Array, " B"],
-  mask: Bool[Array, "B C"],
+  log_probs: Float[Array, 'B C'],
+  entropies: Float[Array, 'B C'],
+  old_log_probs: Float[Array, 'B C'],
+  ref_log_probs: Float[Array, 'B C'] | None,
+  advantages: Float[Array, ' B'],
+  mask: Bool[Array, 'B C'],
 ) -> TokenLoss:
   """Returns the negative log-likelihood of each token, for imitation."""
   del old_log_probs, ref_log_probs, advantages
@@ -162,8 +162,8 @@ def supervised(
 
 @typechecked
 def row_weights(
-  lengths: Int[np.ndarray, " R"], max_length: int, aggregation: str
-) -> Float[np.ndarray, " R"]:
+  lengths: Int[np.ndarray, ' R'], max_length: int, aggregation: str
+) -> Float[np.ndarray, ' R']:
   """Returns the weight of each row's tokens in the loss of an update.
 
   From all rows of the update, before they are cut into microbatches, so that

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 import ml_collections
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -33,7 +33,9 @@ def _parse(argv: list[str]) -> list[str]:
   try:
     rest = flags.FLAGS(argv, known_only=False)
     if _CONFIG.value is None:
-      raise ValueError('--config: missing; try --config=configs/alfworld.py:tiny')
+      raise ValueError(
+        '--config: missing; try --config=configs/alfworld.py:tiny'
+      )
   except (ValueError, AttributeError, KeyError, TypeError, OSError) as error:
     _refuse(error)
   except flags.Error as error:
@@ -42,6 +44,8 @@ def _parse(argv: list[str]) -> list[str]:
 
 
 def _call(main: Callable[[ml_collections.ConfigDict, str], None]) -> None:
+  # Checkpointing is chatty below this.
+  logging.set_verbosity(logging.WARNING)
   try:
     main(_CONFIG.value, _WORKDIR.value or _default_workdir())
   except ValueError as error:

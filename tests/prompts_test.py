@@ -19,7 +19,11 @@ TAIL = 'x' * 40 + 'go to desk 1'
     ),
     # No closing tag, no opening tag, wrong order: the last 30 characters.
     ('<think>a</think><action>' + TAIL, TAIL[-30:], False),
-    ('<think>a</think>' + TAIL + '</action>', (TAIL + '</action>')[-30:], False),
+    (
+      '<think>a</think>' + TAIL + '</action>',
+      (TAIL + '</action>')[-30:],
+      False,
+    ),
     ('</action> then <action>', '</action> then <action>', False),
     # No <think>, an unclosed one, a closed one that never opened.
     ('<action>look</action>', '<action>look</action>', False),

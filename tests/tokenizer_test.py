@@ -60,7 +60,9 @@ def test_overflow_policies(text):
   assert shortened and len(ids) == limit
   # The template's head and the end of the message both survive.
   assert text._hf.decode(ids).startswith('<|im_start|>user\n')
-  assert text._hf.decode(ids).endswith('desk 1. <|im_end|>\n<|im_start|>assistant\n')
+  assert text._hf.decode(ids).endswith(
+    'desk 1. <|im_end|>\n<|im_start|>assistant\n'
+  )
   ((ids, shortened),) = text.fit(
     [short], [short], max_tokens=limit, policy='error'
   )

@@ -10,18 +10,18 @@ from collections.abc import Iterator
 import numpy as np
 
 from envs import base
-from envs.alfworld import expert, games, prompts, world
+from envs.alfworld import expert, games, pddl, prompts, world
 
 ENGINES = ('textworld', 'native')
 ANCHORS = ('observation', 'observation_and_actions')
 SUCCESS_REWARD = 10.0
 
 
-def _make_engine(name: str):
+def _make_engine(name: str, spelling: str):
   if name == 'native':
     from envs.alfworld import native
 
-    return native.NativeEngine()
+    return native.NativeEngine(spelling=spelling)
   if name == 'textworld':
     from envs.alfworld import textworld
 
@@ -71,7 +71,9 @@ class Env:
   ):
     if anchor not in ANCHORS:
       raise ValueError(f'anchor={anchor}: must be one of {", ".join(ANCHORS)}')
-    self._engine = _make_engine(engine)
+    self._engine_name = engine
+    self._engine = _make_engine(engine, 'move')
+    self._spelling = 'move'
     self._game_options = {'data_dir': data_dir, 'generator': generator}
     self._splits: dict[str, games.GameSet] = {}
     self._max_steps = max_steps
@@ -89,17 +91,34 @@ class Env:
 
   def game(self, task: base.Task) -> world.World:
     """Returns the household of a task."""
+    return self._split(task).world(task.index)
+
+  def _split(self, task: base.Task) -> games.GameSet:
     if task.split not in self._splits:
       self._splits[task.split] = tasks(task.split, **self._game_options)
-    return self._splits[task.split].world(task.index)
+    return self._splits[task.split]
+
+  def _source(self, task: base.Task) -> world.World | str:
+    """Returns what the engine loads: the reference reads files itself."""
+    path = self._split(task).path(task.index)
+    if path is None:
+      return self.game(task)
+    if self._engine_name == 'textworld':
+      return path
+    # Older releases say `put X in/on Y`, newer ones `move X to Y`.
+    spelling = pddl.spelling(pddl.load_game(path))
+    if spelling != self._spelling:
+      self._engine = _make_engine(self._engine_name, spelling)
+      self._spelling = spelling
+    return self.game(task)
 
   def prepare(self, task: base.Task) -> None:
     """Makes the game ready in the engine's cache."""
-    self._engine.prepare(self.game(task))
+    self._engine.prepare(self._source(task))
 
   def reset(self, task: base.Task) -> base.Observation:
     """Starts the game from its initial state."""
-    self._engine.load(self.game(task))
+    self._engine.load(self._source(task))
     self._state = self._engine.reset()
     self._shown, self._task = prompts.split_task(self._state.feedback)
     self._history.clear()

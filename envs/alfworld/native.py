@@ -63,6 +63,9 @@ class NativeEngine:
     self._moves = spelling == 'move'
     self._layout: layout_lib.Layout | None = None
 
+  def close(self) -> None:
+    """Does nothing: there is nothing to free."""
+
   def prepare(self, world: world_lib.World) -> None:
     """Does nothing: `load` takes a fraction of a millisecond."""
 

@@ -30,7 +30,7 @@ class GiGPO:
 
   def advantages(
     self, rows: batch.Rows
-  ) -> tuple[Float[np.ndarray, " R"], dict[str, float]]:
+  ) -> tuple[Float[np.ndarray, ' R'], dict[str, float]]:
     """Returns an advantage a row, 0 for padding, and metrics by name."""
     parts = advantages.gigpo_parts(
       rows.rewards,

@@ -1,0 +1,120 @@
+"""A corridor: the shortest environment, deterministic, for tests.
+
+The walker starts somewhere in a corridor of rooms and has to reach the last.
+Walking back and forth revisits states, so that anchor groups exist.
+"""
+
+import os
+import re
+import sys
+import time
+
+from envs import base
+
+_ACTION = re.compile(r'<action>(left|right)</action>')
+FAULTS = ('raise', 'hang', 'exit', 'unpicklable', 'print', 'raise_at_reset')
+
+
+class Tasks:
+  """Start rooms, by number."""
+
+  def __init__(self, num_tasks: int):
+    self._num_tasks = num_tasks
+
+  def __len__(self) -> int:
+    return self._num_tasks
+
+  def kind(self, index: int) -> str:
+    """Returns how far the start is from the goal."""
+    return 'near' if index % 2 else 'far'
+
+
+def tasks(split: str, **kwargs) -> Tasks:
+  """Returns the tasks of a split; takes the kwargs of `Env`."""
+  del split
+  return Tasks(kwargs.get('num_tasks', 100))
+
+
+class Env:
+  """One walk.
+
+  Args:
+    rooms: length of the corridor; the goal is its last room.
+    max_steps: turns after which a walk ends.
+    num_tasks: size of a split.
+    faults: what goes wrong at the first step of a task, by its index; one of
+      FAULTS. For tests of those who have to survive it.
+  """
+
+  def __init__(
+    self,
+    *,
+    rooms: int = 5,
+    max_steps: int = 8,
+    num_tasks: int = 100,
+    faults: dict[int, str] | None = None,
+  ):
+    self._rooms, self._max_steps = rooms, max_steps
+    self._faults = faults or {}
+    self._fault = ''
+    self._room = self._step = 0
+
+  def prepare(self, task: base.Task) -> None:
+    """Does nothing: there is nothing to load."""
+
+  def reset(self, task: base.Task) -> base.Observation:
+    """Puts the walker into the task's room."""
+    self._fault = self._faults.get(task.index, '')
+    if self._fault == 'raise_at_reset':
+      raise RuntimeError('the corridor is closed')
+    self._room = task.index % (self._rooms - 1)
+    self._step = 0
+    return self._observe()
+
+  def step(self, response: str) -> base.StepResult:
+    """Walks left or right; anything else is invalid and stays."""
+    if self._fault:
+      self._misbehave()
+    match = _ACTION.search(response)
+    action = match[1] if match else response[-30:]
+    move = {'left': -1, 'right': 1}.get(action, 0)
+    self._room = max(0, self._room + move)
+    self._step += 1
+    success = self._room == self._rooms - 1
+    done = success or self._step == self._max_steps
+    metrics = {'room': float(self._room)}
+    if self._fault == 'unpicklable':
+      metrics['room'] = lambda: None
+    return base.StepResult(
+      observation=None if done else self._observe(),
+      reward=10.0 if success else 0.0,
+      valid=match is not None,
+      action=action,
+      success=success,
+      done=done,
+      metrics=metrics,
+    )
+
+  def close(self) -> None:
+    """Does nothing."""
+
+  def _misbehave(self) -> None:
+    if self._fault == 'raise':
+      raise RuntimeError('the floor gave way')
+    if self._fault == 'hang':
+      time.sleep(3600)
+    if self._fault == 'exit':
+      os._exit(3)
+    if self._fault == 'print':
+      print('noise on stdout', flush=True)
+      sys.stderr.write('noise on stderr\n')
+
+  def _observe(self) -> base.Observation:
+    text = f'You are in room {self._room} of {self._rooms}.'
+    prompt = f'{text} Go left or right.'
+    return base.Observation(
+      prompt=f'Step {self._step}. {prompt}',
+      short_prompt=prompt,
+      anchor=text,
+      text=text,
+    )

@@ -1,0 +1,126 @@
+"""Saves and restores all that a resumed run needs.
+
+Parameters, optimizer state and the number of the iteration: tasks, keys and
+environments are functions of that number, so nothing else has to be kept.
+"""
+
+import pathlib
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+
+def abstract(state: Any) -> Any:
+  """Returns shapes, types and shardings of a state, as `restore` wants."""
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+    state,
+  )
+
+
+class Checkpointer:
+  """Checkpoints of a run, newest last; a context manager.
+
+  Writing goes on in the background; a checkpoint that was not finished is not
+  there at the next start.
+
+  Args:
+    directory: where they live; local or gs://.
+    keep: how many of the newest to keep.
+  """
+
+  def __init__(self, directory: str | pathlib.Path, *, keep: int = 2):
+    path = str(directory)
+    if '://' not in path:
+      path = str(pathlib.Path(path).resolve())
+    self._directory = path
+    self._manager = ocp.CheckpointManager(
+      path,
+      options=ocp.CheckpointManagerOptions(
+        max_to_keep=keep, cleanup_tmp_directories=True
+      ),
+    )
+
+  def __enter__(self) -> 'Checkpointer':
+    return self
+
+  def __exit__(self, *exception) -> None:
+    self.close()
+
+  def save(self, iteration: int, state: Any, host: dict) -> None:
+    """Begins to write the state after an iteration.
+
+    Args:
+      iteration: its number.
+      state: tree of arrays; may be donated as soon as this returns.
+      host: plain values, written as JSON.
+    """
+    self._manager.save(
+      iteration,
+      args=ocp.args.Composite(
+        state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host)
+      ),
+    )
+
+  def latest(self) -> int | None:
+    """Returns the iteration of the newest finished checkpoint."""
+    return self._manager.latest_step()
+
+  def restore(self, abstract_state: Any) -> tuple[int, Any, dict]:
+    """Returns (iteration, state, host) of the newest checkpoint.
+
+    Args:
+      abstract_state: of `abstract`; its shardings may be of another mesh than
+        the one that saved.
+
+    Raises:
+      ValueError: in one line, if the checkpoint is of another model.
+    """
+    iteration = self.latest()
+    self._compare(iteration, abstract_state)
+    restored = self._manager.restore(
+      iteration,
+      args=ocp.args.Composite(
+        state=ocp.args.StandardRestore(abstract_state),
+        host=ocp.args.JsonRestore(),
+      ),
+    )
+    return iteration, restored['state'], restored['host']
+
+  def _compare(self, iteration: int, abstract_state: Any) -> None:
+    saved = _shapes(self._manager.item_metadata(iteration)['state'])
+    wanted = _shapes(abstract_state)
+    for name in sorted(saved.keys() | wanted.keys()):
+      if saved.get(name) != wanted.get(name):
+        raise ValueError(
+          f'{self._directory}/{iteration}: {name} is {saved.get(name)} there '
+          f'and {wanted.get(name)} in this model; give another --workdir'
+        )
+
+  def wait(self) -> None:
+    """Waits until what was begun is written."""
+    self._manager.wait_until_finished()
+
+  def close(self) -> None:
+    """Waits, and frees the writers."""
+    self._manager.wait_until_finished()
+    self._manager.close()
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+  leaves = jax.tree_util.tree_leaves_with_path(
+    tree, is_leaf=lambda x: hasattr(x, 'shape')
+  )
+  return {_name(path): tuple(leaf.shape) for path, leaf in leaves}
+
+
+def _name(path: tuple) -> str:
+  # A saved tree has lost its classes: attributes and indices are keys there.
+  def part(key: Any) -> str:
+    for attribute in ('name', 'key', 'idx'):
+      if hasattr(key, attribute):
+        return str(getattr(key, attribute))
+    return str(key)
+
+  return '/'.join(part(key) for key in path)

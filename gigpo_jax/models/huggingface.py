@@ -1,0 +1,287 @@
+"""Hugging Face directories in and out: config.json and safetensors.
+
+Tensors are read one by one, cast to float32, transposed to our layout and put
+on the mesh; names that are missing, unknown or of another shape are refused
+with both shapes. Needs no torch.
+"""
+
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator
+
+import jax
+import ml_dtypes  # noqa: F401  (teaches numpy, and so safetensors, bfloat16)
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from gigpo_jax import mesh as mesh_lib
+from gigpo_jax.models import qwen
+
+_INDEX = 'model.safetensors.index.json'
+_TOKENIZER_FILES = (
+  'tokenizer.json',
+  'tokenizer_config.json',
+  'special_tokens_map.json',
+  'added_tokens.json',
+  'vocab.json',
+  'merges.txt',
+  'chat_template.jinja',
+  'generation_config.json',
+)
+
+# Ours within a layer: (theirs, whether stored as (out, in)).
+_LAYER_NAMES = {
+  ('attention', 'q'): ('self_attn.q_proj.weight', True),
+  ('attention', 'k'): ('self_attn.k_proj.weight', True),
+  ('attention', 'v'): ('self_attn.v_proj.weight', True),
+  ('attention', 'q_bias'): ('self_attn.q_proj.bias', False),
+  ('attention', 'k_bias'): ('self_attn.k_proj.bias', False),
+  ('attention', 'v_bias'): ('self_attn.v_proj.bias', False),
+  ('attention', 'o'): ('self_attn.o_proj.weight', True),
+  ('mlp', 'gate'): ('mlp.gate_proj.weight', True),
+  ('mlp', 'up'): ('mlp.up_proj.weight', True),
+  ('mlp', 'down'): ('mlp.down_proj.weight', True),
+  ('norm', 'attention'): ('input_layernorm.weight', False),
+  ('norm', 'mlp'): ('post_attention_layernorm.weight', False),
+}
+_TOP_NAMES = {
+  'embed': 'model.embed_tokens.weight',
+  'norm': 'model.norm.weight',
+  'unembed': 'lm_head.weight',
+}
+
+
+def read_config(
+  directory: str, *, dtype: str = 'bfloat16', remat: bool = False
+) -> qwen.QwenConfig:
+  """Returns the shape of a checkpoint's model from its config.json.
+
+  Args:
+    directory: the checkpoint.
+    dtype: compute type.
+    remat: whether to recompute activations in the backward pass.
+
+  Raises:
+    ValueError: in one line, if there is none or the model is not supported.
+  """
+  path = pathlib.Path(directory) / 'config.json'
+  if not path.is_file():
+    raise ValueError(
+      f'model.path={directory}: no config.json there; needs a Hugging Face '
+      'directory with config.json, *.safetensors and a tokenizer'
+    )
+  try:
+    raw = json.loads(path.read_text(encoding='utf-8'))
+  except ValueError as error:
+    raise ValueError(f'{path}: not JSON: {error}') from error
+  kind = raw.get('model_type')
+  if kind != 'qwen2':
+    raise ValueError(
+      f'model.path={directory}: model_type {kind} is not supported; known: '
+      'qwen2 (Qwen2, Qwen2.5)'
+    )
+  # Files of 2024-25 have rope_theta at the top, later ones inside.
+  rope = raw.get('rope_parameters') or raw.get('rope_scaling') or {}
+  if rope.get('rope_type', rope.get('type', 'default')) != 'default':
+    raise ValueError(
+      f'model.path={directory}: rotary scaling {rope} is not supported; '
+      'known: none (rope_type default)'
+    )
+  heads = raw['num_attention_heads']
+  return qwen.QwenConfig(
+    vocab_size=raw['vocab_size'],
+    hidden_size=raw['hidden_size'],
+    intermediate_size=raw['intermediate_size'],
+    num_layers=raw['num_hidden_layers'],
+    num_heads=heads,
+    num_kv_heads=raw.get('num_key_value_heads', heads),
+    head_dim=raw.get('head_dim') or raw['hidden_size'] // heads,
+    rope_theta=float(raw.get('rope_theta') or rope.get('rope_theta', 1e4)),
+    rms_norm_eps=raw['rms_norm_eps'],
+    tie_embeddings=raw.get('tie_word_embeddings', False),
+    dtype=dtype,
+    remat=remat,
+  )
+
+
+def _entries(config: qwen.QwenConfig) -> Iterator[tuple]:
+  """Yields (path, layer or None, name, stored shape, transposed) of tensors."""
+  shapes = qwen.shapes(config)
+  for name, theirs in _TOP_NAMES.items():
+    if name in shapes:
+      yield (name,), None, theirs, shapes[name], False
+  for (group, name), (theirs, transposed) in _LAYER_NAMES.items():
+    shape = shapes['layers'][group][name][1:]
+    stored = _stored_shape(name, shape, transposed)
+    for layer in range(config.num_layers):
+      full = f'model.layers.{layer}.{theirs}'
+      yield ('layers', group, name), layer, full, stored, transposed
+
+
+def _stored_shape(
+  name: str, shape: tuple[int, ...], transposed: bool
+) -> tuple[int, ...]:
+  """Shape of a tensor in the file: heads flattened, (out, in)."""
+  if not transposed:
+    return (int(np.prod(shape)),)
+  # Output projections flatten their two leading dimensions, others the last.
+  rows = shape[-1] if name == 'o' else int(np.prod(shape[1:]))
+  return rows, int(np.prod(shape)) // rows
+
+
+def _files(directory: str) -> dict[str, pathlib.Path]:
+  """Returns the file of each tensor name."""
+  root = pathlib.Path(directory)
+  if (root / _INDEX).is_file():
+    index = json.loads((root / _INDEX).read_text(encoding='utf-8'))
+    return {name: root / f for name, f in index['weight_map'].items()}
+  files: dict[str, pathlib.Path] = {}
+  for path in sorted(root.glob('*.safetensors')):
+    with _open(path) as tensors:
+      files.update(dict.fromkeys(tensors.keys(), path))
+  if not files:
+    raise ValueError(
+      f'model.path={directory}: no *.safetensors there; other weight formats '
+      'are not read'
+    )
+  return files
+
+
+def _open(path: pathlib.Path):
+  try:
+    return safetensors.safe_open(path, framework='np')
+  except (OSError, safetensors.SafetensorError) as error:
+    raise ValueError(f'{path}: not a readable safetensors file: {error}') from (
+      error
+    )
+
+
+def check(directory: str, config: qwen.QwenConfig) -> None:
+  """Compares a checkpoint's tensors with what the config says.
+
+  Reads headers only.
+
+  Raises:
+    ValueError: in one line that names the first differences, with shapes.
+  """
+  files = _files(directory)
+  expected = {name: shape for _, _, name, shape, _ in _entries(config)}
+  problems = [f'{name} {expected[name]} is missing' for name in expected]
+  problems = [p for p in problems if p.split()[0] not in files]
+  known_extra = {_TOP_NAMES['unembed']} if config.tie_embeddings else set()
+  problems += [
+    f'{name} is unknown'
+    for name in files
+    if name not in expected
+    and name not in known_extra
+    and not name.endswith('rotary_emb.inv_freq')
+  ]
+  for path in sorted(set(files.values())):
+    with _open(path) as tensors:
+      for name in tensors.keys():  # noqa: SIM118  (not a dict)
+        if name not in expected:
+          continue
+        shape = tuple(tensors.get_slice(name).get_shape())
+        if shape != tuple(expected[name]):
+          problems.append(
+            f'{name} is {shape} in the file and {expected[name]} by config.json'
+          )
+  if problems:
+    shown = '; '.join(problems[:4])
+    more = f'; and {len(problems) - 4} more' if len(problems) > 4 else ''
+    raise ValueError(f'model.path={directory}: {shown}{more}')
+
+
+def load(
+  directory: str, config: qwen.QwenConfig, mesh: jax.sharding.Mesh
+) -> dict:
+  """Returns a checkpoint's parameters, float32, sharded over the mesh.
+
+  One stacked array at a time is in host memory.
+
+  Raises:
+    ValueError: in one line, if tensors are missing, unknown or misshapen.
+  """
+  check(directory, config)
+  files = _files(directory)
+  shapes = qwen.shapes(config)
+  placed = mesh_lib.shardings(mesh, qwen.logical_axes(config))
+  params: dict = {}
+  stacks: dict[tuple, list] = {}
+  for path, layer, name, _, transposed in _entries(config):
+    stacks.setdefault(path, []).append((layer, name, transposed))
+  for path, parts in stacks.items():
+    shape = _at(shapes, path)
+    host = np.empty(shape, np.float32)
+    for layer, name, transposed in parts:
+      with _open(files[name]) as tensors:
+        tensor = tensors.get_tensor(name).astype(np.float32)
+      target = host if layer is None else host[layer]
+      target[...] = (tensor.T if transposed else tensor).reshape(target.shape)
+    node = params
+    for key in path[:-1]:
+      node = node.setdefault(key, {})
+    node[path[-1]] = jax.device_put(host, _at(placed, path))
+  return params
+
+
+def _at(tree: dict, path: tuple[str, ...]):
+  for key in path:
+    tree = tree[key]
+  return tree
+
+
+def save(
+  directory: str,
+  config: qwen.QwenConfig,
+  params: dict,
+  tokenizer_directory: str | None = None,
+  dtype: str = 'bfloat16',
+) -> None:
+  """Writes a directory that `transformers` loads.
+
+  Args:
+    directory: where to; made if missing.
+    config: shape of the model.
+    params: its parameters.
+    tokenizer_directory: whose tokenizer files to copy along.
+    dtype: of the tensors in the file.
+  """
+  root = pathlib.Path(directory)
+  root.mkdir(parents=True, exist_ok=True)
+  tensors = {}
+  for path, layer, name, stored, transposed in _entries(config):
+    leaf = _at(params, path)
+    host = np.asarray(jax.device_get(leaf if layer is None else leaf[layer]))
+    flat = host.reshape(stored[::-1]).T if transposed else host.reshape(stored)
+    tensors[name] = np.ascontiguousarray(flat).astype(dtype)
+  safetensors.numpy.save_file(
+    tensors, root / 'model.safetensors', metadata={'format': 'pt'}
+  )
+  written = {
+    'architectures': ['Qwen2ForCausalLM'],
+    'model_type': 'qwen2',
+    'vocab_size': config.vocab_size,
+    'hidden_size': config.hidden_size,
+    'intermediate_size': config.intermediate_size,
+    'num_hidden_layers': config.num_layers,
+    'num_attention_heads': config.num_heads,
+    'num_key_value_heads': config.num_kv_heads,
+    'head_dim': config.head_dim,
+    'hidden_act': 'silu',
+    'max_position_embeddings': 32768,
+    'rope_theta': config.rope_theta,
+    'rms_norm_eps': config.rms_norm_eps,
+    'tie_word_embeddings': config.tie_embeddings,
+    'torch_dtype': dtype,
+    'use_sliding_window': False,
+  }
+  (root / 'config.json').write_text(json.dumps(written, indent=2) + '\n')
+  if tokenizer_directory and not os.path.samefile(tokenizer_directory, root):
+    for name in _TOKENIZER_FILES:
+      source = pathlib.Path(tokenizer_directory) / name
+      if source.is_file():
+        shutil.copyfile(source, root / name)

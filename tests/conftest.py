@@ -1,0 +1,15 @@
+"""Eight virtual CPU devices, and compiled programs kept between runs."""
+
+import os
+import tempfile
+
+os.environ['JAX_PLATFORMS'] = 'cpu'
+
+import jax
+
+jax.config.update('jax_num_cpu_devices', 8)
+jax.config.update(
+  'jax_compilation_cache_dir',
+  os.path.join(tempfile.gettempdir(), 'gigpo_jax_test_cache'),
+)
+jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)

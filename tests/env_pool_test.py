@@ -1,0 +1,202 @@
+"""The pool with the toy corridor: order, faults, replacement, no orphans."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from envs import base
+from gigpo_jax import env_pool
+
+RIGHT = '<think>on</think><action>right</action>'
+
+
+def _pool(num_workers: int = 1, num_envs: int = 4, **kwargs):
+  options = {'step_timeout_secs': 30.0, 'reset_timeout_secs': 30.0}
+  return env_pool.EnvPool(
+    'toy',
+    kwargs.pop('env', {}),
+    num_envs=num_envs,
+    num_workers=num_workers,
+    **(options | kwargs),
+  )
+
+
+def _gather(pool: env_pool.EnvPool, envs: set[int]) -> dict:
+  answers = {}
+  while envs - answers.keys():
+    answers.update(pool.receive())
+  return answers
+
+
+def _play(pool: env_pool.EnvPool, tasks: dict[int, int]) -> dict[int, list]:
+  """Walks right in every environment; returns all answers by environment."""
+  for env, index in tasks.items():
+    pool.reset(env, base.Task('train', index))
+  history = {env: [answer] for env, answer in _gather(pool, set(tasks)).items()}
+  running = {e for e, h in history.items() if _goes_on(h[-1])}
+  while running:
+    for env in running:
+      pool.step(env, RIGHT)
+    for env, answer in _gather(pool, running).items():
+      history[env].append(answer)
+    running = {e for e in running if _goes_on(history[e][-1])}
+  return history
+
+
+def _goes_on(answer) -> bool:
+  if isinstance(answer, env_pool.Failure):
+    return False
+  return isinstance(answer, base.Observation) or not answer.done
+
+
+@pytest.mark.parametrize('num_workers', [1, 2])
+def test_workers_answer_as_this_process_does(num_workers: int):
+  tasks = dict(enumerate([0, 0, 1, 1, 2, 2, 3, 3]))
+  with _pool(0, 8) as local, _pool(num_workers, 8, envs_per_group=2) as remote:
+    expected = _play(local, tasks)
+    assert _play(remote, tasks) == expected
+  assert expected[0][-1].success and expected[0][-1].reward == 10
+
+
+def test_128_environments_on_2_workers():
+  with _pool(2, 128, envs_per_group=8) as pool:
+    history = _play(pool, {env: env // 8 for env in range(128)})
+  assert all(h[-1].success for h in history.values())
+
+
+def test_an_exception_ends_its_own_episode_only():
+  with _pool(env={'faults': {1: 'raise'}}) as pool:
+    history = _play(pool, {0: 0, 1: 1, 2: 2})
+    failure = history[1][-1]
+    assert failure.task == base.Task('train', 1)
+    assert failure.last_action == RIGHT
+    assert failure.reason.startswith('RuntimeError: the floor gave way (toy.py')
+    assert history[0][-1].success and history[2][-1].success
+    assert (pool.restarts, len(pool.failures)) == (0, 1)
+    # The environment can be used again.
+    assert _play(pool, {1: 2})[1][-1].success
+
+
+def test_an_exception_in_reset_is_a_failure():
+  with _pool(env={'faults': {1: 'raise_at_reset'}}) as pool:
+    history = _play(pool, {0: 0, 1: 1})
+  assert 'the corridor is closed' in history[1][0].reason
+  assert history[0][-1].success
+
+
+@pytest.mark.parametrize('fault', ['exit', 'hang'])
+def test_a_lost_worker_is_replaced_and_the_others_go_on(fault: str):
+  timeout = 30.0 if fault == 'exit' else 0.5
+  with _pool(
+    2, 4, env={'faults': {7: fault}}, step_timeout_secs=timeout
+  ) as pool:
+    history = _play(pool, {0: 7, 1: 0, 3: 1})
+    assert isinstance(history[0][-1], env_pool.Failure)
+    expected = 'died (exit code 3)' if fault == 'exit' else 'longer than 0.5 s'
+    assert expected in history[0][-1].reason
+    assert history[1][-1].success and history[3][-1].success
+    assert pool.restarts == 1
+    assert _play(pool, {0: 0})[0][-1].success
+
+
+def test_neighbours_of_a_hung_environment_are_answered_as_failed():
+  with _pool(1, 3, env={'faults': {7: 'hang'}}, step_timeout_secs=0.5) as pool:
+    history = _play(pool, {0: 7, 1: 0, 2: 0})
+    assert [type(h[-1]).__name__ for h in history.values()] == ['Failure'] * 3
+
+
+@pytest.mark.parametrize('fault', ['unpicklable', 'print'])
+def test_odd_answers(fault: str):
+  with _pool(env={'faults': {1: fault}}) as pool:
+    history = _play(pool, {0: 0, 1: 1})
+  assert history[0][-1].success
+  if fault == 'print':
+    assert history[1][-1].success
+  else:
+    assert isinstance(history[1][-1], env_pool.Failure)
+
+
+def test_prepare_is_never_answered():
+  with _pool() as pool:
+    pool.prepare(0, base.Task('train', 3))
+    assert _play(pool, {0: 0})[0][-1].success
+
+
+def test_an_idle_worker_is_recycled_between_episodes_only():
+  with _pool(1, 2, max_resets_per_worker=2) as pool:
+    first = pool._workers[0].process.pid
+    _play(pool, {0: 0, 1: 0})
+    assert pool._workers[0].process.pid == first
+    _play(pool, {0: 0, 1: 0})
+    assert pool._workers[0].process.pid != first
+    assert pool.restarts == 0
+
+
+def test_timeout_of_receive():
+  with _pool(env={'faults': {0: 'hang'}}) as pool:
+    _gather_one = pool.reset(0, base.Task('train', 0))
+    assert _gather_one is None
+    _gather(pool, {0})
+    pool.step(0, RIGHT)
+    assert pool.receive(timeout_secs=0.2) == []
+
+
+def test_closing_twice_leaves_no_process():
+  pool = _pool(2)
+  pids = [w.process.pid for w in pool._workers]
+  pool.close()
+  pool.close()
+  assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+SCRIPT = """
+import sys, time
+from envs import base
+from gigpo_jax import env_pool
+if __name__ == '__main__':
+  pool = env_pool.EnvPool('toy', {}, num_envs=4, num_workers=2,
+                          step_timeout_secs=9, reset_timeout_secs=9)
+  pool.reset(0, base.Task('train', 0)); pool.receive()
+  print('pids', *[w.process.pid for w in pool._workers], flush=True)
+  time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize('sent', ['SIGINT', 'SIGTERM', 'SIGKILL'])
+def test_no_orphans_when_the_parent_is_ended(tmp_path: pathlib.Path, sent: str):
+  script = tmp_path / 'parent.py'
+  script.write_text(SCRIPT)
+  parent = subprocess.Popen(
+    [sys.executable, str(script)],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.DEVNULL,
+    text=True,
+  )
+  with parent:
+    pids = [int(word) for word in parent.stdout.readline().split()[1:]]
+    assert len(pids) == 2 and all(psutil.pid_exists(pid) for pid in pids)
+    os.kill(parent.pid, getattr(signal, sent))
+    parent.wait(timeout=20)
+  end = time.monotonic() + 10
+  while any(psutil.pid_exists(p) for p in pids) and time.monotonic() < end:
+    time.sleep(0.05)
+  assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_environment_modules_import_no_jax():
+  root = pathlib.Path(env_pool.__file__).parents[1]
+  names = [
+    '.'.join(path.relative_to(root).with_suffix('').parts)
+    for path in sorted((root / 'envs').rglob('*.py'))
+  ]
+  code = (
+    'import importlib, sys\n'
+    f'for name in {names!r}: importlib.import_module(name)\n'
+    "assert not {'jax', 'gigpo_jax'} & set(sys.modules)"
+  )
+  subprocess.run([sys.executable, '-c', code], check=True, cwd=root)
