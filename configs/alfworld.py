@@ -4,8 +4,8 @@
     python launch/train.py --config=configs/alfworld.py:tiny       # any laptop
     python launch/train.py --config=configs/alfworld.py:tiny,grpo
 
-Variants, joined by commas: a size (`1.5b`, the default, `0.5b`, `7b`; `tiny` for
-two CPU cores, `smoke` for continuous integration) and `grpo` for the baseline.
+Variants, joined by commas: a size (`1.5b`, the default, `0.5b`, `7b`; `tiny`
+for two CPU cores, `smoke` for continuous integration) and `grpo`, the baseline.
 
 Published success on valid_seen, mean of 3 seeds, 150 iterations: 1.5B GiGPO
 86.7 %, GRPO 72.8 %; 7B GiGPO 90.8 %, GRPO 77.6 %. Hardware there: 2 x H100
@@ -13,6 +13,7 @@ Published success on valid_seen, mean of 3 seeds, 150 iterations: 1.5B GiGPO
 """
 
 import ml_collections
+
 from configs import base
 
 SIZES = ('0.5b', '1.5b', '7b', 'tiny', 'smoke')

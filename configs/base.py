@@ -8,7 +8,7 @@ import ml_collections
 from ml_collections import config_dict
 
 
-def get_config() -> ml_collections.ConfigDict:
+def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   """Returns the defaults that all experiments share."""
   config = ml_collections.ConfigDict()
   config.seed = 0

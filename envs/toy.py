@@ -12,7 +12,18 @@ import time
 from envs import base
 
 _ACTION = re.compile(r'<action>(left|right)</action>')
-FAULTS = ('raise', 'hang', 'exit', 'unpicklable', 'print', 'raise_at_reset')
+FAULTS = (
+  'raise',
+  'hang',
+  'exit',
+  'sys_exit',
+  'unpicklable',
+  'huge',
+  'print',
+  'raise_at_reset',
+  'raise_at_prepare',
+)
+HUGE_CHARS = 5_000_000
 
 
 class Tasks:
@@ -42,8 +53,12 @@ class Env:
     rooms: length of the corridor; the goal is its last room.
     max_steps: turns after which a walk ends.
     num_tasks: size of a split.
-    faults: what goes wrong at the first step of a task, by its index; one of
+    step_secs: time that a step takes.
+    faults: what goes wrong at every step of a task, by its index; one of
       FAULTS. For tests of those who have to survive it.
+
+  Raises:
+    ValueError: if there is no such fault.
   """
 
   def __init__(
@@ -52,15 +67,22 @@ class Env:
     rooms: int = 5,
     max_steps: int = 8,
     num_tasks: int = 100,
+    step_secs: float = 0.0,
     faults: dict[int, str] | None = None,
   ):
     self._rooms, self._max_steps = rooms, max_steps
+    self._step_secs = step_secs
     self._faults = faults or {}
+    for fault in self._faults.values():
+      if fault not in FAULTS:
+        raise ValueError(f'faults={fault}: must be one of {", ".join(FAULTS)}')
     self._fault = ''
     self._room = self._step = 0
 
   def prepare(self, task: base.Task) -> None:
-    """Does nothing: there is nothing to load."""
+    """Has nothing to load."""
+    if self._faults.get(task.index) == 'raise_at_prepare':
+      raise RuntimeError('the corridor is not built')
 
   def reset(self, task: base.Task) -> base.Observation:
     """Puts the walker into the task's room."""
@@ -73,6 +95,8 @@ class Env:
 
   def step(self, response: str) -> base.StepResult:
     """Walks left or right; anything else is invalid and stays."""
+    if self._step_secs:
+      time.sleep(self._step_secs)
     if self._fault:
       self._misbehave()
     match = _ACTION.search(response)
@@ -105,13 +129,18 @@ class Env:
       time.sleep(3600)
     if self._fault == 'exit':
       os._exit(3)
+    if self._fault == 'sys_exit':
+      sys.exit('the walker left')
     if self._fault == 'print':
       print('noise on stdout', flush=True)
+      os.write(1, b'noise on the descriptor\n')
       sys.stderr.write('noise on stderr\n')
 
   def _observe(self) -> base.Observation:
     text = f'You are in room {self._room} of {self._rooms}.'
     prompt = f'{text} Go left or right.'
+    if self._fault == 'huge' and self._step:
+      text += ' ' * HUGE_CHARS
     return base.Observation(
       prompt=f'Step {self._step}. {prompt}',
       short_prompt=prompt,

@@ -100,6 +100,8 @@ def validate(config: ml_collections.ConfigDict, *, needs_model: bool = True):
     problems += _missing_environment(config)
     if needs_model:
       problems += _missing_model(config)
+    if len(problems) > 1:
+      problems.append(f'on any machine, without downloads: {TINY}')
   if problems:
     raise ValueError('\n'.join(problems))
 

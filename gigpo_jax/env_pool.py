@@ -11,16 +11,30 @@ import collections
 import dataclasses
 import multiprocessing
 import os
+import pickle
+import selectors
 import time
 from multiprocessing import connection
 from typing import Any
 
 from envs import base, worker
 
-_ONE_THREAD = {
-  name: '1'
-  for name in ('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'MKL_NUM_THREADS')
+# Workers get one thread each, and never the accelerator.
+_WORKER_ENVIRON = {
+  'OMP_NUM_THREADS': '1',
+  'OPENBLAS_NUM_THREADS': '1',
+  'MKL_NUM_THREADS': '1',
+  'JAX_PLATFORMS': 'cpu',
 }
+
+# What may be on its way to a worker at once. It has to fit into the pipe's
+# buffer: sending then never blocks, whatever the worker is doing.
+_WINDOW_BYTES = 65_536
+_WINDOW_CALLS = 64
+
+# Importing a simulator on a busy machine is slower than any reset.
+_START_TIMEOUT_SECS = 120.0
+_CLOSE_TIMEOUT_SECS = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,25 +57,40 @@ class Failure:
 Reply = base.Observation | base.StepResult | Failure
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
+class _Call:
+  kind: str
+  env: int
+  message: bytes = b''
+
+
+@dataclasses.dataclass(eq=False)
 class _Worker:
-  """A process and the calls it has not answered, oldest first.
+  """A process and the calls it has not answered; it answers in order.
 
   Attributes:
-    calls: call number -> (kind, env, when it was begun or None).
-    resets: how many it has served.
-    greeted: whether it has answered anything yet.
+    sent: calls on their way or under way, oldest first; the start is one.
+    waiting: calls that are held back until `sent` has room.
+    progress: when the oldest call of `sent` can have been taken up at last.
+    resets: how many it was given.
   """
 
   process: multiprocessing.Process
   pipe: connection.Connection
-  calls: dict[int, tuple[str, int, float | None]]
+  sent: collections.deque[_Call]
+  waiting: collections.deque[_Call]
+  progress: float
   resets: int = 0
-  greeted: bool = False
+
+  @property
+  def starting(self) -> bool:
+    return bool(self.sent) and self.sent[0].kind == 'start'
 
 
 class EnvPool:
   """A fixed number of environments; a context manager.
+
+  Belongs to the thread that makes it: on Linux workers die with it.
 
   Args:
     name: of the environment, in `envs.REGISTRY`.
@@ -74,6 +103,13 @@ class EnvPool:
     envs_per_group: as many neighbours share a worker, and its caches.
     max_resets_per_worker: a worker is replaced, when none of its episodes is
       running, after as many resets; for simulators that leak. None: never.
+
+  Attributes:
+    failures: all that happened.
+    restarts: workers that were replaced because they died or hung.
+
+  Raises:
+    ValueError: in one line, if the environment cannot be made.
   """
 
   def __init__(
@@ -93,6 +129,7 @@ class EnvPool:
     self.failures: list[Failure] = []
     self._name, self._kwargs = name, kwargs
     self._timeouts = {
+      'start': _START_TIMEOUT_SECS,
       'step': step_timeout_secs,
       'reset': reset_timeout_secs,
       'prepare': reset_timeout_secs,
@@ -103,14 +140,19 @@ class EnvPool:
     self._actions: dict[int, str] = {}
     self._running: set[int] = set()
     self._answers: collections.deque[tuple[int, Reply]] = collections.deque()
-    self._local: dict[int, base.Env] = {}
-    self._next_call = 0
+    self._host = worker.Host(name, kwargs)
     self._context = multiprocessing.get_context('spawn')
-    groups = -(-num_envs // envs_per_group)
-    self._workers: list[_Worker] = []
+    self._selector = selectors.DefaultSelector()
+    self._leaving: list[multiprocessing.Process] = []
+    # None: its process could not start; the next call tries again.
+    self._workers: list[_Worker | None] = []
+    self._start_error = ''
     atexit.register(self.close)
-    for _ in range(min(num_workers, groups)):
-      self._workers.append(self._start())
+    try:
+      self._open(min(num_workers, -(-num_envs // envs_per_group)))
+    except BaseException:
+      self.close()
+      raise
 
   def __enter__(self) -> 'EnvPool':
     return self
@@ -120,14 +162,25 @@ class EnvPool:
 
   def reset(self, env: int, task: base.Task) -> None:
     """Begins an episode; `receive` will give its first observation."""
-    if env not in self._running:
-      self._recycle(env)
+    # An answer of the episode before, not fetched, is not this one's.
+    stale = [answer for answer in self._answers if answer[0] == env]
+    for answer in stale:
+      self._answers.remove(answer)
     self._tasks[env], self._actions[env] = task, ''
-    self._running.add(env)
     self._submit('reset', env, task)
+    self._running.add(env)
 
   def step(self, env: int, response: str) -> None:
-    """Sends the policy's response; `receive` will give the result."""
+    """Sends the policy's response; `receive` will give the result.
+
+    Raises:
+      RuntimeError: if no episode is running there.
+    """
+    if env not in self._running:
+      # It was lost meanwhile: the failure on its way is the answer.
+      if any(other == env for other, _ in self._answers):
+        return
+      raise RuntimeError(f'env={env}: no episode is running; reset it first')
     self._actions[env] = response
     self._submit('step', env, response)
 
@@ -146,16 +199,19 @@ class EnvPool:
         own timeouts bound.
 
     Returns:
-      (environment, answer) pairs; empty only after the timeout.
+      (environment, answer) pairs; empty only after the timeout. An episode
+      that is lost with its worker between two calls is answered unasked.
+
+    Raises:
+      RuntimeError: if there is nothing to wait for.
     """
     end = None if timeout_secs is None else time.monotonic() + timeout_secs
     while not self._answers:
-      left = 1.0 if end is None else min(1.0, end - time.monotonic())
-      if left <= 0:
-        break
-      if not any(w.calls for w in self._workers):
+      if not any(w and w.sent for w in self._workers):
         raise RuntimeError('receive: no call is under way')
-      self._wait(left)
+      if end is not None and time.monotonic() >= end:
+        break
+      self._wait(end)
     answers = list(self._answers)
     self._answers.clear()
     return answers
@@ -163,14 +219,31 @@ class EnvPool:
   def close(self) -> None:
     """Ends all workers; may be called again."""
     for w in self._workers:
-      self._stop(w)
+      if w:
+        self._dismiss(w)
     self._workers = []
-    for env in self._local.values():
-      env.close()
-    self._local = {}
+    end = time.monotonic() + _CLOSE_TIMEOUT_SECS
+    for process in self._leaving:
+      process.join(max(0.0, end - time.monotonic()))
+      _end(process)
+    self._leaving = []
+    self._selector.close()
+    self._host.close()
     atexit.unregister(self.close)
 
   # Workers.
+
+  def _open(self, num_workers: int) -> None:
+    if not num_workers:
+      what, value = self._host.start()
+      self._start_error = value if what == 'error' else ''
+    # All at once: most of a start is waiting for imports.
+    for _ in range(num_workers):
+      self._workers.append(self._start())
+    while any(w and w.starting for w in self._workers):
+      self._wait(None)
+    if self._start_error:
+      raise ValueError(f'env.name={self._name}: {self._start_error}')
 
   def _place(self, env: int) -> int:
     return (env // self._envs_per_group) % len(self._workers)
@@ -182,8 +255,9 @@ class EnvPool:
       args=(theirs, self._name, self._kwargs, os.getpid()),
       daemon=True,
     )
-    before = {name: os.environ.get(name) for name in _ONE_THREAD}
-    os.environ.update(_ONE_THREAD)
+    # Here, and not in the worker: its libraries read them when imported.
+    before = {name: os.environ.get(name) for name in _WORKER_ENVIRON}
+    os.environ.update(_WORKER_ENVIRON)
     try:
       process.start()
     finally:
@@ -193,24 +267,47 @@ class EnvPool:
         else:
           os.environ[name] = value
     theirs.close()
-    return _Worker(process, ours, {})
+    sent = collections.deque([_Call('start', -1)])
+    w = _Worker(process, ours, sent, collections.deque(), time.monotonic())
+    self._selector.register(ours, selectors.EVENT_READ, (w, 'pipe'))
+    self._selector.register(
+      process.sentinel, selectors.EVENT_READ, (w, 'sentinel')
+    )
+    return w
 
-  def _stop(self, w: _Worker) -> None:
-    w.process.kill()
-    w.process.join()
-    w.process.close()
+  def _dismiss(self, w: _Worker) -> None:
+    """Lets a worker go: it leaves when it finds its pipe closed."""
+    self._selector.unregister(w.pipe)
+    self._selector.unregister(w.process.sentinel)
     w.pipe.close()
+    self._leaving.append(w.process)
 
   def _recycle(self, env: int) -> None:
-    """Replaces a worker that has served its time and is idle."""
-    if not self._workers or self._max_resets is None:
-      return
+    """Replaces the worker if it has served its time and is idle."""
     place = self._place(env)
     w = self._workers[place]
+    if not w or self._max_resets is None or w.resets < self._max_resets:
+      return
     busy = any(self._place(other) == place for other in self._running)
-    if w.resets >= self._max_resets and not busy and not w.calls:
-      self._stop(w)
+    if not busy and not w.sent:
+      self._dismiss(w)
       self._workers[place] = self._start()
+
+  def _lose(self, w: _Worker, reason: str) -> None:
+    """Starts another worker; what this one was running has failed."""
+    place = self._workers.index(w)
+    lost = {env for env in self._running if self._place(env) == place}
+    self._dismiss(w)
+    self._leaving.remove(w.process)
+    _end(w.process)
+    if w.starting:
+      # Again at once would be for ever.
+      self._workers[place], self._start_error = None, reason
+    else:
+      self._workers[place] = self._start()
+      self.restarts += 1
+    for env in sorted(lost):
+      self._fail(env, reason)
 
   # Calls and answers.
 
@@ -218,76 +315,84 @@ class EnvPool:
     if not 0 <= env < self.num_envs:
       raise IndexError(f'env={env}: the pool has {self.num_envs}')
     if not self._workers:
-      self._perform(kind, env, argument)
+      self._take(_Call(kind, env), *self._host.call(kind, env, argument))
       return
-    w = self._workers[self._place(env)]
-    number, self._next_call = self._next_call, self._next_call + 1
-    w.calls[number] = (kind, env, None)
+    if kind != 'step':
+      self._recycle(env)
+    place = self._place(env)
+    w = self._workers[place]
+    if w is None:
+      w = self._workers[place] = self._start()
+      self.restarts += 1
     w.resets += kind == 'reset'
-    try:
-      w.pipe.send((kind, number, env, argument))
-    except OSError:
-      pass  # It died; waiting for its answer finds out.
+    message = pickle.dumps((kind, env, argument), pickle.HIGHEST_PROTOCOL)
+    w.waiting.append(_Call(kind, env, message))
+    self._send(w)
 
-  def _perform(self, kind: str, env: int, argument: Any) -> None:
-    try:
-      self._answer(
-        env,
-        worker.perform(
-          self._local, self._name, self._kwargs, kind, env, argument
-        ),
-      )
-    except Exception as error:  # noqa: BLE001  (whatever a simulator raises)
-      self._local.pop(env, None)
-      self._fail(env, worker.describe(error))
+  def _send(self, w: _Worker) -> None:
+    """Sends what waits, as far as there is room."""
+    used = sum(len(call.message) for call in w.sent) if w.waiting else 0
+    while w.waiting:
+      used += len(w.waiting[0].message)
+      full = used > _WINDOW_BYTES or len(w.sent) >= _WINDOW_CALLS
+      if w.sent and full:
+        return
+      if not w.sent:
+        w.progress = time.monotonic()
+      w.sent.append(w.waiting.popleft())
+      try:
+        w.pipe.send_bytes(w.sent[-1].message)
+      except OSError:
+        return  # It died; waiting for its answer finds out.
 
-  def _wait(self, timeout_secs: float) -> None:
-    by_handle: dict[Any, _Worker] = {}
-    for w in self._workers:
-      by_handle[w.pipe] = by_handle[w.process.sentinel] = w
-    for handle in connection.wait(list(by_handle), timeout_secs):
-      w = by_handle[handle]
-      if w in self._workers:
-        self._read(w)
+  def _wait(self, end: float | None) -> None:
+    """Takes what comes until `end` or a worker's time is up, once."""
+    limits = [
+      w.progress + self._timeouts[w.sent[0].kind]
+      for w in self._workers
+      if w and w.sent
+    ]
+    limits += [] if end is None else [end]
+    timeout = max(0.0, min(limits) - time.monotonic())
+    while events := self._selector.select(timeout):
+      ready = [key.data for key, _ in events]
+      for w, handle in ready:
+        if handle == 'pipe':
+          self._read(w)
+        elif (w, 'pipe') not in ready and w in self._workers:
+          # Something that the simulator started holds the pipe open.
+          self._lose(w, _death(w.process))
+      timeout = 0.0
     self._check_clocks()
 
   def _read(self, w: _Worker) -> None:
     try:
-      while w.pipe.poll():
-        self._take(w, *w.pipe.recv())
+      data = w.pipe.recv_bytes()
     except (EOFError, OSError):
-      pass
-    if not w.process.is_alive() and not w.pipe.closed:
-      code = w.process.exitcode
-      if not w.greeted:
-        raise RuntimeError(
-          f'env.name={self._name}: a worker could not start (exit code '
-          f'{code}); see its message above'
-        )
-      self._replace(w, f'the worker process died (exit code {code})')
-
-  def _take(
-    self, w: _Worker, what: str, number: int, env: int, value: Any
-  ) -> None:
-    w.greeted = True
-    kind, _, _ = w.calls[number]
-    if what == 'begin':
-      w.calls[number] = (kind, env, time.monotonic())
+      self._lose(w, _death(w.process))
       return
-    del w.calls[number]
-    if kind == 'prepare':
-      return  # What went wrong there will go wrong at the reset.
-    if what == 'error':
-      self._fail(env, value)
-    else:
-      self._answer(env, value)
+    try:
+      what, value = pickle.loads(data)
+    except Exception as error:  # Classes of simulators may not be known here.
+      what, value = 'error', worker.describe(error)
+    call = w.sent[0]
+    if call.kind == 'start' and what == 'error':
+      self._lose(w, value)
+      return
+    w.sent.popleft()
+    w.progress = time.monotonic()
+    self._send(w)
+    self._take(call, what, value)
 
-  def _answer(
-    self, env: int, value: base.Observation | base.StepResult
-  ) -> None:
+  def _take(self, call: _Call, what: str, value: Any) -> None:
+    if call.kind in ('start', 'prepare'):
+      return  # What went wrong in preparing goes wrong again at the reset.
+    if what == 'error':
+      self._fail(call.env, value)
+      return
     if isinstance(value, base.StepResult) and value.done:
-      self._running.discard(env)
-    self._answers.append((env, value))
+      self._running.discard(call.env)
+    self._answers.append((call.env, value))
 
   def _fail(self, env: int, reason: str) -> None:
     failure = Failure(env, self._tasks[env], self._actions[env], reason)
@@ -298,22 +403,21 @@ class EnvPool:
   def _check_clocks(self) -> None:
     now = time.monotonic()
     for w in list(self._workers):
-      for kind, env, begun in w.calls.values():
-        limit = self._timeouts[kind]
-        if begun is not None and now - begun > limit:
-          self._replace(
-            w,
-            f'{kind} of env {env} took longer than {limit:g} s '
-            f'(pool.{"step" if kind == "step" else "reset"}_timeout_secs)',
-          )
-          break
+      if not w or not w.sent:
+        continue
+      call = w.sent[0]
+      limit = self._timeouts[call.kind]
+      if now - w.progress > limit:
+        where = '' if call.kind == 'start' else f' of env {call.env}'
+        self._lose(w, f'{call.kind}{where} took longer than {limit:g} s')
 
-  def _replace(self, w: _Worker, reason: str) -> None:
-    """Starts another worker; what this one was running has failed."""
-    place = self._workers.index(w)
-    lost = {env for env in self._running if self._place(env) == place}
-    self._stop(w)
-    self._workers[place] = self._start()
-    self.restarts += 1
-    for env in sorted(lost):
-      self._fail(env, reason)
+
+def _death(process: multiprocessing.Process) -> str:
+  process.join(_CLOSE_TIMEOUT_SECS)
+  return f'the worker process died (exit code {process.exitcode})'
+
+
+def _end(process: multiprocessing.Process) -> None:
+  process.kill()
+  process.join()
+  process.close()

@@ -12,7 +12,8 @@ import ml_collections
 import tqdm
 
 from envs import base
-from gigpo_jax import config as config_lib, experiment, metrics, rollout
+from gigpo_jax import config as config_lib
+from gigpo_jax import experiment, metrics, rollout
 
 
 def evaluate(

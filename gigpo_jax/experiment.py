@@ -14,6 +14,8 @@ import envs
 from envs import base
 from gigpo_jax import (
   config as config_lib,
+)
+from gigpo_jax import (
   env_pool,
   learner,
   losses,
@@ -52,6 +54,7 @@ def make_policy(config: ml_collections.ConfigDict) -> Policy:
     directory, dtype=config.model.dtype, remat=config.model.remat
   )
   devices = mesh.make_mesh(**config.mesh)
+  mesh.check(devices, qwen.shapes(model), qwen.logical_axes(model))
   text = tokenizer.Tokenizer(
     directory, enable_thinking=config.model.enable_thinking
   )

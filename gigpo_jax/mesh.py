@@ -76,6 +76,35 @@ def shardings(
   return jax.tree.map(spec, axes, is_leaf=lambda x: isinstance(x, tuple))
 
 
+def check(mesh: jax.sharding.Mesh, shapes: dict, axes: dict) -> None:
+  """Refuses a mesh over which a parameter cannot be cut evenly.
+
+  Args:
+    mesh: the devices.
+    shapes: tree of the parameters' shapes.
+    axes: tree of their logical axes.
+
+  Raises:
+    ValueError: in one line naming mesh axis and dimension.
+  """
+
+  def is_leaf(x: object) -> bool:
+    return isinstance(x, tuple)
+
+  for shape, names in zip(
+    jax.tree.leaves(shapes, is_leaf=is_leaf),
+    jax.tree.leaves(axes, is_leaf=is_leaf),
+    strict=True,
+  ):
+    for size, name in zip(shape, names, strict=True):
+      parts = mesh.shape[RULES[name]] if RULES[name] else 1
+      if size % parts:
+        raise ValueError(
+          f'mesh.{RULES[name]}={parts}: does not divide the model\'s {size} '
+          f'{name}; must be a divisor'
+        )
+
+
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
   """Returns the sharding of arrays whose first dimension is rows."""
   return NamedSharding(mesh, PartitionSpec(BATCH))

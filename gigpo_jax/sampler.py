@@ -222,7 +222,7 @@ def _truncate(scaled_BV: jax.Array, top_p: float, top_k: int) -> jax.Array:
   return jnp.where(scaled_BV < threshold_B1, _NEVER, scaled_BV)
 
 
-def _generate(
+def _generate(  # noqa: PLR0913  (what is static, then what is not)
   config: qwen.QwenConfig,
   gathered: dict,
   seed: np.uint32,

@@ -16,11 +16,13 @@ import envs
 from envs import base
 from gigpo_jax import (
   batch,
-  config as config_lib,
   experiment,
   losses,
   metrics,
   tokenizer,
+)
+from gigpo_jax import (
+  config as config_lib,
 )
 from gigpo_jax.models import huggingface, qwen
 

@@ -11,11 +11,13 @@ from gigpo_jax import (
   algorithms,
   batch,
   checkpoint,
-  config as config_lib,
   evaluation,
   experiment,
   metrics,
   rollout,
+)
+from gigpo_jax import (
+  config as config_lib,
 )
 from gigpo_jax.models import huggingface
 

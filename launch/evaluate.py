@@ -1,6 +1,6 @@
-"""Evaluates a policy on its config's panel, and prints rates as JSON.
+r"""Evaluates a policy on its config's panel, and prints rates as JSON.
 
-    python launch/evaluate.py --config=configs/alfworld.py:tiny \\
+python launch/evaluate.py --config=configs/alfworld.py:tiny \
         --config.model.path=runs/alfworld-tiny/policy
 """
 

@@ -1,4 +1,4 @@
-"""Trains a policy: `python launch/train.py --config=configs/alfworld.py:tiny`."""
+"""Trains: `python launch/train.py --config=configs/alfworld.py:tiny`."""
 
 if __name__ == '__main__':
   # Here, because worker processes import this file again, and must not load

@@ -1,8 +1,10 @@
 """ALFWorld as the trainer sees it: turns, rewards, anchors, history, expert."""
 
 import pytest
+
 from envs import base
-from envs.alfworld import env as alfworld_env, expert
+from envs.alfworld import env as alfworld_env
+from envs.alfworld import expert
 
 SMALL = {'receptacles': (5, 8)}
 TASK = base.Task('train', 3)

@@ -5,11 +5,12 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 import configs
 import envs
 import gigpo_jax
 import launch
-import pytest
 from configs import alfworld, base
 from gigpo_jax import config as config_lib
 

@@ -9,6 +9,7 @@ import time
 
 import psutil
 import pytest
+
 from envs import base
 from gigpo_jax import env_pool
 
@@ -188,15 +189,136 @@ def test_no_orphans_when_the_parent_is_ended(tmp_path: pathlib.Path, sent: str):
   assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_environment_modules_import_no_jax():
-  root = pathlib.Path(env_pool.__file__).parents[1]
-  names = [
-    '.'.join(path.relative_to(root).with_suffix('').parts)
-    for path in sorted((root / 'envs').rglob('*.py'))
-  ]
-  code = (
-    'import importlib, sys\n'
-    f'for name in {names!r}: importlib.import_module(name)\n'
-    "assert not {'jax', 'gigpo_jax'} & set(sys.modules)"
+@pytest.mark.parametrize('fault', ['sys_exit', 'huge'])
+def test_faults_that_must_not_take_the_worker_along(fault: str):
+  with _pool(env={'faults': {0: fault}}) as pool:
+    history = _play(pool, {0: 0, 1: 1})
+    assert pool.restarts == 0
+  assert history[1][-1].success
+  if fault == 'huge':
+    assert history[0][-1].success
+  else:
+    assert history[0][-1].reason.startswith('SystemExit: the walker left')
+
+
+def test_an_error_in_prepare_surfaces_at_the_reset_only():
+  with _pool(env={'faults': {1: 'raise_at_prepare'}}) as pool:
+    pool.reset(0, base.Task('train', 0))
+    _gather(pool, {0})
+    # During an episode of the same environment, which goes on.
+    pool.prepare(0, base.Task('train', 1))
+    pool.step(0, RIGHT)
+    assert isinstance(_gather(pool, {0})[0], base.StepResult)
+    assert pool.failures == []
+
+
+def test_a_hung_worker_with_a_full_pipe_does_not_block_the_parent():
+  # 64 x 16 kB are five times what a pipe holds.
+  envs = set(range(64))
+  with _pool(1, 64, env={'faults': {0: 'hang'}}, step_timeout_secs=0.5) as pool:
+    for env in envs:
+      pool.reset(env, base.Task('train', 0))
+    _gather(pool, envs)
+    begin = time.monotonic()
+    for env in envs:
+      pool.step(env, 'x' * 16_000)
+    answers = _gather(pool, envs)
+    assert time.monotonic() - begin < 10
+  assert {type(a) for a in answers.values()} == {env_pool.Failure}
+
+
+def test_large_messages_both_ways_do_not_lock_up():
+  envs = set(range(32))
+  with _pool(1, 32, env={'faults': {0: 'huge'}}) as pool:
+    for env in envs:
+      pool.reset(env, base.Task('train', 0))
+    _gather(pool, envs)
+    for env in envs:
+      pool.step(env, RIGHT + 'x' * 100_000)
+    answers = _gather(pool, envs)
+  assert all(len(a.observation.text) > 1_000_000 for a in answers.values())
+
+
+def test_a_time_limit_counts_a_call_and_not_its_queue():
+  # Eight calls one after the other take longer than the limit of one.
+  with _pool(1, 8, env={'step_secs': 0.2}, step_timeout_secs=1.0) as pool:
+    history = _play(pool, dict.fromkeys(range(8), 3))
+  assert all(h[-1].success for h in history.values())
+
+
+def test_a_slow_caller_is_not_the_workers_fault():
+  with _pool(1, 2, step_timeout_secs=0.3) as pool:
+    for env in (0, 1):
+      pool.reset(env, base.Task('train', 0))
+    _gather(pool, {0, 1})
+    for env in (0, 1):
+      pool.step(env, RIGHT)
+    time.sleep(0.6)
+    answers = _gather(pool, {0, 1})
+  assert not pool.failures and len(answers) == 2
+
+
+@pytest.mark.parametrize('num_workers', [0, 2])
+@pytest.mark.parametrize(
+  'name, kwargs, message',
+  [
+    ('toy', {'room': 3}, "TypeError: .* unexpected keyword argument 'room'"),
+    ('toy', {'faults': {0: 'odd'}}, 'ValueError: faults=odd: must be one of'),
+    ('chess', {}, 'unknown environment; known: '),
+  ],
+)
+def test_an_environment_that_cannot_be_made_is_refused_in_one_line(
+  num_workers: int, name: str, kwargs: dict, message: str
+):
+  with pytest.raises(ValueError, match=f'^env.name={name}: .*{message}') as e:
+    env_pool.EnvPool(
+      name,
+      kwargs,
+      num_envs=2,
+      num_workers=num_workers,
+      step_timeout_secs=5,
+      reset_timeout_secs=5,
+    )
+  assert '\n' not in str(e.value)
+
+
+def test_a_worker_killed_between_calls_fails_its_episodes_once():
+  with _pool(2, 4) as pool:
+    for env in range(4):
+      pool.reset(env, base.Task('train', 0))
+    _gather(pool, set(range(4)))
+    pool._workers[0].process.kill()
+    pool._workers[0].process.join()
+    for env in range(4):
+      pool.step(env, RIGHT)
+    answers = []
+    while len(answers) < 4:
+      answers += pool.receive()
+    kinds = {env: type(answer) for env, answer in answers}
+    assert kinds[0] == kinds[2] == env_pool.Failure
+    assert kinds[1] == kinds[3] == base.StepResult
+    assert len(pool.failures) == 2
+    with pytest.raises(RuntimeError, match='reset it first'):
+      pool.step(0, RIGHT)
+    assert _play(pool, {0: 0})[0][-1].success
+
+
+def test_what_simulators_print_stays_out_of_stdout(tmp_path: pathlib.Path):
+  script = tmp_path / 'parent.py'
+  script.write_text(
+    SCRIPT.replace("'toy', {}", "'toy', {'faults': {0: 'print'}}").replace(
+      'time.sleep(60)', "pool.step(0, ''); pool.receive(); pool.close()"
+    )
   )
-  subprocess.run([sys.executable, '-c', code], check=True, cwd=root)
+  done = subprocess.run(
+    [sys.executable, str(script)], capture_output=True, text=True, check=True
+  )
+  assert 'noise' not in done.stdout
+  for stream in ('stdout', 'descriptor', 'stderr'):
+    assert stream in done.stderr
+
+
+def test_groups_share_a_worker():
+  with _pool(2, 12, envs_per_group=3) as pool:
+    places = [pool._place(env) for env in range(12)]
+  assert places == [0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1]

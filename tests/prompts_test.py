@@ -1,6 +1,7 @@
 """ALFWorld prompts and the parsing of responses (gigpo.md, section 5)."""
 
 import pytest
+
 from envs.alfworld import prompts
 
 TAIL = 'x' * 40 + 'go to desk 1'

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from gigpo_jax import tokenizer
 
 TEXTS = [

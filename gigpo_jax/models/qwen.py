@@ -6,8 +6,8 @@ dimension; sampler, learner, checkpoint and safetensors share it. Compute is in
 
 Shapes. **B** rows, **L** tokens, **P** prompt tokens, **C** completion tokens,
 **S** cache slots, **V** vocabulary, **D** width, **H** query heads, **K**
-key/value heads, **Q** = H / K query heads of one key/value head, **E** head size,
-**F** MLP width, **N** layers.
+key/value heads, **Q** = H / K query heads of one key/value head, **E** head
+size, **F** MLP width, **N** layers.
 """
 
 import dataclasses

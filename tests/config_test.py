@@ -1,0 +1,154 @@
+"""Wrong input, each refused in one line that names the field."""
+
+import json
+import pathlib
+import shutil
+
+import pytest
+from configs import alfworld
+
+from gigpo_jax import config as config_lib
+from gigpo_jax import mesh as mesh_lib
+from gigpo_jax import tokenizer
+
+PROJECT = pathlib.Path(config_lib.__file__).parents[1]
+WARM_START = PROJECT / 'configs' / 'warm_starts' / 'alfworld_tiny'
+
+
+def _set(config, field: str, value) -> None:
+  *sections, name = field.split('.')
+  for section in sections:
+    config = config[section]
+  with config.ignore_type():
+    config[name] = value
+
+
+def _refusal(**changes) -> str:
+  config = alfworld.get_config('tiny')
+  for field, value in changes.items():
+    _set(config, field.replace('__', '.'), value)
+  with pytest.raises(ValueError) as error:
+    config_lib.validate(config)
+  return str(error.value)
+
+
+@pytest.mark.parametrize(
+  ('field', 'value', 'accepted'),
+  [
+    ('rollout.episodes_per_group', 1, 'must be at least 2'),
+    ('rollout.groups', 0, 'at least 1'),
+    ('rollout.groups', 10**6, 'more groups than tasks; split train has'),
+    ('rollout.temperature', 0.0, 'above 0'),
+    ('rollout.top_p', 1.5, 'at most 1'),
+    ('rollout.top_k', -1, '0 is off'),
+    ('rollout.max_prompt_tokens', 5, 'the chat template alone takes'),
+    ('rollout.prompt_overflow', 'cut', 'must be one of error'),
+    ('rollout.prompt_buckets', (64, 32), 'rising positive sizes'),
+    ('rollout.batch_buckets', (), 'rising positive sizes'),
+    ('algorithm.name', 'gippo', 'must be one of gigpo, grpo'),
+    ('algorithm.norm', 'std', 'must be one of mean_std, mean'),
+    ('algorithm.discount', 1.1, 'between 0 and 1'),
+    ('algorithm.penalty_scope', 'row', 'needs algorithm.episode_stats=rows'),
+    ('algorithm.anchor', 'state', 'must be one of observation'),
+    ('loss.old_log_probs', 'none', 'must be one of learner, sampler'),
+    ('loss.kl_weight', -0.1, 'at least 0'),
+    ('learner.microbatch_rows', 512, 'must divide into it'),
+    ('mesh.tensor', 0, 'must be at least 1, or -1'),
+    ('mesh.data', -1, 'at most one axis may be -1'),
+    ('model.dtype', 'float16', 'must be one of bfloat16, float32'),
+    ('model.path', '/nowhere', 'no config.json there'),
+    ('env.name', 'alfred', 'must be one of alfworld, toy'),
+    ('env.engine', 'unity', 'must be one of textworld, native'),
+    ('env.data_dir', '/nowhere', 'no json_2.1.1/train folder there'),
+    ('env.generator.receptacles', (9, 2), 'receptacles'),
+    ('evaluation.split', 'test', 'must be one of train'),
+    ('evaluation.num_tasks', 10**6, 'at most that, or 0 for all'),
+    ('pool.num_workers', -1, 'at least 0'),
+    ('checkpoint.every', 0, 'at least 1'),
+    ('seed', -1, 'non-negative'),
+  ],
+)
+def test_wrong_values_are_refused_in_one_line(field, value, accepted):
+  message = _refusal(**{field.replace('.', '__'): value})
+  assert accepted in message
+  assert len(message.splitlines()) == 1
+  assert field.split('.')[-1] in message
+
+
+def test_all_problems_are_told_at_once():
+  message = _refusal(rollout__groups=0, checkpoint__every=0)
+  assert len(message.splitlines()) == 2
+
+
+def test_a_bare_machine_is_told_what_the_paper_needs(monkeypatch):
+  monkeypatch.delenv('ALFWORLD_DATA', raising=False)
+  monkeypatch.setattr(config_lib, '_has_accelerator', lambda: False)
+  memory = type('Memory', (), {'total': 8 * 2**30})
+  monkeypatch.setattr(config_lib.psutil, 'virtual_memory', lambda: memory)
+  with pytest.raises(ValueError) as error:
+    config_lib.validate(alfworld.get_config())
+  message = str(error.value)
+  for part in (
+    'alfworld-download',
+    'hf download Qwen/Qwen2.5-1.5B-Instruct',
+    'memory=8 GiB',
+    config_lib.TINY,
+  ):
+    assert part in message
+
+
+def _copy(tmp_path: pathlib.Path) -> pathlib.Path:
+  return pathlib.Path(shutil.copytree(WARM_START, tmp_path / 'model'))
+
+
+def test_a_model_without_safetensors_is_refused(tmp_path):
+  model = _copy(tmp_path)
+  (model / 'model.safetensors').unlink()
+  assert 'no *.safetensors there' in _refusal(model__path=str(model))
+
+
+def test_a_model_without_tokenizer_is_refused(tmp_path):
+  model = _copy(tmp_path)
+  (model / 'tokenizer_config.json').unlink()
+  assert 'no tokenizer_config.json' in _refusal(model__path=str(model))
+
+
+def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path):
+  model = _copy(tmp_path)
+  tokenizer.train(
+    [f'word{i} ' * 3 for i in range(4000)], str(model), vocab_size=2000
+  )
+  assert 'its embedding' in _refusal(model__path=str(model))
+
+
+def test_another_shape_than_the_config_says_is_refused(tmp_path):
+  model = _copy(tmp_path)
+  raw = json.loads((model / 'config.json').read_text())
+  raw['intermediate_size'] += 8
+  (model / 'config.json').write_text(json.dumps(raw))
+  assert 'in the file and' in _refusal(model__path=str(model))
+
+
+@pytest.mark.parametrize('sizes', [(3, 1, 1), (16, 1, 1), (1, -1, 3)])
+def test_an_impossible_mesh_is_refused(sizes):
+  with pytest.raises(ValueError, match='does not make up 8 device'):
+    mesh_lib.make_mesh(*sizes)
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_refused():
+  mesh = mesh_lib.make_mesh(1, 1, 8)
+  with pytest.raises(ValueError, match=r'mesh.tensor=8: does not divide'):
+    mesh_lib.check(mesh, {'q': (16, 4, 2)}, {'q': ('embed', 'heads', 'head')})
+
+
+def test_a_directory_of_another_run_is_refused(tmp_path):
+  config = alfworld.get_config('tiny')
+  config_lib.check_resume(config, str(tmp_path))
+  config.num_iterations += 10  # Running longer is the same experiment.
+  config_lib.check_resume(config, str(tmp_path))
+  config.seed, config.algorithm.discount = 1, 0.9
+  with pytest.raises(ValueError) as error:
+    config_lib.check_resume(config, str(tmp_path))
+  message = str(error.value)
+  assert 'algorithm.discount=0.9 (was 0.95), seed=1 (was 0)' in message
+  assert len(message.splitlines()) == 1

@@ -1,0 +1,45 @@
+"""Worker processes import environments: they must never load jax."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import envs
+
+ROOT = pathlib.Path(envs.__file__).parents[1]
+MODULES = sorted(
+  '.'.join(path.relative_to(ROOT).with_suffix('').parts)
+  for path in (ROOT / 'envs').rglob('*.py')
+)
+
+
+def _loaded(names: list[str]) -> set[str]:
+  """Returns which forbidden packages importing the modules loads."""
+  code = (
+    'import importlib, sys\n'
+    f'for name in {names!r}: importlib.import_module(name)\n'
+    "print(*{'jax', 'jaxlib', 'flax', 'gigpo_jax'} & set(sys.modules))"
+  )
+  done = subprocess.run(
+    [sys.executable, '-c', code],
+    capture_output=True,
+    text=True,
+    check=True,
+    cwd=ROOT,
+  )
+  return set(done.stdout.split())
+
+
+def test_all_modules_of_envs_are_found():
+  assert {'envs.base', 'envs.toy', 'envs.worker'} <= set(MODULES)
+
+
+@pytest.mark.parametrize('module', MODULES)
+def test_a_module_of_envs_loads_neither_jax_nor_the_trainer(module: str):
+  assert _loaded([module]) == set()
+
+
+def test_the_check_can_fail():
+  assert 'jax' in _loaded(['jax'])

@@ -1,0 +1,167 @@
+"""Hugging Face directories in and out, and what is refused."""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from gigpo_jax import mesh as mesh_lib
+from gigpo_jax.models import huggingface, qwen
+
+
+def _config(tied: bool = True) -> qwen.QwenConfig:
+  return qwen.QwenConfig(
+    vocab_size=40,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    rope_theta=5e5,
+    dtype='float32',
+    remat=False,
+    tie_embeddings=tied,
+  )
+
+
+@pytest.fixture(name='saved', params=[True, False], ids=['tied', 'untied'])
+def fixture_saved(request, tmp_path):
+  config = _config(request.param)
+  params = qwen.init(config, jax.random.key(0))
+  huggingface.save(str(tmp_path), config, params, dtype='float32')
+  return tmp_path, config, params
+
+
+@pytest.fixture(name='mesh')
+def fixture_mesh():
+  return mesh_lib.make_mesh(2, 2, 2)
+
+
+def test_round_trip_is_exact(saved, mesh):
+  directory, config, params = saved
+  assert (
+    huggingface.read_config(str(directory), dtype='float32') == config
+  )
+  loaded = huggingface.load(str(directory), config, mesh)
+  jax.tree.map(np.testing.assert_array_equal, loaded, params)
+  assert loaded['layers']['mlp']['up'].sharding.spec == jax.P(
+    None, 'fsdp', 'tensor'
+  )
+
+
+def test_an_index_over_several_files_is_read(saved, mesh):
+  directory, config, params = saved
+  whole = directory / 'model.safetensors'
+  tensors = safetensors.numpy.load_file(whole)
+  names = sorted(tensors)
+  parts = {'a.safetensors': names[::2], 'b.safetensors': names[1::2]}
+  for file, part in parts.items():
+    safetensors.numpy.save_file({n: tensors[n] for n in part}, directory / file)
+  weight_map = {n: file for file, part in parts.items() for n in part}
+  (directory / 'model.safetensors.index.json').write_text(
+    json.dumps({'weight_map': weight_map})
+  )
+  whole.unlink()
+  loaded = huggingface.load(str(directory), config, mesh)
+  jax.tree.map(np.testing.assert_array_equal, loaded, params)
+
+
+def test_transformers_loads_the_export_and_gives_the_same_tokens(saved, mesh):
+  torch = pytest.importorskip('torch', reason='parity needs PyTorch')
+  import transformers
+
+  directory, config, params = saved
+  model = transformers.Qwen2ForCausalLM.from_pretrained(
+    directory, dtype=torch.float32
+  ).eval()
+  tokens = np.arange(12)[None] % 40
+  with torch.no_grad():
+    expected = model(torch.tensor(tokens)).logits.numpy()
+  hidden = qwen.hidden_states(config, params, tokens, np.array([12]))
+  found = qwen.logits(config, params, hidden)
+  np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def test_bfloat16_export_rounds(tmp_path, mesh):
+  config = _config()
+  params = qwen.init(config, jax.random.key(0))
+  huggingface.save(str(tmp_path), config, params)
+  loaded = huggingface.load(str(tmp_path), config, mesh)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_array_equal(
+      a, np.asarray(b).astype('bfloat16').astype(np.float32)
+    ),
+    loaded,
+    params,
+  )
+
+
+def test_both_spellings_of_rope_theta(tmp_path):
+  huggingface.save(
+    str(tmp_path), _config(), qwen.init(_config(), jax.random.key(0))
+  )
+  path = tmp_path / 'config.json'
+  raw = json.loads(path.read_text())
+  raw['rope_parameters'] = {
+    'rope_theta': raw.pop('rope_theta'),
+    'rope_type': 'default',
+  }
+  del raw['head_dim']
+  path.write_text(json.dumps(raw))
+  config = huggingface.read_config(str(tmp_path))
+  assert (config.rope_theta, config.head_dim) == (5e5, 4)
+
+
+def _edit(directory: pathlib.Path, change) -> None:
+  path = directory / 'model.safetensors'
+  tensors = safetensors.numpy.load_file(path)
+  change(tensors)
+  safetensors.numpy.save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    (
+      lambda t: t.pop('model.norm.weight'),
+      r'model\.norm\.weight \(16,\) is missing',
+    ),
+    (lambda t: t.update(odd=np.zeros(2)), 'odd is unknown'),
+    (
+      lambda t: t.update({'model.norm.weight': np.zeros(3)}),
+      r'model\.norm\.weight is \(3,\) in the file and \(16,\) by config\.json',
+    ),
+  ],
+  ids=['missing', 'unknown', 'shape'],
+)
+def test_wrong_tensors_are_named(saved, mesh, change, message: str):
+  directory, config, _ = saved
+  _edit(directory, change)
+  with pytest.raises(ValueError, match=message):
+    huggingface.load(str(directory), config, mesh)
+
+
+def test_unsupported_models_are_refused(tmp_path):
+  with pytest.raises(ValueError, match='no config.json there'):
+    huggingface.read_config(str(tmp_path))
+  (tmp_path / 'config.json').write_text('{"model_type": "llama"}')
+  with pytest.raises(ValueError, match='model_type llama is not supported'):
+    huggingface.read_config(str(tmp_path))
+  (tmp_path / 'config.json').write_text('{')
+  with pytest.raises(ValueError, match='not JSON'):
+    huggingface.read_config(str(tmp_path))
+
+
+def test_a_directory_without_safetensors_is_refused(saved):
+  directory, config, _ = saved
+  (directory / 'model.safetensors').unlink()
+  (directory / 'pytorch_model.bin').write_bytes(b'x')
+  with pytest.raises(ValueError, match=r'no \*\.safetensors there'):
+    huggingface.check(str(directory), config)
+  (directory / 'model.safetensors').write_bytes(b'not one')
+  with pytest.raises(ValueError, match='not a readable safetensors file'):
+    huggingface.check(str(directory), config)

@@ -1,0 +1,289 @@
+"""The decoder against transformers, and against itself in other ways."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gigpo_jax import mesh as mesh_lib
+from gigpo_jax.models import huggingface, qwen
+
+TINY = qwen.QwenConfig(
+  vocab_size=97,
+  hidden_size=32,
+  intermediate_size=48,
+  num_layers=3,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=8,
+  rope_theta=1e4,
+  dtype='float32',
+  remat=False,
+)
+
+
+def _tokens(rows: int, length: int, seed: int = 0) -> np.ndarray:
+  return np.random.default_rng(seed).integers(0, 97, (rows, length), np.int32)
+
+
+def _params(config: qwen.QwenConfig, scale: float = 4.0) -> dict:
+  """Random weights, large enough that attention is far from uniform."""
+  params = qwen.init(config, jax.random.key(0))
+  noise = jax.random.split(jax.random.key(1), len(jax.tree.leaves(params)))
+  leaves, treedef = jax.tree.flatten(params)
+  leaves = [
+    scale * x + 0.1 * jax.random.normal(key, x.shape)
+    for x, key in zip(leaves, noise, strict=True)
+  ]
+  return jax.tree.unflatten(treedef, leaves)
+
+
+@pytest.fixture(name='torch')
+def fixture_torch():
+  return pytest.importorskip('torch', reason='parity needs PyTorch')
+
+
+def _reference(torch, tied: bool, heads: int, kv_heads: int, seed: int):
+  import transformers
+
+  torch.manual_seed(seed)
+  config = transformers.Qwen2Config(
+    vocab_size=97,
+    hidden_size=8 * heads,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=heads,
+    num_key_value_heads=kv_heads,
+    max_position_embeddings=128,
+    tie_word_embeddings=tied,
+    initializer_range=0.2,
+  )
+  model = transformers.Qwen2ForCausalLM(config).eval()
+  with torch.no_grad():
+    for parameter in model.parameters():
+      if parameter.ndim == 1:  # Biases start at zero, norms at one.
+        parameter.add_(0.1 * torch.randn_like(parameter))
+  return model
+
+
+@pytest.mark.parametrize(
+  ('tied', 'heads', 'kv_heads', 'seed'),
+  [(True, 4, 2, 0), (False, 4, 4, 1), (False, 7, 1, 2)],
+)
+def test_logits_agree_with_transformers(
+  torch, tmp_path, tied, heads, kv_heads, seed
+):
+  model = _reference(torch, tied, heads, kv_heads, seed)
+  model.save_pretrained(tmp_path)
+  config = huggingface.read_config(str(tmp_path), dtype='float32')
+  mesh = mesh_lib.make_mesh(1, -1, 1)
+  params = huggingface.load(str(tmp_path), config, mesh)
+  params = jax.tree.map(jnp.asarray, jax.device_get(params))
+  tokens = _tokens(3, 24, seed)
+  with torch.no_grad():
+    expected = model(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+  tolerance = 2e-5 * np.abs(expected).max()
+
+  full = qwen.logits(
+    config,
+    params,
+    qwen.hidden_states(config, params, tokens, np.full(3, 24)),
+  )
+  np.testing.assert_allclose(full, expected, rtol=0, atol=tolerance)
+
+  # Prompts of different lengths, then step by step with the cache.
+  lengths = np.array([5, 9, 12], np.int32)
+  logits, cache = qwen.prefill(
+    config, params, tokens[:, :12], lengths, cache_length=24
+  )
+  decode = jax.jit(lambda c, t, p: qwen.decode(config, params, c, t, p))
+  for step in range(12):
+    for row in range(3):
+      np.testing.assert_allclose(
+        logits[row],
+        expected[row, lengths[row] + step - 1],
+        rtol=0,
+        atol=tolerance,
+      )
+    position = lengths + step
+    logits, cache = decode(cache, tokens[np.arange(3), position], position)
+
+
+@pytest.mark.parametrize('seed', [0, 1, 2])
+def test_greedy_sampling_equals_generate(torch, tmp_path, seed):
+  from gigpo_jax import sampler
+
+  model = _reference(torch, seed != 1, 4, 2, seed)
+  model.save_pretrained(tmp_path)
+  config = huggingface.read_config(str(tmp_path), dtype='float32')
+  mesh = mesh_lib.make_mesh(1, -1, 1)
+  params = huggingface.load(str(tmp_path), config, mesh)
+  greedy = sampler.Sampler(
+    config,
+    mesh,
+    seed=0,
+    prompt_buckets=(8, 16),
+    batch_buckets=(8,),
+    max_completion_tokens=20,
+    stop_ids=(3,),
+    vocab_size=97,
+  )
+  prompts = [_tokens(1, 4 + 3 * i, seed + i)[0] for i in range(4)]
+  requests = [
+    sampler.Request(p, (0, 0, 0, i, 0)) for i, p in enumerate(prompts)
+  ]
+  answers = greedy.generate(params, requests, temperature=0.0)
+  for prompt, answer in zip(prompts, answers, strict=True):
+    expected = model.generate(
+      torch.tensor(prompt[None], dtype=torch.long),
+      max_new_tokens=20,
+      do_sample=False,
+      eos_token_id=3,
+      pad_token_id=0,
+    )[0, len(prompt) :].numpy()
+    np.testing.assert_array_equal(answer.ids, expected)
+
+
+def test_logits_agree_with_stored_numbers():
+  """Parity where there is no PyTorch: numbers that transformers gave.
+
+  Weights are a function of their place alone, so that both sides could make
+  them; see `_sines`.
+  """
+  config = qwen.QwenConfig(
+    vocab_size=11,
+    hidden_size=8,
+    intermediate_size=12,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    rope_theta=1e4,
+    dtype='float32',
+    remat=False,
+  )
+  params = _sines(config)
+  tokens = np.array([[1, 5, 9, 2, 7]], np.int32)
+  hidden = qwen.hidden_states(config, params, tokens, np.array([5]))
+  last = qwen.logits(config, params, hidden)[0, -1]
+  np.testing.assert_allclose(last, GOLDEN_LOGITS, rtol=0, atol=2e-5)
+
+
+def _sines(config: qwen.QwenConfig) -> dict:
+  leaves, treedef = jax.tree.flatten(
+    qwen.shapes(config), is_leaf=lambda x: isinstance(x, tuple)
+  )
+  arrays = [
+    np.sin(np.arange(np.prod(shape)) * (0.37 + 0.11 * n))
+    .reshape(shape)
+    .astype(np.float32)
+    for n, shape in enumerate(leaves)
+  ]
+  return jax.tree.unflatten(treedef, arrays)
+
+
+# Printed by transformers 5.23 with torch 2.13 from the same weights.
+GOLDEN_LOGITS = np.array(
+  [
+    *(-0.970596, 1.151841, -1.295207, 1.39598, -1.450845, 1.457999),
+    *(-1.417206, 1.329808, -1.198678, 1.02813, -0.823771),
+  ],
+  np.float32,
+)
+
+
+def test_padding_and_neighbours_change_nothing():
+  params, tokens = _params(TINY), _tokens(2, 16)
+  lengths = np.array([10, 16], np.int32)
+  both = qwen.hidden_states(TINY, params, tokens, lengths)
+  changed = tokens.copy()
+  changed[0, 10:] = 0
+  alone = qwen.hidden_states(TINY, params, changed[:1], lengths[:1])
+  np.testing.assert_allclose(both[0, :10], alone[0, :10], atol=1e-5)
+
+
+@pytest.mark.parametrize('chunk', [1, 5, 64])
+def test_token_log_probs_are_those_of_the_logits(chunk: int):
+  params, tokens = _params(TINY), _tokens(2, 13)
+  hidden = qwen.hidden_states(TINY, params, tokens, np.array([13, 13]))
+  targets = _tokens(2, 13, seed=5)
+  log_probs, entropy = qwen.token_log_probs(
+    TINY, params, hidden, targets, temperature=0.7, chunk=chunk
+  )
+  logits = np.asarray(qwen.logits(TINY, params, hidden), np.float64) / 0.7
+  probs = np.exp(logits - logits.max(-1, keepdims=True))
+  probs /= probs.sum(-1, keepdims=True)
+  chosen = np.take_along_axis(probs, targets[..., None], -1)[..., 0]
+  np.testing.assert_allclose(log_probs, np.log(chosen), atol=1e-4)
+  expected = -(probs * np.log(np.maximum(probs, 1e-300))).sum(-1)
+  np.testing.assert_allclose(entropy, expected, atol=1e-4)
+
+
+def test_completion_log_probs_look_at_the_token_before():
+  params, tokens = _params(TINY), _tokens(2, 16)
+  log_probs, _ = qwen.completion_log_probs(
+    TINY,
+    params,
+    tokens,
+    np.array([4, 9]),
+    np.array([9, 14]),
+    max_completion=5,
+  )
+  hidden = qwen.hidden_states(TINY, params, tokens, np.array([16, 16]))
+  full = jax.nn.log_softmax(qwen.logits(TINY, params, hidden))
+  for row, prompt in enumerate((4, 9)):
+    for c in range(5):
+      expected = full[row, prompt + c - 1, tokens[row, prompt + c]]
+      np.testing.assert_allclose(log_probs[row, c], expected, atol=1e-5)
+
+
+def test_remat_changes_nothing():
+  params, tokens = _params(TINY), _tokens(2, 12)
+
+  def loss(config, params):
+    log_probs, _ = qwen.completion_log_probs(
+      config,
+      params,
+      tokens,
+      np.array([4, 6]),
+      np.array([9, 11]),
+      max_completion=5,
+    )
+    return log_probs.sum()
+
+  plain = jax.grad(lambda p: loss(TINY, p))(params)
+  remat = dataclasses.replace(TINY, remat=True)
+  again = jax.grad(lambda p: loss(remat, p))(params)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), plain, again
+  )
+
+
+@pytest.mark.parametrize('sizes', [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2)])
+def test_a_mesh_of_eight_computes_what_one_device_does(sizes):
+  config = dataclasses.replace(TINY, vocab_size=104)
+  params, tokens = _params(config), _tokens(8, 12)
+  lengths = np.full(8, 12, np.int32)
+  expected = qwen.hidden_states(config, params, tokens, lengths)
+  mesh = mesh_lib.make_mesh(*sizes)
+  placed = jax.device_put(
+    params, mesh_lib.shardings(mesh, qwen.logical_axes(config))
+  )
+  rows = jax.device_put(tokens, mesh_lib.batch_sharding(mesh))
+  with jax.set_mesh(mesh):
+    found = jax.jit(lambda p, t: qwen.hidden_states(config, p, t, lengths))(
+      placed, rows
+    )
+  np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def test_bfloat16_compute_stays_near_float32():
+  params, tokens = _params(TINY, scale=1.0), _tokens(2, 12)
+  lengths = np.array([12, 12])
+  exact = qwen.hidden_states(TINY, params, tokens, lengths)
+  half = dataclasses.replace(TINY, dtype='bfloat16')
+  rough = qwen.hidden_states(half, params, tokens, lengths)
+  assert rough.dtype == jnp.bfloat16
+  assert np.abs(np.asarray(rough, np.float32) - exact).mean() < 0.02
