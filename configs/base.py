@@ -89,6 +89,7 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.optimizer = ml_collections.ConfigDict()
   config.optimizer.learning_rate = 1e-6  # paper
   config.optimizer.warmup_updates = 0
+  config.optimizer.decay_updates = 0  # on a line to zero; 0: constant
   config.optimizer.b1 = 0.9
   config.optimizer.b2 = 0.999
   config.optimizer.weight_decay = 0.01  # code

@@ -101,7 +101,7 @@ class Env:
       self._misbehave()
     match = _ACTION.search(response)
     action = match[1] if match else response[-30:]
-    move = {'left': -1, 'right': 1}.get(action, 0)
+    move = {'left': -1, 'right': 1}[action] if match else 0
     self._room = max(0, self._room + move)
     self._step += 1
     success = self._room == self._rooms - 1

@@ -8,6 +8,7 @@ import pathlib
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 
@@ -37,6 +38,11 @@ class Checkpointer:
     self._directory = path
     self._manager = ocp.CheckpointManager(
       path,
+      # Named, so that a fresh process can read metadata before it restores.
+      item_handlers={
+        'state': ocp.StandardCheckpointHandler(),
+        'host': ocp.JsonCheckpointHandler(),
+      },
       options=ocp.CheckpointManagerOptions(
         max_to_keep=keep, cleanup_tmp_directories=True
       ),
@@ -75,9 +81,12 @@ class Checkpointer:
         the one that saved.
 
     Raises:
-      ValueError: in one line, if the checkpoint is of another model.
+      ValueError: in one line, if there is no checkpoint or it is of another
+        model.
     """
     iteration = self.latest()
+    if iteration is None:
+      raise ValueError(f'{self._directory}: there is no checkpoint')
     self._compare(iteration, abstract_state)
     restored = self._manager.restore(
       iteration,
@@ -89,14 +98,21 @@ class Checkpointer:
     return iteration, restored['state'], restored['host']
 
   def _compare(self, iteration: int, abstract_state: Any) -> None:
-    saved = _shapes(self._manager.item_metadata(iteration)['state'])
-    wanted = _shapes(abstract_state)
+    saved = _leaves(self._manager.item_metadata(iteration)['state'])
+    wanted = _leaves(abstract_state)
     for name in sorted(saved.keys() | wanted.keys()):
-      if saved.get(name) != wanted.get(name):
-        raise ValueError(
-          f'{self._directory}/{iteration}: {name} is {saved.get(name)} there '
-          f'and {wanted.get(name)} in this model; give another --workdir'
-        )
+      there, here = saved.get(name), wanted.get(name)
+      if there == here:
+        continue
+      # Of shape and type the one that differs, or that the leaf is missing.
+      what = 0 if not (there and here) or there[0] != here[0] else 1
+      there, here = (
+        leaf[what] if leaf else 'missing' for leaf in (there, here)
+      )
+      raise ValueError(
+        f'{self._directory}/{iteration}: {name} is {there} there and {here} in '
+        'this model; give another --workdir'
+      )
 
   def wait(self) -> None:
     """Waits until what was begun is written."""
@@ -108,11 +124,15 @@ class Checkpointer:
     self._manager.close()
 
 
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+def _leaves(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+  """Returns shape and type of each leaf, by name."""
   leaves = jax.tree_util.tree_leaves_with_path(
     tree, is_leaf=lambda x: hasattr(x, 'shape')
   )
-  return {_name(path): tuple(leaf.shape) for path, leaf in leaves}
+  return {
+    _name(path): (tuple(leaf.shape), np.dtype(leaf.dtype).name)
+    for path, leaf in leaves
+  }
 
 
 def _name(path: tuple) -> str:

@@ -40,6 +40,7 @@ class TrainState:
 def adamw(
   learning_rate: float,
   warmup_updates: int = 0,
+  decay_updates: int = 0,
   b1: float = 0.9,
   b2: float = 0.999,
   weight_decay: float = 0.01,
@@ -48,9 +49,11 @@ def adamw(
   """Returns AdamW after a clip of the global gradient norm.
 
   Args:
-    learning_rate: reached after the warm-up, constant from then on.
+    learning_rate: reached after the warm-up.
     warmup_updates: update k of the warm-up, from 1, takes k / warmup_updates
       of the learning rate; 0 is none.
+    decay_updates: the learning rate falls on a line, to reach zero after as
+      many updates; 0 keeps it constant.
     b1: decay of the gradient's mean.
     b2: decay of the gradient's square.
     weight_decay: of all parameters, times the learning rate.
@@ -58,7 +61,10 @@ def adamw(
   """
 
   def schedule(count):
-    return learning_rate * jnp.minimum(1, (count + 1) / (warmup_updates or 1))
+    rate = learning_rate * jnp.minimum(1, (count + 1) / (warmup_updates or 1))
+    if decay_updates:
+      rate *= jnp.maximum(0, 1 - count / decay_updates)
+    return rate
 
   return optax.chain(
     optax.clip_by_global_norm(max_grad_norm),

@@ -1,10 +1,12 @@
 """What a run says: numbers of an iteration, a line, a file, a picture."""
 
+import contextlib
 import json
 import math
 import os
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorboardX
@@ -12,6 +14,19 @@ import tensorboardX
 from gigpo_jax import trajectory
 
 _FILE = 'metrics.jsonl'
+
+# Of the console's line, in order: metric and its format.
+_CONSOLE = {
+  'train/success_rate': 'success {:6.1%}',
+  'train/episode_reward': 'reward {:5.2f}',
+  'train/episode_length': 'steps {:5.1f}',
+  'train/invalid_action_rate': 'invalid {:5.1%}',
+  'loss/total': 'loss {:+.4f}',
+  'time/rollout_secs': 'rollout {:5.1f} s',
+  'time/update_secs': 'update {:5.1f} s',
+  'eval/success_rate': 'EVAL success {:.1%}',
+}
+_INTERVAL = ('eval/success_low', 'eval/success_high')
 
 
 def wilson(successes: int, n: int, z: float = 1.959964) -> tuple[float, float]:
@@ -22,7 +37,9 @@ def wilson(successes: int, n: int, z: float = 1.959964) -> tuple[float, float]:
   centre = rate + z * z / (2 * n)
   spread = z * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
   scale = 1 + z * z / n
-  return (centre - spread) / scale, (centre + spread) / scale
+  # Rounding may leave the unit interval by an ulp.
+  low, high = (centre - spread) / scale, (centre + spread) / scale
+  return max(0.0, low), min(1.0, high)
 
 
 def summarize(
@@ -72,7 +89,7 @@ class Writer:
       there once.
   """
 
-  def __init__(self, workdir: str, *, first_iteration: int = 0):
+  def __init__(self, workdir: str | pathlib.Path, *, first_iteration: int = 0):
     self._path = pathlib.Path(workdir) / _FILE
     self._path.parent.mkdir(parents=True, exist_ok=True)
     kept = [
@@ -92,7 +109,7 @@ class Writer:
   def write(self, iteration: int, metrics: dict[str, float]) -> None:
     """Writes one iteration; what is not finite becomes null."""
     finite = {
-      name: value if math.isfinite(value) else None
+      name: float(value) if math.isfinite(value) else None
       for name, value in sorted(metrics.items())
     }
     self._file.write(json.dumps({'iteration': iteration} | finite) + '\n')
@@ -109,41 +126,52 @@ class Writer:
     self._board.close()
 
 
-def read(workdir: str) -> list[dict]:
+class NullWriter:
+  """A `Writer` that writes nothing, for processes that do not report."""
+
+  def write(self, iteration: int, metrics: dict[str, float]) -> None:
+    """Forgets them."""
+
+  def close(self) -> None:
+    """Holds nothing."""
+
+
+def read(workdir: str | pathlib.Path) -> list[dict]:
   """Returns the lines of a run's metrics.jsonl that are whole."""
   path = pathlib.Path(workdir) / _FILE
   lines = []
   if path.exists():
-    for line in path.read_text(encoding='utf-8').splitlines(keepends=True):
-      if line.endswith('\n'):
-        lines.append(json.loads(line))
+    text = path.read_text(encoding='utf-8', errors='replace')
+    for line in text.splitlines(keepends=True):
+      # A kill tears the last line; a power cut may leave zeros anywhere.
+      with contextlib.suppress(json.JSONDecodeError):
+        if line.endswith('\n'):
+          lines.append(json.loads(line))
   return lines
 
 
 def console_line(iteration: int, metrics: dict[str, float]) -> str:
-  """Returns one readable line about an iteration."""
+  """Returns one readable line about an iteration; absent numbers are left."""
   parts = [f'iteration {iteration:4d}']
-  if 'train/success_rate' in metrics:
-    parts += [
-      f'success {metrics["train/success_rate"]:6.1%}',
-      f'reward {metrics["train/episode_reward"]:5.2f}',
-      f'steps {metrics["train/episode_length"]:5.1f}',
-      f'invalid {metrics.get("train/invalid_action_rate", 0):5.1%}',
-      f'loss {metrics["loss/total"]:+.4f}',
-      f'rollout {metrics["time/rollout_secs"]:5.1f} s',
-      f'update {metrics["time/update_secs"]:5.1f} s',
-    ]
-  if 'eval/success_rate' in metrics:
-    parts.append(
-      f'EVAL success {metrics["eval/success_rate"]:.1%} '
-      f'[{metrics["eval/success_low"]:.1%}, '
-      f'{metrics["eval/success_high"]:.1%}]'
-    )
+  parts += [
+    form.format(metrics[name])
+    for name, form in _CONSOLE.items()
+    if name in metrics
+  ]
+  if all(name in metrics for name in _INTERVAL):
+    parts[-1] += ' [{:.1%}, {:.1%}]'.format(*(metrics[n] for n in _INTERVAL))
   return '  '.join(parts)
 
 
-def plot(workdir: str) -> str:
-  """Draws WORKDIR/learning_curve.png from the metrics; returns its path."""
+def plot(
+  workdir: str | pathlib.Path, published: dict[str, float] | None = None
+) -> str:
+  """Draws WORKDIR/learning_curve.png from the metrics; returns its path.
+
+  Args:
+    workdir: of the run.
+    published: success rates in [0, 1] to compare with, by what to call them.
+  """
   # Slow to import, and only a finished run needs it.
   import matplotlib
 
@@ -152,39 +180,44 @@ def plot(workdir: str) -> str:
 
   lines = read(workdir)
   figure, axes = pyplot.subplots(figsize=(7, 4), layout='constrained')
-  train = [line for line in lines if 'train/success_rate' in line]
-  axes.plot(
-    [line['iteration'] for line in train],
-    [100 * line['train/success_rate'] for line in train],
-    color='0.7',
-    label='training episodes',
-  )
-  held_out = [line for line in lines if 'eval/success_rate' in line]
-  if held_out:
-    x = [line['iteration'] for line in held_out]
-    axes.plot(
-      x,
-      [100 * line['eval/success_rate'] for line in held_out],
-      'o-',
-      color='tab:blue',
-      label='unseen tasks, 95 % interval',
-    )
-    axes.fill_between(
-      x,
-      [100 * line['eval/success_low'] for line in held_out],
-      [100 * line['eval/success_high'] for line in held_out],
-      color='tab:blue',
-      alpha=0.15,
+  _draw(axes, lines, 'train/success_rate', '-', '0.6', 'training episodes')
+  name, color = 'held-out tasks', 'tab:blue'
+  x, low = _series(lines, _INTERVAL[0])
+  if x:
+    name += ', 95 % interval'
+    _, high = _series(lines, _INTERVAL[1])
+    axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+  _draw(axes, lines, 'eval/success_rate', 'o-', color, name)
+  for n, (label, rate) in enumerate((published or {}).items()):
+    axes.axhline(
+      100 * rate, color=f'C{n + 1}', linestyle='--', label=f'published: {label}'
     )
   axes.set(
     xlabel='iteration',
     ylabel='success (%)',
-    ylim=(0, 100),
+    # Room for the line and the marks at 0 and 100.
+    ylim=(-2, 102),
     title=pathlib.Path(workdir).name,
   )
+  axes.xaxis.get_major_locator().set_params(integer=True)
   axes.grid(alpha=0.3)
-  axes.legend(loc='lower right')
+  if axes.get_legend_handles_labels()[0]:
+    axes.legend(loc='best')
   path = str(pathlib.Path(workdir) / 'learning_curve.png')
   figure.savefig(path, dpi=120)
   pyplot.close(figure)
   return path
+
+
+def _series(lines: list[dict], name: str) -> tuple[list[int], list[float]]:
+  """Returns the iterations that have the metric, and it in percent."""
+  found = [line for line in lines if line.get(name) is not None]
+  return [f['iteration'] for f in found], [100 * f[name] for f in found]
+
+
+def _draw(
+  axes: Any, lines: list[dict], name: str, style: str, color: str, label: str
+) -> None:
+  x, y = _series(lines, name)
+  if x:
+    axes.plot(x, y, style, color=color, label=label)

@@ -142,6 +142,8 @@ def _imitate(
   with config.unlocked():
     config.optimizer.learning_rate = config.sft.learning_rate
     config.optimizer.warmup_updates = config.sft.warmup_updates
+    updates = -(-int(rows.real.sum()) // config.sft.minibatch_rows)
+    config.optimizer.decay_updates = config.sft.epochs * updates
     config.learner.minibatch_rows = config.sft.minibatch_rows
   learner = experiment.make_learner(config, policy, losses.supervised)
   state = learner.init(policy.load())

@@ -1,0 +1,176 @@
+"""Save and restore: equal values, another mesh, another model, a kill."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from gigpo_jax import checkpoint, learner
+
+
+def _state(shape=(8, 4), axes=('data', None)) -> learner.TrainState:
+  mesh = jax.make_mesh(
+    (8,), ('data',), axis_types=(jax.sharding.AxisType.Auto,)
+  )
+  sharding = jax.NamedSharding(mesh, jax.P(*axes))
+  weights = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
+  params = {
+    'a': {'w': jax.device_put(weights, sharding)},
+    'half': jax.device_put(jnp.ones(8, jnp.bfloat16) / 3),
+  }
+  return learner.TrainState(
+    params, optax.adamw(1e-3).init(params), jnp.asarray(5, jnp.int32)
+  )
+
+
+def test_restored_state_is_equal(tmp_path):
+  state = _state()
+  with checkpoint.Checkpointer(tmp_path / 'c', keep=2) as saved:
+    assert saved.latest() is None
+    for iteration in range(3):
+      saved.save(iteration, state, {'iteration': iteration})
+  with checkpoint.Checkpointer(tmp_path / 'c') as again:
+    # Onto another sharding.
+    wanted = checkpoint.abstract(_state(axes=(None, None)))
+    iteration, restored, host = again.restore(wanted)
+  assert (iteration, host) == (2, {'iteration': 2})
+  jax.tree.map(np.testing.assert_array_equal, restored, state)
+  assert restored.params['half'].dtype == jnp.bfloat16
+  assert restored.params['a']['w'].sharding.is_fully_replicated
+  assert sorted(p.name for p in (tmp_path / 'c').iterdir()) == ['1', '2']
+
+
+def test_another_model_is_refused_by_name(tmp_path):
+  with checkpoint.Checkpointer(tmp_path) as saved:
+    saved.save(0, _state(), {})
+    saved.wait()
+    wanted = checkpoint.abstract(_state(shape=(8, 5)))
+    with pytest.raises(ValueError, match=r'a/w is \(8, 4\) there and \(8, 5\)'):
+      saved.restore(wanted)
+
+
+KILLED = """
+import os, signal, sys, jax.numpy as jnp
+from gigpo_jax import checkpoint
+saved = checkpoint.Checkpointer(sys.argv[1])
+saved.save(0, {'x': jnp.zeros(4)}, {})
+saved.wait()
+saved.save(1, {'x': jnp.ones(40_000_000)}, {})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_checkpoint_that_a_kill_cut_short_is_passed_over(tmp_path):
+  script = tmp_path / 'killed.py'
+  script.write_text(KILLED)
+  directory = tmp_path / 'c'
+  done = subprocess.run(
+    [sys.executable, str(script), str(directory)],
+    stderr=subprocess.DEVNULL,
+    check=False,
+  )
+  assert done.returncode == -9
+  with checkpoint.Checkpointer(directory) as saved:
+    assert saved.latest() == 0
+    iteration, state, _ = saved.restore(checkpoint.abstract({'x': jnp.ones(4)}))
+  assert iteration == 0
+  np.testing.assert_array_equal(state['x'], np.zeros(4))
+
+
+def _on_mesh(shape: tuple[int, int], scale: float = 1.0) -> learner.TrainState:
+  mesh = jax.make_mesh(
+    shape,
+    ('data', 'fsdp'),
+    devices=jax.devices()[: shape[0] * shape[1]],
+    axis_types=(jax.sharding.AxisType.Auto,) * 2,
+  )
+  weights = scale * jnp.arange(64.0).reshape(16, 4)
+  params = {'w': weights, 'half': weights.astype(jnp.bfloat16) / 3}
+  state = learner.TrainState(
+    params, optax.adamw(1e-3).init(params), jnp.int32(3)
+  )
+  return jax.tree.map(
+    lambda x: jax.device_put(
+      x, jax.NamedSharding(mesh, jax.P('fsdp') if x.ndim else jax.P())
+    ),
+    state,
+  )
+
+
+def _assert_same(got, wanted) -> None:
+  assert jax.tree.structure(got) == jax.tree.structure(wanted)
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+    assert a.dtype == b.dtype and a.sharding == b.sharding
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize('shape', [(2, 4), (4, 2), (1, 8), (1, 1)], ids=str)
+def test_a_state_comes_back_on_any_mesh(tmp_path, shape):
+  host = {'iteration': 7, 'nested': {'y': [1, 2.5, None]}}
+  with checkpoint.Checkpointer(tmp_path) as saved:
+    saved.save(7, _on_mesh((2, 4)), host)
+  with checkpoint.Checkpointer(tmp_path) as again:
+    wanted = checkpoint.abstract(_on_mesh(shape, scale=0.0))
+    iteration, restored, restored_host = again.restore(wanted)
+  assert (iteration, restored_host) == (7, host)
+  _assert_same(restored, _on_mesh(shape))
+
+
+def test_the_state_may_be_donated_while_it_is_saved(tmp_path):
+  state = _on_mesh((1, 8))
+  double = jax.jit(
+    lambda tree: jax.tree.map(lambda x: x * 2, tree), donate_argnums=0
+  )
+  with checkpoint.Checkpointer(tmp_path) as saved:
+    saved.save(0, state, {})
+    doubled = double(state)
+    saved.wait()
+    _, restored, _ = saved.restore(checkpoint.abstract(doubled))
+  _assert_same(restored, _on_mesh((1, 8)))
+
+
+def test_a_relative_directory(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  with checkpoint.Checkpointer('runs/x') as saved:
+    saved.save(0, {'x': jnp.ones(4)}, {})
+  assert (tmp_path / 'runs' / 'x' / '0').is_dir()
+
+
+def test_nothing_to_restore_is_said_in_one_line(tmp_path):
+  with checkpoint.Checkpointer(tmp_path) as saved:
+    with pytest.raises(ValueError, match='there is no checkpoint$'):
+      saved.restore({})
+
+
+@pytest.mark.parametrize(
+  'other, message',
+  [
+    ({'x': jnp.ones(4), 'y': jnp.ones(4)}, 'y is int32 there and float32 in'),
+    ({'x': jnp.ones(4)}, r'y is \(4,\) there and missing in'),
+    (
+      {'w': jnp.ones(2), 'x': jnp.ones(4), 'y': jnp.arange(4)},
+      r'w is missing there and \(2,\) in',
+    ),
+  ],
+  ids=['type', 'missing', 'additional'],
+)
+def test_what_differs_is_named_in_one_line(tmp_path, other, message):
+  with checkpoint.Checkpointer(tmp_path) as saved:
+    saved.save(0, {'x': jnp.ones(4), 'y': jnp.arange(4)}, {})
+    saved.wait()
+    with pytest.raises(ValueError, match=message) as error:
+      saved.restore(checkpoint.abstract(other))
+  assert '\n' not in str(error.value)
+
+
+def test_an_iteration_cut_short_by_a_kill_is_saved_again(tmp_path):
+  (tmp_path / '1.orbax-checkpoint-tmp').mkdir()
+  with checkpoint.Checkpointer(tmp_path) as saved:
+    assert saved.latest() is None
+    saved.save(1, {'x': jnp.ones(4)}, {'i': 1})
+    saved.wait()
+    assert saved.latest() == 1

@@ -1,0 +1,190 @@
+"""Intervals, summaries, the metrics file across a kill, the picture."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from envs import base
+from gigpo_jax import metrics, trajectory
+
+
+def test_wilson_by_hand():
+  # p = 8/10, z = 2: centre (0.8 + 4/20) / (1 + 4/10) = 1.0 / 1.4 = 0.714286;
+  # half-width 2 sqrt(0.8*0.2/10 + 4/400) / 1.4 = 2 * 0.161245 / 1.4 = 0.230350.
+  low, high = metrics.wilson(8, 10, z=2.0)
+  assert low == pytest.approx(0.714286 - 0.230350, abs=1e-5)
+  assert high == pytest.approx(0.714286 + 0.230350, abs=1e-5)
+  assert metrics.wilson(0, 0) == (0.0, 1.0)
+  assert metrics.wilson(0, 20)[0] == pytest.approx(0)
+
+
+def _step(reward: float, valid: bool, tokens: int) -> trajectory.Step:
+  result = base.StepResult(
+    observation=None,
+    reward=reward,
+    valid=valid,
+    action='a',
+    success=reward > 0,
+    done=True,
+    metrics={'odd': float(valid)},
+  )
+  return trajectory.Step(
+    prompt_ids=np.zeros(5, np.int32),
+    completion_ids=np.zeros(tokens, np.int32),
+    log_probs=np.zeros(tokens, np.float32),
+    truncated=tokens == 4,
+    prompt_shortened=False,
+    anchor='s',
+    observation='s',
+    response='r',
+    result=result,
+  )
+
+
+def test_summary_by_hand():
+  def episode(kind, steps, failure=''):
+    return trajectory.Trajectory(
+      base.Task('train', 0), kind, 0, 0, tuple(steps), failure
+    )
+
+  values = metrics.summarize(
+    [
+      episode('a', [_step(0, True, 2), _step(10, True, 4)]),
+      episode('b', [_step(0, False, 2)]),
+      episode('b', [], 'died'),
+    ],
+    prefix='eval',
+  )
+  assert values['eval/success_rate'] == pytest.approx(1 / 3)
+  assert values['eval/success_rate/a'] == 1
+  assert values['eval/success_rate/b'] == 0
+  assert values['eval/episode_reward'] == pytest.approx(10 / 3)
+  assert values['eval/episode_length'] == 1  # (2 + 1 + 0) / 3
+  assert values['eval/invalid_action_rate'] == pytest.approx(1 / 3)
+  assert values['eval/truncated_rate'] == pytest.approx(1 / 3)
+  assert values['eval/response_tokens'] == pytest.approx(8 / 3)
+  assert values['eval/odd'] == pytest.approx(2 / 3)
+  assert values['eval/failed_episodes'] == 1
+
+
+def _write(workdir: str, first: int, last: int) -> None:
+  writer = metrics.Writer(workdir, first_iteration=first)
+  for iteration in range(first, last):
+    writer.write(iteration, {'x': float(iteration), 'bad': math.nan})
+  writer.close()
+
+
+def test_resuming_leaves_every_iteration_once(tmp_path):
+  workdir = str(tmp_path)
+  _write(workdir, 0, 5)
+  with (tmp_path / 'metrics.jsonl').open('a') as file:
+    file.write('{"iteration": 5, "x"')  # Torn by a kill.
+  _write(workdir, 3, 6)
+  lines = (tmp_path / 'metrics.jsonl').read_text().splitlines()
+  assert [json.loads(line)['iteration'] for line in lines] == list(range(6))
+  assert json.loads(lines[0]) == {'iteration': 0, 'bad': None, 'x': 0.0}
+  assert list((tmp_path / 'tensorboard').glob('events*'))
+
+
+def test_the_picture_is_a_png(tmp_path):
+  writer = metrics.Writer(str(tmp_path))
+  for iteration in range(4):
+    values = {'train/success_rate': 0.1 * iteration}
+    if iteration % 2 == 0:
+      values |= {
+        'eval/success_rate': 0.2,
+        'eval/success_low': 0.1,
+        'eval/success_high': 0.3,
+      }
+    writer.write(iteration, values)
+  writer.close()
+  with open(metrics.plot(str(tmp_path)), 'rb') as file:
+    assert file.read(8) == b'\x89PNG\r\n\x1a\n'
+
+
+def test_console_lines():
+  values = {
+    'eval/success_rate': 0.5,
+    'eval/success_low': 0.4,
+    'eval/success_high': 0.6,
+  }
+  line = metrics.console_line(7, values)
+  assert line == 'iteration    7  EVAL success 50.0% [40.0%, 60.0%]'
+
+
+@pytest.mark.parametrize(
+  'successes, n, low, high',
+  [
+    # 5 of 10: centre (0.5 + 3.8415/20) / 1.38415 = 0.5, half-width
+    # 1.96 sqrt(0.025 + 3.8415/400) / 1.38415 = 0.2634.
+    (5, 10, 0.2366, 0.7634),
+    # 0 of 10: from 0 to 3.8415 / (10 + 3.8415) = 0.2775.
+    (0, 10, 0.0, 0.2775),
+    (10, 10, 0.7225, 1.0),
+    # 81 of 263: an example of R. G. Newcombe, 1998.
+    (81, 263, 0.2553, 0.3662),
+  ],
+)
+def test_wilson_at_95_percent(successes, n, low, high):
+  found = metrics.wilson(successes, n)
+  assert found == pytest.approx((low, high), abs=5e-5)
+  assert all(0 <= bound <= 1 for bound in found)
+
+
+def test_an_iteration_in_which_every_environment_failed():
+  values = metrics.summarize(
+    [trajectory.Trajectory(base.Task('train', 0), 'a', 0, 0, (), 'died')]
+  )
+  assert values['train/success_rate'] == 0
+  assert values['train/failed_episodes'] == 1
+  assert all(math.isfinite(value) for value in values.values())
+
+
+def test_a_line_is_on_disk_before_the_file_is_closed(tmp_path):
+  writer = metrics.Writer(tmp_path)
+  writer.write(0, {'b': math.inf, 'a': np.float32(0.5)})
+  (line,) = (tmp_path / 'metrics.jsonl').read_text().splitlines()
+  writer.close()
+  assert json.loads(line) == {'iteration': 0, 'a': 0.5, 'b': None}
+
+
+def test_resuming_survives_a_line_of_zeros(tmp_path):
+  # What some file systems leave of a line after a power cut.
+  (tmp_path / 'metrics.jsonl').write_text(
+    '{"iteration": 0}\n\x00\x00\x00\n{"iteration": 1}\n'
+  )
+  _write(tmp_path, 2, 3)
+  assert [line['iteration'] for line in metrics.read(tmp_path)] == [0, 1, 2]
+
+
+def test_the_null_writer_writes_nothing():
+  writer = metrics.NullWriter()
+  writer.write(0, {'x': 1.0})
+  writer.close()
+
+
+def test_console_line_of_a_training_iteration():
+  values = {
+    'train/success_rate': 0.625,
+    'train/episode_reward': 6.25,
+    'train/episode_length': 21.5,
+    'train/invalid_action_rate': 0.031,
+    'loss/total': -0.0123,
+    'time/rollout_secs': 12.0,
+    'time/update_secs': 3.0,
+    'eval/success_rate': 0.5,
+  }
+  assert metrics.console_line(12, values) == (
+    'iteration   12  success  62.5%  reward  6.25  steps  21.5  invalid  3.1%  '
+    'loss -0.0123  rollout  12.0 s  update   3.0 s  EVAL success 50.0%'
+  )
+  assert metrics.console_line(3, {}) == 'iteration    3'
+
+
+@pytest.mark.parametrize('published', [None, {'paper, 7B': 0.908}])
+def test_the_picture_of_a_run_that_has_only_begun(tmp_path, published):
+  metrics.Writer(tmp_path).close()
+  with open(metrics.plot(tmp_path, published), 'rb') as file:
+    assert file.read(4) == b'\x89PNG'
