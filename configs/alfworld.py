@@ -75,9 +75,9 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.model.remat = True
   config.env.engine = 'native'
   config.env.data_dir = 'generated'
-  config.env.generator.receptacles = (4, 7)
-  config.env.generator.distractors = (3, 8)
-  config.env.max_steps = 20
+  config.env.generator.receptacles = (4, 6)
+  config.env.generator.distractors = (2, 5)
+  config.env.max_steps = 16
   config.env.prompt_style = 'brief'
   config.pool.num_workers = 1
   config.pool.max_resets_per_worker = 0
@@ -90,7 +90,7 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.loss.kl_weight = 0.0
   config.loss.old_log_probs = 'sampler'
   config.optimizer.learning_rate = 3e-4
-  config.learner.minibatch_rows = 256
+  config.learner.minibatch_rows = 128
   config.learner.microbatch_rows = 16
   config.learner.length_buckets = (160, 192, 224, 360)
   config.evaluation.split = 'valid_unseen'

@@ -100,7 +100,7 @@ def check(mesh: jax.sharding.Mesh, shapes: dict, axes: dict) -> None:
       parts = mesh.shape[RULES[name]] if RULES[name] else 1
       if size % parts:
         raise ValueError(
-          f'mesh.{RULES[name]}={parts}: does not divide the model\'s {size} '
+          f"mesh.{RULES[name]}={parts}: does not divide the model's {size} "
           f'{name}; must be a divisor'
         )
 

@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import runpy
 import sys
 from collections.abc import Callable
 
@@ -31,16 +32,34 @@ def run(main: Callable[[ml_collections.ConfigDict, str], None]) -> None:
 
 def _parse(argv: list[str]) -> list[str]:
   try:
+    _try_config(argv)
     rest = flags.FLAGS(argv, known_only=False)
     if _CONFIG.value is None:
       raise ValueError(
         '--config: missing; try --config=configs/alfworld.py:tiny'
       )
-  except (ValueError, AttributeError, KeyError, TypeError, OSError) as error:
-    _refuse(error)
-  except flags.Error as error:
-    _refuse(error)
+  except (flags.Error, ValueError, TypeError, OSError) as error:
+    _refuse(' '.join(str(error).split()))
+  except (AttributeError, KeyError) as error:
+    # Their text is a quoted name, an escaped line end and a suggestion.
+    name, _, hint = re.sub(r"['\\\\]", '', str(error)).partition('nDid')
+    hint = f'; did{hint}' if hint else ''
+    _refuse(f'--config...{name.strip()}: no such field in the config{hint}')
   return rest
+
+
+def _try_config(argv: list[str]) -> None:
+  """Loads the config file once by itself: the flag's own errors are long."""
+  for argument in argv:
+    name, _, value = argument.partition('=')
+    if name == '--config' and value:
+      path, _, variant = value.partition(':')
+      if not pathlib.Path(path).is_file():
+        raise ValueError(
+          f"--config={path}: no such file; run from the project's folder, "
+          'with one of configs/*.py'
+        )
+      runpy.run_path(path)['get_config'](variant)
 
 
 def _call(main: Callable[[ml_collections.ConfigDict, str], None]) -> None:
@@ -49,7 +68,7 @@ def _call(main: Callable[[ml_collections.ConfigDict, str], None]) -> None:
   try:
     main(_CONFIG.value, _WORKDIR.value or _default_workdir())
   except ValueError as error:
-    _refuse(error)
+    _refuse(str(error))
 
 
 def _default_workdir() -> str:
@@ -59,8 +78,6 @@ def _default_workdir() -> str:
   return str(pathlib.Path('runs') / name)
 
 
-def _refuse(error: Exception) -> None:
-  # A KeyError's text is quoted by str().
-  text = str(error.args[0]) if isinstance(error, KeyError) else str(error)
-  sys.stderr.write(re.sub(r'\n+', '\n', text.strip()) + '\n')
+def _refuse(text: str) -> None:
+  sys.stderr.write(text.strip() + '\n')
   sys.exit(2)

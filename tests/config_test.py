@@ -5,8 +5,8 @@ import pathlib
 import shutil
 
 import pytest
-from configs import alfworld
 
+from configs import alfworld
 from gigpo_jax import config as config_lib
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import tokenizer

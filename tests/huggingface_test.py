@@ -43,9 +43,7 @@ def fixture_mesh():
 
 def test_round_trip_is_exact(saved, mesh):
   directory, config, params = saved
-  assert (
-    huggingface.read_config(str(directory), dtype='float32') == config
-  )
+  assert huggingface.read_config(str(directory), dtype='float32') == config
   loaded = huggingface.load(str(directory), config, mesh)
   jax.tree.map(np.testing.assert_array_equal, loaded, params)
   assert loaded['layers']['mlp']['up'].sharding.spec == jax.P(

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from envs import base
 
+from envs import base
 from gigpo_jax import env_pool, metrics, rollout, sampler, tokenizer
 
 RIGHT = '<think>on</think><action>right</action>'
@@ -79,9 +79,7 @@ def test_tokens_streams_rewards_and_order(text):
   step = trajectories[3].steps[0]
   (expected,) = text.encode([LEFT + tokenizer.END_OF_TURN])
   np.testing.assert_array_equal(step.completion_ids, expected)
-  (prompt,) = text.render(
-    ['Step 0. You are in room 3 of 5. Go left or right.']
-  )
+  (prompt,) = text.render(['Step 0. You are in room 3 of 5. Go left or right.'])
   np.testing.assert_array_equal(step.prompt_ids, prompt)
   assert step.anchor == 'You are in room 3 of 5.'
   # The walk 3 -> 2 -> 3: the same state twice.
