@@ -120,6 +120,7 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.sft.epochs = 1
   config.sft.learning_rate = 1e-5
   config.sft.warmup_updates = 0
+  config.sft.decay = True  # of the learning rate, on a line to zero
   config.sft.minibatch_rows = 128
   # Start: '' takes model.path; 'scratch' makes tokenizer and weights anew.
   config.sft.init = ''

@@ -174,7 +174,14 @@ def make_panel(config: ml_collections.ConfigDict) -> list[base.Task]:
 def row_sizes(config: ml_collections.ConfigDict) -> dict:
   """Returns the arguments of `batch.from_trajectories`."""
   similar = config.algorithm.anchor == 'similarity'
+  rollouts = config.rollout
   return {
+    # Room for every episode at full length: one size, one compilation.
+    'row_multiple': (
+      rollouts.groups
+      * rollouts.episodes_per_group
+      * config.env.get('max_steps', 1)
+    ),
     'max_prompt_tokens': config.rollout.max_prompt_tokens,
     'max_completion_tokens': config.rollout.max_completion_tokens,
     'similarity_threshold': (

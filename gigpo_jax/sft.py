@@ -143,7 +143,8 @@ def _imitate(
     config.optimizer.learning_rate = config.sft.learning_rate
     config.optimizer.warmup_updates = config.sft.warmup_updates
     updates = -(-int(rows.real.sum()) // config.sft.minibatch_rows)
-    config.optimizer.decay_updates = config.sft.epochs * updates
+    if config.sft.decay:
+      config.optimizer.decay_updates = config.sft.epochs * updates
     config.learner.minibatch_rows = config.sft.minibatch_rows
   learner = experiment.make_learner(config, policy, losses.supervised)
   state = learner.init(policy.load())

@@ -69,7 +69,7 @@ def _run(config, workdir, policy, pool, checkpointer) -> None:
   writer = metrics.Writer(workdir, first_iteration=first_iteration)
   print(f'compiling for {len(jax.devices())} device(s)', flush=True)
   policy.sampler.warm_up(state.params)
-  learner.warm_up(state)
+  learner.warm_up(state, reference)
 
   def evaluate() -> dict[str, float]:
     begin = time.monotonic()

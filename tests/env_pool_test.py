@@ -168,10 +168,19 @@ if __name__ == '__main__':
 """
 
 
+# A hung worker never finds its pipe closed.
+HANGING = SCRIPT.replace("'toy', {}", "'toy', {'faults': {0: 'hang'}}").replace(
+  'time.sleep(60)', "pool.step(0, ''); time.sleep(60)"
+)
+
+
+@pytest.mark.parametrize('code', [SCRIPT, HANGING], ids=['idle', 'hung'])
 @pytest.mark.parametrize('sent', ['SIGINT', 'SIGTERM', 'SIGKILL'])
-def test_no_orphans_when_the_parent_is_ended(tmp_path: pathlib.Path, sent: str):
+def test_no_orphans_when_the_parent_is_ended(
+  tmp_path: pathlib.Path, sent: str, code: str
+):
   script = tmp_path / 'parent.py'
-  script.write_text(SCRIPT)
+  script.write_text(code)
   parent = subprocess.Popen(
     [sys.executable, str(script)],
     stdout=subprocess.PIPE,
@@ -203,12 +212,13 @@ def test_faults_that_must_not_take_the_worker_along(fault: str):
 
 def test_an_error_in_prepare_surfaces_at_the_reset_only():
   with _pool(env={'faults': {1: 'raise_at_prepare'}}) as pool:
-    pool.reset(0, base.Task('train', 0))
+    pool.reset(0, base.Task('train', 3))
     _gather(pool, {0})
-    # During an episode of the same environment, which goes on.
+    # During an episode of the same environment, which goes on: room 3 is next
+    # to the goal.
     pool.prepare(0, base.Task('train', 1))
     pool.step(0, RIGHT)
-    assert isinstance(_gather(pool, {0})[0], base.StepResult)
+    assert _gather(pool, {0})[0].success
     assert pool.failures == []
 
 
