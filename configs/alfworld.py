@@ -68,7 +68,7 @@ def _paper() -> ml_collections.ConfigDict:
 
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
-  """A 1M-parameter policy, generated one-room games, two CPU cores."""
+  """A 0.5M-parameter policy, generated one-room games, two CPU cores."""
   config.num_iterations = 14
   config.model.path = 'configs/warm_starts/alfworld_tiny'
   config.model.dtype = 'float32'

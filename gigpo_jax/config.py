@@ -188,7 +188,7 @@ def _combinations(config: ml_collections.ConfigDict) -> Iterator[str]:
     if size == 0 or size < -1:
       yield f'mesh.{name}={size}: must be at least 1, or -1 for the rest'
   if sizes.count(-1) > 1:
-    yield f'mesh={sizes}: at most one axis may be -1'
+    yield f'mesh.data,fsdp,tensor={sizes}: at most one axis may be -1'
   if config.env.name is None:
     yield f'env.name=None: must be one of {", ".join(envs.REGISTRY)}'
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import safetensors.numpy
-from configs import alfworld
 
+from configs import alfworld
 from gigpo_jax import sft
 
 

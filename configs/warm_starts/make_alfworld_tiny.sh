@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes alfworld_tiny beside this file: a 0.6M-parameter policy that imitates
+# Makes alfworld_tiny beside this file: a 0.5M-parameter policy that imitates
 # an erring expert on generated games. About 20 minutes on two CPU cores.
 # Run from the project's folder; OUT is where the two stages go.
 set -euo pipefail
