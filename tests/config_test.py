@@ -1,5 +1,6 @@
 """Wrong input, each refused in one line that names the field."""
 
+import itertools
 import json
 import pathlib
 import shutil
@@ -115,9 +116,8 @@ def test_a_model_without_tokenizer_is_refused(tmp_path):
 
 def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path):
   model = _copy(tmp_path)
-  tokenizer.train(
-    [f'word{i} ' * 3 for i in range(4000)], str(model), vocab_size=2000
-  )
+  words = map(''.join, itertools.product('abcdefghij', repeat=3))
+  tokenizer.train(words, str(model), vocab_size=1200)
   assert 'its embedding' in _refusal(model__path=str(model))
 
 
