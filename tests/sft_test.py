@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import safetensors.numpy
 
 from configs import alfworld
 from gigpo_jax import sft
@@ -33,8 +32,6 @@ def test_the_same_command_makes_the_same_policy(tmp_path):
     ]
     assert lines[-1]['loss/total'] < lines[0]['loss/total']
     files.append((workdir / 'policy' / 'model.safetensors').read_bytes())
-    # A second warm start can set out from it.
-    assert safetensors.numpy.load(files[-1])
   assert files[0] == files[1]
 
 
@@ -42,6 +39,7 @@ def test_an_environment_without_an_expert_is_refused(tmp_path):
   config = _config()
   with config.unlocked():
     config.env = {'name': 'toy'}
+  config.evaluation.num_tasks = 10
   with pytest.raises(ValueError, match='env.name=toy: has no expert'):
     sft.warm_start(config, str(tmp_path))
 
