@@ -276,7 +276,8 @@ def test_a_mesh_of_eight_computes_what_one_device_does(sizes):
     found = jax.jit(lambda p, t: qwen.hidden_states(config, p, t, lengths))(
       placed, rows
     )
-  np.testing.assert_allclose(found, expected, atol=2e-5)
+  # Sums in another order, on states of size 10: float32 rounding.
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_bfloat16_compute_stays_near_float32():
