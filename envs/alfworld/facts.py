@@ -115,8 +115,10 @@ _OBJECTS = {
 }
 
 # Room: kind of receptacle and, where not always one, "number*weight,...".
-# The weights of a kind sum to 30, the number of rooms looked at; what is
-# missing is the number of rooms without any.
+# Weights are numbers of rooms of 30; what is missing to 30 has none. Counted
+# in ALFRED's floor plans, but for what those do not list: CoffeeMachine,
+# StoveBurner, Toaster, GarbageCan, LaundryHamper and, in the bathroom, basins
+# of sinks, Toilet and holders are estimates.
 _RECEPTACLES = {
   'kitchen': (
     'Cabinet=2*1,3*1,4*3,5*1,6*2,8*3,9*4,10*1,11*1,13*4,15*2,17*1,18*1,'
@@ -355,8 +357,8 @@ TEMPLATES = {
 }
 OPENABLE = frozenset(('Fridge', 'Cabinet', 'Microwave', 'Drawer', 'Safe'))
 
-# Expected share of a room's things in one receptacle of the kind; 1 if not
-# named.
+# Relative share of a room's things in one receptacle of the kind, 1 if not
+# named; estimates.
 ROOMINESS = {
   'CounterTop': 6.0,
   'DiningTable': 6.0,
