@@ -122,6 +122,8 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.sft.warmup_updates = 0
   config.sft.decay = True  # of the learning rate, on a line to zero
   config.sft.minibatch_rows = 128
+  # Whether only the response is learnt; False learns the prompt's text too.
+  config.sft.completion_only = True
   # Start: '' takes model.path; 'scratch' makes tokenizer and weights anew.
   config.sft.init = ''
   config.sft.vocab_size = 1024  # of a new tokenizer

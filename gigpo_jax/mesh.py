@@ -4,8 +4,9 @@ One table maps logical axes, the names that models give to the dimensions of
 their arrays, to mesh axes. Changing the parallelism is editing the table.
 """
 
+from typing import Any
+
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 AXES = ('data', 'fsdp', 'tensor')
@@ -40,15 +41,26 @@ def make_mesh(data: int, fsdp: int, tensor: int) -> jax.sharding.Mesh:
   """
   sizes = dict(zip(AXES, (data, fsdp, tensor), strict=True))
   available = jax.device_count()
-  fixed = int(np.prod([size for size in sizes.values() if size != -1]))
+  accepted = f'data x fsdp x tensor must be {available}, one may be -1'
+  remaining, open_axes = available, []
   for name, size in sizes.items():
     if size == -1:
-      sizes[name] = max(1, available // fixed)
-  if int(np.prod(list(sizes.values()))) != available:
-    asked = 'x'.join(str(size) for size in (data, fsdp, tensor))
+      open_axes.append(name)
+    elif size < 1 or remaining % size:
+      raise ValueError(
+        f'mesh.{name}={size}: does not make up {available} device(s); '
+        f'{accepted}'
+      )
+    else:
+      remaining //= size
+  if len(open_axes) > 1:
+    raise ValueError(f'mesh.{open_axes[1]}=-1: a second -1; {accepted}')
+  if open_axes:
+    sizes[open_axes[0]] = remaining
+  elif remaining > 1:
     raise ValueError(
-      f'mesh={asked}: does not make up {available} device(s); '
-      'data x fsdp x tensor must be their number, one may be -1'
+      f'mesh.data={data}: with fsdp={fsdp}, tensor={tensor} does not make up '
+      f'{available} device(s); {accepted}'
     )
   return jax.make_mesh(
     tuple(sizes.values()),
@@ -108,6 +120,26 @@ def check(mesh: jax.sharding.Mesh, shapes: dict, axes: dict) -> None:
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
   """Returns the sharding of arrays whose first dimension is rows."""
   return NamedSharding(mesh, PartitionSpec(BATCH))
+
+
+def place_rows(mesh: jax.sharding.Mesh, arrays: Any) -> Any:
+  """Puts host arrays on the devices, their rows spread over (data, fsdp).
+
+  Args:
+    mesh: the devices.
+    arrays: tree of arrays whose first dimension is rows.
+
+  Raises:
+    ValueError: if the rows do not divide into equal parts.
+  """
+  shards = batch_shards(mesh)
+  for array in jax.tree.leaves(arrays):
+    if array.shape[0] % shards:
+      raise ValueError(
+        f'{array.shape[0]} rows do not divide over {shards} parts of the mesh '
+        '(data x fsdp); must be a multiple'
+      )
+  return jax.device_put(arrays, batch_sharding(mesh))
 
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:

@@ -99,7 +99,10 @@ class Writer:
     ]
     # Written beside and renamed: a kill here must not lose the file.
     beside = self._path.with_suffix('.tmp')
-    beside.write_text(''.join(line + '\n' for line in kept), encoding='utf-8')
+    with beside.open('w', encoding='utf-8') as file:
+      file.writelines(line + '\n' for line in kept)
+      file.flush()
+      os.fsync(file.fileno())
     os.replace(beside, self._path)
     self._file = self._path.open('a', encoding='utf-8')
     self._board = tensorboardX.SummaryWriter(

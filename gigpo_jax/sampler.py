@@ -67,7 +67,8 @@ class Sampler:
     vocab_size: ids from here on are embedding rows without a token, which
       are never sampled.
     top_p: least mass of the most likely tokens to sample from; 1 is all.
-    top_k: how many of the most likely tokens to sample from; 0 is all.
+    top_k: how many of the most likely tokens to sample from; 0 is all. With
+      both, top_p is taken inside top_k.
   """
 
   def __init__(
@@ -84,6 +85,19 @@ class Sampler:
     top_p: float = 1.0,
     top_k: int = 0,
   ):
+    for name, sizes in (
+      ('prompt_buckets', prompt_buckets),
+      ('batch_buckets', batch_buckets),
+    ):
+      if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+        raise ValueError(
+          f'rollout.{name}={tuple(sizes)}: must be rising and positive'
+        )
+    if not 0 < vocab_size <= config.vocab_size:
+      raise ValueError(
+        f'vocab_size={vocab_size}: the model embeds {config.vocab_size} '
+        'tokens; must be between 1 and that'
+      )
     shards = mesh_lib.batch_shards(mesh)
     if any(size % shards for size in batch_buckets):
       raise ValueError(
@@ -137,18 +151,19 @@ class Sampler:
       temperature: divides the logits; 0 takes the likeliest token.
 
     Raises:
-      ValueError: if a prompt is longer than the largest bucket.
+      ValueError: if a prompt is empty or longer than the largest bucket.
     """
-    longest = max((len(r.prompt_ids) for r in requests), default=0)
+    lengths = [len(r.prompt_ids) for r in requests]
+    longest, shortest = max(lengths, default=1), min(lengths, default=1)
+    if shortest < 1:
+      raise ValueError('a prompt has 0 tokens; must have at least 1')
     if longest > self._prompt_buckets[-1]:
       raise ValueError(
         f'a prompt has {longest} tokens; at most {self._prompt_buckets[-1]} '
         '(the last of rollout.prompt_buckets)'
       )
     # By length, so that short prompts share a short bucket.
-    order = sorted(
-      range(len(requests)), key=lambda i: len(requests[i].prompt_ids)
-    )
+    order = sorted(range(len(requests)), key=lengths.__getitem__)
     completions: list[Completion | None] = [None] * len(requests)
     start = 0
     while start < len(order):
@@ -173,9 +188,7 @@ class Sampler:
     for n, request in enumerate(requests):
       tokens[n, : lengths[n]] = request.prompt_ids
       streams[n] = request.stream
-    placed = jax.device_put(
-      (tokens, rows, streams), mesh_lib.batch_sharding(self._mesh)
-    )
+    placed = mesh_lib.place_rows(self._mesh, (tokens, rows, streams))
     with jax.set_mesh(self._mesh):
       ids, log_probs, counts, stopped = jax.device_get(
         self._program(params, *placed, np.float32(temperature))
@@ -222,6 +235,54 @@ def _truncate(scaled_BV: jax.Array, top_p: float, top_k: int) -> jax.Array:
   return jnp.where(scaled_BV < threshold_B1, _NEVER, scaled_BV)
 
 
+def _pick(
+  keys_B: jax.Array,
+  temperature: jax.Array,
+  c: jax.Array,
+  logits_BV: jax.Array,
+  *,
+  vocab_size: int,
+  top_p: float,
+  top_k: int,
+) -> tuple[jax.Array, jax.Array]:
+  """Samples token number c of each row.
+
+  Args:
+    keys_B: key of each row.
+    temperature: divides the logits; 0 takes the likeliest token.
+    c: number of the token in its completion.
+    logits_BV: float32.
+    vocab_size: ids from here on are not sampled.
+    top_p: as in `Sampler`.
+    top_k: as in `Sampler`.
+
+  Returns:
+    ids [B] and their log-probs [B] before truncation.
+  """
+  v = logits_BV.shape[-1]
+  greedy = temperature == 0
+  scaled_BV = logits_BV * (1 / jnp.where(greedy, 1.0, temperature))
+  total_B = jax.nn.logsumexp(scaled_BV, axis=-1)
+  usable_BV = jnp.where(jnp.arange(v) < vocab_size, scaled_BV, _NEVER)
+  usable_BV = _truncate(usable_BV, top_p, top_k)
+
+  def noise(key: jax.Array) -> jax.Array:
+    return jax.random.gumbel(jax.random.fold_in(key, c), (v,), jnp.float32)
+
+  noisy_BV = jax.lax.cond(
+    greedy,
+    lambda: usable_BV,
+    lambda: usable_BV + jax.vmap(noise)(keys_B),
+  )
+  # The first of the largest, as argmax would find it at five times the cost
+  # on a CPU; the minimum keeps rows of NaN within bounds.
+  largest_B1 = jnp.max(noisy_BV, axis=-1, keepdims=True)
+  places_BV = jnp.where(noisy_BV == largest_B1, jnp.arange(v), v - 1)
+  ids_B = jnp.min(places_BV, axis=-1).astype(jnp.int32)
+  chosen_B = jnp.take_along_axis(scaled_BV, ids_B[:, None], axis=-1)[:, 0]
+  return ids_B, chosen_B - total_B
+
+
 def _generate(  # noqa: PLR0913  (what is static, then what is not)
   config: qwen.QwenConfig,
   gathered: dict,
@@ -248,55 +309,54 @@ def _generate(  # noqa: PLR0913  (what is static, then what is not)
   params = jax.lax.with_sharding_constraint(params, gathered)
   b, p = tokens_BP.shape
   keys_B = _row_keys(seed, streams_B5)
-  real_B = lengths_B > 0
   starts_B = jnp.maximum(lengths_B, 1)
-  greedy = temperature == 0
-  divisor = jnp.where(greedy, 1.0, temperature)
-
-  def sample(logits_BV: jax.Array, c: jax.Array) -> tuple[jax.Array, jax.Array]:
-    scaled_BV = logits_BV / divisor
-    log_BV = jax.nn.log_softmax(scaled_BV, axis=-1)
-    known = jnp.arange(scaled_BV.shape[-1]) < vocab_size
-    usable_BV = _truncate(jnp.where(known, scaled_BV, _NEVER), top_p, top_k)
-    noise_BV = jax.vmap(
-      lambda key: jax.random.gumbel(
-        jax.random.fold_in(key, c), usable_BV.shape[1:], jnp.float32
-      )
-    )(keys_B)
-    noise_BV = jnp.where(greedy, 0.0, noise_BV)
-    ids_B = jnp.argmax(usable_BV + noise_BV, axis=-1).astype(jnp.int32)
-    chosen_B = jnp.take_along_axis(log_BV, ids_B[:, None], axis=-1)[:, 0]
-    return ids_B, chosen_B
+  pick = functools.partial(
+    _pick, keys_B, temperature, vocab_size=vocab_size, top_p=top_p, top_k=top_k
+  )
 
   def go_on(state: tuple) -> jax.Array:
-    c, _, _, _, _, done_B, _ = state
+    c, _, _, done_B, _, _, _ = state
     return (c < max_tokens) & ~jnp.all(done_B)
 
   def step(state: tuple) -> tuple:
-    c, logits_BV, cache, ids_BC, log_probs_BC, done_B, counts_B = state
-    ids_B, chosen_B = sample(logits_BV, c)
+    c, ids_B, cache, done_B, ids_BC, log_probs_BC, counts_B = state
+    # Reads token c - 1 and samples token c.
+    logits_BV, cache = qwen.decode(
+      config, params, cache, ids_B, starts_B + c - 1
+    )
+    ids_B, *written = write(
+      c, logits_BV, done_B, ids_BC, log_probs_BC, counts_B
+    )
+    return c + 1, ids_B, cache, *written
+
+  def write(
+    c: jax.Array,
+    logits_BV: jax.Array,
+    done_B: jax.Array,
+    ids_BC: jax.Array,
+    log_probs_BC: jax.Array,
+    counts_B: jax.Array,
+  ) -> tuple:
+    ids_B, chosen_B = pick(c, logits_BV)
     # A row that is done keeps what it has.
     ids_BC = ids_BC.at[:, c].set(jnp.where(done_B, 0, ids_B))
     log_probs_BC = log_probs_BC.at[:, c].set(jnp.where(done_B, 0.0, chosen_B))
     counts_B = counts_B + ~done_B
-    done_B = done_B | jnp.isin(ids_B, jnp.asarray(stop_ids, jnp.int32))
-    logits_BV, cache = qwen.decode(config, params, cache, ids_B, starts_B + c)
-    return c + 1, logits_BV, cache, ids_BC, log_probs_BC, done_B, counts_B
+    is_stop_B = (ids_B[:, None] == jnp.asarray(stop_ids, jnp.int32)).any(axis=1)
+    return ids_B, done_B | is_stop_B, ids_BC, log_probs_BC, counts_B
 
   logits_BV, cache = qwen.prefill(
     config, params, tokens_BP, starts_B, cache_length=p + max_tokens
   )
-  _, _, _, ids_BC, log_probs_BC, done_B, counts_B = jax.lax.while_loop(
-    go_on,
-    step,
-    (
-      jnp.int32(0),
-      logits_BV,
-      cache,
-      jnp.zeros((b, max_tokens), jnp.int32),
-      jnp.zeros((b, max_tokens), jnp.float32),
-      ~real_B,
-      jnp.zeros(b, jnp.int32),
-    ),
+  ids_B, *written = write(
+    jnp.int32(0),
+    logits_BV,
+    lengths_B == 0,
+    jnp.zeros((b, max_tokens), jnp.int32),
+    jnp.zeros((b, max_tokens), jnp.float32),
+    jnp.zeros(b, jnp.int32),
+  )
+  _, _, _, done_B, ids_BC, log_probs_BC, counts_B = jax.lax.while_loop(
+    go_on, step, (jnp.int32(1), ids_B, cache, *written)
   )
   return ids_BC, log_probs_BC, counts_B, done_B

@@ -84,7 +84,10 @@ def demonstration_rows(
   text: tokenizer.Tokenizer,
   pairs: list[tuple[str, str]],
 ) -> batch.Rows:
-  """Returns demonstrations as rows; each its own episode."""
+  """Returns demonstrations as rows; each its own episode.
+
+  Unless `sft.completion_only`, a row's completion is all but its first token.
+  """
   prompts = text.fit(
     [prompt for prompt, _ in pairs],
     [prompt for prompt, _ in pairs],
@@ -101,13 +104,30 @@ def demonstration_rows(
       f'rollout.max_completion_tokens={limit}: an expert response has '
       f'{longest} tokens; must be at least that'
     )
+  inputs = [ids for ids, _ in prompts]
+  if not config.sft.completion_only:
+    responses = [
+      np.concatenate([prompt[1:], response])
+      for prompt, response in zip(inputs, responses, strict=True)
+    ]
+    inputs = [prompt[:1] for prompt in inputs]
+  max_prompt, max_completion = _widths(config)
   return batch.pack(
-    [ids for ids, _ in prompts],
+    inputs,
     responses,
-    max_prompt_tokens=config.rollout.max_prompt_tokens,
-    max_completion_tokens=limit,
+    max_prompt_tokens=max_prompt,
+    max_completion_tokens=max_completion,
     row_multiple=config.sft.minibatch_rows,
   )
+
+
+def _widths(config: ml_collections.ConfigDict) -> tuple[int, int]:
+  """Returns the most tokens that are given and that are learnt, in a row."""
+  given = config.rollout.max_prompt_tokens
+  learnt = config.rollout.max_completion_tokens
+  if config.sft.completion_only:
+    return given, learnt
+  return 1, given + learnt - 1
 
 
 def _write_random_model(
@@ -146,6 +166,9 @@ def _imitate(
     if config.sft.decay:
       config.optimizer.decay_updates = config.sft.epochs * updates
     config.learner.minibatch_rows = config.sft.minibatch_rows
+    widths = _widths(config)
+    config.rollout.max_prompt_tokens = widths[0]
+    config.rollout.max_completion_tokens = widths[1]
   learner = experiment.make_learner(config, policy, losses.supervised)
   state = learner.init(policy.load())
   no_advantages = np.zeros(len(rows.groups), np.float32)

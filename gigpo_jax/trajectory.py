@@ -61,8 +61,9 @@ class Trajectory:
 
   @property
   def success(self) -> bool:
-    """Whether the task was accomplished."""
-    return bool(self.steps) and self.steps[-1].result.success
+    """Whether the task was accomplished; never where the episode failed."""
+    done = bool(self.steps) and self.steps[-1].result.success
+    return done and not self.failure
 
   @property
   def reward(self) -> float:

@@ -65,8 +65,14 @@ def _try_config(argv: list[str]) -> None:
 def _call(main: Callable[[ml_collections.ConfigDict, str], None]) -> None:
   # Checkpointing is chatty below this.
   logging.set_verbosity(logging.WARNING)
+  workdir = _WORKDIR.value or _default_workdir()
+  if '://' in workdir:
+    _refuse(
+      f'--workdir={workdir}: buckets are not written to yet; must be a local '
+      'or mounted folder'
+    )
   try:
-    main(_CONFIG.value, _WORKDIR.value or _default_workdir())
+    main(_CONFIG.value, workdir)
   except ValueError as error:
     _refuse(str(error))
 

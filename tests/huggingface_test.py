@@ -154,6 +154,49 @@ def test_unsupported_models_are_refused(tmp_path):
     huggingface.read_config(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    ({'use_sliding_window': True}, 'use_sliding_window is not supported'),
+    ({'rope_scaling': {'type': 'yarn'}}, 'rotary scaling .* is not supported'),
+    ({'vocab_size': None}, 'lacks vocab_size; all are needed'),
+  ],
+  ids=['window', 'rotary', 'lacking'],
+)
+def test_unsupported_configs_are_refused(saved, change: dict, message: str):
+  directory, _, _ = saved
+  path = directory / 'config.json'
+  raw = json.loads(path.read_text()) | change
+  path.write_text(
+    json.dumps({key: value for key, value in raw.items() if value is not None})
+  )
+  with pytest.raises(ValueError, match=message):
+    huggingface.read_config(str(directory))
+
+
+def test_an_index_without_its_files_is_refused(saved):
+  directory, config, _ = saved
+  (directory / 'model.safetensors.index.json').write_text(
+    json.dumps({'weight_map': {'model.norm.weight': 'gone.safetensors'}})
+  )
+  with pytest.raises(ValueError, match='names gone.safetensors, which is not'):
+    huggingface.check(str(directory), config)
+
+
+def test_tokenizer_files_go_along(saved, tmp_path_factory):
+  _, config, params = saved
+  source, target = (tmp_path_factory.mktemp(name) for name in ('a', 'b'))
+  (source / 'tokenizer.json').write_text('{"of": "a"}')
+  (source / 'other.txt').write_text('not one')
+  huggingface.save(str(target), config, params, str(source))
+  assert sorted(path.name for path in target.iterdir()) == [
+    'config.json',
+    'model.safetensors',
+    'tokenizer.json',
+  ]
+  assert (target / 'tokenizer.json').read_text() == '{"of": "a"}'
+
+
 def test_a_directory_without_safetensors_is_refused(saved):
   directory, config, _ = saved
   (directory / 'model.safetensors').unlink()

@@ -81,7 +81,8 @@ def test_logits_agree_with_transformers(
   mesh = mesh_lib.make_mesh(1, -1, 1)
   params = huggingface.load(str(tmp_path), config, mesh)
   params = jax.tree.map(jnp.asarray, jax.device_get(params))
-  tokens = _tokens(3, 24, seed)
+  # Long enough that attention takes its queries in three blocks.
+  tokens = _tokens(3, 80, seed)
   with torch.no_grad():
     expected = model(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
   tolerance = 2e-5 * np.abs(expected).max()
@@ -89,7 +90,7 @@ def test_logits_agree_with_transformers(
   full = qwen.logits(
     config,
     params,
-    qwen.hidden_states(config, params, tokens, np.full(3, 24)),
+    qwen.hidden_states(config, params, tokens, np.full(3, 80)),
   )
   np.testing.assert_allclose(full, expected, rtol=0, atol=tolerance)
 
@@ -204,6 +205,45 @@ def test_padding_and_neighbours_change_nothing():
   np.testing.assert_allclose(both[0, :10], alone[0, :10], atol=1e-5)
 
 
+@pytest.mark.parametrize(('least', 'blocks'), [(1, 4), (3, 7), (64, 4)])
+def test_blocks_of_queries_change_nothing(monkeypatch, least, blocks):
+  params, tokens = _params(TINY), _tokens(2, 23)
+  lengths = np.array([23, 23], np.int32)
+  monkeypatch.setattr(qwen, '_QUERY_BLOCKS', 1)
+  whole = qwen.hidden_states(TINY, params, tokens, lengths)
+  monkeypatch.setattr(qwen, '_QUERY_BLOCKS', blocks)
+  monkeypatch.setattr(qwen, '_MIN_QUERIES', least)
+  found = qwen.hidden_states(TINY, params, tokens, lengths)
+  np.testing.assert_allclose(
+    found, whole, rtol=0, atol=1e-5 * np.abs(whole).max()
+  )
+
+
+@pytest.mark.parametrize('unrolled', [0, 8], ids=['scanned', 'unrolled'])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_decoding_step_by_step_equals_the_whole(monkeypatch, unrolled, dtype):
+  monkeypatch.setattr(qwen, '_MAX_UNROLLED', unrolled)
+  config = dataclasses.replace(TINY, dtype=dtype)
+  params, tokens = _params(config, scale=2.0), _tokens(3, 20)
+  hidden = qwen.hidden_states(config, params, tokens, np.full(3, 20))
+  expected = np.asarray(qwen.logits(config, params, hidden))
+  # Roundings of bfloat16 differ by 2^-8 and add up over layers.
+  limit = (2e-5 if dtype == 'float32' else 0.05) * np.abs(expected).max()
+  lengths = np.array([4, 9, 12], np.int32)
+  found, cache = qwen.prefill(
+    config, params, tokens[:, :12], lengths, cache_length=20
+  )
+  assert len(cache) == (1 if unrolled == 0 else config.num_layers)
+  step = jax.jit(lambda c, t, p: qwen.decode(config, params, c, t, p))
+  rows = np.arange(3)
+  for n in range(8):
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(
+      found, expected[rows, lengths + n - 1], rtol=0, atol=limit
+    )
+    found, cache = step(cache, tokens[rows, lengths + n], lengths + n)
+
+
 @pytest.mark.parametrize('chunk', [1, 5, 64])
 def test_token_log_probs_are_those_of_the_logits(chunk: int):
   params, tokens = _params(TINY), _tokens(2, 13)
@@ -276,8 +316,28 @@ def test_a_mesh_of_eight_computes_what_one_device_does(sizes):
     found = jax.jit(lambda p, t: qwen.hidden_states(config, p, t, lengths))(
       placed, rows
     )
-  # Sums in another order, on states of size 10: float32 rounding.
-  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+  # Sums over devices in another order: float32 against float64 is as far.
+  np.testing.assert_allclose(
+    found, expected, rtol=0, atol=2e-5 * np.abs(expected).max()
+  )
+
+
+def test_whole_logits_never_exist():
+  # 4096 positions of a vocabulary of 97 would be the largest array by far.
+  params = jax.eval_shape(lambda: qwen.init(TINY, jax.random.key(0)))
+  hidden = jax.ShapeDtypeStruct((2, 4096, 32), jnp.float32)
+  targets = jax.ShapeDtypeStruct((2, 4096), jnp.int32)
+
+  def loss(params, hidden, targets):
+    log_probs, entropies = qwen.token_log_probs(
+      TINY, params, hidden, targets, temperature=1.0, chunk=64
+    )
+    return log_probs.sum() + entropies.sum()
+
+  text = jax.jit(jax.grad(loss)).lower(params, hidden, targets).as_text()
+  assert '2x64x97xf32' in text or '128x97xf32' in text
+  for whole in ('2x4096x97x', '8192x97x', '64x2x64x97x', '64x128x97x'):
+    assert whole not in text
 
 
 def test_bfloat16_compute_stays_near_float32():

@@ -39,7 +39,7 @@ def _sampler(**kwargs) -> sampler.Sampler:
     'stop_ids': (STOP,),
     'vocab_size': 30,
   }
-  mesh = mesh_lib.make_mesh(1, -1, 1)
+  mesh = kwargs.pop('mesh', None) or mesh_lib.make_mesh(1, -1, 1)
   return sampler.Sampler(CONFIG, mesh, **(options | kwargs))
 
 
@@ -175,6 +175,47 @@ def test_nothing_compiles_after_the_warm_up(params):
   assert one.compilations == before
 
 
+def test_greedy_reports_log_probs_at_temperature_one(params):
+  (request,) = _requests(1)
+  (answer,) = _sampler().generate(params, [request], temperature=0.0)
+  tokens = np.concatenate([request.prompt_ids, answer.ids])[None]
+  length = len(request.prompt_ids)
+  log_probs, _ = qwen.completion_log_probs(
+    CONFIG,
+    params,
+    tokens,
+    np.array([length]),
+    np.array([tokens.shape[1]]),
+    max_completion=len(answer.ids),
+  )
+  np.testing.assert_allclose(log_probs[0], answer.log_probs, atol=1e-4)
+
+
+def test_any_of_several_stop_ids_ends_a_completion(params):
+  stops = (7, 11, 13, 20)
+  answers = _sampler(stop_ids=stops, max_completion_tokens=30).generate(
+    params, _requests(64)
+  )
+  last = {int(a.ids[-1]) for a in answers if a.finish_reason == 'stop'}
+  assert last <= set(stops) and len(last) > 1
+  for answer in answers:
+    assert not np.isin(answer.ids[:-1], stops).any()
+
+
+@pytest.mark.parametrize('sizes', [(8, 1, 1), (2, 2, 2), (1, 4, 2)])
+def test_the_mesh_changes_no_token(params, sizes):
+  requests = _requests(11)
+  expected = _sampler().generate(params, requests)
+  mesh = mesh_lib.make_mesh(*sizes)
+  placed = jax.device_put(
+    params, mesh_lib.shardings(mesh, qwen.logical_axes(CONFIG))
+  )
+  one = _sampler(mesh=mesh)
+  for a, b in zip(expected, one.generate(placed, requests), strict=True):
+    np.testing.assert_array_equal(a.ids, b.ids)
+    np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
+
+
 def test_no_requests_give_no_completions(params):
   assert _sampler().generate(params, []) == []
 
@@ -188,3 +229,22 @@ def test_a_prompt_past_the_last_bucket_is_refused(params):
 def test_batches_must_divide_over_the_mesh():
   with pytest.raises(ValueError, match='must be multiples of 8'):
     _sampler(batch_buckets=(12,))
+
+
+@pytest.mark.parametrize(
+  ('kwargs', 'message'),
+  [
+    ({'prompt_buckets': (16, 8)}, r'prompt_buckets=\(16, 8\): must be rising'),
+    ({'batch_buckets': ()}, r'batch_buckets=\(\): must be rising'),
+    ({'vocab_size': 33}, 'vocab_size=33: the model embeds 32 tokens'),
+  ],
+)
+def test_wrong_sizes_are_refused(kwargs: dict, message: str):
+  with pytest.raises(ValueError, match=message):
+    _sampler(**kwargs)
+
+
+def test_an_empty_prompt_is_refused(params):
+  request = sampler.Request(np.zeros(0, np.int32), (0,) * 5)
+  with pytest.raises(ValueError, match='a prompt has 0 tokens'):
+    _sampler().generate(params, [request])

@@ -74,10 +74,9 @@ class TextWorldEngine:
     return _state(self._env.step(command)[0])
 
   def close(self) -> None:
-    """Frees the planner's library, of which each engine holds a copy."""
+    """Leaves the planner's library, a copy for each engine, to the next one."""
     if self._env is not None:
-      library = self._env.unwrapped.downward_lib
-      _modules().fast_downward.close_lib(library)
+      _modules().spare_libraries.append(self._env.unwrapped.downward_lib)
       self._env = None
 
 
@@ -132,13 +131,28 @@ def _modules() -> types.SimpleNamespace:
     logic.Rule.parse_conjunctive_query
   )
   _speed_up_templates(textgen)
+  spare_libraries: list[Any] = []
+  fast_downward.load_lib = _reused(fast_downward.load_lib, spare_libraries)
   return types.SimpleNamespace(
+    spare_libraries=spare_libraries,
     fast_downward=fast_downward,
     mementos=mementos.core,
     textworld=textworld,
     alfred_tw_env=alfred_tw_env,
     pddl_env=pddl_env,
   )
+
+
+def _reused(load: Callable[[], Any], spare: list[Any]) -> Callable[[], Any]:
+  """Takes a library that no engine uses any more before it loads another.
+
+  One that is unloaded while others live crashes the process at its exit.
+  """
+
+  def load_lib() -> Any:
+    return spare.pop() if spare else load()
+
+  return load_lib
 
 
 def _grounded_once(ground: Callable[..., Any]) -> Callable[..., Any]:

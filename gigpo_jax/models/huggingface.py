@@ -32,6 +32,16 @@ _TOKENIZER_FILES = (
   'generation_config.json',
 )
 
+# Fields of config.json without which there is no network.
+_NEEDED = (
+  'vocab_size',
+  'hidden_size',
+  'intermediate_size',
+  'num_hidden_layers',
+  'num_attention_heads',
+  'rms_norm_eps',
+)
+
 # Ours within a layer: (theirs, whether stored as (out, in)).
 _LAYER_NAMES = {
   ('attention', 'q'): ('self_attn.q_proj.weight', True),
@@ -77,6 +87,8 @@ def read_config(
     raw = json.loads(path.read_text(encoding='utf-8'))
   except ValueError as error:
     raise ValueError(f'{path}: not JSON: {error}') from error
+  if not isinstance(raw, dict):
+    raise ValueError(f'{path}: holds no JSON object; must be a config.json')
   kind = raw.get('model_type')
   if kind != 'qwen2':
     raise ValueError(
@@ -90,6 +102,14 @@ def read_config(
       f'model.path={directory}: rotary scaling {rope} is not supported; '
       'known: none (rope_type default)'
     )
+  if raw.get('use_sliding_window'):
+    raise ValueError(
+      f'model.path={directory}: use_sliding_window is not supported; must be '
+      'false'
+    )
+  missing = [name for name in _NEEDED if name not in raw]
+  if missing:
+    raise ValueError(f'{path}: lacks {", ".join(missing)}; all are needed')
   heads = raw['num_attention_heads']
   return qwen.QwenConfig(
     vocab_size=raw['vocab_size'],
@@ -137,6 +157,14 @@ def _files(directory: str) -> dict[str, pathlib.Path]:
   root = pathlib.Path(directory)
   if (root / _INDEX).is_file():
     index = json.loads((root / _INDEX).read_text(encoding='utf-8'))
+    absent = sorted(
+      f for f in set(index['weight_map'].values()) if not (root / f).is_file()
+    )
+    if absent:
+      raise ValueError(
+        f'model.path={directory}: {_INDEX} names {absent[0]}, which is not '
+        f'there ({len(absent)} such); needs all of them'
+      )
     return {name: root / f for name, f in index['weight_map'].items()}
   files: dict[str, pathlib.Path] = {}
   for path in sorted(root.glob('*.safetensors')):
@@ -144,8 +172,9 @@ def _files(directory: str) -> dict[str, pathlib.Path]:
       files.update(dict.fromkeys(tensors.keys(), path))
   if not files:
     raise ValueError(
-      f'model.path={directory}: no *.safetensors there; other weight formats '
-      'are not read'
+      f'model.path={directory}: no *.safetensors there; needs '
+      f'model.safetensors, or {_INDEX} and its parts (pytorch_model.bin and '
+      'other formats are not read)'
     )
   return files
 

@@ -22,6 +22,13 @@ from gigpo_jax import mesh
 # Attention weight of a position that must not be seen, before the softmax.
 _HIDDEN = -1e30
 
+# Blocks of queries that attention takes one by one, and their least size.
+_QUERY_BLOCKS = 4
+_MIN_QUERIES = 32
+
+# Deeper networks decode by a scan over layers.
+_MAX_UNROLLED = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class QwenConfig:
@@ -46,8 +53,19 @@ class QwenConfig:
   remat: bool = True
 
 
-# Keys and values of all layers: {'k': [N, B, S, K, E], 'v': [N, B, S, K, E]}.
-Cache = dict[str, jax.Array]
+# Keys and values of layers: stacks of {'k': [N, B, K, E, S], 'v': [N, B, K, S,
+# E]}, the orders in which a decoding step multiplies them.
+Cache = tuple[dict[str, jax.Array], ...]
+
+
+def _layers_per_stack(config: QwenConfig) -> int:
+  """Returns how many layers share one stack of the cache.
+
+  A stack of many is scanned, which copies a layer's keys and values out of it
+  at each step; stacks of one are read in place, twice as fast, and cost a
+  compilation of each layer.
+  """
+  return 1 if config.num_layers <= _MAX_UNROLLED else config.num_layers
 
 
 def _layer_table(c: QwenConfig) -> dict[str, dict[str, tuple]]:
@@ -187,42 +205,96 @@ def _rotate(x_BLHE: jax.Array, rotary: jax.Array) -> jax.Array:
   return turned.astype(x_BLHE.dtype)
 
 
+def _weigh(
+  scores: jax.Array, seen: jax.Array, scale: float
+) -> tuple[jax.Array, jax.Array]:
+  """Returns softmax of scaled scores as (numerator, denominator), float32.
+
+  The caller divides what the numerators sum up to: fewer numbers than they.
+  """
+  scores = jnp.where(seen, scores * scale, _HIDDEN)
+  top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+  numerator = jnp.exp(scores - top)
+  return numerator, jnp.sum(numerator, axis=-1, keepdims=True)
+
+
 def _attend(
-  q_BLHE: jax.Array, k_BSKE: jax.Array, v_BSKE: jax.Array, mask_BLS: jax.Array
+  q_BLHE: jax.Array, k_BLKE: jax.Array, v_BLKE: jax.Array
 ) -> jax.Array:
-  """Grouped-query attention; weights in float32. Returns [B, L, H, E]."""
+  """Causal grouped-query attention among a row's tokens; [B, L, H, E].
+
+  Queries are taken in a few blocks, each with the keys up to its end, which
+  saves up to three eighths of the products and of the memory.
+  """
   b, length, h, e = q_BLHE.shape
-  k = k_BSKE.shape[2]
-  q_BLKQE = q_BLHE.reshape(b, length, k, h // k, e)
-  scores_BKQLS = jnp.einsum(
-    'BLKQE,BSKE->BKQLS',
-    q_BLKQE,
-    k_BSKE,
+  k = k_BLKE.shape[2]
+  q_BKQLE = q_BLHE.reshape(b, length, k, h // k, e).transpose(0, 2, 3, 1, 4)
+  k_BKLE, v_BKLE = k_BLKE.swapaxes(1, 2), v_BLKE.swapaxes(1, 2)
+  block = max(_MIN_QUERIES, -(-length // _QUERY_BLOCKS))
+  outputs = []
+  for start in range(0, length, block):
+    end = min(start + block, length)
+    scores_BKQIS = jnp.einsum(
+      'BKQIE,BKSE->BKQIS',
+      q_BKQLE[..., start:end, :],
+      k_BKLE[:, :, :end],
+      preferred_element_type=jnp.float32,
+    )
+    seen_IS = jnp.arange(end) <= jnp.arange(start, end)[:, None]
+    weights_BKQIS, total = _weigh(scores_BKQIS, seen_IS, e**-0.5)
+    out_BKQIE = jnp.einsum(
+      'BKQIS,BKSE->BKQIE',
+      weights_BKQIS.astype(v_BLKE.dtype),
+      v_BKLE[:, :, :end],
+      preferred_element_type=jnp.float32,
+    )
+    outputs.append((out_BKQIE / total).astype(v_BLKE.dtype))
+  out_BKQLE = jnp.concatenate(outputs, axis=3)
+  return out_BKQLE.transpose(0, 3, 1, 2, 4).reshape(b, length, h, e)
+
+
+def _attend_cache(
+  q_B1HE: jax.Array, k_BKES: jax.Array, v_BKSE: jax.Array, seen_BS: jax.Array
+) -> jax.Array:
+  """Attention of one query a row over cached keys; [B, 1, H, E]."""
+  b, _, h, e = q_B1HE.shape
+  k = k_BKES.shape[1]
+  scores_BKQS = jnp.einsum(
+    'BKQE,BKES->BKQS',
+    q_B1HE.reshape(b, k, h // k, e),
+    k_BKES,
     preferred_element_type=jnp.float32,
   )
-  scores_BKQLS = jnp.where(
-    mask_BLS[:, None, None], scores_BKQLS * e**-0.5, _HIDDEN
+  weights_BKQS, total = _weigh(scores_BKQS, seen_BS[:, None, None], e**-0.5)
+  out_BKQE = jnp.einsum(
+    'BKQS,BKSE->BKQE',
+    weights_BKQS.astype(v_BKSE.dtype),
+    v_BKSE,
+    preferred_element_type=jnp.float32,
   )
-  weights_BKQLS = jax.nn.softmax(scores_BKQLS, axis=-1).astype(v_BSKE.dtype)
-  out_BLKQE = jnp.einsum('BKQLS,BSKE->BLKQE', weights_BKQLS, v_BSKE)
-  return out_BLKQE.reshape(b, length, h, e)
+  return (out_BKQE / total).astype(v_BKSE.dtype).reshape(b, 1, h, e)
 
 
 class _Layer(nn.Module):
-  """One decoder layer, scanned over; the cache rides in the carry."""
+  """One decoder layer, scanned over.
+
+  Attributes:
+    config: shape of the network.
+    keep: whether to return the keys and values, for a cache.
+  """
 
   config: QwenConfig
+  keep: bool = False
 
   @nn.compact
   def __call__(
     self,
-    carry: tuple[jax.Array, Cache | None],
+    carry: tuple[jax.Array, dict | None],
     layer: jax.Array,
     positions_BL: jax.Array,
     rotary: jax.Array,
-    mask_BLS: jax.Array,
-  ) -> tuple[tuple[jax.Array, Cache | None], None]:
-    """Args as `_Decoder`; `layer` is this layer's number."""
+  ) -> tuple[tuple[jax.Array, dict | None], tuple | None]:
+    """Args as `_layers`; `layer` is this layer's number within the stack."""
     c, dtype = self.config, jnp.dtype(self.config.dtype)
     (x_BLD, cache), table = carry, _layer_table(self.config)
     norm = _Parameters(table['norm'], name='norm')(jnp.float32)
@@ -234,16 +306,20 @@ class _Layer(nn.Module):
     k_BLKE = _project(y_BLD, w['k']) + w['k_bias']
     v_BLKE = _project(y_BLD, w['v']) + w['v_bias']
     q_BLHE, k_BLKE = _rotate(q_BLHE, rotary), _rotate(k_BLKE, rotary)
-    if cache is not None:
-      # Each row writes at its own positions: a scatter, which XLA does in
+    if cache is None:
+      heads_BLHE = _attend(q_BLHE, k_BLKE, v_BLKE)
+    else:
+      # Each row writes at its own position: a scatter, which XLA does in
       # place where a slice update at a traced layer would copy the cache.
-      rows = jnp.arange(x_BLD.shape[0])[:, None]
+      rows, slots = jnp.arange(x_BLD.shape[0]), positions_BL[:, 0]
       cache = {
-        'k': cache['k'].at[layer, rows, positions_BL].set(k_BLKE),
-        'v': cache['v'].at[layer, rows, positions_BL].set(v_BLKE),
+        'k': cache['k'].at[layer, rows, :, :, slots].set(k_BLKE[:, 0]),
+        'v': cache['v'].at[layer, rows, :, slots].set(v_BLKE[:, 0]),
       }
-      k_BLKE, v_BLKE = cache['k'][layer], cache['v'][layer]
-    heads_BLHE = _attend(q_BLHE, k_BLKE, v_BLKE, mask_BLS)
+      seen_BS = jnp.arange(cache['k'].shape[-1]) <= positions_BL
+      heads_BLHE = _attend_cache(
+        q_BLHE, cache['k'][layer], cache['v'][layer], seen_BS
+      )
     heads_BLA = heads_BLHE.reshape(*x_BLD.shape[:2], -1)
     x_BLD = x_BLD + _project(heads_BLA, w['o'].reshape(-1, c.hidden_size))
 
@@ -251,61 +327,56 @@ class _Layer(nn.Module):
     gate_BLF = jax.nn.silu(_project(y_BLD, m['gate']))
     up_BLF = _project(y_BLD, m['up'])
     x_BLD = x_BLD + _project(gate_BLF * up_BLF, m['down'])
-    return (mesh.constrain_rows(x_BLD), cache), None
+    kept = (k_BLKE, v_BLKE) if self.keep else None
+    return (mesh.constrain_rows(x_BLD), cache), kept
 
 
-class _Decoder(nn.Module):
-  """Embedding, layers and the last norm; no logits."""
+def _layers(
+  config: QwenConfig,
+  params: dict,
+  x_BLD: jax.Array,
+  positions_BL: jax.Array,
+  *,
+  cache: dict | None = None,
+  keep: bool = False,
+) -> tuple[jax.Array, dict | None, tuple | None]:
+  """Applies a stack of layers by one scan.
 
-  config: QwenConfig
+  Args:
+    config: shape of the network.
+    params: of the layers, stacked; maybe fewer than the network's.
+    x_BLD: what goes in.
+    positions_BL: place of each token in its row, and in the cache; one row
+      of them serves all.
+    cache: keys and values of these layers; None attends among the tokens.
+    keep: whether to return the keys and values of the tokens.
 
-  @nn.compact
-  def __call__(
-    self,
-    tokens_BL: jax.Array,
-    positions_BL: jax.Array,
-    mask_BLS: jax.Array,
-    cache: Cache | None = None,
-  ) -> tuple[jax.Array, Cache | None]:
-    """Returns (hidden states [B, L, D], cache with these tokens written).
-
-    Args:
-      tokens_BL: token ids.
-      positions_BL: place of each token in its row, and in the cache.
-      mask_BLS: whether token l may see key s: S is L without a cache, else
-        the cache's length.
-      cache: keys and values so far; None attends among the tokens alone.
-    """
-    c = self.config
-    table = _table(c)
-    names = [name for name in table if name != 'layers']
-    top = _Parameters({n: table[n] for n in names}, name='top')(jnp.float32)
-    x_BLD = top['embed'].astype(c.dtype)[tokens_BL]
-    x_BLD = mesh.constrain_rows(x_BLD)
-    layer = _Layer
-    if c.remat:
-      layer = nn.remat(_Layer, prevent_cse=False)
-    stack = nn.scan(
-      layer,
-      variable_axes={'params': 0},
-      split_rngs={'params': True},
-      in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
-      length=c.num_layers,
-    )
-    (x_BLD, cache), _ = stack(c, name='layers')(
-      (x_BLD, cache),
-      jnp.arange(c.num_layers),
-      positions_BL,
-      _rotary(positions_BL, c),
-      mask_BLS,
-    )
-    return _rms_norm(x_BLD, top['norm'], c.rms_norm_eps), cache
+  Returns:
+    what comes out [B, L, D]; the cache with the tokens written; keys and
+    values [N, B, L, K, E] each, or None.
+  """
+  length = jax.tree.leaves(params)[0].shape[0]
+  layer = nn.remat(_Layer, prevent_cse=False) if config.remat else _Layer
+  stack = nn.scan(
+    layer,
+    variable_axes={'params': 0},
+    split_rngs={'params': True},
+    in_axes=(0, nn.broadcast, nn.broadcast),
+    length=length,
+  )
+  (x_BLD, cache), kept = stack(config, keep).apply(
+    {'params': params},
+    (x_BLD, cache),
+    jnp.arange(length),
+    positions_BL,
+    _rotary(positions_BL, config),
+  )
+  return x_BLD, cache, kept
 
 
-def _apply(config: QwenConfig, params: dict, *args) -> Any:
-  top = {name: leaf for name, leaf in params.items() if name != 'layers'}
-  variables = {'params': {'top': top, 'layers': params['layers']}}
-  return _Decoder(config).apply(variables, *args)
+def _embed(config: QwenConfig, params: dict, tokens_BL: jax.Array) -> jax.Array:
+  x_BLD = params['embed'][tokens_BL].astype(config.dtype)
+  return mesh.constrain_rows(x_BLD)
 
 
 def hidden_states(
@@ -320,23 +391,23 @@ def hidden_states(
   padding, whose output means nothing.
   """
   del lengths_B  # Padding comes after every token that could see it.
-  b, length = tokens_BL.shape
-  positions_BL = jnp.broadcast_to(jnp.arange(length), (b, length))
-  mask_BLS = jnp.broadcast_to(
-    jnp.tril(jnp.ones((length, length), bool)), (b, length, length)
-  )
-  return _apply(config, params, tokens_BL, positions_BL, mask_BLS)[0]
+  x_BLD = _embed(config, params, tokens_BL)
+  positions_1L = jnp.arange(tokens_BL.shape[1])[None]
+  x_BLD, _, _ = _layers(config, params['layers'], x_BLD, positions_1L)
+  return _rms_norm(x_BLD, params['norm'], config.rms_norm_eps)
 
 
 def logits(config: QwenConfig, params: dict, hidden: jax.Array) -> jax.Array:
   """Returns next-token logits, float32 [..., V], of hidden states [..., D]."""
   matrix = params['embed' if config.tie_embeddings else 'unembed']
-  return jnp.einsum(
-    '...D,VD->...V',
-    hidden,
+  # Flat for the same reason as in `_project`.
+  flat = jnp.einsum(
+    'ND,VD->NV',
+    hidden.reshape(-1, config.hidden_size),
     matrix.astype(config.dtype),
     preferred_element_type=jnp.float32,
   )
+  return flat.reshape(*hidden.shape[:-1], config.vocab_size)
 
 
 def token_log_probs(
@@ -371,10 +442,15 @@ def token_log_probs(
   def of_chunk(args: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
     x_BID, targets_BI = args
     scaled_BIV = logits(config, params, x_BID) / temperature
-    log_BIV = jax.nn.log_softmax(scaled_BIV, axis=-1)
-    chosen_BI = jnp.take_along_axis(log_BIV, targets_BI[..., None], axis=-1)
-    entropy_BI = -jnp.sum(jnp.exp(log_BIV) * log_BIV, axis=-1)
-    return chosen_BI[..., 0], entropy_BI
+    total_BI = jax.nn.logsumexp(scaled_BIV, axis=-1)
+    # A comparison, not a gather: its gradient is no scatter, and a vocabulary
+    # cut over devices stays where it is.
+    vocabulary = jnp.arange(config.vocab_size)
+    is_target_BIV = targets_BI[..., None] == vocabulary
+    chosen_BI = jnp.sum(jnp.where(is_target_BIV, scaled_BIV, 0.0), axis=-1)
+    probs_BIV = jnp.exp(scaled_BIV - total_BI[..., None])
+    mean_BI = jnp.sum(probs_BIV * scaled_BIV, axis=-1)
+    return chosen_BI - total_BI, total_BI - mean_BI
 
   if padded == chunk:
     log_probs, entropies = of_chunk((hidden, targets))
@@ -438,19 +514,25 @@ def prefill(
     lengths_B: tokens of each prompt, at least 1.
     cache_length: S, tokens that the cache can hold per row.
   """
-  b, p = tokens_BP.shape
-  shape = (config.num_layers, b, p, config.num_kv_heads, config.head_dim)
-  cache = {name: jnp.zeros(shape, config.dtype) for name in ('k', 'v')}
-  positions_BP = jnp.broadcast_to(jnp.arange(p), (b, p))
-  mask_BPP = jnp.broadcast_to(jnp.tril(jnp.ones((p, p), bool)), (b, p, p))
-  hidden_BPD, cache = _apply(
-    config, params, tokens_BP, positions_BP, mask_BPP, cache
+  x_BPD = _embed(config, params, tokens_BP)
+  positions_1P = jnp.arange(tokens_BP.shape[1])[None]
+  x_BPD, _, (k_NBPKE, v_NBPKE) = _layers(
+    config, params['layers'], x_BPD, positions_1P, keep=True
   )
-  room = ((0, 0), (0, 0), (0, cache_length - p), (0, 0), (0, 0))
-  cache = {name: jnp.pad(leaf, room) for name, leaf in cache.items()}
-  last_BD = jnp.take_along_axis(
-    hidden_BPD, (lengths_B - 1)[:, None, None], axis=1
-  )[:, 0]
+  room = cache_length - tokens_BP.shape[1]
+  k_NBKES = jnp.pad(
+    k_NBPKE.transpose(0, 1, 3, 4, 2), [(0, 0)] * 4 + [(0, room)]
+  )
+  v_NBKSE = jnp.pad(v_NBPKE.swapaxes(2, 3), [(0, 0)] * 3 + [(0, room), (0, 0)])
+  size = _layers_per_stack(config)
+  cache = tuple(
+    {'k': k_NBKES[n : n + size], 'v': v_NBKSE[n : n + size]}
+    for n in range(0, config.num_layers, size)
+  )
+  last_BD = jnp.take_along_axis(x_BPD, (lengths_B - 1)[:, None, None], axis=1)[
+    :, 0
+  ]
+  last_BD = _rms_norm(last_BD, params['norm'], config.rms_norm_eps)
   return logits(config, params, last_BD), cache
 
 
@@ -470,9 +552,18 @@ def decode(
     tokens_B: the token at each row's position.
     positions_B: where it stands in its row.
   """
-  slots = jnp.arange(cache['k'].shape[2])
-  mask_B1S = (slots <= positions_B[:, None])[:, None]
-  hidden_B1D, cache = _apply(
-    config, params, tokens_B[:, None], positions_B[:, None], mask_B1S, cache
-  )
-  return logits(config, params, hidden_B1D[:, 0]), cache
+  x_B1D = _embed(config, params, tokens_B[:, None])
+  size = _layers_per_stack(config)
+  stacks = []
+  for n, stack in enumerate(cache):
+    part = slice(n * size, (n + 1) * size)
+    x_B1D, stack, _ = _layers(
+      config,
+      jax.tree.map(lambda leaf, part=part: leaf[part], params['layers']),
+      x_B1D,
+      positions_B[:, None],
+      cache=stack,
+    )
+    stacks.append(stack)
+  x_BD = _rms_norm(x_B1D[:, 0], params['norm'], config.rms_norm_eps)
+  return logits(config, params, x_BD), tuple(stacks)

@@ -1,0 +1,117 @@
+"""Devices as a mesh: sizes, the table of axes, rows on their devices."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gigpo_jax import mesh as mesh_lib
+from gigpo_jax.models import qwen
+
+CONFIG = qwen.QwenConfig(
+  vocab_size=32,
+  hidden_size=16,
+  intermediate_size=24,
+  num_layers=2,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=4,
+)
+
+
+@pytest.mark.parametrize(
+  ('asked', 'made'),
+  [
+    ((1, -1, 1), (1, 8, 1)),
+    ((-1, 2, 2), (2, 2, 2)),
+    ((1, 1, -1), (1, 1, 8)),
+    ((8, -1, 1), (8, 1, 1)),
+    ((2, 4, 1), (2, 4, 1)),
+  ],
+)
+def test_one_axis_takes_the_devices_that_remain(asked, made):
+  mesh = mesh_lib.make_mesh(*asked)
+  assert tuple(mesh.shape[name] for name in mesh_lib.AXES) == made
+  assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
+
+
+@pytest.mark.parametrize(
+  ('asked', 'message'),
+  [
+    ((3, 1, 1), 'mesh.data=3: does not make up 8 device'),
+    ((1, -1, 3), 'mesh.tensor=3: does not make up 8 device'),
+    ((2, 8, 1), 'mesh.fsdp=8: does not make up 8 device'),
+    ((2, 2, 1), 'mesh.data=2: with fsdp=2, tensor=1 does not make up 8'),
+    ((0, -1, 1), 'mesh.data=0: does not make up'),
+    ((1, -2, 1), 'mesh.fsdp=-2: does not make up'),
+    ((-1, 1, -1), 'mesh.tensor=-1: a second -1'),
+  ],
+)
+def test_impossible_sizes_are_refused_in_one_line(asked, message: str):
+  with pytest.raises(ValueError) as error:
+    mesh_lib.make_mesh(*asked)
+  found = str(error.value)
+  assert message in found
+  assert 'data x fsdp x tensor must be 8' in found
+  assert len(found.splitlines()) == 1
+
+
+@pytest.mark.parametrize('tied', [True, False], ids=['tied', 'untied'])
+def test_every_axis_of_the_model_is_in_the_table(tied: bool):
+  config = dataclasses.replace(CONFIG, tie_embeddings=tied)
+  axes, shapes = qwen.logical_axes(config), qwen.shapes(config)
+  leaves = jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))
+  sizes = jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple))
+  assert len(leaves) == len(sizes)
+  for leaf, shape in zip(leaves, sizes, strict=True):
+    assert len(leaf) == len(shape)
+    assert set(leaf) <= set(mesh_lib.RULES)
+
+
+def test_parameters_are_cut_as_the_table_says():
+  mesh = mesh_lib.make_mesh(2, 2, 2)
+  axes = qwen.logical_axes(CONFIG)
+  placed = jax.device_put(
+    qwen.init(CONFIG, jax.random.key(0)), mesh_lib.shardings(mesh, axes)
+  )
+
+  def part(*path: str) -> tuple[int, ...]:
+    leaf = placed
+    for name in path:
+      leaf = leaf[name]
+    return leaf.addressable_shards[0].data.shape
+
+  # Width 16 over fsdp 2; vocabulary, heads and MLP over tensor 2.
+  assert part('embed') == (16, 8)
+  assert part('layers', 'attention', 'q') == (2, 8, 2, 4)
+  assert part('layers', 'attention', 'k') == (2, 8, 1, 4)
+  assert part('layers', 'attention', 'q_bias') == (2, 2, 4)
+  assert part('layers', 'mlp', 'down') == (2, 12, 8)
+  assert part('norm') == (16,)
+
+  gathered = mesh_lib.shardings(mesh, axes, gathered=('fsdp',))
+  assert gathered['embed'].spec == jax.P('tensor', None)
+  assert gathered['layers']['mlp']['up'].spec == jax.P(None, None, 'tensor')
+
+
+def test_rows_go_over_data_and_fsdp():
+  mesh = mesh_lib.make_mesh(2, 2, 2)
+  rows = {'a': np.arange(24).reshape(8, 3), 'b': np.arange(4)}
+  placed = mesh_lib.place_rows(mesh, rows)
+  assert mesh_lib.batch_shards(mesh) == 4
+  assert placed['a'].addressable_shards[0].data.shape == (2, 3)
+  assert placed['b'].addressable_shards[0].data.shape == (1,)
+  jax.tree.map(np.testing.assert_array_equal, placed, rows)
+  with pytest.raises(ValueError, match='6 rows do not divide over 4 parts'):
+    mesh_lib.place_rows(mesh, np.zeros((6, 2)))
+
+
+def test_activations_are_constrained_only_under_a_mesh():
+  x = jnp.zeros((8, 2))
+  assert jax.jit(mesh_lib.constrain_rows)(x).sharding.is_fully_replicated
+  mesh = mesh_lib.make_mesh(2, 4, 1)
+  with jax.set_mesh(mesh):
+    found = jax.jit(mesh_lib.constrain_rows)(x)
+  assert found.addressable_shards[0].data.shape == (1, 2)
