@@ -1,0 +1,1 @@
+"""WebShop: search, compare and buy, to the letter of the original."""
