@@ -1,0 +1,1 @@
+"""WebShop: an online shop in text, its products, goals and rewards."""
