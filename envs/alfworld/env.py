@@ -194,4 +194,6 @@ class Env:
       short_prompt=prompt(()),
       anchor=anchor,
       text=self._shown,
+      task=self._task,
+      actions=prompts.listed(self._state.admissible),
     )

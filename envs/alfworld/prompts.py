@@ -41,6 +41,11 @@ def split_task(initial_feedback: str) -> tuple[str, str]:
   return observation.strip(), task.strip()
 
 
+def listed(admissible: Sequence[str]) -> tuple[str, ...]:
+  """Returns the commands that a prompt offers: all but `help`."""
+  return tuple(command for command in admissible if command != 'help')
+
+
 def _paper(
   task: str,
   observation: str,
@@ -64,9 +69,9 @@ def _paper(
       f'You are now at step {step + 1} and your current observation is: '
       f'{observation}'
     )
-  listed = ',\n '.join(f"'{action}'" for action in actions)
+  quoted = ',\n '.join(f"'{action}'" for action in actions)
   lines.append(
-    f'Your admissible actions of the current situation are: [{listed}].'
+    f'Your admissible actions of the current situation are: [{quoted}].'
   )
   think = _PAPER_THINK if require_think else ''
   lines.append(f'\nNow it is your turn to act. {think}{_PAPER_ACTION}')
@@ -103,13 +108,13 @@ def build(
   Args:
     task: the goal sentence.
     observation: what the engine said last.
-    admissible: the engine's admissible commands; `help` is left out.
+    admissible: the engine's admissible commands.
     history: the last K turns, oldest first; may be empty.
     step: number of turns already taken.
     style: one of STYLES.
     require_think: whether the instruction asks for a `<think>` part.
   """
-  actions = [command for command in admissible if command != 'help']
+  actions = listed(admissible)
   if style == 'brief':
     return _brief(task, observation, actions, history)
   return _paper(task, observation, actions, history, step, require_think)
