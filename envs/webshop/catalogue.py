@@ -157,7 +157,7 @@ def generate(
         f'{", ".join(known)}'
       )
   rules = Difficulty(**difficulty)
-  most = 10 ** (rules.asin_characters - 1) // 2
+  most = 10 ** (rules.asin_characters - 1)
   if not 1 <= num_products <= most:
     raise ValueError(
       f'env.generator.num_products={num_products}: must be from 1 to {most} '

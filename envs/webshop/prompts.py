@@ -11,6 +11,7 @@ of past turns only the actions are told.
 from collections.abc import Sequence
 
 from envs import turns
+from envs.webshop import pages
 
 STYLES = ('paper', 'brief')
 
@@ -19,7 +20,6 @@ STYLES = ('paper', 'brief')
 UNPARSED_CHARACTERS = 20
 MAX_CHARACTERS = 13_000
 
-SEPARATOR = ' [SEP] '
 SEARCH = 'search[<your query>]'
 # On result pages, of the brief style; the item page has the whole title.
 _BRIEF_TITLE_WORDS = 10
@@ -35,17 +35,6 @@ _PAPER_ACTION = (
 )
 
 
-def split_page(text: str, task: str) -> list[str]:
-  """Returns the strings of a page that follow the instruction.
-
-  Args:
-    text: the page as the text mode has it.
-    task: the instruction.
-  """
-  parts = text.split(SEPARATOR)
-  return parts[parts.index(task) + 1 :] if task in parts else parts
-
-
 def actions(has_search_bar: bool, clickables: Sequence[str]) -> tuple[str, ...]:
   """Returns the actions that a page admits.
 
@@ -54,6 +43,13 @@ def actions(has_search_bar: bool, clickables: Sequence[str]) -> tuple[str, ...]:
   """
   search = (SEARCH,) if has_search_bar else ()
   return search + tuple(f'click[{c}]' for c in clickables if c != 'search')
+
+
+def admits(admissible: Sequence[str], action: str) -> bool:
+  """Returns whether an action is one of those that `actions` lists."""
+  if action.startswith('search[') and action.endswith(']'):
+    return SEARCH in admissible and action != 'search[]'
+  return action in admissible
 
 
 def describe(
@@ -67,7 +63,7 @@ def describe(
     style: one of STYLES.
   """
   if style == 'paper':
-    return SEPARATOR.join(f"'{part}'" for part in parts)
+    return pages.SEPARATOR.join(f"'{part}'" for part in parts)
   return lay_out(parts, clickables, title_words=_BRIEF_TITLE_WORDS)
 
 
@@ -84,55 +80,29 @@ def lay_out(
     clickables: what can be clicked, in lower case.
     title_words: how much of a title result pages show; None: all.
   """
-  if list(parts) == ['Search']:
+  view = pages.read(parts, clickables)
+  buttons = ' '.join(map(_bracket, view.buttons))
+  if view.kind == pages.INDEX:
     return SEARCH
-  if 'Buy Now' in parts:
-    lines = _item(parts, clickables)
-  elif len(parts) > 1 and 'Total results' in parts[1]:
-    lines = _results(parts, title_words)
+  if view.kind == pages.RESULTS:
+    # Without the total number of results, which is 50 nearly always.
+    lines = [f'page {view.number} {buttons}']
+    for number, title, price in view.products:
+      title = ' '.join(title.split()[:title_words])
+      lines.append(f'{_bracket(number)} {title} {price}')
+  elif view.kind == pages.ITEM:
+    lines = [buttons]
+    for name, values in view.options.items():
+      lines.append(f'{name}: {" ".join(map(_bracket, values))}')
+    lines.append(f'{view.title} {view.price}')
+    lines.append(' '.join(map(_bracket, view.actions)))
   else:
-    buttons = [part for part in parts if part.lower() in clickables]
-    text = [part for part in parts if part.lower() not in clickables]
-    lines = [' '.join(map(_bracket, buttons)), *text]
+    lines = [buttons, *view.lines]
   return '\n'.join(lines)
 
 
 def _bracket(part: str) -> str:
   return f'[{part.lower()}]'
-
-
-def _item(parts: Sequence[str], clickables: Sequence[str]) -> list[str]:
-  """Back, previous; options; title, price, rating; sub pages, purchase."""
-  price = max(n for n, part in enumerate(parts) if part.startswith('Price: '))
-  lines = [' '.join(map(_bracket, parts[:2]))]
-  for part in parts[2 : price - 1]:
-    if part.lower() in clickables:
-      lines[-1] += f' {_bracket(part)}'
-    else:
-      lines.append(f'{part}:')
-  lines.append(f'{parts[price - 1]} {parts[price].removeprefix("Price: ")}')
-  lines.append(' '.join(map(_bracket, parts[price + 2 :])))
-  return lines
-
-
-def _results(parts: Sequence[str], title_words: int | None) -> list[str]:
-  """Back, page, buttons; number, title and price of each product."""
-  first = next(
-    (n for n, p in enumerate(parts) if n > 1 and not _is_turn(p)), len(parts)
-  )
-  # The page's number without the total, which is 50 nearly always.
-  page = parts[1].partition(' (')[0].lower()
-  buttons = map(_bracket, [parts[0], *parts[2:first]])
-  lines = [' '.join([page, *buttons])]
-  for n in range(first, len(parts), 3):
-    number, title, price = parts[n : n + 3]
-    title = ' '.join(title.split()[:title_words])
-    lines.append(f'{_bracket(number)} {title} {price}')
-  return lines
-
-
-def _is_turn(part: str) -> bool:
-  return part in ('< Prev', 'Next >')
 
 
 def _paper(
