@@ -171,5 +171,4 @@ def _value(name: str, value: str, image: str) -> dict:
     'is_available': True,
     'value': value,
     'asin': '',
-    'image': None,
   }
