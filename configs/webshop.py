@@ -90,16 +90,16 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.pool.num_workers = 1
   config.rollout.groups = 8
   config.rollout.episodes_per_group = 8
-  config.rollout.max_prompt_tokens = 384
-  config.rollout.max_completion_tokens = 48
-  config.rollout.prompt_buckets = (192, 384)
+  config.rollout.max_prompt_tokens = 320
+  config.rollout.max_completion_tokens = 40
+  config.rollout.prompt_buckets = (128, 320)
   config.rollout.batch_buckets = (16, 64)
   config.loss.kl_weight = 0.0
   config.loss.old_log_probs = 'sampler'
   config.optimizer.learning_rate = 4e-4
   config.learner.minibatch_rows = 128
   config.learner.microbatch_rows = 16
-  config.learner.length_buckets = (128, 192, 320, 432)
+  config.learner.length_buckets = (128, 160, 304, 360)
   config.evaluation.num_tasks = 128
   # The policy as it samples in training; the paper's 0.4 flatters the start.
   config.evaluation.temperature = 1.0
