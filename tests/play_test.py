@@ -120,3 +120,20 @@ def test_a_whole_response_goes_as_it_is():
     '<think>Played by hand.</think><action>look</action>'
   )
   assert play.respond('<action>look</action>') == '<action>look</action>'
+
+
+def test_shopping_by_hand():
+  env = envs.make('webshop')
+  task = base.Task('test', 1)
+  responses = [r for _, r in env.demonstrate(task, noise=0.0, seed=0)]
+  done = _play(
+    'webshop',
+    *('--split', 'test', '--index', '1'),
+    typed='\n'.join(['fly', *responses]) + '\n',
+  )
+  assert done.returncode == 0, done.stderr
+  end = f'Success after {len(responses) + 1} steps, reward 10, score 1.000.\n'
+  assert done.stdout.endswith(end)
+  # The answer to nonsense is the page as it was.
+  assert done.stdout.count('> search[<your query>]\n') == 1
+  assert 'page 1 [back to search] [next >]' in done.stdout
