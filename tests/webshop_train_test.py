@@ -36,10 +36,9 @@ def _run(script: str, *flags: str) -> str:
 def test_a_warm_start_and_two_iterations(tmp_path):
   _run(
     'sft',
-    '--config.sft.num_episodes=16',
+    '--config.sft.num_episodes=40',
     '--config.sft.epochs=1',
     '--config.sft.minibatch_rows=16',
-    '--config.sft.vocab_size=512',
     '--config.sft.model.layers=1',
     '--config.sft.model.width=32',
     '--config.sft.model.mlp=32',
