@@ -59,6 +59,9 @@ _ATTRIBUTE_WEIGHTS = {2: 43, 3: 27, 4: 17, 5: 4, 6: 5, 7: 3, 8: 1}
 # Standard deviation of the logarithm of prices within a category.
 _PRICE_SPREAD = 0.9
 _OFFICIAL_ASIN = 10
+# Shorter product numbers are syllables: a small policy's tokenizer has whole
+# ones for them, so that it need not learn to spell.
+_CONSONANTS, _VOWELS = 'BCDFGHJKLMNPQRSTVWXZ', 'AEIOU'
 
 _T = TypeVar('_T')
 _Range = tuple[int, int]
@@ -157,11 +160,13 @@ def generate(
         f'{", ".join(known)}'
       )
   rules = Difficulty(**difficulty)
-  most = 10 ** (rules.asin_characters - 1)
+  # Half of the numbers that there are: the rest is found without long search.
+  length = rules.asin_characters
+  most = 20 ** ((length + 1) // 2) * 5 ** (length // 2) // 2
   if not 1 <= num_products <= most:
     raise ValueError(
       f'env.generator.num_products={num_products}: must be from 1 to {most} '
-      f'with env.generator.asin_characters={rules.asin_characters}'
+      f'with env.generator.asin_characters={length}'
     )
   rng = random.Random(f'webshop {seed}')
   maker = _Maker(rules, rng)
@@ -195,12 +200,15 @@ class _Maker:
   def asin(self) -> str:
     """Returns a product number that is not taken."""
     length = self._rules.asin_characters
-    # Short ones are for policies that have to learn to spell them.
-    alphabet = string.digits
-    if length == _OFFICIAL_ASIN:
-      alphabet += string.ascii_uppercase
     while True:
-      asin = 'B' + ''.join(self._rng.choices(alphabet, k=length - 1))
+      if length == _OFFICIAL_ASIN:
+        alphabet = string.digits + string.ascii_uppercase
+        asin = 'B0' + ''.join(self._rng.choices(alphabet, k=length - 2))
+      else:
+        letters = _CONSONANTS, _VOWELS
+        asin = ''.join(
+          self._rng.choice(letters[place % 2]) for place in range(length)
+        )
       if asin not in self._asins:
         self._asins.add(asin)
         return asin

@@ -106,12 +106,10 @@ class Shopper:
           self._chosen[option] = argument
 
   def _pick(self) -> tuple[str, str]:
-    for number, _, price in self._view.products:
+    for number, _, _ in self._view.products:
       if number.lower() == self._asin:
-        return (
-          f'{self._asin} fits and costs {price}.',
-          f'click[{self._asin}]',
-        )
+        # Without its number: on the page, tokens of it begin with a bracket.
+        return 'One of these fits, so I look at it.', f'click[{self._asin}]'
     if self._searched == self._query and self._view.number < self._number:
       return 'None of these fits, so I look further.', 'click[next >]'
     return 'None of these fits, so I search again.', 'click[back to search]'
