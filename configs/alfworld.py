@@ -22,24 +22,19 @@ BASELINES = ('grpo',)
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
   """Returns the experiment; `arg` is a comma-separated list of variants."""
-  variants = [word for word in arg.split(',') if word]
-  unknown = [v for v in variants if v not in SIZES + BASELINES]
-  sizes = [v for v in variants if v in SIZES]
-  if unknown or len(sizes) > 1:
-    raise ValueError(
-      f'--config=configs/alfworld.py:{arg}: accepts at most one of '
-      f'{", ".join(SIZES)} and {", ".join(BASELINES)}, joined by commas'
-    )
+  size, baselines = base.parse_variants(
+    arg, 'alfworld', sizes=SIZES, baselines=BASELINES
+  )
+  size = size or '1.5b'
   config = _paper()
-  size = sizes[0] if sizes else '1.5b'
-  config.variant = ','.join([size, *(v for v in BASELINES if v in variants)])
+  config.variant = ','.join([size, *baselines])
   if size in ('tiny', 'smoke'):
     _tiny(config)
   if size == 'smoke':
     _smoke(config)
   if size == '7b':
     config.learner.microbatch_rows = 8
-  if 'grpo' in variants:
+  if 'grpo' in baselines:
     config.algorithm.name = 'grpo'
   return config
 

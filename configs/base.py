@@ -4,8 +4,29 @@
 authors' release. A path left empty is asked for at start.
 """
 
+from collections.abc import Sequence
+
 import ml_collections
 from ml_collections import config_dict
+
+
+def parse_variants(
+  arg: str, name: str, *, sizes: Sequence[str], baselines: Sequence[str]
+) -> tuple[str, list[str]]:
+  """Returns (size or '', baselines) of `--config=configs/NAME.py:ARG`.
+
+  Raises:
+    ValueError: if `arg` holds anything else, or two sizes.
+  """
+  variants = [word for word in arg.split(',') if word]
+  unknown = [v for v in variants if v not in (*sizes, *baselines)]
+  chosen = [v for v in variants if v in sizes]
+  if unknown or len(chosen) > 1:
+    raise ValueError(
+      f'--config=configs/{name}.py:{arg}: accepts at most one of '
+      f'{", ".join(sizes)} and {", ".join(baselines)}, joined by commas'
+    )
+  return ''.join(chosen), [b for b in baselines if b in variants]
 
 
 def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)

@@ -9,6 +9,7 @@ from envs import base
 REGISTRY = {
   'alfworld': 'envs.alfworld.env',
   'toy': 'envs.toy',
+  'webshop': 'envs.webshop.env',
 }
 
 

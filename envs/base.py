@@ -36,12 +36,16 @@ class Observation:
     short_prompt: the same without history, for when `prompt` is too long.
     anchor: the state by which steps are grouped (GiGPO, Eq. 6); any string.
     text: the environment's own words, for logs and people.
+    task: what is to be done, as `prompt` says it, for people.
+    actions: what can be done, as `prompt` lists it, for people.
   """
 
   prompt: str
   short_prompt: str
   anchor: str
   text: str
+  task: str = ''
+  actions: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +59,11 @@ class StepResult:
     action: the action parsed out of the response and sent to the simulator.
     success: whether the task is accomplished; can be true only at the end.
     done: whether the episode is over (success or step limit).
-    metrics: further numbers about this step, averaged over steps by name.
+    metrics: further numbers about this step, averaged over the steps that
+      have them, by name.
+    score: how well the whole episode went, in [0, 1], told with its last
+      step; None during an episode, and always where there is no measure finer
+      than success.
   """
 
   observation: Observation | None
@@ -65,6 +73,7 @@ class StepResult:
   success: bool
   done: bool
   metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+  score: float | None = None
 
 
 class Env(Protocol):

@@ -20,6 +20,16 @@ from gigpo_jax.models import huggingface
 
 TINY = 'python launch/train.py --config=configs/alfworld.py:tiny'
 
+# Environments with official data: the variable that names their folder, and
+# what to do where there is none.
+_DATA = {
+  'alfworld': ('ALFWORLD_DATA', 'no ALFWorld games; run `alfworld-download`'),
+  'webshop': (
+    'WEBSHOP_DATA',
+    'no WebShop files; run `python -m envs.webshop.download`',
+  ),
+}
+
 # float32 parameters, two AdamW moments and a gradient accumulator, and a
 # bf16 copy each for sampling and computing.
 BYTES_PER_PARAMETER = 16 + 2 + 2
@@ -118,7 +128,7 @@ def env_kwargs(config: ml_collections.ConfigDict) -> dict:
   """Returns the arguments of the environment, plain values only."""
   kwargs = config.env.to_dict()
   kwargs.pop('name')
-  if config.env.name == 'alfworld':
+  if config.env.name in _DATA:
     kwargs['data_dir'] = _data_dir(config)
     anchor = config.algorithm.anchor
     kwargs['anchor'] = 'observation' if anchor == 'similarity' else anchor
@@ -196,7 +206,8 @@ def _combinations(config: ml_collections.ConfigDict) -> Iterator[str]:
 def _data_dir(config: ml_collections.ConfigDict) -> str | None:
   if config.env.data_dir == 'generated':
     return None
-  return config.env.data_dir or os.environ.get('ALFWORLD_DATA', '')
+  variable, _ = _DATA[config.env.name]
+  return config.env.data_dir or os.environ.get(variable, '')
 
 
 def _missing_environment(config: ml_collections.ConfigDict) -> Iterator[str]:
@@ -211,11 +222,11 @@ def _missing_environment(config: ml_collections.ConfigDict) -> Iterator[str]:
         'env.engine=textworld: alfworld is not installed; run '
         "pip install -e '.[alfworld]', or use env.engine=native"
       )
-  if config.env.name == 'alfworld' and _data_dir(config) == '':
+  if config.env.name in _DATA and _data_dir(config) == '':
+    variable, hint = _DATA[config.env.name]
     yield (
-      'env.data_dir=: no ALFWorld games; run `alfworld-download` and set '
-      '$ALFWORLD_DATA or env.data_dir to its folder, or use '
-      'env.data_dir=generated'
+      f'env.data_dir=: {hint} and set ${variable} or env.data_dir to its '
+      'folder, or use env.data_dir=generated'
     )
     return
   try:

@@ -18,12 +18,14 @@ _FILE = 'metrics.jsonl'
 # Of the console's line, in order: metric and its format.
 _CONSOLE = {
   'train/success_rate': 'success {:6.1%}',
+  'train/score': 'score {:5.1%}',
   'train/episode_reward': 'reward {:5.2f}',
   'train/episode_length': 'steps {:5.1f}',
   'train/invalid_action_rate': 'invalid {:5.1%}',
   'loss/total': 'loss {:+.4f}',
   'time/rollout_secs': 'rollout {:5.1f} s',
   'time/update_secs': 'update {:5.1f} s',
+  'eval/score': 'EVAL score {:.1%}',
   'eval/success_rate': 'EVAL success {:.1%}',
 }
 _INTERVAL = ('eval/success_low', 'eval/success_high')
@@ -47,7 +49,8 @@ def summarize(
 ) -> dict[str, float]:
   """Returns means over episodes and over their steps.
 
-  An episode that the environment broke off counts as not successful.
+  An episode that the environment broke off counts as not successful, and its
+  score as 0.
 
   Args:
     trajectories: at least one.
@@ -64,6 +67,8 @@ def summarize(
   for kind in sorted({t.kind for t in trajectories}):
     of_kind = [t.success for t in trajectories if t.kind == kind]
     values[f'success_rate/{kind}'] = np.mean(of_kind)
+  if any(t.score is not None for t in trajectories):
+    values['score'] = np.mean([t.score or 0.0 for t in trajectories])
   if steps:
     values |= {
       'invalid_action_rate': np.mean([not s.result.valid for s in steps]),

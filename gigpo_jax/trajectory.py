@@ -69,3 +69,8 @@ class Trajectory:
   def reward(self) -> float:
     """Sum of raw rewards, before any penalty."""
     return sum(step.result.reward for step in self.steps)
+
+  @property
+  def score(self) -> float | None:
+    """How well it went, in [0, 1]; None if the environment does not say."""
+    return self.steps[-1].result.score if self.steps else None

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from configs import alfworld
+from configs import alfworld, webshop
 from gigpo_jax import config as config_lib
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import tokenizer
@@ -58,7 +58,7 @@ def _refusal(**changes) -> str:
     ('mesh.data', -1, 'at most one axis may be -1'),
     ('model.dtype', 'float16', 'must be one of bfloat16, float32'),
     ('model.path', '/nowhere', 'no config.json there'),
-    ('env.name', 'alfred', 'must be one of alfworld, toy'),
+    ('env.name', 'alfred', 'must be one of alfworld, toy, webshop'),
     ('env.engine', 'unity', 'must be one of textworld, native'),
     ('env.data_dir', '/nowhere', 'no json_2.1.1/train folder there'),
     ('env.generator.receptacles', (9, 2), 'receptacles'),
@@ -119,6 +119,20 @@ def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path):
   words = map(''.join, itertools.product('abcdefghij', repeat=3))
   tokenizer.train(words, str(model), vocab_size=1200)
   assert 'its embedding' in _refusal(model__path=str(model))
+
+
+def test_a_shop_without_files_is_told_where_they_come_from(monkeypatch):
+  monkeypatch.delenv('WEBSHOP_DATA', raising=False)
+  config = webshop.get_config()
+  assert list(config_lib._missing_environment(config)) == [
+    'env.data_dir=: no WebShop files; run `python -m envs.webshop.download` '
+    'and set $WEBSHOP_DATA or env.data_dir to its folder, or use '
+    'env.data_dir=generated'
+  ]
+  monkeypatch.setenv('WEBSHOP_DATA', '/somewhere')
+  assert config_lib.env_kwargs(config)['data_dir'] == '/somewhere'
+  config.env.data_dir = 'generated'
+  assert config_lib.env_kwargs(config)['data_dir'] is None
 
 
 def test_another_shape_than_the_config_says_is_refused(tmp_path):

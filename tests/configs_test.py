@@ -11,18 +11,23 @@ import configs
 import envs
 import gigpo_jax
 import launch
-from configs import alfworld, base
+from configs import alfworld, base, webshop
 from gigpo_jax import config as config_lib
 
 VARIANTS = [
-  ','.join(word for word in words if word)
-  for words in itertools.product(('', *alfworld.SIZES), ('', 'grpo'))
+  (module, ','.join(word for word in words if word))
+  for module in (alfworld, webshop)
+  for words in itertools.product(('', *module.SIZES), ('', *module.BASELINES))
 ]
 
 
-@pytest.mark.parametrize('variant', VARIANTS)
-def test_every_variant_loads_and_its_values_are_accepted(variant: str):
-  config = alfworld.get_config(variant)
+@pytest.mark.parametrize(
+  ('module', 'variant'),
+  VARIANTS,
+  ids=[f'{m.__name__}:{v}' for m, v in VARIANTS],
+)
+def test_every_variant_loads_and_its_values_are_accepted(module, variant: str):
+  config = module.get_config(variant)
   assert not list(config_lib._values(config))
   assert not list(config_lib._combinations(config))
   assert config.algorithm.name == ('grpo' if 'grpo' in variant else 'gigpo')
@@ -33,10 +38,17 @@ def test_small_variants_run_on_this_machine(variant: str):
   config_lib.validate(alfworld.get_config(variant))
 
 
+@pytest.mark.parametrize('variant', ['tiny', 'smoke', 'tiny,grpo'])
+def test_small_shops_run_on_this_machine(variant: str):
+  config_lib.validate(webshop.get_config(variant), needs_model=False)
+
+
 @pytest.mark.parametrize('arg', ['huge', 'tiny,smoke', 'tiny;grpo'])
 def test_unknown_variants_are_refused_with_the_known_ones(arg: str):
   with pytest.raises(ValueError, match='accepts at most one of 0.5b, 1.5b'):
     alfworld.get_config(arg)
+  with pytest.raises(ValueError, match='webshop.py:.*at most one of 1.5b, 7b'):
+    webshop.get_config(arg)
 
 
 def test_the_default_is_the_paper():
@@ -54,8 +66,24 @@ def test_the_default_is_the_paper():
   assert config.loss.kl_weight == 0.01
 
 
-def test_grpo_differs_by_one_word():
-  one, two = alfworld.get_config('tiny'), alfworld.get_config('tiny,grpo')
+def test_the_default_shop_is_the_paper():
+  config = webshop.get_config()
+  assert config.rollout.groups == 16
+  assert config.rollout.episodes_per_group == 8
+  assert config.rollout.max_prompt_tokens == 4096
+  assert config.rollout.max_completion_tokens == 512
+  assert config.env.max_steps == 15
+  assert config.env.history_length == 2
+  assert config.optimizer.learning_rate == 1e-6
+  assert config.learner.minibatch_rows == 64
+  assert config.num_iterations == 150
+  assert config.algorithm.norm == 'mean'
+  assert config.evaluation.split == 'test'
+
+
+@pytest.mark.parametrize('module', [alfworld, webshop])
+def test_grpo_differs_by_one_word(module):
+  one, two = module.get_config('tiny'), module.get_config('tiny,grpo')
   differences = dict(config_lib._differences(one.to_dict(), two.to_dict()))
   assert differences == {
     'algorithm.name': ('gigpo', 'grpo'),
@@ -73,7 +101,7 @@ def test_all_packages_share_one_parent_folder():
 
 def test_configs_import_ml_collections_only():
   code = (
-    'import sys, configs.alfworld; '
+    'import sys, configs.alfworld, configs.webshop; '
     'assert not {"jax", "numpy", "gigpo_jax", "envs"} & set(sys.modules)'
   )
   subprocess.run([sys.executable, '-c', code], check=True)

@@ -1,5 +1,6 @@
 """Intervals, summaries, the metrics file across a kill, the picture."""
 
+import dataclasses
 import json
 import math
 
@@ -67,6 +68,27 @@ def test_summary_by_hand():
   assert values['eval/response_tokens'] == pytest.approx(8 / 3)
   assert values['eval/odd'] == pytest.approx(2 / 3)
   assert values['eval/failed_episodes'] == 1
+
+
+def test_scores_are_averaged_over_episodes_not_steps():
+  def step(score: float | None) -> trajectory.Step:
+    plain = _step(0, True, 2)
+    result = dataclasses.replace(plain.result, score=score)
+    return dataclasses.replace(plain, result=result)
+
+  def episode(*scores: float | None, failure: str = ''):
+    steps = tuple(map(step, scores))
+    return trajectory.Trajectory(
+      base.Task('train', 0), 'a', 0, 0, steps, failure
+    )
+
+  episodes = [episode(None, None, None, 0.25), episode(1.0)]
+  assert metrics.summarize(episodes)['train/score'] == 0.625
+  # One that broke off counts as 0: 1.25 / 4.
+  episodes += [episode(None, failure='died'), episode(failure='died')]
+  assert metrics.summarize(episodes)['train/score'] == 0.3125
+  # No score where the environment has none.
+  assert 'train/score' not in metrics.summarize([episode(None)])
 
 
 def _write(workdir: str, first: int, last: int) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from envs import turns
 from envs.alfworld import prompts
 
 TAIL = 'x' * 40 + 'go to desk 1'
@@ -83,8 +84,8 @@ def test_later_paper_prompt_numbers_its_history():
     observation='Third sight.',
     admissible=('look',),
     history=(
-      prompts.Turn('First sight.', 'go to bed 1'),
-      prompts.Turn('Second sight.', 'go to desk 1'),
+      turns.Turn('First sight.', 'go to bed 1'),
+      turns.Turn('Second sight.', 'go to desk 1'),
     ),
     step=4,
   )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from envs import base
+from envs import base, turns
 from envs.alfworld import expert, games, pddl, prompts, world
 
 ENGINES = ('textworld', 'native')
@@ -81,7 +81,7 @@ class Env:
     self._require_think = require_think
     self._require_admissible = require_admissible
     self._anchor = anchor
-    self._history: collections.deque[prompts.Turn] = collections.deque(
+    self._history: collections.deque[turns.Turn] = collections.deque(
       maxlen=history_length
     )
     self._state: world.State
@@ -131,7 +131,7 @@ class Env:
     admissible = action in self._state.admissible
     if self._require_admissible:
       valid = valid and admissible
-    self._history.append(prompts.Turn(self._shown, action))
+    self._history.append(turns.Turn(self._shown, action))
     self._state = self._engine.step(action)
     self._shown = self._state.feedback.strip()
     self._step += 1
@@ -175,7 +175,7 @@ class Env:
       observation = self.step(response).observation
 
   def _observe(self) -> base.Observation:
-    def prompt(history: tuple[prompts.Turn, ...]) -> str:
+    def prompt(history: tuple[turns.Turn, ...]) -> str:
       return prompts.build(
         task=self._task,
         observation=self._shown,
@@ -194,4 +194,6 @@ class Env:
       short_prompt=prompt(()),
       anchor=anchor,
       text=self._shown,
+      task=self._task,
+      actions=prompts.listed(self._state.admissible),
     )

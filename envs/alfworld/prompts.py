@@ -6,9 +6,9 @@ prompts); `brief` holds the same facts in a third of the tokens, for policies
 so small that they learn the instruction rather than read it.
 """
 
-import dataclasses
-import re
 from collections.abc import Sequence
+
+from envs import turns
 
 STYLES = ('paper', 'brief')
 
@@ -17,11 +17,6 @@ STYLES = ('paper', 'brief')
 UNPARSED_CHARACTERS = 30
 
 _TASK_MARK = 'Your task is to: '
-# Chinese, Japanese and Korean: ideographs with extensions, kana, hangul.
-_CJK = re.compile(
-  '[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff'
-  '\U00020000-\U0002fa1f]'
-)
 
 _PAPER_THINK = (
   'First reason step by step about the current situation. This reasoning '
@@ -31,14 +26,6 @@ _PAPER_ACTION = (
   'Choose one admissible action for the current step and present it within '
   '<action> </action> tags.'
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Turn:
-  """A past step as the prompt shows it: what was seen and what was done."""
-
-  observation: str
-  action: str
 
 
 def split_task(initial_feedback: str) -> tuple[str, str]:
@@ -54,11 +41,16 @@ def split_task(initial_feedback: str) -> tuple[str, str]:
   return observation.strip(), task.strip()
 
 
+def listed(admissible: Sequence[str]) -> tuple[str, ...]:
+  """Returns the commands that a prompt offers: all but `help`."""
+  return tuple(command for command in admissible if command != 'help')
+
+
 def _paper(
   task: str,
   observation: str,
   actions: Sequence[str],
-  history: Sequence[Turn],
+  history: Sequence[turns.Turn],
   step: int,
   require_think: bool,
 ) -> str:
@@ -72,23 +64,14 @@ def _paper(
     lines.append(f'Your task is to: {task}')
     lines.append(f'Before this step, you have already taken {step} step(s).')
     if history:
-      first = step - len(history) + 1
-      pairs = '\n'.join(
-        f"[Observation {first + i}: '{turn.observation}', "
-        f"Action {first + i}: '{turn.action}']"
-        for i, turn in enumerate(history)
-      )
-      lines.append(
-        f'Here are the last {len(history)} observation(s) and the action(s) '
-        f'you took:\n{pairs}'
-      )
+      lines.append(turns.recall(history, step))
     lines.append(
       f'You are now at step {step + 1} and your current observation is: '
       f'{observation}'
     )
-  listed = ',\n '.join(f"'{action}'" for action in actions)
+  quoted = ',\n '.join(f"'{action}'" for action in actions)
   lines.append(
-    f'Your admissible actions of the current situation are: [{listed}].'
+    f'Your admissible actions of the current situation are: [{quoted}].'
   )
   think = _PAPER_THINK if require_think else ''
   lines.append(f'\nNow it is your turn to act. {think}{_PAPER_ACTION}')
@@ -99,7 +82,7 @@ def _brief(
   task: str,
   observation: str,
   actions: Sequence[str],
-  history: Sequence[Turn],
+  history: Sequence[turns.Turn],
 ) -> str:
   lines = [f'Task: {task}']
   for turn in history:
@@ -115,7 +98,7 @@ def build(
   task: str,
   observation: str,
   admissible: Sequence[str],
-  history: Sequence[Turn],
+  history: Sequence[turns.Turn],
   step: int,
   style: str = 'paper',
   require_think: bool = True,
@@ -125,36 +108,22 @@ def build(
   Args:
     task: the goal sentence.
     observation: what the engine said last.
-    admissible: the engine's admissible commands; `help` is left out.
+    admissible: the engine's admissible commands.
     history: the last K turns, oldest first; may be empty.
     step: number of turns already taken.
     style: one of STYLES.
     require_think: whether the instruction asks for a `<think>` part.
   """
-  actions = [command for command in admissible if command != 'help']
+  actions = listed(admissible)
   if style == 'brief':
     return _brief(task, observation, actions, history)
   return _paper(task, observation, actions, history, step, require_think)
 
 
 def project(response: str, *, require_think: bool = True) -> tuple[str, bool]:
-  """Returns (action, valid): what the response asks for, and its form.
-
-  The action is the lower-cased text between the first `<action>` and the
-  first `</action>` after it. The form is invalid when that pair is missing or
-  out of order, when `<think>`...`</think>` is missing (unless not required),
-  or when the response holds CJK characters. Whether the action is admissible
-  is another matter, which the environment answers.
-  """
-  text = response.lower()
-  start = text.find('<action>')
-  end = text.find('</action>', start + len('<action>')) if start >= 0 else -1
-  if end < 0:
-    return text[-UNPARSED_CHARACTERS:], False
-  valid = not _CJK.search(response)
-  if require_think:
-    opened = text.find('<think>')
-    valid = valid and 0 <= opened < text.find('</think>', opened)
-  if not valid:
-    return text[-UNPARSED_CHARACTERS:], False
-  return text[start + len('<action>') : end].strip(), True
+  """Returns (action, valid); see `turns.project`."""
+  return turns.project(
+    response,
+    require_think=require_think,
+    unparsed_characters=UNPARSED_CHARACTERS,
+  )

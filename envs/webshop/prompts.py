@@ -1,0 +1,184 @@
+"""WebShop turns as text: the prompt of a step, and the action in a response.
+
+`paper` is the prompt of the GiGPO experiments in structure: the page as
+quoted strings without the instruction, which stands apart, and the admissible
+actions (arXiv:2505.10978, appendix on prompts). `brief` is for policies so
+small that they learn the instruction rather than read it: what can be clicked
+stands in brackets where the page has it, so there is no list of actions, and
+of past turns only the actions are told.
+"""
+
+from collections.abc import Sequence
+
+from envs import turns
+from envs.webshop import pages
+
+STYLES = ('paper', 'brief')
+
+# As in the released code: how much of an invalid response stands for its
+# action, and the length from which on a prompt does without history.
+UNPARSED_CHARACTERS = 20
+MAX_CHARACTERS = 13_000
+
+SEARCH = 'search[<your query>]'
+# On result pages, of the brief style; the item page has the whole title.
+_BRIEF_TITLE_WORDS = 10
+
+_PAPER_THINK = (
+  'First reason step by step about the current situation, and think carefully '
+  'which admissible action best advances the shopping goal. This reasoning '
+  'must be enclosed within <think> </think> tags. '
+)
+_PAPER_ACTION = (
+  'Choose one admissible action for the current step and present it within '
+  '<action> </action> tags.'
+)
+
+
+def actions(has_search_bar: bool, clickables: Sequence[str]) -> tuple[str, ...]:
+  """Returns the actions that a page admits.
+
+  Differs from the paper: its code also lists `click[search]`, which the shop
+  ignores.
+  """
+  search = (SEARCH,) if has_search_bar else ()
+  return search + tuple(f'click[{c}]' for c in clickables if c != 'search')
+
+
+def admits(admissible: Sequence[str], action: str) -> bool:
+  """Returns whether an action is one of those that `actions` lists."""
+  if action.startswith('search[') and action.endswith(']'):
+    return SEARCH in admissible and action != 'search[]'
+  return action in admissible
+
+
+def describe(
+  parts: Sequence[str], clickables: Sequence[str], *, style: str = 'paper'
+) -> str:
+  """Returns a page as an observation.
+
+  Args:
+    parts: its strings without the instruction.
+    clickables: what can be clicked, in lower case.
+    style: one of STYLES.
+  """
+  if style == 'paper':
+    return pages.SEPARATOR.join(f"'{part}'" for part in parts)
+  return lay_out(parts, clickables, title_words=_BRIEF_TITLE_WORDS)
+
+
+def lay_out(
+  parts: Sequence[str],
+  clickables: Sequence[str],
+  *,
+  title_words: int | None = None,
+) -> str:
+  """Returns a page in lines, what can be clicked in brackets.
+
+  Args:
+    parts: its strings without the instruction.
+    clickables: what can be clicked, in lower case.
+    title_words: how much of a title result pages show; None: all.
+  """
+  view = pages.read(parts, clickables)
+  buttons = ' '.join(map(_bracket, view.buttons))
+  if view.kind == pages.INDEX:
+    return SEARCH
+  if view.kind == pages.RESULTS:
+    # Without the total number of results, which is 50 nearly always.
+    lines = [f'page {view.number} {buttons}']
+    for number, title, price in view.products:
+      title = ' '.join(title.split()[:title_words])
+      lines.append(f'{_bracket(number)} {title} {price}')
+  elif view.kind == pages.ITEM:
+    lines = [buttons]
+    for name, values in view.options.items():
+      lines.append(f'{name}: {" ".join(map(_bracket, values))}')
+    lines.append(f'{view.title} {view.price}')
+    lines.append(' '.join(map(_bracket, view.actions)))
+  else:
+    lines = [buttons, *view.lines]
+  return '\n'.join(lines)
+
+
+def _bracket(part: str) -> str:
+  return f'[{part.lower()}]'
+
+
+def _paper(
+  task: str,
+  observation: str,
+  admissible: Sequence[str],
+  history: Sequence[turns.Turn],
+  step: int,
+  require_think: bool,
+) -> str:
+  lines = [
+    'You are an expert autonomous agent operating in the WebShop e-commerce '
+    'environment.',
+    f'Your task is to: {task}.',
+  ]
+  if step == 0 or not history:
+    lines.append(f'Your current observation is: {observation}.')
+  else:
+    lines.append(
+      f'Before this step, you have already taken {step} step(s). '
+      f'{turns.recall(history, step)}'
+    )
+    lines.append(
+      f'You are now at step {step + 1} and your current observation is: '
+      f'{observation}.'
+    )
+  quoted = '\n'.join(f"'{action}'," for action in admissible)
+  lines.append(
+    f'Your admissible actions of the current situation are:\n[\n{quoted}\n].'
+  )
+  think = _PAPER_THINK if require_think else ''
+  lines.append(f'\nNow it is your turn to act. {think}{_PAPER_ACTION}')
+  return '\n'.join(lines)
+
+
+def _brief(task: str, observation: str, history: Sequence[turns.Turn]) -> str:
+  taken = [f'> {turn.action}' for turn in history]
+  return '\n'.join([f'Task: {task}', *taken, observation])
+
+
+def build(
+  *,
+  task: str,
+  observation: str,
+  admissible: Sequence[str],
+  history: Sequence[turns.Turn],
+  step: int,
+  style: str = 'paper',
+  require_think: bool = True,
+) -> str:
+  """Returns the user message of a turn.
+
+  Args:
+    task: the instruction.
+    observation: the page, from `describe`.
+    admissible: what it admits, from `actions`.
+    history: the last K turns, oldest first; may be empty. Left out where the
+      message would be longer than MAX_CHARACTERS.
+    step: number of turns already taken.
+    style: one of STYLES.
+    require_think: whether the instruction asks for a `<think>` part.
+  """
+
+  def text(history: Sequence[turns.Turn]) -> str:
+    if style == 'brief':
+      return _brief(task, observation, history)
+    return _paper(task, observation, admissible, history, step, require_think)
+
+  full = text(history)
+  return full if len(full) <= MAX_CHARACTERS else text(())
+
+
+def project(response: str, *, require_think: bool = True) -> tuple[str, bool]:
+  """Returns (action, valid); see `turns.project`."""
+  return turns.project(
+    response,
+    require_think=require_think,
+    unparsed_characters=UNPARSED_CHARACTERS,
+  )

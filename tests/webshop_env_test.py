@@ -1,0 +1,296 @@
+"""WebShop as the trainer sees it: turns, rewards, anchors, goals, oracle."""
+
+import dataclasses
+import pathlib
+
+import pytest
+
+import envs
+from envs import base
+from envs.webshop import env as webshop_env
+from envs.webshop import oracle, prompts
+
+DATA = pathlib.Path(__file__).parents[2] / 'shared' / 'data' / 'webshop'
+NEEDS_DATA = pytest.mark.skipif(
+  not (DATA / 'items_shuffle_1000.json').exists(),
+  reason='the official product files are not here',
+)
+SMALL = {
+  'num_products': 400,
+  'options': (1, 2),
+  'values': (3, 4),
+  'attributes': (2, 2),
+  'title_share': 1.0,
+  'instruction_share': 1.0,
+}
+TASK = base.Task('train', 3)
+
+
+def _env(**kwargs) -> webshop_env.Env:
+  return webshop_env.Env(generator=SMALL, **kwargs)
+
+
+def _say(action: str) -> str:
+  return f'<think>so</think><action>{action}</action>'
+
+
+def _play(env: webshop_env.Env, *actions: str) -> list[base.StepResult]:
+  env.reset(TASK)
+  return [env.step(_say(action)) for action in actions]
+
+
+def _plan(env: webshop_env.Env, task: base.Task = TASK) -> list[str]:
+  """Returns the oracle's actions."""
+  responses = [r for _, r in env.demonstrate(task, noise=0.0, seed=0)]
+  return [prompts.project(response)[0] for response in responses]
+
+
+def test_the_right_purchase_pays_ten_at_the_end():
+  env = _env()
+  results = _play(env, *_plan(env))
+  last = results[-1]
+  assert [r.reward for r in results] == [0.0] * (len(results) - 1) + [10.0]
+  assert [r.success for r in results] == [False] * (len(results) - 1) + [True]
+  assert [r.score for r in results] == [None] * (len(results) - 1) + [1.0]
+  assert last.done and last.observation is None
+  assert all(r.valid for r in results)
+  assert all(r.metrics['inadmissible_action_rate'] == 0 for r in results)
+
+
+def test_a_purchase_without_options_pays_nothing_but_scores():
+  env = _env()
+  goal = env.goal(TASK)
+  plan = _plan(env)
+  values = [f'click[{value}]' for value in goal.goal_options.values()]
+  assert values
+  last = _play(env, *(a for a in plan if a not in values))[-1]
+  # Two attributes and the price of 2 + options + 1 points.
+  assert last.score == pytest.approx(3 / (3 + len(values)))
+  assert last.reward == 0 and not last.success and last.done
+
+
+def test_the_step_limit_ends_an_episode_without_score():
+  env = _env(max_steps=3)
+  results = _play(env, *['click[back to search]'] * 3)
+  assert [r.done for r in results] == [False, False, True]
+  assert [r.score for r in results] == [None, None, 0.0]
+  assert sum(r.reward for r in results) == 0
+
+
+def test_an_invalid_response_is_played_and_marked():
+  env = _env()
+  env.reset(TASK)
+  result = env.step('I look around in the shop.')
+  assert not result.valid and not result.done
+  assert result.action == ' around in the shop.'
+  assert result.metrics['inadmissible_action_rate'] == 1
+  # The page is unchanged.
+  assert result.observation.text == prompts.SEARCH
+
+
+def test_a_search_without_a_search_bar_works_but_is_inadmissible():
+  env = _env(require_admissible=True)
+  first, second = _play(env, 'search[shoes]', 'search[lamps]')
+  assert first.valid and not second.valid
+  assert first.observation.anchor != second.observation.anchor
+
+
+def test_history_holds_the_last_k_turns():
+  env = _env(history_length=2)
+  first = env.reset(TASK)
+  assert 'Before this step' not in first.prompt
+  observations = [
+    env.step(_say(action)).observation
+    for action in ('search[shoes]', 'click[next >]', 'click[back to search]')
+  ]
+  assert "Action 1: 'search[shoes]'" in observations[0].prompt
+  assert "Action 2: 'click[next >]'" in observations[2].prompt
+  assert "Action 3: 'click[back to search]'" in observations[2].prompt
+  assert 'Action 1:' not in observations[2].prompt
+  assert 'Action 2:' not in observations[2].short_prompt
+
+
+def test_the_instruction_is_told_once():
+  env = _env()
+  observation = env.reset(TASK)
+  task = env.goal(TASK).instruction_text
+  assert observation.task == task
+  assert observation.prompt.count(task) == 1
+  assert task not in observation.anchor
+  assert observation.actions == (prompts.SEARCH,)
+
+
+def test_episodes_are_equal_and_independent_of_what_came_before():
+  env = _env()
+  first = env.reset(TASK)
+  _play(env, 'search[shoes]')
+  env.reset(base.Task('train', 4))
+  assert env.reset(TASK) == first
+  assert _env().reset(TASK) == first
+  results = [_play(e, *_plan(env)) for e in (env, _env())]
+  assert results[0] == results[1]
+
+
+def test_anchors():
+  plain, full = _env(), _env(anchor='observation_and_actions')
+  one, two = plain.reset(TASK), full.reset(TASK)
+  assert one.anchor == "'Search'"
+  assert two.anchor == f"'Search'\n{prompts.SEARCH}"
+  # A revisited page has the same anchor, whatever was done in between.
+  results = _play(
+    plain, 'search[shoes]', 'click[next >]', 'click[< prev]', 'click[next >]'
+  )
+  anchors = [result.observation.anchor for result in results]
+  assert anchors[0] == anchors[2] != anchors[1] == anchors[3]
+  with pytest.raises(ValueError, match='anchor=x: must be one of'):
+    _env(anchor='x')
+
+
+def test_splits_are_parts_of_one_list():
+  sizes = {
+    split: len(webshop_env.tasks(split, generator=SMALL))
+    for split in webshop_env.SPLITS
+  }
+  assert (sizes['test'], sizes['valid']) == (500, 1000)
+  both = webshop_env.tasks('train', generator=SMALL, reference_sampling=True)
+  assert len(both) == sizes['train'] + 1000
+  valid = webshop_env.tasks('valid', generator=SMALL)
+  assert both[0] == valid[0]
+  kinds = {both.kind(index) for index in range(len(both))}
+  assert kinds == {'beauty', 'electronics', 'fashion', 'garden', 'grocery'}
+
+
+def test_wrong_splits_and_goals_are_refused_in_one_line():
+  with pytest.raises(ValueError, match='split=dev: must be one of train, va'):
+    webshop_env.tasks('dev', generator=SMALL)
+  with pytest.raises(ValueError, match='nobody has written instructions'):
+    webshop_env.tasks('train', human_goals=True)
+  few = {**SMALL, 'num_products': 20}
+  with pytest.raises(ValueError, match='split=train: none of the .* goals'):
+    webshop_env.tasks('train', generator=few)
+
+
+def test_all_environments_of_a_process_share_one_shop():
+  one, two = _env(), _env(prompt_style='brief')
+  assert webshop_env._shop(*one._source) is webshop_env._shop(*two._source)
+  one.prepare(TASK)
+  two.prepare(TASK)
+  assert one.goal(TASK) is two.goal(TASK)
+
+
+def test_it_is_in_the_registry():
+  assert len(envs.tasks('webshop', 'test', generator=SMALL)) == 500
+  env = envs.make('webshop', generator=SMALL)
+  assert env.reset(TASK) == _env().reset(TASK)
+  env.close()
+
+
+@pytest.mark.parametrize('style', prompts.STYLES)
+def test_demonstrations_succeed_and_are_reproducible(style: str):
+  env = _env(prompt_style=style)
+  for index in range(40):
+    task = base.Task('train', index)
+    pairs = list(env.demonstrate(task, noise=0.0, seed=0))
+    assert pairs == list(env.demonstrate(task, noise=0.0, seed=0))
+    env.reset(task)
+    results = [env.step(response) for _, response in pairs]
+    assert results[-1].success
+    assert all(response.startswith('<think>') for _, response in pairs)
+
+
+def test_demonstrations_without_thoughts():
+  env = _env(require_think=False)
+  for _, response in env.demonstrate(TASK, noise=0.0, seed=0):
+    assert response.startswith('<action>')
+
+
+def test_noise_makes_the_oracle_err_and_it_recovers():
+  env = _env(max_steps=30)
+  outcomes = {'won': 0, 'bought': 0, 'long': 0}
+  for index in range(40):
+    task = base.Task('train', index)
+    pairs = list(env.demonstrate(task, noise=0.3, seed=0))
+    env.reset(task)
+    last = [env.step(response) for _, response in pairs][-1]
+    outcomes['won'] += last.success
+    outcomes['bought'] += last.observation is None
+    outcomes['long'] += len(pairs) > 6
+  # Some buy the wrong thing by chance; most find back.
+  assert 20 < outcomes['won'] < 40
+  assert outcomes['bought'] == 40
+  assert outcomes['long'] > 5
+  noisy = [list(env.demonstrate(TASK, noise=0.6, seed=s)) for s in (0, 1)]
+  assert noisy[0] != noisy[1]
+
+
+def test_the_oracle_searches_with_the_instructions_words():
+  env = _env()
+  for index in range(20):
+    goal = env.goal(base.Task('train', index))
+    phrase = oracle.phrase(goal)
+    assert f'Find me {phrase}' in goal.instruction_text
+    assert 'price' not in phrase
+    assert not any(f'{name}:' in phrase for name in goal.goal_options)
+
+
+def test_what_the_oracle_searches_for_by_hand():
+  goal = _env().goal(TASK)
+  goal = dataclasses.replace(
+    goal,
+    name='Alder Lip Balm',
+    instruction_text='Find me oil free lip balms with shea butter with color: '
+    'red, and size: 1 ounce, and price lower than 30.00 dollars',
+    goal_options={'color': 'red', 'size': '1 ounce'},
+  )
+  assert oracle.queries(goal) == [
+    'oil free lip balms with shea butter',
+    'oil free lip balms with shea butter red 1 ounce',
+    'oil free lip balms with shea butter with color: red, and size: 1 ounce',
+    'alder lip balm',
+  ]
+  # Instructions of people have values alone.
+  goal = dataclasses.replace(
+    goal,
+    instruction_text='i need a red balm, and price lower than 30.00 dollars',
+    goal_options=['red'],
+  )
+  assert oracle.queries(goal) == [
+    'i need a red balm',
+    'i need a red balm red',
+    'alder lip balm',
+  ]
+
+
+def _success_rate(env: webshop_env.Env, tasks: list[base.Task]) -> float:
+  won = 0
+  for task in tasks:
+    for _ in env.demonstrate(task, noise=0.0, seed=0):
+      pass
+    won += env._page.reward == 1.0
+  return won / len(tasks)
+
+
+def test_the_oracle_on_the_default_shop():
+  env = webshop_env.Env()
+  tasks = [base.Task('train', index) for index in range(200)]
+  assert _success_rate(env, tasks) >= 0.98
+
+
+@NEEDS_DATA
+def test_the_oracle_on_official_goals():
+  env = webshop_env.Env(data_dir=str(DATA))
+  tasks = [base.Task('test', index) for index in range(0, 500, 5)]
+  assert _success_rate(env, tasks) >= 0.98
+
+
+@NEEDS_DATA
+@pytest.mark.slow
+def test_the_oracle_on_all_official_goals():
+  env = webshop_env.Env(data_dir=str(DATA))
+  tasks = [
+    base.Task(split, index)
+    for split in webshop_env.SPLITS
+    for index in range(len(webshop_env.tasks(split, data_dir=str(DATA))))
+  ]
+  assert len(tasks) == 6910
+  assert _success_rate(env, tasks) >= 0.98
