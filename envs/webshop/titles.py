@@ -11,6 +11,7 @@ product, and success (a score of 1) of practically none.
 
 import functools
 import re
+import warnings
 from collections.abc import Callable
 
 _MODEL = 'en_core_web_sm'
@@ -47,6 +48,10 @@ def _tagger() -> Callable[[str], tuple[str, ...]]:
     pass
   from textblob import en
 
+  with warnings.catch_warnings():
+    # It leaves the file of its lexicon to the garbage collector.
+    warnings.simplefilter('ignore', ResourceWarning)
+    en.parser.find_tags(['word'])
   return functools.partial(_by_lexicon, en.parser.find_tags)
 
 

@@ -1,0 +1,412 @@
+"""Pages, goals, rewards and damaged data on a shop of three products."""
+
+import json
+import random
+
+import pytest
+
+from envs.webshop import engine, goals, products, reward, titles
+
+MUG = {
+  'asin': 'B000000001',
+  'name': 'Red Coffee Mug, 2 Pack',
+  'full_description': 'Holds <b>coffee</b>.',
+  'small_description': ['Dishwasher safe ', ''],
+  'pricing': '$9.5',
+  'customization_options': {
+    'Color': [{'value': ' Wine Red '}, {'value': 'Black/White'}],
+    'Size': [{'value': 'Large'}, {'value': "12' features"}],
+    'Nothing': None,
+  },
+  'category': 'garden',
+  'query': ' Coffee Mugs ',
+  'product_category': 'Home & Kitchen › Dining › Mugs',
+}
+LAMP = {
+  'asin': 'B000000002',
+  'name': 'Desk lamp',
+  'full_description': '',
+  'small_description': 'One paragraph',
+  'pricing': '$1,010.00 - $1,020.00',
+  'customization_options': '',
+  'category': 'electronics',
+  'query': 'lamps',
+  'product_category': 'Electronics › Lamps',
+}
+ODD = {
+  'asin': 'B000000003',
+  'name': 'Mug rack',
+  'pricing': '',
+  'customization_options': {
+    'kind': [{'value': 'features'}, {'value': 'twice'}],
+    'other': [{'value': 'twice'}],
+  },
+  'category': 'garden',
+  'query': 'racks',
+  'product_category': 'Home & Kitchen › Dining › Racks',
+}
+INSTRUCTIONS = {
+  MUG['asin']: {
+    'attributes': ['dishwasher safe', 'gift'],
+    'instruction': 'Find me dishwasher safe mugs',
+    'instruction_attributes': ['dishwasher safe'],
+  },
+  LAMP['asin']: {
+    'attributes': ['easy'],
+    'instruction': 'Find me easy lamps',
+    'instruction_attributes': ['easy'],
+  },
+  ODD['asin']: {'attributes': []},
+}
+HUMAN = {
+  MUG['asin']: [
+    {
+      'instruction': 'i want a red mug.',
+      'instruction_attributes': ['dishwasher safe'],
+      'instruction_options': ['wine red'],
+    },
+    {'instruction': 'no attributes', 'instruction_attributes': []},
+  ]
+}
+
+
+@pytest.fixture(scope='module')
+def catalogue():
+  return products.from_records([MUG, LAMP, ODD], INSTRUCTIONS, HUMAN)
+
+
+def wish(catalogue, asin=MUG['asin'], **options):
+  return next(
+    goal
+    for goal in goals.build(catalogue)
+    if goal.asin == asin and options.items() <= dict(goal.goal_options).items()
+  )
+
+
+def enter(catalogue, observation='text', goal=None, **kwargs):
+  shop = engine.Shop(catalogue, observation=observation, **kwargs)
+  session = engine.Session(shop)
+  session.reset(goal or wish(catalogue))
+  return session
+
+
+def test_cleaning(catalogue):
+  mug = catalogue[0]
+  assert mug.options == {
+    'color': ('wine red', 'black | white'),
+    'size': ('large', "12' features"),
+  }
+  assert mug.prices == (9.5,) and mug.price_tag == '$9.5'
+  assert mug.query == 'coffee mugs'
+  assert catalogue[1].bullets == ('One paragraph',)
+  assert catalogue[1].prices == (1010.0, 1020.0)
+  assert catalogue[1].price_tag == '$1010.0 to $1020.0'
+  assert catalogue[2].price_tag == '$100.0'
+  assert catalogue.number('B000000003') == 2
+  assert catalogue.number('B000000009') is None
+  assert mug.text() == (
+    'red coffee mug, 2 pack holds <b>coffee</b>. dishwasher safe  color: wine '
+    "red, black | white, and size: large, 12' features"
+  )
+
+
+def test_goals_by_hand(catalogue):
+  rng = random.Random(0)
+  lamp_price = rng.uniform(1010.0, 1020.0)
+  ceiling = sorted(rng.sample([10.0, 20.0, 30.0, 40.0], 2))[1]
+  built = goals.build(catalogue, seed=0)
+  # Four combinations of the mug's options, and the lamp, too dear for a text.
+  assert len(built) == 5
+  mug = next(
+    g
+    for g in built
+    if g.goal_options
+    == {
+      'color': 'wine red',
+      'size': 'large',
+    }
+  )
+  assert mug.instruction_text == (
+    'Find me dishwasher safe mugs with color: wine red, and size: large, and '
+    f'price lower than {ceiling:.2f} dollars'
+  )
+  assert mug.price_upper == ceiling
+  assert mug.weight == 0.25  # one attribute, which four goals have
+  lamp = next(g for g in built if g.asin == LAMP['asin'])
+  assert lamp.instruction_text == 'Find me easy lamps'
+  assert lamp.price_upper == goals.NO_CEILING
+  assert goals.draw_prices(catalogue, random.Random(0)) == {1: lamp_price}
+  order = list(range(5))
+  random.Random(233).shuffle(order)
+  assert order.index(4) == built.index(lamp)
+
+
+def test_goals_of_people(catalogue):
+  (goal,) = goals.build(catalogue, human=True)
+  assert goal.instruction_text.startswith('i want a red mug, and price lower')
+  assert goal.goal_options == ('wine red',)
+
+
+def test_every_worker_of_the_reference_has_its_own_goals(catalogue):
+  a, b, again = (goals.reference(catalogue, seed=s) for s in (1, 2, 1))
+  assert a == again
+  assert a != b and len(a) == len(b) == 5
+
+
+def test_pages_by_hand(catalogue):
+  goal = wish(catalogue, color='wine red', size='large')
+  session = enter(catalogue, goal=goal)
+  task = f'Instruction: [SEP] {goal.instruction_text} [SEP] '
+  page = session.step('nonsense')
+  assert page.text == f'WebShop [SEP] {task}Search'
+  assert page.has_search_bar and page.clickables == ('search',)
+  assert session.step('click[search]') == page
+  page = session.step('search[Mug]')
+  # The shorter text is the better hit.
+  assert page.text == (
+    f'{task}Back to Search [SEP] Page 1 (Total results: 2) [SEP] Next > [SEP] '
+    'B000000003 [SEP] Mug rack [SEP] $100.0 [SEP] B000000001 [SEP] Red Coffee '
+    'Mug, 2 Pack [SEP] $9.5'
+  )
+  assert page.clickables == (
+    'back to search',
+    'next >',
+    'b000000003',
+    'b000000001',
+  )
+  assert page.url.endswith('/search_results/0/mug/1')
+  page = session.step('click[NEXT >]')
+  assert page.text == (
+    f'{task}Back to Search [SEP] Page 2 (Total results: 2) [SEP] < Prev [SEP] '
+    'Next >'
+  )
+  session.step('click[< prev]')
+  page = session.step('click[b000000001]')
+  assert page.text == (
+    f'{task}Back to Search [SEP] < Prev [SEP] color [SEP] wine red [SEP] '
+    "black | white [SEP] size [SEP] large [SEP] 12' features [SEP] Red Coffee "
+    'Mug, 2 Pack [SEP] Price: $9.5 [SEP] Rating: N.A. [SEP] Description [SEP] '
+    'Features [SEP] Reviews [SEP] Buy Now'
+  )
+  assert page.clickables[-4:] == (
+    'wine red',
+    'black | white',
+    'large',
+    "12' features",
+  )
+  assert session.step('click[wine red]').text == page.text
+  assert session.step('click[large]').url.endswith(
+    '/item_page/0/B000000001/mug/1/{"color": "wine red", "size": "large"}'
+  )
+  page = session.step('click[description]')
+  assert page.text == (
+    f'{task}Back to Search [SEP] < Prev [SEP] Holds <b>coffee</b>.'
+  )
+  assert page.url.endswith(
+    "/Description/{'color': 'wine red', 'size': 'large'}"
+  )
+  page = session.step('click[< prev]')
+  assert '"size": "large"' in page.url
+  page = session.step('click[buy now]')
+  assert page.done and page.reward == 1.0 and page.clickables == ()
+  assert page.parts == {
+    'r_type': 1.0,
+    'r_att': 1.0,
+    'r_option': 1.0,
+    'r_price': True,
+  }
+  assert page.text.startswith('Thank you for shopping with us! [SEP] Your code')
+  assert session.step('search[mug]') == page
+
+
+def test_rich_text_marks_what_was_clicked(catalogue):
+  session = enter(catalogue, 'text_rich')
+  session.step('search[mug rack]')
+  session.step('click[b000000001]')
+  page = session.step('click[wine red]')
+  assert page.text.startswith('You have clicked wine red.\nInstruction:\n')
+  assert '\n  [clicked button] wine red [clicked button_]\n' in page.text
+  assert '\n  [button] large [button_]\n' in page.text
+  page = session.step('click[< prev]')
+  assert '\n\n[clicked button] B000000001 [clicked button_]\n' in page.text
+  assert '\n\n[button] B000000003 [button_]\n' in page.text
+  session.step('click[back to search]')
+  page = session.step('search[mug rack]')
+  assert '[clicked' not in page.text
+  session.step('click[b000000001]')
+  page = session.step('click[features]')
+  # Blank strings of the page are lines of their own.
+  assert page.text.endswith('[button] < Prev [button_]\n Dishwasher safe \n \n')
+
+
+def test_search_works_on_any_page_and_clears_options(catalogue):
+  session = enter(catalogue)
+  session.step('search[mug]')
+  session.step('click[b000000001]')
+  session.step('click[large]')
+  assert '/search_results/0/lamp/1' in session.step('search[lamp]').url
+  session.step('click[b000000002]')
+  assert session.step('click[< prev]').url.endswith('/lamp/1')
+  # No argument: nothing happens. Words are split at single blanks.
+  assert session.step('search[]').url.endswith('/lamp/1')
+  assert session.step('search[a  b]').url.endswith('/a++b/1')
+
+
+def test_option_that_is_called_as_a_button(catalogue):
+  session = enter(catalogue)
+  session.step('search[rack]')
+  page = session.step('click[b000000003]')
+  assert page.clickables.count('features') == 1
+  # The button's meaning wins, in the original too.
+  assert '/Features/' in session.step('click[features]').url
+  session.step('click[< prev]')
+  # A value of two options sets the last.
+  assert session.step('click[twice]').url.endswith('{"other": "twice"}')
+
+
+def test_special_searches(catalogue):
+  session = enter(catalogue)
+
+  def found(action):
+    return [c for c in session.step(action).clickables if c.startswith('b0')]
+
+  assert found('search[<q> lamps]') == ['b000000002']
+  assert found('search[<c> garden]') == ['b000000001', 'b000000003']
+  assert found('search[<a> gift]') == ['b000000001']
+  assert found('search[<c>]') == []
+  assert sorted(found('search[<r>]')) == [
+    'b000000001',
+    'b000000002',
+    'b000000003',
+  ]
+
+
+def test_reward_by_hand(catalogue):
+  mug, lamp, rack = catalogue
+  goal = wish(catalogue, color='wine red', size='large')
+  bought = {'color': 'wine red', 'size': 'large'}
+  assert reward.score(mug, goal, price=9.5, options=bought)[0] == 1.0
+  # Too dear: (1 + 2 + 0) / (1 + 2 + 1).
+  assert reward.score(mug, goal, price=999.0, options=bought)[0] == 0.75
+  # No options: (1 + 0 + 1) / 4.
+  assert reward.score(mug, goal, price=9.5, options={})[0] == 0.5
+  # Any red is red; the size is missing.
+  other = {'color': 'cherry red'}
+  assert reward.score(mug, goal, price=9.5, options=other)[0] == 0.75
+  # No noun in common: worth nothing.
+  score, parts = reward.score(lamp, goal, price=9.5, options=bought)
+  assert score == 0 and parts['r_type'] == 0
+  # One noun of three, 'mug': above 0.2.
+  _, parts = reward.score(rack, goal, price=9.5, options={})
+  assert parts['r_type'] == 1.0
+
+
+def test_options_are_compared_with_the_text_of_the_pair():
+  assert reward.option_hits(['large'], [('size', '4x-large')]) == 1
+  assert reward.option_hits(['4x-large'], [('size', 'large')]) == 0
+  assert reward.option_hits(['color'], [('color', 'wine red')]) == 1
+  assert reward.option_hits(['small', 'huge'], ['huge']) == 1
+
+
+def test_colours():
+  assert reward.plain_color('dark wine red') == 'dark'
+  assert reward.plain_color('wine red') == 'red'
+  assert reward.plain_color('washed') == 'ash'
+  assert reward.plain_color(('color', 'wine red')) == ('color', 'wine red')
+  assert reward.plain_color(('color', 'red')) == 'red'
+  assert reward.plain_color('huge') == 'huge'
+
+
+def test_titles():
+  assert titles.overlap('Desk lamp', 'Desk lamp') == 1.0
+  assert titles.overlap('mug', '') == 0.2
+  # A noun that is repeated counts twice below: {mug} of (mug, mug).
+  assert titles.overlap('mug', 'mug mug') == 0.5
+
+
+@pytest.mark.parametrize(
+  ('damage', 'kept'),
+  [
+    ({'asin': None}, False),
+    ({'asin': 'B0000000011'}, False),
+    ({'name': 5}, False),
+    ({'pricing': None}, True),
+    ({'pricing': '$free - $'}, True),
+    ({'customization_options': ['x']}, True),
+    ({'customization_options': {'a': [None, {'value': 3}]}}, True),
+    ({'small_description': None}, True),
+    ({'full_description': 7}, True),
+    ({'product_category': None}, True),
+    ({'name': '<b>Mug</b> 😀 \ud83d \x00'}, True),
+  ],
+)
+def test_damaged_records_are_skipped_or_mended(damage, kept):
+  found = products.from_records([MUG | damage, LAMP], INSTRUCTIONS)
+  assert len(found) == 1 + kept
+  assert found.skipped == 1 - kept
+  session = enter(found, goal=wish(found, LAMP['asin']))
+  for action in ('search[mug 😀]', 'click[b000000001]', 'click[features]'):
+    session.step(action)
+  session.step('search[lamp]')
+  session.step('click[b000000002]')
+  assert session.step('click[buy now]').reward == 1.0
+
+
+def test_what_is_no_record_or_comes_twice_is_counted():
+  found = products.from_records([None, MUG, 'x', MUG], {})
+  assert (len(found), found.skipped) == (1, 3)
+  with pytest.raises(ValueError, match='no product in it'):
+    products.from_records([], {})
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+  monkeypatch.setenv('GIGPO_JAX_CACHE', str(tmp_path / 'cache'))
+  monkeypatch.delenv('WEBSHOP_DATA', raising=False)
+  data = tmp_path / 'data'
+  data.mkdir()
+  (data / 'items_shuffle_1000.json').write_text(json.dumps([MUG, LAMP, ODD]))
+  (data / 'items_ins_v2_1000.json').write_text(json.dumps(INSTRUCTIONS))
+  return data
+
+
+def test_files_and_their_cache(folder, catalogue, monkeypatch):
+  first = products.load(folder)
+  assert list(first) == [
+    *(products.clean(r, INSTRUCTIONS[r['asin']]) for r in (MUG, LAMP, ODD))
+  ]
+  # From the cache now: the files are not read again.
+  monkeypatch.setattr(products, '_build', None)
+  assert list(products.load(folder)) == list(first)
+  assert first.index.search('mug', 50) == [2, 0]
+  # Changed files make another cache.
+  monkeypatch.undo()
+  monkeypatch.setenv('GIGPO_JAX_CACHE', str(folder / 'cache'))
+  (folder / 'items_shuffle_1000.json').write_text(json.dumps([LAMP]))
+  assert len(products.load(folder)) == 1
+
+
+@pytest.mark.parametrize(
+  ('name', 'text', 'message'),
+  [
+    ('items_shuffle_1000.json', '[{"asin": "B0', 'not a whole JSON list'),
+    ('items_shuffle_1000.json', '[]', 'no product in it'),
+    ('items_shuffle_1000.json', '[{"asin": 3}]', '1 damaged'),
+    ('items_ins_v2_1000.json', '{"a"', 'not JSON'),
+    ('items_ins_v2_1000.json', '[]', 'no JSON object'),
+  ],
+)
+def test_damaged_files_are_refused_in_one_line(folder, name, text, message):
+  (folder / name).write_text(text)
+  with pytest.raises(ValueError, match=message) as error:
+    products.load(folder)
+  assert '\n' not in str(error.value)
+  assert not [*(folder.parent / 'cache').iterdir()]
+
+
+def test_missing_files_name_the_remedy(folder):
+  (folder / 'items_ins_v2_1000.json').unlink()
+  with pytest.raises(ValueError, match=r'no items_ins_v2_1000.json.*download'):
+    products.load(folder)
+  with pytest.raises(ValueError, match=r'WEBSHOP_DATA.*download'):
+    products.load(None)
