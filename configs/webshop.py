@@ -45,10 +45,11 @@ def _paper() -> ml_collections.ConfigDict:
   # Folder with the official product files; '' takes $WEBSHOP_DATA; 'generated'
   # makes a shop by rule (envs/webshop/catalogue.py).
   config.env.data_dir = ''
+  config.env.num_products = 1000  # paper's code; None: all there are
   config.env.human_goals = False  # code: the generated instructions
-  # Train on all goals but the first 500, as the code does; without it, goals
-  # 500 to 1,499 (split `valid`) are left out of the training.
-  config.env.reference_sampling = True
+  # Goals as in the released code, whose training leaks into its validation;
+  # for comparison only. Without: goals 0-499 test, 500-1,499 valid, then train.
+  config.env.reference_sampling = False
   config.env.max_steps = 15  # paper
   config.env.history_length = 2  # K; paper
   config.env.prompt_style = 'paper'

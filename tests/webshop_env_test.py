@@ -8,7 +8,7 @@ import pytest
 import envs
 from envs import base
 from envs.webshop import env as webshop_env
-from envs.webshop import oracle, prompts
+from envs.webshop import goals, oracle, prompts, reward
 
 DATA = pathlib.Path(__file__).parents[2] / 'shared' / 'data' / 'webshop'
 NEEDS_DATA = pytest.mark.skipif(
@@ -152,12 +152,42 @@ def test_splits_are_parts_of_one_list():
     for split in webshop_env.SPLITS
   }
   assert (sizes['test'], sizes['valid']) == (500, 1000)
-  both = webshop_env.tasks('train', generator=SMALL, reference_sampling=True)
-  assert len(both) == sizes['train'] + 1000
-  valid = webshop_env.tasks('valid', generator=SMALL)
-  assert both[0] == valid[0]
-  kinds = {both.kind(index) for index in range(len(both))}
+  train = webshop_env.tasks('train', generator=SMALL)
+  kinds = {train.kind(index) for index in range(len(train))}
   assert kinds == {'beauty', 'electronics', 'fashion', 'garden', 'grocery'}
+  with pytest.raises(IndexError):
+    train.kind(len(train))
+  with pytest.raises(IndexError):
+    train.kind(-1)
+
+
+def test_goals_as_in_the_released_code():
+  ours = webshop_env.tasks('train', generator=SMALL)
+  theirs = webshop_env.tasks('train', generator=SMALL, reference_sampling=True)
+  length = len(ours) + 1000
+  # The list of each of 16 workers, but for its first 500.
+  assert len(theirs) == 16 * length
+  assert [theirs.seed(n * length) for n in range(16)] == list(range(16))
+  assert len({theirs[n * length].instruction_text for n in range(16)}) > 8
+  # They validate on goals that other workers train on.
+  panel = webshop_env.tasks('test', generator=SMALL, reference_sampling=True)
+  assert len(panel) == 500
+  trained = {
+    (g.asin, str(g.goal_options))
+    for g in map(theirs.__getitem__, range(length))
+  }
+  leaked = [
+    (g.asin, str(g.goal_options)) in trained
+    for g in map(panel.__getitem__, range(500))
+  ]
+  assert sum(leaked) > 250
+  with pytest.raises(ValueError, match='split=valid: the released code trains'):
+    webshop_env.tasks('valid', generator=SMALL, reference_sampling=True)
+  env = _env(reference_sampling=True)
+  for index in (0, length, 3 * length + 5):
+    task = base.Task('train', index)
+    assert env.shop(task).seed == index // length
+    assert _play_all(env, task)[-1].success
 
 
 def test_wrong_splits_and_goals_are_refused_in_one_line():
@@ -172,7 +202,7 @@ def test_wrong_splits_and_goals_are_refused_in_one_line():
 
 def test_all_environments_of_a_process_share_one_shop():
   one, two = _env(), _env(prompt_style='brief')
-  assert webshop_env._shop(*one._source) is webshop_env._shop(*two._source)
+  assert one.shop(TASK) is two.shop(TASK)
   one.prepare(TASK)
   two.prepare(TASK)
   assert one.goal(TASK) is two.goal(TASK)
@@ -252,7 +282,7 @@ def test_what_the_oracle_searches_for_by_hand():
   goal = dataclasses.replace(
     goal,
     instruction_text='i need a red balm, and price lower than 30.00 dollars',
-    goal_options=['red'],
+    goal_options=('red',),
   )
   assert oracle.queries(goal) == [
     'i need a red balm',
@@ -261,26 +291,47 @@ def test_what_the_oracle_searches_for_by_hand():
   ]
 
 
-def _success_rate(env: webshop_env.Env, tasks: list[base.Task]) -> float:
-  won = 0
+def _play_all(env: webshop_env.Env, task: base.Task) -> list[base.StepResult]:
+  """Plays an episode as the oracle does."""
+  responses = [r for _, r in env.demonstrate(task, noise=0.0, seed=0)]
+  env.reset(task)
+  return [env.step(response) for response in responses]
+
+
+def _attainable(goal: goals.Goal) -> bool:
+  """Returns whether choosing the very options asked for is rewarded.
+
+  A quirk of the original: it reduces a chosen value to a word for a colour,
+  "rectangular" to "tan", and then may not recognise it.
+  """
+  options = goal.goal_options
+  return reward.option_hits(options.values(), [*options.items()]) == len(
+    options
+  )
+
+
+def _outcomes(env: webshop_env.Env, tasks: list[base.Task]) -> dict[bool, list]:
+  """Returns whether the oracle succeeded, apart by whether it could."""
+  found = {True: [], False: []}
   for task in tasks:
-    for _ in env.demonstrate(task, noise=0.0, seed=0):
-      pass
-    won += env._page.reward == 1.0
-  return won / len(tasks)
+    won = _play_all(env, task)[-1].success
+    found[_attainable(env.goal(task))].append(won)
+  return found
 
 
 def test_the_oracle_on_the_default_shop():
   env = webshop_env.Env()
   tasks = [base.Task('train', index) for index in range(200)]
-  assert _success_rate(env, tasks) >= 0.98
+  found = _outcomes(env, tasks)
+  assert all(found[True]) and len(found[True]) > 180
 
 
 @NEEDS_DATA
 def test_the_oracle_on_official_goals():
   env = webshop_env.Env(data_dir=str(DATA))
   tasks = [base.Task('test', index) for index in range(0, 500, 5)]
-  assert _success_rate(env, tasks) >= 0.98
+  found = _outcomes(env, tasks)
+  assert all(found[True]) and len(found[True]) > 90
 
 
 @NEEDS_DATA
@@ -293,4 +344,5 @@ def test_the_oracle_on_all_official_goals():
     for index in range(len(webshop_env.tasks(split, data_dir=str(DATA))))
   ]
   assert len(tasks) == 6910
-  assert _success_rate(env, tasks) >= 0.98
+  found = _outcomes(env, tasks)
+  assert all(found[True]) and len(found[True]) > 0.93 * 6910

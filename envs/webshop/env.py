@@ -6,9 +6,10 @@ Nothing here knows jax.
 """
 
 import collections
+import dataclasses
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -29,80 +30,124 @@ SUCCESS_REWARD = 10.0
 # Our name of a split: that of `goals.split`.
 SPLITS = {'train': 'train', 'valid': 'dev', 'test': 'test'}
 
+# The released code has a worker with goals of its own for each of the paper's
+# groups, and others, with seeds from here on, for its validation.
+_REFERENCE_WORKERS = 16
+_REFERENCE_VALIDATION = 1_000
+_GLOBAL = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+  """What is sold and wanted; equal ones share what is made from them."""
+
+  data_dir: str | None
+  num_products: int | None
+  generator: str
+  human_goals: bool
+  reference_sampling: bool
+
 
 @functools.lru_cache(maxsize=4)
-def _catalogue(data_dir: str | None, generator: str) -> products.Catalogue:
-  if data_dir:
-    return products.load(data_dir)
-  return products.from_records(*catalogue.generate(**json.loads(generator)))
+def _catalogue(source: _Source) -> products.Catalogue:
+  if source.data_dir:
+    return products.load(source.data_dir, num_products=source.num_products)
+  options = json.loads(source.generator)
+  return products.from_records(*catalogue.generate(**options))
 
 
-@functools.lru_cache(maxsize=4)
-def _shop(data_dir: str | None, generator: str) -> engine.Shop:
-  return engine.Shop(_catalogue(data_dir, generator))
+# A list of goals and the shop go together: both draw prices from the seed.
+@functools.lru_cache(maxsize=4 + _REFERENCE_WORKERS)
+def _shop(source: _Source, seed: int) -> engine.Shop:
+  return engine.Shop(_catalogue(source), seed=seed)
 
 
-@functools.lru_cache(maxsize=4)
-def _goals(
-  data_dir: str | None, generator: str, human: bool
-) -> list[goals.Goal]:
-  if human and not data_dir:
+@functools.lru_cache(maxsize=4 + _REFERENCE_WORKERS)
+def _goals(source: _Source, seed: int) -> list[goals.Goal]:
+  if source.human_goals and not source.data_dir:
     raise ValueError(
       'env.human_goals=True: nobody has written instructions for generated '
       'products; give env.data_dir, or human_goals=False'
     )
-  return goals.build(_catalogue(data_dir, generator), human=human)
+  make = goals.reference if source.reference_sampling else goals.build
+  return make(_catalogue(source), human=source.human_goals, seed=seed)
 
 
 class Goals:
-  """The goals of a split, by number."""
-
-  def __init__(self, chosen: Sequence[goals.Goal]):
-    self._goals = chosen
-
-  def __len__(self) -> int:
-    return len(self._goals)
-
-  def kind(self, index: int) -> str:
-    """Returns the category of what is to be bought."""
-    return self._goals[index].category
-
-  def __getitem__(self, index: int) -> goals.Goal:
-    return self._goals[index]
-
-
-def _key(generator: dict | None) -> str:
-  """Returns generator options in a form that a cache can look up."""
-  return json.dumps(generator or {}, sort_keys=True)
-
-
-def tasks(
-  split: str,
-  *,
-  data_dir: str | None = None,
-  generator: dict | None = None,
-  human_goals: bool = False,
-  reference_sampling: bool = False,
-  **others,
-) -> Goals:
-  """Returns the goals of a split; takes the kwargs of `Env`.
+  """The goals of a split, by number.
 
   Raises:
     ValueError: in one line, if there is no such split or nothing in it.
   """
-  del others  # They do not change what the goals are.
-  if split not in SPLITS:
-    raise ValueError(f'split={split}: must be one of {", ".join(SPLITS)}')
-  every = _goals(data_dir or None, _key(generator), human_goals)
-  chosen = goals.split(every, SPLITS[split])
-  if reference_sampling and split == 'train':
-    chosen = [*goals.split(every, 'dev'), *chosen]
-  if not chosen:
-    raise ValueError(
-      f'split={split}: none of the {len(every)} goals belongs to it; test has '
-      'the first 500, valid the next 1,000, train the rest'
-    )
-  return Goals(chosen)
+
+  def __init__(self, split: str, source: _Source):
+    if split not in SPLITS:
+      raise ValueError(f'split={split}: must be one of {", ".join(SPLITS)}')
+    self._source = source
+    self._seeds = [_GLOBAL]
+    part = SPLITS[split]
+    self._first, last = goals.SPLITS[part]
+    if source.reference_sampling:
+      if split == 'valid':
+        raise ValueError(
+          'split=valid: the released code trains on those goals; with '
+          'env.reference_sampling=True must be one of train, test'
+        )
+      if split == 'train':
+        self._seeds = list(range(_REFERENCE_WORKERS))
+        self._first = goals.SPLITS['test'][1]
+      else:
+        self._seeds = [_REFERENCE_VALIDATION]
+    # As many in one list as in another.
+    available = len(_goals(source, self._seeds[0]))
+    self._length = min(last or available, available) - self._first
+    if self._length <= 0:
+      raise ValueError(
+        f'split={split}: none of the {available} goals belongs to it; test has '
+        'the first 500, valid the next 1,000, train the rest'
+      )
+
+  def __len__(self) -> int:
+    return len(self._seeds) * self._length
+
+  def kind(self, index: int) -> str:
+    """Returns the category of what is to be bought."""
+    return self[index].category
+
+  def seed(self, index: int) -> int:
+    """Returns the seed of the list that a goal is from, and of its shop."""
+    return self._seeds[index // self._length]
+
+  def __getitem__(self, index: int) -> goals.Goal:
+    if not 0 <= index < len(self):
+      raise IndexError(f'{index}: there are {len(self)} goals')
+    place = self._first + index % self._length
+    return _goals(self._source, self.seed(index))[place]
+
+
+def _source(
+  data_dir: str | None = None,
+  num_products: int | None = None,
+  generator: dict | None = None,
+  human_goals: bool = False,
+  reference_sampling: bool = False,
+  **others,
+) -> _Source:
+  """Returns those of the arguments of `Env` that say what goals there are."""
+  del others
+  return _Source(
+    data_dir=data_dir or None,
+    num_products=num_products,
+    # In a form that a cache can look up.
+    generator=json.dumps(generator or {}, sort_keys=True),
+    human_goals=human_goals,
+    reference_sampling=reference_sampling,
+  )
+
+
+def tasks(split: str, **kwargs) -> Goals:
+  """Returns the goals of a split; takes the kwargs of `Env`."""
+  return Goals(split, _source(**kwargs))
 
 
 class Env:
@@ -110,10 +155,12 @@ class Env:
 
   Args:
     data_dir: folder of the official files; None or '' generates a shop.
+    num_products: of the official files; see `products.load`.
     generator: options of `catalogue.generate`, for a generated shop.
     human_goals: whether to take the instructions that people wrote.
-    reference_sampling: whether to train on the goals of `valid` as well, as
-      the released code does.
+    reference_sampling: whether each of 16 lists of goals has an order and
+      prices of its own, as in the released code, where goals of the training
+      LEAK into the validation; see `goals.reference`.
     max_steps: turns after which an unfinished episode ends.
     history_length: K, how many past turns the prompt shows.
     prompt_style: one of `prompts.STYLES`.
@@ -127,6 +174,7 @@ class Env:
     self,
     *,
     data_dir: str | None = None,
+    num_products: int | None = None,
     generator: dict | None = None,
     human_goals: bool = False,
     reference_sampling: bool = False,
@@ -139,13 +187,11 @@ class Env:
   ):
     if anchor not in ANCHORS:
       raise ValueError(f'anchor={anchor}: must be one of {", ".join(ANCHORS)}')
-    self._source = (data_dir or None, _key(generator))
-    self._goal_options = {
-      'data_dir': data_dir,
-      'generator': generator,
-      'human_goals': human_goals,
-      'reference_sampling': reference_sampling,
-    }
+    self._source = _source(
+      data_dir, num_products, generator, human_goals, reference_sampling
+    )
+    # Here, while a worker starts: the index of a large shop takes its time.
+    _shop(self._source, _GLOBAL)
     self._splits: dict[str, Goals] = {}
     self._max_steps = max_steps
     self._prompt_style = prompt_style
@@ -155,7 +201,7 @@ class Env:
     self._history: collections.deque[turns.Turn] = collections.deque(
       maxlen=history_length
     )
-    self._session = engine.Session(_shop(*self._source))
+    self._session: engine.Session
     self._page: engine.Page
     self._parts: list[str] = []
     self._task = ''
@@ -163,18 +209,27 @@ class Env:
 
   def goal(self, task: base.Task) -> goals.Goal:
     """Returns what is to be bought."""
+    return self._split(task)[task.index]
+
+  def shop(self, task: base.Task) -> engine.Shop:
+    """Returns where it is to be bought."""
+    return _shop(self._source, self._split(task).seed(task.index))
+
+  def _split(self, task: base.Task) -> Goals:
     if task.split not in self._splits:
-      self._splits[task.split] = tasks(task.split, **self._goal_options)
-    return self._splits[task.split][task.index]
+      self._splits[task.split] = Goals(task.split, self._source)
+    return self._splits[task.split]
 
   def prepare(self, task: base.Task) -> None:
-    """Makes the goals ready; the shop is."""
+    """Makes goals and shop ready."""
     self.goal(task)
+    self.shop(task)
 
   def reset(self, task: base.Task) -> base.Observation:
     """Opens the shop's first page."""
     goal = self.goal(task)
     self._task = goal.instruction_text
+    self._session = engine.Session(self.shop(task))
     self._turn_to(self._session.reset(goal))
     self._history.clear()
     self._step = 0
@@ -221,7 +276,7 @@ class Env:
     """
     rng = np.random.default_rng([seed, task.index])
     observation: base.Observation | None = self.reset(task)
-    shopper = oracle.Shopper(_shop(*self._source), self.goal(task))
+    shopper = oracle.Shopper(self.shop(task), self.goal(task))
     while observation is not None:
       thought, action = shopper.act(self._page)
       if rng.random() < noise:

@@ -266,7 +266,7 @@ DEPARTMENTS = {
         Small, Medium, Large, Twin, Full, Queen, King, 16" x 16", 18" x 18",
         20" x 20", 2 x 3 Feet, 5 x 7 Feet"""),
       'Style': _list("""
-        Classic, Modern, Rustic, Set of 2, Set of 4, With Drawer,
+        Classic, Modern, Country, Set of 2, Set of 4, With Drawer,
         Without Drawer"""),
     },
     option_counts=(51, 35, 12, 2),
