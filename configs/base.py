@@ -143,6 +143,7 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.sft.warmup_updates = 0
   config.sft.decay = True  # of the learning rate, on a line to zero
   config.sft.minibatch_rows = 128
+  config.sft.report_rows = 6400  # rows between two lines of metrics
   # Whether only the response is learnt; False learns the prompt's text too.
   config.sft.completion_only = True
   # Start: '' takes model.path; 'scratch' makes tokenizer and weights anew.

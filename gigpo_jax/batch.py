@@ -55,6 +55,15 @@ class Rows:
     position = np.arange(self.sampler_log_probs.shape[1])
     return position < (self.lengths - self.prompt_lengths)[:, None]
 
+  def take(self, index: np.ndarray) -> 'Rows':
+    """Returns some of the rows, in the given order."""
+    return Rows(
+      **{
+        field.name: getattr(self, field.name)[index]
+        for field in dataclasses.fields(self)
+      }
+    )
+
 
 def from_trajectories(
   trajectories: Sequence[trajectory.Trajectory],

@@ -92,6 +92,7 @@ _RANGES = {
   'env.max_steps': (1, None, 'at least 1'),
   'env.history_length': (0, None, 'at least 0'),
   'sft.noise': (0.0, 1.0, 'between 0 and 1'),
+  'sft.report_rows': (1, None, 'at least 1'),
 }
 
 

@@ -6,6 +6,7 @@ rate, which gives a policy of a wanted strength for RL to improve on.
 """
 
 import pathlib
+from collections.abc import Iterator
 
 import jax
 import ml_collections
@@ -171,18 +172,35 @@ def _imitate(
     config.rollout.max_completion_tokens = widths[1]
   learner = experiment.make_learner(config, policy, losses.supervised)
   state = learner.init(policy.load())
-  no_advantages = np.zeros(len(rows.groups), np.float32)
   writer = metrics.Writer(workdir)
-  for epoch in tqdm.trange(config.sft.epochs, desc='epochs', disable=None):
+  parts = list(_parts(config, rows))
+  for number, (epoch, index) in enumerate(
+    tqdm.tqdm(parts, desc='imitation', disable=None)
+  ):
+    part = rows.take(index)
     state, values = learner.update(
       state,
-      rows,
-      no_advantages,
-      old_log_probs=rows.sampler_log_probs,
+      part,
+      np.zeros(len(index), np.float32),
+      old_log_probs=part.sampler_log_probs,
       ref_log_probs=None,
-      iteration=epoch,
+      iteration=number,
     )
-    writer.write(epoch, values)
-    print(f'epoch {epoch}: loss {values["loss/total"]:.4f}', flush=True)
+    writer.write(number, values | {'update/epoch': float(epoch)})
+    print(
+      f'part {number + 1} of {len(parts)}: loss {values["loss/total"]:.4f}',
+      flush=True,
+    )
   writer.close()
   return state.params
+
+
+def _parts(
+  config: ml_collections.ConfigDict, rows: batch.Rows
+) -> Iterator[tuple[int, np.ndarray]]:
+  """Yields (epoch, rows) between two lines of metrics."""
+  real = np.flatnonzero(rows.real)
+  for epoch in range(config.sft.epochs):
+    order = np.random.default_rng(epoch).permutation(real)
+    for start in range(0, len(order), config.sft.report_rows):
+      yield epoch, order[start : start + config.sft.report_rows]

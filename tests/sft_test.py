@@ -5,7 +5,7 @@ import json
 import pytest
 
 from configs import alfworld
-from gigpo_jax import sft
+from gigpo_jax import sft, tokenizer
 
 
 def _config(**changes):
@@ -33,6 +33,33 @@ def test_the_same_command_makes_the_same_policy(tmp_path):
     assert lines[-1]['loss/total'] < lines[0]['loss/total']
     files.append((workdir / 'policy' / 'model.safetensors').read_bytes())
   assert files[0] == files[1]
+
+
+@pytest.mark.parametrize('completion_only', [True, False])
+def test_what_is_learnt_of_a_row(tmp_path, completion_only):
+  config = _config()
+  config.sft.completion_only = completion_only
+  pairs = [('look around', 'go'), ('and again', 'stop here')]
+  tokenizer.train([t for p in pairs for t in p], str(tmp_path), vocab_size=300)
+  text = tokenizer.Tokenizer(str(tmp_path))
+  rows = sft.demonstration_rows(config, text, pairs)
+  prompts = [
+    ids
+    for ids, _ in text.fit(
+      [p for p, _ in pairs],
+      [p for p, _ in pairs],
+      max_tokens=320,
+      policy='truncate_left',
+    )
+  ]
+  responses = text.encode([r + tokenizer.END_OF_TURN for _, r in pairs])
+  for r, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+    whole = [*prompt, *response]
+    assert list(rows.tokens[r, : len(whole)]) == whole
+    assert rows.lengths[r] == len(whole)
+    # All but the first token, which nothing stands before.
+    given = len(prompt) if completion_only else 1
+    assert rows.prompt_lengths[r] == given
 
 
 def test_an_environment_without_an_expert_is_refused(tmp_path):

@@ -54,6 +54,8 @@ class Env:
     require_think: whether a response must hold a `<think>` part.
     require_admissible: whether an inadmissible action counts as invalid.
     anchor: one of ANCHORS; what makes two states the same (GiGPO, Eq. 6).
+    expert_order: in which the expert of `demonstrate` looks for things; one of
+      `expert.ORDERS`.
   """
 
   def __init__(
@@ -68,9 +70,15 @@ class Env:
     require_think: bool = True,
     require_admissible: bool = False,
     anchor: str = 'observation',
+    expert_order: str = 'random',
   ):
     if anchor not in ANCHORS:
       raise ValueError(f'anchor={anchor}: must be one of {", ".join(ANCHORS)}')
+    if expert_order not in expert.ORDERS:
+      raise ValueError(
+        f'env.expert_order={expert_order}: must be one of '
+        f'{", ".join(expert.ORDERS)}'
+      )
     self._engine_name = engine
     self._engine = _make_engine(engine, 'move')
     self._spelling = 'move'
@@ -81,6 +89,7 @@ class Env:
     self._require_think = require_think
     self._require_admissible = require_admissible
     self._anchor = anchor
+    self._expert_order = expert_order
     self._history: collections.deque[turns.Turn] = collections.deque(
       maxlen=history_length
     )
@@ -163,7 +172,7 @@ class Env:
     """
     rng = np.random.default_rng([seed, task.index])
     observation: base.Observation | None = self.reset(task)
-    explorer = expert.Explorer(self._task, rng)
+    explorer = expert.Explorer(self._task, rng, order=self._expert_order)
     while observation is not None:
       choices = [c for c in self._state.admissible if c != 'help']
       thought, command = explorer.act(self._state.feedback, choices)

@@ -309,6 +309,8 @@ def load(
     path.stem: np.load(path, mmap_mode='r') for path in cache.glob('*.npy')
   }
   arrays['records'] = np.memmap(cache / 'records', np.uint8, mode='r')
+  # The same memory without numpy's slow class for it.
+  arrays = {name: mapped.view(np.ndarray) for name, mapped in arrays.items()}
   return Catalogue(arrays)
 
 

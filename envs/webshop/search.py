@@ -87,7 +87,8 @@ class Index:
 
   def __init__(self, arrays: dict[str, np.ndarray], names: Sequence[str]):
     self._names = names
-    self._text, self._text_ends = arrays['term_text'], arrays['term_ends']
+    self._text = memoryview(arrays['term_text'])
+    self._text_ends = memoryview(arrays['term_ends'])
     self._ends = arrays['posting_ends']
     self._documents = arrays['posting_documents']
     self._counts = arrays['posting_counts']
@@ -117,9 +118,10 @@ class Index:
     return tuple(document for document, _ in best[:k])
 
   def _term(self, place: int) -> bytes:
-    start, end = self._text_ends[place : place + 2]
-    return self._text[start:end].tobytes()
+    start, end = self._text_ends[place], self._text_ends[place + 1]
+    return bytes(self._text[start:end])
 
+  @functools.lru_cache(1 << 16)  # noqa: B019
   def _place(self, term: bytes) -> int | None:
     low, high = 0, len(self._text_ends) - 1
     while low < high:

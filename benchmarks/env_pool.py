@@ -1,9 +1,10 @@
-"""Many ALFWorld environments over few processes: steps/s, resets, memory.
+"""Many environments over few processes: steps/s, resets, memory.
 
-    python benchmarks/alfworld_pool.py --envs 128 --workers 2
+    python benchmarks/env_pool.py --envs 128 --workers 2
 
-Plays full-size generated games, groups of 8 on the same game as in training,
-with uniformly drawn admissible actions; prints a row for each engine.
+Plays full-size generated games of ALFWorld on both engines and the generated
+shop, groups of 8 on the same task as in training, with uniformly drawn
+admissible actions; prints a row for each.
 """
 
 import argparse
@@ -13,22 +14,23 @@ import numpy as np
 import psutil
 
 from envs import base
-from envs.alfworld import prompts
 from gigpo_jax import env_pool
 
+# What to call it: environment and its arguments.
+_SUBJECTS = {
+  'alfworld, native': ('alfworld', {'engine': 'native'}),
+  'alfworld, textworld': ('alfworld', {'engine': 'textworld'}),
+  'webshop': ('webshop', {}),
+}
 
-def _actions(prompt: str) -> list[str]:
-  listed = prompt.rpartition('Actions: ')[2]
-  return listed.split(', ')
 
-
-def measure(engine: str, num_envs: int, num_workers: int, steps: int) -> str:
-  """Returns a table row of one engine."""
+def measure(subject: str, num_envs: int, num_workers: int, steps: int) -> str:
+  """Returns a table row of one environment."""
   rng = np.random.default_rng(0)
-  kwargs = {'engine': engine, 'prompt_style': prompts.STYLES[1]}
+  name, kwargs = _SUBJECTS[subject]
   with env_pool.EnvPool(
-    'alfworld',
-    kwargs,
+    name,
+    kwargs | {'prompt_style': 'brief'},
     num_envs=num_envs,
     num_workers=num_workers,
     step_timeout_secs=120,
@@ -56,7 +58,7 @@ def measure(engine: str, num_envs: int, num_workers: int, steps: int) -> str:
     for _ in range(steps):
 
       def step(env: int) -> None:
-        actions = _actions(observations[env].prompt)
+        actions = observations[env].actions
         action = actions[rng.integers(len(actions))]
         pool.step(env, f'<think>x</think><action>{action}</action>')
 
@@ -68,7 +70,7 @@ def measure(engine: str, num_envs: int, num_workers: int, steps: int) -> str:
       child.memory_info().rss for child in psutil.Process().children()
     )
   return (
-    f'| {engine} | {num_envs} | {num_workers} '
+    f'| {subject} | {num_envs} | {num_workers} '
     f'| {num_envs * steps / step_secs:,.0f} | {reset_secs:.2f} '
     f'| {memory / 2**20:,.0f} | {memory / 2**20 / num_envs:.1f} |'
   )
@@ -81,10 +83,12 @@ def main() -> None:
   parser.add_argument('--workers', type=int, default=2)
   parser.add_argument('--steps', type=int, default=10)
   options = parser.parse_args()
-  print('| engine | envs | workers | steps/s | reset all, s | MiB | MiB/env |')
+  print(
+    '| environment | envs | workers | steps/s | reset all, s | MiB | MiB/env |'
+  )
   print('|---|---|---|---|---|---|---|')
-  for engine in ('native', 'textworld'):
-    row = measure(engine, options.envs, options.workers, options.steps)
+  for subject in _SUBJECTS:
+    row = measure(subject, options.envs, options.workers, options.steps)
     print(row, flush=True)
 
 
