@@ -53,7 +53,7 @@ def _refusal(**changes) -> str:
     ('algorithm.anchor', 'state', 'must be one of observation'),
     ('loss.old_log_probs', 'none', 'must be one of learner, sampler'),
     ('loss.kl_weight', -0.1, 'at least 0'),
-    ('learner.microbatch_rows', 512, 'must divide into it'),
+    ('learner.microbatch_rows', 1024, 'must divide into it'),
     ('mesh.tensor', 0, 'must be at least 1, or -1'),
     ('mesh.data', -1, 'at most one axis may be -1'),
     ('model.dtype', 'float16', 'must be one of bfloat16, float32'),

@@ -205,7 +205,7 @@ def test_all_environments_of_a_process_share_one_shop():
   assert one.shop(TASK) is two.shop(TASK)
   one.prepare(TASK)
   two.prepare(TASK)
-  assert one.goal(TASK) is two.goal(TASK)
+  assert one.goal(TASK) == two.goal(TASK)
 
 
 def test_it_is_in_the_registry():

@@ -2,14 +2,18 @@
 
 One global list, made once from one seed and shuffled as the original shuffles
 it; a split is a range of it. The released GiGPO code makes a list for each
-worker instead; `reference` does as it does.
+worker instead; `reference` does as it does. The list holds a few numbers for
+each product and makes its goals when asked for them: the full catalogue has
+millions.
 """
 
 import collections
 import dataclasses
-import itertools
+import math
 import random
 from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from envs.webshop import products
 
@@ -50,6 +54,91 @@ class Goal:
   weight: float
 
 
+class Goals(Sequence[Goal]):
+  """Goals by number; a slice shares what its whole holds.
+
+  Args:
+    catalogue: what they are about.
+    entries: of each instruction: product, which of the product's human
+      instructions (-1 for the synthetic one), ceiling, number of goals made
+      from it. [E, 4] float64, which holds integers as well.
+    order: goals in the order of their entries, shuffled.
+    frequencies: how many goals want an attribute; None gives all weight 1.
+  """
+
+  def __init__(
+    self,
+    catalogue: products.Catalogue,
+    entries: np.ndarray,
+    order: np.ndarray,
+    frequencies: dict[str, int] | None,
+  ):
+    self._catalogue, self._entries = catalogue, entries
+    self._ends = np.cumsum(entries[:, 3]).astype(np.int64)
+    self._order, self._frequencies = order, frequencies
+
+  def __len__(self) -> int:
+    return len(self._order)
+
+  def __getitem__(self, index):
+    if isinstance(index, slice):
+      return Goals(
+        self._catalogue, self._entries, self._order[index], self._frequencies
+      )
+    number = self._order[range(len(self))[index]]
+    entry = int(np.searchsorted(self._ends, number, side='right'))
+    product, which, ceiling, size = self._entries[entry].tolist()
+    combination = int(number - self._ends[entry] + size)
+    return self._goal(
+      self._catalogue[int(product)], int(which), ceiling, combination
+    )
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, Sequence) and list(self) == list(other)
+
+  def _goal(
+    self, product: products.Product, which: int, ceiling: float, number: int
+  ) -> Goal:
+    if which >= 0:
+      text, attributes, options = product.human[which]
+      text = text.strip('.')
+    else:
+      options = _combination(product, number)
+      words = ', and '.join(f'{k}: {v}' for k, v in options.items())
+      text = product.instruction + (f' with {words}' if words else '')
+      attributes = product.instruction_attributes
+    if ceiling != NO_CEILING:
+      text += f', and price lower than {ceiling:.2f} dollars'
+    return Goal(
+      asin=product.asin,
+      category=product.category,
+      query=product.query,
+      name=product.title,
+      product_category=product.product_category,
+      instruction_text=text,
+      attributes=attributes,
+      price_upper=ceiling,
+      goal_options=options,
+      weight=self._weight(attributes),
+    )
+
+  def _weight(self, attributes: Sequence[str]) -> float:
+    if self._frequencies is None or not attributes:
+      return float(self._frequencies is None)
+    rareness = (1 / self._frequencies[a] for a in attributes)
+    return sum(rareness) / len(attributes)
+
+
+def _combination(product: products.Product, number: int) -> dict[str, str]:
+  """Returns the options of a goal; the last name in order varies first."""
+  chosen = {}
+  for name in sorted(product.options, reverse=True):
+    values = product.options[name]
+    number, place = divmod(number, len(values))
+    chosen[name] = values[place]
+  return dict(sorted(chosen.items()))
+
+
 def draw_prices(
   catalogue: products.Catalogue, rng: random.Random
 ) -> dict[int, float]:
@@ -57,9 +146,8 @@ def draw_prices(
 
   The original draws them once at its start, before anything else.
   """
-  ranges = catalogue.prices[:, 0] != catalogue.prices[:, 1]
   drawn = {}
-  for number in ranges.nonzero()[0].tolist():
+  for number in np.isfinite(catalogue.prices[:, 1]).nonzero()[0].tolist():
     low, high = catalogue.prices[number].tolist()
     drawn[number] = rng.uniform(low, high)
   return drawn
@@ -78,7 +166,7 @@ def build(
   human: bool = False,
   seed: int = 0,
   shuffle_seed: int = _SHUFFLE_SEED,
-) -> list[Goal]:
+) -> Goals:
   """Returns all goals, in the original's order.
 
   Args:
@@ -90,18 +178,37 @@ def build(
   """
   rng = random.Random(seed)
   drawn = draw_prices(catalogue, rng)
-  make = _human if human else _synthetic
-  goals = []
+  entries: list[tuple[int, int, float, int]] = []
+  wanted: collections.Counter[str] = collections.Counter()
   for number in catalogue.has_goal[:, int(human)].nonzero()[0].tolist():
     cost = price(catalogue, drawn, number)
-    goals += make(catalogue[number], cost, rng)
+    product = catalogue[number]
+    for which, attributes, size in _instructions(product, human):
+      entries.append((number, which, _ceiling(cost, rng), size))
+      for attribute in attributes:
+        wanted[attribute] += size
+  table = np.array(entries, np.float64).reshape(-1, 4)
+  order = list(range(int(table[:, 3].sum())))
+  random.Random(shuffle_seed).shuffle(order)
+  return Goals(
+    catalogue, table, np.array(order, np.int64), None if human else dict(wanted)
+  )
+
+
+def _instructions(
+  product: products.Product, human: bool
+) -> Iterator[tuple[int, tuple[str, ...], int]]:
+  """Yields (which, attributes, number of goals) of a product's instructions."""
   if not human:
-    goals = _weighted(goals)
-  random.Random(shuffle_seed).shuffle(goals)
-  return goals
+    size = math.prod(len(values) for values in product.options.values())
+    yield -1, product.instruction_attributes, size
+    return
+  for which, (_, attributes, _) in enumerate(product.human):
+    if attributes:
+      yield which, attributes, 1
 
 
-def split(goals: Sequence[Goal], name: str) -> Sequence[Goal]:
+def split(goals: Goals, name: str) -> Goals:
   """Returns the goals of a split: 'test', 'dev' or 'train'."""
   first, last = SPLITS[name]
   return goals[first:last]
@@ -109,7 +216,7 @@ def split(goals: Sequence[Goal], name: str) -> Sequence[Goal]:
 
 def reference(
   catalogue: products.Catalogue, *, seed: int, human: bool = False
-) -> list[Goal]:
+) -> Goals:
   """Returns the goals of one worker of the released GiGPO code.
 
   Each group's worker there has a seed of its own (the run's seed and the
@@ -121,70 +228,9 @@ def reference(
   return build(catalogue, human=human, seed=seed, shuffle_seed=seed)
 
 
-def _ceiling(cost: float, rng: random.Random) -> tuple[float, str]:
-  """Draws (the most that a purchase may cost, how the customer says so)."""
+def _ceiling(cost: float, rng: random.Random) -> float:
+  """Draws the most that a purchase may cost."""
   above = [ceiling for ceiling in _CEILINGS if ceiling > cost][:4]
   if len(above) < 2:
-    return NO_CEILING, ''
-  ceiling = sorted(rng.sample(above, 2))[1]
-  return ceiling, f', and price lower than {ceiling:.2f} dollars'
-
-
-def _goal(product: products.Product, **rest) -> Goal:
-  return Goal(
-    asin=product.asin,
-    category=product.category,
-    query=product.query,
-    name=product.title,
-    product_category=product.product_category,
-    **rest,
-  )
-
-
-def _synthetic(
-  product: products.Product, cost: float, rng: random.Random
-) -> Iterator[Goal]:
-  ceiling, price_text = _ceiling(cost, rng)
-  names = sorted(product.options)
-  for values in itertools.product(*(product.options[name] for name in names)):
-    chosen = dict(zip(names, values, strict=True))
-    words = ', and '.join(f'{name}: {value}' for name, value in chosen.items())
-    with_options = f' with {words}' if words else ''
-    yield _goal(
-      product,
-      instruction_text=f'{product.instruction}{with_options}{price_text}',
-      attributes=product.instruction_attributes,
-      price_upper=ceiling,
-      goal_options=chosen,
-      weight=1.0,
-    )
-
-
-def _human(
-  product: products.Product, cost: float, rng: random.Random
-) -> Iterator[Goal]:
-  for instruction, attributes, options in product.human:
-    if not attributes:
-      continue
-    ceiling, price_text = _ceiling(cost, rng)
-    yield _goal(
-      product,
-      instruction_text=instruction.strip('.') + price_text,
-      attributes=attributes,
-      price_upper=ceiling,
-      goal_options=options,
-      weight=1.0,
-    )
-
-
-def _weighted(goals: list[Goal]) -> list[Goal]:
-  """Weighs a goal by how rare its attributes are, on average."""
-  counts = collections.Counter(a for goal in goals for a in goal.attributes)
-  return [
-    dataclasses.replace(
-      goal,
-      weight=sum(1 / counts[a] for a in goal.attributes)
-      / max(len(goal.attributes), 1),
-    )
-    for goal in goals
-  ]
+    return NO_CEILING
+  return sorted(rng.sample(above, 2))[1]

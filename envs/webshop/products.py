@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -26,7 +27,7 @@ from envs.webshop import search
 
 NO_PRICE = 100.0
 _ASIN_LENGTH = 10
-_FORMAT = 1  # of the cache; raised when it or the cleaning changes
+_FORMAT = 2  # of the cache; raised when it or the cleaning changes
 # The catalogue, what was extracted from it, what people wrote about it.
 _FILES = {
   1_000: ('items_shuffle_1000.json', 'items_ins_v2_1000.json'),
@@ -230,7 +231,8 @@ def _arrays(
       # A lone surrogate, half of a damaged emoji, is no text in UTF-8.
       ends.append(ends[-1] + blob.write(record.encode('utf-8', 'replace')))
       asins.append(product.asin.encode('utf-8', 'replace'))
-      prices.append((product.prices[0], product.prices[-1]))
+      # NaN where there is no range, which may be of equal prices.
+      prices.append((*product.prices, math.nan)[:2])
       has_goal.append((bool(product.instruction), bool(product.human)))
       builder.add(product.text())
   if not asins:
