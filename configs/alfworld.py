@@ -66,7 +66,7 @@ def _paper() -> ml_collections.ConfigDict:
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
   """A 0.6M-parameter policy, generated one-room games, two CPU cores."""
-  config.num_iterations = 24
+  config.num_iterations = 60
   config.model.path = 'configs/warm_starts/alfworld_tiny'
   config.model.dtype = 'float32'
   config.model.remat = True
@@ -79,22 +79,23 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.env.expert_order = 'sweep'
   config.pool.num_workers = 1
   config.pool.max_resets_per_worker = 0
+  config.rollout.groups = 8
   config.rollout.max_prompt_tokens = 320
   config.rollout.max_completion_tokens = 40
   config.rollout.prompt_buckets = (192, 320)
-  config.rollout.batch_buckets = (16, 64, 128)
+  config.rollout.batch_buckets = (16, 64)
   config.loss.kl_weight = 0.0
   config.loss.entropy_weight = 0.0
   config.loss.old_log_probs = 'sampler'
-  config.optimizer.learning_rate = 5e-4
-  config.learner.minibatch_rows = 512
+  config.optimizer.learning_rate = 4e-4
+  config.learner.minibatch_rows = 256
   config.learner.microbatch_rows = 8
   config.learner.length_buckets = (160, 192, 224, 360)
   config.evaluation.split = 'valid_unseen'
   config.evaluation.num_tasks = 128
   # The policy as it samples in training; the paper's 0.4 flatters the start.
   config.evaluation.temperature = 1.0
-  config.evaluation.every = 8
+  config.evaluation.every = 12
   config.checkpoint.every = 5
   # launch/sft.py with these makes the first stage of the warm start; see
   # configs/warm_starts/make_alfworld_tiny.sh.

@@ -1,0 +1,58 @@
+"""Several runs side by side."""
+
+import json
+
+import pytest
+
+from gigpo_jax import compare
+
+
+def _run(path, *, variant, seed, rates, secs=60.0):
+  path.mkdir()
+  (path / 'config.json').write_text(
+    json.dumps({'variant': variant, 'seed': seed})
+  )
+  lines = []
+  for iteration, rate in enumerate(rates):
+    line = {'iteration': iteration, 'time/iteration_secs': secs}
+    if rate is not None:
+      line |= {
+        'eval/success_rate': rate,
+        'eval/success_low': rate - 0.1,
+        'eval/success_high': rate + 0.1,
+      }
+    lines.append(json.dumps(line))
+  (path / 'metrics.jsonl').write_text('\n'.join(lines) + '\n')
+  return str(path)
+
+
+def test_a_row_says_where_a_run_began_and_ended(tmp_path, capsys):
+  one = _run(
+    tmp_path / 'a', variant='tiny', seed=3, rates=[0.25, None, 0.5, 0.625]
+  )
+  two = _run(tmp_path / 'b', variant='tiny,grpo', seed=4, rates=[0.25])
+  out = tmp_path / 'curves.png'
+  assert compare.main([one, two, f'--out={out}']) == 0
+  rows = capsys.readouterr().out.splitlines()
+  assert rows[2] == (
+    '| `tiny` | 3 | 25.0% | 50.0% | 62.5% [52.5%, 72.5%] | +37.5 | 4 |'
+  )
+  assert rows[3] == (
+    '| `tiny,grpo` | 4 | 25.0% |  | 25.0% [15.0%, 35.0%] | +0.0 | 1 |'
+  )
+  assert out.read_bytes().startswith(b'\x89PNG')
+
+
+def test_what_is_no_run_is_refused_in_one_line(tmp_path, capsys):
+  assert compare.main([str(tmp_path)]) == 2
+  assert capsys.readouterr().err == (
+    f'{tmp_path}: no config.json; must be the --workdir of a run\n'
+  )
+  silent = _run(tmp_path / 'c', variant='tiny', seed=0, rates=[None, None])
+  assert compare.main([silent]) == 2
+  assert 'no eval/success_rate in 2 iterations' in capsys.readouterr().err
+
+
+def test_a_run_without_evaluation_has_no_table():
+  with pytest.raises(ValueError, match='must have been evaluated'):
+    compare.evaluations([{'iteration': 0}])
