@@ -106,19 +106,21 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.evaluation.temperature = 1.0
   config.evaluation.every = 7
   config.checkpoint.every = 5
-  # launch/sft.py with these makes configs/warm_starts/webshop_tiny.
+  # launch/sft.py with these makes the first stage of the warm start; see
+  # configs/warm_starts/make_webshop_tiny.sh.
   config.sft.init = 'scratch'
-  config.sft.num_episodes = 1500
-  config.sft.noise = 0.1
-  config.sft.epochs = 3
-  config.sft.learning_rate = 2e-3
+  config.sft.num_episodes = 4000
+  config.sft.noise = 0.4
+  # Learning the prompts too is what teaches so small a policy to copy.
+  config.sft.completion_only = False
+  config.sft.learning_rate = 3e-3
   config.sft.warmup_updates = 50
-  config.sft.minibatch_rows = 64
+  config.sft.minibatch_rows = 16
   config.sft.vocab_size = 1024
   config.sft.model.layers = 3
   config.sft.model.width = 128
   config.sft.model.heads = 4
-  config.sft.model.kv_heads = 2
+  config.sft.model.kv_heads = 4
   config.sft.model.mlp = 256
 
 
