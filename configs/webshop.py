@@ -70,8 +70,8 @@ def _paper() -> ml_collections.ConfigDict:
 
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
-  """A 0.5M-parameter policy, a small generated shop, two CPU cores."""
-  config.num_iterations = 14
+  """A 0.6M-parameter policy, a small generated shop, two CPU cores."""
+  config.num_iterations = 30
   config.model.path = 'configs/warm_starts/webshop_tiny'
   config.model.dtype = 'float32'
   config.model.remat = True
@@ -104,7 +104,7 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.evaluation.num_tasks = 128
   # The policy as it samples in training; the paper's 0.4 flatters the start.
   config.evaluation.temperature = 1.0
-  config.evaluation.every = 7
+  config.evaluation.every = 10
   config.checkpoint.every = 5
   # launch/sft.py with these makes the first stage of the warm start; see
   # configs/warm_starts/make_webshop_tiny.sh.
