@@ -71,7 +71,7 @@ def _paper() -> ml_collections.ConfigDict:
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
   """A 0.6M-parameter policy, a small generated shop, two CPU cores."""
-  config.num_iterations = 30
+  config.num_iterations = 90
   config.model.path = 'configs/warm_starts/webshop_tiny'
   config.model.dtype = 'float32'
   config.model.remat = True
@@ -97,14 +97,14 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.rollout.batch_buckets = (16, 64)
   config.loss.kl_weight = 0.0
   config.loss.old_log_probs = 'sampler'
-  config.optimizer.learning_rate = 4e-4
-  config.learner.minibatch_rows = 128
+  config.optimizer.learning_rate = 2e-4
+  config.learner.minibatch_rows = 256
   config.learner.microbatch_rows = 16
   config.learner.length_buckets = (128, 160, 304, 360)
   config.evaluation.num_tasks = 128
   # The policy as it samples in training; the paper's 0.4 flatters the start.
   config.evaluation.temperature = 1.0
-  config.evaluation.every = 10
+  config.evaluation.every = 15
   config.checkpoint.every = 5
   # launch/sft.py with these makes the first stage of the warm start; see
   # configs/warm_starts/make_webshop_tiny.sh.
