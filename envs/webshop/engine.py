@@ -279,10 +279,15 @@ class Session:
     product = self._product()
     return {
       'Description': (product.description,),
-      # The template has a blank there, which shows in text_rich.
+      # The templates have a blank there, which shows in text_rich.
       'Features': tuple(f' {bullet}' for bullet in product.bullets),
       'Reviews': (),
-      'Attributes': product.attributes,
+      'Attributes': (
+        *(f' {attribute}' for attribute in product.attributes),
+        product.category,
+        product.query,
+        product.product_category,
+      ),
     }[self._sub_page]
 
   def _receipt(self) -> Iterator[str]:

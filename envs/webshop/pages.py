@@ -65,7 +65,7 @@ def read(parts: Sequence[str], clickables: Sequence[str]) -> View:
   if 'Buy Now' in parts:
     return _item(parts, clickables)
   if len(parts) > 1 and 'Total results' in parts[1]:
-    return _results(parts)
+    return _results(parts, clickables)
   return View(
     SUB_PAGE,
     buttons=tuple(part for part in parts if part.lower() in clickables),
@@ -73,26 +73,36 @@ def read(parts: Sequence[str], clickables: Sequence[str]) -> View:
   )
 
 
-def _results(parts: Sequence[str]) -> View:
-  # Back to Search, page, buttons; number, title and price of each product.
+def _results(parts: Sequence[str], clickables: Sequence[str]) -> View:
+  # Back to Search, page, buttons; number, title and price of each product. An
+  # empty title makes no string.
   first = 2
   while first < len(parts) and parts[first] in _TURNS:
     first += 1
-  products = zip(*[iter(parts[first:])] * 3, strict=False)
+  listed, rest = [], list(parts[first:])
+  while len(rest) > 1:
+    untitled = len(rest) == 2 or rest[2].lower() in clickables
+    number, title, price = (
+      (rest[0], '', rest[1]) if untitled else tuple(rest[:3])
+    )
+    listed.append((number, title, price))
+    del rest[: 2 if untitled else 3]
   return View(
     RESULTS,
     buttons=(parts[0], *parts[2:first]),
     number=int(parts[1].split()[1]),
-    products=tuple(products),
+    products=tuple(listed),
   )
 
 
 def _item(parts: Sequence[str], clickables: Sequence[str]) -> View:
   # Back, previous; options; title, price, rating; sub pages, purchase.
   price = max(n for n, part in enumerate(parts) if part.startswith(_PRICE))
+  # An empty title makes no string.
+  title = price - (parts[price - 1].lower() not in clickables)
   options: dict[str, tuple[str, ...]] = {}
   name = ''
-  for part in parts[2 : price - 1]:
+  for part in parts[2:title]:
     if part.lower() in clickables and name:
       options[name] += (part,)
     else:
@@ -102,7 +112,7 @@ def _item(parts: Sequence[str], clickables: Sequence[str]) -> View:
     ITEM,
     buttons=tuple(parts[:2]),
     options=options,
-    title=parts[price - 1],
+    title=''.join(parts[title:price]),
     price=parts[price].removeprefix(_PRICE),
     actions=tuple(parts[price + 2 :]),
   )

@@ -26,6 +26,7 @@ import numpy as np
 from envs.webshop import search
 
 NO_PRICE = 100.0
+_NO_ATTRIBUTES = ('DUMMY_ATTR',)  # the original's, of a product without entry
 _ASIN_LENGTH = 10
 _FORMAT = 2  # of the cache; raised when it or the cleaning changes
 # The catalogue, what was extracted from it, what people wrote about it.
@@ -108,7 +109,7 @@ def clean(
     category=_text(item.get('category')),
     query=_text(item.get('query')).lower().strip(),
     product_category=_text(item.get('product_category')),
-    attributes=_texts(instruction.get('attributes')),
+    attributes=_texts(instruction.get('attributes', _NO_ATTRIBUTES)),
     instruction=_text(instruction.get('instruction')),
     instruction_attributes=_texts(instruction.get('instruction_attributes')),
     human=_human(human),
