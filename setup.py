@@ -28,8 +28,8 @@ setuptools.setup(
   install_requires=[
     'absl-py',
     'beartype',
+    'filelock',
     'flax>=0.12.8,<0.13',
-    'ijson',
     'jax>=0.10.2,<0.13',
     'jaxtyping',
     'jinja2',

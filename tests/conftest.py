@@ -6,6 +6,7 @@ import tempfile
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
 import jax
+import pytest
 
 jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update(
@@ -13,3 +14,9 @@ jax.config.update(
   os.path.join(tempfile.gettempdir(), 'gigpo_jax_test_cache'),
 )
 jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
+
+
+@pytest.fixture(autouse=True, scope='session')
+def _shops_of_their_own(tmp_path_factory):
+  """Keeps the catalogues that tests make out of the user's cache."""
+  os.environ['GIGPO_JAX_CACHE'] = str(tmp_path_factory.mktemp('cache'))

@@ -1,8 +1,13 @@
 """Pages, goals, rewards and damaged data on a shop of three products."""
 
+import io
 import json
+import math
 import random
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 
 from envs.webshop import engine, goals, products, reward, titles
@@ -135,7 +140,7 @@ def test_goals_by_hand(catalogue):
   lamp = next(g for g in built if g.asin == LAMP['asin'])
   assert lamp.instruction_text == 'Find me easy lamps'
   assert lamp.price_upper == goals.NO_CEILING
-  assert goals.draw_prices(catalogue, random.Random(0)) == {1: lamp_price}
+  assert goals.prices(catalogue)[1] == lamp_price
   order = list(range(5))
   random.Random(233).shuffle(order)
   assert order.index(4) == built.index(lamp)
@@ -264,6 +269,28 @@ def test_option_that_is_called_as_a_button(catalogue):
   assert session.step('click[twice]').url.endswith('{"other": "twice"}')
 
 
+def test_the_attributes_page(catalogue):
+  session = enter(catalogue, show_attributes=True)
+  session.step('search[mug]')
+  page = session.step('click[b000000001]')
+  assert 'attributes' in page.clickables
+  page = session.step('click[attributes]')
+  assert page.text.split(' [SEP] ')[4:] == [
+    *catalogue[0].attributes,
+    'garden',
+    'coffee mugs',
+    'Home & Kitchen › Dining › Mugs',
+  ]
+  rich = enter(catalogue, 'text_rich', show_attributes=True)
+  rich.step('search[mug]')
+  rich.step('click[b000000001]')
+  first = catalogue[0].attributes[0]
+  assert f'\n {first}\n' in rich.step('click[attributes]').text
+  # Without an entry in the file of attributes.
+  bare = products.from_records([LAMP], {})
+  assert bare[0].attributes == ('DUMMY_ATTR',)
+
+
 def test_special_searches(catalogue):
   session = enter(catalogue)
 
@@ -315,6 +342,19 @@ def test_colours():
   assert reward.plain_color(('color', 'wine red')) == ('color', 'wine red')
   assert reward.plain_color(('color', 'red')) == 'red'
   assert reward.plain_color('huge') == 'huge'
+
+
+def test_words_of_titles_are_cut_as_spacy_cuts_them():
+  # What spacy.blank('en') of spaCy 3.8 gives.
+  title = "Women's 12oz 5.5ft Shoes/Boots (2 Pack), Co-op 3-Piece R&B 90% A.B."
+  expected = (
+    "Women 's 12 oz 5.5 ft Shoes / Boots ( 2 Pack ) , Co - op 3 - Piece"
+  )
+  assert titles.words(title) == [*expected.split(), *'R&B 90 % A.B.'.split()]
+
+
+def test_each_word_is_tagged_by_itself():
+  assert titles.nouns('The lamp, very tall 12oz Lamp') == ('lamp', 'oz', 'lamp')
 
 
 def test_titles():
@@ -370,13 +410,17 @@ def folder(tmp_path, monkeypatch):
   return data
 
 
+def unread(*_):
+  raise AssertionError('read again')
+
+
 def test_files_and_their_cache(folder, catalogue, monkeypatch):
   first = products.load(folder)
   assert list(first) == [
     *(products.clean(r, INSTRUCTIONS[r['asin']]) for r in (MUG, LAMP, ODD))
   ]
   # From the cache now: the files are not read again.
-  monkeypatch.setattr(products, '_build', None)
+  monkeypatch.setattr(products, '_read', unread)
   assert list(products.load(folder)) == list(first)
   assert first.index.search('mug', 50) == [2, 0]
   # Changed files make another cache.
@@ -391,6 +435,8 @@ def test_files_and_their_cache(folder, catalogue, monkeypatch):
   [
     ('items_shuffle_1000.json', '[{"asin": "B0', 'not a whole JSON list'),
     ('items_shuffle_1000.json', '[]', 'no product in it'),
+    ('items_shuffle_1000.json', '{}', 'not a whole JSON list'),
+    ('items_shuffle_1000.json', '', 'not a whole JSON list'),
     ('items_shuffle_1000.json', '[{"asin": 3}]', '1 damaged'),
     ('items_ins_v2_1000.json', '{"a"', 'not JSON'),
     ('items_ins_v2_1000.json', '[]', 'no JSON object'),
@@ -401,7 +447,80 @@ def test_damaged_files_are_refused_in_one_line(folder, name, text, message):
   with pytest.raises(ValueError, match=message) as error:
     products.load(folder)
   assert '\n' not in str(error.value)
-  assert not [*(folder.parent / 'cache').iterdir()]
+  left = [path.suffix for path in (folder.parent / 'cache').iterdir()]
+  assert left == ['.lock']
+
+
+def test_lists_are_read_piece_by_piece(monkeypatch):
+  records = [{'a': math.nan, 'b': 'é]\\"'}, [], -1.5, None, ['[', {}], 12, 3]
+  for text in (json.dumps(records), json.dumps(records, indent=1)):
+    for size in (1, 2, 7, 1_000):
+      monkeypatch.setattr(products, '_CHUNK', size)
+      # NaN differs from itself.
+      assert repr([*products._items(io.StringIO(text))]) == repr(records)
+      for cut in (text[:-1], text[: len(text) // 2], text.replace(',', ';')):
+        with pytest.raises(ValueError, match='not a whole JSON list'):
+          list(products._items(io.StringIO(cut)))
+  assert not [*products._items(io.StringIO(' [ ] '))]
+
+
+def test_what_is_skipped_is_told_once(folder, capsys):
+  (folder / 'items_shuffle_1000.json').write_text(json.dumps([MUG, 3, MUG]))
+  assert products.load(folder).skipped == 2
+  assert ': 2 records skipped' in capsys.readouterr().err
+  assert products.load(folder).skipped == 2
+  assert not capsys.readouterr().err
+
+
+def test_goals_and_prices_come_from_the_cache_the_second_time(
+  folder, monkeypatch
+):
+  first = products.load(folder)
+  assert list(goals.build(first))
+  paid = goals.prices(first, seed=3)
+  again = products.load(folder)
+  monkeypatch.setattr(goals, '_draw_prices', unread)
+  assert list(goals.build(again)) == list(goals.build(first))
+  np.testing.assert_array_equal(goals.prices(again, seed=3), paid)
+
+
+def test_what_a_killed_process_left_is_thrown_away(folder):
+  place = products.load(folder)._folder
+  part = place.with_name(f'{place.name}.part')
+  place.rename(part)
+  (part / 'asins.npy').write_bytes(b'half')
+  assert len(products.load(folder)) == 3
+  assert not part.exists()
+
+
+def test_processes_share_what_one_of_them_makes(folder):
+  program = (
+    'from envs.webshop import products, goals; import sys;'
+    'c = products.load(sys.argv[1]); print(c._folder, len(goals.build(c)))'
+  )
+  command = [sys.executable, '-c', program, str(folder)]
+  running = [
+    subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    for _ in range(3)
+  ]
+  said = {process.communicate(timeout=100)[0] for process in running}
+  assert [process.returncode for process in running] == [0, 0, 0]
+  assert len(said) == 1
+
+
+def test_a_cache_that_cannot_be_written_is_refused(folder, monkeypatch):
+  monkeypatch.setenv('GIGPO_JAX_CACHE', str(folder / 'items_ins_v2_1000.json'))
+  with pytest.raises(ValueError, match='GIGPO_JAX_CACHE=.*cannot be used'):
+    products.load(folder)
+
+
+def test_what_people_wrote_may_be_damaged(folder):
+  written = {'instruction': 'A mug.', 'instruction_attributes': ['blue']}
+  human = {MUG['asin']: 5, LAMP['asin']: [3, written], ODD['asin']: None}
+  (folder / 'items_human_ins.json').write_text(json.dumps(human))
+  found = goals.build(products.load(folder), human=True)
+  (goal,) = found
+  assert goal.instruction_text.startswith('A mug') and goal.weight == 1.0
 
 
 def test_missing_files_name_the_remedy(folder):

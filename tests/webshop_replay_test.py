@@ -2,6 +2,7 @@
 
 import dataclasses
 import gzip
+import importlib.util
 import json
 import os
 import pathlib
@@ -10,7 +11,7 @@ import sys
 
 import pytest
 
-from envs.webshop import goals, products
+from envs.webshop import goals, products, titles
 
 ROOT = pathlib.Path(__file__).parents[1]
 DATA = pathlib.Path(
@@ -38,9 +39,18 @@ def replay(traces):
 def test_every_step_is_equal():
   done = replay(TRACES)
   assert done.returncode == 0, done.stdout + done.stderr
-  agree = [line.split() for line in done.stdout.splitlines()]
-  assert {line[0] for line in agree} >= {'obs', 'rich', 'clickables', 'done'}
-  assert all(line[1] == line[3] for line in agree)
+  agree = {
+    field: (int(equal), int(number))
+    for field, equal, _, number, _ in map(str.split, done.stdout.splitlines())
+  }
+  assert all(equal == number for equal, number in agree.values())
+  numbers = {field: number for field, (_, number) in agree.items()}
+  # 99 first pages and 983 steps; 83 purchases, 53 of them of the right type.
+  for field in ('obs', 'rich', 'url', 'has_search_bar', 'clickables'):
+    assert numbers[field] == 99 + 983
+  assert numbers['done'] == 983
+  assert numbers['r_att'] == numbers['r_option'] == numbers['r_price'] == 83
+  assert numbers['price'] == 1_000
 
 
 def test_a_difference_is_found(tmp_path):
@@ -52,6 +62,64 @@ def test_a_difference_is_found(tmp_path):
   done = replay(changed)
   assert done.returncode == 1
   assert 'recorded' in done.stdout and '€' in done.stdout
+
+
+def test_the_last_page_is_compared_whatever_the_score(tmp_path):
+  with gzip.open(TRACES, 'rt') as file:
+    episodes = [json.loads(line) for line in file]
+  episode = next(
+    e for e in episodes if 0 < e.get('reward_info', {}).get('r_type', 0) < 1
+  )
+  changed = tmp_path / 'changed.jsonl'
+  score = str(episode['steps'][-1]['reward'])
+  for field in ('obs', 'rich'):
+    page = episode['steps'][-1][field]
+    assert score in page
+    episode['steps'][-1][field] = page.replace(score, '0.25')
+  changed.write_text(json.dumps(episode) + '\n')
+  done = replay(changed)
+  assert done.returncode == 0, done.stdout
+  episode['steps'][-1]['obs'] += ' [SEP] more'
+  changed.write_text(json.dumps(episode) + '\n')
+  assert replay(changed).returncode == 1
+
+
+def test_title_scores_are_as_recorded():
+  # The recordings were made with TextBlob's tagger on spaCy's words.
+  if importlib.util.find_spec('en_core_web_sm'):
+    pytest.skip('the tagger is spaCy here')
+  catalogue = products.load(DATA)
+  every = goals.build(catalogue)
+  bought = 0
+  with gzip.open(TRACES, 'rt') as file:
+    for episode in map(json.loads, file):
+      info = episode.get('reward_info')
+      if info:
+        asin = episode['steps'][-1]['url'].split('/')[5]
+        title = catalogue[catalogue.number(asin)].title
+        wanted = every[episode['goal_idx']].name
+        assert titles.overlap(title, wanted) == info['title_score']
+        bought += 1
+  assert bought == 83
+
+
+@pytest.mark.parametrize(
+  ('line', 'message'),
+  [
+    ('{"goal_idx": 0}', 'line 1 is no recorded episode'),
+    ('[3]', 'line 1 is no recorded episode'),
+    ('{"goal_idx": 10000, "steps": [], "first": FIRST}', 'goal_idx=10000'),
+  ],
+)
+def test_what_is_no_episode_is_refused_in_one_line(tmp_path, line, message):
+  with gzip.open(TRACES, 'rt') as file:
+    first = json.dumps(json.loads(next(file))['first'])
+  changed = tmp_path / 'changed.jsonl'
+  changed.write_text(line.replace('FIRST', first))
+  done = replay(changed)
+  assert done.returncode == 1
+  assert message in done.stderr.strip().splitlines()[-1]
+  assert 'Traceback' not in done.stderr
 
 
 def test_broken_recording_is_refused(tmp_path):

@@ -34,7 +34,7 @@ def test_terms(text, expected):
 def test_lengths_are_rounded_as_lucene_rounds_them():
   builder = search.Builder()
   for length in (1, 23, 24, 39, 40, 41, 42, 107, 1_000):
-    builder.add(' '.join(['word'] * length))
+    builder.add(f'{length:04}', ['word'] * length)
   rounded = search._LENGTHS[builder.arrays()['length_bytes']]
   # Exact to 39; from there four significant bits of what is above 24.
   np.testing.assert_array_equal(rounded, [1, 23, 24, 39, 40, 40, 42, 104, 984])
@@ -51,10 +51,11 @@ def random_texts(seed, number, words):
 
 def build(texts):
   builder = search.Builder()
-  for text in texts:
-    builder.add(text)
-  names = np.array([f'N{n % 97:02d}{n:05d}'.encode() for n in range(10**5)])
-  return search.Index(builder.arrays(), names), names
+  names = [f'N{n % 97:02d}{n:05d}' for n in range(len(texts))]
+  for name, text in zip(names, texts, strict=True):
+    # Of a kind that has to do with the text, or with nothing.
+    builder.add(name, analysis.terms(text), text[:3] + name[:2])
+  return search.Index(builder.arrays()), names
 
 
 def slowly(texts, names, query, k):
@@ -78,11 +79,14 @@ def slowly(texts, names, query, k):
   return sorted(scores, key=lambda n: (-scores[n], names[n]))[:k]
 
 
-@pytest.mark.parametrize('long_list', [0, 10**9])
+@pytest.mark.parametrize('common', [0, 30, 10**9])
 @pytest.mark.parametrize('seed', range(3))
-def test_ranks_by_the_formula(seed, long_list, monkeypatch):
-  # 0 looks common words up for the best candidates alone, wherever possible.
-  monkeypatch.setattr(search, '_LONG_LIST', long_list)
+def test_ranks_by_the_formula(seed, common, monkeypatch):
+  # By blocks, with stored bounds of all, some, and no words.
+  monkeypatch.setattr(search, '_FEW', common if common > 10**6 else 0)
+  monkeypatch.setattr(search, '_COMMON', common)
+  monkeypatch.setattr(search, '_BLOCK', 4)
+  monkeypatch.setattr(search, '_FIRST', 2)
   texts = list(random_texts(seed, 300, 60))
   index, names = build(texts)
   for query in random_texts(seed + 100, 40, 80):

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from envs.webshop import goals, products, reward
 
@@ -82,14 +82,13 @@ class Shop:
     self.observation = observation
     self.show_attributes = show_attributes
     self.seed = seed
-    self._prices = goals.draw_prices(catalogue, random.Random(seed))
-    self._found: dict[tuple[str, str], list[int]] = {}
+    self._prices = goals.prices(catalogue, seed=seed)
 
   def price(self, number: int) -> float:
     """Returns what a product costs, dollars."""
-    return goals.price(self.catalogue, self._prices, number)
+    return float(self._prices[number])
 
-  def search(self, words: tuple[str, ...], draw: int = 0) -> list[int]:
+  def search(self, words: tuple[str, ...], draw: int = 0) -> Sequence[int]:
     """Returns the products found by words, the best first.
 
     `<r>` finds any 50, which `draw` numbers; `<a>`, `<c>` and `<q>` find what
@@ -103,20 +102,8 @@ class Shop:
     if kind == '<c>':
       rest = words[1].strip() if len(words) > 1 else ''
     if kind in ('<a>', '<c>', '<q>'):
-      if (kind, rest) not in self._found:
-        self._found[kind, rest] = list(self._having(kind, rest))
-      return self._found[kind, rest]
+      return self.catalogue.labels.having(products.label(kind, rest))
     return self.catalogue.index.search(' '.join(words), RESULTS)
-
-  def _having(self, kind: str, wanted: str) -> Iterator[int]:
-    for number, product in enumerate(self.catalogue):
-      has = {
-        '<a>': product.attributes,
-        '<c>': (product.category,),
-        '<q>': (product.query,),
-      }[kind]
-      if wanted in has:
-        yield number
 
 
 def _in_html(options: dict[str, str]) -> str:

@@ -9,13 +9,14 @@ millions.
 
 import collections
 import dataclasses
+import functools
 import math
 import random
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from envs.webshop import products
+from envs.webshop import cache, products
 
 _CEILINGS = [10.0 * n for n in range(1, 100)]
 NO_CEILING = 1_000_000
@@ -59,74 +60,66 @@ class Goals(Sequence[Goal]):
 
   Args:
     catalogue: what they are about.
-    entries: of each instruction: product, which of the product's human
-      instructions (-1 for the synthetic one), ceiling, number of goals made
-      from it. [E, 4] float64, which holds integers as well.
-    order: goals in the order of their entries, shuffled.
-    frequencies: how many goals want an attribute; None gives all weight 1.
+    arrays: of each instruction, `entries`: product, which of the product's
+      human instructions (-1 for the synthetic one), ceiling, weight [E, 4];
+      `ends`: number of goals made from it and those before it [E].
+    order: goals in the order of their instructions, shuffled.
   """
 
   def __init__(
     self,
     catalogue: products.Catalogue,
-    entries: np.ndarray,
+    arrays: cache.Arrays,
     order: np.ndarray,
-    frequencies: dict[str, int] | None,
   ):
-    self._catalogue, self._entries = catalogue, entries
-    self._ends = np.cumsum(entries[:, 3]).astype(np.int64)
-    self._order, self._frequencies = order, frequencies
+    self._catalogue, self._arrays, self._order = catalogue, arrays, order
 
   def __len__(self) -> int:
     return len(self._order)
 
   def __getitem__(self, index):
     if isinstance(index, slice):
-      return Goals(
-        self._catalogue, self._entries, self._order[index], self._frequencies
-      )
-    number = self._order[range(len(self))[index]]
-    entry = int(np.searchsorted(self._ends, number, side='right'))
-    product, which, ceiling, size = self._entries[entry].tolist()
-    combination = int(number - self._ends[entry] + size)
-    return self._goal(
-      self._catalogue[int(product)], int(which), ceiling, combination
-    )
+      return Goals(self._catalogue, self._arrays, self._order[index])
+    number = int(self._order[range(len(self))[index]])
+    ends = self._arrays['ends']
+    entry = int(np.searchsorted(ends, number, side='right'))
+    combination = number - (int(ends[entry - 1]) if entry else 0)
+    product, *rest = self._arrays['entries'][entry].tolist()
+    return _goal(self._catalogue[int(product)], *rest, combination)
 
   def __eq__(self, other: object) -> bool:
     return isinstance(other, Sequence) and list(self) == list(other)
 
-  def _goal(
-    self, product: products.Product, which: int, ceiling: float, number: int
-  ) -> Goal:
-    if which >= 0:
-      text, attributes, options = product.human[which]
-      text = text.strip('.')
-    else:
-      options = _combination(product, number)
-      words = ', and '.join(f'{k}: {v}' for k, v in options.items())
-      text = product.instruction + (f' with {words}' if words else '')
-      attributes = product.instruction_attributes
-    if ceiling != NO_CEILING:
-      text += f', and price lower than {ceiling:.2f} dollars'
-    return Goal(
-      asin=product.asin,
-      category=product.category,
-      query=product.query,
-      name=product.title,
-      product_category=product.product_category,
-      instruction_text=text,
-      attributes=attributes,
-      price_upper=ceiling,
-      goal_options=options,
-      weight=self._weight(attributes),
-    )
 
-  def _weight(self, attributes: Sequence[str]) -> float:
-    if self._frequencies is None or not attributes:
-      return float(self._frequencies is None)
-    rareness = (1 / self._frequencies[a] for a in attributes)
-    return sum(rareness) / len(attributes)
+def _goal(
+  product: products.Product,
+  which: float,
+  ceiling: float,
+  weight: float,
+  number: int,
+) -> Goal:
+  if which >= 0:
+    text, attributes, options = product.human[int(which)]
+    text = text.strip('.')
+  else:
+    options = _combination(product, number)
+    words = ', and '.join(f'{k}: {v}' for k, v in options.items())
+    text = product.instruction + (f' with {words}' if words else '')
+    attributes = product.instruction_attributes
+  if ceiling != NO_CEILING:
+    text += f', and price lower than {ceiling:.2f} dollars'
+  return Goal(
+    asin=product.asin,
+    category=product.category,
+    query=product.query,
+    name=product.title,
+    product_category=product.product_category,
+    instruction_text=text,
+    attributes=attributes,
+    price_upper=ceiling,
+    goal_options=options,
+    weight=weight,
+  )
 
 
 def _combination(product: products.Product, number: int) -> dict[str, str]:
@@ -139,25 +132,23 @@ def _combination(product: products.Product, number: int) -> dict[str, str]:
   return dict(sorted(chosen.items()))
 
 
-def draw_prices(
+def prices(catalogue: products.Catalogue, *, seed: int = 0) -> np.ndarray:
+  """Returns what each product costs in dollars, [products]."""
+
+  def make() -> cache.Arrays:
+    return {'prices': _draw_prices(catalogue, random.Random(seed))}
+
+  return catalogue.derive(f'prices-{seed}', make)['prices']
+
+
+def _draw_prices(
   catalogue: products.Catalogue, rng: random.Random
-) -> dict[int, float]:
-  """Returns the price of each product that has a range of them, by number.
-
-  The original draws them once at its start, before anything else.
-  """
-  drawn = {}
+) -> np.ndarray:
+  """Draws a price where there is a range, before anything else is drawn."""
+  found = catalogue.prices[:, 0].copy()
   for number in np.isfinite(catalogue.prices[:, 1]).nonzero()[0].tolist():
-    low, high = catalogue.prices[number].tolist()
-    drawn[number] = rng.uniform(low, high)
-  return drawn
-
-
-def price(
-  catalogue: products.Catalogue, drawn: dict[int, float], number: int
-) -> float:
-  """Returns what a product costs in dollars."""
-  return drawn.get(number, float(catalogue.prices[number, 0]))
+    found[number] = rng.uniform(*catalogue.prices[number].tolist())
+  return found
 
 
 def build(
@@ -176,23 +167,48 @@ def build(
     seed: of prices and ceilings, which the original leaves to chance.
     shuffle_seed: of the order.
   """
+  name = f'goals-{"human" if human else "synthetic"}-{seed}-{shuffle_seed}'
+  make = functools.partial(_arrays, catalogue, human, seed, shuffle_seed)
+  arrays = catalogue.derive(name, make)
+  return Goals(catalogue, arrays, arrays['order'])
+
+
+def _arrays(
+  catalogue: products.Catalogue, human: bool, seed: int, shuffle_seed: int
+) -> cache.Arrays:
+  """Returns what `Goals` takes, `order` among it."""
   rng = random.Random(seed)
-  drawn = draw_prices(catalogue, rng)
-  entries: list[tuple[int, int, float, int]] = []
+  costs = _draw_prices(catalogue, rng)
+  entries: list[tuple[int, int, float]] = []
+  sizes: list[int] = []
+  attributes_of: list[tuple[str, ...]] = []
   wanted: collections.Counter[str] = collections.Counter()
   for number in catalogue.has_goal[:, int(human)].nonzero()[0].tolist():
-    cost = price(catalogue, drawn, number)
-    product = catalogue[number]
-    for which, attributes, size in _instructions(product, human):
-      entries.append((number, which, _ceiling(cost, rng), size))
+    cost = float(costs[number])
+    for which, attributes, size in _instructions(catalogue[number], human):
+      ceiling = _ceiling(cost, rng)
+      if size:  # else one of its options has no values
+        entries.append((number, which, ceiling))
+        sizes.append(size)
+        attributes_of.append(attributes)
       for attribute in attributes:
         wanted[attribute] += size
-  table = np.array(entries, np.float64).reshape(-1, 4)
-  order = list(range(int(table[:, 3].sum())))
+  weights = [_weight(a, None if human else wanted) for a in attributes_of]
+  order = list(range(sum(sizes)))
   random.Random(shuffle_seed).shuffle(order)
-  return Goals(
-    catalogue, table, np.array(order, np.int64), None if human else dict(wanted)
-  )
+  table = np.array(entries, np.float64).reshape(-1, 3)
+  return {
+    'entries': np.column_stack((table, np.array(weights))),
+    'ends': np.cumsum(sizes, dtype=np.int64),
+    'order': np.array(order, np.int32),
+  }
+
+
+def _weight(attributes: Sequence[str], wanted: dict[str, int] | None) -> float:
+  """Returns how often the original draws a goal: people's all alike."""
+  if wanted is None or not attributes:
+    return float(wanted is None)
+  return sum(1 / wanted[a] for a in attributes) / len(attributes)
 
 
 def _instructions(

@@ -1,40 +1,44 @@
 """What the shop sells: the official files, cleaned as the original cleans them.
 
 A catalogue is arrays: each product's record as JSON in one long blob, and the
-search index. Small ones live in memory. Those of the official files are built
-once, into a cache folder, and mapped from there: all processes of a host share
-one copy, and starting reads almost nothing.
+search index. They are made once, into a cache folder, and mapped from there:
+all processes of a host share one copy, and starting reads almost nothing.
 """
 
 import bisect
 import contextlib
 import dataclasses
 import functools
-import hashlib
+import io
 import json
 import math
 import os
 import pathlib
 import re
-import shutil
+import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TextIO
 
 import numpy as np
+import tqdm
 
-from envs.webshop import search
+from envs.webshop import analysis, cache, search
 
 NO_PRICE = 100.0
 _NO_ATTRIBUTES = ('DUMMY_ATTR',)  # the original's, of a product without entry
 _ASIN_LENGTH = 10
-_FORMAT = 2  # of the cache; raised when it or the cleaning changes
+_FORMAT = 4  # of the cache; raised when it or the cleaning changes
 # The catalogue, what was extracted from it, what people wrote about it.
 _FILES = {
   1_000: ('items_shuffle_1000.json', 'items_ins_v2_1000.json'),
   None: ('items_shuffle.json', 'items_ins_v2.json'),
 }
 _HUMAN_FILE = 'items_human_ins.json'
+_CHUNK = 1 << 20  # characters read at a time
+_LONGEST = 1 << 26  # characters of a record
+_BLANKS = re.compile(r'[ \t\n\r]*')
+_LABELS = 'label_'  # what the names of the arrays of `labels` begin with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +156,8 @@ def _options(raw: Any) -> dict[str, tuple[str, ...]]:
 
 
 def _human(raw: Any) -> tuple:
-  written = (r for r in raw or () if isinstance(r, dict))
+  raw = raw if isinstance(raw, list) else ()
+  written = (r for r in raw if isinstance(r, dict))
   return tuple(
     (
       _text(r.get('instruction')),
@@ -169,15 +174,28 @@ class Catalogue(Sequence[Product]):
   Attributes:
     skipped: records that could not be read or came twice.
     index: for searching.
+    labels: for what has an attribute, a category or a query.
   """
 
-  def __init__(self, arrays: dict[str, np.ndarray]):
+  def __init__(self, arrays: cache.Arrays, folder: pathlib.Path | None = None):
+    """Takes the arrays, and their folder if they are mapped from one."""
+    self._folder = folder
     self._blob, self._ends = arrays['records'], arrays['record_ends']
-    self._asins, self._sorted = arrays['asins'], arrays['by_asin']
+    self._asins, self._sorted = (
+      arrays['asins'],
+      arrays['document_numbers_by_name'],
+    )
     self.prices = arrays['prices']
     self.has_goal = arrays['has_goal']
     self.skipped = int(arrays['skipped'][0])
-    self.index = search.Index(arrays, self._asins)
+    self.index = search.Index(arrays)
+    self.labels = search.Index(
+      {
+        name.removeprefix(_LABELS): values
+        for name, values in arrays.items()
+        if name.startswith(_LABELS)
+      }
+    )
     self._product = functools.lru_cache(4096)(self._read)
 
   def __len__(self) -> int:
@@ -194,6 +212,13 @@ class Catalogue(Sequence[Product]):
         record[name] = _tuples(value)
     record['options'] = {n: tuple(v) for n, v in record['options'].items()}
     return Product(**record)
+
+  def derive(self, name: str, make: Callable[[], cache.Arrays]) -> cache.Arrays:
+    """Returns arrays made from this catalogue; cached where it is."""
+    if self._folder is None:
+      return make()
+    folder = self._folder.with_name(f'{self._folder.name}-{name}')
+    return cache.load(folder, lambda _: make())
 
   def asin(self, number: int) -> str:
     """Returns the name of a product without reading its record."""
@@ -215,11 +240,11 @@ def _tuples(value: Any) -> Any:
 
 def _arrays(
   products: Iterable[Product | None], blob_path: pathlib.Path
-) -> dict[str, np.ndarray]:
+) -> cache.Arrays:
   """Returns all of a catalogue but the blob, which it writes."""
   ends, asins, prices, has_goal, skipped = [0], [], [], [], 0
   seen: set[str] = set()
-  builder = search.Builder()
+  builder, labels = search.Builder(), search.Builder()
   with blob_path.open('wb') as blob:
     for product in products:
       if product is None or product.asin in seen:
@@ -235,18 +260,37 @@ def _arrays(
       # NaN where there is no range, which may be of equal prices.
       prices.append((*product.prices, math.nan)[:2])
       has_goal.append((bool(product.instruction), bool(product.human)))
-      builder.add(product.text())
+      kind = f'{product.query} {product.title[:80]}'
+      builder.add(product.asin, analysis.terms(product.text()), kind)
+      labels.add(product.asin, list(_labels(product)))
   if not asins:
     raise ValueError(f'no product in it ({skipped} damaged records)')
-  names = np.array(asins)
-  return builder.arrays() | {
-    'record_ends': np.array(ends, np.int64),
-    'asins': names,
-    'by_asin': np.argsort(names, kind='stable').astype(np.int32),
-    'prices': np.array(prices),
-    'has_goal': np.array(has_goal),
-    'skipped': np.array([skipped]),
-  }
+  labelled = {_LABELS + n: values for n, values in labels.arrays().items()}
+  return (
+    labelled
+    | builder.arrays()
+    | {
+      'record_ends': np.array(ends, np.int64),
+      'asins': np.array(asins),
+      'prices': np.array(prices),
+      'has_goal': np.array(has_goal),
+      'skipped': np.array([skipped]),
+    }
+  )
+
+
+def _labels(product: Product) -> Iterator[str]:
+  """Yields what `Catalogue.labels` knows a product by."""
+  yield label('<c>', product.category)
+  yield label('<q>', product.query)
+  for attribute in product.attributes:
+    yield label('<a>', attribute)
+
+
+def label(kind: str, value: str) -> str:
+  """Returns the name of a label; kind is <a>, <c> or <q> as in a search."""
+  # A lone surrogate, half of a damaged emoji, is no text in UTF-8.
+  return (kind + value).encode('utf-8', 'replace').decode()
 
 
 def from_records(
@@ -271,14 +315,31 @@ def _cleaned(
     yield clean(item, instructions.get(asin), human.get(asin))
 
 
+def stored(
+  key: Sequence[object], make: Callable[[], tuple[Iterable, dict]]
+) -> Catalogue:
+  """Returns the catalogue of records, made once and mapped afterwards.
+
+  Args:
+    key: what the records are a function of.
+    make: returns them: items and instructions in the official schema.
+  """
+
+  def arrays(folder: pathlib.Path) -> cache.Arrays:
+    items, instructions = make()
+    return _arrays(_cleaned(items, instructions, {}), folder / 'records')
+
+  folder = cache.place(_FORMAT, *key)
+  return Catalogue(cache.load(folder, arrays), folder)
+
+
 def load(
   data_dir: str | os.PathLike | None, *, num_products: int | None = None
 ) -> Catalogue:
   """Returns the catalogue of the official files.
 
-  The first time it reads them and builds the cache (minutes for the full
-  set), later it maps the cache. The folder of the cache is
-  $GIGPO_JAX_CACHE, or ~/.cache/gigpo_jax.
+  The first time it reads them and fills the cache (minutes for the full set),
+  later it maps what is there.
 
   Args:
     data_dir: folder of the files; None takes $WEBSHOP_DATA.
@@ -305,60 +366,36 @@ def load(
         '`python -m envs.webshop.download --out DIR` gets the official files'
       )
   files = [folder / name for name in (*names, _HUMAN_FILE)]
-  cache = _cache_folder(files, num_products)
-  if not cache.is_dir():
-    _build(files, num_products, cache)
-  arrays = {
-    path.stem: np.load(path, mmap_mode='r') for path in cache.glob('*.npy')
-  }
-  arrays['records'] = np.memmap(cache / 'records', np.uint8, mode='r')
-  # The same memory without numpy's slow class for it.
-  arrays = {name: mapped.view(np.ndarray) for name, mapped in arrays.items()}
-  return Catalogue(arrays)
-
-
-def _cache_folder(
-  files: Sequence[pathlib.Path], num_products: int | None
-) -> pathlib.Path:
   stamps = [
     (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns)
     for path in files
     if path.is_file()
   ]
-  key = repr((_FORMAT, num_products, stamps)).encode()
-  home = os.environ.get('GIGPO_JAX_CACHE') or '~/.cache/gigpo_jax'
-  name = f'webshop-{hashlib.sha256(key).hexdigest()[:16]}'
-  return pathlib.Path(home).expanduser() / name
+  place = cache.place(_FORMAT, num_products, stamps)
+  make = functools.partial(_read, files, num_products)
+  return Catalogue(cache.load(place, make), place)
 
 
-def _build(
-  files: Sequence[pathlib.Path], num_products: int | None, cache: pathlib.Path
-) -> None:
-  """Writes a cache beside where it belongs and moves it there at the end.
-
-  Several processes may do so at once; the first to finish wins.
-  """
+def _read(
+  files: Sequence[pathlib.Path], limit: int | None, folder: pathlib.Path
+) -> cache.Arrays:
+  """Returns the arrays of official files; the blob goes into the folder."""
   items, instructions, human = files
-  cache.parent.mkdir(parents=True, exist_ok=True)
-  beside = pathlib.Path(tempfile.mkdtemp(dir=cache.parent, prefix='building-'))
+  written = _read_json(human) if human.is_file() else {}
+  extracted = _read_json(instructions)
   try:
-    written = _read_json(human) if human.is_file() else {}
-    records = _stream(items, num_products)
-    try:
-      arrays = _arrays(
-        _cleaned(records, _read_json(instructions), written), beside / 'records'
-      )
-    except ValueError as error:
-      raise ValueError(f'env.data_dir={items}: {error}') from error
-    for name, values in arrays.items():
-      np.save(beside / f'{name}.npy', values)
-    try:
-      os.rename(beside, cache)
-    except OSError:
-      if not cache.is_dir():
-        raise
-  finally:
-    shutil.rmtree(beside, ignore_errors=True)
+    arrays = _arrays(
+      _cleaned(_stream(items, limit), extracted, written), folder / 'records'
+    )
+  except ValueError as error:
+    raise ValueError(f'env.data_dir={items}: {error}') from error
+  skipped = int(arrays['skipped'][0])
+  if skipped:
+    print(
+      f'{items}: {skipped} records skipped, damaged or there twice',
+      file=sys.stderr,
+    )
+  return arrays
 
 
 def _read_json(path: pathlib.Path) -> dict:
@@ -366,21 +403,60 @@ def _read_json(path: pathlib.Path) -> dict:
     found = json.loads(path.read_text(encoding='utf-8', errors='replace'))
   except ValueError as error:
     raise ValueError(f'{path}: not JSON: {error}') from error
+  except OSError as error:
+    raise ValueError(f'{path}: cannot be read: {error}') from error
   if not isinstance(found, dict):
     raise ValueError(f'{path}: holds no JSON object; must be the official file')
   return found
 
 
 def _stream(path: pathlib.Path, limit: int | None) -> Iterator[Any]:
-  """Yields the records of a long JSON list without holding it."""
-  import ijson
+  """Yields the records of a long JSON list without holding it.
 
-  try:
-    with path.open('rb') as file:
-      for n, item in enumerate(ijson.items(file, 'item', use_float=True)):
-        if limit is not None and n == limit:
-          return
-        yield item
-  except ijson.JSONError as error:
-    text = ' '.join(str(error).split())[:120]
-    raise ValueError(f'not a whole JSON list: {text}') from error
+  By the standard library's decoder: streaming ones refuse NaN, which Python's
+  own encoder writes.
+  """
+  bar = tqdm.tqdm(
+    desc=f'{path.name}, once',
+    total=path.stat().st_size,
+    unit='B',
+    unit_scale=True,
+    disable=None,
+  )
+  with path.open('rb') as raw, bar:
+    file = io.TextIOWrapper(raw, encoding='utf-8', errors='replace')
+    for n, item in enumerate(_items(file)):
+      if n == limit:
+        return
+      if n % 100 == 0:
+        bar.update(raw.tell() - bar.n)
+      yield item
+    bar.update(raw.tell() - bar.n)
+
+
+def _items(file: TextIO) -> Iterator[Any]:
+  decoder, expected, number = json.JSONDecoder(), '[', 0
+  text, at = '', 0  # what was read and not yet given out; where that begins
+  while True:
+    try:
+      sign = _BLANKS.match(text, at).end()
+      if text[sign : sign + 1] == ']' and expected == ',]':
+        return
+      if text[sign : sign + 1] not in tuple(expected):
+        raise ValueError
+      start = _BLANKS.match(text, sign + 1).end()
+      if text[start : start + 1] == ']' and expected == '[':
+        return
+      item, end = decoder.raw_decode(text, start)
+      if end == len(text):
+        raise ValueError  # a number might go on
+    except (ValueError, RecursionError):
+      more = file.read(max(_CHUNK, len(text) - at))
+      if not more or len(text) - at > _LONGEST:
+        raise ValueError(
+          f'not a whole JSON list: cut off or damaged after {number} records'
+        ) from None
+      text, at = text[at:] + more, 0
+      continue
+    expected, at, number = ',]', end, number + 1
+    yield item

@@ -6,8 +6,8 @@ A line of the recording is an episode: `goal_idx`, `first` (the page after the
 reset: obs, rich, url, has_search_bar, clickables), `steps` (action, the same
 of the page after it, reward, done) and, after a purchase, `reward_info`. The
 first line may hold `prices`, by product. Rewards are compared part by part;
-their total where the recorded type part is 1, because the type part depends
-on the tagger (see titles.py).
+their total, which the last page shows, where the recorded type part is 1,
+because the type part depends on the tagger (see titles.py).
 """
 
 import argparse
@@ -15,7 +15,7 @@ import collections
 import gzip
 import json
 import pathlib
-import random
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +27,8 @@ from envs.webshop import engine, goals, products
 _SHOWN = 3  # differences shown for each field
 _AROUND = 60  # characters shown before the first that differs
 _PARTS = ('r_att', 'r_option', 'r_price')
+_PAGE = ('obs', 'rich', 'url', 'has_search_bar', 'clickables')
+_SCORE = re.compile(r'(Your score \(min 0.0, max 1.0\)(?: \[SEP\] |\n))[\d.]+')
 
 
 def compare(
@@ -46,6 +48,11 @@ def compare(
   ]
   every = goals.build(catalogue, seed=seed)
   for episode in tqdm.tqdm(_read(traces), desc='episodes', disable=None):
+    if not 0 <= episode['goal_idx'] < len(every):
+      raise ValueError(
+        f'{traces}: goal_idx={episode["goal_idx"]}: {data_dir} has '
+        f'{len(every)} goals'
+      )
     if 'prices' in episode:
       yield from _prices(catalogue, episode['prices'], seed)
     yield from _episode(shops, every, episode)
@@ -55,18 +62,28 @@ def _read(path: str) -> list[dict]:
   opener = gzip.open if str(path).endswith('.gz') else open
   try:
     with opener(path, 'rt', encoding='utf-8') as file:
-      return [json.loads(line) for line in file]
+      episodes = [json.loads(line) for line in file]
   except (OSError, EOFError, ValueError) as error:
     raise ValueError(f'{path}: cannot be read: {error}') from error
+  for n, episode in enumerate(episodes, 1):
+    try:
+      pages = [episode['first'], *episode['steps']]
+      whole = [set(_PAGE) <= set(page) for page in pages]
+      whole += [{'action', 'reward', 'done'} <= set(p) for p in pages[1:]]
+      whole += [isinstance(episode['goal_idx'], int)]
+    except (KeyError, TypeError):
+      whole = [False]
+    if not all(whole):
+      raise ValueError(f'{path}: line {n} is no recorded episode')
+  return episodes
 
 
 def _prices(catalogue, recorded, seed) -> Iterator[tuple]:
-  drawn = goals.draw_prices(catalogue, random.Random(seed))
+  drawn = goals.prices(catalogue, seed=seed)
   for number in range(len(catalogue)):
     asin = catalogue.asin(number)
     if asin in recorded:
-      ours = goals.price(catalogue, drawn, number)
-      yield 'price', asin, ours, recorded[asin]
+      yield 'price', asin, float(drawn[number]), recorded[asin]
 
 
 def _episode(shops, every, episode) -> Iterator[tuple]:
@@ -87,22 +104,24 @@ def _episode(shops, every, episode) -> Iterator[tuple]:
     action = step['action']
     pages = [session.step(action) for session in sessions]
     place = f'{where}, step {n}, {action}'
-    if step['done'] and info:
+    bought = step['done'] and info
+    if bought:
       yield from _reward(pages[0], step, info, place)
-      if info['r_type'] != 1:
-        # The page shows the total.
-        yield 'done', place, pages[0].done, step['done']
-        continue
     else:
       yield 'reward', place, pages[0].reward, step['reward']
     yield 'done', place, pages[0].done, step['done']
-    yield from _page(pages, step, place)
+    yield from _page(
+      pages, step, place, scored=not bought or info['r_type'] == 1
+    )
 
 
-def _page(pages, recorded, where) -> Iterator[tuple]:
+def _page(pages, recorded, where, *, scored=True) -> Iterator[tuple]:
   text, rich = pages
-  yield 'obs', where, text.text, recorded['obs']
-  yield 'rich', where, rich.text, recorded['rich']
+  for field, ours in (('obs', text.text), ('rich', rich.text)):
+    theirs = recorded[field]
+    if not scored:
+      ours, theirs = (_SCORE.sub(r'\1?', page) for page in (ours, theirs))
+    yield field, where, ours, theirs
   yield 'url', where, text.url, recorded['url']
   bar = recorded['has_search_bar']
   yield 'has_search_bar', where, text.has_search_bar, bar
