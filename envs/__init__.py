@@ -1,6 +1,7 @@
 """The environments, by name. Nothing is imported before it is asked for."""
 
 import importlib
+import os
 from typing import Any
 
 from envs import base
@@ -11,6 +12,22 @@ REGISTRY = {
   'toy': 'envs.toy',
   'webshop': 'envs.webshop.env',
 }
+
+# name: variable of the folder of its official data.
+DATA_VARIABLES = {'alfworld': 'ALFWORLD_DATA', 'webshop': 'WEBSHOP_DATA'}
+GENERATED = 'generated'
+
+
+def data_dir(name: str, given: str | None) -> str | None:
+  """Returns the folder of an environment's data; '' if nothing names one.
+
+  Args:
+    name: of the environment, in DATA_VARIABLES.
+    given: the folder, if it is known; 'generated' for none at all, None.
+  """
+  if given == GENERATED:
+    return None
+  return given or os.environ.get(DATA_VARIABLES[name], '')
 
 
 def _module(name: str) -> Any:

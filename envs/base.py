@@ -98,7 +98,11 @@ class Env(Protocol):
 
 
 class TaskInfo(Protocol):
-  """The tasks of a split, known without starting a simulator."""
+  """The tasks of a split, known without starting a simulator.
+
+  May have `draw(iteration, groups)`, which returns the numbers of the tasks to
+  train on where they are not to be shuffled; see `gigpo_jax.tasks`.
+  """
 
   def __len__(self) -> int: ...
 

@@ -8,6 +8,7 @@ in the form that it asks for; a line that holds `<action>` goes as it is.
 """
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 
@@ -85,7 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--split', default='train')
   parser.add_argument('--index', type=int, default=0, help='number of the task')
   parser.add_argument('--engine', help='of alfworld: native, textworld')
-  parser.add_argument('--data_dir', help='official data; default: generated')
+  parser.add_argument(
+    '--data_dir',
+    help='official data; default: $ALFWORLD_DATA, $WEBSHOP_DATA; generated',
+  )
   parser.add_argument('--max_steps', type=int, help='turns of an episode')
   parser.add_argument('--prompt', action='store_true', help='show prompts')
   options = vars(parser.parse_args(argv))
@@ -93,7 +97,12 @@ def main(argv: Sequence[str] | None = None) -> int:
   task = base.Task(options.pop('split'), options.pop('index'))
   if options['engine'] and name != 'alfworld':
     parser.error(f'--engine={options["engine"]}: {name} has only one')
+  if name in envs.DATA_VARIABLES:
+    # With no folder at all it is generated.
+    options['data_dir'] = envs.data_dir(name, options['data_dir']) or None
   given = {key: value for key, value in options.items() if value is not None}
+  with contextlib.suppress(AttributeError):  # tests put other streams there
+    sys.stdin.reconfigure(errors='replace')
   kwargs = _DEFAULTS.get(name, {}) | given
   try:
     available = len(envs.tasks(name, task.split, **kwargs))

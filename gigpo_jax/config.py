@@ -20,14 +20,10 @@ from gigpo_jax.models import huggingface
 
 TINY = 'python launch/train.py --config=configs/alfworld.py:tiny'
 
-# Environments with official data: the variable that names their folder, and
-# what to do where there is none.
+# Environments with official data: what to do where there is none.
 _DATA = {
-  'alfworld': ('ALFWORLD_DATA', 'no ALFWorld games; run `alfworld-download`'),
-  'webshop': (
-    'WEBSHOP_DATA',
-    'no WebShop files; run `python -m envs.webshop.download`',
-  ),
+  'alfworld': 'no ALFWorld games; run `alfworld-download`',
+  'webshop': 'no WebShop files; run `python -m envs.webshop.download`',
 }
 
 # float32 parameters, two AdamW moments and a gradient accumulator, and a
@@ -205,10 +201,7 @@ def _combinations(config: ml_collections.ConfigDict) -> Iterator[str]:
 
 
 def _data_dir(config: ml_collections.ConfigDict) -> str | None:
-  if config.env.data_dir == 'generated':
-    return None
-  variable, _ = _DATA[config.env.name]
-  return config.env.data_dir or os.environ.get(variable, '')
+  return envs.data_dir(config.env.name, config.env.data_dir)
 
 
 def _missing_environment(config: ml_collections.ConfigDict) -> Iterator[str]:
@@ -224,7 +217,8 @@ def _missing_environment(config: ml_collections.ConfigDict) -> Iterator[str]:
         "pip install -e '.[alfworld]', or use env.engine=native"
       )
   if config.env.name in _DATA and _data_dir(config) == '':
-    variable, hint = _DATA[config.env.name]
+    hint = _DATA[config.env.name]
+    variable = envs.DATA_VARIABLES[config.env.name]
     yield (
       f'env.data_dir=: {hint} and set ${variable} or env.data_dir to its '
       'folder, or use env.data_dir=generated'

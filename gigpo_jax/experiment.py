@@ -158,7 +158,11 @@ def make_task_sampler(config: ml_collections.ConfigDict) -> tasks.TaskSampler:
     config.env.name, 'train', **config_lib.env_kwargs(config)
   )
   return tasks.TaskSampler(
-    'train', len(available), config.rollout.groups, config.seed
+    'train',
+    len(available),
+    config.rollout.groups,
+    config.seed,
+    draw=getattr(available, 'draw', None),
   )
 
 

@@ -106,6 +106,7 @@ def test_an_interrupt_leaves():
     (('alfworld', '--split', 'moon'), 'split=moon: must be one of train'),
     (('alfworld', '--engine', 'unity'), 'unknown engine; known: textworld'),
     (('alfworld', '--data_dir', '/nowhere'), 'no json_2.1.1/train folder'),
+    (('webshop', '--data_dir', '/nowhere'), 'no items_shuffle_1000.json there'),
   ],
 )
 def test_wrong_arguments_are_refused_in_one_line(arguments, message, capsys):
@@ -137,3 +138,24 @@ def test_shopping_by_hand():
   # The answer to nonsense is the page as it was.
   assert done.stdout.count('> search[<your query>]\n') == 1
   assert 'page 1 [back to search] [next >]' in done.stdout
+
+
+def test_the_variable_names_the_data(monkeypatch, capsys):
+  monkeypatch.setenv('WEBSHOP_DATA', '/nowhere')
+  with pytest.raises(SystemExit):
+    play.main(['webshop'])
+  assert 'env.data_dir=/nowhere: no items_' in capsys.readouterr().err
+  # As in configurations: no official data, whatever there is.
+  monkeypatch.setattr('builtins.input', lambda _: ':quit')
+  assert play.main(['webshop', '--data_dir', 'generated']) == 0
+
+
+def test_bytes_that_are_no_text_get_an_answer():
+  done = subprocess.run(
+    [sys.executable, '-m', 'envs.play', 'toy'],
+    input=b'\xff\xfe\n:quit\n',
+    capture_output=True,
+    cwd=ROOT,
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.endswith(b'Left.\n')

@@ -9,7 +9,8 @@ import collections
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator
+import pathlib
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from envs.webshop import (
   pages,
   products,
   prompts,
+  titles,
 )
 
 ANCHORS = ('observation', 'observation_and_actions')
@@ -30,11 +32,14 @@ SUCCESS_REWARD = 10.0
 # Our name of a split: that of `goals.split`.
 SPLITS = {'train': 'train', 'valid': 'dev', 'test': 'test'}
 
-# The released code has a worker with goals of its own for each of the paper's
-# groups, and others, with seeds from here on, for its validation.
-_REFERENCE_WORKERS = 16
+# In the released code each of the paper's 16 groups has a worker with a list of
+# goals of its own, of seeds 0, 1, ...; so has each of the 128 episodes of its
+# validation, of seeds 1,000, 1,001, ...
+_REFERENCE_GROUPS = 16
+_REFERENCE_PANEL = 128
 _REFERENCE_VALIDATION = 1_000
 _GLOBAL = 0
+_HERE = pathlib.Path(__file__).parent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,18 +57,20 @@ class _Source:
 def _catalogue(source: _Source) -> products.Catalogue:
   if source.data_dir:
     return products.load(source.data_dir, num_products=source.num_products)
-  options = json.loads(source.generator)
-  return products.from_records(*catalogue.generate(**options))
+  # What a generated shop is a function of: the program and its arguments.
+  program = [path.read_bytes() for path in sorted(_HERE.glob('*.py'))]
+  make = functools.partial(catalogue.generate, **json.loads(source.generator))
+  return products.stored((program, source.generator), make)
 
 
 # A list of goals and the shop go together: both draw prices from the seed.
-@functools.lru_cache(maxsize=4 + _REFERENCE_WORKERS)
+@functools.lru_cache(maxsize=4 + _REFERENCE_GROUPS + _REFERENCE_PANEL)
 def _shop(source: _Source, seed: int) -> engine.Shop:
   return engine.Shop(_catalogue(source), seed=seed)
 
 
-@functools.lru_cache(maxsize=4 + _REFERENCE_WORKERS)
-def _goals(source: _Source, seed: int) -> list[goals.Goal]:
+@functools.lru_cache(maxsize=4 + _REFERENCE_GROUPS + _REFERENCE_PANEL)
+def _goals(source: _Source, seed: int) -> goals.Goals:
   if source.human_goals and not source.data_dir:
     raise ValueError(
       'env.human_goals=True: nobody has written instructions for generated '
@@ -76,39 +83,69 @@ def _goals(source: _Source, seed: int) -> list[goals.Goal]:
 class Goals:
   """The goals of a split, by number.
 
+  With `reference_sampling`, those of the released code's workers: list after
+  list in `train`; in `test`, the one goal that each of the 128 workers of its
+  validation plays first (it draws others every time; this panel stays).
+
+  Attributes:
+    draw: with `reference_sampling`, what a run trains on; else None. Takes an
+      iteration and a number of groups; returns numbers of goals. Group i always
+      asks list i, as in the released code with seed 0.
+
   Raises:
     ValueError: in one line, if there is no such split or nothing in it.
   """
+
+  draw: Callable[[int, int], list[int]] | None = None
 
   def __init__(self, split: str, source: _Source):
     if split not in SPLITS:
       raise ValueError(f'split={split}: must be one of {", ".join(SPLITS)}')
     self._source = source
-    self._seeds = [_GLOBAL]
-    part = SPLITS[split]
-    self._first, last = goals.SPLITS[part]
+    # (seed of the list, its first goal here, how many) one after the other.
+    self._parts = [(_GLOBAL, *goals.SPLITS[SPLITS[split]])]
+    available = len(_goals(source, _GLOBAL))  # as in any other list
     if source.reference_sampling:
-      if split == 'valid':
-        raise ValueError(
-          'split=valid: the released code trains on those goals; with '
-          'env.reference_sampling=True must be one of train, test'
-        )
-      if split == 'train':
-        self._seeds = list(range(_REFERENCE_WORKERS))
-        self._first = goals.SPLITS['test'][1]
-      else:
-        self._seeds = [_REFERENCE_VALIDATION]
-    # As many in one list as in another.
-    available = len(_goals(source, self._seeds[0]))
-    self._length = min(last or available, available) - self._first
-    if self._length <= 0:
+      self._parts = self._as_released(split, available)
+    last = self._parts[-1][2] or available
+    self._size = min(last, available) - self._parts[-1][1]
+    if self._size <= 0:
       raise ValueError(
         f'split={split}: none of the {available} goals belongs to it; test has '
         'the first 500, valid the next 1,000, train the rest'
       )
 
+  def _as_released(self, split: str, available: int) -> list[tuple]:
+    validated = goals.SPLITS['test'][1]
+    if split == 'valid':
+      raise ValueError(
+        'split=valid: the released code trains on those goals; with '
+        'env.reference_sampling=True must be one of train, test'
+      )
+    if split == 'train':
+      self.draw = self._draw
+      return [(seed, validated, None) for seed in range(_REFERENCE_GROUPS)]
+    rng = np.random.RandomState(_REFERENCE_VALIDATION)
+    size = min(_REFERENCE_PANEL, validated, available)
+    chosen = rng.choice(min(validated, available), size=size, replace=False)
+    return [
+      (_REFERENCE_VALIDATION + n, place, place + 1)
+      for n, place in enumerate(chosen.tolist())
+    ]
+
+  def _draw(self, iteration: int, groups: int) -> list[int]:
+    if groups > _REFERENCE_GROUPS:
+      raise ValueError(
+        f'rollout.groups={groups}: with env.reference_sampling=True at most '
+        f'{_REFERENCE_GROUPS}, each with a list of goals of its own'
+      )
+    rng = np.random.RandomState(0)
+    for _ in range(iteration + 1):
+      chosen = rng.choice(self._size, size=groups, replace=False)
+    return [n * self._size + int(place) for n, place in enumerate(chosen)]
+
   def __len__(self) -> int:
-    return len(self._seeds) * self._length
+    return len(self._parts) * self._size
 
   def kind(self, index: int) -> str:
     """Returns the category of what is to be bought."""
@@ -116,13 +153,13 @@ class Goals:
 
   def seed(self, index: int) -> int:
     """Returns the seed of the list that a goal is from, and of its shop."""
-    return self._seeds[index // self._length]
+    return self._parts[index // self._size][0]
 
   def __getitem__(self, index: int) -> goals.Goal:
     if not 0 <= index < len(self):
       raise IndexError(f'{index}: there are {len(self)} goals')
-    place = self._first + index % self._length
-    return _goals(self._source, self.seed(index))[place]
+    seed, first, _ = self._parts[index // self._size]
+    return _goals(self._source, seed)[first + index % self._size]
 
 
 def _source(
@@ -158,9 +195,9 @@ class Env:
     num_products: of the official files; see `products.load`.
     generator: options of `catalogue.generate`, for a generated shop.
     human_goals: whether to take the instructions that people wrote.
-    reference_sampling: whether each of 16 lists of goals has an order and
-      prices of its own, as in the released code, where goals of the training
-      LEAK into the validation; see `goals.reference`.
+    reference_sampling: whether goals are drawn as in the released code, where
+      each of 16 groups has a list with an order and prices of its own and goals
+      of the training LEAK into the validation; see `Goals`, `goals.reference`.
     max_steps: turns after which an unfinished episode ends.
     history_length: K, how many past turns the prompt shows.
     prompt_style: one of `prompts.STYLES`.
@@ -190,8 +227,10 @@ class Env:
     self._source = _source(
       data_dir, num_products, generator, human_goals, reference_sampling
     )
-    # Here, while a worker starts: the index of a large shop takes its time.
+    # Here, while a worker starts: shop, goals and tagger take their time.
     _shop(self._source, _GLOBAL)
+    _goals(self._source, _GLOBAL)
+    titles.tagger()
     self._splits: dict[str, Goals] = {}
     self._max_steps = max_steps
     self._prompt_style = prompt_style
@@ -248,6 +287,9 @@ class Env:
     success = bought and self._page.reward == 1.0
     done = bought or self._step >= self._max_steps
     score = float(self._page.reward) if bought else 0.0
+    metrics = {'inadmissible_action_rate': float(not admissible)}
+    if done:
+      metrics['webshop_score'] = score
     return base.StepResult(
       observation=None if done else self._observe(),
       reward=SUCCESS_REWARD if success else 0.0,
@@ -255,7 +297,7 @@ class Env:
       action=action,
       success=success,
       done=done,
-      metrics={'inadmissible_action_rate': float(not admissible)},
+      metrics=metrics,
       score=score if done else None,
     )
 

@@ -236,10 +236,10 @@ def reference(
   """Returns the goals of one worker of the released GiGPO code.
 
   Each group's worker there has a seed of its own (the run's seed and the
-  group's number), which draws prices and ceilings and orders the goals too.
-  Its first 500 are validated on, the rest trained on. Goals that one worker
-  trains on are among those that another validates on: TRAINING GOALS LEAK
-  INTO VALIDATION. For comparison with published numbers only.
+  group's number), which draws prices and ceilings and orders the goals too. It
+  trains on all but its first 500, and the validation, whose workers have other
+  seeds, plays the first 500 of theirs: TRAINING GOALS LEAK INTO VALIDATION. For
+  comparison with published numbers only.
   """
   return build(catalogue, human=human, seed=seed, shuffle_seed=seed)
 
