@@ -13,7 +13,7 @@ import pytest
 from envs.alfworld import expert, facts, games, houses, native, pddl, world
 
 ROOT = pathlib.Path(__file__).parents[1]
-SHARED = ROOT.parent / 'shared' / 'data' / 'alfworld'
+SHARED = pathlib.Path(os.environ['GIGPO_JAX_SHARED'], 'data', 'alfworld')
 FULL: dict = {}
 SMALL = {'receptacles': (5, 8), 'distractors': (3, 7)}
 DIFFICULTIES = pytest.mark.parametrize(

@@ -1,9 +1,14 @@
 """Eight virtual CPU devices, and compiled programs kept between runs."""
 
 import os
+import pathlib
 import tempfile
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
+# Reference data beside the project; tests that use it skip without.
+os.environ.setdefault(
+  'GIGPO_JAX_SHARED', str(pathlib.Path(__file__).parents[2] / 'shared')
+)
 
 import jax
 import pytest

@@ -6,6 +6,7 @@ import math
 import random
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -355,6 +356,24 @@ def test_words_of_titles_are_cut_as_spacy_cuts_them():
 
 def test_each_word_is_tagged_by_itself():
   assert titles.nouns('The lamp, very tall 12oz Lamp') == ('lamp', 'oz', 'lamp')
+
+
+def test_the_tagger_of_the_original_is_used_where_it_is(monkeypatch):
+  def load(name):
+    assert name == 'en_core_web_sm'
+    pos = {'Tall': 'ADJ', 'Desk': 'PROPN', 'lamp': 'NOUN', 'shines': 'VERB'}
+    token = types.SimpleNamespace
+    return lambda title: [token(text=w, pos_=pos[w]) for w in title.split()]
+
+  fake = types.SimpleNamespace(load=load)
+  monkeypatch.setitem(sys.modules, 'spacy', fake)
+  there = types.SimpleNamespace(find_spec=lambda name: name == 'en_core_web_sm')
+  monkeypatch.setattr(titles.importlib, 'util', there)
+  titles.tagger.cache_clear()
+  try:
+    assert titles.tagger()('Tall Desk lamp shines') == ('desk', 'lamp')
+  finally:
+    titles.tagger.cache_clear()
 
 
 def test_titles():

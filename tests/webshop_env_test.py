@@ -1,6 +1,7 @@
 """WebShop as the trainer sees it: turns, rewards, anchors, goals, oracle."""
 
 import dataclasses
+import os
 import pathlib
 
 import numpy as np
@@ -12,7 +13,7 @@ from envs.webshop import catalogue, goals, oracle, products, prompts, reward
 from envs.webshop import env as webshop_env
 from gigpo_jax import tasks
 
-DATA = pathlib.Path(__file__).parents[2] / 'shared' / 'data' / 'webshop'
+DATA = pathlib.Path(os.environ['GIGPO_JAX_SHARED'], 'data', 'webshop')
 NEEDS_DATA = pytest.mark.skipif(
   not (DATA / 'items_shuffle_1000.json').exists(),
   reason='the official product files are not here',

@@ -1,7 +1,9 @@
 """WebShop prompts: pages taken apart, golden texts, projection."""
 
+import dataclasses
 import gzip
 import json
+import os
 import pathlib
 
 import pytest
@@ -9,13 +11,8 @@ import pytest
 from envs import turns
 from envs.webshop import pages, prompts
 
-TRACES = (
-  pathlib.Path(__file__).parents[2]
-  / 'shared'
-  / 'data'
-  / 'webshop'
-  / 'golden_traces.jsonl.gz'
-)
+DATA = pathlib.Path(os.environ['GIGPO_JAX_SHARED'], 'data', 'webshop')
+TRACES = DATA / 'golden_traces.jsonl.gz'
 
 TASK = 'Find me long lasting lip balms, and price lower than 30.00 dollars'
 INDEX = f'WebShop [SEP] Instruction: [SEP] {TASK} [SEP] Search'
@@ -82,6 +79,18 @@ def test_pages_are_taken_apart():
     buttons=('Back to Search', '< Prev'),
     lines=('Soft and sweet.',),
   )
+
+
+def test_products_without_a_title():
+  title = 'Alder Lip Balm with a title of more than ten words, Gift Box [SEP] '
+  untitled = RESULTS.replace(title, '').replace('Brisk Balm [SEP] ', '')
+  assert _read(untitled, RESULTS_CLICKABLES).products == (
+    ('B01', '', '$3.99'),
+    ('B02', '', '$2.0 to $4.5'),
+  )
+  whole = _read(ITEM, ITEM_CLICKABLES)
+  item = _read(ITEM.replace('Alder Lip Balm [SEP] ', ''), ITEM_CLICKABLES)
+  assert item == dataclasses.replace(whole, title='')
 
 
 def test_a_page_without_results():

@@ -14,9 +14,7 @@ import pytest
 from envs.webshop import goals, products, titles
 
 ROOT = pathlib.Path(__file__).parents[1]
-DATA = pathlib.Path(
-  os.environ.get('GIGPO_JAX_SHARED', ROOT.parent / 'shared')
-).joinpath('data', 'webshop')
+DATA = pathlib.Path(os.environ['GIGPO_JAX_SHARED'], 'data', 'webshop')
 TRACES = DATA / 'golden_traces.jsonl.gz'
 
 pytestmark = pytest.mark.skipif(
