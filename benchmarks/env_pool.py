@@ -3,12 +3,16 @@
     python benchmarks/env_pool.py --envs 128 --workers 2
 
 Plays full-size generated games of ALFWorld on both engines and the generated
-shop, groups of 8 on the same task as in training, with uniformly drawn
-admissible actions; prints a row for each.
+shop (`--webshop_data`: official files), groups of 8 on the same task as in
+training, with uniformly drawn admissible actions; a finished episode is begun
+again, which counts as a step. Prints a row for each. Private memory is what
+would be freed if one process went: what workers map together is not in it.
 """
 
 import argparse
+import functools
 import time
+from collections.abc import Callable
 
 import numpy as np
 import psutil
@@ -24,10 +28,19 @@ _SUBJECTS = {
 }
 
 
-def measure(subject: str, num_envs: int, num_workers: int, steps: int) -> str:
+def measure(
+  subject: str,
+  num_envs: int,
+  num_workers: int,
+  steps: int,
+  webshop_data: str | None,
+) -> str:
   """Returns a table row of one environment."""
   rng = np.random.default_rng(0)
   name, kwargs = _SUBJECTS[subject]
+  if name == 'webshop':
+    kwargs = kwargs | {'data_dir': webshop_data}
+  begin = time.monotonic()
   with env_pool.EnvPool(
     name,
     kwargs | {'prompt_style': 'brief'},
@@ -37,43 +50,56 @@ def measure(subject: str, num_envs: int, num_workers: int, steps: int) -> str:
     reset_timeout_secs=600,
     envs_per_group=8,
   ) as pool:
-
-    def wave(submit) -> dict:
-      for env in range(num_envs):
-        submit(env)
-      answers = {}
-      while len(answers) < num_envs:
-        answers.update(pool.receive())
-      failed = [a for a in answers.values() if isinstance(a, env_pool.Failure)]
-      if failed:
-        raise RuntimeError(failed[0].reason)
-      return answers
-
-    wave(lambda env: pool.reset(env, base.Task('train', 3000)))
+    _wave(pool, lambda env: pool.reset(env, base.Task('train', 3000)))
+    start_secs = time.monotonic() - begin
     begin = time.monotonic()
-    answers = wave(lambda env: pool.reset(env, base.Task('train', env // 8)))
+    last = _wave(pool, lambda env: pool.reset(env, _task(env)))
     reset_secs = time.monotonic() - begin
-    observations = dict(answers)
     begin = time.monotonic()
     for _ in range(steps):
-
-      def step(env: int) -> None:
-        actions = observations[env].actions
-        action = actions[rng.integers(len(actions))]
-        pool.step(env, f'<think>x</think><action>{action}</action>')
-
-      for env, answer in wave(step).items():
-        if answer.observation is not None:
-          observations[env] = answer.observation
+      last = _wave(pool, functools.partial(_go_on, pool, rng, last))
     step_secs = time.monotonic() - begin
-    memory = sum(
-      child.memory_info().rss for child in psutil.Process().children()
-    )
+    found = [c.memory_full_info() for c in psutil.Process().children()]
+    resident = sum(memory.rss for memory in found) / 2**20
+    private = sum(memory.uss for memory in found) / 2**20
   return (
-    f'| {subject} | {num_envs} | {num_workers} '
+    f'| {subject} | {num_envs} | {num_workers} | {start_secs:.1f} '
     f'| {num_envs * steps / step_secs:,.0f} | {reset_secs:.2f} '
-    f'| {memory / 2**20:,.0f} | {memory / 2**20 / num_envs:.1f} |'
+    f'| {resident:,.0f} | {private:,.0f} | {private / num_envs:.1f} |'
   )
+
+
+def _task(env: int) -> base.Task:
+  return base.Task('train', env // 8)
+
+
+def _wave(pool: env_pool.EnvPool, submit: Callable[[int], None]) -> dict:
+  """Submits a call of every environment; returns their answers."""
+  for env in range(pool.num_envs):
+    submit(env)
+  answers = {}
+  while len(answers) < pool.num_envs:
+    answers.update(pool.receive())
+  failed = [a for a in answers.values() if isinstance(a, env_pool.Failure)]
+  if failed:
+    raise RuntimeError(failed[0].reason)
+  return answers
+
+
+def _go_on(
+  pool: env_pool.EnvPool,
+  rng: np.random.Generator,
+  last: dict[int, base.Observation | base.StepResult],
+  env: int,
+) -> None:
+  answer = last[env]
+  fresh = isinstance(answer, base.Observation)
+  seen = answer if fresh else answer.observation
+  if seen is None:
+    pool.reset(env, _task(env))
+    return
+  action = seen.actions[rng.integers(len(seen.actions))]
+  pool.step(env, f'<think>x</think><action>{action}</action>')
 
 
 def main() -> None:
@@ -82,13 +108,22 @@ def main() -> None:
   parser.add_argument('--envs', type=int, default=128)
   parser.add_argument('--workers', type=int, default=2)
   parser.add_argument('--steps', type=int, default=10)
+  parser.add_argument('--webshop_data', help='folder of the official files')
+  parser.add_argument('--only', choices=_SUBJECTS, help='measure one')
   options = parser.parse_args()
   print(
-    '| environment | envs | workers | steps/s | reset all, s | MiB | MiB/env |'
+    '| environment | envs | workers | start, s | steps/s | reset all, s '
+    '| resident MiB | private MiB | private MiB/env |'
   )
-  print('|---|---|---|---|---|---|---|')
-  for subject in _SUBJECTS:
-    row = measure(subject, options.envs, options.workers, options.steps)
+  print('|---|---|---|---|---|---|---|---|---|')
+  for subject in [options.only] if options.only else _SUBJECTS:
+    row = measure(
+      subject,
+      options.envs,
+      options.workers,
+      options.steps,
+      options.webshop_data,
+    )
     print(row, flush=True)
 
 

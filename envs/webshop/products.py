@@ -28,7 +28,7 @@ from envs.webshop import analysis, cache, search
 NO_PRICE = 100.0
 _NO_ATTRIBUTES = ('DUMMY_ATTR',)  # the original's, of a product without entry
 _ASIN_LENGTH = 10
-_FORMAT = 4  # of the cache; raised when it or the cleaning changes
+_FORMAT = 5  # of the cache; raised when it or the cleaning changes
 # The catalogue, what was extracted from it, what people wrote about it.
 _FILES = {
   1_000: ('items_shuffle_1000.json', 'items_ins_v2_1000.json'),

@@ -24,10 +24,10 @@ import numpy as np
 from envs.webshop import analysis
 
 K1, B = 0.9, 0.4
-_BLOCK = 32  # documents
-_COMMON = 8_192  # postings from which a word's bounds are stored
+_BLOCK = 8  # documents
+_COMMON = 16_384  # postings from which a word's bounds are stored
 _FEW = 150_000  # postings that are simply added up
-_FIRST = 128  # blocks that are scored first; then more each time
+_FIRST = 1_024  # blocks that are scored first; then more each time
 
 
 def _length_from_byte(byte: int) -> int:
