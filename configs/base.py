@@ -75,8 +75,17 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.rollout.temperature = 1.0  # paper
   config.rollout.top_p = 1.0  # paper
   config.rollout.top_k = 0  # 0: off
+  # Least probability of a token as a share of the likeliest one's; 0: off.
+  config.rollout.min_p = 0.0
+  # Whether `</action>` ends a response, rather than the model's own end.
+  config.rollout.stop_at_action = False
+  # async: every episode goes on by itself; lockstep: all wait for the last.
+  config.rollout.schedule = 'async'
+  # Tokens decoded between two looks at what is finished.
+  config.rollout.decode_tokens = 8
   # Sizes that the sampler is compiled for; the last prompt bucket is raised
-  # to max_prompt_tokens where that is larger.
+  # to max_prompt_tokens where that is larger; the last of batch_buckets is the
+  # number of slots, requests that are decoded at once.
   config.rollout.prompt_buckets = (512, 1024, 2048)
   config.rollout.batch_buckets = (32, 128)
 

@@ -15,7 +15,7 @@ import ml_collections
 import psutil
 
 import envs
-from gigpo_jax import algorithms, models, tokenizer
+from gigpo_jax import algorithms, models, rollout, tokenizer
 from gigpo_jax.models import huggingface
 
 TINY = 'python launch/train.py --config=configs/alfworld.py:tiny'
@@ -31,6 +31,7 @@ _DATA = {
 BYTES_PER_PARAMETER = 16 + 2 + 2
 
 _CHOICES = {
+  'rollout.schedule': rollout.SCHEDULES,
   'algorithm.name': tuple(algorithms.REGISTRY),
   'algorithm.norm': ('mean_std', 'mean'),
   'algorithm.episode_stats': ('trajectories', 'rows'),
@@ -61,6 +62,8 @@ _RANGES = {
   'rollout.temperature': (1e-3, None, 'above 0; greedy episodes are all alike'),
   'rollout.top_p': (1e-6, 1.0, 'above 0, at most 1'),
   'rollout.top_k': (0, None, 'at least 0; 0 is off'),
+  'rollout.min_p': (0.0, 1.0, 'between 0 and 1; 0 is off'),
+  'rollout.decode_tokens': (1, None, 'at least 1'),
   'algorithm.discount': (0.0, 1.0, 'between 0 and 1'),
   'algorithm.step_weight': (0.0, None, 'at least 0; 0 is GRPO'),
   'algorithm.invalid_penalty': (0.0, None, 'at least 0'),

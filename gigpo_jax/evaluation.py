@@ -13,7 +13,7 @@ import tqdm
 
 from envs import base
 from gigpo_jax import config as config_lib
-from gigpo_jax import experiment, metrics, rollout
+from gigpo_jax import experiment, metrics, rollout, sampler
 
 
 def evaluate(
@@ -21,7 +21,7 @@ def evaluate(
   params: dict,
   panel: list[base.Task],
   *,
-  temperature: float,
+  sampling: sampler.Sampling,
   kind: Callable[[base.Task], str],
 ) -> dict[str, float]:
   """Returns success and lengths of a policy on a panel, names 'eval/...'.
@@ -36,7 +36,7 @@ def evaluate(
       panel,
       episodes_per_group=1,
       stream=(rollout.EVALUATION, 0),
-      temperature=temperature,
+      sampling=sampling,
       kind=kind,
       on_finished=bar.update,
     )
@@ -64,7 +64,7 @@ def main(config: ml_collections.ConfigDict, workdir: str) -> None:
       experiment.make_roller(config, policy, pool),
       policy.load(),
       experiment.make_panel(config),
-      temperature=config.evaluation.temperature,
+      sampling=experiment.make_sampling(config, evaluation=True),
       kind=experiment.make_kind(config),
     )
   print(json.dumps(rates, indent=2, sort_keys=True))

@@ -74,8 +74,12 @@ def make_policy(config: ml_collections.ConfigDict) -> Policy:
       max_completion_tokens=config.rollout.max_completion_tokens,
       stop_ids=text.stop_ids,
       vocab_size=text.vocab_size,
-      top_p=config.rollout.top_p,
-      top_k=config.rollout.top_k,
+      decode_tokens=config.rollout.decode_tokens,
+      stop=(
+        text.stop_finder(('</action>',))
+        if config.rollout.stop_at_action
+        else None
+      ),
     ),
   )
 
@@ -105,6 +109,23 @@ def make_roller(
     tokenizer=policy.tokenizer,
     max_prompt_tokens=config.rollout.max_prompt_tokens,
     prompt_overflow=config.rollout.prompt_overflow,
+    schedule=config.rollout.schedule,
+  )
+
+
+def make_sampling(
+  config: ml_collections.ConfigDict, *, evaluation: bool = False
+) -> sampler.Sampling:
+  """Returns how tokens are chosen, in training or in evaluation."""
+  return sampler.Sampling(
+    temperature=(
+      config.evaluation.temperature
+      if evaluation
+      else config.rollout.temperature
+    ),
+    top_k=config.rollout.top_k,
+    top_p=config.rollout.top_p,
+    min_p=config.rollout.min_p,
   )
 
 

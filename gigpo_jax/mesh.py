@@ -122,6 +122,18 @@ def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec(BATCH))
 
 
+def cache_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
+  """Returns the sharding of a cache: [layers, rows, key/value heads, ...]."""
+  return NamedSharding(mesh, PartitionSpec(None, BATCH, RULES['kv_heads']))
+
+
+def step_shardings(mesh: jax.sharding.Mesh) -> tuple[NamedSharding, ...]:
+  """Returns those of a decoding step: 3 of [tokens, rows], 2 of [rows]."""
+  rows = batch_sharding(mesh)
+  tokens = NamedSharding(mesh, PartitionSpec(None, BATCH))
+  return (tokens,) * 3 + (rows,) * 2
+
+
 def place_rows(mesh: jax.sharding.Mesh, arrays: Any) -> Any:
   """Puts host arrays on the devices, their rows spread over (data, fsdp).
 

@@ -1,13 +1,18 @@
 """The turn loop: environments and sampler, tasks in, trajectories out.
 
-Waves: every running episode gets one response, then every one of them takes
-its step in the worker processes; a finished episode leaves the batch at once
-and a waiting one takes its environment. Nothing here depends on the order in
-which environments answer, so a rollout is a function of its arguments.
+Every episode goes on by itself: its observation becomes a prompt, the prompt a
+request, the response a step of its environment in a worker process, and what
+comes of it the next prompt, while the device decodes for the others. In
+lockstep all wait for the last, turn by turn: slower, and easier to follow.
+
+What is sampled depends on a request alone and trajectories come in the order
+of their tasks, so a rollout is a function of its arguments, however it was
+scheduled.
 """
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Sequence
 
 from envs import base
@@ -16,20 +21,43 @@ from gigpo_jax import env_pool, sampler, tokenizer, trajectory
 # First number of a request's random stream: what the tokens are for.
 TRAIN, EVALUATION = 0, 1
 
+SCHEDULES = ('async', 'lockstep')
 
-@dataclasses.dataclass
+
+@dataclasses.dataclass(eq=False)
 class _Episode:
-  """An episode under way in an environment of the pool."""
+  """An episode, waiting or under way in an environment of the pool."""
 
   task: base.Task
   group: int
   member: int
-  observation: base.Observation | None = None
+  # The turn that the environment is answering, lacking its result.
+  turn: functools.partial | None = None
   failure: str = ''
   steps: list[trajectory.Step] = dataclasses.field(default_factory=list)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
+class Clock:
+  """Where the time of a rollout went, besides the sampler's own account.
+
+  Attributes:
+    begin: when it began, monotonic seconds.
+    env_wait_secs: time that nothing could be sampled because all episodes
+      were waiting for their environments.
+    env_secs: sum over calls of the time until the answer was there.
+    env_calls: how many answers there were.
+    total_secs: of the whole rollout.
+  """
+
+  begin: float = 0.0
+  env_wait_secs: float = 0.0
+  env_secs: float = 0.0
+  env_calls: int = 0
+  total_secs: float = 0.0
+
+
+@dataclasses.dataclass
 class Roller:
   """Plays episodes of a policy.
 
@@ -39,6 +67,9 @@ class Roller:
     tokenizer: text to ids and back.
     max_prompt_tokens: limit of a rendered prompt.
     prompt_overflow: what to do past it; `tokenizer.OVERFLOW_POLICIES`.
+    schedule: one of SCHEDULES.
+    clock: of the last rollout.
+    stats: of the sampler in the last rollout.
   """
 
   pool: env_pool.EnvPool
@@ -46,6 +77,9 @@ class Roller:
   tokenizer: tokenizer.Tokenizer
   max_prompt_tokens: int
   prompt_overflow: str
+  schedule: str = 'async'
+  clock: Clock = dataclasses.field(default_factory=Clock)
+  stats: sampler.Stats = dataclasses.field(default_factory=sampler.Stats)
 
   def collect(
     self,
@@ -54,7 +88,7 @@ class Roller:
     *,
     episodes_per_group: int,
     stream: tuple[int, int],
-    temperature: float,
+    sampling: sampler.Sampling,
     kind: Callable[[base.Task], str],
     on_finished: Callable[[int], None] = lambda count: None,
   ) -> list[trajectory.Trajectory]:
@@ -66,9 +100,9 @@ class Roller:
       episodes_per_group: N.
       stream: (TRAIN or EVALUATION, iteration): with a task's index, the
         member and the step it makes the random stream of a response.
-      temperature: of the sampling; 0 is greedy.
+      sampling: how tokens are chosen.
       kind: type of a task.
-      on_finished: told how many episodes a wave finished.
+      on_finished: told how many episodes have just ended.
 
     Returns:
       G x N trajectories, group by group, member by member.
@@ -78,22 +112,11 @@ class Roller:
       for group, task in enumerate(tasks)
       for member in range(episodes_per_group)
     ]
-    waiting = list(reversed(episodes))
-    running: dict[int, _Episode] = {}
-    free = list(reversed(range(self.pool.num_envs)))
-    while waiting or running:
-      while waiting and free:
-        env = free.pop()
-        running[env] = waiting.pop()
-        self.pool.reset(env, running[env].task)
-      self._receive(running)
-      turns = self._respond(params, running, stream, temperature)
-      self._receive(running, turns)
-      ended = [env for env, e in running.items() if e.observation is None]
-      for env in sorted(ended, reverse=True):
-        del running[env]
-        free.append(env)
-      on_finished(len(ended))
+    self.clock = Clock(begin=time.monotonic())
+    self.sampler.load(params)
+    _Rollout(self, episodes, stream, sampling, on_finished).play()
+    self.clock.total_secs = time.monotonic() - self.clock.begin
+    self.stats, self.sampler.stats = self.sampler.stats, sampler.Stats()
     return [
       trajectory.Trajectory(
         task=e.task,
@@ -111,88 +134,148 @@ class Roller:
     for group, task in enumerate(tasks):
       self.pool.prepare((group * num_members) % self.pool.num_envs, task)
 
-  def _respond(
-    self,
-    params: dict,
-    running: dict[int, _Episode],
-    stream: tuple[int, int],
-    temperature: float,
-  ) -> dict[int, functools.partial]:
-    """Samples a response for each running episode and sends it off.
+  def metrics(self) -> dict[str, float]:
+    """Returns what the last rollout tells of itself, names 'rollout/...'."""
+    stats, clock = self.stats, self.clock
+    seconds = max(clock.total_secs, 1e-9)
+    values = {
+      'prefill_tokens_per_sec': stats.prefill_tokens / seconds,
+      'decode_tokens_per_sec': stats.decode_tokens / seconds,
+      'slot_occupancy': stats.decode_tokens / max(stats.slot_steps, 1),
+      'shared_prompt_share': stats.shared_tokens
+      / max(stats.shared_tokens + stats.prefill_tokens, 1),
+      'prefill_padding_share': 1
+      - stats.prefill_tokens / max(stats.padded_tokens, 1),
+      'host_wait_share': stats.idle_secs / seconds,
+      'env_wait_share': clock.env_wait_secs / seconds,
+      'env_secs_per_step': clock.env_secs / max(clock.env_calls, 1),
+      'compilations': self.sampler.compilations,
+    }
+    return {f'rollout/{name}': float(value) for name, value in values.items()}
 
-    Returns:
-      By environment, the turn's `trajectory.Step`, lacking its result.
+
+class _Rollout:
+  """One rollout under way."""
+
+  def __init__(self, roller: Roller, episodes, stream, sampling, on_finished):
+    self._roller, self._pool = roller, roller.pool
+    self._sampler, self._clock = roller.sampler, roller.clock
+    self._stream, self._sampling = stream, sampling
+    self._on_finished = on_finished
+    self._waiting: list[_Episode] = list(reversed(episodes))
+    self._running: dict[int, _Episode] = {}
+    self._free = list(reversed(range(roller.pool.num_envs)))
+    # Environments whose answer is awaited, since when; requests under way.
+    self._called: dict[int, float] = {}
+    self._asked: dict[int, tuple[int, _Episode, functools.partial]] = {}
+
+  def play(self) -> None:
+    """Goes on until all episodes are over."""
+    lockstep = self._roller.schedule == 'lockstep'
+    while self._waiting or self._running:
+      self._begin()
+      observations = self._receive()
+      while lockstep and self._called:
+        observations |= self._receive()
+      self._ask(observations)
+      finished = self._sampler.step()
+      while lockstep and self._sampler.busy:
+        finished += self._sampler.step()
+      self._answer(finished)
+
+  def _begin(self) -> None:
+    """Gives free environments to waiting episodes."""
+    while self._waiting and self._free:
+      env = self._free.pop()
+      self._running[env] = self._waiting.pop()
+      self._called[env] = time.monotonic()
+      self._pool.reset(env, self._running[env].task)
+
+  def _receive(self) -> dict[int, base.Observation]:
+    """Files what environments answered; returns what is to be answered now.
+
+    Waits for an answer if nothing is being sampled.
     """
-    envs = sorted(e for e, ep in running.items() if ep.observation is not None)
-    if not envs:
+    if not self._called:
       return {}
-    observations = [running[env].observation for env in envs]
-    fitted = self.tokenizer.fit(
-      [o.prompt for o in observations],
-      [o.short_prompt for o in observations],
-      max_tokens=self.max_prompt_tokens,
-      policy=self.prompt_overflow,
+    idle = not self._sampler.busy
+    before = time.monotonic()
+    replies = self._pool.receive(None if idle else 0.0)
+    now = time.monotonic()
+    if idle:
+      self._clock.env_wait_secs += now - before
+    observations = {}
+    for env, reply in replies:
+      # A worker may be lost while the policy is thinking: an answer unasked.
+      self._clock.env_secs += now - self._called.pop(env, now)
+      self._clock.env_calls += 1
+      episode = self._running[env]
+      if isinstance(reply, env_pool.Failure):
+        episode.failure = reply.reason
+        observation = None
+      elif isinstance(reply, base.Observation):
+        observation = reply
+      else:
+        episode.steps.append(episode.turn(result=reply))
+        observation = reply.observation
+      if observation is None:
+        self._end(env)
+      else:
+        observations[env] = observation
+    return observations
+
+  def _end(self, env: int) -> None:
+    del self._running[env]
+    self._free.append(env)
+    self._on_finished(1)
+
+  def _ask(self, observations: dict[int, base.Observation]) -> None:
+    """Asks the policy for responses."""
+    if not observations:
+      return
+    envs = sorted(observations)
+    fitted = self._roller.tokenizer.fit(
+      [observations[env].prompt for env in envs],
+      [observations[env].short_prompt for env in envs],
+      max_tokens=self._roller.max_prompt_tokens,
+      policy=self._roller.prompt_overflow,
     )
-    requests = [
-      sampler.Request(
+    for env, (ids, shortened) in zip(envs, fitted, strict=True):
+      episode, observation = self._running[env], observations[env]
+      request = sampler.Request(
         prompt_ids=ids,
         stream=(
-          *stream,
-          running[env].task.index,
-          running[env].member,
-          len(running[env].steps),
+          *self._stream,
+          episode.task.index,
+          episode.member,
+          len(episode.steps),
         ),
+        sampling=self._sampling,
       )
-      for env, (ids, _) in zip(envs, fitted, strict=True)
-    ]
-    completions = self.sampler.generate(
-      params, requests, temperature=temperature
-    )
-    responses = self.tokenizer.decode([c.ids for c in completions])
-    turns = {}
-    for n, env in enumerate(envs):
-      self.pool.step(env, responses[n])
-      turns[env] = functools.partial(
+      turn = functools.partial(
         trajectory.Step,
-        prompt_ids=fitted[n][0],
-        completion_ids=completions[n].ids,
-        log_probs=completions[n].log_probs,
-        truncated=completions[n].finish_reason == 'length',
-        prompt_shortened=fitted[n][1],
-        anchor=observations[n].anchor,
-        observation=observations[n].text,
-        response=responses[n],
+        prompt_ids=ids,
+        prompt_shortened=shortened,
+        anchor=observation.anchor,
+        observation=observation.text,
       )
-    return turns
+      self._asked[self._sampler.submit(request)] = (env, episode, turn)
 
-  def _receive(
-    self,
-    running: dict[int, _Episode],
-    turns: dict[int, functools.partial] | None = None,
-  ) -> None:
-    """Waits until every call under way is answered; files the answers.
-
-    Args:
-      running: the episodes by environment.
-      turns: the turns whose outcome is awaited; None awaits resets.
-    """
-    if turns is None:
-      awaited = {
-        env
-        for env, e in running.items()
-        if e.observation is None and not e.failure and not e.steps
-      }
-    else:
-      awaited = set(turns)
-    while awaited:
-      for env, reply in self.pool.receive():
-        episode = running[env]
-        awaited.discard(env)
-        if isinstance(reply, env_pool.Failure):
-          episode.observation = None
-          episode.failure = reply.reason
-        elif isinstance(reply, base.Observation):
-          episode.observation = reply
-        else:
-          episode.observation = reply.observation
-          episode.steps.append(turns[env](result=reply))
+  def _answer(self, finished: list[tuple[int, sampler.Completion]]) -> None:
+    """Sends responses to their environments."""
+    if not finished:
+      return
+    responses = self._roller.tokenizer.decode([c.ids for _, c in finished])
+    for (ticket, found), response in zip(finished, responses, strict=True):
+      env, episode, turn = self._asked.pop(ticket)
+      if self._running.get(env) is not episode:
+        continue  # Its environment was lost meanwhile.
+      episode.turn = functools.partial(
+        turn,
+        completion_ids=found.ids,
+        log_probs=found.log_probs,
+        truncated=found.finish_reason == 'length',
+        response=response,
+      )
+      self._called[env] = time.monotonic()
+      self._pool.step(env, response)

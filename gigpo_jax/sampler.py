@@ -1,16 +1,24 @@
-"""Prompt ids in, completion ids and log-probabilities out.
+"""Continuous batching: prompt ids in, completion ids and log-probs out.
 
-One compiled program per (batch, prompt length) bucket reads the prompts and
-decodes until every row has stopped. Knows ids, never text.
+A slot is a row of the key/value cache. Requests wait until a slot is free; a
+step reads the prompts of those that got one, decodes a few tokens of all, and
+hands out what is finished, so that nobody waits for the longest. The device
+works on one step while the host looks at the one before. Knows ids, never
+text.
 
-The key of a row's c-th token is a function of the sampler's seed, the
-request's stream and c alone, so neighbours, order and batch size never change
-what is sampled.
+The key of a completion's c-th token is a function of the sampler's seed, the
+request's stream and c alone, so neighbours, order, slot and batch size never
+change what is sampled.
+
+Shapes. **B** slots, **R** prompts read at once, **P** prompt tokens, **K**
+tokens decoded in a step, **V** vocabulary.
 """
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +28,29 @@ from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import qwen
 
 _NEVER = -1e30
+_NUMBERS = 5  # of a stream
+# Prompts read at once: one, so many, or as many as there are slots.
+_READ_AT_ONCE = 8
+# Steps for which a smaller cache would have done before it is made smaller.
+_PATIENCE = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """How tokens are chosen.
+
+  Attributes:
+    temperature: divides the logits; 0 takes the likeliest token.
+    top_k: how many of the most likely tokens to sample from; 0 is all.
+    top_p: least mass of the most likely tokens to sample from; 1 is all. With
+      top_k, taken inside it.
+    min_p: least probability of a token as a share of the likeliest one's.
+  """
+
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +61,14 @@ class Request:
     prompt_ids: int32 [P], at least one token.
     stream: integers that make its random stream: (domain, iteration, task,
       member, step).
+    sampling: how tokens are chosen.
+    max_tokens: limit of the completion; None is the sampler's.
   """
 
   prompt_ids: np.ndarray
   stream: tuple[int, int, int, int, int]
+  sampling: Sampling = Sampling()
+  max_tokens: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,14 +78,76 @@ class Completion:
   Attributes:
     ids: int32 [C]; the stop token, where there is one, is the last.
     log_probs: float32 [C]; of each token under the whole distribution at the
-      sampling temperature, before top-k and top-p. This is what the loss
-      needs. Greedy sampling reports temperature 1.
+      sampling temperature, before top-k, top-p and min-p. This is what the
+      loss needs. Greedy sampling reports temperature 1.
+    sampled_log_probs: float32 [C]; under the distribution that was sampled,
+      after them.
     finish_reason: 'stop', or 'length' at the limit of tokens.
   """
 
   ids: np.ndarray
   log_probs: np.ndarray
+  sampled_log_probs: np.ndarray
   finish_reason: str
+
+
+@dataclasses.dataclass
+class Stats:
+  """What a sampler did since these were last taken.
+
+  Attributes:
+    prefill_tokens: prompt tokens read, padding left out.
+    padded_tokens: the same with padding.
+    shared_tokens: prompt tokens that were there already, and copied or kept.
+    decode_tokens: tokens sampled.
+    decode_steps: times that all slots were advanced by one token.
+    slot_steps: slots advanced, empty ones among them.
+    device_secs: time the host waited for the device.
+    idle_secs: time, at most, that the device had nothing to do while requests
+      were under way.
+    spans: (slot, 'prefill' or 'decode', begin, end) for a picture; monotonic
+      seconds as the host sees them.
+  """
+
+  prefill_tokens: int = 0
+  padded_tokens: int = 0
+  shared_tokens: int = 0
+  decode_tokens: int = 0
+  decode_steps: int = 0
+  slot_steps: int = 0
+  device_secs: float = 0.0
+  idle_secs: float = 0.0
+  spans: list[tuple[int, str, float, float]] = dataclasses.field(
+    default_factory=list
+  )
+
+
+@dataclasses.dataclass(eq=False)
+class _Entry:
+  """A request in a slot.
+
+  Attributes:
+    ticket: the caller's number for it.
+    request: what is asked.
+    limit: of tokens.
+    fresh: whether no step has had it yet.
+    found: ids, log-probs and sampled log-probs of the steps so far.
+  """
+
+  ticket: int
+  request: Request
+  limit: int
+  fresh: bool = True
+  found: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class _Step:
+  """A step under way: its outputs, and who was in which slot."""
+
+  outputs: tuple
+  entries: list[tuple[int, _Entry]]
+  begin: float
 
 
 class Sampler:
@@ -58,17 +155,19 @@ class Sampler:
 
   Args:
     config: shape of the model.
-    mesh: the devices; rows go over (data, fsdp).
+    mesh: the devices; slots go over (data, fsdp).
     seed: of all random streams.
     prompt_buckets: rising lengths that prompts are padded to.
-    batch_buckets: rising numbers of rows that a program is compiled for.
+    batch_buckets: rising numbers of slots that a step is compiled for; the
+      last is how many there are.
     max_completion_tokens: limit of a completion.
     stop_ids: tokens that end a completion.
     vocab_size: ids from here on are embedding rows without a token, which
       are never sampled.
-    top_p: least mass of the most likely tokens to sample from; 1 is all.
-    top_k: how many of the most likely tokens to sample from; 0 is all. With
-      both, top_p is taken inside top_k.
+    decode_tokens: K, tokens of a step. More are cheaper, and let a finished
+      slot idle for longer.
+    stop: given a completion so far and how many of its tokens are new, returns
+      how many tokens to keep if it is to end there, or None: for stop strings.
   """
 
   def __init__(
@@ -82,8 +181,8 @@ class Sampler:
     max_completion_tokens: int,
     stop_ids: Sequence[int],
     vocab_size: int,
-    top_p: float = 1.0,
-    top_k: int = 0,
+    decode_tokens: int = 8,
+    stop: Callable[[np.ndarray, int], int | None] | None = None,
   ):
     for name, sizes in (
       ('prompt_buckets', prompt_buckets),
@@ -104,107 +203,401 @@ class Sampler:
         f'rollout.batch_buckets={tuple(batch_buckets)}: mesh axes data and '
         f'fsdp share the rows; must be multiples of {shards}'
       )
+    self._config, self._mesh = config, mesh
     self._prompt_buckets = tuple(prompt_buckets)
-    self._batch_buckets = tuple(batch_buckets)
-    self._mesh = mesh
-    gathered = mesh_lib.shardings(
-      mesh, qwen.logical_axes(config), gathered=('fsdp',)
+    self._row_buckets = tuple(batch_buckets)
+    most = batch_buckets[-1]
+    self._read_buckets = tuple(
+      sorted({shards, min(_READ_AT_ONCE * shards, most), most})
     )
-    self._program = jax.jit(
+    self._length_buckets = tuple(
+      size + max_completion_tokens for size in prompt_buckets
+    )
+    self._max_tokens = max_completion_tokens
+    self._stop_ids, self._stop = frozenset(stop_ids), stop
+    self._chunk = min(decode_tokens, max_completion_tokens)
+    rows = mesh_lib.batch_sharding(mesh)
+    cached = mesh_lib.cache_sharding(mesh)
+    self._ready = jax.jit(
+      lambda tree: jax.tree.map(lambda x: x.astype(config.dtype), tree),
+      out_shardings=mesh_lib.shardings(
+        mesh, qwen.logical_axes(config), gathered=('fsdp',)
+      ),
+    )
+    self._new = jax.jit(
+      functools.partial(qwen.new_cache, config),
+      static_argnums=(0, 1),
+      out_shardings=cached,
+    )
+    self._resize = jax.jit(
+      _resize,
+      static_argnums=(2, 3),
+      out_shardings=(cached, rows),
+    )
+    self._read = jax.jit(functools.partial(qwen.prefill, config))
+    self._insert = jax.jit(
+      qwen.insert, donate_argnums=(0,), out_shardings=cached
+    )
+    self._copy = jax.jit(
+      qwen.copy_rows, donate_argnums=(0,), out_shardings=cached
+    )
+    self._decode = jax.jit(
       functools.partial(
-        _generate,
+        _decode,
         config,
-        gathered,
         np.uint32(seed),
         tuple(stop_ids),
         vocab_size,
-        max_completion_tokens,
-        top_p,
-        top_k,
-      )
+        self._chunk,
+      ),
+      donate_argnums=(1, 2),
+      out_shardings=(cached, rows, mesh_lib.step_shardings(mesh)),
     )
+    self._source: dict | None = None
+    self._params: dict | None = None
+    self._cache: qwen.Cache | None = None
+    self._tickets = 0
+    self.stats = Stats()
+    self._clear()
+
+  def _clear(self) -> None:
+    self._waiting: collections.deque[_Entry] = collections.deque()
+    self._slots: list[_Entry | None] = [None] * self._row_buckets[-1]
+    # The prompt whose keys and values a slot still holds, and the reverse.
+    self._prompts: list[bytes | None] = [None] * self._row_buckets[-1]
+    self._holders: dict[bytes, int] = {}
+    self._under_way: _Step | None = None
+    self._spare_steps = 0
+    self._left = time.monotonic()
 
   @property
   def compilations(self) -> int:
     """How many programs have been compiled."""
-    return self._program._cache_size()
+    programs = (self._ready, self._new, self._resize, self._read) + (
+      self._insert,
+      self._copy,
+      self._decode,
+    )
+    return sum(program._cache_size() for program in programs)
+
+  @property
+  def busy(self) -> bool:
+    """Whether requests are waiting or under way."""
+    return bool(self._waiting or self._under_way or any(self._slots))
+
+  @property
+  def num_slots(self) -> int:
+    """How many requests are decoded at once."""
+    return self._row_buckets[-1]
+
+  def load(self, params: dict) -> None:
+    """Takes the parameters to sample from; drops what is under way.
+
+    They are cast, and gathered from the `fsdp` axis, once.
+    """
+    self._clear()
+    if params is not self._source:
+      with jax.set_mesh(self._mesh):
+        self._source, self._params = params, self._ready(params)
 
   def warm_up(self, params: dict) -> None:
     """Compiles every bucket, so that nothing compiles later."""
-    for length in self._prompt_buckets:
-      for rows in self._batch_buckets:
-        request = Request(np.zeros(length, np.int32), (0,) * 5)
-        self._run(params, [request] * rows, 1.0)
+    self.load(params)
+    sizes = [(r, n) for r in self._row_buckets for n in self._length_buckets]
+    with jax.set_mesh(self._mesh):
+      read = {
+        (r, p): self._read(
+          self._params, self._place(np.zeros((r, p), np.int32))
+        )
+        for r in self._read_buckets
+        for p in self._prompt_buckets
+      }
+      for rows, length in sizes:
+        self._allocate(rows, length)
+        for other in sizes:
+          if (rows == other[0]) != (length == other[1]):
+            self._resize(self._cache, self._state, *other)
+        for (r, p), prompts in read.items():
+          # Slots from `rows` on are nowhere.
+          nowhere = self._place(np.full(r, rows, np.int32))
+          self._cache = self._copy(self._cache, nowhere, nowhere)
+          if p <= length:
+            self._cache = self._insert(self._cache, prompts, nowhere)
+        jax.block_until_ready(self._dispatch([], rows).outputs)
+    self._clear()
 
   def generate(
-    self,
-    params: dict,
-    requests: Sequence[Request],
-    *,
-    temperature: float = 1.0,
+    self, params: dict, requests: Sequence[Request]
   ) -> list[Completion]:
     """Returns a completion for each request, in their order.
 
     Args:
       params: the policy; only read.
       requests: any number; none gives none.
-      temperature: divides the logits; 0 takes the likeliest token.
 
     Raises:
-      ValueError: if a prompt is empty or longer than the largest bucket.
+      ValueError: if one can never fit; see `submit`.
     """
-    lengths = [len(r.prompt_ids) for r in requests]
-    longest, shortest = max(lengths, default=1), min(lengths, default=1)
-    if shortest < 1:
+    self.load(params)
+    tickets = [self.submit(request) for request in requests]
+    found: dict[int, Completion] = {}
+    while self.busy:
+      found.update(self.step())
+    return [found[ticket] for ticket in tickets]
+
+  def submit(self, request: Request) -> int:
+    """Queues a request; returns the number that `step` will give it by.
+
+    Raises:
+      ValueError: if its prompt is empty or longer than the largest bucket, or
+        its limit of tokens is out of range.
+    """
+    length = len(request.prompt_ids)
+    if length < 1:
       raise ValueError('a prompt has 0 tokens; must have at least 1')
-    if longest > self._prompt_buckets[-1]:
+    if length > self._prompt_buckets[-1]:
       raise ValueError(
-        f'a prompt has {longest} tokens; at most {self._prompt_buckets[-1]} '
+        f'a prompt has {length} tokens; at most {self._prompt_buckets[-1]} '
         '(the last of rollout.prompt_buckets)'
       )
-    # By length, so that short prompts share a short bucket.
-    order = sorted(range(len(requests)), key=lengths.__getitem__)
-    completions: list[Completion | None] = [None] * len(requests)
-    start = 0
-    while start < len(order):
-      part = order[start : start + self._batch_buckets[-1]]
-      answers = self._run(params, [requests[i] for i in part], temperature)
-      for i, answer in zip(part, answers, strict=True):
-        completions[i] = answer
-      start += len(part)
-    return completions
+    limit = self._max_tokens
+    if request.max_tokens is not None:
+      limit = request.max_tokens
+    if not 1 <= limit <= self._max_tokens:
+      raise ValueError(
+        f'max_tokens={limit}: must be between 1 and {self._max_tokens} '
+        '(rollout.max_completion_tokens)'
+      )
+    self._tickets += 1
+    self._waiting.append(_Entry(self._tickets, request, limit))
+    return self._tickets
 
-  def _run(
-    self, params: dict, requests: Sequence[Request], temperature: float
-  ) -> list[Completion]:
-    lengths = [len(request.prompt_ids) for request in requests]
-    num_rows = _bucket(self._batch_buckets, len(requests))
-    num_tokens = _bucket(self._prompt_buckets, max(lengths))
-    tokens = np.zeros((num_rows, num_tokens), np.int32)
-    # A length of 0 marks a row that fills up the batch.
-    rows = np.zeros(num_rows, np.int32)
-    rows[: len(requests)] = lengths
-    streams = np.zeros((num_rows, 5), np.uint32)
-    for n, request in enumerate(requests):
-      tokens[n, : lengths[n]] = request.prompt_ids
-      streams[n] = request.stream
-    placed = mesh_lib.place_rows(self._mesh, (tokens, rows, streams))
+  def step(self) -> list[tuple[int, Completion]]:
+    """Goes on with all requests; returns those that are finished.
+
+    What is returned was finished by the step before; this one is under way
+    when the call returns.
+    """
+    now = time.monotonic()
+    before = self._under_way
+    if before and before.outputs[-1].is_ready():
+      self.stats.idle_secs += now - self._left
     with jax.set_mesh(self._mesh):
-      ids, log_probs, counts, stopped = jax.device_get(
-        self._program(params, *placed, np.float32(temperature))
+      self._admit()
+      entries = [(n, entry) for n, entry in enumerate(self._slots) if entry]
+      self._under_way = self._dispatch(entries) if entries else None
+    finished = self._collect(before) if before else []
+    self._left = time.monotonic()
+    return finished
+
+  # The host's part.
+
+  def _admit(self) -> None:
+    """Gives free slots to waiting requests and their prompts to the cache."""
+    free = [n for n, entry in enumerate(self._slots) if entry is None]
+    new: list[tuple[int, _Entry]] = []
+    copies: list[tuple[int, int]] = []
+    while self._waiting and free:
+      entry = self._waiting.popleft()
+      prompt = entry.request.prompt_ids.tobytes()
+      holder = self._holders.get(prompt)
+      slot = holder if holder in free else free[0]
+      free.remove(slot)
+      self._slots[slot] = entry
+      if holder is None:
+        new.append((slot, entry))
+      else:
+        self.stats.shared_tokens += len(entry.request.prompt_ids)
+        if slot != holder:
+          copies.append((holder, slot))
+      self._hold(slot, prompt)
+    used = [(n, entry) for n, entry in enumerate(self._slots) if entry]
+    if not used:
+      return
+    rows = used[-1][0] + 1
+    longest = max(len(entry.request.prompt_ids) for _, entry in used)
+    length = _bucket(self._prompt_buckets, longest) + self._max_tokens
+    self._fit(_bucket(self._row_buckets, rows), length)
+    begin = time.monotonic()
+    for part, size in self._parts(new):
+      self._read_prompts(part, size)
+    for part in self._packs(copies):
+      places = np.full((2, _bucket(self._read_buckets, len(part))), self._rows)
+      places[:, : len(part)] = np.transpose(part)
+      sources, slots = (self._place(p.astype(np.int32)) for p in places)
+      self._cache = self._copy(self._cache, sources, slots)
+    end = time.monotonic()
+    self.stats.spans += [(slot, 'prefill', begin, end) for slot, _ in new]
+
+  def _hold(self, slot: int, prompt: bytes | None) -> None:
+    """Notes which prompt a slot holds from now on."""
+    old = self._prompts[slot]
+    if old is not None and self._holders.get(old) == slot:
+      del self._holders[old]
+    self._prompts[slot] = prompt
+    if prompt is not None:
+      self._holders.setdefault(prompt, slot)
+
+  def _parts(
+    self, entries: list[tuple[int, _Entry]]
+  ) -> Iterator[tuple[list[tuple[int, _Entry]], int]]:
+    """Yields entries whose prompts are read at once, and their bucket."""
+    by_length = collections.defaultdict(list)
+    for slot, entry in entries:
+      length = len(entry.request.prompt_ids)
+      by_length[_bucket(self._prompt_buckets, length)].append((slot, entry))
+    for length, found in sorted(by_length.items()):
+      for part in self._packs(found):
+        yield part, length
+
+  def _packs(self, items: list) -> Iterator[list]:
+    """Yields items in parts of the sizes that programs are compiled for."""
+    while items:
+      size = _bucket(self._read_buckets, len(items[: self._read_buckets[-1]]))
+      if size > 2 * len(items) and size > self._read_buckets[0]:
+        # More padding than prompts: a full part of the size below first.
+        size = max(s for s in self._read_buckets if s < size)
+      yield items[:size]
+      items = items[size:]
+
+  def _read_prompts(self, part: list[tuple[int, _Entry]], length: int) -> None:
+    rows = _bucket(self._read_buckets, len(part))
+    tokens = np.zeros((rows, length), np.int32)
+    slots = np.full(rows, self._rows, np.int32)
+    for n, (slot, entry) in enumerate(part):
+      ids = entry.request.prompt_ids
+      tokens[n, : len(ids)], slots[n] = ids, slot
+      self.stats.prefill_tokens += len(ids)
+    self.stats.padded_tokens += tokens.size
+    prompts = self._read(self._params, self._place(tokens))
+    self._cache = self._insert(self._cache, prompts, self._place(slots))
+
+  def _dispatch(
+    self, entries: list[tuple[int, _Entry]], rows: int | None = None
+  ) -> _Step:
+    """Starts a step of these entries."""
+    rows = rows or self._rows
+    integers = np.zeros((rows, len(_INTEGERS) + _NUMBERS), np.int32)
+    floats = np.ones((rows, len(_FLOATS)), np.float32)
+    for slot, entry in entries:
+      request, sampling = entry.request, entry.request.sampling
+      integers[slot, : len(_INTEGERS)] = (
+        1,
+        entry.fresh,
+        request.prompt_ids[-1],
+        len(request.prompt_ids) - 1,
+        entry.limit,
+        sampling.top_k,
       )
-    return [
-      Completion(
-        ids=ids[n, : counts[n]],
-        log_probs=log_probs[n, : counts[n]],
-        finish_reason='stop' if stopped[n] else 'length',
+      integers[slot, len(_INTEGERS) :] = np.array(
+        request.stream, np.uint32
+      ).view(np.int32)
+      floats[slot] = sampling.temperature, sampling.top_p, sampling.min_p
+      entry.fresh = False
+    self._cache, self._state, outputs = self._decode(
+      self._params,
+      self._cache,
+      self._state,
+      self._place(integers),
+      self._place(floats),
+    )
+    self.stats.decode_steps += self._chunk
+    self.stats.slot_steps += self._chunk * rows
+    return _Step(outputs, entries, time.monotonic())
+
+  def _collect(self, step: _Step) -> list[tuple[int, Completion]]:
+    """Waits for a step; returns who is finished and frees their slots."""
+    begin = time.monotonic()
+    ids_KB, log_probs_KB, sampled_KB, numbers_B, active_B = jax.device_get(
+      step.outputs
+    )
+    end = time.monotonic()
+    self.stats.device_secs += end - begin
+    finished = []
+    for slot, entry in step.entries:
+      if self._slots[slot] is not entry:
+        continue  # It was finished when this step began.
+      number = numbers_B[slot]
+      self.stats.decode_tokens += int(number)
+      self.stats.spans.append((slot, 'decode', step.begin, end))
+      entry.found.append(
+        tuple(x[:number, slot] for x in (ids_KB, log_probs_KB, sampled_KB))
       )
-      for n in range(len(requests))
-    ]
+      completion = self._finish(entry, int(number), bool(active_B[slot]))
+      if completion is not None:
+        self._slots[slot] = None
+        finished.append((entry.ticket, completion))
+    return finished
+
+  def _finish(
+    self, entry: _Entry, number: int, active: bool
+  ) -> Completion | None:
+    """Returns the completion if it is over; `number` tokens of it are new."""
+    keep = None
+    if self._stop is not None:
+      ids = np.concatenate([part[0] for part in entry.found])
+      keep = self._stop(ids, number)
+    if active and keep is None:
+      return None
+    ids, log_probs, sampled = (
+      np.concatenate(parts)[:keep] for parts in zip(*entry.found, strict=True)
+    )
+    stopped = keep is not None or int(ids[-1]) in self._stop_ids
+    return Completion(ids, log_probs, sampled, 'stop' if stopped else 'length')
+
+  # The cache.
+
+  def _place(self, array: np.ndarray) -> jax.Array:
+    return mesh_lib.place_rows(self._mesh, array)
+
+  def _allocate(self, rows: int, length: int) -> None:
+    self._rows, self._length = rows, length
+    self._cache = self._new(rows, length)
+    self._state = self._place(np.zeros((rows, len(_STATE)), np.int32))
+
+  def _fit(self, rows: int, length: int) -> None:
+    """Makes the cache of at least a size; smaller after a while only."""
+    if self._cache is None:
+      self._allocate(rows, length)
+      return
+    if (rows, length) == (self._rows, self._length):
+      self._spare_steps = 0
+      return
+    if rows <= self._rows and length <= self._length:
+      self._spare_steps += 1
+      if self._spare_steps < _PATIENCE:
+        return
+    else:
+      rows, length = max(rows, self._rows), max(length, self._length)
+    self._spare_steps = 0
+    # One after the other: fewer programs than for every pair of sizes.
+    for size in ((rows, self._length), (rows, length)):
+      if size != (self._rows, self._length):
+        self._cache, self._state = self._resize(self._cache, self._state, *size)
+        self._rows, self._length = size
+    for slot, prompt in enumerate(self._prompts):
+      lost = slot >= rows or (prompt and len(prompt) // 4 > length)
+      if lost and self._slots[slot] is None:
+        self._hold(slot, None)
 
 
 def _bucket(sizes: Sequence[int], needed: int) -> int:
   return next(size for size in sizes if size >= needed)
+
+
+# The device's part. What a step is told of a slot, the stream's numbers apart;
+# what it keeps for the next.
+_INTEGERS = ('taken', 'fresh', 'token', 'position', 'limit', 'top_k')
+_FLOATS = ('temperature', 'top_p', 'min_p')
+_STATE = ('active', 'token', 'position', 'count')
+
+
+def _resize(
+  cache: qwen.Cache, state_BX: jax.Array, rows: int, length: int
+) -> tuple[qwen.Cache, jax.Array]:
+  room = max(0, rows - state_BX.shape[0])
+  state_BX = jnp.pad(state_BX[:rows], ((0, room), (0, 0)))
+  return qwen.resize_cache(cache, rows, length), state_BX
 
 
 def _row_keys(seed: np.uint32, streams: jax.Array) -> jax.Array:
@@ -219,60 +612,114 @@ def _row_keys(seed: np.uint32, streams: jax.Array) -> jax.Array:
   return jax.vmap(key)(streams)
 
 
-def _truncate(scaled_BV: jax.Array, top_p: float, top_k: int) -> jax.Array:
-  """Hides logits outside the top-k and the top-p mass within it."""
-  vocab_size = scaled_BV.shape[-1]
-  if top_p >= 1 and not 0 < top_k < vocab_size:
-    return scaled_BV
-  kept = top_k if 0 < top_k < vocab_size else vocab_size
-  top_BK, _ = jax.lax.top_k(scaled_BV, kept)
-  if top_p < 1:
-    mass_BK = jax.nn.softmax(top_BK, axis=-1)
-    # The mass ahead of a token decides, so the likeliest is always kept.
-    ahead_BK = jnp.cumsum(mass_BK, axis=-1) - mass_BK
-    top_BK = jnp.where(ahead_BK < top_p, top_BK, jnp.inf)
-  threshold_B1 = jnp.min(top_BK, axis=-1, keepdims=True)
-  return jnp.where(scaled_BV < threshold_B1, _NEVER, scaled_BV)
+def _as_integer(x: jax.Array) -> jax.Array:
+  """Returns int32 in the same order as these float32."""
+  bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+  return jnp.where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits)
+
+
+def _least(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
+  """Returns the least integer of each row from which on something holds.
+
+  By halving: 32 looks at a distribution are cheaper than sorting it.
+
+  Args:
+    holds: takes integers [B, 1], returns whether it holds [B]; it does for
+      the largest, and for all that are larger than one for which it does.
+    rows: B.
+  """
+
+  def halve(_, ends: tuple[jax.Array, jax.Array]):
+    low_B, high_B = ends
+    # The floor of the mean, which a sum could overflow.
+    middle_B = (low_B & high_B) + ((low_B ^ high_B) >> 1)
+    held_B = holds(middle_B[:, None])
+    return jnp.where(held_B, low_B, middle_B + 1), jnp.where(
+      held_B, middle_B, high_B
+    )
+
+  limits = jnp.iinfo(jnp.int32)
+  ends = jnp.full(rows, limits.min), jnp.full(rows, limits.max)
+  return jax.lax.fori_loop(0, 32, halve, ends)[1]
+
+
+def _truncate(
+  scaled_BV: jax.Array, top_k_B: jax.Array, top_p_B: jax.Array, min_p_B
+) -> jax.Array:
+  """Hides logits outside the top-k, the top-p mass within it, and min-p."""
+  b, v = scaled_BV.shape
+  order_BV = _as_integer(scaled_BV)
+  wanted_B = jnp.where(top_k_B > 0, jnp.minimum(top_k_B, v), v)
+  # Fewer than k are larger than the k-th.
+  kth_B = _least(lambda at_B1: jnp.sum(order_BV > at_B1, axis=-1) < wanted_B, b)
+  kept_BV = jnp.where(order_BV >= kth_B[:, None], scaled_BV, _NEVER)
+  mass_BV = jax.nn.softmax(kept_BV, axis=-1)
+  # The mass ahead of a token decides, so the likeliest is always kept.
+  nucleus_B = _least(
+    lambda at_B1: (
+      (jnp.sum(jnp.where(order_BV > at_B1, mass_BV, 0.0), axis=-1) < top_p_B)
+      | (top_p_B >= 1)
+    ),
+    b,
+  )
+  kept_BV = jnp.where(order_BV >= nucleus_B[:, None], kept_BV, _NEVER)
+  least_B1 = jnp.max(scaled_BV, axis=-1, keepdims=True) + jnp.log(
+    jnp.maximum(min_p_B, 1e-30)[:, None]
+  )
+  return jnp.where(kept_BV < least_B1, _NEVER, kept_BV)
 
 
 def _pick(
   keys_B: jax.Array,
-  temperature: jax.Array,
-  c: jax.Array,
+  counts_B: jax.Array,
+  floats_BX: jax.Array,
+  top_k_B: jax.Array,
   logits_BV: jax.Array,
   *,
   vocab_size: int,
-  top_p: float,
-  top_k: int,
-) -> tuple[jax.Array, jax.Array]:
-  """Samples token number c of each row.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Samples the next token of each row.
 
   Args:
     keys_B: key of each row.
-    temperature: divides the logits; 0 takes the likeliest token.
-    c: number of the token in its completion.
+    counts_B: number of the token in its completion.
+    floats_BX: temperature, top_p and min_p of each row.
+    top_k_B: as in `Sampling`.
     logits_BV: float32.
     vocab_size: ids from here on are not sampled.
-    top_p: as in `Sampler`.
-    top_k: as in `Sampler`.
 
   Returns:
-    ids [B] and their log-probs [B] before truncation.
+    ids [B], their log-probs [B] before truncation, and after it [B].
   """
   v = logits_BV.shape[-1]
-  greedy = temperature == 0
-  scaled_BV = logits_BV * (1 / jnp.where(greedy, 1.0, temperature))
+  temperature_B, top_p_B, min_p_B = floats_BX.T
+  greedy_B = temperature_B == 0
+  scaled_BV = logits_BV * (1 / jnp.where(greedy_B, 1.0, temperature_B))[:, None]
   total_B = jax.nn.logsumexp(scaled_BV, axis=-1)
   usable_BV = jnp.where(jnp.arange(v) < vocab_size, scaled_BV, _NEVER)
-  usable_BV = _truncate(usable_BV, top_p, top_k)
+  narrow = jnp.any((top_k_B > 0) | (top_p_B < 1) | (min_p_B > 0))
+  usable_BV = jax.lax.cond(
+    narrow,
+    lambda: _truncate(usable_BV, top_k_B, top_p_B, min_p_B),
+    lambda: usable_BV,
+  )
+  left_B = jax.lax.cond(
+    narrow | (vocab_size < v),
+    lambda: jax.nn.logsumexp(usable_BV, axis=-1),
+    lambda: total_B,
+  )
 
-  def noise(key: jax.Array) -> jax.Array:
-    return jax.random.gumbel(jax.random.fold_in(key, c), (v,), jnp.float32)
+  def noise(key: jax.Array, count: jax.Array) -> jax.Array:
+    return jax.random.gumbel(jax.random.fold_in(key, count), (v,), jnp.float32)
 
   noisy_BV = jax.lax.cond(
-    greedy,
+    jnp.all(greedy_B),
     lambda: usable_BV,
-    lambda: usable_BV + jax.vmap(noise)(keys_B),
+    lambda: jnp.where(
+      greedy_B[:, None],
+      usable_BV,
+      usable_BV + jax.vmap(noise)(keys_B, counts_B),
+    ),
   )
   # The first of the largest, as argmax would find it at five times the cost
   # on a CPU; the minimum keeps rows of NaN within bounds.
@@ -280,83 +727,73 @@ def _pick(
   places_BV = jnp.where(noisy_BV == largest_B1, jnp.arange(v), v - 1)
   ids_B = jnp.min(places_BV, axis=-1).astype(jnp.int32)
   chosen_B = jnp.take_along_axis(scaled_BV, ids_B[:, None], axis=-1)[:, 0]
-  return ids_B, chosen_B - total_B
+  return ids_B, chosen_B - total_B, chosen_B - left_B
 
 
-def _generate(  # noqa: PLR0913  (what is static, then what is not)
+def _decode(
   config: qwen.QwenConfig,
-  gathered: dict,
   seed: np.uint32,
   stop_ids: tuple[int, ...],
   vocab_size: int,
-  max_tokens: int,
-  top_p: float,
-  top_k: int,
+  chunk: int,
   params: dict,
-  tokens_BP: jax.Array,
-  lengths_B: jax.Array,
-  streams_B5: jax.Array,
-  temperature: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-  """Reads the prompts and decodes until all rows are done.
+  cache: qwen.Cache,
+  state_BX: jax.Array,
+  integers_BX: jax.Array,
+  floats_BX: jax.Array,
+) -> tuple[qwen.Cache, jax.Array, tuple[jax.Array, ...]]:
+  """Decodes up to `chunk` tokens of every slot that is active.
 
   Returns:
-    ids [B, C], log-probs [B, C], number of sampled tokens [B], whether a stop
-    token ended the row [B].
+    the cache; the state; ids, log-probs and sampled log-probs [K, B], how
+    many of them are a slot's [B], and whether it goes on [B].
   """
-  # Gathered and cast once: inside the loop it would be for every token.
-  params = jax.tree.map(lambda x: x.astype(config.dtype), params)
-  params = jax.lax.with_sharding_constraint(params, gathered)
-  b, p = tokens_BP.shape
-  keys_B = _row_keys(seed, streams_B5)
-  starts_B = jnp.maximum(lengths_B, 1)
-  pick = functools.partial(
-    _pick, keys_B, temperature, vocab_size=vocab_size, top_p=top_p, top_k=top_k
+  taken_B, fresh_B, token_B, position_B, limit_B, top_k_B = integers_BX[
+    :, : len(_INTEGERS)
+  ].T
+  streams = integers_BX[:, len(_INTEGERS) :].astype(jnp.uint32)
+  keys_B = _row_keys(seed, streams)
+  is_fresh_B = fresh_B > 0
+  active_B, last_B, at_B, count_B = state_BX.T
+  start = (
+    (taken_B > 0) & ((active_B > 0) | is_fresh_B),
+    jnp.where(is_fresh_B, token_B, last_B),
+    jnp.where(is_fresh_B, position_B, at_B),
+    jnp.where(is_fresh_B, 0, count_B),
   )
+  b = state_BX.shape[0]
+  numbers = jnp.zeros((chunk, b), jnp.float32)
 
-  def go_on(state: tuple) -> jax.Array:
-    c, _, _, done_B, _, _, _ = state
-    return (c < max_tokens) & ~jnp.all(done_B)
+  def go_on(loop: tuple) -> jax.Array:
+    return (loop[0] < chunk) & jnp.any(loop[2][0])
 
-  def step(state: tuple) -> tuple:
-    c, ids_B, cache, done_B, ids_BC, log_probs_BC, counts_B = state
-    # Reads token c - 1 and samples token c.
-    logits_BV, cache = qwen.decode(
-      config, params, cache, ids_B, starts_B + c - 1
+  def advance(loop: tuple) -> tuple:
+    c, cache, (active_B, last_B, at_B, count_B), written = loop
+    logits_BV, cache = qwen.decode(config, params, cache, last_B, at_B)
+    ids_B, *log_probs = _pick(
+      keys_B, count_B, floats_BX, top_k_B, logits_BV, vocab_size=vocab_size
     )
-    ids_B, *written = write(
-      c, logits_BV, done_B, ids_BC, log_probs_BC, counts_B
+    # A slot that is not active keeps what it has.
+    written = tuple(
+      whole_KB.at[c].set(jnp.where(active_B, part_B, 0))
+      for whole_KB, part_B in zip(written, (ids_B, *log_probs), strict=True)
     )
-    return c + 1, ids_B, cache, *written
-
-  def write(
-    c: jax.Array,
-    logits_BV: jax.Array,
-    done_B: jax.Array,
-    ids_BC: jax.Array,
-    log_probs_BC: jax.Array,
-    counts_B: jax.Array,
-  ) -> tuple:
-    ids_B, chosen_B = pick(c, logits_BV)
-    # A row that is done keeps what it has.
-    ids_BC = ids_BC.at[:, c].set(jnp.where(done_B, 0, ids_B))
-    log_probs_BC = log_probs_BC.at[:, c].set(jnp.where(done_B, 0.0, chosen_B))
-    counts_B = counts_B + ~done_B
+    last_B = jnp.where(active_B, ids_B, last_B)
+    at_B, count_B = at_B + active_B, count_B + active_B
     is_stop_B = (ids_B[:, None] == jnp.asarray(stop_ids, jnp.int32)).any(axis=1)
-    return ids_B, done_B | is_stop_B, ids_BC, log_probs_BC, counts_B
+    active_B = active_B & ~is_stop_B & (count_B < limit_B)
+    return c + 1, cache, (active_B, last_B, at_B, count_B), written
 
-  logits_BV, cache = qwen.prefill(
-    config, params, tokens_BP, starts_B, cache_length=p + max_tokens
+  begin_B = start[3]
+  _, cache, end, written = jax.lax.while_loop(
+    go_on,
+    advance,
+    (
+      jnp.int32(0),
+      cache,
+      start,
+      (jnp.zeros((chunk, b), jnp.int32), numbers, numbers),
+    ),
   )
-  ids_B, *written = write(
-    jnp.int32(0),
-    logits_BV,
-    lengths_B == 0,
-    jnp.zeros((b, max_tokens), jnp.int32),
-    jnp.zeros((b, max_tokens), jnp.float32),
-    jnp.zeros(b, jnp.int32),
-  )
-  _, _, _, done_B, ids_BC, log_probs_BC, counts_B = jax.lax.while_loop(
-    go_on, step, (jnp.int32(1), ids_B, cache, *written)
-  )
-  return ids_BC, log_probs_BC, counts_B, done_B
+  state_BX = jnp.stack([x.astype(jnp.int32) for x in end], axis=1)
+  return cache, state_BX, (*written, end[3] - begin_B, end[0])

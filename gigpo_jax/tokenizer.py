@@ -5,7 +5,7 @@ byte-level BPE with Qwen's special tokens offline. Knows no environment.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import tokenizers
@@ -105,6 +105,30 @@ class Tokenizer:
       skip_special_tokens=True,
       clean_up_tokenization_spaces=False,
     )
+
+  def stop_finder(
+    self, strings: Sequence[str]
+  ) -> Callable[[np.ndarray, int], int | None]:
+    """Returns what finds the end of a response by strings.
+
+    It takes ids so far and how many of them are new, and returns how many to
+    keep, up to the token that completes a string; None if none is there.
+    """
+    longest = max(len(string.encode()) for string in strings)
+
+    def find(ids: np.ndarray, new: int) -> int | None:
+      # No token is shorter than a byte.
+      start = max(0, len(ids) - new - longest)
+      (text,) = self.decode([ids[start:]])
+      if not any(string in text for string in strings):
+        return None
+      for end in range(len(ids) - new + 1, len(ids)):
+        (text,) = self.decode([ids[start:end]])
+        if any(string in text for string in strings):
+          return end
+      return len(ids)
+
+    return find
 
   def fit(
     self,

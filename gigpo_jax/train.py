@@ -77,7 +77,7 @@ def _run(config, workdir, policy, pool, checkpointer) -> None:
       roller,
       state.params,
       panel,
-      temperature=config.evaluation.temperature,
+      sampling=experiment.make_sampling(config, evaluation=True),
       kind=kind,
     )
     return rates | {'time/evaluation_secs': time.monotonic() - begin}
@@ -100,10 +100,11 @@ def _run(config, workdir, policy, pool, checkpointer) -> None:
         tasks,
         episodes_per_group=config.rollout.episodes_per_group,
         stream=(rollout.TRAIN, iteration),
-        temperature=config.rollout.temperature,
+        sampling=experiment.make_sampling(config),
         kind=kind,
         on_finished=bar.update,
       )
+    rollout_metrics = roller.metrics()
     update_begin = time.monotonic()
     roller.prepare(
       task_sampler.at(iteration + 1), config.rollout.episodes_per_group
@@ -125,7 +126,7 @@ def _run(config, workdir, policy, pool, checkpointer) -> None:
       iteration=iteration,
     )
     values |= metrics.summarize(trajectories, prefix='train')
-    values |= advantage_metrics | update_metrics
+    values |= advantage_metrics | update_metrics | rollout_metrics
     values |= {
       'time/rollout_secs': update_begin - rollout_begin,
       'time/update_secs': time.monotonic() - update_begin,

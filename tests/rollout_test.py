@@ -11,23 +11,44 @@ LEFT = '<think>back</think><action>left</action>'
 
 
 class Scripted:
-  """Answers by member and step; writes down what it was asked."""
+  """Answers by member and step; writes down what it was asked.
 
-  def __init__(self, text: tokenizer.Tokenizer):
-    self._text = text
+  Hands out at most `at_once` answers a step, the last asked first.
+  """
+
+  def __init__(self, text: tokenizer.Tokenizer, at_once: int = 100):
+    self._text, self._at_once = text, at_once
+    self._queue: list[tuple[int, sampler.Request]] = []
     self.waves: list[list[tuple[int, ...]]] = []
+    self.stats, self.compilations = sampler.Stats(), 0
+    self._tickets = 0
 
-  def generate(self, params, requests, *, temperature):
-    del params, temperature
-    self.waves.append([r.stream for r in requests])
-    answers = []
-    for request in requests:
-      _, _, _, member, step = request.stream
-      words = LEFT if (member, step) == (1, 0) else RIGHT
-      (ids,) = self._text.encode([words + tokenizer.END_OF_TURN])
-      log_probs = -np.arange(len(ids), dtype=np.float32)
-      answers.append(sampler.Completion(ids, log_probs, 'stop'))
-    return answers
+  @property
+  def busy(self) -> bool:
+    return bool(self._queue)
+
+  def load(self, params):
+    del params
+
+  def submit(self, request) -> int:
+    self._tickets += 1
+    self._queue.append((self._tickets, request))
+    return self._tickets
+
+  def step(self):
+    if not self._queue:
+      return []
+    chosen = self._queue[-self._at_once :]
+    del self._queue[-self._at_once :]
+    self.waves.append([request.stream for _, request in chosen])
+    return [(ticket, self._answer(request)) for ticket, request in chosen]
+
+  def _answer(self, request) -> sampler.Completion:
+    _, _, _, member, step = request.stream
+    words = LEFT if (member, step) == (1, 0) else RIGHT
+    (ids,) = self._text.encode([words + tokenizer.END_OF_TURN])
+    log_probs = -np.arange(len(ids), dtype=np.float32)
+    return sampler.Completion(ids, log_probs, log_probs, 'stop')
 
 
 @pytest.fixture(name='text', scope='module')
@@ -38,8 +59,17 @@ def fixture_text(tmp_path_factory):
   return tokenizer.Tokenizer(directory)
 
 
-def _collect(text, *, num_envs=4, num_workers=0, tasks=(0, 3), faults=None):
-  script = Scripted(text)
+def _collect(  # noqa: PLR0913
+  text,
+  *,
+  num_envs=4,
+  num_workers=0,
+  tasks=(0, 3),
+  faults=None,
+  schedule='lockstep',
+  at_once=100,
+):
+  script = Scripted(text, at_once)
   with env_pool.EnvPool(
     'toy',
     {'faults': faults or {}},
@@ -49,14 +79,14 @@ def _collect(text, *, num_envs=4, num_workers=0, tasks=(0, 3), faults=None):
     reset_timeout_secs=30,
     envs_per_group=2,
   ) as pool:
-    roller = rollout.Roller(pool, script, text, 200, 'error')
+    roller = rollout.Roller(pool, script, text, 200, 'error', schedule)
     finished = []
     trajectories = roller.collect(
       {},
       [base.Task('train', index) for index in tasks],
       episodes_per_group=2,
       stream=(rollout.TRAIN, 6),
-      temperature=1.0,
+      sampling=sampler.Sampling(),
       kind=lambda task: f'kind{task.index}',
       on_finished=finished.append,
     )
@@ -94,12 +124,22 @@ def test_tokens_streams_rewards_and_order(text):
   assert [len(wave) for wave in script.waves] == [4, 3, 3, 2, 1]
 
 
+@pytest.mark.parametrize('schedule', rollout.SCHEDULES)
 @pytest.mark.parametrize(
-  ('num_envs', 'num_workers'), [(1, 0), (3, 0), (4, 1), (4, 2)]
+  ('num_envs', 'num_workers', 'at_once'),
+  [(1, 0, 9), (3, 0, 9), (3, 0, 1), (4, 1, 2), (4, 2, 1)],
 )
-def test_scheduling_changes_no_trajectory(text, num_envs, num_workers):
+def test_scheduling_changes_no_trajectory(
+  text, num_envs, num_workers, at_once, schedule
+):
   expected, _ = _collect(text)
-  found, _ = _collect(text, num_envs=num_envs, num_workers=num_workers)
+  found, _ = _collect(
+    text,
+    num_envs=num_envs,
+    num_workers=num_workers,
+    at_once=at_once,
+    schedule=schedule,
+  )
   for a, b in zip(expected, found, strict=True):
     assert (a.task, a.group, a.member) == (b.task, b.group, b.member)
     assert [s.result for s in a.steps] == [s.result for s in b.steps]

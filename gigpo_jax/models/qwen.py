@@ -497,43 +497,86 @@ def completion_log_probs(
   )
 
 
-def prefill(
-  config: QwenConfig,
-  params: dict,
-  tokens_BP: jax.Array,
-  lengths_B: jax.Array,
-  *,
-  cache_length: int,
-) -> tuple[jax.Array, Cache]:
-  """Reads prompts; returns (logits after the last token [B, V], cache).
+def new_cache(config: QwenConfig, num_rows: int, length: int) -> Cache:
+  """Returns an empty cache of `num_rows` rows that hold `length` tokens."""
+  size = _layers_per_stack(config)
+  shape = (size, num_rows, config.num_kv_heads)
+  k = jnp.zeros((*shape, config.head_dim, length), config.dtype)
+  v = jnp.zeros((*shape, length, config.head_dim), config.dtype)
+  return tuple({'k': k, 'v': v} for _ in range(0, config.num_layers, size))
+
+
+def resize_cache(cache: Cache, num_rows: int, length: int) -> Cache:
+  """Returns a cache with rows and room added or cut off at the end."""
+
+  def to(x: jax.Array, axis: int, size: int) -> jax.Array:
+    if size <= x.shape[axis]:
+      return jax.lax.slice_in_dim(x, 0, size, axis=axis)
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, widths)
+
+  return tuple(
+    {
+      'k': to(to(stack['k'], 1, num_rows), 4, length),
+      'v': to(to(stack['v'], 1, num_rows), 3, length),
+    }
+    for stack in cache
+  )
+
+
+def prefill(config: QwenConfig, params: dict, tokens_BP: jax.Array) -> Cache:
+  """Reads prompts; returns a cache of as many rows and tokens.
+
+  No logits: the first step of decoding reads a prompt's last token again and
+  gives them, so that a copied prompt needs no reading at all.
 
   Args:
     config: shape of the network.
     params: its parameters.
     tokens_BP: prompts from position 0, padded right.
-    lengths_B: tokens of each prompt, at least 1.
-    cache_length: S, tokens that the cache can hold per row.
   """
   x_BPD = _embed(config, params, tokens_BP)
   positions_1P = jnp.arange(tokens_BP.shape[1])[None]
-  x_BPD, _, (k_NBPKE, v_NBPKE) = _layers(
+  _, _, (k_NBPKE, v_NBPKE) = _layers(
     config, params['layers'], x_BPD, positions_1P, keep=True
   )
-  room = cache_length - tokens_BP.shape[1]
-  k_NBKES = jnp.pad(
-    k_NBPKE.transpose(0, 1, 3, 4, 2), [(0, 0)] * 4 + [(0, room)]
-  )
-  v_NBKSE = jnp.pad(v_NBPKE.swapaxes(2, 3), [(0, 0)] * 3 + [(0, room), (0, 0)])
+  k_NBKEP, v_NBKPE = k_NBPKE.transpose(0, 1, 3, 4, 2), v_NBPKE.swapaxes(2, 3)
   size = _layers_per_stack(config)
-  cache = tuple(
-    {'k': k_NBKES[n : n + size], 'v': v_NBKSE[n : n + size]}
+  return tuple(
+    {'k': k_NBKEP[n : n + size], 'v': v_NBKPE[n : n + size]}
     for n in range(0, config.num_layers, size)
   )
-  last_BD = jnp.take_along_axis(x_BPD, (lengths_B - 1)[:, None, None], axis=1)[
-    :, 0
-  ]
-  last_BD = _rms_norm(last_BD, params['norm'], config.rms_norm_eps)
-  return logits(config, params, last_BD), cache
+
+
+def insert(cache: Cache, rows: Cache, slots_B: jax.Array) -> Cache:
+  """Returns the cache with rows put into slots; what does not fit is dropped.
+
+  Args:
+    cache: [.., S slots, ..].
+    rows: what to put there, maybe of another length.
+    slots_B: where; from S on, nowhere.
+  """
+  length = min(cache[0]['k'].shape[-1], rows[0]['k'].shape[-1])
+  return tuple(
+    {
+      'k': stack['k']
+      .at[:, slots_B, :, :, :length]
+      .set(new['k'][..., :length], mode='drop'),
+      'v': stack['v']
+      .at[:, slots_B, :, :length]
+      .set(new['v'][:, :, :, :length], mode='drop'),
+    }
+    for stack, new in zip(cache, rows, strict=True)
+  )
+
+
+def copy_rows(cache: Cache, sources_B: jax.Array, slots_B: jax.Array) -> Cache:
+  """Returns the cache with rows copied; to slots past the end, not."""
+  rows = tuple(
+    {name: x[:, sources_B] for name, x in stack.items()} for stack in cache
+  )
+  return insert(cache, rows, slots_B)
 
 
 def decode(
