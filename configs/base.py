@@ -81,6 +81,9 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.rollout.stop_at_action = False
   # async: every episode goes on by itself; lockstep: all wait for the last.
   config.rollout.schedule = 'async'
+  # Weights while sampling. model: in model.dtype; int8: half of bfloat16. How
+  # far the sampler is from the learner, sampler/... in the metrics tells.
+  config.rollout.weights = 'model'
   # Tokens decoded between two looks at what is finished.
   config.rollout.decode_tokens = 8
   # Sizes that the sampler is compiled for; the last prompt bucket is raised
@@ -115,6 +118,9 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.loss.aggregation = 'token_mean'
   # learner: recomputed before the first update; sampler: as sampled.
   config.loss.old_log_probs = 'learner'
+  # Bound of the weight that makes up for the sampler's other arithmetic, e.g.
+  # 2.0; needs old_log_probs=learner. None: off.
+  config.loss.tis_clip = config_dict.placeholder(float)
 
   config.optimizer = ml_collections.ConfigDict()
   config.optimizer.learning_rate = 1e-6  # paper

@@ -4,7 +4,9 @@ The walker starts somewhere in a corridor of rooms and has to reach the last.
 Walking back and forth revisits states, so that anchor groups exist.
 """
 
+import math
 import os
+import random
 import re
 import sys
 import time
@@ -53,7 +55,8 @@ class Env:
     rooms: length of the corridor; the goal is its last room.
     max_steps: turns after which a walk ends.
     num_tasks: size of a split.
-    step_secs: time that a step takes.
+    step_secs: time that a step takes, on average.
+    step_tail: how much it varies: deviation of its logarithm.
     faults: what goes wrong at every step of a task, by its index; one of
       FAULTS. For tests of those who have to survive it.
 
@@ -68,16 +71,17 @@ class Env:
     max_steps: int = 8,
     num_tasks: int = 100,
     step_secs: float = 0.0,
+    step_tail: float = 0.0,
     faults: dict[int, str] | None = None,
   ):
     self._rooms, self._max_steps = rooms, max_steps
-    self._step_secs = step_secs
+    self._step_secs, self._step_tail = step_secs, step_tail
     self._faults = faults or {}
     for fault in self._faults.values():
       if fault not in FAULTS:
         raise ValueError(f'faults={fault}: must be one of {", ".join(FAULTS)}')
     self._fault = ''
-    self._room = self._step = 0
+    self._start = self._room = self._step = 0
 
   def prepare(self, task: base.Task) -> None:
     """Has nothing to load."""
@@ -89,6 +93,7 @@ class Env:
     self._fault = self._faults.get(task.index, '')
     if self._fault == 'raise_at_reset':
       raise RuntimeError('the corridor is closed')
+    self._start = task.index
     self._room = task.index % (self._rooms - 1)
     self._step = 0
     return self._observe()
@@ -96,7 +101,10 @@ class Env:
   def step(self, response: str) -> base.StepResult:
     """Walks left or right; anything else is invalid and stays."""
     if self._step_secs:
-      time.sleep(self._step_secs)
+      # A function of what is played: the same for all who measure it.
+      dice = random.Random(f'{self._start} {self._step} {response}')
+      normal = dice.gauss(0.0, 1.0) - self._step_tail / 2
+      time.sleep(self._step_secs * math.exp(self._step_tail * normal))
     if self._fault:
       self._misbehave()
     match = _ACTION.search(response)

@@ -15,7 +15,7 @@ import ml_collections
 import psutil
 
 import envs
-from gigpo_jax import algorithms, models, rollout, tokenizer
+from gigpo_jax import algorithms, models, rollout, sampler, tokenizer
 from gigpo_jax.models import huggingface
 
 TINY = 'python launch/train.py --config=configs/alfworld.py:tiny'
@@ -32,6 +32,7 @@ BYTES_PER_PARAMETER = 16 + 2 + 2
 
 _CHOICES = {
   'rollout.schedule': rollout.SCHEDULES,
+  'rollout.weights': sampler.WEIGHTS,
   'algorithm.name': tuple(algorithms.REGISTRY),
   'algorithm.norm': ('mean_std', 'mean'),
   'algorithm.episode_stats': ('trajectories', 'rows'),
@@ -71,6 +72,7 @@ _RANGES = {
   'loss.clip_epsilon': (0.0, 1.0, 'between 0 and 1'),
   'loss.clip_epsilon_high': (0.0, None, 'at least 0'),
   'loss.dual_clip': (1.0, None, 'above 1'),
+  'loss.tis_clip': (1e-6, None, 'above 0; None is off'),
   'loss.kl_weight': (0.0, None, 'at least 0; 0 drops the reference policy'),
   'loss.entropy_weight': (0.0, None, 'at least 0'),
   'optimizer.learning_rate': (0.0, None, 'at least 0'),
@@ -186,6 +188,11 @@ def _combinations(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'algorithm.penalty_scope=row: with episode_stats='
       f'{algorithm.episode_stats} equal returns would divide the penalty by '
       'eps; needs algorithm.episode_stats=rows'
+    )
+  if config.loss.tis_clip and config.loss.old_log_probs != 'learner':
+    yield (
+      f"loss.tis_clip={config.loss.tis_clip}: weighs the learner's log-probs "
+      "against the sampler's; needs loss.old_log_probs=learner"
     )
   learner = config.learner
   if learner.microbatch_rows > learner.minibatch_rows:

@@ -195,8 +195,8 @@ class EnvPool:
     """Returns answers that have come, waiting for at least one.
 
     Args:
-      timeout_secs: longest time to wait; None is for ever, which the calls'
-        own timeouts bound.
+      timeout_secs: longest time to wait; 0 takes what is there; None is for
+        ever, which the calls' own timeouts bound.
 
     Returns:
       (environment, answer) pairs; empty only after the timeout. An episode
@@ -209,9 +209,9 @@ class EnvPool:
     while not self._answers:
       if not any(w and w.sent for w in self._workers):
         raise RuntimeError('receive: no call is under way')
+      self._wait(end)
       if end is not None and time.monotonic() >= end:
         break
-      self._wait(end)
     answers = list(self._answers)
     self._answers.clear()
     return answers

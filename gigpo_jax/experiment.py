@@ -3,9 +3,10 @@
 The config stops here: what is built takes plain values.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import ml_collections
@@ -75,6 +76,7 @@ def make_policy(config: ml_collections.ConfigDict) -> Policy:
       stop_ids=text.stop_ids,
       vocab_size=text.vocab_size,
       decode_tokens=config.rollout.decode_tokens,
+      weights=config.rollout.weights,
       stop=(
         text.stop_finder(('</action>',))
         if config.rollout.stop_at_action
@@ -127,6 +129,21 @@ def make_sampling(
     top_p=config.rollout.top_p,
     min_p=config.rollout.min_p,
   )
+
+
+@contextlib.contextmanager
+def explained(fields: Sequence[str]) -> Iterator[None]:
+  """Says which fields to lower where the device runs out of memory."""
+  try:
+    yield
+  except jax.errors.JaxRuntimeError as error:
+    if 'RESOURCE_EXHAUSTED' not in str(error):
+      raise
+    reason = ' '.join(str(error).split())[:200]
+    raise ValueError(
+      f'{fields[0]}: the device has too little memory ({reason}); lower '
+      f'{", ".join(fields)}, or use more devices'
+    ) from error
 
 
 def make_learner(

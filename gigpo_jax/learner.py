@@ -238,6 +238,7 @@ class Learner:
     old_log_probs: np.ndarray,
     ref_log_probs: np.ndarray | None,
     iteration: int,
+    importance: np.ndarray | None = None,
   ) -> tuple[TrainState, dict[str, float]]:
     """Passes once over the rows; one optimizer step for each mini-batch.
 
@@ -249,6 +250,7 @@ class Learner:
       ref_log_probs: under the reference, [R, C]; None where the loss has no
         use for it.
       iteration: with the seed it determines the shuffling.
+      importance: weight of each token's surrogate, [R, C]; None is 1.
 
     Returns:
       The new state and metrics: means over all trained tokens ('/max':
@@ -263,6 +265,9 @@ class Learner:
     columns = {
       'advantages': np.asarray(advantages, np.float32),
       'old_log_probs': old_log_probs,
+      'importance': (
+        np.ones_like(old_log_probs) if importance is None else importance
+      ),
     }
     if self._with_reference:
       columns['ref_log_probs'] = ref_log_probs
@@ -282,10 +287,42 @@ class Learner:
         state, grads, sums = self._programs['apply'](
           state=state, grads=grads, sums=sums
         )
-    metrics = _finish(jax.device_get(sums), len(minibatches))
-    if old_log_probs is not rows.sampler_log_probs:
-      metrics |= _sampler_difference(rows, old_log_probs)
-    return state, metrics
+    return state, _finish(jax.device_get(sums), len(minibatches))
+
+  def sampler_difference(
+    self, params: dict, rows: batch.Rows, old_log_probs: np.ndarray
+  ) -> dict[str, float]:
+    """Returns how far the sampler's log-probs are from the learner's.
+
+    Args:
+      params: that were sampled from.
+      rows: of the iteration.
+      old_log_probs: the learner's, [R, C]; if they are the sampler's own, the
+        learner computes those of one microbatch, the longest rows.
+
+    Returns:
+      Mean and maximum of a token's difference, without its sign, and the mean
+      over rows of their probability ratio, learner to sampler.
+    """
+    index = np.flatnonzero(rows.real)
+    if old_log_probs is rows.sampler_log_probs:
+      index = next(self._microbatches(rows, index))
+      old_log_probs = self.log_probs(params, rows.take(index))
+    else:
+      old_log_probs = old_log_probs[index]
+    rows = rows.take(index)
+    mask = rows.completion_mask
+    if not mask.any():
+      return {}
+    difference = old_log_probs - rows.sampler_log_probs
+    tokens = np.abs(difference[mask])
+    ratios = np.exp(np.where(mask, difference, 0).sum(axis=1))
+    return {
+      'sampler/log_prob_difference_mean': float(tokens.mean()),
+      'sampler/log_prob_difference_max': float(tokens.max()),
+      'sampler/sequence_ratio_mean': float(ratios.mean()),
+      'sampler/sequence_ratio_max': float(ratios.max()),
+    }
 
   # On the host: which rows go where.
 
@@ -343,6 +380,7 @@ class Learner:
       'advantages': zeros[:, 0],
       'weights': zeros[:, 0],
       'old_log_probs': zeros,
+      'importance': zeros,
     }
     return rows | ({'ref_log_probs': zeros} if self._with_reference else {})
 
@@ -374,6 +412,7 @@ class Learner:
         old_log_probs=rows['old_log_probs'],
         ref_log_probs=rows.get('ref_log_probs'),
         advantages=rows['advantages'],
+        importance=rows['importance'],
         mask=mask,
       )
       loss = jnp.where(mask, loss, 0)
@@ -437,6 +476,7 @@ def _loss_shapes(loss, ref_log_probs):
     old_log_probs=token,
     ref_log_probs=token if ref_log_probs else None,
     advantages=jax.ShapeDtypeStruct((1,), jnp.float32),
+    importance=token,
     mask=jax.ShapeDtypeStruct((1, 1), bool),
   )
 
@@ -468,15 +508,4 @@ def _finish(sums: dict, updates: int) -> dict[str, float]:
     'update/skipped': skipped,
     'update/count': float(updates),
     'update/tokens': tokens,
-  }
-
-
-def _sampler_difference(rows, old_log_probs) -> dict[str, float]:
-  difference = np.abs(old_log_probs - rows.sampler_log_probs)
-  difference = difference[rows.completion_mask & rows.real[:, None]]
-  if not len(difference):
-    return {}
-  return {
-    'sampler/log_prob_difference_mean': float(difference.mean()),
-    'sampler/log_prob_difference_max': float(difference.max()),
   }

@@ -68,12 +68,35 @@ def clipped_surrogate(
 
 
 @typechecked
+def truncated_importance(
+  old_log_probs: Float[np.ndarray, 'R C'],
+  sampler_log_probs: Float[np.ndarray, 'R C'],
+  tis_clip: float,
+) -> Float[np.ndarray, 'R C']:
+  """Returns weights that make up for sampling from another program's policy.
+
+  min(pi_learner / pi_sampler, clip) of each token, both before the update:
+  the sampler's arithmetic (bf16, int8) is not quite the learner's. Truncated
+  importance sampling as in Yao et al., "Your efficient RL framework secretly
+  brings you off-policy RL training" (2025).
+
+  Args:
+    old_log_probs: of the learner.
+    sampler_log_probs: as sampled.
+    tis_clip: bound of a weight, above 0.
+  """
+  ratio = np.exp(old_log_probs - sampler_log_probs)
+  return np.minimum(ratio, np.float32(tis_clip)).astype(np.float32)
+
+
+@typechecked
 def policy_gradient(
   log_probs: Float[Array, 'B C'],
   entropies: Float[Array, 'B C'],
   old_log_probs: Float[Array, 'B C'],
   ref_log_probs: Float[Array, 'B C'] | None,
   advantages: Float[Array, ' B'],
+  importance: Float[Array, 'B C'],
   mask: Bool[Array, 'B C'],
   *,
   clip_epsilon: float = 0.2,
@@ -94,6 +117,8 @@ def policy_gradient(
     old_log_probs: under the policy before the iteration's first update.
     ref_log_probs: under the frozen reference; None only if kl_weight is 0.
     advantages: of each row.
+    importance: weight of each token's surrogate, no less than 0; see
+      `truncated_importance`.
     mask: which tokens were sampled; elsewhere the loss is 0.
     clip_epsilon: see `clipped_surrogate`.
     clip_epsilon_high: see `clipped_surrogate`.
@@ -115,7 +140,8 @@ def policy_gradient(
     )
   # Masked first: 0 times an infinite ratio would be NaN, in the gradient too.
   log_ratios = jnp.where(mask, log_probs - old_log_probs, 0)
-  advantages_BC = jnp.where(mask, advantages[:, None], 0)
+  # A surrogate is as large as its advantage, so the weight goes there.
+  advantages_BC = jnp.where(mask, advantages[:, None] * importance, 0)
   policy = clipped_surrogate(
     log_ratios,
     advantages_BC,
@@ -152,10 +178,11 @@ def supervised(
   old_log_probs: Float[Array, 'B C'],
   ref_log_probs: Float[Array, 'B C'] | None,
   advantages: Float[Array, ' B'],
+  importance: Float[Array, 'B C'],
   mask: Bool[Array, 'B C'],
 ) -> TokenLoss:
   """Returns the negative log-likelihood of each token, for imitation."""
-  del old_log_probs, ref_log_probs, advantages
+  del old_log_probs, ref_log_probs, advantages, importance
   metrics = {'loss/entropy': jnp.where(mask, entropies, 0)}
   return jnp.where(mask, -log_probs, 0), jax.lax.stop_gradient(metrics)
 

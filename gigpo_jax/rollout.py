@@ -114,9 +114,10 @@ class Roller:
     ]
     self.clock = Clock(begin=time.monotonic())
     self.sampler.load(params)
+    self.sampler.take_stats()
     _Rollout(self, episodes, stream, sampling, on_finished).play()
     self.clock.total_secs = time.monotonic() - self.clock.begin
-    self.stats, self.sampler.stats = self.sampler.stats, sampler.Stats()
+    self.stats = self.sampler.take_stats()
     return [
       trajectory.Trajectory(
         task=e.task,

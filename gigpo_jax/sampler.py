@@ -35,6 +35,9 @@ _READ_AT_ONCE = 8
 _PATIENCE = 4
 
 
+WEIGHTS = ('model', 'int8')
+
+
 @dataclasses.dataclass(frozen=True)
 class Sampling:
   """How tokens are chosen.
@@ -166,6 +169,8 @@ class Sampler:
       are never sampled.
     decode_tokens: K, tokens of a step. More are cheaper, and let a finished
       slot idle for longer.
+    weights: one of WEIGHTS: as the model computes, or int8, a scale for each
+      output channel, of which memory holds half as much as of bfloat16.
     stop: given a completion so far and how many of its tokens are new, returns
       how many tokens to keep if it is to end there, or None: for stop strings.
   """
@@ -182,6 +187,7 @@ class Sampler:
     stop_ids: Sequence[int],
     vocab_size: int,
     decode_tokens: int = 8,
+    weights: str = 'model',
     stop: Callable[[np.ndarray, int], int | None] | None = None,
   ):
     for name, sizes in (
@@ -192,6 +198,10 @@ class Sampler:
         raise ValueError(
           f'rollout.{name}={tuple(sizes)}: must be rising and positive'
         )
+    if weights not in WEIGHTS:
+      raise ValueError(
+        f'rollout.weights={weights}: must be one of {", ".join(WEIGHTS)}'
+      )
     if not 0 < vocab_size <= config.vocab_size:
       raise ValueError(
         f'vocab_size={vocab_size}: the model embeds {config.vocab_size} '
@@ -218,10 +228,13 @@ class Sampler:
     self._chunk = min(decode_tokens, max_completion_tokens)
     rows = mesh_lib.batch_sharding(mesh)
     cached = mesh_lib.cache_sharding(mesh)
+    int8 = weights == 'int8'
     self._ready = jax.jit(
-      lambda tree: jax.tree.map(lambda x: x.astype(config.dtype), tree),
+      functools.partial(qwen.quantize if int8 else _cast, config),
       out_shardings=mesh_lib.shardings(
-        mesh, qwen.logical_axes(config), gathered=('fsdp',)
+        mesh,
+        (qwen.quantized_axes if int8 else qwen.logical_axes)(config),
+        gathered=('fsdp',),
       ),
     )
     self._new = jax.jit(
@@ -289,6 +302,11 @@ class Sampler:
   def num_slots(self) -> int:
     """How many requests are decoded at once."""
     return self._row_buckets[-1]
+
+  def take_stats(self) -> Stats:
+    """Returns what happened since the last call, and begins anew."""
+    taken, self.stats = self.stats, Stats()
+    return taken
 
   def load(self, params: dict) -> None:
     """Takes the parameters to sample from; drops what is under way.
@@ -590,6 +608,10 @@ def _bucket(sizes: Sequence[int], needed: int) -> int:
 _INTEGERS = ('taken', 'fresh', 'token', 'position', 'limit', 'top_k')
 _FLOATS = ('temperature', 'top_p', 'min_p')
 _STATE = ('active', 'token', 'position', 'count')
+
+
+def _cast(config: qwen.QwenConfig, params: dict) -> dict:
+  return jax.tree.map(lambda x: x.astype(config.dtype), params)
 
 
 def _resize(

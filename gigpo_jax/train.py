@@ -13,13 +13,22 @@ from gigpo_jax import (
   checkpoint,
   evaluation,
   experiment,
+  losses,
   metrics,
   rollout,
+  timeline,
 )
 from gigpo_jax import (
   config as config_lib,
 )
 from gigpo_jax.models import huggingface
+
+_SAMPLER_MEMORY = (
+  'rollout.batch_buckets',
+  'rollout.max_prompt_tokens',
+  'rollout.max_completion_tokens',
+)
+_LEARNER_MEMORY = ('learner.microbatch_rows', 'rollout.max_prompt_tokens')
 
 
 def train(config: ml_collections.ConfigDict, workdir: str) -> None:
@@ -68,8 +77,10 @@ def _run(config, workdir, policy, pool, checkpointer) -> None:
     print(f'resuming {workdir} after iteration {saved}', flush=True)
   writer = metrics.Writer(workdir, first_iteration=first_iteration)
   print(f'compiling for {len(jax.devices())} device(s)', flush=True)
-  policy.sampler.warm_up(state.params)
-  learner.warm_up(state, reference)
+  with experiment.explained(_SAMPLER_MEMORY):
+    policy.sampler.warm_up(state.params)
+  with experiment.explained(_LEARNER_MEMORY):
+    learner.warm_up(state, reference)
 
   def evaluate() -> dict[str, float]:
     begin = time.monotonic()
@@ -105,23 +116,34 @@ def _run(config, workdir, policy, pool, checkpointer) -> None:
         on_finished=bar.update,
       )
     rollout_metrics = roller.metrics()
+    if iteration == first_iteration:
+      timeline.plot(roller.stats.spans, pathlib.Path(workdir))
     update_begin = time.monotonic()
     roller.prepare(
       task_sampler.at(iteration + 1), config.rollout.episodes_per_group
     )
     rows = batch.from_trajectories(trajectories, **experiment.row_sizes(config))
     advantages, advantage_metrics = algorithm.advantages(rows)
+    old_log_probs = (
+      learner.log_probs(state.params, rows)
+      if config.loss.old_log_probs == 'learner'
+      else rows.sampler_log_probs
+    )
+    values |= learner.sampler_difference(state.params, rows, old_log_probs)
     state, update_metrics = learner.update(
       state,
       rows,
       advantages,
-      old_log_probs=(
-        learner.log_probs(state.params, rows)
-        if config.loss.old_log_probs == 'learner'
-        else rows.sampler_log_probs
-      ),
+      old_log_probs=old_log_probs,
       ref_log_probs=(
         None if reference is None else learner.log_probs(reference, rows)
+      ),
+      importance=(
+        losses.truncated_importance(
+          old_log_probs, rows.sampler_log_probs, config.loss.tis_clip
+        )
+        if config.loss.tis_clip
+        else None
       ),
       iteration=iteration,
     )

@@ -123,6 +123,7 @@ def test_update_is_the_gradient_of_the_loss_written_out():
       jnp.asarray(rows.sampler_log_probs),
       jnp.asarray(rows.sampler_log_probs) - 0.1 * mask,
       jnp.asarray(advantages),
+      jnp.ones(mask.shape),
       mask,
     )
     return jnp.sum(jnp.where(mask, tokens, 0)) / jnp.sum(mask)
@@ -152,8 +153,6 @@ GOLDEN = {
   'update/skipped': 0.0,
   'update/count': 2.0,
   'update/tokens': 37.0,
-  'sampler/log_prob_difference_mean': 0.0,
-  'sampler/log_prob_difference_max': 0.0,
 }
 
 
@@ -323,18 +322,53 @@ def test_difference_from_the_sampler_is_reported():
   old = rows.sampler_log_probs.copy()
   old[0, 0] += 0.37
   old[~rows.completion_mask] = 5
-  _, metrics = subject.update(
-    subject.init(params()),
-    rows,
-    np.zeros(16, np.float32),
-    old_log_probs=old,
-    ref_log_probs=old,
-    iteration=0,
+  metrics = subject.sampler_difference(params(), rows, old)
+  count = rows.real.sum()
+  assert metrics == pytest.approx(
+    {
+      'sampler/log_prob_difference_mean': 0.01,
+      'sampler/log_prob_difference_max': 0.37,
+      'sampler/sequence_ratio_mean': (count - 1 + np.exp(0.37)) / count,
+      'sampler/sequence_ratio_max': np.exp(0.37),
+    },
+    abs=1e-5,
   )
-  largest = metrics['sampler/log_prob_difference_max']
-  assert largest == pytest.approx(0.37, abs=1e-5)
-  mean = metrics['sampler/log_prob_difference_mean']
-  assert mean == pytest.approx(0.01, abs=1e-5)
+
+
+def test_difference_is_known_when_the_samplers_log_probs_are_trained_on():
+  rows, subject = make_rows(), make_learner()
+  exact = subject.log_probs(params(), rows)
+  longest = next(subject._microbatches(rows, np.flatnonzero(rows.real)))
+  sampled = exact.copy()
+  sampled[longest[0], 0] -= 0.25
+  rows = dataclasses.replace(rows, sampler_log_probs=sampled)
+  metrics = subject.sampler_difference(params(), rows, rows.sampler_log_probs)
+  assert metrics['sampler/log_prob_difference_max'] == pytest.approx(
+    0.25, abs=1e-5
+  )
+  assert metrics['sampler/sequence_ratio_max'] == pytest.approx(
+    np.exp(0.25), abs=1e-5
+  )
+
+
+def test_importance_weighs_the_surrogate():
+  rows = make_rows()
+  half = np.full(rows.sampler_log_probs.shape, 0.5, np.float32)
+  advantages = np.linspace(-1, 1, 16).astype(np.float32)
+  found = []
+  for weights, sizes in ((half, advantages), (None, advantages / 2)):
+    subject = make_learner()
+    _, metrics = subject.update(
+      subject.init(params()),
+      rows,
+      sizes,
+      old_log_probs=rows.sampler_log_probs,
+      ref_log_probs=rows.sampler_log_probs,
+      iteration=0,
+      importance=weights,
+    )
+    found.append(metrics)
+  assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 def test_refusals():

@@ -56,8 +56,23 @@ def arguments(**changes):
     'old_log_probs': log_probs - jnp.log(ratios),
     'ref_log_probs': log_probs + jnp.log(jnp.array([[1.0, 2.0], [1.0, 1.0]])),
     'advantages': jnp.array([1.0, -1.0]),
+    'importance': jnp.ones((2, 2)),
     'mask': jnp.array([[True, True], [True, False]]),
   } | changes
+
+
+def test_importance_by_hand():
+  # The surrogates of the test below, each times its weight.
+  weights = jnp.array([[0.5, 2.0], [0.25, 9.0]])
+  loss, _ = losses.policy_gradient(
+    **arguments(importance=weights), kl_weight=0.0, entropy_weight=0.0
+  )
+  np.testing.assert_allclose(loss, [[-0.5, -2.4], [0.2, 0]], atol=1e-6)
+  ours = np.log(np.array([[0.5, 0.2]], np.float32))
+  sampled = np.log(np.array([[0.1, 0.4]], np.float32))
+  np.testing.assert_allclose(
+    losses.truncated_importance(ours, sampled, 2.0), [[2.0, 0.5]], rtol=1e-6
+  )
 
 
 def test_policy_gradient_by_hand():
@@ -83,6 +98,7 @@ def test_gradient_agrees_with_finite_differences(name):
     'old_log_probs': draw(),
     'ref_log_probs': draw(),
     'advantages': jnp.array([1.0, -1.0, 0.5]),
+    'importance': jnp.exp(draw()),
     'mask': jnp.asarray(rng.random((3, 4)) < 0.8),
   }
   function = getattr(losses, name)

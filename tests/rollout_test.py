@@ -1,10 +1,12 @@
 """The turn loop with the toy corridor and a scripted sampler: exact tokens."""
 
+import jax
 import numpy as np
 import pytest
 
 from envs import base
-from gigpo_jax import env_pool, metrics, rollout, sampler, tokenizer
+from gigpo_jax import env_pool, mesh, metrics, rollout, sampler, tokenizer
+from gigpo_jax.models import qwen
 
 RIGHT = '<think>on</think><action>right</action>'
 LEFT = '<think>back</think><action>left</action>'
@@ -20,7 +22,7 @@ class Scripted:
     self._text, self._at_once = text, at_once
     self._queue: list[tuple[int, sampler.Request]] = []
     self.waves: list[list[tuple[int, ...]]] = []
-    self.stats, self.compilations = sampler.Stats(), 0
+    self.compilations = 0
     self._tickets = 0
 
   @property
@@ -29,6 +31,9 @@ class Scripted:
 
   def load(self, params):
     del params
+
+  def take_stats(self):
+    return sampler.Stats()
 
   def submit(self, request) -> int:
     self._tickets += 1
@@ -156,3 +161,69 @@ def test_a_failed_environment_is_marked_and_the_others_go_on(text, fault):
   values = metrics.summarize(trajectories)
   assert values['train/failed_episodes'] == 2
   assert values['train/success_rate'] == 0.5
+
+
+def test_schedules_play_the_same_tokens_with_a_real_model(text):
+  config = qwen.QwenConfig(
+    vocab_size=text.vocab_size,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    dtype='float32',
+    remat=False,
+  )
+  params = qwen.init(config, jax.random.key(0))
+  params['embed'] *= 12
+  played = {}
+  for schedule, slots, workers in (
+    ('lockstep', 16, 0),
+    ('async', 16, 2),
+    ('async', 8, 0),
+  ):
+    engine = sampler.Sampler(
+      config,
+      mesh.make_mesh(1, -1, 1),
+      seed=3,
+      prompt_buckets=(64, 128),
+      batch_buckets=(slots,),
+      max_completion_tokens=20,
+      stop_ids=text.stop_ids,
+      vocab_size=text.vocab_size,
+      decode_tokens=slots // 4,
+    )
+    with env_pool.EnvPool(
+      'toy',
+      {'step_secs': 0.01 * bool(workers), 'step_tail': 1.0},
+      num_envs=12,
+      num_workers=workers,
+      step_timeout_secs=60,
+      reset_timeout_secs=60,
+    ) as pool:
+      roller = rollout.Roller(pool, engine, text, 128, 'error', schedule)
+      played[schedule, slots] = roller.collect(
+        params,
+        [base.Task('train', index) for index in range(4)],
+        episodes_per_group=4,
+        stream=(rollout.TRAIN, 1),
+        sampling=sampler.Sampling(),
+        kind=str,
+      )
+    values = roller.metrics()
+    assert values['rollout/slot_occupancy'] > 0.1
+    assert 0 < values['rollout/shared_prompt_share'] < 1
+  expected, *others = played.values()
+  for found in others:
+    for a, b in zip(expected, found, strict=True):
+      assert (a.group, a.member, len(a.steps)) == (
+        b.group,
+        b.member,
+        len(b.steps),
+      )
+      for one, two in zip(a.steps, b.steps, strict=True):
+        np.testing.assert_array_equal(one.prompt_ids, two.prompt_ids)
+        np.testing.assert_array_equal(one.completion_ids, two.completion_ids)
+        assert one.response == two.response
+        assert one.result == two.result

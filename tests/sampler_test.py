@@ -83,8 +83,9 @@ def test_every_number_of_the_stream_matters(params, place: int):
 
 def test_the_seed_matters_and_the_call_does_not(params):
   requests = _requests(4)
-  first = [c.ids.tolist() for c in _sampler().generate(params, requests)]
-  again = [c.ids.tolist() for c in _sampler().generate(params, requests)]
+  one = _sampler()
+  first = [c.ids.tolist() for c in one.generate(params, requests)]
+  again = [c.ids.tolist() for c in one.generate(params, requests)]
   other = [c.ids.tolist() for c in _sampler(seed=1).generate(params, requests)]
   assert first == again
   assert first != other
@@ -131,9 +132,10 @@ def test_ids_without_a_token_are_never_sampled(params):
 
 
 def test_top_k_of_one_is_greedy(params):
-  greedy = _sampler().generate(params, _requests(8, temperature=0.0))
+  one = _sampler()
+  greedy = one.generate(params, _requests(8, temperature=0.0))
   for narrow in ({'top_k': 1}, {'top_p': 1e-6}, {'min_p': 1.0}):
-    found = _sampler().generate(params, _requests(8, **narrow))
+    found = one.generate(params, _requests(8, **narrow))
     for a, b in zip(greedy, found, strict=True):
       np.testing.assert_array_equal(a.ids, b.ids)
 
@@ -299,7 +301,7 @@ def test_equal_prompts_are_read_once(params):
   )
   assert one.stats.shared_tokens == 5 * len(first.prompt_ids)
   for request, answer in zip(again, answers[2:], strict=True):
-    (alone,) = _sampler().generate(params, [request])
+    (alone,) = one.generate(params, [request])
     np.testing.assert_array_equal(alone.ids, answer.ids)
 
 
@@ -336,9 +338,10 @@ def test_each_request_has_its_own_sampling_and_limit(params):
     for kind in kinds
     for limit in (1, 4, None)
   ]
-  together = _sampler().generate(params, requests)
+  one = _sampler()
+  together = one.generate(params, requests)
   for request, answer in zip(requests, together, strict=True):
-    (alone,) = _sampler().generate(params, [request])
+    (alone,) = one.generate(params, [request])
     np.testing.assert_array_equal(alone.ids, answer.ids)
     assert len(answer.ids) <= (request.max_tokens or 12)
     if len(answer.ids) == request.max_tokens and answer.ids[-1] != STOP:
@@ -429,3 +432,29 @@ def test_log_probs_of_the_sampled_distribution_by_hand(params):
   np.testing.assert_allclose(
     answer.log_probs[0], chosen - np.log(np.exp(logits).sum()), atol=1e-4
   )
+
+
+def test_int8_weights_are_close_and_sharded(params):
+  requests = _requests(24, temperature=0.0)
+  quantized = jax.jit(qwen.quantize, static_argnums=0)(CONFIG, params)
+  matrix = params['layers']['mlp']['down']
+  found = quantized['layers']['mlp']['down']
+  scale = quantized['layers']['mlp']['down_scale']
+  assert found.dtype == np.int8 and scale.shape == (2, 1, 32)
+  # Half a step of the largest weight of the channel, over 127.
+  error = np.abs(found * np.asarray(scale) - matrix)
+  assert (error <= 0.5001 * np.asarray(scale)).all()
+  mesh = mesh_lib.make_mesh(2, 2, 2)
+  placed = jax.device_put(
+    params, mesh_lib.shardings(mesh, qwen.logical_axes(CONFIG))
+  )
+  expected = _sampler().generate(params, requests)
+  one = _sampler(weights='int8').generate(params, requests)
+  other = _sampler(weights='int8', mesh=mesh).generate(placed, requests)
+  for a, b, c in zip(expected, one, other, strict=True):
+    assert np.abs(a.log_probs[0] - b.log_probs[0]) < 0.2
+    np.testing.assert_array_equal(b.ids, c.ids)
+  pairs = zip(expected, one, strict=True)
+  assert any(a.log_probs[0] != b.log_probs[0] for a, b in pairs)
+  with pytest.raises(ValueError, match='rollout.weights=int4: must be one of'):
+    _sampler(weights='int4')

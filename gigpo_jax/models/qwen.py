@@ -11,6 +11,7 @@ size, **F** MLP width, **N** layers.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -157,6 +158,84 @@ def init(config: QwenConfig, key: jax.Array) -> dict[str, Any]:
   return jax.tree.unflatten(treedef, arrays)
 
 
+# Name of a quantized array's scales: its own and this.
+_SCALE = '_scale'
+
+# Dimensions that a matrix is multiplied over, without that of the layers.
+_CONTRACTED = {
+  'q': (0,),
+  'k': (0,),
+  'v': (0,),
+  'o': (0, 1),
+  'gate': (0,),
+  'up': (0,),
+  'down': (0,),
+}
+
+
+def _quantized(
+  tree: dict, matrix: Callable, other: Callable, depth: int = 0
+) -> dict:
+  """Returns a tree like `quantize`'s.
+
+  Args:
+    tree: of arrays, or of their axes.
+    matrix: makes a leaf and its scale's of a matrix and what it contracts.
+    other: makes a leaf of another.
+    depth: dimensions of a leaf that stand before those of a layer.
+  """
+  found = {}
+  for name, leaf in tree.items():
+    if isinstance(leaf, dict):
+      found[name] = _quantized(
+        leaf, matrix, other, int(name == 'layers') or depth
+      )
+    elif name in ('embed', 'unembed'):
+      found[name], found[name + _SCALE] = matrix(leaf, (1,))
+    elif name in _CONTRACTED:
+      axes = tuple(axis + depth for axis in _CONTRACTED[name])
+      found[name], found[name + _SCALE] = matrix(leaf, axes)
+    else:
+      found[name] = other(leaf)
+  return found
+
+
+def quantize(config: QwenConfig, params: dict) -> dict:
+  """Returns parameters for inference whose matrices are int8.
+
+  Weights only, symmetric, a scale for each output channel: w = scale * q with
+  q in [-127, 127]. Norms and biases are cast to the compute type.
+  """
+
+  def matrix(
+    w: jax.Array, axes: tuple[int, ...]
+  ) -> tuple[jax.Array, jax.Array]:
+    largest = jnp.max(jnp.abs(w), axis=axes, keepdims=True)
+    scale = jnp.maximum(largest.astype(jnp.float32), 1e-30) / 127
+    return jnp.round(w / scale).astype(jnp.int8), scale
+
+  return _quantized(params, matrix, lambda x: x.astype(config.dtype))
+
+
+def quantized_axes(config: QwenConfig) -> dict:
+  """Returns the logical axes of `quantize`'s arrays."""
+
+  def matrix(names: tuple, axes: tuple[int, ...]) -> tuple[tuple, tuple]:
+    kept = (None if n in axes else name for n, name in enumerate(names))
+    return names, tuple(kept)
+
+  return _quantized(logical_axes(config), matrix, lambda names: names)
+
+
+def _whole(
+  array: jax.Array, scale: jax.Array | None, dtype: jnp.dtype
+) -> jax.Array:
+  """Returns an array in the compute type, quantized or not."""
+  if scale is None:
+    return array.astype(dtype)
+  return array.astype(dtype) * scale.astype(dtype)
+
+
 class _Parameters(nn.Module):
   """A named group of arrays, as Flax keeps them."""
 
@@ -165,8 +244,10 @@ class _Parameters(nn.Module):
   @nn.compact
   def __call__(self, dtype: jnp.dtype) -> dict[str, jax.Array]:
     return {
-      name: self.param(name, nn.initializers.zeros, shape, jnp.float32).astype(
-        dtype
+      name: _whole(
+        self.param(name, nn.initializers.zeros, shape, jnp.float32),
+        self.get_variable('params', name + _SCALE),
+        dtype,
       )
       for name, (shape, _) in self.table.items()
     }
@@ -375,7 +456,9 @@ def _layers(
 
 
 def _embed(config: QwenConfig, params: dict, tokens_BL: jax.Array) -> jax.Array:
-  x_BLD = params['embed'][tokens_BL].astype(config.dtype)
+  scale = params.get('embed' + _SCALE)
+  scale = None if scale is None else scale[tokens_BL]
+  x_BLD = _whole(params['embed'][tokens_BL], scale, config.dtype)
   return mesh.constrain_rows(x_BLD)
 
 
@@ -399,12 +482,13 @@ def hidden_states(
 
 def logits(config: QwenConfig, params: dict, hidden: jax.Array) -> jax.Array:
   """Returns next-token logits, float32 [..., V], of hidden states [..., D]."""
-  matrix = params['embed' if config.tie_embeddings else 'unembed']
+  name = 'embed' if config.tie_embeddings else 'unembed'
+  matrix = _whole(params[name], params.get(name + _SCALE), config.dtype)
   # Flat for the same reason as in `_project`.
   flat = jnp.einsum(
     'ND,VD->NV',
     hidden.reshape(-1, config.hidden_size),
-    matrix.astype(config.dtype),
+    matrix,
     preferred_element_type=jnp.float32,
   )
   return flat.reshape(*hidden.shape[:-1], config.vocab_size)

@@ -1,0 +1,90 @@
+"""Prefill and decode tokens a second, beside other frameworks.
+
+Joins a run of a harness that alternates frameworks on one core: `shapes` is
+the harness's module of shapes, inputs and timing, found on PYTHONPATH. A run
+samples 64 tokens after prompts of 256 for a whole batch, another only one.
+
+    PYTHONPATH=HARNESS:. python benchmarks/generate.py --shape tiny --batch 16
+"""
+
+import argparse
+
+import jax
+import numpy as np
+import shapes
+
+from gigpo_jax import mesh, sampler
+from gigpo_jax.models import qwen
+
+
+def main() -> None:
+  """Prints one row as JSON."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--shape', default='tiny', choices=shapes.SHAPES)
+  parser.add_argument('--what', default='generate', choices=('generate',))
+  parser.add_argument('--batch', type=int, default=16)
+  parser.add_argument('--repeats', type=int, default=5)
+  parser.add_argument('--threads', type=int, default=1)
+  options = parser.parse_args()
+  shape = shapes.SHAPES[options.shape]
+  model = qwen.QwenConfig(
+    vocab_size=shape.vocab,
+    hidden_size=shape.d_model,
+    intermediate_size=shape.d_ff,
+    num_layers=shape.num_layers,
+    num_heads=shape.num_heads,
+    num_kv_heads=shape.num_kv_heads,
+    head_dim=shape.head_dim,
+    rope_theta=shape.rope_theta,
+    rms_norm_eps=shape.norm_eps,
+    tie_embeddings=shape.tied,
+    dtype='float32',
+    remat=False,
+  )
+  engine = sampler.Sampler(
+    model,
+    mesh.make_mesh(1, -1, 1),
+    seed=0,
+    prompt_buckets=(shapes.PROMPT,),
+    batch_buckets=(options.batch,),
+    max_completion_tokens=shapes.NEW,
+    stop_ids=(),
+    vocab_size=shape.vocab,
+  )
+  params = qwen.init(model, jax.random.key(0))
+  prompts = shapes.prompts(shape, options.batch).astype(np.int32)
+  calls = iter(range(10**9))
+
+  def run(tokens: int) -> None:
+    # Other streams every time, and nothing left of the prompts.
+    call = next(calls)
+    engine.load(params)
+    found = engine.generate(
+      params,
+      [
+        sampler.Request(ids, (0, call, n, 0, 0), max_tokens=tokens)
+        for n, ids in enumerate(prompts)
+      ],
+    )
+    assert all(len(completion.ids) == tokens for completion in found)
+
+  warm, full = shapes.timed(lambda: run(shapes.NEW), options.repeats)
+  _, first = shapes.timed(lambda: run(1), options.repeats)
+  row = {
+    'framework': 'gigpo_jax',
+    'version': '',
+    'shape': shape.name,
+    'what': 'generate',
+    'batch': options.batch,
+    'prompt': shapes.PROMPT,
+    'new': shapes.NEW,
+    'threads': options.threads,
+    **shapes.warm_fields(warm),
+  }
+  shapes.emit(
+    **shapes.rates(row, options.batch, shapes.PROMPT, shapes.NEW, full, first)
+  )
+
+
+if __name__ == '__main__':
+  main()
