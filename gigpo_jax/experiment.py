@@ -77,6 +77,7 @@ def make_policy(config: ml_collections.ConfigDict) -> Policy:
       vocab_size=text.vocab_size,
       decode_tokens=config.rollout.decode_tokens,
       weights=config.rollout.weights,
+      local=jax.process_count() > 1,
       stop=(
         text.stop_finder(('</action>',))
         if config.rollout.stop_at_action

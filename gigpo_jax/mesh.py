@@ -7,6 +7,7 @@ their arrays, to mesh axes. Changing the parallelism is editing the table.
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 AXES = ('data', 'fsdp', 'tensor')
@@ -86,6 +87,46 @@ def shardings(
     return NamedSharding(mesh, PartitionSpec(*kept))
 
   return jax.tree.map(spec, axes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def local_mesh(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
+  """Returns a mesh of this process's devices, axis `tensor` as it is.
+
+  Raises:
+    ValueError: if a tensor group has devices of several processes.
+  """
+  here = jax.process_index()
+  groups = mesh.devices.reshape(-1, mesh.shape['tensor'])
+  ours = [
+    group for group in groups if any(d.process_index == here for d in group)
+  ]
+  if any(d.process_index != here for group in ours for d in group):
+    raise ValueError(
+      f'mesh.tensor={mesh.shape["tensor"]}: spans several hosts; must divide '
+      "a host's devices for a host to sample by itself"
+    )
+  devices = np.array(ours).reshape(len(ours), 1, mesh.shape['tensor'])
+  return jax.sharding.Mesh(
+    devices, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES)
+  )
+
+
+def localize(tree: Any, local: jax.sharding.Mesh) -> Any:
+  """Returns arrays on the local mesh, made of the parts that are here.
+
+  Args:
+    tree: of arrays on a mesh of all processes, cut along `tensor` at most.
+    local: of `local_mesh`.
+  """
+
+  def move(array: jax.Array) -> jax.Array:
+    return jax.make_array_from_single_device_arrays(
+      array.shape,
+      NamedSharding(local, array.sharding.spec),
+      [shard.data for shard in array.addressable_shards],
+    )
+
+  return jax.tree.map(move, tree)
 
 
 def check(mesh: jax.sharding.Mesh, shapes: dict, axes: dict) -> None:

@@ -171,6 +171,8 @@ class Sampler:
       slot idle for longer.
     weights: one of WEIGHTS: as the model computes, or int8, a scale for each
       output channel, of which memory holds half as much as of bfloat16.
+    local: whether each process samples by itself, for requests of its own, on
+      its own devices, with a copy of the model.
     stop: given a completion so far and how many of its tokens are new, returns
       how many tokens to keep if it is to end there, or None: for stop strings.
   """
@@ -188,6 +190,7 @@ class Sampler:
     vocab_size: int,
     decode_tokens: int = 8,
     weights: str = 'model',
+    local: bool = False,
     stop: Callable[[np.ndarray, int], int | None] | None = None,
   ):
     for name, sizes in (
@@ -207,13 +210,15 @@ class Sampler:
         f'vocab_size={vocab_size}: the model embeds {config.vocab_size} '
         'tokens; must be between 1 and that'
       )
+    # Where the parameters come from, and where they are sampled.
+    source, mesh = mesh, mesh_lib.local_mesh(mesh) if local else mesh
     shards = mesh_lib.batch_shards(mesh)
     if any(size % shards for size in batch_buckets):
       raise ValueError(
         f'rollout.batch_buckets={tuple(batch_buckets)}: mesh axes data and '
         f'fsdp share the rows; must be multiples of {shards}'
       )
-    self._config, self._mesh = config, mesh
+    self._whole, self._mesh = source, mesh
     self._prompt_buckets = tuple(prompt_buckets)
     self._row_buckets = tuple(batch_buckets)
     most = batch_buckets[-1]
@@ -232,7 +237,7 @@ class Sampler:
     self._ready = jax.jit(
       functools.partial(qwen.quantize if int8 else _cast, config),
       out_shardings=mesh_lib.shardings(
-        mesh,
+        source,
         (qwen.quantized_axes if int8 else qwen.logical_axes)(config),
         gathered=('fsdp',),
       ),
@@ -315,8 +320,11 @@ class Sampler:
     """
     self._clear()
     if params is not self._source:
-      with jax.set_mesh(self._mesh):
-        self._source, self._params = params, self._ready(params)
+      with jax.set_mesh(self._whole):
+        ready = self._ready(params)
+      if self._whole is not self._mesh:
+        ready = mesh_lib.localize(ready, self._mesh)
+      self._source, self._params = params, ready
 
   def warm_up(self, params: dict) -> None:
     """Compiles every bucket, so that nothing compiles later."""
