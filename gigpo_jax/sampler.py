@@ -108,8 +108,8 @@ class Stats:
     device_secs: time the host waited for the device.
     idle_secs: time, at most, that the device had nothing to do while requests
       were under way.
-    spans: (slot, 'prefill' or 'decode', begin, end) for a picture; monotonic
-      seconds as the host sees them.
+    spans: (slot, 'prefill' or 'decode', begin, end) for a picture, where the
+      sampler's `trace` is set; monotonic seconds as the host sees them.
   """
 
   prefill_tokens: int = 0
@@ -175,6 +175,10 @@ class Sampler:
       its own devices, with a copy of the model.
     stop: given a completion so far and how many of its tokens are new, returns
       how many tokens to keep if it is to end there, or None: for stop strings.
+
+  Attributes:
+    stats: what happened since they were last taken.
+    trace: whether they are to hold spans.
   """
 
   def __init__(
@@ -234,12 +238,11 @@ class Sampler:
     rows = mesh_lib.batch_sharding(mesh)
     cached = mesh_lib.cache_sharding(mesh)
     int8 = weights == 'int8'
+    axes = (qwen.quantized_axes if int8 else qwen.logical_axes)(config)
     self._ready = jax.jit(
-      functools.partial(qwen.quantize if int8 else _cast, config),
+      functools.partial(_prepare, config, int8),
       out_shardings=mesh_lib.shardings(
-        source,
-        (qwen.quantized_axes if int8 else qwen.logical_axes)(config),
-        gathered=('fsdp',),
+        source, qwen.split_axes(config, axes), gathered=('fsdp',)
       ),
     )
     self._new = jax.jit(
@@ -275,7 +278,7 @@ class Sampler:
     self._params: dict | None = None
     self._cache: qwen.Cache | None = None
     self._tickets = 0
-    self.stats = Stats()
+    self.stats, self.trace = Stats(), False
     self._clear()
 
   def _clear(self) -> None:
@@ -453,7 +456,8 @@ class Sampler:
       sources, slots = (self._place(p.astype(np.int32)) for p in places)
       self._cache = self._copy(self._cache, sources, slots)
     end = time.monotonic()
-    self.stats.spans += [(slot, 'prefill', begin, end) for slot, _ in new]
+    if self.trace:
+      self.stats.spans += [(slot, 'prefill', begin, end) for slot, _ in new]
 
   def _hold(self, slot: int, prompt: bytes | None) -> None:
     """Notes which prompt a slot holds from now on."""
@@ -545,7 +549,8 @@ class Sampler:
         continue  # It was finished when this step began.
       number = numbers_B[slot]
       self.stats.decode_tokens += int(number)
-      self.stats.spans.append((slot, 'decode', step.begin, end))
+      if self.trace:
+        self.stats.spans.append((slot, 'decode', step.begin, end))
       entry.found.append(
         tuple(x[:number, slot] for x in (ids_KB, log_probs_KB, sampled_KB))
       )
@@ -578,6 +583,7 @@ class Sampler:
 
   def _allocate(self, rows: int, length: int) -> None:
     self._rows, self._length = rows, length
+    self._cache = None  # Two at a time may be more than there is room for.
     self._cache = self._new(rows, length)
     self._state = self._place(np.zeros((rows, len(_STATE)), np.int32))
 
@@ -618,8 +624,13 @@ _FLOATS = ('temperature', 'top_p', 'min_p')
 _STATE = ('active', 'token', 'position', 'count')
 
 
-def _cast(config: qwen.QwenConfig, params: dict) -> dict:
-  return jax.tree.map(lambda x: x.astype(config.dtype), params)
+def _prepare(config: qwen.QwenConfig, int8: bool, params: dict) -> dict:
+  """Returns parameters as they are sampled from."""
+  if int8:
+    params = qwen.quantize(config, params)
+  else:
+    params = jax.tree.map(lambda x: x.astype(config.dtype), params)
+  return qwen.split_layers(config, params)
 
 
 def _resize(

@@ -99,6 +99,7 @@ def _run(config, workdir, policy, pool, checkpointer) -> None:
     if config.evaluation.every and iteration % config.evaluation.every == 0:
       values |= evaluate()
     tasks = task_sampler.at(iteration)
+    policy.sampler.trace = iteration == first_iteration
     rollout_begin = time.monotonic()
     with tqdm.tqdm(
       total=len(tasks) * config.rollout.episodes_per_group,
@@ -116,7 +117,7 @@ def _run(config, workdir, policy, pool, checkpointer) -> None:
         on_finished=bar.update,
       )
     rollout_metrics = roller.metrics()
-    if iteration == first_iteration:
+    if policy.sampler.trace:
       timeline.plot(roller.stats.spans, pathlib.Path(workdir))
     update_begin = time.monotonic()
     roller.prepare(

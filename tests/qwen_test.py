@@ -94,13 +94,16 @@ def test_logits_agree_with_transformers(
   )
   np.testing.assert_allclose(full, expected, rtol=0, atol=tolerance)
 
-  # Prompts of different lengths, then step by step with the cache.
+  # Prompts of different lengths, then step by step with the cache; the first
+  # step reads a prompt's last token again.
   lengths = np.array([5, 9, 12], np.int32)
-  logits, cache = qwen.prefill(
-    config, params, tokens[:, :12], lengths, cache_length=24
-  )
+  params = qwen.split_layers(config, params)
+  cache = qwen.prefill(config, params, tokens[:, :12])
+  cache = qwen.resize_cache(cache, 3, 24)
   decode = jax.jit(lambda c, t, p: qwen.decode(config, params, c, t, p))
   for step in range(12):
+    position = lengths + step - 1
+    logits, cache = decode(cache, tokens[np.arange(3), position], position)
     for row in range(3):
       np.testing.assert_allclose(
         logits[row],
@@ -108,8 +111,6 @@ def test_logits_agree_with_transformers(
         rtol=0,
         atol=tolerance,
       )
-    position = lengths + step
-    logits, cache = decode(cache, tokens[np.arange(3), position], position)
 
 
 @pytest.mark.parametrize('seed', [0, 1, 2])
@@ -132,10 +133,12 @@ def test_greedy_sampling_equals_generate(torch, tmp_path, seed):
     vocab_size=97,
   )
   prompts = [_tokens(1, 4 + 3 * i, seed + i)[0] for i in range(4)]
+  likeliest = sampler.Sampling(temperature=0.0)
   requests = [
-    sampler.Request(p, (0, 0, 0, i, 0)) for i, p in enumerate(prompts)
+    sampler.Request(p, (0, 0, 0, i, 0), likeliest)
+    for i, p in enumerate(prompts)
   ]
-  answers = greedy.generate(params, requests, temperature=0.0)
+  answers = greedy.generate(params, requests)
   for prompt, answer in zip(prompts, answers, strict=True):
     expected = model.generate(
       torch.tensor(prompt[None], dtype=torch.long),
@@ -230,18 +233,26 @@ def test_decoding_step_by_step_equals_the_whole(monkeypatch, unrolled, dtype):
   # Roundings of bfloat16 differ by 2^-8 and add up over layers.
   limit = (2e-5 if dtype == 'float32' else 0.05) * np.abs(expected).max()
   lengths = np.array([4, 9, 12], np.int32)
-  found, cache = qwen.prefill(
-    config, params, tokens[:, :12], lengths, cache_length=20
+  params = qwen.split_layers(config, params)
+  # In other rows, of a longer cache, and one of them a copy.
+  cache = qwen.insert(
+    qwen.new_cache(config, 6, 20),
+    qwen.prefill(config, params, tokens[:, :12]),
+    jnp.array([4, 0, 5]),
+  )
+  cache = qwen.copy_rows(cache, jnp.array([4, 9]), jnp.array([1, 9]))
+  cache = tuple(
+    {name: x[:, jnp.array([1, 0, 5])] for name, x in stack.items()}
+    for stack in cache
   )
   assert len(cache) == (1 if unrolled == 0 else config.num_layers)
   step = jax.jit(lambda c, t, p: qwen.decode(config, params, c, t, p))
   rows = np.arange(3)
   for n in range(8):
+    at = lengths + n - 1
+    found, cache = step(cache, tokens[rows, at], at)
     assert found.dtype == jnp.float32
-    np.testing.assert_allclose(
-      found, expected[rows, lengths + n - 1], rtol=0, atol=limit
-    )
-    found, cache = step(cache, tokens[rows, lengths + n], lengths + n)
+    np.testing.assert_allclose(found, expected[rows, at], rtol=0, atol=limit)
 
 
 @pytest.mark.parametrize('chunk', [1, 5, 64])

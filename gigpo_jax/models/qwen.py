@@ -69,6 +69,26 @@ def _layers_per_stack(config: QwenConfig) -> int:
   return 1 if config.num_layers <= _MAX_UNROLLED else config.num_layers
 
 
+def split_layers(config: QwenConfig, params: dict) -> dict:
+  """Returns parameters for `prefill` and `decode`: a tree for each stack.
+
+  Done once, before a loop: in it each step would copy a layer's weights out
+  of their stack.
+  """
+  size = _layers_per_stack(config)
+  stacks = (
+    jax.tree.map(lambda leaf, n=n: leaf[n : n + size], params['layers'])
+    for n in range(0, config.num_layers, size)
+  )
+  return params | {'layers': list(stacks)}
+
+
+def split_axes(config: QwenConfig, axes: dict) -> dict:
+  """Returns the logical axes of what `split_layers` returns."""
+  number = -(-config.num_layers // _layers_per_stack(config))
+  return axes | {'layers': [axes['layers']] * number}
+
+
 def _layer_table(c: QwenConfig) -> dict[str, dict[str, tuple]]:
   """Shape and logical axes of each array of one layer."""
   d, h, k, e = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim
@@ -617,20 +637,20 @@ def prefill(config: QwenConfig, params: dict, tokens_BP: jax.Array) -> Cache:
 
   Args:
     config: shape of the network.
-    params: its parameters.
+    params: its parameters; see `split_layers`.
     tokens_BP: prompts from position 0, padded right.
   """
   x_BPD = _embed(config, params, tokens_BP)
   positions_1P = jnp.arange(tokens_BP.shape[1])[None]
-  _, _, (k_NBPKE, v_NBPKE) = _layers(
-    config, params['layers'], x_BPD, positions_1P, keep=True
-  )
-  k_NBKEP, v_NBKPE = k_NBPKE.transpose(0, 1, 3, 4, 2), v_NBPKE.swapaxes(2, 3)
-  size = _layers_per_stack(config)
-  return tuple(
-    {'k': k_NBKEP[n : n + size], 'v': v_NBKPE[n : n + size]}
-    for n in range(0, config.num_layers, size)
-  )
+  cache = []
+  for layers in params['layers']:
+    x_BPD, _, (k_NBPKE, v_NBPKE) = _layers(
+      config, layers, x_BPD, positions_1P, keep=True
+    )
+    cache.append(
+      {'k': k_NBPKE.transpose(0, 1, 3, 4, 2), 'v': v_NBPKE.swapaxes(2, 3)}
+    )
+  return tuple(cache)
 
 
 def insert(cache: Cache, rows: Cache, slots_B: jax.Array) -> Cache:
@@ -674,22 +694,16 @@ def decode(
 
   Args:
     config: shape of the network.
-    params: its parameters.
+    params: its parameters; see `split_layers`.
     cache: keys and values of the positions before.
     tokens_B: the token at each row's position.
     positions_B: where it stands in its row.
   """
   x_B1D = _embed(config, params, tokens_B[:, None])
-  size = _layers_per_stack(config)
   stacks = []
-  for n, stack in enumerate(cache):
-    part = slice(n * size, (n + 1) * size)
+  for layers, stack in zip(params['layers'], cache, strict=True):
     x_B1D, stack, _ = _layers(
-      config,
-      jax.tree.map(lambda leaf, part=part: leaf[part], params['layers']),
-      x_B1D,
-      positions_B[:, None],
-      cache=stack,
+      config, layers, x_B1D, positions_B[:, None], cache=stack
     )
     stacks.append(stack)
   x_BD = _rms_norm(x_B1D[:, 0], params['norm'], config.rms_norm_eps)
