@@ -71,7 +71,7 @@ def _paper() -> ml_collections.ConfigDict:
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
   """A 0.6M-parameter policy, a small generated shop, two CPU cores."""
-  config.num_iterations = 90
+  config.num_iterations = 120
   config.model.path = 'configs/warm_starts/webshop_tiny'
   config.model.dtype = 'float32'
   config.model.remat = True
@@ -101,10 +101,10 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.learner.minibatch_rows = 256
   config.learner.microbatch_rows = 16
   config.learner.length_buckets = (128, 160, 304, 360)
-  config.evaluation.num_tasks = 128
+  config.evaluation.num_tasks = 500
   # The policy as it samples in training; the paper's 0.4 flatters the start.
   config.evaluation.temperature = 1.0
-  config.evaluation.every = 15
+  config.evaluation.every = 40
   config.checkpoint.every = 5
   # launch/sft.py with these makes the first stage of the warm start; see
   # configs/warm_starts/make_webshop_tiny.sh.

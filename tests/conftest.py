@@ -25,3 +25,10 @@ jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
 def _shops_of_their_own(tmp_path_factory):
   """Keeps the catalogues that tests make out of the user's cache."""
   os.environ['GIGPO_JAX_CACHE'] = str(tmp_path_factory.mktemp('cache'))
+
+
+@pytest.fixture(autouse=True)
+def _no_official_data(monkeypatch):
+  """Unsets what names the user's data; the package alfworld sets it, too."""
+  for variable in ('ALFWORLD_DATA', 'WEBSHOP_DATA'):
+    monkeypatch.delenv(variable, raising=False)
