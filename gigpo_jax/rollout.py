@@ -136,7 +136,10 @@ class Roller:
       self.pool.prepare((group * num_members) % self.pool.num_envs, task)
 
   def metrics(self) -> dict[str, float]:
-    """Returns what the last rollout tells of itself, names 'rollout/...'."""
+    """Returns what the last rollout tells of itself, names 'rollout/...'.
+
+    Of time and scheduling: the one thing that is not the same every time.
+    """
     stats, clock = self.stats, self.clock
     seconds = max(clock.total_secs, 1e-9)
     values = {

@@ -62,7 +62,8 @@ def _lines(workdir: pathlib.Path) -> list[dict]:
   path = workdir / 'metrics.jsonl'
   lines = [json.loads(line) for line in path.read_text().splitlines()]
   return [
-    {k: v for k, v in line.items() if not k.startswith('time/')}
+    # How long things took, and what waited for what.
+    {k: v for k, v in line.items() if not k.startswith(('time/', 'rollout/'))}
     for line in lines
   ]
 
