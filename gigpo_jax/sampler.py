@@ -103,9 +103,7 @@ class Stats:
     padded_tokens: the same with padding.
     shared_tokens: prompt tokens that were there already, and copied or kept.
     decode_tokens: tokens sampled.
-    decode_steps: times that all slots were advanced by one token.
     slot_steps: slots advanced, empty ones among them.
-    device_secs: time the host waited for the device.
     idle_secs: time, at most, that the device had nothing to do while requests
       were under way.
     spans: (slot, 'prefill' or 'decode', begin, end) for a picture, where the
@@ -116,9 +114,7 @@ class Stats:
   padded_tokens: int = 0
   shared_tokens: int = 0
   decode_tokens: int = 0
-  decode_steps: int = 0
   slot_steps: int = 0
-  device_secs: float = 0.0
   idle_secs: float = 0.0
   spans: list[tuple[int, str, float, float]] = dataclasses.field(
     default_factory=list
@@ -306,11 +302,6 @@ class Sampler:
     """Whether requests are waiting or under way."""
     return bool(self._waiting or self._under_way or any(self._slots))
 
-  @property
-  def num_slots(self) -> int:
-    """How many requests are decoded at once."""
-    return self._row_buckets[-1]
-
   def take_stats(self) -> Stats:
     """Returns what happened since the last call, and begins anew."""
     taken, self.stats = self.stats, Stats()
@@ -412,8 +403,7 @@ class Sampler:
     if before and before.outputs[-1].is_ready():
       self.stats.idle_secs += now - self._left
     with jax.set_mesh(self._mesh):
-      self._admit()
-      entries = [(n, entry) for n, entry in enumerate(self._slots) if entry]
+      entries = self._admit()
       self._under_way = self._dispatch(entries) if entries else None
     finished = self._collect(before) if before else []
     self._left = time.monotonic()
@@ -421,8 +411,12 @@ class Sampler:
 
   # The host's part.
 
-  def _admit(self) -> None:
-    """Gives free slots to waiting requests and their prompts to the cache."""
+  def _admit(self) -> list[tuple[int, _Entry]]:
+    """Gives free slots to waiting requests and their prompts to the cache.
+
+    Returns:
+      The slots in use and what is in them.
+    """
     free = [n for n, entry in enumerate(self._slots) if entry is None]
     new: list[tuple[int, _Entry]] = []
     copies: list[tuple[int, int]] = []
@@ -442,7 +436,7 @@ class Sampler:
       self._hold(slot, prompt)
     used = [(n, entry) for n, entry in enumerate(self._slots) if entry]
     if not used:
-      return
+      return used
     rows = used[-1][0] + 1
     longest = max(len(entry.request.prompt_ids) for _, entry in used)
     length = _bucket(self._prompt_buckets, longest) + self._max_tokens
@@ -458,6 +452,7 @@ class Sampler:
     end = time.monotonic()
     if self.trace:
       self.stats.spans += [(slot, 'prefill', begin, end) for slot, _ in new]
+    return used
 
   def _hold(self, slot: int, prompt: bytes | None) -> None:
     """Notes which prompt a slot holds from now on."""
@@ -531,18 +526,15 @@ class Sampler:
       self._place(integers),
       self._place(floats),
     )
-    self.stats.decode_steps += self._chunk
     self.stats.slot_steps += self._chunk * rows
     return _Step(outputs, entries, time.monotonic())
 
   def _collect(self, step: _Step) -> list[tuple[int, Completion]]:
     """Waits for a step; returns who is finished and frees their slots."""
-    begin = time.monotonic()
     ids_KB, log_probs_KB, sampled_KB, numbers_B, active_B = jax.device_get(
       step.outputs
     )
     end = time.monotonic()
-    self.stats.device_secs += end - begin
     finished = []
     for slot, entry in step.entries:
       if self._slots[slot] is not entry:
