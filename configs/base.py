@@ -84,6 +84,10 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   # Weights while sampling. model: in model.dtype; int8: half of bfloat16. How
   # far the sampler is from the learner, sampler/... in the metrics tells.
   config.rollout.weights = 'model'
+  # Devices over which sampling cuts a copy of the model; 0: mesh.tensor, or
+  # more where a device's memory asks for it. Copies that keep within a host
+  # let each host sample by itself.
+  config.rollout.tensor = 0
   # Tokens decoded between two looks at what is finished.
   config.rollout.decode_tokens = 8
   # Sizes that the sampler is compiled for; the last prompt bucket is raised

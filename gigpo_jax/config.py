@@ -65,6 +65,7 @@ _RANGES = {
   'rollout.top_k': (0, None, 'at least 0; 0 is off'),
   'rollout.min_p': (0.0, 1.0, 'between 0 and 1; 0 is off'),
   'rollout.decode_tokens': (1, None, 'at least 1'),
+  'rollout.tensor': (0, None, 'at least 0; 0 is as few as the memory allows'),
   'algorithm.discount': (0.0, 1.0, 'between 0 and 1'),
   'algorithm.step_weight': (0.0, None, 'at least 0; 0 is GRPO'),
   'algorithm.invalid_penalty': (0.0, None, 'at least 0'),

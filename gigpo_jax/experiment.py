@@ -77,7 +77,7 @@ def make_policy(config: ml_collections.ConfigDict) -> Policy:
       vocab_size=text.vocab_size,
       decode_tokens=config.rollout.decode_tokens,
       weights=config.rollout.weights,
-      local=jax.process_count() > 1,
+      tensor=_sampling_tensor(config, model, devices),
       stop=(
         text.stop_finder(('</action>',))
         if config.rollout.stop_at_action
@@ -85,6 +85,22 @@ def make_policy(config: ml_collections.ConfigDict) -> Policy:
       ),
     ),
   )
+
+
+def _sampling_tensor(config, model: qwen.QwenConfig, devices) -> int:
+  asked = config.rollout.tensor
+  tensor = asked or mesh.sampling_tensor(
+    devices,
+    sampler.parameter_bytes(model, config.rollout.weights),
+    mesh.device_bytes(devices),
+  )
+  mesh.check(
+    mesh.sampling_mesh(devices, tensor),
+    qwen.shapes(model),
+    qwen.logical_axes(model),
+    field='rollout',
+  )
+  return tensor
 
 
 def make_pool(config: ml_collections.ConfigDict) -> env_pool.EnvPool:

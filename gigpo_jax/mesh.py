@@ -4,10 +4,12 @@ One table maps logical axes, the names that models give to the dimensions of
 their arrays, to mesh axes. Changing the parallelism is editing the table.
 """
 
+import pickle
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 AXES = ('data', 'fsdp', 'tensor')
@@ -70,42 +72,84 @@ def make_mesh(data: int, fsdp: int, tensor: int) -> jax.sharding.Mesh:
   )
 
 
-def shardings(
-  mesh: jax.sharding.Mesh, axes: dict, *, gathered: tuple[str, ...] = ()
-) -> dict:
+def shardings(mesh: jax.sharding.Mesh, axes: dict) -> dict:
   """Returns the sharding of each leaf.
 
   Args:
     mesh: the devices.
     axes: tree whose leaves are tuples of logical axes, one a dimension.
-    gathered: mesh axes to leave out, over which arrays are then copied.
   """
 
   def spec(leaf: tuple[str | None, ...]) -> NamedSharding:
-    names = [RULES[axis] for axis in leaf]
-    kept = [None if name in gathered else name for name in names]
-    return NamedSharding(mesh, PartitionSpec(*kept))
+    return NamedSharding(mesh, PartitionSpec(*(RULES[axis] for axis in leaf)))
 
   return jax.tree.map(spec, axes, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def local_mesh(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
-  """Returns a mesh of this process's devices, axis `tensor` as it is.
+def sampling_mesh(mesh: jax.sharding.Mesh, tensor: int) -> jax.sharding.Mesh:
+  """Returns the same devices, in the same order, as (data, 1, tensor).
+
+  Sampling reads all parameters for every token, so they are cut over `tensor`
+  alone, and each group of that many devices has them whole.
 
   Raises:
-    ValueError: if a tensor group has devices of several processes.
+    ValueError: if `tensor` does not divide the devices.
   """
-  here = jax.process_index()
-  groups = mesh.devices.reshape(-1, mesh.shape['tensor'])
-  ours = [
-    group for group in groups if any(d.process_index == here for d in group)
-  ]
-  if any(d.process_index != here for group in ours for d in group):
+  if mesh.size % tensor:
     raise ValueError(
-      f'mesh.tensor={mesh.shape["tensor"]}: spans several hosts; must divide '
-      "a host's devices for a host to sample by itself"
+      f'rollout.tensor={tensor}: does not divide {mesh.size} device(s); must '
+      'be a divisor'
     )
-  devices = np.array(ours).reshape(len(ours), 1, mesh.shape['tensor'])
+  return _of_devices(mesh.devices.reshape(-1, 1, tensor))
+
+
+def sampling_tensor(
+  mesh: jax.sharding.Mesh, parameter_bytes: int, device_bytes: int | None
+) -> int:
+  """Returns over how many devices sampling should cut a model.
+
+  The fewest, doubling from the mesh's own `tensor`, that leave at least half
+  of a device's memory to the cache and to training.
+
+  Args:
+    mesh: the devices.
+    parameter_bytes: of the model as it is sampled from.
+    device_bytes: memory of a device; None, unknown, leaves it at the mesh's.
+  """
+  tensor = mesh.shape['tensor']
+  while (
+    device_bytes
+    and parameter_bytes / tensor > device_bytes / 2
+    and mesh.size % (2 * tensor) == 0
+  ):
+    tensor *= 2
+  return tensor
+
+
+def device_bytes(mesh: jax.sharding.Mesh) -> int | None:
+  """Returns the memory of one device; None where it does not tell."""
+  stats = mesh.local_devices[0].memory_stats() or {}
+  return stats.get('bytes_limit')
+
+
+def on_one_host(mesh: jax.sharding.Mesh) -> bool:
+  """Whether no tensor group has devices of several processes."""
+  return all(
+    len({device.process_index for device in group}) == 1
+    for group in mesh.devices.reshape(-1, mesh.shape['tensor'])
+  )
+
+
+def local_mesh(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
+  """Returns this process's part of a mesh that is `on_one_host`."""
+  here = jax.process_index()
+  groups = mesh.devices.reshape(-1, 1, mesh.shape['tensor'])
+  return _of_devices(
+    np.array([g for g in groups if g[0, 0].process_index == here])
+  )
+
+
+def _of_devices(devices: np.ndarray) -> jax.sharding.Mesh:
   return jax.sharding.Mesh(
     devices, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES)
   )
@@ -129,13 +173,35 @@ def localize(tree: Any, local: jax.sharding.Mesh) -> Any:
   return jax.tree.map(move, tree)
 
 
-def check(mesh: jax.sharding.Mesh, shapes: dict, axes: dict) -> None:
+def from_all_processes(value: Any) -> list[Any]:
+  """Returns what each process has put in, in their order; all must call it.
+
+  Args:
+    value: anything that can be pickled.
+  """
+  data = np.frombuffer(pickle.dumps(value), np.uint8)
+  sizes = multihost_utils.process_allgather(np.array([len(data)]))
+  padded = np.zeros(sizes.max(), np.uint8)
+  padded[: len(data)] = data
+  rows = multihost_utils.process_allgather(padded)
+  return [
+    pickle.loads(row[: int(size)].tobytes())
+    for row, size in zip(
+      rows.reshape(len(sizes), -1), sizes.ravel(), strict=True
+    )
+  ]
+
+
+def check(
+  mesh: jax.sharding.Mesh, shapes: dict, axes: dict, *, field: str = 'mesh'
+) -> None:
   """Refuses a mesh over which a parameter cannot be cut evenly.
 
   Args:
     mesh: the devices.
     shapes: tree of the parameters' shapes.
     axes: tree of their logical axes.
+    field: of the config that has the mesh's sizes.
 
   Raises:
     ValueError: in one line naming mesh axis and dimension.
@@ -153,7 +219,7 @@ def check(mesh: jax.sharding.Mesh, shapes: dict, axes: dict) -> None:
       parts = mesh.shape[RULES[name]] if RULES[name] else 1
       if size % parts:
         raise ValueError(
-          f"mesh.{RULES[name]}={parts}: does not divide the model's {size} "
+          f"{field}.{RULES[name]}={parts}: does not divide the model's {size} "
           f'{name}; must be a divisor'
         )
 
@@ -168,18 +234,17 @@ def cache_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec(None, BATCH, RULES['kv_heads']))
 
 
-def step_shardings(mesh: jax.sharding.Mesh) -> tuple[NamedSharding, ...]:
-  """Returns those of a decoding step: 3 of [tokens, rows], 2 of [rows]."""
-  rows = batch_sharding(mesh)
-  tokens = NamedSharding(mesh, PartitionSpec(None, BATCH))
-  return (tokens,) * 3 + (rows,) * 2
+def everywhere(mesh: jax.sharding.Mesh) -> NamedSharding:
+  """Returns the sharding of arrays that each device has whole."""
+  return NamedSharding(mesh, PartitionSpec())
 
 
 def place_rows(mesh: jax.sharding.Mesh, arrays: Any) -> Any:
   """Puts host arrays on the devices, their rows spread over (data, fsdp).
 
   Args:
-    mesh: the devices.
+    mesh: the devices; where they are of several processes, each has to call
+      this with the same arrays.
     arrays: tree of arrays whose first dimension is rows.
 
   Raises:
@@ -192,7 +257,15 @@ def place_rows(mesh: jax.sharding.Mesh, arrays: Any) -> Any:
         f'{array.shape[0]} rows do not divide over {shards} parts of the mesh '
         '(data x fsdp); must be a multiple'
       )
-  return jax.device_put(arrays, batch_sharding(mesh))
+  sharding = batch_sharding(mesh)
+  if sharding.is_fully_addressable:
+    return jax.device_put(arrays, sharding)
+  return jax.tree.map(
+    lambda x: jax.make_array_from_callback(
+      x.shape, sharding, lambda index: x[index]
+    ),
+    arrays,
+  )
 
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:

@@ -116,6 +116,7 @@ class Roller:
     self.sampler.load(params)
     self.sampler.take_stats()
     _Rollout(self, episodes, stream, sampling, on_finished).play()
+    self.sampler.finish()
     self.clock.total_secs = time.monotonic() - self.clock.begin
     self.stats = self.sampler.take_stats()
     return [

@@ -126,14 +126,14 @@ class _Entry:
   """A request in a slot.
 
   Attributes:
-    ticket: the caller's number for it.
+    ticket: the caller's number for it; None if it is another process's.
     request: what is asked.
     limit: of tokens.
     fresh: whether no step has had it yet.
     found: ids, log-probs and sampled log-probs of the steps so far.
   """
 
-  ticket: int
+  ticket: int | None
   request: Request
   limit: int
   fresh: bool = True
@@ -150,11 +150,17 @@ class _Step:
 
 
 class Sampler:
-  """Compiled sampling of one model on one mesh.
+  """Compiled sampling of one model on the devices of a mesh.
+
+  They form groups of `tensor` devices, each with a copy of the model and some
+  of the slots. Where all groups keep within a host, each process samples by
+  itself, for its own requests. Otherwise all processes share one sampler: each
+  has to make the same calls of `load` and `warm_up`, to go on with `step` and
+  to `finish`; what it submits, and gets back, is its own.
 
   Args:
     config: shape of the model.
-    mesh: the devices; slots go over (data, fsdp).
+    mesh: the devices, as the parameters lie on them.
     seed: of all random streams.
     prompt_buckets: rising lengths that prompts are padded to.
     batch_buckets: rising numbers of slots that a step is compiled for; the
@@ -167,8 +173,7 @@ class Sampler:
       slot idle for longer.
     weights: one of WEIGHTS: as the model computes, or int8, a scale for each
       output channel, of which memory holds half as much as of bfloat16.
-    local: whether each process samples by itself, for requests of its own, on
-      its own devices, with a copy of the model.
+    tensor: devices that a copy of the model is cut over; 0 is the mesh's own.
     stop: given a completion so far and how many of its tokens are new, returns
       how many tokens to keep if it is to end there, or None: for stop strings.
 
@@ -190,7 +195,7 @@ class Sampler:
     vocab_size: int,
     decode_tokens: int = 8,
     weights: str = 'model',
-    local: bool = False,
+    tensor: int = 0,
     stop: Callable[[np.ndarray, int], int | None] | None = None,
   ):
     for name, sizes in (
@@ -210,15 +215,19 @@ class Sampler:
         f'vocab_size={vocab_size}: the model embeds {config.vocab_size} '
         'tokens; must be between 1 and that'
       )
-    # Where the parameters come from, and where they are sampled.
-    source, mesh = mesh, mesh_lib.local_mesh(mesh) if local else mesh
+    # Where all processes hold the parameters, and where this one samples.
+    whole = mesh_lib.sampling_mesh(mesh, tensor or mesh.shape['tensor'])
+    several = jax.process_count() > 1
+    self._shared = several and not mesh_lib.on_one_host(whole)
+    self._local = several and not self._shared
+    mesh = mesh_lib.local_mesh(whole) if self._local else whole
     shards = mesh_lib.batch_shards(mesh)
     if any(size % shards for size in batch_buckets):
       raise ValueError(
-        f'rollout.batch_buckets={tuple(batch_buckets)}: mesh axes data and '
-        f'fsdp share the rows; must be multiples of {shards}'
+        f'rollout.batch_buckets={tuple(batch_buckets)}: {shards} copies of '
+        f'the model share the slots; must be multiples of {shards}'
       )
-    self._whole, self._mesh = source, mesh
+    self._whole, self._mesh = whole, mesh
     self._prompt_buckets = tuple(prompt_buckets)
     self._row_buckets = tuple(batch_buckets)
     most = batch_buckets[-1]
@@ -237,9 +246,7 @@ class Sampler:
     axes = (qwen.quantized_axes if int8 else qwen.logical_axes)(config)
     self._ready = jax.jit(
       functools.partial(_prepare, config, int8),
-      out_shardings=mesh_lib.shardings(
-        source, qwen.split_axes(config, axes), gathered=('fsdp',)
-      ),
+      out_shardings=mesh_lib.shardings(whole, qwen.split_axes(config, axes)),
     )
     self._new = jax.jit(
       functools.partial(qwen.new_cache, config),
@@ -268,7 +275,7 @@ class Sampler:
         self._chunk,
       ),
       donate_argnums=(1, 2),
-      out_shardings=(cached, rows, mesh_lib.step_shardings(mesh)),
+      out_shardings=(cached, rows, mesh_lib.everywhere(mesh)),
     )
     self._source: dict | None = None
     self._params: dict | None = None
@@ -278,6 +285,7 @@ class Sampler:
     self._clear()
 
   def _clear(self) -> None:
+    self._submitted: list[_Entry] = []
     self._waiting: collections.deque[_Entry] = collections.deque()
     self._slots: list[_Entry | None] = [None] * self._row_buckets[-1]
     # The prompt whose keys and values a slot still holds, and the reverse.
@@ -300,7 +308,8 @@ class Sampler:
   @property
   def busy(self) -> bool:
     """Whether requests are waiting or under way."""
-    return bool(self._waiting or self._under_way or any(self._slots))
+    pending = self._submitted or self._waiting or self._under_way
+    return bool(pending or any(self._slots))
 
   def take_stats(self) -> Stats:
     """Returns what happened since the last call, and begins anew."""
@@ -310,13 +319,13 @@ class Sampler:
   def load(self, params: dict) -> None:
     """Takes the parameters to sample from; drops what is under way.
 
-    They are cast, and gathered from the `fsdp` axis, once.
+    They are cast, and moved from device to device as sampling needs them, once.
     """
     self._clear()
     if params is not self._source:
       with jax.set_mesh(self._whole):
         ready = self._ready(params)
-      if self._whole is not self._mesh:
+      if self._local:
         ready = mesh_lib.localize(ready, self._mesh)
       self._source, self._params = params, ready
 
@@ -363,6 +372,7 @@ class Sampler:
     found: dict[int, Completion] = {}
     while self.busy:
       found.update(self.step())
+    self.finish()
     return [found[ticket] for ticket in tickets]
 
   def submit(self, request: Request) -> int:
@@ -389,7 +399,7 @@ class Sampler:
         '(rollout.max_completion_tokens)'
       )
     self._tickets += 1
-    self._waiting.append(_Entry(self._tickets, request, limit))
+    self._submitted.append(_Entry(self._tickets, request, limit))
     return self._tickets
 
   def step(self) -> list[tuple[int, Completion]]:
@@ -398,6 +408,31 @@ class Sampler:
     What is returned was finished by the step before; this one is under way
     when the call returns.
     """
+    self._take_in(over=False)
+    return self._advance()
+
+  def finish(self) -> None:
+    """Goes on for processes that share the sampler, until all call this."""
+    while self._shared and not self._take_in(over=True):
+      self._advance()
+
+  # The host's part.
+
+  def _take_in(self, *, over: bool) -> bool:
+    """Queues what was submitted; returns whether all processes are `over`."""
+    entries, self._submitted = self._submitted, []
+    if not self._shared:
+      self._waiting += entries
+      return over
+    told = mesh_lib.from_all_processes((entries, over))
+    for process, (theirs, _) in enumerate(told):
+      for entry in theirs:
+        if process != jax.process_index():
+          entry.ticket = None
+        self._waiting.append(entry)
+    return all(over for _, over in told)
+
+  def _advance(self) -> list[tuple[int, Completion]]:
     now = time.monotonic()
     before = self._under_way
     if before and before.outputs[-1].is_ready():
@@ -408,8 +443,6 @@ class Sampler:
     finished = self._collect(before) if before else []
     self._left = time.monotonic()
     return finished
-
-  # The host's part.
 
   def _admit(self) -> list[tuple[int, _Entry]]:
     """Gives free slots to waiting requests and their prompts to the cache.
@@ -549,7 +582,8 @@ class Sampler:
       completion = self._finish(entry, int(number), bool(active_B[slot]))
       if completion is not None:
         self._slots[slot] = None
-        finished.append((entry.ticket, completion))
+        if entry.ticket is not None:
+          finished.append((entry.ticket, completion))
     return finished
 
   def _finish(
@@ -603,6 +637,13 @@ class Sampler:
       lost = slot >= rows or (prompt and len(prompt) // 4 > length)
       if lost and self._slots[slot] is None:
         self._hold(slot, None)
+
+
+def parameter_bytes(config: qwen.QwenConfig, weights: str) -> int:
+  """Returns the memory of a model as it is sampled from."""
+  prepare = functools.partial(_prepare, config, weights == 'int8')
+  params = jax.eval_shape(lambda: prepare(qwen.init(config, jax.random.key(0))))
+  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
 
 
 def _bucket(sizes: Sequence[int], needed: int) -> int:

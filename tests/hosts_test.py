@@ -1,4 +1,4 @@
-"""Two processes: each samples by itself from parameters that both hold."""
+"""Two processes that both hold the parameters, sampling alone or together."""
 
 import pathlib
 import socket
@@ -7,6 +7,7 @@ import sys
 
 import jax
 import numpy as np
+import pytest
 
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import sampler
@@ -28,7 +29,7 @@ _PROGRAM = """
 import sys
 import jax
 jax.config.update('jax_enable_preemption_service', False)
-number, port = int(sys.argv[1]), sys.argv[2]
+number, port, tensor = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 jax.distributed.initialize(f'127.0.0.1:{port}', 2, number)
 import numpy as np
 from gigpo_jax import mesh as mesh_lib
@@ -43,10 +44,18 @@ params = jax.tree.map(
   lambda x, s: jax.make_array_from_callback(x.shape, s, lambda i: x[i]),
   host, axes)
 assert not params['embed'].is_fully_addressable
-engine = shared.make_sampler(mesh, local=True)
+engine = shared.make_sampler(mesh, tensor=tensor)
+assert engine._shared == (tensor == 2)
+engine.warm_up(params)
+compiled = engine.compilations
 ours = [r for n, r in enumerate(shared.make_requests()) if n % 2 == number]
-for completion in engine.generate(params, ours):
+for completion in engine.generate(params, ours[:4 - number]):
   print('ids', *completion.ids)
+# One by one, for the second process has the same number of them again.
+for request in ours[4 - number:]:
+  for completion in engine.generate(params, [request]):
+    print('ids', *completion.ids)
+assert engine.compilations == compiled, engine.compilations - compiled
 """
 
 
@@ -80,7 +89,8 @@ def make_sampler(mesh: jax.sharding.Mesh, **kwargs) -> sampler.Sampler:
   )
 
 
-def test_two_processes_sample_what_one_does():
+@pytest.mark.parametrize('tensor', [1, 2])
+def test_two_processes_sample_what_one_does(tensor):
   expected = make_sampler(mesh_lib.make_mesh(8, 1, 1)).generate(
     make_params(), make_requests()
   )
@@ -89,7 +99,7 @@ def test_two_processes_sample_what_one_does():
     port = str(free.getsockname()[1])
   running = [
     subprocess.Popen(
-      [sys.executable, '-c', _PROGRAM, str(number), port],
+      [sys.executable, '-c', _PROGRAM, str(number), port, str(tensor)],
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       text=True,
@@ -109,18 +119,3 @@ def test_two_processes_sample_what_one_does():
     lines = [x.split() for x in output.splitlines() if x.startswith('ids ')]
     found = [list(map(int, ids)) for _, *ids in lines]
     assert found == [c.ids.tolist() for c in expected[number::2]]
-
-
-def test_a_local_mesh_keeps_tensor_groups_together():
-  mesh = mesh_lib.make_mesh(2, 2, 2)
-  local = mesh_lib.local_mesh(mesh)
-  assert local.shape == {'data': 4, 'fsdp': 1, 'tensor': 2}
-  np.testing.assert_array_equal(local.devices.ravel(), mesh.devices.ravel())
-  # All devices are of one process here: the same samples.
-  params = jax.device_put(
-    make_params(), mesh_lib.shardings(mesh, qwen.logical_axes(CONFIG))
-  )
-  expected = make_sampler(mesh).generate(params, make_requests())
-  found = make_sampler(mesh, local=True).generate(params, make_requests())
-  for a, b in zip(expected, found, strict=True):
-    np.testing.assert_array_equal(a.ids, b.ids)

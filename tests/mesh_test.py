@@ -91,9 +91,33 @@ def test_parameters_are_cut_as_the_table_says():
   assert part('layers', 'mlp', 'down') == (2, 12, 8)
   assert part('norm') == (16,)
 
-  gathered = mesh_lib.shardings(mesh, axes, gathered=('fsdp',))
-  assert gathered['embed'].spec == jax.P('tensor', None)
-  assert gathered['layers']['mlp']['up'].spec == jax.P(None, None, 'tensor')
+
+def test_sampling_has_the_same_devices_and_no_fsdp():
+  mesh = mesh_lib.make_mesh(1, 4, 2)
+  for tensor, data in ((1, 8), (2, 4), (4, 2), (8, 1)):
+    found = mesh_lib.sampling_mesh(mesh, tensor)
+    assert dict(found.shape) == {'data': data, 'fsdp': 1, 'tensor': tensor}
+    np.testing.assert_array_equal(found.devices.ravel(), mesh.devices.ravel())
+    assert mesh_lib.on_one_host(found)
+  with pytest.raises(ValueError, match='rollout.tensor=3: does not divide 8'):
+    mesh_lib.sampling_mesh(mesh, 3)
+
+
+@pytest.mark.parametrize(
+  ('parameter_bytes', 'device_bytes', 'tensor'),
+  [
+    (10**9, None, 2),  # Unknown memory: as the mesh is.
+    (15, 16, 2),  # 7.5 of 16: less than a half.
+    (17, 16, 4),
+    (33, 16, 8),
+    (10**9, 16, 8),  # No more devices.
+  ],
+)
+def test_sampling_cuts_a_model_as_the_memory_asks(
+  parameter_bytes, device_bytes, tensor
+):
+  mesh = mesh_lib.make_mesh(1, -1, 2)
+  assert mesh_lib.sampling_tensor(mesh, parameter_bytes, device_bytes) == tensor
 
 
 def test_rows_go_over_data_and_fsdp():

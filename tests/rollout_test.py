@@ -32,6 +32,9 @@ class Scripted:
   def load(self, params):
     del params
 
+  def finish(self):
+    assert not self.busy
+
   def take_stats(self):
     return sampler.Stats()
 

@@ -209,15 +209,18 @@ def test_any_of_several_stop_ids_ends_a_completion(params):
     assert not np.isin(answer.ids[:-1], stops).any()
 
 
-@pytest.mark.parametrize('sizes', [(8, 1, 1), (2, 2, 2), (1, 4, 2)])
-def test_the_mesh_changes_no_token(params, sizes):
+@pytest.mark.parametrize(
+  ('sizes', 'tensor'),
+  [((8, 1, 1), 0), ((2, 2, 2), 0), ((1, 4, 2), 1), ((1, 8, 1), 2)],
+)
+def test_the_mesh_changes_no_token(params, sizes, tensor):
   requests = _requests(11)
   expected = _sampler().generate(params, requests)
   mesh = mesh_lib.make_mesh(*sizes)
   placed = jax.device_put(
     params, mesh_lib.shardings(mesh, qwen.logical_axes(CONFIG))
   )
-  one = _sampler(mesh=mesh)
+  one = _sampler(mesh=mesh, tensor=tensor)
   for a, b in zip(expected, one.generate(placed, requests), strict=True):
     np.testing.assert_array_equal(a.ids, b.ids)
     np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
@@ -233,9 +236,22 @@ def test_a_prompt_past_the_last_bucket_is_refused(params):
     _sampler().generate(params, [request])
 
 
-def test_batches_must_divide_over_the_mesh():
-  with pytest.raises(ValueError, match='must be multiples of 8'):
+def test_slots_must_divide_over_the_copies_of_the_model():
+  with pytest.raises(ValueError, match='8 copies of the model share the slots'):
     _sampler(batch_buckets=(12,))
+
+
+def test_bytes_of_the_parameters():
+  # Of 32 x 32 + 2 layers of 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48, biases
+  # and norms of 64 + 64, and a norm of 32.
+  matrices = 32 * 32 + 2 * (2 * 1024 + 2 * 512 + 3 * 1536)
+  others = 2 * (32 + 2 * 16 + 64) + 32
+  assert sampler.parameter_bytes(CONFIG, 'model') == 4 * (matrices + others)
+  # A float32 scale for each output channel.
+  scales = 32 + 2 * (32 + 2 * 16 + 32 + 2 * 48 + 32)
+  assert sampler.parameter_bytes(CONFIG, 'int8') == matrices + 4 * (
+    others + scales
+  )
 
 
 @pytest.mark.parametrize(
