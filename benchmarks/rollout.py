@@ -2,16 +2,29 @@
 
     python benchmarks/rollout.py                     # both schedules
     python benchmarks/rollout.py --what steps --plot steps.png
+    python benchmarks/rollout.py --what differences
+    python benchmarks/rollout.py --what limits --shape 1.5b    # an accelerator
 
-A random model of 4.2M parameters (4 layers of width 256, 4,096 tokens), on
-whatever devices there are. Schedules: prompts of 96 to 128 tokens; responses
-of 1 to 256 tokens, exponentially distributed with a mean of a quarter of the
-maximum; environments in worker processes that sleep, a lognormal time with a
-deviation of 1. Everything is a function of the request, so that both schedules
-do the same work, token for token; medians over alternating rounds.
+A random model of 5.0M parameters (4 layers of width 256, 4,096 tokens), on
+whatever devices there are.
+
+schedules: prompts of 96 to 128 tokens; responses of 1 to 256 tokens,
+exponentially distributed with a mean of a quarter of the maximum; environments
+in worker processes that sleep, a lognormal time with a deviation of 1.
+Everything is a function of the request, so that both schedules do the same
+work, token for token; medians over alternating rounds.
+
+steps: what decoding a token costs as slots and cache grow.
+
+differences: how many tokens depend on who was decoded at the same time.
+
+limits: reading prompts beside the device's rate of matrix products, decoding
+beside the rate at which it copies memory; with PyTorch on a CUDA device,
+Hugging Face's generate in the same run.
 """
 
 import argparse
+import dataclasses
 import statistics
 import time
 import zlib
@@ -34,24 +47,40 @@ MODEL = qwen.QwenConfig(
   dtype='float32',
   remat=False,
 )
+# Qwen2.5-1.5B.
+LARGE = qwen.QwenConfig(
+  vocab_size=151936,
+  hidden_size=1536,
+  intermediate_size=8960,
+  num_layers=28,
+  num_heads=12,
+  num_kv_heads=2,
+  head_dim=128,
+  remat=False,
+)
 _MOST = 256  # tokens of a response
 _PROMPT = 128
 _MEMBERS = 8
 _STEPS = 6  # of an episode
 
 
-def make_sampler(slots: int, decode_tokens: int) -> sampler.Sampler:
-  """Returns a sampler of the model with one batch and one prompt bucket."""
+def make_sampler(
+  slots: int,
+  model: qwen.QwenConfig = MODEL,
+  prompt_buckets: tuple[int, ...] = (_PROMPT,),
+  **kwargs,
+) -> sampler.Sampler:
+  """Returns a sampler of a model with one size of batch."""
   return sampler.Sampler(
-    MODEL,
+    model,
     mesh.make_mesh(1, -1, 1),
     seed=0,
-    prompt_buckets=(_PROMPT,),
+    prompt_buckets=prompt_buckets,
     batch_buckets=(slots,),
     max_completion_tokens=_MOST,
     stop_ids=(),
-    vocab_size=MODEL.vocab_size,
-    decode_tokens=decode_tokens,
+    vocab_size=model.vocab_size,
+    **kwargs,
   )
 
 
@@ -94,13 +123,13 @@ class Numbers:
 
 def schedules(options: argparse.Namespace) -> None:
   """Prints a table row for each schedule, and their ratio."""
-  engine = make_sampler(options.slots, options.decode_tokens)
+  engine = make_sampler(options.slots, decode_tokens=options.decode_tokens)
   params = qwen.init(MODEL, jax.random.key(0))
   engine.warm_up(params)
   compiled = engine.compilations
   tasks = [base.Task('train', n) for n in range(options.groups)]
   taken: dict[str, list[float]] = {name: [] for name in rollout.SCHEDULES}
-  told: dict[str, dict] = {}
+  told: dict[str, dict[str, float]] = {}
   tokens: dict[str, list] = {}
   kwargs = {
     'max_steps': _STEPS,
@@ -131,10 +160,7 @@ def schedules(options: argparse.Namespace) -> None:
           kind=str,
         )
         taken[name].append(len(found) / (time.monotonic() - begin))
-        told[name] = roller.metrics() | {
-          'stats': roller.stats,
-          'clock': roller.clock,
-        }
+        told[name] = roller.metrics()
         tokens[name] = [s.completion_ids for t in found for s in t.steps]
   print(
     f'{len(found)} episodes of {_STEPS} steps, {options.slots} slots, '
@@ -149,11 +175,6 @@ def schedules(options: argparse.Namespace) -> None:
       f'| {told[name]["rollout/slot_occupancy"]:.0%} '
       f'| {told[name]["rollout/env_wait_share"]:.0%} |'
     )
-  import pprint
-
-  for n in told:
-    told[n]['stats'].spans = []
-    pprint.pprint(told[n])
   one, other = (statistics.median(taken[name]) for name in rollout.SCHEDULES)
   pairs = list(zip(*tokens.values(), strict=True))
   same = sum(np.array_equal(a, b) for a, b in pairs)
@@ -167,37 +188,34 @@ def schedules(options: argparse.Namespace) -> None:
 def steps(options: argparse.Namespace) -> None:
   """Prints and plots what decoding a token costs."""
   params = qwen.init(MODEL, jax.random.key(0))
-  by_slots, by_fill = {}, {}
-  for slots in (8, 16, 32, 64, 128):
-    by_slots[slots] = _step_ms(make_sampler(slots, 8), params, slots)
-  for fill in (128, 256, 512, 1024, 2048):
-    engine = sampler.Sampler(
-      MODEL,
-      mesh.make_mesh(1, -1, 1),
-      seed=0,
-      prompt_buckets=(128, 256, 512, 1024, 2048),
-      batch_buckets=(16,),
-      max_completion_tokens=_MOST,
-      stop_ids=(),
-      vocab_size=MODEL.vocab_size,
-    )
-    by_fill[fill] = _step_ms(engine, params, 16, fill)
+  by_slots = {
+    slots: _seconds(make_sampler(slots), params, slots, _PROMPT)[0]
+    for slots in (8, 16, 32, 64, 128)
+  }
+  fills = (128, 256, 512, 1024, 2048)
+  by_fill = {
+    fill: _seconds(make_sampler(16, prompt_buckets=fills), params, 16, fill)[0]
+    for fill in fills
+  }
   for name, found in (('slots', by_slots), ('prompt tokens', by_fill)):
     print(f'| {name} | ms a step |\n|---|---|')
     for size, value in found.items():
-      print(f'| {size} | {value:.2f} |')
+      print(f'| {size} | {1e3 * value:.2f} |')
   if options.plot:
     _plot(options.plot, by_slots, by_fill)
 
 
-def _step_ms(engine, params, slots: int, prompt: int = _PROMPT) -> float:
-  """Returns the median time of a decoding step with all slots taken."""
-  rng = np.random.default_rng(0)
+def _seconds(
+  engine, params, slots: int, prompt: int, steps: int = 64
+) -> tuple[float, float]:
+  """Returns the median seconds of a decoding step, and of reading prompts."""
+  vocab_size = params['embed'].shape[0]
 
-  def seconds(limit: int) -> float:
+  def take(limit: int) -> float:
+    rng = np.random.default_rng(0)
     requests = [
       sampler.Request(
-        rng.integers(2, MODEL.vocab_size, prompt).astype(np.int32),
+        rng.integers(2, vocab_size, prompt).astype(np.int32),
         (0, 0, 0, n, 0),
         max_tokens=limit,
       )
@@ -207,10 +225,138 @@ def _step_ms(engine, params, slots: int, prompt: int = _PROMPT) -> float:
     engine.generate(params, requests)
     return time.perf_counter() - begin
 
-  seconds(16)
-  short, long = 8, 72
-  differences = [seconds(long) - seconds(short) for _ in range(5)]
-  return 1e3 * statistics.median(differences) / (long - short)
+  short, long = 8, 8 + steps
+  take(long)
+  rounds = [(take(short), take(long)) for _ in range(5)]
+  step = statistics.median((b - a) / steps for a, b in rounds)
+  return step, statistics.median(a for a, _ in rounds) - short * step
+
+
+def differences(options: argparse.Namespace) -> None:
+  """Prints how many tokens neighbours change, in each type of weights."""
+  del options
+  params = qwen.init(MODEL, jax.random.key(0))
+  rng = np.random.default_rng(0)
+  requests = [
+    sampler.Request(
+      rng.integers(2, MODEL.vocab_size, rng.integers(96, 129)).astype(np.int32),
+      (0, 0, 0, n, 0),
+      max_tokens=int(rng.integers(1, _MOST + 1)),
+    )
+    for n in range(128)
+  ]
+  print('| compute | weights | tokens | differing | log-prob, mean and max |')
+  print('|---|---|---|---|---|')
+  for dtype, weights in (
+    ('float32', 'model'),
+    ('bfloat16', 'model'),
+    ('bfloat16', 'int8'),
+  ):
+    model = dataclasses.replace(MODEL, dtype=dtype)
+    together, few = (
+      make_sampler(slots, model, weights=weights).generate(params, requests)
+      for slots in (64, 3 * jax.device_count())
+    )
+    tokens, differing, log_probs = 0, 0, []
+    for a, b in zip(together, few, strict=True):
+      same = len(a.ids) if np.array_equal(a.ids, b.ids) else 0
+      if not same:
+        same = int(np.argmax(a.ids != b.ids))
+      tokens, differing = tokens + len(a.ids), differing + len(a.ids) - same
+      log_probs.append(np.abs(a.log_probs[:same] - b.log_probs[:same]))
+    found = np.concatenate(log_probs)
+    print(
+      f'| {dtype} | {weights} | {tokens:,} | {differing / tokens:.2%} '
+      f'| {found.mean():.1e}, {found.max():.1e} |'
+    )
+
+
+def limits(options: argparse.Namespace) -> None:
+  """Prints how far reading and decoding are from what the device can do."""
+  model = {'tiny': MODEL, '1.5b': LARGE}[options.shape]
+  prompt = options.prompt
+  params = qwen.init(model, jax.random.key(0))
+  width, rate = options.matmul, jax.numpy.dtype(model.dtype)
+  x = jax.numpy.ones((width, width), rate)
+  product = 2 * width**3 / _fastest(jax.jit(lambda x: x @ x), x)
+  big = jax.numpy.ones((options.copy_mib << 20) // rate.itemsize, rate)
+  copied = 2 * big.nbytes / _fastest(jax.jit(lambda x: x + 1), big)
+  print(
+    f'{jax.devices()[0].device_kind}: {product / 1e12:.2f} TFLOP/s in '
+    f'{model.dtype}, {copied / 1e9:.0f} GB/s copied; prompts of {prompt}'
+  )
+  weights = sampler.parameter_bytes(model, 'model')
+  matrices = weights / rate.itemsize - model.vocab_size * model.hidden_size
+  print('| slots | prefill tokens/s | of matmul | decode tokens/s | of copy |')
+  print('|---|---|---|---|---|')
+  for slots in options.limit_slots:
+    engine = make_sampler(slots, model, (prompt,))
+    step, read = _seconds(engine, params, slots, prompt)
+    attention = 2 * prompt * model.num_layers * model.num_heads * model.head_dim
+    flops = 2 * matrices + attention
+    a_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    # As the cache is after half of the timed steps.
+    cached = slots * (prompt + 40) * a_token * rate.itemsize
+    print(
+      f'| {slots} | {slots * prompt / read:,.0f} '
+      f'| {slots * prompt * flops / read / product:.0%} '
+      f'| {slots / step:,.0f} | {(weights + cached) / step / copied:.0%} |'
+    )
+    del engine
+  del params
+  _hugging_face(model, prompt, options.limit_slots)
+
+
+def _fastest(function, x: jax.Array) -> float:
+  """Returns the least seconds of a call."""
+  jax.block_until_ready(function(x))
+  taken = []
+  for _ in range(10):
+    begin = time.perf_counter()
+    jax.block_until_ready(function(x))
+    taken.append(time.perf_counter() - begin)
+  return min(taken)
+
+
+def _hugging_face(model: qwen.QwenConfig, prompt: int, sizes) -> None:
+  """Prints the same of Hugging Face's generate, where there is CUDA."""
+  try:
+    import torch
+    import transformers
+  except ImportError:
+    return
+  if not torch.cuda.is_available():
+    return
+  with torch.device('cuda'):
+    network = transformers.Qwen2ForCausalLM(
+      transformers.Qwen2Config(
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_heads,
+        num_key_value_heads=model.num_kv_heads,
+        tie_word_embeddings=model.tie_embeddings,
+      )
+    ).to(torch.bfloat16)
+  network.eval()
+  print('| batch | HF prefill tokens/s | HF decode tokens/s |\n|---|---|---|')
+  for size in sizes:
+    ids = torch.randint(2, model.vocab_size, (size, prompt), device='cuda')
+
+    def take(limit: int, ids=ids) -> float:
+      torch.cuda.synchronize()
+      begin = time.perf_counter()
+      network.generate(
+        ids, do_sample=True, min_new_tokens=limit, max_new_tokens=limit
+      )
+      torch.cuda.synchronize()
+      return time.perf_counter() - begin
+
+    take(9)
+    read = statistics.median(take(1) for _ in range(3))
+    step = (statistics.median(take(65) for _ in range(3)) - read) / 64
+    print(f'| {size} | {size * prompt / read:,.0f} | {size / step:,.0f} |')
 
 
 def _plot(path: str, by_slots: dict, by_fill: dict) -> None:
@@ -224,22 +370,25 @@ def _plot(path: str, by_slots: dict, by_fill: dict) -> None:
     (axes[0], by_slots, f'slots (prompts of {_PROMPT} tokens)'),
     (axes[1], by_fill, 'tokens in the cache (16 slots)'),
   ):
-    axis.plot(list(found), list(found.values()), 'o-')
+    axis.plot(list(found), [1e3 * x for x in found.values()], 'o-')
     axis.set(xlabel=title, ylabel='ms a decoding step', ylim=(0, None))
     axis.grid(alpha=0.3)
   figure.tight_layout()
   figure.savefig(path, dpi=120)
 
 
-_WHAT = {'schedules': schedules, 'steps': steps}
+_WHAT = {
+  'schedules': schedules,
+  'steps': steps,
+  'differences': differences,
+  'limits': limits,
+}
 
 
 def main() -> None:
   """Parses the command line."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument(
-    '--what', choices=('schedules', 'steps'), default='schedules'
-  )
+  parser.add_argument('--what', choices=tuple(_WHAT), default='schedules')
   parser.add_argument('--slots', type=int, default=32)
   parser.add_argument('--envs', type=int, default=64)
   parser.add_argument('--workers', type=int, default=16)
@@ -248,6 +397,13 @@ def main() -> None:
   parser.add_argument('--step_secs', type=float, default=0.1)
   parser.add_argument('--decode_tokens', type=int, default=8)
   parser.add_argument('--plot', help='picture to write')
+  parser.add_argument('--shape', choices=('tiny', '1.5b'), default='tiny')
+  parser.add_argument('--prompt', type=int, default=1024)
+  parser.add_argument('--matmul', type=int, default=8192)
+  parser.add_argument('--copy_mib', type=int, default=4096)
+  parser.add_argument(
+    '--limit_slots', type=int, nargs='+', default=[64, 128, 256]
+  )
   options = parser.parse_args()
   _WHAT[options.what](options)
 

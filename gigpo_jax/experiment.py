@@ -6,7 +6,7 @@ The config stops here: what is built takes plain values.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import jax
 import ml_collections
@@ -149,8 +149,8 @@ def make_sampling(
 
 
 @contextlib.contextmanager
-def explained(fields: Sequence[str]) -> Iterator[None]:
-  """Says which fields to lower where the device runs out of memory."""
+def explained(field: str, remedy: str) -> Iterator[None]:
+  """Names a field and a remedy where the device runs out of memory."""
   try:
     yield
   except jax.errors.JaxRuntimeError as error:
@@ -158,8 +158,8 @@ def explained(fields: Sequence[str]) -> Iterator[None]:
       raise
     reason = ' '.join(str(error).split())[:200]
     raise ValueError(
-      f'{fields[0]}: the device has too little memory ({reason}); lower '
-      f'{", ".join(fields)}, or use more devices'
+      f'{field}: the device has too little memory ({reason}); {remedy}, or '
+      'use more devices'
     ) from error
 
 

@@ -45,15 +45,14 @@ class Clock:
     begin: when it began, monotonic seconds.
     env_wait_secs: time that nothing could be sampled because all episodes
       were waiting for their environments.
-    env_secs: sum over calls of the time until the answer was there.
-    env_calls: how many answers there were.
+    env_spans: when each call of an environment began, and when its answer was
+      there; monotonic seconds.
     total_secs: of the whole rollout.
   """
 
   begin: float = 0.0
   env_wait_secs: float = 0.0
-  env_secs: float = 0.0
-  env_calls: int = 0
+  env_spans: list[tuple[float, float]] = dataclasses.field(default_factory=list)
   total_secs: float = 0.0
 
 
@@ -153,7 +152,8 @@ class Roller:
       - stats.prefill_tokens / max(stats.padded_tokens, 1),
       'host_wait_share': stats.idle_secs / seconds,
       'env_wait_share': clock.env_wait_secs / seconds,
-      'env_secs_per_step': clock.env_secs / max(clock.env_calls, 1),
+      'env_secs_per_step': sum(end - begin for begin, end in clock.env_spans)
+      / max(len(clock.env_spans), 1),
       'compilations': self.sampler.compilations,
     }
     return {f'rollout/{name}': float(value) for name, value in values.items()}
@@ -212,8 +212,8 @@ class _Rollout:
     observations = {}
     for env, reply in replies:
       # A worker may be lost while the policy is thinking: an answer unasked.
-      self._clock.env_secs += now - self._called.pop(env, now)
-      self._clock.env_calls += 1
+      called = self._called.pop(env, now)
+      self._clock.env_spans.append((called, now))
       episode = self._running[env]
       if isinstance(reply, env_pool.Failure):
         episode.failure = reply.reason

@@ -23,12 +23,15 @@ from gigpo_jax import (
 )
 from gigpo_jax.models import huggingface
 
+_MODEL_MEMORY = ('model.path', 'take a smaller model')
 _SAMPLER_MEMORY = (
   'rollout.batch_buckets',
-  'rollout.max_prompt_tokens',
-  'rollout.max_completion_tokens',
+  'lower it, rollout.max_prompt_tokens or rollout.max_completion_tokens',
 )
-_LEARNER_MEMORY = ('learner.microbatch_rows', 'rollout.max_prompt_tokens')
+_LEARNER_MEMORY = (
+  'learner.microbatch_rows',
+  'lower it or rollout.max_prompt_tokens',
+)
 
 
 def train(config: ml_collections.ConfigDict, workdir: str) -> None:
@@ -66,20 +69,23 @@ def _run(config, workdir, policy, pool, checkpointer) -> None:
   learner = experiment.make_learner(
     config, policy, experiment.policy_gradient(config)
   )
-  start = policy.load()
-  reference = experiment.freeze(start, policy.model.dtype)
-  if not config.loss.kl_weight:
-    reference = None
-  state, first_iteration = learner.init(start), 0
+  with experiment.explained(*_MODEL_MEMORY):
+    start = policy.load()
+    reference = (
+      experiment.freeze(start, policy.model.dtype)
+      if config.loss.kl_weight
+      else None
+    )
+    state, first_iteration = learner.init(start), 0
   if checkpointer.latest() is not None:
     saved, state, _ = checkpointer.restore(checkpoint.abstract(state))
     first_iteration = saved + 1
     print(f'resuming {workdir} after iteration {saved}', flush=True)
   writer = metrics.Writer(workdir, first_iteration=first_iteration)
   print(f'compiling for {len(jax.devices())} device(s)', flush=True)
-  with experiment.explained(_SAMPLER_MEMORY):
+  with experiment.explained(*_SAMPLER_MEMORY):
     policy.sampler.warm_up(state.params)
-  with experiment.explained(_LEARNER_MEMORY):
+  with experiment.explained(*_LEARNER_MEMORY):
     learner.warm_up(state, reference)
 
   def evaluate() -> dict[str, float]:
@@ -118,7 +124,9 @@ def _run(config, workdir, policy, pool, checkpointer) -> None:
       )
     rollout_metrics = roller.metrics()
     if policy.sampler.trace:
-      timeline.plot(roller.stats.spans, pathlib.Path(workdir))
+      timeline.plot(
+        roller.stats.spans, roller.clock.env_spans, pathlib.Path(workdir)
+      )
     update_begin = time.monotonic()
     roller.prepare(
       task_sampler.at(iteration + 1), config.rollout.episodes_per_group
