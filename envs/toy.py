@@ -24,6 +24,7 @@ FAULTS = (
   'print',
   'raise_at_reset',
   'raise_at_prepare',
+  'moody',
 )
 HUGE_CHARS = 5_000_000
 
@@ -59,6 +60,7 @@ class Env:
     step_tail: how much it varies: deviation of its logarithm.
     faults: what goes wrong at every step of a task, by its index; one of
       FAULTS. For tests of those who have to survive it.
+    fault_step: the first step at which it does.
 
   Raises:
     ValueError: if there is no such fault.
@@ -73,10 +75,11 @@ class Env:
     step_secs: float = 0.0,
     step_tail: float = 0.0,
     faults: dict[int, str] | None = None,
+    fault_step: int = 0,
   ):
     self._rooms, self._max_steps = rooms, max_steps
     self._step_secs, self._step_tail = step_secs, step_tail
-    self._faults = faults or {}
+    self._faults, self._fault_step = faults or {}, fault_step
     for fault in self._faults.values():
       if fault not in FAULTS:
         raise ValueError(f'faults={fault}: must be one of {", ".join(FAULTS)}')
@@ -105,7 +108,7 @@ class Env:
       dice = random.Random(f'{self._start} {self._step} {response}')
       normal = dice.gauss(0.0, 1.0) - self._step_tail / 2
       time.sleep(self._step_secs * math.exp(self._step_tail * normal))
-    if self._fault:
+    if self._fault and self._step >= self._fault_step:
       self._misbehave()
     match = _ACTION.search(response)
     action = match[1] if match else response[-30:]
@@ -147,6 +150,8 @@ class Env:
   def _observe(self) -> base.Observation:
     text = f'You are in room {self._room} of {self._rooms}.'
     prompt = f'{text} Go left or right.'
+    if self._fault == 'moody':
+      text += f' It is {os.getpid()} degrees.'
     if self._fault == 'huge' and self._step:
       text += ' ' * HUGE_CHARS
     return base.Observation(

@@ -2,8 +2,10 @@
 
 `reset` and `step` submit a call and return at once; `receive` hands out what
 is answered. A worker that dies, or that spends longer on a call than allowed,
-is replaced, and the episodes it was running are answered with a `Failure`;
-nobody else notices.
+is replaced; the episode that it was busy with is answered with a `Failure`. Its
+other episodes are played again up to where they were, which nobody notices: an
+environment is a function of its task and of the responses. One that proves not
+to be is a failure, too, and so is one that has lost its worker too often.
 """
 
 import atexit
@@ -34,6 +36,10 @@ _WINDOW_CALLS = 64
 
 # Importing a simulator on a busy machine is slower than any reset.
 _START_TIMEOUT_SECS = 120.0
+
+# How often an episode is played again. If it were for ever and all workers
+# hung, every episode in turn would be waited for.
+_MOST_REPLAYS = 2
 _CLOSE_TIMEOUT_SECS = 2.0
 
 
@@ -59,9 +65,21 @@ Reply = base.Observation | base.StepResult | Failure
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
+  """What an environment is asked.
+
+  Attributes:
+    kind: start, prepare, reset or step.
+    env: which; -1 for a start.
+    message: as it is sent.
+    episode: number of the environment's episode, from 1 on.
+    known: the answer, where a worker gave it that was lost since.
+  """
+
   kind: str
   env: int
   message: bytes = b''
+  episode: int = 0
+  known: Reply | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -73,6 +91,7 @@ class _Worker:
     waiting: calls that are held back until `sent` has room.
     progress: when the oldest call of `sent` can have been taken up at last.
     resets: how many it was given.
+    died_idle: whether it was gone before it was asked anything.
   """
 
   process: multiprocessing.Process
@@ -81,6 +100,7 @@ class _Worker:
   waiting: collections.deque[_Call]
   progress: float
   resets: int = 0
+  died_idle: bool = False
 
   @property
   def starting(self) -> bool:
@@ -137,7 +157,11 @@ class EnvPool:
     self._envs_per_group = envs_per_group
     self._max_resets = max_resets_per_worker
     self._tasks: dict[int, base.Task] = {}
-    self._actions: dict[int, str] = {}
+    # Of each environment: which episode it is, what was sent and answered.
+    self._episodes: dict[int, int] = collections.defaultdict(int)
+    self._responses: dict[int, list[str]] = {}
+    self._replies: dict[int, list[Reply]] = {}
+    self._replays: dict[int, int] = {}
     self._running: set[int] = set()
     self._answers: collections.deque[tuple[int, Reply]] = collections.deque()
     self._host = worker.Host(name, kwargs)
@@ -166,9 +190,12 @@ class EnvPool:
     stale = [answer for answer in self._answers if answer[0] == env]
     for answer in stale:
       self._answers.remove(answer)
-    self._tasks[env], self._actions[env] = task, ''
-    self._submit('reset', env, task)
+    self._recycle(env)
+    self._tasks[env], self._responses[env], self._replies[env] = task, [], []
+    self._episodes[env] += 1
+    self._replays[env] = 0
     self._running.add(env)
+    self._submit('reset', env, task)
 
   def step(self, env: int, response: str) -> None:
     """Sends the policy's response; `receive` will give the result.
@@ -181,12 +208,13 @@ class EnvPool:
       if any(other == env for other, _ in self._answers):
         return
       raise RuntimeError(f'env={env}: no episode is running; reset it first')
-    self._actions[env] = response
+    self._responses[env].append(response)
     self._submit('step', env, response)
 
   def prepare(self, env: int, task: base.Task) -> None:
     """Lets the environment's worker load a task ahead; never answered."""
     if self._workers:
+      self._recycle(env)
       self._submit('prepare', env, task)
 
   def receive(
@@ -284,9 +312,11 @@ class EnvPool:
 
   def _recycle(self, env: int) -> None:
     """Replaces the worker if it has served its time and is idle."""
+    if not self._workers or self._max_resets is None:
+      return
     place = self._place(env)
     w = self._workers[place]
-    if not w or self._max_resets is None or w.resets < self._max_resets:
+    if not w or w.resets < self._max_resets:
       return
     busy = any(self._place(other) == place for other in self._running)
     if not busy and not w.sent:
@@ -294,8 +324,11 @@ class EnvPool:
       self._workers[place] = self._start()
 
   def _lose(self, w: _Worker, reason: str) -> None:
-    """Starts another worker; what this one was running has failed."""
+    """Starts another worker; what this one was busy with has failed."""
     place = self._workers.index(w)
+    guilty = None
+    if w.sent and not w.died_idle and w.sent[0].kind in ('reset', 'step'):
+      guilty = w.sent[0].env
     lost = {env for env in self._running if self._place(env) == place}
     self._dismiss(w)
     self._leaving.remove(w.process)
@@ -307,18 +340,32 @@ class EnvPool:
       self._workers[place] = self._start()
       self.restarts += 1
     for env in sorted(lost):
-      self._fail(env, reason)
+      spent = self._replays[env] == _MOST_REPLAYS
+      if env == guilty or spent or self._workers[place] is None:
+        self._fail(env, reason)
+      else:
+        self._replay(env)
+
+  def _replay(self, env: int) -> None:
+    """Brings an episode to where it was before its worker was lost."""
+    self._replays[env] += 1
+    calls = [('reset', self._tasks[env])]
+    calls += [('step', response) for response in self._responses[env]]
+    replies = [*self._replies[env]] + [None]
+    for (kind, argument), known in zip(calls, replies, strict=False):
+      self._submit(kind, env, argument, known=known)
 
   # Calls and answers.
 
-  def _submit(self, kind: str, env: int, argument: Any) -> None:
+  def _submit(
+    self, kind: str, env: int, argument: Any, known: Reply | None = None
+  ) -> None:
     if not 0 <= env < self.num_envs:
       raise IndexError(f'env={env}: the pool has {self.num_envs}')
     if not self._workers:
-      self._take(_Call(kind, env), *self._host.call(kind, env, argument))
+      call = _Call(kind, env, b'', self._episodes[env])
+      self._take(call, *self._host.call(kind, env, argument))
       return
-    if kind != 'step':
-      self._recycle(env)
     place = self._place(env)
     w = self._workers[place]
     if w is None:
@@ -326,7 +373,7 @@ class EnvPool:
       self.restarts += 1
     w.resets += kind == 'reset'
     message = pickle.dumps((kind, env, argument), pickle.HIGHEST_PROTOCOL)
-    w.waiting.append(_Call(kind, env, message))
+    w.waiting.append(_Call(kind, env, message, self._episodes[env], known))
     self._send(w)
 
   def _send(self, w: _Worker) -> None:
@@ -343,7 +390,9 @@ class EnvPool:
       try:
         w.pipe.send_bytes(w.sent[-1].message)
       except OSError:
-        return  # It died; waiting for its answer finds out.
+        # It died; waiting for its answer finds out.
+        w.died_idle |= len(w.sent) == 1
+        return
 
   def _wait(self, end: float | None) -> None:
     """Takes what comes until `end` or a worker's time is up, once."""
@@ -387,15 +436,25 @@ class EnvPool:
   def _take(self, call: _Call, what: str, value: Any) -> None:
     if call.kind in ('start', 'prepare'):
       return  # What went wrong in preparing goes wrong again at the reset.
+    if (
+      call.env not in self._running or call.episode != self._episodes[call.env]
+    ):
+      return  # Its episode is over.
     if what == 'error':
       self._fail(call.env, value)
       return
+    if call.known is not None:
+      if value != call.known:
+        self._fail(call.env, 'played again, the episode went differently')
+      return
     if isinstance(value, base.StepResult) and value.done:
       self._running.discard(call.env)
+    self._replies[call.env].append(value)
     self._answers.append((call.env, value))
 
   def _fail(self, env: int, reason: str) -> None:
-    failure = Failure(env, self._tasks[env], self._actions[env], reason)
+    last_action = (self._responses[env] or [''])[-1]
+    failure = Failure(env, self._tasks[env], last_action, reason)
     self._running.discard(env)
     self.failures.append(failure)
     self._answers.append((env, failure))

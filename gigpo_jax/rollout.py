@@ -154,6 +154,7 @@ class Roller:
       'env_wait_share': clock.env_wait_secs / seconds,
       'env_secs_per_step': sum(end - begin for begin, end in clock.env_spans)
       / max(len(clock.env_spans), 1),
+      'env_restarts': self.pool.restarts,
       'compilations': self.sampler.compilations,
     }
     return {f'rollout/{name}': float(value) for name, value in values.items()}

@@ -105,10 +105,32 @@ def test_a_lost_worker_is_replaced_and_the_others_go_on(fault: str):
     assert _play(pool, {0: 0})[0][-1].success
 
 
-def test_neighbours_of_a_hung_environment_are_answered_as_failed():
-  with _pool(1, 3, env={'faults': {7: 'hang'}}, step_timeout_secs=0.5) as pool:
-    history = _play(pool, {0: 7, 1: 0, 2: 0})
-    assert [type(h[-1]).__name__ for h in history.values()] == ['Failure'] * 3
+@pytest.mark.parametrize('fault', ['exit', 'hang'])
+def test_neighbours_of_a_lost_environment_go_on_as_if_nothing_was(fault):
+  timeout = 30.0 if fault == 'exit' else 0.5
+  tasks = {0: 0, 1: 8, 2: 1, 3: 0}
+  with _pool(0, 4) as pool:
+    expected = _play(pool, tasks)
+  env = {'faults': {8: fault}, 'fault_step': 1}
+  with _pool(1, 4, env=env, step_timeout_secs=timeout) as pool:
+    history = _play(pool, tasks)
+    assert [f.env for f in pool.failures] == [1]
+    assert pool.restarts == 1
+  assert isinstance(history[1][2], env_pool.Failure)
+  for number in (0, 2, 3):
+    assert history[number] == expected[number]
+
+
+def test_an_environment_that_cannot_be_played_again_fails_in_one_line():
+  env = {'faults': {8: 'exit', 0: 'moody'}, 'fault_step': 1}
+  with _pool(1, 3, env=env) as pool:
+    history = _play(pool, {0: 8, 1: 0, 2: 1})
+    assert history[2][-1].success
+    assert 'went differently' in history[1][-1].reason
+    assert len(pool.failures) == 2
+    # Nothing of that episode turns up in the next.
+    again = _play(pool, {1: 2})
+  assert again[1][-1].success and len(again[1]) == 3
 
 
 @pytest.mark.parametrize('fault', ['unpicklable', 'print'])
@@ -226,6 +248,7 @@ def test_a_hung_worker_with_a_full_pipe_does_not_block_the_parent():
   # 64 x 16 kB are five times what a pipe holds.
   envs = set(range(64))
   with _pool(1, 64, env={'faults': {0: 'hang'}}, step_timeout_secs=0.5) as pool:
+    # All hang: the first three are waited for, one after another.
     for env in envs:
       pool.reset(env, base.Task('train', 0))
     _gather(pool, envs)
@@ -233,7 +256,8 @@ def test_a_hung_worker_with_a_full_pipe_does_not_block_the_parent():
     for env in envs:
       pool.step(env, 'x' * 16_000)
     answers = _gather(pool, envs)
-    assert time.monotonic() - begin < 10
+    assert pool.restarts == 3
+    assert time.monotonic() - begin < 60
   assert {type(a) for a in answers.values()} == {env_pool.Failure}
 
 
@@ -292,7 +316,7 @@ def test_an_environment_that_cannot_be_made_is_refused_in_one_line(
   assert '\n' not in str(e.value)
 
 
-def test_a_worker_killed_between_calls_fails_its_episodes_once():
+def test_a_worker_killed_between_calls_costs_no_episode():
   with _pool(2, 4) as pool:
     for env in range(4):
       pool.reset(env, base.Task('train', 0))
@@ -304,12 +328,10 @@ def test_a_worker_killed_between_calls_fails_its_episodes_once():
     answers = []
     while len(answers) < 4:
       answers += pool.receive()
-    kinds = {env: type(answer) for env, answer in answers}
-    assert kinds[0] == kinds[2] == env_pool.Failure
-    assert kinds[1] == kinds[3] == base.StepResult
-    assert len(pool.failures) == 2
-    with pytest.raises(RuntimeError, match='reset it first'):
-      pool.step(0, RIGHT)
+    assert {env for env, _ in answers} == {0, 1, 2, 3}
+    assert len({repr(answer) for _, answer in answers}) == 1
+    assert answers[0][1].metrics['room'] == 1
+    assert (pool.failures, pool.restarts) == ([], 1)
     assert _play(pool, {0: 0})[0][-1].success
 
 

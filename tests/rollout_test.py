@@ -76,6 +76,7 @@ def _collect(  # noqa: PLR0913
   faults=None,
   schedule='lockstep',
   at_once=100,
+  step_timeout_secs=30.0,
 ):
   script = Scripted(text, at_once)
   with env_pool.EnvPool(
@@ -83,7 +84,7 @@ def _collect(  # noqa: PLR0913
     {'faults': faults or {}},
     num_envs=num_envs,
     num_workers=num_workers,
-    step_timeout_secs=30,
+    step_timeout_secs=step_timeout_secs,
     reset_timeout_secs=30,
     envs_per_group=2,
   ) as pool:
@@ -156,9 +157,19 @@ def test_scheduling_changes_no_trajectory(
       np.testing.assert_array_equal(one.completion_ids, two.completion_ids)
 
 
-@pytest.mark.parametrize('fault', ['raise', 'exit', 'raise_at_reset'])
-def test_a_failed_environment_is_marked_and_the_others_go_on(text, fault):
-  trajectories, _ = _collect(text, num_workers=2, faults={3: fault})
+@pytest.mark.parametrize('schedule', rollout.SCHEDULES)
+@pytest.mark.parametrize('fault', ['raise', 'exit', 'hang', 'raise_at_reset'])
+def test_a_failed_environment_is_marked_and_the_others_go_on(
+  text, fault, schedule
+):
+  # With one worker the others of the task share it.
+  trajectories, _ = _collect(
+    text,
+    num_workers=1,
+    faults={3: fault},
+    schedule=schedule,
+    step_timeout_secs=1.0 if fault == 'hang' else 30.0,
+  )
   assert [bool(t.failure) for t in trajectories] == [False, False, True, True]
   assert [t.success for t in trajectories] == [True, True, False, False]
   values = metrics.summarize(trajectories)
