@@ -11,8 +11,10 @@ import safetensors.numpy
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import huggingface, qwen
 
+YARN = qwen.Yarn(4.0, 16, beta_fast=8.0, attention_factor=0.7)
 
-def _config(tied: bool = True) -> qwen.QwenConfig:
+
+def _config(tied: bool = True, **kwargs) -> qwen.QwenConfig:
   return qwen.QwenConfig(
     vocab_size=40,
     hidden_size=16,
@@ -25,12 +27,21 @@ def _config(tied: bool = True) -> qwen.QwenConfig:
     dtype='float32',
     remat=False,
     tie_embeddings=tied,
+    **kwargs,
   )
 
 
-@pytest.fixture(name='saved', params=[True, False], ids=['tied', 'untied'])
+@pytest.fixture(
+  name='saved',
+  params=[
+    {},
+    {'tied': False, 'yarn': YARN, 'max_positions': 64},
+    {'qkv_bias': False, 'qk_norm': True},
+  ],
+  ids=['tied', 'untied', 'qwen3'],
+)
 def fixture_saved(request, tmp_path):
-  config = _config(request.param)
+  config = _config(**request.param)
   params = qwen.init(config, jax.random.key(0))
   huggingface.save(str(tmp_path), config, params, dtype='float32')
   return tmp_path, config, params
@@ -73,9 +84,11 @@ def test_transformers_loads_the_export_and_gives_the_same_tokens(saved, mesh):
   import transformers
 
   directory, config, params = saved
-  model = transformers.Qwen2ForCausalLM.from_pretrained(
+  model = transformers.AutoModelForCausalLM.from_pretrained(
     directory, dtype=torch.float32
   ).eval()
+  family = 'Qwen3' if config.qk_norm else 'Qwen2'
+  assert type(model).__name__ == f'{family}ForCausalLM'
   tokens = np.arange(12)[None] % 40
   with torch.no_grad():
     expected = model(torch.tensor(tokens)).logits.numpy()
@@ -159,9 +172,11 @@ def test_unsupported_models_are_refused(tmp_path):
   [
     ({'use_sliding_window': True}, 'use_sliding_window is not supported'),
     ({'rope_scaling': {'type': 'yarn'}}, 'rotary scaling .* is not supported'),
+    ({'rope_scaling': {'type': 'linear'}}, 'known: none .*, or yarn with'),
+    ({'model_type': 'qwen3', 'attention_bias': True}, 'attention_bias is not'),
     ({'vocab_size': None}, 'lacks vocab_size; all are needed'),
   ],
-  ids=['window', 'rotary', 'lacking'],
+  ids=['window', 'yarn', 'linear', 'bias', 'lacking'],
 )
 def test_unsupported_configs_are_refused(saved, change: dict, message: str):
   directory, _, _ = saved

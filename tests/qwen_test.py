@@ -45,11 +45,31 @@ def fixture_torch():
   return pytest.importorskip('torch', reason='parity needs PyTorch')
 
 
-def _reference(torch, tied: bool, heads: int, kv_heads: int, seed: int):
+# A row of 80 tokens is five times the length "as trained".
+YARN = {
+  'rope_type': 'yarn',
+  'factor': 5.0,
+  'original_max_position_embeddings': 16,
+}
+
+
+def _reference(  # noqa: PLR0913
+  torch,
+  tied: bool,
+  heads: int,
+  kv_heads: int,
+  seed: int,
+  family: str = 'Qwen2',
+  rope: dict | None = None,
+):
   import transformers
 
   torch.manual_seed(seed)
-  config = transformers.Qwen2Config(
+  options = {'head_dim': 12} if family == 'Qwen3' else {}
+  if rope:
+    options['rope_parameters'] = rope | {'rope_theta': 1e4}
+  config = getattr(transformers, f'{family}Config')(
+    **options,
     vocab_size=97,
     hidden_size=8 * heads,
     intermediate_size=48,
@@ -60,7 +80,7 @@ def _reference(torch, tied: bool, heads: int, kv_heads: int, seed: int):
     tie_word_embeddings=tied,
     initializer_range=0.2,
   )
-  model = transformers.Qwen2ForCausalLM(config).eval()
+  model = getattr(transformers, f'{family}ForCausalLM')(config).eval()
   with torch.no_grad():
     for parameter in model.parameters():
       if parameter.ndim == 1:  # Biases start at zero, norms at one.
@@ -69,13 +89,21 @@ def _reference(torch, tied: bool, heads: int, kv_heads: int, seed: int):
 
 
 @pytest.mark.parametrize(
-  ('tied', 'heads', 'kv_heads', 'seed'),
-  [(True, 4, 2, 0), (False, 4, 4, 1), (False, 7, 1, 2)],
+  ('tied', 'heads', 'kv_heads', 'family', 'rope'),
+  [
+    (True, 4, 2, 'Qwen2', None),
+    (False, 4, 4, 'Qwen2', None),
+    (False, 7, 1, 'Qwen2', YARN),
+    (True, 4, 2, 'Qwen3', None),
+    (False, 5, 5, 'Qwen3', YARN | {'attention_factor': 0.7}),
+    (False, 4, 1, 'Qwen3', YARN | {'beta_fast': 8.0, 'beta_slow': 2.0}),
+  ],
 )
-def test_logits_agree_with_transformers(
-  torch, tmp_path, tied, heads, kv_heads, seed
+def test_logits_agree_with_transformers(  # noqa: PLR0913
+  torch, tmp_path, tied, heads, kv_heads, family, rope
 ):
-  model = _reference(torch, tied, heads, kv_heads, seed)
+  seed = heads
+  model = _reference(torch, tied, heads, kv_heads, seed, family, rope)
   model.save_pretrained(tmp_path)
   config = huggingface.read_config(str(tmp_path), dtype='float32')
   mesh = mesh_lib.make_mesh(1, -1, 1)
@@ -113,11 +141,13 @@ def test_logits_agree_with_transformers(
       )
 
 
-@pytest.mark.parametrize('seed', [0, 1, 2])
-def test_greedy_sampling_equals_generate(torch, tmp_path, seed):
+@pytest.mark.parametrize(
+  ('seed', 'family'), [(0, 'Qwen2'), (1, 'Qwen2'), (2, 'Qwen3')]
+)
+def test_greedy_sampling_equals_generate(torch, tmp_path, seed, family):
   from gigpo_jax import sampler
 
-  model = _reference(torch, seed != 1, 4, 2, seed)
+  model = _reference(torch, seed != 1, 4, 2, seed, family)
   model.save_pretrained(tmp_path)
   config = huggingface.read_config(str(tmp_path), dtype='float32')
   mesh = mesh_lib.make_mesh(1, -1, 1)
@@ -359,3 +389,20 @@ def test_bfloat16_compute_stays_near_float32():
   rough = qwen.hidden_states(half, params, tokens, lengths)
   assert rough.dtype == jnp.bfloat16
   assert np.abs(np.asarray(rough, np.float32) - exact).mean() < 0.02
+
+
+def test_norms_of_heads_are_not_quantized():
+  config = dataclasses.replace(TINY, qkv_bias=False, qk_norm=True)
+  params = _params(config)
+  found = qwen.quantize(config, params)
+  assert set(found['layers']['norm']) == {'attention', 'mlp', 'q', 'k'}
+  assert found['layers']['attention']['q'].dtype == jnp.int8
+  np.testing.assert_array_equal(
+    found['layers']['norm']['q'], params['layers']['norm']['q']
+  )
+  axes = jax.tree.leaves(
+    qwen.quantized_axes(config), is_leaf=lambda x: isinstance(x, tuple)
+  )
+  assert [len(names) for names in axes] == [
+    x.ndim for x in jax.tree.leaves(found)
+  ]

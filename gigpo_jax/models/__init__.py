@@ -1,13 +1,10 @@
-"""The models, by the `model_type` of a checkpoint's config.json."""
+"""The models."""
 
 import math
 
 import jax
 
 from gigpo_jax.models import qwen
-
-# model_type of config.json: module with the functions of docs/design.md.
-REGISTRY = {'qwen2': qwen}
 
 
 def num_parameters(config: qwen.QwenConfig) -> int:

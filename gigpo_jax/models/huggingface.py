@@ -42,6 +42,12 @@ _NEEDED = (
   'rms_norm_eps',
 )
 
+# What is particular to a model_type.
+_FAMILIES = {
+  'qwen2': {'qkv_bias': True, 'qk_norm': False},
+  'qwen3': {'qkv_bias': False, 'qk_norm': True},
+}
+
 # Ours within a layer: (theirs, whether stored as (out, in)).
 _LAYER_NAMES = {
   ('attention', 'q'): ('self_attn.q_proj.weight', True),
@@ -56,6 +62,8 @@ _LAYER_NAMES = {
   ('mlp', 'down'): ('mlp.down_proj.weight', True),
   ('norm', 'attention'): ('input_layernorm.weight', False),
   ('norm', 'mlp'): ('post_attention_layernorm.weight', False),
+  ('norm', 'q'): ('self_attn.q_norm.weight', False),
+  ('norm', 'k'): ('self_attn.k_norm.weight', False),
 }
 _TOP_NAMES = {
   'embed': 'model.embed_tokens.weight',
@@ -90,18 +98,13 @@ def read_config(
   if not isinstance(raw, dict):
     raise ValueError(f'{path}: holds no JSON object; must be a config.json')
   kind = raw.get('model_type')
-  if kind != 'qwen2':
+  if kind not in _FAMILIES:
     raise ValueError(
       f'model.path={directory}: model_type {kind} is not supported; known: '
-      'qwen2 (Qwen2, Qwen2.5)'
+      'qwen2 (Qwen2, Qwen2.5), qwen3 (dense)'
     )
   # Files of 2024-25 have rope_theta at the top, later ones inside.
   rope = raw.get('rope_parameters') or raw.get('rope_scaling') or {}
-  if rope.get('rope_type', rope.get('type', 'default')) != 'default':
-    raise ValueError(
-      f'model.path={directory}: rotary scaling {rope} is not supported; '
-      'known: none (rope_type default)'
-    )
   if raw.get('use_sliding_window'):
     raise ValueError(
       f'model.path={directory}: use_sliding_window is not supported; must be '
@@ -110,6 +113,11 @@ def read_config(
   missing = [name for name in _NEEDED if name not in raw]
   if missing:
     raise ValueError(f'{path}: lacks {", ".join(missing)}; all are needed')
+  bias = raw.get('attention_bias', False)
+  if kind == 'qwen3' and bias:
+    raise ValueError(
+      f'model.path={directory}: attention_bias is not supported; must be false'
+    )
   heads = raw['num_attention_heads']
   return qwen.QwenConfig(
     vocab_size=raw['vocab_size'],
@@ -118,12 +126,37 @@ def read_config(
     num_layers=raw['num_hidden_layers'],
     num_heads=heads,
     num_kv_heads=raw.get('num_key_value_heads', heads),
-    head_dim=raw.get('head_dim') or raw['hidden_size'] // heads,
+    head_dim=raw.get('head_dim')
+    or (128 if kind == 'qwen3' else raw['hidden_size'] // heads),
     rope_theta=float(raw.get('rope_theta') or rope.get('rope_theta', 1e4)),
     rms_norm_eps=raw['rms_norm_eps'],
     tie_embeddings=raw.get('tie_word_embeddings', False),
+    **_FAMILIES[kind],
+    yarn=_yarn(directory, rope),
+    max_positions=raw.get('max_position_embeddings', 32768),
     dtype=dtype,
     remat=remat,
+  )
+
+
+def _yarn(directory: str, rope: dict) -> qwen.Yarn | None:
+  """Returns how rotary angles are stretched, by config.json."""
+  kind = rope.get('rope_type', rope.get('type', 'default'))
+  if kind == 'default':
+    return None
+  needed = ('factor', 'original_max_position_embeddings')
+  extra = [n for n in ('mscale', 'mscale_all_dim') if rope.get(n)]
+  if kind != 'yarn' or extra or any(name not in rope for name in needed):
+    raise ValueError(
+      f'model.path={directory}: rotary scaling {rope} is not supported; '
+      f'known: none (rope_type default), or yarn with {" and ".join(needed)}'
+    )
+  return qwen.Yarn(
+    factor=float(rope['factor']),
+    original_length=rope['original_max_position_embeddings'],
+    beta_fast=float(rope.get('beta_fast') or 32),
+    beta_slow=float(rope.get('beta_slow') or 1),
+    attention_factor=rope.get('attention_factor'),
   )
 
 
@@ -134,6 +167,8 @@ def _entries(config: qwen.QwenConfig) -> Iterator[tuple]:
     if name in shapes:
       yield (name,), None, theirs, shapes[name], False
   for (group, name), (theirs, transposed) in _LAYER_NAMES.items():
+    if name not in shapes['layers'][group]:
+      continue
     shape = shapes['layers'][group][name][1:]
     stored = _stored_shape(name, shape, transposed)
     for layer in range(config.num_layers):
@@ -290,9 +325,10 @@ def save(
   safetensors.numpy.save_file(
     tensors, root / 'model.safetensors', metadata={'format': 'pt'}
   )
+  kind = 'qwen3' if config.qk_norm else 'qwen2'
   written = {
-    'architectures': ['Qwen2ForCausalLM'],
-    'model_type': 'qwen2',
+    'architectures': [f'{kind.capitalize()}ForCausalLM'],
+    'model_type': kind,
     'vocab_size': config.vocab_size,
     'hidden_size': config.hidden_size,
     'intermediate_size': config.intermediate_size,
@@ -301,13 +337,23 @@ def save(
     'num_key_value_heads': config.num_kv_heads,
     'head_dim': config.head_dim,
     'hidden_act': 'silu',
-    'max_position_embeddings': 32768,
+    'max_position_embeddings': config.max_positions,
     'rope_theta': config.rope_theta,
     'rms_norm_eps': config.rms_norm_eps,
     'tie_word_embeddings': config.tie_embeddings,
     'torch_dtype': dtype,
     'use_sliding_window': False,
   }
+  if config.yarn:
+    written['rope_scaling'] = {
+      'rope_type': 'yarn',
+      'factor': config.yarn.factor,
+      'original_max_position_embeddings': config.yarn.original_length,
+      'beta_fast': config.yarn.beta_fast,
+      'beta_slow': config.yarn.beta_slow,
+    }
+    if config.yarn.attention_factor is not None:
+      written['rope_scaling']['attention_factor'] = config.yarn.attention_factor
   (root / 'config.json').write_text(json.dumps(written, indent=2) + '\n')
   if tokenizer_directory and not os.path.samefile(tokenizer_directory, root):
     for name in _TOKENIZER_FILES:

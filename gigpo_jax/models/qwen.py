@@ -1,4 +1,4 @@
-"""The Qwen2 and Qwen2.5 decoder in Flax, pure functions at every boundary.
+"""The Qwen2, Qwen2.5 and Qwen3 decoder in Flax: pure functions.
 
 Parameters are one nested dict of float32 arrays, layers stacked on the first
 dimension; sampler, learner, checkpoint and safetensors share it. Compute is in
@@ -11,6 +11,7 @@ size, **F** MLP width, **N** layers.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,10 +33,36 @@ _MAX_UNROLLED = 8
 
 
 @dataclasses.dataclass(frozen=True)
+class Yarn:
+  """Rotary angles for longer rows than were trained (arXiv:2309.00071).
+
+  Slow angles are divided by `factor`, fast ones stay, those between are mixed.
+
+  Attributes:
+    factor: how many times longer.
+    original_length: tokens of a row as trained.
+    beta_fast: turns within `original_length` from which an angle stays.
+    beta_slow: turns up to which it is divided.
+    attention_factor: of cosines and sines; None is 0.1 ln(factor) + 1.
+  """
+
+  factor: float
+  original_length: int
+  beta_fast: float = 32.0
+  beta_slow: float = 1.0
+  attention_factor: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class QwenConfig:
   """Shape of a network; names as in Hugging Face's config.json.
 
   Attributes:
+    qkv_bias: whether queries, keys and values have biases (Qwen2).
+    qk_norm: whether each head's queries and keys are normed (Qwen3).
+    yarn: how rotary angles are stretched; None: they are not.
+    max_positions: tokens of a row that the network is meant for; told in an
+      export, and otherwise of no effect.
     dtype: compute type, 'bfloat16' or 'float32'; parameters stay float32.
     remat: recompute a layer's activations in the backward pass.
   """
@@ -50,6 +77,10 @@ class QwenConfig:
   rope_theta: float = 1e6
   rms_norm_eps: float = 1e-6
   tie_embeddings: bool = True
+  qkv_bias: bool = True
+  qk_norm: bool = False
+  yarn: Yarn | None = None
+  max_positions: int = 32768
   dtype: str = 'bfloat16'
   remat: bool = True
 
@@ -93,14 +124,18 @@ def _layer_table(c: QwenConfig) -> dict[str, dict[str, tuple]]:
   """Shape and logical axes of each array of one layer."""
   d, h, k, e = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim
   f = c.intermediate_size
+  biases = {
+    'q_bias': ((h, e), ('heads', 'head')),
+    'k_bias': ((k, e), ('kv_heads', 'head')),
+    'v_bias': ((k, e), ('kv_heads', 'head')),
+  }
+  head_norms = {'q': ((e,), (None,)), 'k': ((e,), (None,))}
   return {
     'attention': {
       'q': ((d, h, e), ('embed', 'heads', 'head')),
       'k': ((d, k, e), ('embed', 'kv_heads', 'head')),
       'v': ((d, k, e), ('embed', 'kv_heads', 'head')),
-      'q_bias': ((h, e), ('heads', 'head')),
-      'k_bias': ((k, e), ('kv_heads', 'head')),
-      'v_bias': ((k, e), ('kv_heads', 'head')),
+      **(biases if c.qkv_bias else {}),
       'o': ((h, e, d), ('heads', 'head', 'embed')),
     },
     'mlp': {
@@ -111,6 +146,7 @@ def _layer_table(c: QwenConfig) -> dict[str, dict[str, tuple]]:
     'norm': {
       'attention': ((d,), (None,)),
       'mlp': ((d,), (None,)),
+      **(head_norms if c.qk_norm else {}),
     },
   }
 
@@ -194,7 +230,11 @@ _CONTRACTED = {
 
 
 def _quantized(
-  tree: dict, matrix: Callable, other: Callable, depth: int = 0
+  tree: dict,
+  matrix: Callable,
+  other: Callable,
+  depth: int = 0,
+  of_norms: bool = False,
 ) -> dict:
   """Returns a tree like `quantize`'s.
 
@@ -203,16 +243,17 @@ def _quantized(
     matrix: makes a leaf and its scale's of a matrix and what it contracts.
     other: makes a leaf of another.
     depth: dimensions of a leaf that stand before those of a layer.
+    of_norms: whether it holds the weights of norms.
   """
   found = {}
   for name, leaf in tree.items():
     if isinstance(leaf, dict):
       found[name] = _quantized(
-        leaf, matrix, other, int(name == 'layers') or depth
+        leaf, matrix, other, int(name == 'layers') or depth, name == 'norm'
       )
     elif name in ('embed', 'unembed'):
       found[name], found[name + _SCALE] = matrix(leaf, (1,))
-    elif name in _CONTRACTED:
+    elif name in _CONTRACTED and not of_norms:
       axes = tuple(axis + depth for axis in _CONTRACTED[name])
       found[name], found[name + _SCALE] = matrix(leaf, axes)
     else:
@@ -292,10 +333,30 @@ def _project(x_BLI: jax.Array, w: jax.Array) -> jax.Array:
 
 def _rotary(positions_BL: jax.Array, config: QwenConfig) -> jax.Array:
   """Returns cos and sin of the rotary angles, float32 [2, B, L, 1, E/2]."""
-  half = config.head_dim // 2
+  half, yarn = config.head_dim // 2, config.yarn
   powers = jnp.arange(half, dtype=jnp.float32) / half
-  angles = positions_BL[..., None, None] / config.rope_theta**powers
-  return jnp.stack([jnp.cos(angles), jnp.sin(angles)])
+  periods, factor = config.rope_theta**powers, 1.0
+  if yarn:
+    stretched = _stretched(config)
+    periods /= 1 - stretched + stretched / yarn.factor
+    factor = yarn.attention_factor or 0.1 * math.log(yarn.factor) + 1
+  angles = positions_BL[..., None, None] / periods
+  return factor * jnp.stack([jnp.cos(angles), jnp.sin(angles)])
+
+
+def _stretched(config: QwenConfig) -> jax.Array:
+  """Returns how far each rotary angle is one that YaRN divides, [E/2]."""
+  yarn, half = config.yarn, config.head_dim // 2
+
+  def place(turns: float) -> float:
+    """Where an angle turns so often within the original length."""
+    period = yarn.original_length / (turns * 2 * math.pi)
+    return half * math.log(period) / math.log(config.rope_theta)
+
+  low = max(math.floor(place(yarn.beta_fast)), 0)
+  high = min(math.ceil(place(yarn.beta_slow)), config.head_dim - 1)
+  ramp = (jnp.arange(half, dtype=jnp.float32) - low) / max(high - low, 1e-3)
+  return jnp.clip(ramp, 0, 1)
 
 
 def _rotate(x_BLHE: jax.Array, rotary: jax.Array) -> jax.Array:
@@ -403,9 +464,13 @@ class _Layer(nn.Module):
     m = _Parameters(table['mlp'], name='mlp')(dtype)
 
     y_BLD = _rms_norm(x_BLD, norm['attention'], c.rms_norm_eps)
-    q_BLHE = _project(y_BLD, w['q']) + w['q_bias']
-    k_BLKE = _project(y_BLD, w['k']) + w['k_bias']
-    v_BLKE = _project(y_BLD, w['v']) + w['v_bias']
+    q_BLHE, k_BLKE, v_BLKE = (_project(y_BLD, w[name]) for name in 'qkv')
+    if c.qkv_bias:
+      q_BLHE, k_BLKE = q_BLHE + w['q_bias'], k_BLKE + w['k_bias']
+      v_BLKE = v_BLKE + w['v_bias']
+    if c.qk_norm:
+      q_BLHE = _rms_norm(q_BLHE, norm['q'], c.rms_norm_eps)
+      k_BLKE = _rms_norm(k_BLKE, norm['k'], c.rms_norm_eps)
     q_BLHE, k_BLKE = _rotate(q_BLHE, rotary), _rotate(k_BLKE, rotary)
     if cache is None:
       heads_BLHE = _attend(q_BLHE, k_BLKE, v_BLKE)
