@@ -30,6 +30,7 @@ setuptools.setup(
     'beartype',
     'filelock',
     'flax>=0.12.8,<0.13',
+    'huggingface_hub',
     'jax>=0.10.2,<0.13',
     'jaxtyping',
     'jinja2',

@@ -37,7 +37,8 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.num_iterations = 150
 
   config.model = ml_collections.ConfigDict()
-  # Hugging Face directory: config.json, *.safetensors, tokenizer.
+  # Hugging Face directory (config.json, *.safetensors, tokenizer), or a name
+  # on the hub: organisation/name or organisation/name@revision.
   config.model.path = config_dict.placeholder(str)
   # Compute type; parameters and optimizer state stay float32.
   config.model.dtype = 'bfloat16'

@@ -120,11 +120,20 @@ def validate(config: ml_collections.ConfigDict, *, needs_model: bool = True):
 
 
 def model_directory(path: str) -> str:
-  """Returns where a model is; project paths work from any folder."""
+  """Returns where a model is on this machine.
+
+  Project paths work from any folder. What is no folder, but looks like a name
+  on Hugging Face's hub, is looked up in its cache and fetched where it is not.
+
+  Raises:
+    ValueError: in one line, if it is not on the hub, or the hub not reached.
+  """
   root = pathlib.Path(envs.__file__).parents[1]
-  if not os.path.isabs(path) and not os.path.exists(path):
-    return str(root / path) if (root / path).exists() else path
-  return path
+  if os.path.isabs(path) or os.path.exists(path):
+    return path
+  if (root / path).exists():
+    return str(root / path)
+  return huggingface.fetch(path) if huggingface.is_hub_name(path) else path
 
 
 def env_kwargs(config: ml_collections.ConfigDict) -> dict:
@@ -257,14 +266,13 @@ def _missing_environment(config: ml_collections.ConfigDict) -> Iterator[str]:
 def _missing_model(config: ml_collections.ConfigDict) -> Iterator[str]:
   if not config.model.path:
     yield (
-      'model.path=None: no weights; run `hf download '
-      'Qwen/Qwen2.5-1.5B-Instruct --local-dir DIR` and set '
-      '--config.model.path=DIR'
+      'model.path=None: no weights; set --config.model.path to a Hugging Face '
+      'folder, or to a name on the hub like Qwen/Qwen2.5-1.5B-Instruct'
     )
     yield from _too_small(1_540_000_000)
     return
-  directory = model_directory(config.model.path)
   try:
+    directory = model_directory(config.model.path)
     model = huggingface.read_config(directory, dtype=config.model.dtype)
     huggingface.check(directory, model)
     text = tokenizer.Tokenizer(directory)

@@ -257,15 +257,23 @@ def place_rows(mesh: jax.sharding.Mesh, arrays: Any) -> Any:
         f'{array.shape[0]} rows do not divide over {shards} parts of the mesh '
         '(data x fsdp); must be a multiple'
       )
-  sharding = batch_sharding(mesh)
+  return jax.tree.map(lambda x: place(x, batch_sharding(mesh)), arrays)
+
+
+def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+  """Puts a host array, the same in all processes, on the devices."""
   if sharding.is_fully_addressable:
-    return jax.device_put(arrays, sharding)
-  return jax.tree.map(
-    lambda x: jax.make_array_from_callback(
-      x.shape, sharding, lambda index: x[index]
-    ),
-    arrays,
+    return jax.device_put(array, sharding)
+  return jax.make_array_from_callback(
+    array.shape, sharding, lambda index: array[index]
   )
+
+
+def fetch(array: jax.Array) -> np.ndarray:
+  """Returns an array whole; all processes that hold it must call this."""
+  if array.is_fully_addressable or array.is_fully_replicated:
+    return np.asarray(array)
+  return multihost_utils.process_allgather(array, tiled=True)
 
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:

@@ -1,13 +1,19 @@
 """Hugging Face directories in and out, and what is refused."""
 
+import dataclasses
 import json
+import os
 import pathlib
+import subprocess
+import sys
 
+import huggingface_hub
 import jax
 import numpy as np
 import pytest
 import safetensors.numpy
 
+from gigpo_jax import config as config_lib
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import huggingface, qwen
 
@@ -221,3 +227,94 @@ def test_a_directory_without_safetensors_is_refused(saved):
   (directory / 'model.safetensors').write_bytes(b'not one')
   with pytest.raises(ValueError, match='not a readable safetensors file'):
     huggingface.check(str(directory), config)
+
+
+def test_a_large_export_is_split_and_read_again(saved, mesh, monkeypatch):
+  directory, config, params = saved
+  monkeypatch.setattr(huggingface, 'FILE_BYTES', 3000)
+  huggingface.save(str(directory), config, params, dtype='float32')
+  index = json.loads((directory / 'model.safetensors.index.json').read_text())
+  files = sorted(path.name for path in directory.glob('*.safetensors'))
+  assert files == sorted(set(index['weight_map'].values()))
+  assert len(files) > 3 and 'model.safetensors' not in files
+  assert files[0] == f'model-00001-of-{len(files):05}.safetensors'
+  sizes = [safetensors.numpy.load_file(directory / file) for file in files]
+  total = sum(x.nbytes for tensors in sizes for x in tensors.values())
+  assert index['metadata']['total_size'] == total
+  loaded = huggingface.load(str(directory), config, mesh)
+  jax.tree.map(np.testing.assert_array_equal, loaded, params)
+  # An export over it leaves nothing of it.
+  monkeypatch.setattr(huggingface, 'FILE_BYTES', 10**9)
+  huggingface.save(str(directory), config, params, dtype='float32')
+  assert [p.name for p in directory.glob('*.safetensors*')] == [
+    'model.safetensors'
+  ]
+
+
+_READ = """
+import sys
+import jax, numpy as np
+from gigpo_jax import mesh as mesh_lib
+from gigpo_jax.models import huggingface
+config = huggingface.read_config(sys.argv[1], dtype='float32')
+mesh = mesh_lib.make_mesh(1, -1, 1)
+jax.block_until_ready(jax.numpy.zeros(8) + 1)
+def peak():
+  # Not ru_maxrss, which begins at that of the process it was started from.
+  lines = open('/proc/self/status').read().splitlines()
+  return next(1024 * int(x.split()[1]) for x in lines if 'VmHWM' in x)
+before = peak()
+params = huggingface.load(sys.argv[1], config, mesh)
+size = sum(x.nbytes for x in jax.tree.leaves(params))
+print('above', peak() - before - size)
+"""
+
+
+@pytest.mark.skipif(
+  not os.path.exists('/proc/self/status'), reason='reads Linux /proc'
+)
+def test_reading_needs_little_more_than_the_parameters(tmp_path):
+  config = dataclasses.replace(
+    _config(), hidden_size=512, intermediate_size=4096, num_layers=24
+  )
+  params = qwen.init(config, jax.random.key(0))
+  huggingface.save(str(tmp_path), config, params, dtype='float32')
+  largest = 4 * 512 * 4096
+  done = subprocess.run(
+    [sys.executable, '-c', _READ, str(tmp_path)],
+    capture_output=True,
+    text=True,
+    check=True,
+    env=os.environ | {'XLA_FLAGS': ''},
+  )
+  above = int(done.stdout.split('above')[1])
+  # Read, transposed, and on the device, which here is the same memory; and
+  # programs. A stack of all layers would be 24 of them.
+  assert above < 4 * largest + 130 * 2**20
+
+
+def _cache(root: pathlib.Path, directory: pathlib.Path) -> None:
+  """Makes a cache of the hub that holds a directory as team/small."""
+  repository = root / 'models--team--small'
+  snapshot = repository / 'snapshots' / ('0' * 40)
+  snapshot.parent.mkdir(parents=True)
+  snapshot.symlink_to(directory)
+  (repository / 'refs').mkdir()
+  (repository / 'refs' / 'main').write_text('0' * 40)
+
+
+def test_a_name_on_the_hub_is_looked_up_in_the_cache(
+  saved, tmp_path_factory, monkeypatch
+):
+  directory, config, _ = saved
+  root = tmp_path_factory.mktemp('hub')
+  _cache(root, directory)
+  monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_CACHE', str(root))
+  monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
+  huggingface.fetch.cache_clear()
+  found = config_lib.model_directory('team/small')
+  assert huggingface.read_config(found, dtype='float32') == config
+  with pytest.raises(ValueError, match='model.path=team/other: no such') as e:
+    config_lib.model_directory('team/other')
+  assert len(str(e.value).splitlines()) == 1
+  assert config_lib.model_directory('a/b/c') == 'a/b/c'

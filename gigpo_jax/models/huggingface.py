@@ -1,25 +1,35 @@
 """Hugging Face directories in and out: config.json and safetensors.
 
-Tensors are read one by one, cast to float32, transposed to our layout and put
-on the mesh; names that are missing, unknown or of another shape are refused
-with both shapes. Needs no torch.
+Tensors are read one by one, transposed to our layout, put on the mesh and
+cast to float32 there; names that are missing, unknown or of another shape are
+refused with both shapes. Needs no torch.
 """
 
+import functools
 import json
+import math
 import os
 import pathlib
+import re
 import shutil
 from collections.abc import Iterator
 
+import huggingface_hub
 import jax
+import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  (teaches numpy, and so safetensors, bfloat16)
 import numpy as np
 import safetensors
 import safetensors.numpy
+import tqdm
 
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import qwen
 
+# Largest file of an export, and what a download of the hub is to bring.
+FILE_BYTES = 5 * 10**9
+_HUB_FILES = ['*.safetensors', '*.json', '*.jinja', 'vocab.*', 'merges.txt']
+_HUB_NAME = re.compile(r'[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?')
 _INDEX = 'model.safetensors.index.json'
 _TOKENIZER_FILES = (
   'tokenizer.json',
@@ -264,7 +274,7 @@ def load(
 ) -> dict:
   """Returns a checkpoint's parameters, float32, sharded over the mesh.
 
-  One stacked array at a time is in host memory.
+  One tensor at a time is in host memory, twice while it is transposed.
 
   Raises:
     ValueError: in one line, if tensors are missing, unknown or misshapen.
@@ -274,22 +284,98 @@ def load(
   shapes = qwen.shapes(config)
   placed = mesh_lib.shardings(mesh, qwen.logical_axes(config))
   params: dict = {}
-  stacks: dict[tuple, list] = {}
-  for path, layer, name, _, transposed in _entries(config):
-    stacks.setdefault(path, []).append((layer, name, transposed))
-  for path, parts in stacks.items():
-    shape = _at(shapes, path)
-    host = np.empty(shape, np.float32)
-    for layer, name, transposed in parts:
-      with _open(files[name]) as tensors:
-        tensor = tensors.get_tensor(name).astype(np.float32)
-      target = host if layer is None else host[layer]
-      target[...] = (tensor.T if transposed else tensor).reshape(target.shape)
+  entries = list(_entries(config))
+  for path, layer, name, _, transposed in tqdm.tqdm(
+    entries, desc=f'reading {directory}', leave=False, disable=None
+  ):
     node = params
     for key in path[:-1]:
       node = node.setdefault(key, {})
-    node[path[-1]] = jax.device_put(host, _at(placed, path))
+    shape, sharding = _at(shapes, path), _at(placed, path)
+    with _open(files[name]) as tensors:
+      tensor = tensors.get_tensor(name)
+    tensor = tensor.T if transposed else tensor
+    if layer is None:
+      part = mesh_lib.place(tensor.reshape(shape), sharding)
+      node[path[-1]] = _widened(part, sharding)
+    else:
+      if layer == 0:
+        node[path[-1]] = _zeros(shape, sharding)
+      one = jax.NamedSharding(mesh, jax.P(*sharding.spec[1:]))
+      part = mesh_lib.place(tensor.reshape(shape[1:]), one)
+      node[path[-1]] = _written(node[path[-1]], part, layer, sharding)
+    # One after the other, or they pile up.
+    jax.block_until_ready(node[path[-1]])
+    del tensor, part
   return params
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _widened(part: jax.Array, sharding: jax.NamedSharding) -> jax.Array:
+  return jax.lax.with_sharding_constraint(part.astype(jnp.float32), sharding)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _zeros(shape: tuple[int, ...], sharding: jax.NamedSharding) -> jax.Array:
+  zeros = jnp.zeros(shape, jnp.float32)
+  return jax.lax.with_sharding_constraint(zeros, sharding)
+
+
+@functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
+def _written(
+  stack: jax.Array, part: jax.Array, layer: int, sharding: jax.NamedSharding
+) -> jax.Array:
+  """Returns a stack of layers with one of them put in."""
+  stack = stack.at[layer].set(part.astype(jnp.float32))
+  return jax.lax.with_sharding_constraint(stack, sharding)
+
+
+def _split(config: qwen.QwenConfig, itemsize: int) -> dict[str, list[tuple]]:
+  """Returns which tensors go into which file of an export."""
+  parts: list[list[tuple]] = [[]]
+  used = 0
+  for entry in _entries(config):
+    size = math.prod(entry[3]) * itemsize
+    if parts[-1] and used + size > FILE_BYTES:
+      parts.append([])
+      used = 0
+    parts[-1].append(entry)
+    used += size
+  if len(parts) == 1:
+    return {'model.safetensors': parts[0]}
+  return {
+    f'model-{n:05}-of-{len(parts):05}.safetensors': part
+    for n, part in enumerate(parts, 1)
+  }
+
+
+def is_hub_name(path: str) -> bool:
+  """Whether it looks like ORGANISATION/NAME, maybe with @REVISION."""
+  return bool(_HUB_NAME.fullmatch(path))
+
+
+@functools.cache
+def fetch(name: str) -> str:
+  """Returns the folder of a model of the hub, fetched if it is not cached.
+
+  Args:
+    name: organisation/name or organisation/name@revision.
+
+  Raises:
+    ValueError: in one line, if there is no such model, or no way to it.
+  """
+  name, _, revision = name.partition('@')
+  try:
+    return huggingface_hub.snapshot_download(
+      name, revision=revision or None, allow_patterns=_HUB_FILES
+    )
+  except Exception as error:  # Of the hub, of its HTTP client, of the disk.
+    reason = ' '.join(str(error).split())[:160]
+    raise ValueError(
+      f'model.path={name}: no such folder here, and not to be had from the hub '
+      f'({type(error).__name__}: {reason}); needs a folder, or a name on the '
+      'hub and a way to it (HF_HUB_OFFLINE unset)'
+    ) from error
 
 
 def _at(tree: dict, path: tuple[str, ...]):
@@ -315,18 +401,60 @@ def save(
     dtype: of the tensors in the file.
   """
   root = pathlib.Path(directory)
-  root.mkdir(parents=True, exist_ok=True)
-  tensors = {}
-  for path, layer, name, stored, transposed in _entries(config):
-    leaf = _at(params, path)
-    host = np.asarray(jax.device_get(leaf if layer is None else leaf[layer]))
-    flat = host.reshape(stored[::-1]).T if transposed else host.reshape(stored)
-    tensors[name] = np.ascontiguousarray(flat).astype(dtype)
-  safetensors.numpy.save_file(
-    tensors, root / 'model.safetensors', metadata={'format': 'pt'}
-  )
+  ours = jax.process_index() == 0
+  if ours:
+    root.mkdir(parents=True, exist_ok=True)
+    # Left over from another export, they would be read along.
+    for path in (*root.glob('*.safetensors'), root / _INDEX):
+      path.unlink(missing_ok=True)
+  files = _split(config, np.dtype(dtype).itemsize)
+  for file, entries in files.items():
+    tensors = {entry[2]: _stored(params, entry, dtype) for entry in entries}
+    if ours:
+      safetensors.numpy.save_file(
+        tensors, root / file, metadata={'format': 'pt'}
+      )
+  if ours:
+    _describe(root, config, dtype, files)
+    _copy_tokenizer(tokenizer_directory, root)
+
+
+def _describe(root, config, dtype, files: dict[str, list[tuple]]) -> None:
+  """Writes config.json, and the index of several files."""
+  contents = {'config.json': _config_json(config, dtype)}
+  if len(files) > 1:
+    size = sum(math.prod(entry[3]) for entry in _entries(config))
+    contents[_INDEX] = {
+      'metadata': {'total_size': size * np.dtype(dtype).itemsize},
+      'weight_map': {e[2]: file for file, part in files.items() for e in part},
+    }
+  for name, content in contents.items():
+    text = json.dumps(content, indent=2) + '\n'
+    (root / name).write_text(text, encoding='utf-8')
+
+
+def _copy_tokenizer(directory: str | None, root: pathlib.Path) -> None:
+  if not directory or os.path.samefile(directory, root):
+    return
+  for name in _TOKENIZER_FILES:
+    source = pathlib.Path(directory) / name
+    if source.is_file():
+      shutil.copyfile(source, root / name)
+
+
+def _stored(params: dict, entry: tuple, dtype: str) -> np.ndarray:
+  """Returns one of `_entries` as a file has it."""
+  path, layer, _, stored, transposed = entry
+  leaf = _at(params, path)
+  host = mesh_lib.fetch(leaf if layer is None else leaf[layer])
+  shaped = host.reshape(stored[::-1]).T if transposed else host.reshape(stored)
+  return np.ascontiguousarray(shaped, dtype)
+
+
+def _config_json(config: qwen.QwenConfig, dtype: str) -> dict:
+  """Returns what `read_config` would make this config of."""
   kind = 'qwen3' if config.qk_norm else 'qwen2'
-  written = {
+  content = {
     'architectures': [f'{kind.capitalize()}ForCausalLM'],
     'model_type': kind,
     'vocab_size': config.vocab_size,
@@ -345,7 +473,7 @@ def save(
     'use_sliding_window': False,
   }
   if config.yarn:
-    written['rope_scaling'] = {
+    content['rope_scaling'] = {
       'rope_type': 'yarn',
       'factor': config.yarn.factor,
       'original_max_position_embeddings': config.yarn.original_length,
@@ -353,10 +481,5 @@ def save(
       'beta_slow': config.yarn.beta_slow,
     }
     if config.yarn.attention_factor is not None:
-      written['rope_scaling']['attention_factor'] = config.yarn.attention_factor
-  (root / 'config.json').write_text(json.dumps(written, indent=2) + '\n')
-  if tokenizer_directory and not os.path.samefile(tokenizer_directory, root):
-    for name in _TOKENIZER_FILES:
-      source = pathlib.Path(tokenizer_directory) / name
-      if source.is_file():
-        shutil.copyfile(source, root / name)
+      content['rope_scaling']['attention_factor'] = config.yarn.attention_factor
+  return content
