@@ -313,8 +313,16 @@ def _has_accelerator() -> bool:
   return found and os.environ.get('JAX_PLATFORMS') != 'cpu'
 
 
+def save(config: ml_collections.ConfigDict, workdir: str) -> None:
+  """Stores the config in a work directory."""
+  path = pathlib.Path(workdir) / 'config.json'
+  path.parent.mkdir(parents=True, exist_ok=True)
+  now = json.loads(config.to_json_best_effort())
+  path.write_text(json.dumps(now, indent=2, sort_keys=True) + '\n')
+
+
 def check_resume(config: ml_collections.ConfigDict, workdir: str) -> None:
-  """Stores the config in a work directory, or compares with what is there.
+  """Compares the config with the one of a work directory, if it has one.
 
   Raises:
     ValueError: if the directory holds a run of another config; one line that
@@ -335,8 +343,6 @@ def check_resume(config: ml_collections.ConfigDict, workdir: str) -> None:
         f'--workdir={workdir}: holds a run of another config: '
         f'{", ".join(changed)}; give another --workdir'
       )
-  path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text(json.dumps(now, indent=2, sort_keys=True) + '\n')
 
 
 def _differences(old: dict, new: dict, prefix: str = ''):

@@ -13,7 +13,7 @@ import tqdm
 
 from envs import base
 from gigpo_jax import config as config_lib
-from gigpo_jax import experiment, metrics, rollout, sampler
+from gigpo_jax import experiment, hosts, metrics, rollout, sampler
 
 
 def evaluate(
@@ -29,7 +29,10 @@ def evaluate(
   A task whose environment broke off counts as failed, and is counted beside.
   """
   with tqdm.tqdm(
-    total=len(panel), desc='evaluation', leave=False, disable=None
+    total=len(hosts.share(len(panel))),
+    desc='evaluation',
+    leave=False,
+    disable=None if hosts.first() else True,
   ) as bar:
     trajectories = roller.collect(
       params,
@@ -58,6 +61,7 @@ def main(config: ml_collections.ConfigDict, workdir: str) -> None:
   """
   del workdir  # Evaluation leaves nothing behind.
   config_lib.validate(config)
+  hosts.join()
   policy = experiment.make_policy(config)
   with jax.set_mesh(policy.mesh), experiment.make_pool(config) as pool:
     rates = evaluate(
@@ -67,4 +71,4 @@ def main(config: ml_collections.ConfigDict, workdir: str) -> None:
       sampling=experiment.make_sampling(config, evaluation=True),
       kind=experiment.make_kind(config),
     )
-  print(json.dumps(rates, indent=2, sort_keys=True))
+  hosts.say(json.dumps(rates, indent=2, sort_keys=True))

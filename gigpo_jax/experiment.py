@@ -18,6 +18,7 @@ from gigpo_jax import (
 )
 from gigpo_jax import (
   env_pool,
+  hosts,
   learner,
   losses,
   mesh,
@@ -105,7 +106,8 @@ def _sampling_tensor(config, model: qwen.QwenConfig, devices) -> int:
 
 def make_pool(config: ml_collections.ConfigDict) -> env_pool.EnvPool:
   """Returns the environments; starts their workers."""
-  episodes = config.rollout.groups * config.rollout.episodes_per_group
+  groups = max(1, len(hosts.share(config.rollout.groups)))
+  episodes = groups * config.rollout.episodes_per_group
   return env_pool.EnvPool(
     config.env.name,
     config_lib.env_kwargs(config),

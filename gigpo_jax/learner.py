@@ -179,7 +179,7 @@ class Learner:
     """Returns a fresh state; takes over the parameters, which it may donate."""
     with jax.set_mesh(self._mesh):
       params = jax.device_put(params, self._param_shardings)
-      updates = jax.device_put(np.zeros((), np.int32), self._replicated)
+      updates = mesh_lib.place(np.zeros((), np.int32), self._replicated)
       return TrainState(params, self._programs['init'](params), updates)
 
   def warm_up(self, state: TrainState, reference: dict | None = None) -> None:
@@ -226,7 +226,7 @@ class Learner:
         for index in self._microbatches(rows, np.flatnonzero(rows.real))
       ]
     for index, values in pending:
-      result[index] = jax.device_get(values)[: len(index)]
+      result[index] = mesh_lib.fetch(values)[: len(index)]
     return np.where(rows.completion_mask, result, 0)
 
   def update(
@@ -385,7 +385,7 @@ class Learner:
     return rows | ({'ref_log_probs': zeros} if self._with_reference else {})
 
   def _put(self, arrays):
-    return jax.device_put(arrays, self._row_sharding)
+    return mesh_lib.place_rows(self._mesh, arrays)
 
   # On the device: traced once for each length.
 

@@ -4,7 +4,6 @@ One table maps logical axes, the names that models give to the dimensions of
 their arrays, to mesh axes. Changing the parallelism is editing the table.
 """
 
-import pickle
 from typing import Any
 
 import jax
@@ -171,25 +170,6 @@ def localize(tree: Any, local: jax.sharding.Mesh) -> Any:
     )
 
   return jax.tree.map(move, tree)
-
-
-def from_all_processes(value: Any) -> list[Any]:
-  """Returns what each process has put in, in their order; all must call it.
-
-  Args:
-    value: anything that can be pickled.
-  """
-  data = np.frombuffer(pickle.dumps(value), np.uint8)
-  sizes = multihost_utils.process_allgather(np.array([len(data)]))
-  padded = np.zeros(sizes.max(), np.uint8)
-  padded[: len(data)] = data
-  rows = multihost_utils.process_allgather(padded)
-  return [
-    pickle.loads(row[: int(size)].tobytes())
-    for row, size in zip(
-      rows.reshape(len(sizes), -1), sizes.ravel(), strict=True
-    )
-  ]
 
 
 def check(

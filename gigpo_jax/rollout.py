@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from envs import base
-from gigpo_jax import env_pool, sampler, tokenizer, trajectory
+from gigpo_jax import env_pool, hosts, sampler, tokenizer, trajectory
 
 # First number of a request's random stream: what the tokens are for.
 TRAIN, EVALUATION = 0, 1
@@ -93,6 +93,8 @@ class Roller:
   ) -> list[trajectory.Trajectory]:
     """Plays N episodes of each task to the end.
 
+    Of several processes each plays a share of the tasks, and all return all.
+
     Args:
       params: the policy; only read.
       tasks: the initial states; one group each.
@@ -109,6 +111,7 @@ class Roller:
     episodes = [
       _Episode(task, group, member)
       for group, task in enumerate(tasks)
+      if group in hosts.share(len(tasks))
       for member in range(episodes_per_group)
     ]
     self.clock = Clock(begin=time.monotonic())
@@ -118,7 +121,7 @@ class Roller:
     self.sampler.finish()
     self.clock.total_secs = time.monotonic() - self.clock.begin
     self.stats = self.sampler.take_stats()
-    return [
+    played = [
       trajectory.Trajectory(
         task=e.task,
         kind=kind(e.task),
@@ -129,14 +132,16 @@ class Roller:
       )
       for e in episodes
     ]
+    return [t for part in hosts.tell_all(played) for t in part]
 
   def prepare(self, tasks: Sequence[base.Task], num_members: int) -> None:
     """Lets the workers load the next tasks while the device is busy."""
-    for group, task in enumerate(tasks):
-      self.pool.prepare((group * num_members) % self.pool.num_envs, task)
+    for place, group in enumerate(hosts.share(len(tasks))):
+      env = (place * num_members) % self.pool.num_envs
+      self.pool.prepare(env, tasks[group])
 
   def metrics(self) -> dict[str, float]:
-    """Returns what the last rollout tells of itself, names 'rollout/...'.
+    """Returns what the last rollout of this process tells of itself.
 
     Of time and scheduling: the one thing that is not the same every time.
     """

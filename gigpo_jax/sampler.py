@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gigpo_jax import hosts
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import qwen
 
@@ -424,7 +425,7 @@ class Sampler:
     if not self._shared:
       self._waiting += entries
       return over
-    told = mesh_lib.from_all_processes((entries, over))
+    told = hosts.tell_all((entries, over))
     for process, (theirs, _) in enumerate(told):
       for entry in theirs:
         if process != jax.process_index():

@@ -13,6 +13,7 @@ from gigpo_jax import (
   checkpoint,
   evaluation,
   experiment,
+  hosts,
   losses,
   metrics,
   rollout,
@@ -43,12 +44,18 @@ def train(config: ml_collections.ConfigDict, workdir: str) -> None:
   policy/ the trained policy as a Hugging Face directory. Line k of the
   metrics evaluates the policy after k iterations; k = 0 is the start.
 
+  Several processes (see `hosts`) share episodes and devices; the first one
+  writes, checkpoints apart, for which `workdir` has to be one folder for all.
+
   Raises:
     ValueError: in one line a problem, before devices or simulators start, if
       the config cannot work or the directory holds another experiment.
   """
   config_lib.validate(config)
   config_lib.check_resume(config, workdir)
+  hosts.join()
+  if hosts.first():
+    config_lib.save(config, workdir)
   policy = experiment.make_policy(config)
   with (
     jax.set_mesh(policy.mesh),
@@ -80,9 +87,9 @@ def _run(config, workdir, policy, pool, checkpointer) -> None:
   if checkpointer.latest() is not None:
     saved, state, _ = checkpointer.restore(checkpoint.abstract(state))
     first_iteration = saved + 1
-    print(f'resuming {workdir} after iteration {saved}', flush=True)
-  writer = metrics.Writer(workdir, first_iteration=first_iteration)
-  print(f'compiling for {len(jax.devices())} device(s)', flush=True)
+    hosts.say(f'resuming {workdir} after iteration {saved}')
+  writer = metrics.make_writer(workdir, first_iteration, hosts.first())
+  hosts.say(f'compiling for {len(jax.devices())} device(s)')
   with experiment.explained(*_SAMPLER_MEMORY):
     policy.sampler.warm_up(state.params)
   with experiment.explained(*_LEARNER_MEMORY):
@@ -105,13 +112,13 @@ def _run(config, workdir, policy, pool, checkpointer) -> None:
     if config.evaluation.every and iteration % config.evaluation.every == 0:
       values |= evaluate()
     tasks = task_sampler.at(iteration)
-    policy.sampler.trace = iteration == first_iteration
+    policy.sampler.trace = hosts.first() and iteration == first_iteration
     rollout_begin = time.monotonic()
     with tqdm.tqdm(
-      total=len(tasks) * config.rollout.episodes_per_group,
+      total=len(hosts.share(len(tasks))) * config.rollout.episodes_per_group,
       desc=f'iteration {iteration}',
       leave=False,
-      disable=None,
+      disable=None if hosts.first() else True,
     ) as bar:
       trajectories = roller.collect(
         state.params,
@@ -164,7 +171,7 @@ def _run(config, workdir, policy, pool, checkpointer) -> None:
       'time/iteration_secs': time.monotonic() - begin,
     }
     writer.write(iteration, values)
-    print(metrics.console_line(iteration, values), flush=True)
+    hosts.say(metrics.console_line(iteration, values))
     last = iteration == config.num_iterations - 1
     if last or (iteration + 1) % config.checkpoint.every == 0:
       checkpointer.save(iteration, state, {'iteration': iteration})
@@ -172,7 +179,7 @@ def _run(config, workdir, policy, pool, checkpointer) -> None:
   if config.evaluation.every:
     values = evaluate()
     writer.write(config.num_iterations, values)
-    print(metrics.console_line(config.num_iterations, values), flush=True)
+    hosts.say(metrics.console_line(config.num_iterations, values))
   writer.close()
   checkpointer.wait()
   huggingface.save(
@@ -181,4 +188,5 @@ def _run(config, workdir, policy, pool, checkpointer) -> None:
     state.params,
     tokenizer_directory=policy.tokenizer.directory,
   )
-  print(f'learning curve: {metrics.plot(workdir)}', flush=True)
+  if hosts.first():
+    hosts.say(f'learning curve: {metrics.plot(workdir)}')

@@ -4,6 +4,7 @@ import pathlib
 import re
 import runpy
 import sys
+import traceback
 from collections.abc import Callable
 
 import ml_collections
@@ -71,10 +72,18 @@ def _call(main: Callable[[ml_collections.ConfigDict, str], None]) -> None:
       f'--workdir={workdir}: buckets are not written to yet; must be a local '
       'or mounted folder'
     )
+  from gigpo_jax import hosts
+
   try:
     main(_CONFIG.value, workdir)
   except ValueError as error:
-    _refuse(str(error))
+    sys.stderr.write(str(error).strip() + '\n')
+    hosts.abandon(2)
+    sys.exit(2)
+  except Exception:
+    traceback.print_exc()
+    hosts.abandon(1)
+    sys.exit(1)
 
 
 def _default_workdir() -> str:

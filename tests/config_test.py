@@ -91,7 +91,7 @@ def test_a_bare_machine_is_told_what_the_paper_needs(monkeypatch):
   message = str(error.value)
   for part in (
     'alfworld-download',
-    'hf download Qwen/Qwen2.5-1.5B-Instruct',
+    'Qwen/Qwen2.5-1.5B-Instruct',
     'memory=8 GiB',
     config_lib.TINY,
   ):
@@ -158,6 +158,7 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused():
 def test_a_directory_of_another_run_is_refused(tmp_path):
   config = alfworld.get_config('tiny')
   config_lib.check_resume(config, str(tmp_path))
+  config_lib.save(config, str(tmp_path))
   config.num_iterations += 10  # Running longer is the same experiment.
   config_lib.check_resume(config, str(tmp_path))
   config.seed, config.algorithm.discount = 1, 0.9

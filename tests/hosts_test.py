@@ -1,5 +1,6 @@
-"""Two processes that both hold the parameters, sampling alone or together."""
+"""Two processes: sampling alone or together, and a whole training run."""
 
+import os
 import pathlib
 import socket
 import subprocess
@@ -8,9 +9,10 @@ import sys
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
+from gigpo_jax import hosts, metrics, sampler
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax import sampler
 from gigpo_jax.models import qwen
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -94,9 +96,7 @@ def test_two_processes_sample_what_one_does(tensor):
   expected = make_sampler(mesh_lib.make_mesh(8, 1, 1)).generate(
     make_params(), make_requests()
   )
-  with socket.socket() as free:
-    free.bind(('127.0.0.1', 0))
-    port = str(free.getsockname()[1])
+  port = str(_free_port())
   running = [
     subprocess.Popen(
       [sys.executable, '-c', _PROGRAM, str(number), port, str(tensor)],
@@ -111,11 +111,120 @@ def test_two_processes_sample_what_one_does(tensor):
   try:
     told = [process.communicate(timeout=300) for process in running]
   finally:
-    for process in running:
-      process.kill()
+    _end(*running)
   for number, (output, errors) in enumerate(told):
     assert running[number].returncode == 0, errors
     # Libraries print as well.
     lines = [x.split() for x in output.splitlines() if x.startswith('ids ')]
     found = [list(map(int, ids)) for _, *ids in lines]
     assert found == [c.ids.tolist() for c in expected[number::2]]
+
+
+# A process with as many virtual devices as there are processes otherwise.
+_TRAIN = (
+  'launch/train.py',
+  '--config=configs/alfworld.py:smoke',
+  '--config.num_iterations=1',
+  '--config.rollout.groups=3',
+  '--config.rollout.episodes_per_group=4',
+  '--config.rollout.batch_buckets=(8,)',
+  '--config.rollout.prompt_buckets=(320,)',
+  '--config.learner.length_buckets=(360,)',
+  '--config.evaluation.num_tasks=5',
+  '--config.evaluation.every=1',
+  '--config.env.max_steps=5',
+)
+
+
+def _start(workdir, **variables) -> subprocess.Popen:
+  flags = os.environ.get('XLA_FLAGS', '').split()
+  flags = [x for x in flags if 'device_count' not in x]
+  flags.append(f'--xla_force_host_platform_device_count={variables["devices"]}')
+  names = {key: str(x) for key, x in variables.items() if key.isupper()}
+  return subprocess.Popen(
+    [sys.executable, *_TRAIN, f'--workdir={workdir}'],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    cwd=ROOT,
+    env=os.environ | names | {'XLA_FLAGS': ' '.join(flags)},
+  )
+
+
+def _end(*processes: subprocess.Popen) -> None:
+  for process in processes:
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    process.stderr.close()
+
+
+def _free_port() -> int:
+  with socket.socket() as free:
+    free.bind(('127.0.0.1', 0))
+    return free.getsockname()[1]
+
+
+def _processes(workdir) -> list[subprocess.Popen]:
+  address = f'127.0.0.1:{_free_port()}'
+  return [
+    _start(
+      workdir,
+      devices=1,
+      JAX_COORDINATOR_ADDRESS=address,
+      JAX_NUM_PROCESSES=2,
+      JAX_PROCESS_ID=number,
+    )
+    for number in range(2)
+  ]
+
+
+def test_two_processes_train_what_one_does(tmp_path):
+  alone = _start(tmp_path / 'one', devices=2)
+  together = _processes(tmp_path / 'two')
+  try:
+    told = [p.communicate(timeout=500) for p in (alone, *together)]
+  finally:
+    _end(alone, *together)
+  for process, (_, errors) in zip((alone, *together), told, strict=True):
+    assert process.returncode == 0, errors
+  # The first process speaks for both.
+  assert 'iteration    0' in told[1][0] and 'iteration' not in told[2][0]
+  one, two = (metrics.read(tmp_path / name) for name in ('one', 'two'))
+  assert [line['iteration'] for line in one] == [0, 1]
+  for a, b in zip(one, two, strict=True):
+    names = {n for n in a if not n.startswith(('time/', 'rollout/'))}
+    assert names == {n for n in b if not n.startswith(('time/', 'rollout/'))}
+    for name in names:
+      np.testing.assert_allclose(
+        b[name], a[name], rtol=1e-4, atol=1e-5, err_msg=name
+      )
+  params = [
+    safetensors.numpy.load_file(tmp_path / name / 'policy/model.safetensors')
+    for name in ('one', 'two')
+  ]
+  assert params[0].keys() == params[1].keys()
+  for name, x in params[0].items():
+    # Exported in bfloat16: an eighth bit may round the other way.
+    np.testing.assert_allclose(
+      params[1][name].astype(np.float32), x.astype(np.float32), rtol=8e-3
+    )
+
+
+def test_when_one_process_is_lost_the_other_ends(tmp_path):
+  processes = _processes(tmp_path)
+  try:
+    for line in processes[0].stdout:
+      if 'compiling' in line:
+        break
+    processes[1].kill()
+    processes[0].communicate(timeout=200)
+    assert processes[0].returncode != 0
+  finally:
+    _end(*processes)
+
+
+def test_half_of_the_variables_are_refused(monkeypatch):
+  monkeypatch.setenv('JAX_COORDINATOR_ADDRESS', '127.0.0.1:1')
+  with pytest.raises(ValueError, match=r'\$JAX_NUM_PROCESSES=: not set'):
+    hosts.join()

@@ -1,0 +1,98 @@
+"""Several processes, usually one a host, that run one experiment together.
+
+All run the same program. Each plays the episodes of its own share of the
+groups, then all tell each other what was played, so that from there on every
+process computes with the same numbers; arrays are cut over all devices.
+"""
+
+import importlib.util
+import os
+import pathlib
+import pickle
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+_VARIABLES = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
+
+
+def join() -> None:
+  """Joins the other processes of an experiment, where there are any.
+
+  On a Cloud TPU slice they are found without help; elsewhere the environment
+  variables JAX_COORDINATOR_ADDRESS (host:port of process 0),
+  JAX_NUM_PROCESSES and JAX_PROCESS_ID say who they are.
+
+  Raises:
+    ValueError: in one line, if only some of the variables are set.
+  """
+  values = [os.environ.get(name) for name in _VARIABLES]
+  missing = [n for n, v in zip(_VARIABLES, values, strict=True) if not v]
+  if jax.distributed.is_initialized():
+    return
+  # Its handler swallows SIGTERM.
+  jax.config.update('jax_enable_preemption_service', False)
+  if not missing:
+    address, number, process = values
+    jax.distributed.initialize(address, int(number), int(process))
+  elif len(missing) < len(_VARIABLES):
+    raise ValueError(
+      f'${missing[0]}=: not set; several hosts need {", ".join(_VARIABLES)}'
+    )
+  elif _has_tpu():
+    jax.distributed.initialize()
+
+
+def _has_tpu() -> bool:
+  nodes = ('accel[0-9]*', 'vfio/[0-9]*')
+  found = any(any(pathlib.Path('/dev').glob(node)) for node in nodes)
+  wanted = os.environ.get('JAX_PLATFORMS', '') in ('', 'tpu', 'tpu,cpu')
+  return found and wanted and bool(importlib.util.find_spec('libtpu'))
+
+
+def first() -> bool:
+  """Whether this process is the one that writes and prints."""
+  return jax.process_index() == 0
+
+
+def say(line: str) -> None:
+  """Prints a line in the first process."""
+  if first():
+    print(line, flush=True)
+
+
+def share(number: int) -> range:
+  """Returns this process's part of so many things, one after another."""
+  count, process = jax.process_count(), jax.process_index()
+  return range(number * process // count, number * (process + 1) // count)
+
+
+def tell_all(value: Any) -> list[Any]:
+  """Returns what each process has put in, in their order; all must call it.
+
+  Args:
+    value: anything that can be pickled.
+  """
+  if jax.process_count() == 1:
+    return [value]
+  data = np.frombuffer(pickle.dumps(value), np.uint8)
+  sizes = multihost_utils.process_allgather(np.array([len(data)])).ravel()
+  padded = np.zeros(sizes.max(), np.uint8)
+  padded[: len(data)] = data
+  rows = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
+  return [
+    pickle.loads(row[: int(size)].tobytes())
+    for row, size in zip(rows, sizes, strict=True)
+  ]
+
+
+def abandon(status: int) -> None:
+  """Ends this process at once, if there are others.
+
+  They wait for it in their next exchange; that the connection breaks is what
+  stops them. Leaving in order would wait for them.
+  """
+  if jax.distributed.is_initialized() and jax.process_count() > 1:
+    os._exit(status)
