@@ -54,6 +54,8 @@ class Host:
   def call(self, kind: str, env: int, argument: Any) -> Answer:
     """Calls prepare, reset or step; whatever it raises becomes a line."""
     try:
+      if kind == 'step' and env not in self._envs:
+        raise LookupError('a step of an environment that has no episode')
       if env not in self._envs:
         self._envs[env] = (
           self._spare.pop()

@@ -1,7 +1,8 @@
 """Refuses a wrong configuration before any device or simulator starts.
 
 One line a problem, as `field=value: what is wrong; what is accepted`. Checks
-files on disk, numbers and names; builds nothing.
+files on disk, numbers and names; builds nothing. A model of the hub is fetched
+when all else is right.
 """
 
 import importlib.util
@@ -111,7 +112,8 @@ def validate(config: ml_collections.ConfigDict, *, needs_model: bool = True):
   problems = [*_values(config), *_combinations(config)]
   if not problems:
     problems += _missing_environment(config)
-    if needs_model:
+    # Nothing is fetched for a run that cannot be.
+    if needs_model and not (problems and _on_hub(config.model.path)):
       problems += _missing_model(config)
     if len(problems) > 1:
       problems.append(f'on any machine, without downloads: {TINY}')
@@ -133,7 +135,14 @@ def model_directory(path: str) -> str:
     return path
   if (root / path).exists():
     return str(root / path)
-  return huggingface.fetch(path) if huggingface.is_hub_name(path) else path
+  return huggingface.fetch(path) if _on_hub(path) else path
+
+
+def _on_hub(path: str | None) -> bool:
+  """Whether a model can only be a name on the hub."""
+  if not path or not huggingface.is_hub_name(path) or os.path.exists(path):
+    return False
+  return not (pathlib.Path(envs.__file__).parents[1] / path).exists()
 
 
 def env_kwargs(config: ml_collections.ConfigDict) -> dict:
@@ -272,6 +281,13 @@ def _missing_model(config: ml_collections.ConfigDict) -> Iterator[str]:
     yield from _too_small(1_540_000_000)
     return
   try:
+    if _on_hub(config.model.path):
+      # Before all of it is fetched.
+      small = huggingface.fetch(config.model.path, only_config=True)
+      small = huggingface.read_config(small)
+      if problems := list(_too_small(models.num_parameters(small))):
+        yield from problems
+        return
     directory = model_directory(config.model.path)
     model = huggingface.read_config(directory, dtype=config.model.dtype)
     huggingface.check(directory, model)

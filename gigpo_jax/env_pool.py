@@ -186,6 +186,7 @@ class EnvPool:
 
   def reset(self, env: int, task: base.Task) -> None:
     """Begins an episode; `receive` will give its first observation."""
+    self._check(env)
     # An answer of the episode before, not fetched, is not this one's.
     stale = [answer for answer in self._answers if answer[0] == env]
     for answer in stale:
@@ -213,6 +214,7 @@ class EnvPool:
 
   def prepare(self, env: int, task: base.Task) -> None:
     """Lets the environment's worker load a task ahead; never answered."""
+    self._check(env)
     if self._workers:
       self._recycle(env)
       self._submit('prepare', env, task)
@@ -228,7 +230,7 @@ class EnvPool:
 
     Returns:
       (environment, answer) pairs; empty only after the timeout. An episode
-      that is lost with its worker between two calls is answered unasked.
+      that cannot go on after its worker was lost is answered unasked.
 
     Raises:
       RuntimeError: if there is nothing to wait for.
@@ -328,7 +330,9 @@ class EnvPool:
     place = self._workers.index(w)
     guilty = None
     if w.sent and not w.died_idle and w.sent[0].kind in ('reset', 'step'):
-      guilty = w.sent[0].env
+      call = w.sent[0]
+      if call.episode == self._episodes[call.env]:
+        guilty = call.env
     lost = {env for env in self._running if self._place(env) == place}
     self._dismiss(w)
     self._leaving.remove(w.process)
@@ -340,9 +344,10 @@ class EnvPool:
       self._workers[place] = self._start()
       self.restarts += 1
     for env in sorted(lost):
-      spent = self._replays[env] == _MOST_REPLAYS
-      if env == guilty or spent or self._workers[place] is None:
+      if env == guilty or self._workers[place] is None:
         self._fail(env, reason)
+      elif self._replays[env] == _MOST_REPLAYS:
+        self._fail(env, f'lost its worker too often, at last because {reason}')
       else:
         self._replay(env)
 
@@ -357,11 +362,13 @@ class EnvPool:
 
   # Calls and answers.
 
+  def _check(self, env: int) -> None:
+    if not 0 <= env < self.num_envs:
+      raise IndexError(f'env={env}: the pool has {self.num_envs}')
+
   def _submit(
     self, kind: str, env: int, argument: Any, known: Reply | None = None
   ) -> None:
-    if not 0 <= env < self.num_envs:
-      raise IndexError(f'env={env}: the pool has {self.num_envs}')
     if not self._workers:
       call = _Call(kind, env, b'', self._episodes[env])
       self._take(call, *self._host.call(kind, env, argument))

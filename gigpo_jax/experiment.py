@@ -94,6 +94,7 @@ def _sampling_tensor(config, model: qwen.QwenConfig, devices) -> int:
     devices,
     sampler.parameter_bytes(model, config.rollout.weights),
     mesh.device_bytes(devices),
+    qwen.cuttable(model),
   )
   mesh.check(
     mesh.sampling_mesh(devices, tensor),

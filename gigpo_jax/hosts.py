@@ -35,14 +35,29 @@ def join() -> None:
   # Its handler swallows SIGTERM.
   jax.config.update('jax_enable_preemption_service', False)
   if not missing:
-    address, number, process = values
-    jax.distributed.initialize(address, int(number), int(process))
+    address, *numbers = values
+    for name, value in zip(_VARIABLES[1:], numbers, strict=True):
+      if not value.isdecimal():
+        raise ValueError(f'${name}={value}: must be a number')
+    jax.distributed.initialize(address, *map(int, numbers))
   elif len(missing) < len(_VARIABLES):
     raise ValueError(
       f'${missing[0]}=: not set; several hosts need {", ".join(_VARIABLES)}'
     )
   elif _has_tpu():
+    _join_slice()
+
+
+def _join_slice() -> None:
+  try:
     jax.distributed.initialize()
+  except (ValueError, RuntimeError, OSError) as error:
+    # A chip without the cloud's answers about its neighbours.
+    if jax.process_count() > 1:
+      raise ValueError(
+        f'several hosts, which do not find each other ({error}); set '
+        f'{", ".join(_VARIABLES)}'
+      ) from error
 
 
 def _has_tpu() -> bool:
@@ -79,7 +94,8 @@ def tell_all(value: Any) -> list[Any]:
     return [value]
   data = np.frombuffer(pickle.dumps(value), np.uint8)
   sizes = multihost_utils.process_allgather(np.array([len(data)])).ravel()
-  padded = np.zeros(sizes.max(), np.uint8)
+  # Of few sizes, for each is compiled.
+  padded = np.zeros(1 << max(12, int(sizes.max() - 1).bit_length()), np.uint8)
   padded[: len(data)] = data
   rows = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
   return [

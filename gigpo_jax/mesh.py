@@ -4,12 +4,15 @@ One table maps logical axes, the names that models give to the dimensions of
 their arrays, to mesh axes. Changing the parallelism is editing the table.
 """
 
+import math
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
+
+from gigpo_jax import hosts
 
 AXES = ('data', 'fsdp', 'tensor')
 
@@ -89,7 +92,8 @@ def sampling_mesh(mesh: jax.sharding.Mesh, tensor: int) -> jax.sharding.Mesh:
   """Returns the same devices, in the same order, as (data, 1, tensor).
 
   Sampling reads all parameters for every token, so they are cut over `tensor`
-  alone, and each group of that many devices has them whole.
+  alone, and each group of that many devices has them whole. A group is of
+  devices that follow each other in the mesh, and so mostly of one host.
 
   Raises:
     ValueError: if `tensor` does not divide the devices.
@@ -103,32 +107,37 @@ def sampling_mesh(mesh: jax.sharding.Mesh, tensor: int) -> jax.sharding.Mesh:
 
 
 def sampling_tensor(
-  mesh: jax.sharding.Mesh, parameter_bytes: int, device_bytes: int | None
+  mesh: jax.sharding.Mesh,
+  parameter_bytes: int,
+  device_bytes: int | None,
+  cuttable: int,
 ) -> int:
   """Returns over how many devices sampling should cut a model.
 
-  The fewest, doubling from the mesh's own `tensor`, that leave at least half
-  of a device's memory to the cache and to training.
+  The fewest, doubling from the mesh's own `tensor` as far as a host has it,
+  that leave at least half of a device's memory to the cache and to training.
 
   Args:
     mesh: the devices.
     parameter_bytes: of the model as it is sampled from.
-    device_bytes: memory of a device; None, unknown, leaves it at the mesh's.
+    device_bytes: memory of a device; None, unknown, is taken for enough.
+    cuttable: a multiple of every number into which the model can be cut.
   """
-  tensor = mesh.shape['tensor']
+  tensor = math.gcd(mesh.shape['tensor'], len(mesh.local_devices))
   while (
     device_bytes
     and parameter_bytes / tensor > device_bytes / 2
-    and mesh.size % (2 * tensor) == 0
+    and math.gcd(mesh.size, cuttable) % (2 * tensor) == 0
   ):
     tensor *= 2
   return tensor
 
 
 def device_bytes(mesh: jax.sharding.Mesh) -> int | None:
-  """Returns the memory of one device; None where it does not tell."""
+  """Returns the memory of the smallest device; None where they do not tell."""
   stats = mesh.local_devices[0].memory_stats() or {}
-  return stats.get('bytes_limit')
+  found = hosts.tell_all(stats.get('bytes_limit'))
+  return None if None in found else min(found)
 
 
 def on_one_host(mesh: jax.sharding.Mesh) -> bool:

@@ -21,6 +21,9 @@ from gigpo_jax import env_pool, hosts, sampler, tokenizer, trajectory
 # First number of a request's random stream: what the tokens are for.
 TRAIN, EVALUATION = 0, 1
 
+# Longest wait for environments of a process that shares its sampler.
+_SHARED_WAIT_SECS = 0.05
+
 SCHEDULES = ('async', 'lockstep')
 
 
@@ -141,7 +144,9 @@ class Roller:
       self.pool.prepare(env, tasks[group])
 
   def metrics(self) -> dict[str, float]:
-    """Returns what the last rollout of this process tells of itself.
+    """Returns what the last rollout tells of itself, names 'rollout/...'.
+
+    Of this process's part, restarts of environments apart.
 
     Of time and scheduling: the one thing that is not the same every time.
     """
@@ -159,7 +164,7 @@ class Roller:
       'env_wait_share': clock.env_wait_secs / seconds,
       'env_secs_per_step': sum(end - begin for begin, end in clock.env_spans)
       / max(len(clock.env_spans), 1),
-      'env_restarts': self.pool.restarts,
+      'env_restarts': sum(hosts.tell_all(self.pool.restarts)),
       'compilations': self.sampler.compilations,
     }
     return {f'rollout/{name}': float(value) for name, value in values.items()}
@@ -205,13 +210,15 @@ class _Rollout:
   def _receive(self) -> dict[int, base.Observation]:
     """Files what environments answered; returns what is to be answered now.
 
-    Waits for an answer if nothing is being sampled.
+    Waits for an answer if nothing is being sampled; not for long if other
+    processes wait for this one's next step.
     """
     if not self._called:
       return {}
     idle = not self._sampler.busy
     before = time.monotonic()
-    replies = self._pool.receive(None if idle else 0.0)
+    longest = _SHARED_WAIT_SECS if self._sampler.shared else None
+    replies = self._pool.receive(longest if idle else 0.0)
     now = time.monotonic()
     if idle:
       self._clock.env_wait_secs += now - before
@@ -242,9 +249,10 @@ class _Rollout:
 
   def _ask(self, observations: dict[int, base.Observation]) -> None:
     """Asks the policy for responses."""
-    if not observations:
+    # One may have been lost after it had answered.
+    envs = sorted(env for env in observations if env in self._running)
+    if not envs:
       return
-    envs = sorted(observations)
     fitted = self._roller.tokenizer.fit(
       [observations[env].prompt for env in envs],
       [observations[env].short_prompt for env in envs],

@@ -157,7 +157,8 @@ class Sampler:
   of the slots. Where all groups keep within a host, each process samples by
   itself, for its own requests. Otherwise all processes share one sampler: each
   has to make the same calls of `load` and `warm_up`, to go on with `step` and
-  to `finish`; what it submits, and gets back, is its own.
+  to `finish`; what it submits, and gets back, is its own. There the host's work
+  does not overlap with the device's: a step is told of after the one before.
 
   Args:
     config: shape of the model.
@@ -181,6 +182,7 @@ class Sampler:
   Attributes:
     stats: what happened since they were last taken.
     trace: whether they are to hold spans.
+    shared: whether the calls of `step` wait for other processes.
   """
 
   def __init__(
@@ -219,8 +221,8 @@ class Sampler:
     # Where all processes hold the parameters, and where this one samples.
     whole = mesh_lib.sampling_mesh(mesh, tensor or mesh.shape['tensor'])
     several = jax.process_count() > 1
-    self._shared = several and not mesh_lib.on_one_host(whole)
-    self._local = several and not self._shared
+    self.shared = several and not mesh_lib.on_one_host(whole)
+    self._local = several and not self.shared
     mesh = mesh_lib.local_mesh(whole) if self._local else whole
     shards = mesh_lib.batch_shards(mesh)
     if any(size % shards for size in batch_buckets):
@@ -409,20 +411,22 @@ class Sampler:
     What is returned was finished by the step before; this one is under way
     when the call returns.
     """
+    self._note_idleness()
     self._take_in(over=False)
     return self._advance()
 
   def finish(self) -> None:
     """Goes on for processes that share the sampler, until all call this."""
-    while self._shared and not self._take_in(over=True):
+    while self.shared and not self._take_in(over=True):
       self._advance()
+      self._note_idleness()
 
   # The host's part.
 
   def _take_in(self, *, over: bool) -> bool:
     """Queues what was submitted; returns whether all processes are `over`."""
     entries, self._submitted = self._submitted, []
-    if not self._shared:
+    if not self.shared:
       self._waiting += entries
       return over
     told = hosts.tell_all((entries, over))
@@ -433,11 +437,12 @@ class Sampler:
         self._waiting.append(entry)
     return all(over for _, over in told)
 
+  def _note_idleness(self) -> None:
+    if self._under_way and self._under_way.outputs[-1].is_ready():
+      self.stats.idle_secs += time.monotonic() - self._left
+
   def _advance(self) -> list[tuple[int, Completion]]:
-    now = time.monotonic()
     before = self._under_way
-    if before and before.outputs[-1].is_ready():
-      self.stats.idle_secs += now - self._left
     with jax.set_mesh(self._mesh):
       entries = self._admit()
       self._under_way = self._dispatch(entries) if entries else None

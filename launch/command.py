@@ -80,7 +80,7 @@ def _call(main: Callable[[ml_collections.ConfigDict, str], None]) -> None:
     sys.stderr.write(str(error).strip() + '\n')
     hosts.abandon(2)
     sys.exit(2)
-  except Exception:
+  except (Exception, KeyboardInterrupt):
     traceback.print_exc()
     hosts.abandon(1)
     sys.exit(1)

@@ -47,7 +47,7 @@ params = jax.tree.map(
   host, axes)
 assert not params['embed'].is_fully_addressable
 engine = shared.make_sampler(mesh, tensor=tensor)
-assert engine._shared == (tensor == 2)
+assert engine.shared == (tensor == 2)
 engine.warm_up(params)
 compiled = engine.compilations
 ours = [r for n, r in enumerate(shared.make_requests()) if n % 2 == number]
@@ -136,18 +136,18 @@ _TRAIN = (
 )
 
 
-def _start(workdir, **variables) -> subprocess.Popen:
-  flags = os.environ.get('XLA_FLAGS', '').split()
-  flags = [x for x in flags if 'device_count' not in x]
-  flags.append(f'--xla_force_host_platform_device_count={variables["devices"]}')
+def _start(workdir, *flags, **variables) -> subprocess.Popen:
+  xla = os.environ.get('XLA_FLAGS', '').split()
+  xla = [x for x in xla if 'device_count' not in x]
+  xla.append(f'--xla_force_host_platform_device_count={variables["devices"]}')
   names = {key: str(x) for key, x in variables.items() if key.isupper()}
   return subprocess.Popen(
-    [sys.executable, *_TRAIN, f'--workdir={workdir}'],
+    [sys.executable, *_TRAIN, f'--workdir={workdir}', *flags],
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
     cwd=ROOT,
-    env=os.environ | names | {'XLA_FLAGS': ' '.join(flags)},
+    env=os.environ | names | {'XLA_FLAGS': ' '.join(xla)},
   )
 
 
@@ -165,11 +165,12 @@ def _free_port() -> int:
     return free.getsockname()[1]
 
 
-def _processes(workdir) -> list[subprocess.Popen]:
+def _processes(workdir, *flags) -> list[subprocess.Popen]:
   address = f'127.0.0.1:{_free_port()}'
   return [
     _start(
       workdir,
+      *flags,
       devices=1,
       JAX_COORDINATOR_ADDRESS=address,
       JAX_NUM_PROCESSES=2,
@@ -179,9 +180,14 @@ def _processes(workdir) -> list[subprocess.Popen]:
   ]
 
 
-def test_two_processes_train_what_one_does(tmp_path):
+@pytest.mark.parametrize(
+  'flag',
+  ['--config.rollout.tensor=0', '--config.rollout.tensor=2'],
+  ids=['alone', 'shared'],
+)
+def test_two_processes_train_what_one_does(tmp_path, flag):
   alone = _start(tmp_path / 'one', devices=2)
-  together = _processes(tmp_path / 'two')
+  together = _processes(tmp_path / 'two', flag)
   try:
     told = [p.communicate(timeout=500) for p in (alone, *together)]
   finally:

@@ -179,10 +179,21 @@ def test_unsupported_models_are_refused(tmp_path):
     ({'use_sliding_window': True}, 'use_sliding_window is not supported'),
     ({'rope_scaling': {'type': 'yarn'}}, 'rotary scaling .* is not supported'),
     ({'rope_scaling': {'type': 'linear'}}, 'known: none .*, or yarn with'),
+    (
+      {
+        'rope_scaling': {
+          'type': 'yarn',
+          'factor': 4,
+          'original_max_position_embeddings': 16,
+          'truncate': False,
+        }
+      },
+      'known: none .*, or yarn with',
+    ),
     ({'model_type': 'qwen3', 'attention_bias': True}, 'attention_bias is not'),
     ({'vocab_size': None}, 'lacks vocab_size; all are needed'),
   ],
-  ids=['window', 'yarn', 'linear', 'bias', 'lacking'],
+  ids=['window', 'yarn', 'linear', 'ramp', 'bias', 'lacking'],
 )
 def test_unsupported_configs_are_refused(saved, change: dict, message: str):
   directory, _, _ = saved
@@ -201,6 +212,23 @@ def test_an_index_without_its_files_is_refused(saved):
     json.dumps({'weight_map': {'model.norm.weight': 'gone.safetensors'}})
   )
   with pytest.raises(ValueError, match='names gone.safetensors, which is not'):
+    huggingface.check(str(directory), config)
+
+
+def test_an_index_that_names_the_wrong_file_is_refused(saved):
+  directory, config, _ = saved
+  tensors = safetensors.numpy.load_file(directory / 'model.safetensors')
+  gone = tensors.pop('model.norm.weight')
+  safetensors.numpy.save_file(tensors, directory / 'model.safetensors')
+  safetensors.numpy.save_file({'odd': gone}, directory / 'b.safetensors')
+  weight_map = dict.fromkeys(tensors, 'model.safetensors')
+  weight_map['model.norm.weight'] = 'b.safetensors'
+  (directory / 'model.safetensors.index.json').write_text(
+    json.dumps({'weight_map': weight_map})
+  )
+  with pytest.raises(
+    ValueError, match=r'model\.norm\.weight is missing from b\.safetensors'
+  ):
     huggingface.check(str(directory), config)
 
 

@@ -104,20 +104,24 @@ def test_sampling_has_the_same_devices_and_no_fsdp():
 
 
 @pytest.mark.parametrize(
-  ('parameter_bytes', 'device_bytes', 'tensor'),
+  ('parameter_bytes', 'device_bytes', 'cuttable', 'tensor'),
   [
-    (10**9, None, 2),  # Unknown memory: as the mesh is.
-    (15, 16, 2),  # 7.5 of 16: less than a half.
-    (17, 16, 4),
-    (33, 16, 8),
-    (10**9, 16, 8),  # No more devices.
+    (10**9, None, 8, 2),  # Unknown memory: as the mesh is.
+    (15, 16, 8, 2),  # 7.5 of 16: less than a half.
+    (17, 16, 8, 4),
+    (33, 16, 24, 8),
+    (33, 16, 12, 4),  # Heads for four devices.
+    (10**9, 16, 16, 8),  # No more devices.
   ],
 )
 def test_sampling_cuts_a_model_as_the_memory_asks(
-  parameter_bytes, device_bytes, tensor
+  parameter_bytes, device_bytes, cuttable, tensor
 ):
   mesh = mesh_lib.make_mesh(1, -1, 2)
-  assert mesh_lib.sampling_tensor(mesh, parameter_bytes, device_bytes) == tensor
+  found = mesh_lib.sampling_tensor(
+    mesh, parameter_bytes, device_bytes, cuttable
+  )
+  assert found == tensor
 
 
 def test_rows_go_over_data_and_fsdp():

@@ -23,6 +23,7 @@ class Scripted:
     self._queue: list[tuple[int, sampler.Request]] = []
     self.waves: list[list[tuple[int, ...]]] = []
     self.compilations = 0
+    self.shared = False
     self._tickets = 0
 
   @property
@@ -74,6 +75,7 @@ def _collect(  # noqa: PLR0913
   num_workers=0,
   tasks=(0, 3),
   faults=None,
+  fault_step=0,
   schedule='lockstep',
   at_once=100,
   step_timeout_secs=30.0,
@@ -81,7 +83,7 @@ def _collect(  # noqa: PLR0913
   script = Scripted(text, at_once)
   with env_pool.EnvPool(
     'toy',
-    {'faults': faults or {}},
+    {'faults': faults or {}, 'fault_step': fault_step},
     num_envs=num_envs,
     num_workers=num_workers,
     step_timeout_secs=step_timeout_secs,
@@ -175,6 +177,24 @@ def test_a_failed_environment_is_marked_and_the_others_go_on(
   values = metrics.summarize(trajectories)
   assert values['train/failed_episodes'] == 2
   assert values['train/success_rate'] == 0.5
+
+
+@pytest.mark.parametrize('schedule', rollout.SCHEDULES)
+def test_an_episode_may_fail_after_it_has_answered(text, schedule):
+  # Task 4 loses its worker, on which task 0 then goes differently.
+  trajectories, _ = _collect(
+    text,
+    tasks=(0, 4, 1),
+    num_workers=1,
+    num_envs=6,
+    faults={0: 'moody', 4: 'exit'},
+    fault_step=1,
+    schedule=schedule,
+  )
+  failed = [bool(t.failure) for t in trajectories]
+  assert failed[2:] == [True, True, False, False]
+  if schedule == 'lockstep':  # Otherwise they may be over before that.
+    assert all('went differently' in t.failure for t in trajectories[:2])
 
 
 def test_schedules_play_the_same_tokens_with_a_real_model(text):

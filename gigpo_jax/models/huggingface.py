@@ -5,6 +5,7 @@ cast to float32 there; names that are missing, unknown or of another shape are
 refused with both shapes. Needs no torch.
 """
 
+import contextlib
 import functools
 import json
 import math
@@ -23,6 +24,7 @@ import safetensors
 import safetensors.numpy
 import tqdm
 
+from gigpo_jax import hosts
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import qwen
 
@@ -155,8 +157,18 @@ def _yarn(directory: str, rope: dict) -> qwen.Yarn | None:
   if kind == 'default':
     return None
   needed = ('factor', 'original_max_position_embeddings')
-  extra = [n for n in ('mscale', 'mscale_all_dim') if rope.get(n)]
-  if kind != 'yarn' or extra or any(name not in rope for name in needed):
+  plain = {
+    'mscale': (None, 0),
+    'mscale_all_dim': (None, 0),
+    'truncate': (None, True),
+    'partial_rotary_factor': (None, 1),
+  }
+  if (
+    kind != 'yarn'
+    or any(rope.get(name) not in values for name, values in plain.items())
+    or any(name not in rope for name in needed)
+    or rope['factor'] < 1
+  ):
     raise ValueError(
       f'model.path={directory}: rotary scaling {rope} is not supported; '
       f'known: none (rope_type default), or yarn with {" and ".join(needed)}'
@@ -253,8 +265,10 @@ def check(directory: str, config: qwen.QwenConfig) -> None:
     and name not in known_extra
     and not name.endswith('rotary_emb.inv_freq')
   ]
+  found = set()
   for path in sorted(set(files.values())):
     with _open(path) as tensors:
+      found |= set(tensors.keys())
       for name in tensors.keys():  # noqa: SIM118  (not a dict)
         if name not in expected:
           continue
@@ -263,6 +277,11 @@ def check(directory: str, config: qwen.QwenConfig) -> None:
           problems.append(
             f'{name} is {shape} in the file and {expected[name]} by config.json'
           )
+  problems += [
+    f'{name} is missing from {files[name].name}'
+    for name in expected
+    if name in files and name not in found
+  ]
   if problems:
     shown = '; '.join(problems[:4])
     more = f'; and {len(problems) - 4} more' if len(problems) > 4 else ''
@@ -286,7 +305,10 @@ def load(
   params: dict = {}
   entries = list(_entries(config))
   for path, layer, name, _, transposed in tqdm.tqdm(
-    entries, desc=f'reading {directory}', leave=False, disable=None
+    entries,
+    desc=f'reading {directory}',
+    leave=False,
+    disable=None if hosts.first() else True,
   ):
     node = params
     for key in path[:-1]:
@@ -355,20 +377,35 @@ def is_hub_name(path: str) -> bool:
 
 
 @functools.cache
-def fetch(name: str) -> str:
+def fetch(name: str, *, only_config: bool = False) -> str:
   """Returns the folder of a model of the hub, fetched if it is not cached.
+
+  What is cached stays as it is, though the hub may have a newer one, so that a
+  run goes on with what it began with.
 
   Args:
     name: organisation/name or organisation/name@revision.
+    only_config: whether its config.json will do.
 
   Raises:
     ValueError: in one line, if there is no such model, or no way to it.
   """
   name, _, revision = name.partition('@')
-  try:
-    return huggingface_hub.snapshot_download(
-      name, revision=revision or None, allow_patterns=_HUB_FILES
+  options = {
+    'revision': revision or None,
+    'allow_patterns': 'config.json' if only_config else _HUB_FILES,
+  }
+  with contextlib.suppress(Exception):  # Not there, or not whole.
+    folder = huggingface_hub.snapshot_download(
+      name, local_files_only=True, **options
     )
+    if only_config:
+      read_config(folder)
+    else:
+      _files(folder)
+    return folder
+  try:
+    return huggingface_hub.snapshot_download(name, **options)
   except Exception as error:  # Of the hub, of its HTTP client, of the disk.
     reason = ' '.join(str(error).split())[:160]
     raise ValueError(

@@ -185,6 +185,16 @@ def logical_axes(config: QwenConfig) -> dict[str, Any]:
   return _of_table(config, 1)
 
 
+def cuttable(config: QwenConfig) -> int:
+  """Returns a multiple of every number of parts the model can be cut into."""
+  return math.gcd(
+    config.num_heads,
+    config.num_kv_heads,
+    config.intermediate_size,
+    config.vocab_size,
+  )
+
+
 def init(config: QwenConfig, key: jax.Array) -> dict[str, Any]:
   """Returns random parameters; consumes the key.
 
@@ -339,7 +349,9 @@ def _rotary(positions_BL: jax.Array, config: QwenConfig) -> jax.Array:
   if yarn:
     stretched = _stretched(config)
     periods /= 1 - stretched + stretched / yarn.factor
-    factor = yarn.attention_factor or 0.1 * math.log(yarn.factor) + 1
+    factor = yarn.attention_factor
+    if factor is None:
+      factor = 0.1 * math.log(yarn.factor) + 1
   angles = positions_BL[..., None, None] / periods
   return factor * jnp.stack([jnp.cos(angles), jnp.sin(angles)])
 
