@@ -406,3 +406,20 @@ def test_norms_of_heads_are_not_quantized():
   assert [len(names) for names in axes] == [
     x.ndim for x in jax.tree.leaves(found)
   ]
+
+
+def test_logits_of_a_large_vocabulary_are_the_same(monkeypatch):
+  params = _params(TINY)
+  hidden = jax.random.normal(jax.random.key(2), (5, 1, 32))
+
+  def both(hidden):
+    logits = qwen.logits(TINY, params, hidden)
+    return logits, jax.grad(lambda h: qwen.logits(TINY, params, h).max())(
+      hidden
+    )
+
+  expected = jax.jit(both)(hidden)
+  monkeypatch.setattr(qwen, '_LARGE_VOCABULARY', 97)
+  found = jax.jit(lambda hidden: both(hidden))(hidden)
+  for a, b in zip(expected, found, strict=True):
+    np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5)

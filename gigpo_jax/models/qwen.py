@@ -28,6 +28,9 @@ _HIDDEN = -1e30
 _QUERY_BLOCKS = 4
 _MIN_QUERIES = 32
 
+# Rows and vocabulary between which logits are multiplied the other way round.
+_FEW_ROWS, _LARGE_VOCABULARY = 32, 2**15
+
 # Deeper networks decode by a scan over layers.
 _MAX_UNROLLED = 8
 
@@ -582,13 +585,28 @@ def logits(config: QwenConfig, params: dict, hidden: jax.Array) -> jax.Array:
   name = 'embed' if config.tie_embeddings else 'unembed'
   matrix = _whole(params[name], params.get(name + _SCALE), config.dtype)
   # Flat for the same reason as in `_project`.
-  flat = jnp.einsum(
-    'ND,VD->NV',
-    hidden.reshape(-1, config.hidden_size),
-    matrix,
-    preferred_element_type=jnp.float32,
-  )
-  return flat.reshape(*hidden.shape[:-1], config.vocab_size)
+  rows_ND = hidden.reshape(-1, config.hidden_size)
+
+  def multiply(rows_ND: jax.Array, matrix_VD: jax.Array) -> jax.Array:
+    return jnp.einsum(
+      'ND,VD->NV', rows_ND, matrix_VD, preferred_element_type=jnp.float32
+    )
+
+  def multiply_turned(rows_ND: jax.Array, matrix_VD: jax.Array) -> jax.Array:
+    flat_VN = jnp.einsum(
+      'VD,ND->VN', matrix_VD, rows_ND, preferred_element_type=jnp.float32
+    )
+    # Or XLA would turn it back.
+    return jax.lax.optimization_barrier(flat_VN).T
+
+  # Few rows by a large matrix: twice as fast the other way round on a CPU.
+  if rows_ND.shape[0] <= _FEW_ROWS and config.vocab_size >= _LARGE_VOCABULARY:
+    flat_NV = jax.lax.platform_dependent(
+      rows_ND, matrix, cpu=multiply_turned, default=multiply
+    )
+  else:
+    flat_NV = multiply(rows_ND, matrix)
+  return flat_NV.reshape(*hidden.shape[:-1], config.vocab_size)
 
 
 def token_log_probs(
