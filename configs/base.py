@@ -121,7 +121,8 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.loss.entropy_weight = 0.001  # code
   # token_mean | sequence_mean | fixed_length
   config.loss.aggregation = 'token_mean'
-  # learner: recomputed before the first update; sampler: as sampled.
+  # learner: recomputed before the first update; sampler: as sampled, which
+  # is cheaper, and in the last bits depends on how requests were scheduled.
   config.loss.old_log_probs = 'learner'
   # Bound of the weight that makes up for the sampler's other arithmetic, e.g.
   # 2.0; needs old_log_probs=learner. None: off.
