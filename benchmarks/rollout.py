@@ -259,9 +259,7 @@ def differences(options: argparse.Namespace) -> None:
     )
     tokens, differing, log_probs = 0, 0, []
     for a, b in zip(together, few, strict=True):
-      same = len(a.ids) if np.array_equal(a.ids, b.ids) else 0
-      if not same:
-        same = int(np.argmax(a.ids != b.ids))
+      same = int(np.cumprod(a.ids == b.ids).sum())
       tokens, differing = tokens + len(a.ids), differing + len(a.ids) - same
       log_probs.append(np.abs(a.log_probs[:same] - b.log_probs[:same]))
     found = np.concatenate(log_probs)

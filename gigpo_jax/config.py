@@ -130,19 +130,20 @@ def model_directory(path: str) -> str:
   Raises:
     ValueError: in one line, if it is not on the hub, or the hub not reached.
   """
-  root = pathlib.Path(envs.__file__).parents[1]
-  if os.path.isabs(path) or os.path.exists(path):
-    return path
-  if (root / path).exists():
-    return str(root / path)
-  return huggingface.fetch(path) if _on_hub(path) else path
+  if _on_hub(path):
+    return huggingface.fetch(path)
+  return _here(path) or path
+
+
+def _here(path: str) -> str | None:
+  """Returns where a path is, from this folder or from the project's."""
+  inside = pathlib.Path(envs.__file__).parents[1] / path
+  return next((str(p) for p in (path, inside) if os.path.exists(p)), None)
 
 
 def _on_hub(path: str | None) -> bool:
   """Whether a model can only be a name on the hub."""
-  if not path or not huggingface.is_hub_name(path) or os.path.exists(path):
-    return False
-  return not (pathlib.Path(envs.__file__).parents[1] / path).exists()
+  return bool(path) and huggingface.is_hub_name(path) and not _here(path)
 
 
 def env_kwargs(config: ml_collections.ConfigDict) -> dict:

@@ -11,6 +11,7 @@ to be is a failure, too, and so is one that has lost its worker too often.
 import atexit
 import collections
 import dataclasses
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -356,8 +357,10 @@ class EnvPool:
     self._replays[env] += 1
     calls = [('reset', self._tasks[env])]
     calls += [('step', response) for response in self._responses[env]]
-    replies = [*self._replies[env]] + [None]
-    for (kind, argument), known in zip(calls, replies, strict=False):
+    # What is still to be answered has no reply to be known by.
+    for (kind, argument), known in itertools.zip_longest(
+      calls, self._replies[env]
+    ):
       self._submit(kind, env, argument, known=known)
 
   # Calls and answers.

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import jax
 import ml_collections
-import tqdm
 
 from envs import base
 from gigpo_jax import config as config_lib
@@ -28,12 +27,7 @@ def evaluate(
 
   A task whose environment broke off counts as failed, and is counted beside.
   """
-  with tqdm.tqdm(
-    total=len(hosts.share(len(panel))),
-    desc='evaluation',
-    leave=False,
-    disable=None if hosts.first() else True,
-  ) as bar:
+  with hosts.bar(total=len(hosts.share(len(panel))), desc='evaluation') as bar:
     trajectories = roller.collect(
       params,
       panel,

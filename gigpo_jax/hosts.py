@@ -9,10 +9,13 @@ import importlib.util
 import os
 import pathlib
 import pickle
-from typing import Any
+import sys
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
+import tqdm
 from jax.experimental import multihost_utils
 
 _VARIABLES = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
@@ -78,6 +81,12 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
+def bar(steps: Iterable | None = None, **kwargs) -> tqdm.tqdm:
+  """Returns a progress bar, seen in the first process's terminal alone."""
+  disable = None if first() else True
+  return tqdm.tqdm(steps, leave=False, disable=disable, **kwargs)
+
+
 def share(number: int) -> range:
   """Returns this process's part of so many things, one after another."""
   count, process = jax.process_count(), jax.process_index()
@@ -104,11 +113,12 @@ def tell_all(value: Any) -> list[Any]:
   ]
 
 
-def abandon(status: int) -> None:
-  """Ends this process at once, if there are others.
+def leave(status: int) -> NoReturn:
+  """Ends this process; at once, if there are others.
 
   They wait for it in their next exchange; that the connection breaks is what
   stops them. Leaving in order would wait for them.
   """
   if jax.distributed.is_initialized() and jax.process_count() > 1:
     os._exit(status)
+  sys.exit(status)

@@ -246,15 +246,18 @@ def place_rows(mesh: jax.sharding.Mesh, arrays: Any) -> Any:
         f'{array.shape[0]} rows do not divide over {shards} parts of the mesh '
         '(data x fsdp); must be a multiple'
       )
-  return jax.tree.map(lambda x: place(x, batch_sharding(mesh)), arrays)
+  return place(arrays, batch_sharding(mesh))
 
 
-def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-  """Puts a host array, the same in all processes, on the devices."""
+def place(arrays: Any, sharding: NamedSharding) -> Any:
+  """Puts a tree of host arrays, the same in all processes, on the devices."""
   if sharding.is_fully_addressable:
-    return jax.device_put(array, sharding)
-  return jax.make_array_from_callback(
-    array.shape, sharding, lambda index: array[index]
+    return jax.device_put(arrays, sharding)
+  return jax.tree.map(
+    lambda x: jax.make_array_from_callback(
+      x.shape, sharding, lambda index: x[index]
+    ),
+    arrays,
   )
 
 

@@ -144,15 +144,6 @@ class NullWriter:
     """Holds nothing."""
 
 
-def make_writer(
-  workdir: str, first_iteration: int, reports: bool
-) -> Writer | NullWriter:
-  """Returns a writer for a process that reports, or for one that does not."""
-  if not reports:
-    return NullWriter()
-  return Writer(workdir, first_iteration=first_iteration)
-
-
 def read(workdir: str | pathlib.Path) -> list[dict]:
   """Returns the lines of a run's metrics.jsonl that are whole."""
   path = pathlib.Path(workdir) / _FILE

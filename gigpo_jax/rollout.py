@@ -112,9 +112,8 @@ class Roller:
       G x N trajectories, group by group, member by member.
     """
     episodes = [
-      _Episode(task, group, member)
-      for group, task in enumerate(tasks)
-      if group in hosts.share(len(tasks))
+      _Episode(tasks[group], group, member)
+      for group in hosts.share(len(tasks))
       for member in range(episodes_per_group)
     ]
     self.clock = Clock(begin=time.monotonic())
@@ -146,9 +145,8 @@ class Roller:
   def metrics(self) -> dict[str, float]:
     """Returns what the last rollout tells of itself, names 'rollout/...'.
 
-    Of this process's part, restarts of environments apart.
-
-    Of time and scheduling: the one thing that is not the same every time.
+    Of time and scheduling: the one thing that is not the same every time. Of
+    several processes it is about this one, restarts of environments apart.
     """
     stats, clock = self.stats, self.clock
     seconds = max(clock.total_secs, 1e-9)

@@ -5,7 +5,6 @@ import time
 
 import jax
 import ml_collections
-import tqdm
 
 from gigpo_jax import (
   algorithms,
@@ -88,7 +87,11 @@ def _run(config, workdir, policy, pool, checkpointer) -> None:
     saved, state, _ = checkpointer.restore(checkpoint.abstract(state))
     first_iteration = saved + 1
     hosts.say(f'resuming {workdir} after iteration {saved}')
-  writer = metrics.make_writer(workdir, first_iteration, hosts.first())
+  writer = (
+    metrics.Writer(workdir, first_iteration=first_iteration)
+    if hosts.first()
+    else metrics.NullWriter()
+  )
   hosts.say(f'compiling for {len(jax.devices())} device(s)')
   with experiment.explained(*_SAMPLER_MEMORY):
     policy.sampler.warm_up(state.params)
@@ -114,11 +117,9 @@ def _run(config, workdir, policy, pool, checkpointer) -> None:
     tasks = task_sampler.at(iteration)
     policy.sampler.trace = hosts.first() and iteration == first_iteration
     rollout_begin = time.monotonic()
-    with tqdm.tqdm(
+    with hosts.bar(
       total=len(hosts.share(len(tasks))) * config.rollout.episodes_per_group,
       desc=f'iteration {iteration}',
-      leave=False,
-      disable=None if hosts.first() else True,
     ) as bar:
       trajectories = roller.collect(
         state.params,
@@ -189,4 +190,4 @@ def _run(config, workdir, policy, pool, checkpointer) -> None:
     tokenizer_directory=policy.tokenizer.directory,
   )
   if hosts.first():
-    hosts.say(f'learning curve: {metrics.plot(workdir)}')
+    print(f'learning curve: {metrics.plot(workdir)}', flush=True)

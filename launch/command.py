@@ -77,13 +77,10 @@ def _call(main: Callable[[ml_collections.ConfigDict, str], None]) -> None:
   try:
     main(_CONFIG.value, workdir)
   except ValueError as error:
-    sys.stderr.write(str(error).strip() + '\n')
-    hosts.abandon(2)
-    sys.exit(2)
+    _refuse(str(error), hosts.leave)
   except (Exception, KeyboardInterrupt):
     traceback.print_exc()
-    hosts.abandon(1)
-    sys.exit(1)
+    hosts.leave(1)
 
 
 def _default_workdir() -> str:
@@ -93,6 +90,6 @@ def _default_workdir() -> str:
   return str(pathlib.Path('runs') / name)
 
 
-def _refuse(text: str) -> None:
+def _refuse(text: str, leave: Callable[[int], None] = sys.exit) -> None:
   sys.stderr.write(text.strip() + '\n')
-  sys.exit(2)
+  leave(2)

@@ -22,7 +22,6 @@ import ml_dtypes  # noqa: F401  (teaches numpy, and so safetensors, bfloat16)
 import numpy as np
 import safetensors
 import safetensors.numpy
-import tqdm
 
 from gigpo_jax import hosts
 from gigpo_jax import mesh as mesh_lib
@@ -304,11 +303,8 @@ def load(
   placed = mesh_lib.shardings(mesh, qwen.logical_axes(config))
   params: dict = {}
   entries = list(_entries(config))
-  for path, layer, name, _, transposed in tqdm.tqdm(
-    entries,
-    desc=f'reading {directory}',
-    leave=False,
-    disable=None if hosts.first() else True,
+  for path, layer, name, _, transposed in hosts.bar(
+    entries, desc=f'reading {directory}'
   ):
     node = params
     for key in path[:-1]:
@@ -438,7 +434,7 @@ def save(
     dtype: of the tensors in the file.
   """
   root = pathlib.Path(directory)
-  ours = jax.process_index() == 0
+  ours = hosts.first()
   if ours:
     root.mkdir(parents=True, exist_ok=True)
     # Left over from another export, they would be read along.

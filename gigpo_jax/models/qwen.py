@@ -232,13 +232,13 @@ _SCALE = '_scale'
 
 # Dimensions that a matrix is multiplied over, without that of the layers.
 _CONTRACTED = {
-  'q': (0,),
-  'k': (0,),
-  'v': (0,),
-  'o': (0, 1),
-  'gate': (0,),
-  'up': (0,),
-  'down': (0,),
+  ('attention', 'q'): (0,),
+  ('attention', 'k'): (0,),
+  ('attention', 'v'): (0,),
+  ('attention', 'o'): (0, 1),
+  ('mlp', 'gate'): (0,),
+  ('mlp', 'up'): (0,),
+  ('mlp', 'down'): (0,),
 }
 
 
@@ -247,7 +247,7 @@ def _quantized(
   matrix: Callable,
   other: Callable,
   depth: int = 0,
-  of_norms: bool = False,
+  group: str = '',
 ) -> dict:
   """Returns a tree like `quantize`'s.
 
@@ -256,18 +256,18 @@ def _quantized(
     matrix: makes a leaf and its scale's of a matrix and what it contracts.
     other: makes a leaf of another.
     depth: dimensions of a leaf that stand before those of a layer.
-    of_norms: whether it holds the weights of norms.
+    group: its name in the tree above.
   """
   found = {}
   for name, leaf in tree.items():
     if isinstance(leaf, dict):
       found[name] = _quantized(
-        leaf, matrix, other, int(name == 'layers') or depth, name == 'norm'
+        leaf, matrix, other, int(name == 'layers') or depth, name
       )
     elif name in ('embed', 'unembed'):
       found[name], found[name + _SCALE] = matrix(leaf, (1,))
-    elif name in _CONTRACTED and not of_norms:
-      axes = tuple(axis + depth for axis in _CONTRACTED[name])
+    elif (group, name) in _CONTRACTED:
+      axes = tuple(axis + depth for axis in _CONTRACTED[group, name])
       found[name], found[name + _SCALE] = matrix(leaf, axes)
     else:
       found[name] = other(leaf)
