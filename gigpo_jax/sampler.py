@@ -30,8 +30,10 @@ from gigpo_jax.models import qwen
 
 _NEVER = -1e30
 _NUMBERS = 5  # of a stream
-# Prompts read at once: one, so many, or as many as there are slots.
+# Prompts read at once: one, so many, or as many as there are slots. On a CPU
+# one or so many: what more of them need does not fit into its own cache.
 _READ_AT_ONCE = 8
+_READ_AT_ONCE_ON_CPU = 4
 # Steps for which a smaller cache would have done before it is made smaller.
 _PATIENCE = 4
 
@@ -233,10 +235,7 @@ class Sampler:
     self._whole, self._mesh = whole, mesh
     self._prompt_buckets = tuple(prompt_buckets)
     self._row_buckets = tuple(batch_buckets)
-    most = batch_buckets[-1]
-    self._read_buckets = tuple(
-      sorted({shards, min(_READ_AT_ONCE * shards, most), most})
-    )
+    self._read_buckets = _read_buckets(mesh, shards, batch_buckets[-1])
     self._length_buckets = tuple(
       size + max_completion_tokens for size in prompt_buckets
     )
@@ -650,6 +649,17 @@ def parameter_bytes(config: qwen.QwenConfig, weights: str) -> int:
   prepare = functools.partial(_prepare, config, weights == 'int8')
   params = jax.eval_shape(lambda: prepare(qwen.init(config, jax.random.key(0))))
   return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+
+
+def _read_buckets(
+  mesh: jax.sharding.Mesh, shards: int, slots: int
+) -> tuple[int, ...]:
+  """Returns how many prompts are read at once, rising."""
+  if mesh.devices.flat[0].platform == 'cpu':
+    sizes = {shards, min(_READ_AT_ONCE_ON_CPU * shards, slots)}
+  else:
+    sizes = {shards, min(_READ_AT_ONCE * shards, slots), slots}
+  return tuple(sorted(sizes))
 
 
 def _bucket(sizes: Sequence[int], needed: int) -> int:
