@@ -10,9 +10,10 @@ purchases is as recorded, with the original engine and this tagger.
 The two taggers can only differ about purchases of a WRONG product: one's own
 title always shares all its nouns. How much hangs on them, from 20,000 random
 pairs of products each (bought, wanted), anywhere in the shop and with the same
-query: TextBlob reading whole titles instead of single words changes the type
-part of 0.9 % and 3.9 %, and whether it is 1 of 0.2 % and 3.0 %. Taking every
-word for a noun, which is worse than any tagger: 48 % and 24 %; 2 % and 16 %.
+query (benchmarks/webshop_titles.py): TextBlob reading whole titles instead of
+single words changes the type part of 1.0 % and 3.4 %, and whether it is 1 of
+0.2 % and 2.7 %. Taking every word for a noun, which is worse than any tagger:
+48 % and 25 %; 2 % and 16 %.
 """
 
 import functools
