@@ -22,8 +22,7 @@ def _whole(title: str) -> tuple[str, ...]:
   """Returns the nouns of a title that is read as one text."""
   from textblob import en
 
-  cut = ' '.join(titles.words(title))
-  found = en.parser.find_tags(cut.split())
+  found = en.parser.find_tags(titles.words(title))
   return tuple(word.lower() for word, tag in found if tag.startswith('NN'))
 
 
@@ -65,10 +64,11 @@ def main() -> None:
     return bought, wanted
 
   queries = [found for found in by_query.values() if len(found) > 1]
-  sizes = np.array([len(found) for found in queries], float)
+  sizes = np.array([len(found) for found in queries])
+  shares = sizes / sizes.sum()
 
   def same_query() -> tuple[int, int]:
-    found = queries[rng.choice(len(queries), p=sizes / sizes.sum())]
+    found = queries[rng.choice(len(queries), p=shares)]
     bought, wanted = rng.choice(found, 2, replace=False)
     return bought, wanted
 
