@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax.models import huggingface, qwen
+from gigpo_jax.models import attention, huggingface, qwen
 
 TINY = qwen.QwenConfig(
   vocab_size=97,
@@ -20,7 +20,7 @@ TINY = qwen.QwenConfig(
   head_dim=8,
   rope_theta=1e4,
   dtype='float32',
-  remat=False,
+  remat='none',
 )
 
 
@@ -65,7 +65,14 @@ def _reference(  # noqa: PLR0913
   import transformers
 
   torch.manual_seed(seed)
-  options = {'head_dim': 12} if family == 'Qwen3' else {}
+  options = {'head_dim': 12} if family != 'Qwen2' else {}
+  if family == 'Qwen3Moe':
+    options |= {
+      'num_experts': 6,
+      'num_experts_per_tok': 2,
+      'moe_intermediate_size': 20,
+      'norm_topk_prob': tied,
+    }
   if rope:
     options['rope_parameters'] = rope | {'rope_theta': 1e4}
   config = getattr(transformers, f'{family}Config')(
@@ -97,6 +104,8 @@ def _reference(  # noqa: PLR0913
     (True, 4, 2, 'Qwen3', None),
     (False, 5, 5, 'Qwen3', YARN | {'attention_factor': 0.7}),
     (False, 4, 1, 'Qwen3', YARN | {'beta_fast': 8.0, 'beta_slow': 2.0}),
+    (False, 4, 2, 'Qwen3Moe', None),
+    (True, 3, 1, 'Qwen3Moe', YARN),
   ],
 )
 def test_logits_agree_with_transformers(  # noqa: PLR0913
@@ -118,7 +127,7 @@ def test_logits_agree_with_transformers(  # noqa: PLR0913
   full = qwen.logits(
     config,
     params,
-    qwen.hidden_states(config, params, tokens, np.full(3, 80)),
+    qwen.hidden_states(config, params, tokens),
   )
   np.testing.assert_allclose(full, expected, rtol=0, atol=tolerance)
 
@@ -196,11 +205,11 @@ def test_logits_agree_with_stored_numbers():
     head_dim=4,
     rope_theta=1e4,
     dtype='float32',
-    remat=False,
+    remat='none',
   )
   params = _sines(config)
   tokens = np.array([[1, 5, 9, 2, 7]], np.int32)
-  hidden = qwen.hidden_states(config, params, tokens, np.array([5]))
+  hidden = qwen.hidden_states(config, params, tokens)
   last = qwen.logits(config, params, hidden)[0, -1]
   np.testing.assert_allclose(last, GOLDEN_LOGITS, rtol=0, atol=2e-5)
 
@@ -230,23 +239,21 @@ GOLDEN_LOGITS = np.array(
 
 def test_padding_and_neighbours_change_nothing():
   params, tokens = _params(TINY), _tokens(2, 16)
-  lengths = np.array([10, 16], np.int32)
-  both = qwen.hidden_states(TINY, params, tokens, lengths)
+  both = qwen.hidden_states(TINY, params, tokens)
   changed = tokens.copy()
   changed[0, 10:] = 0
-  alone = qwen.hidden_states(TINY, params, changed[:1], lengths[:1])
+  alone = qwen.hidden_states(TINY, params, changed[:1])
   np.testing.assert_allclose(both[0, :10], alone[0, :10], atol=1e-5)
 
 
 @pytest.mark.parametrize(('least', 'blocks'), [(1, 4), (3, 7), (64, 4)])
 def test_blocks_of_queries_change_nothing(monkeypatch, least, blocks):
   params, tokens = _params(TINY), _tokens(2, 23)
-  lengths = np.array([23, 23], np.int32)
-  monkeypatch.setattr(qwen, '_QUERY_BLOCKS', 1)
-  whole = qwen.hidden_states(TINY, params, tokens, lengths)
-  monkeypatch.setattr(qwen, '_QUERY_BLOCKS', blocks)
-  monkeypatch.setattr(qwen, '_MIN_QUERIES', least)
-  found = qwen.hidden_states(TINY, params, tokens, lengths)
+  monkeypatch.setattr(attention, '_QUERY_BLOCKS', 1)
+  whole = qwen.hidden_states(TINY, params, tokens)
+  monkeypatch.setattr(attention, '_QUERY_BLOCKS', blocks)
+  monkeypatch.setattr(attention, '_MIN_QUERIES', least)
+  found = qwen.hidden_states(TINY, params, tokens)
   np.testing.assert_allclose(
     found, whole, rtol=0, atol=1e-5 * np.abs(whole).max()
   )
@@ -258,7 +265,7 @@ def test_decoding_step_by_step_equals_the_whole(monkeypatch, unrolled, dtype):
   monkeypatch.setattr(qwen, '_MAX_UNROLLED', unrolled)
   config = dataclasses.replace(TINY, dtype=dtype)
   params, tokens = _params(config, scale=2.0), _tokens(3, 20)
-  hidden = qwen.hidden_states(config, params, tokens, np.full(3, 20))
+  hidden = qwen.hidden_states(config, params, tokens)
   expected = np.asarray(qwen.logits(config, params, hidden))
   # Roundings of bfloat16 differ by 2^-8 and add up over layers.
   limit = (2e-5 if dtype == 'float32' else 0.05) * np.abs(expected).max()
@@ -288,7 +295,7 @@ def test_decoding_step_by_step_equals_the_whole(monkeypatch, unrolled, dtype):
 @pytest.mark.parametrize('chunk', [1, 5, 64])
 def test_token_log_probs_are_those_of_the_logits(chunk: int):
   params, tokens = _params(TINY), _tokens(2, 13)
-  hidden = qwen.hidden_states(TINY, params, tokens, np.array([13, 13]))
+  hidden = qwen.hidden_states(TINY, params, tokens)
   targets = _tokens(2, 13, seed=5)
   log_probs, entropy = qwen.token_log_probs(
     TINY, params, hidden, targets, temperature=0.7, chunk=chunk
@@ -312,7 +319,7 @@ def test_completion_log_probs_look_at_the_token_before():
     np.array([9, 14]),
     max_completion=5,
   )
-  hidden = qwen.hidden_states(TINY, params, tokens, np.array([16, 16]))
+  hidden = qwen.hidden_states(TINY, params, tokens)
   full = jax.nn.log_softmax(qwen.logits(TINY, params, hidden))
   for row, prompt in enumerate((4, 9)):
     for c in range(5):
@@ -320,7 +327,8 @@ def test_completion_log_probs_look_at_the_token_before():
       np.testing.assert_allclose(log_probs[row, c], expected, atol=1e-5)
 
 
-def test_remat_changes_nothing():
+@pytest.mark.parametrize('remat', ['matrices', 'layer'])
+def test_remat_changes_nothing(remat):
   params, tokens = _params(TINY), _tokens(2, 12)
 
   def loss(config, params):
@@ -335,28 +343,50 @@ def test_remat_changes_nothing():
     return log_probs.sum()
 
   plain = jax.grad(lambda p: loss(TINY, p))(params)
-  remat = dataclasses.replace(TINY, remat=True)
-  again = jax.grad(lambda p: loss(remat, p))(params)
+  config = dataclasses.replace(TINY, remat=remat)
+  again = jax.grad(lambda p: loss(config, p))(params)
   jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), plain, again
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4),
+    plain,
+    again,
   )
 
 
-@pytest.mark.parametrize('sizes', [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2)])
-def test_a_mesh_of_eight_computes_what_one_device_does(sizes):
-  config = dataclasses.replace(TINY, vocab_size=104)
+EXPERTS = dataclasses.replace(
+  TINY,
+  num_experts=4,
+  experts_per_token=2,
+  intermediate_size=16,
+  qkv_bias=False,
+  qk_norm=True,
+)
+
+
+@pytest.mark.parametrize(
+  ('shape', 'sizes'),
+  [
+    (TINY, {'data': 8}),
+    (TINY, {'fsdp': 8}),
+    (TINY, {'data': 2, 'fsdp': 2, 'tensor': 2}),
+    (TINY, {'fsdp': 4, 'tensor': 2}),
+    (TINY, {'fsdp': 2, 'sequence': 2, 'tensor': 2}),
+    (EXPERTS, {'fsdp': 8}),
+    (EXPERTS, {'fsdp': 2, 'expert': 2, 'tensor': 2}),
+    (EXPERTS, {'expert': 4, 'sequence': 2}),
+  ],
+  ids=lambda x: str(x) if isinstance(x, dict) else str(x.num_experts),
+)
+def test_a_mesh_of_eight_computes_what_one_device_does(shape, sizes):
+  config = dataclasses.replace(shape, vocab_size=104)
   params, tokens = _params(config), _tokens(8, 12)
-  lengths = np.full(8, 12, np.int32)
-  expected = qwen.hidden_states(config, params, tokens, lengths)
-  mesh = mesh_lib.make_mesh(*sizes)
+  expected = qwen.hidden_states(config, params, tokens)
+  mesh = mesh_lib.make_mesh(**{'data': 1, 'fsdp': 1, 'tensor': 1} | sizes)
   placed = jax.device_put(
     params, mesh_lib.shardings(mesh, qwen.logical_axes(config))
   )
   rows = jax.device_put(tokens, mesh_lib.batch_sharding(mesh))
   with jax.set_mesh(mesh):
-    found = jax.jit(lambda p, t: qwen.hidden_states(config, p, t, lengths))(
-      placed, rows
-    )
+    found = jax.jit(lambda p, t: qwen.hidden_states(config, p, t))(placed, rows)
   # Sums over devices in another order: float32 against float64 is as far.
   np.testing.assert_allclose(
     found, expected, rtol=0, atol=2e-5 * np.abs(expected).max()
@@ -383,10 +413,9 @@ def test_whole_logits_never_exist():
 
 def test_bfloat16_compute_stays_near_float32():
   params, tokens = _params(TINY, scale=1.0), _tokens(2, 12)
-  lengths = np.array([12, 12])
-  exact = qwen.hidden_states(TINY, params, tokens, lengths)
+  exact = qwen.hidden_states(TINY, params, tokens)
   half = dataclasses.replace(TINY, dtype='bfloat16')
-  rough = qwen.hidden_states(half, params, tokens, lengths)
+  rough = qwen.hidden_states(half, params, tokens)
   assert rough.dtype == jnp.bfloat16
   assert np.abs(np.asarray(rough, np.float32) - exact).mean() < 0.02
 

@@ -6,6 +6,7 @@ refused with both shapes. Needs no torch.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -14,6 +15,7 @@ import pathlib
 import re
 import shutil
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import huggingface_hub
 import jax
@@ -25,7 +27,7 @@ import safetensors.numpy
 
 from gigpo_jax import hosts
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax.models import qwen
+from gigpo_jax.models import lora, qwen
 
 # Largest file of an export, and what a download of the hub is to bring.
 FILE_BYTES = 5 * 10**9
@@ -57,6 +59,7 @@ _NEEDED = (
 _FAMILIES = {
   'qwen2': {'qkv_bias': True, 'qk_norm': False},
   'qwen3': {'qkv_bias': False, 'qk_norm': True},
+  'qwen3_moe': {'qkv_bias': False, 'qk_norm': True},
 }
 
 # Ours within a layer: (theirs, whether stored as (out, in)).
@@ -71,6 +74,10 @@ _LAYER_NAMES = {
   ('mlp', 'gate'): ('mlp.gate_proj.weight', True),
   ('mlp', 'up'): ('mlp.up_proj.weight', True),
   ('mlp', 'down'): ('mlp.down_proj.weight', True),
+  ('experts', 'router'): ('mlp.gate.weight', True),
+  ('experts', 'gate'): ('mlp.experts.{}.gate_proj.weight', True),
+  ('experts', 'up'): ('mlp.experts.{}.up_proj.weight', True),
+  ('experts', 'down'): ('mlp.experts.{}.down_proj.weight', True),
   ('norm', 'attention'): ('input_layernorm.weight', False),
   ('norm', 'mlp'): ('post_attention_layernorm.weight', False),
   ('norm', 'q'): ('self_attn.q_norm.weight', False),
@@ -83,15 +90,34 @@ _TOP_NAMES = {
 }
 
 
+class _Tensor(NamedTuple):
+  """A tensor of a checkpoint, and where it is in our parameters.
+
+  Attributes:
+    path: of the array in the tree.
+    index: of the tensor in the array: (), (layer,) or (layer, expert).
+    name: in the file.
+    shape: in the file.
+    transposed: whether it is stored as (out, in).
+  """
+
+  path: tuple[str, ...]
+  index: tuple[int, ...]
+  name: str
+  shape: tuple[int, ...]
+  transposed: bool
+
+
 def read_config(
-  directory: str, *, dtype: str = 'bfloat16', remat: bool = False
+  directory: str, *, dtype: str = 'bfloat16', remat: str = 'none', **choices
 ) -> qwen.QwenConfig:
   """Returns the shape of a checkpoint's model from its config.json.
 
   Args:
     directory: the checkpoint.
     dtype: compute type.
-    remat: whether to recompute activations in the backward pass.
+    remat: what the backward pass computes again; see `qwen.REMATS`.
+    **choices: other fields of the config that a checkpoint does not tell.
 
   Raises:
     ValueError: in one line, if there is none or the model is not supported.
@@ -112,7 +138,7 @@ def read_config(
   if kind not in _FAMILIES:
     raise ValueError(
       f'model.path={directory}: model_type {kind} is not supported; known: '
-      'qwen2 (Qwen2, Qwen2.5), qwen3 (dense)'
+      'qwen2 (Qwen2, Qwen2.5), qwen3, qwen3_moe'
     )
   # Files of 2024-25 have rope_theta at the top, later ones inside.
   rope = raw.get('rope_parameters') or raw.get('rope_scaling') or {}
@@ -125,15 +151,18 @@ def read_config(
   if missing:
     raise ValueError(f'{path}: lacks {", ".join(missing)}; all are needed')
   bias = raw.get('attention_bias', False)
-  if kind == 'qwen3' and bias:
+  if kind != 'qwen2' and bias:
     raise ValueError(
       f'model.path={directory}: attention_bias is not supported; must be false'
     )
   heads = raw['num_attention_heads']
+  mlp = {'intermediate_size': raw['intermediate_size']}
+  if kind == 'qwen3_moe':
+    mlp = _experts(path, raw)
   return qwen.QwenConfig(
     vocab_size=raw['vocab_size'],
     hidden_size=raw['hidden_size'],
-    intermediate_size=raw['intermediate_size'],
+    **mlp,
     num_layers=raw['num_hidden_layers'],
     num_heads=heads,
     num_kv_heads=raw.get('num_key_value_heads', heads),
@@ -147,7 +176,29 @@ def read_config(
     max_positions=raw.get('max_position_embeddings', 32768),
     dtype=dtype,
     remat=remat,
+    **choices,
   )
+
+
+def _experts(path: pathlib.Path, raw: dict) -> dict:
+  """Returns the fields of a mixture of experts."""
+  number = raw.get('num_experts', raw.get('num_local_experts'))
+  needed = ('moe_intermediate_size', 'num_experts_per_tok')
+  missing = [name for name in needed if name not in raw]
+  if number is None or missing:
+    lacks = (*missing, 'num_experts')[0]
+    raise ValueError(f'{path}: lacks {lacks}; all of an expert are needed')
+  if raw.get('mlp_only_layers') or raw.get('decoder_sparse_step', 1) != 1:
+    raise ValueError(
+      f'{path}: layers with and without experts are not supported; '
+      'mlp_only_layers must be [], decoder_sparse_step 1'
+    )
+  return {
+    'intermediate_size': raw['moe_intermediate_size'],
+    'num_experts': number,
+    'experts_per_token': raw['num_experts_per_tok'],
+    'normalized_experts': bool(raw.get('norm_topk_prob', False)),
+  }
 
 
 def _yarn(directory: str, rope: dict) -> qwen.Yarn | None:
@@ -181,20 +232,21 @@ def _yarn(directory: str, rope: dict) -> qwen.Yarn | None:
   )
 
 
-def _entries(config: qwen.QwenConfig) -> Iterator[tuple]:
-  """Yields (path, layer or None, name, stored shape, transposed) of tensors."""
+def _tensors(config: qwen.QwenConfig) -> Iterator[_Tensor]:
+  """Yields the tensors of a checkpoint."""
   shapes = qwen.shapes(config)
   for name, theirs in _TOP_NAMES.items():
     if name in shapes:
-      yield (name,), None, theirs, shapes[name], False
+      yield _Tensor((name,), (), theirs, shapes[name], False)
   for (group, name), (theirs, transposed) in _LAYER_NAMES.items():
-    if name not in shapes['layers'][group]:
+    if name not in shapes['layers'].get(group, {}):
       continue
-    shape = shapes['layers'][group][name][1:]
-    stored = _stored_shape(name, shape, transposed)
-    for layer in range(config.num_layers):
-      full = f'model.layers.{layer}.{theirs}'
-      yield ('layers', group, name), layer, full, stored, transposed
+    whole, each = shapes['layers'][group][name], theirs.count('{}')
+    stored = _stored_shape(name, whole[1 + each :], transposed)
+    for index in np.ndindex(whole[: 1 + each]):
+      full = f'model.layers.{index[0]}.{theirs.format(*index[1:])}'
+      path = ('layers', group, name)
+      yield _Tensor(path, index, full, stored, transposed)
 
 
 def _stored_shape(
@@ -253,7 +305,7 @@ def check(directory: str, config: qwen.QwenConfig) -> None:
     ValueError: in one line that names the first differences, with shapes.
   """
   files = _files(directory)
-  expected = {name: shape for _, _, name, shape, _ in _entries(config)}
+  expected = {tensor.name: tensor.shape for tensor in _tensors(config)}
   problems = [f'{name} {expected[name]} is missing' for name in expected]
   problems = [p for p in problems if p.split()[0] not in files]
   known_extra = {_TOP_NAMES['unembed']} if config.tie_embeddings else set()
@@ -288,11 +340,21 @@ def check(directory: str, config: qwen.QwenConfig) -> None:
 
 
 def load(
-  directory: str, config: qwen.QwenConfig, mesh: jax.sharding.Mesh
+  directory: str,
+  config: qwen.QwenConfig,
+  mesh: jax.sharding.Mesh,
+  *,
+  dtype: str = 'float32',
 ) -> dict:
-  """Returns a checkpoint's parameters, float32, sharded over the mesh.
+  """Returns a checkpoint's parameters, sharded over the mesh; no adapters.
 
   One tensor at a time is in host memory, twice while it is transposed.
+
+  Args:
+    directory: the checkpoint.
+    config: shape of its model.
+    mesh: the devices.
+    dtype: of the parameters.
 
   Raises:
     ValueError: in one line, if tensors are missing, unknown or misshapen.
@@ -302,62 +364,66 @@ def load(
   shapes = qwen.shapes(config)
   placed = mesh_lib.shardings(mesh, qwen.logical_axes(config))
   params: dict = {}
-  entries = list(_entries(config))
-  for path, layer, name, _, transposed in hosts.bar(
-    entries, desc=f'reading {directory}'
-  ):
+  for tensor in hosts.bar(list(_tensors(config)), desc=f'reading {directory}'):
+    *groups, last = tensor.path
     node = params
-    for key in path[:-1]:
+    for key in groups:
       node = node.setdefault(key, {})
-    shape, sharding = _at(shapes, path), _at(placed, path)
-    with _open(files[name]) as tensors:
-      tensor = tensors.get_tensor(name)
-    tensor = tensor.T if transposed else tensor
-    if layer is None:
-      part = mesh_lib.place(tensor.reshape(shape), sharding)
-      node[path[-1]] = _widened(part, sharding)
+    shape, sharding = _at(shapes, tensor.path), _at(placed, tensor.path)
+    depth = len(tensor.index)
+    one = jax.NamedSharding(mesh, jax.P(*sharding.spec[depth:]))
+    with _open(files[tensor.name]) as stored:
+      values = stored.get_tensor(tensor.name)
+    values = values.T if tensor.transposed else values
+    part = mesh_lib.place(values.reshape(shape[depth:]), one)
+    if not depth:
+      node[last] = _cast(part, sharding, dtype)
     else:
-      if layer == 0:
-        node[path[-1]] = _zeros(shape, sharding)
-      one = jax.NamedSharding(mesh, jax.P(*sharding.spec[1:]))
-      part = mesh_lib.place(tensor.reshape(shape[1:]), one)
-      node[path[-1]] = _written(node[path[-1]], part, layer, sharding)
+      if last not in node:
+        node[last] = _zeros(shape, sharding, dtype)
+      node[last] = _written(node[last], part, tensor.index, sharding)
     # One after the other, or they pile up.
-    jax.block_until_ready(node[path[-1]])
-    del tensor, part
+    jax.block_until_ready(node[last])
+    del values, part
   return params
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _widened(part: jax.Array, sharding: jax.NamedSharding) -> jax.Array:
-  return jax.lax.with_sharding_constraint(part.astype(jnp.float32), sharding)
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _cast(
+  part: jax.Array, sharding: jax.NamedSharding, dtype: str
+) -> jax.Array:
+  return jax.lax.with_sharding_constraint(part.astype(dtype), sharding)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _zeros(shape: tuple[int, ...], sharding: jax.NamedSharding) -> jax.Array:
-  zeros = jnp.zeros(shape, jnp.float32)
-  return jax.lax.with_sharding_constraint(zeros, sharding)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _zeros(
+  shape: tuple[int, ...], sharding: jax.NamedSharding, dtype: str
+) -> jax.Array:
+  return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
 
 
 @functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
 def _written(
-  stack: jax.Array, part: jax.Array, layer: int, sharding: jax.NamedSharding
+  stack: jax.Array,
+  part: jax.Array,
+  index: tuple[int, ...],
+  sharding: jax.NamedSharding,
 ) -> jax.Array:
-  """Returns a stack of layers with one of them put in."""
-  stack = stack.at[layer].set(part.astype(jnp.float32))
+  """Returns a stack of layers with a part of it put in."""
+  stack = stack.at[index].set(part.astype(stack.dtype))
   return jax.lax.with_sharding_constraint(stack, sharding)
 
 
-def _split(config: qwen.QwenConfig, itemsize: int) -> dict[str, list[tuple]]:
+def _split(config: qwen.QwenConfig, itemsize: int) -> dict[str, list[_Tensor]]:
   """Returns which tensors go into which file of an export."""
-  parts: list[list[tuple]] = [[]]
+  parts: list[list[_Tensor]] = [[]]
   used = 0
-  for entry in _entries(config):
-    size = math.prod(entry[3]) * itemsize
+  for tensor in _tensors(config):
+    size = math.prod(tensor.shape) * itemsize
     if parts[-1] and used + size > FILE_BYTES:
       parts.append([])
       used = 0
-    parts[-1].append(entry)
+    parts[-1].append(tensor)
     used += size
   if len(parts) == 1:
     return {'model.safetensors': parts[0]}
@@ -429,10 +495,13 @@ def save(
   Args:
     directory: where to; made if missing.
     config: shape of the model.
-    params: its parameters.
+    params: its parameters; adapters are merged.
     tokenizer_directory: whose tokenizer files to copy along.
     dtype: of the tensors in the file.
   """
+  if config.adapters:
+    params = jax.jit(functools.partial(lora.merge, config.adapters))(params)
+    config = dataclasses.replace(config, adapters=None)
   root = pathlib.Path(directory)
   ours = hosts.first()
   if ours:
@@ -441,8 +510,8 @@ def save(
     for path in (*root.glob('*.safetensors'), root / _INDEX):
       path.unlink(missing_ok=True)
   files = _split(config, np.dtype(dtype).itemsize)
-  for file, entries in files.items():
-    tensors = {entry[2]: _stored(params, entry, dtype) for entry in entries}
+  for file, part in files.items():
+    tensors = {tensor.name: _stored(params, tensor, dtype) for tensor in part}
     if ours:
       safetensors.numpy.save_file(
         tensors, root / file, metadata={'format': 'pt'}
@@ -452,14 +521,64 @@ def save(
     _copy_tokenizer(tokenizer_directory, root)
 
 
-def _describe(root, config, dtype, files: dict[str, list[tuple]]) -> None:
+def save_adapters(
+  directory: str, config: qwen.QwenConfig, adapters: dict, base: str
+) -> None:
+  """Writes adapters as a directory that `peft` loads.
+
+  Args:
+    directory: where to; made if missing.
+    config: shape of the model.
+    adapters: see `lora.split`.
+    base: the model that they belong to, a folder or a name on the hub.
+  """
+  tensors, targets = {}, set()
+  for (group, name), (theirs, _) in _LAYER_NAMES.items():
+    pair = adapters['layers'].get(group, {})
+    if name + lora.A not in pair:
+      continue
+    targets.add(theirs.split('.')[1])
+    for end, ours in (('lora_A', lora.A), ('lora_B', lora.B)):
+      stack = mesh_lib.fetch(pair[name + ours])
+      # [layers, in.., rank] and [layers, rank, out..]: (out, in) in a file.
+      rank = config.adapters.rank
+      shape = (-1, rank) if ours == lora.A else (rank, -1)
+      for layer, matrix in enumerate(stack):
+        full = theirs.replace('.weight', f'.{end}.weight')
+        tensors[f'base_model.model.model.layers.{layer}.{full}'] = (
+          np.ascontiguousarray(matrix.reshape(shape).T, np.float32)
+        )
+  if not hosts.first():
+    return
+  root = pathlib.Path(directory)
+  root.mkdir(parents=True, exist_ok=True)
+  safetensors.numpy.save_file(
+    tensors, root / 'adapter_model.safetensors', metadata={'format': 'pt'}
+  )
+  content = {
+    'peft_type': 'LORA',
+    'task_type': 'CAUSAL_LM',
+    'base_model_name_or_path': base,
+    'r': config.adapters.rank,
+    'lora_alpha': config.adapters.alpha,
+    'lora_dropout': 0.0,
+    'bias': 'none',
+    'target_modules': sorted(targets),
+    'inference_mode': True,
+  }
+  text = json.dumps(content, indent=2) + '\n'
+  (root / 'adapter_config.json').write_text(text, encoding='utf-8')
+
+
+def _describe(root, config, dtype, files: dict[str, list[_Tensor]]) -> None:
   """Writes config.json, and the index of several files."""
   contents = {'config.json': _config_json(config, dtype)}
   if len(files) > 1:
-    size = sum(math.prod(entry[3]) for entry in _entries(config))
+    of = {tensor.name: file for file, part in files.items() for tensor in part}
+    size = sum(math.prod(tensor.shape) for tensor in _tensors(config))
     contents[_INDEX] = {
       'metadata': {'total_size': size * np.dtype(dtype).itemsize},
-      'weight_map': {e[2]: file for file, part in files.items() for e in part},
+      'weight_map': of,
     }
   for name, content in contents.items():
     text = json.dumps(content, indent=2) + '\n'
@@ -475,20 +594,23 @@ def _copy_tokenizer(directory: str | None, root: pathlib.Path) -> None:
       shutil.copyfile(source, root / name)
 
 
-def _stored(params: dict, entry: tuple, dtype: str) -> np.ndarray:
-  """Returns one of `_entries` as a file has it."""
-  path, layer, _, stored, transposed = entry
-  leaf = _at(params, path)
-  host = mesh_lib.fetch(leaf if layer is None else leaf[layer])
-  shaped = host.reshape(stored[::-1]).T if transposed else host.reshape(stored)
-  return np.ascontiguousarray(shaped, dtype)
+def _stored(params: dict, tensor: _Tensor, dtype: str) -> np.ndarray:
+  """Returns a tensor as a file has it."""
+  leaf, stored = _at(params, tensor.path), tensor.shape
+  host = mesh_lib.fetch(leaf[tensor.index] if tensor.index else leaf)
+  if tensor.transposed:
+    host = host.reshape(stored[::-1]).T
+  return np.ascontiguousarray(host.reshape(stored), dtype)
 
 
 def _config_json(config: qwen.QwenConfig, dtype: str) -> dict:
   """Returns what `read_config` would make this config of."""
   kind = 'qwen3' if config.qk_norm else 'qwen2'
+  architecture = f'{kind.capitalize()}ForCausalLM'
+  if config.num_experts:
+    kind, architecture = 'qwen3_moe', 'Qwen3MoeForCausalLM'
   content = {
-    'architectures': [f'{kind.capitalize()}ForCausalLM'],
+    'architectures': [architecture],
     'model_type': kind,
     'vocab_size': config.vocab_size,
     'hidden_size': config.hidden_size,
@@ -505,6 +627,15 @@ def _config_json(config: qwen.QwenConfig, dtype: str) -> dict:
     'torch_dtype': dtype,
     'use_sliding_window': False,
   }
+  if config.num_experts:
+    content |= {
+      'moe_intermediate_size': config.intermediate_size,
+      'num_experts': config.num_experts,
+      'num_experts_per_tok': config.experts_per_token,
+      'norm_topk_prob': config.normalized_experts,
+      'decoder_sparse_step': 1,
+      'mlp_only_layers': [],
+    }
   if config.yarn:
     content['rope_scaling'] = {
       'rope_type': 'yarn',

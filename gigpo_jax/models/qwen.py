@@ -1,4 +1,6 @@
-"""The Qwen2, Qwen2.5 and Qwen3 decoder in Flax: pure functions.
+"""The Qwen2, Qwen2.5 and Qwen3 decoder in Flax, dense or of experts.
+
+Pure functions.
 
 Parameters are one nested dict of float32 arrays, layers stacked on the first
 dimension; sampler, learner, checkpoint and safetensors share it. Compute is in
@@ -7,7 +9,7 @@ dimension; sampler, learner, checkpoint and safetensors share it. Compute is in
 Shapes. **B** rows, **L** tokens, **P** prompt tokens, **C** completion tokens,
 **S** cache slots, **V** vocabulary, **D** width, **H** query heads, **K**
 key/value heads, **Q** = H / K query heads of one key/value head, **E** head
-size, **F** MLP width, **N** layers.
+size, **F** MLP width, **N** layers, **X** experts, **R** rank of an adapter.
 """
 
 import dataclasses
@@ -18,20 +20,20 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from gigpo_jax import mesh
+from gigpo_jax.models import attention, experts, lora
 
-# Attention weight of a position that must not be seen, before the softmax.
-_HIDDEN = -1e30
-
-# Blocks of queries that attention takes one by one, and their least size.
-_QUERY_BLOCKS = 4
-_MIN_QUERIES = 32
+# What the backward pass computes again, rather than keeping it. none: nothing;
+# matrices: all but the products with parameters; layer: all of a layer.
+REMATS = ('none', 'matrices', 'layer')
 
 # Rows and vocabulary between which logits are multiplied the other way round.
 _FEW_ROWS, _LARGE_VOCABULARY = 32, 2**15
 
-# Deeper networks decode by a scan over layers.
+# Deeper networks go through their layers in a loop, for which there is but one
+# layer to compile.
 _MAX_UNROLLED = 8
 
 
@@ -66,8 +68,13 @@ class QwenConfig:
     yarn: how rotary angles are stretched; None: they are not.
     max_positions: tokens of a row that the network is meant for; told in an
       export, and otherwise of no effect.
+    num_experts: X, of a layer; 0: one MLP for all tokens.
+    experts_per_token: how many of them a token goes to.
+    normalized_experts: whether their weights are made to add up to one.
+    adapters: low-rank, of a frozen network; None: all of it is trained.
     dtype: compute type, 'bfloat16' or 'float32'; parameters stay float32.
-    remat: recompute a layer's activations in the backward pass.
+    remat: one of REMATS.
+    attention: among a row's tokens, one of `attention.IMPLEMENTATIONS`.
   """
 
   vocab_size: int
@@ -84,8 +91,13 @@ class QwenConfig:
   qk_norm: bool = False
   yarn: Yarn | None = None
   max_positions: int = 32768
+  num_experts: int = 0
+  experts_per_token: int = 0
+  normalized_experts: bool = True
+  adapters: lora.Lora | None = None
   dtype: str = 'bfloat16'
-  remat: bool = True
+  remat: str = 'layer'
+  attention: str = 'xla'
 
 
 # Keys and values of layers: stacks of {'k': [N, B, K, E, S], 'v': [N, B, K, S,
@@ -133,7 +145,18 @@ def _layer_table(c: QwenConfig) -> dict[str, dict[str, tuple]]:
     'v_bias': ((k, e), ('kv_heads', 'head')),
   }
   head_norms = {'q': ((e,), (None,)), 'k': ((e,), (None,))}
-  return {
+  mlp = {
+    'gate': ((d, f), ('embed', 'mlp')),
+    'up': ((d, f), ('embed', 'mlp')),
+    'down': ((f, d), ('mlp', 'embed')),
+  }
+  if c.num_experts:
+    # Each expert has the arrays of an MLP.
+    mlp = {
+      name: ((c.num_experts, *shape), ('experts', *axes))
+      for name, (shape, axes) in mlp.items()
+    } | {'router': ((d, c.num_experts), ('embed', None))}
+  table = {
     'attention': {
       'q': ((d, h, e), ('embed', 'heads', 'head')),
       'k': ((d, k, e), ('embed', 'kv_heads', 'head')),
@@ -141,17 +164,31 @@ def _layer_table(c: QwenConfig) -> dict[str, dict[str, tuple]]:
       **(biases if c.qkv_bias else {}),
       'o': ((h, e, d), ('heads', 'head', 'embed')),
     },
-    'mlp': {
-      'gate': ((d, f), ('embed', 'mlp')),
-      'up': ((d, f), ('embed', 'mlp')),
-      'down': ((f, d), ('mlp', 'embed')),
-    },
+    'experts' if c.num_experts else 'mlp': mlp,
     'norm': {
       'attention': ((d,), (None,)),
       'mlp': ((d,), (None,)),
       **(head_norms if c.qk_norm else {}),
     },
   }
+  for group, names in table.items():
+    table[group] = names | _adapter_table(c, group, names)
+  return table
+
+
+def _adapter_table(c: QwenConfig, group: str, names: dict) -> dict[str, tuple]:
+  """Shape and logical axes of the adapters of a group of one layer."""
+  if group == 'experts':
+    return {}
+  table = {}
+  for name in c.adapters.targets if c.adapters else ():
+    if (group, name) in _CONTRACTED:
+      shape, axes = names[name]
+      inner = len(_CONTRACTED[group, name])
+      rank = c.adapters.rank
+      table[name + lora.A] = (*shape[:inner], rank), (*axes[:inner], None)
+      table[name + lora.B] = (rank, *shape[inner:]), (None, *axes[inner:])
+  return table
 
 
 def _table(c: QwenConfig) -> dict[str, Any]:
@@ -202,7 +239,9 @@ def init(config: QwenConfig, key: jax.Array) -> dict[str, Any]:
   """Returns random parameters; consumes the key.
 
   Normal with deviation 0.02 as Qwen's own, output projections scaled down by
-  the square root of twice the depth; norms one, biases zero.
+  the square root of twice the depth; norms one, biases zero. Of an adapter the
+  first matrix is uniform, with deviation (3 times its inputs)^(-1/2), the
+  second zero.
   """
   leaves, treedef = jax.tree_util.tree_flatten_with_path(
     shapes(config), is_leaf=lambda x: isinstance(x, tuple)
@@ -213,8 +252,11 @@ def init(config: QwenConfig, key: jax.Array) -> dict[str, Any]:
     names = [entry.key for entry in path]
     if 'norm' in names:
       return jnp.ones(shape, jnp.float32)
-    if names[-1].endswith('bias'):
+    if names[-1].endswith(('bias', lora.B)):
       return jnp.zeros(shape, jnp.float32)
+    if names[-1].endswith(lora.A):
+      end = math.prod(shape[1:-1]) ** -0.5
+      return jax.random.uniform(key, shape, jnp.float32, -end, end)
     scale = 0.02
     if names[-1] in ('o', 'down'):
       scale /= (2 * config.num_layers) ** 0.5
@@ -239,6 +281,9 @@ _CONTRACTED = {
   ('mlp', 'gate'): (0,),
   ('mlp', 'up'): (0,),
   ('mlp', 'down'): (0,),
+  ('experts', 'gate'): (1,),
+  ('experts', 'up'): (1,),
+  ('experts', 'down'): (1,),
 }
 
 
@@ -333,15 +378,26 @@ def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
   return (x32 * scale).astype(x.dtype) * weight.astype(x.dtype)
 
 
-def _project(x_BLI: jax.Array, w: jax.Array) -> jax.Array:
-  """Multiplies [B, L, I] by [I, ...] as one matrix product.
+def _project(
+  config: QwenConfig, w: dict[str, jax.Array], name: str, x_BLI: jax.Array
+) -> jax.Array:
+  """Multiplies [B, L, I] by a matrix of a group, and adds its adapter's.
 
   Rows and tokens are folded together: XLA's CPU backend is three times as
   slow on the weight gradient of a product with two batch dimensions.
   """
   b, length, width = x_BLI.shape
-  flat = x_BLI.reshape(b * length, width) @ w.reshape(width, -1)
-  return flat.reshape(b, length, *w.shape[1:])
+  x_NI = x_BLI.reshape(b * length, width)
+  # Dimensions that are not multiplied over, which 'o' has at its end.
+  outer = w[name].shape[-1:] if name == 'o' else w[name].shape[1:]
+  y_NO = checkpoint_name(x_NI @ w[name].reshape(width, -1), 'matrix')
+  if name + lora.A in w:
+    a_IR, b_RO = w[name + lora.A], w[name + lora.B]
+    rank = a_IR.shape[-1]
+    y_NO += config.adapters.scale * (
+      (x_NI @ a_IR.reshape(width, rank)) @ b_RO.reshape(rank, -1)
+    )
+  return y_NO.reshape(b, length, *outer)
 
 
 def _rotary(positions_BL: jax.Array, config: QwenConfig) -> jax.Array:
@@ -382,76 +438,6 @@ def _rotate(x_BLHE: jax.Array, rotary: jax.Array) -> jax.Array:
   return turned.astype(x_BLHE.dtype)
 
 
-def _weigh(
-  scores: jax.Array, seen: jax.Array, scale: float
-) -> tuple[jax.Array, jax.Array]:
-  """Returns softmax of scaled scores as (numerator, denominator), float32.
-
-  The caller divides what the numerators sum up to: fewer numbers than they.
-  """
-  scores = jnp.where(seen, scores * scale, _HIDDEN)
-  top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-  numerator = jnp.exp(scores - top)
-  return numerator, jnp.sum(numerator, axis=-1, keepdims=True)
-
-
-def _attend(
-  q_BLHE: jax.Array, k_BLKE: jax.Array, v_BLKE: jax.Array
-) -> jax.Array:
-  """Causal grouped-query attention among a row's tokens; [B, L, H, E].
-
-  Queries are taken in a few blocks, each with the keys up to its end, which
-  saves up to three eighths of the products and of the memory.
-  """
-  b, length, h, e = q_BLHE.shape
-  k = k_BLKE.shape[2]
-  q_BKQLE = q_BLHE.reshape(b, length, k, h // k, e).transpose(0, 2, 3, 1, 4)
-  k_BKLE, v_BKLE = k_BLKE.swapaxes(1, 2), v_BLKE.swapaxes(1, 2)
-  block = max(_MIN_QUERIES, -(-length // _QUERY_BLOCKS))
-  outputs = []
-  for start in range(0, length, block):
-    end = min(start + block, length)
-    scores_BKQIS = jnp.einsum(
-      'BKQIE,BKSE->BKQIS',
-      q_BKQLE[..., start:end, :],
-      k_BKLE[:, :, :end],
-      preferred_element_type=jnp.float32,
-    )
-    seen_IS = jnp.arange(end) <= jnp.arange(start, end)[:, None]
-    weights_BKQIS, total = _weigh(scores_BKQIS, seen_IS, e**-0.5)
-    out_BKQIE = jnp.einsum(
-      'BKQIS,BKSE->BKQIE',
-      weights_BKQIS.astype(v_BLKE.dtype),
-      v_BKLE[:, :, :end],
-      preferred_element_type=jnp.float32,
-    )
-    outputs.append((out_BKQIE / total).astype(v_BLKE.dtype))
-  out_BKQLE = jnp.concatenate(outputs, axis=3)
-  return out_BKQLE.transpose(0, 3, 1, 2, 4).reshape(b, length, h, e)
-
-
-def _attend_cache(
-  q_B1HE: jax.Array, k_BKES: jax.Array, v_BKSE: jax.Array, seen_BS: jax.Array
-) -> jax.Array:
-  """Attention of one query a row over cached keys; [B, 1, H, E]."""
-  b, _, h, e = q_B1HE.shape
-  k = k_BKES.shape[1]
-  scores_BKQS = jnp.einsum(
-    'BKQE,BKES->BKQS',
-    q_B1HE.reshape(b, k, h // k, e),
-    k_BKES,
-    preferred_element_type=jnp.float32,
-  )
-  weights_BKQS, total = _weigh(scores_BKQS, seen_BS[:, None, None], e**-0.5)
-  out_BKQE = jnp.einsum(
-    'BKQS,BKSE->BKQE',
-    weights_BKQS.astype(v_BKSE.dtype),
-    v_BKSE,
-    preferred_element_type=jnp.float32,
-  )
-  return (out_BKQE / total).astype(v_BKSE.dtype).reshape(b, 1, h, e)
-
-
 class _Layer(nn.Module):
   """One decoder layer, scanned over.
 
@@ -469,6 +455,7 @@ class _Layer(nn.Module):
     carry: tuple[jax.Array, dict | None],
     layer: jax.Array,
     positions_BL: jax.Array,
+    branches_BL: jax.Array | None,
     rotary: jax.Array,
   ) -> tuple[tuple[jax.Array, dict | None], tuple | None]:
     """Args as `_layers`; `layer` is this layer's number within the stack."""
@@ -476,10 +463,9 @@ class _Layer(nn.Module):
     (x_BLD, cache), table = carry, _layer_table(self.config)
     norm = _Parameters(table['norm'], name='norm')(jnp.float32)
     w = _Parameters(table['attention'], name='attention')(dtype)
-    m = _Parameters(table['mlp'], name='mlp')(dtype)
 
     y_BLD = _rms_norm(x_BLD, norm['attention'], c.rms_norm_eps)
-    q_BLHE, k_BLKE, v_BLKE = (_project(y_BLD, w[name]) for name in 'qkv')
+    q_BLHE, k_BLKE, v_BLKE = (_project(c, w, name, y_BLD) for name in 'qkv')
     if c.qkv_bias:
       q_BLHE, k_BLKE = q_BLHE + w['q_bias'], k_BLKE + w['k_bias']
       v_BLKE = v_BLKE + w['v_bias']
@@ -488,7 +474,9 @@ class _Layer(nn.Module):
       k_BLKE = _rms_norm(k_BLKE, norm['k'], c.rms_norm_eps)
     q_BLHE, k_BLKE = _rotate(q_BLHE, rotary), _rotate(k_BLKE, rotary)
     if cache is None:
-      heads_BLHE = _attend(q_BLHE, k_BLKE, v_BLKE)
+      heads_BLHE = attention.among(
+        q_BLHE, k_BLKE, v_BLKE, branches_BL, implementation=c.attention
+      )
     else:
       # Each row writes at its own position: a scatter, which XLA does in
       # place where a slice update at a traced layer would copy the cache.
@@ -498,18 +486,32 @@ class _Layer(nn.Module):
         'v': cache['v'].at[layer, rows, :, slots].set(v_BLKE[:, 0]),
       }
       seen_BS = jnp.arange(cache['k'].shape[-1]) <= positions_BL
-      heads_BLHE = _attend_cache(
+      heads_BLHE = attention.on_cache(
         q_BLHE, cache['k'][layer], cache['v'][layer], seen_BS
       )
     heads_BLA = heads_BLHE.reshape(*x_BLD.shape[:2], -1)
-    x_BLD = x_BLD + _project(heads_BLA, w['o'].reshape(-1, c.hidden_size))
-
+    x_BLD = x_BLD + _project(c, w, 'o', heads_BLA)
     y_BLD = _rms_norm(x_BLD, norm['mlp'], c.rms_norm_eps)
-    gate_BLF = jax.nn.silu(_project(y_BLD, m['gate']))
-    up_BLF = _project(y_BLD, m['up'])
-    x_BLD = x_BLD + _project(gate_BLF * up_BLF, m['down'])
+    x_BLD = x_BLD + self._mlp(table, y_BLD)
     kept = (k_BLKE, v_BLKE) if self.keep else None
     return (mesh.constrain_rows(x_BLD), cache), kept
+
+  def _mlp(self, table: dict, x_BLD: jax.Array) -> jax.Array:
+    c, dtype = self.config, jnp.dtype(self.config.dtype)
+    if c.num_experts:
+      w = _Parameters(table['experts'], name='experts')(dtype)
+      return experts.mix(
+        x_BLD,
+        w['router'],
+        w['gate'],
+        w['up'],
+        w['down'],
+        per_token=c.experts_per_token,
+        normalized=c.normalized_experts,
+      )
+    w = _Parameters(table['mlp'], name='mlp')(dtype)
+    gate_BLF = jax.nn.silu(_project(c, w, 'gate', x_BLD))
+    return _project(c, w, 'down', gate_BLF * _project(c, w, 'up', x_BLD))
 
 
 def _layers(
@@ -517,6 +519,7 @@ def _layers(
   params: dict,
   x_BLD: jax.Array,
   positions_BL: jax.Array,
+  branches_BL: jax.Array | None = None,
   *,
   cache: dict | None = None,
   keep: bool = False,
@@ -529,6 +532,7 @@ def _layers(
     x_BLD: what goes in.
     positions_BL: place of each token in its row, and in the cache; one row
       of them serves all.
+    branches_BL: of each token, see `attention`; None: all of one.
     cache: keys and values of these layers; None attends among the tokens.
     keep: whether to return the keys and values of the tokens.
 
@@ -537,22 +541,102 @@ def _layers(
     values [N, B, L, K, E] each, or None.
   """
   length = jax.tree.leaves(params)[0].shape[0]
-  layer = nn.remat(_Layer, prevent_cse=False) if config.remat else _Layer
+  policies = {
+    'matrices': jax.checkpoint_policies.save_only_these_names('matrix'),
+    'layer': jax.checkpoint_policies.nothing_saveable,
+  }
+  layer = _Layer
+  if config.remat != 'none':
+    layer = nn.remat(_Layer, prevent_cse=False, policy=policies[config.remat])
   stack = nn.scan(
     layer,
     variable_axes={'params': 0},
     split_rngs={'params': True},
-    in_axes=(0, nn.broadcast, nn.broadcast),
+    in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
     length=length,
+    # A loop copies what it keeps for the backward pass into stacks and back.
+    unroll=length if length <= _MAX_UNROLLED else 1,
   )
   (x_BLD, cache), kept = stack(config, keep).apply(
     {'params': params},
     (x_BLD, cache),
     jnp.arange(length),
     positions_BL,
+    branches_BL,
     _rotary(positions_BL, config),
   )
   return x_BLD, cache, kept
+
+
+def adds_in_place(config: QwenConfig) -> bool:
+  """Whether `hidden_states` has a use for sums of gradients."""
+  return config.remat == 'layer' and config.adapters is None
+
+
+@jax.custom_vjp
+def adding(params: dict, sums: dict) -> dict:
+  """Returns the parameters; their gradient is then added to the sums."""
+  del sums
+  return params
+
+
+adding.defvjp(
+  lambda params, sums: (params, sums),
+  lambda sums, grads: (jax.tree.map(jnp.add, sums, grads), None),
+)
+
+
+def _layers_adding(
+  config: QwenConfig,
+  params: dict,
+  sums: dict,
+  x_BLD: jax.Array,
+  positions_BL: jax.Array,
+  branches_BL: jax.Array | None,
+) -> jax.Array:
+  """Applies the layers; their parameters' gradient is added to the sums.
+
+  A layer's gradient goes to its place in them as soon as it is there, so that
+  memory never holds a second one of the whole network. Else as `_layers`, where
+  all of a layer is computed again.
+  """
+  # This loop keeps what goes into a layer, and computes the rest again.
+  config = dataclasses.replace(config, remat='none')
+
+  def apply(layer: dict, x_BLD: jax.Array, *where) -> jax.Array:
+    stack = jax.tree.map(lambda leaf: leaf[None], layer)
+    return _layers(config, stack, x_BLD, *where)[0]
+
+  def forward(params: dict, sums: dict, x_BLD: jax.Array, *where):
+    x_BLD, inputs_NBLD = jax.lax.scan(
+      lambda x_BLD, layer: (apply(layer, x_BLD, *where), x_BLD), x_BLD, params
+    )
+    return x_BLD, (params, sums, inputs_NBLD, where)
+
+  def backward(kept: tuple, change_BLD: jax.Array) -> tuple:
+    params, sums, inputs_NBLD, where = kept
+    last = inputs_NBLD.shape[0] - 1
+
+    def step(n: jax.Array, carry: tuple) -> tuple:
+      change_BLD, sums = carry
+      at = last - n
+      layer = jax.tree.map(lambda leaf: leaf[at], params)
+      _, pull = jax.vjp(
+        lambda layer, x_BLD: apply(layer, x_BLD, *where), layer, inputs_NBLD[at]
+      )
+      grads, change_BLD = pull(change_BLD)
+      sums = jax.tree.map(lambda s, g: s.at[at].add(g), sums, grads)
+      return change_BLD, sums
+
+    change_BLD, sums = jax.lax.fori_loop(0, last + 1, step, (change_BLD, sums))
+    return sums, None, change_BLD, None, None
+
+  @jax.custom_vjp
+  def run(params, sums, x_BLD, positions_BL, branches_BL):
+    return forward(params, sums, x_BLD, positions_BL, branches_BL)[0]
+
+  run.defvjp(forward, backward)
+  return run(params, sums, x_BLD, positions_BL, branches_BL)
 
 
 def _embed(config: QwenConfig, params: dict, tokens_BL: jax.Array) -> jax.Array:
@@ -566,17 +650,33 @@ def hidden_states(
   config: QwenConfig,
   params: dict,
   tokens_BL: jax.Array,
-  lengths_B: jax.Array,
+  positions_BL: jax.Array | None = None,
+  branches_BL: jax.Array | None = None,
+  *,
+  sums: dict | None = None,
 ) -> jax.Array:
   """Returns the last layer's normed output, [B, L, D] in the compute type.
 
-  Rows hold their tokens from position 0 on; what comes after `lengths_B` is
-  padding, whose output means nothing.
+  A token sees those before it, of its branch or of branch 0.
+
+  Args:
+    config: shape of the network.
+    params: its parameters.
+    tokens_BL: rows, padded right with anything.
+    positions_BL: of each token in its text; None: 0, 1, ..
+    branches_BL: 0 for a prompt, and for each completion of it another number;
+      None: all are 0.
+    sums: like the layers' parameters, whose gradient is then these and their
+      own; only where `adds_in_place`. None: their own.
   """
-  del lengths_B  # Padding comes after every token that could see it.
   x_BLD = _embed(config, params, tokens_BL)
-  positions_1L = jnp.arange(tokens_BL.shape[1])[None]
-  x_BLD, _, _ = _layers(config, params['layers'], x_BLD, positions_1L)
+  if positions_BL is None:
+    positions_BL = jnp.arange(tokens_BL.shape[1])[None]
+  where = (x_BLD, positions_BL, branches_BL)
+  if sums is None:
+    x_BLD, _, _ = _layers(config, params['layers'], *where)
+  else:
+    x_BLD = _layers_adding(config, params['layers'], sums, *where)
   return _rms_norm(x_BLD, params['norm'], config.rms_norm_eps)
 
 
@@ -615,31 +715,36 @@ def token_log_probs(
   hidden_BCD: jax.Array,
   targets_BC: jax.Array,
   *,
+  count: jax.Array | int | None = None,
   temperature: float = 1.0,
   chunk: int = 64,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns log-probability of each target and entropy, float32 [B, C] both.
 
-  Logits exist for `chunk` positions at a time only, in the backward pass too,
-  where they are computed again.
+  Logits exist for `chunk` positions of each row at a time only, in the backward
+  pass too, where they are computed again.
 
   Args:
     config: shape of the network.
     params: its parameters.
     hidden_BCD: hidden state before each target.
     targets_BC: token ids.
+    count: positions of a row from here on need not be computed, and may be 0;
+      None: all are.
     temperature: divides the logits; of the distribution that was sampled.
     chunk: positions of a row whose logits exist at a time.
   """
   b, c, d = hidden_BCD.shape
   chunk = min(chunk, c)
-  padded = -(-c // chunk) * chunk
-  hidden = jnp.pad(hidden_BCD, ((0, 0), (0, padded - c), (0, 0)))
-  targets = jnp.pad(targets_BC, ((0, 0), (0, padded - c)))
+  chunks = -(-c // chunk)
+  missing = chunks * chunk - c
+  hidden = jnp.pad(hidden_BCD, ((0, 0), (0, missing), (0, 0)))
+  targets = jnp.pad(targets_BC, ((0, 0), (0, missing)))
 
   @jax.checkpoint
-  def of_chunk(args: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-    x_BID, targets_BI = args
+  def of_chunk(
+    x_BID: jax.Array, targets_BI: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
     scaled_BIV = logits(config, params, x_BID) / temperature
     total_BI = jax.nn.logsumexp(scaled_BIV, axis=-1)
     # A comparison, not a gather: its gradient is no scatter, and a vocabulary
@@ -651,16 +756,33 @@ def token_log_probs(
     mean_BI = jnp.sum(probs_BIV * scaled_BIV, axis=-1)
     return chosen_BI - total_BI, total_BI - mean_BI
 
-  if padded == chunk:
-    log_probs, entropies = of_chunk((hidden, targets))
-  else:
-    chunks = padded // chunk
-    split_hidden = hidden.reshape(b, chunks, chunk, d).swapaxes(0, 1)
-    split_targets = targets.reshape(b, chunks, chunk).swapaxes(0, 1)
-    log_probs, entropies = (
-      x.swapaxes(0, 1).reshape(b, padded)
-      for x in jax.lax.map(of_chunk, (split_hidden, split_targets))
+  if chunks == 1:
+    return of_chunk(hidden_BCD, targets_BC)
+
+  def unless_empty(args: tuple) -> tuple[jax.Array, jax.Array]:
+    start, x_BID, targets_BI = args
+    if count is None:
+      return of_chunk(x_BID, targets_BI)
+    nothing = jnp.zeros(targets_BI.shape, jnp.float32)
+    return jax.lax.cond(
+      start < count,
+      of_chunk,
+      lambda *_: (nothing, nothing),
+      x_BID,
+      targets_BI,
     )
+
+  log_probs, entropies = (
+    x.swapaxes(0, 1).reshape(b, -1)
+    for x in jax.lax.map(
+      unless_empty,
+      (
+        jnp.arange(chunks) * chunk,
+        hidden.reshape(b, chunks, chunk, d).swapaxes(0, 1),
+        targets.reshape(b, chunks, chunk).swapaxes(0, 1),
+      ),
+    )
+  )
   return log_probs[:, :c], entropies[:, :c]
 
 
@@ -685,7 +807,8 @@ def completion_log_probs(
     max_completion: C; positions past a row's completion mean nothing.
     temperature: of the distribution that was sampled.
   """
-  hidden_BLD = hidden_states(config, params, tokens_BL, lengths_B)
+  del lengths_B  # Padding comes after every token that could see it.
+  hidden_BLD = hidden_states(config, params, tokens_BL)
   # The state before completion token c is that of the token ahead of it.
   index_BC = prompt_lengths_B[:, None] - 1 + jnp.arange(max_completion)
   index_BC = jnp.clip(index_BC, 0, tokens_BL.shape[1] - 2)

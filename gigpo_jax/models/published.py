@@ -1,0 +1,44 @@
+"""Shapes of published checkpoints, for what is to be known without them."""
+
+from gigpo_jax.models import qwen
+
+
+def _shape(numbers: str, **kwargs) -> qwen.QwenConfig:
+  """Width, MLP width, layers, heads, key/value heads, head size, vocabulary."""
+  width, mlp, layers, heads, kv_heads, head, vocabulary = map(
+    int, numbers.split()
+  )
+  return qwen.QwenConfig(
+    vocab_size=vocabulary,
+    hidden_size=width,
+    intermediate_size=mlp,
+    num_layers=layers,
+    num_heads=heads,
+    num_kv_heads=kv_heads,
+    head_dim=head,
+    **kwargs,
+  )
+
+
+_UNTIED = {'tie_embeddings': False}
+_QWEN3 = {'qkv_bias': False, 'qk_norm': True}
+_EXPERTS = {'num_experts': 128, 'experts_per_token': 8}
+
+SHAPES = {
+  'Qwen2.5-0.5B': _shape('896 4864 24 14 2 64 151936'),
+  'Qwen2.5-1.5B': _shape('1536 8960 28 12 2 128 151936'),
+  'Qwen2.5-3B': _shape('2048 11008 36 16 2 128 151936'),
+  'Qwen2.5-7B': _shape('3584 18944 28 28 4 128 152064', **_UNTIED),
+  'Qwen2.5-14B': _shape('5120 13824 48 40 8 128 152064', **_UNTIED),
+  'Qwen2.5-32B': _shape('5120 27648 64 40 8 128 152064', **_UNTIED),
+  'Qwen2.5-72B': _shape('8192 29568 80 64 8 128 152064', **_UNTIED),
+  'Qwen3-0.6B': _shape('1024 3072 28 16 8 128 151936', **_QWEN3),
+  'Qwen3-1.7B': _shape('2048 6144 28 16 8 128 151936', **_QWEN3),
+  'Qwen3-4B': _shape('2560 9728 36 32 8 128 151936', **_QWEN3),
+  'Qwen3-8B': _shape('4096 12288 36 32 8 128 151936', **_QWEN3, **_UNTIED),
+  'Qwen3-14B': _shape('5120 17408 40 40 8 128 151936', **_QWEN3, **_UNTIED),
+  'Qwen3-32B': _shape('5120 25600 64 64 8 128 151936', **_QWEN3, **_UNTIED),
+  'Qwen3-30B-A3B': _shape(
+    '2048 768 48 32 4 128 151936', **_QWEN3, **_UNTIED, **_EXPERTS
+  ),
+}

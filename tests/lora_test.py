@@ -1,0 +1,237 @@
+"""Adapters: beside their matrices, merged, trained, exported."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from gigpo_jax import batch, learner, losses, sampler
+from gigpo_jax import mesh as mesh_lib
+from gigpo_jax.models import huggingface, lora, qwen
+
+CONFIG = qwen.QwenConfig(
+  vocab_size=48,
+  hidden_size=32,
+  intermediate_size=48,
+  num_layers=2,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=8,
+  adapters=lora.Lora(rank=3, alpha=6.0),
+  dtype='float32',
+  remat='none',
+)
+BASE = dataclasses.replace(CONFIG, adapters=None)
+
+
+def _params(*, trained: bool, config=CONFIG) -> dict:
+  params = qwen.init(config, jax.random.key(0))
+  if not trained:
+    return params
+  adapters, base = lora.split(params)
+  leaves, treedef = jax.tree.flatten(adapters)
+  keys = jax.random.split(jax.random.key(1), len(leaves))
+  leaves = [
+    0.3 * jax.random.normal(key, leaf.shape)
+    for key, leaf in zip(keys, leaves, strict=True)
+  ]
+  return lora.join(base, jax.tree.unflatten(treedef, leaves))
+
+
+def _logits(config, params, tokens):
+  return qwen.logits(config, params, qwen.hidden_states(config, params, tokens))
+
+
+TOKENS = np.random.default_rng(0).integers(0, 48, (3, 9), np.int32)
+
+
+def test_new_adapters_say_nothing():
+  params = _params(trained=False)
+  np.testing.assert_array_equal(
+    _logits(CONFIG, params, TOKENS),
+    _logits(BASE, lora.split(params)[1], TOKENS),
+  )
+
+
+def test_a_product_by_hand():
+  # W = 0 but for the adapter: 2 (alpha / rank) * b (a x), a = (1, 1), b = 3.
+  params = {
+    'w': jnp.zeros((1, 2, 1)),
+    'w_a': jnp.ones((1, 2, 1)),
+    'w_b': jnp.full((1, 1, 1), 3.0),
+  }
+  found = lora.merge(lora.Lora(rank=1, alpha=2.0), params)
+  np.testing.assert_array_equal(found['w'], [[[6.0], [6.0]]])
+  assert set(found) == {'w'}
+
+
+def test_merged_adapters_are_those_beside_their_matrices():
+  params = _params(trained=True)
+  merged = lora.merge(CONFIG.adapters, params)
+  assert not lora.split(merged)[0]
+  beside = _logits(CONFIG, params, TOKENS)
+  np.testing.assert_allclose(
+    _logits(BASE, merged, TOKENS), beside, atol=1e-5 * np.abs(beside).max()
+  )
+  plain = _logits(BASE, lora.split(params)[1], TOKENS)
+  assert np.abs(beside - plain).max() > 0.1 * np.abs(plain).max()
+
+
+@pytest.mark.parametrize('weights', ['model', 'adapters', 'int8'])
+def test_the_sampler_has_them(weights):
+  params = _params(trained=True)
+  options = {
+    'seed': 0,
+    'prompt_buckets': (8,),
+    'batch_buckets': (8,),
+    'max_completion_tokens': 6,
+    'stop_ids': (),
+    'vocab_size': 48,
+  }
+  mesh = mesh_lib.make_mesh(1, -1, 1)
+  request = sampler.Request(TOKENS[0, :5], (0, 0, 0, 0, 0))
+  exact = sampler.Sampler(BASE, mesh, **options).generate(
+    lora.merge(CONFIG.adapters, params), [request]
+  )
+  engine = sampler.Sampler(CONFIG, mesh, weights=weights, **options)
+  adapters, engine.base = lora.split(params)
+  found = engine.generate(adapters, [request])
+  if weights == 'int8':  # Rounded: it need not choose the same tokens.
+    assert len(found[0].ids) == 6
+    return
+  np.testing.assert_array_equal(found[0].ids, exact[0].ids)
+  np.testing.assert_allclose(found[0].log_probs, exact[0].log_probs, atol=1e-4)
+
+
+def _learner(config=CONFIG, **axes):
+  axes = {'data': 1, 'fsdp': 1, 'tensor': 1} | axes
+  count = int(np.prod(list(axes.values())))
+  return learner.Learner(
+    config,
+    mesh_lib.make_mesh(**axes, devices=jax.devices()[:count]),
+    loss=losses.supervised,
+    optimizer=optax.sgd(1.0),
+    minibatch_rows=8,
+    microbatch_rows=4,
+    length_buckets=(12,),
+    max_completion_tokens=4,
+  )
+
+
+def _rows():
+  return batch.pack(
+    list(TOKENS[:, :5]) + list(TOKENS[:, 1:5]),
+    list(TOKENS[:, 5:]) + list(TOKENS[:, 5:8]),
+    max_prompt_tokens=8,
+    max_completion_tokens=4,
+    row_multiple=8,
+  )
+
+
+def _update(subject, params):
+  rows = _rows()
+  return subject.update(
+    subject.init(params),
+    rows,
+    np.zeros(8, np.float32),
+    old_log_probs=rows.sampler_log_probs,
+    ref_log_probs=None,
+    iteration=0,
+  )
+
+
+def test_they_alone_are_trained():
+  subject = _learner()
+  adapters, base = lora.split(jax.device_get(_params(trained=True)))
+  state, metrics = _update(subject, _params(trained=True))
+  assert metrics['update/grad_norm'] > 0
+  jax.tree.map(np.testing.assert_array_equal, subject.base, base)
+  assert jax.tree.structure(state.params) == jax.tree.structure(adapters)
+  changed = jax.tree.map(
+    lambda a, b: float(np.abs(a - b).max()), state.params, adapters
+  )
+  assert min(jax.tree.leaves(changed)) > 0
+
+
+def test_gradients_are_those_of_the_merged_network():
+  params = _params(trained=True)
+  adapters, base = lora.split(params)
+
+  def loss(config, params):
+    return jnp.sum(jnp.square(_logits(config, params, TOKENS)))
+
+  found = jax.grad(lambda a: loss(CONFIG, lora.join(base, a)))(adapters)
+  expected = jax.grad(
+    lambda a: loss(BASE, lora.merge(CONFIG.adapters, lora.join(base, a)))
+  )(adapters)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(
+      a, b, atol=1e-4 * np.abs(b).max() + 1e-6
+    ),
+    found,
+    expected,
+  )
+
+
+def test_without_them_it_is_the_reference():
+  subject, params = _learner(), _params(trained=True)
+  state = subject.init(params)
+  plain = _learner(BASE)
+  expected = plain.log_probs(plain.init(lora.split(params)[1]).params, _rows())
+  np.testing.assert_allclose(
+    subject.log_probs({}, _rows()), expected, atol=1e-5
+  )
+  difference = subject.log_probs(state.params, _rows()) - expected
+  assert np.abs(difference).max() > 0.1
+
+
+def test_meshes_do_not_matter():
+  one, _ = _update(_learner(), _params(trained=True))
+  many, _ = _update(_learner(data=2, fsdp=2, tensor=2), _params(trained=True))
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
+    jax.device_get(one.params),
+    jax.device_get(many.params),
+  )
+
+
+# Of the two libraries, about each other.
+@pytest.mark.filterwarnings('ignore::FutureWarning')
+@pytest.mark.parametrize('family', ['qwen2', 'qwen3'])
+def test_peft_loads_an_export(tmp_path, family):
+  torch = pytest.importorskip('torch', reason='parity needs PyTorch')
+  peft = pytest.importorskip('peft', reason='parity needs PEFT')
+  import transformers
+
+  config = dataclasses.replace(
+    CONFIG,
+    qkv_bias=family == 'qwen2',
+    qk_norm=family == 'qwen3',
+    adapters=lora.Lora(3, 6.0, ('q', 'o', 'gate', 'down')),
+  )
+  params = _params(trained=True, config=config)
+  adapters, base = lora.split(params)
+  plain = dataclasses.replace(config, adapters=None)
+  huggingface.save(str(tmp_path / 'base'), plain, base, dtype='float32')
+  huggingface.save_adapters(
+    str(tmp_path / 'adapters'), config, adapters, str(tmp_path / 'base')
+  )
+  huggingface.save(str(tmp_path / 'merged'), config, params, dtype='float32')
+  expected = np.asarray(_logits(config, params, TOKENS))
+  loaded = transformers.AutoModelForCausalLM.from_pretrained(
+    tmp_path / 'base', dtype='float32'
+  )
+  merged = transformers.AutoModelForCausalLM.from_pretrained(
+    tmp_path / 'merged', dtype='float32'
+  )
+  adapted = peft.PeftModel.from_pretrained(loaded, tmp_path / 'adapters')
+  tokens = torch.tensor(TOKENS, dtype=torch.long)
+  for model in (adapted, merged):
+    with torch.no_grad():
+      found = model(tokens).logits.numpy()
+    np.testing.assert_allclose(
+      found, expected, atol=2e-5 * np.abs(expected).max()
+    )
