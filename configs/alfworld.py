@@ -5,7 +5,8 @@
     python launch/train.py --config=configs/alfworld.py:tiny,grpo
 
 Variants, joined by commas: a size (`1.5b`, the default, `0.5b`, `7b`; `tiny`
-for two CPU cores, `smoke` for continuous integration) and `grpo`, the baseline.
+for two CPU cores, `smoke` for continuous integration), `grpo`, the baseline,
+and `lora`, adapters instead of the whole model.
 
 Published success on valid_seen, mean of 3 seeds, 150 iterations: 1.5B GiGPO
 86.7 %, GRPO 72.8 %; 7B GiGPO 90.8 %, GRPO 77.6 %. Hardware there: 2 x H100
@@ -17,25 +18,27 @@ import ml_collections
 from configs import base
 
 SIZES = ('0.5b', '1.5b', '7b', 'tiny', 'smoke')
-BASELINES = ('grpo',)
+CHANGES = ('grpo', 'lora')
 
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
   """Returns the experiment; `arg` is a comma-separated list of variants."""
-  size, baselines = base.parse_variants(
-    arg, 'alfworld', sizes=SIZES, baselines=BASELINES
+  size, changes = base.parse_variants(
+    arg, 'alfworld', sizes=SIZES, changes=CHANGES
   )
   size = size or '1.5b'
   config = _paper()
-  config.variant = ','.join([size, *baselines])
+  config.variant = ','.join([size, *changes])
   if size in ('tiny', 'smoke'):
     _tiny(config)
   if size == 'smoke':
     _smoke(config)
   if size == '7b':
     config.learner.microbatch_rows = 8
-  if 'grpo' in baselines:
+  if 'grpo' in changes:
     config.algorithm.name = 'grpo'
+  if 'lora' in changes:
+    base.use_adapters(config)
   return config
 
 
@@ -69,7 +72,7 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.num_iterations = 60
   config.model.path = 'configs/warm_starts/alfworld_tiny'
   config.model.dtype = 'float32'
-  config.model.remat = True
+  config.model.remat = 'none'
   config.env.engine = 'native'
   config.env.data_dir = 'generated'
   config.env.generator.receptacles = (4, 6)

@@ -11,22 +11,28 @@ from ml_collections import config_dict
 
 
 def parse_variants(
-  arg: str, name: str, *, sizes: Sequence[str], baselines: Sequence[str]
+  arg: str, name: str, *, sizes: Sequence[str], changes: Sequence[str]
 ) -> tuple[str, list[str]]:
-  """Returns (size or '', baselines) of `--config=configs/NAME.py:ARG`.
+  """Returns (size or '', other variants) of `--config=configs/NAME.py:ARG`.
 
   Raises:
     ValueError: if `arg` holds anything else, or two sizes.
   """
   variants = [word for word in arg.split(',') if word]
-  unknown = [v for v in variants if v not in (*sizes, *baselines)]
+  unknown = [v for v in variants if v not in (*sizes, *changes)]
   chosen = [v for v in variants if v in sizes]
   if unknown or len(chosen) > 1:
     raise ValueError(
       f'--config=configs/{name}.py:{arg}: accepts at most one of '
-      f'{", ".join(sizes)} and {", ".join(baselines)}, joined by commas'
+      f'{", ".join(sizes)} and {", ".join(changes)}, joined by commas'
     )
-  return ''.join(chosen), [b for b in baselines if b in variants]
+  return ''.join(chosen), [b for b in changes if b in variants]
+
+
+def use_adapters(config: ml_collections.ConfigDict) -> None:
+  """Trains adapters instead of the model, at a rate that suits them."""
+  config.lora.rank = 32
+  config.optimizer.learning_rate *= 10
 
 
 def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
@@ -42,8 +48,11 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.model.path = config_dict.placeholder(str)
   # Compute type; parameters and optimizer state stay float32.
   config.model.dtype = 'bfloat16'
-  # Recompute layer activations in the backward pass: memory for time.
-  config.model.remat = True
+  # What the backward pass computes again: none, matrices (all but products
+  # with parameters) or layer (all of it): memory for time.
+  config.model.remat = 'layer'
+  # Among a row's tokens: xla, splash (TPU), cudnn (NVIDIA), auto.
+  config.model.attention = 'auto'
   # Template switch of models that think by default (Qwen3).
   config.model.enable_thinking = False
 
@@ -64,6 +73,8 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   # Devices per axis; -1: all that remain.
   config.mesh.data = 1
   config.mesh.fsdp = -1
+  config.mesh.expert = 1
+  config.mesh.sequence = 1
   config.mesh.tensor = 1
 
   config.rollout = ml_collections.ConfigDict()
@@ -82,8 +93,10 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.rollout.stop_at_action = False
   # async: every episode goes on by itself; lockstep: all wait for the last.
   config.rollout.schedule = 'async'
-  # Weights while sampling. model: in model.dtype; int8: half of bfloat16. How
-  # far the sampler is from the learner, sampler/... in the metrics tells.
+  # Weights while sampling. model: in model.dtype; int8: half of bfloat16;
+  # adapters: of lora, beside the matrices that training has, without a copy of
+  # these. How far the sampler is from the learner, sampler/... in the metrics
+  # tells.
   config.rollout.weights = 'model'
   # Devices over which sampling cuts a copy of the model; 0: mesh.tensor, or
   # more where a device's memory asks for it. Copies that keep within a host
@@ -134,12 +147,22 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.optimizer.decay_updates = 0  # on a line to zero; 0: constant
   config.optimizer.b1 = 0.9
   config.optimizer.b2 = 0.999
+  # In which the gradient's mean is kept; bfloat16 saves an eighth of memory.
+  config.optimizer.mu_dtype = 'float32'
   config.optimizer.weight_decay = 0.01  # code
   config.optimizer.max_grad_norm = 1.0  # code
+
+  # Low-rank adapters, trained instead of the model.
+  config.lora = ml_collections.ConfigDict()
+  config.lora.rank = 0  # 0: the model is trained
+  config.lora.alpha = 32.0
+  config.lora.targets = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
 
   config.learner = ml_collections.ConfigDict()
   config.learner.minibatch_rows = 256  # rows of an update; paper, ALFWorld
   config.learner.microbatch_rows = 16  # rows in memory at once
+  # Rows with the same prompt go into the same update, and pay for it once.
+  config.learner.share_prompts = False
   # Row lengths that the update is compiled for; the last is raised to
   # max_prompt_tokens + max_completion_tokens where that is larger.
   config.learner.length_buckets = (640, 1024, 1536, 2560)

@@ -5,7 +5,8 @@
     python launch/train.py --config=configs/webshop.py:tiny,grpo
 
 Variants, joined by commas: a size (`1.5b`, the default, `7b`; `tiny` for two
-CPU cores, `smoke` for continuous integration) and `grpo`, the baseline.
+CPU cores, `smoke` for continuous integration), `grpo`, the baseline, and
+`lora`, adapters instead of the whole model.
 
 Published score and success, mean of 3 seeds, 150 iterations, 1,000 products:
 1.5B GiGPO 83.5 / 67.4 %, GRPO 75.8 / 56.8 %; 7B GiGPO 86.2 / 75.2 %, GRPO
@@ -17,25 +18,27 @@ import ml_collections
 from configs import base
 
 SIZES = ('1.5b', '7b', 'tiny', 'smoke')
-BASELINES = ('grpo',)
+CHANGES = ('grpo', 'lora')
 
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
   """Returns the experiment; `arg` is a comma-separated list of variants."""
-  size, baselines = base.parse_variants(
-    arg, 'webshop', sizes=SIZES, baselines=BASELINES
+  size, changes = base.parse_variants(
+    arg, 'webshop', sizes=SIZES, changes=CHANGES
   )
   size = size or '1.5b'
   config = _paper()
-  config.variant = ','.join([size, *baselines])
+  config.variant = ','.join([size, *changes])
   if size in ('tiny', 'smoke'):
     _tiny(config)
   if size == 'smoke':
     _smoke(config)
   if size == '7b':
     config.learner.microbatch_rows = 4
-  if 'grpo' in baselines:
+  if 'grpo' in changes:
     config.algorithm.name = 'grpo'
+  if 'lora' in changes:
+    base.use_adapters(config)
   return config
 
 
@@ -74,7 +77,7 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.num_iterations = 120
   config.model.path = 'configs/warm_starts/webshop_tiny'
   config.model.dtype = 'float32'
-  config.model.remat = True
+  config.model.remat = 'none'
   config.env.data_dir = 'generated'
   config.env.generator.num_products = 240
   config.env.generator.vocabulary = 0.25

@@ -16,8 +16,8 @@ import ml_collections
 import psutil
 
 import envs
-from gigpo_jax import algorithms, models, rollout, sampler, tokenizer
-from gigpo_jax.models import huggingface
+from gigpo_jax import algorithms, mesh, models, rollout, sampler, tokenizer
+from gigpo_jax.models import attention, huggingface, lora, qwen
 
 TINY = 'python launch/train.py --config=configs/alfworld.py:tiny'
 
@@ -28,8 +28,9 @@ _DATA = {
 }
 
 # float32 parameters, two AdamW moments and a gradient accumulator, and a
-# bf16 copy each for sampling and computing.
+# bf16 copy each for sampling and computing. With adapters the last two alone.
 BYTES_PER_PARAMETER = 16 + 2 + 2
+FROZEN_BYTES_PER_PARAMETER = 2 + 2
 
 _CHOICES = {
   'rollout.schedule': rollout.SCHEDULES,
@@ -46,6 +47,9 @@ _CHOICES = {
   'loss.aggregation': ('token_mean', 'sequence_mean', 'fixed_length'),
   'loss.old_log_probs': ('learner', 'sampler'),
   'model.dtype': ('bfloat16', 'float32'),
+  'optimizer.mu_dtype': ('bfloat16', 'float32'),
+  'model.remat': qwen.REMATS,
+  'model.attention': ('auto', *attention.IMPLEMENTATIONS),
   'rollout.prompt_overflow': tokenizer.OVERFLOW_POLICIES,
 }
 
@@ -80,6 +84,8 @@ _RANGES = {
   'optimizer.learning_rate': (0.0, None, 'at least 0'),
   'optimizer.warmup_updates': (0, None, 'at least 0'),
   'optimizer.max_grad_norm': (0.0, None, 'above 0'),
+  'lora.rank': (0, None, 'at least 0; 0 trains the model'),
+  'lora.alpha': (1e-6, None, 'above 0'),
   'learner.minibatch_rows': (1, None, 'at least 1'),
   'learner.microbatch_rows': (1, None, 'at least 1'),
   'pool.num_envs': (0, None, 'at least 0; 0 is one per episode'),
@@ -220,14 +226,39 @@ def _combinations(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'learner.microbatch_rows={learner.microbatch_rows}: larger than '
       f'learner.minibatch_rows={learner.minibatch_rows}; must divide into it'
     )
-  sizes = [config.mesh.data, config.mesh.fsdp, config.mesh.tensor]
-  for name, size in zip(('data', 'fsdp', 'tensor'), sizes, strict=True):
+  sizes = [config.mesh[name] for name in mesh.AXES]
+  for name, size in zip(mesh.AXES, sizes, strict=True):
     if size == 0 or size < -1:
       yield f'mesh.{name}={size}: must be at least 1, or -1 for the rest'
   if sizes.count(-1) > 1:
-    yield f'mesh.data,fsdp,tensor={sizes}: at most one axis may be -1'
+    yield f'mesh.{",".join(mesh.AXES)}={sizes}: at most one axis may be -1'
+  yield from _attention(config)
+  yield from _adapters(config)
   if config.env.name is None:
     yield f'env.name=None: must be one of {", ".join(envs.REGISTRY)}'
+
+
+def _attention(config: ml_collections.ConfigDict) -> Iterator[str]:
+  kind = config.model.attention
+  if kind not in ('auto', 'xla') and config.mesh.sequence != 1:
+    yield (
+      f'model.attention={kind}: does not cut rows; mesh.sequence='
+      f'{config.mesh.sequence} needs xla'
+    )
+  if kind == 'cudnn' and config.model.dtype == 'float32':
+    yield 'model.attention=cudnn: has no float32; needs model.dtype=bfloat16'
+
+
+def _adapters(config: ml_collections.ConfigDict) -> Iterator[str]:
+  targets = tuple(config.lora.targets)
+  unknown = [name for name in targets if name not in lora.TARGETS]
+  if unknown or not targets:
+    yield (
+      f'lora.targets={targets}: must be one or more of '
+      f'{", ".join(lora.TARGETS)}'
+    )
+  if config.rollout.weights == 'adapters' and not config.lora.rank:
+    yield 'rollout.weights=adapters: there are none; needs lora.rank'
 
 
 def _data_dir(config: ml_collections.ConfigDict) -> str | None:
@@ -279,14 +310,14 @@ def _missing_model(config: ml_collections.ConfigDict) -> Iterator[str]:
       'model.path=None: no weights; set --config.model.path to a Hugging Face '
       'folder, or to a name on the hub like Qwen/Qwen2.5-1.5B-Instruct'
     )
-    yield from _too_small(1_540_000_000)
+    yield from _too_small(config, 1_540_000_000)
     return
   try:
     if _on_hub(config.model.path):
       # Before all of it is fetched.
       small = huggingface.fetch(config.model.path, only_config=True)
       small = huggingface.read_config(small)
-      if problems := list(_too_small(models.num_parameters(small))):
+      if problems := list(_too_small(config, models.num_parameters(small))):
         yield from problems
         return
     directory = model_directory(config.model.path)
@@ -307,18 +338,25 @@ def _missing_model(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'rollout.max_prompt_tokens={limit}: the chat template alone takes '
       f'{template} tokens; must be larger'
     )
-  yield from _too_small(models.num_parameters(model))
+  yield from _too_small(config, models.num_parameters(model))
 
 
-def _too_small(num_parameters: int) -> Iterator[str]:
+def _too_small(
+  config: ml_collections.ConfigDict, num_parameters: int
+) -> Iterator[str]:
   # An accelerator's memory is known only once it runs; jax names it then.
   if _has_accelerator():
     return
-  needed = num_parameters * BYTES_PER_PARAMETER
+  each, what = BYTES_PER_PARAMETER, 'full training'
+  if config.lora.rank:
+    each, what = FROZEN_BYTES_PER_PARAMETER, 'training adapters'
+  elif config.optimizer.mu_dtype == 'bfloat16':
+    each -= 2
+  needed = num_parameters * each
   available = psutil.virtual_memory().total
   if needed > available:
     yield (
-      f'memory={available / 2**30:.0f} GiB: full training of '
+      f'memory={available / 2**30:.0f} GiB: {what} of '
       f'{num_parameters / 1e9:.1f}B parameters keeps about '
       f'{needed / 2**30:.0f} GiB; needs a larger machine or a smaller model'
     )

@@ -27,7 +27,7 @@ from gigpo_jax import (
   tasks,
   tokenizer,
 )
-from gigpo_jax.models import huggingface, qwen
+from gigpo_jax.models import attention, huggingface, lora, qwen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +52,14 @@ class Policy:
 def make_policy(config: ml_collections.ConfigDict) -> Policy:
   """Returns the policy of an experiment; starts the devices."""
   directory = config_lib.model_directory(config.model.path)
-  model = huggingface.read_config(
-    directory, dtype=config.model.dtype, remat=config.model.remat
-  )
   devices = mesh.make_mesh(**config.mesh)
+  model = huggingface.read_config(
+    directory,
+    dtype=config.model.dtype,
+    remat=config.model.remat,
+    attention=_attention(config, devices),
+    adapters=_adapters(config),
+  )
   mesh.check(devices, qwen.shapes(model), qwen.logical_axes(model))
   text = tokenizer.Tokenizer(
     directory, enable_thinking=config.model.enable_thinking
@@ -64,7 +68,7 @@ def make_policy(config: ml_collections.ConfigDict) -> Policy:
     model=model,
     mesh=devices,
     tokenizer=text,
-    load=functools.partial(huggingface.load, directory, model, devices),
+    load=functools.partial(_load, directory, model, devices, config.seed),
     sampler=sampler.Sampler(
       model,
       devices,
@@ -86,6 +90,40 @@ def make_policy(config: ml_collections.ConfigDict) -> Policy:
       ),
     ),
   )
+
+
+def _attention(config: ml_collections.ConfigDict, devices) -> str:
+  """Returns the implementation of attention among a row's tokens."""
+  if config.model.attention != 'auto':
+    return config.model.attention
+  if config.model.dtype == 'float32' or config.mesh.sequence != 1:
+    return 'xla'
+  return attention.best(devices.devices.flat[0].platform)
+
+
+def _adapters(config: ml_collections.ConfigDict) -> lora.Lora | None:
+  if not config.lora.rank:
+    return None
+  return lora.Lora(
+    config.lora.rank, config.lora.alpha, tuple(config.lora.targets)
+  )
+
+
+def _load(
+  directory: str, model: qwen.QwenConfig, devices: jax.sharding.Mesh, seed: int
+) -> dict:
+  """Returns a checkpoint's parameters, and new adapters if there are any.
+
+  Parameters that are not trained are in the compute type.
+  """
+  if not model.adapters:
+    return huggingface.load(directory, model, devices)
+  base = huggingface.load(directory, model, devices, dtype=model.dtype)
+  shardings, _ = lora.split(mesh.shardings(devices, qwen.logical_axes(model)))
+  adapters = jax.jit(
+    lambda key: lora.split(qwen.init(model, key))[0], out_shardings=shardings
+  )(jax.random.key(seed))
+  return lora.join(base, adapters)
 
 
 def _sampling_tensor(config, model: qwen.QwenConfig, devices) -> int:
@@ -184,6 +222,7 @@ def make_learner(
     max_completion_tokens=config.rollout.max_completion_tokens,
     temperature=config.rollout.temperature,
     aggregation=config.loss.aggregation,
+    share_prompts=config.learner.share_prompts,
     seed=config.seed,
   )
 
@@ -252,8 +291,19 @@ def row_sizes(config: ml_collections.ConfigDict) -> dict:
   }
 
 
-def freeze(params: dict, dtype: str) -> dict:
-  """Returns a copy that later updates leave alone, in the compute type."""
+def make_reference(
+  config: ml_collections.ConfigDict, policy: Policy, params: dict
+) -> dict | None:
+  """Returns what later updates are held near to; None if they are not.
+
+  A copy in the compute type; with adapters nothing, for it is the network
+  without them.
+  """
+  if not config.loss.kl_weight:
+    return None
+  if policy.model.adapters:
+    return {}
+  dtype = policy.model.dtype
   return jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree))(
     params
   )

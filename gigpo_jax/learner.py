@@ -3,13 +3,14 @@
 Rows on the host are shuffled and cut into mini-batches, one optimizer step
 each; these into microbatches of few shapes, whose gradients are summed in
 float32. The loss's normaliser is known before the first microbatch, so that
-neither microbatch size nor length bucket nor mesh changes the loss. Knows no
-environment, no text and no algorithm.
+neither microbatch size nor length bucket nor mesh nor shared prompts change the
+loss. Knows no environment, no text and no algorithm.
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import flax.struct
 import jax
@@ -17,9 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gigpo_jax import batch, losses
+from gigpo_jax import batch, hosts, losses, packs
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax.models import qwen
+from gigpo_jax.models import lora, qwen
+
+# Completion tokens of a shard whose logits exist at a time.
+_LOGITS_AT_ONCE = 512
 
 
 @flax.struct.dataclass
@@ -27,7 +31,7 @@ class TrainState:
   """All that training changes on the device.
 
   Attributes:
-    params: float32.
+    params: float32; of a network with adapters, these alone.
     opt_state: of the optimizer.
     updates: optimizer steps taken, int32; skipped ones do not count.
   """
@@ -45,6 +49,7 @@ def adamw(
   b2: float = 0.999,
   weight_decay: float = 0.01,
   max_grad_norm: float = 1.0,
+  mu_dtype: str = 'float32',
 ) -> optax.GradientTransformation:
   """Returns AdamW after a clip of the global gradient norm.
 
@@ -58,6 +63,7 @@ def adamw(
     b2: decay of the gradient's square.
     weight_decay: of all parameters, times the learning rate.
     max_grad_norm: gradients longer than this are scaled down to it.
+    mu_dtype: in which the gradient's mean is kept.
   """
 
   def schedule(count):
@@ -66,14 +72,26 @@ def adamw(
       rate *= jnp.maximum(0, 1 - count / decay_updates)
     return rate
 
+  def clip(grads, params=None):
+    # optax's own divides each number, for which XLA keeps a copy of them all.
+    del params
+    factor = jnp.minimum(1, max_grad_norm / optax.global_norm(grads))
+    return jax.tree.map(lambda x: x * factor, grads)
+
   return optax.chain(
-    optax.clip_by_global_norm(max_grad_norm),
-    optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay),
+    optax.stateless(clip),
+    optax.adamw(
+      schedule, b1=b1, b2=b2, weight_decay=weight_decay, mu_dtype=mu_dtype
+    ),
   )
 
 
 class Learner:
-  """Compiled programs for updates and log-probs of one model on one mesh."""
+  """Compiled programs for updates and log-probs of one model on one mesh.
+
+  Attributes:
+    base: parameters of a network with adapters that are not trained.
+  """
 
   def __init__(
     self,
@@ -88,22 +106,25 @@ class Learner:
     max_completion_tokens: int,
     temperature: float = 1.0,
     aggregation: str = 'token_mean',
+    share_prompts: bool = False,
     seed: int = 0,
   ):
     """Prepares; compiles nothing yet.
 
     Args:
       config: shape of the model.
-      mesh: devices; rows of a microbatch go over (data, fsdp).
+      mesh: devices; rows of a microbatch are spread over `mesh.BATCH`.
       loss: called by name with the arguments of `losses.policy_gradient` up
         to mask; returns a loss for each token and metrics for each token.
       optimizer: see `adamw`.
       minibatch_rows: most rows of an update.
-      microbatch_rows: rows in memory at once.
+      microbatch_rows: rows in memory at once; with shared prompts, packs.
       length_buckets: rising; lengths that rows are padded to.
       max_completion_tokens: C.
       temperature: by which log-probs and entropies are meant.
       aggregation: of tokens into the loss; see `losses.row_weights`.
+      share_prompts: whether rows with the same prompt go into the same update
+        and pay for it once.
       seed: of the shuffling.
 
     Raises:
@@ -112,14 +133,21 @@ class Learner:
     row_shards = mesh_lib.batch_shards(mesh)
     if microbatch_rows % row_shards:
       raise ValueError(
-        f'learner.microbatch_rows={microbatch_rows}: mesh axes data and fsdp '
-        f'share its rows; must be a multiple of {row_shards}'
+        f'learner.microbatch_rows={microbatch_rows}: mesh axes '
+        f'{", ".join(mesh_lib.BATCH)} share its rows; must be a multiple of '
+        f'{row_shards}'
       )
     losses.row_weights(np.ones(1, np.int32), 1, aggregation)
     self._config, self._mesh = config, mesh
     self._loss, self._optimizer = loss, optimizer
     self._minibatch_rows = minibatch_rows
-    self._microbatch_rows = microbatch_rows
+    self._packer = packs.Packer(
+      microbatch_rows,
+      row_shards,
+      length_buckets,
+      max_completion_tokens,
+      share=share_prompts,
+    )
     self._length_buckets = tuple(length_buckets)
     self._max_completion = max_completion_tokens
     self._temperature = temperature
@@ -129,14 +157,21 @@ class Learner:
     self._metric_names = _metric_names(loss, self._with_reference)
     self._row_sharding = mesh_lib.batch_sharding(mesh)
     self._replicated = jax.NamedSharding(mesh, jax.P())
-    self._param_shardings = mesh_lib.shardings(mesh, qwen.logical_axes(config))
+    shardings = mesh_lib.shardings(mesh, qwen.logical_axes(config))
+    self._param_shardings, self._base_shardings = self._split(shardings)
     self._state_shardings = self._shardings_of_state()
+    self.base: dict = {}
     self._jit()
+
+  def _split(self, params: dict) -> tuple[dict, dict]:
+    """Returns what is trained, and what is not."""
+    return lora.split(params) if self._config.adapters else (params, {})
 
   def _shardings_of_state(self) -> TrainState:
     params = jax.eval_shape(
       functools.partial(qwen.init, self._config), jax.random.key(0)
     )
+    params, _ = self._split(params)
     moments = optax.tree_utils.tree_map_params(
       self._optimizer,
       lambda _, sharding: sharding,
@@ -154,8 +189,15 @@ class Learner:
         lambda params: (jax.tree.map(jnp.zeros_like, params), self._sums()),
         out_shardings=(grads, self._replicated),
       ),
+      # Not a part of `apply`, which would make them beside the gradients.
+      'clear': jax.jit(
+        lambda grads: jax.tree.map(jnp.zeros_like, grads),
+        donate_argnums=0,
+        keep_unused=True,
+        out_shardings=grads,
+      ),
       'log_probs': jax.jit(
-        lambda params, rows: self._forward(params, rows)[0],
+        lambda params, base, rows: self._forward(params, base, rows)[0],
         out_shardings=self._row_sharding,
       ),
       'accumulate': jax.jit(
@@ -165,10 +207,13 @@ class Learner:
       ),
       'apply': jax.jit(
         self._apply,
-        donate_argnames=('state', 'grads', 'sums'),
-        out_shardings=(state, grads, self._replicated),
+        donate_argnames=('state', 'sums'),
+        out_shardings=(state, self._replicated),
       ),
     }
+
+  def _run(self, name: str, *args, **kwargs):
+    return hosts.settle(self._programs[name](*args, **kwargs))
 
   @property
   def compilations(self) -> int:
@@ -176,58 +221,120 @@ class Learner:
     return sum(f._cache_size() for f in self._programs.values())
 
   def init(self, params: dict) -> TrainState:
-    """Returns a fresh state; takes over the parameters, which it may donate."""
+    """Returns a fresh state; takes over the parameters, which it may donate.
+
+    Args:
+      params: of the network; of one with adapters, all but these are frozen,
+        and kept here.
+    """
+    params, self.base = self._split(params)
     with jax.set_mesh(self._mesh):
       params = jax.device_put(params, self._param_shardings)
+      self.base = jax.device_put(self.base, self._base_shardings)
       updates = mesh_lib.place(np.zeros((), np.int32), self._replicated)
-      return TrainState(params, self._programs['init'](params), updates)
+      return TrainState(params, self._run('init', params), updates)
 
-  def warm_up(self, state: TrainState, reference: dict | None = None) -> None:
+  def warm_up(
+    self, state: TrainState, reference: dict | None = None
+  ) -> TrainState:
     """Compiles every program, so that none compiles later.
 
     Args:
-      state: shapes and types of the parameters; unchanged.
+      state: donated.
       reference: frozen parameters, where their type is another.
+
+    Returns:
+      The state as it was.
     """
     with jax.set_mesh(self._mesh):
-      grads, sums = self._programs['zeros'](state.params)
+      grads, sums = self._run('zeros', state.params)
       for length in self._length_buckets:
-        rows = self._put(self._no_rows(length))
-        inputs = {name: rows[name] for name in _INPUTS}
+        empty = self._packer.empty(length)
         for params in (state.params, reference):
           if params is not None:
-            self._programs['log_probs'](params, inputs)
-        grads, sums = self._programs['accumulate'](
-          state.params, rows, grads=grads, sums=sums
+            self._log_probs(params, empty)
+        grads, sums = self._run(
+          'accumulate',
+          state.params,
+          self.base,
+          self._put(empty, self._no_columns(empty)),
+          grads=grads,
+          sums=sums,
         )
-      # A copy, for apply would donate the caller's state.
-      copy = jax.device_put(
-        jax.tree.map(jnp.copy, state), self._state_shardings
-      )
-      jax.block_until_ready(
-        self._programs['apply'](state=copy, grads=grads, sums=sums)
-      )
+      # An update that is no number is skipped.
+      grads = jax.tree.map(lambda x: x * np.float32(np.nan), grads)
+      state, _ = self._run('apply', state=state, grads=grads, sums=sums)
+      jax.block_until_ready((state, self._run('clear', grads)))
+    return state
+
+  def describe(self) -> tuple[TrainState, dict]:
+    """Returns shapes, types and shardings of a state, and of `base`."""
+    params = jax.eval_shape(
+      functools.partial(qwen.init, self._config), jax.random.key(0)
+    )
+    params, base = self._split(params)
+    base = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, self._config.dtype), base
+    )
+    state = TrainState(
+      params,
+      jax.eval_shape(self._optimizer.init, params),
+      jax.ShapeDtypeStruct((), jnp.int32),
+    )
+    return (
+      mesh_lib.described(state, self._state_shardings),
+      mesh_lib.described(base, self._base_shardings),
+    )
+
+  def lower(self) -> dict[str, jax.stages.Lowered]:
+    """Returns the largest programs, by name; nothing is compiled, nothing runs.
+
+    The mesh's devices need not be there.
+    """
+
+    def everywhere(tree, sharding):
+      return mesh_lib.described(tree, jax.tree.map(lambda _: sharding, tree))
+
+    state, base = self.describe()
+    empty = self._packer.empty(self._length_buckets[-1])
+    columns = self._no_columns(empty)
+    rows = empty.inputs() | {n: empty.take(x) for n, x in columns.items()}
+    rows = everywhere(rows, self._row_sharding)
+    sums = everywhere(jax.eval_shape(self._sums), self._replicated)
+    with jax.set_mesh(self._mesh):
+      return {
+        'accumulate': self._programs['accumulate'].lower(
+          state.params, base, rows, grads=state.params, sums=sums
+        ),
+        'apply': self._programs['apply'].lower(
+          state=state, grads=state.params, sums=sums
+        ),
+      }
 
   def log_probs(self, params: dict, rows: batch.Rows) -> np.ndarray:
     """Returns log-probs of all completion tokens, [R, C] float32.
 
-    Of `params`, in any float type, at the learner's temperature; 0 past the
-    end of a completion and in padding rows.
+    At the learner's temperature; 0 past the end of a completion and in padding
+    rows.
+
+    Args:
+      params: in any float type; of a network with adapters, these, or nothing
+        for the network without them.
+      rows: of an iteration.
     """
     result = np.zeros(rows.sampler_log_probs.shape, np.float32)
+    index = np.flatnonzero(rows.real)
     with jax.set_mesh(self._mesh):
       pending = [
-        (
-          index,
-          self._programs['log_probs'](
-            params, self._put(self._inputs(rows, index))
-          ),
-        )
-        for index in self._microbatches(rows, np.flatnonzero(rows.real))
+        (microbatch, self._log_probs(params, microbatch))
+        for microbatch in self._packer.microbatches(rows, index)
       ]
-    for index, values in pending:
-      result[index] = mesh_lib.fetch(values)[: len(index)]
-    return np.where(rows.completion_mask, result, 0)
+    for microbatch, values in pending:
+      microbatch.put(mesh_lib.fetch(values), result)
+    return result
+
+  def _log_probs(self, params: dict, microbatch: packs.Microbatch) -> jax.Array:
+    return self._run('log_probs', params, self.base, self._put(microbatch, {}))
 
   def update(
     self,
@@ -272,22 +379,24 @@ class Learner:
     if self._with_reference:
       columns['ref_log_probs'] = ref_log_probs
     minibatches = self._minibatches(rows, iteration)
+    self._packer.forget()
     with jax.set_mesh(self._mesh):
-      grads, sums = self._programs['zeros'](state.params)
+      grads, sums = self._run('zeros', state.params)
       for minibatch in minibatches:
-        weights = self._weights(rows, minibatch)
-        for index in self._microbatches(rows, minibatch):
-          microbatch = self._inputs(rows, index) | {
-            name: self._pad(column[index]) for name, column in columns.items()
-          }
-          microbatch['weights'] = self._pad(weights[index])
-          grads, sums = self._programs['accumulate'](
-            state.params, self._put(microbatch), grads=grads, sums=sums
+        columns['weights'] = self._weights(rows, minibatch)
+        for microbatch in self._packer.microbatches(rows, minibatch):
+          grads, sums = self._run(
+            'accumulate',
+            state.params,
+            self.base,
+            self._put(microbatch, columns),
+            grads=grads,
+            sums=sums,
           )
-        state, grads, sums = self._programs['apply'](
-          state=state, grads=grads, sums=sums
-        )
-    return state, _finish(jax.device_get(sums), len(minibatches))
+        state, sums = self._run('apply', state=state, grads=grads, sums=sums)
+        grads = self._run('clear', grads)
+    metrics = _finish(jax.device_get(sums), len(minibatches))
+    return state, metrics | self._packer.take_metrics()
 
   def sampler_difference(
     self, params: dict, rows: batch.Rows, old_log_probs: np.ndarray
@@ -306,7 +415,7 @@ class Learner:
     """
     index = np.flatnonzero(rows.real)
     if old_log_probs is rows.sampler_log_probs:
-      index = next(self._microbatches(rows, index))
+      index = next(self._packer.microbatches(rows, index)).rows
       old_log_probs = self.log_probs(params, rows.take(index))
     else:
       old_log_probs = old_log_probs[index]
@@ -330,15 +439,11 @@ class Learner:
     index = np.flatnonzero(rows.real)
     if not len(index):
       raise ValueError('rows: all are padding; at least one must be real')
-    index = np.random.default_rng((self._seed, iteration)).permutation(index)
+    rng = np.random.default_rng((self._seed, iteration))
+    units = self._packer.units(rows, index)
+    index = np.concatenate([units[n] for n in rng.permutation(len(units))])
     count = math.ceil(len(index) / self._minibatch_rows)
     return np.array_split(index, count)
-
-  def _microbatches(self, rows, index) -> Iterator[np.ndarray]:
-    """Yields rows of similar length, the longest first."""
-    index = index[np.argsort(-rows.lengths[index], kind='stable')]
-    for start in range(0, len(index), self._microbatch_rows):
-      yield index[start : start + self._microbatch_rows]
 
   def _weights(self, rows, minibatch) -> np.ndarray:
     weights = np.zeros(len(rows.groups), np.float32)
@@ -348,64 +453,61 @@ class Learner:
     )
     return weights
 
-  def _inputs(self, rows, index) -> dict[str, np.ndarray]:
-    longest = rows.lengths[index].max()
-    length = next((b for b in self._length_buckets if b >= longest), None)
-    if length is None:
-      raise ValueError(
-        f'learner.length_buckets={self._length_buckets}: a row has {longest} '
-        'tokens; the last bucket must hold it'
-      )
-    tokens = rows.tokens[index, :length]
-    missing = length - tokens.shape[1]
-    return {
-      'tokens': self._pad(np.pad(tokens, ((0, 0), (0, missing)))),
-      # Padding rows get one token of prompt and no completion.
-      'prompt_lengths': self._pad(rows.prompt_lengths[index], 1),
-      'lengths': self._pad(rows.lengths[index], 1),
-    }
+  def _no_columns(self, microbatch: packs.Microbatch) -> dict[str, np.ndarray]:
+    names = ['advantages', 'weights', 'old_log_probs', 'importance']
+    if self._with_reference:
+      names.append('ref_log_probs')
+    row = np.zeros(1, np.float32)
+    return dict.fromkeys(names, row)
 
-  def _pad(self, column: np.ndarray, value=0) -> np.ndarray:
-    missing = self._microbatch_rows - len(column)
-    widths = ((0, missing),) + ((0, 0),) * (column.ndim - 1)
-    return np.pad(column, widths, constant_values=value)
-
-  def _no_rows(self, length: int) -> dict[str, np.ndarray]:
-    B, C = self._microbatch_rows, self._max_completion
-    zeros = np.zeros((B, C), np.float32)
-    rows = {
-      'tokens': np.zeros((B, length), np.int32),
-      'prompt_lengths': np.ones(B, np.int32),
-      'lengths': np.ones(B, np.int32),
-      'advantages': zeros[:, 0],
-      'weights': zeros[:, 0],
-      'old_log_probs': zeros,
-      'importance': zeros,
-    }
-    return rows | ({'ref_log_probs': zeros} if self._with_reference else {})
-
-  def _put(self, arrays):
+  def _put(self, microbatch: packs.Microbatch, columns: dict) -> dict:
+    """Puts a microbatch on the devices, and what belongs to its tokens."""
+    arrays = microbatch.inputs()
+    arrays |= {name: microbatch.take(x) for name, x in columns.items()}
     return mesh_lib.place_rows(self._mesh, arrays)
 
   # On the device: traced once for each length.
 
-  def _forward(self, params, rows):
-    return qwen.completion_log_probs(
-      self._config,
+  def _forward(self, params, base, rows, sums=None):
+    config, s = self._config, rows['before'].shape[0]
+    if config.adapters and not params:
+      config = dataclasses.replace(config, adapters=None)
+    params = lora.join(base, params) if base else params
+    if sums is not None:
+      added = {name: sums[name] for name in params if name != 'layers'}
+      params |= qwen.adding({name: params[name] for name in added}, added)
+      sums = sums['layers']
+    hidden_BLD = qwen.hidden_states(
+      config,
       params,
       rows['tokens'],
-      rows['prompt_lengths'],
-      rows['lengths'],
-      max_completion=self._max_completion,
+      rows.get('positions'),
+      rows.get('branches'),
+      sums=sums,
+    )
+    hidden_SND = jnp.take_along_axis(
+      hidden_BLD.reshape(s, -1, config.hidden_size),
+      rows['before'][..., None],
+      axis=1,
+    )
+    return qwen.token_log_probs(
+      config,
+      params,
+      mesh_lib.constrain_rows(hidden_SND),
+      rows['targets'],
+      count=jnp.max(jnp.sum(rows['mask'], axis=1)),
       temperature=self._temperature,
+      chunk=_LOGITS_AT_ONCE,
     )
 
-  def _accumulate(self, params, rows, *, grads, sums):
-    completions = rows['lengths'] - rows['prompt_lengths']
-    mask = jnp.arange(self._max_completion) < completions[:, None]
+  def _accumulate(self, params, base, rows, *, grads, sums):
+    mask = rows['mask']
+    in_place = qwen.adds_in_place(self._config)
 
     def loss_of(params):
-      log_probs, entropies = self._forward(params, rows)
+      log_probs, entropies = self._forward(
+        params, base, rows, grads if in_place else None
+      )
       loss, metrics = self._loss(
         log_probs=log_probs,
         entropies=entropies,
@@ -416,13 +518,11 @@ class Learner:
         mask=mask,
       )
       loss = jnp.where(mask, loss, 0)
-      total = jnp.sum(loss * rows['weights'][:, None])
+      total = jnp.sum(loss * rows['weights'])
       return total, metrics | {'loss/total': loss}
 
     new_grads, metrics = jax.grad(loss_of, has_aux=True)(params)
-    grads = jax.tree.map(
-      lambda old, new: old + new.astype(jnp.float32), grads, new_grads
-    )
+    grads = new_grads if in_place else jax.tree.map(jnp.add, grads, new_grads)
     sums = dict(sums)
     for name, values in metrics.items():
       if name.endswith('/max'):
@@ -436,18 +536,20 @@ class Learner:
   def _apply(self, *, state, grads, sums):
     norm = optax.global_norm(grads)
     finite = jnp.isfinite(norm)
-    changes, opt_state = self._optimizer.update(
-      grads, state.opt_state, state.params
-    )
-    params = optax.apply_updates(state.params, changes)
-    stepped = TrainState(params, opt_state, state.updates + 1)
-    state = jax.tree.map(
-      lambda new, old: jnp.where(finite, new, old), stepped, state
-    )
+
+    def step(state, grads):
+      changes, opt_state = self._optimizer.update(
+        grads, state.opt_state, state.params
+      )
+      params = optax.apply_updates(state.params, changes)
+      return TrainState(params, opt_state, state.updates + 1)
+
+    # A choice of each number would keep the old ones beside the new.
+    state = jax.lax.cond(finite, step, lambda state, _: state, state, grads)
     sums = dict(sums)
     sums['update/grad_norm'] += jnp.where(finite, norm, 0)
     sums['update/skipped'] += 1.0 - finite
-    return state, jax.tree.map(jnp.zeros_like, grads), sums
+    return state, sums
 
   def _sums(self):
     names = (
@@ -464,9 +566,6 @@ class Learner:
     }
 
 
-_INPUTS = ('tokens', 'prompt_lengths', 'lengths')
-
-
 def _loss_shapes(loss, ref_log_probs):
   token = jax.ShapeDtypeStruct((1, 1), jnp.float32)
   return jax.eval_shape(
@@ -475,7 +574,7 @@ def _loss_shapes(loss, ref_log_probs):
     entropies=token,
     old_log_probs=token,
     ref_log_probs=token if ref_log_probs else None,
-    advantages=jax.ShapeDtypeStruct((1,), jnp.float32),
+    advantages=token,
     importance=token,
     mask=jax.ShapeDtypeStruct((1, 1), bool),
   )

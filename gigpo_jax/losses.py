@@ -95,7 +95,7 @@ def policy_gradient(
   entropies: Float[Array, 'B C'],
   old_log_probs: Float[Array, 'B C'],
   ref_log_probs: Float[Array, 'B C'] | None,
-  advantages: Float[Array, ' B'],
+  advantages: Float[Array, '#B #C'],
   importance: Float[Array, 'B C'],
   mask: Bool[Array, 'B C'],
   *,
@@ -116,7 +116,7 @@ def policy_gradient(
     entropies: of the policy at each token, in nats.
     old_log_probs: under the policy before the iteration's first update.
     ref_log_probs: under the frozen reference; None only if kl_weight is 0.
-    advantages: of each row.
+    advantages: of each row's tokens, or one for all of them.
     importance: weight of each token's surrogate, no less than 0; see
       `truncated_importance`.
     mask: which tokens were sampled; elsewhere the loss is 0.
@@ -141,7 +141,7 @@ def policy_gradient(
   # Masked first: 0 times an infinite ratio would be NaN, in the gradient too.
   log_ratios = jnp.where(mask, log_probs - old_log_probs, 0)
   # A surrogate is as large as its advantage, so the weight goes there.
-  advantages_BC = jnp.where(mask, advantages[:, None] * importance, 0)
+  advantages_BC = jnp.where(mask, advantages * importance, 0)
   policy = clipped_surrogate(
     log_ratios,
     advantages_BC,
@@ -177,7 +177,7 @@ def supervised(
   entropies: Float[Array, 'B C'],
   old_log_probs: Float[Array, 'B C'],
   ref_log_probs: Float[Array, 'B C'] | None,
-  advantages: Float[Array, ' B'],
+  advantages: Float[Array, '#B #C'],
   importance: Float[Array, 'B C'],
   mask: Bool[Array, 'B C'],
 ) -> TokenLoss:

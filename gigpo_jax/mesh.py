@@ -5,19 +5,21 @@ their arrays, to mesh axes. Changing the parallelism is editing the table.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gigpo_jax import hosts
 
-AXES = ('data', 'fsdp', 'tensor')
+AXES = ('data', 'fsdp', 'expert', 'sequence', 'tensor')
 
-# Rows of a batch are spread over both; parameters over `fsdp` and `tensor`.
-BATCH = ('data', 'fsdp')
+# Rows of a batch are spread over these; their tokens over `sequence`.
+BATCH = ('data', 'fsdp', 'expert')
 
 # Logical axis of a parameter: the mesh axis it is cut along.
 RULES: dict[str | None, str | None] = {
@@ -28,25 +30,39 @@ RULES: dict[str | None, str | None] = {
   'kv_heads': 'tensor',
   'head': None,
   'mlp': 'tensor',
+  'experts': 'expert',
   None: None,
 }
 
 
-def make_mesh(data: int, fsdp: int, tensor: int) -> jax.sharding.Mesh:
-  """Returns a mesh of all devices.
+def make_mesh(
+  data: int,
+  fsdp: int,
+  tensor: int,
+  *,
+  expert: int = 1,
+  sequence: int = 1,
+  devices: Sequence[jax.Device] | None = None,
+) -> jax.sharding.Mesh:
+  """Returns a mesh of devices.
 
   Args:
     data: size of the axis over which parameters are copied and rows split.
     fsdp: size of the axis over which parameters and rows are split.
     tensor: size of the axis over which heads and MLP columns are split.
-      One of the three may be -1: all devices that remain.
+    expert: size of the axis over which experts and rows are split.
+    sequence: size of the axis over which the tokens of a row are split.
+      One of the five may be -1: all devices that remain.
+    devices: which; None: all there are.
 
   Raises:
     ValueError: if the sizes do not make up the number of devices.
   """
-  sizes = dict(zip(AXES, (data, fsdp, tensor), strict=True))
-  available = jax.device_count()
-  accepted = f'data x fsdp x tensor must be {available}, one may be -1'
+  devices = jax.devices() if devices is None else devices
+  given = (data, fsdp, expert, sequence, tensor)
+  sizes = dict(zip(AXES, given, strict=True))
+  available = len(devices)
+  accepted = f'{" x ".join(AXES)} must be {available}, one may be -1'
   remaining, open_axes = available, []
   for name, size in sizes.items():
     if size == -1:
@@ -63,14 +79,24 @@ def make_mesh(data: int, fsdp: int, tensor: int) -> jax.sharding.Mesh:
   if open_axes:
     sizes[open_axes[0]] = remaining
   elif remaining > 1:
+    others = ', '.join(f'{k}={v}' for k, v in sizes.items() if k != 'data')
     raise ValueError(
-      f'mesh.data={data}: with fsdp={fsdp}, tensor={tensor} does not make up '
-      f'{available} device(s); {accepted}'
+      f'mesh.data={data}: with {others} does not make up {available} '
+      f'device(s); {accepted}'
     )
-  return jax.make_mesh(
+  mesh = jax.make_mesh(
     tuple(sizes.values()),
     AXES,
     axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
+    devices=devices,
+  )
+  # A host's devices follow each other, so that it can sample by itself: the
+  # order that suits a torus goes through several hosts and back.
+  order = sorted(mesh.devices.flat, key=lambda device: device.process_index)
+  return jax.sharding.Mesh(
+    np.array(order).reshape(mesh.devices.shape),
+    AXES,
+    axis_types=mesh.axis_types,
   )
 
 
@@ -88,8 +114,22 @@ def shardings(mesh: jax.sharding.Mesh, axes: dict) -> dict:
   return jax.tree.map(spec, axes, is_leaf=lambda x: isinstance(x, tuple))
 
 
+def described(shapes: Any, shardings: Any) -> Any:
+  """Returns arrays' shapes and types with shardings, as `jax.jit` lowers them.
+
+  Args:
+    shapes: tree of arrays, or of what has a shape and a type.
+    shardings: a tree of the same form.
+  """
+  return jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    shapes,
+    shardings,
+  )
+
+
 def sampling_mesh(mesh: jax.sharding.Mesh, tensor: int) -> jax.sharding.Mesh:
-  """Returns the same devices, in the same order, as (data, 1, tensor).
+  """Returns the same devices, in the same order, as `data` and `tensor`.
 
   Sampling reads all parameters for every token, so they are cut over `tensor`
   alone, and each group of that many devices has them whole. A group is of
@@ -103,7 +143,7 @@ def sampling_mesh(mesh: jax.sharding.Mesh, tensor: int) -> jax.sharding.Mesh:
       f'rollout.tensor={tensor}: does not divide {mesh.size} device(s); must '
       'be a divisor'
     )
-  return _of_devices(mesh.devices.reshape(-1, 1, tensor))
+  return _of_devices(mesh.devices.reshape(-1, tensor))
 
 
 def sampling_tensor(
@@ -115,7 +155,7 @@ def sampling_tensor(
   """Returns over how many devices sampling should cut a model.
 
   The fewest, doubling from the mesh's own `tensor` as far as a host has it,
-  that leave at least half of a device's memory to the cache and to training.
+  that leave three quarters of a device's memory to the cache and to training.
 
   Args:
     mesh: the devices.
@@ -126,7 +166,7 @@ def sampling_tensor(
   tensor = math.gcd(mesh.shape['tensor'], len(mesh.local_devices))
   while (
     device_bytes
-    and parameter_bytes / tensor > device_bytes / 2
+    and parameter_bytes / tensor > device_bytes / 4
     and math.gcd(mesh.size, cuttable) % (2 * tensor) == 0
   ):
     tensor *= 2
@@ -151,15 +191,18 @@ def on_one_host(mesh: jax.sharding.Mesh) -> bool:
 def local_mesh(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
   """Returns this process's part of a mesh that is `on_one_host`."""
   here = jax.process_index()
-  groups = mesh.devices.reshape(-1, 1, mesh.shape['tensor'])
+  groups = mesh.devices.reshape(-1, mesh.shape['tensor'])
   return _of_devices(
-    np.array([g for g in groups if g[0, 0].process_index == here])
+    np.array([group for group in groups if group[0].process_index == here])
   )
 
 
 def _of_devices(devices: np.ndarray) -> jax.sharding.Mesh:
+  data, tensor = devices.shape
   return jax.sharding.Mesh(
-    devices, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES)
+    devices.reshape(data, 1, 1, 1, tensor),
+    AXES,
+    axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
   )
 
 
@@ -223,13 +266,42 @@ def cache_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec(None, BATCH, RULES['kv_heads']))
 
 
+def on_tpu(mesh: jax.sharding.Mesh) -> bool:
+  """Whether a mesh is one of TPUs."""
+  return mesh.devices.flat[0].platform == 'tpu'
+
+
+def cache_formats(mesh: jax.sharding.Mesh, cache: Any) -> Any:
+  """Returns sharding, and on TPUs the order in memory, of each cache array.
+
+  In another order a TPU could not write a token in place: it would copy the
+  whole cache before and after each step.
+
+  Args:
+    mesh: of devices that sample.
+    cache: tree of {'k': [N, B, K, E, S], 'v': [N, B, K, S, E]}.
+  """
+  sharding = cache_sharding(mesh)
+  if not on_tpu(mesh):
+    return jax.tree.map(lambda _: sharding, cache)
+
+  def format_of(path: tuple, array: jax.Array) -> Format:
+    heads = array.shape[2] // mesh.shape[RULES['kv_heads']]
+    room, head = (4, 3) if path[-1].key == 'k' else (3, 4)
+    # What stands last but one is padded; a single head is out of the way.
+    one, more = (2, 0, 1, room, head), (0, 1, room, 2, head)
+    return Format(Layout(one if heads == 1 else more), sharding)
+
+  return jax.tree_util.tree_map_with_path(format_of, cache)
+
+
 def everywhere(mesh: jax.sharding.Mesh) -> NamedSharding:
   """Returns the sharding of arrays that each device has whole."""
   return NamedSharding(mesh, PartitionSpec())
 
 
 def place_rows(mesh: jax.sharding.Mesh, arrays: Any) -> Any:
-  """Puts host arrays on the devices, their rows spread over (data, fsdp).
+  """Puts host arrays on the devices, their rows spread over BATCH.
 
   Args:
     mesh: the devices; where they are of several processes, each has to call
@@ -244,7 +316,7 @@ def place_rows(mesh: jax.sharding.Mesh, arrays: Any) -> Any:
     if array.shape[0] % shards:
       raise ValueError(
         f'{array.shape[0]} rows do not divide over {shards} parts of the mesh '
-        '(data x fsdp); must be a multiple'
+        f'({" x ".join(BATCH)}); must be a multiple'
       )
   return place(arrays, batch_sharding(mesh))
 
@@ -270,11 +342,47 @@ def fetch(array: jax.Array) -> np.ndarray:
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:
   """Returns into how many parts rows are split; must divide their number."""
-  return mesh.shape['data'] * mesh.shape['fsdp']
+  return math.prod(mesh.shape[axis] for axis in BATCH)
+
+
+def parts(axis: str) -> int:
+  """Returns the size of an axis of the mesh in use; 1 without a mesh."""
+  return dict(jax.sharding.get_abstract_mesh().shape).get(axis, 1)
+
+
+def constrain(x: jax.Array, axes: tuple) -> jax.Array:
+  """Keeps an array cut as told over the mesh in use; without one, as it is.
+
+  Args:
+    x: the array.
+    axes: for each dimension mesh axes, or None; the rest is not cut.
+  """
+  if jax.sharding.get_abstract_mesh().empty:
+    return x
+  return jax.lax.with_sharding_constraint(x, PartitionSpec(*axes))
 
 
 def constrain_rows(x: jax.Array) -> jax.Array:
-  """Keeps rows spread over the mesh in use; without a mesh, does nothing."""
+  """Keeps rows [B, ...], and their tokens [B, L, ...], spread over devices."""
+  tokens = x.ndim > 2 and x.shape[1] % parts('sequence') == 0  # noqa: PLR2004
+  return constrain(x, (BATCH, 'sequence') if tokens else (BATCH,))
+
+
+def on_each_device(
+  function: Callable, inputs: tuple[tuple, ...], outputs: tuple
+) -> Callable:
+  """Returns a function that runs on each device's parts of its arguments.
+
+  Args:
+    function: of arrays; may exchange over the mesh's axes.
+    inputs: for each argument, the mesh axes of its dimensions.
+    outputs: those of the result.
+  """
   if jax.sharding.get_abstract_mesh().empty:
-    return x
-  return jax.lax.with_sharding_constraint(x, PartitionSpec(BATCH))
+    return function
+  return jax.shard_map(
+    function,
+    in_specs=tuple(PartitionSpec(*axes) for axes in inputs),
+    out_specs=PartitionSpec(*outputs),
+    check_vma=False,
+  )

@@ -25,7 +25,7 @@ from gigpo_jax import (
 from gigpo_jax import (
   config as config_lib,
 )
-from gigpo_jax.models import huggingface, qwen
+from gigpo_jax.models import huggingface, lora, qwen
 
 
 def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
@@ -192,7 +192,7 @@ def _imitate(
       flush=True,
     )
   writer.close()
-  return state.params
+  return lora.join(learner.base, state.params)
 
 
 def _parts(

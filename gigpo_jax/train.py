@@ -21,7 +21,7 @@ from gigpo_jax import (
 from gigpo_jax import (
   config as config_lib,
 )
-from gigpo_jax.models import huggingface
+from gigpo_jax.models import huggingface, lora
 
 _MODEL_MEMORY = ('model.path', 'take a smaller model')
 _SAMPLER_MEMORY = (
@@ -77,12 +77,9 @@ def _run(config, workdir, policy, pool, checkpointer) -> None:
   )
   with experiment.explained(*_MODEL_MEMORY):
     start = policy.load()
-    reference = (
-      experiment.freeze(start, policy.model.dtype)
-      if config.loss.kl_weight
-      else None
-    )
+    reference = experiment.make_reference(config, policy, start)
     state, first_iteration = learner.init(start), 0
+    policy.sampler.base = learner.base
   if checkpointer.latest() is not None:
     saved, state, _ = checkpointer.restore(checkpoint.abstract(state))
     first_iteration = saved + 1
@@ -96,7 +93,7 @@ def _run(config, workdir, policy, pool, checkpointer) -> None:
   with experiment.explained(*_SAMPLER_MEMORY):
     policy.sampler.warm_up(state.params)
   with experiment.explained(*_LEARNER_MEMORY):
-    learner.warm_up(state, reference)
+    state = learner.warm_up(state, reference)
 
   def evaluate() -> dict[str, float]:
     begin = time.monotonic()
@@ -135,6 +132,8 @@ def _run(config, workdir, policy, pool, checkpointer) -> None:
       timeline.plot(
         roller.stats.spans, roller.clock.env_spans, pathlib.Path(workdir)
       )
+    # What it held is room for the update.
+    policy.sampler.release()
     update_begin = time.monotonic()
     roller.prepare(
       task_sampler.at(iteration + 1), config.rollout.episodes_per_group
@@ -173,8 +172,9 @@ def _run(config, workdir, policy, pool, checkpointer) -> None:
     }
     writer.write(iteration, values)
     hosts.say(metrics.console_line(iteration, values))
-    last = iteration == config.num_iterations - 1
-    if last or (iteration + 1) % config.checkpoint.every == 0:
+    if (iteration + 1) % config.checkpoint.every == 0 or (
+      iteration == config.num_iterations - 1
+    ):
       checkpointer.save(iteration, state, {'iteration': iteration})
 
   if config.evaluation.every:
@@ -183,11 +183,21 @@ def _run(config, workdir, policy, pool, checkpointer) -> None:
     hosts.say(metrics.console_line(config.num_iterations, values))
   writer.close()
   checkpointer.wait()
-  huggingface.save(
-    str(pathlib.Path(workdir) / 'policy'),
-    policy.model,
-    state.params,
-    tokenizer_directory=policy.tokenizer.directory,
-  )
+  _export(config, workdir, policy, state.params, learner.base)
   if hosts.first():
     print(f'learning curve: {metrics.plot(workdir)}', flush=True)
+
+
+def _export(config, workdir, policy, params: dict, base: dict) -> None:
+  """Writes the policy, and the adapters by themselves, for others to load."""
+  root = pathlib.Path(workdir)
+  huggingface.save(
+    str(root / 'policy'),
+    policy.model,
+    lora.join(base, params),
+    tokenizer_directory=policy.tokenizer.directory,
+  )
+  if policy.model.adapters:
+    huggingface.save_adapters(
+      str(root / 'adapters'), policy.model, params, config.model.path
+    )

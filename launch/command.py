@@ -74,6 +74,7 @@ def _call(main: Callable[[ml_collections.ConfigDict, str], None]) -> None:
     )
   from gigpo_jax import hosts
 
+  hosts.keep_memory()
   try:
     main(_CONFIG.value, workdir)
   except ValueError as error:

@@ -17,7 +17,7 @@ from gigpo_jax import config as config_lib
 VARIANTS = [
   (module, ','.join(word for word in words if word))
   for module in (alfworld, webshop)
-  for words in itertools.product(('', *module.SIZES), ('', *module.BASELINES))
+  for words in itertools.product(('', *module.SIZES), ('', *module.CHANGES))
 ]
 
 

@@ -25,7 +25,7 @@ CONFIG = qwen.QwenConfig(
   num_kv_heads=2,
   head_dim=8,
   dtype='float32',
-  remat=False,
+  remat='none',
 )
 _PROGRAM = """
 import sys
@@ -165,13 +165,13 @@ def _free_port() -> int:
     return free.getsockname()[1]
 
 
-def _processes(workdir, *flags) -> list[subprocess.Popen]:
+def _processes(workdir, *flags, devices=1) -> list[subprocess.Popen]:
   address = f'127.0.0.1:{_free_port()}'
   return [
     _start(
       workdir,
       *flags,
-      devices=1,
+      devices=devices,
       JAX_COORDINATOR_ADDRESS=address,
       JAX_NUM_PROCESSES=2,
       JAX_PROCESS_ID=number,
@@ -181,13 +181,13 @@ def _processes(workdir, *flags) -> list[subprocess.Popen]:
 
 
 @pytest.mark.parametrize(
-  'flag',
-  ['--config.rollout.tensor=0', '--config.rollout.tensor=2'],
+  ('flag', 'devices'),
+  [('--config.rollout.tensor=0', 4), ('--config.rollout.tensor=2', 1)],
   ids=['alone', 'shared'],
 )
-def test_two_processes_train_what_one_does(tmp_path, flag):
-  alone = _start(tmp_path / 'one', devices=2)
-  together = _processes(tmp_path / 'two', flag)
+def test_two_processes_train_what_one_does(tmp_path, flag, devices):
+  alone = _start(tmp_path / 'one', devices=2 * devices)
+  together = _processes(tmp_path / 'two', flag, devices=devices)
   try:
     told = [p.communicate(timeout=500) for p in (alone, *together)]
   finally:

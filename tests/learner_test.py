@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -20,23 +21,21 @@ CONFIG = qwen.QwenConfig(
   num_kv_heads=2,
   head_dim=8,
   dtype='float32',
-  remat=False,
+  remat='none',
 )
 LOSS = functools.partial(losses.policy_gradient, dual_clip=3.0)
 
 
-def make_mesh(data=1, fsdp=1, tensor=1):
-  return jax.make_mesh(
-    (data, fsdp, tensor),
-    mesh.AXES,
-    axis_types=(jax.sharding.AxisType.Auto,) * 3,
-    devices=jax.devices()[: data * fsdp * tensor],
+def make_mesh(data=1, fsdp=1, tensor=1, **axes):
+  count = data * fsdp * tensor * math.prod(axes.values())
+  return mesh.make_mesh(
+    data, fsdp, tensor, devices=jax.devices()[:count], **axes
   )
 
 
 # Cached: most of a test's time is compiling.
 @functools.cache
-def make_learner(devices=None, loss=LOSS, **kwargs):
+def make_learner(devices=None, loss=LOSS, config=CONFIG, **kwargs):
   defaults = {
     'optimizer': learner.adamw(1e-3),
     'minibatch_rows': 64,
@@ -45,7 +44,7 @@ def make_learner(devices=None, loss=LOSS, **kwargs):
     'max_completion_tokens': C,
   }
   return learner.Learner(
-    CONFIG, devices or make_mesh(), loss=loss, **defaults | kwargs
+    config, devices or make_mesh(), loss=loss, **defaults | kwargs
   )
 
 
@@ -122,7 +121,7 @@ def test_update_is_the_gradient_of_the_loss_written_out():
       entropies,
       jnp.asarray(rows.sampler_log_probs),
       jnp.asarray(rows.sampler_log_probs) - 0.1 * mask,
-      jnp.asarray(advantages),
+      jnp.asarray(advantages)[:, None],
       jnp.ones(mask.shape),
       mask,
     )
@@ -153,6 +152,9 @@ GOLDEN = {
   'update/skipped': 0.0,
   'update/count': 2.0,
   'update/tokens': 37.0,
+  'packs/tokens': 74.0,
+  'packs/padding': 1 - 74 / 256,
+  'packs/shared_tokens': 0.0,
 }
 
 
@@ -174,24 +176,92 @@ def test_microbatches_do_not_matter(aggregation, microbatch_rows):
     sgd(aggregation=aggregation, microbatch_rows=microbatch_rows), rows
   )
   assert_trees_close(one.params, many.params, 1e-6)
+  for metrics in (one_metrics, many_metrics):
+    metrics.pop('packs/padding')
   assert many_metrics == pytest.approx(one_metrics, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize('shape', [(8, 1, 1), (2, 4, 1), (2, 2, 2)], ids=str)
-def test_meshes_do_not_matter(shape):
+RECOMPUTED = dataclasses.replace(CONFIG, remat='layer')
+EXPERTS = dataclasses.replace(
+  CONFIG,
+  num_experts=4,
+  experts_per_token=2,
+  intermediate_size=8,
+  qkv_bias=False,
+  qk_norm=True,
+)
+
+
+@pytest.mark.parametrize(
+  ('config', 'axes'),
+  [
+    (CONFIG, {'data': 8}),
+    (CONFIG, {'data': 2, 'fsdp': 4}),
+    (CONFIG, {'data': 2, 'fsdp': 2, 'tensor': 2}),
+    (CONFIG, {'fsdp': 2, 'sequence': 2, 'tensor': 2}),
+    (RECOMPUTED, {'data': 2, 'fsdp': 2, 'tensor': 2}),
+    (EXPERTS, {'data': 2, 'fsdp': 2, 'tensor': 2}),
+    (EXPERTS, {'fsdp': 2, 'expert': 4}),
+    (EXPERTS, {'fsdp': 2, 'expert': 2, 'sequence': 2}),
+  ],
+  ids=lambda x: str(x) if isinstance(x, dict) else f'{x.num_experts}{x.remat}',
+)
+def test_meshes_do_not_matter(config, axes):
   rows = make_rows()
-  one, one_metrics = step(sgd(), rows)
-  subject = sgd(devices=make_mesh(*shape))
-  many, many_metrics = step(subject, rows)
+  one_device = sgd(config=config)
+  one, one_metrics = step(one_device, rows, state=start(one_device, config))
+  subject = sgd(devices=make_mesh(**axes), config=config)
+  many, many_metrics = step(subject, rows, state=start(subject, config))
   assert_trees_close(
     jax.device_get(one.params), jax.device_get(many.params), 1e-6
   )
   assert many_metrics == pytest.approx(one_metrics, rel=1e-4, abs=1e-6)
   np.testing.assert_allclose(
     subject.log_probs(many.params, rows),
-    sgd().log_probs(one.params, rows),
+    one_device.log_probs(one.params, rows),
     atol=1e-5,
   )
+
+
+@pytest.mark.parametrize('share', [False, True])
+@pytest.mark.parametrize('config', [CONFIG, EXPERTS], ids=['dense', 'experts'])
+def test_gradients_added_in_place_are_the_same(config, share):
+  config = dataclasses.replace(config, tie_embeddings=share)
+  in_place = dataclasses.replace(config, remat='layer')
+  assert qwen.adds_in_place(in_place) and not qwen.adds_in_place(config)
+  rows, found = make_rows(), []
+  for subject in (
+    sgd(config=c, microbatch_rows=2, share_prompts=share)
+    for c in (config, in_place)
+  ):
+    found.append(step(subject, rows, state=start(subject, config)))
+  (one, one_metrics), (other, other_metrics) = found
+  assert_trees_close(one.params, other.params, 1e-6)
+  assert other_metrics == pytest.approx(one_metrics, rel=1e-4, abs=1e-6)
+
+
+def test_an_update_holds_the_gradients_once():
+  config = dataclasses.replace(
+    CONFIG,
+    hidden_size=128,
+    intermediate_size=1024,
+    num_layers=12,
+    remat='layer',
+  )
+  size = sum(
+    4 * math.prod(shape)
+    for shape in jax.tree.leaves(
+      qwen.shapes(config), is_leaf=lambda x: isinstance(x, tuple)
+    )
+  )
+  lowered = make_learner(config=config).lower()
+  for name in ('accumulate', 'apply'):
+    memory = lowered[name].compile().memory_analysis()
+    assert memory.temp_size_in_bytes < size / 2, name
+
+
+def start(subject, config):
+  return subject.init(qwen.init(config, jax.random.key(0)))
 
 
 def test_padding_rows_change_nothing():
@@ -238,7 +308,7 @@ def test_nothing_compiles_after_warm_up():
   subject = make_learner.__wrapped__(minibatch_rows=5, microbatch_rows=4)
   state = subject.init(params())
   before = jax.device_get(state.params)
-  subject.warm_up(state)
+  state = subject.warm_up(state)
   assert_trees_close(state.params, before, 0)
   count = subject.compilations
   assert count > 0
@@ -258,9 +328,7 @@ def test_log_probs_are_the_models_at_the_temperature():
   np.testing.assert_array_equal(actual[~rows.completion_mask], 0)
   for r in range(8):
     tokens = jnp.asarray(rows.tokens[r : r + 1, : rows.lengths[r]])
-    hidden = qwen.hidden_states(
-      CONFIG, params(), tokens, jnp.asarray(rows.lengths[r : r + 1])
-    )
+    hidden = qwen.hidden_states(CONFIG, params(), tokens)
     logits = qwen.logits(CONFIG, params(), hidden)[0] / 0.7
     table = jax.nn.log_softmax(logits)
     first = rows.prompt_lengths[r]
@@ -314,6 +382,13 @@ def test_adamw_by_hand():
   optimizer = learner.adamw(0.1, warmup_updates=4, weight_decay=0.0)
   changes, _ = optimizer.update(weights, optimizer.init(weights), weights)
   np.testing.assert_allclose(changes, [-0.025, -0.025], rtol=1e-5)
+  # A gradient of norm 0.5 is not clipped: its mean is a tenth of it.
+  optimizer = learner.adamw(0.1, mu_dtype='bfloat16')
+  gradient = jnp.array([0.3, 0.4])
+  _, state = optimizer.update(gradient, optimizer.init(weights), weights)
+  mean = optax.tree_utils.tree_get(state, 'mu')
+  assert mean.dtype == jnp.bfloat16
+  np.testing.assert_allclose(mean.astype('float32'), gradient / 10, rtol=4e-3)
 
 
 def test_difference_from_the_sampler_is_reported():
@@ -338,7 +413,8 @@ def test_difference_from_the_sampler_is_reported():
 def test_difference_is_known_when_the_samplers_log_probs_are_trained_on():
   rows, subject = make_rows(), make_learner()
   exact = subject.log_probs(params(), rows)
-  longest = next(subject._microbatches(rows, np.flatnonzero(rows.real)))
+  index = np.flatnonzero(rows.real)
+  longest = index[np.argsort(-rows.lengths[index], kind='stable')][:8]
   sampled = exact.copy()
   sampled[longest[0], 0] -= 0.25
   rows = dataclasses.replace(rows, sampler_log_probs=sampled)
@@ -388,3 +464,57 @@ def test_refusals():
       ref_log_probs=None,
       iteration=0,
     )
+
+
+def rows_of_few_prompts(*, prompts=3, count=16):
+  """Rows of which many have the same prompt."""
+  rows = make_rows(count)
+  firsts = np.arange(count) % prompts
+  tokens = np.zeros_like(rows.tokens)
+  completions = rows.lengths - rows.prompt_lengths
+  lengths = rows.prompt_lengths[firsts]
+  for r, first in enumerate(firsts):
+    end = lengths[r] + completions[r]
+    tokens[r, : lengths[r]] = rows.tokens[first, : lengths[r]]
+    tokens[r, lengths[r] : end] = rows.tokens[
+      r, rows.prompt_lengths[r] : rows.lengths[r]
+    ]
+  return dataclasses.replace(
+    rows,
+    tokens=tokens,
+    prompt_lengths=lengths,
+    lengths=lengths + completions,
+  )
+
+
+@pytest.mark.parametrize('devices', [None, (2, 2, 2)], ids=str)
+def test_shared_prompts_change_nothing_and_save(devices):
+  rows = rows_of_few_prompts()
+  devices = devices and make_mesh(*devices)
+  expected, plain = step(sgd(), rows)
+  # A pack has room for 32 tokens; the longest prompt for one of its five.
+  subject = sgd(share_prompts=True, devices=devices, length_buckets=(16, 32))
+  found, metrics = step(subject, rows)
+  assert_trees_close(
+    jax.device_get(found.params), jax.device_get(expected.params), 1e-6
+  )
+  saved = metrics.pop('packs/shared_tokens')
+  assert metrics['packs/tokens'] + saved == plain['packs/tokens']
+  assert saved > 0.2 * plain['packs/tokens']
+  for name in plain:
+    if not name.startswith('packs/'):
+      assert metrics[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-6)
+  np.testing.assert_allclose(
+    subject.log_probs(found.params, rows),
+    sgd().log_probs(expected.params, rows),
+    atol=1e-5,
+  )
+
+
+def test_rows_of_a_prompt_are_in_one_update():
+  rows = rows_of_few_prompts(prompts=4)
+  subject = make_learner(share_prompts=True, minibatch_rows=4)
+  for index in subject._minibatches(rows, 0):
+    prompts = rows.tokens[index, : rows.prompt_lengths[index].max()]
+    assert len(set(rows.prompt_lengths[index])) == 1
+    assert (prompts == prompts[0]).all()

@@ -55,7 +55,7 @@ def arguments(**changes):
     'entropies': jnp.array([[0.3, 0.4], [0.5, 9.0]]),
     'old_log_probs': log_probs - jnp.log(ratios),
     'ref_log_probs': log_probs + jnp.log(jnp.array([[1.0, 2.0], [1.0, 1.0]])),
-    'advantages': jnp.array([1.0, -1.0]),
+    'advantages': jnp.array([[1.0], [-1.0]]),
     'importance': jnp.ones((2, 2)),
     'mask': jnp.array([[True, True], [True, False]]),
   } | changes
@@ -97,7 +97,7 @@ def test_gradient_agrees_with_finite_differences(name):
     'entropies': draw(),
     'old_log_probs': draw(),
     'ref_log_probs': draw(),
-    'advantages': jnp.array([1.0, -1.0, 0.5]),
+    'advantages': jnp.array([[1.0], [-1.0], [0.5]]),
     'importance': jnp.exp(draw()),
     'mask': jnp.asarray(rng.random((3, 4)) < 0.8),
   }

@@ -33,7 +33,7 @@ CONFIG = qwen.QwenConfig(
 )
 def test_one_axis_takes_the_devices_that_remain(asked, made):
   mesh = mesh_lib.make_mesh(*asked)
-  assert tuple(mesh.shape[name] for name in mesh_lib.AXES) == made
+  assert tuple(mesh.shape[n] for n in ('data', 'fsdp', 'tensor')) == made
   assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
 
 
@@ -43,7 +43,10 @@ def test_one_axis_takes_the_devices_that_remain(asked, made):
     ((3, 1, 1), 'mesh.data=3: does not make up 8 device'),
     ((1, -1, 3), 'mesh.tensor=3: does not make up 8 device'),
     ((2, 8, 1), 'mesh.fsdp=8: does not make up 8 device'),
-    ((2, 2, 1), 'mesh.data=2: with fsdp=2, tensor=1 does not make up 8'),
+    (
+      (2, 2, 1),
+      'mesh.data=2: with fsdp=2, expert=1, sequence=1, tensor=1',
+    ),
     ((0, -1, 1), 'mesh.data=0: does not make up'),
     ((1, -2, 1), 'mesh.fsdp=-2: does not make up'),
     ((-1, 1, -1), 'mesh.tensor=-1: a second -1'),
@@ -54,7 +57,7 @@ def test_impossible_sizes_are_refused_in_one_line(asked, message: str):
     mesh_lib.make_mesh(*asked)
   found = str(error.value)
   assert message in found
-  assert 'data x fsdp x tensor must be 8' in found
+  assert 'data x fsdp x expert x sequence x tensor must be 8' in found
   assert len(found.splitlines()) == 1
 
 
@@ -96,7 +99,9 @@ def test_sampling_has_the_same_devices_and_no_fsdp():
   mesh = mesh_lib.make_mesh(1, 4, 2)
   for tensor, data in ((1, 8), (2, 4), (4, 2), (8, 1)):
     found = mesh_lib.sampling_mesh(mesh, tensor)
-    assert dict(found.shape) == {'data': data, 'fsdp': 1, 'tensor': tensor}
+    assert found.shape['data'] == data
+    assert found.shape['tensor'] == tensor
+    assert found.size == 8
     np.testing.assert_array_equal(found.devices.ravel(), mesh.devices.ravel())
     assert mesh_lib.on_one_host(found)
   with pytest.raises(ValueError, match='rollout.tensor=3: does not divide 8'):
@@ -107,10 +112,10 @@ def test_sampling_has_the_same_devices_and_no_fsdp():
   ('parameter_bytes', 'device_bytes', 'cuttable', 'tensor'),
   [
     (10**9, None, 8, 2),  # Unknown memory: as the mesh is.
-    (15, 16, 8, 2),  # 7.5 of 16: less than a half.
-    (17, 16, 8, 4),
-    (33, 16, 24, 8),
-    (33, 16, 12, 4),  # Heads for four devices.
+    (8, 16, 8, 2),  # 4 of 16: a quarter.
+    (9, 16, 8, 4),
+    (17, 16, 24, 8),
+    (17, 16, 12, 4),  # Heads for four devices.
     (10**9, 16, 16, 8),  # No more devices.
   ],
 )
