@@ -39,7 +39,7 @@ def main() -> None:
     rms_norm_eps=shape.norm_eps,
     tie_embeddings=shape.tied,
     dtype='float32',
-    remat=False,
+    remat='none',
   )
   engine = sampler.Sampler(
     model,

@@ -45,7 +45,7 @@ MODEL = qwen.QwenConfig(
   num_kv_heads=2,
   head_dim=64,
   dtype='float32',
-  remat=False,
+  remat='none',
 )
 # Qwen2.5-1.5B.
 LARGE = qwen.QwenConfig(
@@ -56,7 +56,7 @@ LARGE = qwen.QwenConfig(
   num_heads=12,
   num_kv_heads=2,
   head_dim=128,
-  remat=False,
+  remat='none',
 )
 _MOST = 256  # tokens of a response
 _PROMPT = 128

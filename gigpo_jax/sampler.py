@@ -26,19 +26,20 @@ import numpy as np
 
 from gigpo_jax import hosts
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax.models import qwen
+from gigpo_jax.models import lora, qwen
 
 _NEVER = -1e30
 _NUMBERS = 5  # of a stream
-# Prompts read at once: one, so many, or as many as there are slots. On a CPU
-# one or so many: what more of them need does not fit into its own cache.
+_BLOCK = 128  # tokens of the vocabulary
+# Prompts read at once: one, or so many by a copy of the model. They fill an
+# accelerator; on a CPU what more of them need does not fit into its own cache.
 _READ_AT_ONCE = 8
 _READ_AT_ONCE_ON_CPU = 4
 # Steps for which a smaller cache would have done before it is made smaller.
 _PATIENCE = 4
 
 
-WEIGHTS = ('model', 'int8')
+WEIGHTS = ('model', 'int8', 'adapters')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,13 +176,16 @@ class Sampler:
       are never sampled.
     decode_tokens: K, tokens of a step. More are cheaper, and let a finished
       slot idle for longer.
-    weights: one of WEIGHTS: as the model computes, or int8, a scale for each
-      output channel, of which memory holds half as much as of bfloat16.
+    weights: one of WEIGHTS: as the model computes; int8, a scale for each
+      output channel, of which memory holds half as much as of bfloat16; or as
+      the model computes, with adapters beside the matrices, not merged: slower,
+      and without a copy of these.
     tensor: devices that a copy of the model is cut over; 0 is the mesh's own.
     stop: given a completion so far and how many of its tokens are new, returns
       how many tokens to keep if it is to end there, or None: for stop strings.
 
   Attributes:
+    base: parameters that stay as they are, of a network with adapters.
     stats: what happened since they were last taken.
     trace: whether they are to hold spans.
     shared: whether the calls of `step` wait for other processes.
@@ -235,7 +239,9 @@ class Sampler:
     self._whole, self._mesh = whole, mesh
     self._prompt_buckets = tuple(prompt_buckets)
     self._row_buckets = tuple(batch_buckets)
-    self._read_buckets = _read_buckets(mesh, shards, batch_buckets[-1])
+    on_cpu = mesh.devices.flat[0].platform == 'cpu'
+    most = shards * (_READ_AT_ONCE_ON_CPU if on_cpu else _READ_AT_ONCE)
+    self._read_buckets = tuple(sorted({shards, min(most, batch_buckets[-1])}))
     self._length_buckets = tuple(
       size + max_completion_tokens for size in prompt_buckets
     )
@@ -243,12 +249,19 @@ class Sampler:
     self._stop_ids, self._stop = frozenset(stop_ids), stop
     self._chunk = min(decode_tokens, max_completion_tokens)
     rows = mesh_lib.batch_sharding(mesh)
-    cached = mesh_lib.cache_sharding(mesh)
-    int8 = weights == 'int8'
+    int8, merge, trained = weights == 'int8', weights != 'adapters', config
+    if merge:
+      config = dataclasses.replace(config, adapters=None)
+    cached = mesh_lib.cache_formats(
+      mesh, jax.eval_shape(lambda: qwen.new_cache(config, 1, 1))
+    )
     axes = (qwen.quantized_axes if int8 else qwen.logical_axes)(config)
+    self._ready_shardings = mesh_lib.shardings(
+      whole, qwen.split_axes(config, axes)
+    )
     self._ready = jax.jit(
-      functools.partial(_prepare, config, int8),
-      out_shardings=mesh_lib.shardings(whole, qwen.split_axes(config, axes)),
+      functools.partial(_prepare, trained, merge, int8),
+      out_shardings=self._ready_shardings,
     )
     self._new = jax.jit(
       functools.partial(qwen.new_cache, config),
@@ -279,12 +292,11 @@ class Sampler:
       donate_argnums=(1, 2),
       out_shardings=(cached, rows, mesh_lib.everywhere(mesh)),
     )
-    self._source: dict | None = None
-    self._params: dict | None = None
-    self._cache: qwen.Cache | None = None
+    self._cached = cached
+    self.base: dict = {}
     self._tickets = 0
     self.stats, self.trace = Stats(), False
-    self._clear()
+    self.release()
 
   def _clear(self) -> None:
     self._submitted: list[_Entry] = []
@@ -326,13 +338,24 @@ class Sampler:
     self._clear()
     if params is not self._source:
       with jax.set_mesh(self._whole):
-        ready = self._ready(params)
+        ready = hosts.settle(self._ready(params, self.base))
       if self._local:
         ready = mesh_lib.localize(ready, self._mesh)
       self._source, self._params = params, ready
 
+  def release(self) -> None:
+    """Gives the memory of parameters and cache back, until `load`."""
+    self._clear()
+    self._source: dict | None = None
+    self._params: dict | None = None
+    self._cache: qwen.Cache | None = None
+    self._state: jax.Array | None = None
+
   def warm_up(self, params: dict) -> None:
-    """Compiles every bucket, so that nothing compiles later."""
+    """Compiles every bucket, so that nothing compiles later.
+
+    What it takes in memory it gives back.
+    """
     self.load(params)
     sizes = [(r, n) for r in self._row_buckets for n in self._length_buckets]
     with jax.set_mesh(self._mesh):
@@ -355,7 +378,40 @@ class Sampler:
           if p <= length:
             self._cache = self._insert(self._cache, prompts, nowhere)
         jax.block_until_ready(self._dispatch([], rows).outputs)
-    self._clear()
+    self.release()
+
+  def lower(self, params: dict, base: dict) -> dict[str, jax.stages.Lowered]:
+    """Returns the largest programs, by name; nothing is compiled, nothing runs.
+
+    Args:
+      params: shapes and shardings, as of `load`.
+      base: the same of what stays as it is.
+    """
+    rows, length = self._row_buckets[-1], self._length_buckets[-1]
+    described = mesh_lib.described
+    split = mesh_lib.batch_sharding(self._mesh)
+
+    def numbers(*shape: int, dtype: str = 'int32') -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct(shape, dtype, sharding=split)
+
+    with jax.set_mesh(self._whole):
+      prepare = self._ready.lower(params, base)
+    with jax.set_mesh(self._mesh):
+      ready = described(prepare.out_info, self._ready_shardings)
+      cache = jax.eval_shape(self._new, rows, length)
+      return {
+        'prepare': prepare,
+        'prefill': self._read.lower(
+          ready, numbers(self._read_buckets[-1], self._prompt_buckets[-1])
+        ),
+        'decode': self._decode.lower(
+          ready,
+          described(cache, self._cached),
+          numbers(rows, len(_STATE)),
+          numbers(rows, len(_INTEGERS) + _NUMBERS),
+          numbers(rows, len(_FLOATS), dtype='float32'),
+        ),
+      }
 
   def generate(
     self, params: dict, requests: Sequence[Request]
@@ -533,6 +589,7 @@ class Sampler:
       self.stats.prefill_tokens += len(ids)
     self.stats.padded_tokens += tokens.size
     prompts = self._read(self._params, self._place(tokens))
+    hosts.settle(prompts)
     self._cache = self._insert(self._cache, prompts, self._place(slots))
 
   def _dispatch(
@@ -564,6 +621,7 @@ class Sampler:
       self._place(integers),
       self._place(floats),
     )
+    hosts.settle(outputs)
     self.stats.slot_steps += self._chunk * rows
     return _Step(outputs, entries, time.monotonic())
 
@@ -646,20 +704,11 @@ class Sampler:
 
 def parameter_bytes(config: qwen.QwenConfig, weights: str) -> int:
   """Returns the memory of a model as it is sampled from."""
-  prepare = functools.partial(_prepare, config, weights == 'int8')
-  params = jax.eval_shape(lambda: prepare(qwen.init(config, jax.random.key(0))))
+  prepare = functools.partial(_prepare, config, True, weights == 'int8')
+  params = jax.eval_shape(
+    lambda: prepare(qwen.init(config, jax.random.key(0)), {})
+  )
   return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
-
-
-def _read_buckets(
-  mesh: jax.sharding.Mesh, shards: int, slots: int
-) -> tuple[int, ...]:
-  """Returns how many prompts are read at once, rising."""
-  if mesh.devices.flat[0].platform == 'cpu':
-    sizes = {shards, min(_READ_AT_ONCE_ON_CPU * shards, slots)}
-  else:
-    sizes = {shards, min(_READ_AT_ONCE * shards, slots), slots}
-  return tuple(sorted(sizes))
 
 
 def _bucket(sizes: Sequence[int], needed: int) -> int:
@@ -673,8 +722,14 @@ _FLOATS = ('temperature', 'top_p', 'min_p')
 _STATE = ('active', 'token', 'position', 'count')
 
 
-def _prepare(config: qwen.QwenConfig, int8: bool, params: dict) -> dict:
+def _prepare(
+  config: qwen.QwenConfig, merge: bool, int8: bool, params: dict, base: dict
+) -> dict:
   """Returns parameters as they are sampled from."""
+  params = lora.join(base, params)
+  if config.adapters and merge:
+    params = lora.merge(config.adapters, params)
+    config = dataclasses.replace(config, adapters=None)
   if int8:
     params = qwen.quantize(config, params)
   else:
@@ -734,16 +789,21 @@ def _least(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
 
 
 def _truncate(
-  scaled_BV: jax.Array, top_k_B: jax.Array, top_p_B: jax.Array, min_p_B
+  scaled_BV: jax.Array,
+  usable_BV: jax.Array,
+  top_k_B: jax.Array,
+  top_p_B: jax.Array,
+  min_p_B: jax.Array,
 ) -> jax.Array:
-  """Hides logits outside the top-k, the top-p mass within it, and min-p."""
+  """Returns which usable logits are in top-k, its top-p mass, and min-p."""
   b, v = scaled_BV.shape
+  scaled_BV = jnp.where(usable_BV, scaled_BV, _NEVER)
   order_BV = _as_integer(scaled_BV)
   wanted_B = jnp.where(top_k_B > 0, jnp.minimum(top_k_B, v), v)
   # Fewer than k are larger than the k-th.
   kth_B = _least(lambda at_B1: jnp.sum(order_BV > at_B1, axis=-1) < wanted_B, b)
-  kept_BV = jnp.where(order_BV >= kth_B[:, None], scaled_BV, _NEVER)
-  mass_BV = jax.nn.softmax(kept_BV, axis=-1)
+  kept_BV = usable_BV & (order_BV >= kth_B[:, None])
+  mass_BV = jax.nn.softmax(jnp.where(kept_BV, scaled_BV, _NEVER), axis=-1)
   # The mass ahead of a token decides, so the likeliest is always kept.
   nucleus_B = _least(
     lambda at_B1: (
@@ -752,11 +812,21 @@ def _truncate(
     ),
     b,
   )
-  kept_BV = jnp.where(order_BV >= nucleus_B[:, None], kept_BV, _NEVER)
   least_B1 = jnp.max(scaled_BV, axis=-1, keepdims=True) + jnp.log(
     jnp.maximum(min_p_B, 1e-30)[:, None]
   )
-  return jnp.where(kept_BV < least_B1, _NEVER, kept_BV)
+  return kept_BV & (order_BV >= nucleus_B[:, None]) & (scaled_BV >= least_B1)
+
+
+def _draw(weights_BN: jax.Array, chances_B: jax.Array) -> jax.Array:
+  """Returns a place in proportion to its weight, by a number in [0, 1)."""
+  sums_BN = jnp.cumsum(weights_BN, axis=-1)
+  wanted_B1 = (chances_B * sums_BN[:, -1])[:, None]
+  found_B = jnp.sum(sums_BN <= wanted_B1, axis=-1)
+  # A rounded product may reach the end, where there may be no weight.
+  places_N = jnp.arange(weights_BN.shape[-1])
+  last_B = jnp.max(jnp.where(weights_BN > 0, places_N, 0), axis=-1)
+  return jnp.minimum(found_B, last_B).astype(jnp.int32)
 
 
 def _pick(
@@ -770,6 +840,9 @@ def _pick(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Samples the next token of each row.
 
+  First one of the blocks that the vocabulary is cut into, then one of its
+  tokens: two random numbers a row, and sums that are short.
+
   Args:
     keys_B: key of each row.
     counts_B: number of the token in its completion.
@@ -781,43 +854,56 @@ def _pick(
   Returns:
     ids [B], their log-probs [B] before truncation, and after it [B].
   """
-  v = logits_BV.shape[-1]
+  b, v = logits_BV.shape
   temperature_B, top_p_B, min_p_B = floats_BX.T
   greedy_B = temperature_B == 0
   scaled_BV = logits_BV * (1 / jnp.where(greedy_B, 1.0, temperature_B))[:, None]
-  total_B = jax.nn.logsumexp(scaled_BV, axis=-1)
-  usable_BV = jnp.where(jnp.arange(v) < vocab_size, scaled_BV, _NEVER)
-  narrow = jnp.any((top_k_B > 0) | (top_p_B < 1) | (min_p_B > 0))
-  usable_BV = jax.lax.cond(
-    narrow,
-    lambda: _truncate(usable_BV, top_k_B, top_p_B, min_p_B),
+  top_B1 = jnp.max(scaled_BV, axis=-1, keepdims=True)
+  weights_BV = jnp.exp(scaled_BV - top_B1)
+  total_B = top_B1[:, 0] + jnp.log(jnp.sum(weights_BV, axis=-1))
+  usable_BV = jnp.broadcast_to(jnp.arange(v) < vocab_size, (b, v))
+  kept_BV = jax.lax.cond(
+    jnp.any((top_k_B > 0) | (top_p_B < 1) | (min_p_B > 0)),
+    lambda: _truncate(scaled_BV, usable_BV, top_k_B, top_p_B, min_p_B),
     lambda: usable_BV,
   )
-  left_B = jax.lax.cond(
-    narrow | (vocab_size < v),
-    lambda: jax.nn.logsumexp(usable_BV, axis=-1),
-    lambda: total_B,
+  weights_BV = jnp.where(kept_BV, weights_BV, 0.0)
+  size = min(_BLOCK, v)
+  weights_BNI = jnp.pad(weights_BV, ((0, 0), (0, -v % size))).reshape(
+    b, -1, size
   )
+  sums_BN = jnp.sum(weights_BNI, axis=-1)
+  left_B = top_B1[:, 0] + jnp.log(jnp.sum(sums_BN, axis=-1))
 
-  def noise(key: jax.Array, count: jax.Array) -> jax.Array:
-    return jax.random.gumbel(jax.random.fold_in(key, count), (v,), jnp.float32)
+  def chances(key: jax.Array, count: jax.Array) -> jax.Array:
+    return jax.random.uniform(jax.random.fold_in(key, count), (2,))
 
-  noisy_BV = jax.lax.cond(
-    jnp.all(greedy_B),
-    lambda: usable_BV,
-    lambda: jnp.where(
-      greedy_B[:, None],
-      usable_BV,
-      usable_BV + jax.vmap(noise)(keys_B, counts_B),
-    ),
+  chances_B2 = jax.vmap(chances)(keys_B, counts_B)
+  block_B = _draw(sums_BN, chances_B2[:, 0])
+  weights_BI = jnp.take_along_axis(weights_BNI, block_B[:, None, None], axis=1)[
+    :, 0
+  ]
+  ids_B = block_B * size + _draw(weights_BI, chances_B2[:, 1])
+  ids_B = jax.lax.cond(
+    jnp.any(greedy_B),
+    lambda: jnp.where(greedy_B, _likeliest(scaled_BV, kept_BV), ids_B),
+    lambda: ids_B,
   )
-  # The first of the largest, as argmax would find it at five times the cost
-  # on a CPU; the minimum keeps rows of NaN within bounds.
-  largest_B1 = jnp.max(noisy_BV, axis=-1, keepdims=True)
-  places_BV = jnp.where(noisy_BV == largest_B1, jnp.arange(v), v - 1)
-  ids_B = jnp.min(places_BV, axis=-1).astype(jnp.int32)
   chosen_B = jnp.take_along_axis(scaled_BV, ids_B[:, None], axis=-1)[:, 0]
   return ids_B, chosen_B - total_B, chosen_B - left_B
+
+
+def _likeliest(scaled_BV: jax.Array, kept_BV: jax.Array) -> jax.Array:
+  """Returns the first of the largest that are kept.
+
+  As argmax would, at five times the cost on a CPU; the minimum keeps rows of
+  NaN within bounds.
+  """
+  v = scaled_BV.shape[-1]
+  scaled_BV = jnp.where(kept_BV, scaled_BV, _NEVER)
+  largest_B1 = jnp.max(scaled_BV, axis=-1, keepdims=True)
+  places_BV = jnp.where(scaled_BV == largest_B1, jnp.arange(v), v - 1)
+  return jnp.min(places_BV, axis=-1).astype(jnp.int32)
 
 
 def _decode(

@@ -207,7 +207,7 @@ def test_schedules_play_the_same_tokens_with_a_real_model(text):
     num_kv_heads=2,
     head_dim=8,
     dtype='float32',
-    remat=False,
+    remat='none',
   )
   params = qwen.init(config, jax.random.key(0))
   params['embed'] *= 12

@@ -20,7 +20,7 @@ CONFIG = qwen.QwenConfig(
   head_dim=8,
   rope_theta=1e4,
   dtype='float32',
-  remat=False,
+  remat='none',
 )
 STOP = 7
 
@@ -154,9 +154,7 @@ def test_frequencies_are_the_distribution(params, narrow: dict):
     params, requests
   )
   found = np.bincount([a.ids[0] for a in answers], minlength=32) / number
-  hidden = qwen.hidden_states(
-    CONFIG, params, prompt[None], np.array([len(prompt)])
-  )
+  hidden = qwen.hidden_states(CONFIG, params, prompt[None])
   logits = np.array(qwen.logits(CONFIG, params, hidden)[0, -1], np.float64)
   logits[30:] = -np.inf
   probs = np.exp(logits - logits.max())
@@ -224,6 +222,39 @@ def test_the_mesh_changes_no_token(params, sizes, tensor):
   for a, b in zip(expected, one.generate(placed, requests), strict=True):
     np.testing.assert_array_equal(a.ids, b.ids)
     np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
+
+
+@pytest.mark.parametrize('tensor', [1, 2])
+def test_the_order_of_the_cache_in_memory_changes_no_token(
+  monkeypatch, params, tensor
+):
+  requests, mesh = _requests(9), mesh_lib.make_mesh(1, -1, tensor)
+  expected = _sampler(mesh=mesh).generate(params, requests)
+  monkeypatch.setattr(mesh_lib, 'on_tpu', lambda _: True)
+  one = _sampler(mesh=mesh)
+  one.warm_up(params)
+  compilations = one.compilations
+  found = one.generate(params, requests)
+  assert one.compilations == compilations
+  order = one._cache[0]['k'].format.layout.major_to_minor
+  # Two heads on each device, or one.
+  assert order == {1: (0, 1, 4, 2, 3), 2: (2, 0, 1, 4, 3)}[tensor]
+  for a, b in zip(found, expected, strict=True):
+    np.testing.assert_array_equal(a.ids, b.ids)
+
+
+def test_released_memory_is_taken_again_when_it_is_needed(params):
+  one, requests = _sampler(), _requests(5)
+  one.warm_up(params)
+  before = sum(x.nbytes for x in jax.live_arrays())
+  compilations = one.compilations
+  found = one.generate(params, requests)
+  assert sum(x.nbytes for x in jax.live_arrays()) > before
+  one.release()
+  assert sum(x.nbytes for x in jax.live_arrays()) == before
+  again = one.generate(params, requests)
+  assert [c.ids.tolist() for c in again] == [c.ids.tolist() for c in found]
+  assert one.compilations == compilations
 
 
 def test_no_requests_give_no_completions(params):
@@ -417,6 +448,7 @@ def test_truncation_against_sorting():
   found = np.asarray(
     sampler._truncate(
       logits,
+      np.ones(logits.shape, bool),
       top_k.astype(np.int32),
       top_p.astype(np.float32),
       min_p.astype(np.float32),
@@ -426,19 +458,21 @@ def test_truncation_against_sorting():
     kept = _slowly_truncated(
       logits[row].astype(np.float64), top_k[row], top_p[row], min_p[row]
     )
-    np.testing.assert_array_equal(found[row] > -1e20, kept, err_msg=str(row))
-    np.testing.assert_array_equal(found[row][kept], logits[row][kept])
+    np.testing.assert_array_equal(found[row], kept, err_msg=str(row))
+
+
+def test_a_place_is_drawn_by_hand():
+  # Sums 0, 2, 2, 3, 3: the first and the last have no weight.
+  weights = np.tile(np.float32([0, 2, 0, 1, 0]), (6, 1))
+  chances = np.float32([0, 0.5, 0.66, 0.67, 0.999999, 1.0])
+  found = sampler._draw(weights, chances)
+  np.testing.assert_array_equal(found, [1, 1, 1, 3, 3, 3])
 
 
 def test_log_probs_of_the_sampled_distribution_by_hand(params):
   (request,) = _requests(1, top_k=4)
   (answer,) = _sampler(max_completion_tokens=1).generate(params, [request])
-  hidden = qwen.hidden_states(
-    CONFIG,
-    params,
-    request.prompt_ids[None],
-    np.array([len(request.prompt_ids)]),
-  )
+  hidden = qwen.hidden_states(CONFIG, params, request.prompt_ids[None])
   logits = np.asarray(qwen.logits(CONFIG, params, hidden)[0, -1], np.float64)
   best = np.sort(logits[:30])[-4:]
   chosen = logits[answer.ids[0]]
