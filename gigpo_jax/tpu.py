@@ -1,0 +1,407 @@
+"""What an experiment would be on a TPU slice, compiled without one.
+
+libtpu's compiler needs no chip. It compiles the largest programs of sampler
+and learner for a slice, and says what memory each takes, or that it does not
+fit. Times are rooflines of data sheets: no run is faster than that.
+"""
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Iterator
+
+import jax
+import ml_collections
+import tqdm
+
+from gigpo_jax import config as config_lib
+from gigpo_jax import experiment, models, sampler
+from gigpo_jax import mesh as mesh_lib
+from gigpo_jax.models import attention, huggingface, published, qwen
+
+# libtpu looks for a slice and its neighbours; these say that there is none.
+_ENVIRON = {
+  'TPU_SKIP_MDS_QUERY': '1',
+  'TPU_WORKER_HOSTNAMES': 'localhost',
+  'TPU_ACCELERATOR_TYPE': 'v5litepod-16',
+  'TPU_STDERR_LOG_LEVEL': '3',
+  'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
+}
+_SHAPES = {'': 'Qwen2.5-1.5B'} | {
+  size: f'Qwen2.5-{size.upper()}' for size in ('0.5b', '1.5b', '7b', '32b')
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """A chip by its data sheet: bfloat16 FLOP/s, bytes, bytes/s."""
+
+  flops: float
+  memory: float
+  memory_rate: float
+
+
+CHIPS = {
+  'v5e': Chip(197e12, 15.75 * 2**30, 819e9),
+  'v5p': Chip(459e12, 95.0 * 2**30, 2765e9),
+  'v6e': Chip(918e12, 31.25 * 2**30, 1640e9),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+  """What an iteration consists of, for the roofline.
+
+  Attributes:
+    turns: of an episode.
+    prompt_tokens: of a turn.
+    response_tokens: of a turn.
+  """
+
+  turns: float = 20.0
+  prompt_tokens: float = 600.0
+  response_tokens: float = 120.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """One compiled program.
+
+  Attributes:
+    name: 'prefill', 'decode', 'accumulate', ...
+    peak: bytes a chip while it runs, arguments among them; None: unknown,
+      since it does not fit.
+    beside: bytes a chip of what it has no use for, but what is there.
+    collective: bytes that a chip receives from others.
+    problem: what the compiler says if it does not fit.
+  """
+
+  name: str
+  peak: float | None
+  beside: float
+  collective: float
+  problem: str = ''
+
+
+def main(
+  config: ml_collections.ConfigDict,
+  topology: str,
+  *,
+  shape: str = '',
+  workload: Workload | None = None,
+) -> None:
+  """Prints memory and rooflines of an experiment on a slice.
+
+  Args:
+    config: the experiment.
+    topology: such as v5e:4x4.
+    shape: of the model, a name in `published.SHAPES`; '' is that of
+      `model.path`, or of the variant.
+    workload: of an iteration.
+
+  Raises:
+    ValueError: in one line, if there is no such slice or shape.
+  """
+  kind = topology.partition(':')[0]
+  if kind not in CHIPS or not re.fullmatch(r'\w+:\d+(x\d+)+', topology):
+    raise ValueError(
+      f'--topology={topology}: unknown; must be like v5e:4x4, v5p:2x2x1 or '
+      'v6e:2x4'
+    )
+  chip, model = CHIPS[kind], _model(config, shape)
+  devices = _devices(topology)
+  mesh = mesh_lib.make_mesh(**config.mesh, devices=devices)
+  mesh_lib.check(mesh, qwen.shapes(model), qwen.logical_axes(model))
+  if config.model.attention == 'auto':
+    model = dataclasses.replace(model, attention=attention.best('tpu'))
+  tensor = config.rollout.tensor or mesh_lib.sampling_tensor(
+    mesh,
+    sampler.parameter_bytes(model, config.rollout.weights),
+    int(chip.memory),
+    qwen.cuttable(model),
+  )
+  host = _host(topology, devices, tensor)
+  _round_up(config, mesh, len(host) // tensor)
+  programs = list(_programs(config, model, mesh, host, tensor))
+  _report(config, model, chip, topology, mesh, tensor, programs)
+  _rooflines(config, model, chip, mesh, tensor, workload or Workload())
+
+
+def _model(config: ml_collections.ConfigDict, shape: str) -> qwen.QwenConfig:
+  kwargs = {'dtype': config.model.dtype, 'remat': config.model.remat}
+  if config.model.path and not shape:
+    directory = config_lib.model_directory(config.model.path)
+    return huggingface.read_config(directory, **kwargs)
+  size = config.get('variant', '').partition(',')[0]
+  shape = shape or _SHAPES.get(size, size)
+  if shape not in published.SHAPES:
+    raise ValueError(
+      f'--shape={shape}: unknown; must be one of {", ".join(published.SHAPES)}'
+    )
+  return dataclasses.replace(published.SHAPES[shape], **kwargs)
+
+
+def _devices(topology: str) -> list[jax.Device]:
+  for name, value in _ENVIRON.items():
+    os.environ.setdefault(name, value)
+  from jax.experimental import topologies
+
+  small = (
+    {'chips_per_host_bounds': [1, 1, 1]} if topology[-4:] == ':1x1' else {}
+  )
+  try:
+    return list(
+      topologies.get_topology_desc(topology, platform='tpu', **small).devices
+    )
+  except Exception as error:
+    reason = ' '.join(str(error).split())[:160]
+    raise ValueError(
+      f'--topology={topology}: {reason}; needs a slice that exists, and libtpu '
+      "(pip install 'jax[tpu]')"
+    ) from error
+
+
+def _host(
+  topology: str, devices: list[jax.Device], tensor: int
+) -> list[jax.Device]:
+  """Returns the devices that sample together, of one host or of all.
+
+  A host's are those of a slice of that size, for the compiler takes no part of
+  a slice.
+  """
+  number = sum(d.process_index == devices[0].process_index for d in devices)
+  if number == len(devices) or number % tensor:
+    return devices
+  kind, _, sizes = topology.partition(':')
+  alone = {4: '2x2', 8: '2x4'}[number] + 'x1' * (sizes.count('x') - 1)
+  return _devices(f'{kind}:{alone}')
+
+
+def _round_up(config, mesh, copies: int) -> None:
+  """Makes sizes of batches such as the slice can divide."""
+  shards = mesh_lib.batch_shards(mesh)
+  rows = config.learner.microbatch_rows
+  with config.unlocked():
+    config.learner.microbatch_rows = -(-rows // shards) * shards
+    config.rollout.batch_buckets = tuple(
+      sorted({-(-n // copies) * copies for n in config.rollout.batch_buckets})
+    )
+  if config.learner.microbatch_rows != rows:
+    print(f'learner.microbatch_rows={config.learner.microbatch_rows}: raised')
+
+
+def _programs(config, model, mesh, host, tensor) -> Iterator[Program]:
+  """Yields all programs, compiled one by one."""
+  engine = _sampler(
+    config, model, mesh_lib.make_mesh(-1, 1, 1, devices=host), tensor
+  )
+  whole = _sampler(config, model, mesh, tensor)
+  policy = experiment.Policy(model, mesh, None, None, None)
+  learner = experiment.make_learner(
+    config, policy, experiment.policy_gradient(config)
+  )
+  state, base = learner.describe()
+  lowered = {'prepare': whole.lower(state.params, base)['prepare']}
+  del whole
+  plain = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state.params, base)
+  )
+  lowered |= {k: v for k, v in engine.lower(*plain).items() if k != 'prepare'}
+  lowered |= learner.lower()
+  held = _held(config, model, mesh, tensor, len(host) // tensor)
+  for name, program in tqdm.tqdm(
+    lowered.items(), desc='compiling', leave=False, disable=None
+  ):
+    beside = sum(held[thing] for thing in _BESIDE[name])
+    try:
+      compiled = program.compile()
+    except jax.errors.JaxRuntimeError as error:
+      if 'RESOURCE_EXHAUSTED' not in str(error):
+        raise
+      found = re.search(
+        r'Used [\d.]+\w of [\d.]+\w hbm|[^,.]*\([\d.]+G\)', str(error)
+      )
+      told = found[0] if found else ' '.join(str(error).split())[:120]
+      yield Program(name, None, beside, 0.0, told)
+      continue
+    peak = compiled.memory_analysis().peak_memory_in_bytes
+    yield Program(name, peak, beside, collective_bytes(compiled.as_text()))
+
+
+# What a program does not touch, but what is there while it runs.
+_BESIDE = {
+  'prepare': ('moments', 'reference'),
+  'prefill': ('masters', 'moments', 'reference', 'cache'),
+  'decode': ('masters', 'moments', 'reference'),
+  'accumulate': ('moments', 'reference'),
+  'apply': ('reference',),
+}
+
+
+def _held(config, model, mesh, tensor: int, copies: int) -> dict[str, float]:
+  """Returns bytes a chip of what stays there between programs."""
+  number = models.num_parameters(model)
+  cut = mesh.shape['fsdp'] * mesh.shape['tensor']
+  rollouts = config.rollout
+  length = rollouts.max_prompt_tokens + rollouts.max_completion_tokens
+  token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+  itemsize = 2 if model.dtype == 'bfloat16' else 4
+  moment = 2 if config.optimizer.mu_dtype == 'bfloat16' else 4
+  slots = rollouts.batch_buckets[-1]
+  return {
+    'masters': 4 * number / cut,
+    'moments': (4 + moment) * number / cut,
+    'reference': itemsize * number / cut if config.loss.kl_weight else 0,
+    'copy': sampler.parameter_bytes(model, rollouts.weights) / tensor,
+    'cache': slots * length * token * itemsize / copies / tensor,
+  }
+
+
+def _sampler(config, model, mesh, tensor: int) -> sampler.Sampler:
+  rollouts = config.rollout
+  return sampler.Sampler(
+    model,
+    mesh,
+    seed=config.seed,
+    prompt_buckets=config_lib.ladder(
+      rollouts.prompt_buckets, rollouts.max_prompt_tokens
+    ),
+    batch_buckets=_multiples(rollouts.batch_buckets, mesh.size // tensor),
+    max_completion_tokens=rollouts.max_completion_tokens,
+    stop_ids=(0,),
+    vocab_size=model.vocab_size,
+    decode_tokens=rollouts.decode_tokens,
+    weights=rollouts.weights,
+    tensor=tensor,
+  )
+
+
+def _multiples(sizes: tuple[int, ...], copies: int) -> tuple[int, ...]:
+  return tuple(sorted({-(-size // copies) * copies for size in sizes}))
+
+
+def _report(config, model, chip, topology, mesh, tensor, programs) -> None:
+  number = models.num_parameters(model)
+  print(
+    f'{number / 1e9:.2f}B parameters on {mesh.size} chips ({topology}), mesh '
+    f'{dict(mesh.shape)}, sampling in groups of {tensor}; '
+    f'{chip.memory / 2**30:.2f} GiB a chip'
+  )
+  print('| program | GiB | beside it | together | received, GiB | fits |')
+  print('|---|---|---|---|---|---|')
+  short = []
+  for p in programs:
+    if p.peak is None:
+      print(f'| {p.name} | - | {p.beside / 2**30:.2f} | - | - | {p.problem} |')
+      short.append(p.name)
+      continue
+    total = p.peak + p.beside
+    fits = total <= chip.memory
+    print(
+      f'| {p.name} | {p.peak / 2**30:.2f} | {p.beside / 2**30:.2f} '
+      f'| {total / 2**30:.2f} | {p.collective / 2**30:.2f} '
+      f'| {"yes" if fits else "no"} |'
+    )
+    if not fits:
+      short.append(p.name)
+  if not short:
+    print('fits')
+    return
+  advice = {
+    'decode': 'lower rollout.batch_buckets or raise rollout.tensor',
+    'prefill': 'raise rollout.tensor, lower rollout.max_prompt_tokens',
+    'accumulate': 'lower learner.microbatch_rows',
+  }
+  told = [advice[name] for name in short if name in advice]
+  print(f'does not fit: {"; ".join([*told, "or take a larger slice"])}')
+
+
+def _rooflines(config, model, chip, mesh, tensor, work: Workload) -> None:
+  number = models.num_active_parameters(model)
+  head = model.vocab_size * model.hidden_size
+  body = number - head * (1 if model.tie_embeddings else 2)
+  episodes = config.rollout.groups * config.rollout.episodes_per_group
+  rows = episodes * work.turns
+  peak = chip.flops * mesh.size
+  groups = mesh.size // tensor
+  slots = config.rollout.batch_buckets[-1]
+  weights = sampler.parameter_bytes(model, config.rollout.weights)
+  token = 4 * model.num_layers * model.num_kv_heads * model.head_dim
+  a_slot = (work.prompt_tokens + work.response_tokens / 2) * token
+  decoded = rows * work.response_tokens
+  # Every group has the weights to read for a token of each of its slots.
+  at_once = min(slots, max(1.0, episodes / groups))
+  read = decoded / groups / at_once * (weights + at_once * a_slot) / tensor
+  passes = 6 + 2 * (config.model.remat == 'layer')
+  passes += 2 * (config.loss.old_log_probs == 'learner')
+  passes += 2 * bool(config.loss.kl_weight)
+  # Logits are of the response's tokens alone.
+  each = body * (work.prompt_tokens + work.response_tokens)
+  each += head * work.response_tokens
+  parts = {
+    'prefill': 2 * body * rows * work.prompt_tokens / peak,
+    'decode': max(read / chip.memory_rate, 2 * (body + head) * decoded / peak),
+    'update': passes * rows * each / peak,
+  }
+  print(
+    f'roofline of an iteration of {episodes} episodes of {work.turns:g} turns, '
+    f'{work.prompt_tokens:g} + {work.response_tokens:g} tokens each: '
+    + ', '.join(f'{name} {secs:.1f} s' for name, secs in parts.items())
+    + f'; together {sum(parts.values()):.1f} s, '
+    f'{passes * rows * each / 1e15:.1f} PFLOP in the update'
+  )
+
+
+# Collectives in a compiled program's text.
+
+_COMPUTATION = re.compile(r'^(?:ENTRY )?%?([\w.-]+) (?:\([^{]*\) -> .*)?\{$')
+_OPERATION = re.compile(
+  r'= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|'
+  r'collective-permute)(?:-start)?\('
+)
+_SHAPE = re.compile(r'(pred|[a-z]+\d+)\[([\d,]*)\]')
+_CALLED = re.compile(r'(?:body|calls|to_apply)=%?([\w.-]+)')
+_TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+_BYTES = {'pred': 1, 'bf16': 2, 's8': 1, 'u8': 1, 's64': 8, 'u64': 8, 'f64': 8}
+
+
+def collective_bytes(text: str) -> float:
+  """Returns the bytes that a device receives in one run of a program.
+
+  Counts what collectives put out, as often as their loops are known to go.
+
+  Args:
+    text: of the compiled program.
+  """
+  own: dict[str, float] = {}
+  calls: dict[str, list[tuple[str, int]]] = {}
+  name, entry = '', ''
+  for line in text.splitlines():
+    if line and not line[0].isspace():
+      found = _COMPUTATION.match(line)
+      if found:
+        name = found[1]
+        own[name], calls[name] = 0.0, []
+        entry = name if line.startswith('ENTRY') else entry
+      continue
+    operation = _OPERATION.search(line)
+    if operation and name:
+      sizes = [_size(*shape) for shape in _SHAPE.findall(operation[1])]
+      own[name] += max(sizes, default=0)
+      continue
+    trips = _TRIPS.search(line)
+    for called in _CALLED.findall(line):
+      if name:
+        calls[name].append((called, int(trips[1]) if trips else 1))
+
+  def total(of: str) -> float:
+    inner = (n * total(called) for called, n in calls.get(of, ()))
+    return own.get(of, 0.0) + math.fsum(inner)
+
+  return total(entry)
+
+
+def _size(kind: str, dimensions: str) -> float:
+  number = math.prod(int(x) for x in dimensions.split(',') if x)
+  return _BYTES.get(kind, 4) * number

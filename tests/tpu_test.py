@@ -1,0 +1,80 @@
+"""What is said of a TPU slice: collectives by hand, and a real compilation."""
+
+import importlib.util
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from gigpo_jax import tpu
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+# A loop of three turns that gathers 2 x 4 bfloat16, and a sum of 8 float32.
+_TEXT = """\
+HloModule jit_f
+
+%body (p: (s32[], bf16[2,4])) -> (s32[], bf16[2,4]) {
+  %g = bf16[2,4]{1,0} all-gather(%x), dimensions={0}
+  ROOT %t = (s32[], bf16[2,4]) tuple(%i, %g)
+}
+
+%condition (p: (s32[], bf16[2,4])) -> pred[] {
+  ROOT %c = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %w = (s32[], bf16[2,4]) while(%init), condition=%condition, body=%body, \
+backend_config={"known_trip_count":{"n":"3"}}
+  %s = (f32[1], f32[8]) all-reduce-start(%a), to_apply=%add
+  ROOT %r = f32[8] all-reduce-done(%s)
+}
+"""
+
+
+def test_collectives_are_counted_as_often_as_their_loop_goes():
+  assert tpu.collective_bytes(_TEXT) == 3 * 2 * 4 * 2 + 8 * 4
+
+
+@pytest.mark.parametrize(
+  ('topology', 'shape', 'message'),
+  [
+    ('v5e', '', '--topology=v5e: unknown; must be like v5e:4x4'),
+    ('h100:2x2', '', '--topology=h100:2x2: unknown'),
+    ('v5e:2x2', 'Qwen9', '--shape=Qwen9: unknown; must be one of Qwen2.5-0.5B'),
+  ],
+)
+def test_mistakes_are_refused_in_one_line(topology, shape, message):
+  found = _run(f'--topology={topology}', f'--shape={shape}')
+  assert found.returncode == 2
+  assert message in found.stderr
+  assert len(found.stderr.splitlines()) == 1
+
+
+def _run(*flags: str) -> subprocess.CompletedProcess:
+  return subprocess.run(
+    [
+      sys.executable,
+      'launch/tpu_compile.py',
+      '--config=configs/alfworld.py:smoke',
+      *flags,
+    ],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+  not importlib.util.find_spec('libtpu'), reason="needs pip install '.[tpu]'"
+)
+def test_a_small_experiment_fits_a_small_slice():
+  found = _run('--topology=v5e:2x2')
+  assert found.returncode == 0, found.stderr
+  for name in ('prepare', 'prefill', 'decode', 'accumulate', 'apply'):
+    assert f'| {name} |' in found.stdout
+  assert 'fits' in found.stdout.splitlines()
+  assert 'roofline of an iteration' in found.stdout

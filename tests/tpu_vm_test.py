@@ -1,0 +1,134 @@
+"""What launch/tpu_vm.sh would run, and what it refuses."""
+
+import pathlib
+import shlex
+import shutil
+import subprocess
+
+import pytest
+
+SCRIPT = pathlib.Path(__file__).parents[1] / 'launch/tpu_vm.sh'
+VM = ('--name=g', '--zone=us-west4-a')
+TPU = ['gcloud', 'compute', 'tpus', 'tpu-vm']
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess:
+  return subprocess.run(
+    ['bash', str(SCRIPT), *arguments],
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+
+
+def _commands(*arguments: str) -> list[list[str]]:
+  found = _run(*arguments, '--dry-run')
+  assert found.returncode == 0, found.stderr
+  return [shlex.split(line) for line in found.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+  ('kind', 'version'),
+  [
+    ('v5litepod-16', 'v2-alpha-tpuv5-lite'),
+    ('v5p-8', 'v2-alpha-tpuv5'),
+    ('v6e-64', 'v2-alpha-tpuv6e'),
+  ],
+)
+def test_create(kind, version):
+  (found,) = _commands('create', *VM, f'--type={kind}', '--spot')
+  assert found == [
+    *TPU,
+    'create',
+    'g',
+    '--zone=us-west4-a',
+    f'--accelerator-type={kind}',
+    f'--version={version}',
+    '--spot',
+  ]
+
+
+def test_setup_reaches_all_hosts_and_mounts_the_bucket():
+  (found,) = _commands(
+    'setup', *VM, '--repository=https://x/y.git', '--bucket=b', '--project=p'
+  )
+  assert found[4:9] == [
+    'ssh',
+    'g',
+    '--zone=us-west4-a',
+    '--project=p',
+    '--worker=all',
+  ]
+  script = found[9].removeprefix('--command=')
+  assert 'git clone https://x/y.git gigpo_jax' in script
+  assert "pip install -q -e '.[tpu]'" in script
+  assert 'gcsfuse --implicit-dirs b runs' in script
+  assert (
+    subprocess.run(['bash', '-n', '-c', script], check=False).returncode == 0
+  )
+
+
+@pytest.mark.parametrize('command', ['run', 'resume'])
+def test_flags_of_a_run_arrive_as_they_are(command):
+  flags = ['--config=configs/alfworld.py:7b', '--workdir=runs/a b;rm']
+  # What comes after two dashes is not this script's.
+  found = _run(command, '--dry-run', *VM, '--', *flags)
+  (line,) = found.stdout.splitlines()
+  script = shlex.split(line)[-1].removeprefix('--command=')
+  train = script.partition('launch/train.py ')[2].partition(' >> ')[0]
+  assert shlex.split(train) == flags
+
+
+def test_logs_and_delete():
+  (found,) = _commands('logs', *VM)
+  assert '--worker=0' in found
+  (found,) = _commands('delete', *VM)
+  assert found == [*TPU, 'delete', 'g', '--zone=us-west4-a', '--quiet']
+
+
+def test_keep_does_all_of_it():
+  found = _run(
+    'keep',
+    '--dry-run',
+    *VM,
+    '--type=v5p-8',
+    '--spot',
+    '--bucket=b',
+    '--repository=u',
+    '--',
+    '--config=c',
+  )
+  verbs = [shlex.split(line)[4] for line in found.stdout.splitlines()]
+  assert verbs == ['create', 'ssh', 'ssh']
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'message'),
+  [
+    (('create', '--zone=z', '--type=v5p-8'), '--name=: missing'),
+    (('create', *VM, '--type=v1-8'), '--type=v1-8: unknown; must be v5lite'),
+    (('create', *VM, '--tpye=v5p-8'), '--tpye=v5p-8: unknown'),
+    (('run', *VM), '--: missing; after it come the flags of launch/train.py'),
+    (('grow', *VM), 'grow: unknown; one of create, setup'),
+  ],
+)
+def test_mistakes_are_refused_in_one_line(arguments, message):
+  found = _run(*arguments, '--dry-run')
+  assert found.returncode == 2
+  assert message in found.stderr
+  assert len(found.stderr.splitlines()) == 1
+  assert not found.stdout
+
+
+def test_help_is_the_head_of_the_file():
+  found = _run('help')
+  assert found.returncode == 0
+  assert 'launch/tpu_vm.sh create' in found.stdout
+
+
+@pytest.mark.skipif(not shutil.which('shellcheck'), reason='needs shellcheck')
+def test_shellcheck_has_nothing_to_say():
+  found = subprocess.run(
+    ['shellcheck', str(SCRIPT)], capture_output=True, text=True, check=False
+  )
+  assert found.returncode == 0, found.stdout
