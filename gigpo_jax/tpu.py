@@ -6,6 +6,7 @@ fit. Times are rooflines of data sheets: no run is faster than that.
 """
 
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -35,17 +36,25 @@ _SHAPES = {'': 'Qwen2.5-1.5B'} | {
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """A chip by its data sheet: bfloat16 FLOP/s, bytes, bytes/s."""
+  """A chip by its data sheet.
+
+  Attributes:
+    flops: bfloat16 FLOP/s.
+    memory: bytes that programs can have.
+    memory_rate: bytes/s.
+    link_rate: bytes/s that it can receive from its neighbours, all in all.
+  """
 
   flops: float
   memory: float
   memory_rate: float
+  link_rate: float
 
 
 CHIPS = {
-  'v5e': Chip(197e12, 15.75 * 2**30, 819e9),
-  'v5p': Chip(459e12, 95.0 * 2**30, 2765e9),
-  'v6e': Chip(918e12, 31.25 * 2**30, 1640e9),
+  'v5e': Chip(197e12, 15.75 * 2**30, 819e9, 100e9),
+  'v5p': Chip(459e12, 95.0 * 2**30, 2765e9, 300e9),
+  'v6e': Chip(918e12, 31.25 * 2**30, 1640e9, 224e9),
 }
 
 
@@ -83,22 +92,81 @@ class Program:
   collective: float
   problem: str = ''
 
+  @property
+  def total(self) -> float:
+    """Bytes a chip while it runs; infinite if unknown."""
+    return math.inf if self.peak is None else self.peak + self.beside
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """What an experiment would be on a slice.
+
+  Attributes:
+    parameters: of the model.
+    topology: the slice.
+    chip: it is made of.
+    mesh: sizes of its axes.
+    tensor: chips that a copy of the model is cut over for sampling.
+    programs: all of them.
+    secs: least seconds of an iteration's parts.
+    update_flops: in the update of an iteration.
+  """
+
+  parameters: int
+  topology: str
+  chip: Chip
+  mesh: dict[str, int]
+  tensor: int
+  programs: tuple[Program, ...]
+  secs: dict[str, float]
+  update_flops: float
+
+  @property
+  def short(self) -> list[str]:
+    """Names of the programs that do not fit."""
+    return [p.name for p in self.programs if p.total > self.chip.memory]
+
 
 def main(
+  config: ml_collections.ConfigDict, topology: str, *, shape: str = ''
+) -> None:
+  """Prints memory and rooflines of an experiment on a slice.
+
+  Args and errors: see `examine`.
+  """
+  work = Workload()
+  rows = config.learner.microbatch_rows
+  report = examine(config, topology, shape=shape, work=work)
+  if config.learner.microbatch_rows != rows:
+    print(f'learner.microbatch_rows={config.learner.microbatch_rows}: raised')
+  _print(report)
+  episodes = config.rollout.groups * config.rollout.episodes_per_group
+  print(
+    f'roofline of an iteration of {episodes} episodes of {work.turns:g} turns, '
+    f'{work.prompt_tokens:g} + {work.response_tokens:g} tokens each: '
+    + ', '.join(f'{name} {secs:.1f} s' for name, secs in report.secs.items())
+    + f'; together {sum(report.secs.values()):.1f} s, '
+    f'{report.update_flops / 1e15:.1f} PFLOP in the update'
+  )
+
+
+def examine(
   config: ml_collections.ConfigDict,
   topology: str,
   *,
   shape: str = '',
-  workload: Workload | None = None,
-) -> None:
-  """Prints memory and rooflines of an experiment on a slice.
+  work: Workload | None = None,
+) -> Report:
+  """Compiles an experiment for a slice.
 
   Args:
-    config: the experiment.
+    config: the experiment; its batch sizes are raised to what the slice can
+      divide.
     topology: such as v5e:4x4.
     shape: of the model, a name in `published.SHAPES`; '' is that of
       `model.path`, or of the variant.
-    workload: of an iteration.
+    work: of an iteration.
 
   Raises:
     ValueError: in one line, if there is no such slice or shape.
@@ -123,9 +191,20 @@ def main(
   )
   host = _host(topology, devices, tensor)
   _round_up(config, mesh, len(host) // tensor)
-  programs = list(_programs(config, model, mesh, host, tensor))
-  _report(config, model, chip, topology, mesh, tensor, programs)
-  _rooflines(config, model, chip, mesh, tensor, workload or Workload())
+  programs = tuple(_programs(config, model, mesh, host, tensor))
+  secs, flops = _rooflines(
+    config, model, chip, mesh, tensor, programs, work or Workload()
+  )
+  return Report(
+    models.num_parameters(model),
+    topology,
+    chip,
+    {axis: size for axis, size in mesh.shape.items() if size > 1},
+    tensor,
+    programs,
+    secs,
+    flops,
+  )
 
 
 def _model(config: ml_collections.ConfigDict, shape: str) -> qwen.QwenConfig:
@@ -187,8 +266,6 @@ def _round_up(config, mesh, copies: int) -> None:
     config.rollout.batch_buckets = tuple(
       sorted({-(-n // copies) * copies for n in config.rollout.batch_buckets})
     )
-  if config.learner.microbatch_rows != rows:
-    print(f'learner.microbatch_rows={config.learner.microbatch_rows}: raised')
 
 
 def _programs(config, model, mesh, host, tensor) -> Iterator[Program]:
@@ -281,43 +358,43 @@ def _multiples(sizes: tuple[int, ...], copies: int) -> tuple[int, ...]:
   return tuple(sorted({-(-size // copies) * copies for size in sizes}))
 
 
-def _report(config, model, chip, topology, mesh, tensor, programs) -> None:
-  number = models.num_parameters(model)
+def _print(report: Report) -> None:
+  size = math.prod(report.mesh.values())
   print(
-    f'{number / 1e9:.2f}B parameters on {mesh.size} chips ({topology}), mesh '
-    f'{dict(mesh.shape)}, sampling in groups of {tensor}; '
-    f'{chip.memory / 2**30:.2f} GiB a chip'
+    f'{report.parameters / 1e9:.2f}B parameters on {size} chips '
+    f'({report.topology}), mesh {report.mesh}, sampling in groups of '
+    f'{report.tensor}; {report.chip.memory / 2**30:.2f} GiB a chip'
   )
   print('| program | GiB | beside it | together | received, GiB | fits |')
   print('|---|---|---|---|---|---|')
-  short = []
-  for p in programs:
+  for p in report.programs:
+    beside = p.beside / 2**30
     if p.peak is None:
-      print(f'| {p.name} | - | {p.beside / 2**30:.2f} | - | - | {p.problem} |')
-      short.append(p.name)
+      print(f'| {p.name} | - | {beside:.2f} | - | - | {p.problem} |')
       continue
-    total = p.peak + p.beside
-    fits = total <= chip.memory
     print(
-      f'| {p.name} | {p.peak / 2**30:.2f} | {p.beside / 2**30:.2f} '
-      f'| {total / 2**30:.2f} | {p.collective / 2**30:.2f} '
-      f'| {"yes" if fits else "no"} |'
+      f'| {p.name} | {p.peak / 2**30:.2f} | {beside:.2f} '
+      f'| {p.total / 2**30:.2f} | {p.collective / 2**30:.2f} '
+      f'| {"no" if p.name in report.short else "yes"} |'
     )
-    if not fits:
-      short.append(p.name)
-  if not short:
+  if not report.short:
     print('fits')
     return
   advice = {
+    'prepare': 'raise rollout.tensor',
     'decode': 'lower rollout.batch_buckets or raise rollout.tensor',
-    'prefill': 'raise rollout.tensor, lower rollout.max_prompt_tokens',
+    'prefill': 'lower rollout.batch_buckets or raise rollout.tensor',
     'accumulate': 'lower learner.microbatch_rows',
+    'apply': 'optimizer.mu_dtype=bfloat16',
   }
-  told = [advice[name] for name in short if name in advice]
+  told = dict.fromkeys(advice[name] for name in report.short)
   print(f'does not fit: {"; ".join([*told, "or take a larger slice"])}')
 
 
-def _rooflines(config, model, chip, mesh, tensor, work: Workload) -> None:
+def _rooflines(
+  config, model, chip, mesh, tensor, programs, work: Workload
+) -> tuple[dict[str, float], float]:
+  """Returns the least seconds of an iteration's parts, the update's FLOP."""
   number = models.num_active_parameters(model)
   head = model.vocab_size * model.hidden_size
   body = number - head * (1 if model.tie_embeddings else 2)
@@ -339,18 +416,18 @@ def _rooflines(config, model, chip, mesh, tensor, work: Workload) -> None:
   # Logits are of the response's tokens alone.
   each = body * (work.prompt_tokens + work.response_tokens)
   each += head * work.response_tokens
+  collective = {p.name: p.collective for p in programs}
+  microbatches = math.ceil(rows / config.learner.microbatch_rows)
+  exchanged = microbatches * collective['accumulate']
+  exchanged += collective['prepare']
+  flops = passes * rows * each
   parts = {
     'prefill': 2 * body * rows * work.prompt_tokens / peak,
     'decode': max(read / chip.memory_rate, 2 * (body + head) * decoded / peak),
-    'update': passes * rows * each / peak,
+    'update': flops / peak,
+    'exchange between chips': exchanged / chip.link_rate,
   }
-  print(
-    f'roofline of an iteration of {episodes} episodes of {work.turns:g} turns, '
-    f'{work.prompt_tokens:g} + {work.response_tokens:g} tokens each: '
-    + ', '.join(f'{name} {secs:.1f} s' for name, secs in parts.items())
-    + f'; together {sum(parts.values()):.1f} s, '
-    f'{passes * rows * each / 1e15:.1f} PFLOP in the update'
-  )
+  return parts, flops
 
 
 # Collectives in a compiled program's text.
@@ -363,19 +440,23 @@ _OPERATION = re.compile(
 _SHAPE = re.compile(r'(pred|[a-z]+\d+)\[([\d,]*)\]')
 _CALLED = re.compile(r'(?:body|calls|to_apply)=%?([\w.-]+)')
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+_CONDITION = re.compile(r'condition=%?([\w.-]+)')
+_LIMIT = re.compile(r'= [su]32\[\]\S* constant\((\d+)\)')
 _BYTES = {'pred': 1, 'bf16': 2, 's8': 1, 'u8': 1, 's64': 8, 'u64': 8, 'f64': 8}
 
 
 def collective_bytes(text: str) -> float:
   """Returns the bytes that a device receives in one run of a program.
 
-  Counts what collectives put out, as often as their loops are known to go.
+  Counts what collectives put out, as often as their loops go: up to the number
+  that a loop's condition compares with, from 0 on by ones.
 
   Args:
     text: of the compiled program.
   """
   own: dict[str, float] = {}
-  calls: dict[str, list[tuple[str, int]]] = {}
+  limits: dict[str, int] = {}
+  calls: dict[str, list[tuple[str, str, int]]] = {}
   name, entry = '', ''
   for line in text.splitlines():
     if line and not line[0].isspace():
@@ -390,13 +471,24 @@ def collective_bytes(text: str) -> float:
       sizes = [_size(*shape) for shape in _SHAPE.findall(operation[1])]
       own[name] += max(sizes, default=0)
       continue
-    trips = _TRIPS.search(line)
+    if limit := _LIMIT.search(line):
+      limits[name] = max(limits.get(name, 1), int(limit[1]))
+    trips, condition = _TRIPS.search(line), _CONDITION.search(line)
     for called in _CALLED.findall(line):
-      if name:
-        calls[name].append((called, int(trips[1]) if trips else 1))
+      calls[name].append(
+        (
+          called,
+          condition[1] if condition else '',
+          int(trips[1]) if trips else 0,
+        )
+      )
 
+  @functools.cache
   def total(of: str) -> float:
-    inner = (n * total(called) for called, n in calls.get(of, ()))
+    inner = (
+      (trips or limits.get(condition, 1) if condition else 1) * total(called)
+      for called, condition, trips in calls.get(of, ())
+    )
     return own.get(of, 0.0) + math.fsum(inner)
 
   return total(entry)

@@ -11,7 +11,8 @@ from gigpo_jax import tpu
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-# A loop of three turns that gathers 2 x 4 bfloat16, and a sum of 8 float32.
+# A loop of three turns that gathers 2 x 4 bfloat16, one up to four that passes
+# a number on, and a sum of 8 float32.
 _TEXT = """\
 HloModule jit_f
 
@@ -24,9 +25,19 @@ HloModule jit_f
   ROOT %c = pred[] compare(%i, %n), direction=LT
 }
 
+%started (p: s32[]) -> s32[] {
+  ROOT %x = s32[] collective-permute(%p), channel_id=1
+}
+
+%to_four (p: s32[]) -> pred[] {
+  %c.2 = s32[]{:T(128)} constant(4), metadata={}
+  ROOT %c = pred[] compare(%p, %c.2), direction=LT
+}
+
 ENTRY %main (a: f32[8]) -> f32[8] {
   %w = (s32[], bf16[2,4]) while(%init), condition=%condition, body=%body, \
 backend_config={"known_trip_count":{"n":"3"}}
+  %v = s32[] while(%j), condition=%to_four, body=%started, metadata={}
   %s = (f32[1], f32[8]) all-reduce-start(%a), to_apply=%add
   ROOT %r = f32[8] all-reduce-done(%s)
 }
@@ -34,7 +45,7 @@ backend_config={"known_trip_count":{"n":"3"}}
 
 
 def test_collectives_are_counted_as_often_as_their_loop_goes():
-  assert tpu.collective_bytes(_TEXT) == 3 * 2 * 4 * 2 + 8 * 4
+  assert tpu.collective_bytes(_TEXT) == 3 * 2 * 4 * 2 + 4 * 4 + 8 * 4
 
 
 @pytest.mark.parametrize(
