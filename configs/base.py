@@ -32,6 +32,8 @@ def parse_variants(
 def use_adapters(config: ml_collections.ConfigDict) -> None:
   """Trains adapters instead of the model, at a rate that suits them."""
   config.lora.rank = 32
+  # Merged into bfloat16 matrices they would be rounded away at first.
+  config.rollout.weights = 'adapters'
   config.optimizer.learning_rate *= 10
 
 
@@ -93,10 +95,10 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.rollout.stop_at_action = False
   # async: every episode goes on by itself; lockstep: all wait for the last.
   config.rollout.schedule = 'async'
-  # Weights while sampling. model: in model.dtype; int8: half of bfloat16;
-  # adapters: of lora, beside the matrices that training has, without a copy of
-  # these. How far the sampler is from the learner, sampler/... in the metrics
-  # tells.
+  # Weights while sampling. model: in model.dtype, adapters of lora merged into
+  # them, which rounds small ones away; adapters: in model.dtype, adapters
+  # beside them, exact and slower; int8: half of bfloat16. How far the sampler
+  # is from the learner, sampler/... in the metrics tells.
   config.rollout.weights = 'model'
   # Devices over which sampling cuts a copy of the model; 0: mesh.tensor, or
   # more where a device's memory asks for it. Copies that keep within a host

@@ -327,6 +327,14 @@ def _missing_model(config: ml_collections.ConfigDict) -> Iterator[str]:
   except ValueError as error:
     yield str(error)
     return
+  if config.lora.rank and model.num_experts:
+    # Experts have none.
+    dense = set(config.lora.targets) - {'gate', 'up', 'down'}
+    if not dense:
+      yield (
+        f'lora.targets={tuple(config.lora.targets)}: experts get no adapters; '
+        'must have one of q, k, v, o'
+      )
   if text.vocab_size > model.vocab_size:
     yield (
       f'model.path={config.model.path}: its tokenizer has {text.vocab_size} '

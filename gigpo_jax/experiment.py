@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import ml_collections
@@ -53,13 +54,7 @@ def make_policy(config: ml_collections.ConfigDict) -> Policy:
   """Returns the policy of an experiment; starts the devices."""
   directory = config_lib.model_directory(config.model.path)
   devices = mesh.make_mesh(**config.mesh)
-  model = huggingface.read_config(
-    directory,
-    dtype=config.model.dtype,
-    remat=config.model.remat,
-    attention=_attention(config, devices),
-    adapters=_adapters(config),
-  )
+  model = huggingface.read_config(directory, **model_choices(config, devices))
   mesh.check(devices, qwen.shapes(model), qwen.logical_axes(model))
   text = tokenizer.Tokenizer(
     directory, enable_thinking=config.model.enable_thinking
@@ -90,6 +85,18 @@ def make_policy(config: ml_collections.ConfigDict) -> Policy:
       ),
     ),
   )
+
+
+def model_choices(
+  config: ml_collections.ConfigDict, devices: jax.sharding.Mesh
+) -> dict[str, Any]:
+  """Returns fields of a `QwenConfig` that no checkpoint decides."""
+  return {
+    'dtype': config.model.dtype,
+    'remat': config.model.remat,
+    'attention': _attention(config, devices),
+    'adapters': _adapters(config),
+  }
 
 
 def _attention(config: ml_collections.ConfigDict, devices) -> str:

@@ -117,7 +117,8 @@ class Learner:
       loss: called by name with the arguments of `losses.policy_gradient` up
         to mask; returns a loss for each token and metrics for each token.
       optimizer: see `adamw`.
-      minibatch_rows: most rows of an update.
+      minibatch_rows: most rows of an update; with shared prompts those of the
+        last prompt may be more.
       microbatch_rows: rows in memory at once; with shared prompts, packs.
       length_buckets: rising; lengths that rows are padded to.
       max_completion_tokens: C.
@@ -190,8 +191,10 @@ class Learner:
         out_shardings=(grads, self._replicated),
       ),
       # Not a part of `apply`, which would make them beside the gradients.
-      'clear': jax.jit(
-        lambda grads: jax.tree.map(jnp.zeros_like, grads),
+      'fill': jax.jit(
+        lambda grads, value: jax.tree.map(
+          lambda x: jnp.full(x.shape, value, x.dtype), grads
+        ),
         donate_argnums=0,
         keep_unused=True,
         out_shardings=grads,
@@ -262,9 +265,9 @@ class Learner:
           sums=sums,
         )
       # An update that is no number is skipped.
-      grads = jax.tree.map(lambda x: x * np.float32(np.nan), grads)
+      grads = self._run('fill', grads, np.float32(np.nan))
       state, _ = self._run('apply', state=state, grads=grads, sums=sums)
-      jax.block_until_ready((state, self._run('clear', grads)))
+      jax.block_until_ready(state)
     return state
 
   def describe(self) -> tuple[TrainState, dict]:
@@ -394,7 +397,7 @@ class Learner:
             sums=sums,
           )
         state, sums = self._run('apply', state=state, grads=grads, sums=sums)
-        grads = self._run('clear', grads)
+        grads = self._run('fill', grads, np.float32(0))
     metrics = _finish(jax.device_get(sums), len(minibatches))
     return state, metrics | self._packer.take_metrics()
 
@@ -441,9 +444,18 @@ class Learner:
       raise ValueError('rows: all are padding; at least one must be real')
     rng = np.random.default_rng((self._seed, iteration))
     units = self._packer.units(rows, index)
-    index = np.concatenate([units[n] for n in rng.permutation(len(units))])
+    units = [units[n] for n in rng.permutation(len(units))]
     count = math.ceil(len(index) / self._minibatch_rows)
-    return np.array_split(index, count)
+    edges = np.cumsum([len(x) for x in np.array_split(index, count)])
+    starts = np.cumsum([0, *map(len, units)])[:-1]
+    # What belongs together goes where it begins.
+    parts = np.searchsorted(edges, starts, side='right')
+    return [
+      np.concatenate(
+        [unit for unit, p in zip(units, parts, strict=True) if p == n]
+      )
+      for n in np.unique(parts)
+    ]
 
   def _weights(self, rows, minibatch) -> np.ndarray:
     weights = np.zeros(len(rows.groups), np.float32)

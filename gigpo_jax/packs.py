@@ -66,9 +66,8 @@ class Microbatch:
 
     They are 0 where there is no token.
     """
-    found = values[self.row]
-    if values.ndim > 1:
-      found = np.take_along_axis(found, self.column[..., None], axis=2)[..., 0]
+    two = values.ndim > 1
+    found = values[self.row, self.column] if two else values[self.row]
     return np.where(self.mask, found, 0).astype(values.dtype)
 
   def put(self, values: np.ndarray, into: np.ndarray) -> None:

@@ -179,7 +179,7 @@ class Sampler:
     weights: one of WEIGHTS: as the model computes; int8, a scale for each
       output channel, of which memory holds half as much as of bfloat16; or as
       the model computes, with adapters beside the matrices, not merged: slower,
-      and without a copy of these.
+      and exact where a bfloat16 matrix would round them away.
     tensor: devices that a copy of the model is cut over; 0 is the mesh's own.
     stop: given a completion so far and how many of its tokens are new, returns
       how many tokens to keep if it is to end there, or None: for stop strings.
@@ -822,11 +822,13 @@ def _draw(weights_BN: jax.Array, chances_B: jax.Array) -> jax.Array:
   """Returns a place in proportion to its weight, by a number in [0, 1)."""
   sums_BN = jnp.cumsum(weights_BN, axis=-1)
   wanted_B1 = (chances_B * sums_BN[:, -1])[:, None]
-  found_B = jnp.sum(sums_BN <= wanted_B1, axis=-1)
-  # A rounded product may reach the end, where there may be no weight.
-  places_N = jnp.arange(weights_BN.shape[-1])
-  last_B = jnp.max(jnp.where(weights_BN > 0, places_N, 0), axis=-1)
-  return jnp.minimum(found_B, last_B).astype(jnp.int32)
+  # Sums are rounded: not all grow where there is weight, nor there alone.
+  places_N, has_BN = jnp.arange(weights_BN.shape[-1]), weights_BN > 0
+  last_B = jnp.max(jnp.where(has_BN, places_N, 0), axis=-1)
+  after_BN = jnp.where(
+    has_BN & (sums_BN > wanted_B1), places_N, last_B[:, None]
+  )
+  return jnp.min(after_BN, axis=-1).astype(jnp.int32)
 
 
 def _pick(
@@ -858,10 +860,16 @@ def _pick(
   temperature_B, top_p_B, min_p_B = floats_BX.T
   greedy_B = temperature_B == 0
   scaled_BV = logits_BV * (1 / jnp.where(greedy_B, 1.0, temperature_B))[:, None]
-  top_B1 = jnp.max(scaled_BV, axis=-1, keepdims=True)
-  weights_BV = jnp.exp(scaled_BV - top_B1)
-  total_B = top_B1[:, 0] + jnp.log(jnp.sum(weights_BV, axis=-1))
   usable_BV = jnp.broadcast_to(jnp.arange(v) < vocab_size, (b, v))
+  top_B1 = jnp.max(
+    jnp.where(usable_BV, scaled_BV, _NEVER), axis=-1, keepdims=True
+  )
+  weights_BV = jnp.where(usable_BV, jnp.exp(scaled_BV - top_B1), 0.0)
+  total_B = top_B1[:, 0] + jnp.log(jnp.sum(weights_BV, axis=-1))
+  if vocab_size < v:
+    # The learner's distribution is one of all rows of the embedding.
+    rest_B = jax.nn.logsumexp(scaled_BV[:, vocab_size:], axis=-1)
+    total_B = jnp.logaddexp(total_B, rest_B)
   kept_BV = jax.lax.cond(
     jnp.any((top_k_B > 0) | (top_p_B < 1) | (min_p_B > 0)),
     lambda: _truncate(scaled_BV, usable_BV, top_k_B, top_p_B, min_p_B),

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import jax
 import ml_collections
 import numpy as np
-import tqdm
 
 import envs
 from envs import base
 from gigpo_jax import (
   batch,
   experiment,
+  hosts,
   losses,
   metrics,
   tokenizer,
@@ -31,7 +31,9 @@ from gigpo_jax.models import huggingface, lora, qwen
 def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
   """Trains by imitation; writes `workdir`/policy, a Hugging Face directory.
 
-  A function of the config alone: the same command makes the same policy.
+  A function of the config alone: the same command makes the same policy. Of
+  several processes (see `hosts`) the first one writes; `workdir` has to be one
+  folder for all.
 
   Raises:
     ValueError: in one line, if the config cannot work or the environment has
@@ -39,17 +41,20 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
   """
   scratch = config.sft.init == 'scratch'
   config_lib.validate(config, needs_model=not scratch)
+  hosts.join()
   pairs = demonstrations(config)
   directory = pathlib.Path(workdir) / 'policy'
   if scratch:
-    texts = (text for pair in pairs for text in pair)
-    tokenizer.train(texts, str(directory), vocab_size=config.sft.vocab_size)
     with config.unlocked():
       config.model.path = str(directory)
-    _write_random_model(config, str(directory))
+    if hosts.first():
+      texts = (text for pair in pairs for text in pair)
+      tokenizer.train(texts, str(directory), vocab_size=config.sft.vocab_size)
+      _write_random_model(config, str(directory))
+    hosts.tell_all(None)  # All wait until it is there.
   policy = experiment.make_policy(config)
   rows = demonstration_rows(config, policy.tokenizer, pairs)
-  print(f'{len(pairs)} demonstrated steps, {rows.lengths.sum()} tokens')
+  hosts.say(f'{len(pairs)} demonstrated steps, {rows.lengths.sum()} tokens')
   with jax.set_mesh(policy.mesh):
     params = _imitate(config, policy, rows, workdir)
     huggingface.save(
@@ -58,7 +63,7 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
       params,
       tokenizer_directory=policy.tokenizer.directory,
     )
-  print(f'warm start: {directory}', flush=True)
+  hosts.say(f'warm start: {directory}')
 
 
 def demonstrations(config: ml_collections.ConfigDict) -> list[tuple[str, str]]:
@@ -70,8 +75,8 @@ def demonstrations(config: ml_collections.ConfigDict) -> list[tuple[str, str]]:
     envs.tasks(config.env.name, 'train', **config_lib.env_kwargs(config))
   )
   pairs = []
-  for episode in tqdm.trange(
-    config.sft.num_episodes, desc='expert episodes', disable=None
+  for episode in hosts.bar(
+    range(config.sft.num_episodes), desc='expert episodes'
   ):
     # From the far end: RL draws other games than these, mostly.
     task = base.Task('train', available - 1 - episode % available)
@@ -172,11 +177,9 @@ def _imitate(
     config.rollout.max_completion_tokens = widths[1]
   learner = experiment.make_learner(config, policy, losses.supervised)
   state = learner.init(policy.load())
-  writer = metrics.Writer(workdir)
+  writer = metrics.Writer(workdir) if hosts.first() else metrics.NullWriter()
   parts = list(_parts(config, rows))
-  for number, (epoch, index) in enumerate(
-    tqdm.tqdm(parts, desc='imitation', disable=None)
-  ):
+  for number, (epoch, index) in enumerate(hosts.bar(parts, desc='imitation')):
     part = rows.take(index)
     state, values = learner.update(
       state,
@@ -187,9 +190,8 @@ def _imitate(
       iteration=number,
     )
     writer.write(number, values | {'update/epoch': float(epoch)})
-    print(
-      f'part {number + 1} of {len(parts)}: loss {values["loss/total"]:.4f}',
-      flush=True,
+    hosts.say(
+      f'part {number + 1} of {len(parts)}: loss {values["loss/total"]:.4f}'
     )
   writer.close()
   return lora.join(learner.base, state.params)

@@ -19,7 +19,7 @@ import tqdm
 from gigpo_jax import config as config_lib
 from gigpo_jax import experiment, models, sampler
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax.models import attention, huggingface, published, qwen
+from gigpo_jax.models import huggingface, published, qwen
 
 # libtpu looks for a slice and its neighbours; these say that there is none.
 _ENVIRON = {
@@ -180,9 +180,8 @@ def examine(
   chip, model = CHIPS[kind], _model(config, shape)
   devices = _devices(topology)
   mesh = mesh_lib.make_mesh(**config.mesh, devices=devices)
+  model = dataclasses.replace(model, **experiment.model_choices(config, mesh))
   mesh_lib.check(mesh, qwen.shapes(model), qwen.logical_axes(model))
-  if config.model.attention == 'auto':
-    model = dataclasses.replace(model, attention=attention.best('tpu'))
   tensor = config.rollout.tensor or mesh_lib.sampling_tensor(
     mesh,
     sampler.parameter_bytes(model, config.rollout.weights),
@@ -208,17 +207,16 @@ def examine(
 
 
 def _model(config: ml_collections.ConfigDict, shape: str) -> qwen.QwenConfig:
-  kwargs = {'dtype': config.model.dtype, 'remat': config.model.remat}
   if config.model.path and not shape:
     directory = config_lib.model_directory(config.model.path)
-    return huggingface.read_config(directory, **kwargs)
+    return huggingface.read_config(directory)
   size = config.get('variant', '').partition(',')[0]
   shape = shape or _SHAPES.get(size, size)
   if shape not in published.SHAPES:
     raise ValueError(
       f'--shape={shape}: unknown; must be one of {", ".join(published.SHAPES)}'
     )
-  return dataclasses.replace(published.SHAPES[shape], **kwargs)
+  return published.SHAPES[shape]
 
 
 def _devices(topology: str) -> list[jax.Device]:
@@ -286,7 +284,7 @@ def _programs(config, model, mesh, host, tensor) -> Iterator[Program]:
   )
   lowered |= {k: v for k, v in engine.lower(*plain).items() if k != 'prepare'}
   lowered |= learner.lower()
-  held = _held(config, model, mesh, tensor, len(host) // tensor)
+  held = _held(config, model, learner, tensor, len(host) // tensor)
   for name, program in tqdm.tqdm(
     lowered.items(), desc='compiling', leave=False, disable=None
   ):
@@ -309,30 +307,41 @@ def _programs(config, model, mesh, host, tensor) -> Iterator[Program]:
 # What a program does not touch, but what is there while it runs.
 _BESIDE = {
   'prepare': ('moments', 'reference'),
-  'prefill': ('masters', 'moments', 'reference', 'cache'),
-  'decode': ('masters', 'moments', 'reference'),
+  'prefill': ('masters', 'frozen', 'moments', 'reference', 'cache'),
+  'decode': ('masters', 'frozen', 'moments', 'reference'),
   'accumulate': ('moments', 'reference'),
-  'apply': ('reference',),
+  'apply': ('frozen', 'reference'),
 }
 
 
-def _held(config, model, mesh, tensor: int, copies: int) -> dict[str, float]:
+def _held(config, model, learner, tensor: int, copies: int) -> dict[str, float]:
   """Returns bytes a chip of what stays there between programs."""
-  number = models.num_parameters(model)
-  cut = mesh.shape['fsdp'] * mesh.shape['tensor']
+  state, base = learner.describe()
+  masters, moments, frozen = map(
+    _bytes_a_chip, (state.params, state.opt_state, base)
+  )
+  # With adapters the frozen parameters are the reference.
+  own = config.loss.kl_weight and not model.adapters
   rollouts = config.rollout
   length = rollouts.max_prompt_tokens + rollouts.max_completion_tokens
   token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
   itemsize = 2 if model.dtype == 'bfloat16' else 4
-  moment = 2 if config.optimizer.mu_dtype == 'bfloat16' else 4
   slots = rollouts.batch_buckets[-1]
   return {
-    'masters': 4 * number / cut,
-    'moments': (4 + moment) * number / cut,
-    'reference': itemsize * number / cut if config.loss.kl_weight else 0,
+    'masters': masters,
+    'frozen': frozen,
+    'moments': moments,
+    'reference': masters * itemsize / 4 if own else 0,
     'copy': sampler.parameter_bytes(model, rollouts.weights) / tensor,
     'cache': slots * length * token * itemsize / copies / tensor,
   }
+
+
+def _bytes_a_chip(tree) -> float:
+  return math.fsum(
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    for x in jax.tree.leaves(tree)
+  )
 
 
 def _sampler(config, model, mesh, tensor: int) -> sampler.Sampler:
@@ -435,10 +444,13 @@ def _rooflines(
 _COMPUTATION = re.compile(r'^(?:ENTRY )?%?([\w.-]+) (?:\([^{]*\) -> .*)?\{$')
 _OPERATION = re.compile(
   r'= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|'
-  r'collective-permute)(?:-start)?\('
+  r'collective-permute)(?:-start)?\(([^)]*)'
 )
+_DEFINED = re.compile(r'\s+(?:ROOT )?%?([\w.-]+) = (.*?) [\w-]+\(')
+_NAME = re.compile(r'%?([\w.-]+)')
 _SHAPE = re.compile(r'(pred|[a-z]+\d+)\[([\d,]*)\]')
 _CALLED = re.compile(r'(?:body|calls|to_apply)=%?([\w.-]+)')
+_BRANCHES = re.compile(r'branch_computations=\{([^}]*)\}')
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 _CONDITION = re.compile(r'condition=%?([\w.-]+)')
 _LIMIT = re.compile(r'= [su]32\[\]\S* constant\((\d+)\)')
@@ -448,8 +460,9 @@ _BYTES = {'pred': 1, 'bf16': 2, 's8': 1, 'u8': 1, 's64': 8, 'u64': 8, 'f64': 8}
 def collective_bytes(text: str) -> float:
   """Returns the bytes that a device receives in one run of a program.
 
-  Counts what collectives put out, as often as their loops go: up to the number
-  that a loop's condition compares with, from 0 on by ones.
+  Counts what collectives put out (a sum that is spread: what they take in; a
+  sum that all get: both), as often as their loops go: up to the number that a
+  loop's condition compares with, from 0 on by ones. Of branches the largest.
 
   Args:
     text: of the compiled program.
@@ -457,20 +470,32 @@ def collective_bytes(text: str) -> float:
   own: dict[str, float] = {}
   limits: dict[str, int] = {}
   calls: dict[str, list[tuple[str, str, int]]] = {}
+  branches: dict[str, list[list[str]]] = {}
+  sizes: dict[str, float] = {}
   name, entry = '', ''
   for line in text.splitlines():
     if line and not line[0].isspace():
       found = _COMPUTATION.match(line)
       if found:
         name = found[1]
-        own[name], calls[name] = 0.0, []
+        own[name], calls[name], branches[name] = 0.0, [], []
         entry = name if line.startswith('ENTRY') else entry
       continue
+    if defined := _DEFINED.match(line):
+      shapes = _SHAPE.findall(defined[2])
+      sizes[defined[1]] = max((_size(*shape) for shape in shapes), default=0)
     operation = _OPERATION.search(line)
     if operation and name:
-      sizes = [_size(*shape) for shape in _SHAPE.findall(operation[1])]
-      own[name] += max(sizes, default=0)
+      shapes = _SHAPE.findall(operation[1])
+      size = max((_size(*shape) for shape in shapes), default=0)
+      given = sum(sizes.get(n, 0) for n in _NAME.findall(operation[3]))
+      own[name] += {
+        'reduce-scatter': max(size, given),
+        'all-reduce': 2 * size,
+      }.get(operation[2], size)
       continue
+    if found := _BRANCHES.search(line):
+      branches[name].append(_NAME.findall(found[1]))
     if limit := _LIMIT.search(line):
       limits[name] = max(limits.get(name, 1), int(limit[1]))
     trips, condition = _TRIPS.search(line), _CONDITION.search(line)
@@ -489,7 +514,8 @@ def collective_bytes(text: str) -> float:
       (trips or limits.get(condition, 1) if condition else 1) * total(called)
       for called, condition, trips in calls.get(of, ())
     )
-    return own.get(of, 0.0) + math.fsum(inner)
+    chosen = (max(map(total, names)) for names in branches.get(of, ()))
+    return own.get(of, 0.0) + math.fsum(inner) + math.fsum(chosen)
 
   return total(entry)
 

@@ -76,14 +76,11 @@ def _run(config, workdir, policy, pool, checkpointer) -> None:
     config, policy, experiment.policy_gradient(config)
   )
   with experiment.explained(*_MODEL_MEMORY):
-    start = policy.load()
-    reference = experiment.make_reference(config, policy, start)
-    state, first_iteration = learner.init(start), 0
-    policy.sampler.base = learner.base
-  if checkpointer.latest() is not None:
-    saved, state, _ = checkpointer.restore(checkpoint.abstract(state))
-    first_iteration = saved + 1
-    hosts.say(f'resuming {workdir} after iteration {saved}')
+    state, reference, first_iteration = _start(
+      config, policy, learner, checkpointer
+    )
+  if first_iteration:
+    hosts.say(f'resuming {workdir} after iteration {first_iteration - 1}')
   writer = (
     metrics.Writer(workdir, first_iteration=first_iteration)
     if hosts.first()
@@ -183,9 +180,24 @@ def _run(config, workdir, policy, pool, checkpointer) -> None:
     hosts.say(metrics.console_line(config.num_iterations, values))
   writer.close()
   checkpointer.wait()
+  policy.sampler.release()
   _export(config, workdir, policy, state.params, learner.base)
   if hosts.first():
     print(f'learning curve: {metrics.plot(workdir)}', flush=True)
+
+
+def _start(config, policy, learner, checkpointer) -> tuple:
+  """Returns the state to go on from, the reference and the iteration."""
+  start = policy.load()
+  reference = experiment.make_reference(config, policy, start)
+  state = learner.init(start)
+  policy.sampler.base = learner.base
+  if checkpointer.latest() is None:
+    return state, reference, 0
+  like = checkpoint.abstract(state)
+  del start, state  # There is no room for two.
+  saved, state, _ = checkpointer.restore(like)
+  return state, reference, saved + 1
 
 
 def _export(config, workdir, policy, params: dict, base: dict) -> None:

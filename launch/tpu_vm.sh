@@ -2,13 +2,16 @@
 # One TPU VM or a whole pod slice: create it, set it up, train, look, delete.
 #
 #   launch/tpu_vm.sh create --name=g --zone=us-west4-a --type=v5litepod-16 --spot
-#   launch/tpu_vm.sh setup  --name=g --zone=us-west4-a --bucket=my-runs
+#   launch/tpu_vm.sh setup  --name=g --zone=us-west4-a --bucket=my-runs \
+#       --then='alfworld-download --data-dir data'
 #   launch/tpu_vm.sh run    --name=g --zone=us-west4-a -- \
-#       --config=configs/alfworld.py:7b --workdir=runs/alfworld-7b
+#       --config=configs/alfworld.py:7b --workdir=runs/alfworld-7b \
+#       --config.env.data_dir=data --config.model.path=Qwen/Qwen2.5-7B-Instruct
 #   launch/tpu_vm.sh logs   --name=g --zone=us-west4-a
 #   launch/tpu_vm.sh resume ... as run: the same command goes on where it stopped
 #   launch/tpu_vm.sh keep   ... all options of create, setup and run: does all of
-#       it, and does it again whenever spot capacity is taken away
+#       it, and does what is needed of it again whenever the slice is taken away
+#       or the training has stopped without being finished
 #   launch/tpu_vm.sh delete --name=g --zone=us-west4-a
 #
 # --dry-run prints the commands, and runs none.
@@ -19,8 +22,8 @@ readonly folder='gigpo_jax'
 readonly mount='runs'  # of the bucket, in that folder
 readonly log='train.log'
 
-name='' zone='' type='' version='' project='' bucket='' repository='' extra='tpu'
-spot='' dry_run='' seconds=60
+name='' zone='' type='' version='' project='' bucket='' repository='' then=''
+extra='alfworld,tpu' spot='' dry_run='' seconds=60
 train=()
 
 die() {
@@ -43,6 +46,7 @@ parse() {
       --bucket=*) bucket="${1#*=}" ;;
       --repository=*) repository="${1#*=}" ;;
       --extra=*) extra="${1#*=}" ;;
+      --then=*) then="${1#*=}" ;;
       --every=*) seconds="${1#*=}" ;;
       --spot) spot=yes ;;
       --dry-run) dry_run=yes ;;
@@ -65,13 +69,20 @@ need() {
 }
 
 # The software of a VM, by its kind of TPU.
-default_version() {
+choose_version() {
+  need type
   case "$type" in
-    v5litepod-*) printf 'v2-alpha-tpuv5-lite' ;;
-    v5p-*) printf 'v2-alpha-tpuv5' ;;
-    v6e-*) printf 'v2-alpha-tpuv6e' ;;
+    v5litepod-*) version="${version:-v2-alpha-tpuv5-lite}" ;;
+    v5p-*) version="${version:-v2-alpha-tpuv5}" ;;
+    v6e-*) version="${version:-v2-alpha-tpuv6e}" ;;
     *) die "--type=$type: unknown; must be v5litepod-N, v5p-N or v6e-N" ;;
   esac
+}
+
+choose_repository() {
+  [[ -n "$repository" ]] ||
+    repository="$(git -C "$(dirname "$0")/.." remote get-url origin 2>/dev/null)" ||
+    die '--repository=: missing, and this folder has no origin; give its URL'
 }
 
 run() {
@@ -96,26 +107,28 @@ on_all() {
 
 create() {
   need name zone type
-  version="${version:-$(default_version)}"
+  choose_version
   tpu create --accelerator-type="$type" --version="$version" ${spot:+--spot}
 }
 
 setup() {
   need name zone
-  local source="${repository:-}"
-  if [[ -z "$source" ]]; then
-    source="$(git -C "$(dirname "$0")/.." remote get-url origin 2>/dev/null)" ||
-      die '--repository=: missing, and this folder has no origin; give its URL'
-  fi
+  choose_repository
   local script
-  script="set -e; test -d $folder || git clone $(printf '%q' "$source") $folder"
-  script+="; cd $folder; git pull --ff-only; python3 -m venv .venv"
-  script+="; .venv/bin/pip install -q -e '.[$extra]'"
+  script="set -e; test -d $folder || git clone $(printf '%q' "$repository") $folder"
+  script+="; cd $folder; git pull --ff-only"
+  # The VM's own Python is older than jax wants.
+  script+="; export PATH=\"\$HOME/.local/bin:\$PATH\""
+  script+='; command -v uv > /dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh'
+  script+='; test -d .venv || uv venv -q --python 3.12 .venv; . .venv/bin/activate'
+  script+="; uv pip install -q -e '.[$extra]'"
   if [[ -n "$bucket" ]]; then
-    # All hosts write one folder, which outlives them.
-    script+="; mkdir -p $mount; mountpoint -q $mount ||"
-    script+=" gcsfuse --implicit-dirs $(printf '%q' "$bucket") $mount"
+    # All hosts write one folder, which outlives them; a checkpoint is finished
+    # by giving its folder another name.
+    script+="; mkdir -p $mount; mountpoint -q $mount || gcsfuse --implicit-dirs"
+    script+=" --rename-dir-limit=1000000 $(printf '%q' "$bucket") $mount"
   fi
+  script+="${then:+; $then}"
   on_all "$script"
 }
 
@@ -124,8 +137,15 @@ start() {
   ((${#train[@]})) || die '--: missing; after it come the flags of launch/train.py'
   local flags
   flags="$(printf '%q ' "${train[@]}")"
-  on_all "cd $folder; nohup .venv/bin/python launch/train.py ${flags% } \
->> $log 2>&1 < /dev/null & echo started"
+  on_all "cd $folder && { nohup .venv/bin/python launch/train.py ${flags% } \
+>> $log 2>&1 < /dev/null & } && echo started"
+}
+
+# Whether a host trains, is through, or neither.
+activity() {
+  tpu ssh --worker=0 --command="cd $folder && { pgrep -f '[l]aunch/train.py' \
+> /dev/null && echo training || { tail -n 5 $log | grep -q '^learning curve: ' \
+&& echo finished; }; } || echo idle" 2>/dev/null || printf 'unknown'
 }
 
 logs() {
@@ -144,10 +164,12 @@ state() {
     printf 'ABSENT'
 }
 
-# Ready and training; otherwise made anew. The run goes on from its checkpoint.
+# Training until it is finished. The run goes on from its checkpoint.
 keep() {
   need name zone type bucket
   ((${#train[@]})) || die '--: missing; after it come the flags of launch/train.py'
+  choose_version
+  choose_repository
   if [[ -n "$dry_run" ]]; then
     create
     setup
@@ -156,9 +178,17 @@ keep() {
   fi
   while true; do
     case "$(state)" in
-      READY) ;;
+      READY)
+        case "$(activity)" in
+          finished)
+            printf 'finished; launch/tpu_vm.sh delete ends the costs\n'
+            return
+            ;;
+          idle) setup && start || printf 'setup failed; again soon\n' ;;
+        esac
+        ;;
       CREATING | STARTING | REPAIRING | RESTARTING) ;;
-      ABSENT) create && setup && start || printf 'no capacity; again soon\n' ;;
+      ABSENT) create || printf 'no capacity; again soon\n' ;;
       *) delete || true ;;
     esac
     sleep "$seconds"

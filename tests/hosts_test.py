@@ -136,13 +136,24 @@ _TRAIN = (
 )
 
 
-def _start(workdir, *flags, **variables) -> subprocess.Popen:
+_IMITATE = (
+  'launch/sft.py',
+  '--config=configs/alfworld.py:smoke',
+  '--config.sft.num_episodes=6',
+  '--config.sft.vocab_size=400',
+  '--config.sft.model.layers=1',
+  '--config.sft.report_rows=32',
+  '--config.learner.length_buckets=(360,)',
+)
+
+
+def _start(workdir, *flags, program=_TRAIN, **variables) -> subprocess.Popen:
   xla = os.environ.get('XLA_FLAGS', '').split()
   xla = [x for x in xla if 'device_count' not in x]
   xla.append(f'--xla_force_host_platform_device_count={variables["devices"]}')
   names = {key: str(x) for key, x in variables.items() if key.isupper()}
   return subprocess.Popen(
-    [sys.executable, *_TRAIN, f'--workdir={workdir}', *flags],
+    [sys.executable, *program, f'--workdir={workdir}', *flags],
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
@@ -165,13 +176,13 @@ def _free_port() -> int:
     return free.getsockname()[1]
 
 
-def _processes(workdir, *flags, devices=1) -> list[subprocess.Popen]:
+def _processes(workdir, *flags, **kwargs) -> list[subprocess.Popen]:
   address = f'127.0.0.1:{_free_port()}'
   return [
     _start(
       workdir,
       *flags,
-      devices=devices,
+      **{'devices': 1} | kwargs,
       JAX_COORDINATOR_ADDRESS=address,
       JAX_NUM_PROCESSES=2,
       JAX_PROCESS_ID=number,
@@ -198,13 +209,7 @@ def test_two_processes_train_what_one_does(tmp_path, flag, devices):
   assert 'iteration    0' in told[1][0] and 'iteration' not in told[2][0]
   one, two = (metrics.read(tmp_path / name) for name in ('one', 'two'))
   assert [line['iteration'] for line in one] == [0, 1]
-  for a, b in zip(one, two, strict=True):
-    names = {n for n in a if not n.startswith(('time/', 'rollout/'))}
-    assert names == {n for n in b if not n.startswith(('time/', 'rollout/'))}
-    for name in names:
-      np.testing.assert_allclose(
-        b[name], a[name], rtol=1e-4, atol=1e-5, err_msg=name
-      )
+  _assert_the_same(one, two)
   params = [
     safetensors.numpy.load_file(tmp_path / name / 'policy/model.safetensors')
     for name in ('one', 'two')
@@ -215,6 +220,31 @@ def test_two_processes_train_what_one_does(tmp_path, flag, devices):
     np.testing.assert_allclose(
       params[1][name].astype(np.float32), x.astype(np.float32), rtol=8e-3
     )
+
+
+def _assert_the_same(one: list[dict], two: list[dict]) -> None:
+  for a, b in zip(one, two, strict=True):
+    names = {n for n in a if not n.startswith(('time/', 'rollout/'))}
+    assert names == {n for n in b if not n.startswith(('time/', 'rollout/'))}
+    for name in names:
+      np.testing.assert_allclose(
+        b[name], a[name], rtol=1e-4, atol=1e-5, err_msg=name
+      )
+
+
+def test_two_processes_make_the_warm_start_that_one_makes(tmp_path):
+  alone = _start(tmp_path / 'one', program=_IMITATE, devices=2)
+  together = _processes(tmp_path / 'two', program=_IMITATE)
+  try:
+    told = [p.communicate(timeout=300) for p in (alone, *together)]
+  finally:
+    _end(alone, *together)
+  for process, (_, errors) in zip((alone, *together), told, strict=True):
+    assert process.returncode == 0, errors
+  assert 'warm start: ' in told[1][0] and 'warm start' not in told[2][0]
+  one, two = (metrics.read(tmp_path / name) for name in ('one', 'two'))
+  assert len(one) > 1
+  _assert_the_same(one, two)
 
 
 def test_when_one_process_is_lost_the_other_ends(tmp_path):

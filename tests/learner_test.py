@@ -513,6 +513,13 @@ def test_shared_prompts_change_nothing_and_save(devices):
 
 def test_rows_of_a_prompt_are_in_one_update():
   rows = rows_of_few_prompts(prompts=4)
+  # A size that does not cut between prompts: 8, 4 and 4 rows.
+  subject = make_learner(share_prompts=True, minibatch_rows=6)
+  minibatches = subject._minibatches(rows, 0)
+  everything = np.sort(np.concatenate(minibatches))
+  np.testing.assert_array_equal(everything, np.flatnonzero(rows.real))
+  prompts = [{r % 4 for r in index} for index in minibatches]
+  assert sorted(map(len, prompts)) == [1, 1, 2]
   subject = make_learner(share_prompts=True, minibatch_rows=4)
   for index in subject._minibatches(rows, 0):
     prompts = rows.tokens[index, : rows.prompt_lengths[index].max()]

@@ -469,6 +469,41 @@ def test_a_place_is_drawn_by_hand():
   np.testing.assert_array_equal(found, [1, 1, 1, 3, 3, 3])
 
 
+def test_no_place_without_weight_is_drawn():
+  rng = np.random.default_rng(0)
+  weights = rng.random((256, 1187), np.float32) * (
+    rng.random((256, 1187)) < 0.05
+  )
+  weights[0], weights[0, 3] = 0, 1
+  for chance in (0.0, 0.3, 0.999, 1 - 2**-24):
+    found = sampler._draw(
+      jax.numpy.asarray(weights), np.full(256, chance, np.float32)
+    )
+    assert (np.take_along_axis(weights, found[:, None], axis=1) > 0).all()
+  # Exactly on a sum, the next place that has weight.
+  (found,) = sampler._draw(np.array([[0, 1, 0, 1.0]], 'f4'), np.array([0.5]))
+  assert found == 3
+
+
+def test_ids_without_a_token_do_not_hide_the_others():
+  logits = np.full((1, 300), -100, np.float32)
+  logits[0, 137], logits[0, 299] = -90, 0
+  ids, log_probs, sampled = sampler._pick(
+    jax.random.split(jax.random.key(0), 1),
+    np.zeros(1, np.int32),
+    np.array([[1, 1, 0]], np.float32),
+    np.zeros(1, np.int32),
+    jax.numpy.asarray(logits),
+    vocab_size=299,
+  )
+  assert ids.tolist() == [137]
+  # Among all the embedding's rows e^-90; among tokens nearly all.
+  np.testing.assert_allclose(log_probs, [-90], rtol=1e-6)
+  np.testing.assert_allclose(
+    sampled, [-np.log1p(298 * np.exp(-10.0))], rtol=1e-4
+  )
+
+
 def test_log_probs_of_the_sampled_distribution_by_hand(params):
   (request,) = _requests(1, top_k=4)
   (answer,) = _sampler(max_completion_tokens=1).generate(params, [request])

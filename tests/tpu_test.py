@@ -12,7 +12,8 @@ from gigpo_jax import tpu
 ROOT = pathlib.Path(__file__).parents[1]
 
 # A loop of three turns that gathers 2 x 4 bfloat16, one up to four that passes
-# a number on, and a sum of 8 float32.
+# a number on, a sum of 8 float32 for all, one of 64 that is spread, and 80 that
+# are gathered in one of two branches.
 _TEXT = """\
 HloModule jit_f
 
@@ -34,18 +35,26 @@ HloModule jit_f
   ROOT %c = pred[] compare(%p, %c.2), direction=LT
 }
 
+%gathers (p: f32[8]) -> f32[8] {
+  ROOT %u = f32[80] all-gather(%p), dimensions={0}
+}
+
 ENTRY %main (a: f32[8]) -> f32[8] {
   %w = (s32[], bf16[2,4]) while(%init), condition=%condition, body=%body, \
 backend_config={"known_trip_count":{"n":"3"}}
   %v = s32[] while(%j), condition=%to_four, body=%started, metadata={}
   %s = (f32[1], f32[8]) all-reduce-start(%a), to_apply=%add
+  %d = f32[64] parameter(1)
+  %e = f32[8] reduce-scatter(%d), dimensions={0}
+  %k = f32[8] conditional(%q, %a, %a), branch_computations={%gathers, %started}
   ROOT %r = f32[8] all-reduce-done(%s)
 }
 """
 
 
 def test_collectives_are_counted_as_often_as_their_loop_goes():
-  assert tpu.collective_bytes(_TEXT) == 3 * 2 * 4 * 2 + 4 * 4 + 8 * 4
+  loops, sums, branch = 3 * 2 * 4 * 2 + 4 * 4, 2 * 8 * 4 + 64 * 4, 80 * 4
+  assert tpu.collective_bytes(_TEXT) == loops + sums + branch
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What launch/tpu_vm.sh would run, and what it refuses."""
 
+import os
 import pathlib
 import shlex
 import shutil
@@ -50,7 +51,12 @@ def test_create(kind, version):
 
 def test_setup_reaches_all_hosts_and_mounts_the_bucket():
   (found,) = _commands(
-    'setup', *VM, '--repository=https://x/y.git', '--bucket=b', '--project=p'
+    'setup',
+    *VM,
+    '--repository=https://x/y.git',
+    '--bucket=b',
+    '--project=p',
+    '--then=alfworld-download',
   )
   assert found[4:9] == [
     'ssh',
@@ -61,8 +67,9 @@ def test_setup_reaches_all_hosts_and_mounts_the_bucket():
   ]
   script = found[9].removeprefix('--command=')
   assert 'git clone https://x/y.git gigpo_jax' in script
-  assert "pip install -q -e '.[tpu]'" in script
-  assert 'gcsfuse --implicit-dirs b runs' in script
+  assert "uv pip install -q -e '.[alfworld,tpu]'" in script
+  assert 'gcsfuse --implicit-dirs --rename-dir-limit=1000000 b runs' in script
+  assert script.endswith('; alfworld-download')
   assert (
     subprocess.run(['bash', '-n', '-c', script], check=False).returncode == 0
   )
@@ -100,6 +107,93 @@ def test_keep_does_all_of_it():
   )
   verbs = [shlex.split(line)[4] for line in found.stdout.splitlines()]
   assert verbs == ['create', 'ssh', 'ssh']
+
+
+_GCLOUD = """#!/bin/bash
+# Stands in for gcloud: slices and hosts as files in $STAGE say.
+echo "$*" >> "$STAGE/calls"
+case "$*" in
+  *describe*) head -n 1 "$STAGE/states"; sed -i 1d "$STAGE/states" ;;
+  *pgrep*) head -n 1 "$STAGE/hosts"; sed -i 1d "$STAGE/hosts" ;;
+  *' create '*) test ! -e "$STAGE/full" || { rm "$STAGE/full"; exit 1; } ;;
+  *'uv venv'*) test ! -e "$STAGE/broken" || { rm "$STAGE/broken"; exit 1; } ;;
+esac
+"""
+
+
+def test_keep_goes_on_until_the_run_is_finished(tmp_path):
+  (tmp_path / 'gcloud').write_text(_GCLOUD)
+  (tmp_path / 'gcloud').chmod(0o755)
+  # No capacity; made; setup fails, then works; taken away, and all again.
+  states = ['ABSENT', 'ABSENT', *['READY'] * 3, 'PREEMPTED', 'ABSENT']
+  states += ['CREATING', *['READY'] * 3]
+  hosts = ['idle', 'idle', 'training', 'idle', 'training', 'finished']
+  (tmp_path / 'states').write_text('\n'.join(states) + '\n')
+  (tmp_path / 'hosts').write_text('\n'.join(hosts) + '\n')
+  for name in ('full', 'broken'):
+    (tmp_path / name).touch()
+  arguments = ['--type=v5p-8', '--bucket=b', '--repository=u', '--every=0']
+  found = subprocess.run(
+    ['bash', str(SCRIPT), 'keep', *VM, *arguments, '--', '--config=c'],
+    capture_output=True,
+    text=True,
+    check=False,
+    timeout=60,
+    env=os.environ
+    | {'STAGE': str(tmp_path), 'PATH': f'{tmp_path}:{os.environ["PATH"]}'},
+  )
+  assert found.returncode == 0, found.stderr
+  assert 'finished' in found.stdout.splitlines()[-1]
+  calls = (tmp_path / 'calls').read_text().splitlines()
+  done = [
+    next(
+      (
+        verb
+        for verb, part in (
+          ('look', 'describe'),
+          ('look', 'pgrep'),
+          ('setup', 'uv venv'),
+          ('start', 'nohup'),
+          ('create', 'tpu-vm create'),
+          ('delete', 'tpu-vm delete'),
+        )
+        if part in call
+      ),
+      call,
+    )
+    for call in calls
+  ]
+  assert [verb for verb in done if verb != 'look'] == [
+    'create',
+    'create',
+    'setup',
+    'setup',
+    'start',
+    'delete',
+    'create',
+    'setup',
+    'start',
+  ]
+
+
+@pytest.mark.parametrize(
+  'options', [('--type=v9-8',), ('--type=v5p-8', '--repository=')]
+)
+def test_keep_refuses_before_it_makes_anything(tmp_path, options):
+  # A copy outside a repository has no origin.
+  script = tmp_path / 'launch/tpu_vm.sh'
+  script.parent.mkdir()
+  shutil.copyfile(SCRIPT, script)
+  arguments = ['keep', *VM, *options, '--bucket=b', '--', '--config=c']
+  found = subprocess.run(
+    ['bash', str(script), *arguments],
+    capture_output=True,
+    text=True,
+    check=False,
+    timeout=60,
+  )
+  assert found.returncode == 2
+  assert len(found.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

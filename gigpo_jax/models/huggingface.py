@@ -499,9 +499,8 @@ def save(
     tokenizer_directory: whose tokenizer files to copy along.
     dtype: of the tensors in the file.
   """
-  if config.adapters:
-    params = jax.jit(functools.partial(lora.merge, config.adapters))(params)
-    config = dataclasses.replace(config, adapters=None)
+  adapters = config.adapters
+  config = dataclasses.replace(config, adapters=None)
   root = pathlib.Path(directory)
   ours = hosts.first()
   if ours:
@@ -511,7 +510,9 @@ def save(
       path.unlink(missing_ok=True)
   files = _split(config, np.dtype(dtype).itemsize)
   for file, part in files.items():
-    tensors = {tensor.name: _stored(params, tensor, dtype) for tensor in part}
+    tensors = {
+      tensor.name: _stored(params, tensor, dtype, adapters) for tensor in part
+    }
     if ours:
       safetensors.numpy.save_file(
         tensors, root / file, metadata={'format': 'pt'}
@@ -555,10 +556,12 @@ def save_adapters(
   safetensors.numpy.save_file(
     tensors, root / 'adapter_model.safetensors', metadata={'format': 'pt'}
   )
+  base, _, revision = base.partition('@')
   content = {
     'peft_type': 'LORA',
     'task_type': 'CAUSAL_LM',
     'base_model_name_or_path': base,
+    'revision': revision or None,
     'r': config.adapters.rank,
     'lora_alpha': config.adapters.alpha,
     'lora_dropout': 0.0,
@@ -594,10 +597,23 @@ def _copy_tokenizer(directory: str | None, root: pathlib.Path) -> None:
       shutil.copyfile(source, root / name)
 
 
-def _stored(params: dict, tensor: _Tensor, dtype: str) -> np.ndarray:
-  """Returns a tensor as a file has it."""
-  leaf, stored = _at(params, tensor.path), tensor.shape
-  host = mesh_lib.fetch(leaf[tensor.index] if tensor.index else leaf)
+_merge = jax.jit(lora.merge, static_argnums=0)
+
+
+def _stored(
+  params: dict, tensor: _Tensor, dtype: str, adapters: lora.Lora | None
+) -> np.ndarray:
+  """Returns a tensor as a file has it, its adapter merged."""
+  *groups, name = tensor.path
+  group, stored = _at(params, groups), tensor.shape
+  names = (name, name + lora.A, name + lora.B)
+  if adapters and names[1] in group:
+    # One layer at a time, added up in float32.
+    part = {n: group[n][tensor.index][None].astype('float32') for n in names}
+    leaf = _merge(adapters, part)[name][0]
+  else:
+    leaf = group[name][tensor.index] if tensor.index else group[name]
+  host = mesh_lib.fetch(leaf)
   if tensor.transposed:
     host = host.reshape(stored[::-1]).T
   return np.ascontiguousarray(host.reshape(stored), dtype)
