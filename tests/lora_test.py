@@ -1,6 +1,7 @@
 """Adapters: beside their matrices, merged, trained, exported."""
 
 import dataclasses
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,9 @@ import numpy as np
 import optax
 import pytest
 
+from configs import alfworld
 from gigpo_jax import batch, learner, losses, sampler
+from gigpo_jax import config as config_lib
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import huggingface, lora, qwen
 
@@ -235,3 +238,27 @@ def test_peft_loads_an_export(tmp_path, family):
     np.testing.assert_allclose(
       found, expected, atol=2e-5 * np.abs(expected).max()
     )
+
+
+def test_adapters_of_experts_alone_are_refused(tmp_path):
+  source = (
+    pathlib.Path(__file__).parents[1] / 'configs/warm_starts/alfworld_tiny'
+  )
+  dense = huggingface.read_config(str(source))
+  model = dataclasses.replace(
+    dense,
+    num_layers=1,
+    num_experts=2,
+    experts_per_token=1,
+    qkv_bias=False,
+    qk_norm=True,
+  )
+  huggingface.save(
+    str(tmp_path), model, qwen.init(model, jax.random.key(0)), str(source)
+  )
+  config = alfworld.get_config('tiny,lora')
+  config.model.path = str(tmp_path)
+  config_lib.validate(config)
+  config.lora.targets = ('gate', 'down')
+  with pytest.raises(ValueError, match='experts get no adapters; must have'):
+    config_lib.validate(config)
