@@ -140,7 +140,6 @@ _IMITATE = (
   'launch/sft.py',
   '--config=configs/alfworld.py:smoke',
   '--config.sft.num_episodes=6',
-  '--config.sft.vocab_size=400',
   '--config.sft.model.layers=1',
   '--config.sft.report_rows=32',
   '--config.learner.length_buckets=(360,)',
