@@ -42,12 +42,7 @@ TINY = qwen.QwenConfig(
   remat='none',
 )
 QWEN = dataclasses.replace(
-  TINY,
-  vocab_size=151936,
-  hidden_size=896,
-  intermediate_size=4864,
-  num_heads=14,
-  num_kv_heads=2,
+  published.SHAPES['Qwen2.5-0.5B'], num_layers=4, dtype='float32', remat='none'
 )
 SHAPES = {'tiny': TINY, 'qwen05b_4l': QWEN}
 

@@ -34,7 +34,7 @@ import numpy as np
 
 from envs import base
 from gigpo_jax import env_pool, mesh, rollout, sampler
-from gigpo_jax.models import qwen
+from gigpo_jax.models import published, qwen
 
 MODEL = qwen.QwenConfig(
   vocab_size=4096,
@@ -47,17 +47,7 @@ MODEL = qwen.QwenConfig(
   dtype='float32',
   remat='none',
 )
-# Qwen2.5-1.5B.
-LARGE = qwen.QwenConfig(
-  vocab_size=151936,
-  hidden_size=1536,
-  intermediate_size=8960,
-  num_layers=28,
-  num_heads=12,
-  num_kv_heads=2,
-  head_dim=128,
-  remat='none',
-)
+LARGE = dataclasses.replace(published.SHAPES['Qwen2.5-1.5B'], remat='none')
 _MOST = 256  # tokens of a response
 _PROMPT = 128
 _MEMBERS = 8

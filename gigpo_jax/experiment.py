@@ -23,6 +23,7 @@ from gigpo_jax import (
   learner,
   losses,
   mesh,
+  metrics,
   rollout,
   sampler,
   tasks,
@@ -232,6 +233,15 @@ def make_learner(
     share_prompts=config.learner.share_prompts,
     seed=config.seed,
   )
+
+
+def make_writer(
+  workdir: str, first_iteration: int = 0
+) -> metrics.Writer | metrics.NullWriter:
+  """Returns what keeps the metrics; of several processes the first does."""
+  if not hosts.first():
+    return metrics.NullWriter()
+  return metrics.Writer(workdir, first_iteration=first_iteration)
 
 
 def policy_gradient(config: ml_collections.ConfigDict) -> Callable:

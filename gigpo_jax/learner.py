@@ -168,11 +168,13 @@ class Learner:
     """Returns what is trained, and what is not."""
     return lora.split(params) if self._config.adapters else (params, {})
 
+  def _shapes(self) -> tuple[dict, dict]:
+    """Returns shapes of what is trained, and of what is not, float32."""
+    init = functools.partial(qwen.init, self._config)
+    return self._split(jax.eval_shape(init, jax.random.key(0)))
+
   def _shardings_of_state(self) -> TrainState:
-    params = jax.eval_shape(
-      functools.partial(qwen.init, self._config), jax.random.key(0)
-    )
-    params, _ = self._split(params)
+    params, _ = self._shapes()
     moments = optax.tree_utils.tree_map_params(
       self._optimizer,
       lambda _, sharding: sharding,
@@ -272,10 +274,7 @@ class Learner:
 
   def describe(self) -> tuple[TrainState, dict]:
     """Returns shapes, types and shardings of a state, and of `base`."""
-    params = jax.eval_shape(
-      functools.partial(qwen.init, self._config), jax.random.key(0)
-    )
-    params, base = self._split(params)
+    params, base = self._shapes()
     base = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, self._config.dtype), base
     )

@@ -364,8 +364,13 @@ def constrain(x: jax.Array, axes: tuple) -> jax.Array:
 
 def constrain_rows(x: jax.Array) -> jax.Array:
   """Keeps rows [B, ...], and their tokens [B, L, ...], spread over devices."""
+  return constrain(x, row_axes(x))
+
+
+def row_axes(x: jax.Array) -> tuple:
+  """Returns the mesh axes of rows [B, ...], and of tokens [B, L, ...]."""
   tokens = x.ndim > 2 and x.shape[1] % parts('sequence') == 0  # noqa: PLR2004
-  return constrain(x, (BATCH, 'sequence') if tokens else (BATCH,))
+  return (BATCH, 'sequence') if tokens else (BATCH,)
 
 
 def on_each_device(

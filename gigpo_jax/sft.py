@@ -19,7 +19,6 @@ from gigpo_jax import (
   experiment,
   hosts,
   losses,
-  metrics,
   tokenizer,
 )
 from gigpo_jax import (
@@ -177,7 +176,7 @@ def _imitate(
     config.rollout.max_completion_tokens = widths[1]
   learner = experiment.make_learner(config, policy, losses.supervised)
   state = learner.init(policy.load())
-  writer = metrics.Writer(workdir) if hosts.first() else metrics.NullWriter()
+  writer = experiment.make_writer(workdir)
   parts = list(_parts(config, rows))
   for number, (epoch, index) in enumerate(hosts.bar(parts, desc='imitation')):
     part = rows.take(index)

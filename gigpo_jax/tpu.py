@@ -261,8 +261,8 @@ def _round_up(config, mesh, copies: int) -> None:
   rows = config.learner.microbatch_rows
   with config.unlocked():
     config.learner.microbatch_rows = -(-rows // shards) * shards
-    config.rollout.batch_buckets = tuple(
-      sorted({-(-n // copies) * copies for n in config.rollout.batch_buckets})
+    config.rollout.batch_buckets = _multiples(
+      config.rollout.batch_buckets, copies
     )
 
 

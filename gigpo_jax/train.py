@@ -81,11 +81,7 @@ def _run(config, workdir, policy, pool, checkpointer) -> None:
     )
   if first_iteration:
     hosts.say(f'resuming {workdir} after iteration {first_iteration - 1}')
-  writer = (
-    metrics.Writer(workdir, first_iteration=first_iteration)
-    if hosts.first()
-    else metrics.NullWriter()
-  )
+  writer = experiment.make_writer(workdir, first_iteration)
   hosts.say(f'compiling for {len(jax.devices())} device(s)')
   with experiment.explained(*_SAMPLER_MEMORY):
     policy.sampler.warm_up(state.params)

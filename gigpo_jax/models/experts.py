@@ -40,17 +40,13 @@ def mix(
     per_token: A, how many of the likeliest are taken.
     normalized: whether the weights of those that are taken add up to one.
   """
-  rows = (mesh.BATCH, 'sequence') if _spread(x_BLD) else (mesh.BATCH,)
+  rows = mesh.row_axes(x_BLD)
   columns = (_EXPERT, None, _TENSOR)
   return mesh.on_each_device(
     functools.partial(_on_device, per_token=per_token, normalized=normalized),
     (rows, (), columns, columns, (_EXPERT, _TENSOR)),
     rows,
   )(x_BLD, router_DX, gate_XDF, up_XDF, down_XFD)
-
-
-def _spread(x_BLD: jax.Array) -> bool:
-  return x_BLD.shape[1] % mesh.parts('sequence') == 0
 
 
 def route(
