@@ -25,26 +25,16 @@ import time
 from collections.abc import Callable
 
 import jax
+import models
 import numpy as np
 
 from gigpo_jax import batch, hosts, learner, losses, mesh
 from gigpo_jax.models import published, qwen
 
-TINY = qwen.QwenConfig(
-  vocab_size=4096,
-  hidden_size=256,
-  intermediate_size=1024,
-  num_layers=4,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=64,
-  dtype='float32',
-  remat='none',
-)
 QWEN = dataclasses.replace(
   published.SHAPES['Qwen2.5-0.5B'], num_layers=4, dtype='float32', remat='none'
 )
-SHAPES = {'tiny': TINY, 'qwen05b_4l': QWEN}
+SHAPES = {'tiny': models.TINY, 'qwen05b_4l': QWEN}
 
 
 def make_learner(
@@ -271,19 +261,8 @@ def _torch_step(
   model: qwen.QwenConfig, ids: np.ndarray, microbatch_rows: int
 ) -> Callable[[], None]:
   import torch
-  import transformers
 
-  network = transformers.Qwen2ForCausalLM(
-    transformers.Qwen2Config(
-      vocab_size=model.vocab_size,
-      hidden_size=model.hidden_size,
-      intermediate_size=model.intermediate_size,
-      num_hidden_layers=model.num_layers,
-      num_attention_heads=model.num_heads,
-      num_key_value_heads=model.num_kv_heads,
-      tie_word_embeddings=model.tie_embeddings,
-    )
-  )
+  network = models.hugging_face(model)
   network.gradient_checkpointing_enable()
   network.train()
   optimizer = torch.optim.AdamW(network.parameters(), lr=1e-6)

@@ -25,28 +25,19 @@ Hugging Face's generate in the same run.
 
 import argparse
 import dataclasses
+import functools
 import statistics
 import time
 import zlib
 
 import jax
+import models
 import numpy as np
 
 from envs import base
 from gigpo_jax import env_pool, mesh, rollout, sampler
 from gigpo_jax.models import published, qwen
 
-MODEL = qwen.QwenConfig(
-  vocab_size=4096,
-  hidden_size=256,
-  intermediate_size=1024,
-  num_layers=4,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=64,
-  dtype='float32',
-  remat='none',
-)
 LARGE = dataclasses.replace(published.SHAPES['Qwen2.5-1.5B'], remat='none')
 _MOST = 256  # tokens of a response
 _PROMPT = 128
@@ -56,7 +47,7 @@ _STEPS = 6  # of an episode
 
 def make_sampler(
   slots: int,
-  model: qwen.QwenConfig = MODEL,
+  model: qwen.QwenConfig = models.TINY,
   prompt_buckets: tuple[int, ...] = (_PROMPT,),
   **kwargs,
 ) -> sampler.Sampler:
@@ -102,7 +93,7 @@ class Numbers:
     for prompt in prompts:
       rng = np.random.default_rng(zlib.crc32(prompt.encode()))
       size = rng.integers(96, max_tokens + 1)
-      ids = rng.integers(2, MODEL.vocab_size, size).astype(np.int32)
+      ids = rng.integers(2, models.TINY.vocab_size, size).astype(np.int32)
       found.append((ids, False))
     return found
 
@@ -114,7 +105,7 @@ class Numbers:
 def schedules(options: argparse.Namespace) -> None:
   """Prints a table row for each schedule, and their ratio."""
   engine = make_sampler(options.slots, decode_tokens=options.decode_tokens)
-  params = qwen.init(MODEL, jax.random.key(0))
+  params = qwen.init(models.TINY, jax.random.key(0))
   engine.warm_up(params)
   compiled = engine.compilations
   tasks = [base.Task('train', n) for n in range(options.groups)]
@@ -177,7 +168,7 @@ def schedules(options: argparse.Namespace) -> None:
 
 def steps(options: argparse.Namespace) -> None:
   """Prints and plots what decoding a token costs."""
-  params = qwen.init(MODEL, jax.random.key(0))
+  params = qwen.init(models.TINY, jax.random.key(0))
   by_slots = {
     slots: _seconds(make_sampler(slots), params, slots, _PROMPT)[0]
     for slots in (8, 16, 32, 64, 128)
@@ -225,11 +216,12 @@ def _seconds(
 def differences(options: argparse.Namespace) -> None:
   """Prints how many tokens neighbours change, in each type of weights."""
   del options
-  params = qwen.init(MODEL, jax.random.key(0))
+  params = qwen.init(models.TINY, jax.random.key(0))
   rng = np.random.default_rng(0)
+  draw = functools.partial(rng.integers, 2, models.TINY.vocab_size)
   requests = [
     sampler.Request(
-      rng.integers(2, MODEL.vocab_size, rng.integers(96, 129)).astype(np.int32),
+      draw(size=rng.integers(96, 129), dtype=np.int32),
       (0, 0, 0, n, 0),
       max_tokens=int(rng.integers(1, _MOST + 1)),
     )
@@ -242,7 +234,7 @@ def differences(options: argparse.Namespace) -> None:
     ('bfloat16', 'model'),
     ('bfloat16', 'int8'),
   ):
-    model = dataclasses.replace(MODEL, dtype=dtype)
+    model = dataclasses.replace(models.TINY, dtype=dtype)
     together, few = (
       make_sampler(slots, model, weights=weights).generate(params, requests)
       for slots in (64, 3 * jax.device_count())
@@ -261,7 +253,7 @@ def differences(options: argparse.Namespace) -> None:
 
 def limits(options: argparse.Namespace) -> None:
   """Prints how far reading and decoding are from what the device can do."""
-  model = {'tiny': MODEL, '1.5b': LARGE}[options.shape]
+  model = {'tiny': models.TINY, '1.5b': LARGE}[options.shape]
   prompt = options.prompt
   params = qwen.init(model, jax.random.key(0))
   width, rate = options.matmul, jax.numpy.dtype(model.dtype)
@@ -310,23 +302,13 @@ def _hugging_face(model: qwen.QwenConfig, prompt: int, sizes) -> None:
   """Prints the same of Hugging Face's generate, where there is CUDA."""
   try:
     import torch
-    import transformers
+    import transformers  # noqa: F401
   except ImportError:
     return
   if not torch.cuda.is_available():
     return
   with torch.device('cuda'):
-    network = transformers.Qwen2ForCausalLM(
-      transformers.Qwen2Config(
-        vocab_size=model.vocab_size,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_hidden_layers=model.num_layers,
-        num_attention_heads=model.num_heads,
-        num_key_value_heads=model.num_kv_heads,
-        tie_word_embeddings=model.tie_embeddings,
-      )
-    ).to(torch.bfloat16)
+    network = models.hugging_face(model).to(torch.bfloat16)
   network.eval()
   print('| batch | HF prefill tokens/s | HF decode tokens/s |\n|---|---|---|')
   for size in sizes:

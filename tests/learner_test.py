@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference
 
 from gigpo_jax import batch, learner, losses, mesh
 from gigpo_jax.models import qwen
@@ -107,12 +108,11 @@ def test_update_is_the_gradient_of_the_loss_written_out():
   mask = jnp.asarray(rows.completion_mask)
 
   def loss(weights):
-    log_probs, entropies = qwen.completion_log_probs(
+    log_probs, entropies = reference.completion_log_probs(
       CONFIG,
       weights,
       jnp.asarray(rows.tokens),
       jnp.asarray(np.maximum(rows.prompt_lengths, 1)),
-      jnp.asarray(np.maximum(rows.lengths, 1)),
       max_completion=C,
       temperature=1.0,
     )

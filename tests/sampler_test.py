@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+import reference
 
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import sampler
@@ -99,12 +100,11 @@ def test_log_probs_are_those_of_the_model_at_the_temperature(params):
     tokens = np.concatenate([request.prompt_ids, answer.ids])
     padded = np.zeros((1, 40), np.int32)
     padded[0, : len(tokens)] = tokens
-    log_probs, _ = qwen.completion_log_probs(
+    log_probs, _ = reference.completion_log_probs(
       CONFIG,
       params,
       padded,
       np.array([len(request.prompt_ids)]),
-      np.array([len(tokens)]),
       max_completion=12,
       temperature=temperature,
     )
@@ -185,12 +185,11 @@ def test_greedy_reports_log_probs_at_temperature_one(params):
   (answer,) = _sampler().generate(params, [request])
   tokens = np.concatenate([request.prompt_ids, answer.ids])[None]
   length = len(request.prompt_ids)
-  log_probs, _ = qwen.completion_log_probs(
+  log_probs, _ = reference.completion_log_probs(
     CONFIG,
     params,
     tokens,
     np.array([length]),
-    np.array([tokens.shape[1]]),
     max_completion=len(answer.ids),
   )
   np.testing.assert_allclose(log_probs[0], answer.log_probs, atol=1e-4)

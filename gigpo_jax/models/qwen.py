@@ -786,39 +786,6 @@ def token_log_probs(
   return log_probs[:, :c], entropies[:, :c]
 
 
-def completion_log_probs(
-  config: QwenConfig,
-  params: dict,
-  tokens_BL: jax.Array,
-  prompt_lengths_B: jax.Array,
-  lengths_B: jax.Array,
-  *,
-  max_completion: int,
-  temperature: float = 1.0,
-) -> tuple[jax.Array, jax.Array]:
-  """Returns log-probs and entropies of the completions, float32 [B, C] both.
-
-  Args:
-    config: shape of the network.
-    params: its parameters.
-    tokens_BL: prompt and completion, contiguous from position 0.
-    prompt_lengths_B: tokens of the prompt.
-    lengths_B: tokens of prompt and completion.
-    max_completion: C; positions past a row's completion mean nothing.
-    temperature: of the distribution that was sampled.
-  """
-  del lengths_B  # Padding comes after every token that could see it.
-  hidden_BLD = hidden_states(config, params, tokens_BL)
-  # The state before completion token c is that of the token ahead of it.
-  index_BC = prompt_lengths_B[:, None] - 1 + jnp.arange(max_completion)
-  index_BC = jnp.clip(index_BC, 0, tokens_BL.shape[1] - 2)
-  hidden_BCD = jnp.take_along_axis(hidden_BLD, index_BC[..., None], axis=1)
-  targets_BC = jnp.take_along_axis(tokens_BL, index_BC + 1, axis=1)
-  return token_log_probs(
-    config, params, hidden_BCD, targets_BC, temperature=temperature
-  )
-
-
 def new_cache(config: QwenConfig, num_rows: int, length: int) -> Cache:
   """Returns an empty cache of `num_rows` rows that hold `length` tokens."""
   size = _layers_per_stack(config)
