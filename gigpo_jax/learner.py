@@ -480,7 +480,7 @@ class Learner:
   # On the device: traced once for each length.
 
   def _forward(self, params, base, rows, sums=None):
-    config, s = self._config, rows['before'].shape[0]
+    config = self._config
     if config.adapters and not params:
       config = dataclasses.replace(config, adapters=None)
     params = lora.join(base, params) if base else params
@@ -488,23 +488,19 @@ class Learner:
       added = {name: sums[name] for name in params if name != 'layers'}
       params |= qwen.adding({name: params[name] for name in added}, added)
       sums = sums['layers']
-    hidden_BLD = qwen.hidden_states(
+    hidden_SND = qwen.hidden_states(
       config,
       params,
       rows['tokens'],
       rows.get('positions'),
       rows.get('branches'),
+      rows['before'],
       sums=sums,
-    )
-    hidden_SND = jnp.take_along_axis(
-      hidden_BLD.reshape(s, -1, config.hidden_size),
-      rows['before'][..., None],
-      axis=1,
     )
     return qwen.token_log_probs(
       config,
       params,
-      mesh_lib.constrain_rows(hidden_SND),
+      hidden_SND,
       rows['targets'],
       count=jnp.max(jnp.sum(rows['mask'], axis=1)),
       temperature=self._temperature,

@@ -310,6 +310,21 @@ def test_token_log_probs_are_those_of_the_logits(chunk: int):
   np.testing.assert_allclose(entropy, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize('layers', [1, 3, 9])
+def test_some_tokens_are_what_they_are_among_all(layers):
+  config = dataclasses.replace(TINY, num_layers=layers)
+  params, tokens = _params(config), _tokens(4, 16)
+  whole = qwen.hidden_states(config, params, tokens)
+  # Two shards of two rows each; the first row of a shard has places 0 to 15.
+  at = np.array([[3, 15, 16, 31, 0], [20, 7, 7, 8, 30]])
+  some = qwen.hidden_states(config, params, tokens, at_SN=at)
+  expected = [
+    [whole[2 * shard + place // 16, place % 16] for place in places]
+    for shard, places in enumerate(at)
+  ]
+  np.testing.assert_allclose(some, np.array(expected), rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize('remat', ['matrices', 'layer'])
 def test_remat_changes_nothing(remat):
   params, tokens = _params(TINY), _tokens(2, 12)

@@ -13,6 +13,7 @@ size, **F** MLP width, **N** layers, **X** experts, **R** rank of an adapter.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -401,7 +402,7 @@ def _project(
 
 
 def _rotary(positions_BL: jax.Array, config: QwenConfig) -> jax.Array:
-  """Returns cos and sin of the rotary angles, float32 [2, B, L, 1, E/2]."""
+  """Returns cos and sin of a head's rotary angles, float32 [2, B, L, 1, E]."""
   half, yarn = config.head_dim // 2, config.yarn
   powers = jnp.arange(half, dtype=jnp.float32) / half
   periods, factor = config.rope_theta**powers, 1.0
@@ -412,7 +413,8 @@ def _rotary(positions_BL: jax.Array, config: QwenConfig) -> jax.Array:
     if factor is None:
       factor = 0.1 * math.log(yarn.factor) + 1
   angles = positions_BL[..., None, None] / periods
-  return factor * jnp.stack([jnp.cos(angles), jnp.sin(angles)])
+  rotary = factor * jnp.stack([jnp.cos(angles), jnp.sin(angles)])
+  return jnp.concatenate([rotary, rotary], axis=-1)
 
 
 def _stretched(config: QwenConfig) -> jax.Array:
@@ -432,10 +434,20 @@ def _stretched(config: QwenConfig) -> jax.Array:
 
 def _rotate(x_BLHE: jax.Array, rotary: jax.Array) -> jax.Array:
   """Turns the first half of a head's numbers against the second."""
-  cos, sin = rotary
-  a, b = jnp.split(x_BLHE.astype(jnp.float32), 2, axis=-1)
-  turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-  return turned.astype(x_BLHE.dtype)
+  (cos, sin), half = rotary, x_BLHE.shape[-1] // 2
+  x = x_BLHE.astype(jnp.float32)
+
+  def join(x: jax.Array) -> jax.Array:
+    return jnp.concatenate([-x[..., half:], x[..., :half]], axis=-1)
+
+  def multiply(x: jax.Array) -> jax.Array:
+    zeros, ones = jnp.zeros((half, half)), jnp.eye(half)
+    turn = jnp.block([[zeros, ones], [-ones, zeros]])
+    return (x.reshape(-1, 2 * half) @ turn).reshape(x.shape)
+
+  # A CPU joins halves number by number: slower than a product with 0 and 1.
+  turned = jax.lax.platform_dependent(x, cpu=multiply, default=join)
+  return (x * cos + turned * sin).astype(x_BLHE.dtype)
 
 
 class _Layer(nn.Module):
@@ -457,8 +469,12 @@ class _Layer(nn.Module):
     positions_BL: jax.Array,
     branches_BL: jax.Array | None,
     rotary: jax.Array,
+    at_SN: jax.Array | None = None,
   ) -> tuple[tuple[jax.Array, dict | None], tuple | None]:
-    """Args as `_layers`; `layer` is this layer's number within the stack."""
+    """Args as `_layers`; `layer` is this layer's number within the stack.
+
+    With `at_SN`, places of tokens, what comes out is of these only.
+    """
     c, dtype = self.config, jnp.dtype(self.config.dtype)
     (x_BLD, cache), table = carry, _layer_table(self.config)
     norm = _Parameters(table['norm'], name='norm')(jnp.float32)
@@ -490,6 +506,9 @@ class _Layer(nn.Module):
         q_BLHE, cache['k'][layer], cache['v'][layer], seen_BS
       )
     heads_BLA = heads_BLHE.reshape(*x_BLD.shape[:2], -1)
+    if at_SN is not None:
+      # Tokens from here on know nothing of each other.
+      x_BLD, heads_BLA = take(x_BLD, at_SN), take(heads_BLA, at_SN)
     x_BLD = x_BLD + _project(c, w, 'o', heads_BLA)
     y_BLD = _rms_norm(x_BLD, norm['mlp'], c.rms_norm_eps)
     x_BLD = x_BLD + self._mlp(table, y_BLD)
@@ -512,6 +531,19 @@ class _Layer(nn.Module):
     w = _Parameters(table['mlp'], name='mlp')(dtype)
     gate_BLF = jax.nn.silu(_project(c, w, 'gate', x_BLD))
     return _project(c, w, 'down', gate_BLF * _project(c, w, 'up', x_BLD))
+
+
+def take(x_BLD: jax.Array, at_SN: jax.Array) -> jax.Array:
+  """Returns tokens by their places among those of a shard's rows, [S, N, D].
+
+  Args:
+    x_BLD: rows of tokens, those of a shard one after another.
+    at_SN: places, in the B / S rows of a shard joined into one.
+  """
+  joined = x_BLD.reshape(at_SN.shape[0], -1, x_BLD.shape[-1])
+  return mesh.constrain_rows(
+    jnp.take_along_axis(joined, at_SN[..., None], axis=1)
+  )
 
 
 def _layers(
@@ -540,16 +572,9 @@ def _layers(
     what comes out [B, L, D]; the cache with the tokens written; keys and
     values [N, B, L, K, E] each, or None.
   """
-  length = jax.tree.leaves(params)[0].shape[0]
-  policies = {
-    'matrices': jax.checkpoint_policies.save_only_these_names('matrix'),
-    'layer': jax.checkpoint_policies.nothing_saveable,
-  }
-  layer = _Layer
-  if config.remat != 'none':
-    layer = nn.remat(_Layer, prevent_cse=False, policy=policies[config.remat])
+  length = _depth(params)
   stack = nn.scan(
-    layer,
+    _layer_class(config),
     variable_axes={'params': 0},
     split_rngs={'params': True},
     in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
@@ -566,6 +591,51 @@ def _layers(
     _rotary(positions_BL, config),
   )
   return x_BLD, cache, kept
+
+
+def _depth(params: dict) -> int:
+  return jax.tree.leaves(params)[0].shape[0]
+
+
+def _layer_class(config: QwenConfig) -> type[nn.Module]:
+  """Returns `_Layer`, which the backward pass may compute again."""
+  policies = {
+    'matrices': jax.checkpoint_policies.save_only_these_names('matrix'),
+    'layer': jax.checkpoint_policies.nothing_saveable,
+  }
+  if config.remat == 'none':
+    return _Layer
+  return nn.remat(_Layer, prevent_cse=False, policy=policies[config.remat])
+
+
+def _last_layer(
+  config: QwenConfig,
+  params: dict,
+  x_BLD: jax.Array,
+  positions_BL: jax.Array,
+  branches_BL: jax.Array | None,
+  at_SN: jax.Array,
+) -> jax.Array:
+  """Applies a layer, of which nothing but some tokens is needed, [S, N, D].
+
+  Args:
+    config: shape of the network.
+    params: of one layer, not stacked.
+    x_BLD: as of `_layers`, like the next two.
+    positions_BL: the same.
+    branches_BL: the same.
+    at_SN: which tokens; see `take`.
+  """
+  (x_SND, _), _ = _layer_class(config)(config).apply(
+    {'params': params},
+    (x_BLD, None),
+    jnp.int32(0),
+    positions_BL,
+    branches_BL,
+    _rotary(positions_BL, config),
+    at_SN,
+  )
+  return x_SND
 
 
 def adds_in_place(config: QwenConfig) -> bool:
@@ -593,50 +663,60 @@ def _layers_adding(
   x_BLD: jax.Array,
   positions_BL: jax.Array,
   branches_BL: jax.Array | None,
+  at_SN: jax.Array,
 ) -> jax.Array:
   """Applies the layers; their parameters' gradient is added to the sums.
 
   A layer's gradient goes to its place in them as soon as it is there, so that
   memory never holds a second one of the whole network. Else as `_layers`, where
-  all of a layer is computed again.
+  all of a layer is computed again, and `_last_layer`.
   """
   # This loop keeps what goes into a layer, and computes the rest again.
-  config = dataclasses.replace(config, remat='none')
+  config, last = dataclasses.replace(config, remat='none'), _depth(params) - 1
 
-  def apply(layer: dict, x_BLD: jax.Array, *where) -> jax.Array:
+  def layer(params: dict, n: jax.Array | int) -> dict:
+    return jax.tree.map(lambda leaf: leaf[n], params)
+
+  def inner(layer: dict, x_BLD: jax.Array, positions_BL, branches_BL, _):
     stack = jax.tree.map(lambda leaf: leaf[None], layer)
-    return _layers(config, stack, x_BLD, *where)[0]
+    return _layers(config, stack, x_BLD, positions_BL, branches_BL)[0]
+
+  outer = functools.partial(_last_layer, config)
 
   def forward(params: dict, sums: dict, x_BLD: jax.Array, *where):
-    x_BLD, inputs_NBLD = jax.lax.scan(
-      lambda x_BLD, layer: (apply(layer, x_BLD, *where), x_BLD), x_BLD, params
-    )
-    return x_BLD, (params, sums, inputs_NBLD, where)
+    def step(x_BLD: jax.Array, n: jax.Array):
+      return inner(layer(params, n), x_BLD, *where), x_BLD
 
-  def backward(kept: tuple, change_BLD: jax.Array) -> tuple:
-    params, sums, inputs_NBLD, where = kept
-    last = inputs_NBLD.shape[0] - 1
+    x_BLD, inputs_NBLD = jax.lax.scan(step, x_BLD, jnp.arange(last))
+    x_SND = outer(layer(params, last), x_BLD, *where)
+    return x_SND, (params, sums, inputs_NBLD, x_BLD, where)
 
-    def step(n: jax.Array, carry: tuple) -> tuple:
-      change_BLD, sums = carry
-      at = last - n
-      layer = jax.tree.map(lambda leaf: leaf[at], params)
+  def backward(kept: tuple, change_SND: jax.Array) -> tuple:
+    params, sums, inputs_NBLD, x_BLD, where = kept
+
+    def back(apply, n, x_BLD, change, sums):
       _, pull = jax.vjp(
-        lambda layer, x_BLD: apply(layer, x_BLD, *where), layer, inputs_NBLD[at]
+        lambda layer, x_BLD: apply(layer, x_BLD, *where),
+        layer(params, n),
+        x_BLD,
       )
-      grads, change_BLD = pull(change_BLD)
-      sums = jax.tree.map(lambda s, g: s.at[at].add(g), sums, grads)
-      return change_BLD, sums
+      grads, change_BLD = pull(change)
+      return change_BLD, jax.tree.map(lambda s, g: s.at[n].add(g), sums, grads)
 
-    change_BLD, sums = jax.lax.fori_loop(0, last + 1, step, (change_BLD, sums))
-    return sums, None, change_BLD, None, None
+    def step(m: jax.Array, carry: tuple) -> tuple:
+      n = last - 1 - m
+      return back(inner, n, inputs_NBLD[n], *carry)
+
+    carry = back(outer, last, x_BLD, change_SND, sums)
+    change_BLD, sums = jax.lax.fori_loop(0, last, step, carry)
+    return sums, None, change_BLD, None, None, None
 
   @jax.custom_vjp
-  def run(params, sums, x_BLD, positions_BL, branches_BL):
-    return forward(params, sums, x_BLD, positions_BL, branches_BL)[0]
+  def run(params, sums, x_BLD, *where):
+    return forward(params, sums, x_BLD, *where)[0]
 
   run.defvjp(forward, backward)
-  return run(params, sums, x_BLD, positions_BL, branches_BL)
+  return run(params, sums, x_BLD, positions_BL, branches_BL, at_SN)
 
 
 def _embed(config: QwenConfig, params: dict, tokens_BL: jax.Array) -> jax.Array:
@@ -652,10 +732,14 @@ def hidden_states(
   tokens_BL: jax.Array,
   positions_BL: jax.Array | None = None,
   branches_BL: jax.Array | None = None,
+  at_SN: jax.Array | None = None,
   *,
   sums: dict | None = None,
 ) -> jax.Array:
   """Returns the last layer's normed output, [B, L, D] in the compute type.
+
+  Of some tokens only where `at_SN` says which, [S, N, D]: what the last layer
+  would compute of the others, it then leaves out, unless the layers are a loop.
 
   A token sees those before it, of its branch or of branch 0.
 
@@ -666,18 +750,26 @@ def hidden_states(
     positions_BL: of each token in its text; None: 0, 1, ..
     branches_BL: 0 for a prompt, and for each completion of it another number;
       None: all are 0.
+    at_SN: places of tokens; see `take`.
     sums: like the layers' parameters, whose gradient is then these and their
-      own; only where `adds_in_place`. None: their own.
+      own; only where `adds_in_place`, and with `at_SN`. None: their own.
   """
   x_BLD = _embed(config, params, tokens_BL)
   if positions_BL is None:
     positions_BL = jnp.arange(tokens_BL.shape[1])[None]
-  where = (x_BLD, positions_BL, branches_BL)
-  if sums is None:
-    x_BLD, _, _ = _layers(config, params['layers'], *where)
+  where, layers = (positions_BL, branches_BL), params['layers']
+  if sums is not None:
+    x = _layers_adding(config, layers, sums, x_BLD, *where, at_SN)
+  elif at_SN is None or _depth(layers) > _MAX_UNROLLED:
+    x, _, _ = _layers(config, layers, x_BLD, *where)
+    x = x if at_SN is None else take(x, at_SN)
   else:
-    x_BLD = _layers_adding(config, params['layers'], sums, *where)
-  return _rms_norm(x_BLD, params['norm'], config.rms_norm_eps)
+    first = jax.tree.map(lambda leaf: leaf[:-1], layers)
+    last = jax.tree.map(lambda leaf: leaf[-1], layers)
+    if _depth(first):
+      x_BLD, _, _ = _layers(config, first, x_BLD, *where)
+    x = _last_layer(config, last, x_BLD, *where, at_SN)
+  return _rms_norm(x, params['norm'], config.rms_norm_eps)
 
 
 def logits(config: QwenConfig, params: dict, hidden: jax.Array) -> jax.Array:
