@@ -708,7 +708,9 @@ def _layers_adding(
       return back(inner, n, inputs_NBLD[n], *carry)
 
     carry = back(outer, last, x_BLD, change_SND, sums)
-    change_BLD, sums = jax.lax.fori_loop(0, last, step, carry)
+    if last:  # None before it have nothing to be traced with.
+      carry = jax.lax.fori_loop(0, last, step, carry)
+    change_BLD, sums = carry
     return sums, None, change_BLD, None, None, None
 
   @jax.custom_vjp
