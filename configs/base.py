@@ -117,14 +117,27 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.algorithm.discount = 0.95  # gamma; paper
   config.algorithm.step_weight = 1.0  # omega; paper
   config.algorithm.invalid_penalty = 0.1  # paper
-  config.algorithm.norm = 'mean_std'  # mean_std | mean
+  config.algorithm.norm = 'mean_std'  # | mean | leave_one_out
   config.algorithm.episode_stats = 'trajectories'  # | rows (code)
   config.algorithm.penalty_scope = 'reward'  # | row (code)
   config.algorithm.lone_episode = 'zero'  # | raw (code)
-  # observation (code) | observation_and_actions | similarity
+  # observation (code) | observation_and_actions | similarity | turn
   config.algorithm.anchor = 'observation'
   # Ratcliff-Obershelp ratio from which two anchors are one, for similarity.
   config.algorithm.similarity_threshold = 0.9
+  # Anchors before a step's own that have to be equal, too.
+  config.algorithm.anchor_history = 0
+  # hgpo: anchors before a step's own that are looked at, weight of level k as
+  # (k + 1) ** level_exponent, and of the episode's advantage.
+  config.algorithm.history = 2
+  config.algorithm.level_exponent = 1.0
+  config.algorithm.episode_weight = 0.0
+  # graphgpo: of each step that is left to success.
+  config.algorithm.graph_discount = 0.1
+  # gdpo: parts of the reward, of batch.COMPONENTS or what the environment
+  # tells of its steps; weights, () is 1 each.
+  config.algorithm.components = ('reward', 'valid')
+  config.algorithm.component_weights = ()
 
   config.loss = ml_collections.ConfigDict()
   config.loss.clip_epsilon = 0.2  # code

@@ -64,6 +64,8 @@ class StepResult:
     score: how well the whole episode went, in [0, 1], told with its last
       step; None during an episode, and always where there is no measure finer
       than success.
+    final_anchor: the state that the episode ended in, told with its last step;
+      None during an episode, and where it is not known.
   """
 
   observation: Observation | None
@@ -74,6 +76,7 @@ class StepResult:
   done: bool
   metrics: dict[str, float] = dataclasses.field(default_factory=dict)
   score: float | None = None
+  final_anchor: str | None = None
 
 
 class Env(Protocol):

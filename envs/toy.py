@@ -122,6 +122,7 @@ class Env:
       metrics['room'] = lambda: None
     return base.StepResult(
       observation=None if done else self._observe(),
+      final_anchor=self._text() if done else None,
       reward=10.0 if success else 0.0,
       valid=match is not None,
       action=action,
@@ -147,8 +148,11 @@ class Env:
       os.write(1, b'noise on the descriptor\n')
       sys.stderr.write('noise on stderr\n')
 
+  def _text(self) -> str:
+    return f'You are in room {self._room} of {self._rooms}.'
+
   def _observe(self) -> base.Observation:
-    text = f'You are in room {self._room} of {self._rooms}.'
+    text = self._text()
     prompt = f'{text} Go left or right.'
     if self._fault == 'moody':
       text += f' It is {os.getpid()} degrees.'

@@ -29,8 +29,10 @@ EPSILON = 1e-6
 # share: their rounding error is below it, their weight against EPSILON nil.
 _SAME = 2.0**-42
 
+NORMS = ('mean_std', 'mean', 'leave_one_out')
+
 _OPTIONS = {
-  'norm': ('mean_std', 'mean'),
+  'norm': NORMS,
   'episode_stats': ('trajectories', 'rows'),
   'penalty_scope': ('reward', 'row'),
   'lone_episode': ('zero', 'raw'),
@@ -89,7 +91,8 @@ def gigpo(  # noqa: PLR0913
     discount: gamma, a step; for A_S only.
     step_weight: omega; 0 is GRPO.
     invalid_penalty: c, in reward units; taken off for an invalid response.
-    norm: 'mean_std' divides by the spread (ddof 1) + 1e-6; 'mean' does not.
+    norm: 'mean_std' divides by the spread (ddof 1) + 1e-6; 'mean' does not;
+      'leave_one_out' compares with the mean of the others.
     episode_stats: mean and spread of A_E over 'trajectories', one entry each
       (Eq. 3), or over 'rows', so that long episodes count more (code).
     penalty_scope: 'reward' takes the penalty off the step's reward; 'row'
@@ -151,6 +154,28 @@ def gigpo_parts(  # noqa: PLR0913
     lone_episode=lone_episode,
   )
   return _parts(
+    *inputs(
+      rewards,
+      groups,
+      episodes,
+      steps,
+      anchors,
+      valid,
+      discount,
+      invalid_penalty,
+    ),
+    norm=norm,
+    episode_stats=episode_stats,
+    penalty_scope=penalty_scope,
+    lone_episode=lone_episode,
+  )
+
+
+def inputs(  # noqa: PLR0913
+  rewards, groups, episodes, steps, anchors, valid, discount, invalid_penalty
+) -> tuple:
+  """Returns arguments of `gigpo` as those of `describe`."""
+  return (
     arrays.two_float(rewards),
     arrays.ids32(groups, padding=True),
     arrays.ids32(episodes),
@@ -159,10 +184,6 @@ def gigpo_parts(  # noqa: PLR0913
     jnp.asarray(valid, bool),
     arrays.two_float(discount),
     arrays.two_float(invalid_penalty),
-    norm=norm,
-    episode_stats=episode_stats,
-    penalty_scope=penalty_scope,
-    lone_episode=lone_episode,
   )
 
 
@@ -185,41 +206,142 @@ def _parts(
   penalty_scope,
   lone_episode,
 ):
-  real = groups != -1
+  found = describe(
+    rewards,
+    groups,
+    episodes,
+    steps,
+    anchors,
+    valid,
+    discount,
+    invalid_penalty,
+    penalty_scope=penalty_scope,
+  )
+  return parts_of(
+    found,
+    step_advantages(found.returns, found.anchors, norm=norm),
+    norm=norm,
+    episode_stats=episode_stats,
+    lone_episode=lone_episode,
+  )
+
+
+class Described(NamedTuple):
+  """Rows as advantages are computed from; padding is a group of its own.
+
+  Attributes:
+    real: which rows are not padding.
+    groups: segment of each row's group, like the next two in [0, R).
+    episodes: of its episode.
+    anchors: of its anchor group.
+    starts: whether a row is the first of its episode.
+    previous: row of the step before; that of a first step is R.
+    cost: what an invalid response costs, not above 0; two-float, as all below.
+    returns: G, Eq. (5).
+    episode_returns: E.
+  """
+
+  real: Bool[Array, ' R']
+  groups: Int[Array, ' R']
+  episodes: Int[Array, ' R']
+  anchors: Int[Array, ' R']
+  starts: Bool[Array, ' R']
+  previous: Int[Array, ' R']
+  cost: arrays.TwoFloat
+  returns: arrays.TwoFloat
+  episode_returns: arrays.TwoFloat
+
+
+def describe(  # noqa: PLR0913
+  rewards: arrays.TwoFloat,
+  groups: Int[Array, ' R'],
+  episodes: Int[Array, ' R'],
+  steps: Int[Array, ' R'],
+  anchors: Int[Array, ' R'],
+  valid: Bool[Array, ' R'],
+  discount: arrays.TwoFloat,
+  invalid_penalty: arrays.TwoFloat,
+  *,
+  penalty_scope: str,
+) -> Described:
+  """Returns segments and returns; arguments as of `gigpo`, traced."""
   rewards = jax.lax.stop_gradient(rewards)
-  # Padding is a group of its own throughout, and blanked at the end.
-  group_ids = arrays.segment_ids(groups)
   episode_ids = arrays.segment_ids(groups, episodes)
-  anchor_ids = arrays.segment_ids(groups, anchors)
   cost = tuple(jnp.where(valid, 0, -part) for part in invalid_penalty)
   if penalty_scope == 'reward':
     rewards = arrays.two_add(rewards, cost)
   one = (jnp.float32(1), jnp.float32(0))
   returns = discounted_returns(rewards, episode_ids, steps, discount)
   sums = discounted_returns(rewards, episode_ids, steps, one)
-  first = _first_rows(episode_ids, steps)
+  first, previous = _order(episode_ids, steps)
   episode_returns = tuple(part[first] for part in sums)
   if penalty_scope == 'row':
     returns = arrays.two_add(returns, cost)
     episode_returns = arrays.two_add(episode_returns, cost)
-  starts = first == jnp.arange(len(first))
-  every = jnp.ones_like(starts)
-  entries = starts if episode_stats == 'trajectories' else every
+  return Described(
+    real=groups != -1,
+    groups=arrays.segment_ids(groups),
+    episodes=episode_ids,
+    anchors=arrays.segment_ids(groups, anchors),
+    starts=first == jnp.arange(len(first)),
+    previous=previous,
+    cost=cost,
+    returns=returns,
+    episode_returns=episode_returns,
+  )
+
+
+def step_advantages(
+  values: arrays.TwoFloat, segments: Int[Array, ' R'], *, norm: str
+) -> Float[Array, ' R']:
+  """Returns A_S, Eq. (7), of the steps of each segment."""
+  every = jnp.ones(segments.shape, bool)
+  return group_normalize(values, segments, every, norm=norm)
+
+
+def parts_of(
+  found: Described,
+  step_advantage: Float[Array, ' R'],
+  *,
+  norm: str,
+  episode_stats: str,
+  lone_episode: str,
+) -> Parts:
+  """Returns the parts of an advantage with this A_S; options as of `gigpo`."""
+  every = jnp.ones_like(found.starts)
   parts = Parts(
     episode_advantage=group_normalize(
-      episode_returns,
-      group_ids,
-      entries,
+      found.episode_returns,
+      found.groups,
+      found.starts if episode_stats == 'trajectories' else every,
       norm=norm,
       keep_lone=lone_episode == 'raw',
     ),
-    step_advantage=group_normalize(returns, anchor_ids, every, norm=norm),
-    episode_returns=episode_returns[0],
-    returns=returns[0],
-    anchor_group_sizes=arrays.segment_count(anchor_ids, every),
-    group_sizes=arrays.segment_count(group_ids, starts),
+    step_advantage=step_advantage,
+    episode_returns=found.episode_returns[0],
+    returns=found.returns[0],
+    anchor_group_sizes=arrays.segment_count(found.anchors, every),
+    group_sizes=arrays.segment_count(found.groups, found.starts),
   )
-  return jax.tree.map(lambda part: jnp.where(real, part, 0), parts)
+  return jax.tree.map(lambda part: jnp.where(found.real, part, 0), parts)
+
+
+@typechecked
+def whiten(
+  values: Float[Array, ' R'], weights: Float[Array, ' R']
+) -> Float[Array, ' R']:
+  """Returns (x - mean) / (std + 1e-6) over all rows.
+
+  Args:
+    values: of rows.
+    weights: how often a row counts, 0 for padding; the std is the unbiased one
+      of as many numbers.
+  """
+  total = jnp.maximum(jnp.sum(weights), 1)
+  mean = jnp.sum(weights * values) / total
+  squares = jnp.sum(weights * (values - mean) ** 2)
+  spread = jnp.sqrt(squares / jnp.maximum(total - 1, 1))
+  return jnp.where(weights > 0, (values - mean) / (spread + EPSILON), 0)
 
 
 @typechecked
@@ -278,10 +400,13 @@ def group_normalize(
   *,
   norm: str,
   keep_lone: bool = False,
+  ddof: int = 1,
+  epsilon: float = EPSILON,
 ) -> Float[Array, ' R']:
   """Returns by how much a value exceeds its segment's mean, Eqs. (3) and (7).
 
-  (x - mean) / (std + 1e-6), the unbiased std (ddof 1), or (x - mean) alone.
+  (x - mean) / (std + epsilon), or (x - mean) alone, or x less the mean of the
+  segment's others, which is (x - mean) n / (n - 1).
   Equal values give exactly 0: each is first taken off a member of the segment,
   exactly, since the float32 mean of equal numbers can be off by one unit in
   the last place, which 1e-6 would magnify to a full-sized advantage.
@@ -290,8 +415,10 @@ def group_normalize(
     values: two-float; entries of one segment are compared.
     segments: in [0, R).
     entries: which rows enter mean and std; at least one in every segment.
-    norm: 'mean_std' or 'mean'.
+    norm: one of NORMS.
     keep_lone: a segment with one entry gives the value itself, not 0.
+    ddof: of the std: 1, or 0 for that of a population.
+    epsilon: added to the std.
   """
   first = arrays.segment_first(segments, entries)
   member = tuple(part[first] for part in values)
@@ -303,18 +430,27 @@ def group_normalize(
   deviation = centred - mean
   if norm == 'mean_std':
     squares = arrays.segment_sum(deviation**2, segments, entries)
-    spread = jnp.sqrt(squares / jnp.maximum(count - 1, 1)) + EPSILON
+    spread = jnp.sqrt(squares / jnp.maximum(count - ddof, 1)) + epsilon
     deviation = deviation / spread
+  elif norm == 'leave_one_out':
+    deviation = deviation * count / jnp.maximum(count - 1, 1)
   lone = values[0] if keep_lone else jnp.zeros_like(deviation)
   return jnp.where(count == 1, lone, deviation)
 
 
-def _first_rows(episode_ids, steps):
-  """Returns to each row the row of its episode with the lowest step."""
+def _order(
+  episode_ids: Int[Array, ' R'], steps: Int[Array, ' R']
+) -> tuple[Int[Array, ' R'], Int[Array, ' R']]:
+  """Returns to each row that of its episode's first step, and the one before.
+
+  Of a first step, the one before is R.
+  """
   order = jnp.lexsort((steps, episode_ids))
   sorted_ids = episode_ids[order]
   start = jnp.searchsorted(sorted_ids, episode_ids)
-  return order[start]
+  follows = jnp.append(jnp.array([False]), sorted_ids[1:] == sorted_ids[:-1])
+  before = jnp.where(follows, jnp.roll(order, 1), len(order))
+  return order[start], jnp.zeros_like(order).at[order].set(before)
 
 
 def check_options(**options: str) -> None:

@@ -5,13 +5,17 @@ environment and no algorithm.
 """
 
 import dataclasses
-import difflib
 from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from gigpo_jax import trajectory
+from envs import base
+from gigpo_jax import anchors, trajectory
+
+# What an episode's reward may be looked at by: the environment's reward, -1 for
+# each invalid response, and the score told at the end.
+COMPONENTS = ('reward', 'valid', 'score')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +35,10 @@ class Rows:
       anchors of a group.
     rewards: raw reward of the step.
     valid: whether the response had the required form.
+    next_anchors: id of the state that the step led to, as in `anchors`; -1
+      where that is not known.
+    success: whether the step accomplished the task.
+    components: parts of the reward that algorithms weigh by themselves.
   """
 
   tokens: Int[np.ndarray, 'R L']
@@ -43,6 +51,9 @@ class Rows:
   anchors: Int[np.ndarray, ' R']
   rewards: Float[np.ndarray, ' R']
   valid: Bool[np.ndarray, ' R']
+  next_anchors: Int[np.ndarray, ' R']
+  success: Bool[np.ndarray, ' R']
+  components: Float[np.ndarray, 'R K']
 
   @property
   def real(self) -> Bool[np.ndarray, ' R']:
@@ -54,6 +65,17 @@ class Rows:
     """Which completion positions hold a sampled token."""
     position = np.arange(self.sampler_log_probs.shape[1])
     return position < (self.lengths - self.prompt_lengths)[:, None]
+
+  def steps_taken(self) -> tuple[np.ndarray, ...]:
+    """Returns the first arguments of `advantages.gigpo`."""
+    return (
+      self.rewards,
+      self.groups,
+      self.episodes,
+      self.steps,
+      self.anchors,
+      self.valid,
+    )
 
   def take(self, index: np.ndarray) -> 'Rows':
     """Returns some of the rows, in the given order."""
@@ -71,7 +93,10 @@ def from_trajectories(
   max_prompt_tokens: int,
   max_completion_tokens: int,
   row_multiple: int = 256,
-  similarity_threshold: float = 1.0,
+  anchor: str = 'observation',
+  similarity_threshold: float = 0.9,
+  anchor_history: int = 0,
+  components: Sequence[str] = (),
 ) -> Rows:
   """Returns the steps of all episodes as rows.
 
@@ -82,16 +107,21 @@ def from_trajectories(
     max_completion_tokens: cap of a completion; sizes C.
     row_multiple: R is padded up to a power of two times this, so that
       programs over rows are compiled for few sizes.
-    similarity_threshold: below 1, anchors of a group whose Ratcliff-Obershelp
-      ratio reaches it are one; see `similar_anchors`.
+    anchor: what makes two states the same; one of `anchors.KINDS`.
+    similarity_threshold: see `anchors.number`.
+    anchor_history: states before it that have to be the same, too.
+    components: of the reward, by themselves; of COMPONENTS, or a number that
+      the environment tells of its steps.
 
   Raises:
     ValueError: if no episode holds a step.
   """
+  played = [
+    (number, t) for number, t in enumerate(trajectories) if not t.failure
+  ]
   steps = [
     (episode, number, t, step)
-    for number, episode in enumerate(trajectories)
-    if not episode.failure
+    for number, episode in played
     for t, step in enumerate(episode.steps)
   ]
   if not steps:
@@ -103,21 +133,42 @@ def from_trajectories(
     max_prompt_tokens=max_prompt_tokens,
     max_completion_tokens=max_completion_tokens,
     row_multiple=row_multiple,
+    num_components=len(components),
   )
-  anchors = [(episode.group, step.anchor) for episode, _, _, step in steps]
-  if similarity_threshold < 1:
-    anchors = similar_anchors(anchors, similarity_threshold)
-  # A dictionary of the anchors themselves: exact, so no hash can collide.
-  anchor_ids: dict[tuple[int, str], int] = {}
+  states = anchors.number(
+    [(t.group, _states(t)) for _, t in played],
+    kind=anchor,
+    threshold=similarity_threshold,
+    history=anchor_history,
+  )
+  ids = [x for seen in states for x in zip(seen, seen[1:], strict=False)]
   for r, (episode, number, t, step) in enumerate(steps):
     rows.sampler_log_probs[r, : len(step.log_probs)] = step.log_probs
     rows.groups[r] = episode.group
     rows.episodes[r] = number
     rows.steps[r] = t
-    rows.anchors[r] = anchor_ids.setdefault(anchors[r], len(anchor_ids))
+    rows.anchors[r], rows.next_anchors[r] = ids[r]
     rows.rewards[r] = step.result.reward
     rows.valid[r] = step.result.valid
+    rows.success[r] = step.result.success
+    rows.components[r] = [_component(step.result, name) for name in components]
   return rows
+
+
+def _states(episode: trajectory.Trajectory) -> list[str | None]:
+  """Returns the states that its steps were taken in, and the last one."""
+  last = episode.steps[-1].result.final_anchor if episode.steps else None
+  return [*(step.anchor for step in episode.steps), last]
+
+
+def _component(result: base.StepResult, name: str) -> float:
+  if name == 'reward':
+    return result.reward
+  if name == 'valid':
+    return float(result.valid) - 1
+  if name == 'score':
+    return result.score or 0.0
+  return result.metrics.get(name, 0.0)
 
 
 def pack(
@@ -127,6 +178,7 @@ def pack(
   max_prompt_tokens: int,
   max_completion_tokens: int,
   row_multiple: int,
+  num_components: int = 0,
 ) -> Rows:
   """Returns prompts and completions as rows: each a group and an episode.
 
@@ -150,6 +202,9 @@ def pack(
     anchors=np.zeros(num_rows, np.int32),
     rewards=np.zeros(num_rows, np.float32),
     valid=np.ones(num_rows, bool),
+    next_anchors=np.full(num_rows, -1, np.int32),
+    success=np.zeros(num_rows, bool),
+    components=np.zeros((num_rows, num_components), np.float32),
   )
   for r, (prompt, completion) in enumerate(
     zip(prompts, completions, strict=True)
@@ -158,32 +213,3 @@ def pack(
     rows.lengths[r] = len(prompt) + len(completion)
     rows.tokens[r, : rows.lengths[r]] = np.concatenate([prompt, completion])
   return rows
-
-
-def similar_anchors(
-  anchors: Sequence[tuple[int, str]], threshold: float
-) -> list[tuple[int, str]]:
-  """Replaces each (group, anchor) by the first similar one of its group.
-
-  Greedy, in row order, against the first member of each cluster, with the
-  Ratcliff-Obershelp ratio 2M/T as difflib computes it: the similarity
-  grouping of GiGPO's released code. Quadratic in a group's distinct anchors.
-  """
-  clusters: dict[int, list[str]] = {}
-  first: dict[tuple[int, str], tuple[int, str]] = {}
-  for group, text in anchors:
-    if (group, text) in first:
-      continue
-    members = clusters.setdefault(group, [])
-    match = next(
-      (
-        member
-        for member in members
-        if difflib.SequenceMatcher(None, text, member).ratio() >= threshold
-      ),
-      None,
-    )
-    if match is None:
-      members.append(text)
-    first[group, text] = (group, match if match is not None else text)
-  return [first[anchor] for anchor in anchors]

@@ -16,7 +16,16 @@ import ml_collections
 import psutil
 
 import envs
-from gigpo_jax import algorithms, mesh, models, rollout, sampler, tokenizer
+from gigpo_jax import (
+  advantages,
+  algorithms,
+  anchors,
+  mesh,
+  models,
+  rollout,
+  sampler,
+  tokenizer,
+)
 from gigpo_jax.models import attention, huggingface, lora, qwen
 
 TINY = 'python launch/train.py --config=configs/alfworld.py:tiny'
@@ -35,12 +44,12 @@ FROZEN_BYTES_PER_PARAMETER = 2 + 2
 _CHOICES = {
   'rollout.schedule': rollout.SCHEDULES,
   'rollout.weights': sampler.WEIGHTS,
-  'algorithm.name': tuple(algorithms.REGISTRY),
-  'algorithm.norm': ('mean_std', 'mean'),
+  'algorithm.name': algorithms.NAMES,
+  'algorithm.norm': advantages.NORMS,
   'algorithm.episode_stats': ('trajectories', 'rows'),
   'algorithm.penalty_scope': ('reward', 'row'),
   'algorithm.lone_episode': ('zero', 'raw'),
-  'algorithm.anchor': ('observation', 'observation_and_actions', 'similarity'),
+  'algorithm.anchor': anchors.KINDS,
   'env.name': tuple(envs.REGISTRY),
   'env.engine': ('textworld', 'native'),
   'env.prompt_style': ('paper', 'brief'),
@@ -75,6 +84,9 @@ _RANGES = {
   'algorithm.step_weight': (0.0, None, 'at least 0; 0 is GRPO'),
   'algorithm.invalid_penalty': (0.0, None, 'at least 0'),
   'algorithm.similarity_threshold': (0.0, 1.0, 'between 0 and 1'),
+  'algorithm.anchor_history': (0, None, 'at least 0'),
+  'algorithm.history': (0, None, 'at least 0'),
+  'algorithm.graph_discount': (0.0, 1.0, 'between 0 and 1'),
   'loss.clip_epsilon': (0.0, 1.0, 'between 0 and 1'),
   'loss.clip_epsilon_high': (0.0, None, 'at least 0'),
   'loss.dual_clip': (1.0, None, 'above 1'),
@@ -158,18 +170,14 @@ def env_kwargs(config: ml_collections.ConfigDict) -> dict:
   kwargs.pop('name')
   if config.env.name in _DATA:
     kwargs['data_dir'] = _data_dir(config)
-    anchor = config.algorithm.anchor
-    kwargs['anchor'] = 'observation' if anchor == 'similarity' else anchor
+    whole = config.algorithm.anchor == 'observation_and_actions'
+    kwargs['anchor'] = 'observation_and_actions' if whole else 'observation'
   return kwargs
 
 
 def algorithm_kwargs(config: ml_collections.ConfigDict) -> dict:
   """Returns the arguments of `algorithms.make`, plain values only."""
-  kwargs = config.algorithm.to_dict()
-  # What an anchor is, environments and batch decide.
-  kwargs.pop('anchor')
-  kwargs.pop('similarity_threshold')
-  return kwargs
+  return config.algorithm.to_dict()
 
 
 def ladder(buckets: tuple[int, ...], limit: int) -> tuple[int, ...]:

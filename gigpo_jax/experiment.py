@@ -291,8 +291,7 @@ def make_panel(config: ml_collections.ConfigDict) -> list[base.Task]:
 
 def row_sizes(config: ml_collections.ConfigDict) -> dict:
   """Returns the arguments of `batch.from_trajectories`."""
-  similar = config.algorithm.anchor == 'similarity'
-  rollouts = config.rollout
+  rollouts, algorithm = config.rollout, config.algorithm
   return {
     # Room for every episode at full length: one size, one compilation.
     'row_multiple': (
@@ -302,8 +301,11 @@ def row_sizes(config: ml_collections.ConfigDict) -> dict:
     ),
     'max_prompt_tokens': config.rollout.max_prompt_tokens,
     'max_completion_tokens': config.rollout.max_completion_tokens,
-    'similarity_threshold': (
-      config.algorithm.similarity_threshold if similar else 1.0
+    'anchor': algorithm.anchor,
+    'similarity_threshold': algorithm.similarity_threshold,
+    'anchor_history': algorithm.anchor_history,
+    'components': (
+      tuple(algorithm.components) if algorithm.name == 'gdpo' else ()
     ),
   }
 

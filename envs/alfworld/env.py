@@ -147,6 +147,7 @@ class Env:
     done = self._state.won or self._step >= self._max_steps
     return base.StepResult(
       observation=None if done else self._observe(),
+      final_anchor=self._where() if done else None,
       reward=SUCCESS_REWARD if self._state.won else 0.0,
       valid=valid,
       action=action,
@@ -183,6 +184,11 @@ class Env:
       yield observation.prompt, response
       observation = self.step(response).observation
 
+  def _where(self) -> str:
+    if self._anchor == 'observation_and_actions':
+      return '\n'.join((self._state.feedback, *self._state.admissible))
+    return self._state.feedback
+
   def _observe(self) -> base.Observation:
     def prompt(history: tuple[turns.Turn, ...]) -> str:
       return prompts.build(
@@ -195,13 +201,10 @@ class Env:
         require_think=self._require_think,
       )
 
-    anchor = self._state.feedback
-    if self._anchor == 'observation_and_actions':
-      anchor = '\n'.join((anchor, *self._state.admissible))
     return base.Observation(
       prompt=prompt(tuple(self._history)),
       short_prompt=prompt(()),
-      anchor=anchor,
+      anchor=self._where(),
       text=self._shown,
       task=self._task,
       actions=prompts.listed(self._state.admissible),

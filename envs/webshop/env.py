@@ -292,6 +292,7 @@ class Env:
       metrics['webshop_score'] = score
     return base.StepResult(
       observation=None if done else self._observe(),
+      final_anchor=self._where() if done else None,
       reward=SUCCESS_REWARD if success else 0.0,
       valid=valid,
       action=action,
@@ -345,6 +346,12 @@ class Env:
       self._parts, self._page.clickables, style=self._prompt_style
     )
 
+  def _where(self) -> str:
+    anchor = prompts.describe(self._parts, self._page.clickables)
+    if self._anchor == 'observation_and_actions':
+      return '\n'.join((anchor, *self._actions()))
+    return anchor
+
   def _observe(self) -> base.Observation:
     actions = self._actions()
 
@@ -359,13 +366,10 @@ class Env:
         require_think=self._require_think,
       )
 
-    anchor = prompts.describe(self._parts, self._page.clickables)
-    if self._anchor == 'observation_and_actions':
-      anchor = '\n'.join((anchor, *actions))
     return base.Observation(
       prompt=prompt(tuple(self._history)),
       short_prompt=prompt(()),
-      anchor=anchor,
+      anchor=self._where(),
       text=prompts.lay_out(self._parts, self._page.clickables),
       task=self._task,
       actions=actions,

@@ -1,37 +1,72 @@
-"""Algorithms by name: from rows to one advantage a row.
+"""Algorithms by name: from rows to advantages.
 
-A module of the registry has `make(**kwargs)`, which returns an `Algorithm`.
-To add one: a file here and a line below.
+Each is a module of this folder with a class `Algorithm`, a frozen dataclass.
+Its fields are the options that it has, fields of `config.algorithm` of the
+same names. To add one: a file here.
 """
 
+import dataclasses
 import importlib
-from typing import Protocol
+import pathlib
+from typing import NamedTuple, Protocol
 
 import numpy as np
+from jaxtyping import Float
 
 from gigpo_jax import batch
 
-REGISTRY = {
-  'gigpo': 'gigpo_jax.algorithms.gigpo',
-  'grpo': 'gigpo_jax.algorithms.grpo',
-}
+NAMES = tuple(
+  sorted(
+    path.stem
+    for path in pathlib.Path(__file__).parent.glob('*.py')
+    if path.stem != '__init__'
+  )
+)
+
+
+class Credit(NamedTuple):
+  """How good what was done was.
+
+  Attributes:
+    advantages: of each row, or of each of its tokens; 0 for padding.
+    metrics: by name.
+    value_targets: what a critic is to learn; None without one.
+  """
+
+  advantages: Float[np.ndarray, ' R'] | Float[np.ndarray, 'R C']
+  metrics: dict[str, float]
+  value_targets: Float[np.ndarray, 'R C'] | None = None
 
 
 class Algorithm(Protocol):
-  """How good each row was."""
+  """How good each row was.
 
-  def advantages(self, rows: batch.Rows) -> tuple[np.ndarray, dict[str, float]]:
-    """Returns an advantage a row, [R] float32, and metrics by name."""
+  Attributes:
+    needs_values: whether it takes a critic's values.
+  """
+
+  needs_values: bool
+
+  def credit(
+    self, rows: batch.Rows, values: Float[np.ndarray, 'R C'] | None = None
+  ) -> Credit:
+    """Returns advantages of rows, with the critic's values where needed."""
 
 
-def make(name: str, **kwargs) -> Algorithm:
-  """Returns an algorithm of the registry.
+def make(name: str, **options) -> Algorithm:
+  """Returns an algorithm.
+
+  Args:
+    name: one of NAMES.
+    **options: those that it does not have are passed over.
 
   Raises:
     ValueError: if the name is unknown, or the algorithm refuses an option.
   """
-  if name not in REGISTRY:
+  if name not in NAMES:
     raise ValueError(
-      f'algorithm.name={name}: unknown; must be one of {", ".join(REGISTRY)}'
+      f'algorithm.name={name}: unknown; must be one of {", ".join(NAMES)}'
     )
-  return importlib.import_module(REGISTRY[name]).make(**kwargs)
+  module = importlib.import_module(f'{__name__}.{name}')
+  fields = {f.name for f in dataclasses.fields(module.Algorithm) if f.init}
+  return module.Algorithm(**{k: v for k, v in options.items() if k in fields})

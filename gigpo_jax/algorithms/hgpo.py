@@ -1,0 +1,91 @@
+"""HGPO (arXiv:2602.22817): steps that share what came before them, too.
+
+Level k = 1, 2, .., K + 1 compares the steps of a group whose last k anchors are
+equal; level 1 is GiGPO's anchor group.
+
+# Differs from the code: an advantage of exactly 0 is one; only where a level
+has nobody to compare with, its weight goes to the others.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from gigpo_jax import advantages, arrays, batch
+from gigpo_jax.algorithms import gigpo
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm(gigpo.Algorithm):
+  """A = episode_weight A_E + sum of w_k A_k, w_k in proportion to (k + 1)^alpha.
+
+  A_k = (G - mean) / (std + 1e-6), or without the division, over level k; the
+  std is that of a population.
+
+  Attributes:
+    history: K, anchors before the step's own that are looked at.
+    level_exponent: alpha.
+    episode_weight: of A_E; the paper has none.
+  """
+
+  step_weight: float = dataclasses.field(default=1.0, init=False)
+  history: int = 2
+  level_exponent: float = 1.0
+  episode_weight: float = 0.0
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.history < 0:
+      raise ValueError(f'history={self.history}: must be at least 0')
+
+  def parts(self, rows: batch.Rows) -> advantages.Parts:
+    """Returns A_E by its weight, and the weighted sum as the step's part."""
+    parts = _parts(
+      *self.inputs(rows),
+      jnp.float32(self.level_exponent),
+      history=self.history,
+      **self.statistics(),
+    )
+    return parts._replace(
+      episode_advantage=self.episode_weight * parts.episode_advantage
+    )
+
+
+@functools.partial(
+  jax.jit,
+  static_argnames=(
+    'history',
+    'norm',
+    'episode_stats',
+    'penalty_scope',
+    'lone_episode',
+  ),
+)
+def _parts(*given, history, norm, penalty_scope, **options):
+  *given, level_exponent = given
+  found = advantages.describe(*given, penalty_scope=penalty_scope)
+  every = jnp.ones_like(found.starts)
+  total = weights = jnp.zeros(len(every))
+  for k, segments in enumerate(levels(found, history), 1):
+    weight = (k + 1.0) ** level_exponent
+    weight = jnp.where(arrays.segment_count(segments, every) > 1, weight, 0)
+    total += weight * advantages.group_normalize(
+      found.returns, segments, every, norm=norm, ddof=0
+    )
+    weights += weight
+  step = jnp.where(weights > 0, total / jnp.maximum(weights, 1e-30), 0)
+  return advantages.parts_of(found, step, norm=norm, **options)
+
+
+def levels(found: advantages.Described, history: int) -> list[jax.Array]:
+  """Returns segments [R] of steps whose last 1, 2, .. anchors are equal.
+
+  Before its first step an episode has none, which equals none of another.
+  """
+  last = [found.anchors]
+  for _ in range(history):
+    before = jnp.append(last[-1], -1)[found.previous]
+    last.append(arrays.segment_ids(found.anchors, before))
+  return last

@@ -1,0 +1,13 @@
+"""REINFORCE++ with a group's mean as baseline (arXiv:2501.03262, section 3)."""
+
+import dataclasses
+from typing import ClassVar
+
+from gigpo_jax.algorithms import reinforce_pp
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm(reinforce_pp.Algorithm):
+  """A = (E - mean of the group), whitened over the batch's tokens."""
+
+  baseline: ClassVar[str] = 'group'

@@ -1,0 +1,13 @@
+"""RLOO (arXiv:2402.14740): each episode against the mean of the others."""
+
+import dataclasses
+
+from gigpo_jax.algorithms import gigpo
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm(gigpo.Algorithm):
+  """A = E - mean of the group's other episodes = (E - mean) N / (N - 1)."""
+
+  step_weight: float = dataclasses.field(default=0.0, init=False)
+  norm: str = dataclasses.field(default='leave_one_out', init=False)
