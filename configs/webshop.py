@@ -5,8 +5,8 @@
     python launch/train.py --config=configs/webshop.py:tiny,grpo
 
 Variants, joined by commas: a size (`1.5b`, the default, `7b`; `tiny` for two
-CPU cores, `smoke` for continuous integration), `grpo`, the baseline, and
-`lora`, adapters instead of the whole model.
+CPU cores, `smoke` for continuous integration), an algorithm (`grpo`, `ppo`, ..)
+and other changes, see `base.CHANGES`.
 
 Published score and success, mean of 3 seeds, 150 iterations, 1,000 products:
 1.5B GiGPO 83.5 / 67.4 %, GRPO 75.8 / 56.8 %; 7B GiGPO 86.2 / 75.2 %, GRPO
@@ -18,13 +18,12 @@ import ml_collections
 from configs import base
 
 SIZES = ('1.5b', '7b', 'tiny', 'smoke')
-CHANGES = ('grpo', 'lora')
 
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
   """Returns the experiment; `arg` is a comma-separated list of variants."""
   size, changes = base.parse_variants(
-    arg, 'webshop', sizes=SIZES, changes=CHANGES
+    arg, 'webshop', sizes=SIZES, changes=base.CHANGES
   )
   size = size or '1.5b'
   config = _paper()
@@ -35,10 +34,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     _smoke(config)
   if size == '7b':
     config.learner.microbatch_rows = 4
-  if 'grpo' in changes:
-    config.algorithm.name = 'grpo'
-  if 'lora' in changes:
-    base.use_adapters(config)
+  base.apply(config, changes)
   return config
 
 

@@ -20,10 +20,12 @@ from gigpo_jax import (
   advantages,
   algorithms,
   anchors,
+  losses,
   mesh,
   models,
   rollout,
   sampler,
+  tasks,
   tokenizer,
 )
 from gigpo_jax.models import attention, huggingface, lora, qwen
@@ -53,7 +55,10 @@ _CHOICES = {
   'env.name': tuple(envs.REGISTRY),
   'env.engine': ('textworld', 'native'),
   'env.prompt_style': ('paper', 'brief'),
-  'loss.aggregation': ('token_mean', 'sequence_mean', 'fixed_length'),
+  'algorithm.gae_level': ('token', 'turn'),
+  'loss.aggregation': losses.AGGREGATIONS,
+  'loss.ratio_level': losses.RATIOS,
+  'tasks.draw': tasks.DRAWS,
   'loss.old_log_probs': ('learner', 'sampler'),
   'model.dtype': ('bfloat16', 'float32'),
   'optimizer.mu_dtype': ('bfloat16', 'float32'),
@@ -62,16 +67,14 @@ _CHOICES = {
   'rollout.prompt_overflow': tokenizer.OVERFLOW_POLICIES,
 }
 
+_PAIR = 2  # episodes that can be compared
+
 # field: (lowest, highest accepted, meaning of what is accepted)
 _RANGES = {
   'seed': (0, 2**31 - 1, 'a non-negative 32-bit integer'),
   'num_iterations': (1, None, 'at least 1'),
   'rollout.groups': (1, None, 'at least 1'),
-  'rollout.episodes_per_group': (
-    2,
-    None,
-    'GiGPO compares the episodes of a group; must be at least 2',
-  ),
+  'rollout.episodes_per_group': (1, None, 'at least 1'),
   'rollout.max_prompt_tokens': (1, None, 'at least 1'),
   'rollout.max_completion_tokens': (1, None, 'at least 1'),
   'rollout.temperature': (1e-3, None, 'above 0; greedy episodes are all alike'),
@@ -87,6 +90,18 @@ _RANGES = {
   'algorithm.anchor_history': (0, None, 'at least 0'),
   'algorithm.history': (0, None, 'at least 0'),
   'algorithm.graph_discount': (0.0, 1.0, 'between 0 and 1'),
+  'algorithm.gae_discount': (0.0, 1.0, 'between 0 and 1'),
+  'algorithm.gae_lambda': (0.0, 1.0, 'between 0 and 1'),
+  'critic.learning_rate': (0.0, None, 'at least 0'),
+  'critic.value_clip': (1e-6, None, 'above 0'),
+  'critic.warmup_iterations': (0, None, 'at least 0'),
+  'filter.warmup_iterations': (0, None, 'at least 0'),
+  'filter.max_refills': (0, None, 'at least 0'),
+  'tasks.uniform': (0.0, 1.0, 'between 0 and 1'),
+  'loss.corridor_weight': (0.0, None, 'at least 0; 0 is off'),
+  'loss.corridor_low': (0.0, None, 'at least 0'),
+  'loss.corridor_high': (0.0, None, 'at least 0'),
+  'loss.corridor_decay': (0.0, None, 'at least 0'),
   'loss.clip_epsilon': (0.0, 1.0, 'between 0 and 1'),
   'loss.clip_epsilon_high': (0.0, None, 'at least 0'),
   'loss.dual_clip': (1.0, None, 'above 1'),
@@ -216,13 +231,8 @@ def _values(config: ml_collections.ConfigDict) -> Iterator[str]:
 
 
 def _combinations(config: ml_collections.ConfigDict) -> Iterator[str]:
-  algorithm = config.algorithm
-  if algorithm.penalty_scope == 'row' and algorithm.episode_stats != 'rows':
-    yield (
-      f'algorithm.penalty_scope=row: with episode_stats='
-      f'{algorithm.episode_stats} equal returns would divide the penalty by '
-      'eps; needs algorithm.episode_stats=rows'
-    )
+  yield from _algorithm(config)
+  yield from _collected(config)
   if config.loss.tis_clip and config.loss.old_log_probs != 'learner':
     yield (
       f"loss.tis_clip={config.loss.tis_clip}: weighs the learner's log-probs "
@@ -244,6 +254,64 @@ def _combinations(config: ml_collections.ConfigDict) -> Iterator[str]:
   yield from _adapters(config)
   if config.env.name is None:
     yield f'env.name=None: must be one of {", ".join(envs.REGISTRY)}'
+
+
+def _algorithm(config: ml_collections.ConfigDict) -> Iterator[str]:
+  if any(problem.startswith('algorithm.') for problem in _values(config)):
+    return
+  try:
+    algorithm = algorithms.make(**algorithm_kwargs(config))
+  except ValueError as error:
+    yield f'algorithm.{str(error).removeprefix("algorithm.")}'
+    return
+  name, members = config.algorithm.name, config.rollout.episodes_per_group
+  if algorithm.needs_group and members < _PAIR:
+    yield (
+      f'rollout.episodes_per_group={members}: {name} compares the episodes of '
+      'a group; must be at least 2'
+    )
+  if algorithm.needs_values and config.lora.rank:
+    yield (
+      f'lora.rank={config.lora.rank}: the critic of {name} has no adapters; '
+      'must be 0'
+    )
+  if config.critic.warmup_iterations and not algorithm.needs_values:
+    yield (
+      f'critic.warmup_iterations={config.critic.warmup_iterations}: {name} has '
+      'no critic; must be 0'
+    )
+  by_token = algorithm.needs_values and config.algorithm.gae_level == 'token'
+  if config.loss.ratio_level == 'row' and by_token:
+    yield (
+      'loss.ratio_level=row: tokens of a row have advantages of their own; '
+      'needs algorithm.gae_level=turn'
+    )
+
+
+def _collected(config: ml_collections.ConfigDict) -> Iterator[str]:
+  members, loss = config.rollout.episodes_per_group, config.loss
+  if config.filter.without_spread and members < _PAIR:
+    yield (
+      'filter.without_spread=True: one episode has no spread; needs '
+      'rollout.episodes_per_group of at least 2'
+    )
+  if loss.corridor_weight and not loss.entropy_weight:
+    yield (
+      f'loss.corridor_weight={loss.corridor_weight}: is a share of '
+      'loss.entropy_weight; must be 0, or that above 0'
+    )
+  if loss.corridor_low > loss.corridor_high:
+    yield (
+      f'loss.corridor_low={loss.corridor_low}: above loss.corridor_high='
+      f'{loss.corridor_high}; must not be'
+    )
+  horizon = tuple(config.rollout.horizon)
+  starts = [start for start, _ in horizon]
+  if starts != sorted(set(starts)) or any(turns < 1 for _, turns in horizon):
+    yield (
+      f'rollout.horizon={horizon}: must be pairs (iteration, turns), rising '
+      'iterations, turns at least 1'
+    )
 
 
 def _attention(config: ml_collections.ConfigDict) -> Iterator[str]:

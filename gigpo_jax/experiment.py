@@ -6,18 +6,18 @@ The config stops here: what is built takes plain values.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import ml_collections
+import numpy as np
 
 import envs
 from envs import base
 from gigpo_jax import (
-  config as config_lib,
-)
-from gigpo_jax import (
+  batch,
+  critic,
   env_pool,
   hosts,
   learner,
@@ -29,7 +29,13 @@ from gigpo_jax import (
   tasks,
   tokenizer,
 )
+from gigpo_jax import (
+  config as config_lib,
+)
 from gigpo_jax.models import attention, huggingface, lora, qwen
+
+# Further arguments of the loss; see `corridor`.
+_CORRIDOR = ('entropy_low', 'entropy_high', 'corridor')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,22 +222,77 @@ def make_learner(
   config: ml_collections.ConfigDict, policy: Policy, loss: Callable
 ) -> learner.Learner:
   """Returns what updates the policy."""
-  length = (
-    config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
-  )
   return learner.Learner(
     policy.model,
     policy.mesh,
     loss=loss,
     optimizer=learner.adamw(**config.optimizer),
-    minibatch_rows=config.learner.minibatch_rows,
-    microbatch_rows=config.learner.microbatch_rows,
-    length_buckets=config_lib.ladder(config.learner.length_buckets, length),
-    max_completion_tokens=config.rollout.max_completion_tokens,
     temperature=config.rollout.temperature,
     aggregation=config.loss.aggregation,
-    share_prompts=config.learner.share_prompts,
-    seed=config.seed,
+    columns=_CORRIDOR if config.loss.corridor_weight else (),
+    **_learner_sizes(config),
+  )
+
+
+def _learner_sizes(config: ml_collections.ConfigDict) -> dict[str, Any]:
+  rollouts = config.rollout
+  length = rollouts.max_prompt_tokens + rollouts.max_completion_tokens
+  return {
+    'minibatch_rows': config.learner.minibatch_rows,
+    'microbatch_rows': config.learner.microbatch_rows,
+    'length_buckets': config_lib.ladder(config.learner.length_buckets, length),
+    'max_completion_tokens': rollouts.max_completion_tokens,
+    'share_prompts': config.learner.share_prompts,
+    'seed': config.seed,
+  }
+
+
+def corridor(
+  config: ml_collections.ConfigDict,
+  rows: batch.Rows,
+  entropies: Sequence[float],
+  iteration: int,
+) -> dict[str, np.ndarray]:
+  """Returns further arguments of the loss, which keep entropy in a corridor.
+
+  Args:
+    config: the experiment.
+    rows: of the iteration.
+    entropies: mean entropy of a token in each iteration before; without any
+      there is no corridor yet.
+    iteration: its number.
+  """
+  chosen = config.loss
+  if not chosen.corridor_weight:
+    return {}
+  mean = float(np.mean(entropies)) if entropies else 0.0
+  weight = chosen.corridor_weight * losses.corridor_weight(
+    iteration, config.num_iterations, chosen.corridor_decay
+  )
+  values = (
+    chosen.corridor_low * mean,
+    chosen.corridor_high * mean,
+    weight if entropies else 0.0,
+  )
+  return {
+    name: np.full(len(rows.groups), value, np.float32)
+    for name, value in zip(_CORRIDOR, values, strict=True)
+  }
+
+
+def make_critic(
+  config: ml_collections.ConfigDict, policy: Policy
+) -> critic.Critic:
+  """Returns what tells values of the policy's rows."""
+  options = config.critic.to_dict()
+  options.pop('warmup_iterations')
+  value_clip = options.pop('value_clip')
+  return critic.Critic(
+    policy.model,
+    policy.mesh,
+    value_clip=value_clip,
+    optimizer=learner.adamw(**config.optimizer.to_dict() | options),
+    **_learner_sizes(config),
   )
 
 
@@ -248,6 +309,7 @@ def policy_gradient(config: ml_collections.ConfigDict) -> Callable:
   """Returns the loss of an RL experiment."""
   return functools.partial(
     losses.policy_gradient,
+    ratio_level=config.loss.ratio_level,
     clip_epsilon=config.loss.clip_epsilon,
     clip_epsilon_high=config.loss.clip_epsilon_high,
     dual_clip=config.loss.dual_clip,
@@ -271,13 +333,10 @@ def make_task_sampler(config: ml_collections.ConfigDict) -> tasks.TaskSampler:
   available = envs.tasks(
     config.env.name, 'train', **config_lib.env_kwargs(config)
   )
-  return tasks.TaskSampler(
-    'train',
-    len(available),
-    config.rollout.groups,
-    config.seed,
-    draw=getattr(available, 'draw', None),
-  )
+  sizes = 'train', len(available), config.rollout.groups, config.seed
+  if config.tasks.draw == 'uncertain':
+    return tasks.Uncertain(*sizes, uniform=config.tasks.uniform)
+  return tasks.TaskSampler(*sizes, draw=getattr(available, 'draw', None))
 
 
 def make_panel(config: ml_collections.ConfigDict) -> list[base.Task]:

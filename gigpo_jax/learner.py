@@ -93,7 +93,7 @@ class Learner:
     base: parameters of a network with adapters that are not trained.
   """
 
-  def __init__(
+  def __init__(  # noqa: PLR0913
     self,
     config: qwen.QwenConfig,
     mesh: jax.sharding.Mesh,
@@ -107,6 +107,8 @@ class Learner:
     temperature: float = 1.0,
     aggregation: str = 'token_mean',
     share_prompts: bool = False,
+    columns: Sequence[str] = (),
+    outputs: Callable[[dict, jax.Array], tuple] | None = None,
     seed: int = 0,
   ):
     """Prepares; compiles nothing yet.
@@ -115,7 +117,7 @@ class Learner:
       config: shape of the model.
       mesh: devices; rows of a microbatch are spread over `mesh.BATCH`.
       loss: called by name with the arguments of `losses.policy_gradient` up
-        to mask; returns a loss for each token and metrics for each token.
+        to rows; returns a loss for each token and metrics for each token.
       optimizer: see `adamw`.
       minibatch_rows: most rows of an update; with shared prompts those of the
         last prompt may be more.
@@ -126,6 +128,9 @@ class Learner:
       aggregation: of tokens into the loss; see `losses.row_weights`.
       share_prompts: whether rows with the same prompt go into the same update
         and pay for it once.
+      columns: names of further arguments of the loss.
+      outputs: of parameters and the hidden state ahead of each token, what the
+        loss has in place of log-probs and entropies; None: these.
       seed: of the shuffling.
 
     Raises:
@@ -141,6 +146,7 @@ class Learner:
     losses.row_weights(np.ones(1, np.int32), 1, aggregation)
     self._config, self._mesh = config, mesh
     self._loss, self._optimizer = loss, optimizer
+    self._columns, self._outputs = tuple(columns), outputs
     self._minibatch_rows = minibatch_rows
     self._packer = packs.Packer(
       microbatch_rows,
@@ -155,7 +161,9 @@ class Learner:
     self._aggregation = aggregation
     self._seed = seed
     self._with_reference = _needs_reference(loss)
-    self._metric_names = _metric_names(loss, self._with_reference)
+    self._metric_names = _metric_names(
+      loss, self._with_reference, self._columns
+    )
     self._row_sharding = mesh_lib.batch_sharding(mesh)
     self._replicated = jax.NamedSharding(mesh, jax.P())
     shardings = mesh_lib.shardings(mesh, qwen.logical_axes(config))
@@ -348,18 +356,20 @@ class Learner:
     ref_log_probs: np.ndarray | None,
     iteration: int,
     importance: np.ndarray | None = None,
+    **further: np.ndarray,
   ) -> tuple[TrainState, dict[str, float]]:
     """Passes once over the rows; one optimizer step for each mini-batch.
 
     Args:
       state: donated.
       rows: of the iteration; padding rows are left out.
-      advantages: one a row, [R].
+      advantages: one a row, [R], or a token, [R, C].
       old_log_probs: under the policy that the ratio compares with, [R, C].
       ref_log_probs: under the reference, [R, C]; None where the loss has no
         use for it.
       iteration: with the seed it determines the shuffling.
       importance: weight of each token's surrogate, [R, C]; None is 1.
+      **further: the loss's further arguments, of rows or of tokens.
 
     Returns:
       The new state and metrics: means over all trained tokens ('/max':
@@ -378,6 +388,7 @@ class Learner:
         np.ones_like(old_log_probs) if importance is None else importance
       ),
     }
+    columns |= {name: further[name] for name in self._columns}
     if self._with_reference:
       columns['ref_log_probs'] = ref_log_probs
     minibatches = self._minibatches(rows, iteration)
@@ -469,7 +480,7 @@ class Learner:
     if self._with_reference:
       names.append('ref_log_probs')
     row = np.zeros(1, np.float32)
-    return dict.fromkeys(names, row)
+    return dict.fromkeys((*names, *self._columns), row)
 
   def _put(self, microbatch: packs.Microbatch, columns: dict) -> dict:
     """Puts a microbatch on the devices, and what belongs to its tokens."""
@@ -497,6 +508,8 @@ class Learner:
       rows['before'],
       sums=sums,
     )
+    if self._outputs:
+      return self._outputs(params, hidden_SND)
     return qwen.token_log_probs(
       config,
       params,
@@ -523,6 +536,8 @@ class Learner:
         advantages=rows['advantages'],
         importance=rows['importance'],
         mask=mask,
+        rows=rows['local'],
+        **{name: rows[name] for name in self._columns},
       )
       loss = jnp.where(mask, loss, 0)
       total = jnp.sum(loss * rows['weights'])
@@ -573,7 +588,7 @@ class Learner:
     }
 
 
-def _loss_shapes(loss, ref_log_probs):
+def _loss_shapes(loss, ref_log_probs, columns=()):
   token = jax.ShapeDtypeStruct((1, 1), jnp.float32)
   return jax.eval_shape(
     loss,
@@ -584,6 +599,8 @@ def _loss_shapes(loss, ref_log_probs):
     advantages=token,
     importance=token,
     mask=jax.ShapeDtypeStruct((1, 1), bool),
+    rows=jax.ShapeDtypeStruct((1, 1), jnp.int32),
+    **dict.fromkeys(columns, token),
   )
 
 
@@ -596,8 +613,10 @@ def _needs_reference(loss: Callable) -> bool:
   return False
 
 
-def _metric_names(loss: Callable, with_reference: bool) -> tuple[str, ...]:
-  return tuple(_loss_shapes(loss, with_reference)[1])
+def _metric_names(
+  loss: Callable, with_reference: bool, columns: tuple[str, ...]
+) -> tuple[str, ...]:
+  return tuple(_loss_shapes(loss, with_reference, columns)[1])
 
 
 def _finish(sums: dict, updates: int) -> dict[str, float]:

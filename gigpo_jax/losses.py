@@ -5,8 +5,8 @@ a token and metrics, one value a token. Knows no model, no optimizer and no
 device. Summing loss * row weight over all microbatches gives the loss of the
 update, however the rows are cut; see `row_weights`.
 
-A loss has the arguments of `policy_gradient` up to `mask`, so that the learner
-can take any of them.
+A loss has the arguments of `policy_gradient` up to `rows`, so that the learner
+can take any of them, and maybe further ones, which the learner is told of.
 """
 
 import jax
@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gigpo_jax.arrays import typechecked
 
+RATIOS = ('token', 'row')
 AGGREGATIONS = ('token_mean', 'sequence_mean', 'fixed_length')
 
 TokenLoss = tuple[Float[Array, 'B C'], dict[str, Float[Array, 'B C']]]
@@ -90,7 +91,54 @@ def truncated_importance(
 
 
 @typechecked
-def policy_gradient(
+def row_means(
+  values: Float[Array, 'B C'],
+  mask: Bool[Array, 'B C'],
+  rows: Int[Array, 'B C'],
+) -> Float[Array, 'B C']:
+  """Returns to each token the mean over the masked tokens of its row.
+
+  Args:
+    values: of tokens; 0 where the mask does not hold.
+    mask: which tokens count.
+    rows: number of a token's row, in [0, C), among those that share its line.
+  """
+
+  def of_line(values_C: Array, mask_C: Array, rows_C: Array) -> Array:
+    sums, counts = (
+      jax.ops.segment_sum(x.astype(jnp.float32), rows_C, len(rows_C))
+      for x in (jnp.where(mask_C, values_C, 0), mask_C)
+    )
+    return (sums / jnp.maximum(counts, 1))[rows_C]
+
+  return jax.vmap(of_line)(values, mask, rows)
+
+
+@typechecked
+def entropy_outside(
+  entropies: Float[Array, '*S'],
+  low: Float[Array, '*S'],
+  high: Float[Array, '*S'],
+) -> Float[Array, '*S']:
+  """Returns how far entropies are outside of a corridor, in nats.
+
+  relu(low - H) + relu(H - high): EPO (arXiv:2509.22576), with low and high
+  shares of the mean entropy of all iterations before.
+
+  # Differs from the code: its penalty is a constant, and has no gradient.
+  """
+  return jax.nn.relu(low - entropies) + jax.nn.relu(entropies - high)
+
+
+def corridor_weight(
+  iteration: int, num_iterations: int, decay: float = 1.0
+) -> float:
+  """Returns EPO's beta_k = 1 + exp(-decay k / floor(K / 2))."""
+  return 1 + float(np.exp(-decay * iteration / max(num_iterations // 2, 1)))
+
+
+@typechecked
+def policy_gradient(  # noqa: PLR0913
   log_probs: Float[Array, 'B C'],
   entropies: Float[Array, 'B C'],
   old_log_probs: Float[Array, 'B C'],
@@ -98,7 +146,12 @@ def policy_gradient(
   advantages: Float[Array, '#B #C'],
   importance: Float[Array, 'B C'],
   mask: Bool[Array, 'B C'],
+  rows: Int[Array, 'B C'],
+  entropy_low: Float[Array, 'B C'] | None = None,
+  entropy_high: Float[Array, 'B C'] | None = None,
+  corridor: Float[Array, 'B C'] | None = None,
   *,
+  ratio_level: str = 'token',
   clip_epsilon: float = 0.2,
   clip_epsilon_high: float | None = None,
   dual_clip: float | None = None,
@@ -107,7 +160,12 @@ def policy_gradient(
 ) -> TokenLoss:
   """Returns the loss of GiGPO and GRPO for each token, Eq. (9).
 
-  Clipped surrogate + kl_weight * k3 - entropy_weight * entropy.
+  Clipped surrogate + kl_weight * k3 - entropy_weight * (entropy - corridor *
+  what of it is outside of [entropy_low, entropy_high]).
+
+  A token's surrogate has the ratio of that token, or of its row, the geometric
+  mean of its tokens': GSPO (arXiv:2507.18071, Eq. 7), and, a row being a turn,
+  Turn-PPO.
 
   # Differs from the paper: the entropy bonus, as in the authors' code.
 
@@ -120,6 +178,11 @@ def policy_gradient(
     importance: weight of each token's surrogate, no less than 0; see
       `truncated_importance`.
     mask: which tokens were sampled; elsewhere the loss is 0.
+    rows: see `row_means`.
+    entropy_low: see `entropy_outside`; None, like the next two, leaves it out.
+    entropy_high: the same.
+    corridor: weight of what is outside, beside that of the entropy.
+    ratio_level: of RATIOS.
     clip_epsilon: see `clipped_surrogate`.
     clip_epsilon_high: see `clipped_surrogate`.
     dual_clip: see `clipped_surrogate`.
@@ -134,12 +197,18 @@ def policy_gradient(
   """
   if dual_clip is not None and dual_clip <= 1:
     raise ValueError(f'dual_clip={dual_clip}: must be above 1, or None for off')
+  if ratio_level not in RATIOS:
+    raise ValueError(
+      f'ratio_level={ratio_level}: unknown; must be one of {", ".join(RATIOS)}'
+    )
   if kl_weight and ref_log_probs is None:
     raise ValueError(
       f'kl_weight={kl_weight}: needs ref_log_probs; or set kl_weight to 0'
     )
   # Masked first: 0 times an infinite ratio would be NaN, in the gradient too.
   log_ratios = jnp.where(mask, log_probs - old_log_probs, 0)
+  if ratio_level == 'row':
+    log_ratios = jnp.where(mask, row_means(log_ratios, mask, rows), 0)
   # A surrogate is as large as its advantage, so the weight goes there.
   advantages_BC = jnp.where(mask, advantages * importance, 0)
   policy = clipped_surrogate(
@@ -150,7 +219,11 @@ def policy_gradient(
     dual_clip=dual_clip,
   )
   entropy = jnp.where(mask, entropies, 0)
-  loss = policy - entropy_weight * entropy
+  outside = jnp.zeros_like(entropy)
+  if corridor is not None:
+    outside = entropy_outside(entropy, entropy_low, entropy_high)
+    outside = jnp.where(mask, corridor * outside, 0)
+  loss = policy - entropy_weight * (entropy - outside)
   high = clip_epsilon if clip_epsilon_high is None else clip_epsilon_high
   ratio = jnp.exp(log_ratios)
   metrics = {
@@ -161,6 +234,8 @@ def policy_gradient(
     'ratio/clipped_low': (ratio < 1 - clip_epsilon) & (advantages_BC < 0),
     'ratio/clipped_high': (ratio > 1 + high) & (advantages_BC > 0),
   }
+  if corridor is not None:
+    metrics['loss/entropy_outside'] = outside
   if dual_clip is not None:
     metrics['ratio/clipped_dual'] = (ratio > dual_clip) & (advantages_BC < 0)
   if kl_weight:
@@ -180,11 +255,52 @@ def supervised(
   advantages: Float[Array, '#B #C'],
   importance: Float[Array, 'B C'],
   mask: Bool[Array, 'B C'],
+  rows: Int[Array, 'B C'],
 ) -> TokenLoss:
   """Returns the negative log-likelihood of each token, for imitation."""
-  del old_log_probs, ref_log_probs, advantages, importance
+  del old_log_probs, ref_log_probs, advantages, importance, rows
   metrics = {'loss/entropy': jnp.where(mask, entropies, 0)}
   return jnp.where(mask, -log_probs, 0), jax.lax.stop_gradient(metrics)
+
+
+@typechecked
+def value_regression(
+  log_probs: Float[Array, 'B C'],
+  entropies: Float[Array, 'B C'],
+  old_log_probs: Float[Array, 'B C'],
+  ref_log_probs: Float[Array, 'B C'] | None,
+  advantages: Float[Array, 'B C'],
+  importance: Float[Array, 'B C'],
+  mask: Bool[Array, 'B C'],
+  rows: Int[Array, 'B C'],
+  *,
+  value_clip: float = 0.5,
+) -> TokenLoss:
+  """Returns half the squared error of values, the larger of two.
+
+  max((V - target)^2, (clip(V, V_old - clip, V_old + clip) - target)^2) / 2, as
+  PPO's reference implementations have it.
+
+  Args:
+    log_probs: values V.
+    entropies: of no use.
+    old_log_probs: V_old, before the update.
+    ref_log_probs: of no use.
+    advantages: targets.
+    importance: weight of each place.
+    mask: which places there are.
+    rows: of no use.
+    value_clip: how far a value may be moved.
+  """
+  del entropies, ref_log_probs, rows
+  old = jnp.where(mask, old_log_probs, 0)
+  new, target = (jnp.where(mask, x, 0) for x in (log_probs, advantages))
+  near = old + jnp.clip(new - old, -value_clip, value_clip)
+  one, other = (new - target) ** 2, (near - target) ** 2
+  loss = importance * jnp.maximum(one, other) / 2
+  counted = mask & (importance > 0)
+  metrics = {'value/clipped': (counted & (other > one)).astype(jnp.float32)}
+  return jnp.where(mask, loss, 0), jax.lax.stop_gradient(metrics)
 
 
 @typechecked

@@ -37,6 +37,7 @@ class Microbatch:
     row: number of the row of each.
     column: its number in the completion.
     mask: which of them there are; the first ones of each shard.
+    local: number of the row of each among those of its shard.
   """
 
   rows: Int[np.ndarray, ' R']
@@ -48,6 +49,7 @@ class Microbatch:
   row: Int[np.ndarray, 'S N']
   column: Int[np.ndarray, 'S N']
   mask: Bool[np.ndarray, 'S N']
+  local: Int[np.ndarray, 'S N']
 
   def inputs(self) -> dict[str, np.ndarray]:
     """Returns what a model needs of it."""
@@ -56,6 +58,7 @@ class Microbatch:
       'before': self.before,
       'targets': self.targets,
       'mask': self.mask,
+      'local': self.local,
     }
     if self.branches is not None:
       found |= {'positions': self.positions, 'branches': self.branches}
@@ -186,6 +189,8 @@ class Packer:
     positions, branches = tokens.copy(), tokens.copy()
     room = each * self._most[length]
     lists = np.zeros((4, self._shards, room), np.int32)
+    local = np.zeros((self._shards, room), np.int32)
+    held = np.zeros(self._shards, np.int32)
     mask = np.zeros((self._shards, room), bool)
     filled = np.zeros(self._shards, np.int64)
     for b, pack in enumerate(packs):
@@ -207,6 +212,8 @@ class Packer:
         entries = np.stack([first + ahead, ids, np.full(count, r), columns])
         lists[:, shard, n : n + count] = entries
         mask[shard, n : n + count] = True
+        local[shard, n : n + count] = held[shard]
+        held[shard] += 1
         filled[shard] += count
         at += count
       self._tokens += at
@@ -219,6 +226,7 @@ class Packer:
       branches if self._share else None,
       *lists,
       mask,
+      local,
     )
 
 

@@ -72,6 +72,8 @@ class Roller:
     schedule: one of SCHEDULES.
     clock: of the last rollout.
     stats: of the sampler in the last rollout.
+    max_turns: after which an episode is over, whatever its environment says;
+      None: never.
   """
 
   pool: env_pool.EnvPool
@@ -82,6 +84,7 @@ class Roller:
   schedule: str = 'async'
   clock: Clock = dataclasses.field(default_factory=Clock)
   stats: sampler.Stats = dataclasses.field(default_factory=sampler.Stats)
+  max_turns: int | None = None
 
   def collect(
     self,
@@ -234,6 +237,8 @@ class _Rollout:
       else:
         episode.steps.append(episode.turn(result=reply))
         observation = reply.observation
+        if len(episode.steps) == self._roller.max_turns:
+          observation = None
       if observation is None:
         self._end(env)
       else:

@@ -1,5 +1,7 @@
 """The experiment, top to bottom: collect, compare, update, repeat."""
 
+import dataclasses
+import functools
 import pathlib
 import time
 
@@ -10,6 +12,7 @@ from gigpo_jax import (
   algorithms,
   batch,
   checkpoint,
+  collection,
   evaluation,
   experiment,
   hosts,
@@ -17,9 +20,13 @@ from gigpo_jax import (
   metrics,
   rollout,
   timeline,
+  trajectory,
 )
 from gigpo_jax import (
   config as config_lib,
+)
+from gigpo_jax import (
+  learner as learner_lib,
 )
 from gigpo_jax.models import huggingface, lora
 
@@ -63,137 +70,238 @@ def train(config: ml_collections.ConfigDict, workdir: str) -> None:
       pathlib.Path(workdir) / 'checkpoints', keep=config.checkpoint.keep
     ) as checkpointer,
   ):
-    _run(config, workdir, policy, pool, checkpointer)
+    _Run(config, workdir, policy, pool, checkpointer).go()
 
 
-def _run(config, workdir, policy, pool, checkpointer) -> None:
-  task_sampler = experiment.make_task_sampler(config)
-  kind = experiment.make_kind(config)
-  panel = experiment.make_panel(config) if config.evaluation.every else []
-  algorithm = algorithms.make(**config_lib.algorithm_kwargs(config))
-  roller = experiment.make_roller(config, policy, pool)
-  learner = experiment.make_learner(
-    config, policy, experiment.policy_gradient(config)
-  )
-  with experiment.explained(*_MODEL_MEMORY):
-    state, reference, first_iteration = _start(
-      config, policy, learner, checkpointer
+class _Run:
+  """An experiment under way."""
+
+  def __init__(self, config, workdir, policy, pool, checkpointer):
+    self._config, self._workdir = config, workdir
+    self._policy, self._checkpointer = policy, checkpointer
+    self._tasks = experiment.make_task_sampler(config)
+    self._kind = experiment.make_kind(config)
+    self._panel = (
+      experiment.make_panel(config) if config.evaluation.every else []
     )
-  if first_iteration:
-    hosts.say(f'resuming {workdir} after iteration {first_iteration - 1}')
-  writer = experiment.make_writer(workdir, first_iteration)
-  hosts.say(f'compiling for {len(jax.devices())} device(s)')
-  with experiment.explained(*_SAMPLER_MEMORY):
-    policy.sampler.warm_up(state.params)
-  with experiment.explained(*_LEARNER_MEMORY):
-    state = learner.warm_up(state, reference)
+    self._algorithm = algorithms.make(**config_lib.algorithm_kwargs(config))
+    self._filter = collection.Filter(**config.filter)
+    self._roller = experiment.make_roller(config, policy, pool)
+    self._learner = experiment.make_learner(
+      config, policy, experiment.policy_gradient(config)
+    )
+    self._critic = (
+      experiment.make_critic(config, policy)
+      if self._algorithm.needs_values
+      else None
+    )
+    # Of policy and critic; what the policy is held near to.
+    self._states: dict[str, learner_lib.TrainState] = {}
+    self._reference: dict | None = None
+    # What a resumed run needs to know of the past.
+    self._spent = collection.Spent()
+    self._entropies: list[float] = []
 
-  def evaluate() -> dict[str, float]:
+  @property
+  def _params(self) -> dict:
+    return self._states['policy'].params
+
+  def go(self) -> None:
+    """Iterates to the end."""
+    config = self._config
+    with experiment.explained(*_MODEL_MEMORY):
+      first = self._start()
+    if first:
+      hosts.say(f'resuming {self._workdir} after iteration {first - 1}')
+    writer = experiment.make_writer(self._workdir, first)
+    hosts.say(f'compiling for {len(jax.devices())} device(s)')
+    self._warm_up()
+    for iteration in range(first, config.num_iterations):
+      begin = time.monotonic()
+      values = {}
+      if config.evaluation.every and iteration % config.evaluation.every == 0:
+        values |= self._evaluate()
+      self._policy.sampler.trace = hosts.first() and iteration == first
+      values |= self._iterate(iteration)
+      values['time/iteration_secs'] = time.monotonic() - begin
+      writer.write(iteration, values)
+      hosts.say(metrics.console_line(iteration, values))
+      if (iteration + 1) % config.checkpoint.every == 0 or (
+        iteration == config.num_iterations - 1
+      ):
+        self._save(iteration)
+    if config.evaluation.every:
+      values = self._evaluate() | self._spent.metrics()
+      writer.write(config.num_iterations, values)
+      hosts.say(metrics.console_line(config.num_iterations, values))
+    writer.close()
+    self._checkpointer.wait()
+    self._policy.sampler.release()
+    _export(
+      config, self._workdir, self._policy, self._params, self._learner.base
+    )
+    if hosts.first():
+      print(f'learning curve: {metrics.plot(self._workdir)}', flush=True)
+
+  def _start(self) -> int:
+    """Loads the model, or the newest checkpoint; returns the next iteration."""
+    start = self._policy.load()
+    self._reference = experiment.make_reference(
+      self._config, self._policy, start
+    )
+    states = {'policy': self._learner.init(start)}
+    if self._critic:
+      # The one before is taken over.
+      states['critic'] = self._critic.init(self._policy.load())
+    self._policy.sampler.base = self._learner.base
+    if self._checkpointer.latest() is None:
+      self._states = states
+      return 0
+    like = checkpoint.abstract(states)
+    del start, states  # There is no room for two.
+    _, self._states, host = self._checkpointer.restore(like)
+    self._tasks.restore(host['tasks'])
+    self._spent = collection.Spent(**host['spent'])
+    self._entropies = host['entropies']
+    return host['iteration'] + 1
+
+  def _save(self, iteration: int) -> None:
+    host = {
+      'iteration': iteration,
+      'tasks': self._tasks.state(),
+      'spent': dataclasses.asdict(self._spent),
+      'entropies': self._entropies,
+    }
+    self._checkpointer.save(iteration, self._states, host)
+
+  def _warm_up(self) -> None:
+    with experiment.explained(*_SAMPLER_MEMORY):
+      self._policy.sampler.warm_up(self._params)
+    with experiment.explained(*_LEARNER_MEMORY):
+      self._states['policy'] = self._learner.warm_up(
+        self._states['policy'], self._reference
+      )
+      if self._critic:
+        self._states['critic'] = self._critic.warm_up(self._states['critic'])
+
+  def _evaluate(self) -> dict[str, float]:
     begin = time.monotonic()
+    self._roller.max_turns = None
     rates = evaluation.evaluate(
-      roller,
-      state.params,
-      panel,
-      sampling=experiment.make_sampling(config, evaluation=True),
-      kind=kind,
+      self._roller,
+      self._params,
+      self._panel,
+      sampling=experiment.make_sampling(self._config, evaluation=True),
+      kind=self._kind,
     )
     return rates | {'time/evaluation_secs': time.monotonic() - begin}
 
-  for iteration in range(first_iteration, config.num_iterations):
-    begin = time.monotonic()
-    values = {}
-    if config.evaluation.every and iteration % config.evaluation.every == 0:
-      values |= evaluate()
-    tasks = task_sampler.at(iteration)
-    policy.sampler.trace = hosts.first() and iteration == first_iteration
-    rollout_begin = time.monotonic()
-    with hosts.bar(
-      total=len(hosts.share(len(tasks))) * config.rollout.episodes_per_group,
-      desc=f'iteration {iteration}',
-    ) as bar:
-      trajectories = roller.collect(
-        state.params,
-        tasks,
-        episodes_per_group=config.rollout.episodes_per_group,
-        stream=(rollout.TRAIN, iteration),
-        sampling=experiment.make_sampling(config),
-        kind=kind,
-        on_finished=bar.update,
-      )
-    rollout_metrics = roller.metrics()
-    if policy.sampler.trace:
-      timeline.plot(
-        roller.stats.spans, roller.clock.env_spans, pathlib.Path(workdir)
-      )
-    # What it held is room for the update.
-    policy.sampler.release()
-    update_begin = time.monotonic()
-    roller.prepare(
-      task_sampler.at(iteration + 1), config.rollout.episodes_per_group
+  def _iterate(self, iteration: int) -> dict[str, float]:
+    """Collects and updates; returns the metrics."""
+    config, sampler, begin = (
+      self._config,
+      self._policy.sampler,
+      time.monotonic(),
     )
-    rows = batch.from_trajectories(trajectories, **experiment.row_sizes(config))
-    advantages, advantage_metrics = algorithm.advantages(rows)
-    old_log_probs = (
-      learner.log_probs(state.params, rows)
-      if config.loss.old_log_probs == 'learner'
-      else rows.sampler_log_probs
+    self._roller.max_turns = collection.horizon(
+      config.rollout.horizon, iteration
     )
-    values |= learner.sampler_difference(state.params, rows, old_log_probs)
-    state, update_metrics = learner.update(
-      state,
-      rows,
-      advantages,
-      old_log_probs=old_log_probs,
-      ref_log_probs=(
-        None if reference is None else learner.log_probs(reference, rows)
-      ),
-      importance=(
-        losses.truncated_importance(
-          old_log_probs, rows.sampler_log_probs, config.loss.tis_clip
-        )
-        if config.loss.tis_clip
-        else None
-      ),
+    collected = collection.collect(
+      functools.partial(self._play, iteration),
+      self._tasks,
+      self._filter,
+      groups=config.rollout.groups,
       iteration=iteration,
     )
-    values |= metrics.summarize(trajectories, prefix='train')
-    values |= advantage_metrics | update_metrics | rollout_metrics
-    values |= {
-      'time/rollout_secs': update_begin - rollout_begin,
+    values = self._roller.metrics()
+    if sampler.trace:
+      timeline.plot(
+        self._roller.stats.spans,
+        self._roller.clock.env_spans,
+        pathlib.Path(self._workdir),
+      )
+    # What it held is room for the update.
+    sampler.release()
+    update_begin = time.monotonic()
+    self._tasks.observe((t.task, t.success) for t in collected.played)
+    self._spent.add(collected.played)
+    self._roller.prepare(
+      self._tasks.at(self._filter.positions(iteration + 1)[0]),
+      config.rollout.episodes_per_group,
+    )
+    values |= collected.metrics | self._spent.metrics()
+    values |= metrics.summarize(collected.played, prefix='train')
+    values |= self._update(collected.kept, iteration)
+    return values | {
+      'time/rollout_secs': update_begin - begin,
       'time/update_secs': time.monotonic() - update_begin,
-      'time/iteration_secs': time.monotonic() - begin,
     }
-    writer.write(iteration, values)
-    hosts.say(metrics.console_line(iteration, values))
-    if (iteration + 1) % config.checkpoint.every == 0 or (
-      iteration == config.num_iterations - 1
-    ):
-      checkpointer.save(iteration, state, {'iteration': iteration})
 
-  if config.evaluation.every:
-    values = evaluate()
-    writer.write(config.num_iterations, values)
-    hosts.say(metrics.console_line(config.num_iterations, values))
-  writer.close()
-  checkpointer.wait()
-  policy.sampler.release()
-  _export(config, workdir, policy, state.params, learner.base)
-  if hosts.first():
-    print(f'learning curve: {metrics.plot(workdir)}', flush=True)
+  def _play(
+    self, iteration: int, tasks: list, place: int
+  ) -> list[trajectory.Trajectory]:
+    """Plays groups of tasks with the random numbers of a place."""
+    members = self._config.rollout.episodes_per_group
+    with hosts.bar(
+      total=len(hosts.share(len(tasks))) * members,
+      desc=f'iteration {iteration}',
+    ) as bar:
+      return self._roller.collect(
+        self._params,
+        tasks,
+        episodes_per_group=members,
+        stream=(rollout.TRAIN, place),
+        sampling=experiment.make_sampling(self._config),
+        kind=self._kind,
+        on_finished=bar.update,
+      )
 
-
-def _start(config, policy, learner, checkpointer) -> tuple:
-  """Returns the state to go on from, the reference and the iteration."""
-  start = policy.load()
-  reference = experiment.make_reference(config, policy, start)
-  state = learner.init(start)
-  policy.sampler.base = learner.base
-  if checkpointer.latest() is None:
-    return state, reference, 0
-  like = checkpoint.abstract(state)
-  del start, state  # There is no room for two.
-  saved, state, _ = checkpointer.restore(like)
-  return state, reference, saved + 1
+  def _update(
+    self, episodes: list[trajectory.Trajectory], iteration: int
+  ) -> dict[str, float]:
+    """Learns from episodes; returns the metrics."""
+    config, learner = self._config, self._learner
+    rows = batch.from_trajectories(episodes, **experiment.row_sizes(config))
+    told = None
+    if self._critic:
+      told = self._critic.values(self._states['critic'].params, rows)
+    credit = self._algorithm.credit(rows, told)
+    values = credit.metrics
+    old_log_probs, importance = rows.sampler_log_probs, None
+    if config.loss.old_log_probs == 'learner':
+      old_log_probs = learner.log_probs(self._params, rows)
+    values |= learner.sampler_difference(self._params, rows, old_log_probs)
+    if self._critic:
+      self._states['critic'], found = self._critic.update(
+        self._states['critic'],
+        rows,
+        values=told,
+        targets=credit.value_targets,
+        links=self._algorithm.links(rows),
+        iteration=iteration,
+      )
+      values |= found
+      if iteration < config.critic.warmup_iterations:
+        return values
+    if config.loss.tis_clip:
+      importance = losses.truncated_importance(
+        old_log_probs, rows.sampler_log_probs, config.loss.tis_clip
+      )
+    reference = None
+    if self._reference is not None:
+      reference = learner.log_probs(self._reference, rows)
+    self._states['policy'], found = learner.update(
+      self._states['policy'],
+      rows,
+      credit.advantages,
+      old_log_probs=old_log_probs,
+      ref_log_probs=reference,
+      importance=importance,
+      iteration=iteration,
+      **experiment.corridor(config, rows, self._entropies, iteration),
+    )
+    self._entropies.append(found['loss/entropy'])
+    return values | found
 
 
 def _export(config, workdir, policy, params: dict, base: dict) -> None:

@@ -26,9 +26,13 @@ def golden_rows():
 
 @pytest.mark.parametrize('name', algorithms.NAMES)
 def test_every_name_makes_an_algorithm(name):
-  actual, metrics, _ = algorithms.make(name).credit(golden_rows())
+  algorithm = algorithms.make(name)
+  values = np.zeros((10, 1), np.float32) if algorithm.needs_values else None
+  actual, metrics, targets = algorithm.credit(golden_rows(), values)
   assert isinstance(actual, np.ndarray)
-  assert actual.shape == (10,)
+  assert actual.shape == ((10, 1) if algorithm.needs_values else (10,))
+  assert (targets is None) == (values is None)
+  assert not actual[8:].any()
   assert actual.dtype == np.float32
   assert all(type(value) is float for value in metrics.values())
 
@@ -141,6 +145,188 @@ def test_gdpo_by_hand():
   np.testing.assert_allclose(
     alone.advantages[:4], [0.8660, 0.8660, -0.8660, -0.8660], atol=2e-4
   )
+
+
+def two_turns():
+  """One episode of two turns of two tokens, and a row of padding."""
+  rows = batch.pack(
+    [np.array([1, 2])] * 2,
+    [np.array([3, 4])] * 2,
+    max_prompt_tokens=2,
+    max_completion_tokens=2,
+    row_multiple=3,
+  )
+  rows.groups[:2], rows.episodes[:2], rows.steps[:2] = 0, 0, [1, 0]
+  rows.rewards[:2] = [10, 0]
+  rows.valid[1] = False
+  return rows
+
+
+PLAIN = {'whiten_advantages': False, 'invalid_penalty': 1.0}
+
+
+def test_gae_by_hand():
+  # The second turn stands first. Values 1, 2 of the first, 4, 6 of the second;
+  # rewards 0, -1, 0, 10; discount and lambda 0.5.
+  values = np.array([[4, 6], [1, 2], [9, 9]], np.float32)
+  found = algorithms.make(
+    'ppo', gae_discount=0.5, gae_lambda=0.5, **PLAIN
+  ).credit(two_turns(), values)
+  # delta: 10 - 6 = 4; 0.5 * 6 - 4 = -1; -1 + 0.5 * 4 - 2 = -1; 0.5 * 2 - 1 = 0.
+  # A: 4; -1 + 0.25 * 4 = 0; -1 + 0 = -1; 0 - 0.25 = -0.25.
+  np.testing.assert_allclose(found.advantages, [[0, 4], [-0.25, -1], [0, 0]])
+  np.testing.assert_allclose(found.value_targets, [[4, 10], [0.75, 1], [0, 0]])
+
+
+def test_turns_as_links_by_hand():
+  values = np.array([[4, 6], [1, 2], [9, 9]], np.float32)
+  found = algorithms.make(
+    'ppo', gae_level='turn', gae_discount=0.5, gae_lambda=0.5, **PLAIN
+  ).credit(two_turns(), values)
+  # delta: 10 - 4 = 6; -1 + 0.5 * 4 - 1 = 0. A: 6; 0.25 * 6 = 1.5.
+  np.testing.assert_allclose(found.advantages, [[6, 6], [1.5, 1.5], [0, 0]])
+  np.testing.assert_allclose(found.value_targets, [[10, 0], [2.5, 0], [0, 0]])
+
+
+def test_undiscounted_advantages_are_returns_less_values():
+  values = np.random.default_rng(0).normal(size=(10, 1)).astype(np.float32)
+  rows = golden_rows()
+  found = algorithms.make('ppo', whiten_advantages=False).credit(rows, values)
+  returns = np.repeat([10, 0, 10], [3, 3, 2])[:, None]
+  np.testing.assert_allclose(
+    found.advantages[:8], returns - values[:8], atol=1e-5
+  )
+  np.testing.assert_allclose(found.value_targets[:8], returns, atol=1e-5)
+  white = algorithms.make('ppo').credit(rows, values).advantages[:8]
+  assert white.mean() == pytest.approx(0, abs=1e-6)
+  assert white.std(ddof=1) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_critic_is_needed():
+  with pytest.raises(ValueError, match='values=None: ppo compares'):
+    algorithms.make('ppo').credit(golden_rows())
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_graphs_and_levels_against_slow_references(seed):
+  rows = random_rows(seed)
+  rng_discount = 0.7
+  given = {'discount': rng_discount, 'norm': 'mean', 'invalid_penalty': 0.0}
+  g2po = algorithms.make('g2po', **given).parts(rows)
+  graph = algorithms.make('graphgpo', **given).parts(rows)
+  hgpo = algorithms.make('hgpo', history=2, **given).parts(rows)
+  for parts, slow in (
+    (g2po, slow_g2po(rows, rng_discount)),
+    (graph, slow_graph(rows)),
+    (hgpo, slow_hgpo(rows, rng_discount, 2)),
+  ):
+    np.testing.assert_allclose(parts.step_advantage, slow, atol=1e-4)
+
+
+def random_rows(seed, groups=3, members=4):
+  """Random walks over few states, in a random order, and padding."""
+  rng = np.random.default_rng(seed)
+  walks = []
+  for group in range(groups):
+    for member in range(members):
+      states = rng.integers(0, 4, rng.integers(2, 7))
+      walks.append((group, member, states, rng.random() < 0.5))
+  steps = [
+    (group, member, t, states[t], states[t + 1], won and t == len(states) - 2)
+    for group, member, states, won in walks
+    for t in range(len(states) - 1)
+  ]
+  rng.shuffle(steps)
+  ids = [np.array([1])] * len(steps)
+  rows = batch.pack(
+    ids, ids, max_prompt_tokens=1, max_completion_tokens=1, row_multiple=64
+  )
+  for r, (group, member, t, state, following, won) in enumerate(steps):
+    rows.groups[r], rows.episodes[r], rows.steps[r] = group, member, t
+    rows.anchors[r], rows.next_anchors[r] = state, -1 if won else following
+    rows.success[r], rows.rewards[r] = won, 10.0 * won
+  return rows
+
+
+def each(rows):
+  """(row, its group, episode, step, anchor), padding left out."""
+  return [
+    (r, rows.groups[r], rows.episodes[r], rows.steps[r], rows.anchors[r])
+    for r in np.flatnonzero(rows.real)
+  ]
+
+
+def centred(rows, values, keys):
+  found = np.zeros(len(rows.groups))
+  for r, key in keys.items():
+    others = [values[s] for s, other in keys.items() if other == key]
+    found[r] = values[r] - np.mean(others) if len(others) > 1 else 0
+  return found
+
+
+def slow_g2po(rows, discount):
+  length, reward, visits = {}, {}, {}
+  for r, group, episode, step, _ in each(rows):
+    name = group, episode
+    length[name] = max(length.get(name, 0), step + 1)
+    reward[name] = reward.get(name, 0) + rows.rewards[r]
+  for _, group, episode, step, anchor in each(rows):
+    left = length[group, episode] - step
+    visits.setdefault((group, anchor), []).append(
+      discount**left * reward[group, episode]
+    )
+  value = {node: np.mean(found) for node, found in visits.items()}
+  there, gain = {}, {}
+  for r, group, episode, step, anchor in each(rows):
+    if step + 1 == length[group, episode]:
+      there[r] = reward[group, episode]
+    else:
+      there[r] = value[group, rows.next_anchors[r]]
+    gain[r] = there[r] - value[group, anchor]
+  keys = {r: (group, anchor) for r, group, _, _, anchor in each(rows)}
+  groups = {r: group for r, group, _, _, _ in each(rows)}
+  return centred(rows, there, keys) + centred(rows, gain, groups)
+
+
+def slow_graph(rows):
+  values, keys = {}, {}
+  for group in range(rows.groups.max() + 1):
+    mine = [row for row in each(rows) if row[1] == group]
+    distance = {}
+    for _ in range(len(mine) + 1):
+      for r, *_, anchor in mine:
+        after = 0 if rows.success[r] else distance.get(rows.next_anchors[r])
+        if after is not None:
+          distance[anchor] = min(distance.get(anchor, 99), after + 1)
+    far = max(distance.values(), default=0) + 1
+    for r, *_, anchor in mine:
+      after = 0 if rows.success[r] else distance.get(rows.next_anchors[r], far)
+      values[r], keys[r] = 10 * 0.1**after, (group, anchor)
+  return centred(rows, values, keys)
+
+
+def slow_hgpo(rows, discount, history):
+  place = {(g, e, t): (r, a) for r, g, e, t, a in each(rows)}
+  returns = {}
+  for (g, e, t), (r, _) in place.items():
+    rest = [
+      discount ** (k - t) * rows.rewards[s]
+      for (h, f, k), (s, _) in place.items()
+      if (h, f) == (g, e) and k >= t
+    ]
+    returns[r] = sum(rest)
+  total, weights = np.zeros(len(rows.groups)), np.zeros(len(rows.groups))
+  for k in range(1, history + 2):
+    keys = {
+      r: (g, *(place.get((g, e, t - n), (None, None))[1] for n in range(k)))
+      for (g, e, t), (r, _) in place.items()
+    }
+    level = centred(rows, returns, keys)
+    for r, key in keys.items():
+      if sum(other == key for other in keys.values()) > 1:
+        total[r] += (k + 1) * level[r]
+        weights[r] += k + 1
+  return total / np.maximum(weights, 1)
 
 
 def test_groups_without_spread_are_counted():

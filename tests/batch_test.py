@@ -90,21 +90,14 @@ def test_row_counts_are_powers_of_two_times_the_multiple(count, size):
   assert rows.real.sum() == count
 
 
-def test_similar_anchors_join_the_first_of_their_group():
-  # 2M/T: abcd and abce share abc: 6/8 = 0.75. abcd and xbcd likewise; abce
-  # and xbcd share bc, 4/8, but both are compared with the first member alone.
-  anchors = [(0, 'abcd'), (0, 'abce'), (0, 'xbcd'), (0, 'zzzz'), (1, 'abce')]
-  expected = [(0, 'abcd')] * 3 + [(0, 'zzzz'), (1, 'abce')]
-  assert batch.similar_anchors(anchors, 0.75) == expected
-  assert batch.similar_anchors(anchors, 0.76) == anchors
-
-
 def test_similarity_changes_anchor_ids_only():
   steps = [make_step([1], [2], name) for name in ('hall 1', 'hall 2', 'attic')]
   episodes = [make_episode(0, 0, *steps)]
   exact = batch.from_trajectories(episodes, **SIZES)
   np.testing.assert_array_equal(exact.anchors[:3], [0, 1, 2])
-  near = batch.from_trajectories(episodes, **SIZES, similarity_threshold=0.8)
+  near = batch.from_trajectories(
+    episodes, **SIZES, anchor='similarity', similarity_threshold=0.8
+  )
   # hall 1, hall 2: 2 * 5 / 12 = 0.83.
   np.testing.assert_array_equal(near.anchors[:3], [0, 0, 1])
   np.testing.assert_array_equal(near.tokens, exact.tokens)

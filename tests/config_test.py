@@ -3,6 +3,7 @@
 import itertools
 import json
 import pathlib
+import re
 import shutil
 
 import pytest
@@ -46,11 +47,24 @@ def _refusal(**changes) -> str:
     ('rollout.prompt_overflow', 'cut', 'must be one of error'),
     ('rollout.prompt_buckets', (64, 32), 'rising positive sizes'),
     ('rollout.batch_buckets', (), 'rising positive sizes'),
-    ('algorithm.name', 'gippo', 'must be one of gigpo, grpo'),
+    ('algorithm.name', 'gippo', 'must be one of dr_grpo, g2po, gdpo'),
     ('algorithm.norm', 'std', 'must be one of mean_std, mean'),
     ('algorithm.discount', 1.1, 'between 0 and 1'),
     ('algorithm.penalty_scope', 'row', 'needs algorithm.episode_stats=rows'),
     ('algorithm.anchor', 'state', 'must be one of observation'),
+    ('algorithm.history', -1, 'at least 0'),
+    ('algorithm.anchor_history', -1, 'at least 0'),
+    ('algorithm.graph_discount', 2.0, 'between 0 and 1'),
+    ('algorithm.gae_level', 'word', 'must be one of token, turn'),
+    ('loss.ratio_level', 'word', 'must be one of token, row'),
+    ('loss.corridor_weight', -1.0, '0 is off'),
+    ('loss.corridor_low', 9.0, 'above loss.corridor_high'),
+    ('tasks.draw', 'hard', 'must be one of epochs, uncertain'),
+    ('tasks.uniform', 2.0, 'between 0 and 1'),
+    ('filter.max_refills', -1, 'at least 0'),
+    ('critic.warmup_iterations', 3, 'gigpo has no critic'),
+    ('rollout.horizon', ((5, 10), (5, 20)), 'rising iterations'),
+    ('rollout.horizon', ((0, 0),), 'turns at least 1'),
     ('loss.old_log_probs', 'none', 'must be one of learner, sampler'),
     ('loss.kl_weight', -0.1, 'at least 0'),
     ('learner.microbatch_rows', 1024, 'must divide into it'),
@@ -74,6 +88,38 @@ def test_wrong_values_are_refused_in_one_line(field, value, accepted):
   assert accepted in message
   assert len(message.splitlines()) == 1
   assert field.split('.')[-1] in message
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    (
+      {'algorithm.name': 'gdpo', 'algorithm.component_weights': (1.0,)},
+      'algorithm.component_weights=(1.0,): components=',
+    ),
+    ({'algorithm.name': 'ppo', 'lora.rank': 4}, 'lora.rank=4: the critic'),
+    (
+      {'algorithm.name': 'ppo', 'loss.ratio_level': 'row'},
+      'loss.ratio_level=row: .* needs algorithm.gae_level=turn',
+    ),
+    (
+      {
+        'algorithm.name': 'ppo',
+        'rollout.episodes_per_group': 1,
+        'filter.without_spread': True,
+      },
+      'filter.without_spread=True: one episode has no spread',
+    ),
+    (
+      {'loss.corridor_weight': 1.0, 'loss.entropy_weight': 0.0},
+      'loss.corridor_weight=1.0: is a share of loss.entropy_weight',
+    ),
+  ],
+)
+def test_what_does_not_go_together_is_refused_in_one_line(changes, message):
+  found = _refusal(**{k.replace('.', '__'): v for k, v in changes.items()})
+  assert len(found.splitlines()) == 1
+  assert re.search(message.replace('(1.0,)', r'\(1.0,\)'), found)
 
 
 def test_all_problems_are_told_at_once():

@@ -17,7 +17,7 @@ from gigpo_jax import config as config_lib
 VARIANTS = [
   (module, ','.join(word for word in words if word))
   for module in (alfworld, webshop)
-  for words in itertools.product(('', *module.SIZES), ('', *module.CHANGES))
+  for words in itertools.product(('', *module.SIZES), ('', *base.CHANGES))
 ]
 
 
@@ -30,7 +30,9 @@ def test_every_variant_loads_and_its_values_are_accepted(module, variant: str):
   config = module.get_config(variant)
   assert not list(config_lib._values(config))
   assert not list(config_lib._combinations(config))
-  assert config.algorithm.name == ('grpo' if 'grpo' in variant else 'gigpo')
+  name = variant.rpartition(',')[2]
+  named = name if name in base.ALGORITHMS else 'gigpo'
+  assert config.algorithm.name == named
 
 
 @pytest.mark.parametrize('variant', ['tiny', 'smoke', 'tiny,grpo'])
@@ -89,6 +91,49 @@ def test_grpo_differs_by_one_word(module):
     'algorithm.name': ('gigpo', 'grpo'),
     'variant': ('tiny', 'tiny,grpo'),
   }
+
+
+def test_other_words_change_what_they_say():
+  one = alfworld.get_config('tiny')
+
+  def changed(word):
+    found = dict(
+      config_lib._differences(
+        one.to_dict(), alfworld.get_config(f'tiny,{word}').to_dict()
+      )
+    )
+    del found['variant']
+    return {name: new for name, (_, new) in found.items()}
+
+  assert changed('dr_grpo') == {
+    'algorithm.name': 'dr_grpo',
+    'loss.aggregation': 'fixed_length',
+  }
+  assert changed('ppo') == {
+    'algorithm.name': 'ppo',
+    'rollout.groups': 64,
+    'rollout.episodes_per_group': 1,
+  }
+  assert changed('reference_code') == {
+    'algorithm.episode_stats': 'rows',
+    'algorithm.penalty_scope': 'row',
+    'algorithm.lone_episode': 'raw',
+    'loss.dual_clip': 3.0,
+  }
+  assert changed('strong') == {
+    'algorithm.anchor': 'observation_and_actions',
+    'loss.ratio_level': 'row',
+    'loss.clip_epsilon': 3e-3,
+    'loss.clip_epsilon_high': 4e-3,
+    'loss.aggregation': 'sequence_mean',
+    'filter.without_spread': True,
+    'filter.warmup_iterations': 10,
+  }
+
+
+def test_two_algorithms_are_refused():
+  with pytest.raises(ValueError, match='grpo,ppo: there is one algorithm'):
+    alfworld.get_config('tiny,grpo,ppo')
 
 
 def test_all_packages_share_one_parent_folder():

@@ -58,6 +58,7 @@ def arguments(**changes):
     'advantages': jnp.array([[1.0], [-1.0]]),
     'importance': jnp.ones((2, 2)),
     'mask': jnp.array([[True, True], [True, False]]),
+    'rows': jnp.array([[0, 0], [0, 0]]),
   } | changes
 
 
@@ -100,6 +101,7 @@ def test_gradient_agrees_with_finite_differences(name):
     'advantages': jnp.array([[1.0], [-1.0], [0.5]]),
     'importance': jnp.exp(draw()),
     'mask': jnp.asarray(rng.random((3, 4)) < 0.8),
+    'rows': jnp.zeros((3, 4), jnp.int32),
   }
   function = getattr(losses, name)
   if name == 'policy_gradient':
@@ -184,3 +186,112 @@ def test_aggregation_by_hand(aggregation, expected):
   sums = np.array([3.0, 5.0, 100.0])
   assert float(np.sum(weights * sums)) == pytest.approx(expected, rel=1e-6)
   assert weights[2] == 0
+
+
+def row_arguments(log_ratios, rows, mask=None):
+  """One line of tokens of these rows, with advantages 1, 2, .."""
+  log_ratios, rows = jnp.array([log_ratios]), jnp.array([rows])
+  return {
+    'log_probs': log_ratios - 1,
+    'entropies': jnp.zeros(log_ratios.shape),
+    'old_log_probs': jnp.full(log_ratios.shape, -1.0),
+    'ref_log_probs': None,
+    'advantages': 1.0 + rows,
+    'importance': jnp.ones(log_ratios.shape),
+    'mask': jnp.ones(log_ratios.shape, bool) if mask is None else mask,
+    'rows': rows,
+  }
+
+
+ALONE = {'kl_weight': 0.0, 'entropy_weight': 0.0}
+
+
+def test_the_ratio_of_a_row_by_hand():
+  inputs = row_arguments([0.1, -0.05, 0.2, 0.3, 0.7], [0, 0, 0, 1, 1])
+  mask = inputs['mask'].at[0, 4].set(False)
+  loss, metrics = losses.policy_gradient(
+    **inputs | {'mask': mask}, ratio_level='row', **ALONE
+  )
+  # exp(0.25 / 3) = 1.0869; exp(0.3) = 1.35 is clipped, times 2.
+  np.testing.assert_allclose(
+    loss, [[-1.0869, -1.0869, -1.0869, -2.4, 0]], atol=1e-4
+  )
+  np.testing.assert_allclose(
+    metrics['ratio/clipped_high'], [[0, 0, 0, 1, 0]], atol=0
+  )
+
+
+def test_rows_of_one_token_have_its_ratio():
+  inputs = row_arguments([0.1, -0.4, 0.05, 0.3], [0, 1, 2, 3])
+  one, other = (
+    losses.policy_gradient(**inputs, ratio_level=level, **ALONE)
+    for level in losses.RATIOS
+  )
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), one, other
+  )
+
+
+def test_before_the_first_update_the_levels_have_one_gradient():
+  inputs = row_arguments([0.0] * 5, [0, 0, 0, 1, 1])
+  # Each row's mean over its tokens.
+  weights = jnp.array([[1 / 3, 1 / 3, 1 / 3, 1 / 2, 1 / 2]])
+
+  def total(log_probs, level):
+    loss, _ = losses.policy_gradient(
+      **inputs | {'log_probs': log_probs}, ratio_level=level, **ALONE
+    )
+    return jnp.sum(weights * loss)
+
+  one, other = (
+    jax.grad(total)(inputs['log_probs'], level) for level in losses.RATIOS
+  )
+  np.testing.assert_allclose(one, other, rtol=1e-6)
+  np.testing.assert_allclose(one, -weights * inputs['advantages'], rtol=1e-6)
+
+
+def test_row_ratio_against_a_slow_reference():
+  rng = np.random.default_rng(0)
+  rows = np.sort(rng.integers(0, 4, (3, 12)), axis=1)
+  mask = rng.random((3, 12)) < 0.8
+  values = rng.normal(size=(3, 12)).astype(np.float32)
+  expected = [
+    [
+      np.mean([v for v, r, m in zip(*line, strict=True) if m and r == row])
+      if any(m and r == row for _, r, m in zip(*line, strict=True))
+      else 0
+      for row in line[1]
+    ]
+    for line in zip(values, rows, mask, strict=True)
+  ]
+  found = losses.row_means(*map(jnp.asarray, (values, mask, rows)))
+  np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_entropy_corridor_by_hand():
+  entropies = jnp.array([2.5, 1.0, 0.2, 2.0])
+  low, high = jnp.full(4, 0.5), jnp.full(4, 2.0)
+  outside = losses.entropy_outside(entropies, low, high)
+  np.testing.assert_allclose(outside, [0.5, 0, 0.3, 0], atol=1e-6)
+  slope = jax.grad(lambda x: losses.entropy_outside(x, low, high).sum())
+  np.testing.assert_allclose(slope(entropies)[:3], [1, 0, -1], atol=0)
+  weights = [losses.corridor_weight(k, 150) for k in (0, 75, 150)]
+  np.testing.assert_allclose(weights, [2, 1.3679, 1.1353], atol=1e-4)
+
+
+def test_the_corridor_in_the_loss():
+  # Entropies 0.3, 0.4 and 0.5; the bounds 0.35 and 0.45.
+  bounds = {'entropy_low': jnp.full((2, 2), 0.35)}
+  bounds |= {'entropy_high': jnp.full((2, 2), 0.45)}
+  plain, with_it = (
+    losses.policy_gradient(**arguments(), **more, entropy_weight=0.2)[0]
+    for more in ({}, bounds | {'corridor': jnp.full((2, 2), 3.0)})
+  )
+  np.testing.assert_allclose(
+    with_it - plain, [[0.2 * 3 * 0.05, 0], [0.2 * 3 * 0.05, 0]], atol=1e-6
+  )
+
+
+def test_an_unknown_level_is_refused():
+  with pytest.raises(ValueError, match='ratio_level=word: .* token, row'):
+    losses.policy_gradient(**arguments(), ratio_level='word')

@@ -1,7 +1,9 @@
 """The task stream: pure, without replacement, distinct in an iteration."""
 
+import numpy as np
 import pytest
 
+from envs import base
 from gigpo_jax import tasks
 
 
@@ -41,3 +43,30 @@ def test_an_iteration_repeats_no_task_and_no_task_is_forgotten():
   counts = [sum(each.count(index) for each in played) for index in range(10)]
   # Each is left out of about 20 of 100 epochs (standard deviation 4).
   assert all(60 < count < 95 for count in counts)
+
+
+def test_uncertain_tasks_are_drawn_more_often():
+  stream = tasks.Uncertain('train', 4, 1, 0, uniform=0.0)
+  np.testing.assert_allclose(stream.chances(), 0.25)
+  # Of 8 episodes 0, 4 and 8 succeed: rates 0.1, 0.5 and 0.9; one is new.
+  outcomes = [(0, 0), (1, 4), (2, 8)]
+  stream.observe(
+    (base.Task('train', index), n < successes)
+    for index, successes in outcomes
+    for n in range(8)
+  )
+  stream.observe([(base.Task('valid', 3), True)])
+  weights = np.array([0.09, 0.25, 0.09, 0.25])
+  np.testing.assert_allclose(stream.chances(), weights / weights.sum())
+  drawn = [stream.at(i)[0].index for i in range(4000)]
+  shares = np.bincount(drawn, minlength=4) / 4000
+  np.testing.assert_allclose(shares, weights / weights.sum(), atol=0.03)
+
+
+def test_outcomes_outlive_a_resumption():
+  one, other = (tasks.Uncertain('train', 20, 3, 0) for _ in range(2))
+  one.observe([(base.Task('train', 5), True), (base.Task('train', 7), False)])
+  other.restore(one.state())
+  assert one.state() == {'5': [1, 1], '7': [0, 1]}
+  assert [one.at(i) for i in range(9)] == [other.at(i) for i in range(9)]
+  assert all(len(set(one.at(i))) == 3 for i in range(9))

@@ -43,9 +43,11 @@ class Algorithm(Protocol):
 
   Attributes:
     needs_values: whether it takes a critic's values.
+    needs_group: whether it compares episodes of a task, and so needs several.
   """
 
   needs_values: bool
+  needs_group: bool
 
   def credit(
     self, rows: batch.Rows, values: Float[np.ndarray, 'R C'] | None = None

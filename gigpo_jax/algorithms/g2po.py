@@ -17,7 +17,7 @@ from gigpo_jax.algorithms import gigpo
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(gigpo.Algorithm):
-  """A_S = z over the anchor group of V' - c (1 - v), + z over the group of V' - V.
+  """A_S = z(V' - c (1 - v)) over the anchor group + z(V' - V) over the group.
 
   V' is the value of where a step led to; at the end of an episode its reward.
   """

@@ -31,6 +31,7 @@ class Algorithm:
   """
 
   needs_values: ClassVar[bool] = False
+  needs_group: ClassVar[bool] = True
 
   components: tuple[str, ...] = ('reward', 'valid')
   component_weights: tuple[float, ...] = ()

@@ -16,6 +16,7 @@ class Algorithm:
   """
 
   needs_values: ClassVar[bool] = False
+  needs_group: ClassVar[bool] = True
 
   discount: float = 0.95
   step_weight: float = 1.0

@@ -19,7 +19,7 @@ from gigpo_jax.algorithms import gigpo
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(gigpo.Algorithm):
-  """A = episode_weight A_E + sum of w_k A_k, w_k in proportion to (k + 1)^alpha.
+  """A = episode_weight A_E + sum of w_k A_k, w_k as (k + 1)^alpha, sum 1.
 
   A_k = (G - mean) / (std + 1e-6), or without the division, over level k; the
   std is that of a population.

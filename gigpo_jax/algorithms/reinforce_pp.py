@@ -21,6 +21,7 @@ class Algorithm:
   """
 
   needs_values: ClassVar[bool] = False
+  needs_group: ClassVar[bool] = False
   baseline: ClassVar[str] = 'none'
 
   invalid_penalty: float = 0.1

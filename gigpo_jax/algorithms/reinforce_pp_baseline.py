@@ -10,4 +10,5 @@ from gigpo_jax.algorithms import reinforce_pp
 class Algorithm(reinforce_pp.Algorithm):
   """A = (E - mean of the group), whitened over the batch's tokens."""
 
+  needs_group: ClassVar[bool] = True
   baseline: ClassVar[str] = 'group'

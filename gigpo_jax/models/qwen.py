@@ -72,6 +72,8 @@ class QwenConfig:
     num_experts: X, of a layer; 0: one MLP for all tokens.
     experts_per_token: how many of them a token goes to.
     normalized_experts: whether their weights are made to add up to one.
+    value_head: whether a token has one number, rather than one for each word;
+      see `values`.
     adapters: low-rank, of a frozen network; None: all of it is trained.
     dtype: compute type, 'bfloat16' or 'float32'; parameters stay float32.
     remat: one of REMATS.
@@ -95,6 +97,7 @@ class QwenConfig:
   num_experts: int = 0
   experts_per_token: int = 0
   normalized_experts: bool = True
+  value_head: bool = False
   adapters: lora.Lora | None = None
   dtype: str = 'bfloat16'
   remat: str = 'layer'
@@ -203,7 +206,9 @@ def _table(c: QwenConfig) -> dict[str, Any]:
     ),
     'norm': ((c.hidden_size,), (None,)),
   }
-  if not c.tie_embeddings:
+  if c.value_head:
+    table['value'] = ((c.hidden_size,), (None,))
+  elif not c.tie_embeddings:
     table['unembed'] = ((c.vocab_size, c.hidden_size), ('vocab', 'embed'))
   return table
 
@@ -242,7 +247,7 @@ def init(config: QwenConfig, key: jax.Array) -> dict[str, Any]:
   Normal with deviation 0.02 as Qwen's own, output projections scaled down by
   the square root of twice the depth; norms one, biases zero. Of an adapter the
   first matrix is uniform, with deviation (3 times its inputs)^(-1/2), the
-  second zero.
+  second zero, as a critic's values are.
   """
   leaves, treedef = jax.tree_util.tree_flatten_with_path(
     shapes(config), is_leaf=lambda x: isinstance(x, tuple)
@@ -253,7 +258,7 @@ def init(config: QwenConfig, key: jax.Array) -> dict[str, Any]:
     names = [entry.key for entry in path]
     if 'norm' in names:
       return jnp.ones(shape, jnp.float32)
-    if names[-1].endswith(('bias', lora.B)):
+    if names[-1].endswith(('bias', 'value', lora.B)):
       return jnp.zeros(shape, jnp.float32)
     if names[-1].endswith(lora.A):
       end = math.prod(shape[1:-1]) ** -0.5
@@ -801,6 +806,11 @@ def logits(config: QwenConfig, params: dict, hidden: jax.Array) -> jax.Array:
   else:
     flat_NV = multiply(rows_ND, matrix)
   return flat_NV.reshape(*hidden.shape[:-1], config.vocab_size)
+
+
+def values(params: dict, hidden: jax.Array) -> jax.Array:
+  """Returns a critic's values, float32 [...], of hidden states [..., D]."""
+  return jnp.sum(hidden.astype(jnp.float32) * params['value'], axis=-1)
 
 
 def token_log_probs(

@@ -1,0 +1,130 @@
+"""Values of places in rows, and how they are learnt."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gigpo_jax import batch, critic, learner, losses, mesh
+from gigpo_jax.models import qwen
+
+C = 4
+CONFIG = qwen.QwenConfig(
+  vocab_size=32,
+  hidden_size=16,
+  intermediate_size=32,
+  num_layers=2,
+  num_heads=2,
+  num_kv_heads=2,
+  head_dim=8,
+  tie_embeddings=False,
+  dtype='float32',
+  remat='none',
+)
+
+
+def make_critic():
+  return critic.Critic(
+    CONFIG,
+    mesh.make_mesh(1, 1, 1, devices=jax.devices()[:1]),
+    value_clip=0.5,
+    optimizer=learner.adamw(1e-2),
+    minibatch_rows=8,
+    microbatch_rows=4,
+    length_buckets=(12,),
+    max_completion_tokens=C,
+  )
+
+
+@pytest.fixture(name='rows', scope='module')
+def fixture_rows():
+  rng = np.random.default_rng(0)
+  return batch.pack(
+    [rng.integers(32, size=rng.integers(2, 8)) for _ in range(6)],
+    [rng.integers(32, size=rng.integers(1, C + 1)) for _ in range(6)],
+    max_prompt_tokens=8,
+    max_completion_tokens=C,
+    row_multiple=8,
+  )
+
+
+def learnt(rows, links, targets, updates=60):
+  subject = make_critic()
+  state = subject.init(qwen.init(CONFIG, jax.random.key(0)))
+  first = values = subject.values(state.params, rows)
+  for iteration in range(updates):
+    state, metrics = subject.update(
+      state,
+      rows,
+      values=values,
+      targets=targets,
+      links=links,
+      iteration=iteration,
+    )
+    values = subject.values(state.params, rows)
+  return first, values, metrics
+
+
+def test_values_begin_at_zero_and_come_near_their_targets(rows):
+  links = rows.completion_mask
+  rng = np.random.default_rng(1)
+  targets = np.where(links, rng.normal(size=links.shape), 0).astype(np.float32)
+  first, values, metrics = learnt(rows, links, targets)
+  np.testing.assert_array_equal(first, 0)
+  before, after = (np.abs(x - targets)[links].mean() for x in (first, values))
+  assert after < 0.25 * before
+  assert set(metrics) == {
+    'critic/loss',
+    'critic/clipped',
+    'critic/grad_norm',
+    'critic/skipped',
+  }
+  np.testing.assert_array_equal(values[~links], 0)
+
+
+def test_a_value_is_told_before_its_token_is_known(rows):
+  subject = make_critic()
+  params = qwen.init(
+    dataclasses.replace(CONFIG, value_head=True), jax.random.key(0)
+  )
+  params['value'] = jax.random.normal(jax.random.key(1), (16,))
+  values = subject.values(params, rows)
+  changed = dataclasses.replace(rows, tokens=rows.tokens.copy())
+  last = rows.lengths - 1
+  real = np.flatnonzero(rows.real)
+  changed.tokens[real, last[real]] += 1
+  changed.tokens[:] %= 32
+  # Each row's last token is of no consequence to any of its values.
+  np.testing.assert_allclose(subject.values(params, changed), values, atol=1e-6)
+
+
+def test_only_links_are_learnt(rows):
+  links = rows.completion_mask
+  links[:, 1:] = False
+  targets = np.where(links, 1.0, 0.0).astype(np.float32)
+  _, values, metrics = learnt(rows, links, targets, updates=1)
+  # A row's only link weighs as all of its tokens: (0 - 1)^2 / 2 of each row.
+  assert metrics['critic/loss'] == pytest.approx(
+    0.5 * rows.completion_mask.sum(1).sum() / rows.completion_mask.sum()
+  )
+  assert np.abs(values).max() > 0
+
+
+def test_regression_by_hand():
+  ones = jnp.ones((1, 3))
+  loss, metrics = losses.value_regression(
+    log_probs=jnp.array([[2.0, 0.2, 5.0]]),
+    entropies=ones,
+    old_log_probs=jnp.array([[1.0, 0.0, 0.0]]),
+    ref_log_probs=None,
+    advantages=jnp.array([[3.0, 1.0, 0.0]]),
+    importance=jnp.array([[1.0, 2.0, 1.0]]),
+    mask=jnp.array([[True, True, False]]),
+    rows=jnp.zeros((1, 3), jnp.int32),
+    value_clip=0.5,
+  )
+  # clip(2) = 1.5: max(1, 2.25) / 2; 0.2 inside: 2 * 0.64 / 2.
+  np.testing.assert_allclose(loss, [[1.125, 0.64, 0]], rtol=1e-6)
+  np.testing.assert_array_equal(metrics['value/clipped'], [[1, 0, 0]])
