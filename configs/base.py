@@ -54,8 +54,8 @@ def apply(config: ml_collections.ConfigDict, changes: Sequence[str]) -> None:
   algorithms = [change for change in changes if change in ALGORITHMS]
   if len(algorithms) > 1:
     raise ValueError(
-      f'--config=...:{",".join(algorithms)}: there is one algorithm; accepts at '
-      'most one of these'
+      f'--config=...:{",".join(algorithms)}: there is one algorithm; accepts '
+      'at most one of these'
     )
   for change in changes:
     if change in ALGORITHMS:

@@ -73,12 +73,16 @@ class Checkpointer:
     """Returns the iteration of the newest finished checkpoint."""
     return self._manager.latest_step()
 
-  def restore(self, abstract_state: Any) -> tuple[int, Any, dict]:
+  def restore(
+    self, abstract_state: dict, *, partial: bool = False
+  ) -> tuple[int, dict, dict]:
     """Returns (iteration, state, host) of the newest checkpoint.
 
     Args:
       abstract_state: of `abstract`; its shardings may be of another mesh than
         the one that saved.
+      partial: whether the checkpoint may hold more, by the first name, which
+        is passed over.
 
     Raises:
       ValueError: in one line, if there is no checkpoint or it is of another
@@ -87,6 +91,9 @@ class Checkpointer:
     iteration = self.latest()
     if iteration is None:
       raise ValueError(f'{self._directory}: there is no checkpoint')
+    wanted = set(abstract_state)
+    if partial:
+      abstract_state = self._further(iteration) | abstract_state
     self._compare(iteration, abstract_state)
     restored = self._manager.restore(
       iteration,
@@ -95,7 +102,17 @@ class Checkpointer:
         host=ocp.args.JsonRestore(),
       ),
     )
-    return iteration, restored['state'], restored['host']
+    state = {k: x for k, x in restored['state'].items() if k in wanted}
+    return iteration, state, restored['host']
+
+  def _further(self, iteration: int) -> dict:
+    """Returns what a checkpoint holds, to be put on one device."""
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
+      dict(self._manager.item_metadata(iteration)['state']),
+      is_leaf=lambda x: hasattr(x, 'shape'),
+    )
 
   def _compare(self, iteration: int, abstract_state: Any) -> None:
     saved = _leaves(self._manager.item_metadata(iteration)['state'])

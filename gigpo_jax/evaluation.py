@@ -1,45 +1,67 @@
-"""Held-out panels: every task once, rates with 95 % intervals.
+"""Held-out panels: every task once or more, rates with 95 % intervals.
 
-The panel is fixed (the first tasks of a split) and so are its random streams,
-so two checkpoints are compared on the same games and the same noise.
+A panel is fixed (the first tasks of a split) and so are its random streams, so
+two policies are compared on the same tasks and the same noise.
 """
 
+import dataclasses
 import json
-from collections.abc import Callable
+import math
+import pathlib
+from collections.abc import Callable, Sequence
 
 import jax
 import ml_collections
+import numpy as np
 
 from envs import base
-from gigpo_jax import config as config_lib
-from gigpo_jax import experiment, hosts, metrics, rollout, sampler
+from gigpo_jax import (
+  checkpoint,
+  experiment,
+  hosts,
+  metrics,
+  rollout,
+  sampler,
+  trajectory,
+)
+from gigpo_jax import (
+  config as config_lib,
+)
+
+_RESAMPLES = 10_000
 
 
-def evaluate(
+def play(
   roller: rollout.Roller,
   params: dict,
   panel: list[base.Task],
   *,
   sampling: sampler.Sampling,
   kind: Callable[[base.Task], str],
-) -> dict[str, float]:
-  """Returns success and lengths of a policy on a panel, names 'eval/...'.
-
-  A task whose environment broke off counts as failed, and is counted beside.
-  """
-  with hosts.bar(total=len(hosts.share(len(panel))), desc='evaluation') as bar:
-    trajectories = roller.collect(
+  repeats: int = 1,
+) -> list[trajectory.Trajectory]:
+  """Returns the episodes of a policy on a panel, task by task."""
+  total = repeats * len(hosts.share(len(panel)))
+  with hosts.bar(total=total, desc='evaluation') as bar:
+    return roller.collect(
       params,
       panel,
-      episodes_per_group=1,
+      episodes_per_group=repeats,
       stream=(rollout.EVALUATION, 0),
       sampling=sampling,
       kind=kind,
       on_finished=bar.update,
     )
-  low, high = metrics.wilson(
-    sum(t.success for t in trajectories), len(trajectories)
-  )
+
+
+def rates(
+  trajectories: Sequence[trajectory.Trajectory],
+) -> dict[str, float]:
+  """Returns success and lengths of episodes, names 'eval/...'.
+
+  A task whose environment broke off counts as failed, and is counted beside.
+  """
+  low, high = interval(trajectories)
   return metrics.summarize(trajectories, prefix='eval') | {
     'eval/success_low': low,
     'eval/success_high': high,
@@ -47,22 +69,274 @@ def evaluate(
   }
 
 
-def main(config: ml_collections.ConfigDict, workdir: str) -> None:
-  """Evaluates `model.path` on the config's panel; prints one JSON object.
+def interval(
+  trajectories: Sequence[trajectory.Trajectory],
+) -> tuple[float, float]:
+  """Returns a 95 % interval of the success rate.
+
+  Wilson's where each task was played once; else by drawing tasks anew, for
+  episodes of a task are not independent.
+  """
+  by_task = _by_task(trajectories)
+  if all(len(found) == 1 for found in by_task.values()):
+    return metrics.wilson(
+      sum(t.success for t in trajectories), len(trajectories)
+    )
+  return _resampled([np.mean(found) for found in by_task.values()])
+
+
+def _by_task(
+  trajectories: Sequence[trajectory.Trajectory],
+) -> dict[base.Task, list[bool]]:
+  found: dict[base.Task, list[bool]] = {}
+  for t in trajectories:
+    found.setdefault(t.task, []).append(t.success)
+  return found
+
+
+def _resampled(values: Sequence[float]) -> tuple[float, float]:
+  """Returns a 95 % bootstrap interval of a mean (percentiles, seed 0)."""
+  values = np.asarray(values, float)
+  rng = np.random.default_rng(0)
+  means = [
+    values[rng.integers(len(values), size=len(values))].mean()
+    for _ in range(_RESAMPLES)
+  ]
+  low, high = np.percentile(means, [2.5, 97.5])
+  return float(low), float(high)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+  """Two policies on the same tasks.
+
+  Attributes:
+    difference: of their success rates, the first less the second.
+    low: end of its 95 % interval, by drawing tasks anew.
+    high: the other end.
+    better: tasks on which the first succeeded more often.
+    worse: the second.
+    p: of as uneven a split of these tasks, if both were alike (sign test).
+  """
+
+  difference: float
+  low: float
+  high: float
+  better: int
+  worse: int
+  p: float
+
+
+def compare(
+  one: Sequence[trajectory.Trajectory],
+  other: Sequence[trajectory.Trajectory],
+) -> Comparison:
+  """Compares two policies' episodes task by task.
+
+  Raises:
+    ValueError: if they are not of the same tasks.
+  """
+  first, second = _by_task(one), _by_task(other)
+  if first.keys() != second.keys():
+    raise ValueError('other: is of other tasks; must be of the same panel')
+  gaps = np.array(
+    [np.mean(first[task]) - np.mean(second[task]) for task in first]
+  )
+  better, worse = int((gaps > 0).sum()), int((gaps < 0).sum())
+  low, high = _resampled(gaps)
+  return Comparison(
+    float(gaps.mean()), low, high, better, worse, sign_test(better, worse)
+  )
+
+
+def sign_test(better: int, worse: int) -> float:
+  """Returns the chance that fair coins fall as unevenly, two-sided."""
+  number = better + worse
+  tail = sum(math.comb(number, k) for k in range(min(better, worse) + 1))
+  return min(1.0, 2 * tail / 2**number)
+
+
+def table(name: str, trajectories: Sequence[trajectory.Trajectory]) -> str:
+  """Returns a Markdown table of a policy: all tasks, and each type's."""
+  head = '| policy | tasks | episodes | success, 95 % | score | turns | '
+  lines = [
+    head + 'invalid | inadmissible |',
+    '|---|---|---|---|---|---|---|---|',
+  ]
+  kinds = sorted({t.kind for t in trajectories})
+  for kind in ('all', *(kinds if len(kinds) > 1 else ())):
+    part = [t for t in trajectories if kind in ('all', t.kind)]
+    found = metrics.summarize(part, prefix='')
+    low, high = interval(part)
+
+    def told(key: str, form: str, found: dict = found) -> str:
+      return form.format(found[f'/{key}']) if f'/{key}' in found else ''
+
+    lines.append(
+      f'| {name} | {kind} | {len(part)} '
+      f'| {told("success_rate", "{:.1%}")} [{low:.1%}, {high:.1%}] '
+      f'| {told("score", "{:.3f}")} | {told("episode_length", "{:.1f}")} '
+      f'| {told("invalid_action_rate", "{:.1%}")} '
+      f'| {told("inadmissible_action_rate", "{:.1%}")} |'
+    )
+  return '\n'.join(lines)
+
+
+def draw(
+  policies: dict[str, Sequence[trajectory.Trajectory]], path: pathlib.Path
+) -> None:
+  """Writes a picture: success by type of task, with intervals."""
+  # Slow to import.
+  import matplotlib
+
+  matplotlib.use('Agg')
+  from matplotlib import pyplot
+
+  kinds = sorted({t.kind for found in policies.values() for t in found})
+  shown = ['all', *kinds] if len(kinds) > 1 else ['all']
+  figure, axes = pyplot.subplots(
+    figsize=(2 + 1.1 * len(shown), 4), layout='constrained'
+  )
+  width = 0.8 / len(policies)
+  for n, (name, found) in enumerate(policies.items()):
+    places, heights, errors = [], [], []
+    for k, kind in enumerate(shown):
+      part = [t for t in found if kind in ('all', t.kind)]
+      if not part:
+        continue
+      mean, (low, high) = np.mean([t.success for t in part]), interval(part)
+      places.append(k + n * width)
+      heights.append(100 * mean)
+      errors.append((100 * max(0, mean - low), 100 * max(0, high - mean)))
+    axes.bar(
+      places, heights, width, yerr=np.array(errors).T, capsize=3, label=name
+    )
+  axes.set_xticks(
+    [k + width * (len(policies) - 1) / 2 for k in range(len(shown))],
+    shown,
+    rotation=20,
+  )
+  axes.set(ylabel='success (%)', ylim=(0, 102))
+  axes.grid(alpha=0.3, axis='y')
+  axes.legend(loc='best')
+  figure.savefig(path, dpi=120)
+  pyplot.close(figure)
+
+
+def main(
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  *,
+  models: Sequence[str] = (),
+  checkpoints: Sequence[str] = (),
+  repeats: int = 1,
+) -> None:
+  """Evaluates policies on the config's panel.
+
+  Prints a table, and how the first compares with each of the others; writes
+  evaluation.json, with every episode, and evaluation.png into the folder.
+
+  Args:
+    config: the experiment; without models and checkpoints, `model.path`.
+    workdir: where to write.
+    models: Hugging Face folders or names on the hub.
+    checkpoints: work directories of runs; their newest checkpoint.
+    repeats: episodes of a task.
 
   Raises:
     ValueError: in one line a problem, if the config cannot work.
   """
-  del workdir  # Evaluation leaves nothing behind.
-  config_lib.validate(config)
+  if repeats < 1:
+    raise ValueError(f'--repeats={repeats}: must be at least 1')
+  named = [('model', m) for m in models]
+  named += [('checkpoint', c) for c in checkpoints]
+  named = named or [('model', config.model.path)]
+  for kind, path in named:
+    if kind == 'checkpoint' and not pathlib.Path(path, 'checkpoints').is_dir():
+      raise ValueError(
+        f'--checkpoint={path}: no checkpoints/ there; must be the --workdir of '
+        'a run'
+      )
+    _with(config, kind, path)
+    config_lib.validate(config)
   hosts.join()
+  found = {}
+  with experiment.make_pool(config) as pool:
+    for kind, path in named:
+      found[path] = _play_one(config, kind, path, pool, repeats)
+  if not hosts.first():
+    return
+  names = list(found)
+  print('\n\n'.join(table(name, found[name]) for name in names))
+  compared = {name: compare(found[names[0]], found[name]) for name in names[1:]}
+  for name, c in compared.items():
+    print(
+      f'\n{names[0]} less {name}: {100 * c.difference:+.1f} points '
+      f'[{100 * c.low:+.1f}, {100 * c.high:+.1f}], better on {c.better} and '
+      f'worse on {c.worse} tasks, p = {c.p:.2g}'
+    )
+  folder = pathlib.Path(workdir)
+  folder.mkdir(parents=True, exist_ok=True)
+  told = {
+    'policies': {
+      name: {
+        'rates': rates(episodes),
+        'episodes': [_record(t) for t in episodes],
+      }
+      for name, episodes in found.items()
+    },
+    'comparisons': {
+      name: dataclasses.asdict(c) for name, c in compared.items()
+    },
+  }
+  (folder / 'evaluation.json').write_text(json.dumps(told, indent=1) + '\n')
+  draw(found, folder / 'evaluation.png')
+  print(f'\n{folder}/evaluation.json, {folder}/evaluation.png')
+
+
+def _with(config: ml_collections.ConfigDict, kind: str, path: str) -> None:
+  if kind == 'model':
+    config.model.path = path
+
+
+def _play_one(config, kind: str, path: str, pool, repeats: int) -> list:
+  _with(config, kind, path)
   policy = experiment.make_policy(config)
-  with jax.set_mesh(policy.mesh), experiment.make_pool(config) as pool:
-    rates = evaluate(
+  with jax.set_mesh(policy.mesh):
+    params = policy.load()
+    if kind == 'checkpoint':
+      params = _restored(config, policy, params, path)
+    return play(
       experiment.make_roller(config, policy, pool),
-      policy.load(),
+      params,
       experiment.make_panel(config),
       sampling=experiment.make_sampling(config, evaluation=True),
       kind=experiment.make_kind(config),
+      repeats=repeats,
     )
-  hosts.say(json.dumps(rates, indent=2, sort_keys=True))
+
+
+def _restored(config, policy, start: dict, workdir: str) -> dict:
+  """Returns the parameters of a run's newest checkpoint."""
+  learner = experiment.make_learner(
+    config, policy, experiment.policy_gradient(config)
+  )
+  like = {'policy': checkpoint.abstract(learner.init(start))}
+  policy.sampler.base = learner.base
+  folder = pathlib.Path(workdir) / 'checkpoints'
+  with checkpoint.Checkpointer(folder, keep=10**6) as checkpointer:
+    _, states, _ = checkpointer.restore(like, partial=True)
+  return states['policy'].params
+
+
+def _record(t: trajectory.Trajectory) -> dict:
+  return {
+    'task': str(t.task),
+    'kind': t.kind,
+    'repeat': t.member,
+    'success': t.success,
+    'score': t.score,
+    'turns': len(t.steps),
+    'invalid': sum(not step.result.valid for step in t.steps),
+    'failure': t.failure,
+  }

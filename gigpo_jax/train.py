@@ -187,14 +187,16 @@ class _Run:
   def _evaluate(self) -> dict[str, float]:
     begin = time.monotonic()
     self._roller.max_turns = None
-    rates = evaluation.evaluate(
+    found = evaluation.play(
       self._roller,
       self._params,
       self._panel,
       sampling=experiment.make_sampling(self._config, evaluation=True),
       kind=self._kind,
     )
-    return rates | {'time/evaluation_secs': time.monotonic() - begin}
+    return evaluation.rates(found) | {
+      'time/evaluation_secs': time.monotonic() - begin
+    }
 
   def _iterate(self, iteration: int) -> dict[str, float]:
     """Collects and updates; returns the metrics."""

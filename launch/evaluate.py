@@ -1,13 +1,36 @@
-r"""Evaluates a policy on its config's panel, and prints rates as JSON.
+r"""Evaluates policies on a config's panel: a table, JSON and a picture.
 
-python launch/evaluate.py --config=configs/alfworld.py:tiny \
-        --config.model.path=runs/alfworld-tiny/policy
+    python launch/evaluate.py --config=configs/alfworld.py:tiny \
+        --model=runs/alfworld-tiny/policy --repeats=4
+    python launch/evaluate.py --config=configs/alfworld.py:tiny \
+        --checkpoint=runs/alfworld-tiny --checkpoint=runs/alfworld-tiny-grpo
+
+Of several, the first is compared with each of the others task by task.
+`--config.evaluation.temperature=0` is greedy.
 """
 
 if __name__ == '__main__':
+  from absl import flags
+
+  _MODELS = flags.DEFINE_multi_string(
+    'model', [], 'Hugging Face folder, or a name on the hub; may be repeated.'
+  )
+  _CHECKPOINTS = flags.DEFINE_multi_string(
+    'checkpoint', [], 'Work directory of a run; may be repeated.'
+  )
+  _REPEATS = flags.DEFINE_integer('repeats', 1, 'Episodes of a task.')
+
   # Here, because worker processes import this file again, and must not load
   # jax: on a TPU host it would seize the chips.
   from gigpo_jax import evaluation
   from launch import command
 
-  command.run(evaluation.main)
+  command.run(
+    lambda config, workdir: evaluation.main(
+      config,
+      workdir,
+      models=_MODELS.value,
+      checkpoints=_CHECKPOINTS.value,
+      repeats=_REPEATS.value,
+    )
+  )

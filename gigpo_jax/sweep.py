@@ -1,0 +1,282 @@
+"""Many runs of launch/train.py: two at a time, gathered in a table and curves.
+
+A run is a folder, and goes on where it stopped, as every run does; one that is
+finished is left alone. So the same command again does what is missing.
+"""
+
+import csv
+import dataclasses
+import json
+import os
+import pathlib
+import runpy
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import tqdm
+
+from gigpo_jax import metrics
+
+_ROOT = pathlib.Path(__file__).parents[1]
+# Of the CSV, after name and seed.
+COLUMNS = (
+  'iteration',
+  'spent/episodes',
+  'spent/env_steps',
+  'spent/tokens',
+  'eval/success_rate',
+  'eval/success_low',
+  'eval/success_high',
+  'eval/score',
+  'eval/episode_length',
+  'eval/invalid_action_rate',
+)
+_X = {
+  'spent/env_steps': 'environment steps',
+  'spent/tokens': 'generated tokens',
+  'iteration': 'iteration',
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """One run of launch/train.py.
+
+  Attributes:
+    name: what it is an example of; runs of a name differ in their seed.
+    config: as --config has it.
+    seed: of everything random.
+    overrides: (field, value) of the config.
+  """
+
+  name: str
+  config: str
+  seed: int
+  overrides: tuple[tuple[str, object], ...] = ()
+
+  @property
+  def folder(self) -> str:
+    """Name of its work directory."""
+    return f'{self.name}-{self.seed}'
+
+  def command(self, root: pathlib.Path) -> list[str]:
+    """Returns what runs it, into a folder of `root`."""
+    return [
+      sys.executable,
+      str(_ROOT / 'launch' / 'train.py'),
+      f'--config={self.config}',
+      f'--config.seed={self.seed}',
+      *(f'--config.{field}={value}' for field, value in self.overrides),
+      f'--workdir={root / self.folder}',
+    ]
+
+
+def read(path: str | pathlib.Path) -> list[Run]:
+  """Returns the runs of a file, which has a list RUNS of dictionaries.
+
+  Each has name, config and seed, and maybe overrides, a dictionary.
+
+  Raises:
+    ValueError: in one line, if it has not, or two runs have one folder.
+  """
+  if not pathlib.Path(path).is_file():
+    raise ValueError(f'--sweep={path}: no such file; must be one with RUNS')
+  found = runpy.run_path(str(path)).get('RUNS')
+  if not found:
+    raise ValueError(f'--sweep={path}: has no RUNS; must be a list of runs')
+  runs = []
+  for told in found:
+    unknown = set(told) - {'name', 'config', 'seed', 'overrides'}
+    missing = {'name', 'config', 'seed'} - set(told)
+    if unknown or missing:
+      raise ValueError(
+        f'--sweep={path}: {told} has {sorted(unknown)} and lacks '
+        f'{sorted(missing)}; must have name, config, seed, maybe overrides'
+      )
+    overrides = tuple(told.get('overrides', {}).items())
+    runs.append(Run(told['name'], told['config'], told['seed'], overrides))
+  folders = [run.folder for run in runs]
+  if twice := sorted({f for f in folders if folders.count(f) > 1}):
+    raise ValueError(f'--sweep={path}: {twice} are there twice; must be once')
+  return runs
+
+
+def finished(folder: pathlib.Path) -> bool:
+  """Whether a run has come to its end."""
+  return (folder / 'policy' / 'config.json').is_file()
+
+
+def run_all(
+  runs: Sequence[Run], root: pathlib.Path, *, at_once: int
+) -> list[Run]:
+  """Runs what is not finished; returns those that failed.
+
+  Each has a core to itself, where there are as many, and a log in its folder.
+  """
+  root.mkdir(parents=True, exist_ok=True)
+  waiting = [run for run in runs if not finished(root / run.folder)]
+  cores = sorted(os.sched_getaffinity(0)) if _pins() else []
+  free = list(range(at_once))
+  under_way: dict[subprocess.Popen, tuple[Run, int]] = {}
+  failed = []
+  bar = tqdm.tqdm(total=len(runs), initial=len(runs) - len(waiting))
+  try:
+    while waiting or under_way:
+      while waiting and free:
+        run, place = waiting.pop(0), free.pop(0)
+        process = _begin(run, root, cores[place : place + 1])
+        under_way[process] = run, place
+      bar.set_postfix_str(
+        ', '.join(run.folder for run, _ in under_way.values())
+      )
+      process = _first_over(under_way)
+      run, place = under_way.pop(process)
+      free.append(place)
+      bar.update()
+      if process.returncode:
+        failed.append(run)
+        bar.write(f'{run.folder}: failed, see {root / run.folder}.log')
+  finally:
+    for process in under_way:
+      process.terminate()
+    bar.close()
+  return failed
+
+
+def _pins() -> bool:
+  return hasattr(os, 'sched_setaffinity')
+
+
+def _begin(
+  run: Run, root: pathlib.Path, cores: Sequence[int]
+) -> subprocess.Popen:
+  with open(root / f'{run.folder}.log', 'a', encoding='utf-8') as log:
+    process = subprocess.Popen(
+      run.command(root),
+      cwd=_ROOT,
+      stdout=log,
+      stderr=subprocess.STDOUT,
+      env=os.environ | {'OMP_NUM_THREADS': '1'},
+    )
+  if cores:
+    os.sched_setaffinity(process.pid, cores)
+  return process
+
+
+def _first_over(under_way: dict) -> subprocess.Popen:
+  while True:
+    for process in under_way:
+      try:
+        process.wait(timeout=0.2)
+      except subprocess.TimeoutExpired:
+        continue
+      return process
+
+
+def gather(
+  runs: Sequence[Run], root: pathlib.Path
+) -> list[dict[str, float | str]]:
+  """Returns every evaluation of the runs, and writes them to results.csv."""
+  found = []
+  for run in runs:
+    for line in metrics.read(root / run.folder):
+      if line.get('eval/success_rate') is not None:
+        # Before an iteration's own costs.
+        found.append(
+          {'name': run.name, 'seed': run.seed}
+          | {column: line.get(column) for column in COLUMNS}
+        )
+  with open(root / 'results.csv', 'w', newline='', encoding='utf-8') as file:
+    writer = csv.DictWriter(file, ['name', 'seed', *COLUMNS])
+    writer.writeheader()
+    writer.writerows(found)
+  (root / 'runs.json').write_text(
+    json.dumps([dataclasses.asdict(run) for run in runs], indent=1) + '\n'
+  )
+  return found
+
+
+def table(found: Sequence[dict], *, last: int = 1) -> str:
+  """Returns a Markdown table: success at the end, by name, and each seed's.
+
+  Args:
+    found: of `gather`.
+    last: how many evaluations at the end of a run are averaged.
+  """
+  lines = [
+    '| run | seeds | success at the end: mean, standard error | each |',
+    '|---|---|---|---|',
+  ]
+  for name in dict.fromkeys(line['name'] for line in found):
+    ends = []
+    for seed in dict.fromkeys(x['seed'] for x in found if x['name'] == name):
+      curve = [x for x in found if (x['name'], x['seed']) == (name, seed)]
+      part = [x['eval/success_rate'] for x in curve[-last:]]
+      ends.append(100 * sum(part) / len(part))
+    mean = sum(ends) / len(ends)
+    spread = sum((x - mean) ** 2 for x in ends) / max(len(ends) - 1, 1)
+    error = (spread / len(ends)) ** 0.5
+    each = ', '.join(f'{x:.1f}' for x in ends)
+    lines.append(
+      f'| {name} | {len(ends)} | {mean:.1f} ± {error:.1f} | {each} |'
+    )
+  return '\n'.join(lines)
+
+
+def draw(
+  found: Sequence[dict], path: pathlib.Path, *, x: str = 'spent/env_steps'
+) -> None:
+  """Writes curves: means over seeds, and bands from the least to the most."""
+  # Slow to import.
+  import matplotlib
+
+  matplotlib.use('Agg')
+  import numpy as np
+  from matplotlib import pyplot
+
+  figure, axes = pyplot.subplots(figsize=(7, 4.2), layout='constrained')
+  for n, name in enumerate(dict.fromkeys(line['name'] for line in found)):
+    curves = {}
+    for line in found:
+      if line['name'] == name:
+        curves.setdefault(line['seed'], []).append(
+          (line[x] or 0.0, 100 * line['eval/success_rate'])
+        )
+    # At places that all seeds come to; between evaluations on a line.
+    end = min(curve[-1][0] for curve in curves.values())
+    places = np.linspace(0, end, 50)
+    heights = np.array(
+      [
+        np.interp(places, *zip(*curve, strict=True))
+        for curve in curves.values()
+      ]
+    )
+    label = f'{name}, {len(curves)} seed{"s" if len(curves) > 1 else ""}'
+    axes.plot(places, heights.mean(axis=0), color=f'C{n}', label=label)
+    axes.fill_between(
+      places,
+      heights.min(axis=0),
+      heights.max(axis=0),
+      color=f'C{n}',
+      alpha=0.15,
+    )
+  axes.set(xlabel=_X[x], ylabel='success, held-out tasks (%)', ylim=(-2, 102))
+  axes.grid(alpha=0.3)
+  axes.legend(loc='best', fontsize='small')
+  figure.savefig(path, dpi=120)
+  pyplot.close(figure)
+
+
+def main(sweep: str, workdir: str, *, at_once: int, only_gather: bool) -> int:
+  """Runs a sweep and gathers it; returns 1 if a run failed."""
+  runs, root = read(sweep), pathlib.Path(workdir).resolve()
+  failed = [] if only_gather else run_all(runs, root, at_once=at_once)
+  found = gather(runs, root)
+  if found:
+    print(table(found))
+    for x in _X:
+      name = f'curves_by_{x.rpartition("/")[2]}.png'
+      draw(found, root / name, x=x)
+  print(f'\n{root}/results.csv')
+  return int(bool(failed))

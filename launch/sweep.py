@@ -1,0 +1,40 @@
+r"""Runs many experiments side by side, and gathers what came of them.
+
+    python launch/sweep.py --sweep=configs/sweeps/main.py --workdir=runs/main
+
+The same command again goes on where it stopped.
+"""
+
+import sys
+
+from absl import app, flags
+
+_SWEEP = flags.DEFINE_string('sweep', None, 'Python file with a list RUNS.')
+_WORKDIR = flags.DEFINE_string('workdir', None, 'Where the runs live.')
+_AT_ONCE = flags.DEFINE_integer('at_once', 2, 'Runs side by side.')
+_GATHER = flags.DEFINE_bool('gather', False, 'Whether to run nothing.')
+
+
+def main(argv: list[str]) -> None:
+  """Runs; 2 is a mistake of the user, 1 a run that failed."""
+  del argv
+  from gigpo_jax import sweep
+
+  try:
+    for flag in ('sweep', 'workdir'):
+      if not flags.FLAGS[flag].value:
+        raise ValueError(f'--{flag}: missing; needed')
+    code = sweep.main(
+      _SWEEP.value,
+      _WORKDIR.value,
+      at_once=_AT_ONCE.value,
+      only_gather=_GATHER.value,
+    )
+  except ValueError as error:
+    sys.stderr.write(f'{error}\n')
+    code = 2
+  sys.exit(code)
+
+
+if __name__ == '__main__':
+  app.run(main)

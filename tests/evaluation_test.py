@@ -1,0 +1,78 @@
+"""Rates of policies on panels, and which of two is the better one."""
+
+import numpy as np
+import pytest
+
+from envs import base
+from gigpo_jax import evaluation, metrics, trajectory
+
+
+def episode(task, success, member=0, kind='pick', failure=''):
+  step = trajectory.Step(
+    prompt_ids=np.array([1]),
+    completion_ids=np.array([1]),
+    log_probs=np.zeros(1, np.float32),
+    truncated=False,
+    prompt_shortened=False,
+    anchor='',
+    observation='',
+    response='',
+    result=base.StepResult(None, 10.0 * success, True, '', success, True),
+  )
+  return trajectory.Trajectory(
+    base.Task('valid', task), kind, task, member, (step,), failure
+  )
+
+
+def test_a_task_each_has_wilsons_interval():
+  found = [episode(n, n < 3) for n in range(10)]
+  rates = evaluation.rates(found)
+  assert rates['eval/success_rate'] == pytest.approx(0.3)
+  assert (rates['eval/success_low'], rates['eval/success_high']) == (
+    metrics.wilson(3, 10)
+  )
+
+
+def test_repeats_of_a_task_are_not_independent():
+  # Ten tasks, of which five always succeed: their number is what is uncertain.
+  found = [episode(n, n < 5, m) for n in range(10) for m in range(50)]
+  low, high = evaluation.interval(found)
+  wilson = metrics.wilson(250, 500)
+  assert high - low > 3 * (wilson[1] - wilson[0])
+  assert 0.15 <= low <= 0.25 and 0.75 <= high <= 0.85
+
+
+@pytest.mark.parametrize(
+  ('better', 'worse', 'p'),
+  # 2 (1 + 10 + 45) / 1024; all of five: 2 / 32.
+  [(8, 2, 0.109375), (2, 8, 0.109375), (5, 0, 0.0625), (3, 3, 1), (0, 0, 1)],
+)
+def test_sign_test_by_hand(better, worse, p):
+  assert evaluation.sign_test(better, worse) == pytest.approx(p)
+
+
+def test_policies_are_compared_task_by_task():
+  one = [episode(n, n < 6) for n in range(10)]
+  other = [episode(n, n in (0, 1, 9)) for n in range(10)]
+  found = evaluation.compare(one, other)
+  assert found.difference == pytest.approx(0.3)
+  assert (found.better, found.worse) == (4, 1)
+  assert found.low < 0.3 < found.high
+  assert found.p == pytest.approx(2 * 6 / 32)
+  with pytest.raises(ValueError, match='must be of the same panel'):
+    evaluation.compare(one, other[:5])
+
+
+def test_the_table_tells_types_apart(tmp_path):
+  found = [
+    episode(n, n < 2, kind='heat' if n % 2 else 'cool') for n in range(4)
+  ]
+  lines = evaluation.table('mine', found).splitlines()
+  assert [line.split('|')[2].strip() for line in lines[2:]] == [
+    'all',
+    'cool',
+    'heat',
+  ]
+  assert '| 4 | 50.0% [15.0%, 85.0%]' in lines[2]
+  evaluation.draw({'mine': found, 'other': found}, tmp_path / 'x.png')
+  assert (tmp_path / 'x.png').stat().st_size > 5000
