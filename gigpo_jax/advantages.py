@@ -79,7 +79,8 @@ def gigpo(  # noqa: PLR0913
 
   Takes numpy arrays, lists or jax arrays of shape [R], and traces under jit.
   Outside jit, ids may be integers of any width, such as hashes; 128-bit ones
-  as Python integers or as uint64 [R, 2]. Under jit they are int32.
+  as Python integers or as uint64 [R, 2]. Under jit they are int32, anchors
+  also uint32 [R, 4]; see `anchors.digests`.
 
   Args:
     rewards: raw reward of each step, before any penalty.
@@ -180,7 +181,7 @@ def inputs(  # noqa: PLR0913
     arrays.ids32(groups, padding=True),
     arrays.ids32(episodes),
     jnp.asarray(steps, jnp.int32),
-    arrays.ids32(anchors),
+    arrays.keys32(anchors),
     jnp.asarray(valid, bool),
     arrays.two_float(discount),
     arrays.two_float(invalid_penalty),
@@ -282,7 +283,7 @@ def describe(  # noqa: PLR0913
     real=groups != -1,
     groups=arrays.segment_ids(groups),
     episodes=episode_ids,
-    anchors=arrays.segment_ids(groups, anchors),
+    anchors=arrays.segment_ids(groups, *jnp.atleast_2d(anchors.T)),
     starts=first == jnp.arange(len(first)),
     previous=previous,
     cost=cost,

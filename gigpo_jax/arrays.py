@@ -173,6 +173,23 @@ def two_float(values) -> TwoFloat:
   return jnp.asarray(high), jnp.asarray((values - high).astype(np.float32))
 
 
+def keys32(ids) -> Int[Array, 'R ...']:
+  """Returns ids as `ids32`, or the words of wide ones, int32 [R, K].
+
+  Args:
+    ids: as of `ids32`; hashes are best given as uint32 or uint64 [R, K], which
+      cost nothing here and are compared word by word under jit.
+  """
+  if not isinstance(ids, jax.Array):
+    found = np.asarray(ids)
+    if found.ndim > 1 and found.dtype.kind in 'iu':
+      wide = np.ascontiguousarray(found, found.dtype)
+      return jnp.asarray(wide.view(np.int32))
+  elif ids.ndim > 1:
+    return jax.lax.bitcast_convert_type(ids, jnp.int32)
+  return ids32(ids)
+
+
 def ids32(ids, *, padding: bool = False) -> Int[Array, ' R']:
   """Returns int32 ids that are equal where the given ones are.
 

@@ -267,8 +267,9 @@ class _Run:
     told = None
     if self._critic:
       told = self._critic.values(self._states['critic'].params, rows)
+    begin = time.monotonic()
     credit = self._algorithm.credit(rows, told)
-    values = credit.metrics
+    values = credit.metrics | {'time/credit_secs': time.monotonic() - begin}
     old_log_probs, importance = rows.sampler_log_probs, None
     if config.loss.old_log_probs == 'learner':
       old_log_probs = learner.log_probs(self._params, rows)

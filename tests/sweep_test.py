@@ -1,0 +1,103 @@
+"""Many runs: what is run, what is left alone, what is gathered."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from gigpo_jax import sweep
+
+PROJECT = pathlib.Path(sweep.__file__).parents[1]
+
+
+def write_run(folder, curve):
+  """A finished run: (environment steps, success) of its evaluations."""
+  (folder / 'policy').mkdir(parents=True)
+  (folder / 'policy' / 'config.json').write_text('{}')
+  lines = [
+    {
+      'iteration': 10 * n,
+      'spent/env_steps': steps,
+      'spent/tokens': 7 * steps,
+      'eval/success_rate': rate,
+    }
+    for n, (steps, rate) in enumerate(curve)
+  ]
+  lines.append({'iteration': 99, 'loss/total': 1.0})
+  (folder / 'metrics.jsonl').write_text(
+    ''.join(json.dumps(line) + '\n' for line in lines)
+  )
+
+
+RUNS = [
+  sweep.Run('a', 'configs/alfworld.py:smoke', 0),
+  sweep.Run('a', 'configs/alfworld.py:smoke', 1),
+  sweep.Run('b', 'configs/alfworld.py:smoke,grpo', 0, (('seed', 3),)),
+]
+
+
+def test_finished_runs_are_gathered_and_not_run_again(tmp_path):
+  write_run(tmp_path / 'a-0', [(0, 0.2), (100, 0.4)])
+  write_run(tmp_path / 'a-1', [(0, 0.2), (120, 0.8)])
+  write_run(tmp_path / 'b-0', [(0, 0.2), (110, 0.5)])
+  assert sweep.run_all(RUNS, tmp_path, at_once=2) == []
+  assert not list(tmp_path.glob('*.log'))
+  found = sweep.gather(RUNS, tmp_path)
+  assert len(found) == 6
+  assert found[1]['spent/env_steps'] == 100
+  header = (tmp_path / 'results.csv').read_text().splitlines()[0]
+  assert header.startswith('name,seed,iteration,spent/episodes')
+  lines = sweep.table(found).splitlines()
+  # 40 and 80: mean 60, standard error sqrt(800 / 2) = 20.
+  assert lines[2] == '| a | 2 | 60.0 ± 20.0 | 40.0, 80.0 |'
+  assert lines[3] == '| b | 1 | 50.0 ± 0.0 | 50.0 |'
+  sweep.draw(found, tmp_path / 'curves.png')
+  assert (tmp_path / 'curves.png').stat().st_size > 5000
+
+
+@pytest.mark.skipif(
+  not hasattr(os, 'sched_setaffinity'), reason='pins processes to cores'
+)
+def test_runs_that_fail_are_told_and_the_others_go_on(tmp_path):
+  runs = [
+    sweep.Run('bad', 'configs/alfworld.py:smoke', 0, (('seed', -1),)),
+    sweep.Run('worse', 'configs/alfworld.py:huge', 0),
+  ]
+  assert sweep.run_all(runs, tmp_path, at_once=1) == runs
+  assert 'seed=-1' in (tmp_path / 'bad-0.log').read_text()
+  assert 'accepts at most one of' in (tmp_path / 'worse-0.log').read_text()
+
+
+@pytest.mark.parametrize(
+  ('text', 'message'),
+  [
+    ('RUNS = []', 'has no RUNS'),
+    ('RUNS = [{"name": "a"}]', "lacks .'config', 'seed'."),
+    (
+      'RUNS = 2 * [{"name": "a", "config": "x", "seed": 0}]',
+      "'a-0'. are there twice",
+    ),
+  ],
+)
+def test_wrong_files_are_refused(tmp_path, text, message):
+  path = tmp_path / 'sweep.py'
+  path.write_text(text)
+  with pytest.raises(ValueError, match=message):
+    sweep.read(path)
+  with pytest.raises(ValueError, match='no such file'):
+    sweep.read(tmp_path / 'nowhere.py')
+
+
+def test_the_command_refuses_in_one_line(tmp_path):
+  done = subprocess.run(
+    [sys.executable, 'launch/sweep.py', f'--workdir={tmp_path}'],
+    cwd=PROJECT,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 2
+  assert done.stderr.strip() == '--sweep: missing; needed'
