@@ -135,8 +135,8 @@ def main() -> None:
       for name in ('time/credit_secs', 'time/iteration_secs')
     )
     print(
-      f'{options.workdir}: {1e3 * credit:.1f} ms of {whole:.1f} s an iteration: '
-      f'{credit / whole:.3%}'
+      f'{options.workdir}: {1e3 * credit:.1f} ms of {whole:.1f} s an '
+      f'iteration: {credit / whole:.3%}'
     )
 
 

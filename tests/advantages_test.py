@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from gigpo_jax import advantages, arrays
+from gigpo_jax import anchors as keys
 
 COMBINATIONS = [
   dict(zip(('norm', 'episode_stats', 'penalty_scope', 'lone_episode'), c))  # noqa: B905
@@ -471,6 +472,40 @@ def test_wide_ids_are_not_truncated(wide):
   kind = None if isinstance(anchors[0], np.generic | np.ndarray) else object
   hashed = GOLDEN | {'anchors': np.array(anchors, kind)}
   np.testing.assert_array_equal(advantages.gigpo(**hashed), expected)
+
+
+def test_hashes_under_jit():
+  expected = advantages.gigpo(**GOLDEN)
+  hashed = GOLDEN | {'anchors': keys.digests(map(str, GOLDEN['anchors']))}
+  assert hashed['anchors'].shape == (8, 4)
+  np.testing.assert_array_equal(advantages.gigpo(**hashed), expected)
+  traced = jax.jit(lambda given: advantages.gigpo(**given))(
+    {name: jnp.asarray(x) for name, x in hashed.items()}
+  )
+  np.testing.assert_allclose(traced, expected, atol=1e-6)
+  # One word that differs is enough.
+  other = hashed['anchors'].copy()
+  other[3, 2] ^= 1
+  assert np.any(advantages.gigpo(**hashed | {'anchors': other}) != expected)
+
+
+def test_rows_cut_over_devices_change_nothing():
+  rng = np.random.default_rng(0)
+  rows = 64
+  given = {
+    'rewards': rng.normal(size=rows).astype(np.float32),
+    'groups': np.repeat([0, 1, 2, -1], 16),
+    'episodes': np.repeat(np.arange(16), 4),
+    'steps': np.tile(np.arange(4), 16),
+    'anchors': rng.integers(4, size=rows),
+    'valid': rng.random(rows) < 0.8,
+  }
+  mesh = jax.make_mesh((8,), ('x',))
+  sharding = jax.NamedSharding(mesh, jax.P('x'))
+  placed = {n: jax.device_put(x, sharding) for n, x in given.items()}
+  found = jax.jit(lambda given: advantages.gigpo(**given))(placed)
+  expected = jax.jit(lambda given: advantages.gigpo(**given))(given)
+  np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 def test_wide_groups_and_episodes_keep_padding():
