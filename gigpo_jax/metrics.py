@@ -84,6 +84,31 @@ def summarize(
   return {f'{prefix}/{name}': float(v) for name, v in values.items()}
 
 
+def effective_tokens(
+  advantages: np.ndarray, completion_mask: np.ndarray
+) -> dict[str, float]:
+  """Returns how many tokens an update learns from.
+
+  Args:
+    advantages: of rows, [R], or of tokens, [R, C].
+    completion_mask: which tokens were sampled, [R, C].
+
+  Returns:
+    The share of tokens whose advantage is not 0; and (sum |A|)^2 / sum A^2
+    over tokens: as many, had they all the same.
+  """
+  rows = advantages if advantages.ndim > 1 else advantages[:, None]
+  weights = np.broadcast_to(np.abs(rows), completion_mask.shape)
+  weights = weights[completion_mask].astype(np.float64)
+  squares = np.sum(weights**2)
+  return {
+    'advantage/trained_share': float(np.mean(weights > 0)),
+    'advantage/effective_tokens': float(
+      np.sum(weights) ** 2 / squares if squares else 0.0
+    ),
+  }
+
+
 class Writer:
   """Appends to metrics.jsonl and TensorBoard.
 

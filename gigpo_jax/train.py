@@ -270,6 +270,7 @@ class _Run:
     begin = time.monotonic()
     credit = self._algorithm.credit(rows, told)
     values = credit.metrics | {'time/credit_secs': time.monotonic() - begin}
+    values |= metrics.effective_tokens(credit.advantages, rows.completion_mask)
     old_log_probs, importance = rows.sampler_log_probs, None
     if config.loss.old_log_probs == 'learner':
       old_log_probs = learner.log_probs(self._params, rows)

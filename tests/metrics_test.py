@@ -210,3 +210,16 @@ def test_the_picture_of_a_run_that_has_only_begun(tmp_path, published):
   metrics.Writer(tmp_path).close()
   with open(metrics.plot(tmp_path, published), 'rb') as file:
     assert file.read(4) == b'\x89PNG'
+
+
+def test_effective_tokens_by_hand():
+  mask = np.array([[True, True], [True, False], [True, True]])
+  found = metrics.effective_tokens(np.array([2.0, -1.0, 0.0]), mask)
+  # Weights 2, 2, 1, 0, 0: 25 / 9.
+  assert found['advantage/trained_share'] == pytest.approx(0.6)
+  assert found['advantage/effective_tokens'] == pytest.approx(25 / 9)
+  nothing = metrics.effective_tokens(np.zeros((3, 2)), mask)
+  assert nothing == {
+    'advantage/trained_share': 0,
+    'advantage/effective_tokens': 0,
+  }
