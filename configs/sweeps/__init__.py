@@ -1,0 +1,1 @@
+"""Lists of runs for launch/sweep.py."""
