@@ -74,8 +74,8 @@ class Checkpointer:
     return self._manager.latest_step()
 
   def restore(
-    self, abstract_state: dict, *, partial: bool = False
-  ) -> tuple[int, dict, dict]:
+    self, abstract_state: Any, *, partial: bool = False
+  ) -> tuple[int, Any, dict]:
     """Returns (iteration, state, host) of the newest checkpoint.
 
     Args:
@@ -91,7 +91,7 @@ class Checkpointer:
     iteration = self.latest()
     if iteration is None:
       raise ValueError(f'{self._directory}: there is no checkpoint')
-    wanted = set(abstract_state)
+    wanted = abstract_state
     if partial:
       abstract_state = self._further(iteration) | abstract_state
     self._compare(iteration, abstract_state)
@@ -102,7 +102,9 @@ class Checkpointer:
         host=ocp.args.JsonRestore(),
       ),
     )
-    state = {k: x for k, x in restored['state'].items() if k in wanted}
+    state = restored['state']
+    if partial:
+      state = {name: state[name] for name in wanted}
     return iteration, state, restored['host']
 
   def _further(self, iteration: int) -> dict:

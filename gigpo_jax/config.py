@@ -295,7 +295,7 @@ def _collected(config: ml_collections.ConfigDict) -> Iterator[str]:
       'filter.without_spread=True: one episode has no spread; needs '
       'rollout.episodes_per_group of at least 2'
     )
-  if loss.corridor_weight and not loss.entropy_weight:
+  if loss.corridor_weight > 0 and not loss.entropy_weight:
     yield (
       f'loss.corridor_weight={loss.corridor_weight}: is a share of '
       'loss.entropy_weight; must be 0, or that above 0'

@@ -500,7 +500,7 @@ def test_rows_cut_over_devices_change_nothing():
     'anchors': rng.integers(4, size=rows),
     'valid': rng.random(rows) < 0.8,
   }
-  mesh = jax.make_mesh((8,), ('x',))
+  mesh = jax.make_mesh((8,), ('x',), (jax.sharding.AxisType.Auto,))
   sharding = jax.NamedSharding(mesh, jax.P('x'))
   placed = {n: jax.device_put(x, sharding) for n, x in given.items()}
   found = jax.jit(lambda given: advantages.gigpo(**given))(placed)

@@ -50,7 +50,7 @@ def _refusal(**changes) -> str:
     ('algorithm.name', 'gippo', 'must be one of dr_grpo, g2po, gdpo'),
     ('algorithm.norm', 'std', 'must be one of mean_std, mean'),
     ('algorithm.discount', 1.1, 'between 0 and 1'),
-    ('algorithm.penalty_scope', 'row', 'needs algorithm.episode_stats=rows'),
+    ('algorithm.penalty_scope', 'row', 'needs episode_stats=rows'),
     ('algorithm.anchor', 'state', 'must be one of observation'),
     ('algorithm.history', -1, 'at least 0'),
     ('algorithm.anchor_history', -1, 'at least 0'),
