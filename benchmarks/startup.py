@@ -25,8 +25,7 @@ import time
 import jax
 import numpy as np
 
-from gigpo_jax import config as config_lib
-from gigpo_jax import experiment, mesh, sampler
+from gigpo_jax import experiment, mesh, tpu
 from gigpo_jax.models import huggingface, published, qwen
 
 
@@ -40,20 +39,7 @@ def compile_once(options: argparse.Namespace) -> None:
     published.SHAPES[options.shape],
     **experiment.model_choices(config, devices),
   )
-  rollouts = config.rollout
-  engine = sampler.Sampler(
-    model,
-    devices,
-    seed=0,
-    prompt_buckets=config_lib.ladder(
-      rollouts.prompt_buckets, rollouts.max_prompt_tokens
-    ),
-    batch_buckets=tuple(rollouts.batch_buckets),
-    max_completion_tokens=rollouts.max_completion_tokens,
-    stop_ids=(0,),
-    vocab_size=model.vocab_size,
-    decode_tokens=rollouts.decode_tokens,
-  )
+  engine = tpu.make_sampler(config, model, devices, devices.shape['tensor'])
   learner = experiment.make_learner(
     config,
     experiment.Policy(model, devices, None, None, None),

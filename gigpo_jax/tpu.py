@@ -268,10 +268,10 @@ def _round_up(config, mesh, copies: int) -> None:
 
 def _programs(config, model, mesh, host, tensor) -> Iterator[Program]:
   """Yields all programs, compiled one by one."""
-  engine = _sampler(
+  engine = make_sampler(
     config, model, mesh_lib.make_mesh(-1, 1, 1, devices=host), tensor
   )
-  whole = _sampler(config, model, mesh, tensor)
+  whole = make_sampler(config, model, mesh, tensor)
   policy = experiment.Policy(model, mesh, None, None, None)
   learner = experiment.make_learner(
     config, policy, experiment.policy_gradient(config)
@@ -344,7 +344,20 @@ def _bytes_a_chip(tree) -> float:
   )
 
 
-def _sampler(config, model, mesh, tensor: int) -> sampler.Sampler:
+def make_sampler(
+  config: ml_collections.ConfigDict,
+  model: qwen.QwenConfig,
+  mesh: jax.sharding.Mesh,
+  tensor: int,
+) -> sampler.Sampler:
+  """Returns an experiment's sampler of a model without a checkpoint.
+
+  Args:
+    config: the experiment.
+    model: shape of the network.
+    mesh: the devices, which need not be there.
+    tensor: devices that a copy is cut over.
+  """
   rollouts = config.rollout
   return sampler.Sampler(
     model,

@@ -310,6 +310,19 @@ def test_token_log_probs_are_those_of_the_logits(chunk: int):
   np.testing.assert_allclose(entropy, expected, atol=1e-4)
 
 
+def test_completion_log_probs_look_at_the_token_before():
+  params, tokens = _params(TINY), _tokens(2, 16)
+  log_probs, _ = reference.completion_log_probs(
+    TINY, params, tokens, np.array([4, 9]), max_completion=5
+  )
+  hidden = qwen.hidden_states(TINY, params, tokens)
+  full = jax.nn.log_softmax(qwen.logits(TINY, params, hidden))
+  for row, prompt in enumerate((4, 9)):
+    for c in range(5):
+      expected = full[row, prompt + c - 1, tokens[row, prompt + c]]
+      np.testing.assert_allclose(log_probs[row, c], expected, atol=1e-5)
+
+
 @pytest.mark.parametrize('layers', [1, 3, 9])
 def test_some_tokens_are_what_they_are_among_all(layers):
   config = dataclasses.replace(TINY, num_layers=layers)
