@@ -461,11 +461,13 @@ def test_truncation_against_sorting():
 
 
 def test_a_place_is_drawn_by_hand():
-  # Sums 0, 2, 2, 3, 3: the first and the last have no weight.
-  weights = np.tile(np.float32([0, 2, 0, 1, 0]), (6, 1))
-  chances = np.float32([0, 0.5, 0.66, 0.67, 0.999999, 1.0])
-  found = sampler._draw(weights, chances)
-  np.testing.assert_array_equal(found, [1, 1, 1, 3, 3, 3])
+  weights = np.float32([[0, 2, 0, 1, 0]] * 4)
+  # log 2 + noise against log 1 + noise; others have no weight.
+  noise = np.float32(
+    [[9, 0, 9, 0, 9], [9, 0, 9, 0.6, 9], [9, 0, 9, 0.7, 9], [9, -5, 9, -4, 9]]
+  )
+  found = sampler._draw(weights, noise)
+  np.testing.assert_array_equal(found, [1, 1, 3, 3])
 
 
 def test_no_place_without_weight_is_drawn():
@@ -474,14 +476,35 @@ def test_no_place_without_weight_is_drawn():
     rng.random((256, 1187)) < 0.05
   )
   weights[0], weights[0, 3] = 0, 1
-  for chance in (0.0, 0.3, 0.999, 1 - 2**-24):
-    found = sampler._draw(
-      jax.numpy.asarray(weights), np.full(256, chance, np.float32)
+  noise = jax.random.gumbel(jax.random.key(0), weights.shape)
+  found = np.asarray(sampler._draw(jax.numpy.asarray(weights), noise))
+  assert (np.take_along_axis(weights, found[:, None], axis=1) > 0).all()
+
+
+def test_tokens_are_drawn_in_proportion():
+  # Three blocks, the last one not full, ids from 290 on unused.
+  rng = np.random.default_rng(0)
+  logits = (2 * rng.normal(size=300)).astype(np.float32)
+  share = np.exp(logits[:290].astype(np.float64))
+  share /= share.sum()
+  n, rounds = 4096, 16
+  seen = np.zeros(300)
+  pick = jax.jit(sampler._pick, static_argnames='vocab_size')
+  for count in range(rounds):
+    ids, _, _ = pick(
+      jax.random.split(jax.random.key(1), n),
+      np.full(n, count, np.int32),
+      np.tile(np.float32([1, 1, 0]), (n, 1)),
+      np.zeros(n, np.int32),
+      np.tile(logits, (n, 1)),
+      vocab_size=290,
     )
-    assert (np.take_along_axis(weights, found[:, None], axis=1) > 0).all()
-  # Exactly on a sum, the next place that has weight.
-  (found,) = sampler._draw(np.array([[0, 1, 0, 1.0]], 'f4'), np.array([0.5]))
-  assert found == 3
+    seen += np.bincount(ids, minlength=300)
+  assert not seen[290:].any()
+  wanted = share * n * rounds
+  distance = np.sum((seen[:290] - wanted) ** 2 / wanted)
+  # Chi-square of 289 degrees: mean 289, deviation 24.
+  assert distance < 289 + 4 * 24
 
 
 def test_ids_without_a_token_do_not_hide_the_others():
