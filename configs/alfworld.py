@@ -87,7 +87,6 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.rollout.batch_buckets = (16, 64)
   config.loss.kl_weight = 0.0
   config.loss.entropy_weight = 0.0
-  config.loss.old_log_probs = 'sampler'
   config.optimizer.learning_rate = 4e-4
   config.learner.minibatch_rows = 256
   config.learner.microbatch_rows = 8

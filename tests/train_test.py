@@ -16,12 +16,11 @@ from gigpo_jax import train
 PROJECT = pathlib.Path(train.__file__).parents[1]
 # Smaller than the smoke variant: the path is what is tested.
 SMALL = (
-  '--config=configs/alfworld.py:smoke',
   '--config.num_iterations=3',
   '--config.rollout.groups=2',
   '--config.rollout.episodes_per_group=4',
   '--config.rollout.batch_buckets=(8,)',
-  '--config.rollout.prompt_buckets=()',
+  '--config.rollout.prompt_buckets=(320,)',
   '--config.learner.length_buckets=(360,)',
   '--config.evaluation.num_tasks=8',
   '--config.evaluation.every=3',
@@ -33,13 +32,12 @@ def _command(script: str, *flags: str) -> list[str]:
   return [sys.executable, f'launch/{script}.py', *flags]
 
 
-def _small(workdir: pathlib.Path, *flags: str) -> list[str]:
-  kept = [flag for flag in SMALL if 'prompt_buckets' not in flag]
+def _small(workdir: pathlib.Path, *flags: str, variant: str = 'smoke'):
   return _command(
     'train',
-    *kept,
-    '--config.rollout.prompt_buckets=(320,)',
+    f'--config=configs/alfworld.py:{variant}',
     f'--workdir={workdir}',
+    *SMALL,
     *flags,
   )
 
@@ -139,6 +137,71 @@ def test_killed_and_started_again_the_run_ends_the_same(
   assert found.keys() == wanted.keys()
   for name in wanted:
     np.testing.assert_array_equal(found[name], wanted[name])
+
+
+@pytest.mark.parametrize(
+  ('variant', 'flags'),
+  [
+    (
+      'smoke,ppo',
+      (
+        '--config.critic.warmup_iterations=1',
+        '--config.rollout.groups=8',
+        '--config.rollout.episodes_per_group=1',
+      ),
+    ),
+    (
+      'smoke,strong',
+      (
+        '--config.filter.warmup_iterations=0',
+        '--config.filter.max_refills=1',
+        '--config.tasks.draw=uncertain',
+        '--config.rollout.horizon=((0,3),(2,6))',
+        '--config.loss.entropy_weight=0.01',
+        '--config.loss.corridor_weight=1.0',
+        # Falls with the share of num_iterations otherwise.
+        '--config.loss.corridor_decay=0.0',
+      ),
+    ),
+  ],
+  ids=['critic', 'feedback'],
+)
+def test_what_a_run_knows_of_its_past_is_kept(tmp_path, variant, flags):
+  whole, parts = tmp_path / 'whole', tmp_path / 'parts'
+
+  def run(workdir, *more):
+    flags_ = (*flags, '--config.evaluation.every=0', *more)
+    return _run(_small(workdir, *flags_, variant=variant))
+
+  run(whole)
+  run(parts, '--config.num_iterations=2')
+  assert 'resuming' in run(parts)
+  lines = _lines(whole)
+  assert _lines(parts) == lines
+  assert lines[2]['spent/episodes'] >= 3 * 8
+  found, wanted = _policy(parts), _policy(whole)
+  for name in wanted:
+    np.testing.assert_array_equal(found[name], wanted[name])
+
+
+def test_checkpoints_and_exports_are_evaluated(uninterrupted, tmp_path):
+  workdir, _ = uninterrupted
+  printed = _run(
+    _command(
+      'evaluate',
+      *_small(tmp_path)[2:],
+      f'--checkpoint={workdir}',
+      f'--model={workdir / "policy"}',
+      '--repeats=2',
+    )
+  )
+  assert f'{workdir} less {workdir / "policy"}' in printed
+  told = json.loads((tmp_path / 'evaluation.json').read_text())
+  for found in told['policies'].values():
+    assert len(found['episodes']) == 16
+    successes = [episode['success'] for episode in found['episodes']]
+    assert found['rates']['eval/success_rate'] == np.mean(successes)
+  assert (tmp_path / 'evaluation.png').is_file()
 
 
 @pytest.mark.parametrize(
