@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+import numpy as np
 import tqdm
 
 from gigpo_jax import metrics
@@ -32,6 +33,7 @@ COLUMNS = (
   'eval/episode_length',
   'eval/invalid_action_rate',
 )
+_SPENT = tuple(column for column in COLUMNS if column.startswith('spent/'))
 _X = {
   'spent/env_steps': 'environment steps',
   'spent/tokens': 'generated tokens',
@@ -54,6 +56,11 @@ class Run:
   config: str
   seed: int
   overrides: tuple[tuple[str, object], ...] = ()
+
+  @property
+  def experiment(self) -> str:
+    """Name of its config: only runs of one are compared."""
+    return pathlib.Path(self.config.partition(':')[0]).stem
 
   @property
   def folder(self) -> str:
@@ -180,15 +187,18 @@ def gather(
   """Returns every evaluation of the runs, and writes them to results.csv."""
   found = []
   for run in runs:
+    # A line evaluates what the iterations before it have made.
+    spent = dict.fromkeys(_SPENT, 0.0)
     for line in metrics.read(root / run.folder):
       if line.get('eval/success_rate') is not None:
-        # Before an iteration's own costs.
         found.append(
-          {'name': run.name, 'seed': run.seed}
+          {'experiment': run.experiment, 'name': run.name, 'seed': run.seed}
           | {column: line.get(column) for column in COLUMNS}
+          | spent
         )
+      spent = {name: line.get(name, spent[name]) for name in _SPENT}
   with open(root / 'results.csv', 'w', newline='', encoding='utf-8') as file:
-    writer = csv.DictWriter(file, ['name', 'seed', *COLUMNS])
+    writer = csv.DictWriter(file, ['experiment', 'name', 'seed', *COLUMNS])
     writer.writeheader()
     writer.writerows(found)
   (root / 'runs.json').write_text(
@@ -197,31 +207,59 @@ def gather(
   return found
 
 
-def table(found: Sequence[dict], *, last: int = 1) -> str:
-  """Returns a Markdown table: success at the end, by name, and each seed's.
+def table(found: Sequence[dict]) -> str:
+  """Returns a Markdown table: success by name, mean and standard error.
+
+  At the end of the runs; at as many environment steps, and as many generated
+  tokens, as the run has that spent least of them, between evaluations on a
+  line; and each seed's at the end.
 
   Args:
     found: of `gather`.
-    last: how many evaluations at the end of a run are averaged.
   """
+  curves = _curves(found)
+  least = {
+    x: min(c[-1][x] for by_seed in curves.values() for c in by_seed.values())
+    for x in ('spent/env_steps', 'spent/tokens')
+  }
+  heads = [f'at {most:,.0f} {_X[x]}' for x, most in least.items()]
   lines = [
-    '| run | seeds | success at the end: mean, standard error | each |',
-    '|---|---|---|---|',
+    f'| run | seeds | success at the end | {" | ".join(heads)} | each |',
+    '|---|---|---|---|---|---|',
   ]
-  for name in dict.fromkeys(line['name'] for line in found):
-    ends = []
-    for seed in dict.fromkeys(x['seed'] for x in found if x['name'] == name):
-      curve = [x for x in found if (x['name'], x['seed']) == (name, seed)]
-      part = [x['eval/success_rate'] for x in curve[-last:]]
-      ends.append(100 * sum(part) / len(part))
-    mean = sum(ends) / len(ends)
-    spread = sum((x - mean) ** 2 for x in ends) / max(len(ends) - 1, 1)
-    error = (spread / len(ends)) ** 0.5
+  for name, by_seed in curves.items():
+    ends = [100 * c[-1]['eval/success_rate'] for c in by_seed.values()]
+    told = [_mean(ends)]
+    for x, most in least.items():
+      told.append(_mean([_at(c, x, most) for c in by_seed.values()]))
     each = ', '.join(f'{x:.1f}' for x in ends)
-    lines.append(
-      f'| {name} | {len(ends)} | {mean:.1f} ± {error:.1f} | {each} |'
-    )
+    lines.append(f'| {name} | {len(ends)} | {" | ".join(told)} | {each} |')
   return '\n'.join(lines)
+
+
+def _curves(found: Sequence[dict]) -> dict[str, dict[int, list[dict]]]:
+  """Returns evaluations by name and seed."""
+  curves: dict[str, dict[int, list[dict]]] = {}
+  for line in found:
+    curves.setdefault(line['name'], {}).setdefault(line['seed'], []).append(
+      line
+    )
+  return curves
+
+
+def _at(curve: Sequence[dict], x: str, most: float) -> float:
+  """Returns the success, in per cent, where `most` of x were spent."""
+  places = [line[x] for line in curve]
+  heights = [100 * line['eval/success_rate'] for line in curve]
+  return float(np.interp(most, places, heights))
+
+
+def _mean(values: Sequence[float]) -> str:
+  """Returns mean and standard error; of one value only that."""
+  mean = sum(values) / len(values)
+  if len(values) == 1:
+    return f'{mean:.1f}'
+  return f'{mean:.1f} ± {np.std(values, ddof=1) / len(values) ** 0.5:.1f}'
 
 
 def draw(
@@ -232,27 +270,17 @@ def draw(
   import matplotlib
 
   matplotlib.use('Agg')
-  import numpy as np
   from matplotlib import pyplot
 
   figure, axes = pyplot.subplots(figsize=(7, 4.2), layout='constrained')
-  for n, name in enumerate(dict.fromkeys(line['name'] for line in found)):
-    curves = {}
-    for line in found:
-      if line['name'] == name:
-        curves.setdefault(line['seed'], []).append(
-          (line[x] or 0.0, 100 * line['eval/success_rate'])
-        )
-    # At places that all seeds come to; between evaluations on a line.
-    end = min(curve[-1][0] for curve in curves.values())
+  for n, (name, by_seed) in enumerate(_curves(found).items()):
+    # At places that all seeds come to.
+    end = min(curve[-1][x] for curve in by_seed.values())
     places = np.linspace(0, end, 50)
     heights = np.array(
-      [
-        np.interp(places, *zip(*curve, strict=True))
-        for curve in curves.values()
-      ]
+      [[_at(c, x, most) for most in places] for c in by_seed.values()]
     )
-    label = f'{name}, {len(curves)} seed{"s" if len(curves) > 1 else ""}'
+    label = f'{name}, {len(by_seed)} seed{"s" if len(by_seed) > 1 else ""}'
     axes.plot(places, heights.mean(axis=0), color=f'C{n}', label=label)
     axes.fill_between(
       places,
@@ -273,10 +301,11 @@ def main(sweep: str, workdir: str, *, at_once: int, only_gather: bool) -> int:
   runs, root = read(sweep), pathlib.Path(workdir).resolve()
   failed = [] if only_gather else run_all(runs, root, at_once=at_once)
   found = gather(runs, root)
-  if found:
-    print(table(found))
+  for experiment in dict.fromkeys(line['experiment'] for line in found):
+    part = [line for line in found if line['experiment'] == experiment]
+    print(f'\n{experiment}\n\n{table(part)}')
     for x in _X:
-      name = f'curves_by_{x.rpartition("/")[2]}.png'
-      draw(found, root / name, x=x)
+      name = f'{experiment}_by_{x.rpartition("/")[2]}.png'
+      draw(part, root / name, x=x)
   print(f'\n{root}/results.csv')
   return int(bool(failed))

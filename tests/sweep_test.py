@@ -14,19 +14,20 @@ PROJECT = pathlib.Path(sweep.__file__).parents[1]
 
 
 def write_run(folder, curve):
-  """A finished run: (environment steps, success) of its evaluations."""
+  """A finished run: (environment steps until then, success) evaluated."""
   (folder / 'policy').mkdir(parents=True)
   (folder / 'policy' / 'config.json').write_text('{}')
+  # A line tells what is spent after it; the last one has no iteration.
+  after = [steps for steps, _ in curve[1:]] + [curve[-1][0]]
   lines = [
     {
-      'iteration': 10 * n,
+      'iteration': n,
       'spent/env_steps': steps,
       'spent/tokens': 7 * steps,
       'eval/success_rate': rate,
     }
-    for n, (steps, rate) in enumerate(curve)
+    for n, ((_, rate), steps) in enumerate(zip(curve, after, strict=True))
   ]
-  lines.append({'iteration': 99, 'loss/total': 1.0})
   (folder / 'metrics.jsonl').write_text(
     ''.join(json.dumps(line) + '\n' for line in lines)
   )
@@ -49,11 +50,14 @@ def test_finished_runs_are_gathered_and_not_run_again(tmp_path):
   assert len(found) == 6
   assert found[1]['spent/env_steps'] == 100
   header = (tmp_path / 'results.csv').read_text().splitlines()[0]
-  assert header.startswith('name,seed,iteration,spent/episodes')
+  assert header.startswith('experiment,name,seed,iteration,spent/episodes')
   lines = sweep.table(found).splitlines()
-  # 40 and 80: mean 60, standard error sqrt(800 / 2) = 20.
-  assert lines[2] == '| a | 2 | 60.0 ± 20.0 | 40.0, 80.0 |'
-  assert lines[3] == '| b | 1 | 50.0 ± 0.0 | 50.0 |'
+  assert 'at 100 environment steps | at 700 generated tokens' in lines[0]
+  # At the end 40 and 80: mean 60, standard error sqrt(800 / 2) = 20. Where 100
+  # steps were taken 40 and 20 + 60 * 5/6 = 70; 20 + 30 * 10/11 = 47.3.
+  both = '55.0 ± 15.0 | 55.0 ± 15.0'
+  assert lines[2] == f'| a | 2 | 60.0 ± 20.0 | {both} | 40.0, 80.0 |'
+  assert lines[3] == '| b | 1 | 50.0 | 47.3 | 47.3 | 50.0 |'
   sweep.draw(found, tmp_path / 'curves.png')
   assert (tmp_path / 'curves.png').stat().st_size > 5000
 
