@@ -65,7 +65,8 @@ class Run:
   @property
   def folder(self) -> str:
     """Name of its work directory."""
-    return f'{self.name}-{self.seed}'
+    name = self.name.replace(' ', '-')
+    return f'{self.experiment}-{name}-{self.seed}'
 
   def command(self, root: pathlib.Path) -> list[str]:
     """Returns what runs it, into a folder of `root`."""

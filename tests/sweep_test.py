@@ -41,9 +41,9 @@ RUNS = [
 
 
 def test_finished_runs_are_gathered_and_not_run_again(tmp_path):
-  write_run(tmp_path / 'a-0', [(0, 0.2), (100, 0.4)])
-  write_run(tmp_path / 'a-1', [(0, 0.2), (120, 0.8)])
-  write_run(tmp_path / 'b-0', [(0, 0.2), (110, 0.5)])
+  write_run(tmp_path / 'alfworld-a-0', [(0, 0.2), (100, 0.4)])
+  write_run(tmp_path / 'alfworld-a-1', [(0, 0.2), (120, 0.8)])
+  write_run(tmp_path / 'alfworld-b-0', [(0, 0.2), (110, 0.5)])
   assert sweep.run_all(RUNS, tmp_path, at_once=2) == []
   assert not list(tmp_path.glob('*.log'))
   found = sweep.gather(RUNS, tmp_path)
@@ -71,8 +71,10 @@ def test_runs_that_fail_are_told_and_the_others_go_on(tmp_path):
     sweep.Run('worse', 'configs/alfworld.py:huge', 0),
   ]
   assert sweep.run_all(runs, tmp_path, at_once=1) == runs
-  assert 'seed=-1' in (tmp_path / 'bad-0.log').read_text()
-  assert 'accepts at most one of' in (tmp_path / 'worse-0.log').read_text()
+  assert 'seed=-1' in (tmp_path / 'alfworld-bad-0.log').read_text()
+  assert (
+    'accepts at most one of' in (tmp_path / 'alfworld-worse-0.log').read_text()
+  )
 
 
 @pytest.mark.parametrize(

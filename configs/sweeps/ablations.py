@@ -1,0 +1,33 @@
+r"""What the parts of GiGPO are worth, on ALFWorld, three seeds.
+
+    python launch/sweep.py --sweep=configs/sweeps/ablations.py \
+        --workdir=runs/main
+
+In the folder of main.py, whose runs of GiGPO and GRPO are then taken over.
+"""
+
+from configs.sweeps import main
+
+VARIANTS = {
+  'gigpo': {},
+  'grpo': {},
+  'no std': {'algorithm.norm': 'mean'},
+  'omega 0.4': {'algorithm.step_weight': 0.4},
+  'omega 1.4': {'algorithm.step_weight': 1.4},
+  'observation and actions': {'algorithm.anchor': 'observation_and_actions'},
+  'similarity': {'algorithm.anchor': 'similarity'},
+  'rows': {'algorithm.episode_stats': 'rows'},
+  'hgpo': {},
+}
+
+RUNS = [
+  main.run(
+    'alfworld',
+    name,
+    f',{name}' if name in ('grpo', 'hgpo') else '',
+    seed,
+    **overrides,
+  )
+  for seed in range(3)
+  for name, overrides in VARIANTS.items()
+]
