@@ -4,6 +4,7 @@
 authors' release. A path left empty is asked for at start.
 """
 
+import pathlib
 from collections.abc import Sequence
 
 import ml_collections
@@ -30,33 +31,32 @@ def parse_variants(
 
 
 # Variants of every experiment: an algorithm, or a way to run one.
-ALGORITHMS = (
-  'grpo',
-  'dr_grpo',
-  'rloo',
-  'reinforce_pp',
-  'reinforce_pp_baseline',
-  'ppo',
-  'hgpo',
-  'graphgpo',
-  'g2po',
-  'gdpo',
+ALGORITHMS = tuple(
+  sorted(
+    path.stem
+    for path in pathlib.Path(__file__)
+    .parents[1]
+    .glob('gigpo_jax/algorithms/*.py')
+    if path.stem not in ('__init__', 'gigpo')
+  )
 )
-CHANGES = ('paper', 'reference_code', 'strong', *ALGORITHMS, 'lora')
+PRESETS = ('paper', 'reference_code', 'strong')
+CHANGES = (*PRESETS, *ALGORITHMS, 'lora')
 
 
 def apply(config: ml_collections.ConfigDict, changes: Sequence[str]) -> None:
   """Makes changes of CHANGES.
 
   Raises:
-    ValueError: if two of them are algorithms.
+    ValueError: if two of them are algorithms, or presets.
   """
-  algorithms = [change for change in changes if change in ALGORITHMS]
-  if len(algorithms) > 1:
-    raise ValueError(
-      f'--config=...:{",".join(algorithms)}: there is one algorithm; accepts '
-      'at most one of these'
-    )
+  for names, what in ((ALGORITHMS, 'algorithm'), (PRESETS, 'preset')):
+    chosen = [change for change in changes if change in names]
+    if len(chosen) > 1:
+      raise ValueError(
+        f'--config=...:{",".join(chosen)}: there is one {what}; accepts at '
+        'most one of these'
+      )
   for change in changes:
     if change in ALGORITHMS:
       use_algorithm(config, change)
@@ -75,6 +75,8 @@ def use_algorithm(config: ml_collections.ConfigDict, name: str) -> None:
   if name == 'dr_grpo':
     config.loss.aggregation = 'fixed_length'
   if name == 'ppo':
+    # Ten times the policy's, as in the paper.
+    config.critic.learning_rate = 10 * config.optimizer.learning_rate
     # Nothing is compared within a task: as many tasks as there are episodes.
     config.rollout.groups *= config.rollout.episodes_per_group
     config.rollout.episodes_per_group = 1
@@ -211,7 +213,9 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.algorithm.discount = 0.95  # gamma; paper
   config.algorithm.step_weight = 1.0  # omega; paper
   config.algorithm.invalid_penalty = 0.1  # paper
-  config.algorithm.norm = 'mean_std'  # | mean | leave_one_out
+  # mean_std | mean | leave_one_out; of those that compare within a group, but
+  # for rloo, dr_grpo and gdpo, which are a norm.
+  config.algorithm.norm = 'mean_std'
   config.algorithm.episode_stats = 'trajectories'  # | rows (code)
   config.algorithm.penalty_scope = 'reward'  # | row (code)
   config.algorithm.lone_episode = 'zero'  # | raw (code)

@@ -338,6 +338,8 @@ def whiten(
     weights: how often a row counts, 0 for padding; the std is the unbiased one
       of as many numbers.
   """
+  # Of equal values the mean, too, has to be exactly the same.
+  values = values - values[jnp.argmax(weights > 0)]
   total = jnp.maximum(jnp.sum(weights), 1)
   mean = jnp.sum(weights * values) / total
   squares = jnp.sum(weights * (values - mean) ** 2)

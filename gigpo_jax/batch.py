@@ -114,7 +114,7 @@ def from_trajectories(
       the environment tells of its steps.
 
   Raises:
-    ValueError: if no episode holds a step.
+    ValueError: if no episode holds a step, or none tells a component.
   """
   played = [
     (number, t) for number, t in enumerate(trajectories) if not t.failure
@@ -152,13 +152,24 @@ def from_trajectories(
     rows.valid[r] = step.result.valid
     rows.success[r] = step.result.success
     rows.components[r] = [_component(step.result, name) for name in components]
+  for name in set(components) - set(COMPONENTS):
+    if not any(name in step.result.metrics for _, _, _, step in steps):
+      raise ValueError(
+        f'algorithm.components={tuple(components)}: the environment tells '
+        f'nothing called {name}; must be of {", ".join(COMPONENTS)}, or told'
+      )
   return rows
 
 
 def _states(episode: trajectory.Trajectory) -> list[str | None]:
   """Returns the states that its steps were taken in, and the last one."""
-  last = episode.steps[-1].result.final_anchor if episode.steps else None
-  return [*(step.anchor for step in episode.steps), last]
+  states = [step.anchor for step in episode.steps]
+  if not states:
+    return [None]
+  result = episode.steps[-1].result
+  # A horizon ends episodes that would have gone on.
+  cut = result.observation.anchor if result.observation else None
+  return [*states, result.final_anchor if cut is None else cut]
 
 
 def _component(result: base.StepResult, name: str) -> float:

@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 
 from gigpo_jax import tasks, trajectory
 
+# Where in the stream of tasks refills begin: behind all iterations.
+_REFILLS = 1 << 20
+
 
 @dataclasses.dataclass
 class Spent:
@@ -53,10 +56,15 @@ class Filter:
   warmup_iterations: int = 0
   max_refills: int = 2
 
-  def positions(self, iteration: int) -> range:
-    """Returns places in the stream of tasks that an iteration may take."""
-    each = 1 + (self.max_refills if self.without_spread else 0)
-    return range(iteration * each, (iteration + 1) * each)
+  def positions(self, iteration: int) -> list[int]:
+    """Returns places in the stream of tasks that an iteration may take.
+
+    The first is the iteration's own, so that runs with and without a filter
+    begin with the same tasks.
+    """
+    refills = self.max_refills if self.without_spread else 0
+    first = _REFILLS + iteration * refills
+    return [iteration, *range(first, first + refills)]
 
   def active(self, iteration: int) -> bool:
     """Whether groups may be dropped."""
@@ -88,7 +96,7 @@ def collect(
 ) -> Collected:
   """Plays groups until there are enough to train on, or refills are used up.
 
-  If no group is left at all, those of the last play are trained on.
+  If no group is left at all, those played last are trained on.
 
   Args:
     play: takes tasks and a place in the stream; returns their episodes.
@@ -97,7 +105,7 @@ def collect(
     groups: how many are wanted; what is over is dropped.
     iteration: number of the iteration.
   """
-  played, kept, seen, plays = [], [], 0, 0
+  played, kept, whole, plays = [], [], [], 0
   for place in chosen.positions(iteration):
     found = play(stream.at(place), place)
     played, plays = played + found, plays + 1
@@ -106,16 +114,17 @@ def collect(
     parts = [[] for _ in range(1 + max(t.group for t in found))]
     for t in found:
       parts[t.group].append(t)
-    seen += len(parts)
+    whole += parts
     kept += [part for part in parts if spread(part)]
     if len(kept) >= groups:
       break
   metrics = {
     'filter/refills': float(plays - 1),
     'filter/groups_kept': float(min(len(kept), groups)),
-    'filter/groups_with_spread_share': len(kept) / seen,
+    'filter/groups_with_spread_share': len(kept) / len(whole),
   }
-  kept = kept[:groups] or parts
+  sound = [part for part in whole if not all(t.failure for t in part)]
+  kept = kept[:groups] or sound[-groups:] or whole
   numbered = [
     dataclasses.replace(t, group=number)
     for number, part in enumerate(kept)

@@ -47,13 +47,17 @@ def table(runs: Sequence[tuple[str, int, Sequence[dict]]]) -> str:
       for line in lines
     )
     low, high = (last[f'eval/success_{end}'] for end in ('low', 'high'))
+    episodes = max(line.get('spent/episodes') or 0 for line in lines)
     rows.append(
       f'| `{variant}` | {seed} | {first[_RATE]:.1%} | {", ".join(middle)} '
       f'| {last[_RATE]:.1%} [{low:.1%}, {high:.1%}] '
-      f'| {100 * (last[_RATE] - first[_RATE]):+.1f} | {seconds / 60:.0f} |'
+      f'| {100 * (last[_RATE] - first[_RATE]):+.1f} | {episodes:,.0f} '
+      f'| {seconds / 60:.0f} |'
     )
-  head = '| run | seed | start | between | end, 95 % | points | minutes |'
-  return '\n'.join([head, '|---|---|---|---|---|---|---|', *rows])
+  head = (
+    '| run | seed | start | between | end, 95 % | points | episodes | minutes |'
+  )
+  return '\n'.join([head, '|---|---|---|---|---|---|---|---|', *rows])
 
 
 def draw(

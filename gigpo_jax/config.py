@@ -5,6 +5,7 @@ files on disk, numbers and names; builds nothing. A model of the hub is fetched
 when all else is right.
 """
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -16,6 +17,7 @@ import ml_collections
 import psutil
 
 import envs
+from configs import base
 from gigpo_jax import (
   advantages,
   algorithms,
@@ -42,6 +44,17 @@ _DATA = {
 # bf16 copy each for sampling and computing. With adapters the last two alone.
 BYTES_PER_PARAMETER = 16 + 2 + 2
 FROZEN_BYTES_PER_PARAMETER = 2 + 2
+
+# Options of algorithms that are other things', too, or an experiment's own.
+_OF_ALL = (
+  'name',
+  'norm',
+  'discount',
+  'invalid_penalty',
+  'anchor',
+  'similarity_threshold',
+  'anchor_history',
+)
 
 _CHOICES = {
   'rollout.schedule': rollout.SCHEDULES,
@@ -264,6 +277,7 @@ def _algorithm(config: ml_collections.ConfigDict) -> Iterator[str]:
   except ValueError as error:
     yield f'algorithm.{str(error).removeprefix("algorithm.")}'
     return
+  yield from _ignored(config, algorithm)
   name, members = config.algorithm.name, config.rollout.episodes_per_group
   if algorithm.needs_group and members < _PAIR:
     yield (
@@ -285,6 +299,36 @@ def _algorithm(config: ml_collections.ConfigDict) -> Iterator[str]:
     yield (
       'loss.ratio_level=row: tokens of a row have advantages of their own; '
       'needs algorithm.gae_level=turn'
+    )
+
+
+def _ignored(
+  config: ml_collections.ConfigDict, algorithm: algorithms.Algorithm
+) -> Iterator[str]:
+  """Finds what was asked for and would have no effect."""
+  name = config.algorithm.name
+  fields = {f.name for f in dataclasses.fields(algorithm) if f.init}
+  for option, default in base.get_config().algorithm.items():
+    value = config.algorithm[option]
+    if value != default and option not in (*_OF_ALL, *fields):
+      yield (
+        f'algorithm.{option}={value}: {name} has no such option; must be '
+        f'{default}'
+      )
+  if name == 'dr_grpo' and config.loss.aggregation != 'fixed_length':
+    yield (
+      f'loss.aggregation={config.loss.aggregation}: dr_grpo divides by a '
+      'constant; must be fixed_length'
+    )
+  if name == 'gdpo' and config.filter.without_spread:
+    yield (
+      'filter.without_spread=True: looks at the whole reward, gdpo at its '
+      'components; must be False'
+    )
+  if config.tasks.draw == 'uncertain' and config.env.get('reference_sampling'):
+    yield (
+      'tasks.draw=uncertain: env.reference_sampling has an order of its own; '
+      'must be epochs'
     )
 
 
@@ -436,6 +480,9 @@ def _too_small(
     each, what = FROZEN_BYTES_PER_PARAMETER, 'training adapters'
   elif config.optimizer.mu_dtype == 'bfloat16':
     each -= 2
+  if config.algorithm.name == 'ppo':
+    # The critic: parameters, moments, gradients.
+    each, what = each + 16, f'{what}, with a critic,'
   needed = num_parameters * each
   available = psutil.virtual_memory().total
   if needed > available:

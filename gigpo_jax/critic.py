@@ -116,4 +116,6 @@ class Critic:
       'update/grad_norm': 'critic/grad_norm',
       'update/skipped': 'critic/skipped',
     }
+    # Of links, not of tokens.
+    metrics['value/clipped'] *= tokens.sum() / max(links.sum(), 1)
     return state, {new: metrics[old] for old, new in names.items()}

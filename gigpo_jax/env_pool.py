@@ -213,6 +213,10 @@ class EnvPool:
     self._responses[env].append(response)
     self._submit('step', env, response)
 
+  def end(self, env: int) -> None:
+    """Is told that an episode is over, though its environment would go on."""
+    self._running.discard(env)
+
   def prepare(self, env: int, task: base.Task) -> None:
     """Lets the environment's worker load a task ahead; never answered."""
     self._check(env)

@@ -62,11 +62,17 @@ def rates(
   A task whose environment broke off counts as failed, and is counted beside.
   """
   low, high = interval(trajectories)
-  return metrics.summarize(trajectories, prefix='eval') | {
+  found = metrics.summarize(trajectories, prefix='eval') | {
     'eval/success_low': low,
     'eval/success_high': high,
     'eval/episodes': float(len(trajectories)),
   }
+  if 'eval/score' in found:
+    low, high = _resampled(
+      [np.mean(scores) for scores in _by_task(trajectories, _score).values()]
+    )
+    found |= {'eval/score_low': low, 'eval/score_high': high}
+  return found
 
 
 def interval(
@@ -74,23 +80,30 @@ def interval(
 ) -> tuple[float, float]:
   """Returns a 95 % interval of the success rate.
 
-  Wilson's where each task was played once; else by drawing tasks anew, for
-  episodes of a task are not independent.
+  Wilson's where each task was played once, or all tasks went the same; else by
+  drawing tasks anew, for episodes of a task are not independent.
   """
-  by_task = _by_task(trajectories)
-  if all(len(found) == 1 for found in by_task.values()):
-    return metrics.wilson(
-      sum(t.success for t in trajectories), len(trajectories)
-    )
-  return _resampled([np.mean(found) for found in by_task.values()])
+  shares = [np.mean(found) for found in _by_task(trajectories).values()]
+  if len(shares) == len(trajectories) or min(shares) == max(shares):
+    return metrics.wilson(round(sum(shares)), len(shares))
+  return _resampled(shares)
+
+
+def _success(t: trajectory.Trajectory) -> float:
+  return float(t.success)
+
+
+def _score(t: trajectory.Trajectory) -> float:
+  return 0.0 if t.failure else t.score or 0.0
 
 
 def _by_task(
   trajectories: Sequence[trajectory.Trajectory],
-) -> dict[base.Task, list[bool]]:
-  found: dict[base.Task, list[bool]] = {}
+  value: Callable[[trajectory.Trajectory], float] = _success,
+) -> dict[base.Task, list[float]]:
+  found: dict[base.Task, list[float]] = {}
   for t in trajectories:
-    found.setdefault(t.task, []).append(t.success)
+    found.setdefault(t.task, []).append(value(t))
   return found
 
 
@@ -233,8 +246,9 @@ def main(
 ) -> None:
   """Evaluates policies on the config's panel.
 
-  Prints a table, and how the first compares with each of the others; writes
-  evaluation.json, with every episode, and evaluation.png into the folder.
+  Prints a table, and how the first compares with each of the others,
+  checkpoints before models; writes evaluation.json, with every episode, and
+  evaluation.png into the folder.
 
   Args:
     config: the experiment; without models and checkpoints, `model.path`.
@@ -248,8 +262,8 @@ def main(
   """
   if repeats < 1:
     raise ValueError(f'--repeats={repeats}: must be at least 1')
-  named = [('model', m) for m in models]
-  named += [('checkpoint', c) for c in checkpoints]
+  named = [('checkpoint', c) for c in checkpoints]
+  named += [('model', m) for m in models]
   named = named or [('model', config.model.path)]
   for kind, path in named:
     if kind == 'checkpoint' and not pathlib.Path(path, 'checkpoints').is_dir():
@@ -257,8 +271,7 @@ def main(
         f'--checkpoint={path}: no checkpoints/ there; must be the --workdir of '
         'a run'
       )
-    _with(config, kind, path)
-    config_lib.validate(config)
+    config_lib.validate(_with(config, kind, path))
   hosts.join()
   found = {}
   with experiment.make_pool(config) as pool:
@@ -294,13 +307,18 @@ def main(
   print(f'\n{folder}/evaluation.json, {folder}/evaluation.png')
 
 
-def _with(config: ml_collections.ConfigDict, kind: str, path: str) -> None:
+def _with(
+  config: ml_collections.ConfigDict, kind: str, path: str
+) -> ml_collections.ConfigDict:
+  """Returns the config of a policy; a checkpoint's has the config's model."""
+  config = config.copy_and_resolve_references()
   if kind == 'model':
     config.model.path = path
+  return config
 
 
 def _play_one(config, kind: str, path: str, pool, repeats: int) -> list:
-  _with(config, kind, path)
+  config = _with(config, kind, path)
   policy = experiment.make_policy(config)
   with jax.set_mesh(policy.mesh):
     params = policy.load()

@@ -363,9 +363,7 @@ def row_sizes(config: ml_collections.ConfigDict) -> dict:
     'anchor': algorithm.anchor,
     'similarity_threshold': algorithm.similarity_threshold,
     'anchor_history': algorithm.anchor_history,
-    'components': (
-      tuple(algorithm.components) if algorithm.name == 'gdpo' else ()
-    ),
+    'components': tuple(algorithm.components),
   }
 
 

@@ -231,6 +231,8 @@ def policy_gradient(  # noqa: PLR0913
     'loss/entropy': entropy,
     'ratio/mean': ratio,
     'ratio/max': ratio,
+    # Of the policy now and the one that sampled, k3.
+    'ratio/kl': jnp.expm1(log_ratios) - log_ratios,
     'ratio/clipped_low': (ratio < 1 - clip_epsilon) & (advantages_BC < 0),
     'ratio/clipped_high': (ratio > 1 + high) & (advantages_BC > 0),
   }

@@ -225,8 +225,9 @@ def plot(
     axes.axhline(
       100 * rate, color=f'C{n + 1}', linestyle='--', label=f'published: {label}'
     )
+  episodes = [line.get('spent/episodes') or 0 for line in lines]
   axes.set(
-    xlabel='iteration',
+    xlabel=f'iteration ({max(episodes, default=0):,.0f} episodes in all)',
     ylabel='success (%)',
     # Room for the line and the marks at 0 and 100.
     ylim=(-2, 102),

@@ -237,7 +237,8 @@ class _Rollout:
       else:
         episode.steps.append(episode.turn(result=reply))
         observation = reply.observation
-        if len(episode.steps) == self._roller.max_turns:
+        if observation and len(episode.steps) == self._roller.max_turns:
+          self._pool.end(env)
           observation = None
       if observation is None:
         self._end(env)

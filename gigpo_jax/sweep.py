@@ -14,9 +14,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+import ml_collections
 import numpy as np
 import tqdm
 
+from gigpo_jax import config as config_lib
 from gigpo_jax import metrics
 
 _ROOT = pathlib.Path(__file__).parents[1]
@@ -68,6 +70,22 @@ class Run:
     name = self.name.replace(' ', '-')
     return f'{self.experiment}-{name}-{self.seed}'
 
+  def load(self) -> ml_collections.ConfigDict:
+    """Returns its config.
+
+    Raises:
+      ValueError: in one line, if there is none such.
+    """
+    path, _, variant = self.config.partition(':')
+    given = {'seed': self.seed, **dict(self.overrides)}
+    try:
+      config = runpy.run_path(str(_ROOT / path))['get_config'](variant).lock()
+      config.update_from_flattened_dict(given)
+    except (KeyError, OSError, TypeError, ValueError) as error:
+      told = ' '.join(str(error).split())
+      raise ValueError(f'--sweep: run {self.folder}: {told}') from error
+    return config
+
   def command(self, root: pathlib.Path) -> list[str]:
     """Returns what runs it, into a folder of `root`."""
     return [
@@ -110,8 +128,14 @@ def read(path: str | pathlib.Path) -> list[Run]:
   return runs
 
 
-def finished(folder: pathlib.Path) -> bool:
-  """Whether a run has come to its end."""
+def finished(run: Run, root: pathlib.Path) -> bool:
+  """Whether a run has come to its end.
+
+  Raises:
+    ValueError: in one line, if its folder is of a run with another config.
+  """
+  folder = root / run.folder
+  config_lib.check_resume(run.load(), str(folder))
   return (folder / 'policy' / 'config.json').is_file()
 
 
@@ -123,7 +147,7 @@ def run_all(
   Each has a core to itself, where there are as many, and a log in its folder.
   """
   root.mkdir(parents=True, exist_ok=True)
-  waiting = [run for run in runs if not finished(root / run.folder)]
+  waiting = [run for run in runs if not finished(run, root)]
   cores = sorted(os.sched_getaffinity(0)) if _pins() else []
   free = list(range(at_once))
   under_way: dict[subprocess.Popen, tuple[Run, int]] = {}
@@ -185,9 +209,11 @@ def _first_over(under_way: dict) -> subprocess.Popen:
 def gather(
   runs: Sequence[Run], root: pathlib.Path
 ) -> list[dict[str, float | str]]:
-  """Returns every evaluation of the runs, and writes them to results.csv."""
+  """Returns evaluations of finished runs, and writes them to results.csv."""
   found = []
   for run in runs:
+    if not finished(run, root):
+      continue
     # A line evaluates what the iterations before it have made.
     spent = dict.fromkeys(_SPENT, 0.0)
     for line in metrics.read(root / run.folder):
@@ -302,6 +328,8 @@ def main(sweep: str, workdir: str, *, at_once: int, only_gather: bool) -> int:
   runs, root = read(sweep), pathlib.Path(workdir).resolve()
   failed = [] if only_gather else run_all(runs, root, at_once=at_once)
   found = gather(runs, root)
+  done = {(line['experiment'], line['name'], line['seed']) for line in found}
+  print(f'{len(done)} of {len(runs)} runs are finished')
   for experiment in dict.fromkeys(line['experiment'] for line in found):
     part = [line for line in found if line['experiment'] == experiment]
     print(f'\n{experiment}\n\n{table(part)}')

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import pathlib
 import time
 
@@ -28,6 +29,7 @@ from gigpo_jax import (
 from gigpo_jax import (
   learner as learner_lib,
 )
+from gigpo_jax.algorithms import gigpo
 from gigpo_jax.models import huggingface, lora
 
 _MODEL_MEMORY = ('model.path', 'take a smaller model')
@@ -225,7 +227,9 @@ class _Run:
     # What it held is room for the update.
     sampler.release()
     update_begin = time.monotonic()
-    self._tasks.observe((t.task, t.success) for t in collected.played)
+    self._tasks.observe(
+      (t.task, t.success) for t in collected.played if not t.failure
+    )
     self._spent.add(collected.played)
     self._roller.prepare(
       self._tasks.at(self._filter.positions(iteration + 1)[0]),
@@ -263,13 +267,17 @@ class _Run:
   ) -> dict[str, float]:
     """Learns from episodes; returns the metrics."""
     config, learner = self._config, self._learner
+    begin = time.monotonic()
     rows = batch.from_trajectories(episodes, **experiment.row_sizes(config))
-    told = None
+    values, told = {'time/rows_secs': time.monotonic() - begin}, None
     if self._critic:
       told = self._critic.values(self._states['critic'].params, rows)
     begin = time.monotonic()
     credit = self._algorithm.credit(rows, told)
-    values = credit.metrics | {'time/credit_secs': time.monotonic() - begin}
+    values['time/credit_secs'] = time.monotonic() - begin
+    if not isinstance(self._algorithm, gigpo.Algorithm):
+      values |= gigpo.diagnose(config.algorithm.discount, rows)
+    values |= credit.metrics
     values |= metrics.effective_tokens(credit.advantages, rows.completion_mask)
     old_log_probs, importance = rows.sampler_log_probs, None
     if config.loss.old_log_probs == 'learner':
@@ -304,7 +312,8 @@ class _Run:
       iteration=iteration,
       **experiment.corridor(config, rows, self._entropies, iteration),
     )
-    self._entropies.append(found['loss/entropy'])
+    if math.isfinite(found['loss/entropy']):
+      self._entropies.append(found['loss/entropy'])
     return values | found
 
 

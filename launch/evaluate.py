@@ -5,7 +5,8 @@ r"""Evaluates policies on a config's panel: a table, JSON and a picture.
     python launch/evaluate.py --config=configs/alfworld.py:tiny \
         --checkpoint=runs/alfworld-tiny --checkpoint=runs/alfworld-tiny-grpo
 
-Of several, the first is compared with each of the others task by task.
+Of several, the first (checkpoints come before models) is compared with each of
+the others task by task.
 `--config.evaluation.temperature=0` is greedy.
 """
 

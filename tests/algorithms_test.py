@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+import slow_credit
 
 from gigpo_jax import advantages, algorithms, batch
 
@@ -207,126 +208,118 @@ def test_a_critic_is_needed():
     algorithms.make('ppo').credit(golden_rows())
 
 
-@pytest.mark.parametrize('seed', range(3))
-def test_graphs_and_levels_against_slow_references(seed):
-  rows = random_rows(seed)
-  rng_discount = 0.7
-  given = {'discount': rng_discount, 'norm': 'mean', 'invalid_penalty': 0.0}
-  g2po = algorithms.make('g2po', **given).parts(rows)
-  graph = algorithms.make('graphgpo', **given).parts(rows)
-  hgpo = algorithms.make('hgpo', history=2, **given).parts(rows)
-  for parts, slow in (
-    (g2po, slow_g2po(rows, rng_discount)),
-    (graph, slow_graph(rows)),
-    (hgpo, slow_hgpo(rows, rng_discount, 2)),
-  ):
-    np.testing.assert_allclose(parts.step_advantage, slow, atol=1e-4)
+def random_rows(seed, groups=4):
+  """Random walks over few states, in a random order, and padding.
 
-
-def random_rows(seed, groups=3, members=4):
-  """Random walks over few states, in a random order, and padding."""
+  A group of one episode, groups that all win or all lose, some invalid
+  actions, some ends that are not known, responses of several lengths.
+  """
   rng = np.random.default_rng(seed)
   walks = []
   for group in range(groups):
-    for member in range(members):
-      states = rng.integers(0, 4, rng.integers(2, 7))
-      walks.append((group, member, states, rng.random() < 0.5))
+    wins = (True, False, None)[rng.integers(3)]
+    for member in range(1 if group == 0 else rng.integers(2, 6)):
+      states = rng.integers(0, 4, rng.integers(2, 8))
+      won = rng.random() < 0.5 if wins is None else wins
+      walks.append((group, member, states, won))
   steps = [
-    (group, member, t, states[t], states[t + 1], won and t == len(states) - 2)
+    (group, member, t, states[t], states[t + 1], t == len(states) - 2, won)
     for group, member, states, won in walks
     for t in range(len(states) - 1)
   ]
   rng.shuffle(steps)
-  ids = [np.array([1])] * len(steps)
   rows = batch.pack(
-    ids, ids, max_prompt_tokens=1, max_completion_tokens=1, row_multiple=64
+    [np.array([1])] * len(steps),
+    [np.ones(rng.integers(1, 6), int) for _ in steps],
+    max_prompt_tokens=1,
+    max_completion_tokens=6,
+    row_multiple=128,
+    num_components=2,
   )
-  for r, (group, member, t, state, following, won) in enumerate(steps):
+  for r, (group, member, t, state, following, last, won) in enumerate(steps):
     rows.groups[r], rows.episodes[r], rows.steps[r] = group, member, t
-    rows.anchors[r], rows.next_anchors[r] = state, -1 if won else following
-    rows.success[r], rows.rewards[r] = won, 10.0 * won
+    unknown = last and rng.random() < 0.5
+    rows.anchors[r], rows.next_anchors[r] = state, -1 if unknown else following
+    rows.success[r] = won and last
+    rows.rewards[r] = 10.0 * rows.success[r]
+    rows.valid[r] = rng.random() < 0.8
+    rows.components[r] = rows.rewards[r], rng.integers(3)
   return rows
 
 
-def each(rows):
-  """(row, its group, episode, step, anchor), padding left out."""
-  return [
-    (r, rows.groups[r], rows.episodes[r], rows.steps[r], rows.anchors[r])
-    for r in np.flatnonzero(rows.real)
-  ]
+ROWS = {'episode_stats': 'rows', 'penalty_scope': 'row', 'lone_episode': 'raw'}
 
 
-def centred(rows, values, keys):
-  found = np.zeros(len(rows.groups))
-  for r, key in keys.items():
-    others = [values[s] for s, other in keys.items() if other == key]
-    found[r] = values[r] - np.mean(others) if len(others) > 1 else 0
-  return found
+@pytest.mark.parametrize(
+  ('name', 'options'),
+  [
+    ('gigpo', {}),
+    ('gigpo', {'norm': 'mean', 'step_weight': 0.4, 'discount': 1.0}),
+    ('gigpo', {'norm': 'leave_one_out', 'lone_episode': 'raw'}),
+    ('gigpo', ROWS),
+    ('grpo', {}),
+    ('rloo', {}),
+    ('dr_grpo', {}),
+    ('graphgpo', {}),
+    ('graphgpo', {'norm': 'mean', 'graph_discount': 0.5}),
+    ('graphgpo', ROWS),
+    ('g2po', {}),
+    ('g2po', {'norm': 'mean'}),
+    ('hgpo', {}),
+    ('hgpo', {'history': 0, 'norm': 'mean', 'episode_weight': 1.0}),
+    ('hgpo', {'history': 3, 'level_exponent': 2.0, 'norm': 'leave_one_out'}),
+    ('reinforce_pp', {}),
+    ('reinforce_pp_baseline', {}),
+    ('gdpo', {}),
+    ('gdpo', {'component_weights': (1.0, 0.5), 'components': ('reward', 'x')}),
+  ],
+  ids=str,
+)
+def test_against_a_slow_reference(name, options):
+  for seed in range(6):
+    rows = random_rows(seed)
+    found = algorithms.make(name, **options).credit(rows).advantages
+    told = {k: v for k, v in options.items() if k != 'components'}
+    steps = slow_credit.Steps(rows, slow_credit.Options(**told))
+    slow = getattr(slow_credit, name)(steps)
+    expected = [slow.get(r, 0.0) for r in range(len(found))]
+    np.testing.assert_allclose(found, expected, atol=5e-5, err_msg=str(seed))
 
 
-def slow_g2po(rows, discount):
-  length, reward, visits = {}, {}, {}
-  for r, group, episode, step, _ in each(rows):
-    name = group, episode
-    length[name] = max(length.get(name, 0), step + 1)
-    reward[name] = reward.get(name, 0) + rows.rewards[r]
-  for _, group, episode, step, anchor in each(rows):
-    left = length[group, episode] - step
-    visits.setdefault((group, anchor), []).append(
-      discount**left * reward[group, episode]
+@pytest.mark.parametrize('level', ['token', 'turn'])
+@pytest.mark.parametrize(('discount', 'decay'), [(1, 1), (0.9, 0.8), (0.5, 0)])
+@pytest.mark.parametrize('whiten', [False, True])
+def test_gae_against_a_slow_reference(level, discount, decay, whiten):
+  options = {
+    'gae_level': level,
+    'gae_discount': discount,
+    'gae_lambda': decay,
+    'whiten_advantages': whiten,
+  }
+  for seed in range(3):
+    rows = random_rows(seed)
+    rng = np.random.default_rng(seed)
+    values = rng.normal(size=(len(rows.groups), 6)).astype(np.float32)
+    found = algorithms.make('ppo', **options).credit(rows, values)
+    steps = slow_credit.Steps(rows, slow_credit.Options(**options))
+    np.testing.assert_allclose(
+      found.advantages, slow_credit.ppo(steps, values), atol=2e-5
     )
-  value = {node: np.mean(found) for node, found in visits.items()}
-  there, gain = {}, {}
-  for r, group, episode, step, anchor in each(rows):
-    if step + 1 == length[group, episode]:
-      there[r] = reward[group, episode]
-    else:
-      there[r] = value[group, rows.next_anchors[r]]
-    gain[r] = there[r] - value[group, anchor]
-  keys = {r: (group, anchor) for r, group, _, _, anchor in each(rows)}
-  groups = {r: group for r, group, _, _, _ in each(rows)}
-  return centred(rows, there, keys) + centred(rows, gain, groups)
 
 
-def slow_graph(rows):
-  values, keys = {}, {}
-  for group in range(rows.groups.max() + 1):
-    mine = [row for row in each(rows) if row[1] == group]
-    distance = {}
-    for _ in range(len(mine) + 1):
-      for r, *_, anchor in mine:
-        after = 0 if rows.success[r] else distance.get(rows.next_anchors[r])
-        if after is not None:
-          distance[anchor] = min(distance.get(anchor, 99), after + 1)
-    far = max(distance.values(), default=0) + 1
-    for r, *_, anchor in mine:
-      after = 0 if rows.success[r] else distance.get(rows.next_anchors[r], far)
-      values[r], keys[r] = 10 * 0.1**after, (group, anchor)
-  return centred(rows, values, keys)
+def test_equal_returns_whiten_to_zero():
+  rows = random_rows(0)
+  rows.rewards[:], rows.valid[:] = 0, True
+  for chain in slow_credit.Steps(rows, slow_credit.Options()).chains:
+    rows.rewards[chain[-1]] = 9.9
+  found = algorithms.make('reinforce_pp').credit(rows).advantages
+  np.testing.assert_array_equal(found, 0)
 
 
-def slow_hgpo(rows, discount, history):
-  place = {(g, e, t): (r, a) for r, g, e, t, a in each(rows)}
-  returns = {}
-  for (g, e, t), (r, _) in place.items():
-    rest = [
-      discount ** (k - t) * rows.rewards[s]
-      for (h, f, k), (s, _) in place.items()
-      if (h, f) == (g, e) and k >= t
-    ]
-    returns[r] = sum(rest)
-  total, weights = np.zeros(len(rows.groups)), np.zeros(len(rows.groups))
-  for k in range(1, history + 2):
-    keys = {
-      r: (g, *(place.get((g, e, t - n), (None, None))[1] for n in range(k)))
-      for (g, e, t), (r, _) in place.items()
-    }
-    level = centred(rows, returns, keys)
-    for r, key in keys.items():
-      if sum(other == key for other in keys.values()) > 1:
-        total[r] += (k + 1) * level[r]
-        weights[r] += k + 1
-  return total / np.maximum(weights, 1)
+def test_episode_weight_does_not_touch_the_diagnostics():
+  _, metrics, _ = algorithms.make('hgpo').credit(golden_rows())
+  assert metrics['advantage/groups_without_spread'] == 0
+  assert metrics['advantage/episode_std'] > 0
 
 
 def test_groups_without_spread_are_counted():

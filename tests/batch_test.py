@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -107,3 +109,26 @@ def test_nothing_to_train_on_is_refused():
   broken = [make_episode(0, 0, make_step([1], [2], 'hall'), failure='hung')]
   with pytest.raises(ValueError, match='all episodes failed.*hung'):
     batch.from_trajectories(broken, **SIZES)
+
+
+def test_a_state_that_a_horizon_cuts_off_is_known():
+  seen = base.Observation(prompt='', short_prompt='', anchor='hall', text='')
+  end = base.StepResult(seen, 0.0, True, '', False, False)
+  step = make_step([1], [2], 'attic')
+  cut = dataclasses.replace(step, result=end)
+  episodes = [
+    make_episode(0, 0, make_step([1], [2], 'hall'), cut),
+    make_episode(0, 1, make_step([1], [2], 'hall'), step),
+  ]
+  rows = batch.from_trajectories(episodes, **SIZES, row_multiple=4)
+  assert rows.next_anchors.tolist() == [
+    rows.anchors[1],
+    rows.anchors[0],
+    rows.anchors[3],
+    -1,
+  ]
+
+
+def test_components_that_nobody_tells_are_refused():
+  with pytest.raises(ValueError, match='tells nothing called rewrd'):
+    batch.from_trajectories(EPISODES, **SIZES, components=('rewrd', 'valid'))

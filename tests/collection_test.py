@@ -1,5 +1,7 @@
 """Which groups an iteration trains on, and what it has cost."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -41,26 +43,31 @@ def player(rewards):
 
 
 class InOrder(tasks.TaskSampler):
+  """Iterations take tasks 0 and 1, 2 and 3, ..; refills 40 and 41, .."""
+
   def at(self, iteration):
-    return [base.Task('train', 2 * iteration + n) for n in range(2)]
+    place = 2 * iteration
+    if iteration >= 1 << 20:
+      place = 40 + 2 * (iteration - (1 << 20))
+    return [base.Task('train', place + n) for n in range(2)]
 
 
 STREAM = InOrder('train', 100, 2, 0)
 
 
-def run(rewards, iteration=0, **kwargs):
+def run(rewards, refilled=(), iteration=0, **kwargs):
   chosen = collection.Filter(without_spread=True, **kwargs)
+  by_task = dict(enumerate(rewards)) | dict(enumerate(refilled, 40))
   return collection.collect(
-    player(rewards), STREAM, chosen, groups=2, iteration=iteration
+    player(by_task), STREAM, chosen, groups=2, iteration=iteration
   )
 
 
 def test_groups_without_spread_are_played_again_and_numbered():
-  # Tasks 0 and 1 of the first play, 2 and 3 of the second, 4, 5 of the third.
-  found = run([(0, 0), (0, 10), (10, 10), (10, 0), (0, 10), (0, 10)])
-  assert [t.task.index for t in found.kept] == [1, 1, 3, 3]
+  found = run([(0, 0), (0, 10)], [(10, 10), (10, 0), (0, 10), (0, 10)])
+  assert [t.task.index for t in found.kept] == [1, 1, 41, 41]
   assert [t.group for t in found.kept] == [0, 0, 1, 1]
-  assert [t.task.index for t in found.played] == [0, 0, 1, 1, 2, 2, 3, 3]
+  assert [t.task.index for t in found.played] == [0, 0, 1, 1, 40, 40, 41, 41]
   assert found.metrics == {
     'filter/refills': 1,
     'filter/groups_kept': 2,
@@ -69,24 +76,45 @@ def test_groups_without_spread_are_played_again_and_numbered():
 
 
 def test_refills_are_bounded_and_what_there_is_is_trained_on():
-  found = run([(0, 0), (0, 10)] + [(10, 10)] * 4, max_refills=2)
+  found = run([(0, 0), (0, 10)], [(10, 10)] * 4, max_refills=2)
   assert [t.task.index for t in found.kept] == [1, 1]
   assert len(found.played) == 12 and found.metrics['filter/refills'] == 2
-  # Nothing at all: the last play, so that there is an update, of nothing.
-  found = run([(0, 0)] * 6, max_refills=2)
-  assert [t.task.index for t in found.kept] == [4, 4, 5, 5]
+  # Nothing at all: those played last, so that there is an update, of nothing.
+  found = run([(0, 0)] * 2, [(0, 0)] * 4, max_refills=2)
+  assert [t.task.index for t in found.kept] == [42, 42, 43, 43]
+
+
+def test_a_refill_that_fails_does_not_end_the_run():
+  def play(asked, place):
+    found = player([(0, 0)] * 60)(asked, place)
+    if place < 1 << 20:
+      return found
+    return [dataclasses.replace(t, failure='died') for t in found]
+
+  chosen = collection.Filter(without_spread=True)
+  found = collection.collect(play, STREAM, chosen, groups=2, iteration=0)
+  assert [t.task.index for t in found.kept] == [0, 0, 1, 1]
+  assert not any(t.failure for t in found.kept)
 
 
 def test_more_than_wanted_are_dropped():
-  found = run([(0, 10), (0, 0), (0, 10), (10, 0)])
-  assert [t.task.index for t in found.kept] == [0, 0, 2, 2]
+  found = run([(0, 10), (0, 0)], [(0, 10), (10, 0)])
+  assert [t.task.index for t in found.kept] == [0, 0, 40, 40]
 
 
 def test_nothing_is_dropped_before_the_warm_up_is_over():
   found = run([(0, 0)] * 20, iteration=1, warmup_iterations=2, max_refills=1)
   assert found.kept == found.played and not found.metrics
-  # Iteration 1 begins where a refilled iteration 0 would have ended.
-  assert [t.task.index for t in found.played] == [4, 4, 5, 5]
+  # As without a filter.
+  assert [t.task.index for t in found.played] == [2, 2, 3, 3]
+
+
+def test_refills_of_iterations_are_different_places():
+  chosen = collection.Filter(without_spread=True, max_refills=2)
+  places = [place for i in range(9) for place in chosen.positions(i)]
+  assert len(set(places)) == 27
+  assert [chosen.positions(i)[0] for i in range(9)] == list(range(9))
+  assert collection.Filter().positions(5) == [5]
 
 
 def test_a_failed_episode_gives_no_spread():
@@ -98,7 +126,7 @@ def test_a_failed_episode_gives_no_spread():
 
 def test_what_was_spent():
   spent = collection.Spent()
-  spent.add(run([(0, 0), (0, 10), (0, 10), (0, 0)]).played)
+  spent.add(run([(0, 0), (0, 10)], [(0, 10), (0, 0)]).played)
   assert spent.metrics() == {
     'spent/episodes': 8,
     'spent/env_steps': 16,

@@ -14,7 +14,11 @@ def _run(path, *, variant, seed, rates, secs=60.0):
   )
   lines = []
   for iteration, rate in enumerate(rates):
-    line = {'iteration': iteration, 'time/iteration_secs': secs}
+    line = {
+      'iteration': iteration,
+      'time/iteration_secs': secs,
+      'spent/episodes': 32 * (iteration + 1),
+    }
     if rate is not None:
       line |= {
         'eval/success_rate': rate,
@@ -35,10 +39,10 @@ def test_a_row_says_where_a_run_began_and_ended(tmp_path, capsys):
   assert compare.main([one, two, f'--out={out}']) == 0
   rows = capsys.readouterr().out.splitlines()
   assert rows[2] == (
-    '| `tiny` | 3 | 25.0% | 50.0% | 62.5% [52.5%, 72.5%] | +37.5 | 4 |'
+    '| `tiny` | 3 | 25.0% | 50.0% | 62.5% [52.5%, 72.5%] | +37.5 | 128 | 4 |'
   )
   assert rows[3] == (
-    '| `tiny,grpo` | 4 | 25.0% |  | 25.0% [15.0%, 35.0%] | +0.0 | 1 |'
+    '| `tiny,grpo` | 4 | 25.0% |  | 25.0% [15.0%, 35.0%] | +0.0 | 32 | 1 |'
   )
   assert out.read_bytes().startswith(b'\x89PNG')
 

@@ -99,6 +99,26 @@ def test_wrong_values_are_refused_in_one_line(field, value, accepted):
     ),
     ({'algorithm.name': 'ppo', 'lora.rank': 4}, 'lora.rank=4: the critic'),
     (
+      {'algorithm.name': 'ppo', 'algorithm.episode_stats': 'rows'},
+      'algorithm.episode_stats=rows: ppo has no such option; must be traj',
+    ),
+    (
+      {'algorithm.history': 4},
+      'algorithm.history=4: gigpo has no such option; must be 2',
+    ),
+    (
+      {'algorithm.name': 'grpo', 'algorithm.step_weight': 0.5},
+      'algorithm.step_weight=0.5: grpo has no such option',
+    ),
+    (
+      {'algorithm.name': 'dr_grpo'},
+      'loss.aggregation=token_mean: dr_grpo .* must be fixed_length',
+    ),
+    (
+      {'algorithm.name': 'gdpo', 'filter.without_spread': True},
+      'filter.without_spread=True: looks at the whole reward',
+    ),
+    (
       {'algorithm.name': 'ppo', 'loss.ratio_level': 'row'},
       'loss.ratio_level=row: .* needs algorithm.gae_level=turn',
     ),

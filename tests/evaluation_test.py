@@ -42,6 +42,11 @@ def test_repeats_of_a_task_are_not_independent():
   assert 0.15 <= low <= 0.25 and 0.75 <= high <= 0.85
 
 
+def test_all_alike_is_as_certain_as_there_are_tasks():
+  found = [episode(n, True, m) for n in range(10) for m in range(50)]
+  assert evaluation.interval(found) == metrics.wilson(10, 10)
+
+
 @pytest.mark.parametrize(
   ('better', 'worse', 'p'),
   # 2 (1 + 10 + 45) / 1024; all of five: 2 / 32.

@@ -261,3 +261,32 @@ def test_schedules_play_the_same_tokens_with_a_real_model(text):
         np.testing.assert_array_equal(one.completion_ids, two.completion_ids)
         assert one.response == two.response
         assert one.result == two.result
+
+
+def test_episodes_that_a_horizon_ends_are_over_for_the_pool(text):
+  script = Scripted(text, 100)
+  with env_pool.EnvPool(
+    'toy',
+    {},
+    num_envs=4,
+    num_workers=0,
+    step_timeout_secs=30,
+    reset_timeout_secs=30,
+    envs_per_group=2,
+  ) as pool:
+    roller = rollout.Roller(pool, script, text, 200, 'error', 'async')
+    roller.max_turns = 2
+    for iteration in range(2):
+      trajectories = roller.collect(
+        {},
+        [base.Task('train', index) for index in (0, 3)],
+        episodes_per_group=2,
+        stream=(rollout.TRAIN, iteration),
+        sampling=sampler.Sampling(),
+        kind=lambda task: '',
+      )
+      assert [len(t.steps) for t in trajectories] == [2] * 4
+      assert not any(t.steps[-1].result.done for t in trajectories)
+      # Nothing is played again for them when a worker is lost.
+      with pytest.raises(RuntimeError, match='no episode is running'):
+        pool.step(0, 'left')

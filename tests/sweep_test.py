@@ -1,5 +1,6 @@
 """Many runs: what is run, what is left alone, what is gathered."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -8,6 +9,7 @@ import sys
 
 import pytest
 
+from gigpo_jax import config as config_lib
 from gigpo_jax import sweep
 
 PROJECT = pathlib.Path(sweep.__file__).parents[1]
@@ -68,13 +70,37 @@ def test_finished_runs_are_gathered_and_not_run_again(tmp_path):
 def test_runs_that_fail_are_told_and_the_others_go_on(tmp_path):
   runs = [
     sweep.Run('bad', 'configs/alfworld.py:smoke', 0, (('seed', -1),)),
-    sweep.Run('worse', 'configs/alfworld.py:huge', 0),
+    sweep.Run('worse', 'configs/webshop.py:smoke', 0, (('seed', -2),)),
   ]
   assert sweep.run_all(runs, tmp_path, at_once=1) == runs
   assert 'seed=-1' in (tmp_path / 'alfworld-bad-0.log').read_text()
-  assert (
-    'accepts at most one of' in (tmp_path / 'alfworld-worse-0.log').read_text()
-  )
+  assert 'seed=-2' in (tmp_path / 'webshop-worse-0.log').read_text()
+
+
+@pytest.mark.parametrize(
+  ('config', 'overrides'),
+  [('configs/alfworld.py:huge', ()), ('configs/alfworld.py', (('sed', 1),))],
+)
+def test_runs_without_a_config_are_refused(tmp_path, config, overrides):
+  run = sweep.Run('worse', config, 0, overrides)
+  with pytest.raises(ValueError, match='run alfworld-worse-0: .*(huge|sed)'):
+    sweep.run_all([run], tmp_path, at_once=1)
+
+
+def test_a_folder_of_another_run_is_not_taken_for_one(tmp_path):
+  write_run(tmp_path / 'alfworld-a-0', [(0, 0.2), (100, 0.4)])
+  config_lib.save(RUNS[0].load(), str(tmp_path / 'alfworld-a-0'))
+  assert len(sweep.gather(RUNS[:1], tmp_path)) == 2
+  changed = dataclasses.replace(RUNS[0], overrides=(('seed', 7),))
+  with pytest.raises(ValueError, match='seed=7 .was 0.'):
+    sweep.run_all([changed], tmp_path, at_once=1)
+
+
+def test_runs_under_way_are_not_in_the_table(tmp_path):
+  write_run(tmp_path / 'alfworld-a-0', [(0, 0.2), (100, 0.4)])
+  write_run(tmp_path / 'alfworld-a-1', [(0, 0.2)])
+  (tmp_path / 'alfworld-a-1' / 'policy' / 'config.json').unlink()
+  assert {line['seed'] for line in sweep.gather(RUNS[:2], tmp_path)} == {0}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +110,7 @@ def test_runs_that_fail_are_told_and_the_others_go_on(tmp_path):
     ('RUNS = [{"name": "a"}]', "lacks .'config', 'seed'."),
     (
       'RUNS = 2 * [{"name": "a", "config": "x", "seed": 0}]',
-      "'a-0'. are there twice",
+      "'x-a-0'. are there twice",
     ),
   ],
 )

@@ -57,8 +57,16 @@ class Algorithm:
     """Returns an advantage a row, 0 for padding, and metrics by name."""
     del values
     parts = advantages.Parts(*(np.asarray(part) for part in self.parts(rows)))
-    joint = np.asarray(advantages.combine(parts, self.step_weight))
-    return algorithms.Credit(joint, metrics(parts, rows.groups))
+    return algorithms.Credit(self.joint(parts), metrics(parts, rows.groups))
+
+  def joint(self, parts: advantages.Parts) -> np.ndarray:
+    """Returns A, Eq. (8)."""
+    return advantages.combine(parts, self.step_weight)
+
+
+def diagnose(discount: float, rows: batch.Rows) -> dict[str, float]:
+  """Returns metrics of what GiGPO would have seen in any algorithm's rows."""
+  return Algorithm(discount=discount).credit(rows).metrics
 
 
 def metrics(parts: advantages.Parts, groups: np.ndarray) -> dict[str, float]:

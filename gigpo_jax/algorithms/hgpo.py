@@ -12,6 +12,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gigpo_jax import advantages, arrays, batch
 from gigpo_jax.algorithms import gigpo
@@ -41,16 +42,17 @@ class Algorithm(gigpo.Algorithm):
       raise ValueError(f'history={self.history}: must be at least 0')
 
   def parts(self, rows: batch.Rows) -> advantages.Parts:
-    """Returns A_E by its weight, and the weighted sum as the step's part."""
-    parts = _parts(
+    """Returns A_E, and the weighted sum as the step's part."""
+    return _parts(
       *self.inputs(rows),
       jnp.float32(self.level_exponent),
       history=self.history,
       **self.statistics(),
     )
-    return parts._replace(
-      episode_advantage=self.episode_weight * parts.episode_advantage
-    )
+
+  def joint(self, parts: advantages.Parts) -> np.ndarray:
+    """Returns A."""
+    return self.episode_weight * parts.episode_advantage + parts.step_advantage
 
 
 @functools.partial(
