@@ -22,7 +22,7 @@ from envs import base, cache, narrator, seeds
 CUSTOM = 'custom'
 SUCCESS_REWARD = 10.0
 _FORMAT = 1  # of the cached games
-_MAX_DRAWS = 20  # for some seeds there is no such quest
+_MAX_DRAWS = 10  # for some seeds there is no such quest
 _GAME = 'game.z8'
 
 _LAST_PYTHON = (3, 12)

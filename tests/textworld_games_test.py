@@ -10,6 +10,9 @@ from envs import base, textworld_games
 if sys.version_info >= (3, 13):
   pytest.skip('TextWorld breaks there', allow_module_level=True)
 
+# TextWorld keeps this to itself, where warnings are not errors.
+pytestmark = pytest.mark.filterwarnings('ignore:Game .* is not fully supported')
+
 SMALL = {'settings': {'rooms': 2, 'objects': 2, 'quest_length': 2}}
 TASK = base.Task('train', 0)
 
@@ -123,14 +126,13 @@ def test_splits_are_counted():
     ({'challenge': 'chess'}, 'env.challenge=chess: must be one of custom, co'),
     ({'settings': {'level': 1}}, 'env.settings=.*unrecognized arguments'),
     ({'settings': {'rooms': 'x'}}, 'env.settings=.*invalid int value'),
-    ({'challenge': 'coin_collector'}, 'env.settings=.*unrecognized'),
     (
       {'challenge': 'coin_collector', 'settings': {}},
       'env.settings={}: .*required: --level',
     ),
     (
       {'challenge': 'coin_collector', 'settings': {'level': 999}},
-      r'no such game drawn in 20 attempts \(Expected level',
+      r'no such game drawn in 10 attempts \(Expected level',
     ),
     ({'num_games': 0}, 'env.num_games=0: must be at least 1'),
     ({'seed': -1}, 'env.seed=-1: must be from 0'),
