@@ -43,7 +43,12 @@ def test_the_walkthrough_wins(env, index):
 
 @pytest.mark.parametrize(
   ('challenge', 'settings'),
-  [('coin_collector', {'level': 2}), ('cooking', {'recipe': 1, 'cook': True})],
+  [
+    ('coin_collector', {'level': 2}),
+    pytest.param(
+      'cooking', {'recipe': 1, 'cook': True}, marks=pytest.mark.slow
+    ),
+  ],
 )
 def test_challenges_are_won_as_well(challenge, settings):
   env = textworld_games.Env(challenge=challenge, settings=settings)

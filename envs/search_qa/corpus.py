@@ -22,8 +22,6 @@ from envs import cache
 CORPUS = 'corpus.jsonl'
 _FORMAT = 1  # of the index; raised when it changes
 _HEAP_BYTES = 256_000_000  # of the index while it is made
-# A tie at the last place is decided among so many more.
-_TIED = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,13 +93,13 @@ class Corpus:
       tantivy.Query.boolean_query(
         [(tantivy.Occur.Should, term) for term in terms]
       ),
-      k + _TIED,
+      k,
     )
     ranked = sorted(
       (-score, self._searcher.doc(address)['number'][0])
       for score, address in found.hits
     )
-    return [self[number] for _, number in ranked[:k]]
+    return [self[number] for _, number in ranked]
 
 
 @functools.lru_cache(maxsize=4)
