@@ -135,10 +135,6 @@ def test_splits_are_counted():
       {'challenge': 'coin_collector', 'settings': {}},
       'env.settings={}: .*required: --level',
     ),
-    (
-      {'challenge': 'coin_collector', 'settings': {'level': 999}},
-      r'no such game drawn in 10 attempts \(Expected level',
-    ),
     ({'num_games': 0}, 'env.num_games=0: must be at least 1'),
     ({'seed': -1}, 'env.seed=-1: must be from 0'),
     ({'prompt_style': 'long'}, 'env.prompt_style=long: must be one of'),
@@ -148,6 +144,13 @@ def test_wrong_arguments_are_refused_in_one_line(changes, message):
   with pytest.raises(ValueError, match=message) as error:
     envs.tasks('textworld', 'train', **(SMALL | changes))
   assert len(str(error.value).splitlines()) == 1
+
+
+def test_games_that_cannot_be_drawn_are_refused(monkeypatch):
+  monkeypatch.setattr(textworld_games, '_MAX_DRAWS', 2)
+  impossible = {'challenge': 'coin_collector', 'settings': {'level': 999}}
+  with pytest.raises(ValueError, match=r'drawn in 2 attempts \(Expected level'):
+    envs.tasks('textworld', 'train', **impossible)
 
 
 def test_unknown_splits_are_refused():
