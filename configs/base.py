@@ -117,6 +117,48 @@ def use_adapters(config: ml_collections.ConfigDict) -> None:
   config.optimizer.learning_rate *= 10
 
 
+def use_tiny_policy(config: ml_collections.ConfigDict) -> None:
+  """Trains a 0.6M-parameter policy, made by launch/sft.py, on two CPU cores."""
+  config.model.dtype = 'float32'
+  config.model.remat = 'none'
+  config.env.prompt_style = 'brief'
+  config.pool.num_workers = 1
+  config.rollout.groups = 8
+  config.rollout.episodes_per_group = 8
+  config.rollout.batch_buckets = (16, 64)
+  config.loss.kl_weight = 0.0
+  config.loss.entropy_weight = 0.0
+  config.optimizer.learning_rate = 2e-4
+  config.learner.minibatch_rows = 256
+  config.learner.microbatch_rows = 16
+  config.evaluation.num_tasks = 128
+  # The policy as it samples in training; the paper's 0.4 flatters the start.
+  config.evaluation.temperature = 1.0
+  config.sft.init = 'scratch'
+  # Learning the prompts too is what teaches so small a policy to copy.
+  config.sft.completion_only = False
+  config.sft.learning_rate = 3e-3
+  config.sft.warmup_updates = 50
+  config.sft.minibatch_rows = 16
+  config.sft.model.layers = 3
+  config.sft.model.width = 128
+  config.sft.model.heads = 4
+  config.sft.model.kv_heads = 4
+  config.sft.model.mlp = 256
+
+
+def use_smoke(config: ml_collections.ConfigDict) -> None:
+  """Cuts warm start and run to a minute or two."""
+  config.num_iterations = 2
+  config.rollout.groups = 4
+  config.rollout.episodes_per_group = 4
+  config.rollout.batch_buckets = (16,)
+  config.evaluation.num_tasks = 16
+  config.evaluation.every = 2
+  config.checkpoint.every = 1
+  config.sft.num_episodes = 200
+
+
 def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   """Returns the defaults that all experiments share."""
   config = ml_collections.ConfigDict()
@@ -174,7 +216,8 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.rollout.top_k = 0  # 0: off
   # Least probability of a token as a share of the likeliest one's; 0: off.
   config.rollout.min_p = 0.0
-  # Whether `</action>` ends a response, rather than the model's own end.
+  # Whether `</action>` (search QA: `</search>`, `</answer>`) ends a response,
+  # rather than the model's own end.
   config.rollout.stop_at_action = False
   # async: every episode goes on by itself; lockstep: all wait for the last.
   config.rollout.schedule = 'async'

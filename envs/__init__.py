@@ -9,12 +9,21 @@ from envs import base
 # name: module that holds `Env` (the environment) and `tasks(split, **kwargs)`.
 REGISTRY = {
   'alfworld': 'envs.alfworld.env',
+  'gymnasium': 'envs.gymnasium_env',
+  'search_qa': 'envs.search_qa.env',
+  'sokoban': 'envs.sokoban',
+  'textarena': 'envs.textarena_env',
+  'textworld': 'envs.textworld_games',
   'toy': 'envs.toy',
   'webshop': 'envs.webshop.env',
 }
 
 # name: variable of the folder of its official data.
-DATA_VARIABLES = {'alfworld': 'ALFWORLD_DATA', 'webshop': 'WEBSHOP_DATA'}
+DATA_VARIABLES = {
+  'alfworld': 'ALFWORLD_DATA',
+  'search_qa': 'SEARCH_QA_DATA',
+  'webshop': 'WEBSHOP_DATA',
+}
 GENERATED = 'generated'
 
 

@@ -2,15 +2,19 @@
 
   python -m envs.play alfworld --split valid_seen --index 3
   python -m envs.play webshop --prompt
+  python -m envs.play sokoban --set num_boxes=1 --set "size=(7, 7)"
 
 Lines typed are actions and go to the environment as a policy's would, wrapped
-in the form that it asks for; a line that holds `<action>` goes as it is.
+in the form that it asks for. A line that holds `<action>` goes as it is; one in
+other tags, such as `<search>words</search>`, gets a thought before it.
 """
 
 import argparse
+import ast
 import contextlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import envs
 from envs import base
@@ -30,7 +34,8 @@ def respond(line: str) -> str:
   """Returns a typed line as a response of a policy."""
   if '<action>' in line:
     return line
-  return f'<think>Played by hand.</think><action>{line}</action>'
+  action = line if line.startswith('<') else f'<action>{line}</action>'
+  return f'<think>Played by hand.</think>{action}'
 
 
 def play(env: base.Env, task: base.Task, *, show_prompt: bool = False) -> None:
@@ -77,6 +82,17 @@ def _ask(observation: base.Observation) -> str | None:
       return line
 
 
+def _setting(text: str) -> tuple[str, Any]:
+  """Returns (name, value) of `name=value`; what is no Python is text."""
+  name, equals, value = text.partition('=')
+  if not equals:
+    raise argparse.ArgumentTypeError(f'{text}: must be NAME=VALUE')
+  try:
+    return name, ast.literal_eval(value)
+  except (SyntaxError, ValueError):
+    return name, value
+
+
 def main(argv: Sequence[str] | None = None) -> int:
   """Plays; returns the exit status. See --help."""
   parser = argparse.ArgumentParser(
@@ -88,11 +104,20 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--engine', help='of alfworld: native, textworld')
   parser.add_argument(
     '--data_dir',
-    help='official data; default: $ALFWORLD_DATA, $WEBSHOP_DATA; generated',
+    help="data; default: what $ALFWORLD_DATA or the like names; 'generated'",
   )
   parser.add_argument('--max_steps', type=int, help='turns of an episode')
   parser.add_argument('--prompt', action='store_true', help='show prompts')
+  parser.add_argument(
+    '--set',
+    action='append',
+    default=[],
+    type=_setting,
+    metavar='NAME=VALUE',
+    help='another argument of the environment, a Python value',
+  )
   options = vars(parser.parse_args(argv))
+  others = dict(options.pop('set'))
   name, prompt = options.pop('environment'), options.pop('prompt')
   task = base.Task(options.pop('split'), options.pop('index'))
   if options['engine'] and name != 'alfworld':
@@ -103,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   given = {key: value for key, value in options.items() if value is not None}
   with contextlib.suppress(AttributeError):  # tests put other streams there
     sys.stdin.reconfigure(errors='replace')
-  kwargs = _DEFAULTS.get(name, {}) | given
+  kwargs = _DEFAULTS.get(name, {}) | given | others
   try:
     available = len(envs.tasks(name, task.split, **kwargs))
     if not 0 <= task.index < available:
@@ -111,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f'--index={task.index}: split {task.split} has {available} tasks'
       )
     env = envs.make(name, **kwargs)
-  except ValueError as error:
+  except (TypeError, ValueError) as error:
     parser.error(str(error))
   try:
     play(env, task, show_prompt=prompt)

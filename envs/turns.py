@@ -14,6 +14,9 @@ _CJK = re.compile(
   '\U00020000-\U0002fa1f]'
 )
 
+# What ends a response of any environment.
+ENDS = ('</action>', '</search>', '</answer>')
+
 
 @dataclasses.dataclass(frozen=True)
 class Turn:

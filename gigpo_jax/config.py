@@ -37,8 +37,12 @@ TINY = 'python launch/train.py --config=configs/alfworld.py:tiny'
 # Environments with official data: what to do where there is none.
 _DATA = {
   'alfworld': 'no ALFWorld games; run `alfworld-download`',
+  'search_qa': 'no corpus; have its files (envs/search_qa/corpus.py)',
   'webshop': 'no WebShop files; run `python -m envs.webshop.download`',
 }
+
+# Environments whose anchors can have the admissible actions in them.
+_ANCHORED = ('alfworld', 'webshop')
 
 # float32 parameters, two AdamW moments and a gradient accumulator, and a
 # bf16 copy each for sampling and computing. With adapters the last two alone.
@@ -198,6 +202,7 @@ def env_kwargs(config: ml_collections.ConfigDict) -> dict:
   kwargs.pop('name')
   if config.env.name in _DATA:
     kwargs['data_dir'] = _data_dir(config)
+  if config.env.name in _ANCHORED:
     whole = config.algorithm.anchor == 'observation_and_actions'
     kwargs['anchor'] = 'observation_and_actions' if whole else 'observation'
   return kwargs

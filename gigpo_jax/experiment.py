@@ -14,7 +14,7 @@ import ml_collections
 import numpy as np
 
 import envs
-from envs import base
+from envs import base, turns
 from gigpo_jax import (
   batch,
   critic,
@@ -86,9 +86,7 @@ def make_policy(config: ml_collections.ConfigDict) -> Policy:
       weights=config.rollout.weights,
       tensor=_sampling_tensor(config, model, devices),
       stop=(
-        text.stop_finder(('</action>',))
-        if config.rollout.stop_at_action
-        else None
+        text.stop_finder(turns.ENDS) if config.rollout.stop_at_action else None
       ),
     ),
   )

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from configs import alfworld, webshop
+from configs import alfworld, search_qa, sokoban, webshop
 from gigpo_jax import config as config_lib
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import tokenizer
@@ -72,7 +72,7 @@ def _refusal(**changes) -> str:
     ('mesh.data', -1, 'at most one axis may be -1'),
     ('model.dtype', 'float16', 'must be one of bfloat16, float32'),
     ('model.path', '/nowhere', 'no config.json there'),
-    ('env.name', 'alfred', 'must be one of alfworld, toy, webshop'),
+    ('env.name', 'alfred', 'must be one of alfworld, gymnasium, '),
     ('env.engine', 'unity', 'must be one of textworld, native'),
     ('env.data_dir', '/nowhere', 'no json_2.1.1/train folder there'),
     ('env.generator.receptacles', (9, 2), 'receptacles'),
@@ -199,6 +199,23 @@ def test_a_shop_without_files_is_told_where_they_come_from(monkeypatch):
   assert config_lib.env_kwargs(config)['data_dir'] == '/somewhere'
   config.env.data_dir = 'generated'
   assert config_lib.env_kwargs(config)['data_dir'] is None
+
+
+def test_environments_get_what_they_take():
+  config = alfworld.get_config('tiny,strong')
+  kwargs = config_lib.env_kwargs(config)
+  assert kwargs['anchor'] == 'observation_and_actions'
+  config = search_qa.get_config('tiny,strong')
+  kwargs = config_lib.env_kwargs(config)
+  assert kwargs['data_dir'] is None and 'anchor' not in kwargs
+  assert not {'data_dir', 'anchor'} & set(
+    config_lib.env_kwargs(sokoban.get_config())
+  )
+
+
+def test_a_corpus_is_asked_for():
+  with pytest.raises(ValueError, match=r'no corpus; .*set \$SEARCH_QA_DATA'):
+    config_lib.validate(search_qa.get_config(), needs_model=False)
 
 
 def test_another_shape_than_the_config_says_is_refused(tmp_path):

@@ -11,12 +11,24 @@ import configs
 import envs
 import gigpo_jax
 import launch
-from configs import alfworld, base, webshop
+from configs import (
+  alfworld,
+  base,
+  gymnasium,
+  search_qa,
+  sokoban,
+  textarena,
+  textworld,
+  webshop,
+)
 from gigpo_jax import config as config_lib
 
+# A warm start has to be made for these.
+OTHERS = (gymnasium, search_qa, sokoban, textarena, textworld)
+MODULES = (alfworld, *OTHERS, webshop)
 VARIANTS = [
   (module, ','.join(word for word in words if word))
-  for module in (alfworld, webshop)
+  for module in MODULES
   for words in itertools.product(('', *module.SIZES), ('', *base.CHANGES))
 ]
 
@@ -43,6 +55,15 @@ def test_small_variants_run_on_this_machine(variant: str):
 @pytest.mark.parametrize('variant', ['tiny', 'smoke', 'tiny,grpo'])
 def test_small_shops_run_on_this_machine(variant: str):
   config_lib.validate(webshop.get_config(variant), needs_model=False)
+
+
+@pytest.mark.parametrize('module', OTHERS)
+@pytest.mark.parametrize('variant', ['tiny', 'smoke', 'tiny,strong'])
+def test_small_variants_need_nothing_but_a_model(module, variant: str):
+  config = module.get_config(variant)
+  config_lib.validate(config, needs_model=False)
+  with pytest.raises(ValueError, match='model.path=None: no weights'):
+    config_lib.validate(config)
 
 
 @pytest.mark.parametrize('arg', ['huge', 'tiny,smoke', 'tiny;grpo'])
@@ -83,7 +104,23 @@ def test_the_default_shop_is_the_paper():
   assert config.evaluation.split == 'test'
 
 
-@pytest.mark.parametrize('module', [alfworld, webshop])
+def test_other_tasks_are_as_in_the_released_code():
+  config = sokoban.get_config()
+  assert config.rollout.groups == 32
+  assert config.env.max_steps == 15
+  assert config.algorithm.norm == 'mean'
+  config = search_qa.get_config()
+  assert (config.rollout.groups, config.rollout.episodes_per_group) == (256, 5)
+  assert (config.env.max_steps, config.env.history_length) == (4, 4)
+  assert config.algorithm.anchor == 'similarity'
+  assert config.algorithm.similarity_threshold == 0.9
+  assert config.algorithm.invalid_penalty == 0.01
+  assert config.loss.kl_weight == 0.001 and config.loss.entropy_weight == 0
+  assert config.learner.minibatch_rows == 512
+  assert config.num_iterations == 200
+
+
+@pytest.mark.parametrize('module', MODULES)
 def test_grpo_differs_by_one_word(module):
   one, two = module.get_config('tiny'), module.get_config('tiny,grpo')
   differences = dict(config_lib._differences(one.to_dict(), two.to_dict()))
@@ -147,7 +184,7 @@ def test_all_packages_share_one_parent_folder():
 
 def test_configs_import_ml_collections_only():
   code = (
-    'import sys, configs.alfworld, configs.webshop; '
+    f'import sys, {", ".join(module.__name__ for module in MODULES)}; '
     'assert not {"jax", "numpy", "gigpo_jax", "envs"} & set(sys.modules)'
   )
   subprocess.run([sys.executable, '-c', code], check=True)

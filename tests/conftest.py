@@ -30,5 +30,5 @@ def _shops_of_their_own(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _no_official_data(monkeypatch):
   """Unsets what names the user's data; the package alfworld sets it, too."""
-  for variable in ('ALFWORLD_DATA', 'WEBSHOP_DATA'):
+  for variable in ('ALFWORLD_DATA', 'SEARCH_QA_DATA', 'WEBSHOP_DATA'):
     monkeypatch.delenv(variable, raising=False)

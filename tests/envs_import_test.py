@@ -15,11 +15,12 @@ MODULES = sorted(
 )
 
 
-def _loaded(names: list[str]) -> set[str]:
+def _loaded(names: list[str], play: str = '') -> set[str]:
   """Returns which forbidden packages importing the modules loads."""
   code = (
     'import importlib, sys\n'
     f'for name in {names!r}: importlib.import_module(name)\n'
+    f'{play}\n'
     "print(*{'jax', 'jaxlib', 'flax', 'gigpo_jax'} & set(sys.modules))"
   )
   done = subprocess.run(
@@ -40,6 +41,23 @@ def test_all_modules_of_envs_are_found():
 @pytest.mark.parametrize('module', MODULES)
 def test_a_module_of_envs_loads_neither_jax_nor_the_trainer(module: str):
   assert _loaded([module]) == set()
+
+
+@pytest.mark.parametrize(
+  ('name', 'kwargs'),
+  [
+    ('gymnasium', {'id': 'FrozenLake-v1', 'observe': 'render'}),
+    ('search_qa', {}),
+    ('textarena', {'id': 'TowerOfHanoi-v0'}),
+  ],
+)
+def test_nor_do_libraries_that_are_imported_on_use(name, kwargs):
+  play = (
+    f'env = envs.make({name!r}, **{kwargs!r})\n'
+    'env.reset(base.Task("train", 0))\n'
+    'env.step("<think>a</think><search>b</search><action>down</action>")'
+  )
+  assert _loaded([], f'import envs\nfrom envs import base\n{play}') == set()
 
 
 def test_the_check_can_fail():

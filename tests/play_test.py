@@ -107,6 +107,10 @@ def test_an_interrupt_leaves():
     (('alfworld', '--engine', 'unity'), 'unknown engine; known: textworld'),
     (('alfworld', '--data_dir', '/nowhere'), 'no json_2.1.1/train folder'),
     (('webshop', '--data_dir', '/nowhere'), 'no items_shuffle_1000.json there'),
+    (('search_qa', '--data_dir', '/nowhere'), 'no corpus.jsonl there'),
+    (('sokoban', '--set', 'num_boxes=0'), 'num_boxes=0: must be at least 1'),
+    (('sokoban', '--set', 'num_boxes'), 'num_boxes: must be NAME=VALUE'),
+    (('sokoban', '--set', 'boxes=2'), "unexpected keyword argument 'boxes'"),
   ],
 )
 def test_wrong_arguments_are_refused_in_one_line(arguments, message, capsys):
@@ -138,6 +142,28 @@ def test_shopping_by_hand():
   # The answer to nonsense is the page as it was.
   assert done.stdout.count('> search[<your query>]\n') == 1
   assert 'page 1 [back to search] [next >]' in done.stdout
+
+
+@pytest.mark.parametrize(
+  ('name', 'settings'),
+  [('sokoban', {'num_boxes': 1, 'size': (7, 7)}), ('search_qa', {'top_k': 2})],
+)
+def test_playing_what_an_oracle_does(name, settings):
+  env = envs.make(name, **settings)
+  steps = env.demonstrate(base.Task('train', 4), noise=0.0, seed=0)
+  typed = [response.partition('</think>')[2] for _, response in steps]
+  bare = [
+    line.replace('<action>', '').replace('</action>', '') for line in typed
+  ]
+  done = _play(
+    name,
+    *('--index', '4'),
+    *(f'--set={key}={value}' for key, value in settings.items()),
+    typed='\n'.join(bare) + '\n',
+  )
+  assert done.returncode == 0, done.stderr
+  assert f'Success after {len(typed)} steps' in done.stdout
+  assert 'invalid' not in done.stdout
 
 
 def test_the_variable_names_the_data(monkeypatch, capsys):

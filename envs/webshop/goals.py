@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from envs.webshop import cache, products
+from envs import cache
+from envs.webshop import products
 
 _CEILINGS = [10.0 * n for n in range(1, 100)]
 NO_CEILING = 1_000_000

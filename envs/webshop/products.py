@@ -23,7 +23,8 @@ from typing import Any, TextIO
 import numpy as np
 import tqdm
 
-from envs.webshop import analysis, cache, search
+from envs import cache
+from envs.webshop import analysis, search
 
 NO_PRICE = 100.0
 _NO_ATTRIBUTES = ('DUMMY_ATTR',)  # the original's, of a product without entry
@@ -329,7 +330,7 @@ def stored(
     items, instructions = make()
     return _arrays(_cleaned(items, instructions, {}), folder / 'records')
 
-  folder = cache.place(_FORMAT, *key)
+  folder = cache.place('webshop', _FORMAT, *key)
   return Catalogue(cache.load(folder, arrays), folder)
 
 
@@ -371,7 +372,7 @@ def load(
     for path in files
     if path.is_file()
   ]
-  place = cache.place(_FORMAT, num_products, stamps)
+  place = cache.place('webshop', _FORMAT, num_products, stamps)
   make = functools.partial(_read, files, num_products)
   return Catalogue(cache.load(place, make), place)
 

@@ -1,0 +1,82 @@
+"""GiGPO on an environment of gymnasium: FrozenLake, or any other.
+
+    python launch/train.py --config=configs/gymnasium.py --config.model.path=..
+
+or, on any laptop, a warm start that learns the form of a response from random
+play, and then the run:
+
+    python launch/sft.py --config=configs/gymnasium.py:tiny --workdir=runs/start
+    python launch/train.py --config=configs/gymnasium.py:tiny
+        --config.model.path=runs/start/policy
+
+Another environment is a copy of this file with other values of `config.env`;
+what they mean is in envs/gymnasium_env.py. Variants, joined by commas: a size
+(`1.5b`, the default; `tiny` for two CPU cores; `smoke`, its path in two
+minutes), an algorithm (`grpo`, `ppo`, ..) and other changes, see
+`base.CHANGES`.
+"""
+
+import ml_collections
+from ml_collections import config_dict
+
+from configs import base
+
+SIZES = ('1.5b', 'tiny', 'smoke')
+
+
+def get_config(arg: str = '') -> ml_collections.ConfigDict:
+  """Returns the experiment; `arg` is a comma-separated list of variants."""
+  size, changes = base.parse_variants(
+    arg, 'gymnasium', sizes=SIZES, changes=base.CHANGES
+  )
+  size = size or '1.5b'
+  config = _lake()
+  config.variant = ','.join([size, *changes])
+  if size in ('tiny', 'smoke'):
+    _tiny(config)
+  if size == 'smoke':
+    base.use_smoke(config)
+  base.apply(config, changes)
+  return config
+
+
+def _lake() -> ml_collections.ConfigDict:
+  config = base.get_config()
+  config.env.name = 'gymnasium'
+  config.env.id = 'FrozenLake-v1'
+  config.env.options = ml_collections.ConfigDict()
+  config.env.options.is_slippery = False
+  config.env.options.map_name = '4x4'
+  config.env.actions = ('left', 'down', 'right', 'up')
+  config.env.task = (
+    'walk from the start S to the goal G over frozen cells F, around the holes '
+    'H. You are at the cell in brackets.'
+  )
+  # auto: observations by rule; render: its own text; module:function.
+  config.env.observe = 'render'
+  config.env.names = ()
+  # Sum of rewards that is a success; None: ended with a reward above 0.
+  config.env.success_return = config_dict.placeholder(float)
+  config.env.seed = 0
+  config.env.max_steps = 20
+  config.env.history_length = 2
+  config.env.prompt_style = 'paper'
+  config.env.require_think = True
+  config.pool.num_workers = 4
+  config.rollout.max_prompt_tokens = 1024
+  config.rollout.prompt_buckets = (512, 1024)
+  config.learner.length_buckets = (640, 1024, 1536)
+  config.evaluation.split = 'valid'
+  config.evaluation.num_tasks = 128
+  return config
+
+
+def _tiny(config: ml_collections.ConfigDict) -> None:
+  base.use_tiny_policy(config)
+  config.num_iterations = 40
+  config.rollout.max_prompt_tokens = 192
+  config.rollout.max_completion_tokens = 24
+  config.rollout.prompt_buckets = (192,)
+  config.learner.length_buckets = (128, 160, 216)
+  config.evaluation.every = 10
+  config.sft.num_episodes = 2000

@@ -1,0 +1,79 @@
+"""GiGPO on Sokoban in text: the released code's third experiment.
+
+    python launch/train.py --config=configs/sokoban.py --config.model.path=..
+
+or, on any laptop, a warm start by imitation and then the run:
+
+    python launch/sft.py --config=configs/sokoban.py:tiny --workdir=runs/start
+    python launch/train.py --config=configs/sokoban.py:tiny
+        --config.model.path=runs/start/policy
+
+Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
+cores; `smoke`, its path in two minutes), an algorithm (`grpo`, `ppo`, ..) and
+other changes, see `base.CHANGES`. Levels are made by rule, envs/sokoban.py.
+
+There the room is shown as a picture, to Qwen2.5-VL-3B; here in symbols, so
+that its figures are no measure. Sizes and weights are its own.
+"""
+
+import ml_collections
+
+from configs import base
+
+SIZES = ('1.5b', 'tiny', 'smoke')
+
+
+def get_config(arg: str = '') -> ml_collections.ConfigDict:
+  """Returns the experiment; `arg` is a comma-separated list of variants."""
+  size, changes = base.parse_variants(
+    arg, 'sokoban', sizes=SIZES, changes=base.CHANGES
+  )
+  size = size or '1.5b'
+  config = _released()
+  config.variant = ','.join([size, *changes])
+  if size in ('tiny', 'smoke'):
+    _tiny(config)
+  if size == 'smoke':
+    base.use_smoke(config)
+  base.apply(config, changes)
+  return config
+
+
+def _released() -> ml_collections.ConfigDict:
+  config = base.get_config()
+  config.env.name = 'sokoban'
+  config.env.size = (6, 6)  # code; rows and columns, walls included
+  config.env.num_boxes = 2  # code
+  # Least and greatest length of a level's shortest solution.
+  config.env.solution_steps = (4, 15)
+  config.env.seed = 0
+  config.env.max_steps = 15  # code
+  config.env.history_length = 2  # K; code
+  config.env.prompt_style = 'paper'
+  config.env.require_think = True
+  config.pool.num_workers = 4
+  config.algorithm.norm = 'mean'  # code, Sokoban
+  config.rollout.groups = 32  # code, Sokoban
+  config.rollout.max_prompt_tokens = 1024  # code, Sokoban
+  config.rollout.prompt_buckets = (512, 1024)
+  config.learner.minibatch_rows = 64  # code, Sokoban
+  config.learner.length_buckets = (768, 1024, 1536)
+  config.evaluation.split = 'valid'
+  config.evaluation.num_tasks = 128  # code
+  return config
+
+
+def _tiny(config: ml_collections.ConfigDict) -> None:
+  """One box, near a target."""
+  base.use_tiny_policy(config)
+  config.num_iterations = 60
+  config.env.num_boxes = 1
+  config.env.solution_steps = (2, 10)
+  config.env.max_steps = 12
+  config.rollout.max_prompt_tokens = 128
+  config.rollout.max_completion_tokens = 24
+  config.rollout.prompt_buckets = (128,)
+  config.learner.length_buckets = (128, 152)
+  config.evaluation.every = 12
+  config.sft.num_episodes = 6000
+  config.sft.noise = 0.3

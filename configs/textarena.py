@@ -1,0 +1,75 @@
+"""GiGPO on a game of TextArena for one player: the Tower of Hanoi, or any.
+
+    python launch/train.py --config=configs/textarena.py --config.model.path=..
+
+or, on any laptop, a warm start that learns the form of a response from random
+play, and then the run:
+
+    python launch/sft.py --config=configs/textarena.py:tiny --workdir=runs/start
+    python launch/train.py --config=configs/textarena.py:tiny
+        --config.model.path=runs/start/policy
+
+Another game is a copy of this file with other values of `config.env`; what
+they mean is in envs/textarena_env.py. Variants, joined by commas: a size
+(`1.5b`, the default; `tiny` for two CPU cores; `smoke`, its path in two
+minutes), an algorithm (`grpo`, `ppo`, ..) and other changes, see
+`base.CHANGES`.
+"""
+
+import ml_collections
+
+from configs import base
+
+SIZES = ('1.5b', 'tiny', 'smoke')
+
+
+def get_config(arg: str = '') -> ml_collections.ConfigDict:
+  """Returns the experiment; `arg` is a comma-separated list of variants."""
+  size, changes = base.parse_variants(
+    arg, 'textarena', sizes=SIZES, changes=base.CHANGES
+  )
+  size = size or '1.5b'
+  config = _tower()
+  config.variant = ','.join([size, *changes])
+  if size in ('tiny', 'smoke'):
+    _tiny(config)
+  if size == 'smoke':
+    base.use_smoke(config)
+  base.apply(config, changes)
+  return config
+
+
+def _tower() -> ml_collections.ConfigDict:
+  config = base.get_config()
+  config.env.name = 'textarena'
+  config.env.id = 'TowerOfHanoi-v0'
+  config.env.options = ml_collections.ConfigDict()
+  # The moves where they are few; (): what the game's rules say.
+  config.env.actions = ('[a b]', '[a c]', '[b a]', '[b c]', '[c a]', '[c b]')
+  # Reward of the game that is a success.
+  config.env.success_reward = 1.0
+  config.env.seed = 0
+  config.env.max_steps = 14
+  config.env.history_length = 2
+  config.env.prompt_style = 'paper'
+  config.env.require_think = True
+  config.pool.num_workers = 4
+  config.rollout.max_prompt_tokens = 2048
+  config.rollout.prompt_buckets = (512, 1024, 2048)
+  config.learner.length_buckets = (768, 1536, 2560)
+  config.evaluation.split = 'valid'
+  config.evaluation.num_tasks = 128
+  return config
+
+
+def _tiny(config: ml_collections.ConfigDict) -> None:
+  """Two disks."""
+  base.use_tiny_policy(config)
+  config.num_iterations = 40
+  config.env.options.num_disks = 2
+  config.rollout.max_prompt_tokens = 320
+  config.rollout.max_completion_tokens = 32
+  config.rollout.prompt_buckets = (320,)
+  config.learner.length_buckets = (256, 352)
+  config.evaluation.every = 10
+  config.sft.num_episodes = 2000

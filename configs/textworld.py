@@ -1,0 +1,83 @@
+"""GiGPO on games of TextWorld's own generator.
+
+    python launch/train.py --config=configs/textworld.py --config.model.path=..
+
+or, on any laptop, a warm start by imitation and then the run:
+
+    python launch/sft.py --config=configs/textworld.py:tiny --workdir=runs/start
+    python launch/train.py --config=configs/textworld.py:tiny
+        --config.model.path=runs/start/policy
+
+Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
+cores; `smoke`, its path in two minutes), an algorithm (`grpo`, `ppo`, ..) and
+other changes, see `base.CHANGES`. Needs Python 3.11 or 3.12. Games are compiled
+into the cache when they are played first, half a second of a core each; other
+kinds are a copy of this file with another challenge, envs/textworld_games.py.
+"""
+
+import ml_collections
+
+from configs import base
+
+SIZES = ('1.5b', 'tiny', 'smoke')
+
+
+def get_config(arg: str = '') -> ml_collections.ConfigDict:
+  """Returns the experiment; `arg` is a comma-separated list of variants."""
+  size, changes = base.parse_variants(
+    arg, 'textworld', sizes=SIZES, changes=base.CHANGES
+  )
+  size = size or '1.5b'
+  config = _games()
+  config.variant = ','.join([size, *changes])
+  if size in ('tiny', 'smoke'):
+    _tiny(config)
+  if size == 'smoke':
+    base.use_smoke(config)
+    config.env.num_games = 40
+    config.sft.num_episodes = 80
+  base.apply(config, changes)
+  return config
+
+
+def _games() -> ml_collections.ConfigDict:
+  config = base.get_config()
+  config.env.name = 'textworld'
+  # custom | coin_collector | treasure_hunter | cooking | simple
+  config.env.challenge = 'custom'
+  # What `tw-make` takes for the challenge; of custom games these three.
+  config.env.settings = ml_collections.ConfigDict()
+  config.env.settings.rooms = 5
+  config.env.settings.objects = 8
+  config.env.settings.quest_length = 5
+  config.env.num_games = 1_000  # most of a split
+  config.env.seed = 0
+  config.env.max_steps = 30
+  config.env.history_length = 2
+  config.env.prompt_style = 'paper'
+  config.env.require_think = True
+  config.pool.num_workers = 8
+  config.rollout.max_prompt_tokens = 2048
+  config.learner.length_buckets = (768, 1024, 1536, 2560)
+  config.evaluation.split = 'valid'
+  config.evaluation.num_tasks = 128
+  return config
+
+
+def _tiny(config: ml_collections.ConfigDict) -> None:
+  """Two rooms, a quest of two commands."""
+  base.use_tiny_policy(config)
+  config.num_iterations = 40
+  config.env.settings.rooms = 2
+  config.env.settings.objects = 2
+  config.env.settings.quest_length = 2
+  config.env.num_games = 500
+  config.env.max_steps = 8
+  config.env.history_length = 1
+  config.rollout.max_prompt_tokens = 512
+  config.rollout.max_completion_tokens = 64
+  config.rollout.prompt_buckets = (256, 512)
+  config.learner.length_buckets = (256, 384, 576)
+  config.evaluation.every = 10
+  config.sft.num_episodes = 2000
+  config.sft.noise = 0.3

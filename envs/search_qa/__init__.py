@@ -1,0 +1,1 @@
+"""Questions that are answered by searching a corpus: see `env`."""

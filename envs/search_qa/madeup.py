@@ -1,0 +1,149 @@
+"""A corpus of facts that nobody can know, and questions about them, by rule.
+
+People are born in towns, towns lie in countries, countries have capitals,
+people wrote books. Answering takes one to three searches, since a fact leads to
+the passage with the next. Files are those of `corpus`; what they hold is a
+function of the arguments.
+"""
+
+import json
+import pathlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from envs.search_qa import corpus
+
+_BEGIN = tuple('Bal Bren Cor Dal Dor El Fen Gar Hal Jor Kel Lor Mar'.split())
+_MIDDLE = tuple('a e i o u an el ir om us'.split())
+_PERSON = tuple('bek dan kin lis mir nas rik tan ven wyn'.split())
+_PLACE = tuple('burg den ford gate holm mouth stead vale wick'.split())
+_COUNTRY = tuple('avia estan ia land mark onia ora una'.split())
+_SURNAME = (_BEGIN, _MIDDLE, _PERSON)
+_JOBS = ('painter', 'botanist', 'composer', 'sailor', 'historian', 'judge')
+_SIDES = ('north', 'south', 'east', 'west')
+_TEST_SHARE = 5  # one question in so many
+# People for each town and towns for each country.
+_PEOPLE_PER_TOWN, _TOWNS_PER_COUNTRY = 3, 4
+
+
+def write(
+  folder: pathlib.Path, *, num_people: int = 300, seed: int = 0
+) -> None:
+  """Writes corpus.jsonl, train.jsonl and test.jsonl into a folder.
+
+  Args:
+    folder: which has to be there.
+    num_people: from which the size of everything else follows.
+    seed: another seed, other names and facts.
+  """
+  rng = np.random.default_rng(seed)
+  world = _World(rng, num_people)
+  passages = list(world.passages())
+  questions = list(world.questions())
+  _write(
+    folder / corpus.CORPUS,
+    [
+      {'id': str(n), 'title': title, 'text': text}
+      for n, (title, text) in enumerate(
+        passages[place] for place in rng.permutation(len(passages))
+      )
+    ],
+  )
+  order = rng.permutation(len(questions))
+  held_back = len(questions) // _TEST_SHARE
+  for split, chosen in (
+    ('test', order[:held_back]),
+    ('train', order[held_back:]),
+  ):
+    records = [
+      {'id': f'{split}_{n}', **questions[q]} for n, q in enumerate(chosen)
+    ]
+    _write(folder / f'{split}.jsonl', records)
+
+
+def check_options(*, num_people: int = 300, seed: int = 0) -> None:
+  """Raises ValueError, in one line, if there is no such corpus."""
+  del seed
+  if not 20 <= num_people <= 1_000:
+    raise ValueError(
+      f'env.generator.num_people={num_people}: must be from 20 to 1,000'
+    )
+
+
+class _World:
+  """Who was born where, wrote what, and so on; all by number."""
+
+  def __init__(self, rng: np.random.Generator, num_people: int):
+    num_towns = num_people // _PEOPLE_PER_TOWN
+    num_countries = num_towns // _TOWNS_PER_COUNTRY
+    self.towns = _names(rng, num_towns, _BEGIN, _MIDDLE, _PLACE)
+    self.countries = _names(rng, num_countries, _BEGIN, _COUNTRY)
+    self.people = _names(rng, num_people, _BEGIN, _PERSON, (' ',), *_SURNAME)
+    words = _names(rng, num_people, _BEGIN, _MIDDLE, _MIDDLE, _PERSON)
+    self.books = [f'The {word} Letters' for word in words]
+    self.born = rng.integers(num_towns, size=num_people)
+    # The first towns are the capitals.
+    others = rng.integers(num_countries, size=num_towns - num_countries)
+    self.country = np.concatenate([np.arange(num_countries), others])
+    self.job = rng.integers(len(_JOBS), size=num_people)
+    self.side = rng.integers(len(_SIDES), size=num_towns)
+    self.author = rng.permutation(num_people)
+
+  def passages(self) -> Iterator[tuple[str, str]]:
+    """Yields (title, text)."""
+    for n, name in enumerate(self.people):
+      job, town = _JOBS[self.job[n]], self.towns[self.born[n]]
+      yield name, f'{name} was a {job}, born in the town of {town}.'
+    for n, name in enumerate(self.towns):
+      country, side = self.countries[self.country[n]], _SIDES[self.side[n]]
+      yield name, f'{name} is a town in the {side} of {country}.'
+    for n, name in enumerate(self.countries):
+      yield name, f'{name} is a country. Its capital is {self.towns[n]}.'
+    for n, name in enumerate(self.books):
+      yield name, f'{name} is a book written by {self.people[self.author[n]]}.'
+
+  def questions(self) -> Iterator[dict]:
+    """Yields questions with answers, and what has to be looked up."""
+    for n, name in enumerate(self.people):
+      town = self.towns[self.born[n]]
+      country = self.countries[self.country[self.born[n]]]
+      yield _ask(f'In which town was {name} born?', town, name)
+      yield _ask(f'In which country was {name} born?', country, name, town)
+    for n, book in enumerate(self.books):
+      author = self.author[n]
+      name, town = self.people[author], self.towns[self.born[author]]
+      country = self.countries[self.country[self.born[author]]]
+      yield _ask(f'Who wrote {book}?', name, book)
+      yield _ask(
+        f'In which town was the author of {book} born?', town, book, name
+      )
+      yield _ask(
+        f'In which country was the author of {book} born?',
+        country,
+        *(book, name, town),
+      )
+
+
+def _ask(question: str, answer: str, *titles: str) -> dict:
+  return {
+    'question': question,
+    'golden_answers': [answer],
+    'data_source': f'{len(titles)}_hop',
+    'metadata': {'titles': list(titles)},
+  }
+
+
+def _names(
+  rng: np.random.Generator, count: int, *parts: tuple[str, ...]
+) -> list[str]:
+  """Returns different names, each put together of one of every part."""
+  found: dict[str, None] = {}
+  while len(found) < count:
+    found.setdefault(''.join(part[rng.integers(len(part))] for part in parts))
+  return list(found)
+
+
+def _write(path: pathlib.Path, records: list[dict]) -> None:
+  lines = (json.dumps(record, ensure_ascii=False) for record in records)
+  path.write_text('\n'.join(lines) + '\n', encoding='utf-8')

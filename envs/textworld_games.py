@@ -1,0 +1,320 @@
+"""Games that TextWorld's own generator makes, played by its own engine.
+
+Rooms, things and a quest are drawn from the task's seed and compiled for the
+Z-machine, a second or so each, into the cache. `custom` quests have a length;
+coins, treasures and recipes are TextWorld's challenges.
+"""
+
+import argparse
+import contextlib
+import functools
+import pathlib
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from envs import base, cache, narrator, seeds
+
+CUSTOM = 'custom'
+SUCCESS_REWARD = 10.0
+_FORMAT = 1  # of the cached games
+_MAX_DRAWS = 10  # for some seeds there is no such quest
+_GAME = 'game.z8'
+
+_LAST_PYTHON = (3, 12)
+# The interpreter's status line, after what a command came to.
+_STATUS = re.compile(r'\n>\s*(-=.*)?\Z', re.DOTALL)
+_BLANKS = re.compile(r'\n\s*\n')
+
+
+class _Parser(argparse.ArgumentParser):
+  """Takes the settings of a game as TextWorld's own program does."""
+
+  def error(self, message: str) -> None:
+    """Refuses."""
+    raise ValueError(message)
+
+
+def parse(challenge: str, settings: dict) -> dict:
+  """Returns all settings of a challenge.
+
+  Args:
+    challenge: 'custom', or one of TextWorld's without its 'tw-'.
+    settings: those that are not left as they are.
+
+  Raises:
+    ValueError: in one line, if there are no such ones.
+  """
+  known = _challenges()
+  if challenge != CUSTOM and challenge not in known:
+    raise ValueError(
+      f'env.challenge={challenge}: must be one of '
+      f'{", ".join((CUSTOM, *sorted(known)))}'
+    )
+  parser = _Parser(add_help=False, allow_abbrev=False)
+  if challenge == CUSTOM:
+    for name, default in (('rooms', 3), ('objects', 4), ('quest-length', 3)):
+      parser.add_argument(f'--{name}', type=int, default=default)
+  else:
+    known[challenge][2](parser)
+  flags = []
+  for name, value in sorted(settings.items()):
+    flag = f'--{name.replace("_", "-")}'
+    if value is True:
+      flags.append(flag)
+    elif value is not False:
+      flags.append(f'{flag}={value}')
+  try:
+    return vars(parser.parse_args(flags))
+  except ValueError as error:
+    raise ValueError(f'env.settings={settings}: {error}') from error
+
+
+def _textworld() -> Any:
+  if sys.version_info[:2] > _LAST_PYTHON:
+    raise ValueError(
+      'env.name=textworld: TextWorld breaks on Python 3.13 and newer; use '
+      'Python 3.11 or 3.12'
+    )
+  try:
+    import textworld
+    import textworld.challenges
+    import textworld.generator
+  except ImportError as error:
+    raise ValueError(
+      'env.name=textworld: textworld is not installed; run pip install -e '
+      "'.[alfworld]'"
+    ) from error
+  return textworld
+
+
+def _challenges() -> dict[str, tuple]:
+  """Returns (description, make, add_arguments) of TextWorld's, by name."""
+  found = _textworld().challenges.CHALLENGES
+  return {name.removeprefix('tw-'): parts for name, parts in found.items()}
+
+
+def _draw(seed: int, challenge: str, settings: dict) -> Any:
+  """Returns a game that is not compiled yet, and its options."""
+  textworld = _textworld()
+  options = textworld.GameOptions()
+  options.seeds = seed
+  if challenge != CUSTOM:
+    return _challenges()[challenge][1](settings, options), options
+  options.nb_rooms, options.nb_objects = settings['rooms'], settings['objects']
+  options.quest_length = settings['quest_length']
+  return textworld.generator.make_game(options), options
+
+
+def _write(
+  folder: pathlib.Path, *, seed: int, challenge: str, settings: dict
+) -> None:
+  """Compiles the first game that can be drawn."""
+  textworld = _textworld()
+  rng = np.random.default_rng(seed)
+  reason = ''
+  for _ in range(_MAX_DRAWS):
+    try:
+      with contextlib.redirect_stdout(sys.stderr):
+        game, options = _draw(int(rng.integers(2**31)), challenge, settings)
+    except (AssertionError, LookupError, RuntimeError, ValueError) as error:
+      reason = ' '.join(str(error).split()) or type(error).__name__
+      continue
+    options.path = str(folder / _GAME)
+    textworld.generator.compile_game(game, options)
+    for path in folder.iterdir():
+      # Besides the game, what its engine reads.
+      if path.suffix not in ('.z8', '.json'):
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    return
+  raise ValueError(
+    f'env.settings={settings}: no such game drawn in {_MAX_DRAWS} attempts '
+    f'({reason}); must be another size or length'
+  )
+
+
+def compiled(seed: int, challenge: str, settings: dict) -> pathlib.Path:
+  """Returns the file of a game, a function of the arguments."""
+  version = _textworld().__version__
+  what = sorted(settings.items())
+  folder = cache.place('textworld', _FORMAT, version, seed, challenge, what)
+  make = functools.partial(
+    _write, seed=seed, challenge=challenge, settings=settings
+  )
+  return cache.ensure(folder, make) / _GAME
+
+
+def clean(text: str) -> str:
+  """Returns what a game says without the interpreter's status line."""
+  said = _STATUS.sub('', text.strip(' '))
+  return _BLANKS.sub('\n', said).strip()
+
+
+class Env:
+  """One game at a time.
+
+  Args:
+    challenge: 'custom', 'coin_collector', 'treasure_hunter', 'cooking' or
+      'simple'.
+    settings: of the challenge, as `tw-make` has them, such as `level`; of
+      custom ones rooms, objects and quest_length.
+    num_games: most games of a split: each takes half a megabyte of the cache.
+    seed: another one, other games.
+    max_steps: turns after which an unfinished game ends.
+    history_length: K, how many past turns the prompt shows.
+    prompt_style: one of `narrator.STYLES`.
+    require_think: whether a response must hold a `<think>` part.
+
+  Raises:
+    ValueError: in one line, if an argument cannot be used.
+  """
+
+  def __init__(
+    self,
+    *,
+    challenge: str = CUSTOM,
+    settings: dict | None = None,
+    num_games: int = 1_000,
+    seed: int = 0,
+    max_steps: int = 30,
+    history_length: int = 2,
+    prompt_style: str = 'paper',
+    require_think: bool = True,
+  ):
+    if num_games < 1:
+      raise ValueError(f'env.num_games={num_games}: must be at least 1')
+    seeds.check_seed(seed)
+    self._challenge = challenge
+    self._settings = parse(challenge, settings or {})
+    self._num_games, self._seed = num_games, seed
+    self._max_steps = max_steps
+    self._narrator = narrator.Narrator(
+      'You are an expert player of text adventures.',
+      history_length=history_length,
+      prompt_style=prompt_style,
+      require_think=require_think,
+      brief_observations=True,
+    )
+    self._engine: Any = None
+    self._path: pathlib.Path | None = None
+    self._state: Any = None
+
+  def games(self, split: str) -> seeds.Seeds:
+    """Returns the seeds of the games of a split."""
+    return seeds.Seeds(split, self._seed, self._num_games)
+
+  def _game(self, task: base.Task) -> pathlib.Path:
+    seed = self.games(task.split)[task.index]
+    return compiled(seed, self._challenge, self._settings)
+
+  def prepare(self, task: base.Task) -> None:
+    """Compiles the game, if nobody has."""
+    self._game(task)
+
+  def reset(self, task: base.Task) -> base.Observation:
+    """Starts the game."""
+    path = self._game(task)
+    if path != self._path:
+      self.close()
+      self._engine, self._path = _start(path), path
+    self._state = self._engine.reset()
+    self._narrator.begin(clean(self._state.objective))
+    return self._observe(clean(self._state.description))
+
+  def step(self, response: str) -> base.StepResult:
+    """Plays the command, and says what came of it."""
+    command, valid = self._narrator.project(response)
+    admissible = command in self._commands()
+    self._narrator.take(command)
+    # A line is a command; what is none gets the game's own answer.
+    self._state, score, _ = self._engine.step(' '.join(command.split()))
+    won, lost = bool(self._state.won), bool(self._state.lost)
+    done = won or lost or self._narrator.step >= self._max_steps
+    observation = None
+    if not done:
+      observation = self._observe(clean(self._state.feedback))
+    return base.StepResult(
+      observation=observation,
+      final_anchor=self._where() if done else None,
+      reward=SUCCESS_REWARD if won else 0.0,
+      valid=valid,
+      action=command,
+      success=won,
+      done=done,
+      metrics={'inadmissible_action_rate': float(not admissible)},
+      score=self._share(score) if done else None,
+    )
+
+  def close(self) -> None:
+    """Frees the interpreter."""
+    if self._engine is not None:
+      self._engine.close()
+      self._engine = self._path = None
+
+  def demonstrate(
+    self, task: base.Task, *, noise: float, seed: int
+  ) -> Iterator[tuple[str, str]]:
+    """Yields (prompt, response) of one who knows the way and errs at times.
+
+    Args:
+      task: the game to play.
+      noise: probability that a step's command is drawn from the admissible
+        ones. The engine knows how to go on from there, or that there is no way.
+      seed: of the noise.
+    """
+    rng = np.random.default_rng([seed, task.index])
+    observation: base.Observation | None = self.reset(task)
+    while observation is not None and self._state.policy_commands:
+      command = self._state.policy_commands[0].lower()
+      if rng.random() < noise:
+        choices = self._commands()
+        command = choices[rng.integers(len(choices))]
+      response = self._narrator.respond(f'I {command}.', command)
+      yield observation.prompt, response
+      observation = self.step(response).observation
+
+  def _share(self, score: float) -> float:
+    return max(0.0, float(score)) / max(1.0, float(self._state.max_score))
+
+  def _commands(self) -> tuple[str, ...]:
+    # Responses are read in lower case; the engine does not mind.
+    return tuple(c.lower() for c in self._state.admissible_commands)
+
+  def _where(self) -> str:
+    """All that is the case in the game."""
+    return '\n'.join(sorted(map(str, self._state.facts)))
+
+  def _observe(self, text: str) -> base.Observation:
+    return self._narrator.observe(
+      text,
+      anchor=self._where(),
+      actions=self._commands(),
+    )
+
+
+def tasks(split: str, **kwargs) -> seeds.Seeds:
+  """Returns the seeds of a split; takes the kwargs of `Env`."""
+  env = Env(**kwargs)
+  found = env.games(split)
+  # Tells at once whether there are such games at all.
+  env.prepare(base.Task('train', 0))
+  return found
+
+
+def _start(path: pathlib.Path) -> Any:
+  textworld = _textworld()
+  wanted = textworld.EnvInfos(
+    admissible_commands=True,
+    description=True,
+    facts=True,
+    lost=True,
+    max_score=True,
+    objective=True,
+    policy_commands=True,
+    won=True,
+  )
+  return textworld.start(str(path), request_infos=wanted)

@@ -1,0 +1,264 @@
+"""Gymnasium in words: rules for spaces, a lake walked by hand, refusals."""
+
+import sys
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+import envs
+from envs import base, gymnasium_env
+
+TASK = base.Task('train', 3)
+LAKE = {
+  'id': 'FrozenLake-v1',
+  'options': {'is_slippery': False},
+  'actions': ('left', 'down', 'right', 'up'),
+}
+
+
+def _say(action: str) -> str:
+  return f'<think>so</think><action>{action}</action>'
+
+
+class Riddle(gymnasium.Env):
+  """Takes words, shows a dictionary; `yes` is right."""
+
+  action_space = spaces.Text(8)
+  observation_space = spaces.Dict(
+    {'asked': spaces.Text(20), 'times': spaces.Discrete(9)}
+  )
+
+  def reset(self, *, seed=None, options=None):
+    super().reset(seed=seed)
+    self._times = 0
+    return self._see(), {}
+
+  def step(self, action):
+    self._times += 1
+    return self._see(), float(action == 'yes'), action == 'yes', False, {}
+
+  def _see(self):
+    return {'asked': 'Is it', 'times': self._times}
+
+
+class Picture(Riddle):
+  action_space = spaces.Discrete(2, start=3)
+  observation_space = spaces.Box(0, 255, (40, 40, 3), np.uint8)
+
+  def _see(self):
+    return np.zeros((40, 40, 3), np.uint8)
+
+  def step(self, action):
+    assert action in (3, 4)
+    return self._see(), float(action == 4), action == 4, False, {}
+
+
+gymnasium.register('Riddle-v0', Riddle, disable_env_checker=True)
+gymnasium.register('Picture-v0', Picture, disable_env_checker=True)
+
+
+def brightness(picture) -> str:
+  return f'It is {picture.mean():.0f} bright.'
+
+
+@pytest.mark.parametrize(
+  ('space', 'value', 'names', 'text'),
+  [
+    (spaces.Discrete(5), np.int64(3), (), '3'),
+    (spaces.Text(9), 'a word', (), 'a word'),
+    (spaces.MultiBinary(3), np.array([1, 0, 1]), (), '1, 0, 1'),
+    (
+      spaces.Tuple([spaces.Discrete(32), spaces.Discrete(11)]),
+      (13, 10),
+      ('sum', 'card'),
+      'sum: 13\ncard: 10',
+    ),
+    (
+      spaces.Box(-9, 9, (2,)),
+      np.array([0.123456, -2.0], np.float32),
+      (),
+      '0.1235, -2',
+    ),
+    (
+      spaces.Box(0, 9, (2, 2), np.int64),
+      np.array([[1, 2], [3, 4]]),
+      (),
+      '1 2\n3 4',
+    ),
+    (
+      spaces.Dict({'a': spaces.Discrete(3), 'b': spaces.Text(3)}),
+      {'a': 1, 'b': 'x'},
+      (),
+      'a: 1\nb: x',
+    ),
+  ],
+)
+def test_observations_are_told_by_rule(space, value, names, text):
+  assert gymnasium_env.tell(space, value, names) == text
+
+
+def test_a_lake_crossed_by_hand():
+  env = envs.make('gymnasium', **LAKE)
+  first = env.reset(TASK)
+  # A 4 x 4 map, numbered row by row; the goal is the last cell.
+  assert first.text == first.anchor == '0'
+  way = ['down', 'down', 'right', 'down', 'right', 'right']
+  results = [env.step(_say(action)) for action in way]
+  assert [r.observation.text for r in results[:-1]] == [
+    '4',
+    '8',
+    '9',
+    '13',
+    '14',
+  ]
+  last = results[-1]
+  assert last.success and last.done and last.reward == 1
+  assert last.final_anchor == '15' and last.observation is None
+  assert [r.reward for r in results[:-1]] == [0] * 5
+
+
+def test_a_hole_ends_without_success():
+  env = envs.make('gymnasium', **LAKE)
+  env.reset(TASK)
+  results = [env.step(_say(action)) for action in ('right', 'down')]
+  assert results[-1].done and not results[-1].success
+
+
+def test_success_by_return():
+  # Along the edge of the cliff and down: 13 steps of -1.
+  cliff = {
+    'id': 'CliffWalking-v1',
+    'actions': ('up', 'right', 'down', 'left'),
+    'success_return': -13,
+  }
+  env = envs.make('gymnasium', **cliff)
+  for detour, success in ((0, True), (1, False)):
+    env.reset(TASK)
+    way = ['up', *['right'] * 11, 'down']
+    way[1:1] = ['left'] * detour
+    results = [env.step(_say(action)) for action in way]
+    assert results[-1].done and results[-1].success == success
+
+
+def test_its_own_text_and_its_state_as_the_anchor():
+  env = envs.make('gymnasium', observe='render', **LAKE)
+  first = env.reset(TASK)
+  assert first.text == '[S]FFF\nFHFH\nFFFH\nHFFG'
+  there, back = (
+    env.step(_say(action)).observation for action in ('down', 'up')
+  )
+  assert there.text.endswith('SFFF\n[F]HFH\nFFFH\nHFFG')
+  # The text says how it was come to; the anchor does not.
+  assert back.text != first.text and back.anchor == first.anchor == '0'
+
+
+def test_words_as_actions_and_dictionaries():
+  env = envs.make('gymnasium', id='Riddle-v0')
+  first = env.reset(TASK)
+  assert first.text == 'asked: Is it\ntimes: 0'
+  assert gymnasium_env.FREE in first.prompt
+  assert env.step(_say('no')).observation.text.endswith('times: 1')
+  assert not env.step(_say('much too long')).valid
+  assert env.step(_say('yes')).success
+  with pytest.raises(ValueError, match=r'env.actions=\(\): any words'):
+    list(env.demonstrate(TASK, noise=0, seed=0))
+
+
+def test_a_function_of_ones_own_and_actions_that_begin_elsewhere():
+  env = envs.make(
+    'gymnasium', id='Picture-v0', observe=f'{__name__}:brightness'
+  )
+  assert env.reset(TASK).text == 'It is 0 bright.'
+  assert not env.step(_say('0')).done
+  assert env.step(_say('1')).success
+
+
+def test_names_of_numbers():
+  env = envs.make(
+    'gymnasium',
+    id='CartPole-v1',
+    actions=('left', 'right'),
+    names=('position', 'speed', 'angle', 'turning'),
+  )
+  lines = env.reset(TASK).text.splitlines()
+  assert [line.split(':')[0] for line in lines] == [
+    'position', 'speed', 'angle', 'turning',
+  ]  # fmt: skip
+
+
+def test_episodes_are_a_function_of_task_and_actions():
+  slippery = LAKE | {'options': {'is_slippery': True}}
+  first, second = (envs.make('gymnasium', **slippery) for _ in range(2))
+
+  def play(env, task):
+    texts = [env.reset(task).text]
+    for action in ('right', 'down') * 10:
+      result = env.step(_say(action))
+      texts.append(result.final_anchor or result.observation.text)
+      if result.done:
+        return texts
+    return texts
+
+  tasks = [base.Task('train', n) for n in range(8)]
+  played = [play(first, task) for task in tasks]
+  assert played == [play(second, task) for task in reversed(tasks)][::-1]
+  assert len(set(map(tuple, played))) > 1
+  others = envs.make('gymnasium', seed=1, **slippery)
+  assert played != [play(others, task) for task in tasks]
+
+
+def test_random_play_ends():
+  env = envs.make('gymnasium', max_steps=9, **LAKE)
+  for index in range(20):
+    steps = list(env.demonstrate(base.Task('train', index), noise=0.0, seed=0))
+    assert 1 < len(steps) <= 9
+    assert '<action>' in steps[0][1]
+
+
+@pytest.mark.parametrize('response', ['left', _say('jump'), ''])
+def test_an_invalid_response_does_nothing(response):
+  env = envs.make('gymnasium', max_steps=2, **LAKE)
+  env.reset(TASK)
+  first, second = env.step(response), env.step(response)
+  assert not first.valid and first.observation.text == '0'
+  assert second.done and not second.success
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'id': None}, 'env.id=None: must name an environment'),
+    ({'id': 'Nowhere-v1'}, 'env.id=Nowhere-v1: cannot be made: .*Nowhere'),
+    ({'id': 'no_module:X-v1'}, 'env.id=no_module:X-v1: cannot be made'),
+    ({'options': {'depth': 3}}, "env.options={'depth': 3}: .*unexpected"),
+    ({'actions': ('a', 'b')}, 'env.actions=.*must be 4 different names'),
+    ({'actions': ('Left', 'b', 'c', 'd')}, 'in lower case'),
+    ({'observe': 'picture'}, 'env.observe=picture: not found: must be auto'),
+    ({'observe': 'math:draw'}, 'env.observe=math:draw: not found'),
+    ({'id': 'Picture-v0', 'actions': (), 'options': {}}, 'at most 256; must'),
+    ({'id': 'Pendulum-v1', 'options': {}}, 'its actions are a Box; must be'),
+    ({'seed': -1}, 'env.seed=-1: must be from 0'),
+    ({'prompt_style': 'long'}, 'env.prompt_style=long: must be one of'),
+    (
+      {'id': 'CartPole-v1', 'options': {}, 'actions': (), 'names': ('a',)},
+      'env.names=.*1 names of 4 numbers',
+    ),
+  ],
+)
+def test_wrong_arguments_are_refused_in_one_line(changes, message):
+  with pytest.raises(ValueError, match=message) as error:
+    envs.tasks('gymnasium', 'train', **(LAKE | changes))
+  assert len(str(error.value).splitlines()) == 1
+
+
+def test_unknown_splits_are_refused():
+  with pytest.raises(ValueError, match='split=x: must be one of train, valid'):
+    envs.tasks('gymnasium', 'x', **LAKE)
+
+
+def test_a_missing_library_is_named(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'gymnasium', None)
+  with pytest.raises(ValueError, match='gymnasium is not installed; run pip'):
+    envs.make('gymnasium', **LAKE)

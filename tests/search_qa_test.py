@@ -1,0 +1,354 @@
+"""Search QA: answers by hand, BM25 by hand, files refused, an oracle."""
+
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import envs
+from envs import base
+from envs.search_qa import corpus, madeup
+from envs.search_qa import env as search_env
+from gigpo_jax import anchors
+
+ROOT = pathlib.Path(envs.__file__).parents[1]
+TASK = base.Task('train', 3)
+PASSAGES = [
+  {'id': '0', 'title': 'Cats', 'text': 'The cat sat on a mat.'},
+  {'id': '1', 'contents': '"Dogs"\nThe dog sat on another mat, and on a cat.'},
+  {'id': '2', 'title': 'Ünder', 'text': 'Nothing of the sort is here.'},
+]
+QUESTIONS = [
+  {'question': 'What sat?', 'golden_answers': ['The Cat', 'dog']},
+  {
+    'question': 'Where?',
+    'golden_answers': ['mat'],
+    'data_source': 'nq',
+    'metadata': {'titles': ['Cats']},
+  },
+]
+
+
+def _write(path: pathlib.Path, records: list) -> None:
+  lines = [r if isinstance(r, str) else json.dumps(r) for r in records]
+  path.write_text('\n'.join(lines) + '\n', encoding='utf-8')
+
+
+@pytest.fixture
+def folder(tmp_path) -> pathlib.Path:
+  _write(tmp_path / 'corpus.jsonl', PASSAGES)
+  _write(tmp_path / 'train.jsonl', QUESTIONS)
+  _write(tmp_path / 'test.jsonl', QUESTIONS[:1])
+  return tmp_path
+
+
+def _say(name: str, words: str) -> str:
+  return f'<think>so</think><{name}>{words}</{name}>'
+
+
+@pytest.mark.parametrize(
+  ('answer', 'right'),
+  [
+    ('cat', True),
+    (' THE cat. ', True),
+    ('a  dog', True),
+    ('cats', False),
+    ('the cat and the dog', False),
+    ('', False),
+  ],
+)
+def test_answers_are_compared_as_in_squad(answer, right):
+  assert search_env.is_right(answer, ('The Cat', 'dog')) == right
+  assert search_env.normalize('An  U.S. theme, the "end"') == 'us theme end'
+
+
+@pytest.mark.parametrize(
+  ('response', 'name', 'words'),
+  [
+    (_say('search', ' A Cat '), 'search', 'A Cat'),
+    (_say('answer', 'x\ny'), 'answer', 'x\ny'),
+    ('<think>or <answer>?</think><search>a</search> end', 'search', 'a'),
+    ('<think>so</think><SEARCH>a</SEARCH>', 'search', 'a'),
+    ('<search>a</search>', '', ''),
+    (_say('search', ' '), '', ''),
+    (_say('search', 'a') + '<answer>b</answer>', '', ''),
+    (_say('search', 'a') + '<search>b</search>', '', ''),
+    ('<think>so</think><search>a</answer>', '', ''),
+    ('<think>so</think><answer>a', '', ''),
+    ('', '', ''),
+  ],
+)
+def test_what_a_response_asks_for(response, name, words):
+  assert search_env.project(response) == (name, words)
+
+
+def test_thoughts_can_be_left_out():
+  response = '<search>a</search>'
+  assert search_env.project(response, require_think=False) == ('search', 'a')
+
+
+def test_scores_are_bm25(folder):
+  found = corpus.Corpus(folder / 'corpus.jsonl')
+  assert len(found) == 3
+  assert found[1].title == 'Dogs'
+  assert found[2] == corpus.Passage('Ünder', 'Nothing of the sort is here.')
+  # Words: cat the cat sat on a mat, 7; dog the dog sat on anoth mat and on a
+  # cat, 11; under noth of the sort is here, 7. Mean 25 / 3; k1 1.2, b 0.75.
+  # `cat` is in two of three: idf ln(1 + 1.5 / 2.5).
+  idf = math.log(1 + 1.5 / 2.5)
+
+  def score(count: int, length: int) -> float:
+    norm = 1.2 * (0.25 + 0.75 * length / (25 / 3))
+    return idf * count * 2.2 / (count + norm)
+
+  hits = _scores(found, 'Cats!')
+  assert hits == pytest.approx([score(2, 7), score(1, 11)], rel=1e-5)
+  titles = [passage.title for passage in found.search('cats', 3)]
+  assert titles == ['Cats', 'Dogs']
+  assert [p.title for p in found.search('cats', 1)] == ['Cats']
+
+
+def _scores(found: corpus.Corpus, query: str) -> list[float]:
+  scores = []
+  searcher = found._searcher
+
+  class Spy:
+    doc = searcher.doc
+
+    def search(self, *arguments):
+      result = searcher.search(*arguments)
+      scores.extend(score for score, _ in result.hits)
+      return result
+
+  found._searcher = Spy()
+  found.search(query, 3)
+  found._searcher = searcher
+  return scores
+
+
+@pytest.mark.parametrize('query', ['zzz', '', '!?', 'a:b AND "', 'x' * 5_000])
+def test_any_query_gets_an_answer(folder, query):
+  found = corpus.Corpus(folder / 'corpus.jsonl')
+  assert isinstance(found.search(query, 3), list)
+
+
+def test_equal_passages_come_in_their_order(tmp_path):
+  same = [{'title': f'T{n}', 'text': 'a pear'} for n in range(12)]
+  _write(tmp_path / 'corpus.jsonl', same)
+  found = corpus.Corpus(tmp_path / 'corpus.jsonl')
+  assert [p.title for p in found.search('pear', 3)] == ['T0', 'T1', 'T2']
+
+
+def test_the_index_is_made_once_and_again_for_another_file(folder, monkeypatch):
+  path = folder / 'corpus.jsonl'
+  first = corpus.Corpus(path)
+  assert isinstance(first._offsets, np.memmap)
+  with monkeypatch.context() as patch:
+    patch.setattr(corpus, '_write_index', lambda *_: pytest.fail('made again'))
+    again = corpus.Corpus(path)
+    assert again.search('cat', 3) == first.search('cat', 3)
+  _write(path, PASSAGES[1:])
+  assert [p.title for p in corpus.Corpus(path).search('cat', 3)] == ['Dogs']
+
+
+def test_three_processes_make_one_index(folder, tmp_path):
+  code = (
+    'import pathlib; from envs.search_qa import corpus; '
+    f'c = corpus.Corpus(pathlib.Path({str(folder / "corpus.jsonl")!r})); '
+    'print([p.title for p in c.search("cat", 2)])'
+  )
+  home = tmp_path / 'cache'
+  running = [
+    subprocess.Popen(
+      [sys.executable, '-c', code],
+      env=os.environ | {'GIGPO_JAX_CACHE': str(home)},
+      cwd=ROOT,
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    for _ in range(3)
+  ]
+  said = {process.communicate(timeout=60)[0] for process in running}
+  assert said == {"['Cats', 'Dogs']\n"}
+  assert len([p for p in home.iterdir() if p.is_dir()]) == 1
+
+
+def test_searching_and_answering_by_hand(folder):
+  env = search_env.Env(data_dir=str(folder), top_k=2)
+  first = env.reset(base.Task('train', 0))
+  assert first.anchor == first.text == first.task == 'What sat?'
+  result = env.step(_say('search', 'dog'))
+  assert (result.reward, result.valid, result.done) == (0, True, False)
+  shown = 'Passage 1 (title: Dogs) The dog sat on another mat, and on a cat.'
+  assert result.observation.text == result.observation.anchor == shown
+  told = f'<search>dog</search>\n<information>\n{shown}\n</information>'
+  assert told in result.observation.prompt
+  assert '<information>' not in first.prompt
+  last = env.step(_say('answer', 'the dog'))
+  assert last.reward == 1 and last.success and last.done
+  assert last.final_anchor == 'Answer: dog'
+
+
+def test_a_wrong_answer_and_the_last_step_end_without_reward(folder):
+  env = search_env.Env(data_dir=str(folder), max_steps=2)
+  env.reset(base.Task('train', 0))
+  wrong = env.step(_say('answer', 'cats'))
+  assert wrong.done and not wrong.success and wrong.reward == 0
+  env.reset(base.Task('train', 0))
+  results = [env.step(_say('search', 'mat')) for _ in range(2)]
+  assert [r.done for r in results] == [False, True]
+  assert results[1].final_anchor.startswith('Passage 1')
+
+
+def test_an_invalid_response_takes_a_turn_and_shows_nothing_new(folder):
+  env = search_env.Env(data_dir=str(folder))
+  first = env.reset(base.Task('train', 0))
+  result = env.step('<search>cat</search>')
+  assert not result.valid and result.reward == 0 and not result.done
+  assert result.observation.anchor == first.anchor
+  assert 'taken 1 of 4 step(s)' in result.observation.prompt
+
+
+def test_history_holds_the_last_searches(folder):
+  env = search_env.Env(data_dir=str(folder), history_length=2, max_steps=9)
+  env.reset(base.Task('train', 0))
+  for words in ('one', 'two', 'three'):
+    observation = env.step(_say('search', words)).observation
+  assert '<search>one</search>' not in observation.prompt
+  assert observation.prompt.count('</information>') == 2
+  assert observation.short_prompt.count('</information>') == 1
+  assert observation.text == search_env.NOTHING
+
+
+def test_passages_are_cut(folder):
+  env = search_env.Env(data_dir=str(folder), max_passage_chars=5, top_k=1)
+  env.reset(base.Task('train', 0))
+  shown = env.step(_say('search', 'dog')).observation.text
+  assert shown == 'Passage 1 (title: Dogs) The d'
+
+
+def test_nearly_equal_results_are_one_state():
+  env = search_env.Env()
+  states = []
+  for query in ('painter born in', 'a painter born in', 'Letters'):
+    env.reset(TASK)
+    states.append(env.step(_say('search', query)).observation.anchor)
+  (ids,) = anchors.number([(0, states)], kind='similarity', threshold=0.9)
+  assert ids[0] == ids[1] != ids[2]
+
+
+@pytest.mark.parametrize('style', ['paper', 'brief'])
+def test_the_oracle_answers_every_question(style):
+  env = search_env.Env(prompt_style=style, top_k=1)
+  for split in ('train', 'test'):
+    questions = env.questions(split)
+    for index in range(60):
+      task = base.Task(split, index)
+      steps = list(env.demonstrate(task, noise=0.0, seed=0))
+      hops = int(questions.kind(index)[0])
+      assert len(steps) == hops + 1 <= 4
+      replay = env.reset(task)
+      for prompt, response in steps:
+        assert prompt == replay.prompt
+        result = env.step(response)
+        replay = result.observation
+      assert result.success
+
+
+def test_an_erring_oracle_looks_again():
+  env = search_env.Env(max_steps=20)
+  lengths = [
+    len(list(env.demonstrate(base.Task('train', n), noise=0.5, seed=1)))
+    - len(env.questions('train')[n].titles)
+    for n in range(40)
+  ]
+  assert min(lengths) == 1 and max(lengths) > 2
+
+
+def test_without_known_passages_there_is_no_oracle(folder):
+  env = search_env.Env(data_dir=str(folder))
+  with pytest.raises(ValueError, match='has no expert; questions must name'):
+    list(env.demonstrate(base.Task('train', 0), noise=0.0, seed=0))
+  assert len(list(env.demonstrate(base.Task('train', 1), noise=0, seed=0))) == 2
+
+
+def test_made_up_files_are_a_function_of_the_arguments(tmp_path):
+  for name, options in (('a', {}), ('b', {}), ('c', {'seed': 1})):
+    (tmp_path / name).mkdir()
+    madeup.write(tmp_path / name, num_people=20, **options)
+  files = {
+    name: [p.read_bytes() for p in sorted((tmp_path / name).iterdir())]
+    for name in 'abc'
+  }
+  assert files['a'] == files['b'] != files['c']
+  train, test = (
+    {q.text for q in corpus.questions(tmp_path / 'a', split)}
+    for split in ('train', 'test')
+  )
+  assert train.isdisjoint(test) and (len(train), len(test)) == (80, 20)
+
+
+def test_episodes_are_equal_and_independent_of_what_came_before():
+  used, fresh = envs.make('search_qa'), envs.make('search_qa')
+  first = used.reset(TASK)
+  used.step(_say('search', 'painter'))
+  assert used.reset(TASK) == first == fresh.reset(TASK)
+  assert used.step(_say('search', 'town')) == fresh.step(_say('search', 'town'))
+
+
+def test_tasks_are_counted_and_typed(folder):
+  split = envs.tasks('search_qa', 'train', data_dir=str(folder))
+  assert len(split) == 2
+  assert [split.kind(n) for n in range(2)] == ['all', 'nq']
+
+
+@pytest.mark.parametrize(
+  ('name', 'records', 'message'),
+  [
+    ('corpus', [PASSAGES[0], 'x'], 'corpus.jsonl, line 2: not a JSON object'),
+    ('corpus', [PASSAGES[0], ''], 'corpus.jsonl, line 2: not a JSON object'),
+    ('corpus', [{'title': 'x'}], 'line 1: must have title and text'),
+    ('train', [{'question': 'x'}], 'line 1: must have question and golden'),
+    ('train', [{'question': 'x', 'golden_answers': 'y'}], 'line 1: must have'),
+    ('train', [[]], 'train.jsonl, line 1: not a JSON object'),
+    ('train', [''], 'train.jsonl is empty'),
+  ],
+)
+def test_damaged_files_are_refused_in_one_line(folder, name, records, message):
+  _write(folder / f'{name}.jsonl', records)
+  with pytest.raises(ValueError, match=message) as error:
+    envs.tasks('search_qa', 'train', data_dir=str(folder))
+  assert len(str(error.value).splitlines()) == 1
+  assert str(folder) in str(error.value)
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'data_dir': '/nowhere'}, 'env.data_dir=/nowhere: no corpus.jsonl there'),
+    ({'top_k': 0}, 'env.top_k=0: must be at least 1'),
+    ({'max_passage_chars': 0}, 'env.max_passage_chars=0: must be'),
+    ({'generator': {'num_people': 3}}, 'env.generator.num_people=3: must be'),
+    ({'prompt_style': 'long'}, 'env.prompt_style=long: must be one of'),
+  ],
+)
+def test_wrong_arguments_are_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    envs.tasks('search_qa', 'train', **changes)
+
+
+def test_unknown_splits_are_refused_with_the_known_ones(folder):
+  with pytest.raises(ValueError, match='split=dev: .* must be one of test, tr'):
+    envs.tasks('search_qa', 'dev', data_dir=str(folder))
+
+
+def test_a_missing_library_is_named(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'tantivy', None)
+  corpus._shared.cache_clear()
+  with pytest.raises(ValueError, match='tantivy is not installed; run pip'):
+    envs.make('search_qa')

@@ -1,0 +1,222 @@
+"""Sokoban: pushes and rewards by hand, levels with solutions, an oracle."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import envs
+from envs import base, sokoban
+
+TASK = base.Task('train', 3)
+# # # # # #
+# P X _ O #
+# _ X O _ #
+# # # # # #
+ROOM = sokoban.Level(
+  size=(4, 6),
+  floor=frozenset([7, 8, 9, 10, 13, 14, 15, 16]),
+  targets=frozenset([10, 15]),
+  start=sokoban.State(7, frozenset([8, 14])),
+  moves=6,
+)
+
+
+def _say(action: str) -> str:
+  return f'<think>so</think><action>{action}</action>'
+
+
+@pytest.fixture
+def by_hand(monkeypatch) -> sokoban.Env:
+  monkeypatch.setattr(sokoban, 'generate', lambda *_: ROOM)
+  return sokoban.Env()
+
+
+def test_pushes_and_walls_by_hand(by_hand):
+  first = by_hand.reset(TASK)
+  assert first.text == ('# # # # # #\n# P X _ O #\n# _ X O _ #\n# # # # # #')
+  told = [by_hand.step(_say(a)) for a in ('up', 'right', 'right', 'down')]
+  boards = [result.observation.text.splitlines() for result in told]
+  # Up is a wall; twice right pushes the box onto the target.
+  assert boards[0] == first.text.splitlines()
+  assert boards[1][1] == '# _ P X O #'
+  assert boards[2][1] == '# _ _ P √ #'
+  # Down onto the other target.
+  assert boards[3][1:3] == ['# _ _ _ √ #', '# _ X S _ #']
+  assert [r.reward for r in told] == pytest.approx([-0.1, -0.1, 0.9, -0.1])
+  assert [r.metrics['blocked_action_rate'] for r in told] == [1, 0, 0, 0]
+
+
+def test_the_last_box_ends_with_success(by_hand):
+  by_hand.reset(TASK)
+  plan = ['right', 'right', 'left', 'left', 'down', 'right']
+  results = [by_hand.step(_say(action)) for action in plan]
+  rewards = [-0.1, 0.9, -0.1, -0.1, -0.1, 10.9]
+  assert [r.reward for r in results] == pytest.approx(rewards)
+  assert [r.success for r in results] == [False] * 5 + [True]
+  last = results[-1]
+  assert last.done and last.observation is None and last.score == 1.0
+  assert last.final_anchor.splitlines()[2] == '# _ P √ _ #'
+
+
+def test_a_box_off_its_target_costs_a_point_and_two_in_a_row_do_not_move():
+  state = sokoban.State(8, frozenset([9, 10]))
+  assert sokoban.move(ROOM, state, 'right') == state
+  placed = dataclasses.replace(
+    ROOM, start=sokoban.State(14, frozenset([8, 15]))
+  )
+  after = sokoban.move(placed, placed.start, 'right')
+  assert after == sokoban.State(15, frozenset([8, 16]))
+
+
+def test_pushing_off_a_target_is_told_in_the_reward(monkeypatch):
+  start = sokoban.State(14, frozenset([8, 15]))
+  level = dataclasses.replace(ROOM, start=start)
+  monkeypatch.setattr(sokoban, 'generate', lambda *_: level)
+  env = sokoban.Env()
+  env.reset(TASK)
+  assert env.step(_say('right')).reward == pytest.approx(-1.1)
+
+
+def test_shortest_solutions_by_hand():
+  assert len(sokoban.solve(ROOM, ROOM.start)) == 6
+  # A box in a corner that is no target.
+  stuck = sokoban.State(9, frozenset([7, 14]))
+  assert sokoban.solve(ROOM, stuck) is None
+
+
+@pytest.mark.parametrize(
+  'options',
+  [
+    sokoban.Options(),
+    sokoban.Options(num_boxes=1, solution_steps=(2, 10)),
+    sokoban.Options(size=(7, 5), solution_steps=(7, 7), seed=1),
+  ],
+)
+def test_every_level_has_a_solution_of_the_length_it_names(options):
+  for index in range(40):
+    level = sokoban.generate(index, options)
+    assert len(level.targets) == len(level.start.boxes) == options.num_boxes
+    assert {level.start.player, *level.start.boxes} <= level.floor
+    plan = sokoban.solve(level, level.start)
+    fewest, most = options.solution_steps
+    assert len(plan) == level.moves
+    assert fewest <= level.moves <= most
+
+
+def test_the_oracle_solves_every_level():
+  env = sokoban.Env()
+  for index in range(30):
+    steps = list(env.demonstrate(base.Task('valid', index), noise=0.0, seed=0))
+    level = env.levels('valid').level(index)
+    assert len(steps) == level.moves
+    assert env._state.boxes == level.targets
+
+
+def test_an_erring_oracle_goes_on_from_where_it_led():
+  env = sokoban.Env(max_steps=40)
+  solved = 0
+  for index in range(30):
+    list(env.demonstrate(base.Task('train', index), noise=0.3, seed=1))
+    solved += env._state.boxes == env._level.targets
+    if env._state.boxes != env._level.targets and env._narrator.step < 40:
+      assert sokoban.solve(env._level, env._state) is None
+  assert 10 < solved < 30
+
+
+def test_random_play_ends():
+  env, rng = sokoban.Env(), np.random.default_rng(0)
+  for index in range(20):
+    env.reset(base.Task('train', index))
+    results = []
+    while not (results and results[-1].done):
+      action = sokoban.ACTIONS[rng.integers(4)]
+      results.append(env.step(_say(action)))
+    result = results[-1]
+    assert result.success or len(results) == 15
+    assert result.final_anchor and 0 <= result.score <= 1
+
+
+def test_anchors_are_boards_whatever_the_way_there(by_hand):
+  first = by_hand.reset(TASK)
+  there, back = (by_hand.step(_say(a)).observation for a in ('down', 'up'))
+  assert first.anchor == back.anchor == first.text != there.anchor
+  assert first.prompt != back.prompt
+  assert first.short_prompt != back.short_prompt  # which step it is
+
+
+def test_levels_are_a_function_of_split_index_and_seed():
+  first = envs.make('sokoban').reset(TASK)
+  used = envs.make('sokoban')
+  used.reset(base.Task('train', 4))
+  used.step(_say('up'))
+  assert used.reset(TASK) == first
+  sokoban.generate.cache_clear()
+  assert envs.make('sokoban').reset(TASK) == first
+  others = (base.Task('valid', 3), base.Task('train', 2))
+  boards = {used.reset(task).text for task in others}
+  boards.add(envs.make('sokoban', seed=1).reset(TASK).text)
+  assert len(boards | {first.text}) == 4
+
+
+@pytest.mark.parametrize(
+  'response',
+  ['up', '<action>up</action>', _say('jump'), '<think>x</think><action>up'],
+)
+def test_an_invalid_response_changes_nothing_and_costs_nothing(response):
+  env = sokoban.Env()
+  board = env.reset(TASK).text
+  result = env.step(response)
+  assert not result.valid and result.reward == 0
+  assert result.observation.text == board
+
+
+def test_prompts():
+  env = sokoban.Env()
+  first = env.reset(TASK)
+  assert first.text in first.prompt and '√ box on a target' in first.prompt
+  assert "['up', 'down', 'left', 'right']" in first.prompt
+  second = env.step(_say('left')).observation
+  assert f"[Observation 1: '{first.text}', Action 1: 'left']" in second.prompt
+  assert 'You are now at step 2' in second.prompt
+  assert 'Action 1' not in second.short_prompt
+  brief = sokoban.Env(prompt_style='brief', require_think=False)
+  board = brief.reset(TASK).text
+  assert brief.step('<action>left</action>').valid
+  assert brief.reset(TASK).prompt == (
+    'Task: push every box onto a target.\n'
+    f'{board}\nActions: up, down, left, right'
+  )
+
+
+def test_kinds_tell_the_length_of_solutions():
+  levels = envs.tasks('sokoban', 'valid', solution_steps=(4, 12))
+  assert len(levels) == 1000
+  bounds = {'short': (4, 6), 'medium': (7, 9), 'long': (10, 12)}
+  for index in range(30):
+    low, high = bounds[levels.kind(index)]
+    assert low <= levels.level(index).moves <= high
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'size': (6,)}, r'env.size=\(6,\): must be rows and columns'),
+    ({'size': (2, 6)}, r'env.size=\(2, 6\): must be'),
+    ({'seed': -1}, 'env.seed=-1: must be from 0 to 1,000'),
+    ({'num_boxes': 0}, 'env.num_boxes=0: must be at least 1'),
+    ({'num_boxes': 30}, 'no such level found .* env.num_boxes=30'),
+    ({'solution_steps': (9, 4)}, 'env.solution_steps=.*must be the least'),
+    ({'max_steps': 10}, 'env.max_steps=10: fewer than the longest'),
+    ({'prompt_style': 'long'}, 'env.prompt_style=long: must be one of paper'),
+  ],
+)
+def test_wrong_arguments_are_refused_in_one_line(changes, message):
+  with pytest.raises(ValueError, match=message) as error:
+    envs.tasks('sokoban', 'train', **changes)
+  assert len(str(error.value).splitlines()) == 1
+
+
+def test_unknown_splits_are_refused():
+  with pytest.raises(ValueError, match='split=x: must be one of train, valid'):
+    envs.tasks('sokoban', 'x')

@@ -1,0 +1,133 @@
+"""TextArena's games: a tower by hand, dice of one's own, refusals."""
+
+import random
+import sys
+
+import numpy as np
+import pytest
+
+import envs
+from envs import base, textarena_env
+
+TASK = base.Task('train', 3)
+TOWER = {
+  'id': 'TowerOfHanoi-v0',
+  'actions': ('[a b]', '[a c]', '[b a]', '[b c]', '[c a]', '[c b]'),
+}
+SOLUTION = ['a c', 'a b', 'c b', 'a c', 'b a', 'b c', 'a c']
+
+
+def _say(action: str) -> str:
+  return f'<think>so</think><action>{action}</action>'
+
+
+def test_a_tower_moved_by_hand():
+  env = envs.make('textarena', **TOWER)
+  first = env.reset(TASK)
+  assert 'from tower A to tower C' in first.task and first.task in first.prompt
+  assert 'A: [3, 2, 1]' in first.text
+  results = [env.step(_say(move)) for move in SOLUTION]
+  assert 'A: [3, 2]' in results[0].observation.text
+  assert 'You moved disk 1' in results[0].observation.text
+  last = results[-1]
+  assert last.done and last.success and last.reward == 1 and last.score == 1
+  assert 'C: [3, 2, 1]' in last.final_anchor
+  assert [r.reward for r in results[:-1]] == [0] * 6
+
+
+def test_anchors_are_boards():
+  env = envs.make('textarena', **TOWER)
+  first = env.reset(TASK)
+  there, back = (
+    env.step(_say(move)).observation for move in ('[a b]', '[b a]')
+  )
+  assert first.anchor == back.anchor != there.anchor
+  wrong = env.step(_say('[b c]')).observation
+  assert 'invalid move' in wrong.text and wrong.anchor == back.anchor
+  assert wrong.text.endswith(back.anchor)
+
+
+def test_a_game_lost_by_wrong_moves():
+  env = envs.make('textarena', **TOWER)
+  env.reset(TASK)
+  results = [env.step(_say('[b c]')) for _ in range(2)]
+  assert results[1].done and not results[1].success
+  assert results[1].score == 0
+
+
+def test_an_invalid_response_is_not_played():
+  env = envs.make('textarena', max_steps=3, **TOWER)
+  board = env.reset(TASK).anchor
+  results = [env.step('[a c]') for _ in range(3)]
+  assert not any(r.valid for r in results)
+  assert results[-1].done and results[-1].final_anchor == board
+  assert results[-1].score == 0
+
+
+def test_games_without_a_board_are_where_they_were_told():
+  env = envs.make('textarena', id='GuessTheNumber-v0')
+  env.reset(TASK)
+  results = [env.step(_say(str(n))) for n in (1, 1, 20)]
+  anchors = [r.observation.anchor for r in results if not r.done]
+  assert len(set(anchors)) == len(anchors) > 1
+
+
+@pytest.mark.parametrize('name', ['FrozenLake-v0', '2048-v0-easy'])
+def test_episodes_of_a_process_do_not_disturb_each_other(name):
+  moves = ['right', 'down', 'left', 'down', 'right', 'up'] * 2
+
+  def play(env, others=()):
+    texts = [env.reset(TASK).text]
+    for other in others:
+      other.reset(base.Task('train', 7))
+    for move in moves:
+      result = env.step(_say(move))
+      texts.append(result.final_anchor or result.observation.text)
+      if result.done:
+        break
+      for other in others:
+        other.step(_say(move))
+        random.random(), np.random.random()
+    return texts
+
+  env, other = (envs.make('textarena', id=name) for _ in range(2))
+  alone = play(env)
+  assert play(env, [other]) == alone == play(envs.make('textarena', id=name))
+  random.seed(5)
+  expected = random.random()
+  random.seed(5)
+  play(env)
+  assert random.random() == expected
+
+
+def test_random_play_ends_and_others_have_no_expert():
+  env = envs.make('textarena', **TOWER)
+  for index in range(5):
+    task = base.Task('train', index)
+    assert 1 < len(list(env.demonstrate(task, noise=0, seed=0))) <= 14
+  env = envs.make('textarena', id='GuessTheNumber-v0')
+  with pytest.raises(ValueError, match=r'env.actions=\(\): moves are not'):
+    list(env.demonstrate(TASK, noise=0, seed=0))
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'id': None}, 'env.id=None: cannot be made'),
+    ({'id': 'Nowhere-v0'}, 'env.id=Nowhere-v0: cannot be made'),
+    ({'id': 'TicTacToe-v0'}, 'env.id=TicTacToe-v0: cannot be played by one'),
+    ({'options': {'depth': 3}}, "env.options={'depth': 3}: .*unexpected"),
+    ({'actions': ('[A B]',)}, 'must be in lower case'),
+    ({'seed': 5_000}, 'env.seed=5000: must be from 0'),
+  ],
+)
+def test_wrong_arguments_are_refused_in_one_line(changes, message):
+  with pytest.raises(ValueError, match=message) as error:
+    envs.tasks('textarena', 'train', **(TOWER | changes))
+  assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_missing_library_is_named(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'textarena', None)
+  with pytest.raises(ValueError, match='textarena is not installed; run pip'):
+    textarena_env.Env(**TOWER)

@@ -1,0 +1,168 @@
+"""TextWorld's own games: won by their walkthrough, equal by seed, refusals."""
+
+import sys
+
+import pytest
+
+import envs
+from envs import base, textworld_games
+
+if sys.version_info >= (3, 13):
+  pytest.skip('TextWorld breaks there', allow_module_level=True)
+
+# TextWorld keeps this to itself, where warnings are not errors.
+pytestmark = pytest.mark.filterwarnings('ignore:Game .* is not fully supported')
+
+SMALL = {'settings': {'rooms': 2, 'objects': 2, 'quest_length': 2}}
+TASK = base.Task('train', 0)
+
+
+def _say(command: str) -> str:
+  return f'<think>so</think><action>{command}</action>'
+
+
+@pytest.fixture(scope='module')
+def env() -> textworld_games.Env:
+  return textworld_games.Env(**SMALL)
+
+
+@pytest.mark.parametrize('index', [0, 1])
+def test_the_walkthrough_wins(env, index):
+  task = base.Task('train', index)
+  steps = list(env.demonstrate(task, noise=0.0, seed=0))
+  assert len(steps) == 2
+  observation = env.reset(task)
+  for prompt, response in steps:
+    assert observation.prompt == prompt
+    result = env.step(response)
+    observation = result.observation
+  assert result.success and result.done and result.valid
+  assert result.reward == 10 and result.score == 1
+  assert result.final_anchor
+
+
+@pytest.mark.parametrize(
+  ('challenge', 'settings'),
+  [
+    ('coin_collector', {'level': 2}),
+    pytest.param(
+      'cooking', {'recipe': 1, 'cook': True}, marks=pytest.mark.slow
+    ),
+  ],
+)
+def test_challenges_are_won_as_well(challenge, settings):
+  env = textworld_games.Env(challenge=challenge, settings=settings)
+  steps = list(env.demonstrate(TASK, noise=0.0, seed=0))
+  assert len(steps) > 1 and env._state.won
+  # An erring expert goes on from where it led, or cannot.
+  list(env.demonstrate(TASK, noise=0.4, seed=1))
+  assert env._state.won or not env._state.policy_commands
+  env.close()
+
+
+def test_what_is_seen(env):
+  first = env.reset(TASK)
+  assert first.text.startswith('-= ')
+  assert '$$' not in first.prompt and '>' not in first.text
+  assert {'look', 'inventory'} <= set(first.actions)
+  assert all(action == action.lower() for action in first.actions)
+  assert all(action in first.prompt for action in first.actions)
+  assert first.task and first.task not in first.text
+  said = env.step(_say('look')).observation.text
+  assert said == first.text
+
+
+def test_the_line_of_the_interpreter_is_cut():
+  said = 'Taken.\n\n\n\n>      -= Attic =-0/2'
+  assert textworld_games.clean(said) == 'Taken.'
+  assert textworld_games.clean(' A > B.\n\n \nC') == 'A > B.\nC'
+
+
+def test_anchors_are_states_whatever_was_said(env):
+  first = env.reset(TASK)
+  looked = env.step(_say('look')).observation
+  listed = env.step(_say('inventory')).observation
+  assert first.anchor == looked.anchor == listed.anchor
+  assert looked.text != listed.text
+  steps = list(env.demonstrate(TASK, noise=0.0, seed=0))
+  env.reset(TASK)
+  assert env.step(steps[0][1]).observation.anchor != first.anchor
+
+
+def test_nonsense_gets_the_games_answer(env):
+  before = env.reset(TASK).anchor
+  for response in (_say('fly away'), 'fly away', _say('a\nb'), _say(' ')):
+    result = env.step(response)
+    assert result.metrics['inadmissible_action_rate'] == 1
+    assert result.observation.anchor == before and not result.done
+  assert not env.step('fly away').valid
+
+
+def test_the_step_limit_ends_a_game():
+  env = textworld_games.Env(max_steps=2, **SMALL)
+  env.reset(TASK)
+  results = [env.step(_say('look')) for _ in range(2)]
+  assert [r.done for r in results] == [False, True]
+  assert not results[1].success and results[1].score == 0
+  env.close()
+
+
+def test_games_are_a_function_of_the_task(env, tmp_path, monkeypatch):
+  first = env.reset(TASK)
+  env.step(_say('look'))
+  other = env.reset(base.Task('train', 1))
+  assert env.reset(TASK) == first != other
+  monkeypatch.setenv('GIGPO_JAX_CACHE', str(tmp_path))
+  anew = textworld_games.Env(**SMALL)
+  assert anew.reset(TASK) == first
+  (folder,) = [path for path in tmp_path.iterdir() if path.is_dir()]
+  assert {p.suffix for p in folder.iterdir()} == {'.z8', '.json'}
+  anew.close()
+
+
+def test_splits_are_counted():
+  assert len(envs.tasks('textworld', 'train', num_games=7, **SMALL)) == 7
+  assert len(envs.tasks('textworld', 'valid', **SMALL)) == 1_000
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'challenge': 'chess'}, 'env.challenge=chess: must be one of custom, co'),
+    ({'settings': {'level': 1}}, 'env.settings=.*unrecognized arguments'),
+    ({'settings': {'rooms': 'x'}}, 'env.settings=.*invalid int value'),
+    (
+      {'challenge': 'coin_collector', 'settings': {}},
+      'env.settings={}: .*required: --level',
+    ),
+    ({'num_games': 0}, 'env.num_games=0: must be at least 1'),
+    ({'seed': -1}, 'env.seed=-1: must be from 0'),
+    ({'prompt_style': 'long'}, 'env.prompt_style=long: must be one of'),
+  ],
+)
+def test_wrong_arguments_are_refused_in_one_line(changes, message):
+  with pytest.raises(ValueError, match=message) as error:
+    envs.tasks('textworld', 'train', **(SMALL | changes))
+  assert len(str(error.value).splitlines()) == 1
+
+
+def test_games_that_cannot_be_drawn_are_refused(monkeypatch):
+  monkeypatch.setattr(textworld_games, '_MAX_DRAWS', 2)
+  impossible = {'challenge': 'coin_collector', 'settings': {'level': 999}}
+  with pytest.raises(ValueError, match=r'drawn in 2 attempts \(Expected level'):
+    envs.tasks('textworld', 'train', **impossible)
+
+
+def test_unknown_splits_are_refused():
+  with pytest.raises(ValueError, match='split=x: must be one of train, valid'):
+    envs.tasks('textworld', 'x', **SMALL)
+
+
+def test_what_is_missing_is_named(monkeypatch):
+  with monkeypatch.context() as patch:
+    patch.setitem(sys.modules, 'textworld', None)
+    with pytest.raises(ValueError, match='textworld is not installed; run pip'):
+      textworld_games.Env(**SMALL)
+  monkeypatch.setattr(sys, 'version_info', (3, 13, 0))
+  with pytest.raises(ValueError, match='breaks on Python 3.13'):
+    textworld_games.Env(**SMALL)
