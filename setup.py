@@ -44,6 +44,7 @@ setuptools.setup(
     'rapidfuzz',
     'regex',
     'safetensors',
+    'tensorflow-datasets>=4.9.10',
     'tensorboardX',
     'textblob',
     'tokenizers',

@@ -68,13 +68,15 @@ class Collected:
   """The episodes of an iteration.
 
   Attributes:
-    played: all of them.
-    kept: those to train on, their groups numbered from 0 on.
+    played: all of them, their groups numbered from 0 on.
+    kept: those to train on, their groups numbered anew.
+    places: of each one in `kept`, its place in `played`.
     metrics: names 'filter/...'; empty without a filter.
   """
 
   played: list[trajectory.Trajectory]
   kept: list[trajectory.Trajectory]
+  places: list[int]
   metrics: dict[str, float]
 
 
@@ -100,14 +102,14 @@ def collect(
   played, kept, seen, plays = [], [], 0, 0
   for place in chosen.positions(iteration):
     found = play(stream.at(place), place)
-    played, plays = played + found, plays + 1
     if not chosen.active(iteration):
-      return Collected(played, found, {})
+      return Collected(found, found, list(range(len(found))), {})
     parts = [[] for _ in range(1 + max(t.group for t in found))]
     for t in found:
-      parts[t.group].append(t)
-    seen += len(parts)
-    kept += [part for part in parts if spread(part)]
+      parts[t.group].append(len(played))
+      played.append(dataclasses.replace(t, group=seen + t.group))
+    seen, plays = seen + len(parts), plays + 1
+    kept += [part for part in parts if spread([played[n] for n in part])]
     if len(kept) >= groups:
       break
   metrics = {
@@ -117,11 +119,13 @@ def collect(
   }
   kept = kept[:groups] or parts
   numbered = [
-    dataclasses.replace(t, group=number)
+    dataclasses.replace(played[n], group=number)
     for number, part in enumerate(kept)
-    for t in part
+    for n in part
   ]
-  return Collected(played, numbered, metrics)
+  return Collected(
+    played, numbered, [n for part in kept for n in part], metrics
+  )
 
 
 def spread(part: Sequence[trajectory.Trajectory]) -> bool:

@@ -58,7 +58,7 @@ class Algorithm:
     del values
     parts = advantages.Parts(*(np.asarray(part) for part in self.parts(rows)))
     joint = np.asarray(advantages.combine(parts, self.step_weight))
-    return algorithms.Credit(joint, metrics(parts, rows.groups))
+    return algorithms.Credit(joint, metrics(parts, rows.groups), parts=parts)
 
 
 def metrics(parts: advantages.Parts, groups: np.ndarray) -> dict[str, float]:
