@@ -27,6 +27,7 @@ setuptools.setup(
   package_data={'configs': ['warm_starts/*/*']},
   install_requires=[
     'absl-py',
+    'array_record',
     'beartype',
     'filelock',
     'flax>=0.12.8,<0.13',
