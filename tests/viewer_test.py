@@ -7,7 +7,11 @@ import math
 import pathlib
 import re
 import shutil
+import signal
+import subprocess
+import sys
 import threading
+import urllib.request
 
 import numpy as np
 import pytest
@@ -190,6 +194,35 @@ def test_no_run_is_refused(tmp_path):
     viewer.summary(tmp_path)
 
 
+def _view(*flags):
+  return subprocess.Popen(
+    [sys.executable, 'launch/view.py', *flags],
+    cwd=pathlib.Path(viewer.__file__).parents[1],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def test_the_command_serves_until_it_is_interrupted(workdir):
+  with _view(f'--workdir={workdir}', '--port=0') as process:
+    address = process.stdout.readline().strip()
+    with urllib.request.urlopen(f'{address}run.json', timeout=60) as answer:
+      assert json.load(answer)['iterations'] == [0, 2]
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+  assert process.returncode == 0
+
+
+def test_wrong_commands_end_in_one_line(tmp_path):
+  with _view(f'--workdir={tmp_path}', '--export=run.html') as process:
+    _, told = process.communicate(timeout=60)
+  assert process.returncode == 2
+  assert told == (
+    f'--workdir={tmp_path}: no run there; needs metrics.jsonl or episodes\n'
+  )
+
+
 @pytest.fixture(name='browser', scope='module')
 def fixture_browser():
   if not CHROMIUM:
@@ -303,6 +336,7 @@ def test_steps_of_a_state_are_shown_together(page):
   assert rows.count() == 4
   rows.nth(2).click()
   page.wait_for_selector('#step-2-0.flash, #step-1-0.flash')
+  page.mouse.move(1, 1)  # Off all states.
   page.keyboard.press('Escape')
   assert page.locator('.step.same').count() == 0
   assert page.locator('#state').is_hidden()
