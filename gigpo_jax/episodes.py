@@ -16,14 +16,16 @@ import pathlib
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow_datasets as tfds
 from array_record.python import array_record_module
 from tensorflow_datasets.proto import tf_example_pb2, tf_feature_pb2
 
-from gigpo_jax import algorithms, batch, collection, tokenizer, trajectory
+# For their types alone: the viewer starts without jax.
+if TYPE_CHECKING:
+  from gigpo_jax import algorithms, batch, collection, tokenizer, trajectory
 
 FOLDER = 'episodes'  # of a work directory
 _SPLIT = 'train'
@@ -93,7 +95,7 @@ are what the sampler read and drew; tokenizer/ holds their tokenizer.
 
 
 def record(
-  episode: trajectory.Trajectory,
+  episode: 'trajectory.Trajectory',
   *,
   iteration: int,
   seed: int,
@@ -160,7 +162,7 @@ def _closing(state: str, done: bool) -> dict[str, Any]:
 
 
 def tell(
-  rows: batch.Rows, credit: algorithms.Credit
+  rows: 'batch.Rows', credit: 'algorithms.Credit'
 ) -> dict[int, dict[int, dict[str, float]]]:
   """Returns what an algorithm told, by number of the episode and of the step.
 
@@ -272,7 +274,7 @@ class Log:
   def __init__(
     self,
     directory: str | pathlib.Path,
-    text: tokenizer.Tokenizer,
+    text: 'tokenizer.Tokenizer',
     *,
     seed: int,
     every: int = 1,
@@ -296,9 +298,9 @@ class Log:
   def write(
     self,
     iteration: int,
-    collected: collection.Collected,
-    rows: batch.Rows,
-    credit: algorithms.Credit,
+    collected: 'collection.Collected',
+    rows: 'batch.Rows',
+    credit: 'algorithms.Credit',
   ) -> dict[str, float]:
     """Keeps an iteration if it is due; on disk when this returns.
 

@@ -44,7 +44,7 @@ HOSTILE = (
   '<img src=x onerror="document.title=\'owned\'"> "quoted" \'too\' &amp; '
   '\u202eturned\u202c שלום 🧑‍🚀 {{ 7 * 7 }}'
 )
-LONG = 'very long ' * 4000
+LONG = 'very long ' * 1000
 STATES = (f'You are in the hall. {HOSTILE}', 'You are in the kitchen.', LONG)
 
 
@@ -236,9 +236,9 @@ def fixture_browser():
     browser.close()
 
 
-@pytest.fixture(name='address', scope='module', params=['served', 'exported'])
+@pytest.fixture(name='address', scope='module')
 def fixture_address(request, workdir, tmp_path_factory):
-  if request.param == 'exported':
+  if getattr(request, 'param', 'served') == 'exported':
     path = tmp_path_factory.mktemp('exported') / 'run.html'
     viewer.export(workdir, path)
     yield path.as_uri()
@@ -274,6 +274,7 @@ def fixture_page(browser, address):
   assert all(url.startswith(own) for url in asked), asked
 
 
+@pytest.mark.parametrize('address', ['served', 'exported'], indirect=True)
 def test_what_is_seen_at_first(page):
   assert page.text_content('#name') == 'a<b>run'
   assert page.locator('.curve').count() >= 4
@@ -289,6 +290,7 @@ def test_what_is_seen_at_first(page):
   assert 'worker died <b>' in page.text_content('.episode.broken')
 
 
+@pytest.mark.parametrize('address', ['served', 'exported'], indirect=True)
 def test_hostile_texts_are_texts(page):
   assert page.title() == 'a<b>run'
   shown = page.locator('.step .response').first.text_content()
@@ -359,18 +361,21 @@ def test_filters(page):
   assert 'No episode' in page.text_content('#groups')
 
 
+@pytest.mark.parametrize('address', ['served', 'exported'], indirect=True)
 def test_iterations_and_metrics_are_chosen(page):
   page.click('#before')
-  page.wait_for_function("location.hash.startsWith('#iteration=0')")
+  page.wait_for_url('**#iteration=0&group=0')
   assert page.input_value('#iteration') == '0'
   page.keyboard.press(']')
-  page.wait_for_function("location.hash.startsWith('#iteration=2')")
+  page.wait_for_url('**#iteration=2&group=0')
   page.select_option('#metric', 'train/prompt_tokens')
   assert page.input_value('#metric') == 'train/prompt_tokens'
 
 
 def test_a_run_without_episodes_shows_its_curves(browser, tmp_path):
-  metrics.Writer(tmp_path).write(0, {'train/success_rate': 0.5})
+  writer = metrics.Writer(tmp_path)
+  writer.write(0, {'train/success_rate': 0.5})
+  writer.close()
   path = pathlib.Path(tmp_path / 'run.html')
   viewer.export(tmp_path, path)
   page = browser.new_page()
