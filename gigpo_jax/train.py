@@ -251,6 +251,7 @@ class _Run:
     with hosts.bar(
       total=len(hosts.share(len(tasks))) * members,
       desc=f'iteration {iteration}',
+      unit='episode',
     ) as bar:
       return self._roller.collect(
         self._params,
@@ -259,7 +260,9 @@ class _Run:
         stream=(rollout.TRAIN, place),
         sampling=experiment.make_sampling(self._config),
         kind=self._kind,
-        on_finished=bar.update,
+        on_finished=hosts.advance(
+          bar, lambda: self._policy.sampler.stats.decode_tokens
+        ),
       )
 
   def _update(

@@ -78,6 +78,7 @@ function series(name) {
 
 function form(value, percent) {
   if (percent) return `${(100 * value).toFixed(1)}%`;
+  if (value === 0) return '0';
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e5)) return value.toExponential(1);
   return value.toFixed(size < 10 ? (size < 0.1 ? 4 : 2) : size < 100 ? 1 : 0);
