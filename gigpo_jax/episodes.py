@@ -205,8 +205,8 @@ def encode(episode: dict[str, Any]) -> bytes:
   ).SerializeToString(deterministic=True)
 
 
-def decode(data: bytes) -> dict[str, Any]:
-  """Returns the record that `encode` was given."""
+def decode(data: bytes, *, tokens: bool = True) -> dict[str, Any]:
+  """Returns the record that `encode` was given; without tokens it is quick."""
   found = tf_example_pb2.Example.FromString(data).features.feature
   episode = {
     name: _values(found[name], kind)[0] for name, kind in _EPISODE.items()
@@ -214,7 +214,7 @@ def decode(data: bytes) -> dict[str, Any]:
   columns = {
     name: _values(found[f'steps/{name}'], kind) for name, kind in _STEP.items()
   }
-  for name, kind in _TOKENS.items():
+  for name, kind in _TOKENS.items() if tokens else ():
     flat, lengths = _ragged(name)
     ends = np.cumsum(_values(found[lengths], np.int64))
     columns[name] = np.split(_values(found[flat], kind), ends[:-1])
@@ -426,19 +426,30 @@ class EpisodeSet:
     """Iterations that were kept."""
     return [iteration for iteration, _ in self.shards]
 
-  def read(self, iteration: int) -> list[dict[str, Any]]:
-    """Returns the records of an iteration.
+  def read(
+    self, iteration: int, group: int | None = None, *, tokens: bool = True
+  ) -> list[dict[str, Any]]:
+    """Returns the records of an iteration, or of one of its groups.
+
+    Args:
+      iteration: its number.
+      group: its number; None: all.
+      tokens: whether with what there is for each token.
 
     Raises:
-      KeyError: if it was not kept.
+      KeyError: if there is none.
     """
     if iteration not in self.iterations:
       raise KeyError(iteration)
     shard = self.iterations.index(iteration)
     start = sum(number for _, number in self.shards[:shard])
-    return [
-      decode(self.source[start + n]) for n in range(self.shards[shard][1])
-    ]
+    found = [self.source[start + n] for n in range(self.shards[shard][1])]
+    if group is not None:
+      groups = [decode(data, tokens=False)['group'] for data in found]
+      found = [d for d, g in zip(found, groups, strict=True) if g == group]
+    if not found:
+      raise KeyError(group)
+    return [decode(data, tokens=tokens) for data in found]
 
   def __iter__(self) -> Iterator[dict[str, Any]]:
     """Yields all records."""

@@ -8,6 +8,7 @@ policy that names that one's hash, and asks no other machine for anything.
 """
 
 import base64
+import functools
 import gzip
 import hashlib
 import json
@@ -75,34 +76,51 @@ def summary(workdir: str | pathlib.Path) -> dict[str, Any]:
 
 
 def iteration(workdir: str | pathlib.Path, number: int) -> dict[str, Any]:
-  """Returns the episodes of an iteration, group by group.
+  """Returns the groups of an iteration: tasks, and how episodes went.
 
   Raises:
     KeyError: if they were not kept.
   """
-  kept = _episodes(pathlib.Path(workdir))
-  if kept is None:
-    raise KeyError(number)
+  groups: dict[int, dict[str, Any]] = {}
+  for record in _kept(workdir).read(number, tokens=False):
+    place = int(record['group'])
+    task = {
+      'group': place,
+      'task': f'{record["task_split"]}/{record["task_index"]}',
+      'kind': record['kind'],
+      'episodes': [],
+    }
+    groups.setdefault(place, task)['episodes'].append(_outline(record))
+  return {'iteration': number, 'groups': [groups[n] for n in sorted(groups)]}
+
+
+def steps(
+  workdir: str | pathlib.Path, number: int, group: int
+) -> list[list[dict[str, Any]]]:
+  """Returns the steps of each episode of a group.
+
+  Raises:
+    KeyError: if they were not kept.
+  """
+  kept = _kept(workdir)
   path = kept.directory / 'tokenizer' / 'tokenizer.json'
   text = tokenizers.Tokenizer.from_file(str(path))
 
   def decode(ids: Sequence[int]) -> str:
     return text.decode(list(ids), skip_special_tokens=False)
 
-  groups: dict[int, dict[str, Any]] = {}
-  for record in kept.read(number):
-    place = int(record['group'])
-    group = groups.setdefault(
-      place,
-      {
-        'group': place,
-        'task': f'{record["task_split"]}/{record["task_index"]}',
-        'kind': record['kind'],
-        'episodes': [],
-      },
-    )
-    group['episodes'].append(_episode(record, decode))
-  return {'iteration': number, 'groups': [groups[n] for n in sorted(groups)]}
+  piece = functools.cache(decode)
+  return [
+    [_step(step, decode, piece) for step in record['steps'][:-1]]
+    for record in kept.read(number, group)
+  ]
+
+
+def _kept(workdir: str | pathlib.Path) -> episodes.EpisodeSet:
+  kept = _episodes(pathlib.Path(workdir))
+  if kept is None:
+    raise KeyError(workdir)
+  return kept
 
 
 def _episodes(root: pathlib.Path) -> episodes.EpisodeSet | None:
@@ -110,9 +128,8 @@ def _episodes(root: pathlib.Path) -> episodes.EpisodeSet | None:
   return episodes.open_set(directory) if directory.is_dir() else None
 
 
-def _episode(
-  record: dict[str, Any], decode: Callable[[Sequence[int]], str]
-) -> dict[str, Any]:
+def _outline(record: dict[str, Any]) -> dict[str, Any]:
+  *taken, closing = record['steps']
   return {
     'member': int(record['member']),
     'success': bool(record['success']),
@@ -120,13 +137,16 @@ def _episode(
     'score': _number(record['score']),
     'failure': record['failure'],
     'trained': bool(record['trained']),
-    'end': record['steps'][-1]['anchor'],
-    'steps': [_step(step, decode) for step in record['steps'][:-1]],
+    'invalid': sum(not step['valid'] for step in taken),
+    'length': len(taken),
+    'end': closing['anchor'],
   }
 
 
 def _step(
-  step: dict[str, Any], decode: Callable[[Sequence[int]], str]
+  step: dict[str, Any],
+  decode: Callable[[Sequence[int]], str],
+  piece: Callable[[Sequence[int]], str],
 ) -> dict[str, Any]:
   return (
     {name: step[name] for name in _TEXTS}
@@ -134,9 +154,11 @@ def _step(
     | {name: _number(step[name]) for name in _NUMBERS}
     | {
       'state': int(step['anchor_group']),
-      'prompt': decode(step['prompt_ids']),
+      'prompt': decode(step['prompt_ids'].tolist()),
       'prompt_tokens': len(step['prompt_ids']),
-      'tokens': spans(decode, step['completion_ids'], step['log_probs']),
+      'tokens': spans(
+        piece, step['completion_ids'].tolist(), step['log_probs'].tolist()
+      ),
     }
   )
 
@@ -153,8 +175,8 @@ def spans(
   found, held, total = [], [], 0.0
   for n, (token, log_prob) in enumerate(zip(ids, log_probs, strict=True), 1):
     held.append(token)
-    total += float(log_prob)
-    text = decode(held)
+    total += log_prob
+    text = decode(tuple(held))
     whole = not text.endswith('\ufffd') or len(held) == _CHARACTER_BYTES
     if whole or n == len(ids):
       found.append((text, round(total, 4), len(held)))
@@ -233,9 +255,12 @@ def export(
         f'--iterations={number}: its episodes were not kept; there are {kept}'
       )
   run['iterations'] = chosen
-  data = {'run': run} | {
-    f'iterations/{number}': iteration(workdir, number) for number in chosen
-  }
+  data = {'run': run}
+  for number in chosen:
+    data[f'iterations/{number}'] = found = iteration(workdir, number)
+    for group in found['groups']:
+      place = group['group']
+      data[f'iterations/{number}/{place}'] = steps(workdir, number, place)
   pathlib.Path(path).write_text(page(run['name'], data), encoding='utf-8')
 
 
@@ -275,8 +300,12 @@ def application(
   def _iteration(number: int):
     return iteration(workdir, number)
 
+  @app.get('/iterations/<int:number>/<int:group>.json')
+  def _steps(number: int, group: int):
+    return steps(workdir, number, group)
+
   @app.errorhandler(KeyError)
   def _missing(error):
-    return {'error': f'no episodes of iteration {error}'}, 404
+    return {'error': f'{error}: no such episodes were kept'}, 404
 
   return app

@@ -2,7 +2,7 @@
 // Texts of models and environments enter the document by textContent alone.
 
 const run = { facts: {}, metrics: [], iterations: [] };
-const now = { iteration: null, data: null, group: 0, marked: null };
+const now = { iteration: null, data: null, group: 0, marked: null, turn: 0 };
 const charts = [
   { title: 'success', train: 'train/success_rate', held: 'eval/success_rate',
     low: 'eval/success_low', high: 'eval/success_high', percent: true },
@@ -171,7 +171,7 @@ function filters() {
 function fits(episode, wanted) {
   if (wanted.outcome === 'success' && !episode.success) return false;
   if (wanted.outcome === 'failure' && episode.success) return false;
-  if (wanted.invalid && !episode.steps.some((step) => !step.valid)) return false;
+  if (wanted.invalid && !episode.invalid) return false;
   if (!wanted.text) return true;
   return episode.steps.some((step) =>
     [step.action, step.observation, step.prompt, step.tokens.map((t) => t[0]).join('')]
@@ -185,26 +185,49 @@ function matching(group, wanted) {
   return group.episodes.filter((episode) => fits(episode, wanted));
 }
 
+// Steps are asked for when they are needed: those of a group, or to be searched.
+async function loadSteps(group) {
+  if (group.episodes[0].steps) return;
+  const found = await load(`iterations/${now.data.iteration}/${group.group}`);
+  group.episodes.forEach((episode, n) => { episode.steps = found[n]; });
+}
+
 function dot(episode) {
   const kind = episode.failure ? 'broken' : episode.success ? 'success' : '';
   return make('span', { class: `dot-of ${kind}` });
 }
 
-function drawGroups() {
-  const wanted = filters();
-  const shown = now.data.groups.filter((group) => matching(group, wanted).length);
-  if (!shown.some((group) => group.group === now.group) && shown.length) now.group = shown[0].group;
+async function drawGroups() {
+  const wanted = filters(), data = now.data, turn = ++now.turn;
+  try {
+    if (wanted.text) await Promise.all(data.groups.map(loadSteps));
+    const shown = data.groups.filter((group) => matching(group, wanted).length);
+    if (!shown.some((group) => group.group === now.group) && shown.length) now.group = shown[0].group;
+    const chosen = shown.find((group) => group.group === now.group);
+    if (chosen) await loadSteps(chosen);
+    if (turn !== now.turn) return; // Something else was asked for meanwhile.
+    listGroups(shown);
+    drawGroup(chosen, wanted);
+  } catch (error) {
+    fail(error);
+  }
+}
+
+function fail(error) {
+  find('group').replaceChildren(make('p', { class: 'none error' }, words(String(error.message))));
+}
+
+function listGroups(shown) {
   find('groups').replaceChildren(...shown.map((group) =>
     make('li', {}, make('button', {
       'aria-current': String(group.group === now.group), 'data-group': group.group,
-      onclick: () => { now.group = group.group; remember(); drawGroups(); },
+      onclick: () => { now.group = group.group; remember(); return drawGroups(); },
     },
     make('span', { class: 'what' },
       make('span', { class: 'kind' }, words(group.kind || group.task)),
       make('small', {}, words(group.task))),
     make('span', { class: 'dots' }, ...group.episodes.map(dot))))));
   if (!shown.length) find('groups').append(make('li', { class: 'none' }, 'No episode is like that.'));
-  drawGroup(shown.find((group) => group.group === now.group), wanted);
 }
 
 function drawGroup(group, wanted) {
@@ -376,7 +399,7 @@ async function choose(iteration, group = 0) {
     if (now.iteration !== iteration) return; // Another was chosen meanwhile.
     now.data = data;
   } catch (error) {
-    find('group').replaceChildren(make('p', { class: 'none error' }, words(String(error.message))));
+    fail(error);
     return;
   }
   const kinds = [...new Set(now.data.groups.map((g) => g.kind))].sort();
@@ -384,7 +407,7 @@ async function choose(iteration, group = 0) {
   kind.replaceChildren(make('option', { value: '' }, 'all'), ...kinds.map((k) => make('option', { value: k }, words(k))));
   kind.value = kinds.includes(before) ? before : '';
   remember();
-  drawGroups();
+  await drawGroups();
 }
 
 function remember() {
@@ -400,7 +423,7 @@ function moveGroup(by) {
   const buttons = [...document.querySelectorAll('#groups button')];
   const at = buttons.findIndex((button) => button.dataset.group === String(now.group));
   const next = buttons[at + by];
-  if (next) { next.click(); document.querySelector('#groups [aria-current="true"]').scrollIntoView({ block: 'nearest' }); }
+  if (next) { next.scrollIntoView({ block: 'nearest' }); next.click(); }
 }
 
 function success(iteration) {
