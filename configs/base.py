@@ -354,8 +354,15 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.checkpoint.every = 5  # iterations
   config.checkpoint.keep = 2
 
+  # Training episodes as a data set, WORKDIR/episodes.
+  config.episodes = ml_collections.ConfigDict()
+  config.episodes.every = 0  # iterations between two that are kept; 0: none
+
   # Supervised warm start on expert episodes (launch/sft.py).
   config.sft = ml_collections.ConfigDict()
+  # Episodes of a run to imitate instead, its WORKDIR/episodes; '': the expert.
+  config.sft.data = ''
+  config.sft.only_successful = True  # of these
   config.sft.num_episodes = 2000
   config.sft.noise = 0.0  # probability of a random action in a step
   config.sft.epochs = 1

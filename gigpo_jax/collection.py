@@ -76,13 +76,15 @@ class Collected:
   """The episodes of an iteration.
 
   Attributes:
-    played: all of them.
-    kept: those to train on, their groups numbered from 0 on.
+    played: all of them, their groups numbered from 0 on.
+    kept: those to train on, their groups numbered anew.
+    places: of each one in `kept`, its place in `played`.
     metrics: names 'filter/...'; empty without a filter.
   """
 
   played: list[trajectory.Trajectory]
   kept: list[trajectory.Trajectory]
+  places: list[int]
   metrics: dict[str, float]
 
 
@@ -108,14 +110,14 @@ def collect(
   played, kept, whole, plays = [], [], [], 0
   for place in chosen.positions(iteration):
     found = play(stream.at(place), place)
-    played, plays = played + found, plays + 1
     if not chosen.active(iteration):
-      return Collected(played, found, {})
+      return Collected(found, found, list(range(len(found))), {})
     parts = [[] for _ in range(1 + max(t.group for t in found))]
     for t in found:
-      parts[t.group].append(t)
-    whole += parts
-    kept += [part for part in parts if spread(part)]
+      parts[t.group].append(len(played))
+      played.append(dataclasses.replace(t, group=len(whole) + t.group))
+    whole, plays = whole + parts, plays + 1
+    kept += [part for part in parts if spread([played[n] for n in part])]
     if len(kept) >= groups:
       break
   metrics = {
@@ -123,14 +125,16 @@ def collect(
     'filter/groups_kept': float(min(len(kept), groups)),
     'filter/groups_with_spread_share': len(kept) / len(whole),
   }
-  sound = [part for part in whole if not all(t.failure for t in part)]
+  sound = [part for part in whole if any(not played[n].failure for n in part)]
   kept = kept[:groups] or sound[-groups:] or whole
   numbered = [
-    dataclasses.replace(t, group=number)
+    dataclasses.replace(played[n], group=number)
     for number, part in enumerate(kept)
-    for t in part
+    for n in part
   ]
-  return Collected(played, numbered, metrics)
+  return Collected(
+    played, numbered, [n for part in kept for n in part], metrics
+  )
 
 
 def spread(part: Sequence[trajectory.Trajectory]) -> bool:

@@ -142,6 +142,7 @@ _RANGES = {
   'evaluation.temperature': (0.0, None, 'at least 0; 0 is greedy'),
   'checkpoint.every': (1, None, 'at least 1'),
   'checkpoint.keep': (1, None, 'at least 1'),
+  'episodes.every': (0, None, 'at least 0; 0 is never'),
   'env.max_steps': (1, None, 'at least 1'),
   'env.history_length': (0, None, 'at least 0'),
   'sft.noise': (0.0, 1.0, 'between 0 and 1'),
@@ -527,7 +528,7 @@ def check_resume(config: ml_collections.ConfigDict, workdir: str) -> None:
       f'{name}={new} (was {old})'
       for name, (old, new) in _differences(then, now)
       # Running longer, or looking more often, is no other experiment.
-      if name not in ('num_iterations', 'checkpoint.keep')
+      if name not in ('num_iterations', 'checkpoint.keep', 'episodes.every')
     ]
     if changed:
       raise ValueError(

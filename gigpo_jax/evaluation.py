@@ -42,7 +42,7 @@ def play(
 ) -> list[trajectory.Trajectory]:
   """Returns the episodes of a policy on a panel, task by task."""
   total = repeats * len(hosts.share(len(panel)))
-  with hosts.bar(total=total, desc='evaluation') as bar:
+  with hosts.bar(total=total, desc='evaluation', unit='episode') as bar:
     return roller.collect(
       params,
       panel,
@@ -50,7 +50,9 @@ def play(
       stream=(rollout.EVALUATION, 0),
       sampling=sampling,
       kind=kind,
-      on_finished=bar.update,
+      on_finished=hosts.advance(
+        bar, lambda: roller.sampler.stats.decode_tokens
+      ),
     )
 
 

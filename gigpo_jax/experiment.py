@@ -6,8 +6,9 @@ The config stops here: what is built takes plain values.
 import contextlib
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import ml_collections
@@ -33,6 +34,9 @@ from gigpo_jax import (
   config as config_lib,
 )
 from gigpo_jax.models import attention, huggingface, lora, qwen
+
+if TYPE_CHECKING:
+  from gigpo_jax import episodes
 
 # Further arguments of the loss; see `corridor`.
 _CORRIDOR = ('entropy_low', 'entropy_high', 'corridor')
@@ -301,6 +305,27 @@ def make_writer(
   if not hosts.first():
     return metrics.NullWriter()
   return metrics.Writer(workdir, first_iteration=first_iteration)
+
+
+def make_episode_log(
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  text: tokenizer.Tokenizer,
+  first_iteration: int,
+) -> 'episodes.Log | None':
+  """Returns what keeps episodes; None where none are, or another process."""
+  if not config.episodes.every or not hosts.first():
+    return None
+  # Slow to import, and only some runs need it.
+  from gigpo_jax import episodes
+
+  return episodes.Log(
+    pathlib.Path(workdir) / episodes.FOLDER,
+    text,
+    seed=config.seed,
+    every=config.episodes.every,
+    first_iteration=first_iteration,
+  )
 
 
 def policy_gradient(config: ml_collections.ConfigDict) -> Callable:

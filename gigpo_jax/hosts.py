@@ -11,7 +11,8 @@ import os
 import pathlib
 import pickle
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import jax
@@ -104,6 +105,23 @@ def bar(steps: Iterable | None = None, **kwargs) -> tqdm.tqdm:
   """Returns a progress bar, seen in the first process's terminal alone."""
   disable = None if first() else True
   return tqdm.tqdm(steps, leave=False, disable=disable, **kwargs)
+
+
+def advance(bar: tqdm.tqdm, tokens: Callable[[], int]) -> Callable[[int], None]:
+  """Returns what moves a bar of episodes on, and has it tell tokens a second.
+
+  Args:
+    bar: of `bar`.
+    tokens: returns how many were sampled so far.
+  """
+  begin = time.monotonic()
+
+  def told(episodes: int) -> None:
+    rate = tokens() / max(time.monotonic() - begin, 1e-9)
+    bar.set_postfix_str(f'{rate:.0f} tokens/s', refresh=False)
+    bar.update(episodes)
+
+  return told
 
 
 def share(number: int) -> range:

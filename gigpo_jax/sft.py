@@ -1,12 +1,15 @@
-"""Supervised warm start: imitates the environment's expert.
+"""Supervised warm start: imitates the environment's expert, or past episodes.
 
 From a checkpoint, or from nothing: then tokenizer and weights are made on
 the environment's own text. With `sft.noise` the expert errs at a settable
-rate, which gives a policy of a wanted strength for RL to improve on.
+rate, which gives a policy of a wanted strength for RL to improve on. With
+`sft.data` it is a run's own episodes that are imitated, token by token:
+rejection-sampling fine-tuning, if only the successful ones are.
 """
 
 import pathlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import jax
 import ml_collections
@@ -26,6 +29,9 @@ from gigpo_jax import (
 )
 from gigpo_jax.models import huggingface, lora, qwen
 
+if TYPE_CHECKING:
+  from gigpo_jax import episodes
+
 
 def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
   """Trains by imitation; writes `workdir`/policy, a Hugging Face directory.
@@ -35,13 +41,14 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
   folder for all.
 
   Raises:
-    ValueError: in one line, if the config cannot work or the environment has
-      no expert.
+    ValueError: in one line, if the config cannot work, or there is no expert
+      or no episode to imitate.
   """
   scratch = config.sft.init == 'scratch'
   config_lib.validate(config, needs_model=not scratch)
+  kept = _open(config) if config.sft.data else None
   hosts.join()
-  pairs = demonstrations(config)
+  pairs = [] if kept else demonstrations(config)
   directory = pathlib.Path(workdir) / 'policy'
   if scratch:
     with config.unlocked():
@@ -52,8 +59,11 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
       _write_random_model(config, str(directory))
     hosts.tell_all(None)  # All wait until it is there.
   policy = experiment.make_policy(config)
-  rows = demonstration_rows(config, policy.tokenizer, pairs)
-  hosts.say(f'{len(pairs)} demonstrated steps, {rows.lengths.sum()} tokens')
+  if kept:
+    rows = episode_rows(config, policy.tokenizer, kept)
+  else:
+    rows = demonstration_rows(config, policy.tokenizer, pairs)
+  hosts.say(f'{rows.real.sum()} steps to imitate, {rows.lengths.sum()} tokens')
   with jax.set_mesh(policy.mesh):
     params = _imitate(config, policy, rows, workdir)
     huggingface.save(
@@ -109,7 +119,73 @@ def demonstration_rows(
       f'rollout.max_completion_tokens={limit}: an expert response has '
       f'{longest} tokens; must be at least that'
     )
-  inputs = [ids for ids, _ in prompts]
+  return _rows(config, [ids for ids, _ in prompts], responses)
+
+
+def episode_rows(
+  config: ml_collections.ConfigDict,
+  text: tokenizer.Tokenizer,
+  kept: 'episodes.EpisodeSet',
+) -> batch.Rows:
+  """Returns the steps of episodes as rows, of the tokens that were sampled.
+
+  Raises:
+    ValueError: in one line, if the tokens are another tokenizer's, or too many
+      in a step, or no episode is as wanted.
+  """
+  field = f'sft.data={config.sft.data}'
+  if kept.fingerprint != text.fingerprint:
+    raise ValueError(
+      f'{field}: made with another tokenizer ({kept.fingerprint}) than that of '
+      f'model.path={config.model.path} ({text.fingerprint}); tokens are taken '
+      'as they were sampled; must be the same'
+    )
+  steps = [
+    step
+    for episode in kept
+    if episode['success'] or not config.sft.only_successful
+    for step in episode['steps']
+    if not step['is_last']
+  ]
+  if not steps:
+    raise ValueError(
+      f'{field}: no episode of {len(kept.source)} was successful; '
+      'sft.only_successful=False takes all'
+    )
+  columns = []
+  for name in ('prompt', 'completion'):
+    columns.append([step[f'{name}_ids'] for step in steps])
+    limit = config.rollout[f'max_{name}_tokens']
+    longest = max(len(ids) for ids in columns[-1])
+    if longest > limit:
+      raise ValueError(
+        f'rollout.max_{name}_tokens={limit}: a step of {config.sft.data} has '
+        f'{longest}; must be at least that'
+      )
+  return _rows(config, *columns)
+
+
+def _open(config: ml_collections.ConfigDict) -> 'episodes.EpisodeSet':
+  # Slow to import, and only needed for this.
+  from gigpo_jax import episodes
+
+  if config.sft.init:
+    raise ValueError(
+      f'sft.init={config.sft.init}: the tokens of sft.data are those of the '
+      "policy that sampled them; must be '' (--config.sft.init=)"
+    )
+  try:
+    return episodes.open_set(config.sft.data)
+  except ValueError as error:
+    raise ValueError(f'sft.data={error}') from error
+
+
+def _rows(
+  config: ml_collections.ConfigDict,
+  inputs: list[np.ndarray],
+  responses: list[np.ndarray],
+) -> batch.Rows:
+  """Returns prompts and responses as rows, each its own episode."""
   if not config.sft.completion_only:
     responses = [
       np.concatenate([prompt[1:], response])

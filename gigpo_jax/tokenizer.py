@@ -4,6 +4,8 @@ A thin face over `transformers` tokenizers, and `train`, which makes a small
 byte-level BPE with Qwen's special tokens offline. Knows no environment.
 """
 
+import hashlib
+import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 
@@ -67,6 +69,12 @@ class Tokenizer:
   def vocab_size(self) -> int:
     """Ids that mean something; a model may have more embedding rows."""
     return len(self._hf)
+
+  @property
+  def fingerprint(self) -> str:
+    """Differs between tokenizers whose ids mean other things."""
+    vocabulary = sorted((n, token) for token, n in self._hf.get_vocab().items())
+    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
 
   @property
   def stop_ids(self) -> tuple[int, ...]:

@@ -100,6 +100,7 @@ class _Run:
     # Of policy and critic; what the policy is held near to.
     self._states: dict[str, learner_lib.TrainState] = {}
     self._reference: dict | None = None
+    self._log = None
     # What a resumed run needs to know of the past.
     self._spent = collection.Spent()
     self._entropies: list[float] = []
@@ -116,6 +117,9 @@ class _Run:
     if first:
       hosts.say(f'resuming {self._workdir} after iteration {first - 1}')
     writer = experiment.make_writer(self._workdir, first)
+    self._log = experiment.make_episode_log(
+      config, self._workdir, self._policy.tokenizer, first
+    )
     hosts.say(f'compiling for {len(jax.devices())} device(s)')
     self._warm_up()
     for iteration in range(first, config.num_iterations):
@@ -237,7 +241,7 @@ class _Run:
     )
     values |= collected.metrics | self._spent.metrics()
     values |= metrics.summarize(collected.played, prefix='train')
-    values |= self._update(collected.kept, iteration)
+    values |= self._update(collected, iteration)
     return values | {
       'time/rollout_secs': update_begin - begin,
       'time/update_secs': time.monotonic() - update_begin,
@@ -251,6 +255,7 @@ class _Run:
     with hosts.bar(
       total=len(hosts.share(len(tasks))) * members,
       desc=f'iteration {iteration}',
+      unit='episode',
     ) as bar:
       return self._roller.collect(
         self._params,
@@ -259,16 +264,20 @@ class _Run:
         stream=(rollout.TRAIN, place),
         sampling=experiment.make_sampling(self._config),
         kind=self._kind,
-        on_finished=bar.update,
+        on_finished=hosts.advance(
+          bar, lambda: self._policy.sampler.stats.decode_tokens
+        ),
       )
 
   def _update(
-    self, episodes: list[trajectory.Trajectory], iteration: int
+    self, collected: collection.Collected, iteration: int
   ) -> dict[str, float]:
-    """Learns from episodes; returns the metrics."""
+    """Learns from episodes, and keeps them; returns the metrics."""
     config, learner = self._config, self._learner
     begin = time.monotonic()
-    rows = batch.from_trajectories(episodes, **experiment.row_sizes(config))
+    rows = batch.from_trajectories(
+      collected.kept, **experiment.row_sizes(config)
+    )
     values, told = {'time/rows_secs': time.monotonic() - begin}, None
     if self._critic:
       told = self._critic.values(self._states['critic'].params, rows)
@@ -278,6 +287,8 @@ class _Run:
     if not isinstance(self._algorithm, gigpo.Algorithm):
       values |= gigpo.diagnose(config.algorithm.discount, rows)
     values |= credit.metrics
+    if self._log:
+      values |= self._log.write(iteration, collected, rows, credit)
     values |= metrics.effective_tokens(credit.advantages, rows.completion_mask)
     old_log_probs, importance = rows.sampler_log_probs, None
     if config.loss.old_log_probs == 'learner':

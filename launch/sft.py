@@ -1,5 +1,6 @@
 """Warm start: imitates an expert, `python launch/sft.py --config=...`.
 
+With `--config.sft.data=RUN/episodes` a run's episodes, the successful ones.
 Writes WORKDIR/policy, a Hugging Face directory for `--config.model.path`.
 """
 

@@ -1,10 +1,12 @@
 """Two processes: sampling alone or together, and a whole training run."""
 
+import io
 import os
 import pathlib
 import socket
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -263,3 +265,25 @@ def test_half_of_the_variables_are_refused(monkeypatch):
   monkeypatch.setenv('JAX_COORDINATOR_ADDRESS', '127.0.0.1:1')
   with pytest.raises(ValueError, match=r'\$JAX_NUM_PROCESSES=: not set'):
     hosts.join()
+
+
+class Terminal(io.StringIO):
+  def isatty(self):
+    return True
+
+
+@pytest.mark.parametrize('terminal', [True, False])
+def test_the_bar_tells_episodes_and_tokens_and_is_quiet_elsewhere(
+  terminal, monkeypatch
+):
+  out = Terminal() if terminal else io.StringIO()
+  clock = [0.0]
+  monkeypatch.setattr(time, 'monotonic', lambda: clock[0])
+  with hosts.bar(total=4, unit='episode', file=out, mininterval=0) as bar:
+    told = hosts.advance(bar, lambda: 600)
+    clock[0] = 3.0
+    told(3)
+    bar.refresh()
+  shown = out.getvalue()
+  assert ('3/4' in shown and '200 tokens/s' in shown) == terminal
+  assert bool(shown) == terminal

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from configs import alfworld
@@ -75,4 +76,82 @@ def test_a_response_that_does_not_fit_is_refused(tmp_path):
   config = _config()
   config.rollout.max_completion_tokens = 8
   with pytest.raises(ValueError, match='max_completion_tokens=8: an expert'):
+    sft.warm_start(config, str(tmp_path))
+
+
+@pytest.fixture(name='text', scope='module')
+def fixture_text(tmp_path_factory):
+  directory = tmp_path_factory.mktemp('text')
+  tokenizer.train(['look around, go'], str(directory), vocab_size=270)
+  return tokenizer.Tokenizer(str(directory))
+
+
+class Episodes(list):
+  """A set of episodes with two steps each and the closing one."""
+
+  def __init__(self, fingerprint, *successes, prompt=6):
+    self.fingerprint, self.source = fingerprint, successes
+    super().__init__(
+      {
+        'success': success,
+        'steps': [
+          {
+            'prompt_ids': np.arange(prompt, dtype=np.int32) + 100 * n + k,
+            'completion_ids': np.array([20 * n + k, 2], np.int32)[: 2 - k],
+            'is_last': False,
+          }
+          for k in range(2)
+        ]
+        + [{'prompt_ids': [], 'completion_ids': [], 'is_last': True}],
+      }
+      for n, success in enumerate(successes)
+    )
+
+
+@pytest.mark.parametrize('only_successful', [True, False])
+def test_episodes_are_learnt_as_they_were_sampled(text, only_successful):
+  config = _config()
+  config.sft.completion_only = True
+  config.sft.only_successful = only_successful
+  kept = Episodes(text.fingerprint, False, True)
+  rows = sft.episode_rows(config, text, kept)
+  wanted = [
+    [*step['prompt_ids'], *step['completion_ids']]
+    for n in ([1] if only_successful else [0, 1])
+    for step in kept[n]['steps'][:2]
+  ]
+  assert rows.real.sum() == len(wanted)
+  for r, tokens in enumerate(wanted):
+    assert list(rows.tokens[r, : rows.lengths[r]]) == tokens
+    assert rows.prompt_lengths[r] == 6
+
+
+@pytest.mark.parametrize(
+  ('successes', 'changes', 'message'),
+  [
+    ((True,), {'fingerprint': 'other'}, 'made with another tokenizer .other'),
+    ((False, False), {}, 'no episode of 2 was successful'),
+    ((True,), {'prompt': 400}, 'max_prompt_tokens=320: a step of .* has 400'),
+  ],
+  ids=['tokenizer', 'none', 'long'],
+)
+def test_episodes_that_do_not_fit_are_refused(
+  text, successes, changes, message
+):
+  changes = {'fingerprint': text.fingerprint} | changes
+  fingerprint = changes.pop('fingerprint')
+  kept = Episodes(fingerprint, *successes, **changes)
+  with pytest.raises(ValueError, match=message) as error:
+    sft.episode_rows(_config(), text, kept)
+  assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize(
+  ('init', 'message'),
+  [('scratch', 'sft.init=scratch: the tokens'), ('', 'sft.data=.*no episodes')],
+)
+def test_no_set_and_a_new_tokenizer_are_refused(tmp_path, init, message):
+  config = _config()
+  config.sft.data, config.sft.init = str(tmp_path / 'none'), init
+  with pytest.raises(ValueError, match=message):
     sft.warm_start(config, str(tmp_path))

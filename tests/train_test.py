@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from gigpo_jax import train
+from gigpo_jax import episodes, tokenizer, train
 
 PROJECT = pathlib.Path(train.__file__).parents[1]
 # Smaller than the smoke variant: the path is what is tested.
@@ -25,6 +25,7 @@ SMALL = (
   '--config.evaluation.num_tasks=8',
   '--config.evaluation.every=3',
   '--config.env.max_steps=6',
+  '--config.episodes.every=1',
 )
 
 
@@ -66,6 +67,10 @@ def _lines(workdir: pathlib.Path) -> list[dict]:
   ]
 
 
+def _episodes(workdir: pathlib.Path) -> list[dict]:
+  return list(episodes.open_set(workdir / 'episodes'))
+
+
 def _policy(workdir: pathlib.Path) -> dict[str, np.ndarray]:
   return safetensors.numpy.load_file(workdir / 'policy' / 'model.safetensors')
 
@@ -99,6 +104,7 @@ def test_a_run_leaves_what_the_readme_says(uninterrupted):
     'learning_curve.png',
     'policy/config.json',
     'policy/tokenizer.json',
+    'episodes/dataset_info.json',
   ):
     assert (workdir / name).is_file(), name
   assert list((workdir / 'tensorboard').glob('events*'))
@@ -137,6 +143,47 @@ def test_killed_and_started_again_the_run_ends_the_same(
   assert found.keys() == wanted.keys()
   for name in wanted:
     np.testing.assert_array_equal(found[name], wanted[name])
+  found, wanted = _episodes(tmp_path), _episodes(expected)
+  assert [e['iteration'] for e in wanted] == [
+    n for n in range(3) for _ in range(8)
+  ]
+  np.testing.assert_equal(found, wanted)
+
+
+def test_episodes_hold_what_the_metrics_say(uninterrupted):
+  workdir, _ = uninterrupted
+  found = _episodes(workdir)
+  for line in _lines(workdir)[:3]:
+    played = [e for e in found if e['iteration'] == line['iteration']]
+    steps = [s for e in played for s in e['steps'] if not s['is_last']]
+    assert line['train/success_rate'] == np.mean([e['success'] for e in played])
+    assert line['update/tokens'] == sum(len(s['log_probs']) for s in steps)
+    spread = np.mean([abs(s['episode_advantage']) for s in steps])
+    assert line['advantage/episode_abs_mean'] == pytest.approx(spread, abs=1e-6)
+    text = tokenizer.Tokenizer(str(workdir / 'policy'))
+    told = text.decode([s['completion_ids'] for s in steps])
+    assert told == [s['response'] for s in steps]
+
+
+def test_successful_episodes_are_trained_on(uninterrupted, tmp_path):
+  """Rejection-sampling fine-tuning, as the README has it."""
+  workdir, _ = uninterrupted
+  _run(
+    _command(
+      'sft',
+      *_small(tmp_path)[2:],
+      '--config.sft.init=',
+      f'--config.sft.data={workdir / "episodes"}',
+      '--config.sft.only_successful=False',
+      '--config.sft.epochs=2',
+    )
+  )
+  lines = _lines(tmp_path)
+  assert lines[-1]['loss/total'] < lines[0]['loss/total']
+  # From the warm start on, whose tokenizer it keeps.
+  start = PROJECT / 'configs' / 'warm_starts' / 'alfworld_tiny'
+  text = tokenizer.Tokenizer(str(tmp_path / 'policy'))
+  assert text.fingerprint == tokenizer.Tokenizer(str(start)).fingerprint
 
 
 @pytest.mark.parametrize(

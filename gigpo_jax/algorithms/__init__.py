@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from jaxtyping import Float
 
+from gigpo_jax import advantages as advantages_lib
 from gigpo_jax import batch
 
 NAMES = tuple(
@@ -31,11 +32,13 @@ class Credit(NamedTuple):
     advantages: of each row, or of each of its tokens; 0 for padding.
     metrics: by name.
     value_targets: what a critic is to learn; None without one.
+    parts: what the advantages are made of, where they have such parts.
   """
 
   advantages: Float[np.ndarray, ' R'] | Float[np.ndarray, 'R C']
   metrics: dict[str, float]
   value_targets: Float[np.ndarray, 'R C'] | None = None
+  parts: advantages_lib.Parts | None = None
 
 
 class Algorithm(Protocol):

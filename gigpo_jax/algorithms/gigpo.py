@@ -57,7 +57,9 @@ class Algorithm:
     """Returns an advantage a row, 0 for padding, and metrics by name."""
     del values
     parts = advantages.Parts(*(np.asarray(part) for part in self.parts(rows)))
-    return algorithms.Credit(self.joint(parts), metrics(parts, rows.groups))
+    return algorithms.Credit(
+      self.joint(parts), metrics(parts, rows.groups), parts=parts
+    )
 
   def joint(self, parts: advantages.Parts) -> np.ndarray:
     """Returns A, Eq. (8)."""

@@ -1,0 +1,497 @@
+'use strict';
+// Texts of models and environments enter the document by textContent alone.
+
+const run = { facts: {}, metrics: [], iterations: [] };
+const now = { iteration: null, data: null, group: 0, marked: null, turn: 0 };
+const charts = [
+  { title: 'success', train: 'train/success_rate', held: 'eval/success_rate',
+    low: 'eval/success_low', high: 'eval/success_high', percent: true },
+  { title: 'score', train: 'train/score', held: 'eval/score', percent: true },
+  { title: 'reward of an episode', train: 'train/episode_reward' },
+  { title: 'steps of an episode', train: 'train/episode_length' },
+  { title: 'invalid actions', train: 'train/invalid_action_rate', percent: true },
+];
+let chosenMetric = 'loss/entropy';
+
+const find = (id) => document.getElementById(id);
+
+function make(tag, attributes = {}, ...children) {
+  const svg = ['svg', 'path', 'line', 'circle', 'text', 'polygon'].includes(tag);
+  const element = svg
+    ? document.createElementNS('http://www.w3.org/2000/svg', tag)
+    : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith('on')) element.addEventListener(name.slice(2), value);
+    else if (value !== null && value !== false) element.setAttribute(name, value);
+  }
+  element.append(...children.filter((child) => child !== null));
+  return element;
+}
+
+// What cannot be seen, or turns the text around it: shown by its number.
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g;
+
+function words(text) {
+  const parts = [];
+  let end = 0;
+  for (const match of text.matchAll(HIDDEN)) {
+    parts.push(text.slice(end, match.index));
+    const code = match[0].charCodeAt(0).toString(16).padStart(4, '0');
+    parts.push(make('span', { class: 'escape' }, `u${code}`));
+    end = match.index + match[0].length;
+  }
+  parts.push(text.slice(end));
+  const fragment = document.createDocumentFragment();
+  fragment.append(...parts);
+  return fragment;
+}
+
+const number = (value, digits = 2) =>
+  value === null || value === undefined ? '–'
+    : `${value < 0 ? '−' : ''}${Math.abs(value).toFixed(digits)}`;
+const signed = (value) =>
+  value === null ? '–' : value > 0 ? `+${value.toFixed(2)}` : number(value);
+
+async function load(path) {
+  const part = document.querySelector(`script[data-part="${path}"]`);
+  if (part) {
+    const packed = Uint8Array.from(atob(part.textContent), (c) => c.charCodeAt(0));
+    const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream('gzip'));
+    return JSON.parse(await new Response(stream).text());
+  }
+  const answer = await fetch(`${path}.json`);
+  const found = await answer.json();
+  if (!answer.ok) throw new Error(found.error || answer.statusText);
+  return found;
+}
+const exported = () => document.querySelector('script[data-part]') !== null;
+
+// Learning curves.
+
+const WIDTH = 240, HEIGHT = 84, LEFT = 30, BOTTOM = 14;
+
+function series(name) {
+  return run.metrics
+    .filter((line) => Number.isFinite(line[name]))
+    .map((line) => [line.iteration, line[name]]);
+}
+
+function form(value, percent) {
+  if (percent) return `${(100 * value).toFixed(1)}%`;
+  if (value === 0) return '0';
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e5)) return value.toExponential(1);
+  return value.toFixed(size < 10 ? (size < 0.1 ? 4 : 2) : size < 100 ? 1 : 0);
+}
+
+function scaleOf(chart, lines) {
+  const values = lines.flat().map((point) => point[1]);
+  let low = Math.min(...values), high = Math.max(...values);
+  if (chart.percent) { low = 0; high = Math.max(high, 0.05) > 0.5 ? 1 : high * 1.15 || 1; }
+  if (low === high) { low -= Math.abs(low) / 2 || 0.5; high += Math.abs(high) / 2 || 0.5; }
+  const all = run.metrics.map((line) => line.iteration);
+  const first = Math.min(...all), last = Math.max(...all, first + 1);
+  return {
+    low, high, first, last,
+    x: (i) => LEFT + (WIDTH - LEFT - 6) * (i - first) / (last - first),
+    y: (v) => 5 + (HEIGHT - BOTTOM - 5) * (1 - (v - low) / (high - low)),
+    at: (x) => first + (last - first) * (x - LEFT) / (WIDTH - LEFT - 6),
+  };
+}
+
+function drawCurve(chart, title) {
+  const train = series(chart.train), held = chart.held ? series(chart.held) : [];
+  const low = chart.low ? series(chart.low) : [], high = chart.high ? series(chart.high) : [];
+  const scale = scaleOf(chart, [train, held, low, high]);
+  const path = (points) =>
+    points.map(([i, v], n) => `${n ? 'L' : 'M'}${scale.x(i).toFixed(1)} ${scale.y(v).toFixed(1)}`).join('');
+  const svg = make('svg', { viewBox: `0 0 ${WIDTH} ${HEIGHT}` });
+  for (const value of [scale.low, scale.high]) {
+    const y = scale.y(value);
+    svg.append(make('line', { class: 'grid', x1: LEFT, x2: WIDTH - 6, y1: y, y2: y }));
+    svg.append(make('text', { x: LEFT - 4, y: y + 3, 'text-anchor': 'end' },
+      chart.percent ? `${Math.round(100 * value)}%` : form(value)));
+  }
+  for (const i of [scale.first, scale.last]) {
+    svg.append(make('text', { x: scale.x(i), y: HEIGHT - 2, 'text-anchor': i === scale.first ? 'start' : 'end' }, `${i}`));
+  }
+  if (low.length > 1) {
+    const band = [...low, ...high.slice().reverse()];
+    svg.append(make('polygon', { class: 'band', points: band.map(([i, v]) => `${scale.x(i)},${scale.y(v)}`).join(' ') }));
+  }
+  svg.append(make('path', { class: held.length ? 'train' : 'eval', d: path(train) }));
+  if (train.length === 1) svg.append(make('circle', { class: 'dot', cx: scale.x(train[0][0]), cy: scale.y(train[0][1]), r: 2.5 }));
+  svg.append(make('path', { class: 'eval', d: path(held) }));
+  for (const [i, v] of held) svg.append(make('circle', { cx: scale.x(i), cy: scale.y(v), r: 2.6 }));
+  if (now.iteration !== null) {
+    const x = scale.x(now.iteration);
+    svg.append(make('line', { class: 'cursor', x1: x, x2: x, y1: 3, y2: HEIGHT - BOTTOM }));
+  }
+  const value = (points) => {
+    const found = points.find(([i]) => i === now.iteration);
+    return found ? form(found[1], chart.percent) : null;
+  };
+  const told = [value(train), held.length ? value(held) && `eval ${value(held)}` : null].filter(Boolean);
+  svg.addEventListener('click', (event) => {
+    const box = svg.getBoundingClientRect();
+    const wanted = scale.at((event.clientX - box.left) / box.width * WIDTH);
+    const near = run.iterations.slice().sort((a, b) => Math.abs(a - wanted) - Math.abs(b - wanted))[0];
+    if (near !== undefined) choose(near);
+  });
+  return make('figure', { class: 'curve' },
+    make('header', {}, title, make('span', { class: 'now' }, told.join(' · '))), svg);
+}
+
+function drawCurves() {
+  const known = [...new Set(run.metrics.flatMap((line) => Object.keys(line)))]
+    .filter((name) => name !== 'iteration').sort();
+  const figures = charts
+    .filter((chart) => known.includes(chart.train))
+    .map((chart) => drawCurve(chart, make('b', {}, chart.title)));
+  if (known.length) {
+    if (!known.includes(chosenMetric)) chosenMetric = known.find((name) => name.startsWith('loss/')) || known[0];
+    const select = make('select', { 'aria-label': 'metric', id: 'metric' },
+      ...known.map((name) => make('option', { value: name }, name)));
+    select.value = chosenMetric;
+    select.addEventListener('change', () => { chosenMetric = select.value; drawCurves(); });
+    figures.push(drawCurve({ train: chosenMetric }, select));
+  }
+  find('curves').replaceChildren(...figures);
+}
+
+// Which iteration, group and episodes.
+
+function filters() {
+  return {
+    outcome: find('outcome').value, kind: find('kind').value,
+    text: find('text').value.toLowerCase(), invalid: find('invalid').checked,
+  };
+}
+
+function fits(episode, wanted) {
+  if (wanted.outcome === 'success' && !episode.success) return false;
+  if (wanted.outcome === 'failure' && episode.success) return false;
+  if (wanted.invalid && !episode.invalid) return false;
+  if (!wanted.text) return true;
+  return episode.steps.some((step) =>
+    [step.action, step.observation, step.prompt, step.tokens.map((t) => t[0]).join('')]
+      .some((text) => text.toLowerCase().includes(wanted.text)));
+}
+
+function matching(group, wanted) {
+  if (wanted.kind && group.kind !== wanted.kind) return [];
+  const won = group.episodes.filter((episode) => episode.success).length;
+  if (wanted.outcome === 'mixed' && (won === 0 || won === group.episodes.length)) return [];
+  return group.episodes.filter((episode) => fits(episode, wanted));
+}
+
+// Steps are asked for when they are needed: those of a group, or to be searched.
+async function loadSteps(group) {
+  if (group.episodes[0].steps) return;
+  const found = await load(`iterations/${now.data.iteration}/${group.group}`);
+  group.episodes.forEach((episode, n) => { episode.steps = found[n]; });
+}
+
+function dot(episode) {
+  const kind = episode.failure ? 'broken' : episode.success ? 'success' : '';
+  return make('span', { class: `dot-of ${kind}` });
+}
+
+async function drawGroups() {
+  const wanted = filters(), data = now.data, turn = ++now.turn;
+  try {
+    if (wanted.text) await Promise.all(data.groups.map(loadSteps));
+    const shown = data.groups.filter((group) => matching(group, wanted).length);
+    if (!shown.some((group) => group.group === now.group) && shown.length) now.group = shown[0].group;
+    const chosen = shown.find((group) => group.group === now.group);
+    if (chosen) await loadSteps(chosen);
+    if (turn !== now.turn) return; // Something else was asked for meanwhile.
+    listGroups(shown);
+    drawGroup(chosen, wanted);
+  } catch (error) {
+    fail(error);
+  }
+}
+
+function fail(error) {
+  find('group').replaceChildren(make('p', { class: 'none error' }, words(String(error.message))));
+}
+
+function listGroups(shown) {
+  find('groups').replaceChildren(...shown.map((group) =>
+    make('li', {}, make('button', {
+      'aria-current': String(group.group === now.group), 'data-group': group.group,
+      onclick: () => { now.group = group.group; remember(); return drawGroups(); },
+    },
+    make('span', { class: 'what' },
+      make('span', { class: 'kind' }, words(group.kind || group.task)),
+      make('small', {}, words(group.task))),
+    make('span', { class: 'dots' }, ...group.episodes.map(dot))))));
+  if (!shown.length) find('groups').append(make('li', { class: 'none' }, 'No episode is like that.'));
+}
+
+function drawGroup(group, wanted) {
+  mark(null, true);
+  if (!group) { find('group').replaceChildren(); return; }
+  const shown = matching(group, wanted);
+  const won = group.episodes.filter((episode) => episode.success).length;
+  const states = new Map();
+  for (const episode of group.episodes) {
+    episode.steps.forEach((step, n) => {
+      if (step.state < 0) return;
+      if (!states.has(step.state)) states.set(step.state, []);
+      states.get(step.state).push({ episode, step, n });
+    });
+  }
+  find('group').replaceChildren(
+    make('h2', {}, make('span', {}, `Group ${group.group}`), words(group.kind),
+      make('small', {}, words(group.task),
+        ` · ${won} of ${group.episodes.length} succeeded`,
+        shown.length < group.episodes.length ? ` · ${shown.length} shown` : '',
+        ` · ${states.size} states`)),
+    make('div', { class: 'episodes' }, ...shown.map((episode) => drawEpisode(episode, states))));
+}
+
+function drawEpisode(episode, states) {
+  const kind = episode.failure ? 'broken' : episode.success ? 'success' : '';
+  const verdict = episode.failure ? 'broken off' : episode.success ? 'success' : 'no success';
+  const score = episode.score === null ? '' : ` · score ${number(episode.score)}`;
+  const ended = episode.failure || episode.end;
+  return make('section', { class: `episode ${kind}`, 'data-member': episode.member },
+    make('header', {},
+      make('b', {}, `Episode ${episode.member}`),
+      make('span', { class: 'verdict' }, verdict),
+      episode.trained ? null : make('span', { class: 'badge' }, 'not trained on'),
+      make('span', { class: 'right' }, `return ${number(episode.return)}${score} · ${episode.steps.length} steps`)),
+    ...episode.steps.map((step, n) => drawStep(episode, step, n, states)),
+    ended ? make('div', { class: 'end' }, episode.failure ? '✕ ' : '■ ', words(ended)) : null);
+}
+
+const shade = (value, colours) => {
+  const strength = Math.min(Math.abs(value) / 2, 1) * 0.72;
+  return `rgba(var(${colours}), ${strength.toFixed(3)})`;
+};
+
+function chip(label, value, hint) {
+  const element = make('span', { 'data-hint': hint }, make('i', {}, label), signed(value));
+  if (value) element.style.background = shade(value, value > 0 ? '--above' : '--below');
+  return element;
+}
+
+function drawTokens(tokens) {
+  return tokens.map(([text, logProb, count]) => {
+    const probability = 100 * Math.exp(logProb);
+    const element = make('span', {
+      class: 'token',
+      'data-hint': `log-prob ${number(logProb, 3)} · ${probability.toPrecision(3)} %` + (count > 1 ? ` · ${count} tokens` : ''),
+    }, words(text));
+    const strength = Math.min(-logProb / 4, 1) * 0.85;
+    if (strength > 0.01) element.style.background = `rgba(var(--surprise), ${strength.toFixed(3)})`;
+    return element;
+  });
+}
+
+// Long episodes have very many tokens: those in sight are drawn.
+const seen = new IntersectionObserver((entries) => {
+  for (const entry of entries) {
+    if (entry.isIntersecting && entry.target.tokens) {
+      entry.target.replaceChildren(...drawTokens(entry.target.tokens));
+      entry.target.tokens = null;
+    }
+  }
+}, { rootMargin: '500px' });
+
+function drawStep(episode, step, n, states) {
+  const open = (event) => {
+    if (!getSelection().toString()) event.currentTarget.classList.toggle('open');
+  };
+  const response = make('div', { class: 'response', onclick: open });
+  response.textContent = ' ';
+  response.tokens = step.tokens;
+  seen.observe(response);
+  const prompt = make('details', { class: 'prompt' }, make('summary', {}, `prompt · ${step.prompt_tokens} tokens`));
+  prompt.addEventListener('toggle', () => {
+    if (prompt.open && prompt.children.length < 2) prompt.append(make('pre', {}, words(step.prompt)));
+  });
+  const same = states.get(step.state) || [];
+  const anchor = step.state < 0 ? null : make('button', {
+    class: same.length > 1 ? 'anchor' : 'anchor alone',
+    'data-hint': same.length > 1 ? 'steps taken in the same state' : 'no other step was taken in this state',
+    onmouseenter: () => { if (now.marked === null) light(step.state); },
+    onmouseleave: () => { if (now.marked === null) light(null); },
+    onclick: () => mark(now.marked === step.state ? null : step.state, false, same),
+  }, `state ${step.state} · ${same.length}×`);
+  return make('article', { class: 'step', 'data-state': step.state, id: place(episode, n) },
+    make('header', {},
+      make('span', { class: 'n' }, `${n}`),
+      make('span', { class: 'action' }, words(step.action || '(no action)')),
+      step.valid ? null : make('span', { class: 'badge bad' }, 'invalid'),
+      step.truncated ? make('span', { class: 'badge' }, 'cut off') : null,
+      step.prompt_shortened ? make('span', { class: 'badge' }, 'prompt shortened') : null),
+    make('p', { class: 'observation', onclick: open }, words(step.observation)),
+    response,
+    make('div', { class: 'numbers' },
+      make('span', {}, make('i', {}, 'reward'), number(step.reward)),
+      step.discounted_return === null ? null
+        : make('span', { 'data-hint': 'discounted return from this step on' }, make('i', {}, 'return'), number(step.discounted_return)),
+      step.episode_advantage === null ? null : chip('episode', step.episode_advantage, 'advantage of the episode among its group'),
+      step.step_advantage === null ? null : chip('step', step.step_advantage, 'advantage of the step among those of its state'),
+      step.advantage === null ? null : chip('both', step.advantage, 'advantage that the step was trained with')),
+    make('div', { class: 'foot' }, prompt, anchor));
+}
+
+const place = (episode, n) => `step-${episode.member}-${n}`;
+
+function light(state) {
+  const box = document.querySelector('.episodes');
+  if (!box) return;
+  box.classList.toggle('marking', state !== null);
+  for (const card of box.querySelectorAll('.step')) {
+    card.classList.toggle('same', state !== null && card.dataset.state === String(state));
+  }
+}
+
+// Keeps a state marked and lists the steps that were taken in it.
+function mark(state, quiet, same = []) {
+  now.marked = state;
+  if (!quiet) light(state);
+  const panel = find('state');
+  panel.hidden = state === null;
+  if (state === null) return;
+  const row = ({ episode, step, n }) => {
+    const advantage = make('td', { class: 'number' }, signed(step.step_advantage));
+    if (step.step_advantage) advantage.style.background = shade(step.step_advantage, step.step_advantage > 0 ? '--above' : '--below');
+    return make('tr', { onclick: () => visit(place(episode, n)) },
+      make('td', {}, `${episode.member}`, ' ', dot(episode)), make('td', { class: 'number' }, `${n}`),
+      make('td', { class: 'words' }, words(step.action)),
+      make('td', { class: 'number' }, number(step.discounted_return)), advantage);
+  };
+  panel.replaceChildren(
+    make('header', {}, make('b', {}, `State ${state}`),
+      make('small', {}, `${same.length} steps of this group were taken in it`),
+      make('button', { onclick: () => mark(null), title: 'close (Esc)' }, '✕')),
+    make('pre', {}, words(same[0].step.anchor)),
+    make('table', {},
+      make('thead', {}, make('tr', {}, make('th', {}, 'episode'), make('th', { class: 'number' }, 'step'),
+        make('th', {}, 'action'), make('th', { class: 'number' }, 'return'), make('th', { class: 'number' }, 'advantage'))),
+      make('tbody', {}, ...same.map(row))));
+}
+
+function visit(id) {
+  const card = find(id);
+  if (!card) return;
+  card.scrollIntoView({ block: 'center', inline: 'center' });
+  card.classList.remove('flash');
+  void card.offsetWidth;
+  card.classList.add('flash');
+}
+
+async function choose(iteration, group = 0) {
+  now.iteration = iteration;
+  now.group = group;
+  find('iteration').value = String(iteration);
+  const at = run.iterations.indexOf(iteration);
+  find('before').disabled = at <= 0;
+  find('after').disabled = at >= run.iterations.length - 1;
+  drawCurves();
+  try {
+    const data = await load(`iterations/${iteration}`);
+    if (now.iteration !== iteration) return; // Another was chosen meanwhile.
+    now.data = data;
+  } catch (error) {
+    fail(error);
+    return;
+  }
+  const kinds = [...new Set(now.data.groups.map((g) => g.kind))].sort();
+  const kind = find('kind'), before = kind.value;
+  kind.replaceChildren(make('option', { value: '' }, 'all'), ...kinds.map((k) => make('option', { value: k }, words(k))));
+  kind.value = kinds.includes(before) ? before : '';
+  remember();
+  await drawGroups();
+}
+
+function remember() {
+  history.replaceState(null, '', `#iteration=${now.iteration}&group=${now.group}`);
+}
+
+function move(by) {
+  const next = run.iterations[run.iterations.indexOf(now.iteration) + by];
+  if (next !== undefined) choose(next);
+}
+
+function moveGroup(by) {
+  const buttons = [...document.querySelectorAll('#groups button')];
+  const at = buttons.findIndex((button) => button.dataset.group === String(now.group));
+  const next = buttons[at + by];
+  if (next) { next.scrollIntoView({ block: 'nearest' }); next.click(); }
+}
+
+function success(iteration) {
+  const line = run.metrics.find((found) => found.iteration === iteration);
+  return line && Number.isFinite(line['train/success_rate'])
+    ? ` · ${(100 * line['train/success_rate']).toFixed(0)}% success` : '';
+}
+
+function drawRun() {
+  document.title = run.name;
+  find('name').replaceChildren(words(run.name));
+  find('facts').replaceChildren(...Object.entries(run.facts).map(([name, value]) =>
+    make('span', {}, `${name} `, make('b', {}, words(String(value))))));
+  find('iteration').replaceChildren(...run.iterations.map((i) =>
+    make('option', { value: i }, `iteration ${i}${success(i)}`)));
+  if (now.iteration !== null) find('iteration').value = String(now.iteration);
+  drawCurves();
+}
+
+async function refresh() {
+  const found = await load('run').catch(() => null);
+  if (!found || JSON.stringify(found) === JSON.stringify(run)) return;
+  Object.assign(run, found);
+  drawRun();
+}
+
+function listen() {
+  find('before').addEventListener('click', () => move(-1));
+  find('after').addEventListener('click', () => move(1));
+  find('iteration').addEventListener('change', (event) => choose(Number(event.target.value)));
+  find('filters').addEventListener('submit', (event) => event.preventDefault());
+  find('filters').addEventListener('input', () => { if (now.data) drawGroups(); });
+  document.addEventListener('keydown', (event) => {
+    if (event.target.matches('input, select') || event.ctrlKey || event.metaKey) return;
+    const act = { '[': () => move(-1), ']': () => move(1), j: () => moveGroup(1), k: () => moveGroup(-1), Escape: () => mark(null) }[event.key];
+    if (act) act();
+  });
+  document.addEventListener('mouseover', (event) => {
+    const over = event.target.closest && event.target.closest('[data-hint]'), hint = find('hint');
+    hint.hidden = !over;
+    if (!over) return;
+    hint.textContent = over.dataset.hint;
+    const box = over.getBoundingClientRect();
+    hint.style.left = `${Math.max(4, Math.min(box.left, innerWidth - hint.offsetWidth - 8))}px`;
+    hint.style.top = `${box.top > 40 ? box.top - hint.offsetHeight - 5 : box.bottom + 5}px`;
+  });
+}
+
+async function start() {
+  listen();
+  try {
+    Object.assign(run, await load('run'));
+  } catch (error) {
+    find('curves').replaceChildren(make('p', { class: 'error' }, words(String(error.message))));
+    return;
+  }
+  drawRun();
+  const asked = new URLSearchParams(location.hash.slice(1));
+  const wanted = Number(asked.get('iteration'));
+  const last = run.iterations[run.iterations.length - 1];
+  if (last === undefined) {
+    find('group').replaceChildren(make('p', { class: 'none' },
+      'This run kept no episodes; --config.episodes.every=1 keeps those of every iteration.'));
+  } else {
+    await choose(asked.has('iteration') && run.iterations.includes(wanted) ? wanted : last, Number(asked.get('group') || 0));
+  }
+  if (!exported()) setInterval(refresh, 15000);
+  document.body.dataset.ready = 'true';
+}
+
+start();

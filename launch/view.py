@@ -1,0 +1,52 @@
+r"""Shows a run in a browser: curves, episodes, steps, tokens, advantages.
+
+    python launch/view.py --workdir=runs/alfworld-tiny
+    python launch/view.py --workdir=runs/alfworld-tiny --export=run.html
+
+Episodes are there if the run kept them, `--config.episodes.every=1`.
+"""
+
+import sys
+
+from absl import app, flags
+
+_WORKDIR = flags.DEFINE_string('workdir', None, 'Where the run lives.')
+_EXPORT = flags.DEFINE_string(
+  'export', None, 'HTML file to write with everything in it; serves nothing.'
+)
+_ITERATIONS = flags.DEFINE_list(
+  'iterations', [], 'Iterations to export; all if none is given.'
+)
+_HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to serve at.')
+_PORT = flags.DEFINE_integer('port', 8010, 'Port to serve at; 0: a free one.')
+
+
+def main(argv: list[str]) -> None:
+  """Exports or serves; 2 is a mistake of the user."""
+  del argv
+  from gigpo_jax import viewer
+
+  try:
+    if not _WORKDIR.value:
+      raise ValueError('--workdir: missing; needed')
+    numbers = [_number(text) for text in _ITERATIONS.value]
+    if _EXPORT.value:
+      viewer.export(_WORKDIR.value, _EXPORT.value, numbers)
+      print(_EXPORT.value)
+    else:
+      viewer.serve(_WORKDIR.value, _HOST.value, _PORT.value)
+  except (ValueError, OSError) as error:
+    sys.stderr.write(f'{error}\n')
+    sys.exit(2)
+  except KeyboardInterrupt:
+    sys.exit(0)
+
+
+def _number(text: str) -> int:
+  if not text.strip().isdecimal():
+    raise ValueError(f'--iterations={text}: must be numbers, joined by commas')
+  return int(text)
+
+
+if __name__ == '__main__':
+  app.run(main)

@@ -1,0 +1,250 @@
+"""Episodes as data: tfds reads them, every iteration is there exactly once."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from envs import base
+from gigpo_jax import algorithms, batch, collection, episodes, trajectory
+
+# What a model or an environment may write; half of a surrogate pair is spelt
+# out, all else stays as it is.
+HOSTILE = '<script>alert(1)</script> " \' & \u202eback 🧑‍🚀 \x00'
+
+
+class Text:
+  """A tokenizer, as far as a set needs it."""
+
+  fingerprint = 'fingerprint'
+
+  def save(self, directory):
+    del directory
+
+
+def step(reward=0.0, *, anchor='start', done=False, success=False, tokens=2):
+  return trajectory.Step(
+    prompt_ids=np.arange(5, dtype=np.int32),
+    completion_ids=np.arange(tokens, dtype=np.int32) + 7,
+    log_probs=np.full(tokens, -0.1, np.float32),
+    truncated=False,
+    prompt_shortened=False,
+    anchor=anchor,
+    observation=HOSTILE,
+    response='go \ud800',
+    result=base.StepResult(
+      None,
+      reward,
+      True,
+      'go',
+      success,
+      done,
+      final_anchor='end' if done else None,
+    ),
+  )
+
+
+def episode(member, rewards, *, group=0, failure=''):
+  last = len(rewards) - 1
+  steps = tuple(
+    step(reward, done=n == last, success=n == last and reward > 0)
+    for n, reward in enumerate(rewards)
+  )
+  task = base.Task('train', 10 + group)
+  return trajectory.Trajectory(task, 'pick', group, member, steps, failure)
+
+
+def collected(played=None):
+  """Two groups of two; the first without spread, and dropped."""
+  played = played or [
+    episode(0, [0.0]),
+    episode(1, [0.0]),
+    episode(0, [0.0, 10.0], group=1),
+    episode(1, [0.0], group=1),
+  ]
+  kept = [dataclasses.replace(t, group=0) for t in played[2:]]
+  return collection.Collected(played, kept, [2, 3], {})
+
+
+def rows_of(found):
+  return batch.from_trajectories(
+    found.kept, max_prompt_tokens=8, max_completion_tokens=4, row_multiple=4
+  )
+
+
+def write(log, iteration, found=None):
+  found = found or collected()
+  rows = rows_of(found)
+  credit = algorithms.make('gigpo', norm='mean').credit(rows)
+  return log.write(iteration, found, rows, credit)
+
+
+def equal(a, b):
+  np.testing.assert_equal(a, b)
+  return True
+
+
+def test_what_a_record_tells(tmp_path):
+  write(episodes.Log(tmp_path, Text(), seed=5), 3)
+  dropped, _, won, lost = episodes.open_set(tmp_path).read(3)
+  assert (won['iteration'], won['group'], won['member']) == (3, 1, 0)
+  assert (won['task_split'], won['task_index']) == ('train', 11)
+  assert (won['kind'], won['seed'], won['return']) == ('pick', 5, 10.0)
+  assert won['success'] and not lost['success'] and math.isnan(won['score'])
+  assert won['trained'] and not dropped['trained']
+  first, second, closing = won['steps']
+  assert first['observation'] == HOSTILE
+  assert first['response'] == 'go \\ud800'
+  assert list(first['prompt_ids']) == [0, 1, 2, 3, 4]
+  assert list(first['completion_ids']) == [7, 8]
+  assert first['log_probs'].dtype == np.float32
+  assert first['log_probs'][1] == np.float32(-0.1)
+  flags = ('is_first', 'is_last', 'is_terminal')
+  assert [[s[f] for f in flags] for s in won['steps']] == [
+    [True, False, False],
+    [False, False, False],
+    [False, True, True],
+  ]
+  # The transition to the closing step is the one that is terminal.
+  assert [s['discount'] for s in won['steps']] == [1, 0, 0]
+  assert closing['observation'] == closing['anchor'] == 'end'
+  assert not len(closing['completion_ids']) and not closing['reward']
+  # Returns 10 and 0, of two episodes: 5 above and below the mean.
+  assert first['episode_advantage'] == 5.0
+  # From the one anchor: 9.5, 10 and 0 with a mean of 6.5.
+  assert [s['discounted_return'] for s in won['steps'][:2]] == [9.5, 10.0]
+  assert [s['step_advantage'] for s in won['steps'][:2]] == [3.0, 3.5]
+  assert lost['steps'][0]['step_advantage'] == -6.5
+  assert lost['steps'][0]['advantage'] == -11.5
+  assert first['anchor_group'] == lost['steps'][0]['anchor_group']
+  assert dropped['steps'][0]['anchor_group'] == -1
+  assert math.isnan(dropped['steps'][0]['advantage'])
+
+
+def test_advantages_of_tokens_are_averaged():
+  found = collected()
+  rows = rows_of(found)
+  advantages = np.zeros((len(rows.groups), 4), np.float32)
+  advantages[0] = 1, 2, 100, 100  # Its completion has two tokens.
+  told = episodes.tell(rows, algorithms.Credit(advantages, {}))
+  assert told[0][0]['advantage'] == 1.5
+  assert 'step_advantage' not in told[0][0]
+
+
+def test_episodes_that_were_broken_off(tmp_path):
+  log = episodes.Log(tmp_path, Text(), seed=0)
+  at_once = episode(0, [], failure='died')
+  later = episode(1, [1.0], failure='hung')
+  found = collected([episode(0, [0.0]), at_once, later, episode(1, [0.0])])
+  write(log, 0, found)
+  _, at_once, later, _ = episodes.open_set(tmp_path).read(0)
+  assert at_once['failure'] == 'died' and not at_once['trained']
+  assert len(at_once['steps']) == 1
+  assert at_once['steps'][0]['is_first'] and at_once['steps'][0]['is_last']
+  assert not later['trained'] and not later['success']
+  assert not later['steps'][1]['is_terminal']
+  assert later['steps'][0]['discount'] == later['steps'][1]['discount'] == 1
+
+
+def test_only_iterations_that_are_due_are_kept(tmp_path):
+  log = episodes.Log(tmp_path, Text(), seed=0, every=2)
+  assert 'time/episodes_secs' in write(log, 0)
+  assert write(log, 1) == {}
+  write(log, 2)
+  assert episodes.open_set(tmp_path).iterations == [0, 2]
+
+
+@pytest.mark.parametrize('first', [0, 1, 2, 3])
+def test_after_a_kill_every_iteration_is_there_once(tmp_path, first):
+  """Killed after iteration 2 was kept; the checkpoint may be older."""
+  log = episodes.Log(tmp_path, Text(), seed=0)
+  for iteration in range(3):
+    write(log, iteration)
+  # The next one's file was there, but not yet in the list.
+  (tmp_path / 'episodes-train.array_record-00003').write_bytes(b'torn')
+  (tmp_path / 'episodes-train.array_record-00004.tmp').write_bytes(b'torn')
+  again = episodes.Log(tmp_path, Text(), seed=0, first_iteration=first)
+  assert episodes.open_set(tmp_path).iterations == list(range(first))
+  for iteration in range(first, 5):
+    write(again, iteration)
+  found = [record['iteration'] for record in episodes.open_set(tmp_path)]
+  assert found == [n for n in range(5) for _ in range(4)]
+  assert len(list(tmp_path.glob('episodes-*'))) == 5
+
+
+def test_a_kill_between_two_lists_leaves_a_set(tmp_path):
+  log = episodes.Log(tmp_path, Text(), seed=0)
+  write(log, 0)
+  before = (tmp_path / 'dataset_info.json').read_bytes()
+  write(log, 1)
+  # metadata.json and the file were in place, dataset_info.json not yet.
+  (tmp_path / 'dataset_info.json').write_bytes(before)
+  found = episodes.open_set(tmp_path)
+  assert found.iterations == [0] and len(list(found)) == 4
+  again = episodes.Log(tmp_path, Text(), seed=0, first_iteration=1)
+  write(again, 1)
+  found = episodes.open_set(tmp_path)
+  assert found.iterations == [0, 1] and len(list(found)) == 8
+
+
+READ = """
+import json, sys
+import tensorflow_datasets as tfds
+
+builder = tfds.builder_from_directory(sys.argv[1])
+source = builder.as_data_source('train')
+episode = source[6]
+steps = list(episode['steps'])
+for module in ('tensorflow', 'jax', 'gigpo_jax', 'envs'):
+  assert module not in sys.modules, module
+print(json.dumps({
+  'number': [len(source), builder.info.splits['train'].num_examples],
+  'kind': episode['kind'].decode(),
+  'iteration': episode['iteration'],
+  'observation': steps[0]['observation'].decode(),
+  'is_last': [bool(s['is_last']) for s in steps],
+  'reward': [float(s['reward']) for s in steps],
+  'ids': [[int(n) for n in s['completion_ids']] for s in steps],
+  'tokenizer': builder.info.metadata['tokenizer'],
+  'part': len(builder.as_data_source('train[2:5]')),
+}))
+"""
+
+
+def test_tfds_reads_it_without_this_project(tmp_path):
+  log = episodes.Log(tmp_path, Text(), seed=0)
+  write(log, 0)
+  write(log, 1)
+  done = subprocess.run(
+    [sys.executable, '-I', '-c', READ, str(tmp_path)],
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 0, done.stderr
+  assert json.loads(done.stdout) == {
+    'number': [8, 8],
+    'kind': 'pick',
+    'iteration': 1,
+    'observation': HOSTILE,
+    'is_last': [False, False, True],
+    'reward': [0.0, 10.0, 0.0],
+    'ids': [[7, 8], [7, 8], []],
+    'tokenizer': 'fingerprint',
+    'part': 3,
+  }
+
+
+@pytest.mark.parametrize('there', [False, True], ids=['none', 'other'])
+def test_what_is_no_such_set_is_refused(tmp_path, there):
+  if there:
+    write(episodes.Log(tmp_path, Text(), seed=0), 0)
+    (tmp_path / 'metadata.json').write_text('{}')
+  message = 'does not tell the tokenizer' if there else 'no episodes there'
+  with pytest.raises(ValueError, match=message) as error:
+    episodes.open_set(tmp_path)
+  assert '\n' not in str(error.value)

@@ -1,0 +1,399 @@
+"""The page of a run: what it is given, and in a real browser what it shows."""
+
+import base64
+import gzip
+import json
+import math
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+
+import numpy as np
+import pytest
+from werkzeug import serving
+
+from envs import base
+from gigpo_jax import (
+  algorithms,
+  batch,
+  collection,
+  episodes,
+  metrics,
+  tokenizer,
+  trajectory,
+  viewer,
+)
+
+CHROMIUM = shutil.which('chromium') or shutil.which('chromium-browser')
+CHROMIUM_FLAGS = (
+  '--no-sandbox',
+  '--disable-gpu',
+  '--disable-quic',
+  '--no-first-run',
+  '--disable-background-networking',
+  '--disable-component-update',
+  '--disable-sync',
+)
+HOSTILE = (
+  '</script><script>document.title="owned"</script>'
+  '<img src=x onerror="document.title=\'owned\'"> "quoted" \'too\' &amp; '
+  '\u202eturned\u202c שלום 🧑‍🚀 {{ 7 * 7 }}'
+)
+LONG = 'very long ' * 1000
+STATES = (f'You are in the hall. {HOSTILE}', 'You are in the kitchen.', LONG)
+
+
+def _step(text, number, *, last, won, valid):
+  action = f'go to room {number}' if valid else HOSTILE
+  response = f'<think>I want ☕ and {HOSTILE}</think><action>{action}</action>'
+  state = STATES[number % 3]
+  ids = text.encode([response])[0]
+  chances = np.random.default_rng(len(ids) + number).exponential(0.4, len(ids))
+  return trajectory.Step(
+    prompt_ids=text.render([f'What now? {state}'])[0],
+    completion_ids=ids,
+    log_probs=-chances.astype(np.float32),
+    truncated=not valid,
+    prompt_shortened=number == 2,
+    anchor=state,
+    observation=state,
+    response=response,
+    result=base.StepResult(
+      None, 10.0 * (won and last), valid, action, won and last, last
+    ),
+  )
+
+
+def _episode(text, group, member):
+  won, number = (group + member) % 2 == 0, 2 + member
+  steps = tuple(
+    _step(text, n, last=n == number - 1, won=won, valid=won or n != 1)
+    for n in range(number)
+  )
+  task = base.Task('train', 40 + group)
+  kind = ('pick', 'heat<b>')[group]
+  failure = 'worker died <b>' if (group, member) == (1, 2) else ''
+  return trajectory.Trajectory(task, kind, group, member, steps, failure)
+
+
+@pytest.fixture(name='workdir', scope='module')
+def fixture_workdir(tmp_path_factory):
+  """A run of three iterations, two of which kept their episodes."""
+  root = tmp_path_factory.mktemp('run') / 'a<b>run'
+  root.mkdir()
+  tokenizer.train([HOSTILE, *STATES], str(root / 'text'), vocab_size=400)
+  text = tokenizer.Tokenizer(str(root / 'text'))
+  (root / 'config.json').write_text(
+    json.dumps({'seed': 3, 'variant': HOSTILE, 'algorithm': {'name': 'gigpo'}})
+  )
+  writer = metrics.Writer(root)
+  log = episodes.Log(root / 'episodes', text, seed=3, every=2)
+  for iteration in range(3):
+    played = [_episode(text, g, m) for g in range(2) for m in range(3)]
+    found = collection.Collected(played, played, list(range(6)), {})
+    rows = batch.from_trajectories(
+      played, max_prompt_tokens=20_000, max_completion_tokens=800
+    )
+    log.write(iteration, found, rows, algorithms.make('gigpo').credit(rows))
+    told = metrics.summarize(played) | {'loss/entropy': 1 / (1 + iteration)}
+    if iteration == 2:
+      told |= {'eval/success_rate': 0.5, 'loss/total': math.nan}
+    writer.write(iteration, told)
+  writer.close()
+  return root
+
+
+def test_tokens_that_share_a_character_come_together(workdir):
+  text = tokenizer.Tokenizer(str(workdir / 'text'))
+  (ids,) = text.encode(['a ☕ b'])
+
+  def decode(held):
+    return text.decode([np.array(held)])[0]
+
+  ids = ids.tolist()
+  found = viewer.spans(decode, ids, [-0.5] * len(ids))
+  assert ''.join(text for text, _, _ in found) == 'a ☕ b'
+  assert sum(count for _, _, count in found) == len(ids)
+  cup = next(span for span in found if '☕' in span[0])
+  assert cup[2] > 1 and cup[1] == -0.5 * cup[2]
+  # Cut off within the character.
+  cut = viewer.spans(decode, ids[:3], [-0.5] * 3)
+  assert sum(count for _, _, count in cut) == 3
+
+
+def test_the_parts_of_a_run(workdir):
+  client = viewer.application(workdir).test_client()
+  run = client.get('/run.json').json
+  assert run['name'] == 'a<b>run' and run['iterations'] == [0, 2]
+  assert [line['iteration'] for line in run['metrics']] == [0, 1, 2]
+  groups = client.get('/iterations/2.json').json['groups']
+  assert [(g['task'], g['kind']) for g in groups] == [
+    ('train/40', 'pick'),
+    ('train/41', 'heat<b>'),
+  ]
+  won, lost, _ = groups[0]['episodes']
+  assert won['success'] and not lost['success'] and won['return'] == 10
+  (record, *_) = episodes.open_set(workdir / 'episodes').read(2)
+  assert (won['length'], lost['invalid']) == (2, 1)
+  steps = client.get('/iterations/2/0.json').json
+  assert [len(taken) for taken in steps] == [2, 3, 4]
+  step, shown = record['steps'][0], steps[0][0]
+  assert ''.join(text for text, _, _ in shown['tokens']) == step['response']
+  assert sum(p for _, p, _ in shown['tokens']) == pytest.approx(
+    step['log_probs'].sum(), abs=1e-2
+  )
+  assert shown['prompt_tokens'] == len(step['prompt_ids'])
+  assert 'What now?' in shown['prompt']
+  assert shown['step_advantage'] == pytest.approx(step['step_advantage'], 1e-3)
+  assert shown['state'] == step['anchor_group']
+  broken = groups[1]['episodes'][2]
+  assert broken['failure'] and not broken['trained']
+  (*_, broken) = client.get('/iterations/2/1.json').json
+  assert broken[0]['advantage'] is None
+  for missing in ('1', '2/2', '1/0'):
+    answer = client.get(f'/iterations/{missing}.json')
+    assert answer.status_code == 404 and 'no such' in answer.json['error']
+
+
+def test_other_names_of_this_machine_get_nothing(workdir):
+  client = viewer.application(workdir).test_client()
+  answer = client.get('/run.json', headers={'Host': 'evil.example'})
+  assert answer.status_code == 400
+
+
+def test_nothing_written_by_others_is_html(workdir, tmp_path):
+  client = viewer.application(workdir).test_client()
+  viewer.export(workdir, tmp_path / 'run.html')
+  exported = (tmp_path / 'run.html').read_text()
+  for html in (client.get('/').text, exported):
+    assert 'owned' not in html and '<img' not in html
+    assert '<title>a&lt;b&gt;run</title>' in html
+    # No address outside of this machine, but for SVG's name.
+    assert set(re.findall(r'https?://[^\s\'"]+', html)) == {
+      'http://www.w3.org/2000/svg'
+    }
+  parts = dict(
+    re.findall(
+      r'<script type="[^"]+" data-part="([^"]+)">(.*?)</script>', exported
+    )
+  )
+  assert len(parts) == 1 + 2 * 3
+  for name in ('iterations/2', 'iterations/0/1'):
+    found = json.loads(gzip.decompress(base64.b64decode(parts[name])))
+    assert found == client.get(f'/{name}.json').json
+
+
+def test_part_of_a_run_is_exported(workdir, tmp_path):
+  viewer.export(workdir, tmp_path / 'run.html', [2])
+  html = (tmp_path / 'run.html').read_text()
+  assert 'iterations/2' in html and 'iterations/0' not in html
+  with pytest.raises(ValueError, match='iterations=1: .* there are 0, 2'):
+    viewer.export(workdir, tmp_path / 'run.html', [1])
+
+
+def test_no_run_is_refused(tmp_path):
+  with pytest.raises(ValueError, match='no run there'):
+    viewer.summary(tmp_path)
+
+
+def _view(*flags):
+  return subprocess.Popen(
+    [sys.executable, 'launch/view.py', *flags],
+    cwd=pathlib.Path(viewer.__file__).parents[1],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def test_the_command_serves_until_it_is_interrupted(workdir):
+  with _view(f'--workdir={workdir}', '--port=0') as process:
+    address = process.stdout.readline().strip()
+    with urllib.request.urlopen(f'{address}run.json', timeout=60) as answer:
+      assert json.load(answer)['iterations'] == [0, 2]
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+  assert process.returncode == 0
+
+
+def test_wrong_commands_end_in_one_line(tmp_path):
+  with _view(f'--workdir={tmp_path}', '--export=run.html') as process:
+    _, told = process.communicate(timeout=60)
+  assert process.returncode == 2
+  assert told == (
+    f'--workdir={tmp_path}: no run there; needs metrics.jsonl or episodes\n'
+  )
+
+
+@pytest.fixture(name='browser', scope='module')
+def fixture_browser():
+  if not CHROMIUM:
+    pytest.skip('no Chromium on this machine')
+  playwright = pytest.importorskip('playwright.sync_api')
+  with playwright.sync_playwright() as started:
+    browser = started.chromium.launch(
+      executable_path=CHROMIUM, args=list(CHROMIUM_FLAGS)
+    )
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(name='address', scope='module')
+def fixture_address(request, workdir, tmp_path_factory):
+  if getattr(request, 'param', 'served') == 'exported':
+    path = tmp_path_factory.mktemp('exported') / 'run.html'
+    viewer.export(workdir, path)
+    yield path.as_uri()
+    return
+  server = serving.make_server(
+    '127.0.0.1', 0, viewer.application(workdir), threaded=True
+  )
+  thread = threading.Thread(target=server.serve_forever)
+  thread.start()
+  yield f'http://127.0.0.1:{server.server_port}/'
+  server.shutdown()
+  thread.join()
+  server.server_close()
+
+
+@pytest.fixture(name='page')
+def fixture_page(browser, address):
+  """The page, which must make no mistake and ask nobody else."""
+  page = browser.new_page(viewport={'width': 1500, 'height': 950})
+  wrong, asked = [], []
+  page.on('pageerror', lambda error: wrong.append(str(error)))
+  page.on(
+    'console',
+    lambda line: wrong.append(line.text) if line.type == 'error' else None,
+  )
+  page.on('request', lambda request: asked.append(request.url))
+  page.goto(address)
+  page.wait_for_selector('body[data-ready]')
+  yield page
+  page.close()
+  assert not wrong
+  own = (address.partition('#')[0].rpartition('/')[0], 'data:', 'blob:')
+  assert all(url.startswith(own) for url in asked), asked
+
+
+@pytest.mark.parametrize('address', ['served', 'exported'], indirect=True)
+def test_what_is_seen_at_first(page):
+  assert page.text_content('#name') == 'a<b>run'
+  assert page.locator('.curve').count() >= 4
+  assert page.input_value('#iteration') == '2'
+  assert page.locator('#groups button').count() == 2
+  assert page.locator('.episode').count() == 3
+  assert page.locator('.episode.success').count() == 2
+  first = page.locator('.episode[data-member="0"] .step').first
+  assert 'go to room 0' in first.text_content()
+  assert 'not trained on' not in page.text_content('#group')
+  page.locator('#groups button').nth(1).click()
+  page.wait_for_selector('.episode.broken')
+  assert 'worker died <b>' in page.text_content('.episode.broken')
+
+
+@pytest.mark.parametrize('address', ['served', 'exported'], indirect=True)
+def test_hostile_texts_are_texts(page):
+  assert page.title() == 'a<b>run'
+  shown = page.locator('.step .response').first.text_content()
+  seen = HOSTILE.replace('\u202e', 'u202e').replace('\u202c', 'u202c')
+  assert seen in shown
+  assert seen in page.locator('.observation').first.text_content()
+  assert page.locator('img, .step script, .step b').count() == 0
+  assert page.locator('.escape').count() > 0
+  page.locator('.step details summary').first.click()
+  assert seen in page.locator('.step pre').first.text_content()
+  # Nothing makes the page wider than the window.
+  assert page.evaluate('document.documentElement.scrollWidth') <= 1500
+
+
+def test_tokens_tell_their_log_probs(page):
+  tokens = page.locator('.step .response').first.locator('.token')
+  assert tokens.count() > 20
+  tokens.nth(3).hover()
+  told = page.text_content('#hint')
+  assert re.fullmatch(
+    r'log-prob −?\d+\.\d{3} · [\d.e+-]+ %( · \d tokens)?', told
+  )
+  colours = tokens.evaluate_all('all => all.map((t) => t.style.background)')
+  assert len(set(colours)) > 5
+
+
+def test_advantages_are_coloured_by_sign(page):
+  page.locator('#groups button').first.click()
+
+  def colour(member, chip):
+    steps = page.locator(f'.episode[data-member="{member}"] .step')
+    chips = steps.first.locator('.numbers span')
+    return chips.filter(has_text=chip).evaluate('chip => chip.style.background')
+
+  assert '--above' in colour(0, 'episode') and '--above' in colour(0, 'both')
+  assert '--below' in colour(1, 'episode') and '--below' in colour(1, 'step')
+
+
+def test_steps_of_a_state_are_shown_together(page):
+  anchor = page.locator('.episode[data-member="0"] .anchor').first
+  anchor.hover()
+  assert page.locator('.step.same').count() == 4  # Three starts, one return.
+  anchor.click()
+  rows = page.locator('#state tbody tr')
+  assert rows.count() == 4
+  rows.nth(2).click()
+  page.wait_for_selector('#step-2-0.flash, #step-1-0.flash')
+  page.mouse.move(1, 1)  # Off all states.
+  page.keyboard.press('Escape')
+  assert page.locator('.step.same').count() == 0
+  assert page.locator('#state').is_hidden()
+
+
+def _shows(page, selector, number):
+  """Waits until there are so many: what is not there yet is loaded."""
+  expect = pytest.importorskip('playwright.sync_api').expect
+  expect(page.locator(selector)).to_have_count(number)
+
+
+def test_filters(page):
+  page.select_option('#outcome', 'success')
+  _shows(page, '.episode', 2)
+  page.select_option('#outcome', '')
+  page.check('#invalid')
+  _shows(page, '.episode', 1)
+  _shows(page, '.badge.bad', 1)
+  page.uncheck('#invalid')
+  page.select_option('#kind', 'heat<b>')
+  _shows(page, '#groups button', 1)
+  page.fill('#text', 'room 3')
+  _shows(page, '.episode', 1)
+  page.fill('#text', 'nowhere to be found')
+  _shows(page, '.episode', 0)
+  assert 'No episode' in page.text_content('#groups')
+
+
+@pytest.mark.parametrize('address', ['served', 'exported'], indirect=True)
+def test_iterations_and_metrics_are_chosen(page):
+  page.click('#before')
+  page.wait_for_url('**#iteration=0&group=0')
+  assert page.input_value('#iteration') == '0'
+  page.keyboard.press(']')
+  page.wait_for_url('**#iteration=2&group=0')
+  page.select_option('#metric', 'train/prompt_tokens')
+  assert page.input_value('#metric') == 'train/prompt_tokens'
+
+
+def test_a_run_without_episodes_shows_its_curves(browser, tmp_path):
+  writer = metrics.Writer(tmp_path)
+  writer.write(0, {'train/success_rate': 0.5})
+  writer.close()
+  path = pathlib.Path(tmp_path / 'run.html')
+  viewer.export(tmp_path, path)
+  page = browser.new_page()
+  page.goto(path.as_uri())
+  page.wait_for_selector('body[data-ready]')
+  assert page.locator('.curve').count() == 2
+  assert '--config.episodes.every=1' in page.text_content('#group')
+  page.close()
