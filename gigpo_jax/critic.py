@@ -115,5 +115,7 @@ class Critic:
       'value/clipped': 'critic/clipped',
       'update/grad_norm': 'critic/grad_norm',
       'update/skipped': 'critic/skipped',
+      'update/skipped_in_row': 'critic/skipped_in_row',
+      'update/count': 'critic/count',
     }
     return state, {new: metrics[old] for old, new in names.items()}

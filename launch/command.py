@@ -26,7 +26,8 @@ def run(main: Callable[[ml_collections.ConfigDict, str], None]) -> None:
   """Parses the flags and calls main(config, workdir).
 
   A mistake of the user (ValueError) is printed as it is, without traceback,
-  and ends the process with status 2.
+  and ends the process with status 2; what stops a run (`hosts.Stopped`)
+  likewise, with status 1.
   """
   app.run(lambda _: _call(main), flags_parser=_parse)
 
@@ -79,6 +80,8 @@ def _call(main: Callable[[ml_collections.ConfigDict, str], None]) -> None:
     main(_CONFIG.value, workdir)
   except ValueError as error:
     _refuse(str(error), hosts.leave)
+  except hosts.Stopped as error:
+    _refuse(str(error), hosts.leave, status=1)
   except (Exception, KeyboardInterrupt):
     traceback.print_exc()
     hosts.leave(1)
@@ -91,6 +94,8 @@ def _default_workdir() -> str:
   return str(pathlib.Path('runs') / name)
 
 
-def _refuse(text: str, leave: Callable[[int], None] = sys.exit) -> None:
+def _refuse(
+  text: str, leave: Callable[[int], None] = sys.exit, status: int = 2
+) -> None:
   sys.stderr.write(text.strip() + '\n')
-  leave(2)
+  leave(status)

@@ -150,6 +150,7 @@ GOLDEN = {
   'ratio/mean': 0.9166515,
   'update/grad_norm': 0.637292,
   'update/skipped': 0.0,
+  'update/skipped_in_row': 0.0,
   'update/count': 2.0,
   'update/tokens': 37.0,
   'packs/tokens': 74.0,

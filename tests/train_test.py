@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 
-from gigpo_jax import train
+from gigpo_jax import metrics, train
 
 PROJECT = pathlib.Path(train.__file__).parents[1]
 # Smaller than the smoke variant: the path is what is tested.
@@ -56,18 +58,53 @@ def _run(command: list[str], timeout: float = 400) -> str:
 
 
 def _lines(workdir: pathlib.Path) -> list[dict]:
-  """The metrics of a run, without what a clock measured."""
+  """The metrics of a run, without what is another each time."""
   path = workdir / 'metrics.jsonl'
   lines = [json.loads(line) for line in path.read_text().splitlines()]
   return [
-    # How long things took, and what waited for what.
-    {k: v for k, v in line.items() if not k.startswith(('time/', 'rollout/'))}
+    {k: v for k, v in line.items() if not k.startswith(metrics.UNREPEATABLE)}
     for line in lines
   ]
 
 
 def _policy(workdir: pathlib.Path) -> dict[str, np.ndarray]:
   return safetensors.numpy.load_file(workdir / 'policy' / 'model.safetensors')
+
+
+def _saved(workdir: pathlib.Path) -> dict:
+  """Parameters and optimizer of the newest checkpoint, in float32."""
+  newest = max(int(p.name) for p in (workdir / 'checkpoints').glob('[0-9]*'))
+  with ocp.StandardCheckpointer() as reader:
+    return reader.restore(workdir / 'checkpoints' / str(newest) / 'state')
+
+
+def _assert_ends_the_same(found: pathlib.Path, expected: pathlib.Path) -> None:
+  """Compares two runs bit for bit."""
+  lines = _lines(found)
+  assert [line['iteration'] for line in lines] == list(range(len(lines)))
+  assert lines == _lines(expected)
+  assert _policy(found).keys() == _policy(expected).keys()
+  jax.tree.map(np.testing.assert_array_equal, _policy(found), _policy(expected))
+  saved = _saved(expected)
+  assert len(jax.tree.leaves(saved)) > len(_policy(expected))
+  jax.tree.map(np.testing.assert_array_equal, _saved(found), saved)
+
+
+def _broken_off(
+  moment: str, command: list[str], status: int = -signal.SIGKILL
+) -> str:
+  """Runs a command until it gets a signal at a moment; returns its output."""
+  python, *rest = command
+  done = subprocess.run(
+    [python, 'tests/moments.py', moment, *rest],
+    cwd=PROJECT,
+    capture_output=True,
+    text=True,
+    timeout=400,
+    check=False,
+  )
+  assert done.returncode == status, f'{moment}: {done.stdout}{done.stderr}'
+  return done.stdout
 
 
 @pytest.fixture(name='uninterrupted', scope='module')
@@ -123,20 +160,70 @@ def test_killed_and_started_again_the_run_ends_the_same(
     stderr=subprocess.DEVNULL,
     text=True,
   ) as process:
-    # In the middle of iteration 2: its rollout has begun.
+    # In the middle of iteration 1: its rollout has begun.
     for line in process.stdout:
-      if line.startswith('iteration    1'):
+      if line.startswith('iteration    0'):
         break
     time.sleep(0.3)
     process.send_signal(signal.SIGKILL)
-  assert len(_lines(tmp_path)) == 2
+  assert len(_lines(tmp_path)) == 1
+  for moment in (
+    'checkpoint:_write_manifest',
+    'learner:Learner.update,learner:Learner._run@3',
+    'train:_Run._evaluate,sampler:Sampler.step@3',
+  ):
+    _broken_off(moment, _small(tmp_path))
   printed = _run(_small(tmp_path))
   assert 'resuming' in printed
-  assert _lines(tmp_path) == _lines(expected)
-  found, wanted = _policy(tmp_path), _policy(expected)
-  assert found.keys() == wanted.keys()
-  for name in wanted:
-    np.testing.assert_array_equal(found[name], wanted[name])
+  _assert_ends_the_same(tmp_path, expected)
+
+
+# In the order in which they come; each process goes on where it can.
+MOMENTS = (
+  'config:save+',
+  'checkpoint:Checkpointer.latest',
+  'metrics:Writer.__init__',
+  'learner:Learner.warm_up',
+  'train:_Run._evaluate,sampler:Sampler.step@4',
+  'train:_Run._play,sampler:Sampler.step@3',
+  'train:_Run._play,sampler:Sampler.step@20',
+  'env_pool:EnvPool.prepare',
+  'learner:Learner.update',
+  'learner:Learner.update,learner:Learner._run@3',
+  'metrics:Writer.write',
+  'metrics:Writer.write+',
+  'learner:Learner.update@2,learner:Learner._run@2',
+  'checkpoint:Checkpointer.save',
+  'checkpoint:Checkpointer.save+',
+  'checkpoint:_write_manifest',
+  'checkpoint:_write_manifest+',
+  # A checkpoint is there from here on.
+  'train:_Run._play@4,sampler:Sampler.step@6',
+  'checkpoint:Checkpointer.restore',
+  'train:_Run._start+',
+  'learner:Learner.update@2,learner:Learner._run@4',
+  'checkpoint:_write_manifest',
+  'checkpoint:Checkpointer.save@2',
+  'train:_Run._evaluate@2,sampler:Sampler.step@3',
+  'models.huggingface:save',
+  'metrics:plot',
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_killed_at_any_moment_the_run_ends_the_same(tmp_path):
+  flags = (
+    '--config.num_iterations=6',
+    '--config.evaluation.every=2',
+    '--config.checkpoint.every=2',
+  )
+  whole, parts = tmp_path / 'whole', tmp_path / 'parts'
+  _run(_small(whole, *flags))
+  for moment in MOMENTS:
+    _broken_off(moment, _small(parts, *flags))
+  _run(_small(parts, *flags))
+  _assert_ends_the_same(parts, whole)
 
 
 @pytest.mark.parametrize(
@@ -176,12 +263,8 @@ def test_what_a_run_knows_of_its_past_is_kept(tmp_path, variant, flags):
   run(whole)
   run(parts, '--config.num_iterations=2')
   assert 'resuming' in run(parts)
-  lines = _lines(whole)
-  assert _lines(parts) == lines
-  assert lines[2]['spent/episodes'] >= 3 * 8
-  found, wanted = _policy(parts), _policy(whole)
-  for name in wanted:
-    np.testing.assert_array_equal(found[name], wanted[name])
+  assert _lines(whole)[2]['spent/episodes'] >= 3 * 8
+  _assert_ends_the_same(parts, whole)
 
 
 def test_checkpoints_and_exports_are_evaluated(uninterrupted, tmp_path):
