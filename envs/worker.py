@@ -114,7 +114,7 @@ def _wrong_result(value: base.StepResult) -> str:
   figures = {'reward': value.reward, 'score': value.score or 0.0}
   for name, x in (figures | value.metrics).items():
     if not isinstance(x, numbers.Real) or not math.isfinite(x):
-      return f'{name}={x}: must be a finite number'
+      return f'{name}={str(x)[:80]}: must be a finite number'
   return _wrong_text(action=value.action, final_anchor=value.final_anchor or '')
 
 
@@ -177,6 +177,8 @@ def _pickle(answer: Answer) -> bytes:
 def describe(error: BaseException) -> str:
   """Returns an exception in one line, with where it was raised."""
   text = ' '.join(str(error).split()) or type(error).__name__
+  # Half a character could not be printed.
+  text = text.encode(errors='backslashreplace').decode()
   trace = error.__traceback__
   while trace and trace.tb_next:
     trace = trace.tb_next

@@ -95,9 +95,16 @@ class Checkpointer:
   Args:
     directory: where they live; a local or mounted folder.
     keep: how many of the newest to keep.
+    read_only: whether to leave all as it is, for another may be writing.
   """
 
-  def __init__(self, directory: str | pathlib.Path, *, keep: int = 2):
+  def __init__(
+    self,
+    directory: str | pathlib.Path,
+    *,
+    keep: int = 2,
+    read_only: bool = False,
+  ):
     self._directory = pathlib.Path(directory).resolve()
     # Whether a checkpoint is whole is looked up once.
     self._damage: dict[int, str] = {}
@@ -110,7 +117,8 @@ class Checkpointer:
       },
       options=ocp.CheckpointManagerOptions(
         max_to_keep=keep,
-        cleanup_tmp_directories=True,
+        read_only=read_only,
+        cleanup_tmp_directories=not read_only,
         temporary_path_class=_Unfinished,
       ),
     )
@@ -148,7 +156,7 @@ class Checkpointer:
 
   def _clear(self, iteration: int) -> None:
     """Puts aside damaged checkpoints that a run has got to again."""
-    later = [n for n in self._manager.all_steps() if n >= iteration]
+    later = [n for n, wrong in self._damage.items() if wrong and n >= iteration]
     if not later:
       return
     if hosts.first():
@@ -158,6 +166,7 @@ class Checkpointer:
         (self._directory / str(n)).rename(aside)
     hosts.tell_all(None)  # All wait until they are gone.
     self._manager.reload()
+    self._damage.clear()
 
   @contextlib.contextmanager
   def _explained(self) -> Iterator[None]:

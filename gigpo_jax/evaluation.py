@@ -259,6 +259,7 @@ def main(
       )
     _with(config, kind, path)
     config_lib.validate(config)
+  config_lib.check_workdir(workdir)
   hosts.join()
   found = {}
   with experiment.make_pool(config) as pool:
@@ -324,7 +325,7 @@ def _restored(config, policy, start: dict, workdir: str) -> dict:
   like = {'policy': checkpoint.abstract(learner.init(start))}
   policy.sampler.base = learner.base
   folder = pathlib.Path(workdir) / 'checkpoints'
-  with checkpoint.Checkpointer(folder, keep=10**6) as checkpointer:
+  with checkpoint.Checkpointer(folder, read_only=True) as checkpointer:
     _, states, _ = checkpointer.restore(like, partial=True)
   return states['policy'].params
 

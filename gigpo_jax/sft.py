@@ -40,6 +40,7 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
   """
   scratch = config.sft.init == 'scratch'
   config_lib.validate(config, needs_model=not scratch)
+  config_lib.check_workdir(workdir)
   hosts.join()
   pairs = demonstrations(config)
   directory = pathlib.Path(workdir) / 'policy'

@@ -300,7 +300,9 @@ class _Run:
       groups=config.rollout.groups,
       iteration=iteration,
     )
-    self._leave_if_told()
+    if hosts.several():
+      # They get no second notice: the update might not be over in time.
+      self._leave_if_told()
     self._check_failures(collected.played)
     values = self._roller.metrics()
     if sampler.trace:

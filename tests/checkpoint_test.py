@@ -84,6 +84,40 @@ def test_a_checkpoint_that_a_kill_cut_short_is_passed_over(tmp_path):
   np.testing.assert_array_equal(state['x'], np.zeros(4))
 
 
+FULL = """
+import resource, sys, jax.numpy as jnp
+from gigpo_jax import checkpoint, hosts
+with checkpoint.Checkpointer(sys.argv[1]) as saved:
+  saved.save(0, {'x': jnp.zeros(4)}, {})
+  saved.wait()
+  # No file may be larger, which to a program is much like a full disk.
+  resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+  try:
+    saved.save(1, {'x': jnp.arange(1e6)}, {})
+    saved.wait()
+  except hosts.Stopped as error:
+    print(error)
+    sys.exit(1)
+"""
+
+
+def test_what_cannot_be_written_is_said_and_the_one_before_is_intact(tmp_path):
+  directory = tmp_path / 'c'
+  done = subprocess.run(
+    [sys.executable, '-c', FULL, str(directory)],
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 1, done.stderr
+  assert len(done.stdout.splitlines()) == 1, done.stdout
+  assert 'a checkpoint cannot be written' in done.stdout
+  assert 'large' in done.stdout and 'goes on from iteration 0' in done.stdout
+  with checkpoint.Checkpointer(directory) as saved:
+    assert saved.latest() == 0
+    saved.save(1, {'x': jnp.arange(1e6)}, {})
+
+
 def _largest(folder: pathlib.Path) -> pathlib.Path:
   files = [path for path in folder.rglob('*') if path.is_file()]
   return max(files, key=lambda path: path.stat().st_size)
@@ -224,6 +258,16 @@ def test_what_differs_is_named_in_one_line(tmp_path, other, message):
     with pytest.raises(ValueError, match=message) as error:
       saved.restore(checkpoint.abstract(other))
   assert '\n' not in str(error.value)
+
+
+def test_a_reader_leaves_a_writer_alone(tmp_path):
+  with checkpoint.Checkpointer(tmp_path) as saved:
+    saved.save(0, {'x': jnp.ones(4)}, {})
+  under_way = tmp_path / '1.orbax-checkpoint-tmp'
+  under_way.mkdir()
+  with checkpoint.Checkpointer(tmp_path, read_only=True) as found:
+    assert found.restore(checkpoint.abstract({'x': jnp.ones(4)}))[0] == 0
+  assert under_way.is_dir()
 
 
 def test_an_iteration_cut_short_by_a_kill_is_saved_again(tmp_path):

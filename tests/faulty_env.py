@@ -1,19 +1,15 @@
 """The corridor with faults, for those who have to survive them.
 
-A worker process that gets a `Plan` imports this, and knows it as `faulty`.
+A worker process that gets a `Plan` knows it as `faulty`.
 """
 
 import dataclasses
-import multiprocessing
 import os
 import sys
 import time
 
 import envs
 from envs import base, toy
-
-if multiprocessing.parent_process():
-  envs.REGISTRY['faulty'] = __name__
 
 Tasks = toy.Tasks
 tasks = toy.tasks
@@ -44,6 +40,14 @@ class Plan:
 
   faults: dict[int, str]
   step: int = 1
+
+  def __reduce__(self):
+    return _arrived, (self.faults, self.step)
+
+
+def _arrived(*fields) -> Plan:
+  envs.REGISTRY['faulty'] = __name__
+  return Plan(*fields)
 
 
 class Env(toy.Env):

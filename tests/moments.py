@@ -5,7 +5,8 @@
 A moment is a chain, `learner:Learner.update@2,learner:Learner._run@3`: the
 third call of `Learner._run` after the second of `Learner.update`, as it begins,
 or with `+` at the end as it returns. The process kills itself there; with
-`~15` at the end it gets signal 15 instead, and goes on.
+`~15` at the end it gets signal 15 instead, and with `~15:60` stays there for
+up to a minute.
 """
 
 import functools
@@ -14,22 +15,24 @@ import os
 import runpy
 import signal
 import sys
+import time
 
 
-def parse(moment: str) -> tuple[list[tuple[str, int]], bool, int]:
-  """Returns (functions and counts, whether at the return, signal)."""
-  moment, _, number = moment.partition('~')
+def parse(moment: str) -> tuple[list[tuple[str, int]], bool, int, float]:
+  """Returns (functions and counts, whether at the return, signal, seconds)."""
+  moment, _, sent = moment.partition('~')
+  number, _, secs = sent.partition(':')
   returned = moment.endswith('+')
   chain = []
   for link in moment.removesuffix('+').split(','):
     name, _, count = link.partition('@')
     chain.append((name, int(count or 1)))
-  return chain, returned, int(number or signal.SIGKILL)
+  return chain, returned, int(number or signal.SIGKILL), float(secs or 0)
 
 
 def arm(moment: str) -> None:
   """Waits for a moment from here on."""
-  chain, returned, number = parse(moment)
+  chain, returned, number, secs = parse(moment)
   calls = [0] * len(chain)
 
   def called(place: int, at_return: bool) -> None:
@@ -42,6 +45,7 @@ def arm(moment: str) -> None:
     calls[place] += 1
     if last and calls[place] == chain[place][1]:
       os.kill(os.getpid(), number)
+      time.sleep(secs)
 
   for place, (name, _) in enumerate(chain):
     _wrap(name, functools.partial(called, place))

@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 
+from envs.alfworld import games
 from gigpo_jax import metrics, train
 
 PROJECT = pathlib.Path(train.__file__).parents[1]
@@ -73,9 +74,15 @@ def _policy(workdir: pathlib.Path) -> dict[str, np.ndarray]:
 
 def _saved(workdir: pathlib.Path) -> dict:
   """Parameters and optimizer of the newest checkpoint, in float32."""
-  newest = max(int(p.name) for p in (workdir / 'checkpoints').glob('[0-9]*'))
   with ocp.StandardCheckpointer() as reader:
-    return reader.restore(workdir / 'checkpoints' / str(newest) / 'state')
+    return reader.restore(_newest(workdir) / 'state')
+
+
+def _newest(workdir: pathlib.Path) -> pathlib.Path:
+  found = (workdir / 'checkpoints').iterdir()
+  return max(
+    (p for p in found if p.name.isdecimal()), key=lambda p: int(p.name)
+  )
 
 
 def _assert_ends_the_same(found: pathlib.Path, expected: pathlib.Path) -> None:
@@ -173,8 +180,11 @@ def test_killed_and_started_again_the_run_ends_the_same(
     'train:_Run._evaluate,sampler:Sampler.step@3',
   ):
     _broken_off(moment, _small(tmp_path))
+  # And what was written last is lost.
+  (_newest(tmp_path) / 'host' / 'metadata').write_text('torn')
   printed = _run(_small(tmp_path))
-  assert 'resuming' in printed
+  assert 'checkpoints/2: damaged, passed over: host/metadata has' in printed
+  assert f'resuming {tmp_path} after iteration 1' in printed
   _assert_ends_the_same(tmp_path, expected)
 
 
@@ -224,6 +234,138 @@ def test_killed_at_any_moment_the_run_ends_the_same(tmp_path):
     _broken_off(moment, _small(parts, *flags))
   _run(_small(parts, *flags))
   _assert_ends_the_same(parts, whole)
+
+
+def test_a_run_that_has_to_leave_saves_the_iteration_before(
+  uninterrupted, tmp_path
+):
+  expected, _ = uninterrupted
+  # Nothing would be saved before the end of the run.
+  flags = ('--config.checkpoint.every=9', '--grace_secs=20')
+  printed = _broken_off(
+    'train:_Run._play@2,sampler:Sampler.step@3~15:60',
+    _small(tmp_path, *flags),
+    status=0,
+  )
+  assert printed.endswith(
+    'SIGTERM: iteration 0 is saved; the same command goes on\n'
+  )
+  assert len(_lines(tmp_path)) == 1
+  assert 'after iteration 0' in _run(_small(tmp_path, *flags))
+  _assert_ends_the_same(tmp_path, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('moment', 'grace', 'saved'),
+  [
+    ('learner:Learner.warm_up~15', 120, 'iteration 0 is'),
+    ('train:_Run._play@2,sampler:Sampler.step@3~15', 120, 'iteration 1 is'),
+    ('learner:Learner.update@2,learner:Learner._run@2~15', 120, 'iteration 1'),
+    # Used up by then, and not in time.
+    ('train:_Run._check_skipped@2~15:60', 20, 'nothing is'),
+    ('train:_Run._evaluate@2~15:60', 20, 'iteration 2 is'),
+  ],
+)
+def test_what_a_run_that_has_to_leave_has_saved(
+  uninterrupted, tmp_path, moment, grace, saved
+):
+  expected, _ = uninterrupted
+  flags = ('--config.checkpoint.every=9', f'--grace_secs={grace}')
+  printed = _broken_off(moment, _small(tmp_path, *flags), status=0)
+  assert f'SIGTERM: {saved}' in printed
+  _run(_small(tmp_path, *flags))
+  _assert_ends_the_same(tmp_path, expected)
+
+
+def _stopped(workdir: pathlib.Path, *flags: str) -> str:
+  """Runs until the run is stopped; returns the line that says why."""
+  done = subprocess.run(
+    _small(workdir, *flags),
+    cwd=PROJECT,
+    capture_output=True,
+    text=True,
+    timeout=400,
+    check=False,
+  )
+  assert done.returncode == 1, done.stdout + done.stderr
+  assert len(done.stderr.splitlines()) == 1, done.stderr
+  return done.stderr
+
+
+@pytest.mark.slow
+def test_updates_that_come_to_nothing_stop_the_run(tmp_path):
+  line = _stopped(
+    tmp_path,
+    '--config.optimizer.learning_rate=1e38',
+    '--config.learner.max_skipped_in_row=2',
+  )
+  assert line.startswith('update/skipped_in_row=2: loss or gradient was not')
+  lines = _lines(tmp_path)
+  assert [line['update/skipped'] for line in lines] == [0, 1]
+  with np.load(tmp_path / 'skipped_update.npz') as rows:
+    assert len(rows['tokens']) == len(rows['advantages']) > 0
+    assert not np.isfinite(rows['old_log_probs']).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('bad', [1, 20], ids=['one', 'most'])
+def test_damaged_games_end_their_own_episodes(tmp_path, bad):
+  data, workdir = tmp_path / 'data', tmp_path / 'run'
+  for split in ('train', 'valid_unseen'):
+    games.main(['--out', str(data), '--split', split, '--num', '24'])
+  for path in sorted(data.rglob('train/**/game.tw-pddl'))[:bad]:
+    # Its header is whole, so that it counts as a game.
+    path.write_text(path.read_text().replace('(:init', '(:int'))
+  flags = (
+    f'--config.env.data_dir={data}',
+    '--config.env.engine=native',
+    '--config.rollout.groups=8',
+    '--config.rollout.batch_buckets=(32,)',
+  )
+  if bad > 1:
+    line = _stopped(workdir, *flags)
+    assert line.startswith('pool.max_failed_share=0.25: ')
+    assert 'episodes failed: ' in line and 'raised, such as train/' in line
+    return
+  printed = _run(_small(workdir, *flags))
+  lines = _lines(workdir)[:3]
+  # Every game is played once.
+  assert sum(line['train/failed_episodes'] for line in lines) == 4
+  assert sum(line.get('train/failed_episodes/raised', 0) for line in lines) == 4
+  assert '4 of 32 episodes failed: 4 raised, such as train/0 (' in printed
+
+
+def _mount(folder: pathlib.Path, options: str) -> bool:
+  folder.mkdir(exist_ok=True)
+  command = ['mount', '-t', 'tmpfs', '-o', options, 'tmpfs', str(folder)]
+  return not subprocess.run(
+    command, capture_output=True, check=False
+  ).returncode
+
+
+@pytest.mark.slow
+def test_a_full_disk_stops_the_run_which_then_goes_on(uninterrupted, tmp_path):
+  expected, _ = uninterrupted
+  disk = tmp_path / 'disk'
+  # Two checkpoints, and not a third.
+  if not _mount(disk, 'size=18m'):
+    pytest.skip('needs to be allowed to mount')
+  try:
+    line = _stopped(disk / 'run')
+    assert 'cannot be written' in line and 'No space left' in line
+    assert 'goes on' in line
+    subprocess.run(['mount', '-o', 'remount,size=80m', disk], check=True)
+    assert 'resuming' in _run(_small(disk / 'run'))
+    _assert_ends_the_same(disk / 'run', expected)
+    subprocess.run(['mount', '-o', 'remount,ro', disk], check=True)
+    done = subprocess.run(
+      _small(disk / 'run'), cwd=PROJECT, capture_output=True, check=False
+    )
+    assert done.returncode == 2
+    assert b'cannot be written (Read-only file system)' in done.stderr
+  finally:
+    subprocess.run(['umount', disk], check=True)
 
 
 @pytest.mark.parametrize(
