@@ -400,7 +400,17 @@ def _missing_environment(config: ml_collections.ConfigDict) -> Iterator[str]:
           f'{split} has {available} tasks; at most that, or 0 for all'
         )
   except ValueError as error:
-    yield str(error)
+    yield _of_environment(config, str(error))
+
+
+def _of_environment(config: ml_collections.ConfigDict, text: str) -> str:
+  """Returns what an environment said of its tasks, with the field."""
+  if text.startswith('split='):
+    return f'evaluation.{text}'
+  if text.startswith('env.'):
+    return text
+  field = 'data_dir' if config.env.get('data_dir') else 'name'
+  return f'env.{field}={config.env[field]}: {text}'
 
 
 def _missing_model(config: ml_collections.ConfigDict) -> Iterator[str]:

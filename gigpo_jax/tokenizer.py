@@ -57,6 +57,13 @@ class Tokenizer:
         f'model.path={directory}: no tokenizer_config.json there; needs a '
         'Hugging Face directory with a tokenizer'
       )
+    # Without them an empty one would be made.
+    vocabularies = ('tokenizer.json', 'vocab.json')
+    if not any(os.path.exists(f'{directory}/{v}') for v in vocabularies):
+      raise ValueError(
+        f'model.path={directory}: no {" or ".join(vocabularies)} there; needs '
+        'a Hugging Face directory with a tokenizer'
+      )
     try:
       # Nothing of the hub's, and no program of the checkpoint's own.
       self._hf = transformers.AutoTokenizer.from_pretrained(

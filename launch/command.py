@@ -36,6 +36,10 @@ def _parse(argv: list[str]) -> list[str]:
   try:
     _try_config(argv)
     rest = flags.FLAGS(argv, known_only=False)
+    if stray := rest[1:]:
+      raise ValueError(
+        f'{" ".join(stray)}: unknown; must be flags, --NAME=VALUE'
+      )
     if _CONFIG.value is None:
       raise ValueError(
         '--config: missing; try --config=configs/alfworld.py:tiny'
@@ -61,12 +65,20 @@ def _try_config(argv: list[str]) -> None:
           f"--config={path}: no such file; run from the project's folder, "
           'with one of configs/*.py'
         )
-      runpy.run_path(path)['get_config'](variant)
+      try:
+        runpy.run_path(path)['get_config'](variant)
+      except ValueError:
+        raise
+      except Exception as error:  # Whatever a file may do.
+        raise ValueError(
+          f'--config={path}: cannot be loaded ({type(error).__name__}: '
+          f'{error}); must be like one of configs/*.py'
+        ) from error
 
 
 def _call(main: Callable[[ml_collections.ConfigDict, str], None]) -> None:
   # Checkpointing is chatty below this.
-  logging.set_verbosity(logging.WARNING)
+  logging.set_verbosity(logging.ERROR)
   workdir = _WORKDIR.value or _default_workdir()
   if '://' in workdir:
     _refuse(

@@ -65,7 +65,7 @@ class Env(toy.Env):
     if self._kind == 'raise_at_reset':
       raise OSError('the door is stuck')
     if self._kind == 'leak':
-      self._leaked.append(bytes(4 * 2**20))
+      self._leaked.append(b'x' * (16 * 2**20))
     self._steps = 0
     return super().reset(task)
 

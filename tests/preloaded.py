@@ -76,7 +76,6 @@ def _run(script: str, flags: list[str], variables: dict) -> dict:
 if __name__ == '__main__':
   begin = time.monotonic()
   from gigpo_jax import evaluation, sft, sweep, train  # noqa: F401
-  from launch import command  # noqa: F401
 
   print(json.dumps(time.monotonic() - begin), flush=True)
   for case in json.load(sys.stdin):
