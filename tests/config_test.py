@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import shutil
+import socket
 
 import pytest
 
@@ -241,3 +242,11 @@ def test_a_changed_config_may_be_allowed(tmp_path):
   with pytest.raises(ValueError, match='--allow_config_change to go on'):
     config_lib.check_resume(config, str(tmp_path))
   config_lib.check_resume(config, str(tmp_path), allow_change=True)
+
+
+def test_nothing_is_fetched_for_a_folder(monkeypatch):
+  def connect(self, address):
+    raise AssertionError(f'connects to {address}')
+
+  monkeypatch.setattr(socket.socket, 'connect', connect)
+  config_lib.validate(alfworld.get_config('tiny'))
