@@ -181,10 +181,11 @@ def test_killed_and_started_again_the_run_ends_the_same(
   ):
     _broken_off(moment, _small(tmp_path))
   # And what was written last is lost.
-  (_newest(tmp_path) / 'host' / 'metadata').write_text('torn')
+  newest = _newest(tmp_path)
+  (newest / 'host' / 'metadata').write_text('torn')
   printed = _run(_small(tmp_path))
-  assert 'checkpoints/2: damaged, passed over: host/metadata has' in printed
-  assert f'resuming {tmp_path} after iteration 1' in printed
+  assert f'{newest}: damaged, passed over: host/metadata has' in printed
+  assert f'after iteration {int(newest.name) - 1}' in printed
   _assert_ends_the_same(tmp_path, expected)
 
 
