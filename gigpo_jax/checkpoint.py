@@ -173,8 +173,9 @@ class Checkpointer:
     """Says in one line that, and why, a checkpoint is not written."""
     try:
       yield
-    except Exception as error:  # Of orbax, of tensorstore, of the disk.
-      there = sorted(int(p.name) for p in self._directory.glob('[0-9]*[0-9]'))
+    except (OSError, ValueError) as error:  # Of the disk, of tensorstore.
+      names = [path.name for path in self._directory.iterdir()]
+      there = sorted(int(name) for name in names if name.isdecimal())
       reason = ' '.join(str(error).split())[:300]
       raise hosts.Stopped(
         f'{self._directory}: a checkpoint cannot be written ({reason}); make '
@@ -276,8 +277,8 @@ class Checkpointer:
 
   def close(self) -> None:
     """Waits, and frees the writers."""
-    self.wait()
-    self._manager.close()
+    with self._explained():
+      self._manager.close()
 
 
 def _leaves(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:

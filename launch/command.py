@@ -77,8 +77,8 @@ def _try_config(argv: list[str]) -> None:
 
 
 def _call(main: Callable[[ml_collections.ConfigDict, str], None]) -> None:
-  # Checkpointing is chatty below this.
-  logging.set_verbosity(logging.ERROR)
+  # Checkpointing is chatty below this; what matters of it is raised.
+  logging.set_verbosity(logging.FATAL)
   workdir = _WORKDIR.value or _default_workdir()
   if '://' in workdir:
     _refuse(
