@@ -176,7 +176,8 @@ class Checkpointer:
     except (OSError, ValueError) as error:  # Of the disk, of tensorstore.
       names = [path.name for path in self._directory.iterdir()]
       there = sorted(int(name) for name in names if name.isdecimal())
-      reason = ' '.join(str(error).split())[:300]
+      # What the system said comes last.
+      reason = ' '.join(str(error).split())[-120:]
       raise hosts.Stopped(
         f'{self._directory}: a checkpoint cannot be written ({reason}); make '
         'room or mend it, then the same command goes on from '
