@@ -34,7 +34,7 @@ class Notice:
   def __init__(self, grace_secs: float):
     self._half = grace_secs / 2
     self._told, self._over = threading.Event(), threading.Event()
-    self._late = self._held = False
+    self._late = self._held = self._left = False
 
   def __enter__(self) -> 'Notice':
     self._reader, self._writer = os.pipe()
@@ -69,16 +69,16 @@ class Notice:
       yield
     finally:
       self._held = False
-    if self._late:
+    if self._late and not self._left:
       raise Leave
 
   def leave(self) -> None:
     """Says that the run is leaving: no `Leave` from here on."""
-    self._held = True
+    self._left = True
 
   def _handle(self, number: int, frame: types.FrameType | None) -> None:
     del number, frame
-    if self._late and not self._held:
+    if self._late and not (self._held or self._left):
       raise Leave
 
   def _watch(self) -> None:
