@@ -192,6 +192,11 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.pool.reset_timeout_secs = 300.0
   # Resets after which an idle worker is replaced; 0: never.
   config.pool.max_resets_per_worker = 0
+  # Memory with which an idle worker is replaced; 0: any.
+  config.pool.max_worker_mib = 0
+  # Share of the episodes of an iteration, or of an evaluation, that may fail;
+  # with more the run stops.
+  config.pool.max_failed_share = 0.25
 
   config.mesh = ml_collections.ConfigDict()
   # Devices per axis; -1: all that remain.
@@ -337,6 +342,9 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.learner = ml_collections.ConfigDict()
   config.learner.minibatch_rows = 256  # rows of an update; paper, ALFWorld
   config.learner.microbatch_rows = 16  # rows in memory at once
+  # Updates are skipped if loss or gradient is not finite; after as many in a
+  # row the run stops.
+  config.learner.max_skipped_in_row = 5
   # Rows with the same prompt go into the same update, and pay for it once.
   config.learner.share_prompts = False
   # Row lengths that the update is compiled for; the last is raised to

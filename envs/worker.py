@@ -4,12 +4,15 @@ Speaks over a pipe with `gigpo_jax.env_pool`. Lives here so that the process
 imports neither jax nor gigpo_jax.
 
 Calls are pickled tuples (kind, env, argument), answered one by one and in
-order by ('reply', value) or ('error', line). The first answer, before any
-call, tells whether an environment could be made.
+order by ('reply', value), or ('error', line) of what was raised, or ('garbage',
+line) of an answer that cannot be used. The first answer, before any call, tells
+whether an environment could be made.
 """
 
 import contextlib
 import ctypes
+import math
+import numbers
 import os
 import pickle
 import signal
@@ -63,9 +66,9 @@ class Host:
           else envs.make(self._name, **self._kwargs)
         )
       value = getattr(self._envs[env], kind)(argument)
-      if kind in _ANSWERS and not isinstance(value, _ANSWERS[kind]):
-        wanted = _ANSWERS[kind].__name__
-        raise TypeError(f'{kind} gave {type(value).__name__}, not {wanted}')
+      if wrong := _wrong(kind, value):
+        self._drop(env)
+        return 'garbage', wrong
     except _ERRORS as error:
       # A failed preparation says nothing about the episode under way.
       if kind != 'prepare':
@@ -85,12 +88,63 @@ class Host:
         self._envs.pop(env).close()
 
 
+def _wrong(kind: str, value: Any) -> str:
+  """Returns what is wrong with an answer; '' if it can be used."""
+  if kind not in _ANSWERS:
+    return ''
+  wanted = _ANSWERS[kind]
+  if not isinstance(value, wanted):
+    return f'{kind} gave {type(value).__name__}, not {wanted.__name__}'
+  if isinstance(value, base.Observation):
+    return _wrong_observation(value)
+  return _wrong_result(value)
+
+
+def _wrong_result(value: base.StepResult) -> str:
+  following = value.observation
+  if following is not None:
+    if not isinstance(following, base.Observation):
+      return f'observation is {type(following).__name__}, not Observation'
+    if wrong := _wrong_observation(following):
+      return wrong
+  if bool(value.done) != (following is None):
+    return f'done={value.done} does not go with what is to be seen next'
+  if not isinstance(value.metrics, dict):
+    return f'metrics is {type(value.metrics).__name__}, not dict'
+  figures = {'reward': value.reward, 'score': value.score or 0.0}
+  for name, x in (figures | value.metrics).items():
+    if not isinstance(x, numbers.Real) or not math.isfinite(x):
+      return f'{name}={str(x)[:80]}: must be a finite number'
+  return _wrong_text(action=value.action, final_anchor=value.final_anchor or '')
+
+
+def _wrong_observation(value: base.Observation) -> str:
+  return _wrong_text(
+    prompt=value.prompt,
+    short_prompt=value.short_prompt,
+    anchor=value.anchor,
+    text=value.text,
+  )
+
+
+def _wrong_text(**texts: Any) -> str:
+  for name, text in texts.items():
+    if not isinstance(text, str):
+      return f'{name} is {type(text).__name__}, not str'
+    try:
+      text.encode()
+    except UnicodeEncodeError as error:
+      return f'{name} is no text: {error}'
+  return ''
+
+
 def main(pipe: Connection, name: str, kwargs: dict, parent: int) -> None:
   """Serves calls until the pipe closes or the parent is gone."""
   _die_with(parent)
-  # Ctrl-C goes to the whole process group; the parent decides what ends.
+  # Ctrl-C, and SIGTERM of a machine that is taken away, go to all processes;
+  # the parent decides what ends.
   signal.signal(signal.SIGINT, signal.SIG_IGN)
-  signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  signal.signal(signal.SIGTERM, signal.SIG_IGN)
   # Simulators print, also from C; stdout belongs to the results of commands.
   os.dup2(sys.stderr.fileno(), 1)
   host = Host(name, kwargs)
@@ -117,12 +171,14 @@ def _pickle(answer: Answer) -> bytes:
   try:
     return pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
   except _ERRORS as error:  # What __reduce__ of any class may raise.
-    return pickle.dumps(('error', describe(error)))
+    return pickle.dumps(('garbage', describe(error)))
 
 
 def describe(error: BaseException) -> str:
   """Returns an exception in one line, with where it was raised."""
   text = ' '.join(str(error).split()) or type(error).__name__
+  # Half a character could not be printed.
+  text = text.encode(errors='backslashreplace').decode()
   trace = error.__traceback__
   while trace and trace.tb_next:
     trace = trace.tb_next

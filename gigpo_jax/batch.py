@@ -5,6 +5,7 @@ environment and no algorithm.
 """
 
 import dataclasses
+import pathlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -76,6 +77,11 @@ class Rows:
       self.anchors,
       self.valid,
     )
+
+  def save(self, path: pathlib.Path, **further: np.ndarray) -> None:
+    """Writes the real rows, and arrays that belong to them, for `np.load`."""
+    arrays = dataclasses.asdict(self) | further
+    np.savez_compressed(path, **{k: x[self.real] for k, x in arrays.items()})
 
   def take(self, index: np.ndarray) -> 'Rows':
     """Returns some of the rows, in the given order."""

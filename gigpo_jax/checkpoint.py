@@ -2,14 +2,28 @@
 
 Parameters, optimizer state and the number of the iteration: tasks, keys and
 environments are functions of that number, so nothing else has to be kept.
+
+A checkpoint holds a manifest, sizes and hashes of its files, that is written
+last. What does not agree with its manifest is named and passed over.
 """
 
+import contextlib
+import hashlib
+import json
+import os
 import pathlib
+import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+
+from gigpo_jax import hosts
+
+_MANIFEST = 'manifest.json'
+_ITEMS = ('state', 'host')
 
 
 def abstract(state: Any) -> Any:
@@ -20,6 +34,58 @@ def abstract(state: Any) -> Any:
   )
 
 
+def damage(folder: pathlib.Path) -> str:
+  """Returns what is wrong with a checkpoint; '' if it is whole."""
+  try:
+    text = (folder / _MANIFEST).read_text(encoding='utf-8')
+    manifest = json.loads(text)
+    for name, (size, digest) in manifest.items():
+      path = folder / name
+      if not path.is_file():
+        return f'{name} is missing'
+      if path.stat().st_size != size:
+        return f'{name} has {path.stat().st_size} bytes, not {size}'
+      if _digest(path) != digest:
+        return f'{name} has other contents than were written'
+  except FileNotFoundError:
+    return f'has no {_MANIFEST}'
+  except (OSError, ValueError, TypeError, AttributeError) as error:
+    return f'cannot be read ({error})'
+  return ''
+
+
+def _digest(path: pathlib.Path) -> str:
+  with path.open('rb') as file:
+    return hashlib.file_digest(file, 'blake2b').hexdigest()
+
+
+def _write_manifest(folder: pathlib.Path) -> None:
+  files = [
+    path
+    for item in _ITEMS
+    for path in sorted((folder / item).rglob('*'))
+    if path.is_file()
+  ]
+  manifest = {
+    str(path.relative_to(folder)): (path.stat().st_size, _digest(path))
+    for path in files
+  }
+  with (folder / _MANIFEST).open('w', encoding='utf-8') as file:
+    json.dump(manifest, file)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+class _Unfinished(ocp.path.atomicity.AtomicRenameTemporaryPath):
+  """A folder being written: it gets its manifest, then its name."""
+
+  async def finalize(self) -> None:
+    folder = pathlib.Path(self.get())
+    if all((folder / item).is_dir() for item in _ITEMS):  # Not one of these.
+      _write_manifest(folder)
+    await super().finalize()
+
+
 class Checkpointer:
   """Checkpoints of a run, newest last; a context manager.
 
@@ -27,32 +93,46 @@ class Checkpointer:
   there at the next start.
 
   Args:
-    directory: where they live; local or gs://.
+    directory: where they live; a local or mounted folder.
     keep: how many of the newest to keep.
+    read_only: whether to leave all as it is, for another may be writing.
   """
 
-  def __init__(self, directory: str | pathlib.Path, *, keep: int = 2):
-    path = str(directory)
-    if '://' not in path:
-      path = str(pathlib.Path(path).resolve())
-    self._directory = path
+  def __init__(
+    self,
+    directory: str | pathlib.Path,
+    *,
+    keep: int = 2,
+    read_only: bool = False,
+  ):
+    self._directory = pathlib.Path(directory).resolve()
+    # Whether a checkpoint is whole is looked up once.
+    self._damage: dict[int, str] = {}
     self._manager = ocp.CheckpointManager(
-      path,
+      str(self._directory),
       # Named, so that a fresh process can read metadata before it restores.
       item_handlers={
         'state': ocp.StandardCheckpointHandler(),
         'host': ocp.JsonCheckpointHandler(),
       },
       options=ocp.CheckpointManagerOptions(
-        max_to_keep=keep, cleanup_tmp_directories=True
+        max_to_keep=keep,
+        read_only=read_only,
+        cleanup_tmp_directories=not read_only,
+        temporary_path_class=_Unfinished,
       ),
     )
 
   def __enter__(self) -> 'Checkpointer':
     return self
 
-  def __exit__(self, *exception) -> None:
-    self.close()
+  def __exit__(self, kind: type | None, *exception) -> None:
+    if kind is None:
+      self.close()
+      return
+    # What went wrong first is what counts.
+    with contextlib.suppress(Exception):
+      self.close()
 
   def save(self, iteration: int, state: Any, host: dict) -> None:
     """Begins to write the state after an iteration.
@@ -61,17 +141,71 @@ class Checkpointer:
       iteration: its number.
       state: tree of arrays; may be donated as soon as this returns.
       host: plain values, written as JSON.
+
+    Raises:
+      hosts.Stopped: in one line, if this or the one before cannot be written.
     """
-    self._manager.save(
-      iteration,
-      args=ocp.args.Composite(
-        state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host)
-      ),
-    )
+    self._clear(iteration)
+    with self._explained():
+      self._manager.save(
+        iteration,
+        args=ocp.args.Composite(
+          state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host)
+        ),
+      )
+
+  def _clear(self, iteration: int) -> None:
+    """Puts aside damaged checkpoints that a run has got to again."""
+    later = [n for n, wrong in self._damage.items() if wrong and n >= iteration]
+    if not later:
+      return
+    if hosts.first():
+      for n in later:
+        aside = self._directory / f'{n}.damaged'
+        shutil.rmtree(aside, ignore_errors=True)
+        (self._directory / str(n)).rename(aside)
+    hosts.tell_all(None)  # All wait until they are gone.
+    self._manager.reload()
+    self._damage.clear()
+
+  @contextlib.contextmanager
+  def _explained(self) -> Iterator[None]:
+    """Says in one line that, and why, a checkpoint is not written."""
+    try:
+      yield
+    except (OSError, ValueError) as error:  # Of the disk, of tensorstore.
+      names = [path.name for path in self._directory.iterdir()]
+      there = sorted(int(name) for name in names if name.isdecimal())
+      # What the system said comes last.
+      reason = ' '.join(str(error).split())[-120:]
+      raise hosts.Stopped(
+        f'{self._directory}: a checkpoint cannot be written ({reason}); make '
+        'room or mend it, then the same command goes on from '
+        + (f'iteration {there[-1]}' if there else 'the start')
+      ) from error
 
   def latest(self) -> int | None:
-    """Returns the iteration of the newest finished checkpoint."""
-    return self._manager.latest_step()
+    """Returns the iteration of the newest checkpoint that is whole.
+
+    Raises:
+      ValueError: in one line, if there are some and none is whole.
+    """
+    found = sorted(self._manager.all_steps(), reverse=True)
+    for iteration in found:
+      if iteration not in self._damage:
+        folder = self._directory / str(iteration)
+        wrong = hosts.tell_all(hosts.first() and damage(folder))[0]
+        self._damage[iteration] = wrong
+        if wrong:
+          hosts.say(f'{folder}: damaged, passed over: {wrong}')
+      if not self._damage[iteration]:
+        return iteration
+    if found:
+      raise ValueError(
+        f'{self._directory}: none of the checkpoints {found} is whole; give '
+        'another --workdir, or move them away to begin anew'
+      )
+    return None
 
   def restore(
     self, abstract_state: Any, *, partial: bool = False
@@ -134,13 +268,18 @@ class Checkpointer:
       )
 
   def wait(self) -> None:
-    """Waits until what was begun is written."""
-    self._manager.wait_until_finished()
+    """Waits until what was begun is written.
+
+    Raises:
+      hosts.Stopped: in one line, if it cannot be.
+    """
+    with self._explained():
+      self._manager.wait_until_finished()
 
   def close(self) -> None:
     """Waits, and frees the writers."""
-    self._manager.wait_until_finished()
-    self._manager.close()
+    with self._explained():
+      self._manager.close()
 
 
 def _leaves(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:

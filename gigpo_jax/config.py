@@ -8,9 +8,11 @@ when all else is right.
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import ml_collections
@@ -31,6 +33,9 @@ from gigpo_jax import (
   tokenizer,
 )
 from gigpo_jax.models import attention, huggingface, lora, qwen
+
+# What a work directory keeps the config in.
+_STORED = 'config.json'
 
 TINY = 'python launch/train.py --config=configs/alfworld.py:tiny'
 
@@ -127,16 +132,23 @@ _RANGES = {
   'loss.entropy_weight': (0.0, None, 'at least 0'),
   'optimizer.learning_rate': (0.0, None, 'at least 0'),
   'optimizer.warmup_updates': (0, None, 'at least 0'),
-  'optimizer.max_grad_norm': (0.0, None, 'above 0'),
+  'optimizer.decay_updates': (0, None, 'at least 0; 0 keeps it constant'),
+  'optimizer.b1': (0.0, 1 - 1e-9, 'at least 0, below 1'),
+  'optimizer.b2': (0.0, 1 - 1e-9, 'at least 0, below 1'),
+  'optimizer.weight_decay': (0.0, None, 'at least 0'),
+  'optimizer.max_grad_norm': (1e-9, None, 'above 0'),
   'lora.rank': (0, None, 'at least 0; 0 trains the model'),
   'lora.alpha': (1e-6, None, 'above 0'),
   'learner.minibatch_rows': (1, None, 'at least 1'),
   'learner.microbatch_rows': (1, None, 'at least 1'),
+  'learner.max_skipped_in_row': (1, None, 'at least 1'),
   'pool.num_envs': (0, None, 'at least 0; 0 is one per episode'),
   'pool.num_workers': (0, None, 'at least 0; 0 is in this process'),
   'pool.step_timeout_secs': (1e-3, None, 'above 0'),
   'pool.reset_timeout_secs': (1e-3, None, 'above 0'),
   'pool.max_resets_per_worker': (0, None, 'at least 0; 0 is never'),
+  'pool.max_worker_mib': (0, None, 'at least 0; 0 is any'),
+  'pool.max_failed_share': (0.0, 1.0, 'between 0 and 1'),
   'evaluation.every': (0, None, 'at least 0; 0 is never'),
   'evaluation.num_tasks': (0, None, 'at least 0; 0 is all'),
   'evaluation.temperature': (0.0, None, 'at least 0; 0 is greedy'),
@@ -236,7 +248,9 @@ def _values(config: ml_collections.ConfigDict) -> Iterator[str]:
     value = _get(config, field)
     if value is None:
       continue
-    if value < low or (high is not None and value > high):
+    if not math.isfinite(value):
+      yield f'{field}={value}: must be finite; {accepted}'
+    elif value < low or (high is not None and value > high):
       yield f'{field}={value}: out of range; {accepted}'
   for field in (
     'rollout.prompt_buckets',
@@ -244,8 +258,9 @@ def _values(config: ml_collections.ConfigDict) -> Iterator[str]:
     'learner.length_buckets',
   ):
     sizes = tuple(_get(config, field))
-    rising = all(a < b for a, b in zip(sizes, sizes[1:], strict=False))
-    if not sizes or min(sizes) < 1 or not rising:
+    if not all(isinstance(size, int) for size in sizes) or (
+      not sizes or min(sizes) < 1 or sizes != tuple(sorted(set(sizes)))
+    ):
       yield f'{field}={sizes}: must be one or more rising positive sizes'
 
 
@@ -356,12 +371,20 @@ def _collected(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'{loss.corridor_high}; must not be'
     )
   horizon = tuple(config.rollout.horizon)
-  starts = [start for start, _ in horizon]
-  if starts != sorted(set(starts)) or any(turns < 1 for _, turns in horizon):
+  if not _is_horizon(horizon):
     yield (
       f'rollout.horizon={horizon}: must be pairs (iteration, turns), rising '
       'iterations, turns at least 1'
     )
+
+
+def _is_horizon(horizon: tuple) -> bool:
+  for pair in horizon:
+    if not isinstance(pair, tuple) or [*map(type, pair)] != [int, int]:
+      return False
+  starts = [start for start, _ in horizon]
+  rising = starts == sorted(set(starts))
+  return rising and all(turns >= 1 for _, turns in horizon)
 
 
 def _attention(config: ml_collections.ConfigDict) -> Iterator[str]:
@@ -427,7 +450,17 @@ def _missing_environment(config: ml_collections.ConfigDict) -> Iterator[str]:
           f'{split} has {available} tasks; at most that, or 0 for all'
         )
   except ValueError as error:
-    yield str(error)
+    yield _of_environment(config, str(error))
+
+
+def _of_environment(config: ml_collections.ConfigDict, text: str) -> str:
+  """Returns what an environment said of its tasks, with the field."""
+  if text.startswith('split='):
+    return f'evaluation.{text}'
+  if text.startswith('env.'):
+    return text
+  field = 'data_dir' if config.env.get('data_dir') else 'name'
+  return f'env.{field}={config.env[field]}: {text}'
 
 
 def _missing_model(config: ml_collections.ConfigDict) -> Iterator[str]:
@@ -507,34 +540,72 @@ def _has_accelerator() -> bool:
 
 def save(config: ml_collections.ConfigDict, workdir: str) -> None:
   """Stores the config in a work directory."""
-  path = pathlib.Path(workdir) / 'config.json'
-  path.parent.mkdir(parents=True, exist_ok=True)
+  path = pathlib.Path(workdir) / _STORED
   now = json.loads(config.to_json_best_effort())
-  path.write_text(json.dumps(now, indent=2, sort_keys=True) + '\n')
+  # Written beside and renamed: a kill here must not leave half a file.
+  beside = path.with_suffix('.tmp')
+  beside.write_text(json.dumps(now, indent=2, sort_keys=True) + '\n')
+  os.replace(beside, path)
 
 
-def check_resume(config: ml_collections.ConfigDict, workdir: str) -> None:
+def check_workdir(workdir: str) -> None:
+  """Makes a work directory, and sees whether files can be written there.
+
+  Raises:
+    ValueError: in one line, if they cannot.
+  """
+  path = pathlib.Path(workdir)
+  try:
+    path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path) as file:
+      file.write(bytes(4096))
+      file.flush()
+  except OSError as error:
+    raise ValueError(
+      f'--workdir={workdir}: cannot be written ({error.strerror}); must be a '
+      'folder with room, that this user may write to'
+    ) from error
+
+
+def check_resume(
+  config: ml_collections.ConfigDict, workdir: str, *, allow_change: bool = False
+) -> None:
   """Compares the config with the one of a work directory, if it has one.
+
+  Args:
+    config: the experiment.
+    workdir: of the run.
+    allow_change: whether it may go on with another config.
 
   Raises:
     ValueError: if the directory holds a run of another config; one line that
       lists the differing fields.
   """
-  path = pathlib.Path(workdir) / 'config.json'
+  path = pathlib.Path(workdir) / _STORED
   now = json.loads(config.to_json_best_effort())
-  if path.exists():
+  if allow_change or not path.exists():
+    return
+  try:
     then = json.loads(path.read_text(encoding='utf-8'))
-    changed = [
-      f'{name}={new} (was {old})'
-      for name, (old, new) in _differences(then, now)
-      # Running longer, or looking more often, is no other experiment.
-      if name not in ('num_iterations', 'checkpoint.keep', 'episodes.every')
-    ]
-    if changed:
-      raise ValueError(
-        f'--workdir={workdir}: holds a run of another config: '
-        f'{", ".join(changed)}; give another --workdir'
-      )
+    if not isinstance(then, dict):
+      raise ValueError('holds no JSON object')
+  except (OSError, ValueError) as error:
+    raise ValueError(
+      f'--workdir={workdir}: its {_STORED} cannot be read ({error}); give '
+      'another --workdir, or --allow_config_change to go on with this config'
+    ) from error
+  changed = [
+    f'{name}={new} (was {old})'
+    for name, (old, new) in _differences(then, now)
+    # Running longer, or looking more often, is no other experiment.
+    if name not in ('num_iterations', 'checkpoint.keep', 'episodes.every')
+  ]
+  if changed:
+    raise ValueError(
+      f'--workdir={workdir}: holds a run of another config: '
+      f'{", ".join(changed)}; give another --workdir, or '
+      '--allow_config_change to go on with this config'
+    )
 
 
 def _differences(old: dict, new: dict, prefix: str = ''):

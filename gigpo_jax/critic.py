@@ -115,6 +115,8 @@ class Critic:
       'value/clipped': 'critic/clipped',
       'update/grad_norm': 'critic/grad_norm',
       'update/skipped': 'critic/skipped',
+      'update/skipped_in_row': 'critic/skipped_in_row',
+      'update/count': 'critic/count',
     }
     # Of links, not of tokens.
     metrics['value/clipped'] *= tokens.sum() / max(links.sum(), 1)

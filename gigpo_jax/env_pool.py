@@ -5,7 +5,8 @@ is answered. A worker that dies, or that spends longer on a call than allowed,
 is replaced; the episode that it was busy with is answered with a `Failure`. Its
 other episodes are played again up to where they were, which nobody notices: an
 environment is a function of its task and of the responses. One that proves not
-to be is a failure, too, and so is one that has lost its worker too often.
+to be is a failure, too, and so is one that has waited for hung neighbours too
+often.
 """
 
 import atexit
@@ -19,6 +20,8 @@ import selectors
 import time
 from multiprocessing import connection
 from typing import Any
+
+import psutil
 
 from envs import base, worker
 
@@ -38,10 +41,19 @@ _WINDOW_CALLS = 64
 # Importing a simulator on a busy machine is slower than any reset.
 _START_TIMEOUT_SECS = 120.0
 
-# How often an episode is played again. If it were for ever and all workers
-# hung, every episode in turn would be waited for.
-_MOST_REPLAYS = 2
+# Why an episode was broken off: its environment raised, answered what cannot be
+# used, ended its process or did not answer in time; it went differently when it
+# was played again; or others of its worker hung too often.
+CAUSES = ('raised', 'garbage', 'died', 'hung', 'differed', 'neighbours')
+
+# How often an episode is played again after another one hung. If it were for
+# ever and all hung, every episode in turn would be waited for. One that dies is
+# found out at once.
+_MOST_REPLAYS = 4
 _CLOSE_TIMEOUT_SECS = 2.0
+
+# Of a response, in a report.
+_SHOWN_CHARS = 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,13 +64,19 @@ class Failure:
     env: the environment.
     task: what it was playing.
     last_action: the last response sent to it; '' if it was being reset.
+    cause: one of CAUSES.
     reason: what happened, in one line.
   """
 
   env: int
   task: base.Task
   last_action: str
+  cause: str
   reason: str
+
+  def __str__(self) -> str:
+    last = self.last_action[-_SHOWN_CHARS:]
+    return f'{self.cause}: {self.reason}' + (last and f', after {last!r}')
 
 
 Reply = base.Observation | base.StepResult | Failure
@@ -124,10 +142,12 @@ class EnvPool:
     envs_per_group: as many neighbours share a worker, and its caches.
     max_resets_per_worker: a worker is replaced, when none of its episodes is
       running, after as many resets; for simulators that leak. None: never.
+    max_worker_mib: likewise, when its process has more memory. None: never.
 
   Attributes:
     failures: all that happened.
     restarts: workers that were replaced because they died or hung.
+    recycled: workers that were replaced because they had served their time.
 
   Raises:
     ValueError: in one line, if the environment cannot be made.
@@ -144,9 +164,10 @@ class EnvPool:
     reset_timeout_secs: float,
     envs_per_group: int = 1,
     max_resets_per_worker: int | None = None,
+    max_worker_mib: float | None = None,
   ):
     self.num_envs = num_envs
-    self.restarts = 0
+    self.restarts = self.recycled = 0
     self.failures: list[Failure] = []
     self._name, self._kwargs = name, kwargs
     self._timeouts = {
@@ -157,6 +178,7 @@ class EnvPool:
     }
     self._envs_per_group = envs_per_group
     self._max_resets = max_resets_per_worker
+    self._max_mib = max_worker_mib
     self._tasks: dict[int, base.Task] = {}
     # Of each environment: which episode it is, what was sent and answered.
     self._episodes: dict[int, int] = collections.defaultdict(int)
@@ -319,18 +341,29 @@ class EnvPool:
 
   def _recycle(self, env: int) -> None:
     """Replaces the worker if it has served its time and is idle."""
-    if not self._workers or self._max_resets is None:
+    if not self._workers:
       return
     place = self._place(env)
     w = self._workers[place]
-    if not w or w.resets < self._max_resets:
+    if not w or w.sent or any(self._place(e) == place for e in self._running):
       return
-    busy = any(self._place(other) == place for other in self._running)
-    if not busy and not w.sent:
+    if self._worn_out(w):
       self._dismiss(w)
       self._workers[place] = self._start()
+      self.recycled += 1
 
-  def _lose(self, w: _Worker, reason: str) -> None:
+  def _worn_out(self, w: _Worker) -> bool:
+    if self._max_resets is not None and w.resets >= self._max_resets:
+      return True
+    if self._max_mib is None:
+      return False
+    try:
+      memory = psutil.Process(w.process.pid).memory_info().rss
+    except psutil.NoSuchProcess:
+      return False  # It died; the next call finds out.
+    return memory > self._max_mib * 2**20
+
+  def _lose(self, w: _Worker, cause: str, reason: str) -> None:
     """Starts another worker; what this one was busy with has failed."""
     place = self._workers.index(w)
     guilty = None
@@ -348,17 +381,20 @@ class EnvPool:
     else:
       self._workers[place] = self._start()
       self.restarts += 1
+    # Each death of a guilty one is its last: there is an end to them.
+    endless = cause == 'hung' or guilty is None
     for env in sorted(lost):
       if env == guilty or self._workers[place] is None:
-        self._fail(env, reason)
-      elif self._replays[env] == _MOST_REPLAYS:
-        self._fail(env, f'lost its worker too often, at last because {reason}')
+        self._fail(env, cause, reason)
+      elif endless and self._replays[env] == _MOST_REPLAYS:
+        reason_ = f'lost its worker too often, at last because {reason}'
+        self._fail(env, 'neighbours', reason_)
       else:
+        self._replays[env] += endless
         self._replay(env)
 
   def _replay(self, env: int) -> None:
     """Brings an episode to where it was before its worker was lost."""
-    self._replays[env] += 1
     calls = [('reset', self._tasks[env])]
     calls += [('step', response) for response in self._responses[env]]
     # What is still to be answered has no reply to be known by.
@@ -424,7 +460,7 @@ class EnvPool:
           self._read(w)
         elif (w, 'pipe') not in ready and w in self._workers:
           # Something that the simulator started holds the pipe open.
-          self._lose(w, _death(w.process))
+          self._lose(w, 'died', _death(w.process))
       timeout = 0.0
     self._check_clocks()
 
@@ -432,15 +468,15 @@ class EnvPool:
     try:
       data = w.pipe.recv_bytes()
     except (EOFError, OSError):
-      self._lose(w, _death(w.process))
+      self._lose(w, 'died', _death(w.process))
       return
     try:
       what, value = pickle.loads(data)
     except Exception as error:  # Classes of simulators may not be known here.
-      what, value = 'error', worker.describe(error)
+      what, value = 'garbage', worker.describe(error)
     call = w.sent[0]
     if call.kind == 'start' and what == 'error':
-      self._lose(w, value)
+      self._lose(w, 'raised', value)
       return
     w.sent.popleft()
     w.progress = time.monotonic()
@@ -454,21 +490,22 @@ class EnvPool:
       call.env not in self._running or call.episode != self._episodes[call.env]
     ):
       return  # Its episode is over.
-    if what == 'error':
-      self._fail(call.env, value)
+    if what != 'reply':
+      self._fail(call.env, 'raised' if what == 'error' else what, value)
       return
     if call.known is not None:
       if value != call.known:
-        self._fail(call.env, 'played again, the episode went differently')
+        reason = 'played again, the episode went differently'
+        self._fail(call.env, 'differed', reason)
       return
     if isinstance(value, base.StepResult) and value.done:
       self._running.discard(call.env)
     self._replies[call.env].append(value)
     self._answers.append((call.env, value))
 
-  def _fail(self, env: int, reason: str) -> None:
+  def _fail(self, env: int, cause: str, reason: str) -> None:
     last_action = (self._responses[env] or [''])[-1]
-    failure = Failure(env, self._tasks[env], last_action, reason)
+    failure = Failure(env, self._tasks[env], last_action, cause, reason)
     self._running.discard(env)
     self.failures.append(failure)
     self._answers.append((env, failure))
@@ -482,7 +519,8 @@ class EnvPool:
       limit = self._timeouts[call.kind]
       if now - w.progress > limit:
         where = '' if call.kind == 'start' else f' of env {call.env}'
-        self._lose(w, f'{call.kind}{where} took longer than {limit:g} s')
+        reason = f'{call.kind}{where} took longer than {limit:g} s'
+        self._lose(w, 'hung', reason)
 
 
 def _death(process: multiprocessing.Process) -> str:

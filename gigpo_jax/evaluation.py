@@ -274,6 +274,7 @@ def main(
         'a run'
       )
     config_lib.validate(_with(config, kind, path))
+  config_lib.check_workdir(workdir)
   hosts.join()
   found = {}
   with experiment.make_pool(config) as pool:
@@ -344,7 +345,7 @@ def _restored(config, policy, start: dict, workdir: str) -> dict:
   like = {'policy': checkpoint.abstract(learner.init(start))}
   policy.sampler.base = learner.base
   folder = pathlib.Path(workdir) / 'checkpoints'
-  with checkpoint.Checkpointer(folder, keep=10**6) as checkpointer:
+  with checkpoint.Checkpointer(folder, read_only=True) as checkpointer:
     _, states, _ = checkpointer.restore(like, partial=True)
   return states['policy'].params
 

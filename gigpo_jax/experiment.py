@@ -5,6 +5,7 @@ The config stops here: what is built takes plain values.
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,16 @@ from gigpo_jax.models import attention, huggingface, lora, qwen
 
 if TYPE_CHECKING:
   from gigpo_jax import episodes
+# Errors of a disk that is full, taken away or not ours to write to.
+_DISK = (
+  errno.ENOSPC,
+  errno.EDQUOT,
+  errno.EFBIG,
+  errno.EROFS,
+  errno.EACCES,
+  errno.EPERM,
+  errno.EIO,
+)
 
 # Further arguments of the loss; see `corridor`.
 _CORRIDOR = ('entropy_low', 'entropy_high', 'corridor')
@@ -172,6 +183,7 @@ def make_pool(config: ml_collections.ConfigDict) -> env_pool.EnvPool:
     reset_timeout_secs=config.pool.reset_timeout_secs,
     envs_per_group=config.rollout.episodes_per_group,
     max_resets_per_worker=config.pool.max_resets_per_worker or None,
+    max_worker_mib=config.pool.max_worker_mib or None,
   )
 
 
@@ -217,6 +229,20 @@ def explained(field: str, remedy: str) -> Iterator[None]:
     raise ValueError(
       f'{field}: the device has too little memory ({reason}); {remedy}, or '
       'use more devices'
+    ) from error
+
+
+@contextlib.contextmanager
+def disk(workdir: str) -> Iterator[None]:
+  """Says in one line that, and why, a work directory cannot be written."""
+  try:
+    yield
+  except OSError as error:
+    if error.errno not in _DISK:
+      raise
+    raise hosts.Stopped(
+      f'{workdir}: cannot be written ({error}); what is saved is intact: make '
+      'room or mend it, then the same command goes on'
     ) from error
 
 

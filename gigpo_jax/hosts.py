@@ -27,6 +27,10 @@ _MALLOC = {-4: 0, -1: 2**31 - 1, -8: 1, -2: 2**28}
 _VARIABLES = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
 
 
+class Stopped(Exception):
+  """What keeps a run from going on, in one line; all saved is intact."""
+
+
 def join() -> None:
   """Joins the other processes of an experiment, where there are any.
 
@@ -79,6 +83,11 @@ def _has_tpu() -> bool:
 def first() -> bool:
   """Whether this process is the one that writes and prints."""
   return jax.process_index() == 0
+
+
+def several() -> bool:
+  """Whether there are other processes; starts no device to find out."""
+  return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def keep_memory() -> None:
@@ -167,6 +176,6 @@ def leave(status: int) -> NoReturn:
   They wait for it in their next exchange; that the connection breaks is what
   stops them. Leaving in order would wait for them.
   """
-  if jax.distributed.is_initialized() and jax.process_count() > 1:
+  if several():
     os._exit(status)
   sys.exit(status)

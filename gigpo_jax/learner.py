@@ -373,7 +373,8 @@ class Learner:
 
     Returns:
       The new state and metrics: means over all trained tokens ('/max':
-      maxima), and counts of updates and tokens.
+      maxima), and counts of updates and tokens; of updates skipped because loss
+      or gradient was not finite, and of these the last ones in a row.
 
     Raises:
       ValueError: if the loss needs a reference and there is none, or a row
@@ -543,7 +544,9 @@ class Learner:
       total = jnp.sum(loss * rows['weights'])
       return total, metrics | {'loss/total': loss}
 
-    new_grads, metrics = jax.grad(loss_of, has_aux=True)(params)
+    (total, metrics), new_grads = jax.value_and_grad(loss_of, has_aux=True)(
+      params
+    )
     grads = new_grads if in_place else jax.tree.map(jnp.add, grads, new_grads)
     sums = dict(sums)
     for name, values in metrics.items():
@@ -553,11 +556,12 @@ class Learner:
       else:
         sums[name] += jnp.sum(jnp.where(mask, values, 0))
     sums['update/tokens'] += jnp.sum(mask, dtype=jnp.float32)
+    sums['update/objective'] += total
     return grads, sums
 
   def _apply(self, *, state, grads, sums):
     norm = optax.global_norm(grads)
-    finite = jnp.isfinite(norm)
+    finite = jnp.isfinite(norm) & jnp.isfinite(sums['update/objective'])
 
     def step(state, grads):
       changes, opt_state = self._optimizer.update(
@@ -571,6 +575,10 @@ class Learner:
     sums = dict(sums)
     sums['update/grad_norm'] += jnp.where(finite, norm, 0)
     sums['update/skipped'] += 1.0 - finite
+    sums['update/skipped_in_row'] = jnp.where(
+      finite, 0.0, sums['update/skipped_in_row'] + 1
+    )
+    sums['update/objective'] = jnp.zeros_like(norm)
     return state, sums
 
   def _sums(self):
@@ -579,7 +587,9 @@ class Learner:
       'loss/total',
       'update/tokens',
       'update/grad_norm',
+      'update/objective',
       'update/skipped',
+      'update/skipped_in_row',
     )
     # A weak type would compile every program a second time.
     return {
@@ -623,6 +633,8 @@ def _finish(sums: dict, updates: int) -> dict[str, float]:
   sums = {name: float(value) for name, value in sums.items()}
   tokens = sums.pop('update/tokens')
   skipped = sums.pop('update/skipped')
+  in_row = sums.pop('update/skipped_in_row')
+  del sums['update/objective']
   grad_norm = sums.pop('update/grad_norm') / max(updates - skipped, 1)
   means = {
     name: value if name.endswith('/max') else value / max(tokens, 1)
@@ -631,6 +643,7 @@ def _finish(sums: dict, updates: int) -> dict[str, float]:
   return means | {
     'update/grad_norm': grad_norm,
     'update/skipped': skipped,
+    'update/skipped_in_row': in_row,
     'update/count': float(updates),
     'update/tokens': tokens,
   }

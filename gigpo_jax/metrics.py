@@ -5,15 +5,22 @@ import json
 import math
 import os
 import pathlib
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import tensorboardX
+from tensorboardX import event_file_writer, summary
+from tensorboardX.proto import event_pb2
 
 from gigpo_jax import trajectory
 
 _FILE = 'metrics.jsonl'
+
+# Names that begin so depend on clocks, and on which requests were decoded
+# together; all others are the same each time that a run is repeated, or broken
+# off and resumed.
+UNREPEATABLE = ('time/', 'rollout/', 'sampler/')
 
 # Of the console's line, in order: metric and its format.
 _CONSOLE = {
@@ -50,7 +57,7 @@ def summarize(
   """Returns means over episodes and over their steps.
 
   An episode that the environment broke off counts as not successful, and its
-  score as 0.
+  score as 0; why it was is counted.
 
   Args:
     trajectories: at least one.
@@ -64,6 +71,8 @@ def summarize(
     'failed_episodes': sum(bool(t.failure) for t in trajectories),
     'shortened_prompts': sum(s.prompt_shortened for s in steps),
   }
+  for cause, found in _failed(trajectories).items():
+    values[f'failed_episodes/{cause}'] = len(found)
   for kind in sorted({t.kind for t in trajectories}):
     of_kind = [t.success for t in trajectories if t.kind == kind]
     values[f'success_rate/{kind}'] = np.mean(of_kind)
@@ -82,6 +91,34 @@ def summarize(
       ]
       values[name] = np.mean(found)
   return {f'{prefix}/{name}': float(v) for name, v in values.items()}
+
+
+def _failed(
+  trajectories: Sequence[trajectory.Trajectory],
+) -> dict[str, list[trajectory.Trajectory]]:
+  """Returns episodes that the environment broke off, by cause."""
+  found: dict[str, list[trajectory.Trajectory]] = {}
+  for t in trajectories:
+    if t.failure:
+      found.setdefault(t.cause, []).append(t)
+  return dict(sorted(found.items()))
+
+
+def failure_report(trajectories: Sequence[trajectory.Trajectory]) -> str:
+  """Returns a line on episodes that were broken off, one example a cause.
+
+  '' if there are none.
+  """
+  found = _failed(trajectories)
+  if not found:
+    return ''
+  number = sum(map(len, found.values()))
+  parts = [
+    f'{len(episodes)} {cause}, such as {episodes[0].task} '
+    f'({episodes[0].failure.partition(": ")[2]})'
+    for cause, episodes in found.items()
+  ]
+  return f'{number} of {len(trajectories)} episodes failed: {"; ".join(parts)}'
 
 
 def effective_tokens(
@@ -135,8 +172,8 @@ class Writer:
       os.fsync(file.fileno())
     os.replace(beside, self._path)
     self._file = self._path.open('a', encoding='utf-8')
-    self._board = tensorboardX.SummaryWriter(
-      str(pathlib.Path(workdir) / 'tensorboard'), purge_step=first_iteration
+    self._board = _Board(
+      pathlib.Path(workdir) / 'tensorboard', purge_step=first_iteration
     )
 
   def write(self, iteration: int, metrics: dict[str, float]) -> None:
@@ -157,6 +194,33 @@ class Writer:
     """Closes the files."""
     self._file.close()
     self._board.close()
+
+
+class _Board:
+  """TensorBoard's events, written by this thread.
+
+  `tensorboardX.SummaryWriter` leaves that to a thread, which a full disk would
+  end: writing would wait for it for ever.
+  """
+
+  def __init__(self, folder: pathlib.Path, *, purge_step: int):
+    folder.mkdir(exist_ok=True)
+    self._events = event_file_writer.EventsWriter(str(folder / 'events'))
+    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    self._write(purge_step, session_log=start)
+
+  def add_scalar(self, name: str, value: float, step: int) -> None:
+    self._write(step, summary=summary.scalar(name, value))
+
+  def _write(self, step: int, **what) -> None:
+    now = time.time()
+    self._events.write_event(event_pb2.Event(wall_time=now, step=step, **what))
+
+  def flush(self) -> None:
+    self._events.flush()
+
+  def close(self) -> None:
+    self._events.close()
 
 
 class NullWriter:

@@ -166,6 +166,7 @@ class Roller:
       'env_secs_per_step': sum(end - begin for begin, end in clock.env_spans)
       / max(len(clock.env_spans), 1),
       'env_restarts': sum(hosts.tell_all(self.pool.restarts)),
+      'env_recycled': sum(hosts.tell_all(self.pool.recycled)),
       'compilations': self.sampler.compilations,
     }
     return {f'rollout/{name}': float(value) for name, value in values.items()}
@@ -230,7 +231,7 @@ class _Rollout:
       self._clock.env_spans.append((called, now))
       episode = self._running[env]
       if isinstance(reply, env_pool.Failure):
-        episode.failure = reply.reason
+        episode.failure = str(reply)
         observation = None
       elif isinstance(reply, base.Observation):
         observation = reply

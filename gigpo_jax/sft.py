@@ -47,6 +47,7 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
   scratch = config.sft.init == 'scratch'
   config_lib.validate(config, needs_model=not scratch)
   kept = _open(config) if config.sft.data else None
+  config_lib.check_workdir(workdir)
   hosts.join()
   pairs = [] if kept else demonstrations(config)
   directory = pathlib.Path(workdir) / 'policy'

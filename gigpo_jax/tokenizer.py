@@ -36,6 +36,10 @@ _CHAT_TEMPLATE = (
 )
 
 
+def _line(error: Exception) -> str:
+  return f'{type(error).__name__}: {" ".join(str(error).split())[:200]}'
+
+
 class Tokenizer:
   """A checkpoint's tokenizer with its chat template.
 
@@ -45,7 +49,8 @@ class Tokenizer:
       (Qwen3) have a switch of this name, others ignore it.
 
   Raises:
-    ValueError: in one line, if there is no tokenizer or no chat template.
+    ValueError: in one line, if there is no tokenizer or no chat template, or
+      one that does not work.
   """
 
   def __init__(self, directory: str, *, enable_thinking: bool = False):
@@ -54,9 +59,23 @@ class Tokenizer:
         f'model.path={directory}: no tokenizer_config.json there; needs a '
         'Hugging Face directory with a tokenizer'
       )
-    self._hf = transformers.AutoTokenizer.from_pretrained(
-      directory, local_files_only=True
-    )
+    # Without them an empty one would be made.
+    vocabularies = ('tokenizer.json', 'vocab.json')
+    if not any(os.path.exists(f'{directory}/{v}') for v in vocabularies):
+      raise ValueError(
+        f'model.path={directory}: no {" or ".join(vocabularies)} there; needs '
+        'a Hugging Face directory with a tokenizer'
+      )
+    try:
+      # Nothing of the hub's, and no program of the checkpoint's own.
+      self._hf = transformers.AutoTokenizer.from_pretrained(
+        directory, local_files_only=True, trust_remote_code=False
+      )
+    except Exception as error:  # The libraries' own, of all sorts.
+      raise ValueError(
+        f'model.path={directory}: its tokenizer cannot be read '
+        f'({_line(error)}); needs tokenizer.json and tokenizer_config.json'
+      ) from error
     self.directory = directory
     self._enable_thinking = enable_thinking
     if not self._hf.chat_template:
@@ -64,6 +83,13 @@ class Tokenizer:
         f'model.path={directory}: its tokenizer has no chat template; use an '
         'instruction-tuned checkpoint'
       )
+    try:
+      self.render([''])  # In a sandbox.
+    except Exception as error:  # Whatever a template may do.
+      raise ValueError(
+        f'model.path={directory}: its chat template cannot be rendered '
+        f'({_line(error)}); mend it, or use another checkpoint'
+      ) from error
 
   @property
   def vocab_size(self) -> int:

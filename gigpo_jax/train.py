@@ -1,10 +1,13 @@
 """The experiment, top to bottom: collect, compare, update, repeat."""
 
+import contextlib
 import dataclasses
 import functools
 import math
 import pathlib
+import shutil
 import time
+from collections.abc import Iterator
 
 import jax
 import ml_collections
@@ -19,6 +22,7 @@ from gigpo_jax import (
   hosts,
   losses,
   metrics,
+  preemption,
   rollout,
   timeline,
   trajectory,
@@ -43,7 +47,13 @@ _LEARNER_MEMORY = (
 )
 
 
-def train(config: ml_collections.ConfigDict, workdir: str) -> None:
+def train(
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  *,
+  allow_config_change: bool = False,
+  grace_secs: float = 25.0,
+) -> None:
   """Runs an experiment, or goes on with one that was broken off.
 
   Everything random is a function of (seed, iteration), so a resumed run
@@ -55,32 +65,51 @@ def train(config: ml_collections.ConfigDict, workdir: str) -> None:
   Several processes (see `hosts`) share episodes and devices; the first one
   writes, checkpoints apart, for which `workdir` has to be one folder for all.
 
+  After SIGTERM it saves what it has, and returns; see `preemption`.
+
+  Args:
+    config: the experiment.
+    workdir: its folder.
+    allow_config_change: whether a run may go on with another config than it
+      was begun with.
+    grace_secs: time between SIGTERM and the end of the machine.
+
   Raises:
     ValueError: in one line a problem, before devices or simulators start, if
       the config cannot work or the directory holds another experiment.
+    hosts.Stopped: in one line, if the run cannot go on.
   """
   config_lib.validate(config)
-  config_lib.check_resume(config, workdir)
-  hosts.join()
-  if hosts.first():
-    config_lib.save(config, workdir)
-  policy = experiment.make_policy(config)
+  config_lib.check_resume(config, workdir, allow_change=allow_config_change)
+  config_lib.check_workdir(workdir)
   with (
-    jax.set_mesh(policy.mesh),
-    experiment.make_pool(config) as pool,
-    checkpoint.Checkpointer(
-      pathlib.Path(workdir) / 'checkpoints', keep=config.checkpoint.keep
-    ) as checkpointer,
+    preemption.Notice(grace_secs) as notice,
+    contextlib.suppress(preemption.Leave),
+    experiment.disk(workdir),
   ):
-    _Run(config, workdir, policy, pool, checkpointer).go()
+    hosts.join()
+    if hosts.first():
+      config_lib.save(config, workdir)
+    policy = experiment.make_policy(config)
+    with (
+      jax.set_mesh(policy.mesh),
+      checkpoint.Checkpointer(
+        pathlib.Path(workdir) / 'checkpoints', keep=config.checkpoint.keep
+      ) as checkpointer,
+    ):
+      # Whether it is whole is known before workers start.
+      checkpointer.latest()
+      with experiment.make_pool(config) as pool:
+        _Run(config, workdir, policy, pool, checkpointer, notice).go()
 
 
 class _Run:
   """An experiment under way."""
 
-  def __init__(self, config, workdir, policy, pool, checkpointer):
+  def __init__(self, config, workdir, policy, pool, checkpointer, notice):
     self._config, self._workdir = config, workdir
     self._policy, self._checkpointer = policy, checkpointer
+    self._notice = notice
     self._tasks = experiment.make_task_sampler(config)
     self._kind = experiment.make_kind(config)
     self._panel = (
@@ -104,13 +133,24 @@ class _Run:
     # What a resumed run needs to know of the past.
     self._spent = collection.Spent()
     self._entropies: list[float] = []
+    # Updates that were skipped, the last ones in a row, of policy and critic.
+    self._skipped: dict[str, float] = {}
+    # What there was after the last iteration, and which one is saved.
+    self._finished: tuple[int, dict, dict] | None = None
+    self._saved: int | None = None
 
   @property
   def _params(self) -> dict:
     return self._states['policy'].params
 
   def go(self) -> None:
-    """Iterates to the end."""
+    """Iterates to the end, or until it has to leave."""
+    try:
+      self._go()
+    except preemption.Leave:
+      self._leave()
+
+  def _go(self) -> None:
     config = self._config
     with experiment.explained(*_MODEL_MEMORY):
       first = self._start()
@@ -132,10 +172,12 @@ class _Run:
       values['time/iteration_secs'] = time.monotonic() - begin
       writer.write(iteration, values)
       hosts.say(metrics.console_line(iteration, values))
+      self._finished = iteration, dict(self._states), self._past(iteration)
       if (iteration + 1) % config.checkpoint.every == 0 or (
         iteration == config.num_iterations - 1
       ):
-        self._save(iteration)
+        self._save()
+      self._leave_if_told()
     if config.evaluation.every:
       values = self._evaluate() | self._spent.metrics()
       writer.write(config.num_iterations, values)
@@ -165,20 +207,47 @@ class _Run:
       return 0
     like = checkpoint.abstract(states)
     del start, states  # There is no room for two.
-    _, self._states, host = self._checkpointer.restore(like)
+    self._saved, self._states, host = self._checkpointer.restore(like)
     self._tasks.restore(host['tasks'])
     self._spent = collection.Spent(**host['spent'])
     self._entropies = host['entropies']
+    self._skipped = host['skipped']
     return host['iteration'] + 1
 
-  def _save(self, iteration: int) -> None:
-    host = {
+  def _past(self, iteration: int) -> dict:
+    """Returns what a resumed run needs to know besides the states."""
+    return {
       'iteration': iteration,
       'tasks': self._tasks.state(),
       'spent': dataclasses.asdict(self._spent),
-      'entropies': self._entropies,
+      'entropies': list(self._entropies),
+      'skipped': dict(self._skipped),
     }
-    self._checkpointer.save(iteration, self._states, host)
+
+  def _save(self) -> None:
+    """Begins to save what there was after the last iteration."""
+    with self._notice.hold():
+      self._checkpointer.save(*self._finished)
+      self._saved = self._finished[0]
+
+  def _leave_if_told(self) -> None:
+    if self._notice.agreed():
+      raise preemption.Leave
+
+  def _leave(self) -> None:
+    """Saves what there was after the last iteration, if it still is."""
+    self._notice.leave()
+    if self._finished and self._finished[0] != self._saved:
+      # An update that was broken off has used up what it began with.
+      leaves = jax.tree.leaves(self._finished[1])
+      if not any(leaf.is_deleted() for leaf in leaves):
+        self._save()
+    self._checkpointer.wait()
+    hosts.say(
+      'SIGTERM: '
+      + ('nothing is' if self._saved is None else f'iteration {self._saved} is')
+      + ' saved; the same command goes on'
+    )
 
   def _warm_up(self) -> None:
     with experiment.explained(*_SAMPLER_MEMORY):
@@ -200,9 +269,24 @@ class _Run:
       sampling=experiment.make_sampling(self._config, evaluation=True),
       kind=self._kind,
     )
+    self._check_failures(found)
     return evaluation.rates(found) | {
       'time/evaluation_secs': time.monotonic() - begin
     }
+
+  def _check_failures(self, played: list[trajectory.Trajectory]) -> None:
+    """Says which episodes failed; stops the run if they are too many."""
+    report = metrics.failure_report(played)
+    if not report:
+      return
+    hosts.say(report)
+    share = sum(bool(t.failure) for t in played) / len(played)
+    most = self._config.pool.max_failed_share
+    if share > most or share == 1:
+      raise hosts.Stopped(
+        f'pool.max_failed_share={most}: {report}; mend the environment or '
+        'its data, then the same command goes on'
+      )
 
   def _iterate(self, iteration: int) -> dict[str, float]:
     """Collects and updates; returns the metrics."""
@@ -221,6 +305,10 @@ class _Run:
       groups=config.rollout.groups,
       iteration=iteration,
     )
+    if hosts.several():
+      # They get no second notice: the update might not be over in time.
+      self._leave_if_told()
+    self._check_failures(collected.played)
     values = self._roller.metrics()
     if sampler.trace:
       timeline.plot(
@@ -303,6 +391,9 @@ class _Run:
         links=self._algorithm.links(rows),
         iteration=iteration,
       )
+      self._check_skipped(
+        'critic', found, rows, values=told, targets=credit.value_targets
+      )
       values |= found
       if iteration < config.critic.warmup_iterations:
         return values
@@ -323,21 +414,59 @@ class _Run:
       iteration=iteration,
       **experiment.corridor(config, rows, self._entropies, iteration),
     )
+    self._check_skipped(
+      'update',
+      found,
+      rows,
+      advantages=credit.advantages,
+      old_log_probs=old_log_probs,
+    )
     if math.isfinite(found['loss/entropy']):
       self._entropies.append(found['loss/entropy'])
     return values | found
+
+  def _check_skipped(
+    self, what: str, found: dict[str, float], rows: batch.Rows, **arrays
+  ) -> None:
+    """Stops the run when too many updates in a row had to be skipped."""
+    in_row = found[f'{what}/skipped_in_row']
+    if in_row == found[f'{what}/count']:
+      in_row += self._skipped.get(what, 0.0)
+    self._skipped[what] = found[f'{what}/skipped_in_row'] = in_row
+    if in_row < self._config.learner.max_skipped_in_row:
+      return
+    path = pathlib.Path(self._workdir) / f'skipped_{what}.npz'
+    if hosts.first():
+      rows.save(path, **arrays)
+    raise hosts.Stopped(
+      f'{what}/skipped_in_row={in_row:.0f}: loss or gradient was not finite in '
+      f'so many updates (learner.max_skipped_in_row); the last rows are in '
+      f'{path}; try a lower optimizer.learning_rate'
+    )
 
 
 def _export(config, workdir, policy, params: dict, base: dict) -> None:
   """Writes the policy, and the adapters by themselves, for others to load."""
   root = pathlib.Path(workdir)
-  huggingface.save(
-    str(root / 'policy'),
-    policy.model,
-    lora.join(base, params),
-    tokenizer_directory=policy.tokenizer.directory,
-  )
-  if policy.model.adapters:
-    huggingface.save_adapters(
-      str(root / 'adapters'), policy.model, params, config.model.path
+  with _whole(root / 'policy') as folder:
+    huggingface.save(
+      folder,
+      policy.model,
+      lora.join(base, params),
+      tokenizer_directory=policy.tokenizer.directory,
     )
+  if policy.model.adapters:
+    with _whole(root / 'adapters') as folder:
+      huggingface.save_adapters(folder, policy.model, params, config.model.path)
+
+
+@contextlib.contextmanager
+def _whole(path: pathlib.Path) -> Iterator[str]:
+  """Gives a folder to write into, which gets its name when it is whole."""
+  beside = path.with_suffix('.tmp')
+  if hosts.first():
+    shutil.rmtree(beside, ignore_errors=True)
+  yield str(beside)
+  if hosts.first():
+    shutil.rmtree(path, ignore_errors=True)
+    beside.rename(path)

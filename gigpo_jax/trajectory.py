@@ -49,7 +49,7 @@ class Trajectory:
     group: number of the group within the iteration, in [0, G).
     member: number of the episode within the group, in [0, N).
     steps: its turns in order; turns answered by the environment only.
-    failure: why the environment ended it (died, hung, raised); '' otherwise.
+    failure: why the environment ended it, `CAUSE: REASON`; '' otherwise.
   """
 
   task: base.Task
@@ -58,6 +58,11 @@ class Trajectory:
   member: int
   steps: tuple[Step, ...]
   failure: str = ''
+
+  @property
+  def cause(self) -> str:
+    """Why the environment ended it, in a word of `env_pool.CAUSES`."""
+    return self.failure.partition(':')[0]
 
   @property
   def success(self) -> bool:

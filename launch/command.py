@@ -26,7 +26,8 @@ def run(main: Callable[[ml_collections.ConfigDict, str], None]) -> None:
   """Parses the flags and calls main(config, workdir).
 
   A mistake of the user (ValueError) is printed as it is, without traceback,
-  and ends the process with status 2.
+  and ends the process with status 2; what stops a run (`hosts.Stopped`)
+  likewise, with status 1.
   """
   app.run(lambda _: _call(main), flags_parser=_parse)
 
@@ -35,6 +36,10 @@ def _parse(argv: list[str]) -> list[str]:
   try:
     _try_config(argv)
     rest = flags.FLAGS(argv, known_only=False)
+    if stray := rest[1:]:
+      raise ValueError(
+        f'{" ".join(stray)}: unknown; must be flags, --NAME=VALUE'
+      )
     if _CONFIG.value is None:
       raise ValueError(
         '--config: missing; try --config=configs/alfworld.py:tiny'
@@ -60,12 +65,20 @@ def _try_config(argv: list[str]) -> None:
           f"--config={path}: no such file; run from the project's folder, "
           'with one of configs/*.py'
         )
-      runpy.run_path(path)['get_config'](variant)
+      try:
+        runpy.run_path(path)['get_config'](variant)
+      except ValueError:
+        raise
+      except Exception as error:  # Whatever a file may do.
+        raise ValueError(
+          f'--config={path}: cannot be loaded ({type(error).__name__}: '
+          f'{error}); must be like one of configs/*.py'
+        ) from error
 
 
 def _call(main: Callable[[ml_collections.ConfigDict, str], None]) -> None:
-  # Checkpointing is chatty below this.
-  logging.set_verbosity(logging.WARNING)
+  # Checkpointing is chatty below this; what matters of it is raised.
+  logging.set_verbosity(logging.FATAL)
   workdir = _WORKDIR.value or _default_workdir()
   if '://' in workdir:
     _refuse(
@@ -79,6 +92,8 @@ def _call(main: Callable[[ml_collections.ConfigDict, str], None]) -> None:
     main(_CONFIG.value, workdir)
   except ValueError as error:
     _refuse(str(error), hosts.leave)
+  except hosts.Stopped as error:
+    _refuse(str(error), hosts.leave, status=1)
   except (Exception, KeyboardInterrupt):
     traceback.print_exc()
     hosts.leave(1)
@@ -91,6 +106,8 @@ def _default_workdir() -> str:
   return str(pathlib.Path('runs') / name)
 
 
-def _refuse(text: str, leave: Callable[[int], None] = sys.exit) -> None:
+def _refuse(
+  text: str, leave: Callable[[int], None] = sys.exit, status: int = 2
+) -> None:
   sys.stderr.write(text.strip() + '\n')
-  leave(2)
+  leave(status)

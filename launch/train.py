@@ -1,9 +1,30 @@
 """Trains: `python launch/train.py --config=configs/alfworld.py:tiny`."""
 
 if __name__ == '__main__':
+  from absl import flags
+
+  _ALLOW_CONFIG_CHANGE = flags.DEFINE_bool(
+    'allow_config_change',
+    False,
+    'Whether a run may go on with another config than it was begun with.',
+  )
+  _GRACE_SECS = flags.DEFINE_float(
+    'grace_secs',
+    25.0,
+    'Time between SIGTERM and the end of the machine, to save and leave in.',
+    lower_bound=0.0,
+  )
+
   # Here, because worker processes import this file again, and must not load
   # jax: on a TPU host it would seize the chips.
   from gigpo_jax import train
   from launch import command
 
-  command.run(train.train)
+  command.run(
+    lambda config, workdir: train.train(
+      config,
+      workdir,
+      allow_config_change=_ALLOW_CONFIG_CHANGE.value,
+      grace_secs=_GRACE_SECS.value,
+    )
+  )

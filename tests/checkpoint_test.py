@@ -1,5 +1,8 @@
 """Save and restore: equal values, another mesh, another model, a kill."""
 
+import os
+import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -79,6 +82,96 @@ def test_a_checkpoint_that_a_kill_cut_short_is_passed_over(tmp_path):
     iteration, state, _ = saved.restore(checkpoint.abstract({'x': jnp.ones(4)}))
   assert iteration == 0
   np.testing.assert_array_equal(state['x'], np.zeros(4))
+
+
+FULL = """
+import resource, sys, jax.numpy as jnp
+from gigpo_jax import checkpoint, hosts
+with checkpoint.Checkpointer(sys.argv[1]) as saved:
+  saved.save(0, {'x': jnp.zeros(4)}, {})
+  saved.wait()
+  # No file may be larger, which to a program is much like a full disk.
+  resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+  try:
+    saved.save(1, {'x': jnp.arange(1e6)}, {})
+    saved.wait()
+  except hosts.Stopped as error:
+    print(error)
+    sys.exit(1)
+"""
+
+
+def test_what_cannot_be_written_is_said_and_the_one_before_is_intact(tmp_path):
+  directory = tmp_path / 'c'
+  done = subprocess.run(
+    [sys.executable, '-c', FULL, str(directory)],
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 1, done.stderr
+  assert len(done.stdout.splitlines()) == 1, done.stdout
+  assert 'a checkpoint cannot be written' in done.stdout
+  assert 'large' in done.stdout and 'goes on from iteration 0' in done.stdout
+  with checkpoint.Checkpointer(directory) as saved:
+    assert saved.latest() == 0
+    saved.save(1, {'x': jnp.arange(1e6)}, {})
+
+
+def _largest(folder: pathlib.Path) -> pathlib.Path:
+  files = [path for path in folder.rglob('*') if path.is_file()]
+  return max(files, key=lambda path: path.stat().st_size)
+
+
+def _flip(path: pathlib.Path) -> None:
+  data = bytearray(path.read_bytes())
+  data[len(data) // 2] ^= 1
+  path.write_bytes(data)
+
+
+DAMAGES = {
+  'a bit': lambda folder: _flip(_largest(folder / 'state')),
+  'cut': lambda folder: os.truncate(_largest(folder / 'state'), 10),
+  'empty': lambda folder: os.truncate(_largest(folder / 'state'), 0),
+  'a file': lambda folder: _largest(folder / 'state').unlink(),
+  'the host': lambda folder: shutil.rmtree(folder / 'host'),
+  'host bit': lambda folder: _flip(folder / 'host' / 'metadata'),
+  'manifest': lambda folder: (folder / 'manifest.json').unlink(),
+  'torn manifest': lambda folder: os.truncate(folder / 'manifest.json', 60),
+  'odd manifest': lambda folder: (folder / 'manifest.json').write_text('[1]'),
+  'all': lambda folder: [shutil.rmtree(p) for p in folder.glob('*/')],
+}
+
+
+@pytest.mark.parametrize('spoil', DAMAGES.values(), ids=DAMAGES)
+def test_what_is_damaged_is_named_and_passed_over(tmp_path, capsys, spoil):
+  state = {'x': jnp.arange(1000.0)}
+  with checkpoint.Checkpointer(tmp_path) as saved:
+    for iteration in (1, 3):
+      saved.save(iteration, state, {'iteration': iteration})
+  spoil(tmp_path / '3')
+  with checkpoint.Checkpointer(tmp_path) as saved:
+    assert saved.latest() == 1
+    iteration, restored, _ = saved.restore(checkpoint.abstract(state))
+    printed = capsys.readouterr().out
+    assert printed.startswith(f'{tmp_path}/3: damaged, passed over: ')
+    assert len(printed.splitlines()) == 1
+    np.testing.assert_array_equal(restored['x'], state['x'])
+    # The run gets there again.
+    for later in (iteration + 1, 3):
+      saved.save(later, state, {'iteration': later})
+  assert sorted(p.name for p in tmp_path.iterdir()) == ['2', '3', '3.damaged']
+  with checkpoint.Checkpointer(tmp_path) as saved:
+    assert saved.restore(checkpoint.abstract(state))[2] == {'iteration': 3}
+
+
+def test_nothing_but_damage_is_no_reason_to_begin_anew(tmp_path):
+  with checkpoint.Checkpointer(tmp_path) as saved:
+    saved.save(0, {'x': jnp.ones(4)}, {})
+  _flip(_largest(tmp_path / '0' / 'state'))
+  with checkpoint.Checkpointer(tmp_path) as saved:
+    with pytest.raises(ValueError, match=r'none of the checkpoints \[0\] is'):
+      saved.latest()
 
 
 def _on_mesh(shape: tuple[int, int], scale: float = 1.0) -> learner.TrainState:
@@ -165,6 +258,16 @@ def test_what_differs_is_named_in_one_line(tmp_path, other, message):
     with pytest.raises(ValueError, match=message) as error:
       saved.restore(checkpoint.abstract(other))
   assert '\n' not in str(error.value)
+
+
+def test_a_reader_leaves_a_writer_alone(tmp_path):
+  with checkpoint.Checkpointer(tmp_path) as saved:
+    saved.save(0, {'x': jnp.ones(4)}, {})
+  under_way = tmp_path / '1.orbax-checkpoint-tmp'
+  under_way.mkdir()
+  with checkpoint.Checkpointer(tmp_path, read_only=True) as found:
+    assert found.restore(checkpoint.abstract({'x': jnp.ones(4)}))[0] == 0
+  assert under_way.is_dir()
 
 
 def test_an_iteration_cut_short_by_a_kill_is_saved_again(tmp_path):

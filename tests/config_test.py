@@ -2,9 +2,11 @@
 
 import itertools
 import json
+import os
 import pathlib
 import re
 import shutil
+import socket
 
 import pytest
 
@@ -250,3 +252,38 @@ def test_a_directory_of_another_run_is_refused(tmp_path):
   message = str(error.value)
   assert 'algorithm.discount=0.9 (was 0.95), seed=1 (was 0)' in message
   assert len(message.splitlines()) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+  config_lib.check_workdir(str(tmp_path / 'a' / 'b'))
+  assert list((tmp_path / 'a' / 'b').iterdir()) == []
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(ValueError, match='--workdir=.*cannot be written'):
+    config_lib.check_workdir(str(tmp_path / 'file'))
+  (tmp_path / 'locked').mkdir(mode=0o500)
+  root = os.geteuid() == 0
+  if root:  # To whom all is allowed.
+    os.seteuid(65534)
+  try:
+    with pytest.raises(ValueError, match='written .Permission denied'):
+      config_lib.check_workdir(str(tmp_path / 'locked'))
+  finally:
+    if root:
+      os.seteuid(0)
+
+
+def test_a_changed_config_may_be_allowed(tmp_path):
+  config = alfworld.get_config('tiny')
+  config_lib.save(config, str(tmp_path))
+  config.seed = 1
+  with pytest.raises(ValueError, match='--allow_config_change to go on'):
+    config_lib.check_resume(config, str(tmp_path))
+  config_lib.check_resume(config, str(tmp_path), allow_change=True)
+
+
+def test_nothing_is_fetched_for_a_folder(monkeypatch):
+  def connect(self, address):
+    raise AssertionError(f'connects to {address}')
+
+  monkeypatch.setattr(socket.socket, 'connect', connect)
+  config_lib.validate(alfworld.get_config('tiny'))

@@ -3,6 +3,7 @@
 import io
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -259,6 +260,72 @@ def test_when_one_process_is_lost_the_other_ends(tmp_path):
     assert processes[0].returncode != 0
   finally:
     _end(*processes)
+
+
+_LONGER = (
+  '--config.num_iterations=4',
+  '--config.evaluation.every=0',
+  '--config.checkpoint.every=9',
+)
+
+
+def _until(process: subprocess.Popen, printed: str) -> None:
+  for line in process.stdout:
+    if printed in line:
+      return
+  raise AssertionError(process.stderr.read())
+
+
+@pytest.mark.slow
+def test_processes_leave_together_and_others_go_on(tmp_path):
+  together = _processes(tmp_path, *_LONGER)
+  # Of other numbers of processes and devices.
+  alone = again = None
+  try:
+    _until(together[0], 'iteration    0')
+    # One of them alone is told.
+    together[1].send_signal(signal.SIGTERM)
+    told = [p.communicate(timeout=300) for p in together]
+    assert [p.returncode for p in together] == [0, 0], told
+    assert 'is saved; the same command goes on' in told[0][0]
+    done = len(metrics.read(tmp_path))
+    assert 1 <= done < 4
+    alone = _start(tmp_path, *_LONGER, devices=4)
+    _until(alone, f'resuming {tmp_path} after iteration {done - 1}')
+    _until(alone, f'iteration    {done}')
+    alone.send_signal(signal.SIGTERM)
+    alone.communicate(timeout=300)
+    assert alone.returncode == 0
+    again = _processes(tmp_path, *_LONGER)
+    told = [p.communicate(timeout=300) for p in again]
+    assert [p.returncode for p in again] == [0, 0], told
+    assert f'resuming {tmp_path}' in told[0][0]
+  finally:
+    _end(*together, *filter(None, [alone]), *(again or ()))
+  numbers = [line['iteration'] for line in metrics.read(tmp_path)]
+  assert numbers == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('devices', [1, 2])
+def test_a_run_goes_on_with_other_devices(tmp_path, devices):
+  flags = ('--config.evaluation.every=0',)
+  for name, numbers in (('whole', (4, 4)), ('parts', (4, devices))):
+    for iterations, number in zip((1, 2), numbers, strict=True):
+      run = _start(
+        tmp_path / name,
+        f'--config.num_iterations={iterations}',
+        *flags,
+        devices=number,
+      )
+      try:
+        _, errors = run.communicate(timeout=300)
+      finally:
+        _end(run)
+      assert run.returncode == 0, errors
+  whole, parts = (metrics.read(tmp_path / name) for name in ('whole', 'parts'))
+  assert len(whole) == 2
+  _assert_the_same(whole, parts)
 
 
 def test_half_of_the_variables_are_refused(monkeypatch):

@@ -150,6 +150,7 @@ GOLDEN = {
   'ratio/mean': 0.9166515,
   'update/grad_norm': 0.637292,
   'update/skipped': 0.0,
+  'update/skipped_in_row': 0.0,
   'update/count': 2.0,
   'update/tokens': 37.0,
   'packs/tokens': 74.0,
@@ -306,6 +307,47 @@ def test_non_finite_gradient_is_skipped_and_counted():
   assert metrics['update/skipped'] == 0
   assert int(state.updates) == 1
   assert_trees_close(state.params, fresh.params, 0)
+
+
+def _endless(*, log_probs, advantages, mask, **others):
+  """A loss that is not finite where its gradient is: of marked tokens."""
+  del others
+  marked = jnp.broadcast_to(advantages, mask.shape) > 1
+  return log_probs + jnp.where(marked, jnp.inf, 0.0), {}
+
+
+def test_non_finite_loss_is_skipped_though_its_gradient_is_finite():
+  subject = make_learner(loss=_endless)
+  advantages = np.zeros(16, np.float32)
+  advantages[3] = 2
+  state, metrics = step(subject, make_rows(), advantages=advantages)
+  assert (metrics['update/skipped'], metrics['update/grad_norm']) == (1, 0)
+  assert_trees_close(state.params, params(), 0)
+  # The next is as if it were the first.
+  state, metrics = step(
+    subject, make_rows(), state=state, advantages=advantages * 0
+  )
+  assert metrics['update/skipped'] == 0
+  assert metrics['update/grad_norm'] > 0
+
+
+def test_skipped_updates_in_a_row_are_those_at_the_end():
+  subject = make_learner(loss=_endless, minibatch_rows=2, microbatch_rows=2)
+  rows = make_rows()
+  order = np.concatenate(subject._minibatches(rows, 0))
+  spoilt = np.zeros(16, np.float32)
+  for places, skipped, in_row in (
+    ([0, 1], 1, 0),
+    ([0, 7], 2, 1),
+    ([3, 4, 6], 3, 2),
+    (range(8), 4, 4),
+  ):
+    advantages = spoilt.copy()
+    advantages[order[list(places)]] = 2
+    _, metrics = step(subject, rows, advantages=advantages)
+    assert metrics['update/count'] == 4
+    assert metrics['update/skipped'] == skipped
+    assert metrics['update/skipped_in_row'] == in_row
 
 
 def test_nothing_compiles_after_warm_up():

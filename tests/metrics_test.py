@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -223,3 +225,55 @@ def test_effective_tokens_by_hand():
     'advantage/trained_share': 0,
     'advantage/effective_tokens': 0,
   }
+
+
+FULL = """
+import resource, sys
+from gigpo_jax import metrics
+writer = metrics.Writer(sys.argv[1])
+size = int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+try:
+  for iteration in range(10_000):
+    writer.write(iteration, {'a': 1.0, 'b': 2.0})
+except OSError as error:
+  print(error.strerror, iteration)
+"""
+
+
+def test_a_full_disk_is_an_error_and_no_wait(tmp_path):
+  done = subprocess.run(
+    [sys.executable, '-c', FULL, str(tmp_path), '20000'],
+    capture_output=True,
+    text=True,
+    timeout=60,
+    check=False,
+  )
+  assert done.stdout.startswith('File too large'), done.stderr
+  # What was written before is whole.
+  lines = metrics.read(tmp_path)
+  assert len(lines) >= int(done.stdout.split()[-1])
+  assert [line['iteration'] for line in lines] == list(range(len(lines)))
+
+
+def test_failed_episodes_are_counted_by_cause_and_reported():
+  def episode(index, failure):
+    return trajectory.Trajectory(
+      base.Task('train', index), 'a', 0, 0, (_step(0, True, 2),), failure
+    )
+
+  episodes = [
+    episode(0, ''),
+    episode(1, 'hung: step of env 1 took longer than 60 s'),
+    episode(2, 'died: exit code 3'),
+    episode(3, 'hung: step of env 3 took longer than 60 s'),
+  ]
+  values = metrics.summarize(episodes)
+  assert values['train/failed_episodes'] == 3
+  assert values['train/failed_episodes/hung'] == 2
+  assert values['train/failed_episodes/died'] == 1
+  assert metrics.failure_report(episodes) == (
+    '3 of 4 episodes failed: 1 died, such as train/2 (exit code 3); 2 hung, '
+    'such as train/1 (step of env 1 took longer than 60 s)'
+  )
+  assert metrics.failure_report(episodes[:1]) == ''

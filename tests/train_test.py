@@ -7,11 +7,14 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 
-from gigpo_jax import episodes, tokenizer, train
+from envs.alfworld import games
+from gigpo_jax import episodes, metrics, tokenizer, train
 
 PROJECT = pathlib.Path(train.__file__).parents[1]
 # Smaller than the smoke variant: the path is what is tested.
@@ -57,12 +60,11 @@ def _run(command: list[str], timeout: float = 400) -> str:
 
 
 def _lines(workdir: pathlib.Path) -> list[dict]:
-  """The metrics of a run, without what a clock measured."""
+  """The metrics of a run, without what is another each time."""
   path = workdir / 'metrics.jsonl'
   lines = [json.loads(line) for line in path.read_text().splitlines()]
   return [
-    # How long things took, and what waited for what.
-    {k: v for k, v in line.items() if not k.startswith(('time/', 'rollout/'))}
+    {k: v for k, v in line.items() if not k.startswith(metrics.UNREPEATABLE)}
     for line in lines
   ]
 
@@ -73,6 +75,48 @@ def _episodes(workdir: pathlib.Path) -> list[dict]:
 
 def _policy(workdir: pathlib.Path) -> dict[str, np.ndarray]:
   return safetensors.numpy.load_file(workdir / 'policy' / 'model.safetensors')
+
+
+def _saved(workdir: pathlib.Path) -> dict:
+  """Parameters and optimizer of the newest checkpoint, in float32."""
+  with ocp.StandardCheckpointer() as reader:
+    return reader.restore(_newest(workdir) / 'state')
+
+
+def _newest(workdir: pathlib.Path) -> pathlib.Path:
+  found = (workdir / 'checkpoints').iterdir()
+  return max(
+    (p for p in found if p.name.isdecimal()), key=lambda p: int(p.name)
+  )
+
+
+def _assert_ends_the_same(found: pathlib.Path, expected: pathlib.Path) -> None:
+  """Compares two runs bit for bit."""
+  lines = _lines(found)
+  assert [line['iteration'] for line in lines] == list(range(len(lines)))
+  assert lines == _lines(expected)
+  assert _policy(found).keys() == _policy(expected).keys()
+  jax.tree.map(np.testing.assert_array_equal, _policy(found), _policy(expected))
+  saved = _saved(expected)
+  assert len(jax.tree.leaves(saved)) > len(_policy(expected))
+  jax.tree.map(np.testing.assert_array_equal, _saved(found), saved)
+
+
+def _broken_off(
+  moment: str, command: list[str], status: int = -signal.SIGKILL
+) -> str:
+  """Runs a command until it gets a signal at a moment; returns its output."""
+  python, *rest = command
+  done = subprocess.run(
+    [python, 'tests/moments.py', moment, *rest],
+    cwd=PROJECT,
+    capture_output=True,
+    text=True,
+    timeout=400,
+    check=False,
+  )
+  assert done.returncode == status, f'{moment}: {done.stdout}{done.stderr}'
+  return done.stdout
 
 
 @pytest.fixture(name='uninterrupted', scope='module')
@@ -129,20 +173,26 @@ def test_killed_and_started_again_the_run_ends_the_same(
     stderr=subprocess.DEVNULL,
     text=True,
   ) as process:
-    # In the middle of iteration 2: its rollout has begun.
+    # In the middle of iteration 1: its rollout has begun.
     for line in process.stdout:
-      if line.startswith('iteration    1'):
+      if line.startswith('iteration    0'):
         break
     time.sleep(0.3)
     process.send_signal(signal.SIGKILL)
-  assert len(_lines(tmp_path)) == 2
+  assert len(_lines(tmp_path)) == 1
+  for moment in (
+    'checkpoint:_write_manifest',
+    'learner:Learner.update,learner:Learner._run@3',
+    'train:_Run._evaluate,sampler:Sampler.step@3',
+  ):
+    _broken_off(moment, _small(tmp_path))
+  # And what was written last is lost.
+  newest = _newest(tmp_path)
+  (newest / 'host' / 'metadata').write_text('torn')
   printed = _run(_small(tmp_path))
-  assert 'resuming' in printed
-  assert _lines(tmp_path) == _lines(expected)
-  found, wanted = _policy(tmp_path), _policy(expected)
-  assert found.keys() == wanted.keys()
-  for name in wanted:
-    np.testing.assert_array_equal(found[name], wanted[name])
+  assert f'{newest}: damaged, passed over: host/metadata has' in printed
+  assert f'after iteration {int(newest.name) - 1}' in printed
+  _assert_ends_the_same(tmp_path, expected)
   found, wanted = _episodes(tmp_path), _episodes(expected)
   assert [e['iteration'] for e in wanted] == [
     n for n in range(3) for _ in range(8)
@@ -186,6 +236,186 @@ def test_successful_episodes_are_trained_on(uninterrupted, tmp_path):
   assert text.fingerprint == tokenizer.Tokenizer(str(start)).fingerprint
 
 
+# In the order in which they come; each process goes on where it can.
+MOMENTS = (
+  'config:save+',
+  'checkpoint:Checkpointer.latest',
+  'metrics:Writer.__init__',
+  'learner:Learner.warm_up',
+  'train:_Run._evaluate,sampler:Sampler.step@4',
+  'train:_Run._play,sampler:Sampler.step@3',
+  'train:_Run._play,sampler:Sampler.step@20',
+  'env_pool:EnvPool.prepare',
+  'learner:Learner.update',
+  'learner:Learner.update,learner:Learner._run@3',
+  'metrics:Writer.write',
+  'metrics:Writer.write+',
+  'learner:Learner.update@2,learner:Learner._run@2',
+  'checkpoint:Checkpointer.save',
+  'checkpoint:Checkpointer.save+',
+  'checkpoint:_write_manifest',
+  'checkpoint:_write_manifest+',
+  # A checkpoint is there from here on.
+  'train:_Run._play@4,sampler:Sampler.step@6',
+  'checkpoint:Checkpointer.restore',
+  'train:_Run._start+',
+  'learner:Learner.update@2,learner:Learner._run@4',
+  'checkpoint:_write_manifest',
+  'checkpoint:Checkpointer.save@2',
+  'train:_Run._evaluate@2,sampler:Sampler.step@3',
+  'models.huggingface:save',
+  'metrics:plot',
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_killed_at_any_moment_the_run_ends_the_same(tmp_path):
+  flags = (
+    '--config.num_iterations=6',
+    '--config.evaluation.every=2',
+    '--config.checkpoint.every=2',
+  )
+  whole, parts = tmp_path / 'whole', tmp_path / 'parts'
+  _run(_small(whole, *flags))
+  for moment in MOMENTS:
+    _broken_off(moment, _small(parts, *flags))
+  _run(_small(parts, *flags))
+  _assert_ends_the_same(parts, whole)
+
+
+def test_a_run_that_has_to_leave_saves_the_iteration_before(
+  uninterrupted, tmp_path
+):
+  expected, _ = uninterrupted
+  # Nothing would be saved before the end of the run.
+  flags = ('--config.checkpoint.every=9', '--grace_secs=20')
+  printed = _broken_off(
+    'train:_Run._play@2,sampler:Sampler.step@3~15:60',
+    _small(tmp_path, *flags),
+    status=0,
+  )
+  assert printed.endswith(
+    'SIGTERM: iteration 0 is saved; the same command goes on\n'
+  )
+  assert len(_lines(tmp_path)) == 1
+  assert 'after iteration 0' in _run(_small(tmp_path, *flags))
+  _assert_ends_the_same(tmp_path, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('moment', 'grace', 'saved'),
+  [
+    ('learner:Learner.warm_up~15', 120, 'iteration 0 is'),
+    ('train:_Run._play@2,sampler:Sampler.step@3~15', 120, 'iteration 1 is'),
+    ('learner:Learner.update@2,learner:Learner._run@2~15', 120, 'iteration 1'),
+    # Used up by then, and not in time.
+    ('train:_Run._check_skipped@2~15:60', 20, 'nothing is'),
+    ('train:_Run._evaluate@2~15:60', 20, 'iteration 2 is'),
+  ],
+)
+def test_what_a_run_that_has_to_leave_has_saved(
+  uninterrupted, tmp_path, moment, grace, saved
+):
+  expected, _ = uninterrupted
+  flags = ('--config.checkpoint.every=9', f'--grace_secs={grace}')
+  printed = _broken_off(moment, _small(tmp_path, *flags), status=0)
+  assert f'SIGTERM: {saved}' in printed
+  _run(_small(tmp_path, *flags))
+  _assert_ends_the_same(tmp_path, expected)
+
+
+def _stopped(workdir: pathlib.Path, *flags: str) -> str:
+  """Runs until the run is stopped; returns the line that says why."""
+  done = subprocess.run(
+    _small(workdir, *flags),
+    cwd=PROJECT,
+    capture_output=True,
+    text=True,
+    timeout=400,
+    check=False,
+  )
+  assert done.returncode == 1, done.stdout + done.stderr
+  assert len(done.stderr.splitlines()) == 1, done.stderr
+  return done.stderr
+
+
+@pytest.mark.slow
+def test_updates_that_come_to_nothing_stop_the_run(tmp_path):
+  line = _stopped(
+    tmp_path,
+    '--config.optimizer.learning_rate=1e38',
+    '--config.learner.max_skipped_in_row=2',
+  )
+  assert line.startswith('update/skipped_in_row=2: loss or gradient was not')
+  lines = _lines(tmp_path)
+  assert [line['update/skipped'] for line in lines] == [0, 1]
+  with np.load(tmp_path / 'skipped_update.npz') as rows:
+    assert len(rows['tokens']) == len(rows['advantages']) > 0
+    assert not np.isfinite(rows['old_log_probs']).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('bad', [1, 20], ids=['one', 'most'])
+def test_damaged_games_end_their_own_episodes(tmp_path, bad):
+  data, workdir = tmp_path / 'data', tmp_path / 'run'
+  for split in ('train', 'valid_unseen'):
+    games.main(['--out', str(data), '--split', split, '--num', '24'])
+  for path in sorted(data.rglob('train/**/game.tw-pddl'))[:bad]:
+    # Its header is whole, so that it counts as a game.
+    path.write_text(path.read_text().replace('(:init', '(:int'))
+  flags = (
+    f'--config.env.data_dir={data}',
+    '--config.env.engine=native',
+    '--config.rollout.groups=8',
+    '--config.rollout.batch_buckets=(32,)',
+  )
+  if bad > 1:
+    line = _stopped(workdir, *flags)
+    assert line.startswith('pool.max_failed_share=0.25: ')
+    assert 'episodes failed: ' in line and 'raised, such as train/' in line
+    return
+  printed = _run(_small(workdir, *flags))
+  lines = _lines(workdir)[:3]
+  # Every game is played once.
+  assert sum(line['train/failed_episodes'] for line in lines) == 4
+  assert sum(line.get('train/failed_episodes/raised', 0) for line in lines) == 4
+  assert '4 of 32 episodes failed: 4 raised, such as train/0 (' in printed
+
+
+def _mount(folder: pathlib.Path, options: str) -> bool:
+  folder.mkdir(exist_ok=True)
+  command = ['mount', '-t', 'tmpfs', '-o', options, 'tmpfs', str(folder)]
+  return not subprocess.run(
+    command, capture_output=True, check=False
+  ).returncode
+
+
+@pytest.mark.slow
+def test_a_full_disk_stops_the_run_which_then_goes_on(uninterrupted, tmp_path):
+  expected, _ = uninterrupted
+  disk = tmp_path / 'disk'
+  # Two checkpoints, and not a third.
+  if not _mount(disk, 'size=18m'):
+    pytest.skip('needs to be allowed to mount')
+  try:
+    line = _stopped(disk / 'run')
+    assert 'cannot be written' in line and 'No space left' in line
+    assert 'goes on' in line
+    subprocess.run(['mount', '-o', 'remount,size=80m', disk], check=True)
+    assert 'resuming' in _run(_small(disk / 'run'))
+    _assert_ends_the_same(disk / 'run', expected)
+    subprocess.run(['mount', '-o', 'remount,ro', disk], check=True)
+    done = subprocess.run(
+      _small(disk / 'run'), cwd=PROJECT, capture_output=True, check=False
+    )
+    assert done.returncode == 2
+    assert b'cannot be written (Read-only file system)' in done.stderr
+  finally:
+    subprocess.run(['umount', disk], check=True)
+
+
 @pytest.mark.parametrize(
   ('variant', 'flags'),
   [
@@ -223,12 +453,8 @@ def test_what_a_run_knows_of_its_past_is_kept(tmp_path, variant, flags):
   run(whole)
   run(parts, '--config.num_iterations=2')
   assert 'resuming' in run(parts)
-  lines = _lines(whole)
-  assert _lines(parts) == lines
-  assert lines[2]['spent/episodes'] >= 3 * 8
-  found, wanted = _policy(parts), _policy(whole)
-  for name in wanted:
-    np.testing.assert_array_equal(found[name], wanted[name])
+  assert _lines(whole)[2]['spent/episodes'] >= 3 * 8
+  _assert_ends_the_same(parts, whole)
 
 
 def test_checkpoints_and_exports_are_evaluated(uninterrupted, tmp_path):

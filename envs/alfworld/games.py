@@ -209,7 +209,9 @@ def _admit(trajectory: pathlib.Path) -> str | None:
   game = trajectory.with_name(_GAME)
   task_type = _find(_TASK_TYPE, trajectory.read_bytes())
   if task_type is None:
-    raise ValueError(f'{trajectory}: not a trajectory file: has no task_type')
+    raise ValueError(
+      f'{trajectory}: not a trajectory file: has no task_type; get it again'
+    )
   kind = task_type[1].decode()
   if kind not in world.TASK_TYPES:
     return None
@@ -218,7 +220,9 @@ def _admit(trajectory: pathlib.Path) -> str | None:
     try:
       json.loads(text)
     except ValueError as error:
-      raise ValueError(f'{game}: not a readable game file: {error}') from error
+      raise ValueError(
+        f'{game}: not a readable game file: {error}; get it again'
+      ) from error
     return None
   return kind
 
@@ -235,8 +239,15 @@ def _check_count(
   split: str, data_dir: str, folder: pathlib.Path, count: int
 ) -> None:
   expected = NUM_GAMES[split]
-  if (folder / _MANIFEST).is_file():
-    expected = json.loads((folder / _MANIFEST).read_text())['num_games']
+  manifest = folder / _MANIFEST
+  if manifest.is_file():
+    try:
+      expected = json.loads(manifest.read_text())['num_games']
+    except (ValueError, LookupError, TypeError) as error:
+      raise ValueError(
+        f'{manifest}: does not tell the number of games ({error}); make them '
+        'again'
+      ) from error
   if count != expected or not count:
     raise ValueError(
       f'env.data_dir={data_dir}: {count} {split} games there, not {expected}; '

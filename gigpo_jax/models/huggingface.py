@@ -147,9 +147,7 @@ def read_config(
       f'model.path={directory}: use_sliding_window is not supported; must be '
       'false'
     )
-  missing = [name for name in _NEEDED if name not in raw]
-  if missing:
-    raise ValueError(f'{path}: lacks {", ".join(missing)}; all are needed')
+  _check_sizes(path, raw)
   bias = raw.get('attention_bias', False)
   if kind != 'qwen2' and bias:
     raise ValueError(
@@ -178,6 +176,15 @@ def read_config(
     remat=remat,
     **choices,
   )
+
+
+def _check_sizes(path: pathlib.Path, raw: dict) -> None:
+  missing = [name for name in _NEEDED if name not in raw]
+  if missing:
+    raise ValueError(f'{path}: lacks {", ".join(missing)}; all are needed')
+  for name in _NEEDED:
+    if not isinstance(raw[name], int | float) or raw[name] <= 0:
+      raise ValueError(f'{path}: {name}={raw[name]}: must be a number above 0')
 
 
 def _experts(path: pathlib.Path, raw: dict) -> dict:
@@ -264,16 +271,14 @@ def _files(directory: str) -> dict[str, pathlib.Path]:
   """Returns the file of each tensor name."""
   root = pathlib.Path(directory)
   if (root / _INDEX).is_file():
-    index = json.loads((root / _INDEX).read_text(encoding='utf-8'))
-    absent = sorted(
-      f for f in set(index['weight_map'].values()) if not (root / f).is_file()
-    )
+    index = _index(root / _INDEX)
+    absent = sorted(f for f in set(index.values()) if not (root / f).is_file())
     if absent:
       raise ValueError(
         f'model.path={directory}: {_INDEX} names {absent[0]}, which is not '
         f'there ({len(absent)} such); needs all of them'
       )
-    return {name: root / f for name, f in index['weight_map'].items()}
+    return {name: root / f for name, f in index.items()}
   files: dict[str, pathlib.Path] = {}
   for path in sorted(root.glob('*.safetensors')):
     with _open(path) as tensors:
@@ -285,6 +290,17 @@ def _files(directory: str) -> dict[str, pathlib.Path]:
       'other formats are not read)'
     )
   return files
+
+
+def _index(path: pathlib.Path) -> dict[str, str]:
+  """Returns which file has which tensor."""
+  try:
+    index = json.loads(path.read_text(encoding='utf-8'))['weight_map']
+    return {str(name): str(file) for name, file in index.items()}
+  except (ValueError, LookupError, TypeError, AttributeError) as error:
+    raise ValueError(
+      f'{path}: not an index of safetensors files ({error}); needs weight_map'
+    ) from error
 
 
 def _open(path: pathlib.Path):

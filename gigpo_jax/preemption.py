@@ -1,0 +1,97 @@
+"""SIGTERM: a machine is about to be taken away, or somebody wants it back.
+
+A run that is told so has a time of grace. It ends at the end of the iteration
+under way, if that comes in the first half of the time; otherwise `Leave` is
+raised wherever the run is, so that it can save what it had at the end of the
+iteration before. When the time is over the process is gone, with what was
+saved until then.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import types
+from collections.abc import Iterator
+
+from gigpo_jax import hosts
+
+
+class Leave(BaseException):
+  """There is no time to end the iteration."""
+
+
+class Notice:
+  """Whether this process was told to leave; a context manager.
+
+  Several processes have to agree on where they leave: they get no `Leave`.
+
+  Args:
+    grace_secs: time between SIGTERM and the end.
+  """
+
+  def __init__(self, grace_secs: float):
+    self._half = grace_secs / 2
+    self._told, self._over = threading.Event(), threading.Event()
+    self._late = self._held = self._left = False
+
+  def __enter__(self) -> 'Notice':
+    self._reader, self._writer = os.pipe()
+    os.set_blocking(self._writer, False)
+    self._handler_before = signal.signal(signal.SIGTERM, self._handle)
+    # A handler in Python waits for the end of a compilation or of an update;
+    # what is written here is read at once.
+    self._fd_before = signal.set_wakeup_fd(
+      self._writer, warn_on_full_buffer=False
+    )
+    self._thread = threading.Thread(target=self._watch, daemon=True)
+    self._thread.start()
+    return self
+
+  def __exit__(self, *exception) -> None:
+    signal.set_wakeup_fd(self._fd_before)
+    signal.signal(signal.SIGTERM, self._handler_before)
+    self._over.set()
+    os.close(self._writer)
+    self._thread.join()
+    os.close(self._reader)
+
+  def agreed(self) -> bool:
+    """Whether any process was told to leave; all of them must call this."""
+    return any(hosts.tell_all(self._told.is_set()))
+
+  @contextlib.contextmanager
+  def hold(self) -> Iterator[None]:
+    """Puts `Leave` off to the end of what is done within."""
+    self._held = True
+    try:
+      yield
+    finally:
+      self._held = False
+    if self._late and not self._left:
+      raise Leave
+
+  def leave(self) -> None:
+    """Says that the run is leaving: no `Leave` from here on."""
+    self._left = True
+
+  def _handle(self, number: int, frame: types.FrameType | None) -> None:
+    del number, frame
+    if self._late and not (self._held or self._left):
+      raise Leave
+
+  def _watch(self) -> None:
+    """Waits for SIGTERM, and for the end of the grace."""
+    while signal.SIGTERM not in (sent := os.read(self._reader, 64)):
+      if not sent:
+        return  # The run is over.
+    self._told.set()
+    if self._over.wait(self._half):
+      return
+    if not hosts.several():
+      self._late = True
+      signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+    if not self._over.wait(self._half):
+      sys.stderr.write('SIGTERM: no time left; what is saved stays\n')
+      os._exit(0)
