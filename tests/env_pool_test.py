@@ -415,7 +415,7 @@ def test_soak_of_two_thousand_episodes():
   number, envs = 2000, 16
   kinds = [fault for fault, cause in faulty_env.FAULTS.items() if cause]
   faults = {
-    index: kinds[index // 20 % len(kinds)] for index in range(7, number, 20)
+    index: kinds[index // 20 % len(kinds)] for index in range(4, number, 20)
   }
   env = {'plan': faulty_env.Plan(faults), 'num_tasks': number}
   with _pool(0, 1, env={'num_tasks': number}) as pool:

@@ -339,7 +339,7 @@ def test_skipped_updates_in_a_row_are_those_at_the_end():
   for places, skipped, in_row in (
     ([0, 1], 1, 0),
     ([0, 7], 2, 1),
-    ([3, 4, 6], 3, 2),
+    ([0, 4, 6], 3, 2),
     (range(8), 4, 4),
   ):
     advantages = spoilt.copy()

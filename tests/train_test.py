@@ -184,14 +184,17 @@ def test_killed_and_started_again_the_run_ends_the_same(
     'checkpoint:_write_manifest',
     'learner:Learner.update,learner:Learner._run@3',
     'train:_Run._evaluate,sampler:Sampler.step@3',
+    # All is saved by then.
+    'checkpoint:Checkpointer.wait+',
   ):
     _broken_off(moment, _small(tmp_path))
   # And what was written last is lost.
   newest = _newest(tmp_path)
   (newest / 'host' / 'metadata').write_text('torn')
   printed = _run(_small(tmp_path))
+  assert newest.name == '2'
   assert f'{newest}: damaged, passed over: host/metadata has' in printed
-  assert f'after iteration {int(newest.name) - 1}' in printed
+  assert f'resuming {tmp_path} after iteration 1' in printed
   _assert_ends_the_same(tmp_path, expected)
   found, wanted = _episodes(tmp_path), _episodes(expected)
   assert [e['iteration'] for e in wanted] == [
@@ -255,8 +258,8 @@ MOMENTS = (
   'checkpoint:Checkpointer.save+',
   'checkpoint:_write_manifest',
   'checkpoint:_write_manifest+',
-  # A checkpoint is there from here on.
-  'train:_Run._play@4,sampler:Sampler.step@6',
+  # The second waits until the first is written.
+  'checkpoint:Checkpointer.save@2+',
   'checkpoint:Checkpointer.restore',
   'train:_Run._start+',
   'learner:Learner.update@2,learner:Learner._run@4',
