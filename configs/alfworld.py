@@ -117,13 +117,13 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
 
 def _mini(config: ml_collections.ConfigDict) -> None:
   """The tiny path in eight minutes of one core, for many runs."""
-  config.num_iterations = 36
+  config.num_iterations = 30
   config.rollout.groups = 4
   config.rollout.batch_buckets = (16, 32)
   # As many updates in an iteration.
   config.learner.minibatch_rows = 128
   config.evaluation.num_tasks = 128
-  config.evaluation.every = 12
+  config.evaluation.every = 15
 
 
 def _smoke(config: ml_collections.ConfigDict) -> None:
