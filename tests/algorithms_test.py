@@ -29,7 +29,7 @@ def golden_rows():
 def test_every_name_makes_an_algorithm(name):
   algorithm = algorithms.make(name)
   values = np.zeros((10, 1), np.float32) if algorithm.needs_values else None
-  actual, metrics, targets = algorithm.credit(golden_rows(), values)
+  actual, metrics, targets, _ = algorithm.credit(golden_rows(), values)
   assert isinstance(actual, np.ndarray)
   assert actual.shape == ((10, 1) if algorithm.needs_values else (10,))
   assert (targets is None) == (values is None)
@@ -39,7 +39,7 @@ def test_every_name_makes_an_algorithm(name):
 
 
 def test_gigpo_on_the_golden_batch():
-  actual, metrics, _ = algorithms.make('gigpo', discount=0.5).credit(
+  actual, metrics, *_ = algorithms.make('gigpo', discount=0.5).credit(
     golden_rows()
   )
   expected = [0.5774, 1.7321, 0.5774, -2.1547, -1.7321, -1.7321, 1.5773, 0.5774]
@@ -57,7 +57,7 @@ def test_gigpo_on_the_golden_batch():
 
 def test_grpo_is_the_episode_level_alone():
   rows = golden_rows()
-  actual, _, _ = algorithms.make('grpo', step_weight=1.0).credit(rows)
+  actual, *_ = algorithms.make('grpo', step_weight=1.0).credit(rows)
   parts = advantages.gigpo_parts(
     rows.rewards,
     rows.groups,
@@ -326,7 +326,7 @@ def test_groups_without_spread_are_counted():
   # The same episodes in a second group, but nobody succeeds.
   rows = golden_rows()
   rows.groups[:8] = [0, 0, 0, 0, 0, 0, 1, 1]
-  _, metrics, _ = algorithms.make('gigpo').credit(rows)
+  _, metrics, *_ = algorithms.make('gigpo').credit(rows)
   # Group 1 has one episode: nothing to compare.
   assert metrics['advantage/groups_without_spread'] == 0.5
 
