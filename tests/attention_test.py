@@ -42,6 +42,31 @@ def test_a_token_sees_those_before_it(implementation, length):
   np.testing.assert_allclose(found, _slow(q, k, v, seen), atol=2e-6)
 
 
+@pytest.mark.parametrize('length', [5, 130])
+def test_cudnn_is_asked_for_the_same(monkeypatch, length):
+  """On a GPU by itself; elsewhere jax computes what cuDNN is asked for."""
+  on_gpu = jax.default_backend() == 'gpu'
+  original, asked = jax.nn.dot_product_attention, []
+
+  def instead(*args, implementation, **kwargs):
+    asked.append(implementation)
+    return original(
+      *args, implementation='cudnn' if on_gpu else 'xla', **kwargs
+    )
+
+  monkeypatch.setattr(jax.nn, 'dot_product_attention', instead)
+  dtype = jnp.bfloat16 if on_gpu else jnp.float32
+  q, k, v = (x.astype(dtype) for x in _arrays(length))
+  found = attention.among(q, k, v, implementation='cudnn')
+  seen = np.tril(np.ones((length, length), bool))[None]
+  np.testing.assert_allclose(
+    np.asarray(found, np.float32),
+    _slow(q, k, v, seen),
+    atol=2e-2 if on_gpu else 2e-6,
+  )
+  assert asked == ['cudnn']
+
+
 def test_gradients_of_the_kernel_are_those_of_xla():
   arrays = _arrays(40, rows=1)
   weights = jnp.asarray(np.random.default_rng(1).normal(size=arrays[0].shape))
