@@ -84,6 +84,8 @@ setuptools.setup(
       *GYMNASIUM,
       *SEARCH,
       *TEXTARENA,
+      'ipykernel',
+      'nbclient',
       'playwright',
       'pytest',
       'pytest-timeout',

@@ -4,9 +4,11 @@ A block with a title is a file, a `sh` block a command; those of a page are
 tried in one empty folder.
 """
 
+import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -80,3 +82,30 @@ def test_links_between_pages_and_files_are_whole():
     for target in re.findall(r'\]\(([^)#\s]+)', path.read_text()):
       if '://' not in target:
         assert (path.parent / target).exists(), f'{path.name}: {target}'
+
+
+def _cells(name: str) -> list[str]:
+  notebook = json.loads((PROJECT / 'notebooks' / name).read_text())
+  return [''.join(cell['source']) for cell in notebook['cells']]
+
+
+def test_the_notebook_has_the_environment_of_the_page():
+  page = (PROJECT / 'docs' / 'environment.md').read_text()
+  files = {title: text for _, title, text in BLOCK.findall(page) if title}
+  cells = _cells('your_own_environment.ipynb')
+  for name, text in files.items():
+    assert f'%%writefile {name}\n{text}'.rstrip() in cells
+
+
+@pytest.mark.parametrize(
+  'name', ['gigpo_in_ten_minutes.ipynb', 'your_own_environment.ipynb']
+)
+def test_a_notebook_runs_in_its_reduced_form(tmp_path, name):
+  shutil.copy(PROJECT / 'notebooks' / name, tmp_path)
+  _run(
+    ['jupyter', 'execute', '--inplace', name],
+    tmp_path,
+    GIGPO_JAX_NOTEBOOK='short',
+  )
+  shown = (tmp_path / name).read_text()
+  assert 'image/png' in shown and 'srcdoc' in shown
