@@ -21,8 +21,8 @@ BLOCK = re.compile(
   r'^```(\w+)(?: title="([\w.]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL
 )
 PAGES = {
-  'library': ('0.577', 'done=True', '<action>'),
-  'environment': ('You are now at step', 'warm start: ', 'EVAL success'),
+  'library': ('[1.862, 0.707, -1.284, -1.284]', 'done=True', '<action>'),
+  'environment': ('Lower.', 'warm start: ', 'EVAL success'),
   'new_algorithm': ('iteration    0', 'learning curve: '),
   'model': ('parameters', 'iteration    0', 'learning curve: '),
 }
