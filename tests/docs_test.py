@@ -48,6 +48,7 @@ def _run(command: list[str], folder: pathlib.Path, **variables: str) -> str:
   return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', PAGES)
 def test_a_page_is_a_worked_example(tmp_path, name):
   page = (PROJECT / 'docs' / f'{name}.md').read_text()
@@ -70,6 +71,7 @@ def test_gigpo_in_a_trainer_that_is_not_ours():
   assert rates[0] < 80 and rates[-1] >= 90
 
 
+@pytest.mark.slow
 def test_gigpo_in_a_loop_of_ones_own():
   printed = _run([sys.executable, 'examples/own_loop.py'], PROJECT)
   assert re.findall(r'iteration (\d): success', printed) == ['0', '1']
@@ -97,6 +99,7 @@ def test_the_notebook_has_the_environment_of_the_page():
     assert f'%%writefile {name}\n{text}'.rstrip() in cells
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'name', ['gigpo_in_ten_minutes.ipynb', 'your_own_environment.ipynb']
 )
