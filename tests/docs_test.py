@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import gigpo_jax
@@ -37,6 +38,7 @@ def _run(command: list[str], folder: pathlib.Path, **variables: str) -> str:
       'PATH': f'{pathlib.Path(sys.executable).parent}:{os.environ["PATH"]}',
       'PYTHONPATH': str(PROJECT),
       'PYTHONWARNINGS': 'ignore',
+      'JAX_COMPILATION_CACHE_DIR': jax.config.jax_compilation_cache_dir,
     }
     | variables,
     capture_output=True,
