@@ -60,4 +60,4 @@ def test_unknown_faults_and_environments_are_refused():
   with pytest.raises(ValueError, match='^faults=explode: must be one of raise'):
     toy.Env(faults={0: 'explode'})
   with pytest.raises(ValueError, match='unknown environment; must be .*toy'):
-    envs.make('chess')
+    envs.make('alfred')
