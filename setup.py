@@ -14,6 +14,7 @@ GYMNASIUM = ['gymnasium>=1.0']
 TEXTARENA = ['textarena>=0.7']
 # BM25 over a corpus of any size, without jax in the workers.
 SEARCH = ['tantivy>=0.25']
+DOCS = ['mkdocs-material>=9.5,<10']
 
 setuptools.setup(
   name='gigpo_jax',
@@ -22,6 +23,8 @@ setuptools.setup(
   long_description=README.read_text(encoding='utf-8'),
   long_description_content_type='text/markdown',
   python_requires='>=3.11',
+  license='Apache-2.0',
+  license_files=['LICENSE'],
   packages=setuptools.find_packages(
     include=[pattern for p in PACKAGES for pattern in (p, f'{p}.*')]
   ),
@@ -29,8 +32,10 @@ setuptools.setup(
   # configs/ folder on the path wins over ours.
   package_dir={'': '.'},
   package_data={
-    'configs': ['warm_starts/*/*'],
-    'gigpo_jax': ['page/*'],
+    'configs': ['warm_starts/*/*', 'warm_starts/*.sh'],
+    'envs': ['py.typed'],
+    'gigpo_jax': ['page/*', 'py.typed'],
+    'launch': ['*.sh'],
   },
   install_requires=[
     'absl-py',
@@ -63,6 +68,7 @@ setuptools.setup(
   extras_require={
     'alfworld': ALFWORLD,
     'cuda': ['jax[cuda13]'],
+    'docs': DOCS,
     'gymnasium': GYMNASIUM,
     'parity': [
       'peft; python_version < "3.12"',
@@ -71,11 +77,15 @@ setuptools.setup(
     'search': SEARCH,
     'textarena': TEXTARENA,
     'tpu': ['jax[tpu]'],
+    'wandb': ['wandb>=0.19'],
     'test': [
       *ALFWORLD,
+      *DOCS,
       *GYMNASIUM,
       *SEARCH,
       *TEXTARENA,
+      'ipykernel',
+      'nbclient',
       'playwright',
       'pytest',
       'pytest-timeout',

@@ -362,6 +362,11 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.checkpoint.every = 5  # iterations
   config.checkpoint.keep = 2
 
+  config.metrics = ml_collections.ConfigDict()
+  # Project of Weights & Biases to write to as well; '': none. Without a key the
+  # run is kept in the work directory, for `wandb sync`.
+  config.metrics.wandb = ''
+
   # Training episodes as a data set, WORKDIR/episodes.
   config.episodes = ml_collections.ConfigDict()
   config.episodes.every = 0  # iterations between two that are kept; 0: none

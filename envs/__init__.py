@@ -1,6 +1,10 @@
-"""The environments, by name. Nothing is imported before it is asked for."""
+"""The environments, by name. Nothing is imported before it is asked for.
+
+One of another project goes by the name of its module.
+"""
 
 import importlib
+import importlib.util
 import os
 from typing import Any
 
@@ -40,10 +44,33 @@ def data_dir(name: str, given: str | None) -> str | None:
 
 
 def _module(name: str) -> Any:
-  if name not in REGISTRY:
-    known = ', '.join(sorted(REGISTRY))
-    raise ValueError(f'env.name={name}: unknown environment; known: {known}')
-  return importlib.import_module(REGISTRY[name])
+  if name in REGISTRY:
+    return importlib.import_module(REGISTRY[name])
+  if not can_import(name):
+    raise ValueError(
+      f'env.name={name}: unknown environment; must be one of '
+      f'{", ".join(sorted(REGISTRY))}, or a module that Python finds'
+    )
+  module = importlib.import_module(name)
+  for wanted in ('Env', 'tasks'):
+    if not hasattr(module, wanted):
+      raise ValueError(
+        f'env.name={name}: the module has no {wanted}; must have Env and tasks'
+      )
+  return module
+
+
+def can_import(name: str) -> bool:
+  """Whether there is a module of this name."""
+  try:
+    return importlib.util.find_spec(name) is not None
+  except (ImportError, ValueError):
+    return False
+
+
+def check(name: str) -> None:
+  """Raises ValueError, in one line, if there is no such environment."""
+  _module(name)
 
 
 def make(name: str, **kwargs: Any) -> base.Env:

@@ -98,7 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(
     prog='python -m envs.play', description='Play an episode by hand.'
   )
-  parser.add_argument('environment', choices=sorted(envs.REGISTRY))
+  parser.add_argument(
+    'environment',
+    help=f'one of {", ".join(sorted(envs.REGISTRY))}, or a module',
+  )
   parser.add_argument('--split', default='train')
   parser.add_argument('--index', type=int, default=0, help='number of the task')
   parser.add_argument('--engine', help='of alfworld: native, textworld')

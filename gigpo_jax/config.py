@@ -68,13 +68,11 @@ _OF_ALL = (
 _CHOICES = {
   'rollout.schedule': rollout.SCHEDULES,
   'rollout.weights': sampler.WEIGHTS,
-  'algorithm.name': algorithms.NAMES,
   'algorithm.norm': advantages.NORMS,
   'algorithm.episode_stats': ('trajectories', 'rows'),
   'algorithm.penalty_scope': ('reward', 'row'),
   'algorithm.lone_episode': ('zero', 'raw'),
   'algorithm.anchor': anchors.KINDS,
-  'env.name': tuple(envs.REGISTRY),
   'env.engine': ('textworld', 'native'),
   'env.prompt_style': ('paper', 'brief'),
   'algorithm.gae_level': ('token', 'turn'),
@@ -286,8 +284,18 @@ def _combinations(config: ml_collections.ConfigDict) -> Iterator[str]:
     yield f'mesh.{",".join(mesh.AXES)}={sizes}: at most one axis may be -1'
   yield from _attention(config)
   yield from _adapters(config)
+  if config.metrics.wandb and not _installed('wandb'):
+    yield (
+      f'metrics.wandb={config.metrics.wandb}: wandb is not installed; run pip '
+      "install 'gigpo_jax[wandb]', or leave it empty"
+    )
   if config.env.name is None:
     yield f'env.name=None: must be one of {", ".join(envs.REGISTRY)}'
+    return
+  try:
+    envs.check(config.env.name)
+  except ValueError as error:
+    yield str(error)
 
 
 def _algorithm(config: ml_collections.ConfigDict) -> Iterator[str]:
@@ -408,6 +416,12 @@ def _adapters(config: ml_collections.ConfigDict) -> Iterator[str]:
     )
   if config.rollout.weights == 'adapters' and not config.lora.rank:
     yield 'rollout.weights=adapters: there are none; needs lora.rank'
+
+
+def _installed(package: str) -> bool:
+  spec = importlib.util.find_spec(package)
+  # A folder of that name, such as wandb's own of a run, has no origin.
+  return spec is not None and spec.origin is not None
 
 
 def _data_dir(config: ml_collections.ConfigDict) -> str | None:
@@ -598,7 +612,13 @@ def check_resume(
     f'{name}={new} (was {old})'
     for name, (old, new) in _differences(then, now)
     # Running longer, or looking more often, is no other experiment.
-    if name not in ('num_iterations', 'checkpoint.keep', 'episodes.every')
+    if name
+    not in (
+      'num_iterations',
+      'checkpoint.keep',
+      'episodes.every',
+      'metrics.wandb',
+    )
   ]
   if changed:
     raise ValueError(

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import json
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -325,12 +326,17 @@ def make_critic(
 
 
 def make_writer(
-  workdir: str, first_iteration: int = 0
+  config: ml_collections.ConfigDict, workdir: str, first_iteration: int = 0
 ) -> metrics.Writer | metrics.NullWriter:
   """Returns what keeps the metrics; of several processes the first does."""
   if not hosts.first():
     return metrics.NullWriter()
-  return metrics.Writer(workdir, first_iteration=first_iteration)
+  return metrics.Writer(
+    workdir,
+    first_iteration=first_iteration,
+    wandb=config.metrics.wandb,
+    config=json.loads(config.to_json_best_effort()),
+  )
 
 
 def make_episode_log(

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pathlib
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -147,16 +148,25 @@ def effective_tokens(
 
 
 class Writer:
-  """Appends to metrics.jsonl and TensorBoard.
+  """Appends to metrics.jsonl and TensorBoard, and to Weights & Biases if asked.
 
   Args:
     workdir: folder of the run.
     first_iteration: where the run begins or resumes; lines from there on, and
       a line that was torn by a kill, are dropped, so that every iteration is
       there once.
+    wandb: project of Weights & Biases; '' for none.
+    config: of the run, to be shown there.
   """
 
-  def __init__(self, workdir: str | pathlib.Path, *, first_iteration: int = 0):
+  def __init__(
+    self,
+    workdir: str | pathlib.Path,
+    *,
+    first_iteration: int = 0,
+    wandb: str = '',
+    config: dict[str, Any] | None = None,
+  ):
     self._path = pathlib.Path(workdir) / _FILE
     self._path.parent.mkdir(parents=True, exist_ok=True)
     kept = [
@@ -175,6 +185,9 @@ class Writer:
     self._board = _Board(
       pathlib.Path(workdir) / 'tensorboard', purge_step=first_iteration
     )
+    self._wandb = (
+      _open_wandb(pathlib.Path(workdir), wandb, config) if wandb else None
+    )
 
   def write(self, iteration: int, metrics: dict[str, float]) -> None:
     """Writes one iteration; what is not finite becomes null."""
@@ -189,11 +202,44 @@ class Writer:
       if value is not None:
         self._board.add_scalar(name, value, iteration)
     self._board.flush()
+    if self._wandb:
+      # A resumed run's iterations are the same: what it has, it keeps.
+      known = {k: v for k, v in finite.items() if v is not None}
+      self._wandb.log(known, step=iteration)
 
   def close(self) -> None:
     """Closes the files."""
     self._file.close()
     self._board.close()
+    if self._wandb:
+      self._wandb.finish()
+
+
+def _open_wandb(
+  workdir: pathlib.Path, project: str, config: dict[str, Any] | None
+) -> Any:
+  """Returns a run of Weights & Biases, the same one for a work directory.
+
+  Without a key it is kept in the work directory, for `wandb sync`; nothing is
+  asked, and nothing waits for the network.
+  """
+  # An extra, and slow to import.
+  import wandb
+
+  name = workdir / 'wandb_run_id'
+  if not name.exists():
+    name.write_text(secrets.token_hex(4))
+  mode = os.environ.get('WANDB_MODE')
+  return wandb.init(
+    project=project,
+    name=workdir.name,
+    id=name.read_text().strip(),
+    resume='allow',
+    dir=str(workdir),
+    config=config,
+    mode=mode or ('online' if wandb.api.api_key else 'offline'),
+    settings=wandb.Settings(console='off', silent=True),
+  )
 
 
 class _Board:

@@ -253,7 +253,7 @@ def _imitate(
     config.rollout.max_completion_tokens = widths[1]
   learner = experiment.make_learner(config, policy, losses.supervised)
   state = learner.init(policy.load())
-  writer = experiment.make_writer(workdir)
+  writer = experiment.make_writer(config, workdir)
   parts = list(_parts(config, rows))
   for number, (epoch, index) in enumerate(hosts.bar(parts, desc='imitation')):
     part = rows.take(index)

@@ -156,7 +156,7 @@ class _Run:
       first = self._start()
     if first:
       hosts.say(f'resuming {self._workdir} after iteration {first - 1}')
-    writer = experiment.make_writer(self._workdir, first)
+    writer = experiment.make_writer(config, self._workdir, first)
     self._log = experiment.make_episode_log(
       config, self._workdir, self._policy.tokenizer, first
     )

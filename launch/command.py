@@ -11,6 +11,8 @@ import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+import configs
+
 _CONFIG = config_flags.DEFINE_config_file(
   'config', None, 'Experiment, such as configs/alfworld.py:tiny.'
 )
@@ -34,6 +36,7 @@ def run(main: Callable[[ml_collections.ConfigDict, str], None]) -> None:
 
 def _parse(argv: list[str]) -> list[str]:
   try:
+    argv = [_installed(argument) for argument in argv]
     _try_config(argv)
     rest = flags.FLAGS(argv, known_only=False)
     if stray := rest[1:]:
@@ -54,6 +57,16 @@ def _parse(argv: list[str]) -> list[str]:
   return rest
 
 
+def _installed(argument: str) -> str:
+  """Returns a flag whose config file is found from any folder."""
+  name, _, value = argument.partition('=')
+  path, colon, variant = value.partition(':')
+  inside = pathlib.Path(configs.__file__).parents[1] / path
+  if name != '--config' or pathlib.Path(path).is_file() or not inside.is_file():
+    return argument
+  return f'{name}={inside}{colon}{variant}'
+
+
 def _try_config(argv: list[str]) -> None:
   """Loads the config file once by itself: the flag's own errors are long."""
   for argument in argv:
@@ -62,8 +75,8 @@ def _try_config(argv: list[str]) -> None:
       path, _, variant = value.partition(':')
       if not pathlib.Path(path).is_file():
         raise ValueError(
-          f"--config={path}: no such file; run from the project's folder, "
-          'with one of configs/*.py'
+          f'--config={path}: no such file; must be one of configs/*.py, or '
+          'your own'
         )
       try:
         runpy.run_path(path)['get_config'](variant)

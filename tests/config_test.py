@@ -287,3 +287,12 @@ def test_nothing_is_fetched_for_a_folder(monkeypatch):
 
   monkeypatch.setattr(socket.socket, 'connect', connect)
   config_lib.validate(alfworld.get_config('tiny'))
+
+
+def test_a_missing_writer_is_named(monkeypatch):
+  monkeypatch.setattr(config_lib, '_installed', lambda package: False)
+  message = _refusal(metrics__wandb='mine')
+  assert message == (
+    "metrics.wandb=mine: wandb is not installed; run pip install 'gigpo_jax"
+    "[wandb]', or leave it empty"
+  )

@@ -302,7 +302,7 @@ def test_a_slow_caller_is_not_the_workers_fault():
   [
     ('toy', {'room': 3}, "TypeError: .* unexpected keyword argument 'room'"),
     ('toy', {'faults': {0: 'odd'}}, 'ValueError: faults=odd: must be one of'),
-    ('chess', {}, 'unknown environment; known: '),
+    ('alfred', {}, 'unknown environment; must be one of '),
   ],
 )
 def test_an_environment_that_cannot_be_made_is_refused_in_one_line(

@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import math
+import os
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -277,3 +279,72 @@ def test_failed_episodes_are_counted_by_cause_and_reported():
     'such as train/1 (step of env 1 took longer than 60 s)'
   )
   assert metrics.failure_report(episodes[:1]) == ''
+
+
+class _Remote:
+  """Stands for the package wandb, and for a run of it."""
+
+  def __init__(self, key: str | None = None):
+    self.api = types.SimpleNamespace(api_key=key)
+    self.opened, self.logged, self.finished = [], [], 0
+
+  def Settings(self, **settings):  # noqa: N802
+    return settings
+
+  def init(self, **arguments):
+    self.opened.append(arguments)
+    return self
+
+  def log(self, values, step):
+    self.logged.append((step, values))
+
+  def finish(self):
+    self.finished += 1
+
+
+@pytest.mark.parametrize(
+  ('key', 'variable', 'mode'),
+  [
+    (None, None, 'offline'),
+    ('secret', None, 'online'),
+    ('secret', 'disabled', 'disabled'),
+  ],
+)
+def test_weights_and_biases_gets_the_same(
+  tmp_path, monkeypatch, key, variable, mode
+):
+  remote = _Remote(key)
+  monkeypatch.setitem(sys.modules, 'wandb', remote)
+  monkeypatch.delenv('WANDB_MODE', raising=False)
+  if variable:
+    monkeypatch.setenv('WANDB_MODE', variable)
+  for first in (0, 1):
+    writer = metrics.Writer(
+      tmp_path, first_iteration=first, wandb='gigpo', config={'seed': 3}
+    )
+    writer.write(first, {'loss/total': 0.5, 'ratio/max': math.inf})
+    writer.close()
+  assert remote.logged == [(0, {'loss/total': 0.5}), (1, {'loss/total': 0.5})]
+  assert remote.finished == 2
+  first, again = remote.opened
+  # A run that goes on is the same run there.
+  assert first == again
+  assert first['mode'] == mode and first['project'] == 'gigpo'
+  assert first['config'] == {'seed': 3} and len(first['id']) == 8
+
+
+@pytest.mark.slow
+def test_weights_and_biases_itself_keeps_a_run_without_a_network(tmp_path):
+  pytest.importorskip('wandb')
+  code = (
+    'import sys\nfrom gigpo_jax import metrics\n'
+    'writer = metrics.Writer(sys.argv[1], wandb="gigpo")\n'
+    'writer.write(0, {"loss/total": 0.5})\nwriter.close()'
+  )
+  subprocess.run(
+    [sys.executable, '-c', code, str(tmp_path)],
+    env=os.environ | {'WANDB_MODE': 'offline'},
+    check=True,
+    timeout=120,
+  )
+  assert list((tmp_path / 'wandb').glob('offline-run-*/*.wandb'))

@@ -99,7 +99,7 @@ def test_an_interrupt_leaves():
 @pytest.mark.parametrize(
   ('arguments', 'message'),
   [
-    (('chess',), 'invalid choice'),
+    (('alfred',), 'unknown environment'),
     (('toy', '--index', '100'), 'split train has 100 tasks'),
     (('toy', '--index', '-1'), 'split train has 100 tasks'),
     (('toy', '--engine', 'native'), '--engine=native: toy has only one'),

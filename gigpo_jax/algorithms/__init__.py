@@ -2,7 +2,8 @@
 
 Each is a module of this folder with a class `Algorithm`, a frozen dataclass.
 Its fields are the options that it has, fields of `config.algorithm` of the
-same names. To add one: a file here.
+same names. To add one: a file here, or a module of another project, which is
+named as Python finds it.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from jaxtyping import Float
 
+import envs
 from gigpo_jax import advantages as advantages_lib
 from gigpo_jax import batch
 
@@ -62,16 +64,22 @@ def make(name: str, **options) -> Algorithm:
   """Returns an algorithm.
 
   Args:
-    name: one of NAMES.
+    name: one of NAMES, or a module with a class `Algorithm`.
     **options: those that it does not have are passed over.
 
   Raises:
     ValueError: if the name is unknown, or the algorithm refuses an option.
   """
-  if name not in NAMES:
+  if name not in NAMES and not envs.can_import(name):
     raise ValueError(
-      f'algorithm.name={name}: unknown; must be one of {", ".join(NAMES)}'
+      f'algorithm.name={name}: unknown; must be one of {", ".join(NAMES)}, or '
+      'a module that Python finds'
     )
-  module = importlib.import_module(f'{__name__}.{name}')
+  path = f'{__name__}.{name}' if name in NAMES else name
+  module = importlib.import_module(path)
+  if not hasattr(module, 'Algorithm'):
+    raise ValueError(
+      f'algorithm.name={name}: the module has no Algorithm; must have one'
+    )
   fields = {f.name for f in dataclasses.fields(module.Algorithm) if f.init}
   return module.Algorithm(**{k: v for k, v in options.items() if k in fields})

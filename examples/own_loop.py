@@ -1,0 +1,111 @@
+"""GiGPO in a loop of one's own: no config, no work directory.
+
+    python examples/own_loop.py
+
+Environments, sampler, turn loop, advantages, loss and update are those that
+`gigpo_jax.train` uses; this loop puts them together with plain arguments.
+"""
+
+import functools
+import pathlib
+
+import configs
+import gigpo_jax
+from envs import base
+
+START = pathlib.Path(configs.__file__).parent / 'warm_starts' / 'alfworld_tiny'
+GROUPS, MEMBERS, MAX_STEPS = 4, 4, 8
+PROMPT_TOKENS, COMPLETION_TOKENS = 320, 40
+HOUSEHOLD = {
+  'engine': 'native',
+  'generator': {'seed': 0, 'receptacles': (4, 6), 'distractors': (2, 5)},
+  'max_steps': MAX_STEPS,
+  'prompt_style': 'brief',
+}
+
+
+def main(num_iterations: int = 2) -> list[dict[str, float]]:
+  """Trains for some iterations; returns the metrics of each."""
+  # Workers import this file again, and have no use for jax.
+  import jax
+
+  from gigpo_jax.models import huggingface
+
+  devices = gigpo_jax.mesh.make_mesh(data=1, fsdp=-1, tensor=1)
+  shape = huggingface.read_config(str(START), dtype='float32', remat='none')
+  text = gigpo_jax.tokenizer.Tokenizer(str(START))
+  sampler = gigpo_jax.sampler.Sampler(
+    shape,
+    devices,
+    seed=0,
+    prompt_buckets=(PROMPT_TOKENS,),
+    batch_buckets=(GROUPS * MEMBERS,),
+    max_completion_tokens=COMPLETION_TOKENS,
+    stop_ids=text.stop_ids,
+    vocab_size=text.vocab_size,
+  )
+  learner = gigpo_jax.learner.Learner(
+    shape,
+    devices,
+    loss=functools.partial(gigpo_jax.losses.policy_gradient, kl_weight=0.0),
+    optimizer=gigpo_jax.learner.adamw(learning_rate=4e-4),
+    minibatch_rows=256,
+    microbatch_rows=8,
+    length_buckets=(PROMPT_TOKENS + COMPLETION_TOKENS,),
+    max_completion_tokens=COMPLETION_TOKENS,
+    temperature=1.0,
+    aggregation='token_mean',
+    seed=0,
+  )
+  found = []
+  with (
+    jax.set_mesh(devices),
+    gigpo_jax.env_pool.EnvPool(
+      'alfworld',
+      HOUSEHOLD,
+      num_envs=GROUPS * MEMBERS,
+      num_workers=1,
+      step_timeout_secs=60,
+      reset_timeout_secs=60,
+      envs_per_group=MEMBERS,
+    ) as pool,
+  ):
+    roller = gigpo_jax.rollout.Roller(
+      pool, sampler, text, PROMPT_TOKENS, prompt_overflow='drop_history'
+    )
+    state = learner.init(huggingface.load(str(START), shape, devices))
+    for iteration in range(num_iterations):
+      first = iteration * GROUPS
+      episodes = roller.collect(
+        state.params,
+        [base.Task('train', first + group) for group in range(GROUPS)],
+        episodes_per_group=MEMBERS,
+        stream=(gigpo_jax.rollout.TRAIN, iteration),
+        sampling=gigpo_jax.sampler.Sampling(temperature=1.0),
+        kind=lambda task: task.split,
+      )
+      rows = gigpo_jax.batch.from_trajectories(
+        episodes,
+        max_prompt_tokens=PROMPT_TOKENS,
+        max_completion_tokens=COMPLETION_TOKENS,
+      )
+      advantages = gigpo_jax.advantages.gigpo(*rows.steps_taken())
+      state, values = learner.update(
+        state,
+        rows,
+        jax.device_get(advantages),
+        old_log_probs=rows.sampler_log_probs,
+        ref_log_probs=None,
+        iteration=iteration,
+      )
+      success = sum(e.success for e in episodes) / len(episodes)
+      found.append(values | {'success': success})
+      print(
+        f'iteration {iteration}: success {success:.0%}, '
+        f'loss {values["loss/total"]:+.4f}'
+      )
+  return found
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,116 @@
+"""The documentation does what it says: its files and commands are run.
+
+A block with a title is a file, a `sh` block a command; those of a page are
+tried in one empty folder.
+"""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import gigpo_jax
+
+PROJECT = pathlib.Path(gigpo_jax.__file__).parents[1]
+BLOCK = re.compile(
+  r'^```(\w+)(?: title="([\w.]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL
+)
+PAGES = {
+  'library': ('[1.862, 0.707, -1.284, -1.284]', 'done=True', '<action>'),
+  'environment': ('Lower.', 'warm start: ', 'EVAL success'),
+  'new_algorithm': ('iteration    0', 'learning curve: '),
+  'model': ('parameters', 'iteration    0', 'learning curve: '),
+}
+
+
+def _run(command: list[str], folder: pathlib.Path, **variables: str) -> str:
+  done = subprocess.run(
+    command,
+    cwd=folder,
+    env=os.environ
+    | {
+      'PATH': f'{pathlib.Path(sys.executable).parent}:{os.environ["PATH"]}',
+      'PYTHONPATH': str(PROJECT),
+      'PYTHONWARNINGS': 'ignore',
+      'JAX_COMPILATION_CACHE_DIR': jax.config.jax_compilation_cache_dir,
+    }
+    | variables,
+    capture_output=True,
+    text=True,
+    timeout=400,
+    check=False,
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+  return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', PAGES)
+def test_a_page_is_a_worked_example(tmp_path, name):
+  page = (PROJECT / 'docs' / f'{name}.md').read_text()
+  commands = []
+  for language, title, text in BLOCK.findall(page):
+    if title:
+      (tmp_path / title).write_text(text)
+    elif language == 'sh':
+      commands.append(text)
+  assert commands
+  printed = _run(['bash', '-ec', '\n'.join(commands)], tmp_path)
+  for words in PAGES[name]:
+    assert words in printed
+
+
+def test_gigpo_in_a_trainer_that_is_not_ours():
+  printed = _run([sys.executable, 'examples/other_trainer.py'], PROJECT)
+  rates = [float(r) for r in re.findall(r'success (\d+)%', printed)]
+  assert len(rates) == 20
+  assert rates[0] < 80 and rates[-1] >= 90
+
+
+@pytest.mark.slow
+def test_gigpo_in_a_loop_of_ones_own():
+  printed = _run([sys.executable, 'examples/own_loop.py'], PROJECT)
+  assert re.findall(r'iteration (\d): success', printed) == ['0', '1']
+  losses = re.findall(r'loss ([+-][\d.]+)', printed)
+  assert any(float(loss) for loss in losses)
+
+
+def test_links_between_pages_and_files_are_whole():
+  for path in [PROJECT / 'README.md', *(PROJECT / 'docs').glob('*.md')]:
+    for target in re.findall(r'\]\(([^)#\s]+)', path.read_text()):
+      if '://' not in target:
+        assert (path.parent / target).exists(), f'{path.name}: {target}'
+
+
+def _cells(name: str) -> list[str]:
+  notebook = json.loads((PROJECT / 'notebooks' / name).read_text())
+  return [''.join(cell['source']) for cell in notebook['cells']]
+
+
+def test_the_notebook_has_the_environment_of_the_page():
+  page = (PROJECT / 'docs' / 'environment.md').read_text()
+  files = {title: text for _, title, text in BLOCK.findall(page) if title}
+  cells = _cells('your_own_environment.ipynb')
+  for name, text in files.items():
+    assert f'%%writefile {name}\n{text}'.rstrip() in cells
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'name', ['gigpo_in_ten_minutes.ipynb', 'your_own_environment.ipynb']
+)
+def test_a_notebook_runs_in_its_reduced_form(tmp_path, name):
+  shutil.copy(PROJECT / 'notebooks' / name, tmp_path)
+  _run(
+    ['jupyter', 'execute', '--inplace', name],
+    tmp_path,
+    GIGPO_JAX_NOTEBOOK='short',
+  )
+  shown = (tmp_path / name).read_text()
+  assert 'image/png' in shown and 'srcdoc' in shown

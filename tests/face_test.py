@@ -1,0 +1,80 @@
+"""What a user sees of the package from outside: imports, names, modules."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import envs
+import gigpo_jax
+from gigpo_jax import algorithms
+
+PROJECT = pathlib.Path(gigpo_jax.__file__).parents[1]
+ENV = 'class Env:\n  pass\n\n\ndef tasks(split):\n  return [split]\n'
+ALGORITHM = (
+  'import dataclasses\n\n\n@dataclasses.dataclass(frozen=True)\n'
+  'class Algorithm:\n  weight: float = 1.0\n'
+)
+
+
+def test_the_import_starts_no_jax():
+  code = 'import sys, gigpo_jax; print("jax" in sys.modules, dir(gigpo_jax))'
+  done = subprocess.run(
+    [sys.executable, '-c', code], capture_output=True, text=True, check=True
+  )
+  assert done.stdout.startswith('False') and "'advantages'" in done.stdout
+
+
+def test_every_name_is_a_module():
+  for name in gigpo_jax.__all__:
+    assert getattr(gigpo_jax, name).__name__ == f'gigpo_jax.{name}'
+  with pytest.raises(
+    AttributeError, match='gigpo_jax has no attribute vantage'
+  ):
+    gigpo_jax.__getattr__('vantage')
+
+
+def _module(folder: pathlib.Path, monkeypatch, name: str, text: str) -> None:
+  (folder / f'{name}.py').write_text(text)
+  monkeypatch.syspath_prepend(folder)
+
+
+def test_a_module_is_an_environment(tmp_path, monkeypatch):
+  _module(tmp_path, monkeypatch, 'face_of_env', ENV)
+  assert type(envs.make('face_of_env')).__name__ == 'Env'
+  assert envs.tasks('face_of_env', 'train') == ['train']
+
+
+def test_a_module_is_an_algorithm_with_options_of_its_own(
+  tmp_path, monkeypatch
+):
+  _module(tmp_path, monkeypatch, 'face_of_algorithm', ALGORITHM)
+  made = algorithms.make('face_of_algorithm', weight=2.0, norm='mean')
+  assert made.weight == 2.0
+
+
+@pytest.mark.parametrize('name', ['json', 'no.such', '', '.json', 'alfred'])
+def test_what_is_neither_is_refused(name):
+  with pytest.raises(ValueError, match=f'^env.name={name}: .*must'):
+    envs.check(name)
+  with pytest.raises(ValueError, match=f'^algorithm.name={name}: .*must'):
+    algorithms.make(name)
+
+
+def test_a_config_of_the_project_is_found_from_any_folder(tmp_path):
+  done = subprocess.run(
+    [
+      sys.executable,
+      '-m',
+      'launch.train',
+      '--config=configs/alfworld.py:tiny',
+      '--config.rollout.groups=0',
+    ],
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 2
+  assert done.stderr.startswith('rollout.groups=0: out of range')
