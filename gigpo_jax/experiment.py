@@ -90,22 +90,30 @@ def make_policy(config: ml_collections.ConfigDict) -> Policy:
     sampler=sampler.Sampler(
       model,
       devices,
-      seed=config.seed,
-      prompt_buckets=config_lib.ladder(
-        config.rollout.prompt_buckets, config.rollout.max_prompt_tokens
-      ),
       batch_buckets=tuple(config.rollout.batch_buckets),
-      max_completion_tokens=config.rollout.max_completion_tokens,
       stop_ids=text.stop_ids,
       vocab_size=text.vocab_size,
-      decode_tokens=config.rollout.decode_tokens,
-      weights=config.rollout.weights,
       tensor=_sampling_tensor(config, model, devices),
       stop=(
         text.stop_finder(turns.ENDS) if config.rollout.stop_at_action else None
       ),
+      **sampler_sizes(config),
     ),
   )
+
+
+def sampler_sizes(config: ml_collections.ConfigDict) -> dict[str, Any]:
+  """Returns arguments of a `Sampler` that neither model nor devices decide."""
+  rollouts = config.rollout
+  return {
+    'seed': config.seed,
+    'prompt_buckets': config_lib.ladder(
+      rollouts.prompt_buckets, rollouts.max_prompt_tokens
+    ),
+    'max_completion_tokens': rollouts.max_completion_tokens,
+    'decode_tokens': rollouts.decode_tokens,
+    'weights': rollouts.weights,
+  }
 
 
 def model_choices(

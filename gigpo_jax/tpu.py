@@ -362,17 +362,11 @@ def make_sampler(
   return sampler.Sampler(
     model,
     mesh,
-    seed=config.seed,
-    prompt_buckets=config_lib.ladder(
-      rollouts.prompt_buckets, rollouts.max_prompt_tokens
-    ),
     batch_buckets=_multiples(rollouts.batch_buckets, mesh.size // tensor),
-    max_completion_tokens=rollouts.max_completion_tokens,
     stop_ids=(0,),
     vocab_size=model.vocab_size,
-    decode_tokens=rollouts.decode_tokens,
-    weights=rollouts.weights,
     tensor=tensor,
+    **experiment.sampler_sizes(config),
   )
 
 
