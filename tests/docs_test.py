@@ -66,6 +66,7 @@ def test_a_page_is_a_worked_example(tmp_path, name):
     assert words in printed
 
 
+@pytest.mark.slow
 def test_gigpo_in_a_trainer_that_is_not_ours():
   printed = _run([sys.executable, 'examples/other_trainer.py'], PROJECT)
   rates = [float(r) for r in re.findall(r'success (\d+)%', printed)]
