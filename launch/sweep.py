@@ -5,6 +5,7 @@ r"""Runs many experiments side by side, and gathers what came of them.
 The same command again goes on where it stopped.
 """
 
+import signal
 import sys
 
 from absl import app, flags
@@ -19,6 +20,9 @@ def main(argv: list[str]) -> None:
   """Runs; 2 is a mistake of the user, 1 a run that failed."""
   del argv
   from gigpo_jax import sweep
+
+  # The runs are told to leave, too.
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
   try:
     for flag in ('sweep', 'workdir'):
