@@ -40,6 +40,8 @@ ALGORITHMS = tuple(
     if path.stem not in ('__init__', 'gigpo')
   )
 )
+# Environments whose anchors can have the admissible actions in them.
+ANCHORED = ('alfworld', 'webshop')
 PRESETS = ('paper', 'reference_code', 'strong')
 CHANGES = (*PRESETS, *ALGORITHMS, 'lora')
 
@@ -75,8 +77,6 @@ def use_algorithm(config: ml_collections.ConfigDict, name: str) -> None:
   if name == 'dr_grpo':
     config.loss.aggregation = 'fixed_length'
   if name == 'ppo':
-    # Ten times the policy's, as in the paper.
-    config.critic.learning_rate = 10 * config.optimizer.learning_rate
     # Nothing is compared within a task: as many tasks as there are episodes.
     config.rollout.groups *= config.rollout.episodes_per_group
     config.rollout.episodes_per_group = 1
@@ -93,6 +93,9 @@ def use_reference_code(config: ml_collections.ConfigDict) -> None:
   config.algorithm.penalty_scope = 'row'
   config.algorithm.lone_episode = 'raw'
   config.loss.dual_clip = 3.0
+  if 'reference_sampling' in config.env:
+    # Its validation goals are among those that it trains on.
+    config.env.reference_sampling = True
 
 
 def use_strong(config: ml_collections.ConfigDict) -> None:
@@ -100,7 +103,8 @@ def use_strong(config: ml_collections.ConfigDict) -> None:
 
   On ALFWorld 92.7 % there, beside GiGPO's 81.1 % and GRPO's 62.4 %.
   """
-  config.algorithm.anchor = 'observation_and_actions'
+  if config.env.name in ANCHORED:
+    config.algorithm.anchor = 'observation_and_actions'
   config.loss.ratio_level = 'row'
   config.loss.clip_epsilon = 3e-3
   config.loss.clip_epsilon_high = 4e-3
@@ -301,7 +305,8 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
 
   # ppo's critic: the policy's network with a value for each token.
   config.critic = ml_collections.ConfigDict()
-  config.critic.learning_rate = 1e-5  # paper
+  # Its learning rate, in those of the policy; paper: 1e-5 beside 1e-6.
+  config.critic.rate_ratio = 10.0
   config.critic.value_clip = 0.5  # code; how far an update may move a value
   # Iterations in which nothing but the critic learns.
   config.critic.warmup_iterations = 0

@@ -267,24 +267,39 @@ def describe(  # noqa: PLR0913
 ) -> Described:
   """Returns segments and returns; arguments as of `gigpo`, traced."""
   rewards = jax.lax.stop_gradient(rewards)
-  episode_ids = arrays.segment_ids(groups, episodes)
   cost = tuple(jnp.where(valid, 0, -part) for part in invalid_penalty)
   if penalty_scope == 'reward':
     rewards = arrays.two_add(rewards, cost)
-  one = (jnp.float32(1), jnp.float32(0))
-  returns = discounted_returns(rewards, episode_ids, steps, discount)
-  sums = discounted_returns(rewards, episode_ids, steps, one)
-  first, previous = _order(episode_ids, steps)
-  episode_returns = tuple(part[first] for part in sums)
+  # Everything in the order of the steps, for which one sorting has to do.
+  order = jnp.lexsort((steps, episodes, groups))
+  place = jnp.arange(len(order))
+  opens = _changes(groups[order])
+  starts = opens | _changes(episodes[order])
+  start = jax.lax.cummax(jnp.where(starts, place, 0))
+  returns, sums = discounted_returns(
+    tuple(part[order] for part in rewards), ~starts, steps[order], discount
+  )
+  found = (
+    jnp.cumsum(opens, dtype=jnp.int32) - 1,
+    jnp.cumsum(starts, dtype=jnp.int32) - 1,
+    starts,
+    jnp.where(starts, len(order), jnp.roll(order, 1)),
+    returns,
+    tuple(part[start] for part in sums),
+  )
+  back = jnp.zeros_like(order).at[order].set(place)
+  group_ids, episode_ids, starts, previous, returns, episode_returns = (
+    jax.tree.map(lambda part: part[back], found)
+  )
   if penalty_scope == 'row':
     returns = arrays.two_add(returns, cost)
     episode_returns = arrays.two_add(episode_returns, cost)
   return Described(
     real=groups != -1,
-    groups=arrays.segment_ids(groups),
+    groups=group_ids,
     episodes=episode_ids,
-    anchors=arrays.segment_ids(groups, *jnp.atleast_2d(anchors.T)),
-    starts=first == jnp.arange(len(first)),
+    anchors=arrays.segment_ids(group_ids, *jnp.atleast_2d(anchors.T)),
+    starts=starts,
     previous=previous,
     cost=cost,
     returns=returns,
@@ -292,12 +307,17 @@ def describe(  # noqa: PLR0913
   )
 
 
+def _changes(values: Int[Array, ' R']) -> Bool[Array, ' R']:
+  """Returns where a value is another than the one before, and the first."""
+  return jnp.append(jnp.array([True]), values[1:] != values[:-1])
+
+
 def step_advantages(
-  values: arrays.TwoFloat, segments: Int[Array, ' R'], *, norm: str
+  values: arrays.TwoFloat, segments: Int[Array, ' R'], **options
 ) -> Float[Array, ' R']:
-  """Returns A_S, Eq. (7), of the steps of each segment."""
+  """Returns A_S, Eq. (7); options as of `group_normalize`."""
   every = jnp.ones(segments.shape, bool)
-  return group_normalize(values, segments, every, norm=norm)
+  return group_normalize(values, segments, every, **options)
 
 
 def parts_of(
@@ -350,49 +370,52 @@ def whiten(
 @typechecked
 def discounted_returns(
   rewards: tuple[Float[Array, ' R'], Float[Array, ' R']],
-  episodes: Int[Array, ' R'],
+  goes_on: Bool[Array, ' R'],
   steps: Int[Array, ' R'],
   discount: tuple[Float[Array, ''], Float[Array, '']],
-) -> tuple[Float[Array, ' R'], Float[Array, ' R']]:
-  """Returns the discounted return from each step on, as two-float numbers.
+) -> tuple[arrays.TwoFloat, arrays.TwoFloat]:
+  """Returns the return from each step on, discounted and not, two-float.
 
   Eq. (5): G_t = sum over k >= t of discount^(k - t) r_k, within an episode.
   A linear recurrence G_t = r_t + discount^gap G_next, solved for all episodes
-  at once by a reversed prefix scan by doubling, O(R log R).
+  at once by a reversed prefix scan by doubling: as many rounds as the
+  logarithm of the longest episode.
 
   Args:
-    rewards: two-float, in reward units.
-    episodes: id of each row's episode; rows in any order.
+    rewards: two-float, in reward units; rows in the order of their steps,
+      episode by episode.
+    goes_on: whether a row is of the same episode as the one before.
     steps: number within the episode; `gap` is the difference to the next.
     discount: two-float, in [0, 1].
   """
-  order = jnp.lexsort((steps, episodes))
-  episode, step = episodes[order], steps[order]
-  continues = jnp.append(episode[1:] == episode[:-1], False)
-  gap = jnp.where(continues, jnp.append(jnp.diff(step), 0), 0)
-  decay = tuple(
-    jnp.where(continues, part, 0) for part in arrays.two_power(discount, gap)
+  continues = jnp.append(goes_on[1:], False)
+  gap = jnp.where(continues, jnp.append(jnp.diff(steps), 0), 0)
+  powers = arrays.two_power(discount, gap)
+  # Discounted, and not.
+  decay = (
+    jnp.where(continues, jnp.stack([powers[0], jnp.ones_like(powers[0])]), 0),
+    jnp.where(continues, jnp.stack([powers[1], jnp.zeros_like(powers[1])]), 0),
   )
-  total = tuple(part[order] for part in rewards)
-  position = jnp.arange(len(order))
+  total = tuple(jnp.stack([part, part]) for part in rewards)
+  position = jnp.arange(len(gap))
 
-  def double(k, carry):
-    decay, total = carry
-    source = position + (1 << k)
+  def double(carry):
+    distance, decay, total = carry
+    source = position + distance
     inside = source < len(position)
     source = jnp.minimum(source, len(position) - 1)
     # Beyond the last row: nothing to add, and nothing further beyond.
     ahead, beyond = (
-      tuple(jnp.where(inside, part[source], 0) for part in pair)
+      tuple(jnp.where(inside, part[:, source], 0) for part in pair)
       for pair in (total, decay)
     )
     total = arrays.two_add(total, arrays.two_multiply(decay, ahead))
-    return arrays.two_multiply(decay, beyond), total
+    return 2 * distance, arrays.two_multiply(decay, beyond), total
 
-  doublings = max(len(order) - 1, 0).bit_length()
-  _, total = jax.lax.fori_loop(0, doublings, double, (decay, total))
-  high, low = (jnp.zeros_like(part).at[order].set(part) for part in total)
-  return high, low
+  _, _, total = jax.lax.while_loop(
+    lambda carry: jnp.any(carry[1][0] != 0), double, (1, decay, total)
+  )
+  return tuple(part[0] for part in total), tuple(part[1] for part in total)
 
 
 @typechecked
@@ -405,6 +428,7 @@ def group_normalize(
   keep_lone: bool = False,
   ddof: int = 1,
   epsilon: float = EPSILON,
+  tolerance: float | Float[Array, ''] = 0.0,
 ) -> Float[Array, ' R']:
   """Returns by how much a value exceeds its segment's mean, Eqs. (3) and (7).
 
@@ -422,12 +446,15 @@ def group_normalize(
     keep_lone: a segment with one entry gives the value itself, not 0.
     ddof: of the std: 1, or 0 for that of a population.
     epsilon: added to the std.
+    tolerance: values that differ by no more are the same; for those that were
+      computed in float32.
   """
   first = arrays.segment_first(segments, entries)
   member = tuple(part[first] for part in values)
   difference, _ = arrays.two_add(values, tuple(-part for part in member))
   resolution = _SAME * jnp.maximum(jnp.abs(values[0]), jnp.abs(member[0]))
-  centred = jnp.where(jnp.abs(difference) <= resolution, 0, difference)
+  same = jnp.abs(difference) <= jnp.maximum(resolution, tolerance)
+  centred = jnp.where(same, 0, difference)
   count = arrays.segment_count(segments, entries)
   mean = arrays.segment_sum(centred, segments, entries) / count
   deviation = centred - mean
@@ -439,21 +466,6 @@ def group_normalize(
     deviation = deviation * count / jnp.maximum(count - 1, 1)
   lone = values[0] if keep_lone else jnp.zeros_like(deviation)
   return jnp.where(count == 1, lone, deviation)
-
-
-def _order(
-  episode_ids: Int[Array, ' R'], steps: Int[Array, ' R']
-) -> tuple[Int[Array, ' R'], Int[Array, ' R']]:
-  """Returns to each row that of its episode's first step, and the one before.
-
-  Of a first step, the one before is R.
-  """
-  order = jnp.lexsort((steps, episode_ids))
-  sorted_ids = episode_ids[order]
-  start = jnp.searchsorted(sorted_ids, episode_ids)
-  follows = jnp.append(jnp.array([False]), sorted_ids[1:] == sorted_ids[:-1])
-  before = jnp.where(follows, jnp.roll(order, 1), len(order))
-  return order[start], jnp.zeros_like(order).at[order].set(before)
 
 
 def check_options(**options: str) -> None:

@@ -23,6 +23,7 @@ def number(
   kind: str = 'observation',
   threshold: float = 0.9,
   history: int = 0,
+  ends: bool = False,
 ) -> list[np.ndarray]:
   """Returns ids of the states of each episode, int32.
 
@@ -33,6 +34,8 @@ def number(
       one, for similarity; see `similar`.
     history: how many states before it have to be equal, too; what lies before
       an episode's first one equals itself.
+    ends: whether the last state of each episode is where it ended, in which
+      no step was taken: nothing is joined on account of it.
 
   Returns:
     Ids from 0 on, and -1 where a state is not known.
@@ -43,7 +46,10 @@ def number(
   ]
   if kind == 'similarity':
     states = similar(
-      [group for group, _ in episodes], states, threshold=threshold
+      [group for group, _ in episodes],
+      states,
+      threshold=threshold,
+      ends=ends,
     )
   ids: dict[tuple, int] = {}
   found = []
@@ -82,6 +88,7 @@ def similar(
   episodes: Sequence[Sequence[str | None]],
   *,
   threshold: float,
+  ends: bool = False,
 ) -> list[list[str | None]]:
   """Replaces each state by the first similar one of its group.
 
@@ -94,18 +101,21 @@ def similar(
     groups: of the episodes.
     episodes: states of each; None stays.
     threshold: ratio from which two are one, at most 1.
+    ends: whether the last ones found no cluster; see `number`.
   """
   clusters: dict[int, list[str]] = {}
   first: dict[tuple[int, str], str] = {}
-  for group, states in zip(groups, episodes, strict=True):
-    for text in states:
-      if text is None or (group, text) in first:
-        continue
-      members = clusters.setdefault(group, [])
-      match = next((m for m in members if _alike(text, m, threshold)), None)
-      if match is None:
-        members.append(text)
-      first[group, text] = text if match is None else match
+  told = list(zip(groups, episodes, strict=True))
+  taken = [(g, text) for g, s in told for text in (s[:-1] if ends else s)]
+  ended = [(g, s[-1]) for g, s in told if s] if ends else []
+  for n, (group, text) in enumerate(taken + ended):
+    if text is None or (group, text) in first:
+      continue
+    members = clusters.setdefault(group, [])
+    match = next((m for m in members if _alike(text, m, threshold)), None)
+    if match is None and n < len(taken):
+      members.append(text)
+    first[group, text] = text if match is None else match
   return [
     [None if text is None else first[group, text] for text in states]
     for group, states in zip(groups, episodes, strict=True)

@@ -146,6 +146,7 @@ def from_trajectories(
     kind=anchor,
     threshold=similarity_threshold,
     history=anchor_history,
+    ends=True,
   )
   ids = [x for seen in states for x in zip(seen, seen[1:], strict=False)]
   for r, (episode, number, t, step) in enumerate(steps):
@@ -169,13 +170,10 @@ def from_trajectories(
 
 def _states(episode: trajectory.Trajectory) -> list[str | None]:
   """Returns the states that its steps were taken in, and the last one."""
-  states = [step.anchor for step in episode.steps]
-  if not states:
-    return [None]
-  result = episode.steps[-1].result
-  # A horizon ends episodes that would have gone on.
-  cut = result.observation.anchor if result.observation else None
-  return [*states, result.final_anchor if cut is None else cut]
+  return [
+    *(step.anchor for step in episode.steps),
+    episode.end[1] if episode.end else None,
+  ]
 
 
 def _component(result: base.StepResult, name: str) -> float:

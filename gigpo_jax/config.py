@@ -46,9 +46,6 @@ _DATA = {
   'webshop': 'no WebShop files; run `python -m envs.webshop.download`',
 }
 
-# Environments whose anchors can have the admissible actions in them.
-_ANCHORED = ('alfworld', 'webshop')
-
 # float32 parameters, two AdamW moments and a gradient accumulator, and a
 # bf16 copy each for sampling and computing. With adapters the last two alone.
 BYTES_PER_PARAMETER = 16 + 2 + 2
@@ -112,7 +109,7 @@ _RANGES = {
   'algorithm.graph_discount': (0.0, 1.0, 'between 0 and 1'),
   'algorithm.gae_discount': (0.0, 1.0, 'between 0 and 1'),
   'algorithm.gae_lambda': (0.0, 1.0, 'between 0 and 1'),
-  'critic.learning_rate': (0.0, None, 'at least 0'),
+  'critic.rate_ratio': (0.0, None, 'at least 0'),
   'critic.value_clip': (1e-6, None, 'above 0'),
   'critic.warmup_iterations': (0, None, 'at least 0'),
   'filter.warmup_iterations': (0, None, 'at least 0'),
@@ -124,7 +121,7 @@ _RANGES = {
   'loss.corridor_decay': (0.0, None, 'at least 0'),
   'loss.clip_epsilon': (0.0, 1.0, 'between 0 and 1'),
   'loss.clip_epsilon_high': (0.0, None, 'at least 0'),
-  'loss.dual_clip': (1.0, None, 'above 1'),
+  'loss.dual_clip': (1 + 1e-9, None, 'above 1; None is off'),
   'loss.tis_clip': (1e-6, None, 'above 0; None is off'),
   'loss.kl_weight': (0.0, None, 'at least 0; 0 drops the reference policy'),
   'loss.entropy_weight': (0.0, None, 'at least 0'),
@@ -213,7 +210,7 @@ def env_kwargs(config: ml_collections.ConfigDict) -> dict:
   kwargs.pop('name')
   if config.env.name in _DATA:
     kwargs['data_dir'] = _data_dir(config)
-  if config.env.name in _ANCHORED:
+  if config.env.name in base.ANCHORED:
     whole = config.algorithm.anchor == 'observation_and_actions'
     kwargs['anchor'] = 'observation_and_actions' if whole else 'observation'
   return kwargs
@@ -318,11 +315,6 @@ def _algorithm(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'lora.rank={config.lora.rank}: the critic of {name} has no adapters; '
       'must be 0'
     )
-  if config.critic.warmup_iterations and not algorithm.needs_values:
-    yield (
-      f'critic.warmup_iterations={config.critic.warmup_iterations}: {name} has '
-      'no critic; must be 0'
-    )
   by_token = algorithm.needs_values and config.algorithm.gae_level == 'token'
   if config.loss.ratio_level == 'row' and by_token:
     yield (
@@ -354,11 +346,37 @@ def _ignored(
       'filter.without_spread=True: looks at the whole reward, gdpo at its '
       'components; must be False'
     )
-  if config.tasks.draw == 'uncertain' and config.env.get('reference_sampling'):
+  if config.env.get('reference_sampling'):
+    if config.tasks.draw == 'uncertain':
+      yield (
+        'tasks.draw=uncertain: env.reference_sampling has an order of its own; '
+        'must be epochs'
+      )
+    if config.filter.without_spread:
+      yield (
+        'filter.without_spread=True: env.reference_sampling has an order of '
+        'its own, without refills; must be False'
+      )
+  anchor = config.algorithm.anchor
+  if anchor == 'observation_and_actions' and (
+    config.env.name not in base.ANCHORED
+  ):
     yield (
-      'tasks.draw=uncertain: env.reference_sampling has an order of its own; '
-      'must be epochs'
+      f'algorithm.anchor={anchor}: env.name={config.env.name} has no list of '
+      'actions of a state; must be of observation, similarity, turn'
     )
+  if name == 'hgpo' and config.algorithm.anchor_history:
+    yield (
+      f'algorithm.anchor_history={config.algorithm.anchor_history}: hgpo '
+      'looks back itself, algorithm.history; must be 0'
+    )
+  if not algorithm.needs_values:
+    for option, default in base.get_config().critic.items():
+      if config.critic[option] != default:
+        yield (
+          f'critic.{option}={config.critic[option]}: {name} has no critic; '
+          f'must be {default}'
+        )
 
 
 def _collected(config: ml_collections.ConfigDict) -> Iterator[str]:

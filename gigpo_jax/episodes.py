@@ -9,7 +9,9 @@ A file holds an iteration; it and the files that list it are written beside
 and renamed, so that a set can be read while it grows and after any kill.
 """
 
+import contextlib
 import dataclasses
+import errno
 import math
 import os
 import pathlib
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
   from gigpo_jax import algorithms, batch, collection, tokenizer, trajectory
 
 FOLDER = 'episodes'  # of a work directory
+INFO = 'dataset_info.json'
 _SPLIT = 'train'
 
 # Fields of an episode, and of its steps, one value each.
@@ -131,8 +134,7 @@ def record(
     }
     for number, step in enumerate(episode.steps)
   ]
-  final = episode.steps[-1].result.final_anchor if episode.steps else None
-  steps.append(_closing(final or '', done))
+  steps.append(_closing(*(episode.end or ('', '')), done))
   for number, step in enumerate(steps):
     step['is_first'], step['is_last'] = number == 0, number == last
     step['is_terminal'] = done and number == last
@@ -153,11 +155,11 @@ def record(
   }
 
 
-def _closing(state: str, done: bool) -> dict[str, Any]:
+def _closing(text: str, anchor: str, done: bool) -> dict[str, Any]:
   """Returns the step that only tells where an episode ended."""
   empty = {name: np.zeros(0, kind) for name, kind in _TOKENS.items()}
   neutral = {name: kind() for name, kind in _STEP.items()}
-  ended = {'observation': state, 'anchor': state, 'discount': float(not done)}
+  ended = {'observation': text, 'anchor': anchor, 'discount': float(not done)}
   return neutral | empty | _UNTOLD | ended
 
 
@@ -284,11 +286,14 @@ class Log:
     self._seed, self._every = seed, every
     self._metadata = {'tokenizer': text.fingerprint, 'seed': seed}
     self._shards: list[tuple[int, int]] = []
-    if (self._directory / 'dataset_info.json').exists():
-      there = open_set(self._directory).shards
-      self._shards = [s for s in there if s[0] < first_iteration]
+    if (self._directory / INFO).exists():
+      there = open_set(self._directory)
+      # What another tokenizer made cannot be read with this one.
+      if there.fingerprint == text.fingerprint:
+        self._shards = [s for s in there.shards if s[0] < first_iteration]
     self._directory.mkdir(parents=True, exist_ok=True)
-    text.save(str(self._directory / 'tokenizer'))
+    with _written(self._directory):
+      text.save(str(self._directory / 'tokenizer'))
     self._list_shards()
     listed = {self._path(n).name for n in range(len(self._shards))}
     for path in self._directory.glob('episodes-*'):
@@ -328,10 +333,13 @@ class Log:
     """Adds the records of an iteration."""
     path = self._path(len(self._shards))
     beside = path.with_name(path.name + '.tmp')
-    writer = array_record_module.ArrayRecordWriter(str(beside), 'group_size:1')
-    for found in records:
-      writer.write(encode(found))
-    writer.close()
+    with _written(path):
+      writer = array_record_module.ArrayRecordWriter(
+        str(beside), 'group_size:1'
+      )
+      for found in records:
+        writer.write(encode(found))
+      writer.close()
     _settle(beside, path)
     self._shards.append((iteration, len(records)))
     self._list_shards()
@@ -379,7 +387,7 @@ class Log:
     beside.mkdir()
     info.write_to_directory(str(beside))
     # The list of iterations may be longer than that of files, for a moment.
-    for name in ('features.json', 'metadata.json', 'dataset_info.json'):
+    for name in ('features.json', 'metadata.json', INFO):
       _settle(beside / name, self._directory / name)
     beside.rmdir()
 
@@ -396,6 +404,17 @@ def _features() -> tfds.features.FeaturesDict:
     {name: feature(kind) for name, kind in _EPISODE.items()}
     | {'steps': tfds.features.Dataset(steps)}
   )
+
+
+@contextlib.contextmanager
+def _written(path: pathlib.Path) -> Iterator[None]:
+  """Makes errors of libraries that write files those of Python's."""
+  try:
+    yield
+  except OSError:
+    raise
+  except Exception as error:  # ArrayRecord and tokenizers have none of their own.
+    raise OSError(errno.EIO, ' '.join(str(error).split()), str(path)) from error
 
 
 def _settle(beside: pathlib.Path, path: pathlib.Path) -> None:
@@ -463,12 +482,16 @@ def open_set(directory: str | pathlib.Path) -> EpisodeSet:
     ValueError: in one line, if there is none.
   """
   directory = pathlib.Path(directory)
-  if not (directory / 'dataset_info.json').is_file():
+  if not (directory / INFO).is_file():
     raise ValueError(
       f'{directory}: no episodes there; a run keeps them with '
       '--config.episodes.every=1'
     )
-  builder = tfds.builder_from_directory(str(directory))
+  try:
+    builder = tfds.builder_from_directory(str(directory))
+  except Exception as error:  # Of protobuf, json, tfds.
+    reason = ' '.join(str(error).split())[:200]
+    raise ValueError(f'{directory}: cannot be read: {reason}') from error
   metadata = dict(builder.info.metadata.items())
   if 'tokenizer' not in metadata or 'iterations' not in metadata:
     raise ValueError(

@@ -321,14 +321,13 @@ def make_critic(
   config: ml_collections.ConfigDict, policy: Policy
 ) -> critic.Critic:
   """Returns what tells values of the policy's rows."""
-  options = config.critic.to_dict()
-  options.pop('warmup_iterations')
-  value_clip = options.pop('value_clip')
+  rate = config.critic.rate_ratio * config.optimizer.learning_rate
+  options = config.optimizer.to_dict() | {'learning_rate': rate}
   return critic.Critic(
     policy.model,
     policy.mesh,
-    value_clip=value_clip,
-    optimizer=learner.adamw(**config.optimizer.to_dict() | options),
+    value_clip=config.critic.value_clip,
+    optimizer=learner.adamw(**options),
     **_learner_sizes(config),
   )
 

@@ -125,7 +125,8 @@ def entropy_outside(
   relu(low - H) + relu(H - high): EPO (arXiv:2509.22576), with low and high
   shares of the mean entropy of all iterations before.
 
-  # Differs from the code: its penalty is a constant, and has no gradient.
+  # Differs from the paper: not from its formula, but from its code, whose
+  penalty is a constant without a gradient.
   """
   return jax.nn.relu(low - entropies) + jax.nn.relu(entropies - high)
 

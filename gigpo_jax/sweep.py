@@ -6,7 +6,6 @@ finished is left alone. So the same command again does what is missing.
 
 import csv
 import dataclasses
-import json
 import os
 import pathlib
 import runpy
@@ -134,9 +133,13 @@ def finished(run: Run, root: pathlib.Path) -> bool:
   Raises:
     ValueError: in one line, if its folder is of a run with another config.
   """
-  folder = root / run.folder
-  config_lib.check_resume(run.load(), str(folder))
-  return (folder / 'policy' / 'config.json').is_file()
+  folder, config = root / run.folder, run.load()
+  config_lib.check_resume(config, str(folder))
+  if not (folder / 'policy' / 'config.json').is_file():
+    return False
+  # A shorter one may be gone on with.
+  lines = metrics.read(folder)
+  return bool(lines) and lines[-1]['iteration'] >= config.num_iterations - 1
 
 
 def run_all(
@@ -166,7 +169,7 @@ def run_all(
       run, place = under_way.pop(process)
       free.append(place)
       bar.update()
-      if process.returncode:
+      if process.returncode or not finished(run, root):
         failed.append(run)
         bar.write(f'{run.folder}: failed, see {root / run.folder}.log')
   finally:
@@ -207,9 +210,9 @@ def _first_over(under_way: dict) -> subprocess.Popen:
 
 
 def gather(
-  runs: Sequence[Run], root: pathlib.Path
+  runs: Sequence[Run], root: pathlib.Path, name: str = 'results'
 ) -> list[dict[str, float | str]]:
-  """Returns evaluations of finished runs, and writes them to results.csv."""
+  """Returns evaluations of finished runs, and writes them to NAME.csv."""
   found = []
   for run in runs:
     if not finished(run, root):
@@ -224,20 +227,18 @@ def gather(
           | spent
         )
       spent = {name: line.get(name, spent[name]) for name in _SPENT}
-  with open(root / 'results.csv', 'w', newline='', encoding='utf-8') as file:
+  with open(root / f'{name}.csv', 'w', newline='', encoding='utf-8') as file:
     writer = csv.DictWriter(file, ['experiment', 'name', 'seed', *COLUMNS])
     writer.writeheader()
     writer.writerows(found)
-  (root / 'runs.json').write_text(
-    json.dumps([dataclasses.asdict(run) for run in runs], indent=1) + '\n'
-  )
   return found
 
 
 def table(found: Sequence[dict]) -> str:
   """Returns a Markdown table: success by name, mean and standard error.
 
-  At the end of the runs; at as many environment steps, and as many generated
+  At the end of the runs, and how many episodes were played for training until
+  then; at as many environment steps, and as many generated
   tokens, as the run has that spent least of them, between evaluations on a
   line; and each seed's at the end.
 
@@ -251,8 +252,9 @@ def table(found: Sequence[dict]) -> str:
   }
   heads = [f'at {most:,.0f} {_X[x]}' for x, most in least.items()]
   lines = [
-    f'| run | seeds | success at the end | {" | ".join(heads)} | each |',
-    '|---|---|---|---|---|---|',
+    '| run | seeds | episodes | success at the end '
+    f'| {" | ".join(heads)} | each |',
+    '|---|---|---|---|---|---|---|',
   ]
   for name, by_seed in curves.items():
     ends = [100 * c[-1]['eval/success_rate'] for c in by_seed.values()]
@@ -260,7 +262,10 @@ def table(found: Sequence[dict]) -> str:
     for x, most in least.items():
       told.append(_mean([_at(c, x, most) for c in by_seed.values()]))
     each = ', '.join(f'{x:.1f}' for x in ends)
-    lines.append(f'| {name} | {len(ends)} | {" | ".join(told)} | {each} |')
+    played = np.mean([c[-1]['spent/episodes'] for c in by_seed.values()])
+    lines.append(
+      f'| {name} | {len(ends)} | {played:,.0f} | {" | ".join(told)} | {each} |'
+    )
   return '\n'.join(lines)
 
 
@@ -327,14 +332,15 @@ def main(sweep: str, workdir: str, *, at_once: int, only_gather: bool) -> int:
   """Runs a sweep and gathers it; returns 1 if a run failed."""
   runs, root = read(sweep), pathlib.Path(workdir).resolve()
   failed = [] if only_gather else run_all(runs, root, at_once=at_once)
-  found = gather(runs, root)
+  name = pathlib.Path(sweep).stem
+  found = gather(runs, root, name)
   done = {(line['experiment'], line['name'], line['seed']) for line in found}
   print(f'{len(done)} of {len(runs)} runs are finished')
   for experiment in dict.fromkeys(line['experiment'] for line in found):
     part = [line for line in found if line['experiment'] == experiment]
     print(f'\n{experiment}\n\n{table(part)}')
     for x in _X:
-      name = f'{experiment}_by_{x.rpartition("/")[2]}.png'
-      draw(part, root / name, x=x)
-  print(f'\n{root}/results.csv')
+      path = root / f'{name}_{experiment}_by_{x.rpartition("/")[2]}.png'
+      draw(part, path, x=x)
+  print(f'\n{root}/{name}.csv')
   return int(bool(failed))

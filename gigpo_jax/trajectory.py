@@ -76,6 +76,20 @@ class Trajectory:
     return sum(step.result.reward for step in self.steps)
 
   @property
+  def end(self) -> tuple[str, str] | None:
+    """Returns (what was seen, anchor) where it ended; None if not known.
+
+    A horizon ends episodes that would have gone on.
+    """
+    if not self.steps:
+      return None
+    result = self.steps[-1].result
+    if result.observation:
+      return result.observation.text, result.observation.anchor
+    state = result.final_anchor
+    return None if state is None else (state, state)
+
+  @property
   def score(self) -> float | None:
     """How well it went, in [0, 1]; None if the environment does not say."""
     return self.steps[-1].result.score if self.steps else None

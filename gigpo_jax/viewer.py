@@ -14,12 +14,14 @@ import hashlib
 import json
 import math
 import pathlib
+import socket
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import flask
 import jinja2
 import tokenizers
+import tqdm
 from markupsafe import Markup
 from werkzeug import serving
 
@@ -29,6 +31,9 @@ _PAGE = pathlib.Path(__file__).parent / 'page'
 
 # A character of UTF-8 is at most as many bytes, a token at least one.
 _CHARACTER_BYTES = 4
+
+# Of an exported page; browsers take long for more.
+_MAX_EXPORT_BYTES = 256 << 20
 
 _LOOPBACK = ('127.0.0.1', 'localhost')
 
@@ -125,7 +130,8 @@ def _kept(workdir: str | pathlib.Path) -> episodes.EpisodeSet:
 
 def _episodes(root: pathlib.Path) -> episodes.EpisodeSet | None:
   directory = root / episodes.FOLDER
-  return episodes.open_set(directory) if directory.is_dir() else None
+  kept = (directory / episodes.INFO).is_file()
+  return episodes.open_set(directory) if kept else None
 
 
 def _outline(record: dict[str, Any]) -> dict[str, Any]:
@@ -188,12 +194,13 @@ def _number(value: float) -> float | None:
   return round(float(value), 5) if math.isfinite(value) else None
 
 
-def page(title: str, data: dict[str, Any] | None = None) -> str:
+def page(title: str, parts: dict[str, str] | None = None) -> str:
   """Returns the page as HTML.
 
   Args:
     title: of the window.
-    data: what it would ask for, by path, to be put into it; None: it asks.
+    parts: what it would ask for, by path, packed, to be put into it; None: it
+      asks.
   """
   texts = {
     name: (_PAGE / f'page.{name}').read_text(encoding='utf-8')
@@ -209,7 +216,7 @@ def page(title: str, data: dict[str, Any] | None = None) -> str:
     policy=_policy(texts),
     css=Markup(texts['css']),
     js=Markup(texts['js']),
-    parts={name: _packed(part) for name, part in (data or {}).items()},
+    parts=parts or {},
   )
 
 
@@ -244,7 +251,8 @@ def export(
     iterations: whose episodes to put in; none: of all that were kept.
 
   Raises:
-    ValueError: in one line, if there is no run, or an iteration is missing.
+    ValueError: in one line, if there is no run, an iteration is missing, or the
+      file would be too large for a browser.
   """
   run = summary(workdir)
   chosen = list(iterations) or run['iterations']
@@ -255,13 +263,20 @@ def export(
         f'--iterations={number}: its episodes were not kept; there are {kept}'
       )
   run['iterations'] = chosen
-  data = {'run': run}
-  for number in chosen:
-    data[f'iterations/{number}'] = found = iteration(workdir, number)
+  parts, size = {'run': _packed(run)}, 0
+  for number in tqdm.tqdm(chosen, unit='iteration', disable=None):
+    found = iteration(workdir, number)
+    parts[f'iterations/{number}'] = _packed(found)
     for group in found['groups']:
-      place = group['group']
-      data[f'iterations/{number}/{place}'] = steps(workdir, number, place)
-  pathlib.Path(path).write_text(page(run['name'], data), encoding='utf-8')
+      name = f'iterations/{number}/{group["group"]}'
+      parts[name] = _packed(steps(workdir, number, group['group']))
+      size += len(parts[name])
+    if size > _MAX_EXPORT_BYTES:
+      raise ValueError(
+        f'--export={path}: more than {_MAX_EXPORT_BYTES >> 20} MiB with '
+        f'iteration {number}; name fewer with --iterations'
+      )
+  pathlib.Path(path).write_text(page(run['name'], parts), encoding='utf-8')
 
 
 def serve(workdir: str | pathlib.Path, host: str, port: int) -> None:
@@ -272,9 +287,15 @@ def serve(workdir: str | pathlib.Path, host: str, port: int) -> None:
     OSError: if the port is taken.
   """
   summary(workdir)
-  server = serving.make_server(
-    host, port, application(workdir, host), threaded=True
-  )
+  # By itself: werkzeug would end the process where the port is taken.
+  with socket.create_server((host, port)) as listening:
+    server = serving.make_server(
+      host,
+      listening.getsockname()[1],
+      application(workdir, host),
+      threaded=True,
+      fd=listening.fileno(),
+    )
   print(f'http://{host}:{server.server_port}/', flush=True)
   server.serve_forever()
 

@@ -551,12 +551,13 @@ def test_discounted_returns_keep_more_than_float32():
   # 0.95^k * 10 at k = 0..199, to 1e-12 of float64.
   zeros = np.zeros(200)
   zeros[-1] = 10
-  high, low = advantages.discounted_returns(
+  (high, low), sums = advantages.discounted_returns(
     arrays.two_float(zeros),
-    jnp.zeros(200, jnp.int32),
+    jnp.arange(200) > 0,
     jnp.arange(200),
     arrays.two_float(0.95),
   )
+  np.testing.assert_array_equal(sums[0], 10)
   expected = 10 * 0.95 ** np.arange(199, -1, -1, dtype=np.float64)
   actual = np.asarray(high, np.float64) + np.asarray(low, np.float64)
   np.testing.assert_allclose(actual, expected, rtol=1e-12)

@@ -98,17 +98,26 @@ E_STD = np.repeat([0.57735, -1.15470, 0.57735], [3, 3, 2])
     # Rows of one token each: returns 10 five times and 0 three times, mean
     # 6.25, variance (5 * 3.75^2 + 3 * 6.25^2) / 7 = 26.7857.
     ('reinforce_pp', {}, np.repeat([0.7246, -1.2076, 0.7246], [3, 3, 2])),
-    # Less the mean of the episodes: 10/3 five times and -20/3 three times.
-    (
-      'reinforce_pp_baseline',
-      {},
-      np.repeat([0.7246, -1.2076, 0.7246], [3, 3, 2]),
-    ),
   ],
 )
 def test_golden_values(name, options, expected):
   found = algorithms.make(name, discount=0.5, **options).credit(golden_rows())
   np.testing.assert_allclose(found.advantages, [*expected, 0, 0], atol=2e-4)
+
+
+def test_a_baseline_is_of_its_group():
+  # Group 0 has returns 10 and 0, of three rows each, group 1 the return 10 of
+  # two. Less the means, 5 and 10: 5, -5 and 0, whose mean is 0 and whose
+  # variance is (6 * 25) / 7 = 21.4286. Without: as one group has it.
+  rows = golden_rows()
+  rows.groups[6:8] = 1
+  found = algorithms.make('reinforce_pp_baseline').credit(rows).advantages
+  expected = np.repeat([1.0801, -1.0801, 0, 0], [3, 3, 2, 2])
+  np.testing.assert_allclose(found, expected, atol=2e-4)
+  plain = algorithms.make('reinforce_pp').credit(rows).advantages
+  np.testing.assert_allclose(
+    plain, np.repeat([0.7246, -1.2076, 0.7246, 0], [3, 3, 2, 2]), atol=2e-4
+  )
 
 
 def test_hgpo_without_history_is_the_step_level_of_a_population():
@@ -124,6 +133,28 @@ def test_a_graph_without_success_teaches_nothing_by_steps():
   rows.rewards[:], rows.success[:] = 0, False
   found = algorithms.make('graphgpo').credit(rows)
   np.testing.assert_array_equal(found.advantages, 0)
+
+
+def test_equal_values_of_states_are_equal():
+  # All seven succeed in three steps: one by state 1, six by state 2, which are
+  # worth the same, so that only where steps were taken from differs.
+  rows = batch.pack(
+    [np.array([1])] * 21,
+    [np.array([1])] * 21,
+    max_prompt_tokens=1,
+    max_completion_tokens=1,
+    row_multiple=21,
+  )
+  rows.groups[:] = 0
+  rows.episodes[:], rows.steps[:] = np.divmod(np.arange(21), 3)
+  middle = np.where(rows.episodes == 0, 1, 2)
+  rows.anchors[:] = np.choose(rows.steps, [0, middle, 3])
+  rows.next_anchors[:] = np.choose(rows.steps, [middle, 3, 4])
+  rows.success[:] = rows.steps == 2
+  rows.rewards[:] = 10.0 * rows.success
+  found = algorithms.make('g2po').credit(rows).advantages
+  slow = slow_credit.g2po(slow_credit.Steps(rows, slow_credit.Options()))
+  np.testing.assert_allclose(found, [slow[r] for r in range(21)], atol=1e-4)
 
 
 def test_gdpo_by_hand():
@@ -317,7 +348,7 @@ def test_equal_returns_whiten_to_zero():
 
 
 def test_episode_weight_does_not_touch_the_diagnostics():
-  _, metrics, _ = algorithms.make('hgpo').credit(golden_rows())
+  _, metrics, *_ = algorithms.make('hgpo').credit(golden_rows())
   assert metrics['advantage/groups_without_spread'] == 0
   assert metrics['advantage/episode_std'] > 0
 

@@ -148,7 +148,6 @@ def test_other_words_change_what_they_say():
   }
   assert changed('ppo') == {
     'algorithm.name': 'ppo',
-    'critic.learning_rate': 4e-3,
     'rollout.groups': 64,
     'rollout.episodes_per_group': 1,
   }

@@ -124,6 +124,7 @@ def test_update_is_the_gradient_of_the_loss_written_out():
       jnp.asarray(advantages)[:, None],
       jnp.ones(mask.shape),
       mask,
+      jnp.zeros(mask.shape, jnp.int32),
     )
     return jnp.sum(jnp.where(mask, tokens, 0)) / jnp.sum(mask)
 

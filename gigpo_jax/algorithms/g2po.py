@@ -15,6 +15,9 @@ from gigpo_jax import advantages, arrays, batch
 from gigpo_jax.algorithms import gigpo
 
 
+_SAME = 2.0**-18
+
+
 @dataclasses.dataclass(frozen=True)
 class Algorithm(gigpo.Algorithm):
   """A_S = z(V' - c (1 - v)) over the anchor group + z(V' - V) over the group.
@@ -35,12 +38,14 @@ def _parts(*given, norm, penalty_scope, **options):
   rewards, steps, discount = given[0][0], given[3], given[6][0]
   found = advantages.describe(*given, penalty_scope=penalty_scope)
   here, there = values(found, rewards, steps, discount)
+  # Sums of float32: equal ones may differ in their last bits.
+  near = {'norm': norm, 'tolerance': _SAME * jnp.max(jnp.abs(here))}
   both = advantages.step_advantages(
-    arrays.two_add((there, 0 * there), found.cost), found.anchors, norm=norm
+    arrays.two_add((there, 0 * there), found.cost), found.anchors, **near
   )
   gain = there - here
   both += advantages.group_normalize(
-    (gain, 0 * gain), found.groups, found.real, norm=norm
+    (gain, 0 * gain), found.groups, found.real, **near
   )
   return advantages.parts_of(found, both, norm=norm, **options)
 

@@ -1,8 +1,11 @@
 """GDPO: rewards of several kinds, each normalised by itself.
 
+Group reward-Decoupled normalisation Policy Optimization (arXiv:2601.05242).
 GRPO on the sum merges different mixtures of rewards, and lets the one of the
-largest scale decide. (Group reward-Decoupled normalisation Policy
-Optimization; formula as in its released code.)
+largest scale decide.
+
+# Differs from the paper: its code whitens over tokens; here an episode counts
+once, however many turns it has.
 """
 
 import dataclasses
@@ -16,6 +19,7 @@ import numpy as np
 from gigpo_jax import advantages, algorithms, arrays, batch
 
 _EPSILON = 1e-4
+_SAME = 2.0**-18  # of the largest: sums of float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +81,7 @@ def _decoupled(components_RK, groups, episodes, steps, weights_K):
       starts,
       norm='mean_std',
       epsilon=_EPSILON,
+      tolerance=_SAME * jnp.max(jnp.abs(sums)),
     )
     total += weights_K[k] * above
   white = advantages.whiten(total, jnp.where(starts & (groups != -1), 1.0, 0.0))

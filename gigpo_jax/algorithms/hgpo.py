@@ -3,8 +3,8 @@
 Level k = 1, 2, .., K + 1 compares the steps of a group whose last k anchors are
 equal; level 1 is GiGPO's anchor group.
 
-# Differs from the code: an advantage of exactly 0 is one; only where a level
-has nobody to compare with, its weight goes to the others.
+# Differs from the paper: in its code an advantage of exactly 0 is missing; here
+one is where a level has nobody to compare with, and its weight goes to others.
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 // Texts of models and environments enter the document by textContent alone.
 
 const run = { facts: {}, metrics: [], iterations: [] };
-const now = { iteration: null, data: null, group: 0, marked: null, turn: 0 };
+const now = { iteration: null, data: null, group: 0, marked: null, turn: 0, told: '' };
 const charts = [
   { title: 'success', train: 'train/success_rate', held: 'eval/success_rate',
     low: 'eval/success_low', high: 'eval/success_high', percent: true },
@@ -29,14 +29,15 @@ function make(tag, attributes = {}, ...children) {
 }
 
 // What cannot be seen, or turns the text around it: shown by its number.
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g;
+// Two that join letters are left in.
+const HIDDEN = /(?![\t\n\u200c\u200d])[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/gu;
 
 function words(text) {
   const parts = [];
   let end = 0;
   for (const match of text.matchAll(HIDDEN)) {
     parts.push(text.slice(end, match.index));
-    const code = match[0].charCodeAt(0).toString(16).padStart(4, '0');
+    const code = match[0].codePointAt(0).toString(16).padStart(4, '0');
     parts.push(make('span', { class: 'escape' }, `u${code}`));
     end = match.index + match[0].length;
   }
@@ -143,7 +144,8 @@ function drawCurve(chart, title) {
 }
 
 function drawCurves() {
-  const known = [...new Set(run.metrics.flatMap((line) => Object.keys(line)))]
+  const known = [...new Set(run.metrics.flatMap((line) =>
+    Object.keys(line).filter((name) => Number.isFinite(line[name]))))]
     .filter((name) => name !== 'iteration').sort();
   const figures = charts
     .filter((chart) => known.includes(chart.train))
@@ -186,10 +188,10 @@ function matching(group, wanted) {
 }
 
 // Steps are asked for when they are needed: those of a group, or to be searched.
-async function loadSteps(group) {
-  if (group.episodes[0].steps) return;
-  const found = await load(`iterations/${now.data.iteration}/${group.group}`);
-  group.episodes.forEach((episode, n) => { episode.steps = found[n]; });
+function loadSteps(group) {
+  const fill = (found) => group.episodes.forEach((episode, n) => { episode.steps = found[n]; });
+  group.loading ||= load(`iterations/${now.data.iteration}/${group.group}`).then(fill);
+  return group.loading;
 }
 
 function dot(episode) {
@@ -386,13 +388,19 @@ function visit(id) {
   card.classList.add('flash');
 }
 
+// Which iteration is shown, and whether there is one before and after it.
+function drawPlace() {
+  if (now.iteration === null) return;
+  find('iteration').value = String(now.iteration);
+  const at = run.iterations.indexOf(now.iteration);
+  find('before').disabled = at <= 0;
+  find('after').disabled = at >= run.iterations.length - 1;
+}
+
 async function choose(iteration, group = 0) {
   now.iteration = iteration;
   now.group = group;
-  find('iteration').value = String(iteration);
-  const at = run.iterations.indexOf(iteration);
-  find('before').disabled = at <= 0;
-  find('after').disabled = at >= run.iterations.length - 1;
+  drawPlace();
   drawCurves();
   try {
     const data = await load(`iterations/${iteration}`);
@@ -411,6 +419,7 @@ async function choose(iteration, group = 0) {
 }
 
 function remember() {
+  if (location.protocol === 'about:') return; // In a frame of a notebook.
   history.replaceState(null, '', `#iteration=${now.iteration}&group=${now.group}`);
 }
 
@@ -439,15 +448,17 @@ function drawRun() {
     make('span', {}, `${name} `, make('b', {}, words(String(value))))));
   find('iteration').replaceChildren(...run.iterations.map((i) =>
     make('option', { value: i }, `iteration ${i}${success(i)}`)));
-  if (now.iteration !== null) find('iteration').value = String(now.iteration);
+  drawPlace();
   drawCurves();
 }
 
 async function refresh() {
-  const found = await load('run').catch(() => null);
-  if (!found || JSON.stringify(found) === JSON.stringify(run)) return;
+  const found = await load('run').catch(() => null), text = JSON.stringify(found);
+  if (!found || text === now.told) return;
+  now.told = text;
   Object.assign(run, found);
   drawRun();
+  if (now.iteration === null && run.iterations.length) await choose(run.iterations[run.iterations.length - 1]);
 }
 
 function listen() {
@@ -475,7 +486,9 @@ function listen() {
 async function start() {
   listen();
   try {
-    Object.assign(run, await load('run'));
+    const found = await load('run');
+    now.told = JSON.stringify(found);
+    Object.assign(run, found);
   } catch (error) {
     find('curves').replaceChildren(make('p', { class: 'error' }, words(String(error.message))));
     return;
