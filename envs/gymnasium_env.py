@@ -2,8 +2,9 @@
 
 What it needs is an id, names for its actions and a sentence that says what is
 to be done. Observations are told by rule (`tell`), as the environment renders
-itself in text, or by a function of one's own. Anchors are observations by rule,
-where there is one. A task is the seed of a reset.
+itself in text (without colours), or by a function of one's own, whose words are
+the anchors then; else anchors are observations by rule, where there is one. A
+task is the seed of a reset, of which all that is random must be a function.
 """
 
 import functools
@@ -19,19 +20,23 @@ from envs import base, narrator, seeds
 FREE = '<your own words>'
 _MAX_NUMBERS = 256  # of an observation that is told by rule
 _DIGITS = 4
+_ALL_DIGITS = 9  # of a float32
 
 # Colours of a terminal; what is highlighted gets brackets.
 _HIGHLIGHT = re.compile('\x1b\\[4[0-9]m(.*?)\x1b\\[0m')
 _COLOUR = re.compile('\x1b\\[[0-9;]*m')
 
 
-def tell(space: Any, value: Any, names: Sequence[str] = ()) -> str:
+def tell(
+  space: Any, value: Any, names: Sequence[str] = (), digits: int = _DIGITS
+) -> str:
   """Returns an observation in words, by rule.
 
   Args:
     space: what it is one of.
     value: the observation.
     names: of its entries, where it is a list; () for none.
+    digits: of numbers that are not whole.
 
   Raises:
     ValueError: if there is no rule for such a space.
@@ -44,12 +49,12 @@ def tell(space: Any, value: Any, names: Sequence[str] = ()) -> str:
     return str(value)
   if isinstance(space, spaces.Dict):
     return '\n'.join(
-      f'{name}: {tell(part, value[name])}'
+      f'{name}: {tell(part, value[name], digits=digits)}'
       for name, part in space.spaces.items()
     )
   if isinstance(space, spaces.Tuple):
-    parts = map(tell, space.spaces, value)
-    return _entries(list(parts), names)
+    pairs = zip(space.spaces, value, strict=True)
+    return _entries([tell(*pair, digits=digits) for pair in pairs], names)
   if isinstance(space, (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)):
     numbers = np.asarray(value)
     if numbers.size > _MAX_NUMBERS:
@@ -58,15 +63,17 @@ def tell(space: Any, value: Any, names: Sequence[str] = ()) -> str:
       )
     if numbers.ndim > 1:
       rows = numbers.reshape(-1, numbers.shape[-1])
-      return '\n'.join(' '.join(map(_number, row)) for row in rows)
-    return _entries([_number(n) for n in numbers.reshape(-1)], names)
+      return '\n'.join(
+        ' '.join(_number(n, digits) for n in row) for row in rows
+      )
+    return _entries([_number(n, digits) for n in numbers.reshape(-1)], names)
   raise ValueError(f'no rule for a space {type(space).__name__}')
 
 
-def _number(value: Any) -> str:
+def _number(value: Any, digits: int) -> str:
   if np.issubdtype(np.asarray(value).dtype, np.floating):
-    # What rounds to nothing is nothing, without a sign.
-    return f'{float(value):.{_DIGITS}g}'
+    # Nothing has no sign.
+    return f'{float(value):z.{digits}g}'
   return str(int(value))
 
 
@@ -98,8 +105,9 @@ class Env:
     observe: 'auto', see `tell`; 'render', its own text ('ansi'); or
       'module:function', which takes an observation.
     names: of the entries of an observation that is a list, for 'auto'.
-    success_return: sum of rewards from which an episode is a success; None:
-      where the environment ends it with a reward above 0.
+    success_return: sum of rewards from which an episode is a success, if it is
+      not above 0 only where the environment ends it; None: where it does so
+      with a reward above 0.
     seed: another one, other seeds.
     max_steps: turns after which an unfinished episode ends.
     history_length: K, how many past turns the prompt shows.
@@ -158,8 +166,13 @@ class Env:
     """Tells an observation, for errors to come at once."""
     observation, _ = self._env.reset(seed=0)
     space = self._env.observation_space
+    if observe not in ('auto', 'render'):
+      # What a function leaves out is no part of the state.
+      self._mark = self._tell
+      self._see(observation)
+      return
     try:
-      self._mark = functools.partial(tell, space)
+      self._mark = functools.partial(tell, space, digits=_ALL_DIGITS)
       self._mark(observation)
     except ValueError as error:
       if observe == 'auto':
@@ -239,7 +252,9 @@ class Env:
   def _succeeded(self, ended: bool, reward: float) -> bool:
     if self._success_return is None:
       return ended and reward > 0
-    return self._return >= self._success_return
+    # A sum below 0 is had by doing nothing: only at the environment's own end.
+    reached = self._return >= self._success_return
+    return reached and (ended or self._success_return > 0)
 
   def _see(self, observation: Any) -> None:
     self._text, self._anchor = self._tell(observation), self._mark(observation)
@@ -278,8 +293,9 @@ def _make(name: str | None, options: dict, observe: str) -> Any:
   except (gymnasium.error.Error, ImportError) as error:
     reason = ' '.join(str(error).split())
     raise ValueError(f'env.id={name}: cannot be made: {reason}') from error
-  except TypeError as error:
-    raise ValueError(f'env.options={options}: {error}') from error
+  except Exception as error:  # Whatever the environment raises.
+    reason = ' '.join(str(error).split())
+    raise ValueError(f'env.options={options}: {reason}') from error
 
 
 def _name_actions(space: Any, actions: tuple[str, ...]) -> tuple[str, ...]:

@@ -125,13 +125,17 @@ def move(level: Level, state: State, action: str) -> State:
   return State(to, state.boxes - {to} | {beyond})
 
 
-def solve(level: Level, state: State) -> list[str] | None:
-  """Returns the fewest actions that end a state; None if none do."""
+def solve(
+  level: Level, state: State, most: int | None = None
+) -> list[str] | None:
+  """Returns the fewest actions that end a state, at most so many, or None."""
   paths: dict[State, list[str]] = {state: []}
   queue = [state]
   for state in queue:
     if state.boxes == level.targets:
       return paths[state]
+    if most is not None and len(paths[state]) >= most:
+      continue
     for action in ACTIONS:
       after = move(level, state, action)
       if after not in paths:
@@ -326,7 +330,7 @@ class Env:
     return self._observe()
 
   def step(self, response: str) -> base.StepResult:
-    """Walks or pushes; a response that names no direction costs nothing."""
+    """Walks or pushes; a response that names no direction waits a step."""
     action, valid = self._narrator.project(response)
     valid = valid and action in ACTIONS
     before = self._state
@@ -335,7 +339,7 @@ class Env:
     self._narrator.take(action)
     success = self._state.boxes == self._level.targets
     done = success or self._narrator.step >= self._max_steps
-    reward = STEP_REWARD if valid else 0.0
+    reward = STEP_REWARD
     reward += BOX_REWARD * (self._placed(self._state) - self._placed(before))
     reward += SUCCESS_REWARD if success else 0.0
     return base.StepResult(
@@ -379,7 +383,8 @@ class Env:
       if action == plan[0]:
         plan = plan[1:]
       else:
-        plan = solve(self._level, self._state)
+        left = self._max_steps - self._narrator.step
+        plan = solve(self._level, self._state, left)
 
   def _thought(self, action: str) -> str:
     after = move(self._level, self._state, action)

@@ -7,6 +7,7 @@ of a reset.
 import contextlib
 import io
 import random
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -53,6 +54,9 @@ class Env:
     actions: the moves, where they are few, for the prompt and for random play;
       () for whatever the game's rules say. Brackets around a move can be left
       out.
+    board: regular expression of that part of the game's words that is its
+      state, by which steps are compared; '' takes the boards that the game
+      marks as such, or else all that was said and done.
     success_reward: reward of the game from which an episode is a success.
     seed: another one, other seeds.
     max_steps: turns after which an unfinished game ends.
@@ -70,6 +74,7 @@ class Env:
     id: str | None = None,
     options: dict | None = None,
     actions: Sequence[str] = (),
+    board: str = '',
     success_reward: float = 1.0,
     seed: int = 0,
     max_steps: int = 50,
@@ -80,8 +85,8 @@ class Env:
     seeds.check_seed(seed)
     self._arena = _import()
     self._dice = Dice()
-    self._actions = tuple(actions) or (FREE,)
-    if any(action != action.lower() for action in actions):
+    self._actions = tuple(map(str, actions)) or (FREE,)
+    if any(str(action) != str(action).lower() for action in actions):
       raise ValueError(f'env.actions={actions}: must be in lower case')
     self._success_reward, self._seed = success_reward, seed
     self._max_steps = max_steps
@@ -92,12 +97,20 @@ class Env:
       require_think=require_think,
       brief_observations=True,
     )
-    self._game = self._make(id, options or {})
+    try:
+      self._pattern = re.compile(board, re.DOTALL)
+    except re.error as error:
+      raise ValueError(f'env.board={board}: {error}') from error
+    self._id, self._options = id, options or {}
+    self._game = self._make()
     self._text = self._board = ''
+    # Whether what was said last did not show the board.
+    self._unshown = False
     self._told: list[str] = []
 
-  def _make(self, name: str | None, options: dict) -> Any:
+  def _make(self) -> Any:
     """Returns a game that has been begun once, for errors to come at once."""
+    name, options = self._id, self._options
     try:
       with self._quietly():
         # Without what formats observations for one long conversation.
@@ -108,7 +121,7 @@ class Env:
       raise ValueError(
         f'env.id={name}: cannot be played by one, or lacks data: {reason}'
       ) from error
-    except (ImportError, ValueError) as error:
+    except (ImportError, SyntaxError, ValueError) as error:
       raise ValueError(f'env.id={name}: cannot be made: {error}') from error
     except TypeError as error:
       raise ValueError(f'env.options={options}: {error}') from error
@@ -124,14 +137,15 @@ class Env:
     """Has nothing to load."""
 
   def reset(self, task: base.Task) -> base.Observation:
-    """Starts a game with the task's seed."""
+    """Starts a game with the task's seed; a new one, for some keep things."""
     seed = seeds.Seeds(task.split, self._seed)[task.index]
+    self._game = self._make()
     with self._quietly():
       # numpy takes 32 bits; most games seed Python's numbers alone.
       np.random.seed(seed)
       random.seed(seed)
       self._game.reset(num_players=1, seed=seed)
-    self._told, self._board = [], ''
+    self._told, self._board, self._unshown = [], '', False
     rules = self._listen()
     self._narrator.begin(rules)
     return self._observe()
@@ -149,10 +163,11 @@ class Env:
     if done:
       rewards, _ = self._game.close()
       outcome = float(rewards[_PLAYER])
+      self._told.append(f'The game is over: {outcome:g}.')
     over = done or self._narrator.step >= self._max_steps
     return base.StepResult(
       observation=None if over else self._observe(),
-      final_anchor=self._where() if over else None,
+      final_anchor=self._where(ended=bool(done)) if over else None,
       reward=outcome,
       valid=valid,
       action=action,
@@ -190,23 +205,39 @@ class Env:
     kinds = self._arena.ObservationType
     rules, said = [], []
     _, messages = self._game.get_observation()
-    for _, message, kind in messages:
+    shown = ''
+    for sender, message, kind in messages:
+      message = str(message).strip()
       if kind == kinds.PROMPT:
-        rules.append(message.strip())
-      elif kind != kinds.PLAYER_ACTION:
-        said.append(message.strip())
-      if kind == kinds.GAME_BOARD:
-        self._board = message.strip()
+        rules.append(message)
+      # Some games mix up the two.
+      elif kinds.PLAYER_ACTION in (sender, kind):
+        self._told.append(f'> {message}')
+      else:
+        said.append(message)
+      if kind == kinds.GAME_BOARD and not self._pattern.pattern:
+        shown = message
     self._told += said
+    if self._pattern.pattern:
+      found = self._pattern.search('\n'.join([*rules, *said]))
+      shown = found[0].strip() if found else ''
     # What is told of a forbidden move does not show it.
-    if self._board and self._board not in said:
+    self._unshown = not shown
+    self._board = shown or self._board
+    if self._board and not any(self._board in text for text in (*said, *rules)):
       said.append(self._board)
     self._text = '\n'.join(said) or 'The game begins.'
     return '\n'.join(rules)
 
-  def _where(self) -> str:
+  def _where(self, *, ended: bool = False) -> str:
     """The board as it was shown last; of games without, all that was said."""
-    return self._board or '\n'.join(self._told)
+    if not self._board:
+      return '\n'.join(self._told)
+    notes = [self._told[-1]] if ended else []
+    # After a forbidden move another one may end the game.
+    if self._unshown and not ended:
+      notes = ['(not shown again)']
+    return '\n'.join([self._board, *notes])
 
   def _observe(self) -> base.Observation:
     return self._narrator.observe(

@@ -27,6 +27,8 @@ _GAME = 'game.z8'
 
 _LAST_PYTHON = (3, 12)
 # The interpreter's status line, after what a command came to.
+# Of what cannot be done.
+_REFUSAL = 'That cannot be done now.'
 _STATUS = re.compile(r'\n>\s*(-=.*)?\Z', re.DOTALL)
 _BLANKS = re.compile(r'\n\s*\n')
 
@@ -230,13 +232,16 @@ class Env:
     command, valid = self._narrator.project(response)
     admissible = command in self._commands()
     self._narrator.take(command)
-    # A line is a command; what is none gets the game's own answer.
-    self._state, score, _ = self._engine.step(' '.join(command.split()))
+    score, said = 0.0, _REFUSAL
+    if admissible:
+      # Others might be the interpreter's own, such as `restore`.
+      self._state, score, _ = self._engine.step(' '.join(command.split()))
+      said = clean(self._state.feedback)
     won, lost = bool(self._state.won), bool(self._state.lost)
     done = won or lost or self._narrator.step >= self._max_steps
     observation = None
     if not done:
-      observation = self._observe(clean(self._state.feedback))
+      observation = self._observe(said)
     return base.StepResult(
       observation=observation,
       final_anchor=self._where() if done else None,

@@ -11,7 +11,6 @@ whether an environment could be made.
 
 import contextlib
 import ctypes
-import math
 import numbers
 import os
 import pickle
@@ -20,6 +19,8 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
+
 import envs
 from envs import base
 
@@ -27,6 +28,8 @@ _PR_SET_PDEATHSIG = 1
 
 # Simulators also leave by sys.exit, which is no Exception.
 _ERRORS = (Exception, SystemExit)
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 _ANSWERS = {'reset': base.Observation, 'step': base.StepResult}
 
@@ -107,23 +110,39 @@ def _wrong_result(value: base.StepResult) -> str:
       return f'observation is {type(following).__name__}, not Observation'
     if wrong := _wrong_observation(following):
       return wrong
+  for name in ('valid', 'success', 'done'):
+    if not isinstance(getattr(value, name), (bool, np.bool_)):
+      return f'{name}={getattr(value, name)!r:.80}: must be True or False'
   if bool(value.done) != (following is None):
     return f'done={value.done} does not go with what is to be seen next'
+  return _wrong_figures(value) or _wrong_text(
+    action=value.action, final_anchor=value.final_anchor or ''
+  )
+
+
+def _wrong_figures(value: base.StepResult) -> str:
   if not isinstance(value.metrics, dict):
     return f'metrics is {type(value.metrics).__name__}, not dict'
   figures = {'reward': value.reward, 'score': value.score or 0.0}
   for name, x in (figures | value.metrics).items():
-    if not isinstance(x, numbers.Real) or not math.isfinite(x):
-      return f'{name}={str(x)[:80]}: must be a finite number'
-  return _wrong_text(action=value.action, final_anchor=value.final_anchor or '')
+    if not isinstance(name, str):
+      return f'a metric is called {name!r:.80}, not a str'
+    # As float32, which is what is computed with.
+    if not isinstance(x, numbers.Real) or not abs(x) <= _LARGEST:
+      return f'{name}={x!r:.80}: must be a finite number'
+  return ''
 
 
 def _wrong_observation(value: base.Observation) -> str:
+  if not isinstance(value.actions, (tuple, list)):
+    return f'actions is {type(value.actions).__name__}, not tuple'
   return _wrong_text(
     prompt=value.prompt,
     short_prompt=value.short_prompt,
     anchor=value.anchor,
     text=value.text,
+    task=value.task,
+    **{f'actions[{n}]': action for n, action in enumerate(value.actions)},
   )
 
 

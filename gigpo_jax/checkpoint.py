@@ -23,6 +23,7 @@ import orbax.checkpoint as ocp
 from gigpo_jax import hosts
 
 _MANIFEST = 'manifest.json'
+_UNFINISHED = '.orbax-checkpoint-tmp'  # in the name of a folder
 _ITEMS = ('state', 'host')
 
 
@@ -34,8 +35,13 @@ def abstract(state: Any) -> Any:
   )
 
 
-def damage(folder: pathlib.Path) -> str:
-  """Returns what is wrong with a checkpoint; '' if it is whole."""
+def damage(folder: pathlib.Path, *, contents: bool = True) -> str:
+  """Returns what is wrong with a checkpoint; '' if it is whole.
+
+  Args:
+    folder: of the checkpoint.
+    contents: whether files are read, and not just measured.
+  """
   try:
     text = (folder / _MANIFEST).read_text(encoding='utf-8')
     manifest = json.loads(text)
@@ -45,13 +51,33 @@ def damage(folder: pathlib.Path) -> str:
         return f'{name} is missing'
       if path.stat().st_size != size:
         return f'{name} has {path.stat().st_size} bytes, not {size}'
-      if _digest(path) != digest:
+      if contents and _digest(path) != digest:
         return f'{name} has other contents than were written'
   except FileNotFoundError:
     return f'has no {_MANIFEST}'
   except (OSError, ValueError, TypeError, AttributeError) as error:
     return f'cannot be read ({error})'
   return ''
+
+
+def check_folder(folder: pathlib.Path) -> bool:
+  """Returns whether there are checkpoints; takes no device, reads no contents.
+
+  Raises:
+    ValueError: in one line, if none of them is whole.
+  """
+  paths = folder.iterdir() if folder.is_dir() else ()
+  found = sorted(int(p.name) for p in paths if p.name.isdecimal())
+  if found and all(damage(folder / str(n), contents=False) for n in found):
+    raise _none_whole(folder, found)
+  return bool(found)
+
+
+def _none_whole(folder: pathlib.Path, found: list[int]) -> ValueError:
+  return ValueError(
+    f'{folder}: none of the checkpoints {sorted(found)} is whole; give another '
+    '--workdir, or move them away to begin anew'
+  )
 
 
 def _digest(path: pathlib.Path) -> str:
@@ -108,6 +134,8 @@ class Checkpointer:
     self._directory = pathlib.Path(directory).resolve()
     # Whether a checkpoint is whole is looked up once.
     self._damage: dict[int, str] = {}
+    for path in sorted(self._directory.glob(f'*{_UNFINISHED}*')):
+      hosts.say(f'{path}: was not finished, passed over')
     self._manager = ocp.CheckpointManager(
       str(self._directory),
       # Named, so that a fresh process can read metadata before it restores.
@@ -201,11 +229,17 @@ class Checkpointer:
       if not self._damage[iteration]:
         return iteration
     if found:
-      raise ValueError(
-        f'{self._directory}: none of the checkpoints {found} is whole; give '
-        'another --workdir, or move them away to begin anew'
-      )
+      raise _none_whole(self._directory, found)
     return None
+
+  def check(self, abstract_state: Any) -> None:
+    """Looks whether the newest checkpoint, if there is one, can be restored.
+
+    Raises:
+      ValueError: in one line, if it cannot.
+    """
+    if (iteration := self.latest()) is not None:
+      self._compare(iteration, abstract_state)
 
   def restore(
     self, abstract_state: Any, *, partial: bool = False

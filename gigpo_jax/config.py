@@ -24,6 +24,7 @@ from gigpo_jax import (
   advantages,
   algorithms,
   anchors,
+  files,
   losses,
   mesh,
   models,
@@ -50,6 +51,8 @@ _DATA = {
 # bf16 copy each for sampling and computing. With adapters the last two alone.
 BYTES_PER_PARAMETER = 16 + 2 + 2
 FROZEN_BYTES_PER_PARAMETER = 2 + 2
+# As loaded, and as sampled with.
+_SAMPLING_BYTES_PER_PARAMETER = 4 + 2
 
 # Options of algorithms that are other things', too, or an experiment's own.
 _OF_ALL = (
@@ -72,6 +75,8 @@ _CHOICES = {
   'algorithm.anchor': anchors.KINDS,
   'env.engine': ('textworld', 'native'),
   'env.prompt_style': ('paper', 'brief'),
+  'env.expert_order': ('random', 'likely', 'sweep'),
+  'sft.init': ('', 'scratch'),
   'algorithm.gae_level': ('token', 'turn'),
   'loss.aggregation': losses.AGGREGATIONS,
   'loss.ratio_level': losses.RATIOS,
@@ -152,17 +157,35 @@ _RANGES = {
   'episodes.every': (0, None, 'at least 0; 0 is never'),
   'env.max_steps': (1, None, 'at least 1'),
   'env.history_length': (0, None, 'at least 0'),
+  'env.num_products': (1, None, 'at least 1; None is all'),
+  'env.generator.seed': (0, 2**31 - 1, 'a non-negative 32-bit integer'),
+  'sft.num_episodes': (1, None, 'at least 1'),
+  'sft.epochs': (1, None, 'at least 1'),
+  'sft.learning_rate': (0.0, None, 'at least 0'),
+  'sft.warmup_updates': (0, None, 'at least 0'),
+  'sft.minibatch_rows': (1, None, 'at least 1'),
+  'sft.vocab_size': (300, None, 'at least 300: bytes and marks'),
+  **{
+    f'sft.model.{name}': (1, None, 'at least 1')
+    for name in ('layers', 'width', 'heads', 'kv_heads', 'mlp')
+  },
   'sft.noise': (0.0, 1.0, 'between 0 and 1'),
   'sft.report_rows': (1, None, 'at least 1'),
 }
 
 
-def validate(config: ml_collections.ConfigDict, *, needs_model: bool = True):
+def validate(
+  config: ml_collections.ConfigDict,
+  *,
+  needs_model: bool = True,
+  trains: bool = True,
+) -> None:
   """Checks everything that can be known without a device or a simulator.
 
   Args:
     config: the experiment.
     needs_model: whether weights and tokenizer must exist already.
+    trains: whether the model is trained, which takes more memory.
 
   Raises:
     ValueError: one line for each problem found.
@@ -172,7 +195,7 @@ def validate(config: ml_collections.ConfigDict, *, needs_model: bool = True):
     problems += _missing_environment(config)
     # Nothing is fetched for a run that cannot be.
     if needs_model and not (problems and _on_hub(config.model.path)):
-      problems += _missing_model(config)
+      problems += _missing_model(config, trains)
     if len(problems) > 1:
       problems.append(f'on any machine, without downloads: {TINY}')
   if problems:
@@ -346,6 +369,18 @@ def _ignored(
       'filter.without_spread=True: looks at the whole reward, gdpo at its '
       'components; must be False'
     )
+  if not algorithm.needs_values:
+    for option, default in base.get_config().critic.items():
+      if config.critic[option] != default:
+        yield (
+          f'critic.{option}={config.critic[option]}: {name} has no critic; '
+          f'must be {default}'
+        )
+  yield from _of_task(config)
+
+
+def _of_task(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Finds what the environment, or its anchors, cannot do."""
   if config.env.get('reference_sampling'):
     if config.tasks.draw == 'uncertain':
       yield (
@@ -365,18 +400,11 @@ def _ignored(
       f'algorithm.anchor={anchor}: env.name={config.env.name} has no list of '
       'actions of a state; must be of observation, similarity, turn'
     )
-  if name == 'hgpo' and config.algorithm.anchor_history:
+  if config.algorithm.name == 'hgpo' and config.algorithm.anchor_history:
     yield (
       f'algorithm.anchor_history={config.algorithm.anchor_history}: hgpo '
       'looks back itself, algorithm.history; must be 0'
     )
-  if not algorithm.needs_values:
-    for option, default in base.get_config().critic.items():
-      if config.critic[option] != default:
-        yield (
-          f'critic.{option}={config.critic[option]}: {name} has no critic; '
-          f'must be {default}'
-        )
 
 
 def _collected(config: ml_collections.ConfigDict) -> Iterator[str]:
@@ -495,7 +523,9 @@ def _of_environment(config: ml_collections.ConfigDict, text: str) -> str:
   return f'env.{field}={config.env[field]}: {text}'
 
 
-def _missing_model(config: ml_collections.ConfigDict) -> Iterator[str]:
+def _missing_model(
+  config: ml_collections.ConfigDict, trains: bool
+) -> Iterator[str]:
   if not config.model.path:
     yield (
       'model.path=None: no weights; set --config.model.path to a Hugging Face '
@@ -537,21 +567,23 @@ def _missing_model(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'rollout.max_prompt_tokens={limit}: the chat template alone takes '
       f'{template} tokens; must be larger'
     )
-  yield from _too_small(config, models.num_parameters(model))
+  yield from _too_small(config, models.num_parameters(model), trains)
 
 
 def _too_small(
-  config: ml_collections.ConfigDict, num_parameters: int
+  config: ml_collections.ConfigDict, num_parameters: int, trains: bool
 ) -> Iterator[str]:
   # An accelerator's memory is known only once it runs; jax names it then.
   if _has_accelerator():
     return
   each, what = BYTES_PER_PARAMETER, 'full training'
-  if config.lora.rank:
+  if not trains:
+    each, what = _SAMPLING_BYTES_PER_PARAMETER, 'sampling'
+  elif config.lora.rank:
     each, what = FROZEN_BYTES_PER_PARAMETER, 'training adapters'
   elif config.optimizer.mu_dtype == 'bfloat16':
     each -= 2
-  if config.algorithm.name == 'ppo':
+  if trains and config.algorithm.name == 'ppo':
     # The critic: parameters, moments, gradients.
     each, what = each + 16, f'{what}, with a critic,'
   needed = num_parameters * each
@@ -572,12 +604,9 @@ def _has_accelerator() -> bool:
 
 def save(config: ml_collections.ConfigDict, workdir: str) -> None:
   """Stores the config in a work directory."""
-  path = pathlib.Path(workdir) / _STORED
   now = json.loads(config.to_json_best_effort())
-  # Written beside and renamed: a kill here must not leave half a file.
-  beside = path.with_suffix('.tmp')
-  beside.write_text(json.dumps(now, indent=2, sort_keys=True) + '\n')
-  os.replace(beside, path)
+  text = json.dumps(now, indent=2, sort_keys=True)
+  files.put(pathlib.Path(workdir) / _STORED, text + '\n')
 
 
 def check_workdir(workdir: str) -> None:
@@ -626,17 +655,14 @@ def check_resume(
       f'--workdir={workdir}: its {_STORED} cannot be read ({error}); give '
       'another --workdir, or --allow_config_change to go on with this config'
     ) from error
+  # Running longer, or looking more often, is no other experiment.
+  free = {'checkpoint.keep', 'episodes.every', 'metrics.wandb'}
+  if now['num_iterations'] >= then.get('num_iterations', 0):
+    free.add('num_iterations')
   changed = [
     f'{name}={new} (was {old})'
     for name, (old, new) in _differences(then, now)
-    # Running longer, or looking more often, is no other experiment.
-    if name
-    not in (
-      'num_iterations',
-      'checkpoint.keep',
-      'episodes.every',
-      'metrics.wandb',
-    )
+    if name not in free
   ]
   if changed:
     raise ValueError(

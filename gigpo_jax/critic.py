@@ -67,6 +67,10 @@ class Critic:
     kept = {name: x for name, x in params.items() if name != 'unembed'}
     return self._learner.init(kept | {'value': zeros})
 
+  def describe(self) -> learner.TrainState:
+    """Returns shapes, types and shardings of a state."""
+    return self._learner.describe()[0]
+
   def warm_up(self, state: learner.TrainState) -> learner.TrainState:
     """Compiles every program; returns the state as it was."""
     return self._learner.warm_up(state)

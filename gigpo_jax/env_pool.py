@@ -190,7 +190,8 @@ class EnvPool:
     self._host = worker.Host(name, kwargs)
     self._context = multiprocessing.get_context('spawn')
     self._selector = selectors.DefaultSelector()
-    self._leaving: list[multiprocessing.Process] = []
+    # Processes that were let go, and when.
+    self._leaving: list[tuple[multiprocessing.Process, float]] = []
     # None: its process could not start; the next call tries again.
     self._workers: list[_Worker | None] = []
     self._start_error = ''
@@ -279,9 +280,8 @@ class EnvPool:
       if w:
         self._dismiss(w)
     self._workers = []
-    end = time.monotonic() + _CLOSE_TIMEOUT_SECS
-    for process in self._leaving:
-      process.join(max(0.0, end - time.monotonic()))
+    for process, since in self._leaving:
+      process.join(max(0.0, since + _CLOSE_TIMEOUT_SECS - time.monotonic()))
       _end(process)
     self._leaving = []
     self._selector.close()
@@ -337,7 +337,7 @@ class EnvPool:
     self._selector.unregister(w.pipe)
     self._selector.unregister(w.process.sentinel)
     w.pipe.close()
-    self._leaving.append(w.process)
+    self._leaving.append((w.process, time.monotonic()))
 
   def _recycle(self, env: int) -> None:
     """Replaces the worker if it has served its time and is idle."""
@@ -348,9 +348,20 @@ class EnvPool:
     if not w or w.sent or any(self._place(e) == place for e in self._running):
       return
     if self._worn_out(w):
+      self._reap()
       self._dismiss(w)
       self._workers[place] = self._start()
       self.recycled += 1
+
+  def _reap(self) -> None:
+    """Frees what is kept for processes that have left, or had time to."""
+    longest_ago = time.monotonic() - _CLOSE_TIMEOUT_SECS
+    leaving, self._leaving = self._leaving, []
+    for process, since in leaving:
+      if process.is_alive() and since > longest_ago:
+        self._leaving.append((process, since))
+      else:
+        _end(process)
 
   def _worn_out(self, w: _Worker) -> bool:
     if self._max_resets is not None and w.resets >= self._max_resets:
@@ -373,7 +384,7 @@ class EnvPool:
         guilty = call.env
     lost = {env for env in self._running if self._place(env) == place}
     self._dismiss(w)
-    self._leaving.remove(w.process)
+    self._leaving.pop()
     _end(w.process)
     if w.starting:
       # Again at once would be for ever.

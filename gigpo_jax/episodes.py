@@ -9,11 +9,8 @@ A file holds an iteration; it and the files that list it are written beside
 and renamed, so that a set can be read while it grows and after any kill.
 """
 
-import contextlib
 import dataclasses
-import errno
 import math
-import os
 import pathlib
 import shutil
 import time
@@ -24,6 +21,8 @@ import numpy as np
 import tensorflow_datasets as tfds
 from array_record.python import array_record_module
 from tensorflow_datasets.proto import tf_example_pb2, tf_feature_pb2
+
+from gigpo_jax import files
 
 # For their types alone: the viewer starts without jax.
 if TYPE_CHECKING:
@@ -292,7 +291,7 @@ class Log:
       if there.fingerprint == text.fingerprint:
         self._shards = [s for s in there.shards if s[0] < first_iteration]
     self._directory.mkdir(parents=True, exist_ok=True)
-    with _written(self._directory):
+    with files.written(self._directory):
       text.save(str(self._directory / 'tokenizer'))
     self._list_shards()
     listed = {self._path(n).name for n in range(len(self._shards))}
@@ -333,14 +332,14 @@ class Log:
     """Adds the records of an iteration."""
     path = self._path(len(self._shards))
     beside = path.with_name(path.name + '.tmp')
-    with _written(path):
+    with files.written(path):
       writer = array_record_module.ArrayRecordWriter(
         str(beside), 'group_size:1'
       )
       for found in records:
         writer.write(encode(found))
       writer.close()
-    _settle(beside, path)
+    files.settle(beside, path)
     self._shards.append((iteration, len(records)))
     self._list_shards()
 
@@ -388,7 +387,7 @@ class Log:
     info.write_to_directory(str(beside))
     # The list of iterations may be longer than that of files, for a moment.
     for name in ('features.json', 'metadata.json', INFO):
-      _settle(beside / name, self._directory / name)
+      files.settle(beside / name, self._directory / name)
     beside.rmdir()
 
 
@@ -404,24 +403,6 @@ def _features() -> tfds.features.FeaturesDict:
     {name: feature(kind) for name, kind in _EPISODE.items()}
     | {'steps': tfds.features.Dataset(steps)}
   )
-
-
-@contextlib.contextmanager
-def _written(path: pathlib.Path) -> Iterator[None]:
-  """Makes errors of libraries that write files those of Python's."""
-  try:
-    yield
-  except OSError:
-    raise
-  except Exception as error:  # ArrayRecord and tokenizers have none of their own.
-    raise OSError(errno.EIO, ' '.join(str(error).split()), str(path)) from error
-
-
-def _settle(beside: pathlib.Path, path: pathlib.Path) -> None:
-  """Puts a file that is written in its place, whole."""
-  with beside.open('rb') as file:
-    os.fsync(file.fileno())
-  os.replace(beside, path)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -268,12 +268,13 @@ def main(
   named += [('model', m) for m in models]
   named = named or [('model', config.model.path)]
   for kind, path in named:
-    if kind == 'checkpoint' and not pathlib.Path(path, 'checkpoints').is_dir():
+    folder = pathlib.Path(path, 'checkpoints')
+    if kind == 'checkpoint' and not checkpoint.check_folder(folder):
       raise ValueError(
         f'--checkpoint={path}: no checkpoints/ there; must be the --workdir of '
         'a run'
       )
-    config_lib.validate(_with(config, kind, path))
+    config_lib.validate(_with(config, kind, path), trains=kind == 'checkpoint')
   config_lib.check_workdir(workdir)
   hosts.join()
   found = {}
@@ -291,7 +292,15 @@ def main(
       f'[{100 * c.low:+.1f}, {100 * c.high:+.1f}], better on {c.better} and '
       f'worse on {c.worse} tasks, p = {c.p:.2g}'
     )
-  folder = pathlib.Path(workdir)
+  with experiment.disk(workdir):
+    _write(pathlib.Path(workdir), found, compared)
+
+
+def _write(
+  folder: pathlib.Path,
+  found: dict[str, list[trajectory.Trajectory]],
+  compared: dict[str, Comparison],
+) -> None:
   folder.mkdir(parents=True, exist_ok=True)
   told = {
     'policies': {

@@ -247,7 +247,10 @@ def disk(workdir: str) -> Iterator[None]:
   try:
     yield
   except OSError as error:
-    if error.errno not in _DISK:
+    # Of another file, such as one of the model, it is another mistake.
+    file = pathlib.Path(error.filename or workdir).resolve()
+    inside = file.is_relative_to(pathlib.Path(workdir).resolve())
+    if error.errno not in _DISK or not inside:
       raise
     raise hosts.Stopped(
       f'{workdir}: cannot be written ({error}); what is saved is intact: make '

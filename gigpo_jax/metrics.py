@@ -14,7 +14,7 @@ import numpy as np
 from tensorboardX import event_file_writer, summary
 from tensorboardX.proto import event_pb2
 
-from gigpo_jax import trajectory
+from gigpo_jax import files, trajectory
 
 _FILE = 'metrics.jsonl'
 
@@ -174,13 +174,7 @@ class Writer:
       for line in read(workdir)
       if line['iteration'] < first_iteration
     ]
-    # Written beside and renamed: a kill here must not lose the file.
-    beside = self._path.with_suffix('.tmp')
-    with beside.open('w', encoding='utf-8') as file:
-      file.writelines(line + '\n' for line in kept)
-      file.flush()
-      os.fsync(file.fileno())
-    os.replace(beside, self._path)
+    files.put(self._path, ''.join(line + '\n' for line in kept))
     self._file = self._path.open('a', encoding='utf-8')
     self._board = _Board(
       pathlib.Path(workdir) / 'tensorboard', purge_step=first_iteration

@@ -1,10 +1,11 @@
 """SIGTERM: a machine is about to be taken away, or somebody wants it back.
 
-A run that is told so has a time of grace. It ends at the end of the iteration
-under way, if that comes in the first half of the time; otherwise `Leave` is
-raised wherever the run is, so that it can save what it had at the end of the
-iteration before. When the time is over the process is gone, with what was
-saved until then.
+A run that is told so has a time of grace. It ends at the end of the rollout or
+of the update under way, if that comes in the first half of the time; otherwise
+`Leave` is raised wherever the run is, so that it can save what it had at the
+end of the iteration before. An update, which uses up what it begins with, is
+not interrupted. When the time is over the process is gone, with what was saved
+until then.
 """
 
 import contextlib
@@ -12,10 +13,13 @@ import os
 import signal
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator
 
 from gigpo_jax import hosts
+
+_AGAIN_SECS = 2.0
 
 
 class Leave(BaseException):
@@ -50,12 +54,14 @@ class Notice:
     return self
 
   def __exit__(self, *exception) -> None:
-    signal.set_wakeup_fd(self._fd_before)
-    signal.signal(signal.SIGTERM, self._handler_before)
+    self._left = True
     self._over.set()
+    signal.set_wakeup_fd(self._fd_before)
     os.close(self._writer)
+    # Until it is gone it may send signals, which end what does not handle them.
     self._thread.join()
     os.close(self._reader)
+    signal.signal(signal.SIGTERM, self._handler_before)
 
   def agreed(self) -> bool:
     """Whether any process was told to leave; all of them must call this."""
@@ -89,9 +95,13 @@ class Notice:
     self._told.set()
     if self._over.wait(self._half):
       return
-    if not hosts.several():
-      self._late = True
-      signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
-    if not self._over.wait(self._half):
-      sys.stderr.write('SIGTERM: no time left; what is saved stays\n')
-      os._exit(0)
+    self._late = not hosts.several()
+    end = time.monotonic() + self._half
+    while (left := end - time.monotonic()) > 0:
+      # Again and again: an exception in a callback of C code comes to nothing.
+      if self._late and not self._left:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+      if self._over.wait(min(left, _AGAIN_SECS)):
+        return
+    sys.stderr.write('SIGTERM: no time left; what is saved stays\n')
+    os._exit(0)

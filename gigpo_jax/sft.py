@@ -48,9 +48,25 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
   config_lib.validate(config, needs_model=not scratch)
   kept = _open(config) if config.sft.data else None
   config_lib.check_workdir(workdir)
+  if (pathlib.Path(workdir) / 'checkpoints').exists():
+    raise ValueError(
+      f'--workdir={workdir}: holds a run of launch/train.py; must be another '
+      'folder'
+    )
   hosts.join()
   pairs = [] if kept else demonstrations(config)
+  with experiment.disk(workdir):
+    _warm_start(config, workdir, pairs, kept)
+
+
+def _warm_start(
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  pairs: list[tuple[str, str]],
+  kept: 'episodes.EpisodeSet | None',
+) -> None:
   directory = pathlib.Path(workdir) / 'policy'
+  scratch = config.sft.init == 'scratch'
   if scratch:
     with config.unlocked():
       config.model.path = str(directory)
@@ -248,6 +264,7 @@ def _imitate(
     if config.sft.decay:
       config.optimizer.decay_updates = config.sft.epochs * updates
     config.learner.minibatch_rows = config.sft.minibatch_rows
+    config.loss.corridor_weight = 0.0
     widths = _widths(config)
     config.rollout.max_prompt_tokens = widths[0]
     config.rollout.max_completion_tokens = widths[1]

@@ -312,7 +312,11 @@ def draw(
     heights = np.array(
       [[_at(c, x, most) for most in places] for c in by_seed.values()]
     )
-    label = f'{name}, {len(by_seed)} seed{"s" if len(by_seed) > 1 else ""}'
+    played = np.mean([c[-1]['spent/episodes'] for c in by_seed.values()])
+    label = (
+      f'{name}, {len(by_seed)} seed{"s" if len(by_seed) > 1 else ""}, '
+      f'{played:,.0f} episodes'
+    )
     axes.plot(places, heights.mean(axis=0), color=f'C{n}', label=label)
     axes.fill_between(
       places,

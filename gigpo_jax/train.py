@@ -82,6 +82,13 @@ def train(
   config_lib.validate(config)
   config_lib.check_resume(config, workdir, allow_change=allow_config_change)
   config_lib.check_workdir(workdir)
+  checkpoint.check_folder(pathlib.Path(workdir) / 'checkpoints')
+  policy = (pathlib.Path(workdir) / 'policy').resolve()
+  if pathlib.Path(config.model.path).resolve() == policy:
+    raise ValueError(
+      f'--workdir={workdir}: its policy/ is model.path, and would be written '
+      'over at the end; must be another folder'
+    )
   with (
     preemption.Notice(grace_secs) as notice,
     contextlib.suppress(preemption.Leave),
@@ -97,16 +104,16 @@ def train(
         pathlib.Path(workdir) / 'checkpoints', keep=config.checkpoint.keep
       ) as checkpointer,
     ):
-      # Whether it is whole is known before workers start.
-      checkpointer.latest()
+      # What is wrong with one of these is known before workers start.
+      run = _Run(config, workdir, policy, checkpointer, notice)
       with experiment.make_pool(config) as pool:
-        _Run(config, workdir, policy, pool, checkpointer, notice).go()
+        run.go(experiment.make_roller(config, policy, pool))
 
 
 class _Run:
   """An experiment under way."""
 
-  def __init__(self, config, workdir, policy, pool, checkpointer, notice):
+  def __init__(self, config, workdir, policy, checkpointer, notice):
     self._config, self._workdir = config, workdir
     self._policy, self._checkpointer = policy, checkpointer
     self._notice = notice
@@ -117,7 +124,7 @@ class _Run:
     )
     self._algorithm = algorithms.make(**config_lib.algorithm_kwargs(config))
     self._filter = collection.Filter(**config.filter)
-    self._roller = experiment.make_roller(config, policy, pool)
+    self._roller: rollout.Roller
     self._learner = experiment.make_learner(
       config, policy, experiment.policy_gradient(config)
     )
@@ -126,6 +133,11 @@ class _Run:
       if self._algorithm.needs_values
       else None
     )
+    like = {'policy': self._learner.describe()[0]}
+    if self._critic:
+      like['critic'] = self._critic.describe()
+    checkpointer.check(like)
+    self._like = like
     # Of policy and critic; what the policy is held near to.
     self._states: dict[str, learner_lib.TrainState] = {}
     self._reference: dict | None = None
@@ -143,8 +155,9 @@ class _Run:
   def _params(self) -> dict:
     return self._states['policy'].params
 
-  def go(self) -> None:
+  def go(self, roller: rollout.Roller) -> None:
     """Iterates to the end, or until it has to leave."""
+    self._roller = roller
     try:
       self._go()
     except preemption.Leave:
@@ -168,11 +181,15 @@ class _Run:
       if config.evaluation.every and iteration % config.evaluation.every == 0:
         values |= self._evaluate()
       self._policy.sampler.trace = hosts.first() and iteration == first
-      values |= self._iterate(iteration)
-      values['time/iteration_secs'] = time.monotonic() - begin
-      writer.write(iteration, values)
-      hosts.say(metrics.console_line(iteration, values))
-      self._finished = iteration, dict(self._states), self._past(iteration)
+      collected, found = self._collect(iteration)
+      # The update might not be over in time, and uses up what it begins with.
+      self._leave_if_told()
+      with self._notice.hold():
+        values |= found | self._update(collected, iteration)
+        values['time/iteration_secs'] = time.monotonic() - begin
+        writer.write(iteration, values)
+        hosts.say(metrics.console_line(iteration, values))
+        self._finished = iteration, dict(self._states), self._past(iteration)
       if (iteration + 1) % config.checkpoint.every == 0 or (
         iteration == config.num_iterations - 1
       ):
@@ -205,9 +222,8 @@ class _Run:
     if self._checkpointer.latest() is None:
       self._states = states
       return 0
-    like = checkpoint.abstract(states)
     del start, states  # There is no room for two.
-    self._saved, self._states, host = self._checkpointer.restore(like)
+    self._saved, self._states, host = self._checkpointer.restore(self._like)
     self._tasks.restore(host['tasks'])
     self._spent = collection.Spent(**host['spent'])
     self._entropies = host['entropies']
@@ -235,13 +251,10 @@ class _Run:
       raise preemption.Leave
 
   def _leave(self) -> None:
-    """Saves what there was after the last iteration, if it still is."""
+    """Saves what there was after the last iteration."""
     self._notice.leave()
     if self._finished and self._finished[0] != self._saved:
-      # An update that was broken off has used up what it began with.
-      leaves = jax.tree.leaves(self._finished[1])
-      if not any(leaf.is_deleted() for leaf in leaves):
-        self._save()
+      self._save()
     self._checkpointer.wait()
     hosts.say(
       'SIGTERM: '
@@ -288,8 +301,10 @@ class _Run:
         'its data, then the same command goes on'
       )
 
-  def _iterate(self, iteration: int) -> dict[str, float]:
-    """Collects and updates; returns the metrics."""
+  def _collect(
+    self, iteration: int
+  ) -> tuple[collection.Collected, dict[str, float]]:
+    """Plays the episodes of an iteration; returns metrics, too."""
     config, sampler, begin = (
       self._config,
       self._policy.sampler,
@@ -305,9 +320,6 @@ class _Run:
       groups=config.rollout.groups,
       iteration=iteration,
     )
-    if hosts.several():
-      # They get no second notice: the update might not be over in time.
-      self._leave_if_told()
     self._check_failures(collected.played)
     values = self._roller.metrics()
     if sampler.trace:
@@ -318,22 +330,9 @@ class _Run:
       )
     # What it held is room for the update.
     sampler.release()
-    update_begin = time.monotonic()
-    self._tasks.observe(
-      (t.task, t.success) for t in collected.played if not t.failure
-    )
-    self._spent.add(collected.played)
-    self._roller.prepare(
-      self._tasks.at(self._filter.positions(iteration + 1)[0]),
-      config.rollout.episodes_per_group,
-    )
-    values |= collected.metrics | self._spent.metrics()
+    values |= collected.metrics
     values |= metrics.summarize(collected.played, prefix='train')
-    values |= self._update(collected, iteration)
-    return values | {
-      'time/rollout_secs': update_begin - begin,
-      'time/update_secs': time.monotonic() - update_begin,
-    }
+    return collected, values | {'time/rollout_secs': time.monotonic() - begin}
 
   def _play(
     self, iteration: int, tasks: list, place: int
@@ -360,6 +359,22 @@ class _Run:
   def _update(
     self, collected: collection.Collected, iteration: int
   ) -> dict[str, float]:
+    """Counts, keeps and learns from episodes; returns the metrics."""
+    begin = time.monotonic()
+    self._tasks.observe(
+      (t.task, t.success) for t in collected.played if not t.failure
+    )
+    self._spent.add(collected.played)
+    self._roller.prepare(
+      self._tasks.at(self._filter.positions(iteration + 1)[0]),
+      self._config.rollout.episodes_per_group,
+    )
+    values = self._spent.metrics() | self._learn(collected, iteration)
+    return values | {'time/update_secs': time.monotonic() - begin}
+
+  def _learn(
+    self, collected: collection.Collected, iteration: int
+  ) -> dict[str, float]:
     """Learns from episodes, and keeps them; returns the metrics."""
     config, learner = self._config, self._learner
     begin = time.monotonic()
@@ -373,7 +388,11 @@ class _Run:
     credit = self._algorithm.credit(rows, told)
     values['time/credit_secs'] = time.monotonic() - begin
     if not isinstance(self._algorithm, gigpo.Algorithm):
-      values |= gigpo.diagnose(config.algorithm.discount, rows)
+      values |= gigpo.diagnose(
+        rows,
+        discount=config.algorithm.discount,
+        invalid_penalty=config.algorithm.invalid_penalty,
+      )
     values |= credit.metrics
     if self._log:
       values |= self._log.write(iteration, collected, rows, credit)
@@ -388,7 +407,7 @@ class _Run:
         rows,
         values=told,
         targets=credit.value_targets,
-        links=self._algorithm.links(rows),
+        links=rows.completion_mask if credit.links is None else credit.links,
         iteration=iteration,
       )
       self._check_skipped(

@@ -24,14 +24,20 @@ _WORKDIR = flags.DEFINE_string(
 )
 
 
-def run(main: Callable[[ml_collections.ConfigDict, str], None]) -> None:
+def run(
+  main: Callable[[ml_collections.ConfigDict, str], None], *, ending: str = ''
+) -> None:
   """Parses the flags and calls main(config, workdir).
 
   A mistake of the user (ValueError) is printed as it is, without traceback,
   and ends the process with status 2; what stops a run (`hosts.Stopped`)
   likewise, with status 1.
+
+  Args:
+    main: the command.
+    ending: of the default work directory's name, of commands besides training.
   """
-  app.run(lambda _: _call(main), flags_parser=_parse)
+  app.run(lambda _: _call(main, ending), flags_parser=_parse)
 
 
 def _parse(argv: list[str]) -> list[str]:
@@ -89,10 +95,12 @@ def _try_config(argv: list[str]) -> None:
         ) from error
 
 
-def _call(main: Callable[[ml_collections.ConfigDict, str], None]) -> None:
+def _call(
+  main: Callable[[ml_collections.ConfigDict, str], None], ending: str
+) -> None:
   # Checkpointing is chatty below this; what matters of it is raised.
   logging.set_verbosity(logging.FATAL)
-  workdir = _WORKDIR.value or _default_workdir()
+  workdir = _WORKDIR.value or _default_workdir() + ending
   if '://' in workdir:
     _refuse(
       f'--workdir={workdir}: buckets are not written to yet; must be a local '

@@ -10,4 +10,4 @@ if __name__ == '__main__':
   from gigpo_jax import sft
   from launch import command
 
-  command.run(sft.warm_start)
+  command.run(sft.warm_start, ending='-sft')

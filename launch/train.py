@@ -13,6 +13,7 @@ if __name__ == '__main__':
     25.0,
     'Time between SIGTERM and the end of the machine, to save and leave in.',
     lower_bound=0.0,
+    upper_bound=86_400.0,
   )
 
   # Here, because worker processes import this file again, and must not load

@@ -29,7 +29,7 @@ def golden_rows():
 def test_every_name_makes_an_algorithm(name):
   algorithm = algorithms.make(name)
   values = np.zeros((10, 1), np.float32) if algorithm.needs_values else None
-  actual, metrics, targets, _ = algorithm.credit(golden_rows(), values)
+  actual, metrics, targets, *_ = algorithm.credit(golden_rows(), values)
   assert isinstance(actual, np.ndarray)
   assert actual.shape == ((10, 1) if algorithm.needs_values else (10,))
   assert (targets is None) == (values is None)

@@ -35,6 +35,7 @@ class Case:
     prepare: fills the folder.
     script: of launch/.
     status: of the process.
+    devices: whether it is known only once they are.
   """
 
   flags: tuple[str, ...]
@@ -42,6 +43,7 @@ class Case:
   prepare: Callable[[pathlib.Path], object] = lambda folder: None
   script: str = 'train'
   status: int = 2
+  devices: bool = False
 
 
 def _field(name: str, value: object, *said: str) -> Case:
@@ -73,6 +75,10 @@ FIELDS = (
   _field('rollout.top_p', 1.5, 'at most 1'),
   _field('rollout.top_k', -1, '0 is off'),
   _field('rollout.schedule', 'sync', 'must be one of'),
+  _field('loss.dual_clip', 1.0, 'above 1'),
+  _field('critic.rate_ratio', 5.0, 'gigpo has no critic'),
+  _field('env.expert_order', 'bogus', 'must be one of'),
+  _field('env.generator.seed', -1, 'non-negative'),
   _field('rollout.weights', 'fp8', 'must be one of'),
   _field('rollout.tensor', -1, 'at least 0'),
   _field('algorithm.name', 'gippo', 'must be one of'),
@@ -95,7 +101,9 @@ FIELDS = (
   _field('lora.targets', ('q', 'w'), 'must be one or more of'),
   _field('mesh.tensor', 0, 'at least 1, or -1'),
   _field('mesh.data', -1, 'at most one axis'),
-  _field('mesh.tensor', 3, 'mesh.', 'device'),
+  dataclasses.replace(
+    _field('mesh.tensor', 3, 'mesh.', 'device'), devices=True
+  ),
   _field('model.dtype', 'float16', 'must be one of'),
   _field('model.attention', 'flash', 'must be one of'),
   _field('pool.num_workers', -1, 'at least 0'),
@@ -122,7 +130,7 @@ COMMANDS = (
   _flags('--config=configs/alfworld.py:grpo,ppo', said=('one algorithm',)),
   _flags(TINY, '--wrkdir=x', said=('wrkdir', 'workdir')),
   _flags(TINY, '--grace_secs=soon', said=('grace_secs',)),
-  _flags(TINY, '--grace_secs=-1', said=('grace_secs', 'non-negative')),
+  _flags(TINY, '--grace_secs=-1', said=('grace_secs', 'range')),
   _flags(TINY, '--workdir=gs://bucket/run', said=('--workdir', 'folder')),
   _flags(TINY, 'stray', said=('stray', '--')),
   _flags(
@@ -331,7 +339,40 @@ RUNS = (
   _run(_damaged, 'none of the checkpoints [4] is whole', 'another --workdir'),
 )
 
-CASES = (*FIELDS, *COMMANDS, *MODELS, *DATA, *SHOPS, *RUNS)
+SFT = (
+  _flags(TINY, '--config.sft.epochs=0', said=('sft.epochs',), script='sft'),
+  _flags(
+    TINY, '--config.sft.init=bogus', said=('sft.init', 'scratch'), script='sft'
+  ),
+  _flags(
+    TINY,
+    '--config.sft.learning_rate=nan',
+    said=('sft.learning_rate', 'finite'),
+    script='sft',
+  ),
+  _flags(
+    TINY,
+    '--config.sft.init=',
+    '--config.sft.data={dir}/none',
+    said=('no episodes there', '--config.episodes.every=1'),
+    script='sft',
+  ),
+  _flags(
+    TINY,
+    said=('--workdir', 'another folder'),
+    script='sft',
+    prepare=lambda folder: _damaged(folder / 'run'),
+  ),
+  _flags(
+    TINY,
+    '--checkpoint={dir}/run',
+    said=('none of the checkpoints [4] is whole',),
+    script='evaluate',
+    prepare=lambda folder: _damaged(folder / 'run'),
+  ),
+)
+
+CASES = (*FIELDS, *COMMANDS, *MODELS, *DATA, *SHOPS, *RUNS, *SFT)
 
 
 def _told(tmp_path: pathlib.Path) -> tuple[float, list[dict]]:
@@ -367,7 +408,9 @@ def _wrong(case: Case, found: dict, imports: float) -> str:
     return f'did not say {missing}, but {found["err"]}'
   if imports + found['secs'] > LIMIT_SECS:
     return f'took {imports:.1f} and {found["secs"]:.1f} seconds'
-  taken = {n: found[n] for n in ('arrays', 'children', 'addresses')}
+  taken = {n: found[n] for n in ('arrays', 'workers', 'addresses')}
+  if not case.devices:
+    taken['devices'] = found['devices']
   return f'had taken {taken}' if any(taken.values()) else ''
 
 

@@ -20,6 +20,9 @@ FAULTS = {
   'raise_at_reset': 'raised',
   'sys_exit': 'raised',
   'not_finite': 'garbage',
+  'too_large': 'garbage',
+  'no_answer': 'garbage',
+  'nameless': 'garbage',
   'no_text': 'garbage',
   'no_record': 'garbage',
   'done_and_on': 'garbage',
@@ -90,6 +93,9 @@ class Env(toy.Env):
       action()
     changes = {
       'not_finite': {'reward': float('nan')},
+      'too_large': {'reward': 1e39},
+      'no_answer': {'success': None},
+      'nameless': {'metrics': {None: 1.0}},
       'no_text': {'action': '\udcff'},
       'done_and_on': {'done': not result.done},
       'nothing_next': {'observation': None, 'done': False},

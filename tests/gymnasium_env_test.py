@@ -140,6 +140,11 @@ def test_success_by_return():
     way[1:1] = ['left'] * detour
     results = [env.step(_say(action)) for action in way]
     assert results[-1].done and results[-1].success == success
+  # Nothing done has a sum of 0, which is no success.
+  env = envs.make('gymnasium', max_steps=5, **cliff)
+  env.reset(TASK)
+  results = [env.step('nothing') for _ in range(5)]
+  assert results[-1].done and not results[-1].success
 
 
 def test_its_own_text_and_its_state_as_the_anchor():

@@ -147,6 +147,7 @@ GOLDEN = {
   'ratio/clipped_dual': 0.0,
   'ratio/clipped_high': 0.0,
   'ratio/clipped_low': 17 / 37,
+  'ratio/kl': 0.0656529,
   'ratio/max': 1.9552684,
   'ratio/mean': 0.9166515,
   'update/grad_norm': 0.637292,

@@ -7,6 +7,7 @@ those of a processor, for others may be busy on the machine.
 """
 
 import json
+import multiprocessing.process
 import os
 import pathlib
 import runpy
@@ -22,7 +23,6 @@ _LIMIT_SECS = 60
 
 def _child(script: str, flags: list[str], variables: dict) -> dict:
   import jax
-  import psutil
 
   os.environ.update(variables)
   sys.argv = [script, *flags]
@@ -33,6 +33,14 @@ def _child(script: str, flags: list[str], variables: dict) -> dict:
     raise OSError('no network here')
 
   socket.socket.connect = connect
+  begun: list[str] = []
+  start = multiprocessing.process.BaseProcess.start
+
+  def start_noted(self) -> None:
+    begun.append(self.name)
+    start(self)
+
+  multiprocessing.process.BaseProcess.start = start_noted
   status: object = 0
   try:
     runpy.run_path(script, run_name='__main__')
@@ -45,7 +53,7 @@ def _child(script: str, flags: list[str], variables: dict) -> dict:
     'status': status,
     'devices': taken,
     'arrays': len(jax.live_arrays()) if taken else 0,
-    'children': len(psutil.Process().children(recursive=True)),
+    'workers': begun,
     'addresses': addresses,
   }
 

@@ -68,28 +68,29 @@ def test_answers_are_compared_as_in_squad(answer, right):
 
 
 @pytest.mark.parametrize(
-  ('response', 'name', 'words'),
+  ('response', 'name', 'words', 'valid'),
   [
-    (_say('search', ' A Cat '), 'search', 'A Cat'),
-    (_say('answer', 'x\ny'), 'answer', 'x\ny'),
-    ('<think>or <answer>?</think><search>a</search> end', 'search', 'a'),
-    ('<think>so</think><SEARCH>a</SEARCH>', 'search', 'a'),
-    ('<search>a</search>', '', ''),
-    (_say('search', ' '), '', ''),
-    (_say('search', 'a') + '<answer>b</answer>', '', ''),
-    (_say('search', 'a') + '<search>b</search>', '', ''),
-    ('<think>so</think><search>a</answer>', '', ''),
-    ('<think>so</think><answer>a', '', ''),
-    ('', '', ''),
+    (_say('search', ' A Cat '), 'search', 'A Cat', True),
+    (_say('answer', 'x\ny'), 'answer', 'x\ny', True),
+    ('<think>or <answer>?</think><search>a</search> end', 'search', 'a', True),
+    ('<think>so</think><SEARCH>a</SEARCH>', 'search', 'a', True),
+    ('<search>a</search><think>so</think>', 'search', 'a', True),
+    ('<search>a</search>', 'search', 'a', False),
+    (_say('search', ' '), '', '', False),
+    (_say('answer', 'b') + '<search>a</search>', 'search', 'a', False),
+    (_say('search', 'a') + '<search>b</search>', 'search', 'a', False),
+    ('<think>so</think><search>a</answer>', '', '', False),
+    ('<think>so</think><answer>a', '', '', False),
+    ('', '', '', False),
   ],
 )
-def test_what_a_response_asks_for(response, name, words):
-  assert search_env.project(response) == (name, words)
+def test_what_a_response_asks_for(response, name, words, valid):
+  assert search_env.project(response) == (name, words, valid)
 
 
 def test_thoughts_can_be_left_out():
-  response = '<search>a</search>'
-  assert search_env.project(response, require_think=False) == ('search', 'a')
+  found = search_env.project('<search>a</search>', require_think=False)
+  assert found == ('search', 'a', True)
 
 
 def test_scores_are_bm25(folder):
@@ -208,7 +209,7 @@ def test_a_wrong_answer_and_the_last_step_end_without_reward(folder):
 def test_an_invalid_response_takes_a_turn_and_shows_nothing_new(folder):
   env = search_env.Env(data_dir=str(folder))
   first = env.reset(base.Task('train', 0))
-  result = env.step('<search>cat</search>')
+  result = env.step('<think>so</think><search>cat')
   assert not result.valid and result.reward == 0 and not result.done
   assert result.observation.anchor == first.anchor
   assert 'taken 1 of 4 step(s)' in result.observation.prompt

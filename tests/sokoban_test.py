@@ -163,11 +163,11 @@ def test_levels_are_a_function_of_split_index_and_seed():
   'response',
   ['up', '<action>up</action>', _say('jump'), '<think>x</think><action>up'],
 )
-def test_an_invalid_response_changes_nothing_and_costs_nothing(response):
+def test_an_invalid_response_changes_nothing_and_costs_a_step(response):
   env = sokoban.Env()
   board = env.reset(TASK).text
   result = env.step(response)
-  assert not result.valid and result.reward == 0
+  assert not result.valid and result.reward == sokoban.STEP_REWARD
   assert result.observation.text == board
 
 

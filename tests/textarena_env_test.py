@@ -43,8 +43,11 @@ def test_anchors_are_boards():
   )
   assert first.anchor == back.anchor != there.anchor
   wrong = env.step(_say('[b c]')).observation
-  assert 'invalid move' in wrong.text and wrong.anchor == back.anchor
-  assert wrong.text.endswith(back.anchor)
+  # Another one would end the game: it is another state.
+  assert 'invalid move' in wrong.text and wrong.text.endswith(back.anchor)
+  assert wrong.anchor.startswith(back.anchor) and wrong.anchor != back.anchor
+  lost = env.step(_say('[b c]'))
+  assert lost.done and lost.final_anchor not in (wrong.anchor, back.anchor)
 
 
 def test_a_game_lost_by_wrong_moves():
@@ -70,6 +73,25 @@ def test_games_without_a_board_are_where_they_were_told():
   results = [env.step(_say(str(n))) for n in (1, 1, 20)]
   anchors = [r.observation.anchor for r in results if not r.done]
   assert len(set(anchors)) == len(anchors) > 1
+  # Another way to the same words is another state.
+  env.reset(TASK)
+  assert env.step(_say('2')).observation.anchor != anchors[0]
+
+
+def test_what_of_the_words_is_the_board():
+  env = envs.make('textarena', id='LightsOut-v0', board=r'(?:[01O.X] ?){3,}.*')
+  first = env.reset(TASK)
+  results = [env.step(_say('1 1')) for _ in range(2)]
+  assert results[0].observation.anchor != first.anchor
+  with pytest.raises(ValueError, match=r'env.board=\(: '):
+    envs.make('textarena', id='LightsOut-v0', board='(')
+
+
+@pytest.mark.parametrize('name', ['Countdown-v0', 'Cryptarithm-v0'])
+def test_games_that_mix_up_their_messages_are_played(name):
+  env = envs.make('textarena', id=name)
+  env.reset(TASK)
+  assert env.step(_say('1')).action == '1'
 
 
 @pytest.mark.parametrize('name', ['FrozenLake-v0', '2048-v0-easy'])

@@ -89,7 +89,20 @@ def test_anchors_are_states_whatever_was_said(env):
   assert env.step(steps[0][1]).observation.anchor != first.anchor
 
 
-def test_nonsense_gets_the_games_answer(env):
+def test_the_interpreter_is_out_of_reach(env, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  before = env.reset(TASK)
+  for command in ('save', 'script', 'quit', 'restart', 'look. restart'):
+    result = env.step(_say(command))
+    assert result.observation.anchor == before.anchor
+    assert 'cannot be done' in result.observation.text
+  assert env.step(_say('look')).metrics['inadmissible_action_rate'] == 0
+  env.reset(TASK)
+  assert env.step(_say('restore')).observation.anchor == before.anchor
+  assert not list(tmp_path.iterdir())
+
+
+def test_nonsense_gets_an_answer(env):
   before = env.reset(TASK).anchor
   for response in (_say('fly away'), 'fly away', _say('a\nb'), _say(' ')):
     result = env.step(response)

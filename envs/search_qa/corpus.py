@@ -10,7 +10,6 @@ like the corpus itself, so that processes share both however large they are.
 import dataclasses
 import functools
 import json
-import os
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +20,7 @@ from envs import cache
 
 CORPUS = 'corpus.jsonl'
 _FORMAT = 1  # of the index; raised when it changes
+_MAX_TIES = 50_000  # passages, equally good, that are looked through
 _HEAP_BYTES = 256_000_000  # of the index while it is made
 
 
@@ -63,7 +63,7 @@ class Corpus:
   def __init__(self, path: pathlib.Path):
     tantivy = _tantivy()
     folder = cache.ensure(
-      cache.place('search', _FORMAT, _stamp(path)),
+      cache.place('search', _FORMAT, tantivy.__version__, _stamp(path)),
       functools.partial(_write_index, path),
     )
     self._path = path
@@ -89,17 +89,20 @@ class Corpus:
       )
       for term in self._analyzer.analyze(query)
     ]
-    found = self._searcher.search(
-      tantivy.Query.boolean_query(
-        [(tantivy.Occur.Should, term) for term in terms]
-      ),
-      k,
+    wanted = tantivy.Query.boolean_query(
+      [(tantivy.Occur.Should, term) for term in terms]
     )
+    hits, limit = self._searcher.search(wanted, k).hits, k
+    # Until the last that is as good as the k-th is there: in which order equal
+    # ones come depends on how the index was written.
+    while len(hits) == limit < _MAX_TIES and hits[-1][0] == hits[k - 1][0]:
+      limit *= 4
+      hits = self._searcher.search(wanted, limit).hits
     ranked = sorted(
       (-score, self._searcher.doc(address)['number'][0])
-      for score, address in found.hits
+      for score, address in hits
     )
-    return [self[number] for _, number in ranked]
+    return [self[number] for _, number in ranked[:k]]
 
 
 @functools.lru_cache(maxsize=4)
@@ -200,6 +203,8 @@ def _write_index(path: pathlib.Path, folder: pathlib.Path) -> None:
     text = f'{passage.title}\n{passage.text}'
     writer.add_document(tantivy.Document(text=text, number=number))
     offsets.append(offsets[-1] + len(line))
+  if len(offsets) == 1:
+    raise ValueError(f'env.data_dir={path.parent}: {path.name} is empty')
   writer.commit()
   writer.wait_merging_threads()
   np.save(folder / 'offsets.npy', np.array(offsets))
@@ -254,8 +259,3 @@ def _question(path: pathlib.Path, number: int, line: bytes) -> Question:
     kind=str(record.get('data_source', 'all')),
     titles=tuple(titles or ()),
   )
-
-
-def resolve(data_dir: str) -> pathlib.Path:
-  """Returns the folder that a name stands for."""
-  return pathlib.Path(os.path.expanduser(data_dir))

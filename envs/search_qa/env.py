@@ -54,21 +54,27 @@ def is_right(answer: str, answers: Sequence[str]) -> bool:
   return normalize(answer) in map(normalize, answers)
 
 
-def project(response: str, *, require_think: bool = True) -> tuple[str, str]:
-  """Returns ('search' or 'answer', words), or ('', '') for an invalid response.
+def project(
+  response: str, *, require_think: bool = True
+) -> tuple[str, str, bool]:
+  """Returns ('search' or 'answer', words, valid); ('', '', False) for neither.
 
-  Valid is one opening tag with its closing one and words in between, after a
-  thought if one is required.
+  What is done is the first search, or else the first answer, as in the paper's
+  code. Valid is one opening tag alone, and a thought if one is required.
+
+  # Differs from the paper: its code asks for no thought; and a thought may
+  speak of the tags here.
   """
   thought = _THOUGHT.search(response)
-  if require_think and not thought:
-    return '', ''
-  # A thought may speak of the tags.
-  rest = response[thought.end() :] if thought else response
-  found = _TAGGED.search(rest)
-  if not found or len(_OPENING.findall(rest)) > 1 or not found[2].strip():
-    return '', ''
-  return found[1].lower(), found[2].strip()
+  rest = _THOUGHT.sub('', response, count=1)
+  told = [
+    (name.lower(), words.strip()) for name, words in _TAGGED.findall(rest)
+  ]
+  told = sorted((t for t in told if t[1]), key=lambda t: t[0] != 'search')
+  if not told:
+    return '', '', False
+  alone = len(_OPENING.findall(rest)) == 1
+  return *told[0], alone and bool(thought or not require_think)
 
 
 @functools.lru_cache(maxsize=4)
@@ -87,8 +93,11 @@ def _folder(
   """Returns where the files are; makes them where none are given."""
   del others
   if data_dir:
-    return corpus.resolve(data_dir)
-  madeup.check_options(**(generator or {}))
+    return pathlib.Path(data_dir).expanduser()
+  try:
+    madeup.check_options(**(generator or {}))
+  except TypeError as error:
+    raise ValueError(f'env.generator={generator}: {error}') from error
   return _made_up(json.dumps(generator or {}, sort_keys=True))
 
 
@@ -181,7 +190,7 @@ class Env:
 
   def step(self, response: str) -> base.StepResult:
     """Searches or answers; an invalid response does neither."""
-    name, words = project(response, require_think=self._require_think)
+    name, words, valid = project(response, require_think=self._require_think)
     self._step += 1
     success = name == 'answer' and is_right(words, self._question.answers)
     done = name == 'answer' or self._step >= self._max_steps
@@ -193,7 +202,7 @@ class Env:
       observation=None if done else self._observe(),
       final_anchor=end if done else None,
       reward=SUCCESS_REWARD if success else 0.0,
-      valid=bool(name),
+      valid=valid,
       action=f'<{name}>{words}</{name}>' if name else '',
       success=success,
       done=done,

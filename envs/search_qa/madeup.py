@@ -64,7 +64,8 @@ def write(
 
 def check_options(*, num_people: int = 300, seed: int = 0) -> None:
   """Raises ValueError, in one line, if there is no such corpus."""
-  del seed
+  if seed < 0:
+    raise ValueError(f'env.generator.seed={seed}: must be at least 0')
   if not 20 <= num_people <= 1_000:
     raise ValueError(
       f'env.generator.num_people={num_people}: must be from 20 to 1,000'

@@ -12,7 +12,7 @@ import pathlib
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 import envs
 from gigpo_jax import advantages as advantages_lib
@@ -34,12 +34,14 @@ class Credit(NamedTuple):
     advantages: of each row, or of each of its tokens; 0 for padding.
     metrics: by name.
     value_targets: what a critic is to learn; None without one.
+    links: which places it is to learn that of; None: of all tokens.
     parts: what the advantages are made of, where they have such parts.
   """
 
   advantages: Float[np.ndarray, ' R'] | Float[np.ndarray, 'R C']
   metrics: dict[str, float]
   value_targets: Float[np.ndarray, 'R C'] | None = None
+  links: Bool[np.ndarray, 'R C'] | None = None
   parts: advantages_lib.Parts | None = None
 
 

@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Int
 from gigpo_jax import advantages, arrays, batch
 from gigpo_jax.algorithms import gigpo
 
-
 _SAME = 2.0**-18
 
 

@@ -66,9 +66,9 @@ class Algorithm:
     return advantages.combine(parts, self.step_weight)
 
 
-def diagnose(discount: float, rows: batch.Rows) -> dict[str, float]:
+def diagnose(rows: batch.Rows, **options) -> dict[str, float]:
   """Returns metrics of what GiGPO would have seen in any algorithm's rows."""
-  return Algorithm(discount=discount).credit(rows).metrics
+  return Algorithm(**options).credit(rows).metrics
 
 
 def metrics(parts: advantages.Parts, groups: np.ndarray) -> dict[str, float]:

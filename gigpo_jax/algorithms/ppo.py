@@ -50,7 +50,7 @@ class Algorithm:
         f'{", ".join(LEVELS)}'
       )
 
-  def links(self, rows: batch.Rows) -> Bool[np.ndarray, 'R C']:
+  def _links(self, rows: batch.Rows) -> Bool[np.ndarray, 'R C']:
     """Returns the places whose values count."""
     links = rows.completion_mask
     if self.gae_level == 'turn':
@@ -67,7 +67,7 @@ class Algorithm:
     """
     if values is None:
       raise ValueError('values=None: ppo compares with those of a critic')
-    mask, links = rows.completion_mask, self.links(rows)
+    mask, links = rows.completion_mask, self._links(rows)
     rewards = np.where(
       rows.valid, rows.rewards, rows.rewards - self.invalid_penalty
     )
@@ -99,6 +99,7 @@ class Algorithm:
       advantages.astype(np.float32),
       {name: float(value) for name, value in found.items()},
       targets.astype(np.float32),
+      links,
     )
 
 

@@ -25,6 +25,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from gigpo_jax import files as files_lib
 from gigpo_jax import hosts
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import lora, qwen
@@ -130,12 +131,17 @@ def read_config(
     )
   try:
     raw = json.loads(path.read_text(encoding='utf-8'))
+  except OSError as error:
+    raise ValueError(
+      f'model.path={directory}: config.json cannot be read '
+      f'({error.strerror}); must be readable'
+    ) from error
   except ValueError as error:
     raise ValueError(f'{path}: not JSON: {error}') from error
   if not isinstance(raw, dict):
     raise ValueError(f'{path}: holds no JSON object; must be a config.json')
   kind = raw.get('model_type')
-  if kind not in _FAMILIES:
+  if not isinstance(kind, str) or kind not in _FAMILIES:
     raise ValueError(
       f'model.path={directory}: model_type {kind} is not supported; known: '
       'qwen2 (Qwen2, Qwen2.5), qwen3, qwen3_moe'
@@ -153,10 +159,25 @@ def read_config(
     raise ValueError(
       f'model.path={directory}: attention_bias is not supported; must be false'
     )
+  try:
+    return _read_shape(
+      directory, raw, rope, dtype=dtype, remat=remat, **choices
+    )
+  except (AttributeError, ArithmeticError, TypeError) as error:
+    raise ValueError(
+      f'{path}: cannot be a model ({error}); must be as Hugging Face writes it'
+    ) from error
+
+
+def _read_shape(directory: str, raw: dict, rope: dict, **choices):
+  path, kind = pathlib.Path(directory) / 'config.json', raw['model_type']
   heads = raw['num_attention_heads']
   mlp = {'intermediate_size': raw['intermediate_size']}
   if kind == 'qwen3_moe':
     mlp = _experts(path, raw)
+  theta = raw.get('rope_theta') or rope.get('rope_theta', 1e4)
+  if isinstance(theta, str):
+    raise ValueError(f'{path}: rope_theta={theta}: must be a number')
   return qwen.QwenConfig(
     vocab_size=raw['vocab_size'],
     hidden_size=raw['hidden_size'],
@@ -166,14 +187,12 @@ def read_config(
     num_kv_heads=raw.get('num_key_value_heads', heads),
     head_dim=raw.get('head_dim')
     or (128 if kind == 'qwen3' else raw['hidden_size'] // heads),
-    rope_theta=float(raw.get('rope_theta') or rope.get('rope_theta', 1e4)),
+    rope_theta=float(theta),
     rms_norm_eps=raw['rms_norm_eps'],
     tie_embeddings=raw.get('tie_word_embeddings', False),
     **_FAMILIES[kind],
     yarn=_yarn(directory, rope),
     max_positions=raw.get('max_position_embeddings', 32768),
-    dtype=dtype,
-    remat=remat,
     **choices,
   )
 
@@ -182,9 +201,18 @@ def _check_sizes(path: pathlib.Path, raw: dict) -> None:
   missing = [name for name in _NEEDED if name not in raw]
   if missing:
     raise ValueError(f'{path}: lacks {", ".join(missing)}; all are needed')
-  for name in _NEEDED:
-    if not isinstance(raw[name], int | float) or raw[name] <= 0:
-      raise ValueError(f'{path}: {name}={raw[name]}: must be a number above 0')
+  whole = (*_NEEDED, 'num_key_value_heads', 'head_dim')
+  for name in (*whole, 'max_position_embeddings'):
+    value = raw.get(name)
+    if value is None and name not in _NEEDED:
+      continue
+    kinds = int | float if name == 'rms_norm_eps' else int
+    # What is not a number is not above 0, either.
+    if not isinstance(value, kinds) or not value > 0:
+      raise ValueError(
+        f'{path}: {name}={value}: must be a '
+        f'{"" if kinds is not int else "whole "}number above 0'
+      )
 
 
 def _experts(path: pathlib.Path, raw: dict) -> dict:
@@ -530,9 +558,10 @@ def save(
       tensor.name: _stored(params, tensor, dtype, adapters) for tensor in part
     }
     if ours:
-      safetensors.numpy.save_file(
-        tensors, root / file, metadata={'format': 'pt'}
-      )
+      with files_lib.written(root / file):
+        safetensors.numpy.save_file(
+          tensors, root / file, metadata={'format': 'pt'}
+        )
   if ours:
     _describe(root, config, dtype, files)
     _copy_tokenizer(tokenizer_directory, root)
@@ -569,9 +598,9 @@ def save_adapters(
     return
   root = pathlib.Path(directory)
   root.mkdir(parents=True, exist_ok=True)
-  safetensors.numpy.save_file(
-    tensors, root / 'adapter_model.safetensors', metadata={'format': 'pt'}
-  )
+  path = root / 'adapter_model.safetensors'
+  with files_lib.written(path):
+    safetensors.numpy.save_file(tensors, path, metadata={'format': 'pt'})
   base, _, revision = base.partition('@')
   content = {
     'peft_type': 'LORA',
