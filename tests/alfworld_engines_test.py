@@ -202,7 +202,10 @@ def test_same_answers_on_odd_worlds(reference, part):
 
 
 @needs_alfworld
-@pytest.mark.parametrize('part', range(10))
+@pytest.mark.parametrize(
+  'part',
+  [*range(4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 10))],
+)
 def test_same_answers_on_generated_games(reference, part):
   for index in range(part, 300, 10):
     world = houses.generate('train', index, seed=1)
@@ -238,6 +241,7 @@ def memory_mib() -> float:
 
 
 @needs_alfworld
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists('/proc/self/statm'), reason='no /proc')
 def test_memory_is_flat_over_different_games(reference):
   def play(first: int, last: int) -> float:

@@ -229,7 +229,11 @@ def test_meshes_do_not_matter(config, axes):
 @pytest.mark.parametrize('share', [False, True])
 @pytest.mark.parametrize(
   'config',
-  [CONFIG, EXPERTS, dataclasses.replace(CONFIG, num_layers=1)],
+  [
+    pytest.param(CONFIG, marks=pytest.mark.slow),
+    EXPERTS,
+    dataclasses.replace(CONFIG, num_layers=1),
+  ],
   ids=['dense', 'experts', 'one layer'],
 )
 def test_gradients_added_in_place_are_the_same(config, share):

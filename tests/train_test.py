@@ -183,7 +183,6 @@ def test_killed_and_started_again_the_run_ends_the_same(
   for moment in (
     'checkpoint:_write_manifest',
     'learner:Learner.update,learner:Learner._run@3',
-    'train:_Run._evaluate,sampler:Sampler.step@3',
     # All is saved by then.
     'checkpoint:Checkpointer.wait+',
   ):
@@ -310,11 +309,13 @@ def test_a_run_that_has_to_leave_saves_the_iteration_before(
 @pytest.mark.parametrize(
   ('moment', 'grace', 'saved'),
   [
-    ('learner:Learner.warm_up~15', 120, 'iteration 0 is'),
-    ('train:_Run._play@2,sampler:Sampler.step@3~15', 120, 'iteration 1 is'),
+    ('learner:Learner.warm_up~15', 120, 'nothing is'),
+    ('train:_Run._play@2,sampler:Sampler.step@3~15', 120, 'iteration 0 is'),
     ('learner:Learner.update@2,learner:Learner._run@2~15', 120, 'iteration 1'),
+    # Later than half of the time, and in time.
+    ('train:_Run._check_skipped@2~15:15', 24, 'iteration 1 is'),
     # Used up by then, and not in time.
-    ('train:_Run._check_skipped@2~15:60', 20, 'nothing is'),
+    ('train:_Run._check_skipped@2~15:60', 20, 'no time left'),
     ('train:_Run._evaluate@2~15:60', 20, 'iteration 2 is'),
   ],
 )
@@ -422,13 +423,14 @@ def test_a_full_disk_stops_the_run_which_then_goes_on(uninterrupted, tmp_path):
 @pytest.mark.parametrize(
   ('variant', 'flags'),
   [
-    (
+    pytest.param(
       'smoke,ppo',
       (
         '--config.critic.warmup_iterations=1',
         '--config.rollout.groups=8',
         '--config.rollout.episodes_per_group=1',
       ),
+      marks=pytest.mark.slow,
     ),
     (
       'smoke,strong',
