@@ -4,12 +4,14 @@ import dataclasses
 import json
 import math
 import os
+import struct
 import subprocess
 import sys
 import types
 
 import numpy as np
 import pytest
+from tensorboardX.proto import event_pb2
 
 from envs import base
 from gigpo_jax import metrics, trajectory
@@ -111,7 +113,26 @@ def test_resuming_leaves_every_iteration_once(tmp_path):
   lines = (tmp_path / 'metrics.jsonl').read_text().splitlines()
   assert [json.loads(line)['iteration'] for line in lines] == list(range(6))
   assert json.loads(lines[0]) == {'iteration': 0, 'bad': None, 'x': 0.0}
-  assert list((tmp_path / 'tensorboard').glob('events*'))
+  # Those before are in another file, unless it is of the same second.
+  assert _scalars(tmp_path / 'tensorboard')[-3:] == [
+    ('x', float(n), n) for n in range(3, 6)
+  ]
+
+
+def _scalars(folder) -> list[tuple[str, float, int]]:
+  """Returns what TensorBoard's files hold: name, value, iteration."""
+  found = []
+  for path in sorted(folder.glob('events*')):
+    data = path.read_bytes()
+    while data:
+      # Length and its checksum; an event and its.
+      (size,) = struct.unpack('<Q', data[:8])
+      event = event_pb2.Event.FromString(data[12 : 12 + size])
+      found += [
+        (v.tag, v.simple_value, event.step) for v in event.summary.value
+      ]
+      data = data[16 + size :]
+  return found
 
 
 def test_the_picture_is_a_png(tmp_path):

@@ -116,7 +116,7 @@ def _broken_off(
     check=False,
   )
   assert done.returncode == status, f'{moment}: {done.stdout}{done.stderr}'
-  return done.stdout
+  return done.stderr + done.stdout
 
 
 @pytest.fixture(name='uninterrupted', scope='module')
