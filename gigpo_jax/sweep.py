@@ -97,7 +97,7 @@ class Run:
     ]
 
 
-def read(path: str | pathlib.Path) -> list[Run]:
+def read(given: str | pathlib.Path) -> list[Run]:
   """Returns the runs of a file, which has a list RUNS of dictionaries.
 
   Each has name, config and seed, and maybe overrides, a dictionary.
@@ -105,8 +105,10 @@ def read(path: str | pathlib.Path) -> list[Run]:
   Raises:
     ValueError: in one line, if it has not, or two runs have one folder.
   """
-  if not pathlib.Path(path).is_file():
-    raise ValueError(f'--sweep={path}: no such file; must be one with RUNS')
+  # Those of the project are found from any folder.
+  path = next((p for p in (given, _ROOT / given) if os.path.isfile(p)), None)
+  if path is None:
+    raise ValueError(f'--sweep={given}: no such file; must be one with RUNS')
   found = runpy.run_path(str(path)).get('RUNS')
   if not found:
     raise ValueError(f'--sweep={path}: has no RUNS; must be a list of runs')

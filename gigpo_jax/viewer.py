@@ -289,14 +289,15 @@ def serve(workdir: str | pathlib.Path, host: str, port: int) -> None:
   summary(workdir)
   # By itself: werkzeug would end the process where the port is taken.
   with socket.create_server((host, port)) as listening:
+    port = listening.getsockname()[1]
     server = serving.make_server(
       host,
-      listening.getsockname()[1],
+      port,
       application(workdir, host),
       threaded=True,
       fd=listening.fileno(),
     )
-  print(f'http://{host}:{server.server_port}/', flush=True)
+  print(f'http://{host}:{port}/', flush=True)
   server.serve_forever()
 
 

@@ -24,6 +24,7 @@ def write_run(folder, curve):
   lines = [
     {
       'iteration': n,
+      'spent/episodes': steps / 10,
       'spent/env_steps': steps,
       'spent/tokens': 7 * steps,
       'eval/success_rate': rate,
@@ -58,8 +59,8 @@ def test_finished_runs_are_gathered_and_not_run_again(tmp_path):
   # At the end 40 and 80: mean 60, standard error sqrt(800 / 2) = 20. Where 100
   # steps were taken 40 and 20 + 60 * 5/6 = 70; 20 + 30 * 10/11 = 47.3.
   both = '55.0 ± 15.0 | 55.0 ± 15.0'
-  assert lines[2] == f'| a | 2 | 60.0 ± 20.0 | {both} | 40.0, 80.0 |'
-  assert lines[3] == '| b | 1 | 50.0 | 47.3 | 47.3 | 50.0 |'
+  assert lines[2] == f'| a | 2 | 11 | 60.0 ± 20.0 | {both} | 40.0, 80.0 |'
+  assert lines[3] == '| b | 1 | 11 | 50.0 | 47.3 | 47.3 | 50.0 |'
   sweep.draw(found, tmp_path / 'curves.png')
   assert (tmp_path / 'curves.png').stat().st_size > 5000
 

@@ -2,6 +2,7 @@
 
 import base64
 import gzip
+import html
 import json
 import math
 import pathlib
@@ -170,9 +171,9 @@ def test_nothing_written_by_others_is_html(workdir, tmp_path):
   client = viewer.application(workdir).test_client()
   viewer.export(workdir, tmp_path / 'run.html')
   exported = (tmp_path / 'run.html').read_text()
-  for html in (client.get('/').text, exported):
-    assert 'owned' not in html and '<img' not in html
-    assert '<title>a&lt;b&gt;run</title>' in html
+  for text in (client.get('/').text, exported):
+    assert 'owned' not in text and '<img' not in text
+    assert '<title>a&lt;b&gt;run</title>' in text
     # No address outside of this machine, but for SVG's name.
     assert set(re.findall(r'https?://[^\s\'"]+', html)) == {
       'http://www.w3.org/2000/svg'
@@ -383,6 +384,46 @@ def test_iterations_and_metrics_are_chosen(page):
   page.wait_for_url('**#iteration=2&group=0')
   page.select_option('#metric', 'train/prompt_tokens')
   assert page.input_value('#metric') == 'train/prompt_tokens'
+
+
+def test_in_a_frame_of_a_notebook(browser, workdir, tmp_path):
+  viewer.export(workdir, tmp_path / 'run.html')
+  page = browser.new_page()
+  wrong = []
+  page.on('pageerror', lambda error: wrong.append(str(error)))
+  inside = html.escape((tmp_path / 'run.html').read_text())
+  page.set_content(f'<iframe srcdoc="{inside}" width=1400 height=800></iframe>')
+  frame = page.frame_locator('iframe')
+  frame.locator('.episode').first.wait_for()
+  assert frame.locator('#groups button').count() == 2
+  page.close()
+  assert not wrong
+
+
+def test_a_page_that_is_open_goes_along_with_the_run(browser, tmp_path):
+  writer = metrics.Writer(tmp_path)
+  writer.write(0, {'train/success_rate': 0.5, 'loss/total': math.nan})
+  server = serving.make_server(
+    '127.0.0.1', 0, viewer.application(tmp_path), threaded=True
+  )
+  thread = threading.Thread(target=server.serve_forever)
+  thread.start()
+  page = browser.new_page()
+  try:
+    page.goto(f'http://127.0.0.1:{server.server_port}/')
+    page.wait_for_selector('body[data-ready]')
+    assert page.locator('#metric option').all_text_contents() == [
+      'train/success_rate'
+    ]
+    writer.write(1, {'loss/total': 2.0})
+    page.evaluate('refresh()')
+    _shows(page, '#metric option', 2)
+  finally:
+    page.close()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+    writer.close()
 
 
 def test_a_run_without_episodes_shows_its_curves(browser, tmp_path):
