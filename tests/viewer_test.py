@@ -175,7 +175,7 @@ def test_nothing_written_by_others_is_html(workdir, tmp_path):
     assert 'owned' not in text and '<img' not in text
     assert '<title>a&lt;b&gt;run</title>' in text
     # No address outside of this machine, but for SVG's name.
-    assert set(re.findall(r'https?://[^\s\'"]+', html)) == {
+    assert set(re.findall(r'https?://[^\s\'"]+', text)) == {
       'http://www.w3.org/2000/svg'
     }
   parts = dict(
