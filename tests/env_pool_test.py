@@ -409,6 +409,17 @@ def test_many_deaths_among_neighbours_cost_nobody_else():
   assert history[0][-1].success and history[1][-1].success
 
 
+def test_workers_that_are_replaced_leave_nothing_behind():
+  process, open_files = psutil.Process(), []
+  with _pool(1, 1, max_resets_per_worker=1) as pool:
+    for index in range(12):
+      _play(pool, {0: index % 4})
+      open_files.append(process.num_fds())
+    assert pool.recycled >= 10
+  # One or two may be on their way out.
+  assert max(open_files) <= open_files[0] + 6
+
+
 @pytest.mark.slow
 def test_soak_of_two_thousand_episodes():
   """Loses nothing and leaks nothing, though every twentieth goes wrong."""
