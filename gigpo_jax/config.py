@@ -531,7 +531,7 @@ def _missing_model(
       'model.path=None: no weights; set --config.model.path to a Hugging Face '
       'folder, or to a name on the hub like Qwen/Qwen2.5-1.5B-Instruct'
     )
-    yield from _too_small(config, 1_540_000_000)
+    yield from _too_small(config, 1_540_000_000, trains)
     return
   try:
     if _on_hub(config.model.path):

@@ -420,17 +420,17 @@ def test_a_full_disk_stops_the_run_which_then_goes_on(uninterrupted, tmp_path):
     subprocess.run(['umount', disk], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('variant', 'flags'),
   [
-    pytest.param(
+    (
       'smoke,ppo',
       (
         '--config.critic.warmup_iterations=1',
         '--config.rollout.groups=8',
         '--config.rollout.episodes_per_group=1',
       ),
-      marks=pytest.mark.slow,
     ),
     (
       'smoke,strong',
