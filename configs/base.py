@@ -153,10 +153,10 @@ def use_tiny_policy(config: ml_collections.ConfigDict) -> None:
 
 def use_mini(config: ml_collections.ConfigDict) -> None:
   """Cuts the tiny path to eight minutes of one core, for many runs."""
-  config.rollout.groups = 4
-  config.rollout.batch_buckets = (16, 32)
+  config.rollout.groups = 2
+  config.rollout.batch_buckets = (16,)
   # As many updates in an iteration.
-  config.learner.minibatch_rows = 128
+  config.learner.minibatch_rows = 64
   config.evaluation.num_tasks = 128
 
 

@@ -32,8 +32,8 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     _tiny(config)
   if size == 'mini':
     base.use_mini(config)
-    config.num_iterations = 60
-    config.evaluation.every = 20
+    config.num_iterations = 100
+    config.evaluation.every = 50
   if size == 'smoke':
     base.use_smoke(config)
   if size == '7b':

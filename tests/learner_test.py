@@ -102,9 +102,19 @@ SGD = optax.sgd(1.0)
 sgd = functools.partial(make_learner, optimizer=SGD)
 
 
-def test_update_is_the_gradient_of_the_loss_written_out():
+ROW_LOSS = functools.partial(LOSS, ratio_level='row')
+
+
+@pytest.mark.parametrize(
+  ('token_loss', 'of_tokens'),
+  [(LOSS, False), (ROW_LOSS, False), (LOSS, True)],
+  ids=['token', 'row', 'advantages of tokens'],
+)
+def test_update_is_the_gradient_of_the_loss_written_out(token_loss, of_tokens):
   rows = make_rows()
-  advantages = np.linspace(-1, 1, 16, dtype=np.float32)
+  advantages = np.linspace(-1, 1, 16, dtype=np.float32)[:, None]
+  if of_tokens:
+    advantages = advantages * np.arange(1, C + 1, dtype=np.float32)
   mask = jnp.asarray(rows.completion_mask)
 
   def loss(weights):
@@ -116,12 +126,12 @@ def test_update_is_the_gradient_of_the_loss_written_out():
       max_completion=C,
       temperature=1.0,
     )
-    tokens, _ = LOSS(
+    tokens, _ = token_loss(
       log_probs,
       entropies,
       jnp.asarray(rows.sampler_log_probs),
       jnp.asarray(rows.sampler_log_probs) - 0.1 * mask,
-      jnp.asarray(advantages)[:, None],
+      jnp.asarray(advantages),
       jnp.ones(mask.shape),
       mask,
       jnp.zeros(mask.shape, jnp.int32),
@@ -130,9 +140,10 @@ def test_update_is_the_gradient_of_the_loss_written_out():
 
   value, gradient = jax.value_and_grad(loss)(params())
   expected = jax.tree.map(lambda p, g: p - g, params(), gradient)
-  state, metrics = step(sgd(), rows, advantages=advantages)
-  assert_trees_close(state.params, expected, 1e-6)
-  assert metrics['loss/total'] == pytest.approx(float(value), abs=1e-6)
+  given = advantages if of_tokens else advantages[:, 0]
+  state, metrics = step(sgd(loss=token_loss), rows, advantages=given)
+  assert_trees_close(state.params, expected, 2e-6)
+  assert metrics['loss/total'] == pytest.approx(float(value), abs=2e-6)
   assert metrics['update/grad_norm'] == pytest.approx(
     float(optax.global_norm(gradient)), rel=1e-5
   )
@@ -561,6 +572,20 @@ def test_shared_prompts_change_nothing_and_save(devices):
     sgd().log_probs(expected.params, rows),
     atol=1e-5,
   )
+
+
+def test_ratios_of_rows_are_the_same_in_packs():
+  rows = rows_of_few_prompts(prompts=4)
+  expected, _ = step(sgd(loss=ROW_LOSS), rows)
+  for changes in (
+    {'share_prompts': True, 'length_buckets': (16, 32)},
+    {'microbatch_rows': 3},
+    {'devices': make_mesh(data=2, fsdp=2)},
+  ):
+    found, _ = step(sgd(loss=ROW_LOSS, **changes), rows)
+    assert_trees_close(
+      jax.device_get(found.params), jax.device_get(expected.params), 1e-6
+    )
 
 
 def test_rows_of_a_prompt_are_in_one_update():

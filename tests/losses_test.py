@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import slow_losses
 
 from gigpo_jax import losses
 
@@ -295,3 +296,83 @@ def test_the_corridor_in_the_loss():
 def test_an_unknown_level_is_refused():
   with pytest.raises(ValueError, match='ratio_level=word: .* token, row'):
     losses.policy_gradient(**arguments(), ratio_level='word')
+
+
+def random_inputs(seed, *, corridor=False):
+  rng = np.random.default_rng(seed)
+  shape = (3, 10)
+  names = ('log_probs', 'old_log_probs', 'ref_log_probs')
+  found = {name: rng.normal(-1, 0.4, shape) for name in names}
+  found |= {
+    'entropies': rng.uniform(0, 3, shape),
+    'advantages': rng.normal(0, 2, shape),
+    'importance': rng.uniform(0, 2, shape),
+  }
+  if corridor:
+    found |= {
+      'entropy_low': np.full(shape, 1.0),
+      'entropy_high': np.full(shape, 2.0),
+      'corridor': np.full(shape, 1.5),
+    }
+  found = {name: x.astype(np.float32) for name, x in found.items()}
+  return found | {
+    'mask': rng.random(shape) < 0.8,
+    'rows': np.sort(rng.integers(0, 3, shape), axis=1).astype(np.int32),
+  }
+
+
+@pytest.mark.parametrize('level', losses.RATIOS)
+@pytest.mark.parametrize(
+  'options',
+  [
+    {},
+    {'clip_epsilon': 3e-3, 'clip_epsilon_high': 4e-3},
+    {'dual_clip': 1.5, 'kl_weight': 0.0},
+    {'clip_epsilon_high': 0.5, 'entropy_weight': 0.3, 'kl_weight': 0.5},
+  ],
+  ids=str,
+)
+@pytest.mark.parametrize('corridor', [False, True])
+def test_against_a_slow_reference(level, options, corridor):
+  for seed in range(4):
+    inputs = random_inputs(seed, corridor=corridor)
+    found, _ = losses.policy_gradient(
+      **{name: jnp.asarray(x) for name, x in inputs.items()},
+      ratio_level=level,
+      **options,
+    )
+    expected = slow_losses.policy_gradient(inputs, ratio_level=level, **options)
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize('aggregation', losses.AGGREGATIONS)
+def test_aggregation_against_a_slow_reference(aggregation):
+  rng = np.random.default_rng(0)
+  for _ in range(10):
+    lengths = rng.integers(0, 9, 12)
+    sums = np.where(lengths, rng.normal(size=12), 0)
+    weights = losses.row_weights(lengths, 9, aggregation)
+    assert float(np.sum(weights * sums)) == pytest.approx(
+      slow_losses.aggregated(sums, lengths, 9, aggregation), abs=1e-6
+    )
+
+
+def test_values_against_a_slow_reference():
+  rng = np.random.default_rng(0)
+  values, before, targets = rng.normal(size=(3, 1, 40)).astype(np.float32)
+  weights = rng.uniform(0, 2, (1, 40)).astype(np.float32)
+  mask = rng.random((1, 40)) < 0.7
+  found, _ = losses.value_regression(
+    *map(jnp.asarray, (values, values, before)),
+    None,
+    jnp.asarray(targets),
+    jnp.asarray(weights),
+    jnp.asarray(mask),
+    jnp.zeros((1, 40), jnp.int32),
+    value_clip=0.5,
+  )
+  slow = slow_losses.value_regression(
+    values[0], before[0], targets[0], weights[0], 0.5
+  )
+  expected = np.where(mask[0], slow, 0)
+  np.testing.assert_allclose(found[0], expected, rtol=1e-5, atol=1e-6)
