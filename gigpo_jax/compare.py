@@ -80,7 +80,15 @@ def draw(
       axes.plot(x, y, color=color, alpha=0.35, linewidth=1)
     shared = sorted(set.intersection(*map(set, found)))
     mean = [100 * sum(f[i][_RATE] for f in found) / len(found) for i in shared]
-    label = f'{variant}, {len(found)} seed{"s" if len(found) > 1 else ""}'
+    spent = [
+      max(line.get('spent/episodes') or 0 for line in lines)
+      for v, _, lines in runs
+      if v == variant
+    ]
+    label = (
+      f'{variant}, {len(found)} seed{"s" if len(found) > 1 else ""}, '
+      f'{sum(spent) / len(spent):,.0f} episodes'
+    )
     axes.plot(shared, mean, 'o-', color=color, linewidth=2, label=label)
   axes.set(xlabel='iteration', ylabel='success, held-out tasks (%)')
   axes.set_ylim(-2, 102)
