@@ -136,6 +136,10 @@ def test_wrong_values_are_refused_in_one_line(field, value, accepted):
       {'loss.corridor_weight': 1.0, 'loss.entropy_weight': 0.0},
       'loss.corridor_weight=1.0: is a share of loss.entropy_weight',
     ),
+    (
+      {'algorithm.name': 'hgpo', 'algorithm.anchor_history': 1},
+      'algorithm.anchor_history=1: hgpo looks back itself',
+    ),
   ],
 )
 def test_what_does_not_go_together_is_refused_in_one_line(changes, message):
@@ -213,6 +217,21 @@ def test_environments_get_what_they_take():
   assert not {'data_dir', 'anchor'} & set(
     config_lib.env_kwargs(sokoban.get_config())
   )
+
+
+def test_what_an_environment_cannot_do_is_refused():
+  config = sokoban.get_config('tiny')
+  config.algorithm.anchor = 'observation_and_actions'
+  assert list(config_lib._of_task(config)) == [
+    'algorithm.anchor=observation_and_actions: env.name=sokoban has no list of '
+    'actions of a state; must be of observation, similarity, turn'
+  ]
+  # Goals in an order of their own.
+  config = webshop.get_config('tiny,reference_code')
+  assert config.env.reference_sampling
+  config.filter.without_spread, config.tasks.draw = True, 'uncertain'
+  found = [line.partition(':')[0] for line in config_lib._of_task(config)]
+  assert found == ['tasks.draw=uncertain', 'filter.without_spread=True']
 
 
 def test_a_corpus_is_asked_for():
