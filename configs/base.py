@@ -96,6 +96,8 @@ def use_reference_code(config: ml_collections.ConfigDict) -> None:
   if 'reference_sampling' in config.env:
     # Its validation goals are among those that it trains on.
     config.env.reference_sampling = True
+    # As many as it validates on.
+    config.evaluation.num_tasks = min(config.evaluation.num_tasks, 128)
 
 
 def use_strong(config: ml_collections.ConfigDict) -> None:
