@@ -52,7 +52,9 @@ def test_small_variants_run_on_this_machine(variant: str):
   config_lib.validate(alfworld.get_config(variant))
 
 
-@pytest.mark.parametrize('variant', ['tiny', 'smoke', 'tiny,grpo'])
+@pytest.mark.parametrize(
+  'variant', ['tiny', 'smoke', 'tiny,grpo', 'tiny,reference_code']
+)
 def test_small_shops_run_on_this_machine(variant: str):
   config_lib.validate(webshop.get_config(variant), needs_model=False)
 
