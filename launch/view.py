@@ -8,7 +8,7 @@ Episodes are there if the run kept them, `--config.episodes.every=1`.
 
 import sys
 
-from absl import app, flags
+from absl import app, flags, logging
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Where the run lives.')
 _EXPORT = flags.DEFINE_string(
@@ -24,6 +24,8 @@ _PORT = flags.DEFINE_integer('port', 8010, 'Port to serve at; 0: a free one.')
 def main(argv: list[str]) -> None:
   """Exports or serves; 2 is a mistake of the user."""
   del argv
+  # Libraries that read episodes are chatty below this.
+  logging.set_verbosity(logging.ERROR)
   from gigpo_jax import viewer
 
   try:
