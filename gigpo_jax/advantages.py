@@ -31,7 +31,7 @@ _SAME = 2.0**-42
 
 NORMS = ('mean_std', 'mean', 'leave_one_out')
 
-_OPTIONS = {
+OPTIONS = {
   'norm': NORMS,
   'episode_stats': ('trajectories', 'rows'),
   'penalty_scope': ('reward', 'row'),
@@ -471,8 +471,8 @@ def group_normalize(
 def check_options(**options: str) -> None:
   """Raises ValueError if an option is unknown or two do not go together."""
   for name, value in options.items():
-    if value not in _OPTIONS[name]:
-      known = ', '.join(_OPTIONS[name])
+    if value not in OPTIONS[name]:
+      known = ', '.join(OPTIONS[name])
       raise ValueError(f'{name}={value}: unknown; must be one of {known}')
   if options['penalty_scope'] == 'row' and options['episode_stats'] != 'rows':
     raise ValueError(

@@ -10,7 +10,6 @@ last. What does not agree with its manifest is named and passed over.
 import contextlib
 import hashlib
 import json
-import os
 import pathlib
 import shutil
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from gigpo_jax import hosts
+from gigpo_jax import files, hosts
 
 _MANIFEST = 'manifest.json'
 _UNFINISHED = '.orbax-checkpoint-tmp'  # in the name of a folder
@@ -86,7 +85,7 @@ def _digest(path: pathlib.Path) -> str:
 
 
 def _write_manifest(folder: pathlib.Path) -> None:
-  files = [
+  found = [
     path
     for item in _ITEMS
     for path in sorted((folder / item).rglob('*'))
@@ -94,12 +93,9 @@ def _write_manifest(folder: pathlib.Path) -> None:
   ]
   manifest = {
     str(path.relative_to(folder)): (path.stat().st_size, _digest(path))
-    for path in files
+    for path in found
   }
-  with (folder / _MANIFEST).open('w', encoding='utf-8') as file:
-    json.dump(manifest, file)
-    file.flush()
-    os.fsync(file.fileno())
+  files.put(folder / _MANIFEST, json.dumps(manifest))
 
 
 class _Unfinished(ocp.path.atomicity.AtomicRenameTemporaryPath):

@@ -18,8 +18,11 @@ from collections.abc import Iterator
 import ml_collections
 import psutil
 
+import configs
 import envs
 from configs import base
+from envs import narrator
+from envs.alfworld import expert
 from gigpo_jax import (
   advantages,
   algorithms,
@@ -33,6 +36,7 @@ from gigpo_jax import (
   tasks,
   tokenizer,
 )
+from gigpo_jax.algorithms import ppo
 from gigpo_jax.models import attention, huggingface, lora, qwen
 
 # What a work directory keeps the config in.
@@ -68,16 +72,13 @@ _OF_ALL = (
 _CHOICES = {
   'rollout.schedule': rollout.SCHEDULES,
   'rollout.weights': sampler.WEIGHTS,
-  'algorithm.norm': advantages.NORMS,
-  'algorithm.episode_stats': ('trajectories', 'rows'),
-  'algorithm.penalty_scope': ('reward', 'row'),
-  'algorithm.lone_episode': ('zero', 'raw'),
+  **{f'algorithm.{name}': known for name, known in advantages.OPTIONS.items()},
   'algorithm.anchor': anchors.KINDS,
   'env.engine': ('textworld', 'native'),
-  'env.prompt_style': ('paper', 'brief'),
-  'env.expert_order': ('random', 'likely', 'sweep'),
+  'env.prompt_style': narrator.STYLES,
+  'env.expert_order': expert.ORDERS,
   'sft.init': ('', 'scratch'),
-  'algorithm.gae_level': ('token', 'turn'),
+  'algorithm.gae_level': ppo.LEVELS,
   'loss.aggregation': losses.AGGREGATIONS,
   'loss.ratio_level': losses.RATIOS,
   'tasks.draw': tasks.DRAWS,
@@ -213,18 +214,12 @@ def model_directory(path: str) -> str:
   """
   if _on_hub(path):
     return huggingface.fetch(path)
-  return _here(path) or path
-
-
-def _here(path: str) -> str | None:
-  """Returns where a path is, from this folder or from the project's."""
-  inside = pathlib.Path(envs.__file__).parents[1] / path
-  return next((str(p) for p in (path, inside) if os.path.exists(p)), None)
+  return configs.find(path) or path
 
 
 def _on_hub(path: str | None) -> bool:
   """Whether a model can only be a name on the hub."""
-  return bool(path) and huggingface.is_hub_name(path) and not _here(path)
+  return bool(path) and huggingface.is_hub_name(path) and not configs.find(path)
 
 
 def env_kwargs(config: ml_collections.ConfigDict) -> dict:

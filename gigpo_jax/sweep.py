@@ -17,6 +17,7 @@ import ml_collections
 import numpy as np
 import tqdm
 
+import configs
 from gigpo_jax import config as config_lib
 from gigpo_jax import metrics
 
@@ -106,8 +107,8 @@ def read(given: str | pathlib.Path) -> list[Run]:
     ValueError: in one line, if it has not, or two runs have one folder.
   """
   # Those of the project are found from any folder.
-  path = next((p for p in (given, _ROOT / given) if os.path.isfile(p)), None)
-  if path is None:
+  path = configs.find(str(given))
+  if path is None or not os.path.isfile(path):
     raise ValueError(f'--sweep={given}: no such file; must be one with RUNS')
   found = runpy.run_path(str(path)).get('RUNS')
   if not found:

@@ -215,11 +215,11 @@ class _Run:
       self._config, self._policy, start
     )
     states = {'policy': self._learner.init(start)}
-    if self._critic:
-      # The one before is taken over.
-      states['critic'] = self._critic.init(self._policy.load())
     self._policy.sampler.base = self._learner.base
     if self._checkpointer.latest() is None:
+      if self._critic:
+        # The one before is taken over.
+        states['critic'] = self._critic.init(self._policy.load())
       self._states = states
       return 0
     del start, states  # There is no room for two.

@@ -67,10 +67,9 @@ def _installed(argument: str) -> str:
   """Returns a flag whose config file is found from any folder."""
   name, _, value = argument.partition('=')
   path, colon, variant = value.partition(':')
-  inside = pathlib.Path(configs.__file__).parents[1] / path
-  if name != '--config' or pathlib.Path(path).is_file() or not inside.is_file():
+  if name != '--config' or not path.endswith('.py'):
     return argument
-  return f'{name}={inside}{colon}{variant}'
+  return f'{name}={configs.find(path) or path}{colon}{variant}'
 
 
 def _try_config(argv: list[str]) -> None:

@@ -9,15 +9,13 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 
 import jax
+import programs
 import pytest
+from programs import PROJECT
 
-import gigpo_jax
-
-PROJECT = pathlib.Path(gigpo_jax.__file__).parents[1]
 BLOCK = re.compile(
   r'^```(\w+)(?: title="([\w.]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL
 )
@@ -30,24 +28,13 @@ PAGES = {
 
 
 def _run(command: list[str], folder: pathlib.Path, **variables: str) -> str:
-  done = subprocess.run(
-    command,
-    cwd=folder,
-    env=os.environ
-    | {
-      'PATH': f'{pathlib.Path(sys.executable).parent}:{os.environ["PATH"]}',
-      'PYTHONPATH': str(PROJECT),
-      'PYTHONWARNINGS': 'ignore',
-      'JAX_COMPILATION_CACHE_DIR': jax.config.jax_compilation_cache_dir,
-    }
-    | variables,
-    capture_output=True,
-    text=True,
-    timeout=400,
-    check=False,
-  )
-  assert done.returncode == 0, done.stdout + done.stderr
-  return done.stdout
+  ours = {
+    'PATH': f'{pathlib.Path(sys.executable).parent}:{os.environ["PATH"]}',
+    'PYTHONPATH': str(PROJECT),
+    'PYTHONWARNINGS': 'ignore',
+    'JAX_COMPILATION_CACHE_DIR': jax.config.jax_compilation_cache_dir,
+  }
+  return programs.run(command, folder, **ours | variables)
 
 
 @pytest.mark.slow

@@ -1,28 +1,14 @@
 """The whole path on each environment: a warm start from nothing, then GiGPO."""
 
 import json
-import pathlib
-import subprocess
 import sys
 
+import programs
 import pytest
-
-from gigpo_jax import train
-
-PROJECT = pathlib.Path(train.__file__).parents[1]
 
 
 def _run(script: str, *flags: str) -> str:
-  done = subprocess.run(
-    [sys.executable, f'launch/{script}.py', *flags],
-    cwd=PROJECT,
-    capture_output=True,
-    text=True,
-    timeout=400,
-    check=False,
-  )
-  assert done.returncode == 0, done.stdout + done.stderr
-  return done.stdout
+  return programs.run([sys.executable, f'launch/{script}.py', *flags])
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import time
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import programs
 import pytest
 import safetensors.numpy
 
@@ -44,19 +45,6 @@ def _small(workdir: pathlib.Path, *flags: str, variant: str = 'smoke'):
     *SMALL,
     *flags,
   )
-
-
-def _run(command: list[str], timeout: float = 400) -> str:
-  done = subprocess.run(
-    command,
-    cwd=PROJECT,
-    capture_output=True,
-    text=True,
-    timeout=timeout,
-    check=False,
-  )
-  assert done.returncode == 0, done.stdout + done.stderr
-  return done.stdout
 
 
 def _lines(workdir: pathlib.Path) -> list[dict]:
@@ -122,7 +110,7 @@ def _broken_off(
 @pytest.fixture(name='uninterrupted', scope='module')
 def fixture_uninterrupted(tmp_path_factory):
   workdir = tmp_path_factory.mktemp('uninterrupted')
-  return workdir, _run(_small(workdir))
+  return workdir, programs.run(_small(workdir))
 
 
 def test_a_run_leaves_what_the_readme_says(uninterrupted):
@@ -190,7 +178,7 @@ def test_killed_and_started_again_the_run_ends_the_same(
   # And what was written last is lost.
   newest = _newest(tmp_path)
   (newest / 'host' / 'metadata').write_text('torn')
-  printed = _run(_small(tmp_path))
+  printed = programs.run(_small(tmp_path))
   assert newest.name == '2'
   assert f'{newest}: damaged, passed over: host/metadata has' in printed
   assert f'resuming {tmp_path} after iteration 1' in printed
@@ -220,7 +208,7 @@ def test_episodes_hold_what_the_metrics_say(uninterrupted):
 def test_successful_episodes_are_trained_on(uninterrupted, tmp_path):
   """Rejection-sampling fine-tuning, as the README has it."""
   workdir, _ = uninterrupted
-  _run(
+  programs.run(
     _command(
       'sft',
       *_small(tmp_path)[2:],
@@ -279,10 +267,10 @@ def test_killed_at_any_moment_the_run_ends_the_same(tmp_path):
     '--config.checkpoint.every=2',
   )
   whole, parts = tmp_path / 'whole', tmp_path / 'parts'
-  _run(_small(whole, *flags))
+  programs.run(_small(whole, *flags))
   for moment in MOMENTS:
     _broken_off(moment, _small(parts, *flags))
-  _run(_small(parts, *flags))
+  programs.run(_small(parts, *flags))
   _assert_ends_the_same(parts, whole)
 
 
@@ -301,7 +289,7 @@ def test_a_run_that_has_to_leave_saves_the_iteration_before(
     'SIGTERM: iteration 0 is saved; the same command goes on\n'
   )
   assert len(_lines(tmp_path)) == 1
-  assert 'after iteration 0' in _run(_small(tmp_path, *flags))
+  assert 'after iteration 0' in programs.run(_small(tmp_path, *flags))
   _assert_ends_the_same(tmp_path, expected)
 
 
@@ -326,7 +314,7 @@ def test_what_a_run_that_has_to_leave_has_saved(
   flags = ('--config.checkpoint.every=9', f'--grace_secs={grace}')
   printed = _broken_off(moment, _small(tmp_path, *flags), status=0)
   assert f'SIGTERM: {saved}' in printed
-  _run(_small(tmp_path, *flags))
+  programs.run(_small(tmp_path, *flags))
   _assert_ends_the_same(tmp_path, expected)
 
 
@@ -380,7 +368,7 @@ def test_damaged_games_end_their_own_episodes(tmp_path, bad):
     assert line.startswith('pool.max_failed_share=0.25: ')
     assert 'episodes failed: ' in line and 'raised, such as train/' in line
     return
-  printed = _run(_small(workdir, *flags))
+  printed = programs.run(_small(workdir, *flags))
   lines = _lines(workdir)[:3]
   # Every game is played once.
   assert sum(line['train/failed_episodes'] for line in lines) == 4
@@ -408,7 +396,7 @@ def test_a_full_disk_stops_the_run_which_then_goes_on(uninterrupted, tmp_path):
     assert 'cannot be written' in line and 'No space left' in line
     assert 'goes on' in line
     subprocess.run(['mount', '-o', 'remount,size=80m', disk], check=True)
-    assert 'resuming' in _run(_small(disk / 'run'))
+    assert 'resuming' in programs.run(_small(disk / 'run'))
     _assert_ends_the_same(disk / 'run', expected)
     subprocess.run(['mount', '-o', 'remount,ro', disk], check=True)
     done = subprocess.run(
@@ -453,7 +441,7 @@ def test_what_a_run_knows_of_its_past_is_kept(tmp_path, variant, flags):
 
   def run(workdir, *more):
     flags_ = (*flags, '--config.evaluation.every=0', *more)
-    return _run(_small(workdir, *flags_, variant=variant))
+    return programs.run(_small(workdir, *flags_, variant=variant))
 
   run(whole)
   run(parts, '--config.num_iterations=2')
@@ -464,7 +452,7 @@ def test_what_a_run_knows_of_its_past_is_kept(tmp_path, variant, flags):
 
 def test_checkpoints_and_exports_are_evaluated(uninterrupted, tmp_path):
   workdir, _ = uninterrupted
-  printed = _run(
+  printed = programs.run(
     _command(
       'evaluate',
       *_small(tmp_path)[2:],

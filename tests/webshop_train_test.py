@@ -1,13 +1,10 @@
 """The whole path on WebShop: warm start from nothing, then GiGPO."""
 
 import json
-import pathlib
-import subprocess
 import sys
 
-from gigpo_jax import train
+import programs
 
-PROJECT = pathlib.Path(train.__file__).parents[1]
 SMALL = (
   '--config=configs/webshop.py:smoke',
   '--config.rollout.groups=2',
@@ -21,16 +18,7 @@ SMALL = (
 
 
 def _run(script: str, *flags: str) -> str:
-  done = subprocess.run(
-    [sys.executable, f'launch/{script}.py', *SMALL, *flags],
-    cwd=PROJECT,
-    capture_output=True,
-    text=True,
-    timeout=400,
-    check=False,
-  )
-  assert done.returncode == 0, done.stdout + done.stderr
-  return done.stdout
+  return programs.run([sys.executable, f'launch/{script}.py', *SMALL, *flags])
 
 
 def test_a_warm_start_and_two_iterations(tmp_path):
