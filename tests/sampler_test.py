@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 import reference
+from jax._src import compiler
 
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import sampler
@@ -230,6 +231,8 @@ def test_the_order_of_the_cache_in_memory_changes_no_token(
   requests, mesh = _requests(9), mesh_lib.make_mesh(1, -1, tensor)
   expected = _sampler(mesh=mesh).generate(params, requests)
   monkeypatch.setattr(mesh_lib, 'on_tpu', lambda _: True)
+  # To be written to the cache, programs of such an order crash jaxlib at times.
+  monkeypatch.setattr(compiler, '_cache_write', lambda *args, **kwargs: None)
   one = _sampler(mesh=mesh)
   one.warm_up(params)
   compilations = one.compilations
