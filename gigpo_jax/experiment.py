@@ -432,6 +432,20 @@ def row_sizes(config: ml_collections.ConfigDict) -> dict:
   }
 
 
+def make_row(config: ml_collections.ConfigDict) -> batch.Rows:
+  """Returns a row, and room for an iteration's: to compile with."""
+  sizes = row_sizes(config)
+  return batch.pack(
+    [[0]],
+    [[0]],
+    num_components=len(sizes['components']),
+    **{
+      name: sizes[name]
+      for name in ('row_multiple', 'max_prompt_tokens', 'max_completion_tokens')
+    },
+  )
+
+
 def make_reference(
   config: ml_collections.ConfigDict, policy: Policy, params: dict
 ) -> dict | None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import jax
 import ml_collections
+import numpy as np
 
 from gigpo_jax import (
   algorithms,
@@ -271,6 +272,7 @@ class _Run:
       )
       if self._critic:
         self._states['critic'] = self._critic.warm_up(self._states['critic'])
+    self._credit(experiment.make_row(self._config))
 
   def _evaluate(self) -> dict[str, float]:
     begin = time.monotonic()
@@ -381,19 +383,9 @@ class _Run:
     rows = batch.from_trajectories(
       collected.kept, **experiment.row_sizes(config)
     )
-    values, told = {'time/rows_secs': time.monotonic() - begin}, None
-    if self._critic:
-      told = self._critic.values(self._states['critic'].params, rows)
-    begin = time.monotonic()
-    credit = self._algorithm.credit(rows, told)
-    values['time/credit_secs'] = time.monotonic() - begin
-    if not isinstance(self._algorithm, gigpo.Algorithm):
-      values |= gigpo.diagnose(
-        rows,
-        discount=config.algorithm.discount,
-        invalid_penalty=config.algorithm.invalid_penalty,
-      )
-    values |= credit.metrics
+    values = {'time/rows_secs': time.monotonic() - begin}
+    credit, told, found = self._credit(rows)
+    values |= found
     if self._log:
       values |= self._log.write(iteration, collected, rows, credit)
     values |= metrics.effective_tokens(credit.advantages, rows.completion_mask)
@@ -443,6 +435,24 @@ class _Run:
     if math.isfinite(found['loss/entropy']):
       self._entropies.append(found['loss/entropy'])
     return values | found
+
+  def _credit(
+    self, rows: batch.Rows
+  ) -> tuple[algorithms.Credit, np.ndarray | None, dict[str, float]]:
+    """Returns advantages, what the critic tells, and metrics."""
+    told = None
+    if self._critic:
+      told = self._critic.values(self._states['critic'].params, rows)
+    begin = time.monotonic()
+    credit = self._algorithm.credit(rows, told)
+    values = {'time/credit_secs': time.monotonic() - begin}
+    if not isinstance(self._algorithm, gigpo.Algorithm):
+      values |= gigpo.diagnose(
+        rows,
+        discount=self._config.algorithm.discount,
+        invalid_penalty=self._config.algorithm.invalid_penalty,
+      )
+    return credit, told, values | credit.metrics
 
   def _check_skipped(
     self, what: str, found: dict[str, float], rows: batch.Rows, **arrays

@@ -1,8 +1,12 @@
+import jax
 import numpy as np
 import pytest
 import slow_credit
 
-from gigpo_jax import advantages, algorithms, batch
+from configs import alfworld
+from gigpo_jax import advantages, algorithms, batch, experiment
+from gigpo_jax import config as config_lib
+from gigpo_jax.algorithms import gigpo
 
 
 def golden_rows():
@@ -36,6 +40,44 @@ def test_every_name_makes_an_algorithm(name):
   assert not actual[8:].any()
   assert actual.dtype == np.float32
   assert all(type(value) is float for value in metrics.values())
+
+
+@pytest.fixture(name='compiled')
+def fixture_compiled():
+  """The programs that are compiled meanwhile."""
+  found = []
+
+  def listen(event: str, _: float, **told) -> None:
+    if event == '/jax/core/compile/backend_compile_duration':
+      found.append(told.get('fun_name'))
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  yield found
+  jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize('name', algorithms.NAMES)
+def test_a_row_of_one_token_compiles_what_an_iteration_needs(compiled, name):
+  config = alfworld.get_config(f'tiny,{name}' if name != 'gigpo' else 'tiny')
+  config.env.max_steps, config.rollout.groups = 3, 1
+  algorithm = algorithms.make(**config_lib.algorithm_kwargs(config))
+  row = experiment.make_row(config)
+  assert len(row.groups) == 3 * config.rollout.episodes_per_group
+  assert row.real.sum() == 1
+  values = None
+  if algorithm.needs_values:
+    values = np.zeros_like(row.completion_mask, np.float32)
+  jax.clear_caches()
+  algorithm.credit(row, values)
+  gigpo.diagnose(row, discount=0.5, invalid_penalty=0.1)
+  assert compiled
+  del compiled[:]
+  row.groups[:] = row.groups[0]
+  row.episodes[:] %= 3
+  row.rewards[:3] = 10
+  algorithm.credit(row, values)
+  gigpo.diagnose(row, discount=0.5, invalid_penalty=0.1)
+  assert not compiled
 
 
 def test_gigpo_on_the_golden_batch():
