@@ -126,10 +126,10 @@ class Comparison:
   """Two policies on the same tasks.
 
   Attributes:
-    difference: of their success rates, the first less the second.
+    difference: of their means, the first less the second.
     low: end of its 95 % interval, by drawing tasks anew.
     high: the other end.
-    better: tasks on which the first succeeded more often.
+    better: tasks on which the first did better.
     worse: the second.
     p: of as uneven a split of these tasks, if both were alike (sign test).
   """
@@ -145,20 +145,39 @@ class Comparison:
 def compare(
   one: Sequence[trajectory.Trajectory],
   other: Sequence[trajectory.Trajectory],
-) -> Comparison:
+) -> dict[str, Comparison]:
   """Compares two policies' episodes task by task.
+
+  Returns:
+    Of the success rate and, where the environment tells it, of the score.
 
   Raises:
     ValueError: if they are not of the same tasks.
   """
-  first, second = _by_task(one), _by_task(other)
+  measures = {'success': _success}
+  if any(t.score is not None for t in (*one, *other)):
+    measures['score'] = _score
+  return {
+    name: _compared(_by_task(one, value), _by_task(other, value))
+    for name, value in measures.items()
+  }
+
+
+def _compared(
+  first: dict[base.Task, list[float]], second: dict[base.Task, list[float]]
+) -> Comparison:
   if first.keys() != second.keys():
     raise ValueError('other: is of other tasks; must be of the same panel')
   gaps = np.array(
     [np.mean(first[task]) - np.mean(second[task]) for task in first]
   )
   better, worse = int((gaps > 0).sum()), int((gaps < 0).sum())
-  low, high = _resampled(gaps)
+  if better or worse:
+    low, high = _resampled(gaps)
+  else:
+    # Tasks drawn anew would all be alike, too: as sure as they are many.
+    high = metrics.wilson(0, len(gaps))[1]
+    low = -high
   return Comparison(
     float(gaps.mean()), low, high, better, worse, sign_test(better, worse)
   )
@@ -286,12 +305,13 @@ def main(
   names = list(found)
   print('\n\n'.join(table(name, found[name]) for name in names))
   compared = {name: compare(found[names[0]], found[name]) for name in names[1:]}
-  for name, c in compared.items():
-    print(
-      f'\n{names[0]} less {name}: {100 * c.difference:+.1f} points '
-      f'[{100 * c.low:+.1f}, {100 * c.high:+.1f}], better on {c.better} and '
-      f'worse on {c.worse} tasks, p = {c.p:.2g}'
-    )
+  for name, measured in compared.items():
+    for what, c in measured.items():
+      print(
+        f'\n{names[0]} less {name}, {what}: {100 * c.difference:+.1f} points '
+        f'[{100 * c.low:+.1f}, {100 * c.high:+.1f}], better on {c.better} and '
+        f'worse on {c.worse} tasks, p = {c.p:.2g}'
+      )
   with experiment.disk(workdir):
     _write(pathlib.Path(workdir), found, compared)
 
@@ -299,7 +319,7 @@ def main(
 def _write(
   folder: pathlib.Path,
   found: dict[str, list[trajectory.Trajectory]],
-  compared: dict[str, Comparison],
+  compared: dict[str, dict[str, Comparison]],
 ) -> None:
   folder.mkdir(parents=True, exist_ok=True)
   told = {
@@ -311,7 +331,8 @@ def _write(
       for name, episodes in found.items()
     },
     'comparisons': {
-      name: dataclasses.asdict(c) for name, c in compared.items()
+      name: {what: dataclasses.asdict(c) for what, c in measured.items()}
+      for name, measured in compared.items()
     },
   }
   (folder / 'evaluation.json').write_text(json.dumps(told, indent=1) + '\n')

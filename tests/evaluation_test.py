@@ -7,7 +7,7 @@ from envs import base
 from gigpo_jax import evaluation, metrics, trajectory
 
 
-def episode(task, success, member=0, kind='pick', failure=''):
+def episode(task, success, member=0, kind='pick', failure='', score=None):
   step = trajectory.Step(
     prompt_ids=np.array([1]),
     completion_ids=np.array([1]),
@@ -17,7 +17,9 @@ def episode(task, success, member=0, kind='pick', failure=''):
     anchor='',
     observation='',
     response='',
-    result=base.StepResult(None, 10.0 * success, True, '', success, True),
+    result=base.StepResult(
+      None, 10.0 * success, True, '', success, True, score=score
+    ),
   )
   return trajectory.Trajectory(
     base.Task('valid', task), kind, task, member, (step,), failure
@@ -59,13 +61,25 @@ def test_sign_test_by_hand(better, worse, p):
 def test_policies_are_compared_task_by_task():
   one = [episode(n, n < 6) for n in range(10)]
   other = [episode(n, n in (0, 1, 9)) for n in range(10)]
-  found = evaluation.compare(one, other)
+  (found,) = evaluation.compare(one, other).values()
   assert found.difference == pytest.approx(0.3)
   assert (found.better, found.worse) == (4, 1)
   assert found.low < 0.3 < found.high
   assert found.p == pytest.approx(2 * 6 / 32)
   with pytest.raises(ValueError, match='must be of the same panel'):
     evaluation.compare(one, other[:5])
+
+
+def test_scores_are_compared_where_there_are_some():
+  one = [episode(n, False, score=0.75 * (n < 3)) for n in range(4)]
+  other = [episode(n, False, score=0.25) for n in range(4)]
+  found = evaluation.compare(one, other)
+  assert found['score'].difference == pytest.approx((3 * 0.5 - 0.25) / 4)
+  assert (found['score'].better, found['score'].worse) == (3, 1)
+  # No task differs in success: 3.8416 / (4 + 3.8416), of Wilson's formula.
+  assert found['success'].difference == 0
+  assert found['success'].high == pytest.approx(0.48990, abs=1e-5)
+  assert found['success'].low == -found['success'].high
 
 
 def test_the_table_tells_types_apart(tmp_path):
