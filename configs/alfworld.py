@@ -32,8 +32,8 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     _tiny(config)
   if size == 'mini':
     base.use_mini(config)
-    config.num_iterations = 48
-    config.evaluation.every = 24
+    config.num_iterations = 56
+    config.evaluation.every = 28
   if size == 'smoke':
     base.use_smoke(config)
   if size == '7b':

@@ -159,6 +159,8 @@ def use_mini(config: ml_collections.ConfigDict) -> None:
   config.rollout.batch_buckets = (16,)
   # As many updates in an iteration.
   config.learner.minibatch_rows = 64
+  # In float32 on a CPU they are the learner's, and need not be computed again.
+  config.loss.old_log_probs = 'sampler'
   config.evaluation.num_tasks = 128
 
 

@@ -9,7 +9,7 @@ best mean of the evaluations after the start.
 
 from configs.sweeps import main
 
-RATES = (1.5e-4, 3e-4, 6e-4)
+RATES = (7.5e-5, 1.5e-4, 3e-4)
 SPLITS = {'alfworld': 'valid_seen', 'webshop': 'valid'}
 
 RUNS = [
