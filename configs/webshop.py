@@ -32,8 +32,8 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     _tiny(config)
   if size == 'mini':
     base.use_mini(config)
-    config.num_iterations = 100
-    config.evaluation.every = 50
+    config.num_iterations = 80
+    config.evaluation.every = 40
   if size == 'smoke':
     base.use_smoke(config)
   if size == '7b':

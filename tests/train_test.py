@@ -1,6 +1,7 @@
 """The whole path, as a user starts it: smoke run, kill and resume, refusals."""
 
 import json
+import math
 import pathlib
 import signal
 import subprocess
@@ -318,8 +319,11 @@ def test_what_a_run_that_has_to_leave_has_saved(
   _assert_ends_the_same(tmp_path, expected)
 
 
-def _stopped(workdir: pathlib.Path, *flags: str) -> str:
-  """Runs until the run is stopped; returns the line that says why."""
+def _stopped(workdir: pathlib.Path, *flags: str, lines: float = 1) -> str:
+  """Runs until the run is stopped; returns the line that says why.
+
+  It is the last of at most so many.
+  """
   done = subprocess.run(
     _small(workdir, *flags),
     cwd=PROJECT,
@@ -329,8 +333,8 @@ def _stopped(workdir: pathlib.Path, *flags: str) -> str:
     check=False,
   )
   assert done.returncode == 1, done.stdout + done.stderr
-  assert len(done.stderr.splitlines()) == 1, done.stderr
-  return done.stderr
+  assert len(done.stderr.splitlines()) <= lines, done.stderr
+  return done.stderr.splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -392,7 +396,8 @@ def test_a_full_disk_stops_the_run_which_then_goes_on(uninterrupted, tmp_path):
   if not _mount(disk, 'size=18m'):
     pytest.skip('needs to be allowed to mount')
   try:
-    line = _stopped(disk / 'run')
+    # Orbax's threads may have something to say before.
+    line = _stopped(disk / 'run', lines=math.inf)
     assert 'cannot be written' in line and 'No space left' in line
     assert 'goes on' in line
     subprocess.run(['mount', '-o', 'remount,size=80m', disk], check=True)
