@@ -13,7 +13,8 @@ Another game is a copy of this file with other values of `config.env`; what
 they mean is in envs/textarena_env.py. Variants, joined by commas: a size
 (`1.5b`, the default; `tiny` for two CPU cores; `smoke`, its path in two
 minutes), an algorithm (`grpo`, `ppo`, ..) and other changes, see
-`base.CHANGES`.
+`base.CHANGES`. This tower is one and the same for all tasks: success held out
+is that of training, and says how well it is known, not towers at large.
 """
 
 import ml_collections
