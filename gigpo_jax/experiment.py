@@ -438,11 +438,10 @@ def make_row(config: ml_collections.ConfigDict) -> batch.Rows:
   return batch.pack(
     [[0]],
     [[0]],
+    max_prompt_tokens=sizes['max_prompt_tokens'],
+    max_completion_tokens=sizes['max_completion_tokens'],
+    row_multiple=sizes['row_multiple'],
     num_components=len(sizes['components']),
-    **{
-      name: sizes[name]
-      for name in ('row_multiple', 'max_prompt_tokens', 'max_completion_tokens')
-    },
   )
 
 
