@@ -11,7 +11,9 @@ longest on average, against the same rows padded to the longest; `--what
 prompts`: rows of which eight have the same prompt, shared or not. `--what
 memory` is an update of Qwen2.5-0.5B's shape, layers recomputed in the backward
 pass, in two processes one after the other: ours, and PyTorch's with gradient
-checkpointing.
+checkpointing. `--what limits`, for an accelerator, is an update of a whole
+Qwen2.5 beside the device's rate of matrix products, and PyTorch's of the same
+rows where it has the device, too.
 """
 
 import argparse
@@ -28,8 +30,8 @@ import jax
 import models
 import numpy as np
 
-from gigpo_jax import batch, hosts, learner, losses, mesh
-from gigpo_jax.models import published, qwen
+from gigpo_jax import batch, hosts, learner, losses, mesh, sampler
+from gigpo_jax.models import attention, published, qwen
 
 QWEN = dataclasses.replace(
   published.SHAPES['Qwen2.5-0.5B'], num_layers=4, dtype='float32', remat='none'
@@ -257,32 +259,106 @@ def one_update(framework: str, batch_rows: int, microbatch_rows: int) -> None:
   )
 
 
+def limits(options: argparse.Namespace) -> None:
+  """Prints what an update is beside the device's rate of matrix products."""
+  product = models.matmul_rate('bfloat16', 8192)
+  model = published.SHAPES[f'Qwen2.5-{options.size}']
+  embedded = model.vocab_size * model.hidden_size
+  matrices = sampler.parameter_bytes(model, 'model') / 2 - embedded
+  # Multiplications and additions, forwards and twice backwards; of attention
+  # half, for it is causal. Logits of the completion's tokens only.
+  mixed = model.num_layers * model.num_heads * model.head_dim * 1024
+  flops = 6 * (matrices + mixed + embedded * 128 / 1024)
+  rows, tokens = options.batch, options.batch * 1024
+  print(
+    f'{jax.devices()[0].device_kind}: {product / 1e12:.0f} TFLOP/s in bfloat16;'
+    f' Qwen2.5-{options.size}, updates of {rows} rows of 896 + 128 tokens'
+  )
+  print('| what | rows at once | tokens/s | of matmul |\n|---|---|---|---|')
+
+  def tell(name: str, microbatch: int, step: Callable[[], object]) -> None:
+    step()
+    times = []
+    for _ in range(options.repeats):
+      begin = time.perf_counter()
+      step()
+      times.append(time.perf_counter() - begin)
+    rate = tokens / statistics.median(times)
+    share = rate * flops / product
+    print(f'| {name} | {microbatch} | {rate:,.0f} | {share:.0%} |', flush=True)
+
+  ids = np.random.default_rng(0).integers(
+    2, model.vocab_size, (rows, 1024), np.int32
+  )
+  made = make_rows(list(ids[:, :896]), list(ids[:, 896:]), 896)
+  best = attention.best(jax.default_backend())
+  for remat, microbatch in options.limit_settings:
+    subject = make_learner(
+      dataclasses.replace(model, remat=remat, attention=best),
+      (1024,),
+      128,
+      minibatch_rows=rows,
+      microbatch_rows=microbatch,
+    )
+    try:
+      tell(f'{best}, remat {remat}', microbatch, Step(subject, model, made))
+    except jax.errors.JaxRuntimeError as error:
+      print(f'| {best}, remat {remat} | {microbatch} | {str(error)[:60]} | |')
+    del subject
+  try:
+    import torch
+  except ImportError:
+    return
+  if not torch.cuda.is_available():
+    return
+  for microbatch in sorted({m for _, m in options.limit_settings}):
+    step = _torch_step(model, ids, microbatch, 'cuda')
+    tell('transformers, gradient checkpointing', microbatch, step)
+
+
+def _setting(text: str) -> tuple[str, int]:
+  remat, _, microbatch = text.partition(':')
+  return remat, int(microbatch)
+
+
 def _torch_step(
-  model: qwen.QwenConfig, ids: np.ndarray, microbatch_rows: int
+  model: qwen.QwenConfig,
+  ids: np.ndarray,
+  microbatch_rows: int,
+  device: str = 'cpu',
 ) -> Callable[[], None]:
   import torch
 
-  network = models.hugging_face(model)
+  with torch.device(device):
+    network = models.hugging_face(model)
   network.gradient_checkpointing_enable()
   network.train()
   optimizer = torch.optim.AdamW(network.parameters(), lr=1e-6)
-  tokens = torch.tensor(ids, dtype=torch.long)
+  tokens = torch.tensor(ids, dtype=torch.long, device=device)
 
   def step() -> None:
     optimizer.zero_grad(set_to_none=True)
     for part in tokens.split(microbatch_rows):
-      logits = network(part, logits_to_keep=129, use_cache=False).logits
+      with torch.autocast(device, torch.bfloat16, model.dtype == 'bfloat16'):
+        logits = network(part, logits_to_keep=129, use_cache=False).logits
       log_probs = torch.log_softmax(logits[:, :-1].float(), -1)
       chosen = log_probs.gather(-1, part[:, 896:, None])[..., 0]
       ratio = torch.exp(chosen - chosen.detach())
       (-ratio.sum() / (128 * len(tokens))).backward()
     torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
     optimizer.step()
+    if device == 'cuda':
+      torch.cuda.synchronize()
 
   return step
 
 
-_MEASURES = {'spread': spread, 'prompts': prompts, 'memory': memory}
+_MEASURES = {
+  'spread': spread,
+  'prompts': prompts,
+  'memory': memory,
+  'limits': limits,
+}
 
 
 def main() -> None:
@@ -294,6 +370,14 @@ def main() -> None:
   parser.add_argument('--microbatch', type=int, default=4)
   parser.add_argument('--repeats', type=int, default=5)
   parser.add_argument('--threads', type=int, default=1)
+  parser.add_argument('--size', choices=('0.5B', '1.5B'), default='1.5B')
+  parser.add_argument(
+    '--limit_settings',
+    type=_setting,
+    nargs='+',
+    default=[('layer', 8), ('layer', 16), ('matrices', 8)],
+    help='what is computed again, and rows at once: layer:8 ..',
+  )
   parser.add_argument('--framework', help=argparse.SUPPRESS)
   options = parser.parse_args()
   hosts.keep_memory()

@@ -1,4 +1,10 @@
-"""Models that several benchmarks measure."""
+"""Models that several benchmarks measure, and what a device can do."""
+
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
 
 from gigpo_jax.models import qwen
 
@@ -31,3 +37,26 @@ def hugging_face(model: qwen.QwenConfig):
       tie_word_embeddings=model.tie_embeddings,
     )
   )
+
+
+def matmul_rate(dtype: str, width: int) -> float:
+  """Returns operations a second of a product of two square matrices."""
+  x = jax.random.normal(jax.random.key(0), (width, width), dtype)
+  return 2 * width**3 / _fastest(jax.jit(lambda x: x @ x), x)
+
+
+def copy_rate(mib: int) -> float:
+  """Returns bytes a second, read and written, of a pass over `mib` MiB."""
+  big = jax.random.bits(jax.random.key(0), (mib << 18,), jnp.uint32)
+  return 2 * big.nbytes / _fastest(jax.jit(lambda x: x + 1), big)
+
+
+def _fastest(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
+  """Returns the least seconds of a call."""
+  jax.block_until_ready(function(x))
+  taken = []
+  for _ in range(10):
+    begin = time.perf_counter()
+    jax.block_until_ready(function(x))
+    taken.append(time.perf_counter() - begin)
+  return min(taken)

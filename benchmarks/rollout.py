@@ -36,9 +36,8 @@ import numpy as np
 
 from envs import base
 from gigpo_jax import env_pool, mesh, rollout, sampler
-from gigpo_jax.models import published, qwen
+from gigpo_jax.models import attention, published, qwen
 
-LARGE = dataclasses.replace(published.SHAPES['Qwen2.5-1.5B'], remat='none')
 _MOST = 256  # tokens of a response
 _PROMPT = 128
 _MEMBERS = 8
@@ -253,18 +252,20 @@ def differences(options: argparse.Namespace) -> None:
 
 def limits(options: argparse.Namespace) -> None:
   """Prints how far reading and decoding are from what the device can do."""
-  model = {'tiny': models.TINY, '1.5b': LARGE}[options.shape]
-  prompt = options.prompt
-  params = qwen.init(model, jax.random.key(0))
-  width, rate = options.matmul, jax.numpy.dtype(model.dtype)
-  x = jax.numpy.ones((width, width), rate)
-  product = 2 * width**3 / _fastest(jax.jit(lambda x: x @ x), x)
-  big = jax.numpy.ones((options.copy_mib << 20) // rate.itemsize, rate)
-  copied = 2 * big.nbytes / _fastest(jax.jit(lambda x: x + 1), big)
+  large = dataclasses.replace(
+    published.SHAPES['Qwen2.5-1.5B'],
+    remat='none',
+    attention=attention.best(jax.default_backend()),
+  )
+  model = {'tiny': models.TINY, '1.5b': large}[options.shape]
+  prompt, rate = options.prompt, jax.numpy.dtype(model.dtype)
+  product = models.matmul_rate(model.dtype, options.matmul)
+  copied = models.copy_rate(options.copy_mib)
   print(
     f'{jax.devices()[0].device_kind}: {product / 1e12:.2f} TFLOP/s in '
     f'{model.dtype}, {copied / 1e9:.0f} GB/s copied; prompts of {prompt}'
   )
+  params = qwen.init(model, jax.random.key(0))
   weights = sampler.parameter_bytes(model, 'model')
   matrices = weights / rate.itemsize - model.vocab_size * model.hidden_size
   print('| slots | prefill tokens/s | of matmul | decode tokens/s | of copy |')
@@ -272,8 +273,8 @@ def limits(options: argparse.Namespace) -> None:
   for slots in options.limit_slots:
     engine = make_sampler(slots, model, (prompt,))
     step, read = _seconds(engine, params, slots, prompt)
-    attention = 2 * prompt * model.num_layers * model.num_heads * model.head_dim
-    flops = 2 * matrices + attention
+    mixed = 2 * prompt * model.num_layers * model.num_heads * model.head_dim
+    flops = 2 * matrices + mixed
     a_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
     # As the cache is after half of the timed steps.
     cached = slots * (prompt + 40) * a_token * rate.itemsize
@@ -285,17 +286,6 @@ def limits(options: argparse.Namespace) -> None:
     del engine
   del params
   _hugging_face(model, prompt, options.limit_slots)
-
-
-def _fastest(function, x: jax.Array) -> float:
-  """Returns the least seconds of a call."""
-  jax.block_until_ready(function(x))
-  taken = []
-  for _ in range(10):
-    begin = time.perf_counter()
-    jax.block_until_ready(function(x))
-    taken.append(time.perf_counter() - begin)
-  return min(taken)
 
 
 def _hugging_face(model: qwen.QwenConfig, prompt: int, sizes) -> None:

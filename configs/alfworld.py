@@ -4,9 +4,10 @@
     python launch/train.py --config=configs/alfworld.py:tiny       # any laptop
     python launch/train.py --config=configs/alfworld.py:tiny,grpo
 
-Variants, joined by commas: a size (`1.5b`, the default, `0.5b`, `7b`; `tiny`
-for two CPU cores, `mini` for sweeps, `smoke` for continuous integration), an
-algorithm (`grpo`, `ppo`, ..) and other changes, see `base.CHANGES`.
+Variants, joined by commas: a size (`1.5b`, the default, `0.5b`, `7b`; `small`
+for a GPU without a download, `tiny` for two CPU cores, `mini` for sweeps,
+`smoke` for continuous integration), an algorithm (`grpo`, `ppo`, ..) and other
+changes, see `base.CHANGES`.
 
 Published success on valid_seen, mean of 3 seeds, 150 iterations: 1.5B GiGPO
 86.7 %, GRPO 72.8 %; 7B GiGPO 90.8 %, GRPO 77.6 %. Hardware there: 2 x H100
@@ -17,7 +18,7 @@ import ml_collections
 
 from configs import base
 
-SIZES = ('0.5b', '1.5b', '7b', 'tiny', 'mini', 'smoke')
+SIZES = ('0.5b', '1.5b', '7b', 'small', 'tiny', 'mini', 'smoke')
 
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
@@ -28,8 +29,10 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   size = size or '1.5b'
   config = _paper()
   config.variant = ','.join([size, *changes])
-  if size in ('tiny', 'mini', 'smoke'):
+  if size in ('small', 'tiny', 'mini', 'smoke'):
     _tiny(config)
+  if size == 'small':
+    _small(config)
   if size == 'mini':
     base.use_mini(config)
     config.num_iterations = 56
@@ -92,3 +95,35 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   # configs/warm_starts/make_alfworld_tiny.sh.
   config.sft.num_episodes = 4000
   config.sft.noise = 0.35
+
+
+def _small(config: ml_collections.ConfigDict) -> None:
+  """A 0.1B-parameter policy, rooms of ALFRED's size, one GPU.
+
+  launch/sft.py --config=configs/alfworld.py:small makes the warm start.
+  """
+  config.num_iterations = 80
+  config.model.dtype = 'bfloat16'
+  config.model.path = 'runs/alfworld-small-sft/policy'
+  config.pool.num_workers = 4
+  config.env.generator = ml_collections.ConfigDict({'seed': 0})
+  config.env.max_steps = 30
+  config.env.expert_order = 'likely'
+  config.rollout.groups = 16
+  config.rollout.max_prompt_tokens = 896
+  config.rollout.prompt_buckets = (384, 896)
+  config.rollout.batch_buckets = (128,)
+  config.optimizer.learning_rate = 3e-5
+  config.optimizer.b2 = 0.98
+  config.learner.microbatch_rows = 64
+  config.learner.length_buckets = (256, 384, 512, 936)
+  config.evaluation.every = 10
+  config.sft.num_episodes = 3000
+  config.sft.noise = 0.5
+  config.sft.learning_rate = 5e-4
+  config.sft.minibatch_rows = 32
+  config.sft.model.layers = 12
+  config.sft.model.width = 768
+  config.sft.model.heads = 12
+  config.sft.model.kv_heads = 4
+  config.sft.model.mlp = 3072
