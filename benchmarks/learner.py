@@ -31,7 +31,7 @@ import models
 import numpy as np
 
 from gigpo_jax import batch, hosts, learner, losses, mesh, sampler
-from gigpo_jax.models import attention, published, qwen
+from gigpo_jax.models import published, qwen
 
 QWEN = dataclasses.replace(
   published.SHAPES['Qwen2.5-0.5B'], num_layers=4, dtype='float32', remat='none'
@@ -291,19 +291,21 @@ def limits(options: argparse.Namespace) -> None:
     2, model.vocab_size, (rows, 1024), np.int32
   )
   made = make_rows(list(ids[:, :896]), list(ids[:, 896:]), 896)
-  best = attention.best(jax.default_backend())
+  best = qwen.suited(jax.default_backend())
   for remat, microbatch in options.limit_settings:
     subject = make_learner(
-      dataclasses.replace(model, remat=remat, attention=best),
+      dataclasses.replace(model, remat=remat, **best),
       (1024,),
       128,
       minibatch_rows=rows,
       microbatch_rows=microbatch,
     )
     try:
-      tell(f'{best}, remat {remat}', microbatch, Step(subject, model, made))
+      tell(f'gigpo_jax, remat {remat}', microbatch, Step(subject, model, made))
     except jax.errors.JaxRuntimeError as error:
-      print(f'| {best}, remat {remat} | {microbatch} | {str(error)[:60]} | |')
+      print(
+        f'| gigpo_jax, remat {remat} | {microbatch} | {str(error)[:60]} | |'
+      )
     del subject
   try:
     import torch

@@ -36,7 +36,7 @@ import numpy as np
 
 from envs import base
 from gigpo_jax import env_pool, mesh, rollout, sampler
-from gigpo_jax.models import attention, published, qwen
+from gigpo_jax.models import published, qwen
 
 _MOST = 256  # tokens of a response
 _PROMPT = 128
@@ -255,7 +255,7 @@ def limits(options: argparse.Namespace) -> None:
   large = dataclasses.replace(
     published.SHAPES['Qwen2.5-1.5B'],
     remat='none',
-    attention=attention.best(jax.default_backend()),
+    **qwen.suited(jax.default_backend()),
   )
   model = {'tiny': models.TINY, '1.5b': large}[options.shape]
   prompt, rate = options.prompt, jax.numpy.dtype(model.dtype)

@@ -110,13 +110,13 @@ def _small(config: ml_collections.ConfigDict) -> None:
   config.env.max_steps = 30
   config.env.expert_order = 'likely'
   config.rollout.groups = 16
-  config.rollout.max_prompt_tokens = 896
-  config.rollout.prompt_buckets = (384, 896)
+  config.rollout.max_prompt_tokens = 640
+  config.rollout.prompt_buckets = (320, 640)
   config.rollout.batch_buckets = (128,)
   config.optimizer.learning_rate = 3e-5
   config.optimizer.b2 = 0.98
   config.learner.microbatch_rows = 64
-  config.learner.length_buckets = (256, 384, 512, 936)
+  config.learner.length_buckets = (256, 384, 680)
   config.evaluation.every = 10
   config.sft.num_episodes = 3000
   config.sft.noise = 0.5

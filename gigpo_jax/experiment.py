@@ -35,7 +35,7 @@ from gigpo_jax import (
 from gigpo_jax import (
   config as config_lib,
 )
-from gigpo_jax.models import attention, huggingface, lora, qwen
+from gigpo_jax.models import huggingface, lora, qwen
 
 if TYPE_CHECKING:
   from gigpo_jax import episodes
@@ -120,21 +120,16 @@ def model_choices(
   config: ml_collections.ConfigDict, devices: jax.sharding.Mesh
 ) -> dict[str, Any]:
   """Returns fields of a `QwenConfig` that no checkpoint decides."""
-  return {
+  choices = qwen.suited(devices.devices.flat[0].platform)
+  if config.model.attention != 'auto':
+    choices['attention'] = config.model.attention
+  elif config.model.dtype == 'float32' or config.mesh.sequence != 1:
+    choices['attention'] = 'xla'
+  return choices | {
     'dtype': config.model.dtype,
     'remat': config.model.remat,
-    'attention': _attention(config, devices),
     'adapters': _adapters(config),
   }
-
-
-def _attention(config: ml_collections.ConfigDict, devices) -> str:
-  """Returns the implementation of attention among a row's tokens."""
-  if config.model.attention != 'auto':
-    return config.model.attention
-  if config.model.dtype == 'float32' or config.mesh.sequence != 1:
-    return 'xla'
-  return attention.best(devices.devices.flat[0].platform)
 
 
 def _adapters(config: ml_collections.ConfigDict) -> lora.Lora | None:

@@ -264,7 +264,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch, least, blocks):
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_decoding_step_by_step_equals_the_whole(monkeypatch, unrolled, dtype):
   monkeypatch.setattr(qwen, '_MAX_UNROLLED', unrolled)
-  config = dataclasses.replace(TINY, dtype=dtype)
+  config = dataclasses.replace(TINY, dtype=dtype, max_split=unrolled)
   params, tokens = _params(config, scale=2.0), _tokens(3, 20)
   hidden = qwen.hidden_states(config, params, tokens)
   expected = np.asarray(qwen.logits(config, params, hidden))

@@ -2,8 +2,8 @@ r"""The main table: five methods, two environments, five seeds.
 
     python launch/sweep.py --sweep=configs/sweeps/main.py --workdir=runs/main
 
-Learning rates are to be those that configs/sweeps/tuning.py finds on another
-seed and other tasks; so far it has not been run to its end, and all have one.
+Learning rates are those that configs/sweeps/tuning.py found on another seed and
+other tasks.
 """
 
 METHODS = {
@@ -14,8 +14,8 @@ METHODS = {
   'strong': ',strong',
 }
 RATES = {
-  'alfworld': dict.fromkeys(METHODS, 3e-4),
-  'webshop': dict.fromkeys(METHODS, 3e-4),
+  'alfworld': dict.fromkeys(METHODS, 7.5e-5) | {'gigpo': 1.5e-4},
+  'webshop': dict.fromkeys(METHODS, 7.5e-5) | {'ppo': 1.5e-4},
 }
 
 

@@ -4,7 +4,8 @@ r"""Which learning rate each method is given: the same three for all.
         --workdir=runs/tuning
 
 One seed, 100, and tasks that no other table has. Taken is the rate with the
-best mean of the evaluations after the start.
+best mean of the evaluations after the start; of two that are equal, the one
+that is better at the end.
 """
 
 from configs.sweeps import main

@@ -37,6 +37,11 @@ _FEW_ROWS, _LARGE_VOCABULARY = 32, 2**15
 # layer to compile.
 _MAX_UNROLLED = 8
 
+# Up to how many layers the sampler has each one's arrays by themselves. On a
+# GPU, which compiles a layer in no time, a loop's copies out of its stacks are
+# most of what decoding costs.
+_MAX_SPLIT = {'gpu': 128}
+
 
 @dataclasses.dataclass(frozen=True)
 class Yarn:
@@ -78,6 +83,8 @@ class QwenConfig:
     dtype: compute type, 'bfloat16' or 'float32'; parameters stay float32.
     remat: one of REMATS.
     attention: among a row's tokens, one of `attention.IMPLEMENTATIONS`.
+    max_split: depth up to which each layer's arrays are by themselves in what
+      `prefill` and `decode` take; see `split_layers`.
   """
 
   vocab_size: int
@@ -102,6 +109,15 @@ class QwenConfig:
   dtype: str = 'bfloat16'
   remat: str = 'layer'
   attention: str = 'xla'
+  max_split: int = _MAX_UNROLLED
+
+
+def suited(platform: str) -> dict[str, Any]:
+  """Returns fields of a bfloat16 network for 'cpu', 'gpu' or 'tpu'."""
+  return {
+    'attention': attention.best(platform),
+    'max_split': _MAX_SPLIT.get(platform, _MAX_UNROLLED),
+  }
 
 
 # Keys and values of layers: stacks of {'k': [N, B, K, E, S], 'v': [N, B, K, S,
@@ -116,7 +132,7 @@ def _layers_per_stack(config: QwenConfig) -> int:
   at each step; stacks of one are read in place, twice as fast, and cost a
   compilation of each layer.
   """
-  return 1 if config.num_layers <= _MAX_UNROLLED else config.num_layers
+  return 1 if config.num_layers <= config.max_split else config.num_layers
 
 
 def split_layers(config: QwenConfig, params: dict) -> dict:
