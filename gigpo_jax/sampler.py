@@ -35,6 +35,9 @@ _BLOCK = 128  # tokens of the vocabulary
 # accelerator; on a CPU what more of them need does not fit into its own cache.
 _READ_AT_ONCE = 8
 _READ_AT_ONCE_ON_CPU = 4
+# Where the host waits for each choice of a program between two ways to go on,
+# and so for the program: none is left to it that the host can make.
+_WAITING = ('gpu',)
 # Steps for which a smaller cache would have done before it is made smaller.
 _PATIENCE = 4
 
@@ -58,6 +61,11 @@ class Sampling:
   top_k: int = 0
   top_p: float = 1.0
   min_p: float = 0.0
+
+  @property
+  def truncates(self) -> bool:
+    """Whether some tokens are never sampled."""
+    return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,8 +247,11 @@ class Sampler:
     self._whole, self._mesh = whole, mesh
     self._prompt_buckets = tuple(prompt_buckets)
     self._row_buckets = tuple(batch_buckets)
-    on_cpu = mesh.devices.flat[0].platform == 'cpu'
+    platform = mesh.devices.flat[0].platform
+    on_cpu = platform == 'cpu'
     most = shards * (_READ_AT_ONCE_ON_CPU if on_cpu else _READ_AT_ONCE)
+    # Whether tokens may be truncated, in each program of a step.
+    self._truncations = (False, True) if platform in _WAITING else (None,)
     self._read_buckets = tuple(sorted({shards, min(most, batch_buckets[-1])}))
     self._length_buckets = tuple(
       size + max_completion_tokens for size in prompt_buckets
@@ -289,6 +300,7 @@ class Sampler:
         vocab_size,
         self._chunk,
       ),
+      static_argnums=5,
       donate_argnums=(1, 2),
       out_shardings=(cached, rows, mesh_lib.everywhere(mesh)),
     )
@@ -377,7 +389,9 @@ class Sampler:
           self._cache = self._copy(self._cache, nowhere, nowhere)
           if p <= length:
             self._cache = self._insert(self._cache, prompts, nowhere)
-        jax.block_until_ready(self._dispatch([], rows).outputs)
+        for truncated in self._truncations:
+          step = self._dispatch([], rows, truncated)
+          jax.block_until_ready(step.outputs)
     self.release()
 
   def lower(self, params: dict, base: dict) -> dict[str, jax.stages.Lowered]:
@@ -410,6 +424,7 @@ class Sampler:
           numbers(rows, len(_STATE)),
           numbers(rows, len(_INTEGERS) + _NUMBERS),
           numbers(rows, len(_FLOATS), dtype='float32'),
+          self._truncations[0],
         ),
       }
 
@@ -500,7 +515,14 @@ class Sampler:
     before = self._under_way
     with jax.set_mesh(self._mesh):
       entries = self._admit()
-      self._under_way = self._dispatch(entries) if entries else None
+      self._under_way = None
+      if entries:
+        truncated = any(e.request.sampling.truncates for _, e in entries)
+        self._under_way = self._dispatch(
+          entries,
+          self._rows,
+          truncated if truncated in self._truncations else None,
+        )
     finished = self._collect(before) if before else []
     self._left = time.monotonic()
     return finished
@@ -593,10 +615,12 @@ class Sampler:
     self._cache = self._insert(self._cache, prompts, self._place(slots))
 
   def _dispatch(
-    self, entries: list[tuple[int, _Entry]], rows: int | None = None
+    self,
+    entries: list[tuple[int, _Entry]],
+    rows: int,
+    truncated: bool | None,
   ) -> _Step:
-    """Starts a step of these entries."""
-    rows = rows or self._rows
+    """Starts a step of these entries; see `_pick` for the last argument."""
     integers = np.zeros((rows, len(_INTEGERS) + _NUMBERS), np.int32)
     floats = np.ones((rows, len(_FLOATS)), np.float32)
     for slot, entry in entries:
@@ -620,6 +644,7 @@ class Sampler:
       self._state,
       self._place(integers),
       self._place(floats),
+      truncated,
     )
     hosts.settle(outputs)
     self.stats.slot_steps += self._chunk * rows
@@ -835,6 +860,7 @@ def _pick(
   logits_BV: jax.Array,
   *,
   vocab_size: int,
+  truncated: bool | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Samples the next token of each row.
 
@@ -848,6 +874,8 @@ def _pick(
     top_k_B: as in `Sampling`.
     logits_BV: float32.
     vocab_size: ids from here on are not sampled.
+    truncated: whether a row may be by top-k, top-p or min-p; None: to be found
+      out, as well as whether one is greedy.
 
   Returns:
     ids [B], their log-probs [B] before truncation, and after it [B].
@@ -866,7 +894,8 @@ def _pick(
     # The learner's distribution is one of all rows of the embedding.
     rest_B = jax.nn.logsumexp(scaled_BV[:, vocab_size:], axis=-1)
     total_B = jnp.logaddexp(total_B, rest_B)
-  kept_BV = jax.lax.cond(
+  kept_BV = _choose(
+    truncated,
     jnp.any((top_k_B > 0) | (top_p_B < 1) | (min_p_B > 0)),
     lambda: _truncate(scaled_BV, usable_BV, top_k_B, top_p_B, min_p_B),
     lambda: usable_BV,
@@ -890,13 +919,26 @@ def _pick(
     :, 0
   ]
   ids_B = block_B * size + _draw(weights_BI, noise_BX[:, blocks:])
-  ids_B = jax.lax.cond(
+  ids_B = _choose(
+    None if truncated is None else True,
     jnp.any(greedy_B),
     lambda: jnp.where(greedy_B, _likeliest(scaled_BV, kept_BV), ids_B),
     lambda: ids_B,
   )
   chosen_B = jnp.take_along_axis(scaled_BV, ids_B[:, None], axis=-1)[:, 0]
   return ids_B, chosen_B - total_B, chosen_B - left_B
+
+
+def _choose(
+  known: bool | None,
+  found: jax.Array,
+  one: Callable[[], jax.Array],
+  other: Callable[[], jax.Array],
+) -> jax.Array:
+  """Returns what one of two functions makes: of what is known, or found."""
+  if known is None:
+    return jax.lax.cond(found, one, other)
+  return one() if known else other()
 
 
 def _likeliest(scaled_BV: jax.Array, kept_BV: jax.Array) -> jax.Array:
@@ -923,8 +965,11 @@ def _decode(
   state_BX: jax.Array,
   integers_BX: jax.Array,
   floats_BX: jax.Array,
+  truncated: bool | None,
 ) -> tuple[qwen.Cache, jax.Array, tuple[jax.Array, ...]]:
   """Decodes up to `chunk` tokens of every slot that is active.
+
+  Until none is, if it is not known whether tokens are `truncated`; see `_pick`.
 
   Returns:
     the cache; the state; ids, log-probs and sampled log-probs [K, B], how
@@ -953,7 +998,13 @@ def _decode(
     c, cache, (active_B, last_B, at_B, count_B), written = loop
     logits_BV, cache = qwen.decode(config, params, cache, last_B, at_B)
     ids_B, *log_probs = _pick(
-      keys_B, count_B, floats_BX, top_k_B, logits_BV, vocab_size=vocab_size
+      keys_B,
+      count_B,
+      floats_BX,
+      top_k_B,
+      logits_BV,
+      vocab_size=vocab_size,
+      truncated=truncated,
     )
     # A slot that is not active keeps what it has.
     written = tuple(
@@ -967,15 +1018,16 @@ def _decode(
     return c + 1, cache, (active_B, last_B, at_B, count_B), written
 
   begin_B = start[3]
-  _, cache, end, written = jax.lax.while_loop(
-    go_on,
-    advance,
-    (
-      jnp.int32(0),
-      cache,
-      start,
-      (jnp.zeros((chunk, b), jnp.int32), numbers, numbers),
-    ),
+  loop = (
+    jnp.int32(0),
+    cache,
+    start,
+    (jnp.zeros((chunk, b), jnp.int32), numbers, numbers),
   )
+  if truncated is None:
+    loop = jax.lax.while_loop(go_on, advance, loop)
+  else:
+    loop = jax.lax.fori_loop(0, chunk, lambda _, loop: advance(loop), loop)
+  _, cache, end, written = loop
   state_BX = jnp.stack([x.astype(jnp.int32) for x in end], axis=1)
   return cache, state_BX, (*written, end[3] - begin_B, end[0])

@@ -35,6 +35,24 @@ COLUMNS = (
   'eval/episode_length',
   'eval/invalid_action_rate',
 )
+# Means of the iterations since the evaluation before; of the CSV, too.
+MEANS = (
+  'train/success_rate',
+  'train/episode_length',
+  'train/invalid_action_rate',
+  'advantage/singleton_anchor_rows',
+  'advantage/anchor_group_size_mean',
+  'advantage/groups_without_spread',
+  'advantage/episode_std',
+  'advantage/step_std',
+  'advantage/correlation',
+  'advantage/effective_tokens',
+  'ratio/kl',
+  'loss/entropy',
+  'update/grad_norm',
+  'time/iteration_secs',
+  'time/credit_secs',
+)
 _SPENT = tuple(column for column in COLUMNS if column.startswith('spent/'))
 _X = {
   'spent/env_steps': 'environment steps',
@@ -63,6 +81,11 @@ class Run:
   def experiment(self) -> str:
     """Name of its config: only runs of one are compared."""
     return pathlib.Path(self.config.partition(':')[0]).stem
+
+  @property
+  def key(self) -> tuple[str, str, int]:
+    """What a line of the table names it by."""
+    return self.experiment, self.name, self.seed
 
   @property
   def folder(self) -> str:
@@ -220,29 +243,86 @@ def _first_over(under_way: dict) -> subprocess.Popen:
       return process
 
 
+def read_table(path: str) -> list[dict[str, float | str | None]]:
+  """Returns the evaluations of a CSV that `gather` has written.
+
+  Raises:
+    ValueError: in one line, if there is none such.
+  """
+  try:
+    with open(path, newline='', encoding='utf-8') as file:
+      lines = list(csv.DictReader(file))
+    return [
+      {'experiment': line['experiment'], 'name': line['name']}
+      | {'seed': int(line['seed']), 'iteration': int(line['iteration'])}
+      | {
+        column: float(line[column]) if line[column] else None
+        for column in (*COLUMNS[1:], *MEANS)
+      }
+      for line in lines
+    ]
+  except (OSError, KeyError, ValueError) as error:
+    raise ValueError(
+      f'--known={path}: not a table of a sweep ({error!r}); must be its CSV'
+    ) from error
+
+
 def gather(
-  runs: Sequence[Run], root: pathlib.Path, name: str = 'results'
-) -> list[dict[str, float | str]]:
-  """Returns evaluations of finished runs, and writes them to NAME.csv."""
+  runs: Sequence[Run],
+  root: pathlib.Path,
+  name: str = 'results',
+  known: Sequence[dict] = (),
+) -> list[dict[str, float | str | None]]:
+  """Returns evaluations of finished runs, and writes them to NAME.csv.
+
+  Args:
+    runs: in whose order they are.
+    root: where the runs live.
+    name: of the CSV.
+    known: evaluations of runs that live elsewhere.
+  """
+  by_run = _by_run(known)
   found = []
   for run in runs:
+    if run.key in by_run:
+      found += by_run[run.key]
+      continue
     if not finished(run, root):
       continue
     # A line evaluates what the iterations before it have made.
     spent = dict.fromkeys(_SPENT, 0.0)
+    since: list[dict] = []
     for line in metrics.read(root / run.folder):
       if line.get('eval/success_rate') is not None:
         found.append(
           {'experiment': run.experiment, 'name': run.name, 'seed': run.seed}
           | {column: line.get(column) for column in COLUMNS}
           | spent
+          | {column: _mean_of(column, since) for column in MEANS}
         )
+        since = []
+      since.append(line)
       spent = {name: line.get(name, spent[name]) for name in _SPENT}
+  columns = ['experiment', 'name', 'seed', *COLUMNS, *MEANS]
   with open(root / f'{name}.csv', 'w', newline='', encoding='utf-8') as file:
-    writer = csv.DictWriter(file, ['experiment', 'name', 'seed', *COLUMNS])
+    writer = csv.DictWriter(file, columns)
     writer.writeheader()
     writer.writerows(found)
   return found
+
+
+def _by_run(found: Sequence[dict]) -> dict[tuple, list[dict]]:
+  by_run: dict[tuple, list[dict]] = {}
+  for line in found:
+    key = line['experiment'], line['name'], line['seed']
+    by_run.setdefault(key, []).append(line)
+  return by_run
+
+
+def _mean_of(column: str, lines: Sequence[dict]) -> float | None:
+  """Returns the mean of what lines tell of a column; None if none does."""
+  told = [line[column] for line in lines if line.get(column) is not None]
+  return float(np.mean(told)) if told else None
 
 
 def table(found: Sequence[dict]) -> str:
@@ -343,14 +423,32 @@ def draw(
   pyplot.close(figure)
 
 
-def main(sweep: str, workdir: str, *, at_once: int, only_gather: bool) -> int:
-  """Runs a sweep and gathers it; returns 1 if a run failed."""
+def main(
+  sweep: str,
+  workdir: str,
+  *,
+  at_once: int,
+  only_gather: bool,
+  known: Sequence[str] = (),
+) -> int:
+  """Runs a sweep and gathers it; returns 1 if a run failed.
+
+  Args:
+    sweep: file with the list.
+    workdir: where the runs live.
+    at_once: runs side by side.
+    only_gather: whether to run nothing.
+    known: tables of runs that live elsewhere, and are not run again.
+  """
   runs, root = read(sweep), pathlib.Path(workdir).resolve()
-  failed = [] if only_gather else run_all(runs, root, at_once=at_once)
+  elsewhere = [line for path in known for line in read_table(path)]
+  root.mkdir(parents=True, exist_ok=True)
+  done = _by_run(elsewhere).keys()
+  here = [run for run in runs if run.key not in done]
+  failed = [] if only_gather else run_all(here, root, at_once=at_once)
   name = pathlib.Path(sweep).stem
-  found = gather(runs, root, name)
-  done = {(line['experiment'], line['name'], line['seed']) for line in found}
-  print(f'{len(done)} of {len(runs)} runs are finished')
+  found = gather(runs, root, name, elsewhere)
+  print(f'{len(_by_run(found))} of {len(runs)} runs are finished')
   for experiment in dict.fromkeys(line['experiment'] for line in found):
     part = [line for line in found if line['experiment'] == experiment]
     print(f'\n{experiment}\n\n{table(part)}')

@@ -13,6 +13,9 @@ from absl import app, flags
 _SWEEP = flags.DEFINE_string('sweep', None, 'Python file with a list RUNS.')
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Where the runs live.')
 _AT_ONCE = flags.DEFINE_integer('at_once', 2, 'Runs side by side.')
+_KNOWN = flags.DEFINE_list(
+  'known', [], 'CSVs of runs that live elsewhere, and are not run again.'
+)
 _GATHER = flags.DEFINE_bool('gather', False, 'Whether to run nothing.')
 
 
@@ -33,6 +36,7 @@ def main(argv: list[str]) -> None:
       _WORKDIR.value,
       at_once=_AT_ONCE.value,
       only_gather=_GATHER.value,
+      known=_KNOWN.value,
     )
   except ValueError as error:
     sys.stderr.write(f'{error}\n')

@@ -410,6 +410,40 @@ def test_each_request_has_its_own_sampling_and_limit(params):
       assert answer.finish_reason == 'length'
 
 
+def test_where_the_host_chooses_the_same_tokens_come_out(params, monkeypatch):
+  kinds = [{}, {'temperature': 0.0}, {'temperature': 0.7, 'top_k': 3}]
+  plain, mixed = (
+    [
+      dataclasses.replace(request, sampling=sampler.Sampling(**kind))
+      for request in _requests(7)
+      for kind in chosen
+    ]
+    for chosen in (kinds[:1], kinds)
+  )
+  device = _sampler()
+  monkeypatch.setattr(sampler, '_WAITING', ('cpu',))
+  host = _sampler()
+  host.warm_up(params)
+  before = host.compilations
+  choices = [
+    one.lower(params, {})['decode'].compile().as_text().count(' conditional(')
+    for one in (device, host)
+  ]
+  # Whether tokens are truncated, and whether a row is greedy.
+  assert choices == [2, 0]
+  for requests in (plain, mixed):
+    for one, other in zip(
+      host.generate(params, requests),
+      device.generate(params, requests),
+      strict=True,
+    ):
+      np.testing.assert_array_equal(one.ids, other.ids)
+      for name in ('log_probs', 'sampled_log_probs'):
+        a, b = getattr(one, name), getattr(other, name)
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+  assert host.compilations == before
+
+
 @pytest.mark.parametrize('limit', [0, 13])
 def test_a_limit_out_of_range_is_refused(params, limit):
   (request,) = _requests(1)

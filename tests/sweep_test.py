@@ -28,6 +28,7 @@ def write_run(folder, curve):
       'spent/env_steps': steps,
       'spent/tokens': 7 * steps,
       'eval/success_rate': rate,
+      'train/success_rate': n / 8,
     }
     for n, ((_, rate), steps) in enumerate(zip(curve, after, strict=True))
   ]
@@ -52,6 +53,9 @@ def test_finished_runs_are_gathered_and_not_run_again(tmp_path):
   found = sweep.gather(RUNS, tmp_path)
   assert len(found) == 6
   assert found[1]['spent/env_steps'] == 100
+  # Of the iterations before an evaluation, of which the first has none.
+  assert [line['train/success_rate'] for line in found[:2]] == [None, 0]
+  assert found[1]['advantage/correlation'] is None
   header = (tmp_path / 'results.csv').read_text().splitlines()[0]
   assert header.startswith('experiment,name,seed,iteration,spent/episodes')
   lines = sweep.table(found).splitlines()
@@ -86,6 +90,40 @@ def test_runs_without_a_config_are_refused(tmp_path, config, overrides):
   run = sweep.Run('worse', config, 0, overrides)
   with pytest.raises(ValueError, match='run alfworld-worse-0: .*(huge|sed)'):
     sweep.run_all([run], tmp_path, at_once=1)
+
+
+def test_runs_that_live_elsewhere_are_neither_run_nor_forgotten(
+  tmp_path, monkeypatch
+):
+  for n in (0, 1):
+    write_run(tmp_path / f'there/alfworld-a-{n}', [(0, 0.2), (100, 0.4 + n)])
+  write_run(tmp_path / 'here/alfworld-b-0', [(0, 0.2), (110, 0.5)])
+  there = sweep.gather(RUNS, tmp_path / 'there')
+  table = str(tmp_path / 'there/results.csv')
+  assert sweep.read_table(table) == there
+  file = tmp_path / 'list.py'
+  runs = [dataclasses.asdict(run) for run in RUNS]
+  file.write_text(
+    'RUNS = ' + repr([r | {'overrides': dict(r['overrides'])} for r in runs])
+  )
+  asked = []
+  monkeypatch.setattr(
+    sweep, 'run_all', lambda runs, *_, **__: asked.extend(runs) or []
+  )
+  code = sweep.main(
+    str(file),
+    str(tmp_path / 'here'),
+    at_once=1,
+    only_gather=False,
+    known=[table],
+  )
+  assert (code, [run.name for run in asked]) == (0, ['b'])
+  found = sweep.read_table(str(tmp_path / 'here/list.csv'))
+  assert found[:4] == there
+  assert [line['name'] for line in found[4:]] == ['b', 'b']
+  file.write_text('experiment,name\nalfworld,a\n')
+  with pytest.raises(ValueError, match=r'--known=.*must be its CSV'):
+    sweep.read_table(str(file))
 
 
 def test_a_folder_of_another_run_is_not_taken_for_one(tmp_path):
