@@ -115,8 +115,9 @@ def _small(config: ml_collections.ConfigDict) -> None:
   config.rollout.batch_buckets = (128,)
   config.optimizer.learning_rate = 3e-5
   config.optimizer.b2 = 0.98
-  config.learner.microbatch_rows = 64
+  config.learner.microbatch_rows = 32
   config.learner.length_buckets = (256, 384, 680)
+  config.evaluation.num_tasks = 0
   config.evaluation.every = 10
   config.sft.num_episodes = 3000
   config.sft.noise = 0.5

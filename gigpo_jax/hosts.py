@@ -20,9 +20,14 @@ import numpy as np
 import tqdm
 from jax.experimental import multihost_utils
 
-# M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX and M_TOP_PAD of glibc: nothing by
-# mmap, nothing given back, one heap, which grows by 256 MiB.
-_MALLOC = {-4: 0, -1: 2**31 - 1, -8: 1, -2: 2**28}
+# M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD of glibc: nothing by mmap, nothing
+# given back, heaps that grow by 256 MiB.
+_MALLOC = {-4: 0, -1: 2**31 - 1, -2: 2**28}
+# M_ARENA_MAX: one heap, for which the threads of many cores would wait.
+_ONE_HEAP, _MANY_CORES = {-8: 1}, 8
+# Of accelerators, under /dev.
+_TPU_NODES = ('accel[0-9]*', 'vfio/[0-9]*')
+_GPU_NODES = ('nvidia[0-9]*', 'kfd')
 
 _VARIABLES = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
 
@@ -74,10 +79,13 @@ def _join_slice() -> None:
 
 
 def _has_tpu() -> bool:
-  nodes = ('accel[0-9]*', 'vfio/[0-9]*')
-  found = any(any(pathlib.Path('/dev').glob(node)) for node in nodes)
   wanted = os.environ.get('JAX_PLATFORMS', '') in ('', 'tpu', 'tpu,cpu')
-  return found and wanted and bool(importlib.util.find_spec('libtpu'))
+  found = wanted and _is_there(_TPU_NODES)
+  return found and bool(importlib.util.find_spec('libtpu'))
+
+
+def _is_there(nodes: tuple[str, ...]) -> bool:
+  return any(any(pathlib.Path('/dev').glob(node)) for node in nodes)
 
 
 def first() -> bool:
@@ -91,17 +99,25 @@ def several() -> bool:
 
 
 def keep_memory() -> None:
-  """Lets freed memory of this process wait for its next use.
+  """Lets freed memory of this process wait for its next use, on a CPU.
 
-  A program on a CPU asks for its memory anew each time it runs; the system
-  would give it page by page, empty, which takes a fifth of the time.
+  A program there asks for its memory anew each time it runs; the system would
+  give it page by page, empty, which takes a fifth of the time. To be called
+  before there are threads.
   """
-  if sys.platform != 'linux':
+  if sys.platform != 'linux' or _has_accelerator():
     return
   mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
+  few = len(os.sched_getaffinity(0)) < _MANY_CORES
   if mallopt:
-    for option, value in _MALLOC.items():
+    for option, value in (_MALLOC | (_ONE_HEAP if few else {})).items():
       mallopt(option, value)
+
+
+def _has_accelerator() -> bool:
+  """Whether jax will find one, as far as can be told without starting it."""
+  wanted = os.environ.get('JAX_PLATFORMS', '') != 'cpu'
+  return wanted and _is_there(_TPU_NODES + _GPU_NODES)
 
 
 def say(line: str) -> None:

@@ -354,3 +354,31 @@ def test_the_bar_tells_episodes_and_tokens_and_is_quiet_elsewhere(
   shown = out.getvalue()
   assert ('3/4' in shown and '200 tokens/s' in shown) == terminal
   assert bool(shown) == terminal
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='glibc is told')
+@pytest.mark.parametrize(
+  ('accelerator', 'platforms', 'cores', 'told'),
+  [
+    (False, '', 2, {-4, -1, -2, -8}),
+    # Threads of many cores would wait for one heap.
+    (False, '', 16, {-4, -1, -2}),
+    (True, '', 2, set()),
+    (True, 'cpu', 2, {-4, -1, -2, -8}),
+  ],
+)
+def test_memory_is_kept_where_programs_run_on_a_cpu(
+  monkeypatch, accelerator, platforms, cores, told
+):
+  found = {}
+
+  class Library:
+    def __init__(self, name):
+      self.mallopt = found.__setitem__
+
+  monkeypatch.setattr(hosts.ctypes, 'CDLL', Library)
+  monkeypatch.setattr(hosts, '_is_there', lambda nodes: accelerator)
+  monkeypatch.setattr(os, 'sched_getaffinity', lambda _: range(cores))
+  monkeypatch.setenv('JAX_PLATFORMS', platforms)
+  hosts.keep_memory()
+  assert found.keys() == told
