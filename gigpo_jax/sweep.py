@@ -281,6 +281,7 @@ def gather(
     name: of the CSV.
     known: evaluations of runs that live elsewhere.
   """
+  root.mkdir(parents=True, exist_ok=True)
   by_run = _by_run(known)
   found = []
   for run in runs:
@@ -312,6 +313,7 @@ def gather(
 
 
 def _by_run(found: Sequence[dict]) -> dict[tuple, list[dict]]:
+  """Returns evaluations by `Run.key`."""
   by_run: dict[tuple, list[dict]] = {}
   for line in found:
     key = line['experiment'], line['name'], line['seed']
@@ -363,10 +365,8 @@ def table(found: Sequence[dict]) -> str:
 def _curves(found: Sequence[dict]) -> dict[str, dict[int, list[dict]]]:
   """Returns evaluations by name and seed."""
   curves: dict[str, dict[int, list[dict]]] = {}
-  for line in found:
-    curves.setdefault(line['name'], {}).setdefault(line['seed'], []).append(
-      line
-    )
+  for (_, name, seed), lines in _by_run(found).items():
+    curves.setdefault(name, {})[seed] = lines
   return curves
 
 
@@ -442,7 +442,6 @@ def main(
   """
   runs, root = read(sweep), pathlib.Path(workdir).resolve()
   elsewhere = [line for path in known for line in read_table(path)]
-  root.mkdir(parents=True, exist_ok=True)
   done = _by_run(elsewhere).keys()
   here = [run for run in runs if run.key not in done]
   failed = [] if only_gather else run_all(here, root, at_once=at_once)
