@@ -331,9 +331,9 @@ def table(found: Sequence[dict]) -> str:
   """Returns a Markdown table: success by name, mean and standard error.
 
   At the end of the runs, and how many episodes were played for training until
-  then; at as many environment steps, and as many generated
-  tokens, as the run has that spent least of them, between evaluations on a
-  line; and each seed's at the end.
+  then; how far that is from the first name's, seed by seed; at as many
+  environment steps, and as many generated tokens, as the run has that spent
+  least of them, between evaluations on a line; and each seed's at the end.
 
   Args:
     found: of `gather`.
@@ -343,15 +343,26 @@ def table(found: Sequence[dict]) -> str:
     x: min(c[-1][x] for by_seed in curves.values() for c in by_seed.values())
     for x in ('spent/env_steps', 'spent/tokens')
   }
-  heads = [f'at {most:,.0f} {_X[x]}' for x, most in least.items()]
+  first, *_ = curves
+  heads = [f'less {first}, paired']
+  heads += [f'at {most:,.0f} {_X[x]}' for x, most in least.items()]
   lines = [
     '| run | seeds | episodes | success at the end '
     f'| {" | ".join(heads)} | each |',
-    '|---|---|---|---|---|---|---|',
+    '|---|---|---|---|---|---|---|---|',
   ]
+  at_end = {
+    name: {s: 100 * c[-1]['eval/success_rate'] for s, c in by_seed.items()}
+    for name, by_seed in curves.items()
+  }
   for name, by_seed in curves.items():
-    ends = [100 * c[-1]['eval/success_rate'] for c in by_seed.values()]
-    told = [_mean(ends)]
+    ends = list(at_end[name].values())
+    apart = [
+      x - at_end[first][s]
+      for s, x in at_end[name].items()
+      if s in at_end[first]
+    ]
+    told = [_mean(ends), _mean(apart) if apart and name != first else '']
     for x, most in least.items():
       told.append(_mean([_at(c, x, most) for c in by_seed.values()]))
     each = ', '.join(f'{x:.1f}' for x in ends)

@@ -59,12 +59,14 @@ def test_finished_runs_are_gathered_and_not_run_again(tmp_path):
   header = (tmp_path / 'results.csv').read_text().splitlines()[0]
   assert header.startswith('experiment,name,seed,iteration,spent/episodes')
   lines = sweep.table(found).splitlines()
-  assert 'at 100 environment steps | at 700 generated tokens' in lines[0]
+  heads = 'less a, paired | at 100 environment steps | at 700 generated tokens'
+  assert heads in lines[0]
   # At the end 40 and 80: mean 60, standard error sqrt(800 / 2) = 20. Where 100
   # steps were taken 40 and 20 + 60 * 5/6 = 70; 20 + 30 * 10/11 = 47.3.
   both = '55.0 ± 15.0 | 55.0 ± 15.0'
-  assert lines[2] == f'| a | 2 | 11 | 60.0 ± 20.0 | {both} | 40.0, 80.0 |'
-  assert lines[3] == '| b | 1 | 11 | 50.0 | 47.3 | 47.3 | 50.0 |'
+  assert lines[2] == f'| a | 2 | 11 | 60.0 ± 20.0 |  | {both} | 40.0, 80.0 |'
+  # Seed 0 of the first ended at 40.
+  assert lines[3] == '| b | 1 | 11 | 50.0 | 10.0 | 47.3 | 47.3 | 50.0 |'
   sweep.draw(found, tmp_path / 'curves.png')
   assert (tmp_path / 'curves.png').stat().st_size > 5000
 
