@@ -207,9 +207,10 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.pool.num_workers = 2
   config.pool.step_timeout_secs = 60.0
   config.pool.reset_timeout_secs = 300.0
-  # Resets after which an idle worker is replaced; 0: never.
+  # Resets after which a worker is replaced, its episodes played again up to
+  # where they were; 0: never.
   config.pool.max_resets_per_worker = 0
-  # Memory with which an idle worker is replaced; 0: any.
+  # Memory with which it is; 0: any.
   config.pool.max_worker_mib = 0
   # Share of the episodes of an iteration, or of an evaluation, that may fail;
   # with more the run stops.

@@ -196,7 +196,8 @@ class Env:
 
   def step(self, response: str) -> base.StepResult:
     """Does the named action; where there is none nothing happens."""
-    action, valid = self._narrator.project(response)
+    free = self._actions == (FREE,)
+    action, valid = self._narrator.project(response, keep_case=free)
     valid = valid and self._admits(action)
     self._narrator.take(action)
     reward, over, ended = 0.0, False, False

@@ -94,12 +94,15 @@ class Narrator:
     self._history.append(turns.Turn(self._text, action))
     self.step += 1
 
-  def project(self, response: str) -> tuple[str, bool]:
+  def project(
+    self, response: str, *, keep_case: bool = False
+  ) -> tuple[str, bool]:
     """Returns (action, valid); see `turns.project`."""
     return turns.project(
       response,
       require_think=self._require_think,
       unparsed_characters=UNPARSED_CHARACTERS,
+      keep_case=keep_case,
     )
 
   def respond(self, thought: str, action: str) -> str:

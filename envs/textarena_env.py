@@ -152,7 +152,8 @@ class Env:
 
   def step(self, response: str) -> base.StepResult:
     """Makes the move; the game answers what it makes of it."""
-    action, valid = self._narrator.project(response)
+    free = self._actions == (FREE,)
+    action, valid = self._narrator.project(response, keep_case=free)
     self._narrator.take(action)
     done, outcome = False, 0.0
     if valid:

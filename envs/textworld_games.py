@@ -232,10 +232,10 @@ class Env:
     command, valid = self._narrator.project(response)
     admissible = command in self._commands()
     self._narrator.take(command)
-    score, said = 0.0, _REFUSAL
+    said = _REFUSAL
     if admissible:
       # Others might be the interpreter's own, such as `restore`.
-      self._state, score, _ = self._engine.step(' '.join(command.split()))
+      self._state, _, _ = self._engine.step(' '.join(command.split()))
       said = clean(self._state.feedback)
     won, lost = bool(self._state.won), bool(self._state.lost)
     done = won or lost or self._narrator.step >= self._max_steps
@@ -251,7 +251,7 @@ class Env:
       success=won,
       done=done,
       metrics={'inadmissible_action_rate': float(not admissible)},
-      score=self._share(score) if done else None,
+      score=self._share() if done else None,
     )
 
   def close(self) -> None:
@@ -282,8 +282,10 @@ class Env:
       yield observation.prompt, response
       observation = self.step(response).observation
 
-  def _share(self, score: float) -> float:
-    return max(0.0, float(score)) / max(1.0, float(self._state.max_score))
+  def _share(self) -> float:
+    """Returns how much of what can be scored has been."""
+    score = max(0.0, float(self._state.score or 0.0))
+    return score / max(1.0, float(self._state.max_score))
 
   def _commands(self) -> tuple[str, ...]:
     # Responses are read in lower case; the engine does not mind.
@@ -320,6 +322,7 @@ def _start(path: pathlib.Path) -> Any:
     max_score=True,
     objective=True,
     policy_commands=True,
+    score=True,
     won=True,
   )
   return textworld.start(str(path), request_infos=wanted)

@@ -46,7 +46,11 @@ def recall(history: Sequence[Turn], step: int) -> str:
 
 
 def project(
-  response: str, *, require_think: bool, unparsed_characters: int
+  response: str,
+  *,
+  require_think: bool,
+  unparsed_characters: int,
+  keep_case: bool = False,
 ) -> tuple[str, bool]:
   """Returns (action, valid): what the response asks for, and its form.
 
@@ -61,16 +65,22 @@ def project(
     require_think: whether there must be a thought.
     unparsed_characters: how much of its end stands for the action of an
       invalid response, as in the released code.
+    keep_case: whether the action is left as it was written.
   """
-  text = response.lower()
-  start = text.find('<action>')
-  end = text.find('</action>', start + len('<action>')) if start >= 0 else -1
+  text = response if keep_case else response.lower()
+  start = _find(text, '<action>')
+  end = _find(text, '</action>', start + len('<action>')) if start >= 0 else -1
   if end < 0:
     return text[-unparsed_characters:], False
   valid = not _CJK.search(response)
   if require_think:
-    opened = text.find('<think>')
-    valid = valid and 0 <= opened < text.find('</think>', opened)
+    opened = _find(text, '<think>')
+    valid = valid and 0 <= opened < _find(text, '</think>', opened)
   if not valid:
     return text[-unparsed_characters:], False
   return text[start + len('<action>') : end].strip(), True
+
+
+def _find(text: str, tag: str, start: int = 0) -> int:
+  found = re.compile(tag, re.ASCII | re.IGNORECASE).search(text, max(start, 0))
+  return found.start() if found else -1

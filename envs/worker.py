@@ -116,14 +116,17 @@ def _wrong_result(value: base.StepResult) -> str:
   if bool(value.done) != (following is None):
     return f'done={value.done} does not go with what is to be seen next'
   return _wrong_figures(value) or _wrong_text(
-    action=value.action, final_anchor=value.final_anchor or ''
+    action=value.action,
+    final_anchor='' if value.final_anchor is None else value.final_anchor,
   )
 
 
 def _wrong_figures(value: base.StepResult) -> str:
   if not isinstance(value.metrics, dict):
     return f'metrics is {type(value.metrics).__name__}, not dict'
-  figures = {'reward': value.reward, 'score': value.score or 0.0}
+  figures = {'reward': value.reward}
+  if value.score is not None:
+    figures['score'] = value.score
   for name, x in (figures | value.metrics).items():
     if not isinstance(name, str):
       return f'a metric is called {name!r:.80}, not a str'

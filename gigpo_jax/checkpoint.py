@@ -63,8 +63,12 @@ def check_folder(folder: pathlib.Path) -> bool:
   """Returns whether there are checkpoints; takes no device, reads no contents.
 
   Raises:
-    ValueError: in one line, if none of them is whole.
+    ValueError: in one line, if none of them is whole, or it is no folder.
   """
+  if folder.exists() and not folder.is_dir():
+    raise ValueError(
+      f'{folder}: a file is in the way; must be a folder, or gone'
+    )
   paths = folder.iterdir() if folder.is_dir() else ()
   found = sorted(int(p.name) for p in paths if p.name.isdecimal())
   if found and all(damage(folder / str(n), contents=False) for n in found):

@@ -16,7 +16,7 @@ _REFILLS = 1 << 20
 
 @dataclasses.dataclass
 class Spent:
-  """What a run has cost so far, dropped groups and evaluations left in or out.
+  """What a run's training episodes have cost so far, evaluations left out.
 
   Attributes:
     episodes: played for training, those that were dropped among them.
@@ -98,7 +98,8 @@ def collect(
 ) -> Collected:
   """Plays groups until there are enough to train on, or refills are used up.
 
-  If no group is left at all, those played last are trained on.
+  If no group is left at all, those played last are kept, `filter/groups_kept`
+  is 0, and nothing is to be learnt from them.
 
   Args:
     play: takes tasks and a place in the stream; returns their episodes.

@@ -299,6 +299,7 @@ def _combinations(config: ml_collections.ConfigDict) -> Iterator[str]:
     yield f'mesh.{",".join(mesh.AXES)}={sizes}: at most one axis may be -1'
   yield from _attention(config)
   yield from _adapters(config)
+  yield from _new_model(config.sft.model)
   if config.metrics.wandb and not _installed('wandb'):
     yield (
       f'metrics.wandb={config.metrics.wandb}: wandb is not installed; run pip '
@@ -457,6 +458,19 @@ def _adapters(config: ml_collections.ConfigDict) -> Iterator[str]:
     )
   if config.rollout.weights == 'adapters' and not config.lora.rank:
     yield 'rollout.weights=adapters: there are none; needs lora.rank'
+
+
+def _new_model(shape: ml_collections.ConfigDict) -> Iterator[str]:
+  heads, kv_heads = shape.heads, shape.kv_heads
+  if shape.width % (2 * heads):
+    yield (
+      f'sft.model.heads={heads}: heads of a width of {shape.width} / {heads}; '
+      'must be even, for rotary positions'
+    )
+  elif heads % kv_heads:
+    yield (
+      f'sft.model.kv_heads={kv_heads}: must divide into sft.model.heads={heads}'
+    )
 
 
 def _installed(package: str) -> bool:

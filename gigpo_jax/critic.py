@@ -88,6 +88,7 @@ class Critic:
     targets: Float[np.ndarray, 'R C'],
     links: Bool[np.ndarray, 'R C'],
     iteration: int,
+    skipped_before: float = 0.0,
   ) -> tuple[learner.TrainState, dict[str, float]]:
     """Passes once over the rows.
 
@@ -98,6 +99,7 @@ class Critic:
       targets: what is to be learnt.
       links: where; each row's weigh as much as another's, together.
       iteration: with the seed it determines the shuffling.
+      skipped_before: how many of the updates before were skipped in a row.
 
     Returns:
       The new state and metrics, names 'critic/...'.
@@ -113,6 +115,7 @@ class Critic:
       ref_log_probs=None,
       importance=weights,
       iteration=iteration,
+      skipped_before=skipped_before,
     )
     names = {
       'loss/total': 'critic/loss',
@@ -120,6 +123,7 @@ class Critic:
       'update/grad_norm': 'critic/grad_norm',
       'update/skipped': 'critic/skipped',
       'update/skipped_in_row': 'critic/skipped_in_row',
+      'update/most_skipped_in_row': 'critic/most_skipped_in_row',
       'update/count': 'critic/count',
     }
     # Of links, not of tokens.

@@ -109,7 +109,7 @@ class _Worker:
     sent: calls on their way or under way, oldest first; the start is one.
     waiting: calls that are held back until `sent` has room.
     progress: when the oldest call of `sent` can have been taken up at last.
-    resets: how many it was given.
+    resets: how many it was given, those of episodes played again left out.
     died_idle: whether it was gone before it was asked anything.
   """
 
@@ -140,8 +140,9 @@ class EnvPool:
     step_timeout_secs: longest time a step may take.
     reset_timeout_secs: longest time a reset or preparation may take.
     envs_per_group: as many neighbours share a worker, and its caches.
-    max_resets_per_worker: a worker is replaced, when none of its episodes is
-      running, after as many resets; for simulators that leak. None: never.
+    max_resets_per_worker: a worker is replaced after as many resets, and its
+      episodes are played again up to where they were; for simulators that leak.
+      None: never. It gets as many as it has environments in any case.
     max_worker_mib: likewise, when its process has more memory. None: never.
 
   Attributes:
@@ -215,12 +216,15 @@ class EnvPool:
     stale = [answer for answer in self._answers if answer[0] == env]
     for answer in stale:
       self._answers.remove(answer)
+    self._running.discard(env)
     self._recycle(env)
     self._tasks[env], self._responses[env], self._replies[env] = task, [], []
     self._episodes[env] += 1
     self._replays[env] = 0
     self._running.add(env)
     self._submit('reset', env, task)
+    if self._workers:
+      self._workers[self._place(env)].resets += 1
 
   def step(self, env: int, response: str) -> None:
     """Sends the policy's response; `receive` will give the result.
@@ -340,18 +344,21 @@ class EnvPool:
     self._leaving.append((w.process, time.monotonic()))
 
   def _recycle(self, env: int) -> None:
-    """Replaces the worker if it has served its time and is idle."""
+    """Replaces the worker if it has served its time."""
     if not self._workers:
       return
     place = self._place(env)
     w = self._workers[place]
-    if not w or w.sent or any(self._place(e) == place for e in self._running):
+    own = sum(self._place(other) == place for other in range(self.num_envs))
+    if not w or w.starting or w.resets < own or not self._worn_out(w):
       return
-    if self._worn_out(w):
-      self._reap()
-      self._dismiss(w)
-      self._workers[place] = self._start()
-      self.recycled += 1
+    self._reap()
+    self._dismiss(w)
+    self._workers[place] = self._start()
+    self.recycled += 1
+    for other in sorted(self._running):
+      if self._place(other) == place:
+        self._replay(other)
 
   def _reap(self) -> None:
     """Frees what is kept for processes that have left, or had time to."""
@@ -432,7 +439,6 @@ class EnvPool:
     if w is None:
       w = self._workers[place] = self._start()
       self.restarts += 1
-    w.resets += kind == 'reset'
     message = pickle.dumps((kind, env, argument), pickle.HIGHEST_PROTOCOL)
     w.waiting.append(_Call(kind, env, message, self._episodes[env], known))
     self._send(w)

@@ -5,14 +5,16 @@ groups, then all tell each other what was played, so that from there on every
 process computes with the same numbers; arrays are cut over all devices.
 """
 
+import contextlib
 import ctypes
 import importlib.util
 import os
 import pathlib
 import pickle
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import jax
@@ -118,6 +120,18 @@ def _has_accelerator() -> bool:
   """Whether jax will find one, as far as can be told without starting it."""
   wanted = os.environ.get('JAX_PLATFORMS', '') != 'cpu'
   return wanted and _is_there(_TPU_NODES + _GPU_NODES)
+
+
+@contextlib.contextmanager
+def whole(path: pathlib.Path) -> Iterator[str]:
+  """Gives a folder to write into, which gets its name when it is whole."""
+  beside = path.with_suffix('.tmp')
+  if first():
+    shutil.rmtree(beside, ignore_errors=True)
+  yield str(beside)
+  if first():
+    shutil.rmtree(path, ignore_errors=True)
+    beside.rename(path)
 
 
 def say(line: str) -> None:

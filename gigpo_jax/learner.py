@@ -197,7 +197,10 @@ class Learner:
     self._programs = {
       'init': jax.jit(self._optimizer.init, out_shardings=state.opt_state),
       'zeros': jax.jit(
-        lambda params: (jax.tree.map(jnp.zeros_like, params), self._sums()),
+        lambda params, skipped: (
+          jax.tree.map(jnp.zeros_like, params),
+          self._sums(skipped),
+        ),
         out_shardings=(grads, self._replicated),
       ),
       # Not a part of `apply`, which would make them beside the gradients.
@@ -260,7 +263,7 @@ class Learner:
       The state as it was.
     """
     with jax.set_mesh(self._mesh):
-      grads, sums = self._run('zeros', state.params)
+      grads, sums = self._run('zeros', state.params, np.float32(0))
       for length in self._length_buckets:
         empty = self._packer.empty(length)
         for params in (state.params, reference):
@@ -310,7 +313,9 @@ class Learner:
     columns = self._no_columns(empty)
     rows = empty.inputs() | {n: empty.take(x) for n, x in columns.items()}
     rows = everywhere(rows, self._row_sharding)
-    sums = everywhere(jax.eval_shape(self._sums), self._replicated)
+    sums = everywhere(
+      jax.eval_shape(self._sums, np.float32(0)), self._replicated
+    )
     with jax.set_mesh(self._mesh):
       return {
         'accumulate': self._programs['accumulate'].lower(
@@ -356,6 +361,7 @@ class Learner:
     ref_log_probs: np.ndarray | None,
     iteration: int,
     importance: np.ndarray | None = None,
+    skipped_before: float = 0.0,
     **further: np.ndarray,
   ) -> tuple[TrainState, dict[str, float]]:
     """Passes once over the rows; one optimizer step for each mini-batch.
@@ -369,12 +375,14 @@ class Learner:
         use for it.
       iteration: with the seed it determines the shuffling.
       importance: weight of each token's surrogate, [R, C]; None is 1.
+      skipped_before: how many of the updates before were skipped in a row.
       **further: the loss's further arguments, of rows or of tokens.
 
     Returns:
       The new state and metrics: means over all trained tokens ('/max':
       maxima), and counts of updates and tokens; of updates skipped because loss
-      or gradient was not finite, and of these the last ones in a row.
+      or gradient was not finite, of these the last ones in a row, and the most
+      in a row.
 
     Raises:
       ValueError: if the loss needs a reference and there is none, or a row
@@ -395,7 +403,7 @@ class Learner:
     minibatches = self._minibatches(rows, iteration)
     self._packer.forget()
     with jax.set_mesh(self._mesh):
-      grads, sums = self._run('zeros', state.params)
+      grads, sums = self._run('zeros', state.params, np.float32(skipped_before))
       for minibatch in minibatches:
         columns['weights'] = self._weights(rows, minibatch)
         for microbatch in self._packer.microbatches(rows, minibatch):
@@ -575,13 +583,14 @@ class Learner:
     sums = dict(sums)
     sums['update/grad_norm'] += jnp.where(finite, norm, 0)
     sums['update/skipped'] += 1.0 - finite
-    sums['update/skipped_in_row'] = jnp.where(
-      finite, 0.0, sums['update/skipped_in_row'] + 1
-    )
+    in_row = jnp.where(finite, 0.0, sums['update/skipped_in_row'] + 1)
+    most = jnp.maximum(sums['update/most_skipped_in_row'], in_row)
+    sums['update/skipped_in_row'] = in_row
+    sums['update/most_skipped_in_row'] = most
     sums['update/objective'] = jnp.zeros_like(norm)
     return state, sums
 
-  def _sums(self):
+  def _sums(self, skipped):
     names = (
       *self._metric_names,
       'loss/total',
@@ -589,13 +598,14 @@ class Learner:
       'update/grad_norm',
       'update/objective',
       'update/skipped',
-      'update/skipped_in_row',
+      'update/most_skipped_in_row',
     )
     # A weak type would compile every program a second time.
-    return {
+    sums = {
       name: jnp.full((), -jnp.inf if name.endswith('/max') else 0, jnp.float32)
       for name in names
     }
+    return sums | {'update/skipped_in_row': skipped}
 
 
 def _loss_shapes(loss, ref_log_probs, columns=()):
@@ -634,6 +644,7 @@ def _finish(sums: dict, updates: int) -> dict[str, float]:
   tokens = sums.pop('update/tokens')
   skipped = sums.pop('update/skipped')
   in_row = sums.pop('update/skipped_in_row')
+  most_in_row = sums.pop('update/most_skipped_in_row')
   del sums['update/objective']
   grad_norm = sums.pop('update/grad_norm') / max(updates - skipped, 1)
   means = {
@@ -644,6 +655,7 @@ def _finish(sums: dict, updates: int) -> dict[str, float]:
     'update/grad_norm': grad_norm,
     'update/skipped': skipped,
     'update/skipped_in_row': in_row,
+    'update/most_skipped_in_row': most_in_row,
     'update/count': float(updates),
     'update/tokens': tokens,
   }

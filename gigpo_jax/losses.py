@@ -207,7 +207,7 @@ def policy_gradient(  # noqa: PLR0913
       f'kl_weight={kl_weight}: needs ref_log_probs; or set kl_weight to 0'
     )
   # Masked first: 0 times an infinite ratio would be NaN, in the gradient too.
-  log_ratios = jnp.where(mask, log_probs - old_log_probs, 0)
+  log_ratios = of_tokens = jnp.where(mask, log_probs - old_log_probs, 0)
   if ratio_level == 'row':
     log_ratios = jnp.where(mask, row_means(log_ratios, mask, rows), 0)
   # A surrogate is as large as its advantage, so the weight goes there.
@@ -232,8 +232,8 @@ def policy_gradient(  # noqa: PLR0913
     'loss/entropy': entropy,
     'ratio/mean': ratio,
     'ratio/max': ratio,
-    # Of the policy now and the one that sampled, k3.
-    'ratio/kl': jnp.expm1(log_ratios) - log_ratios,
+    # Of the policy now and the one that sampled, k3; of tokens in any case.
+    'ratio/kl': jnp.expm1(of_tokens) - of_tokens,
     'ratio/clipped_low': (ratio < 1 - clip_epsilon) & (advantages_BC < 0),
     'ratio/clipped_high': (ratio > 1 + high) & (advantages_BC > 0),
   }

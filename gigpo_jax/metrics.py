@@ -90,7 +90,8 @@ def summarize(
       found = [
         s.result.metrics[name] for s in steps if name in s.result.metrics
       ]
-      values[name] = np.mean(found)
+      # One of the names above is taken.
+      values[f'env_{name}' if name in values else name] = np.mean(found)
   return {f'{prefix}/{name}': float(v) for name, v in values.items()}
 
 

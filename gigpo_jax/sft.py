@@ -8,6 +8,7 @@ rejection-sampling fine-tuning, if only the successful ones are.
 """
 
 import pathlib
+import shutil
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -66,14 +67,15 @@ def _warm_start(
   kept: 'episodes.EpisodeSet | None',
 ) -> None:
   directory = pathlib.Path(workdir) / 'policy'
+  start = pathlib.Path(workdir) / 'start'
   scratch = config.sft.init == 'scratch'
   if scratch:
     with config.unlocked():
-      config.model.path = str(directory)
+      config.model.path = str(start)
     if hosts.first():
       texts = (text for pair in pairs for text in pair)
-      tokenizer.train(texts, str(directory), vocab_size=config.sft.vocab_size)
-      _write_random_model(config, str(directory))
+      tokenizer.train(texts, str(start), vocab_size=config.sft.vocab_size)
+      _write_random_model(config, str(start))
     hosts.tell_all(None)  # All wait until it is there.
   policy = experiment.make_policy(config)
   if kept:
@@ -83,12 +85,15 @@ def _warm_start(
   hosts.say(f'{rows.real.sum()} steps to imitate, {rows.lengths.sum()} tokens')
   with jax.set_mesh(policy.mesh):
     params = _imitate(config, policy, rows, workdir)
-    huggingface.save(
-      str(directory),
-      policy.model,
-      params,
-      tokenizer_directory=policy.tokenizer.directory,
-    )
+    with hosts.whole(directory) as folder:
+      huggingface.save(
+        folder,
+        policy.model,
+        params,
+        tokenizer_directory=policy.tokenizer.directory,
+      )
+  if scratch and hosts.first():
+    shutil.rmtree(start)
   hosts.say(f'warm start: {directory}')
 
 

@@ -5,9 +5,7 @@ import dataclasses
 import functools
 import math
 import pathlib
-import shutil
 import time
-from collections.abc import Iterator
 
 import jax
 import ml_collections
@@ -96,8 +94,6 @@ def train(
     experiment.disk(workdir),
   ):
     hosts.join()
-    if hosts.first():
-      config_lib.save(config, workdir)
     policy = experiment.make_policy(config)
     with (
       jax.set_mesh(policy.mesh),
@@ -107,6 +103,8 @@ def train(
     ):
       # What is wrong with one of these is known before workers start.
       run = _Run(config, workdir, policy, checkpointer, notice)
+      if hosts.first():
+        config_lib.save(config, workdir)
       with experiment.make_pool(config) as pool:
         run.go(experiment.make_roller(config, policy, pool))
 
@@ -385,6 +383,9 @@ class _Run:
     )
     values = {'time/rows_secs': time.monotonic() - begin}
     credit, told, found = self._credit(rows)
+    if not collected.metrics.get('filter/groups_kept', 1):
+      # What the filter left is not to be learnt from.
+      credit = credit._replace(advantages=np.zeros_like(credit.advantages))
     values |= found
     if self._log:
       values |= self._log.write(iteration, collected, rows, credit)
@@ -401,6 +402,7 @@ class _Run:
         targets=credit.value_targets,
         links=rows.completion_mask if credit.links is None else credit.links,
         iteration=iteration,
+        skipped_before=self._skipped.get('critic', 0.0),
       )
       self._check_skipped(
         'critic', found, rows, values=told, targets=credit.value_targets
@@ -423,6 +425,7 @@ class _Run:
       ref_log_probs=reference,
       importance=importance,
       iteration=iteration,
+      skipped_before=self._skipped.get('update', 0.0),
       **experiment.corridor(config, rows, self._entropies, iteration),
     )
     self._check_skipped(
@@ -458,10 +461,8 @@ class _Run:
     self, what: str, found: dict[str, float], rows: batch.Rows, **arrays
   ) -> None:
     """Stops the run when too many updates in a row had to be skipped."""
-    in_row = found[f'{what}/skipped_in_row']
-    if in_row == found[f'{what}/count']:
-      in_row += self._skipped.get(what, 0.0)
-    self._skipped[what] = found[f'{what}/skipped_in_row'] = in_row
+    self._skipped[what] = found[f'{what}/skipped_in_row']
+    in_row = found[f'{what}/most_skipped_in_row']
     if in_row < self._config.learner.max_skipped_in_row:
       return
     path = pathlib.Path(self._workdir) / f'skipped_{what}.npz'
@@ -477,7 +478,7 @@ class _Run:
 def _export(config, workdir, policy, params: dict, base: dict) -> None:
   """Writes the policy, and the adapters by themselves, for others to load."""
   root = pathlib.Path(workdir)
-  with _whole(root / 'policy') as folder:
+  with hosts.whole(root / 'policy') as folder:
     huggingface.save(
       folder,
       policy.model,
@@ -485,17 +486,5 @@ def _export(config, workdir, policy, params: dict, base: dict) -> None:
       tokenizer_directory=policy.tokenizer.directory,
     )
   if policy.model.adapters:
-    with _whole(root / 'adapters') as folder:
+    with hosts.whole(root / 'adapters') as folder:
       huggingface.save_adapters(folder, policy.model, params, config.model.path)
-
-
-@contextlib.contextmanager
-def _whole(path: pathlib.Path) -> Iterator[str]:
-  """Gives a folder to write into, which gets its name when it is whole."""
-  beside = path.with_suffix('.tmp')
-  if hosts.first():
-    shutil.rmtree(beside, ignore_errors=True)
-  yield str(beside)
-  if hosts.first():
-    shutil.rmtree(path, ignore_errors=True)
-    beside.rename(path)

@@ -63,7 +63,13 @@ def summary(workdir: str | pathlib.Path) -> dict[str, Any]:
     )
   config = {}
   if (root / 'config.json').is_file():
-    config = json.loads((root / 'config.json').read_text(encoding='utf-8'))
+    try:
+      config = json.loads((root / 'config.json').read_text(encoding='utf-8'))
+    except ValueError as error:
+      raise ValueError(
+        f'--workdir={workdir}: config.json cannot be read ({error}); must be '
+        'as the run wrote it, or gone'
+      ) from error
   facts = {
     'environment': config.get('env', {}).get('name'),
     'variant': config.get('variant'),
@@ -173,10 +179,11 @@ def spans(
   decode: Callable[[Sequence[int]], str],
   ids: Sequence[int],
   log_probs: Sequence[float],
-) -> list[tuple[str, float, int]]:
+) -> list[tuple[str, float | None, int]]:
   """Returns (text, log-probability, number of tokens), token by token.
 
-  Tokens that are parts of one character come together.
+  Tokens that are parts of one character come together. A log-probability that
+  is not finite is None, as of a policy that has diverged.
   """
   found, held, total = [], [], 0.0
   for n, (token, log_prob) in enumerate(zip(ids, log_probs, strict=True), 1):
@@ -185,7 +192,7 @@ def spans(
     text = decode(tuple(held))
     whole = not text.endswith('\ufffd') or len(held) == _CHARACTER_BYTES
     if whole or n == len(ids):
-      found.append((text, round(total, 4), len(held)))
+      found.append((text, _number(total), len(held)))
       held, total = [], 0.0
   return found
 

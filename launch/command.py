@@ -3,7 +3,6 @@
 import pathlib
 import re
 import runpy
-import sys
 import traceback
 from collections.abc import Callable
 
@@ -12,6 +11,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 import configs
+from launch import lines
 
 _CONFIG = config_flags.DEFINE_config_file(
   'config', None, 'Experiment, such as configs/alfworld.py:tiny.'
@@ -45,21 +45,20 @@ def _parse(argv: list[str]) -> list[str]:
     argv = [_installed(argument) for argument in argv]
     _try_config(argv)
     rest = flags.FLAGS(argv, known_only=False)
-    if stray := rest[1:]:
-      raise ValueError(
-        f'{" ".join(stray)}: unknown; must be flags, --NAME=VALUE'
-      )
+    lines.check_stray(rest)
     if _CONFIG.value is None:
       raise ValueError(
         '--config: missing; try --config=configs/alfworld.py:tiny'
       )
   except (flags.Error, ValueError, TypeError, OSError) as error:
-    _refuse(' '.join(str(error).split()))
+    lines.refuse(' '.join(str(error).split()))
   except (AttributeError, KeyError) as error:
     # Their text is a quoted name, an escaped line end and a suggestion.
     name, _, hint = re.sub(r"['\\\\]", '', str(error)).partition('nDid')
     hint = f'; did{hint}' if hint else ''
-    _refuse(f'--config...{name.strip()}: no such field in the config{hint}')
+    lines.refuse(
+      f'--config...{name.strip()}: no such field in the config{hint}'
+    )
   return rest
 
 
@@ -101,7 +100,7 @@ def _call(
   logging.set_verbosity(logging.FATAL)
   workdir = _WORKDIR.value or _default_workdir() + ending
   if '://' in workdir:
-    _refuse(
+    lines.refuse(
       f'--workdir={workdir}: buckets are not written to yet; must be a local '
       'or mounted folder'
     )
@@ -111,9 +110,9 @@ def _call(
   try:
     main(_CONFIG.value, workdir)
   except ValueError as error:
-    _refuse(str(error), hosts.leave)
+    lines.refuse(str(error), hosts.leave)
   except hosts.Stopped as error:
-    _refuse(str(error), hosts.leave, status=1)
+    lines.refuse(str(error), hosts.leave, status=1)
   except (Exception, KeyboardInterrupt):
     traceback.print_exc()
     hosts.leave(1)
@@ -124,10 +123,3 @@ def _default_workdir() -> str:
   variant = _CONFIG.value.get('variant', '').replace(',', '-')
   name = '-'.join(part for part in (pathlib.Path(path).stem, variant) if part)
   return str(pathlib.Path('runs') / name)
-
-
-def _refuse(
-  text: str, leave: Callable[[int], None] = sys.exit, status: int = 2
-) -> None:
-  sys.stderr.write(text.strip() + '\n')
-  leave(status)

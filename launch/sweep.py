@@ -10,9 +10,13 @@ import sys
 
 from absl import app, flags
 
+from launch import lines
+
 _SWEEP = flags.DEFINE_string('sweep', None, 'Python file with a list RUNS.')
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Where the runs live.')
-_AT_ONCE = flags.DEFINE_integer('at_once', 2, 'Runs side by side.')
+_AT_ONCE = flags.DEFINE_integer(
+  'at_once', 2, 'Runs side by side.', lower_bound=1
+)
 _KNOWN = flags.DEFINE_list(
   'known', [], 'CSVs of runs that live elsewhere, and are not run again.'
 )
@@ -39,10 +43,9 @@ def main(argv: list[str]) -> None:
       known=_KNOWN.value,
     )
   except ValueError as error:
-    sys.stderr.write(f'{error}\n')
-    code = 2
+    lines.refuse(str(error))
   sys.exit(code)
 
 
 if __name__ == '__main__':
-  app.run(main)
+  app.run(main, flags_parser=lines.parse)

@@ -10,6 +10,8 @@ import sys
 
 from absl import app, flags, logging
 
+from launch import lines
+
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Where the run lives.')
 _EXPORT = flags.DEFINE_string(
   'export', None, 'HTML file to write with everything in it; serves nothing.'
@@ -18,7 +20,13 @@ _ITERATIONS = flags.DEFINE_list(
   'iterations', [], 'Iterations to export; all if none is given.'
 )
 _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to serve at.')
-_PORT = flags.DEFINE_integer('port', 8010, 'Port to serve at; 0: a free one.')
+_PORT = flags.DEFINE_integer(
+  'port',
+  8010,
+  'Port to serve at; 0: a free one.',
+  lower_bound=0,
+  upper_bound=65535,
+)
 
 
 def main(argv: list[str]) -> None:
@@ -38,8 +46,7 @@ def main(argv: list[str]) -> None:
     else:
       viewer.serve(_WORKDIR.value, _HOST.value, _PORT.value)
   except (ValueError, OSError) as error:
-    sys.stderr.write(f'{error}\n')
-    sys.exit(2)
+    lines.refuse(str(error))
   except KeyboardInterrupt:
     sys.exit(0)
 
@@ -51,4 +58,4 @@ def _number(text: str) -> int:
 
 
 if __name__ == '__main__':
-  app.run(main)
+  app.run(main, flags_parser=lines.parse)

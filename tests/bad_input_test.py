@@ -119,6 +119,9 @@ FIELDS = (
   _field('env.engine', 'unity', 'must be one of'),
   _field('env.max_steps', 0, 'at least 1'),
   _field('env.generator.receptacles', (9, 2), 'receptacles'),
+  _field('sft.model.heads', 3, 'must be even'),
+  _field('sft.model.heads', 128, 'must be even'),
+  _field('sft.model.kv_heads', 3, 'must divide into sft.model.heads=4'),
   Case((TINY, '--config.env.max_step=3'), ('no such field', 'max_steps')),
 )
 
@@ -153,6 +156,11 @@ COMMANDS = (
     said=('--sweep=', 'no such file'),
     script='sweep',
   ),
+  _flags('--at_once=0', said=('at_once=0', 'positive'), script='sweep'),
+  _flags('--port=99999', said=('port', '65535'), script='view'),
+  _flags('--port=x', said=('port',), script='view'),
+  _flags('--wrkdir=x', said=('wrkdir', 'workdir'), script='view'),
+  _flags('stray', said=('stray', '--'), script='view'),
 )
 
 
@@ -217,6 +225,9 @@ MODELS = (
   _model(_edit('config.json', model_type='llama'), 'llama', 'known: qwen2'),
   _model(_edit('config.json', hidden_size=None), 'lacks hidden_size'),
   _model(_edit('config.json', hidden_size='big'), 'hidden_size'),
+  _model(_edit('config.json', rope_theta=0), 'rope_theta=0', 'above 1'),
+  _model(_edit('config.json', rope_theta='x'), 'rope_theta=x', 'above 1'),
+  _model(_edit('config.json', rms_norm_eps=1.5), 'between 0 and 1'),
   _model(_edit('config.json', num_hidden_layers=7), 'is missing'),
   _model(_edit('config.json', vocab_size=7), 'by config.json'),
   _model(_edit('config.json', use_sliding_window=True), 'use_sliding_window'),
@@ -327,6 +338,11 @@ def _damaged(run: pathlib.Path) -> None:
   (run / 'checkpoints' / '4' / 'state').mkdir(parents=True)
 
 
+def _in_the_way(run: pathlib.Path) -> None:
+  run.mkdir()
+  (run / 'checkpoints').write_text('')
+
+
 RUNS = (
   _run(lambda run: run.write_text(''), '--workdir', 'cannot be written'),
   _run(
@@ -336,8 +352,15 @@ RUNS = (
   ),
   _run(_begun('{"seed": 0'), 'config.json cannot be read'),
   _run(_begun('[]'), 'config.json cannot be read'),
+  _run(_in_the_way, 'checkpoints: a file is in the way', 'folder'),
   _run(_damaged, 'none of the checkpoints [4] is whole', 'another --workdir'),
 )
+
+
+def _unreadable(folder: pathlib.Path) -> None:
+  _begun('{')(folder / 'run')
+  (folder / 'run' / 'metrics.jsonl').write_text('{"iteration": 0}\n')
+
 
 SFT = (
   _flags(TINY, '--config.sft.epochs=0', said=('sft.epochs',), script='sft'),
@@ -362,6 +385,12 @@ SFT = (
     said=('--workdir', 'another folder'),
     script='sft',
     prepare=lambda folder: _damaged(folder / 'run'),
+  ),
+  _flags(
+    '--workdir={dir}/run',
+    said=('config.json cannot be read', 'gone'),
+    script='view',
+    prepare=_unreadable,
   ),
   _flags(
     TINY,

@@ -81,6 +81,7 @@ def test_values_begin_at_zero_and_come_near_their_targets(rows):
     'critic/grad_norm',
     'critic/skipped',
     'critic/skipped_in_row',
+    'critic/most_skipped_in_row',
     'critic/count',
   }
   np.testing.assert_array_equal(values[~links], 0)

@@ -152,7 +152,7 @@ def test_prepare_is_never_answered():
     assert _play(pool, {0: 0})[0][-1].success
 
 
-def test_an_idle_worker_is_recycled_between_episodes_only():
+def test_an_idle_worker_is_recycled():
   with _pool(1, 2, max_resets_per_worker=2) as pool:
     first = pool._workers[0].process.pid
     _play(pool, {0: 0, 1: 0})
@@ -160,6 +160,34 @@ def test_an_idle_worker_is_recycled_between_episodes_only():
     _play(pool, {0: 0, 1: 0})
     assert pool._workers[0].process.pid != first
     assert pool.restarts == 0
+
+
+def test_a_worker_is_replaced_while_episodes_are_running():
+  # Of different lengths, so that it is never idle.
+  with _pool(0, 4) as pool:
+    expected = [_play(pool, {0: index})[0] for index in range(12)]
+  with _pool(1, 4, max_resets_per_worker=5) as pool:
+    found = _all_of(pool, 48, range(12))
+    assert 8 <= pool.recycled <= 10 and pool.restarts == 0
+  assert found == [expected[n % 12] for n in range(48)]
+
+
+def _all_of(pool: env_pool.EnvPool, number: int, tasks: range) -> list[list]:
+  """Walks right in so many episodes, each env on its own."""
+  found = [[] for _ in range(number)]
+  waiting, under_way = list(reversed(range(number))), {}
+  while waiting or under_way:
+    for env in range(pool.num_envs):
+      if env not in under_way and waiting:
+        under_way[env] = waiting.pop()
+        pool.reset(env, base.Task('train', tasks[under_way[env] % len(tasks)]))
+    for env, answer in pool.receive():
+      found[under_way[env]].append(answer)
+      if _goes_on(answer):
+        pool.step(env, RIGHT)
+      else:
+        del under_way[env]
+  return found
 
 
 def test_timeout_of_receive():
@@ -451,6 +479,9 @@ def test_soak_of_two_thousand_episodes():
             marks.append(
               (
                 parent.memory_info().rss / 2**20,
+                sum(
+                  child.memory_info().rss / 2**20 for child in _workers_of(pool)
+                ),
                 len(parent.children(recursive=True)),
                 parent.num_fds(),
               )
@@ -466,8 +497,12 @@ def test_soak_of_two_thousand_episodes():
     else:
       assert found[index] == expected[index]
   assert causes.total() == len(faults) == number // 20
-  (memory, *counts), *later = marks
+  (memory, of_workers, *counts), *later = marks
   assert len(later) == 3
-  for more, *others in later:
-    assert more < memory + 10
+  for more, more_of_workers, *others in later:
+    assert more < memory + 10 and more_of_workers < of_workers + 20
     assert others == counts
+
+
+def _workers_of(pool: env_pool.EnvPool) -> list[psutil.Process]:
+  return [psutil.Process(w.process.pid) for w in pool._workers]

@@ -43,6 +43,13 @@ class Riddle(gymnasium.Env):
     return {'asked': 'Is it', 'times': self._times}
 
 
+class Shout(Riddle):
+  action_space = spaces.Text(8, charset='YES')
+
+  def step(self, action):
+    return self._see(), float(action == 'YES'), action == 'YES', False, {}
+
+
 class Picture(Riddle):
   action_space = spaces.Discrete(2, start=3)
   observation_space = spaces.Box(0, 255, (40, 40, 3), np.uint8)
@@ -56,6 +63,7 @@ class Picture(Riddle):
 
 
 gymnasium.register('Riddle-v0', Riddle, disable_env_checker=True)
+gymnasium.register('Shout-v0', Shout, disable_env_checker=True)
 gymnasium.register('Picture-v0', Picture, disable_env_checker=True)
 
 
@@ -169,6 +177,14 @@ def test_words_as_actions_and_dictionaries():
   assert env.step(_say('yes')).success
   with pytest.raises(ValueError, match=r'env.actions=\(\): any words'):
     list(env.demonstrate(TASK, noise=0, seed=0))
+
+
+def test_words_of_ones_own_keep_their_case():
+  env = envs.make('gymnasium', id='Shout-v0')
+  env.reset(TASK)
+  assert not env.step('<THINK>a</THINK><Action>yes</Action>').valid
+  result = env.step('<THINK>a</THINK><Action> YES </Action>')
+  assert (result.action, result.valid, result.success) == ('YES', True, True)
 
 
 def test_a_function_of_ones_own_and_actions_that_begin_elsewhere():

@@ -74,7 +74,7 @@ def make_rows(count=8, *, seed=0, row_multiple=16, longest_prompt=9):
   )
 
 
-def step(subject, rows, *, state=None, iteration=0, advantages=None):
+def step(subject, rows, *, state=None, iteration=0, advantages=None, **more):
   """One update against the sampler's log-probs; deterministic."""
   if state is None:
     state = subject.init(params())
@@ -87,6 +87,7 @@ def step(subject, rows, *, state=None, iteration=0, advantages=None):
     old_log_probs=rows.sampler_log_probs.copy(),
     ref_log_probs=rows.sampler_log_probs - 0.1 * rows.completion_mask,
     iteration=iteration,
+    **more,
   )
 
 
@@ -164,6 +165,7 @@ GOLDEN = {
   'update/grad_norm': 0.637292,
   'update/skipped': 0.0,
   'update/skipped_in_row': 0.0,
+  'update/most_skipped_in_row': 0.0,
   'update/count': 2.0,
   'update/tokens': 37.0,
   'packs/tokens': 74.0,
@@ -353,18 +355,23 @@ def test_skipped_updates_in_a_row_are_those_at_the_end():
   rows = make_rows()
   order = np.concatenate(subject._minibatches(rows, 0))
   spoilt = np.zeros(16, np.float32)
-  for places, skipped, in_row in (
-    ([0, 1], 1, 0),
-    ([0, 7], 2, 1),
-    ([0, 4, 6], 3, 2),
-    (range(8), 4, 4),
+  for places, before, skipped, in_row, most in (
+    ([0, 1], 0, 1, 0, 1),
+    ([0, 7], 0, 2, 1, 1),
+    ([0, 2, 4], 0, 3, 0, 3),
+    ([0, 2], 3, 2, 0, 5),
+    ([0, 4, 6], 0, 3, 2, 2),
+    (range(8), 2, 4, 6, 6),
   ):
     advantages = spoilt.copy()
     advantages[order[list(places)]] = 2
-    _, metrics = step(subject, rows, advantages=advantages)
+    _, metrics = step(
+      subject, rows, advantages=advantages, skipped_before=before
+    )
     assert metrics['update/count'] == 4
     assert metrics['update/skipped'] == skipped
     assert metrics['update/skipped_in_row'] == in_row
+    assert metrics['update/most_skipped_in_row'] == most
 
 
 def test_nothing_compiles_after_warm_up():

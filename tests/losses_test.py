@@ -222,6 +222,20 @@ def test_the_ratio_of_a_row_by_hand():
   )
 
 
+def test_kl_is_of_tokens_whatever_the_ratio():
+  # Their mean is 0.
+  inputs = row_arguments([0.1, -0.1, 0.1, -0.1], [0, 0, 0, 0])
+  one, other = (
+    losses.policy_gradient(**inputs, ratio_level=level, **ALONE)[1]
+    for level in losses.RATIOS
+  )
+  # exp(0.1) - 1 - 0.1, exp(-0.1) - 1 + 0.1.
+  expected = [[0.0051709, 0.0048374, 0.0051709, 0.0048374]]
+  for found in (one, other):
+    np.testing.assert_allclose(found['ratio/kl'], expected, atol=1e-6)
+  np.testing.assert_allclose(other['ratio/mean'], 1, atol=1e-6)
+
+
 def test_rows_of_one_token_have_its_ratio():
   inputs = row_arguments([0.1, -0.4, 0.05, 0.3], [0, 1, 2, 3])
   one, other = (

@@ -76,6 +76,20 @@ def test_summary_by_hand():
   assert values['eval/failed_episodes'] == 1
 
 
+def test_an_environments_metric_does_not_take_the_place_of_ours():
+  step = _step(10, True, 2)
+  metrics_ = {'success_rate': 0.25, 'odd': 0.5}
+  result = dataclasses.replace(step.result, metrics=metrics_)
+  step = dataclasses.replace(step, result=result)
+  values = metrics.summarize(
+    [trajectory.Trajectory(base.Task('train', 0), 'a', 0, 0, (step,))],
+    prefix='train',
+  )
+  assert values['train/success_rate'] == 1
+  assert values['train/env_success_rate'] == 0.25
+  assert values['train/odd'] == 0.5
+
+
 def test_scores_are_averaged_over_episodes_not_steps():
   def step(score: float | None) -> trajectory.Step:
     plain = _step(0, True, 2)

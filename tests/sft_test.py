@@ -36,6 +36,18 @@ def test_the_same_command_makes_the_same_policy(tmp_path):
   assert files[0] == files[1]
 
 
+def test_a_warm_start_that_breaks_off_leaves_no_policy(tmp_path, monkeypatch):
+  with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    patch.setattr(
+      sft, '_imitate', lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
+    sft.warm_start(_config(), str(tmp_path))
+  assert not (tmp_path / 'policy').exists()
+  sft.warm_start(_config(), str(tmp_path))
+  folders = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+  assert folders == ['policy', 'tensorboard']
+
+
 @pytest.mark.parametrize('completion_only', [True, False])
 def test_what_is_learnt_of_a_row(tmp_path, completion_only):
   config = _config()

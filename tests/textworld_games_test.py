@@ -120,6 +120,16 @@ def test_the_step_limit_ends_a_game():
   env.close()
 
 
+def test_what_was_scored_stays_whatever_the_last_command_was():
+  env = textworld_games.Env(max_steps=1, **SMALL)
+  env.reset(TASK)
+  # As of a game with four things to do, one of which is done.
+  env._state['score'], env._state['max_score'] = 1, 4
+  result = env.step(_say('fly away'))
+  assert result.done and not result.success and result.score == 0.25
+  env.close()
+
+
 def test_games_are_a_function_of_the_task(env, tmp_path, monkeypatch):
   first = env.reset(TASK)
   env.step(_say('look'))

@@ -15,8 +15,10 @@ import programs
 import pytest
 import safetensors.numpy
 
+from configs import alfworld
 from envs.alfworld import games
-from gigpo_jax import episodes, metrics, tokenizer, train
+from gigpo_jax import checkpoint, episodes, metrics, tokenizer, train
+from gigpo_jax import config as config_lib
 
 PROJECT = pathlib.Path(train.__file__).parents[1]
 # What its threads say at times when a write failed.
@@ -146,6 +148,20 @@ def test_a_run_leaves_what_the_readme_says(uninterrupted):
   ):
     assert (workdir / name).is_file(), name
   assert list((workdir / 'tensorboard').glob('events*'))
+
+
+def test_a_change_that_is_refused_leaves_the_config(tmp_path, monkeypatch):
+  config = alfworld.get_config('smoke')
+  config_lib.save(config, str(tmp_path))
+
+  def refuse(*_):
+    raise ValueError('another shape')
+
+  monkeypatch.setattr(checkpoint.Checkpointer, 'check', refuse)
+  config.seed = 3
+  with pytest.raises(ValueError, match='another shape'):
+    train.train(config, str(tmp_path), allow_config_change=True)
+  assert json.loads((tmp_path / 'config.json').read_text())['seed'] == 0
 
 
 def test_nothing_is_trained_but_sampled_tokens(uninterrupted):

@@ -122,6 +122,9 @@ def test_tokens_that_share_a_character_come_together(workdir):
   assert sum(count for _, _, count in found) == len(ids)
   cup = next(span for span in found if '☕' in span[0])
   assert cup[2] > 1 and cup[1] == -0.5 * cup[2]
+  # Of a policy that has diverged; JSON has no such numbers.
+  told = viewer.spans(decode, ids[:2], [math.nan, -math.inf])
+  assert [log_prob for _, log_prob, _ in told] == [None, None]
   # Cut off within the character.
   cut = viewer.spans(decode, ids[:3], [-0.5] * 3)
   assert sum(count for _, _, count in cut) == 3

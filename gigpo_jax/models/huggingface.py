@@ -175,9 +175,11 @@ def _read_shape(directory: str, raw: dict, rope: dict, **choices):
   mlp = {'intermediate_size': raw['intermediate_size']}
   if kind == 'qwen3_moe':
     mlp = _experts(path, raw)
-  theta = raw.get('rope_theta') or rope.get('rope_theta', 1e4)
-  if isinstance(theta, str):
-    raise ValueError(f'{path}: rope_theta={theta}: must be a number')
+  theta = raw.get('rope_theta')
+  if theta is None:
+    theta = rope.get('rope_theta', 1e4)
+  if isinstance(theta, str) or not theta > 1:
+    raise ValueError(f'{path}: rope_theta={theta}: must be a number above 1')
   return qwen.QwenConfig(
     vocab_size=raw['vocab_size'],
     hidden_size=raw['hidden_size'],
@@ -206,13 +208,12 @@ def _check_sizes(path: pathlib.Path, raw: dict) -> None:
     value = raw.get(name)
     if value is None and name not in _NEEDED:
       continue
-    kinds = int | float if name == 'rms_norm_eps' else int
     # What is not a number is not above 0, either.
-    if not isinstance(value, kinds) or not value > 0:
-      raise ValueError(
-        f'{path}: {name}={value}: must be a '
-        f'{"" if kinds is not int else "whole "}number above 0'
-      )
+    kinds, most, what = int, float('inf'), 'a whole number above 0'
+    if name == 'rms_norm_eps':
+      kinds, most, what = int | float, 1, 'a number between 0 and 1'
+    if not isinstance(value, kinds) or not 0 < value < most:
+      raise ValueError(f'{path}: {name}={value}: must be {what}')
 
 
 def _experts(path: pathlib.Path, raw: dict) -> dict:

@@ -282,12 +282,13 @@ function chip(label, value, hint) {
 
 function drawTokens(tokens) {
   return tokens.map(([text, logProb, count]) => {
-    const probability = 100 * Math.exp(logProb);
+    const told = logProb === null ? 'log-prob not finite'
+      : `log-prob ${number(logProb, 3)} · ${(100 * Math.exp(logProb)).toPrecision(3)} %`;
     const element = make('span', {
       class: 'token',
-      'data-hint': `log-prob ${number(logProb, 3)} · ${probability.toPrecision(3)} %` + (count > 1 ? ` · ${count} tokens` : ''),
+      'data-hint': told + (count > 1 ? ` · ${count} tokens` : ''),
     }, words(text));
-    const strength = Math.min(-logProb / 4, 1) * 0.85;
+    const strength = (logProb === null ? 1 : Math.min(-logProb / 4, 1)) * 0.85;
     if (strength > 0.01) element.style.background = `rgba(var(--surprise), ${strength.toFixed(3)})`;
     return element;
   });
