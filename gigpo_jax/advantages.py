@@ -17,7 +17,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+from numpy.typing import ArrayLike
 
 from gigpo_jax import arrays
 from gigpo_jax.arrays import typechecked
@@ -60,12 +62,12 @@ class Parts(NamedTuple):
 
 
 def gigpo(  # noqa: PLR0913
-  rewards,
-  groups,
-  episodes,
-  steps,
-  anchors,
-  valid,
+  rewards: ArrayLike,
+  groups: ArrayLike,
+  episodes: ArrayLike,
+  steps: ArrayLike,
+  anchors: ArrayLike,
+  valid: ArrayLike,
   *,
   discount: float = 0.95,
   step_weight: float = 1.0,
@@ -131,12 +133,12 @@ def combine(parts: Parts, step_weight: float) -> Float[Array, ' R']:
 
 
 def gigpo_parts(  # noqa: PLR0913
-  rewards,
-  groups,
-  episodes,
-  steps,
-  anchors,
-  valid,
+  rewards: ArrayLike,
+  groups: ArrayLike,
+  episodes: ArrayLike,
+  steps: ArrayLike,
+  anchors: ArrayLike,
+  valid: ArrayLike,
   *,
   discount: float = 0.95,
   step_weight: float = 1.0,
@@ -154,6 +156,9 @@ def gigpo_parts(  # noqa: PLR0913
     penalty_scope=penalty_scope,
     lone_episode=lone_episode,
   )
+  if not np.shape(groups)[0]:
+    numbers, sizes = jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.int32)
+    return Parts(*4 * [numbers], *2 * [sizes])
   return _parts(
     *inputs(
       rewards,
@@ -173,7 +178,14 @@ def gigpo_parts(  # noqa: PLR0913
 
 
 def inputs(  # noqa: PLR0913
-  rewards, groups, episodes, steps, anchors, valid, discount, invalid_penalty
+  rewards: ArrayLike,
+  groups: ArrayLike,
+  episodes: ArrayLike,
+  steps: ArrayLike,
+  anchors: ArrayLike,
+  valid: ArrayLike,
+  discount: float,
+  invalid_penalty: float,
 ) -> tuple:
   """Returns arguments of `gigpo` as those of `describe`."""
   return (
@@ -359,7 +371,7 @@ def whiten(
       of as many numbers.
   """
   # Of equal values the mean, too, has to be exactly the same.
-  values = values - values[jnp.argmax(weights > 0)]
+  values = jnp.where(weights > 0, values - values[jnp.argmax(weights > 0)], 0)
   total = jnp.maximum(jnp.sum(weights), 1)
   mean = jnp.sum(weights * values) / total
   squares = jnp.sum(weights * (values - mean) ** 2)
@@ -404,7 +416,8 @@ def discounted_returns(
     source = position + distance
     inside = source < len(position)
     source = jnp.minimum(source, len(position) - 1)
-    # Beyond the last row: nothing to add, and nothing further beyond.
+    # Beyond the episode: nothing to add, not even what is no number.
+    inside &= decay[0] != 0
     ahead, beyond = (
       tuple(jnp.where(inside, part[:, source], 0) for part in pair)
       for pair in (total, decay)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+from numpy.typing import ArrayLike
 
 typechecked = jaxtyping.jaxtyped(typechecker=beartype.beartype)
 
@@ -163,7 +164,7 @@ def two_power(
   return power[0]
 
 
-def two_float(values) -> TwoFloat:
+def two_float(values: ArrayLike) -> TwoFloat:
   """Returns numbers as two-float; float64 on the host keeps its digits."""
   if isinstance(values, jax.Array):
     values = values.astype(jnp.float32)
@@ -173,7 +174,7 @@ def two_float(values) -> TwoFloat:
   return jnp.asarray(high), jnp.asarray((values - high).astype(np.float32))
 
 
-def keys32(ids) -> Int[Array, 'R ...']:
+def keys32(ids: ArrayLike) -> Int[Array, 'R ...']:
   """Returns ids as `ids32`, or the words of wide ones, int32 [R, K].
 
   Args:
@@ -190,7 +191,7 @@ def keys32(ids) -> Int[Array, 'R ...']:
   return ids32(ids)
 
 
-def ids32(ids, *, padding: bool = False) -> Int[Array, ' R']:
+def ids32(ids: ArrayLike, *, padding: bool = False) -> Int[Array, ' R']:
   """Returns int32 ids that are equal where the given ones are.
 
   Args:

@@ -242,13 +242,18 @@ class Checkpointer:
       self._compare(iteration, abstract_state)
 
   def restore(
-    self, abstract_state: Any, *, partial: bool = False
+    self,
+    abstract_state: Any,
+    *,
+    iteration: int | None = None,
+    partial: bool = False,
   ) -> tuple[int, Any, dict]:
-    """Returns (iteration, state, host) of the newest checkpoint.
+    """Returns (iteration, state, host) of a checkpoint.
 
     Args:
       abstract_state: of `abstract`; its shardings may be of another mesh than
         the one that saved.
+      iteration: which one; None is the newest that is whole.
       partial: whether the checkpoint may hold more, by the first name, which
         is passed over.
 
@@ -256,7 +261,8 @@ class Checkpointer:
       ValueError: in one line, if there is no checkpoint or it is of another
         model.
     """
-    iteration = self.latest()
+    if iteration is None:
+      iteration = self.latest()
     if iteration is None:
       raise ValueError(f'{self._directory}: there is no checkpoint')
     wanted = abstract_state

@@ -69,6 +69,29 @@ _OF_ALL = (
   'anchor_history',
 )
 
+# What has an effect only where another field is of a kind: (field, what it has
+# to be, in words, and whether it is).
+_EFFECTIVE = {
+  'algorithm.similarity_threshold': (
+    'algorithm.anchor',
+    'similarity',
+    lambda anchor: anchor == 'similarity',
+  ),
+  'tasks.uniform': (
+    'tasks.draw',
+    'uncertain',
+    lambda draw: draw == 'uncertain',
+  ),
+  **dict.fromkeys(
+    ('filter.warmup_iterations', 'filter.max_refills'),
+    ('filter.without_spread', 'True', bool),
+  ),
+  **dict.fromkeys(
+    ('loss.corridor_low', 'loss.corridor_high', 'loss.corridor_decay'),
+    ('loss.corridor_weight', 'above 0', bool),
+  ),
+}
+
 _CHOICES = {
   'rollout.schedule': rollout.SCHEDULES,
   'rollout.weights': sampler.WEIGHTS,
@@ -372,7 +395,24 @@ def _ignored(
           f'critic.{option}={config.critic[option]}: {name} has no critic; '
           f'must be {default}'
         )
+  yield from _without_effect(config)
   yield from _of_task(config)
+
+
+def _without_effect(config: ml_collections.ConfigDict) -> Iterator[str]:
+  defaults = base.get_config()
+  refused = {problem.partition('=')[0] for problem in _values(config)}
+  for field, (switch, wanted, is_on) in _EFFECTIVE.items():
+    value, default = _get(config, field), _get(defaults, field)
+    if (
+      value != default
+      and field not in refused
+      and not is_on(_get(config, switch))
+    ):
+      yield (
+        f'{field}={value}: has no effect; needs {switch} to be {wanted}, or '
+        f'must be {default}'
+      )
 
 
 def _of_task(config: ml_collections.ConfigDict) -> Iterator[str]:
@@ -415,7 +455,7 @@ def _collected(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'loss.corridor_weight={loss.corridor_weight}: is a share of '
       'loss.entropy_weight; must be 0, or that above 0'
     )
-  if loss.corridor_low > loss.corridor_high:
+  if loss.corridor_weight and loss.corridor_low > loss.corridor_high:
     yield (
       f'loss.corridor_low={loss.corridor_low}: above loss.corridor_high='
       f'{loss.corridor_high}; must not be'

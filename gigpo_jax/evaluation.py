@@ -275,7 +275,8 @@ def main(
     config: the experiment; without models and checkpoints, `model.path`.
     workdir: where to write.
     models: Hugging Face folders or names on the hub.
-    checkpoints: work directories of runs; their newest checkpoint.
+    checkpoints: work directories of runs, of which the newest is taken, or
+      checkpoints, WORKDIR/checkpoints/ITERATION.
     repeats: episodes of a task.
 
   Raises:
@@ -287,12 +288,8 @@ def main(
   named += [('model', m) for m in models]
   named = named or [('model', config.model.path)]
   for kind, path in named:
-    folder = pathlib.Path(path, 'checkpoints')
-    if kind == 'checkpoint' and not checkpoint.check_folder(folder):
-      raise ValueError(
-        f'--checkpoint={path}: no checkpoints/ there; must be the --workdir of '
-        'a run'
-      )
+    if kind == 'checkpoint':
+      _check_checkpoint(path)
     config_lib.validate(_with(config, kind, path), trains=kind == 'checkpoint')
   config_lib.check_workdir(workdir)
   hosts.join()
@@ -367,16 +364,40 @@ def _play_one(config, kind: str, path: str, pool, repeats: int) -> list:
     )
 
 
-def _restored(config, policy, start: dict, workdir: str) -> dict:
-  """Returns the parameters of a run's newest checkpoint."""
+def _place(path: str) -> tuple[pathlib.Path, int | None]:
+  """Returns a run's folder of checkpoints, and which one, if that is told."""
+  given = pathlib.Path(path)
+  if given.parent.name == 'checkpoints' and given.name.isdecimal():
+    return given.parent, int(given.name)
+  return given / 'checkpoints', None
+
+
+def _check_checkpoint(path: str) -> None:
+  folder, iteration = _place(path)
+  if iteration is not None:
+    if not (folder / str(iteration)).is_dir():
+      raise ValueError(f'--checkpoint={path}: not there; must be a checkpoint')
+    if wrong := checkpoint.damage(folder / str(iteration)):
+      raise ValueError(
+        f'--checkpoint={path}: damaged ({wrong}); must be a whole one'
+      )
+  elif not checkpoint.check_folder(folder):
+    raise ValueError(
+      f'--checkpoint={path}: no checkpoints/ there; must be the --workdir of '
+      'a run, or WORKDIR/checkpoints/ITERATION'
+    )
+
+
+def _restored(config, policy, start: dict, path: str) -> dict:
+  """Returns the parameters of a checkpoint."""
   learner = experiment.make_learner(
     config, policy, experiment.policy_gradient(config)
   )
   like = {'policy': checkpoint.abstract(learner.init(start))}
   policy.sampler.base = learner.base
-  folder = pathlib.Path(workdir) / 'checkpoints'
+  folder, iteration = _place(path)
   with checkpoint.Checkpointer(folder, read_only=True) as checkpointer:
-    _, states, _ = checkpointer.restore(like, partial=True)
+    _, states, _ = checkpointer.restore(like, iteration=iteration, partial=True)
   return states['policy'].params
 
 

@@ -84,6 +84,7 @@ def summarize(
       'invalid_action_rate': np.mean([not s.result.valid for s in steps]),
       'truncated_rate': np.mean([s.truncated for s in steps]),
       'response_tokens': np.mean([len(s.completion_ids) for s in steps]),
+      'response_tokens_max': max(len(s.completion_ids) for s in steps),
       'prompt_tokens': np.mean([len(s.prompt_ids) for s in steps]),
     }
     for name in sorted({name for s in steps for name in s.result.metrics}):
@@ -133,14 +134,16 @@ def effective_tokens(
     completion_mask: which tokens were sampled, [R, C].
 
   Returns:
-    The share of tokens whose advantage is not 0; and (sum |A|)^2 / sum A^2
-    over tokens: as many, had they all the same.
+    The share of tokens whose advantage is not 0; (sum |A|)^2 / sum A^2 over
+    tokens: as many, had they all the same; and the spread of their advantages.
   """
   rows = advantages if advantages.ndim > 1 else advantages[:, None]
-  weights = np.broadcast_to(np.abs(rows), completion_mask.shape)
-  weights = weights[completion_mask].astype(np.float64)
+  of_tokens = np.broadcast_to(rows, completion_mask.shape)
+  of_tokens = of_tokens[completion_mask].astype(np.float64)
+  weights = np.abs(of_tokens)
   squares = np.sum(weights**2)
   return {
+    'advantage/std': float(of_tokens.std()) if of_tokens.size else 0.0,
     'advantage/trained_share': float(np.mean(weights > 0)),
     'advantage/effective_tokens': float(
       np.sum(weights) ** 2 / squares if squares else 0.0

@@ -454,6 +454,7 @@ class _Run:
         rows,
         discount=self._config.algorithm.discount,
         invalid_penalty=self._config.algorithm.invalid_penalty,
+        norm=self._config.algorithm.norm,
       )
     return credit, told, values | credit.metrics
 

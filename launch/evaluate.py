@@ -17,7 +17,10 @@ if __name__ == '__main__':
     'model', [], 'Hugging Face folder, or a name on the hub; may be repeated.'
   )
   _CHECKPOINTS = flags.DEFINE_multi_string(
-    'checkpoint', [], 'Work directory of a run; may be repeated.'
+    'checkpoint',
+    [],
+    'Work directory of a run, of which the newest is taken, or '
+    'WORKDIR/checkpoints/ITERATION; may be repeated.',
   )
   _REPEATS = flags.DEFINE_integer('repeats', 1, 'Episodes of a task.')
 

@@ -446,6 +446,35 @@ def test_all_padding_gives_zeros():
   np.testing.assert_array_equal(zeros, np.zeros(4))
 
 
+def test_no_rows_at_all():
+  nothing = np.zeros(0, np.int32)
+  found = advantages.gigpo([], nothing, nothing, nothing, nothing, [])
+  assert found.shape == (0,) and found.dtype == np.float32
+
+
+def test_what_is_no_number_stays_in_its_group():
+  rewards, groups = np.arange(8.0), np.repeat([0, 1], 4)
+  arguments = {
+    'groups': groups,
+    'episodes': np.arange(8) // 2,
+    'steps': np.arange(8) % 2,
+    'anchors': np.zeros(8, int),
+    'valid': np.ones(8, bool),
+  }
+  expected = advantages.gigpo(rewards, **arguments)
+  for spoilt in (4, 7):
+    found = advantages.gigpo(
+      np.where(np.arange(8) == spoilt, np.nan, rewards), **arguments
+    )
+    np.testing.assert_array_equal(found[:4], expected[:4])
+    assert np.isnan(found[4:]).any()
+  whole = advantages.whiten(jnp.array([1.0, 3.0]), jnp.array([1.0, 2.0]))
+  padded = advantages.whiten(
+    jnp.array([1.0, jnp.nan, 3.0]), jnp.array([1.0, 0.0, 2.0])
+  )
+  np.testing.assert_array_equal(padded[::2], whole)
+
+
 def test_jit_and_no_jit_agree():
   arguments = columns(random_batch(np.random.default_rng(5)))
   plain = advantages.gigpo(*arguments)

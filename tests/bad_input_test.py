@@ -142,6 +142,12 @@ COMMANDS = (
     said=('--checkpoint=', 'no checkpoints/ there'),
     script='evaluate',
   ),
+  _flags(
+    TINY,
+    '--checkpoint={dir}/run/checkpoints/3',
+    said=('checkpoints/3: not there',),
+    script='evaluate',
+  ),
   _flags(TINY, '--repeats=0', said=('--repeats=0',), script='evaluate'),
   _flags(
     TINY,

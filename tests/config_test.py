@@ -60,7 +60,10 @@ def _refusal(**changes) -> str:
     ('algorithm.gae_level', 'word', 'must be one of token, turn'),
     ('loss.ratio_level', 'word', 'must be one of token, row'),
     ('loss.corridor_weight', -1.0, '0 is off'),
-    ('loss.corridor_low', 9.0, 'above loss.corridor_high'),
+    ('loss.corridor_low', 0.5, 'needs loss.corridor_weight to be above 0'),
+    ('algorithm.similarity_threshold', 0.8, 'must be 0.9'),
+    ('tasks.uniform', 0.2, 'needs tasks.draw to be uncertain'),
+    ('filter.warmup_iterations', 3, 'needs filter.without_spread to be True'),
     ('tasks.draw', 'hard', 'must be one of epochs, uncertain'),
     ('tasks.uniform', 2.0, 'between 0 and 1'),
     ('filter.max_refills', -1, 'at least 0'),
@@ -131,6 +134,14 @@ def test_wrong_values_are_refused_in_one_line(field, value, accepted):
         'filter.without_spread': True,
       },
       'filter.without_spread=True: one episode has no spread',
+    ),
+    (
+      {
+        'loss.corridor_weight': 1.0,
+        'loss.entropy_weight': 0.1,
+        'loss.corridor_low': 9.0,
+      },
+      'loss.corridor_low=9.0: above loss.corridor_high=1.2',
     ),
     (
       {'loss.corridor_weight': 1.0, 'loss.entropy_weight': 0.0},

@@ -72,6 +72,7 @@ def test_summary_by_hand():
   assert values['eval/invalid_action_rate'] == pytest.approx(1 / 3)
   assert values['eval/truncated_rate'] == pytest.approx(1 / 3)
   assert values['eval/response_tokens'] == pytest.approx(8 / 3)
+  assert values['eval/response_tokens_max'] == 4
   assert values['eval/odd'] == pytest.approx(2 / 3)
   assert values['eval/failed_episodes'] == 1
 
@@ -257,11 +258,16 @@ def test_effective_tokens_by_hand():
   # Weights 2, 2, 1, 0, 0: 25 / 9.
   assert found['advantage/trained_share'] == pytest.approx(0.6)
   assert found['advantage/effective_tokens'] == pytest.approx(25 / 9)
+  # Mean 3 / 5, of squares 9 / 5.
+  assert found['advantage/std'] == pytest.approx((9 / 5 - 9 / 25) ** 0.5)
   nothing = metrics.effective_tokens(np.zeros((3, 2)), mask)
   assert nothing == {
     'advantage/trained_share': 0,
     'advantage/effective_tokens': 0,
+    'advantage/std': 0,
   }
+  nobody = metrics.effective_tokens(np.ones((3, 2)), mask & False)
+  assert nobody == nothing
 
 
 FULL = """

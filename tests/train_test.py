@@ -473,6 +473,26 @@ def test_what_a_run_knows_of_its_past_is_kept(tmp_path, variant, flags):
   _assert_ends_the_same(parts, whole)
 
 
+@pytest.mark.slow
+def test_nothing_is_learnt_where_no_group_has_spread(tmp_path):
+  # All fail, some without form: what costs them something is not learnt from.
+  run = _small(
+    tmp_path,
+    '--config.env.max_steps=2',
+    '--config.rollout.temperature=2.0',
+    '--config.filter.without_spread=True',
+    '--config.filter.max_refills=0',
+    '--config.filter.warmup_iterations=1',
+    '--config.num_iterations=2',
+    '--config.evaluation.every=0',
+  )
+  programs.run(run)
+  first, second = _lines(tmp_path)
+  assert first['update/grad_norm'] > 0 and 'filter/refills' not in first
+  assert 0 < second['train/invalid_action_rate'] < 1
+  assert second['filter/groups_kept'] == second['update/grad_norm'] == 0
+
+
 def test_checkpoints_and_exports_are_evaluated(uninterrupted, tmp_path):
   workdir, _ = uninterrupted
   printed = programs.run(
@@ -480,12 +500,15 @@ def test_checkpoints_and_exports_are_evaluated(uninterrupted, tmp_path):
       'evaluate',
       *_small(tmp_path)[2:],
       f'--checkpoint={workdir}',
+      f'--checkpoint={workdir}/checkpoints/2',
       f'--model={workdir / "policy"}',
       '--repeats=2',
     )
   )
   assert f'{workdir} less {workdir / "policy"}' in printed
   told = json.loads((tmp_path / 'evaluation.json').read_text())
+  newest, same, _ = told['policies'].values()
+  assert newest == same
   for found in told['policies'].values():
     assert len(found['episodes']) == 16
     successes = [episode['success'] for episode in found['episodes']]
