@@ -140,10 +140,12 @@ def effective_tokens(
   rows = advantages if advantages.ndim > 1 else advantages[:, None]
   of_tokens = np.broadcast_to(rows, completion_mask.shape)
   of_tokens = of_tokens[completion_mask].astype(np.float64)
+  if not of_tokens.size:
+    of_tokens = np.zeros(1)
   weights = np.abs(of_tokens)
   squares = np.sum(weights**2)
   return {
-    'advantage/std': float(of_tokens.std()) if of_tokens.size else 0.0,
+    'advantage/std': float(of_tokens.std()),
     'advantage/trained_share': float(np.mean(weights > 0)),
     'advantage/effective_tokens': float(
       np.sum(weights) ** 2 / squares if squares else 0.0

@@ -1,9 +1,11 @@
 """Fences: every config and variant loads, is complete and validates."""
 
+import dataclasses
 import itertools
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -22,6 +24,7 @@ from configs import (
   webshop,
 )
 from gigpo_jax import config as config_lib
+from gigpo_jax.algorithms import gigpo
 
 # A warm start has to be made for these.
 OTHERS = (gymnasium, search_qa, sokoban, textarena, textworld)
@@ -168,6 +171,23 @@ def test_other_words_change_what_they_say():
     'filter.without_spread': True,
     'filter.warmup_iterations': 10,
   }
+
+
+def test_options_of_a_new_algorithm_are_fields(monkeypatch):
+  @dataclasses.dataclass(frozen=True)
+  class Algorithm(gigpo.Algorithm):
+    share: float = 0.5
+
+  module = types.ModuleType('gigpo_jax.algorithms.mine')
+  module.Algorithm = Algorithm
+  monkeypatch.setitem(sys.modules, module.__name__, module)
+  for name in ('ALGORITHMS', 'CHANGES'):
+    monkeypatch.setattr(base, name, (*getattr(base, name), 'mine'))
+  config = alfworld.get_config('tiny,mine')
+  assert config.algorithm.share == 0.5
+  assert config.algorithm.to_dict().keys() - {'share'} == set(
+    alfworld.get_config('tiny').algorithm
+  )
 
 
 def test_two_algorithms_are_refused():
