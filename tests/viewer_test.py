@@ -236,12 +236,13 @@ def test_wrong_commands_end_in_one_line(tmp_path):
 
 @pytest.fixture(name='browser', scope='module')
 def fixture_browser():
-  if not CHROMIUM:
-    pytest.skip('no Chromium on this machine')
   playwright = pytest.importorskip('playwright.sync_api')
   with playwright.sync_playwright() as started:
+    path = CHROMIUM or started.chromium.executable_path
+    if not pathlib.Path(path).is_file():
+      pytest.skip('no Chromium here; run playwright install chromium')
     browser = started.chromium.launch(
-      executable_path=CHROMIUM, args=list(CHROMIUM_FLAGS)
+      executable_path=path, args=list(CHROMIUM_FLAGS)
     )
     yield browser
     browser.close()

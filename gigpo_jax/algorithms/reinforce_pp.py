@@ -1,4 +1,8 @@
-"""REINFORCE++ (arXiv:2501.03262): returns whitened over the whole batch."""
+"""REINFORCE++ (arXiv:2501.03262): returns whitened over the whole batch.
+
+# Differs from the paper: the KL to the reference is a term of the loss, as of
+every algorithm here (`loss.kl_weight`), not taken off the reward.
+"""
 
 import dataclasses
 import functools
