@@ -344,18 +344,7 @@ class Log:
     self._list_shards()
 
   def _path(self, shard: int) -> pathlib.Path:
-    name = self._template().sharded_filepath(shard_index=shard, num_shards=None)
-    return pathlib.Path(name)
-
-  def _template(self) -> tfds.core.ShardedFileTemplate:
-    return tfds.core.ShardedFileTemplate(
-      self._directory,
-      # Without the number of shards, which would rename all with each.
-      template='{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_INDEX}',
-      dataset_name='episodes',
-      split=_SPLIT,
-      filetype_suffix='array_record',
-    )
+    return _path(self._directory, shard)
 
   def _list_shards(self) -> None:
     """Writes what tfds has to know of the set."""
@@ -378,7 +367,7 @@ class Log:
       name=_SPLIT,
       shard_lengths=[number for _, number in self._shards],
       num_bytes=sum(path.stat().st_size for path in paths),
-      filename_template=self._template(),
+      filename_template=_template(self._directory),
     )
     info.set_splits(tfds.core.SplitDict([split]))
     beside = self._directory / 'info.tmp'
@@ -454,6 +443,42 @@ class EpisodeSet:
   def __iter__(self) -> Iterator[dict[str, Any]]:
     """Yields all records."""
     return (decode(data) for data in self.source)
+
+
+def _path(directory: pathlib.Path, shard: int) -> pathlib.Path:
+  template = _template(directory)
+  return pathlib.Path(
+    template.sharded_filepath(shard_index=shard, num_shards=None)
+  )
+
+
+def _template(directory: pathlib.Path) -> tfds.core.ShardedFileTemplate:
+  return tfds.core.ShardedFileTemplate(
+    directory,
+    # Without the number of shards, which would rename all with each.
+    template='{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_INDEX}',
+    dataset_name='episodes',
+    split=_SPLIT,
+    filetype_suffix='array_record',
+  )
+
+
+def check_folder(directory: pathlib.Path) -> None:
+  """Looks whether a `Log` can go on with what is in a folder.
+
+  Raises:
+    ValueError: in one line, if it cannot.
+  """
+  if not (directory / INFO).exists():
+    return
+  remedy = 'move the folder away, to keep episodes from here on'
+  try:
+    found = open_set(directory)
+  except ValueError as error:
+    raise ValueError(f'{error}; {remedy}') from error
+  paths = [_path(directory, n) for n in range(len(found.shards))]
+  if missing := [path.name for path in paths if not path.is_file()]:
+    raise ValueError(f'{directory}: {", ".join(missing)} missing; {remedy}')
 
 
 def open_set(directory: str | pathlib.Path) -> EpisodeSet:

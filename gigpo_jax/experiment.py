@@ -365,6 +365,16 @@ def make_episode_log(
   )
 
 
+def check_episodes(config: ml_collections.ConfigDict, workdir: str) -> None:
+  """Raises ValueError, in one line, if episodes cannot be added to."""
+  folder = pathlib.Path(workdir) / 'episodes'
+  if config.episodes.every and folder.is_dir():
+    # Slow to import.
+    from gigpo_jax import episodes
+
+    episodes.check_folder(folder)
+
+
 def policy_gradient(config: ml_collections.ConfigDict) -> Callable:
   """Returns the loss of an RL experiment."""
   return functools.partial(

@@ -82,6 +82,7 @@ def train(
   config_lib.check_resume(config, workdir, allow_change=allow_config_change)
   config_lib.check_workdir(workdir)
   checkpoint.check_folder(pathlib.Path(workdir) / 'checkpoints')
+  experiment.check_episodes(config, workdir)
   policy = (pathlib.Path(workdir) / 'policy').resolve()
   if pathlib.Path(config.model.path).resolve() == policy:
     raise ValueError(

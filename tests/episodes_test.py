@@ -191,6 +191,20 @@ def test_a_kill_between_two_lists_leaves_a_set(tmp_path):
   assert found.iterations == [0, 1] and len(list(found)) == 8
 
 
+def test_what_cannot_be_added_to_is_told(tmp_path):
+  episodes.check_folder(tmp_path)
+  log = episodes.Log(tmp_path, Text(), seed=0)
+  write(log, 0)
+  write(log, 1)
+  episodes.check_folder(tmp_path)
+  (tmp_path / 'episodes-train.array_record-00000').unlink()
+  with pytest.raises(ValueError, match='record-00000 missing; move the folder'):
+    episodes.check_folder(tmp_path)
+  (tmp_path / episodes.INFO).write_text('{')
+  with pytest.raises(ValueError, match='cannot be read: .*; move the folder'):
+    episodes.check_folder(tmp_path)
+
+
 READ = """
 import json, sys
 import tensorflow_datasets as tfds
