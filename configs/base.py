@@ -4,7 +4,6 @@
 authors' release. A path left empty is asked for at start.
 """
 
-import dataclasses
 import importlib
 import pathlib
 from collections.abc import Sequence
@@ -76,11 +75,14 @@ def apply(config: ml_collections.ConfigDict, changes: Sequence[str]) -> None:
 def use_algorithm(config: ml_collections.ConfigDict, name: str) -> None:
   """Compares with another algorithm on as many episodes."""
   config.algorithm.name = name
+  # Slow to import.
+  from gigpo_jax import algorithms
+
   # Options of its own that are not among those below.
   module = importlib.import_module(f'gigpo_jax.algorithms.{name}')
-  for option in dataclasses.fields(module.Algorithm):
-    if option.init and option.name not in config.algorithm:
-      config.algorithm[option.name] = option.default
+  for option, default in algorithms.defaults(module.Algorithm).items():
+    if option not in config.algorithm:
+      config.algorithm[option] = default
   if name == 'dr_grpo':
     config.loss.aggregation = 'fixed_length'
   if name == 'ppo':

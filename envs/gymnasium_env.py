@@ -196,8 +196,7 @@ class Env:
 
   def step(self, response: str) -> base.StepResult:
     """Does the named action; where there is none nothing happens."""
-    free = self._actions == (FREE,)
-    action, valid = self._narrator.project(response, keep_case=free)
+    action, valid = self._narrator.project(response, keep_case=self._free)
     valid = valid and self._admits(action)
     self._narrator.take(action)
     reward, over, ended = 0.0, False, False
@@ -217,6 +216,10 @@ class Env:
       done=done,
     )
 
+  @property
+  def _free(self) -> bool:
+    return self._actions == (FREE,)
+
   def close(self) -> None:
     """Closes the environment."""
     self._env.close()
@@ -234,19 +237,19 @@ class Env:
     Raises:
       ValueError: in one line, if actions have no names.
     """
-    if self._actions == (FREE,):
+    if self._free:
       raise ValueError('env.actions=(): any words; there is nothing to imitate')
     return narrator.random_play(
       self, task, self._actions, respond=self._narrator.respond, seed=seed
     )
 
   def _admits(self, action: str) -> bool:
-    if self._actions == (FREE,):
+    if self._free:
       return self._env.action_space.contains(action)
     return action in self._actions
 
   def _chosen(self, action: str) -> Any:
-    if self._actions == (FREE,):
+    if self._free:
       return action
     return self._env.action_space.start + self._actions.index(action)
 

@@ -152,8 +152,7 @@ class Env:
 
   def step(self, response: str) -> base.StepResult:
     """Makes the move; the game answers what it makes of it."""
-    free = self._actions == (FREE,)
-    action, valid = self._narrator.project(response, keep_case=free)
+    action, valid = self._narrator.project(response, keep_case=self._free)
     self._narrator.take(action)
     done, outcome = False, 0.0
     if valid:
@@ -177,6 +176,10 @@ class Env:
       score=min(1.0, max(0.0, outcome)) if over else None,
     )
 
+  @property
+  def _free(self) -> bool:
+    return self._actions == (FREE,)
+
   def close(self) -> None:
     """Holds nothing."""
 
@@ -193,7 +196,7 @@ class Env:
     Raises:
       ValueError: in one line, if moves are not listed.
     """
-    if self._actions == (FREE,):
+    if self._free:
       raise ValueError(
         'env.actions=(): moves are not listed; nothing to imitate'
       )

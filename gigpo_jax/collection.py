@@ -87,6 +87,11 @@ class Collected:
   places: list[int]
   metrics: dict[str, float]
 
+  @property
+  def teaches(self) -> bool:
+    """Whether a group is left that is to be learnt from."""
+    return self.metrics.get('filter/groups_kept', 1) > 0
+
 
 def collect(
   play: Callable[[list, int], list[trajectory.Trajectory]],

@@ -5,7 +5,6 @@ files on disk, numbers and names; builds nothing. A model of the hub is fetched
 when all else is right.
 """
 
-import dataclasses
 import importlib.util
 import json
 import math
@@ -13,7 +12,7 @@ import os
 import pathlib
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import ml_collections
 import psutil
@@ -370,14 +369,16 @@ def _ignored(
 ) -> Iterator[str]:
   """Finds what was asked for and would have no effect."""
   name = config.algorithm.name
-  fields = {f.name for f in dataclasses.fields(algorithm) if f.init}
-  for option, default in base.get_config().algorithm.items():
-    value = config.algorithm[option]
-    if value != default and option not in (*_OF_ALL, *fields):
-      yield (
-        f'algorithm.{option}={value}: {name} has no such option; must be '
-        f'{default}'
-      )
+  own = algorithms.defaults(algorithm)
+  for field, value, default in _changed(
+    config,
+    [
+      f'algorithm.{option}'
+      for option in base.get_config().algorithm
+      if option not in (*_OF_ALL, *own)
+    ],
+  ):
+    yield f'{field}={value}: {name} has no such option; must be {default}'
   if name == 'dr_grpo' and config.loss.aggregation != 'fixed_length':
     yield (
       f'loss.aggregation={config.loss.aggregation}: dr_grpo divides by a '
@@ -389,26 +390,29 @@ def _ignored(
       'components; must be False'
     )
   if not algorithm.needs_values:
-    for option, default in base.get_config().critic.items():
-      if config.critic[option] != default:
-        yield (
-          f'critic.{option}={config.critic[option]}: {name} has no critic; '
-          f'must be {default}'
-        )
+    options = [f'critic.{option}' for option in config.critic]
+    for field, value, default in _changed(config, options):
+      yield f'{field}={value}: {name} has no critic; must be {default}'
   yield from _without_effect(config)
   yield from _of_task(config)
 
 
-def _without_effect(config: ml_collections.ConfigDict) -> Iterator[str]:
+def _changed(
+  config: ml_collections.ConfigDict, fields: Iterable[str]
+) -> Iterator[tuple[str, object, object]]:
+  """Yields (field, value, default) of those that are not as by default."""
   defaults = base.get_config()
-  refused = {problem.partition('=')[0] for problem in _values(config)}
-  for field, (switch, wanted, is_on) in _EFFECTIVE.items():
+  for field in fields:
     value, default = _get(config, field), _get(defaults, field)
-    if (
-      value != default
-      and field not in refused
-      and not is_on(_get(config, switch))
-    ):
+    if value != default:
+      yield field, value, default
+
+
+def _without_effect(config: ml_collections.ConfigDict) -> Iterator[str]:
+  refused = {problem.partition('=')[0] for problem in _values(config)}
+  for field, value, default in _changed(config, _EFFECTIVE):
+    switch, wanted, is_on = _EFFECTIVE[field]
+    if field not in refused and not is_on(_get(config, switch)):
       yield (
         f'{field}={value}: has no effect; needs {switch} to be {wanted}, or '
         f'must be {default}'
@@ -696,9 +700,7 @@ def check_resume(
   if allow_change or not path.exists():
     return
   try:
-    then = json.loads(path.read_text(encoding='utf-8'))
-    if not isinstance(then, dict):
-      raise ValueError('holds no JSON object')
+    then = files.read_object(path)
   except (OSError, ValueError) as error:
     raise ValueError(
       f'--workdir={workdir}: its {_STORED} cannot be read ({error}); give '

@@ -18,6 +18,7 @@ import os
 import pickle
 import selectors
 import time
+from collections.abc import Iterable
 from multiprocessing import connection
 from typing import Any
 
@@ -309,6 +310,10 @@ class EnvPool:
   def _place(self, env: int) -> int:
     return (env // self._envs_per_group) % len(self._workers)
 
+  def _at(self, place: int, envs: Iterable[int]) -> list[int]:
+    """Returns those that are of a worker, in order."""
+    return sorted(env for env in envs if self._place(env) == place)
+
   def _start(self) -> _Worker:
     ours, theirs = self._context.Pipe()
     process = self._context.Process(
@@ -349,16 +354,16 @@ class EnvPool:
       return
     place = self._place(env)
     w = self._workers[place]
-    own = sum(self._place(other) == place for other in range(self.num_envs))
-    if not w or w.starting or w.resets < own or not self._worn_out(w):
+    if not w or w.starting or not self._worn_out(w):
+      return
+    if w.resets < len(self._at(place, range(self.num_envs))):
       return
     self._reap()
     self._dismiss(w)
     self._workers[place] = self._start()
     self.recycled += 1
-    for other in sorted(self._running):
-      if self._place(other) == place:
-        self._replay(other)
+    for other in self._at(place, self._running):
+      self._replay(other)
 
   def _reap(self) -> None:
     """Frees what is kept for processes that have left, or had time to."""
@@ -389,7 +394,7 @@ class EnvPool:
       call = w.sent[0]
       if call.episode == self._episodes[call.env]:
         guilty = call.env
-    lost = {env for env in self._running if self._place(env) == place}
+    lost = self._at(place, self._running)
     self._dismiss(w)
     self._leaving.pop()
     _end(w.process)
@@ -401,7 +406,7 @@ class EnvPool:
       self.restarts += 1
     # Each death of a guilty one is its last: there is an end to them.
     endless = cause == 'hung' or guilty is None
-    for env in sorted(lost):
+    for env in lost:
       if env == guilty or self._workers[place] is None:
         self._fail(env, cause, reason)
       elif endless and self._replays[env] == _MOST_REPLAYS:

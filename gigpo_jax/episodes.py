@@ -294,7 +294,7 @@ class Log:
     with files.written(self._directory):
       text.save(str(self._directory / 'tokenizer'))
     self._list_shards()
-    listed = {self._path(n).name for n in range(len(self._shards))}
+    listed = {_path(self._directory, n).name for n in range(len(self._shards))}
     for path in self._directory.glob('episodes-*'):
       if path.name not in listed:
         path.unlink()
@@ -330,7 +330,7 @@ class Log:
 
   def append(self, iteration: int, records: Sequence[dict[str, Any]]) -> None:
     """Adds the records of an iteration."""
-    path = self._path(len(self._shards))
+    path = _path(self._directory, len(self._shards))
     beside = path.with_name(path.name + '.tmp')
     with files.written(path):
       writer = array_record_module.ArrayRecordWriter(
@@ -343,12 +343,9 @@ class Log:
     self._shards.append((iteration, len(records)))
     self._list_shards()
 
-  def _path(self, shard: int) -> pathlib.Path:
-    return _path(self._directory, shard)
-
   def _list_shards(self) -> None:
     """Writes what tfds has to know of the set."""
-    paths = [self._path(n) for n in range(len(self._shards))]
+    paths = [_path(self._directory, n) for n in range(len(self._shards))]
     info = tfds.core.DatasetInfo(
       builder=tfds.core.DatasetIdentity(
         name='episodes',

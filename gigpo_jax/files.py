@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import os
 import pathlib
 from collections.abc import Iterator
@@ -19,6 +20,19 @@ def settle(beside: pathlib.Path, path: pathlib.Path) -> None:
   with beside.open('rb') as file:
     os.fsync(file.fileno())
   os.replace(beside, path)
+
+
+def read_object(path: pathlib.Path) -> dict:
+  """Returns what a JSON file holds.
+
+  Raises:
+    OSError: if it cannot be read.
+    ValueError: if that is no object.
+  """
+  found = json.loads(path.read_text(encoding='utf-8'))
+  if not isinstance(found, dict):
+    raise ValueError('holds no JSON object')
+  return found
 
 
 @contextlib.contextmanager

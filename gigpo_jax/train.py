@@ -384,8 +384,7 @@ class _Run:
     )
     values = {'time/rows_secs': time.monotonic() - begin}
     credit, told, found = self._credit(rows)
-    if not collected.metrics.get('filter/groups_kept', 1):
-      # What the filter left is not to be learnt from.
+    if not collected.teaches:
       credit = credit._replace(advantages=np.zeros_like(credit.advantages))
     values |= found
     if self._log:

@@ -25,7 +25,7 @@ import tqdm
 from markupsafe import Markup
 from werkzeug import serving
 
-from gigpo_jax import episodes, metrics
+from gigpo_jax import episodes, files, metrics
 
 _PAGE = pathlib.Path(__file__).parent / 'page'
 
@@ -64,7 +64,7 @@ def summary(workdir: str | pathlib.Path) -> dict[str, Any]:
   config = {}
   if (root / 'config.json').is_file():
     try:
-      config = json.loads((root / 'config.json').read_text(encoding='utf-8'))
+      config = files.read_object(root / 'config.json')
     except ValueError as error:
       raise ValueError(
         f'--workdir={workdir}: config.json cannot be read ({error}); must be '

@@ -363,9 +363,17 @@ RUNS = (
 )
 
 
-def _unreadable(folder: pathlib.Path) -> None:
-  _begun('{')(folder / 'run')
-  (folder / 'run' / 'metrics.jsonl').write_text('{"iteration": 0}\n')
+def _unreadable(text: str) -> Case:
+  def prepare(folder: pathlib.Path) -> None:
+    _begun(text)(folder / 'run')
+    (folder / 'run' / 'metrics.jsonl').write_text('{"iteration": 0}\n')
+
+  return _flags(
+    '--workdir={dir}/run',
+    said=('config.json cannot be read', 'gone'),
+    script='view',
+    prepare=prepare,
+  )
 
 
 SFT = (
@@ -392,12 +400,8 @@ SFT = (
     script='sft',
     prepare=lambda folder: _damaged(folder / 'run'),
   ),
-  _flags(
-    '--workdir={dir}/run',
-    said=('config.json cannot be read', 'gone'),
-    script='view',
-    prepare=_unreadable,
-  ),
+  _unreadable('{'),
+  _unreadable('[]'),
   _flags(
     TINY,
     '--checkpoint={dir}/run',

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import faulty_env
 import psutil
@@ -172,8 +173,16 @@ def test_a_worker_is_replaced_while_episodes_are_running():
   assert found == [expected[n % 12] for n in range(48)]
 
 
-def _all_of(pool: env_pool.EnvPool, number: int, tasks: range) -> list[list]:
-  """Walks right in so many episodes, each env on its own."""
+def _all_of(
+  pool: env_pool.EnvPool,
+  number: int,
+  tasks: range,
+  after: Callable[[int], None] = lambda begun: None,
+) -> list[list]:
+  """Walks right in so many episodes, each env on its own.
+
+  Calls `after` at the end of each, with how many have begun.
+  """
   found = [[] for _ in range(number)]
   waiting, under_way = list(reversed(range(number))), {}
   while waiting or under_way:
@@ -187,6 +196,7 @@ def _all_of(pool: env_pool.EnvPool, number: int, tasks: range) -> list[list]:
         pool.step(env, RIGHT)
       else:
         del under_way[env]
+        after(number - len(waiting))
   return found
 
 
@@ -461,31 +471,20 @@ def test_soak_of_two_thousand_episodes():
     expected = [_play(pool, {0: index})[0] for index in range(number)]
   parent, marks = psutil.Process(), []
   with _pool(2, envs, name='faulty', env=env, step_timeout_secs=1.0) as pool:
-    found, waiting = {}, list(reversed(range(number)))
-    under_way: dict[int, int] = {}
-    while waiting or under_way:
-      for e in range(envs):
-        if e not in under_way and waiting:
-          under_way[e] = waiting.pop()
-          found[under_way[e]] = []
-          pool.reset(e, base.Task('train', under_way[e]))
-      for e, answer in pool.receive():
-        found[under_way[e]].append(answer)
-        if _goes_on(answer):
-          pool.step(e, RIGHT)
-        else:
-          del under_way[e]
-          if len(found) % 500 == 0 and len(found) > len(marks) * 500:
-            marks.append(
-              (
-                parent.memory_info().rss / 2**20,
-                sum(
-                  child.memory_info().rss / 2**20 for child in _workers_of(pool)
-                ),
-                len(parent.children(recursive=True)),
-                parent.num_fds(),
-              )
-            )
+
+    def mark(begun: int) -> None:
+      if begun % 500 == 0 and begun > len(marks) * 500:
+        workers = [psutil.Process(w.process.pid) for w in pool._workers]
+        marks.append(
+          (
+            parent.memory_info().rss / 2**20,
+            sum(w.memory_info().rss / 2**20 for w in workers),
+            len(parent.children(recursive=True)),
+            parent.num_fds(),
+          )
+        )
+
+    found = _all_of(pool, number, range(number), mark)
     causes = collections.Counter(f.cause for f in pool.failures)
   assert len(found) == number
   for index in range(number):
@@ -502,7 +501,3 @@ def test_soak_of_two_thousand_episodes():
   for more, more_of_workers, *others in later:
     assert more < memory + 10 and more_of_workers < of_workers + 20
     assert others == counts
-
-
-def _workers_of(pool: env_pool.EnvPool) -> list[psutil.Process]:
-  return [psutil.Process(w.process.pid) for w in pool._workers]

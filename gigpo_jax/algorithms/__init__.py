@@ -83,5 +83,11 @@ def make(name: str, **options) -> Algorithm:
     raise ValueError(
       f'algorithm.name={name}: the module has no Algorithm; must have one'
     )
-  fields = {f.name for f in dataclasses.fields(module.Algorithm) if f.init}
-  return module.Algorithm(**{k: v for k, v in options.items() if k in fields})
+  known = defaults(module.Algorithm)
+  return module.Algorithm(**{k: v for k, v in options.items() if k in known})
+
+
+def defaults(algorithm: type[Algorithm] | Algorithm) -> dict[str, object]:
+  """Returns the options that an algorithm has."""
+  fields = dataclasses.fields(algorithm)
+  return {field.name: field.default for field in fields if field.init}
