@@ -170,6 +170,26 @@ def test_hgpo_without_history_is_the_step_level_of_a_population():
   np.testing.assert_allclose(found.advantages, expected, atol=1e-4)
 
 
+def test_hgpo_compares_only_as_many_anchors_as_a_step_has():
+  # Discount 0.5, episodes a, b, a (success), a, b (failure), a, a (failure):
+  # G is 2.5, 5, 10, then 0, 0, then 0, 0. Level k has weight k + 1.
+  rows = golden_rows()
+  rows.episodes[:7], rows.groups[7] = [0, 0, 0, 1, 1, 2, 2], -1
+  rows.steps[:7] = [0, 1, 2, 0, 1, 0, 1]
+  rows.anchors[:7] = [0, 1, 0, 0, 1, 0, 0]
+  rows.rewards[:] = 0
+  rows.rewards[2] = 10
+  found = algorithms.make('hgpo', discount=0.5, norm='mean', history=2).credit(
+    rows
+  )
+  # Level 1: a, 5 rows with G 2.5, 10, 0, 0, 0 and mean 2.5; b, 5 and 0.
+  # Level 2: (a, b), 5 and 0. (b, a) and (a, a) are alone, and so is level 3's
+  # (a, b, a). Step 0 has level 1 only; the second b gives -2.5 in both levels.
+  np.testing.assert_allclose(
+    found.advantages, [0, 2.5, 7.5, -2.5, -2.5, -2.5, -2.5, 0, 0, 0], atol=1e-6
+  )
+
+
 def test_a_graph_without_success_teaches_nothing_by_steps():
   rows = golden_rows()
   rows.rewards[:], rows.success[:] = 0, False

@@ -189,15 +189,14 @@ def hgpo(steps):
   total = dict.fromkeys(steps.all, 0.0)
   weights = dict.fromkeys(steps.all, 0.0)
   for level in range(1, steps.o.history + 2):
+    # Windows of `level` anchors inside of an episode; none before its start.
     keys = {}
-    for r in steps.all:
-      seen, s = [], r
-      for _ in range(level):
-        seen.append(None if s is None else steps.anchor[s])
-        s = steps.before.get(s)
-      keys[r] = (steps.group[r], *seen)
-    for r in steps.all:
-      others = [returns[s] for s in steps.all if keys[s] == keys[r]]
+    for chain in steps.chains:
+      for end in range(level, len(chain) + 1):
+        window = [steps.anchor[r] for r in chain[end - level : end]]
+        keys[chain[end - 1]] = (steps.group[chain[0]], *window)
+    for r in keys:
+      others = [returns[s] for s in keys if keys[s] == keys[r]]
       if len(others) > 1:
         weight = (level + 1) ** steps.o.level_exponent
         total[r] += weight * _above(returns[r], others, steps.o, ddof=0)

@@ -1,10 +1,11 @@
 """HGPO (arXiv:2602.22817): steps that share what came before them, too.
 
 Level k = 1, 2, .., K + 1 compares the steps of a group whose last k anchors are
-equal; level 1 is GiGPO's anchor group.
+equal; level 1 is GiGPO's anchor group. Step t, from 0, has t + 1 anchors so far
+and takes part in the first t + 1 levels only. The weight of a level without
+another step to compare with goes to the other levels.
 
-# Differs from the paper: in its code an advantage of exactly 0 is missing; here
-one is where a level has nobody to compare with, and its weight goes to others.
+# Differs from the paper: the authors' code also drops advantages of exactly 0.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Int
 
 from gigpo_jax import advantages, arrays, batch
 from gigpo_jax.algorithms import gigpo
@@ -70,9 +72,9 @@ def _parts(*given, history, norm, penalty_scope, **options):
   found = advantages.describe(*given, penalty_scope=penalty_scope)
   every = jnp.ones_like(found.starts)
   total = weights = jnp.zeros(len(every))
-  for k, segments in enumerate(levels(found, history), 1):
-    weight = (k + 1.0) ** level_exponent
-    weight = jnp.where(arrays.segment_count(segments, every) > 1, weight, 0)
+  for k, (segments, complete) in enumerate(levels(found, history), 1):
+    compared = complete & (arrays.segment_count(segments, every) > 1)
+    weight = jnp.where(compared, (k + 1.0) ** level_exponent, 0)
     total += weight * advantages.group_normalize(
       found.returns, segments, every, norm=norm, ddof=0
     )
@@ -81,13 +83,19 @@ def _parts(*given, history, norm, penalty_scope, **options):
   return advantages.parts_of(found, step, norm=norm, **options)
 
 
-def levels(found: advantages.Described, history: int) -> list[jax.Array]:
-  """Returns segments [R] of steps whose last 1, 2, .. anchors are equal.
+def levels(
+  found: advantages.Described, history: int
+) -> list[tuple[Int[Array, ' R'], Bool[Array, ' R']]]:
+  """Returns (segments, whether a step has k anchors) for k = 1, .., history + 1.
 
-  Before its first step an episode has none, which equals none of another.
+  Steps share a segment of level k if their last k anchors are equal. A step
+  with fewer than k anchors shares none with a step that has k.
   """
-  last = [found.anchors]
+  segments, complete = found.anchors, jnp.ones_like(found.starts)
+  all_levels = [(segments, complete)]
   for _ in range(history):
-    before = jnp.append(last[-1], -1)[found.previous]
-    last.append(arrays.segment_ids(found.anchors, before))
-  return last
+    before = jnp.append(segments, -1)[found.previous]
+    segments = arrays.segment_ids(found.anchors, before)
+    complete = jnp.append(complete, False)[found.previous]
+    all_levels.append((segments, complete))
+  return all_levels
