@@ -29,7 +29,10 @@ _PR_SET_PDEATHSIG = 1
 # Simulators also leave by sys.exit, which is no Exception.
 _ERRORS = (Exception, SystemExit)
 
-_LARGEST = float(np.finfo(np.float32).max)
+# Bounds of numbers in an answer. Advantages and algorithm.components square
+# sums of them in float32, which ends at 3.4e38.
+BOUNDS = {'reward': 1e6, 'score': 1e6}
+LARGEST_METRIC = 1e12
 
 _ANSWERS = {'reset': base.Observation, 'step': base.StepResult}
 
@@ -71,7 +74,7 @@ class Host:
       value = getattr(self._envs[env], kind)(argument)
       if wrong := _wrong(kind, value):
         self._drop(env)
-        return 'garbage', wrong
+        return 'garbage', f'env.name={self._name}: {wrong}'
     except _ERRORS as error:
       # A failed preparation says nothing about the episode under way.
       if kind != 'prepare':
@@ -130,9 +133,9 @@ def _wrong_figures(value: base.StepResult) -> str:
   for name, x in (figures | value.metrics).items():
     if not isinstance(name, str):
       return f'a metric is called {name!r:.80}, not a str'
-    # As float32, which is what is computed with.
-    if not isinstance(x, numbers.Real) or not abs(x) <= _LARGEST:
-      return f'{name}={x!r:.80}: must be a finite number'
+    bound = BOUNDS.get(name, LARGEST_METRIC)
+    if not isinstance(x, numbers.Real) or not abs(x) <= bound:
+      return f'{name}={x!r:.80}: must be a number within +-{bound:,.0f}'
   return ''
 
 

@@ -130,7 +130,7 @@ _RANGES = {
   'rollout.tensor': (0, None, 'at least 0; 0 is as few as the memory allows'),
   'algorithm.discount': (0.0, 1.0, 'between 0 and 1'),
   'algorithm.step_weight': (0.0, None, 'at least 0; 0 is GRPO'),
-  'algorithm.invalid_penalty': (0.0, None, 'at least 0'),
+  'algorithm.invalid_penalty': (0.0, 1e6, 'between 0 and 1,000,000'),
   'algorithm.similarity_threshold': (0.0, 1.0, 'between 0 and 1'),
   'algorithm.anchor_history': (0, None, 'at least 0'),
   'algorithm.history': (0, None, 'at least 0'),

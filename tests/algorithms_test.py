@@ -4,6 +4,7 @@ import pytest
 import slow_credit
 
 from configs import alfworld
+from envs import worker
 from gigpo_jax import advantages, algorithms, batch, experiment
 from gigpo_jax import config as config_lib
 from gigpo_jax.algorithms import gigpo
@@ -398,6 +399,21 @@ def test_gae_against_a_slow_reference(level, discount, decay, whiten):
     np.testing.assert_allclose(
       found.advantages, slow_credit.ppo(steps, values), atol=2e-5
     )
+
+
+@pytest.mark.parametrize('name', algorithms.NAMES)
+def test_the_largest_rewards_give_finite_advantages(name):
+  rows = random_rows(1)
+  scale = np.where(rows.episodes % 2, 1, -1) * rows.real
+  rows.rewards[:] = scale * worker.BOUNDS['reward']
+  rows.components[:] = (scale * worker.LARGEST_METRIC)[:, None]
+  values = None
+  if algorithms.make(name).needs_values:
+    values = np.zeros(rows.completion_mask.shape, np.float32)
+  found = algorithms.make(name).credit(rows, values).advantages
+  assert np.isfinite(found).all()
+  if name != 'graphgpo':  # Counts steps to success, and penalties.
+    assert np.abs(found[rows.real]).max() > 0.1
 
 
 def test_equal_returns_whiten_to_zero():

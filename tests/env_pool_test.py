@@ -1,6 +1,7 @@
 """The pool with the toy corridor: order, faults, replacement, no orphans."""
 
 import collections
+import dataclasses
 import os
 import pathlib
 import signal
@@ -13,7 +14,7 @@ import faulty_env
 import psutil
 import pytest
 
-from envs import base
+from envs import base, toy, worker
 from gigpo_jax import env_pool
 
 RIGHT = '<think>on</think><action>right</action>'
@@ -147,6 +148,32 @@ def test_odd_answers(fault: str):
     assert isinstance(history[1][-1], env_pool.Failure)
 
 
+@pytest.mark.parametrize(
+  ('changes', 'said'),
+  [
+    ({'reward': 1e30}, 'reward=1e+30: must be a number within +-1,000,000'),
+    ({'reward': -1.1e6}, 'reward=-1100000.0: must be a number within'),
+    ({'score': 10**400}, 'must be a number within +-1,000,000'),
+    ({'metrics': {'x': -1e13}}, 'x=-10000000000000.0: must be a number'),
+    ({'reward': 1e6, 'score': -1e6, 'metrics': {'x': 1e12}}, ''),
+  ],
+)
+def test_numbers_out_of_bounds_name_the_environment(monkeypatch, changes, said):
+  step = toy.Env.step
+  monkeypatch.setattr(
+    toy.Env, 'step', lambda *args: dataclasses.replace(step(*args), **changes)
+  )
+  host = worker.Host('toy', {})
+  host.start()
+  host.call('reset', 0, base.Task('train', 0))
+  kind, answer = host.call('step', 0, RIGHT)
+  if said:
+    assert kind == 'garbage'
+    assert answer.startswith('env.name=toy: ') and said in answer
+  else:
+    assert kind == 'reply'
+
+
 def test_prepare_is_never_answered():
   with _pool() as pool:
     pool.prepare(0, base.Task('train', 3))
@@ -220,7 +247,7 @@ def test_closing_twice_leaves_no_process():
 # A program started in the background may have been told to ignore SIGINT.
 SCRIPT = """
 import signal, sys, time
-from envs import base
+from envs import base, toy, worker
 from gigpo_jax import env_pool
 if __name__ == '__main__':
   signal.signal(signal.SIGINT, signal.default_int_handler)

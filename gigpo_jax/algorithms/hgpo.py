@@ -86,7 +86,7 @@ def _parts(*given, history, norm, penalty_scope, **options):
 def levels(
   found: advantages.Described, history: int
 ) -> list[tuple[Int[Array, ' R'], Bool[Array, ' R']]]:
-  """Returns (segments, whether a step has k anchors) for k = 1, .., history + 1.
+  """Returns (segments, whether a step has k anchors) of k = 1, .., history + 1.
 
   Steps share a segment of level k if their last k anchors are equal. A step
   with fewer than k anchors shares none with a step that has k.
