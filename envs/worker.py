@@ -165,7 +165,7 @@ def _wrong_text(**texts: Any) -> str:
 
 def main(pipe: Connection, name: str, kwargs: dict, parent: int) -> None:
   """Serves calls until the pipe closes or the parent is gone."""
-  _die_with(parent)
+  die_with(parent)
   # Ctrl-C, and SIGTERM of a machine that is taken away, go to all processes;
   # the parent decides what ends.
   signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -182,7 +182,7 @@ def main(pipe: Connection, name: str, kwargs: dict, parent: int) -> None:
     host.close()
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
   """Asks the kernel to end this process when its parent dies (Linux)."""
   try:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

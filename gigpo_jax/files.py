@@ -5,7 +5,12 @@ import errno
 import json
 import os
 import pathlib
+import socket
 from collections.abc import Iterator
+
+import filelock
+
+_LOCK, _OWNER = '.lock', '.lock_owner.json'
 
 
 def put(path: pathlib.Path, text: str) -> None:
@@ -33,6 +38,52 @@ def read_object(path: pathlib.Path) -> dict:
   if not isinstance(found, dict):
     raise ValueError('holds no JSON object')
   return found
+
+
+@contextlib.contextmanager
+def locked(folder: pathlib.Path) -> Iterator[None]:
+  """Locks a folder for this process until the end of the context.
+
+  The system releases the lock of a killed process. Where the file system has no
+  locks, prints a line and continues without one.
+
+  Raises:
+    ValueError: in one line, if another process holds the lock.
+  """
+  lock = filelock.FileLock(folder / _LOCK, timeout=0)
+  owner = folder / _OWNER
+  try:
+    lock.acquire()
+  except filelock.Timeout:
+    raise ValueError(
+      f'--workdir={folder}: in use by {_owner(owner)}; give another --workdir, '
+      'or wait until that process ends'
+    ) from None
+  except (OSError, NotImplementedError) as error:
+    print(
+      f'{folder}: cannot be locked ({error}); make sure that no other process '
+      'writes to this folder',
+      flush=True,
+    )
+    yield
+    return
+  try:
+    with contextlib.suppress(OSError):
+      put(owner, json.dumps({'pid': os.getpid(), 'host': socket.gethostname()}))
+    yield
+  finally:
+    with contextlib.suppress(OSError):
+      owner.unlink()
+    lock.release()
+
+
+def _owner(path: pathlib.Path) -> str:
+  """Returns the process that holds a lock, in words."""
+  try:
+    owner = read_object(path)
+    return f'process {owner["pid"]} on host {owner["host"]}'
+  except (OSError, ValueError, KeyError):  # Between two of its writes.
+    return 'another process'
 
 
 @contextlib.contextmanager

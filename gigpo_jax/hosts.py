@@ -22,6 +22,8 @@ import numpy as np
 import tqdm
 from jax.experimental import multihost_utils
 
+from gigpo_jax import files
+
 # M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD of glibc: nothing by mmap, nothing
 # given back, heaps that grow by 256 MiB.
 _MALLOC = {-4: 0, -1: 2**31 - 1, -2: 2**28}
@@ -120,6 +122,31 @@ def _has_accelerator() -> bool:
   """Whether jax will find one, as far as can be told without starting it."""
   wanted = os.environ.get('JAX_PLATFORMS', '') != 'cpu'
   return wanted and _is_there(_TPU_NODES + _GPU_NODES)
+
+
+@contextlib.contextmanager
+def locked(workdir: str | pathlib.Path) -> Iterator[None]:
+  """Locks a work directory for all processes of this experiment.
+
+  The main process holds the lock; the others wait for its answer. A single
+  process starts no device for this.
+
+  Raises:
+    ValueError: in one line, in every process, if another experiment holds it.
+  """
+  alone = not several()
+  with contextlib.ExitStack() as stack:
+    refused = ''
+    if alone or first():
+      try:
+        stack.enter_context(files.locked(pathlib.Path(workdir)))
+      except ValueError as error:
+        refused = str(error)
+    if not alone:
+      refused = tell_all(refused)[0]
+    if refused:
+      raise ValueError(refused)
+    yield
 
 
 @contextlib.contextmanager

@@ -55,8 +55,8 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
       'folder'
     )
   hosts.join()
-  pairs = [] if kept else demonstrations(config)
-  with experiment.disk(workdir):
+  with hosts.locked(workdir), experiment.disk(workdir):
+    pairs = [] if kept else demonstrations(config)
     _warm_start(config, workdir, pairs, kept)
 
 

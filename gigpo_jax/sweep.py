@@ -6,6 +6,7 @@ finished is left alone. So the same command again does what is missing.
 
 import csv
 import dataclasses
+import functools
 import os
 import pathlib
 import runpy
@@ -18,8 +19,9 @@ import numpy as np
 import tqdm
 
 import configs
+from envs import worker
 from gigpo_jax import config as config_lib
-from gigpo_jax import metrics
+from gigpo_jax import files, metrics
 
 _ROOT = pathlib.Path(__file__).parents[1]
 # Of the CSV, after name and seed.
@@ -174,8 +176,8 @@ def run_all(
   """Runs what is not finished; returns those that failed.
 
   Each has a core to itself, where there are as many, and a log in its folder.
+  They end with this process.
   """
-  root.mkdir(parents=True, exist_ok=True)
   waiting = [run for run in runs if not finished(run, root)]
   cores = sorted(os.sched_getaffinity(0)) if _pins() else []
   free = list(range(at_once))
@@ -201,6 +203,8 @@ def run_all(
   finally:
     for process in under_way:
       process.terminate()
+    for process in under_way:
+      process.wait()  # Until it has saved.
     bar.close()
   return failed
 
@@ -227,6 +231,8 @@ def _begin(
       stdout=log,
       stderr=subprocess.STDOUT,
       env=os.environ | further,
+      # By the kernel, however this process ends.
+      preexec_fn=functools.partial(worker.die_with, os.getpid()),
     )
   if cores:
     os.sched_setaffinity(process.pid, cores)
@@ -455,7 +461,11 @@ def main(
   elsewhere = [line for path in known for line in read_table(path)]
   done = _by_run(elsewhere).keys()
   here = [run for run in runs if run.key not in done]
-  failed = [] if only_gather else run_all(here, root, at_once=at_once)
+  root.mkdir(parents=True, exist_ok=True)
+  failed = []
+  if not only_gather:
+    with files.locked(root):
+      failed = run_all(here, root, at_once=at_once)
   name = pathlib.Path(sweep).stem
   found = gather(runs, root, name, elsewhere)
   print(f'{len(_by_run(found))} of {len(runs)} runs are finished')

@@ -82,7 +82,6 @@ def train(
   config_lib.check_resume(config, workdir, allow_change=allow_config_change)
   config_lib.check_workdir(workdir)
   checkpoint.check_folder(pathlib.Path(workdir) / 'checkpoints')
-  experiment.check_episodes(config, workdir)
   policy = (pathlib.Path(workdir) / 'policy').resolve()
   if pathlib.Path(config.model.path).resolve() == policy:
     raise ValueError(
@@ -95,19 +94,28 @@ def train(
     experiment.disk(workdir),
   ):
     hosts.join()
-    policy = experiment.make_policy(config)
-    with (
-      jax.set_mesh(policy.mesh),
-      checkpoint.Checkpointer(
-        pathlib.Path(workdir) / 'checkpoints', keep=config.checkpoint.keep
-      ) as checkpointer,
-    ):
-      # What is wrong with one of these is known before workers start.
-      run = _Run(config, workdir, policy, checkpointer, notice)
-      if hosts.first():
-        config_lib.save(config, workdir)
-      with experiment.make_pool(config) as pool:
-        run.go(experiment.make_roller(config, policy, pool))
+    with hosts.locked(workdir):
+      _train(config, workdir, notice)
+
+
+def _train(
+  config: ml_collections.ConfigDict, workdir: str, notice: preemption.Notice
+) -> None:
+  """Trains in a work directory that no other experiment uses."""
+  experiment.check_episodes(config, workdir)
+  policy = experiment.make_policy(config)
+  with (
+    jax.set_mesh(policy.mesh),
+    checkpoint.Checkpointer(
+      pathlib.Path(workdir) / 'checkpoints', keep=config.checkpoint.keep
+    ) as checkpointer,
+  ):
+    # What is wrong with one of these is known before workers start.
+    run = _Run(config, workdir, policy, checkpointer, notice)
+    if hosts.first():
+      config_lib.save(config, workdir)
+    with experiment.make_pool(config) as pool:
+      run.go(experiment.make_roller(config, policy, pool))
 
 
 class _Run:

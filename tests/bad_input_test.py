@@ -3,6 +3,7 @@
 Before any device memory or worker process is taken, and with no network.
 """
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -17,7 +18,7 @@ import safetensors.numpy
 from configs import alfworld
 from envs.alfworld import games
 from gigpo_jax import config as config_lib
-from gigpo_jax import train
+from gigpo_jax import files, train
 
 PROJECT = pathlib.Path(train.__file__).parents[1]
 WARM_START = PROJECT / 'configs' / 'warm_starts' / 'alfworld_tiny'
@@ -349,7 +350,18 @@ def _in_the_way(run: pathlib.Path) -> None:
   (run / 'checkpoints').write_text('')
 
 
+# Until the end of the tests.
+_LOCKS = contextlib.ExitStack()
+
+
+def _in_use(run: pathlib.Path) -> None:
+  run.mkdir()
+  _LOCKS.enter_context(files.locked(run))
+
+
 RUNS = (
+  _run(_in_use, '--workdir', 'in use by process', 'on host'),
+  _run(_in_use, '--workdir', 'in use by process', script='sft'),
   _run(lambda run: run.write_text(''), '--workdir', 'cannot be written'),
   _run(
     _other,

@@ -6,11 +6,13 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 from gigpo_jax import config as config_lib
-from gigpo_jax import sweep
+from gigpo_jax import files, sweep
 
 PROJECT = pathlib.Path(sweep.__file__).parents[1]
 
@@ -150,6 +152,57 @@ def test_what_one_run_compiles_the_others_find(tmp_path, monkeypatch, given):
   assert sweep.run_all(RUNS[:1], tmp_path, at_once=1) == RUNS[:1]
   expected = pathlib.Path(given or tmp_path / 'compiled').absolute()
   assert told.read_text() == str(expected)
+
+
+_SWEEPS = """
+import pathlib, sys
+from gigpo_jax import sweep
+code = 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'
+sweep.Run.command = lambda *_: [sys.executable, '-c', code]
+run = sweep.Run('a', 'configs/alfworld.py:smoke', 0)
+sweep.run_all([run], pathlib.Path(sys.argv[1]), at_once=1)
+"""
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='needs prctl')
+def test_a_killed_sweep_takes_its_trainers_along(tmp_path):
+  log = tmp_path / 'alfworld-a-0.log'
+
+  def trainer() -> str:
+    return log.read_text().strip() if log.exists() else ''
+
+  with subprocess.Popen(
+    [sys.executable, '-c', _SWEEPS, str(tmp_path)],
+    cwd=PROJECT,
+    stderr=subprocess.DEVNULL,
+  ) as process:
+    try:
+      _wait_for(trainer)
+      assert psutil.pid_exists(int(trainer()))
+    finally:
+      process.kill()
+  _wait_for(lambda: not _runs(int(trainer())))
+
+
+def _runs(pid: int) -> bool:
+  try:
+    return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+  except psutil.NoSuchProcess:
+    return False
+
+
+def _wait_for(condition) -> None:
+  end = time.monotonic() + 60
+  while not condition():
+    assert time.monotonic() < end
+    time.sleep(0.05)
+
+
+def test_a_sweep_in_use_is_refused(tmp_path):
+  file = tmp_path / 'list.py'
+  file.write_text(f'RUNS = [{dataclasses.asdict(RUNS[0]) | {"overrides": {}}}]')
+  with files.locked(tmp_path), pytest.raises(ValueError, match='in use by'):
+    sweep.main(str(file), str(tmp_path), at_once=1, only_gather=False)
 
 
 def test_runs_under_way_are_not_in_the_table(tmp_path):

@@ -1,0 +1,62 @@
+"""Locks of work directories: held, refused, released by the system."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import filelock
+import pytest
+
+from gigpo_jax import files
+
+_HOLDS = """
+import pathlib, sys, time
+from gigpo_jax import files
+with files.locked(pathlib.Path(sys.argv[1])):
+  print('held', flush=True)
+  time.sleep(60)
+"""
+
+
+def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path):
+  with subprocess.Popen(
+    [sys.executable, '-c', _HOLDS, str(tmp_path)],
+    stdout=subprocess.PIPE,
+    text=True,
+  ) as other:
+    try:
+      assert other.stdout.readline() == 'held\n'
+      with pytest.raises(ValueError) as error, files.locked(tmp_path):
+        pass
+    finally:
+      other.send_signal(signal.SIGKILL)
+  assert str(error.value) == (
+    f'--workdir={tmp_path}: in use by process {other.pid} on host '
+    f'{socket.gethostname()}; give another --workdir, or wait until that '
+    'process ends'
+  )
+  # The killed process has left its files, and no lock.
+  assert (tmp_path / '.lock_owner.json').is_file()
+  with files.locked(tmp_path):
+    owner = files.read_object(tmp_path / '.lock_owner.json')
+    assert owner['pid'] == os.getpid()
+  with files.locked(tmp_path):
+    pass
+
+
+@pytest.mark.parametrize('error', [OSError, NotImplementedError])
+def test_a_file_system_without_locks_is_reported(
+  tmp_path, monkeypatch, capsys, error
+):
+  def acquire(self):
+    raise error('no locks')
+
+  monkeypatch.setattr(filelock.FileLock, 'acquire', acquire)
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(files.locked(tmp_path))
+    stack.enter_context(files.locked(tmp_path))
+  lines = capsys.readouterr().out.splitlines()
+  assert len(lines) == 2 and 'cannot be locked (no locks)' in lines[0]
