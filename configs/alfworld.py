@@ -18,6 +18,9 @@ import ml_collections
 
 from configs import base
 
+# Learning rates of `:mini`; see base.use_mini. HGPO has GiGPO's.
+RATES = {'gigpo': 1.5e-4, 'hgpo': 1.5e-4}
+
 SIZES = ('0.5b', '1.5b', '7b', 'small', 'tiny', 'mini', 'smoke')
 
 
@@ -33,8 +36,9 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     _tiny(config)
   if size == 'small':
     _small(config)
+    config.model.path = base.warm_start(__file__, size)
   if size == 'mini':
-    base.use_mini(config)
+    base.use_mini(config, changes, RATES)
     config.num_iterations = 56
     config.evaluation.every = 28
   if size == 'smoke':
@@ -104,7 +108,6 @@ def _small(config: ml_collections.ConfigDict) -> None:
   """
   config.num_iterations = 80
   config.model.dtype = 'bfloat16'
-  config.model.path = 'runs/alfworld-small-sft/policy'
   config.pool.num_workers = 4
   config.env.generator = ml_collections.ConfigDict({'seed': 0})
   config.env.max_steps = 30

@@ -6,10 +6,13 @@ authors' release. A path left empty is asked for at start.
 
 import importlib
 import pathlib
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 import ml_collections
 from ml_collections import config_dict
+
+import configs
 
 
 def parse_variants(
@@ -41,6 +44,10 @@ ALGORITHMS = tuple(
     if path.stem not in ('__init__', 'gigpo')
   )
 )
+# Warm starts that come with the project.
+INCLUDED = 'configs/warm_starts'
+# Learning rate of `:mini` for methods without one of their own.
+MINI_RATE = 7.5e-5
 # Environments whose anchors can have the admissible actions in them.
 ANCHORED = ('alfworld', 'webshop')
 PRESETS = ('paper', 'reference_code', 'strong')
@@ -162,8 +169,44 @@ def use_tiny_policy(config: ml_collections.ConfigDict) -> None:
   config.sft.model.mlp = 256
 
 
-def use_mini(config: ml_collections.ConfigDict) -> None:
-  """Cuts the tiny path to eight minutes of one core, for many runs."""
+# Where launch/sft.py writes the warm start of `configs/NAME.py:SIZE`.
+WARM_START = re.compile(r'runs/(\w+)-(\w+)-sft/policy')
+
+
+def warm_start(file: str, size: str) -> str:
+  """Returns the path of the warm start of a small size.
+
+  That is where `launch/sft.py --config=FILE:SIZE` writes it by default. If
+  nothing is there, but the project includes a warm start, the path of that.
+
+  Args:
+    file: the config file.
+    size: a small variant, such as 'tiny'.
+  """
+  name = pathlib.Path(file).stem
+  own, included = f'runs/{name}-{size}-sft/policy', f'{INCLUDED}/{name}_tiny'
+  if not configs.find(own) and configs.find(included):
+    return included
+  return own
+
+
+def use_mini(
+  config: ml_collections.ConfigDict,
+  changes: Sequence[str],
+  rates: Mapping[str, float],
+) -> None:
+  """Cuts the tiny path to about five minutes of one core.
+
+  Args:
+    config: of the tiny path.
+    changes: variants besides the size.
+    rates: learning rate of a method, found by configs/sweeps/tuning.py; of all
+      methods that it does not name MINI_RATE.
+  """
+  methods = [c for c in changes if c in (*ALGORITHMS, 'strong')] or ['gigpo']
+  config.optimizer.learning_rate = min(
+    rates.get(method, MINI_RATE) for method in methods
+  )
   config.rollout.groups = 2
   config.rollout.batch_buckets = (16,)
   # As many updates in an iteration.

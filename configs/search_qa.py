@@ -6,9 +6,8 @@ asks for `env.data_dir`, a folder in the format of FlashRAG and Search-R1
 (envs/search_qa/corpus.py), or 'generated'. On any laptop, with a made-up
 corpus, a warm start by imitation and then the run:
 
-    python launch/sft.py --config=configs/search_qa.py:tiny --workdir=runs/start
+    python launch/sft.py --config=configs/search_qa.py:tiny
     python launch/train.py --config=configs/search_qa.py:tiny
-        --config.model.path=runs/start/policy
 
 Variants, joined by commas: a size (`3b`, the default, `7b`; `tiny` for two CPU
 cores; `smoke`, its path in two minutes), an algorithm (`grpo`, `ppo`, ..) and
@@ -36,6 +35,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   config.variant = ','.join([size, *changes])
   if size in ('tiny', 'smoke'):
     _tiny(config)
+    config.model.path = base.warm_start(__file__, size)
   if size == 'smoke':
     base.use_smoke(config)
   if size == '7b':

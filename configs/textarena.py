@@ -5,9 +5,8 @@
 or, on any laptop, a warm start that learns the form of a response from random
 play, and then the run:
 
-    python launch/sft.py --config=configs/textarena.py:tiny --workdir=runs/start
+    python launch/sft.py --config=configs/textarena.py:tiny
     python launch/train.py --config=configs/textarena.py:tiny
-        --config.model.path=runs/start/policy
 
 Another game is a copy of this file with other values of `config.env`; what
 they mean is in envs/textarena_env.py. Variants, joined by commas: a size
@@ -34,6 +33,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   config.variant = ','.join([size, *changes])
   if size in ('tiny', 'smoke'):
     _tiny(config)
+    config.model.path = base.warm_start(__file__, size)
   if size == 'smoke':
     base.use_smoke(config)
   base.apply(config, changes)

@@ -4,9 +4,8 @@
 
 or, on any laptop, a warm start by imitation and then the run:
 
-    python launch/sft.py --config=configs/textworld.py:tiny --workdir=runs/start
+    python launch/sft.py --config=configs/textworld.py:tiny
     python launch/train.py --config=configs/textworld.py:tiny
-        --config.model.path=runs/start/policy
 
 Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
 cores; `smoke`, its path in two minutes), an algorithm (`grpo`, `ppo`, ..) and
@@ -32,6 +31,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   config.variant = ','.join([size, *changes])
   if size in ('tiny', 'smoke'):
     _tiny(config)
+    config.model.path = base.warm_start(__file__, size)
   if size == 'smoke':
     base.use_smoke(config)
     config.env.num_games = 40

@@ -17,6 +17,9 @@ import ml_collections
 
 from configs import base
 
+# Learning rates of `:mini`; see base.use_mini.
+RATES = {'ppo': 1.5e-4}
+
 SIZES = ('1.5b', '7b', 'tiny', 'mini', 'smoke')
 
 
@@ -31,7 +34,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   if size in ('tiny', 'mini', 'smoke'):
     _tiny(config)
   if size == 'mini':
-    base.use_mini(config)
+    base.use_mini(config, changes, RATES)
     config.num_iterations = 80
     config.evaluation.every = 40
   if size == 'smoke':

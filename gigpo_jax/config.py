@@ -579,6 +579,9 @@ def _of_environment(config: ml_collections.ConfigDict, text: str) -> str:
 def _missing_model(
   config: ml_collections.ConfigDict, trains: bool
 ) -> Iterator[str]:
+  if missing := _missing_warm_start(config):
+    yield missing
+    return
   if not config.model.path:
     yield (
       'model.path=None: no weights; set --config.model.path to a Hugging Face '
@@ -621,6 +624,28 @@ def _missing_model(
       f'{template} tokens; must be larger'
     )
   yield from _too_small(config, models.num_parameters(model), trains)
+
+
+def _missing_warm_start(config: ml_collections.ConfigDict) -> str | None:
+  """Returns the problem of a small config whose warm start is not there."""
+  path = config.model.path or ''
+  if made := base.WARM_START.fullmatch(path):
+    if configs.find(path):
+      return None
+    name, size = made.groups()
+    words = config.get('variant', size)
+    return (
+      f'model.path={path}: no warm start there yet; run `python launch/sft.py '
+      f'--config=configs/{name}.py:{size}`, then `python launch/train.py '
+      f'--config=configs/{name}.py:{words}`'
+    )
+  if not path and config.sft.init == 'scratch':
+    return (
+      'model.path=None: no weights; run `python launch/sft.py` with this '
+      '--config, and set --config.model.path to the folder policy in its '
+      '--workdir, or to another Hugging Face folder'
+    )
+  return None
 
 
 def _too_small(

@@ -9,6 +9,7 @@ rejection-sampling fine-tuning, if only the successful ones are.
 
 import pathlib
 import shutil
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,8 @@ from gigpo_jax.models import huggingface, lora, qwen
 
 if TYPE_CHECKING:
   from gigpo_jax import episodes
+
+_REPORT_SECS = 10.0  # between two lines on how many episodes there are
 
 
 def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
@@ -106,12 +109,18 @@ def demonstrations(config: ml_collections.ConfigDict) -> list[tuple[str, str]]:
     envs.tasks(config.env.name, 'train', **config_lib.env_kwargs(config))
   )
   pairs = []
-  for episode in hosts.bar(
-    range(config.sft.num_episodes), desc='expert episodes'
-  ):
+  total = config.sft.num_episodes
+  begin = reported = time.monotonic()
+  for episode in hosts.bar(range(total), desc='expert episodes'):
     # From the far end: RL draws other games than these, mostly.
     task = base.Task('train', available - 1 - episode % available)
     pairs += env.demonstrate(task, noise=config.sft.noise, seed=config.seed)
+    now = time.monotonic()
+    if now - reported >= _REPORT_SECS:
+      reported = now
+      hosts.say(
+        f'{episode + 1} of {total} expert episodes, {now - begin:.0f} s'
+      )
   env.close()
   return pairs
 

@@ -23,7 +23,9 @@ from configs import (
   textworld,
   webshop,
 )
+from configs.sweeps import ablations, main
 from gigpo_jax import config as config_lib
+from gigpo_jax import sweep as sweep_lib
 from gigpo_jax.algorithms import gigpo
 
 # A warm start has to be made for these.
@@ -65,10 +67,78 @@ def test_small_shops_run_on_this_machine(variant: str):
 @pytest.mark.parametrize('module', OTHERS)
 @pytest.mark.parametrize('variant', ['tiny', 'smoke', 'tiny,strong'])
 def test_small_variants_need_nothing_but_a_model(module, variant: str):
+  config_lib.validate(module.get_config(variant), needs_model=False)
+
+
+@pytest.mark.parametrize('module', OTHERS)
+@pytest.mark.parametrize('variant', ['tiny', 'smoke', 'tiny,grpo'])
+def test_without_a_warm_start_the_two_commands_are_named(
+  module, variant: str, monkeypatch
+):
+  monkeypatch.setattr(configs, 'find', lambda path: None)
+  name, size = module.__name__.rpartition('.')[2], variant.partition(',')[0]
   config = module.get_config(variant)
-  config_lib.validate(config, needs_model=False)
-  with pytest.raises(ValueError, match='model.path=None: no weights'):
+  assert config.model.path == f'runs/{name}-{size}-sft/policy'
+  with pytest.raises(ValueError, match='no warm start there yet') as e:
     config_lib.validate(config)
+  (line,) = str(e.value).splitlines()
+  assert f'launch/sft.py --config=configs/{name}.py:{size}`' in line
+  assert f'launch/train.py --config=configs/{name}.py:{variant}`' in line
+  # Nor does a small config of one's own say how much 1.5B would take.
+  config.model.path = None
+  with pytest.raises(ValueError, match='model.path=None: no weights') as e:
+    config_lib.validate(config)
+  assert '1.5B' not in str(e.value)
+
+
+def test_a_warm_start_of_ones_own_comes_before_the_included_one(
+  tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  included = base.warm_start('somewhere/alfworld.py', 'tiny')
+  assert included == 'configs/warm_starts/alfworld_tiny'
+  own = pathlib.Path('runs/alfworld-tiny-sft/policy')
+  own.mkdir(parents=True)
+  assert base.warm_start('somewhere/alfworld.py', 'tiny') == str(own)
+  assert base.warm_start('guess.py', 'tiny') == 'runs/guess-tiny-sft/policy'
+
+
+@pytest.mark.parametrize(
+  ('module', 'changes', 'rate'),
+  [
+    (alfworld, '', 1.5e-4),
+    (alfworld, ',hgpo', 1.5e-4),
+    (alfworld, ',grpo', 7.5e-5),
+    (alfworld, ',rloo', 7.5e-5),
+    (alfworld, ',ppo', 7.5e-5),
+    (alfworld, ',strong', 7.5e-5),
+    (alfworld, ',strong,hgpo', 7.5e-5),
+    (alfworld, ',lora', 1.5e-3),
+    (webshop, '', 7.5e-5),
+    (webshop, ',grpo', 7.5e-5),
+    (webshop, ',ppo', 1.5e-4),
+    (webshop, ',strong', 7.5e-5),
+  ],
+)
+def test_mini_has_the_rates_that_were_tuned_for_it(module, changes, rate):
+  config = module.get_config(f'mini{changes}')
+  assert config.optimizer.learning_rate == pytest.approx(rate)
+
+
+@pytest.mark.parametrize('sweep', [main, ablations])
+def test_sweeps_change_nothing_but_what_they_vary(sweep):
+  for run in sweep.RUNS:
+    assert 'optimizer.learning_rate' not in run.get('overrides', {})
+  # The published rows are of these configs.
+  found = {
+    (run.experiment, run.name): run.load().optimizer.learning_rate
+    for run in sweep_lib.read(sweep.__file__)
+  }
+  for (experiment, name), rate in found.items():
+    lower = {'alfworld': ('grpo', 'rloo', 'ppo', 'strong')}.get(
+      experiment, ('gigpo', 'grpo', 'rloo', 'strong')
+    )
+    assert rate == (7.5e-5 if name in lower else 1.5e-4)
 
 
 @pytest.mark.parametrize('arg', ['huge', 'tiny,smoke', 'tiny;grpo'])

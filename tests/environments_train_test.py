@@ -7,27 +7,29 @@ import programs
 import pytest
 
 
-def _run(script: str, *flags: str) -> str:
-  return programs.run([sys.executable, f'launch/{script}.py', *flags])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
   'name', ['gymnasium', 'search_qa', 'sokoban', 'textarena', 'textworld']
 )
 def test_a_warm_start_and_two_iterations(tmp_path, name: str):
-  config = f'--config=configs/{name}.py:smoke'
-  _run('sft', config, f'--workdir={tmp_path / "start"}')
-  printed = _run(
-    'train',
-    config,
-    f'--config.model.path={tmp_path / "start" / "policy"}',
-    f'--workdir={tmp_path / "run"}',
-  )
+  # The two commands as they are in the docs; run from another folder.
+  for script in ('sft', 'train'):
+    printed = programs.run(
+      [
+        sys.executable,
+        str(programs.PROJECT / 'launch' / f'{script}.py'),
+        f'--config=configs/{name}.py:smoke',
+      ],
+      tmp_path,
+      PYTHONPATH=str(programs.PROJECT),
+    )
   assert 'EVAL success' in printed
+  run = tmp_path / 'runs' / f'{name}-smoke'
+  stored = json.loads((run / 'config.json').read_text())
+  assert stored['model']['path'] == f'runs/{name}-smoke-sft/policy'
   lines = [
     json.loads(line)
-    for line in (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()
+    for line in (run / 'metrics.jsonl').read_text().splitlines()
   ]
   assert [line['iteration'] for line in lines] == [0, 1, 2]
   for line in lines[:2]:

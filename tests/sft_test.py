@@ -36,6 +36,14 @@ def test_the_same_command_makes_the_same_policy(tmp_path):
   assert files[0] == files[1]
 
 
+def test_collecting_episodes_reports_its_progress(capsys, monkeypatch):
+  monkeypatch.setattr(sft, '_REPORT_SECS', 0.0)
+  sft.demonstrations(_config())
+  lines = capsys.readouterr().out.splitlines()
+  assert len(lines) == 12
+  assert lines[4].startswith('5 of 12 expert episodes, ')
+
+
 def test_a_warm_start_that_breaks_off_leaves_no_policy(tmp_path, monkeypatch):
   with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
     patch.setattr(

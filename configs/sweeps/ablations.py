@@ -6,8 +6,6 @@ r"""What the parts of GiGPO are worth, on ALFWorld, three seeds.
 In the folder of main.py, whose runs of GiGPO and GRPO are then taken over.
 """
 
-from configs.sweeps import main
-
 VARIANTS = {
   'gigpo': {},
   'grpo': {},
@@ -21,13 +19,13 @@ VARIANTS = {
 }
 
 RUNS = [
-  main.run(
-    'alfworld',
-    name,
-    f',{name}' if name in ('grpo', 'hgpo') else '',
-    seed,
-    **overrides,
-  )
+  {
+    'name': name,
+    'config': 'configs/alfworld.py:mini'
+    + (f',{name}' if name in ('grpo', 'hgpo') else ''),
+    'seed': seed,
+    'overrides': overrides,
+  }
   for seed in range(3)
   for name, overrides in VARIANTS.items()
 ]
