@@ -1,6 +1,6 @@
-"""Files that a host makes once and that all its processes share, or map.
+"""Files that are built once per machine and shared by all its processes.
 
-They are kept in folders below $GIGPO_JAX_CACHE, or ~/.cache/gigpo_jax.
+Folders are kept under $GIGPO_JAX_CACHE, or ~/.cache/gigpo_jax.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ Arrays = dict[str, np.ndarray]
 
 
 def place(name: str, *key: object) -> pathlib.Path:
-  """Returns the folder of what is made from the values of `key`.
+  """Returns the cache folder of something that is built from `key`.
 
   Args:
-    name: what it is, for people.
-    *key: all that it is a function of.
+    name: prefix of the folder name, for people.
+    *key: everything that the contents depend on; its repr is hashed.
   """
   home = os.environ.get('GIGPO_JAX_CACHE') or '~/.cache/gigpo_jax'
   digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
@@ -30,14 +30,15 @@ def place(name: str, *key: object) -> pathlib.Path:
 def ensure(
   folder: pathlib.Path, make: Callable[[pathlib.Path], None]
 ) -> pathlib.Path:
-  """Returns a folder, made where it is not there yet.
+  """Returns a cache folder; builds it first if it does not exist.
 
-  One process makes it while others wait. It appears all at once; what a
-  killed process left is thrown away.
+  One process builds while the others wait for its lock. The finished folder is
+  renamed into place, so it is never visible half written. A partial folder of
+  a killed process is deleted.
 
   Args:
-    folder: where it is kept.
-    make: writes its files into the folder it is given.
+    folder: path of the folder.
+    make: writes the files into the folder that it is passed.
 
   Raises:
     ValueError: in one line, if the folder cannot be written.
@@ -47,7 +48,7 @@ def ensure(
       folder.parent.mkdir(parents=True, exist_ok=True)
       with filelock.FileLock(folder.with_name(f'{folder.name}.lock')):
         if not folder.is_dir():
-          _make(folder, make)
+          _build(folder, make)
   except OSError as error:
     raise _unusable(folder, error) from error
   return folder
@@ -56,20 +57,20 @@ def ensure(
 def load(
   folder: pathlib.Path, make: Callable[[pathlib.Path], Arrays]
 ) -> Arrays:
-  """Returns the arrays of a folder, mapped; makes them where there are none.
+  """Returns the arrays of a cache folder, memory-mapped; builds them if needed.
 
   Args:
-    folder: where they are kept; see `ensure`.
-    make: returns them; may write files of bytes into the folder it is given,
-      which then are arrays too.
+    folder: path of the folder; see `ensure`.
+    make: returns the arrays. It may also write files of raw bytes into the
+      folder that it is passed; each is loaded as a uint8 array.
 
   Raises:
     ValueError: in one line, if the folder cannot be written.
   """
 
-  def write(beside: pathlib.Path) -> None:
-    for name, values in make(beside).items():
-      np.save(beside / f'{name}.npy', values)
+  def write(partial_folder: pathlib.Path) -> None:
+    for name, values in make(partial_folder).items():
+      np.save(partial_folder / f'{name}.npy', values)
 
   ensure(folder, write)
   try:
@@ -79,18 +80,21 @@ def load(
 
 
 def _unusable(folder: pathlib.Path, error: OSError) -> ValueError:
-  return ValueError(f'GIGPO_JAX_CACHE={folder.parent}: cannot be used: {error}')
+  return ValueError(
+    f'GIGPO_JAX_CACHE={folder.parent}: cannot be used: {error}; must be a '
+    'folder that can be written'
+  )
 
 
-def _make(folder: pathlib.Path, make: Callable[[pathlib.Path], None]) -> None:
-  beside = folder.with_name(f'{folder.name}.part')
-  shutil.rmtree(beside, ignore_errors=True)
-  beside.mkdir()
+def _build(folder: pathlib.Path, make: Callable[[pathlib.Path], None]) -> None:
+  partial_folder = folder.with_name(f'{folder.name}.part')
+  shutil.rmtree(partial_folder, ignore_errors=True)
+  partial_folder.mkdir()
   try:
-    make(beside)
-    beside.rename(folder)
+    make(partial_folder)
+    partial_folder.rename(folder)
   finally:
-    shutil.rmtree(beside, ignore_errors=True)
+    shutil.rmtree(partial_folder, ignore_errors=True)
 
 
 def _map(path: pathlib.Path) -> np.ndarray:
@@ -98,5 +102,5 @@ def _map(path: pathlib.Path) -> np.ndarray:
     mapped = np.load(path, mmap_mode='r')
   else:
     mapped = np.memmap(path, np.uint8, mode='r')
-  # The same memory without numpy's slow class for it.
+  # A plain array over the same memory: indexing a np.memmap is slower.
   return mapped.view(np.ndarray)

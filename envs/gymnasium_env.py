@@ -1,10 +1,13 @@
-"""Any gymnasium environment in words: one config away.
+"""Adapter that plays any Gymnasium environment in text; needs a config only.
 
-What it needs is an id, names for its actions and a sentence that says what is
-to be done. Observations are told by rule (`tell`), as the environment renders
-itself in text (without colours), or by a function of one's own, whose words are
-the anchors then; else anchors are observations by rule, where there is one. A
-task is the seed of a reset, of which all that is random must be a function.
+The config names the environment's id, its actions and the task as a sentence.
+Observations become text in one of three ways: by rule (`to_text`), by the
+environment's own `ansi` rendering (without colours), or by a user's function.
+With a user's function, its text is also the anchor. Otherwise the anchor is the
+observation by rule, if its space has a rule, or else the rendered text.
+
+A task is the seed that is passed to `reset`. Everything random in the
+environment must be a function of it.
 """
 
 import functools
@@ -18,28 +21,28 @@ import numpy as np
 from envs import base, narrator, seeds
 
 FREE = '<your own words>'
-_MAX_NUMBERS = 256  # of an observation that is told by rule
-_DIGITS = 4
-_ALL_DIGITS = 9  # of a float32
+_MAX_NUMBERS = 256  # in an observation that becomes text by rule
+_DIGITS = 4  # significant digits that a prompt shows
+_ALL_DIGITS = 9  # significant digits that tell all float32 numbers apart
 
-# Colours of a terminal; what is highlighted gets brackets.
+# Terminal escape codes. Highlighted text is put in brackets instead.
 _HIGHLIGHT = re.compile('\x1b\\[4[0-9]m(.*?)\x1b\\[0m')
 _COLOUR = re.compile('\x1b\\[[0-9;]*m')
 
 
-def tell(
+def to_text(
   space: Any, value: Any, names: Sequence[str] = (), digits: int = _DIGITS
 ) -> str:
-  """Returns an observation in words, by rule.
+  """Returns an observation as text, by the rule for its space.
 
   Args:
-    space: what it is one of.
+    space: the observation space.
     value: the observation.
-    names: of its entries, where it is a list; () for none.
-    digits: of numbers that are not whole.
+    names: names of the entries of a flat observation; () for none.
+    digits: significant digits of floating-point numbers.
 
   Raises:
-    ValueError: if there is no rule for such a space.
+    ValueError: if the space has no rule or the observation is too large.
   """
   from gymnasium import spaces
 
@@ -49,73 +52,76 @@ def tell(
     return str(value)
   if isinstance(space, spaces.Dict):
     return '\n'.join(
-      f'{name}: {tell(part, value[name], digits=digits)}'
+      f'{name}: {to_text(part, value[name], digits=digits)}'
       for name, part in space.spaces.items()
     )
   if isinstance(space, spaces.Tuple):
     pairs = zip(space.spaces, value, strict=True)
-    return _entries([tell(*pair, digits=digits) for pair in pairs], names)
+    return _join([to_text(*pair, digits=digits) for pair in pairs], names)
   if isinstance(space, (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)):
     numbers = np.asarray(value)
     if numbers.size > _MAX_NUMBERS:
       raise ValueError(
-        f'an observation of {numbers.size} numbers; at most {_MAX_NUMBERS}'
+        f'an observation has {numbers.size} numbers; at most {_MAX_NUMBERS}'
       )
     if numbers.ndim > 1:
       rows = numbers.reshape(-1, numbers.shape[-1])
       return '\n'.join(
-        ' '.join(_number(n, digits) for n in row) for row in rows
+        ' '.join(_format(n, digits) for n in row) for row in rows
       )
-    return _entries([_number(n, digits) for n in numbers.reshape(-1)], names)
-  raise ValueError(f'no rule for a space {type(space).__name__}')
+    return _join([_format(n, digits) for n in numbers.reshape(-1)], names)
+  raise ValueError(f'a {type(space).__name__} space cannot be shown by rule')
 
 
-def _number(value: Any, digits: int) -> str:
+def _format(value: Any, digits: int) -> str:
   if np.issubdtype(np.asarray(value).dtype, np.floating):
-    # Nothing has no sign.
+    # The option z writes -0.0 as 0.
     return f'{float(value):z.{digits}g}'
   return str(int(value))
 
 
-def _entries(parts: Sequence[str], names: Sequence[str]) -> str:
+def _join(parts: Sequence[str], names: Sequence[str]) -> str:
   if not names:
     return ', '.join(parts)
   if len(names) != len(parts):
     raise ValueError(
-      f'env.names={tuple(names)}: {len(names)} names of {len(parts)} numbers'
+      f'env.names={tuple(names)}: {len(names)} names for an observation of '
+      f'{len(parts)} entries; must be as many'
     )
   pairs = zip(names, parts, strict=True)
   return '\n'.join(f'{name}: {part}' for name, part in pairs)
 
 
 def strip_colours(text: str) -> str:
-  """Returns a terminal's text as plain text, `[x]` for a highlighted x."""
+  """Removes terminal colours; writes `[x]` for a highlighted x."""
   return _COLOUR.sub('', _HIGHLIGHT.sub(r'[\1]', text)).strip('\n')
 
 
 class Env:
-  """One environment of gymnasium.
+  """A Gymnasium environment as a text environment.
 
   Args:
-    id: its registered name; `module:Name` imports the module first.
-    options: of `gymnasium.make`.
-    actions: names of its actions, in order; () numbers them. Environments with
-      a Text space take any words.
-    task: what is to be done, a sentence.
-    observe: 'auto', see `tell`; 'render', its own text ('ansi'); or
-      'module:function', which takes an observation.
-    names: of the entries of an observation that is a list, for 'auto'.
-    success_return: sum of rewards from which an episode is a success, if it is
-      not above 0 only where the environment ends it; None: where it does so
-      with a reward above 0.
-    seed: another one, other seeds.
-    max_steps: turns after which an unfinished episode ends.
+    id: registered id; `module:Name` imports the module first.
+    options: further keyword arguments of `gymnasium.make`.
+    actions: names of the discrete actions, in order; () uses their numbers. An
+      environment with a Text action space accepts any text.
+    task: sentence that states the task.
+    observe: how observations become text: 'auto' by rule, see `to_text`;
+      'render' by the environment's 'ansi' rendering; 'module:function' by a
+      function of the observation.
+    names: names of the entries of a flat observation, for 'auto'.
+    success_return: an episode succeeds if its sum of rewards is at least this.
+      If it is not above 0, the environment must also have terminated the
+      episode. None: an episode succeeds if the environment terminates it with a
+      positive reward.
+    seed: base seed of the tasks.
+    max_steps: step limit of an episode.
     history_length: K, how many past turns the prompt shows.
     prompt_style: one of `narrator.STYLES`.
-    require_think: whether a response must hold a `<think>` part.
+    require_think: whether a response must contain a `<think>` part.
 
   Raises:
-    ValueError: in one line, if an argument cannot be used.
+    ValueError: in one line, if an argument is not valid.
   """
 
   def __init__(
@@ -141,8 +147,8 @@ class Env:
     self._success_return = success_return
     self._max_steps = max_steps
     self._names = tuple(names)
-    self._tell = self._rule(observe)
-    self._mark: Callable[[Any], str]
+    self._to_text = self._text_function(observe)
+    self._to_anchor: Callable[[Any], str]
     self._narrator = narrator.Narrator(
       f'You are an expert agent operating in the environment {id}.',
       history_length=history_length,
@@ -152,39 +158,42 @@ class Env:
     )
     self._text = self._anchor = ''
     self._return = 0.0
-    self._try(observe)
+    self._choose_anchor(observe)
 
-  def _rule(self, observe: str) -> Callable[[Any], str]:
+  def _text_function(self, observe: str) -> Callable[[Any], str]:
     if observe == 'auto':
       space = self._env.observation_space
-      return functools.partial(tell, space, names=self._names)
+      return functools.partial(to_text, space, names=self._names)
     if observe == 'render':
       return lambda _: strip_colours(str(self._env.render()))
-    return _function(observe)
+    return _import_function(observe)
 
-  def _try(self, observe: str) -> None:
-    """Tells an observation, for errors to come at once."""
+  def _choose_anchor(self, observe: str) -> None:
+    """Sets the anchor function; tries both on a first observation.
+
+    An observation that cannot become text is an error here, before any episode.
+    """
     observation, _ = self._env.reset(seed=0)
     space = self._env.observation_space
     if observe not in ('auto', 'render'):
-      # What a function leaves out is no part of the state.
-      self._mark = self._tell
-      self._see(observation)
+      # The user's function decides what belongs to the state.
+      self._to_anchor = self._to_text
+      self._record(observation)
       return
     try:
-      self._mark = functools.partial(tell, space, digits=_ALL_DIGITS)
-      self._mark(observation)
+      self._to_anchor = functools.partial(to_text, space, digits=_ALL_DIGITS)
+      self._to_anchor(observation)
     except ValueError as error:
       if observe == 'auto':
         raise ValueError(
           f"env.observe=auto: {error}; must be 'render' or a function, "
           "'module:function'"
         ) from error
-      self._mark = self._tell
-    self._see(observation)
+      self._to_anchor = self._to_text
+    self._record(observation)
 
   def prepare(self, task: base.Task) -> None:
-    """Has nothing to load."""
+    """Does nothing; there is nothing to load."""
 
   def reset(self, task: base.Task) -> base.Observation:
     """Starts an episode with the task's seed."""
@@ -195,86 +204,93 @@ class Env:
     return self._observe(observation)
 
   def step(self, response: str) -> base.StepResult:
-    """Does the named action; where there is none nothing happens."""
-    action, valid = self._narrator.project(response, keep_case=self._free)
-    valid = valid and self._admits(action)
+    """Takes the named action; an invalid response only uses up a step."""
+    action, valid = self._narrator.project(response, keep_case=self._free_text)
+    valid = valid and self._is_admissible(action)
     self._narrator.take(action)
-    reward, over, ended = 0.0, False, False
+    reward, ended, terminated = 0.0, False, False
     if valid:
-      observation, reward, ended, cut, _ = self._env.step(self._chosen(action))
-      over = bool(ended or cut)
-      self._see(observation)
+      observation, reward, terminated, truncated, _ = self._env.step(
+        self._to_env_action(action)
+      )
+      ended = bool(terminated or truncated)
+      self._record(observation)
     self._return += float(reward)
-    done = over or self._narrator.step >= self._max_steps
+    done = ended or self._narrator.step >= self._max_steps
     return base.StepResult(
-      observation=None if done else self._told(),
+      observation=None if done else self._build_observation(),
       final_anchor=self._anchor if done else None,
       reward=float(reward),
       valid=valid,
       action=action,
-      success=done and self._succeeded(bool(ended), float(reward)),
+      success=done and self._succeeded(bool(terminated), float(reward)),
       done=done,
     )
 
   @property
-  def _free(self) -> bool:
+  def _free_text(self) -> bool:
     return self._actions == (FREE,)
 
   def close(self) -> None:
-    """Closes the environment."""
+    """Closes the Gymnasium environment."""
     self._env.close()
 
   def demonstrate(
     self, task: base.Task, *, noise: float, seed: int
   ) -> Iterator[tuple[str, str]]:
-    """Returns (prompt, response) of random play; see `narrator`.
+    """Returns (prompt, response) of random play; see `narrator.random_play`.
 
     Args:
-      task: the episode to play.
-      noise: does not matter.
-      seed: of the actions.
+      task: the task to play.
+      noise: ignored; all actions are random.
+      seed: seed of the actions.
 
     Raises:
-      ValueError: in one line, if actions have no names.
+      ValueError: in one line, if the actions are free text.
     """
-    if self._free:
-      raise ValueError('env.actions=(): any words; there is nothing to imitate')
+    if self._free_text:
+      raise ValueError(
+        'env.actions=(): any words are an action here; demonstrations need a '
+        'Discrete action space'
+      )
     return narrator.random_play(
       self, task, self._actions, respond=self._narrator.respond, seed=seed
     )
 
-  def _admits(self, action: str) -> bool:
-    if self._free:
+  def _is_admissible(self, action: str) -> bool:
+    if self._free_text:
       return self._env.action_space.contains(action)
     return action in self._actions
 
-  def _chosen(self, action: str) -> Any:
-    if self._free:
+  def _to_env_action(self, action: str) -> Any:
+    if self._free_text:
       return action
     return self._env.action_space.start + self._actions.index(action)
 
-  def _succeeded(self, ended: bool, reward: float) -> bool:
+  def _succeeded(self, terminated: bool, reward: float) -> bool:
     if self._success_return is None:
-      return ended and reward > 0
-    # A sum below 0 is had by doing nothing: only at the environment's own end.
+      return terminated and reward > 0
+    # A threshold of 0 or less is also reached by invalid responses alone, whose
+    # rewards are 0. It only counts if the environment terminated the episode.
     reached = self._return >= self._success_return
-    return reached and (ended or self._success_return > 0)
+    return reached and (terminated or self._success_return > 0)
 
-  def _see(self, observation: Any) -> None:
-    self._text, self._anchor = self._tell(observation), self._mark(observation)
+  def _record(self, observation: Any) -> None:
+    self._text = self._to_text(observation)
+    self._anchor = self._to_anchor(observation)
 
   def _observe(self, observation: Any) -> base.Observation:
-    self._see(observation)
-    return self._told()
+    self._record(observation)
+    return self._build_observation()
 
-  def _told(self) -> base.Observation:
+  def _build_observation(self) -> base.Observation:
     return self._narrator.observe(
       self._text, anchor=self._anchor, actions=self._actions
     )
 
 
 def tasks(split: str, **kwargs) -> seeds.Seeds:
-  """Returns the seeds of a split; takes the kwargs of `Env`."""
+  """Returns the seeds of a split; accepts and checks the kwargs of `Env`."""
   Env(**kwargs).close()
   return seeds.Seeds(split, kwargs.get('seed', 0))
 
@@ -288,7 +304,9 @@ def _make(name: str | None, options: dict, observe: str) -> Any:
       "'.[gymnasium]'"
     ) from error
   if not name:
-    raise ValueError(f'env.id={name}: must name an environment of gymnasium')
+    raise ValueError(
+      f'env.id={name}: must name an environment that is registered in gymnasium'
+    )
   options = (
     {'render_mode': 'ansi'} | options if observe == 'render' else options
   )
@@ -297,7 +315,7 @@ def _make(name: str | None, options: dict, observe: str) -> Any:
   except (gymnasium.error.Error, ImportError) as error:
     reason = ' '.join(str(error).split())
     raise ValueError(f'env.id={name}: cannot be made: {reason}') from error
-  except Exception as error:  # Whatever the environment raises.
+  except Exception as error:  # Constructors may raise anything.
     reason = ' '.join(str(error).split())
     raise ValueError(f'env.options={options}: {reason}') from error
 
@@ -309,19 +327,19 @@ def _name_actions(space: Any, actions: tuple[str, ...]) -> tuple[str, ...]:
     return (FREE,)
   if not isinstance(space, spaces.Discrete):
     raise ValueError(
-      f'env.id: its actions are a {type(space).__name__}; must be Discrete, or '
-      'Text'
+      f'env.id: its action space is {type(space).__name__}; must be Discrete '
+      'or Text'
     )
-  found = actions or tuple(map(str, range(int(space.n))))
-  if len(set(found)) != int(space.n) or any(a != a.lower() for a in found):
+  names = actions or tuple(map(str, range(int(space.n))))
+  if len(set(names)) != int(space.n) or any(a != a.lower() for a in names):
     raise ValueError(
       f'env.actions={actions}: must be {int(space.n)} different names in lower '
       'case'
     )
-  return found
+  return names
 
 
-def _function(name: str) -> Callable[[Any], str]:
+def _import_function(name: str) -> Callable[[Any], str]:
   module, colon, function = name.partition(':')
   try:
     if not colon:

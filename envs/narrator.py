@@ -1,9 +1,9 @@
-"""Prompts of environments that tell in words what is seen and can be done.
+"""Prompts for environments that have text observations and an action list.
 
-`paper` has the structure of the GiGPO experiments' (role, task, history,
-observation, admissible actions, instruction; arXiv:2505.10978, appendix on
-prompts); `brief` holds the same facts in few tokens, for policies so small
-that they learn the instruction rather than read it.
+The `paper` style has the structure of the GiGPO prompts: role, task, history,
+observation, admissible actions, instruction (arXiv:2505.10978, appendix on
+prompts). The `brief` style has the same facts in few tokens. It is for very
+small policies, which learn the instruction instead of reading it.
 """
 
 import collections
@@ -15,7 +15,7 @@ from envs import base, turns
 
 STYLES = ('paper', 'brief')
 
-# How much of an invalid response stands for its action.
+# Length of the end of an invalid response that is used as its action.
 UNPARSED_CHARACTERS = 30
 
 _THINK = (
@@ -29,23 +29,23 @@ _ACT = (
 
 
 class Narrator:
-  """Remembers the turns of an episode, and writes prompts with the last ones.
+  """Keeps the history of an episode and builds prompts from it.
 
   Args:
-    role: who the policy is and where, a sentence; of the paper style.
-    rules: what else it has to know, of the paper style; '' for nothing.
+    role: sentence that says who and where the policy is; `paper` style only.
+    rules: further text on the environment, '' for none; `paper` style only.
     history_length: K, how many past turns a prompt shows.
     prompt_style: one of STYLES.
-    require_think: whether a response must hold a `<think>` part.
-    brief_observations: whether the brief style shows what was seen in past
-      turns, or only what was done.
-    act: the instruction's last sentences, of the paper style.
+    require_think: whether a response must contain a `<think>` part.
+    brief_observations: whether the `brief` style shows the observations of past
+      turns, or their actions only.
+    act: last sentences of the instruction; `paper` style only.
 
   Attributes:
-    step: number of turns taken.
+    step: number of turns taken so far in the episode.
 
   Raises:
-    ValueError: if there is no such style.
+    ValueError: if the prompt style is unknown.
   """
 
   def __init__(
@@ -70,19 +70,29 @@ class Narrator:
     self.step = 0
 
   def begin(self, task: str) -> None:
-    """Begins an episode, whose task a sentence says."""
+    """Starts an episode.
+
+    Args:
+      task: sentence that states the task.
+    """
     self._task, self.step = task, 0
     self._history.clear()
 
   def observe(
     self, text: str, *, anchor: str, actions: Sequence[str]
   ) -> base.Observation:
-    """Returns what the policy sees, given what there is to see and to do."""
+    """Returns the observation of a turn, with its prompts.
+
+    Args:
+      text: the environment's text.
+      anchor: state by which steps are grouped.
+      actions: admissible actions.
+    """
     self._text = text
-    tell = self._brief if self._style == 'brief' else self._paper
+    build = self._brief if self._style == 'brief' else self._paper
     return base.Observation(
-      prompt=tell(tuple(self._history), actions),
-      short_prompt=tell((), actions),
+      prompt=build(tuple(self._history), actions),
+      short_prompt=build((), actions),
       anchor=anchor,
       text=text,
       task=self._task,
@@ -90,14 +100,14 @@ class Narrator:
     )
 
   def take(self, action: str) -> None:
-    """Remembers what was done about the last observation."""
+    """Adds a turn to the history: the last observation and this action."""
     self._history.append(turns.Turn(self._text, action))
     self.step += 1
 
   def project(
     self, response: str, *, keep_case: bool = False
   ) -> tuple[str, bool]:
-    """Returns (action, valid); see `turns.project`."""
+    """Parses a response; returns (action, valid). See `turns.project`."""
     return turns.project(
       response,
       require_think=self._require_think,
@@ -106,7 +116,7 @@ class Narrator:
     )
 
   def respond(self, thought: str, action: str) -> str:
-    """Returns a response of the required form."""
+    """Returns a response in the required format."""
     think = f'<think>{thought}</think>' if self._require_think else ''
     return f'{think}<action>{action}</action>'
 
@@ -156,14 +166,16 @@ def random_play(
   respond: Callable[[str, str], str],
   seed: int,
 ) -> Iterator[tuple[str, str]]:
-  """Yields (prompt, response) of random play: of an example only the form.
+  """Plays random actions; yields (prompt, response) of each step.
+
+  As training data these teach the response format only.
 
   Args:
-    env: what is played.
-    task: the episode.
-    actions: of which one is drawn at each step.
-    respond: makes a response of a thought and an action.
-    seed: of the draws.
+    env: the environment.
+    task: the task to play.
+    actions: actions to draw from, uniformly.
+    respond: returns a response from a thought and an action.
+    seed: seed of the draws.
   """
   rng = np.random.default_rng([seed, task.index])
   observation: base.Observation | None = env.reset(task)
@@ -175,7 +187,7 @@ def random_play(
 
 
 def check_style(prompt_style: str) -> None:
-  """Raises ValueError if there is no such style."""
+  """Raises ValueError if the prompt style is unknown."""
   if prompt_style not in STYLES:
     raise ValueError(
       f'env.prompt_style={prompt_style}: must be one of {", ".join(STYLES)}'

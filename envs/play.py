@@ -1,12 +1,13 @@
-"""Lets a person play an episode in the terminal.
+"""Plays an episode by hand, in the terminal.
 
   python -m envs.play alfworld --split valid_seen --index 3
   python -m envs.play webshop --prompt
   python -m envs.play sokoban --set num_boxes=1 --set "size=(7, 7)"
 
-Lines typed are actions and go to the environment as a policy's would, wrapped
-in the form that it asks for. A line that holds `<action>` goes as it is; one in
-other tags, such as `<search>words</search>`, gets a thought before it.
+Each typed line is an action. It is wrapped in tags and sent to the environment
+like a policy's response. A line that contains `<action>` is sent unchanged. A
+line that starts with another tag, such as `<search>words</search>`, only gets a
+thought in front.
 """
 
 import argparse
@@ -20,18 +21,18 @@ import envs
 from envs import base
 
 _HELP = """\
-Type an action. Besides:
-  :actions  lists what can be done
-  :prompt   shows what a policy would see
-  :quit     leaves"""
+Type an action, or a command:
+  :actions  list the admissible actions
+  :prompt   show the policy's prompt
+  :quit     leave the episode"""
 
-# The engine that needs nothing installed.
+# ALFWorld's native engine needs no further packages.
 _DEFAULTS = {'alfworld': {'engine': 'native'}}
-_INTERRUPTED = 130
+_INTERRUPTED = 130  # exit status after Ctrl-C: 128 + SIGINT
 
 
 def respond(line: str) -> str:
-  """Returns a typed line as a response of a policy."""
+  """Returns a typed line as a policy's response."""
   if '<action>' in line:
     return line
   action = line if line.startswith('<') else f'<action>{line}</action>'
@@ -39,12 +40,13 @@ def respond(line: str) -> str:
 
 
 def play(env: base.Env, task: base.Task, *, show_prompt: bool = False) -> None:
-  """Plays an episode with what comes from standard input.
+  """Plays an episode with actions from standard input.
 
   Args:
     env: the environment.
-    task: the episode to play.
-    show_prompt: whether to show, at each turn, what a policy would see.
+    task: the task to play.
+    show_prompt: whether to print the policy's prompt at each turn, instead of
+      the environment's text.
 
   Raises:
     EOFError: if the input ends before the episode.
@@ -61,7 +63,7 @@ def play(env: base.Env, task: base.Task, *, show_prompt: bool = False) -> None:
     result = env.step(respond(line))
     steps, reward = steps + 1, reward + result.reward
     if not result.valid:
-      print('(A response of invalid form.)')
+      print('(The response has an invalid format.)')
     observation = result.observation
   score = '' if result.score is None else f', score {result.score:.3f}'
   outcome = 'Success' if result.success else 'No success'
@@ -69,7 +71,7 @@ def play(env: base.Env, task: base.Task, *, show_prompt: bool = False) -> None:
 
 
 def _ask(observation: base.Observation) -> str | None:
-  """Returns the next line that is an action; None to leave."""
+  """Reads lines until one is an action and returns it; None for `:quit`."""
   while True:
     line = input('> ').strip()
     if line == ':quit':
@@ -83,7 +85,7 @@ def _ask(observation: base.Observation) -> str | None:
 
 
 def _setting(text: str) -> tuple[str, Any]:
-  """Returns (name, value) of `name=value`; what is no Python is text."""
+  """Parses `name=value`; a value that is no Python literal stays a string."""
   name, equals, value = text.partition('=')
   if not equals:
     raise argparse.ArgumentTypeError(f'{text}: must be NAME=VALUE')
@@ -94,49 +96,57 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Plays; returns the exit status. See --help."""
+  """Parses the command line and plays; returns the exit status."""
   parser = argparse.ArgumentParser(
     prog='python -m envs.play', description='Play an episode by hand.'
   )
   parser.add_argument(
     'environment',
-    help=f'one of {", ".join(sorted(envs.REGISTRY))}, or a module',
+    help=f'one of {", ".join(sorted(envs.REGISTRY))}, or a module name',
   )
   parser.add_argument('--split', default='train')
-  parser.add_argument('--index', type=int, default=0, help='number of the task')
-  parser.add_argument('--engine', help='of alfworld: native, textworld')
+  parser.add_argument('--index', type=int, default=0, help='index of the task')
+  parser.add_argument(
+    '--engine', help='engine of alfworld: native or textworld'
+  )
   parser.add_argument(
     '--data_dir',
-    help="data; default: what $ALFWORLD_DATA or the like names; 'generated'",
+    help="data folder; default: $ALFWORLD_DATA etc.; 'generated' for no data",
   )
-  parser.add_argument('--max_steps', type=int, help='turns of an episode')
-  parser.add_argument('--prompt', action='store_true', help='show prompts')
+  parser.add_argument('--max_steps', type=int, help='step limit')
+  parser.add_argument(
+    '--prompt', action='store_true', help="show the policy's prompts"
+  )
   parser.add_argument(
     '--set',
     action='append',
     default=[],
     type=_setting,
     metavar='NAME=VALUE',
-    help='another argument of the environment, a Python value',
+    help="further argument of the environment's Env; a Python literal",
   )
   options = vars(parser.parse_args(argv))
-  others = dict(options.pop('set'))
+  settings = dict(options.pop('set'))
   name, prompt = options.pop('environment'), options.pop('prompt')
   task = base.Task(options.pop('split'), options.pop('index'))
   if options['engine'] and name != 'alfworld':
-    parser.error(f'--engine={options["engine"]}: {name} has only one')
+    parser.error(
+      f'--engine={options["engine"]}: {name} has only one engine; only '
+      'alfworld has this option'
+    )
   if name in envs.DATA_VARIABLES:
-    # With no folder at all it is generated.
+    # Without a data folder the environment generates its tasks.
     options['data_dir'] = envs.data_dir(name, options['data_dir']) or None
-  given = {key: value for key, value in options.items() if value is not None}
-  with contextlib.suppress(AttributeError):  # tests put other streams there
+  flags = {key: value for key, value in options.items() if value is not None}
+  with contextlib.suppress(AttributeError):  # pytest replaces the stream
     sys.stdin.reconfigure(errors='replace')
-  kwargs = _DEFAULTS.get(name, {}) | given | others
+  kwargs = _DEFAULTS.get(name, {}) | flags | settings
   try:
-    available = len(envs.tasks(name, task.split, **kwargs))
-    if not 0 <= task.index < available:
+    num_tasks = len(envs.tasks(name, task.split, **kwargs))
+    if not 0 <= task.index < num_tasks:
       parser.error(
-        f'--index={task.index}: split {task.split} has {available} tasks'
+        f'--index={task.index}: split {task.split} has {num_tasks} tasks; must '
+        f'be from 0 to {num_tasks - 1}'
       )
     env = envs.make(name, **kwargs)
   except (TypeError, ValueError) as error:

@@ -1,36 +1,36 @@
-"""Tasks that are nothing but a seed: splits of numbers that never meet."""
+"""Tasks that consist of a seed only; the splits use disjoint seeds."""
 
-# Name of a split: how many tasks it has.
+# Split -> number of tasks.
 SPLITS = {'train': 10_000, 'valid': 1_000, 'test': 1_000}
-_SPLIT_ROOM = 100_000
+_SEEDS_PER_SPLIT = 100_000
 MAX_SEED = 1_000
 
 
 def check_seed(seed: int) -> None:
-  """Raises ValueError, in one line, if a seed of seeds cannot be used."""
+  """Raises ValueError, in one line, if `env.seed` is out of range."""
   if not 0 <= seed <= MAX_SEED:
     raise ValueError(f'env.seed={seed}: must be from 0 to {MAX_SEED:,}')
 
 
 class Seeds:
-  """The seeds of a split, by number.
+  """The seeds of a split, by task index.
 
   Args:
     split: one of SPLITS.
-    seed: another one, other seeds.
-    most: of a split; None: as many as SPLITS has.
+    seed: base seed; different base seeds give disjoint seeds.
+    max_size: upper limit of the split's size; None for the size in SPLITS.
 
   Raises:
-    ValueError: in one line, if there is no such split or seed.
+    ValueError: in one line, if the split is unknown or the seed out of range.
   """
 
-  def __init__(self, split: str, seed: int = 0, most: int | None = None):
+  def __init__(self, split: str, seed: int = 0, max_size: int | None = None):
     if split not in SPLITS:
       raise ValueError(f'split={split}: must be one of {", ".join(SPLITS)}')
     check_seed(seed)
-    self._size = min(SPLITS[split], most or SPLITS[split])
-    place = seed * len(SPLITS) + list(SPLITS).index(split)
-    self._first = place * _SPLIT_ROOM
+    self._size = min(SPLITS[split], max_size or SPLITS[split])
+    block = seed * len(SPLITS) + list(SPLITS).index(split)
+    self._first = block * _SEEDS_PER_SPLIT
 
   def __len__(self) -> int:
     return self._size
@@ -39,6 +39,6 @@ class Seeds:
     return self._first + index
 
   def kind(self, index: int) -> str:
-    """Returns the same for all."""
+    """Returns the task type: 'all' for every task."""
     del index
     return 'all'

@@ -1,7 +1,7 @@
-"""Games of TextArena for one player: one config away.
+"""Adapter that plays any single-player TextArena game; needs a config only.
 
-A game explains itself and answers in text; moves are words. A task is the seed
-of a reset.
+The game's own text gives the rules and the observations. An action is a move in
+text. A task is the seed that is passed to `reset`.
 """
 
 import contextlib
@@ -19,53 +19,53 @@ FREE = '<your move>'
 _PLAYER = 0
 
 
-class Dice:
-  """Python's and numpy's random numbers, kept apart from everybody else's.
+class RandomState:
+  """A private copy of Python's and numpy's global random states.
 
-  Games draw them from the one global source, which the episodes of a process
-  share otherwise.
+  Games draw from the global generators. Without private states, the episodes of
+  one process would change each other's random numbers.
   """
 
   def __init__(self):
     self._states = (random.getstate(), np.random.get_state())
 
   @contextlib.contextmanager
-  def thrown(self) -> Iterator[None]:
-    """Draws of the block go on where the last block's ended."""
-    outside = (random.getstate(), np.random.get_state())
-    self._put(self._states)
+  def active(self) -> Iterator[None]:
+    """Uses the private states inside the block; restores the global ones."""
+    global_states = (random.getstate(), np.random.get_state())
+    self._set(self._states)
     try:
       yield
     finally:
       self._states = (random.getstate(), np.random.get_state())
-      self._put(outside)
+      self._set(global_states)
 
-  def _put(self, states: tuple) -> None:
+  def _set(self, states: tuple) -> None:
     random.setstate(states[0])
     np.random.set_state(states[1])
 
 
 class Env:
-  """One game of TextArena.
+  """A single-player TextArena game as a text environment.
 
   Args:
-    id: its registered name, such as 'TowerOfHanoi-v0'.
-    options: of `textarena.make`.
-    actions: the moves, where they are few, for the prompt and for random play;
-      () for whatever the game's rules say. Brackets around a move can be left
-      out.
-    board: regular expression of that part of the game's words that is its
-      state, by which steps are compared; '' takes the boards that the game
-      marks as such, or else all that was said and done.
-    success_reward: reward of the game from which an episode is a success.
-    seed: another one, other seeds.
-    max_steps: turns after which an unfinished game ends.
+    id: registered id, such as 'TowerOfHanoi-v0'.
+    options: further keyword arguments of `textarena.make`.
+    actions: the moves, if there are few, for the prompt and for random play; ()
+      for any text that the game's rules allow. The square brackets that games
+      expect around a move are optional.
+    board: regular expression for the part of the game's text that is its state.
+      Steps are grouped by it. '' uses the messages that the game marks as its
+      board or, if it has none, the whole transcript.
+    success_reward: an episode succeeds if the game's reward is at least this.
+    seed: base seed of the tasks.
+    max_steps: step limit of an episode.
     history_length: K, how many past turns the prompt shows.
     prompt_style: one of `narrator.STYLES`.
-    require_think: whether a response must hold a `<think>` part.
+    require_think: whether a response must contain a `<think>` part.
 
   Raises:
-    ValueError: in one line, if an argument cannot be used.
+    ValueError: in one line, if an argument is not valid.
   """
 
   def __init__(
@@ -83,8 +83,8 @@ class Env:
     require_think: bool = True,
   ):
     seeds.check_seed(seed)
-    self._arena = _import()
-    self._dice = Dice()
+    self._textarena = _import()
+    self._random_state = RandomState()
     self._actions = tuple(map(str, actions)) or (FREE,)
     if any(str(action) != str(action).lower() for action in actions):
       raise ValueError(f'env.actions={actions}: must be in lower case')
@@ -98,28 +98,31 @@ class Env:
       brief_observations=True,
     )
     try:
-      self._pattern = re.compile(board, re.DOTALL)
+      self._board_pattern = re.compile(board, re.DOTALL)
     except re.error as error:
-      raise ValueError(f'env.board={board}: {error}') from error
+      raise ValueError(
+        f'env.board={board}: {error}; must be a regular expression'
+      ) from error
     self._id, self._options = id, options or {}
     self._game = self._make()
     self._text = self._board = ''
-    # Whether what was said last did not show the board.
-    self._unshown = False
-    self._told: list[str] = []
+    # Whether the game's latest text did not contain the board.
+    self._board_is_stale = False
+    self._transcript: list[str] = []
 
   def _make(self) -> Any:
-    """Returns a game that has been begun once, for errors to come at once."""
+    """Makes a game and resets it once, so that errors surface here."""
     name, options = self._id, self._options
     try:
-      with self._quietly():
-        # Without what formats observations for one long conversation.
-        game = self._arena.make(f'{name}-raw', **options)
+      with self._sandbox():
+        # '-raw': without the wrappers that format one long conversation.
+        game = self._textarena.make(f'{name}-raw', **options)
         game.reset(num_players=1, seed=0)
     except (AssertionError, LookupError, OSError) as error:
       reason = ' '.join(str(error).split())[:200]
       raise ValueError(
-        f'env.id={name}: cannot be played by one, or lacks data: {reason}'
+        f'env.id={name}: cannot be played by one player, or lacks data: '
+        f'{reason}'
       ) from error
     except (ImportError, SyntaxError, ValueError) as error:
       raise ValueError(f'env.id={name}: cannot be made: {error}') from error
@@ -128,129 +131,145 @@ class Env:
     return game
 
   @contextlib.contextmanager
-  def _quietly(self) -> Iterator[None]:
-    """Games print while they make puzzles."""
-    with self._dice.thrown(), contextlib.redirect_stdout(io.StringIO()):
+  def _sandbox(self) -> Iterator[None]:
+    """Gives the game its own random state and discards what it prints."""
+    with (
+      self._random_state.active(),
+      contextlib.redirect_stdout(io.StringIO()),
+    ):
       yield
 
   def prepare(self, task: base.Task) -> None:
-    """Has nothing to load."""
+    """Does nothing; there is nothing to load."""
 
   def reset(self, task: base.Task) -> base.Observation:
-    """Starts a game with the task's seed; a new one, for some keep things."""
+    """Starts a game with the task's seed.
+
+    A new game is made each time: some games keep state across resets.
+    """
     seed = seeds.Seeds(task.split, self._seed)[task.index]
     self._game = self._make()
-    with self._quietly():
-      # numpy takes 32 bits; most games seed Python's numbers alone.
+    with self._sandbox():
+      # Most games seed Python's generator only. numpy's seed must fit 32 bits.
       np.random.seed(seed)
       random.seed(seed)
       self._game.reset(num_players=1, seed=seed)
-    self._told, self._board, self._unshown = [], '', False
-    rules = self._listen()
+    self._transcript, self._board, self._board_is_stale = [], '', False
+    rules = self._read_messages()
     self._narrator.begin(rules)
     return self._observe()
 
   def step(self, response: str) -> base.StepResult:
-    """Makes the move; the game answers what it makes of it."""
-    action, valid = self._narrator.project(response, keep_case=self._free)
+    """Passes the move to the game; the game itself judges whether it is legal.
+
+    An invalid response is not passed on.
+    """
+    action, valid = self._narrator.project(response, keep_case=self._free_text)
     self._narrator.take(action)
-    done, outcome = False, 0.0
+    game_over, reward = False, 0.0
     if valid:
-      with self._quietly():
+      with self._sandbox():
         move = action if '[' in action else f'[{action}]'
-        done, _ = self._game.step(move)
-      self._listen()
-    if done:
+        game_over, _ = self._game.step(move)
+      self._read_messages()
+    if game_over:
       rewards, _ = self._game.close()
-      outcome = float(rewards[_PLAYER])
-      self._told.append(f'The game is over: {outcome:g}.')
-    over = done or self._narrator.step >= self._max_steps
+      reward = float(rewards[_PLAYER])
+      self._transcript.append(f'The game is over: {reward:g}.')
+    done = game_over or self._narrator.step >= self._max_steps
     return base.StepResult(
-      observation=None if over else self._observe(),
-      final_anchor=self._where(ended=bool(done)) if over else None,
-      reward=outcome,
+      observation=None if done else self._observe(),
+      final_anchor=self._anchor(game_over=bool(game_over)) if done else None,
+      reward=reward,
       valid=valid,
       action=action,
-      success=bool(done) and outcome >= self._success_reward,
-      done=bool(over),
-      score=min(1.0, max(0.0, outcome)) if over else None,
+      success=bool(game_over) and reward >= self._success_reward,
+      done=bool(done),
+      score=min(1.0, max(0.0, reward)) if done else None,
     )
 
   @property
-  def _free(self) -> bool:
+  def _free_text(self) -> bool:
     return self._actions == (FREE,)
 
   def close(self) -> None:
-    """Holds nothing."""
+    """Does nothing; there is nothing to free."""
 
   def demonstrate(
     self, task: base.Task, *, noise: float, seed: int
   ) -> Iterator[tuple[str, str]]:
-    """Returns (prompt, response) of random play; see `narrator`.
+    """Returns (prompt, response) of random play; see `narrator.random_play`.
 
     Args:
-      task: the game to play.
-      noise: does not matter.
-      seed: of the moves.
+      task: the task to play.
+      noise: ignored; all moves are random.
+      seed: seed of the moves.
 
     Raises:
-      ValueError: in one line, if moves are not listed.
+      ValueError: in one line, if the moves are not listed.
     """
-    if self._free:
+    if self._free_text:
       raise ValueError(
-        'env.actions=(): moves are not listed; nothing to imitate'
+        'env.actions=(): moves are not listed; demonstrations need a list of '
+        'moves to draw from'
       )
     return narrator.random_play(
       self, task, self._actions, respond=self._narrator.respond, seed=seed
     )
 
-  def _listen(self) -> str:
-    """Takes in what the game has said since; returns its rules, if told."""
-    kinds = self._arena.ObservationType
-    rules, said = [], []
+  def _read_messages(self) -> str:
+    """Reads the game's new messages; returns its rules, '' if not among them.
+
+    Updates the observation text, the board and the transcript.
+    """
+    types = self._textarena.ObservationType
+    rules, texts = [], []
     _, messages = self._game.get_observation()
-    shown = ''
-    for sender, message, kind in messages:
+    board = ''
+    for sender, message, message_type in messages:
       message = str(message).strip()
-      if kind == kinds.PROMPT:
+      if message_type == types.PROMPT:
         rules.append(message)
-      # Some games mix up the two.
-      elif kinds.PLAYER_ACTION in (sender, kind):
-        self._told.append(f'> {message}')
+      # Some games swap the sender and the type.
+      elif types.PLAYER_ACTION in (sender, message_type):
+        self._transcript.append(f'> {message}')
       else:
-        said.append(message)
-      if kind == kinds.GAME_BOARD and not self._pattern.pattern:
-        shown = message
-    self._told += said
-    if self._pattern.pattern:
-      found = self._pattern.search('\n'.join([*rules, *said]))
-      shown = found[0].strip() if found else ''
-    # What is told of a forbidden move does not show it.
-    self._unshown = not shown
-    self._board = shown or self._board
-    if self._board and not any(self._board in text for text in (*said, *rules)):
-      said.append(self._board)
-    self._text = '\n'.join(said) or 'The game begins.'
+        texts.append(message)
+      if message_type == types.GAME_BOARD and not self._board_pattern.pattern:
+        board = message
+    self._transcript += texts
+    if self._board_pattern.pattern:
+      match = self._board_pattern.search('\n'.join([*rules, *texts]))
+      board = match[0].strip() if match else ''
+    # Games do not show the board again after an illegal move.
+    self._board_is_stale = not board
+    self._board = board or self._board
+    if self._board and not any(
+      self._board in text for text in (*texts, *rules)
+    ):
+      texts.append(self._board)
+    self._text = '\n'.join(texts) or 'The game begins.'
     return '\n'.join(rules)
 
-  def _where(self, *, ended: bool = False) -> str:
-    """The board as it was shown last; of games without, all that was said."""
+  def _anchor(self, *, game_over: bool = False) -> str:
+    """Returns the latest board, or the transcript if the game has no board."""
     if not self._board:
-      return '\n'.join(self._told)
-    notes = [self._told[-1]] if ended else []
-    # After a forbidden move another one may end the game.
-    if self._unshown and not ended:
+      return '\n'.join(self._transcript)
+    notes = [self._transcript[-1]] if game_over else []
+    # After an illegal move the state differs although the board does not: a
+    # second illegal move may end the game.
+    if self._board_is_stale and not game_over:
       notes = ['(not shown again)']
     return '\n'.join([self._board, *notes])
 
   def _observe(self) -> base.Observation:
     return self._narrator.observe(
-      self._text, anchor=self._where(), actions=self._actions
+      self._text, anchor=self._anchor(), actions=self._actions
     )
 
 
 def tasks(split: str, **kwargs) -> seeds.Seeds:
-  """Returns the seeds of a split; takes the kwargs of `Env`."""
+  """Returns the seeds of a split; accepts and checks the kwargs of `Env`."""
   Env(**kwargs)
   return seeds.Seeds(split, kwargs.get('seed', 0))
 

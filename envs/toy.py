@@ -1,7 +1,7 @@
-"""A corridor: the shortest environment, deterministic, for tests.
+"""A corridor of rooms: a minimal, deterministic environment for tests.
 
-The walker starts somewhere in a corridor of rooms and has to reach the last.
-Walking back and forth revisits states, so that anchor groups exist.
+The agent starts in one of the rooms and must reach the last one. Walking back
+and forth revisits states, so anchor groups of several steps exist.
 """
 
 import math
@@ -30,7 +30,7 @@ HUGE_CHARS = 5_000_000
 
 
 class Tasks:
-  """Start rooms, by number."""
+  """The tasks of a split; a task's index determines its start room."""
 
   def __init__(self, num_tasks: int):
     self._num_tasks = num_tasks
@@ -39,31 +39,31 @@ class Tasks:
     return self._num_tasks
 
   def kind(self, index: int) -> str:
-    """Returns how far the start is from the goal."""
+    """Returns the task type: 'near' for odd indices, 'far' for even ones."""
     return 'near' if index % 2 else 'far'
 
 
 def tasks(split: str, **kwargs) -> Tasks:
-  """Returns the tasks of a split; takes the kwargs of `Env`."""
+  """Returns the tasks of a split; accepts the kwargs of `Env`."""
   del split
   return Tasks(kwargs.get('num_tasks', 100))
 
 
 class Env:
-  """One walk.
+  """The corridor environment.
 
   Args:
-    rooms: length of the corridor; the goal is its last room.
-    max_steps: turns after which a walk ends.
-    num_tasks: size of a split.
-    step_secs: time that a step takes, on average.
-    step_tail: how much it varies: deviation of its logarithm.
-    faults: what goes wrong at every step of a task, by its index; one of
-      FAULTS. For tests of those who have to survive it.
-    fault_step: the first step at which it does.
+    rooms: number of rooms; the goal is the last one.
+    max_steps: step limit of an episode.
+    num_tasks: number of tasks in a split.
+    step_secs: mean duration of a step, seconds.
+    step_tail: standard deviation of the logarithm of the duration.
+    faults: task index -> fault, one of FAULTS, that every step of the task
+      shows. For tests of error handling.
+    fault_step: first step, from 0, at which the fault occurs.
 
   Raises:
-    ValueError: if there is no such fault.
+    ValueError: if a fault is unknown.
   """
 
   def __init__(
@@ -87,12 +87,12 @@ class Env:
     self._start = self._room = self._step = 0
 
   def prepare(self, task: base.Task) -> None:
-    """Has nothing to load."""
+    """Does nothing; there is nothing to load."""
     if self._faults.get(task.index) == 'raise_at_prepare':
       raise RuntimeError('the corridor is not built')
 
   def reset(self, task: base.Task) -> base.Observation:
-    """Puts the walker into the task's room."""
+    """Starts an episode in the task's room."""
     self._fault = self._faults.get(task.index, '')
     if self._fault == 'raise_at_reset':
       raise RuntimeError('the corridor is closed')
@@ -102,14 +102,15 @@ class Env:
     return self._observe()
 
   def step(self, response: str) -> base.StepResult:
-    """Walks left or right; anything else is invalid and stays."""
+    """Moves left or right; an invalid response leaves the agent in place."""
     if self._step_secs:
-      # A function of what is played: the same for all who measure it.
-      dice = random.Random(f'{self._start} {self._step} {response}')
-      normal = dice.gauss(0.0, 1.0) - self._step_tail / 2
+      # Seeded by the episode's content, so that every benchmark that plays the
+      # same episodes waits equally long.
+      rng = random.Random(f'{self._start} {self._step} {response}')
+      normal = rng.gauss(0.0, 1.0) - self._step_tail / 2
       time.sleep(self._step_secs * math.exp(self._step_tail * normal))
     if self._fault and self._step >= self._fault_step:
-      self._misbehave()
+      self._trigger_fault()
     match = _ACTION.search(response)
     action = match[1] if match else response[-30:]
     move = {'left': -1, 'right': 1}[action] if match else 0
@@ -132,9 +133,9 @@ class Env:
     )
 
   def close(self) -> None:
-    """Does nothing."""
+    """Does nothing; there is nothing to free."""
 
-  def _misbehave(self) -> None:
+  def _trigger_fault(self) -> None:
     if self._fault == 'raise':
       raise RuntimeError('the floor gave way')
     if self._fault == 'hang':

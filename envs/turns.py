@@ -1,37 +1,37 @@
-"""What prompts of all environments share: past turns, actions in responses.
+"""Shared parts of all prompts: the history of turns and action parsing.
 
-One user message a step, rebuilt each time; the model answers with a thought
-and an action between tags (arXiv:2505.10978, appendix on prompts).
+Each step has one user message, which is rebuilt from scratch. The model answers
+with a thought and an action in tags (arXiv:2505.10978, appendix on prompts).
 """
 
 import dataclasses
 import re
 from collections.abc import Sequence
 
-# Chinese, Japanese and Korean: ideographs with extensions, kana, hangul.
+# Chinese, Japanese and Korean characters: ideographs, kana, hangul.
 _CJK = re.compile(
   '[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff'
   '\U00020000-\U0002fa1f]'
 )
 
-# What ends a response of any environment.
+# Stop strings: closing tags that end a response in any environment.
 ENDS = ('</action>', '</search>', '</answer>')
 
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-  """A past step as the prompt shows it: what was seen and what was done."""
+  """A past step as the prompt shows it: observation text and action."""
 
   observation: str
   action: str
 
 
 def recall(history: Sequence[Turn], step: int) -> str:
-  """Returns the paper's sentence on the last turns.
+  """Returns the history part of the paper's prompt.
 
   Args:
     history: the last K turns, oldest first; at least one.
-    step: number of turns already taken.
+    step: number of turns taken so far in the episode.
   """
   first = step - len(history) + 1
   pairs = '\n'.join(
@@ -52,20 +52,20 @@ def project(
   unparsed_characters: int,
   keep_case: bool = False,
 ) -> tuple[str, bool]:
-  """Returns (action, valid): what the response asks for, and its form.
+  """Parses a response; returns (action, whether its format is valid).
 
   The action is the lower-cased text between the first `<action>` and the
-  first `</action>` after it. The form is invalid when that pair is missing or
-  out of order, when `<think>`...`</think>` is missing (unless not required),
-  or when the response holds CJK characters. Whether the action is admissible
-  is another matter, which the environment answers.
+  first `</action>` after it. The format is invalid if that pair is missing or
+  out of order, if `<think>`...`</think>` is required and missing, or if the
+  response contains CJK characters. The environment checks separately whether
+  the action is admissible.
 
   Args:
-    response: the model's words.
-    require_think: whether there must be a thought.
-    unparsed_characters: how much of its end stands for the action of an
-      invalid response, as in the released code.
-    keep_case: whether the action is left as it was written.
+    response: the model's response.
+    require_think: whether the response must contain a thought.
+    unparsed_characters: length of the response's end that is used as the action
+      of an invalid response, as in the released code.
+    keep_case: whether to keep the action's upper-case letters.
   """
   text = response if keep_case else response.lower()
   start = _find(text, '<action>')
@@ -74,13 +74,13 @@ def project(
     return text[-unparsed_characters:], False
   valid = not _CJK.search(response)
   if require_think:
-    opened = _find(text, '<think>')
-    valid = valid and 0 <= opened < _find(text, '</think>', opened)
+    think = _find(text, '<think>')
+    valid = valid and 0 <= think < _find(text, '</think>', think)
   if not valid:
     return text[-unparsed_characters:], False
   return text[start + len('<action>') : end].strip(), True
 
 
 def _find(text: str, tag: str, start: int = 0) -> int:
-  found = re.compile(tag, re.ASCII | re.IGNORECASE).search(text, max(start, 0))
-  return found.start() if found else -1
+  match = re.compile(tag, re.ASCII | re.IGNORECASE).search(text, max(start, 0))
+  return match.start() if match else -1

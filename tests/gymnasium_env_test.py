@@ -1,4 +1,4 @@
-"""Gymnasium in words: rules for spaces, a lake walked by hand, refusals."""
+"""Tests of envs/gymnasium_env.py: text rules, episodes, invalid arguments."""
 
 import sys
 
@@ -18,12 +18,12 @@ LAKE = {
 }
 
 
-def _say(action: str) -> str:
+def _respond(action: str) -> str:
   return f'<think>so</think><action>{action}</action>'
 
 
 class Riddle(gymnasium.Env):
-  """Takes words, shows a dictionary; `yes` is right."""
+  """Has a Text action space and Dict observations; `yes` is the goal."""
 
   action_space = spaces.Text(8)
   observation_space = spaces.Dict(
@@ -33,13 +33,13 @@ class Riddle(gymnasium.Env):
   def reset(self, *, seed=None, options=None):
     super().reset(seed=seed)
     self._times = 0
-    return self._see(), {}
+    return self._observe(), {}
 
   def step(self, action):
     self._times += 1
-    return self._see(), float(action == 'yes'), action == 'yes', False, {}
+    return self._observe(), float(action == 'yes'), action == 'yes', False, {}
 
-  def _see(self):
+  def _observe(self):
     return {'asked': 'Is it', 'times': self._times}
 
 
@@ -47,19 +47,19 @@ class Shout(Riddle):
   action_space = spaces.Text(8, charset='YES')
 
   def step(self, action):
-    return self._see(), float(action == 'YES'), action == 'YES', False, {}
+    return self._observe(), float(action == 'YES'), action == 'YES', False, {}
 
 
 class Picture(Riddle):
   action_space = spaces.Discrete(2, start=3)
   observation_space = spaces.Box(0, 255, (40, 40, 3), np.uint8)
 
-  def _see(self):
+  def _observe(self):
     return np.zeros((40, 40, 3), np.uint8)
 
   def step(self, action):
     assert action in (3, 4)
-    return self._see(), float(action == 4), action == 4, False, {}
+    return self._observe(), float(action == 4), action == 4, False, {}
 
 
 gymnasium.register('Riddle-v0', Riddle, disable_env_checker=True)
@@ -103,17 +103,17 @@ def brightness(picture) -> str:
     ),
   ],
 )
-def test_observations_are_told_by_rule(space, value, names, text):
-  assert gymnasium_env.tell(space, value, names) == text
+def test_observations_become_text_by_rule(space, value, names, text):
+  assert gymnasium_env.to_text(space, value, names) == text
 
 
-def test_a_lake_crossed_by_hand():
+def test_crossing_the_frozen_lake():
   env = envs.make('gymnasium', **LAKE)
   first = env.reset(TASK)
-  # A 4 x 4 map, numbered row by row; the goal is the last cell.
+  # Cells of the 4 x 4 map are counted row by row; the goal is the last one.
   assert first.text == first.anchor == '0'
-  way = ['down', 'down', 'right', 'down', 'right', 'right']
-  results = [env.step(_say(action)) for action in way]
+  actions = ['down', 'down', 'right', 'down', 'right', 'right']
+  results = [env.step(_respond(action)) for action in actions]
   assert [r.observation.text for r in results[:-1]] == [
     '4',
     '8',
@@ -127,15 +127,15 @@ def test_a_lake_crossed_by_hand():
   assert [r.reward for r in results[:-1]] == [0] * 5
 
 
-def test_a_hole_ends_without_success():
+def test_falling_into_a_hole_ends_without_success():
   env = envs.make('gymnasium', **LAKE)
   env.reset(TASK)
-  results = [env.step(_say(action)) for action in ('right', 'down')]
+  results = [env.step(_respond(action)) for action in ('right', 'down')]
   assert results[-1].done and not results[-1].success
 
 
 def test_success_by_return():
-  # Along the edge of the cliff and down: 13 steps of -1.
+  # The shortest way, along the edge of the cliff, has 13 steps of -1.
   cliff = {
     'id': 'CliffWalking-v1',
     'actions': ('up', 'right', 'down', 'left'),
@@ -144,42 +144,42 @@ def test_success_by_return():
   env = envs.make('gymnasium', **cliff)
   for detour, success in ((0, True), (1, False)):
     env.reset(TASK)
-    way = ['up', *['right'] * 11, 'down']
-    way[1:1] = ['left'] * detour
-    results = [env.step(_say(action)) for action in way]
+    actions = ['up', *['right'] * 11, 'down']
+    actions[1:1] = ['left'] * detour
+    results = [env.step(_respond(action)) for action in actions]
     assert results[-1].done and results[-1].success == success
-  # Nothing done has a sum of 0, which is no success.
+  # An episode without any valid action has a return of 0, but no success.
   env = envs.make('gymnasium', max_steps=5, **cliff)
   env.reset(TASK)
   results = [env.step('nothing') for _ in range(5)]
   assert results[-1].done and not results[-1].success
 
 
-def test_its_own_text_and_its_state_as_the_anchor():
+def test_rendered_text_with_the_observation_as_anchor():
   env = envs.make('gymnasium', observe='render', **LAKE)
   first = env.reset(TASK)
   assert first.text == '[S]FFF\nFHFH\nFFFH\nHFFG'
-  there, back = (
-    env.step(_say(action)).observation for action in ('down', 'up')
+  away, back = (
+    env.step(_respond(action)).observation for action in ('down', 'up')
   )
-  assert there.text.endswith('SFFF\n[F]HFH\nFFFH\nHFFG')
-  # The text says how it was come to; the anchor does not.
+  assert away.text.endswith('SFFF\n[F]HFH\nFFFH\nHFFG')
+  # The rendered text contains the last action; the anchor does not.
   assert back.text != first.text and back.anchor == first.anchor == '0'
 
 
-def test_words_as_actions_and_dictionaries():
+def test_text_actions_and_dict_observations():
   env = envs.make('gymnasium', id='Riddle-v0')
   first = env.reset(TASK)
   assert first.text == 'asked: Is it\ntimes: 0'
   assert gymnasium_env.FREE in first.prompt
-  assert env.step(_say('no')).observation.text.endswith('times: 1')
-  assert not env.step(_say('much too long')).valid
-  assert env.step(_say('yes')).success
+  assert env.step(_respond('no')).observation.text.endswith('times: 1')
+  assert not env.step(_respond('much too long')).valid
+  assert env.step(_respond('yes')).success
   with pytest.raises(ValueError, match=r'env.actions=\(\): any words'):
     list(env.demonstrate(TASK, noise=0, seed=0))
 
 
-def test_words_of_ones_own_keep_their_case():
+def test_text_actions_keep_their_case():
   env = envs.make('gymnasium', id='Shout-v0')
   env.reset(TASK)
   assert not env.step('<THINK>a</THINK><Action>yes</Action>').valid
@@ -187,16 +187,16 @@ def test_words_of_ones_own_keep_their_case():
   assert (result.action, result.valid, result.success) == ('YES', True, True)
 
 
-def test_a_function_of_ones_own_and_actions_that_begin_elsewhere():
+def test_observe_function_and_discrete_actions_with_an_offset():
   env = envs.make(
     'gymnasium', id='Picture-v0', observe=f'{__name__}:brightness'
   )
   assert env.reset(TASK).text == 'It is 0 bright.'
-  assert not env.step(_say('0')).done
-  assert env.step(_say('1')).success
+  assert not env.step(_respond('0')).done
+  assert env.step(_respond('1')).success
 
 
-def test_names_of_numbers():
+def test_names_of_observation_entries():
   env = envs.make(
     'gymnasium',
     id='CartPole-v1',
@@ -209,25 +209,25 @@ def test_names_of_numbers():
   ]  # fmt: skip
 
 
-def test_episodes_are_a_function_of_task_and_actions():
+def test_episodes_depend_on_task_and_actions_only():
   slippery = LAKE | {'options': {'is_slippery': True}}
   first, second = (envs.make('gymnasium', **slippery) for _ in range(2))
 
   def play(env, task):
     texts = [env.reset(task).text]
     for action in ('right', 'down') * 10:
-      result = env.step(_say(action))
+      result = env.step(_respond(action))
       texts.append(result.final_anchor or result.observation.text)
       if result.done:
         return texts
     return texts
 
   tasks = [base.Task('train', n) for n in range(8)]
-  played = [play(first, task) for task in tasks]
-  assert played == [play(second, task) for task in reversed(tasks)][::-1]
-  assert len(set(map(tuple, played))) > 1
-  others = envs.make('gymnasium', seed=1, **slippery)
-  assert played != [play(others, task) for task in tasks]
+  transcripts = [play(first, task) for task in tasks]
+  assert transcripts == [play(second, task) for task in reversed(tasks)][::-1]
+  assert len(set(map(tuple, transcripts))) > 1
+  other_seed = envs.make('gymnasium', seed=1, **slippery)
+  assert transcripts != [play(other_seed, task) for task in tasks]
 
 
 def test_random_play_ends():
@@ -238,7 +238,7 @@ def test_random_play_ends():
     assert '<action>' in steps[0][1]
 
 
-@pytest.mark.parametrize('response', ['left', _say('jump'), ''])
+@pytest.mark.parametrize('response', ['left', _respond('jump'), ''])
 def test_an_invalid_response_does_nothing(response):
   env = envs.make('gymnasium', max_steps=2, **LAKE)
   env.reset(TASK)
@@ -259,27 +259,27 @@ def test_an_invalid_response_does_nothing(response):
     ({'observe': 'picture'}, 'env.observe=picture: not found: must be auto'),
     ({'observe': 'math:draw'}, 'env.observe=math:draw: not found'),
     ({'id': 'Picture-v0', 'actions': (), 'options': {}}, 'at most 256; must'),
-    ({'id': 'Pendulum-v1', 'options': {}}, 'its actions are a Box; must be'),
+    ({'id': 'Pendulum-v1', 'options': {}}, 'its action space is Box; must be'),
     ({'seed': -1}, 'env.seed=-1: must be from 0'),
     ({'prompt_style': 'long'}, 'env.prompt_style=long: must be one of'),
     (
       {'id': 'CartPole-v1', 'options': {}, 'actions': (), 'names': ('a',)},
-      'env.names=.*1 names of 4 numbers',
+      'env.names=.*1 names for an observation of 4 entries',
     ),
   ],
 )
-def test_wrong_arguments_are_refused_in_one_line(changes, message):
+def test_invalid_arguments_are_errors_in_one_line(changes, message):
   with pytest.raises(ValueError, match=message) as error:
     envs.tasks('gymnasium', 'train', **(LAKE | changes))
   assert len(str(error.value).splitlines()) == 1
 
 
-def test_unknown_splits_are_refused():
+def test_unknown_splits_are_errors():
   with pytest.raises(ValueError, match='split=x: must be one of train, valid'):
     envs.tasks('gymnasium', 'x', **LAKE)
 
 
-def test_a_missing_library_is_named(monkeypatch):
+def test_a_missing_gymnasium_is_reported(monkeypatch):
   monkeypatch.setitem(sys.modules, 'gymnasium', None)
   with pytest.raises(ValueError, match='gymnasium is not installed; run pip'):
     envs.make('gymnasium', **LAKE)

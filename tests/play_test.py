@@ -1,4 +1,4 @@
-"""Playing by hand: typed lines in, pages out, a tidy end."""
+"""Tests of envs/play.py: typed actions, printed observations, clean exits."""
 
 import os
 import pathlib
@@ -16,10 +16,10 @@ from envs.alfworld import expert
 ROOT = pathlib.Path(envs.__file__).parents[1]
 
 
-def _play(*arguments: str, typed: str) -> subprocess.CompletedProcess:
+def _play(*arguments: str, stdin: str) -> subprocess.CompletedProcess:
   return subprocess.run(
     [sys.executable, '-m', 'envs.play', *arguments],
-    input=typed,
+    input=stdin,
     capture_output=True,
     text=True,
     check=False,
@@ -28,56 +28,56 @@ def _play(*arguments: str, typed: str) -> subprocess.CompletedProcess:
   )
 
 
-def test_a_walk_to_the_end():
-  # Task 0 of the corridor starts in room 0 of 5.
-  done = _play('toy', typed='right\n' * 4)
-  assert done.returncode == 0, done.stderr
-  assert done.stdout.endswith('Success after 4 steps, reward 10.\n')
-  assert 'You are in room 3 of 5.' in done.stdout
-  assert done.stderr == ''
+def test_playing_an_episode_to_the_end():
+  # Task 0 starts in room 0 of 5.
+  result = _play('toy', stdin='right\n' * 4)
+  assert result.returncode == 0, result.stderr
+  assert result.stdout.endswith('Success after 4 steps, reward 10.\n')
+  assert 'You are in room 3 of 5.' in result.stdout
+  assert result.stderr == ''
 
 
-def test_winning_a_household():
+def test_winning_an_alfworld_game():
   env = envs.make('alfworld', engine='native')
   task = base.Task('valid_seen', 2)
   commands = expert.plan(env.game(task))
-  done = _play(
+  result = _play(
     'alfworld',
     *('--split', 'valid_seen', '--index', '2'),
-    typed='\n'.join(commands) + '\n',
+    stdin='\n'.join(commands) + '\n',
   )
-  assert done.returncode == 0, done.stderr
+  assert result.returncode == 0, result.stderr
   end = f'Success after {len(commands)} steps, reward 10.\n'
-  assert done.stdout.endswith(end)
-  assert env.reset(task).task in done.stdout
+  assert result.stdout.endswith(end)
+  assert env.reset(task).task in result.stdout
 
 
 @pytest.mark.parametrize('line', ['fly to the moon', '', '<action>', '日本語'])
-def test_nonsense_gets_the_environments_answer(line: str):
-  done = _play('alfworld', typed=f'{line}\n:quit\n')
-  assert done.returncode == 0, done.stderr
-  assert 'Nothing happens.' in done.stdout
-  assert done.stdout.endswith('> Left.\n')
+def test_unknown_actions_reach_the_environment(line: str):
+  result = _play('alfworld', stdin=f'{line}\n:quit\n')
+  assert result.returncode == 0, result.stderr
+  assert 'Nothing happens.' in result.stdout
+  assert result.stdout.endswith('> Left.\n')
 
 
-def test_what_a_policy_sees_on_request():
+def test_prompt_and_actions_are_shown_on_request():
   env = envs.make('alfworld', engine='native')
   first = env.reset(base.Task('train', 0))
-  asked = _play('alfworld', typed=':prompt\n:actions\n').stdout
-  assert first.prompt in asked
-  assert '\n'.join(first.actions) in asked
-  assert first.prompt in _play('alfworld', '--prompt', typed='').stdout
-  assert first.prompt not in _play('alfworld', typed='').stdout
+  output = _play('alfworld', stdin=':prompt\n:actions\n').stdout
+  assert first.prompt in output
+  assert '\n'.join(first.actions) in output
+  assert first.prompt in _play('alfworld', '--prompt', stdin='').stdout
+  assert first.prompt not in _play('alfworld', stdin='').stdout
 
 
-def test_the_end_of_the_input_leaves():
-  done = _play('toy', typed='left\n')
-  assert done.returncode == 0
-  assert done.stdout.endswith('> \nLeft.\n')
-  assert done.stderr == ''
+def test_end_of_input_ends_the_program():
+  result = _play('toy', stdin='left\n')
+  assert result.returncode == 0
+  assert result.stdout.endswith('> \nLeft.\n')
+  assert result.stderr == ''
 
 
-def test_an_interrupt_leaves():
+def test_ctrl_c_exits_with_status_130():
   process = subprocess.Popen(
     [sys.executable, '-u', '-m', 'envs.play', 'toy'],
     stdin=subprocess.PIPE,
@@ -113,75 +113,75 @@ def test_an_interrupt_leaves():
     (('sokoban', '--set', 'boxes=2'), "unexpected keyword argument 'boxes'"),
   ],
 )
-def test_wrong_arguments_are_refused_in_one_line(arguments, message, capsys):
+def test_invalid_arguments_are_reported_in_one_line(arguments, message, capsys):
   with pytest.raises(SystemExit) as error:
     play.main(arguments)
   assert error.value.code == 2
   assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_whole_response_goes_as_it_is():
+def test_a_line_with_action_tags_is_sent_unchanged():
   assert play.respond('look') == (
     '<think>Played by hand.</think><action>look</action>'
   )
   assert play.respond('<action>look</action>') == '<action>look</action>'
 
 
-def test_shopping_by_hand():
+def test_playing_webshop():
   env = envs.make('webshop')
   task = base.Task('test', 1)
   responses = [r for _, r in env.demonstrate(task, noise=0.0, seed=0)]
-  done = _play(
+  result = _play(
     'webshop',
     *('--split', 'test', '--index', '1'),
-    typed='\n'.join(['fly', *responses]) + '\n',
+    stdin='\n'.join(['fly', *responses]) + '\n',
   )
-  assert done.returncode == 0, done.stderr
+  assert result.returncode == 0, result.stderr
   end = f'Success after {len(responses) + 1} steps, reward 10, score 1.000.\n'
-  assert done.stdout.endswith(end)
-  # The answer to nonsense is the page as it was.
-  assert done.stdout.count('> search[<your query>]\n') == 1
-  assert 'page 1 [back to search] [next >]' in done.stdout
+  assert result.stdout.endswith(end)
+  # After an unknown action the page is shown again, unchanged.
+  assert result.stdout.count('> search[<your query>]\n') == 1
+  assert 'page 1 [back to search] [next >]' in result.stdout
 
 
 @pytest.mark.parametrize(
   ('name', 'settings'),
   [('sokoban', {'num_boxes': 1, 'size': (7, 7)}), ('search_qa', {'top_k': 2})],
 )
-def test_playing_what_an_oracle_does(name, settings):
+def test_playing_the_oracles_actions(name, settings):
   env = envs.make(name, **settings)
   steps = env.demonstrate(base.Task('train', 4), noise=0.0, seed=0)
-  typed = [response.partition('</think>')[2] for _, response in steps]
-  bare = [
-    line.replace('<action>', '').replace('</action>', '') for line in typed
+  tagged = [response.partition('</think>')[2] for _, response in steps]
+  lines = [
+    text.replace('<action>', '').replace('</action>', '') for text in tagged
   ]
-  done = _play(
+  result = _play(
     name,
     *('--index', '4'),
     *(f'--set={key}={value}' for key, value in settings.items()),
-    typed='\n'.join(bare) + '\n',
+    stdin='\n'.join(lines) + '\n',
   )
-  assert done.returncode == 0, done.stderr
-  assert f'Success after {len(typed)} steps' in done.stdout
-  assert 'invalid' not in done.stdout
+  assert result.returncode == 0, result.stderr
+  assert f'Success after {len(lines)} steps' in result.stdout
+  assert 'invalid' not in result.stdout
 
 
-def test_the_variable_names_the_data(monkeypatch, capsys):
+def test_data_dir_defaults_to_the_environment_variable(monkeypatch, capsys):
   monkeypatch.setenv('WEBSHOP_DATA', '/nowhere')
   with pytest.raises(SystemExit):
     play.main(['webshop'])
   assert 'env.data_dir=/nowhere: no items_' in capsys.readouterr().err
-  # As in configurations: no official data, whatever there is.
+  # As in configs: 'generated' ignores the variable.
   monkeypatch.setattr('builtins.input', lambda _: ':quit')
   assert play.main(['webshop', '--data_dir', 'generated']) == 0
 
 
-def test_bytes_that_are_no_text_get_an_answer():
-  done = subprocess.run(
+def test_invalid_utf8_input_is_accepted():
+  result = subprocess.run(
     [sys.executable, '-m', 'envs.play', 'toy'],
     input=b'\xff\xfe\n:quit\n',
     capture_output=True,
     cwd=ROOT,
   )
-  assert done.returncode == 0, done.stderr
-  assert done.stdout.endswith(b'Left.\n')
+  assert result.returncode == 0, result.stderr
+  assert result.stdout.endswith(b'Left.\n')

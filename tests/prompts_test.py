@@ -1,4 +1,4 @@
-"""ALFWorld prompts and the parsing of responses (gigpo.md, section 5)."""
+"""Tests of ALFWorld's prompts and of the parsing of responses."""
 
 import pytest
 
@@ -13,13 +13,14 @@ TAIL = 'x' * 40 + 'go to desk 1'
   [
     ('<think>a</think><action>Go To Desk 1</action>', 'go to desk 1', True),
     ('<think>a</think> <action>\n look \n</action>.', 'look', True),
-    # The first <action>, and the first </action> after it.
+    # The action is between the first <action> and the first </action> after it.
     (
       '</action><think></think><action>look</action><action>inventory</action>',
       'look',
       True,
     ),
-    # No closing tag, no opening tag, wrong order: the last 30 characters.
+    # Without a closing tag, without an opening tag, or with both in the wrong
+    # order: the action is the last 30 characters.
     ('<think>a</think><action>' + TAIL, TAIL[-30:], False),
     (
       '<think>a</think>' + TAIL + '</action>',
@@ -27,11 +28,11 @@ TAIL = 'x' * 40 + 'go to desk 1'
       False,
     ),
     ('</action> then <action>', '</action> then <action>', False),
-    # No <think>, an unclosed one, a closed one that never opened.
+    # <think> is missing, is not closed, or is closed without being opened.
     ('<action>look</action>', '<action>look</action>', False),
     ('<think><action>look</action>', '<think><action>look</action>', False),
     ('</think><action>look</action>', '</think><action>look</action>', False),
-    # CJK anywhere: ideographs, kana, hangul.
+    # CJK characters anywhere: ideographs, kana, hangul.
     ('<think>好</think><action>look</action>', None, False),
     ('<think>の</think><action>look</action>', None, False),
     ('<think>한</think><action>look</action>', None, False),
@@ -44,7 +45,7 @@ def test_project(response: str, action: str | None, valid: bool):
   assert prompts.project(response) == (expected, valid)
 
 
-def test_think_can_be_optional():
+def test_think_tags_can_be_optional():
   response = '<action>look</action>'
   assert prompts.project(response, require_think=False) == ('look', True)
 
@@ -78,7 +79,7 @@ def test_first_prompt_has_task_observation_and_actions(style: str):
   assert 'help' not in prompt
 
 
-def test_later_paper_prompt_numbers_its_history():
+def test_later_paper_prompt_numbers_past_turns():
   prompt = prompts.build(
     task='put a mug in desk.',
     observation='Third sight.',
@@ -97,7 +98,7 @@ def test_later_paper_prompt_numbers_its_history():
   assert '<action> </action>' in prompt
 
 
-def test_think_instruction_can_be_dropped():
+def test_think_instruction_is_omitted_if_not_required():
   prompt = prompts.build(
     task='t',
     observation='o',

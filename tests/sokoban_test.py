@@ -1,4 +1,4 @@
-"""Sokoban: pushes and rewards by hand, levels with solutions, an oracle."""
+"""Tests of envs/sokoban.py: moves, rewards, generated levels, the oracle."""
 
 import dataclasses
 
@@ -22,35 +22,37 @@ ROOM = sokoban.Level(
 )
 
 
-def _say(action: str) -> str:
+def _respond(action: str) -> str:
   return f'<think>so</think><action>{action}</action>'
 
 
 @pytest.fixture
-def by_hand(monkeypatch) -> sokoban.Env:
+def env_with_room(monkeypatch) -> sokoban.Env:
   monkeypatch.setattr(sokoban, 'generate', lambda *_: ROOM)
   return sokoban.Env()
 
 
-def test_pushes_and_walls_by_hand(by_hand):
-  first = by_hand.reset(TASK)
+def test_moves_and_rewards_worked_out_by_hand(env_with_room):
+  first = env_with_room.reset(TASK)
   assert first.text == ('# # # # # #\n# P X _ O #\n# _ X O _ #\n# # # # # #')
-  told = [by_hand.step(_say(a)) for a in ('up', 'right', 'right', 'down')]
-  boards = [result.observation.text.splitlines() for result in told]
-  # Up is a wall; twice right pushes the box onto the target.
+  results = [
+    env_with_room.step(_respond(a)) for a in ('up', 'right', 'right', 'down')
+  ]
+  boards = [result.observation.text.splitlines() for result in results]
+  # Up is a wall. Moving right twice pushes the box onto the target.
   assert boards[0] == first.text.splitlines()
   assert boards[1][1] == '# _ P X O #'
   assert boards[2][1] == '# _ _ P √ #'
-  # Down onto the other target.
+  # Down: the player steps onto the other target.
   assert boards[3][1:3] == ['# _ _ _ √ #', '# _ X S _ #']
-  assert [r.reward for r in told] == pytest.approx([-0.1, -0.1, 0.9, -0.1])
-  assert [r.metrics['blocked_action_rate'] for r in told] == [1, 0, 0, 0]
+  assert [r.reward for r in results] == pytest.approx([-0.1, -0.1, 0.9, -0.1])
+  assert [r.metrics['blocked_action_rate'] for r in results] == [1, 0, 0, 0]
 
 
-def test_the_last_box_ends_with_success(by_hand):
-  by_hand.reset(TASK)
+def test_placing_the_last_box_is_a_success(env_with_room):
+  env_with_room.reset(TASK)
   plan = ['right', 'right', 'left', 'left', 'down', 'right']
-  results = [by_hand.step(_say(action)) for action in plan]
+  results = [env_with_room.step(_respond(action)) for action in plan]
   rewards = [-0.1, 0.9, -0.1, -0.1, -0.1, 10.9]
   assert [r.reward for r in results] == pytest.approx(rewards)
   assert [r.success for r in results] == [False] * 5 + [True]
@@ -59,7 +61,7 @@ def test_the_last_box_ends_with_success(by_hand):
   assert last.final_anchor.splitlines()[2] == '# _ P √ _ #'
 
 
-def test_a_box_off_its_target_costs_a_point_and_two_in_a_row_do_not_move():
+def test_two_boxes_in_a_row_block_and_a_box_can_leave_its_target():
   state = sokoban.State(8, frozenset([9, 10]))
   assert sokoban.move(ROOM, state, 'right') == state
   placed = dataclasses.replace(
@@ -69,18 +71,18 @@ def test_a_box_off_its_target_costs_a_point_and_two_in_a_row_do_not_move():
   assert after == sokoban.State(15, frozenset([8, 16]))
 
 
-def test_pushing_off_a_target_is_told_in_the_reward(monkeypatch):
+def test_pushing_a_box_off_its_target_costs_one_point(monkeypatch):
   start = sokoban.State(14, frozenset([8, 15]))
   level = dataclasses.replace(ROOM, start=start)
   monkeypatch.setattr(sokoban, 'generate', lambda *_: level)
   env = sokoban.Env()
   env.reset(TASK)
-  assert env.step(_say('right')).reward == pytest.approx(-1.1)
+  assert env.step(_respond('right')).reward == pytest.approx(-1.1)
 
 
-def test_shortest_solutions_by_hand():
+def test_shortest_solutions_worked_out_by_hand():
   assert len(sokoban.solve(ROOM, ROOM.start)) == 6
-  # A box in a corner that is no target.
+  # A box in a corner without a target cannot be moved again.
   stuck = sokoban.State(9, frozenset([7, 14]))
   assert sokoban.solve(ROOM, stuck) is None
 
@@ -93,15 +95,15 @@ def test_shortest_solutions_by_hand():
     sokoban.Options(size=(7, 5), solution_steps=(7, 7), seed=1),
   ],
 )
-def test_every_level_has_a_solution_of_the_length_it_names(options):
+def test_every_level_has_a_solution_of_the_stated_length(options):
   for index in range(40):
     level = sokoban.generate(index, options)
     assert len(level.targets) == len(level.start.boxes) == options.num_boxes
     assert {level.start.player, *level.start.boxes} <= level.floor
     plan = sokoban.solve(level, level.start)
-    fewest, most = options.solution_steps
+    min_moves, max_moves = options.solution_steps
     assert len(plan) == level.moves
-    assert fewest <= level.moves <= most
+    assert min_moves <= level.moves <= max_moves
 
 
 def test_the_oracle_solves_every_level():
@@ -113,7 +115,7 @@ def test_the_oracle_solves_every_level():
     assert env._state.boxes == level.targets
 
 
-def test_an_erring_oracle_goes_on_from_where_it_led():
+def test_the_oracle_plans_again_after_a_random_action():
   env = sokoban.Env(max_steps=40)
   solved = 0
   for index in range(30):
@@ -131,25 +133,28 @@ def test_random_play_ends():
     results = []
     while not (results and results[-1].done):
       action = sokoban.ACTIONS[rng.integers(4)]
-      results.append(env.step(_say(action)))
+      results.append(env.step(_respond(action)))
     result = results[-1]
     assert result.success or len(results) == 15
     assert result.final_anchor and 0 <= result.score <= 1
 
 
-def test_anchors_are_boards_whatever_the_way_there(by_hand):
-  first = by_hand.reset(TASK)
-  there, back = (by_hand.step(_say(a)).observation for a in ('down', 'up'))
+def test_anchors_depend_on_the_board_only(env_with_room):
+  first = env_with_room.reset(TASK)
+  there, back = (
+    env_with_room.step(_respond(a)).observation for a in ('down', 'up')
+  )
   assert first.anchor == back.anchor == first.text != there.anchor
   assert first.prompt != back.prompt
-  assert first.short_prompt != back.short_prompt  # which step it is
+  # Short prompts contain the step number.
+  assert first.short_prompt != back.short_prompt
 
 
-def test_levels_are_a_function_of_split_index_and_seed():
+def test_levels_depend_on_split_index_and_seed_only():
   first = envs.make('sokoban').reset(TASK)
   used = envs.make('sokoban')
   used.reset(base.Task('train', 4))
-  used.step(_say('up'))
+  used.step(_respond('up'))
   assert used.reset(TASK) == first
   sokoban.generate.cache_clear()
   assert envs.make('sokoban').reset(TASK) == first
@@ -161,9 +166,9 @@ def test_levels_are_a_function_of_split_index_and_seed():
 
 @pytest.mark.parametrize(
   'response',
-  ['up', '<action>up</action>', _say('jump'), '<think>x</think><action>up'],
+  ['up', '<action>up</action>', _respond('jump'), '<think>x</think><action>up'],
 )
-def test_an_invalid_response_changes_nothing_and_costs_a_step(response):
+def test_an_invalid_response_uses_up_a_step_and_changes_nothing(response):
   env = sokoban.Env()
   board = env.reset(TASK).text
   result = env.step(response)
@@ -176,7 +181,7 @@ def test_prompts():
   first = env.reset(TASK)
   assert first.text in first.prompt and '√ box on a target' in first.prompt
   assert "['up', 'down', 'left', 'right']" in first.prompt
-  second = env.step(_say('left')).observation
+  second = env.step(_respond('left')).observation
   assert f"[Observation 1: '{first.text}', Action 1: 'left']" in second.prompt
   assert 'You are now at step 2' in second.prompt
   assert 'Action 1' not in second.short_prompt
@@ -189,7 +194,7 @@ def test_prompts():
   )
 
 
-def test_kinds_tell_the_length_of_solutions():
+def test_task_types_give_the_length_of_solutions():
   levels = envs.tasks('sokoban', 'valid', solution_steps=(4, 12))
   assert len(levels) == 1000
   bounds = {'short': (4, 6), 'medium': (7, 9), 'long': (10, 12)}
@@ -201,22 +206,22 @@ def test_kinds_tell_the_length_of_solutions():
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    ({'size': (6,)}, r'env.size=\(6,\): must be rows and columns'),
+    ({'size': (6,)}, r'env.size=\(6,\): must be \(rows, columns\)'),
     ({'size': (2, 6)}, r'env.size=\(2, 6\): must be'),
     ({'seed': -1}, 'env.seed=-1: must be from 0 to 1,000'),
     ({'num_boxes': 0}, 'env.num_boxes=0: must be at least 1'),
     ({'num_boxes': 30}, 'no such level found .* env.num_boxes=30'),
-    ({'solution_steps': (9, 4)}, 'env.solution_steps=.*must be the least'),
+    ({'solution_steps': (9, 4)}, 'env.solution_steps=.*must be .min, max.'),
     ({'max_steps': 10}, 'env.max_steps=10: fewer than the longest'),
     ({'prompt_style': 'long'}, 'env.prompt_style=long: must be one of paper'),
   ],
 )
-def test_wrong_arguments_are_refused_in_one_line(changes, message):
+def test_invalid_arguments_are_errors_in_one_line(changes, message):
   with pytest.raises(ValueError, match=message) as error:
     envs.tasks('sokoban', 'train', **changes)
   assert len(str(error.value).splitlines()) == 1
 
 
-def test_unknown_splits_are_refused():
+def test_unknown_splits_are_errors():
   with pytest.raises(ValueError, match='split=x: must be one of train, valid'):
     envs.tasks('sokoban', 'x')

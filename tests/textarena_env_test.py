@@ -1,4 +1,4 @@
-"""TextArena's games: a tower by hand, dice of one's own, refusals."""
+"""Tests of envs/textarena_env.py: games, anchors, isolated random states."""
 
 import random
 import sys
@@ -17,16 +17,16 @@ TOWER = {
 SOLUTION = ['a c', 'a b', 'c b', 'a c', 'b a', 'b c', 'a c']
 
 
-def _say(action: str) -> str:
+def _respond(action: str) -> str:
   return f'<think>so</think><action>{action}</action>'
 
 
-def test_a_tower_moved_by_hand():
+def test_solving_the_tower_of_hanoi():
   env = envs.make('textarena', **TOWER)
   first = env.reset(TASK)
   assert 'from tower A to tower C' in first.task and first.task in first.prompt
   assert 'A: [3, 2, 1]' in first.text
-  results = [env.step(_say(move)) for move in SOLUTION]
+  results = [env.step(_respond(move)) for move in SOLUTION]
   assert 'A: [3, 2]' in results[0].observation.text
   assert 'You moved disk 1' in results[0].observation.text
   last = results[-1]
@@ -35,30 +35,32 @@ def test_a_tower_moved_by_hand():
   assert [r.reward for r in results[:-1]] == [0] * 6
 
 
-def test_anchors_are_boards():
+def test_anchors_are_the_game_boards():
   env = envs.make('textarena', **TOWER)
   first = env.reset(TASK)
-  there, back = (
-    env.step(_say(move)).observation for move in ('[a b]', '[b a]')
+  away, back = (
+    env.step(_respond(move)).observation for move in ('[a b]', '[b a]')
   )
-  assert first.anchor == back.anchor != there.anchor
-  wrong = env.step(_say('[b c]')).observation
-  # Another one would end the game: it is another state.
-  assert 'invalid move' in wrong.text and wrong.text.endswith(back.anchor)
-  assert wrong.anchor.startswith(back.anchor) and wrong.anchor != back.anchor
-  lost = env.step(_say('[b c]'))
-  assert lost.done and lost.final_anchor not in (wrong.anchor, back.anchor)
+  assert first.anchor == back.anchor != away.anchor
+  illegal = env.step(_respond('[b c]')).observation
+  # A second illegal move would end the game, so this is another state.
+  assert 'invalid move' in illegal.text
+  assert illegal.text.endswith(back.anchor)
+  assert illegal.anchor.startswith(back.anchor)
+  assert illegal.anchor != back.anchor
+  lost = env.step(_respond('[b c]'))
+  assert lost.done and lost.final_anchor not in (illegal.anchor, back.anchor)
 
 
-def test_a_game_lost_by_wrong_moves():
+def test_illegal_moves_lose_the_game():
   env = envs.make('textarena', **TOWER)
   env.reset(TASK)
-  results = [env.step(_say('[b c]')) for _ in range(2)]
+  results = [env.step(_respond('[b c]')) for _ in range(2)]
   assert results[1].done and not results[1].success
   assert results[1].score == 0
 
 
-def test_an_invalid_response_is_not_played():
+def test_an_invalid_response_is_not_passed_to_the_game():
   env = envs.make('textarena', max_steps=3, **TOWER)
   board = env.reset(TASK).anchor
   results = [env.step('[a c]') for _ in range(3)]
@@ -67,35 +69,35 @@ def test_an_invalid_response_is_not_played():
   assert results[-1].score == 0
 
 
-def test_games_without_a_board_are_where_they_were_told():
+def test_anchors_without_a_board_are_the_transcript():
   env = envs.make('textarena', id='GuessTheNumber-v0')
   env.reset(TASK)
-  results = [env.step(_say(str(n))) for n in (1, 1, 20)]
+  results = [env.step(_respond(str(n))) for n in (1, 1, 20)]
   anchors = [r.observation.anchor for r in results if not r.done]
   assert len(set(anchors)) == len(anchors) > 1
-  # Another way to the same words is another state.
+  # The same text after other actions is another state.
   env.reset(TASK)
-  assert env.step(_say('2')).observation.anchor != anchors[0]
+  assert env.step(_respond('2')).observation.anchor != anchors[0]
 
 
-def test_what_of_the_words_is_the_board():
+def test_board_pattern_selects_the_anchor():
   env = envs.make('textarena', id='LightsOut-v0', board=r'(?:[01O.X] ?){3,}.*')
   first = env.reset(TASK)
-  results = [env.step(_say('1 1')) for _ in range(2)]
+  results = [env.step(_respond('1 1')) for _ in range(2)]
   assert results[0].observation.anchor != first.anchor
   with pytest.raises(ValueError, match=r'env.board=\(: '):
     envs.make('textarena', id='LightsOut-v0', board='(')
 
 
 @pytest.mark.parametrize('name', ['Countdown-v0', 'Cryptarithm-v0'])
-def test_games_that_mix_up_their_messages_are_played(name):
+def test_games_that_swap_sender_and_message_type_can_be_played(name):
   env = envs.make('textarena', id=name)
   env.reset(TASK)
-  assert env.step(_say('1')).action == '1'
+  assert env.step(_respond('1')).action == '1'
 
 
 @pytest.mark.parametrize('name', ['FrozenLake-v0', '2048-v0-easy'])
-def test_episodes_of_a_process_do_not_disturb_each_other(name):
+def test_episodes_of_one_process_are_independent(name):
   moves = ['right', 'down', 'left', 'down', 'right', 'up'] * 2
 
   def play(env, others=()):
@@ -103,12 +105,12 @@ def test_episodes_of_a_process_do_not_disturb_each_other(name):
     for other in others:
       other.reset(base.Task('train', 7))
     for move in moves:
-      result = env.step(_say(move))
+      result = env.step(_respond(move))
       texts.append(result.final_anchor or result.observation.text)
       if result.done:
         break
       for other in others:
-        other.step(_say(move))
+        other.step(_respond(move))
         random.random(), np.random.random()
     return texts
 
@@ -122,7 +124,7 @@ def test_episodes_of_a_process_do_not_disturb_each_other(name):
   assert random.random() == expected
 
 
-def test_random_play_ends_and_others_have_no_expert():
+def test_random_play_needs_a_list_of_moves():
   env = envs.make('textarena', **TOWER)
   for index in range(5):
     task = base.Task('train', index)
@@ -143,13 +145,13 @@ def test_random_play_ends_and_others_have_no_expert():
     ({'seed': 5_000}, 'env.seed=5000: must be from 0'),
   ],
 )
-def test_wrong_arguments_are_refused_in_one_line(changes, message):
+def test_invalid_arguments_are_errors_in_one_line(changes, message):
   with pytest.raises(ValueError, match=message) as error:
     envs.tasks('textarena', 'train', **(TOWER | changes))
   assert len(str(error.value).splitlines()) == 1
 
 
-def test_a_missing_library_is_named(monkeypatch):
+def test_a_missing_textarena_is_reported(monkeypatch):
   monkeypatch.setitem(sys.modules, 'textarena', None)
   with pytest.raises(ValueError, match='textarena is not installed; run pip'):
     textarena_env.Env(**TOWER)

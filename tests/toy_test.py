@@ -1,4 +1,4 @@
-"""The corridor: what others' tests rely on."""
+"""Tests of envs/toy.py: the behaviour that other tests rely on."""
 
 import pytest
 
@@ -25,21 +25,21 @@ def test_reaches_the_last_room():
   assert results[-1].success and results[-1].observation is None
 
 
-def test_walking_back_revisits_the_state_but_not_the_prompt():
+def test_walking_back_gives_the_same_anchor_and_another_prompt():
   (first, second, third), _ = _play(toy.Env(), 1, [RIGHT, LEFT])
   assert first.anchor == third.anchor != second.anchor
   assert first.prompt != third.prompt
   assert first.short_prompt == third.short_prompt
 
 
-def test_the_step_limit_ends_a_walk_without_success():
+def test_the_step_limit_ends_an_episode_without_success():
   _, results = _play(toy.Env(max_steps=3), 0, [LEFT, RIGHT, LEFT])
   assert [r.done for r in results] == [False, False, True]
   assert not results[-1].success and results[-1].reward == 0
 
 
 @pytest.mark.parametrize('response', ['', 'right', '<action>up</action>'])
-def test_an_invalid_response_stays_in_place(response: str):
+def test_an_invalid_response_does_not_move_the_agent(response: str):
   (before, after), (result,) = _play(toy.Env(), 1, [response])
   assert not result.valid and before.anchor == after.anchor
 
@@ -50,13 +50,13 @@ def test_the_same_task_gives_the_same_observation():
   assert used.reset(base.Task('train', 1)) == fresh.reset(base.Task('train', 1))
 
 
-def test_tasks_are_counted_and_typed():
+def test_number_and_types_of_tasks():
   split = envs.tasks('toy', 'train', num_tasks=6)
   assert len(split) == 6
   assert {split.kind(index) for index in range(6)} == {'near', 'far'}
 
 
-def test_unknown_faults_and_environments_are_refused():
+def test_unknown_faults_and_environments_are_errors():
   with pytest.raises(ValueError, match='^faults=explode: must be one of raise'):
     toy.Env(faults={0: 'explode'})
   with pytest.raises(ValueError, match='unknown environment; must be .*toy'):
