@@ -4,6 +4,7 @@
 authors' release. A path left empty is asked for at start.
 """
 
+import functools
 import importlib
 import pathlib
 import re
@@ -52,13 +53,23 @@ MINI_RATE = 7.5e-5
 ANCHORED = ('alfworld', 'webshop')
 PRESETS = ('paper', 'reference_code', 'strong')
 CHANGES = (*PRESETS, *ALGORITHMS, 'lora')
+# Algorithms of the paper's released code, for `reference_code`.
+RELEASED = (
+  'gigpo',
+  'grpo',
+  'ppo',
+  'reinforce_pp',
+  'reinforce_pp_baseline',
+  'rloo',
+)
 
 
 def apply(config: ml_collections.ConfigDict, changes: Sequence[str]) -> None:
   """Makes changes of CHANGES.
 
   Raises:
-    ValueError: if two of them are algorithms, or presets.
+    ValueError: if two of them are algorithms, or presets, or if the released
+      code does not implement the algorithm that `reference_code` is to run.
   """
   for names, what in ((ALGORITHMS, 'algorithm'), (PRESETS, 'preset')):
     chosen = [change for change in changes if change in names]
@@ -67,13 +78,21 @@ def apply(config: ml_collections.ConfigDict, changes: Sequence[str]) -> None:
         f'--config=...:{",".join(chosen)}: there is one {what}; accepts at '
         'most one of these'
       )
+  algorithm = next((c for c in changes if c in ALGORITHMS), 'gigpo')
+  if 'reference_code' in changes and algorithm not in RELEASED:
+    raise ValueError(
+      f'--config=...:reference_code,{algorithm}: the released code has no '
+      f'{algorithm}; reference_code accepts {", ".join(RELEASED)}'
+    )
   for change in changes:
     if change in ALGORITHMS:
       use_algorithm(config, change)
     else:
       {
         'paper': use_paper,
-        'reference_code': use_reference_code,
+        'reference_code': functools.partial(
+          use_reference_code, algorithm=algorithm
+        ),
         'strong': use_strong,
         'lora': use_adapters,
       }[change](config)
@@ -82,12 +101,8 @@ def apply(config: ml_collections.ConfigDict, changes: Sequence[str]) -> None:
 def use_algorithm(config: ml_collections.ConfigDict, name: str) -> None:
   """Compares with another algorithm on as many episodes."""
   config.algorithm.name = name
-  # Slow to import.
-  from gigpo_jax import algorithms
-
   # Options of its own that are not among those below.
-  module = importlib.import_module(f'gigpo_jax.algorithms.{name}')
-  for option, default in algorithms.defaults(module.Algorithm).items():
+  for option, default in _options(name).items():
     if option not in config.algorithm:
       config.algorithm[option] = default
   if name == 'dr_grpo':
@@ -98,22 +113,44 @@ def use_algorithm(config: ml_collections.ConfigDict, name: str) -> None:
     config.rollout.episodes_per_group = 1
 
 
+def _options(algorithm: str) -> dict[str, object]:
+  """Returns the options of an algorithm and their defaults."""
+  # Slow to import.
+  from gigpo_jax import algorithms
+
+  module = importlib.import_module(f'gigpo_jax.algorithms.{algorithm}')
+  return algorithms.defaults(module.Algorithm)
+
+
 def use_paper(config: ml_collections.ConfigDict) -> None:
   """Leaves out what the paper does not have."""
   config.loss.entropy_weight = 0.0
 
 
-def use_reference_code(config: ml_collections.ConfigDict) -> None:
-  """Does as the paper's released code, for figures to put beside its."""
-  config.algorithm.episode_stats = 'rows'
-  config.algorithm.penalty_scope = 'row'
-  config.algorithm.lone_episode = 'raw'
+def use_reference_code(
+  config: ml_collections.ConfigDict, algorithm: str
+) -> None:
+  """Computes as the paper's released code, to compare with its results.
+
+  Args:
+    config: to change.
+    algorithm: of RELEASED; of the options below it gets those that it has.
+  """
+  known = _options(algorithm)
+  for option, value in {
+    'episode_stats': 'rows',
+    'penalty_scope': 'row',
+    'lone_episode': 'raw',
+  }.items():
+    if option in known:
+      config.algorithm[option] = value
   config.loss.dual_clip = 3.0
+  config.loss.kl_clamp = 10.0
   if 'reference_sampling' in config.env:
     # Its validation goals are among those that it trains on.
     config.env.reference_sampling = True
-    # As many as it validates on.
-    config.evaluation.num_tasks = min(config.evaluation.num_tasks, 128)
+    # As many as it validates on; 0 is all.
+    config.evaluation.num_tasks = min(config.evaluation.num_tasks or 128, 128)
 
 
 def use_strong(config: ml_collections.ConfigDict) -> None:
@@ -377,6 +414,9 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   # Bound of the ratio for negative advantages, e.g. 3.0; None: off (paper).
   config.loss.dual_clip = config_dict.placeholder(float)
   config.loss.kl_weight = 0.01  # beta; paper. 0: no reference policy
+  # Largest KL estimate of a token; a token above it has no gradient from the
+  # KL. The released code has 10.0. None: off (paper).
+  config.loss.kl_clamp = config_dict.placeholder(float)
   config.loss.entropy_weight = 0.001  # code
   # EPO: weight, times entropy_weight, of entropy outside of these shares of its
   # mean over the iterations before; 0: off. Falls as 1 + exp(-decay k / (K/2)).
@@ -428,6 +468,10 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.evaluation.num_tasks = 0
   config.evaluation.every = 5  # iterations; code. 0: never
   config.evaluation.temperature = 0.4  # paper
+  # As of `rollout`, but independent of it; off.
+  config.evaluation.top_p = 1.0
+  config.evaluation.top_k = 0
+  config.evaluation.min_p = 0.0
 
   config.checkpoint = ml_collections.ConfigDict()
   config.checkpoint.every = 5  # iterations

@@ -123,9 +123,15 @@ _RANGES = {
   'rollout.max_prompt_tokens': (1, None, 'at least 1'),
   'rollout.max_completion_tokens': (1, None, 'at least 1'),
   'rollout.temperature': (1e-3, None, 'above 0; greedy episodes are all alike'),
-  'rollout.top_p': (1e-6, 1.0, 'above 0, at most 1'),
-  'rollout.top_k': (0, None, 'at least 0; 0 is off'),
-  'rollout.min_p': (0.0, 1.0, 'between 0 and 1; 0 is off'),
+  **{
+    f'{when}.{name}': accepted
+    for when in ('rollout', 'evaluation')
+    for name, accepted in {
+      'top_p': (1e-6, 1.0, 'above 0, at most 1'),
+      'top_k': (0, None, 'at least 0; 0 is off'),
+      'min_p': (0.0, 1.0, 'between 0 and 1; 0 is off'),
+    }.items()
+  },
   'rollout.decode_tokens': (1, None, 'at least 1'),
   'rollout.tensor': (0, None, 'at least 0; 0 is as few as the memory allows'),
   'algorithm.discount': (0.0, 1.0, 'between 0 and 1'),
@@ -152,6 +158,7 @@ _RANGES = {
   'loss.dual_clip': (1 + 1e-9, None, 'above 1; None is off'),
   'loss.tis_clip': (1e-6, None, 'above 0; None is off'),
   'loss.kl_weight': (0.0, None, 'at least 0; 0 drops the reference policy'),
+  'loss.kl_clamp': (1e-6, 80.0, 'above 0, at most 80; None is off'),
   'loss.entropy_weight': (0.0, None, 'at least 0'),
   'optimizer.learning_rate': (0.0, None, 'at least 0'),
   'optimizer.warmup_updates': (0, None, 'at least 0'),

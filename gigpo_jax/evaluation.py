@@ -96,7 +96,7 @@ def _success(t: trajectory.Trajectory) -> float:
 
 
 def _score(t: trajectory.Trajectory) -> float:
-  return 0.0 if t.failure else t.score or 0.0
+  return t.score or 0.0
 
 
 def _by_task(

@@ -209,15 +209,12 @@ def make_sampling(
   config: ml_collections.ConfigDict, *, evaluation: bool = False
 ) -> sampler.Sampling:
   """Returns how tokens are chosen, in training or in evaluation."""
+  chosen = config.evaluation if evaluation else config.rollout
   return sampler.Sampling(
-    temperature=(
-      config.evaluation.temperature
-      if evaluation
-      else config.rollout.temperature
-    ),
-    top_k=config.rollout.top_k,
-    top_p=config.rollout.top_p,
-    min_p=config.rollout.min_p,
+    temperature=chosen.temperature,
+    top_k=chosen.top_k,
+    top_p=chosen.top_p,
+    min_p=chosen.min_p,
   )
 
 
@@ -383,6 +380,7 @@ def policy_gradient(config: ml_collections.ConfigDict) -> Callable:
     clip_epsilon=config.loss.clip_epsilon,
     clip_epsilon_high=config.loss.clip_epsilon_high,
     dual_clip=config.loss.dual_clip,
+    kl_clamp=config.loss.kl_clamp,
     kl_weight=config.loss.kl_weight,
     entropy_weight=config.loss.entropy_weight,
   )

@@ -24,16 +24,28 @@ TokenLoss = tuple[Float[Array, 'B C'], dict[str, Float[Array, 'B C']]]
 
 @typechecked
 def k3(
-  log_probs: Float[Array, '*S'], ref_log_probs: Float[Array, '*S']
+  log_probs: Float[Array, '*S'],
+  ref_log_probs: Float[Array, '*S'],
+  clamp: float | None = None,
 ) -> Float[Array, '*S']:
   """Returns an estimate of KL(policy || reference), never negative.
 
   exp(d) - d - 1 with d = ref_log_probs - log_probs, unbiased for samples of
   the policy: the k3 of http://joschu.net/blog/kl-approx.html, as in GRPO
   (arXiv:2402.03300, Eq. 4). Its gradient is 1 - exp(d).
+
+  Args:
+    log_probs: of the policy.
+    ref_log_probs: of the reference.
+    clamp: largest estimate; a token above it has no gradient. None is off.
   """
   difference = ref_log_probs - log_probs
-  return jnp.expm1(difference) - difference
+  if clamp is None:
+    return jnp.expm1(difference) - difference
+  # The estimate is above the clamp at both ends of this interval. An infinite
+  # exp(d) would make the gradient NaN.
+  difference = jnp.clip(difference, -clamp - 2, clamp + 2)
+  return jnp.minimum(jnp.expm1(difference) - difference, clamp)
 
 
 @typechecked
@@ -156,6 +168,7 @@ def policy_gradient(  # noqa: PLR0913
   clip_epsilon: float = 0.2,
   clip_epsilon_high: float | None = None,
   dual_clip: float | None = None,
+  kl_clamp: float | None = None,
   kl_weight: float = 0.01,
   entropy_weight: float = 0.001,
 ) -> TokenLoss:
@@ -166,7 +179,9 @@ def policy_gradient(  # noqa: PLR0913
 
   A token's surrogate has the ratio of that token, or of its row, the geometric
   mean of its tokens': GSPO (arXiv:2507.18071, Eq. 7), and, a row being a turn,
-  Turn-PPO.
+  Turn-PPO. The gradient of a row's ratio goes through each token's own
+  log-prob (GSPO-token, section 4.3), so that a token counts with its own
+  importance; with equal importance the row's gradient is GSPO's.
 
   # Differs from the paper: the entropy bonus, as in the authors' code.
 
@@ -187,6 +202,7 @@ def policy_gradient(  # noqa: PLR0913
     clip_epsilon: see `clipped_surrogate`.
     clip_epsilon_high: see `clipped_surrogate`.
     dual_clip: see `clipped_surrogate`.
+    kl_clamp: see `k3`.
     kl_weight: beta.
     entropy_weight: 0 drops the bonus.
 
@@ -209,7 +225,10 @@ def policy_gradient(  # noqa: PLR0913
   # Masked first: 0 times an infinite ratio would be NaN, in the gradient too.
   log_ratios = of_tokens = jnp.where(mask, log_probs - old_log_probs, 0)
   if ratio_level == 'row':
-    log_ratios = jnp.where(mask, row_means(log_ratios, mask, rows), 0)
+    of_rows = jnp.where(mask, row_means(of_tokens, mask, rows), 0)
+    # The row's value with the token's gradient.
+    fixed_rows, fixed = jax.lax.stop_gradient((of_rows, of_tokens))
+    log_ratios = of_tokens - fixed + fixed_rows
   # A surrogate is as large as its advantage, so the weight goes there.
   advantages_BC = jnp.where(mask, advantages * importance, 0)
   policy = clipped_surrogate(
@@ -242,7 +261,9 @@ def policy_gradient(  # noqa: PLR0913
   if dual_clip is not None:
     metrics['ratio/clipped_dual'] = (ratio > dual_clip) & (advantages_BC < 0)
   if kl_weight:
-    kl = k3(jnp.where(mask, log_probs, 0), jnp.where(mask, ref_log_probs, 0))
+    kl = k3(
+      jnp.where(mask, log_probs, 0), jnp.where(mask, ref_log_probs, 0), kl_clamp
+    )
     loss += kl_weight * kl
     metrics['loss/kl'] = kl
   metrics = {k: v.astype(jnp.float32) for k, v in metrics.items()}

@@ -91,5 +91,9 @@ class Trajectory:
 
   @property
   def score(self) -> float | None:
-    """How well it went, in [0, 1]; None if the environment does not say."""
-    return self.steps[-1].result.score if self.steps else None
+    """Score of the episode, in [0, 1]; 0 where the episode failed.
+
+    None if the environment has no score, or the episode no steps.
+    """
+    score = self.steps[-1].result.score if self.steps else None
+    return 0.0 if self.failure and score is not None else score

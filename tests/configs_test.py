@@ -231,6 +231,7 @@ def test_other_words_change_what_they_say():
     'algorithm.penalty_scope': 'row',
     'algorithm.lone_episode': 'raw',
     'loss.dual_clip': 3.0,
+    'loss.kl_clamp': 10.0,
   }
   assert changed('strong') == {
     'algorithm.anchor': 'observation_and_actions',
@@ -241,6 +242,36 @@ def test_other_words_change_what_they_say():
     'filter.without_spread': True,
     'filter.warmup_iterations': 10,
   }
+
+
+@pytest.mark.parametrize('config', [alfworld, webshop, sokoban])
+@pytest.mark.parametrize('name', base.ALGORITHMS)
+def test_the_released_code_runs_the_algorithms_that_it_has(config, name):
+  variant = f'tiny,reference_code,{name}'
+  if name in base.RELEASED:
+    found = config.get_config(variant)
+    # Nothing that the algorithm ignores or refuses.
+    assert not list(config_lib._combinations(found))
+    assert (found.loss.dual_clip, found.loss.kl_clamp) == (3.0, 10.0)
+    rows = 'rows' if name in ('grpo', 'rloo') else 'trajectories'
+    assert found.algorithm.episode_stats == rows
+    return
+  with pytest.raises(ValueError) as error:
+    config.get_config(variant)
+  assert str(error.value) == (
+    f'--config=...:reference_code,{name}: the released code has no {name}; '
+    'reference_code accepts gigpo, grpo, ppo, reinforce_pp, '
+    'reinforce_pp_baseline, rloo'
+  )
+
+
+def test_the_released_code_evaluates_128_goals():
+  # 0 is all, of which there are 500.
+  assert webshop.get_config().evaluation.num_tasks == 0
+  for variant in ('reference_code', 'tiny,reference_code'):
+    assert webshop.get_config(variant).evaluation.num_tasks == 128
+  config = webshop.get_config('smoke,reference_code')
+  assert config.evaluation.num_tasks == 16
 
 
 def test_options_of_a_new_algorithm_are_fields(monkeypatch):

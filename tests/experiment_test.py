@@ -3,7 +3,8 @@
 import jax
 import pytest
 
-from gigpo_jax import experiment
+from configs import base
+from gigpo_jax import experiment, sampler
 
 
 def test_too_little_memory_names_field_and_remedy():
@@ -15,6 +16,23 @@ def test_too_little_memory_names_field_and_remedy():
     raise full
   assert str(error.value).startswith('rollout.batch_buckets: the device has')
   assert len(str(error.value).splitlines()) == 1
+
+
+def test_an_evaluation_samples_by_its_own_fields():
+  config = base.get_config()
+  for name, value in {'top_k': 5, 'top_p': 0.9, 'min_p': 0.1}.items():
+    config.rollout[name] = value
+  train, evaluation = (
+    experiment.make_sampling(config, evaluation=x) for x in (False, True)
+  )
+  assert train == sampler.Sampling(1.0, top_k=5, top_p=0.9, min_p=0.1)
+  assert evaluation == sampler.Sampling(0.4)
+  for name, value in {'top_k': 2, 'top_p': 0.8, 'min_p': 0.2}.items():
+    config.evaluation[name] = value
+  assert experiment.make_sampling(config) == train
+  assert experiment.make_sampling(config, evaluation=True) == sampler.Sampling(
+    0.4, top_k=2, top_p=0.8, min_p=0.2
+  )
 
 
 def test_other_errors_stay_what_they_are():

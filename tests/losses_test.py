@@ -21,6 +21,27 @@ def test_k3_by_hand():
   np.testing.assert_allclose(gradient, [0, -1, 0.632121], atol=1e-6)
 
 
+def test_clamped_k3_by_hand():
+  # d = 8.5: e^8.5 - 9.5 = 4905.27, slope 1 - e^8.5 = -4913.77. d = 2: e^2 - 3 =
+  # 4.38906, slope 1 - e^2. d = -12: 11 + e^-12. The rest would overflow.
+  log_probs = jnp.array([-9.0, -3.0, -0.5, -200.0, -0.5])
+  reference = jnp.array([-0.5, -1.0, -12.5, -0.5, -500.0])
+
+  def total(x, clamp):
+    values = losses.k3(x, reference, clamp)
+    return jnp.sum(values), values
+
+  slope = jax.grad(total, has_aux=True)
+  found, values = slope(log_probs, 10.0)
+  np.testing.assert_allclose(values, [10, 4.38906, 10, 10, 10], rtol=1e-5)
+  np.testing.assert_allclose(found, [0, -6.38906, 0, 0, 0], rtol=1e-5)
+  # Without a clamp, of the first.
+  values = losses.k3(log_probs[:1], reference[:1])
+  found = jax.grad(lambda x: losses.k3(x, reference[0]))(log_probs[0])
+  np.testing.assert_allclose(values, [4905.27], rtol=1e-5)
+  np.testing.assert_allclose(found, -4913.77, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
   ('ratio', 'advantage', 'options', 'loss', 'slope'),
   [
@@ -343,6 +364,7 @@ def random_inputs(seed, *, corridor=False):
     {'clip_epsilon': 3e-3, 'clip_epsilon_high': 4e-3},
     {'dual_clip': 1.5, 'kl_weight': 0.0},
     {'clip_epsilon_high': 0.5, 'entropy_weight': 0.3, 'kl_weight': 0.5},
+    {'kl_weight': 0.5, 'kl_clamp': 0.05},
   ],
   ids=str,
 )
@@ -357,6 +379,52 @@ def test_against_a_slow_reference(level, options, corridor):
     )
     expected = slow_losses.policy_gradient(inputs, ratio_level=level, **options)
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def slope_of(inputs, **options):
+  """Returns the slope of the loss in each token's log-prob."""
+  inputs = jax.tree.map(jnp.asarray, inputs)
+
+  def total(log_probs):
+    changed = inputs | {'log_probs': log_probs}
+    return jnp.sum(losses.policy_gradient(**changed, **options)[0])
+
+  return jax.grad(total)(inputs['log_probs'])
+
+
+@pytest.mark.parametrize('level', losses.RATIOS)
+@pytest.mark.parametrize(
+  'options',
+  [{}, {'dual_clip': 1.5, 'kl_weight': 0.5, 'kl_clamp': 0.05}],
+  ids=str,
+)
+def test_slopes_against_a_slow_reference(level, options):
+  for seed in range(2):
+    inputs = random_inputs(seed)
+    found = slope_of(inputs, ratio_level=level, **options)
+    expected = slow_losses.slopes(inputs, ratio_level=level, **options)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_of_a_row_keep_their_own_importance():
+  # Ratio 1, advantage 1: the slope of a token is minus its weight. The mean of
+  # these weights, 1.25, was the slope of both.
+  inputs = row_arguments([0.0, 0.0], [0, 0])
+  inputs['importance'] = jnp.array([[2.0, 0.5]])
+  found = slope_of(inputs, ratio_level='row', **ALONE)
+  np.testing.assert_allclose(found, [[-2.0, -0.5]], rtol=1e-6)
+
+
+def test_equal_importance_of_a_row_has_the_slope_of_its_ratio():
+  # Without fixed log-probs: the derivative of the row's ratio itself.
+  inputs = random_inputs(0)
+  inputs['importance'][:] = 1
+  inputs['advantages'] = (1.0 + inputs['rows']).astype(np.float32)
+  found = slope_of(inputs, ratio_level='row', **ALONE)
+  expected = slow_losses.slopes(
+    inputs | {'fixed_log_probs': None}, ratio_level='row', **ALONE
+  )
+  np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize('aggregation', losses.AGGREGATIONS)

@@ -14,7 +14,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from envs import base
-from gigpo_jax import metrics, trajectory
+from gigpo_jax import evaluation, metrics, trajectory
 
 
 def test_wilson_by_hand():
@@ -108,6 +108,10 @@ def test_scores_are_averaged_over_episodes_not_steps():
   # One that broke off counts as 0: 1.25 / 4.
   episodes += [episode(None, failure='died'), episode(failure='died')]
   assert metrics.summarize(episodes)['train/score'] == 0.3125
+  # Also where it had a score before it broke off: 1.25 / 5.
+  episodes += [episode(0.5, 0.75, failure='died')]
+  assert metrics.summarize(episodes)['train/score'] == 0.25
+  assert evaluation.rates(episodes)['eval/score'] == 0.25
   # No score where the environment has none.
   assert 'train/score' not in metrics.summarize([episode(None)])
 

@@ -2,6 +2,8 @@
 
 import math
 
+import numpy as np
+
 
 def policy_gradient(  # noqa: PLR0913
   inputs,
@@ -10,10 +12,17 @@ def policy_gradient(  # noqa: PLR0913
   clip_epsilon=0.2,
   clip_epsilon_high=None,
   dual_clip=None,
+  kl_clamp=None,
   kl_weight=0.01,
   entropy_weight=0.001,
 ):
-  """Returns the loss of every token of a batch, a list of lines."""
+  """Returns the loss of every token of a batch, a list of lines.
+
+  The ratio of a row is that of `inputs['fixed_log_probs']`, where they are
+  given, times each token's own change from these: GSPO-token.
+  """
+  fixed = inputs.get('fixed_log_probs')
+  fixed = inputs['log_probs'] if fixed is None else fixed
   mask, rows = inputs['mask'], inputs['rows']
   high = clip_epsilon if clip_epsilon_high is None else clip_epsilon_high
   found = []
@@ -30,10 +39,10 @@ def policy_gradient(  # noqa: PLR0913
       ]
       used = alike if ratio_level == 'row' else [c]
       gaps = [
-        float(inputs['log_probs'][b][k]) - float(inputs['old_log_probs'][b][k])
-        for k in used
+        float(fixed[b][k]) - float(inputs['old_log_probs'][b][k]) for k in used
       ]
-      ratio = math.exp(sum(gaps) / len(gaps))
+      change = float(inputs['log_probs'][b][c]) - float(fixed[b][c])
+      ratio = math.exp(sum(gaps) / len(gaps) + change)
       advantage = float(inputs['advantages'][b][c])
       advantage *= float(inputs['importance'][b][c])
       clipped = min(max(ratio, 1 - clip_epsilon), 1 + high)
@@ -43,7 +52,8 @@ def policy_gradient(  # noqa: PLR0913
       if kl_weight:
         d = float(inputs['ref_log_probs'][b][c])
         d -= float(inputs['log_probs'][b][c])
-        loss += kl_weight * (math.exp(d) - d - 1)
+        kl = math.exp(d) - d - 1
+        loss += kl_weight * (kl if kl_clamp is None else min(kl, kl_clamp))
       entropy = float(inputs['entropies'][b][c])
       bonus = entropy
       if inputs.get('corridor') is not None:
@@ -53,6 +63,22 @@ def policy_gradient(  # noqa: PLR0913
         bonus -= float(inputs['corridor'][b][c]) * outside
       line.append(loss - entropy_weight * bonus)
     found.append(line)
+  return found
+
+
+def slopes(inputs, **options):
+  """Returns the slope of the loss in each token's log-prob."""
+  at = inputs['log_probs'].astype('float64')
+  inputs = {'fixed_log_probs': at} | inputs
+  found, h = np.zeros_like(at), 1e-6
+  for b, c in np.ndindex(at.shape):
+    ends = []
+    for sign in (1, -1):
+      moved = at.copy()
+      moved[b, c] += sign * h
+      losses = policy_gradient(inputs | {'log_probs': moved}, **options)
+      ends.append(sum(map(sum, losses)))
+    found[b, c] = (ends[0] - ends[1]) / (2 * h)
   return found
 
 
