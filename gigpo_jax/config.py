@@ -556,28 +556,38 @@ def _missing_environment(config: ml_collections.ConfigDict) -> Iterator[str]:
     return
   try:
     for split in ('train', config.evaluation.split):
-      if split is None:
-        continue
-      available = len(envs.tasks(config.env.name, split, **env_kwargs(config)))
-      if split == 'train' and available < config.rollout.groups:
-        yield (
-          f'rollout.groups={config.rollout.groups}: more groups than tasks; '
-          f'split train has {available}'
-        )
-      if split != 'train' and available < config.evaluation.num_tasks:
-        yield (
-          f'evaluation.num_tasks={config.evaluation.num_tasks}: split '
-          f'{split} has {available} tasks; at most that, or 0 for all'
-        )
+      if split is not None:
+        yield from _too_few_tasks(config, split)
   except ValueError as error:
     yield _of_environment(config, str(error))
+
+
+def _too_few_tasks(
+  config: ml_collections.ConfigDict, split: str
+) -> Iterator[str]:
+  tasks_of_split = envs.tasks(config.env.name, split, **env_kwargs(config))
+  available = len(tasks_of_split)
+  if split == 'train':
+    groups = config.rollout.groups
+    if draw := getattr(tasks_of_split, 'draw', None):
+      draw(0, groups)
+    if available < groups:
+      yield (
+        f'rollout.groups={groups}: more groups than tasks; split train has '
+        f'{available}'
+      )
+  elif available < config.evaluation.num_tasks:
+    yield (
+      f'evaluation.num_tasks={config.evaluation.num_tasks}: split {split} has '
+      f'{available} tasks; at most that, or 0 for all'
+    )
 
 
 def _of_environment(config: ml_collections.ConfigDict, text: str) -> str:
   """Returns what an environment said of its tasks, with the field."""
   if text.startswith('split='):
     return f'evaluation.{text}'
-  if text.startswith('env.'):
+  if text.startswith(('env.', 'rollout.')):
     return text
   field = 'data_dir' if config.env.get('data_dir') else 'name'
   return f'env.{field}={config.env[field]}: {text}'

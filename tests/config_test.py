@@ -249,6 +249,17 @@ def test_what_an_environment_cannot_do_is_refused():
   assert found == ['tasks.draw=uncertain', 'filter.without_spread=True']
 
 
+def test_more_groups_than_lists_of_goals_are_refused():
+  config = webshop.get_config('tiny,reference_code,ppo')
+  assert config.rollout.groups == 64
+  assert not list(config_lib._missing_environment(config))
+  config.rollout.groups = 129
+  assert list(config_lib._missing_environment(config)) == [
+    'rollout.groups=129: with env.reference_sampling=True at most 128, each '
+    'with a list of goals of its own'
+  ]
+
+
 def test_a_corpus_is_asked_for():
   with pytest.raises(ValueError, match=r'no corpus; .*set \$SEARCH_QA_DATA'):
     config_lib.validate(search_qa.get_config(), needs_model=False)

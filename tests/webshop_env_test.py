@@ -169,8 +169,8 @@ def test_goals_as_in_the_released_code():
   assert ours.draw is None
   theirs = webshop_env.tasks('train', generator=SMALL, reference_sampling=True)
   length = len(ours) + 1000
-  # The list of each of 16 workers, but for its first 500.
-  assert len(theirs) == 16 * length
+  # The list of each of up to 128 workers, but for its first 500.
+  assert len(theirs) == 128 * length
   assert [theirs.seed(n * length) for n in range(16)] == list(range(16))
   assert len({theirs[n * length].instruction_text for n in range(16)}) > 8
   with pytest.raises(ValueError, match='split=valid: the released code trains'):
@@ -196,8 +196,8 @@ def test_draws_as_in_the_released_code():
       assert theirs[index] == lists[group][drawn[group]]
   sampler = tasks.TaskSampler('train', len(theirs), 16, 7, draw=theirs.draw)
   assert sampler.at(2) == [base.Task('train', index) for index in chosen]
-  with pytest.raises(ValueError, match=r'rollout.groups=17: .*at most 16'):
-    theirs.draw(0, 17)
+  with pytest.raises(ValueError, match=r'rollout.groups=129: .*at most 128'):
+    theirs.draw(0, 129)
 
 
 def test_the_panel_of_the_released_code_has_goals_of_its_training():
@@ -206,7 +206,7 @@ def test_the_panel_of_the_released_code_has_goals_of_its_training():
   assert panel.draw is None
   assert len(panel) == 128
   assert [panel.seed(n) for n in range(128)] == list(range(1_000, 1_128))
-  length = len(theirs) // 16
+  length = len(theirs) // 128
   trained = {
     (g.asin, str(g.goal_options))
     for g in map(theirs.__getitem__, range(length))

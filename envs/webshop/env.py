@@ -32,10 +32,10 @@ SUCCESS_REWARD = 10.0
 # Our name of a split: that of `goals.split`.
 SPLITS = {'train': 'train', 'valid': 'dev', 'test': 'test'}
 
-# In the released code each of the paper's 16 groups has a worker with a list of
-# goals of its own, of seeds 0, 1, ...; so has each of the 128 episodes of its
-# validation, of seeds 1,000, 1,001, ...
-_REFERENCE_GROUPS = 16
+# In the released code each group has a worker with a list of goals of its own,
+# of seeds 0, 1, ...: 16 groups of 8 episodes, or 128 of one episode for PPO. So
+# has each of the 128 episodes of its validation, of seeds 1,000, 1,001, ...
+_REFERENCE_LISTS = 128
 _REFERENCE_PANEL = 128
 _REFERENCE_VALIDATION = 1_000
 _GLOBAL = 0
@@ -64,12 +64,12 @@ def _catalogue(source: _Source) -> products.Catalogue:
 
 
 # A list of goals and the shop go together: both draw prices from the seed.
-@functools.lru_cache(maxsize=4 + _REFERENCE_GROUPS + _REFERENCE_PANEL)
+@functools.lru_cache(maxsize=4 + _REFERENCE_LISTS + _REFERENCE_PANEL)
 def _shop(source: _Source, seed: int) -> engine.Shop:
   return engine.Shop(_catalogue(source), seed=seed)
 
 
-@functools.lru_cache(maxsize=4 + _REFERENCE_GROUPS + _REFERENCE_PANEL)
+@functools.lru_cache(maxsize=4 + _REFERENCE_LISTS + _REFERENCE_PANEL)
 def _goals(source: _Source, seed: int) -> goals.Goals:
   if source.human_goals and not source.data_dir:
     raise ValueError(
@@ -124,7 +124,7 @@ class Goals:
       )
     if split == 'train':
       self.draw = self._draw
-      return [(seed, validated, None) for seed in range(_REFERENCE_GROUPS)]
+      return [(seed, validated, None) for seed in range(_REFERENCE_LISTS)]
     rng = np.random.RandomState(_REFERENCE_VALIDATION)
     size = min(_REFERENCE_PANEL, validated, available)
     chosen = rng.choice(min(validated, available), size=size, replace=False)
@@ -134,10 +134,10 @@ class Goals:
     ]
 
   def _draw(self, iteration: int, groups: int) -> list[int]:
-    if groups > _REFERENCE_GROUPS:
+    if groups > _REFERENCE_LISTS:
       raise ValueError(
         f'rollout.groups={groups}: with env.reference_sampling=True at most '
-        f'{_REFERENCE_GROUPS}, each with a list of goals of its own'
+        f'{_REFERENCE_LISTS}, each with a list of goals of its own'
       )
     rng = np.random.RandomState(0)
     for _ in range(iteration + 1):
