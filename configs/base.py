@@ -190,7 +190,7 @@ def use_tiny_policy(config: ml_collections.ConfigDict) -> None:
   config.optimizer.learning_rate = 2e-4
   config.learner.minibatch_rows = 256
   config.learner.microbatch_rows = 16
-  config.evaluation.num_tasks = 128
+  config.evaluation.num_tasks = 256
   # The policy as it samples in training; the paper's 0.4 flatters the start.
   config.evaluation.temperature = 1.0
   config.sft.init = 'scratch'

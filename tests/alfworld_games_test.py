@@ -153,11 +153,20 @@ def test_options_choose_rooms_and_task_types():
       'no task of',
     ),
     ({'num_games': 0}, 'num_games=0'),
+    ({'num_held_out': 0}, 'num_held_out=0'),
   ],
 )
 def test_bad_generator_options(options, message):
   with pytest.raises(ValueError, match=message):
     games.open_split('train', **options)
+
+
+def test_more_held_out_games_begin_with_the_same_ones():
+  few = games.open_split('valid_unseen', **SMALL)
+  more = games.open_split('valid_unseen', num_held_out=512, **SMALL)
+  assert (len(few), len(more)) == (134, 512)
+  assert few.world(133) == more.world(133)
+  assert len(games.open_split('train', num_held_out=512, **SMALL)) == 3553
 
 
 # -- plans are shortest ------------------------------------------------------

@@ -64,6 +64,13 @@ def test_small_shops_run_on_this_machine(variant: str):
   config_lib.validate(webshop.get_config(variant), needs_model=False)
 
 
+@pytest.mark.parametrize('module', MODULES)
+def test_tiny_is_evaluated_on_enough_tasks(module):
+  config = module.get_config('tiny')
+  assert config.evaluation.num_tasks >= 256
+  config_lib.validate(config, needs_model=False)
+
+
 @pytest.mark.parametrize('module', OTHERS)
 @pytest.mark.parametrize('variant', ['tiny', 'smoke', 'tiny,strong'])
 def test_small_variants_need_nothing_but_a_model(module, variant: str):

@@ -53,6 +53,7 @@ def open_split(
   data_dir: str | None = None,
   expected_counts: bool = True,
   num_games: int | None = None,
+  num_held_out: int | None = None,
   seed: int = 0,
   rooms: Sequence[str] = facts.ROOMS,
   receptacles: Sequence[int] | None = None,
@@ -69,6 +70,7 @@ def open_split(
       official one is an error.
     num_games: number of generated games; None for as many as the official
       split has.
+    num_held_out: the same of the splits other than 'train', where it differs.
     seed: of generated games, as are the next three; see `houses.generate`.
     rooms: sorts of rooms.
     receptacles: fewest and most receptacles.
@@ -90,8 +92,14 @@ def open_split(
     return Official(
       split, data_dir, expected_counts=expected_counts, task_types=task_types
     )
-  if num_games is not None and num_games < 1:
-    raise ValueError(f'env.generator.num_games={num_games}: must be at least 1')
+  for name, number in (
+    ('num_games', num_games),
+    ('num_held_out', num_held_out),
+  ):
+    if number is not None and number < 1:
+      raise ValueError(f'env.generator.{name}={number}: must be at least 1')
+  if split != 'train':
+    num_games = num_held_out or num_games
   options = {
     'seed': seed,
     'rooms': tuple(rooms),
