@@ -11,19 +11,21 @@ import base64
 import functools
 import gzip
 import hashlib
+import ipaddress
 import json
 import math
 import pathlib
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from urllib import parse
 
 import flask
 import jinja2
 import tokenizers
 import tqdm
 from markupsafe import Markup
-from werkzeug import serving
+from werkzeug import exceptions, serving
 
 from gigpo_jax import episodes, files, metrics
 
@@ -35,7 +37,10 @@ _CHARACTER_BYTES = 4
 # Of an exported page; browsers take long for more.
 _MAX_EXPORT_BYTES = 256 << 20
 
-_LOOPBACK = ('127.0.0.1', 'localhost')
+# Level 9 makes the file 7 % smaller and takes twice as long.
+_GZIP_LEVEL = 6
+
+_Decode = Callable[[Sequence[int]], str]
 
 # Fields of a step that are shown as they are, and those that are numbers.
 _TEXTS = ('observation', 'action', 'anchor')
@@ -91,18 +96,10 @@ def iteration(workdir: str | pathlib.Path, number: int) -> dict[str, Any]:
 
   Raises:
     KeyError: if they were not kept.
+    ValueError: in one line, if they cannot be read.
   """
-  groups: dict[int, dict[str, Any]] = {}
-  for record in _kept(workdir).read(number, tokens=False):
-    place = int(record['group'])
-    task = {
-      'group': place,
-      'task': f'{record["task_split"]}/{record["task_index"]}',
-      'kind': record['kind'],
-      'episodes': [],
-    }
-    groups.setdefault(place, task)['episodes'].append(_outline(record))
-  return {'iteration': number, 'groups': [groups[n] for n in sorted(groups)]}
+  found = _kept(workdir).groups(number, tokens=False)
+  return _iteration(number, [_group(records) for records in found])
 
 
 def steps(
@@ -112,19 +109,56 @@ def steps(
 
   Raises:
     KeyError: if they were not kept.
+    ValueError: in one line, if they cannot be read.
   """
   kept = _kept(workdir)
+  return _steps(kept.read(number, group), *_decoders(kept))
+
+
+def _iteration(number: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
+  return {'iteration': number, 'groups': groups}
+
+
+def _group(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+  first = records[0]
+  return {
+    'group': int(first['group']),
+    'task': f'{first["task_split"]}/{first["task_index"]}',
+    'kind': first['kind'],
+    'episodes': [_outline(record) for record in records],
+  }
+
+
+def _steps(
+  records: Sequence[dict[str, Any]],
+  decode: _Decode,
+  piece: _Decode,
+) -> list[list[dict[str, Any]]]:
+  return [
+    [_step(step, decode, piece) for step in record['steps'][:-1]]
+    for record in records
+  ]
+
+
+def _decoders(kept: episodes.EpisodeSet) -> tuple[_Decode, _Decode]:
+  """Returns what makes ids text: long ones, and pieces that come often.
+
+  Raises:
+    ValueError: in one line, if the tokenizer cannot be read.
+  """
   path = kept.directory / 'tokenizer' / 'tokenizer.json'
-  text = tokenizers.Tokenizer.from_file(str(path))
+  try:
+    text = tokenizers.Tokenizer.from_file(str(path))
+  except Exception as error:  # The library raises nothing narrower.
+    raise ValueError(
+      f'{path}: cannot be read ({error}); copy the tokenizer.json of the '
+      "run's policy there"
+    ) from error
 
   def decode(ids: Sequence[int]) -> str:
     return text.decode(list(ids), skip_special_tokens=False)
 
-  piece = functools.cache(decode)
-  return [
-    [_step(step, decode, piece) for step in record['steps'][:-1]]
-    for record in kept.read(number, group)
-  ]
+  return decode, functools.cache(decode)
 
 
 def _kept(workdir: str | pathlib.Path) -> episodes.EpisodeSet:
@@ -157,8 +191,8 @@ def _outline(record: dict[str, Any]) -> dict[str, Any]:
 
 def _step(
   step: dict[str, Any],
-  decode: Callable[[Sequence[int]], str],
-  piece: Callable[[Sequence[int]], str],
+  decode: _Decode,
+  piece: _Decode,
 ) -> dict[str, Any]:
   return (
     {name: step[name] for name in _TEXTS}
@@ -176,7 +210,7 @@ def _step(
 
 
 def spans(
-  decode: Callable[[Sequence[int]], str],
+  decode: _Decode,
   ids: Sequence[int],
   log_probs: Sequence[float],
 ) -> list[tuple[str, float | None, int]]:
@@ -241,8 +275,13 @@ def _policy(texts: dict[str, str]) -> str:
 
 def _packed(part: Any) -> str:
   """Returns JSON as base64 of gzip, which holds no character of HTML's."""
-  text = json.dumps(part, allow_nan=False)
-  return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+  packed = gzip.compress(_json(part).encode(), _GZIP_LEVEL, mtime=0)
+  return base64.b64encode(packed).decode()
+
+
+def _json(part: Any) -> str:
+  """Returns JSON; raises ValueError for numbers that browsers cannot read."""
+  return json.dumps(part, allow_nan=False)
 
 
 def export(
@@ -271,13 +310,17 @@ def export(
       )
   run['iterations'] = chosen
   parts, size = {'run': _packed(run)}, 0
+  if chosen:
+    kept = _kept(workdir)
+    decoders = _decoders(kept)
   for number in tqdm.tqdm(chosen, unit='iteration', disable=None):
-    found = iteration(workdir, number)
-    parts[f'iterations/{number}'] = _packed(found)
-    for group in found['groups']:
-      name = f'iterations/{number}/{group["group"]}'
-      parts[name] = _packed(steps(workdir, number, group['group']))
+    groups = []
+    for records in kept.groups(number):
+      groups.append(_group(records))
+      name = f'iterations/{number}/{groups[-1]["group"]}'
+      parts[name] = _packed(_steps(records, *decoders))
       size += len(parts[name])
+    parts[f'iterations/{number}'] = _packed(_iteration(number, groups))
     if size > _MAX_EXPORT_BYTES:
       raise ValueError(
         f'--export={path}: more than {_MAX_EXPORT_BYTES >> 20} MiB with '
@@ -286,55 +329,120 @@ def export(
   pathlib.Path(path).write_text(page(run['name'], parts), encoding='utf-8')
 
 
-def serve(workdir: str | pathlib.Path, host: str, port: int) -> None:
-  """Serves the page until it is interrupted; says where.
+def serve(
+  workdir: str | pathlib.Path, host: str, port: int, names: Sequence[str] = ()
+) -> None:
+  """Serves the page until it is interrupted; prints the address.
+
+  Args:
+    workdir: of the run.
+    host: address to listen at; `::` and `0.0.0.0` are all of the machine's.
+    port: to listen at; 0: a free one.
+    names: further names that the page may be asked for by, as of a proxy.
 
   Raises:
     ValueError: in one line, if there is no run.
     OSError: if the port is taken.
   """
   summary(workdir)
-  # By itself: werkzeug would end the process where the port is taken.
-  with socket.create_server((host, port)) as listening:
+  # Not by werkzeug, which would end the process where the port is taken.
+  ipv6 = ':' in host
+  with socket.create_server(
+    (host, port),
+    family=socket.AF_INET6 if ipv6 else socket.AF_INET,
+    dualstack_ipv6=host == '::' and socket.has_dualstack_ipv6(),
+  ) as listening:
     port = listening.getsockname()[1]
     server = serving.make_server(
       host,
       port,
-      application(workdir, host),
+      application(workdir, (host, *names)),
       threaded=True,
       fd=listening.fileno(),
     )
-  print(f'http://{host}:{port}/', flush=True)
+  print(f'http://{f"[{host}]" if ipv6 else host}:{port}/', flush=True)
   server.serve_forever()
 
 
+def trusted(header: str, names: Iterable[str]) -> bool:
+  """Returns whether a Host header names this machine.
+
+  A web page elsewhere can give its own name this machine's address, and then
+  read what is served here (DNS rebinding); the browser still sends that name.
+  An address has no name to give, so every address is this machine's.
+
+  Args:
+    header: its value, `NAME` or `NAME:PORT`.
+    names: of this machine.
+  """
+  try:
+    name = parse.urlsplit(f'//{header}').hostname or ''
+  except ValueError:
+    return False
+  try:
+    ipaddress.ip_address(name)
+  except ValueError:
+    return name.removesuffix('.') in {known.lower() for known in names}
+  return True
+
+
 def application(
-  workdir: str | pathlib.Path, host: str = '127.0.0.1'
+  workdir: str | pathlib.Path, names: Sequence[str] = ()
 ) -> flask.Flask:
-  """Returns what serves the page, and parts of the run as it asks for them."""
+  """Returns what serves the page, and parts of the run as it asks for them.
+
+  Args:
+    workdir: of the run.
+    names: names of this machine besides `localhost` and its host name, under
+      any of which the page may be asked for; see `trusted`.
+  """
   app = flask.Flask(__name__, static_folder=None)
-  if host in _LOOPBACK:
-    # A page from elsewhere whose name is made to lead here gets nothing.
-    app.config['TRUSTED_HOSTS'] = list(_LOOPBACK)
+  known = ('localhost', socket.gethostname(), *names)
+
+  @app.before_request
+  def _check_host():
+    header = flask.request.headers.get('Host', '')
+    if not trusted(header, known):
+      flask.abort(
+        400, f'Host {header}: not a name of this machine; see --names'
+      )
+
+  @app.after_request
+  def _harden(response):
+    response.headers['X-Content-Type-Options'] = 'nosniff'
+    return response
 
   @app.get('/')
   def _page():
-    return page(summary(workdir)['name'])
+    return page(pathlib.Path(workdir).resolve().name)
 
   @app.get('/run.json')
   def _run():
-    return summary(workdir)
+    return _answer(summary(workdir))
 
   @app.get('/iterations/<int:number>.json')
-  def _iteration(number: int):
-    return iteration(workdir, number)
+  def _of_iteration(number: int):
+    return _answer(iteration(workdir, number))
 
   @app.get('/iterations/<int:number>/<int:group>.json')
-  def _steps(number: int, group: int):
-    return steps(workdir, number, group)
+  def _of_group(number: int, group: int):
+    return _answer(steps(workdir, number, group))
 
-  @app.errorhandler(KeyError)
-  def _missing(error):
-    return {'error': f'{error}: no such episodes were kept'}, 404
-
+  app.register_error_handler(Exception, _failure)
   return app
+
+
+def _failure(error: Exception) -> flask.Response:
+  """Returns the answer to a request that failed; the page shows its text."""
+  if isinstance(error, exceptions.HTTPException):
+    return _answer({'error': error.description}, error.code or 500)
+  if isinstance(error, KeyError):
+    return _answer({'error': f'{error}: no such episodes were kept'}, 404)
+  if isinstance(error, (ValueError, OSError)):
+    return _answer({'error': str(error)}, 500)
+  flask.current_app.logger.error('a request failed', exc_info=error)
+  return _answer({'error': f'{type(error).__name__}: {error}'}, 500)
+
+
+def _answer(part: Any, status: int = 200) -> flask.Response:
+  return flask.Response(_json(part), status, mimetype='application/json')

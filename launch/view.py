@@ -27,6 +27,12 @@ _PORT = flags.DEFINE_integer(
   lower_bound=0,
   upper_bound=65535,
 )
+_NAMES = flags.DEFINE_list(
+  'names',
+  [],
+  'Names besides localhost, the host name and addresses under which browsers '
+  'may ask for the page, such as that of a proxy.',
+)
 
 
 def main(argv: list[str]) -> None:
@@ -44,7 +50,7 @@ def main(argv: list[str]) -> None:
       viewer.export(_WORKDIR.value, _EXPORT.value, numbers)
       print(_EXPORT.value)
     else:
-      viewer.serve(_WORKDIR.value, _HOST.value, _PORT.value)
+      viewer.serve(_WORKDIR.value, _HOST.value, _PORT.value, _NAMES.value)
   except (ValueError, OSError) as error:
     lines.refuse(str(error))
   except KeyboardInterrupt:

@@ -9,6 +9,7 @@ import pathlib
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import urllib.request
 
 import numpy as np
 import pytest
+from array_record.python import array_record_module
 from werkzeug import serving
 
 from envs import base
@@ -164,10 +166,87 @@ def test_the_parts_of_a_run(workdir):
     assert answer.status_code == 404 and 'no such' in answer.json['error']
 
 
-def test_other_names_of_this_machine_get_nothing(workdir):
+@pytest.fixture(name='damaged', params=['record', 'truncated', 'flipped'])
+def fixture_damaged(request, workdir, tmp_path):
+  """A run whose iteration 2 is damaged, and whose iteration 0 is not."""
+  root = tmp_path / 'damaged'
+  shutil.copytree(workdir, root)
+  path = sorted((root / 'episodes').glob('*.array_record-*'))[1]
+  data = bytearray(path.read_bytes())
+  if request.param == 'record':
+    records = episodes.open_set(root / 'episodes').source
+    found = [records[n] for n in range(6, 12)]
+    writer = array_record_module.ArrayRecordWriter(str(path), 'group_size:1')
+    for n, record in enumerate(found):
+      writer.write(record if n != 4 else record[: len(record) // 2])
+    writer.close()
+  elif request.param == 'truncated':
+    path.write_bytes(data[: len(data) // 2])
+  else:
+    middle = len(data) // 2
+    data[middle : middle + 64] = bytes(b ^ 0xFF for b in data[middle:][:64])
+    path.write_bytes(data)
+  return root
+
+
+def test_damaged_records_give_an_error_that_names_the_file(damaged):
+  client = viewer.application(damaged).test_client()
+  assert client.get('/').status_code == 200
+  answer = client.get('/iterations/2.json')
+  assert answer.status_code == 500
+  assert 'episodes-train.array_record-00001: record ' in answer.json['error']
+  assert 'is damaged' in answer.json['error']
+  assert '\n' not in answer.json['error']
+  with pytest.raises(ValueError, match='is damaged'):
+    viewer.export(damaged, damaged / 'run.html')
+
+
+def test_requests_never_end_in_html_errors(workdir, tmp_path):
+  root = tmp_path / 'run'
+  shutil.copytree(workdir, root)
+  client = viewer.application(root).test_client()
+  (root / 'config.json').write_text('{')
+  assert 'config.json' in client.get('/run.json').json['error']
+  (root / 'episodes/tokenizer/tokenizer.json').write_text('{')
+  assert 'tokenizer.json' in client.get('/iterations/2/0.json').json['error']
+  (root / 'episodes/dataset_info.json').write_text('{')
+  assert 'cannot be read' in client.get('/iterations/2.json').json['error']
+  answer = client.get('/nowhere')
+  assert answer.status_code == 404 and answer.json['error']
+  assert answer.headers['X-Content-Type-Options'] == 'nosniff'
+
+
+def test_all_answers_forbid_sniffing(workdir):
   client = viewer.application(workdir).test_client()
-  answer = client.get('/run.json', headers={'Host': 'evil.example'})
-  assert answer.status_code == 400
+  for path in ('/', '/run.json', '/iterations/2.json', '/iterations/1.json'):
+    assert client.get(path).headers['X-Content-Type-Options'] == 'nosniff'
+
+
+@pytest.mark.parametrize('host', ['127.0.0.1', '0.0.0.0', '::', 'localhost'])
+def test_only_names_of_this_machine_are_answered(workdir, host):
+  client = viewer.application(workdir, (host, 'proxy.example')).test_client()
+
+  def status(name):
+    return client.get('/run.json', headers={'Host': name}).status_code
+
+  ours = ('localhost', 'LOCALHOST.:80', '127.0.0.1:8010', '[::1]:8010')
+  ours += ('10.1.2.3', socket.gethostname(), 'Proxy.example')
+  assert {name: status(name) for name in ours} == dict.fromkeys(ours, 200)
+  others = ('evil.example', 'evil.example:8010', 'localhost.evil.example')
+  others += ('127.0.0.1.evil.example', '[::1', '')
+  assert {name: status(name) for name in others} == dict.fromkeys(others, 400)
+
+
+def test_an_export_decodes_every_record_once(workdir, tmp_path, monkeypatch):
+  decoded, decode = [], episodes.decode
+
+  def count(data, **kwargs):
+    decoded.append(data)
+    return decode(data, **kwargs)
+
+  monkeypatch.setattr(episodes, 'decode', count)
+  viewer.export(workdir, tmp_path / 'run.html')
+  assert len(decoded) == 12
 
 
 def test_nothing_written_by_others_is_html(workdir, tmp_path):
@@ -404,30 +483,17 @@ def test_in_a_frame_of_a_notebook(browser, workdir, tmp_path):
   assert not wrong
 
 
-def test_a_page_that_is_open_goes_along_with_the_run(browser, tmp_path):
+def test_a_page_that_is_open_goes_along_with_the_run(served, tmp_path):
   writer = metrics.Writer(tmp_path)
   writer.write(0, {'train/success_rate': 0.5, 'loss/total': math.nan})
-  server = serving.make_server(
-    '127.0.0.1', 0, viewer.application(tmp_path), threaded=True
-  )
-  thread = threading.Thread(target=server.serve_forever)
-  thread.start()
-  page = browser.new_page()
-  try:
-    page.goto(f'http://127.0.0.1:{server.server_port}/')
-    page.wait_for_selector('body[data-ready]')
-    assert page.locator('#metric option').all_text_contents() == [
-      'train/success_rate'
-    ]
-    writer.write(1, {'loss/total': 2.0})
-    page.evaluate('refresh()')
-    _shows(page, '#metric option', 2)
-  finally:
-    page.close()
-    server.shutdown()
-    thread.join()
-    server.server_close()
-    writer.close()
+  page = served(tmp_path)
+  assert page.locator('#metric option').all_text_contents() == [
+    'train/success_rate'
+  ]
+  writer.write(1, {'loss/total': 2.0})
+  page.evaluate('refresh()')
+  _shows(page, '#metric option', 2)
+  writer.close()
 
 
 def test_a_run_without_episodes_shows_its_curves(browser, tmp_path):
@@ -442,3 +508,51 @@ def test_a_run_without_episodes_shows_its_curves(browser, tmp_path):
   assert page.locator('.curve').count() == 2
   assert '--config.episodes.every=1' in page.text_content('#group')
   page.close()
+
+
+@pytest.fixture(name='served')
+def fixture_served(browser):
+  """Returns a function that serves a run and opens it: (run, size) -> page."""
+  open_ones = []
+
+  def serve(root, width=1500, height=950):
+    server = serving.make_server(
+      '127.0.0.1', 0, viewer.application(root), threaded=True
+    )
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    page = browser.new_page(viewport={'width': width, 'height': height})
+    open_ones.append((server, thread, page))
+    page.goto(f'http://127.0.0.1:{server.server_port}/')
+    page.wait_for_selector('body[data-ready]')
+    return page
+
+  yield serve
+  for server, thread, page in open_ones:
+    page.close()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_the_page_shows_that_a_record_is_damaged(served, damaged):
+  page = served(damaged)
+  assert 'is damaged' in page.text_content('#group .error')
+  assert page.locator('#groups button').count() == 0
+  page.click('#before')
+  _shows(page, '.episode', 3)
+
+
+def test_groups_are_chosen_on_a_phone(served, workdir):
+  page = served(workdir, 390, 844)
+  buttons = page.locator('#groups button')
+  boxes = [buttons.nth(n).bounding_box() for n in range(2)]
+  strip = page.locator('#groups').bounding_box()
+  for box in boxes:
+    # Large enough for a finger, all of it within the list and the screen.
+    assert box['height'] >= 44
+    assert strip['y'] <= box['y']
+    assert box['y'] + box['height'] <= min(strip['y'] + strip['height'], 844)
+  assert page.evaluate('document.documentElement.scrollWidth') == 390
+  buttons.nth(1).click()
+  page.wait_for_selector('.episode.broken')

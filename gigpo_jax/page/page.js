@@ -408,6 +408,9 @@ async function choose(iteration, group = 0) {
     if (now.iteration !== iteration) return; // Another was chosen meanwhile.
     now.data = data;
   } catch (error) {
+    if (now.iteration !== iteration) return;
+    now.data = null;
+    find('groups').replaceChildren();
     fail(error);
     return;
   }
