@@ -4,6 +4,7 @@
 authors' release. A path left empty is asked for at start.
 """
 
+import difflib
 import functools
 import importlib
 import pathlib
@@ -25,12 +26,15 @@ def parse_variants(
     ValueError: if `arg` holds anything else, or two sizes.
   """
   variants = [word for word in arg.split(',') if word]
-  unknown = [v for v in variants if v not in (*sizes, *changes)]
+  known = (*sizes, *changes)
+  unknown = [v for v in variants if v not in known]
   chosen = [v for v in variants if v in sizes]
   if unknown or len(chosen) > 1:
+    near = [m for v in unknown for m in difflib.get_close_matches(v, known, 1)]
+    hint = f'; did you mean {", ".join(near)}?' if near else ''
     raise ValueError(
       f'--config=configs/{name}.py:{arg}: accepts at most one of '
-      f'{", ".join(sizes)} and {", ".join(changes)}, joined by commas'
+      f'{", ".join(sizes)} and {", ".join(changes)}, joined by commas{hint}'
     )
   return ''.join(chosen), [b for b in changes if b in variants]
 

@@ -69,11 +69,24 @@ def check_folder(folder: pathlib.Path) -> bool:
     raise ValueError(
       f'{folder}: a file is in the way; must be a folder, or gone'
     )
-  paths = folder.iterdir() if folder.is_dir() else ()
-  found = sorted(int(p.name) for p in paths if p.name.isdecimal())
+  found = _numbers(folder)
   if found and all(damage(folder / str(n), contents=False) for n in found):
     raise _none_whole(folder, found)
   return bool(found)
+
+
+def _numbers(folder: pathlib.Path) -> list[int]:
+  """Returns the iterations of a folder's checkpoints, whole or not."""
+  paths = folder.iterdir() if folder.is_dir() else ()
+  return sorted(int(p.name) for p in paths if p.name.isdecimal())
+
+
+def describe_resume(folder: pathlib.Path) -> str:
+  """Returns where the same command resumes; takes no device."""
+  for n in reversed(_numbers(folder)):
+    if not damage(folder / str(n), contents=False):
+      return f'the same command resumes after iteration {n}'
+  return 'there is no checkpoint yet; the same command starts again'
 
 
 def _none_whole(folder: pathlib.Path, found: list[int]) -> ValueError:
@@ -202,8 +215,7 @@ class Checkpointer:
     try:
       yield
     except (OSError, ValueError) as error:  # Of the disk, of tensorstore.
-      names = [path.name for path in self._directory.iterdir()]
-      there = sorted(int(name) for name in names if name.isdecimal())
+      there = _numbers(self._directory)
       # What the system said comes last.
       reason = ' '.join(str(error).split())[-120:]
       raise hosts.Stopped(

@@ -120,10 +120,10 @@ def load(workdir: str | pathlib.Path) -> tuple[str, int, list[dict]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Prints the table, draws the picture; 2 is a mistake of the user."""
+  """Prints the table, draws a picture if asked; returns 2 if refused."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('workdirs', nargs='+', help='of runs')
-  parser.add_argument('--out', default='curves.png', help='the picture')
+  parser.add_argument('--out', help='file for the picture; none by default')
   options = parser.parse_args(argv)
   try:
     runs = [load(workdir) for workdir in options.workdirs]
@@ -131,8 +131,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stderr.write(f'{error}\n')
     return 2
   print(table(runs))
-  draw(runs, options.out)
-  print(f'\ncurves: {options.out}')
+  if options.out:
+    draw(runs, options.out)
+    print(f'\ncurves: {options.out}')
   return 0
 
 

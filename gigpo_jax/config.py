@@ -332,7 +332,8 @@ def _combinations(config: ml_collections.ConfigDict) -> Iterator[str]:
   if config.metrics.wandb and not _installed('wandb'):
     yield (
       f'metrics.wandb={config.metrics.wandb}: wandb is not installed; run pip '
-      "install 'gigpo_jax[wandb]', or leave it empty"
+      "install 'wandb>=0.19' (in a clone: pip install -e '.[wandb]'), or leave "
+      'it empty'
     )
   if config.env.name is None:
     yield f'env.name=None: must be one of {", ".join(envs.REGISTRY)}'

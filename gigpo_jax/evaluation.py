@@ -272,7 +272,7 @@ def main(
   evaluation.png into the folder.
 
   Args:
-    config: the experiment; without models and checkpoints, `model.path`.
+    config: the experiment.
     workdir: where to write.
     models: Hugging Face folders or names on the hub.
     checkpoints: work directories of runs, of which the newest is taken, or
@@ -286,7 +286,12 @@ def main(
     raise ValueError(f'--repeats={repeats}: must be at least 1')
   named = [('checkpoint', c) for c in checkpoints]
   named += [('model', m) for m in models]
-  named = named or [('model', config.model.path)]
+  if not named:
+    raise ValueError(
+      '--model, --checkpoint: missing; name the policy to evaluate, such as '
+      '--checkpoint=RUN or --model=RUN/policy'
+      + (f' or --model={config.model.path}' if config.model.path else '')
+    )
   for kind, path in named:
     if kind == 'checkpoint':
       _check_checkpoint(path)
@@ -349,6 +354,7 @@ def _with(
 
 def _play_one(config, kind: str, path: str, pool, repeats: int) -> list:
   config = _with(config, kind, path)
+  hosts.say(f'policy: --{kind}={path}')
   policy = experiment.make_policy(config)
   with jax.set_mesh(policy.mesh):
     params = policy.load()
@@ -397,7 +403,10 @@ def _restored(config, policy, start: dict, path: str) -> dict:
   policy.sampler.base = learner.base
   folder, iteration = _place(path)
   with checkpoint.Checkpointer(folder, read_only=True) as checkpointer:
-    _, states, _ = checkpointer.restore(like, iteration=iteration, partial=True)
+    iteration, states, _ = checkpointer.restore(
+      like, iteration=iteration, partial=True
+    )
+  hosts.say(f'policy after iteration {iteration}')
   return states['policy'].params
 
 

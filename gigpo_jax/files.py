@@ -27,6 +27,18 @@ def settle(beside: pathlib.Path, path: pathlib.Path) -> None:
   os.replace(beside, path)
 
 
+def open_to_umask(folder: pathlib.Path) -> None:
+  """Gives files the permissions that the umask allows.
+
+  Some libraries write for the owner only.
+  """
+  # A folder that this process made has those of the umask.
+  mode = folder.stat().st_mode & 0o666
+  for path in folder.rglob('*'):
+    if path.is_file():
+      path.chmod(mode)
+
+
 def read_object(path: pathlib.Path) -> dict:
   """Returns what a JSON file holds.
 

@@ -157,6 +157,7 @@ def whole(path: pathlib.Path) -> Iterator[str]:
     shutil.rmtree(beside, ignore_errors=True)
   yield str(beside)
   if first():
+    files.open_to_umask(pathlib.Path(beside))
     shutil.rmtree(path, ignore_errors=True)
     beside.rename(path)
 

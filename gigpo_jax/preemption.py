@@ -17,7 +17,7 @@ import time
 import types
 from collections.abc import Iterator
 
-from gigpo_jax import hosts
+from gigpo_jax import hosts, signals
 
 _AGAIN_SECS = 2.0
 
@@ -41,14 +41,9 @@ class Notice:
     self._late = self._held = self._left = False
 
   def __enter__(self) -> 'Notice':
-    self._reader, self._writer = os.pipe()
-    os.set_blocking(self._writer, False)
     self._handler_before = signal.signal(signal.SIGTERM, self._handle)
-    # A handler in Python waits for the end of a compilation or of an update;
-    # what is written here is read at once.
-    self._fd_before = signal.set_wakeup_fd(
-      self._writer, warn_on_full_buffer=False
-    )
+    self._listening = signals.listening(signal.SIGTERM, self._told.set)
+    self._listening.__enter__()
     self._thread = threading.Thread(target=self._watch, daemon=True)
     self._thread.start()
     return self
@@ -56,11 +51,10 @@ class Notice:
   def __exit__(self, *exception) -> None:
     self._left = True
     self._over.set()
-    signal.set_wakeup_fd(self._fd_before)
-    os.close(self._writer)
+    self._listening.__exit__(None, None, None)
+    self._told.set()
     # Until it is gone it may send signals, which end what does not handle them.
     self._thread.join()
-    os.close(self._reader)
     signal.signal(signal.SIGTERM, self._handler_before)
 
   def agreed(self) -> bool:
@@ -89,10 +83,7 @@ class Notice:
 
   def _watch(self) -> None:
     """Waits for SIGTERM, and for the end of the grace."""
-    while signal.SIGTERM not in (sent := os.read(self._reader, 64)):
-      if not sent:
-        return  # The run is over.
-    self._told.set()
+    self._told.wait()
     if self._over.wait(self._half):
       return
     self._late = not hosts.several()

@@ -341,17 +341,23 @@ def serve(
     names: further names that the page may be asked for by, as of a proxy.
 
   Raises:
-    ValueError: in one line, if there is no run.
-    OSError: if the port is taken.
+    ValueError: in one line, if there is no run, or the port is taken.
   """
   summary(workdir)
   # Not by werkzeug, which would end the process where the port is taken.
   ipv6 = ':' in host
-  with socket.create_server(
-    (host, port),
-    family=socket.AF_INET6 if ipv6 else socket.AF_INET,
-    dualstack_ipv6=host == '::' and socket.has_dualstack_ipv6(),
-  ) as listening:
+  try:
+    listening = socket.create_server(
+      (host, port),
+      family=socket.AF_INET6 if ipv6 else socket.AF_INET,
+      dualstack_ipv6=host == '::' and socket.has_dualstack_ipv6(),
+    )
+  except OSError as error:
+    raise ValueError(
+      f'--port={port}: cannot be used at {host} ({error.strerror}); give '
+      'another one, or --port=0 for any free port'
+    ) from error
+  with listening:
     port = listening.getsockname()[1]
     server = serving.make_server(
       host,

@@ -1,8 +1,11 @@
-"""What all commands share: flags, and errors as lines instead of tracebacks."""
+"""What all commands share: flags, help, errors as lines, Ctrl-C."""
 
+import ast
 import pathlib
 import re
 import runpy
+import sys
+import textwrap
 import traceback
 from collections.abc import Callable
 
@@ -11,7 +14,8 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 import configs
-from launch import lines
+from configs import base
+from launch import interrupt, lines
 
 _CONFIG = config_flags.DEFINE_config_file(
   'config', None, 'Experiment, such as configs/alfworld.py:tiny.'
@@ -19,15 +23,17 @@ _CONFIG = config_flags.DEFINE_config_file(
 _WORKDIR = flags.DEFINE_string(
   'workdir',
   None,
-  'Where the run lives; default runs/<config>-<variant>. The same command '
-  'with the same directory goes on where it stopped.',
+  'Work directory; default runs/<config>-<variant>. The same command with the '
+  'same directory resumes.',
 )
 
 
 def run(
   main: Callable[[ml_collections.ConfigDict, str], None], *, ending: str = ''
 ) -> None:
-  """Parses the flags and calls main(config, workdir).
+  """Runs a command.
+
+  Parses the flags and calls main(config, workdir).
 
   A mistake of the user (ValueError) is printed as it is, without traceback,
   and ends the process with status 2; what stops a run (`hosts.Stopped`)
@@ -37,10 +43,17 @@ def run(
     main: the command.
     ending: of the default work directory's name, of commands besides training.
   """
-  app.run(lambda _: _call(main, ending), flags_parser=_parse)
+  with interrupt.handled():
+    app.run(lambda _: _call(main, ending), flags_parser=_parse)
+
+
+_HELP = ('--help', '-h', '-help', '--helpshort', '--helpfull')
 
 
 def _parse(argv: list[str]) -> list[str]:
+  if set(_HELP) & set(argv[1:]):
+    print(_help())
+    sys.exit(0)
   try:
     argv = [_installed(argument) for argument in argv]
     _try_config(argv)
@@ -60,6 +73,52 @@ def _parse(argv: list[str]) -> list[str]:
       f'--config...{name.strip()}: no such field in the config{hint}'
     )
   return rest
+
+
+def _help() -> str:
+  """Returns the purpose of the command, its flags and the configs."""
+  of_main = flags.FLAGS.flags_by_module_dict().get(sys.argv[0], ())
+  shown = [flags.FLAGS[name] for name in ('config', 'workdir')]
+  shown += [flag for flag in of_main if flag not in shown]
+  listed = []
+  for flag in shown:
+    default = '' if flag.default in (None, '', []) else f' ({flag.default})'
+    listed += [f'  --{flag.name}{default}', _wrap(flag.help, 6)]
+  listed += [
+    '  --config.FIELD=VALUE',
+    _wrap('Any field of the config; they are listed in configs/base.py.', 6),
+  ]
+  sizes = [
+    f'  configs/{path.name}:{"|".join(found)}'
+    for path in sorted(pathlib.Path(configs.__file__).parent.glob('*.py'))
+    if (found := _sizes(path))
+  ]
+  return '\n'.join(
+    [
+      (sys.modules['__main__'].__doc__ or '').strip(),
+      '\nFlags:',
+      *listed,
+      '\nConfigs and their sizes:',
+      *sizes,
+      '\nFurther variants, after the size and joined by commas:',
+      _wrap(', '.join(base.CHANGES), 2),
+    ]
+  )
+
+
+def _wrap(text: str, indent: int) -> str:
+  margin = ' ' * indent
+  return textwrap.fill(
+    text, 79, initial_indent=margin, subsequent_indent=margin
+  )
+
+
+def _sizes(path: pathlib.Path) -> tuple[str, ...]:
+  """Returns the sizes that a config file accepts; does not run it."""
+  for node in ast.parse(path.read_text(encoding='utf-8')).body:
+    if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == 'SIZES':
+      return ast.literal_eval(node.value)
+  return ()
 
 
 def _installed(argument: str) -> str:
@@ -107,13 +166,14 @@ def _call(
   from gigpo_jax import hosts
 
   hosts.keep_memory()
+  interrupt.describe(lambda: 'the same command starts again')
   try:
     main(_CONFIG.value, workdir)
   except ValueError as error:
     lines.refuse(str(error), hosts.leave)
   except hosts.Stopped as error:
     lines.refuse(str(error), hosts.leave, status=1)
-  except (Exception, KeyboardInterrupt):
+  except Exception:
     traceback.print_exc()
     hosts.leave(1)
 

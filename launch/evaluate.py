@@ -4,14 +4,18 @@ r"""Evaluates policies on a config's panel: a table, JSON and a picture.
         --model=runs/alfworld-tiny/policy --repeats=4
     python launch/evaluate.py --config=configs/alfworld.py:tiny \
         --checkpoint=runs/alfworld-tiny --checkpoint=runs/alfworld-tiny-grpo
+    python launch/evaluate.py --config=configs/alfworld.py:tiny \
+        --model=runs/alfworld-tiny/policy --config.evaluation.temperature=0
 
-Of several, the first (checkpoints come before models) is compared with each of
-the others task by task.
-`--config.evaluation.temperature=0` is greedy.
+The third is greedy. At least one `--model` or `--checkpoint` is needed. The
+first of several, checkpoints before models, is compared with each of the others
+task by task.
 """
 
 if __name__ == '__main__':
   from absl import flags
+
+  from launch import command
 
   _MODELS = flags.DEFINE_multi_string(
     'model', [], 'Hugging Face folder, or a name on the hub; may be repeated.'
@@ -24,17 +28,18 @@ if __name__ == '__main__':
   )
   _REPEATS = flags.DEFINE_integer('repeats', 1, 'Episodes of a task.')
 
-  # Here, because worker processes import this file again, and must not load
-  # jax: on a TPU host it would seize the chips.
-  from gigpo_jax import evaluation
-  from launch import command
+  def main(config, workdir: str) -> None:
+    """Evaluates."""
+    # Here, because worker processes import this file again, and must not load
+    # jax: on a TPU host it would seize the chips.
+    from gigpo_jax import evaluation
 
-  command.run(
-    lambda config, workdir: evaluation.main(
+    evaluation.main(
       config,
       workdir,
       models=_MODELS.value,
       checkpoints=_CHECKPOINTS.value,
       repeats=_REPEATS.value,
     )
-  )
+
+  command.run(main)

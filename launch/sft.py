@@ -1,13 +1,23 @@
-"""Warm start: imitates an expert, `python launch/sft.py --config=...`.
+r"""Trains a policy to imitate an expert, or the episodes of a run.
 
-With `--config.sft.data=RUN/episodes` a run's episodes, the successful ones.
-Writes WORKDIR/policy, a Hugging Face directory for `--config.model.path`.
+    python launch/sft.py --config=configs/alfworld.py:tiny
+    python launch/sft.py --config=configs/alfworld.py:tiny --config.sft.epochs=2
+    python launch/sft.py --config=configs/alfworld.py:tiny --config.sft.init= \
+        --config.sft.data=runs/alfworld-tiny/episodes --workdir=runs/refined
+
+The third imitates the successful episodes of a run. Writes WORKDIR/policy, a
+Hugging Face directory for `--config.model.path`.
 """
 
 if __name__ == '__main__':
-  # Here, because worker processes import this file again, and must not load
-  # jax: on a TPU host it would seize the chips.
-  from gigpo_jax import sft
   from launch import command
 
-  command.run(sft.warm_start, ending='-sft')
+  def main(config, workdir: str) -> None:
+    """Imitates."""
+    # Here, because worker processes import this file again, and must not load
+    # jax: on a TPU host it would seize the chips.
+    from gigpo_jax import sft
+
+    sft.warm_start(config, workdir)
+
+  command.run(main, ending='-sft')

@@ -10,7 +10,7 @@ import sys
 
 from absl import app, flags
 
-from launch import lines
+from launch import interrupt, lines
 
 _SWEEP = flags.DEFINE_string('sweep', None, 'Python file with a list RUNS.')
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Where the runs live.')
@@ -28,6 +28,7 @@ def main(argv: list[str]) -> None:
   del argv
   from gigpo_jax import sweep
 
+  interrupt.describe(lambda: 'the same command resumes the sweep')
   # The runs are told to leave, too.
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
@@ -48,4 +49,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == '__main__':
-  app.run(main, flags_parser=lines.parse)
+  with interrupt.handled():
+    app.run(main, flags_parser=lines.parse)

@@ -1,7 +1,16 @@
-"""Trains: `python launch/train.py --config=configs/alfworld.py:tiny`."""
+"""Trains a policy.
+
+    python launch/train.py --config=configs/alfworld.py:tiny
+    python launch/train.py --config=configs/webshop.py:tiny --workdir=runs/shop
+    python launch/train.py --config=configs/alfworld.py:tiny --config.seed=1
+
+The same command resumes a run.
+"""
 
 if __name__ == '__main__':
   from absl import flags
+
+  from launch import command, interrupt
 
   _ALLOW_CONFIG_CHANGE = flags.DEFINE_bool(
     'allow_config_change',
@@ -16,16 +25,21 @@ if __name__ == '__main__':
     upper_bound=86_400.0,
   )
 
-  # Here, because worker processes import this file again, and must not load
-  # jax: on a TPU host it would seize the chips.
-  from gigpo_jax import train
-  from launch import command
+  def main(config, workdir: str) -> None:
+    """Trains."""
+    import pathlib
 
-  command.run(
-    lambda config, workdir: train.train(
+    # Here, because worker processes import this file again, and must not load
+    # jax: on a TPU host it would seize the chips.
+    from gigpo_jax import checkpoint, train
+
+    folder = pathlib.Path(workdir) / 'checkpoints'
+    interrupt.describe(lambda: checkpoint.describe_resume(folder))
+    train.train(
       config,
       workdir,
       allow_config_change=_ALLOW_CONFIG_CHANGE.value,
       grace_secs=_GRACE_SECS.value,
     )
-  )
+
+  command.run(main)

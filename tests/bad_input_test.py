@@ -149,6 +149,8 @@ COMMANDS = (
     said=('checkpoints/3: not there',),
     script='evaluate',
   ),
+  _flags(TINY, said=('--model, --checkpoint: missing',), script='evaluate'),
+  _flags('--config=configs/alfworld.py:tinny', said=('did you mean tiny?',)),
   _flags(TINY, '--repeats=0', said=('--repeats=0',), script='evaluate'),
   _flags(
     TINY,

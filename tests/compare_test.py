@@ -47,6 +47,15 @@ def test_a_row_says_where_a_run_began_and_ended(tmp_path, capsys):
   assert out.read_bytes().startswith(b'\x89PNG')
 
 
+def test_nothing_is_written_unless_asked(tmp_path, monkeypatch, capsys):
+  run = _run(tmp_path / 'a', variant='tiny', seed=3, rates=[0.25, 0.5])
+  (tmp_path / 'here').mkdir()
+  monkeypatch.chdir(tmp_path / 'here')
+  assert compare.main([run]) == 0
+  assert 'curves' not in capsys.readouterr().out
+  assert not list((tmp_path / 'here').iterdir())
+
+
 def test_what_is_no_run_is_refused_in_one_line(tmp_path, capsys):
   assert compare.main([str(tmp_path)]) == 2
   assert capsys.readouterr().err == (

@@ -338,6 +338,6 @@ def test_a_missing_writer_is_named(monkeypatch):
   monkeypatch.setattr(config_lib, '_installed', lambda package: False)
   message = _refusal(metrics__wandb='mine')
   assert message == (
-    "metrics.wandb=mine: wandb is not installed; run pip install 'gigpo_jax"
-    "[wandb]', or leave it empty"
+    "metrics.wandb=mine: wandb is not installed; run pip install 'wandb>=0.19' "
+    "(in a clone: pip install -e '.[wandb]'), or leave it empty"
   )

@@ -315,6 +315,27 @@ def test_a_run_that_has_to_leave_saves_the_iteration_before(
   _assert_ends_the_same(tmp_path, expected)
 
 
+@pytest.mark.parametrize(
+  ('moment', 'said'),
+  [
+    (
+      'learner:Learner.warm_up',
+      'there is no checkpoint yet; the same command starts again$',
+    ),
+    pytest.param(
+      'train:_Run._play@3,sampler:Sampler.step@3',
+      # The second may still be being written.
+      'the same command resumes after iteration [01]$',
+      marks=pytest.mark.slow,
+    ),
+  ],
+)
+def test_an_interrupt_ends_a_run_in_one_line(tmp_path, moment, said):
+  printed = _broken_off(f'{moment}~2:60', _small(tmp_path), status=130)
+  assert re.match(f'interrupted; {said}', printed, re.MULTILINE)
+  assert 'Traceback' not in printed
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ('moment', 'grace', 'saved'),
@@ -506,6 +527,7 @@ def test_checkpoints_and_exports_are_evaluated(uninterrupted, tmp_path):
     )
   )
   assert f'{workdir} less {workdir / "policy"}' in printed
+  assert f'policy: --checkpoint={workdir}\npolicy after iteration 2' in printed
   told = json.loads((tmp_path / 'evaluation.json').read_text())
   newest, same, _ = told['policies'].values()
   assert newest == same

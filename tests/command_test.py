@@ -1,0 +1,110 @@
+"""What commands share: help, suggestions, Ctrl-C."""
+
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from programs import PROJECT
+
+from configs import alfworld
+from gigpo_jax import checkpoint, files, hosts, signals
+
+
+def _launched(script: str, *flags: str) -> subprocess.CompletedProcess:
+  return subprocess.run(
+    [sys.executable, f'launch/{script}.py', *flags],
+    cwd=PROJECT,
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=False,
+  )
+
+
+@pytest.mark.parametrize('script', ['train', 'evaluate', 'sft'])
+def test_help_shows_flags_variants_and_examples(script):
+  done = _launched(script, '--help')
+  assert done.returncode == 0 and not done.stderr
+  for words in ('  --config\n', '  --workdir\n', 'configs/webshop.py:', 'grpo'):
+    assert words in done.stdout, words
+  assert done.stdout.count(f'    python launch/{script}.py --config=') == 3
+  for size in alfworld.SIZES:
+    assert re.search(rf'alfworld.py:.*\b{size}\b', done.stdout), size
+
+
+@pytest.mark.parametrize(
+  ('given', 'meant'), [('tinny', 'tiny'), ('tiny,grop', 'grpo')]
+)
+def test_an_unknown_variant_gets_a_suggestion(given, meant):
+  with pytest.raises(ValueError, match=rf'; did you mean {meant}\?$'):
+    alfworld.get_config(given)
+
+
+def test_a_taken_port_suggests_another(tmp_path):
+  (tmp_path / 'metrics.jsonl').write_text('{"iteration": 0}\n')
+  with socket.create_server(('127.0.0.1', 0)) as taken:
+    port = taken.getsockname()[1]
+    done = _launched('view', f'--workdir={tmp_path}', f'--port={port}')
+  assert done.returncode == 2
+  assert done.stderr.startswith(f'--port={port}: cannot be used at 127.0.0.1')
+  assert '--port=0' in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+_BUSY = """
+import hashlib, os, signal
+from launch import interrupt
+with interrupt.handled():
+  interrupt.describe(lambda: 'the same command resumes after iteration 12')
+  os.kill(os.getpid(), signal.SIGINT)
+  # As a compilation does, it keeps Python's handlers waiting.
+  hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)
+"""
+
+
+def test_an_interrupt_does_not_wait_for_what_is_under_way():
+  begin = time.monotonic()
+  done = subprocess.run(
+    [sys.executable, '-c', _BUSY],
+    cwd=PROJECT,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 130
+  assert done.stderr == (
+    'interrupted; the same command resumes after iteration 12\n'
+  )
+  assert time.monotonic() - begin < 60
+
+
+def test_the_line_names_the_newest_whole_checkpoint(tmp_path):
+  again = 'there is no checkpoint yet; the same command starts again'
+  assert checkpoint.describe_resume(tmp_path / 'none') == again
+  (tmp_path / '7').mkdir()
+  assert checkpoint.describe_resume(tmp_path) == again
+
+
+def test_a_signal_reaches_all_who_listen():
+  heard = []
+  with signals.listening(signal.SIGINT, lambda: heard.append('outer')):
+    with signals.listening(signal.SIGTERM, lambda: heard.append('inner')):
+      before = signal.signal(signal.SIGINT, lambda *_: None)
+      signal.raise_signal(signal.SIGINT)
+      signal.signal(signal.SIGINT, before)
+  assert heard == ['outer']
+
+
+def test_exported_files_have_the_permissions_of_the_umask(tmp_path):
+  with hosts.whole(tmp_path / 'policy') as folder:
+    inside = pathlib.Path(folder, 'inside')
+    inside.mkdir(parents=True)
+    (inside / 'weights').touch(mode=0o600)
+  (tmp_path / 'plain').touch()
+  mode = (tmp_path / 'policy' / 'inside' / 'weights').stat().st_mode
+  assert mode == (tmp_path / 'plain').stat().st_mode
+  files.open_to_umask(tmp_path)
