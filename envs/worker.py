@@ -3,40 +3,37 @@
 Speaks over a pipe with `gigpo_jax.env_pool`. Lives here so that the process
 imports neither jax nor gigpo_jax.
 
-Calls are pickled tuples (kind, env, argument), answered one by one and in
-order by ('reply', value), or ('error', line) of what was raised, or ('garbage',
-line) of an answer that cannot be used. The first answer, before any call, tells
-whether an environment could be made.
+Calls are pickled tuples (number, kind, env, argument), answered one by one and
+in order by `messages`. The first answer, before any call, has number 0 and
+tells whether an environment could be made.
+
+The worker leads a process group and ends what its environments have started: a
+guard, a process of its own, ends the group however the worker ends.
 """
 
 import contextlib
 import ctypes
-import numbers
 import os
 import pickle
 import signal
 import sys
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
+import psutil
 
 import envs
-from envs import base
+from envs import base, messages
 
 _PR_SET_PDEATHSIG = 1
+# Tells the guard that the worker is gone.
+_GONE = signal.SIGUSR1
+# How often the guard looks where the kernel does not tell it.
+_GUARD_SECS = 0.5
 
 # Simulators also leave by sys.exit, which is no Exception.
 _ERRORS = (Exception, SystemExit)
-
-# Bounds of numbers in an answer. Advantages and algorithm.components square
-# sums of them in float32, which ends at 3.4e38.
-BOUNDS = {'reward': 1e6, 'score': 1e6}
-LARGEST_METRIC = 1e12
-
-_ANSWERS = {'reset': base.Observation, 'step': base.StepResult}
-
-Answer = tuple[str, Any]
 
 
 class Host:
@@ -52,15 +49,15 @@ class Host:
     self._envs: dict[int, base.Env] = {}
     self._spare: list[base.Env] = []
 
-  def start(self) -> Answer:
+  def start(self) -> bytes:
     """Makes one environment ahead, to see whether it can be made."""
     try:
       self._spare.append(envs.make(self._name, **self._kwargs))
     except _ERRORS as error:
-      return 'error', describe(error)
-    return 'reply', None
+      return messages.refuse(0, messages.ERROR, describe(error, self._file()))
+    return messages.encode(0, 'start', None)
 
-  def call(self, kind: str, env: int, argument: Any) -> Answer:
+  def call(self, number: int, kind: str, env: int, argument: Any) -> bytes:
     """Calls prepare, reset or step; whatever it raises becomes a line."""
     try:
       if kind == 'step' and env not in self._envs:
@@ -72,15 +69,17 @@ class Host:
           else envs.make(self._name, **self._kwargs)
         )
       value = getattr(self._envs[env], kind)(argument)
-      if wrong := _wrong(kind, value):
-        self._drop(env)
-        return 'garbage', f'env.name={self._name}: {wrong}'
+      return messages.encode(number, kind, value)
+    except messages.Unusable as error:
+      self._drop(env)
+      line = f'env.name={self._name}: {_text(error)}'
+      return messages.refuse(number, messages.GARBAGE, line)
     except _ERRORS as error:
       # A failed preparation says nothing about the episode under way.
       if kind != 'prepare':
         self._drop(env)
-      return 'error', describe(error)
-    return 'reply', value
+      line = describe(error, self._file())
+      return messages.refuse(number, messages.ERROR, line)
 
   def close(self) -> None:
     """Closes all environments."""
@@ -93,74 +92,10 @@ class Host:
       if env in self._envs:
         self._envs.pop(env).close()
 
-
-def _wrong(kind: str, value: Any) -> str:
-  """Returns what is wrong with an answer; '' if it can be used."""
-  if kind not in _ANSWERS:
-    return ''
-  wanted = _ANSWERS[kind]
-  if not isinstance(value, wanted):
-    return f'{kind} gave {type(value).__name__}, not {wanted.__name__}'
-  if isinstance(value, base.Observation):
-    return _wrong_observation(value)
-  return _wrong_result(value)
-
-
-def _wrong_result(value: base.StepResult) -> str:
-  following = value.observation
-  if following is not None:
-    if not isinstance(following, base.Observation):
-      return f'observation is {type(following).__name__}, not Observation'
-    if wrong := _wrong_observation(following):
-      return wrong
-  for name in ('valid', 'success', 'done'):
-    if not isinstance(getattr(value, name), (bool, np.bool_)):
-      return f'{name}={getattr(value, name)!r:.80}: must be True or False'
-  if bool(value.done) != (following is None):
-    return f'done={value.done} does not go with what is to be seen next'
-  return _wrong_figures(value) or _wrong_text(
-    action=value.action,
-    final_anchor='' if value.final_anchor is None else value.final_anchor,
-  )
-
-
-def _wrong_figures(value: base.StepResult) -> str:
-  if not isinstance(value.metrics, dict):
-    return f'metrics is {type(value.metrics).__name__}, not dict'
-  figures = {'reward': value.reward}
-  if value.score is not None:
-    figures['score'] = value.score
-  for name, x in (figures | value.metrics).items():
-    if not isinstance(name, str):
-      return f'a metric is called {name!r:.80}, not a str'
-    bound = BOUNDS.get(name, LARGEST_METRIC)
-    if not isinstance(x, numbers.Real) or not abs(x) <= bound:
-      return f'{name}={x!r:.80}: must be a number within +-{bound:,.0f}'
-  return ''
-
-
-def _wrong_observation(value: base.Observation) -> str:
-  if not isinstance(value.actions, (tuple, list)):
-    return f'actions is {type(value.actions).__name__}, not tuple'
-  return _wrong_text(
-    prompt=value.prompt,
-    short_prompt=value.short_prompt,
-    anchor=value.anchor,
-    text=value.text,
-    task=value.task,
-    **{f'actions[{n}]': action for n, action in enumerate(value.actions)},
-  )
-
-
-def _wrong_text(**texts: Any) -> str:
-  for name, text in texts.items():
-    if not isinstance(text, str):
-      return f'{name} is {type(text).__name__}, not str'
-    try:
-      text.encode()
-    except UnicodeEncodeError as error:
-      return f'{name} is no text: {error}'
-  return ''
+  def _file(self) -> str | None:
+    """Returns the file of the environment's module."""
+    name = envs.REGISTRY.get(self._name, self._name)
+    return getattr(sys.modules.get(name), '__file__', None)
 
 
 def main(pipe: Connection, name: str, kwargs: dict, parent: int) -> None:
@@ -172,43 +107,119 @@ def main(pipe: Connection, name: str, kwargs: dict, parent: int) -> None:
   signal.signal(signal.SIGTERM, signal.SIG_IGN)
   # Simulators print, also from C; stdout belongs to the results of commands.
   os.dup2(sys.stderr.fileno(), 1)
-  host = Host(name, kwargs)
+  os.setsid()
+  _guard()
+  host, pid = Host(name, kwargs), os.getpid()
   try:
-    pipe.send_bytes(_pickle(host.start()))
+    _send(pipe, host.start(), pid)
     while True:
       call = pickle.loads(pipe.recv_bytes())
-      pipe.send_bytes(_pickle(host.call(*call)))
+      _send(pipe, host.call(*call), pid)
   except (EOFError, OSError):
     host.close()
+    _end_detached()
+
+
+def _send(pipe: Connection, message: bytes, pid: int) -> None:
+  if os.getpid() != pid:
+    # An environment has forked, and this is the copy: it must not answer.
+    os._exit(0)
+  view = memoryview(message)
+  while view:
+    view = view[os.write(pipe.fileno(), view) :]
 
 
 def die_with(parent: int) -> None:
   """Asks the kernel to end this process when its parent dies (Linux)."""
-  try:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-  except (AttributeError, OSError, TypeError):
-    return  # Elsewhere the closing pipe has to do.
-  if os.getppid() != parent:
+  if _ask_for_signal(signal.SIGKILL) and os.getppid() != parent:
     os._exit(0)
 
 
-def _pickle(answer: Answer) -> bytes:
+def _ask_for_signal(number: int) -> bool:
+  """Asks the kernel for a signal when the parent dies (Linux).
+
+  Returns whether it will come; elsewhere the closing pipe has to do.
+  """
   try:
-    return pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
-  except _ERRORS as error:  # What __reduce__ of any class may raise.
-    return pickle.dumps(('garbage', describe(error)))
+    return ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number) == 0
+  except (AttributeError, OSError, TypeError):
+    return False
 
 
-def describe(error: BaseException) -> str:
-  """Returns an exception in one line, with where it was raised."""
-  text = ' '.join(str(error).split()) or type(error).__name__
-  # Half a character could not be printed.
-  text = text.encode(errors='backslashreplace').decode()
-  trace = error.__traceback__
-  while trace and trace.tb_next:
+def _guard() -> None:
+  """Starts a process that ends this one's group when this one has ended."""
+  worker = os.getpid()
+  signal.pthread_sigmask(signal.SIG_BLOCK, {_GONE})
+  if os.fork():
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {_GONE})
+    return
+  try:
+    # The pipe's other end is to see that it closes.
+    os.closerange(3, 65_536)
+    asked = _ask_for_signal(_GONE)
+    while os.getppid() == worker:
+      if asked:
+        signal.sigwait({_GONE})
+      else:
+        time.sleep(_GUARD_SECS)
+  finally:
+    # The guard is a member of this group.
+    os.killpg(worker, signal.SIGKILL)
+
+
+def end_tree(pid: int) -> None:
+  """Ends a worker, its group, and what it started outside of its group."""
+  descendants = _descendants(pid)
+  with contextlib.suppress(OSError):
+    os.killpg(pid, signal.SIGKILL)
+  for process in descendants:
+    with contextlib.suppress(psutil.Error):
+      process.kill()
+
+
+def _end_detached() -> None:
+  """Ends what this process started outside of its group."""
+  group = os.getpgrp()
+  for process in _descendants(os.getpid()):
+    with contextlib.suppress(psutil.Error, OSError):
+      if os.getpgid(process.pid) != group:
+        process.kill()
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+  try:
+    return psutil.Process(pid).children(recursive=True)
+  except psutil.Error:
+    return []
+
+
+def describe(error: BaseException, file: str | None = None) -> str:
+  """Returns an exception in one line, with where it was raised.
+
+  Args:
+    error: the exception.
+    file: of an environment, whose last line on the way there is named, too.
+  """
+  places, trace = [], error.__traceback__
+  while trace:
+    places.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
     trace = trace.tb_next
-  place = ''
-  if trace:
-    file = os.path.basename(trace.tb_frame.f_code.co_filename)
-    place = f' ({file}:{trace.tb_lineno})'
-  return f'{type(error).__name__}: {text}{place}'
+  shown = places[-1:]
+  own = [place for place in places if place[0] == file]
+  if own and own[-1] not in shown:
+    shown += own[-1:]
+  where = ', called in '.join(
+    f'{os.path.basename(name)}:{line}' for name, line in shown
+  )
+  # The place is never what is cut.
+  text = messages.clean(_text(error) or type(error).__name__)
+  room = messages.MAX_REASON_BYTES - 512
+  text = text.encode()[:room].decode(errors='ignore')
+  return f'{type(error).__name__}: {text}' + (where and f' ({where})')
+
+
+def _text(error: BaseException) -> str:
+  try:
+    return str(error)
+  except _ERRORS:
+    return ''  # An exception of an environment may not even say what it is.

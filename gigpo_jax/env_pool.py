@@ -7,6 +7,12 @@ other episodes are played again up to where they were, which nobody notices: an
 environment is a function of its task and of the responses. One that proves not
 to be is a failure, too, and so is one that has waited for hung neighbours too
 often.
+
+Environments are not trusted: what their workers send holds data alone (see
+`envs.messages`), is bounded, and is checked. An answer of another process, or
+one that belongs to no call, never counts. Environments of one worker share its
+memory; a worker is as far as a wicked one reaches. Calls to workers are
+pickled, as they are this process's own.
 """
 
 import atexit
@@ -17,6 +23,7 @@ import multiprocessing
 import os
 import pickle
 import selectors
+import threading
 import time
 from collections.abc import Iterable
 from multiprocessing import connection
@@ -24,7 +31,7 @@ from typing import Any
 
 import psutil
 
-from envs import base, worker
+from envs import base, messages, worker
 
 # Workers get one thread each, and never the accelerator.
 _WORKER_ENVIRON = {
@@ -46,12 +53,20 @@ _START_TIMEOUT_SECS = 120.0
 # used, ended its process or did not answer in time; it went differently when it
 # was played again; or others of its worker hung too often.
 CAUSES = ('raised', 'garbage', 'died', 'hung', 'differed', 'neighbours')
+_CAUSES = {messages.ERROR: 'raised', messages.GARBAGE: 'garbage'}
 
 # How often an episode is played again after another one hung. If it were for
 # ever and all hung, every episode in turn would be waited for. One that dies is
 # found out at once.
 _MOST_REPLAYS = 4
 _CLOSE_TIMEOUT_SECS = 2.0
+
+# How much of an answer is read at once.
+_READ_BYTES = 1 << 20
+
+# How often the clock of time limits looks. Where it could not look for longer
+# than twice that, this process was stopped.
+_TICK_SECS = 0.25
 
 # Of a response, in a report.
 _SHOWN_CHARS = 60
@@ -90,6 +105,7 @@ class _Call:
   Attributes:
     kind: start, prepare, reset or step.
     env: which; -1 for a start.
+    number: by which its answer is known; 0 for a start.
     message: as it is sent.
     episode: number of the environment's episode, from 1 on.
     known: the answer, where a worker gave it that was lost since.
@@ -97,6 +113,7 @@ class _Call:
 
   kind: str
   env: int
+  number: int = 0
   message: bytes = b''
   episode: int = 0
   known: Reply | None = None
@@ -109,7 +126,9 @@ class _Worker:
   Attributes:
     sent: calls on their way or under way, oldest first; the start is one.
     waiting: calls that are held back until `sent` has room.
-    progress: when the oldest call of `sent` can have been taken up at last.
+    progress: when, by the pool's clock, the oldest call of `sent` can have been
+      taken up at last.
+    inbox: what of an answer has come.
     resets: how many it was given, those of episodes played again left out.
     died_idle: whether it was gone before it was asked anything.
   """
@@ -121,10 +140,42 @@ class _Worker:
   progress: float
   resets: int = 0
   died_idle: bool = False
+  inbox: bytearray = dataclasses.field(default_factory=bytearray)
 
   @property
   def starting(self) -> bool:
     return bool(self.sent) and self.sent[0].kind == 'start'
+
+
+class _Clock:
+  """Seconds that count for time limits: those in which this process could run.
+
+  A stopped process (Ctrl-Z, a frozen container, a suspended machine) cannot
+  tell; so a thread looks at the time again and again, and of a long pause
+  between two looks only a moment counts.
+  """
+
+  def __init__(self):
+    self._lock = threading.Lock()
+    self._seconds, self._last = 0.0, time.monotonic()
+    self._closed = threading.Event()
+    threading.Thread(target=self._tick, daemon=True).start()
+
+  def now(self) -> float:
+    """Returns how many have passed."""
+    with self._lock:
+      now = time.monotonic()
+      self._seconds += min(now - self._last, 2 * _TICK_SECS)
+      self._last = now
+      return self._seconds
+
+  def close(self) -> None:
+    """Ends the thread."""
+    self._closed.set()
+
+  def _tick(self) -> None:
+    while not self._closed.wait(_TICK_SECS):
+      self.now()
 
 
 class EnvPool:
@@ -138,7 +189,8 @@ class EnvPool:
     num_envs: environments alive at once.
     num_workers: processes they are spread over; 0 runs all in this process,
       without timeouts, for debugging.
-    step_timeout_secs: longest time a step may take.
+    step_timeout_secs: longest time a step may take, without the time in which
+      this process was stopped.
     reset_timeout_secs: longest time a reset or preparation may take.
     envs_per_group: as many neighbours share a worker, and its caches.
     max_resets_per_worker: a worker is replaced after as many resets, and its
@@ -190,6 +242,8 @@ class EnvPool:
     self._running: set[int] = set()
     self._answers: collections.deque[tuple[int, Reply]] = collections.deque()
     self._host = worker.Host(name, kwargs)
+    self._numbers = itertools.count(1)
+    self._clock = _Clock()
     self._context = multiprocessing.get_context('spawn')
     self._selector = selectors.DefaultSelector()
     # Processes that were let go, and when.
@@ -242,8 +296,12 @@ class EnvPool:
     self._submit('step', env, response)
 
   def end(self, env: int) -> None:
-    """Is told that an episode is over, though its environment would go on."""
+    """Ends an episode though its environment would continue."""
     self._running.discard(env)
+
+  def refuse(self, env: int, reason: str) -> Failure:
+    """Ends an episode whose last answer cannot be used; returns the failure."""
+    return self._record(env, 'garbage', reason)
 
   def prepare(self, env: int, task: base.Task) -> None:
     """Lets the environment's worker load a task ahead; never answered."""
@@ -290,6 +348,7 @@ class EnvPool:
       _end(process)
     self._leaving = []
     self._selector.close()
+    self._clock.close()
     self._host.close()
     atexit.unregister(self.close)
 
@@ -297,8 +356,8 @@ class EnvPool:
 
   def _open(self, num_workers: int) -> None:
     if not num_workers:
-      what, value = self._host.start()
-      self._start_error = value if what == 'error' else ''
+      what, value = self._decode(self._host.start(), 'start')
+      self._start_error = '' if what == messages.REPLY else value
     # All at once: most of a start is waiting for imports.
     for _ in range(num_workers):
       self._workers.append(self._start())
@@ -334,7 +393,7 @@ class EnvPool:
           os.environ[name] = value
     theirs.close()
     sent = collections.deque([_Call('start', -1)])
-    w = _Worker(process, ours, sent, collections.deque(), time.monotonic())
+    w = _Worker(process, ours, sent, collections.deque(), self._clock.now())
     self._selector.register(ours, selectors.EVENT_READ, (w, 'pipe'))
     self._selector.register(
       process.sentinel, selectors.EVENT_READ, (w, 'sentinel')
@@ -435,17 +494,23 @@ class EnvPool:
   def _submit(
     self, kind: str, env: int, argument: Any, known: Reply | None = None
   ) -> None:
+    number = next(self._numbers)
     if not self._workers:
-      call = _Call(kind, env, b'', self._episodes[env])
-      self._take(call, *self._host.call(kind, env, argument))
+      call = _Call(kind, env, number, b'', self._episodes[env])
+      answer = self._host.call(number, kind, env, argument)
+      self._take(call, *self._decode(answer, kind))
       return
     place = self._place(env)
     w = self._workers[place]
     if w is None:
       w = self._workers[place] = self._start()
       self.restarts += 1
-    message = pickle.dumps((kind, env, argument), pickle.HIGHEST_PROTOCOL)
-    w.waiting.append(_Call(kind, env, message, self._episodes[env], known))
+    message = pickle.dumps(
+      (number, kind, env, argument), pickle.HIGHEST_PROTOCOL
+    )
+    w.waiting.append(
+      _Call(kind, env, number, message, self._episodes[env], known)
+    )
     self._send(w)
 
   def _send(self, w: _Worker) -> None:
@@ -457,7 +522,7 @@ class EnvPool:
       if w.sent and full:
         return
       if not w.sent:
-        w.progress = time.monotonic()
+        w.progress = self._clock.now()
       w.sent.append(w.waiting.popleft())
       try:
         w.pipe.send_bytes(w.sent[-1].message)
@@ -468,18 +533,20 @@ class EnvPool:
 
   def _wait(self, end: float | None) -> None:
     """Takes what comes until `end` or a worker's time is up, once."""
-    limits = [
-      w.progress + self._timeouts[w.sent[0].kind]
+    now = self._clock.now()
+    waits = [
+      w.progress + self._timeouts[w.sent[0].kind] - now
       for w in self._workers
       if w and w.sent
     ]
-    limits += [] if end is None else [end]
-    timeout = max(0.0, min(limits) - time.monotonic())
+    waits += [] if end is None else [end - time.monotonic()]
+    timeout = max(0.0, min(waits))
     while events := self._selector.select(timeout):
       ready = [key.data for key, _ in events]
       for w, handle in ready:
         if handle == 'pipe':
-          self._read(w)
+          if w in self._workers:
+            self._read(w)
         elif (w, 'pipe') not in ready and w in self._workers:
           # Something that the simulator started holds the pipe open.
           self._lose(w, 'died', _death(w.process))
@@ -487,23 +554,48 @@ class EnvPool:
     self._check_clocks()
 
   def _read(self, w: _Worker) -> None:
+    """Reads what has come, which may be a part of an answer or several."""
     try:
-      data = w.pipe.recv_bytes()
-    except (EOFError, OSError):
+      data = os.read(w.pipe.fileno(), _READ_BYTES)
+    except OSError:
+      data = b''
+    if not data:
       self._lose(w, 'died', _death(w.process))
       return
-    try:
-      what, value = pickle.loads(data)
-    except Exception as error:  # Classes of simulators may not be known here.
-      what, value = 'garbage', worker.describe(error)
+    w.inbox += data
+    header = messages.HEADER
+    while w in self._workers and len(w.inbox) >= header.size:
+      size, pid, number = header.unpack_from(w.inbox)
+      if size > messages.MAX_BYTES:
+        self._lose(w, 'garbage', f'the worker announced {size:,} bytes')
+        return
+      end = header.size + size
+      if len(w.inbox) < end:
+        return
+      body = bytes(w.inbox[header.size : end])
+      del w.inbox[:end]
+      # A process that an environment started may hold the pipe, too.
+      if pid == w.process.pid:
+        self._answer(w, number, body)
+
+  def _answer(self, w: _Worker, number: int, body: bytes) -> None:
+    """Takes a whole answer of a worker."""
+    if not w.sent or number != w.sent[0].number:
+      self._lose(w, 'garbage', 'the worker answered a call that it did not get')
+      return
     call = w.sent[0]
-    if call.kind == 'start' and what == 'error':
+    what, value = messages.decode(body, call.kind)
+    if call.kind == 'start' and what != messages.REPLY:
       self._lose(w, 'raised', value)
       return
     w.sent.popleft()
-    w.progress = time.monotonic()
+    w.progress = self._clock.now()
     self._send(w)
     self._take(call, what, value)
+
+  def _decode(self, answer: bytes, kind: str) -> tuple[str, Any]:
+    """Returns (kind, value) of an answer of this process."""
+    return messages.decode(answer[messages.HEADER.size :], kind)
 
   def _take(self, call: _Call, what: str, value: Any) -> None:
     if call.kind in ('start', 'prepare'):
@@ -512,8 +604,8 @@ class EnvPool:
       call.env not in self._running or call.episode != self._episodes[call.env]
     ):
       return  # Its episode is over.
-    if what != 'reply':
-      self._fail(call.env, 'raised' if what == 'error' else what, value)
+    if what != messages.REPLY:
+      self._fail(call.env, _CAUSES[what], value)
       return
     if call.known is not None:
       if value != call.known:
@@ -526,14 +618,17 @@ class EnvPool:
     self._answers.append((call.env, value))
 
   def _fail(self, env: int, cause: str, reason: str) -> None:
+    self._answers.append((env, self._record(env, cause, reason)))
+
+  def _record(self, env: int, cause: str, reason: str) -> Failure:
     last_action = (self._responses[env] or [''])[-1]
     failure = Failure(env, self._tasks[env], last_action, cause, reason)
     self._running.discard(env)
     self.failures.append(failure)
-    self._answers.append((env, failure))
+    return failure
 
   def _check_clocks(self) -> None:
-    now = time.monotonic()
+    now = self._clock.now()
     for w in list(self._workers):
       if not w or not w.sent:
         continue
@@ -551,6 +646,8 @@ def _death(process: multiprocessing.Process) -> str:
 
 
 def _end(process: multiprocessing.Process) -> None:
+  if process.is_alive():
+    worker.end_tree(process.pid)
   process.kill()
   process.join()
   process.close()

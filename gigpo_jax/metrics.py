@@ -23,6 +23,29 @@ _FILE = 'metrics.jsonl'
 # off and resumed.
 UNREPEATABLE = ('time/', 'rollout/', 'sampler/')
 
+# Names of `summarize` and `evaluation.rates`; an environment's metric of such a
+# name, or of one that begins so, gets `_OWN` before it.
+RESERVED = (
+  'episode_length',
+  'episode_reward',
+  'episodes',
+  'failed_episodes',
+  'invalid_action_rate',
+  'prompt_tokens',
+  'response_tokens',
+  'response_tokens_max',
+  'score',
+  'score_high',
+  'score_low',
+  'shortened_prompts',
+  'success_high',
+  'success_low',
+  'success_rate',
+  'truncated_rate',
+)
+_OWN = 'env_'
+_RESERVED_PREFIXES = ('failed_episodes/', 'success_rate/', _OWN)
+
 # Of the console's line, in order: metric and its format.
 _CONSOLE = {
   'train/success_rate': 'success {:6.1%}',
@@ -91,9 +114,14 @@ def summarize(
       found = [
         s.result.metrics[name] for s in steps if name in s.result.metrics
       ]
-      # One of the names above is taken.
-      values[f'env_{name}' if name in values else name] = np.mean(found)
+      values[_own_name(name)] = np.mean(found)
   return {f'{prefix}/{name}': float(v) for name, v in values.items()}
+
+
+def _own_name(name: str) -> str:
+  """Returns what an environment's metric is called, never as one of ours."""
+  taken = name in RESERVED or name.startswith(_RESERVED_PREFIXES)
+  return f'{_OWN}{name}' if taken else name
 
 
 def _failed(

@@ -26,6 +26,12 @@ _SHARED_WAIT_SECS = 0.05
 
 SCHEDULES = ('async', 'lockstep')
 
+# Longest prompt that is tokenized, in characters: more than tokens ever have
+# (the longest of Qwen's 150,000 are lines of dashes), and never fewer than
+# what a small limit of tokens may cut from.
+_CHARS_PER_TOKEN = 64
+_LEAST_CHARS = 65_536
+
 
 @dataclasses.dataclass(eq=False)
 class _Episode:
@@ -241,11 +247,26 @@ class _Rollout:
         if observation and len(episode.steps) == self._roller.max_turns:
           self._pool.end(env)
           observation = None
+      if observation and (reason := self._too_long(observation)):
+        episode.failure = str(self._pool.refuse(env, reason))
+        observation = None
       if observation is None:
         self._end(env)
       else:
         observations[env] = observation
     return observations
+
+  def _too_long(self, observation: base.Observation) -> str:
+    """Returns why a prompt is not even tokenized; '' if it is."""
+    tokens = self._roller.max_prompt_tokens
+    limit = max(_LEAST_CHARS, _CHARS_PER_TOKEN * tokens)
+    longest = max(len(observation.prompt), len(observation.short_prompt))
+    if longest <= limit:
+      return ''
+    return (
+      f'a prompt of {longest:,} characters; rollout.max_prompt_tokens={tokens} '
+      f'takes at most {limit:,}'
+    )
 
   def _end(self, env: int) -> None:
     del self._running[env]

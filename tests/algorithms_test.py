@@ -4,7 +4,7 @@ import pytest
 import slow_credit
 
 from configs import alfworld
-from envs import worker
+from envs import messages
 from gigpo_jax import advantages, algorithms, batch, experiment
 from gigpo_jax import config as config_lib
 from gigpo_jax.algorithms import gigpo
@@ -405,8 +405,8 @@ def test_gae_against_a_slow_reference(level, discount, decay, whiten):
 def test_the_largest_rewards_give_finite_advantages(name):
   rows = random_rows(1)
   scale = np.where(rows.episodes % 2, 1, -1) * rows.real
-  rows.rewards[:] = scale * worker.BOUNDS['reward']
-  rows.components[:] = (scale * worker.LARGEST_METRIC)[:, None]
+  rows.rewards[:] = scale * messages.BOUNDS['reward']
+  rows.components[:] = (scale * messages.LARGEST_METRIC)[:, None]
   values = None
   if algorithms.make(name).needs_values:
     values = np.zeros(rows.completion_mask.shape, np.float32)

@@ -14,7 +14,7 @@ import faulty_env
 import psutil
 import pytest
 
-from envs import base, toy, worker
+from envs import base, toy
 from gigpo_jax import env_pool
 
 RIGHT = '<think>on</think><action>right</action>'
@@ -163,15 +163,15 @@ def test_numbers_out_of_bounds_name_the_environment(monkeypatch, changes, said):
   monkeypatch.setattr(
     toy.Env, 'step', lambda *args: dataclasses.replace(step(*args), **changes)
   )
-  host = worker.Host('toy', {})
-  host.start()
-  host.call('reset', 0, base.Task('train', 0))
-  kind, answer = host.call('step', 0, RIGHT)
+  with _pool(0, 1) as pool:
+    pool.reset(0, base.Task('train', 0))
+    pool.step(0, RIGHT)
+    (_, _), (_, answer) = pool.receive()
   if said:
-    assert kind == 'garbage'
-    assert answer.startswith('env.name=toy: ') and said in answer
+    assert answer.cause == 'garbage'
+    assert answer.reason.startswith('env.name=toy: ') and said in answer.reason
   else:
-    assert kind == 'reply'
+    assert isinstance(answer, base.StepResult)
 
 
 def test_prepare_is_never_answered():
@@ -247,7 +247,7 @@ def test_closing_twice_leaves_no_process():
 # A program started in the background may have been told to ignore SIGINT.
 SCRIPT = """
 import signal, sys, time
-from envs import base, toy, worker
+from envs import base, toy
 from gigpo_jax import env_pool
 if __name__ == '__main__':
   signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -449,6 +449,145 @@ def test_a_fault_ends_its_own_episode_and_is_named(fault: str):
       assert history[1] == expected[1]
     # Everything can be used again.
     assert _play(pool, {0: 0, 1: 4 * 5, 2: 8})[1][-1].success
+
+
+@pytest.mark.parametrize('fault', faulty_env.WORKER_FAULTS)
+def test_a_worker_that_breaks_the_protocol_is_replaced(fault: str):
+  cause, said = faulty_env.WORKER_FAULTS[fault]
+  with _pool(0, 4) as pool:
+    expected = _play(pool, {0: 0, 1: 4, 2: 8})
+  with _faulty({4: fault}, step_timeout_secs=2.0) as pool:
+    history = _play(pool, {0: 0, 1: 4, 2: 8})
+    assert [history[0], history[2]] == [expected[0], expected[2]]
+    assert [f.cause for f in pool.failures] == [cause]
+    assert said in pool.failures[0].reason and pool.restarts == 1
+
+
+def test_answers_hold_plain_values_alone():
+  with _faulty({4: 'unreadable'}) as pool:
+    history = _play(pool, {0: 4})[0]
+  assert {type(a.action) for a in history[1:]} == {str}
+  assert {type(a.reward) for a in history[1:]} == {float}
+
+
+def test_what_an_exception_says_is_cut_and_stripped():
+  with _faulty({4: 'garble'}) as pool:
+    failure = _play(pool, {0: 4})[0][-1]
+  assert failure.reason.startswith('RuntimeError: [2Jlong \\ud800xxx')
+  assert failure.reason.isprintable()
+  assert len(failure.reason) < 2200
+  assert failure.reason.endswith(')') and '(faulty_env.py:' in failure.reason
+
+
+def _pids(path: pathlib.Path) -> list[int]:
+  return [int(line) for line in path.read_text().split()]
+
+
+def _all_end(pids: list[int]) -> bool:
+  """Whether the processes end within a few seconds; one may be a zombie."""
+
+  def alive(pid: int) -> bool:
+    try:
+      return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+      return False
+
+  end = time.monotonic() + 10
+  while any(map(alive, pids)) and time.monotonic() < end:
+    time.sleep(0.05)
+  return not any(map(alive, pids))
+
+
+@pytest.mark.parametrize('how', ['close', 'hang', 'exit'])
+def test_what_an_environment_started_ends_with_its_worker(
+  tmp_path, monkeypatch, how: str
+):
+  path = tmp_path / 'pids'
+  monkeypatch.setenv('FAULTY_PIDS', str(path))
+  faults = {0: 'children', 4: how}
+  with _faulty(faults, num_envs=2, step_timeout_secs=0.5) as pool:
+    pool.reset(0, base.Task('train', 0))
+    _gather(pool, {0})
+    pids = _pids(path)
+    assert len(pids) == 2 and all(map(psutil.pid_exists, pids))
+    if how != 'close':
+      _play(pool, {1: 4})
+      assert pool.restarts == 1
+      # One that left its group outlives a worker that ended by itself.
+      assert _all_end(pids if how == 'hang' else pids[:1])
+  if how == 'exit':
+    os.kill(pids[1], signal.SIGKILL)
+  assert _all_end(pids + _pids(path)[:-1])
+
+
+CHILDREN = """
+import time
+import faulty_env
+from envs import base
+from gigpo_jax import env_pool
+if __name__ == '__main__':
+  pool = env_pool.EnvPool(
+    'faulty', {'plan': faulty_env.Plan({0: 'children'})}, num_envs=1,
+    num_workers=1, step_timeout_secs=9, reset_timeout_secs=9)
+  pool.reset(0, base.Task('train', 0)); pool.receive()
+  print('ready', flush=True)
+  time.sleep(60)
+"""
+
+
+def test_what_an_environment_started_ends_with_a_killed_trainer(tmp_path):
+  script, path = tmp_path / 'parent.py', tmp_path / 'pids'
+  script.write_text(CHILDREN)
+  folders = [str(pathlib.Path(__file__).parent), os.environ.get('PYTHONPATH')]
+  environ = {
+    'PYTHONPATH': os.pathsep.join(filter(None, folders)),
+    'FAULTY_PIDS': str(path),
+  }
+  with subprocess.Popen(
+    [sys.executable, str(script)],
+    stdout=subprocess.PIPE,
+    env=os.environ | environ,
+  ) as parent:
+    assert parent.stdout.readline() == b'ready\n'
+    parent.kill()
+  pid, detached = _pids(path)
+  os.kill(detached, signal.SIGKILL)
+  assert _all_end([pid])
+
+
+STOPPED = """
+import sys, time
+from envs import base
+from gigpo_jax import env_pool
+if __name__ == '__main__':
+  pool = env_pool.EnvPool('toy', {'step_secs': 2.0}, num_envs=1, num_workers=1,
+                          step_timeout_secs=4, reset_timeout_secs=9)
+  pool.reset(0, base.Task('train', 0)); pool.receive()
+  pool.step(0, '')
+  print(pool._workers[0].process.pid, flush=True)
+  if sys.argv[1] == 'busy':
+    time.sleep(1.5)
+  pool.receive()
+  print(*[f.cause for f in pool.failures], flush=True)
+"""
+
+
+@pytest.mark.parametrize('doing', ['waiting', 'busy'])
+def test_time_limits_leave_out_the_time_of_a_stopped_trainer(tmp_path, doing):
+  script = tmp_path / 'parent.py'
+  script.write_text(STOPPED)
+  with subprocess.Popen(
+    [sys.executable, str(script), doing], stdout=subprocess.PIPE, text=True
+  ) as parent:
+    both = [int(parent.stdout.readline()), parent.pid]  # Worker, trainer.
+    time.sleep(0.5)
+    for pid in both:
+      os.kill(pid, signal.SIGSTOP)
+    time.sleep(5)
+    os.kill(parent.pid, signal.SIGCONT)
+    time.sleep(0.3)
+    os.kill(both[0], signal.SIGCONT)
+    assert parent.stdout.readline() == '\n'
 
 
 def test_a_worker_that_has_grown_is_replaced_between_episodes():

@@ -50,6 +50,25 @@ def _step(reward: float, valid: bool, tokens: int) -> trajectory.Step:
   )
 
 
+def _of_metrics(found: dict[str, float]) -> list[trajectory.Trajectory]:
+  step = _step(10, True, 2)
+  result = dataclasses.replace(step.result, metrics=found)
+  steps = (dataclasses.replace(step, result=result),)
+  return [trajectory.Trajectory(base.Task('train', 0), 'a', 0, 0, steps)]
+
+
+def test_metrics_of_an_environment_never_replace_those_of_the_trainer():
+  expected = evaluation.rates(_of_metrics({}))
+  names = [name.removeprefix('eval/') for name in expected]
+  # Whether an iteration has them or not.
+  names += ['score', 'score_low', 'failed_episodes/died', 'success_rate/b']
+  forged = {name: -1.0 for name in [*names, 'env_score', 'plain']}
+  found = evaluation.rates(_of_metrics(forged))
+  assert {name: found[name] for name in expected} == expected
+  own = {f'eval/env_{name}' for name in [*names, 'env_score']}
+  assert found.keys() - expected.keys() == own | {'eval/plain'}
+
+
 def test_summary_by_hand():
   def episode(kind, steps, failure=''):
     return trajectory.Trajectory(

@@ -1,10 +1,13 @@
 """The turn loop with the toy corridor and a scripted sampler: exact tokens."""
 
+import dataclasses
+import time
+
 import jax
 import numpy as np
 import pytest
 
-from envs import base
+from envs import base, toy
 from gigpo_jax import env_pool, mesh, metrics, rollout, sampler, tokenizer
 from gigpo_jax.models import qwen
 
@@ -291,3 +294,23 @@ def test_episodes_that_a_horizon_ends_are_over_for_the_pool(text):
       for env in range(4):
         with pytest.raises(RuntimeError, match='no episode is running'):
           pool.step(env, 'left')
+
+
+@pytest.mark.parametrize('field', ['prompt', 'short_prompt'])
+def test_a_prompt_of_ten_million_characters_fails_its_episode_at_once(
+  text, monkeypatch, field
+):
+  reset = toy.Env.reset
+
+  def with_long_prompt(self, task):
+    observation = reset(self, task)
+    longer = {field: 'Go right. ' * 10**6} if task.index == 3 else {}
+    return dataclasses.replace(observation, **longer)
+
+  monkeypatch.setattr(toy.Env, 'reset', with_long_prompt)
+  begin = time.monotonic()
+  trajectories, _ = _collect(text, schedule='async')
+  assert time.monotonic() - begin < 2
+  reason = 'garbage: a prompt of 10,000,000 characters; rollout.max_prompt_'
+  assert [t.failure[: len(reason)] for t in trajectories[2:]] == [reason] * 2
+  assert all(t.success for t in trajectories[:2])
