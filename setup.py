@@ -5,15 +5,18 @@ import pathlib
 import setuptools
 
 PACKAGES = ('gigpo_jax', 'configs', 'envs', 'launch')
+# Where the project is cloned from. A placeholder of a reserved domain until the
+# address is known; a test compares the notebooks' copy with it.
+URL = 'https://example.org/gigpo_jax'
 README = pathlib.Path(__file__).parent / 'README.md'
 
 # The reference ALFWorld engine, and with it TextWorld, which breaks on Python
 # 3.13 (its text generator writes into locals()); the native engine runs there.
 ALFWORLD = ['alfworld==0.4.2; python_version < "3.13"']
-GYMNASIUM = ['gymnasium>=1.0']
-TEXTARENA = ['textarena>=0.7']
+GYMNASIUM = ['gymnasium>=1.0,<2']
+TEXTARENA = ['textarena>=0.7,<0.8']
 # BM25 over a corpus of any size, without jax in the workers.
-SEARCH = ['tantivy>=0.25']
+SEARCH = ['tantivy>=0.25,<1']
 DOCS = ['mkdocs-material>=9.5,<10']
 
 setuptools.setup(
@@ -22,9 +25,10 @@ setuptools.setup(
   description='GiGPO for LLM agents in JAX, on CPU, GPU and TPU meshes.',
   long_description=README.read_text(encoding='utf-8'),
   long_description_content_type='text/markdown',
+  url=URL,
   python_requires='>=3.11',
   license='Apache-2.0',
-  license_files=['LICENSE'],
+  license_files=['LICENSE', 'THIRD_PARTY.md'],
   packages=setuptools.find_packages(
     include=[pattern for p in PACKAGES for pattern in (p, f'{p}.*')]
   ),
@@ -38,31 +42,31 @@ setuptools.setup(
     'launch': ['*.sh'],
   },
   install_requires=[
-    'absl-py',
-    'array_record',
-    'beartype',
-    'filelock',
-    'flask>=3.1',
+    'absl-py>=2.1,<3',
+    'array_record>=0.8,<1',
+    'beartype>=0.20,<1',
+    'filelock>=3.16,<5',
+    'flask>=3.1,<4',
     'flax>=0.12.8,<0.13',
-    'huggingface_hub',
+    'huggingface_hub>=1.5,<3',
     'jax>=0.10.2,<0.13',
-    'jaxtyping',
-    'jinja2',
-    'matplotlib',
-    'ml-collections',
-    'nltk',
-    'numpy',
-    'optax>=0.2.8',
+    'jaxtyping>=0.3,<1',
+    'jinja2>=3.1.4,<4',
+    'matplotlib>=3.10,<4',
+    'ml-collections>=1.0,<2',
+    'nltk>=3.9,<4',
+    'numpy>=2.1,<3',
+    'optax>=0.2.8,<0.3',
     'orbax-checkpoint>=0.12.8,<1',
-    'psutil',
-    'rapidfuzz',
-    'regex',
-    'safetensors',
-    'tensorflow-datasets>=4.9.10',
-    'tensorboardX',
-    'textblob',
-    'tokenizers',
-    'tqdm',
+    'psutil>=6.0,<8',
+    'rapidfuzz>=3.10,<4',
+    'regex>=2025.10.22',
+    'safetensors>=0.8,<1',
+    'tensorflow-datasets>=4.9.10,<5',
+    'tensorboardX>=2.6.2,<3',
+    'textblob>=0.19,<1',
+    'tokenizers>=0.23.1,<1',
+    'tqdm>=4.67,<5',
     'transformers>=5.17,<6',
   ],
   extras_require={
@@ -77,7 +81,7 @@ setuptools.setup(
     'search': SEARCH,
     'textarena': TEXTARENA,
     'tpu': ['jax[tpu]'],
-    'wandb': ['wandb>=0.19'],
+    'wandb': ['wandb>=0.19,<1'],
     'test': [
       *ALFWORLD,
       *DOCS,

@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 import shutil
+import subprocess
 import sys
 
 import jax
@@ -16,6 +17,7 @@ import programs
 import pytest
 from programs import PROJECT
 
+NOTEBOOKS = ('gigpo_in_ten_minutes.ipynb', 'your_own_environment.ipynb')
 BLOCK = re.compile(
   r'^```(\w+)(?: title="([\w.]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL
 )
@@ -89,10 +91,30 @@ def test_the_notebook_has_the_environment_of_the_page():
     assert f'%%writefile {name}\n{text}'.rstrip() in cells
 
 
+@pytest.mark.parametrize('name', NOTEBOOKS)
+def test_a_notebook_says_how_to_set_an_address_that_fails(tmp_path, name):
+  install = _cells(name)[1]
+  (url,) = re.findall(
+    r"^URL = '(.*)'$", (PROJECT / 'setup.py').read_text(), re.M
+  )
+  assert f"'{url}'" in install
+  # As on Colab: nothing of the project can be imported.
+  script = tmp_path / 'cell.py'
+  script.write_text(install.replace("'gigpo_jax'", "'no_such_package'"))
+  done = subprocess.run(
+    [sys.executable, str(script)],
+    env=os.environ | {'GIGPO_JAX_REPOSITORY': (tmp_path / 'none').as_uri()},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode
+  assert 'Set REPOSITORY above to the address' in done.stderr
+  assert 'pip says' in done.stderr
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  'name', ['gigpo_in_ten_minutes.ipynb', 'your_own_environment.ipynb']
-)
+@pytest.mark.parametrize('name', NOTEBOOKS)
 def test_a_notebook_runs_in_its_reduced_form(tmp_path, name):
   shutil.copy(PROJECT / 'notebooks' / name, tmp_path)
   _run(

@@ -1,6 +1,8 @@
 """Fetching the official files, with a stand-in for the network."""
 
+import hashlib
 import json
+import os
 import pathlib
 import sys
 import types
@@ -30,6 +32,8 @@ def fetched(monkeypatch) -> list[str]:
 
   package = types.SimpleNamespace(download=fetch)
   monkeypatch.setitem(sys.modules, 'gdown', package)
+  # The stand-ins are not the published files.
+  monkeypatch.setattr(download, 'SHA256', {})
   return asked
 
 
@@ -41,11 +45,15 @@ def test_what_is_missing_is_fetched_and_loads(
   download.main()
   small = ('items_shuffle_1000.json', 'items_ins_v2_1000.json')
   assert fetched == [download.FILES[name] for name in small]
-  assert sorted(path.name for path in tmp_path.iterdir()) == sorted(CONTENT)
+  files = sorted(path.name for path in tmp_path.iterdir())
+  assert files == sorted([*CONTENT, download.SUMS])
   told = f'3 products; now: export WEBSHOP_DATA={tmp_path}\n'
-  assert capsys.readouterr().out == told
+  recorded, _, rest = capsys.readouterr().out.partition('\n')
+  assert recorded.startswith('no published digest, recorded in SHA256SUMS: ')
+  assert rest == told
   download.main()
   assert len(fetched) == 2
+  assert capsys.readouterr().out == told
 
 
 def test_the_full_set_has_the_small_one_too():
@@ -74,3 +82,44 @@ def test_a_refusal_says_what_to_do_by_hand(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, 'gdown', None)
   with pytest.raises(ValueError, match='pip install gdown'):
     download.download(tmp_path)
+
+
+def test_files_are_compared_with_their_first_download(tmp_path, fetched):
+  assert download.download(tmp_path) == list(download.wanted(full=False))
+  sums = (tmp_path / download.SUMS).read_text()
+  expected = [
+    f'{hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()}  {name}'
+    for name in sorted(CONTENT)
+  ]
+  assert sums.splitlines() == expected
+  assert not download.download(tmp_path)
+  changed = tmp_path / 'items_human_ins.json'
+  changed.write_text('{"B": []}')
+  with pytest.raises(ValueError, match='SHA256SUMS .* has .*Delete it') as e:
+    download.download(tmp_path)
+  assert str(changed) in str(e.value) and '\n' not in str(e.value)
+  changed.unlink()
+  assert not download.download(tmp_path)
+  assert (tmp_path / download.SUMS).read_text() == sums
+  (tmp_path / download.SUMS).write_text('not a digest\n')
+  with pytest.raises(ValueError, match='no line of sha256sum'):
+    download.download(tmp_path)
+
+
+def test_a_file_other_than_the_published_one_is_refused(
+  tmp_path, fetched, monkeypatch
+):
+  name = 'items_ins_v2_1000.json'
+  monkeypatch.setattr(download, 'SHA256', {name: 64 * '0'})
+  with pytest.raises(ValueError, match=f'{name}.*the published one is 0000'):
+    download.download(tmp_path)
+  assert not (tmp_path / name).exists()
+
+
+def test_the_published_digest_is_that_of_the_reference_data():
+  shared = pathlib.Path(os.environ['GIGPO_JAX_SHARED']) / 'data/webshop'
+  if not shared.is_dir():
+    pytest.skip('no reference data')
+  for name, digest in download.SHA256.items():
+    data = (shared / name).read_bytes()
+    assert hashlib.sha256(data).hexdigest() == digest

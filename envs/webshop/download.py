@@ -3,10 +3,17 @@ r"""Gets the official WebShop files from where its authors keep them.
 python -m envs.webshop.download --out DIR [--full]
 
 The small set is 1,000 products, 10 MB; `--full` gets all 1.18 million, 6 GB.
+
+Every file is compared with a SHA-256 digest: with a published one where there
+is one, else with that of the first download, which DIR/SHA256SUMS records. The
+first download of such a file is therefore trusted; later changes are noticed.
+`sha256sum -c SHA256SUMS` checks the same.
 """
 
 import argparse
+import hashlib
 import pathlib
+import re
 import sys
 
 from envs.webshop import products
@@ -19,6 +26,14 @@ FILES = {
   'items_ins_v2.json': '1s2j6NgHljiZzQNL3veZaAiyW_qDEgBNi',
   'items_human_ins.json': '14Kb5SPBk_jfdLZ_CDBNitW98QLDlKR5O',
 }
+# Digests of copies that others have published since; the authors publish none.
+SHA256 = {
+  # github.com/WooooDyy/AgentGym, MIT.
+  'items_ins_v2_1000.json': (
+    'f88a36314a397b53b3d9c3fa5878e5f7b26d35019a51ec83fbedeca61a948f6f'
+  ),
+}
+SUMS = 'SHA256SUMS'
 _FULL = ('items_shuffle.json', 'items_ins_v2.json')
 
 
@@ -27,19 +42,44 @@ def wanted(full: bool) -> list[str]:
   return [name for name in FILES if full or name not in _FULL]
 
 
-def download(out: pathlib.Path, *, full: bool = False) -> None:
-  """Fetches what is not there yet.
+def download(out: pathlib.Path, *, full: bool = False) -> list[str]:
+  """Fetches the files that are missing, and verifies all of them.
+
+  Returns:
+    The names of the files whose digests were recorded for the first time.
 
   Raises:
-    ValueError: in one line, if it cannot be fetched; says what to do instead.
+    ValueError: in one line, if a file cannot be fetched or is not as expected.
   """
-  missing = [name for name in wanted(full) if not (out / name).is_file()]
+  names = wanted(full)
+  expected = _recorded(out) | SHA256
+  missing = [name for name in names if not (out / name).is_file()]
+  for name in names:
+    if name not in missing and name in expected:
+      _verify(out / name, name, expected[name])
+  if missing:
+    _fetch(out, missing, expected)
+  new = [name for name in names if name not in expected]
+  # Whole at every moment, and without lines of files that were not asked for.
+  sums = expected | {name: _digest(out / name) for name in new}
+  lines = [
+    f'{digest}  {name}\n'
+    for name, digest in sorted(sums.items())
+    if (out / name).is_file()
+  ]
+  part = out / f'{SUMS}.part'
+  part.write_text(''.join(lines))
+  part.replace(out / SUMS)
+  return new
+
+
+def _fetch(
+  out: pathlib.Path, missing: list[str], expected: dict[str, str]
+) -> None:
   by_hand = ', '.join(
     f'https://drive.google.com/uc?id={FILES[name]} as {name}'
     for name in missing
   )
-  if not missing:
-    return
   try:
     import gdown
   except ImportError as error:
@@ -58,7 +98,44 @@ def download(out: pathlib.Path, *, full: bool = False) -> None:
       )
     if not fetched:
       raise ValueError(f'{name}: not fetched; put {by_hand} into {out}')
+    if name in expected:
+      _verify(part, name, expected[name])
     part.rename(out / name)
+
+
+def _recorded(out: pathlib.Path) -> dict[str, str]:
+  """Returns the digests that an earlier download recorded, by file name."""
+  path = out / SUMS
+  found = {}
+  for line in path.read_text().splitlines() if path.is_file() else ():
+    match = re.fullmatch(r'([0-9a-f]{64})  (\S+)', line)
+    if not match:
+      raise ValueError(
+        f'{path}: {line[:80]!r} is no line of sha256sum; delete the file to '
+        'record the digests anew'
+      )
+    found[match[2]] = match[1]
+  return found
+
+
+def _verify(path: pathlib.Path, name: str, expected: str) -> None:
+  found = _digest(path)
+  if found != expected:
+    raise ValueError(
+      f'{path}: SHA-256 is {found}; {_origin(name)} {expected}. Delete it and '
+      'run the command again'
+    )
+
+
+def _origin(name: str) -> str:
+  if name in SHA256:
+    return 'the published one is'
+  return f'{SUMS} (delete its line to accept another file) has'
+
+
+def _digest(path: pathlib.Path) -> str:
+  with path.open('rb') as file:
+    return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
 def main() -> None:
@@ -68,10 +145,12 @@ def main() -> None:
   parser.add_argument('--full', action='store_true')
   arguments = parser.parse_args()
   try:
-    download(arguments.out, full=arguments.full)
+    new = download(arguments.out, full=arguments.full)
     size = len(products.load(arguments.out))
   except ValueError as error:
     sys.exit(str(error))
+  if new:
+    print(f'no published digest, recorded in {SUMS}: {", ".join(new)}')
   print(f'{size} products; now: export WEBSHOP_DATA={arguments.out}')
 
 
