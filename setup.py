@@ -54,7 +54,7 @@ setuptools.setup(
     'jinja2>=3.1.4,<4',
     'matplotlib>=3.10,<4',
     'ml-collections>=1.0,<2',
-    'nltk>=3.9,<4',
+    'nltk>=3.9.1,<4',
     'numpy>=2.1,<3',
     'optax>=0.2.8,<0.3',
     'orbax-checkpoint>=0.12.8,<1',
