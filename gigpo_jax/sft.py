@@ -140,9 +140,11 @@ def demonstration_rows(
     max_tokens=config.rollout.max_prompt_tokens,
     policy='truncate_left',
   )
-  responses = text.encode(
-    [response + tokenizer.END_OF_TURN for _, response in pairs]
-  )
+  end = text.end_of_turn
+  responses = [
+    np.concatenate([ids, end])
+    for ids in text.encode([response for _, response in pairs])
+  ]
   limit = config.rollout.max_completion_tokens
   longest = max(len(ids) for ids in responses)
   if longest > limit:

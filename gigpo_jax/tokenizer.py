@@ -2,11 +2,16 @@
 
 A thin face over `transformers` tokenizers, and `train`, which makes a small
 byte-level BPE with Qwen's special tokens offline. Knows no environment.
+
+Special tokens come from the chat template and `end_of_turn` only. A message or
+response that spells one, such as <|im_start|>, is encoded as ordinary text.
 """
 
 import hashlib
 import json
 import os
+import pathlib
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -34,6 +39,12 @@ _CHAT_TEMPLATE = (
   '{% endfor %}'
   "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+_GENERATION = 'generation_config.json'
+
+# A message that a chat template has to render.
+_PROBE = 'probe 123'
 
 
 def _line(error: Exception) -> str:
@@ -83,13 +94,27 @@ class Tokenizer:
         f'model.path={directory}: its tokenizer has no chat template; use an '
         'instruction-tuned checkpoint'
       )
+    special = [
+      token.content
+      for token in self._hf.added_tokens_decoder.values()
+      if token.special
+    ]
+    # Of two that begin alike the longer.
+    names = map(re.escape, sorted(special, key=len, reverse=True))
+    self._special = re.compile('|'.join(names) or r'(?!)')
+    self._more_stop_ids = self._generation_stop_ids()
     try:
-      self.render([''])  # In a sandbox.
+      rendered = self._template(_PROBE)  # In a sandbox.
     except Exception as error:  # Whatever a template may do.
       raise ValueError(
         f'model.path={directory}: its chat template cannot be rendered '
-        f'({_line(error)}); mend it, or use another checkpoint'
+        f'({_line(error)}); correct it, or use another checkpoint'
       ) from error
+    if _PROBE not in rendered:
+      raise ValueError(
+        f'model.path={directory}: its chat template leaves out the message; '
+        'correct it, or use another checkpoint'
+      )
 
   @property
   def vocab_size(self) -> int:
@@ -104,33 +129,101 @@ class Tokenizer:
 
   @property
   def stop_ids(self) -> tuple[int, ...]:
-    """Tokens that end a response."""
-    ids = {self._hf.eos_token_id}
-    ids.update(self._hf.convert_tokens_to_ids(['<|im_end|>', '<|endoftext|>']))
+    """Tokens that end a response: of the tokenizer and generation_config."""
+    named = self._hf.convert_tokens_to_ids([END_OF_TURN, '<|endoftext|>'])
+    ids = {*named} - {self._hf.unk_token_id}  # Of names that are not there.
+    ids |= {self._hf.eos_token_id, *self._more_stop_ids}
     ids.discard(None)
-    if self._hf.unk_token_id is not None:
-      ids.discard(self._hf.unk_token_id)
     return tuple(sorted(ids))
+
+  def _generation_stop_ids(self) -> list[int]:
+    """Returns `eos_token_id` of generation_config.json."""
+    path = pathlib.Path(self.directory) / _GENERATION
+    if not path.is_file():
+      return []
+    try:
+      found = json.loads(path.read_text(encoding='utf-8')).get('eos_token_id')
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+      raise ValueError(
+        f'model.path={self.directory}: {_GENERATION} cannot be read '
+        f'({_line(error)}); must be a JSON object'
+      ) from error
+    ids = [] if found is None else found
+    ids = ids if isinstance(ids, list) else [ids]
+    # bool is an int.
+    if not all(type(n) is int and 0 <= n < self.vocab_size for n in ids):
+      raise ValueError(
+        f'model.path={self.directory}: {_GENERATION} has eos_token_id='
+        f'{json.dumps(found)[:80]}; must be token ids below {self.vocab_size}'
+      )
+    return ids
 
   def render(self, prompts: Sequence[str]) -> list[np.ndarray]:
     """Returns the ids of each user message in the chat template, int32 [P]."""
-    texts = [
-      self._hf.apply_chat_template(
-        [{'role': 'user', 'content': prompt}],
-        tokenize=False,
-        add_generation_prompt=True,
-        enable_thinking=self._enable_thinking,
+    spells = [bool(self._special.search(prompt)) for prompt in prompts]
+    plain = iter(
+      self._encode(
+        [
+          self._template(prompt)
+          for prompt, special in zip(prompts, spells, strict=True)
+          if not special
+        ]
       )
-      for prompt in prompts
+    )
+    return [
+      self._render_as_text(prompt) if special else next(plain)
+      for prompt, special in zip(prompts, spells, strict=True)
     ]
-    return self.encode(texts)
+
+  def _template(self, prompt: str) -> str:
+    return self._hf.apply_chat_template(
+      [{'role': 'user', 'content': prompt}],
+      tokenize=False,
+      add_generation_prompt=True,
+      enable_thinking=self._enable_thinking,
+    )
+
+  def _render_as_text(self, prompt: str) -> np.ndarray:
+    """Renders a message that spells special tokens, which stay text.
+
+    The template gets a mark in place of each of them, so that all that it
+    returns are its own.
+    """
+    # Marks that the message cannot hold.
+    digest = hashlib.sha256(prompt.encode(errors='backslashreplace'))
+    spelled = sorted(set(self._special.findall(prompt)))
+    marks = {s: f'{digest.hexdigest()}{n:06}' for n, s in enumerate(spelled)}
+    rendered = self._template(
+      self._special.sub(lambda match: marks[match[0]], prompt)
+    )
+    ids = []
+    for part in re.split(f'({self._special.pattern})', rendered):
+      if self._special.fullmatch(part):
+        ids += self._encode([part])
+        continue
+      for special, mark in marks.items():
+        part = part.replace(mark, special)
+      ids += self.encode([part])
+    return np.concatenate(ids)
 
   def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-    """Returns the ids of each text, int32, nothing added."""
+    """Returns the ids of each text, int32, nothing added, all of it as text."""
+    return self._encode(texts, special=False)
+
+  @property
+  def end_of_turn(self) -> np.ndarray:
+    """The ids that end a message, int32."""
+    return self._encode([END_OF_TURN])[0]
+
+  def _encode(
+    self, texts: Sequence[str], *, special: bool = True
+  ) -> list[np.ndarray]:
     if not texts:
       return []
-    encoded = self._hf(list(texts), add_special_tokens=False)['input_ids']
-    return [np.asarray(ids, np.int32) for ids in encoded]
+    encoded = self._hf(
+      list(texts), add_special_tokens=False, split_special_tokens=not special
+    )
+    return [np.asarray(ids, np.int32) for ids in encoded['input_ids']]
 
   def decode(self, ids: Sequence[np.ndarray]) -> list[str]:
     """Returns the text of each row of ids, special tokens left out."""

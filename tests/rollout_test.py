@@ -58,7 +58,8 @@ class Scripted:
   def _answer(self, request) -> sampler.Completion:
     _, _, _, member, step = request.stream
     words = LEFT if (member, step) == (1, 0) else RIGHT
-    (ids,) = self._text.encode([words + tokenizer.END_OF_TURN])
+    (ids,) = self._text.encode([words])
+    ids = np.concatenate([ids, self._text.end_of_turn])
     log_probs = -np.arange(len(ids), dtype=np.float32)
     return sampler.Completion(ids, log_probs, log_probs, 'stop')
 
@@ -121,7 +122,8 @@ def test_tokens_streams_rewards_and_order(text):
   assert [len(t.steps) for t in trajectories] == [4, 5, 1, 3]
   assert [t.reward for t in trajectories] == [10.0] * 4
   step = trajectories[3].steps[0]
-  (expected,) = text.encode([LEFT + tokenizer.END_OF_TURN])
+  (expected,) = text.encode([LEFT])
+  expected = np.concatenate([expected, text.end_of_turn])
   np.testing.assert_array_equal(step.completion_ids, expected)
   (prompt,) = text.render(['Step 0. You are in room 3 of 5. Go left or right.'])
   np.testing.assert_array_equal(step.prompt_ids, prompt)

@@ -73,7 +73,7 @@ def test_what_is_learnt_of_a_row(tmp_path, completion_only):
       policy='truncate_left',
     )
   ]
-  responses = text.encode([r + tokenizer.END_OF_TURN for _, r in pairs])
+  responses = text._encode([r + tokenizer.END_OF_TURN for _, r in pairs])
   for r, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
     whole = [*prompt, *response]
     assert list(rows.tokens[r, : len(whole)]) == whole
