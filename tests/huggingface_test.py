@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import huggingface_hub
 import jax
@@ -173,37 +174,194 @@ def test_unsupported_models_are_refused(tmp_path):
     huggingface.read_config(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-  ('change', 'message'),
-  [
-    ({'use_sliding_window': True}, 'use_sliding_window is not supported'),
-    ({'rope_scaling': {'type': 'yarn'}}, 'rotary scaling .* is not supported'),
-    ({'rope_scaling': {'type': 'linear'}}, 'known: none .*, or yarn with'),
-    (
-      {
-        'rope_scaling': {
-          'type': 'yarn',
-          'factor': 4,
-          'original_max_position_embeddings': 16,
-          'truncate': False,
-        }
-      },
-      'known: none .*, or yarn with',
-    ),
-    ({'model_type': 'qwen3', 'attention_bias': True}, 'attention_bias is not'),
-    ({'vocab_size': None}, 'lacks vocab_size; all are needed'),
-  ],
-  ids=['window', 'yarn', 'linear', 'ramp', 'bias', 'lacking'],
-)
-def test_unsupported_configs_are_refused(saved, change: dict, message: str):
-  directory, _, _ = saved
-  path = directory / 'config.json'
-  raw = json.loads(path.read_text()) | change
-  path.write_text(
-    json.dumps({key: value for key, value in raw.items() if value is not None})
+_CONFIG = {
+  'architectures': ['Qwen2ForCausalLM'],
+  'model_type': 'qwen2',
+  'vocab_size': 40,
+  'hidden_size': 16,
+  'intermediate_size': 24,
+  'num_hidden_layers': 2,
+  'num_attention_heads': 4,
+  'num_key_value_heads': 2,
+  'rms_norm_eps': 1e-6,
+}
+_QWEN3 = {'model_type': 'qwen3', 'architectures': ['Qwen3ForCausalLM']}
+_EXPERTS = {
+  'model_type': 'qwen3_moe',
+  'architectures': ['Qwen3MoeForCausalLM'],
+  'moe_intermediate_size': 8,
+  'num_experts': 4,
+  'num_experts_per_tok': 2,
+}
+
+
+def _read(directory: pathlib.Path, *changes: dict) -> qwen.QwenConfig:
+  raw = dict(_CONFIG)
+  for change in changes:
+    raw |= change
+  (directory / 'config.json').write_text(json.dumps(raw))
+  return huggingface.read_config(str(directory))
+
+
+def _yarn(**changes) -> dict:
+  plain = {
+    'rope_type': 'yarn',
+    'factor': 4.0,
+    'original_max_position_embeddings': 16,
+  }
+  return {'rope_scaling': plain | changes}
+
+
+_INF, _NAN = float('inf'), float('nan')
+_REFUSED = [
+  ({'hidden_act': 'gelu'}, 'hidden_act="gelu"; only "silu" is'),
+  ({'use_sliding_window': True}, 'use_sliding_window=true; only false is'),
+  (
+    {'layer_types': ['full_attention', 'sliding_attention']},
+    'layer_types=.*sliding_attention',
+  ),
+  ({'layer_types': ['full_attention']}, 'layer_types='),
+  ({'layer_types': 'sliding_attention'}, 'layer_types='),
+  ({'quantization_config': {'quant_method': 'fp8'}}, 'quantization_config='),
+  ({'architectures': ['Qwen2ForTokenClassification']}, 'architectures='),
+  ({'auto_map': {'AutoModelForCausalLM': 'a.B'}}, 'auto_map='),
+  ({'is_causal': False}, 'is_causal=false; only true is'),
+  ({'partial_rotary_factor': 0.5}, 'partial_rotary_factor=0.5; only 1 is'),
+  ({'num_experts': 8}, 'num_experts=8; unknown'),
+  ({'logit_scale': 0.5}, 'logit_scale=0.5; unknown, it may change'),
+  ({'a\nb': 'c\n' * 99}, r'a\\nb="c\\n'),
+  ({'tie_word_embeddings': 'false'}, 'tie_word_embeddings="false"; must be'),
+  ({'num_hidden_layers': True}, 'num_hidden_layers=true; must be a whole'),
+  ({'num_hidden_layers': 10**12}, 'num_hidden_layers=1000000000000; must be'),
+  ({'num_key_value_heads': 3}, 'num_key_value_heads=3; must divide into'),
+  ({'head_dim': 5}, 'head_dim=5; must be even'),
+  ({'num_attention_heads': 32, 'num_key_value_heads': 32}, 'head_dim=0; must'),
+  ({'rms_norm_eps': _NAN}, 'rms_norm_eps=NaN; must be a number'),
+  ({'rms_norm_eps': 10**400}, 'rms_norm_eps=1000.*; must be a number'),
+  ({'rope_theta': _INF}, 'rope_theta=Infinity; must be a finite'),
+  ({'rope_theta': 10**400}, 'rope_theta=1000.*; must be a finite'),
+  (
+    {'rope_theta': 1e6, 'rope_parameters': {'rope_theta': 1e4}},
+    'rope_theta=1000000.0; must be equal to',
+  ),
+  (
+    {
+      'rope_scaling': {'rope_type': 'default'},
+      'rope_parameters': {'rope_type': 'yarn'},
+    },
+    'rope_scaling=.*; must be equal to',
+  ),
+  ({'rope_scaling': {'type': 'linear', 'factor': 2}}, 'rope_type="linear"'),
+  ({'rope_scaling': {'mrope_section': [1]}}, 'mrope_section='),
+  (
+    {'rope_parameters': {'full_attention': {'rope_theta': 1e6}}},
+    'full_attention=',
+  ),
+  (_yarn(factor=None), 'factor=null; of yarn must be at least 1'),
+  (_yarn(factor=0.5), 'factor=0.5; of yarn must be'),
+  (_yarn(factor=_NAN), 'factor=NaN; of yarn must be'),
+  (_yarn(factor=_INF), 'factor=Infinity; of yarn must be'),
+  (_yarn(original_max_position_embeddings=0), 'embeddings=0; of yarn must be'),
+  (_yarn(beta_fast=1, beta_slow=2), 'beta_fast=1; of yarn must be'),
+  (_yarn(beta_slow=-1), 'beta_slow=-1; of yarn must be'),
+  (_yarn(attention_factor=_NAN), 'attention_factor=NaN; of yarn must be'),
+  (_yarn(attention_factor=0), 'attention_factor=0; of yarn must be'),
+  (_yarn(mscale=1), 'mscale=1; only 0 is'),
+  (_yarn(truncate=False), 'truncate=false; only true is'),
+  ({'rope_scaling': ['yarn']}, 'cannot be a model'),
+  (_QWEN3 | {'attention_bias': True}, 'attention_bias=true; only false is'),
+  (_EXPERTS | {'mlp_only_layers': [0]}, 'mlp_only_layers=.0.; only'),
+  (_EXPERTS | {'decoder_sparse_step': 2}, 'decoder_sparse_step=2; only 1 is'),
+  (_EXPERTS | {'num_experts_per_tok': 5}, 'num_experts_per_tok=5; must be at'),
+  (_EXPERTS | {'num_local_experts': 5}, 'num_local_experts=5; must be equal'),
+  (_EXPERTS | {'norm_topk_prob': 1}, 'norm_topk_prob=1; must be true or'),
+  (_EXPERTS | {'num_experts': None}, 'lacks num_experts; all'),
+  ({'vocab_size': None}, 'lacks vocab_size; all are needed'),
+]
+
+
+@pytest.mark.parametrize(('change', 'message'), _REFUSED)
+def test_a_config_of_another_network_is_refused(tmp_path, change, message):
+  with pytest.raises(ValueError, match=message) as error:
+    _read(tmp_path, change)
+  assert len(str(error.value).splitlines()) == 1
+  assert len(str(error.value)) < 400  # noqa: PLR2004
+
+
+# What published checkpoints have besides the fields that are read.
+_PUBLISHED = {
+  '_name_or_path': 'a',
+  'attention_dropout': 0.0,
+  'bos_token_id': 151643,
+  'eos_token_id': [151645, 151643],
+  'hidden_act': 'silu',
+  'initializer_range': 0.02,
+  'layer_types': ['full_attention'] * 2,
+  'max_window_layers': 28,
+  'quantization_config': None,
+  'rope_scaling': None,
+  'sliding_window': 32768,
+  'torch_dtype': 'bfloat16',
+  'transformers_version': '4.43.1',
+  'use_cache': True,
+  'use_mrope': False,
+  'use_sliding_window': False,
+}
+
+
+@pytest.mark.parametrize('family', [{}, _QWEN3, _EXPERTS])
+def test_fields_without_effect_are_accepted(tmp_path, family):
+  found = _read(tmp_path, family, _PUBLISHED)
+  assert found == _read(tmp_path, family)
+
+
+def test_what_transformers_writes_is_accepted(tmp_path):
+  import transformers
+
+  for name in ('Qwen2Config', 'Qwen3Config', 'Qwen3MoeConfig'):
+    sizes = {
+      key: value
+      for key, value in (_CONFIG | _EXPERTS).items()
+      if isinstance(value, int) and hasattr(getattr(transformers, name)(), key)
+    }
+    theirs = getattr(transformers, name)(**sizes)
+    theirs.save_pretrained(tmp_path)
+    ours = huggingface.read_config(str(tmp_path))
+    assert ours.rope_theta == theirs.rope_parameters['rope_theta']
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    # All their fields, not only those that differ from their defaults.
+    (tmp_path / 'config.json').write_text(json.dumps(theirs.to_dict()))
+    assert huggingface.read_config(str(tmp_path)) == ours
+
+
+def test_no_number_of_key_value_heads_is_as_many_as_heads(tmp_path):
+  import transformers
+
+  theirs = transformers.Qwen2Config(
+    num_attention_heads=4, num_key_value_heads=None
   )
-  with pytest.raises(ValueError, match=message):
-    huggingface.read_config(str(directory))
+  ours = _read(tmp_path, {'num_key_value_heads': None})
+  assert ours.num_kv_heads == theirs.num_key_value_heads == ours.num_heads
+  (tmp_path / 'config.json').write_text(
+    json.dumps({k: _CONFIG[k] for k in _CONFIG if k != 'num_key_value_heads'})
+  )
+  with pytest.raises(ValueError, match='lacks num_key_value_heads'):
+    huggingface.read_config(str(tmp_path))
+
+
+def test_a_billion_layers_or_experts_are_refused_at_once(tmp_path):
+  config = _config()
+  params = qwen.init(config, jax.random.key(0))
+  huggingface.save(str(tmp_path), config, params)
+  most = 2**31 - 1
+  for sizes in (
+    {'num_layers': 10**9},
+    {'num_layers': most, 'num_experts': most, 'experts_per_token': 2},
+  ):
+    started = time.monotonic()
+    with pytest.raises(ValueError, match='is missing.*; and more$'):
+      huggingface.check(str(tmp_path), dataclasses.replace(config, **sizes))
+    assert time.monotonic() - started < 1
 
 
 def test_an_index_without_its_files_is_refused(saved):
@@ -226,9 +384,79 @@ def test_an_index_that_names_the_wrong_file_is_refused(saved):
   (directory / 'model.safetensors.index.json').write_text(
     json.dumps({'weight_map': weight_map})
   )
-  with pytest.raises(
-    ValueError, match=r'model\.norm\.weight is missing from b\.safetensors'
-  ):
+  with pytest.raises(ValueError, match=r'model\.norm\.weight .* is missing'):
+    huggingface.check(str(directory), config)
+
+
+@pytest.mark.parametrize('file', ['../a.safetensors', '/a.safetensors', '..'])
+def test_an_index_that_leaves_its_folder_is_refused(saved, file: str):
+  directory, config, _ = saved
+  folder = directory / 'model'
+  folder.mkdir()
+  whole = directory / 'model.safetensors'
+  names = safetensors.numpy.load_file(whole)
+  whole.rename(directory / 'a.safetensors')
+  (folder / 'model.safetensors.index.json').write_text(
+    json.dumps({'weight_map': dict.fromkeys(names, file)})
+  )
+  with pytest.raises(ValueError, match='must be a file in the same folder'):
+    huggingface.check(str(folder), config)
+
+
+def test_a_second_file_of_the_same_tensors_is_refused(saved):
+  directory, config, _ = saved
+  tensors = safetensors.numpy.load_file(directory / 'model.safetensors')
+  other = {name: tensor + 1 for name, tensor in tensors.items()}
+  safetensors.numpy.save_file(other, directory / 'z.safetensors')
+  with pytest.raises(ValueError, match=r'is in model\.safetensors and in z'):
+    huggingface.check(str(directory), config)
+  # Or one that the index does not name.
+  (directory / 'model.safetensors.index.json').write_text(
+    json.dumps({'weight_map': dict.fromkeys(tensors, 'model.safetensors')})
+  )
+  with pytest.raises(ValueError, match=r'z\.safetensors is not in model\.s'):
+    huggingface.check(str(directory), config)
+
+
+@pytest.mark.parametrize('dtype', ['int8', 'int32', 'complex64', 'bool'])
+def test_tensors_that_are_no_weights_are_refused(saved, dtype: str):
+  directory, config, _ = saved
+  norm = {'model.norm.weight': np.ones(16, dtype)}
+  _edit(directory, lambda tensors: tensors.update(norm))
+  with pytest.raises(ValueError, match=r'weight is [A-Z0-9]+ in the file; kno'):
+    huggingface.check(str(directory), config)
+
+
+@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+  'name', ['model.norm.weight', 'model.layers.1.mlp.up_proj.weight']
+)
+def test_weights_that_are_not_finite_are_refused(tmp_path, mesh, value, name):
+  config = _config()
+  params = qwen.init(config, jax.random.key(0))
+  huggingface.save(str(tmp_path), config, params)
+  _edit(tmp_path, lambda tensors: tensors[name].flat.__setitem__(7, value))
+  with pytest.raises(ValueError, match=f'{name} holds NaN or infinity'):
+    huggingface.load(str(tmp_path), config, mesh)
+
+
+def test_a_tied_unembedding_must_equal_the_embedding(tmp_path):
+  directory, config = tmp_path, _config()
+  params = qwen.init(config, jax.random.key(0))
+  huggingface.save(str(directory), config, params)
+  embed = np.array(params['embed'].astype('bfloat16'))
+  _edit(directory, lambda t: t.update({'lm_head.weight': embed}))
+  huggingface.check(str(directory), config)
+  embed[-1, -1] += 1
+  _edit(directory, lambda t: t.update({'lm_head.weight': embed}))
+  with pytest.raises(ValueError, match=r'lm_head\.weight differs from'):
+    huggingface.check(str(directory), config)
+
+
+def test_an_adapter_beside_the_weights_is_refused(saved):
+  directory, config, _ = saved
+  (directory / 'adapter_config.json').write_text('{}')
+  with pytest.raises(ValueError, match='an adapter that would not be loaded'):
     huggingface.check(str(directory), config)
 
 
