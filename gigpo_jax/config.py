@@ -1,8 +1,8 @@
 """Refuses a wrong configuration before any device or simulator starts.
 
 One line a problem, as `field=value: what is wrong; what is accepted`. Checks
-files on disk, numbers and names; builds nothing. A model of the hub is fetched
-when all else is right.
+files on disk, numbers and names; builds nothing. Of a model of the hub only
+config.json is fetched, until all else is right.
 """
 
 import importlib.util
@@ -36,7 +36,7 @@ from gigpo_jax import (
   tokenizer,
 )
 from gigpo_jax.algorithms import ppo
-from gigpo_jax.models import attention, huggingface, lora, qwen
+from gigpo_jax.models import attention, huggingface, lora, published, qwen
 
 # What a work directory keeps the config in.
 _STORED = 'config.json'
@@ -223,9 +223,8 @@ def validate(
   problems = [*_values(config), *_combinations(config)]
   if not problems:
     problems += _missing_environment(config)
-    # Nothing is fetched for a run that cannot be.
-    if needs_model and not (problems and _on_hub(config.model.path)):
-      problems += _missing_model(config, trains)
+    if needs_model:
+      problems += _missing_model(config, trains, fetch=not problems)
     if len(problems) > 1:
       problems.append(f'on any machine, without downloads: {TINY}')
   if problems:
@@ -595,28 +594,53 @@ def _of_environment(config: ml_collections.ConfigDict, text: str) -> str:
 
 
 def _missing_model(
-  config: ml_collections.ConfigDict, trains: bool
+  config: ml_collections.ConfigDict, trains: bool, *, fetch: bool
 ) -> Iterator[str]:
+  """Yields the problems of the model.
+
+  Args:
+    config: the experiment.
+    trains: whether the model is trained.
+    fetch: whether the weights of a model of the hub may be fetched, which takes
+      long; its config.json is fetched in any case.
+  """
   if missing := _missing_warm_start(config):
     yield missing
     return
-  if not config.model.path:
-    yield (
-      'model.path=None: no weights; set --config.model.path to a Hugging Face '
-      'folder, or to a name on the hub like Qwen/Qwen2.5-1.5B-Instruct'
-    )
-    yield from _too_small(config, 1_540_000_000, trains)
-    return
+  path = config.model.path
   try:
-    if _on_hub(config.model.path):
-      # Before all of it is fetched.
-      small = huggingface.fetch(config.model.path, only_config=True)
-      small = huggingface.read_config(small)
-      if problems := list(_too_small(config, models.num_parameters(small))):
-        yield from problems
-        return
-    directory = model_directory(config.model.path)
+    if not path:
+      raise ValueError(
+        'model.path=None: no weights; set --config.model.path to a Hugging '
+        'Face folder, or to a name on the hub like Qwen/Qwen2.5-1.5B-Instruct'
+      )
+    on_hub = _on_hub(path)
+    directory = (
+      huggingface.fetch(path, only_config=True)
+      if on_hub
+      else model_directory(path)
+    )
     model = huggingface.read_config(directory, dtype=config.model.dtype)
+  except ValueError as error:
+    yield str(error)
+    if model := _published(config):
+      yield from _too_small(config, models.num_parameters(model), trains)
+    return
+  wrong = [] if on_hub else list(_wrong_files(config, model))
+  if not wrong:
+    wrong += _too_long(config, model)
+    wrong += _too_small(config, models.num_parameters(model), trains)
+  if on_hub and fetch and not wrong:
+    wrong += _wrong_files(config, model)
+  yield from wrong
+
+
+def _wrong_files(
+  config: ml_collections.ConfigDict, model: qwen.QwenConfig
+) -> Iterator[str]:
+  """Yields what is wrong with the weights and the tokenizer of a model."""
+  try:
+    directory = model_directory(config.model.path)
     huggingface.check(directory, model)
     text = tokenizer.Tokenizer(directory)
   except ValueError as error:
@@ -641,7 +665,35 @@ def _missing_model(
       f'rollout.max_prompt_tokens={limit}: the chat template alone takes '
       f'{template} tokens; must be larger'
     )
-  yield from _too_small(config, models.num_parameters(model), trains)
+
+
+def _published(config: ml_collections.ConfigDict) -> qwen.QwenConfig | None:
+  """Returns the shape of a model that is not here, if its name or size tells.
+
+  The size is that of the config's variant, such as 1.5b.
+  """
+  name = (config.model.path or '').rstrip('/').rpartition('/')[2]
+  size = config.get('variant', '').partition(',')[0]
+  return published.find(name) or published.find(f'Qwen2.5-{size}')
+
+
+def _too_long(
+  config: ml_collections.ConfigDict, model: qwen.QwenConfig
+) -> Iterator[str]:
+  """Yields whether prompt and completion exceed the positions of a model."""
+  limit = model.max_positions
+  if model.yarn:
+    # Some config.json tell the positions before they were stretched.
+    stretched = model.yarn.factor * model.yarn.original_length
+    limit = max(limit, int(stretched))
+  prompt = config.rollout.max_prompt_tokens
+  completion = config.rollout.max_completion_tokens
+  if prompt + completion > limit:
+    yield (
+      f'rollout.max_prompt_tokens={prompt}: with rollout.max_completion_tokens='
+      f'{completion} above max_position_embeddings={limit} of model.path='
+      f'{config.model.path}; together must be at most that'
+    )
 
 
 def _missing_warm_start(config: ml_collections.ConfigDict) -> str | None:

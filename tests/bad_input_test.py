@@ -226,6 +226,12 @@ def _unlink(name: str) -> Callable[[pathlib.Path], object]:
 
 
 _NORM = 'model.norm.weight'
+
+
+def _copied(model: pathlib.Path) -> None:
+  shutil.copy(model / 'model.safetensors', model / 'copy.safetensors')
+
+
 MODELS = (
   _model(shutil.rmtree, 'no config.json there'),
   _model(_unlink('config.json'), 'no config.json there'),
@@ -235,22 +241,42 @@ MODELS = (
   _model(_edit('config.json', hidden_size=None), 'lacks hidden_size'),
   _model(_edit('config.json', hidden_size='big'), 'hidden_size'),
   _model(_edit('config.json', rope_theta=0), 'rope_theta=0', 'above 1'),
-  _model(_edit('config.json', rope_theta='x'), 'rope_theta=x', 'above 1'),
+  _model(_edit('config.json', rope_theta='x'), 'rope_theta="x"', 'above 1'),
   _model(_edit('config.json', rms_norm_eps=1.5), 'between 0 and 1'),
   _model(_edit('config.json', num_hidden_layers=7), 'is missing'),
   _model(_edit('config.json', vocab_size=7), 'by config.json'),
   _model(_edit('config.json', use_sliding_window=True), 'use_sliding_window'),
+  _model(_edit('config.json', hidden_act='gelu'), 'only "silu" is supported'),
+  _model(
+    _edit('config.json', quantization_config={'bits': 4}),
+    'quantization_config',
+    'only null is supported',
+  ),
+  _model(
+    _edit('config.json', layer_types=['sliding_attention'] * 3), 'layer_types'
+  ),
+  _model(_edit('config.json', rope_theta=float('inf')), 'Infinity', 'finite'),
+  _model(_edit('config.json', num_hidden_layers=10**9), 'and more'),
+  _model(
+    _edit('config.json', max_position_embeddings=200),
+    'rollout.max_prompt_tokens=320',
+    'max_position_embeddings=200',
+  ),
   _model(_pickled, 'no *.safetensors there', 'pytorch_model.bin'),
   _model(_write('model.safetensors', 'x' * 99), 'not a readable safetensors'),
   _model(_write('model.safetensors', ''), 'not a readable safetensors'),
   _model(_tensor(lambda t: t.pop(_NORM)), _NORM, 'is missing'),
   _model(_tensor(lambda t: t.update(odd=np.ones(2))), 'odd is unknown'),
+  _model(_tensor(lambda t: t.update({_NORM: np.ones(128, int)})), 'is I64'),
+  _model(_copied, 'is in copy.safetensors and in model.safetensors'),
   _model(_unlink('tokenizer_config.json'), 'no tokenizer_config.json there'),
   _model(_unlink('tokenizer.json'), 'tokenizer'),
   _model(_write('tokenizer.json', '{"a":'), 'tokenizer'),
   _model(_write('tokenizer_config.json', '{'), 'tokenizer'),
   _model(_no_template, 'no chat template'),
   _model(_template('{% for %}'), 'chat template'),
+  _model(_template('{{ "hello" }}'), 'leaves out the message'),
+  _model(_write('generation_config.json', '{"eos_token_id": -1}'), '-1', 'ids'),
   _model(_template('{{ messages[0].nothing.more }}'), 'chat template'),
   # What would run a program, if templates were not rendered in a sandbox.
   _model(

@@ -8,12 +8,14 @@ import re
 import shutil
 import socket
 
+import huggingface_hub
 import pytest
 
 from configs import alfworld, search_qa, sokoban, webshop
 from gigpo_jax import config as config_lib
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import tokenizer
+from gigpo_jax.models import huggingface
 
 PROJECT = pathlib.Path(config_lib.__file__).parents[1]
 WARM_START = PROJECT / 'configs' / 'warm_starts' / 'alfworld_tiny'
@@ -183,6 +185,71 @@ def test_a_bare_machine_is_told_what_the_paper_needs(monkeypatch):
     config_lib.TINY,
   ):
     assert part in message
+
+
+@pytest.mark.parametrize(
+  'path',
+  ['Qwen/Qwen2.5-1.5B-Instruct', '/nowhere/model', 'nowhere/Qwen2.5-1.5B/'],
+)
+def test_a_missing_model_has_the_problems_of_no_model(monkeypatch, path: str):
+  monkeypatch.setattr(config_lib, '_has_accelerator', lambda: False)
+  memory = type('Memory', (), {'total': 8 * 2**30})
+  monkeypatch.setattr(config_lib.psutil, 'virtual_memory', lambda: memory)
+  monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
+  told = []
+  for given in (None, path):
+    config = alfworld.get_config('1.5b')
+    config.model.path = given
+    with pytest.raises(ValueError) as error:
+      config_lib.validate(config)
+    told.append(str(error.value).splitlines())
+  for lines in told:
+    fields = [line.partition('=')[0] for line in lines[:-1]]
+    assert fields == ['env.data_dir', 'model.path', 'memory']
+  # But for what is wrong with the path, word for word.
+  assert told[0][0] == told[1][0] and told[0][2:] == told[1][2:]
+  assert 'full training of 1.5B parameters' in told[0][2]
+
+
+def test_only_the_config_of_a_model_is_fetched_for_a_run_with_problems(
+  monkeypatch,
+):
+  asked = []
+
+  def fetch(name: str, *, only_config: bool = False) -> str:
+    asked.append(only_config)
+    return str(WARM_START)
+
+  monkeypatch.setattr(huggingface, 'fetch', fetch)
+  config = alfworld.get_config('1.5b')
+  config.model.path = 'team/small'
+  with pytest.raises(ValueError, match=r'env.data_dir=: [^\n]*$'):
+    config_lib.validate(config)
+  assert asked == [True]
+  config.env.data_dir = 'generated'
+  config.env.engine = 'native'
+  config_lib.validate(config)
+  assert asked == [True, True, False]
+
+
+def test_longer_rows_than_a_model_has_positions_are_refused(tmp_path):
+  model = _copy(tmp_path)
+  raw = json.loads((model / 'config.json').read_text())
+  raw['max_position_embeddings'] = 350
+  (model / 'config.json').write_text(json.dumps(raw))
+  message = _refusal(model__path=str(model))
+  assert message.startswith('rollout.max_prompt_tokens=320: with rollout.max_')
+  assert 'completion_tokens=40 above max_position_embeddings=350' in message
+  assert len(message.splitlines()) == 1
+  raw['rope_scaling'] = {
+    'rope_type': 'yarn',
+    'factor': 2.0,
+    'original_max_position_embeddings': 180,
+  }
+  (model / 'config.json').write_text(json.dumps(raw))
+  config = alfworld.get_config('tiny')
+  config.model.path = str(model)
+  config_lib.validate(config)
 
 
 def _copy(tmp_path: pathlib.Path) -> pathlib.Path:

@@ -109,6 +109,7 @@ _NEUTRAL = {
   'pretraining_tp': (1,),
   'pruned_heads': ({},),
   'auto_map': ({},),
+  'quantization_config': (),
 }
 
 # Fields that never change the network: of sliding windows, which are refused
@@ -268,11 +269,16 @@ def _refused(
   directory: str, name: str, value: object, accepted: str
 ) -> ValueError:
   """Returns the error of a field of config.json, in one line."""
-  text, name = json.dumps(value), json.dumps(name)[1:-1]
-  text = text if len(text) <= _MAX_SHOWN else f'{text[:_MAX_SHOWN]}..'
+  field = f'{json.dumps(name)[1:-1]}={_shown(value)}'
   return ValueError(
-    f'model.path={directory}: config.json has {name}={text}; {accepted}'
+    f'model.path={directory}: config.json has {field}; {accepted}'
   )
+
+
+def _shown(value: object) -> str:
+  """Returns a value as JSON, in one line, cut."""
+  text = json.dumps(value)
+  return text if len(text) <= _MAX_SHOWN else f'{text[:_MAX_SHOWN]}..'
 
 
 def _check_fields(directory: str, raw: dict) -> None:
@@ -305,7 +311,7 @@ def _check_neutral(directory: str, fields: dict, neutral: dict) -> None:
         'unknown, it may change the network; remove it if it does not',
       )
     if value not in neutral[name]:
-      only = json.dumps(neutral[name][0])
+      only = _shown(neutral[name][0] if neutral[name] else None)
       raise _refused(directory, name, value, f'only {only} is supported')
 
 
@@ -798,9 +804,9 @@ def fetch(name: str, *, only_config: bool = False) -> str:
   except Exception as error:  # Of the hub, of its HTTP client, of the disk.
     reason = ' '.join(str(error).split())[:160]
     raise ValueError(
-      f'model.path={name}: no such folder here, and not to be had from the hub '
-      f'({type(error).__name__}: {reason}); needs a folder, or a name on the '
-      'hub and a way to it (HF_HUB_OFFLINE unset)'
+      f'model.path={name}: no such folder here, and the hub does not provide '
+      f'it ({type(error).__name__}: {reason}); needs a folder, or a name on '
+      'the hub and a connection to it (HF_HUB_OFFLINE unset)'
     ) from error
 
 

@@ -42,3 +42,9 @@ SHAPES = {
     '2048 768 48 32 4 128 151936', **_QWEN3, **_UNTIED, **_EXPERTS
   ),
 }
+
+
+def find(name: str) -> qwen.QwenConfig | None:
+  """Returns the shape of a checkpoint by its name, such as Qwen3-4B-Base."""
+  known = [n for n in SHAPES if name.lower().startswith(n.lower())]
+  return SHAPES[max(known, key=len)] if known else None
