@@ -29,6 +29,7 @@ from gigpo_jax import (
 )
 
 _RESAMPLES = 10_000
+_MAX_LABEL = 60  # characters of a policy's name in a picture
 
 
 def play(
@@ -229,7 +230,7 @@ def draw(
   kinds = sorted({t.kind for found in policies.values() for t in found})
   shown = ['all', *kinds] if len(kinds) > 1 else ['all']
   figure, axes = pyplot.subplots(
-    figsize=(2 + 1.1 * len(shown), 4), layout='constrained'
+    figsize=(max(5, 2 + 1.3 * len(shown)), 4.5), layout='constrained'
   )
   width = 0.8 / len(policies)
   for n, (name, found) in enumerate(policies.items()):
@@ -242,17 +243,37 @@ def draw(
       places.append(k + n * width)
       heights.append(100 * mean)
       errors.append((100 * max(0, mean - low), 100 * max(0, high - mean)))
-    axes.bar(
-      places, heights, width, yerr=np.array(errors).T, capsize=3, label=name
+    bars = axes.bar(
+      places,
+      heights,
+      width,
+      yerr=np.array(errors).T,
+      capsize=3,
+      label=name if len(name) <= _MAX_LABEL else f'…{name[-_MAX_LABEL:]}',
     )
+    axes.bar_label(bars, fmt='{:.0f}', padding=2, fontsize=8)
+  tasks = {kind: set() for kind in shown}
+  for t in (t for found in policies.values() for t in found):
+    for kind in {'all', t.kind} & tasks.keys():
+      tasks[kind].add(t.task)
   axes.set_xticks(
     [k + width * (len(policies) - 1) / 2 for k in range(len(shown))],
-    shown,
-    rotation=20,
+    [f'{kind} ({len(tasks[kind])})' for kind in shown],
+    rotation=25 if len(shown) > 1 else 0,
+    ha='right' if len(shown) > 1 else 'center',
+    rotation_mode='anchor',
   )
-  axes.set(ylabel='success (%)', ylim=(0, 102))
+  axes.set_yticks(range(0, 101, 20))
+  # Above 100, room for the numbers of the bars.
+  axes.set(
+    xlabel='task type (number of tasks)',
+    ylabel='success (%), 95 % interval',
+    ylim=(0, 110),
+  )
   axes.grid(alpha=0.3, axis='y')
-  axes.legend(loc='best')
+  axes.set_axisbelow(True)
+  # Beside the bars, which may be anywhere.
+  figure.legend(loc='outside upper center')
   figure.savefig(path, dpi=120)
   pyplot.close(figure)
 

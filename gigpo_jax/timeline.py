@@ -55,6 +55,7 @@ def plot(
       axis.broken_barh(parts, (slot - 0.45, 0.9), color=color, linewidth=0)
     axis.plot([], [], color=color, linewidth=6, label=name)
   axis.set(xlabel='seconds', ylabel='slot', ylim=(slots - 0.5, -0.5))
+  axis.yaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
   figure.legend(loc='outside upper center', ncols=3)
   figure.savefig(folder / 'rollout_timeline.png', dpi=110)
   pyplot.close(figure)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from matplotlib import pyplot
 
 from envs import base
 from gigpo_jax import evaluation, metrics, trajectory
@@ -95,3 +96,22 @@ def test_the_table_tells_types_apart(tmp_path):
   assert '| 4 | 50.0% [15.0%, 85.0%]' in lines[2]
   evaluation.draw({'mine': found, 'other': found}, tmp_path / 'x.png')
   assert (tmp_path / 'x.png').stat().st_size > 5000
+
+
+def test_the_picture_has_labels(tmp_path, monkeypatch):
+  drawn = []
+  monkeypatch.setattr(pyplot, 'close', drawn.append)
+  found = [episode(n, n % 2 == 0, kind='ab'[n % 2]) for n in range(6)]
+  evaluation.draw({'mine': found, 'x' * 200: found}, tmp_path / 'x.png')
+  (axes,), (legend,) = drawn[0].axes, drawn[0].legends
+  monkeypatch.undo()
+  pyplot.close(drawn[0])
+  shown = [label.get_text() for label in axes.get_xticklabels()]
+  assert shown == ['all (6)', 'a (3)', 'b (3)']
+  assert 'task type' in axes.get_xlabel() and '95 %' in axes.get_ylabel()
+  assert [text.get_text() for text in axes.texts] == 2 * ['50', '100', '0']
+  names = [text.get_text() for text in legend.get_texts()]
+  assert names[0] == 'mine' and len(names[1]) < 80
+  # The legend is not over the bars.
+  box = legend.get_window_extent()
+  assert not box.overlaps(axes.get_window_extent())

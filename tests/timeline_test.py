@@ -1,5 +1,8 @@
 """The picture of a rollout."""
 
+import pytest
+from matplotlib import pyplot
+
 from gigpo_jax import timeline
 
 
@@ -16,3 +19,18 @@ def test_time_that_any_span_covers():
   assert list(timeline.joined([])) == []
   spans = [(4, 5), (0, 2), (1, 3), (5, 6), (1, 2)]
   assert list(timeline.joined(spans)) == [(0, 3), (4, 6)]
+
+
+@pytest.mark.parametrize('slots', [1, 2, 3, 40])
+def test_slots_are_marked_by_whole_numbers(tmp_path, monkeypatch, slots):
+  drawn = []
+  monkeypatch.setattr(pyplot, 'close', drawn.append)
+  spans = [(slot, 'decode', 0.0, 1.0) for slot in range(slots)]
+  timeline.plot(spans, [], tmp_path)
+  (axes,) = drawn[0].axes
+  monkeypatch.undo()
+  pyplot.close(drawn[0])
+  high, low = axes.get_ylim()
+  marks = [tick for tick in axes.get_yticks() if low <= tick <= high]
+  assert marks
+  assert set(marks) <= set(range(slots))
