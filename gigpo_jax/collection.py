@@ -77,7 +77,8 @@ class Collected:
 
   Attributes:
     played: all of them, their groups numbered from 0 on.
-    kept: those to train on, their groups numbered anew.
+    kept: those to train on, their groups numbered anew; none if the filter
+      leaves no group.
     places: of each one in `kept`, its place in `played`.
     metrics: names 'filter/...'; empty without a filter.
   """
@@ -86,11 +87,6 @@ class Collected:
   kept: list[trajectory.Trajectory]
   places: list[int]
   metrics: dict[str, float]
-
-  @property
-  def teaches(self) -> bool:
-    """Whether a group is left that is to be learnt from."""
-    return self.metrics.get('filter/groups_kept', 1) > 0
 
 
 def collect(
@@ -102,9 +98,6 @@ def collect(
   iteration: int,
 ) -> Collected:
   """Plays groups until there are enough to train on, or refills are used up.
-
-  If no group is left at all, those played last are kept, `filter/groups_kept`
-  is 0, and nothing is to be learnt from them.
 
   Args:
     play: takes tasks and a place in the stream; returns their episodes.
@@ -131,8 +124,7 @@ def collect(
     'filter/groups_kept': float(min(len(kept), groups)),
     'filter/groups_with_spread_share': len(kept) / len(whole),
   }
-  sound = [part for part in whole if any(not played[n].failure for n in part)]
-  kept = kept[:groups] or sound[-groups:] or whole
+  kept = kept[:groups]
   numbered = [
     dataclasses.replace(played[n], group=number)
     for number, part in enumerate(kept)

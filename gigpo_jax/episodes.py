@@ -310,17 +310,24 @@ class Log:
     self,
     iteration: int,
     collected: 'collection.Collected',
-    rows: 'batch.Rows',
-    credit: 'algorithms.Credit',
+    rows: 'batch.Rows | None' = None,
+    credit: 'algorithms.Credit | None' = None,
   ) -> dict[str, float]:
     """Keeps an iteration if it is due; on disk when this returns.
+
+    Args:
+      iteration: its number.
+      collected: its episodes.
+      rows: of `collected.kept`; None if there are none.
+      credit: of the rows.
 
     Returns:
       How long it took, as a metric.
     """
     if iteration % self._every:
       return {}
-    begin, told = time.monotonic(), tell(rows, credit)
+    begin = time.monotonic()
+    told = {} if rows is None else tell(rows, credit)
     trained = {
       place: told.get(number, {})
       for number, place in enumerate(collected.places)

@@ -385,6 +385,8 @@ class _Run:
     self, collected: collection.Collected, iteration: int
   ) -> dict[str, float]:
     """Learns from episodes, and keeps them; returns the metrics."""
+    if not collected.kept:
+      return self._learn_nothing(collected, iteration)
     config, learner = self._config, self._learner
     begin = time.monotonic()
     rows = batch.from_trajectories(
@@ -392,8 +394,6 @@ class _Run:
     )
     values = {'time/rows_secs': time.monotonic() - begin}
     credit, told, found = self._credit(rows)
-    if not collected.teaches:
-      credit = credit._replace(advantages=np.zeros_like(credit.advantages))
     values |= found
     if self._log:
       values |= self._log.write(iteration, collected, rows, credit)
@@ -446,6 +446,20 @@ class _Run:
     if math.isfinite(found['loss/entropy']):
       self._entropies.append(found['loss/entropy'])
     return values | found
+
+  def _learn_nothing(
+    self, collected: collection.Collected, iteration: int
+  ) -> dict[str, float]:
+    """Keeps the episodes of an iteration that has nothing to learn from.
+
+    Policy, critic, optimizers and counters stay as they are: entropy bonus, KL
+    and weight decay would move the parameters without a signal.
+    """
+    values = self._log.write(iteration, collected) if self._log else {}
+    values |= metrics.effective_tokens(np.zeros(0), np.zeros((0, 0), bool))
+    names = ['update/count', 'update/tokens', 'update/grad_norm']
+    names += ['critic/count'] if self._critic else []
+    return values | dict.fromkeys(names, 0.0)
 
   def _credit(
     self, rows: batch.Rows

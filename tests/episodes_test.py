@@ -125,6 +125,15 @@ def test_what_a_record_tells(tmp_path):
   assert math.isnan(dropped['steps'][0]['advantage'])
 
 
+def test_an_iteration_without_signal_is_kept_as_not_trained_on(tmp_path):
+  played = collected().played[:2]
+  log = episodes.Log(tmp_path, Text(), seed=5)
+  log.write(0, collection.Collected(played, [], [], {}))
+  one, other = episodes.open_set(tmp_path).read(0)
+  assert not one['trained'] and not other['trained']
+  assert math.isnan(one['steps'][0]['advantage'])
+
+
 def test_advantages_of_tokens_are_averaged():
   found = collected()
   rows = rows_of(found)

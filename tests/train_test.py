@@ -17,7 +17,14 @@ import safetensors.numpy
 
 from configs import alfworld
 from envs.alfworld import games
-from gigpo_jax import checkpoint, episodes, metrics, tokenizer, train
+from gigpo_jax import (
+  checkpoint,
+  collection,
+  episodes,
+  metrics,
+  tokenizer,
+  train,
+)
 from gigpo_jax import config as config_lib
 
 PROJECT = pathlib.Path(train.__file__).parents[1]
@@ -494,24 +501,68 @@ def test_what_a_run_knows_of_its_past_is_kept(tmp_path, variant, flags):
   _assert_ends_the_same(parts, whole)
 
 
+def test_an_iteration_without_signal_calls_no_learner():
+  run = object.__new__(train._Run)
+  # Learner and critic that may not be used.
+  run._learner = run._critic = run._algorithm = run._reference = object()
+  run._log, run._entropies, run._skipped = None, [0.5], {'update': 1.0}
+  run._states = states = {'policy': object(), 'critic': object()}
+  found = run._learn(collection.Collected([object()], [], [], {}), 3)
+  assert run._states == states
+  assert (run._entropies, run._skipped) == ([0.5], {'update': 1.0})
+  assert found == {
+    'advantage/std': 0,
+    'advantage/trained_share': 0,
+    'advantage/effective_tokens': 0,
+    'update/count': 0,
+    'update/tokens': 0,
+    'update/grad_norm': 0,
+    'critic/count': 0,
+  }
+  assert 'loss' not in metrics.console_line(3, found)
+
+
 @pytest.mark.slow
-def test_nothing_is_learnt_where_no_group_has_spread(tmp_path):
+@pytest.mark.parametrize('variant', ['smoke', 'smoke,ppo'])
+def test_nothing_is_learnt_where_no_group_has_spread(tmp_path, variant):
   # All fail, some without form: what costs them something is not learnt from.
-  run = _small(
-    tmp_path,
-    '--config.env.max_steps=2',
-    '--config.rollout.temperature=2.0',
-    '--config.filter.without_spread=True',
-    '--config.filter.max_refills=0',
-    '--config.filter.warmup_iterations=1',
-    '--config.num_iterations=2',
-    '--config.evaluation.every=0',
-  )
-  programs.run(run)
-  first, second = _lines(tmp_path)
+  whole, parts = tmp_path / 'whole', tmp_path / 'parts'
+
+  def run(workdir, *more):
+    flags = (
+      '--config.env.max_steps=2',
+      '--config.rollout.temperature=2.0',
+      '--config.filter.without_spread=True',
+      '--config.filter.max_refills=0',
+      '--config.filter.warmup_iterations=1',
+      '--config.loss.kl_weight=0.1',
+      '--config.loss.entropy_weight=0.1',
+      '--config.optimizer.weight_decay=0.1',
+      '--config.optimizer.decay_updates=9',
+      '--config.checkpoint.keep=3',
+      '--config.evaluation.every=0',
+    )
+    return programs.run(_small(workdir, *flags, *more, variant=variant))
+
+  run(whole)
+  first, *others = _lines(whole)
   assert first['update/grad_norm'] > 0 and 'filter/refills' not in first
-  assert 0 < second['train/invalid_action_rate'] < 1
-  assert second['filter/groups_kept'] == second['update/grad_norm'] == 0
+  for line in others:
+    assert 0 < line['train/invalid_action_rate'] < 1
+    assert line['filter/groups_kept'] == 0
+    assert line['update/count'] == line['update/grad_norm'] == 0
+    assert line.get('critic/count', 0) == 0
+  # Parameters, moments and counts of updates, of policy and critic.
+  with ocp.StandardCheckpointer() as reader:
+    one, *later = (
+      reader.restore(whole / 'checkpoints' / str(n) / 'state') for n in range(3)
+    )
+  assert len(jax.tree.leaves(one)) > len(_policy(whole))
+  for state in later:
+    jax.tree.map(np.testing.assert_array_equal, state, one)
+  run(parts, '--config.num_iterations=2')
+  assert 'resuming' in run(parts)
+  _assert_ends_the_same(parts, whole)
 
 
 def test_checkpoints_and_exports_are_evaluated(uninterrupted, tmp_path):
