@@ -1,24 +1,32 @@
 """Eight virtual CPU devices, and compiled programs kept between runs."""
 
 import os
-import pathlib
 import tempfile
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
-# Reference data beside the project; tests that use it skip without.
+# One cache of compiled programs for all tests, their processes and the next
+# run; small programs, too, for tests compile many.
 os.environ.setdefault(
-  'GIGPO_JAX_SHARED', str(pathlib.Path(__file__).parents[2] / 'shared')
+  'JAX_COMPILATION_CACHE_DIR',
+  os.path.join(tempfile.gettempdir(), 'gigpo_jax_test_cache'),
 )
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 
 import jax
 import pytest
 
 jax.config.update('jax_num_cpu_devices', 8)
-jax.config.update(
-  'jax_compilation_cache_dir',
-  os.path.join(tempfile.gettempdir(), 'gigpo_jax_test_cache'),
-)
-jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
+
+
+# For less to compile; the programs are as right, and slower.
+QUICK = '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false'
+
+
+def pytest_configure(config: pytest.Config) -> None:
+  """Compiles quickly where no test runs for long, child processes as well."""
+  flags = os.environ.get('XLA_FLAGS', '')
+  if config.option.markexpr == 'not slow' and QUICK not in flags:
+    os.environ['XLA_FLAGS'] = f'{QUICK} {flags}'
 
 
 @pytest.fixture(autouse=True, scope='session')
