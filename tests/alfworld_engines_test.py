@@ -9,19 +9,12 @@ import subprocess
 import sys
 
 import pytest
+import reference_data
 
 from envs.alfworld import expert, houses, native, pddl, textworld
 from envs.alfworld import world as world_lib
 
-OFFICIAL = (
-  pathlib.Path(__file__).parents[2]
-  / 'shared/data/alfworld/official_game_single_agent/train'
-  / 'pick_heat_then_place_in_recep-Potato-None-SinkBasin-14'
-  / 'trial_T20190908_231731_054988'
-)
-needs_official = pytest.mark.skipif(
-  not OFFICIAL.exists(), reason=f'no official game at {OFFICIAL}'
-)
+OFFICIAL = reference_data.OFFICIAL_GAME
 needs_alfworld = pytest.mark.skipif(
   importlib.util.find_spec('alfworld') is None or sys.version_info >= (3, 13),
   reason='alfworld is not installed, or cannot run on this Python',
@@ -186,6 +179,14 @@ def play_both(
   return after
 
 
+def parts(number: int, quick: int) -> list:
+  """Returns the parts of a test of which all but the first few are slow."""
+  return [
+    pytest.param(n, marks=[pytest.mark.slow] * (n >= quick))
+    for n in range(number)
+  ]
+
+
 @pytest.fixture(scope='module')
 def reference():
   pytest.importorskip('alfworld')
@@ -193,7 +194,7 @@ def reference():
 
 
 @needs_alfworld
-@pytest.mark.parametrize('part', range(8))
+@pytest.mark.parametrize('part', parts(8, 4))
 def test_same_answers_on_odd_worlds(reference, part):
   for seed in range(part, 80, 8):
     world = odd_world(seed)
@@ -202,10 +203,7 @@ def test_same_answers_on_odd_worlds(reference, part):
 
 
 @needs_alfworld
-@pytest.mark.parametrize(
-  'part',
-  [*range(4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 10))],
-)
+@pytest.mark.parametrize('part', parts(10, 1))
 def test_same_answers_on_generated_games(reference, part):
   for index in range(part, 300, 10):
     world = houses.generate('train', index, seed=1)
@@ -257,7 +255,6 @@ def test_memory_is_flat_over_different_games(reference):
 
 
 @needs_alfworld
-@needs_official
 def test_same_answers_on_the_official_game(reference):
   reference.load(OFFICIAL)
   world = pddl.read_game(OFFICIAL)
@@ -315,7 +312,6 @@ def test_problem_round_trip(seed):
   assert again == world
 
 
-@needs_official
 def test_official_problem_round_trip():
   world = pddl.read_game(OFFICIAL)
   assert world.goal == world_lib.Goal(

@@ -9,11 +9,11 @@ import sys
 
 import numpy as np
 import pytest
+import reference_data
 
 from envs.alfworld import expert, facts, games, houses, native, pddl, world
 
 ROOT = pathlib.Path(__file__).parents[1]
-SHARED = pathlib.Path(os.environ['GIGPO_JAX_SHARED'], 'data', 'alfworld')
 FULL: dict = {}
 SMALL = {'receptacles': (5, 8), 'distractors': (3, 7)}
 DIFFICULTIES = pytest.mark.parametrize(
@@ -444,10 +444,9 @@ def room_of(number):
   ]
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason='no ../shared')
 def test_rooms_resemble_the_official_ones():
   official = collections.defaultdict(list)
-  for path in SHARED.glob('layouts/*-openable.json'):
+  for path in reference_data.ALFWORLD.glob('layouts/*-openable.json'):
     number = path.name.removeprefix('FloorPlan').split('-')[0]
     kinds = [name.split('|')[0] for name in json.loads(path.read_text())]
     official[room_of(number)].append(collections.Counter(kinds))
@@ -467,9 +466,10 @@ def test_rooms_resemble_the_official_ones():
       )
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason='no ../shared')
 def test_goals_resemble_the_official_ones():
-  names = json.loads((SHARED / 'official_task_names.json').read_text())
+  names = json.loads(
+    (reference_data.ALFWORLD / 'official_task_names.json').read_text()
+  )
   theirs, ours = collections.Counter(), collections.Counter()
   pairs = set()
   for name in names['train']:

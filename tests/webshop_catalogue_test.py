@@ -2,27 +2,21 @@
 
 import json
 import math
-import os
-import pathlib
 import statistics
 import subprocess
 import sys
 
 import pytest
+import reference_data
 
 from envs.webshop import catalogue, listings
 
-DATA = pathlib.Path(os.environ['GIGPO_JAX_SHARED'], 'data', 'webshop')
-NEEDS_DATA = pytest.mark.skipif(
-  not (DATA / 'items_shuffle_1000.json').exists(),
-  reason='the official product files are not here',
-)
-
 
 def _official() -> tuple[list[dict], dict[str, dict]]:
+  data = reference_data.WEBSHOP
   return (
-    json.loads((DATA / 'items_shuffle_1000.json').read_text('utf-8')),
-    json.loads((DATA / 'items_ins_v2_1000.json').read_text('utf-8')),
+    json.loads((data / 'items_shuffle_1000.json').read_text('utf-8')),
+    json.loads((data / 'items_ins_v2_1000.json').read_text('utf-8')),
   )
 
 
@@ -60,7 +54,7 @@ def test_every_product_is_well_formed():
     assert 1 <= combinations <= 60
 
 
-@NEEDS_DATA
+@reference_data.needs_whole
 def test_records_have_the_fields_of_the_official_ones():
   official, official_instructions = _official()
   items, instructions = catalogue.generate(num_products=300)
@@ -136,7 +130,7 @@ OFFICIAL = {
 }
 
 
-@NEEDS_DATA
+@reference_data.needs_whole
 def test_the_official_statistics_are_what_we_say():
   assert _statistics(*_official()) == pytest.approx(OFFICIAL, abs=0.005)
 

@@ -2,12 +2,12 @@
 
 import hashlib
 import json
-import os
 import pathlib
 import sys
 import types
 
 import pytest
+import reference_data
 
 from envs.webshop import catalogue, download
 
@@ -116,10 +116,8 @@ def test_a_file_other_than_the_published_one_is_refused(
   assert not (tmp_path / name).exists()
 
 
+@reference_data.needs_whole
 def test_the_published_digest_is_that_of_the_reference_data():
-  shared = pathlib.Path(os.environ['GIGPO_JAX_SHARED']) / 'data/webshop'
-  if not shared.is_dir():
-    pytest.skip('no reference data')
   for name, digest in download.SHA256.items():
-    data = (shared / name).read_bytes()
+    data = (reference_data.WEBSHOP / name).read_bytes()
     assert hashlib.sha256(data).hexdigest() == digest

@@ -3,16 +3,12 @@
 import dataclasses
 import gzip
 import json
-import os
-import pathlib
 
 import pytest
+import reference_data
 
 from envs import turns
 from envs.webshop import pages, prompts
-
-DATA = pathlib.Path(os.environ['GIGPO_JAX_SHARED'], 'data', 'webshop')
-TRACES = DATA / 'golden_traces.jsonl.gz'
 
 TASK = 'Find me long lasting lip balms, and price lower than 30.00 dollars'
 INDEX = f'WebShop [SEP] Instruction: [SEP] {TASK} [SEP] Search'
@@ -288,11 +284,9 @@ def test_think_can_be_optional():
   assert prompts.project(response, require_think=False) == ('click[b01]', True)
 
 
-@pytest.mark.skipif(
-  not TRACES.exists(), reason='the recorded episodes are not here'
-)
 def test_all_recorded_pages_can_be_taken_apart():
-  with gzip.open(TRACES, 'rt', encoding='utf-8') as file:
+  traces = reference_data.WEBSHOP / 'golden_traces.jsonl.gz'
+  with gzip.open(traces, 'rt', encoding='utf-8') as file:
     episodes = [json.loads(line) for line in file]
   kinds = {'index': 0, 'results': 0, 'item': 0, 'sub_page': 0}
   for episode in episodes:
@@ -309,4 +303,7 @@ def test_all_recorded_pages_can_be_taken_apart():
       if view.kind != 'index':
         laid_out = prompts.lay_out(parts, clickables)
         assert all(f'[{c}]' in laid_out for c in clickables), laid_out
-  assert kinds == {'index': 186, 'results': 232, 'item': 489, 'sub_page': 92}
+  expected = (22, 25, 39, 1)
+  if reference_data.IS_WHOLE:
+    expected = (186, 232, 489, 92)
+  assert tuple(kinds.values()) == expected

@@ -1,0 +1,26 @@
+"""Where tests find reference data of the original environments.
+
+$GIGPO_JAX_REFERENCE_DATA names a folder with all of it. Without the variable,
+tests use the samples in tests/data; see the README there.
+"""
+
+import os
+import pathlib
+
+import pytest
+
+_GIVEN = os.environ.get('GIGPO_JAX_REFERENCE_DATA', '')
+IS_WHOLE = bool(_GIVEN)
+FOLDER = pathlib.Path(_GIVEN or pathlib.Path(__file__).parent / 'data')
+ALFWORLD = FOLDER / 'alfworld'
+WEBSHOP = FOLDER / 'webshop'
+OFFICIAL_GAME = (
+  ALFWORLD
+  / 'official_game_single_agent/train'
+  / 'pick_heat_then_place_in_recep-Potato-None-SinkBasin-14'
+  / 'trial_T20190908_231731_054988'
+)
+needs_whole = pytest.mark.skipif(
+  not IS_WHOLE,
+  reason='needs $GIGPO_JAX_REFERENCE_DATA; see tests/data/README.md',
+)
