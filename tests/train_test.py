@@ -21,6 +21,7 @@ from gigpo_jax import (
   checkpoint,
   collection,
   episodes,
+  metric_list,
   metrics,
   tokenizer,
   train,
@@ -66,6 +67,10 @@ def _lines(workdir: pathlib.Path) -> list[dict]:
   """The metrics of a run, without what is another each time."""
   path = workdir / 'metrics.jsonl'
   lines = [json.loads(line) for line in path.read_text().splitlines()]
+  unlisted = {k for line in lines for k in line if not metric_list.find(k)} - {
+    'iteration'
+  }
+  assert not unlisted, f'add to gigpo_jax/metric_list.py: {unlisted}'
   return [
     {k: v for k, v in line.items() if not k.startswith(metrics.UNREPEATABLE)}
     for line in lines

@@ -1,0 +1,95 @@
+"""The list of metrics against its page, the code, and what is written."""
+
+import ast
+import re
+
+import pytest
+from programs import PROJECT
+
+from gigpo_jax import metric_list
+
+# Names of sums that no run writes.
+INTERNAL = {'update/objective', 'value/clipped'}
+PREFIXES = {p for s in metric_list.SECTIONS for p in s.prefixes}
+NAMES = [
+  prefix + metric.name
+  for section in metric_list.SECTIONS
+  for prefix in section.prefixes
+  for metric in section.metrics
+]
+FULL = re.compile(rf'({"|".join(sorted(PREFIXES))})[a-z0-9_]*[a-z0-9]')
+
+
+def _sources() -> list[ast.Module]:
+  return [
+    ast.parse(path.read_text())
+    for folder in ('gigpo_jax', 'envs')
+    for path in sorted((PROJECT / folder).rglob('*.py'))
+    if path.name != 'metric_list.py'
+  ]
+
+
+def _texts() -> tuple[set[str], list[tuple[str, re.Pattern]]]:
+  """Returns strings and names of fields, and (text, pattern) of f-strings."""
+  words, forms = set(), []
+  for node in (node for source in _sources() for node in ast.walk(source)):
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+      words.add(node.value)
+    elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+      words.add(node.target.id)
+    elif isinstance(node, ast.JoinedStr):
+      parts = [
+        part.value if isinstance(part, ast.Constant) else None
+        for part in node.values
+      ]
+      pattern = ''.join(re.escape(p) if p else '(.+)' for p in parts)
+      forms.append((''.join(p or '' for p in parts), re.compile(pattern)))
+  return words, forms
+
+
+WORDS, FORMS = _texts()
+
+
+def _is_written(name: str) -> bool:
+  """Returns whether the code has the name, whole or put together."""
+  if name in WORDS:
+    return True
+  for text, pattern in FORMS:
+    match = pattern.fullmatch(name)
+    if match and '/' in text:
+      # Of f'{prefix}/{name}', both are somewhere, too.
+      filled = {part for part in match.groups() if part[0] != '<'}
+      if re.search('/[a-z]', text) or filled <= WORDS:
+        return True
+  return False
+
+
+def test_the_page_is_as_the_list_writes_it():
+  page = (PROJECT / 'docs' / 'metrics.md').read_text()
+  assert page == metric_list.page(), 'run python -m gigpo_jax.metric_list'
+
+
+def test_no_metric_is_listed_twice():
+  assert len(set(NAMES)) == len(NAMES)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_every_listed_metric_is_in_the_code(name):
+  # Of a family, what is before its placeholder.
+  prefix, _, rest = name.partition('/')
+  assert _is_written(rest if '<' in rest else name), f'{prefix}: {rest}'
+
+
+def test_every_metric_that_the_code_names_is_listed():
+  named = {text for text in WORDS if FULL.fullmatch(text)} - INTERNAL
+  assert len(named) > 60
+  unlisted = sorted(name for name in named if not metric_list.find(name))
+  assert not unlisted, f'add to gigpo_jax/metric_list.py: {unlisted}'
+
+
+def test_families_of_metrics_match_by_their_placeholder():
+  assert metric_list.find('train/success_rate/pick two').unit == 'share'
+  assert metric_list.find('eval/failed_episodes/hung').unit == 'episodes'
+  assert metric_list.find('train/success_rate/') is None
+  assert metric_list.find('train/nothing') is None
+  assert metric_list.find('success_rate') is None
