@@ -574,3 +574,18 @@ def test_a_name_on_the_hub_is_looked_up_in_the_cache(
     config_lib.model_directory('team/other')
   assert len(str(e.value).splitlines()) == 1
   assert config_lib.model_directory('a/b/c') == 'a/b/c'
+
+
+def test_a_cached_model_is_refused_for_what_is_wrong_with_it(
+  tmp_path, monkeypatch
+):
+  model = tmp_path / 'model'
+  model.mkdir()
+  (model / 'config.json').write_text(json.dumps(_CONFIG | {'hidden_act': 'x'}))
+  _cache(tmp_path, model)
+  monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_CACHE', str(tmp_path))
+  monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
+  huggingface.fetch.cache_clear()
+  found = huggingface.fetch('team/small', only_config=True)
+  with pytest.raises(ValueError, match='hidden_act="x"; only "silu"'):
+    huggingface.read_config(found)

@@ -771,6 +771,16 @@ def is_hub_name(path: str) -> bool:
   return bool(_HUB_NAME.fullmatch(path))
 
 
+def _is_whole(folder: pathlib.Path, *, only_config: bool) -> bool:
+  """Whether all files of a checkpoint are there, right or not."""
+  if only_config:
+    return (folder / 'config.json').is_file()
+  index = folder / _INDEX
+  if not index.is_file():
+    return any(folder.glob('*.safetensors'))
+  return all((folder / file).is_file() for file in _index(index).values())
+
+
 @functools.cache
 def fetch(name: str, *, only_config: bool = False) -> str:
   """Returns the folder of a model of the hub, fetched if it is not cached.
@@ -794,11 +804,8 @@ def fetch(name: str, *, only_config: bool = False) -> str:
     folder = huggingface_hub.snapshot_download(
       name, local_files_only=True, **options
     )
-    if only_config:
-      read_config(folder)
-    else:
-      _files(folder)
-    return folder
+    if _is_whole(pathlib.Path(folder), only_config=only_config):
+      return folder
   try:
     return huggingface_hub.snapshot_download(name, **options)
   except Exception as error:  # Of the hub, of its HTTP client, of the disk.
