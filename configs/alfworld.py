@@ -52,8 +52,12 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
 def _paper() -> ml_collections.ConfigDict:
   config = base.get_config()
   config.env.name = 'alfworld'
-  # textworld: the reference engine | native: ours, byte-identical, faster.
-  config.env.engine = 'textworld'
+  # native: ours | textworld: the reference engine, byte-identical, slower; it
+  # evaluates Python expressions that the grammar of a game file holds.
+  config.env.engine = 'native'
+  # Whether textworld may run other code than ALFWorld's grammar has, in games
+  # of your own or of others.
+  config.env.trust_games = False
   # Folder of `alfworld-download`; '' takes $ALFWORLD_DATA; 'generated' makes
   # games by rule (envs/alfworld/houses.py).
   config.env.data_dir = ''
@@ -79,7 +83,6 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   base.use_tiny_policy(config)
   config.num_iterations = 60
   config.model.path = 'configs/warm_starts/alfworld_tiny'
-  config.env.engine = 'native'
   config.env.data_dir = 'generated'
   config.env.generator.receptacles = (4, 6)
   config.env.generator.distractors = (2, 5)

@@ -11,7 +11,9 @@ import sys
 import pytest
 import reference_data
 
-from envs.alfworld import expert, houses, native, pddl, textworld
+from configs import alfworld as alfworld_config
+from envs import base
+from envs.alfworld import env, expert, games, houses, native, pddl, textworld
 from envs.alfworld import world as world_lib
 
 OFFICIAL = reference_data.OFFICIAL_GAME
@@ -411,6 +413,72 @@ def test_engines_of_one_process_do_not_disturb_each_other(reference):
   later.load(odd_world(7))
   engines[1].load(odd_world(7))
   assert later.reset() == engines[1].reset()
+
+
+HIDDEN = "{__import__('os').environ.__setitem__('GAME_RAN', '1')}"
+
+
+@needs_alfworld
+@pytest.mark.parametrize(
+  'change',
+  [
+    ('{r.indefinite} {r.name or r.id}', HIDDEN),
+    ('{r.name or r.id}', '{r.name or r.__class__.__name__}'),
+    ('take {o} from {r}', 'take {o} from {r}' + HIDDEN),
+    ('"rhs": "You open', '"rhs": "[{exit() | openable(r:receptacle)}]'),
+    ('{o.name} is on', '{(lambda: 1)()} is on'),
+  ],
+  ids=['seen at once', 'private', 'command', 'list', 'seen late'],
+)
+def test_games_whose_grammar_holds_code_are_refused(tmp_path, change):
+  game = pddl.to_game(odd_world(1))
+  assert change[0] in game['grammar']
+  game['grammar'] = game['grammar'].replace(*change)
+  path = tmp_path / 'game.tw-pddl'
+  path.write_text(json.dumps(game))
+  engine = textworld.TextWorldEngine()
+  message = f'env.trust_games=False: the grammar of {path} holds code, which'
+  for _ in range(2):
+    with pytest.raises(ValueError, match=message) as error:
+      engine.load(path)
+    assert '\n' not in str(error.value)
+  assert 'GAME_RAN' not in os.environ
+  # The same process, and the same parses.
+  trusting = textworld.TextWorldEngine(trust_games=True)
+  trusting.load(path)
+  with pytest.raises(ValueError, match=message):
+    engine.load(path)
+  engine.load(odd_world(1))
+  assert engine.reset().feedback
+  native_engine = native.NativeEngine()
+  native_engine.load(pddl.read_game(path))
+  assert native_engine.reset().feedback
+  for used in (engine, trusting):
+    used.close()
+
+
+@needs_alfworld
+def test_trust_in_games_is_a_field_of_the_config(tmp_path):
+  world = houses.generate('train', 0, seed=1)
+  data = tmp_path / 'data' / 'json_2.1.1' / 'train'
+  path = games.write_game(world, data)
+  text = path.read_text()
+  path.write_text(text.replace('{r.indefinite}', "{'%s' % r.indefinite}"))
+  config = alfworld_config.get_config().env.to_dict()
+  config.pop('name')
+  assert config['engine'] == 'native' and not config['trust_games']
+  config |= {
+    'data_dir': str(data.parent),
+    'generator': {'expected_counts': False},
+  }
+  task = base.Task('train', 0)
+  refused = env.Env(**(config | {'engine': 'textworld'}))
+  with pytest.raises(ValueError, match='env.trust_games=False: '):
+    refused.reset(task)
+  trusted = env.Env(**(config | {'engine': 'textworld', 'trust_games': True}))
+  assert trusted.reset(task) == env.Env(**config).reset(task)
+  for used in (refused, trusted):
+    used.close()
 
 
 def test_python_without_textworld_support_is_refused(monkeypatch):

@@ -164,7 +164,7 @@ def test_the_default_is_the_paper():
   assert config.rollout.max_completion_tokens == 512
   assert config.env.max_steps == 50
   assert config.env.history_length == 2
-  assert config.env.engine == 'textworld'
+  assert config.env.engine == 'native'
   assert config.optimizer.learning_rate == 1e-6
   assert config.learner.minibatch_rows == 256
   assert config.num_iterations == 150

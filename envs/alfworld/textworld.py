@@ -4,8 +4,13 @@ The reference that `native.py` is compared with. TextWorld and alfworld are
 imported when the first engine is made. What TextWorld computes over and over
 (parses of templates, copies of contexts, groundings) is memoised from
 outside, for the whole process; the texts stay the same. Not thread-safe.
+
+TextWorld evaluates Python expressions of a game's grammar. ALFWorld's grammar
+joins names and texts; a game whose grammar holds any other expression is
+refused, unless its origin is trusted.
 """
 
+import ast
 import copy
 import functools
 import os
@@ -13,7 +18,7 @@ import pathlib
 import sys
 import tempfile
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from envs.alfworld import pddl
@@ -23,14 +28,23 @@ from envs.alfworld import world as world_lib
 _KEPT_GAMES = 8
 
 
+# What an expression of a grammar may be made of: `o.indefinite + ' ' + o.name`.
+_HARMLESS = (
+  *(ast.Expression, ast.BinOp, ast.Add, ast.BoolOp, ast.And, ast.Or, ast.Load),
+  *(ast.Name, ast.Attribute, ast.Constant),
+)
+
 _Game = world_lib.World | dict[str, object] | str | pathlib.Path
 
 
 class TextWorldEngine:
   """Plays one game at a time; the same interface as `NativeEngine`."""
 
-  def __init__(self) -> None:
+  def __init__(self, *, trust_games: bool = False) -> None:
     """Starts TextWorld.
+
+    Args:
+      trust_games: whether games may run Python code that their grammar holds.
 
     Raises:
       ImportError: in one line, if alfworld is not installed or cannot run on
@@ -41,6 +55,7 @@ class TextWorldEngine:
     self._env = modules.alfred_tw_env.AlfredDemangler(
       modules.pddl_env.PddlEnv(infos), shuffle=False
     )
+    self._trust_games = trust_games
     self._game: dict[str, object] | None = None
 
   def load(self, game: _Game) -> None:
@@ -50,14 +65,18 @@ class TextWorldEngine:
       game: a world, the dictionary of a game file, or the path of one.
 
     Raises:
-      ValueError: in one line naming the file, if it is not a game file.
+      ValueError: in one line naming the file, if it is not a game file, or
+        holds code and is not trusted.
     """
-    game = _game(game)
+    file, game = game, _game(game)
     if game != self._game:
       # TextWorld keeps every proposition of every game for ever. They compare
       # by value, so that games still being played lose nothing.
       _modules().mementos._memento_cache.clear()
+      self._game = None
       self._env.load(game)
+      if not self._trust_games:
+        _check_grammar(self._env.unwrapped._logic, file)
       self._game = game
 
   def prepare(self, game: _Game) -> None:
@@ -84,6 +103,59 @@ def _game(game: _Game) -> dict[str, object]:
   if isinstance(game, world_lib.World):
     return pddl.to_game(game)
   return game if isinstance(game, dict) else pddl.load_game(game)
+
+
+def _check_grammar(logic: Any, game: _Game) -> None:
+  """Raises ValueError if a grammar, as TextWorld reads it, holds code."""
+  for text in _expressions(logic):
+    if not _is_harmless(text):
+      name = game if isinstance(game, (str, pathlib.Path)) else 'the game'
+      raise ValueError(
+        f'env.trust_games=False: the grammar of {name} holds code, which '
+        f'TextWorld would run: {text!r:.100}; use env.engine=native, which '
+        'runs none, or env.trust_games=True if you trust its origin'
+      )
+
+
+def _expressions(logic: Any) -> Iterator[str]:
+  """Yields the expressions that TextWorld may evaluate."""
+  textgen = _modules().textgen
+  symbols = [
+    symbol
+    for action in logic.actions.values()
+    for text in (action.template, action.feedback_rule)
+    for symbol in textgen._parse_and_convert(text, rule_name='symbols')
+  ]
+  symbols += [
+    symbol
+    for rules in logic.grammar._rules.values()
+    for rule in rules
+    for symbol in rule.rhs
+  ]
+  while symbols:
+    symbol = symbols.pop()
+    if isinstance(symbol, textgen.EvalSymbol):
+      yield symbol.expression
+    for inner in ('symbol', 'expression'):
+      if isinstance(vars(symbol).get(inner), textgen.Symbol):
+        symbols.append(vars(symbol)[inner])
+
+
+@functools.lru_cache(4096)
+def _is_harmless(text: str) -> bool:
+  try:
+    nodes = list(ast.walk(ast.parse(text.strip(), mode='eval')))
+  except (SyntaxError, ValueError, RecursionError, MemoryError):
+    return False
+  private = any(
+    name.startswith('_')
+    for node in nodes
+    for name in (getattr(node, 'id', ''), getattr(node, 'attr', ''))
+  )
+  texts = all(
+    isinstance(n.value, str) for n in nodes if isinstance(n, ast.Constant)
+  )
+  return texts and not private and all(isinstance(n, _HARMLESS) for n in nodes)
 
 
 def _state(state: Any) -> world_lib.State:
@@ -135,6 +207,7 @@ def _modules() -> types.SimpleNamespace:
   fast_downward.load_lib = _reused(fast_downward.load_lib, spare_libraries)
   return types.SimpleNamespace(
     spare_libraries=spare_libraries,
+    textgen=textgen,
     fast_downward=fast_downward,
     mementos=mementos.core,
     textworld=textworld,
