@@ -188,7 +188,13 @@ def use_tiny_policy(config: ml_collections.ConfigDict) -> None:
   config.pool.num_workers = 1
   config.rollout.groups = 8
   config.rollout.episodes_per_group = 8
+  # Few, as each takes seconds to compile; derived from the limits of tokens,
+  # which an environment's own config sets.
+  config.rollout.max_prompt_tokens = 512
+  config.rollout.max_completion_tokens = 64
+  config.rollout.prompt_buckets = ()
   config.rollout.batch_buckets = (16, 64)
+  config.learner.length_buckets = ()
   config.loss.kl_weight = 0.0
   config.loss.entropy_weight = 0.0
   config.optimizer.learning_rate = 2e-4
@@ -348,9 +354,10 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.rollout.tensor = 0
   # Tokens decoded between two looks at what is finished.
   config.rollout.decode_tokens = 8
-  # Sizes that the sampler is compiled for; the last prompt bucket is raised
-  # to max_prompt_tokens where that is larger; the last of batch_buckets is the
-  # number of slots, requests that are decoded at once.
+  # Sizes that the sampler is compiled for. Prompt buckets are those below
+  # max_prompt_tokens and that limit itself; () is half of the limit and the
+  # limit. The last of batch_buckets is the number of slots, requests that are
+  # decoded at once.
   config.rollout.prompt_buckets = (512, 1024, 2048)
   config.rollout.batch_buckets = (32, 128)
 
@@ -462,8 +469,9 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.learner.max_skipped_in_row = 5
   # Rows with the same prompt go into the same update, and pay for it once.
   config.learner.share_prompts = False
-  # Row lengths that the update is compiled for; the last is raised to
-  # max_prompt_tokens + max_completion_tokens where that is larger.
+  # Row lengths that the update is compiled for: those below
+  # max_prompt_tokens + max_completion_tokens and that sum itself; () is half of
+  # the sum and the sum.
   config.learner.length_buckets = (640, 1024, 1536, 2560)
 
   config.evaluation = ml_collections.ConfigDict()

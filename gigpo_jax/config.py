@@ -268,8 +268,20 @@ def algorithm_kwargs(config: ml_collections.ConfigDict) -> dict:
 
 
 def ladder(buckets: tuple[int, ...], limit: int) -> tuple[int, ...]:
-  """Returns the buckets below a limit, and the limit as the last."""
-  return (*(b for b in buckets if b < limit), limit)
+  """Returns the buckets below a limit, and the limit as the last.
+
+  Without buckets there is one of half the limit.
+  """
+  sizes = buckets or (-(-limit // 2),)
+  return (*(b for b in sizes if b < limit), limit)
+
+
+def has_own_buckets(config: ml_collections.ConfigDict) -> bool:
+  """Whether somebody has chosen sizes of prompts for this experiment."""
+  sizes = tuple(config.rollout.prompt_buckets)
+  return bool(sizes) and sizes != tuple(
+    base.get_config().rollout.prompt_buckets
+  )
 
 
 def _get(config: ml_collections.ConfigDict, field: str):
@@ -293,16 +305,19 @@ def _values(config: ml_collections.ConfigDict) -> Iterator[str]:
       yield f'{field}={value}: must be finite; {accepted}'
     elif value < low or (high is not None and value > high):
       yield f'{field}={value}: out of range; {accepted}'
-  for field in (
-    'rollout.prompt_buckets',
-    'rollout.batch_buckets',
-    'learner.length_buckets',
+  for field, least in (
+    ('rollout.prompt_buckets', 0),
+    ('rollout.batch_buckets', 1),
+    ('learner.length_buckets', 0),
   ):
     sizes = tuple(_get(config, field))
     if not all(isinstance(size, int) for size in sizes) or (
-      not sizes or min(sizes) < 1 or sizes != tuple(sorted(set(sizes)))
+      len(sizes) < least
+      or min(sizes, default=1) < 1
+      or sizes != tuple(sorted(set(sizes)))
     ):
-      yield f'{field}={sizes}: must be one or more rising positive sizes'
+      what = '' if least else ', or () for half of the limit and the limit'
+      yield f'{field}={sizes}: must be one or more rising positive sizes{what}'
 
 
 def _combinations(config: ml_collections.ConfigDict) -> Iterator[str]:

@@ -321,6 +321,7 @@ def main(
   hosts.join()
   found = {}
   with experiment.make_pool(config) as pool:
+    experiment.try_environment(config, pool, config.evaluation.split)
     for kind, path in named:
       found[path] = _play_one(config, kind, path, pool, repeats)
   if not hosts.first():

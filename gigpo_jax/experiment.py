@@ -31,6 +31,7 @@ from gigpo_jax import (
   sampler,
   tasks,
   tokenizer,
+  trial,
 )
 from gigpo_jax import (
   config as config_lib,
@@ -189,6 +190,41 @@ def make_pool(config: ml_collections.ConfigDict) -> env_pool.EnvPool:
     max_resets_per_worker=config.pool.max_resets_per_worker or None,
     max_worker_mib=config.pool.max_worker_mib or None,
   )
+
+
+def try_environment(
+  config: ml_collections.ConfigDict,
+  pool: env_pool.EnvPool,
+  split: str,
+  text: tokenizer.Tokenizer | None = None,
+) -> None:
+  """Plays a few turns before anything is compiled, and reports what they show.
+
+  Args:
+    config: the experiment.
+    pool: its environments.
+    split: of the tasks to try.
+    text: the policy's tokenizer, to compare prompts with the limit of tokens
+      where that has been left as it is.
+
+  Raises:
+    ValueError: in one line, if the environment cannot be played.
+  """
+  name = config.env.name
+  available = len(envs.tasks(name, split, **config_lib.env_kwargs(config)))
+  tried = tasks.panel(split, min(available, trial.TASKS))
+  seen, failures = trial.play(pool, name, tried)
+  for failure in failures:
+    hosts.say(f'env.name={name}: {failure.task} {failure}')
+  limit = config.rollout.max_prompt_tokens
+  for observation in seen:
+    if reason := rollout.refusal(observation, limit):
+      raise ValueError(f'env.name={name}: {reason}')
+  if text is None or config_lib.has_own_buckets(config):
+    return
+  longest = max(map(len, text.render([o.prompt for o in seen])))
+  if line := trial.advice(name, longest, limit):
+    hosts.say(line)
 
 
 def make_roller(

@@ -247,7 +247,8 @@ class _Rollout:
         if observation and len(episode.steps) == self._roller.max_turns:
           self._pool.end(env)
           observation = None
-      if observation and (reason := self._too_long(observation)):
+      limit = self._roller.max_prompt_tokens
+      if observation and (reason := refusal(observation, limit)):
         episode.failure = str(self._pool.refuse(env, reason))
         observation = None
       if observation is None:
@@ -255,18 +256,6 @@ class _Rollout:
       else:
         observations[env] = observation
     return observations
-
-  def _too_long(self, observation: base.Observation) -> str:
-    """Returns why a prompt is not even tokenized; '' if it is."""
-    tokens = self._roller.max_prompt_tokens
-    limit = max(_LEAST_CHARS, _CHARS_PER_TOKEN * tokens)
-    longest = max(len(observation.prompt), len(observation.short_prompt))
-    if longest <= limit:
-      return ''
-    return (
-      f'a prompt of {longest:,} characters; rollout.max_prompt_tokens={tokens} '
-      f'takes at most {limit:,}'
-    )
 
   def _end(self, env: int) -> None:
     del self._running[env]
@@ -324,3 +313,15 @@ class _Rollout:
       )
       self._called[env] = time.monotonic()
       self._pool.step(env, response)
+
+
+def refusal(observation: base.Observation, max_prompt_tokens: int) -> str:
+  """Returns why a prompt is not even tokenized; '' if it is."""
+  limit = max(_LEAST_CHARS, _CHARS_PER_TOKEN * max_prompt_tokens)
+  longest = max(len(observation.prompt), len(observation.short_prompt))
+  if longest <= limit:
+    return ''
+  return (
+    f'a prompt of {longest:,} characters; rollout.max_prompt_tokens='
+    f'{max_prompt_tokens} takes at most {limit:,}'
+  )

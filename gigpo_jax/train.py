@@ -112,9 +112,11 @@ def _train(
   ):
     # What is wrong with one of these is known before workers start.
     run = _Run(config, workdir, policy, checkpointer, notice)
-    if hosts.first():
-      config_lib.save(config, workdir)
     with experiment.make_pool(config) as pool:
+      experiment.try_environment(config, pool, 'train', policy.tokenizer)
+      # Of a run that cannot start, nothing stands in the way of another one.
+      if hosts.first():
+        config_lib.save(config, workdir)
       run.go(experiment.make_roller(config, policy, pool))
 
 

@@ -410,7 +410,7 @@ def test_damaged_games_end_their_own_episodes(tmp_path, bad):
   data, workdir = tmp_path / 'data', tmp_path / 'run'
   for split in ('train', 'valid_unseen'):
     games.main(['--out', str(data), '--split', split, '--num', '24'])
-  for path in sorted(data.rglob('train/**/game.tw-pddl'))[:bad]:
+  for path in sorted(data.rglob('train/**/game.tw-pddl'))[-bad:]:
     # Its header is whole, so that it counts as a game.
     path.write_text(path.read_text().replace('(:init', '(:int'))
   flags = (
@@ -429,7 +429,7 @@ def test_damaged_games_end_their_own_episodes(tmp_path, bad):
   # Every game is played once.
   assert sum(line['train/failed_episodes'] for line in lines) == 4
   assert sum(line.get('train/failed_episodes/raised', 0) for line in lines) == 4
-  assert '4 of 32 episodes failed: 4 raised, such as train/0 (' in printed
+  assert '4 of 32 episodes failed: 4 raised, such as train/23 (' in printed
 
 
 def _mount(folder: pathlib.Path, options: str) -> bool:

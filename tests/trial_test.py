@@ -1,0 +1,139 @@
+"""The first turns of an environment, before anything is compiled."""
+
+import pathlib
+
+import broken_env
+import pytest
+
+from configs import base as base_config
+from envs import base
+from gigpo_jax import config as config_lib
+from gigpo_jax import env_pool, experiment, train, trial
+
+TASKS = [base.Task('train', index) for index in range(3)]
+
+
+def _pool(name: str = 'toy', num_workers: int = 0, **kwargs):
+  return env_pool.EnvPool(
+    name,
+    kwargs,
+    num_envs=2,
+    num_workers=num_workers,
+    step_timeout_secs=30,
+    reset_timeout_secs=30,
+  )
+
+
+def _walk(pool: env_pool.EnvPool) -> list:
+  pool.reset(0, TASKS[0])
+  found = pool.receive()
+  for response in ('<action>right</action>', '', '<action>left</action>'):
+    pool.step(0, response)
+    found += pool.receive()
+  return found
+
+
+@pytest.mark.parametrize('num_workers', [0, 1])
+def test_a_trial_changes_nothing_that_is_played_later(num_workers: int):
+  with _pool() as pool:
+    expected = _walk(pool)
+  with _pool(num_workers=num_workers) as pool:
+    seen, failures = trial.play(pool, 'toy', TASKS)
+    assert [o.prompt[:6] for o in seen] == ['Step 0', 'Step 1', 'Step 2']
+    assert failures == pool.failures == []
+    assert _walk(pool) == expected
+
+
+@pytest.mark.parametrize('num_workers', [0, 1])
+@pytest.mark.parametrize('fails', ['reset', 'step', 'action'])
+def test_a_mistake_is_named_with_the_line_of_the_environment(
+  num_workers: int, fails: str
+):
+  with _pool('broken_env', num_workers, fails=fails) as pool:
+    with pytest.raises(ValueError) as error:
+      trial.play(pool, 'broken_env', TASKS)
+  line = str(error.value)
+  start = 'env.name=broken_env: cannot be played: train/0 raised: JSONDecode'
+  assert line.startswith(start) and '\n' not in line
+  code = pathlib.Path(broken_env.__file__).read_text().splitlines()
+  number = 1 + [n for n, text in enumerate(code) if 'json.loads' in text][0]
+  assert f'called in broken_env.py:{number})' in line
+
+
+def test_one_broken_task_is_reported_and_another_one_tried():
+  with _pool('broken_env', fails='reset', below=2) as pool:
+    seen, failures = trial.play(pool, 'broken_env', TASKS)
+  assert len(seen) == 3
+  assert [f.task.index for f in failures] == [0, 1]
+
+
+@pytest.mark.parametrize(
+  ('tokens', 'limit', 'fitting'),
+  [(100, 2048, 256), (100, 512, 256), (160, 2048, 320), (20, 2048, 64)],
+)
+def test_a_limit_far_above_the_prompts_is_named(tokens, limit, fitting):
+  line = trial.advice('guess', tokens, limit)
+  assert line.startswith(f'rollout.max_prompt_tokens={limit}: ')
+  assert f'rollout.max_prompt_tokens={fitting} compiles' in line
+  assert f'at most {tokens} tokens' in line and '\n' not in line
+
+
+@pytest.mark.parametrize(('tokens', 'limit'), [(600, 2048), (100, 256)])
+def test_a_limit_that_fits_is_not_named(tokens, limit):
+  assert not trial.advice('guess', tokens, limit)
+
+
+def _config(**env):
+  config = base_config.get_config()
+  base_config.use_tiny_policy(config)
+  config.variant = ''
+  config.env.name = 'broken_env'
+  config.env.update(env)
+  config.pool.num_workers = 0
+  config.rollout.groups = config.rollout.episodes_per_group = 2
+  config.model.path = 'configs/warm_starts/alfworld_tiny'
+  config.evaluation.every = 0
+  return config
+
+
+def test_nothing_is_compiled_for_an_environment_that_fails(
+  tmp_path, monkeypatch
+):
+  def go(*args):
+    raise AssertionError('the run has begun')
+
+  monkeypatch.setattr(train._Run, 'go', go)
+  message = 'env.name=broken_env: cannot be played: train/0 raised: JSONDecode'
+  with pytest.raises(ValueError, match=message):
+    train.train(_config(fails='step'), str(tmp_path))
+  # The mended config is no other experiment.
+  with pytest.raises(AssertionError, match='begun'):
+    train.train(_config(fails=''), str(tmp_path))
+
+
+def test_the_line_about_limits_has_measured_numbers(capsys):
+  class Text:
+    def render(self, prompts):
+      assert all(p.startswith('Step ') for p in prompts)
+      return [range(50 + n) for n, _ in enumerate(prompts)]
+
+  config = _config(fails='')
+  with experiment.make_pool(config) as pool:
+    experiment.try_environment(config, pool, 'train', Text())
+    said = capsys.readouterr().out
+    assert 'max_prompt_tokens=512: the first prompts of env.name=brok' in said
+    assert 'have at most 52 tokens; rollout.max_prompt_tokens=128 ' in said
+    # Sizes that somebody has chosen.
+    config.rollout.prompt_buckets = (512,)
+    experiment.try_environment(config, pool, 'train', Text())
+  assert not capsys.readouterr().out
+
+
+def test_sizes_follow_the_limit_of_tokens():
+  config = _config(fails='')
+  config.rollout.max_prompt_tokens = 160
+  config.rollout.max_completion_tokens = 32
+  sizes = experiment.sampler_sizes(config)['prompt_buckets']
+  assert sizes == (80, 160)
+  assert experiment._learner_sizes(config)['length_buckets'] == (96, 192)
+  assert not list(config_lib._values(config))
