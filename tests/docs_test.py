@@ -4,6 +4,7 @@ A block with a title is a file, a `sh` block a command; those of a page are
 tried in one empty folder.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -11,11 +12,14 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 
 import jax
 import programs
 import pytest
 from programs import PROJECT
+
+from envs import base, messages
 
 NOTEBOOKS = ('gigpo_in_ten_minutes.ipynb', 'your_own_environment.ipynb')
 BLOCK = re.compile(
@@ -23,7 +27,7 @@ BLOCK = re.compile(
 )
 PAGES = {
   'library': ('[1.862, 0.707, -1.284, -1.284]', 'done=True', '<action>'),
-  'environment': ('Lower.', 'warm start: ', 'EVAL success'),
+  'environment': ('Success after 2', 'Lower.', 'warm start: ', 'EVAL success'),
   'new_algorithm': ('iteration    0', 'learning curve: '),
   'model': ('parameters', 'iteration    0', 'learning curve: '),
 }
@@ -87,8 +91,66 @@ def test_the_notebook_has_the_environment_of_the_page():
   page = (PROJECT / 'docs' / 'environment.md').read_text()
   files = {title: text for _, title, text in BLOCK.findall(page) if title}
   cells = _cells('your_own_environment.ipynb')
-  for name, text in files.items():
+  for name in ('guess.py', 'guess_config.py'):
+    text = files[name]
     assert f'%%writefile {name}\n{text}'.rstrip() in cells
+
+
+def test_the_shortest_environment_is_complete():
+  page = (PROJECT / 'docs' / 'environment.md').read_text()
+  text = next(t for _, title, t in BLOCK.findall(page) if title == 'sticks.py')
+  assert len([line for line in text.splitlines() if line.strip()]) <= 30
+  assert 'narrator' not in text
+  module = types.ModuleType('sticks')
+  exec(compile(text, 'sticks.py', 'exec'), module.__dict__)
+  tasks, env = module.tasks('train'), module.Env(max_steps=3)
+  assert len(tasks) == 8 and {tasks.kind(n) for n in range(8)} == {
+    'even',
+    'odd',
+  }
+
+  def sent(call, value):
+    """Returns an answer as the trainer gets it, checked."""
+    answer = messages.encode(0, call, value)[messages.HEADER.size :]
+    kind, found = messages.decode(answer, call)
+    assert kind == messages.REPLY, found
+    return found
+
+  task = base.Task('train', 1)
+  env.prepare(task)
+  first = sent('reset', env.reset(task))
+  assert '4 sticks' in first.prompt and first == sent('reset', env.reset(task))
+  taken = sent('step', env.step('<action>2</action>'))
+  assert taken.valid and not taken.done and '2 sticks' in taken.observation.text
+  wrong = sent('step', env.step('none'))
+  assert not wrong.valid and wrong.observation == taken.observation
+  won = sent('step', env.step('<action>2</action>'))
+  assert won.success and won.done and won.reward == 10
+  env.close()
+
+
+@pytest.mark.parametrize('record', [base.Observation, base.StepResult])
+def test_the_page_lists_every_field_with_its_type(record):
+  page = (PROJECT / 'docs' / 'environment.md').read_text()
+  section = page.partition(f'## {record.__name__}\n')[2].partition('\n## ')[0]
+  rows = re.findall(r'^\| `(\w+)` \| `([^`]+)`(.*?) \| .+ \|$', section, re.M)
+  listed = {name: (kind.replace('\\|', '|'), rest) for name, kind, rest in rows}
+  fields = dataclasses.fields(record)
+  assert list(listed) == [field.name for field in fields]
+  for field in fields:
+    kind, rest = listed[field.name]
+    written = field.type if isinstance(field.type, str) else None
+    assert kind == (written or _spelt(field.type))
+    missing = dataclasses.MISSING
+    optional = {field.default, field.default_factory} != {missing}
+    assert ('default' in rest) == optional, field.name
+
+
+def _spelt(kind: type) -> str:
+  text = kind.__name__ if isinstance(kind, type) else str(kind)
+  if isinstance(kind, types.GenericAlias):
+    text = str(kind)
+  return text.replace('envs.base.', '')
 
 
 @pytest.mark.parametrize('name', NOTEBOOKS)
