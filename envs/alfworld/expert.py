@@ -1,8 +1,8 @@
-"""Two experts: one knows the world, one only reads what a player reads.
+"""Two ALFWorld experts: a planner with full state, and a text-only explorer.
 
-`plan` turns a `World` into a shortest list of winning commands. `Explorer`
-turns observation text and admissible commands into a thought and a command,
-one turn at a time; it is what small policies are warmed up on.
+`plan` returns a shortest list of winning commands for a `World`. `Explorer`
+sees only observation texts and admissible commands. At each turn it returns a
+thought and a command; small policies are warm-started on its episodes.
 """
 
 import itertools
@@ -15,7 +15,8 @@ from envs.alfworld import facts, layout, world
 
 ORDERS = ('random', 'likely', 'sweep')
 
-# Task type: the verb that treats the object, the flag it needs, the tool.
+# Task type -> (verb of the treatment, flag that the object must have, type of
+# the appliance).
 _TREATMENTS = {
   'pick_clean_then_place_in_recep': ('clean', 'cleanable', 'SinkBasin'),
   'pick_heat_then_place_in_recep': ('heat', 'heatable', 'Microwave'),
@@ -24,12 +25,13 @@ _TREATMENTS = {
 
 
 def plan(game: world.World) -> list[str]:
-  """Returns a shortest sequence of commands that wins the game.
+  """Returns a shortest list of commands that wins the game.
 
-  A hand holds one thing, opened stays open, and every place is one walk from
-  every other. So a shortest solution only takes, treats and puts what the goal
-  names, walks when the next act is elsewhere and opens what is closed; what
-  is left to choose is which things, tools and places. All are tried.
+  The agent holds one object at a time, receptacles stay open, and one command
+  walks between any two locations. A shortest solution therefore only takes,
+  treats and puts goal objects, walks to where the next action happens and opens
+  closed receptacles on the way. What remains to choose is the objects,
+  appliances and receptacles; all combinations are tried.
 
   Args:
     game: the game; its goal may hold at the start.
@@ -38,23 +40,23 @@ def plan(game: world.World) -> list[str]:
     The commands; empty if the goal holds at the start.
 
   Raises:
-    ValueError: if no sequence wins.
+    ValueError: if the goal cannot be reached.
   """
   return min(_Planner(game).plans(), key=len)
 
 
-# An act: command without names, thing, receptacle where it is done, and
-# whether that has to be open.
-_Act = tuple[str, world.Object, world.Receptacle, bool]
+# An action on an object: (command template, object, receptacle where it
+# happens, whether the receptacle must be open).
+_Action = tuple[str, world.Object, world.Receptacle, bool]
 
 
 class _Planner:
-  """All sequences of acts that may be shortest, spelt as commands."""
+  """Enumerates the action sequences that may be shortest, as commands."""
 
   def __init__(self, game: world.World):
     self._game = game
-    things = (*game.receptacles, *game.objects)
-    self._names = layout.display_names(thing.id for thing in things)
+    entities = (*game.receptacles, *game.objects)
+    self._names = layout.display_names(entity.id for entity in entities)
     self._by_id = {r.id: r for r in game.receptacles if r.location}
     self._targets = [
       r for r in self._by_id.values() if r.type == game.goal.receptacle_type
@@ -62,93 +64,102 @@ class _Planner:
     self._objects = [o for o in game.objects if o.type == game.goal.object_type]
 
   def plans(self) -> Iterator[list[str]]:
-    """Yields at least one plan, a shortest one among them."""
+    """Yields winning plans, one of which is shortest.
+
+    Raises:
+      ValueError: if the goal cannot be reached.
+    """
     goal = self._game.goal
     if goal.task_type == 'look_at_obj_in_light':
-      found = self._look()
+      sequences = self._look_sequences()
     elif goal.task_type == 'pick_two_obj_and_place':
-      found = self._place(2)
+      sequences = self._place_sequences(2)
     elif goal.task_type == 'pick_and_place_simple':
-      found = self._place(1)
+      sequences = self._place_sequences(1)
     else:
-      found = self._treat(*_TREATMENTS[goal.task_type])
-    plans = [self._spell(acts) for acts in found]
+      sequences = self._treat_sequences(*_TREATMENTS[goal.task_type])
+    plans = [self._to_commands(actions) for actions in sequences]
     if not plans:
       raise ValueError(f'{self._game.name}: the goal cannot be reached')
     yield from plans
 
-  def _places(self, thing: world.Object) -> list[world.Receptacle]:
-    ids = (thing.receptacle, *thing.also_in)
+  def _holders(self, item: world.Object) -> list[world.Receptacle]:
+    """Returns the reachable receptacles that contain an object."""
+    ids = (item.receptacle, *item.also_in)
     return [self._by_id[i] for i in ids if i in self._by_id]
 
-  def _takes(self, thing: world.Object) -> Iterator[_Act]:
-    if 'pickupable' in thing.flags:
-      for place in self._places(thing):
-        yield 'take {} from {}', thing, place, True
+  def _take_actions(self, item: world.Object) -> Iterator[_Action]:
+    if 'pickupable' in item.flags:
+      for receptacle in self._holders(item):
+        yield 'take {} from {}', item, receptacle, True
 
-  def _put(self, thing: world.Object, place: world.Receptacle) -> list[_Act]:
-    return [('move {} to {}', thing, place, True)]
+  def _put_actions(
+    self, item: world.Object, receptacle: world.Receptacle
+  ) -> list[_Action]:
+    return [('move {} to {}', item, receptacle, True)]
 
-  def _fits(self, thing: world.Object) -> bool:
-    pair = (self._game.goal.receptacle_type, thing.type)
+  def _fits(self, item: world.Object) -> bool:
+    pair = (self._game.goal.receptacle_type, item.type)
     return pair in self._game.can_contain
 
-  def _look(self) -> Iterator[list[_Act]]:
+  def _look_sequences(self) -> Iterator[list[_Action]]:
     lamps = [
-      (lamp, place)
+      (lamp, receptacle)
       for lamp in self._game.objects
       if lamp.type == self._game.goal.receptacle_type
       and 'toggleable' in lamp.flags
-      for place in self._places(lamp)
+      for receptacle in self._holders(lamp)
     ]
-    for thing, (lamp, place) in itertools.product(self._objects, lamps):
-      for take in self._takes(thing):
-        # A switch works through a closed door, and its touch is remembered.
-        use = ('use {}', lamp, place, False)
+    for item, (lamp, receptacle) in itertools.product(self._objects, lamps):
+      for take in self._take_actions(item):
+        # A switch also works in a closed receptacle.
+        use = ('use {}', lamp, receptacle, False)
         yield [take, use]
 
-  def _place(self, number: int) -> Iterator[list[_Act]]:
+  def _place_sequences(self, num_objects: int) -> Iterator[list[_Action]]:
     for target in self._targets:
-      inside = [o for o in self._objects if target in self._places(o)]
+      inside = [o for o in self._objects if target in self._holders(o)]
       outside = [o for o in self._objects if o not in inside]
-      missing = max(0, number - len(inside))
+      missing = max(0, num_objects - len(inside))
       if missing > len(outside) or missing and not self._fits(outside[0]):
         continue
       for chosen in itertools.permutations(outside, missing):
-        for takes in itertools.product(*map(self._takes, chosen)):
-          acts: list[_Act] = []
+        for takes in itertools.product(*map(self._take_actions, chosen)):
+          actions: list[_Action] = []
           for take in takes:
-            acts += [take, *self._put(take[1], target)]
-          yield acts
+            actions += [take, *self._put_actions(take[1], target)]
+          yield actions
 
-  def _treat(
+  def _treat_sequences(
     self, verb: str, flag: str, tool_type: str
-  ) -> Iterator[list[_Act]]:
+  ) -> Iterator[list[_Action]]:
     tools = [r for r in self._by_id.values() if r.type == tool_type]
-    for thing, tool in itertools.product(self._objects, tools):
-      if flag not in thing.flags:
+    for item, tool in itertools.product(self._objects, tools):
+      if flag not in item.flags:
         continue
-      for take in self._takes(thing):
-        acts = [take, (f'{verb} {{}} with {{}}', thing, tool, False)]
-        # A thing that lies in two receptacles leaves only one when taken.
-        rest = [r for r in self._places(thing) if r is not take[2]]
-        if any(r in self._targets for r in rest):
-          yield acts
-        elif self._fits(thing):
+      for take in self._take_actions(item):
+        actions = [take, (f'{verb} {{}} with {{}}', item, tool, False)]
+        # An object that is listed in two receptacles leaves only one of them
+        # when it is taken.
+        remaining = [r for r in self._holders(item) if r is not take[2]]
+        if any(r in self._targets for r in remaining):
+          yield actions
+        elif self._fits(item):
           for target in self._targets:
-            yield [*acts, *self._put(thing, target)]
+            yield [*actions, *self._put_actions(item, target)]
 
-  def _spell(self, acts: list[_Act]) -> list[str]:
+  def _to_commands(self, actions: list[_Action]) -> list[str]:
+    """Returns the commands of the actions, with walks and openings between."""
     location, opened, commands = self._game.start, set(), []
-    for command, thing, place, through in acts:
-      name = self._names[place.id]
-      if place.location != location:
+    for command, item, receptacle, must_be_open in actions:
+      name = self._names[receptacle.id]
+      if receptacle.location != location:
         commands.append(f'go to {name}')
-        location = place.location
-      if through and place.openable and place.id not in opened:
+        location = receptacle.location
+      if must_be_open and receptacle.openable and receptacle.id not in opened:
         commands.append(f'open {name}')
-        opened.add(place.id)
-      commands.append(command.format(self._names[thing.id], name))
+        opened.add(receptacle.id)
+      commands.append(command.format(self._names[item.id], name))
     return commands
 
 
@@ -158,52 +169,66 @@ _TASKS = tuple(
   for template in templates
 )
 _QUALITIES = {'clean': 'clean', 'heat': 'hot', 'cool': 'cool'}
-_TOOK = re.compile(r'You pick up the (\w+ \d+) from the (\w+ \d+)\.')
-_PUT = re.compile(r'You (?:move|put) the (\w+ \d+) (?:to|in/on) the (\w+ \d+)')
-_TREATED = re.compile(r'You (clean|heat|cool) the (\w+ \d+) using')
-_SHOWN = re.compile(
+_TAKEN_TEXT = re.compile(r'You pick up the (\w+ \d+) from the (\w+ \d+)\.')
+_PUT_TEXT = re.compile(
+  r'You (?:move|put) the (\w+ \d+) (?:to|in/on) the (\w+ \d+)'
+)
+_TREATED_TEXT = re.compile(r'You (clean|heat|cool) the (\w+ \d+) using')
+_CONTENTS_TEXT = re.compile(
   r'(?:On the (\w+ \d+)|The (\w+ \d+) is open\. In it), you see ([^.]*)\.'
 )
-_FACING = re.compile(r'You are facing the ([^.]*)\.')
-_TAKE = re.compile(r'take (\w+ \d+) from (\w+ \d+)')
-_DROP = re.compile(r'(?:move|put) (\w+ \d+) (?:to|in/on) (\w+ \d+)')
-_LIKELY = {
-  kind.lower(): {
-    place.lower(): facts.ROOMINESS.get(place, 1.0) for place in places
+_FACING_TEXT = re.compile(r'You are facing the ([^.]*)\.')
+_TAKE_COMMAND = re.compile(r'take (\w+ \d+) from (\w+ \d+)')
+_PUT_COMMAND = re.compile(r'(?:move|put) (\w+ \d+) (?:to|in/on) (\w+ \d+)')
+# Object type -> receptacle type -> capacity, in lower case as texts have them.
+_CAPACITIES = {
+  object_type.lower(): {
+    name.lower(): facts.CAPACITIES.get(name, 1.0) for name in receptacle_types
   }
-  for kind, places in {**facts.PLACES, 'DeskLamp': facts.LAMP_PLACES}.items()
+  for object_type, receptacle_types in {
+    **facts.PLACES,
+    'DeskLamp': facts.LAMP_PLACES,
+  }.items()
 }
 
 
 def read_task(sentence: str) -> tuple[str, str, str]:
-  """Returns (task type, thing, place or lamp) of a goal sentence.
+  """Parses a goal sentence into (task type, object type, receptacle or lamp).
 
   Raises:
-    ValueError: if no template of ALFWorld makes the sentence.
+    ValueError: if the sentence matches none of ALFWorld's templates.
   """
   for task_type, pattern in _TASKS:
     match = pattern.fullmatch(sentence.strip().rstrip('.'))
     if match:
       return task_type, match[1], match[2]
-  raise ValueError(f'task {sentence!r}: not in the form of ALFWorld')
+  raise ValueError(
+    f'task {sentence!r}: not in the form of ALFWorld; must match one of its '
+    'sentence templates'
+  )
 
 
-def _kind(name: str) -> str:
+def _type_of(name: str) -> str:
+  """Returns the type in a display name: 'mug' of 'mug 2'."""
   return name.rsplit(' ', 1)[0]
 
 
-def _by_number(name: str) -> tuple[str, int]:
-  kind, number = name.rsplit(' ', 1)
-  return kind, int(number)
+def _sort_key(name: str) -> tuple[str, int]:
+  """Returns a key that sorts 'mug 2' before 'mug 10'."""
+  type_name, number = name.rsplit(' ', 1)
+  return type_name, int(number)
 
 
 class Explorer:
-  """An expert that sees what a player sees and remembers it.
+  """An expert that only sees the texts of the game, and remembers them.
 
-  It looks for the thing place by place, opening what is closed, and does at
-  once what can be done, so that its choice follows from the task, what is
-  admissible and the last turns wherever that is possible. Others may play
-  turns in between: it goes by what it reads, not by what it said.
+  It searches for the goal object one receptacle after another and opens closed
+  ones. It takes every useful action as soon as it is admissible. Its choices
+  thus follow, wherever possible, from the task, the admissible commands and the
+  last turns, so a policy can imitate them from its prompt.
+
+  Its memory is updated from the texts, not from the commands it returned, so
+  the caller may play other commands in between.
   """
 
   def __init__(
@@ -213,197 +238,240 @@ class Explorer:
 
     Args:
       task: the goal sentence.
-      rng: draws the next place to look at.
-      order: 'random', uniform over the places not yet looked at; 'likely',
-        those first that tend to hold the thing; 'sweep', the next one in the
-        order of the admissible commands.
+      rng: draws the next receptacle to search.
+      order: order of the search. 'random': uniform over the receptacles not yet
+        searched; 'likely': those first that most often contain the goal object;
+        'sweep': the next one in the order of the admissible commands.
 
     Raises:
-      ValueError: if the task or the order is unknown.
+      ValueError: if the task has an unknown form or the order is unknown.
     """
     if order not in ORDERS:
       raise ValueError(f'order={order}: must be one of {", ".join(ORDERS)}')
-    self._type, self._thing, self._goal = read_task(task)
-    self._verb, _, tool = _TREATMENTS.get(self._type, ('', '', ''))
+    self._task_type, self._object_type, self._goal = read_task(task)
+    self._verb, _, tool = _TREATMENTS.get(self._task_type, ('', '', ''))
     self._tool = tool.lower()
     self._rng = rng
     self._order = order
     self._receptacles: set[str] = set()
     self._visited: set[str] = set()
-    self._seen: set[str] = set()
-    self._where: dict[str, str] = {}
+    # Receptacles whose contents were seen.
+    self._searched: set[str] = set()
+    # Object -> the receptacle that it is in.
+    self._known_objects: dict[str, str] = {}
     self._treated: set[str] = set()
     self._held: str | None = None
+    # Receptacle that the held object was taken from.
     self._origin = ''
 
   def act(self, feedback: str, admissible: Sequence[str]) -> tuple[str, str]:
-    """Returns (thought, command) for what the engine last said."""
+    """Returns (thought, command) for the engine's latest text.
+
+    Args:
+      feedback: the observation text.
+      admissible: the admissible commands.
+    """
     self._commands = sorted(admissible)
-    self._read(feedback)
+    self._update_memory(feedback)
     if self._held is None:
-      return self._seek()
-    if _kind(self._held) != self._thing:
-      return self._drop()
-    if self._type == 'look_at_obj_in_light':
+      return self._find_object()
+    if _type_of(self._held) != self._object_type:
+      return self._put_down()
+    if self._task_type == 'look_at_obj_in_light':
       return self._look()
     if self._verb and self._held not in self._treated:
       return self._treat()
     return self._place()
 
-  def _read(self, feedback: str) -> None:
-    for thing, place in _TOOK.findall(feedback):
-      self._held, self._origin = thing, place
-      self._where.pop(thing, None)
-    for thing, place in _PUT.findall(feedback):
+  def _update_memory(self, feedback: str) -> None:
+    for name, receptacle in _TAKEN_TEXT.findall(feedback):
+      self._held, self._origin = name, receptacle
+      self._known_objects.pop(name, None)
+    for name, receptacle in _PUT_TEXT.findall(feedback):
       self._held = None
-      self._where[thing] = place
-    for verb, thing in _TREATED.findall(feedback):
+      self._known_objects[name] = receptacle
+    for verb, name in _TREATED_TEXT.findall(feedback):
       if verb == self._verb:
-        self._treated.add(thing)
+        self._treated.add(name)
       elif 'clean' not in (verb, self._verb):
-        self._treated.discard(thing)
-    for on, within, things in _SHOWN.findall(feedback):
-      self._show(on or within, re.findall(r'\ba (\w+ \d+)', things))
-    for places in _FACING.findall(feedback):
-      self._receptacles.update(re.findall(r'\w+ \d+', places))
+        # Heating undoes cooling, and the reverse.
+        self._treated.discard(name)
+    for on, inside, names in _CONTENTS_TEXT.findall(feedback):
+      self._set_contents(on or inside, re.findall(r'\ba (\w+ \d+)', names))
+    for receptacles in _FACING_TEXT.findall(feedback):
+      self._receptacles.update(re.findall(r'\w+ \d+', receptacles))
     self._read_commands()
 
   def _read_commands(self) -> None:
     self._exits = [c[6:] for c in self._commands if c.startswith('go to ')]
     self._receptacles.update(self._exits)
     self._here = [
-      place
-      for place in sorted(self._receptacles, key=_by_number)
-      if f'examine {place}' in self._commands
+      receptacle
+      for receptacle in sorted(self._receptacles, key=_sort_key)
+      if f'examine {receptacle}' in self._commands
     ]
     self._visited.update(self._here)
-    self._takes = [m.groups() for m in map(_TAKE.match, self._commands) if m]
+    self._takes = [
+      m.groups() for m in map(_TAKE_COMMAND.match, self._commands) if m
+    ]
     self._lamps = [
       c[4:] for c in self._commands if c.startswith(f'use {self._goal} ')
     ]
     for lamp in self._lamps:
-      self._where[lamp] = self._here[0]
+      self._known_objects[lamp] = self._here[0]
     if self._held is None:
-      for place in self._here:
-        if f'open {place}' not in self._commands:
-          held = [thing for thing, at in self._takes if at == place]
-          self._show(place, held + self._lamps)
+      for receptacle in self._here:
+        if f'open {receptacle}' not in self._commands:
+          contents = [name for name, at in self._takes if at == receptacle]
+          self._set_contents(receptacle, contents + self._lamps)
 
-  def _show(self, place: str, things: list[str]) -> None:
-    self._seen.add(place)
-    for thing, at in list(self._where.items()):
-      if at == place and thing not in things:
-        del self._where[thing]
-    self._where.update((t, place) for t in things if t not in self._lamps)
+  def _set_contents(self, receptacle: str, names: list[str]) -> None:
+    """Records the contents of a receptacle; forgets objects that are gone."""
+    self._searched.add(receptacle)
+    for name, at in list(self._known_objects.items()):
+      if at == receptacle and name not in names:
+        del self._known_objects[name]
+    self._known_objects.update(
+      (name, receptacle) for name in names if name not in self._lamps
+    )
 
-  def _known(self, kind: str) -> list[str]:
+  def _receptacles_with(self, object_type: str) -> list[str]:
+    """Returns the receptacles of all known objects of a type."""
     return [
-      self._where[thing]
-      for thing in sorted(self._where, key=_by_number)
-      if _kind(thing) == kind
+      self._known_objects[name]
+      for name in sorted(self._known_objects, key=_sort_key)
+      if _type_of(name) == object_type
     ]
 
   def _target(self) -> str:
-    """Returns the receptacle to bring things to: where most of them are."""
-    places = [p for p in self._receptacles if _kind(p) == self._goal]
-    there = self._known(self._thing)
-    if self._type != 'pick_two_obj_and_place':
-      there = []
-    return min(places, key=lambda p: (-there.count(p), _by_number(p)))
+    """Returns the goal receptacle to use.
 
-  def _seek(self) -> tuple[str, str]:
-    thing = self._thing
-    stays = self._type in ('pick_and_place_simple', 'pick_two_obj_and_place')
-    done = (self._target(),) if stays else ()
-    for name, place in self._takes:
-      if _kind(name) == thing and place not in done:
-        return f'I see a {thing}, so I take it.', f'take {name} from {place}'
-    for place in self._known(thing):
-      if place not in done:
-        return self._reach(place, f'I saw a {thing}, so I go back to it.')
-    for place in self._here:
-      if f'open {place}' in self._commands and place not in self._seen:
-        return self._open(place)
-    return self._explore(thing, self._seen)
+    If two objects are needed, it is the one that contains most of them.
+    """
+    candidates = [r for r in self._receptacles if _type_of(r) == self._goal]
+    holders = self._receptacles_with(self._object_type)
+    if self._task_type != 'pick_two_obj_and_place':
+      holders = []
+    return min(candidates, key=lambda r: (-holders.count(r), _sort_key(r)))
+
+  def _find_object(self) -> tuple[str, str]:
+    wanted = self._object_type
+    # An object in the target stays there if it needs no treatment.
+    keeps = self._task_type in (
+      'pick_and_place_simple',
+      'pick_two_obj_and_place',
+    )
+    excluded = (self._target(),) if keeps else ()
+    for name, receptacle in self._takes:
+      if _type_of(name) == wanted and receptacle not in excluded:
+        return (
+          f'I see a {wanted}, so I take it.',
+          f'take {name} from {receptacle}',
+        )
+    for receptacle in self._receptacles_with(wanted):
+      if receptacle not in excluded:
+        thought = f'I saw a {wanted}, so I go back to it.'
+        return self._go_to(receptacle, thought)
+    for receptacle in self._here:
+      closed = f'open {receptacle}' in self._commands
+      if closed and receptacle not in self._searched:
+        return self._open(receptacle)
+    return self._explore(wanted, self._searched)
 
   def _look(self) -> tuple[str, str]:
     if self._lamps:
-      thought = f'I have the {self._thing}, so I use the {self._goal}.'
+      thought = f'I have the {self._object_type}, so I use the {self._goal}.'
       return thought, f'use {self._lamps[0]}'
-    for place in self._known(self._goal):
+    for receptacle in self._receptacles_with(self._goal):
       thought = f'I saw a {self._goal}, so I go back to it.'
-      return thought, f'go to {place}'
+      return thought, f'go to {receptacle}'
     return self._explore(self._goal, self._visited)
 
   def _treat(self) -> tuple[str, str]:
     for command in self._commands:
       if command.startswith(f'{self._verb} {self._held} with '):
         return (
-          f'I have the {self._thing}, so I {self._verb} it with the '
+          f'I have the {self._object_type}, so I {self._verb} it with the '
           f'{self._tool}.'
         ), command
-    tools = [p for p in self._exits if _kind(p) == self._tool]
+    tools = [r for r in self._exits if _type_of(r) == self._tool]
     if not tools:
       return self._explore(self._tool, self._visited)
     return (
-      f'I have the {self._thing}, so I go to the {self._tool}.',
-      f'go to {min(tools, key=_by_number)}',
+      f'I have the {self._object_type}, so I go to the {self._tool}.',
+      f'go to {min(tools, key=_sort_key)}',
     )
 
   def _place(self) -> tuple[str, str]:
     target = self._target()
-    two = self._type == 'pick_two_obj_and_place'
-    fitting = [
-      place
-      for place in (target, *self._here)
-      if _kind(place) == self._goal and (place == target or not two)
+    # Two objects must go into the same receptacle.
+    same = self._task_type == 'pick_two_obj_and_place'
+    candidates = [
+      receptacle
+      for receptacle in (target, *self._here)
+      if _type_of(receptacle) == self._goal
+      and (receptacle == target or not same)
     ]
-    drops = self._drops()
-    for place in fitting:
-      if place in drops:
-        return f'Now I put it in the {self._goal}.', drops[place]
-    thought = f'I have the {self._thing}, so I go to the {self._goal}.'
+    put_commands = self._put_commands()
+    for receptacle in candidates:
+      if receptacle in put_commands:
+        return f'Now I put it in the {self._goal}.', put_commands[receptacle]
+    thought = f'I have the {self._object_type}, so I go to the {self._goal}.'
     if self._verb:
       quality = _QUALITIES[self._verb]
-      thought = f'The {self._thing} is {quality}, so I go to the {self._goal}.'
-    here = [place for place in fitting if place in self._here]
-    return self._reach((here or [target])[0], thought)
+      thought = (
+        f'The {self._object_type} is {quality}, so I go to the {self._goal}.'
+      )
+    here = [receptacle for receptacle in candidates if receptacle in self._here]
+    return self._go_to((here or [target])[0], thought)
 
-  def _drops(self) -> dict[str, str]:
-    matches = map(_DROP.match, self._commands)
+  def _put_commands(self) -> dict[str, str]:
+    """Returns receptacle -> admissible command that puts the held object."""
+    matches = map(_PUT_COMMAND.match, self._commands)
     return {m[2]: m[0] for m in matches if m and m[1] == self._held}
 
-  def _drop(self) -> tuple[str, str]:
-    drops = self._drops()
-    thought = f'I do not need the {_kind(self._held)}, so I put it down.'
-    if drops:
-      place = self._origin if self._origin in drops else min(drops)
-      return thought, drops[place]
-    return self._reach(self._origin, thought)
+  def _put_down(self) -> tuple[str, str]:
+    put_commands = self._put_commands()
+    thought = f'I do not need the {_type_of(self._held)}, so I put it down.'
+    if put_commands:
+      receptacle = (
+        self._origin if self._origin in put_commands else min(put_commands)
+      )
+      return thought, put_commands[receptacle]
+    return self._go_to(self._origin, thought)
 
-  def _reach(self, place: str, thought: str) -> tuple[str, str]:
-    if f'open {place}' in self._commands:
-      return self._open(place)
-    if place in self._exits:
-      return thought, f'go to {place}'
-    return self._explore(self._thing, self._seen)
+  def _go_to(self, receptacle: str, thought: str) -> tuple[str, str]:
+    if f'open {receptacle}' in self._commands:
+      return self._open(receptacle)
+    if receptacle in self._exits:
+      return thought, f'go to {receptacle}'
+    return self._explore(self._object_type, self._searched)
 
-  def _open(self, place: str) -> tuple[str, str]:
-    return f'The {_kind(place)} is closed, so I open it.', f'open {place}'
+  def _open(self, receptacle: str) -> tuple[str, str]:
+    thought = f'The {_type_of(receptacle)} is closed, so I open it.'
+    return thought, f'open {receptacle}'
 
-  def _explore(self, kind: str, known: set[str]) -> tuple[str, str]:
-    places = [place for place in self._exits if place not in known]
-    if not places:
-      # Something was moved behind our back: look everywhere again.
-      known.clear()
-      places = self._exits
+  def _explore(self, wanted: str, explored: set[str]) -> tuple[str, str]:
+    """Goes to an unexplored receptacle, to look for an object or appliance.
+
+    Args:
+      wanted: type of the object or appliance.
+      explored: receptacles to skip; cleared if none is left.
+    """
+    receptacles = [r for r in self._exits if r not in explored]
+    if not receptacles:
+      # The caller's commands moved the object: search everywhere again.
+      explored.clear()
+      receptacles = self._exits
     if self._order == 'likely':
-      likely = _LIKELY.get(kind, {})
-      best = max(likely.get(_kind(place), 0.0) for place in places)
-      places = [p for p in places if likely.get(_kind(p), 0.0) == best]
+      capacities = _CAPACITIES.get(wanted, {})
+      best = max(capacities.get(_type_of(r), 0.0) for r in receptacles)
+      receptacles = [
+        r for r in receptacles if capacities.get(_type_of(r), 0.0) == best
+      ]
     if self._order == 'sweep':
       current = max(self._here, default='')
-      place = min(places, key=lambda p: (p <= current, p))
+      receptacle = min(receptacles, key=lambda r: (r <= current, r))
     else:
-      place = places[self._rng.integers(len(places))]
-    return f'I need to find a {kind}.', f'go to {place}'
+      receptacle = receptacles[self._rng.integers(len(receptacles))]
+    return f'I need to find a {wanted}.', f'go to {receptacle}'

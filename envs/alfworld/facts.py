@@ -1,8 +1,9 @@
-"""What a household may hold: kinds of things, where they go, how many.
+"""Statistics of ALFRED's rooms, objects and goals, for the game generator.
 
-Facts about ALFRED's rooms in tables of our own: containment and properties
-per kind of object, numbers of receptacles in 30 rooms of each sort, how often
-an object is found in a room, and which goals people set how often.
+The tables hold, for each object type, its properties and the receptacle types
+that can contain it; and, for each room type, the numbers of receptacles, the
+frequencies of objects and the frequencies of goals. ALFRED has 30 rooms of each
+type.
 """
 
 ROOMS = ('kitchen', 'living', 'bedroom', 'bathroom')
@@ -21,7 +22,7 @@ _FLAGS = {
   'r': 'isReceptacleObject',
 }
 
-# Kind of object: letters of _FLAGS, kinds of receptacle that can hold it.
+# Object type -> (keys of _FLAGS, receptacle types that can contain it).
 _OBJECTS = {
   'AlarmClock': ('', 'table bureau Shelf'),
   'Apple': ('chks', 'table Fridge GarbageCan Microwave SinkBasin'),
@@ -114,11 +115,11 @@ _OBJECTS = {
   'WineBottle': ('k', 'table bureau Cabinet Fridge GarbageCan Shelf'),
 }
 
-# Room: kind of receptacle and, where not always one, "number*weight,...".
-# Weights are numbers of rooms of 30; what is missing to 30 has none. Counted
-# in ALFRED's floor plans, but for what those do not list: CoffeeMachine,
-# StoveBurner, Toaster, GarbageCan, LaundryHamper and, in the bathroom, basins
-# of sinks, Toilet and holders are estimates.
+# Room -> receptacle types with "count*weight,...". A weight is the number of
+# rooms, of 30, that have this count; the remaining rooms have none. The numbers
+# were counted in ALFRED's floor plans. Estimates, because the plans do not list
+# them, are CoffeeMachine, StoveBurner, Toaster, GarbageCan, LaundryHamper and,
+# in bathrooms, SinkBasin, Toilet and the holders.
 _RECEPTACLES = {
   'kitchen': (
     'Cabinet=2*1,3*1,4*3,5*1,6*2,8*3,9*4,10*1,11*1,13*4,15*2,17*1,18*1,'
@@ -152,7 +153,7 @@ _RECEPTACLES = {
   ),
 }
 
-# Room: kind of object and in how many of 30 rooms it is found.
+# Room -> object types with the number of rooms, of 30, that contain one.
 _OBJECT_ROOMS = {
   'kitchen': (
     'Apple=30 Book=2 Bowl=30 Bread=30 ButterKnife=29 CellPhone=4 '
@@ -179,7 +180,8 @@ _OBJECT_ROOMS = {
   ),
 }
 
-# Task type and room: how often people chose an object, and a receptacle.
+# (Task type, room) -> how often a goal names each object type, and each
+# receptacle type.
 _GOALS = {
   ('look_at_obj_in_light', 'bedroom'): (
     (
@@ -318,7 +320,7 @@ _GOALS = {
   ),
 }
 
-# How often a type is set in the full training set.
+# Task type -> number of games in the full training set.
 TASK_WEIGHTS = {
   'pick_and_place_simple': 790,
   'look_at_obj_in_light': 308,
@@ -357,9 +359,9 @@ TEMPLATES = {
 }
 OPENABLE = frozenset(('Fridge', 'Cabinet', 'Microwave', 'Drawer', 'Safe'))
 
-# Relative share of a room's things in one receptacle of the kind, 1 if not
-# named; estimates.
-ROOMINESS = {
+# Receptacle type -> relative number of objects in it; 1 if not listed. These
+# are estimates.
+CAPACITIES = {
   'CounterTop': 6.0,
   'DiningTable': 6.0,
   'Desk': 5.0,
@@ -380,44 +382,44 @@ LAMP_PLACES = frozenset(
 
 def _weights(text: str) -> dict[str, int]:
   return {
-    kind: int(weight)
-    for kind, _, weight in (word.partition('=') for word in text.split())
+    name: int(weight)
+    for name, _, weight in (word.partition('=') for word in text.split())
   }
 
 
-def _numbers(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _count_weights(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
   pairs = [pair.split('*') for pair in text.split(',')]
-  numbers = tuple(int(number) for number, _ in pairs)
+  counts = tuple(int(count) for count, _ in pairs)
   weights = tuple(int(weight) for _, weight in pairs)
-  return (0, *numbers), (30 - sum(weights), *weights)
+  return (0, *counts), (30 - sum(weights), *weights)
 
 
-def _places(text: str) -> frozenset[str]:
+def _expand_groups(text: str) -> frozenset[str]:
   return frozenset(' '.join(_GROUPS.get(w, w) for w in text.split()).split())
 
 
-# Kind of object -> kinds of receptacle that can hold it.
-PLACES = {kind: _places(places) for kind, (_, places) in _OBJECTS.items()}
+# Object type -> receptacle types that can contain it.
+PLACES = {name: _expand_groups(types) for name, (_, types) in _OBJECTS.items()}
 
-# Kind of object -> its unary facts.
+# Object type -> its flags (unary facts).
 FLAGS = {
-  kind: frozenset(('pickupable', *(_FLAGS[letter] for letter in letters)))
-  for kind, (letters, _) in _OBJECTS.items()
+  name: frozenset(('pickupable', *(_FLAGS[letter] for letter in letters)))
+  for name, (letters, _) in _OBJECTS.items()
 } | {'DeskLamp': frozenset(('toggleable',))}
 
-# Room -> kind of receptacle -> (numbers, weights).
+# Room -> receptacle type -> (counts, weights).
 RECEPTACLES = {
   room: {
-    kind: _numbers(numbers)
-    for kind, _, numbers in (word.partition('=') for word in text.split())
+    name: _count_weights(counts)
+    for name, _, counts in (word.partition('=') for word in text.split())
   }
   for room, text in _RECEPTACLES.items()
 }
 
-# Room -> kind of object -> in how many of 30 rooms.
+# Room -> object type -> number of rooms, of 30, that contain one.
 OBJECTS = {room: _weights(text) for room, text in _OBJECT_ROOMS.items()}
 
-# (task type, room) -> (weights of objects, weights of receptacles).
+# (Task type, room) -> (weights of object types, weights of receptacle types).
 GOALS = {
   key: (_weights(objects), _weights(receptacles))
   for key, (objects, receptacles) in _GOALS.items()

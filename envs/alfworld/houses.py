@@ -1,8 +1,8 @@
-"""Generates households: unlimited games of all six task types.
+"""Generates ALFWorld games of all six task types, in unlimited number.
 
-A game is a pure function of (seed, split, index) and the options; no game
-file, no simulator. One game is one room, furnished by the tables of `facts`;
-every game can be won, and none is won before it starts.
+A game is a pure function of (seed, split, index) and the options; it needs no
+game file and no simulator. Each game is one room, furnished according to the
+tables in `facts.py`. Every game can be won, and no game starts won.
 """
 
 import bisect
@@ -14,14 +14,15 @@ import numpy as np
 
 from envs.alfworld import expert, facts, world
 
-# Official floor plans count from here; up to 30 are ALFRED's own, so that the
-# generated ones go on from 31.
+# Numbers of floor plans, by room. ALFRED's own plans are the first 30 of each
+# room; generated games use the numbers from 31 on.
 _FIRST_PLAN = {'kitchen': 0, 'living': 200, 'bedroom': 300, 'bathroom': 400}
 _PLANS = range(31, 100)
-_MAX_INSTANCES = 3
+_MAX_INSTANCES = 3  # objects of one type
 _SHARED_LOCATION_RATE = 0.12
-# Doors and drawers that cannot be opened: what is in them shows.
+# Share of cabinets and drawers without a door, whose contents always show.
 _OPEN_FRONT_RATE = 0.15
+# Types of which a room can have any number, side by side.
 _STACKED = frozenset(('Cabinet', 'Drawer', 'Shelf', 'StoveBurner'))
 _HORIZONS = (-30, -15, 0, 15, 30, 45, 60)
 _BASINS = {'SinkBasin': 'Sink', 'BathtubBasin': 'Bathtub'}
@@ -29,37 +30,40 @@ _BASINS = {'SinkBasin': 'Sink', 'BathtubBasin': 'Bathtub'}
 _T = TypeVar('_T')
 
 
-class _Dice:
-  """Draws from a block of uniform numbers; numpy's own are slow one by one."""
+class _Random:
+  """A random generator that draws uniform numbers in blocks.
+
+  Single draws from numpy's generators are slow.
+  """
 
   def __init__(self, entropy: Sequence[int]):
     seed = np.random.SeedSequence(list(entropy))
     self._generator = np.random.Generator(np.random.Philox(seed))
     self._block: list[float] = []
 
-  def unit(self) -> float:
+  def uniform(self) -> float:
     """Returns a number in [0, 1)."""
     if not self._block:
       self._block = self._generator.random(512).tolist()
     return self._block.pop()
 
-  def between(self, low: int, high: int) -> int:
-    """Returns a whole number from low to high, both included."""
-    return low + int(self.unit() * (high - low + 1))
+  def integer(self, low: int, high: int) -> int:
+    """Returns an integer from low to high, both included."""
+    return low + int(self.uniform() * (high - low + 1))
 
-  def pick(self, items: Sequence[_T]) -> _T:
-    """Returns one of the items."""
-    return items[int(self.unit() * len(items))]
+  def choice(self, items: Sequence[_T]) -> _T:
+    """Returns one of the items, uniformly."""
+    return items[int(self.uniform() * len(items))]
 
-  def weigh(self, weights: Mapping[_T, float]) -> _T:
-    """Returns a key, in proportion to its weight."""
+  def weighted_choice(self, weights: Mapping[_T, float]) -> _T:
+    """Returns a key with a probability proportional to its weight."""
     sums = list(itertools.accumulate(weights.values()))
-    place = bisect.bisect_right(sums, self.unit() * sums[-1])
-    return list(weights)[min(place, len(sums) - 1)]
+    index = bisect.bisect_right(sums, self.uniform() * sums[-1])
+    return list(weights)[min(index, len(sums) - 1)]
 
   def shuffled(self, items: Sequence[_T]) -> list[_T]:
     """Returns the items in random order."""
-    return [item for _, item in sorted((self.unit(), i) for i in items)]
+    return [item for _, item in sorted((self.uniform(), i) for i in items)]
 
 
 def check_options(
@@ -69,7 +73,7 @@ def check_options(
   distractors: Sequence[int] | None = None,
   task_types: Sequence[str] = world.TASK_TYPES,
 ) -> None:
-  """Raises ValueError, in one line, unless `generate` can use the options."""
+  """Raises ValueError, in one line, if an option is invalid for `generate`."""
   for name, values, known in (
     ('rooms', rooms, facts.ROOMS),
     ('task_types', task_types, world.TASK_TYPES),
@@ -80,21 +84,21 @@ def check_options(
         f'env.generator.{name}={tuple(values)}: must be some of '
         f'{", ".join(known)}'
       )
-  for name, span, least in (
+  for name, bounds, minimum in (
     ('receptacles', receptacles, 4),
     ('distractors', distractors, 0),
   ):
-    if span is not None and not (
-      len(span) == 2 and least <= span[0] <= span[1]
+    if bounds is not None and not (
+      len(bounds) == 2 and minimum <= bounds[0] <= bounds[1]
     ):
       raise ValueError(
-        f'env.generator.{name}={tuple(span)}: must be (low, high) with '
-        f'{least} <= low <= high, or None for as many as ALFRED has'
+        f'env.generator.{name}={tuple(bounds)}: must be (low, high) with '
+        f'{minimum} <= low <= high, or None for as many as ALFRED has'
       )
-  if not _kinds(tuple(rooms), tuple(task_types)):
+  if not _task_type_weights(tuple(rooms), tuple(task_types)):
     raise ValueError(
-      f'env.generator.rooms={tuple(rooms)}: no task of {tuple(task_types)} can '
-      'be set there'
+      f'env.generator.rooms={tuple(rooms)}: no task of {tuple(task_types)} is '
+      'possible in these rooms'
     )
 
 
@@ -106,9 +110,11 @@ def kind(
   rooms: Sequence[str] = facts.ROOMS,
   task_types: Sequence[str] = world.TASK_TYPES,
 ) -> str:
-  """Returns the task type of a game without furnishing it."""
-  dice = _dice(split, index, seed)
-  return dice.weigh(_kinds(tuple(rooms), tuple(task_types)))
+  """Returns the task type of a game without generating the game."""
+  rng = _rng(split, index, seed)
+  return rng.weighted_choice(
+    _task_type_weights(tuple(rooms), tuple(task_types))
+  )
 
 
 def generate(
@@ -121,21 +127,20 @@ def generate(
   distractors: tuple[int, int] | None = None,
   task_types: Sequence[str] = world.TASK_TYPES,
 ) -> world.World:
-  """Returns one game; equal arguments give equal games, everywhere.
+  """Generates a game; equal arguments give equal games on every machine.
 
   Args:
-    split: any name; splits are separate streams and share no game.
-    index: number of the game within the split.
-    seed: another seed, another set of games.
-    rooms: sorts of rooms to draw from, of `facts.ROOMS`.
-    receptacles: fewest and most receptacles; None for as many as ALFRED's
-      rooms have.
-    distractors: fewest and most things besides those to bring and the lamp;
-      None for as many as ALFRED's rooms have.
+    split: any name; each split has its own random stream.
+    index: index of the game within the split.
+    seed: seed of the set of games.
+    rooms: room types to draw from; some of `facts.ROOMS`.
+    receptacles: (min, max) number of receptacles; None for ALFRED's numbers.
+    distractors: (min, max) number of objects in addition to the goal objects
+      and the lamp; None for ALFRED's numbers.
     task_types: task types to draw from, in ALFRED's proportions.
 
   Raises:
-    ValueError: if the options fit no game.
+    ValueError: if an option is invalid or no game has all of them.
   """
   check_options(
     rooms=rooms,
@@ -143,23 +148,25 @@ def generate(
     distractors=distractors,
     task_types=task_types,
   )
-  dice = _dice(split, index, seed)
-  task_type = dice.weigh(_kinds(tuple(rooms), tuple(task_types)))
-  room = dice.weigh(
+  rng = _rng(split, index, seed)
+  task_type = rng.weighted_choice(
+    _task_type_weights(tuple(rooms), tuple(task_types))
+  )
+  room = rng.weighted_choice(
     {
       room: sum(facts.GOALS[task_type, room][0].values())
       for room in rooms
       if (task_type, room) in facts.GOALS
     }
   )
-  goal = _goal(dice, task_type, room)
-  builder = _Builder(dice, room, goal)
-  builder.furnish(receptacles)
-  builder.fill(distractors)
-  sentence = dice.pick(facts.TEMPLATES[task_type]).format(
+  goal = _draw_goal(rng, task_type, room)
+  builder = _Builder(rng, room, goal)
+  builder.add_receptacles(receptacles)
+  builder.add_objects(distractors)
+  sentence = rng.choice(facts.TEMPLATES[task_type]).format(
     goal.object_type.lower(), goal.receptacle_type.lower()
   )
-  plan_number = _FIRST_PLAN[room] + dice.pick(_PLANS)
+  plan_number = _FIRST_PLAN[room] + rng.choice(_PLANS)
   name = (
     f'{task_type}-{goal.object_type}-None-{goal.receptacle_type}-{plan_number}'
     f'/trial_{split}_{seed}_{index:06d}'
@@ -169,11 +176,14 @@ def generate(
   return game
 
 
-def _dice(split: str, index: int, seed: int) -> _Dice:
-  return _Dice((seed, int.from_bytes(split.encode(), 'big'), index))
+def _rng(split: str, index: int, seed: int) -> _Random:
+  return _Random((seed, int.from_bytes(split.encode(), 'big'), index))
 
 
-def _kinds(rooms: tuple[str, ...], types: tuple[str, ...]) -> dict[str, int]:
+def _task_type_weights(
+  rooms: tuple[str, ...], types: tuple[str, ...]
+) -> dict[str, int]:
+  """Returns the weights of the given task types that the rooms allow."""
   return {
     task_type: weight
     for task_type, weight in facts.TASK_WEIGHTS.items()
@@ -182,23 +192,28 @@ def _kinds(rooms: tuple[str, ...], types: tuple[str, ...]) -> dict[str, int]:
   }
 
 
-def _goal(dice: _Dice, task_type: str, room: str) -> world.Goal:
-  objects, receptacles = facts.GOALS[task_type, room]
-  thing = dice.weigh(objects)
+def _draw_goal(rng: _Random, task_type: str, room: str) -> world.Goal:
+  object_weights, receptacle_weights = facts.GOALS[task_type, room]
+  object_type = rng.weighted_choice(object_weights)
   if task_type != 'look_at_obj_in_light':
-    receptacles = {
-      place: weight
-      for place, weight in receptacles.items()
-      if place in facts.PLACES[thing]
+    receptacle_weights = {
+      receptacle_type: weight
+      for receptacle_type, weight in receptacle_weights.items()
+      if receptacle_type in facts.PLACES[object_type]
     }
-  return world.Goal(task_type, thing, dice.weigh(receptacles))
+  return world.Goal(
+    task_type, object_type, rng.weighted_choice(receptacle_weights)
+  )
 
 
 class _Builder:
-  """One room in the making."""
+  """Builds the room of one game.
 
-  def __init__(self, dice: _Dice, room: str, goal: world.Goal):
-    self._dice = dice
+  The order of the draws is part of the game: a change of it changes all games.
+  """
+
+  def __init__(self, rng: _Random, room: str, goal: world.Goal):
+    self._rng = rng
     self._room = room
     self._goal = goal
     self._ids: set[str] = set()
@@ -206,124 +221,150 @@ class _Builder:
     self._receptacles: list[world.Receptacle] = []
     self._objects: list[world.Object] = []
 
-  def furnish(self, span: tuple[int, int] | None) -> None:
-    """Places the receptacles, those that the task needs among them."""
-    needed = self._needed()
+  def add_receptacles(self, bounds: tuple[int, int] | None) -> None:
+    """Adds receptacles, including those that the task needs.
+
+    Args:
+      bounds: (min, max) number of receptacles; None for ALFRED's numbers.
+    """
+    needed = self._needed_receptacles()
     counts = {
-      kind: self._dice.weigh(dict(zip(*numbers, strict=True)))
-      for kind, numbers in facts.RECEPTACLES[self._room].items()
+      name: self._rng.weighted_choice(dict(zip(*weights, strict=True)))
+      for name, weights in facts.RECEPTACLES[self._room].items()
     }
-    if span is not None:
-      drawn = [kind for kind, count in counts.items() for _ in range(count)]
-      for kind in needed:
-        if kind in drawn:
-          drawn.remove(kind)
-      number = max(0, self._dice.between(*span) - len(needed))
-      while len(drawn) < number:
-        # Nobody has two fridges, but there is always room for a shelf.
+    if bounds is not None:
+      drawn = [name for name, count in counts.items() for _ in range(count)]
+      for name in needed:
+        if name in drawn:
+          drawn.remove(name)
+      num_optional = max(0, self._rng.integer(*bounds) - len(needed))
+      while len(drawn) < num_optional:
+        # Only stackable types may repeat: a second shelf, but no second fridge.
         present = {*needed, *drawn} - _STACKED
-        spare = [kind for kind in counts if kind not in present]
-        drawn.append(self._dice.pick(spare))
-      rest = self._dice.shuffled(drawn)[:number]
-      counts = {kind: (*needed, *rest).count(kind) for kind in counts}
-    for kind in needed:
-      counts[kind] = max(counts[kind], 1)
-    for kind, count in counts.items():
+        candidates = [name for name in counts if name not in present]
+        drawn.append(self._rng.choice(candidates))
+      optional = self._rng.shuffled(drawn)[:num_optional]
+      counts = {name: (*needed, *optional).count(name) for name in counts}
+    for name in needed:
+      counts[name] = max(counts[name], 1)
+    for name, count in counts.items():
       location = ''
       for _ in range(count):
-        shared = kind in _STACKED and location
-        if not shared or self._dice.unit() >= _SHARED_LOCATION_RATE:
-          location = self._location()
-        openable = kind in facts.OPENABLE
-        if kind in ('Cabinet', 'Drawer'):
-          openable = self._dice.unit() >= _OPEN_FRONT_RATE
+        can_share = name in _STACKED and location
+        if not can_share or self._rng.uniform() >= _SHARED_LOCATION_RATE:
+          location = self._new_location()
+        openable = name in facts.OPENABLE
+        if name in ('Cabinet', 'Drawer'):
+          openable = self._rng.uniform() >= _OPEN_FRONT_RATE
         self._receptacles.append(
-          world.Receptacle(self._id(kind), kind, location, openable)
+          world.Receptacle(self._new_id(name), name, location, openable)
         )
 
-  def _needed(self) -> list[str]:
-    """Returns the kinds of receptacles without which the task has no game."""
-    goal, plan = self._goal, facts.RECEPTACLES[self._room]
+  def _needed_receptacles(self) -> list[str]:
+    """Draws the receptacle types without which the task is impossible."""
+    goal, available = self._goal, facts.RECEPTACLES[self._room]
     if goal.task_type == 'look_at_obj_in_light':
-      needed = [self._dice.pick(sorted(facts.LAMP_PLACES & plan.keys()))]
+      lamp_types = sorted(facts.LAMP_PLACES & available.keys())
+      needed = [self._rng.choice(lamp_types)]
     else:
       needed = [goal.receptacle_type]
     if goal.task_type in facts.TOOLS:
       needed.append(facts.TOOLS[goal.task_type])
+    # A receptacle for the goal object to start in, weighted by its frequency.
     sources = {
-      kind: sum(n * w for n, w in zip(*numbers, strict=True))
-      for kind, numbers in plan.items()
-      if kind in facts.PLACES[goal.object_type] and kind != goal.receptacle_type
+      name: sum(n * w for n, w in zip(*weights, strict=True))
+      for name, weights in available.items()
+      if name in facts.PLACES[goal.object_type] and name != goal.receptacle_type
     }
-    return list(dict.fromkeys((*needed, self._dice.weigh(sources))))
+    return list(dict.fromkeys((*needed, self._rng.weighted_choice(sources))))
 
-  def fill(self, span: tuple[int, int] | None) -> None:
-    """Places the things to bring, the lamp, and the others."""
-    goal, dice = self._goal, self._dice
-    least = 2 if goal.task_type == 'pick_two_obj_and_place' else 1
-    most = _MAX_INSTANCES if span is None else least
-    for _ in range(dice.between(least, most)):
-      self._put(goal.object_type, self._open_to_target())
+  def add_objects(self, bounds: tuple[int, int] | None) -> None:
+    """Adds the goal objects, the lamp and the distractors.
+
+    Args:
+      bounds: (min, max) number of distractors; None for ALFRED's numbers.
+    """
+    goal, rng = self._goal, self._rng
+    low = 2 if goal.task_type == 'pick_two_obj_and_place' else 1
+    high = _MAX_INSTANCES if bounds is None else low
+    for _ in range(rng.integer(low, high)):
+      self._add_object(goal.object_type, self._source_types())
     if goal.task_type == 'look_at_obj_in_light':
-      self._put('DeskLamp', facts.LAMP_PLACES)
-    kinds = []
-    for kind, frequency in facts.OBJECTS[self._room].items():
-      if kind != goal.object_type and dice.unit() * 30 < frequency:
-        if kind != 'DeskLamp':
-          kinds += [kind] * dice.between(1, _MAX_INSTANCES)
-        elif self._places(facts.LAMP_PLACES) and (
+      self._add_object('DeskLamp', facts.LAMP_PLACES)
+    distractors = []
+    for name, frequency in facts.OBJECTS[self._room].items():
+      if name != goal.object_type and rng.uniform() * 30 < frequency:
+        if name != 'DeskLamp':
+          distractors += [name] * rng.integer(1, _MAX_INSTANCES)
+        elif self._capacities(facts.LAMP_PLACES) and (
           goal.task_type != 'look_at_obj_in_light'
         ):
-          self._put(kind, facts.LAMP_PLACES)
-    kinds = [kind for kind in kinds if self._places(facts.PLACES[kind])]
-    if span is not None:
-      kinds = dice.shuffled(kinds)[: dice.between(*span)]
-    for kind in kinds:
-      self._put(kind, facts.PLACES[kind])
+          self._add_object(name, facts.LAMP_PLACES)
+    distractors = [
+      name for name in distractors if self._capacities(facts.PLACES[name])
+    ]
+    if bounds is not None:
+      distractors = rng.shuffled(distractors)[: rng.integer(*bounds)]
+    for name in distractors:
+      self._add_object(name, facts.PLACES[name])
 
-  def _open_to_target(self) -> frozenset[str]:
-    """Returns where things to bring may lie, so that the goal is not met."""
-    places = facts.PLACES[self._goal.object_type]
+  def _source_types(self) -> frozenset[str]:
+    """Returns the receptacle types in which goal objects may start.
+
+    Without a tool to use, the goal receptacle is excluded: the goal would hold
+    at the start.
+    """
+    types = facts.PLACES[self._goal.object_type]
     if self._goal.task_type in facts.TOOLS:
-      return places
-    return places - {self._goal.receptacle_type}
+      return types
+    return types - {self._goal.receptacle_type}
 
-  def _put(self, kind: str, places: frozenset[str]) -> None:
-    place = self._receptacles[self._dice.weigh(self._places(places))]
+  def _add_object(
+    self, object_type: str, receptacle_types: frozenset[str]
+  ) -> None:
+    index = self._rng.weighted_choice(self._capacities(receptacle_types))
+    receptacle = self._receptacles[index]
     self._objects.append(
       world.Object(
-        self._id(kind), kind, place.location, place.id, facts.FLAGS[kind]
+        self._new_id(object_type),
+        object_type,
+        receptacle.location,
+        receptacle.id,
+        facts.FLAGS[object_type],
       )
     )
 
-  def _places(self, kinds: frozenset[str]) -> dict[int, float]:
+  def _capacities(self, receptacle_types: frozenset[str]) -> dict[int, float]:
+    """Returns index -> capacity of the receptacles of the given types."""
     return {
-      n: facts.ROOMINESS.get(receptacle.type, 1.0)
+      n: facts.CAPACITIES.get(receptacle.type, 1.0)
       for n, receptacle in enumerate(self._receptacles)
-      if receptacle.type in kinds
+      if receptacle.type in receptacle_types
     }
 
-  def _number(self, low: float, high: float) -> str:
-    value = low + (high - low) * self._dice.unit()
-    whole, part = f'{abs(value):05.2f}'.split('.')
-    return f'{"minus" if value < 0 else "plus"}_{whole}_dot_{part}'
+  def _coordinate(self, low: float, high: float) -> str:
+    value = low + (high - low) * self._rng.uniform()
+    integer, fraction = f'{abs(value):05.2f}'.split('.')
+    return f'{"minus" if value < 0 else "plus"}_{integer}_dot_{fraction}'
 
-  def _id(self, kind: str) -> str:
+  def _new_id(self, name: str) -> str:
+    """Returns an unused PDDL id for an object or receptacle of a type."""
     while True:
-      x, y, z = (self._number(*s) for s in ((-4, 4), (0, 2.3), (-4, 4)))
-      suffix = f'_bar_{kind}' if kind in _BASINS else ''
-      stem = _BASINS.get(kind, kind)
-      name = f'{stem}_bar__{x}_bar__{y}_bar__{z}{suffix}'
-      if name not in self._ids:
-        self._ids.add(name)
-        return name
+      x, y, z = (self._coordinate(*s) for s in ((-4, 4), (0, 2.3), (-4, 4)))
+      suffix = f'_bar_{name}' if name in _BASINS else ''
+      stem = _BASINS.get(name, name)
+      new_id = f'{stem}_bar__{x}_bar__{y}_bar__{z}{suffix}'
+      if new_id not in self._ids:
+        self._ids.add(new_id)
+        return new_id
 
-  def _location(self) -> str:
+  def _new_location(self) -> str:
+    """Returns an unused PDDL name of a location."""
     while True:
-      x, z = self._dice.between(-16, 16), self._dice.between(-16, 16)
-      turn, tilt = self._dice.between(0, 3), self._dice.pick(_HORIZONS)
+      x, z = self._rng.integer(-16, 16), self._rng.integer(-16, 16)
+      turn, tilt = self._rng.integer(0, 3), self._rng.choice(_HORIZONS)
       words = [
-        str(number).replace('-', '_minus_') for number in (x, z, turn, tilt)
+        str(value).replace('-', '_minus_') for value in (x, z, turn, tilt)
       ]
       name = '_bar_'.join(('loc', *words))
       if name not in self._locations:
@@ -331,18 +372,18 @@ class _Builder:
         return name
 
   def world(self, name: str, sentence: str) -> world.World:
-    """Returns the room as it stands, the player in the middle of it."""
-    start = self._location()
+    """Returns the finished game; the agent starts in the middle of the room."""
+    start = self._new_location()
     present = {o.type for o in self._objects if o.type in facts.PLACES}
     return world.World(
       name=name,
       receptacles=tuple(sorted(self._receptacles, key=lambda r: r.id)),
       objects=tuple(sorted(self._objects, key=lambda o: o.id)),
       can_contain=frozenset(
-        (place, kind)
-        for place in {r.type for r in self._receptacles}
-        for kind in present
-        if place in facts.PLACES[kind]
+        (receptacle_type, object_type)
+        for receptacle_type in {r.type for r in self._receptacles}
+        for object_type in present
+        if receptacle_type in facts.PLACES[object_type]
       ),
       locations=tuple(self._locations),
       start=start,

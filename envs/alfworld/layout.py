@@ -1,7 +1,7 @@
-"""A world as the native engine reads it, and the names a player sees.
+"""A `World` prepared for the native engine, and the display names of objects.
 
-Ids become numbers and display names once per game; nothing here changes
-during play, so that a reset copies a few sets only.
+PDDL ids are mapped to integers and to display names once per game. A layout is
+constant during play, so a reset only copies a few sets.
 """
 
 import collections
@@ -17,17 +17,18 @@ _GOAL_QUALITIES = {
 
 
 class Layout:
-  """What a world's play never changes, objects and receptacles as numbers.
+  """The constant part of a game, with integer indices for its entities.
 
-  Numbers follow the ids in lower case, the order of ALFWorld's listings.
+  Objects and receptacles are indexed in the order of their lower-cased ids,
+  which is the order of ALFWorld's listings.
   """
 
   def __init__(self, world: world_lib.World) -> None:
     receptacles = sorted(world.receptacles, key=lambda r: r.id.lower())
     objects = sorted(world.objects, key=lambda o: o.id.lower())
-    number = {r.id: n for n, r in enumerate(receptacles)}
-    object_number = {o.id: n for n, o in enumerate(objects)}
-    # Locations count only if something is there, as they do in ALFWorld.
+    receptacle_index = {r.id: n for n, r in enumerate(receptacles)}
+    object_index = {o.id: n for n, o in enumerate(objects)}
+    # As in ALFWorld, empty locations get no display number.
     locations = {world.start, *(e.location for e in (*receptacles, *objects))}
     names = display_names(
       e.id for e in (*receptacles, *objects)
@@ -53,48 +54,50 @@ class Layout:
     self.inner = collections.defaultdict(list)
     for n, o in enumerate(objects):
       for receptacle in filter(None, (o.receptacle, *o.also_in)):
-        self.contents[number[receptacle]].add(n)
+        self.contents[receptacle_index[receptacle]].add(n)
       if o.location:
         self.placed[o.location].add(n)
       for flag in o.flags:
         self.flagged[flag].add(n)
       for outer in o.inside:
-        self.inner[object_number[outer]].append(n)
+        self.inner[object_index[outer]].append(n)
     self._set_goal(world.goal)
 
   def _set_goal(self, goal: world_lib.Goal) -> None:
     flag, self.goal_quality = _GOAL_QUALITIES.get(goal.task_type, ('', ''))
     self.goal = goal
-    kinds = enumerate(self.types)
-    self.goal_objects = {n for n, kind in kinds if kind == goal.object_type}
+    types = enumerate(self.types)
+    self.goal_objects = {n for n, name in types if name == goal.object_type}
     if flag:
       self.goal_objects &= self.flagged[flag]
     lights = {
-      n for n, kind in enumerate(self.types) if kind == goal.receptacle_type
+      n for n, name in enumerate(self.types) if name == goal.receptacle_type
     }
     self.goal_lights = lights & self.flagged['toggleable']
     self.goal_receptacles = [
       n
-      for n, kind in enumerate(self.receptacle_types)
-      if kind == goal.receptacle_type
+      for n, name in enumerate(self.receptacle_types)
+      if name == goal.receptacle_type
     ]
 
 
 def display_names(ids: Iterable[str]) -> dict[str, str]:
-  """Returns the name that a player sees of each PDDL id, such as 'mug 2'.
+  """Returns the display name of each PDDL id, such as 'mug 2'.
 
-  The last of a kind in the order of ids gets number 1.
+  Entities of one type are numbered downwards in the order of their ids: the
+  last one gets number 1.
   """
-  kinds = {i: _kind(i.lower()) for i in ids}
-  left = collections.Counter(kinds.values())
+  types = {i: _display_type(i.lower()) for i in ids}
+  remaining = collections.Counter(types.values())
   names = {}
-  for i in sorted(kinds, key=str.lower):
-    names[i] = f'{kinds[i]} {left[kinds[i]]}'
-    left[kinds[i]] -= 1
+  for i in sorted(types, key=str.lower):
+    names[i] = f'{types[i]} {remaining[types[i]]}'
+    remaining[types[i]] -= 1
   return names
 
 
-def _kind(name: str) -> str:
-  # ALFWorld's own rule for Sink|...|SinkBasin, applied to whatever says so.
-  kind = name.split('_bar_', 1)[0]
-  return f'{kind}basin' if 'basin' in name else kind
+def _display_type(name: str) -> str:
+  # ALFWorld's rule, made for ids such as Sink_bar_..._bar_SinkBasin. Like
+  # there, it applies to every id that contains 'basin'.
+  stem = name.split('_bar_', 1)[0]
+  return f'{stem}basin' if 'basin' in name else stem

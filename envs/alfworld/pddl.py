@@ -1,8 +1,8 @@
-"""Reads and writes ALFWorld's PDDL problems and `game.tw-pddl` files.
+"""Converts `World` to and from ALFWorld's PDDL problems and game files.
 
-`World` in, problem text out, and back. The domain and the text grammar are
-not ours: they are read from the installed alfworld package when a game file
-is asked for, without importing it. Knows no engine.
+The PDDL domain and the text grammar belong to ALFWorld. They are read from the
+installed alfworld package when a game file is written; the package itself is
+not imported.
 """
 
 import importlib.util
@@ -14,8 +14,8 @@ from typing import Any
 
 from envs.alfworld import world as world_lib
 
-# The goal of each task type as the set of its atoms; {o} and {r} stand for
-# the types of World.goal. One table writes goals and recognises them.
+# Task type -> atoms of its goal; {o} and {r} are the types in World.goal. The
+# same table is used to write goals and to recognise them.
 _IN = '(objectType ?o {o}Type)(receptacleType ?r {r}Type)(inReceptacle ?o ?r)'
 _GOALS = {
   'pick_and_place_simple': _IN,
@@ -33,28 +33,28 @@ _GOALS = {
   ),
 }
 _VARIABLE_TYPES = {'?r': 'receptacle', '?a': 'agent', '?l': 'location'}
-# Types that the domain's actions name, so that every problem declares them.
+# Types that ALFWorld's actions mention, so every problem must declare them.
 _DOMAIN_OBJECT_TYPES = ('Knife', 'ButterKnife')
 _DOMAIN_RECEPTACLE_TYPES = ('SinkBasin', 'Microwave', 'Fridge')
-# Init facts of a World, besides the flags of its objects.
+# Init facts that a World represents, in addition to the flags of its objects.
 _FACTS = (
   *('receptacleType', 'receptacleAtLocation', 'openable', 'canContain'),
   *('objectType', 'objectAtLocation', 'inReceptacle', 'inReceptacleObject'),
   'atLocation',
 )
-# Init facts that no precondition, goal or text of the domain reads.
-_IDLE_FACTS = ('=', 'checked', 'examined', 'full', 'wasInReceptacle')
+# Init facts that no precondition, goal or text of the domain depends on.
+_UNUSED_FACTS = ('=', 'checked', 'examined', 'full', 'wasInReceptacle')
 _GAME_KEYS = ('pddl_domain', 'grammar', 'pddl_problem')
 _TASK_RULE = re.compile(r'Your task is to: (.*?)"\s*\}')
 
-_Expression = Any  # A word, or a list of expressions.
+_Expression = Any  # a word, or a list of expressions
 
 
 def to_problem(world: world_lib.World) -> str:
   """Returns the world as a PDDL problem of ALFWorld's domain.
 
-  Of the object and receptacle classes only those present are declared, where
-  ALFWorld lists all; no text depends on it.
+  Only the object and receptacle types in use are declared. ALFWorld declares
+  all types; no text depends on the difference.
   """
   object_types = {o.type for o in world.objects} - {''}
   object_types |= {o for _, o in world.can_contain} | {*_DOMAIN_OBJECT_TYPES}
@@ -76,7 +76,7 @@ def to_problem(world: world_lib.World) -> str:
       f'(define (problem plan_{world.name.split("/")[-1]})',
       '(:domain alfred)',
       '(:objects',
-      *(f'  {name} - {kind}' for name, kind in declared),
+      *(f'  {name} - {pddl_type}' for name, pddl_type in declared),
       ')',
       '(:init',
       *(f'  ({" ".join(fact)})' for fact in _facts(world)),
@@ -131,58 +131,65 @@ def from_problem(text: str, *, task: str, name: str) -> world_lib.World:
   Args:
     text: the PDDL problem.
     task: the goal sentence, such as 'put a mug in desk.'
-    name: name of the game, for messages and folders.
+    name: name of the game, for error messages and folders.
 
   Raises:
-    ValueError: if the text is no such problem, has several agents, or its
-      goal is not one of the six official ones.
+    ValueError: if the text is not an ALFWorld problem, has several agents, or
+      has a goal that is not one of the six task types.
   """
   sections = {s[0]: s[1:] for s in _parse(text)[1:] if isinstance(s, list)}
   missing = {':objects', ':init', ':goal'} - sections.keys()
   if missing:
-    raise ValueError(f'{name}: the problem has no {", ".join(sorted(missing))}')
-  declared = _declared(sections[':objects'])
-  agents = [n for n, kind in declared if kind == 'agent']
+    raise ValueError(
+      f'{name}: the problem has no {", ".join(sorted(missing))} section'
+    )
+  declared = _parse_declarations(sections[':objects'])
+  agents = [n for n, pddl_type in declared if pddl_type == 'agent']
   if len(agents) != 1:
     raise ValueError(f'{name}: {len(agents)} agents; must be 1')
   facts: dict[str, dict[str, list[str]]] = {}
   for predicate, *arguments in sections[':init']:
-    if predicate not in _IDLE_FACTS:
+    if predicate not in _UNUSED_FACTS:
       values = facts.setdefault(predicate, {}).setdefault(arguments[0], [])
       values += arguments[1:]
 
-  def one(predicate: str, key: str, default: str | None = None) -> str:
+  def get_one(predicate: str, key: str, default: str | None = None) -> str:
     values = facts.get(predicate, {}).get(key, [])
     if len(values) > 1 or not values and default is None:
       raise ValueError(f'{name}: {len(values)} x {predicate} {key}; must be 1')
     return values[0] if values else default
 
-  # ALFWorld declares classes as objects too; they are in no fact.
-  named = {n for of in facts.values() for n in of}
-  named |= {n for of in facts.values() for ns in of.values() for n in ns}
+  # ALFWorld also declares types as objects. No fact mentions those.
+  mentioned = {key for by_key in facts.values() for key in by_key}
+  mentioned |= {
+    value
+    for by_key in facts.values()
+    for values in by_key.values()
+    for value in values
+  }
   receptacles = tuple(
     world_lib.Receptacle(
       id=r,
-      type=_untyped(one('receptacleType', r)),
-      location=one('receptacleAtLocation', r, ''),
+      type=_strip_suffix(get_one('receptacleType', r)),
+      location=get_one('receptacleAtLocation', r, ''),
       openable=r in facts.get('openable', {}),
     )
-    for r, kind in declared
-    if kind == 'receptacle' and r in named
+    for r, pddl_type in declared
+    if pddl_type == 'receptacle' and r in mentioned
   )
-  unary = [p for p, of in facts.items() if not any(of.values())]
+  unary = [p for p, by_key in facts.items() if not any(by_key.values())]
   objects = []
-  for o, kind in declared:
-    if kind == 'object' and o in named:
-      within = facts.get('inReceptacle', {}).get(o, [])
+  for o, pddl_type in declared:
+    if pddl_type == 'object' and o in mentioned:
+      holders = facts.get('inReceptacle', {}).get(o, [])
       objects.append(
         world_lib.Object(
           id=o,
-          type=_untyped(one('objectType', o, '')),
-          location=one('objectAtLocation', o, ''),
-          receptacle=within[0] if within else None,
+          type=_strip_suffix(get_one('objectType', o, '')),
+          location=get_one('objectAtLocation', o, ''),
+          receptacle=holders[0] if holders else None,
           flags=frozenset(p for p in unary if o in facts[p]),
-          also_in=tuple(within[1:]),
+          also_in=tuple(holders[1:]),
           inside=tuple(facts.get('inReceptacleObject', {}).get(o, ())),
         )
       )
@@ -192,12 +199,12 @@ def from_problem(text: str, *, task: str, name: str) -> world_lib.World:
     receptacles=receptacles,
     objects=tuple(objects),
     can_contain=frozenset(
-      (_untyped(r), _untyped(o))
+      (_strip_suffix(r), _strip_suffix(o))
       for r, contained in facts.get('canContain', {}).items()
       for o in contained
     ),
-    locations=tuple(n for n, kind in declared if kind == 'location'),
-    start=one('atLocation', agents[0]),
+    locations=tuple(n for n, pddl_type in declared if pddl_type == 'location'),
+    start=get_one('atLocation', agents[0]),
     goal=_read_goal(sections[':goal'][0], name),
     task=task,
   )
@@ -209,10 +216,10 @@ def _check_facts(
   objects: set[str],
   name: str,
 ) -> None:
-  """Refuses what a World cannot express, rather than dropping it."""
-  for predicate, of in facts.items():
-    flag = predicate in unary and of.keys() <= objects
-    if not flag and predicate not in _FACTS:
+  """Raises ValueError for a fact that a World cannot represent."""
+  for predicate, by_key in facts.items():
+    is_flag = predicate in unary and by_key.keys() <= objects
+    if not is_flag and predicate not in _FACTS:
       raise ValueError(f'{name}: init fact {predicate} is not supported')
 
 
@@ -232,7 +239,7 @@ def _read_goal(expression: _Expression, name: str) -> world_lib.Goal:
 
 
 def _atoms(expression: _Expression) -> Iterator[str]:
-  """Yields the atoms of a conjunction, whatever its nesting, as text."""
+  """Yields the atoms of a (nested) conjunction as text."""
   head, *rest = expression
   if head == 'and':
     for part in rest:
@@ -254,7 +261,7 @@ def _parse(text: str) -> list[_Expression]:
       stack.append([])
     elif token == ')':
       if len(stack) == 1:
-        raise ValueError('PDDL: a closing parenthesis too many')
+        raise ValueError('PDDL: one closing parenthesis too many')
       closed = stack.pop()
       stack[-1].append(closed)
     else:
@@ -264,25 +271,26 @@ def _parse(text: str) -> list[_Expression]:
   return stack[0][0]
 
 
-def _declared(tokens: list[_Expression]) -> list[tuple[str, str]]:
+def _parse_declarations(tokens: list[_Expression]) -> list[tuple[str, str]]:
+  """Returns pairs (name, PDDL type) of a typed list: `a b - type c - type`."""
   declared, pending = [], []
   words = iter(tokens)
   for word in words:
     if word == '-':
-      kind = next(words)
-      declared += [(name, kind) for name in pending]
+      pddl_type = next(words)
+      declared += [(name, pddl_type) for name in pending]
       pending = []
     else:
       pending.append(word)
   return declared
 
 
-def _untyped(name: str) -> str:
+def _strip_suffix(name: str) -> str:
   return name.removesuffix('Type')
 
 
-def _package_file(name: str) -> str:
-  # Importing alfworld creates a cache folder in the home directory.
+def _read_package_file(name: str) -> str:
+  # Not imported: importing alfworld creates a cache folder in the user's home.
   spec = importlib.util.find_spec('alfworld')
   if spec is None or not spec.submodule_search_locations:
     raise ImportError(
@@ -295,11 +303,18 @@ def _package_file(name: str) -> str:
 def to_game(
   world: world_lib.World, *, walkthrough: list[str] | None = None
 ) -> dict[str, object]:
-  """Returns the world as the dictionary that a `game.tw-pddl` file holds."""
+  """Returns the contents of the world's `game.tw-pddl` file as a dictionary.
+
+  Args:
+    world: the game.
+    walkthrough: commands that solve the game; None if unknown.
+  """
   sentence = json.dumps(world.task.removesuffix('.'), ensure_ascii=False)[1:-1]
   return {
-    'pddl_domain': _package_file('alfred.pddl'),
-    'grammar': _package_file('alfred.twl2').replace('UNKNOWN GOAL', sentence),
+    'pddl_domain': _read_package_file('alfred.pddl'),
+    'grammar': _read_package_file('alfred.twl2').replace(
+      'UNKNOWN GOAL', sentence
+    ),
     'pddl_problem': to_problem(world),
     'solvable': True,
     'walkthrough': walkthrough,
@@ -307,13 +322,14 @@ def to_game(
 
 
 def load_game(path: str | pathlib.Path) -> dict[str, object]:
-  """Returns the dictionary of a game file, checked for what engines read.
+  """Loads a game file and checks the entries that engines need.
 
   Args:
-    path: a `game.tw-pddl` file or the folder it lies in.
+    path: a `game.tw-pddl` file, or its folder.
 
   Raises:
-    ValueError: in one line naming the file, if it cannot be read or used.
+    ValueError: in one line with the path, if the file cannot be read or is not
+      a game.
   """
   path = _game_path(path)
   try:
@@ -322,14 +338,17 @@ def load_game(path: str | pathlib.Path) -> dict[str, object]:
     raise ValueError(f'{path}: not a readable game file: {error}') from error
   for key in _GAME_KEYS:
     if not isinstance(game, dict) or not isinstance(game.get(key), str):
-      raise ValueError(f'{path}: not a game file: has no text {key!r}')
+      raise ValueError(
+        f'{path}: not a game file: has no text {key!r}; must have '
+        f'{", ".join(_GAME_KEYS)}'
+      )
   if not _TASK_RULE.search(game['grammar']):
     raise ValueError(f'{path}: the grammar states no task')
   return game
 
 
 def read_game(path: str | pathlib.Path) -> world_lib.World:
-  """Returns the world of a game file; see `load_game` for what it refuses."""
+  """Returns the world of a game file; raises ValueError as `load_game` does."""
   path = _game_path(path)
   game = load_game(path)
   task = json.loads(f'"{_TASK_RULE.search(game["grammar"])[1]}"')
@@ -341,7 +360,7 @@ def read_game(path: str | pathlib.Path) -> world_lib.World:
 
 
 def spelling(game: dict[str, object]) -> str:
-  """Returns how a game's grammar puts an object down: 'move' or 'put'."""
+  """Returns the verb with which a game's grammar puts objects: move or put."""
   return 'move' if '"move {o} to {r}"' in game['grammar'] else 'put'
 
 

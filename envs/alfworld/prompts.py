@@ -1,9 +1,9 @@
-"""ALFWorld turns as text: the prompt of a step, and the action in a response.
+"""ALFWorld prompts, and the parsing of actions from responses.
 
-`paper` is the prompt of the GiGPO experiments in structure (task, history,
-observation, admissible actions, instruction; arXiv:2505.10978, appendix on
-prompts); `brief` holds the same facts in a third of the tokens, for policies
-so small that they learn the instruction rather than read it.
+The `paper` style has the structure of the GiGPO prompts: task, history,
+observation, admissible actions, instruction (arXiv:2505.10978, appendix on
+prompts). The `brief` style has the same facts in a third of the tokens. It is
+for very small policies, which learn the instruction instead of reading it.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from envs import turns
 
 STYLES = ('paper', 'brief')
 
-# An action that could not be parsed is replaced by the end of the response,
-# as in the released code; the environment answers "Nothing happens."
+# As in the released code, the end of an invalid response is used as its action.
+# The engine answers it with "Nothing happens."
 UNPARSED_CHARACTERS = 30
 
 _TASK_MARK = 'Your task is to: '
@@ -29,20 +29,23 @@ _PAPER_ACTION = (
 
 
 def split_task(initial_feedback: str) -> tuple[str, str]:
-  """Returns (observation, task sentence) of an engine's first text.
+  """Splits an engine's first text into (observation, task sentence).
 
   Raises:
-    ValueError: if the text names no task.
+    ValueError: if the text states no task.
   """
   observation, mark, task = initial_feedback.partition(_TASK_MARK)
   if not mark:
-    raise ValueError(f'no "{_TASK_MARK}" in {initial_feedback[:80]!r}')
+    raise ValueError(
+      f'no "{_TASK_MARK}" in the first text of the game, '
+      f'{initial_feedback[:80]!r}'
+    )
   _, _, observation = observation.rpartition('=-')
   return observation.strip(), task.strip()
 
 
 def listed(admissible: Sequence[str]) -> tuple[str, ...]:
-  """Returns the commands that a prompt offers: all but `help`."""
+  """Returns the commands that a prompt lists: all except `help`."""
   return tuple(command for command in admissible if command != 'help')
 
 
@@ -107,10 +110,10 @@ def build(
 
   Args:
     task: the goal sentence.
-    observation: what the engine said last.
+    observation: the engine's latest text.
     admissible: the engine's admissible commands.
     history: the last K turns, oldest first; may be empty.
-    step: number of turns already taken.
+    step: number of turns taken so far in the episode.
     style: one of STYLES.
     require_think: whether the instruction asks for a `<think>` part.
   """
@@ -121,7 +124,7 @@ def build(
 
 
 def project(response: str, *, require_think: bool = True) -> tuple[str, bool]:
-  """Returns (action, valid); see `turns.project`."""
+  """Parses a response; returns (action, valid). See `turns.project`."""
   return turns.project(
     response,
     require_think=require_think,

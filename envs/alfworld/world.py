@@ -1,7 +1,7 @@
-"""A household as data: what engines, generator and expert share.
+"""Data classes for ALFWorld games, shared by engines, generator and expert.
 
 A `World` is the initial state and the goal of one game, independent of PDDL.
-`pddl.py` writes it as an ALFWorld problem and reads one back.
+`pddl.py` converts it to and from ALFWorld's problem files.
 """
 
 import dataclasses
@@ -18,14 +18,14 @@ TASK_TYPES = (
 
 @dataclasses.dataclass(frozen=True)
 class Receptacle:
-  """A place that holds objects.
+  """A piece of furniture, or similar, that holds objects.
 
   Attributes:
     id: PDDL name, such as 'Cabinet_bar__plus_00_dot_02_bar_...'.
     type: type without suffix, such as 'Cabinet'.
-    location: PDDL name of where the agent stands to reach it; several
+    location: PDDL name of the location from which the agent reaches it; several
       receptacles may share one. Empty if it cannot be reached.
-    openable: whether it starts closed and its contents show when opened.
+    openable: whether it starts closed and hides its contents until opened.
   """
 
   id: str
@@ -36,18 +36,20 @@ class Receptacle:
 
 @dataclasses.dataclass(frozen=True)
 class Object:
-  """A thing.
+  """An object, such as a potato or a lamp.
 
   Attributes:
     id: PDDL name.
     type: type without suffix, such as 'Potato'; empty if it has none.
-    location: PDDL name of the place it is reached from; empty if of none.
-    receptacle: id of the receptacle it lies in; None if it lies in none.
-    flags: of 'pickupable', 'isReceptacleObject', 'cleanable', 'heatable',
-      'coolable', 'toggleable', 'sliceable' and any other unary init fact.
-    also_in: further receptacles that hold it: official games list a mug in
-      the coffee machine and on the counter under it.
-    inside: ids of the objects (bowls, pots) that contain it; text only.
+    location: PDDL name of the location from which the agent reaches it; empty
+      if it cannot be reached.
+    receptacle: id of the receptacle that holds it; None if there is none.
+    flags: names of its unary init facts: 'pickupable', 'isReceptacleObject',
+      'cleanable', 'heatable', 'coolable', 'toggleable', 'sliceable', ...
+    also_in: ids of further receptacles that hold it. Official games list a mug
+      both in the coffee machine and on the counter under it.
+    inside: ids of the objects (bowls, pots) that contain it; affects texts
+      only.
   """
 
   id: str
@@ -61,13 +63,13 @@ class Object:
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-  """What has to be achieved.
+  """The goal of a game.
 
   Attributes:
     task_type: one of TASK_TYPES.
-    object_type: type of the object to bring, such as 'Potato'.
-    receptacle_type: type of the receptacle to put it in or, for
-      look_at_obj_in_light, of the light to use ('DeskLamp').
+    object_type: type of the goal object, such as 'Potato'.
+    receptacle_type: type of the receptacle to put it in; for
+      look_at_obj_in_light, the type of the lamp to use ('DeskLamp').
   """
 
   task_type: str
@@ -80,13 +82,13 @@ class World:
   """One game: initial state and goal.
 
   Attributes:
-    name: folder name of the game, official style
-      ('pick_heat_then_place_in_recep-Potato-None-SinkBasin-14/trial_...').
+    name: folder name of the game in the official style,
+      'pick_heat_then_place_in_recep-Potato-None-SinkBasin-14/trial_...'.
     receptacles: all receptacles, in PDDL order.
-    objects: all instances, in PDDL order.
-    can_contain: (receptacle type, object type) pairs.
-    locations: all location names; more than the receptacles' is allowed.
-    start: location of the agent.
+    objects: all objects, in PDDL order.
+    can_contain: pairs (receptacle type, object type) that are allowed.
+    locations: all location names, including those without a receptacle.
+    start: initial location of the agent.
     goal: the goal.
     task: the goal sentence, such as 'heat some potato and put it in sinkbasin.'
   """
@@ -103,13 +105,13 @@ class World:
 
 @dataclasses.dataclass(frozen=True)
 class State:
-  """What an engine says after reset or step, byte for byte as ALFWorld says it.
+  """The result of an engine's reset or step; texts are ALFWorld's, verbatim.
 
   Attributes:
     feedback: the observation text.
-    admissible: the admissible commands, sorted, `help` included.
-    won: whether the goal holds.
-    score: 1 once won, else 0.
+    admissible: the admissible commands, sorted; includes `help`.
+    won: whether the goal holds now.
+    score: 1 if `won`, else 0.
     done: whether the engine has ended the game.
   """
 
