@@ -1,4 +1,4 @@
-"""Search QA: answers by hand, BM25 by hand, files refused, an oracle."""
+"""Tests of search QA: answer matching, BM25, damaged files, the oracle."""
 
 import json
 import math
@@ -47,12 +47,12 @@ def folder(tmp_path) -> pathlib.Path:
   return tmp_path
 
 
-def _say(name: str, words: str) -> str:
+def _respond(name: str, words: str) -> str:
   return f'<think>so</think><{name}>{words}</{name}>'
 
 
 @pytest.mark.parametrize(
-  ('answer', 'right'),
+  ('answer', 'correct'),
   [
     ('cat', True),
     (' THE cat. ', True),
@@ -62,61 +62,62 @@ def _say(name: str, words: str) -> str:
     ('', False),
   ],
 )
-def test_answers_are_compared_as_in_squad(answer, right):
-  assert search_env.is_right(answer, ('The Cat', 'dog')) == right
+def test_answers_are_compared_as_in_squad(answer, correct):
+  assert search_env.is_correct(answer, ('The Cat', 'dog')) == correct
   assert search_env.normalize('An  U.S. theme, the "end"') == 'us theme end'
 
 
 @pytest.mark.parametrize(
   ('response', 'name', 'words', 'valid'),
   [
-    (_say('search', ' A Cat '), 'search', 'A Cat', True),
-    (_say('answer', 'x\ny'), 'answer', 'x\ny', True),
+    (_respond('search', ' A Cat '), 'search', 'A Cat', True),
+    (_respond('answer', 'x\ny'), 'answer', 'x\ny', True),
     ('<think>or <answer>?</think><search>a</search> end', 'search', 'a', True),
     ('<think>so</think><SEARCH>a</SEARCH>', 'search', 'a', True),
     ('<search>a</search><think>so</think>', 'search', 'a', True),
     ('<search>a</search>', 'search', 'a', False),
-    (_say('search', ' '), '', '', False),
-    (_say('answer', 'b') + '<search>a</search>', 'search', 'a', False),
-    (_say('search', 'a') + '<search>b</search>', 'search', 'a', False),
+    (_respond('search', ' '), '', '', False),
+    (_respond('answer', 'b') + '<search>a</search>', 'search', 'a', False),
+    (_respond('search', 'a') + '<search>b</search>', 'search', 'a', False),
     ('<think>so</think><search>a</answer>', '', '', False),
     ('<think>so</think><answer>a', '', '', False),
     ('', '', '', False),
   ],
 )
-def test_what_a_response_asks_for(response, name, words, valid):
+def test_parsing_responses(response, name, words, valid):
   assert search_env.project(response) == (name, words, valid)
 
 
-def test_thoughts_can_be_left_out():
-  found = search_env.project('<search>a</search>', require_think=False)
-  assert found == ('search', 'a', True)
+def test_thoughts_can_be_optional():
+  parsed = search_env.project('<search>a</search>', require_think=False)
+  assert parsed == ('search', 'a', True)
 
 
-def test_scores_are_bm25(folder):
-  found = corpus.Corpus(folder / 'corpus.jsonl')
-  assert len(found) == 3
-  assert found[1].title == 'Dogs'
-  assert found[2] == corpus.Passage('Ünder', 'Nothing of the sort is here.')
-  # Words: cat the cat sat on a mat, 7; dog the dog sat on anoth mat and on a
-  # cat, 11; under noth of the sort is here, 7. Mean 25 / 3; k1 1.2, b 0.75.
-  # `cat` is in two of three: idf ln(1 + 1.5 / 2.5).
+def test_scores_equal_bm25_worked_out_by_hand(folder):
+  passages = corpus.Corpus(folder / 'corpus.jsonl')
+  assert len(passages) == 3
+  assert passages[1].title == 'Dogs'
+  assert passages[2] == corpus.Passage('Ünder', 'Nothing of the sort is here.')
+  # Words after stemming: 'cat the cat sat on a mat', 7; 'dog the dog sat on
+  # anoth mat and on a cat', 11; 'under noth of the sort is here', 7. The mean
+  # length is 25 / 3; k1 = 1.2, b = 0.75. `cat` is in two of three passages, so
+  # its idf is ln(1 + 1.5 / 2.5).
   idf = math.log(1 + 1.5 / 2.5)
 
   def score(count: int, length: int) -> float:
     norm = 1.2 * (0.25 + 0.75 * length / (25 / 3))
     return idf * count * 2.2 / (count + norm)
 
-  hits = _scores(found, 'Cats!')
-  assert hits == pytest.approx([score(2, 7), score(1, 11)], rel=1e-5)
-  titles = [passage.title for passage in found.search('cats', 3)]
+  scores = _scores(passages, 'Cats!')
+  assert scores == pytest.approx([score(2, 7), score(1, 11)], rel=1e-5)
+  titles = [passage.title for passage in passages.search('cats', 3)]
   assert titles == ['Cats', 'Dogs']
-  assert [p.title for p in found.search('cats', 1)] == ['Cats']
+  assert [p.title for p in passages.search('cats', 1)] == ['Cats']
 
 
-def _scores(found: corpus.Corpus, query: str) -> list[float]:
+def _scores(passages: corpus.Corpus, query: str) -> list[float]:
   scores = []
-  searcher = found._searcher
+  searcher = passages._searcher
 
   class Spy:
     doc = searcher.doc
@@ -126,26 +127,28 @@ def _scores(found: corpus.Corpus, query: str) -> list[float]:
       scores.extend(score for score, _ in result.hits)
       return result
 
-  found._searcher = Spy()
-  found.search(query, 3)
-  found._searcher = searcher
+  passages._searcher = Spy()
+  passages.search(query, 3)
+  passages._searcher = searcher
   return scores
 
 
 @pytest.mark.parametrize('query', ['zzz', '', '!?', 'a:b AND "', 'x' * 5_000])
-def test_any_query_gets_an_answer(folder, query):
-  found = corpus.Corpus(folder / 'corpus.jsonl')
-  assert isinstance(found.search(query, 3), list)
+def test_any_query_returns_a_list(folder, query):
+  passages = corpus.Corpus(folder / 'corpus.jsonl')
+  assert isinstance(passages.search(query, 3), list)
 
 
-def test_equal_passages_come_in_their_order(tmp_path):
+def test_ties_are_in_the_order_of_the_file(tmp_path):
   same = [{'title': f'T{n}', 'text': 'a pear'} for n in range(12)]
   _write(tmp_path / 'corpus.jsonl', same)
-  found = corpus.Corpus(tmp_path / 'corpus.jsonl')
-  assert [p.title for p in found.search('pear', 3)] == ['T0', 'T1', 'T2']
+  passages = corpus.Corpus(tmp_path / 'corpus.jsonl')
+  assert [p.title for p in passages.search('pear', 3)] == ['T0', 'T1', 'T2']
 
 
-def test_the_index_is_made_once_and_again_for_another_file(folder, monkeypatch):
+def test_the_index_is_built_once_and_rebuilt_if_the_file_changes(
+  folder, monkeypatch
+):
   path = folder / 'corpus.jsonl'
   first = corpus.Corpus(path)
   assert isinstance(first._offsets, np.memmap)
@@ -157,14 +160,14 @@ def test_the_index_is_made_once_and_again_for_another_file(folder, monkeypatch):
   assert [p.title for p in corpus.Corpus(path).search('cat', 3)] == ['Dogs']
 
 
-def test_three_processes_make_one_index(folder, tmp_path):
+def test_three_processes_build_one_index(folder, tmp_path):
   code = (
     'import pathlib; from envs.search_qa import corpus; '
     f'c = corpus.Corpus(pathlib.Path({str(folder / "corpus.jsonl")!r})); '
     'print([p.title for p in c.search("cat", 2)])'
   )
   home = tmp_path / 'cache'
-  running = [
+  processes = [
     subprocess.Popen(
       [sys.executable, '-c', code],
       env=os.environ | {'GIGPO_JAX_CACHE': str(home)},
@@ -174,39 +177,39 @@ def test_three_processes_make_one_index(folder, tmp_path):
     )
     for _ in range(3)
   ]
-  said = {process.communicate(timeout=60)[0] for process in running}
-  assert said == {"['Cats', 'Dogs']\n"}
+  outputs = {process.communicate(timeout=60)[0] for process in processes}
+  assert outputs == {"['Cats', 'Dogs']\n"}
   assert len([p for p in home.iterdir() if p.is_dir()]) == 1
 
 
-def test_searching_and_answering_by_hand(folder):
+def test_searching_and_answering(folder):
   env = search_env.Env(data_dir=str(folder), top_k=2)
   first = env.reset(base.Task('train', 0))
   assert first.anchor == first.text == first.task == 'What sat?'
-  result = env.step(_say('search', 'dog'))
+  result = env.step(_respond('search', 'dog'))
   assert (result.reward, result.valid, result.done) == (0, True, False)
   shown = 'Passage 1 (title: Dogs) The dog sat on another mat, and on a cat.'
   assert result.observation.text == result.observation.anchor == shown
-  told = f'<search>dog</search>\n<information>\n{shown}\n</information>'
-  assert told in result.observation.prompt
+  expected = f'<search>dog</search>\n<information>\n{shown}\n</information>'
+  assert expected in result.observation.prompt
   assert '<information>' not in first.prompt
-  last = env.step(_say('answer', 'the dog'))
+  last = env.step(_respond('answer', 'the dog'))
   assert last.reward == 1 and last.success and last.done
   assert last.final_anchor == 'Answer: dog'
 
 
-def test_a_wrong_answer_and_the_last_step_end_without_reward(folder):
+def test_a_wrong_answer_and_the_step_limit_give_no_reward(folder):
   env = search_env.Env(data_dir=str(folder), max_steps=2)
   env.reset(base.Task('train', 0))
-  wrong = env.step(_say('answer', 'cats'))
+  wrong = env.step(_respond('answer', 'cats'))
   assert wrong.done and not wrong.success and wrong.reward == 0
   env.reset(base.Task('train', 0))
-  results = [env.step(_say('search', 'mat')) for _ in range(2)]
+  results = [env.step(_respond('search', 'mat')) for _ in range(2)]
   assert [r.done for r in results] == [False, True]
   assert results[1].final_anchor.startswith('Passage 1')
 
 
-def test_an_invalid_response_takes_a_turn_and_shows_nothing_new(folder):
+def test_an_invalid_response_uses_up_a_step(folder):
   env = search_env.Env(data_dir=str(folder))
   first = env.reset(base.Task('train', 0))
   result = env.step('<think>so</think><search>cat')
@@ -219,26 +222,26 @@ def test_history_holds_the_last_searches(folder):
   env = search_env.Env(data_dir=str(folder), history_length=2, max_steps=9)
   env.reset(base.Task('train', 0))
   for words in ('one', 'two', 'three'):
-    observation = env.step(_say('search', words)).observation
+    observation = env.step(_respond('search', words)).observation
   assert '<search>one</search>' not in observation.prompt
   assert observation.prompt.count('</information>') == 2
   assert observation.short_prompt.count('</information>') == 1
   assert observation.text == search_env.NOTHING
 
 
-def test_passages_are_cut(folder):
+def test_long_passages_are_cut(folder):
   env = search_env.Env(data_dir=str(folder), max_passage_chars=5, top_k=1)
   env.reset(base.Task('train', 0))
-  shown = env.step(_say('search', 'dog')).observation.text
+  shown = env.step(_respond('search', 'dog')).observation.text
   assert shown == 'Passage 1 (title: Dogs) The d'
 
 
-def test_nearly_equal_results_are_one_state():
+def test_similar_results_share_an_anchor_id():
   env = search_env.Env()
   states = []
   for query in ('painter born in', 'a painter born in', 'Letters'):
     env.reset(TASK)
-    states.append(env.step(_say('search', query)).observation.anchor)
+    states.append(env.step(_respond('search', query)).observation.anchor)
   (ids,) = anchors.number([(0, states)], kind='similarity', threshold=0.9)
   assert ids[0] == ids[1] != ids[2]
 
@@ -261,7 +264,7 @@ def test_the_oracle_answers_every_question(style):
       assert result.success
 
 
-def test_an_erring_oracle_looks_again():
+def test_the_oracle_repeats_failed_searches():
   env = search_env.Env(max_steps=20)
   lengths = [
     len(list(env.demonstrate(base.Task('train', n), noise=0.5, seed=1)))
@@ -271,14 +274,14 @@ def test_an_erring_oracle_looks_again():
   assert min(lengths) == 1 and max(lengths) > 2
 
 
-def test_without_known_passages_there_is_no_oracle(folder):
+def test_demonstrations_need_the_titles_of_passages(folder):
   env = search_env.Env(data_dir=str(folder))
   with pytest.raises(ValueError, match='has no expert; questions must name'):
     list(env.demonstrate(base.Task('train', 0), noise=0.0, seed=0))
   assert len(list(env.demonstrate(base.Task('train', 1), noise=0, seed=0))) == 2
 
 
-def test_made_up_files_are_a_function_of_the_arguments(tmp_path):
+def test_generated_files_depend_on_the_arguments_only(tmp_path):
   for name, options in (('a', {}), ('b', {}), ('c', {'seed': 1})):
     (tmp_path / name).mkdir()
     madeup.write(tmp_path / name, num_people=20, **options)
@@ -294,15 +297,17 @@ def test_made_up_files_are_a_function_of_the_arguments(tmp_path):
   assert train.isdisjoint(test) and (len(train), len(test)) == (80, 20)
 
 
-def test_episodes_are_equal_and_independent_of_what_came_before():
+def test_episodes_do_not_depend_on_earlier_episodes():
   used, fresh = envs.make('search_qa'), envs.make('search_qa')
   first = used.reset(TASK)
-  used.step(_say('search', 'painter'))
+  used.step(_respond('search', 'painter'))
   assert used.reset(TASK) == first == fresh.reset(TASK)
-  assert used.step(_say('search', 'town')) == fresh.step(_say('search', 'town'))
+  assert used.step(_respond('search', 'town')) == fresh.step(
+    _respond('search', 'town')
+  )
 
 
-def test_tasks_are_counted_and_typed(folder):
+def test_number_and_types_of_tasks(folder):
   split = envs.tasks('search_qa', 'train', data_dir=str(folder))
   assert len(split) == 2
   assert [split.kind(n) for n in range(2)] == ['all', 'nq']
@@ -320,7 +325,7 @@ def test_tasks_are_counted_and_typed(folder):
     ('train', [''], 'train.jsonl is empty'),
   ],
 )
-def test_damaged_files_are_refused_in_one_line(folder, name, records, message):
+def test_damaged_files_are_errors_in_one_line(folder, name, records, message):
   _write(folder / f'{name}.jsonl', records)
   with pytest.raises(ValueError, match=message) as error:
     envs.tasks('search_qa', 'train', data_dir=str(folder))
@@ -338,18 +343,18 @@ def test_damaged_files_are_refused_in_one_line(folder, name, records, message):
     ({'prompt_style': 'long'}, 'env.prompt_style=long: must be one of'),
   ],
 )
-def test_wrong_arguments_are_refused(changes, message):
+def test_invalid_arguments_are_errors(changes, message):
   with pytest.raises(ValueError, match=message):
     envs.tasks('search_qa', 'train', **changes)
 
 
-def test_unknown_splits_are_refused_with_the_known_ones(folder):
+def test_unknown_splits_are_errors_that_list_the_known_ones(folder):
   with pytest.raises(ValueError, match='split=dev: .* must be one of test, tr'):
     envs.tasks('search_qa', 'dev', data_dir=str(folder))
 
 
-def test_a_missing_library_is_named(monkeypatch):
+def test_a_missing_tantivy_is_reported(monkeypatch):
   monkeypatch.setitem(sys.modules, 'tantivy', None)
-  corpus._shared.cache_clear()
+  corpus._load_corpus.cache_clear()
   with pytest.raises(ValueError, match='tantivy is not installed; run pip'):
     envs.make('search_qa')

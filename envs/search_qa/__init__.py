@@ -1,1 +1,1 @@
-"""Questions that are answered by searching a corpus: see `env`."""
+"""Search QA: questions to answer by searching a corpus; see `env.py`."""

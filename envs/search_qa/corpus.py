@@ -1,10 +1,12 @@
-"""Passages and questions of a folder: corpus.jsonl and SPLIT.jsonl.
+"""Loads passages (corpus.jsonl) and questions (SPLIT.jsonl) of a data folder.
 
-The format of FlashRAG and Search-R1. A line of the corpus is `{"id": ..,
-"title": .., "text": ..}`, or `{"id": .., "contents": ..}` with the title in the
-first line; one of a split `{"question": .., "golden_answers": [..]}`. Passages
-are searched by BM25 (tantivy). The index is made once, in the cache, and mapped
-like the corpus itself, so that processes share both however large they are.
+The format is that of FlashRAG and Search-R1. A line of the corpus is
+`{"id": .., "title": .., "text": ..}`, or `{"id": .., "contents": ..}` with the
+title in the first line of the contents. A line of a split is
+`{"question": .., "golden_answers": [..]}`.
+
+Passages are ranked by BM25 (tantivy). The index is built once, in the cache.
+Index and corpus are memory-mapped, so processes share them whatever their size.
 """
 
 import dataclasses
@@ -19,14 +21,14 @@ import numpy as np
 from envs import cache
 
 CORPUS = 'corpus.jsonl'
-_FORMAT = 1  # of the index; raised when it changes
-_MAX_TIES = 50_000  # passages, equally good, that are looked through
-_HEAP_BYTES = 256_000_000  # of the index while it is made
+_FORMAT = 1  # version of the index in the cache; increase on every change
+_MAX_TIES = 50_000  # passages of equal score to fetch for a stable order
+_HEAP_BYTES = 256_000_000  # memory of the index writer
 
 
 @dataclasses.dataclass(frozen=True)
 class Passage:
-  """What a search finds."""
+  """A passage of the corpus."""
 
   title: str
   text: str
@@ -34,30 +36,31 @@ class Passage:
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-  """What is to be answered.
+  """A question with its answers.
 
   Attributes:
     text: the question.
-    answers: all that are right.
-    kind: of which source or sort it is, by which success is reported.
-    titles: of the passages that answer it, in the order they are needed;
-      () where that is not known.
+    answers: all correct answers.
+    task_type: its data source ('nq', '2_hop', ...), by which success is
+      reported.
+    titles: titles of the passages that contain the answer, in the order in
+      which they are needed; () if unknown.
   """
 
   text: str
   answers: tuple[str, ...]
-  kind: str
+  task_type: str
   titles: tuple[str, ...]
 
 
 class Corpus:
-  """The passages of a file, searched by BM25.
+  """The passages of a corpus file, with BM25 search.
 
   Args:
-    path: of the file.
+    path: path of the file.
 
   Raises:
-    ValueError: in one line, if it cannot be used.
+    ValueError: in one line, if the file is empty or damaged.
   """
 
   def __init__(self, path: pathlib.Path):
@@ -76,12 +79,12 @@ class Corpus:
   def __len__(self) -> int:
     return len(self._offsets) - 1
 
-  def __getitem__(self, number: int) -> Passage:
-    begin, end = self._offsets[number : number + 2]
-    return _passage(self._path, number + 1, bytes(self._lines[begin:end]))
+  def __getitem__(self, index: int) -> Passage:
+    start, end = self._offsets[index : index + 2]
+    return _parse_passage(self._path, index + 1, bytes(self._lines[start:end]))
 
   def search(self, query: str, k: int) -> list[Passage]:
-    """Returns the best passages, at most k; of equal ones the first."""
+    """Returns the at most k best passages; ties are in the corpus' order."""
     tantivy = _tantivy()
     terms = [
       tantivy.Query.term_query(
@@ -89,53 +92,53 @@ class Corpus:
       )
       for term in self._analyzer.analyze(query)
     ]
-    wanted = tantivy.Query.boolean_query(
+    any_term = tantivy.Query.boolean_query(
       [(tantivy.Occur.Should, term) for term in terms]
     )
-    hits, limit = self._searcher.search(wanted, k).hits, k
-    # Until the last that is as good as the k-th is there: in which order equal
-    # ones come depends on how the index was written.
+    hits, limit = self._searcher.search(any_term, k).hits, k
+    # tantivy's order of ties depends on how the index was written. Fetch all
+    # passages that tie with the k-th, then sort ties by line number.
     while len(hits) == limit < _MAX_TIES and hits[-1][0] == hits[k - 1][0]:
       limit *= 4
-      hits = self._searcher.search(wanted, limit).hits
+      hits = self._searcher.search(any_term, limit).hits
     ranked = sorted(
       (-score, self._searcher.doc(address)['number'][0])
       for score, address in hits
     )
-    return [self[number] for _, number in ranked[:k]]
+    return [self[index] for _, index in ranked[:k]]
 
 
 @functools.lru_cache(maxsize=4)
-def _shared(path: pathlib.Path, stamp: tuple) -> Corpus:
-  del stamp
+def _load_corpus(path: pathlib.Path, stamp: tuple) -> Corpus:
+  del stamp  # only a key of the cache: a changed file is loaded again
   return Corpus(path)
 
 
 def passages(folder: pathlib.Path) -> Corpus:
-  """Returns the corpus of a folder, one for all in this process."""
-  path = _existing(folder, CORPUS)
-  return _shared(path, _stamp(path))
+  """Returns the corpus of a folder, shared by all callers of this process."""
+  path = _find_file(folder, CORPUS)
+  return _load_corpus(path, _stamp(path))
 
 
 @functools.lru_cache(maxsize=8)
-def _questions(path: pathlib.Path, stamp: tuple) -> tuple[Question, ...]:
-  del stamp
+def _load_questions(path: pathlib.Path, stamp: tuple) -> tuple[Question, ...]:
+  del stamp  # only a key of the cache: a changed file is loaded again
   with path.open('rb') as lines:
-    found = tuple(
-      _question(path, number, line)
-      for number, line in enumerate(lines, 1)
+    loaded = tuple(
+      _parse_question(path, line_number, line)
+      for line_number, line in enumerate(lines, 1)
       if line.strip()
     )
-  if not found:
-    raise ValueError(f'env.data_dir={path.parent}: {path.name} is empty')
-  return found
+  if not loaded:
+    raise _empty(path)
+  return loaded
 
 
 def questions(folder: pathlib.Path, split: str) -> tuple[Question, ...]:
   """Returns the questions of a split.
 
   Raises:
-    ValueError: in one line, if there is no such file or it cannot be used.
+    ValueError: in one line, if the file is missing, empty or damaged.
   """
   names = sorted(p.stem for p in folder.glob('*.jsonl') if p.name != CORPUS)
   if names and split not in names:
@@ -143,11 +146,18 @@ def questions(folder: pathlib.Path, split: str) -> tuple[Question, ...]:
       f'split={split}: no {split}.jsonl in {folder}; must be one of '
       f'{", ".join(names)}'
     )
-  path = _existing(folder, f'{split}.jsonl')
-  return _questions(path, _stamp(path))
+  path = _find_file(folder, f'{split}.jsonl')
+  return _load_questions(path, _stamp(path))
 
 
-def _existing(folder: pathlib.Path, name: str) -> pathlib.Path:
+def _empty(path: pathlib.Path) -> ValueError:
+  return ValueError(
+    f'env.data_dir={path.parent}: {path.name} is empty; must have one JSON '
+    'object per line'
+  )
+
+
+def _find_file(folder: pathlib.Path, name: str) -> pathlib.Path:
   path = folder / name
   if not path.is_file():
     raise ValueError(
@@ -158,6 +168,7 @@ def _existing(folder: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def _stamp(path: pathlib.Path) -> tuple:
+  """Returns a key that differs when the file was changed."""
   status = path.stat()
   return str(path), status.st_size, status.st_mtime_ns
 
@@ -195,60 +206,64 @@ def _write_index(path: pathlib.Path, folder: pathlib.Path) -> None:
   (folder / 'index').mkdir()
   index = tantivy.Index(schema, path=str(folder / 'index'))
   index.register_tokenizer('english', _analyzer())
-  # One thread: passages keep their order.
+  # With one thread, documents are written in the order of the corpus.
   writer = index.writer(_HEAP_BYTES, 1)
   offsets = [0]
-  for number, line in enumerate(_lines(path)):
-    passage = _passage(path, number + 1, line)
+  for index_in_file, line in enumerate(_read_lines(path)):
+    passage = _parse_passage(path, index_in_file + 1, line)
     text = f'{passage.title}\n{passage.text}'
-    writer.add_document(tantivy.Document(text=text, number=number))
+    writer.add_document(tantivy.Document(text=text, number=index_in_file))
     offsets.append(offsets[-1] + len(line))
   if len(offsets) == 1:
-    raise ValueError(f'env.data_dir={path.parent}: {path.name} is empty')
+    raise _empty(path)
   writer.commit()
   writer.wait_merging_threads()
   np.save(folder / 'offsets.npy', np.array(offsets))
 
 
-def _lines(path: pathlib.Path) -> Iterator[bytes]:
+def _read_lines(path: pathlib.Path) -> Iterator[bytes]:
   with path.open('rb') as lines:
     yield from lines
 
 
-def _record(path: pathlib.Path, number: int, line: bytes) -> dict:
+def _parse_record(path: pathlib.Path, line_number: int, line: bytes) -> dict:
   try:
     record = json.loads(line)
   except ValueError:
     record = None
   if not isinstance(record, dict):
     raise ValueError(
-      f'env.data_dir={path.parent}: {path.name}, line {number}: not a JSON '
-      'object'
+      f'env.data_dir={path.parent}: {path.name}, line {line_number}: not a '
+      'JSON object'
     )
   return record
 
 
-def _passage(path: pathlib.Path, number: int, line: bytes) -> Passage:
-  record = _record(path, number, line)
+def _parse_passage(
+  path: pathlib.Path, line_number: int, line: bytes
+) -> Passage:
+  record = _parse_record(path, line_number, line)
   if isinstance(record.get('contents'), str):
     title, _, text = record['contents'].partition('\n')
     return Passage(title.strip().strip('"'), text.strip())
   title, text = record.get('title'), record.get('text')
   if not isinstance(title, str) or not isinstance(text, str):
     raise ValueError(
-      f'env.data_dir={path.parent}: {path.name}, line {number}: must have '
+      f'env.data_dir={path.parent}: {path.name}, line {line_number}: must have '
       'title and text, or contents'
     )
   return Passage(title, text)
 
 
-def _question(path: pathlib.Path, number: int, line: bytes) -> Question:
-  record = _record(path, number, line)
+def _parse_question(
+  path: pathlib.Path, line_number: int, line: bytes
+) -> Question:
+  record = _parse_record(path, line_number, line)
   text, answers = record.get('question'), record.get('golden_answers')
-  told = isinstance(answers, list) and answers
-  if not isinstance(text, str) or not told:
+  has_answers = isinstance(answers, list) and answers
+  if not isinstance(text, str) or not has_answers:
     raise ValueError(
-      f'env.data_dir={path.parent}: {path.name}, line {number}: must have '
+      f'env.data_dir={path.parent}: {path.name}, line {line_number}: must have '
       'question and golden_answers, a list'
     )
   metadata = record.get('metadata')
@@ -256,6 +271,6 @@ def _question(path: pathlib.Path, number: int, line: bytes) -> Question:
   return Question(
     text=text,
     answers=tuple(map(str, answers)),
-    kind=str(record.get('data_source', 'all')),
+    task_type=str(record.get('data_source', 'all')),
     titles=tuple(titles or ()),
   )

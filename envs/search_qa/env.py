@@ -1,8 +1,9 @@
-"""Search QA as the trainer sees it: a question, searches, an answer.
+"""The search QA environment: a question, searches, and an answer.
 
-The third task of GiGPO's release (Search-R1's): `<search>words</search>` shows
-the best passages of a corpus, `<answer>words</answer>` ends the episode and
-pays 1 if it is right, word for word after SQuAD's normalisation.
+It is the third task of GiGPO's release, taken from Search-R1. The action
+`<search>words</search>` shows the best passages of a corpus. The action
+`<answer>words</answer>` ends the episode. The reward is 1 if the answer equals
+a correct one after SQuAD's normalisation, else 0.
 """
 
 import collections
@@ -41,68 +42,68 @@ NOTHING = 'No passage found.'
 
 
 def normalize(text: str) -> str:
-  """Returns an answer as SQuAD compares it.
+  """Normalises an answer as SQuAD's evaluation does.
 
-  In lower case, without punctuation, articles and superfluous blanks.
+  The result is in lower case, without punctuation, articles and extra spaces.
   """
-  bare = text.lower().translate(_PUNCTUATION)
-  return ' '.join(_ARTICLES.sub(' ', bare).split())
+  words = text.lower().translate(_PUNCTUATION)
+  return ' '.join(_ARTICLES.sub(' ', words).split())
 
 
-def is_right(answer: str, answers: Sequence[str]) -> bool:
-  """Returns whether an answer is one of the right ones."""
+def is_correct(answer: str, answers: Sequence[str]) -> bool:
+  """Returns whether an answer equals one of the correct answers."""
   return normalize(answer) in map(normalize, answers)
 
 
 def project(
   response: str, *, require_think: bool = True
 ) -> tuple[str, str, bool]:
-  """Returns ('search' or 'answer', words, valid); ('', '', False) for neither.
+  """Parses a response; returns ('search' or 'answer', words, valid).
 
-  What is done is the first search, or else the first answer, as in the paper's
-  code. Valid is one opening tag alone, and a thought if one is required.
+  As in the paper's code, the action is the first search or, if there is none,
+  the first answer. A response is valid if it has exactly one opening tag and,
+  if required, a thought. Without any action, ('', '', False) is returned.
 
-  # Differs from the paper: its code asks for no thought; and a thought may
-  speak of the tags here.
+  # Differs from the paper: its code requires no thought, and it also reads
+  tags inside a thought.
   """
   thought = _THOUGHT.search(response)
   rest = _THOUGHT.sub('', response, count=1)
-  told = [
+  actions = [
     (name.lower(), words.strip()) for name, words in _TAGGED.findall(rest)
   ]
-  told = sorted((t for t in told if t[1]), key=lambda t: t[0] != 'search')
-  if not told:
+  actions = sorted((a for a in actions if a[1]), key=lambda a: a[0] != 'search')
+  if not actions:
     return '', '', False
-  alone = len(_OPENING.findall(rest)) == 1
-  return *told[0], alone and bool(thought or not require_think)
+  only_one = len(_OPENING.findall(rest)) == 1
+  return *actions[0], only_one and bool(thought or not require_think)
 
 
 @functools.lru_cache(maxsize=4)
-def _made_up(options: str) -> pathlib.Path:
-  # What generated files are a function of: the program and its arguments.
-  program = pathlib.Path(madeup.__file__).read_bytes()
+def _generated_folder(options: str) -> pathlib.Path:
+  # The generated files depend on the source of the generator and its options.
+  source = pathlib.Path(madeup.__file__).read_bytes()
   return cache.ensure(
-    cache.place('questions', program, options),
+    cache.place('questions', source, options),
     functools.partial(madeup.write, **json.loads(options)),
   )
 
 
-def _folder(
-  data_dir: str | None = None, generator: dict | None = None, **others
+def _data_folder(
+  data_dir: str | None = None, generator: dict | None = None
 ) -> pathlib.Path:
-  """Returns where the files are; makes them where none are given."""
-  del others
+  """Returns the folder of the data files; generates them without data_dir."""
   if data_dir:
     return pathlib.Path(data_dir).expanduser()
   try:
     madeup.check_options(**(generator or {}))
   except TypeError as error:
     raise ValueError(f'env.generator={generator}: {error}') from error
-  return _made_up(json.dumps(generator or {}, sort_keys=True))
+  return _generated_folder(json.dumps(generator or {}, sort_keys=True))
 
 
 class Questions:
-  """The questions of a split, by number."""
+  """The questions of a split, by task index."""
 
   def __init__(self, split: str, folder: pathlib.Path):
     self._questions = corpus.questions(folder, split)
@@ -114,30 +115,31 @@ class Questions:
     return self._questions[index]
 
   def kind(self, index: int) -> str:
-    """Returns the source or sort of a question."""
-    return self[index].kind
+    """Returns the task type: the data source of the question."""
+    return self[index].task_type
 
 
 def tasks(split: str, **kwargs) -> Questions:
-  """Returns the questions of a split; takes the kwargs of `Env`."""
+  """Returns the questions of a split; accepts the kwargs of `Env`."""
   return Env(**kwargs).questions(split)
 
 
 class Env:
-  """One question at a time.
+  """The search QA environment.
 
   Args:
-    data_dir: folder of the files; see `corpus`. None or '' makes them up.
-    generator: options of `madeup.write`, for made-up ones.
-    top_k: how many passages a search shows.
-    max_passage_chars: how much of a passage is shown.
-    max_steps: turns after which an unanswered question ends.
-    history_length: K, how many past turns the prompt shows.
+    data_dir: folder of the data files; see `corpus.py`. None or '' generates
+      them.
+    generator: options of `madeup.write`, for generated data.
+    top_k: number of passages that a search shows.
+    max_passage_chars: length to which a shown passage is cut, characters.
+    max_steps: step limit of an episode.
+    history_length: K, how many past searches the prompt shows.
     prompt_style: one of `narrator.STYLES`.
-    require_think: whether a response must hold a `<think>` part.
+    require_think: whether a response must contain a `<think>` part.
 
   Raises:
-    ValueError: in one line, if an argument or the folder cannot be used.
+    ValueError: in one line, if an argument or the data is not valid.
   """
 
   def __init__(
@@ -159,8 +161,9 @@ class Env:
       if value < 1:
         raise ValueError(f'env.{name}={value}: must be at least 1')
     narrator.check_style(prompt_style)
-    self._folder = _folder(data_dir, generator)
-    # Here, while a worker starts: a large index takes its time.
+    self._folder = _data_folder(data_dir, generator)
+    # Loaded here because it can take minutes for a large corpus: a worker's
+    # start may take longer than a step.
     self._corpus = corpus.passages(self._folder)
     self._top_k, self._max_passage_chars = top_k, max_passage_chars
     self._max_steps, self._style = max_steps, prompt_style
@@ -169,7 +172,7 @@ class Env:
       maxlen=history_length
     )
     self._question: corpus.Question
-    self._shown = ''
+    self._text = ''
     self._step = 0
 
   def questions(self, split: str) -> Questions:
@@ -177,30 +180,30 @@ class Env:
     return Questions(split, self._folder)
 
   def prepare(self, task: base.Task) -> None:
-    """Reads the questions."""
+    """Loads the questions of the task's split."""
     self.questions(task.split)
 
   def reset(self, task: base.Task) -> base.Observation:
-    """Asks the question."""
+    """Starts an episode with the task's question."""
     self._question = self.questions(task.split)[task.index]
-    self._shown = self._question.text
+    self._text = self._question.text
     self._history.clear()
     self._step = 0
     return self._observe()
 
   def step(self, response: str) -> base.StepResult:
-    """Searches or answers; an invalid response does neither."""
+    """Searches or answers; a response without an action uses up a step."""
     name, words, valid = project(response, require_think=self._require_think)
     self._step += 1
-    success = name == 'answer' and is_right(words, self._question.answers)
+    success = name == 'answer' and is_correct(words, self._question.answers)
     done = name == 'answer' or self._step >= self._max_steps
     if name == 'search':
-      self._shown = self._found(words)
-      self._history.append(turns.Turn(self._shown, words))
-    end = f'Answer: {normalize(words)}' if name == 'answer' else self._shown
+      self._text = self._search(words)
+      self._history.append(turns.Turn(self._text, words))
+    anchor = f'Answer: {normalize(words)}' if name == 'answer' else self._text
     return base.StepResult(
       observation=None if done else self._observe(),
-      final_anchor=end if done else None,
+      final_anchor=anchor if done else None,
       reward=SUCCESS_REWARD if success else 0.0,
       valid=valid,
       action=f'<{name}>{words}</{name}>' if name else '',
@@ -210,21 +213,24 @@ class Env:
     )
 
   def close(self) -> None:
-    """Holds nothing of its own."""
+    """Does nothing; corpus and questions are shared by the process."""
 
   def demonstrate(
     self, task: base.Task, *, noise: float, seed: int
   ) -> Iterator[tuple[str, str]]:
-    """Yields (prompt, response) of one who knows what to look up.
+    """Plays an oracle that knows which passages to look up; yields each step.
 
     Args:
-      task: the question.
-      noise: probability that a search is for one word of its query, or of the
-        question. What is not found is looked up again.
-      seed: of the noise.
+      task: the question to answer.
+      noise: probability that a search uses a single word, of the query or of
+        the question. A passage that was not found is searched for again.
+      seed: seed of the noise.
+
+    Yields:
+      (prompt, response) of a step.
 
     Raises:
-      ValueError: in one line, if the file does not say what to look up.
+      ValueError: in one line, if the data does not name the passages.
     """
     rng = np.random.default_rng([seed, task.index])
     observation: base.Observation | None = self.reset(task)
@@ -242,8 +248,8 @@ class Env:
           words = f'{query} {self._question.text}'.strip('?').split()
           query = words[rng.integers(len(words))]
         action = f'<search>{query}</search>'
-        found = self._corpus.search(query, self._top_k)
-        if missing[0] in [passage.title for passage in found]:
+        passages = self._corpus.search(query, self._top_k)
+        if missing[0] in [passage.title for passage in passages]:
           missing.pop(0)
       else:
         thought = 'I know the answer.'
@@ -252,24 +258,25 @@ class Env:
       yield observation.prompt, f'{think}{action}'
       observation = self.step(f'{think}{action}').observation
 
-  def _found(self, query: str) -> str:
-    found = self._corpus.search(query, self._top_k)
+  def _search(self, query: str) -> str:
+    """Returns the text that shows the results of a search."""
+    passages = self._corpus.search(query, self._top_k)
     lines = [
       f'{passage.title}: {passage.text}'[: self._max_passage_chars]
       if self._style == 'brief'
       else f'Passage {n} (title: {passage.title}) '
       f'{passage.text[: self._max_passage_chars]}'
-      for n, passage in enumerate(found, 1)
+      for n, passage in enumerate(passages, 1)
     ]
     return '\n'.join(lines) or NOTHING
 
   def _observe(self) -> base.Observation:
-    tell = self._brief if self._style == 'brief' else self._paper
+    build = self._brief if self._style == 'brief' else self._paper
     return base.Observation(
-      prompt=tell(tuple(self._history)),
-      short_prompt=tell(tuple(self._history)[-1:]),
-      anchor=self._shown,
-      text=self._shown,
+      prompt=build(tuple(self._history)),
+      short_prompt=build(tuple(self._history)[-1:]),
+      anchor=self._text,
+      text=self._text,
       task=self._question.text,
       actions=ACTIONS,
     )

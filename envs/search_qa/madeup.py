@@ -1,9 +1,9 @@
-"""A corpus of facts that nobody can know, and questions about them, by rule.
+"""Generates a corpus of invented facts, and questions about them.
 
-People are born in towns, towns lie in countries, countries have capitals,
-people wrote books. Answering takes one to three searches, since a fact leads to
-the passage with the next. Files are those of `corpus`; what they hold is a
-function of the arguments.
+People are born in towns, towns are in countries, countries have capitals, and
+people write books. No model can know the answers. A question needs one to three
+searches: each passage names the title of the next one. The files have the
+format of `corpus.py` and are a function of the arguments.
 """
 
 import json
@@ -14,16 +14,15 @@ import numpy as np
 
 from envs.search_qa import corpus
 
-_BEGIN = tuple('Bal Bren Cor Dal Dor El Fen Gar Hal Jor Kel Lor Mar'.split())
+_FIRST = tuple('Bal Bren Cor Dal Dor El Fen Gar Hal Jor Kel Lor Mar'.split())
 _MIDDLE = tuple('a e i o u an el ir om us'.split())
 _PERSON = tuple('bek dan kin lis mir nas rik tan ven wyn'.split())
-_PLACE = tuple('burg den ford gate holm mouth stead vale wick'.split())
+_TOWN = tuple('burg den ford gate holm mouth stead vale wick'.split())
 _COUNTRY = tuple('avia estan ia land mark onia ora una'.split())
-_SURNAME = (_BEGIN, _MIDDLE, _PERSON)
+_SURNAME = (_FIRST, _MIDDLE, _PERSON)
 _JOBS = ('painter', 'botanist', 'composer', 'sailor', 'historian', 'judge')
 _SIDES = ('north', 'south', 'east', 'west')
-_TEST_SHARE = 5  # one question in so many
-# People for each town and towns for each country.
+_TEST_SHARE = 5  # one question in 5 is in the test split
 _PEOPLE_PER_TOWN, _TOWNS_PER_COUNTRY = 3, 4
 
 
@@ -33,9 +32,10 @@ def write(
   """Writes corpus.jsonl, train.jsonl and test.jsonl into a folder.
 
   Args:
-    folder: which has to be there.
-    num_people: from which the size of everything else follows.
-    seed: another seed, other names and facts.
+    folder: an existing folder.
+    num_people: number of people; the numbers of towns, countries, books and
+      questions follow from it.
+    seed: seed of the names and facts.
   """
   rng = np.random.default_rng(seed)
   world = _World(rng, num_people)
@@ -46,15 +46,15 @@ def write(
     [
       {'id': str(n), 'title': title, 'text': text}
       for n, (title, text) in enumerate(
-        passages[place] for place in rng.permutation(len(passages))
+        passages[index] for index in rng.permutation(len(passages))
       )
     ],
   )
   order = rng.permutation(len(questions))
-  held_back = len(questions) // _TEST_SHARE
+  num_test = len(questions) // _TEST_SHARE
   for split, chosen in (
-    ('test', order[:held_back]),
-    ('train', order[held_back:]),
+    ('test', order[:num_test]),
+    ('train', order[num_test:]),
   ):
     records = [
       {'id': f'{split}_{n}', **questions[q]} for n, q in enumerate(chosen)
@@ -63,7 +63,7 @@ def write(
 
 
 def check_options(*, num_people: int = 300, seed: int = 0) -> None:
-  """Raises ValueError, in one line, if there is no such corpus."""
+  """Raises ValueError, in one line, if an option of `write` is invalid."""
   if seed < 0:
     raise ValueError(f'env.generator.seed={seed}: must be at least 0')
   if not 20 <= num_people <= 1_000:
@@ -73,26 +73,27 @@ def check_options(*, num_people: int = 300, seed: int = 0) -> None:
 
 
 class _World:
-  """Who was born where, wrote what, and so on; all by number."""
+  """The invented facts; people, towns, countries and books by index."""
 
   def __init__(self, rng: np.random.Generator, num_people: int):
     num_towns = num_people // _PEOPLE_PER_TOWN
     num_countries = num_towns // _TOWNS_PER_COUNTRY
-    self.towns = _names(rng, num_towns, _BEGIN, _MIDDLE, _PLACE)
-    self.countries = _names(rng, num_countries, _BEGIN, _COUNTRY)
-    self.people = _names(rng, num_people, _BEGIN, _PERSON, (' ',), *_SURNAME)
-    words = _names(rng, num_people, _BEGIN, _MIDDLE, _MIDDLE, _PERSON)
+    self.towns = _draw_names(rng, num_towns, _FIRST, _MIDDLE, _TOWN)
+    self.countries = _draw_names(rng, num_countries, _FIRST, _COUNTRY)
+    full_name = (_FIRST, _PERSON, (' ',), *_SURNAME)
+    self.people = _draw_names(rng, num_people, *full_name)
+    words = _draw_names(rng, num_people, _FIRST, _MIDDLE, _MIDDLE, _PERSON)
     self.books = [f'The {word} Letters' for word in words]
     self.born = rng.integers(num_towns, size=num_people)
-    # The first towns are the capitals.
-    others = rng.integers(num_countries, size=num_towns - num_countries)
-    self.country = np.concatenate([np.arange(num_countries), others])
+    # Town i is the capital of country i; the other towns are in any country.
+    other_towns = rng.integers(num_countries, size=num_towns - num_countries)
+    self.country = np.concatenate([np.arange(num_countries), other_towns])
     self.job = rng.integers(len(_JOBS), size=num_people)
     self.side = rng.integers(len(_SIDES), size=num_towns)
     self.author = rng.permutation(num_people)
 
   def passages(self) -> Iterator[tuple[str, str]]:
-    """Yields (title, text)."""
+    """Yields (title, text) of all passages."""
     for n, name in enumerate(self.people):
       job, town = _JOBS[self.job[n]], self.towns[self.born[n]]
       yield name, f'{name} was a {job}, born in the town of {town}.'
@@ -105,7 +106,7 @@ class _World:
       yield name, f'{name} is a book written by {self.people[self.author[n]]}.'
 
   def questions(self) -> Iterator[dict]:
-    """Yields questions with answers, and what has to be looked up."""
+    """Yields questions with their answers and the titles to look up."""
     for n, name in enumerate(self.people):
       town = self.towns[self.born[n]]
       country = self.countries[self.country[self.born[n]]]
@@ -135,14 +136,14 @@ def _ask(question: str, answer: str, *titles: str) -> dict:
   }
 
 
-def _names(
+def _draw_names(
   rng: np.random.Generator, count: int, *parts: tuple[str, ...]
 ) -> list[str]:
-  """Returns different names, each put together of one of every part."""
-  found: dict[str, None] = {}
-  while len(found) < count:
-    found.setdefault(''.join(part[rng.integers(len(part))] for part in parts))
-  return list(found)
+  """Returns distinct names; each concatenates one choice from every part."""
+  names: dict[str, None] = {}
+  while len(names) < count:
+    names.setdefault(''.join(part[rng.integers(len(part))] for part in parts))
+  return list(names)
 
 
 def _write(path: pathlib.Path, records: list[dict]) -> None:
