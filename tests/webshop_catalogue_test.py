@@ -1,4 +1,4 @@
-"""Generated shops: the official format, official statistics, difficulty."""
+"""Tests of generated shops: official format and statistics, difficulty."""
 
 import json
 import math
@@ -21,21 +21,21 @@ def _official() -> tuple[list[dict], dict[str, dict]]:
 
 
 def _options(item: dict) -> dict[str, list[str]]:
-  found = item['customization_options'] or {}
+  options = item['customization_options'] or {}
   return {
     name: [value['value'] for value in values]
-    for name, values in found.items()
+    for name, values in options.items()
     if values
   }
 
 
-def test_a_shop_is_a_function_of_its_arguments():
+def test_a_shop_depends_on_its_arguments_only():
   one = catalogue.generate(num_products=50, seed=3)
   assert one == catalogue.generate(num_products=50, seed=3)
   assert one != catalogue.generate(num_products=50, seed=4)
 
 
-def test_every_product_is_well_formed():
+def test_every_product_is_consistent():
   items, instructions = catalogue.generate(num_products=500)
   assert len({item['asin'] for item in items}) == 500
   assert list(instructions) == [item['asin'] for item in items]
@@ -58,7 +58,7 @@ def test_every_product_is_well_formed():
 def test_records_have_the_fields_of_the_official_ones():
   official, official_instructions = _official()
   items, instructions = catalogue.generate(num_products=300)
-  # Only fields that the loader discards may be missing.
+  # All fields that the loader reads must be there.
   assert set(items[0]) == set(official[0])
 
   def shapes(entries: dict[str, dict]) -> set[tuple[str, ...]]:
@@ -81,7 +81,7 @@ def test_records_have_the_fields_of_the_official_ones():
 def _statistics(items: list[dict], instructions: dict) -> dict[str, float]:
   wanted = [i for i in items if 'instruction' in instructions[i['asin']]]
   options = [_options(item) for item in items]
-  named = [
+  attribute_counts = [
     len(instructions[i['asin']]['instruction_attributes']) for i in wanted
   ]
   prices = [
@@ -96,7 +96,7 @@ def _statistics(items: list[dict], instructions: dict) -> dict[str, float]:
     'values of an option': statistics.mean(
       len(values) for o in options for values in o.values()
     ),
-    'attributes of an instruction': statistics.mean(named),
+    'attributes of an instruction': statistics.mean(attribute_counts),
     'share without price': sum(not i['pricing'] for i in items) / len(items),
     'share with price range': sum(
       item['pricing'].count('$') > 1 for item in items
@@ -114,7 +114,7 @@ def _statistics(items: list[dict], instructions: dict) -> dict[str, float]:
   }
 
 
-# Of the official 1,000 products, to be compared with without the files.
+# Statistics of the 1,000 official products, for tests without the files.
 OFFICIAL = {
   'share with instruction': 0.415,
   'share without options': 0.577,
@@ -131,18 +131,18 @@ OFFICIAL = {
 
 
 @reference_data.needs_whole
-def test_the_official_statistics_are_what_we_say():
+def test_the_recorded_official_statistics_are_correct():
   assert _statistics(*_official()) == pytest.approx(OFFICIAL, abs=0.005)
 
 
-def test_the_default_shop_is_like_the_official_one():
-  # Within an eighth, or three hundredths for shares.
-  found = _statistics(*catalogue.generate(num_products=4000, seed=1))
-  assert found == pytest.approx(OFFICIAL, rel=0.125, abs=0.03)
+def test_the_default_shop_resembles_the_official_one():
+  # Within 12.5 %, or within 0.03 for shares.
+  generated = _statistics(*catalogue.generate(num_products=4000, seed=1))
+  assert generated == pytest.approx(OFFICIAL, rel=0.125, abs=0.03)
 
 
-def test_goals_are_spread_more_evenly_than_the_official_ones():
-  # There, one product of 415 has 558 of the 6,910 goals.
+def test_goals_are_spread_more_evenly_than_official_ones():
+  # Among the official goals, one product of 415 has 558 of 6,910.
   items, instructions = catalogue.generate(num_products=1000)
   counts = [
     math.prod(map(len, _options(item).values()))
@@ -167,7 +167,7 @@ def test_an_easy_shop():
     asin_characters=4,
   )
   shelves = {item['query'] for item in items}
-  # A quarter of 16 shelves.
+  # A vocabulary of 0.25 uses 4 of 16 shelves.
   assert shelves == {
     'chips & crisps',
     'cookies',
@@ -186,7 +186,7 @@ def test_an_easy_shop():
     assert all(1 <= len(values) <= 3 for values in options.values())
 
 
-def test_near_duplicates_differ_in_one_thing():
+def test_near_duplicates_differ_in_one_property():
   items, instructions = catalogue.generate(
     num_products=60,
     family=(59, 59),
@@ -195,7 +195,8 @@ def test_near_duplicates_differ_in_one_thing():
     title_share=1.0,
     title_words=(1, 1),
   )
-  # The first of the family is what most of them have.
+  # Most variants share their attributes, or their options, with the first
+  # product of the family.
   attributes = [tuple(instructions[i['asin']]['attributes']) for i in items]
   options = [
     tuple((name, tuple(values)) for name, values in _options(item).items())
@@ -203,14 +204,14 @@ def test_near_duplicates_differ_in_one_thing():
   ]
   usual = (statistics.mode(attributes), statistics.mode(options))
   changes = set()
-  for found in zip(attributes, options, strict=True):
-    changed = [a != b for a, b in zip(found, usual, strict=True)]
+  for product in zip(attributes, options, strict=True):
+    changed = [a != b for a, b in zip(product, usual, strict=True)]
     assert sum(changed) <= 1
     changes.add(tuple(changed))
     if changed[0]:
-      assert len(set(found[0]) ^ set(usual[0])) == 2
+      assert len(set(product[0]) ^ set(usual[0])) == 2
     if changed[1]:
-      assert sum(len(v) for _, v in found[1]) == 7
+      assert sum(len(v) for _, v in product[1]) == 7
   assert len(changes) == 3
   assert len({item['query'] for item in items}) == 1
 
@@ -228,7 +229,7 @@ def test_near_duplicates_differ_in_one_thing():
     ('colour', 'red', 'unknown option; known: num_products, seed'),
   ],
 )
-def test_wrong_options_are_refused_in_one_line(option, value, accepted):
+def test_invalid_options_are_errors_in_one_line(option, value, accepted):
   with pytest.raises(ValueError) as error:
     catalogue.generate(**{option: value})
   message = str(error.value)
@@ -237,14 +238,14 @@ def test_wrong_options_are_refused_in_one_line(option, value, accepted):
   assert len(message.splitlines()) == 1
 
 
-def test_too_short_numbers_for_so_many_products():
+def test_ids_too_short_for_the_number_of_products_are_an_error():
   with pytest.raises(
     ValueError, match='from 1 to 1000 with env.generator.asin'
   ):
     catalogue.generate(num_products=1001, asin_characters=3)
 
 
-def test_an_instruction_by_hand():
+def test_an_instruction_worked_out_by_hand():
   draft = listings.Draft(
     category='beauty',
     aisle='Makeup',
@@ -265,19 +266,19 @@ def test_an_instruction_by_hand():
   assert entry['instruction'] == (
     'Find me oil free lipsticks with green tea, vitamin c'
   )
-  # Seven words, then nine.
+  # The title has seven words; one filler makes it nine.
   assert listings._title(draft) == (
     'Alder Lipstick with green tea for dry skin, Gift Box'
   )
 
 
-def test_the_program_writes_a_shop_once(tmp_path):
+def test_the_program_writes_a_shop_and_does_not_overwrite_it(tmp_path):
   command = [sys.executable, '-m', 'envs.webshop.catalogue']
   command += ['--out', str(tmp_path), '--num_products', '20']
-  done = subprocess.run(command, capture_output=True, text=True, check=True)
-  assert done.stdout == f'20 products in {tmp_path}\n'
+  result = subprocess.run(command, capture_output=True, text=True, check=True)
+  assert result.stdout == f'wrote 20 products to {tmp_path}\n'
   items = json.loads((tmp_path / catalogue.ITEMS_FILE).read_text())
   assert items == catalogue.generate(num_products=20)[0]
   again = subprocess.run(command, capture_output=True, text=True, check=False)
   assert again.returncode == 2
-  assert 'items_shuffle.json is there already' in again.stderr
+  assert 'items_shuffle.json exists already' in again.stderr

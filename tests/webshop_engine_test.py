@@ -1,4 +1,4 @@
-"""Pages, goals, rewards and damaged data on a shop of three products."""
+"""Tests of pages, goals, rewards and damaged data, with three products."""
 
 import io
 import json
@@ -39,7 +39,7 @@ LAMP = {
   'query': 'lamps',
   'product_category': 'Electronics › Lamps',
 }
-ODD = {
+RACK = {
   'asin': 'B000000003',
   'name': 'Mug rack',
   'pricing': '',
@@ -62,7 +62,7 @@ INSTRUCTIONS = {
     'instruction': 'Find me easy lamps',
     'instruction_attributes': ['easy'],
   },
-  ODD['asin']: {'attributes': []},
+  RACK['asin']: {'attributes': []},
 }
 HUMAN = {
   MUG['asin']: [
@@ -78,10 +78,10 @@ HUMAN = {
 
 @pytest.fixture(scope='module')
 def catalogue():
-  return products.from_records([MUG, LAMP, ODD], INSTRUCTIONS, HUMAN)
+  return products.from_records([MUG, LAMP, RACK], INSTRUCTIONS, HUMAN)
 
 
-def wish(catalogue, asin=MUG['asin'], **options):
+def find_goal(catalogue, asin=MUG['asin'], **options):
   return next(
     goal
     for goal in goals.build(catalogue)
@@ -89,10 +89,10 @@ def wish(catalogue, asin=MUG['asin'], **options):
   )
 
 
-def enter(catalogue, observation='text', goal=None, **kwargs):
+def open_session(catalogue, observation='text', goal=None, **kwargs):
   shop = engine.Shop(catalogue, observation=observation, **kwargs)
   session = engine.Session(shop)
-  session.reset(goal or wish(catalogue))
+  session.reset(goal or find_goal(catalogue))
   return session
 
 
@@ -108,20 +108,21 @@ def test_cleaning(catalogue):
   assert catalogue[1].prices == (1010.0, 1020.0)
   assert catalogue[1].price_tag == '$1010.0 to $1020.0'
   assert catalogue[2].price_tag == '$100.0'
-  assert catalogue.number('B000000003') == 2
-  assert catalogue.number('B000000009') is None
+  assert catalogue.find('B000000003') == 2
+  assert catalogue.find('B000000009') is None
   assert mug.text() == (
     'red coffee mug, 2 pack holds <b>coffee</b>. dishwasher safe  color: wine '
     "red, black | white, and size: large, 12' features"
   )
 
 
-def test_goals_by_hand(catalogue):
+def test_goals_worked_out_by_hand(catalogue):
   rng = random.Random(0)
   lamp_price = rng.uniform(1010.0, 1020.0)
   ceiling = sorted(rng.sample([10.0, 20.0, 30.0, 40.0], 2))[1]
   built = goals.build(catalogue, seed=0)
-  # Four combinations of the mug's options, and the lamp, too dear for a text.
+  # Four combinations of the mug's options, and the lamp, whose price is above
+  # every price limit.
   assert len(built) == 5
   mug = next(
     g
@@ -147,28 +148,28 @@ def test_goals_by_hand(catalogue):
   assert order.index(4) == built.index(lamp)
 
 
-def test_goals_of_people(catalogue):
+def test_human_written_goals(catalogue):
   (goal,) = goals.build(catalogue, human=True)
   assert goal.instruction_text.startswith('i want a red mug, and price lower')
   assert goal.goal_options == ('wine red',)
 
 
-def test_every_worker_of_the_reference_has_its_own_goals(catalogue):
+def test_reference_goals_depend_on_the_seed(catalogue):
   a, b, again = (goals.reference(catalogue, seed=s) for s in (1, 2, 1))
   assert a == again
   assert a != b and len(a) == len(b) == 5
 
 
-def test_pages_by_hand(catalogue):
-  goal = wish(catalogue, color='wine red', size='large')
-  session = enter(catalogue, goal=goal)
+def test_pages_worked_out_by_hand(catalogue):
+  goal = find_goal(catalogue, color='wine red', size='large')
+  session = open_session(catalogue, goal=goal)
   task = f'Instruction: [SEP] {goal.instruction_text} [SEP] '
   page = session.step('nonsense')
   assert page.text == f'WebShop [SEP] {task}Search'
   assert page.has_search_bar and page.clickables == ('search',)
   assert session.step('click[search]') == page
   page = session.step('search[Mug]')
-  # The shorter text is the better hit.
+  # The product with the shorter text ranks first.
   assert page.text == (
     f'{task}Back to Search [SEP] Page 1 (Total results: 2) [SEP] Next > [SEP] '
     'B000000003 [SEP] Mug rack [SEP] $100.0 [SEP] B000000001 [SEP] Red Coffee '
@@ -215,7 +216,7 @@ def test_pages_by_hand(catalogue):
   assert '"size": "large"' in page.url
   page = session.step('click[buy now]')
   assert page.done and page.reward == 1.0 and page.clickables == ()
-  assert page.parts == {
+  assert page.reward_parts == {
     'r_type': 1.0,
     'r_att': 1.0,
     'r_option': 1.0,
@@ -225,8 +226,8 @@ def test_pages_by_hand(catalogue):
   assert session.step('search[mug]') == page
 
 
-def test_rich_text_marks_what_was_clicked(catalogue):
-  session = enter(catalogue, 'text_rich')
+def test_rich_text_marks_clicked_options_and_links(catalogue):
+  session = open_session(catalogue, 'text_rich')
   session.step('search[mug rack]')
   session.step('click[b000000001]')
   page = session.step('click[wine red]')
@@ -241,37 +242,37 @@ def test_rich_text_marks_what_was_clicked(catalogue):
   assert '[clicked' not in page.text
   session.step('click[b000000001]')
   page = session.step('click[features]')
-  # Blank strings of the page are lines of their own.
+  # Strings of spaces become lines of their own.
   assert page.text.endswith('[button] < Prev [button_]\n Dishwasher safe \n \n')
 
 
 def test_search_works_on_any_page_and_clears_options(catalogue):
-  session = enter(catalogue)
+  session = open_session(catalogue)
   session.step('search[mug]')
   session.step('click[b000000001]')
   session.step('click[large]')
   assert '/search_results/0/lamp/1' in session.step('search[lamp]').url
   session.step('click[b000000002]')
   assert session.step('click[< prev]').url.endswith('/lamp/1')
-  # No argument: nothing happens. Words are split at single blanks.
+  # A search without argument does nothing. Words are split at single spaces.
   assert session.step('search[]').url.endswith('/lamp/1')
   assert session.step('search[a  b]').url.endswith('/a++b/1')
 
 
-def test_option_that_is_called_as_a_button(catalogue):
-  session = enter(catalogue)
+def test_option_with_the_name_of_a_button(catalogue):
+  session = open_session(catalogue)
   session.step('search[rack]')
   page = session.step('click[b000000003]')
   assert page.clickables.count('features') == 1
-  # The button's meaning wins, in the original too.
+  # As in the original, it acts as the button.
   assert '/Features/' in session.step('click[features]').url
   session.step('click[< prev]')
-  # A value of two options sets the last.
+  # A value of two options sets the last option.
   assert session.step('click[twice]').url.endswith('{"other": "twice"}')
 
 
 def test_the_attributes_page(catalogue):
-  session = enter(catalogue, show_attributes=True)
+  session = open_session(catalogue, show_attributes=True)
   session.step('search[mug]')
   page = session.step('click[b000000001]')
   assert 'attributes' in page.clickables
@@ -282,61 +283,61 @@ def test_the_attributes_page(catalogue):
     'coffee mugs',
     'Home & Kitchen › Dining › Mugs',
   ]
-  rich = enter(catalogue, 'text_rich', show_attributes=True)
+  rich = open_session(catalogue, 'text_rich', show_attributes=True)
   rich.step('search[mug]')
   rich.step('click[b000000001]')
   first = catalogue[0].attributes[0]
   assert f'\n {first}\n' in rich.step('click[attributes]').text
-  # Without an entry in the file of attributes.
+  # A product without an entry in the file of attributes.
   bare = products.from_records([LAMP], {})
   assert bare[0].attributes == ('DUMMY_ATTR',)
 
 
 def test_special_searches(catalogue):
-  session = enter(catalogue)
+  session = open_session(catalogue)
 
-  def found(action):
+  def results(action):
     return [c for c in session.step(action).clickables if c.startswith('b0')]
 
-  assert found('search[<q> lamps]') == ['b000000002']
-  assert found('search[<c> garden]') == ['b000000001', 'b000000003']
-  assert found('search[<a> gift]') == ['b000000001']
-  assert found('search[<c>]') == []
-  assert sorted(found('search[<r>]')) == [
+  assert results('search[<q> lamps]') == ['b000000002']
+  assert results('search[<c> garden]') == ['b000000001', 'b000000003']
+  assert results('search[<a> gift]') == ['b000000001']
+  assert results('search[<c>]') == []
+  assert sorted(results('search[<r>]')) == [
     'b000000001',
     'b000000002',
     'b000000003',
   ]
 
 
-def test_reward_by_hand(catalogue):
+def test_rewards_worked_out_by_hand(catalogue):
   mug, lamp, rack = catalogue
-  goal = wish(catalogue, color='wine red', size='large')
+  goal = find_goal(catalogue, color='wine red', size='large')
   bought = {'color': 'wine red', 'size': 'large'}
   assert reward.score(mug, goal, price=9.5, options=bought)[0] == 1.0
-  # Too dear: (1 + 2 + 0) / (1 + 2 + 1).
+  # Price above the limit: (1 + 2 + 0) / (1 + 2 + 1).
   assert reward.score(mug, goal, price=999.0, options=bought)[0] == 0.75
   # No options: (1 + 0 + 1) / 4.
   assert reward.score(mug, goal, price=9.5, options={})[0] == 0.5
-  # Any red is red; the size is missing.
+  # 'cherry red' and 'wine red' are both red; the size is missing.
   other = {'color': 'cherry red'}
   assert reward.score(mug, goal, price=9.5, options=other)[0] == 0.75
-  # No noun in common: worth nothing.
+  # The titles have no noun in common: the score is 0.
   score, parts = reward.score(lamp, goal, price=9.5, options=bought)
   assert score == 0 and parts['r_type'] == 0
-  # One noun of three, 'mug': above 0.2.
+  # One noun of three, 'mug', in common: the title score is above 0.2.
   _, parts = reward.score(rack, goal, price=9.5, options={})
   assert parts['r_type'] == 1.0
 
 
-def test_options_are_compared_with_the_text_of_the_pair():
+def test_wanted_pairs_are_compared_as_text():
   assert reward.option_hits(['large'], [('size', '4x-large')]) == 1
   assert reward.option_hits(['4x-large'], [('size', 'large')]) == 0
   assert reward.option_hits(['color'], [('color', 'wine red')]) == 1
   assert reward.option_hits(['small', 'huge'], ['huge']) == 1
 
 
-def test_colours():
+def test_plain_colors():
   assert reward.plain_color('dark wine red') == 'dark'
   assert reward.plain_color('wine red') == 'red'
   assert reward.plain_color('washed') == 'ash'
@@ -345,8 +346,8 @@ def test_colours():
   assert reward.plain_color('huge') == 'huge'
 
 
-def test_words_of_titles_are_cut_as_spacy_cuts_them():
-  # What spacy.blank('en') of spaCy 3.8 gives.
+def test_titles_are_split_like_spacys_tokens():
+  # Expected: the tokens of spacy.blank('en') in spaCy 3.8.
   title = "Women's 12oz 5.5ft Shoes/Boots (2 Pack), Co-op 3-Piece R&B 90% A.B."
   expected = (
     "Women 's 12 oz 5.5 ft Shoes / Boots ( 2 Pack ) , Co - op 3 - Piece"
@@ -354,11 +355,11 @@ def test_words_of_titles_are_cut_as_spacy_cuts_them():
   assert titles.words(title) == [*expected.split(), *'R&B 90 % A.B.'.split()]
 
 
-def test_each_word_is_tagged_by_itself():
+def test_each_word_is_tagged_alone():
   assert titles.nouns('The lamp, very tall 12oz Lamp') == ('lamp', 'oz', 'lamp')
 
 
-def test_the_tagger_of_the_original_is_used_where_it_is(monkeypatch):
+def test_the_originals_tagger_is_used_if_installed(monkeypatch):
   def load(name):
     assert name == 'en_core_web_sm'
     pos = {'Tall': 'ADJ', 'Desk': 'PROPN', 'lamp': 'NOUN', 'shines': 'VERB'}
@@ -367,8 +368,10 @@ def test_the_tagger_of_the_original_is_used_where_it_is(monkeypatch):
 
   fake = types.SimpleNamespace(load=load)
   monkeypatch.setitem(sys.modules, 'spacy', fake)
-  there = types.SimpleNamespace(find_spec=lambda name: name == 'en_core_web_sm')
-  monkeypatch.setattr(titles.importlib, 'util', there)
+  installed = types.SimpleNamespace(
+    find_spec=lambda name: name == 'en_core_web_sm'
+  )
+  monkeypatch.setattr(titles.importlib, 'util', installed)
   titles.tagger.cache_clear()
   try:
     assert titles.tagger()('Tall Desk lamp shines') == ('desk', 'lamp')
@@ -376,10 +379,10 @@ def test_the_tagger_of_the_original_is_used_where_it_is(monkeypatch):
     titles.tagger.cache_clear()
 
 
-def test_titles():
+def test_title_overlap():
   assert titles.overlap('Desk lamp', 'Desk lamp') == 1.0
   assert titles.overlap('mug', '') == 0.2
-  # A noun that is repeated counts twice below: {mug} of (mug, mug).
+  # A repeated noun counts twice in the denominator: {mug} of (mug, mug).
   assert titles.overlap('mug', 'mug mug') == 0.5
 
 
@@ -399,11 +402,11 @@ def test_titles():
     ({'name': '<b>Mug</b> 😀 \ud83d \x00'}, True),
   ],
 )
-def test_damaged_records_are_skipped_or_mended(damage, kept):
-  found = products.from_records([MUG | damage, LAMP], INSTRUCTIONS)
-  assert len(found) == 1 + kept
-  assert found.skipped == 1 - kept
-  session = enter(found, goal=wish(found, LAMP['asin']))
+def test_damaged_records_are_skipped_or_repaired(damage, kept):
+  catalogue = products.from_records([MUG | damage, LAMP], INSTRUCTIONS)
+  assert len(catalogue) == 1 + kept
+  assert catalogue.skipped == 1 - kept
+  session = open_session(catalogue, goal=find_goal(catalogue, LAMP['asin']))
   for action in ('search[mug 😀]', 'click[b000000001]', 'click[features]'):
     session.step(action)
   session.step('search[lamp]')
@@ -411,10 +414,10 @@ def test_damaged_records_are_skipped_or_mended(damage, kept):
   assert session.step('click[buy now]').reward == 1.0
 
 
-def test_what_is_no_record_or_comes_twice_is_counted():
-  found = products.from_records([None, MUG, 'x', MUG], {})
-  assert (len(found), found.skipped) == (1, 3)
-  with pytest.raises(ValueError, match='no product in it'):
+def test_invalid_and_duplicate_records_are_counted():
+  catalogue = products.from_records([None, MUG, 'x', MUG], {})
+  assert (len(catalogue), catalogue.skipped) == (1, 3)
+  with pytest.raises(ValueError, match='no valid product in it'):
     products.from_records([], {})
 
 
@@ -424,25 +427,25 @@ def folder(tmp_path, monkeypatch):
   monkeypatch.delenv('WEBSHOP_DATA', raising=False)
   data = tmp_path / 'data'
   data.mkdir()
-  (data / 'items_shuffle_1000.json').write_text(json.dumps([MUG, LAMP, ODD]))
+  (data / 'items_shuffle_1000.json').write_text(json.dumps([MUG, LAMP, RACK]))
   (data / 'items_ins_v2_1000.json').write_text(json.dumps(INSTRUCTIONS))
   return data
 
 
-def unread(*_):
+def fail_if_called(*_):
   raise AssertionError('read again')
 
 
 def test_files_and_their_cache(folder, catalogue, monkeypatch):
   first = products.load(folder)
   assert list(first) == [
-    *(products.clean(r, INSTRUCTIONS[r['asin']]) for r in (MUG, LAMP, ODD))
+    *(products.clean(r, INSTRUCTIONS[r['asin']]) for r in (MUG, LAMP, RACK))
   ]
-  # From the cache now: the files are not read again.
-  monkeypatch.setattr(products, '_read', unread)
+  # The second time, the cache is used: the files are not read.
+  monkeypatch.setattr(products, '_read_files', fail_if_called)
   assert list(products.load(folder)) == list(first)
   assert first.index.search('mug', 50) == [2, 0]
-  # Changed files make another cache.
+  # Changed files get a new cache folder.
   monkeypatch.undo()
   monkeypatch.setenv('GIGPO_JAX_CACHE', str(folder / 'cache'))
   (folder / 'items_shuffle_1000.json').write_text(json.dumps([LAMP]))
@@ -452,97 +455,95 @@ def test_files_and_their_cache(folder, catalogue, monkeypatch):
 @pytest.mark.parametrize(
   ('name', 'text', 'message'),
   [
-    ('items_shuffle_1000.json', '[{"asin": "B0', 'not a whole JSON list'),
-    ('items_shuffle_1000.json', '[]', 'no product in it'),
-    ('items_shuffle_1000.json', '{}', 'not a whole JSON list'),
-    ('items_shuffle_1000.json', '', 'not a whole JSON list'),
+    ('items_shuffle_1000.json', '[{"asin": "B0', 'not a complete JSON list'),
+    ('items_shuffle_1000.json', '[]', 'no valid product in it'),
+    ('items_shuffle_1000.json', '{}', 'not a complete JSON list'),
+    ('items_shuffle_1000.json', '', 'not a complete JSON list'),
     ('items_shuffle_1000.json', '[{"asin": 3}]', '1 damaged'),
     ('items_ins_v2_1000.json', '{"a"', 'not JSON'),
-    ('items_ins_v2_1000.json', '[]', 'no JSON object'),
+    ('items_ins_v2_1000.json', '[]', 'not a JSON object'),
   ],
 )
-def test_damaged_files_are_refused_in_one_line(folder, name, text, message):
+def test_damaged_files_are_errors_in_one_line(folder, name, text, message):
   (folder / name).write_text(text)
   with pytest.raises(ValueError, match=message) as error:
     products.load(folder)
   assert '\n' not in str(error.value)
-  left = [path.suffix for path in (folder.parent / 'cache').iterdir()]
-  assert left == ['.lock']
+  suffixes = [path.suffix for path in (folder.parent / 'cache').iterdir()]
+  assert suffixes == ['.lock']
 
 
-def test_lists_are_read_piece_by_piece(monkeypatch):
+def test_lists_are_decoded_in_chunks(monkeypatch):
   records = [{'a': math.nan, 'b': 'é]\\"'}, [], -1.5, None, ['[', {}], 12, 3]
   for text in (json.dumps(records), json.dumps(records, indent=1)):
     for size in (1, 2, 7, 1_000):
       monkeypatch.setattr(products, '_CHUNK', size)
-      # NaN differs from itself.
-      assert repr([*products._items(io.StringIO(text))]) == repr(records)
+      # Compared as text, because NaN is not equal to itself.
+      assert repr([*products._decode_items(io.StringIO(text))]) == repr(records)
       for cut in (text[:-1], text[: len(text) // 2], text.replace(',', ';')):
-        with pytest.raises(ValueError, match='not a whole JSON list'):
-          list(products._items(io.StringIO(cut)))
-  assert not [*products._items(io.StringIO(' [ ] '))]
+        with pytest.raises(ValueError, match='not a complete JSON list'):
+          list(products._decode_items(io.StringIO(cut)))
+  assert not [*products._decode_items(io.StringIO(' [ ] '))]
 
 
-def test_what_is_skipped_is_told_once(folder, capsys):
+def test_skipped_records_are_reported_once(folder, capsys):
   (folder / 'items_shuffle_1000.json').write_text(json.dumps([MUG, 3, MUG]))
   assert products.load(folder).skipped == 2
-  assert ': 2 records skipped' in capsys.readouterr().err
+  assert ': skipped 2 damaged or duplicate records' in capsys.readouterr().err
   assert products.load(folder).skipped == 2
   assert not capsys.readouterr().err
 
 
-def test_goals_and_prices_come_from_the_cache_the_second_time(
-  folder, monkeypatch
-):
+def test_goals_and_prices_are_cached(folder, monkeypatch):
   first = products.load(folder)
   assert list(goals.build(first))
-  paid = goals.prices(first, seed=3)
+  prices = goals.prices(first, seed=3)
   again = products.load(folder)
-  monkeypatch.setattr(goals, '_draw_prices', unread)
+  monkeypatch.setattr(goals, '_draw_prices', fail_if_called)
   assert list(goals.build(again)) == list(goals.build(first))
-  np.testing.assert_array_equal(goals.prices(again, seed=3), paid)
+  np.testing.assert_array_equal(goals.prices(again, seed=3), prices)
 
 
-def test_what_a_killed_process_left_is_thrown_away(folder):
-  place = products.load(folder)._folder
-  part = place.with_name(f'{place.name}.part')
-  place.rename(part)
-  (part / 'asins.npy').write_bytes(b'half')
+def test_a_partial_cache_of_a_killed_process_is_replaced(folder):
+  cache_folder = products.load(folder)._folder
+  partial_folder = cache_folder.with_name(f'{cache_folder.name}.part')
+  cache_folder.rename(partial_folder)
+  (partial_folder / 'asins.npy').write_bytes(b'half')
   assert len(products.load(folder)) == 3
-  assert not part.exists()
+  assert not partial_folder.exists()
 
 
-def test_processes_share_what_one_of_them_makes(folder):
+def test_processes_share_one_cache(folder):
   program = (
     'from envs.webshop import products, goals; import sys;'
     'c = products.load(sys.argv[1]); print(c._folder, len(goals.build(c)))'
   )
   command = [sys.executable, '-c', program, str(folder)]
-  running = [
+  processes = [
     subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     for _ in range(3)
   ]
-  said = {process.communicate(timeout=100)[0] for process in running}
-  assert [process.returncode for process in running] == [0, 0, 0]
-  assert len(said) == 1
+  outputs = {process.communicate(timeout=100)[0] for process in processes}
+  assert [process.returncode for process in processes] == [0, 0, 0]
+  assert len(outputs) == 1
 
 
-def test_a_cache_that_cannot_be_written_is_refused(folder, monkeypatch):
+def test_an_unwritable_cache_is_an_error(folder, monkeypatch):
   monkeypatch.setenv('GIGPO_JAX_CACHE', str(folder / 'items_ins_v2_1000.json'))
   with pytest.raises(ValueError, match='GIGPO_JAX_CACHE=.*cannot be used'):
     products.load(folder)
 
 
-def test_what_people_wrote_may_be_damaged(folder):
-  written = {'instruction': 'A mug.', 'instruction_attributes': ['blue']}
-  human = {MUG['asin']: 5, LAMP['asin']: [3, written], ODD['asin']: None}
+def test_damaged_human_instructions_are_skipped(folder):
+  entry = {'instruction': 'A mug.', 'instruction_attributes': ['blue']}
+  human = {MUG['asin']: 5, LAMP['asin']: [3, entry], RACK['asin']: None}
   (folder / 'items_human_ins.json').write_text(json.dumps(human))
-  found = goals.build(products.load(folder), human=True)
-  (goal,) = found
+  human_goals = goals.build(products.load(folder), human=True)
+  (goal,) = human_goals
   assert goal.instruction_text.startswith('A mug') and goal.weight == 1.0
 
 
-def test_missing_files_name_the_remedy(folder):
+def test_missing_files_are_reported_with_the_download_command(folder):
   (folder / 'items_ins_v2_1000.json').unlink()
   with pytest.raises(ValueError, match=r'no items_ins_v2_1000.json.*download'):
     products.load(folder)

@@ -1,4 +1,4 @@
-"""WebShop as the trainer sees it: turns, rewards, anchors, goals, oracle."""
+"""Tests of the WebShop environment: turns, rewards, anchors, goals, oracle."""
 
 import dataclasses
 
@@ -27,22 +27,22 @@ def _env(**kwargs) -> webshop_env.Env:
   return webshop_env.Env(generator=SMALL, **kwargs)
 
 
-def _say(action: str) -> str:
+def _respond(action: str) -> str:
   return f'<think>so</think><action>{action}</action>'
 
 
 def _play(env: webshop_env.Env, *actions: str) -> list[base.StepResult]:
   env.reset(TASK)
-  return [env.step(_say(action)) for action in actions]
+  return [env.step(_respond(action)) for action in actions]
 
 
 def _plan(env: webshop_env.Env, task: base.Task = TASK) -> list[str]:
-  """Returns the oracle's actions."""
+  """Returns the oracle's actions for a task."""
   responses = [r for _, r in env.demonstrate(task, noise=0.0, seed=0)]
   return [prompts.project(response)[0] for response in responses]
 
 
-def test_the_right_purchase_pays_ten_at_the_end():
+def test_the_correct_purchase_gives_a_reward_of_ten():
   env = _env()
   results = _play(env, *_plan(env))
   last = results[-1]
@@ -54,14 +54,14 @@ def test_the_right_purchase_pays_ten_at_the_end():
   assert all(r.metrics['inadmissible_action_rate'] == 0 for r in results)
 
 
-def test_a_purchase_without_options_pays_nothing_but_scores():
+def test_a_purchase_without_options_has_a_score_but_no_reward():
   env = _env()
   goal = env.goal(TASK)
   plan = _plan(env)
   values = [f'click[{value}]' for value in goal.goal_options.values()]
   assert values
   last = _play(env, *(a for a in plan if a not in values))[-1]
-  # Two attributes and the price of 2 + options + 1 points.
+  # Points for 2 attributes and the price, of 2 attributes + options + 1.
   assert last.score == pytest.approx(3 / (3 + len(values)))
   assert last.reward == 0 and not last.success and last.done
 
@@ -74,7 +74,7 @@ def test_the_step_limit_ends_an_episode_without_score():
   assert sum(r.reward for r in results) == 0
 
 
-def test_an_invalid_response_is_played_and_marked():
+def test_an_invalid_response_uses_up_a_step():
   env = _env()
   env.reset(TASK)
   result = env.step('I look around in the shop.')
@@ -97,7 +97,7 @@ def test_history_holds_the_last_k_turns():
   first = env.reset(TASK)
   assert 'Before this step' not in first.prompt
   observations = [
-    env.step(_say(action)).observation
+    env.step(_respond(action)).observation
     for action in ('search[shoes]', 'click[next >]', 'click[back to search]')
   ]
   assert "Action 1: 'search[shoes]'" in observations[0].prompt
@@ -107,7 +107,7 @@ def test_history_holds_the_last_k_turns():
   assert 'Action 2:' not in observations[2].short_prompt
 
 
-def test_the_instruction_is_told_once():
+def test_the_instruction_appears_once():
   env = _env()
   observation = env.reset(TASK)
   task = env.goal(TASK).instruction_text
@@ -117,7 +117,7 @@ def test_the_instruction_is_told_once():
   assert observation.actions == (prompts.SEARCH,)
 
 
-def test_episodes_are_equal_and_independent_of_what_came_before():
+def test_episodes_do_not_depend_on_earlier_episodes():
   env = _env()
   first = env.reset(TASK)
   _play(env, 'search[shoes]')
@@ -133,7 +133,7 @@ def test_anchors():
   one, two = plain.reset(TASK), full.reset(TASK)
   assert one.anchor == "'Search'"
   assert two.anchor == f"'Search'\n{prompts.SEARCH}"
-  # A revisited page has the same anchor, whatever was done in between.
+  # A page that is visited again has the same anchor.
   results = _play(
     plain, 'search[shoes]', 'click[next >]', 'click[< prev]', 'click[next >]'
   )
@@ -143,30 +143,32 @@ def test_anchors():
     _env(anchor='x')
 
 
-def test_splits_are_parts_of_one_list():
+def test_splits_are_ranges_of_one_list():
   sizes = {
     split: len(webshop_env.tasks(split, generator=SMALL))
     for split in webshop_env.SPLITS
   }
   assert (sizes['test'], sizes['valid']) == (500, 1000)
   train = webshop_env.tasks('train', generator=SMALL)
-  kinds = {train.kind(index) for index in range(len(train))}
-  assert kinds == {'beauty', 'electronics', 'fashion', 'garden', 'grocery'}
+  task_types = {train.kind(index) for index in range(len(train))}
+  assert task_types == {'beauty', 'electronics', 'fashion', 'garden', 'grocery'}
   with pytest.raises(IndexError):
     train.kind(len(train))
   with pytest.raises(IndexError):
     train.kind(-1)
 
 
-def test_goals_as_in_the_released_code():
-  ours = webshop_env.tasks('train', generator=SMALL)
-  assert ours.draw is None
-  theirs = webshop_env.tasks('train', generator=SMALL, reference_sampling=True)
-  length = len(ours) + 1000
-  # The list of each of up to 128 workers, but for its first 500.
-  assert len(theirs) == 128 * length
-  assert [theirs.seed(n * length) for n in range(16)] == list(range(16))
-  assert len({theirs[n * length].instruction_text for n in range(16)}) > 8
+def test_reference_sampling_gives_each_worker_its_own_list():
+  default = webshop_env.tasks('train', generator=SMALL)
+  assert default.draw is None
+  reference = webshop_env.tasks(
+    'train', generator=SMALL, reference_sampling=True
+  )
+  length = len(default) + 1000
+  # Each of the 128 workers has its list, without the first 500 goals.
+  assert len(reference) == 128 * length
+  assert [reference.seed(n * length) for n in range(16)] == list(range(16))
+  assert len({reference[n * length].instruction_text for n in range(16)}) > 8
   with pytest.raises(ValueError, match='split=valid: the released code trains'):
     webshop_env.tasks('valid', generator=SMALL, reference_sampling=True)
   env = _env(reference_sampling=True)
@@ -176,53 +178,58 @@ def test_goals_as_in_the_released_code():
     assert _play_all(env, task)[-1].success
 
 
-def test_draws_as_in_the_released_code():
-  theirs = webshop_env.tasks('train', generator=SMALL, reference_sampling=True)
+def test_training_draws_equal_the_released_codes():
+  reference = webshop_env.tasks(
+    'train', generator=SMALL, reference_sampling=True
+  )
   shop = products.from_records(*catalogue.generate(**SMALL))
   lists = [goals.reference(shop, seed=seed) for seed in range(16)]
-  # As it is written there: goals 500 and up, one stream for all iterations.
+  # As in the released code: goals from 500 on, one stream for all iterations.
   rng = np.random.RandomState(0)
   for iteration in range(3):
     drawn = rng.choice(range(500, len(lists[0])), size=16, replace=False)
-    chosen = theirs.draw(iteration, 16)
-    assert [theirs.seed(index) for index in chosen] == list(range(16))
+    chosen = reference.draw(iteration, 16)
+    assert [reference.seed(index) for index in chosen] == list(range(16))
     for group, index in enumerate(chosen):
-      assert theirs[index] == lists[group][drawn[group]]
-  sampler = tasks.TaskSampler('train', len(theirs), 16, 7, draw=theirs.draw)
+      assert reference[index] == lists[group][drawn[group]]
+  sampler = tasks.TaskSampler(
+    'train', len(reference), 16, 7, draw=reference.draw
+  )
   assert sampler.at(2) == [base.Task('train', index) for index in chosen]
   with pytest.raises(ValueError, match=r'rollout.groups=129: .*at most 128'):
-    theirs.draw(0, 129)
+    reference.draw(0, 129)
 
 
-def test_the_panel_of_the_released_code_has_goals_of_its_training():
-  theirs = webshop_env.tasks('train', generator=SMALL, reference_sampling=True)
-  panel = webshop_env.tasks('test', generator=SMALL, reference_sampling=True)
-  assert panel.draw is None
-  assert len(panel) == 128
-  assert [panel.seed(n) for n in range(128)] == list(range(1_000, 1_128))
-  length = len(theirs) // 128
-  trained = {
-    (g.asin, str(g.goal_options))
-    for g in map(theirs.__getitem__, range(length))
+def test_reference_validation_contains_training_goals():
+  train = webshop_env.tasks('train', generator=SMALL, reference_sampling=True)
+  validation = webshop_env.tasks(
+    'test', generator=SMALL, reference_sampling=True
+  )
+  assert validation.draw is None
+  assert len(validation) == 128
+  assert [validation.seed(n) for n in range(128)] == list(range(1_000, 1_128))
+  length = len(train) // 128
+  train_goals = {
+    (g.asin, str(g.goal_options)) for g in map(train.__getitem__, range(length))
   }
   leaked = [
-    (g.asin, str(g.goal_options)) in trained
-    for g in map(panel.__getitem__, range(128))
+    (g.asin, str(g.goal_options)) in train_goals
+    for g in map(validation.__getitem__, range(128))
   ]
   assert sum(leaked) > 64
 
 
-def test_wrong_splits_and_goals_are_refused_in_one_line():
+def test_invalid_splits_and_human_goals_are_errors():
   with pytest.raises(ValueError, match='split=dev: must be one of train, va'):
     webshop_env.tasks('dev', generator=SMALL)
-  with pytest.raises(ValueError, match='nobody has written instructions'):
+  with pytest.raises(ValueError, match='have no human-written'):
     webshop_env.tasks('train', human_goals=True)
   few = {**SMALL, 'num_products': 20}
-  with pytest.raises(ValueError, match='split=train: none of the .* goals'):
+  with pytest.raises(ValueError, match='split=train: has none of the .* goals'):
     webshop_env.tasks('train', generator=few)
 
 
-def test_all_environments_of_a_process_share_one_shop():
+def test_environments_of_one_process_share_the_shop():
   one, two = _env(), _env(prompt_style='brief')
   assert one.shop(TASK) is two.shop(TASK)
   one.prepare(TASK)
@@ -230,7 +237,7 @@ def test_all_environments_of_a_process_share_one_shop():
   assert one.goal(TASK) == two.goal(TASK)
 
 
-def test_it_is_in_the_registry():
+def test_the_registry_contains_webshop():
   assert len(envs.tasks('webshop', 'test', generator=SMALL)) == 500
   env = envs.make('webshop', generator=SMALL)
   assert env.reset(TASK) == _env().reset(TASK)
@@ -256,7 +263,7 @@ def test_demonstrations_without_thoughts():
     assert response.startswith('<action>')
 
 
-def test_noise_makes_the_oracle_err_and_it_recovers():
+def test_the_oracle_recovers_from_random_actions():
   env = _env(max_steps=30)
   outcomes = {'won': 0, 'bought': 0, 'long': 0}
   for index in range(40):
@@ -267,7 +274,7 @@ def test_noise_makes_the_oracle_err_and_it_recovers():
     outcomes['won'] += last.success
     outcomes['bought'] += last.action == 'click[buy now]'
     outcomes['long'] += len(pairs) > 6
-  # Some buy the wrong thing by chance; most find back.
+  # Some episodes buy a wrong product by chance; most recover.
   assert 20 < outcomes['won'] < 40
   assert outcomes['won'] < outcomes['bought'] <= 40
   assert outcomes['long'] > 5
@@ -275,7 +282,7 @@ def test_noise_makes_the_oracle_err_and_it_recovers():
   assert noisy[0] != noisy[1]
 
 
-def test_the_oracle_searches_with_the_instructions_words():
+def test_the_oracle_searches_with_words_of_the_instruction():
   env = _env()
   for index in range(20):
     goal = env.goal(base.Task('train', index))
@@ -285,7 +292,7 @@ def test_the_oracle_searches_with_the_instructions_words():
     assert not any(f'{name}:' in phrase for name in goal.goal_options)
 
 
-def test_what_the_oracle_searches_for_by_hand():
+def test_search_queries_worked_out_by_hand():
   goal = _env().goal(TASK)
   goal = dataclasses.replace(
     goal,
@@ -300,7 +307,7 @@ def test_what_the_oracle_searches_for_by_hand():
     'oil free lip balms with shea butter with color: red, and size: 1 ounce',
     'alder lip balm',
   ]
-  # Instructions of people have values alone.
+  # Human-written instructions have values without option names.
   goal = dataclasses.replace(
     goal,
     instruction_text='i need a red balm, and price lower than 30.00 dollars',
@@ -314,17 +321,17 @@ def test_what_the_oracle_searches_for_by_hand():
 
 
 def _play_all(env: webshop_env.Env, task: base.Task) -> list[base.StepResult]:
-  """Plays an episode as the oracle does."""
+  """Plays an episode with the oracle's actions."""
   responses = [r for _, r in env.demonstrate(task, noise=0.0, seed=0)]
   env.reset(task)
   return [env.step(response) for response in responses]
 
 
 def _attainable(goal: goals.Goal) -> bool:
-  """Returns whether choosing the very options asked for is rewarded.
+  """Returns whether choosing the wanted options gives the full reward.
 
-  A quirk of the original: it reduces a chosen value to a word for a colour,
-  "rectangular" to "tan", and then may not recognise it.
+  Not always: like the original, `reward` replaces a chosen value by a colour in
+  it ("rectangular" by "tan") and may then not recognise the value.
   """
   options = goal.goal_options
   return reward.option_hits(options.values(), [*options.items()]) == len(
@@ -333,29 +340,29 @@ def _attainable(goal: goals.Goal) -> bool:
 
 
 def _outcomes(env: webshop_env.Env, tasks: list[base.Task]) -> dict[bool, list]:
-  """Returns whether the oracle succeeded, apart by whether it could."""
-  found = {True: [], False: []}
+  """Returns the oracle's successes, by whether the goal is attainable."""
+  outcomes = {True: [], False: []}
   for task in tasks:
     won = _play_all(env, task)[-1].success
-    found[_attainable(env.goal(task))].append(won)
-  return found
+    outcomes[_attainable(env.goal(task))].append(won)
+  return outcomes
 
 
 def test_the_oracle_on_the_default_shop():
   env = webshop_env.Env()
   tasks = [base.Task('train', index) for index in range(200)]
-  found = _outcomes(env, tasks)
-  assert all(found[True]) and len(found[True]) > 180
+  outcomes = _outcomes(env, tasks)
+  assert all(outcomes[True]) and len(outcomes[True]) > 180
 
 
 def test_the_oracle_on_official_goals():
   data = str(reference_data.WEBSHOP)
   env = webshop_env.Env(data_dir=data)
-  number = len(webshop_env.tasks('test', data_dir=data))
-  tasks = [base.Task('test', index) for index in range(0, number, 5)]
-  found = _outcomes(env, tasks)
+  num_tasks = len(webshop_env.tasks('test', data_dir=data))
+  tasks = [base.Task('test', index) for index in range(0, num_tasks, 5)]
+  outcomes = _outcomes(env, tasks)
   assert len(tasks) == (100 if reference_data.IS_WHOLE else 43)
-  assert all(found[True]) and len(found[True]) > 0.9 * len(tasks)
+  assert all(outcomes[True]) and len(outcomes[True]) > 0.9 * len(tasks)
 
 
 @reference_data.needs_whole
@@ -370,5 +377,5 @@ def test_the_oracle_on_all_official_goals():
     )
   ]
   assert len(tasks) == 6910
-  found = _outcomes(env, tasks)
-  assert all(found[True]) and len(found[True]) > 0.93 * 6910
+  outcomes = _outcomes(env, tasks)
+  assert all(outcomes[True]) and len(outcomes[True]) > 0.93 * 6910

@@ -1,4 +1,4 @@
-"""WebShop prompts: pages taken apart, golden texts, projection."""
+"""Tests of WebShop's page parser, prompts and response parsing."""
 
 import dataclasses
 import gzip
@@ -47,12 +47,12 @@ def _read(text: str, clickables: tuple[str, ...]) -> pages.View:
   return pages.read(pages.split(text, TASK), clickables)
 
 
-def test_pages_are_taken_apart():
+def test_parsing_pages():
   assert _read(INDEX, ('search',)) == pages.View('index')
   assert _read(RESULTS, RESULTS_CLICKABLES) == pages.View(
     'results',
     buttons=('Back to Search', '< Prev', 'Next >'),
-    number=2,
+    page_number=2,
     products=(
       (
         'B01',
@@ -77,25 +77,25 @@ def test_pages_are_taken_apart():
   )
 
 
-def test_products_without_a_title():
+def test_parsing_products_without_a_title():
   title = 'Alder Lip Balm with a title of more than ten words, Gift Box [SEP] '
   untitled = RESULTS.replace(title, '').replace('Brisk Balm [SEP] ', '')
   assert _read(untitled, RESULTS_CLICKABLES).products == (
     ('B01', '', '$3.99'),
     ('B02', '', '$2.0 to $4.5'),
   )
-  whole = _read(ITEM, ITEM_CLICKABLES)
+  titled = _read(ITEM, ITEM_CLICKABLES)
   item = _read(ITEM.replace('Alder Lip Balm [SEP] ', ''), ITEM_CLICKABLES)
-  assert item == dataclasses.replace(whole, title='')
+  assert item == dataclasses.replace(titled, title='')
 
 
-def test_a_page_without_results():
+def test_parsing_a_page_without_results():
   text = (
     f'Instruction: [SEP] {TASK} [SEP] Back to Search [SEP] Page 7 (Total '
     'results: 50) [SEP] < Prev [SEP] Next >'
   )
   view = _read(text, ('back to search', '< prev', 'next >'))
-  assert view.products == () and view.number == 7
+  assert view.products == () and view.page_number == 7
 
 
 def test_actions():
@@ -238,13 +238,13 @@ def test_brief_prompts():
   )
 
 
-def test_people_see_whole_titles():
+def test_layout_without_a_limit_shows_full_titles():
   text = prompts.lay_out(pages.split(RESULTS, TASK), RESULTS_CLICKABLES)
   assert 'ten words, Gift Box $3.99' in text
 
 
 @pytest.mark.parametrize('style', prompts.STYLES)
-def test_a_prompt_that_is_too_long_does_without_history(style: str):
+def test_a_prompt_that_is_too_long_omits_history(style: str):
   def build(letters: int) -> str:
     return _build(
       INDEX,
@@ -257,9 +257,9 @@ def test_a_prompt_that_is_too_long_does_without_history(style: str):
   short = _build(INDEX, ('search',), style=style, step=1)
   copies = 2 if style == 'paper' else 1
   fixed = len(build(0))
-  most = (13_000 - fixed) // copies
-  assert len(build(most)) in (12_999, 13_000)
-  assert build(most + 1) == short
+  max_letters = (13_000 - fixed) // copies
+  assert len(build(max_letters)) in (12_999, 13_000)
+  assert build(max_letters + 1) == short
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_a_prompt_that_is_too_long_does_without_history(style: str):
       'click[b01]',
       True,
     ),
-    # Twenty characters, where ALFWorld's code has thirty.
+    # The last 20 characters; ALFWorld's limit is 30.
     ('I would like to search[red shoes]', 'to search[red shoes]', False),
     ('<action>click[b01]</action>', 'ction>click[b01]</action>'[-20:], False),
   ],
@@ -279,16 +279,16 @@ def test_project(response: str, action: str, valid: bool):
   assert prompts.project(response) == (action, valid)
 
 
-def test_think_can_be_optional():
+def test_think_tags_can_be_optional():
   response = '<action>click[b01]</action>'
   assert prompts.project(response, require_think=False) == ('click[b01]', True)
 
 
-def test_all_recorded_pages_can_be_taken_apart():
+def test_all_recorded_pages_can_be_parsed():
   traces = reference_data.WEBSHOP / 'golden_traces.jsonl.gz'
   with gzip.open(traces, 'rt', encoding='utf-8') as file:
     episodes = [json.loads(line) for line in file]
-  kinds = {'index': 0, 'results': 0, 'item': 0, 'sub_page': 0}
+  page_types = {'index': 0, 'results': 0, 'item': 0, 'sub_page': 0}
   for episode in episodes:
     task = episode['goal']['instruction_text']
     for page in [episode['first'], *episode['steps']]:
@@ -298,12 +298,12 @@ def test_all_recorded_pages_can_be_taken_apart():
       assert parts[0] in ('Search', 'Back to Search')
       clickables = page['clickables']
       view = pages.read(parts, clickables)
-      kinds[view.kind] += 1
-      # What the brief style puts into brackets is what can be clicked.
-      if view.kind != 'index':
+      page_types[view.page_type] += 1
+      # The brief style puts every clickable text in brackets.
+      if view.page_type != 'index':
         laid_out = prompts.lay_out(parts, clickables)
         assert all(f'[{c}]' in laid_out for c in clickables), laid_out
   expected = (22, 25, 39, 1)
   if reference_data.IS_WHOLE:
     expected = (186, 232, 489, 92)
-  assert tuple(kinds.values()) == expected
+  assert tuple(page_types.values()) == expected

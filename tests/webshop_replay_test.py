@@ -1,4 +1,7 @@
-"""Recorded episodes and goals: the original's, or those of the samples."""
+"""Tests against recorded episodes and goals of the original WebShop.
+
+The data are the complete recordings or the samples in tests/data.
+"""
 
 import dataclasses
 import gzip
@@ -16,12 +19,12 @@ from envs.webshop import goals, products, titles
 ROOT = pathlib.Path(__file__).parents[1]
 DATA = reference_data.WEBSHOP
 TRACES = DATA / 'golden_traces.jsonl.gz'
-# Episodes, their steps, purchases, products and goals.
+# Numbers of episodes, steps, purchases, products and goals.
 if reference_data.IS_WHOLE:
-  # 53 of the purchases are of the right type.
-  EPISODES, STEPS, BOUGHT, PRODUCTS, GOALS = 99, 983, 83, 1_000, 6_910
+  # 53 of the purchases have a type score of 1.
+  EPISODES, STEPS, PURCHASES, PRODUCTS, GOALS = 99, 983, 83, 1_000, 6_910
 else:
-  EPISODES, STEPS, BOUGHT, PRODUCTS, GOALS = 16, 87, 16, 60, 213
+  EPISODES, STEPS, PURCHASES, PRODUCTS, GOALS = 16, 87, 16, 60, 213
 
 
 @pytest.fixture(autouse=True)
@@ -36,35 +39,35 @@ def replay(traces):
   return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-def test_every_step_is_equal():
-  done = replay(TRACES)
-  assert done.returncode == 0, done.stdout + done.stderr
-  agree = {
-    field: (int(equal), int(number))
-    for field, equal, _, number, _ in map(str.split, done.stdout.splitlines())
+def test_every_recorded_step_is_reproduced():
+  result = replay(TRACES)
+  assert result.returncode == 0, result.stdout + result.stderr
+  counts = {
+    field: (int(equal), int(total))
+    for field, equal, _, total, _ in map(str.split, result.stdout.splitlines())
   }
-  assert all(equal == number for equal, number in agree.values())
-  numbers = {field: number for field, (_, number) in agree.items()}
+  assert all(equal == total for equal, total in counts.values())
+  totals = {field: total for field, (_, total) in counts.items()}
   for field in ('obs', 'rich', 'url', 'has_search_bar', 'clickables'):
-    assert numbers[field] == EPISODES + STEPS
-  assert numbers['done'] == STEPS
+    assert totals[field] == EPISODES + STEPS
+  assert totals['done'] == STEPS
   for part in ('r_att', 'r_option', 'r_price'):
-    assert numbers[part] == BOUGHT
-  assert numbers['price'] == PRODUCTS
+    assert totals[part] == PURCHASES
+  assert totals['price'] == PRODUCTS
 
 
-def test_a_difference_is_found(tmp_path):
+def test_a_difference_is_reported(tmp_path):
   with gzip.open(TRACES, 'rt') as file:
     episode = json.loads(next(file))
   episode['steps'][1]['obs'] = episode['steps'][1]['obs'].replace('$', '€')
   changed = tmp_path / 'changed.jsonl'
   changed.write_text(json.dumps(episode) + '\n')
-  done = replay(changed)
-  assert done.returncode == 1
-  assert 'recorded' in done.stdout and '€' in done.stdout
+  result = replay(changed)
+  assert result.returncode == 1
+  assert 'recorded' in result.stdout and '€' in result.stdout
 
 
-def test_the_last_page_is_compared_whatever_the_score(tmp_path):
+def test_the_last_page_is_compared_without_its_score(tmp_path):
   with gzip.open(TRACES, 'rt') as file:
     episodes = [json.loads(line) for line in file]
   episode = next(
@@ -77,60 +80,60 @@ def test_the_last_page_is_compared_whatever_the_score(tmp_path):
     assert score in page
     episode['steps'][-1][field] = page.replace(score, '0.25')
   changed.write_text(json.dumps(episode) + '\n')
-  done = replay(changed)
-  assert done.returncode == 0, done.stdout
+  result = replay(changed)
+  assert result.returncode == 0, result.stdout
   episode['steps'][-1]['obs'] += ' [SEP] more'
   changed.write_text(json.dumps(episode) + '\n')
   assert replay(changed).returncode == 1
 
 
-def test_title_scores_are_as_recorded():
+def test_title_scores_equal_the_recorded_ones():
   # The recordings were made with TextBlob's tagger on spaCy's words.
   if importlib.util.find_spec('en_core_web_sm'):
-    pytest.skip('the tagger is spaCy here')
+    pytest.skip('spaCy is installed and would be the tagger')
   catalogue = products.load(DATA)
-  every = goals.build(catalogue)
+  all_goals = goals.build(catalogue)
   bought = 0
   with gzip.open(TRACES, 'rt') as file:
     for episode in map(json.loads, file):
       info = episode.get('reward_info')
       if info:
         asin = episode['steps'][-1]['url'].split('/')[5]
-        title = catalogue[catalogue.number(asin)].title
-        wanted = every[episode['goal_idx']].name
+        title = catalogue[catalogue.find(asin)].title
+        wanted = all_goals[episode['goal_idx']].name
         assert titles.overlap(title, wanted) == info['title_score']
         bought += 1
-  assert bought == BOUGHT
+  assert bought == PURCHASES
 
 
 @pytest.mark.parametrize(
   ('line', 'message'),
   [
-    ('{"goal_idx": 0}', 'line 1 is no recorded episode'),
-    ('[3]', 'line 1 is no recorded episode'),
+    ('{"goal_idx": 0}', 'line 1 is not a recorded episode'),
+    ('[3]', 'line 1 is not a recorded episode'),
     ('{"goal_idx": 10000, "steps": [], "first": FIRST}', 'goal_idx=10000'),
   ],
 )
-def test_what_is_no_episode_is_refused_in_one_line(tmp_path, line, message):
+def test_invalid_episodes_are_errors_in_one_line(tmp_path, line, message):
   with gzip.open(TRACES, 'rt') as file:
     first = json.dumps(json.loads(next(file))['first'])
   changed = tmp_path / 'changed.jsonl'
   changed.write_text(line.replace('FIRST', first))
-  done = replay(changed)
-  assert done.returncode == 1
-  assert message in done.stderr.strip().splitlines()[-1]
-  assert 'Traceback' not in done.stderr
+  result = replay(changed)
+  assert result.returncode == 1
+  assert message in result.stderr.strip().splitlines()[-1]
+  assert 'Traceback' not in result.stderr
 
 
-def test_broken_recording_is_refused(tmp_path):
+def test_a_damaged_recording_is_an_error(tmp_path):
   broken = tmp_path / 'broken.jsonl'
   broken.write_text('{"goal_idx": 0')
-  done = replay(broken)
-  assert done.returncode == 1
-  assert len(done.stderr.strip().splitlines()) == 1
+  result = replay(broken)
+  assert result.returncode == 1
+  assert len(result.stderr.strip().splitlines()) == 1
 
 
-def test_all_goals_are_equal():
+def test_all_recorded_goals_are_reproduced():
   catalogue = products.load(DATA)
   with gzip.open(DATA / 'golden_goals.jsonl.gz', 'rt') as file:
     recorded = [json.loads(line) for line in file]
@@ -140,7 +143,7 @@ def test_all_goals_are_equal():
     assert a | {'attributes': list(a['attributes'])} == b
 
 
-def test_colours_are_the_originals():
+def test_colors_equal_the_originals():
   from envs.webshop import reward
 
   words = json.loads((DATA / 'color_words.json').read_text())

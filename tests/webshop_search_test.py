@@ -1,4 +1,4 @@
-"""Terms by hand; ranks against the formula written out slowly."""
+"""Tests of index terms, and of the ranking against a slow reference."""
 
 import collections
 import math
@@ -13,11 +13,11 @@ from envs.webshop import analysis, search
   ('text', 'expected'),
   [
     ("Women's T-Shirts", ['women', 't', 'shirt']),
-    # Letters are joined by . : ' and digits by . , but not at an end.
+    # . : ' join letters, and . , join digits, except at the end of a word.
     ('U.S.A. 3.5mm 1,000.50, a:b', ['u.s.a', '3.5mm', '1,000.50', 'a:b']),
     ('wi-fi snake_case _x_ ___', ['wi', 'fi', 'snake_cas', '_x_']),
     ('the cats are ON a mat', ['cat', 'mat']),
-    # The author's departures from the published stemmer; short words stay.
+    # Porter's later changes of his stemmer; short words are unchanged.
     ('possibly technology geology as is us', 'possibl technolog geologi us'),
     ('❤ ★ Brand® ☆ 12"', ['❤', '★', 'brand', '®', '12']),
     ('锅巴 ひら カタカナ', ['锅', '巴', 'ひ', 'ら', 'カタカナ']),
@@ -31,20 +31,20 @@ def test_terms(text, expected):
   assert analysis.terms(text) == expected
 
 
-def test_lengths_are_rounded_as_lucene_rounds_them():
+def test_lengths_are_rounded_like_lucenes():
   builder = search.Builder()
   for length in (1, 23, 24, 39, 40, 41, 42, 107, 1_000):
     builder.add(f'{length:04}', ['word'] * length)
   rounded = search._LENGTHS[builder.arrays()['length_bytes']]
-  # Exact to 39; from there four significant bits of what is above 24.
+  # Exact up to 39; above, the excess over 24 has four significant bits.
   np.testing.assert_array_equal(rounded, [1, 23, 24, 39, 40, 40, 42, 104, 984])
 
 
-def random_texts(seed, number, words):
+def random_texts(seed, num_texts, words):
   rng = np.random.default_rng(seed)
-  # Words of very different frequency, as in any language.
+  # Zipf's law: the frequencies of words differ greatly, as in natural text.
   odds = 1 / np.arange(1, words + 1)
-  for _ in range(number):
+  for _ in range(num_texts):
     chosen = rng.choice(words, size=rng.integers(1, 30), p=odds / odds.sum())
     yield ' '.join(f'w{n}' for n in chosen)
 
@@ -53,12 +53,12 @@ def build(texts):
   builder = search.Builder()
   names = [f'N{n % 97:02d}{n:05d}' for n in range(len(texts))]
   for name, text in zip(names, texts, strict=True):
-    # Of a kind that has to do with the text, or with nothing.
+    # Clusters that depend partly on the text, partly on the name.
     builder.add(name, analysis.terms(text), text[:3] + name[:2])
   return search.Index(builder.arrays()), names
 
 
-def slowly(texts, names, query, k):
+def reference_search(texts, names, query, k):
   documents = [collections.Counter(text.split()) for text in texts]
   total = sum(sum(document.values()) for document in documents)
   average = total / len(texts)
@@ -81,22 +81,26 @@ def slowly(texts, names, query, k):
 
 @pytest.mark.parametrize('common', [0, 30, 10**9])
 @pytest.mark.parametrize('seed', range(3))
-def test_ranks_by_the_formula(seed, common, monkeypatch):
-  # By blocks, with stored bounds of all, some, and no words.
-  monkeypatch.setattr(search, '_FEW', common if common > 10**6 else 0)
-  monkeypatch.setattr(search, '_COMMON', common)
-  monkeypatch.setattr(search, '_BLOCK', 4)
-  monkeypatch.setattr(search, '_FIRST', 2)
+def test_ranks_equal_the_reference(seed, common, monkeypatch):
+  # By blocks with stored bounds for all words, by blocks with bounds for some
+  # words, and without blocks.
+  direct = common if common > 10**6 else 0
+  monkeypatch.setattr(search, '_MAX_DIRECT_POSTINGS', direct)
+  monkeypatch.setattr(search, '_MIN_BOUND_POSTINGS', common)
+  monkeypatch.setattr(search, '_BLOCK_SIZE', 4)
+  monkeypatch.setattr(search, '_FIRST_BLOCKS', 2)
   texts = list(random_texts(seed, 300, 60))
   index, names = build(texts)
   for query in random_texts(seed + 100, 40, 80):
-    assert index.search(query, 10) == slowly(texts, names, query, 10), query
+    assert index.search(query, 10) == reference_search(
+      texts, names, query, 10
+    ), query
 
 
-def test_ties_go_to_the_smaller_name():
+def test_ties_are_in_order_of_names():
   index, names = build(['same words'] * 200)
-  found = index.search('same', 50)
-  assert found == sorted(range(200), key=lambda n: names[n])[:50]
+  results = index.search('same', 50)
+  assert results == sorted(range(200), key=lambda n: names[n])[:50]
 
 
 def test_unknown_and_stop_words_find_nothing():

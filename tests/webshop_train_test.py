@@ -1,4 +1,4 @@
-"""The whole path on WebShop: warm start from nothing, then GiGPO."""
+"""Tests a complete run on WebShop: warm start from scratch, then GiGPO."""
 
 import json
 import sys
@@ -45,6 +45,7 @@ def test_a_warm_start_and_two_iterations(tmp_path):
   assert [line['iteration'] for line in lines] == [0, 1, 2]
   for line in lines[:2]:
     assert 0 <= line['train/success_rate'] <= line['train/score'] <= 1
-    # A policy hardly begun errs often, and errors are told.
+    # An almost untrained policy takes inadmissible actions; the metric counts
+    # them.
     assert 0 < line['train/inadmissible_action_rate'] <= 1
   assert 'eval/score' in lines[0]

@@ -1,1 +1,1 @@
-"""WebShop: search, compare and buy, to the letter of the original."""
+"""WebShop: a re-implementation with exactly the original's behaviour."""

@@ -1,8 +1,9 @@
-"""Text to index terms, as Lucene's English analyzer makes them.
+"""Converts text to index terms like Lucene's English analyzer.
 
-Word breaks of Unicode (UAX 29) with Lucene's reading of them; possessives
-dropped; lower case; stop words; Porter's stemmer with its author's later
-departures (bli -> ble, logi -> log), which nltk has.
+Text is split at Unicode word boundaries (UAX 29) as Lucene interprets them.
+Possessive endings are removed, letters are lower-cased and stop words are
+removed. The stemmer is Porter's with its author's later changes (bli -> ble,
+logi -> log), which nltk implements.
 """
 
 import functools
@@ -10,15 +11,15 @@ import functools
 import regex
 from nltk.stem import porter
 
-# Lucene cuts longer tokens.
-_LONGEST = 255
+# Lucene splits longer tokens into pieces of this length.
+_MAX_TOKEN_LENGTH = 255
 
 _STOP_WORDS = frozenset(
   'a an and are as at be but by for if in into is it no not of on or such '
   'that the their then there these they this to was will with'.split()
 )
 
-# What follows a character without counting: accents, joiners, selectors.
+# Characters that belong to the one before: accents, joiners, selectors.
 _TAIL = r'[\p{WB=Extend}\p{WB=Format}\p{WB=ZWJ}]*'
 _LETTER = rf'[\p{{WB=ALetter}}\p{{WB=Hebrew_Letter}}]{_TAIL}'
 _DIGIT = rf'\p{{WB=Numeric}}{_TAIL}'
@@ -34,7 +35,8 @@ _WORD = (
   rf'{_JOINER}*(?:{_CORE}|{_KATAKANA})'
   rf'(?:{_JOINER}+(?:{_CORE}|{_KATAKANA}))*{_JOINER}*'
 )
-# Extended_Pictographic as Unicode had it when Lucene 8 was made, before 16.
+# Extended_Pictographic as in the Unicode version of Lucene 8; Unicode 16 has
+# removed some of these characters.
 _PICTOGRAPH = (
   r'[\p{Extended_Pictographic}\u2388\u2600-\u2605\u2607-\u2612'
   r'\u2614-\u2685\u2690-\u2705\u2708-\u2712\u2765-\u2767]'
@@ -52,18 +54,18 @@ _stemmer = porter.PorterStemmer(mode=porter.PorterStemmer.MARTIN_EXTENSIONS)
 
 def terms(text: str) -> list[str]:
   """Returns the index terms of a text, in order."""
-  found = []
+  result = []
   for token in _TOKEN.findall(text):
-    for start in range(0, len(token), _LONGEST):
-      term = _term(token[start : start + _LONGEST])
+    for start in range(0, len(token), _MAX_TOKEN_LENGTH):
+      term = _to_term(token[start : start + _MAX_TOKEN_LENGTH])
       if term:
-        found.append(term)
-  return found
+        result.append(term)
+  return result
 
 
 @functools.lru_cache(1 << 17)
-def _term(token: str) -> str:
-  """Returns the term of a token; '' for a stop word."""
+def _to_term(token: str) -> str:
+  """Returns the index term of a token; '' for a stop word."""
   if token[-2:] in ("'s", "'S", '’s', '’S', '＇s', '＇S'):
     token = token[:-2]
   token = token.lower()

@@ -1,10 +1,12 @@
-"""Generates shops: products and instructions in WebShop's own file format.
+"""Generates shops: products and instructions in WebShop's file format.
 
-What `generate` returns is what items_shuffle.json and items_ins_v2.json hold,
-so that goals, search, pages and rewards are the same code as for the official
-products. A shop is a pure function of the arguments. Products come in
-families of near-duplicates that differ in one thing each: an attribute, a
-value of an option, or the price. Run as a program, it writes the two files:
+`generate` returns the contents of items_shuffle.json and items_ins_v2.json, so
+that goals, search, pages and rewards use the same code as for the official
+products. A shop is a pure function of the arguments.
+
+Products come in families of near-duplicates. Each duplicate differs from the
+first product in one attribute, one value of an option, or the price. Run as a
+program, this module writes the two files:
 
   python -m envs.webshop.catalogue --out DIR --num_products 1000 --seed 0
 """
@@ -25,8 +27,8 @@ CATEGORIES = tuple(words.DEPARTMENTS)
 ITEMS_FILE = 'items_shuffle.json'
 INSTRUCTIONS_FILE = 'items_ins_v2.json'
 
-# Shares among the official 1,000 products: of the categories, of the numbers
-# of values of an option, of the numbers of attributes of an instruction.
+# Frequencies in the 1,000 official products: categories; number of values of
+# an option; below, number of attributes of an instruction.
 _CATEGORY_WEIGHTS = {
   'beauty': 238,
   'electronics': 229,
@@ -46,9 +48,9 @@ _VALUE_WEIGHTS = {
   20: 3,
   30: 1,
 }
-# How much more seldom than on average somebody wants a product: an exponent of
-# `instruction_share`, so that a share of 1 stays 1.
-_DISINTEREST = {
+# Exponents of `instruction_share`: the share of products with an instruction
+# differs by category. As exponents, they keep a share of 1 at 1.
+_SHARE_EXPONENTS = {
   'beauty': 1.1,
   'electronics': 1.5,
   'fashion': 0.5,
@@ -58,9 +60,9 @@ _DISINTEREST = {
 _ATTRIBUTE_WEIGHTS = {2: 43, 3: 27, 4: 17, 5: 4, 6: 5, 7: 3, 8: 1}
 # Standard deviation of the logarithm of prices within a category.
 _PRICE_SPREAD = 0.9
-_OFFICIAL_ASIN = 10
-# Shorter product numbers are syllables: a small policy's tokenizer has whole
-# ones for them, so that it need not learn to spell.
+_OFFICIAL_ASIN = 10  # characters
+# Shorter ids consist of syllables, which are single tokens of a small policy's
+# tokenizer. The policy then need not learn to spell.
 _CONSONANTS, _VOWELS = 'BCDFGHJKLMNPQRSTVWXZ', 'AEIOU'
 
 _T = TypeVar('_T')
@@ -69,22 +71,28 @@ _Range = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Difficulty:
-  """How a shop is to be; the defaults are like the official products.
+  """Options of the generator; the defaults resemble the official products.
 
   Attributes:
-    categories: some of CATEGORIES.
-    vocabulary: share of every word list that is used, in (0, 1].
-    options: fewest and most options of a product; None: as official.
-    values: fewest and most values of an option; None: as official.
-    attributes: fewest and most attributes of a product, all of them named in
-      its instruction; None: as official.
-    family: fewest and most near-duplicates that a product has.
-    title_words: fewest and most words of a title; the attributes that it
-      names may make it longer.
-    title_share: how often a title names an attribute, in [0, 1].
-    instruction_share: products that somebody wants, in [0, 1].
-    max_goals: largest number of goals of a product; bounds its values.
-    asin_characters: length of a product's number.
+    categories: categories to use; some of CATEGORIES.
+    vocabulary: share of every word list to use, in (0, 1].
+    options: (min, max) number of options of a product; None for the official
+      frequencies.
+    values: (min, max) number of values of an option; None for the official
+      frequencies.
+    attributes: (min, max) number of attributes of a product, all of which its
+      instruction names; None for the official frequencies.
+    family: (min, max) number of near-duplicates of a product.
+    title_words: (min, max) number of words of a title; the attributes in it may
+      make it longer.
+    title_share: probability that a title names an attribute.
+    instruction_share: share of products with an instruction, before the
+      differences between categories.
+    max_goals: maximum number of goals of a product; limits its option values.
+    asin_characters: length of a product id.
+
+  Raises:
+    ValueError: in one line, if an option is out of range.
   """
 
   categories: Sequence[str] = CATEGORIES
@@ -118,39 +126,38 @@ class Difficulty:
         raise ValueError(
           f'env.generator.{name}={value}: must be from {low} to {high}'
         )
-    for name, least, most in (
+    for name, minimum, maximum in (
       ('options', 0, 3),
       ('values', 1, 45),
       ('attributes', 1, 8),
       ('family', 0, 100),
       ('title_words', 1, 40),
     ):
-      span = getattr(self, name)
-      if span is not None and not (
-        len(span) == 2 and least <= span[0] <= span[1] <= most
+      bounds = getattr(self, name)
+      if bounds is not None and not (
+        len(bounds) == 2 and minimum <= bounds[0] <= bounds[1] <= maximum
       ):
         raise ValueError(
-          f'env.generator.{name}={tuple(span)}: must be (low, high) with '
-          f'{least} <= low <= high <= {most}'
+          f'env.generator.{name}={tuple(bounds)}: must be (low, high) with '
+          f'{minimum} <= low <= high <= {maximum}'
         )
 
 
 def generate(
   *, num_products: int = 2000, seed: int = 0, **difficulty
 ) -> tuple[list[dict], dict[str, dict]]:
-  """Returns the products and the instructions of a shop.
+  """Generates the products and instructions of a shop.
 
   Args:
-    num_products: size of the catalogue.
-    seed: of all that is drawn.
+    num_products: number of products.
+    seed: seed of all draws.
     **difficulty: fields of `Difficulty`.
 
   Returns:
-    Records as in items_shuffle.json, and by product number the record as in
-    items_ins_v2.json.
+    The entries of items_shuffle.json, and asin -> entry of items_ins_v2.json.
 
   Raises:
-    ValueError: in one line, if an argument cannot be used.
+    ValueError: in one line, if an argument is unknown or out of range.
   """
   known = [field.name for field in dataclasses.fields(Difficulty)]
   for name in difficulty:
@@ -160,26 +167,31 @@ def generate(
         f'{", ".join(known)}'
       )
   rules = Difficulty(**difficulty)
-  # Half of the numbers that there are: the rest is found without long search.
+  # At most half of all possible ids: unused ones are drawn by rejection.
   length = rules.asin_characters
-  most = 20 ** ((length + 1) // 2) * 5 ** (length // 2) // 2
-  if not 1 <= num_products <= most:
+  max_products = 20 ** ((length + 1) // 2) * 5 ** (length // 2) // 2
+  if not 1 <= num_products <= max_products:
     raise ValueError(
-      f'env.generator.num_products={num_products}: must be from 1 to {most} '
+      f'env.generator.num_products={num_products}: must be from 1 to '
+      f'{max_products} '
       f'with env.generator.asin_characters={length}'
     )
   rng = random.Random(f'webshop {seed}')
-  maker = _Maker(rules, rng)
+  sampler = _Sampler(rules, rng)
   items, instructions = [], {}
-  for draft in maker.drafts(num_products):
-    asin = maker.asin()
+  for draft in sampler.drafts(num_products):
+    asin = sampler.new_asin()
     items.append(listings.record(draft, asin, rng))
-    instructions[asin] = listings.instruction(draft, maker.wanted(draft))
+    wanted = sampler.wanted_attributes(draft)
+    instructions[asin] = listings.instruction(draft, wanted)
   return items, instructions
 
 
-class _Maker:
-  """Draws products one after another."""
+class _Sampler:
+  """Draws products one after another.
+
+  The order of the draws is part of a shop: a change of it changes all shops.
+  """
 
   def __init__(self, rules: Difficulty, rng: random.Random):
     self._rules = rules
@@ -187,18 +199,18 @@ class _Maker:
     self._asins: set[str] = set()
 
   def drafts(self, count: int) -> list[listings.Draft]:
-    """Returns products in random order, families mixed."""
+    """Returns products in random order; members of a family are apart."""
     drafts: list[listings.Draft] = []
     while len(drafts) < count:
       first = self._draft()
-      twins = self._rng.randint(*self._rules.family)
-      drafts += [first, *(self._vary(first) for _ in range(twins))]
+      num_variants = self._rng.randint(*self._rules.family)
+      drafts += [first, *(self._vary(first) for _ in range(num_variants))]
     del drafts[count:]
     self._rng.shuffle(drafts)
     return drafts
 
-  def asin(self) -> str:
-    """Returns a product number that is not taken."""
+  def new_asin(self) -> str:
+    """Returns an unused product id."""
     length = self._rules.asin_characters
     while True:
       if length == _OFFICIAL_ASIN:
@@ -207,42 +219,44 @@ class _Maker:
       else:
         letters = _CONSONANTS, _VOWELS
         asin = ''.join(
-          self._rng.choice(letters[place % 2]) for place in range(length)
+          self._rng.choice(letters[position % 2]) for position in range(length)
         )
       if asin not in self._asins:
         self._asins.add(asin)
         return asin
 
-  def wanted(self, draft: listings.Draft) -> Sequence[str]:
-    """Returns the attributes of an instruction; none: nobody wants it."""
-    share = self._rules.instruction_share ** _DISINTEREST[draft.category]
+  def wanted_attributes(self, draft: listings.Draft) -> Sequence[str]:
+    """Draws the attributes of a product's instruction; () for none."""
+    exponent = _SHARE_EXPONENTS[draft.category]
+    share = self._rules.instruction_share**exponent
     if self._rng.random() >= share:
       return ()
     if self._rules.attributes:
       return draft.attributes
-    count = min(self._weigh(_ATTRIBUTE_WEIGHTS), len(draft.attributes))
+    count = self._weighted_choice(_ATTRIBUTE_WEIGHTS)
+    count = min(count, len(draft.attributes))
     return self._rng.sample(draft.attributes, count)
 
-  def _cut(self, items: Sequence[_T], least: int = 2) -> Sequence[_T]:
-    """Returns the part of a word list that the vocabulary allows."""
+  def _limit(self, items: Sequence[_T], minimum: int = 2) -> Sequence[_T]:
+    """Returns the beginning of a word list, according to the vocabulary."""
     size = math.ceil(len(items) * self._rules.vocabulary)
-    return items[: max(least, size)]
+    return items[: max(minimum, size)]
 
-  def _weigh(self, weights: Mapping[_T, float]) -> _T:
+  def _weighted_choice(self, weights: Mapping[_T, float]) -> _T:
     return self._rng.choices(list(weights), list(weights.values()))[0]
 
   def _draft(self) -> listings.Draft:
     rng, rules = self._rng, self._rules
-    category = self._weigh(
+    category = self._weighted_choice(
       {c: w for c, w in _CATEGORY_WEIGHTS.items() if c in rules.categories}
     )
     department = words.DEPARTMENTS[category]
     shelves = [
       (aisle, *shelf)
-      for aisle, found in department.aisles.items()
-      for shelf in found
+      for aisle, aisle_shelves in department.aisles.items()
+      for shelf in aisle_shelves
     ]
-    aisle, shelf, noun = rng.choice(self._cut(shelves))
+    aisle, shelf, noun = rng.choice(self._limit(shelves))
     attributes = self._attributes(department)
     titled = [a for a in attributes if rng.random() < rules.title_share]
     return listings.Draft(
@@ -250,7 +264,7 @@ class _Maker:
       aisle=aisle,
       shelf=shelf,
       noun=noun,
-      brand=rng.choice(self._cut(words.BRANDS)),
+      brand=rng.choice(self._limit(words.BRANDS)),
       attributes=attributes,
       titled=frozenset(titled),
       fillers=tuple(rng.sample(words.FILLERS, len(words.FILLERS))),
@@ -260,15 +274,16 @@ class _Maker:
     )
 
   def _pool(self, department: words.Department) -> list[str]:
-    """Returns the attributes in the order in which instructions name them."""
-    kinds = (department.qualities, department.parts, department.uses)
-    return [a for kind in kinds for a in self._cut(kind)]
+    """Returns a department's attributes, in the order of instructions."""
+    groups = (department.qualities, department.parts, department.uses)
+    return [a for group in groups for a in self._limit(group)]
 
   def _attributes(self, department: words.Department) -> tuple[str, ...]:
     if self._rules.attributes:
       count = self._rng.randint(*self._rules.attributes)
     else:
-      count = self._weigh(_ATTRIBUTE_WEIGHTS) + self._rng.randint(1, 3)
+      count = self._weighted_choice(_ATTRIBUTE_WEIGHTS)
+      count += self._rng.randint(1, 3)
     pool = self._pool(department)
     chosen = set(self._rng.sample(pool, min(count, len(pool))))
     return tuple(a for a in pool if a in chosen)
@@ -280,42 +295,43 @@ class _Maker:
     if rules.options:
       count = rng.randint(*rules.options)
     else:
-      count = self._weigh(dict(enumerate(department.option_counts)))
+      count = self._weighted_choice(dict(enumerate(department.option_counts)))
     names = list(department.options)
-    # The usual two first: a third is rare.
+    # The third option of a department is rare: only products with all three
+    # options have it.
     chosen = names if count == 3 else rng.sample(names[:2], count)
     options = {}
     combinations = 1
     for name in chosen:
-      pool = self._cut(department.options[name], least=3)
+      pool = self._limit(department.options[name], minimum=3)
       if rules.values:
         size = rng.randint(*rules.values)
       else:
-        size = self._weigh(_VALUE_WEIGHTS)
+        size = self._weighted_choice(_VALUE_WEIGHTS)
       size = max(1, min(size, len(pool), rules.max_goals // combinations))
       combinations *= size
-      places = sorted(rng.sample(range(len(pool)), size))
-      options[name] = tuple(pool[place] for place in places)
+      indices = sorted(rng.sample(range(len(pool)), size))
+      options[name] = tuple(pool[index] for index in indices)
     return options
 
   def _vary(self, draft: listings.Draft) -> listings.Draft:
-    """Returns a near-duplicate: one thing is different."""
+    """Returns a near-duplicate, which differs in one property."""
     rng = self._rng
     pool = self._pool(words.DEPARTMENTS[draft.category])
-    others = [a for a in pool if a not in draft.attributes]
+    unused = [a for a in pool if a not in draft.attributes]
     long = [name for name, values in draft.options.items() if len(values) > 1]
-    changes = ['price', *['attribute'][: len(others)], *['option'][: len(long)]]
+    changes = ['price', *['attribute'][: len(unused)], *['option'][: len(long)]]
     change = rng.choice(changes)
     if change == 'price':
       price = draft.price * rng.uniform(2.0, 3.0)
       return dataclasses.replace(draft, price=price)
     if change == 'option':
       name = rng.choice(long)
-      left = list(draft.options[name])
-      left.remove(rng.choice(left))
-      options = {**draft.options, name: tuple(left)}
+      values = list(draft.options[name])
+      values.remove(rng.choice(values))
+      options = {**draft.options, name: tuple(values)}
       return dataclasses.replace(draft, options=options)
-    old, new = rng.choice(draft.attributes), rng.choice(others)
+    old, new = rng.choice(draft.attributes), rng.choice(unused)
     attributes = tuple(
       a for a in pool if a == new or a in draft.attributes and a != old
     )
@@ -326,14 +342,16 @@ class _Maker:
 def write(
   folder: str, items: list[dict], instructions: dict[str, dict]
 ) -> pathlib.Path:
-  """Writes a shop as the two files of the official format; returns where.
+  """Writes a shop as two files of the official format; returns their folder.
 
   Raises:
-    ValueError: if there is a shop already.
+    ValueError: if the folder already contains a shop.
   """
   path = pathlib.Path(folder).expanduser()
   if (path / ITEMS_FILE).exists():
-    raise ValueError(f'--out={folder}: {ITEMS_FILE} is there already')
+    raise ValueError(
+      f'--out={folder}: {ITEMS_FILE} exists already; choose another folder'
+    )
   path.mkdir(parents=True, exist_ok=True)
   (path / ITEMS_FILE).write_text(json.dumps(items), encoding='utf-8')
   (path / INSTRUCTIONS_FILE).write_text(
@@ -343,7 +361,7 @@ def write(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  """Writes a generated shop; see --help."""
+  """Parses the command line and writes a generated shop."""
   parser = argparse.ArgumentParser(
     prog='python -m envs.webshop.catalogue',
     description='Generates a shop in the format of the WebShop files.',
@@ -359,7 +377,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     path = write(out, items, instructions)
   except ValueError as error:
     parser.error(str(error))
-  print(f'{len(items)} products in {path}')
+  print(f'wrote {len(items)} products to {path}')
 
 
 if __name__ == '__main__':

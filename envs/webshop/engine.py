@@ -1,8 +1,8 @@
-"""The shop: pages, buttons and the way from page to page, as the original's.
+"""The shop's engine: pages, buttons and navigation, as in the original.
 
-A `Shop` is what all customers of a process share; a `Session` is one customer
-on one page at a time. Text is made from the product records directly, where
-the original renders HTML and parses it again.
+All sessions of a process share one `Shop`. A `Session` is one customer, who
+sees one page at a time. The text of a page is written directly from the product
+records; the original renders HTML and parses it again.
 """
 
 import dataclasses
@@ -18,24 +18,25 @@ RESULTS = 50
 PER_PAGE = 10
 _URL = 'http://127.0.0.1:3000'
 _ACTION = re.compile(r'(.+)\[(.+)\]')
-# In the order in which the original looks for them in the address.
+# In the order in which the original searches for them in the URL.
 _PAGES = ('search_results', 'item_page', 'item_sub_page', 'done')
 _SUB_PAGES = ('Description', 'Features', 'Reviews', 'Attributes')
 
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-  """What a customer sees.
+  """A page of the shop.
 
   Attributes:
-    text: the page, in the form that the shop was opened with.
-    has_search_bar: whether it is the search page.
-    clickables: what `click[...]` accepts, in the page's order; 'search' is
-      listed, but has to be used as `search[...]`.
-    reward: in [0, 1]; not 0 only after a purchase.
-    done: whether something was bought.
-    parts: of the reward, after a purchase; see `reward.score`.
-    url: where the page would be.
+    text: text of the page, in the shop's observation mode.
+    has_search_bar: whether this is the search page.
+    clickables: arguments that `click[...]` accepts, in the order of the page.
+      Includes 'search', which must be used as `search[...]`.
+    reward: score of the purchase in [0, 1]; 0 before a purchase.
+    done: whether a product was bought.
+    reward_parts: parts of the reward; None before a purchase. See
+      `reward.score`.
+    url: URL of the page in the original.
   """
 
   text: str
@@ -43,27 +44,27 @@ class Page:
   clickables: tuple[str, ...]
   reward: float = 0.0
   done: bool = False
-  parts: dict | None = None
+  reward_parts: dict | None = None
   url: str = ''
 
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-  """A visible string and what it is: text, button, link or option."""
+  """A visible string of a page; its role is text, button, link or option."""
 
   text: str
-  kind: str = 'text'
+  role: str = 'text'
 
 
 class Shop:
-  """A catalogue with prices, open for business.
+  """A catalogue with prices and a search; shared by sessions.
 
   Args:
-    catalogue: what is sold.
-    observation: 'text', or 'text_rich' with marked buttons and line breaks.
-    show_attributes: whether item pages have the Attributes button.
-    seed: of the prices of products that have a range of them; the same as
-      that of the goals.
+    catalogue: catalogue of the products.
+    observation: 'text'; or 'text_rich', with marked buttons and line breaks.
+    show_attributes: whether item pages have an Attributes button.
+    seed: seed of the prices of products with a price range; must be the seed
+      of the goals.
   """
 
   def __init__(
@@ -84,57 +85,70 @@ class Shop:
     self.seed = seed
     self._prices = goals.prices(catalogue, seed=seed)
 
-  def price(self, number: int) -> float:
-    """Returns what a product costs, dollars."""
-    return float(self._prices[number])
+  def price(self, index: int) -> float:
+    """Returns the price of a product in dollars."""
+    return float(self._prices[index])
 
   def search(self, words: tuple[str, ...], draw: int = 0) -> Sequence[int]:
-    """Returns the products found by words, the best first.
+    """Returns the indices of the products that match a query, best first.
 
-    `<r>` finds any 50, which `draw` numbers; `<a>`, `<c>` and `<q>` find what
-    has an attribute, a category or a query, in the catalogue's order.
+    As in the original, the first word may be a special query: `<r>` returns 50
+    random products; `<a>`, `<c>` and `<q>` return the products with an
+    attribute, a category or a query, in the catalogue's order.
+
+    Args:
+      words: words of the query.
+      draw: index of the random draw, for `<r>`.
     """
-    kind, rest = words[0], ' '.join(words[1:]).strip()
-    if kind == '<r>':
+    prefix, rest = words[0], ' '.join(words[1:]).strip()
+    if prefix == '<r>':
       rng = random.Random(f'{self.seed} {draw}')
-      every = range(len(self.catalogue))
-      return rng.sample(every, min(RESULTS, len(every)))
-    if kind == '<c>':
+      indices = range(len(self.catalogue))
+      return rng.sample(indices, min(RESULTS, len(indices)))
+    if prefix == '<c>':
       rest = words[1].strip() if len(words) > 1 else ''
-    if kind in ('<a>', '<c>', '<q>'):
-      return self.catalogue.labels.having(products.label(kind, rest))
+    if prefix in ('<a>', '<c>', '<q>'):
+      label = products.label(prefix, rest)
+      return self.catalogue.labels.documents_with(label)
     return self.catalogue.index.search(' '.join(words), RESULTS)
 
 
-def _in_html(options: dict[str, str]) -> str:
-  """Returns options as the original's template engine writes JSON."""
+def _json_in_html(options: dict[str, str]) -> str:
+  """Returns options as JSON in the form of the original's template engine."""
   text = json.dumps(options, sort_keys=True)
-  for sign in "<>&'":
-    text = text.replace(sign, f'\\u{ord(sign):04x}')
+  for character in "<>&'":
+    text = text.replace(character, f'\\u{ord(character):04x}')
   return text
 
 
 class Session:
-  """One customer: on the search page first, done after a purchase."""
+  """One customer: starts on the search page and ends with a purchase."""
 
   def __init__(self, shop: Shop):
     self._shop = shop
 
   def reset(self, goal: goals.Goal, *, session: str = '0') -> Page:
-    """Enters the shop with a wish; `session` only shows in URLs."""
+    """Starts an episode and returns the search page.
+
+    Args:
+      goal: goal of the episode.
+      session: name of the session; appears in URLs only.
+    """
     self._goal, self._name = goal, session
     self._searches = 0
     self._to_index()
     return self._show()
 
   def step(self, action: str) -> Page:
-    """Returns the page after an action; one that is not understood stays.
+    """Executes an action and returns the page after it.
+
+    An unknown action does not change the page.
 
     Args:
-      action: `search[words]`, possible on any page, or `click[text]` with one
-        of the page's clickables in any case.
+      action: `search[words]`, on any page, or `click[text]` with a clickable
+        text of the page, in upper or lower case.
     """
-    if self._kind == 'done':
+    if self._page_type == 'done':
       return self._show()
     match = _ACTION.match(action)
     verb, argument = match.groups() if match else (action, '')
@@ -143,82 +157,80 @@ class Session:
       self._searches += 1
       self._to_results(tuple(argument.split(' ')), 1)
     elif verb == 'click' and argument != 'search':
-      piece = self._clickable().get(argument)
+      piece = self._clickable_pieces().get(argument)
       if piece is not None:
         self._click(piece, argument)
     return self._show()
 
-  # Ways between pages.
+  # Navigation between pages.
 
   def _to_index(self) -> None:
-    self._kind, self._options, self._number = 'index', {}, None
+    self._page_type, self._options, self._index = 'index', {}, None
     self._words: tuple[str, ...] = ()
-    self._page = 1
+    self._page_number = 1
     self._visited: set[str] = set()
 
   def _to_results(self, words: tuple[str, ...], page: int) -> None:
-    self._kind, self._options, self._number = 'results', {}, None
-    self._words, self._page = words, page
+    self._page_type, self._options, self._index = 'results', {}, None
+    self._words, self._page_number = words, page
     self._results = self._shop.search(words, self._searches)
 
   def _click(self, piece: _Piece, text: str) -> None:
-    # Like the original by the text first, whatever else an option of that
-    # name could do, and by what the address says the page is.
-    where = self._where()
+    # As in the original, the text decides first, so an option that is called
+    # like a button acts as the button. The page is recognised by its URL.
+    url_page = self._page_in_url()
     if text == 'buy now':
       self._buy()
     elif text == 'back to search':
       self._to_index()
-    elif text == 'next >' and where == 'search_results':
-      self._to_results(self._words, self._page + 1)
-    elif text == '< prev' and where == 'search_results':
-      self._to_results(self._words, self._page - 1)
-    elif text == '< prev' and where == 'item_page':
-      self._to_results(self._words, self._page)
+    elif text == 'next >' and url_page == 'search_results':
+      self._to_results(self._words, self._page_number + 1)
+    elif text == '< prev' and url_page == 'search_results':
+      self._to_results(self._words, self._page_number - 1)
+    elif text == '< prev' and url_page == 'item_page':
+      self._to_results(self._words, self._page_number)
     elif text.capitalize() in _SUB_PAGES:
-      self._kind, self._sub_page = 'sub', text.capitalize()
+      self._page_type, self._sub_page = 'sub', text.capitalize()
     else:
       self._to_item(piece)
 
-  def _where(self) -> str:
+  def _page_in_url(self) -> str:
     url = self._url()
     return next((name for name in _PAGES if name in url), '')
 
   def _to_item(self, piece: _Piece) -> None:
-    self._kind = 'item'
-    if piece.kind == 'link':
-      self._number = self._shop.catalogue.number(piece.text)
+    self._page_type = 'item'
+    if piece.role == 'link':
+      self._index = self._shop.catalogue.find(piece.text)
       self._visited.add(piece.text)
-    elif piece.kind == 'option':
-      having = (
-        n for n, v in self._product().options.items() if piece.text in v
-      )
-      # A value of two options sets the last of them.
-      *_, name = having
+    elif piece.role == 'option':
+      names = (n for n, v in self._product().options.items() if piece.text in v)
+      # If several options have the value, the last one is set.
+      *_, name = names
       self._options = self._options | {name: piece.text}
 
   def _buy(self) -> None:
-    self._kind = 'done'
-    self._reward, self._parts = reward.score(
+    self._page_type = 'done'
+    self._reward, self._reward_parts = reward.score(
       self._product(),
       self._goal,
-      price=self._shop.price(self._number),
+      price=self._shop.price(self._index),
       options=self._options,
     )
 
   def _product(self) -> products.Product:
-    return self._shop.catalogue[self._number]
+    return self._shop.catalogue[self._index]
 
-  # Pages.
+  # Contents of pages.
 
   def _pieces(self) -> Iterator[_Piece]:
     """Yields the visible strings of the page in order."""
-    if self._kind == 'done':
+    if self._page_type == 'done':
       yield from map(_Piece, self._receipt())
       return
-    if self._kind == 'index':
+    if self._page_type == 'index':
       yield _Piece('WebShop')
-      # The original's templates differ by a blank.
+      # The original's template of this page has a space after the colon.
       yield _Piece('Instruction: ')
       yield _Piece(self._goal.instruction_text)
       yield _Piece('Search', 'button')
@@ -226,24 +238,26 @@ class Session:
     yield _Piece('Instruction:')
     yield _Piece(self._goal.instruction_text)
     yield _Piece('Back to Search', 'button')
-    if self._kind == 'results':
+    if self._page_type == 'results':
       yield from self._result_pieces()
       return
     yield _Piece('< Prev', 'button')
     yield from (
       self._item_pieces()
-      if self._kind == 'item'
+      if self._page_type == 'item'
       else map(_Piece, self._sub_page_texts())
     )
 
   def _result_pieces(self) -> Iterator[_Piece]:
-    yield _Piece(f'Page {self._page} (Total results: {len(self._results)})')
-    if self._page > 1:
+    yield _Piece(
+      f'Page {self._page_number} (Total results: {len(self._results)})'
+    )
+    if self._page_number > 1:
       yield _Piece('< Prev', 'button')
     yield _Piece('Next >', 'button')
-    start = (self._page - 1) * PER_PAGE
-    for number in self._results[start : start + PER_PAGE]:
-      product = self._shop.catalogue[number]
+    start = (self._page_number - 1) * PER_PAGE
+    for index in self._results[start : start + PER_PAGE]:
+      product = self._shop.catalogue[index]
       yield _Piece(product.asin, 'link')
       yield _Piece(product.title)
       yield _Piece(product.price_tag)
@@ -266,7 +280,7 @@ class Session:
     product = self._product()
     return {
       'Description': (product.description,),
-      # The templates have a blank there, which shows in text_rich.
+      # The space is in the original's templates; text_rich shows it.
       'Features': tuple(f' {bullet}' for bullet in product.bullets),
       'Reviews': (),
       'Attributes': (
@@ -281,7 +295,7 @@ class Session:
     yield from ('Thank you for shopping with us!', 'Your code: ', 'None')
     yield from (' (Paste it in your MTurk interface.)', 'Purchased', 'asin')
     yield self._product().asin
-    yield from ('options', _in_html(self._options), 'attrs', 'None')
+    yield from ('options', _json_in_html(self._options), 'attrs', 'None')
     yield from ('category', 'None', 'query', 'None', 'product category', 'None')
     yield from ('Target', 'asin', 'options', 'attrs', 'price upper')
     yield from ('instuction text', 'category', 'product category', 'query')
@@ -289,62 +303,63 @@ class Session:
     yield from (str(self._reward), 'Reward Details ', 'None')
 
   def _url(self) -> str:
-    if self._kind == 'index':
+    if self._page_type == 'index':
       return f'{_URL}/{self._name}'
     words = '+'.join(self._words)
-    if self._kind == 'results':
-      return f'{_URL}/search_results/{self._name}/{words}/{self._page}'
+    if self._page_type == 'results':
+      return f'{_URL}/search_results/{self._name}/{words}/{self._page_number}'
     asin, options = self._product().asin, self._options
-    if self._kind == 'done':
+    if self._page_type == 'done':
       return f'{_URL}/done/{self._name}/{asin}/{options}'
-    place = f'{self._name}/{asin}/{words}/{self._page}'
-    if self._kind == 'item':
-      return f'{_URL}/item_page/{place}/{json.dumps(options)}'
-    return f'{_URL}/item_sub_page/{place}/{self._sub_page}/{options}'
+    path = f'{self._name}/{asin}/{words}/{self._page_number}'
+    if self._page_type == 'item':
+      return f'{_URL}/item_page/{path}/{json.dumps(options)}'
+    return f'{_URL}/item_sub_page/{path}/{self._sub_page}/{options}'
 
-  def _clickable(self) -> dict[str, _Piece]:
-    """Returns what can be clicked by its text; of equal texts the last."""
-    found: dict[str, _Piece] = {}
+  def _clickable_pieces(self) -> dict[str, _Piece]:
+    """Returns text -> clickable piece; the last one if texts are equal."""
+    others: dict[str, _Piece] = {}
     options: dict[str, _Piece] = {}
     for piece in self._pieces():
-      if piece.kind == 'option':
+      if piece.role == 'option':
         options[piece.text] = piece
-      elif piece.kind != 'text':
-        found[piece.text.lower()] = piece
-    return found | options
+      elif piece.role != 'text':
+        others[piece.text.lower()] = piece
+    return others | options
 
   def _show(self) -> Page:
-    # An empty string makes no text on the original's page.
+    # The original's parser drops empty strings.
     pieces = [p for p in self._pieces() if p.text and p.text != '\n']
-    done = self._kind == 'done'
+    done = self._page_type == 'done'
     url = self._url()
     if self._shop.observation == 'text':
       text = ' [SEP] '.join(piece.text.strip() for piece in pieces)
     else:
-      text = self._rich(pieces, url)
+      text = self._rich_text(pieces, url)
     return Page(
       text=text,
-      has_search_bar=self._kind == 'index',
-      clickables=tuple(self._clickable()),
+      has_search_bar=self._page_type == 'index',
+      clickables=tuple(self._clickable_pieces()),
       reward=self._reward if done else 0.0,
       done=done,
-      parts=self._parts if done else None,
+      reward_parts=self._reward_parts if done else None,
       url=url,
     )
 
-  def _rich(self, pieces: list[_Piece], url: str) -> str:
+  def _rich_text(self, pieces: list[_Piece], url: str) -> str:
     text = ''
     for piece in pieces:
       line, mark = piece.text, 'button'
-      if piece.kind == 'option':
-        # Not whether it is chosen but whether the address quotes it.
+      if piece.role == 'option':
+        # As in the original, an option is marked if its value is in the URL,
+        # even if it is not chosen.
         if f'"{line}"' in url:
           mark, text = 'clicked button', f'You have clicked {line}.\n{text}'
         line = f'  [{mark}] {line} [{mark}_]'
-      elif piece.kind == 'link':
+      elif piece.role == 'link':
         mark = 'clicked button' if line in self._visited else mark
         line = f'\n[{mark}] {line} [{mark}_]'
-      elif piece.kind == 'button':
+      elif piece.role == 'button':
         line = f'[{mark}] {line} [{mark}_]'
       text += line + '\n'
     return text

@@ -1,8 +1,7 @@
-"""WebShop as the trainer sees it: prompts in, responses out, reward 10 or 0.
+"""The WebShop environment: prompts, responses, and a reward of 10 or 0.
 
-Joins the shop, its goals, the prompt and the projection. A process has one
-catalogue, one index and one list of goals, which all its environments share.
-Nothing here knows jax.
+It combines the shop, its goals, the prompts and the parsing of responses. All
+environments of a process share one catalogue, one index and one list of goals.
 """
 
 import collections
@@ -29,22 +28,22 @@ from envs.webshop import (
 ANCHORS = ('observation', 'observation_and_actions')
 SUCCESS_REWARD = 10.0
 
-# Our name of a split: that of `goals.split`.
+# Split of the environment -> split of `goals.SPLITS`.
 SPLITS = {'train': 'train', 'valid': 'dev', 'test': 'test'}
 
-# In the released code each group has a worker with a list of goals of its own,
-# of seeds 0, 1, ...: 16 groups of 8 episodes, or 128 of one episode for PPO. So
-# has each of the 128 episodes of its validation, of seeds 1,000, 1,001, ...
+# In the released code each group has a worker with its own list of goals, of
+# seeds 0, 1, ...: 16 groups of 8 episodes, or 128 of one episode for PPO. Each
+# of its 128 validation episodes also has a list, of seeds 1,000, 1,001, ...
 _REFERENCE_LISTS = 128
-_REFERENCE_PANEL = 128
-_REFERENCE_VALIDATION = 1_000
-_GLOBAL = 0
-_HERE = pathlib.Path(__file__).parent
+_REFERENCE_VALIDATION_TASKS = 128
+_REFERENCE_VALIDATION_SEED = 1_000
+_GLOBAL_SEED = 0  # of the one list without reference_sampling
+_PACKAGE = pathlib.Path(__file__).parent
 
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-  """What is sold and wanted; equal ones share what is made from them."""
+  """The arguments that determine shop and goals; key of the shared caches."""
 
   data_dir: str | None
   num_products: int | None
@@ -57,43 +56,44 @@ class _Source:
 def _catalogue(source: _Source) -> products.Catalogue:
   if source.data_dir:
     return products.load(source.data_dir, num_products=source.num_products)
-  # What a generated shop is a function of: the program and its arguments.
-  program = [path.read_bytes() for path in sorted(_HERE.glob('*.py'))]
+  # A generated shop depends on this package's source and the options.
+  code = [path.read_bytes() for path in sorted(_PACKAGE.glob('*.py'))]
   make = functools.partial(catalogue.generate, **json.loads(source.generator))
-  return products.stored((program, source.generator), make)
+  return products.cached((code, source.generator), make)
 
 
-# A list of goals and the shop go together: both draw prices from the seed.
-@functools.lru_cache(maxsize=4 + _REFERENCE_LISTS + _REFERENCE_PANEL)
+# A shop and its goals must have the same seed: both draw prices from it.
+@functools.lru_cache(maxsize=4 + _REFERENCE_LISTS + _REFERENCE_VALIDATION_TASKS)
 def _shop(source: _Source, seed: int) -> engine.Shop:
   return engine.Shop(_catalogue(source), seed=seed)
 
 
-@functools.lru_cache(maxsize=4 + _REFERENCE_LISTS + _REFERENCE_PANEL)
+@functools.lru_cache(maxsize=4 + _REFERENCE_LISTS + _REFERENCE_VALIDATION_TASKS)
 def _goals(source: _Source, seed: int) -> goals.Goals:
   if source.human_goals and not source.data_dir:
     raise ValueError(
-      'env.human_goals=True: nobody has written instructions for generated '
-      'products; give env.data_dir, or human_goals=False'
+      'env.human_goals=True: generated products have no human-written '
+      'instructions; set env.data_dir, or env.human_goals=False'
     )
   make = goals.reference if source.reference_sampling else goals.build
   return make(_catalogue(source), human=source.human_goals, seed=seed)
 
 
 class Goals:
-  """The goals of a split, by number.
+  """The goals of a split, by task index.
 
-  With `reference_sampling`, those of the released code's workers: list after
-  list in `train`; in `test`, the one goal that each of the 128 workers of its
-  validation plays first (it draws others every time; this panel stays).
+  With `reference_sampling`, these are the goals of the released code's workers.
+  The split `train` concatenates the workers' lists. The split `test` has the
+  goal that each of the 128 validation workers plays first. The released code
+  draws new validation goals every time; these are fixed.
 
   Attributes:
-    draw: with `reference_sampling`, what a run trains on; else None. Takes an
-      iteration and a number of groups; returns numbers of goals. Group i always
-      asks list i, as in the released code with seed 0.
+    draw: function of (iteration, number of groups) that returns the task
+      indices to train on, with `reference_sampling`; else None. As in the
+      released code with seed 0, group i always draws from list i.
 
   Raises:
-    ValueError: in one line, if there is no such split or nothing in it.
+    ValueError: in one line, if the split is unknown or has no goals.
   """
 
   draw: Callable[[int, int], list[int]] | None = None
@@ -102,21 +102,23 @@ class Goals:
     if split not in SPLITS:
       raise ValueError(f'split={split}: must be one of {", ".join(SPLITS)}')
     self._source = source
-    # (seed of the list, its first goal here, how many) one after the other.
-    self._parts = [(_GLOBAL, *goals.SPLITS[SPLITS[split]])]
-    available = len(_goals(source, _GLOBAL))  # as in any other list
+    # The split concatenates these ranges: (seed of the list, first, last).
+    self._ranges = [(_GLOBAL_SEED, *goals.SPLITS[SPLITS[split]])]
+    # All lists have the same length.
+    num_goals = len(_goals(source, _GLOBAL_SEED))
     if source.reference_sampling:
-      self._parts = self._as_released(split, available)
-    last = self._parts[-1][2] or available
-    self._size = min(last, available) - self._parts[-1][1]
+      self._ranges = self._reference_ranges(split, num_goals)
+    last = self._ranges[-1][2] or num_goals
+    self._size = min(last, num_goals) - self._ranges[-1][1]
     if self._size <= 0:
       raise ValueError(
-        f'split={split}: none of the {available} goals belongs to it; test has '
-        'the first 500, valid the next 1,000, train the rest'
+        f'split={split}: has none of the {num_goals} goals; test has the first '
+        '500, valid the next 1,000, train the rest; use more products or '
+        'another split'
       )
 
-  def _as_released(self, split: str, available: int) -> list[tuple]:
-    validated = goals.SPLITS['test'][1]
+  def _reference_ranges(self, split: str, num_goals: int) -> list[tuple]:
+    num_validation = goals.SPLITS['test'][1]
     if split == 'valid':
       raise ValueError(
         'split=valid: the released code trains on those goals; with '
@@ -124,41 +126,46 @@ class Goals:
       )
     if split == 'train':
       self.draw = self._draw
-      return [(seed, validated, None) for seed in range(_REFERENCE_LISTS)]
-    rng = np.random.RandomState(_REFERENCE_VALIDATION)
-    size = min(_REFERENCE_PANEL, validated, available)
-    chosen = rng.choice(min(validated, available), size=size, replace=False)
+      return [(seed, num_validation, None) for seed in range(_REFERENCE_LISTS)]
+    rng = np.random.RandomState(_REFERENCE_VALIDATION_SEED)
+    size = min(_REFERENCE_VALIDATION_TASKS, num_validation, num_goals)
+    chosen = rng.choice(
+      min(num_validation, num_goals), size=size, replace=False
+    )
     return [
-      (_REFERENCE_VALIDATION + n, place, place + 1)
-      for n, place in enumerate(chosen.tolist())
+      (_REFERENCE_VALIDATION_SEED + n, index, index + 1)
+      for n, index in enumerate(chosen.tolist())
     ]
 
   def _draw(self, iteration: int, groups: int) -> list[int]:
     if groups > _REFERENCE_LISTS:
       raise ValueError(
         f'rollout.groups={groups}: with env.reference_sampling=True at most '
-        f'{_REFERENCE_LISTS}, each with a list of goals of its own'
+        f'{_REFERENCE_LISTS}, because each group has its own list of goals'
       )
     rng = np.random.RandomState(0)
     for _ in range(iteration + 1):
       chosen = rng.choice(self._size, size=groups, replace=False)
-    return [n * self._size + int(place) for n, place in enumerate(chosen)]
+    return [n * self._size + int(index) for n, index in enumerate(chosen)]
 
   def __len__(self) -> int:
-    return len(self._parts) * self._size
+    return len(self._ranges) * self._size
 
   def kind(self, index: int) -> str:
-    """Returns the category of what is to be bought."""
+    """Returns the task type: the category of the goal product."""
     return self[index].category
 
   def seed(self, index: int) -> int:
-    """Returns the seed of the list that a goal is from, and of its shop."""
-    return self._parts[index // self._size][0]
+    """Returns the seed of a goal's list, which is also that of its shop."""
+    return self._ranges[index // self._size][0]
 
   def __getitem__(self, index: int) -> goals.Goal:
     if not 0 <= index < len(self):
-      raise IndexError(f'{index}: there are {len(self)} goals')
-    seed, first, _ = self._parts[index // self._size]
+      raise IndexError(
+        f'{index}: there are {len(self)} goals; must be from 0 to '
+        f'{len(self) - 1}'
+      )
+    seed, first, _ = self._ranges[index // self._size]
     return _goals(self._source, seed)[first + index % self._size]
 
 
@@ -168,14 +175,14 @@ def _source(
   generator: dict | None = None,
   human_goals: bool = False,
   reference_sampling: bool = False,
-  **others,
+  **other_kwargs,
 ) -> _Source:
-  """Returns those of the arguments of `Env` that say what goals there are."""
-  del others
+  """Returns the arguments of `Env` that determine shop and goals."""
+  del other_kwargs
   return _Source(
     data_dir=data_dir or None,
     num_products=num_products,
-    # In a form that a cache can look up.
+    # As a string, because a dictionary is not hashable.
     generator=json.dumps(generator or {}, sort_keys=True),
     human_goals=human_goals,
     reference_sampling=reference_sampling,
@@ -183,28 +190,31 @@ def _source(
 
 
 def tasks(split: str, **kwargs) -> Goals:
-  """Returns the goals of a split; takes the kwargs of `Env`."""
+  """Returns the goals of a split; accepts the kwargs of `Env`."""
   return Goals(split, _source(**kwargs))
 
 
 class Env:
-  """One customer at a time.
+  """The WebShop environment.
 
   Args:
     data_dir: folder of the official files; None or '' generates a shop.
-    num_products: of the official files; see `products.load`.
+    num_products: number of official products; see `products.load`.
     generator: options of `catalogue.generate`, for a generated shop.
-    human_goals: whether to take the instructions that people wrote.
-    reference_sampling: whether goals are drawn as in the released code, where
-      each of 16 groups has a list with an order and prices of its own and goals
-      of the training LEAK into the validation; see `Goals`, `goals.reference`.
-    max_steps: turns after which an unfinished episode ends.
+    human_goals: whether to use the human-written instructions.
+    reference_sampling: whether to draw goals as the released code does. There,
+      each group has its own list with its own order and prices, and training
+      goals LEAK into the validation; see `Goals` and `goals.reference`.
+    max_steps: step limit of an episode.
     history_length: K, how many past turns the prompt shows.
     prompt_style: one of `prompts.STYLES`.
-    require_think: whether a response must hold a `<think>` part.
+    require_think: whether a response must contain a `<think>` part.
     require_admissible: whether an inadmissible action counts as invalid.
-    anchor: one of ANCHORS; what makes two states the same (GiGPO, Eq. 6). The
-      options chosen are not on the page, so they are no part of it.
+    anchor: state by which steps are grouped (GiGPO, Eq. 6); one of ANCHORS. It
+      does not contain the chosen options: the page does not show them.
+
+  Raises:
+    ValueError: in one line, if an argument or the data is not valid.
   """
 
   def __init__(
@@ -227,16 +237,17 @@ class Env:
     self._source = _source(
       data_dir, num_products, generator, human_goals, reference_sampling
     )
-    # Here, while a worker starts: shop, goals and tagger take their time.
-    _shop(self._source, _GLOBAL)
-    _goals(self._source, _GLOBAL)
+    # Loaded here because they take seconds to minutes: a worker's start may
+    # take longer than a step.
+    _shop(self._source, _GLOBAL_SEED)
+    _goals(self._source, _GLOBAL_SEED)
     titles.tagger()
     self._splits: dict[str, Goals] = {}
     self._max_steps = max_steps
     self._prompt_style = prompt_style
     self._require_think = require_think
     self._require_admissible = require_admissible
-    self._anchor = anchor
+    self._anchor_type = anchor
     self._history: collections.deque[turns.Turn] = collections.deque(
       maxlen=history_length
     )
@@ -247,11 +258,11 @@ class Env:
     self._step = 0
 
   def goal(self, task: base.Task) -> goals.Goal:
-    """Returns what is to be bought."""
+    """Returns the goal of a task."""
     return self._split(task)[task.index]
 
   def shop(self, task: base.Task) -> engine.Shop:
-    """Returns where it is to be bought."""
+    """Returns the shop of a task."""
     return _shop(self._source, self._split(task).seed(task.index))
 
   def _split(self, task: base.Task) -> Goals:
@@ -260,28 +271,28 @@ class Env:
     return self._splits[task.split]
 
   def prepare(self, task: base.Task) -> None:
-    """Makes goals and shop ready."""
+    """Loads the goals and the shop of a task."""
     self.goal(task)
     self.shop(task)
 
   def reset(self, task: base.Task) -> base.Observation:
-    """Opens the shop's first page."""
+    """Starts an episode on the search page."""
     goal = self.goal(task)
     self._task = goal.instruction_text
     self._session = engine.Session(self.shop(task))
-    self._turn_to(self._session.reset(goal))
+    self._set_page(self._session.reset(goal))
     self._history.clear()
     self._step = 0
     return self._observe()
 
   def step(self, response: str) -> base.StepResult:
-    """Parses the response, plays its action, and says what came of it."""
+    """Parses the response, executes its action and returns the result."""
     action, valid = prompts.project(response, require_think=self._require_think)
     admissible = prompts.admits(self._actions(), action)
     if self._require_admissible:
       valid = valid and admissible
-    self._history.append(turns.Turn(self._shown(), action))
-    self._turn_to(self._session.step(action))
+    self._history.append(turns.Turn(self._page_text(), action))
+    self._set_page(self._session.step(action))
     self._step += 1
     bought = self._page.done
     success = bought and self._page.reward == 1.0
@@ -292,7 +303,7 @@ class Env:
       metrics['webshop_score'] = score
     return base.StepResult(
       observation=None if done else self._observe(),
-      final_anchor=self._where() if done else None,
+      final_anchor=self._anchor() if done else None,
       reward=SUCCESS_REWARD if success else 0.0,
       valid=valid,
       action=action,
@@ -303,19 +314,22 @@ class Env:
     )
 
   def close(self) -> None:
-    """Holds nothing of its own."""
+    """Does nothing; shop and goals are shared by the process."""
 
   def demonstrate(
     self, task: base.Task, *, noise: float, seed: int
   ) -> Iterator[tuple[str, str]]:
-    """Yields (prompt, response) of an oracle that errs now and then.
+    """Plays the oracle with random mistakes; yields each step.
 
     Args:
-      task: the goal to reach.
-      noise: probability that a step's action is a uniformly drawn admissible
-        one instead of the oracle's, or a search for one word. The oracle goes
-        on from where it led, unless something was bought.
-      seed: of the noise.
+      task: the task to play.
+      noise: probability that a uniformly drawn admissible action replaces the
+        oracle's; a drawn search uses one random word. The oracle continues from
+        the resulting page, unless a product was bought.
+      seed: seed of the noise.
+
+    Yields:
+      (prompt, response) of a step.
     """
     rng = np.random.default_rng([seed, task.index])
     observation: base.Observation | None = self.reset(task)
@@ -328,27 +342,27 @@ class Env:
         if action == prompts.SEARCH:
           words = oracle.phrase(self.goal(task)).lower().split()
           action = f'search[{words[rng.integers(len(words))]}]'
-      shopper.done(action)
+      shopper.record(action)
       think = f'<think>{thought}</think>' if self._require_think else ''
       response = f'{think}<action>{action}</action>'
       yield observation.prompt, response
       observation = self.step(response).observation
 
-  def _turn_to(self, page: engine.Page) -> None:
+  def _set_page(self, page: engine.Page) -> None:
     self._page = page
     self._parts = pages.split(page.text, self._task)
 
   def _actions(self) -> tuple[str, ...]:
     return prompts.actions(self._page.has_search_bar, self._page.clickables)
 
-  def _shown(self) -> str:
+  def _page_text(self) -> str:
     return prompts.describe(
       self._parts, self._page.clickables, style=self._prompt_style
     )
 
-  def _where(self) -> str:
+  def _anchor(self) -> str:
     anchor = prompts.describe(self._parts, self._page.clickables)
-    if self._anchor == 'observation_and_actions':
+    if self._anchor_type == 'observation_and_actions':
       return '\n'.join((anchor, *self._actions()))
     return anchor
 
@@ -358,7 +372,7 @@ class Env:
     def prompt(history: tuple[turns.Turn, ...]) -> str:
       return prompts.build(
         task=self._task,
-        observation=self._shown(),
+        observation=self._page_text(),
         admissible=actions,
         history=history,
         step=self._step,
@@ -369,7 +383,7 @@ class Env:
     return base.Observation(
       prompt=prompt(tuple(self._history)),
       short_prompt=prompt(()),
-      anchor=self._where(),
+      anchor=self._anchor(),
       text=prompts.lay_out(self._parts, self._page.clickables),
       task=self._task,
       actions=actions,

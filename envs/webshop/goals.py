@@ -1,10 +1,11 @@
-"""What customers want: instructions with what a purchase must satisfy.
+"""Goals of the shop: instructions with the requirements of a purchase.
 
-One global list, made once from one seed and shuffled as the original shuffles
-it; a split is a range of it. The released GiGPO code makes a list for each
-worker instead; `reference` does as it does. The list holds a few numbers for
-each product and makes its goals when asked for them: the full catalogue has
-millions.
+There is one global list, built once from one seed and shuffled as the original
+shuffles it. A split is a range of this list. The released GiGPO code builds a
+list for each worker instead; `reference` reproduces that.
+
+The full catalogue has millions of goals. A list therefore stores a few numbers
+per instruction and creates a `Goal` when it is indexed.
 """
 
 import collections
@@ -28,20 +29,20 @@ SPLITS = {'test': (0, 500), 'dev': (500, 1_500), 'train': (1_500, None)}
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-  """A wanted product.
+  """An instruction with its requirements.
 
   Attributes:
-    asin: the product it was made from.
-    category: its department.
-    query: the words by which it was once found.
-    name: its title.
-    product_category: its path of categories.
-    instruction_text: what the customer says.
-    attributes: that the purchase must have.
-    price_upper: most that it may cost, dollars.
-    goal_options: what must be chosen: {name: value}, or values in a list for
-      instructions that people wrote.
-    weight: how often the original draws it, relative to others.
+    asin: id of the product that the goal was made from.
+    category: department of that product.
+    query: search phrase of that product in the official data.
+    name: title of that product.
+    product_category: path of categories of that product.
+    instruction_text: the instruction.
+    attributes: attributes that the purchase must have.
+    price_upper: maximum price, dollars.
+    goal_options: options to choose, {name: value}; for human-written
+      instructions, the values only.
+    weight: the original's relative probability of drawing the goal.
   """
 
   asin: str
@@ -57,14 +58,15 @@ class Goal:
 
 
 class Goals(Sequence[Goal]):
-  """Goals by number; a slice shares what its whole holds.
+  """A list of goals, which are created on access; slices share their data.
 
   Args:
-    catalogue: what they are about.
-    arrays: of each instruction, `entries`: product, which of the product's
-      human instructions (-1 for the synthetic one), ceiling, weight [E, 4];
-      `ends`: number of goals made from it and those before it [E].
-    order: goals in the order of their instructions, shuffled.
+    catalogue: catalogue of the products.
+    arrays: two arrays with a row per instruction. `entries` [E, 4] has the
+      product, the index of its human instruction (-1 for the synthetic one),
+      the price limit and the weight. `ends` [E] is the cumulative number of
+      goals; an instruction has one for each combination of options.
+    order: shuffled indices into the goals in the order of `entries`.
   """
 
   def __init__(
@@ -81,10 +83,10 @@ class Goals(Sequence[Goal]):
   def __getitem__(self, index):
     if isinstance(index, slice):
       return Goals(self._catalogue, self._arrays, self._order[index])
-    number = int(self._order[range(len(self))[index]])
+    goal_index = int(self._order[range(len(self))[index]])
     ends = self._arrays['ends']
-    entry = int(np.searchsorted(ends, number, side='right'))
-    combination = number - (int(ends[entry - 1]) if entry else 0)
+    entry = int(np.searchsorted(ends, goal_index, side='right'))
+    combination = goal_index - (int(ends[entry - 1]) if entry else 0)
     product, *rest = self._arrays['entries'][entry].tolist()
     return _goal(self._catalogue[int(product)], *rest, combination)
 
@@ -94,16 +96,16 @@ class Goals(Sequence[Goal]):
 
 def _goal(
   product: products.Product,
-  which: float,
+  human_index: float,
   ceiling: float,
   weight: float,
-  number: int,
+  combination: int,
 ) -> Goal:
-  if which >= 0:
-    text, attributes, options = product.human[int(which)]
+  if human_index >= 0:
+    text, attributes, options = product.human[int(human_index)]
     text = text.strip('.')
   else:
-    options = _combination(product, number)
+    options = _option_values(product, combination)
     words = ', and '.join(f'{k}: {v}' for k, v in options.items())
     text = product.instruction + (f' with {words}' if words else '')
     attributes = product.instruction_attributes
@@ -123,18 +125,25 @@ def _goal(
   )
 
 
-def _combination(product: products.Product, number: int) -> dict[str, str]:
-  """Returns the options of a goal; the last name in order varies first."""
-  chosen = {}
+def _option_values(
+  product: products.Product, combination: int
+) -> dict[str, str]:
+  """Returns the values of a combination; the last option name varies fastest.
+
+  Args:
+    product: a product with options.
+    combination: index into all combinations of values.
+  """
+  values = {}
   for name in sorted(product.options, reverse=True):
-    values = product.options[name]
-    number, place = divmod(number, len(values))
-    chosen[name] = values[place]
-  return dict(sorted(chosen.items()))
+    choices = product.options[name]
+    combination, index = divmod(combination, len(choices))
+    values[name] = choices[index]
+  return dict(sorted(values.items()))
 
 
 def prices(catalogue: products.Catalogue, *, seed: int = 0) -> np.ndarray:
-  """Returns what each product costs in dollars, [products]."""
+  """Returns the price of each product in dollars, [products]."""
 
   def make() -> cache.Arrays:
     return {'prices': _draw_prices(catalogue, random.Random(seed))}
@@ -145,11 +154,14 @@ def prices(catalogue: products.Catalogue, *, seed: int = 0) -> np.ndarray:
 def _draw_prices(
   catalogue: products.Catalogue, rng: random.Random
 ) -> np.ndarray:
-  """Draws a price where there is a range, before anything else is drawn."""
-  found = catalogue.prices[:, 0].copy()
-  for number in np.isfinite(catalogue.prices[:, 1]).nonzero()[0].tolist():
-    found[number] = rng.uniform(*catalogue.prices[number].tolist())
-  return found
+  """Draws the prices of products with a price range.
+
+  These must be the first draws of `rng`, as in the original.
+  """
+  drawn = catalogue.prices[:, 0].copy()
+  for product in np.isfinite(catalogue.prices[:, 1]).nonzero()[0].tolist():
+    drawn[product] = rng.uniform(*catalogue.prices[product].tolist())
+  return drawn
 
 
 def build(
@@ -162,11 +174,11 @@ def build(
   """Returns all goals, in the original's order.
 
   Args:
-    catalogue: what is sold.
-    human: whether to take instructions that people wrote, rather than those
-      made from attributes and options.
-    seed: of prices and ceilings, which the original leaves to chance.
-    shuffle_seed: of the order.
+    catalogue: catalogue of the products.
+    human: whether to use the human-written instructions instead of the
+      synthetic ones.
+    seed: seed of prices and price limits; the original sets none.
+    shuffle_seed: seed of the order.
   """
   name = f'goals-{"human" if human else "synthetic"}-{seed}-{shuffle_seed}'
   make = functools.partial(_arrays, catalogue, human, seed, shuffle_seed)
@@ -177,24 +189,24 @@ def build(
 def _arrays(
   catalogue: products.Catalogue, human: bool, seed: int, shuffle_seed: int
 ) -> cache.Arrays:
-  """Returns what `Goals` takes, `order` among it."""
+  """Returns the arrays of `Goals`, and `order`."""
   rng = random.Random(seed)
-  costs = _draw_prices(catalogue, rng)
+  drawn_prices = _draw_prices(catalogue, rng)
   entries: list[tuple[int, int, float]] = []
   sizes: list[int] = []
   attributes_of: list[tuple[str, ...]] = []
-  wanted: collections.Counter[str] = collections.Counter()
-  for number in catalogue.has_goal[:, int(human)].nonzero()[0].tolist():
-    cost = float(costs[number])
-    for which, attributes, size in _instructions(catalogue[number], human):
-      ceiling = _ceiling(cost, rng)
-      if size:  # else one of its options has no values
-        entries.append((number, which, ceiling))
+  frequencies: collections.Counter[str] = collections.Counter()
+  for index in catalogue.has_goal[:, int(human)].nonzero()[0].tolist():
+    price = float(drawn_prices[index])
+    for human_index, attributes, size in _instructions(catalogue[index], human):
+      ceiling = _draw_ceiling(price, rng)
+      if size:  # 0 if an option of the product has no values
+        entries.append((index, human_index, ceiling))
         sizes.append(size)
         attributes_of.append(attributes)
       for attribute in attributes:
-        wanted[attribute] += size
-  weights = [_weight(a, None if human else wanted) for a in attributes_of]
+        frequencies[attribute] += size
+  weights = [_weight(a, None if human else frequencies) for a in attributes_of]
   order = list(range(sum(sizes)))
   random.Random(shuffle_seed).shuffle(order)
   table = np.array(entries, np.float64).reshape(-1, 3)
@@ -205,24 +217,32 @@ def _arrays(
   }
 
 
-def _weight(attributes: Sequence[str], wanted: dict[str, int] | None) -> float:
-  """Returns how often the original draws a goal: people's all alike."""
-  if wanted is None or not attributes:
-    return float(wanted is None)
-  return sum(1 / wanted[a] for a in attributes) / len(attributes)
+def _weight(
+  attributes: Sequence[str], frequencies: dict[str, int] | None
+) -> float:
+  """Returns the original's relative probability of drawing a goal.
+
+  Args:
+    attributes: attributes of the goal.
+    frequencies: number of goals with each attribute; None for human-written
+      goals, which all have the weight 1.
+  """
+  if frequencies is None or not attributes:
+    return float(frequencies is None)
+  return sum(1 / frequencies[a] for a in attributes) / len(attributes)
 
 
 def _instructions(
   product: products.Product, human: bool
 ) -> Iterator[tuple[int, tuple[str, ...], int]]:
-  """Yields (which, attributes, number of goals) of a product's instructions."""
+  """Yields (human index or -1, attributes, number of goals) of a product."""
   if not human:
     size = math.prod(len(values) for values in product.options.values())
     yield -1, product.instruction_attributes, size
     return
-  for which, (_, attributes, _) in enumerate(product.human):
+  for human_index, (_, attributes, _) in enumerate(product.human):
     if attributes:
-      yield which, attributes, 1
+      yield human_index, attributes, 1
 
 
 def split(goals: Goals, name: str) -> Goals:
@@ -234,20 +254,20 @@ def split(goals: Goals, name: str) -> Goals:
 def reference(
   catalogue: products.Catalogue, *, seed: int, human: bool = False
 ) -> Goals:
-  """Returns the goals of one worker of the released GiGPO code.
+  """Returns the list of goals of one worker of the released GiGPO code.
 
-  Each group's worker there has a seed of its own (the run's seed and the
-  group's number), which draws prices and ceilings and orders the goals too. It
-  trains on all but its first 500, and the validation, whose workers have other
-  seeds, plays the first 500 of theirs: TRAINING GOALS LEAK INTO VALIDATION. For
-  comparison with published numbers only.
+  There, each group has a worker with its own seed, the run's seed plus the
+  group's index. The seed determines prices, price limits and the order of the
+  goals. A worker trains on all goals but its first 500. Validation workers have
+  other seeds, hence other orders, and play their first 500 goals: TRAINING
+  GOALS LEAK INTO VALIDATION. Use it only to compare with published numbers.
   """
   return build(catalogue, human=human, seed=seed, shuffle_seed=seed)
 
 
-def _ceiling(cost: float, rng: random.Random) -> float:
-  """Draws the most that a purchase may cost."""
-  above = [ceiling for ceiling in _CEILINGS if ceiling > cost][:4]
+def _draw_ceiling(price: float, rng: random.Random) -> float:
+  """Draws the price limit of a goal; NO_CEILING if the price is too high."""
+  above = [ceiling for ceiling in _CEILINGS if ceiling > price][:4]
   if len(above) < 2:
     return NO_CEILING
   return sorted(rng.sample(above, 2))[1]

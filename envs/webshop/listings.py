@@ -1,7 +1,7 @@
-"""Puts generated products into words: records in WebShop's file format.
+"""Writes generated products as records in WebShop's file format.
 
-A `Draft` says what a product is; `record` and `instruction` give what
-items_shuffle.json and items_ins_v2.json hold of it.
+A `Draft` holds the facts about a product. `record` returns its entry of
+items_shuffle.json; `instruction` returns its entry of items_ins_v2.json.
 """
 
 import dataclasses
@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping
 
 from envs.webshop import words
 
-# How often an attribute is named in the text; shares of the official products
-# without a price, with a price range, and with a name of an option that has
-# no values.
+# Probability that a bullet, or the description, names an attribute. Shares of
+# the official products that have no price, that have a price range, and that
+# have an option without values.
 _BULLET_RATE = 0.6
 _DESCRIPTION_RATE = 0.14
 _NO_PRICE_RATE = 0.09
@@ -24,20 +24,20 @@ _IMAGES = 'https://images.invalid'
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-  """What a product is, before it is put into words.
+  """The facts about a generated product.
 
   Attributes:
     category: one of `words.DEPARTMENTS`.
-    aisle: where in the department.
-    shelf: the search phrase.
-    noun: what a title calls it.
-    brand: its maker.
-    attributes: in the order in which an instruction names them.
+    aisle: part of the department; second level of the product category.
+    shelf: the search phrase; third level of the product category.
+    noun: the noun of the title.
+    brand: the brand name.
+    attributes: all attributes, in the order in which an instruction names them.
     titled: attributes that the title names.
-    fillers: idle phrases for the title, in order.
-    title_words: the title takes fillers until it has as many words.
-    options: values by name of the option.
-    price: in dollars.
+    fillers: phrases without content for the title, in order.
+    title_words: fillers are added until the title has this many words.
+    options: option name -> values.
+    price: price in dollars.
   """
 
   category: str
@@ -54,7 +54,7 @@ class Draft:
 
 
 def record(draft: Draft, asin: str, rng: random.Random) -> dict:
-  """Returns the product as items_shuffle.json has it."""
+  """Returns the product's entry of items_shuffle.json."""
   department = words.DEPARTMENTS[draft.category]
   shelf = draft.shelf.title().replace("'S", "'s")
   return {
@@ -78,7 +78,8 @@ def instruction(draft: Draft, wanted: Collection[str]) -> dict:
 
   Args:
     draft: the product.
-    wanted: attributes that the instruction names; none: nobody wants it.
+    wanted: attributes that the instruction names. If empty, the product gets no
+      instruction and is the goal of no task.
   """
   entry = {'attributes': list(draft.attributes)}
   if not wanted:
@@ -90,11 +91,11 @@ def instruction(draft: Draft, wanted: Collection[str]) -> dict:
 
 
 def _phrase(draft: Draft, noun: str, named: Collection[str]) -> str:
-  """Returns a noun among its attributes: 'light, red x with y for z'."""
+  """Returns a noun with its attributes: 'light, red x with y for z'."""
   department = words.DEPARTMENTS[draft.category]
   qualities, parts, uses = (
-    ', '.join(a for a in draft.attributes if a in named and a in kind)
-    for kind in (department.qualities, department.parts, department.uses)
+    ', '.join(a for a in draft.attributes if a in named and a in group)
+    for group in (department.qualities, department.parts, department.uses)
   )
   text = f'{qualities} {noun}' if qualities else noun
   text += f' with {parts}' if parts else ''
@@ -111,17 +112,17 @@ def _title(draft: Draft) -> str:
 
 
 def _description(draft: Draft, rng: random.Random) -> str:
-  told = [a for a in draft.attributes if rng.random() < _DESCRIPTION_RATE]
+  named = [a for a in draft.attributes if rng.random() < _DESCRIPTION_RATE]
   text = f'{draft.brand} makes this {draft.noun.lower()} with care.'
-  if told:
-    text += f' What buyers like about it: {", ".join(told)}.'
+  if named:
+    text += f' What buyers like about it: {", ".join(named)}.'
   return f'{text} Look at all our {draft.shelf} and choose the one you need.'
 
 
 def _bullets(draft: Draft, rng: random.Random) -> list[str]:
-  told = [a for a in draft.attributes if rng.random() < _BULLET_RATE]
-  rng.shuffle(told)
-  lines = [f'{a.upper()}: {a}, as it should be. ' for a in told]
+  named = [a for a in draft.attributes if rng.random() < _BULLET_RATE]
+  rng.shuffle(named)
+  lines = [f'{a.upper()}: {a}, as it should be. ' for a in named]
   lines += [
     f'{name.upper()}: choose among {len(values)}. '
     for name, values in draft.options.items()
@@ -132,11 +133,11 @@ def _bullets(draft: Draft, rng: random.Random) -> list[str]:
 
 
 def _pricing(price: float, rng: random.Random) -> str:
-  chance = rng.random()
-  if chance < _NO_PRICE_RATE:
+  draw = rng.random()
+  if draw < _NO_PRICE_RATE:
     return ''
   low = max(2, math.floor(price))
-  if chance < _NO_PRICE_RATE + _PRICE_RANGE_RATE:
+  if draw < _NO_PRICE_RATE + _PRICE_RANGE_RATE:
     high = math.floor(low * rng.uniform(1.1, 1.8)) + 1
     return f'${low}.99 - ${high}.99'
   return f'${low}.99'

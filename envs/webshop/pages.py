@@ -1,14 +1,14 @@
-"""Reads the shop's pages: from their strings to what they offer.
+"""Parses the text of the shop's pages.
 
-The shop shows text, [SEP] between its strings; a policy reads it as it is.
-This is for those who lay it out anew: prompts, people, the oracle.
+A page is text with [SEP] between its strings, which the paper's prompts show
+unchanged. Brief prompts, `envs.play` and the oracle need its parts.
 """
 
 import dataclasses
 from collections.abc import Sequence
 
 SEPARATOR = ' [SEP] '
-# Kinds of pages; of the item's sub pages (Description, ...) there is one kind.
+# Types of pages. All sub pages of an item (Description, ...) have one type.
 INDEX, RESULTS, ITEM, SUB_PAGE = 'index', 'results', 'item', 'sub_page'
 
 _TURNS = ('< Prev', 'Next >')
@@ -17,23 +17,23 @@ _PRICE = 'Price: '
 
 @dataclasses.dataclass(frozen=True)
 class View:
-  """A page, taken apart.
+  """The parts of a page.
 
   Attributes:
-    kind: one of INDEX, RESULTS, ITEM, SUB_PAGE.
-    buttons: that lead to other pages, as they are spelt.
-    number: of a result page, from 1.
-    products: of a result page: (number, title, price).
-    options: of an item page: its options and their values.
-    title: of an item page.
-    price: of an item page.
-    actions: of an item page: its sub pages and the purchase.
-    lines: the text of a sub page.
+    page_type: one of INDEX, RESULTS, ITEM, SUB_PAGE.
+    buttons: buttons that lead to other pages, in their original case.
+    page_number: number of a result page, from 1.
+    products: products of a result page: (product id, title, price).
+    options: options of an item page: name -> values.
+    title: title of an item page.
+    price: price of an item page.
+    actions: further buttons of an item page: its sub pages and the purchase.
+    lines: text of a sub page.
   """
 
-  kind: str
+  page_type: str
   buttons: tuple[str, ...] = ()
-  number: int = 0
+  page_number: int = 0
   products: tuple[tuple[str, str, str], ...] = ()
   options: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
   title: str = ''
@@ -46,7 +46,7 @@ def split(text: str, task: str) -> list[str]:
   """Returns the strings of a page that follow the instruction.
 
   Args:
-    text: the page as the text mode has it.
+    text: the page, in the 'text' observation mode.
     task: the instruction.
   """
   parts = text.split(SEPARATOR)
@@ -54,11 +54,11 @@ def split(text: str, task: str) -> list[str]:
 
 
 def read(parts: Sequence[str], clickables: Sequence[str]) -> View:
-  """Takes a page apart.
+  """Parses a page.
 
   Args:
-    parts: its strings without the instruction.
-    clickables: what can be clicked, in lower case.
+    parts: strings of the page, without the instruction.
+    clickables: texts that can be clicked, in lower case.
   """
   if list(parts) == ['Search']:
     return View(INDEX)
@@ -74,31 +74,30 @@ def read(parts: Sequence[str], clickables: Sequence[str]) -> View:
 
 
 def _results(parts: Sequence[str], clickables: Sequence[str]) -> View:
-  # Back to Search, page, buttons; number, title and price of each product. An
-  # empty title makes no string.
+  # Order of the strings: Back to Search, page number, buttons; then id, title
+  # and price of each product. An empty title has no string.
   first = 2
   while first < len(parts) and parts[first] in _TURNS:
     first += 1
-  listed, rest = [], list(parts[first:])
+  products, rest = [], list(parts[first:])
   while len(rest) > 1:
     untitled = len(rest) == 2 or rest[2].lower() in clickables
-    number, title, price = (
-      (rest[0], '', rest[1]) if untitled else tuple(rest[:3])
-    )
-    listed.append((number, title, price))
+    asin, title, price = (rest[0], '', rest[1]) if untitled else tuple(rest[:3])
+    products.append((asin, title, price))
     del rest[: 2 if untitled else 3]
   return View(
     RESULTS,
     buttons=(parts[0], *parts[2:first]),
-    number=int(parts[1].split()[1]),
-    products=tuple(listed),
+    page_number=int(parts[1].split()[1]),
+    products=tuple(products),
   )
 
 
 def _item(parts: Sequence[str], clickables: Sequence[str]) -> View:
-  # Back, previous; options; title, price, rating; sub pages, purchase.
+  # Order of the strings: Back to Search, < Prev; options; title, price, rating;
+  # sub pages, Buy Now.
   price = max(n for n, part in enumerate(parts) if part.startswith(_PRICE))
-  # An empty title makes no string.
+  # An empty title has no string.
   title = price - (parts[price - 1].lower() not in clickables)
   options: dict[str, tuple[str, ...]] = {}
   name = ''

@@ -1,8 +1,8 @@
-"""What the shop sells: the official files, cleaned as the original cleans them.
+"""The product catalogue: official files, cleaned as the original cleans them.
 
-A catalogue is arrays: each product's record as JSON in one long blob, and the
-search index. They are made once, into a cache folder, and mapped from there:
-all processes of a host share one copy, and starting reads almost nothing.
+A catalogue consists of arrays: the products' records, as JSON in one blob, and
+the search index. They are built once in a cache folder and memory-mapped from
+there. All processes of a host share one copy, and loading takes no time.
 """
 
 import bisect
@@ -27,40 +27,44 @@ from envs import cache
 from envs.webshop import analysis, search
 
 NO_PRICE = 100.0
-_NO_ATTRIBUTES = ('DUMMY_ATTR',)  # the original's, of a product without entry
+# The original's attributes of a product without an entry in the file.
+_NO_ATTRIBUTES = ('DUMMY_ATTR',)
 _ASIN_LENGTH = 10
-_FORMAT = 5  # of the cache; raised when it or the cleaning changes
-# The catalogue, what was extracted from it, what people wrote about it.
+# Version of the cache; increase it if the arrays or the cleaning change.
+_FORMAT = 5
+# num_products -> (file of products, file of attributes and instructions).
 _FILES = {
   1_000: ('items_shuffle_1000.json', 'items_ins_v2_1000.json'),
   None: ('items_shuffle.json', 'items_ins_v2.json'),
 }
 _HUMAN_FILE = 'items_human_ins.json'
-_CHUNK = 1 << 20  # characters read at a time
-_LONGEST = 1 << 26  # characters of a record
-_BLANKS = re.compile(r'[ \t\n\r]*')
-_LABELS = 'label_'  # what the names of the arrays of `labels` begin with
+_CHUNK = 1 << 20  # characters to read at a time
+_MAX_RECORD = 1 << 26  # characters
+_WHITESPACE = re.compile(r'[ \t\n\r]*')
+_LABEL_PREFIX = 'label_'  # prefix of the names of the arrays of `labels`
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-  """A product after loading.
+  """A cleaned product.
+
+  The names of the attributes are the keys of the records in the cache.
 
   Attributes:
-    asin: its name in the shop.
-    title: its name for people.
+    asin: Amazon's product id.
+    title: title of the product.
     description: text of its Description page.
     bullets: paragraphs of its Features page.
-    price_tag: price or range of prices, as shown.
-    prices: its price, or the lowest and the highest.
-    options: what can be chosen: values by name.
+    price_tag: price or price range, as pages show it.
+    prices: the price, or the lowest and the highest price, dollars.
+    options: option name -> values.
     category: one of the shop's few departments.
-    query: the words by which it was once found.
+    query: search phrase of the product in the official data.
     product_category: path of categories, joined by ' › '.
-    attributes: what is known of it and hidden from the shopper.
-    instruction: what a goal asks for; '' makes no goal.
-    instruction_attributes: those of `attributes` that a goal asks for.
-    human: what people wrote: (instruction, attributes, options) each.
+    attributes: attributes for goals and rewards; hidden from the agent.
+    instruction: synthetic instruction; '' for a product without goals.
+    instruction_attributes: attributes that the synthetic instruction names.
+    human: human-written instructions, each (instruction, attributes, options).
   """
 
   asin: str
@@ -79,7 +83,7 @@ class Product:
   human: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = ()
 
   def text(self) -> str:
-    """Returns what the search index knows of it."""
+    """Returns the text that the search index contains of the product."""
     options = ', and '.join(
       f'{name}: {", ".join(values)}' for name, values in self.options.items()
     )
@@ -90,7 +94,13 @@ class Product:
 def clean(
   item: Any, instruction: Any = None, human: Any = None
 ) -> Product | None:
-  """Returns a raw record as a product; None if it cannot be one."""
+  """Cleans a raw record; returns None if it is not a valid product.
+
+  Args:
+    item: entry of the file of products.
+    instruction: its entry of the file of attributes and instructions.
+    human: its entry of the file of human-written instructions.
+  """
   if not isinstance(item, dict):
     return None
   asin, title = item.get('asin'), item.get('name')
@@ -117,12 +127,12 @@ def clean(
     attributes=_texts(instruction.get('attributes', _NO_ATTRIBUTES)),
     instruction=_text(instruction.get('instruction')),
     instruction_attributes=_texts(instruction.get('instruction_attributes')),
-    human=_human(human),
+    human=_human_instructions(human),
   )
 
 
 def read_prices(pricing: Any) -> tuple[float, ...]:
-  """Returns the one price, or lowest and highest, of a text like '$1 - $2'."""
+  """Parses a text like '$1' or '$1 - $2' into one or two prices."""
   prices = []
   for part in _text(pricing).split('$')[1:]:
     with contextlib.suppress(ValueError):
@@ -144,10 +154,10 @@ def _options(raw: Any) -> dict[str, tuple[str, ...]]:
   if not isinstance(raw, dict):
     return {}
   options = {}
-  for name, contents in raw.items():
-    if not isinstance(contents, list):
+  for name, entries in raw.items():
+    if not isinstance(entries, list):
       continue
-    values = (c.get('value') for c in contents if isinstance(c, dict))
+    values = (e.get('value') for e in entries if isinstance(e, dict))
     options[name.lower()] = tuple(
       value.strip().replace('/', ' | ').lower()
       for value in values
@@ -156,93 +166,106 @@ def _options(raw: Any) -> dict[str, tuple[str, ...]]:
   return options
 
 
-def _human(raw: Any) -> tuple:
+def _human_instructions(raw: Any) -> tuple:
   raw = raw if isinstance(raw, list) else ()
-  written = (r for r in raw if isinstance(r, dict))
+  entries = (r for r in raw if isinstance(r, dict))
   return tuple(
     (
       _text(r.get('instruction')),
       _texts(r.get('instruction_attributes')),
       _texts(r.get('instruction_options')),
     )
-    for r in written
+    for r in entries
   )
 
 
 class Catalogue(Sequence[Product]):
-  """Products in the order of their file, and the index over them.
+  """The products in the order of their file, with search indices.
 
   Attributes:
-    skipped: records that could not be read or came twice.
-    index: for searching.
-    labels: for what has an attribute, a category or a query.
+    skipped: number of damaged or duplicate records.
+    index: text search over the products.
+    labels: exact lookup of products by attribute, category or query.
   """
 
   def __init__(self, arrays: cache.Arrays, folder: pathlib.Path | None = None):
-    """Takes the arrays, and their folder if they are mapped from one."""
+    """Creates a catalogue from its arrays.
+
+    Args:
+      arrays: arrays of the catalogue.
+      folder: cache folder that they are mapped from; None if in memory.
+    """
     self._folder = folder
     self._blob, self._ends = arrays['records'], arrays['record_ends']
-    self._asins, self._sorted = (
-      arrays['asins'],
-      arrays['document_numbers_by_name'],
-    )
+    self._asins = arrays['asins']
+    self._by_asin = arrays['document_numbers_by_name']
     self.prices = arrays['prices']
     self.has_goal = arrays['has_goal']
     self.skipped = int(arrays['skipped'][0])
     self.index = search.Index(arrays)
     self.labels = search.Index(
       {
-        name.removeprefix(_LABELS): values
+        name.removeprefix(_LABEL_PREFIX): values
         for name, values in arrays.items()
-        if name.startswith(_LABELS)
+        if name.startswith(_LABEL_PREFIX)
       }
     )
-    self._product = functools.lru_cache(4096)(self._read)
+    self._product = functools.lru_cache(4096)(self._read_product)
 
   def __len__(self) -> int:
     return len(self._ends) - 1
 
-  def __getitem__(self, number: int) -> Product:
-    return self._product(range(len(self))[number])
+  def __getitem__(self, index: int) -> Product:
+    return self._product(range(len(self))[index])
 
-  def _read(self, number: int) -> Product:
-    start, end = self._ends[number : number + 2]
+  def _read_product(self, index: int) -> Product:
+    start, end = self._ends[index : index + 2]
     record = json.loads(self._blob[start:end].tobytes())
     for name, value in record.items():
       if isinstance(value, list):
-        record[name] = _tuples(value)
+        record[name] = _to_tuples(value)
     record['options'] = {n: tuple(v) for n, v in record['options'].items()}
     return Product(**record)
 
   def derive(self, name: str, make: Callable[[], cache.Arrays]) -> cache.Arrays:
-    """Returns arrays made from this catalogue; cached where it is."""
+    """Returns arrays derived from this catalogue, cached next to it.
+
+    Args:
+      name: suffix of the cache folder; must identify the arrays.
+      make: computes the arrays.
+    """
     if self._folder is None:
       return make()
     folder = self._folder.with_name(f'{self._folder.name}-{name}')
     return cache.load(folder, lambda _: make())
 
-  def asin(self, number: int) -> str:
-    """Returns the name of a product without reading its record."""
-    return self._asins[number].decode()
+  def asin(self, index: int) -> str:
+    """Returns the id of a product without reading its record."""
+    return self._asins[index].decode()
 
-  def number(self, asin: str) -> int | None:
-    """Returns the place of a product; None if it is not sold."""
-    place = bisect.bisect_left(
-      self._sorted, asin.encode(), key=self._asins.__getitem__
+  def find(self, asin: str) -> int | None:
+    """Returns the index of the product with an id; None if there is none."""
+    position = bisect.bisect_left(
+      self._by_asin, asin.encode(), key=self._asins.__getitem__
     )
-    if place == len(self) or self.asin(self._sorted[place]) != asin:
+    if position == len(self) or self.asin(self._by_asin[position]) != asin:
       return None
-    return int(self._sorted[place])
+    return int(self._by_asin[position])
 
 
-def _tuples(value: Any) -> Any:
-  return tuple(map(_tuples, value)) if isinstance(value, list) else value
+def _to_tuples(value: Any) -> Any:
+  return tuple(map(_to_tuples, value)) if isinstance(value, list) else value
 
 
 def _arrays(
   products: Iterable[Product | None], blob_path: pathlib.Path
 ) -> cache.Arrays:
-  """Returns all of a catalogue but the blob, which it writes."""
+  """Writes the blob of records; returns the other arrays of a catalogue.
+
+  Args:
+    products: the products; None for a damaged record.
+    blob_path: file to write the records to.
+  """
   ends, asins, prices, has_goal, skipped = [0], [], [], [], 0
   seen: set[str] = set()
   builder, labels = search.Builder(), search.Builder()
@@ -255,20 +278,22 @@ def _arrays(
       record = json.dumps(
         dataclasses.asdict(product), ensure_ascii=False, separators=(',', ':')
       )
-      # A lone surrogate, half of a damaged emoji, is no text in UTF-8.
+      # UTF-8 cannot encode a lone surrogate, half of a damaged emoji.
       ends.append(ends[-1] + blob.write(record.encode('utf-8', 'replace')))
       asins.append(product.asin.encode('utf-8', 'replace'))
-      # NaN where there is no range, which may be of equal prices.
+      # NaN marks a single price; the two prices of a range may be equal.
       prices.append((*product.prices, math.nan)[:2])
       has_goal.append((bool(product.instruction), bool(product.human)))
-      kind = f'{product.query} {product.title[:80]}'
-      builder.add(product.asin, analysis.terms(product.text()), kind)
+      cluster = f'{product.query} {product.title[:80]}'
+      builder.add(product.asin, analysis.terms(product.text()), cluster)
       labels.add(product.asin, list(_labels(product)))
   if not asins:
-    raise ValueError(f'no product in it ({skipped} damaged records)')
-  labelled = {_LABELS + n: values for n, values in labels.arrays().items()}
+    raise ValueError(f'no valid product in it ({skipped} damaged records)')
+  label_arrays = {
+    _LABEL_PREFIX + n: values for n, values in labels.arrays().items()
+  }
   return (
-    labelled
+    label_arrays
     | builder.arrays()
     | {
       'record_ends': np.array(ends, np.int64),
@@ -281,17 +306,22 @@ def _arrays(
 
 
 def _labels(product: Product) -> Iterator[str]:
-  """Yields what `Catalogue.labels` knows a product by."""
+  """Yields the labels of a product, for `Catalogue.labels`."""
   yield label('<c>', product.category)
   yield label('<q>', product.query)
   for attribute in product.attributes:
     yield label('<a>', attribute)
 
 
-def label(kind: str, value: str) -> str:
-  """Returns the name of a label; kind is <a>, <c> or <q> as in a search."""
-  # A lone surrogate, half of a damaged emoji, is no text in UTF-8.
-  return (kind + value).encode('utf-8', 'replace').decode()
+def label(prefix: str, value: str) -> str:
+  """Returns a label.
+
+  Args:
+    prefix: as in a search: <a> for an attribute, <c> category, <q> query.
+    value: the attribute, category or query.
+  """
+  # UTF-8 cannot encode a lone surrogate, half of a damaged emoji.
+  return (prefix + value).encode('utf-8', 'replace').decode()
 
 
 def from_records(
@@ -299,15 +329,24 @@ def from_records(
   instructions: dict[str, Any],
   human: dict[str, Any] | None = None,
 ) -> Catalogue:
-  """Returns a catalogue of raw records in the official schema, in memory."""
+  """Builds a catalogue in memory from raw records in the official schema.
+
+  Args:
+    items: entries of the file of products.
+    instructions: asin -> entry of the file of attributes and instructions.
+    human: asin -> entry of the file of human-written instructions.
+
+  Raises:
+    ValueError: if no record is a valid product.
+  """
   with tempfile.TemporaryDirectory() as folder:
     blob = pathlib.Path(folder) / 'records'
-    arrays = _arrays(_cleaned(items, instructions, human or {}), blob)
+    arrays = _arrays(_clean_all(items, instructions, human or {}), blob)
     arrays['records'] = np.frombuffer(blob.read_bytes(), np.uint8)
   return Catalogue(arrays)
 
 
-def _cleaned(
+def _clean_all(
   items: Iterable[Any], instructions: dict, human: dict
 ) -> Iterator[Product | None]:
   for item in items:
@@ -316,19 +355,19 @@ def _cleaned(
     yield clean(item, instructions.get(asin), human.get(asin))
 
 
-def stored(
+def cached(
   key: Sequence[object], make: Callable[[], tuple[Iterable, dict]]
 ) -> Catalogue:
-  """Returns the catalogue of records, made once and mapped afterwards.
+  """Returns a catalogue from the cache; builds it the first time.
 
   Args:
-    key: what the records are a function of.
-    make: returns them: items and instructions in the official schema.
+    key: everything that the records depend on.
+    make: returns (items, instructions) in the official schema.
   """
 
   def arrays(folder: pathlib.Path) -> cache.Arrays:
     items, instructions = make()
-    return _arrays(_cleaned(items, instructions, {}), folder / 'records')
+    return _arrays(_clean_all(items, instructions, {}), folder / 'records')
 
   folder = cache.place('webshop', _FORMAT, *key)
   return Catalogue(cache.load(folder, arrays), folder)
@@ -337,16 +376,16 @@ def stored(
 def load(
   data_dir: str | os.PathLike | None, *, num_products: int | None = None
 ) -> Catalogue:
-  """Returns the catalogue of the official files.
+  """Loads the catalogue of the official files.
 
-  The first time it reads them and fills the cache (minutes for the full set),
-  later it maps what is there.
+  The first call reads the files and fills the cache, which takes minutes for
+  the full set. Later calls map the cache.
 
   Args:
-    data_dir: folder of the files; None takes $WEBSHOP_DATA.
-    num_products: 1000 takes the small set, None the full one where it is
-      there and the small one otherwise; any other number as many of the full
-      set's first products.
+    data_dir: folder of the files; None for $WEBSHOP_DATA.
+    num_products: 1000 for the small set; None for the full set or, if it is
+      missing, the small set; another number n for the first n products of the
+      full set.
 
   Raises:
     ValueError: in one line, if files are missing or cannot be read.
@@ -372,28 +411,35 @@ def load(
     for path in files
     if path.is_file()
   ]
-  place = cache.place('webshop', _FORMAT, num_products, stamps)
-  make = functools.partial(_read, files, num_products)
-  return Catalogue(cache.load(place, make), place)
+  cache_folder = cache.place('webshop', _FORMAT, num_products, stamps)
+  make = functools.partial(_read_files, files, num_products)
+  return Catalogue(cache.load(cache_folder, make), cache_folder)
 
 
-def _read(
+def _read_files(
   files: Sequence[pathlib.Path], limit: int | None, folder: pathlib.Path
 ) -> cache.Arrays:
-  """Returns the arrays of official files; the blob goes into the folder."""
-  items, instructions, human = files
-  written = _read_json(human) if human.is_file() else {}
-  extracted = _read_json(instructions)
+  """Reads official files; writes the blob of records into the folder.
+
+  Args:
+    files: paths of the products, the instructions, the human instructions.
+    limit: number of products to read; None for all.
+    folder: folder for the blob.
+  """
+  items, instructions_path, human_path = files
+  human = _read_json(human_path) if human_path.is_file() else {}
+  instructions = _read_json(instructions_path)
   try:
     arrays = _arrays(
-      _cleaned(_stream(items, limit), extracted, written), folder / 'records'
+      _clean_all(_stream(items, limit), instructions, human),
+      folder / 'records',
     )
   except ValueError as error:
     raise ValueError(f'env.data_dir={items}: {error}') from error
   skipped = int(arrays['skipped'][0])
   if skipped:
     print(
-      f'{items}: {skipped} records skipped, damaged or there twice',
+      f'{items}: skipped {skipped} damaged or duplicate records',
       file=sys.stderr,
     )
   return arrays
@@ -401,24 +447,24 @@ def _read(
 
 def _read_json(path: pathlib.Path) -> dict:
   try:
-    found = json.loads(path.read_text(encoding='utf-8', errors='replace'))
+    contents = json.loads(path.read_text(encoding='utf-8', errors='replace'))
   except ValueError as error:
     raise ValueError(f'{path}: not JSON: {error}') from error
   except OSError as error:
     raise ValueError(f'{path}: cannot be read: {error}') from error
-  if not isinstance(found, dict):
-    raise ValueError(f'{path}: holds no JSON object; must be the official file')
-  return found
+  if not isinstance(contents, dict):
+    raise ValueError(f'{path}: not a JSON object; must be the official file')
+  return contents
 
 
 def _stream(path: pathlib.Path, limit: int | None) -> Iterator[Any]:
-  """Yields the records of a long JSON list without holding it.
+  """Yields the records of a long JSON list without loading it whole.
 
-  By the standard library's decoder: streaming ones refuse NaN, which Python's
-  own encoder writes.
+  Uses the standard library's decoder: streaming decoders reject NaN, which
+  Python's encoder writes.
   """
   bar = tqdm.tqdm(
-    desc=f'{path.name}, once',
+    desc=f'reading {path.name} (first time only)',
     total=path.stat().st_size,
     unit='B',
     unit_scale=True,
@@ -426,7 +472,7 @@ def _stream(path: pathlib.Path, limit: int | None) -> Iterator[Any]:
   )
   with path.open('rb') as raw, bar:
     file = io.TextIOWrapper(raw, encoding='utf-8', errors='replace')
-    for n, item in enumerate(_items(file)):
+    for n, item in enumerate(_decode_items(file)):
       if n == limit:
         return
       if n % 100 == 0:
@@ -435,29 +481,31 @@ def _stream(path: pathlib.Path, limit: int | None) -> Iterator[Any]:
     bar.update(raw.tell() - bar.n)
 
 
-def _items(file: TextIO) -> Iterator[Any]:
-  decoder, expected, number = json.JSONDecoder(), '[', 0
-  text, at = '', 0  # what was read and not yet given out; where that begins
+def _decode_items(file: TextIO) -> Iterator[Any]:
+  """Yields the items of a JSON list; reads more text when decoding fails."""
+  decoder, expected, count = json.JSONDecoder(), '[', 0
+  text, position = '', 0  # text[position:] is read but not yet decoded
   while True:
     try:
-      sign = _BLANKS.match(text, at).end()
-      if text[sign : sign + 1] == ']' and expected == ',]':
+      separator = _WHITESPACE.match(text, position).end()
+      if text[separator : separator + 1] == ']' and expected == ',]':
         return
-      if text[sign : sign + 1] not in tuple(expected):
+      if text[separator : separator + 1] not in tuple(expected):
         raise ValueError
-      start = _BLANKS.match(text, sign + 1).end()
+      start = _WHITESPACE.match(text, separator + 1).end()
       if text[start : start + 1] == ']' and expected == '[':
         return
       item, end = decoder.raw_decode(text, start)
       if end == len(text):
-        raise ValueError  # a number might go on
+        raise ValueError  # a number may continue in the next chunk
     except (ValueError, RecursionError):
-      more = file.read(max(_CHUNK, len(text) - at))
-      if not more or len(text) - at > _LONGEST:
+      more = file.read(max(_CHUNK, len(text) - position))
+      if not more or len(text) - position > _MAX_RECORD:
         raise ValueError(
-          f'not a whole JSON list: cut off or damaged after {number} records'
+          f'not a complete JSON list: truncated or damaged after {count} '
+          'records; download it again'
         ) from None
-      text, at = text[at:] + more, 0
+      text, position = text[position:] + more, 0
       continue
-    expected, at, number = ',]', end, number + 1
+    expected, position, count = ',]', end, count + 1
     yield item

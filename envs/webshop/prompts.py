@@ -1,11 +1,11 @@
-"""WebShop turns as text: the prompt of a step, and the action in a response.
+"""WebShop prompts, and the parsing of actions from responses.
 
-`paper` is the prompt of the GiGPO experiments in structure: the page as
-quoted strings without the instruction, which stands apart, and the admissible
-actions (arXiv:2505.10978, appendix on prompts). `brief` is for policies so
-small that they learn the instruction rather than read it: what can be clicked
-stands in brackets where the page has it, so there is no list of actions, and
-of past turns only the actions are told.
+The `paper` style has the structure of the GiGPO prompts: the task, the page as
+quoted strings without the instruction, and the admissible actions
+(arXiv:2505.10978, appendix on prompts). The `brief` style is for very small
+policies, which learn the instruction instead of reading it. It marks clickable
+texts by brackets on the page, so it needs no list of actions, and shows only
+the actions of past turns.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from envs.webshop import pages
 
 STYLES = ('paper', 'brief')
 
-# As in the released code: how much of an invalid response stands for its
-# action, and the length from which on a prompt does without history.
+# As in the released code: length of the end of an invalid response that is used
+# as its action, and length above which a prompt is shown without history.
 UNPARSED_CHARACTERS = 20
 MAX_CHARACTERS = 13_000
 
 SEARCH = 'search[<your query>]'
-# On result pages, of the brief style; the item page has the whole title.
+# Words of a title on result pages in the brief style; item pages show all.
 _BRIEF_TITLE_WORDS = 10
 
 _PAPER_THINK = (
@@ -36,17 +36,26 @@ _PAPER_ACTION = (
 
 
 def actions(has_search_bar: bool, clickables: Sequence[str]) -> tuple[str, ...]:
-  """Returns the actions that a page admits.
+  """Returns the admissible actions of a page.
 
-  Differs from the paper: its code also lists `click[search]`, which the shop
+  # Differs from the paper: its code also lists `click[search]`, which the shop
   ignores.
+
+  Args:
+    has_search_bar: whether the page is the search page.
+    clickables: texts that can be clicked, in lower case.
   """
   search = (SEARCH,) if has_search_bar else ()
   return search + tuple(f'click[{c}]' for c in clickables if c != 'search')
 
 
 def admits(admissible: Sequence[str], action: str) -> bool:
-  """Returns whether an action is one of those that `actions` lists."""
+  """Returns whether an action is admissible.
+
+  Args:
+    admissible: admissible actions from `actions`.
+    action: the action to check; any search is admissible on the search page.
+  """
   if action.startswith('search[') and action.endswith(']'):
     return SEARCH in admissible and action != 'search[]'
   return action in admissible
@@ -55,11 +64,11 @@ def admits(admissible: Sequence[str], action: str) -> bool:
 def describe(
   parts: Sequence[str], clickables: Sequence[str], *, style: str = 'paper'
 ) -> str:
-  """Returns a page as an observation.
+  """Returns the observation text of a page.
 
   Args:
-    parts: its strings without the instruction.
-    clickables: what can be clicked, in lower case.
+    parts: strings of the page, without the instruction.
+    clickables: texts that can be clicked, in lower case.
     style: one of STYLES.
   """
   if style == 'paper':
@@ -73,24 +82,25 @@ def lay_out(
   *,
   title_words: int | None = None,
 ) -> str:
-  """Returns a page in lines, what can be clicked in brackets.
+  """Returns a page as lines of text, with clickable texts in brackets.
 
   Args:
-    parts: its strings without the instruction.
-    clickables: what can be clicked, in lower case.
-    title_words: how much of a title result pages show; None: all.
+    parts: strings of the page, without the instruction.
+    clickables: texts that can be clicked, in lower case.
+    title_words: maximum number of words of a title on result pages; None for
+      all.
   """
   view = pages.read(parts, clickables)
   buttons = ' '.join(map(_bracket, view.buttons))
-  if view.kind == pages.INDEX:
+  if view.page_type == pages.INDEX:
     return SEARCH
-  if view.kind == pages.RESULTS:
-    # Without the total number of results, which is 50 nearly always.
-    lines = [f'page {view.number} {buttons}']
-    for number, title, price in view.products:
+  if view.page_type == pages.RESULTS:
+    # The total number of results is omitted: it is nearly always 50.
+    lines = [f'page {view.page_number} {buttons}']
+    for asin, title, price in view.products:
       title = ' '.join(title.split()[:title_words])
-      lines.append(f'{_bracket(number)} {title} {price}')
-  elif view.kind == pages.ITEM:
+      lines.append(f'{_bracket(asin)} {title} {price}')
+  elif view.page_type == pages.ITEM:
     lines = [buttons]
     for name, values in view.options.items():
       lines.append(f'{name}: {" ".join(map(_bracket, values))}')
@@ -139,8 +149,8 @@ def _paper(
 
 
 def _brief(task: str, observation: str, history: Sequence[turns.Turn]) -> str:
-  taken = [f'> {turn.action}' for turn in history]
-  return '\n'.join([f'Task: {task}', *taken, observation])
+  past_actions = [f'> {turn.action}' for turn in history]
+  return '\n'.join([f'Task: {task}', *past_actions, observation])
 
 
 def build(
@@ -158,10 +168,10 @@ def build(
   Args:
     task: the instruction.
     observation: the page, from `describe`.
-    admissible: what it admits, from `actions`.
-    history: the last K turns, oldest first; may be empty. Left out where the
+    admissible: admissible actions, from `actions`.
+    history: the last K turns, oldest first; may be empty. It is omitted if the
       message would be longer than MAX_CHARACTERS.
-    step: number of turns already taken.
+    step: number of turns taken so far in the episode.
     style: one of STYLES.
     require_think: whether the instruction asks for a `<think>` part.
   """
@@ -176,7 +186,7 @@ def build(
 
 
 def project(response: str, *, require_think: bool = True) -> tuple[str, bool]:
-  """Returns (action, valid); see `turns.project`."""
+  """Parses a response; returns (action, valid). See `turns.project`."""
   return turns.project(
     response,
     require_think=require_think,

@@ -1,19 +1,20 @@
-"""How much two titles speak of the same thing: the nouns that they share.
+"""Title similarity: the share of nouns that two product titles have in common.
 
-The original tags titles with spaCy's en_core_web_sm, which PyPI does not
-have. It is used where it is installed. Otherwise titles are cut by spaCy's
-rules for English, written out below, and each word is tagged by itself with
-TextBlob's lexicon. Of the official 1,000 titles, 992 are cut as spaCy cuts
-them and 995 give the nouns of its cut; the title score of 83 of 83 recorded
-purchases is as recorded, with the original engine and this tagger.
+The original tags titles with spaCy's model en_core_web_sm, which is not on
+PyPI. If the model is installed, this module uses it. Otherwise it splits titles
+by a copy of spaCy's English rules and tags each word alone, with TextBlob's
+lexicon. On the 1,000 official titles, 992 splits equal spaCy's, and 995 titles
+give the same nouns as spaCy's split. For all 83 recorded purchases the title
+score equals the recorded one, which the original engine computed with this
+tagger.
 
-The two taggers can only differ about purchases of a WRONG product: one's own
-title always shares all its nouns. How much hangs on them, from 20,000 random
-pairs of products each (bought, wanted), anywhere in the shop and with the same
-query (benchmarks/webshop_titles.py): TextBlob reading whole titles instead of
-single words changes the type part of 1.0 % and 3.4 %, and whether it is 1 of
-0.2 % and 2.7 %. Taking every word for a noun, which is worse than any tagger:
-48 % and 25 %; 2 % and 16 %.
+The choice of the tagger only matters if a WRONG product is bought: a title
+shares all nouns with itself. Its effect was measured on 20,000 random pairs
+(bought, wanted) from the whole shop, and 20,000 pairs with the same query
+(benchmarks/webshop_titles.py). If TextBlob tags whole titles instead of single
+words, the type score changes in 1.0 % and 3.4 % of the pairs; it changes to or
+from 1 in 0.2 % and 2.7 %. If every word counts as a noun, which is worse than
+any tagger, these are 48 % and 25 %, and 2 % and 16 %.
 """
 
 import functools
@@ -25,9 +26,9 @@ import regex
 
 _MODEL = 'en_core_web_sm'
 
-# spaCy's rules: signs leave the front and the back of a word one by one, then
-# the rest is cut at signs within.
-_SIGNS = (
+# spaCy's rules: punctuation is removed from the front and the back of a word
+# one by one; the rest is split at the punctuation inside.
+_PUNCTUATION = (
   r'\.\.+|[…,:;!?¿؟¡()\[\]{}<>_#*&。？！，、；：～·।،۔؛٪]'
   r'|[\'"”“`‘´’‚„»«「」『』（）〔〕【】《》〈〉⟦⟧]|\p{So}|[—–]'
 )
@@ -35,12 +36,12 @@ _UNITS = (
   'km|km²|km³|m|m²|m³|dm|dm²|dm³|cm|cm²|cm³|mm|mm²|mm³|ha|µm|nm|yd|in|ft|kg|g'
   '|mg|µg|t|lb|oz|m/s|km/h|mph|hPa|Pa|mbar|mb|MB|kb|KB|gb|GB|tb|TB|T|G|M|K|%'
 )
-_FRONT = regex.compile(rf'{_SIGNS}|[§%=]|\+(?![0-9])|\p{{Sc}}')
-_BACK = regex.compile(
-  rf"(?:{_SIGNS}|['’][sS]|(?<=[0-9])(?:\+|\p{{Sc}}|{_UNITS})"
+_PREFIX = regex.compile(rf'{_PUNCTUATION}|[§%=]|\+(?![0-9])|\p{{Sc}}')
+_SUFFIX = regex.compile(
+  rf"(?:{_PUNCTUATION}|['’][sS]|(?<=[0-9])(?:\+|\p{{Sc}}|{_UNITS})"
   r'|(?<=[0-9\p{Ll}\p{P}²\-+])\.|(?<=\p{Lu}\p{Lu})\.)$'
 )
-_WITHIN = regex.compile(
+_INFIX = regex.compile(
   r'\.\.+|…|\p{So}|(?<=[0-9])[+\-*^](?=[0-9-])'
   r'|(?<=[\p{Ll}\p{Pi}\p{Pf}"])\.(?=[\p{Lu}\p{Pi}\p{Pf}"])'
   r'|(?<=\p{L}),(?=\p{L})|(?<=[\p{L}0-9])(?:--+|[-–—~:<>=/])(?=\p{L})'
@@ -48,15 +49,19 @@ _WITHIN = regex.compile(
 
 
 def overlap(bought: str, wanted: str) -> float:
-  """Returns the share of the wanted title's nouns that the bought one has.
+  """Returns the share of the wanted title's nouns that the bought title has.
 
-  Nouns that a title repeats count once in the numerator and every time in the
-  denominator, as in the original; 0.2 if the wanted title has none.
+  As in the original, a repeated noun counts once in the numerator and every
+  time in the denominator, and the result is 0.2 if the wanted title has none.
+
+  Args:
+    bought: title of the product that was bought.
+    wanted: title of the goal product.
   """
-  has, wants = nouns(bought), nouns(wanted)
-  if not wants:
+  bought_nouns, wanted_nouns = nouns(bought), nouns(wanted)
+  if not wanted_nouns:
     return 0.2
-  return len(set(has) & set(wants)) / len(wants)
+  return len(set(bought_nouns) & set(wanted_nouns)) / len(wanted_nouns)
 
 
 @functools.lru_cache(65_536)
@@ -67,7 +72,7 @@ def nouns(title: str) -> tuple[str, ...]:
 
 @functools.cache
 def tagger() -> Callable[[str], tuple[str, ...]]:
-  """Returns what finds nouns; loads it at the first call."""
+  """Returns the function that finds the nouns of a title; loads it once."""
   if importlib.util.find_spec(_MODEL):
     import spacy
 
@@ -75,7 +80,7 @@ def tagger() -> Callable[[str], tuple[str, ...]]:
   from textblob import en
 
   with warnings.catch_warnings():
-    # It leaves the file of its lexicon to the garbage collector.
+    # TextBlob does not close the file of its lexicon.
     warnings.simplefilter('ignore', ResourceWarning)
     en.parser.find_tags(['word'])
 
@@ -87,8 +92,8 @@ def tagger() -> Callable[[str], tuple[str, ...]]:
 
 
 def _by_model(model: Callable, title: str) -> tuple[str, ...]:
-  found = (t for t in model(title) if t.pos_ in ('NOUN', 'PROPN'))
-  return tuple(t.text.lower() for t in found)
+  tokens = (t for t in model(title) if t.pos_ in ('NOUN', 'PROPN'))
+  return tuple(t.text.lower() for t in tokens)
 
 
 def _by_lexicon(is_noun: Callable[[str], bool], title: str) -> tuple[str, ...]:
@@ -96,27 +101,27 @@ def _by_lexicon(is_noun: Callable[[str], bool], title: str) -> tuple[str, ...]:
 
 
 def words(title: str) -> list[str]:
-  """Returns the words and signs of a title, cut about as spaCy cuts it."""
-  found = []
+  """Splits a title into words and punctuation, nearly always as spaCy does."""
+  tokens = []
   for word in title.split():
-    tail = []
+    suffixes = []
     while word:
-      if front := _FRONT.match(word):
-        found.append(front[0])
-        word = word[front.end() :]
-      elif back := _BACK.search(word):
-        tail.append(back[0])
-        word = word[: back.start()]
+      if prefix := _PREFIX.match(word):
+        tokens.append(prefix[0])
+        word = word[prefix.end() :]
+      elif suffix := _SUFFIX.search(word):
+        suffixes.append(suffix[0])
+        word = word[: suffix.start()]
       else:
         break
-    found += [*_cut(word), *reversed(tail)]
-  return found
+    tokens += [*_split_infixes(word), *reversed(suffixes)]
+  return tokens
 
 
-def _cut(word: str) -> Iterator[str]:
+def _split_infixes(word: str) -> Iterator[str]:
   start = 0
-  for sign in _WITHIN.finditer(word):
-    yield from filter(None, (word[start : sign.start()], sign[0]))
-    start = sign.end()
+  for infix in _INFIX.finditer(word):
+    yield from filter(None, (word[start : infix.start()], infix[0]))
+    start = infix.end()
   if word[start:]:
     yield word[start:]

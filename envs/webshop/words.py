@@ -1,7 +1,7 @@
-"""What generated shops sell: departments, qualities, colours, sizes.
+"""Word lists for generated shops: departments, attributes, colours, sizes.
 
-Tables for `catalogue`. Every list begins with its plainest entries, because
-a smaller vocabulary takes the beginning of each.
+`catalogue.py` draws from them. Every list starts with its most common entries,
+because a smaller vocabulary uses only the beginning of each list.
 """
 
 import dataclasses
@@ -12,14 +12,14 @@ class Department:
   """One category of a shop.
 
   Attributes:
-    path: top of the product category.
-    aisles: aisle to its shelves; a shelf is (search phrase, noun of a title).
-    qualities: attributes that stand before the noun.
-    parts: attributes that a product comes with.
-    uses: attributes that a product is for.
-    options: name of an option to its usual values.
-    option_counts: weights of having 0, 1, 2, 3 options.
-    price: median, in dollars.
+    path: first level of the product category.
+    aisles: aisle -> shelves; a shelf is (search phrase, noun of a title).
+    qualities: attributes that precede the noun ('oil free').
+    parts: attributes that follow 'with' ('green tea').
+    uses: attributes that follow 'for' ('dry skin').
+    options: option name -> usual values.
+    option_counts: weights of products with 0, 1, 2, 3 options.
+    price: median price in dollars.
   """
 
   path: str
@@ -56,7 +56,7 @@ BRANDS = _list("""
   Kalmar, Lintel, Morwen, Nettle Hill, Oakrun, Pineway, Quarry Lane, Redfern,
   Saltmarsh, Thornby, Upland, Vantell, Willowick, Yewdale""")
 
-# What listings say besides; no attribute, option or noun among them.
+# Title phrases without content; none is an attribute, an option or a noun.
 FILLERS = _list("""
   Great Gift Idea, 2 Pack, New Design, Upgraded Version, Set of 3, Gift Box,
   Best Choice, for Men and Women, Ideal Present, Everyday Essential, Big Value,
