@@ -23,7 +23,7 @@ from envs import base, narrator, seeds
 FREE = '<your own words>'
 _MAX_NUMBERS = 256  # in an observation that becomes text by rule
 _DIGITS = 4  # significant digits that a prompt shows
-_ALL_DIGITS = 9  # significant digits that tell all float32 numbers apart
+_ALL_DIGITS = 9  # significant digits that distinguish all float32 numbers
 
 # Terminal escape codes. Highlighted text is put in brackets instead.
 _HIGHLIGHT = re.compile('\x1b\\[4[0-9]m(.*?)\x1b\\[0m')

@@ -137,9 +137,9 @@ def test_all_recorded_goals_are_reproduced():
   catalogue = products.load(DATA)
   with gzip.open(DATA / 'golden_goals.jsonl.gz', 'rt') as file:
     recorded = [json.loads(line) for line in file]
-  ours = [dataclasses.asdict(goal) for goal in goals.build(catalogue, seed=0)]
-  assert len(ours) == len(recorded) == GOALS
-  for a, b in zip(ours, recorded, strict=True):
+  built = [dataclasses.asdict(goal) for goal in goals.build(catalogue, seed=0)]
+  assert len(built) == len(recorded) == GOALS
+  for a, b in zip(built, recorded, strict=True):
     assert a | {'attributes': list(a['attributes'])} == b
 
 

@@ -7,9 +7,9 @@ page after the reset: obs, rich, url, has_search_bar, clickables. `steps` has
 each action with the page after it, the reward and done. After a purchase there
 is `reward_info`. The first line may have `prices`, by product.
 
-Rewards are compared part by part. The total, which the last page shows, is only
-compared if the recorded type score is 1, because the type score depends on the
-tagger (see titles.py).
+Rewards are compared part by part. The type score depends on the tagger (see
+titles.py). The total on the last page is therefore only compared if the
+recorded type score is 1.
 """
 
 import argparse

@@ -9,8 +9,9 @@ For queries with common words, most postings are never read. Similar documents
 are stored in blocks. For each word and block, the index has an upper bound of
 the word's score; their sum over the query bounds the scores in the block.
 Blocks are scored in descending order of this bound, until no remaining block
-can contain one of the k best (Mallia, Suel, Tonellotto, Faster Learned Sparse
-Retrieval with Block-Max Pruning, SIGIR 2024). The result is exact.
+can contain one of the k best. The result is exact. The method is from Mallia,
+Suel, Tonellotto, Faster Learned Sparse Retrieval with Block-Max Pruning, SIGIR
+2024.
 """
 
 import array

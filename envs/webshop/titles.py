@@ -52,7 +52,7 @@ def overlap(bought: str, wanted: str) -> float:
   """Returns the share of the wanted title's nouns that the bought title has.
 
   As in the original, a repeated noun counts once in the numerator and every
-  time in the denominator, and the result is 0.2 if the wanted title has none.
+  time in the denominator. The result is 0.2 if the wanted title has no noun.
 
   Args:
     bought: title of the product that was bought.
