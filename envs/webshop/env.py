@@ -141,7 +141,7 @@ class Goals:
     if groups > _REFERENCE_LISTS:
       raise ValueError(
         f'rollout.groups={groups}: with env.reference_sampling=True at most '
-        f'{_REFERENCE_LISTS}, because each group has its own list of goals'
+        f'{_REFERENCE_LISTS}, each with a list of goals of its own'
       )
     rng = np.random.RandomState(0)
     for _ in range(iteration + 1):
