@@ -22,6 +22,7 @@ import orbax.checkpoint as ocp
 from gigpo_jax import files, hosts
 
 _MANIFEST = 'manifest.json'
+_METADATA = '_CHECKPOINT_METADATA'  # of Orbax
 _UNFINISHED = '.orbax-checkpoint-tmp'  # in the name of a folder
 _ITEMS = ('state', 'host')
 
@@ -41,10 +42,14 @@ def damage(folder: pathlib.Path, *, contents: bool = True) -> str:
     folder: of the checkpoint.
     contents: whether files are read, and not just measured.
   """
+  if not (folder / _MANIFEST).is_file():
+    return f'has no {_MANIFEST}'
   try:
-    text = (folder / _MANIFEST).read_text(encoding='utf-8')
-    manifest = json.loads(text)
-    for name, (size, digest) in manifest.items():
+    listed = _listed(files.read_stored(folder / _MANIFEST))
+    for item in _ITEMS:
+      if not any(name.startswith(f'{item}/') for name in listed):
+        return f'{_MANIFEST} lists no file of {item}/'
+    for name, (size, digest) in listed.items():
       path = folder / name
       if not path.is_file():
         return f'{name} is missing'
@@ -52,11 +57,32 @@ def damage(folder: pathlib.Path, *, contents: bool = True) -> str:
         return f'{name} has {path.stat().st_size} bytes, not {size}'
       if contents and _digest(path) != digest:
         return f'{name} has other contents than were written'
-  except FileNotFoundError:
-    return f'has no {_MANIFEST}'
-  except (OSError, ValueError, TypeError, AttributeError) as error:
+  except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
     return f'cannot be read ({error})'
   return ''
+
+
+def _listed(manifest: dict) -> dict[str, tuple[int, str]]:
+  """Returns size and digest of each file; version 0 had them at the top."""
+  return manifest['files'] if 'files' in manifest else manifest
+
+
+def _restore_metadata(folder: pathlib.Path) -> None:
+  """Writes Orbax's file about a checkpoint again, if it is damaged.
+
+  Orbax changes it once more when the checkpoint has its name, so that it has no
+  digest, and a kill may tear it; the manifest holds what it was before.
+  """
+  path = folder / _METADATA
+  with contextlib.suppress(OSError, ValueError, RecursionError):
+    described = files.read_object(path).get('item_handlers')
+    if isinstance(described, dict) and described.keys() == set(_ITEMS):
+      return
+  metadata = {}
+  with contextlib.suppress(ValueError):
+    metadata = files.read_stored(folder / _MANIFEST).get('metadata', {})
+  files.put(path, json.dumps(metadata))
+  hosts.say(f'{path}: was damaged, restored from {_MANIFEST}')
 
 
 def check_folder(folder: pathlib.Path) -> bool:
@@ -78,7 +104,7 @@ def check_folder(folder: pathlib.Path) -> bool:
 def _numbers(folder: pathlib.Path) -> list[int]:
   """Returns the iterations of a folder's checkpoints, whole or not."""
   paths = folder.iterdir() if folder.is_dir() else ()
-  return sorted(int(p.name) for p in paths if p.name.isdecimal())
+  return sorted(int(p.name) for p in paths if p.name.isdecimal() and p.is_dir())
 
 
 def describe_resume(folder: pathlib.Path) -> str:
@@ -108,9 +134,14 @@ def _write_manifest(folder: pathlib.Path) -> None:
     for path in sorted((folder / item).rglob('*'))
     if path.is_file()
   ]
-  manifest = {
+  listed = {
     str(path.relative_to(folder)): (path.stat().st_size, _digest(path))
     for path in found
+  }
+  manifest = {
+    'version': files.VERSION,
+    'files': listed,
+    'metadata': files.read_object(folder / _METADATA),
   }
   files.put(folder / _MANIFEST, json.dumps(manifest))
 
@@ -149,6 +180,11 @@ class Checkpointer:
     self._damage: dict[int, str] = {}
     for path in sorted(self._directory.glob(f'*{_UNFINISHED}*')):
       hosts.say(f'{path}: was not finished, passed over')
+    if hosts.first() and not read_only:
+      for number in _numbers(self._directory):
+        _restore_metadata(self._directory / str(number))
+    if hosts.several():
+      hosts.tell_all(None)  # All wait for the files.
     self._manager = ocp.CheckpointManager(
       str(self._directory),
       # Named, so that a fresh process can read metadata before it restores.

@@ -8,19 +8,23 @@ mean over the evaluations that all of them have.
 """
 
 import argparse
-import json
 import pathlib
 import sys
 from collections.abc import Sequence
 
-from gigpo_jax import metrics
+from gigpo_jax import files, metrics
 
 _RATE = 'eval/success_rate'
+_NEEDED = (_RATE, 'eval/success_low', 'eval/success_high')
 
 
 def evaluations(lines: Sequence[dict]) -> dict[int, dict]:
   """Returns the lines with an evaluation, by iteration."""
-  found = {line['iteration']: line for line in lines if _RATE in line}
+  found = {
+    line['iteration']: line
+    for line in lines
+    if all(line.get(name) is not None for name in _NEEDED)
+  }
   if not found:
     raise ValueError(
       f'no {_RATE} in {len(lines)} iterations; must have been evaluated '
@@ -43,7 +47,7 @@ def table(runs: Sequence[tuple[str, int, Sequence[dict]]]) -> str:
     middle = [f'{found[i][_RATE]:.1%}' for i in order[1:-1]]
     seconds = sum(
       # An iteration counts its evaluation, but the last has no iteration.
-      line.get('time/iteration_secs', line.get('time/evaluation_secs', 0.0))
+      line.get('time/iteration_secs') or line.get('time/evaluation_secs') or 0.0
       for line in lines
     )
     low, high = (last[f'eval/success_{end}'] for end in ('low', 'high'))
@@ -110,7 +114,9 @@ def load(workdir: str | pathlib.Path) -> tuple[str, int, list[dict]]:
     raise ValueError(
       f'{workdir}: no config.json; must be the --workdir of a run'
     )
-  config = json.loads(path.read_text())
+  config = files.read_stored(path)
+  if missing := {'variant', 'seed'} - config.keys():
+    raise ValueError(f'{path}: lacks {", ".join(sorted(missing))}')
   lines = metrics.read(workdir)
   try:
     evaluations(lines)

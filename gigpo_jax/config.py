@@ -768,7 +768,8 @@ def _has_accelerator() -> bool:
 def save(config: ml_collections.ConfigDict, workdir: str) -> None:
   """Stores the config in a work directory."""
   now = json.loads(config.to_json_best_effort())
-  text = json.dumps(now, indent=2, sort_keys=True)
+  stored = now | {'version': files.VERSION}
+  text = json.dumps(stored, indent=2, sort_keys=True)
   files.put(pathlib.Path(workdir) / _STORED, text + '\n')
 
 
@@ -807,18 +808,22 @@ def check_resume(
   """
   path = pathlib.Path(workdir) / _STORED
   now = json.loads(config.to_json_best_effort())
-  if allow_change or not path.exists():
+  saved = (path.parent / 'checkpoints').glob('[0-9]*')
+  begun = path.exists() or any(saved)
+  if allow_change or not begun:
     return
   try:
-    then = files.read_object(path)
-  except (OSError, ValueError) as error:
+    then = files.read_stored(path)
+    if not isinstance(then.get('num_iterations'), int):
+      raise ValueError('lacks num_iterations')
+  except ValueError as error:
     raise ValueError(
       f'--workdir={workdir}: its {_STORED} cannot be read ({error}); give '
-      'another --workdir, or --allow_config_change to go on with this config'
+      'another --workdir, or --allow_config_change to resume with this config'
     ) from error
   # Running longer, or looking more often, is no other experiment.
   free = {'checkpoint.keep', 'episodes.every', 'metrics.wandb'}
-  if now['num_iterations'] >= then.get('num_iterations', 0):
+  if now['num_iterations'] >= then['num_iterations']:
     free.add('num_iterations')
   changed = [
     f'{name}={new} (was {old})'

@@ -7,6 +7,7 @@ the prompt and of the tokens before.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -71,9 +72,15 @@ class Critic:
     """Returns shapes, types and shardings of a state."""
     return self._learner.describe()[0]
 
-  def warm_up(self, state: learner.TrainState) -> learner.TrainState:
+  def num_programs(self) -> int:
+    """Returns how many calls `warm_up` counts."""
+    return self._learner.num_programs()
+
+  def warm_up(
+    self, state: learner.TrainState, advance: Callable[[], None] = lambda: None
+  ) -> learner.TrainState:
     """Compiles every program; returns the state as it was."""
-    return self._learner.warm_up(state)
+    return self._learner.warm_up(state, advance=advance)
 
   def values(self, params: dict, rows: batch.Rows) -> Float[np.ndarray, 'R C']:
     """Returns the value ahead of each completion token; 0 past the end."""

@@ -11,6 +11,7 @@ and renamed, so that a set can be read while it grows and after any kill.
 
 import dataclasses
 import functools
+import itertools
 import math
 import pathlib
 import shutil
@@ -277,6 +278,9 @@ class Log:
     every: iterations between two that are kept.
     first_iteration: where the run begins or resumes; what is there from then
       on is dropped, so that every iteration is there once.
+    most_repeated: how many iterations from there on a kill explains. If there
+      are more, or files that no list names, the folder is kept as episodes.bak;
+      None: any number.
   """
 
   def __init__(
@@ -287,16 +291,26 @@ class Log:
     seed: int,
     every: int = 1,
     first_iteration: int = 0,
+    most_repeated: int | None = None,
   ):
     self._directory = pathlib.Path(directory)
     self._seed, self._every = seed, every
-    self._metadata = {'tokenizer': text.fingerprint, 'seed': seed}
+    self._metadata = {
+      'version': files.VERSION,
+      'tokenizer': text.fingerprint,
+      'seed': seed,
+    }
     self._shards: list[tuple[int, int]] = []
-    if (self._directory / INFO).exists():
-      there = open_set(self._directory)
-      # What another tokenizer made cannot be read with this one.
-      if there.fingerprint == text.fingerprint:
-        self._shards = [s for s in there.shards if s[0] < first_iteration]
+    shards, wrong = _past(self._directory, text, first_iteration, most_repeated)
+    if wrong:
+      backup = files.free_name(self._directory)
+      self._directory.rename(backup)
+      print(
+        f'{self._directory}: {wrong}; the folder is kept as {backup.name}',
+        flush=True,
+      )
+    else:
+      self._shards = shards
     self._directory.mkdir(parents=True, exist_ok=True)
     with files.written(self._directory):
       text.save(str(self._directory / 'tokenizer'))
@@ -389,6 +403,33 @@ class Log:
     for name in ('features.json', 'metadata.json', INFO):
       files.settle(beside / name, self._directory / name)
     beside.rmdir()
+
+
+def _past(
+  directory: pathlib.Path,
+  text: 'tokenizer.Tokenizer',
+  first_iteration: int,
+  most_repeated: int | None,
+) -> tuple[list[tuple[int, int]], str]:
+  """Returns the shards before an iteration, and why not to go on with them."""
+  paths = set(directory.glob(f'{FOLDER}-*.array_record-*'))
+  paths = {path for path in paths if path.suffix != '.tmp'}
+  if not (directory / INFO).exists():
+    return [], f'has {len(paths)} files but no {INFO}' if paths else ''
+  there = open_set(directory)
+  if there.fingerprint != text.fingerprint:
+    return [], 'holds the tokens of another tokenizer'
+  # The one that was written last may not be in the list yet.
+  known = {_path(directory, n) for n in range(len(there.shards) + 1)}
+  if unknown := sorted(path.name for path in paths - known):
+    return [], f'{INFO} does not list {unknown[0]}'
+  repeated = [n for n, _ in there.shards if n >= first_iteration]
+  if most_repeated is not None and len(repeated) > most_repeated:
+    return [], (
+      f'has {len(repeated)} iterations from {first_iteration} on, of no '
+      'checkpoint that is there'
+    )
+  return [s for s in there.shards if s[0] < first_iteration], ''
 
 
 def _features() -> tfds.features.FeaturesDict:
@@ -532,9 +573,23 @@ def check_folder(directory: pathlib.Path) -> None:
     found = open_set(directory)
   except ValueError as error:
     raise ValueError(f'{error}; {remedy}') from error
-  paths = [_path(directory, n) for n in range(len(found.shards))]
-  if missing := [path.name for path in paths if not path.is_file()]:
-    raise ValueError(f'{directory}: {", ".join(missing)} missing; {remedy}')
+  for number, (_, length) in enumerate(found.shards):
+    path = _path(directory, number)
+    if wrong := _damage(path, length):
+      raise ValueError(f'{path}: {wrong}; {remedy}')
+
+
+def _damage(path: pathlib.Path, length: int) -> str:
+  """Returns what is wrong with a shard; '' if it can be read."""
+  if not path.is_file():
+    return 'missing'
+  try:
+    reader = array_record_module.ArrayRecordReader(str(path))
+    there = reader.num_records()
+    reader.close()
+  except Exception as error:  # The library raises nothing narrower.
+    return f'cannot be read ({" ".join(str(error).split())[:120]})'
+  return '' if there == length else f'has {there} episodes, not {length}'
 
 
 def open_set(directory: str | pathlib.Path) -> EpisodeSet:
@@ -554,21 +609,43 @@ def open_set(directory: str | pathlib.Path) -> EpisodeSet:
   except Exception as error:  # Of protobuf, json, tfds.
     reason = ' '.join(str(error).split())[:200]
     raise ValueError(f'{directory}: cannot be read: {reason}') from error
-  metadata = dict(builder.info.metadata.items())
-  if 'tokenizer' not in metadata or 'iterations' not in metadata:
+  metadata = files.read_stored(directory / 'metadata.json')
+  iterations = metadata.get('iterations')
+  if 'tokenizer' not in metadata or not _rises(iterations):
     raise ValueError(
-      f'{directory}: does not tell the tokenizer of its tokens; needs a set '
-      'that was made with --config.episodes.every'
+      f'{directory}/metadata.json: does not tell the tokenizer of the tokens, '
+      'or the iterations; needs a set that was made with '
+      '--config.episodes.every'
     )
-  lengths = builder.info.splits[_SPLIT].shard_lengths
+  splits = builder.info.splits
+  lengths = splits[_SPLIT].shard_lengths if _SPLIT in splits else None
+  # The list of iterations may be longer, for a moment.
+  if lengths is None or len(lengths) > len(iterations):
+    raise ValueError(
+      f'{directory}/{INFO}: does not have a file for each iteration'
+    )
+  source: Sequence[bytes] = []
+  try:
+    if lengths:
+      source = builder.as_data_source(
+        _SPLIT,
+        deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES,
+      )
+  except Exception as error:  # Of a file that is damaged or missing.
+    reason = ' '.join(str(error).split())[:200]
+    raise ValueError(f'{directory}: cannot be read: {reason}') from error
   return EpisodeSet(
     directory=directory,
-    shards=list(zip(metadata['iterations'], lengths, strict=False)),
+    shards=list(zip(iterations, lengths, strict=False)),
     fingerprint=metadata['tokenizer'],
-    source=builder.as_data_source(
-      _SPLIT,
-      deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES,
-    )
-    if lengths
-    else [],
+    source=source,
+  )
+
+
+def _rises(numbers: object) -> bool:
+  """Returns whether it is a list of rising iterations."""
+  return (
+    isinstance(numbers, list)
+    and all(isinstance(n, int) for n in numbers)
+    and all(a < b for a, b in itertools.pairwise(numbers))
   )

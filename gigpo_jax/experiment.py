@@ -364,7 +364,10 @@ def make_critic(
 
 
 def make_writer(
-  config: ml_collections.ConfigDict, workdir: str, first_iteration: int = 0
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  first_iteration: int = 0,
+  most_repeated: int | None = None,
 ) -> metrics.Writer | metrics.NullWriter:
   """Returns what keeps the metrics; of several processes the first does."""
   if not hosts.first():
@@ -372,6 +375,7 @@ def make_writer(
   return metrics.Writer(
     workdir,
     first_iteration=first_iteration,
+    most_repeated=most_repeated,
     wandb=config.metrics.wandb,
     config=json.loads(config.to_json_best_effort()),
   )
@@ -382,6 +386,7 @@ def make_episode_log(
   workdir: str,
   text: tokenizer.Tokenizer,
   first_iteration: int,
+  most_repeated: int,
 ) -> 'episodes.Log | None':
   """Returns what keeps episodes; None where none are, or another process."""
   if not config.episodes.every or not hosts.first():
@@ -395,7 +400,21 @@ def make_episode_log(
     seed=config.seed,
     every=config.episodes.every,
     first_iteration=first_iteration,
+    most_repeated=most_repeated,
   )
+
+
+def most_repeated(
+  config: ml_collections.ConfigDict, workdir: str, first_iteration: int
+) -> int:
+  """Returns how many iterations a resumed run may repeat after a kill.
+
+  More of them are of checkpoints that were deleted.
+  """
+  if not first_iteration and (pathlib.Path(workdir) / 'policy').exists():
+    return 0  # It was finished.
+  # Checkpoints that are damaged, one being written, and the last evaluation.
+  return (config.checkpoint.keep + 2) * config.checkpoint.every + 1
 
 
 def check_episodes(config: ml_collections.ConfigDict, workdir: str) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import pathlib
@@ -10,6 +11,9 @@ from collections.abc import Iterator
 
 import filelock
 
+# Of what a run keeps and reads back: config.json, checkpoints, episodes. Files
+# without a version are of version 0, which differs in nothing else.
+VERSION = 1
 _LOCK, _OWNER = '.lock', '.lock_owner.json'
 
 
@@ -48,8 +52,41 @@ def read_object(path: pathlib.Path) -> dict:
   """
   found = json.loads(path.read_text(encoding='utf-8'))
   if not isinstance(found, dict):
-    raise ValueError('holds no JSON object')
+    raise ValueError(f'{path}: holds no JSON object')
   return found
+
+
+def take_version(found: dict, name: str | pathlib.Path) -> dict:
+  """Returns an object without its version.
+
+  Raises:
+    ValueError: in one line, if a later release has written it.
+  """
+  version = found.get('version', 0)
+  if not isinstance(version, int) or not 0 <= version <= VERSION:
+    raise ValueError(
+      f'{name}: has version {version!r:.40}, of a newer release; this one '
+      f'reads up to {VERSION}'
+    )
+  return {key: value for key, value in found.items() if key != 'version'}
+
+
+def read_stored(path: pathlib.Path) -> dict:
+  """Returns what a JSON file of a run holds, without its version.
+
+  Raises:
+    ValueError: in one line with the file's name, if it is damaged.
+  """
+  try:
+    return take_version(read_object(path), path)
+  except (OSError, RecursionError, UnicodeError, json.JSONDecodeError) as error:
+    raise ValueError(f'{path}: cannot be read ({error})') from error
+
+
+def free_name(path: pathlib.Path) -> pathlib.Path:
+  """Returns the first name that is free: PATH.bak, PATH.bak.1, ..."""
+  names = (f'{path.name}.bak{f".{n}" if n else ""}' for n in itertools.count())
+  return next(p for n in names if not (p := path.with_name(n)).exists())
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ loss. Knows no environment, no text and no algorithm.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import flax.struct
 import jax
@@ -250,38 +250,79 @@ class Learner:
       updates = mesh_lib.place(np.zeros((), np.int32), self._replicated)
       return TrainState(params, self._run('init', params), updates)
 
+  def num_programs(self, *, reference: bool = False) -> int:
+    """Returns how many calls `warm_up` counts, with a reference or without."""
+    calls = self._warm_up_calls({}, {} if reference else None)
+    return sum(1 for _ in calls)
+
   def warm_up(
-    self, state: TrainState, reference: dict | None = None
+    self,
+    state: TrainState,
+    reference: dict | None = None,
+    advance: Callable[[], None] = lambda: None,
   ) -> TrainState:
     """Compiles every program, so that none compiles later.
 
     Args:
       state: donated.
       reference: frozen parameters, where their type is another.
+      advance: called after each of `num_programs` programs.
 
     Returns:
       The state as it was.
     """
-    with jax.set_mesh(self._mesh):
-      grads, sums = self._run('zeros', state.params, np.float32(0))
-      for length in self._length_buckets:
-        empty = self._packer.empty(length)
-        for params in (state.params, reference):
-          if params is not None:
-            self._log_probs(params, empty)
-        grads, sums = self._run(
-          'accumulate',
-          state.params,
-          self.base,
-          self._put(empty, self._no_columns(empty)),
-          grads=grads,
-          sums=sums,
-        )
+    held: dict = {'state': state}
+    del state
+    for call in self._warm_up_calls(held, reference):
+      with jax.set_mesh(self._mesh):
+        call()
+      advance()
+    return held['state']
+
+  def _warm_up_calls(
+    self, held: dict, reference: dict | None
+  ) -> Iterator[Callable[[], object]]:
+    """Yields calls that compile a program each; to be made in this order.
+
+    Args:
+      held: the state; holds gradients and sums from the first call on.
+      reference: see `warm_up`.
+    """
+
+    def zeros() -> None:
+      params = held['state'].params
+      held['grads'], held['sums'] = self._run('zeros', params, np.float32(0))
+
+    def log_probs(params: dict | None, length: int) -> None:
+      params = held['state'].params if params is None else params
+      self._log_probs(params, self._packer.empty(length))
+
+    def accumulate(length: int) -> None:
+      empty = self._packer.empty(length)
+      held['grads'], held['sums'] = self._run(
+        'accumulate',
+        held['state'].params,
+        self.base,
+        self._put(empty, self._no_columns(empty)),
+        grads=held['grads'],
+        sums=held['sums'],
+      )
+
+    def apply() -> None:
       # An update that is no number is skipped.
-      grads = self._run('fill', grads, np.float32(np.nan))
-      state, _ = self._run('apply', state=state, grads=grads, sums=sums)
-      jax.block_until_ready(state)
-    return state
+      grads = self._run('fill', held.pop('grads'), np.float32(np.nan))
+      held['state'], _ = self._run(
+        'apply', state=held.pop('state'), grads=grads, sums=held.pop('sums')
+      )
+      jax.block_until_ready(held['state'])
+
+    yield zeros
+    for length in self._length_buckets:
+      yield functools.partial(log_probs, None, length)
+      if reference is not None:
+        yield functools.partial(log_probs, reference, length)
+      yield functools.partial(accumulate, length)
+    yield apply
 
   def describe(self) -> tuple[TrainState, dict]:
     """Returns shapes, types and shardings of a state, and of `base`."""

@@ -1,11 +1,11 @@
 """What a run says: numbers of an iteration, a line, a file, a picture."""
 
-import contextlib
 import json
 import math
 import os
 import pathlib
 import secrets
+import shutil
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -189,6 +189,9 @@ class Writer:
     first_iteration: where the run begins or resumes; lines from there on, and
       a line that was torn by a kill, are dropped, so that every iteration is
       there once.
+    most_repeated: how many lines from there on a kill explains. If there are
+      more, or other lines are damaged, the file is kept as metrics.jsonl.bak;
+      None: any number.
     wandb: project of Weights & Biases; '' for none.
     config: of the run, to be shown there.
   """
@@ -198,17 +201,14 @@ class Writer:
     workdir: str | pathlib.Path,
     *,
     first_iteration: int = 0,
+    most_repeated: int | None = None,
     wandb: str = '',
     config: dict[str, Any] | None = None,
   ):
     self._path = pathlib.Path(workdir) / _FILE
     self._path.parent.mkdir(parents=True, exist_ok=True)
-    kept = [
-      json.dumps(line)
-      for line in read(workdir)
-      if line['iteration'] < first_iteration
-    ]
-    files.put(self._path, ''.join(line + '\n' for line in kept))
+    kept = _past(self._path, first_iteration, most_repeated)
+    files.put(self._path, ''.join(json.dumps(x) + '\n' for x in kept))
     self._file = self._path.open('a', encoding='utf-8')
     self._board = _Board(
       pathlib.Path(workdir) / 'tensorboard', purge_step=first_iteration
@@ -308,17 +308,88 @@ class NullWriter:
 
 
 def read(workdir: str | pathlib.Path) -> list[dict]:
-  """Returns the lines of a run's metrics.jsonl that are whole."""
-  path = pathlib.Path(workdir) / _FILE
-  lines = []
-  if path.exists():
+  """Returns the valid lines of a run's metrics.jsonl."""
+  return _read(pathlib.Path(workdir) / _FILE)[0]
+
+
+def _read(path: pathlib.Path) -> tuple[list[dict], int]:
+  """Returns the valid lines, and how many others there are.
+
+  A last line without its end, as a kill leaves it, is not counted.
+  """
+  if not path.exists():
+    return [], 0
+  try:
     text = path.read_text(encoding='utf-8', errors='replace')
-    for line in text.splitlines(keepends=True):
-      # A kill tears the last line; a power cut may leave zeros anywhere.
-      with contextlib.suppress(json.JSONDecodeError):
-        if line.endswith('\n'):
-          lines.append(json.loads(line))
-  return lines
+  except OSError as error:
+    raise ValueError(f'{path}: cannot be read ({error})') from error
+  lines = [x for x in text.split('\n')[:-1] if x.strip()]
+  parsed = [_parse(line) for line in lines]
+  valid = [line for line in parsed if line is not None]
+  return valid, len(lines) - len(valid)
+
+
+def _parse(text: str) -> dict | None:
+  """Returns a line of metrics.jsonl; None if it is damaged."""
+  try:
+    line = json.loads(text)
+  except (ValueError, RecursionError):
+    return None
+  if not isinstance(line, dict) or not isinstance(line.get('iteration'), int):
+    return None
+  plain = all(
+    x is None or (isinstance(x, (int, float)) and not isinstance(x, bool))
+    for x in line.values()
+  )
+  return line if plain and line['iteration'] >= 0 else None
+
+
+def _past(
+  path: pathlib.Path, first_iteration: int, most_repeated: int | None
+) -> list[dict]:
+  """Returns the lines before an iteration, one for each.
+
+  Reports iterations that are missing. Where the other lines are more than a
+  kill explains, keeps a copy of the file, and says so.
+  """
+  lines, damaged = _read(path)
+  kept = {x['iteration']: x for x in lines if x['iteration'] < first_iteration}
+  wrong = []
+  if missing := first_iteration - len(kept):
+    absent = next(n for n in range(first_iteration) if n not in kept)
+    wrong.append(
+      f'{missing} of the {first_iteration} iterations up to the checkpoint are '
+      f'missing, from iteration {absent} on'
+    )
+  if damaged:
+    wrong.append(f'{damaged} lines are damaged')
+  repeated = sum(x['iteration'] >= first_iteration for x in lines)
+  if most_repeated is not None and repeated > most_repeated:
+    wrong.append(
+      f'{repeated} lines from iteration {first_iteration} on are of no '
+      'checkpoint that is there'
+    )
+  if wrong:
+    # Nothing that could be lost: all there is stays in the file.
+    complete = not damaged and repeated == 0 and _ends(path)
+    backup = None if complete else _copy(path)
+    print(
+      f'{path}: {"; ".join(wrong)}'
+      + (f'; the file is kept as {backup.name}' if backup else ''),
+      flush=True,
+    )
+  return [kept[n] for n in sorted(kept)]
+
+
+def _ends(path: pathlib.Path) -> bool:
+  """Returns whether a file is missing, empty or ends with a whole line."""
+  return not path.exists() or path.read_bytes()[-1:] in (b'', b'\n')
+
+
+def _copy(path: pathlib.Path) -> pathlib.Path:
+  backup = files.free_name(path)
+  shutil.copy2(path, backup)
+  return backup
 
 
 def console_line(iteration: int, metrics: dict[str, float]) -> str:

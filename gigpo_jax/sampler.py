@@ -17,6 +17,7 @@ tokens decoded in a step, **V** vocabulary.
 import collections
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -363,36 +364,68 @@ class Sampler:
     self._cache: qwen.Cache | None = None
     self._state: jax.Array | None = None
 
-  def warm_up(self, params: dict) -> None:
+  @property
+  def num_programs(self) -> int:
+    """How many programs `warm_up` counts."""
+    return 1 + sum(1 for _ in self._warm_up_calls())
+
+  def warm_up(
+    self, params: dict, advance: Callable[[], None] = lambda: None
+  ) -> None:
     """Compiles every bucket, so that nothing compiles later.
 
-    What it takes in memory it gives back.
+    Returns all memory that it takes.
+
+    Args:
+      params: of the policy.
+      advance: called after each of `num_programs` programs.
     """
     self.load(params)
-    sizes = [(r, n) for r in self._row_buckets for n in self._length_buckets]
+    advance()
     with jax.set_mesh(self._mesh):
-      read = {
-        (r, p): self._read(
-          self._params, self._place(np.zeros((r, p), np.int32))
-        )
-        for r in self._read_buckets
-        for p in self._prompt_buckets
-      }
-      for rows, length in sizes:
-        self._allocate(rows, length)
-        for other in sizes:
-          if (rows == other[0]) != (length == other[1]):
-            self._resize(self._cache, self._state, *other)
-        for (r, p), prompts in read.items():
-          # Slots from `rows` on are nowhere.
-          nowhere = self._place(np.full(r, rows, np.int32))
-          self._cache = self._copy(self._cache, nowhere, nowhere)
-          if p <= length:
-            self._cache = self._insert(self._cache, prompts, nowhere)
-        for truncated in self._truncations:
-          step = self._dispatch([], rows, truncated)
-          jax.block_until_ready(step.outputs)
+      for call in self._warm_up_calls():
+        call()
+        advance()
     self.release()
+
+  def _warm_up_calls(self) -> Iterator[Callable[[], object]]:
+    """Yields calls that compile a program each; to be made in this order."""
+    sizes = list(itertools.product(self._row_buckets, self._length_buckets))
+    reads = list(itertools.product(self._read_buckets, self._prompt_buckets))
+    prompts: dict[tuple[int, int], dict] = {}
+    for r, p in reads:
+      yield functools.partial(self._warm_up_prefill, prompts, r, p)
+    for rows, length in sizes:
+      yield functools.partial(self._allocate, rows, length)
+      for other in sizes:
+        if (rows == other[0]) != (length == other[1]):
+          yield functools.partial(self._warm_up_resize, *other)
+      for r in self._read_buckets:
+        yield functools.partial(self._warm_up_copy, r, rows)
+      for r, p in reads:
+        if p <= length:
+          yield functools.partial(self._warm_up_insert, prompts, r, p, rows)
+      for truncated in self._truncations:
+        yield functools.partial(self._warm_up_decode, rows, truncated)
+
+  def _warm_up_prefill(self, prompts: dict, r: int, p: int) -> None:
+    ids = self._place(np.zeros((r, p), np.int32))
+    prompts[r, p] = self._read(self._params, ids)
+
+  def _warm_up_resize(self, rows: int, length: int) -> None:
+    self._resize(self._cache, self._state, rows, length)
+
+  def _warm_up_copy(self, r: int, rows: int) -> None:
+    # Slots from `rows` on do not exist.
+    slots = self._place(np.full(r, rows, np.int32))
+    self._cache = self._copy(self._cache, slots, slots)
+
+  def _warm_up_insert(self, prompts: dict, r: int, p: int, rows: int) -> None:
+    slots = self._place(np.full(r, rows, np.int32))
+    self._cache = self._insert(self._cache, prompts[r, p], slots)
+
+  def _warm_up_decode(self, rows: int, truncated: bool | None) -> None:
+    jax.block_until_ready(self._dispatch([], rows, truncated).outputs)
 
   def lower(self, params: dict, base: dict) -> dict[str, jax.stages.Lowered]:
     """Returns the largest programs, by name; nothing is compiled, nothing runs.

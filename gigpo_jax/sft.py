@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 _REPORT_SECS = 10.0  # between two lines on how many episodes there are
 
 
+# In a work directory of launch/train.py.
+_OF_A_RUN = ('checkpoints', 'config.json')
+
+
 def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
   """Trains by imitation; writes `workdir`/policy, a Hugging Face directory.
 
@@ -52,7 +56,8 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
   config_lib.validate(config, needs_model=not scratch)
   kept = _open(config) if config.sft.data else None
   config_lib.check_workdir(workdir)
-  if (pathlib.Path(workdir) / 'checkpoints').exists():
+  there = (pathlib.Path(workdir) / name for name in _OF_A_RUN)
+  if any(path.exists() for path in there):
     raise ValueError(
       f'--workdir={workdir}: holds a run of launch/train.py; must be another '
       'folder'

@@ -216,21 +216,13 @@ def _pins() -> bool:
 def _begin(
   run: Run, root: pathlib.Path, cores: Sequence[int]
 ) -> subprocess.Popen:
-  # What one has compiled the others find.
-  compiled = pathlib.Path(
-    os.environ.get('JAX_COMPILATION_CACHE_DIR') or root / 'compiled'
-  )
-  further = {
-    'OMP_NUM_THREADS': '1',
-    'JAX_COMPILATION_CACHE_DIR': str(compiled.absolute()),
-  }
   with open(root / f'{run.folder}.log', 'a', encoding='utf-8') as log:
     process = subprocess.Popen(
       run.command(root),
       cwd=_ROOT,
       stdout=log,
       stderr=subprocess.STDOUT,
-      env=os.environ | further,
+      env=os.environ | {'OMP_NUM_THREADS': '1'},
       # By the kernel, however this process ends.
       preexec_fn=functools.partial(worker.die_with, os.getpid()),
     )

@@ -16,8 +16,10 @@ from gigpo_jax import (
   batch,
   checkpoint,
   collection,
+  compilation,
   evaluation,
   experiment,
+  files,
   hosts,
   losses,
   metrics,
@@ -179,9 +181,10 @@ class _Run:
       first = self._start()
     if first:
       hosts.say(f'resuming {self._workdir} after iteration {first - 1}')
-    writer = experiment.make_writer(config, self._workdir, first)
+    repeated = experiment.most_repeated(config, self._workdir, first)
+    writer = experiment.make_writer(config, self._workdir, first, repeated)
     self._log = experiment.make_episode_log(
-      config, self._workdir, self._policy.tokenizer, first
+      config, self._workdir, self._policy.tokenizer, first, repeated
     )
     hosts.say(f'compiling for {len(jax.devices())} device(s)')
     self._warm_up()
@@ -234,15 +237,33 @@ class _Run:
       return 0
     del start, states  # There is no room for two.
     self._saved, self._states, host = self._checkpointer.restore(self._like)
-    self._tasks.restore(host['tasks'])
-    self._spent = collection.Spent(**host['spent'])
-    self._entropies = host['entropies']
-    self._skipped = host['skipped']
-    return host['iteration'] + 1
+    try:
+      self._restore_past(files.take_version(host, 'host state'))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
+      raise ValueError(
+        f'{self._workdir}/checkpoints/{self._saved}/host: not the state of a '
+        f'run ({type(e).__name__}: {e}); delete this checkpoint to resume from '
+        'the one before, or give another --workdir'
+      ) from e
+    return self._saved + 1
+
+  def _restore_past(self, past: dict) -> None:
+    """Takes over what `_past` returned."""
+    if past['iteration'] != self._saved:
+      raise ValueError(f'iteration is {past["iteration"]}')
+    self._tasks.restore(past['tasks'])
+    self._spent = collection.Spent(
+      **{name: int(value) for name, value in past['spent'].items()}
+    )
+    self._entropies = [float(value) for value in past['entropies']]
+    self._skipped = {
+      str(name): float(value) for name, value in past['skipped'].items()
+    }
 
   def _past(self, iteration: int) -> dict:
     """Returns what a resumed run needs to know besides the states."""
     return {
+      'version': files.VERSION,
       'iteration': iteration,
       'tasks': self._tasks.state(),
       'spent': dataclasses.asdict(self._spent),
@@ -273,14 +294,22 @@ class _Run:
     )
 
   def _warm_up(self) -> None:
-    with experiment.explained(*_SAMPLER_MEMORY):
-      self._policy.sampler.warm_up(self._params)
-    with experiment.explained(*_LEARNER_MEMORY):
-      self._states['policy'] = self._learner.warm_up(
-        self._states['policy'], self._reference
-      )
-      if self._critic:
-        self._states['critic'] = self._critic.warm_up(self._states['critic'])
+    total = self._policy.sampler.num_programs + self._learner.num_programs(
+      reference=self._reference is not None
+    )
+    if self._critic:
+      total += self._critic.num_programs()
+    with compilation.progress(total) as advance:
+      with experiment.explained(*_SAMPLER_MEMORY):
+        self._policy.sampler.warm_up(self._params, advance)
+      with experiment.explained(*_LEARNER_MEMORY):
+        self._states['policy'] = self._learner.warm_up(
+          self._states['policy'], self._reference, advance
+        )
+        if self._critic:
+          self._states['critic'] = self._critic.warm_up(
+            self._states['critic'], advance
+          )
     self._credit(experiment.make_row(self._config))
 
   def _evaluate(self) -> dict[str, float]:

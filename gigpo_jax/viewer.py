@@ -69,16 +69,21 @@ def summary(workdir: str | pathlib.Path) -> dict[str, Any]:
   config = {}
   if (root / 'config.json').is_file():
     try:
-      config = files.read_object(root / 'config.json')
+      config = files.read_stored(root / 'config.json')
     except ValueError as error:
       raise ValueError(
         f'--workdir={workdir}: config.json cannot be read ({error}); must be '
         'as the run wrote it, or gone'
       ) from error
+  parts = {name: config.get(name) for name in ('env', 'algorithm')}
+  names = {
+    name: part.get('name') if isinstance(part, dict) else None
+    for name, part in parts.items()
+  }
   facts = {
-    'environment': config.get('env', {}).get('name'),
+    'environment': names['env'],
     'variant': config.get('variant'),
-    'algorithm': config.get('algorithm', {}).get('name'),
+    'algorithm': names['algorithm'],
     'seed': config.get('seed'),
   }
   return {

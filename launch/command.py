@@ -163,9 +163,10 @@ def _call(
       f'--workdir={workdir}: buckets are not written to yet; must be a local '
       'or mounted folder'
     )
-  from gigpo_jax import hosts
+  from gigpo_jax import compilation, hosts
 
   hosts.keep_memory()
+  compilation.keep_programs()
   interrupt.describe(lambda: 'the same command starts again')
   try:
     main(_CONFIG.value, workdir)

@@ -398,6 +398,8 @@ RUNS = (
   ),
   _run(_begun('{"seed": 0'), 'config.json cannot be read'),
   _run(_begun('[]'), 'config.json cannot be read'),
+  _run(_begun('{}'), 'config.json cannot be read', 'lacks num_iterations'),
+  _run(_begun('{"version": 99}'), 'config.json', 'newer release'),
   _run(_in_the_way, 'checkpoints: a file is in the way', 'folder'),
   _run(_damaged, 'none of the checkpoints [4] is whole', 'another --workdir'),
 )
@@ -439,6 +441,12 @@ SFT = (
     said=('--workdir', 'another folder'),
     script='sft',
     prepare=lambda folder: _damaged(folder / 'run'),
+  ),
+  _flags(
+    TINY,
+    said=('--workdir', 'another folder'),
+    script='sft',
+    prepare=lambda folder: _begun('{}')(folder / 'run'),
   ),
   _unreadable('{'),
   _unreadable('[]'),

@@ -207,7 +207,9 @@ def test_what_cannot_be_added_to_is_told(tmp_path):
   write(log, 1)
   episodes.check_folder(tmp_path)
   (tmp_path / 'episodes-train.array_record-00000').unlink()
-  with pytest.raises(ValueError, match='record-00000 missing; move the folder'):
+  with pytest.raises(
+    ValueError, match='record-00000: missing; move the folder'
+  ):
     episodes.check_folder(tmp_path)
   (tmp_path / episodes.INFO).write_text('{')
   with pytest.raises(ValueError, match='cannot be read: .*; move the folder'):

@@ -378,7 +378,9 @@ def test_nothing_compiles_after_warm_up():
   subject = make_learner.__wrapped__(minibatch_rows=5, microbatch_rows=4)
   state = subject.init(params())
   before = jax.device_get(state.params)
-  state = subject.warm_up(state)
+  counted = []
+  state = subject.warm_up(state, advance=lambda: counted.append(1))
+  assert len(counted) == subject.num_programs()
   assert_trees_close(state.params, before, 0)
   count = subject.compilations
   assert count > 0

@@ -172,7 +172,9 @@ def test_frequencies_are_the_distribution(params, narrow: dict):
 
 def test_nothing_compiles_after_the_warm_up(params):
   one = _sampler()
-  one.warm_up(params)
+  counted = []
+  one.warm_up(params, lambda: counted.append(1))
+  assert len(counted) == one.num_programs
   before = one.compilations
   for number in (1, 3, 9, 40):
     one.generate(params, _requests(number, length=3))

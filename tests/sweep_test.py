@@ -139,21 +139,6 @@ def test_a_folder_of_another_run_is_not_taken_for_one(tmp_path):
     sweep.run_all([changed], tmp_path, at_once=1)
 
 
-@pytest.mark.parametrize('given', ['', 'elsewhere'])
-def test_what_one_run_compiles_the_others_find(tmp_path, monkeypatch, given):
-  monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', given)
-  told = tmp_path / 'told'
-  code = f'import os, pathlib; pathlib.Path({str(told)!r}).write_text('
-  code += 'os.environ["JAX_COMPILATION_CACHE_DIR"])'
-  monkeypatch.setattr(
-    sweep.Run, 'command', lambda *_: [sys.executable, '-c', code]
-  )
-  # It leaves nothing of a run.
-  assert sweep.run_all(RUNS[:1], tmp_path, at_once=1) == RUNS[:1]
-  expected = pathlib.Path(given or tmp_path / 'compiled').absolute()
-  assert told.read_text() == str(expected)
-
-
 _SWEEPS = """
 import pathlib, sys
 from gigpo_jax import sweep

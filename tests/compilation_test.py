@@ -1,0 +1,123 @@
+"""Compiled programs: kept on disk, deleted by age, counted."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import train_test
+from programs import PROJECT
+
+from gigpo_jax import compilation
+
+_VARIABLES = ('JAX_COMPILATION_CACHE_DIR', 'GIGPO_JAX_CACHE')
+_OPTIONS = """
+import jax
+from gigpo_jax import compilation
+compilation.keep_programs()
+print(jax.config.jax_compilation_cache_dir)
+print(jax.config.jax_persistent_cache_min_compile_time_secs)
+print(jax.config.jax_persistent_cache_min_entry_size_bytes)
+"""
+
+
+def _run(*command: str, **variables: str) -> str:
+  inherited = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in _VARIABLES and not name.startswith('JAX_PERSISTENT')
+  }
+  return subprocess.run(
+    [sys.executable, *command],
+    cwd=PROJECT,
+    env=inherited | variables,
+    stdout=subprocess.PIPE,
+    text=True,
+    timeout=500,
+    check=True,
+  ).stdout
+
+
+def test_programs_are_kept_by_default_and_the_users_folder_wins(tmp_path):
+  home, chosen = str(tmp_path / 'home'), str(tmp_path / 'chosen')
+  folder, *rest = _run('-c', _OPTIONS, GIGPO_JAX_CACHE=home).split()
+  assert folder.startswith(f'{home}/programs-') and rest == ['0.0', '-1']
+  assert os.path.isdir(folder)
+  folder, *rest = _run(
+    '-c',
+    _OPTIONS,
+    GIGPO_JAX_CACHE=home,
+    JAX_COMPILATION_CACHE_DIR=chosen,
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='3',
+  ).split()
+  assert folder == chosen and rest == ['3.0', '-1']
+  # A home that cannot be written costs no run.
+  (tmp_path / 'file').touch()
+  folder, *_ = _run(
+    '-c', _OPTIONS, GIGPO_JAX_CACHE=str(tmp_path / 'file')
+  ).split()
+  assert folder == 'None'
+
+
+def test_the_oldest_programs_are_deleted(tmp_path):
+  for age in range(6):
+    path = tmp_path / str(age)
+    path.write_bytes(bytes(100))
+    os.utime(path, (1000 - age, 1000 - age))
+  compilation._trim(tmp_path, 600)
+  assert len(list(tmp_path.iterdir())) == 6
+  compilation._trim(tmp_path, 500)
+  assert sorted(path.name for path in tmp_path.iterdir()) == ['0', '1']
+
+
+def test_progress_is_told_in_lines_without_a_terminal(monkeypatch, capsys):
+  clock = [0.0]
+  monkeypatch.setattr(compilation.time, 'monotonic', lambda: clock[0])
+  with compilation.progress(4) as advance:
+    for seconds in (6, 6, 30, 1):
+      clock[0] += seconds
+      advance()
+  assert capsys.readouterr().out.splitlines() == [
+    'compiled 2 of 4 programs, 12 s',
+    'compiled 3 of 4 programs, 42 s',
+    'compiled 4 programs in 43 s',
+  ]
+
+
+_COUNTED = """
+import collections, json, runpy, sys
+import jax
+found = collections.Counter()
+jax.monitoring.register_event_listener(lambda name, **_: found.update([name]))
+sys.argv = ['launch/train.py', *sys.argv[1:]]
+try:
+  runpy.run_path('launch/train.py', run_name='__main__')
+except SystemExit as leaving:
+  assert not leaving.code
+print(json.dumps(found))
+"""
+
+
+def test_the_second_start_compiles_nothing(tmp_path):
+  # The first one may find what other tests have compiled.
+  counts = []
+  for name in ('one', 'two'):
+    printed = _run(
+      '-c',
+      _COUNTED,
+      '--config=configs/alfworld.py:smoke',
+      *train_test.SMALL,
+      '--config.num_iterations=1',
+      f'--workdir={tmp_path / name}',
+      JAX_COMPILATION_CACHE_DIR=jax.config.jax_compilation_cache_dir,
+    )
+    counts.append(json.loads(printed.splitlines()[-1]))
+  first, second = counts
+  misses, hits = (
+    f'/jax/compilation_cache/cache_{x}' for x in ('misses', 'hits')
+  )
+  assert first[hits] + first.get(misses, 0) == second[hits]
+  assert second.get(misses, 0) == 0 and second[hits] > 10
+  requests = '/jax/compilation_cache/compile_requests_use_cache'
+  assert second[requests] == second[hits]

@@ -1,0 +1,354 @@
+"""Every file that a run reads back, damaged: one line, or an older state.
+
+Runs the start of a training run, whose policy is four numbers; where it would
+compile it is over.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import types
+from collections.abc import Callable
+
+import episodes_test
+import jax
+import jax.numpy as jnp
+import pytest
+
+from configs import alfworld
+from gigpo_jax import (
+  checkpoint,
+  compare,
+  episodes,
+  evaluation,
+  experiment,
+  files,
+  hosts,
+  learner,
+  metrics,
+  sweep,
+  train,
+  viewer,
+)
+from gigpo_jax import (
+  config as config_lib,
+)
+
+ITERATIONS = 4
+
+
+class Started(Exception):
+  """The run has read all that it reads back."""
+
+
+class _Learner:
+  base: dict = {}
+
+  def init(self, params):
+    return learner.TrainState(params, {}, jnp.int32(0))
+
+  def describe(self):
+    state = self.init({'w': jnp.zeros(4)})
+    return checkpoint.abstract(state), {}
+
+
+def _config():
+  config = alfworld.get_config('smoke')
+  config.num_iterations = 9
+  config.checkpoint.every = config.episodes.every = 1
+  config.evaluation.every = 0
+  return config
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch):
+  mesh = jax.make_mesh((8,), ('data',))
+  policy = types.SimpleNamespace(
+    mesh=mesh,
+    tokenizer=episodes_test.Text(),
+    load=lambda: {'w': jnp.arange(4.0)},
+    sampler=types.SimpleNamespace(base=None),
+  )
+  parts = {
+    'make_policy': lambda config: policy,
+    'make_learner': lambda *_: _Learner(),
+    'make_reference': lambda *_: None,
+    'make_pool': lambda config: contextlib.nullcontext(),
+    'make_roller': lambda *_: None,
+    'make_kind': lambda config: None,
+    'try_environment': lambda *_: None,
+  }
+  for name, part in parts.items():
+    monkeypatch.setattr(experiment, name, part)
+  monkeypatch.setattr(config_lib, 'validate', lambda config: None)
+  writers, make_writer = [], experiment.make_writer
+
+  def make(*args):
+    writers.append(make_writer(*args))
+    return writers[-1]
+
+  monkeypatch.setattr(experiment, 'make_writer', make)
+  yield
+  for writer in writers:
+    writer.close()
+
+
+def _start(
+  workdir: pathlib.Path, then: Callable[[train._Run], None] = lambda run: None
+) -> int:
+  """Starts a run; returns the iteration of the state it begins with, or -1."""
+  runs = []
+
+  def warm_up(run):
+    runs.append(run)
+    then(run)
+    raise Started
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(train._Run, '_warm_up', warm_up)
+    with pytest.raises(Started):
+      train.train(_config(), str(workdir))
+  return -1 if runs[0]._saved is None else runs[0]._saved
+
+
+def _play(run: train._Run) -> None:
+  """Leaves what some iterations leave."""
+  for iteration in range(ITERATIONS):
+    episodes_test.write(run._log, iteration)
+    run._finished = iteration, dict(run._states), run._past(iteration)
+    run._save()
+  run._checkpointer.wait()
+
+
+@pytest.fixture(name='run', scope='module')
+def fixture_run(tmp_path_factory):
+  return tmp_path_factory.mktemp('run')
+
+
+@pytest.fixture(name='workdir')
+def fixture_workdir(run, tmp_path):
+  if not (run / 'config.json').exists():
+    _start(run, _play)
+    with (run / 'metrics.jsonl').open('w') as file:
+      for iteration in range(ITERATIONS):
+        line = {'iteration': iteration, 'loss/total': 10.0**-iteration}
+        file.write(json.dumps(line) + '\n')
+  return shutil.copytree(run, tmp_path / 'run')
+
+
+def _halve(path: pathlib.Path) -> None:
+  os.truncate(path, path.stat().st_size // 2)
+
+
+def _text(text: str) -> Callable[[pathlib.Path], object]:
+  return lambda path: path.write_text(text)
+
+
+DAMAGES = {
+  'half': _halve,
+  'empty': _text(''),
+  'object': _text('{}\n'),
+  'list': _text('[1]\n'),
+  'number': _text('3\n'),
+  'types': _text('{"iteration": "x", "files": 3, "num_iterations": "x"}\n'),
+  'newer': _text('{"version": 99}\n'),
+  'deep': _text('[' * 100_000),
+  'garbage': lambda path: path.write_bytes(b'\x00\xff\xfe' * 99),
+  'missing': pathlib.Path.unlink,
+}
+NEWEST = f'checkpoints/{ITERATIONS - 1}'
+# What happens: an older state, a report, or a refusal.
+OLDER = ('manifest.json', 'host/metadata', 'state/_METADATA')
+REFUSED = (
+  'config.json',
+  'episodes/dataset_info.json',
+  'episodes/metadata.json',
+  'episodes/features.json',
+  'episodes/episodes-train.array_record-00001',
+)
+
+
+def _damaged(name: str) -> list:
+  return [pytest.param(name, d, id=f'{name} {d}') for d in DAMAGES]
+
+
+def test_undamaged_state_resumes_in_silence(workdir, capsys):
+  before = (workdir / 'metrics.jsonl').read_text()
+  assert _start(workdir) == ITERATIONS - 1
+  said = capsys.readouterr().out.splitlines()
+  assert said[0] == f'resuming {workdir} after iteration {ITERATIONS - 1}'
+  assert len(said) == 2 and said[1].startswith('compiling for')
+  assert (workdir / 'metrics.jsonl').read_text() == before
+  assert not list(workdir.glob('*.bak*'))
+
+
+@pytest.mark.parametrize(
+  ('name', 'damage'),
+  [case for name in OLDER for case in _damaged(f'{NEWEST}/{name}')],
+)
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+  workdir, capsys, name, damage
+):
+  DAMAGES[damage](workdir / name)
+  assert _start(workdir) == ITERATIONS - 2
+  said = capsys.readouterr().out
+  assert f'{workdir}/{NEWEST}: damaged, passed over: ' in said
+  assert f'after iteration {ITERATIONS - 2}\n' in said
+
+
+@pytest.mark.parametrize('damage', DAMAGES)
+def test_damaged_metadata_is_restored(workdir, capsys, damage):
+  path = workdir / NEWEST / '_CHECKPOINT_METADATA'
+  DAMAGES[damage](path)
+  assert _start(workdir) == ITERATIONS - 1
+  said = capsys.readouterr().out
+  assert f'{path}: was damaged, restored from manifest.json' in said
+  assert json.loads(path.read_text())['item_handlers'].keys() == {
+    'host',
+    'state',
+  }
+
+
+@pytest.mark.parametrize(
+  ('name', 'damage'), [case for name in REFUSED for case in _damaged(name)]
+)
+def test_other_damage_is_refused_in_one_line_or_kept_aside(
+  workdir, capsys, name, damage
+):
+  DAMAGES[damage](workdir / name)
+  found = sorted(workdir.rglob('*'))
+  said = ''
+  try:
+    assert _start(workdir) == ITERATIONS - 1
+    said = capsys.readouterr().out
+    # Not all damage is seen at start; then what was there is still there.
+    assert '.bak' in said or sorted(workdir.rglob('*')) == found
+  except (ValueError, hosts.Stopped) as error:
+    said = str(error)
+    assert len(said.splitlines()) == 1
+    assert pathlib.Path(name).name in said or str(workdir / 'episodes') in said
+    assert sorted(workdir.rglob('*')) == found
+  kept = [p for p in workdir.rglob('episodes-*') if p.is_file()]
+  assert len(kept) == ITERATIONS - (damage == 'missing' and 'record' in name)
+
+
+@pytest.mark.parametrize('damage', DAMAGES)
+def test_damaged_metrics_are_kept_and_reported(workdir, capsys, damage):
+  path = workdir / 'metrics.jsonl'
+  DAMAGES[damage](path)
+  before = path.read_bytes() if path.exists() else b''
+  assert _start(workdir) == ITERATIONS - 1
+  said = capsys.readouterr().out
+  assert f'{path}: ' in said and 'iterations up to the checkpoint are' in said
+  if before:
+    assert said.count('kept as metrics.jsonl.bak\n') == 1
+    assert (workdir / 'metrics.jsonl.bak').read_bytes() == before
+  assert all(x['iteration'] < ITERATIONS for x in metrics.read(workdir))
+
+
+def test_metrics_and_episodes_outlive_their_checkpoints(workdir, capsys):
+  (workdir / 'policy').mkdir()  # The run was finished.
+  before = (workdir / 'metrics.jsonl').read_text()
+  shutil.rmtree(workdir / 'checkpoints')
+  assert _start(workdir) == -1
+  said = capsys.readouterr().out
+  assert 'the file is kept as metrics.jsonl.bak' in said
+  assert 'the folder is kept as episodes.bak' in said
+  assert (workdir / 'metrics.jsonl.bak').read_text() == before
+  kept = episodes.open_set(workdir / 'episodes.bak')
+  assert kept.iterations == list(range(ITERATIONS))
+  assert metrics.read(workdir) == []
+  # Another time, another name.
+  (workdir / 'metrics.jsonl').write_text(before)
+  _start(workdir)
+  assert (workdir / 'metrics.jsonl.bak.1').read_text() == before
+
+
+def test_episodes_without_their_list_are_kept(workdir, capsys):
+  (workdir / 'episodes/dataset_info.json').unlink()
+  _start(workdir)
+  said = capsys.readouterr().out
+  assert f'has {ITERATIONS} files but no dataset_info.json' in said
+  found = list((workdir / 'episodes.bak').glob('episodes-*'))
+  assert len(found) == ITERATIONS
+
+
+def test_what_a_kill_leaves_is_dropped_in_silence(workdir, capsys):
+  with (workdir / 'metrics.jsonl').open('a') as file:
+    file.write(f'{{"iteration": {ITERATIONS}}}\n{{"iterat')
+  (workdir / 'episodes/episodes-train.array_record-00004').write_bytes(b'torn')
+  _start(workdir)
+  assert 'bak' not in capsys.readouterr().out
+  assert [x['iteration'] for x in metrics.read(workdir)] == [0, 1, 2, 3]
+  assert not list(workdir.glob('*.bak*'))
+
+
+def test_state_without_a_version_resumes(workdir):
+  """As it was written before there were versions."""
+  for path in [workdir / 'config.json', workdir / 'episodes/metadata.json']:
+    found = json.loads(path.read_text())
+    assert found.pop('version') == files.VERSION
+    path.write_text(json.dumps(found))
+  for folder in (workdir / 'checkpoints').iterdir():
+    manifest = json.loads((folder / 'manifest.json').read_text())
+    host = json.loads((folder / 'host/metadata').read_text())
+    del host['version']
+    (folder / 'host/metadata').write_text(json.dumps(host))
+    listed = manifest['files']
+    digest = checkpoint._digest(folder / 'host/metadata')
+    size = (folder / 'host/metadata').stat().st_size
+    listed['host/metadata'] = (size, digest)
+    (folder / 'manifest.json').write_text(json.dumps(listed))
+  assert _start(workdir) == ITERATIONS - 1
+
+
+@pytest.mark.parametrize(
+  'change',
+  [
+    {'version': 99},
+    {'spent': None},
+    {'spent': {'coffee': 3}},
+    {'entropies': 'many'},
+    {'skipped': [1]},
+    {'tasks': None, 'iteration': 0},
+  ],
+  ids=str,
+)
+def test_a_host_state_of_another_release_is_refused(workdir, change):
+  def play(run):
+    past = run._past
+    run._past = lambda iteration: past(iteration) | change
+    _play(run)
+
+  shutil.rmtree(workdir)
+  _start(workdir, play)
+  with pytest.raises(ValueError, match=rf'/{ITERATIONS - 1}/host: ') as error:
+    _start(workdir)
+  assert '\n' not in str(error.value)
+
+
+READERS = {
+  'compare': lambda workdir: compare.load(workdir),
+  'viewer': lambda workdir: viewer.summary(workdir),
+  'sweep': lambda workdir: sweep.finished(
+    sweep.Run('a', 'configs/alfworld.py:smoke', 0), workdir.parent
+  ),
+  'evaluate': lambda workdir: evaluation._check_checkpoint(str(workdir)),
+}
+
+
+@pytest.mark.parametrize('name', ['config.json', 'metrics.jsonl'])
+@pytest.mark.parametrize('damage', DAMAGES)
+@pytest.mark.parametrize('reader', READERS)
+def test_readers_refuse_in_one_line(run, tmp_path, reader, damage, name):
+  workdir = tmp_path / 'alfworld-a-0'
+  ignored = shutil.ignore_patterns('state', 'tensorboard')
+  shutil.copytree(run, workdir, ignore=ignored)
+  DAMAGES[damage](workdir / name)
+  try:
+    READERS[reader](workdir)
+  except ValueError as error:
+    assert len(str(error).splitlines()) == 1
+    assert str(workdir) in str(error) or workdir.name in str(error)
