@@ -1,5 +1,6 @@
 """Two processes: sampling alone or together, and a whole training run."""
 
+import contextlib
 import io
 import os
 import pathlib
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from gigpo_jax import hosts, metrics, sampler
+from gigpo_jax import files, hosts, metrics, sampler
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import qwen
 
@@ -121,6 +122,46 @@ def test_two_processes_sample_what_one_does(tensor):
     lines = [x.split() for x in output.splitlines() if x.startswith('ids ')]
     found = [list(map(int, ids)) for _, *ids in lines]
     assert found == [c.ids.tolist() for c in expected[number::2]]
+
+
+_LOCKS = """
+import sys
+from gigpo_jax import hosts
+hosts.join()
+try:
+  with hosts.locked(sys.argv[1]):
+    # The others are in here as well.
+    print('state', *hosts.tell_all('held'), flush=True)
+except ValueError as error:
+  print('state', str(error).split('in use by ')[1].split(' on ')[0])
+"""
+
+
+@pytest.mark.parametrize('held', [False, True])
+def test_processes_of_a_run_share_a_lock(tmp_path, held):
+  address = f'127.0.0.1:{_free_port()}'
+  names = {'JAX_COORDINATOR_ADDRESS': address, 'JAX_NUM_PROCESSES': '2'}
+  with contextlib.ExitStack() as stack:
+    if held:
+      stack.enter_context(files.locked(tmp_path))
+    running = [
+      subprocess.Popen(
+        [sys.executable, '-c', _LOCKS, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | names | {'JAX_PROCESS_ID': str(number)},
+      )
+      for number in range(2)
+    ]
+    try:
+      told = [process.communicate(timeout=300) for process in running]
+    finally:
+      _end(*running)
+  expected = f'state process {os.getpid()}' if held else 'state held held'
+  for output, errors in told:
+    assert expected in output.splitlines(), errors
 
 
 # A process with as many virtual devices as there are processes otherwise.
