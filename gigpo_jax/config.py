@@ -828,14 +828,25 @@ def check_resume(
   changed = [
     f'{name}={new} (was {old})'
     for name, (old, new) in _differences(then, now)
-    if name not in free
+    if name not in free and not (old is None and _is_default(name, new))
   ]
   if changed:
     raise ValueError(
       f'--workdir={workdir}: holds a run of another config: '
       f'{", ".join(changed)}; give another --workdir, or '
-      '--allow_config_change to go on with this config'
+      '--allow_config_change to resume with this config'
     )
+
+
+def _is_default(field: str, value: object) -> bool:
+  """Whether a field that an older release did not have is at its default.
+
+  The default of a field of one environment is not known here; off counts.
+  """
+  default = json.loads(base.get_config().to_json_best_effort())
+  for name in field.split('.'):
+    default = default.get(name) if isinstance(default, dict) else None
+  return not value if default is None else value == default
 
 
 def _differences(old: dict, new: dict, prefix: str = ''):

@@ -384,11 +384,25 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
       os.seteuid(0)
 
 
+def test_a_run_of_an_older_release_resumes_with_new_fields(tmp_path):
+  config = alfworld.get_config('tiny')
+  config_lib.save(config, str(tmp_path))
+  stored = json.loads((tmp_path / 'config.json').read_text())
+  del stored['evaluation']['top_p'], stored['env']['trust_games']
+  del stored['filter']
+  (tmp_path / 'config.json').write_text(json.dumps(stored))
+  config_lib.check_resume(config, str(tmp_path))
+  config.evaluation.top_p, config.env.trust_games = 0.5, True
+  with pytest.raises(ValueError, match='top_p=0.5 .*') as error:
+    config_lib.check_resume(config, str(tmp_path))
+  assert 'env.trust_games=True (was None)' in str(error.value)
+
+
 def test_a_changed_config_may_be_allowed(tmp_path):
   config = alfworld.get_config('tiny')
   config_lib.save(config, str(tmp_path))
   config.seed = 1
-  with pytest.raises(ValueError, match='--allow_config_change to go on'):
+  with pytest.raises(ValueError, match='--allow_config_change to resume'):
     config_lib.check_resume(config, str(tmp_path))
   config_lib.check_resume(config, str(tmp_path), allow_change=True)
 
