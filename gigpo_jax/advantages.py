@@ -1,15 +1,16 @@
 """Advantages of GiGPO (arXiv:2505.10978), vectorised over rows.
 
-Input: one array entry a row: reward, group, episode, step, anchor, validity;
-rows in any order, group -1 marks padding. Output: one advantage a row. Knows
-no tokens, no model and no environment. O(R log R): sorts and segment sums.
+Input: arrays with one entry per row: reward, group, episode, step, anchor,
+validity. Rows are in any order; group -1 marks padding. Output: one advantage
+per row. This module knows no tokens, model or environment. It sorts rows and
+sums over segments, in O(R log R).
 
-An episode is identified by (group, episode), an anchor group by (group,
-anchor): ids may repeat between groups.
+An episode is identified by (group, episode) and an anchor group by (group,
+anchor), so ids may repeat between groups.
 
 # Differs from the paper: none by default. `episode_stats='rows'`,
-`penalty_scope='row'` and `lone_episode='raw'` are readings of the authors'
-released code.
+`penalty_scope='row'` and `lone_episode='raw'` follow the authors' released
+code.
 """
 
 import functools
@@ -27,9 +28,9 @@ from gigpo_jax.arrays import typechecked
 # Added to a standard deviation before dividing by it.
 EPSILON = 1e-6
 
-# Two-float returns are the same number when they differ by less than this
-# share: their rounding error is below it, their weight against EPSILON nil.
-_SAME = 2.0**-42
+# Two-float returns count as equal up to this relative difference. Their
+# rounding error is smaller, and the difference is negligible against EPSILON.
+_EQUAL_WITHIN = 2.0**-42
 
 NORMS = ('mean_std', 'mean', 'leave_one_out')
 
@@ -42,15 +43,15 @@ OPTIONS = {
 
 
 class Parts(NamedTuple):
-  """What an advantage is made of, for each row; 0 for padding.
+  """The components of each row's advantage; 0 for padding.
 
   Attributes:
     episode_advantage: A_E, Eq. (3).
     step_advantage: A_S, Eq. (7); before `step_weight`.
-    episode_returns: undiscounted sum of an episode's rewards, E.
-    returns: discounted return from the step on, G; Eq. (5).
-    anchor_group_sizes: rows of the row's anchor group, itself included.
-    group_sizes: episodes of the row's group.
+    episode_returns: E, the undiscounted sum of an episode's rewards.
+    returns: G, the discounted return from this step; Eq. (5).
+    anchor_group_sizes: number of rows in the row's anchor group.
+    group_sizes: number of episodes in the row's group.
   """
 
   episode_advantage: Float[Array, ' R']
@@ -79,35 +80,38 @@ def gigpo(  # noqa: PLR0913
 ) -> Float[Array, ' R']:
   """Returns the advantage of each row: A_E + step_weight * A_S, Eq. (8).
 
-  Takes numpy arrays, lists or jax arrays of shape [R], and traces under jit.
-  Outside jit, ids may be integers of any width, such as hashes; 128-bit ones
-  as Python integers or as uint64 [R, 2]. Under jit they are int32, anchors
-  also uint32 [R, 4]; see `anchors.digests`.
+  Accepts numpy arrays, lists or jax arrays of shape [R], and traces under jit.
+  Outside jit, ids may be integers of any width, such as hashes. Pass 128-bit
+  ids as Python integers or as uint64 [R, 2]. Under jit, ids are int32; anchors
+  may also be uint32 [R, 4], see `anchors.digests`.
 
   Args:
     rewards: raw reward of each step, before any penalty.
     groups: group of each row; -1 marks padding.
     episodes: episode of each row, unique within a group.
-    steps: number of the step in its episode; a gap discounts by its length.
-    anchors: id of the state the step was taken in, unique within a group.
+    steps: index of the step in its episode; a gap between two steps discounts
+      by its length.
+    anchors: id of the state in which the step was taken, unique within a group.
     valid: whether the response had the required form.
-    discount: gamma, a step; for A_S only.
+    discount: gamma per step; for A_S only.
     step_weight: omega; 0 is GRPO.
-    invalid_penalty: c, in reward units; taken off for an invalid response.
-    norm: 'mean_std' divides by the spread (ddof 1) + 1e-6; 'mean' does not;
-      'leave_one_out' compares with the mean of the others.
-    episode_stats: mean and spread of A_E over 'trajectories', one entry each
-      (Eq. 3), or over 'rows', so that long episodes count more (code).
-    penalty_scope: 'reward' takes the penalty off the step's reward; 'row'
-      (code) off the E and G of that row alone. 'row' needs 'rows' above.
-    lone_episode: A_E where the statistics have one entry: 'zero', or 'raw'
-      (code), E itself.
+    invalid_penalty: c, in reward units; subtracted for an invalid response.
+    norm: 'mean_std' divides by the standard deviation (ddof 1) + 1e-6; 'mean'
+      does not divide; 'leave_one_out' subtracts the mean of the other entries.
+    episode_stats: mean and standard deviation of A_E over 'trajectories', with
+      one entry per episode (Eq. 3), or over 'rows', so that long episodes
+      weigh more (the authors' code).
+    penalty_scope: 'reward' subtracts the penalty from the step's reward; 'row'
+      (the authors' code) subtracts it from E and G of that row only. 'row'
+      requires episode_stats='rows'.
+    lone_episode: A_E where the statistics have a single entry: 'zero', or
+      'raw' (the authors' code) for E itself.
 
   Returns:
     float32; 0 for padding. No gradient flows through it.
 
   Raises:
-    ValueError: if an option is unknown or two do not go together.
+    ValueError: if an option is unknown or two options are incompatible.
   """
   parts = gigpo_parts(
     rewards,
@@ -148,8 +152,8 @@ def gigpo_parts(  # noqa: PLR0913
   penalty_scope: str = 'reward',
   lone_episode: str = 'zero',
 ) -> Parts:
-  """Returns what the advantages are made of; arguments as of `gigpo`."""
-  del step_weight  # The parts come before their weighting.
+  """Returns the components of the advantages; arguments as for `gigpo`."""
+  del step_weight  # `combine` applies it.
   check_options(
     norm=norm,
     episode_stats=episode_stats,
@@ -157,8 +161,8 @@ def gigpo_parts(  # noqa: PLR0913
     lone_episode=lone_episode,
   )
   if not np.shape(groups)[0]:
-    numbers, sizes = jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.int32)
-    return Parts(*4 * [numbers], *2 * [sizes])
+    floats, sizes = jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.int32)
+    return Parts(*4 * [floats], *2 * [sizes])
   return _parts(
     *inputs(
       rewards,
@@ -187,7 +191,7 @@ def inputs(  # noqa: PLR0913
   discount: float,
   invalid_penalty: float,
 ) -> tuple:
-  """Returns arguments of `gigpo` as those of `describe`."""
+  """Converts arguments of `gigpo` to device arguments of `describe`."""
   return (
     arrays.two_float(rewards),
     arrays.ids32(groups, padding=True),
@@ -219,7 +223,7 @@ def _parts(
   penalty_scope,
   lone_episode,
 ):
-  found = describe(
+  described = describe(
     rewards,
     groups,
     episodes,
@@ -231,8 +235,8 @@ def _parts(
     penalty_scope=penalty_scope,
   )
   return parts_of(
-    found,
-    step_advantages(found.returns, found.anchors, norm=norm),
+    described,
+    step_advantages(described.returns, described.anchors, norm=norm),
     norm=norm,
     episode_stats=episode_stats,
     lone_episode=lone_episode,
@@ -240,18 +244,18 @@ def _parts(
 
 
 class Described(NamedTuple):
-  """Rows as advantages are computed from; padding is a group of its own.
+  """Segments and returns of rows; padding forms a group of its own.
 
   Attributes:
-    real: which rows are not padding.
-    groups: segment of each row's group, like the next two in [0, R).
-    episodes: of its episode.
-    anchors: of its anchor group.
+    real: False for padding rows.
+    groups: segment id of each row's group, in [0, R).
+    episodes: segment id of each row's episode, in [0, R).
+    anchors: segment id of each row's anchor group, in [0, R).
     starts: whether a row is the first of its episode.
-    previous: row of the step before; that of a first step is R.
-    cost: what an invalid response costs, not above 0; two-float, as all below.
-    returns: G, Eq. (5).
-    episode_returns: E.
+    previous: row index of the episode's previous step; R for a first step.
+    cost: minus the penalty for an invalid response, else 0; two-float.
+    returns: G, Eq. (5); two-float.
+    episode_returns: E; two-float.
   """
 
   real: Bool[Array, ' R']
@@ -277,31 +281,31 @@ def describe(  # noqa: PLR0913
   *,
   penalty_scope: str,
 ) -> Described:
-  """Returns segments and returns; arguments as of `gigpo`, traced."""
+  """Computes the segments and returns of rows; arguments from `inputs`."""
   rewards = jax.lax.stop_gradient(rewards)
   cost = tuple(jnp.where(valid, 0, -part) for part in invalid_penalty)
   if penalty_scope == 'reward':
     rewards = arrays.two_add(rewards, cost)
-  # Everything in the order of the steps, for which one sorting has to do.
+  # A single sort brings rows into the order of groups, episodes and steps.
   order = jnp.lexsort((steps, episodes, groups))
-  place = jnp.arange(len(order))
-  opens = _changes(groups[order])
-  starts = opens | _changes(episodes[order])
-  start = jax.lax.cummax(jnp.where(starts, place, 0))
+  position = jnp.arange(len(order))
+  group_starts = _changes(groups[order])
+  starts = group_starts | _changes(episodes[order])
+  first_row = jax.lax.cummax(jnp.where(starts, position, 0))
   returns, sums = discounted_returns(
     tuple(part[order] for part in rewards), ~starts, steps[order], discount
   )
-  found = (
-    jnp.cumsum(opens, dtype=jnp.int32) - 1,
+  sorted_values = (
+    jnp.cumsum(group_starts, dtype=jnp.int32) - 1,
     jnp.cumsum(starts, dtype=jnp.int32) - 1,
     starts,
     jnp.where(starts, len(order), jnp.roll(order, 1)),
     returns,
-    tuple(part[start] for part in sums),
+    tuple(part[first_row] for part in sums),
   )
-  back = jnp.zeros_like(order).at[order].set(place)
+  inverse = jnp.zeros_like(order).at[order].set(position)
   group_ids, episode_ids, starts, previous, returns, episode_returns = (
-    jax.tree.map(lambda part: part[back], found)
+    jax.tree.map(lambda part: part[inverse], sorted_values)
   )
   if penalty_scope == 'row':
     returns = arrays.two_add(returns, cost)
@@ -320,16 +324,16 @@ def describe(  # noqa: PLR0913
 
 
 def _changes(values: Int[Array, ' R']) -> Bool[Array, ' R']:
-  """Returns where a value is another than the one before, and the first."""
+  """Returns True where a value differs from the previous one, and at first."""
   return jnp.append(jnp.array([True]), values[1:] != values[:-1])
 
 
 def step_advantages(
   values: arrays.TwoFloat, segments: Int[Array, ' R'], **options
 ) -> Float[Array, ' R']:
-  """Returns A_S, Eq. (7); options as of `group_normalize`."""
-  every = jnp.ones(segments.shape, bool)
-  return group_normalize(values, segments, every, **options)
+  """Returns A_S, Eq. (7); options as for `group_normalize`."""
+  all_rows = jnp.ones(segments.shape, bool)
+  return group_normalize(values, segments, all_rows, **options)
 
 
 def parts_of(
@@ -340,20 +344,20 @@ def parts_of(
   episode_stats: str,
   lone_episode: str,
 ) -> Parts:
-  """Returns the parts of an advantage with this A_S; options as of `gigpo`."""
-  every = jnp.ones_like(found.starts)
+  """Returns advantage components for a given A_S; options as for `gigpo`."""
+  all_rows = jnp.ones_like(found.starts)
   parts = Parts(
     episode_advantage=group_normalize(
       found.episode_returns,
       found.groups,
-      found.starts if episode_stats == 'trajectories' else every,
+      found.starts if episode_stats == 'trajectories' else all_rows,
       norm=norm,
       keep_lone=lone_episode == 'raw',
     ),
     step_advantage=step_advantage,
     episode_returns=found.episode_returns[0],
     returns=found.returns[0],
-    anchor_group_sizes=arrays.segment_count(found.anchors, every),
+    anchor_group_sizes=arrays.segment_count(found.anchors, all_rows),
     group_sizes=arrays.segment_count(found.groups, found.starts),
   )
   return jax.tree.map(lambda part: jnp.where(found.real, part, 0), parts)
@@ -366,11 +370,11 @@ def whiten(
   """Returns (x - mean) / (std + 1e-6) over all rows.
 
   Args:
-    values: of rows.
-    weights: how often a row counts, 0 for padding; the std is the unbiased one
-      of as many numbers.
+    values: one value per row.
+    weights: number of times that a row counts, 0 for padding. The standard
+      deviation is the unbiased estimate for sum(weights) samples.
   """
-  # Of equal values the mean, too, has to be exactly the same.
+  # Subtract one of the values first: the mean of equal values is then exact.
   values = jnp.where(weights > 0, values - values[jnp.argmax(weights > 0)], 0)
   total = jnp.maximum(jnp.sum(weights), 1)
   mean = jnp.sum(weights * values) / total
@@ -386,24 +390,23 @@ def discounted_returns(
   steps: Int[Array, ' R'],
   discount: tuple[Float[Array, ''], Float[Array, '']],
 ) -> tuple[arrays.TwoFloat, arrays.TwoFloat]:
-  """Returns the return from each step on, discounted and not, two-float.
+  """Returns discounted and undiscounted returns from each step, two-float.
 
   Eq. (5): G_t = sum over k >= t of discount^(k - t) r_k, within an episode.
-  A linear recurrence G_t = r_t + discount^gap G_next, solved for all episodes
-  at once by a reversed prefix scan by doubling: as many rounds as the
-  logarithm of the longest episode.
+  The linear recurrence G_t = r_t + discount^gap G_next is solved for all
+  episodes at once by a reversed prefix scan with doubling. The number of
+  rounds is the logarithm of the longest episode's length.
 
   Args:
-    rewards: two-float, in reward units; rows in the order of their steps,
-      episode by episode.
-    goes_on: whether a row is of the same episode as the one before.
-    steps: number within the episode; `gap` is the difference to the next.
+    rewards: two-float, in reward units; rows are sorted by episode, then step.
+    goes_on: whether a row belongs to the same episode as the previous row.
+    steps: index within the episode; `gap` is the difference to the next step.
     discount: two-float, in [0, 1].
   """
   continues = jnp.append(goes_on[1:], False)
   gap = jnp.where(continues, jnp.append(jnp.diff(steps), 0), 0)
   powers = arrays.two_power(discount, gap)
-  # Discounted, and not.
+  # Row 0 is discounted, row 1 is not.
   decay = (
     jnp.where(continues, jnp.stack([powers[0], jnp.ones_like(powers[0])]), 0),
     jnp.where(continues, jnp.stack([powers[1], jnp.zeros_like(powers[1])]), 0),
@@ -416,7 +419,7 @@ def discounted_returns(
     source = position + distance
     inside = source < len(position)
     source = jnp.minimum(source, len(position) - 1)
-    # Beyond the episode: nothing to add, not even what is no number.
+    # Add nothing from beyond the episode, not even a NaN.
     inside &= decay[0] != 0
     ahead, beyond = (
       tuple(jnp.where(inside, part[:, source], 0) for part in pair)
@@ -443,29 +446,31 @@ def group_normalize(
   epsilon: float = EPSILON,
   tolerance: float | Float[Array, ''] = 0.0,
 ) -> Float[Array, ' R']:
-  """Returns by how much a value exceeds its segment's mean, Eqs. (3) and (7).
+  """Returns each value relative to its segment's mean, Eqs. (3) and (7).
 
-  (x - mean) / (std + epsilon), or (x - mean) alone, or x less the mean of the
-  segment's others, which is (x - mean) n / (n - 1).
-  Equal values give exactly 0: each is first taken off a member of the segment,
-  exactly, since the float32 mean of equal numbers can be off by one unit in
-  the last place, which 1e-6 would magnify to a full-sized advantage.
+  (x - mean) / (std + epsilon), or (x - mean) alone, or x minus the mean of the
+  segment's other entries, which is (x - mean) n / (n - 1).
+  Equal values give exactly 0: one member of the segment is first subtracted
+  exactly from each value. The float32 mean of equal numbers can be off by one
+  unit in the last place, which 1e-6 would magnify to a full-sized advantage.
 
   Args:
     values: two-float; entries of one segment are compared.
     segments: in [0, R).
-    entries: which rows enter mean and std; at least one in every segment.
+    entries: True for rows that enter mean and std; at least one per segment.
     norm: one of NORMS.
-    keep_lone: a segment with one entry gives the value itself, not 0.
-    ddof: of the std: 1, or 0 for that of a population.
+    keep_lone: whether a segment with one entry gives the value itself, not 0.
+    ddof: of the std: 1 for a sample, 0 for a population.
     epsilon: added to the std.
-    tolerance: values that differ by no more are the same; for those that were
-      computed in float32.
+    tolerance: absolute difference up to which values count as equal; for
+      values that were computed in float32.
   """
   first = arrays.segment_first(segments, entries)
   member = tuple(part[first] for part in values)
   difference, _ = arrays.two_add(values, tuple(-part for part in member))
-  resolution = _SAME * jnp.maximum(jnp.abs(values[0]), jnp.abs(member[0]))
+  resolution = _EQUAL_WITHIN * jnp.maximum(
+    jnp.abs(values[0]), jnp.abs(member[0])
+  )
   same = jnp.abs(difference) <= jnp.maximum(resolution, tolerance)
   centred = jnp.where(same, 0, difference)
   count = arrays.segment_count(segments, entries)
@@ -482,7 +487,7 @@ def group_normalize(
 
 
 def check_options(**options: str) -> None:
-  """Raises ValueError if an option is unknown or two do not go together."""
+  """Raises ValueError if an option is unknown or two are incompatible."""
   for name, value in options.items():
     if value not in OPTIONS[name]:
       known = ', '.join(OPTIONS[name])

@@ -1,8 +1,8 @@
-"""Which steps of a group were taken in the same state: numbers for anchors.
+"""Anchor ids: which steps of a group were taken in the same state.
 
-Input: the states of episodes, as their environments tell them. Output: an
-integer for each, equal where a group's steps are to be compared (GiGPO,
-Eq. 6). Exact: a dictionary of the texts themselves, so that no hash collides.
+Input: the states of episodes, as reported by their environments. Output: an
+integer for each state, equal where a group's steps are to be compared (GiGPO,
+Eq. 6). The texts themselves are compared, so no hash can collide.
 """
 
 import difflib
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import rapidfuzz
 
-# What environments tell: `observation` and `observation_and_actions`. Made of
-# them: similar ones joined, or none but the number of the turn.
+# Environments report `observation` or `observation_and_actions`. `similarity`
+# merges similar observations; `turn` uses only the turn's index.
 KINDS = ('observation', 'observation_and_actions', 'similarity', 'turn')
 
 
@@ -25,23 +25,23 @@ def number(
   history: int = 0,
   ends: bool = False,
 ) -> list[np.ndarray]:
-  """Returns ids of the states of each episode, int32.
+  """Assigns an anchor id to each state of each episode, int32.
 
   Args:
-    episodes: (group, states in order); None where a state is not known.
+    episodes: (group, states in order); None for an unknown state.
     kind: one of KINDS.
-    threshold: Ratcliff-Obershelp ratio from which two states of a group are
-      one, for similarity; see `similar`.
-    history: how many states before it have to be equal, too; what lies before
-      an episode's first one equals itself.
-    ends: whether the last state of each episode is where it ended, in which
-      no step was taken: nothing is joined on account of it.
+    threshold: for `similarity`: Ratcliff-Obershelp ratio at or above which two
+      states of a group are merged; see `similar`.
+    history: number of preceding states that must be equal, too; positions
+      before an episode's first state are equal to each other.
+    ends: whether the last state of each episode is its final state, in which
+      no step was taken; a final state starts no cluster.
 
   Returns:
-    Ids from 0 on, and -1 where a state is not known.
+    Ids from 0, and -1 for unknown states.
   """
   states = [
-    [_named(state, t, kind) for t, state in enumerate(states)]
+    [_anchor_text(state, t, kind) for t, state in enumerate(states)]
     for _, states in episodes
   ]
   if kind == 'similarity':
@@ -52,26 +52,26 @@ def number(
       ends=ends,
     )
   ids: dict[tuple, int] = {}
-  found = []
-  for (group, _), told in zip(episodes, states, strict=True):
-    padded = [None] * history + told
+  all_ids = []
+  for (group, _), texts in zip(episodes, states, strict=True):
+    padded = [None] * history + texts
     keys = [
-      (group, *padded[t : t + history + 1]) if told[t] is not None else None
-      for t in range(len(told))
+      (group, *padded[t : t + history + 1]) if texts[t] is not None else None
+      for t in range(len(texts))
     ]
-    found.append(
+    all_ids.append(
       np.array(
         [-1 if k is None else ids.setdefault(k, len(ids)) for k in keys],
         np.int32,
       )
     )
-  return found
+  return all_ids
 
 
 def digests(texts: Sequence[str]) -> np.ndarray:
   """Returns 128-bit hashes of states, uint32 [R, 4], for `advantages.gigpo`.
 
-  Among 10^12 of them two that are equal have a chance of 10^-15.
+  Among 10^12 hashes, the probability of a collision is 10^-15.
   """
   joined = b''.join(
     hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts
@@ -79,7 +79,7 @@ def digests(texts: Sequence[str]) -> np.ndarray:
   return np.frombuffer(joined, np.uint32).reshape(-1, 4)
 
 
-def _named(state: str | None, turn: int, kind: str) -> str | None:
+def _anchor_text(state: str | None, turn: int, kind: str) -> str | None:
   return str(turn) if kind == 'turn' and state is not None else state
 
 
@@ -90,30 +90,31 @@ def similar(
   threshold: float,
   ends: bool = False,
 ) -> list[list[str | None]]:
-  """Replaces each state by the first similar one of its group.
+  """Replaces each state by the first similar state of its group.
 
-  Greedy, in order, against the first member of each cluster, with the
-  Ratcliff-Obershelp ratio 2M/T as difflib computes it: the similarity
-  grouping of GiGPO's released code. It is never above the ratio of the longest
-  common subsequence, which is had a hundred times as fast and looked at first.
+  Clustering is greedy, in order, and compares a state with the first member
+  of each cluster, as GiGPO's released code does. The similarity is the
+  Ratcliff-Obershelp ratio 2M/T as difflib computes it. The ratio of the
+  longest common subsequence bounds it from above and is a hundred times as
+  fast, so it is tested first.
 
   Args:
-    groups: of the episodes.
-    episodes: states of each; None stays.
-    threshold: ratio from which two are one, at most 1.
-    ends: whether the last ones found no cluster; see `number`.
+    groups: group of each episode.
+    episodes: states of each episode; None stays None.
+    threshold: ratio at or above which two states are merged, at most 1.
+    ends: whether an episode's last state starts no cluster; see `number`.
   """
   clusters: dict[int, list[str]] = {}
   first: dict[tuple[int, str], str] = {}
-  told = list(zip(groups, episodes, strict=True))
-  taken = [(g, text) for g, s in told for text in (s[:-1] if ends else s)]
-  ended = [(g, s[-1]) for g, s in told if s] if ends else []
-  for n, (group, text) in enumerate(taken + ended):
+  grouped = list(zip(groups, episodes, strict=True))
+  visited = [(g, text) for g, s in grouped for text in (s[:-1] if ends else s)]
+  final = [(g, s[-1]) for g, s in grouped if s] if ends else []
+  for n, (group, text) in enumerate(visited + final):
     if text is None or (group, text) in first:
       continue
     members = clusters.setdefault(group, [])
-    match = next((m for m in members if _alike(text, m, threshold)), None)
-    if match is None and n < len(taken):
+    match = next((m for m in members if _is_similar(text, m, threshold)), None)
+    if match is None and n < len(visited):
       members.append(text)
     first[group, text] = text if match is None else match
   return [
@@ -122,9 +123,9 @@ def similar(
   ]
 
 
-def _alike(text: str, member: str, threshold: float) -> bool:
-  most = rapidfuzz.distance.Indel.normalized_similarity(text, member)
-  # Its last bits are not difflib's.
-  if most < threshold - 1e-9:
+def _is_similar(text: str, member: str, threshold: float) -> bool:
+  bound = rapidfuzz.distance.Indel.normalized_similarity(text, member)
+  # The two libraries may differ in the last bits.
+  if bound < threshold - 1e-9:
     return False
   return difflib.SequenceMatcher(None, text, member).ratio() >= threshold

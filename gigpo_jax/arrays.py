@@ -1,4 +1,4 @@
-"""Dimension letters and symbols used everywhere, and masked reductions.
+"""Dimension letters and symbols of the project, and reductions over rows.
 
 Shape key. **G** groups, **N** episodes per group, **T** steps per episode
 (cap), **R** rows, **P** prompt tokens, **C** completion tokens, **L** = P + C
@@ -10,8 +10,9 @@ omega `step_weight`, epsilon of the clip `clip_epsilon`, beta `kl_weight`,
 the invalid-action penalty c `invalid_penalty`.
 
 Two-float numbers: a pair (high, low) of float32 whose exact sum is the value,
-good to about 45 bits. Returns are kept so, because dividing by a spread of
-nearly 0 magnifies what float32 loses; float64 is not to be had under jit.
+precise to about 45 bits. Returns are stored in this form because dividing by
+a standard deviation near 0 magnifies the rounding errors of float32. float64
+is not available under jit.
 """
 
 import beartype
@@ -31,7 +32,7 @@ TwoFloat = tuple[Float[Array, '*S'], Float[Array, '*S']]
 def masked_sum(
   values: Float[Array, '*S'], mask: Bool[Array, '*S']
 ) -> Float[Array, '']:
-  """Returns the sum where mask holds; what lies elsewhere may be NaN."""
+  """Returns the sum of the masked values; the others may be NaN."""
   return jnp.sum(jnp.where(mask, values, 0))
 
 
@@ -39,7 +40,7 @@ def masked_sum(
 def masked_mean(
   values: Float[Array, '*S'], mask: Bool[Array, '*S']
 ) -> Float[Array, '']:
-  """Returns the mean where mask holds; 0 where it holds nowhere."""
+  """Returns the mean of the masked values; 0 for an empty mask."""
   return masked_sum(values, mask) / jnp.maximum(jnp.sum(mask), 1)
 
 
@@ -49,12 +50,12 @@ def segment_sum(
   segments: Int[Array, ' R'],
   mask: Bool[Array, ' R'],
 ) -> Float[Array, ' R']:
-  """Returns to each row the sum over the masked rows of its segment.
+  """Returns, for each row, the sum over the masked rows of its segment.
 
   Args:
-    values: what to sum; may be NaN where mask does not hold.
+    values: the summands; may be NaN where mask is False.
     segments: in [0, R); see `segment_ids`.
-    mask: which rows count.
+    mask: True for the rows to sum.
   """
   counted = jnp.where(mask, values, 0)
   return jax.ops.segment_sum(counted, segments, len(segments))[segments]
@@ -64,7 +65,7 @@ def segment_sum(
 def segment_count(
   segments: Int[Array, ' R'], mask: Bool[Array, ' R']
 ) -> Int[Array, ' R']:
-  """Returns to each row the number of masked rows of its segment."""
+  """Returns, for each row, the number of masked rows of its segment."""
   counted = mask.astype(jnp.int32)
   return jax.ops.segment_sum(counted, segments, len(segments))[segments]
 
@@ -73,9 +74,10 @@ def segment_count(
 def segment_first(
   segments: Int[Array, ' R'], mask: Bool[Array, ' R']
 ) -> Int[Array, ' R']:
-  """Returns to each row the first masked row of its segment, by position.
+  """Returns, for each row, the index of its segment's first masked row.
 
-  Where a segment has none, any row: the caller masks it out.
+  For a segment without masked rows, the index is an arbitrary row; the caller
+  masks it out.
   """
   last = len(segments) - 1
   position = jnp.where(mask, jnp.arange(len(segments)), last)
@@ -87,7 +89,8 @@ def segment_first(
 def segment_ids(*keys: Int[Array, ' R']) -> Int[Array, ' R']:
   """Returns ids in [0, R) that are equal where all keys are equal.
 
-  Ids rise with the keys, the first key counting most. O(R log R).
+  Ids increase with the keys in lexicographic order; the first key is the most
+  significant. O(R log R).
   """
   order = jnp.lexsort(keys[::-1])
   changes = jnp.zeros(len(order), bool)
@@ -109,7 +112,7 @@ def two_sum(
 
 
 def two_add(a: TwoFloat, b: TwoFloat) -> TwoFloat:
-  """Returns a + b of two-float numbers, shape by shape."""
+  """Returns the elementwise sum a + b of two-float numbers."""
   high, error = two_sum(a[0], b[0])
   low, low_error = two_sum(a[1], b[1])
   high, error = two_sum(high, error + low)
@@ -117,11 +120,11 @@ def two_add(a: TwoFloat, b: TwoFloat) -> TwoFloat:
 
 
 def two_multiply(a: TwoFloat, b: TwoFloat) -> TwoFloat:
-  """Returns a * b of two-float numbers, shape by shape.
+  """Returns the elementwise product a * b of two-float numbers.
 
-  The factors are cut into halves of 12 bits, whose products are exact. Thus
-  it does not matter whether the compiler contracts products and sums into
-  fused multiply-adds, which the textbook two-product does not survive.
+  The factors are split into halves of 12 bits, whose products are exact. The
+  result therefore stays correct if the compiler contracts products and sums
+  into fused multiply-adds, which break the textbook two-product.
   """
   a_top, a_rest = _halves(a[0])
   b_top, b_rest = _halves(b[0])
@@ -142,30 +145,30 @@ def two_power(
   base: tuple[Float[Array, ''], Float[Array, '']],
   exponent: Int[Array, ' R'],
 ) -> tuple[Float[Array, ' R'], Float[Array, ' R']]:
-  """Returns base^exponent by repeated squaring; exponents at least 0."""
+  """Returns base^exponent by repeated squaring; exponents are at least 0."""
   ones = jnp.ones(exponent.shape, jnp.float32)
 
   def square(k, carry):
     power, square = carry
     odd = (exponent >> k) & 1 == 1
-    grown = two_multiply(power, square)
+    multiplied = two_multiply(power, square)
     power = tuple(
-      jnp.where(odd, *pair) for pair in zip(grown, power, strict=True)
+      jnp.where(odd, *pair) for pair in zip(multiplied, power, strict=True)
     )
     return power, two_multiply(square, square)
 
-  start = ((ones, 0 * ones), tuple(part * ones for part in base))
-  # No further than the longest gap needs: as a rule every gap is 1.
+  initial = ((ones, 0 * ones), tuple(part * ones for part in base))
+  # Stops at the highest bit of the largest exponent, which is usually 1.
   _, power = jax.lax.while_loop(
     lambda carry: jnp.any(exponent >> carry[0] > 0),
     lambda carry: (carry[0] + 1, square(*carry)),
-    (0, start),
+    (0, initial),
   )
   return power[0]
 
 
 def two_float(values: ArrayLike) -> TwoFloat:
-  """Returns numbers as two-float; float64 on the host keeps its digits."""
+  """Returns numbers as two-float; float64 host arrays keep about 45 bits."""
   if isinstance(values, jax.Array):
     values = values.astype(jnp.float32)
     return values, jnp.zeros_like(values)
@@ -175,36 +178,36 @@ def two_float(values: ArrayLike) -> TwoFloat:
 
 
 def keys32(ids: ArrayLike) -> Int[Array, 'R ...']:
-  """Returns ids as `ids32`, or the words of wide ones, int32 [R, K].
+  """Returns ids as int32 [R], or wide ids as their words, int32 [R, K].
 
   Args:
-    ids: as of `ids32`; hashes are best given as uint32 or uint64 [R, K], which
-      cost nothing here and are compared word by word under jit.
+    ids: see `ids32`. Pass hashes as uint32 or uint64 [R, K]: their words are
+      only reinterpreted here, and compared word by word under jit.
   """
   if not isinstance(ids, jax.Array):
-    found = np.asarray(ids)
-    if found.ndim > 1 and found.dtype.kind in 'iu':
-      wide = np.ascontiguousarray(found, found.dtype)
-      return jnp.asarray(wide.view(np.int32))
+    array = np.asarray(ids)
+    if array.ndim > 1 and array.dtype.kind in 'iu':
+      contiguous = np.ascontiguousarray(array, array.dtype)
+      return jnp.asarray(contiguous.view(np.int32))
   elif ids.ndim > 1:
     return jax.lax.bitcast_convert_type(ids, jnp.int32)
   return ids32(ids)
 
 
 def ids32(ids: ArrayLike, *, padding: bool = False) -> Int[Array, ' R']:
-  """Returns int32 ids that are equal where the given ones are.
+  """Returns int32 ids that are equal exactly where the given ids are.
 
   Args:
-    ids: integers [R], of any width outside jit; wide ones are numbered anew,
-      for jax would cut them to their low half without a word. Or [R, K]: a
-      row of integers is one id.
-    padding: keep -1 as it is.
+    ids: integers [R], of any width outside jit. Wide integers are replaced by
+      dense ids, since jax would silently truncate them to their low half. With
+      shape [R, K], each row of integers is one id.
+    padding: whether -1 marks padding and stays -1.
   """
   if isinstance(ids, jax.core.Tracer):
     return ids.astype(jnp.int32)
   array = np.asarray(ids)
   if array.dtype.kind == 'f':
-    # numpy's answer to a list that no integer type can hold.
+    # numpy returns floats for a list that no integer type can hold.
     array = np.asarray(ids, object)
   if array.ndim == 1 and np.can_cast(array.dtype, np.int32):
     return jnp.asarray(array.astype(np.int32))

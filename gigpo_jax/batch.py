@@ -1,7 +1,7 @@
-"""From episodes to rows: padded numpy arrays, one row a step.
+"""Conversion of episodes to rows: padded numpy arrays with one row per step.
 
-Input: `trajectory.Trajectory`s. Output: `Rows`. Knows no device, no
-environment and no algorithm.
+Input: a list of `trajectory.Trajectory`. Output: `Rows`. This module knows no
+device, environment or algorithm.
 """
 
 import dataclasses
@@ -14,32 +14,32 @@ from jaxtyping import Bool, Float, Int
 from envs import base
 from gigpo_jax import anchors, trajectory
 
-# What an episode's reward may be looked at by: the environment's reward, -1 for
-# each invalid response, and the score told at the end.
+# Reward components of every environment: the reward, -1 for each invalid
+# response, and the score reported with the last step.
 COMPONENTS = ('reward', 'valid', 'score')
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-  """One iteration as training examples; R counts padding rows too.
+  """The training examples of one iteration; R includes padding rows.
 
   Attributes:
     tokens: prompt and completion, contiguous from position 0, padded right.
-    prompt_lengths: tokens of the prompt; 0 for padding rows.
-    lengths: tokens of prompt and completion together; 0 for padding rows.
-    sampler_log_probs: log-probs of the completion as the sampler saw them,
-      0 past its end.
+    prompt_lengths: number of prompt tokens; 0 for padding rows.
+    lengths: number of prompt and completion tokens; 0 for padding rows.
+    sampler_log_probs: log-probs of the completion tokens as computed by the
+      sampler; 0 past the completion.
     groups: group of the row in [0, G); -1 marks padding.
-    episodes: number of the episode in the iteration.
-    steps: turn within the episode, from 0.
-    anchors: dense id of the state the turn was taken in; equal for equal
+    episodes: index of the episode in the iteration.
+    steps: index of the turn within the episode, from 0.
+    anchors: dense id of the state in which the turn was taken; equal for equal
       anchors of a group.
     rewards: raw reward of the step.
     valid: whether the response had the required form.
-    next_anchors: id of the state that the step led to, as in `anchors`; -1
-      where that is not known.
+    next_anchors: id of the state after the step, as in `anchors`; -1 if that
+      state is unknown.
     success: whether the step accomplished the task.
-    components: parts of the reward that algorithms weigh by themselves.
+    components: reward components that an algorithm weighs separately.
   """
 
   tokens: Int[np.ndarray, 'R L']
@@ -58,12 +58,12 @@ class Rows:
 
   @property
   def real(self) -> Bool[np.ndarray, ' R']:
-    """Which rows are not padding."""
+    """False for padding rows."""
     return self.groups >= 0
 
   @property
   def completion_mask(self) -> Bool[np.ndarray, 'R C']:
-    """Which completion positions hold a sampled token."""
+    """True where a completion position holds a sampled token."""
     position = np.arange(self.sampler_log_probs.shape[1])
     return position < (self.lengths - self.prompt_lengths)[:, None]
 
@@ -79,12 +79,12 @@ class Rows:
     )
 
   def save(self, path: pathlib.Path, **further: np.ndarray) -> None:
-    """Writes the real rows, and arrays that belong to them, for `np.load`."""
+    """Writes the real rows, and further arrays over rows, for `np.load`."""
     arrays = dataclasses.asdict(self) | further
     np.savez_compressed(path, **{k: x[self.real] for k, x in arrays.items()})
 
   def take(self, index: np.ndarray) -> 'Rows':
-    """Returns some of the rows, in the given order."""
+    """Returns the rows of the given indices, in that order."""
     return Rows(
       **{
         field.name: getattr(self, field.name)[index]
@@ -107,27 +107,27 @@ def from_trajectories(
   """Returns the steps of all episodes as rows.
 
   Args:
-    trajectories: episodes; one that the environment broke off (`failure`)
-      contributes no rows, for its return is unknown.
-    max_prompt_tokens: cap of a prompt; with the next it sizes L.
-    max_completion_tokens: cap of a completion; sizes C.
+    trajectories: the episodes; an episode with a `failure` contributes no
+      rows, because its return is unknown.
+    max_prompt_tokens: limit of a prompt; P in L = P + C.
+    max_completion_tokens: limit of a completion; C.
     row_multiple: R is padded up to a power of two times this, so that
       programs over rows are compiled for few sizes.
-    anchor: what makes two states the same; one of `anchors.KINDS`.
+    anchor: how states are compared; one of `anchors.KINDS`.
     similarity_threshold: see `anchors.number`.
-    anchor_history: states before it that have to be the same, too.
-    components: of the reward, by themselves; of COMPONENTS, or a number that
-      the environment tells of its steps.
+    anchor_history: number of preceding states that must be equal, too.
+    components: names of reward components: of COMPONENTS, or step metrics
+      that the environment reports.
 
   Raises:
-    ValueError: if no episode holds a step, or none tells a component.
+    ValueError: if no episode holds a step, or no step reports a component.
   """
-  played = [
-    (number, t) for number, t in enumerate(trajectories) if not t.failure
+  complete = [
+    (index, t) for index, t in enumerate(trajectories) if not t.failure
   ]
   steps = [
-    (episode, number, t, step)
-    for number, episode in played
+    (episode, index, t, step)
+    for index, episode in complete
     for t, step in enumerate(episode.steps)
   ]
   if not steps:
@@ -142,19 +142,21 @@ def from_trajectories(
     num_components=len(components),
   )
   states = anchors.number(
-    [(t.group, _states(t)) for _, t in played],
+    [(t.group, _states(t)) for _, t in complete],
     kind=anchor,
     threshold=similarity_threshold,
     history=anchor_history,
     ends=True,
   )
-  ids = [x for seen in states for x in zip(seen, seen[1:], strict=False)]
-  for r, (episode, number, t, step) in enumerate(steps):
+  transitions = [
+    pair for ids in states for pair in zip(ids, ids[1:], strict=False)
+  ]
+  for r, (episode, index, t, step) in enumerate(steps):
     rows.sampler_log_probs[r, : len(step.log_probs)] = step.log_probs
     rows.groups[r] = episode.group
-    rows.episodes[r] = number
+    rows.episodes[r] = index
     rows.steps[r] = t
-    rows.anchors[r], rows.next_anchors[r] = ids[r]
+    rows.anchors[r], rows.next_anchors[r] = transitions[r]
     rows.rewards[r] = step.result.reward
     rows.valid[r] = step.result.valid
     rows.success[r] = step.result.success
@@ -162,14 +164,14 @@ def from_trajectories(
   for name in set(components) - set(COMPONENTS):
     if not any(name in step.result.metrics for _, _, _, step in steps):
       raise ValueError(
-        f'algorithm.components={tuple(components)}: the environment tells '
-        f'nothing called {name}; must be of {", ".join(COMPONENTS)}, or told'
+        f'algorithm.components={tuple(components)}: the environment reports no '
+        f'metric {name}; must be of {", ".join(COMPONENTS)}, or a step metric'
       )
   return rows
 
 
 def _states(episode: trajectory.Trajectory) -> list[str | None]:
-  """Returns the states that its steps were taken in, and the last one."""
+  """Returns the state before each step, and the state after the last step."""
   return [
     *(step.anchor for step in episode.steps),
     episode.end[1] if episode.end else None,
@@ -195,15 +197,15 @@ def pack(
   row_multiple: int,
   num_components: int = 0,
 ) -> Rows:
-  """Returns prompts and completions as rows: each a group and an episode.
+  """Returns prompts and completions as rows, each its own group and episode.
 
   R is the number of pairs padded up to a power of two times `row_multiple`.
-  Everything but the tokens and their lengths is at its neutral value.
+  All fields other than the tokens and lengths hold neutral values.
   """
   num_rows = row_multiple
   while num_rows < len(prompts):
     num_rows *= 2
-  numbers = np.arange(num_rows, dtype=np.int32)
+  indices = np.arange(num_rows, dtype=np.int32)
   rows = Rows(
     tokens=np.zeros(
       (num_rows, max_prompt_tokens + max_completion_tokens), np.int32
@@ -211,8 +213,8 @@ def pack(
     prompt_lengths=np.zeros(num_rows, np.int32),
     lengths=np.zeros(num_rows, np.int32),
     sampler_log_probs=np.zeros((num_rows, max_completion_tokens), np.float32),
-    groups=np.where(numbers < len(prompts), numbers, -1).astype(np.int32),
-    episodes=numbers,
+    groups=np.where(indices < len(prompts), indices, -1).astype(np.int32),
+    episodes=indices,
     steps=np.zeros(num_rows, np.int32),
     anchors=np.zeros(num_rows, np.int32),
     rewards=np.zeros(num_rows, np.float32),

@@ -1,7 +1,8 @@
-"""What an iteration trains on: episodes, and which of their groups.
+"""Collection of the episodes of an iteration, with filtering of groups.
 
-Plays groups, drops those that teach nothing by their returns, and plays others
-in their place, a bounded number of times. Counts what was spent on it.
+Runs groups of episodes, optionally drops groups whose episodes all got the
+same reward, and replaces them by further groups, a bounded number of times.
+Counts the episodes, steps and tokens that were used.
 """
 
 import dataclasses
@@ -10,18 +11,18 @@ from collections.abc import Callable, Sequence
 
 from gigpo_jax import tasks, trajectory
 
-# Where in the stream of tasks refills begin: behind all iterations.
-_REFILLS = 1 << 20
+# Position in the stream of tasks where refills start, beyond all iterations.
+_FIRST_REFILL = 1 << 20
 
 
 @dataclasses.dataclass
 class Spent:
-  """What a run's training episodes have cost so far, evaluations left out.
+  """Total cost of a run's training episodes; evaluations are not included.
 
   Attributes:
-    episodes: played for training, those that were dropped among them.
-    env_steps: turns of these.
-    tokens: sampled for these.
+    episodes: number of training episodes, including dropped ones.
+    env_steps: number of their turns.
+    tokens: number of tokens sampled for them.
   """
 
   episodes: int = 0
@@ -29,27 +30,27 @@ class Spent:
   tokens: int = 0
 
   def add(self, trajectories: Sequence[trajectory.Trajectory]) -> None:
-    """Adds episodes."""
+    """Adds the cost of these episodes."""
     steps = [step for t in trajectories for step in t.steps]
     self.episodes += len(trajectories)
     self.env_steps += len(steps)
     self.tokens += sum(len(step.completion_ids) for step in steps)
 
   def metrics(self) -> dict[str, float]:
-    """Returns it, names 'spent/...'."""
+    """Returns the counts as metrics named 'spent/...'."""
     return {f'spent/{k}': float(v) for k, v in dataclasses.asdict(self).items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Filter:
-  """Which groups are trained on (dynamic sampling, DAPO, arXiv:2503.14476).
+  """Selects groups to train on (dynamic sampling, DAPO, arXiv:2503.14476).
 
   Attributes:
-    without_spread: whether groups whose episodes all got the same reward are
-      dropped.
-    warmup_iterations: iterations before any is.
-    max_refills: how often as many groups again are played, at most, where too
-      few are left.
+    without_spread: whether to drop zero-variance groups: all of their episodes
+      got the same reward.
+    warmup_iterations: number of first iterations in which no group is dropped.
+    max_refills: maximum number of further batches of G groups per iteration,
+      run while fewer than G groups are kept.
   """
 
   without_spread: bool = False
@@ -57,13 +58,13 @@ class Filter:
   max_refills: int = 2
 
   def positions(self, iteration: int) -> list[int]:
-    """Returns places in the stream of tasks that an iteration may take.
+    """Returns the positions in the stream of tasks that an iteration may use.
 
-    The first is the iteration's own, so that runs with and without a filter
-    begin with the same tasks.
+    The first position is the iteration itself, so runs with and without a
+    filter start with the same tasks.
     """
     refills = self.max_refills if self.without_spread else 0
-    first = _REFILLS + iteration * refills
+    first = _FIRST_REFILL + iteration * refills
     return [iteration, *range(first, first + refills)]
 
   def active(self, iteration: int) -> bool:
@@ -76,11 +77,11 @@ class Collected:
   """The episodes of an iteration.
 
   Attributes:
-    played: all of them, their groups numbered from 0 on.
-    kept: those to train on, their groups numbered anew; none if the filter
-      leaves no group.
-    places: of each one in `kept`, its place in `played`.
-    metrics: names 'filter/...'; empty without a filter.
+    played: all episodes; group indices start at 0.
+    kept: the episodes to train on, with new group indices; empty if the filter
+      drops every group.
+    places: for each episode of `kept`, its index in `played`.
+    metrics: metrics named 'filter/...'; empty without a filter.
   """
 
   played: list[trajectory.Trajectory]
@@ -97,56 +98,65 @@ def collect(
   groups: int,
   iteration: int,
 ) -> Collected:
-  """Plays groups until there are enough to train on, or refills are used up.
+  """Runs groups until enough are kept or all refills are used.
 
   Args:
-    play: takes tasks and a place in the stream; returns their episodes.
-    stream: of tasks.
-    chosen: which groups count.
-    groups: how many are wanted; what is over is dropped.
-    iteration: number of the iteration.
+    play: runs the tasks at a position of the stream; returns their episodes.
+    stream: the stream of tasks.
+    chosen: selects the groups to keep.
+    groups: G, the number of groups to keep; any excess is dropped.
+    iteration: index of the iteration.
   """
-  played, kept, whole, plays = [], [], [], 0
-  for place in chosen.positions(iteration):
-    found = play(stream.at(place), place)
+  played, kept, all_groups, num_batches = [], [], [], 0
+  for position in chosen.positions(iteration):
+    episodes = play(stream.at(position), position)
     if not chosen.active(iteration):
-      return Collected(found, found, list(range(len(found))), {})
-    parts = [[] for _ in range(1 + max(t.group for t in found))]
-    for t in found:
-      parts[t.group].append(len(played))
-      played.append(dataclasses.replace(t, group=len(whole) + t.group))
-    whole, plays = whole + parts, plays + 1
-    kept += [part for part in parts if spread([played[n] for n in part])]
+      return Collected(episodes, episodes, list(range(len(episodes))), {})
+    new_groups = [[] for _ in range(1 + max(t.group for t in episodes))]
+    for t in episodes:
+      new_groups[t.group].append(len(played))
+      played.append(dataclasses.replace(t, group=len(all_groups) + t.group))
+    all_groups, num_batches = all_groups + new_groups, num_batches + 1
+    kept += [
+      indices for indices in new_groups if spread([played[n] for n in indices])
+    ]
     if len(kept) >= groups:
       break
   metrics = {
-    'filter/refills': float(plays - 1),
+    'filter/refills': float(num_batches - 1),
     'filter/groups_kept': float(min(len(kept), groups)),
-    'filter/groups_with_spread_share': len(kept) / len(whole),
+    'filter/groups_with_spread_share': len(kept) / len(all_groups),
   }
   kept = kept[:groups]
-  numbered = [
-    dataclasses.replace(played[n], group=number)
-    for number, part in enumerate(kept)
-    for n in part
+  renumbered = [
+    dataclasses.replace(played[n], group=group)
+    for group, indices in enumerate(kept)
+    for n in indices
   ]
   return Collected(
-    played, numbered, [n for part in kept for n in part], metrics
+    played,
+    renumbered,
+    [n for indices in kept for n in indices],
+    metrics,
   )
 
 
 def spread(part: Sequence[trajectory.Trajectory]) -> bool:
-  """Whether the episodes of a group differ in their reward."""
+  """Returns whether the episodes of a group have different rewards.
+
+  Episodes whose environment failed do not count.
+  """
   rewards = [t.reward for t in part if not t.failure]
   return bool(rewards) and not math.isclose(min(rewards), max(rewards))
 
 
 def horizon(schedule: Sequence[tuple[int, int]], iteration: int) -> int | None:
-  """Returns the most turns of an iteration's episodes; None: as many as can be.
+  """Returns an iteration's limit of turns per episode; None for no limit.
 
   Args:
-    schedule: (iteration from which on, turns), rising; () is no limit.
-    iteration: number of the iteration.
+    schedule: (first iteration, limit of turns), by increasing iteration; () is
+      no limit.
+    iteration: index of the iteration.
   """
   limits = [turns for start, turns in schedule if start <= iteration]
   return limits[-1] if limits else None

@@ -1,7 +1,7 @@
-"""Which tasks an iteration plays.
+"""Selection of the tasks of each iteration.
 
-A function of (seed, iteration), and, where tasks are drawn by how uncertain
-their outcome is, of the outcomes so far.
+The tasks are a function of (seed, iteration). `Uncertain` also uses the
+outcomes so far.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 
 from envs import base
 
-# epochs: all of them, one after another; uncertain: see `Uncertain`.
+# epochs: shuffled, without replacement; uncertain: see `Uncertain`.
 DRAWS = ('epochs', 'uncertain')
 
 
@@ -18,14 +18,13 @@ class TaskSampler:
   """An endless stream of tasks: shuffled epochs without replacement.
 
   Args:
-    split: the tasks' part.
-    num_tasks: how many it has.
-    groups: G, distinct tasks of an iteration. What is left of an epoch when
-      it cannot fill an iteration is skipped.
-    seed: of the shuffling.
-    draw: takes an iteration and a number of groups and returns the tasks'
-      numbers; instead of the shuffling, for environments that must draw as
-      another program does.
+    split: name of the split.
+    num_tasks: number of tasks in the split.
+    groups: G, the number of distinct tasks per iteration. The remaining tasks
+      of an epoch that cannot fill an iteration are skipped.
+    seed: seed of the shuffling.
+    draw: replaces the shuffling: maps (iteration, number of groups) to task
+      indices, for environments that must draw tasks as another program does.
 
   Raises:
     ValueError: if there are more groups than tasks.
@@ -49,37 +48,38 @@ class TaskSampler:
     self._draw = draw or self._shuffled
 
   def observe(self, outcomes: Iterable[tuple[base.Task, bool]]) -> None:
-    """Is told the successes of episodes; does not care."""
+    """Ignores outcomes; subclasses may use them."""
 
   def state(self) -> dict:
-    """Returns what was learnt of outcomes, as plain values."""
+    """Returns the statistics of outcomes as plain values."""
     return {}
 
   def restore(self, state: dict) -> None:
-    """Goes on from what `state` returned."""
+    """Restores statistics that `state` returned."""
 
   def at(self, iteration: int) -> list[base.Task]:
     """Returns the G tasks of an iteration."""
-    chosen = self._draw(iteration, self._groups)
-    return [base.Task(self._split, int(index)) for index in chosen]
+    indices = self._draw(iteration, self._groups)
+    return [base.Task(self._split, int(index)) for index in indices]
 
   def _shuffled(self, iteration: int, groups: int) -> np.ndarray:
-    epoch, place = divmod(iteration, self._num_tasks // groups)
+    epoch, position = divmod(iteration, self._num_tasks // groups)
     rng = np.random.Generator(np.random.Philox([self._seed, epoch]))
     order = rng.permutation(self._num_tasks)
-    return order[place * groups : (place + 1) * groups]
+    return order[position * groups : (position + 1) * groups]
 
 
 class Uncertain(TaskSampler):
-  """Draws tasks rather whose episodes succeed now and then.
+  """Prefers tasks whose outcome is uncertain.
 
-  A task's chance is in proportion to p (1 - p), with p = (s + 1) / (n + 2) of n
-  episodes, s of which succeeded; a share of the chances is the same for all.
-  The tasks of an iteration are distinct.
+  A task's weight is proportional to p (1 - p). Its success rate is estimated
+  as p = (s + 1) / (n + 2) from n episodes with s successes. Weights are mixed
+  with the uniform distribution. The tasks of an iteration are distinct.
 
   Args:
-    uniform: that share.
-    **kwargs: of `TaskSampler`.
+    *args: passed to `TaskSampler`.
+    uniform: weight of the uniform distribution in the mixture, in [0, 1].
+    **kwargs: passed to `TaskSampler`.
   """
 
   def __init__(self, *args, uniform: float = 0.5, **kwargs):
@@ -88,37 +88,38 @@ class Uncertain(TaskSampler):
     self._counts = np.zeros((2, self._num_tasks), np.int64)
 
   def observe(self, outcomes: Iterable[tuple[base.Task, bool]]) -> None:
-    """Counts the successes of episodes of this split."""
+    """Counts the episodes and successes of tasks of this split."""
     for task, success in outcomes:
       if task.split == self._split:
         self._counts[:, task.index] += success, 1
 
   def state(self) -> dict:
-    """Returns successes and episodes by task, of those that were played."""
+    """Returns [successes, episodes] of each task that was played, by index."""
     played = np.flatnonzero(self._counts[1])
     return {str(n): self._counts[:, n].tolist() for n in played}
 
   def restore(self, state: dict) -> None:
-    """Goes on from what `state` returned."""
+    """Restores counts that `state` returned."""
     self._counts[:] = 0
-    for number, counts in state.items():
-      self._counts[:, int(number)] = counts
+    for index, counts in state.items():
+      self._counts[:, int(index)] = counts
 
   def chances(self) -> np.ndarray:
-    """Returns the chance of each task to be drawn first."""
+    """Returns the probability of each task to be drawn first."""
     successes, episodes = self._counts
     rate = (successes + 1) / (episodes + 2)
-    doubt = rate * (1 - rate)
-    even = self._uniform / self._num_tasks
-    return even + (1 - self._uniform) * doubt / doubt.sum()
+    variance = rate * (1 - rate)
+    floor = self._uniform / self._num_tasks
+    return floor + (1 - self._uniform) * variance / variance.sum()
 
   def _weighted(self, iteration: int, groups: int) -> np.ndarray:
     rng = np.random.Generator(np.random.Philox([self._seed, iteration]))
-    # The first arrivals of Poisson processes of these rates.
+    # The order of first arrivals of Poisson processes with these rates is a
+    # weighted sample without replacement.
     arrivals = rng.exponential(size=self._num_tasks) / self.chances()
     return np.argsort(arrivals, kind='stable')[:groups]
 
 
 def panel(split: str, num_tasks: int) -> list[base.Task]:
-  """Returns the first tasks of a split, for evaluation."""
+  """Returns the first tasks of a split as the evaluation tasks."""
   return [base.Task(split, index) for index in range(num_tasks)]

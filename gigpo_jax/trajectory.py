@@ -1,7 +1,7 @@
-"""Episodes on the host: ragged, frozen, exactly what was sampled.
+"""Recorded episodes on the host: ragged, frozen, with the sampled token ids.
 
-A `Step` is one turn; its token ids are the sampler's own and are never made
-again from text. This module knows neither jax nor environments' insides.
+A `Step` is one turn. Its token ids are those of the sampler; text is never
+tokenized again. This module knows neither jax nor any environment.
 """
 
 import dataclasses
@@ -17,15 +17,16 @@ class Step:
 
   Attributes:
     prompt_ids: int32 [P]; the rendered prompt.
-    completion_ids: int32 [C]; the sampled tokens, the stop token included.
+    completion_ids: int32 [C]; the sampled tokens, including the stop token.
     log_probs: float32 [C]; log-probability of each sampled token under the
       sampling policy at its temperature, before top-k and top-p.
-    truncated: the response reached the token limit before a stop token.
-    prompt_shortened: the prompt was too long: history or text was dropped.
+    truncated: whether the response reached the token limit before a stop token.
+    prompt_shortened: whether history or text was dropped from a prompt that
+      was too long.
     anchor: the environment state in which the turn was taken.
-    observation: the environment's words that the policy answered to.
-    response: the decoded response, for people.
-    result: what the environment made of it.
+    observation: the environment's text before the response.
+    response: the decoded response, for display only.
+    result: the environment's result for the response.
   """
 
   prompt_ids: np.ndarray
@@ -45,11 +46,11 @@ class Trajectory:
 
   Attributes:
     task: the initial state.
-    kind: the task's type.
-    group: number of the group within the iteration, in [0, G).
-    member: number of the episode within the group, in [0, N).
-    steps: its turns in order; turns answered by the environment only.
-    failure: why the environment ended it, `CAUSE: REASON`; '' otherwise.
+    kind: the task type.
+    group: index of the group within the iteration, in [0, G).
+    member: index of the episode within the group, in [0, N).
+    steps: the turns in order; only those that the environment answered.
+    failure: why the environment failed, as `CAUSE: REASON`; '' if it did not.
   """
 
   task: base.Task
@@ -61,12 +62,12 @@ class Trajectory:
 
   @property
   def cause(self) -> str:
-    """Why the environment ended it, in a word of `env_pool.CAUSES`."""
+    """The failure's cause, one of `env_pool.CAUSES`; '' without a failure."""
     return self.failure.partition(':')[0]
 
   @property
   def success(self) -> bool:
-    """Whether the task was accomplished; never where the episode failed."""
+    """Whether the task was accomplished; False if the environment failed."""
     done = bool(self.steps) and self.steps[-1].result.success
     return done and not self.failure
 
@@ -77,9 +78,10 @@ class Trajectory:
 
   @property
   def end(self) -> tuple[str, str] | None:
-    """Returns (what was seen, anchor) where it ended; None if not known.
+    """The final (text, anchor) of the episode; None if unknown.
 
-    A horizon ends episodes that would have gone on.
+    An episode that a limit of turns ends has a last observation; otherwise
+    both are the final anchor.
     """
     if not self.steps:
       return None
@@ -91,9 +93,9 @@ class Trajectory:
 
   @property
   def score(self) -> float | None:
-    """Score of the episode, in [0, 1]; 0 where the episode failed.
+    """Score of the episode, in [0, 1]; 0 if the environment failed.
 
-    None if the environment has no score, or the episode no steps.
+    None if the environment has no score or the episode has no steps.
     """
     score = self.steps[-1].result.score if self.steps else None
     return 0.0 if self.failure and score is not None else score

@@ -31,7 +31,7 @@ def normalize(x, entries, lone, norm):
 
 
 def add_returns(real, discount, c, on_row):
-  """Writes E and G into the rows."""
+  """Adds E and G to each row."""
   episodes = {}
   for row in real:
     episodes.setdefault((row['group'], row['episode']), []).append(row)
@@ -50,7 +50,7 @@ def add_returns(real, discount, c, on_row):
 
 
 def reference(batch, discount, step_weight, invalid_penalty, **options):
-  """The specification in plain Python and float64: dictionaries and loops."""
+  """Returns advantages from a plain Python implementation in float64."""
   real = [row for row in batch if row['group'] != -1]
   on_row = options['penalty_scope'] == 'row'
   add_returns(real, discount, invalid_penalty, on_row)
@@ -80,9 +80,9 @@ def columns(batch):
 
 
 def random_batch(rng):
-  """Groups of 1 to 6 episodes; revisits, gaps, penalties, padding, shuffle."""
+  """Returns shuffled rows with revisits, gaps, penalties and padding."""
   batch = []
-  kind = rng.integers(3)
+  reward_type = rng.integers(3)
   for group in rng.choice(50, rng.integers(1, 5), replace=False):
     for episode in range(rng.integers(1, 7)):
       length = rng.integers(1, 13)
@@ -94,7 +94,7 @@ def random_batch(rng):
           10.0 * (last and rng.random() < 0.5),
           float(np.float32(rng.normal())),
           0.0,
-        )[kind]
+        )[reward_type]
         batch.append(
           {
             'group': int(group),
@@ -119,17 +119,17 @@ def random_batch(rng):
 def test_agrees_with_plain_python(options):
   seed = COMBINATIONS.index(options)
   rng = np.random.default_rng(seed)
-  # One padded size: it compiles once. 17 x 12 combinations: 204 batches.
+  # One padded size, so it compiles once per combination of options.
   for _ in range(17):
     batch = random_batch(rng)
     batch += [dict(batch[0], group=-1)] * (300 - len(batch))
-    numbers = {
+    coefficients = {
       'discount': float(rng.uniform(0.2, 1.0)),
       'step_weight': float(rng.uniform(0.0, 2.0)),
       'invalid_penalty': float(rng.uniform(0.0, 0.5)),
     }
-    expected = reference([dict(r) for r in batch], **numbers, **options)
-    actual = advantages.gigpo(*columns(batch), **numbers, **options)
+    expected = reference([dict(r) for r in batch], **coefficients, **options)
+    actual = advantages.gigpo(*columns(batch), **coefficients, **options)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -222,37 +222,39 @@ def test_golden_advantages(options, expected):
   np.testing.assert_allclose(actual, expected, atol=1e-4)
 
 
-def episodes_of(returns, **kwargs):
-  """One-step episodes of one group, each from a state of its own."""
+def single_step_advantages(returns, **kwargs):
+  """Returns advantages of one-step episodes of a group, in distinct states."""
   n = len(returns)
   return advantages.gigpo(
     returns, [0] * n, range(n), [0] * n, range(n), [True] * n, **kwargs
   )
 
 
-def test_spread_is_unbiased():
+def test_standard_deviation_is_unbiased():
   # 0 and 2: mean 1, std with ddof 1 = sqrt((1 + 1) / 1) = 1.41421; ddof 0
   # would give 1 and the advantage 1.
   np.testing.assert_allclose(
-    episodes_of([0.0, 2.0]), [-0.70711, 0.70711], atol=1e-5
+    single_step_advantages([0.0, 2.0]), [-0.70711, 0.70711], atol=1e-5
   )
 
 
-def test_epsilon_is_added_to_the_spread():
+def test_epsilon_is_added_to_the_standard_deviation():
   # 0 and 2e-6: std 1.41421e-6; 1e-6 / (1.41421e-6 + 1e-6) = 0.41421. Under
   # the root, sqrt(2e-12 + 1e-6), it would be 0.001.
   np.testing.assert_allclose(
-    episodes_of([0.0, 2e-6]), [-0.41421, 0.41421], atol=1e-4
+    single_step_advantages([0.0, 2e-6]), [-0.41421, 0.41421], atol=1e-4
   )
 
 
 @pytest.mark.parametrize('value', [0.1, 1 / 3, 9.9, 1e4 / 7])
 def test_equal_returns_give_exactly_zero(value):
   for count in (3, 7, 49):
-    np.testing.assert_array_equal(episodes_of([value] * count), np.zeros(count))
+    np.testing.assert_array_equal(
+      single_step_advantages([value] * count), np.zeros(count)
+    )
 
 
-def test_equal_sums_in_another_order_give_exactly_zero():
+def test_equal_sums_in_different_order_give_exactly_zero():
   # Three invalid steps at different times: each E is 10 - 0.3, though in
   # float32 the sums differ by 1e-6, which is as large as eps.
   valid = [[0, 0, 0, 1, 1], [1, 0, 1, 0, 0], [0, 1, 0, 1, 0], [1, 1, 0, 0, 0]]
@@ -269,7 +271,7 @@ def test_equal_sums_in_another_order_give_exactly_zero():
 
 def test_equal_distance_to_success_gives_exactly_zero():
   # Seven episodes of lengths 3, 4, ... meet in one state 3 steps before the
-  # success. 0.95^2 * 10 from each, at other places of the scan.
+  # success: G = 0.95^2 * 10 in each, at different positions of the scan.
   rows = [(e, t, 3 + e) for e in range(7) for t in range(3 + e)]
   parts = advantages.gigpo_parts(
     [10.0 * (t == n - 1) for _, t, n in rows],
@@ -297,16 +299,19 @@ def test_all_fail_and_one_is_invalid(norm, expected):
   actual = advantages.gigpo(
     [0.0] * 4, [0] * 4, range(4), [0] * 4, range(4), [1, 1, 1, 0], norm=norm
   )
-  # eps takes 0.5 * 1e-6 / 0.05 = 1e-5 off, and three times that.
+  # eps reduces 0.5 by 0.5 * 1e-6 / 0.05 = 1e-5, and -1.5 by three times that.
   np.testing.assert_allclose(actual, expected, atol=4e-5)
 
 
 @pytest.mark.parametrize('stats', ['trajectories', 'rows'])
 def test_lone_episode(stats):
   lone = {'episode_stats': stats}
-  assert episodes_of([10.0], **lone)[0] == 0
-  assert episodes_of([10.0], lone_episode='raw', **lone)[0] == 10
-  assert episodes_of([10.0], lone_episode='raw', norm='mean', **lone)[0] == 10
+  assert single_step_advantages([10.0], **lone)[0] == 0
+  assert single_step_advantages([10.0], lone_episode='raw', **lone)[0] == 10
+  assert (
+    single_step_advantages([10.0], lone_episode='raw', norm='mean', **lone)[0]
+    == 10
+  )
 
 
 def test_lone_episode_of_two_rows():
@@ -335,7 +340,7 @@ def test_revisit_within_an_episode_is_compared():
   np.testing.assert_array_equal(actual, [-3.75, 0, 3.75])
 
 
-# Two episodes of two steps, one anchor a step: e0 succeeds (10) after an
+# Two episodes of two steps, one anchor per step: e0 succeeds (10) after an
 # invalid first step, e1 fails, valid. Discount 0.5, c = 0.2, norm mean.
 @pytest.mark.parametrize(
   ('options', 'episode', 'step'),
@@ -369,14 +374,14 @@ def test_penalty_scopes(options, episode, step):
   np.testing.assert_allclose(parts.step_advantage, step, atol=2e-6)
 
 
-def test_penalty_is_discounted_back_in_scope_reward_only():
+def test_penalty_is_discounted_only_in_scope_reward():
   # The invalid step comes second: r' = 0, -0.2. G_0 = -0.1 or, by row, 0.
   arguments = ([0.0, 0.0], [0, 0], [0, 0], [0, 1], [0, 1], [True, False])
-  numbers = {'discount': 0.5, 'invalid_penalty': 0.2, 'episode_stats': 'rows'}
-  reward = advantages.gigpo_parts(*arguments, **numbers)
+  options = {'discount': 0.5, 'invalid_penalty': 0.2, 'episode_stats': 'rows'}
+  reward = advantages.gigpo_parts(*arguments, **options)
   np.testing.assert_allclose(reward.returns, [-0.1, -0.2])
   np.testing.assert_allclose(reward.episode_returns, [-0.2, -0.2])
-  row = advantages.gigpo_parts(*arguments, **numbers, penalty_scope='row')
+  row = advantages.gigpo_parts(*arguments, **options, penalty_scope='row')
   np.testing.assert_allclose(row.returns, [0, -0.2])
   np.testing.assert_allclose(row.episode_returns, [0, -0.2])
 
@@ -397,7 +402,7 @@ def test_no_discount_and_full_discount():
   np.testing.assert_array_equal(full.returns, [1, 2, 4])
 
 
-def test_step_weight_zero_is_grpo_and_it_scales():
+def test_step_weight_zero_is_grpo_and_scales_linearly():
   parts = advantages.gigpo_parts(**GOLDEN)
   grpo = advantages.gigpo(**GOLDEN, step_weight=0.0)
   np.testing.assert_array_equal(grpo, parts.episode_advantage)
@@ -406,7 +411,7 @@ def test_step_weight_zero_is_grpo_and_it_scales():
   np.testing.assert_allclose(double, expected, rtol=1e-6)
 
 
-def test_without_repeated_states_it_is_grpo():
+def test_distinct_states_give_grpo():
   # e1 stays in b in the golden batch; here every row has its own state.
   unique = advantages.gigpo(**GOLDEN | {'anchors': list(range(8))})
   grpo = advantages.gigpo(**GOLDEN, step_weight=0.0)
@@ -414,7 +419,7 @@ def test_without_repeated_states_it_is_grpo():
 
 
 def test_ids_may_repeat_between_groups():
-  # The golden batch twice over, as groups 0 and 7, under the same ids.
+  # The golden batch twice, as groups 0 and 7, with the same ids.
   twice = {
     name: list(value) * 2 if isinstance(value, list) else value
     for name, value in GOLDEN.items()
@@ -434,7 +439,7 @@ def test_row_order_and_padding_change_nothing():
   np.random.default_rng(4).shuffle(padded)
   actual = np.asarray(advantages.gigpo(*columns([row for _, row in padded])))
   for (k, _), value in zip(padded, actual, strict=True):
-    # Only the order of float32 sums may differ.
+    # The order of float32 sums may differ.
     assert value == pytest.approx(0 if k < 0 else expected[k], abs=2e-6)
     assert k >= 0 or value == 0
 
@@ -446,13 +451,13 @@ def test_all_padding_gives_zeros():
   np.testing.assert_array_equal(zeros, np.zeros(4))
 
 
-def test_no_rows_at_all():
-  nothing = np.zeros(0, np.int32)
-  found = advantages.gigpo([], nothing, nothing, nothing, nothing, [])
-  assert found.shape == (0,) and found.dtype == np.float32
+def test_no_rows():
+  empty = np.zeros(0, np.int32)
+  actual = advantages.gigpo([], empty, empty, empty, empty, [])
+  assert actual.shape == (0,) and actual.dtype == np.float32
 
 
-def test_what_is_no_number_stays_in_its_group():
+def test_nan_stays_in_its_group():
   rewards, groups = np.arange(8.0), np.repeat([0, 1], 4)
   arguments = {
     'groups': groups,
@@ -463,16 +468,16 @@ def test_what_is_no_number_stays_in_its_group():
   }
   expected = advantages.gigpo(rewards, **arguments)
   for spoilt in (4, 7):
-    found = advantages.gigpo(
+    actual = advantages.gigpo(
       np.where(np.arange(8) == spoilt, np.nan, rewards), **arguments
     )
-    np.testing.assert_array_equal(found[:4], expected[:4])
-    assert np.isnan(found[4:]).any()
-  whole = advantages.whiten(jnp.array([1.0, 3.0]), jnp.array([1.0, 2.0]))
+    np.testing.assert_array_equal(actual[:4], expected[:4])
+    assert np.isnan(actual[4:]).any()
+  unpadded = advantages.whiten(jnp.array([1.0, 3.0]), jnp.array([1.0, 2.0]))
   padded = advantages.whiten(
     jnp.array([1.0, jnp.nan, 3.0]), jnp.array([1.0, 0.0, 2.0])
   )
-  np.testing.assert_array_equal(padded[::2], whole)
+  np.testing.assert_array_equal(padded[::2], unpadded)
 
 
 def test_jit_and_no_jit_agree():
@@ -488,7 +493,7 @@ def test_jit_and_no_jit_agree():
 @pytest.mark.parametrize(
   'wide',
   [
-    # Equal in their low 32 bits, which is all that jax would keep.
+    # Equal in their low 32 bits, the only bits that jax would keep.
     pytest.param(lambda k: np.int64(-3) + (np.int64(k) << 40), id='int64'),
     pytest.param(lambda k: np.uint64((k << 40) + 7), id='uint64'),
     pytest.param(lambda k: (k << 100) + 7, id='python-128-bit'),
@@ -498,8 +503,8 @@ def test_jit_and_no_jit_agree():
 def test_wide_ids_are_not_truncated(wide):
   expected = advantages.gigpo(**GOLDEN)
   anchors = [wide(k) for k in GOLDEN['anchors']]
-  kind = None if isinstance(anchors[0], np.generic | np.ndarray) else object
-  hashed = GOLDEN | {'anchors': np.array(anchors, kind)}
+  dtype = None if isinstance(anchors[0], np.generic | np.ndarray) else object
+  hashed = GOLDEN | {'anchors': np.array(anchors, dtype)}
   np.testing.assert_array_equal(advantages.gigpo(**hashed), expected)
 
 
@@ -508,20 +513,20 @@ def test_hashes_under_jit():
   hashed = GOLDEN | {'anchors': keys.digests(map(str, GOLDEN['anchors']))}
   assert hashed['anchors'].shape == (8, 4)
   np.testing.assert_array_equal(advantages.gigpo(**hashed), expected)
-  traced = jax.jit(lambda given: advantages.gigpo(**given))(
+  traced = jax.jit(lambda arguments: advantages.gigpo(**arguments))(
     {name: jnp.asarray(x) for name, x in hashed.items()}
   )
   np.testing.assert_allclose(traced, expected, atol=1e-6)
-  # One word that differs is enough.
+  # A difference in a single word separates two anchors.
   other = hashed['anchors'].copy()
   other[3, 2] ^= 1
   assert np.any(advantages.gigpo(**hashed | {'anchors': other}) != expected)
 
 
-def test_rows_cut_over_devices_change_nothing():
+def test_sharded_rows_give_the_same_advantages():
   rng = np.random.default_rng(0)
   rows = 64
-  given = {
+  arguments = {
     'rewards': rng.normal(size=rows).astype(np.float32),
     'groups': np.repeat([0, 1, 2, -1], 16),
     'episodes': np.repeat(np.arange(16), 4),
@@ -531,10 +536,10 @@ def test_rows_cut_over_devices_change_nothing():
   }
   mesh = jax.make_mesh((8,), ('x',), (jax.sharding.AxisType.Auto,))
   sharding = jax.NamedSharding(mesh, jax.P('x'))
-  placed = {n: jax.device_put(x, sharding) for n, x in given.items()}
-  found = jax.jit(lambda given: advantages.gigpo(**given))(placed)
-  expected = jax.jit(lambda given: advantages.gigpo(**given))(given)
-  np.testing.assert_allclose(found, expected, atol=1e-6)
+  placed = {n: jax.device_put(x, sharding) for n, x in arguments.items()}
+  actual = jax.jit(lambda arguments: advantages.gigpo(**arguments))(placed)
+  expected = jax.jit(lambda arguments: advantages.gigpo(**arguments))(arguments)
+  np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 def test_wide_groups_and_episodes_keep_padding():
@@ -571,13 +576,13 @@ def test_no_gradient_flows_through():
     ),
   ],
 )
-def test_refused_options(options, message):
+def test_rejected_options(options, message):
   with pytest.raises(ValueError, match=message):
     advantages.gigpo(**GOLDEN, **options)
 
 
 def test_discounted_returns_keep_more_than_float32():
-  # 0.95^k * 10 at k = 0..199, to 1e-12 of float64.
+  # 0.95^k * 10 for k = 0..199, within 1e-12 of float64.
   zeros = np.zeros(200)
   zeros[-1] = 10
   (high, low), sums = advantages.discounted_returns(

@@ -1,4 +1,4 @@
-"""What makes two steps' states the same."""
+"""Tests of anchor ids: exact, with history, by turn and by similarity."""
 
 import difflib
 
@@ -14,35 +14,35 @@ EPISODES = [
 ]
 
 
-def numbers(**kwargs):
+def assign(**kwargs):
   return [ids.tolist() for ids in anchors.number(EPISODES, **kwargs)]
 
 
-def test_equal_states_of_a_group():
-  assert numbers() == [[0, 1, 0, -1], [2, 1, 0, 1], [3, 4, -1]]
+def test_equal_states_of_a_group_share_an_id():
+  assert assign() == [[0, 1, 0, -1], [2, 1, 0, 1], [3, 4, -1]]
 
 
-def test_with_what_came_before():
+def test_history_of_preceding_states():
   # a; a b; b a | c; c b; b a; a b | a; a b of another group.
-  assert numbers(history=1) == [[0, 1, 2, -1], [3, 4, 2, 1], [5, 6, -1]]
+  assert assign(history=1) == [[0, 1, 2, -1], [3, 4, 2, 1], [5, 6, -1]]
 
 
-def test_by_turn():
-  assert numbers(kind='turn') == [[0, 1, 2, -1], [0, 1, 2, 3], [4, 5, -1]]
+def test_turn_ids():
+  assert assign(kind='turn') == [[0, 1, 2, -1], [0, 1, 2, 3], [4, 5, -1]]
 
 
-def test_similar_states_join_the_first():
+def test_similar_states_merge_into_the_first():
   # 'abcd' and 'abce' share 3 of 4: ratio 0.75.
   states = [['abcd', 'abce', 'abef'], ['abce', None]]
-  found = anchors.similar([0, 0], states, threshold=0.75)
-  assert found == [['abcd', 'abcd', 'abef'], ['abcd', None]]
+  merged = anchors.similar([0, 0], states, threshold=0.75)
+  assert merged == [['abcd', 'abcd', 'abef'], ['abcd', None]]
   assert anchors.similar([0, 0], states, threshold=0.76) == states
   # Not across groups.
   assert anchors.similar([0, 1], states, threshold=0.75)[1] == ['abce', None]
 
 
 @pytest.mark.parametrize('threshold', [0.5, 0.8, 0.95, 1.0])
-def test_similarity_against_difflib_alone(threshold):
+def test_similarity_matches_difflib(threshold):
   rng = np.random.default_rng(0)
   texts = [''.join(rng.choice(list('ab c'), 12)) for _ in range(60)]
   texts += [text[:6] + 'x' + text[7:] for text in texts[:30]]
@@ -59,5 +59,5 @@ def test_similarity_against_difflib_alone(threshold):
     if match is None:
       members.append(text)
     expected.append(match or text)
-  # Equal texts are one before they are compared.
+  # Equal texts share one representative and are compared only once.
   assert anchors.similar([0], [texts], threshold=threshold) == [expected]

@@ -31,7 +31,7 @@ def test_segment_reductions():
   np.testing.assert_array_equal(first, [2, 1, 2, 1, 2])
 
 
-def test_segment_ids_rise_with_the_keys():
+def test_segment_ids_increase_with_the_keys():
   a = jnp.array([5, -1, 5, 3, 5])
   b = jnp.array([9, 0, 1, 9, 9])
   # Sorted pairs: (-1, 0), (3, 9), (5, 1), (5, 9), (5, 9).
@@ -42,8 +42,8 @@ def test_segment_ids_rise_with_the_keys():
   np.testing.assert_array_equal(arrays.segment_ids(far), [0, 2, 1])
 
 
-def exact(number):
-  high, low = (np.asarray(part, np.float64).tolist() for part in number)
+def exact(two_float):
+  high, low = (np.asarray(part, np.float64).tolist() for part in two_float)
   return [Fraction(a) + Fraction(b) for a, b in zip(high, low, strict=True)]
 
 
@@ -51,15 +51,15 @@ def exact(number):
 def test_two_float_arithmetic_against_fractions(wrap):
   rng = np.random.default_rng(0)
   a, b = (arrays.two_float(rng.normal(size=1000)) for _ in range(2))
-  for function, expect in (
+  for function, operation in (
     (arrays.two_add, lambda x, y: x + y),
     (arrays.two_multiply, lambda x, y: x * y),
   ):
     actual = exact(wrap(function)(a, b))
     for x, y, z in zip(exact(a), exact(b), actual, strict=True):
       scale = abs(x) + abs(y) if function is arrays.two_add else abs(x * y)
-      # 24 + 24 bits less a few; float32 alone would be off by 2^-24.
-      assert abs(z - expect(x, y)) <= scale * Fraction(1, 2**44)
+      # 24 + 24 bits minus a few; float32 alone would be off by 2^-24.
+      assert abs(z - operation(x, y)) <= scale * Fraction(1, 2**44)
 
 
 def test_two_power():
@@ -83,6 +83,6 @@ def test_ids32():
   assert arrays.ids32(np.array([4, 5], np.int32)).dtype == jnp.int32
 
 
-def test_typechecked_refuses_wrong_shapes():
+def test_typechecked_rejects_wrong_shapes():
   with pytest.raises(Exception, match='Type-check error'):
     arrays.masked_sum(jnp.zeros(3), jnp.zeros(4, bool))

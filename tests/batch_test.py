@@ -50,9 +50,9 @@ EPISODES = [
 SIZES = {'max_prompt_tokens': 3, 'max_completion_tokens': 2}
 
 
-def test_rows_are_exactly_the_steps():
+def test_rows_hold_the_steps():
   rows = batch.from_trajectories(EPISODES, **SIZES, row_multiple=3)
-  # 4 steps of episodes that did not break off; 3 rows do not hold them, 6 do.
+  # 4 steps of episodes that did not fail, padded from 3 to 6 rows.
   np.testing.assert_array_equal(
     rows.tokens,
     [
@@ -105,19 +105,21 @@ def test_similarity_changes_anchor_ids_only():
   np.testing.assert_array_equal(near.tokens, exact.tokens)
 
 
-def test_nothing_to_train_on_is_refused():
-  broken = [make_episode(0, 0, make_step([1], [2], 'hall'), failure='hung')]
+def test_failed_episodes_only_are_rejected():
+  failed = [make_episode(0, 0, make_step([1], [2], 'hall'), failure='hung')]
   with pytest.raises(ValueError, match='all episodes failed.*hung'):
-    batch.from_trajectories(broken, **SIZES)
+    batch.from_trajectories(failed, **SIZES)
 
 
-def test_a_state_that_a_horizon_cuts_off_is_known():
-  seen = base.Observation(prompt='', short_prompt='', anchor='hall', text='')
-  end = base.StepResult(seen, 0.0, True, '', False, False)
+def test_next_anchor_is_known_after_the_turn_limit():
+  observation = base.Observation(
+    prompt='', short_prompt='', anchor='hall', text=''
+  )
+  result = base.StepResult(observation, 0.0, True, '', False, False)
   step = make_step([1], [2], 'attic')
-  cut = dataclasses.replace(step, result=end)
+  limited = dataclasses.replace(step, result=result)
   episodes = [
-    make_episode(0, 0, make_step([1], [2], 'hall'), cut),
+    make_episode(0, 0, make_step([1], [2], 'hall'), limited),
     make_episode(0, 1, make_step([1], [2], 'hall'), step),
   ]
   rows = batch.from_trajectories(episodes, **SIZES, row_multiple=4)
@@ -129,6 +131,6 @@ def test_a_state_that_a_horizon_cuts_off_is_known():
   ]
 
 
-def test_components_that_nobody_tells_are_refused():
-  with pytest.raises(ValueError, match='tells nothing called rewrd'):
+def test_unreported_components_are_rejected():
+  with pytest.raises(ValueError, match='reports no metric rewrd'):
     batch.from_trajectories(EPISODES, **SIZES, components=('rewrd', 'valid'))

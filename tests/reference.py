@@ -1,4 +1,4 @@
-"""Slow and plain ways to what the project computes otherwise."""
+"""Slow reference implementations of optimized computations."""
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +17,18 @@ def completion_log_probs(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns log-probs and entropies of the completions, float32 [B, C] both.
 
-  Each row by itself, not packed with others.
+  Rows are computed separately, without packing.
 
   Args:
     config: shape of the network.
-    params: its parameters.
+    params: parameters of the network.
     tokens_BL: prompt and completion, contiguous from position 0.
-    prompt_lengths_B: tokens of the prompt.
-    max_completion: C; positions past a row's completion mean nothing.
-    temperature: of the distribution that was sampled.
+    prompt_lengths_B: number of prompt tokens.
+    max_completion: C; outputs past a row's completion are meaningless.
+    temperature: sampling temperature.
   """
   hidden_BLD = qwen.hidden_states(config, params, tokens_BL)
-  # The state before completion token c is that of the token ahead of it.
+  # The hidden state at the preceding token predicts completion token c.
   index_BC = prompt_lengths_B[:, None] - 1 + jnp.arange(max_completion)
   index_BC = jnp.clip(index_BC, 0, tokens_BL.shape[1] - 2)
   hidden_BCD = jnp.take_along_axis(hidden_BLD, index_BC[..., None], axis=1)

@@ -1,4 +1,4 @@
-"""The task stream: pure, without replacement, distinct in an iteration."""
+"""Tests of task sampling: pure, without replacement, distinct per iteration."""
 
 import numpy as np
 import pytest
@@ -7,16 +7,16 @@ from envs import base
 from gigpo_jax import tasks
 
 
-def test_a_pure_function_of_seed_and_iteration():
-  one, two = (tasks.TaskSampler('train', 50, 4, 0) for _ in range(2))
-  assert [one.at(i) for i in range(30)] == [two.at(29 - i) for i in range(30)][
-    ::-1
-  ]
+def test_tasks_are_a_function_of_seed_and_iteration():
+  first, second = (tasks.TaskSampler('train', 50, 4, 0) for _ in range(2))
+  assert [first.at(i) for i in range(30)] == [
+    second.at(29 - i) for i in range(30)
+  ][::-1]
   other = tasks.TaskSampler('train', 50, 4, 1)
-  assert [one.at(i) for i in range(5)] != [other.at(i) for i in range(5)]
+  assert [first.at(i) for i in range(5)] != [other.at(i) for i in range(5)]
 
 
-def test_an_epoch_repeats_nothing_and_the_next_is_another():
+def test_epochs_have_no_repeats_and_differ():
   stream = tasks.TaskSampler('train', 50, 4, 0)
   epochs = [
     [task.index for i in range(12) for task in stream.at(12 * epoch + i)]
@@ -26,29 +26,29 @@ def test_an_epoch_repeats_nothing_and_the_next_is_another():
   assert epochs[0] != epochs[1]
 
 
-def test_more_groups_than_tasks_are_refused():
+def test_more_groups_than_tasks_are_rejected():
   with pytest.raises(ValueError, match='rollout.groups=5: more groups than'):
     tasks.TaskSampler('train', 4, 5, 0)
 
 
-def test_the_panel_is_the_first_tasks():
+def test_evaluation_tasks_are_the_first_tasks():
   assert [str(t) for t in tasks.panel('valid', 2)] == ['valid/0', 'valid/1']
 
 
-def test_an_iteration_repeats_no_task_and_no_task_is_forgotten():
+def test_iterations_have_distinct_tasks_and_cover_all_tasks():
   # 10 tasks in iterations of 4: an epoch is 2 iterations, and 2 tasks are left.
   stream = tasks.TaskSampler('train', 10, 4, 0)
   played = [[task.index for task in stream.at(i)] for i in range(200)]
   assert all(len(set(each)) == 4 for each in played)
   counts = [sum(each.count(index) for each in played) for index in range(10)]
-  # Each is left out of about 20 of 100 epochs (standard deviation 4).
+  # About 20 of 100 epochs leave out a given task (standard deviation 4).
   assert all(60 < count < 95 for count in counts)
 
 
 def test_uncertain_tasks_are_drawn_more_often():
   stream = tasks.Uncertain('train', 4, 1, 0, uniform=0.0)
   np.testing.assert_allclose(stream.chances(), 0.25)
-  # Of 8 episodes 0, 4 and 8 succeed: rates 0.1, 0.5 and 0.9; one is new.
+  # 0, 4 and 8 of 8 episodes succeed: rates 0.1, 0.5 and 0.9; task 3 is new.
   outcomes = [(0, 0), (1, 4), (2, 8)]
   stream.observe(
     (base.Task('train', index), n < successes)
@@ -63,10 +63,10 @@ def test_uncertain_tasks_are_drawn_more_often():
   np.testing.assert_allclose(shares, weights / weights.sum(), atol=0.03)
 
 
-def test_outcomes_outlive_a_resumption():
-  one, other = (tasks.Uncertain('train', 20, 3, 0) for _ in range(2))
-  one.observe([(base.Task('train', 5), True), (base.Task('train', 7), False)])
-  other.restore(one.state())
-  assert one.state() == {'5': [1, 1], '7': [0, 1]}
-  assert [one.at(i) for i in range(9)] == [other.at(i) for i in range(9)]
-  assert all(len(set(one.at(i))) == 3 for i in range(9))
+def test_outcomes_are_restored():
+  first, second = (tasks.Uncertain('train', 20, 3, 0) for _ in range(2))
+  first.observe([(base.Task('train', 5), True), (base.Task('train', 7), False)])
+  second.restore(first.state())
+  assert first.state() == {'5': [1, 1], '7': [0, 1]}
+  assert [first.at(i) for i in range(9)] == [second.at(i) for i in range(9)]
+  assert all(len(set(first.at(i))) == 3 for i in range(9))
