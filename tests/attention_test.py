@@ -1,4 +1,4 @@
-"""Attention in all its implementations, and a row of several completions."""
+"""Tests of attention: all implementations, and rows with several branches."""
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,13 @@ from gigpo_jax.models import attention
 def _arrays(length: int, *, rows=2, heads=4, kv_heads=2, size=64):
   rng = np.random.default_rng(length)
   return tuple(
-    jnp.asarray(rng.normal(size=(rows, length, number, size)), jnp.float32)
-    for number in (heads, kv_heads, kv_heads)
+    jnp.asarray(rng.normal(size=(rows, length, count, size)), jnp.float32)
+    for count in (heads, kv_heads, kv_heads)
   )
 
 
-def _slow(q, k, v, seen):
-  """Attention of each head by itself, in float64; seen is [B, L, L]."""
+def _reference(q, k, v, seen):
+  """Returns attention computed head by head in float64; seen is [B, L, L]."""
   q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
   out = np.zeros_like(q)
   for h in range(q.shape[2]):
@@ -33,50 +33,50 @@ def _slow(q, k, v, seen):
 
 @pytest.mark.parametrize('length', [5, 33, 130])
 @pytest.mark.parametrize('implementation', ['xla', 'splash'])
-def test_a_token_sees_those_before_it(implementation, length):
+def test_attention_is_causal(implementation, length):
   q, k, v = _arrays(length)
-  found = attention.among(
+  output = attention.among(
     q, k, v, implementation=implementation, interpret=True
   )
   seen = np.tril(np.ones((length, length), bool))[None]
-  np.testing.assert_allclose(found, _slow(q, k, v, seen), atol=2e-6)
+  np.testing.assert_allclose(output, _reference(q, k, v, seen), atol=2e-6)
 
 
 @pytest.mark.parametrize('length', [5, 130])
-def test_cudnn_is_asked_for_the_same(monkeypatch, length):
-  """On a GPU by itself; elsewhere jax computes what cuDNN is asked for."""
+def test_cudnn_attention_is_causal(monkeypatch, length):
+  """Runs cuDNN on a GPU, and JAX's own implementation elsewhere."""
   on_gpu = jax.default_backend() == 'gpu'
-  original, asked = jax.nn.dot_product_attention, []
+  original, requested = jax.nn.dot_product_attention, []
 
-  def instead(*args, implementation, **kwargs):
-    asked.append(implementation)
+  def fake_attention(*args, implementation, **kwargs):
+    requested.append(implementation)
     return original(
       *args, implementation='cudnn' if on_gpu else 'xla', **kwargs
     )
 
-  monkeypatch.setattr(jax.nn, 'dot_product_attention', instead)
+  monkeypatch.setattr(jax.nn, 'dot_product_attention', fake_attention)
   dtype = jnp.bfloat16 if on_gpu else jnp.float32
   q, k, v = (x.astype(dtype) for x in _arrays(length))
-  found = attention.among(q, k, v, implementation='cudnn')
+  output = attention.among(q, k, v, implementation='cudnn')
   seen = np.tril(np.ones((length, length), bool))[None]
   np.testing.assert_allclose(
-    np.asarray(found, np.float32),
-    _slow(q, k, v, seen),
+    np.asarray(output, np.float32),
+    _reference(q, k, v, seen),
     atol=2e-2 if on_gpu else 2e-6,
   )
-  assert asked == ['cudnn']
+  assert requested == ['cudnn']
 
 
-def test_gradients_of_the_kernel_are_those_of_xla():
+def test_gradients_of_the_kernel_equal_those_of_xla():
   arrays = _arrays(40, rows=1)
   weights = jnp.asarray(np.random.default_rng(1).normal(size=arrays[0].shape))
 
   def gradients(implementation):
     def loss(q, k, v):
-      found = attention.among(
+      output = attention.among(
         q, k, v, implementation=implementation, interpret=True
       )
-      return jnp.sum(found * weights)
+      return jnp.sum(output * weights)
 
     return jax.grad(loss, argnums=(0, 1, 2))(*arrays)
 
@@ -89,15 +89,15 @@ def test_the_kernel_runs_on_each_device_of_a_mesh():
   alone = attention.among(*arrays)
   mesh = mesh_lib.make_mesh(2, 2, 2)
   with jax.set_mesh(mesh):
-    found = jax.jit(
+    output = jax.jit(
       lambda *x: attention.among(*x, implementation='splash', interpret=True)
     )(*jax.device_put(arrays, mesh_lib.batch_sharding(mesh)))
-  np.testing.assert_allclose(found, alone, atol=2e-6)
+  np.testing.assert_allclose(output, alone, atol=2e-6)
 
 
-# Longer than a block of queries, so that completions begin within one.
+# The longer row exceeds a block of queries, so completions start inside one.
 @pytest.mark.parametrize('length', [11, 90])
-def test_completions_see_their_prompt_and_themselves(length):
+def test_completions_attend_to_their_prompt_and_themselves(length):
   q, k, v = _arrays(length)
   third = length // 3
   branches = np.zeros((2, length), np.int32)
@@ -106,5 +106,5 @@ def test_completions_see_their_prompt_and_themselves(length):
   causal = np.tril(np.ones((length, length), bool))
   same = branches[:, None] == branches[:, :, None]
   seen = causal & (same | (branches[:, None] == 0))
-  found = attention.among(q, k, v, jnp.asarray(branches))
-  np.testing.assert_allclose(found, _slow(q, k, v, seen), atol=2e-6)
+  output = attention.among(q, k, v, jnp.asarray(branches))
+  np.testing.assert_allclose(output, _reference(q, k, v, seen), atol=2e-6)

@@ -1,4 +1,4 @@
-"""Adapters: beside their matrices, merged, trained, exported."""
+"""Tests of adapters: applied, merged, trained and exported."""
 
 import dataclasses
 import pathlib
@@ -51,7 +51,7 @@ def _logits(config, params, tokens):
 TOKENS = np.random.default_rng(0).integers(0, 48, (3, 9), np.int32)
 
 
-def test_new_adapters_say_nothing():
+def test_new_adapters_do_not_change_the_logits():
   params = _params(trained=False)
   np.testing.assert_array_equal(
     _logits(CONFIG, params, TOKENS),
@@ -59,32 +59,32 @@ def test_new_adapters_say_nothing():
   )
 
 
-def test_a_product_by_hand():
-  # W = 0 but for the adapter: 2 (alpha / rank) * b (a x), a = (1, 1), b = 3.
+def test_merged_matrix_by_hand():
+  # W = 0, so y = (alpha / rank) * b (a x) with 2 / 1, a = (1, 1), b = 3.
   params = {
     'w': jnp.zeros((1, 2, 1)),
     'w_a': jnp.ones((1, 2, 1)),
     'w_b': jnp.full((1, 1, 1), 3.0),
   }
-  found = lora.merge(lora.Lora(rank=1, alpha=2.0), params)
-  np.testing.assert_array_equal(found['w'], [[[6.0], [6.0]]])
-  assert set(found) == {'w'}
+  merged = lora.merge(lora.Lora(rank=1, alpha=2.0), params)
+  np.testing.assert_array_equal(merged['w'], [[[6.0], [6.0]]])
+  assert set(merged) == {'w'}
 
 
-def test_merged_adapters_are_those_beside_their_matrices():
+def test_merged_adapters_give_the_logits_of_separate_adapters():
   params = _params(trained=True)
   merged = lora.merge(CONFIG.adapters, params)
   assert not lora.split(merged)[0]
-  beside = _logits(CONFIG, params, TOKENS)
+  adapted = _logits(CONFIG, params, TOKENS)
   np.testing.assert_allclose(
-    _logits(BASE, merged, TOKENS), beside, atol=1e-5 * np.abs(beside).max()
+    _logits(BASE, merged, TOKENS), adapted, atol=1e-5 * np.abs(adapted).max()
   )
   plain = _logits(BASE, lora.split(params)[1], TOKENS)
-  assert np.abs(beside - plain).max() > 0.1 * np.abs(plain).max()
+  assert np.abs(adapted - plain).max() > 0.1 * np.abs(plain).max()
 
 
 @pytest.mark.parametrize('weights', ['model', 'adapters', 'int8'])
-def test_the_sampler_has_them(weights):
+def test_the_sampler_applies_adapters(weights):
   params = _params(trained=True)
   options = {
     'seed': 0,
@@ -101,12 +101,14 @@ def test_the_sampler_has_them(weights):
   )
   engine = sampler.Sampler(CONFIG, mesh, weights=weights, **options)
   adapters, engine.base = lora.split(params)
-  found = engine.generate(adapters, [request])
-  if weights == 'int8':  # Rounded: it need not choose the same tokens.
-    assert len(found[0].ids) == 6
+  samples = engine.generate(adapters, [request])
+  if weights == 'int8':  # Rounding may change the sampled tokens.
+    assert len(samples[0].ids) == 6
     return
-  np.testing.assert_array_equal(found[0].ids, exact[0].ids)
-  np.testing.assert_allclose(found[0].log_probs, exact[0].log_probs, atol=1e-4)
+  np.testing.assert_array_equal(samples[0].ids, exact[0].ids)
+  np.testing.assert_allclose(
+    samples[0].log_probs, exact[0].log_probs, atol=1e-4
+  )
 
 
 def _learner(config=CONFIG, **axes):
@@ -146,7 +148,7 @@ def _update(subject, params):
   )
 
 
-def test_they_alone_are_trained():
+def test_only_adapters_are_trained():
   subject = _learner()
   adapters, base = lora.split(jax.device_get(_params(trained=True)))
   state, metrics = _update(subject, _params(trained=True))
@@ -159,14 +161,14 @@ def test_they_alone_are_trained():
   assert min(jax.tree.leaves(changed)) > 0
 
 
-def test_gradients_are_those_of_the_merged_network():
+def test_gradients_equal_those_through_the_merged_network():
   params = _params(trained=True)
   adapters, base = lora.split(params)
 
   def loss(config, params):
     return jnp.sum(jnp.square(_logits(config, params, TOKENS)))
 
-  found = jax.grad(lambda a: loss(CONFIG, lora.join(base, a)))(adapters)
+  grads = jax.grad(lambda a: loss(CONFIG, lora.join(base, a)))(adapters)
   expected = jax.grad(
     lambda a: loss(BASE, lora.merge(CONFIG.adapters, lora.join(base, a)))
   )(adapters)
@@ -174,12 +176,12 @@ def test_gradients_are_those_of_the_merged_network():
     lambda a, b: np.testing.assert_allclose(
       a, b, atol=1e-4 * np.abs(b).max() + 1e-6
     ),
-    found,
+    grads,
     expected,
   )
 
 
-def test_without_them_it_is_the_reference():
+def test_the_network_without_adapters_is_the_reference():
   subject, params = _learner(), _params(trained=True)
   state = subject.init(params)
   plain = _learner(BASE)
@@ -191,17 +193,19 @@ def test_without_them_it_is_the_reference():
   assert np.abs(difference).max() > 0.1
 
 
-def test_meshes_do_not_matter():
-  one, _ = _update(_learner(), _params(trained=True))
-  many, _ = _update(_learner(data=2, fsdp=2, tensor=2), _params(trained=True))
+def test_a_mesh_gives_the_update_of_one_device():
+  single, _ = _update(_learner(), _params(trained=True))
+  sharded, _ = _update(
+    _learner(data=2, fsdp=2, tensor=2), _params(trained=True)
+  )
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
-    jax.device_get(one.params),
-    jax.device_get(many.params),
+    jax.device_get(single.params),
+    jax.device_get(sharded.params),
   )
 
 
-# Of the two libraries, about each other.
+# transformers and peft warn about each other's deprecations.
 @pytest.mark.filterwarnings('ignore::FutureWarning')
 @pytest.mark.parametrize('family', ['qwen2', 'qwen3'])
 def test_peft_loads_an_export(tmp_path, family):
@@ -234,13 +238,13 @@ def test_peft_loads_an_export(tmp_path, family):
   tokens = torch.tensor(TOKENS, dtype=torch.long)
   for model in (adapted, merged):
     with torch.no_grad():
-      found = model(tokens).logits.numpy()
+      logits = model(tokens).logits.numpy()
     np.testing.assert_allclose(
-      found, expected, atol=2e-5 * np.abs(expected).max()
+      logits, expected, atol=2e-5 * np.abs(expected).max()
     )
 
 
-def test_adapters_of_experts_alone_are_refused(tmp_path):
+def test_adapters_on_experts_only_are_refused(tmp_path):
   source = (
     pathlib.Path(__file__).parents[1] / 'configs/warm_starts/alfworld_tiny'
   )

@@ -1,4 +1,4 @@
-"""The decoder against transformers, and against itself in other ways."""
+"""Tests of the decoder: parity with transformers, and internal consistency."""
 
 import dataclasses
 
@@ -133,7 +133,7 @@ def test_logits_agree_with_transformers(  # noqa: PLR0913
   np.testing.assert_allclose(full, expected, rtol=0, atol=tolerance)
 
   # Prompts of different lengths, then step by step with the cache; the first
-  # step reads a prompt's last token again.
+  # step processes a prompt's last token again.
   lengths = np.array([5, 9, 12], np.int32)
   params = qwen.split_layers(config, params)
   cache = qwen.prefill(config, params, tokens[:, :12])
@@ -173,10 +173,9 @@ def test_greedy_sampling_equals_generate(torch, tmp_path, seed, family):
     vocab_size=97,
   )
   prompts = [_tokens(1, 4 + 3 * i, seed + i)[0] for i in range(4)]
-  likeliest = sampler.Sampling(temperature=0.0)
+  argmax = sampler.Sampling(temperature=0.0)
   requests = [
-    sampler.Request(p, (0, 0, 0, i, 0), likeliest)
-    for i, p in enumerate(prompts)
+    sampler.Request(p, (0, 0, 0, i, 0), argmax) for i, p in enumerate(prompts)
   ]
   answers = greedy.generate(params, requests)
   for prompt, answer in zip(prompts, answers, strict=True):
@@ -190,11 +189,11 @@ def test_greedy_sampling_equals_generate(torch, tmp_path, seed, family):
     np.testing.assert_array_equal(answer.ids, expected)
 
 
-def test_logits_agree_with_stored_numbers():
-  """Parity where there is no PyTorch: numbers that transformers gave.
+def test_logits_agree_with_stored_logits_of_transformers():
+  """Checks parity without PyTorch, with stored logits of transformers.
 
-  Weights are a function of their place alone, so that both sides could make
-  them; see `_sines`.
+  Each weight is a function of its index alone, so both libraries can generate
+  the same weights; see `_sines`.
   """
   config = qwen.QwenConfig(
     vocab_size=11,
@@ -238,7 +237,7 @@ GOLDEN_LOGITS = np.array(
 )
 
 
-def test_padding_and_neighbours_change_nothing():
+def test_padding_and_other_rows_change_nothing():
   params, tokens = _params(TINY), _tokens(2, 16)
   both = qwen.hidden_states(TINY, params, tokens)
   changed = tokens.copy()
@@ -247,32 +246,32 @@ def test_padding_and_neighbours_change_nothing():
   np.testing.assert_allclose(both[0, :10], alone[0, :10], atol=1e-5)
 
 
-@pytest.mark.parametrize(('least', 'blocks'), [(1, 4), (3, 7), (64, 4)])
-def test_blocks_of_queries_change_nothing(monkeypatch, least, blocks):
+@pytest.mark.parametrize(('min_size', 'blocks'), [(1, 4), (3, 7), (64, 4)])
+def test_blocks_of_queries_change_nothing(monkeypatch, min_size, blocks):
   params, tokens = _params(TINY), _tokens(2, 23)
   monkeypatch.setattr(attention, '_QUERY_BLOCKS', 1)
-  whole = qwen.hidden_states(TINY, params, tokens)
+  expected = qwen.hidden_states(TINY, params, tokens)
   monkeypatch.setattr(attention, '_QUERY_BLOCKS', blocks)
-  monkeypatch.setattr(attention, '_MIN_QUERIES', least)
-  found = qwen.hidden_states(TINY, params, tokens)
+  monkeypatch.setattr(attention, '_MIN_QUERIES', min_size)
+  hidden = qwen.hidden_states(TINY, params, tokens)
   np.testing.assert_allclose(
-    found, whole, rtol=0, atol=1e-5 * np.abs(whole).max()
+    hidden, expected, rtol=0, atol=1e-5 * np.abs(expected).max()
   )
 
 
 @pytest.mark.parametrize('unrolled', [0, 8], ids=['scanned', 'unrolled'])
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_decoding_step_by_step_equals_the_whole(monkeypatch, unrolled, dtype):
+def test_decoding_equals_one_forward_pass(monkeypatch, unrolled, dtype):
   monkeypatch.setattr(qwen, '_MAX_UNROLLED', unrolled)
   config = dataclasses.replace(TINY, dtype=dtype, max_split=unrolled)
   params, tokens = _params(config, scale=2.0), _tokens(3, 20)
   hidden = qwen.hidden_states(config, params, tokens)
   expected = np.asarray(qwen.logits(config, params, hidden))
-  # Roundings of bfloat16 differ by 2^-8 and add up over layers.
+  # bfloat16 rounds by up to 2^-8 per operation; errors add up over layers.
   limit = (2e-5 if dtype == 'float32' else 0.05) * np.abs(expected).max()
   lengths = np.array([4, 9, 12], np.int32)
   params = qwen.split_layers(config, params)
-  # In other rows, of a longer cache, and one of them a copy.
+  # The rows are in other slots of a longer cache, and one is a copy.
   cache = qwen.insert(
     qwen.new_cache(config, 6, 20),
     qwen.prefill(config, params, tokens[:, :12]),
@@ -288,13 +287,13 @@ def test_decoding_step_by_step_equals_the_whole(monkeypatch, unrolled, dtype):
   rows = np.arange(3)
   for n in range(8):
     at = lengths + n - 1
-    found, cache = step(cache, tokens[rows, at], at)
-    assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, expected[rows, at], rtol=0, atol=limit)
+    logits, cache = step(cache, tokens[rows, at], at)
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, expected[rows, at], rtol=0, atol=limit)
 
 
 @pytest.mark.parametrize('chunk', [1, 5, 64])
-def test_token_log_probs_are_those_of_the_logits(chunk: int):
+def test_token_log_probs_equal_the_log_softmax_of_logits(chunk: int):
   params, tokens = _params(TINY), _tokens(2, 13)
   hidden = qwen.hidden_states(TINY, params, tokens)
   targets = _tokens(2, 13, seed=5)
@@ -310,7 +309,7 @@ def test_token_log_probs_are_those_of_the_logits(chunk: int):
   np.testing.assert_allclose(entropy, expected, atol=1e-4)
 
 
-def test_completion_log_probs_look_at_the_token_before():
+def test_completion_log_probs_use_the_hidden_state_before_each_token():
   params, tokens = _params(TINY), _tokens(2, 16)
   log_probs, _ = reference.completion_log_probs(
     TINY, params, tokens, np.array([4, 9]), max_completion=5
@@ -324,16 +323,16 @@ def test_completion_log_probs_look_at_the_token_before():
 
 
 @pytest.mark.parametrize('layers', [1, 3, 9])
-def test_some_tokens_are_what_they_are_among_all(layers):
+def test_hidden_states_of_selected_tokens_equal_the_full_output(layers):
   config = dataclasses.replace(TINY, num_layers=layers)
   params, tokens = _params(config), _tokens(4, 16)
-  whole = qwen.hidden_states(config, params, tokens)
-  # Two shards of two rows each; the first row of a shard has places 0 to 15.
+  full = qwen.hidden_states(config, params, tokens)
+  # Two shards of two rows each; the first row of a shard has indices 0 to 15.
   at = np.array([[3, 15, 16, 31, 0], [20, 7, 7, 8, 30]])
   some = qwen.hidden_states(config, params, tokens, at_SN=at)
   expected = [
-    [whole[2 * shard + place // 16, place % 16] for place in places]
-    for shard, places in enumerate(at)
+    [full[2 * shard + index // 16, index % 16] for index in indices]
+    for shard, indices in enumerate(at)
   ]
   np.testing.assert_allclose(some, np.array(expected), rtol=2e-5, atol=2e-5)
 
@@ -386,7 +385,7 @@ EXPERTS = dataclasses.replace(
   ],
   ids=lambda x: str(x) if isinstance(x, dict) else str(x.num_experts),
 )
-def test_a_mesh_of_eight_computes_what_one_device_does(shape, sizes):
+def test_a_mesh_of_eight_devices_equals_one_device(shape, sizes):
   config = dataclasses.replace(shape, vocab_size=104)
   params, tokens = _params(config), _tokens(8, 12)
   expected = qwen.hidden_states(config, params, tokens)
@@ -396,14 +395,16 @@ def test_a_mesh_of_eight_computes_what_one_device_does(shape, sizes):
   )
   rows = jax.device_put(tokens, mesh_lib.batch_sharding(mesh))
   with jax.set_mesh(mesh):
-    found = jax.jit(lambda p, t: qwen.hidden_states(config, p, t))(placed, rows)
-  # Sums over devices in another order: float32 against float64 is as far.
+    hidden = jax.jit(lambda p, t: qwen.hidden_states(config, p, t))(
+      placed, rows
+    )
+  # Devices sum in another order; float32 differs from float64 by as much.
   np.testing.assert_allclose(
-    found, expected, rtol=0, atol=2e-5 * np.abs(expected).max()
+    hidden, expected, rtol=0, atol=2e-5 * np.abs(expected).max()
   )
 
 
-def test_whole_logits_never_exist():
+def test_logits_of_all_positions_never_exist_at_once():
   # 4096 positions of a vocabulary of 97 would be the largest array by far.
   params = jax.eval_shape(lambda: qwen.init(TINY, jax.random.key(0)))
   hidden = jax.ShapeDtypeStruct((2, 4096, 32), jnp.float32)
@@ -417,8 +418,8 @@ def test_whole_logits_never_exist():
 
   text = jax.jit(jax.grad(loss)).lower(params, hidden, targets).as_text()
   assert '2x64x97xf32' in text or '128x97xf32' in text
-  for whole in ('2x4096x97x', '8192x97x', '64x2x64x97x', '64x128x97x'):
-    assert whole not in text
+  for full in ('2x4096x97x', '8192x97x', '64x2x64x97x', '64x128x97x'):
+    assert full not in text
 
 
 def test_bfloat16_compute_stays_near_float32():
@@ -433,21 +434,21 @@ def test_bfloat16_compute_stays_near_float32():
 def test_norms_of_heads_are_not_quantized():
   config = dataclasses.replace(TINY, qkv_bias=False, qk_norm=True)
   params = _params(config)
-  found = qwen.quantize(config, params)
-  assert set(found['layers']['norm']) == {'attention', 'mlp', 'q', 'k'}
-  assert found['layers']['attention']['q'].dtype == jnp.int8
+  quantized = qwen.quantize(config, params)
+  assert set(quantized['layers']['norm']) == {'attention', 'mlp', 'q', 'k'}
+  assert quantized['layers']['attention']['q'].dtype == jnp.int8
   np.testing.assert_array_equal(
-    found['layers']['norm']['q'], params['layers']['norm']['q']
+    quantized['layers']['norm']['q'], params['layers']['norm']['q']
   )
   axes = jax.tree.leaves(
     qwen.quantized_axes(config), is_leaf=lambda x: isinstance(x, tuple)
   )
   assert [len(names) for names in axes] == [
-    x.ndim for x in jax.tree.leaves(found)
+    x.ndim for x in jax.tree.leaves(quantized)
   ]
 
 
-def test_logits_of_a_large_vocabulary_are_the_same(monkeypatch):
+def test_transposed_logits_of_a_large_vocabulary_are_the_same(monkeypatch):
   params = _params(TINY)
   hidden = jax.random.normal(jax.random.key(2), (5, 1, 32))
 
@@ -459,6 +460,6 @@ def test_logits_of_a_large_vocabulary_are_the_same(monkeypatch):
 
   expected = jax.jit(both)(hidden)
   monkeypatch.setattr(qwen, '_LARGE_VOCABULARY', 97)
-  found = jax.jit(lambda hidden: both(hidden))(hidden)
-  for a, b in zip(expected, found, strict=True):
+  transposed = jax.jit(lambda hidden: both(hidden))(hidden)
+  for a, b in zip(expected, transposed, strict=True):
     np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""The models."""
+"""Language models, and counts of their parameters."""
 
 import math
 
@@ -8,7 +8,7 @@ from gigpo_jax.models import qwen
 
 
 def num_parameters(config: qwen.QwenConfig) -> int:
-  """Returns the number of parameters, without making them."""
+  """Returns the number of parameters of a network, from its shape alone."""
   shapes = jax.tree.leaves(
     qwen.shapes(config), is_leaf=lambda x: isinstance(x, tuple)
   )
@@ -16,9 +16,14 @@ def num_parameters(config: qwen.QwenConfig) -> int:
 
 
 def num_active_parameters(config: qwen.QwenConfig) -> int:
-  """Returns how many parameters a token is multiplied by: of a few experts."""
+  """Returns the number of parameters that process one token.
+
+  In a mixture of experts, a token's own experts count and the others do not.
+  """
   if not config.num_experts:
     return num_parameters(config)
-  one = 3 * config.hidden_size * config.intermediate_size
-  idle = config.num_experts - config.experts_per_token
-  return num_parameters(config) - config.num_layers * idle * one
+  expert_size = 3 * config.hidden_size * config.intermediate_size
+  idle_experts = config.num_experts - config.experts_per_token
+  return num_parameters(config) - (
+    config.num_layers * idle_experts * expert_size
+  )

@@ -1,10 +1,10 @@
-"""Attention of a row's tokens among themselves, and of a query on a cache.
+"""Causal attention within a row, and attention of one query over a cache.
 
-The first is causal and of a row whose tokens may be of several branches: a
-prompt (branch 0) and completions (1, 2, ..), each of which sees the prompt and
-itself, not its sisters.
+The tokens of a row may belong to several branches: a prompt (branch 0) and
+completions (branches 1, 2, ..). Each completion attends to the prompt and to
+itself, but not to the other completions.
 
-Shapes. **B** rows, **L** tokens, **S** cache slots, **H** query heads, **K**
+Shapes: **B** rows, **L** tokens, **S** cache slots, **H** query heads, **K**
 key/value heads, **Q** = H / K query heads of one key/value head, **E** head
 size.
 """
@@ -16,18 +16,19 @@ import jax.numpy as jnp
 
 from gigpo_jax import mesh
 
-# xla: products and a softmax, anywhere. splash: a kernel for TPUs. cudnn: one
-# for NVIDIA GPUs. The kernels never have a row's scores in memory.
+# xla: matrix products and a softmax, on any platform. splash: a TPU kernel.
+# cudnn: a kernel for NVIDIA GPUs. The kernels never store a row's scores.
 IMPLEMENTATIONS = ('xla', 'splash', 'cudnn')
 
-# Weight of a position that must not be seen, before the softmax.
-_HIDDEN = -1e30
+# Score of a masked position, before the softmax.
+_MASKED = -1e30
 
-# Blocks of queries that are taken one by one, and their least size.
+# Number of blocks of queries, and the minimum size of a block in tokens.
 _QUERY_BLOCKS = 4
 _MIN_QUERIES = 32
 
-# Queries and keys that the TPU kernel takes at a time: the largest that fits.
+# Block sizes of the TPU kernel, in queries and keys; it uses the largest size
+# that divides the padded row.
 _KERNEL_BLOCKS = (512, 384, 256, 128)
 
 
@@ -51,9 +52,11 @@ def among(
     q_BLHE: queries.
     k_BLKE: keys.
     v_BLKE: values.
-    branches_BL: of each token; None: all are of branch 0. Only xla knows them.
+    branches_BL: branch of each token; None: branch 0 for all. With branches,
+      the implementation is always 'xla'.
     implementation: one of IMPLEMENTATIONS.
-    interpret: whether to run the TPU kernel without a TPU, slowly.
+    interpret: whether to interpret the TPU kernel, which is slow but needs no
+      TPU.
   """
   if implementation == 'xla' or branches_BL is not None:
     return _by_xla(q_BLHE, k_BLKE, v_BLKE, branches_BL)
@@ -61,16 +64,23 @@ def among(
     return jax.nn.dot_product_attention(
       q_BLHE, k_BLKE, v_BLKE, is_causal=True, implementation='cudnn'
     )
-  whole = (mesh.BATCH, None, mesh.RULES['heads'])
+  axes = (mesh.BATCH, None, mesh.RULES['heads'])
   return mesh.on_each_device(
-    functools.partial(_by_splash, interpret=interpret), (whole,) * 3, whole
+    functools.partial(_by_splash, interpret=interpret), (axes,) * 3, axes
   )(q_BLHE, k_BLKE, v_BLKE)
 
 
 def on_cache(
   q_B1HE: jax.Array, k_BKES: jax.Array, v_BKSE: jax.Array, seen_BS: jax.Array
 ) -> jax.Array:
-  """Returns attention of one query a row over cached keys, [B, 1, H, E]."""
+  """Returns attention of one query per row over a cache, [B, 1, H, E].
+
+  Args:
+    q_B1HE: queries.
+    k_BKES: cached keys.
+    v_BKSE: cached values.
+    seen_BS: whether the query attends to each slot.
+  """
   b, _, h, e = q_B1HE.shape
   k = k_BKES.shape[1]
   scores_BKQS = jnp.einsum(
@@ -92,21 +102,22 @@ def on_cache(
 def _weigh(
   scores: jax.Array, seen: jax.Array, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns softmax of scaled scores as (numerator, denominator), float32.
+  """Returns the softmax of scaled scores as (numerator, denominator), float32.
 
-  The caller divides what the numerators sum up to: fewer numbers than they.
+  The caller divides the weighted sum of the values, which has fewer elements
+  than the scores.
   """
-  scores = jnp.where(seen, scores * scale, _HIDDEN)
-  top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-  numerator = jnp.exp(scores - top)
+  scores = jnp.where(seen, scores * scale, _MASKED)
+  largest = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+  numerator = jnp.exp(scores - largest)
   return numerator, jnp.sum(numerator, axis=-1, keepdims=True)
 
 
 def _by_xla(q_BLHE, k_BLKE, v_BLKE, branches_BL) -> jax.Array:
-  """Queries in a few blocks, each with the keys up to its end.
+  """Computes attention by blocks of queries, each with the keys up to its end.
 
-  Which saves up to three eighths of the products and of the memory. Where a
-  row's tokens are spread over devices, there is one block.
+  Blocks save up to three eighths of the products and of the memory. If a row's
+  tokens are sharded over devices, all queries are one block.
   """
   b, length, h, e = q_BLHE.shape
   k = k_BLKE.shape[2]
@@ -114,7 +125,7 @@ def _by_xla(q_BLHE, k_BLKE, v_BLKE, branches_BL) -> jax.Array:
   k_BKLE, v_BKLE = k_BLKE.swapaxes(1, 2), v_BLKE.swapaxes(1, 2)
   block = max(_MIN_QUERIES, -(-length // _QUERY_BLOCKS))
   if mesh.parts('sequence') > 1:
-    # Each device has some of the queries, and gets all keys and values.
+    # Each device holds a part of the queries and gathers all keys and values.
     block = length
     k_BKLE, v_BKLE = (
       mesh.constrain(x, (mesh.BATCH, mesh.RULES['kv_heads']))

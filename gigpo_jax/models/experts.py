@@ -1,12 +1,12 @@
-"""A mixture of experts: each token goes to a few of many MLPs.
+"""A mixture of experts: each token is routed to a few of many MLPs.
 
-No token is dropped: tokens are sorted by expert, and one product of a ragged
-batch does all experts. Where experts are cut over devices, each device gets
-the tokens of its neighbours along `expert`, computes what its own experts say
-to them, and gives back the sums.
+No token is dropped: tokens are sorted by expert, and one ragged product applies
+all experts. If experts are sharded, each device gathers the tokens of the other
+devices along the mesh axis `expert`, applies its own experts, and the outputs
+are summed and scattered back.
 
-Shapes. **T** tokens, **X** experts, **A** experts of a token, **D** width,
-**F** width of an expert.
+Shapes: **T** tokens, **X** experts, **A** experts per token, **D** width, **F**
+width of an expert, **S** = T * A pairs of token and expert.
 """
 
 import functools
@@ -29,16 +29,20 @@ def mix(
   per_token: int,
   normalized: bool,
 ) -> jax.Array:
-  """Returns the weighted sum of what its experts say to each token, [B, L, D].
+  """Returns the weighted sum of its experts' outputs for each token, [B, L, D].
+
+  The output of an expert is y = down(silu(gate x) * up x).
 
   Args:
     x_BLD: tokens.
-    router_DX: its product with a token, and a softmax, weigh the experts.
-    gate_XDF: of each expert, y = down(silu(gate x) * up x).
-    up_XDF: the same.
-    down_XFD: the same.
-    per_token: A, how many of the likeliest are taken.
-    normalized: whether the weights of those that are taken add up to one.
+    router_DX: router matrix; a softmax of its product with a token weights the
+      experts.
+    gate_XDF: gate projection of each expert.
+    up_XDF: up projection of each expert.
+    down_XFD: down projection of each expert.
+    per_token: A, the number of experts with the largest weights to use.
+    normalized: whether the weights of the chosen experts are normalized to sum
+      to one.
   """
   rows = mesh.row_axes(x_BLD)
   columns = (_EXPERT, None, _TENSOR)
@@ -52,7 +56,14 @@ def mix(
 def route(
   x_TD: jax.Array, router_DX: jax.Array, *, per_token: int, normalized: bool
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns weights, float32, and numbers of each token's experts, [T, A]."""
+  """Returns the weights (float32) and indices of each token's experts, [T, A].
+
+  Args:
+    x_TD: tokens.
+    router_DX: router matrix.
+    per_token: A, experts per token.
+    normalized: whether the weights of a token sum to one.
+  """
   logits_TX = jnp.dot(x_TD, router_DX, preferred_element_type=jnp.float32)
   weights_TA, experts_TA = jax.lax.top_k(
     jax.nn.softmax(logits_TX, axis=-1), per_token
@@ -66,15 +77,15 @@ def _on_device(
   x_BLD, router_DX, gate_XDF, up_XDF, down_XFD, *, per_token, normalized
 ):
   b, length, d = x_BLD.shape
-  spread = mesh.parts(_EXPERT) > 1
-  if spread:
+  sharded = mesh.parts(_EXPERT) > 1
+  if sharded:
     x_BLD = jax.lax.all_gather(x_BLD, _EXPERT, axis=0, tiled=True)
   x_TD = x_BLD.reshape(-1, d)
   weights_TA, experts_TA = route(
     x_TD, router_DX, per_token=per_token, normalized=normalized
   )
   first = 0
-  if spread:
+  if sharded:
     first = jax.lax.axis_index(_EXPERT) * gate_XDF.shape[0]
   y_TD = _apply(
     x_TD, weights_TA, experts_TA - first, gate_XDF, up_XDF, down_XFD
@@ -82,7 +93,7 @@ def _on_device(
   y_BLD = y_TD.reshape(-1, length, d)
   if mesh.parts(_TENSOR) > 1:
     y_BLD = jax.lax.psum(y_BLD, _TENSOR)
-  if spread:
+  if sharded:
     y_BLD = jax.lax.psum_scatter(
       y_BLD, _EXPERT, scatter_dimension=0, tiled=True
     )
@@ -92,28 +103,29 @@ def _on_device(
 def _apply(
   x_TD, weights_TA, experts_TA, gate_XDF, up_XDF, down_XFD
 ) -> jax.Array:
-  """Returns the weighted sums of these experts' answers; others add nothing.
+  """Returns the weighted sums of the outputs of this device's experts, [T, D].
 
   Args:
     x_TD: tokens.
-    weights_TA: of the experts of a token.
-    experts_TA: their numbers; such as are not in [0, X) are elsewhere.
-    gate_XDF: of the experts that are here.
-    up_XDF: the same.
-    down_XFD: the same.
+    weights_TA: weights of each token's experts.
+    experts_TA: indices of each token's experts; an index outside of [0, X) is
+      an expert of another device and adds nothing.
+    gate_XDF: gate projections of this device's experts.
+    up_XDF: up projections of this device's experts.
+    down_XFD: down projections of this device's experts.
   """
   t, a = experts_TA.shape
   x = gate_XDF.shape[0]
-  places = experts_TA.reshape(-1)
-  # Those of experts elsewhere come last, and belong to no group.
-  places = jnp.where((places >= 0) & (places < x), places, x)
-  order = jnp.argsort(places)
-  sizes = jnp.bincount(places, length=x + 1)[:x].astype(jnp.int32)
+  indices = experts_TA.reshape(-1)
+  # Experts of other devices sort last and belong to no group.
+  indices = jnp.where((indices >= 0) & (indices < x), indices, x)
+  order = jnp.argsort(indices)
+  sizes = jnp.bincount(indices, length=x + 1)[:x].astype(jnp.int32)
   sorted_SD = x_TD[order // a]
   gate_SF = jax.lax.ragged_dot(sorted_SD, gate_XDF, sizes)
   up_SF = jax.lax.ragged_dot(sorted_SD, up_XDF, sizes)
   y_SD = jax.lax.ragged_dot(jax.nn.silu(gate_SF) * up_SF, down_XFD, sizes)
-  here_S1 = (jnp.arange(t * a) < jnp.sum(sizes))[:, None]
-  y_TAD = jnp.where(here_S1, y_SD, 0)[jnp.argsort(order)].reshape(t, a, -1)
-  # The weights in the type of the tokens, as the original has them.
+  is_local_S1 = (jnp.arange(t * a) < jnp.sum(sizes))[:, None]
+  y_TAD = jnp.where(is_local_S1, y_SD, 0)[jnp.argsort(order)].reshape(t, a, -1)
+  # Weights are cast to the type of the tokens, as in transformers.
   return jnp.einsum('TAD,TA->TD', y_TAD, weights_TA.astype(x_TD.dtype))

@@ -1,14 +1,15 @@
 """Low-rank adapters of a frozen network (arXiv:2106.09685).
 
-y = W x + (alpha / rank) b (a x). A matrix NAME of a layer has its adapter's two
-beside it, as NAME_a [N, inputs.., R] and NAME_b [N, R, outputs..].
+y = W x + (alpha / rank) b (a x). The parameters hold the two matrices of an
+adapter next to the adapted matrix NAME, as NAME_a [N, inputs.., R] and NAME_b
+[N, R, outputs..]. **N** layers, **R** rank.
 """
 
 import dataclasses
 
 TARGETS = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
 
-# Ends of the names of an adapter's matrices.
+# Suffixes of the names of an adapter's matrices.
 A, B = '_a', '_b'
 
 
@@ -17,9 +18,9 @@ class Lora:
   """Shape of the adapters.
 
   Attributes:
-    rank: of a product b a.
-    alpha: its weight, times the rank.
-    targets: which matrices have one, of TARGETS.
+    rank: rank of the product b a.
+    alpha: scale of the product times the rank.
+    targets: names of the adapted matrices, a subset of TARGETS.
   """
 
   rank: int
@@ -28,12 +29,12 @@ class Lora:
 
   @property
   def scale(self) -> float:
-    """Weight of b (a x)."""
+    """Returns the scale of b (a x), alpha / rank."""
     return self.alpha / self.rank
 
 
 def split(params: dict) -> tuple[dict, dict]:
-  """Returns the adapters, and the rest: trees of the same form."""
+  """Splits parameters into (adapters, base parameters), both nested dicts."""
   adapters, rest = {}, {}
   for name, leaf in params.items():
     if isinstance(leaf, dict):
@@ -48,28 +49,32 @@ def split(params: dict) -> tuple[dict, dict]:
 
 
 def join(one: dict, other: dict) -> dict:
-  """Returns a tree with the leaves of both."""
-  found = dict(one)
+  """Merges two nested dicts with different leaves; the inverse of `split`."""
+  joined = dict(one)
   for name, leaf in other.items():
-    found[name] = join(one[name], leaf) if name in one else leaf
-  return found
+    joined[name] = join(one[name], leaf) if name in one else leaf
+  return joined
 
 
 def merge(lora: Lora, params: dict) -> dict:
-  """Returns parameters without adapters, which their matrices have taken in.
+  """Returns base parameters with the adapters' products added to the matrices.
 
-  Added up in float32; a matrix keeps its type.
+  The sum is in the adapters' type, float32; each matrix keeps its type.
+
+  Args:
+    lora: shape of the adapters.
+    params: base parameters and adapters.
   """
-  found = {}
+  merged = {}
   for name, leaf in params.items():
     if isinstance(leaf, dict):
-      found[name] = merge(lora, leaf)
+      merged[name] = merge(lora, leaf)
     elif name + A in params:
       a, b = params[name + A], params[name + B]
       layers, rank = a.shape[0], lora.rank
       product = a.reshape(layers, -1, rank) @ b.reshape(layers, rank, -1)
-      merged = leaf + lora.scale * product.reshape(leaf.shape)
-      found[name] = merged.astype(leaf.dtype)
+      matrix = leaf + lora.scale * product.reshape(leaf.shape)
+      merged[name] = matrix.astype(leaf.dtype)
     elif not name.endswith((A, B)):
-      found[name] = leaf
-  return found
+      merged[name] = leaf
+  return merged

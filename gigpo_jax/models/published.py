@@ -1,12 +1,18 @@
-"""Shapes of published checkpoints, for what is to be known without them."""
+"""Shapes of published checkpoints, for estimates without a download."""
 
 from gigpo_jax.models import qwen
 
 
-def _shape(numbers: str, **kwargs) -> qwen.QwenConfig:
-  """Width, MLP width, layers, heads, key/value heads, head size, vocabulary."""
+def _shape(sizes: str, **kwargs) -> qwen.QwenConfig:
+  """Returns the shape of a network.
+
+  Args:
+    sizes: width, MLP width, layers, heads, key/value heads, head size and
+      vocabulary, separated by spaces.
+    **kwargs: other fields of the config.
+  """
   width, mlp, layers, heads, kv_heads, head, vocabulary = map(
-    int, numbers.split()
+    int, sizes.split()
   )
   return qwen.QwenConfig(
     vocab_size=vocabulary,
@@ -45,6 +51,10 @@ SHAPES = {
 
 
 def find(name: str) -> qwen.QwenConfig | None:
-  """Returns the shape of a checkpoint by its name, such as Qwen3-4B-Base."""
-  known = [n for n in SHAPES if name.lower().startswith(n.lower())]
-  return SHAPES[max(known, key=len)] if known else None
+  """Returns the shape of a checkpoint by name, or None if it is unknown.
+
+  Args:
+    name: such as Qwen3-4B-Base; the longest matching prefix is used.
+  """
+  prefixes = [n for n in SHAPES if name.lower().startswith(n.lower())]
+  return SHAPES[max(prefixes, key=len)] if prefixes else None

@@ -1,12 +1,11 @@
-"""The Qwen2, Qwen2.5 and Qwen3 decoder in Flax, dense or of experts.
+"""The Qwen2, Qwen2.5 and Qwen3 decoder in Flax, dense or mixture of experts.
 
-Pure functions.
+All functions are pure. Parameters are one nested dict of float32 arrays with
+the layers stacked on the first dimension. The sampler, the learner, checkpoints
+and safetensors files share it. Compute is in `dtype`; norms, rotary angles,
+attention weights and logits are float32.
 
-Parameters are one nested dict of float32 arrays, layers stacked on the first
-dimension; sampler, learner, checkpoint and safetensors share it. Compute is in
-`dtype`; norms, rotary angles, attention weights and logits are float32.
-
-Shapes. **B** rows, **L** tokens, **P** prompt tokens, **C** completion tokens,
+Shapes: **B** rows, **L** tokens, **P** prompt tokens, **C** completion tokens,
 **S** cache slots, **V** vocabulary, **D** width, **H** query heads, **K**
 key/value heads, **Q** = H / K query heads of one key/value head, **E** head
 size, **F** MLP width, **N** layers, **X** experts, **R** rank of an adapter.
@@ -26,35 +25,36 @@ from jax.ad_checkpoint import checkpoint_name
 from gigpo_jax import mesh
 from gigpo_jax.models import attention, experts, lora
 
-# What the backward pass computes again, rather than keeping it. none: nothing;
-# matrices: all but the products with parameters; layer: all of a layer.
+# Activations that the backward pass recomputes. none: none of them; matrices:
+# all except the products with parameters; layer: the whole layer.
 REMATS = ('none', 'matrices', 'layer')
 
-# Rows and vocabulary between which logits are multiplied the other way round.
+# Most rows and smallest vocabulary for which the logits are computed
+# transposed on a CPU.
 _FEW_ROWS, _LARGE_VOCABULARY = 32, 2**15
 
-# Deeper networks go through their layers in a loop, for which there is but one
-# layer to compile.
+# Deeper networks run their layers in a loop, which compiles one layer only.
 _MAX_UNROLLED = 8
 
-# Up to how many layers the sampler has each one's arrays by themselves. On a
-# GPU, which compiles a layer in no time, a loop's copies out of its stacks are
-# most of what decoding costs.
+# Depth up to which the sampler keeps each layer's arrays apart, by platform.
+# On a GPU, compiling a layer is cheap, and a loop's copies out of its stacks
+# would dominate the time of a decoding step.
 _MAX_SPLIT = {'gpu': 128}
 
 
 @dataclasses.dataclass(frozen=True)
 class Yarn:
-  """Rotary angles for longer rows than were trained (arXiv:2309.00071).
+  """Rotary angles for rows longer than in training (YaRN, arXiv:2309.00071).
 
-  Slow angles are divided by `factor`, fast ones stay, those between are mixed.
+  Low frequencies are divided by `factor`, high frequencies stay the same, and
+  those between are interpolated.
 
   Attributes:
-    factor: how many times longer.
-    original_length: tokens of a row as trained.
-    beta_fast: turns within `original_length` from which an angle stays.
-    beta_slow: turns up to which it is divided.
-    attention_factor: of cosines and sines; None is 0.1 ln(factor) + 1.
+    factor: ratio of the longest row to `original_length`.
+    original_length: tokens of the longest row in training.
+    beta_fast: turns within `original_length` from which an angle is unchanged.
+    beta_slow: turns within `original_length` up to which an angle is divided.
+    attention_factor: scale of cosines and sines; None: 0.1 ln(factor) + 1.
   """
 
   factor: float
@@ -66,25 +66,27 @@ class Yarn:
 
 @dataclasses.dataclass(frozen=True)
 class QwenConfig:
-  """Shape of a network; names as in Hugging Face's config.json.
+  """Shape of a network; names follow Hugging Face's config.json.
 
   Attributes:
     qkv_bias: whether queries, keys and values have biases (Qwen2).
-    qk_norm: whether each head's queries and keys are normed (Qwen3).
-    yarn: how rotary angles are stretched; None: they are not.
-    max_positions: tokens of a row that the network is meant for; told in an
-      export, and otherwise of no effect.
-    num_experts: X, of a layer; 0: one MLP for all tokens.
-    experts_per_token: how many of them a token goes to.
-    normalized_experts: whether their weights are made to add up to one.
-    value_head: whether a token has one number, rather than one for each word;
-      see `values`.
-    adapters: low-rank, of a frozen network; None: all of it is trained.
+    qk_norm: whether each head's queries and keys are normalized (Qwen3).
+    yarn: scaling of the rotary angles for longer rows; None: no scaling.
+    max_positions: longest supported row in tokens; only written to exports.
+    num_experts: X, experts of a layer; 0: a dense MLP.
+    experts_per_token: experts that each token is routed to.
+    normalized_experts: whether a token's expert weights are normalized to sum
+      to one.
+    value_head: whether the output is one value per token (a critic) rather
+      than logits; see `values`.
+    adapters: low-rank adapters of a frozen network; None: the whole network is
+      trained.
     dtype: compute type, 'bfloat16' or 'float32'; parameters stay float32.
     remat: one of REMATS.
-    attention: among a row's tokens, one of `attention.IMPLEMENTATIONS`.
-    max_split: depth up to which each layer's arrays are by themselves in what
-      `prefill` and `decode` take; see `split_layers`.
+    attention: implementation of attention within a row, one of
+      `attention.IMPLEMENTATIONS`.
+    max_split: depth up to which `prefill` and `decode` take each layer's
+      arrays apart; see `split_layers`.
   """
 
   vocab_size: int
@@ -113,33 +115,37 @@ class QwenConfig:
 
 
 def suited(platform: str) -> dict[str, Any]:
-  """Returns fields of a bfloat16 network for 'cpu', 'gpu' or 'tpu'."""
+  """Returns the fields of a bfloat16 network that suit a platform.
+
+  Args:
+    platform: 'cpu', 'gpu' or 'tpu'.
+  """
   return {
     'attention': attention.best(platform),
     'max_split': _MAX_SPLIT.get(platform, _MAX_UNROLLED),
   }
 
 
-# Keys and values of layers: stacks of {'k': [N, B, K, E, S], 'v': [N, B, K, S,
-# E]}, the orders in which a decoding step multiplies them.
+# Keys and values of the layers: stacks of {'k': [N, B, K, E, S], 'v': [N, B, K,
+# S, E]}, the layouts in which a decoding step multiplies them.
 Cache = tuple[dict[str, jax.Array], ...]
 
 
 def _layers_per_stack(config: QwenConfig) -> int:
   """Returns how many layers share one stack of the cache.
 
-  A stack of many is scanned, which copies a layer's keys and values out of it
-  at each step; stacks of one are read in place, twice as fast, and cost a
-  compilation of each layer.
+  A stack of several layers is scanned, which copies each layer's keys and
+  values out of it at each step. Stacks of one layer are read in place, which is
+  twice as fast, but each layer is compiled.
   """
   return 1 if config.num_layers <= config.max_split else config.num_layers
 
 
 def split_layers(config: QwenConfig, params: dict) -> dict:
-  """Returns parameters for `prefill` and `decode`: a tree for each stack.
+  """Returns parameters for `prefill` and `decode`: one tree for each stack.
 
-  Done once, before a loop: in it each step would copy a layer's weights out
-  of their stack.
+  Call it once, before the decoding loop: inside the loop, each step would copy
+  the layers' weights out of their stack.
   """
   size = _layers_per_stack(config)
   stacks = (
@@ -150,13 +156,13 @@ def split_layers(config: QwenConfig, params: dict) -> dict:
 
 
 def split_axes(config: QwenConfig, axes: dict) -> dict:
-  """Returns the logical axes of what `split_layers` returns."""
-  number = -(-config.num_layers // _layers_per_stack(config))
-  return axes | {'layers': [axes['layers']] * number}
+  """Returns the logical axes of the parameters that `split_layers` returns."""
+  num_stacks = -(-config.num_layers // _layers_per_stack(config))
+  return axes | {'layers': [axes['layers']] * num_stacks}
 
 
 def _layer_table(c: QwenConfig) -> dict[str, dict[str, tuple]]:
-  """Shape and logical axes of each array of one layer."""
+  """Returns the shape and logical axes of each array of one layer."""
   d, h, k, e = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim
   f = c.intermediate_size
   biases = {
@@ -197,7 +203,7 @@ def _layer_table(c: QwenConfig) -> dict[str, dict[str, tuple]]:
 
 
 def _adapter_table(c: QwenConfig, group: str, names: dict) -> dict[str, tuple]:
-  """Shape and logical axes of the adapters of a group of one layer."""
+  """Returns shape and logical axes of the adapters in a layer's group."""
   if group == 'experts':
     return {}
   table = {}
@@ -212,7 +218,10 @@ def _adapter_table(c: QwenConfig, group: str, names: dict) -> dict[str, tuple]:
 
 
 def _table(c: QwenConfig) -> dict[str, Any]:
-  """(shape, logical axes) of every parameter; the one place that says so."""
+  """Returns (shape, logical axes) of every parameter.
+
+  This is the only definition of the network's parameters.
+  """
   table: dict[str, Any] = {
     'embed': ((c.vocab_size, c.hidden_size), ('vocab', 'embed')),
     'layers': jax.tree.map(
@@ -229,9 +238,9 @@ def _table(c: QwenConfig) -> dict[str, Any]:
   return table
 
 
-def _of_table(config: QwenConfig, part: int) -> dict[str, Any]:
+def _table_column(config: QwenConfig, column: int) -> dict[str, Any]:
   return jax.tree.map(
-    lambda leaf: leaf[part],
+    lambda leaf: leaf[column],
     _table(config),
     is_leaf=lambda x: isinstance(x, tuple),
   )
@@ -239,16 +248,16 @@ def _of_table(config: QwenConfig, part: int) -> dict[str, Any]:
 
 def shapes(config: QwenConfig) -> dict[str, Any]:
   """Returns the shape of every parameter, as a tree of tuples."""
-  return _of_table(config, 0)
+  return _table_column(config, 0)
 
 
 def logical_axes(config: QwenConfig) -> dict[str, Any]:
   """Returns the logical axes of every parameter, as a tree of tuples."""
-  return _of_table(config, 1)
+  return _table_column(config, 1)
 
 
 def cuttable(config: QwenConfig) -> int:
-  """Returns a multiple of every number of parts the model can be cut into."""
+  """Returns the number whose divisors are the valid sizes of axis `tensor`."""
   return math.gcd(
     config.num_heads,
     config.num_kv_heads,
@@ -260,10 +269,10 @@ def cuttable(config: QwenConfig) -> int:
 def init(config: QwenConfig, key: jax.Array) -> dict[str, Any]:
   """Returns random parameters; consumes the key.
 
-  Normal with deviation 0.02 as Qwen's own, output projections scaled down by
-  the square root of twice the depth; norms one, biases zero. Of an adapter the
-  first matrix is uniform, with deviation (3 times its inputs)^(-1/2), the
-  second zero, as a critic's values are.
+  Weights are normal with standard deviation 0.02, as in Qwen. Output
+  projections are divided by the square root of twice the depth. Norms are one;
+  biases and a critic's value head are zero. An adapter's first matrix is
+  uniform with standard deviation (3 * inputs)^(-1/2), its second matrix zero.
   """
   leaves, treedef = jax.tree_util.tree_flatten_with_path(
     shapes(config), is_leaf=lambda x: isinstance(x, tuple)
@@ -277,8 +286,8 @@ def init(config: QwenConfig, key: jax.Array) -> dict[str, Any]:
     if names[-1].endswith(('bias', 'value', lora.B)):
       return jnp.zeros(shape, jnp.float32)
     if names[-1].endswith(lora.A):
-      end = math.prod(shape[1:-1]) ** -0.5
-      return jax.random.uniform(key, shape, jnp.float32, -end, end)
+      bound = math.prod(shape[1:-1]) ** -0.5
+      return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
     scale = 0.02
     if names[-1] in ('o', 'down'):
       scale /= (2 * config.num_layers) ** 0.5
@@ -291,10 +300,10 @@ def init(config: QwenConfig, key: jax.Array) -> dict[str, Any]:
   return jax.tree.unflatten(treedef, arrays)
 
 
-# Name of a quantized array's scales: its own and this.
+# Suffix of the name of a quantized array's scales.
 _SCALE = '_scale'
 
-# Dimensions that a matrix is multiplied over, without that of the layers.
+# Contracted dimensions of each matrix, not counting that of the layers.
 _CONTRACTED = {
   ('attention', 'q'): (0,),
   ('attention', 'k'): (0,),
@@ -309,43 +318,44 @@ _CONTRACTED = {
 }
 
 
-def _quantized(
+def _map_quantized(
   tree: dict,
   matrix: Callable,
   other: Callable,
   depth: int = 0,
   group: str = '',
 ) -> dict:
-  """Returns a tree like `quantize`'s.
+  """Returns a tree with the structure of quantized parameters.
 
   Args:
-    tree: of arrays, or of their axes.
-    matrix: makes a leaf and its scale's of a matrix and what it contracts.
-    other: makes a leaf of another.
-    depth: dimensions of a leaf that stand before those of a layer.
-    group: its name in the tree above.
+    tree: parameters, or their logical axes.
+    matrix: maps a matrix and its contracted dimensions to (leaf, its scales).
+    other: maps any other leaf to its new leaf.
+    depth: number of leading dimensions for layers, 0 or 1.
+    group: key of `tree` in its parent.
   """
-  found = {}
+  quantized = {}
   for name, leaf in tree.items():
     if isinstance(leaf, dict):
-      found[name] = _quantized(
+      quantized[name] = _map_quantized(
         leaf, matrix, other, int(name == 'layers') or depth, name
       )
     elif name in ('embed', 'unembed'):
-      found[name], found[name + _SCALE] = matrix(leaf, (1,))
+      quantized[name], quantized[name + _SCALE] = matrix(leaf, (1,))
     elif (group, name) in _CONTRACTED:
       axes = tuple(axis + depth for axis in _CONTRACTED[group, name])
-      found[name], found[name + _SCALE] = matrix(leaf, axes)
+      quantized[name], quantized[name + _SCALE] = matrix(leaf, axes)
     else:
-      found[name] = other(leaf)
-  return found
+      quantized[name] = other(leaf)
+  return quantized
 
 
 def quantize(config: QwenConfig, params: dict) -> dict:
-  """Returns parameters for inference whose matrices are int8.
+  """Returns parameters with int8 matrices, for inference.
 
-  Weights only, symmetric, a scale for each output channel: w = scale * q with
-  q in [-127, 127]. Norms and biases are cast to the compute type.
+  Quantization is symmetric, of weights only, with one scale per output channel:
+  w = scale * q with q in [-127, 127]. Norms and biases are cast to the compute
+  type.
   """
 
   def matrix(
@@ -355,37 +365,37 @@ def quantize(config: QwenConfig, params: dict) -> dict:
     scale = jnp.maximum(largest.astype(jnp.float32), 1e-30) / 127
     return jnp.round(w / scale).astype(jnp.int8), scale
 
-  return _quantized(params, matrix, lambda x: x.astype(config.dtype))
+  return _map_quantized(params, matrix, lambda x: x.astype(config.dtype))
 
 
 def quantized_axes(config: QwenConfig) -> dict:
-  """Returns the logical axes of `quantize`'s arrays."""
+  """Returns the logical axes of the parameters that `quantize` returns."""
 
   def matrix(names: tuple, axes: tuple[int, ...]) -> tuple[tuple, tuple]:
     kept = (None if n in axes else name for n, name in enumerate(names))
     return names, tuple(kept)
 
-  return _quantized(logical_axes(config), matrix, lambda names: names)
+  return _map_quantized(logical_axes(config), matrix, lambda names: names)
 
 
-def _whole(
+def _dequantize(
   array: jax.Array, scale: jax.Array | None, dtype: jnp.dtype
 ) -> jax.Array:
-  """Returns an array in the compute type, quantized or not."""
+  """Returns an array, dequantized if it has a scale, in the compute type."""
   if scale is None:
     return array.astype(dtype)
   return array.astype(dtype) * scale.astype(dtype)
 
 
 class _Parameters(nn.Module):
-  """A named group of arrays, as Flax keeps them."""
+  """A named group of Flax parameters."""
 
   table: Any
 
   @nn.compact
   def __call__(self, dtype: jnp.dtype) -> dict[str, jax.Array]:
     return {
-      name: _whole(
+      name: _dequantize(
         self.param(name, nn.initializers.zeros, shape, jnp.float32),
         self.get_variable('params', name + _SCALE),
         dtype,
@@ -403,14 +413,15 @@ def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 def _project(
   config: QwenConfig, w: dict[str, jax.Array], name: str, x_BLI: jax.Array
 ) -> jax.Array:
-  """Multiplies [B, L, I] by a matrix of a group, and adds its adapter's.
+  """Multiplies [B, L, I] by a matrix and adds the output of its adapter.
 
-  Rows and tokens are folded together: XLA's CPU backend is three times as
-  slow on the weight gradient of a product with two batch dimensions.
+  Rows and tokens are flattened into one dimension: XLA's CPU backend takes
+  three times as long for the weight gradient of a product with two batch
+  dimensions.
   """
   b, length, width = x_BLI.shape
   x_NI = x_BLI.reshape(b * length, width)
-  # Dimensions that are not multiplied over, which 'o' has at its end.
+  # Output dimensions: the last for 'o', all but the first for the others.
   outer = w[name].shape[-1:] if name == 'o' else w[name].shape[1:]
   y_NO = checkpoint_name(x_NI @ w[name].reshape(width, -1), 'matrix')
   if name + lora.A in w:
@@ -428,8 +439,8 @@ def _rotary(positions_BL: jax.Array, config: QwenConfig) -> jax.Array:
   powers = jnp.arange(half, dtype=jnp.float32) / half
   periods, factor = config.rope_theta**powers, 1.0
   if yarn:
-    stretched = _stretched(config)
-    periods /= 1 - stretched + stretched / yarn.factor
+    ramp = _yarn_ramp(config)
+    periods /= 1 - ramp + ramp / yarn.factor
     factor = yarn.attention_factor
     if factor is None:
       factor = 0.1 * math.log(yarn.factor) + 1
@@ -438,41 +449,42 @@ def _rotary(positions_BL: jax.Array, config: QwenConfig) -> jax.Array:
   return jnp.concatenate([rotary, rotary], axis=-1)
 
 
-def _stretched(config: QwenConfig) -> jax.Array:
-  """Returns how far each rotary angle is one that YaRN divides, [E/2]."""
+def _yarn_ramp(config: QwenConfig) -> jax.Array:
+  """Returns YaRN's weight of the divided angle in [0, 1], [E/2]."""
   yarn, half = config.yarn, config.head_dim // 2
 
-  def place(turns: float) -> float:
-    """Where an angle turns so often within the original length."""
+  def dimension(turns: float) -> float:
+    """Returns the dimension that makes `turns` turns in `original_length`."""
     period = yarn.original_length / (turns * 2 * math.pi)
     return half * math.log(period) / math.log(config.rope_theta)
 
-  low = max(math.floor(place(yarn.beta_fast)), 0)
-  high = min(math.ceil(place(yarn.beta_slow)), config.head_dim - 1)
+  low = max(math.floor(dimension(yarn.beta_fast)), 0)
+  high = min(math.ceil(dimension(yarn.beta_slow)), config.head_dim - 1)
   ramp = (jnp.arange(half, dtype=jnp.float32) - low) / max(high - low, 1e-3)
   return jnp.clip(ramp, 0, 1)
 
 
 def _rotate(x_BLHE: jax.Array, rotary: jax.Array) -> jax.Array:
-  """Turns the first half of a head's numbers against the second."""
+  """Applies rotary position embeddings to queries or keys."""
   (cos, sin), half = rotary, x_BLHE.shape[-1] // 2
   x = x_BLHE.astype(jnp.float32)
 
-  def join(x: jax.Array) -> jax.Array:
+  def concatenate(x: jax.Array) -> jax.Array:
     return jnp.concatenate([-x[..., half:], x[..., :half]], axis=-1)
 
   def multiply(x: jax.Array) -> jax.Array:
     zeros, ones = jnp.zeros((half, half)), jnp.eye(half)
-    turn = jnp.block([[zeros, ones], [-ones, zeros]])
-    return (x.reshape(-1, 2 * half) @ turn).reshape(x.shape)
+    rotation = jnp.block([[zeros, ones], [-ones, zeros]])
+    return (x.reshape(-1, 2 * half) @ rotation).reshape(x.shape)
 
-  # A CPU joins halves number by number: slower than a product with 0 and 1.
-  turned = jax.lax.platform_dependent(x, cpu=multiply, default=join)
-  return (x * cos + turned * sin).astype(x_BLHE.dtype)
+  # XLA's CPU backend concatenates one element at a time, which is slower than
+  # a product with a matrix of 0 and 1.
+  rotated = jax.lax.platform_dependent(x, cpu=multiply, default=concatenate)
+  return (x * cos + rotated * sin).astype(x_BLHE.dtype)
 
 
 class _Layer(nn.Module):
-  """One decoder layer, scanned over.
+  """One decoder layer, the body of a scan.
 
   Attributes:
     config: shape of the network.
@@ -492,9 +504,18 @@ class _Layer(nn.Module):
     rotary: jax.Array,
     at_SN: jax.Array | None = None,
   ) -> tuple[tuple[jax.Array, dict | None], tuple | None]:
-    """Args as `_layers`; `layer` is this layer's number within the stack.
+    """Applies the layer.
 
-    With `at_SN`, places of tokens, what comes out is of these only.
+    Args:
+      carry: (x_BLD, cache), see `_layers`.
+      layer: index of this layer within the stack.
+      positions_BL: see `_layers`.
+      branches_BL: see `_layers`.
+      rotary: see `_rotary`.
+      at_SN: indices of the tokens to return; see `take`. None: all tokens.
+
+    Returns:
+      ((output, cache), keys and values if `keep`, else None).
     """
     c, dtype = self.config, jnp.dtype(self.config.dtype)
     (x_BLD, cache), table = carry, _layer_table(self.config)
@@ -515,8 +536,8 @@ class _Layer(nn.Module):
         q_BLHE, k_BLKE, v_BLKE, branches_BL, implementation=c.attention
       )
     else:
-      # Each row writes at its own position: a scatter, which XLA does in
-      # place where a slice update at a traced layer would copy the cache.
+      # Each row writes at its own position. XLA does this scatter in place; a
+      # slice update at a traced layer would copy the cache.
       rows, slots = jnp.arange(x_BLD.shape[0]), positions_BL[:, 0]
       cache = {
         'k': cache['k'].at[layer, rows, :, :, slots].set(k_BLKE[:, 0]),
@@ -528,7 +549,7 @@ class _Layer(nn.Module):
       )
     heads_BLA = heads_BLHE.reshape(*x_BLD.shape[:2], -1)
     if at_SN is not None:
-      # Tokens from here on know nothing of each other.
+      # From here on, the layer treats each token on its own.
       x_BLD, heads_BLA = take(x_BLD, at_SN), take(heads_BLA, at_SN)
     x_BLD = x_BLD + _project(c, w, 'o', heads_BLA)
     y_BLD = _rms_norm(x_BLD, norm['mlp'], c.rms_norm_eps)
@@ -555,15 +576,15 @@ class _Layer(nn.Module):
 
 
 def take(x_BLD: jax.Array, at_SN: jax.Array) -> jax.Array:
-  """Returns tokens by their places among those of a shard's rows, [S, N, D].
+  """Gathers N tokens from each of S shards of the rows, [S, N, D].
 
   Args:
-    x_BLD: rows of tokens, those of a shard one after another.
-    at_SN: places, in the B / S rows of a shard joined into one.
+    x_BLD: rows of tokens; shard s has rows s * B / S to (s + 1) * B / S - 1.
+    at_SN: indices into the B / S * L tokens of a shard.
   """
-  joined = x_BLD.reshape(at_SN.shape[0], -1, x_BLD.shape[-1])
+  flat = x_BLD.reshape(at_SN.shape[0], -1, x_BLD.shape[-1])
   return mesh.constrain_rows(
-    jnp.take_along_axis(joined, at_SN[..., None], axis=1)
+    jnp.take_along_axis(flat, at_SN[..., None], axis=1)
   )
 
 
@@ -581,17 +602,18 @@ def _layers(
 
   Args:
     config: shape of the network.
-    params: of the layers, stacked; maybe fewer than the network's.
-    x_BLD: what goes in.
-    positions_BL: place of each token in its row, and in the cache; one row
-      of them serves all.
-    branches_BL: of each token, see `attention`; None: all of one.
-    cache: keys and values of these layers; None attends among the tokens.
+    params: stacked parameters of the layers, which may be a part of the
+      network's layers.
+    x_BLD: input.
+    positions_BL: position of each token in its row and in the cache, [B, L],
+      or [1, L] for the same positions in all rows.
+    branches_BL: branch of each token, see `attention`; None: one branch.
+    cache: keys and values of these layers; None: attention within the row.
     keep: whether to return the keys and values of the tokens.
 
   Returns:
-    what comes out [B, L, D]; the cache with the tokens written; keys and
-    values [N, B, L, K, E] each, or None.
+    (output [B, L, D], the cache with the tokens' keys and values written, keys
+    and values [N, B, L, K, E] each, or None).
   """
   length = _depth(params)
   stack = nn.scan(
@@ -600,7 +622,7 @@ def _layers(
     split_rngs={'params': True},
     in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
     length=length,
-    # A loop copies what it keeps for the backward pass into stacks and back.
+    # A loop copies its residuals into stacks and back.
     unroll=length if length <= _MAX_UNROLLED else 1,
   )
   (x_BLD, cache), kept = stack(config, keep).apply(
@@ -619,7 +641,7 @@ def _depth(params: dict) -> int:
 
 
 def _layer_class(config: QwenConfig) -> type[nn.Module]:
-  """Returns `_Layer`, which the backward pass may compute again."""
+  """Returns `_Layer`, rematerialized as the config says."""
   policies = {
     'matrices': jax.checkpoint_policies.save_only_these_names('matrix'),
     'layer': jax.checkpoint_policies.nothing_saveable,
@@ -637,15 +659,15 @@ def _last_layer(
   branches_BL: jax.Array | None,
   at_SN: jax.Array,
 ) -> jax.Array:
-  """Applies a layer, of which nothing but some tokens is needed, [S, N, D].
+  """Applies a layer and returns its output for some tokens only, [S, N, D].
 
   Args:
     config: shape of the network.
-    params: of one layer, not stacked.
-    x_BLD: as of `_layers`, like the next two.
-    positions_BL: the same.
-    branches_BL: the same.
-    at_SN: which tokens; see `take`.
+    params: parameters of one layer, not stacked.
+    x_BLD: see `_layers`.
+    positions_BL: see `_layers`.
+    branches_BL: see `_layers`.
+    at_SN: indices of the tokens; see `take`.
   """
   (x_SND, _), _ = _layer_class(config)(config).apply(
     {'params': params},
@@ -660,13 +682,13 @@ def _last_layer(
 
 
 def adds_in_place(config: QwenConfig) -> bool:
-  """Whether `hidden_states` has a use for sums of gradients."""
+  """Returns whether `hidden_states` accepts `sums` of gradients."""
   return config.remat == 'layer' and config.adapters is None
 
 
 @jax.custom_vjp
 def adding(params: dict, sums: dict) -> dict:
-  """Returns the parameters; their gradient is then added to the sums."""
+  """Returns the parameters; `sums` is added to their gradient."""
   del sums
   return params
 
@@ -677,7 +699,7 @@ adding.defvjp(
 )
 
 
-def _layers_adding(
+def _layers_adding_gradients(
   config: QwenConfig,
   params: dict,
   sums: dict,
@@ -686,13 +708,13 @@ def _layers_adding(
   branches_BL: jax.Array | None,
   at_SN: jax.Array,
 ) -> jax.Array:
-  """Applies the layers; their parameters' gradient is added to the sums.
+  """Applies the layers and adds the gradient of their parameters to `sums`.
 
-  A layer's gradient goes to its place in them as soon as it is there, so that
-  memory never holds a second one of the whole network. Else as `_layers`, where
-  all of a layer is computed again, and `_last_layer`.
+  The backward pass adds each layer's gradient to `sums` as soon as it is
+  computed, so memory never holds a second gradient of the whole network.
+  Otherwise this equals `_layers` with remat 'layer', followed by `_last_layer`.
   """
-  # This loop keeps what goes into a layer, and computes the rest again.
+  # This loop saves the input of each layer and recomputes the rest.
   config, last = dataclasses.replace(config, remat='none'), _depth(params) - 1
 
   def layer(params: dict, n: jax.Array | int) -> dict:
@@ -712,27 +734,27 @@ def _layers_adding(
     x_SND = outer(layer(params, last), x_BLD, *where)
     return x_SND, (params, sums, inputs_NBLD, x_BLD, where)
 
-  def backward(kept: tuple, change_SND: jax.Array) -> tuple:
-    params, sums, inputs_NBLD, x_BLD, where = kept
+  def backward(residuals: tuple, grad_SND: jax.Array) -> tuple:
+    params, sums, inputs_NBLD, x_BLD, where = residuals
 
-    def back(apply, n, x_BLD, change, sums):
-      _, pull = jax.vjp(
+    def layer_backward(apply, n, x_BLD, grad, sums):
+      _, vjp = jax.vjp(
         lambda layer, x_BLD: apply(layer, x_BLD, *where),
         layer(params, n),
         x_BLD,
       )
-      grads, change_BLD = pull(change)
-      return change_BLD, jax.tree.map(lambda s, g: s.at[n].add(g), sums, grads)
+      grads, grad_BLD = vjp(grad)
+      return grad_BLD, jax.tree.map(lambda s, g: s.at[n].add(g), sums, grads)
 
     def step(m: jax.Array, carry: tuple) -> tuple:
       n = last - 1 - m
-      return back(inner, n, inputs_NBLD[n], *carry)
+      return layer_backward(inner, n, inputs_NBLD[n], *carry)
 
-    carry = back(outer, last, x_BLD, change_SND, sums)
-    if last:  # None before it have nothing to be traced with.
+    carry = layer_backward(outer, last, x_BLD, grad_SND, sums)
+    if last:  # A loop over no layers has no inputs to trace its body with.
       carry = jax.lax.fori_loop(0, last, step, carry)
-    change_BLD, sums = carry
-    return sums, None, change_BLD, None, None, None
+    grad_BLD, sums = carry
+    return sums, None, grad_BLD, None, None, None
 
   @jax.custom_vjp
   def run(params, sums, x_BLD, *where):
@@ -745,7 +767,7 @@ def _layers_adding(
 def _embed(config: QwenConfig, params: dict, tokens_BL: jax.Array) -> jax.Array:
   scale = params.get('embed' + _SCALE)
   scale = None if scale is None else scale[tokens_BL]
-  x_BLD = _whole(params['embed'][tokens_BL], scale, config.dtype)
+  x_BLD = _dequantize(params['embed'][tokens_BL], scale, config.dtype)
   return mesh.constrain_rows(x_BLD)
 
 
@@ -759,30 +781,31 @@ def hidden_states(
   *,
   sums: dict | None = None,
 ) -> jax.Array:
-  """Returns the last layer's normed output, [B, L, D] in the compute type.
+  """Returns the last layer's normalized output, [B, L, D] in the compute type.
 
-  Of some tokens only where `at_SN` says which, [S, N, D]: what the last layer
-  would compute of the others, it then leaves out, unless the layers are a loop.
+  With `at_SN`, the output is of those tokens only, [S, N, D]. Unless the layers
+  run in a loop, the last layer then skips the computation of other tokens.
 
-  A token sees those before it, of its branch or of branch 0.
+  A token attends to earlier tokens of its own branch and of branch 0.
 
   Args:
     config: shape of the network.
-    params: its parameters.
-    tokens_BL: rows, padded right with anything.
-    positions_BL: of each token in its text; None: 0, 1, ..
-    branches_BL: 0 for a prompt, and for each completion of it another number;
-      None: all are 0.
-    at_SN: places of tokens; see `take`.
-    sums: like the layers' parameters, whose gradient is then these and their
-      own; only where `adds_in_place`, and with `at_SN`. None: their own.
+    params: parameters of the network.
+    tokens_BL: rows, padded right with any tokens.
+    positions_BL: position of each token in its text; None: 0, 1, ..
+    branches_BL: 0 for tokens of a prompt, and a different number above 0 for
+      each of its completions; None: all are 0.
+    at_SN: indices of the tokens to return; see `take`. None: all tokens.
+    sums: tree like the parameters of the layers; the gradient of those
+      parameters is then `sums` plus its own value. Requires `adds_in_place` and
+      `at_SN`. None: the plain gradient.
   """
   x_BLD = _embed(config, params, tokens_BL)
   if positions_BL is None:
     positions_BL = jnp.arange(tokens_BL.shape[1])[None]
   where, layers = (positions_BL, branches_BL), params['layers']
   if sums is not None:
-    x = _layers_adding(config, layers, sums, x_BLD, *where, at_SN)
+    x = _layers_adding_gradients(config, layers, sums, x_BLD, *where, at_SN)
   elif at_SN is None or _depth(layers) > _MAX_UNROLLED:
     x, _, _ = _layers(config, layers, x_BLD, *where)
     x = x if at_SN is None else take(x, at_SN)
@@ -796,10 +819,10 @@ def hidden_states(
 
 
 def logits(config: QwenConfig, params: dict, hidden: jax.Array) -> jax.Array:
-  """Returns next-token logits, float32 [..., V], of hidden states [..., D]."""
+  """Returns next-token logits, float32 [..., V], for hidden states [..., D]."""
   name = 'embed' if config.tie_embeddings else 'unembed'
-  matrix = _whole(params[name], params.get(name + _SCALE), config.dtype)
-  # Flat for the same reason as in `_project`.
+  matrix = _dequantize(params[name], params.get(name + _SCALE), config.dtype)
+  # Flattened for the same reason as in `_project`.
   rows_ND = hidden.reshape(-1, config.hidden_size)
 
   def multiply(rows_ND: jax.Array, matrix_VD: jax.Array) -> jax.Array:
@@ -807,17 +830,20 @@ def logits(config: QwenConfig, params: dict, hidden: jax.Array) -> jax.Array:
       'ND,VD->NV', rows_ND, matrix_VD, preferred_element_type=jnp.float32
     )
 
-  def multiply_turned(rows_ND: jax.Array, matrix_VD: jax.Array) -> jax.Array:
+  def multiply_transposed(
+    rows_ND: jax.Array, matrix_VD: jax.Array
+  ) -> jax.Array:
     flat_VN = jnp.einsum(
       'VD,ND->VN', matrix_VD, rows_ND, preferred_element_type=jnp.float32
     )
-    # Or XLA would turn it back.
+    # Without the barrier, XLA would undo the transposition.
     return jax.lax.optimization_barrier(flat_VN).T
 
-  # Few rows by a large matrix: twice as fast the other way round on a CPU.
+  # With few rows and a large matrix, the transposed product is twice as fast on
+  # a CPU.
   if rows_ND.shape[0] <= _FEW_ROWS and config.vocab_size >= _LARGE_VOCABULARY:
     flat_NV = jax.lax.platform_dependent(
-      rows_ND, matrix, cpu=multiply_turned, default=multiply
+      rows_ND, matrix, cpu=multiply_transposed, default=multiply
     )
   else:
     flat_NV = multiply(rows_ND, matrix)
@@ -825,7 +851,7 @@ def logits(config: QwenConfig, params: dict, hidden: jax.Array) -> jax.Array:
 
 
 def values(params: dict, hidden: jax.Array) -> jax.Array:
-  """Returns a critic's values, float32 [...], of hidden states [..., D]."""
+  """Returns a critic's values, float32 [...], for hidden states [..., D]."""
   return jnp.sum(hidden.astype(jnp.float32) * params['value'], axis=-1)
 
 
@@ -839,36 +865,36 @@ def token_log_probs(
   temperature: float = 1.0,
   chunk: int = 64,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns log-probability of each target and entropy, float32 [B, C] both.
+  """Returns each target's log-probability and entropy, both float32 [B, C].
 
-  Logits exist for `chunk` positions of each row at a time only, in the backward
-  pass too, where they are computed again.
+  Logits exist for `chunk` positions of each row at a time only. The backward
+  pass recomputes them chunk by chunk.
 
   Args:
     config: shape of the network.
-    params: its parameters.
+    params: parameters of the network.
     hidden_BCD: hidden state before each target.
     targets_BC: token ids.
-    count: positions of a row from here on need not be computed, and may be 0;
-      None: all are.
-    temperature: divides the logits; of the distribution that was sampled.
+    count: number of leading positions to compute; results after them may be 0.
+      None: all positions.
+    temperature: divides the logits; the temperature of sampling.
     chunk: positions of a row whose logits exist at a time.
   """
   b, c, d = hidden_BCD.shape
   chunk = min(chunk, c)
-  chunks = -(-c // chunk)
-  missing = chunks * chunk - c
-  hidden = jnp.pad(hidden_BCD, ((0, 0), (0, missing), (0, 0)))
-  targets = jnp.pad(targets_BC, ((0, 0), (0, missing)))
+  num_chunks = -(-c // chunk)
+  padding = num_chunks * chunk - c
+  hidden = jnp.pad(hidden_BCD, ((0, 0), (0, padding), (0, 0)))
+  targets = jnp.pad(targets_BC, ((0, 0), (0, padding)))
 
   @jax.checkpoint
-  def of_chunk(
+  def chunk_log_probs(
     x_BID: jax.Array, targets_BI: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
     scaled_BIV = logits(config, params, x_BID) / temperature
     total_BI = jax.nn.logsumexp(scaled_BIV, axis=-1)
-    # A comparison, not a gather: its gradient is no scatter, and a vocabulary
-    # cut over devices stays where it is.
+    # A comparison instead of a gather: its gradient needs no scatter, and a
+    # sharded vocabulary is not gathered.
     vocabulary = jnp.arange(config.vocab_size)
     is_target_BIV = targets_BI[..., None] == vocabulary
     chosen_BI = jnp.sum(jnp.where(is_target_BIV, scaled_BIV, 0.0), axis=-1)
@@ -876,18 +902,18 @@ def token_log_probs(
     mean_BI = jnp.sum(probs_BIV * scaled_BIV, axis=-1)
     return chosen_BI - total_BI, total_BI - mean_BI
 
-  if chunks == 1:
-    return of_chunk(hidden_BCD, targets_BC)
+  if num_chunks == 1:
+    return chunk_log_probs(hidden_BCD, targets_BC)
 
-  def unless_empty(args: tuple) -> tuple[jax.Array, jax.Array]:
+  def compute_or_skip(args: tuple) -> tuple[jax.Array, jax.Array]:
     start, x_BID, targets_BI = args
     if count is None:
-      return of_chunk(x_BID, targets_BI)
-    nothing = jnp.zeros(targets_BI.shape, jnp.float32)
+      return chunk_log_probs(x_BID, targets_BI)
+    zeros_BI = jnp.zeros(targets_BI.shape, jnp.float32)
     return jax.lax.cond(
       start < count,
-      of_chunk,
-      lambda *_: (nothing, nothing),
+      chunk_log_probs,
+      lambda *_: (zeros_BI, zeros_BI),
       x_BID,
       targets_BI,
     )
@@ -895,11 +921,11 @@ def token_log_probs(
   log_probs, entropies = (
     x.swapaxes(0, 1).reshape(b, -1)
     for x in jax.lax.map(
-      unless_empty,
+      compute_or_skip,
       (
-        jnp.arange(chunks) * chunk,
-        hidden.reshape(b, chunks, chunk, d).swapaxes(0, 1),
-        targets.reshape(b, chunks, chunk).swapaxes(0, 1),
+        jnp.arange(num_chunks) * chunk,
+        hidden.reshape(b, num_chunks, chunk, d).swapaxes(0, 1),
+        targets.reshape(b, num_chunks, chunk).swapaxes(0, 1),
       ),
     )
   )
@@ -907,7 +933,7 @@ def token_log_probs(
 
 
 def new_cache(config: QwenConfig, num_rows: int, length: int) -> Cache:
-  """Returns an empty cache of `num_rows` rows that hold `length` tokens."""
+  """Returns an empty cache of `num_rows` rows with `length` slots each."""
   size = _layers_per_stack(config)
   shape = (size, num_rows, config.num_kv_heads)
   k = jnp.zeros((*shape, config.head_dim, length), config.dtype)
@@ -916,9 +942,15 @@ def new_cache(config: QwenConfig, num_rows: int, length: int) -> Cache:
 
 
 def resize_cache(cache: Cache, num_rows: int, length: int) -> Cache:
-  """Returns a cache with rows and room added or cut off at the end."""
+  """Returns the cache padded or truncated to another number of rows and slots.
 
-  def to(x: jax.Array, axis: int, size: int) -> jax.Array:
+  Args:
+    cache: keys and values.
+    num_rows: new number of rows.
+    length: new number of slots of a row.
+  """
+
+  def resize(x: jax.Array, axis: int, size: int) -> jax.Array:
     if size <= x.shape[axis]:
       return jax.lax.slice_in_dim(x, 0, size, axis=axis)
     widths = [(0, 0)] * x.ndim
@@ -927,22 +959,22 @@ def resize_cache(cache: Cache, num_rows: int, length: int) -> Cache:
 
   return tuple(
     {
-      'k': to(to(stack['k'], 1, num_rows), 4, length),
-      'v': to(to(stack['v'], 1, num_rows), 3, length),
+      'k': resize(resize(stack['k'], 1, num_rows), 4, length),
+      'v': resize(resize(stack['v'], 1, num_rows), 3, length),
     }
     for stack in cache
   )
 
 
 def prefill(config: QwenConfig, params: dict, tokens_BP: jax.Array) -> Cache:
-  """Reads prompts; returns a cache of as many rows and tokens.
+  """Prefills prompts; returns a cache of B rows with P slots.
 
-  No logits: the first step of decoding reads a prompt's last token again and
-  gives them, so that a copied prompt needs no reading at all.
+  It computes no logits: the first decoding step processes a prompt's last token
+  again and returns them. Rows with a copied prompt therefore need no prefill.
 
   Args:
     config: shape of the network.
-    params: its parameters; see `split_layers`.
+    params: parameters of the network; see `split_layers`.
     tokens_BP: prompts from position 0, padded right.
   """
   x_BPD = _embed(config, params, tokens_BP)
@@ -959,12 +991,13 @@ def prefill(config: QwenConfig, params: dict, tokens_BP: jax.Array) -> Cache:
 
 
 def insert(cache: Cache, rows: Cache, slots_B: jax.Array) -> Cache:
-  """Returns the cache with rows put into slots; what does not fit is dropped.
+  """Returns the cache with rows written into some of its rows.
 
   Args:
-    cache: [.., S slots, ..].
-    rows: what to put there, maybe of another length.
-    slots_B: where; from S on, nowhere.
+    cache: keys and values.
+    rows: B rows to write, maybe of another length; positions beyond the length
+      of the cache are dropped.
+    slots_B: row of the cache for each of `rows`; rows past the end are dropped.
   """
   length = min(cache[0]['k'].shape[-1], rows[0]['k'].shape[-1])
   return tuple(
@@ -981,7 +1014,7 @@ def insert(cache: Cache, rows: Cache, slots_B: jax.Array) -> Cache:
 
 
 def copy_rows(cache: Cache, sources_B: jax.Array, slots_B: jax.Array) -> Cache:
-  """Returns the cache with rows copied; to slots past the end, not."""
+  """Returns the cache with rows copied; slots past the end are dropped."""
   rows = tuple(
     {name: x[:, sources_B] for name, x in stack.items()} for stack in cache
   )
@@ -995,14 +1028,14 @@ def decode(
   tokens_B: jax.Array,
   positions_B: jax.Array,
 ) -> tuple[jax.Array, Cache]:
-  """Reads one more token a row; returns (logits [B, V], cache).
+  """Decodes one token of each row; returns (logits [B, V], cache).
 
   Args:
     config: shape of the network.
-    params: its parameters; see `split_layers`.
-    cache: keys and values of the positions before.
+    params: parameters of the network; see `split_layers`.
+    cache: keys and values of the earlier positions.
     tokens_B: the token at each row's position.
-    positions_B: where it stands in its row.
+    positions_B: position of that token in its row.
   """
   x_B1D = _embed(config, params, tokens_B[:, None])
   stacks = []
