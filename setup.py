@@ -17,7 +17,7 @@ GYMNASIUM = ['gymnasium>=1.0,<2']
 TEXTARENA = ['textarena>=0.7,<0.8']
 # BM25 over a corpus of any size, without jax in the workers.
 SEARCH = ['tantivy>=0.25,<1']
-DOCS = ['mkdocs-material>=9.5,<10']
+DOCS = ['mkdocs-material>=9.5,<10', 'mkdocstrings[python]>=1.0,<2']
 
 setuptools.setup(
   name='gigpo_jax',
