@@ -1,8 +1,8 @@
-"""A critic: the policy's network with one number for each token.
+"""The critic: the policy's network with a value head.
 
-It is a learner with another end and another loss: the same packs of the same
-rows. A value is read ahead of each completion token, and so is a function of
-the prompt and of the tokens before.
+It is a learner with a different head and loss, over the same packed rows. The
+value of a completion token is computed at the preceding token, so it depends
+only on the prompt and the earlier completion tokens.
 """
 
 import dataclasses
@@ -22,12 +22,14 @@ from gigpo_jax.models import qwen
 
 
 class Critic:
-  """Tells values of the places in rows, and learns them.
+  """Predicts values of completion tokens and learns them by regression.
 
   Args:
-    config: shape of the policy.
-    mesh: the devices.
-    value_clip: how far an update may move a value from what it was.
+    config: shape of the policy's network.
+    mesh: the device mesh.
+    value_clip: largest change of a value that the loss rewards, relative to
+      the value before the update; in reward units.
+    optimizer: the optimizer of the critic's parameters.
     **kwargs: further arguments of `learner.Learner`.
   """
 
@@ -56,10 +58,10 @@ class Critic:
     )
 
   def init(self, params: dict) -> learner.TrainState:
-    """Returns a fresh state, whose values are 0.
+    """Returns an initial state whose values are 0.
 
     Args:
-      params: of the policy, from which it starts; taken over.
+      params: the policy's initial parameters; the state takes ownership.
     """
     head = mesh_lib.shardings(self._mesh, qwen.logical_axes(self._config))
     zeros = jax.device_put(
@@ -69,7 +71,7 @@ class Critic:
     return self._learner.init(kept | {'value': zeros})
 
   def describe(self) -> learner.TrainState:
-    """Returns shapes, types and shardings of a state."""
+    """Returns a state's shapes, dtypes and shardings."""
     return self._learner.describe()[0]
 
   def num_programs(self) -> int:
@@ -79,11 +81,11 @@ class Critic:
   def warm_up(
     self, state: learner.TrainState, advance: Callable[[], None] = lambda: None
   ) -> learner.TrainState:
-    """Compiles every program; returns the state as it was."""
+    """Compiles every program; returns the state unchanged."""
     return self._learner.warm_up(state, advance=advance)
 
   def values(self, params: dict, rows: batch.Rows) -> Float[np.ndarray, 'R C']:
-    """Returns the value ahead of each completion token; 0 past the end."""
+    """Returns the value before each completion token; 0 past the completion."""
     return self._learner.log_probs(params, rows)
 
   def update(
@@ -97,23 +99,24 @@ class Critic:
     iteration: int,
     skipped_before: float = 0.0,
   ) -> tuple[learner.TrainState, dict[str, float]]:
-    """Passes once over the rows.
+    """Trains for one pass over the rows.
 
     Args:
       state: donated.
-      rows: of an iteration.
-      values: before the update.
-      targets: what is to be learnt.
-      links: where; each row's weigh as much as another's, together.
-      iteration: with the seed it determines the shuffling.
-      skipped_before: how many of the updates before were skipped in a row.
+      rows: the rows of an iteration.
+      values: values before the update.
+      targets: regression targets.
+      links: True at the positions to learn; the positions of a row share the
+        row's total weight.
+      iteration: with the seed, determines the shuffling.
+      skipped_before: number of consecutive updates skipped just before.
 
     Returns:
-      The new state and metrics, names 'critic/...'.
+      The new state and metrics named 'critic/...'.
     """
     tokens = rows.completion_mask.sum(axis=1, keepdims=True)
-    number = np.maximum(links.sum(axis=1, keepdims=True), 1)
-    weights = np.where(links, tokens / number, 0).astype(np.float32)
+    num_links = np.maximum(links.sum(axis=1, keepdims=True), 1)
+    weights = np.where(links, tokens / num_links, 0).astype(np.float32)
     state, metrics = self._learner.update(
       state,
       rows,
@@ -133,6 +136,6 @@ class Critic:
       'update/most_skipped_in_row': 'critic/most_skipped_in_row',
       'update/count': 'critic/count',
     }
-    # Of links, not of tokens.
+    # Convert the mean over tokens to a mean over links.
     metrics['value/clipped'] *= tokens.sum() / max(links.sum(), 1)
     return state, {new: metrics[old] for old, new in names.items()}

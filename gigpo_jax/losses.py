@@ -1,12 +1,12 @@
-"""Losses of tokens and their aggregation: pure functions of arrays.
+"""Losses per token and their aggregation: pure functions of arrays.
 
 Input: log-probabilities and entropies of completions, [B, C]. Output: one loss
-a token and metrics, one value a token. Knows no model, no optimizer and no
-device. Summing loss * row weight over all microbatches gives the loss of the
-update, however the rows are cut; see `row_weights`.
+per token, and metrics with one value per token. This module knows no model,
+optimizer or device. The sum of loss * row weight over all microbatches is the
+loss of the update, independent of how rows are split; see `row_weights`.
 
-A loss has the arguments of `policy_gradient` up to `rows`, so that the learner
-can take any of them, and maybe further ones, which the learner is told of.
+Every loss takes the arguments of `policy_gradient` up to `rows`, so that the
+learner can use any of them. Further arguments are declared to the learner.
 """
 
 import jax
@@ -28,22 +28,23 @@ def k3(
   ref_log_probs: Float[Array, '*S'],
   clamp: float | None = None,
 ) -> Float[Array, '*S']:
-  """Returns an estimate of KL(policy || reference), never negative.
+  """Returns a non-negative estimate of KL(policy || reference) per token.
 
-  exp(d) - d - 1 with d = ref_log_probs - log_probs, unbiased for samples of
-  the policy: the k3 of http://joschu.net/blog/kl-approx.html, as in GRPO
-  (arXiv:2402.03300, Eq. 4). Its gradient is 1 - exp(d).
+  exp(d) - d - 1 with d = ref_log_probs - log_probs, which is unbiased for
+  samples of the policy. This is k3 of http://joschu.net/blog/kl-approx.html,
+  used by GRPO (arXiv:2402.03300, Eq. 4). Its gradient is 1 - exp(d).
 
   Args:
-    log_probs: of the policy.
-    ref_log_probs: of the reference.
-    clamp: largest estimate; a token above it has no gradient. None is off.
+    log_probs: log-probs under the policy.
+    ref_log_probs: log-probs under the reference.
+    clamp: upper bound of the estimate; a token above it has no gradient. None
+      disables the bound.
   """
   difference = ref_log_probs - log_probs
   if clamp is None:
     return jnp.expm1(difference) - difference
-  # The estimate is above the clamp at both ends of this interval. An infinite
-  # exp(d) would make the gradient NaN.
+  # The estimate exceeds the clamp at both ends of this interval. Without the
+  # interval, an infinite exp(d) would make the gradient NaN.
   difference = jnp.clip(difference, -clamp - 2, clamp + 2)
   return jnp.minimum(jnp.expm1(difference) - difference, clamp)
 
@@ -59,16 +60,16 @@ def clipped_surrogate(
 ) -> Float[Array, '*S']:
   """Returns the negated clipped objective of PPO (arXiv:1707.06347, Eq. 7).
 
-  -min(rho A, clip(rho, 1 - low, 1 + high) A). For A < 0 and with a dual clip
-  c (arXiv:1912.09729, Eq. 5) at most -c A: a ratio that ran away upwards
-  contributes no gradient.
+  -min(rho A, clip(rho, 1 - low, 1 + high) A). A dual clip c (arXiv:1912.09729,
+  Eq. 5) bounds it by -c A for A < 0, so a very large ratio contributes no
+  gradient.
 
   Args:
-    log_ratios: log rho = log-prob minus that of the sampling policy.
-    advantages: A; broadcast to tokens.
+    log_ratios: log rho, the log-prob minus that of the sampling policy.
+    advantages: A, broadcast to tokens.
     clip_epsilon: low.
-    clip_epsilon_high: high ("clip-higher", arXiv:2503.14476); None is low.
-    dual_clip: c, above 1; None is off.
+    clip_epsilon_high: high ("clip-higher", arXiv:2503.14476); None uses low.
+    dual_clip: c, above 1; None disables the dual clip.
   """
   ratio = jnp.exp(log_ratios)
   high = clip_epsilon if clip_epsilon_high is None else clip_epsilon_high
@@ -86,17 +87,17 @@ def truncated_importance(
   sampler_log_probs: Float[np.ndarray, 'R C'],
   tis_clip: float,
 ) -> Float[np.ndarray, 'R C']:
-  """Returns weights that make up for sampling from another program's policy.
+  """Returns importance weights that correct for the sampler's arithmetic.
 
-  min(pi_learner / pi_sampler, clip) of each token, both before the update:
-  the sampler's arithmetic (bf16, int8) is not quite the learner's. Truncated
-  importance sampling as in Yao et al., "Your efficient RL framework secretly
-  brings you off-policy RL training" (2025).
+  min(pi_learner / pi_sampler, clip) per token, both before the update. The
+  sampler's arithmetic (bf16, int8) differs slightly from the learner's. This
+  is truncated importance sampling as in Yao et al., "Your efficient RL
+  framework secretly brings you off-policy RL training" (2025).
 
   Args:
-    old_log_probs: of the learner.
-    sampler_log_probs: as sampled.
-    tis_clip: bound of a weight, above 0.
+    old_log_probs: log-probs of the learner before the update.
+    sampler_log_probs: log-probs of the sampler.
+    tis_clip: upper bound of a weight, above 0.
   """
   ratio = np.exp(old_log_probs - sampler_log_probs)
   return np.minimum(ratio, np.float32(tis_clip)).astype(np.float32)
@@ -108,22 +109,23 @@ def row_means(
   mask: Bool[Array, 'B C'],
   rows: Int[Array, 'B C'],
 ) -> Float[Array, 'B C']:
-  """Returns to each token the mean over the masked tokens of its row.
+  """Returns, for each token, the mean over the masked tokens of its row.
 
   Args:
-    values: of tokens; 0 where the mask does not hold.
-    mask: which tokens count.
-    rows: number of a token's row, in [0, C), among those that share its line.
+    values: values of tokens; ignored where mask is False.
+    mask: True for the tokens to average.
+    rows: index of a token's row, in [0, C), among the rows packed into the
+      same line of the batch.
   """
 
-  def of_line(values_C: Array, mask_C: Array, rows_C: Array) -> Array:
+  def line_means(values_C: Array, mask_C: Array, rows_C: Array) -> Array:
     sums, counts = (
       jax.ops.segment_sum(x.astype(jnp.float32), rows_C, len(rows_C))
       for x in (jnp.where(mask_C, values_C, 0), mask_C)
     )
     return (sums / jnp.maximum(counts, 1))[rows_C]
 
-  return jax.vmap(of_line)(values, mask, rows)
+  return jax.vmap(line_means)(values, mask, rows)
 
 
 @typechecked
@@ -132,12 +134,12 @@ def entropy_outside(
   low: Float[Array, '*S'],
   high: Float[Array, '*S'],
 ) -> Float[Array, '*S']:
-  """Returns how far entropies are outside of a corridor, in nats.
+  """Returns the distance of entropies H from the band [low, high], in nats.
 
-  relu(low - H) + relu(H - high): EPO (arXiv:2509.22576), with low and high
-  shares of the mean entropy of all iterations before.
+  relu(low - H) + relu(H - high), as in EPO (arXiv:2509.22576). There, low and
+  high are fractions of the mean entropy of all previous iterations.
 
-  # Differs from the paper: not from its formula, but from its code, whose
+  # Differs from the paper: follows its formula, not its code, in which the
   penalty is a constant without a gradient.
   """
   return jax.nn.relu(low - entropies) + jax.nn.relu(entropies - high)
@@ -146,7 +148,7 @@ def entropy_outside(
 def corridor_weight(
   iteration: int, num_iterations: int, decay: float = 1.0
 ) -> float:
-  """Returns EPO's beta_k = 1 + exp(-decay k / floor(K / 2))."""
+  """Returns EPO's penalty weight beta_k = 1 + exp(-decay k / floor(K / 2))."""
   return 1 + float(np.exp(-decay * iteration / max(num_iterations // 2, 1)))
 
 
@@ -175,39 +177,43 @@ def policy_gradient(  # noqa: PLR0913
   """Returns the loss of GiGPO and GRPO for each token, Eq. (9).
 
   Clipped surrogate + kl_weight * k3 - entropy_weight * (entropy - corridor *
-  what of it is outside of [entropy_low, entropy_high]).
+  distance of the entropy from [entropy_low, entropy_high]).
 
-  A token's surrogate has the ratio of that token, or of its row, the geometric
-  mean of its tokens': GSPO (arXiv:2507.18071, Eq. 7), and, a row being a turn,
-  Turn-PPO. The gradient of a row's ratio goes through each token's own
-  log-prob (GSPO-token, section 4.3), so that a token counts with its own
-  importance; with equal importance the row's gradient is GSPO's.
+  A token's surrogate uses the ratio of that token or of its row. The ratio of
+  a row is the geometric mean of its tokens' ratios, as in GSPO
+  (arXiv:2507.18071, Eq. 7). As a row is a turn, this is also Turn-PPO. The
+  gradient of a row's ratio flows through each token's own log-prob
+  (GSPO-token, section 4.3), so that each token keeps its own importance weight.
+  With equal weights, the row's gradient is that of GSPO.
 
-  # Differs from the paper: the entropy bonus, as in the authors' code.
+  # Differs from the paper: adds an entropy bonus, as the authors' code does.
 
   Args:
-    log_probs: of the sampled tokens under the policy being trained.
-    entropies: of the policy at each token, in nats.
-    old_log_probs: under the policy before the iteration's first update.
-    ref_log_probs: under the frozen reference; None only if kl_weight is 0.
-    advantages: of each row's tokens, or one for all of them.
-    importance: weight of each token's surrogate, no less than 0; see
+    log_probs: log-probs of the sampled tokens under the trained policy.
+    entropies: entropy of the policy at each token, in nats.
+    old_log_probs: log-probs before the iteration's first update.
+    ref_log_probs: log-probs under the frozen reference; None only if kl_weight
+      is 0.
+    advantages: one advantage per token, or one per line of the batch.
+    importance: weight of each token's surrogate, at least 0; see
       `truncated_importance`.
-    mask: which tokens were sampled; elsewhere the loss is 0.
+    mask: True for sampled tokens; elsewhere the loss is 0.
     rows: see `row_means`.
-    entropy_low: see `entropy_outside`; None, like the next two, leaves it out.
-    entropy_high: the same.
-    corridor: weight of what is outside, beside that of the entropy.
-    ratio_level: of RATIOS.
+    entropy_low: see `entropy_outside`; None iff corridor is None.
+    entropy_high: see `entropy_outside`; None iff corridor is None.
+    corridor: weight of the distance from the band, times entropy_weight; None
+      disables the band.
+    ratio_level: one of RATIOS.
     clip_epsilon: see `clipped_surrogate`.
     clip_epsilon_high: see `clipped_surrogate`.
     dual_clip: see `clipped_surrogate`.
     kl_clamp: see `k3`.
-    kl_weight: beta.
-    entropy_weight: 0 drops the bonus.
+    kl_weight: beta; 0 disables the KL term.
+    entropy_weight: weight of the entropy bonus; 0 disables it.
 
   Returns:
-    Loss, and metrics to average over tokens, but for '/max': their maximum.
+    The loss, and metrics per token. Metrics are averaged over tokens, except
+    that names ending in '/max' take the maximum.
 
   Raises:
     ValueError: if the dual clip is not above 1, or the reference is missing.
@@ -222,14 +228,16 @@ def policy_gradient(  # noqa: PLR0913
     raise ValueError(
       f'kl_weight={kl_weight}: needs ref_log_probs; or set kl_weight to 0'
     )
-  # Masked first: 0 times an infinite ratio would be NaN, in the gradient too.
-  log_ratios = of_tokens = jnp.where(mask, log_probs - old_log_probs, 0)
+  # Mask first: 0 times an infinite ratio would be NaN, also in the gradient.
+  log_ratios = token_log_ratios = jnp.where(mask, log_probs - old_log_probs, 0)
   if ratio_level == 'row':
-    of_rows = jnp.where(mask, row_means(of_tokens, mask, rows), 0)
+    row_log_ratios = jnp.where(mask, row_means(token_log_ratios, mask, rows), 0)
     # The row's value with the token's gradient.
-    fixed_rows, fixed = jax.lax.stop_gradient((of_rows, of_tokens))
-    log_ratios = of_tokens - fixed + fixed_rows
-  # A surrogate is as large as its advantage, so the weight goes there.
+    fixed_rows, fixed_tokens = jax.lax.stop_gradient(
+      (row_log_ratios, token_log_ratios)
+    )
+    log_ratios = token_log_ratios - fixed_tokens + fixed_rows
+  # The surrogate is linear in the advantage, so the weight can scale that.
   advantages_BC = jnp.where(mask, advantages * importance, 0)
   policy = clipped_surrogate(
     log_ratios,
@@ -251,8 +259,8 @@ def policy_gradient(  # noqa: PLR0913
     'loss/entropy': entropy,
     'ratio/mean': ratio,
     'ratio/max': ratio,
-    # Of the policy now and the one that sampled, k3; of tokens in any case.
-    'ratio/kl': jnp.expm1(of_tokens) - of_tokens,
+    # k3 of KL(sampling policy || current policy), per token at both levels.
+    'ratio/kl': jnp.expm1(token_log_ratios) - token_log_ratios,
     'ratio/clipped_low': (ratio < 1 - clip_epsilon) & (advantages_BC < 0),
     'ratio/clipped_high': (ratio > 1 + high) & (advantages_BC > 0),
   }
@@ -281,7 +289,10 @@ def supervised(
   mask: Bool[Array, 'B C'],
   rows: Int[Array, 'B C'],
 ) -> TokenLoss:
-  """Returns the negative log-likelihood of each token, for imitation."""
+  """Returns the negative log-likelihood of each token, for SFT.
+
+  Uses log_probs, entropies and mask; the other arguments are ignored.
+  """
   del old_log_probs, ref_log_probs, advantages, importance, rows
   metrics = {'loss/entropy': jnp.where(mask, entropies, 0)}
   return jnp.where(mask, -log_probs, 0), jax.lax.stop_gradient(metrics)
@@ -300,30 +311,32 @@ def value_regression(
   *,
   value_clip: float = 0.5,
 ) -> TokenLoss:
-  """Returns half the squared error of values, the larger of two.
+  """Returns the clipped squared-error loss of values.
 
   max((V - target)^2, (clip(V, V_old - clip, V_old + clip) - target)^2) / 2, as
-  PPO's reference implementations have it.
+  in reference implementations of PPO.
 
   Args:
     log_probs: values V.
-    entropies: of no use.
-    old_log_probs: V_old, before the update.
-    ref_log_probs: of no use.
-    advantages: targets.
-    importance: weight of each place.
-    mask: which places there are.
-    rows: of no use.
-    value_clip: how far a value may be moved.
+    entropies: unused.
+    old_log_probs: V_old, the values before the update.
+    ref_log_probs: unused.
+    advantages: regression targets.
+    importance: weight of each token.
+    mask: True for completion tokens; elsewhere the loss is 0.
+    rows: unused.
+    value_clip: clip, in reward units.
   """
   del entropies, ref_log_probs, rows
   old = jnp.where(mask, old_log_probs, 0)
   new, target = (jnp.where(mask, x, 0) for x in (log_probs, advantages))
-  near = old + jnp.clip(new - old, -value_clip, value_clip)
-  one, other = (new - target) ** 2, (near - target) ** 2
-  loss = importance * jnp.maximum(one, other) / 2
+  clipped = old + jnp.clip(new - old, -value_clip, value_clip)
+  error, clipped_error = (new - target) ** 2, (clipped - target) ** 2
+  loss = importance * jnp.maximum(error, clipped_error) / 2
   counted = mask & (importance > 0)
-  metrics = {'value/clipped': (counted & (other > one)).astype(jnp.float32)}
+  metrics = {
+    'value/clipped': (counted & (clipped_error > error)).astype(jnp.float32)
+  }
   return jnp.where(mask, loss, 0), jax.lax.stop_gradient(metrics)
 
 
@@ -333,8 +346,9 @@ def row_weights(
 ) -> Float[np.ndarray, ' R']:
   """Returns the weight of each row's tokens in the loss of an update.
 
-  From all rows of the update, before they are cut into microbatches, so that
-  sums of loss * weight over microbatches, buckets and devices add up to
+  Weights are computed from all rows of the update, before these are split into
+  microbatches. Sums of loss * weight over microbatches, length buckets and
+  devices then add up to
 
   - token_mean: the mean over all tokens (DAPO, arXiv:2503.14476);
   - sequence_mean: the mean over rows of the mean over a row's tokens (GRPO);
@@ -342,23 +356,23 @@ def row_weights(
     the longest possible length (Dr. GRPO, arXiv:2503.20783).
 
   Args:
-    lengths: completion tokens of each row; rows of 0 do not count.
-    max_length: cap of a completion, for fixed_length.
+    lengths: number of completion tokens of each row; 0 excludes a row.
+    max_length: limit of a completion, for fixed_length.
     aggregation: one of the above.
 
   Raises:
     ValueError: if the aggregation is unknown.
   """
-  rows = max(np.count_nonzero(lengths), 1)
+  num_rows = max(np.count_nonzero(lengths), 1)
   if aggregation == 'token_mean':
-    tokens = np.full(len(lengths), max(lengths.sum(), 1), np.float64)
+    divisors = np.full(len(lengths), max(lengths.sum(), 1), np.float64)
   elif aggregation == 'sequence_mean':
-    tokens = np.maximum(lengths, 1).astype(np.float64) * rows
+    divisors = np.maximum(lengths, 1).astype(np.float64) * num_rows
   elif aggregation == 'fixed_length':
-    tokens = np.full(len(lengths), max_length * rows, np.float64)
+    divisors = np.full(len(lengths), max_length * num_rows, np.float64)
   else:
     raise ValueError(
       f'aggregation={aggregation}: unknown; must be one of '
       f'{", ".join(AGGREGATIONS)}'
     )
-  return np.where(lengths > 0, 1 / tokens, 0).astype(np.float32)
+  return np.where(lengths > 0, 1 / divisors, 0).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Values of places in rows, and how they are learnt."""
+"""Tests of the critic: values of completion tokens and their regression."""
 
 import dataclasses
 
@@ -50,12 +50,12 @@ def fixture_rows():
   )
 
 
-def learnt(rows, links, targets, updates=60):
-  subject = make_critic()
-  state = subject.init(qwen.init(CONFIG, jax.random.key(0)))
-  first = values = subject.values(state.params, rows)
+def train(rows, links, targets, updates=60):
+  trained = make_critic()
+  state = trained.init(qwen.init(CONFIG, jax.random.key(0)))
+  initial = values = trained.values(state.params, rows)
   for iteration in range(updates):
-    state, metrics = subject.update(
+    state, metrics = trained.update(
       state,
       rows,
       values=values,
@@ -63,17 +63,17 @@ def learnt(rows, links, targets, updates=60):
       links=links,
       iteration=iteration,
     )
-    values = subject.values(state.params, rows)
-  return first, values, metrics
+    values = trained.values(state.params, rows)
+  return initial, values, metrics
 
 
-def test_values_begin_at_zero_and_come_near_their_targets(rows):
+def test_values_start_at_zero_and_approach_their_targets(rows):
   links = rows.completion_mask
   rng = np.random.default_rng(1)
   targets = np.where(links, rng.normal(size=links.shape), 0).astype(np.float32)
-  first, values, metrics = learnt(rows, links, targets)
-  np.testing.assert_array_equal(first, 0)
-  before, after = (np.abs(x - targets)[links].mean() for x in (first, values))
+  initial, values, metrics = train(rows, links, targets)
+  np.testing.assert_array_equal(initial, 0)
+  before, after = (np.abs(x - targets)[links].mean() for x in (initial, values))
   assert after < 0.25 * before
   assert set(metrics) == {
     'critic/loss',
@@ -87,28 +87,28 @@ def test_values_begin_at_zero_and_come_near_their_targets(rows):
   np.testing.assert_array_equal(values[~links], 0)
 
 
-def test_a_value_is_told_before_its_token_is_known(rows):
-  subject = make_critic()
+def test_values_do_not_depend_on_their_token(rows):
+  trained = make_critic()
   params = qwen.init(
     dataclasses.replace(CONFIG, value_head=True), jax.random.key(0)
   )
   params['value'] = jax.random.normal(jax.random.key(1), (16,))
-  values = subject.values(params, rows)
+  values = trained.values(params, rows)
   changed = dataclasses.replace(rows, tokens=rows.tokens.copy())
   last = rows.lengths - 1
   real = np.flatnonzero(rows.real)
   changed.tokens[real, last[real]] += 1
   changed.tokens[:] %= 32
-  # Each row's last token is of no consequence to any of its values.
-  np.testing.assert_allclose(subject.values(params, changed), values, atol=1e-6)
+  # No value of a row depends on the row's last token.
+  np.testing.assert_allclose(trained.values(params, changed), values, atol=1e-6)
 
 
-def test_only_links_are_learnt(rows):
+def test_only_links_are_trained(rows):
   links = rows.completion_mask
   links[:, 1:] = False
   targets = np.where(links, 1.0, 0.0).astype(np.float32)
-  _, values, metrics = learnt(rows, links, targets, updates=1)
-  # A row's only link weighs as all of its tokens: (0 - 1)^2 / 2 of each row.
+  _, values, metrics = train(rows, links, targets, updates=1)
+  # A row's only link has the weight of all its tokens: (0 - 1)^2 / 2 per row.
   assert metrics['critic/loss'] == pytest.approx(
     0.5 * rows.completion_mask.sum(1).sum() / rows.completion_mask.sum()
   )

@@ -23,7 +23,7 @@ def test_k3_by_hand():
 
 def test_clamped_k3_by_hand():
   # d = 8.5: e^8.5 - 9.5 = 4905.27, slope 1 - e^8.5 = -4913.77. d = 2: e^2 - 3 =
-  # 4.38906, slope 1 - e^2. d = -12: 11 + e^-12. The rest would overflow.
+  # 4.38906, slope 1 - e^2. d = -12: 11 + e^-12. The others would overflow.
   log_probs = jnp.array([-9.0, -3.0, -0.5, -200.0, -0.5])
   reference = jnp.array([-0.5, -1.0, -12.5, -0.5, -500.0])
 
@@ -31,21 +31,21 @@ def test_clamped_k3_by_hand():
     values = losses.k3(x, reference, clamp)
     return jnp.sum(values), values
 
-  slope = jax.grad(total, has_aux=True)
-  found, values = slope(log_probs, 10.0)
+  gradient_of = jax.grad(total, has_aux=True)
+  gradient, values = gradient_of(log_probs, 10.0)
   np.testing.assert_allclose(values, [10, 4.38906, 10, 10, 10], rtol=1e-5)
-  np.testing.assert_allclose(found, [0, -6.38906, 0, 0, 0], rtol=1e-5)
-  # Without a clamp, of the first.
+  np.testing.assert_allclose(gradient, [0, -6.38906, 0, 0, 0], rtol=1e-5)
+  # The first token without a clamp.
   values = losses.k3(log_probs[:1], reference[:1])
-  found = jax.grad(lambda x: losses.k3(x, reference[0]))(log_probs[0])
+  gradient = jax.grad(lambda x: losses.k3(x, reference[0]))(log_probs[0])
   np.testing.assert_allclose(values, [4905.27], rtol=1e-5)
-  np.testing.assert_allclose(found, -4913.77, rtol=1e-5)
+  np.testing.assert_allclose(gradient, -4913.77, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
   ('ratio', 'advantage', 'options', 'loss', 'slope'),
   [
-    # Slope: d loss / d log ratio, that is -rho A where nothing is clipped.
+    # Slope: d loss / d log ratio, which is -rho A without clipping.
     pytest.param(1.1, 2.0, {}, -2.2, -2.2, id='inside'),
     pytest.param(1.5, 2.0, {}, -2.4, 0.0, id='too-high'),
     pytest.param(
@@ -69,7 +69,7 @@ def test_clipped_surrogate(ratio, advantage, options, loss, slope):
 
 
 def arguments(**changes):
-  """Two rows of two tokens; the last one is not sampled."""
+  """Returns two rows of two tokens; the last token is masked."""
   log_probs = jnp.log(jnp.array([[0.5, 0.25], [0.2, 0.1]]))
   ratios = jnp.array([[1.0, 1.5], [0.5, 7.0]])
   return {
@@ -85,16 +85,16 @@ def arguments(**changes):
 
 
 def test_importance_by_hand():
-  # The surrogates of the test below, each times its weight.
+  # The surrogates of the next test, each times its weight.
   weights = jnp.array([[0.5, 2.0], [0.25, 9.0]])
   loss, _ = losses.policy_gradient(
     **arguments(importance=weights), kl_weight=0.0, entropy_weight=0.0
   )
   np.testing.assert_allclose(loss, [[-0.5, -2.4], [0.2, 0]], atol=1e-6)
-  ours = np.log(np.array([[0.5, 0.2]], np.float32))
-  sampled = np.log(np.array([[0.1, 0.4]], np.float32))
+  learner = np.log(np.array([[0.5, 0.2]], np.float32))
+  sampler = np.log(np.array([[0.1, 0.4]], np.float32))
   np.testing.assert_allclose(
-    losses.truncated_importance(ours, sampled, 2.0), [[2.0, 0.5]], rtol=1e-6
+    losses.truncated_importance(learner, sampler, 2.0), [[2.0, 0.5]], rtol=1e-6
   )
 
 
@@ -135,14 +135,14 @@ def test_gradient_agrees_with_finite_differences(name):
   point, h = draw(), 1e-2
   gradient = np.asarray(jax.grad(total)(point))
   for index in np.ndindex(3, 4):
-    up, down = (total(point.at[index].add(s * h)) for s in (1, -1))
+    raised, lowered = (total(point.at[index].add(s * h)) for s in (1, -1))
     assert gradient[index] == pytest.approx(
-      float(up - down) / (2 * h), abs=2e-3
+      float(raised - lowered) / (2 * h), abs=2e-3
     )
   np.testing.assert_array_equal(gradient[~np.asarray(fixed['mask'])], 0)
 
 
-def test_masked_tokens_may_hold_anything():
+def test_masked_tokens_may_be_infinite():
   bad = jnp.array([[0, 0], [0, jnp.inf]])
   inputs = arguments(old_log_probs=arguments()['old_log_probs'] - bad)
 
@@ -165,7 +165,7 @@ def test_entropy_bonus_raises_entropy():
   np.testing.assert_allclose(gradient, [[-0.2, -0.2], [-0.2, 0]])
 
 
-def test_no_reference_without_kl():
+def test_reference_is_not_needed_without_kl():
   loss, metrics = losses.policy_gradient(
     **arguments(ref_log_probs=None), kl_weight=0.0, entropy_weight=0.0
   )
@@ -173,7 +173,7 @@ def test_no_reference_without_kl():
   assert 'loss/kl' not in metrics
 
 
-def test_refusals():
+def test_rejected_arguments():
   with pytest.raises(ValueError, match='kl_weight=0.01: needs ref_log_probs'):
     losses.policy_gradient(**arguments(ref_log_probs=None))
   with pytest.raises(ValueError, match='dual_clip=1.0: must be above 1'):
@@ -211,7 +211,7 @@ def test_aggregation_by_hand(aggregation, expected):
 
 
 def row_arguments(log_ratios, rows, mask=None):
-  """One line of tokens of these rows, with advantages 1, 2, .."""
+  """Returns one line of tokens of these rows, with advantages 1, 2, .."""
   log_ratios, rows = jnp.array([log_ratios]), jnp.array([rows])
   return {
     'log_probs': log_ratios - 1,
@@ -225,14 +225,14 @@ def row_arguments(log_ratios, rows, mask=None):
   }
 
 
-ALONE = {'kl_weight': 0.0, 'entropy_weight': 0.0}
+SURROGATE_ONLY = {'kl_weight': 0.0, 'entropy_weight': 0.0}
 
 
-def test_the_ratio_of_a_row_by_hand():
+def test_row_ratio_by_hand():
   inputs = row_arguments([0.1, -0.05, 0.2, 0.3, 0.7], [0, 0, 0, 1, 1])
   mask = inputs['mask'].at[0, 4].set(False)
   loss, metrics = losses.policy_gradient(
-    **inputs | {'mask': mask}, ratio_level='row', **ALONE
+    **inputs | {'mask': mask}, ratio_level='row', **SURROGATE_ONLY
   )
   # exp(0.25 / 3) = 1.0869; exp(0.3) = 1.35 is clipped, times 2.
   np.testing.assert_allclose(
@@ -243,50 +243,54 @@ def test_the_ratio_of_a_row_by_hand():
   )
 
 
-def test_kl_is_of_tokens_whatever_the_ratio():
-  # Their mean is 0.
+def test_kl_is_per_token_at_both_ratio_levels():
+  # The mean of the log ratios is 0.
   inputs = row_arguments([0.1, -0.1, 0.1, -0.1], [0, 0, 0, 0])
-  one, other = (
-    losses.policy_gradient(**inputs, ratio_level=level, **ALONE)[1]
+  token_level, row_level = (
+    losses.policy_gradient(**inputs, ratio_level=level, **SURROGATE_ONLY)[1]
     for level in losses.RATIOS
   )
   # exp(0.1) - 1 - 0.1, exp(-0.1) - 1 + 0.1.
   expected = [[0.0051709, 0.0048374, 0.0051709, 0.0048374]]
-  for found in (one, other):
-    np.testing.assert_allclose(found['ratio/kl'], expected, atol=1e-6)
-  np.testing.assert_allclose(other['ratio/mean'], 1, atol=1e-6)
+  for metrics in (token_level, row_level):
+    np.testing.assert_allclose(metrics['ratio/kl'], expected, atol=1e-6)
+  np.testing.assert_allclose(row_level['ratio/mean'], 1, atol=1e-6)
 
 
-def test_rows_of_one_token_have_its_ratio():
+def test_single_token_rows_have_equal_losses_at_both_levels():
   inputs = row_arguments([0.1, -0.4, 0.05, 0.3], [0, 1, 2, 3])
-  one, other = (
-    losses.policy_gradient(**inputs, ratio_level=level, **ALONE)
+  token_level, row_level = (
+    losses.policy_gradient(**inputs, ratio_level=level, **SURROGATE_ONLY)
     for level in losses.RATIOS
   )
   jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), one, other
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
+    token_level,
+    row_level,
   )
 
 
-def test_before_the_first_update_the_levels_have_one_gradient():
+def test_ratio_levels_have_equal_gradients_before_the_first_update():
   inputs = row_arguments([0.0] * 5, [0, 0, 0, 1, 1])
-  # Each row's mean over its tokens.
+  # The mean over each row's tokens.
   weights = jnp.array([[1 / 3, 1 / 3, 1 / 3, 1 / 2, 1 / 2]])
 
   def total(log_probs, level):
     loss, _ = losses.policy_gradient(
-      **inputs | {'log_probs': log_probs}, ratio_level=level, **ALONE
+      **inputs | {'log_probs': log_probs}, ratio_level=level, **SURROGATE_ONLY
     )
     return jnp.sum(weights * loss)
 
-  one, other = (
+  token_level, row_level = (
     jax.grad(total)(inputs['log_probs'], level) for level in losses.RATIOS
   )
-  np.testing.assert_allclose(one, other, rtol=1e-6)
-  np.testing.assert_allclose(one, -weights * inputs['advantages'], rtol=1e-6)
+  np.testing.assert_allclose(token_level, row_level, rtol=1e-6)
+  np.testing.assert_allclose(
+    token_level, -weights * inputs['advantages'], rtol=1e-6
+  )
 
 
-def test_row_ratio_against_a_slow_reference():
+def test_row_means_match_a_slow_reference():
   rng = np.random.default_rng(0)
   rows = np.sort(rng.integers(0, 4, (3, 12)), axis=1)
   mask = rng.random((3, 12)) < 0.8
@@ -300,11 +304,11 @@ def test_row_ratio_against_a_slow_reference():
     ]
     for line in zip(values, rows, mask, strict=True)
   ]
-  found = losses.row_means(*map(jnp.asarray, (values, mask, rows)))
-  np.testing.assert_allclose(found, expected, atol=1e-6)
+  actual = losses.row_means(*map(jnp.asarray, (values, mask, rows)))
+  np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
-def test_entropy_corridor_by_hand():
+def test_entropy_band_by_hand():
   entropies = jnp.array([2.5, 1.0, 0.2, 2.0])
   low, high = jnp.full(4, 0.5), jnp.full(4, 2.0)
   outside = losses.entropy_outside(entropies, low, high)
@@ -315,20 +319,20 @@ def test_entropy_corridor_by_hand():
   np.testing.assert_allclose(weights, [2, 1.3679, 1.1353], atol=1e-4)
 
 
-def test_the_corridor_in_the_loss():
+def test_entropy_band_in_the_loss():
   # Entropies 0.3, 0.4 and 0.5; the bounds 0.35 and 0.45.
   bounds = {'entropy_low': jnp.full((2, 2), 0.35)}
   bounds |= {'entropy_high': jnp.full((2, 2), 0.45)}
-  plain, with_it = (
-    losses.policy_gradient(**arguments(), **more, entropy_weight=0.2)[0]
-    for more in ({}, bounds | {'corridor': jnp.full((2, 2), 3.0)})
+  plain, with_band = (
+    losses.policy_gradient(**arguments(), **options, entropy_weight=0.2)[0]
+    for options in ({}, bounds | {'corridor': jnp.full((2, 2), 3.0)})
   )
   np.testing.assert_allclose(
-    with_it - plain, [[0.2 * 3 * 0.05, 0], [0.2 * 3 * 0.05, 0]], atol=1e-6
+    with_band - plain, [[0.2 * 3 * 0.05, 0], [0.2 * 3 * 0.05, 0]], atol=1e-6
   )
 
 
-def test_an_unknown_level_is_refused():
+def test_unknown_ratio_level_is_rejected():
   with pytest.raises(ValueError, match='ratio_level=word: .* token, row'):
     losses.policy_gradient(**arguments(), ratio_level='word')
 
@@ -337,20 +341,20 @@ def random_inputs(seed, *, corridor=False):
   rng = np.random.default_rng(seed)
   shape = (3, 10)
   names = ('log_probs', 'old_log_probs', 'ref_log_probs')
-  found = {name: rng.normal(-1, 0.4, shape) for name in names}
-  found |= {
+  inputs = {name: rng.normal(-1, 0.4, shape) for name in names}
+  inputs |= {
     'entropies': rng.uniform(0, 3, shape),
     'advantages': rng.normal(0, 2, shape),
     'importance': rng.uniform(0, 2, shape),
   }
   if corridor:
-    found |= {
+    inputs |= {
       'entropy_low': np.full(shape, 1.0),
       'entropy_high': np.full(shape, 2.0),
       'corridor': np.full(shape, 1.5),
     }
-  found = {name: x.astype(np.float32) for name, x in found.items()}
-  return found | {
+  inputs = {name: x.astype(np.float32) for name, x in inputs.items()}
+  return inputs | {
     'mask': rng.random(shape) < 0.8,
     'rows': np.sort(rng.integers(0, 3, shape), axis=1).astype(np.int32),
   }
@@ -369,20 +373,20 @@ def random_inputs(seed, *, corridor=False):
   ids=str,
 )
 @pytest.mark.parametrize('corridor', [False, True])
-def test_against_a_slow_reference(level, options, corridor):
+def test_loss_matches_a_slow_reference(level, options, corridor):
   for seed in range(4):
     inputs = random_inputs(seed, corridor=corridor)
-    found, _ = losses.policy_gradient(
+    actual, _ = losses.policy_gradient(
       **{name: jnp.asarray(x) for name, x in inputs.items()},
       ratio_level=level,
       **options,
     )
     expected = slow_losses.policy_gradient(inputs, ratio_level=level, **options)
-    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
 
 
-def slope_of(inputs, **options):
-  """Returns the slope of the loss in each token's log-prob."""
+def gradient_of(inputs, **options):
+  """Returns the gradient of the loss with respect to the log-probs."""
   inputs = jax.tree.map(jnp.asarray, inputs)
 
   def total(log_probs):
@@ -398,37 +402,37 @@ def slope_of(inputs, **options):
   [{}, {'dual_clip': 1.5, 'kl_weight': 0.5, 'kl_clamp': 0.05}],
   ids=str,
 )
-def test_slopes_against_a_slow_reference(level, options):
+def test_gradients_match_a_slow_reference(level, options):
   for seed in range(2):
     inputs = random_inputs(seed)
-    found = slope_of(inputs, ratio_level=level, **options)
+    actual = gradient_of(inputs, ratio_level=level, **options)
     expected = slow_losses.slopes(inputs, ratio_level=level, **options)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_tokens_of_a_row_keep_their_own_importance():
-  # Ratio 1, advantage 1: the slope of a token is minus its weight. The mean of
-  # these weights, 1.25, was the slope of both.
+def test_tokens_of_a_row_keep_their_importance():
+  # Ratio 1, advantage 1: the gradient of a token is minus its own weight, and
+  # not minus the mean of the weights, 1.25.
   inputs = row_arguments([0.0, 0.0], [0, 0])
   inputs['importance'] = jnp.array([[2.0, 0.5]])
-  found = slope_of(inputs, ratio_level='row', **ALONE)
-  np.testing.assert_allclose(found, [[-2.0, -0.5]], rtol=1e-6)
+  gradient = gradient_of(inputs, ratio_level='row', **SURROGATE_ONLY)
+  np.testing.assert_allclose(gradient, [[-2.0, -0.5]], rtol=1e-6)
 
 
-def test_equal_importance_of_a_row_has_the_slope_of_its_ratio():
-  # Without fixed log-probs: the derivative of the row's ratio itself.
+def test_equal_importance_gives_the_gradient_of_gspo():
+  # Without fixed log-probs, this is the derivative of the row's ratio.
   inputs = random_inputs(0)
   inputs['importance'][:] = 1
   inputs['advantages'] = (1.0 + inputs['rows']).astype(np.float32)
-  found = slope_of(inputs, ratio_level='row', **ALONE)
+  actual = gradient_of(inputs, ratio_level='row', **SURROGATE_ONLY)
   expected = slow_losses.slopes(
-    inputs | {'fixed_log_probs': None}, ratio_level='row', **ALONE
+    inputs | {'fixed_log_probs': None}, ratio_level='row', **SURROGATE_ONLY
   )
-  np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+  np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize('aggregation', losses.AGGREGATIONS)
-def test_aggregation_against_a_slow_reference(aggregation):
+def test_aggregation_matches_a_slow_reference(aggregation):
   rng = np.random.default_rng(0)
   for _ in range(10):
     lengths = rng.integers(0, 9, 12)
@@ -439,13 +443,13 @@ def test_aggregation_against_a_slow_reference(aggregation):
     )
 
 
-def test_values_against_a_slow_reference():
+def test_value_regression_matches_a_slow_reference():
   rng = np.random.default_rng(0)
-  values, before, targets = rng.normal(size=(3, 1, 40)).astype(np.float32)
+  values, old_values, targets = rng.normal(size=(3, 1, 40)).astype(np.float32)
   weights = rng.uniform(0, 2, (1, 40)).astype(np.float32)
   mask = rng.random((1, 40)) < 0.7
-  found, _ = losses.value_regression(
-    *map(jnp.asarray, (values, values, before)),
+  actual, _ = losses.value_regression(
+    *map(jnp.asarray, (values, values, old_values)),
     None,
     jnp.asarray(targets),
     jnp.asarray(weights),
@@ -453,8 +457,8 @@ def test_values_against_a_slow_reference():
     jnp.zeros((1, 40), jnp.int32),
     value_clip=0.5,
   )
-  slow = slow_losses.value_regression(
-    values[0], before[0], targets[0], weights[0], 0.5
+  unmasked = slow_losses.value_regression(
+    values[0], old_values[0], targets[0], weights[0], 0.5
   )
-  expected = np.where(mask[0], slow, 0)
-  np.testing.assert_allclose(found[0], expected, rtol=1e-5, atol=1e-6)
+  expected = np.where(mask[0], unmasked, 0)
+  np.testing.assert_allclose(actual[0], expected, rtol=1e-5, atol=1e-6)

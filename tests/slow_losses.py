@@ -1,4 +1,4 @@
-"""The losses by loops over tokens, float64, written from their formulas."""
+"""Reference losses: loops over tokens in float64, written from the formulas."""
 
 import math
 
@@ -16,33 +16,34 @@ def policy_gradient(  # noqa: PLR0913
   kl_weight=0.01,
   entropy_weight=0.001,
 ):
-  """Returns the loss of every token of a batch, a list of lines.
+  """Returns the loss of every token of a batch, as a list of lines.
 
-  The ratio of a row is that of `inputs['fixed_log_probs']`, where they are
-  given, times each token's own change from these: GSPO-token.
+  With `inputs['fixed_log_probs']`, the ratio of a row is that of the fixed
+  log-probs, times each token's own change from them (GSPO-token).
   """
   fixed = inputs.get('fixed_log_probs')
   fixed = inputs['log_probs'] if fixed is None else fixed
   mask, rows = inputs['mask'], inputs['rows']
   high = clip_epsilon if clip_epsilon_high is None else clip_epsilon_high
-  found = []
+  lines = []
   for b in range(len(mask)):
     line = []
     for c in range(len(mask[b])):
       if not mask[b][c]:
         line.append(0.0)
         continue
-      alike = [
+      row_tokens = [
         k
         for k in range(len(mask[b]))
         if mask[b][k] and rows[b][k] == rows[b][c]
       ]
-      used = alike if ratio_level == 'row' else [c]
-      gaps = [
-        float(fixed[b][k]) - float(inputs['old_log_probs'][b][k]) for k in used
+      ratio_tokens = row_tokens if ratio_level == 'row' else [c]
+      log_ratios = [
+        float(fixed[b][k]) - float(inputs['old_log_probs'][b][k])
+        for k in ratio_tokens
       ]
       change = float(inputs['log_probs'][b][c]) - float(fixed[b][c])
-      ratio = math.exp(sum(gaps) / len(gaps) + change)
+      ratio = math.exp(sum(log_ratios) / len(log_ratios) + change)
       advantage = float(inputs['advantages'][b][c])
       advantage *= float(inputs['importance'][b][c])
       clipped = min(max(ratio, 1 - clip_epsilon), 1 + high)
@@ -58,28 +59,28 @@ def policy_gradient(  # noqa: PLR0913
       bonus = entropy
       if inputs.get('corridor') is not None:
         low = float(inputs['entropy_low'][b][c])
-        top = float(inputs['entropy_high'][b][c])
-        outside = max(0.0, low - entropy) + max(0.0, entropy - top)
+        high_bound = float(inputs['entropy_high'][b][c])
+        outside = max(0.0, low - entropy) + max(0.0, entropy - high_bound)
         bonus -= float(inputs['corridor'][b][c]) * outside
       line.append(loss - entropy_weight * bonus)
-    found.append(line)
-  return found
+    lines.append(line)
+  return lines
 
 
 def slopes(inputs, **options):
-  """Returns the slope of the loss in each token's log-prob."""
-  at = inputs['log_probs'].astype('float64')
-  inputs = {'fixed_log_probs': at} | inputs
-  found, h = np.zeros_like(at), 1e-6
-  for b, c in np.ndindex(at.shape):
-    ends = []
+  """Returns the gradient with respect to the log-probs, by differences."""
+  point = inputs['log_probs'].astype('float64')
+  inputs = {'fixed_log_probs': point} | inputs
+  gradient, h = np.zeros_like(point), 1e-6
+  for b, c in np.ndindex(point.shape):
+    totals = []
     for sign in (1, -1):
-      moved = at.copy()
+      moved = point.copy()
       moved[b, c] += sign * h
       losses = policy_gradient(inputs | {'log_probs': moved}, **options)
-      ends.append(sum(map(sum, losses)))
-    found[b, c] = (ends[0] - ends[1]) / (2 * h)
-  return found
+      totals.append(sum(map(sum, losses)))
+    gradient[b, c] = (totals[0] - totals[1]) / (2 * h)
+  return gradient
 
 
 def aggregated(sums, lengths, max_length, aggregation):
@@ -93,11 +94,11 @@ def aggregated(sums, lengths, max_length, aggregation):
 
 
 def value_regression(values, before, targets, weights, value_clip):
-  """Returns the loss of every place, lists of numbers."""
-  found = []
+  """Returns the loss of every token; arguments are lists of numbers."""
+  losses = []
   for v, old, target, weight in zip(
     values, before, targets, weights, strict=True
   ):
-    near = old + min(max(v - old, -value_clip), value_clip)
-    found.append(weight * max((v - target) ** 2, (near - target) ** 2) / 2)
-  return found
+    clipped = old + min(max(v - old, -value_clip), value_clip)
+    losses.append(weight * max((v - target) ** 2, (clipped - target) ** 2) / 2)
+  return losses
