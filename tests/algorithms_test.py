@@ -11,7 +11,7 @@ from gigpo_jax.algorithms import gigpo
 
 
 def golden_rows():
-  """The golden batch of gigpo.md and two rows of padding."""
+  """Returns the golden batch of advantages_test and two padding rows."""
   rows = batch.pack(
     [np.array([1, 2])] * 8,
     [np.array([3])] * 8,
@@ -31,7 +31,7 @@ def golden_rows():
 
 
 @pytest.mark.parametrize('name', algorithms.NAMES)
-def test_every_name_makes_an_algorithm(name):
+def test_every_algorithm_returns_advantages(name):
   algorithm = algorithms.make(name)
   values = np.zeros((10, 1), np.float32) if algorithm.needs_values else None
   actual, metrics, targets, *_ = algorithm.credit(golden_rows(), values)
@@ -45,20 +45,20 @@ def test_every_name_makes_an_algorithm(name):
 
 @pytest.fixture(name='compiled')
 def fixture_compiled():
-  """The programs that are compiled meanwhile."""
-  found = []
+  """Yields a list of the programs that are compiled during the test."""
+  names = []
 
-  def listen(event: str, _: float, **told) -> None:
+  def listen(event: str, _: float, **details) -> None:
     if event == '/jax/core/compile/backend_compile_duration':
-      found.append(told.get('fun_name'))
+      names.append(details.get('fun_name'))
 
   jax.monitoring.register_event_duration_secs_listener(listen)
-  yield found
+  yield names
   jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.mark.parametrize('name', algorithms.NAMES)
-def test_a_row_of_one_token_compiles_what_an_iteration_needs(compiled, name):
+def test_dummy_rows_compile_the_programs_of_an_iteration(compiled, name):
   config = alfworld.get_config(f'tiny,{name}' if name != 'gigpo' else 'tiny')
   config.env.max_steps, config.rollout.groups = 3, 1
   algorithm = algorithms.make(**config_lib.algorithm_kwargs(config))
@@ -98,7 +98,7 @@ def test_gigpo_on_the_golden_batch():
   assert metrics['advantage/step_abs_mean'] == pytest.approx(0.53868, abs=1e-5)
 
 
-def test_grpo_is_the_episode_level_alone():
+def test_grpo_is_the_episode_advantage():
   rows = golden_rows()
   actual, *_ = algorithms.make('grpo', step_weight=1.0).credit(rows)
   parts = advantages.gigpo_parts(
@@ -112,7 +112,7 @@ def test_grpo_is_the_episode_level_alone():
   np.testing.assert_array_equal(actual, parts.episode_advantage)
 
 
-# Golden values for the batch, computed apart in float64: discount 0.5.
+# Golden values for the batch, computed separately in float64; discount 0.5.
 E_STD = np.repeat([0.57735, -1.15470, 0.57735], [3, 3, 2])
 
 
@@ -144,34 +144,34 @@ E_STD = np.repeat([0.57735, -1.15470, 0.57735], [3, 3, 2])
   ],
 )
 def test_golden_values(name, options, expected):
-  found = algorithms.make(name, discount=0.5, **options).credit(golden_rows())
-  np.testing.assert_allclose(found.advantages, [*expected, 0, 0], atol=2e-4)
+  output = algorithms.make(name, discount=0.5, **options).credit(golden_rows())
+  np.testing.assert_allclose(output.advantages, [*expected, 0, 0], atol=2e-4)
 
 
-def test_a_baseline_is_of_its_group():
-  # Group 0 has returns 10 and 0, of three rows each, group 1 the return 10 of
-  # two. Less the means, 5 and 10: 5, -5 and 0, whose mean is 0 and whose
-  # variance is (6 * 25) / 7 = 21.4286. Without: as one group has it.
+def test_baseline_is_the_mean_of_the_group():
+  # Group 0 has returns 10 and 0, with three rows each; group 1 has return 10
+  # with two rows. Minus the group means 5 and 10: 5, -5 and 0, with mean 0 and
+  # variance (6 * 25) / 7 = 21.4286. Without a baseline, groups do not matter.
   rows = golden_rows()
   rows.groups[6:8] = 1
-  found = algorithms.make('reinforce_pp_baseline').credit(rows).advantages
+  actual = algorithms.make('reinforce_pp_baseline').credit(rows).advantages
   expected = np.repeat([1.0801, -1.0801, 0, 0], [3, 3, 2, 2])
-  np.testing.assert_allclose(found, expected, atol=2e-4)
+  np.testing.assert_allclose(actual, expected, atol=2e-4)
   plain = algorithms.make('reinforce_pp').credit(rows).advantages
   np.testing.assert_allclose(
     plain, np.repeat([0.7246, -1.2076, 0.7246, 0], [3, 3, 2, 2]), atol=2e-4
   )
 
 
-def test_hgpo_without_history_is_the_step_level_of_a_population():
+def test_hgpo_without_history_is_the_step_advantage():
   rows = golden_rows()
-  found = algorithms.make('hgpo', discount=0.5, history=0).credit(rows)
-  # Anchor a: 2.5, 0, 5; b: 5, 0, 0.
+  output = algorithms.make('hgpo', discount=0.5, history=0).credit(rows)
+  # G at anchor a: 2.5, 0, 5; at b: 5, 0, 0.
   expected = [0, 1.4142, 0, -1.2247, -0.7071, -0.7071, 1.2247, 0, 0, 0]
-  np.testing.assert_allclose(found.advantages, expected, atol=1e-4)
+  np.testing.assert_allclose(output.advantages, expected, atol=1e-4)
 
 
-def test_hgpo_compares_only_as_many_anchors_as_a_step_has():
+def test_hgpo_levels_need_enough_anchors():
   # Discount 0.5, episodes a, b, a (success), a, b (failure), a, a (failure):
   # G is 2.5, 5, 10, then 0, 0, then 0, 0. Level k has weight k + 1.
   rows = golden_rows()
@@ -180,27 +180,27 @@ def test_hgpo_compares_only_as_many_anchors_as_a_step_has():
   rows.anchors[:7] = [0, 1, 0, 0, 1, 0, 0]
   rows.rewards[:] = 0
   rows.rewards[2] = 10
-  found = algorithms.make('hgpo', discount=0.5, norm='mean', history=2).credit(
+  output = algorithms.make('hgpo', discount=0.5, norm='mean', history=2).credit(
     rows
   )
   # Level 1: a, 5 rows with G 2.5, 10, 0, 0, 0 and mean 2.5; b, 5 and 0.
-  # Level 2: (a, b), 5 and 0. (b, a) and (a, a) are alone, and so is level 3's
-  # (a, b, a). Step 0 has level 1 only; the second b gives -2.5 in both levels.
+  # Level 2: (a, b), 5 and 0. (b, a), (a, a) and level 3's (a, b, a) have one
+  # row each. Step 0 has level 1 only; the second b gives -2.5 in both levels.
   np.testing.assert_allclose(
-    found.advantages, [0, 2.5, 7.5, -2.5, -2.5, -2.5, -2.5, 0, 0, 0], atol=1e-6
+    output.advantages, [0, 2.5, 7.5, -2.5, -2.5, -2.5, -2.5, 0, 0, 0], atol=1e-6
   )
 
 
-def test_a_graph_without_success_teaches_nothing_by_steps():
+def test_graph_without_success_gives_zero_advantages():
   rows = golden_rows()
   rows.rewards[:], rows.success[:] = 0, False
-  found = algorithms.make('graphgpo').credit(rows)
-  np.testing.assert_array_equal(found.advantages, 0)
+  output = algorithms.make('graphgpo').credit(rows)
+  np.testing.assert_array_equal(output.advantages, 0)
 
 
-def test_equal_values_of_states_are_equal():
-  # All seven succeed in three steps: one by state 1, six by state 2, which are
-  # worth the same, so that only where steps were taken from differs.
+def test_g2po_treats_equal_values_as_equal():
+  # All seven episodes succeed in three steps: one through state 1, six through
+  # state 2. Both states have the same value.
   rows = batch.pack(
     [np.array([1])] * 21,
     [np.array([1])] * 21,
@@ -215,9 +215,11 @@ def test_equal_values_of_states_are_equal():
   rows.next_anchors[:] = np.choose(rows.steps, [middle, 3, 4])
   rows.success[:] = rows.steps == 2
   rows.rewards[:] = 10.0 * rows.success
-  found = algorithms.make('g2po').credit(rows).advantages
-  slow = slow_credit.g2po(slow_credit.Steps(rows, slow_credit.Options()))
-  np.testing.assert_allclose(found, [slow[r] for r in range(21)], atol=1e-4)
+  actual = algorithms.make('g2po').credit(rows).advantages
+  expected = slow_credit.g2po(slow_credit.Steps(rows, slow_credit.Options()))
+  np.testing.assert_allclose(
+    actual, [expected[r] for r in range(21)], atol=1e-4
+  )
 
 
 def test_gdpo_by_hand():
@@ -227,23 +229,25 @@ def test_gdpo_by_hand():
     getattr(rows, name)[:] = -1 if name == 'groups' else 0
   rows.groups[:4], rows.episodes[:4] = 0, range(4)
   rows.components[:4] = [[1, 10], [1, 0], [0, 10], [0, 0]]
-  found = algorithms.make('gdpo').credit(rows).advantages
+  actual = algorithms.make('gdpo').credit(rows).advantages
   np.testing.assert_allclose(
-    found, [1.2247, 0, 0, -1.2247, *[0] * 6], atol=2e-4
+    actual, [1.2247, 0, 0, -1.2247, *[0] * 6], atol=2e-4
   )
   # The scale of a reward does not matter; its weight does.
   rows.components[:, 1] *= 7
   np.testing.assert_allclose(
-    algorithms.make('gdpo').credit(rows).advantages, found, atol=2e-4
+    algorithms.make('gdpo').credit(rows).advantages, actual, atol=2e-4
   )
-  alone = algorithms.make('gdpo', component_weights=(1.0, 0.0)).credit(rows)
+  first_only = algorithms.make('gdpo', component_weights=(1.0, 0.0)).credit(
+    rows
+  )
   np.testing.assert_allclose(
-    alone.advantages[:4], [0.8660, 0.8660, -0.8660, -0.8660], atol=2e-4
+    first_only.advantages[:4], [0.8660, 0.8660, -0.8660, -0.8660], atol=2e-4
   )
 
 
 def two_turns():
-  """One episode of two turns of two tokens, and a row of padding."""
+  """Returns one episode of two turns of two tokens, and a padding row."""
   rows = batch.pack(
     [np.array([1, 2])] * 2,
     [np.array([3, 4])] * 2,
@@ -257,56 +261,56 @@ def two_turns():
   return rows
 
 
-PLAIN = {'whiten_advantages': False, 'invalid_penalty': 1.0}
+UNWHITENED = {'whiten_advantages': False, 'invalid_penalty': 1.0}
 
 
 def test_gae_by_hand():
-  # The second turn stands first. Values 1, 2 of the first, 4, 6 of the second;
+  # Row 0 is the second turn. Values 1, 2 of the first turn, 4, 6 of the second;
   # rewards 0, -1, 0, 10; discount and lambda 0.5.
   values = np.array([[4, 6], [1, 2], [9, 9]], np.float32)
-  found = algorithms.make(
-    'ppo', gae_discount=0.5, gae_lambda=0.5, **PLAIN
+  output = algorithms.make(
+    'ppo', gae_discount=0.5, gae_lambda=0.5, **UNWHITENED
   ).credit(two_turns(), values)
   # delta: 10 - 6 = 4; 0.5 * 6 - 4 = -1; -1 + 0.5 * 4 - 2 = -1; 0.5 * 2 - 1 = 0.
   # A: 4; -1 + 0.25 * 4 = 0; -1 + 0 = -1; 0 - 0.25 = -0.25.
-  np.testing.assert_allclose(found.advantages, [[0, 4], [-0.25, -1], [0, 0]])
-  np.testing.assert_allclose(found.value_targets, [[4, 10], [0.75, 1], [0, 0]])
+  np.testing.assert_allclose(output.advantages, [[0, 4], [-0.25, -1], [0, 0]])
+  np.testing.assert_allclose(output.value_targets, [[4, 10], [0.75, 1], [0, 0]])
 
 
-def test_turns_as_links_by_hand():
+def test_gae_over_turns_by_hand():
   values = np.array([[4, 6], [1, 2], [9, 9]], np.float32)
-  found = algorithms.make(
-    'ppo', gae_level='turn', gae_discount=0.5, gae_lambda=0.5, **PLAIN
+  output = algorithms.make(
+    'ppo', gae_level='turn', gae_discount=0.5, gae_lambda=0.5, **UNWHITENED
   ).credit(two_turns(), values)
   # delta: 10 - 4 = 6; -1 + 0.5 * 4 - 1 = 0. A: 6; 0.25 * 6 = 1.5.
-  np.testing.assert_allclose(found.advantages, [[6, 6], [1.5, 1.5], [0, 0]])
-  np.testing.assert_allclose(found.value_targets, [[10, 0], [2.5, 0], [0, 0]])
+  np.testing.assert_allclose(output.advantages, [[6, 6], [1.5, 1.5], [0, 0]])
+  np.testing.assert_allclose(output.value_targets, [[10, 0], [2.5, 0], [0, 0]])
 
 
-def test_undiscounted_advantages_are_returns_less_values():
+def test_undiscounted_advantages_are_returns_minus_values():
   values = np.random.default_rng(0).normal(size=(10, 1)).astype(np.float32)
   rows = golden_rows()
-  found = algorithms.make('ppo', whiten_advantages=False).credit(rows, values)
+  output = algorithms.make('ppo', whiten_advantages=False).credit(rows, values)
   returns = np.repeat([10, 0, 10], [3, 3, 2])[:, None]
   np.testing.assert_allclose(
-    found.advantages[:8], returns - values[:8], atol=1e-5
+    output.advantages[:8], returns - values[:8], atol=1e-5
   )
-  np.testing.assert_allclose(found.value_targets[:8], returns, atol=1e-5)
-  white = algorithms.make('ppo').credit(rows, values).advantages[:8]
-  assert white.mean() == pytest.approx(0, abs=1e-6)
-  assert white.std(ddof=1) == pytest.approx(1, abs=1e-5)
+  np.testing.assert_allclose(output.value_targets[:8], returns, atol=1e-5)
+  whitened = algorithms.make('ppo').credit(rows, values).advantages[:8]
+  assert whitened.mean() == pytest.approx(0, abs=1e-6)
+  assert whitened.std(ddof=1) == pytest.approx(1, abs=1e-5)
 
 
-def test_a_critic_is_needed():
-  with pytest.raises(ValueError, match='values=None: ppo compares'):
+def test_ppo_rejects_missing_values():
+  with pytest.raises(ValueError, match='values=None: ppo needs the values'):
     algorithms.make('ppo').credit(golden_rows())
 
 
 def random_rows(seed, groups=4):
-  """Random walks over few states, in a random order, and padding.
+  """Returns random walks over few states, in random order, with padding.
 
-  A group of one episode, groups that all win or all lose, some invalid
-  actions, some ends that are not known, responses of several lengths.
+  They include a group of one episode, zero-variance groups, invalid actions,
+  unknown final states and responses of several lengths.
   """
   rng = np.random.default_rng(seed)
   walks = []
@@ -369,21 +373,21 @@ ROWS = {'episode_stats': 'rows', 'penalty_scope': 'row', 'lone_episode': 'raw'}
   ],
   ids=str,
 )
-def test_against_a_slow_reference(name, options):
+def test_advantages_match_a_slow_reference(name, options):
   for seed in range(6):
     rows = random_rows(seed)
-    found = algorithms.make(name, **options).credit(rows).advantages
-    told = {k: v for k, v in options.items() if k != 'components'}
-    steps = slow_credit.Steps(rows, slow_credit.Options(**told))
-    slow = getattr(slow_credit, name)(steps)
-    expected = [slow.get(r, 0.0) for r in range(len(found))]
-    np.testing.assert_allclose(found, expected, atol=5e-5, err_msg=str(seed))
+    actual = algorithms.make(name, **options).credit(rows).advantages
+    known = {k: v for k, v in options.items() if k != 'components'}
+    steps = slow_credit.Steps(rows, slow_credit.Options(**known))
+    by_row = getattr(slow_credit, name)(steps)
+    expected = [by_row.get(r, 0.0) for r in range(len(actual))]
+    np.testing.assert_allclose(actual, expected, atol=5e-5, err_msg=str(seed))
 
 
 @pytest.mark.parametrize('level', ['token', 'turn'])
 @pytest.mark.parametrize(('discount', 'decay'), [(1, 1), (0.9, 0.8), (0.5, 0)])
 @pytest.mark.parametrize('whiten', [False, True])
-def test_gae_against_a_slow_reference(level, discount, decay, whiten):
+def test_gae_matches_a_slow_reference(level, discount, decay, whiten):
   options = {
     'gae_level': level,
     'gae_discount': discount,
@@ -394,15 +398,15 @@ def test_gae_against_a_slow_reference(level, discount, decay, whiten):
     rows = random_rows(seed)
     rng = np.random.default_rng(seed)
     values = rng.normal(size=(len(rows.groups), 6)).astype(np.float32)
-    found = algorithms.make('ppo', **options).credit(rows, values)
+    output = algorithms.make('ppo', **options).credit(rows, values)
     steps = slow_credit.Steps(rows, slow_credit.Options(**options))
     np.testing.assert_allclose(
-      found.advantages, slow_credit.ppo(steps, values), atol=2e-5
+      output.advantages, slow_credit.ppo(steps, values), atol=2e-5
     )
 
 
 @pytest.mark.parametrize('name', algorithms.NAMES)
-def test_the_largest_rewards_give_finite_advantages(name):
+def test_largest_rewards_give_finite_advantages(name):
   rows = random_rows(1)
   scale = np.where(rows.episodes % 2, 1, -1) * rows.real
   rows.rewards[:] = scale * messages.BOUNDS['reward']
@@ -410,10 +414,10 @@ def test_the_largest_rewards_give_finite_advantages(name):
   values = None
   if algorithms.make(name).needs_values:
     values = np.zeros(rows.completion_mask.shape, np.float32)
-  found = algorithms.make(name).credit(rows, values).advantages
-  assert np.isfinite(found).all()
-  if name != 'graphgpo':  # Counts steps to success, and penalties.
-    assert np.abs(found[rows.real]).max() > 0.1
+  actual = algorithms.make(name).credit(rows, values).advantages
+  assert np.isfinite(actual).all()
+  if name != 'graphgpo':  # Uses steps to success and penalties, not rewards.
+    assert np.abs(actual[rows.real]).max() > 0.1
 
 
 def test_equal_returns_whiten_to_zero():
@@ -421,26 +425,26 @@ def test_equal_returns_whiten_to_zero():
   rows.rewards[:], rows.valid[:] = 0, True
   for chain in slow_credit.Steps(rows, slow_credit.Options()).chains:
     rows.rewards[chain[-1]] = 9.9
-  found = algorithms.make('reinforce_pp').credit(rows).advantages
-  np.testing.assert_array_equal(found, 0)
+  actual = algorithms.make('reinforce_pp').credit(rows).advantages
+  np.testing.assert_array_equal(actual, 0)
 
 
-def test_episode_weight_does_not_touch_the_diagnostics():
+def test_episode_weight_does_not_change_the_metrics():
   _, metrics, *_ = algorithms.make('hgpo').credit(golden_rows())
   assert metrics['advantage/groups_without_spread'] == 0
   assert metrics['advantage/episode_std'] > 0
 
 
-def test_groups_without_spread_are_counted():
-  # The same episodes in a second group, but nobody succeeds.
+def test_zero_variance_groups_are_counted():
+  # Two episodes in group 0, one in group 1.
   rows = golden_rows()
   rows.groups[:8] = [0, 0, 0, 0, 0, 0, 1, 1]
   _, metrics, *_ = algorithms.make('gigpo').credit(rows)
-  # Group 1 has one episode: nothing to compare.
+  # Group 1 has a single episode and so no variance.
   assert metrics['advantage/groups_without_spread'] == 0.5
 
 
-def test_refusals():
+def test_rejected_options():
   with pytest.raises(
     ValueError, match='name=pong: unknown; must be one of dr_grpo'
   ):

@@ -1,7 +1,7 @@
-"""Advantages of every algorithm by loops over steps, float64.
+"""Reference advantages of every algorithm: loops over steps, in float64.
 
-Written from the formulas, for comparison; groups and episodes are found with
-dictionaries, and statistics are numpy's.
+The functions are written from the formulas. They collect groups and episodes
+in dictionaries and use numpy's statistics.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclasses.dataclass
 class Options:
-  """As the algorithms have them, their defaults."""
+  """Options of all algorithms, with their defaults."""
 
   discount: float = 0.95
   step_weight: float = 1.0
@@ -32,7 +32,7 @@ class Options:
 
 
 class Steps:
-  """Rows as dictionaries by row number, padding left out."""
+  """Rows as dictionaries by row index, without padding."""
 
   def __init__(self, rows, options):
     self.rows, self.o = rows, options
@@ -54,14 +54,14 @@ class Steps:
     self.firsts = [chain[0] for chain in self.chains]
     self.before, self.after = {}, {}
     for chain in self.chains:
-      for one, other in zip(chain, chain[1:], strict=False):
-        self.after[one], self.before[other] = other, one
+      for step, following in zip(chain, chain[1:], strict=False):
+        self.after[step], self.before[following] = following, step
 
   def raw(self, r):
     return float(self.rows.rewards[r])
 
   def returns(self):
-    """Episode and step returns, with penalties where they belong."""
+    """Returns episode and step returns, with penalties by `penalty_scope`."""
     inside = self.o.penalty_scope == 'reward'
     episode, step = {}, {}
     for chain in self.chains:
@@ -76,10 +76,10 @@ class Steps:
     return episode, step
 
   def above(self, values, keys, entries=None, **changes):
-    """Values above the mean of those with their key."""
+    """Returns normalized values, relative to values with the same key."""
     o = dataclasses.replace(self.o, **changes)
     return {
-      r: _above(
+      r: _normalize(
         values[r],
         [values[s] for s in entries or self.all if keys[s] == keys[r]],
         o,
@@ -88,14 +88,14 @@ class Steps:
     }
 
   def by_episode(self, values, **changes):
-    """As `above`, within groups, an entry for each episode."""
+    """Returns `above` within groups, with one entry per episode."""
     return self.above(values, self.group, self.firsts, **changes)
 
 
-def _above(value, others, o, ddof=1, epsilon=1e-6):
+def _normalize(value, others, o, ddof=1, epsilon=1e-6):
   if len(others) == 1:
     return value if o.lone_episode == 'raw' else 0.0
-  # Sums of equal numbers are not always equal.
+  # Sums of equal numbers may differ in their last bits.
   others = np.round(others, 9)
   gap = round(value, 9) - np.mean(others)
   if np.ptp(others) == 0:
@@ -114,13 +114,13 @@ def _episode_part(steps):
   return steps.by_episode(returns)
 
 
-def _by_steps(steps, values):
+def _step_part(steps, values):
   return steps.above(values, steps.anchor, lone_episode='zero')
 
 
 def gigpo(steps):
-  one, other = _episode_part(steps), _by_steps(steps, steps.returns()[1])
-  return {r: one[r] + steps.o.step_weight * other[r] for r in steps.all}
+  episode, step = _episode_part(steps), _step_part(steps, steps.returns()[1])
+  return {r: episode[r] + steps.o.step_weight * step[r] for r in steps.all}
 
 
 def grpo(steps):
@@ -138,49 +138,52 @@ def dr_grpo(steps):
 
 
 def graphgpo(steps):
-  # Bellman and Ford: steps from a state to success.
+  # Bellman-Ford: number of steps from a state to success.
   distance = {}
 
-  def left(r):
+  def remaining(r):
     if steps.rows.success[r]:
       return 0
     return distance.get(steps.next_anchor[r], np.inf)
 
   for _ in steps.all:
     for r in steps.all:
-      here = steps.anchor[r]
-      distance[here] = min(distance.get(here, np.inf), 1 + left(r))
+      node = steps.anchor[r]
+      distance[node] = min(distance.get(node, np.inf), 1 + remaining(r))
   values = {}
   for r in steps.all:
     known = [d for (g, _), d in distance.items() if g == steps.group[r]]
     farthest = max((d for d in known if d < np.inf), default=0)
-    d = min(left(r), farthest + 1)
+    d = min(remaining(r), farthest + 1)
     values[r] = 10 * steps.o.graph_discount**d + steps.cost[r]
-  one, other = _episode_part(steps), _by_steps(steps, values)
-  return {r: one[r] + steps.o.step_weight * other[r] for r in steps.all}
+  episode, step = _episode_part(steps), _step_part(steps, values)
+  return {r: episode[r] + steps.o.step_weight * step[r] for r in steps.all}
 
 
 def g2po(steps):
-  reward, ahead = {}, {}
+  reward, discounted = {}, {}
   for chain in steps.chains:
     for k, r in enumerate(chain):
       reward[r] = sum(steps.raw(s) for s in chain)
-      ahead[r] = steps.o.discount ** (len(chain) - k) * reward[r]
+      discounted[r] = steps.o.discount ** (len(chain) - k) * reward[r]
   value = {}
   for key in set(steps.anchor.values()):
     value[key] = np.mean(
-      [ahead[r] for r in steps.all if steps.anchor[r] == key]
+      [discounted[r] for r in steps.all if steps.anchor[r] == key]
     )
-  led = {
+  reached = {
     r: value[steps.anchor[steps.after[r]]] if r in steps.after else reward[r]
     for r in steps.all
   }
-  node = _by_steps(steps, {r: led[r] + steps.cost[r] for r in steps.all})
-  gain = {r: led[r] - value[steps.anchor[r]] for r in steps.all}
-  task = steps.above(gain, steps.group, lone_episode='zero')
-  one = _episode_part(steps)
+  by_anchor = _step_part(
+    steps, {r: reached[r] + steps.cost[r] for r in steps.all}
+  )
+  gain = {r: reached[r] - value[steps.anchor[r]] for r in steps.all}
+  by_group = steps.above(gain, steps.group, lone_episode='zero')
+  episode = _episode_part(steps)
   return {
-    r: one[r] + steps.o.step_weight * (node[r] + task[r]) for r in steps.all
+    r: episode[r] + steps.o.step_weight * (by_anchor[r] + by_group[r])
+    for r in steps.all
   }
 
 
@@ -189,7 +192,7 @@ def hgpo(steps):
   total = dict.fromkeys(steps.all, 0.0)
   weights = dict.fromkeys(steps.all, 0.0)
   for level in range(1, steps.o.history + 2):
-    # Windows of `level` anchors inside of an episode; none before its start.
+    # Windows of `level` anchors within an episode.
     keys = {}
     for chain in steps.chains:
       for end in range(level, len(chain) + 1):
@@ -199,11 +202,11 @@ def hgpo(steps):
       others = [returns[s] for s in keys if keys[s] == keys[r]]
       if len(others) > 1:
         weight = (level + 1) ** steps.o.level_exponent
-        total[r] += weight * _above(returns[r], others, steps.o, ddof=0)
+        total[r] += weight * _normalize(returns[r], others, steps.o, ddof=0)
         weights[r] += weight
-  one = _episode_part(steps)
+  episode = _episode_part(steps)
   return {
-    r: steps.o.episode_weight * one[r] + total[r] / (weights[r] or 1)
+    r: steps.o.episode_weight * episode[r] + total[r] / (weights[r] or 1)
     for r in steps.all
   }
 
@@ -233,28 +236,31 @@ def reinforce_pp_baseline(steps):
 
 
 def gdpo(steps):
-  number = steps.rows.components.shape[1]
-  weights = steps.o.component_weights or (1.0,) * number
+  num_components = steps.rows.components.shape[1]
+  weights = steps.o.component_weights or (1.0,) * num_components
   total = dict.fromkeys(steps.all, 0.0)
-  for k in range(number):
+  for k in range(num_components):
     sums = {}
     for chain in steps.chains:
-      whole = sum(float(steps.rows.components[r, k]) for r in chain)
-      sums |= dict.fromkeys(chain, whole)
+      episode_sum = sum(float(steps.rows.components[r, k]) for r in chain)
+      sums |= dict.fromkeys(chain, episode_sum)
     for r in steps.all:
       others = [
         sums[s] for s in steps.firsts if steps.group[s] == steps.group[r]
       ]
-      total[r] += weights[k] * _above(sums[r], others, steps.o, epsilon=1e-4)
-  each = np.array([total[r] for r in steps.firsts])
+      total[r] += weights[k] * _normalize(
+        sums[r], others, steps.o, epsilon=1e-4
+      )
+  per_episode = np.array([total[r] for r in steps.firsts])
   return {
-    r: (total[r] - each.mean()) / (each.std(ddof=1) + 1e-6) for r in steps.all
+    r: (total[r] - per_episode.mean()) / (per_episode.std(ddof=1) + 1e-6)
+    for r in steps.all
   }
 
 
 def ppo(steps, values):
-  """Advantages of tokens [R, C]: sums of what is to come, link by link."""
-  found = np.zeros(values.shape)
+  """Returns advantages of tokens [R, C] as sums over the following links."""
+  advantages = np.zeros(values.shape)
   length = steps.rows.lengths - steps.rows.prompt_lengths
   for chain in steps.chains:
     links = [
@@ -263,22 +269,22 @@ def ppo(steps, values):
       for c in range(length[r] if steps.o.gae_level == 'token' else 1)
     ]
     reward = {r: steps.raw(r) + steps.cost[r] for r in chain}
-    told = [float(values[link]) for link in links] + [0.0]
-    # A row's reward comes with its last link.
-    ends = {r: k for k, (r, _) in enumerate(links)}
+    chain_values = [float(values[link]) for link in links] + [0.0]
+    # A row's reward is given at its last link.
+    last_links = {r: k for k, (r, _) in enumerate(links)}
     deltas = [
-      (reward[r] if ends[r] == k else 0.0)
-      + steps.o.gae_discount * told[k + 1]
-      - told[k]
+      (reward[r] if last_links[r] == k else 0.0)
+      + steps.o.gae_discount * chain_values[k + 1]
+      - chain_values[k]
       for k, (r, _) in enumerate(links)
     ]
     for k, link in enumerate(links):
       decay = steps.o.gae_discount * steps.o.gae_lambda
-      found[link] = sum(decay**d * x for d, x in enumerate(deltas[k:]))
+      advantages[link] = sum(decay**d * x for d, x in enumerate(deltas[k:]))
   if steps.o.gae_level == 'turn':
-    found[:] = found[:, :1]
+    advantages[:] = advantages[:, :1]
   mask = steps.rows.completion_mask
   if steps.o.whiten_advantages:
-    inside = found[mask]
-    found = (found - inside.mean()) / (inside.std(ddof=1) + 1e-8)
-  return np.where(mask, found, 0)
+    sampled = advantages[mask]
+    advantages = (advantages - sampled.mean()) / (sampled.std(ddof=1) + 1e-8)
+  return np.where(mask, advantages, 0)

@@ -1,9 +1,9 @@
-"""Algorithms by name: from rows to advantages.
+"""Registry of algorithms, which compute advantages from rows.
 
-Each is a module of this folder with a class `Algorithm`, a frozen dataclass.
-Its fields are the options that it has, fields of `config.algorithm` of the
-same names. To add one: a file here, or a module of another project, which is
-named as Python finds it.
+Each algorithm is a module of this folder with a frozen dataclass `Algorithm`.
+Its fields are its options and have the names of fields of `config.algorithm`.
+To add an algorithm, add a module to this folder, or name an importable module
+of another project.
 """
 
 import dataclasses
@@ -28,14 +28,15 @@ NAMES = tuple(
 
 
 class Credit(NamedTuple):
-  """How good what was done was.
+  """Advantages and their metrics.
 
   Attributes:
-    advantages: of each row, or of each of its tokens; 0 for padding.
-    metrics: by name.
-    value_targets: what a critic is to learn; None without one.
-    links: which places it is to learn that of; None: of all tokens.
-    parts: what the advantages are made of, where they have such parts.
+    advantages: one advantage per row or per completion token; 0 for padding.
+    metrics: metrics by name.
+    value_targets: regression targets of the critic; None without a critic.
+    links: True at the positions to which the targets apply; None for all
+      tokens.
+    parts: components of the advantages; None if there are none.
   """
 
   advantages: Float[np.ndarray, ' R'] | Float[np.ndarray, 'R C']
@@ -46,11 +47,12 @@ class Credit(NamedTuple):
 
 
 class Algorithm(Protocol):
-  """How good each row was.
+  """Computes the advantages of rows.
 
   Attributes:
-    needs_values: whether it takes a critic's values.
-    needs_group: whether it compares episodes of a task, and so needs several.
+    needs_values: whether it requires a critic's values.
+    needs_group: whether it compares episodes of a task, and so requires at
+      least two per group.
   """
 
   needs_values: bool
@@ -59,35 +61,36 @@ class Algorithm(Protocol):
   def credit(
     self, rows: batch.Rows, values: Float[np.ndarray, 'R C'] | None = None
   ) -> Credit:
-    """Returns advantages of rows, with the critic's values where needed."""
+    """Returns the advantages of rows, given the critic's values if needed."""
 
 
 def make(name: str, **options) -> Algorithm:
-  """Returns an algorithm.
+  """Creates an algorithm.
 
   Args:
-    name: one of NAMES, or a module with a class `Algorithm`.
-    **options: those that it does not have are passed over.
+    name: one of NAMES, or an importable module with a class `Algorithm`.
+    **options: options of any algorithm; those that this algorithm does not
+      have are ignored.
 
   Raises:
-    ValueError: if the name is unknown, or the algorithm refuses an option.
+    ValueError: if the name is unknown or the algorithm rejects an option.
   """
   if name not in NAMES and not envs.can_import(name):
     raise ValueError(
       f'algorithm.name={name}: unknown; must be one of {", ".join(NAMES)}, or '
-      'a module that Python finds'
+      'an importable module'
     )
   path = f'{__name__}.{name}' if name in NAMES else name
   module = importlib.import_module(path)
   if not hasattr(module, 'Algorithm'):
     raise ValueError(
-      f'algorithm.name={name}: the module has no Algorithm; must have one'
+      f'algorithm.name={name}: the module has no Algorithm; it must define one'
     )
   known = defaults(module.Algorithm)
   return module.Algorithm(**{k: v for k, v in options.items() if k in known})
 
 
 def defaults(algorithm: type[Algorithm] | Algorithm) -> dict[str, object]:
-  """Returns the options that an algorithm has."""
+  """Returns an algorithm's options and their default values."""
   fields = dataclasses.fields(algorithm)
   return {field.name: field.default for field in fields if field.init}

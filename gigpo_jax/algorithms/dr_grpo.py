@@ -1,6 +1,6 @@
-"""Dr. GRPO (arXiv:2503.20783): GRPO without the division by the spread.
+"""Dr. GRPO (arXiv:2503.20783): GRPO without the division by the deviation.
 
-Its loss is the sum over a response's tokens divided by a constant:
+Its loss divides the sum over a response's tokens by a constant; set
 loss.aggregation=fixed_length.
 """
 
@@ -11,7 +11,7 @@ from gigpo_jax.algorithms import gigpo
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(gigpo.Algorithm):
-  """A = E - mean over the episodes of a group."""
+  """A = E - mean, over the episodes of a group."""
 
   step_weight: float = dataclasses.field(default=0.0, init=False)
   norm: str = dataclasses.field(default='mean', init=False)

@@ -1,7 +1,7 @@
-"""G2PO (arXiv:2606.22995): what a state was worth to all who came by.
+"""G2PO (arXiv:2606.22995): advantages from values of anchor states.
 
-V of an anchor is the mean, over the group's visits, of the episode's reward,
-discounted by the steps that were left.
+The value V of an anchor is the mean over the group's visits of the episode's
+total reward, discounted by the number of remaining steps.
 """
 
 import dataclasses
@@ -14,18 +14,20 @@ from jaxtyping import Array, Float, Int
 from gigpo_jax import advantages, arrays, batch
 from gigpo_jax.algorithms import gigpo
 
-_SAME = 2.0**-18
+# Relative difference up to which sums of float32 count as equal.
+_EQUAL_WITHIN = 2.0**-18
 
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(gigpo.Algorithm):
   """A_S = z(V' - c (1 - v)) over the anchor group + z(V' - V) over the group.
 
-  V' is the value of where a step led to; at the end of an episode its reward.
+  V' is the value of the state after a step; after an episode's last step, it
+  is the episode's total reward.
   """
 
   def parts(self, rows: batch.Rows) -> advantages.Parts:
-    """Returns A_E, and A_S of these values."""
+    """Returns A_E, and A_S computed from values of anchors."""
     return _parts(*self.inputs(rows), **self.statistics())
 
 
@@ -33,20 +35,22 @@ class Algorithm(gigpo.Algorithm):
   jax.jit,
   static_argnames=('norm', 'episode_stats', 'penalty_scope', 'lone_episode'),
 )
-def _parts(*given, norm, penalty_scope, **options):
-  rewards, steps, discount = given[0][0], given[3], given[6][0]
-  found = advantages.describe(*given, penalty_scope=penalty_scope)
-  here, there = values(found, rewards, steps, discount)
-  # Sums of float32: equal ones may differ in their last bits.
-  near = {'norm': norm, 'tolerance': _SAME * jnp.max(jnp.abs(here))}
-  both = advantages.step_advantages(
-    arrays.two_add((there, 0 * there), found.cost), found.anchors, **near
+def _parts(*inputs, norm, penalty_scope, **options):
+  rewards, steps, discount = inputs[0][0], inputs[3], inputs[6][0]
+  described = advantages.describe(*inputs, penalty_scope=penalty_scope)
+  before, after = values(described, rewards, steps, discount)
+  # Equal sums of float32 may differ in their last bits.
+  stats = {'norm': norm, 'tolerance': _EQUAL_WITHIN * jnp.max(jnp.abs(before))}
+  step_advantage = advantages.step_advantages(
+    arrays.two_add((after, 0 * after), described.cost),
+    described.anchors,
+    **stats,
   )
-  gain = there - here
-  both += advantages.group_normalize(
-    (gain, 0 * gain), found.groups, found.real, **near
+  gain = after - before
+  step_advantage += advantages.group_normalize(
+    (gain, 0 * gain), described.groups, described.real, **stats
   )
-  return advantages.parts_of(found, both, norm=norm, **options)
+  return advantages.parts_of(described, step_advantage, norm=norm, **options)
 
 
 def values(
@@ -55,20 +59,20 @@ def values(
   steps: Int[Array, ' R'],
   discount: Float[Array, ''],
 ) -> tuple[Float[Array, ' R'], Float[Array, ' R']]:
-  """Returns the value of where each step was taken, and of where it led to.
+  """Returns the values of the states before and after each step.
 
   Args:
-    found: of the rows.
-    rewards: without penalties.
-    steps: numbers within episodes.
-    discount: a step.
+    found: segments of the rows.
+    rewards: rewards of the steps, without penalties.
+    steps: index of each step within its episode.
+    discount: discount per step.
   """
-  every, number = jnp.ones_like(found.real), len(steps)
-  rewards = arrays.segment_sum(rewards, found.episodes, every)
-  last = jax.ops.segment_max(steps, found.episodes, number)[found.episodes]
-  left = discount ** (last + 1 - steps) * rewards
-  visits = arrays.segment_count(found.anchors, every)
-  here = arrays.segment_sum(left, found.anchors, every) / visits
-  # At the end of an episode there is its reward.
-  there = rewards.at[found.previous].set(here, mode='drop')
-  return here, there
+  all_rows, num_rows = jnp.ones_like(found.real), len(steps)
+  rewards = arrays.segment_sum(rewards, found.episodes, all_rows)
+  last = jax.ops.segment_max(steps, found.episodes, num_rows)[found.episodes]
+  discounted = discount ** (last + 1 - steps) * rewards
+  visits = arrays.segment_count(found.anchors, all_rows)
+  before = arrays.segment_sum(discounted, found.anchors, all_rows) / visits
+  # A last step keeps the episode's total reward.
+  after = rewards.at[found.previous].set(before, mode='drop')
+  return before, after

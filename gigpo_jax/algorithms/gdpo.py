@@ -1,11 +1,11 @@
-"""GDPO: rewards of several kinds, each normalised by itself.
+"""GDPO (arXiv:2601.05242): reward components, each normalised separately.
 
-Group reward-Decoupled normalisation Policy Optimization (arXiv:2601.05242).
-GRPO on the sum merges different mixtures of rewards, and lets the one of the
-largest scale decide.
+The name stands for Group reward-Decoupled normalisation Policy Optimization.
+GRPO on the sum of rewards cannot distinguish mixtures with equal sums, and the
+component of the largest scale dominates.
 
-# Differs from the paper: its code whitens over tokens; here an episode counts
-once, however many turns it has.
+# Differs from the paper: its code whitens over tokens; here each episode has
+weight 1, however many turns it has.
 """
 
 import dataclasses
@@ -19,19 +19,20 @@ import numpy as np
 from gigpo_jax import advantages, algorithms, arrays, batch
 
 _EPSILON = 1e-4
-_SAME = 2.0**-18  # of the largest: sums of float32
+# Sums of float32 count as equal up to this fraction of the largest sum.
+_EQUAL_WITHIN = 2.0**-18
 
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
   """A = sum of w_k (E_k - mean) / (std + 1e-4), whitened over the episodes.
 
-  Mean and std over the episodes of a group; E_k is an episode's sum of the
-  k-th component of the reward.
+  Mean and std are over the episodes of a group. E_k is an episode's sum of the
+  k-th reward component.
 
   Attributes:
-    components: names of the components; see `batch.COMPONENTS`.
-    component_weights: w; () is 1 for each.
+    components: names of the components; see `batch.from_trajectories`.
+    component_weights: w; () gives each component the weight 1.
   """
 
   needs_values: ClassVar[bool] = False
@@ -44,24 +45,25 @@ class Algorithm:
     weights, names = self.component_weights, self.components
     if not names or (weights and len(weights) != len(names)):
       raise ValueError(
-        f'component_weights={tuple(weights)}: components={tuple(names)} are '
-        f'{len(names)}; must be at least one component, a weight for each'
+        f'component_weights={tuple(weights)}: components={tuple(names)} has '
+        f'{len(names)}; must be one weight for each of at least one component'
       )
 
   def credit(self, rows: batch.Rows, values=None) -> algorithms.Credit:
-    """Returns an advantage a row, 0 for padding."""
+    """Returns one advantage per row, 0 for padding."""
     del values
     weights = self.component_weights or (1.0,) * len(self.components)
-    found = _decoupled(
+    advantages_R = _decoupled(
       jnp.asarray(rows.components),
       arrays.ids32(rows.groups, padding=True),
       arrays.ids32(rows.episodes),
       jnp.asarray(rows.steps),
       jnp.asarray(weights, jnp.float32),
     )
-    found = np.asarray(found)
+    advantages_R = np.asarray(advantages_R)
     return algorithms.Credit(
-      found, {'advantage/abs_mean': float(np.abs(found[rows.real]).mean())}
+      advantages_R,
+      {'advantage/abs_mean': float(np.abs(advantages_R[rows.real]).mean())},
     )
 
 
@@ -69,22 +71,24 @@ class Algorithm:
 def _decoupled(components_RK, groups, episodes, steps, weights_K):
   group_ids = arrays.segment_ids(groups)
   episode_ids = arrays.segment_ids(groups, episodes)
-  every = jnp.ones(len(groups), bool)
+  all_rows = jnp.ones(len(groups), bool)
   first = jax.ops.segment_min(steps, episode_ids, len(steps))[episode_ids]
   starts = steps == first
   total = jnp.zeros(len(groups))
   for k in range(components_RK.shape[1]):
-    sums = arrays.segment_sum(components_RK[:, k], episode_ids, every)
-    above = advantages.group_normalize(
+    sums = arrays.segment_sum(components_RK[:, k], episode_ids, all_rows)
+    normalized = advantages.group_normalize(
       (sums, 0 * sums),
       group_ids,
       starts,
       norm='mean_std',
       epsilon=_EPSILON,
-      tolerance=_SAME * jnp.max(jnp.abs(sums)),
+      tolerance=_EQUAL_WITHIN * jnp.max(jnp.abs(sums)),
     )
-    total += weights_K[k] * above
-  white = advantages.whiten(total, jnp.where(starts & (groups != -1), 1.0, 0.0))
-  # Of an episode's first row; the others have the same.
-  white = arrays.segment_sum(white, episode_ids, starts)
-  return jnp.where(groups != -1, white, 0)
+    total += weights_K[k] * normalized
+  whitened = advantages.whiten(
+    total, jnp.where(starts & (groups != -1), 1.0, 0.0)
+  )
+  # Copies the value of an episode's first row to all of its rows.
+  whitened = arrays.segment_sum(whitened, episode_ids, starts)
+  return jnp.where(groups != -1, whitened, 0)

@@ -1,4 +1,4 @@
-"""GiGPO (arXiv:2505.10978): episodes of a group, steps of an anchor group."""
+"""GiGPO (arXiv:2505.10978): advantages within groups and anchor groups."""
 
 import dataclasses
 from typing import ClassVar
@@ -10,9 +10,9 @@ from gigpo_jax import advantages, algorithms, batch
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-  """Advantages of both levels; attributes as of `advantages.gigpo`.
+  """A = A_E + step_weight * A_S; attributes as for `advantages.gigpo`.
 
-  Others that differ in the step's part alone derive from it.
+  Algorithms that change only A_S are subclasses.
   """
 
   needs_values: ClassVar[bool] = False
@@ -30,7 +30,7 @@ class Algorithm:
     advantages.check_options(**self.statistics())
 
   def parts(self, rows: batch.Rows) -> advantages.Parts:
-    """Returns what the advantages are made of."""
+    """Returns the components of the advantages."""
     return advantages.gigpo_parts(
       *rows.steps_taken(),
       discount=self.discount,
@@ -39,7 +39,7 @@ class Algorithm:
     )
 
   def statistics(self) -> dict[str, str]:
-    """Returns the options that are names."""
+    """Returns the options whose values are names."""
     return {
       'norm': self.norm,
       'episode_stats': self.episode_stats,
@@ -48,13 +48,13 @@ class Algorithm:
     }
 
   def inputs(self, rows: batch.Rows) -> tuple:
-    """Returns what `advantages.describe` takes."""
+    """Returns the arguments of `advantages.describe`."""
     return advantages.inputs(
       *rows.steps_taken(), self.discount, self.invalid_penalty
     )
 
   def credit(self, rows: batch.Rows, values=None) -> algorithms.Credit:
-    """Returns an advantage a row, 0 for padding, and metrics by name."""
+    """Returns one advantage per row, 0 for padding, with metrics."""
     del values
     parts = advantages.Parts(*(np.asarray(part) for part in self.parts(rows)))
     return algorithms.Credit(
@@ -62,22 +62,22 @@ class Algorithm:
     )
 
   def joint(self, parts: advantages.Parts) -> np.ndarray:
-    """Returns A, Eq. (8)."""
+    """Returns the joint advantage A, Eq. (8)."""
     return advantages.combine(parts, self.step_weight)
 
 
 def diagnose(rows: batch.Rows, **options) -> dict[str, float]:
-  """Returns metrics of what GiGPO would have seen in any algorithm's rows."""
+  """Returns GiGPO's metrics for the rows of any algorithm."""
   return Algorithm(**options).credit(rows).metrics
 
 
 def metrics(parts: advantages.Parts, groups: np.ndarray) -> dict[str, float]:
-  """Returns what tells whether there is anything to learn from.
+  """Returns metrics of the learning signal; most are means over rows.
 
-  Means over rows, but for groups_without_spread: the share of groups whose
-  episodes all got the same return and so teach nothing at episode level;
-  anchor_group_size_mean: the mean over anchor groups; and correlation, of the
-  two advantages.
+  The others are groups_without_spread, the share of zero-variance groups, which
+  have no signal at episode level; anchor_group_size_mean, a mean over anchor
+  groups; anchor_groups_of_..., shares of anchor groups by size; standard
+  deviations; and the correlation of A_E and A_S.
   """
   real = groups != -1
   if not real.any():
@@ -87,23 +87,23 @@ def metrics(parts: advantages.Parts, groups: np.ndarray) -> dict[str, float]:
   ids = np.unique(groups[real], return_inverse=True)[1]
   largest = np.zeros(ids.max() + 1)
   np.maximum.at(largest, ids, np.abs(episode))
-  # Each group of n rows is counted n times with 1/n.
-  number = np.sum(1 / sizes)
-  found = {
+  # An anchor group of n rows is summed n times with weight 1/n.
+  num_groups = np.sum(1 / sizes)
+  values = {
     'advantage/singleton_anchor_rows': np.mean(sizes == 1),
-    'advantage/anchor_group_size_mean': len(sizes) / number,
+    'advantage/anchor_group_size_mean': len(sizes) / num_groups,
     'advantage/groups_without_spread': np.mean(largest == 0),
     'advantage/episode_abs_mean': np.abs(episode).mean(),
     'advantage/step_abs_mean': np.abs(step).mean(),
     'advantage/episode_std': episode.std(),
     'advantage/step_std': step.std(),
   }
-  for least, most in ((1, 1), (2, 3), (4, 7), (8, None)):
-    inside = (sizes >= least) & (sizes <= (most or np.inf))
-    name = f'{least}' if least == most else f'{least}_to_{most}'
-    name = name if most else f'{least}_and_more'
-    share = np.sum(inside / sizes) / number
-    found[f'advantage/anchor_groups_of_{name}'] = share
+  for low, high in ((1, 1), (2, 3), (4, 7), (8, None)):
+    inside = (sizes >= low) & (sizes <= (high or np.inf))
+    name = f'{low}' if low == high else f'{low}_to_{high}'
+    name = name if high else f'{low}_and_more'
+    share = np.sum(inside / sizes) / num_groups
+    values[f'advantage/anchor_groups_of_{name}'] = share
   if episode.std() > 0 and step.std() > 0:
-    found['advantage/correlation'] = np.corrcoef(episode, step)[0, 1]
-  return {name: float(value) for name, value in found.items()}
+    values['advantage/correlation'] = np.corrcoef(episode, step)[0, 1]
+  return {name: float(value) for name, value in values.items()}

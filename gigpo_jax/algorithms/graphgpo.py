@@ -1,8 +1,8 @@
-"""GraphGPO (arXiv:2605.26684): how near a step came to success.
+"""GraphGPO (arXiv:2605.26684): advantages from the distance to success.
 
-The steps of a group's episodes are the edges of a graph, whose nodes are
-anchors. What a step is worth is told by how many steps it is from where it led
-to a success, on any episode's way.
+The steps of a group's episodes are the edges of a graph; anchors are its
+nodes. The value of a step decreases with the length of the shortest path from
+the state after it to success, along edges of any episode of the group.
 """
 
 import dataclasses
@@ -15,24 +15,25 @@ from jaxtyping import Array, Bool, Float, Int
 from gigpo_jax import advantages, arrays, batch
 from gigpo_jax.algorithms import gigpo
 
-_FAR = 2**30  # steps
+# Distance of nodes without a path to success, in steps.
+_UNREACHABLE = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(gigpo.Algorithm):
-  """GiGPO with 10 graph_discount^d - c (1 - v) instead of G.
+  """GiGPO with 10 graph_discount^d - c (1 - v) in place of G.
 
-  d is the number of steps from where a step led to success; where none is
-  known, one more than the largest of the group that is.
+  d is the number of steps from the state after a step to success. Without a
+  path to success, d is one more than the group's largest finite distance.
 
   Attributes:
-    graph_discount: of a step's distance.
+    graph_discount: discount per step of distance, in [0, 1].
   """
 
   graph_discount: float = 0.1
 
   def parts(self, rows: batch.Rows) -> advantages.Parts:
-    """Returns A_E, and A_S of these values."""
+    """Returns A_E, and A_S computed from distances to success."""
     return _parts(
       *self.inputs(rows),
       *nodes(rows),
@@ -42,7 +43,7 @@ class Algorithm(gigpo.Algorithm):
 
 
 def nodes(rows: batch.Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns (where each step led to, whether that is known, or success)."""
+  """Returns each step's (next anchor, whether it is known, success)."""
   known = rows.next_anchors >= 0
   following = jnp.asarray(jnp.maximum(rows.next_anchors, 0), jnp.int32)
   return following, jnp.asarray(known), jnp.asarray(rows.success)
@@ -52,15 +53,19 @@ def nodes(rows: batch.Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
   jax.jit,
   static_argnames=('norm', 'episode_stats', 'penalty_scope', 'lone_episode'),
 )
-def _parts(*given, norm, penalty_scope, **options):
-  *given, following, known, success, graph_discount = given
-  groups, anchors = given[1], given[4]
-  found = advantages.describe(*given, penalty_scope=penalty_scope)
-  here, there = edges(groups, anchors, following)
-  steps = distances(found.groups, here, there, known, success)
-  values = arrays.two_add((10 * graph_discount**steps, 0 * steps), found.cost)
-  step = advantages.step_advantages(values, found.anchors, norm=norm)
-  return advantages.parts_of(found, step, norm=norm, **options)
+def _parts(*inputs, norm, penalty_scope, **options):
+  *inputs, following, known, success, graph_discount = inputs
+  groups, anchors = inputs[1], inputs[4]
+  described = advantages.describe(*inputs, penalty_scope=penalty_scope)
+  sources, targets = edges(groups, anchors, following)
+  steps = distances(described.groups, sources, targets, known, success)
+  values = arrays.two_add(
+    (10 * graph_discount**steps, 0 * steps), described.cost
+  )
+  step_advantage = advantages.step_advantages(
+    values, described.anchors, norm=norm
+  )
+  return advantages.parts_of(described, step_advantage, norm=norm, **options)
 
 
 def edges(
@@ -68,11 +73,11 @@ def edges(
   anchors: Int[Array, ' R'],
   following: Int[Array, ' R'],
 ) -> tuple[Int[Array, ' R'], Int[Array, ' R']]:
-  """Returns nodes in [0, 2 R) that each step leads from and to."""
-  joined = arrays.segment_ids(
+  """Returns the source and target node of each step, in [0, 2 R)."""
+  ids = arrays.segment_ids(
     jnp.concatenate([groups, groups]), jnp.concatenate([anchors, following])
   )
-  return joined[: len(groups)], joined[len(groups) :]
+  return ids[: len(groups)], ids[len(groups) :]
 
 
 def distances(
@@ -82,34 +87,42 @@ def distances(
   known: Bool[Array, ' R'],
   success: Bool[Array, ' R'],
 ) -> Float[Array, ' R']:
-  """Returns the steps to success from where each step led to, 0 if it is it.
+  """Returns the number of steps to success after each row's step.
+
+  Successful steps have distance 0. Steps without a path to success have one
+  more than the group's largest finite distance.
 
   Args:
-    groups: segment of each row's group.
-    here: node that a step leads from.
-    there: node that it leads to.
-    known: whether that is known; else nothing is near it.
+    groups: segment id of each row's group.
+    here: source node of each step.
+    there: target node of each step.
+    known: whether the target is known; otherwise it has no path to success.
     success: whether the step accomplishes the task.
   """
-  number = 2 * len(here)
+  num_nodes = 2 * len(here)
 
-  def left(of_node: jax.Array) -> jax.Array:
-    """Returns steps that are left after each row's."""
-    return jnp.where(success, 0, jnp.where(known, of_node[there], _FAR))
+  def remaining(node_distances: jax.Array) -> jax.Array:
+    """Returns the distance to success after each row's step."""
+    return jnp.where(
+      success, 0, jnp.where(known, node_distances[there], _UNREACHABLE)
+    )
 
   def relax(carry: tuple) -> tuple:
-    of_node, _ = carry
-    shorter = jax.ops.segment_min(1 + left(of_node), here, number)
-    shorter = jnp.minimum(of_node, shorter)
-    return shorter, jnp.any(shorter != of_node)
+    node_distances, _ = carry
+    shorter = jax.ops.segment_min(
+      1 + remaining(node_distances), here, num_nodes
+    )
+    shorter = jnp.minimum(node_distances, shorter)
+    return shorter, jnp.any(shorter != node_distances)
 
-  start = (jnp.full(number, _FAR, jnp.int32), jnp.bool_(True))
-  of_node, _ = jax.lax.while_loop(lambda carry: carry[1], relax, start)
-  steps = left(of_node)
-  reached = jnp.where(steps < _FAR, steps, 0)
-  # Of the nodes, too, that steps lead from: the farthest are led to by none.
-  reached = jnp.maximum(
-    reached, jnp.where(of_node[here] < _FAR, of_node[here], 0)
+  initial = (jnp.full(num_nodes, _UNREACHABLE, jnp.int32), jnp.bool_(True))
+  node_distances, _ = jax.lax.while_loop(lambda carry: carry[1], relax, initial)
+  steps = remaining(node_distances)
+  finite = jnp.where(steps < _UNREACHABLE, steps, 0)
+  # Include source nodes: the farthest node may be the target of no step.
+  finite = jnp.maximum(
+    finite,
+    jnp.where(node_distances[here] < _UNREACHABLE, node_distances[here], 0),
   )
-  most = jax.ops.segment_max(reached, groups, len(groups))[groups]
-  return jnp.where(steps < _FAR, steps, most + 1).astype(jnp.float32)
+  largest = jax.ops.segment_max(finite, groups, len(groups))[groups]
+  return jnp.where(steps < _UNREACHABLE, steps, largest + 1).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""GRPO (arXiv:2402.03300): GiGPO that compares whole episodes only."""
+"""GRPO (arXiv:2402.03300): GiGPO with the episode advantage only."""
 
 import dataclasses
 

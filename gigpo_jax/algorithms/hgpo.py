@@ -1,9 +1,9 @@
-"""HGPO (arXiv:2602.22817): steps that share what came before them, too.
+"""HGPO (arXiv:2602.22817): compares steps with equal preceding anchors, too.
 
 Level k = 1, 2, .., K + 1 compares the steps of a group whose last k anchors are
 equal; level 1 is GiGPO's anchor group. Step t, from 0, has t + 1 anchors so far
-and takes part in the first t + 1 levels only. The weight of a level without
-another step to compare with goes to the other levels.
+and is part of the first t + 1 levels only. If a level has no other step to
+compare with, the remaining levels share its weight.
 
 # Differs from the paper: the authors' code also drops advantages of exactly 0.
 """
@@ -24,13 +24,13 @@ from gigpo_jax.algorithms import gigpo
 class Algorithm(gigpo.Algorithm):
   """A = episode_weight A_E + sum of w_k A_k, w_k as (k + 1)^alpha, sum 1.
 
-  A_k = (G - mean) / (std + 1e-6), or without the division, over level k; the
-  std is that of a population.
+  A_k = (G - mean) / (std + 1e-6), or without the division, over level k, with
+  the population std (ddof 0).
 
   Attributes:
-    history: K, anchors before the step's own that are looked at.
+    history: K, the number of preceding anchors to compare.
     level_exponent: alpha.
-    episode_weight: of A_E; the paper has none.
+    episode_weight: weight of A_E; the paper has no such term.
   """
 
   step_weight: float = dataclasses.field(default=1.0, init=False)
@@ -44,7 +44,7 @@ class Algorithm(gigpo.Algorithm):
       raise ValueError(f'history={self.history}: must be at least 0')
 
   def parts(self, rows: batch.Rows) -> advantages.Parts:
-    """Returns A_E, and the weighted sum as the step's part."""
+    """Returns A_E, and the weighted sum of the levels as A_S."""
     return _parts(
       *self.inputs(rows),
       jnp.float32(self.level_exponent),
@@ -53,7 +53,7 @@ class Algorithm(gigpo.Algorithm):
     )
 
   def joint(self, parts: advantages.Parts) -> np.ndarray:
-    """Returns A."""
+    """Returns the advantage A."""
     return self.episode_weight * parts.episode_advantage + parts.step_advantage
 
 
@@ -67,20 +67,22 @@ class Algorithm(gigpo.Algorithm):
     'lone_episode',
   ),
 )
-def _parts(*given, history, norm, penalty_scope, **options):
-  *given, level_exponent = given
-  found = advantages.describe(*given, penalty_scope=penalty_scope)
-  every = jnp.ones_like(found.starts)
-  total = weights = jnp.zeros(len(every))
-  for k, (segments, complete) in enumerate(levels(found, history), 1):
-    compared = complete & (arrays.segment_count(segments, every) > 1)
+def _parts(*inputs, history, norm, penalty_scope, **options):
+  *inputs, level_exponent = inputs
+  described = advantages.describe(*inputs, penalty_scope=penalty_scope)
+  all_rows = jnp.ones_like(described.starts)
+  total = weights = jnp.zeros(len(all_rows))
+  for k, (segments, complete) in enumerate(levels(described, history), 1):
+    compared = complete & (arrays.segment_count(segments, all_rows) > 1)
     weight = jnp.where(compared, (k + 1.0) ** level_exponent, 0)
     total += weight * advantages.group_normalize(
-      found.returns, segments, every, norm=norm, ddof=0
+      described.returns, segments, all_rows, norm=norm, ddof=0
     )
     weights += weight
-  step = jnp.where(weights > 0, total / jnp.maximum(weights, 1e-30), 0)
-  return advantages.parts_of(found, step, norm=norm, **options)
+  step_advantage = jnp.where(
+    weights > 0, total / jnp.maximum(weights, 1e-30), 0
+  )
+  return advantages.parts_of(described, step_advantage, norm=norm, **options)
 
 
 def levels(
@@ -89,13 +91,13 @@ def levels(
   """Returns (segments, whether a step has k anchors) of k = 1, .., history + 1.
 
   Steps share a segment of level k if their last k anchors are equal. A step
-  with fewer than k anchors shares none with a step that has k.
+  with fewer than k anchors shares no segment with a step that has k anchors.
   """
   segments, complete = found.anchors, jnp.ones_like(found.starts)
   all_levels = [(segments, complete)]
   for _ in range(history):
-    before = jnp.append(segments, -1)[found.previous]
-    segments = arrays.segment_ids(found.anchors, before)
+    previous_segments = jnp.append(segments, -1)[found.previous]
+    segments = arrays.segment_ids(found.anchors, previous_segments)
     complete = jnp.append(complete, False)[found.previous]
     all_levels.append((segments, complete))
   return all_levels

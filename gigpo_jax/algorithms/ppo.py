@@ -1,13 +1,13 @@
 """PPO (arXiv:1707.06347) with a critic and generalized advantage estimation.
 
-An episode is one chain of tokens, or of turns, through all of its rows:
-advantages are A_k = delta_k + discount lambda A_{k+1}, delta_k = r_k +
-discount V_{k+1} - V_k (arXiv:1506.02438, Eq. 16), and V is 0 past the end.
+An episode is a single chain of links, tokens or turns, through all its rows.
+Advantages are A_k = delta_k + discount lambda A_{k+1} with delta_k = r_k +
+discount V_{k+1} - V_k (arXiv:1506.02438, Eq. 16). V is 0 after the last link.
 
-token: a link is a token, whose value the critic tells ahead of it; a turn's
-reward comes with its last token. turn: a link is a turn (arXiv:2512.17008);
-its value is the one ahead of its first token, and its tokens share an
-advantage.
+Level `token`: a link is a token. Its value is the critic's value before the
+token, and a turn's reward is given at its last token. Level `turn`: a link is
+a turn (arXiv:2512.17008). Its value is the one before its first token, and its
+tokens share an advantage.
 """
 
 import dataclasses
@@ -23,15 +23,15 @@ LEVELS = ('token', 'turn')
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-  """Advantages against a critic; groups are not compared.
+  """Generalized advantage estimates; episodes of a group are not compared.
 
   Attributes:
-    gae_level: of LEVELS.
-    gae_discount: of a link.
-    gae_lambda: lambda; 1 is the return less the value.
-    whiten_advantages: whether they get mean 0 and deviation 1 over the tokens
-      of the batch, as most implementations do.
-    invalid_penalty: taken off the reward of an invalid turn.
+    gae_level: one of LEVELS.
+    gae_discount: discount per link.
+    gae_lambda: lambda; 1 gives the return minus the value.
+    whiten_advantages: whether to normalise advantages to mean 0 and standard
+      deviation 1 over the tokens of the batch, as most implementations do.
+    invalid_penalty: subtracted from the reward of an invalid turn.
   """
 
   needs_values: ClassVar[bool] = True
@@ -51,7 +51,7 @@ class Algorithm:
       )
 
   def _links(self, rows: batch.Rows) -> Bool[np.ndarray, 'R C']:
-    """Returns the places whose values count."""
+    """Returns True at the positions that are links."""
     links = rows.completion_mask
     if self.gae_level == 'turn':
       links[:, 1:] = False
@@ -60,13 +60,13 @@ class Algorithm:
   def credit(
     self, rows: batch.Rows, values: Float[np.ndarray, 'R C'] | None = None
   ) -> algorithms.Credit:
-    """Returns advantages of tokens and what the critic is to learn.
+    """Returns advantages of tokens and regression targets of the critic.
 
     Raises:
-      ValueError: if there are no values.
+      ValueError: if values is None.
     """
     if values is None:
-      raise ValueError('values=None: ppo compares with those of a critic')
+      raise ValueError('values=None: ppo needs the values of a critic')
     mask, links = rows.completion_mask, self._links(rows)
     rewards = np.where(
       rows.valid, rows.rewards, rows.rewards - self.invalid_penalty
@@ -81,23 +81,23 @@ class Algorithm:
     )
     targets = np.where(links, advantages + values, 0)
     errors = np.where(links, advantages, 0)[links]
-    spread = targets[links].var()
-    found = {
+    variance = targets[links].var()
+    metrics = {
       'critic/value_mean': values[links].mean(),
-      'critic/explained': 1 - errors.var() / spread if spread else 0.0,
+      'critic/explained': 1 - errors.var() / variance if variance else 0.0,
     }
     if self.gae_level == 'turn':
       advantages = np.where(mask, advantages[:, :1], 0)
     if self.whiten_advantages:
-      inside = advantages[mask]
-      spread = inside.std(ddof=1) if len(inside) > 1 else 0.0
+      sampled = advantages[mask]
+      deviation = sampled.std(ddof=1) if len(sampled) > 1 else 0.0
       advantages = np.where(
-        mask, (advantages - inside.mean()) / (spread + 1e-8), 0
+        mask, (advantages - sampled.mean()) / (deviation + 1e-8), 0
       )
-    found['advantage/abs_mean'] = np.abs(advantages[mask]).mean()
+    metrics['advantage/abs_mean'] = np.abs(advantages[mask]).mean()
     return algorithms.Credit(
       advantages.astype(np.float32),
-      {name: float(value) for name, value in found.items()},
+      {name: float(value) for name, value in metrics.items()},
       targets.astype(np.float32),
       links,
     )
@@ -115,28 +115,28 @@ def chain_advantages(
   """Returns the advantage of each link, 0 elsewhere, float64.
 
   Args:
-    rows: episodes and their order.
-    rewards: of rows, which come with the last link of each.
-    values: ahead of each link.
-    links: which places are links, the first ones of each row.
-    discount: of a link.
+    rows: rows with their groups, episodes and steps.
+    rewards: reward of each row, given at its last link.
+    values: value before each link.
+    links: True at links, which are the first positions of each row.
+    discount: discount per link.
     decay: lambda.
   """
-  found = np.zeros(values.shape)
-  number = links.sum(axis=1)
+  advantages = np.zeros(values.shape)
+  num_links = links.sum(axis=1)
   order = np.lexsort((rows.steps, rows.episodes, rows.groups))
-  following, last = 0.0, (-1, -1)
+  next_value, previous = 0.0, (-1, -1)
   advantage = 0.0
   for r in order[::-1]:
-    if rows.groups[r] < 0 or not number[r]:
+    if rows.groups[r] < 0 or not num_links[r]:
       continue
     episode = (rows.groups[r], rows.episodes[r])
-    if episode != last:
-      following, advantage, last = 0.0, 0.0, episode
+    if episode != previous:
+      next_value, advantage, previous = 0.0, 0.0, episode
     reward = rewards[r]
-    for c in range(number[r] - 1, -1, -1):
-      delta = reward + discount * following - values[r, c]
+    for c in range(num_links[r] - 1, -1, -1):
+      delta = reward + discount * next_value - values[r, c]
       advantage = delta + discount * decay * advantage
-      found[r, c] = advantage
-      following, reward = values[r, c], 0.0
-  return found
+      advantages[r, c] = advantage
+      next_value, reward = values[r, c], 0.0
+  return advantages

@@ -1,7 +1,7 @@
-"""REINFORCE++ (arXiv:2501.03262): returns whitened over the whole batch.
+"""REINFORCE++ (arXiv:2501.03262): returns whitened over all tokens of a batch.
 
-# Differs from the paper: the KL to the reference is a term of the loss, as of
-every algorithm here (`loss.kl_weight`), not taken off the reward.
+# Differs from the paper: the KL to the reference is a term of the loss, as for
+every algorithm here (`loss.kl_weight`). It is not subtracted from the reward.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ class Algorithm:
   """A = (E - b - mean) / (std + 1e-6), mean and std over the batch's tokens.
 
   Attributes:
-    baseline: b; 'none', or 'group': the mean of a group's episodes.
-    invalid_penalty: as of `advantages.gigpo`.
+    baseline: b; 'none' for 0, or 'group' for the mean of a group's episodes.
+    invalid_penalty: as for `advantages.gigpo`.
   """
 
   needs_values: ClassVar[bool] = False
@@ -31,28 +31,29 @@ class Algorithm:
   invalid_penalty: float = 0.1
 
   def credit(self, rows: batch.Rows, values=None) -> algorithms.Credit:
-    """Returns an advantage a row, 0 for padding."""
+    """Returns one advantage per row, 0 for padding."""
     del values
-    found = _whitened(
+    advantages_R = _whitened(
       *advantages.inputs(*rows.steps_taken(), 1.0, self.invalid_penalty),
       jnp.asarray(rows.lengths - rows.prompt_lengths, jnp.float32),
       baseline=self.baseline,
     )
-    found = np.asarray(found)
+    advantages_R = np.asarray(advantages_R)
     return algorithms.Credit(
-      found, {'advantage/abs_mean': float(np.abs(found[rows.real]).mean())}
+      advantages_R,
+      {'advantage/abs_mean': float(np.abs(advantages_R[rows.real]).mean())},
     )
 
 
 @functools.partial(jax.jit, static_argnames='baseline')
-def _whitened(*given, baseline):
-  *given, tokens = given
-  found = advantages.describe(*given, penalty_scope='reward')
-  returns = found.episode_returns
+def _whitened(*inputs, baseline):
+  *inputs, tokens = inputs
+  described = advantages.describe(*inputs, penalty_scope='reward')
+  returns = described.episode_returns
   if baseline == 'group':
-    above = advantages.group_normalize(
-      returns, found.groups, found.starts, norm='mean'
+    centred = advantages.group_normalize(
+      returns, described.groups, described.starts, norm='mean'
     )
   else:
-    above = returns[0]
-  return advantages.whiten(above, jnp.where(found.real, tokens, 0))
+    centred = returns[0]
+  return advantages.whiten(centred, jnp.where(described.real, tokens, 0))

@@ -1,4 +1,4 @@
-"""REINFORCE++ with a group's mean as baseline (arXiv:2501.03262, section 3)."""
+"""REINFORCE++ with a group mean as baseline (arXiv:2501.03262, section 3)."""
 
 import dataclasses
 from typing import ClassVar

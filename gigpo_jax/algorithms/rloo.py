@@ -1,4 +1,4 @@
-"""RLOO (arXiv:2402.14740): each episode against the mean of the others."""
+"""RLOO (arXiv:2402.14740): the mean of the other episodes as baseline."""
 
 import dataclasses
 
