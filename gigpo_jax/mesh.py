@@ -1,7 +1,7 @@
-"""Devices as a mesh, and which array dimension lives on which mesh axis.
+"""The device mesh, and the sharding of array dimensions over its axes.
 
-One table maps logical axes, the names that models give to the dimensions of
-their arrays, to mesh axes. Changing the parallelism is editing the table.
+Models give the dimensions of their arrays names, the logical axes. The table
+RULES maps logical axes to mesh axes; edit it to change the parallelism.
 """
 
 import math
@@ -18,10 +18,11 @@ from gigpo_jax import hosts
 
 AXES = ('data', 'fsdp', 'expert', 'sequence', 'tensor')
 
-# Rows of a batch are spread over these; their tokens over `sequence`.
+# Mesh axes that the rows of a batch are sharded over. Their tokens are sharded
+# over `sequence`.
 BATCH = ('data', 'fsdp', 'expert')
 
-# Logical axis of a parameter: the mesh axis it is cut along.
+# The mesh axis that each logical axis of a parameter is sharded over.
 RULES: dict[str | None, str | None] = {
   'layers': None,
   'vocab': 'tensor',
@@ -47,30 +48,29 @@ def make_mesh(
   """Returns a mesh of devices.
 
   Args:
-    data: size of the axis over which parameters are copied and rows split.
-    fsdp: size of the axis over which parameters and rows are split.
-    tensor: size of the axis over which heads and MLP columns are split.
-    expert: size of the axis over which experts and rows are split.
-    sequence: size of the axis over which the tokens of a row are split.
-      One of the five may be -1: all devices that remain.
-    devices: which; None: all there are.
+    data: size of the axis that replicates parameters and shards rows.
+    fsdp: size of the axis that shards parameters and rows.
+    tensor: size of the axis that shards heads and MLP columns.
+    expert: size of the axis that shards experts and rows.
+    sequence: size of the axis that shards the tokens of a row. One of the five
+      sizes may be -1, for all remaining devices.
+    devices: the devices; None: all.
 
   Raises:
-    ValueError: if the sizes do not make up the number of devices.
+    ValueError: if the product of the sizes is not the number of devices.
   """
   devices = jax.devices() if devices is None else devices
   given = (data, fsdp, expert, sequence, tensor)
   sizes = dict(zip(AXES, given, strict=True))
   available = len(devices)
-  accepted = f'{" x ".join(AXES)} must be {available}, one may be -1'
+  accepted = f'{" x ".join(AXES)} must be {available}; one size may be -1'
   remaining, open_axes = available, []
   for name, size in sizes.items():
     if size == -1:
       open_axes.append(name)
     elif size < 1 or remaining % size:
       raise ValueError(
-        f'mesh.{name}={size}: does not make up {available} device(s); '
-        f'{accepted}'
+        f'mesh.{name}={size}: does not fit {available} device(s); {accepted}'
       )
     else:
       remaining //= size
@@ -81,7 +81,7 @@ def make_mesh(
   elif remaining > 1:
     others = ', '.join(f'{k}={v}' for k, v in sizes.items() if k != 'data')
     raise ValueError(
-      f'mesh.data={data}: with {others} does not make up {available} '
+      f'mesh.data={data}: with {others} does not use all {available} '
       f'device(s); {accepted}'
     )
   mesh = jax.make_mesh(
@@ -90,8 +90,8 @@ def make_mesh(
     axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
     devices=devices,
   )
-  # A host's devices follow each other, so that it can sample by itself: the
-  # order that suits a torus goes through several hosts and back.
+  # Keep the devices of a host adjacent, so that each host can sample on its
+  # own. The order for a torus alternates between hosts.
   order = sorted(mesh.devices.flat, key=lambda device: device.process_index)
   return jax.sharding.Mesh(
     np.array(order).reshape(mesh.devices.shape),
@@ -101,11 +101,11 @@ def make_mesh(
 
 
 def shardings(mesh: jax.sharding.Mesh, axes: dict) -> dict:
-  """Returns the sharding of each leaf.
+  """Returns the sharding of each leaf of a tree.
 
   Args:
     mesh: the devices.
-    axes: tree whose leaves are tuples of logical axes, one a dimension.
+    axes: tree whose leaves are tuples with a logical axis for each dimension.
   """
 
   def spec(leaf: tuple[str | None, ...]) -> NamedSharding:
@@ -115,11 +115,11 @@ def shardings(mesh: jax.sharding.Mesh, axes: dict) -> dict:
 
 
 def described(shapes: Any, shardings: Any) -> Any:
-  """Returns arrays' shapes and types with shardings, as `jax.jit` lowers them.
+  """Returns a tree of `jax.ShapeDtypeStruct` with shardings, for lowering.
 
   Args:
-    shapes: tree of arrays, or of what has a shape and a type.
-    shardings: a tree of the same form.
+    shapes: tree of arrays, or of objects with a shape and a dtype.
+    shardings: tree of shardings with the same structure.
   """
   return jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
@@ -129,21 +129,25 @@ def described(shapes: Any, shardings: Any) -> Any:
 
 
 def sampling_mesh(mesh: jax.sharding.Mesh, tensor: int) -> jax.sharding.Mesh:
-  """Returns the same devices, in the same order, as `data` and `tensor`.
+  """Returns the same devices, in order, as a mesh of `data` and `tensor` only.
 
-  Sampling reads all parameters for every token, so they are cut over `tensor`
-  alone, and each group of that many devices has them whole. A group is of
-  devices that follow each other in the mesh, and so mostly of one host.
+  Sampling reads all parameters for every token, so they are sharded over
+  `tensor` only, and each group of `tensor` devices has a copy of them. A group
+  consists of adjacent devices of the mesh, which usually belong to one host.
+
+  Args:
+    mesh: the devices.
+    tensor: devices of a group.
 
   Raises:
-    ValueError: if `tensor` does not divide the devices.
+    ValueError: if `tensor` does not divide the number of devices.
   """
   if mesh.size % tensor:
     raise ValueError(
       f'rollout.tensor={tensor}: does not divide {mesh.size} device(s); must '
       'be a divisor'
     )
-  return _of_devices(mesh.devices.reshape(-1, tensor))
+  return _sampling_mesh(mesh.devices.reshape(-1, tensor))
 
 
 def sampling_tensor(
@@ -152,16 +156,17 @@ def sampling_tensor(
   device_bytes: int | None,
   cuttable: int,
 ) -> int:
-  """Returns over how many devices sampling should cut a model.
+  """Returns the number of devices to shard a model over for sampling.
 
-  The fewest, doubling from the mesh's own `tensor` as far as a host has it,
-  that leave three quarters of a device's memory to the cache and to training.
+  It starts at the part of the mesh's `tensor` axis that is within a host, and
+  doubles until the parameters take at most a quarter of a device's memory; the
+  rest is for the cache and for training.
 
   Args:
     mesh: the devices.
-    parameter_bytes: of the model as it is sampled from.
-    device_bytes: memory of a device; None, unknown, is taken for enough.
-    cuttable: a multiple of every number into which the model can be cut.
+    parameter_bytes: size of the model in the sampler's type.
+    device_bytes: memory of a device; None: unknown, assumed to be enough.
+    cuttable: see `qwen.cuttable`.
   """
   tensor = math.gcd(mesh.shape['tensor'], len(mesh.local_devices))
   while (
@@ -174,14 +179,14 @@ def sampling_tensor(
 
 
 def device_bytes(mesh: jax.sharding.Mesh) -> int | None:
-  """Returns the memory of the smallest device; None where they do not tell."""
+  """Returns the memory of the smallest device, or None if it is unknown."""
   stats = mesh.local_devices[0].memory_stats() or {}
-  found = hosts.tell_all(stats.get('bytes_limit'))
-  return None if None in found else min(found)
+  limits = hosts.tell_all(stats.get('bytes_limit'))
+  return None if None in limits else min(limits)
 
 
 def on_one_host(mesh: jax.sharding.Mesh) -> bool:
-  """Whether no tensor group has devices of several processes."""
+  """Returns whether each tensor group has devices of one process only."""
   return all(
     len({device.process_index for device in group}) == 1
     for group in mesh.devices.reshape(-1, mesh.shape['tensor'])
@@ -190,14 +195,15 @@ def on_one_host(mesh: jax.sharding.Mesh) -> bool:
 
 def local_mesh(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
   """Returns this process's part of a mesh that is `on_one_host`."""
-  here = jax.process_index()
+  process = jax.process_index()
   groups = mesh.devices.reshape(-1, mesh.shape['tensor'])
-  return _of_devices(
-    np.array([group for group in groups if group[0].process_index == here])
+  return _sampling_mesh(
+    np.array([group for group in groups if group[0].process_index == process])
   )
 
 
-def _of_devices(devices: np.ndarray) -> jax.sharding.Mesh:
+def _sampling_mesh(devices: np.ndarray) -> jax.sharding.Mesh:
+  """Returns a mesh of devices [data, tensor]."""
   data, tensor = devices.shape
   return jax.sharding.Mesh(
     devices.reshape(data, 1, 1, 1, tensor),
@@ -207,11 +213,11 @@ def _of_devices(devices: np.ndarray) -> jax.sharding.Mesh:
 
 
 def localize(tree: Any, local: jax.sharding.Mesh) -> Any:
-  """Returns arrays on the local mesh, made of the parts that are here.
+  """Returns arrays on the local mesh, made of this process's shards.
 
   Args:
-    tree: of arrays on a mesh of all processes, cut along `tensor` at most.
-    local: of `local_mesh`.
+    tree: arrays on a mesh of all processes, sharded over `tensor` at most.
+    local: the result of `local_mesh`.
   """
 
   def move(array: jax.Array) -> jax.Array:
@@ -227,16 +233,16 @@ def localize(tree: Any, local: jax.sharding.Mesh) -> Any:
 def check(
   mesh: jax.sharding.Mesh, shapes: dict, axes: dict, *, field: str = 'mesh'
 ) -> None:
-  """Refuses a mesh over which a parameter cannot be cut evenly.
+  """Checks that a mesh divides every parameter into equal shards.
 
   Args:
     mesh: the devices.
     shapes: tree of the parameters' shapes.
     axes: tree of their logical axes.
-    field: of the config that has the mesh's sizes.
+    field: section of the config that sets the sizes of the mesh.
 
   Raises:
-    ValueError: in one line naming mesh axis and dimension.
+    ValueError: if it does not, in one line that names mesh axis and dimension.
   """
 
   def is_leaf(x: object) -> bool:
@@ -248,10 +254,10 @@ def check(
     strict=True,
   ):
     for size, name in zip(shape, names, strict=True):
-      parts = mesh.shape[RULES[name]] if RULES[name] else 1
-      if size % parts:
+      shards = mesh.shape[RULES[name]] if RULES[name] else 1
+      if size % shards:
         raise ValueError(
-          f"{field}.{RULES[name]}={parts}: does not divide the model's {size} "
+          f"{field}.{RULES[name]}={shards}: does not divide the model's {size} "
           f'{name}; must be a divisor'
         )
 
@@ -267,18 +273,18 @@ def cache_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def on_tpu(mesh: jax.sharding.Mesh) -> bool:
-  """Whether a mesh is one of TPUs."""
+  """Returns whether the devices of a mesh are TPUs."""
   return mesh.devices.flat[0].platform == 'tpu'
 
 
 def cache_formats(mesh: jax.sharding.Mesh, cache: Any) -> Any:
-  """Returns sharding, and on TPUs the order in memory, of each cache array.
+  """Returns the sharding and, on TPUs, the memory layout of each cache array.
 
-  In another order a TPU could not write a token in place: it would copy the
+  With another layout, a TPU could not write a token in place and would copy the
   whole cache before and after each step.
 
   Args:
-    mesh: of devices that sample.
+    mesh: the devices that sample.
     cache: tree of {'k': [N, B, K, E, S], 'v': [N, B, K, S, E]}.
   """
   sharding = cache_sharding(mesh)
@@ -287,42 +293,47 @@ def cache_formats(mesh: jax.sharding.Mesh, cache: Any) -> Any:
 
   def format_of(path: tuple, array: jax.Array) -> Format:
     heads = array.shape[2] // mesh.shape[RULES['kv_heads']]
-    room, head = (4, 3) if path[-1].key == 'k' else (3, 4)
-    # What stands last but one is padded; a single head is out of the way.
-    one, more = (2, 0, 1, room, head), (0, 1, room, 2, head)
-    return Format(Layout(one if heads == 1 else more), sharding)
+    slots, head = (4, 3) if path[-1].key == 'k' else (3, 4)
+    # The second-minor dimension is padded, so a single head must not be there.
+    one_head, several = (2, 0, 1, slots, head), (0, 1, slots, 2, head)
+    return Format(Layout(one_head if heads == 1 else several), sharding)
 
   return jax.tree_util.tree_map_with_path(format_of, cache)
 
 
 def everywhere(mesh: jax.sharding.Mesh) -> NamedSharding:
-  """Returns the sharding of arrays that each device has whole."""
+  """Returns the sharding of arrays that are replicated on every device."""
   return NamedSharding(mesh, PartitionSpec())
 
 
 def place_rows(mesh: jax.sharding.Mesh, arrays: Any) -> Any:
-  """Puts host arrays on the devices, their rows spread over BATCH.
+  """Places host arrays on the devices with their rows sharded over BATCH.
 
   Args:
-    mesh: the devices; where they are of several processes, each has to call
-      this with the same arrays.
+    mesh: the devices; every process of the mesh must call this with the same
+      arrays.
     arrays: tree of arrays whose first dimension is rows.
 
   Raises:
-    ValueError: if the rows do not divide into equal parts.
+    ValueError: if the rows do not divide into equal shards.
   """
   shards = batch_shards(mesh)
   for array in jax.tree.leaves(arrays):
     if array.shape[0] % shards:
       raise ValueError(
-        f'{array.shape[0]} rows do not divide over {shards} parts of the mesh '
-        f'({" x ".join(BATCH)}); must be a multiple'
+        f'{array.shape[0]} rows do not divide into {shards} shards of the mesh '
+        f'({" x ".join(BATCH)}); must be a multiple of {shards}'
       )
   return place(arrays, batch_sharding(mesh))
 
 
 def place(arrays: Any, sharding: NamedSharding) -> Any:
-  """Puts a tree of host arrays, the same in all processes, on the devices."""
+  """Places host arrays, the same in all processes, on the devices.
+
+  Args:
+    arrays: tree of host arrays.
+    sharding: sharding of every array.
+  """
   if sharding.is_fully_addressable:
     return jax.device_put(arrays, sharding)
   return jax.tree.map(
@@ -334,28 +345,32 @@ def place(arrays: Any, sharding: NamedSharding) -> Any:
 
 
 def fetch(array: jax.Array) -> np.ndarray:
-  """Returns an array whole; all processes that hold it must call this."""
+  """Returns a copy of an array on the host.
+
+  If it is sharded over several processes, all of them must call this.
+  """
   if array.is_fully_addressable or array.is_fully_replicated:
     return np.asarray(array)
   return multihost_utils.process_allgather(array, tiled=True)
 
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:
-  """Returns into how many parts rows are split; must divide their number."""
+  """Returns the number of shards of the rows; must divide the rows."""
   return math.prod(mesh.shape[axis] for axis in BATCH)
 
 
 def parts(axis: str) -> int:
-  """Returns the size of an axis of the mesh in use; 1 without a mesh."""
+  """Returns the size of an axis of the current mesh; 1 without a mesh."""
   return dict(jax.sharding.get_abstract_mesh().shape).get(axis, 1)
 
 
 def constrain(x: jax.Array, axes: tuple) -> jax.Array:
-  """Keeps an array cut as told over the mesh in use; without one, as it is.
+  """Constrains the sharding of an array over the current mesh, if there is one.
 
   Args:
     x: the array.
-    axes: for each dimension mesh axes, or None; the rest is not cut.
+    axes: mesh axes of each dimension, or None; later dimensions are not
+      sharded.
   """
   if jax.sharding.get_abstract_mesh().empty:
     return x
@@ -363,25 +378,30 @@ def constrain(x: jax.Array, axes: tuple) -> jax.Array:
 
 
 def constrain_rows(x: jax.Array) -> jax.Array:
-  """Keeps rows [B, ...], and their tokens [B, L, ...], spread over devices."""
+  """Constrains the sharding of rows [B, ...] or of their tokens [B, L, ...]."""
   return constrain(x, row_axes(x))
 
 
 def row_axes(x: jax.Array) -> tuple:
-  """Returns the mesh axes of rows [B, ...], and of tokens [B, L, ...]."""
-  tokens = x.ndim > 2 and x.shape[1] % parts('sequence') == 0  # noqa: PLR2004
-  return (BATCH, 'sequence') if tokens else (BATCH,)
+  """Returns the mesh axes of rows [B, ...] or of their tokens [B, L, ...]."""
+  has_tokens = (
+    x.ndim > 2 and x.shape[1] % parts('sequence') == 0  # noqa: PLR2004
+  )
+  return (BATCH, 'sequence') if has_tokens else (BATCH,)
 
 
 def on_each_device(
   function: Callable, inputs: tuple[tuple, ...], outputs: tuple
 ) -> Callable:
-  """Returns a function that runs on each device's parts of its arguments.
+  """Returns the function mapped over the devices of the current mesh.
+
+  Without a mesh, returns the function itself.
 
   Args:
-    function: of arrays; may exchange over the mesh's axes.
-    inputs: for each argument, the mesh axes of its dimensions.
-    outputs: those of the result.
+    function: takes and returns each device's shards; may use collectives over
+      the axes of the mesh.
+    inputs: mesh axes of the dimensions of each argument.
+    outputs: mesh axes of the dimensions of the result.
   """
   if jax.sharding.get_abstract_mesh().empty:
     return function

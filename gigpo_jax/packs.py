@@ -1,13 +1,13 @@
-"""From rows to microbatches: arrays of few shapes for the learner's programs.
+"""Pack rows into microbatches: arrays of few shapes for compiled programs.
 
-A pack is a prompt and completions of it: [prompt, completion, completion, ..].
-Without sharing it is a row, one completion; with it, rows with the same prompt
-are one pack, so that the prompt is computed once. Completion tokens, which are
-what losses are of, are listed apart, those of each shard of the packs without
-gaps, so that no logits are computed for anything else. Knows no device.
+A pack is a prompt and some of its completions: [prompt, completion, ..].
+Without sharing, a pack is one row. With sharing, rows with the same prompt form
+one pack, so the prompt is computed once. The completion tokens, on which losses
+are computed, are also listed separately, without gaps within each shard of the
+packs. Logits are computed for these tokens only. This module uses numpy only.
 
-Shapes. **B** packs, **L** tokens of a pack, **S** shards of the packs, **N**
-completion tokens of a shard.
+Shapes: **R** rows, **B** packs, **L** tokens of a pack, **S** shards of the
+packs, **N** completion tokens of a shard.
 """
 
 import dataclasses
@@ -18,26 +18,26 @@ from jaxtyping import Bool, Int
 
 from gigpo_jax import batch
 
-# Longest completions that a pack has room for.
+# Completions of maximum length that fit into a shared pack.
 _SHARED_COMPLETIONS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Microbatch:
-  """Some rows as one program takes them.
+  """Some rows, as the input of one call of a compiled program.
 
   Attributes:
-    rows: numbers of the rows.
-    tokens: of the packs, padded right.
-    positions: of each token in its row; None: they are 0, 1, ..
+    rows: indices of the rows in the batch.
+    tokens: tokens of the packs, padded right.
+    positions: position of each token in its row; None: 0, 1, ..
     branches: 0 for a prompt, 1, 2, .. for its completions; None: all are 0.
-    before: place of the token ahead of each completion token, in its shard's
-      tokens, B / S packs one after another.
+    before: index of the token that precedes each completion token, into the
+      B / S * L tokens of its shard.
     targets: the completion tokens.
-    row: number of the row of each.
-    column: its number in the completion.
-    mask: which of them there are; the first ones of each shard.
-    local: number of the row of each among those of its shard.
+    row: index of each completion token's row in the batch.
+    column: index of each completion token in its completion.
+    mask: true for completion tokens, false for padding at the end of a shard.
+    local: index of each completion token's row among the rows of its shard.
   """
 
   rows: Int[np.ndarray, ' R']
@@ -52,8 +52,8 @@ class Microbatch:
   local: Int[np.ndarray, 'S N']
 
   def inputs(self) -> dict[str, np.ndarray]:
-    """Returns what a model needs of it."""
-    found = {
+    """Returns the arrays that a compiled program takes."""
+    arrays = {
       'tokens': self.tokens,
       'before': self.before,
       'targets': self.targets,
@@ -61,33 +61,37 @@ class Microbatch:
       'local': self.local,
     }
     if self.branches is not None:
-      found |= {'positions': self.positions, 'branches': self.branches}
-    return found
+      arrays |= {'positions': self.positions, 'branches': self.branches}
+    return arrays
 
   def take(self, values: np.ndarray) -> np.ndarray:
-    """Returns values of rows, [R] or [R, C], as those of tokens, [S, N].
+    """Gathers values of rows, [R] or [R, C], for each token, [S, N].
 
-    They are 0 where there is no token.
+    Padding gets 0.
     """
-    two = values.ndim > 1
-    found = values[self.row, self.column] if two else values[self.row]
-    return np.where(self.mask, found, 0).astype(values.dtype)
+    per_token = values.ndim > 1
+    taken = values[self.row, self.column] if per_token else values[self.row]
+    return np.where(self.mask, taken, 0).astype(values.dtype)
 
   def put(self, values: np.ndarray, into: np.ndarray) -> None:
-    """Writes values of tokens, [S, N], into an array of rows, [R, C]."""
+    """Writes values of tokens, [S, N], into an array of rows, [R, C].
+
+    Args:
+      values: values of the tokens; those of padding are ignored.
+      into: array to modify.
+    """
     into[self.row[self.mask], self.column[self.mask]] = values[self.mask]
 
 
 class Packer:
-  """Packs rows for programs of few shapes.
+  """Packs rows into microbatches of few shapes.
 
   Args:
-    size: B.
-    shards: S, a divisor of it.
-    length_buckets: rising; what L may be.
-    max_completion_tokens: of a row.
-    share: whether rows with the same prompt make one pack.
-
+    size: B, packs of a microbatch.
+    shards: S, a divisor of `size`.
+    length_buckets: accepted values of L, ascending.
+    max_completion_tokens: longest completion of a row.
+    share: whether rows with the same prompt form one pack.
   """
 
   def __init__(
@@ -101,19 +105,19 @@ class Packer:
   ):
     self._size, self._shards = size, shards
     self._buckets = tuple(length_buckets)
-    most = max_completion_tokens * (_SHARED_COMPLETIONS if share else 1)
-    self._most = {length: min(most, length) for length in self._buckets}
+    limit = max_completion_tokens * (_SHARED_COMPLETIONS if share else 1)
+    self._max_targets = {length: min(limit, length) for length in self._buckets}
     self._share = share
     self.forget()
 
   def microbatches(
     self, rows: batch.Rows, index: np.ndarray
   ) -> Iterator[Microbatch]:
-    """Yields microbatches of rows, packs of similar length, the longest first.
+    """Yields microbatches of packs of similar length, the longest first.
 
     Args:
-      rows: of an iteration.
-      index: which of them.
+      rows: rows of an iteration.
+      index: indices of the rows to pack.
 
     Raises:
       ValueError: if a row is longer than the last bucket.
@@ -122,38 +126,38 @@ class Packer:
     if longest > self._buckets[-1]:
       raise ValueError(
         f'learner.length_buckets={self._buckets}: a row has {longest} tokens; '
-        'the last bucket must hold it'
+        f'the last bucket must be at least {longest}'
       )
     packs = [self._pack(rows, members) for members in self.units(rows, index)]
-    packs = [pack for parts in packs for pack in parts]
+    packs = [pack for unit in packs for pack in unit]
     lengths = np.array([_length(rows, pack) for pack in packs])
     order = np.argsort(-lengths, kind='stable')
     for start in range(0, len(packs), self._size):
-      part = [packs[n] for n in order[start : start + self._size]]
+      chosen = [packs[n] for n in order[start : start + self._size]]
       length = lengths[order[start]]
       yield self._build(
-        rows, part, next(b for b in self._buckets if b >= length)
+        rows, chosen, next(b for b in self._buckets if b >= length)
       )
 
   def units(self, rows: batch.Rows, index: np.ndarray) -> list[np.ndarray]:
-    """Returns rows that belong together, in the order of their first ones."""
+    """Groups rows that may share a pack, in order of their first rows."""
     if not self._share:
       return [index[n : n + 1] for n in range(len(index))]
-    found: dict[bytes, list[int]] = {}
+    by_prompt: dict[bytes, list[int]] = {}
     for r in index:
       prompt = rows.tokens[r, : rows.prompt_lengths[r]].tobytes()
-      found.setdefault(prompt, []).append(r)
-    return [np.array(members) for members in found.values()]
+      by_prompt.setdefault(prompt, []).append(r)
+    return [np.array(members) for members in by_prompt.values()]
 
   def forget(self) -> None:
-    """Begins to count anew."""
+    """Resets the metrics."""
     self._tokens = self._padded = self._saved = 0
 
   def take_metrics(self) -> dict[str, float]:
-    """Returns what was packed since the last call.
+    """Returns metrics of the packs since the last call, and resets them.
 
-    Tokens, the share of padding beside them, and tokens of prompts that were
-    there already.
+    The metrics are the number of tokens, the fraction of padding, and the
+    number of prompt tokens saved by sharing.
     """
     metrics = {
       'packs/tokens': float(self._tokens),
@@ -164,19 +168,19 @@ class Packer:
     return metrics
 
   def empty(self, length: int) -> Microbatch:
-    """Returns a microbatch of a bucket with nothing in it."""
+    """Returns a microbatch of padding with packs of `length` tokens."""
     return self._build(None, [], length)
 
   def _pack(self, rows: batch.Rows, members: np.ndarray) -> list[list[int]]:
-    """Cuts rows with the same prompt into packs that there is room for."""
+    """Splits rows with the same prompt into packs that fit the last bucket."""
     prompt = int(rows.prompt_lengths[members[0]])
     longest = self._buckets[-1]
-    room = min(longest - prompt, self._most[longest])
+    capacity = min(longest - prompt, self._max_targets[longest])
     packs, used = [[]], 0
     for r in members:
       completion = int(rows.lengths[r]) - prompt
       total = used + completion
-      if packs[-1] and total > room:
+      if packs[-1] and total > capacity:
         packs.append([])
         total = completion
       packs[-1].append(int(r))
@@ -184,39 +188,42 @@ class Packer:
     return packs
 
   def _build(self, rows, packs: list[list[int]], length: int) -> Microbatch:
-    each = self._size // self._shards
+    """Returns a microbatch of the packs, padded to `length` tokens each."""
+    packs_per_shard = self._size // self._shards
     tokens = np.zeros((self._size, length), np.int32)
     positions, branches = tokens.copy(), tokens.copy()
-    room = each * self._most[length]
-    lists = np.zeros((4, self._shards, room), np.int32)
-    local = np.zeros((self._shards, room), np.int32)
-    held = np.zeros(self._shards, np.int32)
-    mask = np.zeros((self._shards, room), bool)
-    filled = np.zeros(self._shards, np.int64)
+    capacity = packs_per_shard * self._max_targets[length]
+    # The fields before, targets, row and column.
+    lists = np.zeros((4, self._shards, capacity), np.int32)
+    local = np.zeros((self._shards, capacity), np.int32)
+    row_counts = np.zeros(self._shards, np.int32)
+    mask = np.zeros((self._shards, capacity), bool)
+    token_counts = np.zeros(self._shards, np.int64)
     for b, pack in enumerate(packs):
-      shard, first = b // each, (b % each) * length
+      shard, offset = b // packs_per_shard, (b % packs_per_shard) * length
       prompt = int(rows.prompt_lengths[pack[0]])
       tokens[b, :prompt] = rows.tokens[pack[0], :prompt]
       positions[b, :prompt] = np.arange(prompt)
-      at = prompt
+      end = prompt
       for branch, r in enumerate(pack, 1):
         count = int(rows.lengths[r]) - prompt
         ids = rows.tokens[r, prompt : prompt + count]
         columns = np.arange(count)
-        tokens[b, at : at + count] = ids
-        positions[b, at : at + count] = prompt + columns
-        branches[b, at : at + count] = branch
-        ahead = at + columns - 1
-        ahead[:1] = prompt - 1
-        n = filled[shard]
-        entries = np.stack([first + ahead, ids, np.full(count, r), columns])
+        tokens[b, end : end + count] = ids
+        positions[b, end : end + count] = prompt + columns
+        branches[b, end : end + count] = branch
+        before = end + columns - 1
+        # The first token follows the prompt, not the previous completion.
+        before[:1] = prompt - 1
+        n = token_counts[shard]
+        entries = np.stack([offset + before, ids, np.full(count, r), columns])
         lists[:, shard, n : n + count] = entries
         mask[shard, n : n + count] = True
-        local[shard, n : n + count] = held[shard]
-        held[shard] += 1
-        filled[shard] += count
-        at += count
-      self._tokens += at
+        local[shard, n : n + count] = row_counts[shard]
+        row_counts[shard] += 1
+        token_counts[shard] += count
+        end += count
+      self._tokens += end
       self._saved += prompt * (len(pack) - 1)
     self._padded += tokens.size
     return Microbatch(

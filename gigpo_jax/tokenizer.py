@@ -1,10 +1,12 @@
-"""Text to ids and back: the checkpoint's own tokenizer and chat template.
+"""Convert text to token ids and back with a checkpoint's tokenizer.
 
-A thin face over `transformers` tokenizers, and `train`, which makes a small
-byte-level BPE with Qwen's special tokens offline. Knows no environment.
+A thin wrapper around the tokenizers and chat templates of `transformers`, and
+`train`, which trains a small byte-level BPE with Qwen's special tokens offline.
+This module does not depend on environments.
 
-Special tokens come from the chat template and `end_of_turn` only. A message or
-response that spells one, such as <|im_start|>, is encoded as ordinary text.
+Special tokens come from the chat template and `end_of_turn` only. If a message
+or response contains the text of a special token, such as <|im_start|>, it is
+encoded as ordinary text.
 """
 
 import hashlib
@@ -24,14 +26,14 @@ OVERFLOW_POLICIES = ('error', 'drop_history', 'truncate_left')
 END_OF_TURN = '<|im_end|>'
 SPECIAL_TOKENS = ('<|endoftext|>', '<|im_start|>', END_OF_TURN)
 
-# Qwen2's split into words: contractions, letters with a leading sign or
-# blank, single digits, punctuation, newlines, blanks.
+# Qwen2's split into words: contractions, letters with a leading sign or space,
+# single digits, punctuation, newlines, spaces.
 _SPLIT = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
   r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
 )
 
-# ChatML as Qwen has it, without a default system prompt.
+# Qwen's ChatML template, without a default system prompt.
 _CHAT_TEMPLATE = (
   '{% for message in messages %}'
   "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
@@ -43,11 +45,11 @@ _CHAT_TEMPLATE = (
 
 _GENERATION = 'generation_config.json'
 
-# A message that a chat template has to render.
+# A message that the output of a chat template must contain.
 _PROBE = 'probe 123'
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
   return f'{type(error).__name__}: {" ".join(str(error).split())[:200]}'
 
 
@@ -55,43 +57,43 @@ class Tokenizer:
   """A checkpoint's tokenizer with its chat template.
 
   Args:
-    directory: a Hugging Face directory that holds a tokenizer.
-    enable_thinking: passed to the template; models that think by default
-      (Qwen3) have a switch of this name, others ignore it.
+    directory: a Hugging Face directory with a tokenizer.
+    enable_thinking: passed to the chat template; the templates of models that
+      think by default (Qwen3) use it, others ignore it.
 
   Raises:
-    ValueError: in one line, if there is no tokenizer or no chat template, or
-      one that does not work.
+    ValueError: if the tokenizer or the chat template is missing or invalid; in
+      one line.
   """
 
   def __init__(self, directory: str, *, enable_thinking: bool = False):
     if not os.path.exists(os.path.join(directory, 'tokenizer_config.json')):
       raise ValueError(
-        f'model.path={directory}: no tokenizer_config.json there; needs a '
-        'Hugging Face directory with a tokenizer'
+        f'model.path={directory}: no tokenizer_config.json; needs a Hugging '
+        'Face directory with a tokenizer'
       )
-    # Without them an empty one would be made.
+    # Without these files, transformers would return an empty tokenizer.
     vocabularies = ('tokenizer.json', 'vocab.json')
     if not any(os.path.exists(f'{directory}/{v}') for v in vocabularies):
       raise ValueError(
-        f'model.path={directory}: no {" or ".join(vocabularies)} there; needs '
-        'a Hugging Face directory with a tokenizer'
+        f'model.path={directory}: no {" or ".join(vocabularies)}; needs a '
+        'Hugging Face directory with a tokenizer'
       )
     try:
-      # Nothing of the hub's, and no program of the checkpoint's own.
+      # Do not access the hub or run code of the checkpoint.
       self._hf = transformers.AutoTokenizer.from_pretrained(
         directory, local_files_only=True, trust_remote_code=False
       )
-    except Exception as error:  # The libraries' own, of all sorts.
+    except Exception as error:  # The libraries raise errors of many types.
       raise ValueError(
-        f'model.path={directory}: its tokenizer cannot be read '
-        f'({_line(error)}); needs tokenizer.json and tokenizer_config.json'
+        f'model.path={directory}: cannot read the tokenizer '
+        f'({_one_line(error)}); needs tokenizer.json and tokenizer_config.json'
       ) from error
     self.directory = directory
     self._enable_thinking = enable_thinking
     if not self._hf.chat_template:
       raise ValueError(
-        f'model.path={directory}: its tokenizer has no chat template; use an '
+        f'model.path={directory}: the tokenizer has no chat template; use an '
         'instruction-tuned checkpoint'
       )
     special = [
@@ -99,39 +101,44 @@ class Tokenizer:
       for token in self._hf.added_tokens_decoder.values()
       if token.special
     ]
-    # Of two that begin alike the longer.
+    # Longer tokens first, so that they match before their prefixes.
     names = map(re.escape, sorted(special, key=len, reverse=True))
     self._special = re.compile('|'.join(names) or r'(?!)')
     self._more_stop_ids = self._generation_stop_ids()
     try:
-      rendered = self._template(_PROBE)  # In a sandbox.
-    except Exception as error:  # Whatever a template may do.
+      # transformers renders templates in a sandbox.
+      rendered = self._template(_PROBE)
+    except Exception as error:  # A template may raise any error.
       raise ValueError(
-        f'model.path={directory}: its chat template cannot be rendered '
-        f'({_line(error)}); correct it, or use another checkpoint'
+        f'model.path={directory}: cannot render the chat template '
+        f'({_one_line(error)}); correct it, or use another checkpoint'
       ) from error
     if _PROBE not in rendered:
       raise ValueError(
-        f'model.path={directory}: its chat template leaves out the message; '
+        f'model.path={directory}: the chat template leaves out the message; '
         'correct it, or use another checkpoint'
       )
 
   @property
   def vocab_size(self) -> int:
-    """Ids that mean something; a model may have more embedding rows."""
+    """Returns the number of token ids; a model may have more embeddings."""
     return len(self._hf)
 
   @property
   def fingerprint(self) -> str:
-    """Differs between tokenizers whose ids mean other things."""
+    """Returns a hash of the vocabulary, 16 hexadecimal digits."""
     vocabulary = sorted((n, token) for token, n in self._hf.get_vocab().items())
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
 
   @property
   def stop_ids(self) -> tuple[int, ...]:
-    """Tokens that end a response: of the tokenizer and generation_config."""
+    """Returns the ids of tokens that end a response.
+
+    They come from the tokenizer and from generation_config.json.
+    """
     named = self._hf.convert_tokens_to_ids([END_OF_TURN, '<|endoftext|>'])
-    ids = {*named} - {self._hf.unk_token_id}  # Of names that are not there.
+    # Tokens that are not in the vocabulary get the unknown id.
+    ids = {*named} - {self._hf.unk_token_id}
     ids |= {self._hf.eos_token_id, *self._more_stop_ids}
     ids.discard(None)
     return tuple(sorted(ids))
@@ -142,37 +149,43 @@ class Tokenizer:
     if not path.is_file():
       return []
     try:
-      found = json.loads(path.read_text(encoding='utf-8')).get('eos_token_id')
+      value = json.loads(path.read_text(encoding='utf-8')).get('eos_token_id')
     except (OSError, ValueError, AttributeError, RecursionError) as error:
       raise ValueError(
-        f'model.path={self.directory}: {_GENERATION} cannot be read '
-        f'({_line(error)}); must be a JSON object'
+        f'model.path={self.directory}: cannot read {_GENERATION} '
+        f'({_one_line(error)}); must be a JSON object'
       ) from error
-    ids = [] if found is None else found
+    ids = [] if value is None else value
     ids = ids if isinstance(ids, list) else [ids]
-    # bool is an int.
+    # `type` and not `isinstance`: a bool is an int.
     if not all(type(n) is int and 0 <= n < self.vocab_size for n in ids):
       raise ValueError(
         f'model.path={self.directory}: {_GENERATION} has eos_token_id='
-        f'{json.dumps(found)[:80]}; must be token ids below {self.vocab_size}'
+        f'{json.dumps(value)[:80]}; must be token ids below {self.vocab_size}'
       )
     return ids
 
   def render(self, prompts: Sequence[str]) -> list[np.ndarray]:
-    """Returns the ids of each user message in the chat template, int32 [P]."""
-    spells = [bool(self._special.search(prompt)) for prompt in prompts]
+    """Renders user messages in the chat template; returns ids, int32 [P] each.
+
+    Args:
+      prompts: user messages.
+    """
+    contains_special = [
+      bool(self._special.search(prompt)) for prompt in prompts
+    ]
     plain = iter(
       self._encode(
         [
           self._template(prompt)
-          for prompt, special in zip(prompts, spells, strict=True)
+          for prompt, special in zip(prompts, contains_special, strict=True)
           if not special
         ]
       )
     )
     return [
       self._render_as_text(prompt) if special else next(plain)
-      for prompt, special in zip(prompts, spells, strict=True)
+      for prompt, special in zip(prompts, contains_special, strict=True)
     ]
 
   def _template(self, prompt: str) -> str:
@@ -184,35 +197,40 @@ class Tokenizer:
     )
 
   def _render_as_text(self, prompt: str) -> np.ndarray:
-    """Renders a message that spells special tokens, which stay text.
+    """Renders a message whose text contains special tokens, as plain text.
 
-    The template gets a mark in place of each of them, so that all that it
-    returns are its own.
+    Placeholders replace them in the message, so every special token in the
+    output of the template belongs to the template.
     """
-    # Marks that the message cannot hold.
+    # Placeholders contain a hash of the message, so it cannot contain them.
     digest = hashlib.sha256(prompt.encode(errors='backslashreplace'))
-    spelled = sorted(set(self._special.findall(prompt)))
-    marks = {s: f'{digest.hexdigest()}{n:06}' for n, s in enumerate(spelled)}
+    contained = sorted(set(self._special.findall(prompt)))
+    placeholders = {
+      s: f'{digest.hexdigest()}{n:06}' for n, s in enumerate(contained)
+    }
     rendered = self._template(
-      self._special.sub(lambda match: marks[match[0]], prompt)
+      self._special.sub(lambda match: placeholders[match[0]], prompt)
     )
     ids = []
-    for part in re.split(f'({self._special.pattern})', rendered):
-      if self._special.fullmatch(part):
-        ids += self._encode([part])
+    for segment in re.split(f'({self._special.pattern})', rendered):
+      if self._special.fullmatch(segment):
+        ids += self._encode([segment])
         continue
-      for special, mark in marks.items():
-        part = part.replace(mark, special)
-      ids += self.encode([part])
+      for special, placeholder in placeholders.items():
+        segment = segment.replace(placeholder, special)
+      ids += self.encode([segment])
     return np.concatenate(ids)
 
   def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-    """Returns the ids of each text, int32, nothing added, all of it as text."""
+    """Returns the int32 ids of each text.
+
+    No tokens are added, and special tokens are encoded as ordinary text.
+    """
     return self._encode(texts, special=False)
 
   @property
   def end_of_turn(self) -> np.ndarray:
-    """The ids that end a message, int32."""
+    """Returns the int32 ids of the token that ends a message."""
     return self._encode([END_OF_TURN])[0]
 
   def _encode(
@@ -226,7 +244,7 @@ class Tokenizer:
     return [np.asarray(ids, np.int32) for ids in encoded['input_ids']]
 
   def decode(self, ids: Sequence[np.ndarray]) -> list[str]:
-    """Returns the text of each row of ids, special tokens left out."""
+    """Returns the text of each sequence of ids, without special tokens."""
     return self._hf.batch_decode(
       [row.tolist() for row in ids],
       skip_special_tokens=True,
@@ -236,15 +254,19 @@ class Tokenizer:
   def stop_finder(
     self, strings: Sequence[str]
   ) -> Callable[[np.ndarray, int], int | None]:
-    """Returns what finds the end of a response by strings.
+    """Returns a function that finds the end of a response by stop strings.
 
-    It takes ids so far and how many of them are new, and returns how many to
-    keep, up to the token that completes a string; None if none is there.
+    The function takes the ids so far and the number of new ids among them. It
+    returns the number of ids to keep, up to the token that completes a stop
+    string, or None if the response contains no stop string.
+
+    Args:
+      strings: the stop strings.
     """
     longest = max(len(string.encode()) for string in strings)
 
     def find(ids: np.ndarray, new: int) -> int | None:
-      # No token is shorter than a byte.
+      # A token has at least one byte.
       start = max(0, len(ids) - new - longest)
       (text,) = self.decode([ids[start:]])
       if not any(string in text for string in strings):
@@ -265,21 +287,22 @@ class Tokenizer:
     max_tokens: int,
     policy: str,
   ) -> list[tuple[np.ndarray, bool]]:
-    """Renders prompts within a limit; returns (ids, whether shortened).
+    """Renders prompts within a limit; returns a list of (ids, was shortened).
 
     Args:
       prompts: user messages.
-      short_prompts: the same without history.
-      max_tokens: limit of a rendered prompt.
-      policy: 'error' refuses; 'drop_history' takes the short prompt, and if
-        that is too long as well cuts it like 'truncate_left', which drops the
-        oldest tokens of the message, the template's head kept.
+      short_prompts: the same messages without history.
+      max_tokens: maximum length of a rendered prompt.
+      policy: what to do with a prompt that is too long. 'error' raises an
+        error. 'truncate_left' removes tokens from the start of the message and
+        keeps the head of the template. 'drop_history' uses the short prompt,
+        and truncates it likewise if it is too long.
 
     Raises:
-      ValueError: under 'error', naming both lengths.
+      ValueError: if a prompt is too long under 'error', with both lengths.
     """
     fitted = []
-    for number, ids in enumerate(self.render(prompts)):
+    for index, ids in enumerate(self.render(prompts)):
       shortened = len(ids) > max_tokens
       if shortened and policy == 'error':
         raise ValueError(
@@ -288,7 +311,7 @@ class Tokenizer:
           'drop_history or truncate_left'
         )
       if shortened and policy == 'drop_history':
-        (ids,) = self.render([short_prompts[number]])
+        (ids,) = self.render([short_prompts[index]])
       if len(ids) > max_tokens:
         head = self._head_length()
         tail = max_tokens - head
@@ -297,28 +320,38 @@ class Tokenizer:
     return fitted
 
   def template_tokens(self) -> int:
-    """Returns how many tokens the template takes around an empty message."""
+    """Returns the number of tokens of a rendered empty message."""
     (ids,) = self.render([''])
     return len(ids)
 
   def save(self, directory: str) -> None:
-    """Writes the tokenizer and its template as Hugging Face files."""
+    """Writes the tokenizer and its template as Hugging Face files.
+
+    Args:
+      directory: the target.
+    """
     self._hf.save_pretrained(directory)
 
   def _head_length(self) -> int:
-    one, two = self.render(['a', 'b'])
-    same = 0
-    while one[same] == two[same]:
-      same += 1
-    return same
+    """Returns the number of template tokens before a message."""
+    first, second = self.render(['a', 'b'])
+    length = 0
+    while first[length] == second[length]:
+      length += 1
+    return length
 
 
 def train(texts: Iterable[str], directory: str, *, vocab_size: int) -> None:
-  """Trains a byte-level BPE on texts and saves it, ready for `Tokenizer`.
+  """Trains a byte-level BPE on texts and saves it for `Tokenizer`.
 
-  The result is an ordinary Hugging Face tokenizer directory with Qwen2's
-  normalisation, word split, special tokens and ChatML template. The same texts
-  give the same tokenizer.
+  The result is a Hugging Face tokenizer directory with Qwen2's normalization,
+  word split, special tokens and ChatML template. The same texts give the same
+  tokenizer.
+
+  Args:
+    texts: texts to train on.
+    directory: the target.
+    vocab_size: number of tokens.
   """
   bpe = tokenizers.Tokenizer(models.BPE(byte_fallback=False))
   bpe.normalizer = normalizers.NFC()

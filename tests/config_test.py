@@ -259,7 +259,7 @@ def _copy(tmp_path: pathlib.Path) -> pathlib.Path:
 def test_a_model_without_safetensors_is_refused(tmp_path):
   model = _copy(tmp_path)
   (model / 'model.safetensors').unlink()
-  assert 'no *.safetensors there' in _refusal(model__path=str(model))
+  assert 'no *.safetensors files' in _refusal(model__path=str(model))
 
 
 def test_a_model_without_tokenizer_is_refused(tmp_path):
@@ -342,7 +342,7 @@ def test_another_shape_than_the_config_says_is_refused(tmp_path):
 
 @pytest.mark.parametrize('sizes', [(3, 1, 1), (16, 1, 1), (1, -1, 3)])
 def test_an_impossible_mesh_is_refused(sizes):
-  with pytest.raises(ValueError, match='does not make up 8 device'):
+  with pytest.raises(ValueError, match='does not fit 8 device'):
     mesh_lib.make_mesh(*sizes)
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face directories in and out, and what is refused."""
+"""Tests of Hugging Face directories: loading, saving and refused files."""
 
 import dataclasses
 import json
@@ -71,8 +71,8 @@ def test_round_trip_is_exact(saved, mesh):
 
 def test_an_index_over_several_files_is_read(saved, mesh):
   directory, config, params = saved
-  whole = directory / 'model.safetensors'
-  tensors = safetensors.numpy.load_file(whole)
+  path = directory / 'model.safetensors'
+  tensors = safetensors.numpy.load_file(path)
   names = sorted(tensors)
   parts = {'a.safetensors': names[::2], 'b.safetensors': names[1::2]}
   for file, part in parts.items():
@@ -81,12 +81,12 @@ def test_an_index_over_several_files_is_read(saved, mesh):
   (directory / 'model.safetensors.index.json').write_text(
     json.dumps({'weight_map': weight_map})
   )
-  whole.unlink()
+  path.unlink()
   loaded = huggingface.load(str(directory), config, mesh)
   jax.tree.map(np.testing.assert_array_equal, loaded, params)
 
 
-def test_transformers_loads_the_export_and_gives_the_same_tokens(saved, mesh):
+def test_transformers_loads_the_export_and_gives_the_same_logits(saved, mesh):
   torch = pytest.importorskip('torch', reason='parity needs PyTorch')
   import transformers
 
@@ -100,8 +100,8 @@ def test_transformers_loads_the_export_and_gives_the_same_tokens(saved, mesh):
   with torch.no_grad():
     expected = model(torch.tensor(tokens)).logits.numpy()
   hidden = qwen.hidden_states(config, params, tokens)
-  found = qwen.logits(config, params, hidden)
-  np.testing.assert_allclose(found, expected, atol=2e-5)
+  logits = qwen.logits(config, params, hidden)
+  np.testing.assert_allclose(logits, expected, atol=2e-5)
 
 
 def test_bfloat16_export_rounds(tmp_path, mesh):
@@ -118,7 +118,7 @@ def test_bfloat16_export_rounds(tmp_path, mesh):
   )
 
 
-def test_both_spellings_of_rope_theta(tmp_path):
+def test_rope_theta_may_be_in_rope_parameters(tmp_path):
   huggingface.save(
     str(tmp_path), _config(), qwen.init(_config(), jax.random.key(0))
   )
@@ -228,10 +228,10 @@ _REFUSED = [
   ({'is_causal': False}, 'is_causal=false; only true is'),
   ({'partial_rotary_factor': 0.5}, 'partial_rotary_factor=0.5; only 1 is'),
   ({'num_experts': 8}, 'num_experts=8; unknown'),
-  ({'logit_scale': 0.5}, 'logit_scale=0.5; unknown, it may change'),
+  ({'logit_scale': 0.5}, 'logit_scale=0.5; unknown field that may change'),
   ({'a\nb': 'c\n' * 99}, r'a\\nb="c\\n'),
   ({'tie_word_embeddings': 'false'}, 'tie_word_embeddings="false"; must be'),
-  ({'num_hidden_layers': True}, 'num_hidden_layers=true; must be a whole'),
+  ({'num_hidden_layers': True}, 'num_hidden_layers=true; must be an integer'),
   ({'num_hidden_layers': 10**12}, 'num_hidden_layers=1000000000000; must be'),
   ({'num_key_value_heads': 3}, 'num_key_value_heads=3; must divide into'),
   ({'head_dim': 5}, 'head_dim=5; must be even'),
@@ -268,27 +268,27 @@ _REFUSED = [
   (_yarn(attention_factor=0), 'attention_factor=0; of yarn must be'),
   (_yarn(mscale=1), 'mscale=1; only 0 is'),
   (_yarn(truncate=False), 'truncate=false; only true is'),
-  ({'rope_scaling': ['yarn']}, 'cannot be a model'),
+  ({'rope_scaling': ['yarn']}, 'does not describe a model'),
   (_QWEN3 | {'attention_bias': True}, 'attention_bias=true; only false is'),
   (_EXPERTS | {'mlp_only_layers': [0]}, 'mlp_only_layers=.0.; only'),
   (_EXPERTS | {'decoder_sparse_step': 2}, 'decoder_sparse_step=2; only 1 is'),
   (_EXPERTS | {'num_experts_per_tok': 5}, 'num_experts_per_tok=5; must be at'),
   (_EXPERTS | {'num_local_experts': 5}, 'num_local_experts=5; must be equal'),
   (_EXPERTS | {'norm_topk_prob': 1}, 'norm_topk_prob=1; must be true or'),
-  (_EXPERTS | {'num_experts': None}, 'lacks num_experts; all'),
-  ({'vocab_size': None}, 'lacks vocab_size; all are needed'),
+  (_EXPERTS | {'num_experts': None}, 'lacks num_experts; a mixture of experts'),
+  ({'vocab_size': None}, 'lacks vocab_size; all are required'),
 ]
 
 
 @pytest.mark.parametrize(('change', 'message'), _REFUSED)
-def test_a_config_of_another_network_is_refused(tmp_path, change, message):
+def test_an_unsupported_field_is_refused(tmp_path, change, message):
   with pytest.raises(ValueError, match=message) as error:
     _read(tmp_path, change)
   assert len(str(error.value).splitlines()) == 1
   assert len(str(error.value)) < 400  # noqa: PLR2004
 
 
-# What published checkpoints have besides the fields that are read.
+# Other fields that published checkpoints have.
 _PUBLISHED = {
   '_name_or_path': 'a',
   'attention_dropout': 0.0,
@@ -311,11 +311,11 @@ _PUBLISHED = {
 
 @pytest.mark.parametrize('family', [{}, _QWEN3, _EXPERTS])
 def test_fields_without_effect_are_accepted(tmp_path, family):
-  found = _read(tmp_path, family, _PUBLISHED)
-  assert found == _read(tmp_path, family)
+  config = _read(tmp_path, family, _PUBLISHED)
+  assert config == _read(tmp_path, family)
 
 
-def test_what_transformers_writes_is_accepted(tmp_path):
+def test_configs_that_transformers_writes_are_accepted(tmp_path):
   import transformers
 
   for name in ('Qwen2Config', 'Qwen3Config', 'Qwen3MoeConfig'):
@@ -329,12 +329,12 @@ def test_what_transformers_writes_is_accepted(tmp_path):
     ours = huggingface.read_config(str(tmp_path))
     assert ours.rope_theta == theirs.rope_parameters['rope_theta']
     assert ours.num_kv_heads == theirs.num_key_value_heads
-    # All their fields, not only those that differ from their defaults.
+    # All fields, not only those that differ from the defaults of transformers.
     (tmp_path / 'config.json').write_text(json.dumps(theirs.to_dict()))
     assert huggingface.read_config(str(tmp_path)) == ours
 
 
-def test_no_number_of_key_value_heads_is_as_many_as_heads(tmp_path):
+def test_null_key_value_heads_means_as_many_as_heads(tmp_path):
   import transformers
 
   theirs = transformers.Qwen2Config(
@@ -349,19 +349,19 @@ def test_no_number_of_key_value_heads_is_as_many_as_heads(tmp_path):
     huggingface.read_config(str(tmp_path))
 
 
-def test_a_billion_layers_or_experts_are_refused_at_once(tmp_path):
+def test_a_billion_layers_or_experts_are_refused_within_a_second(tmp_path):
   config = _config()
   params = qwen.init(config, jax.random.key(0))
   huggingface.save(str(tmp_path), config, params)
-  most = 2**31 - 1
+  largest = 2**31 - 1
   for sizes in (
     {'num_layers': 10**9},
-    {'num_layers': most, 'num_experts': most, 'experts_per_token': 2},
+    {'num_layers': largest, 'num_experts': largest, 'experts_per_token': 2},
   ):
-    started = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(ValueError, match='is missing.*; and more$'):
       huggingface.check(str(tmp_path), dataclasses.replace(config, **sizes))
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - start < 1
 
 
 def test_an_index_without_its_files_is_refused(saved):
@@ -369,16 +369,18 @@ def test_an_index_without_its_files_is_refused(saved):
   (directory / 'model.safetensors.index.json').write_text(
     json.dumps({'weight_map': {'model.norm.weight': 'gone.safetensors'}})
   )
-  with pytest.raises(ValueError, match='names gone.safetensors, which is not'):
+  with pytest.raises(
+    ValueError, match=r'gone\.safetensors of .* does not exist'
+  ):
     huggingface.check(str(directory), config)
 
 
 def test_an_index_that_names_the_wrong_file_is_refused(saved):
   directory, config, _ = saved
   tensors = safetensors.numpy.load_file(directory / 'model.safetensors')
-  gone = tensors.pop('model.norm.weight')
+  norm = tensors.pop('model.norm.weight')
   safetensors.numpy.save_file(tensors, directory / 'model.safetensors')
-  safetensors.numpy.save_file({'odd': gone}, directory / 'b.safetensors')
+  safetensors.numpy.save_file({'odd': norm}, directory / 'b.safetensors')
   weight_map = dict.fromkeys(tensors, 'model.safetensors')
   weight_map['model.norm.weight'] = 'b.safetensors'
   (directory / 'model.safetensors.index.json').write_text(
@@ -389,13 +391,13 @@ def test_an_index_that_names_the_wrong_file_is_refused(saved):
 
 
 @pytest.mark.parametrize('file', ['../a.safetensors', '/a.safetensors', '..'])
-def test_an_index_that_leaves_its_folder_is_refused(saved, file: str):
+def test_an_index_of_files_outside_its_folder_is_refused(saved, file: str):
   directory, config, _ = saved
   folder = directory / 'model'
   folder.mkdir()
-  whole = directory / 'model.safetensors'
-  names = safetensors.numpy.load_file(whole)
-  whole.rename(directory / 'a.safetensors')
+  path = directory / 'model.safetensors'
+  names = safetensors.numpy.load_file(path)
+  path.rename(directory / 'a.safetensors')
   (folder / 'model.safetensors.index.json').write_text(
     json.dumps({'weight_map': dict.fromkeys(names, file)})
   )
@@ -410,7 +412,7 @@ def test_a_second_file_of_the_same_tensors_is_refused(saved):
   safetensors.numpy.save_file(other, directory / 'z.safetensors')
   with pytest.raises(ValueError, match=r'is in model\.safetensors and in z'):
     huggingface.check(str(directory), config)
-  # Or one that the index does not name.
+  # So is a file that is not in the index.
   (directory / 'model.safetensors.index.json').write_text(
     json.dumps({'weight_map': dict.fromkeys(tensors, 'model.safetensors')})
   )
@@ -419,11 +421,13 @@ def test_a_second_file_of_the_same_tensors_is_refused(saved):
 
 
 @pytest.mark.parametrize('dtype', ['int8', 'int32', 'complex64', 'bool'])
-def test_tensors_that_are_no_weights_are_refused(saved, dtype: str):
+def test_tensors_of_other_types_are_refused(saved, dtype: str):
   directory, config, _ = saved
   norm = {'model.norm.weight': np.ones(16, dtype)}
   _edit(directory, lambda tensors: tensors.update(norm))
-  with pytest.raises(ValueError, match=r'weight is [A-Z0-9]+ in the file; kno'):
+  with pytest.raises(
+    ValueError, match=r'weight is [A-Z0-9]+ in the file; must be one of'
+  ):
     huggingface.check(str(directory), config)
 
 
@@ -436,7 +440,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, mesh, value, name):
   params = qwen.init(config, jax.random.key(0))
   huggingface.save(str(tmp_path), config, params)
   _edit(tmp_path, lambda tensors: tensors[name].flat.__setitem__(7, value))
-  with pytest.raises(ValueError, match=f'{name} holds NaN or infinity'):
+  with pytest.raises(ValueError, match=f'{name} contains NaN or infinity'):
     huggingface.load(str(tmp_path), config, mesh)
 
 
@@ -453,18 +457,18 @@ def test_a_tied_unembedding_must_equal_the_embedding(tmp_path):
     huggingface.check(str(directory), config)
 
 
-def test_an_adapter_beside_the_weights_is_refused(saved):
+def test_an_adapter_next_to_the_weights_is_refused(saved):
   directory, config, _ = saved
   (directory / 'adapter_config.json').write_text('{}')
   with pytest.raises(ValueError, match='an adapter that would not be loaded'):
     huggingface.check(str(directory), config)
 
 
-def test_tokenizer_files_go_along(saved, tmp_path_factory):
+def test_tokenizer_files_are_copied(saved, tmp_path_factory):
   _, config, params = saved
   source, target = (tmp_path_factory.mktemp(name) for name in ('a', 'b'))
   (source / 'tokenizer.json').write_text('{"of": "a"}')
-  (source / 'other.txt').write_text('not one')
+  (source / 'other.txt').write_text('not a tokenizer file')
   huggingface.save(str(target), config, params, str(source))
   assert sorted(path.name for path in target.iterdir()) == [
     'config.json',
@@ -478,14 +482,14 @@ def test_a_directory_without_safetensors_is_refused(saved):
   directory, config, _ = saved
   (directory / 'model.safetensors').unlink()
   (directory / 'pytorch_model.bin').write_bytes(b'x')
-  with pytest.raises(ValueError, match=r'no \*\.safetensors there'):
+  with pytest.raises(ValueError, match=r'no \*\.safetensors files'):
     huggingface.check(str(directory), config)
-  (directory / 'model.safetensors').write_bytes(b'not one')
+  (directory / 'model.safetensors').write_bytes(b'not safetensors')
   with pytest.raises(ValueError, match='not a readable safetensors file'):
     huggingface.check(str(directory), config)
 
 
-def test_a_large_export_is_split_and_read_again(saved, mesh, monkeypatch):
+def test_a_large_export_is_split_and_loaded(saved, mesh, monkeypatch):
   directory, config, params = saved
   monkeypatch.setattr(huggingface, 'FILE_BYTES', 3000)
   huggingface.save(str(directory), config, params, dtype='float32')
@@ -499,7 +503,7 @@ def test_a_large_export_is_split_and_read_again(saved, mesh, monkeypatch):
   assert index['metadata']['total_size'] == total
   loaded = huggingface.load(str(directory), config, mesh)
   jax.tree.map(np.testing.assert_array_equal, loaded, params)
-  # An export over it leaves nothing of it.
+  # Another export into the same directory removes all its files.
   monkeypatch.setattr(huggingface, 'FILE_BYTES', 10**9)
   huggingface.save(str(directory), config, params, dtype='float32')
   assert [p.name for p in directory.glob('*.safetensors*')] == [
@@ -516,7 +520,7 @@ config = huggingface.read_config(sys.argv[1], dtype='float32')
 mesh = mesh_lib.make_mesh(1, -1, 1)
 jax.block_until_ready(jax.numpy.zeros(8) + 1)
 def peak():
-  # Not ru_maxrss, which begins at that of the process it was started from.
+  # Not ru_maxrss, which starts at the value of the parent process.
   lines = open('/proc/self/status').read().splitlines()
   return next(1024 * int(x.split()[1]) for x in lines if 'VmHWM' in x)
 before = peak()
@@ -529,28 +533,28 @@ print('above', peak() - before - size)
 @pytest.mark.skipif(
   not os.path.exists('/proc/self/status'), reason='reads Linux /proc'
 )
-def test_reading_needs_little_more_than_the_parameters(tmp_path):
+def test_loading_needs_little_more_memory_than_the_parameters(tmp_path):
   config = dataclasses.replace(
     _config(), hidden_size=512, intermediate_size=4096, num_layers=24
   )
   params = qwen.init(config, jax.random.key(0))
   huggingface.save(str(tmp_path), config, params, dtype='float32')
   largest = 4 * 512 * 4096
-  done = subprocess.run(
+  process = subprocess.run(
     [sys.executable, '-c', _READ, str(tmp_path)],
     capture_output=True,
     text=True,
     check=True,
     env=os.environ | {'XLA_FLAGS': ''},
   )
-  above = int(done.stdout.split('above')[1])
-  # Read, transposed, and on the device, which here is the same memory; and
-  # programs. A stack of all layers would be 24 of them.
+  above = int(process.stdout.split('above')[1])
+  # The largest tensor as read, transposed and on the device (the same memory on
+  # a CPU), and compiled programs. A stack of all layers would be 24 tensors.
   assert above < 4 * largest + 130 * 2**20
 
 
 def _cache(root: pathlib.Path, directory: pathlib.Path) -> None:
-  """Makes a cache of the hub that holds a directory as team/small."""
+  """Creates a hub cache that contains a directory as team/small."""
   repository = root / 'models--team--small'
   snapshot = repository / 'snapshots' / ('0' * 40)
   snapshot.parent.mkdir(parents=True)
@@ -568,15 +572,15 @@ def test_a_name_on_the_hub_is_looked_up_in_the_cache(
   monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_CACHE', str(root))
   monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
   huggingface.fetch.cache_clear()
-  found = config_lib.model_directory('team/small')
-  assert huggingface.read_config(found, dtype='float32') == config
+  folder = config_lib.model_directory('team/small')
+  assert huggingface.read_config(folder, dtype='float32') == config
   with pytest.raises(ValueError, match='model.path=team/other: no such') as e:
     config_lib.model_directory('team/other')
   assert len(str(e.value).splitlines()) == 1
   assert config_lib.model_directory('a/b/c') == 'a/b/c'
 
 
-def test_a_cached_model_is_refused_for_what_is_wrong_with_it(
+def test_an_unsupported_cached_model_is_refused_by_its_config(
   tmp_path, monkeypatch
 ):
   model = tmp_path / 'model'
@@ -586,6 +590,6 @@ def test_a_cached_model_is_refused_for_what_is_wrong_with_it(
   monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_CACHE', str(tmp_path))
   monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
   huggingface.fetch.cache_clear()
-  found = huggingface.fetch('team/small', only_config=True)
+  folder = huggingface.fetch('team/small', only_config=True)
   with pytest.raises(ValueError, match='hidden_act="x"; only "silu"'):
-    huggingface.read_config(found)
+    huggingface.read_config(folder)

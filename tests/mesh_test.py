@@ -1,4 +1,4 @@
-"""Devices as a mesh: sizes, the table of axes, rows on their devices."""
+"""Tests of the mesh: its sizes, the table of axes, placement of rows."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ CONFIG = qwen.QwenConfig(
 
 
 @pytest.mark.parametrize(
-  ('asked', 'made'),
+  ('sizes', 'expected'),
   [
     ((1, -1, 1), (1, 8, 1)),
     ((-1, 2, 2), (2, 2, 2)),
@@ -31,34 +31,34 @@ CONFIG = qwen.QwenConfig(
     ((2, 4, 1), (2, 4, 1)),
   ],
 )
-def test_one_axis_takes_the_devices_that_remain(asked, made):
-  mesh = mesh_lib.make_mesh(*asked)
-  assert tuple(mesh.shape[n] for n in ('data', 'fsdp', 'tensor')) == made
+def test_one_axis_takes_the_remaining_devices(sizes, expected):
+  mesh = mesh_lib.make_mesh(*sizes)
+  assert tuple(mesh.shape[n] for n in ('data', 'fsdp', 'tensor')) == expected
   assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
 
 
 @pytest.mark.parametrize(
-  ('asked', 'message'),
+  ('sizes', 'message'),
   [
-    ((3, 1, 1), 'mesh.data=3: does not make up 8 device'),
-    ((1, -1, 3), 'mesh.tensor=3: does not make up 8 device'),
-    ((2, 8, 1), 'mesh.fsdp=8: does not make up 8 device'),
+    ((3, 1, 1), 'mesh.data=3: does not fit 8 device'),
+    ((1, -1, 3), 'mesh.tensor=3: does not fit 8 device'),
+    ((2, 8, 1), 'mesh.fsdp=8: does not fit 8 device'),
     (
       (2, 2, 1),
       'mesh.data=2: with fsdp=2, expert=1, sequence=1, tensor=1',
     ),
-    ((0, -1, 1), 'mesh.data=0: does not make up'),
-    ((1, -2, 1), 'mesh.fsdp=-2: does not make up'),
+    ((0, -1, 1), 'mesh.data=0: does not fit'),
+    ((1, -2, 1), 'mesh.fsdp=-2: does not fit'),
     ((-1, 1, -1), 'mesh.tensor=-1: a second -1'),
   ],
 )
-def test_impossible_sizes_are_refused_in_one_line(asked, message: str):
+def test_impossible_sizes_are_refused_in_one_line(sizes, message: str):
   with pytest.raises(ValueError) as error:
-    mesh_lib.make_mesh(*asked)
-  found = str(error.value)
-  assert message in found
-  assert 'data x fsdp x expert x sequence x tensor must be 8' in found
-  assert len(found.splitlines()) == 1
+    mesh_lib.make_mesh(*sizes)
+  text = str(error.value)
+  assert message in text
+  assert 'data x fsdp x expert x sequence x tensor must be 8' in text
+  assert len(text.splitlines()) == 1
 
 
 @pytest.mark.parametrize('tied', [True, False], ids=['tied', 'untied'])
@@ -73,37 +73,39 @@ def test_every_axis_of_the_model_is_in_the_table(tied: bool):
     assert set(leaf) <= set(mesh_lib.RULES)
 
 
-def test_parameters_are_cut_as_the_table_says():
+def test_parameters_are_sharded_by_the_table():
   mesh = mesh_lib.make_mesh(2, 2, 2)
   axes = qwen.logical_axes(CONFIG)
   placed = jax.device_put(
     qwen.init(CONFIG, jax.random.key(0)), mesh_lib.shardings(mesh, axes)
   )
 
-  def part(*path: str) -> tuple[int, ...]:
+  def shard_shape(*path: str) -> tuple[int, ...]:
     leaf = placed
     for name in path:
       leaf = leaf[name]
     return leaf.addressable_shards[0].data.shape
 
   # Width 16 over fsdp 2; vocabulary, heads and MLP over tensor 2.
-  assert part('embed') == (16, 8)
-  assert part('layers', 'attention', 'q') == (2, 8, 2, 4)
-  assert part('layers', 'attention', 'k') == (2, 8, 1, 4)
-  assert part('layers', 'attention', 'q_bias') == (2, 2, 4)
-  assert part('layers', 'mlp', 'down') == (2, 12, 8)
-  assert part('norm') == (16,)
+  assert shard_shape('embed') == (16, 8)
+  assert shard_shape('layers', 'attention', 'q') == (2, 8, 2, 4)
+  assert shard_shape('layers', 'attention', 'k') == (2, 8, 1, 4)
+  assert shard_shape('layers', 'attention', 'q_bias') == (2, 2, 4)
+  assert shard_shape('layers', 'mlp', 'down') == (2, 12, 8)
+  assert shard_shape('norm') == (16,)
 
 
-def test_sampling_has_the_same_devices_and_no_fsdp():
+def test_the_sampling_mesh_has_the_same_devices_and_no_fsdp():
   mesh = mesh_lib.make_mesh(1, 4, 2)
   for tensor, data in ((1, 8), (2, 4), (4, 2), (8, 1)):
-    found = mesh_lib.sampling_mesh(mesh, tensor)
-    assert found.shape['data'] == data
-    assert found.shape['tensor'] == tensor
-    assert found.size == 8
-    np.testing.assert_array_equal(found.devices.ravel(), mesh.devices.ravel())
-    assert mesh_lib.on_one_host(found)
+    sampling = mesh_lib.sampling_mesh(mesh, tensor)
+    assert sampling.shape['data'] == data
+    assert sampling.shape['tensor'] == tensor
+    assert sampling.size == 8
+    np.testing.assert_array_equal(
+      sampling.devices.ravel(), mesh.devices.ravel()
+    )
+    assert mesh_lib.on_one_host(sampling)
   with pytest.raises(ValueError, match='rollout.tensor=3: does not divide 8'):
     mesh_lib.sampling_mesh(mesh, 3)
 
@@ -111,25 +113,25 @@ def test_sampling_has_the_same_devices_and_no_fsdp():
 @pytest.mark.parametrize(
   ('parameter_bytes', 'device_bytes', 'cuttable', 'tensor'),
   [
-    (10**9, None, 8, 2),  # Unknown memory: as the mesh is.
-    (8, 16, 8, 2),  # 4 of 16: a quarter.
+    (10**9, None, 8, 2),  # Unknown memory: the mesh's own `tensor`.
+    (8, 16, 8, 2),  # 8 / 2 bytes are a quarter of 16.
     (9, 16, 8, 4),
     (17, 16, 24, 8),
-    (17, 16, 12, 4),  # Heads for four devices.
-    (10**9, 16, 16, 8),  # No more devices.
+    (17, 16, 12, 4),  # 8 does not divide 12.
+    (10**9, 16, 16, 8),  # There are only 8 devices.
   ],
 )
-def test_sampling_cuts_a_model_as_the_memory_asks(
+def test_sampling_tensor_depends_on_device_memory(
   parameter_bytes, device_bytes, cuttable, tensor
 ):
   mesh = mesh_lib.make_mesh(1, -1, 2)
-  found = mesh_lib.sampling_tensor(
+  chosen = mesh_lib.sampling_tensor(
     mesh, parameter_bytes, device_bytes, cuttable
   )
-  assert found == tensor
+  assert chosen == tensor
 
 
-def test_rows_go_over_data_and_fsdp():
+def test_rows_are_sharded_over_data_and_fsdp():
   mesh = mesh_lib.make_mesh(2, 2, 2)
   rows = {'a': np.arange(24).reshape(8, 3), 'b': np.arange(4)}
   placed = mesh_lib.place_rows(mesh, rows)
@@ -137,7 +139,7 @@ def test_rows_go_over_data_and_fsdp():
   assert placed['a'].addressable_shards[0].data.shape == (2, 3)
   assert placed['b'].addressable_shards[0].data.shape == (1,)
   jax.tree.map(np.testing.assert_array_equal, placed, rows)
-  with pytest.raises(ValueError, match='6 rows do not divide over 4 parts'):
+  with pytest.raises(ValueError, match='6 rows do not divide into 4 shards'):
     mesh_lib.place_rows(mesh, np.zeros((6, 2)))
 
 
@@ -146,5 +148,5 @@ def test_activations_are_constrained_only_under_a_mesh():
   assert jax.jit(mesh_lib.constrain_rows)(x).sharding.is_fully_replicated
   mesh = mesh_lib.make_mesh(2, 4, 1)
   with jax.set_mesh(mesh):
-    found = jax.jit(mesh_lib.constrain_rows)(x)
-  assert found.addressable_shards[0].data.shape == (1, 2)
+    sharded = jax.jit(mesh_lib.constrain_rows)(x)
+  assert sharded.addressable_shards[0].data.shape == (1, 2)

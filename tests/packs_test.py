@@ -1,4 +1,4 @@
-"""Packs by hand, and against rows one by one."""
+"""Tests of packs: by hand, and against the rows they are made of."""
 
 import numpy as np
 import pytest
@@ -19,19 +19,25 @@ def _rows(prompts, completions):
 def test_a_pack_by_hand():
   rows = _rows([[5, 6], [7], [5, 6]], [[1, 2], [3], [4]])
   packer = packs.Packer(2, 1, (4, 8), 4, share=True)
-  (found,) = packer.microbatches(rows, np.arange(3))
-  np.testing.assert_array_equal(found.rows, [0, 2, 1])
+  (microbatch,) = packer.microbatches(rows, np.arange(3))
+  np.testing.assert_array_equal(microbatch.rows, [0, 2, 1])
   np.testing.assert_array_equal(
-    found.tokens, [[5, 6, 1, 2, 4, 0, 0, 0], [7, 3, 0, 0, 0, 0, 0, 0]]
+    microbatch.tokens, [[5, 6, 1, 2, 4, 0, 0, 0], [7, 3, 0, 0, 0, 0, 0, 0]]
   )
-  np.testing.assert_array_equal(found.positions[0, :5], [0, 1, 2, 3, 2])
-  np.testing.assert_array_equal(found.branches[0, :5], [0, 0, 1, 1, 2])
-  # Ahead of each completion's first token is the end of its prompt.
-  assert found.mask.sum() == 4
-  np.testing.assert_array_equal(found.before[found.mask], [1, 2, 1, 8])
-  np.testing.assert_array_equal(found.targets[found.mask], [1, 2, 4, 3])
-  np.testing.assert_array_equal(found.row[found.mask], [0, 0, 2, 1])
-  np.testing.assert_array_equal(found.column[found.mask], [0, 1, 0, 0])
+  np.testing.assert_array_equal(microbatch.positions[0, :5], [0, 1, 2, 3, 2])
+  np.testing.assert_array_equal(microbatch.branches[0, :5], [0, 0, 1, 1, 2])
+  # Each completion's first token is preceded by the last of its prompt.
+  assert microbatch.mask.sum() == 4
+  np.testing.assert_array_equal(
+    microbatch.before[microbatch.mask], [1, 2, 1, 8]
+  )
+  np.testing.assert_array_equal(
+    microbatch.targets[microbatch.mask], [1, 2, 4, 3]
+  )
+  np.testing.assert_array_equal(microbatch.row[microbatch.mask], [0, 0, 2, 1])
+  np.testing.assert_array_equal(
+    microbatch.column[microbatch.mask], [0, 1, 0, 0]
+  )
   assert packer.take_metrics() == {
     'packs/tokens': 7.0,
     'packs/padding': 1 - 7 / 16,
@@ -39,14 +45,14 @@ def test_a_pack_by_hand():
   }
   values = np.array([10.0, 20.0, 30.0, 0.0])
   np.testing.assert_array_equal(
-    found.take(values)[found.mask], [10, 10, 30, 20]
+    microbatch.take(values)[microbatch.mask], [10, 10, 30, 20]
   )
-  assert (found.take(values)[~found.mask] == 0).all()
+  assert (microbatch.take(values)[~microbatch.mask] == 0).all()
 
 
 @pytest.mark.parametrize('share', [False, True])
 @pytest.mark.parametrize(('size', 'shards'), [(4, 1), (4, 2), (2, 2), (1, 1)])
-def test_every_token_of_every_row_is_there_once(share, size, shards):
+def test_every_completion_token_is_packed_once(share, size, shards):
   rng = np.random.default_rng(0)
   prompts = [rng.integers(9, size=rng.integers(1, 9)) for _ in range(5)]
   rows = _rows(
@@ -57,18 +63,18 @@ def test_every_token_of_every_row_is_there_once(share, size, shards):
   packer = packs.Packer(size, shards, (6, 12), 4, share=share)
   seen = np.zeros((len(rows.groups), 4))
   ids = np.zeros((len(rows.groups), 4), np.int32)
-  for part in packer.microbatches(rows, index):
-    assert part.tokens.shape[0] == size
-    part.put(part.targets, ids)
-    part.put(np.ones(part.mask.shape), into := np.zeros_like(seen))
+  for microbatch in packer.microbatches(rows, index):
+    assert microbatch.tokens.shape[0] == size
+    microbatch.put(microbatch.targets, ids)
+    microbatch.put(np.ones(microbatch.mask.shape), into := np.zeros_like(seen))
     seen += into
-    # What is ahead of a token is what its row has there.
-    flat = part.tokens.reshape(shards, -1)
-    for shard, n in zip(*np.nonzero(part.mask), strict=True):
-      row = part.row[shard, n]
-      place = rows.prompt_lengths[row] + part.column[shard, n]
-      ahead = flat[shard, part.before[shard, n]]
-      assert ahead == rows.tokens[row, place - 1]
+    # `before` points at the preceding token of the same row.
+    flat = microbatch.tokens.reshape(shards, -1)
+    for shard, n in zip(*np.nonzero(microbatch.mask), strict=True):
+      row = microbatch.row[shard, n]
+      position = rows.prompt_lengths[row] + microbatch.column[shard, n]
+      before = flat[shard, microbatch.before[shard, n]]
+      assert before == rows.tokens[row, position - 1]
   expected = rows.completion_mask.copy()
   expected[:3] = False
   np.testing.assert_array_equal(seen, expected)

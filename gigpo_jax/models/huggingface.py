@@ -1,8 +1,8 @@
-"""Hugging Face directories in and out: config.json and safetensors.
+"""Load and save Hugging Face directories: config.json and safetensors.
 
-Tensors are read one by one, transposed to our layout, put on the mesh and
-cast to float32 there; names that are missing, unknown or of another shape are
-refused with both shapes. Needs no torch.
+Tensors are read one at a time, transposed to our layout, placed on the mesh and
+cast to float32 there. Missing tensors, unknown tensors and wrong shapes are
+errors. Needs no torch.
 """
 
 import contextlib
@@ -31,12 +31,13 @@ from gigpo_jax import hosts
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import lora, qwen
 
-# Largest file of an export, and what a download of the hub is to bring.
+# Maximum size of a file of an export.
 FILE_BYTES = 5 * 10**9
+# Files that are downloaded from the hub.
 _HUB_FILES = ['*.safetensors', '*.json', '*.jinja', 'vocab.*', 'merges.txt']
-# Characters of a value, and differences, that an error names.
+# Maximum characters of a value, and number of differences, in an error.
 _MAX_SHOWN, _MAX_NAMED = 80, 4
-# Rows of an embedding that are compared at once.
+# Rows of an embedding that are compared at a time.
 _TIED_ROWS = 8192
 _HUB_NAME = re.compile(r'[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?')
 _INDEX = 'model.safetensors.index.json'
@@ -52,8 +53,8 @@ _TOKENIZER_FILES = (
   'generation_config.json',
 )
 
-# Fields of config.json. Needed: of each network, and of a mixture of experts.
-_NEEDED = (
+# Required fields of config.json, for any network and for a mixture of experts.
+_REQUIRED = (
   'vocab_size',
   'hidden_size',
   'intermediate_size',
@@ -61,24 +62,26 @@ _NEEDED = (
   'num_attention_heads',
   'rms_norm_eps',
 )
-_EXPERTS_NEEDED = ('moe_intermediate_size', 'num_experts_per_tok')
-_OF_EXPERTS = (
-  *_EXPERTS_NEEDED,
+_EXPERTS_REQUIRED = ('moe_intermediate_size', 'num_experts_per_tok')
+_EXPERTS_FIELDS = (
+  *_EXPERTS_REQUIRED,
   'num_experts',
   'num_local_experts',
   'norm_topk_prob',
 )
-# Whole numbers above 0, and true or false.
+# Fields that hold an integer above 0.
 _COUNTS = (
-  *(name for name in _NEEDED if name != 'rms_norm_eps'),
-  *_EXPERTS_NEEDED,
+  *(name for name in _REQUIRED if name != 'rms_norm_eps'),
+  *_EXPERTS_REQUIRED,
   'num_experts',
   'num_local_experts',
   'num_key_value_heads',
   'head_dim',
   'max_position_embeddings',
 )
+# Fields that hold true or false.
 _FLAGS = ('tie_word_embeddings', 'norm_topk_prob')
+# All fields that `read_config` uses.
 _READ = (
   *_COUNTS,
   *_FLAGS,
@@ -89,8 +92,8 @@ _READ = (
   'rope_parameters',
 )
 
-# Fields that may change the network, with the values that do not. Null never
-# does. A field that is nowhere in these lists is refused.
+# Fields that may change the network, with the values that do not change it.
+# Null never changes it. A field that is in none of these lists is refused.
 _NEUTRAL = {
   'hidden_act': ('silu', 'swish'),
   'attention_bias': (False,),
@@ -112,8 +115,9 @@ _NEUTRAL = {
   'quantization_config': (),
 }
 
-# Fields that never change the network: of sliding windows, which are refused
-# where they are used; of training; of memory and outputs; of generation; notes.
+# Fields that never change the network. They concern sliding windows (refused if
+# use_sliding_window is true), training, memory and outputs, generation, and
+# notes.
 _WITHOUT_EFFECT = frozenset(
   """
   sliding_window max_window_layers
@@ -134,15 +138,15 @@ _WITHOUT_EFFECT = frozenset(
   unsloth_fixed unsloth_version
   """.split()
 )
-# Names of fields that transformers keeps to itself begin so.
+# Prefix of the private fields of transformers.
 _PRIVATE = '_'
 
-# The same of the rotary angles, by their type.
-_YARN_NEEDED = ('factor', 'original_max_position_embeddings')
+# Required and accepted fields of the rotary angles, by rope_type.
+_YARN_REQUIRED = ('factor', 'original_max_position_embeddings')
 _ROPE = {
   'default': ('rope_type', 'type', 'rope_theta'),
   'yarn': (
-    *('rope_type', 'type', 'rope_theta', *_YARN_NEEDED),
+    *('rope_type', 'type', 'rope_theta', *_YARN_REQUIRED),
     *('beta_fast', 'beta_slow', 'attention_factor'),
   ),
 }
@@ -153,11 +157,10 @@ _NEUTRAL_ROPE = {
   'partial_rotary_factor': (1,),
 }
 
-# Largest count, which fits int32, and base of rotary angles, which fits
-# float32.
+# Largest count (int32) and largest base of the rotary angles (float32).
 _MAX_COUNT, _MAX_THETA = 2**31 - 1, 1e38
 
-# What is particular to a model_type.
+# Fields of QwenConfig that depend on model_type.
 _FAMILIES = {
   'qwen2': {'qkv_bias': True, 'qk_norm': False},
   'qwen3': {'qkv_bias': False, 'qk_norm': True},
@@ -169,10 +172,11 @@ _ARCHITECTURES = {
   'qwen3_moe': 'Qwen3MoeForCausalLM',
 }
 
-# Types of tensors that are read, as safetensors names them.
+# Accepted types of tensors, as safetensors names them.
 _DTYPES = ('BF16', 'F16', 'F32', 'F64')
 
-# Ours within a layer: (theirs, whether stored as (out, in)).
+# (group, name) of an array of a layer: (name of its tensor in the file within
+# the layer, whether the tensor is stored as (out, in)).
 _LAYER_NAMES = {
   ('attention', 'q'): ('self_attn.q_proj.weight', True),
   ('attention', 'k'): ('self_attn.k_proj.weight', True),
@@ -201,14 +205,14 @@ _TOP_NAMES = {
 
 
 class _Tensor(NamedTuple):
-  """A tensor of a checkpoint, and where it is in our parameters.
+  """A tensor of a checkpoint and its location in our parameters.
 
   Attributes:
-    path: of the array in the tree.
-    index: of the tensor in the array: (), (layer,) or (layer, expert).
-    name: in the file.
-    shape: in the file.
-    transposed: whether it is stored as (out, in).
+    path: path of the array in the tree of parameters.
+    index: index of the tensor in the array: (), (layer,) or (layer, expert).
+    name: name in the file.
+    shape: shape in the file.
+    transposed: whether the tensor is stored as (out, in).
   """
 
   path: tuple[str, ...]
@@ -226,11 +230,12 @@ def read_config(
   Args:
     directory: the checkpoint.
     dtype: compute type.
-    remat: what the backward pass computes again; see `qwen.REMATS`.
-    **choices: other fields of the config that a checkpoint does not tell.
+    remat: activations that the backward pass recomputes; see `qwen.REMATS`.
+    **choices: other fields of the result that config.json does not define.
 
   Raises:
-    ValueError: in one line, if there is none or the model is not supported.
+    ValueError: if config.json is missing or invalid, or the model is not
+      supported; in one line.
   """
   path = pathlib.Path(directory) / 'config.json'
   if not path.is_file():
@@ -248,12 +253,12 @@ def read_config(
   except (ValueError, RecursionError) as error:
     raise ValueError(f'{path}: not JSON: {error}') from error
   if not isinstance(raw, dict):
-    raise ValueError(f'{path}: holds no JSON object; must be a config.json')
-  kind = raw.get('model_type')
-  if not isinstance(kind, str) or kind not in _FAMILIES:
+    raise ValueError(f'{path}: not a JSON object; must be a config.json')
+  family = raw.get('model_type')
+  if not isinstance(family, str) or family not in _FAMILIES:
     raise ValueError(
-      f'model.path={directory}: model_type {kind} is not supported; known: '
-      'qwen2 (Qwen2, Qwen2.5), qwen3, qwen3_moe'
+      f'model.path={directory}: model_type {family} is not supported; must be '
+      'qwen2 (Qwen2, Qwen2.5), qwen3 or qwen3_moe'
     )
   _check_numbers(directory, raw)
   _check_fields(directory, raw)
@@ -261,75 +266,78 @@ def read_config(
     return _read_shape(directory, raw, dtype=dtype, remat=remat, **choices)
   except (AttributeError, ArithmeticError, TypeError) as error:
     raise ValueError(
-      f'{path}: cannot be a model ({error}); must be as Hugging Face writes it'
+      f'{path}: does not describe a model ({error}); must be as Hugging Face '
+      'writes it'
     ) from error
 
 
-def _refused(
+def _field_error(
   directory: str, name: str, value: object, accepted: str
 ) -> ValueError:
-  """Returns the error of a field of config.json, in one line."""
-  field = f'{json.dumps(name)[1:-1]}={_shown(value)}'
+  """Returns the one-line error for a field of config.json."""
+  field = f'{json.dumps(name)[1:-1]}={_abbreviated(value)}'
   return ValueError(
     f'model.path={directory}: config.json has {field}; {accepted}'
   )
 
 
-def _shown(value: object) -> str:
-  """Returns a value as JSON, in one line, cut."""
+def _abbreviated(value: object) -> str:
+  """Returns a value as JSON on one line, truncated."""
   text = json.dumps(value)
   return text if len(text) <= _MAX_SHOWN else f'{text[:_MAX_SHOWN]}..'
 
 
 def _check_fields(directory: str, raw: dict) -> None:
-  """Refuses fields of config.json that may change the network."""
-  kind, neutral = raw['model_type'], dict(_NEUTRAL)
-  neutral['architectures'] = ([_ARCHITECTURES[kind]], [])
+  """Refuses unsupported fields of config.json that may change the network."""
+  family, neutral = raw['model_type'], dict(_NEUTRAL)
+  neutral['architectures'] = ([_ARCHITECTURES[family]], [])
   layers = raw.get('layer_types')
   if isinstance(layers, list) and len(layers) == raw['num_hidden_layers']:
     neutral['layer_types'] = (['full_attention'] * len(layers),)
-  if kind == 'qwen2':
-    # Without effect in transformers: its tensors tell.
+  if family == 'qwen2':
+    # transformers ignores it for Qwen2, which always has biases.
     neutral['attention_bias'] = (False, True)
   known = {*_READ, *_WITHOUT_EFFECT}
-  if kind != 'qwen3_moe':
-    known -= {*_OF_EXPERTS}
+  if family != 'qwen3_moe':
+    known -= {*_EXPERTS_FIELDS}
   rest = {name: raw[name] for name in raw if name not in known}
   _check_neutral(directory, rest, neutral)
 
 
 def _check_neutral(directory: str, fields: dict, neutral: dict) -> None:
-  """Refuses fields with another value than those that change nothing."""
+  """Refuses fields whose value is not one that leaves the network unchanged."""
   for name, value in fields.items():
     if value is None or name.startswith(_PRIVATE):
       continue
     if name not in neutral:
-      raise _refused(
+      raise _field_error(
         directory,
         name,
         value,
-        'unknown, it may change the network; remove it if it does not',
+        'unknown field that may change the network; remove it if it does not',
       )
     if value not in neutral[name]:
-      only = _shown(neutral[name][0] if neutral[name] else None)
-      raise _refused(directory, name, value, f'only {only} is supported')
+      accepted = _abbreviated(neutral[name][0] if neutral[name] else None)
+      raise _field_error(
+        directory, name, value, f'only {accepted} is supported'
+      )
 
 
 def _read_shape(directory: str, raw: dict, **choices) -> qwen.QwenConfig:
-  kind, heads = raw['model_type'], raw['num_attention_heads']
+  family, heads = raw['model_type'], raw['num_attention_heads']
   mlp = {'intermediate_size': raw['intermediate_size']}
-  if kind == 'qwen3_moe':
+  if family == 'qwen3_moe':
     mlp = _experts(directory, raw)
   rope = _rope(directory, raw)
   kv_heads = raw['num_key_value_heads'] or heads
   if heads % kv_heads:
     accepted = f'must divide into num_attention_heads={heads}'
-    raise _refused(directory, 'num_key_value_heads', kv_heads, accepted)
-  head_dim = 128 if kind == 'qwen3' else raw['hidden_size'] // heads
+    raise _field_error(directory, 'num_key_value_heads', kv_heads, accepted)
+  head_dim = 128 if family == 'qwen3' else raw['hidden_size'] // heads
   head_dim = raw.get('head_dim') or head_dim
   if not head_dim or head_dim % 2:
     accepted = 'must be even, for rotary positions'
-    raise _refused(directory, 'head_dim', head_dim, accepted)
+    raise _field_error(directory, 'head_dim', head_dim, accepted)
   return qwen.QwenConfig(
     vocab_size=raw['vocab_size'],
     hidden_size=raw['hidden_size'],
@@ -341,7 +349,7 @@ def _read_shape(directory: str, raw: dict, **choices) -> qwen.QwenConfig:
     rope_theta=_theta(directory, raw, rope),
     rms_norm_eps=raw['rms_norm_eps'],
     tie_embeddings=bool(raw.get('tie_word_embeddings')),
-    **_FAMILIES[kind],
+    **_FAMILIES[family],
     yarn=_yarn(directory, rope),
     max_positions=raw.get('max_position_embeddings') or 32768,
     **choices,
@@ -350,13 +358,14 @@ def _read_shape(directory: str, raw: dict, **choices) -> qwen.QwenConfig:
 
 def _check_numbers(directory: str, raw: dict) -> None:
   path = pathlib.Path(directory) / 'config.json'
-  missing = [name for name in _NEEDED if raw.get(name) is None]
-  if 'num_key_value_heads' not in raw:  # Null is as many as heads.
+  missing = [name for name in _REQUIRED if raw.get(name) is None]
+  # Null means num_attention_heads.
+  if 'num_key_value_heads' not in raw:
     missing.append('num_key_value_heads')
   if missing:
-    raise ValueError(f'{path}: lacks {", ".join(missing)}; all are needed')
-  for names, right, accepted in (
-    (_COUNTS, _is_count, 'a whole number above 0, at most 2147483647'),
+    raise ValueError(f'{path}: lacks {", ".join(missing)}; all are required')
+  for names, is_valid, accepted in (
+    (_COUNTS, _is_count, 'an integer above 0, at most 2147483647'),
     (_FLAGS, lambda value: isinstance(value, bool), 'true or false'),
     (
       ['rms_norm_eps'],
@@ -365,12 +374,12 @@ def _check_numbers(directory: str, raw: dict) -> None:
     ),
   ):
     for name in names:
-      if raw.get(name) is not None and not right(raw[name]):
-        raise _refused(directory, name, raw[name], f'must be {accepted}')
+      if raw.get(name) is not None and not is_valid(raw[name]):
+        raise _field_error(directory, name, raw[name], f'must be {accepted}')
 
 
 def _is_number(value: object) -> bool:
-  """Whether a value is a finite number, and not true or false."""
+  """Returns whether a value is a finite number; booleans are not."""
   return type(value) in (int, float) and -math.inf < value < math.inf
 
 
@@ -379,72 +388,78 @@ def _is_count(value: object) -> bool:
 
 
 def _experts(directory: str, raw: dict) -> dict:
-  """Returns the fields of a mixture of experts."""
+  """Returns the fields of QwenConfig for a mixture of experts."""
   names = ('num_experts', 'num_local_experts')
   given = [raw[name] for name in names if raw.get(name) is not None]
-  missing = [name for name in _EXPERTS_NEEDED if raw.get(name) is None]
+  missing = [name for name in _EXPERTS_REQUIRED if raw.get(name) is None]
   if not given or missing:
     path = pathlib.Path(directory) / 'config.json'
-    lacks = (*missing, 'num_experts')[0]
-    raise ValueError(f'{path}: lacks {lacks}; all of an expert are needed')
-  number, chosen = given[0], raw['num_experts_per_tok']
-  if given[-1] != number:
-    accepted = f'must be equal to num_experts={number}'
-    raise _refused(directory, 'num_local_experts', given[-1], accepted)
-  if chosen > number:
-    accepted = f'must be at most num_experts={number}'
-    raise _refused(directory, 'num_experts_per_tok', chosen, accepted)
+    field = (*missing, 'num_experts')[0]
+    raise ValueError(
+      f'{path}: lacks {field}; a mixture of experts requires '
+      f'{", ".join(_EXPERTS_REQUIRED)} and num_experts'
+    )
+  num_experts, per_token = given[0], raw['num_experts_per_tok']
+  if given[-1] != num_experts:
+    accepted = f'must be equal to num_experts={num_experts}'
+    raise _field_error(directory, 'num_local_experts', given[-1], accepted)
+  if per_token > num_experts:
+    accepted = f'must be at most num_experts={num_experts}'
+    raise _field_error(directory, 'num_experts_per_tok', per_token, accepted)
   return {
     'intermediate_size': raw['moe_intermediate_size'],
-    'num_experts': number,
-    'experts_per_token': chosen,
+    'num_experts': num_experts,
+    'experts_per_token': per_token,
     'normalized_experts': bool(raw.get('norm_topk_prob')),
   }
 
 
 def _rope(directory: str, raw: dict) -> dict:
-  """Returns the fields of the rotary angles."""
-  # Files of 2024-25 have rope_scaling, later files rope_parameters.
+  """Returns the fields of config.json for the rotary angles."""
+  # Files of 2024 and 2025 have rope_scaling, later files rope_parameters.
   given = [raw[n] for n in ('rope_scaling', 'rope_parameters') if raw.get(n)]
   rope = given[0] if given else {}
   if given[1:] and given[1] != rope:
     accepted = 'must be equal to rope_parameters'
-    raise _refused(directory, 'rope_scaling', rope, accepted)
-  kind = rope.get('rope_type', rope.get('type', 'default'))
-  if kind not in list(_ROPE):
-    raise _refused(
-      directory, 'rope_type', kind, f'only {" and ".join(_ROPE)} are supported'
+    raise _field_error(directory, 'rope_scaling', rope, accepted)
+  rope_type = rope.get('rope_type', rope.get('type', 'default'))
+  if rope_type not in list(_ROPE):
+    raise _field_error(
+      directory,
+      'rope_type',
+      rope_type,
+      f'only {" and ".join(_ROPE)} are supported',
     )
-  rest = {name: rope[name] for name in rope if name not in _ROPE[kind]}
+  rest = {name: rope[name] for name in rope if name not in _ROPE[rope_type]}
   _check_neutral(directory, rest, _NEUTRAL_ROPE)
-  return rope | {'rope_type': kind}
+  return rope | {'rope_type': rope_type}
 
 
 def _theta(directory: str, raw: dict, rope: dict) -> float:
   """Returns the base of the rotary angles."""
-  # Later files have it among the fields of the rotary angles.
+  # Later files have rope_theta within rope_parameters.
   given = [fields.get('rope_theta') for fields in (rope, raw)]
   given = [theta for theta in given if theta is not None] or [1e4]
   theta = given[0]
   if not _is_number(theta) or not 1 < theta < _MAX_THETA:
     accepted = 'must be a finite number above 1'
-    raise _refused(directory, 'rope_theta', theta, accepted)
+    raise _field_error(directory, 'rope_theta', theta, accepted)
   if given[-1] != theta:
-    accepted = f'must be equal to rope_theta={theta} of its rotary parameters'
-    raise _refused(directory, 'rope_theta', given[-1], accepted)
+    accepted = f'must be equal to rope_theta={theta} in the rotary parameters'
+    raise _field_error(directory, 'rope_theta', given[-1], accepted)
   return float(theta)
 
 
 def _yarn(directory: str, rope: dict) -> qwen.Yarn | None:
-  """Returns how rotary angles are stretched; None: not at all."""
+  """Returns the YaRN scaling of the rotary angles, or None without it."""
   if rope['rope_type'] == 'default':
     return None
-  factor, length = (rope.get(name) for name in _YARN_NEEDED)
+  factor, length = (rope.get(name) for name in _YARN_REQUIRED)
   fast, slow = rope.get('beta_fast') or 32, rope.get('beta_slow') or 1
   scale = rope.get('attention_factor')
-  for name, value, right, accepted in (
+  for name, value, is_valid, accepted in (
     ('factor', factor, _is_number(factor) and factor >= 1, 'at least 1'),
-    (_YARN_NEEDED[1], length, _is_count(length), 'a whole number above 0'),
+    (_YARN_REQUIRED[1], length, _is_count(length), 'an integer above 0'),
     ('beta_slow', slow, _is_number(slow) and slow > 0, 'above 0'),
     ('beta_fast', fast, _is_number(fast) and fast > slow, 'above beta_slow'),
     (
@@ -454,8 +469,8 @@ def _yarn(directory: str, rope: dict) -> qwen.Yarn | None:
       'above 0',
     ),
   ):
-    if not right:
-      raise _refused(directory, name, value, f'of yarn must be {accepted}')
+    if not is_valid:
+      raise _field_error(directory, name, value, f'of yarn must be {accepted}')
   return qwen.Yarn(
     factor=float(factor),
     original_length=length,
@@ -466,7 +481,7 @@ def _yarn(directory: str, rope: dict) -> qwen.Yarn | None:
 
 
 def _tensors(config: qwen.QwenConfig) -> Iterator[_Tensor]:
-  """Yields the tensors of a checkpoint."""
+  """Yields the tensors of a checkpoint of a network."""
   shapes = qwen.shapes(config)
   for name, theirs in _TOP_NAMES.items():
     if name in shapes:
@@ -474,16 +489,17 @@ def _tensors(config: qwen.QwenConfig) -> Iterator[_Tensor]:
   for (group, name), (theirs, transposed) in _LAYER_NAMES.items():
     if name not in shapes['layers'].get(group, {}):
       continue
-    whole, each = shapes['layers'][group][name], theirs.count('{}')
-    stored = _stored_shape(name, whole[1 + each :], transposed)
-    for index in _indices(whole[: 1 + each]):
-      full = f'model.layers.{index[0]}.{theirs.format(*index[1:])}'
+    # 1 for tensors of an expert, 0 for others.
+    shape, expert_dims = shapes['layers'][group][name], theirs.count('{}')
+    stored = _stored_shape(name, shape[1 + expert_dims :], transposed)
+    for index in _indices(shape[: 1 + expert_dims]):
+      full_name = f'model.layers.{index[0]}.{theirs.format(*index[1:])}'
       path = ('layers', group, name)
-      yield _Tensor(path, index, full, stored, transposed)
+      yield _Tensor(path, index, full_name, stored, transposed)
 
 
 def _indices(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-  """Yields every index; `np.ndindex` would first list them all."""
+  """Yields every index of a shape; unlike `np.ndindex`, lazily."""
   if not shape:
     yield ()
     return
@@ -495,43 +511,43 @@ def _indices(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 def _stored_shape(
   name: str, shape: tuple[int, ...], transposed: bool
 ) -> tuple[int, ...]:
-  """Shape of a tensor in the file: heads flattened, (out, in)."""
+  """Returns the shape in the file: heads flattened, matrices (out, in)."""
   if not transposed:
     return (math.prod(shape),)
-  # Output projections flatten their two leading dimensions, others the last.
+  # Output projections flatten their two first dimensions, others their last.
   rows = shape[-1] if name == 'o' else math.prod(shape[1:])
   return rows, math.prod(shape) // rows
 
 
 def _files(directory: str) -> list[pathlib.Path]:
-  """Returns the files of a checkpoint's tensors."""
+  """Returns the safetensors files of a checkpoint."""
   root = pathlib.Path(directory)
-  there = sorted(root.glob('*.safetensors'))
+  existing = sorted(root.glob('*.safetensors'))
   if not (root / _INDEX).is_file():
-    if not there:
+    if not existing:
       raise ValueError(
-        f'model.path={directory}: no *.safetensors there; needs '
-        f'model.safetensors, or {_INDEX} and its parts (pytorch_model.bin and '
-        'other formats are not read)'
+        f'model.path={directory}: no *.safetensors files; needs '
+        f'model.safetensors, or {_INDEX} and its files (pytorch_model.bin and '
+        'other formats are not supported)'
       )
-    return there
-  named = sorted({root / file for file in _index(root / _INDEX).values()})
-  absent = [path.name for path in named if not path.is_file()]
-  if absent:
+    return existing
+  indexed = sorted({root / file for file in _index(root / _INDEX).values()})
+  missing = [path.name for path in indexed if not path.is_file()]
+  if missing:
     raise ValueError(
-      f'model.path={directory}: {_INDEX} names {absent[0]}, which is not '
-      f'there ({len(absent)} such); needs all of them'
+      f'model.path={directory}: {missing[0]} of {_INDEX} does not exist '
+      f'({len(missing)} missing); needs all files of the index'
     )
-  if extra := sorted(set(there) - set(named)):
+  if extra := sorted(set(existing) - set(indexed)):
     raise ValueError(
-      f'model.path={directory}: {extra[0].name} is not in {_INDEX}; must hold '
-      'one checkpoint'
+      f'model.path={directory}: {extra[0].name} is not in {_INDEX}; the folder '
+      'must contain one checkpoint'
     )
-  return named
+  return indexed
 
 
 def _index(path: pathlib.Path) -> dict[str, str]:
-  """Returns which file has which tensor."""
+  """Returns the file of each tensor, by the tensor's name."""
   try:
     index = json.loads(path.read_text(encoding='utf-8'))['weight_map']
     index = {str(name): str(file) for name, file in index.items()}
@@ -543,18 +559,20 @@ def _index(path: pathlib.Path) -> dict[str, str]:
     RecursionError,
   ) as error:
     raise ValueError(
-      f'{path}: not an index of safetensors files ({error}); needs weight_map'
+      f'{path}: not an index of safetensors files ({error}); must have a '
+      'weight_map'
     ) from error
   for file in index.values():
     if file in ('', '.', '..') or '/' in file or '\\' in file:
       raise ValueError(
-        f'{path}: names {json.dumps(file)}; must be a file in the same folder'
+        f'{path}: weight_map contains {json.dumps(file)}; must be a file in '
+        'the same folder'
       )
   return index
 
 
 class _Stored(NamedTuple):
-  """What the header of a file tells of a tensor."""
+  """A tensor's entry in the header of a safetensors file."""
 
   path: pathlib.Path
   dtype: str
@@ -563,19 +581,19 @@ class _Stored(NamedTuple):
 
 def _stored_tensors(directory: str) -> dict[str, _Stored]:
   """Returns the tensors of a checkpoint by name, from the files' headers."""
-  found: dict[str, _Stored] = {}
+  stored: dict[str, _Stored] = {}
   for path in _files(directory):
     with _open(path) as tensors:
       for name in tensors.keys():  # noqa: SIM118  (not a dict)
-        if name in found:
+        if name in stored:
           raise ValueError(
-            f'model.path={directory}: {name} is in {found[name].path.name} and '
-            f'in {path.name}; must be in one file'
+            f'model.path={directory}: {name} is in {stored[name].path.name} '
+            f'and in {path.name}; must be in one file'
           )
-        part = tensors.get_slice(name)
-        shape = tuple(part.get_shape())
-        found[name] = _Stored(path, part.get_dtype(), shape)
-  return found
+        entry = tensors.get_slice(name)
+        shape = tuple(entry.get_shape())
+        stored[name] = _Stored(path, entry.get_dtype(), shape)
+  return stored
 
 
 def _open(path: pathlib.Path):
@@ -588,9 +606,14 @@ def _open(path: pathlib.Path):
 
 
 def check(directory: str, config: qwen.QwenConfig) -> None:
-  """Compares a checkpoint's tensors with what the config says.
+  """Checks that a checkpoint's tensors match a config.
 
-  Reads headers only, and values where the two ends of a tied network differ.
+  Reads only the headers of the files, except for tied embeddings: if the
+  checkpoint stores both, their values are compared.
+
+  Args:
+    directory: the checkpoint.
+    config: shape of its model.
 
   Raises:
     ValueError: in one line that names the first differences, with shapes.
@@ -598,13 +621,15 @@ def check(directory: str, config: qwen.QwenConfig) -> None:
   stored = _stored_tensors(directory)
   if (pathlib.Path(directory) / _ADAPTER).is_file():
     raise ValueError(
-      f'model.path={directory}: holds {_ADAPTER}, an adapter that would not be '
-      'loaded; merge it into the weights, or remove it'
+      f'model.path={directory}: contains {_ADAPTER}, an adapter that would not '
+      'be loaded; merge it into the weights, or remove it'
     )
-  found = [*itertools.islice(_differences(stored, config), _MAX_NAMED + 1)]
-  if found:
-    more = '; and more' if found[_MAX_NAMED:] else ''
-    shown = '; '.join(found[:_MAX_NAMED])
+  differences = [
+    *itertools.islice(_differences(stored, config), _MAX_NAMED + 1)
+  ]
+  if differences:
+    more = '; and more' if differences[_MAX_NAMED:] else ''
+    shown = '; '.join(differences[:_MAX_NAMED])
     raise ValueError(f'model.path={directory}: {shown}{more}')
   if config.tie_embeddings and _TOP_NAMES['unembed'] in stored:
     _check_tied(directory, stored)
@@ -613,9 +638,9 @@ def check(directory: str, config: qwen.QwenConfig) -> None:
 def _differences(
   stored: dict[str, _Stored], config: qwen.QwenConfig
 ) -> Iterator[str]:
-  """Yields how the tensors of files differ from those of a network.
+  """Yields the differences between stored tensors and those of a network.
 
-  One by one, for config.json may ask for a billion of them.
+  This is lazy: a wrong config.json may ask for a billion tensors.
   """
   expected = {}
   for tensor in _tensors(config):
@@ -633,22 +658,27 @@ def _differences(
         f'{name} is {shape} in the file and {expected[name]} by config.json'
       )
     elif dtype not in _DTYPES:
-      yield f'{name} is {dtype} in the file; known: {", ".join(_DTYPES)}'
+      yield (
+        f'{name} is {dtype} in the file; must be one of {", ".join(_DTYPES)}'
+      )
 
 
 def _check_tied(directory: str, stored: dict[str, _Stored]) -> None:
   """Refuses an unembedding that differs from the embedding it is tied to."""
-  ends = [stored[_TOP_NAMES[name]] for name in ('embed', 'unembed')]
-  with _open(ends[0].path) as one, _open(ends[1].path) as other:
+  entries = [stored[_TOP_NAMES[name]] for name in ('embed', 'unembed')]
+  with (
+    _open(entries[0].path) as embed_file,
+    _open(entries[1].path) as unembed_file,
+  ):
     slices = [
-      one.get_slice(_TOP_NAMES['embed']),
-      other.get_slice(_TOP_NAMES['unembed']),
+      embed_file.get_slice(_TOP_NAMES['embed']),
+      unembed_file.get_slice(_TOP_NAMES['unembed']),
     ]
-    # A part at a time: both are large.
-    rows = ends[0].shape[0]
-    for start in range(0, rows, _TIED_ROWS):
-      part = slice(start, min(start + _TIED_ROWS, rows))
-      if not np.array_equal(*(each[part] for each in slices)):
+    # Both are large, so they are compared in blocks of rows.
+    num_rows = entries[0].shape[0]
+    for start in range(0, num_rows, _TIED_ROWS):
+      block = slice(start, min(start + _TIED_ROWS, num_rows))
+      if not np.array_equal(*(tensor[block] for tensor in slices)):
         raise ValueError(
           f'model.path={directory}: {_TOP_NAMES["unembed"]} differs from '
           f'{_TOP_NAMES["embed"]} and tie_word_embeddings is true; must be '
@@ -663,47 +693,48 @@ def load(
   *,
   dtype: str = 'float32',
 ) -> dict:
-  """Returns a checkpoint's parameters, sharded over the mesh; no adapters.
+  """Loads a checkpoint's parameters, sharded over the mesh, without adapters.
 
-  One tensor at a time is in host memory, twice while it is transposed.
+  Host memory holds one tensor at a time, and a copy while it is transposed.
 
   Args:
     directory: the checkpoint.
     config: shape of its model.
     mesh: the devices.
-    dtype: of the parameters.
+    dtype: type of the parameters.
 
   Raises:
-    ValueError: in one line, if tensors are missing, unknown, misshapen or not
-      finite.
+    ValueError: if tensors are missing, unknown, of a wrong shape or not finite;
+      in one line.
   """
   check(directory, config)
   stored = _stored_tensors(directory)
   shapes = qwen.shapes(config)
-  placed = mesh_lib.shardings(mesh, qwen.logical_axes(config))
+  shardings = mesh_lib.shardings(mesh, qwen.logical_axes(config))
   params: dict = {}
   for tensor in hosts.bar(list(_tensors(config)), desc=f'reading {directory}'):
     *groups, last = tensor.path
     node = params
     for key in groups:
       node = node.setdefault(key, {})
-    shape, sharding = _at(shapes, tensor.path), _at(placed, tensor.path)
+    shape, sharding = _get(shapes, tensor.path), _get(shardings, tensor.path)
     depth = len(tensor.index)
-    one = jax.NamedSharding(mesh, jax.P(*sharding.spec[depth:]))
+    part_sharding = jax.NamedSharding(mesh, jax.P(*sharding.spec[depth:]))
     with _open(stored[tensor.name].path) as file:
       values = file.get_tensor(tensor.name)
     values = values.T if tensor.transposed else values
-    part = mesh_lib.place(values.reshape(shape[depth:]), one)
+    part = mesh_lib.place(values.reshape(shape[depth:]), part_sharding)
     if not depth:
       node[last], finite = _cast(part, sharding, dtype)
     else:
       if last not in node:
         node[last] = _zeros(shape, sharding, dtype)
-      node[last], finite = _written(node[last], part, tensor.index, sharding)
-    # This waits for the tensor: they would pile up.
+      node[last], finite = _insert(node[last], part, tensor.index, sharding)
+    # Fetching blocks until the tensor is written; otherwise tensors would
+    # accumulate in memory.
     if not mesh_lib.fetch(finite):
       raise ValueError(
-        f'model.path={directory}: {tensor.name} holds NaN or infinity, or '
+        f'model.path={directory}: {tensor.name} contains NaN or infinity, or '
         f'numbers too large for {dtype}; must be finite'
       )
     del values, part
@@ -714,16 +745,16 @@ def load(
 def _cast(
   part: jax.Array, sharding: jax.NamedSharding, dtype: str
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns a tensor in another type, and whether all of it is finite."""
+  """Returns a tensor cast to a type, and whether all its values are finite."""
   part = part.astype(dtype)
-  whole = jax.lax.with_sharding_constraint(part, sharding)
-  return whole, _is_finite(part, sharding)
+  array = jax.lax.with_sharding_constraint(part, sharding)
+  return array, _is_finite(part, sharding)
 
 
 def _is_finite(part: jax.Array, sharding: jax.NamedSharding) -> jax.Array:
-  everywhere = jax.NamedSharding(sharding.mesh, jax.P())
+  replicated = jax.NamedSharding(sharding.mesh, jax.P())
   finite = jnp.isfinite(part).all()
-  return jax.lax.with_sharding_constraint(finite, everywhere)
+  return jax.lax.with_sharding_constraint(finite, replicated)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -734,13 +765,13 @@ def _zeros(
 
 
 @functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
-def _written(
+def _insert(
   stack: jax.Array,
   part: jax.Array,
   index: tuple[int, ...],
   sharding: jax.NamedSharding,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns a stack with a part put in, and whether the part is finite."""
+  """Returns the stack with `part` at `index`, and whether `part` is finite."""
   part = part.astype(stack.dtype)
   stack = stack.at[index].set(part)
   stack = jax.lax.with_sharding_constraint(stack, sharding)
@@ -748,7 +779,7 @@ def _written(
 
 
 def _split(config: qwen.QwenConfig, itemsize: int) -> dict[str, list[_Tensor]]:
-  """Returns which tensors go into which file of an export."""
+  """Returns the tensors of each file of an export, by file name."""
   parts: list[list[_Tensor]] = [[]]
   used = 0
   for tensor in _tensors(config):
@@ -767,12 +798,12 @@ def _split(config: qwen.QwenConfig, itemsize: int) -> dict[str, list[_Tensor]]:
 
 
 def is_hub_name(path: str) -> bool:
-  """Whether it looks like ORGANISATION/NAME, maybe with @REVISION."""
+  """Returns whether a path has the form ORGANISATION/NAME[@REVISION]."""
   return bool(_HUB_NAME.fullmatch(path))
 
 
-def _is_whole(folder: pathlib.Path, *, only_config: bool) -> bool:
-  """Whether all files of a checkpoint are there, right or not."""
+def _is_complete(folder: pathlib.Path, *, only_config: bool) -> bool:
+  """Returns whether all files of a checkpoint exist; does not check them."""
   if only_config:
     return (folder / 'config.json').is_file()
   index = folder / _INDEX
@@ -783,41 +814,43 @@ def _is_whole(folder: pathlib.Path, *, only_config: bool) -> bool:
 
 @functools.cache
 def fetch(name: str, *, only_config: bool = False) -> str:
-  """Returns the folder of a model of the hub, fetched if it is not cached.
+  """Returns the local folder of a model on the hub; downloads it if needed.
 
-  What is cached stays as it is, though the hub may have a newer one, so that a
-  run goes on with what it began with.
+  A cached model is used even if the hub has a newer revision, so that a resumed
+  run continues with the same model.
 
   Args:
     name: organisation/name or organisation/name@revision.
-    only_config: whether its config.json will do.
+    only_config: whether config.json is enough.
 
   Raises:
-    ValueError: in one line, if there is no such model, or no way to it.
+    ValueError: if the model does not exist or the hub cannot be reached; in one
+      line.
   """
   name, _, revision = name.partition('@')
   options = {
     'revision': revision or None,
     'allow_patterns': 'config.json' if only_config else _HUB_FILES,
   }
-  with contextlib.suppress(Exception):  # Not there, or not whole.
+  # Not cached, or incomplete.
+  with contextlib.suppress(Exception):
     folder = huggingface_hub.snapshot_download(
       name, local_files_only=True, **options
     )
-    if _is_whole(pathlib.Path(folder), only_config=only_config):
+    if _is_complete(pathlib.Path(folder), only_config=only_config):
       return folder
   try:
     return huggingface_hub.snapshot_download(name, **options)
-  except Exception as error:  # Of the hub, of its HTTP client, of the disk.
+  except Exception as error:  # From the hub, its HTTP client or the disk.
     reason = ' '.join(str(error).split())[:160]
     raise ValueError(
-      f'model.path={name}: no such folder here, and the hub does not provide '
-      f'it ({type(error).__name__}: {reason}); needs a folder, or a name on '
-      'the hub and a connection to it (HF_HUB_OFFLINE unset)'
+      f'model.path={name}: no such folder, and not available from the hub '
+      f'({type(error).__name__}: {reason}); must be a folder, or a name on the '
+      'hub with a connection to it (HF_HUB_OFFLINE unset)'
     ) from error
 
 
-def _at(tree: dict, path: tuple[str, ...]):
+def _get(tree: dict, path: tuple[str, ...]):
   for key in path:
     tree = tree[key]
   return tree
@@ -830,36 +863,39 @@ def save(
   tokenizer_directory: str | None = None,
   dtype: str = 'bfloat16',
 ) -> None:
-  """Writes a directory that `transformers` loads.
+  """Writes a model as a directory that `transformers` loads.
+
+  All processes must call this; the main process writes.
 
   Args:
-    directory: where to; made if missing.
+    directory: the target; created if missing. Other weights in it are removed.
     config: shape of the model.
-    params: its parameters; adapters are merged.
-    tokenizer_directory: whose tokenizer files to copy along.
-    dtype: of the tensors in the file.
+    params: parameters of the model; adapters are merged.
+    tokenizer_directory: directory whose tokenizer files are copied; None: no
+      tokenizer.
+    dtype: type of the tensors in the files.
   """
   adapters = config.adapters
   config = dataclasses.replace(config, adapters=None)
   root = pathlib.Path(directory)
-  ours = hosts.first()
-  if ours:
+  is_main = hosts.first()
+  if is_main:
     root.mkdir(parents=True, exist_ok=True)
-    # Left over from another export, they would be read along.
+    # Files of an earlier export would be loaded together with the new files.
     for path in (*root.glob('*.safetensors'), root / _INDEX):
       path.unlink(missing_ok=True)
   files = _split(config, np.dtype(dtype).itemsize)
   for file, part in files.items():
     tensors = {
-      tensor.name: _stored(params, tensor, dtype, adapters) for tensor in part
+      tensor.name: _export(params, tensor, dtype, adapters) for tensor in part
     }
-    if ours:
+    if is_main:
       with files_lib.written(root / file):
         safetensors.numpy.save_file(
           tensors, root / file, metadata={'format': 'pt'}
         )
-  if ours:
-    _describe(root, config, dtype, files)
+  if is_main:
+    _write_json(root, config, dtype, files)
     _copy_tokenizer(tokenizer_directory, root)
 
 
@@ -868,26 +904,28 @@ def save_adapters(
 ) -> None:
   """Writes adapters as a directory that `peft` loads.
 
+  All processes must call this; the main process writes.
+
   Args:
-    directory: where to; made if missing.
+    directory: the target; created if missing.
     config: shape of the model.
-    adapters: see `lora.split`.
-    base: the model that they belong to, a folder or a name on the hub.
+    adapters: parameters of the adapters; see `lora.split`.
+    base: the base model, a folder or a name on the hub.
   """
   tensors, targets = {}, set()
   for (group, name), (theirs, _) in _LAYER_NAMES.items():
-    pair = adapters['layers'].get(group, {})
-    if name + lora.A not in pair:
+    arrays = adapters['layers'].get(group, {})
+    if name + lora.A not in arrays:
       continue
     targets.add(theirs.split('.')[1])
-    for end, ours in (('lora_A', lora.A), ('lora_B', lora.B)):
-      stack = mesh_lib.fetch(pair[name + ours])
-      # [layers, in.., rank] and [layers, rank, out..]: (out, in) in a file.
+    for suffix, ours in (('lora_A', lora.A), ('lora_B', lora.B)):
+      stack = mesh_lib.fetch(arrays[name + ours])
+      # [layers, in.., rank] and [layers, rank, out..]; (out, in) in the file.
       rank = config.adapters.rank
       shape = (-1, rank) if ours == lora.A else (rank, -1)
       for layer, matrix in enumerate(stack):
-        full = theirs.replace('.weight', f'.{end}.weight')
-        tensors[f'base_model.model.model.layers.{layer}.{full}'] = (
+        tensor_name = theirs.replace('.weight', f'.{suffix}.weight')
+        tensors[f'base_model.model.model.layers.{layer}.{tensor_name}'] = (
           np.ascontiguousarray(matrix.reshape(shape).T, np.float32)
         )
   if not hosts.first():
@@ -914,15 +952,17 @@ def save_adapters(
   (root / 'adapter_config.json').write_text(text, encoding='utf-8')
 
 
-def _describe(root, config, dtype, files: dict[str, list[_Tensor]]) -> None:
-  """Writes config.json, and the index of several files."""
+def _write_json(root, config, dtype, files: dict[str, list[_Tensor]]) -> None:
+  """Writes config.json and, for several weight files, their index."""
   contents = {'config.json': _config_json(config, dtype)}
   if len(files) > 1:
-    of = {tensor.name: file for file, part in files.items() for tensor in part}
+    weight_map = {
+      tensor.name: file for file, part in files.items() for tensor in part
+    }
     size = sum(math.prod(tensor.shape) for tensor in _tensors(config))
     contents[_INDEX] = {
       'metadata': {'total_size': size * np.dtype(dtype).itemsize},
-      'weight_map': of,
+      'weight_map': weight_map,
     }
   for name, content in contents.items():
     text = json.dumps(content, indent=2) + '\n'
@@ -941,34 +981,34 @@ def _copy_tokenizer(directory: str | None, root: pathlib.Path) -> None:
 _merge = jax.jit(lora.merge, static_argnums=0)
 
 
-def _stored(
+def _export(
   params: dict, tensor: _Tensor, dtype: str, adapters: lora.Lora | None
 ) -> np.ndarray:
-  """Returns a tensor as a file has it, its adapter merged."""
+  """Returns a tensor in the file's layout, with its adapter merged."""
   *groups, name = tensor.path
-  group, stored = _at(params, groups), tensor.shape
+  group, shape = _get(params, groups), tensor.shape
   names = (name, name + lora.A, name + lora.B)
   if adapters and names[1] in group:
-    # One layer at a time, added up in float32.
+    # One layer at a time, in float32.
     part = {n: group[n][tensor.index][None].astype('float32') for n in names}
     leaf = _merge(adapters, part)[name][0]
   else:
     leaf = group[name][tensor.index] if tensor.index else group[name]
   host = mesh_lib.fetch(leaf)
   if tensor.transposed:
-    host = host.reshape(stored[::-1]).T
-  return np.ascontiguousarray(host.reshape(stored), dtype)
+    host = host.reshape(shape[::-1]).T
+  return np.ascontiguousarray(host.reshape(shape), dtype)
 
 
 def _config_json(config: qwen.QwenConfig, dtype: str) -> dict:
-  """Returns what `read_config` would make this config of."""
-  kind = 'qwen3' if config.qk_norm else 'qwen2'
-  architecture = f'{kind.capitalize()}ForCausalLM'
+  """Returns the config.json of a network; the inverse of `read_config`."""
+  family = 'qwen3' if config.qk_norm else 'qwen2'
+  architecture = f'{family.capitalize()}ForCausalLM'
   if config.num_experts:
-    kind, architecture = 'qwen3_moe', 'Qwen3MoeForCausalLM'
+    family, architecture = 'qwen3_moe', 'Qwen3MoeForCausalLM'
   content = {
     'architectures': [architecture],
-    'model_type': kind,
+    'model_type': family,
     'vocab_size': config.vocab_size,
     'hidden_size': config.hidden_size,
     'intermediate_size': config.intermediate_size,
