@@ -1,8 +1,8 @@
-"""What an experiment would be on a TPU slice, compiled without one.
+"""Estimate an experiment's memory and time on a TPU slice without TPUs.
 
-libtpu's compiler needs no chip. It compiles the largest programs of sampler
-and learner for a slice, and says what memory each takes, or that it does not
-fit. Times are rooflines of data sheets: no run is faster than that.
+libtpu's compiler needs no chip. It compiles the largest programs of sampler and
+learner for a slice and reports the memory of each, or that it does not fit.
+Times are rooflines from data sheets, which are lower bounds.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from gigpo_jax import experiment, models, sampler
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import huggingface, published, qwen
 
-# libtpu looks for a slice and its neighbours; these say that there is none.
+# libtpu looks for a slice and other hosts; with these variables it does not.
 _ENVIRON = {
   'TPU_SKIP_MDS_QUERY': '1',
   'TPU_WORKER_HOSTNAMES': 'localhost',
@@ -36,13 +36,13 @@ _SHAPES = {'': 'Qwen2.5-1.5B'} | {
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """A chip by its data sheet.
+  """A TPU chip, from its data sheet.
 
   Attributes:
-    flops: bfloat16 FLOP/s.
-    memory: bytes that programs can have.
-    memory_rate: bytes/s.
-    link_rate: bytes/s that it can receive from its neighbours, all in all.
+    flops: peak bfloat16 FLOP/s.
+    memory: bytes of memory available to programs.
+    memory_rate: memory bandwidth in bytes/s.
+    link_rate: total bytes/s that the chip can receive from its neighbors.
   """
 
   flops: float
@@ -60,12 +60,12 @@ CHIPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-  """What an iteration consists of, for the roofline.
+  """Average sizes of an episode, for the roofline.
 
   Attributes:
-    turns: of an episode.
-    prompt_tokens: of a turn.
-    response_tokens: of a turn.
+    turns: turns of an episode.
+    prompt_tokens: prompt tokens of a turn.
+    response_tokens: response tokens of a turn.
   """
 
   turns: float = 20.0
@@ -79,11 +79,11 @@ class Program:
 
   Attributes:
     name: 'prefill', 'decode', 'accumulate', ...
-    peak: bytes a chip while it runs, arguments among them; None: unknown,
-      since it does not fit.
-    beside: bytes a chip of what it has no use for, but what is there.
-    collective: bytes that a chip receives from others.
-    problem: what the compiler says if it does not fit.
+    peak: bytes per chip while it runs, including arguments; None: unknown,
+      because it does not fit.
+    beside: bytes per chip of other data that stays in memory meanwhile.
+    collective: bytes that a chip receives from other chips in one run.
+    problem: the compiler's message if the program does not fit, else ''.
   """
 
   name: str
@@ -94,23 +94,23 @@ class Program:
 
   @property
   def total(self) -> float:
-    """Bytes a chip while it runs; infinite if unknown."""
+    """Returns the bytes per chip while it runs; infinite if unknown."""
     return math.inf if self.peak is None else self.peak + self.beside
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-  """What an experiment would be on a slice.
+  """Estimates for an experiment on a slice.
 
   Attributes:
-    parameters: of the model.
-    topology: the slice.
-    chip: it is made of.
-    mesh: sizes of its axes.
-    tensor: chips that a copy of the model is cut over for sampling.
-    programs: all of them.
-    secs: least seconds of an iteration's parts.
-    update_flops: in the update of an iteration.
+    parameters: number of parameters of the model.
+    topology: name of the slice.
+    chip: chip of the slice.
+    mesh: sizes of the mesh axes larger than 1, by name.
+    tensor: chips that a copy of the model is sharded over for sampling.
+    programs: all programs.
+    secs: lower bound of the seconds of each phase of an iteration, by name.
+    update_flops: FLOP of the update of an iteration.
   """
 
   parameters: int
@@ -124,29 +124,32 @@ class Report:
 
   @property
   def short(self) -> list[str]:
-    """Names of the programs that do not fit."""
+    """Returns the names of the programs that do not fit."""
     return [p.name for p in self.programs if p.total > self.chip.memory]
 
 
 def main(
   config: ml_collections.ConfigDict, topology: str, *, shape: str = ''
 ) -> None:
-  """Prints memory and rooflines of an experiment on a slice.
+  """Prints the memory and the roofline of an experiment on a slice.
 
-  Args and errors: see `examine`.
+  See `examine` for arguments and errors.
   """
   work = Workload()
   rows = config.learner.microbatch_rows
   report = examine(config, topology, shape=shape, work=work)
   if config.learner.microbatch_rows != rows:
-    print(f'learner.microbatch_rows={config.learner.microbatch_rows}: raised')
+    print(
+      f'learner.microbatch_rows={config.learner.microbatch_rows}: rounded up '
+      'to a multiple of the shards'
+    )
   _print(report)
   episodes = config.rollout.groups * config.rollout.episodes_per_group
   print(
     f'roofline of an iteration of {episodes} episodes of {work.turns:g} turns, '
     f'{work.prompt_tokens:g} + {work.response_tokens:g} tokens each: '
     + ', '.join(f'{name} {secs:.1f} s' for name, secs in report.secs.items())
-    + f'; together {sum(report.secs.values()):.1f} s, '
+    + f'; total {sum(report.secs.values()):.1f} s, '
     f'{report.update_flops / 1e15:.1f} PFLOP in the update'
   )
 
@@ -158,26 +161,26 @@ def examine(
   shape: str = '',
   work: Workload | None = None,
 ) -> Report:
-  """Compiles an experiment for a slice.
+  """Compiles an experiment for a slice and returns its estimates.
 
   Args:
-    config: the experiment; its batch sizes are raised to what the slice can
-      divide.
-    topology: such as v5e:4x4.
-    shape: of the model, a name in `published.SHAPES`; '' is that of
-      `model.path`, or of the variant.
-    work: of an iteration.
+    config: the experiment; its batch sizes are rounded up to multiples that the
+      slice can divide.
+    topology: the slice, such as v5e:4x4.
+    shape: name of the model's shape in `published.SHAPES`; '': the shape of
+      `model.path`, or of the config's variant.
+    work: sizes of an episode; None: the defaults of `Workload`.
 
   Raises:
-    ValueError: in one line, if there is no such slice or shape.
+    ValueError: if the slice or the shape is unknown; in one line.
   """
-  kind = topology.partition(':')[0]
-  if kind not in CHIPS or not re.fullmatch(r'\w+:\d+(x\d+)+', topology):
+  chip_name = topology.partition(':')[0]
+  if chip_name not in CHIPS or not re.fullmatch(r'\w+:\d+(x\d+)+', topology):
     raise ValueError(
       f'--topology={topology}: unknown; must be like v5e:4x4, v5p:2x2x1 or '
       'v6e:2x4'
     )
-  chip, model = CHIPS[kind], _model(config, shape)
+  chip, model = CHIPS[chip_name], _model(config, shape)
   devices = _devices(topology)
   mesh = mesh_lib.make_mesh(**config.mesh, devices=devices)
   model = dataclasses.replace(model, **experiment.model_choices(config, mesh))
@@ -234,29 +237,29 @@ def _devices(topology: str) -> list[jax.Device]:
   except Exception as error:
     reason = ' '.join(str(error).split())[:160]
     raise ValueError(
-      f'--topology={topology}: {reason}; needs a slice that exists, and libtpu '
-      "(pip install 'jax[tpu]')"
+      f'--topology={topology}: {reason}; must be an existing slice, and libtpu '
+      "must be installed (pip install 'jax[tpu]')"
     ) from error
 
 
 def _host(
   topology: str, devices: list[jax.Device], tensor: int
 ) -> list[jax.Device]:
-  """Returns the devices that sample together, of one host or of all.
+  """Returns the devices that sample together: of one host, or all devices.
 
-  A host's are those of a slice of that size, for the compiler takes no part of
-  a slice.
+  The devices of a host are replaced by a slice of the same size, because the
+  compiler does not accept a part of a slice.
   """
-  number = sum(d.process_index == devices[0].process_index for d in devices)
-  if number == len(devices) or number % tensor:
+  count = sum(d.process_index == devices[0].process_index for d in devices)
+  if count == len(devices) or count % tensor:
     return devices
-  kind, _, sizes = topology.partition(':')
-  alone = {4: '2x2', 8: '2x4'}[number] + 'x1' * (sizes.count('x') - 1)
-  return _devices(f'{kind}:{alone}')
+  chip_name, _, sizes = topology.partition(':')
+  host_sizes = {4: '2x2', 8: '2x4'}[count] + 'x1' * (sizes.count('x') - 1)
+  return _devices(f'{chip_name}:{host_sizes}')
 
 
 def _round_up(config, mesh, copies: int) -> None:
-  """Makes sizes of batches such as the slice can divide."""
+  """Rounds batch sizes up to multiples that the slice can divide."""
   shards = mesh_lib.batch_shards(mesh)
   rows = config.learner.microbatch_rows
   with config.unlocked():
@@ -267,45 +270,51 @@ def _round_up(config, mesh, copies: int) -> None:
 
 
 def _programs(config, model, mesh, host, tensor) -> Iterator[Program]:
-  """Yields all programs, compiled one by one."""
+  """Compiles the programs one at a time and yields them."""
   engine = make_sampler(
     config, model, mesh_lib.make_mesh(-1, 1, 1, devices=host), tensor
   )
-  whole = make_sampler(config, model, mesh, tensor)
+  # `prepare` runs on the whole mesh, the other programs of the sampler on the
+  # devices that sample together.
+  full_sampler = make_sampler(config, model, mesh, tensor)
   policy = experiment.Policy(model, mesh, None, None, None)
   learner = experiment.make_learner(
     config, policy, experiment.policy_gradient(config)
   )
   state, base = learner.describe()
-  lowered = {'prepare': whole.lower(state.params, base)['prepare']}
-  del whole
-  plain = jax.tree.map(
+  lowered = {'prepare': full_sampler.lower(state.params, base)['prepare']}
+  del full_sampler
+  unsharded = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state.params, base)
   )
-  lowered |= {k: v for k, v in engine.lower(*plain).items() if k != 'prepare'}
+  lowered |= {
+    k: v for k, v in engine.lower(*unsharded).items() if k != 'prepare'
+  }
   lowered |= learner.lower()
-  held = _held(config, model, learner, tensor, len(host) // tensor)
+  resident = _resident_bytes(
+    config, model, learner, tensor, len(host) // tensor
+  )
   for name, program in tqdm.tqdm(
     lowered.items(), desc='compiling', leave=False, disable=None
   ):
-    beside = sum(held[thing] for thing in _BESIDE[name])
+    other = sum(resident[data] for data in _OTHER_DATA[name])
     try:
       compiled = program.compile()
     except jax.errors.JaxRuntimeError as error:
       if 'RESOURCE_EXHAUSTED' not in str(error):
         raise
-      found = re.search(
+      match = re.search(
         r'Used [\d.]+\w of [\d.]+\w hbm|[^,.]*\([\d.]+G\)', str(error)
       )
-      told = found[0] if found else ' '.join(str(error).split())[:120]
-      yield Program(name, None, beside, 0.0, told)
+      reason = match[0] if match else ' '.join(str(error).split())[:120]
+      yield Program(name, None, other, 0.0, reason)
       continue
     peak = compiled.memory_analysis().peak_memory_in_bytes
-    yield Program(name, peak, beside, collective_bytes(compiled.as_text()))
+    yield Program(name, peak, other, collective_bytes(compiled.as_text()))
 
 
-# What a program does not touch, but what is there while it runs.
-_BESIDE = {
+# Data that is in memory while a program runs but that it does not use.
+_OTHER_DATA = {
   'prepare': ('moments', 'reference'),
   'prefill': ('masters', 'frozen', 'moments', 'reference', 'cache'),
   'decode': ('masters', 'frozen', 'moments', 'reference'),
@@ -314,30 +323,33 @@ _BESIDE = {
 }
 
 
-def _held(config, model, learner, tensor: int, copies: int) -> dict[str, float]:
-  """Returns bytes a chip of what stays there between programs."""
+def _resident_bytes(
+  config, model, learner, tensor: int, copies: int
+) -> dict[str, float]:
+  """Returns the bytes per chip of data kept in memory between programs."""
   state, base = learner.describe()
   masters, moments, frozen = map(
-    _bytes_a_chip, (state.params, state.opt_state, base)
+    _bytes_per_chip, (state.params, state.opt_state, base)
   )
-  # With adapters the frozen parameters are the reference.
-  own = config.loss.kl_weight and not model.adapters
+  # With adapters, the frozen parameters are the reference policy.
+  has_reference = config.loss.kl_weight and not model.adapters
   rollouts = config.rollout
   length = rollouts.max_prompt_tokens + rollouts.max_completion_tokens
-  token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+  # Elements of the keys and values of a token.
+  token_size = 2 * model.num_layers * model.num_kv_heads * model.head_dim
   itemsize = 2 if model.dtype == 'bfloat16' else 4
   slots = rollouts.batch_buckets[-1]
   return {
     'masters': masters,
     'frozen': frozen,
     'moments': moments,
-    'reference': masters * itemsize / 4 if own else 0,
+    'reference': masters * itemsize / 4 if has_reference else 0,
     'copy': sampler.parameter_bytes(model, rollouts.weights) / tensor,
-    'cache': slots * length * token * itemsize / copies / tensor,
+    'cache': slots * length * token_size * itemsize / copies / tensor,
   }
 
 
-def _bytes_a_chip(tree) -> float:
+def _bytes_per_chip(tree) -> float:
   return math.fsum(
     math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     for x in jax.tree.leaves(tree)
@@ -350,13 +362,13 @@ def make_sampler(
   mesh: jax.sharding.Mesh,
   tensor: int,
 ) -> sampler.Sampler:
-  """Returns an experiment's sampler of a model without a checkpoint.
+  """Returns an experiment's sampler for a model without a checkpoint.
 
   Args:
     config: the experiment.
     model: shape of the network.
-    mesh: the devices, which need not be there.
-    tensor: devices that a copy is cut over.
+    mesh: the devices; they may be descriptions of devices.
+    tensor: devices that a copy of the model is sharded over.
   """
   rollouts = config.rollout
   return sampler.Sampler(
@@ -379,17 +391,17 @@ def _print(report: Report) -> None:
   print(
     f'{report.parameters / 1e9:.2f}B parameters on {size} chips '
     f'({report.topology}), mesh {report.mesh}, sampling in groups of '
-    f'{report.tensor}; {report.chip.memory / 2**30:.2f} GiB a chip'
+    f'{report.tensor}; {report.chip.memory / 2**30:.2f} GiB per chip'
   )
-  print('| program | GiB | beside it | together | received, GiB | fits |')
+  print('| program | GiB | other data | total | received, GiB | fits |')
   print('|---|---|---|---|---|---|')
   for p in report.programs:
-    beside = p.beside / 2**30
+    other = p.beside / 2**30
     if p.peak is None:
-      print(f'| {p.name} | - | {beside:.2f} | - | - | {p.problem} |')
+      print(f'| {p.name} | - | {other:.2f} | - | - | {p.problem} |')
       continue
     print(
-      f'| {p.name} | {p.peak / 2**30:.2f} | {beside:.2f} '
+      f'| {p.name} | {p.peak / 2**30:.2f} | {other:.2f} '
       f'| {p.total / 2**30:.2f} | {p.collective / 2**30:.2f} '
       f'| {"no" if p.name in report.short else "yes"} |'
     )
@@ -403,50 +415,57 @@ def _print(report: Report) -> None:
     'accumulate': 'lower learner.microbatch_rows',
     'apply': 'optimizer.mu_dtype=bfloat16',
   }
-  told = dict.fromkeys(advice[name] for name in report.short)
-  print(f'does not fit: {"; ".join([*told, "or take a larger slice"])}')
+  actions = dict.fromkeys(advice[name] for name in report.short)
+  print(f'does not fit: {"; ".join([*actions, "or use a larger slice"])}')
 
 
 def _rooflines(
   config, model, chip, mesh, tensor, programs, work: Workload
 ) -> tuple[dict[str, float], float]:
-  """Returns the least seconds of an iteration's parts, the update's FLOP."""
-  number = models.num_active_parameters(model)
+  """Returns (lower bounds of the seconds of each phase, FLOP of the update)."""
+  num_active = models.num_active_parameters(model)
   head = model.vocab_size * model.hidden_size
-  body = number - head * (1 if model.tie_embeddings else 2)
+  body = num_active - head * (1 if model.tie_embeddings else 2)
   episodes = config.rollout.groups * config.rollout.episodes_per_group
   rows = episodes * work.turns
   peak = chip.flops * mesh.size
   groups = mesh.size // tensor
   slots = config.rollout.batch_buckets[-1]
   weights = sampler.parameter_bytes(model, config.rollout.weights)
-  token = 4 * model.num_layers * model.num_kv_heads * model.head_dim
-  a_slot = (work.prompt_tokens + work.response_tokens / 2) * token
+  # Bytes of the keys and values of a token, in bfloat16.
+  token_bytes = 4 * model.num_layers * model.num_kv_heads * model.head_dim
+  slot_bytes = (work.prompt_tokens + work.response_tokens / 2) * token_bytes
   decoded = rows * work.response_tokens
-  # Every group has the weights to read for a token of each of its slots.
-  at_once = min(slots, max(1.0, episodes / groups))
-  read = decoded / groups / at_once * (weights + at_once * a_slot) / tensor
+  # A group reads all weights to decode one token of each of its slots.
+  active_slots = min(slots, max(1.0, episodes / groups))
+  read = (
+    decoded
+    / groups
+    / active_slots
+    * (weights + active_slots * slot_bytes)
+    / tensor
+  )
   passes = 6 + 2 * (config.model.remat == 'layer')
   passes += 2 * (config.loss.old_log_probs == 'learner')
   passes += 2 * bool(config.loss.kl_weight)
-  # Logits are of the response's tokens alone.
-  each = body * (work.prompt_tokens + work.response_tokens)
-  each += head * work.response_tokens
+  # Logits are computed for the tokens of the response only.
+  row_products = body * (work.prompt_tokens + work.response_tokens)
+  row_products += head * work.response_tokens
   collective = {p.name: p.collective for p in programs}
   microbatches = math.ceil(rows / config.learner.microbatch_rows)
   exchanged = microbatches * collective['accumulate']
   exchanged += collective['prepare']
-  flops = passes * rows * each
-  parts = {
+  flops = passes * rows * row_products
+  secs = {
     'prefill': 2 * body * rows * work.prompt_tokens / peak,
     'decode': max(read / chip.memory_rate, 2 * (body + head) * decoded / peak),
     'update': flops / peak,
     'exchange between chips': exchanged / chip.link_rate,
   }
-  return parts, flops
+  return secs, flops
 
 
-# Collectives in a compiled program's text.
+# Patterns that find the collectives in the text of a compiled program.
 
 _COMPUTATION = re.compile(r'^(?:ENTRY )?%?([\w.-]+) (?:\([^{]*\) -> .*)?\{$')
 _OPERATION = re.compile(
@@ -467,12 +486,13 @@ _BYTES = {'pred': 1, 'bf16': 2, 's8': 1, 'u8': 1, 's64': 8, 'u64': 8, 'f64': 8}
 def collective_bytes(text: str) -> float:
   """Returns the bytes that a device receives in one run of a program.
 
-  Counts what collectives put out (a sum that is spread: what they take in; a
-  sum that all get: both), as often as their loops go: up to the number that a
-  loop's condition compares with, from 0 on by ones. Of branches the largest.
+  Counts the output of each collective; for a reduce-scatter its input, and for
+  an all-reduce twice its size. A collective in a loop counts once per trip. If
+  the number of trips is not recorded, a loop is assumed to count from 0 by ones
+  to the constant in its condition. Of branches, the largest counts.
 
   Args:
-    text: of the compiled program.
+    text: HLO text of the compiled program.
   """
   own: dict[str, float] = {}
   limits: dict[str, int] = {}
@@ -482,9 +502,9 @@ def collective_bytes(text: str) -> float:
   name, entry = '', ''
   for line in text.splitlines():
     if line and not line[0].isspace():
-      found = _COMPUTATION.match(line)
-      if found:
-        name = found[1]
+      match = _COMPUTATION.match(line)
+      if match:
+        name = match[1]
         own[name], calls[name], branches[name] = 0.0, [], []
         entry = name if line.startswith('ENTRY') else entry
       continue
@@ -495,14 +515,14 @@ def collective_bytes(text: str) -> float:
     if operation and name:
       shapes = _SHAPE.findall(operation[1])
       size = max((_size(*shape) for shape in shapes), default=0)
-      given = sum(sizes.get(n, 0) for n in _NAME.findall(operation[3]))
+      input_size = sum(sizes.get(n, 0) for n in _NAME.findall(operation[3]))
       own[name] += {
-        'reduce-scatter': max(size, given),
+        'reduce-scatter': max(size, input_size),
         'all-reduce': 2 * size,
       }.get(operation[2], size)
       continue
-    if found := _BRANCHES.search(line):
-      branches[name].append(_NAME.findall(found[1]))
+    if match := _BRANCHES.search(line):
+      branches[name].append(_NAME.findall(match[1]))
     if limit := _LIMIT.search(line):
       limits[name] = max(limits.get(name, 1), int(limit[1]))
     trips, condition = _TRIPS.search(line), _CONDITION.search(line)
@@ -516,17 +536,18 @@ def collective_bytes(text: str) -> float:
       )
 
   @functools.cache
-  def total(of: str) -> float:
+  def total(computation: str) -> float:
     inner = (
       (trips or limits.get(condition, 1) if condition else 1) * total(called)
-      for called, condition, trips in calls.get(of, ())
+      for called, condition, trips in calls.get(computation, ())
     )
-    chosen = (max(map(total, names)) for names in branches.get(of, ()))
-    return own.get(of, 0.0) + math.fsum(inner) + math.fsum(chosen)
+    chosen = (max(map(total, names)) for names in branches.get(computation, ()))
+    return own.get(computation, 0.0) + math.fsum(inner) + math.fsum(chosen)
 
   return total(entry)
 
 
-def _size(kind: str, dimensions: str) -> float:
-  number = math.prod(int(x) for x in dimensions.split(',') if x)
-  return _BYTES.get(kind, 4) * number
+def _size(dtype: str, dimensions: str) -> float:
+  """Returns the bytes of an array by its HLO type and dimensions."""
+  num_elements = math.prod(int(x) for x in dimensions.split(',') if x)
+  return _BYTES.get(dtype, 4) * num_elements

@@ -1,4 +1,4 @@
-"""What is said of a TPU slice: collectives by hand, and a real compilation."""
+"""Tests of the estimates for TPU slices: collectives and a real compilation."""
 
 import importlib.util
 import pathlib
@@ -11,9 +11,10 @@ from gigpo_jax import tpu
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-# A loop of three turns that gathers 2 x 4 bfloat16, one up to four that passes
-# a number on, a sum of 8 float32 for all, one of 64 that is spread, and 80 that
-# are gathered in one of two branches.
+# A loop of three trips with an all-gather of 2 x 4 bfloat16; a loop up to four
+# with a collective-permute of one int32; an all-reduce of 8 float32; a
+# reduce-scatter of 64 float32; and an all-gather of 80 float32 in one of two
+# branches.
 _TEXT = """\
 HloModule jit_f
 
@@ -52,7 +53,7 @@ backend_config={"known_trip_count":{"n":"3"}}
 """
 
 
-def test_collectives_are_counted_as_often_as_their_loop_goes():
+def test_collectives_are_counted_once_per_trip_of_their_loop():
   loops, sums, branch = 3 * 2 * 4 * 2 + 4 * 4, 2 * 8 * 4 + 64 * 4, 80 * 4
   assert tpu.collective_bytes(_TEXT) == loops + sums + branch
 
@@ -65,11 +66,11 @@ def test_collectives_are_counted_as_often_as_their_loop_goes():
     ('v5e:2x2', 'Qwen9', '--shape=Qwen9: unknown; must be one of Qwen2.5-0.5B'),
   ],
 )
-def test_mistakes_are_refused_in_one_line(topology, shape, message):
-  found = _run(f'--topology={topology}', f'--shape={shape}')
-  assert found.returncode == 2
-  assert message in found.stderr
-  assert len(found.stderr.splitlines()) == 1
+def test_invalid_flags_are_refused_in_one_line(topology, shape, message):
+  process = _run(f'--topology={topology}', f'--shape={shape}')
+  assert process.returncode == 2
+  assert message in process.stderr
+  assert len(process.stderr.splitlines()) == 1
 
 
 def _run(*flags: str) -> subprocess.CompletedProcess:
@@ -92,9 +93,9 @@ def _run(*flags: str) -> subprocess.CompletedProcess:
   not importlib.util.find_spec('libtpu'), reason="needs pip install '.[tpu]'"
 )
 def test_a_small_experiment_fits_a_small_slice():
-  found = _run('--topology=v5e:2x2')
-  assert found.returncode == 0, found.stderr
+  process = _run('--topology=v5e:2x2')
+  assert process.returncode == 0, process.stderr
   for name in ('prepare', 'prefill', 'decode', 'accumulate', 'apply'):
-    assert f'| {name} |' in found.stdout
-  assert 'fits' in found.stdout.splitlines()
-  assert 'roofline of an iteration' in found.stdout
+    assert f'| {name} |' in process.stdout
+  assert 'fits' in process.stdout.splitlines()
+  assert 'roofline of an iteration' in process.stdout
