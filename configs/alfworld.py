@@ -5,20 +5,21 @@
     python launch/train.py --config=configs/alfworld.py:tiny,grpo
 
 Variants, joined by commas: a size (`1.5b`, the default, `0.5b`, `7b`; `small`
-for a GPU without a download, `tiny` for two CPU cores, `mini` for sweeps,
-`smoke` for continuous integration), an algorithm (`grpo`, `ppo`, ..) and other
+for one GPU without a download, `tiny` for two CPU cores, `mini` for sweeps,
+`smoke` for continuous integration), an algorithm (`grpo`, `ppo`, ...) and other
 changes, see `base.CHANGES`.
 
 Published success on valid_seen, mean of 3 seeds, 150 iterations: 1.5B GiGPO
-86.7 %, GRPO 72.8 %; 7B GiGPO 90.8 %, GRPO 77.6 %. Hardware there: 2 x H100
-(1.5B), about 290 s an iteration, 12 hours. Our own figures: README.
+86.7 %, GRPO 72.8 %; 7B GiGPO 90.8 %, GRPO 77.6 %. The paper used 2 x H100 for
+1.5B: about 290 s per iteration, 12 hours. Results of this project are in
+docs/results.md.
 """
 
 import ml_collections
 
 from configs import base
 
-# Learning rates of `:mini`; see base.use_mini. HGPO has GiGPO's.
+# Learning rates of `:mini`; see base.use_mini. HGPO uses GiGPO's.
 RATES = {'gigpo': 1.5e-4, 'hgpo': 1.5e-4}
 
 SIZES = ('0.5b', '1.5b', '7b', 'small', 'tiny', 'mini', 'smoke')
@@ -52,26 +53,27 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
 def _paper() -> ml_collections.ConfigDict:
   config = base.get_config()
   config.env.name = 'alfworld'
-  # native: ours | textworld: the reference engine, byte-identical, slower; it
-  # evaluates Python expressions that the grammar of a game file holds.
+  # native: this project's engine | textworld: the reference engine, with the
+  # same output but slower. It evaluates Python expressions in the grammar of a
+  # game file.
   config.env.engine = 'native'
-  # Whether textworld may run other code than ALFWorld's grammar has, in games
-  # of your own or of others.
+  # Whether textworld may run games whose grammar holds other code than
+  # ALFWorld's. Set it only for games of known origin.
   config.env.trust_games = False
-  # Folder of `alfworld-download`; '' takes $ALFWORLD_DATA; 'generated' makes
-  # games by rule (envs/alfworld/houses.py).
+  # Folder of `alfworld-download`. '': $ALFWORLD_DATA. 'generated': generated
+  # games (envs/alfworld/houses.py).
   config.env.data_dir = ''
   config.env.max_steps = 50  # paper
   config.env.history_length = 2  # K; paper
   config.env.prompt_style = 'paper'
   config.env.require_think = True
   config.env.require_admissible = False
-  # How the expert of a warm start looks for things: random | likely | sweep.
+  # Search order of the warm start's expert: random | likely | sweep.
   config.env.expert_order = 'random'
   config.env.generator = ml_collections.ConfigDict()
   config.env.generator.seed = 0
   config.pool.num_workers = 8
-  # TextWorld keeps 1 MB of every game it has seen.
+  # TextWorld never frees about 1 MB per game.
   config.pool.max_resets_per_worker = 2000
   config.evaluation.split = 'valid_seen'
   config.sft.init = ''
@@ -79,14 +81,14 @@ def _paper() -> ml_collections.ConfigDict:
 
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
-  """A 0.6M-parameter policy, generated one-room games, two CPU cores."""
+  """Selects a 0.6M-parameter policy and generated one-room games, for a CPU."""
   base.use_tiny_policy(config)
   config.num_iterations = 60
   config.model.path = 'configs/warm_starts/alfworld_tiny'
   config.env.data_dir = 'generated'
   config.env.generator.receptacles = (4, 6)
   config.env.generator.distractors = (2, 5)
-  # More than ALFWorld's 134 and 140, for narrower intervals.
+  # More than ALFWorld's 140 and 134, for narrower intervals.
   config.env.generator.num_held_out = 512
   config.env.max_steps = 16
   config.env.expert_order = 'sweep'
@@ -100,16 +102,16 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.evaluation.split = 'valid_unseen'
   config.evaluation.every = 12
   config.checkpoint.every = 5
-  # launch/sft.py with these makes the first stage of the warm start; see
+  # The first stage of the warm start; see
   # configs/warm_starts/make_alfworld_tiny.sh.
   config.sft.num_episodes = 4000
   config.sft.noise = 0.35
 
 
 def _small(config: ml_collections.ConfigDict) -> None:
-  """A 0.1B-parameter policy, rooms of ALFRED's size, one GPU.
+  """Selects a 0.1B-parameter policy and rooms of ALFRED's size, for one GPU.
 
-  launch/sft.py --config=configs/alfworld.py:small makes the warm start.
+  `launch/sft.py --config=configs/alfworld.py:small` makes the warm start.
   """
   config.num_iterations = 80
   config.model.dtype = 'bfloat16'

@@ -1,7 +1,8 @@
-"""Every field with its default, unit and origin; experiments change a few.
+"""Defines every config field with its default, unit and source.
 
-"Paper" is GiGPO, arXiv:2505.10978, tables of hyper-parameters; "code" is its
-authors' release. A path left empty is asked for at start.
+Experiments start from `get_config` and change a few fields. "paper" marks
+values from the hyper-parameter tables of GiGPO (arXiv:2505.10978), "code"
+values from its authors' release. A run is refused if a required path is empty.
 """
 
 import difflib
@@ -22,8 +23,14 @@ def parse_variants(
 ) -> tuple[str, list[str]]:
   """Returns (size or '', other variants) of `--config=configs/NAME.py:ARG`.
 
+  Args:
+    arg: variants, joined by commas.
+    name: name of the config file, for errors.
+    sizes: accepted sizes.
+    changes: accepted other variants.
+
   Raises:
-    ValueError: if `arg` holds anything else, or two sizes.
+    ValueError: if `arg` contains an unknown variant or two sizes.
   """
   variants = [word for word in arg.split(',') if word]
   known = (*sizes, *changes)
@@ -39,7 +46,7 @@ def parse_variants(
   return ''.join(chosen), [b for b in changes if b in variants]
 
 
-# Variants of every experiment: an algorithm, or a way to run one.
+# Variants of every experiment: algorithms, presets and adapters.
 ALGORITHMS = tuple(
   sorted(
     path.stem
@@ -49,15 +56,15 @@ ALGORITHMS = tuple(
     if path.stem not in ('__init__', 'gigpo')
   )
 )
-# Warm starts that come with the project.
+# Warm starts that are part of the project.
 INCLUDED = 'configs/warm_starts'
-# Learning rate of `:mini` for methods without one of their own.
+# Learning rate of `:mini` for methods without a tuned rate.
 MINI_RATE = 7.5e-5
-# Environments whose anchors can have the admissible actions in them.
+# Environments whose anchors can include the admissible actions.
 ANCHORED = ('alfworld', 'webshop')
 PRESETS = ('paper', 'reference_code', 'strong')
 CHANGES = (*PRESETS, *ALGORITHMS, 'lora')
-# Algorithms of the paper's released code, for `reference_code`.
+# Algorithms of the paper's released code, which `reference_code` accepts.
 RELEASED = (
   'gigpo',
   'grpo',
@@ -69,11 +76,15 @@ RELEASED = (
 
 
 def apply(config: ml_collections.ConfigDict, changes: Sequence[str]) -> None:
-  """Makes changes of CHANGES.
+  """Applies variants to a config.
+
+  Args:
+    config: the experiment, changed in place.
+    changes: names from CHANGES.
 
   Raises:
-    ValueError: if two of them are algorithms, or presets, or if the released
-      code does not implement the algorithm that `reference_code` is to run.
+    ValueError: if there are two algorithms or two presets, or if
+      `reference_code` is combined with an algorithm outside RELEASED.
   """
   for names, what in ((ALGORITHMS, 'algorithm'), (PRESETS, 'preset')):
     chosen = [change for change in changes if change in names]
@@ -103,23 +114,23 @@ def apply(config: ml_collections.ConfigDict, changes: Sequence[str]) -> None:
 
 
 def use_algorithm(config: ml_collections.ConfigDict, name: str) -> None:
-  """Compares with another algorithm on as many episodes."""
+  """Selects another algorithm; the number of episodes stays the same."""
   config.algorithm.name = name
-  # Options of its own that are not among those below.
+  # Options of the algorithm that `get_config` does not list.
   for option, default in _options(name).items():
     if option not in config.algorithm:
       config.algorithm[option] = default
   if name == 'dr_grpo':
     config.loss.aggregation = 'fixed_length'
   if name == 'ppo':
-    # Nothing is compared within a task: as many tasks as there are episodes.
+    # PPO compares no episodes of a task: every episode gets its own task.
     config.rollout.groups *= config.rollout.episodes_per_group
     config.rollout.episodes_per_group = 1
 
 
 def _options(algorithm: str) -> dict[str, object]:
   """Returns the options of an algorithm and their defaults."""
-  # Slow to import.
+  # Imported here because the import is slow.
   from gigpo_jax import algorithms
 
   module = importlib.import_module(f'gigpo_jax.algorithms.{algorithm}')
@@ -127,18 +138,18 @@ def _options(algorithm: str) -> dict[str, object]:
 
 
 def use_paper(config: ml_collections.ConfigDict) -> None:
-  """Leaves out what the paper does not have."""
+  """Drops the entropy bonus, which the paper does not have."""
   config.loss.entropy_weight = 0.0
 
 
 def use_reference_code(
   config: ml_collections.ConfigDict, algorithm: str
 ) -> None:
-  """Computes as the paper's released code, to compare with its results.
+  """Selects the readings of the released code, to compare with its results.
 
   Args:
-    config: to change.
-    algorithm: of RELEASED; of the options below it gets those that it has.
+    config: the experiment, changed in place.
+    algorithm: a name from RELEASED. Options that it lacks are skipped.
   """
   known = _options(algorithm)
   for option, value in {
@@ -151,16 +162,16 @@ def use_reference_code(
   config.loss.dual_clip = 3.0
   config.loss.kl_clamp = 10.0
   if 'reference_sampling' in config.env:
-    # Its validation goals are among those that it trains on.
+    # The released code validates on goals that it also trains on.
     config.env.reference_sampling = True
-    # As many as it validates on; 0 is all.
+    # The released code validates on 128 goals. 0: all.
     config.evaluation.num_tasks = min(config.evaluation.num_tasks or 128, 128)
 
 
 def use_strong(config: ml_collections.ConfigDict) -> None:
-  """Is what the one controlled study found best (arXiv:2602.21534, SAMPO).
+  """Sets the best settings of one controlled study (SAMPO, arXiv:2602.21534).
 
-  On ALFWorld 92.7 % there, beside GiGPO's 81.1 % and GRPO's 62.4 %.
+  The study reports 92.7 % success on ALFWorld, GiGPO 81.1 %, GRPO 62.4 %.
   """
   if config.env.name in ANCHORED:
     config.algorithm.anchor = 'observation_and_actions'
@@ -173,23 +184,23 @@ def use_strong(config: ml_collections.ConfigDict) -> None:
 
 
 def use_adapters(config: ml_collections.ConfigDict) -> None:
-  """Trains adapters instead of the model, at a rate that suits them."""
+  """Trains low-rank adapters at ten times the learning rate."""
   config.lora.rank = 32
-  # Merged into bfloat16 matrices they would be rounded away at first.
+  # Merged into bfloat16 matrices, small adapters would be rounded away.
   config.rollout.weights = 'adapters'
   config.optimizer.learning_rate *= 10
 
 
 def use_tiny_policy(config: ml_collections.ConfigDict) -> None:
-  """Trains a 0.6M-parameter policy, made by launch/sft.py, on two CPU cores."""
+  """Selects a 0.6M-parameter policy from launch/sft.py, for two CPU cores."""
   config.model.dtype = 'float32'
   config.model.remat = 'none'
   config.env.prompt_style = 'brief'
   config.pool.num_workers = 1
   config.rollout.groups = 8
   config.rollout.episodes_per_group = 8
-  # Few, as each takes seconds to compile; derived from the limits of tokens,
-  # which an environment's own config sets.
+  # Few buckets, because each takes seconds to compile. () derives them from the
+  # token limits, which the environment's config sets.
   config.rollout.max_prompt_tokens = 512
   config.rollout.max_completion_tokens = 64
   config.rollout.prompt_buckets = ()
@@ -201,10 +212,10 @@ def use_tiny_policy(config: ml_collections.ConfigDict) -> None:
   config.learner.minibatch_rows = 256
   config.learner.microbatch_rows = 16
   config.evaluation.num_tasks = 256
-  # The policy as it samples in training; the paper's 0.4 flatters the start.
+  # As in training: the paper's 0.4 raises the success of the warm start.
   config.evaluation.temperature = 1.0
   config.sft.init = 'scratch'
-  # Learning the prompts too is what teaches so small a policy to copy.
+  # So small a policy learns to copy only if it also trains on prompts.
   config.sft.completion_only = False
   config.sft.learning_rate = 3e-3
   config.sft.warmup_updates = 50
@@ -216,18 +227,18 @@ def use_tiny_policy(config: ml_collections.ConfigDict) -> None:
   config.sft.model.mlp = 256
 
 
-# Where launch/sft.py writes the warm start of `configs/NAME.py:SIZE`.
+# Path where launch/sft.py writes the warm start of `configs/NAME.py:SIZE`.
 WARM_START = re.compile(r'runs/(\w+)-(\w+)-sft/policy')
 
 
 def warm_start(file: str, size: str) -> str:
   """Returns the path of the warm start of a small size.
 
-  That is where `launch/sft.py --config=FILE:SIZE` writes it by default. If
-  nothing is there, but the project includes a warm start, the path of that.
+  The path is the default output of `launch/sft.py --config=FILE:SIZE`. If that
+  does not exist, it is the warm start that the project includes, if any.
 
   Args:
-    file: the config file.
+    file: path of the config file.
     size: a small variant, such as 'tiny'.
   """
   name = pathlib.Path(file).stem
@@ -242,13 +253,13 @@ def use_mini(
   changes: Sequence[str],
   rates: Mapping[str, float],
 ) -> None:
-  """Cuts the tiny path to about five minutes of one core.
+  """Shortens a tiny config to about five minutes of one CPU core.
 
   Args:
-    config: of the tiny path.
-    changes: variants besides the size.
-    rates: learning rate of a method, found by configs/sweeps/tuning.py; of all
-      methods that it does not name MINI_RATE.
+    config: the tiny experiment, changed in place.
+    changes: variants other than the size.
+    rates: learning rate per method, found by configs/sweeps/tuning.py. Methods
+      without an entry use MINI_RATE.
   """
   methods = [c for c in changes if c in (*ALGORITHMS, 'strong')] or ['gigpo']
   config.optimizer.learning_rate = min(
@@ -256,15 +267,16 @@ def use_mini(
   )
   config.rollout.groups = 2
   config.rollout.batch_buckets = (16,)
-  # As many updates in an iteration.
+  # As many updates per iteration as `tiny` has.
   config.learner.minibatch_rows = 64
-  # In float32 on a CPU they are the learner's, and need not be computed again.
+  # In float32 on a CPU they equal the learner's up to the last bits, so this
+  # saves a forward pass.
   config.loss.old_log_probs = 'sampler'
   config.evaluation.num_tasks = 128
 
 
 def use_smoke(config: ml_collections.ConfigDict) -> None:
-  """Cuts warm start and run to a minute or two."""
+  """Shortens warm start and run to one or two minutes."""
   config.num_iterations = 2
   config.rollout.groups = 4
   config.rollout.episodes_per_group = 4
@@ -276,47 +288,47 @@ def use_smoke(config: ml_collections.ConfigDict) -> None:
 
 
 def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
-  """Returns the defaults that all experiments share."""
+  """Returns the defaults of all experiments."""
   config = ml_collections.ConfigDict()
   config.seed = 0
-  # Iterations: collect G x N episodes, then one pass of updates (paper: 150).
+  # An iteration plays G x N episodes and makes one pass of updates. Paper: 150.
   config.num_iterations = 150
 
   config.model = ml_collections.ConfigDict()
-  # Hugging Face directory (config.json, *.safetensors, tokenizer), or a name
-  # on the hub: organisation/name or organisation/name@revision.
+  # Hugging Face folder (config.json, *.safetensors, tokenizer), or a name on
+  # the hub: organisation/name or organisation/name@revision.
   config.model.path = config_dict.placeholder(str)
-  # Compute type; parameters and optimizer state stay float32.
+  # Compute type. Parameters and optimizer state are float32.
   config.model.dtype = 'bfloat16'
-  # What the backward pass computes again: none, matrices (all but products
-  # with parameters) or layer (all of it): memory for time.
+  # What the backward pass recomputes, trading time for memory: none, matrices
+  # (all except products with parameters) or layer (everything).
   config.model.remat = 'layer'
-  # Among a row's tokens: xla, splash (TPU), cudnn (NVIDIA), auto.
+  # Attention kernel of the update: xla, splash (TPU), cudnn (NVIDIA), auto.
   config.model.attention = 'auto'
-  # Template switch of models that think by default (Qwen3).
+  # Switch in the chat template of models that think by default (Qwen3).
   config.model.enable_thinking = False
 
   config.env = ml_collections.ConfigDict()
   config.env.name = config_dict.placeholder(str)
 
   config.pool = ml_collections.ConfigDict()
-  # Environments alive at once; 0: one per episode of an iteration.
+  # Environments that run at once. 0: one per episode of an iteration.
   config.pool.num_envs = 0
-  # Worker processes; 0 runs environments in this process (debugging).
+  # Worker processes. 0: run environments in this process (debugging).
   config.pool.num_workers = 2
   config.pool.step_timeout_secs = 60.0
   config.pool.reset_timeout_secs = 300.0
-  # Resets after which a worker is replaced, its episodes played again up to
-  # where they were; 0: never.
+  # Resets after which a worker is replaced; its running episodes are replayed.
+  # 0: never.
   config.pool.max_resets_per_worker = 0
-  # Memory with which it is; 0: any.
+  # Memory, in MiB, above which a worker is replaced. 0: no limit.
   config.pool.max_worker_mib = 0
-  # Share of the episodes of an iteration, or of an evaluation, that may fail;
-  # with more the run stops.
+  # Largest share of failed episodes in an iteration or an evaluation. The run
+  # stops above it.
   config.pool.max_failed_share = 0.25
 
   config.mesh = ml_collections.ConfigDict()
-  # Devices per axis; -1: all that remain.
+  # Devices per mesh axis. -1: all remaining devices.
   config.mesh.data = 1
   config.mesh.fsdp = -1
   config.mesh.expert = 1
@@ -328,47 +340,48 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.rollout.episodes_per_group = 8  # N; paper
   config.rollout.max_prompt_tokens = 2048  # paper, ALFWorld
   config.rollout.max_completion_tokens = 512  # paper
-  # error | drop_history | truncate_left, for prompts over the limit.
+  # For prompts over the limit: error | drop_history | truncate_left.
   config.rollout.prompt_overflow = 'drop_history'
-  # Most turns of an episode, from an iteration on: ((0, 10), (50, 20)); (): as
-  # many as the environment has.
+  # Largest number of turns, by first iteration, such as ((0, 10), (50, 20)).
+  # (): the environment's own limit.
   config.rollout.horizon = ()
   config.rollout.temperature = 1.0  # paper
   config.rollout.top_p = 1.0  # paper
-  config.rollout.top_k = 0  # 0: off
-  # Least probability of a token as a share of the likeliest one's; 0: off.
+  config.rollout.top_k = 0  # tokens; 0: off
+  # Lowest probability of a token relative to the most likely token. 0: off.
   config.rollout.min_p = 0.0
-  # Whether `</action>` (search QA: `</search>`, `</answer>`) ends a response,
-  # rather than the model's own end.
+  # Whether `</action>` (search QA: `</search>`, `</answer>`) also ends a
+  # response.
   config.rollout.stop_at_action = False
-  # async: every episode goes on by itself; lockstep: all wait for the last.
+  # async: episodes advance independently; lockstep: all wait for the slowest.
   config.rollout.schedule = 'async'
-  # Weights while sampling. model: in model.dtype, adapters of lora merged into
-  # them, which rounds small ones away; adapters: in model.dtype, adapters
-  # beside them, exact and slower; int8: half of bfloat16. How far the sampler
-  # is from the learner, sampler/... in the metrics tells.
+  # Weights of the sampler. model: model.dtype with merged adapters; merging
+  # rounds small adapters away. adapters: model.dtype with separate adapters,
+  # exact and slower. int8: half the memory of bfloat16. The metrics sampler/...
+  # compare the sampler with the learner.
   config.rollout.weights = 'model'
-  # Devices over which sampling cuts a copy of the model; 0: mesh.tensor, or
-  # more where a device's memory asks for it. Copies that keep within a host
-  # let each host sample by itself.
+  # Devices that share one copy of the model while sampling. 0: mesh.tensor,
+  # or more if the copy takes over a quarter of a device's memory. If each copy
+  # lies within one host, the hosts sample independently.
   config.rollout.tensor = 0
-  # Tokens decoded between two looks at what is finished.
+  # Tokens decoded between two checks for finished responses.
   config.rollout.decode_tokens = 8
-  # Sizes that the sampler is compiled for. Prompt buckets are those below
-  # max_prompt_tokens and that limit itself; () is half of the limit and the
-  # limit. The last of batch_buckets is the number of slots, requests that are
+  # Sizes that the sampler is compiled for. max_prompt_tokens is always the last
+  # prompt bucket, and larger ones are ignored. (): half of the limit and the
+  # limit. The last batch bucket is the number of slots, the requests that are
   # decoded at once.
   config.rollout.prompt_buckets = (512, 1024, 2048)
   config.rollout.batch_buckets = (32, 128)
 
-  # Which training tasks are played. epochs: all, one after another; uncertain:
-  # rather those that succeed now and then, with a share of even chances.
+  # Order of training tasks. epochs: all tasks, shuffled in each epoch.
+  # uncertain: tasks with an intermediate success rate more often; the share
+  # tasks.uniform of the probability is uniform.
   config.tasks = ml_collections.ConfigDict()
   config.tasks.draw = 'epochs'
   config.tasks.uniform = 0.5
 
-  # Whether groups whose episodes all got the same reward are dropped, from an
-  # iteration on, and how often as many are played again (DAPO).
+  # Dynamic sampling (DAPO): whether zero-variance groups are dropped, the
+  # iterations before the first drop, and how often groups are replaced.
   config.filter = ml_collections.ConfigDict()
   config.filter.without_spread = False
   config.filter.warmup_iterations = 0
@@ -379,108 +392,109 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.algorithm.discount = 0.95  # gamma; paper
   config.algorithm.step_weight = 1.0  # omega; paper
   config.algorithm.invalid_penalty = 0.1  # paper
-  # mean_std | mean | leave_one_out; of those that compare within a group, but
-  # for rloo, dr_grpo and gdpo, which are a norm.
+  # mean_std | mean | leave_one_out, for algorithms that compare within a group.
+  # rloo, dr_grpo and gdpo have their own.
   config.algorithm.norm = 'mean_std'
   config.algorithm.episode_stats = 'trajectories'  # | rows (code)
   config.algorithm.penalty_scope = 'reward'  # | row (code)
   config.algorithm.lone_episode = 'zero'  # | raw (code)
   # observation (code) | observation_and_actions | similarity | turn
   config.algorithm.anchor = 'observation'
-  # Ratcliff-Obershelp ratio from which two anchors are one, for similarity.
+  # Lowest Ratcliff-Obershelp ratio of equal anchors, for similarity.
   config.algorithm.similarity_threshold = 0.9
-  # Anchors before a step's own that have to be equal, too.
+  # Number of earlier anchors that must be equal too.
   config.algorithm.anchor_history = 0
-  # hgpo: anchors before a step's own that are looked at, weight of level k as
-  # (k + 1) ** level_exponent, and of the episode's advantage.
+  # hgpo: number of earlier anchors; exponent of the weight of level k,
+  # (k + 1) ** level_exponent; weight of the episode advantage.
   config.algorithm.history = 2
   config.algorithm.level_exponent = 1.0
   config.algorithm.episode_weight = 0.0
-  # graphgpo: of each step that is left to success.
+  # graphgpo: discount per step that remains to success.
   config.algorithm.graph_discount = 0.1
-  # gdpo: parts of the reward, of batch.COMPONENTS or what the environment
-  # tells of its steps; weights, () is 1 each.
+  # gdpo: components of the reward, from batch.COMPONENTS or the environment's
+  # metrics; weights of the components. (): 1 each.
   config.algorithm.components = ('reward', 'valid')
   config.algorithm.component_weights = ()
-  # ppo: links of the chain that advantages are estimated along, token | turn.
+  # ppo: unit of generalized advantage estimation, token | turn.
   config.algorithm.gae_level = 'token'
   config.algorithm.gae_discount = 1.0  # paper
   config.algorithm.gae_lambda = 1.0  # paper
   config.algorithm.whiten_advantages = True
 
-  # ppo's critic: the policy's network with a value for each token.
+  # ppo's critic: the policy's network with one value per token.
   config.critic = ml_collections.ConfigDict()
-  # Its learning rate, in those of the policy; paper: 1e-5 beside 1e-6.
+  # Learning rate relative to the policy's; paper: 1e-5 and 1e-6.
   config.critic.rate_ratio = 10.0
-  config.critic.value_clip = 0.5  # code; how far an update may move a value
-  # Iterations in which nothing but the critic learns.
+  config.critic.value_clip = 0.5  # code; largest change of a value
+  # Iterations that train only the critic.
   config.critic.warmup_iterations = 0
 
   config.loss = ml_collections.ConfigDict()
-  # token | row: each token's ratio, or its row's, their geometric mean (GSPO).
+  # token: one ratio per token; row: their geometric mean per row (GSPO).
   config.loss.ratio_level = 'token'
   config.loss.clip_epsilon = 0.2  # code
-  # Upper bound where it differs ("clip-higher", e.g. 0.28); None: the same.
+  # Upper clipping bound ("clip-higher", e.g. 0.28). None: clip_epsilon.
   config.loss.clip_epsilon_high = config_dict.placeholder(float)
-  # Bound of the ratio for negative advantages, e.g. 3.0; None: off (paper).
+  # Bound of the ratio for negative advantages, e.g. 3.0. None: off (paper).
   config.loss.dual_clip = config_dict.placeholder(float)
   config.loss.kl_weight = 0.01  # beta; paper. 0: no reference policy
-  # Largest KL estimate of a token; a token above it has no gradient from the
-  # KL. The released code has 10.0. None: off (paper).
+  # Largest KL estimate of a token; above it, the KL has no gradient. The
+  # released code has 10.0. None: off (paper).
   config.loss.kl_clamp = config_dict.placeholder(float)
   config.loss.entropy_weight = 0.001  # code
-  # EPO: weight, times entropy_weight, of entropy outside of these shares of its
-  # mean over the iterations before; 0: off. Falls as 1 + exp(-decay k / (K/2)).
+  # EPO: weight, relative to entropy_weight, of the entropy outside a band. 0:
+  # off. The bounds are shares of the mean entropy of earlier iterations. In
+  # iteration k of K the weight is multiplied by 1 + exp(-decay k / (K / 2)).
   config.loss.corridor_weight = 0.0
   config.loss.corridor_low = 0.8
   config.loss.corridor_high = 1.2
   config.loss.corridor_decay = 1.0
   # token_mean | sequence_mean | fixed_length
   config.loss.aggregation = 'token_mean'
-  # learner: recomputed before the first update; sampler: as sampled, which
-  # is cheaper, and in the last bits depends on how requests were scheduled.
+  # learner: recomputed before the first update. sampler: as sampled, which is
+  # cheaper, but the last bits depend on how requests were scheduled.
   config.loss.old_log_probs = 'learner'
-  # Bound of the weight that makes up for the sampler's other arithmetic, e.g.
-  # 2.0; needs old_log_probs=learner. None: off.
+  # Largest weight of truncated importance sampling, which corrects for the
+  # sampler's arithmetic, e.g. 2.0; needs old_log_probs=learner. None: off.
   config.loss.tis_clip = config_dict.placeholder(float)
 
   config.optimizer = ml_collections.ConfigDict()
   config.optimizer.learning_rate = 1e-6  # paper
   config.optimizer.warmup_updates = 0
-  config.optimizer.decay_updates = 0  # on a line to zero; 0: constant
+  config.optimizer.decay_updates = 0  # linear, to zero; 0: constant
   config.optimizer.b1 = 0.9
   config.optimizer.b2 = 0.999
-  # In which the gradient's mean is kept; bfloat16 saves an eighth of memory.
+  # Type of the first moment; bfloat16 saves 2 of 16 bytes per parameter.
   config.optimizer.mu_dtype = 'float32'
   config.optimizer.weight_decay = 0.01  # code
   config.optimizer.max_grad_norm = 1.0  # code
 
-  # Low-rank adapters, trained instead of the model.
+  # Low-rank adapters, trained instead of the whole model.
   config.lora = ml_collections.ConfigDict()
-  config.lora.rank = 0  # 0: the model is trained
+  config.lora.rank = 0  # 0: train the whole model
   config.lora.alpha = 32.0
   config.lora.targets = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
 
   config.learner = ml_collections.ConfigDict()
-  config.learner.minibatch_rows = 256  # rows of an update; paper, ALFWorld
+  config.learner.minibatch_rows = 256  # rows per update; paper, ALFWorld
   config.learner.microbatch_rows = 16  # rows in memory at once
-  # Updates are skipped if loss or gradient is not finite; after as many in a
-  # row the run stops.
+  # An update with a non-finite loss or gradient is skipped. The run stops after
+  # this many skipped updates in a row.
   config.learner.max_skipped_in_row = 5
-  # Rows with the same prompt go into the same update, and pay for it once.
+  # Put rows with the same prompt into one update and compute the prompt once.
   config.learner.share_prompts = False
-  # Row lengths that the update is compiled for: those below
-  # max_prompt_tokens + max_completion_tokens and that sum itself; () is half of
-  # the sum and the sum.
+  # Row lengths that the update is compiled for. The last one is always
+  # max_prompt_tokens + max_completion_tokens, and larger ones are ignored. ():
+  # half of this sum and the sum.
   config.learner.length_buckets = (640, 1024, 1536, 2560)
 
   config.evaluation = ml_collections.ConfigDict()
   config.evaluation.split = config_dict.placeholder(str)
-  # Panel: the first tasks of the split; 0: all of them.
+  # Evaluation tasks: the first ones of the split. 0: all.
   config.evaluation.num_tasks = 0
   config.evaluation.every = 5  # iterations; code. 0: never
   config.evaluation.temperature = 0.4  # paper
-  # As of `rollout`, but independent of it; off.
+  # As in `rollout`, but independent of it. Off by default.
   config.evaluation.top_p = 1.0
   config.evaluation.top_k = 0
   config.evaluation.min_p = 0.0
@@ -490,30 +504,30 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.checkpoint.keep = 2
 
   config.metrics = ml_collections.ConfigDict()
-  # Project of Weights & Biases to write to as well; '': none. Without a key the
-  # run is kept in the work directory, for `wandb sync`.
+  # Weights & Biases project that also gets the metrics. '': none. Without a
+  # key they are kept in the work directory, for `wandb sync`.
   config.metrics.wandb = ''
 
-  # Training episodes as a data set, WORKDIR/episodes.
+  # Data set of training episodes in WORKDIR/episodes.
   config.episodes = ml_collections.ConfigDict()
-  config.episodes.every = 0  # iterations between two that are kept; 0: none
+  config.episodes.every = 0  # keep every n-th iteration; 0: none
 
-  # Supervised warm start on expert episodes (launch/sft.py).
+  # Supervised warm start from expert episodes (launch/sft.py).
   config.sft = ml_collections.ConfigDict()
-  # Episodes of a run to imitate instead, its WORKDIR/episodes; '': the expert.
+  # WORKDIR/episodes of a run to imitate instead. '': imitate the expert.
   config.sft.data = ''
-  config.sft.only_successful = True  # of these
+  config.sft.only_successful = True  # episodes of sft.data
   config.sft.num_episodes = 2000
   config.sft.noise = 0.0  # probability of a random action in a step
   config.sft.epochs = 1
   config.sft.learning_rate = 1e-5
   config.sft.warmup_updates = 0
-  config.sft.decay = True  # of the learning rate, on a line to zero
+  config.sft.decay = True  # linear, of the learning rate to zero
   config.sft.minibatch_rows = 128
   config.sft.report_rows = 6400  # rows between two lines of metrics
-  # Whether only the response is learnt; False learns the prompt's text too.
+  # True trains on responses only; False also trains on prompts.
   config.sft.completion_only = True
-  # Start: '' takes model.path; 'scratch' makes tokenizer and weights anew.
+  # '': start from model.path. 'scratch': new tokenizer and weights.
   config.sft.init = ''
   config.sft.vocab_size = 1024  # of a new tokenizer
   config.sft.model = ml_collections.ConfigDict()  # shape of new weights

@@ -1,19 +1,22 @@
-"""GiGPO on an environment of gymnasium: FrozenLake, or any other.
+"""GiGPO on a Gymnasium environment: FrozenLake, or any other.
 
     python launch/train.py --config=configs/gymnasium.py --config.model.path=..
 
-or, on any laptop, a warm start that learns the form of a response from random
-play, and then the run:
+On a laptop, make a warm start that learns the form of a response from random
+play, and train it:
 
     python launch/sft.py --config=configs/gymnasium.py:tiny
     python launch/train.py --config=configs/gymnasium.py:tiny
 
-Another environment is a copy of this file with other values of `config.env`;
-what they mean is in envs/gymnasium_env.py. Variants, joined by commas: a size
-(`1.5b`, the default; `tiny` for two CPU cores; `smoke`, its path in two
-minutes), an algorithm (`grpo`, `ppo`, ..) and other changes, see
-`base.CHANGES`. This lake is one and the same for all tasks: success held out is
-that of training, and says how well the lake is known, not lakes at large.
+For another environment, copy this file and change `config.env`, which
+envs/gymnasium_env.py documents.
+
+Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
+cores; `smoke`, the tiny path in two minutes), an algorithm (`grpo`, `ppo`, ...)
+and other changes, see `base.CHANGES`.
+
+All tasks, including held-out ones, use the same lake. Success therefore
+measures how well the policy knows this lake, not lakes in general.
 """
 
 import ml_collections
@@ -53,10 +56,12 @@ def _lake() -> ml_collections.ConfigDict:
     'walk from the start S to the goal G over frozen cells F, around the holes '
     'H. You are at the cell in brackets.'
   )
-  # auto: observations by rule; render: its own text; module:function.
+  # auto: a generic description; render: the environment's text; or
+  # module:function.
   config.env.observe = 'render'
   config.env.names = ()
-  # Sum of rewards that is a success; None: ended with a reward above 0.
+  # Lowest sum of rewards of a success. None: the environment ends the episode
+  # with a positive reward.
   config.env.success_return = config_dict.placeholder(float)
   config.env.seed = 0
   config.env.max_steps = 20

@@ -2,20 +2,20 @@
 
     python launch/train.py --config=configs/search_qa.py --config.model.path=..
 
-asks for `env.data_dir`, a folder in the format of FlashRAG and Search-R1
-(envs/search_qa/corpus.py), or 'generated'. On any laptop, with a made-up
-corpus, a warm start by imitation and then the run:
+`env.data_dir` must be a folder in the format of FlashRAG and Search-R1
+(envs/search_qa/corpus.py), or 'generated'. On a laptop, make a warm start by
+imitation on a generated corpus, and train it:
 
     python launch/sft.py --config=configs/search_qa.py:tiny
     python launch/train.py --config=configs/search_qa.py:tiny
 
 Variants, joined by commas: a size (`3b`, the default, `7b`; `tiny` for two CPU
-cores; `smoke`, its path in two minutes), an algorithm (`grpo`, `ppo`, ..) and
-other changes, see `base.CHANGES`.
+cores; `smoke`, the tiny path in two minutes), an algorithm (`grpo`, `ppo`, ...)
+and other changes, see `base.CHANGES`.
 
-There the corpus is Wikipedia, searched by an embedding model; here passages are
-found by BM25, so that its figures are no measure. Sizes and weights are its
-own: Qwen2.5-3B and 7B, 200 iterations of 256 groups of 5.
+Sizes and weights are those of the released code: Qwen2.5-3B and 7B, 200
+iterations of 256 groups of 5. Its results are not comparable: it searches
+Wikipedia with an embedding model, and this environment uses BM25.
 """
 
 import ml_collections
@@ -48,10 +48,10 @@ def _released() -> ml_collections.ConfigDict:
   config = base.get_config()
   config.num_iterations = 200  # code, search
   config.env.name = 'search_qa'
-  # Folder of corpus.jsonl, train.jsonl and test.jsonl; '' takes
-  # $SEARCH_QA_DATA; 'generated' makes them up (envs/search_qa/madeup.py).
+  # Folder of corpus.jsonl, train.jsonl and test.jsonl. '': $SEARCH_QA_DATA.
+  # 'generated': generated files (envs/search_qa/madeup.py).
   config.env.data_dir = ''
-  config.env.top_k = 3  # code; passages a search shows
+  config.env.top_k = 3  # code; passages per search
   config.env.max_passage_chars = 1_000
   config.env.max_steps = 4  # code, search
   config.env.history_length = 4  # K; code, search
@@ -60,7 +60,7 @@ def _released() -> ml_collections.ConfigDict:
   config.env.generator = ml_collections.ConfigDict()
   config.env.generator.seed = 0
   config.pool.num_workers = 4
-  # What a search shows differs by a passage or two.
+  # Results of similar searches differ by one or two passages.
   config.algorithm.anchor = 'similarity'  # code, search
   config.algorithm.similarity_threshold = 0.9  # code, search
   config.algorithm.invalid_penalty = 0.01  # code, search
@@ -79,7 +79,7 @@ def _released() -> ml_collections.ConfigDict:
 
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
-  """A small corpus, a passage a search."""
+  """Selects a tiny policy, a small corpus and one passage per search."""
   base.use_tiny_policy(config)
   config.num_iterations = 60
   config.env.data_dir = 'generated'

@@ -2,17 +2,18 @@
 
     python launch/train.py --config=configs/sokoban.py --config.model.path=..
 
-or, on any laptop, a warm start by imitation and then the run:
+On a laptop, make a warm start by imitation and train it:
 
     python launch/sft.py --config=configs/sokoban.py:tiny
     python launch/train.py --config=configs/sokoban.py:tiny
 
 Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
-cores; `smoke`, its path in two minutes), an algorithm (`grpo`, `ppo`, ..) and
-other changes, see `base.CHANGES`. Levels are made by rule, envs/sokoban.py.
+cores; `smoke`, the tiny path in two minutes), an algorithm (`grpo`, `ppo`, ...)
+and other changes, see `base.CHANGES`. envs/sokoban.py generates the levels.
 
-There the room is shown as a picture, to Qwen2.5-VL-3B; here in symbols, so
-that its figures are no measure. Sizes and weights are its own.
+Sizes and weights are those of the released code. Its results are not
+comparable: it shows the room as a picture to Qwen2.5-VL-3B, and this
+environment shows it as text.
 """
 
 import ml_collections
@@ -42,9 +43,9 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
 def _released() -> ml_collections.ConfigDict:
   config = base.get_config()
   config.env.name = 'sokoban'
-  config.env.size = (6, 6)  # code; rows and columns, walls included
+  config.env.size = (6, 6)  # code; rows and columns, including walls
   config.env.num_boxes = 2  # code
-  # Least and greatest length of a level's shortest solution.
+  # (min, max) length of a level's shortest solution, in moves.
   config.env.solution_steps = (4, 15)
   config.env.seed = 0
   config.env.max_steps = 15  # code
@@ -64,7 +65,7 @@ def _released() -> ml_collections.ConfigDict:
 
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
-  """One box, near a target."""
+  """Selects a tiny policy and levels with one box near its target."""
   base.use_tiny_policy(config)
   config.num_iterations = 60
   config.env.num_boxes = 1

@@ -1,19 +1,22 @@
-"""GiGPO on a game of TextArena for one player: the Tower of Hanoi, or any.
+"""GiGPO on a one-player TextArena game: the Tower of Hanoi, or any other.
 
     python launch/train.py --config=configs/textarena.py --config.model.path=..
 
-or, on any laptop, a warm start that learns the form of a response from random
-play, and then the run:
+On a laptop, make a warm start that learns the form of a response from random
+play, and train it:
 
     python launch/sft.py --config=configs/textarena.py:tiny
     python launch/train.py --config=configs/textarena.py:tiny
 
-Another game is a copy of this file with other values of `config.env`; what
-they mean is in envs/textarena_env.py. Variants, joined by commas: a size
-(`1.5b`, the default; `tiny` for two CPU cores; `smoke`, its path in two
-minutes), an algorithm (`grpo`, `ppo`, ..) and other changes, see
-`base.CHANGES`. This tower is one and the same for all tasks: success held out
-is that of training, and says how well it is known, not towers at large.
+For another game, copy this file and change `config.env`, which
+envs/textarena_env.py documents.
+
+Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
+cores; `smoke`, the tiny path in two minutes), an algorithm (`grpo`, `ppo`, ...)
+and other changes, see `base.CHANGES`.
+
+All tasks, including held-out ones, use the same tower. Success therefore
+measures how well the policy knows this tower, not towers in general.
 """
 
 import ml_collections
@@ -45,9 +48,9 @@ def _tower() -> ml_collections.ConfigDict:
   config.env.name = 'textarena'
   config.env.id = 'TowerOfHanoi-v0'
   config.env.options = ml_collections.ConfigDict()
-  # The moves where they are few; (): what the game's rules say.
+  # All moves, if they are few. (): any text, as the game's rules describe it.
   config.env.actions = ('[a b]', '[a c]', '[b a]', '[b c]', '[c a]', '[c b]')
-  # Reward of the game that is a success.
+  # Lowest reward of a success.
   config.env.success_reward = 1.0
   config.env.seed = 0
   config.env.max_steps = 14
@@ -64,7 +67,7 @@ def _tower() -> ml_collections.ConfigDict:
 
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
-  """Two disks."""
+  """Selects a tiny policy and a tower of two disks."""
   base.use_tiny_policy(config)
   config.num_iterations = 40
   config.env.options.num_disks = 2

@@ -2,16 +2,18 @@
 
     python launch/train.py --config=configs/textworld.py --config.model.path=..
 
-or, on any laptop, a warm start by imitation and then the run:
+On a laptop, make a warm start by imitation and train it:
 
     python launch/sft.py --config=configs/textworld.py:tiny
     python launch/train.py --config=configs/textworld.py:tiny
 
 Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
-cores; `smoke`, its path in two minutes), an algorithm (`grpo`, `ppo`, ..) and
-other changes, see `base.CHANGES`. Needs Python 3.11 or 3.12. Games are compiled
-into the cache when they are played first, half a second of a core each; other
-kinds are a copy of this file with another challenge, envs/textworld_games.py.
+cores; `smoke`, the tiny path in two minutes), an algorithm (`grpo`, `ppo`, ...)
+and other changes, see `base.CHANGES`.
+
+Needs Python 3.11 or 3.12. Each game is compiled into the cache when it is first
+played, which takes half a second of one core. For other games, copy this file
+and change `env.challenge`; see envs/textworld_games.py.
 """
 
 import ml_collections
@@ -45,12 +47,12 @@ def _games() -> ml_collections.ConfigDict:
   config.env.name = 'textworld'
   # custom | coin_collector | treasure_hunter | cooking | simple
   config.env.challenge = 'custom'
-  # What `tw-make` takes for the challenge; of custom games these three.
+  # Arguments of `tw-make` for the challenge; custom games have these three.
   config.env.settings = ml_collections.ConfigDict()
   config.env.settings.rooms = 5
   config.env.settings.objects = 8
   config.env.settings.quest_length = 5
-  config.env.num_games = 1_000  # most of a split
+  config.env.num_games = 1_000  # largest number per split
   config.env.seed = 0
   config.env.max_steps = 30
   config.env.history_length = 2
@@ -65,7 +67,7 @@ def _games() -> ml_collections.ConfigDict:
 
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
-  """Two rooms, a quest of two commands."""
+  """Selects a tiny policy and games of two rooms and two commands."""
   base.use_tiny_policy(config)
   config.num_iterations = 40
   config.env.settings.rooms = 2

@@ -6,11 +6,12 @@
 
 Variants, joined by commas: a size (`1.5b`, the default, `7b`; `tiny` for two
 CPU cores, `mini` for sweeps, `smoke` for continuous integration), an algorithm
-(`grpo`, `ppo`, ..) and other changes, see `base.CHANGES`.
+(`grpo`, `ppo`, ...) and other changes, see `base.CHANGES`.
 
 Published score and success, mean of 3 seeds, 150 iterations, 1,000 products:
 1.5B GiGPO 83.5 / 67.4 %, GRPO 75.8 / 56.8 %; 7B GiGPO 86.2 / 75.2 %, GRPO
-79.3 / 66.1 %. Hardware there: 2 x H100 (1.5B). Our own figures: README.
+79.3 / 66.1 %. The paper used 2 x H100 for 1.5B. Results of this project are in
+docs/results.md.
 """
 
 import ml_collections
@@ -48,13 +49,13 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
 def _paper() -> ml_collections.ConfigDict:
   config = base.get_config()
   config.env.name = 'webshop'
-  # Folder with the official product files; '' takes $WEBSHOP_DATA; 'generated'
-  # makes a shop by rule (envs/webshop/catalogue.py).
+  # Folder of the official product files. '': $WEBSHOP_DATA. 'generated': a
+  # generated shop (envs/webshop/catalogue.py).
   config.env.data_dir = ''
-  config.env.num_products = 1000  # paper's code; None: all there are
-  config.env.human_goals = False  # code: the generated instructions
-  # Goals as in the released code, whose training leaks into its validation;
-  # for comparison only. Without: goals 0-499 test, 500-1,499 valid, then train.
+  config.env.num_products = 1000  # code; None: all products
+  config.env.human_goals = False  # code; False: generated instructions
+  # Goals as in the released code, which validates on training goals; only for
+  # comparison. False: goals 0-499 are test, 500-1,499 valid, the rest train.
   config.env.reference_sampling = False
   config.env.max_steps = 15  # paper
   config.env.history_length = 2  # K; paper
@@ -76,7 +77,7 @@ def _paper() -> ml_collections.ConfigDict:
 
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
-  """A 0.6M-parameter policy, a small generated shop, two CPU cores."""
+  """Selects a 0.6M-parameter policy and a small generated shop, for a CPU."""
   base.use_tiny_policy(config)
   config.num_iterations = 120
   config.model.path = 'configs/warm_starts/webshop_tiny'
@@ -100,7 +101,7 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.evaluation.num_tasks = 500
   config.evaluation.every = 40
   config.checkpoint.every = 5
-  # launch/sft.py with these makes the first stage of the warm start; see
+  # The first stage of the warm start; see
   # configs/warm_starts/make_webshop_tiny.sh.
   config.sft.num_episodes = 4000
   config.sft.noise = 0.4

@@ -1,9 +1,9 @@
-r"""What the parts of GiGPO are worth, on ALFWorld, three seeds.
+r"""Ablations of GiGPO on ALFWorld, three seeds.
 
     python launch/sweep.py --sweep=configs/sweeps/ablations.py \
         --workdir=runs/main
 
-In the folder of main.py, whose runs of GiGPO and GRPO are then taken over.
+Use the work directory of main.py to reuse its runs of GiGPO and GRPO.
 """
 
 VARIANTS = {

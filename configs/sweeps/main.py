@@ -1,8 +1,8 @@
-r"""The main table: five methods, two environments, five seeds.
+r"""Runs of the main table: five methods, two environments, five seeds.
 
     python launch/sweep.py --sweep=configs/sweeps/main.py --workdir=runs/main
 
-`:mini` has the learning rates that configs/sweeps/tuning.py found on another
+`:mini` uses the learning rates that configs/sweeps/tuning.py found on another
 seed and other tasks.
 """
 

@@ -1,11 +1,11 @@
-r"""Which learning rate each method is given: the same three for all.
+r"""Tunes the learning rate of each method over the same three values.
 
     python launch/sweep.py --sweep=configs/sweeps/tuning.py \
         --workdir=runs/tuning
 
-One seed, 100, and tasks that no other table has. Taken is the rate with the
-best mean of the evaluations after the start; of two that are equal, the one
-that is better at the end.
+Uses seed 100 and tasks that no other table uses. The best rate has the highest
+mean success over the evaluations after the start; the last evaluation breaks
+ties.
 """
 
 from configs.sweeps import main
