@@ -1,17 +1,18 @@
 """Continuous batching: prompt ids in, completion ids and log-probs out.
 
-A slot is a row of the key/value cache. Requests wait until a slot is free; a
-step reads the prompts of those that got one, decodes a few tokens of all, and
-hands out what is finished, so that nobody waits for the longest. The device
-works on one step while the host looks at the one before. Knows ids, never
-text.
+A slot is a row of the key/value cache. Requests wait in a queue for a free
+slot. A step prefills the prompts of newly admitted requests, decodes a few
+tokens of all slots and returns finished completions, so short completions do
+not wait for long ones. The device runs a step while the host processes the
+results of the previous step. The sampler handles token ids only, no text.
 
-The key of a completion's c-th token is a function of the sampler's seed, the
-request's stream and c alone, so neighbours, order, slot and batch size never
-change what is sampled.
+The random key of a completion's c-th token depends only on the sampler's seed,
+the request's stream and c. Other requests, their order, the slot and the batch
+size therefore never change the sampled tokens.
 
-Shapes. **B** slots, **R** prompts read at once, **P** prompt tokens, **K**
-tokens decoded in a step, **V** vocabulary.
+Shapes: **B** slots, **R** rows of a prefill, **P** prompt tokens, **K** tokens
+decoded in a step, **V** vocabulary, **N** blocks of the vocabulary, **I**
+tokens of a block.
 """
 
 import collections
@@ -29,18 +30,21 @@ from gigpo_jax import hosts
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import lora, qwen
 
-_NEVER = -1e30
-_NUMBERS = 5  # of a stream
-_BLOCK = 128  # tokens of the vocabulary
-# Prompts read at once: one, or so many by a copy of the model. They fill an
-# accelerator; on a CPU what more of them need does not fit into its own cache.
-_READ_AT_ONCE = 8
-_READ_AT_ONCE_ON_CPU = 4
-# Where the host waits for each choice of a program between two ways to go on,
-# and so for the program: none is left to it that the host can make.
-_WAITING = ('gpu',)
-# Steps for which a smaller cache would have done before it is made smaller.
-_PATIENCE = 4
+# Logit of a token that is never sampled.
+_MASKED = -1e30
+# Integers of a stream.
+_STREAM_SIZE = 5
+# Tokens of a block of the vocabulary.
+_BLOCK_SIZE = 128
+# Prompts that a copy of the model prefills at once; the alternative is one. 8
+# fill an accelerator. On a CPU, activations of more than 4 exceed its caches.
+_PREFILL_ROWS = 8
+_PREFILL_ROWS_ON_CPU = 4
+# Platforms on which a conditional in a program makes the host wait for the
+# program. There the host selects a program without conditionals.
+_HOST_SELECTS = ('gpu',)
+# Consecutive steps that a smaller cache would suffice for before it shrinks.
+_SHRINK_AFTER = 4
 
 
 WEIGHTS = ('model', 'int8', 'adapters')
@@ -48,14 +52,14 @@ WEIGHTS = ('model', 'int8', 'adapters')
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-  """How tokens are chosen.
+  """Options of sampling.
 
   Attributes:
-    temperature: divides the logits; 0 takes the likeliest token.
-    top_k: how many of the most likely tokens to sample from; 0 is all.
-    top_p: least mass of the most likely tokens to sample from; 1 is all. With
-      top_k, taken inside it.
-    min_p: least probability of a token as a share of the likeliest one's.
+    temperature: divides the logits; 0 is greedy.
+    top_k: number of most likely tokens to sample from; 0: all tokens.
+    top_p: minimum probability mass of the most likely tokens to sample from; 1:
+      all tokens. It applies to the distribution after top_k.
+    min_p: minimum probability of a token relative to the most likely token.
   """
 
   temperature: float = 1.0
@@ -65,20 +69,20 @@ class Sampling:
 
   @property
   def truncates(self) -> bool:
-    """Whether some tokens are never sampled."""
+    """Returns whether top_k, top_p or min_p exclude tokens."""
     return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-  """A prompt to answer.
+  """A prompt to complete.
 
   Attributes:
     prompt_ids: int32 [P], at least one token.
-    stream: integers that make its random stream: (domain, iteration, task,
+    stream: integers that identify the random stream: (domain, iteration, task,
       member, step).
-    sampling: how tokens are chosen.
-    max_tokens: limit of the completion; None is the sampler's.
+    sampling: options of sampling.
+    max_tokens: maximum length of the completion; None: the sampler's maximum.
   """
 
   prompt_ids: np.ndarray
@@ -89,16 +93,16 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-  """A sampled answer.
+  """A sampled completion.
 
   Attributes:
-    ids: int32 [C]; the stop token, where there is one, is the last.
-    log_probs: float32 [C]; of each token under the whole distribution at the
-      sampling temperature, before top-k, top-p and min-p. This is what the
-      loss needs. Greedy sampling reports temperature 1.
-    sampled_log_probs: float32 [C]; under the distribution that was sampled,
-      after them.
-    finish_reason: 'stop', or 'length' at the limit of tokens.
+    ids: int32 [C]; includes the stop token, if any, as the last.
+    log_probs: float32 [C]; log-probability of each token under the full
+      distribution at the sampling temperature, before top-k, top-p and min-p.
+      The loss uses these. Greedy sampling reports them at temperature 1.
+    sampled_log_probs: float32 [C]; log-probability under the truncated
+      distribution that was sampled, after top-k, top-p and min-p.
+    finish_reason: 'stop', or 'length' at the maximum number of tokens.
   """
 
   ids: np.ndarray
@@ -109,18 +113,20 @@ class Completion:
 
 @dataclasses.dataclass
 class Stats:
-  """What a sampler did since these were last taken.
+  """Counters of a sampler since the last `take_stats`.
 
   Attributes:
-    prefill_tokens: prompt tokens read, padding left out.
-    padded_tokens: the same with padding.
-    shared_tokens: prompt tokens that were there already, and copied or kept.
+    prefill_tokens: prompt tokens prefilled, without padding.
+    padded_tokens: prompt tokens prefilled, with padding.
+    shared_tokens: prompt tokens that needed no prefill because a slot already
+      held their keys and values.
     decode_tokens: tokens sampled.
-    slot_steps: slots advanced, empty ones among them.
-    idle_secs: time, at most, that the device had nothing to do while requests
-      were under way.
-    spans: (slot, 'prefill' or 'decode', begin, end) for a picture, where the
-      sampler's `trace` is set; monotonic seconds as the host sees them.
+    slot_steps: decoding steps of one token, summed over all slots, including
+      empty slots.
+    idle_secs: upper bound of the time that the device was idle while requests
+      were in progress.
+    spans: (slot, 'prefill' or 'decode', start, end) for a timeline, recorded if
+      the sampler's `trace` is set; host time in monotonic seconds.
   """
 
   prefill_tokens: int = 0
@@ -136,68 +142,80 @@ class Stats:
 
 @dataclasses.dataclass(eq=False)
 class _Entry:
-  """A request in a slot.
+  """A request that waits or has a slot.
 
   Attributes:
-    ticket: the caller's number for it; None if it is another process's.
-    request: what is asked.
-    limit: of tokens.
-    fresh: whether no step has had it yet.
-    found: ids, log-probs and sampled log-probs of the steps so far.
+    request_id: the caller's id of it; None for a request of another process.
+    request: the request.
+    limit: maximum number of tokens.
+    is_new: whether no step has decoded it yet.
+    outputs: ids, log-probs and sampled log-probs of each step so far.
   """
 
-  ticket: int | None
+  request_id: int | None
   request: Request
   limit: int
-  fresh: bool = True
-  found: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
+  is_new: bool = True
+  outputs: list[tuple[np.ndarray, ...]] = dataclasses.field(
+    default_factory=list
+  )
 
 
 @dataclasses.dataclass
 class _Step:
-  """A step under way: its outputs, and who was in which slot."""
+  """A dispatched step.
+
+  Attributes:
+    outputs: arrays on the device, see `_decode`.
+    entries: (slot, entry) of the requests that it decodes.
+    start: time of its dispatch, in monotonic seconds.
+  """
 
   outputs: tuple
   entries: list[tuple[int, _Entry]]
-  begin: float
+  start: float
 
 
 class Sampler:
-  """Compiled sampling of one model on the devices of a mesh.
+  """Samples completions from one model on the devices of a mesh.
 
-  They form groups of `tensor` devices, each with a copy of the model and some
-  of the slots. Where all groups keep within a host, each process samples by
-  itself, for its own requests. Otherwise all processes share one sampler: each
-  has to make the same calls of `load` and `warm_up`, to go on with `step` and
-  to `finish`; what it submits, and gets back, is its own. There the host's work
-  does not overlap with the device's: a step is told of after the one before.
+  The devices form groups of `tensor` devices. Each group has a copy of the
+  model and a part of the slots. If every group is within one host, each process
+  samples its own requests independently. Otherwise all processes share one
+  sampler: every process must make the same calls of `load` and `warm_up`, keep
+  calling `step`, and call `finish`. Each process submits its own requests and
+  gets their completions only. A shared sampler does not overlap the work of
+  host and device: each step is dispatched after the previous step.
 
   Args:
     config: shape of the model.
-    mesh: the devices, as the parameters lie on them.
-    seed: of all random streams.
-    prompt_buckets: rising lengths that prompts are padded to.
-    batch_buckets: rising numbers of slots that a step is compiled for; the
-      last is how many there are.
-    max_completion_tokens: limit of a completion.
+    mesh: the devices of the parameters.
+    seed: seed of all random streams.
+    prompt_buckets: ascending lengths that prompts are padded to.
+    batch_buckets: ascending numbers of slots that a step is compiled for; the
+      last is the total number of slots.
+    max_completion_tokens: maximum length of a completion.
     stop_ids: tokens that end a completion.
-    vocab_size: ids from here on are embedding rows without a token, which
-      are never sampled.
-    decode_tokens: K, tokens of a step. More are cheaper, and let a finished
-      slot idle for longer.
-    weights: one of WEIGHTS: as the model computes; int8, a scale for each
-      output channel, of which memory holds half as much as of bfloat16; or as
-      the model computes, with adapters beside the matrices, not merged: slower,
-      and exact where a bfloat16 matrix would round them away.
-    tensor: devices that a copy of the model is cut over; 0 is the mesh's own.
-    stop: given a completion so far and how many of its tokens are new, returns
-      how many tokens to keep if it is to end there, or None: for stop strings.
+    vocab_size: number of tokens; ids from here on are unused rows of the
+      embedding and are never sampled.
+    decode_tokens: K, tokens decoded in a step. A larger value has less overhead
+      per token but leaves finished slots idle for longer.
+    weights: one of WEIGHTS. 'model': the model's compute type, with adapters
+      merged. 'int8': int8 with a scale per output channel, half the memory of
+      bfloat16. 'adapters': the compute type with separate adapters, which is
+      slower, but exact where merging into a bfloat16 matrix would round small
+      adapters away.
+    tensor: devices that a copy of the model is sharded over; 0: the size of the
+      mesh's axis `tensor`.
+    stop: for stop strings; a function of (ids of a completion so far, number of
+      new ids) that returns the number of tokens to keep if the completion ends,
+      else None.
 
   Attributes:
-    base: parameters that stay as they are, of a network with adapters.
-    stats: what happened since they were last taken.
-    trace: whether they are to hold spans.
-    shared: whether the calls of `step` wait for other processes.
+    base: frozen parameters of a network with adapters.
+    stats: counters since the last `take_stats`.
+    trace: whether to record `Stats.spans`.
+    shared: whether `step` waits for other processes.
   """
 
   def __init__(
@@ -222,7 +240,7 @@ class Sampler:
     ):
       if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
         raise ValueError(
-          f'rollout.{name}={tuple(sizes)}: must be rising and positive'
+          f'rollout.{name}={tuple(sizes)}: must be ascending and positive'
         )
     if weights not in WEIGHTS:
       raise ValueError(
@@ -231,66 +249,69 @@ class Sampler:
     if not 0 < vocab_size <= config.vocab_size:
       raise ValueError(
         f'vocab_size={vocab_size}: the model embeds {config.vocab_size} '
-        'tokens; must be between 1 and that'
+        f'tokens; must be between 1 and {config.vocab_size}'
       )
-    # Where all processes hold the parameters, and where this one samples.
-    whole = mesh_lib.sampling_mesh(mesh, tensor or mesh.shape['tensor'])
-    several = jax.process_count() > 1
-    self.shared = several and not mesh_lib.on_one_host(whole)
-    self._local = several and not self.shared
-    mesh = mesh_lib.local_mesh(whole) if self._local else whole
+    # Parameters are prepared on the full mesh; `mesh` is the part of it that
+    # this sampler uses.
+    full_mesh = mesh_lib.sampling_mesh(mesh, tensor or mesh.shape['tensor'])
+    multi_process = jax.process_count() > 1
+    self.shared = multi_process and not mesh_lib.on_one_host(full_mesh)
+    self._local = multi_process and not self.shared
+    mesh = mesh_lib.local_mesh(full_mesh) if self._local else full_mesh
     shards = mesh_lib.batch_shards(mesh)
     if any(size % shards for size in batch_buckets):
       raise ValueError(
         f'rollout.batch_buckets={tuple(batch_buckets)}: {shards} copies of '
         f'the model share the slots; must be multiples of {shards}'
       )
-    self._whole, self._mesh = whole, mesh
+    self._full_mesh, self._mesh = full_mesh, mesh
     self._prompt_buckets = tuple(prompt_buckets)
     self._row_buckets = tuple(batch_buckets)
     platform = mesh.devices.flat[0].platform
     on_cpu = platform == 'cpu'
-    most = shards * (_READ_AT_ONCE_ON_CPU if on_cpu else _READ_AT_ONCE)
-    # Whether tokens may be truncated, in each program of a step.
-    self._truncations = (False, True) if platform in _WAITING else (None,)
-    self._read_buckets = tuple(sorted({shards, min(most, batch_buckets[-1])}))
+    prefill_rows = shards * (_PREFILL_ROWS_ON_CPU if on_cpu else _PREFILL_ROWS)
+    # `truncated` of each program of a step, see `_sample_tokens`.
+    self._truncations = (False, True) if platform in _HOST_SELECTS else (None,)
+    self._prefill_buckets = tuple(
+      sorted({shards, min(prefill_rows, batch_buckets[-1])})
+    )
     self._length_buckets = tuple(
       size + max_completion_tokens for size in prompt_buckets
     )
     self._max_tokens = max_completion_tokens
     self._stop_ids, self._stop = frozenset(stop_ids), stop
-    self._chunk = min(decode_tokens, max_completion_tokens)
+    self._decode_chunk = min(decode_tokens, max_completion_tokens)
     rows = mesh_lib.batch_sharding(mesh)
     int8, merge, trained = weights == 'int8', weights != 'adapters', config
     if merge:
       config = dataclasses.replace(config, adapters=None)
-    cached = mesh_lib.cache_formats(
+    cache_formats = mesh_lib.cache_formats(
       mesh, jax.eval_shape(lambda: qwen.new_cache(config, 1, 1))
     )
     axes = (qwen.quantized_axes if int8 else qwen.logical_axes)(config)
-    self._ready_shardings = mesh_lib.shardings(
-      whole, qwen.split_axes(config, axes)
+    self._params_shardings = mesh_lib.shardings(
+      full_mesh, qwen.split_axes(config, axes)
     )
-    self._ready = jax.jit(
+    self._prepare_params = jax.jit(
       functools.partial(_prepare, trained, merge, int8),
-      out_shardings=self._ready_shardings,
+      out_shardings=self._params_shardings,
     )
-    self._new = jax.jit(
+    self._new_cache = jax.jit(
       functools.partial(qwen.new_cache, config),
       static_argnums=(0, 1),
-      out_shardings=cached,
+      out_shardings=cache_formats,
     )
     self._resize = jax.jit(
       _resize,
       static_argnums=(2, 3),
-      out_shardings=(cached, rows),
+      out_shardings=(cache_formats, rows),
     )
-    self._read = jax.jit(functools.partial(qwen.prefill, config))
+    self._prefill = jax.jit(functools.partial(qwen.prefill, config))
     self._insert = jax.jit(
-      qwen.insert, donate_argnums=(0,), out_shardings=cached
+      qwen.insert, donate_argnums=(0,), out_shardings=cache_formats
     )
     self._copy = jax.jit(
-      qwen.copy_rows, donate_argnums=(0,), out_shardings=cached
+      qwen.copy_rows, donate_argnums=(0,), out_shardings=cache_formats
     )
     self._decode = jax.jit(
       functools.partial(
@@ -299,15 +320,15 @@ class Sampler:
         np.uint32(seed),
         tuple(stop_ids),
         vocab_size,
-        self._chunk,
+        self._decode_chunk,
       ),
       static_argnums=5,
       donate_argnums=(1, 2),
-      out_shardings=(cached, rows, mesh_lib.everywhere(mesh)),
+      out_shardings=(cache_formats, rows, mesh_lib.everywhere(mesh)),
     )
-    self._cached = cached
+    self._cache_formats = cache_formats
     self.base: dict = {}
-    self._tickets = 0
+    self._num_submitted = 0
     self.stats, self.trace = Stats(), False
     self.release()
 
@@ -315,17 +336,22 @@ class Sampler:
     self._submitted: list[_Entry] = []
     self._waiting: collections.deque[_Entry] = collections.deque()
     self._slots: list[_Entry | None] = [None] * self._row_buckets[-1]
-    # The prompt whose keys and values a slot still holds, and the reverse.
+    # The prompt whose keys and values each slot holds, and the inverse map.
     self._prompts: list[bytes | None] = [None] * self._row_buckets[-1]
-    self._holders: dict[bytes, int] = {}
-    self._under_way: _Step | None = None
-    self._spare_steps = 0
-    self._left = time.monotonic()
+    self._slot_of_prompt: dict[bytes, int] = {}
+    self._in_flight: _Step | None = None
+    self._oversized_steps = 0
+    self._last_return = time.monotonic()
 
   @property
   def compilations(self) -> int:
-    """How many programs have been compiled."""
-    programs = (self._ready, self._new, self._resize, self._read) + (
+    """Returns the number of programs compiled so far."""
+    programs = (
+      self._prepare_params,
+      self._new_cache,
+      self._resize,
+      self._prefill,
+    ) + (
       self._insert,
       self._copy,
       self._decode,
@@ -334,30 +360,33 @@ class Sampler:
 
   @property
   def busy(self) -> bool:
-    """Whether requests are waiting or under way."""
-    pending = self._submitted or self._waiting or self._under_way
+    """Returns whether any request is not finished."""
+    pending = self._submitted or self._waiting or self._in_flight
     return bool(pending or any(self._slots))
 
   def take_stats(self) -> Stats:
-    """Returns what happened since the last call, and begins anew."""
-    taken, self.stats = self.stats, Stats()
-    return taken
+    """Returns the counters since the last call, and resets them."""
+    stats, self.stats = self.stats, Stats()
+    return stats
 
   def load(self, params: dict) -> None:
-    """Takes the parameters to sample from; drops what is under way.
+    """Sets the parameters to sample from; drops unfinished requests.
 
-    They are cast, and moved from device to device as sampling needs them, once.
+    Casts and reshards the parameters, unless they are already loaded.
+
+    Args:
+      params: the learner's parameters.
     """
     self._clear()
     if params is not self._source:
-      with jax.set_mesh(self._whole):
-        ready = hosts.settle(self._ready(params, self.base))
+      with jax.set_mesh(self._full_mesh):
+        prepared = hosts.settle(self._prepare_params(params, self.base))
       if self._local:
-        ready = mesh_lib.localize(ready, self._mesh)
-      self._source, self._params = params, ready
+        prepared = mesh_lib.localize(prepared, self._mesh)
+      self._source, self._params = params, prepared
 
   def release(self) -> None:
-    """Gives the memory of parameters and cache back, until `load`."""
+    """Frees the memory of parameters and cache, until the next `load`."""
     self._clear()
     self._source: dict | None = None
     self._params: dict | None = None
@@ -366,18 +395,18 @@ class Sampler:
 
   @property
   def num_programs(self) -> int:
-    """How many programs `warm_up` counts."""
+    """Returns the number of programs that `warm_up` compiles."""
     return 1 + sum(1 for _ in self._warm_up_calls())
 
   def warm_up(
     self, params: dict, advance: Callable[[], None] = lambda: None
   ) -> None:
-    """Compiles every bucket, so that nothing compiles later.
+    """Compiles all programs, so that nothing compiles later.
 
-    Returns all memory that it takes.
+    Frees all memory that it allocates.
 
     Args:
-      params: of the policy.
+      params: parameters of the policy.
       advance: called after each of `num_programs` programs.
     """
     self.load(params)
@@ -389,20 +418,22 @@ class Sampler:
     self.release()
 
   def _warm_up_calls(self) -> Iterator[Callable[[], object]]:
-    """Yields calls that compile a program each; to be made in this order."""
+    """Yields calls that compile one program each; make them in this order."""
     sizes = list(itertools.product(self._row_buckets, self._length_buckets))
-    reads = list(itertools.product(self._read_buckets, self._prompt_buckets))
+    prefills = list(
+      itertools.product(self._prefill_buckets, self._prompt_buckets)
+    )
     prompts: dict[tuple[int, int], dict] = {}
-    for r, p in reads:
+    for r, p in prefills:
       yield functools.partial(self._warm_up_prefill, prompts, r, p)
     for rows, length in sizes:
       yield functools.partial(self._allocate, rows, length)
       for other in sizes:
         if (rows == other[0]) != (length == other[1]):
           yield functools.partial(self._warm_up_resize, *other)
-      for r in self._read_buckets:
+      for r in self._prefill_buckets:
         yield functools.partial(self._warm_up_copy, r, rows)
-      for r, p in reads:
+      for r, p in prefills:
         if p <= length:
           yield functools.partial(self._warm_up_insert, prompts, r, p, rows)
       for truncated in self._truncations:
@@ -410,13 +441,13 @@ class Sampler:
 
   def _warm_up_prefill(self, prompts: dict, r: int, p: int) -> None:
     ids = self._place(np.zeros((r, p), np.int32))
-    prompts[r, p] = self._read(self._params, ids)
+    prompts[r, p] = self._prefill(self._params, ids)
 
   def _warm_up_resize(self, rows: int, length: int) -> None:
     self._resize(self._cache, self._state, rows, length)
 
   def _warm_up_copy(self, r: int, rows: int) -> None:
-    # Slots from `rows` on do not exist.
+    # Slot `rows` does not exist, so nothing is copied.
     slots = self._place(np.full(r, rows, np.int32))
     self._cache = self._copy(self._cache, slots, slots)
 
@@ -428,35 +459,36 @@ class Sampler:
     jax.block_until_ready(self._dispatch([], rows, truncated).outputs)
 
   def lower(self, params: dict, base: dict) -> dict[str, jax.stages.Lowered]:
-    """Returns the largest programs, by name; nothing is compiled, nothing runs.
+    """Lowers the largest programs, by name, without compiling or running them.
 
     Args:
-      params: shapes and shardings, as of `load`.
-      base: the same of what stays as it is.
+      params: shapes and shardings of the parameters of `load`.
+      base: shapes and shardings of the frozen parameters.
     """
     rows, length = self._row_buckets[-1], self._length_buckets[-1]
     described = mesh_lib.described
-    split = mesh_lib.batch_sharding(self._mesh)
+    row_sharding = mesh_lib.batch_sharding(self._mesh)
 
-    def numbers(*shape: int, dtype: str = 'int32') -> jax.ShapeDtypeStruct:
-      return jax.ShapeDtypeStruct(shape, dtype, sharding=split)
+    def row_array(*shape: int, dtype: str = 'int32') -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct(shape, dtype, sharding=row_sharding)
 
-    with jax.set_mesh(self._whole):
-      prepare = self._ready.lower(params, base)
+    with jax.set_mesh(self._full_mesh):
+      prepare = self._prepare_params.lower(params, base)
     with jax.set_mesh(self._mesh):
-      ready = described(prepare.out_info, self._ready_shardings)
-      cache = jax.eval_shape(self._new, rows, length)
+      prepared = described(prepare.out_info, self._params_shardings)
+      cache = jax.eval_shape(self._new_cache, rows, length)
       return {
         'prepare': prepare,
-        'prefill': self._read.lower(
-          ready, numbers(self._read_buckets[-1], self._prompt_buckets[-1])
+        'prefill': self._prefill.lower(
+          prepared,
+          row_array(self._prefill_buckets[-1], self._prompt_buckets[-1]),
         ),
         'decode': self._decode.lower(
-          ready,
-          described(cache, self._cached),
-          numbers(rows, len(_STATE)),
-          numbers(rows, len(_INTEGERS) + _NUMBERS),
-          numbers(rows, len(_FLOATS), dtype='float32'),
+          prepared,
+          described(cache, self._cache_formats),
+          row_array(rows, len(_STATE)),
+          row_array(rows, len(_INTEGERS) + _STREAM_SIZE),
+          row_array(rows, len(_FLOATS), dtype='float32'),
           self._truncations[0],
         ),
       }
@@ -467,26 +499,29 @@ class Sampler:
     """Returns a completion for each request, in their order.
 
     Args:
-      params: the policy; only read.
-      requests: any number; none gives none.
+      params: parameters of the policy; not donated.
+      requests: any number of requests, possibly none.
 
     Raises:
-      ValueError: if one can never fit; see `submit`.
+      ValueError: if a request is invalid; see `submit`.
     """
     self.load(params)
-    tickets = [self.submit(request) for request in requests]
-    found: dict[int, Completion] = {}
+    request_ids = [self.submit(request) for request in requests]
+    completions: dict[int, Completion] = {}
     while self.busy:
-      found.update(self.step())
+      completions.update(self.step())
     self.finish()
-    return [found[ticket] for ticket in tickets]
+    return [completions[request_id] for request_id in request_ids]
 
   def submit(self, request: Request) -> int:
-    """Queues a request; returns the number that `step` will give it by.
+    """Queues a request; returns the id under which `step` returns it.
+
+    Args:
+      request: the request.
 
     Raises:
-      ValueError: if its prompt is empty or longer than the largest bucket, or
-        its limit of tokens is out of range.
+      ValueError: if the prompt is empty or longer than the last bucket, or
+        `max_tokens` is out of range.
     """
     length = len(request.prompt_ids)
     if length < 1:
@@ -494,7 +529,7 @@ class Sampler:
     if length > self._prompt_buckets[-1]:
       raise ValueError(
         f'a prompt has {length} tokens; at most {self._prompt_buckets[-1]} '
-        '(the last of rollout.prompt_buckets)'
+        'are accepted (the last of rollout.prompt_buckets)'
       )
     limit = self._max_tokens
     if request.max_tokens is not None:
@@ -504,67 +539,68 @@ class Sampler:
         f'max_tokens={limit}: must be between 1 and {self._max_tokens} '
         '(rollout.max_completion_tokens)'
       )
-    self._tickets += 1
-    self._submitted.append(_Entry(self._tickets, request, limit))
-    return self._tickets
+    self._num_submitted += 1
+    self._submitted.append(_Entry(self._num_submitted, request, limit))
+    return self._num_submitted
 
   def step(self) -> list[tuple[int, Completion]]:
-    """Goes on with all requests; returns those that are finished.
+    """Dispatches a step; returns (id, completion) of finished requests.
 
-    What is returned was finished by the step before; this one is under way
-    when the call returns.
+    The returned completions were finished by the previous step. The new step is
+    in flight when this returns.
     """
-    self._note_idleness()
-    self._take_in(over=False)
+    self._record_idle_time()
+    self._enqueue(done=False)
     return self._advance()
 
   def finish(self) -> None:
-    """Goes on for processes that share the sampler, until all call this."""
-    while self.shared and not self._take_in(over=True):
+    """Continues steps of a shared sampler until all processes call this."""
+    while self.shared and not self._enqueue(done=True):
       self._advance()
-      self._note_idleness()
+      self._record_idle_time()
 
-  # The host's part.
+  # Work on the host.
 
-  def _take_in(self, *, over: bool) -> bool:
-    """Queues what was submitted; returns whether all processes are `over`."""
+  def _enqueue(self, *, done: bool) -> bool:
+    """Queues submitted requests; returns whether all processes are `done`."""
     entries, self._submitted = self._submitted, []
     if not self.shared:
       self._waiting += entries
-      return over
-    told = hosts.tell_all((entries, over))
-    for process, (theirs, _) in enumerate(told):
+      return done
+    gathered = hosts.tell_all((entries, done))
+    for process, (theirs, _) in enumerate(gathered):
       for entry in theirs:
         if process != jax.process_index():
-          entry.ticket = None
+          entry.request_id = None
         self._waiting.append(entry)
-    return all(over for _, over in told)
+    return all(done for _, done in gathered)
 
-  def _note_idleness(self) -> None:
-    if self._under_way and self._under_way.outputs[-1].is_ready():
-      self.stats.idle_secs += time.monotonic() - self._left
+  def _record_idle_time(self) -> None:
+    if self._in_flight and self._in_flight.outputs[-1].is_ready():
+      self.stats.idle_secs += time.monotonic() - self._last_return
 
   def _advance(self) -> list[tuple[int, Completion]]:
-    before = self._under_way
+    """Dispatches the next step; returns the completions of the previous one."""
+    previous = self._in_flight
     with jax.set_mesh(self._mesh):
       entries = self._admit()
-      self._under_way = None
+      self._in_flight = None
       if entries:
         truncated = any(e.request.sampling.truncates for _, e in entries)
-        self._under_way = self._dispatch(
+        self._in_flight = self._dispatch(
           entries,
           self._rows,
           truncated if truncated in self._truncations else None,
         )
-    finished = self._collect(before) if before else []
-    self._left = time.monotonic()
+    finished = self._fetch(previous) if previous else []
+    self._last_return = time.monotonic()
     return finished
 
   def _admit(self) -> list[tuple[int, _Entry]]:
-    """Gives free slots to waiting requests and their prompts to the cache.
+    """Assigns free slots to waiting requests and fills in their prompts.
 
     Returns:
-      The slots in use and what is in them.
+      (slot, entry) of each slot in use.
     """
     free = [n for n, entry in enumerate(self._slots) if entry is None]
     new: list[tuple[int, _Entry]] = []
@@ -572,78 +608,85 @@ class Sampler:
     while self._waiting and free:
       entry = self._waiting.popleft()
       prompt = entry.request.prompt_ids.tobytes()
-      holder = self._holders.get(prompt)
-      slot = holder if holder in free else free[0]
+      source = self._slot_of_prompt.get(prompt)
+      slot = source if source in free else free[0]
       free.remove(slot)
       self._slots[slot] = entry
-      if holder is None:
+      if source is None:
         new.append((slot, entry))
       else:
         self.stats.shared_tokens += len(entry.request.prompt_ids)
-        if slot != holder:
-          copies.append((holder, slot))
-      self._hold(slot, prompt)
+        if slot != source:
+          copies.append((source, slot))
+      self._set_prompt(slot, prompt)
     used = [(n, entry) for n, entry in enumerate(self._slots) if entry]
     if not used:
       return used
     rows = used[-1][0] + 1
     longest = max(len(entry.request.prompt_ids) for _, entry in used)
     length = _bucket(self._prompt_buckets, longest) + self._max_tokens
-    self._fit(_bucket(self._row_buckets, rows), length)
-    begin = time.monotonic()
-    for part, size in self._parts(new):
-      self._read_prompts(part, size)
-    for part in self._packs(copies):
-      places = np.full((2, _bucket(self._read_buckets, len(part))), self._rows)
-      places[:, : len(part)] = np.transpose(part)
-      sources, slots = (self._place(p.astype(np.int32)) for p in places)
+    self._resize_if_needed(_bucket(self._row_buckets, rows), length)
+    start = time.monotonic()
+    for batch, size in self._prefill_batches(new):
+      self._prefill_prompts(batch, size)
+    for batch in self._batches(copies):
+      # Padding copies to slots that do not exist.
+      pairs = np.full(
+        (2, _bucket(self._prefill_buckets, len(batch))), self._rows
+      )
+      pairs[:, : len(batch)] = np.transpose(batch)
+      sources, slots = (self._place(p.astype(np.int32)) for p in pairs)
       self._cache = self._copy(self._cache, sources, slots)
     end = time.monotonic()
     if self.trace:
-      self.stats.spans += [(slot, 'prefill', begin, end) for slot, _ in new]
+      self.stats.spans += [(slot, 'prefill', start, end) for slot, _ in new]
     return used
 
-  def _hold(self, slot: int, prompt: bytes | None) -> None:
-    """Notes which prompt a slot holds from now on."""
+  def _set_prompt(self, slot: int, prompt: bytes | None) -> None:
+    """Records the prompt whose keys and values a slot holds."""
     old = self._prompts[slot]
-    if old is not None and self._holders.get(old) == slot:
-      del self._holders[old]
+    if old is not None and self._slot_of_prompt.get(old) == slot:
+      del self._slot_of_prompt[old]
     self._prompts[slot] = prompt
     if prompt is not None:
-      self._holders.setdefault(prompt, slot)
+      self._slot_of_prompt.setdefault(prompt, slot)
 
-  def _parts(
+  def _prefill_batches(
     self, entries: list[tuple[int, _Entry]]
   ) -> Iterator[tuple[list[tuple[int, _Entry]], int]]:
-    """Yields entries whose prompts are read at once, and their bucket."""
+    """Yields entries to prefill together, and the bucket of their prompts."""
     by_length = collections.defaultdict(list)
     for slot, entry in entries:
       length = len(entry.request.prompt_ids)
       by_length[_bucket(self._prompt_buckets, length)].append((slot, entry))
-    for length, found in sorted(by_length.items()):
-      for part in self._packs(found):
-        yield part, length
+    for length, group in sorted(by_length.items()):
+      for batch in self._batches(group):
+        yield batch, length
 
-  def _packs(self, items: list) -> Iterator[list]:
-    """Yields items in parts of the sizes that programs are compiled for."""
+  def _batches(self, items: list) -> Iterator[list]:
+    """Yields items in batches for which programs are compiled."""
     while items:
-      size = _bucket(self._read_buckets, len(items[: self._read_buckets[-1]]))
-      if size > 2 * len(items) and size > self._read_buckets[0]:
-        # More padding than prompts: a full part of the size below first.
-        size = max(s for s in self._read_buckets if s < size)
+      size = _bucket(
+        self._prefill_buckets, len(items[: self._prefill_buckets[-1]])
+      )
+      if size > 2 * len(items) and size > self._prefill_buckets[0]:
+        # This batch would be mostly padding; use a smaller size first.
+        size = max(s for s in self._prefill_buckets if s < size)
       yield items[:size]
       items = items[size:]
 
-  def _read_prompts(self, part: list[tuple[int, _Entry]], length: int) -> None:
-    rows = _bucket(self._read_buckets, len(part))
+  def _prefill_prompts(
+    self, batch: list[tuple[int, _Entry]], length: int
+  ) -> None:
+    rows = _bucket(self._prefill_buckets, len(batch))
     tokens = np.zeros((rows, length), np.int32)
     slots = np.full(rows, self._rows, np.int32)
-    for n, (slot, entry) in enumerate(part):
+    for n, (slot, entry) in enumerate(batch):
       ids = entry.request.prompt_ids
       tokens[n, : len(ids)], slots[n] = ids, slot
       self.stats.prefill_tokens += len(ids)
     self.stats.padded_tokens += tokens.size
-    prompts = self._read(self._params, self._place(tokens))
+    prompts = self._prefill(self._params, self._place(tokens))
     hosts.settle(prompts)
     self._cache = self._insert(self._cache, prompts, self._place(slots))
 
@@ -653,14 +696,20 @@ class Sampler:
     rows: int,
     truncated: bool | None,
   ) -> _Step:
-    """Starts a step of these entries; see `_pick` for the last argument."""
-    integers = np.zeros((rows, len(_INTEGERS) + _NUMBERS), np.int32)
+    """Dispatches a step.
+
+    Args:
+      entries: (slot, entry) of the requests to decode.
+      rows: slots of the cache.
+      truncated: see `_sample_tokens`.
+    """
+    integers = np.zeros((rows, len(_INTEGERS) + _STREAM_SIZE), np.int32)
     floats = np.ones((rows, len(_FLOATS)), np.float32)
     for slot, entry in entries:
       request, sampling = entry.request, entry.request.sampling
       integers[slot, : len(_INTEGERS)] = (
         1,
-        entry.fresh,
+        entry.is_new,
         request.prompt_ids[-1],
         len(request.prompt_ids) - 1,
         entry.limit,
@@ -670,7 +719,7 @@ class Sampler:
         request.stream, np.uint32
       ).view(np.int32)
       floats[slot] = sampling.temperature, sampling.top_p, sampling.min_p
-      entry.fresh = False
+      entry.is_new = False
     self._cache, self._state, outputs = self._decode(
       self._params,
       self._cache,
@@ -680,45 +729,52 @@ class Sampler:
       truncated,
     )
     hosts.settle(outputs)
-    self.stats.slot_steps += self._chunk * rows
+    self.stats.slot_steps += self._decode_chunk * rows
     return _Step(outputs, entries, time.monotonic())
 
-  def _collect(self, step: _Step) -> list[tuple[int, Completion]]:
-    """Waits for a step; returns who is finished and frees their slots."""
-    ids_KB, log_probs_KB, sampled_KB, numbers_B, active_B = jax.device_get(
+  def _fetch(self, step: _Step) -> list[tuple[int, Completion]]:
+    """Waits for a step; returns finished requests and frees their slots."""
+    ids_KB, log_probs_KB, sampled_KB, counts_B, active_B = jax.device_get(
       step.outputs
     )
     end = time.monotonic()
     finished = []
     for slot, entry in step.entries:
       if self._slots[slot] is not entry:
-        continue  # It was finished when this step began.
-      number = numbers_B[slot]
-      self.stats.decode_tokens += int(number)
+        continue  # The previous step had already finished it.
+      count = counts_B[slot]
+      self.stats.decode_tokens += int(count)
       if self.trace:
-        self.stats.spans.append((slot, 'decode', step.begin, end))
-      entry.found.append(
-        tuple(x[:number, slot] for x in (ids_KB, log_probs_KB, sampled_KB))
+        self.stats.spans.append((slot, 'decode', step.start, end))
+      entry.outputs.append(
+        tuple(x[:count, slot] for x in (ids_KB, log_probs_KB, sampled_KB))
       )
-      completion = self._finish(entry, int(number), bool(active_B[slot]))
+      completion = self._completion(entry, int(count), bool(active_B[slot]))
       if completion is not None:
         self._slots[slot] = None
-        if entry.ticket is not None:
-          finished.append((entry.ticket, completion))
+        if entry.request_id is not None:
+          finished.append((entry.request_id, completion))
     return finished
 
-  def _finish(
-    self, entry: _Entry, number: int, active: bool
+  def _completion(
+    self, entry: _Entry, count: int, active: bool
   ) -> Completion | None:
-    """Returns the completion if it is over; `number` tokens of it are new."""
+    """Returns the completion of an entry, or None if it is not finished.
+
+    Args:
+      entry: the request with its outputs so far.
+      count: number of new tokens.
+      active: whether it has neither a stop token nor reached its limit.
+    """
     keep = None
     if self._stop is not None:
-      ids = np.concatenate([part[0] for part in entry.found])
-      keep = self._stop(ids, number)
+      ids = np.concatenate([output[0] for output in entry.outputs])
+      keep = self._stop(ids, count)
     if active and keep is None:
       return None
     ids, log_probs, sampled = (
-      np.concatenate(parts)[:keep] for parts in zip(*entry.found, strict=True)
+      np.concatenate(arrays)[:keep]
+      for arrays in zip(*entry.outputs, strict=True)
     )
     stopped = keep is not None or int(ids[-1]) in self._stop_ids
     return Completion(ids, log_probs, sampled, 'stop' if stopped else 'length')
@@ -730,38 +786,46 @@ class Sampler:
 
   def _allocate(self, rows: int, length: int) -> None:
     self._rows, self._length = rows, length
-    self._cache = None  # Two at a time may be more than there is room for.
-    self._cache = self._new(rows, length)
+    # Free the old cache first: two caches may not fit into memory.
+    self._cache = None
+    self._cache = self._new_cache(rows, length)
     self._state = self._place(np.zeros((rows, len(_STATE)), np.int32))
 
-  def _fit(self, rows: int, length: int) -> None:
-    """Makes the cache of at least a size; smaller after a while only."""
+  def _resize_if_needed(self, rows: int, length: int) -> None:
+    """Grows the cache to a size, or shrinks it after `_SHRINK_AFTER` steps."""
     if self._cache is None:
       self._allocate(rows, length)
       return
     if (rows, length) == (self._rows, self._length):
-      self._spare_steps = 0
+      self._oversized_steps = 0
       return
     if rows <= self._rows and length <= self._length:
-      self._spare_steps += 1
-      if self._spare_steps < _PATIENCE:
+      self._oversized_steps += 1
+      if self._oversized_steps < _SHRINK_AFTER:
         return
     else:
       rows, length = max(rows, self._rows), max(length, self._length)
-    self._spare_steps = 0
-    # One after the other: fewer programs than for every pair of sizes.
+    self._oversized_steps = 0
+    # Resizing one dimension at a time needs fewer programs than all pairs of
+    # sizes.
     for size in ((rows, self._length), (rows, length)):
       if size != (self._rows, self._length):
         self._cache, self._state = self._resize(self._cache, self._state, *size)
         self._rows, self._length = size
     for slot, prompt in enumerate(self._prompts):
-      lost = slot >= rows or (prompt and len(prompt) // 4 > length)
-      if lost and self._slots[slot] is None:
-        self._hold(slot, None)
+      # A token of a prompt has 4 bytes.
+      is_lost = slot >= rows or (prompt and len(prompt) // 4 > length)
+      if is_lost and self._slots[slot] is None:
+        self._set_prompt(slot, None)
 
 
 def parameter_bytes(config: qwen.QwenConfig, weights: str) -> int:
-  """Returns the memory of a model as it is sampled from."""
+  """Returns the bytes of a model's parameters in the sampler.
+
+  Args:
+    config: shape of the model.
+    weights: one of WEIGHTS.
+  """
   prepare = functools.partial(_prepare, config, True, weights == 'int8')
   params = jax.eval_shape(
     lambda: prepare(qwen.init(config, jax.random.key(0)), {})
@@ -773,9 +837,9 @@ def _bucket(sizes: Sequence[int], needed: int) -> int:
   return next(size for size in sizes if size >= needed)
 
 
-# The device's part. What a step is told of a slot, the stream's numbers apart;
-# what it keeps for the next.
-_INTEGERS = ('taken', 'fresh', 'token', 'position', 'limit', 'top_k')
+# Work on the device. Inputs of a step for each slot, without the stream, and
+# the state that a step passes to the next.
+_INTEGERS = ('in_use', 'is_new', 'token', 'position', 'limit', 'top_k')
 _FLOATS = ('temperature', 'top_p', 'min_p')
 _STATE = ('active', 'token', 'position', 'count')
 
@@ -783,7 +847,15 @@ _STATE = ('active', 'token', 'position', 'count')
 def _prepare(
   config: qwen.QwenConfig, merge: bool, int8: bool, params: dict, base: dict
 ) -> dict:
-  """Returns parameters as they are sampled from."""
+  """Returns parameters in the form that `qwen.prefill` and `decode` take.
+
+  Args:
+    config: shape of the model.
+    merge: whether to merge adapters into the matrices.
+    int8: whether to quantize the matrices.
+    params: the learner's parameters.
+    base: frozen parameters of a network with adapters, else {}.
+  """
   params = lora.join(base, params)
   if config.adapters and merge:
     params = lora.merge(config.adapters, params)
@@ -798,47 +870,49 @@ def _prepare(
 def _resize(
   cache: qwen.Cache, state_BX: jax.Array, rows: int, length: int
 ) -> tuple[qwen.Cache, jax.Array]:
-  room = max(0, rows - state_BX.shape[0])
-  state_BX = jnp.pad(state_BX[:rows], ((0, room), (0, 0)))
+  padding = max(0, rows - state_BX.shape[0])
+  state_BX = jnp.pad(state_BX[:rows], ((0, padding), (0, 0)))
   return qwen.resize_cache(cache, rows, length), state_BX
 
 
 def _row_keys(seed: np.uint32, streams: jax.Array) -> jax.Array:
-  """Returns a key for each row: (seed, stream) folded in one after another."""
+  """Returns a key for each row: the seed with its stream folded in."""
 
   def key(stream: jax.Array) -> jax.Array:
     folded = jax.random.key(seed)
-    for number in stream:
-      folded = jax.random.fold_in(folded, number)
+    for integer in stream:
+      folded = jax.random.fold_in(folded, integer)
     return folded
 
   return jax.vmap(key)(streams)
 
 
 def _as_integer(x: jax.Array) -> jax.Array:
-  """Returns int32 in the same order as these float32."""
+  """Maps float32 to int32 monotonically."""
   bits = jax.lax.bitcast_convert_type(x, jnp.int32)
   return jnp.where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits)
 
 
-def _least(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
-  """Returns the least integer of each row from which on something holds.
+def _smallest_true(
+  holds: Callable[[jax.Array], jax.Array], rows: int
+) -> jax.Array:
+  """Returns the smallest int32 of each row that satisfies a predicate, [B].
 
-  By halving: 32 looks at a distribution are cheaper than sorting it.
+  Uses bisection: 32 evaluations over a distribution are cheaper than a sort.
 
   Args:
-    holds: takes integers [B, 1], returns whether it holds [B]; it does for
-      the largest, and for all that are larger than one for which it does.
+    holds: monotone predicate; takes integers [B, 1] and returns booleans [B].
+      True for the largest integer, and for all integers above a true one.
     rows: B.
   """
 
   def halve(_, ends: tuple[jax.Array, jax.Array]):
     low_B, high_B = ends
-    # The floor of the mean, which a sum could overflow.
+    # The floor of the mean, without the overflow of a sum.
     middle_B = (low_B & high_B) + ((low_B ^ high_B) >> 1)
-    held_B = holds(middle_B[:, None])
-    return jnp.where(held_B, low_B, middle_B + 1), jnp.where(
-      held_B, middle_B, high_B
+    holds_B = holds(middle_B[:, None])
+    return jnp.where(holds_B, low_B, middle_B + 1), jnp.where(
+      holds_B, middle_B, high_B
     )
 
   limits = jnp.iinfo(jnp.int32)
@@ -853,39 +927,57 @@ def _truncate(
   top_p_B: jax.Array,
   min_p_B: jax.Array,
 ) -> jax.Array:
-  """Returns which usable logits are in top-k, its top-p mass, and min-p."""
+  """Returns the mask of tokens that top-k, then top-p, and min-p keep, [B, V].
+
+  Args:
+    scaled_BV: logits divided by the temperature.
+    usable_BV: mask of tokens that may be sampled at all.
+    top_k_B: see `Sampling`.
+    top_p_B: see `Sampling`.
+    min_p_B: see `Sampling`.
+  """
   b, v = scaled_BV.shape
-  scaled_BV = jnp.where(usable_BV, scaled_BV, _NEVER)
+  scaled_BV = jnp.where(usable_BV, scaled_BV, _MASKED)
   order_BV = _as_integer(scaled_BV)
-  wanted_B = jnp.where(top_k_B > 0, jnp.minimum(top_k_B, v), v)
-  # Fewer than k are larger than the k-th.
-  kth_B = _least(lambda at_B1: jnp.sum(order_BV > at_B1, axis=-1) < wanted_B, b)
+  k_B = jnp.where(top_k_B > 0, jnp.minimum(top_k_B, v), v)
+  # Fewer than k logits are larger than the k-th largest.
+  kth_B = _smallest_true(
+    lambda at_B1: jnp.sum(order_BV > at_B1, axis=-1) < k_B, b
+  )
   kept_BV = usable_BV & (order_BV >= kth_B[:, None])
-  mass_BV = jax.nn.softmax(jnp.where(kept_BV, scaled_BV, _NEVER), axis=-1)
-  # The mass ahead of a token decides, so the likeliest is always kept.
-  nucleus_B = _least(
+  mass_BV = jax.nn.softmax(jnp.where(kept_BV, scaled_BV, _MASKED), axis=-1)
+  # A token is kept if the mass of more likely tokens is below top_p, so the
+  # most likely token is always kept.
+  nucleus_B = _smallest_true(
     lambda at_B1: (
       (jnp.sum(jnp.where(order_BV > at_B1, mass_BV, 0.0), axis=-1) < top_p_B)
       | (top_p_B >= 1)
     ),
     b,
   )
-  least_B1 = jnp.max(scaled_BV, axis=-1, keepdims=True) + jnp.log(
+  min_logit_B1 = jnp.max(scaled_BV, axis=-1, keepdims=True) + jnp.log(
     jnp.maximum(min_p_B, 1e-30)[:, None]
   )
-  return kept_BV & (order_BV >= nucleus_B[:, None]) & (scaled_BV >= least_B1)
+  return (
+    kept_BV & (order_BV >= nucleus_B[:, None]) & (scaled_BV >= min_logit_B1)
+  )
 
 
-def _draw(weights_BN: jax.Array, noise_BN: jax.Array) -> jax.Array:
-  """Returns a place in proportion to its weight, by Gumbel noise.
+def _sample_index(weights_BN: jax.Array, noise_BN: jax.Array) -> jax.Array:
+  """Samples an index of each row in proportion to its weight, [B].
 
-  Weights that change in their last bits hardly ever change the place; an
-  inverted running sum, cheaper yet, would let each move all that come after.
+  Uses Gumbel noise. Rounding differences of a weight rarely change the sample.
+  Inverting the cumulative sum would be cheaper, but there a difference in one
+  weight shifts all later indices.
+
+  Args:
+    weights_BN: nonnegative weights, not normalized.
+    noise_BN: Gumbel noise.
   """
-  return _likeliest(jnp.log(weights_BN) + noise_BN, weights_BN > 0)
+  return _first_argmax(jnp.log(weights_BN) + noise_BN, weights_BN > 0)
 
 
-def _pick(
+def _sample_tokens(
   keys_B: jax.Array,
   counts_B: jax.Array,
   floats_BX: jax.Array,
@@ -897,94 +989,104 @@ def _pick(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Samples the next token of each row.
 
-  First one of the blocks that the vocabulary is cut into, then one of its
-  tokens: a random number for each of these, not for the whole vocabulary.
+  First samples a block of the vocabulary, then a token of the block. This needs
+  noise for each block and each token of one block, instead of each token of the
+  vocabulary.
 
   Args:
     keys_B: key of each row.
-    counts_B: number of the token in its completion.
+    counts_B: index of the token in its completion.
     floats_BX: temperature, top_p and min_p of each row.
-    top_k_B: as in `Sampling`.
-    logits_BV: float32.
+    top_k_B: see `Sampling`.
+    logits_BV: float32 logits.
     vocab_size: ids from here on are not sampled.
-    truncated: whether a row may be by top-k, top-p or min-p; None: to be found
-      out, as well as whether one is greedy.
+    truncated: whether any row may use top-k, top-p or min-p; None: the program
+      decides at run time, and also whether any row is greedy.
 
   Returns:
-    ids [B], their log-probs [B] before truncation, and after it [B].
+    (ids [B], log-probs before truncation [B], log-probs after it [B]).
   """
   b, v = logits_BV.shape
   temperature_B, top_p_B, min_p_B = floats_BX.T
   greedy_B = temperature_B == 0
   scaled_BV = logits_BV * (1 / jnp.where(greedy_B, 1.0, temperature_B))[:, None]
   usable_BV = jnp.broadcast_to(jnp.arange(v) < vocab_size, (b, v))
-  top_B1 = jnp.max(
-    jnp.where(usable_BV, scaled_BV, _NEVER), axis=-1, keepdims=True
+  max_B1 = jnp.max(
+    jnp.where(usable_BV, scaled_BV, _MASKED), axis=-1, keepdims=True
   )
-  weights_BV = jnp.where(usable_BV, jnp.exp(scaled_BV - top_B1), 0.0)
-  total_B = top_B1[:, 0] + jnp.log(jnp.sum(weights_BV, axis=-1))
+  weights_BV = jnp.where(usable_BV, jnp.exp(scaled_BV - max_B1), 0.0)
+  total_B = max_B1[:, 0] + jnp.log(jnp.sum(weights_BV, axis=-1))
   if vocab_size < v:
-    # The learner's distribution is one of all rows of the embedding.
+    # The learner's distribution includes all rows of the embedding.
     rest_B = jax.nn.logsumexp(scaled_BV[:, vocab_size:], axis=-1)
     total_B = jnp.logaddexp(total_B, rest_B)
-  kept_BV = _choose(
+  kept_BV = _cond(
     truncated,
     jnp.any((top_k_B > 0) | (top_p_B < 1) | (min_p_B > 0)),
     lambda: _truncate(scaled_BV, usable_BV, top_k_B, top_p_B, min_p_B),
     lambda: usable_BV,
   )
   weights_BV = jnp.where(kept_BV, weights_BV, 0.0)
-  size = min(_BLOCK, v)
+  size = min(_BLOCK_SIZE, v)
   weights_BNI = jnp.pad(weights_BV, ((0, 0), (0, -v % size))).reshape(
     b, -1, size
   )
   sums_BN = jnp.sum(weights_BNI, axis=-1)
-  left_B = top_B1[:, 0] + jnp.log(jnp.sum(sums_BN, axis=-1))
+  kept_total_B = max_B1[:, 0] + jnp.log(jnp.sum(sums_BN, axis=-1))
 
-  blocks = sums_BN.shape[1]
+  num_blocks = sums_BN.shape[1]
 
   def noise(key: jax.Array, count: jax.Array) -> jax.Array:
-    return jax.random.gumbel(jax.random.fold_in(key, count), (blocks + size,))
+    return jax.random.gumbel(
+      jax.random.fold_in(key, count), (num_blocks + size,)
+    )
 
   noise_BX = jax.vmap(noise)(keys_B, counts_B)
-  block_B = _draw(sums_BN, noise_BX[:, :blocks])
+  block_B = _sample_index(sums_BN, noise_BX[:, :num_blocks])
   weights_BI = jnp.take_along_axis(weights_BNI, block_B[:, None, None], axis=1)[
     :, 0
   ]
-  ids_B = block_B * size + _draw(weights_BI, noise_BX[:, blocks:])
-  ids_B = _choose(
+  ids_B = block_B * size + _sample_index(weights_BI, noise_BX[:, num_blocks:])
+  ids_B = _cond(
     None if truncated is None else True,
     jnp.any(greedy_B),
-    lambda: jnp.where(greedy_B, _likeliest(scaled_BV, kept_BV), ids_B),
+    lambda: jnp.where(greedy_B, _first_argmax(scaled_BV, kept_BV), ids_B),
     lambda: ids_B,
   )
   chosen_B = jnp.take_along_axis(scaled_BV, ids_B[:, None], axis=-1)[:, 0]
-  return ids_B, chosen_B - total_B, chosen_B - left_B
+  return ids_B, chosen_B - total_B, chosen_B - kept_total_B
 
 
-def _choose(
-  known: bool | None,
-  found: jax.Array,
-  one: Callable[[], jax.Array],
-  other: Callable[[], jax.Array],
+def _cond(
+  static: bool | None,
+  dynamic: jax.Array,
+  true_fn: Callable[[], jax.Array],
+  false_fn: Callable[[], jax.Array],
 ) -> jax.Array:
-  """Returns what one of two functions makes: of what is known, or found."""
-  if known is None:
-    return jax.lax.cond(found, one, other)
-  return one() if known else other()
+  """Returns the result of one of two functions.
+
+  Args:
+    static: the condition, if it is known while tracing; None: not known.
+    dynamic: the condition at run time, used if `static` is None.
+    true_fn: called if the condition is true.
+    false_fn: called if the condition is false.
+  """
+  if static is None:
+    return jax.lax.cond(dynamic, true_fn, false_fn)
+  return true_fn() if static else false_fn()
 
 
-def _likeliest(scaled_BV: jax.Array, kept_BV: jax.Array) -> jax.Array:
-  """Returns the first of the largest that are kept.
+def _first_argmax(scaled_BV: jax.Array, kept_BV: jax.Array) -> jax.Array:
+  """Returns the first index of the largest kept value of each row, [B].
 
-  As argmax would, at five times the cost on a CPU; the minimum keeps rows of
-  NaN within bounds.
+  `jnp.argmax` takes five times as long on a CPU. The default of v - 1 keeps the
+  result within bounds if a row is all NaN.
   """
   v = scaled_BV.shape[-1]
-  scaled_BV = jnp.where(kept_BV, scaled_BV, _NEVER)
+  scaled_BV = jnp.where(kept_BV, scaled_BV, _MASKED)
   largest_B1 = jnp.max(scaled_BV, axis=-1, keepdims=True)
-  places_BV = jnp.where(scaled_BV == largest_B1, jnp.arange(v), v - 1)
-  return jnp.min(places_BV, axis=-1).astype(jnp.int32)
+  indices_BV = jnp.where(scaled_BV == largest_B1, jnp.arange(v), v - 1)
+  return jnp.min(indices_BV, axis=-1).astype(jnp.int32)
 
 
 def _decode(
@@ -1000,37 +1102,52 @@ def _decode(
   floats_BX: jax.Array,
   truncated: bool | None,
 ) -> tuple[qwen.Cache, jax.Array, tuple[jax.Array, ...]]:
-  """Decodes up to `chunk` tokens of every slot that is active.
+  """Decodes up to `chunk` tokens of every active slot.
 
-  Until none is, if it is not known whether tokens are `truncated`; see `_pick`.
+  If `truncated` is None, the loop ends early once no slot is active; see
+  `_sample_tokens`.
+
+  Args:
+    config: shape of the model.
+    seed: seed of all random streams.
+    stop_ids: tokens that end a completion.
+    vocab_size: ids from here on are not sampled.
+    chunk: K, maximum number of tokens per slot.
+    params: parameters; see `_prepare`.
+    cache: keys and values; donated.
+    state_BX: the fields of `_STATE` from the previous step; donated.
+    integers_BX: the fields of `_INTEGERS` and the stream of each slot.
+    floats_BX: the fields of `_FLOATS` of each slot.
+    truncated: see `_sample_tokens`; static.
 
   Returns:
-    the cache; the state; ids, log-probs and sampled log-probs [K, B], how
-    many of them are a slot's [B], and whether it goes on [B].
+    (cache, state, outputs). Outputs are ids, log-probs and sampled log-probs
+    [K, B], the number of new tokens of each slot [B], and whether the slot is
+    still active [B].
   """
-  taken_B, fresh_B, token_B, position_B, limit_B, top_k_B = integers_BX[
+  in_use_B, new_B, token_B, position_B, limit_B, top_k_B = integers_BX[
     :, : len(_INTEGERS)
   ].T
   streams = integers_BX[:, len(_INTEGERS) :].astype(jnp.uint32)
   keys_B = _row_keys(seed, streams)
-  is_fresh_B = fresh_B > 0
+  is_new_B = new_B > 0
   active_B, last_B, at_B, count_B = state_BX.T
   start = (
-    (taken_B > 0) & ((active_B > 0) | is_fresh_B),
-    jnp.where(is_fresh_B, token_B, last_B),
-    jnp.where(is_fresh_B, position_B, at_B),
-    jnp.where(is_fresh_B, 0, count_B),
+    (in_use_B > 0) & ((active_B > 0) | is_new_B),
+    jnp.where(is_new_B, token_B, last_B),
+    jnp.where(is_new_B, position_B, at_B),
+    jnp.where(is_new_B, 0, count_B),
   )
   b = state_BX.shape[0]
-  numbers = jnp.zeros((chunk, b), jnp.float32)
+  zeros_KB = jnp.zeros((chunk, b), jnp.float32)
 
-  def go_on(loop: tuple) -> jax.Array:
+  def any_active(loop: tuple) -> jax.Array:
     return (loop[0] < chunk) & jnp.any(loop[2][0])
 
   def advance(loop: tuple) -> tuple:
-    c, cache, (active_B, last_B, at_B, count_B), written = loop
+    c, cache, (active_B, last_B, at_B, count_B), outputs = loop
     logits_BV, cache = qwen.decode(config, params, cache, last_B, at_B)
-    ids_B, *log_probs = _pick(
+    ids_B, *log_probs = _sample_tokens(
       keys_B,
       count_B,
       floats_BX,
@@ -1039,28 +1156,28 @@ def _decode(
       vocab_size=vocab_size,
       truncated=truncated,
     )
-    # A slot that is not active keeps what it has.
-    written = tuple(
-      whole_KB.at[c].set(jnp.where(active_B, part_B, 0))
-      for whole_KB, part_B in zip(written, (ids_B, *log_probs), strict=True)
+    # The state of an inactive slot does not change.
+    outputs = tuple(
+      output_KB.at[c].set(jnp.where(active_B, value_B, 0))
+      for output_KB, value_B in zip(outputs, (ids_B, *log_probs), strict=True)
     )
     last_B = jnp.where(active_B, ids_B, last_B)
     at_B, count_B = at_B + active_B, count_B + active_B
     is_stop_B = (ids_B[:, None] == jnp.asarray(stop_ids, jnp.int32)).any(axis=1)
     active_B = active_B & ~is_stop_B & (count_B < limit_B)
-    return c + 1, cache, (active_B, last_B, at_B, count_B), written
+    return c + 1, cache, (active_B, last_B, at_B, count_B), outputs
 
-  begin_B = start[3]
+  start_count_B = start[3]
   loop = (
     jnp.int32(0),
     cache,
     start,
-    (jnp.zeros((chunk, b), jnp.int32), numbers, numbers),
+    (jnp.zeros((chunk, b), jnp.int32), zeros_KB, zeros_KB),
   )
   if truncated is None:
-    loop = jax.lax.while_loop(go_on, advance, loop)
+    loop = jax.lax.while_loop(any_active, advance, loop)
   else:
     loop = jax.lax.fori_loop(0, chunk, lambda _, loop: advance(loop), loop)
-  _, cache, end, written = loop
+  _, cache, end, outputs = loop
   state_BX = jnp.stack([x.astype(jnp.int32) for x in end], axis=1)
-  return cache, state_BX, (*written, end[3] - begin_B, end[0])
+  return cache, state_BX, (*outputs, end[3] - start_count_B, end[0])

@@ -305,8 +305,11 @@ def test_bytes_of_the_parameters():
 @pytest.mark.parametrize(
   ('kwargs', 'message'),
   [
-    ({'prompt_buckets': (16, 8)}, r'prompt_buckets=\(16, 8\): must be rising'),
-    ({'batch_buckets': ()}, r'batch_buckets=\(\): must be rising'),
+    (
+      {'prompt_buckets': (16, 8)},
+      r'prompt_buckets=\(16, 8\): must be ascending',
+    ),
+    ({'batch_buckets': ()}, r'batch_buckets=\(\): must be ascending'),
     ({'vocab_size': 33}, 'vocab_size=33: the model embeds 32 tokens'),
   ],
 )
@@ -417,7 +420,7 @@ def test_what_is_known_of_truncation_changes_no_token(top_k):
   logits = jax.random.normal(jax.random.key(0), (4, 30))
   floats = np.array([[1, 1, 0], [0, 1, 0], [0.5, 1, 0], [2, 1, 0]], np.float32)
   found = [
-    sampler._pick(
+    sampler._sample_tokens(
       jax.random.split(jax.random.key(1), 4),
       np.arange(4),
       floats,
@@ -445,7 +448,7 @@ def test_where_the_host_chooses_the_same_tokens_come_out(params, monkeypatch):
     for chosen in (kinds[:1], kinds)
   )
   device = _sampler()
-  monkeypatch.setattr(sampler, '_WAITING', ('cpu',))
+  monkeypatch.setattr(sampler, '_HOST_SELECTS', ('cpu',))
   host = _sampler()
   host.warm_up(params)
   before = host.compilations
@@ -540,7 +543,7 @@ def test_a_place_is_drawn_by_hand():
   noise = np.float32(
     [[9, 0, 9, 0, 9], [9, 0, 9, 0.6, 9], [9, 0, 9, 0.7, 9], [9, -5, 9, -4, 9]]
   )
-  found = sampler._draw(weights, noise)
+  found = sampler._sample_index(weights, noise)
   np.testing.assert_array_equal(found, [1, 1, 3, 3])
 
 
@@ -551,7 +554,7 @@ def test_no_place_without_weight_is_drawn():
   )
   weights[0], weights[0, 3] = 0, 1
   noise = jax.random.gumbel(jax.random.key(0), weights.shape)
-  found = np.asarray(sampler._draw(jax.numpy.asarray(weights), noise))
+  found = np.asarray(sampler._sample_index(jax.numpy.asarray(weights), noise))
   assert (np.take_along_axis(weights, found[:, None], axis=1) > 0).all()
 
 
@@ -563,7 +566,7 @@ def test_tokens_are_drawn_in_proportion():
   share /= share.sum()
   n, rounds = 4096, 16
   seen = np.zeros(300)
-  pick = jax.jit(sampler._pick, static_argnames='vocab_size')
+  pick = jax.jit(sampler._sample_tokens, static_argnames='vocab_size')
   for count in range(rounds):
     ids, _, _ = pick(
       jax.random.split(jax.random.key(1), n),
@@ -584,7 +587,7 @@ def test_tokens_are_drawn_in_proportion():
 def test_ids_without_a_token_do_not_hide_the_others():
   logits = np.full((1, 300), -100, np.float32)
   logits[0, 137], logits[0, 299] = -90, 0
-  ids, log_probs, sampled = sampler._pick(
+  ids, log_probs, sampled = sampler._sample_tokens(
     jax.random.split(jax.random.key(0), 1),
     np.zeros(1, np.int32),
     np.array([[1, 1, 0]], np.float32),
