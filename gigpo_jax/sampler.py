@@ -185,7 +185,7 @@ class Sampler:
   sampler: every process must make the same calls of `load` and `warm_up`, keep
   calling `step`, and call `finish`. Each process submits its own requests and
   gets their completions only. A shared sampler does not overlap the work of
-  host and device: each step is dispatched after the previous step.
+  host and device: it waits for each step before it continues.
 
   Args:
     config: shape of the model.
@@ -764,7 +764,7 @@ class Sampler:
     Args:
       entry: the request with its outputs so far.
       count: number of new tokens.
-      active: whether it has neither a stop token nor reached its limit.
+      active: whether it has no stop token and is below its limit.
     """
     keep = None
     if self._stop is not None:
