@@ -185,7 +185,8 @@ class Sampler:
   sampler: every process must make the same calls of `load` and `warm_up`, keep
   calling `step`, and call `finish`. Each process submits its own requests and
   gets their completions only. A shared sampler does not overlap the work of
-  host and device: it waits for each step before it continues.
+  host and device: processes exchange requests between steps, which waits for
+  the device.
 
   Args:
     config: shape of the model.
