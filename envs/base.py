@@ -1,10 +1,10 @@
-"""What every environment is to the trainer: one protocol, four records.
+"""The interface between environments and the trainer.
 
-An environment talks text. It builds the whole prompt of a turn (instruction,
-task, history, current observation) and parses the model's response itself, so
-that the trainer knows no environment and adding one touches one folder. It
-runs in worker processes: this package imports the standard library, numpy and
-simulators, never jax or gigpo_jax.
+An environment works with text. It builds the complete prompt of a turn
+(instruction, task, history, current observation) and parses the model's
+response. The trainer therefore knows no environment, and adding an environment
+changes a single folder. Environments run in worker processes: this package
+imports the standard library, numpy and simulators, never jax or gigpo_jax.
 """
 
 import dataclasses
@@ -13,11 +13,11 @@ from typing import Protocol
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """One initial state of an environment: all that a worker needs to reset.
+  """An initial state of an environment.
 
   Attributes:
-    split: the part of the environment's tasks that it belongs to.
-    index: its number within the split; (split, index) identifies it.
+    split: the split of the environment's tasks that contains the task.
+    index: index within the split; (split, index) identifies the task.
   """
 
   split: str
@@ -29,15 +29,15 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-  """What the policy sees before a turn.
+  """The input of the policy in a turn.
 
   Attributes:
     prompt: the user message of this turn, before the chat template.
-    short_prompt: the same without history, for when `prompt` is too long.
+    short_prompt: the same without history, used if `prompt` is too long.
     anchor: the state by which steps are grouped (GiGPO, Eq. 6); any string.
-    text: the environment's own words, for logs and people.
-    task: what is to be done, as `prompt` says it, for people.
-    actions: what can be done, as `prompt` lists it, for people.
+    text: the environment's own text, for logs and display.
+    task: the task description in `prompt`, for display.
+    actions: the admissible actions that `prompt` lists, for display.
   """
 
   prompt: str
@@ -50,22 +50,21 @@ class Observation:
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-  """What came of one response.
+  """The result of a response.
 
   Attributes:
-    observation: what the policy sees next; None when the episode is over.
+    observation: the next observation; None when the episode is over.
     reward: raw reward of this step, before the invalid-action penalty.
     valid: whether the response had the required form (v in GiGPO's terms).
-    action: the action parsed out of the response and sent to the simulator.
-    success: whether the task is accomplished; can be true only at the end.
+    action: the action parsed from the response and sent to the simulator.
+    success: whether the task is accomplished; True only in the last step.
     done: whether the episode is over (success or step limit).
-    metrics: further numbers about this step, averaged over the steps that
-      have them, by name.
-    score: how well the whole episode went, in [0, 1], told with its last
-      step; None during an episode, and always where there is no measure finer
-      than success.
-    final_anchor: the state that the episode ended in, told with its last step;
-      None during an episode, and where it is not known.
+    metrics: further metrics of this step by name; each is averaged over the
+      steps that report it.
+    score: score of the episode in [0, 1], reported with its last step. None
+      during an episode, and if the environment has no score.
+    final_anchor: the final state of the episode, reported with its last step.
+      None during an episode, and if the state is unknown.
   """
 
   observation: Observation | None
@@ -80,34 +79,33 @@ class StepResult:
 
 
 class Env(Protocol):
-  """One environment instance. It holds one episode at a time."""
+  """An environment instance. It runs one episode at a time."""
 
   def prepare(self, task: Task) -> None:
-    """Loads what a later reset to the task needs; may be a no-op.
+    """Loads data that a later reset to the task needs; may do nothing.
 
-    Called in the background, between episodes or during one; it must not
-    disturb the running episode. What it caches may be shared by all
-    environments of the process.
+    It is called between episodes or during an episode, and must not affect the
+    running episode. All environments of a process may share its caches.
     """
 
   def reset(self, task: Task) -> Observation:
     """Starts an episode; the same task gives the same observation."""
 
   def step(self, response: str) -> StepResult:
-    """Takes the model's response, verbatim, and moves on by one turn."""
+    """Advances by one turn, given the model's response verbatim."""
 
   def close(self) -> None:
-    """Frees what the simulator holds."""
+    """Frees the simulator's resources."""
 
 
 class TaskInfo(Protocol):
-  """The tasks of a split, known without starting a simulator.
+  """Information about the tasks of a split, without starting a simulator.
 
-  May have `draw(iteration, groups)`, which returns the numbers of the tasks to
-  train on where they are not to be shuffled; see `gigpo_jax.tasks`.
+  It may have a method `draw(iteration, groups)`, which returns the indices of
+  the tasks to train on and replaces shuffling; see `gigpo_jax.tasks`.
   """
 
   def __len__(self) -> int: ...
 
   def kind(self, index: int) -> str:
-    """Type of a task, by which success is reported ('pick', 'heat', ...)."""
+    """Returns a task's type, by which success is reported ('pick', ...)."""

@@ -1,9 +1,9 @@
-"""Answers of environments as bytes that hold data and never code.
+"""Replies of environments as bytes that hold data and never code.
 
-A worker process sends a header (size of the body, its process, number of the
-call) and a body in JSON. The trainer treats both as untrusted: it knows the
-size before it reads the body, decodes plain values, and checks them again. What
-it sends to its workers is its own, and pickled.
+A worker process sends a header (size of the body, process id, number of the
+call) and a JSON body. The trainer trusts neither: it reads the size before the
+body, decodes plain values only, and checks them again. Calls to workers are
+created by the trainer and are pickled.
 """
 
 import json
@@ -16,26 +16,26 @@ import numpy as np
 
 from envs import base
 
-# Largest body. The trainer reads no more of an answer than this.
+# Maximum size of a body; the trainer rejects a larger size before reading it.
 MAX_BYTES = 16 * 2**20
-# Longest text about a failure.
+# Maximum length of the description of a failure.
 MAX_REASON_BYTES = 2048
-# Most metrics of a step, longest name of one.
+# Maximum number of metrics of a step, and length of a metric's name.
 MAX_METRICS = 256
 MAX_NAME_CHARS = 128
 
-# Bounds of numbers in an answer. Advantages and algorithm.components square
-# sums of them in float32, which ends at 3.4e38.
+# Bounds of numbers in a reply. Advantages and algorithm.components square sums
+# of them in float32, whose largest value is 3.4e38.
 BOUNDS = {'reward': 1e6, 'score': 1e6}
 LARGEST_METRIC = 1e12
 
 HEADER = struct.Struct('>IQQ')
 
-# What an answer is: a value; a line about what was raised; a line about a value
-# that cannot be used.
+# Kinds of replies: a value; a line about an exception; a line about an unusable
+# value.
 REPLY, ERROR, GARBAGE = KINDS = ('reply', 'error', 'garbage')
 
-_ANSWERS = {'reset': base.Observation, 'step': base.StepResult}
+_REPLY_TYPES = {'reset': base.Observation, 'step': base.StepResult}
 _TEXTS = ('prompt', 'short_prompt', 'anchor', 'text', 'task')
 _RESULT = (
   'observation reward valid action success done metrics score final_anchor'
@@ -43,22 +43,23 @@ _RESULT = (
 
 
 class Unusable(ValueError):
-  """An answer that cannot be used; says why in one line."""
+  """Raised for an unusable reply; the message gives the reason in one line."""
 
 
 def encode(number: int, call: str, value: Any) -> bytes:
-  """Returns the answer to a call as bytes.
+  """Returns the reply to a call as bytes.
 
   Args:
-    number: of the call.
-    call: prepare, reset or step; what prepare returns is dropped.
-    value: what the environment returned.
+    number: number of the call.
+    call: start, prepare, reset or step; only the values of reset and step are
+      encoded.
+    value: the environment's return value.
 
   Raises:
-    Unusable: if it is not what the call has to return, or is too large.
+    Unusable: if the value has a wrong type or content, or is too large.
   """
-  if wrong := _wrong(call, value):
-    raise Unusable(wrong)
+  if problem := _find_problem(call, value):
+    raise Unusable(problem)
   try:
     plain = None
     if call == 'reset':
@@ -68,40 +69,40 @@ def encode(number: int, call: str, value: Any) -> bytes:
     return _message(number, REPLY, plain)
   except Unusable:
     raise
-  except Exception as error:  # Whatever the methods of odd classes raise.
+  except Exception as error:  # Methods of unusual classes may raise anything.
     raise Unusable(f'{type(error).__name__}: {error}') from error
 
 
 def refuse(number: int, kind: str, reason: str) -> bytes:
-  """Returns an ERROR or GARBAGE as bytes."""
+  """Returns an ERROR or GARBAGE reply as bytes."""
   return _message(number, kind, clean(reason))
 
 
 def decode(body: bytes, call: str) -> tuple[str, Any]:
-  """Returns (kind, value): the value is the answer, or a line.
+  """Returns (kind, value) of a reply; the value of an error is a line of text.
 
-  Never raises: what cannot be decoded is GARBAGE.
+  Never raises: a body that cannot be decoded is GARBAGE.
   """
   try:
-    # As floats, integers of any length cost nothing.
+    # Parsing very long integers as floats takes little time.
     kind, value = json.loads(body.decode(), parse_int=float)
     if kind not in KINDS:
-      raise Unusable(f'an answer of kind {kind!r:.80}')
+      raise Unusable(f'kind={kind!r:.80}: must be one of {", ".join(KINDS)}')
     if kind != REPLY:
       return kind, clean(value)
     return REPLY, _value(call, value)
   except Unusable as error:
     return GARBAGE, clean(str(error))
-  # Not JSON, another form of it, or nested too deeply.
+  # Invalid JSON, unexpected structure, or too deep nesting.
   except (TypeError, ValueError, KeyError, RecursionError) as error:
-    return GARBAGE, clean(f'not an answer: {type(error).__name__}: {error}')
+    return GARBAGE, clean(f'invalid reply: {type(error).__name__}: {error}')
 
 
 def clean(text: str) -> str:
-  """Returns a text in one bounded line, without control characters."""
-  # A blank may be three bytes: what is cut here is never shown.
+  """Returns a text as one line of bounded length and printable characters."""
+  # Bounds the work; the final limit below is in bytes.
   line = ' '.join(str(text)[: 4 * MAX_REASON_BYTES].split())
-  # Half a character could not be printed.
+  # Lone surrogates cannot be printed.
   line = line.encode(errors='backslashreplace').decode()
   line = ''.join(c for c in line if c.isprintable())
   return line.encode()[:MAX_REASON_BYTES].decode(errors='ignore')
@@ -111,7 +112,7 @@ def _message(number: int, kind: str, value: Any) -> bytes:
   text = json.dumps([kind, value], ensure_ascii=False, allow_nan=False)
   body = text.encode()
   if len(body) > MAX_BYTES:
-    raise Unusable(f'an answer of {len(body):,} bytes; at most {MAX_BYTES:,}')
+    raise Unusable(f'a reply of {len(body):,} bytes; at most {MAX_BYTES:,}')
   return HEADER.pack(len(body), os.getpid(), number) + body
 
 
@@ -123,9 +124,9 @@ def _plain_observation(value: base.Observation) -> dict[str, Any]:
 
 
 def _plain_result(value: base.StepResult) -> dict[str, Any]:
-  following = value.observation
+  observation = value.observation
   return {
-    'observation': following and _plain_observation(following),
+    'observation': observation and _plain_observation(observation),
     'reward': float(value.reward),
     'valid': bool(value.valid),
     'action': value.action,
@@ -142,14 +143,14 @@ def _value(call: str, plain: Any) -> base.Observation | base.StepResult | None:
     value = _observation(plain)
   elif call == 'step':
     fields = {name: plain[name] for name in _RESULT}
-    following = fields['observation']
-    if following is not None:
-      fields['observation'] = _observation(following)
+    observation = fields['observation']
+    if observation is not None:
+      fields['observation'] = _observation(observation)
     value = base.StepResult(**fields)
   else:
     return None
-  if wrong := _wrong(call, value):
-    raise Unusable(wrong)
+  if problem := _find_problem(call, value):
+    raise Unusable(problem)
   return value
 
 
@@ -158,63 +159,63 @@ def _observation(plain: dict[str, Any]) -> base.Observation:
   return base.Observation(**texts, actions=tuple(plain['actions']))
 
 
-def _wrong(call: str, value: Any) -> str:
-  """Returns what is wrong with an answer; '' if it can be used."""
-  if call not in _ANSWERS:
+def _find_problem(call: str, value: Any) -> str:
+  """Returns why a value is unusable as the reply to a call; '' if it is not."""
+  if call not in _REPLY_TYPES:
     return ''
-  wanted = _ANSWERS[call]
-  if not isinstance(value, wanted):
-    return f'{call} gave {type(value).__name__}, not {wanted.__name__}'
+  expected = _REPLY_TYPES[call]
+  if not isinstance(value, expected):
+    return f'{call} returned {type(value).__name__}, not {expected.__name__}'
   if isinstance(value, base.Observation):
-    return _wrong_observation(value)
-  return _wrong_result(value)
+    return _find_observation_problem(value)
+  return _find_result_problem(value)
 
 
-def _wrong_result(value: base.StepResult) -> str:
-  following = value.observation
-  if following is not None:
-    if not isinstance(following, base.Observation):
-      return f'observation is {type(following).__name__}, not Observation'
-    if wrong := _wrong_observation(following):
-      return wrong
+def _find_result_problem(value: base.StepResult) -> str:
+  observation = value.observation
+  if observation is not None:
+    if not isinstance(observation, base.Observation):
+      return f'observation is {type(observation).__name__}, not Observation'
+    if problem := _find_observation_problem(observation):
+      return problem
   for name in ('valid', 'success', 'done'):
     if not isinstance(getattr(value, name), (bool, np.bool_)):
       return f'{name}={getattr(value, name)!r:.80}: must be True or False'
-  if bool(value.done) != (following is None):
-    return f'done={value.done} does not go with what is to be seen next'
-  return _wrong_figures(value) or _wrong_text(
+  if bool(value.done) != (observation is None):
+    return f'done={value.done}: must be True exactly where observation is None'
+  return _find_number_problem(value) or _find_text_problem(
     action=value.action,
     final_anchor='' if value.final_anchor is None else value.final_anchor,
   )
 
 
-def _wrong_figures(value: base.StepResult) -> str:
+def _find_number_problem(value: base.StepResult) -> str:
   if not isinstance(value.metrics, dict):
     return f'metrics is {type(value.metrics).__name__}, not dict'
   if len(value.metrics) > MAX_METRICS:
     return f'{len(value.metrics)} metrics of a step; at most {MAX_METRICS}'
-  figures = [('reward', value.reward, BOUNDS['reward'])]
+  bounded = [('reward', value.reward, BOUNDS['reward'])]
   if value.score is not None:
-    figures.append(('score', value.score, BOUNDS['score']))
+    bounded.append(('score', value.score, BOUNDS['score']))
   for name, x in value.metrics.items():
     if not isinstance(name, str):
-      return f'a metric is called {name!r:.80}, not a str'
+      return f'a metric has the name {name!r:.80}; must be a str'
     if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
       return (
-        f'a metric is called {name!r:.80}; must be 1 to {MAX_NAME_CHARS} '
+        f'a metric has the name {name!r:.80}; must be 1 to {MAX_NAME_CHARS} '
         'printable characters'
       )
-    figures.append((name, x, LARGEST_METRIC))
-  for name, x, bound in figures:
+    bounded.append((name, x, LARGEST_METRIC))
+  for name, x, bound in bounded:
     if not isinstance(x, numbers.Real) or not abs(x) <= bound:
       return f'{name}={x!r:.80}: must be a number within +-{bound:,.0f}'
   return ''
 
 
-def _wrong_observation(value: base.Observation) -> str:
+def _find_observation_problem(value: base.Observation) -> str:
   if not isinstance(value.actions, (tuple, list)):
     return f'actions is {type(value.actions).__name__}, not tuple'
-  return _wrong_text(
+  return _find_text_problem(
     prompt=value.prompt,
     short_prompt=value.short_prompt,
     anchor=value.anchor,
@@ -224,12 +225,12 @@ def _wrong_observation(value: base.Observation) -> str:
   )
 
 
-def _wrong_text(**texts: Any) -> str:
+def _find_text_problem(**texts: Any) -> str:
   for name, text in texts.items():
     if not isinstance(text, str):
       return f'{name} is {type(text).__name__}, not str'
     try:
       str.encode(text)
     except UnicodeEncodeError as error:
-      return f'{name} is no text: {error}'
+      return f'{name} is not valid Unicode: {error}'
   return ''

@@ -1,14 +1,14 @@
-"""What runs in a worker process: many environments, one call at a time.
+"""The worker process: runs many environments, one call at a time.
 
-Speaks over a pipe with `gigpo_jax.env_pool`. Lives here so that the process
-imports neither jax nor gigpo_jax.
+It communicates over a pipe with `gigpo_jax.env_pool`. It is in this package so
+that the process imports neither jax nor gigpo_jax.
 
-Calls are pickled tuples (number, kind, env, argument), answered one by one and
-in order by `messages`. The first answer, before any call, has number 0 and
-tells whether an environment could be made.
+Calls are pickled tuples (number, kind, env, argument). Replies are encoded by
+`messages`, one per call, in order. A first reply, before any call, has number 0
+and reports whether an environment could be created.
 
-The worker leads a process group and ends what its environments have started: a
-guard, a process of its own, ends the group however the worker ends.
+The worker leads a process group and ends processes that its environments have
+started. A separate guard process ends the group however the worker ends.
 """
 
 import contextlib
@@ -27,21 +27,21 @@ import envs
 from envs import base, messages
 
 _PR_SET_PDEATHSIG = 1
-# Tells the guard that the worker is gone.
-_GONE = signal.SIGUSR1
-# How often the guard looks where the kernel does not tell it.
+# Notifies the guard that the worker has ended.
+_WORKER_ENDED = signal.SIGUSR1
+# Polling period of the guard where the kernel sends no signal.
 _GUARD_SECS = 0.5
 
-# Simulators also leave by sys.exit, which is no Exception.
+# Simulators may also call sys.exit, whose SystemExit is no Exception.
 _ERRORS = (Exception, SystemExit)
 
 
 class Host:
-  """The environments of a process, made when they are first called.
+  """The environments of a process, created at their first call.
 
   Args:
-    name: of the environment, in `envs.REGISTRY`.
-    kwargs: its arguments.
+    name: name of the environment in `envs.REGISTRY`.
+    kwargs: arguments of the environment.
   """
 
   def __init__(self, name: str, kwargs: dict):
@@ -50,7 +50,7 @@ class Host:
     self._spare: list[base.Env] = []
 
   def start(self) -> bytes:
-    """Makes one environment ahead, to see whether it can be made."""
+    """Creates an environment to check that this works; returns the reply."""
     try:
       self._spare.append(envs.make(self._name, **self._kwargs))
     except _ERRORS as error:
@@ -58,10 +58,10 @@ class Host:
     return messages.encode(0, 'start', None)
 
   def call(self, number: int, kind: str, env: int, argument: Any) -> bytes:
-    """Calls prepare, reset or step; whatever it raises becomes a line."""
+    """Calls prepare, reset or step; an exception becomes a reply, too."""
     try:
       if kind == 'step' and env not in self._envs:
-        raise LookupError('a step of an environment that has no episode')
+        raise LookupError(f'env={env}: no episode is running; reset it first')
       if env not in self._envs:
         self._envs[env] = (
           self._spare.pop()
@@ -75,7 +75,7 @@ class Host:
       line = f'env.name={self._name}: {_text(error)}'
       return messages.refuse(number, messages.GARBAGE, line)
     except _ERRORS as error:
-      # A failed preparation says nothing about the episode under way.
+      # A failed preparation does not affect the running episode.
       if kind != 'prepare':
         self._drop(env)
       line = describe(error, self._file())
@@ -87,7 +87,7 @@ class Host:
       self._drop(env)
 
   def _drop(self, env: int) -> None:
-    # One that broke may not even close; there is nothing left to save.
+    # A broken environment may fail to close; it holds nothing to save.
     with contextlib.suppress(*_ERRORS):
       if env in self._envs:
         self._envs.pop(env).close()
@@ -99,13 +99,13 @@ class Host:
 
 
 def main(pipe: Connection, name: str, kwargs: dict, parent: int) -> None:
-  """Serves calls until the pipe closes or the parent is gone."""
+  """Serves calls until the pipe closes or the parent has ended."""
   die_with(parent)
-  # Ctrl-C, and SIGTERM of a machine that is taken away, go to all processes;
-  # the parent decides what ends.
+  # All processes get Ctrl-C, and SIGTERM on preemption; the parent decides
+  # when the worker ends.
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   signal.signal(signal.SIGTERM, signal.SIG_IGN)
-  # Simulators print, also from C; stdout belongs to the results of commands.
+  # Simulators print, also from C; stdout is reserved for results of commands.
   os.dup2(sys.stderr.fileno(), 1)
   os.setsid()
   _guard()
@@ -122,7 +122,7 @@ def main(pipe: Connection, name: str, kwargs: dict, parent: int) -> None:
 
 def _send(pipe: Connection, message: bytes, pid: int) -> None:
   if os.getpid() != pid:
-    # An environment has forked, and this is the copy: it must not answer.
+    # This is a process that an environment forked; it must not reply.
     os._exit(0)
   view = memoryview(message)
   while view:
@@ -130,15 +130,16 @@ def _send(pipe: Connection, message: bytes, pid: int) -> None:
 
 
 def die_with(parent: int) -> None:
-  """Asks the kernel to end this process when its parent dies (Linux)."""
-  if _ask_for_signal(signal.SIGKILL) and os.getppid() != parent:
+  """Makes the kernel end this process when its parent dies (Linux)."""
+  if _request_death_signal(signal.SIGKILL) and os.getppid() != parent:
     os._exit(0)
 
 
-def _ask_for_signal(number: int) -> bool:
-  """Asks the kernel for a signal when the parent dies (Linux).
+def _request_death_signal(number: int) -> bool:
+  """Requests a signal from the kernel when the parent dies (Linux).
 
-  Returns whether it will come; elsewhere the closing pipe has to do.
+  Returns whether the kernel will send it. Without the signal, a worker ends
+  when its pipe closes.
   """
   try:
     return ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number) == 0
@@ -147,19 +148,19 @@ def _ask_for_signal(number: int) -> bool:
 
 
 def _guard() -> None:
-  """Starts a process that ends this one's group when this one has ended."""
+  """Starts a process that ends this process's group after this process."""
   worker = os.getpid()
-  signal.pthread_sigmask(signal.SIG_BLOCK, {_GONE})
+  signal.pthread_sigmask(signal.SIG_BLOCK, {_WORKER_ENDED})
   if os.fork():
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {_GONE})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {_WORKER_ENDED})
     return
   try:
-    # The pipe's other end is to see that it closes.
+    # Close the pipe here, so that the other end detects the worker's end.
     os.closerange(3, 65_536)
-    asked = _ask_for_signal(_GONE)
+    has_signal = _request_death_signal(_WORKER_ENDED)
     while os.getppid() == worker:
-      if asked:
-        signal.sigwait({_GONE})
+      if has_signal:
+        signal.sigwait({_WORKER_ENDED})
       else:
         time.sleep(_GUARD_SECS)
   finally:
@@ -168,7 +169,7 @@ def _guard() -> None:
 
 
 def end_tree(pid: int) -> None:
-  """Ends a worker, its group, and what it started outside of its group."""
+  """Ends a worker, its group, and its descendants outside the group."""
   descendants = _descendants(pid)
   with contextlib.suppress(OSError):
     os.killpg(pid, signal.SIGKILL)
@@ -178,7 +179,7 @@ def end_tree(pid: int) -> None:
 
 
 def _end_detached() -> None:
-  """Ends what this process started outside of its group."""
+  """Ends descendants of this process that are outside its group."""
   group = os.getpgrp()
   for process in _descendants(os.getpid()):
     with contextlib.suppress(psutil.Error, OSError):
@@ -194,32 +195,34 @@ def _descendants(pid: int) -> list[psutil.Process]:
 
 
 def describe(error: BaseException, file: str | None = None) -> str:
-  """Returns an exception in one line, with where it was raised.
+  """Returns an exception as one line, with the location that raised it.
 
   Args:
     error: the exception.
-    file: of an environment, whose last line on the way there is named, too.
+    file: an environment's file; its last line in the traceback is shown, too.
   """
-  places, trace = [], error.__traceback__
+  locations, trace = [], error.__traceback__
   while trace:
-    places.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
+    locations.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
     trace = trace.tb_next
-  shown = places[-1:]
-  own = [place for place in places if place[0] == file]
-  if own and own[-1] not in shown:
-    shown += own[-1:]
-  where = ', called in '.join(
+  shown = locations[-1:]
+  in_file = [location for location in locations if location[0] == file]
+  if in_file and in_file[-1] not in shown:
+    shown += in_file[-1:]
+  location_text = ', called in '.join(
     f'{os.path.basename(name)}:{line}' for name, line in shown
   )
-  # The place is never what is cut.
+  # Truncate the message, never the location.
   text = messages.clean(_text(error) or type(error).__name__)
-  room = messages.MAX_REASON_BYTES - 512
-  text = text.encode()[:room].decode(errors='ignore')
-  return f'{type(error).__name__}: {text}' + (where and f' ({where})')
+  max_bytes = messages.MAX_REASON_BYTES - 512
+  text = text.encode()[:max_bytes].decode(errors='ignore')
+  return f'{type(error).__name__}: {text}' + (
+    location_text and f' ({location_text})'
+  )
 
 
 def _text(error: BaseException) -> str:
   try:
     return str(error)
   except _ERRORS:
-    return ''  # An exception of an environment may not even say what it is.
+    return ''  # An environment's exception may fail to convert to a string.

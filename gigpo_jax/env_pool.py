@@ -1,18 +1,18 @@
-"""Many environments over few worker processes; each advances on its own.
+"""A pool of many environments in few worker processes.
 
-`reset` and `step` submit a call and return at once; `receive` hands out what
-is answered. A worker that dies, or that spends longer on a call than allowed,
-is replaced; the episode that it was busy with is answered with a `Failure`. Its
-other episodes are played again up to where they were, which nobody notices: an
-environment is a function of its task and of the responses. One that proves not
-to be is a failure, too, and so is one that has waited for hung neighbours too
-often.
+`reset` and `step` submit a call and return at once; `receive` returns the
+replies that have arrived. A worker that dies or exceeds a time limit is
+replaced, and the episode whose call it was executing ends with a `Failure`. The
+worker's other episodes are replayed to their last step. The caller does not
+notice, because an environment is a function of its task and of the responses.
+An episode also fails if its replay differs, or if it was replayed too often
+because of other environments.
 
-Environments are not trusted: what their workers send holds data alone (see
-`envs.messages`), is bounded, and is checked. An answer of another process, or
-one that belongs to no call, never counts. Environments of one worker share its
-memory; a worker is as far as a wicked one reaches. Calls to workers are
-pickled, as they are this process's own.
+Environments are not trusted. Messages of workers hold only data (see
+`envs.messages`), are bounded in size, and are checked. A reply of another
+process, or to no pending call, is never used. The environments of a worker
+share its memory, so a malicious environment can affect its own worker only.
+Calls to workers are pickled, because this process creates them.
 """
 
 import atexit
@@ -33,7 +33,7 @@ import psutil
 
 from envs import base, messages, worker
 
-# Workers get one thread each, and never the accelerator.
+# Each worker uses a single thread and no accelerator.
 _WORKER_ENVIRON = {
   'OMP_NUM_THREADS': '1',
   'OPENBLAS_NUM_THREADS': '1',
@@ -41,45 +41,45 @@ _WORKER_ENVIRON = {
   'JAX_PLATFORMS': 'cpu',
 }
 
-# What may be on its way to a worker at once. It has to fit into the pipe's
-# buffer: sending then never blocks, whatever the worker is doing.
+# Maximum size and number of unanswered messages to a worker. They must fit
+# into the pipe's buffer, so that sending never blocks.
 _WINDOW_BYTES = 65_536
 _WINDOW_CALLS = 64
 
-# Importing a simulator on a busy machine is slower than any reset.
+# Importing a simulator on a busy machine takes longer than any reset.
 _START_TIMEOUT_SECS = 120.0
 
-# Why an episode was broken off: its environment raised, answered what cannot be
-# used, ended its process or did not answer in time; it went differently when it
-# was played again; or others of its worker hung too often.
+# Causes of failed episodes: the environment raised an exception, sent an
+# unusable reply, ended its process, or did not reply in time; its replay
+# differed; or other environments of its worker hung too often.
 CAUSES = ('raised', 'garbage', 'died', 'hung', 'differed', 'neighbours')
-_CAUSES = {messages.ERROR: 'raised', messages.GARBAGE: 'garbage'}
+_CAUSE_OF_STATUS = {messages.ERROR: 'raised', messages.GARBAGE: 'garbage'}
 
-# How often an episode is played again after another one hung. If it were for
-# ever and all hung, every episode in turn would be waited for. One that dies is
-# found out at once.
-_MOST_REPLAYS = 4
+# Maximum number of replays of an episode because of other environments. Without
+# a maximum, the pool could wait for every episode of a worker in turn if all of
+# them hang. A death is detected at once.
+_MAX_REPLAYS = 4
 _CLOSE_TIMEOUT_SECS = 2.0
 
-# How much of an answer is read at once.
+# Maximum size of one read from a pipe.
 _READ_BYTES = 1 << 20
 
-# How often the clock of time limits looks. Where it could not look for longer
-# than twice that, this process was stopped.
+# Period of the clock of time limits. A gap of more than two periods means that
+# this process was stopped.
 _TICK_SECS = 0.25
 
-# Of a response, in a report.
+# Length of the end of a response that a failure shows.
 _SHOWN_CHARS = 60
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-  """An episode that its environment broke off.
+  """The failure of an episode.
 
   Attributes:
-    env: the environment.
-    task: what it was playing.
-    last_action: the last response sent to it; '' if it was being reset.
+    env: index of the environment.
+    task: task of the episode.
+    last_action: the last response sent to it; '' if there was none.
     cause: one of CAUSES.
     reason: what happened, in one line.
   """
@@ -91,8 +91,8 @@ class Failure:
   reason: str
 
   def __str__(self) -> str:
-    last = self.last_action[-_SHOWN_CHARS:]
-    return f'{self.cause}: {self.reason}' + (last and f', after {last!r}')
+    tail = self.last_action[-_SHOWN_CHARS:]
+    return f'{self.cause}: {self.reason}' + (tail and f', after {tail!r}')
 
 
 Reply = base.Observation | base.StepResult | Failure
@@ -100,15 +100,15 @@ Reply = base.Observation | base.StepResult | Failure
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-  """What an environment is asked.
+  """A call to an environment.
 
   Attributes:
     kind: start, prepare, reset or step.
-    env: which; -1 for a start.
-    number: by which its answer is known; 0 for a start.
-    message: as it is sent.
-    episode: number of the environment's episode, from 1 on.
-    known: the answer, where a worker gave it that was lost since.
+    env: index of the environment; -1 for a start.
+    number: identifies the reply; 0 for a start.
+    message: the encoded call.
+    episode: index of the environment's episode, from 1.
+    known: the expected reply, if the call is replayed.
   """
 
   kind: str
@@ -121,16 +121,19 @@ class _Call:
 
 @dataclasses.dataclass(eq=False)
 class _Worker:
-  """A process and the calls it has not answered; it answers in order.
+  """A worker process and its unanswered calls; it replies in order.
 
   Attributes:
-    sent: calls on their way or under way, oldest first; the start is one.
+    process: the worker process.
+    pipe: this process's end of the pipe.
+    sent: calls that were sent and not answered, oldest first, including the
+      start.
     waiting: calls that are held back until `sent` has room.
-    progress: when, by the pool's clock, the oldest call of `sent` can have been
-      taken up at last.
-    inbox: what of an answer has come.
-    resets: how many it was given, those of episodes played again left out.
-    died_idle: whether it was gone before it was asked anything.
+    progress: latest time, by the pool's clock, at which the worker can have
+      started the oldest call of `sent`.
+    resets: number of resets sent to it, without replays.
+    died_idle: whether it died before it received a call.
+    inbox: received bytes of an incomplete reply.
   """
 
   process: multiprocessing.Process
@@ -148,11 +151,11 @@ class _Worker:
 
 
 class _Clock:
-  """Seconds that count for time limits: those in which this process could run.
+  """Measures the seconds in which this process could run, for time limits.
 
   A stopped process (Ctrl-Z, a frozen container, a suspended machine) cannot
-  tell; so a thread looks at the time again and again, and of a long pause
-  between two looks only a moment counts.
+  observe the stop itself. A thread therefore reads the time periodically, and
+  of a long gap between two readings only two periods count.
   """
 
   def __init__(self):
@@ -162,7 +165,7 @@ class _Clock:
     threading.Thread(target=self._tick, daemon=True).start()
 
   def now(self) -> float:
-    """Returns how many have passed."""
+    """Returns the number of such seconds so far."""
     with self._lock:
       now = time.monotonic()
       self._seconds += min(now - self._last, 2 * _TICK_SECS)
@@ -181,30 +184,34 @@ class _Clock:
 class EnvPool:
   """A fixed number of environments; a context manager.
 
-  Belongs to the thread that makes it: on Linux workers die with it.
+  The pool belongs to the thread that creates it: on Linux, the workers end
+  with that thread.
 
   Args:
-    name: of the environment, in `envs.REGISTRY`.
-    kwargs: its arguments.
-    num_envs: environments alive at once.
-    num_workers: processes they are spread over; 0 runs all in this process,
-      without timeouts, for debugging.
-    step_timeout_secs: longest time a step may take, without the time in which
-      this process was stopped.
-    reset_timeout_secs: longest time a reset or preparation may take.
-    envs_per_group: as many neighbours share a worker, and its caches.
-    max_resets_per_worker: a worker is replaced after as many resets, and its
-      episodes are played again up to where they were; for simulators that leak.
-      None: never. It gets as many as it has environments in any case.
-    max_worker_mib: likewise, when its process has more memory. None: never.
+    name: name of the environment in `envs.REGISTRY`.
+    kwargs: arguments of the environment.
+    num_envs: number of environments.
+    num_workers: number of worker processes; 0 runs all environments in this
+      process without time limits, for debugging.
+    step_timeout_secs: time limit of a step. The time in which this process was
+      stopped does not count.
+    reset_timeout_secs: time limit of a reset or a preparation.
+    envs_per_group: number of consecutive environments that share a worker and
+      its caches.
+    max_resets_per_worker: number of resets after which a worker is replaced and
+      its episodes are replayed, for simulators that leak memory. It is at
+      least the number of the worker's environments. None for no limit.
+    max_worker_mib: resident memory in MiB above which a worker is replaced in
+      the same way. None for no limit.
 
   Attributes:
-    failures: all that happened.
-    restarts: workers that were replaced because they died or hung.
-    recycled: workers that were replaced because they had served their time.
+    num_envs: number of environments.
+    failures: all failures so far.
+    restarts: number of workers replaced because they died or hung.
+    recycled: number of workers replaced because of their resets or memory.
 
   Raises:
-    ValueError: in one line, if the environment cannot be made.
+    ValueError: in one line, if the environment cannot be created.
   """
 
   def __init__(
@@ -234,7 +241,7 @@ class EnvPool:
     self._max_resets = max_resets_per_worker
     self._max_mib = max_worker_mib
     self._tasks: dict[int, base.Task] = {}
-    # Of each environment: which episode it is, what was sent and answered.
+    # For each environment: index of its episode, responses sent, replies.
     self._episodes: dict[int, int] = collections.defaultdict(int)
     self._responses: dict[int, list[str]] = {}
     self._replies: dict[int, list[Reply]] = {}
@@ -246,14 +253,14 @@ class EnvPool:
     self._clock = _Clock()
     self._context = multiprocessing.get_context('spawn')
     self._selector = selectors.DefaultSelector()
-    # Processes that were let go, and when.
+    # Dismissed processes and their times of dismissal.
     self._leaving: list[tuple[multiprocessing.Process, float]] = []
-    # None: its process could not start; the next call tries again.
+    # None: the process failed to start; the next call starts another.
     self._workers: list[_Worker | None] = []
     self._start_error = ''
     atexit.register(self.close)
     try:
-      self._open(min(num_workers, -(-num_envs // envs_per_group)))
+      self._start_workers(min(num_workers, -(-num_envs // envs_per_group)))
     except BaseException:
       self.close()
       raise
@@ -265,12 +272,12 @@ class EnvPool:
     self.close()
 
   def reset(self, env: int, task: base.Task) -> None:
-    """Begins an episode; `receive` will give its first observation."""
-    self._check(env)
-    # An answer of the episode before, not fetched, is not this one's.
-    stale = [answer for answer in self._answers if answer[0] == env]
-    for answer in stale:
-      self._answers.remove(answer)
+    """Starts an episode; `receive` returns its first observation."""
+    self._check_env(env)
+    # Drop replies of the previous episode that were not received.
+    stale = [reply for reply in self._answers if reply[0] == env]
+    for reply in stale:
+      self._answers.remove(reply)
     self._running.discard(env)
     self._recycle(env)
     self._tasks[env], self._responses[env], self._replies[env] = task, [], []
@@ -279,16 +286,16 @@ class EnvPool:
     self._running.add(env)
     self._submit('reset', env, task)
     if self._workers:
-      self._workers[self._place(env)].resets += 1
+      self._workers[self._worker_index(env)].resets += 1
 
   def step(self, env: int, response: str) -> None:
-    """Sends the policy's response; `receive` will give the result.
+    """Sends the policy's response; `receive` returns the result.
 
     Raises:
-      RuntimeError: if no episode is running there.
+      RuntimeError: if the environment runs no episode.
     """
     if env not in self._running:
-      # It was lost meanwhile: the failure on its way is the answer.
+      # The episode failed in the meantime; its failure is still queued.
       if any(other == env for other, _ in self._answers):
         return
       raise RuntimeError(f'env={env}: no episode is running; reset it first')
@@ -296,16 +303,16 @@ class EnvPool:
     self._submit('step', env, response)
 
   def end(self, env: int) -> None:
-    """Ends an episode though its environment would continue."""
+    """Ends an episode before its environment does."""
     self._running.discard(env)
 
   def refuse(self, env: int, reason: str) -> Failure:
-    """Ends an episode whose last answer cannot be used; returns the failure."""
+    """Ends an episode whose last reply is unusable; returns the failure."""
     return self._record(env, 'garbage', reason)
 
   def prepare(self, env: int, task: base.Task) -> None:
-    """Lets the environment's worker load a task ahead; never answered."""
-    self._check(env)
+    """Makes the environment's worker load a task ahead; gives no reply."""
+    self._check_env(env)
     if self._workers:
       self._recycle(env)
       self._submit('prepare', env, task)
@@ -313,39 +320,39 @@ class EnvPool:
   def receive(
     self, timeout_secs: float | None = None
   ) -> list[tuple[int, Reply]]:
-    """Returns answers that have come, waiting for at least one.
+    """Returns the replies that have arrived, after waiting for at least one.
 
     Args:
-      timeout_secs: longest time to wait; 0 takes what is there; None is for
-        ever, which the calls' own timeouts bound.
+      timeout_secs: longest time to wait; 0 does not wait; None waits until a
+        reply arrives, at most for the time limits of the pending calls.
 
     Returns:
-      (environment, answer) pairs; empty only after the timeout. An episode
-      that cannot go on after its worker was lost is answered unasked.
+      Pairs (environment, reply); empty only after the timeout. An episode that
+      fails with its worker gets a `Failure` even without a pending call.
 
     Raises:
-      RuntimeError: if there is nothing to wait for.
+      RuntimeError: if there is no pending call.
     """
-    end = None if timeout_secs is None else time.monotonic() + timeout_secs
+    deadline = None if timeout_secs is None else time.monotonic() + timeout_secs
     while not self._answers:
       if not any(w and w.sent for w in self._workers):
-        raise RuntimeError('receive: no call is under way')
-      self._wait(end)
-      if end is not None and time.monotonic() >= end:
+        raise RuntimeError('receive: no call is pending')
+      self._wait(deadline)
+      if deadline is not None and time.monotonic() >= deadline:
         break
-    answers = list(self._answers)
+    replies = list(self._answers)
     self._answers.clear()
-    return answers
+    return replies
 
   def close(self) -> None:
-    """Ends all workers; may be called again."""
+    """Ends all workers; further calls do nothing."""
     for w in self._workers:
       if w:
         self._dismiss(w)
     self._workers = []
     for process, since in self._leaving:
       process.join(max(0.0, since + _CLOSE_TIMEOUT_SECS - time.monotonic()))
-      _end(process)
+      _end_process(process)
     self._leaving = []
     self._selector.close()
     self._clock.close()
@@ -354,87 +361,87 @@ class EnvPool:
 
   # Workers.
 
-  def _open(self, num_workers: int) -> None:
+  def _start_workers(self, num_workers: int) -> None:
     if not num_workers:
-      what, value = self._decode(self._host.start(), 'start')
-      self._start_error = '' if what == messages.REPLY else value
-    # All at once: most of a start is waiting for imports.
+      status, value = self._decode(self._host.start(), 'start')
+      self._start_error = '' if status == messages.REPLY else value
+    # Start all workers concurrently: imports take most of the time.
     for _ in range(num_workers):
-      self._workers.append(self._start())
+      self._workers.append(self._start_worker())
     while any(w and w.starting for w in self._workers):
       self._wait(None)
     if self._start_error:
       raise ValueError(f'env.name={self._name}: {self._start_error}')
 
-  def _place(self, env: int) -> int:
+  def _worker_index(self, env: int) -> int:
     return (env // self._envs_per_group) % len(self._workers)
 
-  def _at(self, place: int, envs: Iterable[int]) -> list[int]:
-    """Returns those that are of a worker, in order."""
-    return sorted(env for env in envs if self._place(env) == place)
+  def _envs_of(self, index: int, envs: Iterable[int]) -> list[int]:
+    """Returns the environments of a worker, in order."""
+    return sorted(env for env in envs if self._worker_index(env) == index)
 
-  def _start(self) -> _Worker:
-    ours, theirs = self._context.Pipe()
+  def _start_worker(self) -> _Worker:
+    pool_end, worker_end = self._context.Pipe()
     process = self._context.Process(
       target=worker.main,
-      args=(theirs, self._name, self._kwargs, os.getpid()),
+      args=(worker_end, self._name, self._kwargs, os.getpid()),
       daemon=True,
     )
-    # Here, and not in the worker: its libraries read them when imported.
-    before = {name: os.environ.get(name) for name in _WORKER_ENVIRON}
+    # Set here and not in the worker, whose libraries read them on import.
+    original = {name: os.environ.get(name) for name in _WORKER_ENVIRON}
     os.environ.update(_WORKER_ENVIRON)
     try:
       process.start()
     finally:
-      for name, value in before.items():
+      for name, value in original.items():
         if value is None:
           del os.environ[name]
         else:
           os.environ[name] = value
-    theirs.close()
+    worker_end.close()
     sent = collections.deque([_Call('start', -1)])
-    w = _Worker(process, ours, sent, collections.deque(), self._clock.now())
-    self._selector.register(ours, selectors.EVENT_READ, (w, 'pipe'))
+    w = _Worker(process, pool_end, sent, collections.deque(), self._clock.now())
+    self._selector.register(pool_end, selectors.EVENT_READ, (w, 'pipe'))
     self._selector.register(
       process.sentinel, selectors.EVENT_READ, (w, 'sentinel')
     )
     return w
 
   def _dismiss(self, w: _Worker) -> None:
-    """Lets a worker go: it leaves when it finds its pipe closed."""
+    """Closes a worker's pipe, which makes the worker exit."""
     self._selector.unregister(w.pipe)
     self._selector.unregister(w.process.sentinel)
     w.pipe.close()
     self._leaving.append((w.process, time.monotonic()))
 
   def _recycle(self, env: int) -> None:
-    """Replaces the worker if it has served its time."""
+    """Replaces the environment's worker if it is over a limit."""
     if not self._workers:
       return
-    place = self._place(env)
-    w = self._workers[place]
-    if not w or w.starting or not self._worn_out(w):
+    index = self._worker_index(env)
+    w = self._workers[index]
+    if not w or w.starting or not self._is_over_limit(w):
       return
-    if w.resets < len(self._at(place, range(self.num_envs))):
+    if w.resets < len(self._envs_of(index, range(self.num_envs))):
       return
     self._reap()
     self._dismiss(w)
-    self._workers[place] = self._start()
+    self._workers[index] = self._start_worker()
     self.recycled += 1
-    for other in self._at(place, self._running):
+    for other in self._envs_of(index, self._running):
       self._replay(other)
 
   def _reap(self) -> None:
-    """Frees what is kept for processes that have left, or had time to."""
-    longest_ago = time.monotonic() - _CLOSE_TIMEOUT_SECS
+    """Frees dismissed processes that have exited or exceeded their time."""
+    expiry = time.monotonic() - _CLOSE_TIMEOUT_SECS
     leaving, self._leaving = self._leaving, []
     for process, since in leaving:
-      if process.is_alive() and since > longest_ago:
+      if process.is_alive() and since > expiry:
         self._leaving.append((process, since))
       else:
-        _end(process)
+        _end_process(process)
 
-  def _worn_out(self, w: _Worker) -> bool:
+  def _is_over_limit(self, w: _Worker) -> bool:
     if self._max_resets is not None and w.resets >= self._max_resets:
       return True
     if self._max_mib is None:
@@ -442,54 +449,56 @@ class EnvPool:
     try:
       memory = psutil.Process(w.process.pid).memory_info().rss
     except psutil.NoSuchProcess:
-      return False  # It died; the next call finds out.
+      return False  # It died; the next call detects that.
     return memory > self._max_mib * 2**20
 
-  def _lose(self, w: _Worker, cause: str, reason: str) -> None:
-    """Starts another worker; what this one was busy with has failed."""
-    place = self._workers.index(w)
+  def _replace_lost(self, w: _Worker, cause: str, reason: str) -> None:
+    """Replaces a lost worker; the episode that it was executing fails."""
+    index = self._workers.index(w)
     guilty = None
     if w.sent and not w.died_idle and w.sent[0].kind in ('reset', 'step'):
       call = w.sent[0]
       if call.episode == self._episodes[call.env]:
         guilty = call.env
-    lost = self._at(place, self._running)
+    affected = self._envs_of(index, self._running)
     self._dismiss(w)
     self._leaving.pop()
-    _end(w.process)
+    _end_process(w.process)
     if w.starting:
-      # Again at once would be for ever.
-      self._workers[place], self._start_error = None, reason
+      # Starting another worker at once could loop forever.
+      self._workers[index], self._start_error = None, reason
     else:
-      self._workers[place] = self._start()
+      self._workers[index] = self._start_worker()
       self.restarts += 1
-    # Each death of a guilty one is its last: there is an end to them.
-    endless = cause == 'hung' or guilty is None
-    for env in lost:
-      if env == guilty or self._workers[place] is None:
+    # Deaths of guilty environments are bounded: each ends its own episode.
+    counts = cause == 'hung' or guilty is None
+    for env in affected:
+      if env == guilty or self._workers[index] is None:
         self._fail(env, cause, reason)
-      elif endless and self._replays[env] == _MOST_REPLAYS:
-        reason_ = f'lost its worker too often, at last because {reason}'
+      elif counts and self._replays[env] == _MAX_REPLAYS:
+        reason_ = f'its worker was lost too often; last reason: {reason}'
         self._fail(env, 'neighbours', reason_)
       else:
-        self._replays[env] += endless
+        self._replays[env] += counts
         self._replay(env)
 
   def _replay(self, env: int) -> None:
-    """Brings an episode to where it was before its worker was lost."""
+    """Replays an episode in a new worker up to its last call."""
     calls = [('reset', self._tasks[env])]
     calls += [('step', response) for response in self._responses[env]]
-    # What is still to be answered has no reply to be known by.
+    # A call without a reply so far has no expected reply.
     for (kind, argument), known in itertools.zip_longest(
       calls, self._replies[env]
     ):
       self._submit(kind, env, argument, known=known)
 
-  # Calls and answers.
+  # Calls and replies.
 
-  def _check(self, env: int) -> None:
+  def _check_env(self, env: int) -> None:
     if not 0 <= env < self.num_envs:
-      raise IndexError(f'env={env}: the pool has {self.num_envs}')
+      raise IndexError(
+        f'env={env}: out of range; the pool has {self.num_envs} environments'
+      )
 
   def _submit(
     self, kind: str, env: int, argument: Any, known: Reply | None = None
@@ -497,13 +506,13 @@ class EnvPool:
     number = next(self._numbers)
     if not self._workers:
       call = _Call(kind, env, number, b'', self._episodes[env])
-      answer = self._host.call(number, kind, env, argument)
-      self._take(call, *self._decode(answer, kind))
+      reply = self._host.call(number, kind, env, argument)
+      self._handle_reply(call, *self._decode(reply, kind))
       return
-    place = self._place(env)
-    w = self._workers[place]
+    index = self._worker_index(env)
+    w = self._workers[index]
     if w is None:
-      w = self._workers[place] = self._start()
+      w = self._workers[index] = self._start_worker()
       self.restarts += 1
     message = pickle.dumps(
       (number, kind, env, argument), pickle.HIGHEST_PROTOCOL
@@ -514,7 +523,7 @@ class EnvPool:
     self._send(w)
 
   def _send(self, w: _Worker) -> None:
-    """Sends what waits, as far as there is room."""
+    """Sends waiting calls while there is room."""
     used = sum(len(call.message) for call in w.sent) if w.waiting else 0
     while w.waiting:
       used += len(w.waiting[0].message)
@@ -527,19 +536,19 @@ class EnvPool:
       try:
         w.pipe.send_bytes(w.sent[-1].message)
       except OSError:
-        # It died; waiting for its answer finds out.
+        # It died; waiting for its reply detects that.
         w.died_idle |= len(w.sent) == 1
         return
 
-  def _wait(self, end: float | None) -> None:
-    """Takes what comes until `end` or a worker's time is up, once."""
+  def _wait(self, deadline: float | None) -> None:
+    """Waits once for events, until a deadline or a worker's time limit."""
     now = self._clock.now()
     waits = [
       w.progress + self._timeouts[w.sent[0].kind] - now
       for w in self._workers
       if w and w.sent
     ]
-    waits += [] if end is None else [end - time.monotonic()]
+    waits += [] if deadline is None else [deadline - time.monotonic()]
     timeout = max(0.0, min(waits))
     while events := self._selector.select(timeout):
       ready = [key.data for key, _ in events]
@@ -548,68 +557,70 @@ class EnvPool:
           if w in self._workers:
             self._read(w)
         elif (w, 'pipe') not in ready and w in self._workers:
-          # Something that the simulator started holds the pipe open.
-          self._lose(w, 'died', _death(w.process))
+          # A process that the simulator started keeps the pipe open.
+          self._replace_lost(w, 'died', _describe_death(w.process))
       timeout = 0.0
-    self._check_clocks()
+    self._check_time_limits()
 
   def _read(self, w: _Worker) -> None:
-    """Reads what has come, which may be a part of an answer or several."""
+    """Reads available bytes, which may hold a part of a reply or several."""
     try:
       data = os.read(w.pipe.fileno(), _READ_BYTES)
     except OSError:
       data = b''
     if not data:
-      self._lose(w, 'died', _death(w.process))
+      self._replace_lost(w, 'died', _describe_death(w.process))
       return
     w.inbox += data
     header = messages.HEADER
     while w in self._workers and len(w.inbox) >= header.size:
       size, pid, number = header.unpack_from(w.inbox)
       if size > messages.MAX_BYTES:
-        self._lose(w, 'garbage', f'the worker announced {size:,} bytes')
+        self._replace_lost(w, 'garbage', f'the worker announced {size:,} bytes')
         return
       end = header.size + size
       if len(w.inbox) < end:
         return
       body = bytes(w.inbox[header.size : end])
       del w.inbox[:end]
-      # A process that an environment started may hold the pipe, too.
+      # Ignore replies of processes that an environment started.
       if pid == w.process.pid:
-        self._answer(w, number, body)
+        self._handle_message(w, number, body)
 
-  def _answer(self, w: _Worker, number: int, body: bytes) -> None:
-    """Takes a whole answer of a worker."""
+  def _handle_message(self, w: _Worker, number: int, body: bytes) -> None:
+    """Handles a complete reply of a worker."""
     if not w.sent or number != w.sent[0].number:
-      self._lose(w, 'garbage', 'the worker answered a call that it did not get')
+      self._replace_lost(
+        w, 'garbage', 'the worker replied to a call that is not next'
+      )
       return
     call = w.sent[0]
-    what, value = messages.decode(body, call.kind)
-    if call.kind == 'start' and what != messages.REPLY:
-      self._lose(w, 'raised', value)
+    status, value = messages.decode(body, call.kind)
+    if call.kind == 'start' and status != messages.REPLY:
+      self._replace_lost(w, 'raised', value)
       return
     w.sent.popleft()
     w.progress = self._clock.now()
     self._send(w)
-    self._take(call, what, value)
+    self._handle_reply(call, status, value)
 
-  def _decode(self, answer: bytes, kind: str) -> tuple[str, Any]:
-    """Returns (kind, value) of an answer of this process."""
-    return messages.decode(answer[messages.HEADER.size :], kind)
+  def _decode(self, message: bytes, kind: str) -> tuple[str, Any]:
+    """Returns (status, value) of a message of this process's own host."""
+    return messages.decode(message[messages.HEADER.size :], kind)
 
-  def _take(self, call: _Call, what: str, value: Any) -> None:
+  def _handle_reply(self, call: _Call, status: str, value: Any) -> None:
     if call.kind in ('start', 'prepare'):
-      return  # What went wrong in preparing goes wrong again at the reset.
+      return  # An error in `prepare` is raised again by `reset`.
     if (
       call.env not in self._running or call.episode != self._episodes[call.env]
     ):
       return  # Its episode is over.
-    if what != messages.REPLY:
-      self._fail(call.env, _CAUSES[what], value)
+    if status != messages.REPLY:
+      self._fail(call.env, _CAUSE_OF_STATUS[status], value)
       return
     if call.known is not None:
       if value != call.known:
-        reason = 'played again, the episode went differently'
+        reason = 'the episode differs when it is replayed'
         self._fail(call.env, 'differed', reason)
       return
     if isinstance(value, base.StepResult) and value.done:
@@ -627,7 +638,7 @@ class EnvPool:
     self.failures.append(failure)
     return failure
 
-  def _check_clocks(self) -> None:
+  def _check_time_limits(self) -> None:
     now = self._clock.now()
     for w in list(self._workers):
       if not w or not w.sent:
@@ -635,17 +646,17 @@ class EnvPool:
       call = w.sent[0]
       limit = self._timeouts[call.kind]
       if now - w.progress > limit:
-        where = '' if call.kind == 'start' else f' of env {call.env}'
-        reason = f'{call.kind}{where} took longer than {limit:g} s'
-        self._lose(w, 'hung', reason)
+        target = '' if call.kind == 'start' else f' of env {call.env}'
+        reason = f'{call.kind}{target} took longer than {limit:g} s'
+        self._replace_lost(w, 'hung', reason)
 
 
-def _death(process: multiprocessing.Process) -> str:
+def _describe_death(process: multiprocessing.Process) -> str:
   process.join(_CLOSE_TIMEOUT_SECS)
   return f'the worker process died (exit code {process.exitcode})'
 
 
-def _end(process: multiprocessing.Process) -> None:
+def _end_process(process: multiprocessing.Process) -> None:
   if process.is_alive():
     worker.end_tree(process.pid)
   process.kill()

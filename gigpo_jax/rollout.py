@@ -1,13 +1,14 @@
-"""The turn loop: environments and sampler, tasks in, trajectories out.
+"""The turn loop of environments and sampler: tasks in, trajectories out.
 
-Every episode goes on by itself: its observation becomes a prompt, the prompt a
-request, the response a step of its environment in a worker process, and what
-comes of it the next prompt, while the device decodes for the others. In
-lockstep all wait for the last, turn by turn: slower, and easier to follow.
+With the `async` schedule, each episode advances independently. Its observation
+becomes a prompt, the prompt a request, and the response a step of its
+environment in a worker process. Meanwhile the device decodes for the other
+episodes. With `lockstep`, all episodes wait for the slowest in every turn,
+which is slower and easier to follow.
 
-What is sampled depends on a request alone and trajectories come in the order
-of their tasks, so a rollout is a function of its arguments, however it was
-scheduled.
+The sampled tokens depend only on the request, and trajectories are returned in
+the order of their tasks. A rollout is therefore a function of its arguments,
+independent of the schedule.
 """
 
 import dataclasses
@@ -18,29 +19,29 @@ from collections.abc import Callable, Sequence
 from envs import base
 from gigpo_jax import env_pool, hosts, sampler, tokenizer, trajectory
 
-# First number of a request's random stream: what the tokens are for.
+# First component of a request's random stream: the purpose of the tokens.
 TRAIN, EVALUATION = 0, 1
 
-# Longest wait for environments of a process that shares its sampler.
+# Longest wait for environments if other processes share the sampler.
 _SHARED_WAIT_SECS = 0.05
 
 SCHEDULES = ('async', 'lockstep')
 
-# Longest prompt that is tokenized, in characters: more than tokens ever have
-# (the longest of Qwen's 150,000 are lines of dashes), and never fewer than
-# what a small limit of tokens may cut from.
+# Longest prompt that is tokenized, in characters: more characters per token
+# than any text has (the longest of Qwen's 150,000 tokens are lines of dashes),
+# and a minimum, so that a small limit of tokens can still shorten a prompt.
 _CHARS_PER_TOKEN = 64
-_LEAST_CHARS = 65_536
+_MIN_CHARS = 65_536
 
 
 @dataclasses.dataclass(eq=False)
 class _Episode:
-  """An episode, waiting or under way in an environment of the pool."""
+  """An episode that waits for an environment or runs in one."""
 
   task: base.Task
   group: int
   member: int
-  # The turn that the environment is answering, lacking its result.
+  # The current turn without its result, while the environment steps.
   turn: functools.partial | None = None
   failure: str = ''
   steps: list[trajectory.Step] = dataclasses.field(default_factory=list)
@@ -48,15 +49,14 @@ class _Episode:
 
 @dataclasses.dataclass
 class Clock:
-  """Where the time of a rollout went, besides the sampler's own account.
+  """Timing of a rollout; the sampler keeps its own statistics.
 
   Attributes:
-    begin: when it began, monotonic seconds.
-    env_wait_secs: time that nothing could be sampled because all episodes
+    begin: start of the rollout, monotonic seconds.
+    env_wait_secs: time in which the sampler was idle because all episodes
       were waiting for their environments.
-    env_spans: when each call of an environment began, and when its answer was
-      there; monotonic seconds.
-    total_secs: of the whole rollout.
+    env_spans: start and end of each call of an environment, monotonic seconds.
+    total_secs: duration of the rollout.
   """
 
   begin: float = 0.0
@@ -67,19 +67,20 @@ class Clock:
 
 @dataclasses.dataclass
 class Roller:
-  """Plays episodes of a policy.
+  """Runs episodes of a policy.
 
   Attributes:
     pool: the environments.
-    sampler: turns prompts into responses.
-    tokenizer: text to ids and back.
+    sampler: samples responses to prompts.
+    tokenizer: encodes prompts and decodes responses.
     max_prompt_tokens: limit of a rendered prompt.
-    prompt_overflow: what to do past it; `tokenizer.OVERFLOW_POLICIES`.
+    prompt_overflow: treatment of longer prompts, one of
+      `tokenizer.OVERFLOW_POLICIES`.
     schedule: one of SCHEDULES.
-    clock: of the last rollout.
-    stats: of the sampler in the last rollout.
-    max_turns: after which an episode is over, whatever its environment says;
-      None: never.
+    clock: timing of the last rollout.
+    stats: statistics of the sampler in the last rollout.
+    max_turns: limit of turns per episode, in addition to the environment's own
+      limit; None for no limit.
   """
 
   pool: env_pool.EnvPool
@@ -103,22 +104,23 @@ class Roller:
     kind: Callable[[base.Task], str],
     on_finished: Callable[[int], None] = lambda count: None,
   ) -> list[trajectory.Trajectory]:
-    """Plays N episodes of each task to the end.
+    """Runs N episodes of each task to the end.
 
-    Of several processes each plays a share of the tasks, and all return all.
+    In a multi-process run, each process runs a part of the tasks, and every
+    process returns all trajectories.
 
     Args:
-      params: the policy; only read.
-      tasks: the initial states; one group each.
+      params: the policy's parameters; not modified.
+      tasks: the G initial states, one group each.
       episodes_per_group: N.
-      stream: (TRAIN or EVALUATION, iteration): with a task's index, the
-        member and the step it makes the random stream of a response.
-      sampling: how tokens are chosen.
-      kind: type of a task.
-      on_finished: told how many episodes have just ended.
+      stream: (TRAIN or EVALUATION, iteration). With the task index, the member
+        and the step, it identifies the random stream of a response.
+      sampling: sampling options.
+      kind: maps a task to its task type.
+      on_finished: called with the number of episodes that have just ended.
 
     Returns:
-      G x N trajectories, group by group, member by member.
+      G x N trajectories, ordered by group and member.
     """
     episodes = [
       _Episode(tasks[group], group, member)
@@ -132,7 +134,7 @@ class Roller:
     self.sampler.finish()
     self.clock.total_secs = time.monotonic() - self.clock.begin
     self.stats = self.sampler.take_stats()
-    played = [
+    trajectories = [
       trajectory.Trajectory(
         task=e.task,
         kind=kind(e.task),
@@ -143,19 +145,24 @@ class Roller:
       )
       for e in episodes
     ]
-    return [t for part in hosts.tell_all(played) for t in part]
+    return [
+      t
+      for process_trajectories in hosts.tell_all(trajectories)
+      for t in process_trajectories
+    ]
 
   def prepare(self, tasks: Sequence[base.Task], num_members: int) -> None:
-    """Lets the workers load the next tasks while the device is busy."""
-    for place, group in enumerate(hosts.share(len(tasks))):
-      env = (place * num_members) % self.pool.num_envs
+    """Makes the workers load the next tasks while the device is busy."""
+    for position, group in enumerate(hosts.share(len(tasks))):
+      env = (position * num_members) % self.pool.num_envs
       self.pool.prepare(env, tasks[group])
 
   def metrics(self) -> dict[str, float]:
-    """Returns what the last rollout tells of itself, names 'rollout/...'.
+    """Returns metrics of the last rollout, named 'rollout/...'.
 
-    Of time and scheduling: the one thing that is not the same every time. Of
-    several processes it is about this one, restarts of environments apart.
+    They describe time and scheduling and so differ between repeated runs. In a
+    multi-process run they describe this process, except for the restarts of
+    workers, which are summed over processes.
     """
     stats, clock = self.stats, self.clock
     seconds = max(clock.total_secs, 1e-9)
@@ -179,7 +186,7 @@ class Roller:
 
 
 class _Rollout:
-  """One rollout under way."""
+  """The state of one rollout."""
 
   def __init__(self, roller: Roller, episodes, stream, sampling, on_finished):
     self._roller, self._pool = roller, roller.pool
@@ -189,52 +196,53 @@ class _Rollout:
     self._waiting: list[_Episode] = list(reversed(episodes))
     self._running: dict[int, _Episode] = {}
     self._free = list(reversed(range(roller.pool.num_envs)))
-    # Environments whose answer is awaited, since when; requests under way.
-    self._called: dict[int, float] = {}
-    self._asked: dict[int, tuple[int, _Episode, functools.partial]] = {}
+    # Start time of the pending call of each environment.
+    self._calls: dict[int, float] = {}
+    # Pending requests of the sampler, by ticket.
+    self._requests: dict[int, tuple[int, _Episode, functools.partial]] = {}
 
   def play(self) -> None:
-    """Goes on until all episodes are over."""
+    """Runs all episodes to their end."""
     lockstep = self._roller.schedule == 'lockstep'
     while self._waiting or self._running:
-      self._begin()
+      self._start_episodes()
       observations = self._receive()
-      while lockstep and self._called:
+      while lockstep and self._calls:
         observations |= self._receive()
-      self._ask(observations)
+      self._submit_requests(observations)
       finished = self._sampler.step()
       while lockstep and self._sampler.busy:
         finished += self._sampler.step()
-      self._answer(finished)
+      self._step_environments(finished)
 
-  def _begin(self) -> None:
-    """Gives free environments to waiting episodes."""
+  def _start_episodes(self) -> None:
+    """Starts waiting episodes in free environments."""
     while self._waiting and self._free:
       env = self._free.pop()
       self._running[env] = self._waiting.pop()
-      self._called[env] = time.monotonic()
+      self._calls[env] = time.monotonic()
       self._pool.reset(env, self._running[env].task)
 
   def _receive(self) -> dict[int, base.Observation]:
-    """Files what environments answered; returns what is to be answered now.
+    """Records replies of environments; returns observations to respond to.
 
-    Waits for an answer if nothing is being sampled; not for long if other
-    processes wait for this one's next step.
+    Waits for a reply if the sampler is idle. The wait is short if other
+    processes depend on this process's next step of a shared sampler.
     """
-    if not self._called:
+    if not self._calls:
       return {}
     idle = not self._sampler.busy
     before = time.monotonic()
-    longest = _SHARED_WAIT_SECS if self._sampler.shared else None
-    replies = self._pool.receive(longest if idle else 0.0)
+    timeout = _SHARED_WAIT_SECS if self._sampler.shared else None
+    replies = self._pool.receive(timeout if idle else 0.0)
     now = time.monotonic()
     if idle:
       self._clock.env_wait_secs += now - before
     observations = {}
     for env, reply in replies:
-      # A worker may be lost while the policy is thinking: an answer unasked.
-      called = self._called.pop(env, now)
-      self._clock.env_spans.append((called, now))
+      # A worker may be lost while the policy samples: a reply without a call.
+      start = self._calls.pop(env, now)
+      self._clock.env_spans.append((start, now))
       episode = self._running[env]
       if isinstance(reply, env_pool.Failure):
         episode.failure = str(reply)
@@ -262,9 +270,9 @@ class _Rollout:
     self._free.append(env)
     self._on_finished(1)
 
-  def _ask(self, observations: dict[int, base.Observation]) -> None:
-    """Asks the policy for responses."""
-    # One may have been lost after it had answered.
+  def _submit_requests(self, observations: dict[int, base.Observation]) -> None:
+    """Submits the prompts of observations to the sampler."""
+    # An environment may have been lost after its observation arrived.
     envs = sorted(env for env in observations if env in self._running)
     if not envs:
       return
@@ -293,35 +301,37 @@ class _Rollout:
         anchor=observation.anchor,
         observation=observation.text,
       )
-      self._asked[self._sampler.submit(request)] = (env, episode, turn)
+      self._requests[self._sampler.submit(request)] = (env, episode, turn)
 
-  def _answer(self, finished: list[tuple[int, sampler.Completion]]) -> None:
-    """Sends responses to their environments."""
+  def _step_environments(
+    self, finished: list[tuple[int, sampler.Completion]]
+  ) -> None:
+    """Sends finished responses to their environments."""
     if not finished:
       return
     responses = self._roller.tokenizer.decode([c.ids for _, c in finished])
-    for (ticket, found), response in zip(finished, responses, strict=True):
-      env, episode, turn = self._asked.pop(ticket)
+    for (ticket, completion), response in zip(finished, responses, strict=True):
+      env, episode, turn = self._requests.pop(ticket)
       if self._running.get(env) is not episode:
-        continue  # Its environment was lost meanwhile.
+        continue  # The environment was lost in the meantime.
       episode.turn = functools.partial(
         turn,
-        completion_ids=found.ids,
-        log_probs=found.log_probs,
-        truncated=found.finish_reason == 'length',
+        completion_ids=completion.ids,
+        log_probs=completion.log_probs,
+        truncated=completion.finish_reason == 'length',
         response=response,
       )
-      self._called[env] = time.monotonic()
+      self._calls[env] = time.monotonic()
       self._pool.step(env, response)
 
 
 def refusal(observation: base.Observation, max_prompt_tokens: int) -> str:
-  """Returns why a prompt is not even tokenized; '' if it is."""
-  limit = max(_LEAST_CHARS, _CHARS_PER_TOKEN * max_prompt_tokens)
+  """Returns why a prompt is too long to be tokenized; '' if it is not."""
+  limit = max(_MIN_CHARS, _CHARS_PER_TOKEN * max_prompt_tokens)
   longest = max(len(observation.prompt), len(observation.short_prompt))
   if longest <= limit:
     return ''
   return (
     f'a prompt of {longest:,} characters; rollout.max_prompt_tokens='
-    f'{max_prompt_tokens} takes at most {limit:,}'
+    f'{max_prompt_tokens} allows at most {limit:,}'
   )

@@ -1,8 +1,8 @@
-"""A few turns of an environment before anything is compiled.
+"""A trial run of a few turns of an environment, before compilation.
 
-A mistake in an environment shows after seconds, and the lengths of its prompts
-are known. An environment is a function of its task and of the responses, so
-that nothing which is sampled later depends on a trial.
+It detects errors of an environment within seconds and measures the lengths of
+its prompts. As an environment is a function of its task and of the responses,
+a trial does not change later samples.
 """
 
 from collections.abc import Sequence
@@ -10,49 +10,50 @@ from collections.abc import Sequence
 from envs import base
 from gigpo_jax import env_pool
 
-# How many tasks to try until one can be played.
+# Number of tasks to try until one runs without a failure.
 TASKS = 3
-# Turns: enough for a prompt with a history.
+# Number of turns; enough for a prompt with a history.
 _STEPS = 3
 
-# A limit is fitted if it is below so many times the longest prompt of a trial.
-_ROOM = 4
-_ROUND = 64
+# A limit is too high from this multiple of the longest prompt of a trial.
+_MAX_RATIO = 4
+# Suggested limits are rounded up to a multiple of this, in tokens.
+_MULTIPLE = 64
 
 
 def play(
   pool: env_pool.EnvPool, name: str, tasks: Sequence[base.Task]
 ) -> tuple[list[base.Observation], list[env_pool.Failure]]:
-  """Plays the first turns of one task that can be played.
+  """Runs the first turns of the first task that does not fail.
 
   Args:
-    pool: the environments, none of which is playing.
-    name: of the environment.
-    tasks: to try, one after another.
+    pool: the environments; none of them may run an episode.
+    name: name of the environment.
+    tasks: tasks to try in order.
 
   Returns:
-    What was observed, and the failures of tasks that were tried before.
+    The observations, and the failures of the tasks tried before.
 
   Raises:
-    ValueError: in one line, if no task could be played.
+    ValueError: in one line, if every task failed.
   """
   failures = []
   for task in tasks:
-    seen = []
+    observations = []
     pool.reset(0, task)
-    reply = _answer(pool)
+    reply = _receive(pool)
     for step in range(_STEPS):
       if isinstance(reply, env_pool.Failure):
         break
       observation = reply if step == 0 else reply.observation
       if observation is None:
         break
-      seen.append(observation)
+      observations.append(observation)
       pool.step(0, _response(observation, step))
-      reply = _answer(pool)
+      reply = _receive(pool)
     pool.end(0)
     if not isinstance(reply, env_pool.Failure):
-      return seen, failures
+      return observations, failures
     failures.append(reply)
   raise ValueError(
     f'env.name={name}: cannot be played: {failures[0].task} {failures[0]}; '
@@ -60,13 +61,13 @@ def play(
   )
 
 
-def _answer(pool: env_pool.EnvPool) -> env_pool.Reply:
+def _receive(pool: env_pool.EnvPool) -> env_pool.Reply:
   ((_, reply),) = pool.receive()
   return reply
 
 
 def _response(observation: base.Observation, step: int) -> str:
-  """Returns an empty response, which any policy may give, then an action."""
+  """Returns an empty response in the first turn, then an action."""
   if step == 0:
     return ''
   action = observation.actions[0] if observation.actions else 'look'
@@ -74,18 +75,21 @@ def _response(observation: base.Observation, step: int) -> str:
 
 
 def advice(name: str, prompt_tokens: int, max_prompt_tokens: int) -> str:
-  """Returns a line on a limit far above an environment's prompts; or ''.
+  """Returns a warning if the limit is far above an environment's prompts.
 
   Args:
-    name: of the environment.
-    prompt_tokens: of the longest prompt of a trial.
+    name: name of the environment.
+    prompt_tokens: number of tokens of the longest prompt of a trial.
     max_prompt_tokens: the limit.
+
+  Returns:
+    The warning in one line; '' if the limit is adequate.
   """
-  if _ROOM * prompt_tokens > max_prompt_tokens:
+  if _MAX_RATIO * prompt_tokens > max_prompt_tokens:
     return ''
-  fitting = -(-2 * prompt_tokens // _ROUND) * _ROUND
+  suggested = -(-2 * prompt_tokens // _MULTIPLE) * _MULTIPLE
   return (
     f'rollout.max_prompt_tokens={max_prompt_tokens}: the first prompts of '
     f'env.name={name} have at most {prompt_tokens} tokens; '
-    f'rollout.max_prompt_tokens={fitting} compiles and runs faster'
+    f'rollout.max_prompt_tokens={suggested} compiles and runs faster'
   )

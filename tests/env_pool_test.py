@@ -1,4 +1,4 @@
-"""The pool with the toy corridor: order, faults, replacement, no orphans."""
+"""Tests of the pool: order, faults, replacement of workers, no orphans."""
 
 import collections
 import dataclasses
@@ -39,28 +39,28 @@ def _gather(pool: env_pool.EnvPool, envs: set[int]) -> dict:
 
 
 def _play(pool: env_pool.EnvPool, tasks: dict[int, int]) -> dict[int, list]:
-  """Walks right in every environment; returns all answers by environment."""
+  """Sends `right` in every environment; returns all replies by environment."""
   for env, index in tasks.items():
     pool.reset(env, base.Task('train', index))
   history = {env: [answer] for env, answer in _gather(pool, set(tasks)).items()}
-  running = {e for e, h in history.items() if _goes_on(h[-1])}
+  running = {e for e, h in history.items() if _continues(h[-1])}
   while running:
     for env in running:
       pool.step(env, RIGHT)
     for env, answer in _gather(pool, running).items():
       history[env].append(answer)
-    running = {e for e in running if _goes_on(history[e][-1])}
+    running = {e for e in running if _continues(history[e][-1])}
   return history
 
 
-def _goes_on(answer) -> bool:
+def _continues(answer) -> bool:
   if isinstance(answer, env_pool.Failure):
     return False
   return isinstance(answer, base.Observation) or not answer.done
 
 
 @pytest.mark.parametrize('num_workers', [1, 2])
-def test_workers_answer_as_this_process_does(num_workers: int):
+def test_workers_reply_as_this_process_does(num_workers: int):
   tasks = dict(enumerate([0, 0, 1, 1, 2, 2, 3, 3]))
   with _pool(0, 8) as local, _pool(num_workers, 8, envs_per_group=2) as remote:
     expected = _play(local, tasks)
@@ -74,7 +74,7 @@ def test_128_environments_on_2_workers():
   assert all(h[-1].success for h in history.values())
 
 
-def test_an_exception_ends_its_own_episode_only():
+def test_exception_ends_only_its_episode():
   with _pool(env={'faults': {1: 'raise'}}) as pool:
     history = _play(pool, {0: 0, 1: 1, 2: 2})
     failure = history[1][-1]
@@ -87,7 +87,7 @@ def test_an_exception_ends_its_own_episode_only():
     assert _play(pool, {1: 2})[1][-1].success
 
 
-def test_an_exception_in_reset_is_a_failure():
+def test_exception_in_reset_is_a_failure():
   with _pool(env={'faults': {1: 'raise_at_reset'}}) as pool:
     history = _play(pool, {0: 0, 1: 1})
   assert 'the corridor is closed' in history[1][0].reason
@@ -95,7 +95,7 @@ def test_an_exception_in_reset_is_a_failure():
 
 
 @pytest.mark.parametrize('fault', ['exit', 'hang'])
-def test_a_lost_worker_is_replaced_and_the_others_go_on(fault: str):
+def test_lost_worker_is_replaced_and_others_continue(fault: str):
   timeout = 30.0 if fault == 'exit' else 0.5
   with _pool(
     2, 4, env={'faults': {7: fault}}, step_timeout_secs=timeout
@@ -110,7 +110,7 @@ def test_a_lost_worker_is_replaced_and_the_others_go_on(fault: str):
 
 
 @pytest.mark.parametrize('fault', ['exit', 'hang'])
-def test_neighbours_of_a_lost_environment_go_on_as_if_nothing_was(fault):
+def test_neighbours_of_a_lost_environment_are_replayed(fault):
   timeout = 30.0 if fault == 'exit' else 0.5
   tasks = {0: 0, 1: 8, 2: 1, 3: 0}
   with _pool(0, 4) as pool:
@@ -121,24 +121,24 @@ def test_neighbours_of_a_lost_environment_go_on_as_if_nothing_was(fault):
     assert [f.env for f in pool.failures] == [1]
     assert pool.restarts == 1
   assert isinstance(history[1][2], env_pool.Failure)
-  for number in (0, 2, 3):
-    assert history[number] == expected[number]
+  for env_index in (0, 2, 3):
+    assert history[env_index] == expected[env_index]
 
 
-def test_an_environment_that_cannot_be_played_again_fails_in_one_line():
+def test_differing_replay_is_a_failure():
   env = {'faults': {8: 'exit', 0: 'moody'}, 'fault_step': 1}
   with _pool(1, 3, env=env) as pool:
     history = _play(pool, {0: 8, 1: 0, 2: 1})
     assert history[2][-1].success
-    assert 'went differently' in history[1][-1].reason
+    assert 'differs when it is replayed' in history[1][-1].reason
     assert len(pool.failures) == 2
-    # Nothing of that episode turns up in the next.
+    # The next episode gets no reply of that episode.
     again = _play(pool, {1: 2})
   assert again[1][-1].success and len(again[1]) == 3
 
 
 @pytest.mark.parametrize('fault', ['unpicklable', 'print'])
-def test_odd_answers(fault: str):
+def test_unusual_replies(fault: str):
   with _pool(env={'faults': {1: fault}}) as pool:
     history = _play(pool, {0: 0, 1: 1})
   assert history[0][-1].success
@@ -149,7 +149,7 @@ def test_odd_answers(fault: str):
 
 
 @pytest.mark.parametrize(
-  ('changes', 'said'),
+  ('changes', 'reason'),
   [
     ({'reward': 1e30}, 'reward=1e+30: must be a number within +-1,000,000'),
     ({'reward': -1.1e6}, 'reward=-1100000.0: must be a number within'),
@@ -158,7 +158,9 @@ def test_odd_answers(fault: str):
     ({'reward': 1e6, 'score': -1e6, 'metrics': {'x': 1e12}}, ''),
   ],
 )
-def test_numbers_out_of_bounds_name_the_environment(monkeypatch, changes, said):
+def test_numbers_out_of_bounds_name_the_environment(
+  monkeypatch, changes, reason
+):
   step = toy.Env.step
   monkeypatch.setattr(
     toy.Env, 'step', lambda *args: dataclasses.replace(step(*args), **changes)
@@ -167,20 +169,21 @@ def test_numbers_out_of_bounds_name_the_environment(monkeypatch, changes, said):
     pool.reset(0, base.Task('train', 0))
     pool.step(0, RIGHT)
     (_, _), (_, answer) = pool.receive()
-  if said:
+  if reason:
     assert answer.cause == 'garbage'
-    assert answer.reason.startswith('env.name=toy: ') and said in answer.reason
+    assert answer.reason.startswith('env.name=toy: ')
+    assert reason in answer.reason
   else:
     assert isinstance(answer, base.StepResult)
 
 
-def test_prepare_is_never_answered():
+def test_prepare_has_no_reply():
   with _pool() as pool:
     pool.prepare(0, base.Task('train', 3))
     assert _play(pool, {0: 0})[0][-1].success
 
 
-def test_an_idle_worker_is_recycled():
+def test_idle_worker_is_recycled():
   with _pool(1, 2, max_resets_per_worker=2) as pool:
     first = pool._workers[0].process.pid
     _play(pool, {0: 0, 1: 0})
@@ -190,41 +193,41 @@ def test_an_idle_worker_is_recycled():
     assert pool.restarts == 0
 
 
-def test_a_worker_is_replaced_while_episodes_are_running():
-  # Of different lengths, so that it is never idle.
+def test_worker_is_recycled_while_episodes_are_running():
+  # The episodes have different lengths, so the worker is never idle.
   with _pool(0, 4) as pool:
     expected = [_play(pool, {0: index})[0] for index in range(12)]
   with _pool(1, 4, max_resets_per_worker=5) as pool:
-    found = _all_of(pool, 48, range(12))
+    histories = _play_async(pool, 48, range(12))
     assert 8 <= pool.recycled <= 10 and pool.restarts == 0
-  assert found == [expected[n % 12] for n in range(48)]
+  assert histories == [expected[n % 12] for n in range(48)]
 
 
-def _all_of(
+def _play_async(
   pool: env_pool.EnvPool,
-  number: int,
+  num_episodes: int,
   tasks: range,
-  after: Callable[[int], None] = lambda begun: None,
+  on_end: Callable[[int], None] = lambda num_started: None,
 ) -> list[list]:
-  """Walks right in so many episodes, each env on its own.
+  """Sends `right` in each episode, without waiting for other environments.
 
-  Calls `after` at the end of each, with how many have begun.
+  Calls `on_end` after each episode with the number of started episodes.
   """
-  found = [[] for _ in range(number)]
-  waiting, under_way = list(reversed(range(number))), {}
-  while waiting or under_way:
+  histories = [[] for _ in range(num_episodes)]
+  waiting, running = list(reversed(range(num_episodes))), {}
+  while waiting or running:
     for env in range(pool.num_envs):
-      if env not in under_way and waiting:
-        under_way[env] = waiting.pop()
-        pool.reset(env, base.Task('train', tasks[under_way[env] % len(tasks)]))
+      if env not in running and waiting:
+        running[env] = waiting.pop()
+        pool.reset(env, base.Task('train', tasks[running[env] % len(tasks)]))
     for env, answer in pool.receive():
-      found[under_way[env]].append(answer)
-      if _goes_on(answer):
+      histories[running[env]].append(answer)
+      if _continues(answer):
         pool.step(env, RIGHT)
       else:
-        del under_way[env]
-        after(number - len(waiting))
-  return found
+        del running[env]
+        on_end(num_episodes - len(waiting))
+  return histories
 
 
 def test_timeout_of_receive():
@@ -244,7 +247,7 @@ def test_closing_twice_leaves_no_process():
   assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-# A program started in the background may have been told to ignore SIGINT.
+# A program that is started in the background may ignore SIGINT by default.
 SCRIPT = """
 import signal, sys, time
 from envs import base, toy
@@ -259,7 +262,7 @@ if __name__ == '__main__':
 """
 
 
-# A hung worker never finds its pipe closed.
+# A hung worker never notices that its pipe is closed.
 HANGING = SCRIPT.replace("'toy', {}", "'toy', {'faults': {0: 'hang'}}").replace(
   'time.sleep(60)', "pool.step(0, ''); time.sleep(60)"
 )
@@ -290,7 +293,7 @@ def test_no_orphans_when_the_parent_is_ended(
 
 
 @pytest.mark.parametrize('fault', ['sys_exit', 'huge'])
-def test_faults_that_must_not_take_the_worker_along(fault: str):
+def test_faults_that_keep_the_worker(fault: str):
   with _pool(env={'faults': {0: fault}}) as pool:
     history = _play(pool, {0: 0, 1: 1})
     assert pool.restarts == 0
@@ -301,36 +304,36 @@ def test_faults_that_must_not_take_the_worker_along(fault: str):
     assert history[0][-1].reason.startswith('SystemExit: the walker left')
 
 
-def test_an_error_in_prepare_surfaces_at_the_reset_only():
+def test_error_in_prepare_is_reported_by_reset_only():
   with _pool(env={'faults': {1: 'raise_at_prepare'}}) as pool:
     pool.reset(0, base.Task('train', 3))
     _gather(pool, {0})
-    # During an episode of the same environment, which goes on: room 3 is next
-    # to the goal.
+    # The environment's running episode must continue: room 3 is next to the
+    # goal.
     pool.prepare(0, base.Task('train', 1))
     pool.step(0, RIGHT)
     assert _gather(pool, {0})[0].success
     assert pool.failures == []
 
 
-def test_a_hung_worker_with_a_full_pipe_does_not_block_the_parent():
-  # 64 x 16 kB are five times what a pipe holds.
+def test_hung_worker_with_a_full_pipe_does_not_block_the_parent():
+  # 64 x 16 kB are more than a pipe's buffer holds.
   envs = set(range(64))
   with _pool(1, 64, env={'faults': {0: 'hang'}}, step_timeout_secs=0.5) as pool:
-    # All hang: the first five are waited for, one after another.
+    # All hang: the pool waits for the first five, one after another.
     for env in envs:
       pool.reset(env, base.Task('train', 0))
     _gather(pool, envs)
-    begin = time.monotonic()
+    start = time.monotonic()
     for env in envs:
       pool.step(env, 'x' * 16_000)
     answers = _gather(pool, envs)
     assert pool.restarts == 5
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - start < 60
   assert {type(a) for a in answers.values()} == {env_pool.Failure}
 
 
-def test_large_messages_both_ways_do_not_lock_up():
+def test_large_messages_in_both_directions_do_not_deadlock():
   envs = set(range(32))
   with _pool(1, 32, env={'faults': {0: 'huge'}}) as pool:
     for env in envs:
@@ -342,14 +345,14 @@ def test_large_messages_both_ways_do_not_lock_up():
   assert all(len(a.observation.text) > 1_000_000 for a in answers.values())
 
 
-def test_a_time_limit_counts_a_call_and_not_its_queue():
-  # Eight calls one after the other take longer than the limit of one.
+def test_time_limit_excludes_queueing():
+  # Eight consecutive calls take longer than the limit of a single call.
   with _pool(1, 8, env={'step_secs': 0.2}, step_timeout_secs=1.0) as pool:
     history = _play(pool, dict.fromkeys(range(8), 3))
   assert all(h[-1].success for h in history.values())
 
 
-def test_a_slow_caller_is_not_the_workers_fault():
+def test_slow_caller_does_not_cause_a_timeout():
   with _pool(1, 2, step_timeout_secs=0.3) as pool:
     for env in (0, 1):
       pool.reset(env, base.Task('train', 0))
@@ -370,7 +373,7 @@ def test_a_slow_caller_is_not_the_workers_fault():
     ('alfred', {}, 'unknown environment; must be one of '),
   ],
 )
-def test_an_environment_that_cannot_be_made_is_refused_in_one_line(
+def test_failed_construction_is_reported_in_one_line(
   num_workers: int, name: str, kwargs: dict, message: str
 ):
   with pytest.raises(ValueError, match=f'^env.name={name}: .*{message}') as e:
@@ -385,7 +388,7 @@ def test_an_environment_that_cannot_be_made_is_refused_in_one_line(
   assert '\n' not in str(e.value)
 
 
-def test_a_worker_killed_between_calls_costs_no_episode():
+def test_worker_killed_between_calls_loses_no_episode():
   with _pool(2, 4) as pool:
     for env in range(4):
       pool.reset(env, base.Task('train', 0))
@@ -404,7 +407,7 @@ def test_a_worker_killed_between_calls_costs_no_episode():
     assert _play(pool, {0: 0})[0][-1].success
 
 
-def test_what_simulators_print_stays_out_of_stdout(tmp_path: pathlib.Path):
+def test_output_of_simulators_stays_out_of_stdout(tmp_path: pathlib.Path):
   script = tmp_path / 'parent.py'
   script.write_text(
     SCRIPT.replace("'toy', {}", "'toy', {'faults': {0: 'print'}}").replace(
@@ -421,18 +424,18 @@ def test_what_simulators_print_stays_out_of_stdout(tmp_path: pathlib.Path):
 
 def test_groups_share_a_worker():
   with _pool(2, 12, envs_per_group=3) as pool:
-    places = [pool._place(env) for env in range(12)]
-  assert places == [0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1]
+    workers = [pool._worker_index(env) for env in range(12)]
+  assert workers == [0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1]
 
 
 def _faulty(faults: dict[int, str], **kwargs):
-  # In a plan, by which a worker finds the module.
+  # A worker that unpickles the plan registers the module.
   options = {'env': {'plan': faulty_env.Plan(faults)}} | kwargs
   return _pool(name='faulty', **options)
 
 
 @pytest.mark.parametrize('fault', faulty_env.FAULTS)
-def test_a_fault_ends_its_own_episode_and_is_named(fault: str):
+def test_fault_ends_only_its_episode_and_is_reported(fault: str):
   cause = faulty_env.FAULTS[fault]
   timeout = 0.5 if fault == 'hang' else 30.0
   with _pool(0, 4) as pool:
@@ -447,30 +450,30 @@ def test_a_fault_ends_its_own_episode_and_is_named(fault: str):
       assert len(str(history[1][-1]).splitlines()) == 1
     else:
       assert history[1] == expected[1]
-    # Everything can be used again.
+    # All environments remain usable.
     assert _play(pool, {0: 0, 1: 4 * 5, 2: 8})[1][-1].success
 
 
 @pytest.mark.parametrize('fault', faulty_env.WORKER_FAULTS)
-def test_a_worker_that_breaks_the_protocol_is_replaced(fault: str):
-  cause, said = faulty_env.WORKER_FAULTS[fault]
+def test_worker_that_breaks_the_protocol_is_replaced(fault: str):
+  cause, reason = faulty_env.WORKER_FAULTS[fault]
   with _pool(0, 4) as pool:
     expected = _play(pool, {0: 0, 1: 4, 2: 8})
   with _faulty({4: fault}, step_timeout_secs=2.0) as pool:
     history = _play(pool, {0: 0, 1: 4, 2: 8})
     assert [history[0], history[2]] == [expected[0], expected[2]]
     assert [f.cause for f in pool.failures] == [cause]
-    assert said in pool.failures[0].reason and pool.restarts == 1
+    assert reason in pool.failures[0].reason and pool.restarts == 1
 
 
-def test_answers_hold_plain_values_alone():
+def test_replies_hold_plain_values():
   with _faulty({4: 'unreadable'}) as pool:
     history = _play(pool, {0: 4})[0]
   assert {type(a.action) for a in history[1:]} == {str}
   assert {type(a.reward) for a in history[1:]} == {float}
 
 
-def test_what_an_exception_says_is_cut_and_stripped():
+def test_exception_messages_are_truncated_and_cleaned():
   with _faulty({4: 'garble'}) as pool:
     failure = _play(pool, {0: 4})[0][-1]
   assert failure.reason.startswith('RuntimeError: [2Jlong \\ud800xxx')
@@ -484,7 +487,7 @@ def _pids(path: pathlib.Path) -> list[int]:
 
 
 def _all_end(pids: list[int]) -> bool:
-  """Whether the processes end within a few seconds; one may be a zombie."""
+  """Returns whether the processes end or are zombies within ten seconds."""
 
   def alive(pid: int) -> bool:
     try:
@@ -499,9 +502,7 @@ def _all_end(pids: list[int]) -> bool:
 
 
 @pytest.mark.parametrize('how', ['close', 'hang', 'exit'])
-def test_what_an_environment_started_ends_with_its_worker(
-  tmp_path, monkeypatch, how: str
-):
+def test_child_processes_end_with_their_worker(tmp_path, monkeypatch, how: str):
   path = tmp_path / 'pids'
   monkeypatch.setenv('FAULTY_PIDS', str(path))
   faults = {0: 'children', 4: how}
@@ -513,7 +514,7 @@ def test_what_an_environment_started_ends_with_its_worker(
     if how != 'close':
       _play(pool, {1: 4})
       assert pool.restarts == 1
-      # One that left its group outlives a worker that ended by itself.
+      # A child outside the group survives a worker that exits by itself.
       assert _all_end(pids if how == 'hang' else pids[:1])
   if how == 'exit':
     os.kill(pids[1], signal.SIGKILL)
@@ -535,7 +536,7 @@ if __name__ == '__main__':
 """
 
 
-def test_what_an_environment_started_ends_with_a_killed_trainer(tmp_path):
+def test_child_processes_end_with_a_killed_trainer(tmp_path):
   script, path = tmp_path / 'parent.py', tmp_path / 'pids'
   script.write_text(CHILDREN)
   folders = [str(pathlib.Path(__file__).parent), os.environ.get('PYTHONPATH')]
@@ -573,24 +574,24 @@ if __name__ == '__main__':
 
 
 @pytest.mark.parametrize('doing', ['waiting', 'busy'])
-def test_time_limits_leave_out_the_time_of_a_stopped_trainer(tmp_path, doing):
+def test_time_limits_exclude_the_time_of_a_stopped_trainer(tmp_path, doing):
   script = tmp_path / 'parent.py'
   script.write_text(STOPPED)
   with subprocess.Popen(
     [sys.executable, str(script), doing], stdout=subprocess.PIPE, text=True
   ) as parent:
-    both = [int(parent.stdout.readline()), parent.pid]  # Worker, trainer.
+    pids = [int(parent.stdout.readline()), parent.pid]  # Worker, trainer.
     time.sleep(0.5)
-    for pid in both:
+    for pid in pids:
       os.kill(pid, signal.SIGSTOP)
     time.sleep(5)
     os.kill(parent.pid, signal.SIGCONT)
     time.sleep(0.3)
-    os.kill(both[0], signal.SIGCONT)
+    os.kill(pids[0], signal.SIGCONT)
     assert parent.stdout.readline() == '\n'
 
 
-def test_a_worker_that_has_grown_is_replaced_between_episodes():
+def test_worker_over_the_memory_limit_is_recycled():
   leaks = dict.fromkeys(range(8), 'leak')
   with _faulty(leaks, max_worker_mib=10_000) as pool:
     start = psutil.Process(pool._workers[0].process.pid).memory_info().rss
@@ -603,8 +604,8 @@ def test_a_worker_that_has_grown_is_replaced_between_episodes():
     assert pool._workers[0].process.pid != first
 
 
-def test_many_deaths_among_neighbours_cost_nobody_else():
-  # More than an episode may wait for ones that hang.
+def test_many_deaths_do_not_fail_other_episodes():
+  # More deaths than the maximum number of replays after hangs.
   dying = {index: 'exit' for index in range(4, 100, 8)}
   with _faulty(dying, num_workers=1, num_envs=26) as pool:
     tasks = dict(enumerate([0, 1, *dying, *dying]))
@@ -613,35 +614,36 @@ def test_many_deaths_among_neighbours_cost_nobody_else():
   assert history[0][-1].success and history[1][-1].success
 
 
-def test_workers_that_are_replaced_leave_nothing_behind():
+def test_replaced_workers_leak_no_file_descriptors():
   process, open_files = psutil.Process(), []
   with _pool(1, 1, max_resets_per_worker=1) as pool:
     for index in range(12):
       _play(pool, {0: index % 4})
       open_files.append(process.num_fds())
     assert pool.recycled >= 10
-  # One or two may be on their way out.
+  # One or two dismissed workers may not have exited yet.
   assert max(open_files) <= open_files[0] + 6
 
 
 @pytest.mark.slow
 def test_soak_of_two_thousand_episodes():
-  """Loses nothing and leaks nothing, though every twentieth goes wrong."""
-  number, envs = 2000, 16
-  kinds = [fault for fault, cause in faulty_env.FAULTS.items() if cause]
+  """Loses no episode and leaks nothing, with a fault in every 20th episode."""
+  num_episodes, envs = 2000, 16
+  names = [fault for fault, cause in faulty_env.FAULTS.items() if cause]
   faults = {
-    index: kinds[index // 20 % len(kinds)] for index in range(4, number, 20)
+    index: names[index // 20 % len(names)]
+    for index in range(4, num_episodes, 20)
   }
-  env = {'plan': faulty_env.Plan(faults), 'num_tasks': number}
-  with _pool(0, 1, env={'num_tasks': number}) as pool:
-    expected = [_play(pool, {0: index})[0] for index in range(number)]
-  parent, marks = psutil.Process(), []
+  env = {'plan': faulty_env.Plan(faults), 'num_tasks': num_episodes}
+  with _pool(0, 1, env={'num_tasks': num_episodes}) as pool:
+    expected = [_play(pool, {0: index})[0] for index in range(num_episodes)]
+  parent, samples = psutil.Process(), []
   with _pool(2, envs, name='faulty', env=env, step_timeout_secs=1.0) as pool:
 
-    def mark(begun: int) -> None:
-      if begun % 500 == 0 and begun > len(marks) * 500:
+    def record(num_started: int) -> None:
+      if num_started % 500 == 0 and num_started > len(samples) * 500:
         workers = [psutil.Process(w.process.pid) for w in pool._workers]
-        marks.append(
+        samples.append(
           (
             parent.memory_info().rss / 2**20,
             sum(w.memory_info().rss / 2**20 for w in workers),
@@ -650,20 +652,24 @@ def test_soak_of_two_thousand_episodes():
           )
         )
 
-    found = _all_of(pool, number, range(number), mark)
+    histories = _play_async(pool, num_episodes, range(num_episodes), record)
     causes = collections.Counter(f.cause for f in pool.failures)
-  assert len(found) == number
-  for index in range(number):
+  assert len(histories) == num_episodes
+  for index in range(num_episodes):
     if index in faults:
-      failure = found[index][-1]
+      failure = histories[index][-1]
       assert failure.task.index == index
       assert failure.cause == faulty_env.FAULTS[faults[index]]
-      assert found[index][:-1] == expected[index][: len(found[index]) - 1]
+      assert (
+        histories[index][:-1] == expected[index][: len(histories[index]) - 1]
+      )
     else:
-      assert found[index] == expected[index]
-  assert causes.total() == len(faults) == number // 20
-  (memory, of_workers, *counts), *later = marks
+      assert histories[index] == expected[index]
+  assert causes.total() == len(faults) == num_episodes // 20
+  (memory, worker_memory, *num_resources), *later = samples
   assert len(later) == 3
-  for more, more_of_workers, *others in later:
-    assert more < memory + 10 and more_of_workers < of_workers + 20
-    assert others == counts
+  for memory_later, worker_memory_later, *num_resources_later in later:
+    assert (
+      memory_later < memory + 10 and worker_memory_later < worker_memory + 20
+    )
+    assert num_resources_later == num_resources

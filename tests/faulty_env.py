@@ -1,6 +1,6 @@
-"""The corridor with faults, for those who have to survive them.
+"""The toy corridor with faults, for tests of the environment pool.
 
-A worker process that gets a `Plan` knows it as `faulty`.
+Unpickling a `Plan` registers this module as the environment `faulty`.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from envs import base, messages, toy
 Tasks = toy.Tasks
 tasks = toy.tasks
 
-# fault: the cause under which the pool has to count it; '' if it is none.
+# Fault: expected cause of the failure; '' if there must be no failure.
 FAULTS = {
   'raise': 'raised',
   'raise_at_reset': 'raised',
@@ -44,9 +44,9 @@ FAULTS = {
   'print': '',
   'leak': '',
 }
-# Faults that make the worker useless: cause, and what is said.
+# Faults after which the worker must be replaced: cause, and part of the reason.
 WORKER_FAULTS = {
-  'twice': ('garbage', 'answered a call that it did not get'),
+  'twice': ('garbage', 'replied to a call that is not next'),
   'no_bound': ('garbage', 'announced 4,000,000,000 bytes'),
   'half': ('hung', 'took longer than'),
 }
@@ -54,54 +54,54 @@ WORKER_FAULTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """Which tasks go wrong, how, and from which step on."""
+  """Faults by task index, and the number of steps before them."""
 
   faults: dict[int, str]
   step: int = 1
 
   def __reduce__(self):
-    return _arrived, (self.faults, self.step)
+    return _unpickle, (self.faults, self.step)
 
 
-def _arrived(*fields) -> Plan:
+def _unpickle(*fields) -> Plan:
   envs.REGISTRY['faulty'] = __name__
   return Plan(*fields)
 
 
 class Env(toy.Env):
-  """The corridor; a task's fault is its index in the plan."""
+  """The corridor; the plan gives the fault of each task index."""
 
   _leaked: list[bytes] = []
 
   def __init__(self, *, plan: Plan, **kwargs):
     super().__init__(**kwargs)
-    self._plan, self._kind = plan, ''
+    self._plan, self._fault = plan, ''
 
   def reset(self, task: base.Task) -> base.Observation:
-    """Starts a walk."""
-    self._kind = self._plan.faults.get(task.index, '')
-    if self._kind == 'raise_at_reset':
+    """Starts an episode."""
+    self._fault = self._plan.faults.get(task.index, '')
+    if self._fault == 'raise_at_reset':
       raise OSError('the door is stuck')
-    if self._kind == 'children':
-      # One that leaves its group, and one that does not.
+    if self._fault == 'children':
+      # One child stays in the process group, the other leaves it.
       for detached in (False, True):
         child = subprocess.Popen(['sleep', '600'], start_new_session=detached)
         with open(os.environ['FAULTY_PIDS'], 'a') as file:
           file.write(f'{child.pid}\n')
-    if self._kind == 'leak':
+    if self._fault == 'leak':
       self._leaked.append(b'x' * (16 * 2**20))
     self._steps = 0
     return super().reset(task)
 
   def step(self, response: str) -> base.StepResult:
-    """Walks, or does what the plan says."""
+    """Steps through the corridor, with the fault of the plan."""
     result = super().step(response)
     self._steps += 1
-    if self._steps <= self._plan.step or not self._kind:
+    if self._steps <= self._plan.step or not self._fault:
       return result
-    return self._spoil(result)
+    return self._inject_fault(result)
 
-  def _spoil(self, result: base.StepResult) -> base.StepResult:
+  def _inject_fault(self, result: base.StepResult) -> base.StepResult:
     action = {
       'raise': lambda: 1 / 0,
       'sys_exit': lambda: sys.exit('left'),
@@ -113,9 +113,12 @@ class Env(toy.Env):
       'impostor': lambda: _forge(copies=3),
       'twice': lambda: _forge(copies=0),
       'no_bound': lambda: _write(messages.HEADER.pack(4 * 10**9, 0, 0)),
-      'half': lambda: (_write(_answer(_number())[:-1]), time.sleep(3600)),
+      'half': lambda: (
+        _write(_forged_reply(_call_number())[:-1]),
+        time.sleep(3600),
+      ),
       'garble': _garble,
-    }.get(self._kind)
+    }.get(self._fault)
     if action:
       action()
     changes = {
@@ -134,8 +137,8 @@ class Env(toy.Env):
       'many_names': {'metrics': {str(n): 1.0 for n in range(1000)}},
       'unpicklable': {'action': _Unpicklable(result.action)},
       'unreadable': {'action': _Unreadable(result.action)},
-    }.get(self._kind, {})
-    if self._kind == 'no_record':
+    }.get(self._fault, {})
+    if self._fault == 'no_record':
       return {'reward': 1.0}
     return dataclasses.replace(result, **changes)
 
@@ -144,47 +147,48 @@ def _garble() -> None:
   raise RuntimeError('\x1b[2Jlong\n\u202e\ud800' + 'x' * 10**7)
 
 
-def _of_main(name: str):
+def _local_of_main(name: str):
+  """Returns a local variable of `worker.main`."""
   frame = sys._getframe()
   while name not in frame.f_locals or frame.f_code.co_name != 'main':
     frame = frame.f_back
   return frame.f_locals[name]
 
 
-def _number() -> int:
-  return _of_main('call')[0]
+def _call_number() -> int:
+  return _local_of_main('call')[0]
 
 
 def _write(message: bytes) -> None:
-  os.write(_of_main('pipe').fileno(), message)
+  os.write(_local_of_main('pipe').fileno(), message)
 
 
-def _answer(number: int) -> bytes:
+def _forged_reply(number: int) -> bytes:
   result = base.StepResult(None, 1e6, True, 'forged', True, True)
   return messages.encode(number, 'step', result)
 
 
 def _forge(*, copies: int) -> None:
-  """Answers calls to come from a copy of the process, or the last one."""
+  """Forges replies: to the next calls from a forked process, or to the last."""
   if not copies:
-    _write(_answer(_number() - 1))
+    _write(_forged_reply(_call_number() - 1))
   elif os.fork():
     os.wait()
   else:
-    for ahead in range(copies):
-      _write(_answer(_number() + ahead))
+    for offset in range(copies):
+      _write(_forged_reply(_call_number() + offset))
     os._exit(0)
 
 
 class _Unpicklable(str):
   def __reduce__(self):
-    raise RuntimeError('not to be sent')
+    raise RuntimeError('must not be pickled')
 
 
-def _refuse() -> None:
-  raise RuntimeError('not to be read')
+def _raise() -> None:
+  raise RuntimeError('must not be unpickled')
 
 
 class _Unreadable(str):
   def __reduce__(self):
-    return _refuse, ()
+    return _raise, ()

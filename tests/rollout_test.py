@@ -1,4 +1,4 @@
-"""The turn loop with the toy corridor and a scripted sampler: exact tokens."""
+"""Tests of the turn loop with the toy corridor and a scripted sampler."""
 
 import dataclasses
 import time
@@ -15,10 +15,10 @@ RIGHT = '<think>on</think><action>right</action>'
 LEFT = '<think>back</think><action>left</action>'
 
 
-class Scripted:
-  """Answers by member and step; writes down what it was asked.
+class ScriptedSampler:
+  """A sampler whose completions depend on member and step; records requests.
 
-  Hands out at most `at_once` answers a step, the last asked first.
+  A step completes at most `at_once` requests, the latest first.
   """
 
   def __init__(self, text: tokenizer.Tokenizer, at_once: int = 100):
@@ -50,15 +50,15 @@ class Scripted:
   def step(self):
     if not self._queue:
       return []
-    chosen = self._queue[-self._at_once :]
+    completed = self._queue[-self._at_once :]
     del self._queue[-self._at_once :]
-    self.waves.append([request.stream for _, request in chosen])
-    return [(ticket, self._answer(request)) for ticket, request in chosen]
+    self.waves.append([request.stream for _, request in completed])
+    return [(ticket, self._complete(request)) for ticket, request in completed]
 
-  def _answer(self, request) -> sampler.Completion:
+  def _complete(self, request) -> sampler.Completion:
     _, _, _, member, step = request.stream
-    words = LEFT if (member, step) == (1, 0) else RIGHT
-    (ids,) = self._text.encode([words])
+    response = LEFT if (member, step) == (1, 0) else RIGHT
+    (ids,) = self._text.encode([response])
     ids = np.concatenate([ids, self._text.end_of_turn])
     log_probs = -np.arange(len(ids), dtype=np.float32)
     return sampler.Completion(ids, log_probs, log_probs, 'stop')
@@ -84,7 +84,7 @@ def _collect(  # noqa: PLR0913
   at_once=100,
   step_timeout_secs=30.0,
 ):
-  script = Scripted(text, at_once)
+  script = ScriptedSampler(text, at_once)
   with env_pool.EnvPool(
     'toy',
     {'faults': faults or {}, 'fault_step': fault_step},
@@ -94,9 +94,9 @@ def _collect(  # noqa: PLR0913
     reset_timeout_secs=30,
     envs_per_group=2,
   ) as pool:
-    roller = rollout.Roller(pool, script, text, 200, 'error', schedule)
+    runner = rollout.Roller(pool, script, text, 200, 'error', schedule)
     finished = []
-    trajectories = roller.collect(
+    trajectories = runner.collect(
       {},
       [base.Task('train', index) for index in tasks],
       episodes_per_group=2,
@@ -130,7 +130,7 @@ def test_tokens_streams_rewards_and_order(text):
   assert step.anchor == 'You are in room 3 of 5.'
   # The walk 3 -> 2 -> 3: the same state twice.
   assert trajectories[3].steps[2].anchor == step.anchor
-  # (domain, iteration, task, member, step); finished episodes have left.
+  # (domain, iteration, task, member, step) of episodes that have not ended.
   assert script.waves[0] == [
     (0, 6, 0, 0, 0),
     (0, 6, 0, 1, 0),
@@ -149,27 +149,27 @@ def test_scheduling_changes_no_trajectory(
   text, num_envs, num_workers, at_once, schedule
 ):
   expected, _ = _collect(text)
-  found, _ = _collect(
+  actual, _ = _collect(
     text,
     num_envs=num_envs,
     num_workers=num_workers,
     at_once=at_once,
     schedule=schedule,
   )
-  for a, b in zip(expected, found, strict=True):
+  for a, b in zip(expected, actual, strict=True):
     assert (a.task, a.group, a.member) == (b.task, b.group, b.member)
     assert [s.result for s in a.steps] == [s.result for s in b.steps]
-    for one, two in zip(a.steps, b.steps, strict=True):
-      np.testing.assert_array_equal(one.prompt_ids, two.prompt_ids)
-      np.testing.assert_array_equal(one.completion_ids, two.completion_ids)
+    for a_step, b_step in zip(a.steps, b.steps, strict=True):
+      np.testing.assert_array_equal(a_step.prompt_ids, b_step.prompt_ids)
+      np.testing.assert_array_equal(
+        a_step.completion_ids, b_step.completion_ids
+      )
 
 
 @pytest.mark.parametrize('schedule', rollout.SCHEDULES)
 @pytest.mark.parametrize('fault', ['raise', 'exit', 'hang', 'raise_at_reset'])
-def test_a_failed_environment_is_marked_and_the_others_go_on(
-  text, fault, schedule
-):
-  # With one worker the others of the task share it.
+def test_failed_episodes_are_marked_and_others_continue(text, fault, schedule):
+  # With one worker, all environments share it.
   trajectories, _ = _collect(
     text,
     num_workers=1,
@@ -185,8 +185,8 @@ def test_a_failed_environment_is_marked_and_the_others_go_on(
 
 
 @pytest.mark.parametrize('schedule', rollout.SCHEDULES)
-def test_an_episode_may_fail_after_it_has_answered(text, schedule):
-  # Task 4 loses its worker, on which task 0 then goes differently.
+def test_episodes_may_fail_after_their_observation(text, schedule):
+  # Task 4 kills the worker; the replay of task 0 then differs.
   trajectories, _ = _collect(
     text,
     tasks=(0, 4, 1),
@@ -198,11 +198,11 @@ def test_an_episode_may_fail_after_it_has_answered(text, schedule):
   )
   failed = [bool(t.failure) for t in trajectories]
   assert failed[2:] == [True, True, False, False]
-  if schedule == 'lockstep':  # Otherwise they may be over before that.
-    assert all('went differently' in t.failure for t in trajectories[:2])
+  if schedule == 'lockstep':  # With `async`, they may have ended before.
+    assert all('differs when it is' in t.failure for t in trajectories[:2])
 
 
-def test_schedules_play_the_same_tokens_with_a_real_model(text):
+def test_schedules_sample_the_same_tokens_with_a_real_model(text):
   config = qwen.QwenConfig(
     vocab_size=text.vocab_size,
     hidden_size=32,
@@ -216,7 +216,7 @@ def test_schedules_play_the_same_tokens_with_a_real_model(text):
   )
   params = qwen.init(config, jax.random.key(0))
   params['embed'] *= 12
-  played = {}
+  results = {}
   for schedule, slots, workers in (
     ('lockstep', 16, 0),
     ('async', 16, 2),
@@ -241,8 +241,8 @@ def test_schedules_play_the_same_tokens_with_a_real_model(text):
       step_timeout_secs=60,
       reset_timeout_secs=60,
     ) as pool:
-      roller = rollout.Roller(pool, engine, text, 128, 'error', schedule)
-      played[schedule, slots] = roller.collect(
+      runner = rollout.Roller(pool, engine, text, 128, 'error', schedule)
+      results[schedule, slots] = runner.collect(
         params,
         [base.Task('train', index) for index in range(4)],
         episodes_per_group=4,
@@ -250,26 +250,28 @@ def test_schedules_play_the_same_tokens_with_a_real_model(text):
         sampling=sampler.Sampling(),
         kind=str,
       )
-    values = roller.metrics()
+    values = runner.metrics()
     assert values['rollout/slot_occupancy'] > 0.1
     assert 0 < values['rollout/shared_prompt_share'] < 1
-  expected, *others = played.values()
-  for found in others:
-    for a, b in zip(expected, found, strict=True):
+  expected, *others = results.values()
+  for actual in others:
+    for a, b in zip(expected, actual, strict=True):
       assert (a.group, a.member, len(a.steps)) == (
         b.group,
         b.member,
         len(b.steps),
       )
-      for one, two in zip(a.steps, b.steps, strict=True):
-        np.testing.assert_array_equal(one.prompt_ids, two.prompt_ids)
-        np.testing.assert_array_equal(one.completion_ids, two.completion_ids)
-        assert one.response == two.response
-        assert one.result == two.result
+      for a_step, b_step in zip(a.steps, b.steps, strict=True):
+        np.testing.assert_array_equal(a_step.prompt_ids, b_step.prompt_ids)
+        np.testing.assert_array_equal(
+          a_step.completion_ids, b_step.completion_ids
+        )
+        assert a_step.response == b_step.response
+        assert a_step.result == b_step.result
 
 
-def test_episodes_that_a_horizon_ends_are_over_for_the_pool(text):
-  script = Scripted(text, 100)
+def test_turn_limit_ends_episodes_in_the_pool(text):
+  script = ScriptedSampler(text, 100)
   with env_pool.EnvPool(
     'toy',
     {},
@@ -279,10 +281,10 @@ def test_episodes_that_a_horizon_ends_are_over_for_the_pool(text):
     reset_timeout_secs=30,
     envs_per_group=2,
   ) as pool:
-    roller = rollout.Roller(pool, script, text, 200, 'error', 'async')
-    roller.max_turns = 2
+    runner = rollout.Roller(pool, script, text, 200, 'error', 'async')
+    runner.max_turns = 2
     for iteration in range(2):
-      trajectories = roller.collect(
+      trajectories = runner.collect(
         {},
         [base.Task('train', index) for index in (0, 3)],
         episodes_per_group=2,
@@ -292,16 +294,14 @@ def test_episodes_that_a_horizon_ends_are_over_for_the_pool(text):
       )
       assert max(len(t.steps) for t in trajectories) == 2
       assert not all(t.steps[-1].result.done for t in trajectories)
-      # Nothing is played again for them when a worker is lost.
+      # The episodes are over, so a lost worker causes no replay of them.
       for env in range(4):
         with pytest.raises(RuntimeError, match='no episode is running'):
           pool.step(env, 'left')
 
 
 @pytest.mark.parametrize('field', ['prompt', 'short_prompt'])
-def test_a_prompt_of_ten_million_characters_fails_its_episode_at_once(
-  text, monkeypatch, field
-):
+def test_very_long_prompts_fail_their_episode_quickly(text, monkeypatch, field):
   reset = toy.Env.reset
 
   def with_long_prompt(self, task):
@@ -310,9 +310,9 @@ def test_a_prompt_of_ten_million_characters_fails_its_episode_at_once(
     return dataclasses.replace(observation, **longer)
 
   monkeypatch.setattr(toy.Env, 'reset', with_long_prompt)
-  begin = time.monotonic()
+  start = time.monotonic()
   trajectories, _ = _collect(text, schedule='async')
-  assert time.monotonic() - begin < 2
+  assert time.monotonic() - start < 2
   reason = 'garbage: a prompt of 10,000,000 characters; rollout.max_prompt_'
   assert [t.failure[: len(reason)] for t in trajectories[2:]] == [reason] * 2
   assert all(t.success for t in trajectories[:2])

@@ -1,4 +1,4 @@
-"""The first turns of an environment, before anything is compiled."""
+"""Tests of the trial run of an environment before compilation."""
 
 import pathlib
 
@@ -26,29 +26,31 @@ def _pool(name: str = 'toy', num_workers: int = 0, **kwargs):
 
 def _walk(pool: env_pool.EnvPool) -> list:
   pool.reset(0, TASKS[0])
-  found = pool.receive()
+  replies = pool.receive()
   for response in ('<action>right</action>', '', '<action>left</action>'):
     pool.step(0, response)
-    found += pool.receive()
-  return found
+    replies += pool.receive()
+  return replies
 
 
 @pytest.mark.parametrize('num_workers', [0, 1])
-def test_a_trial_changes_nothing_that_is_played_later(num_workers: int):
+def test_trial_does_not_change_later_episodes(num_workers: int):
   with _pool() as pool:
     expected = _walk(pool)
   with _pool(num_workers=num_workers) as pool:
-    seen, failures = trial.play(pool, 'toy', TASKS)
-    assert [o.prompt[:6] for o in seen] == ['Step 0', 'Step 1', 'Step 2']
+    observations, failures = trial.play(pool, 'toy', TASKS)
+    assert [o.prompt[:6] for o in observations] == [
+      'Step 0',
+      'Step 1',
+      'Step 2',
+    ]
     assert failures == pool.failures == []
     assert _walk(pool) == expected
 
 
 @pytest.mark.parametrize('num_workers', [0, 1])
 @pytest.mark.parametrize('fails', ['reset', 'step', 'action'])
-def test_a_mistake_is_named_with_the_line_of_the_environment(
-  num_workers: int, fails: str
-):
+def test_error_shows_the_line_of_the_environment(num_workers: int, fails: str):
   with _pool('broken_env', num_workers, fails=fails) as pool:
     with pytest.raises(ValueError) as error:
       trial.play(pool, 'broken_env', TASKS)
@@ -56,14 +58,16 @@ def test_a_mistake_is_named_with_the_line_of_the_environment(
   start = 'env.name=broken_env: cannot be played: train/0 raised: JSONDecode'
   assert line.startswith(start) and '\n' not in line
   code = pathlib.Path(broken_env.__file__).read_text().splitlines()
-  number = 1 + [n for n, text in enumerate(code) if 'json.loads' in text][0]
-  assert f'called in broken_env.py:{number})' in line
+  line_number = (
+    1 + [n for n, text in enumerate(code) if 'json.loads' in text][0]
+  )
+  assert f'called in broken_env.py:{line_number})' in line
 
 
-def test_one_broken_task_is_reported_and_another_one_tried():
+def test_failed_tasks_are_reported_and_others_tried():
   with _pool('broken_env', fails='reset', below=2) as pool:
-    seen, failures = trial.play(pool, 'broken_env', TASKS)
-  assert len(seen) == 3
+    observations, failures = trial.play(pool, 'broken_env', TASKS)
+  assert len(observations) == 3
   assert [f.task.index for f in failures] == [0, 1]
 
 
@@ -71,7 +75,7 @@ def test_one_broken_task_is_reported_and_another_one_tried():
   ('tokens', 'limit', 'fitting'),
   [(100, 2048, 256), (100, 512, 256), (160, 2048, 320), (20, 2048, 64)],
 )
-def test_a_limit_far_above_the_prompts_is_named(tokens, limit, fitting):
+def test_limit_far_above_the_prompts_gives_a_warning(tokens, limit, fitting):
   line = trial.advice('guess', tokens, limit)
   assert line.startswith(f'rollout.max_prompt_tokens={limit}: ')
   assert f'rollout.max_prompt_tokens={fitting} compiles' in line
@@ -79,7 +83,7 @@ def test_a_limit_far_above_the_prompts_is_named(tokens, limit, fitting):
 
 
 @pytest.mark.parametrize(('tokens', 'limit'), [(600, 2048), (100, 256)])
-def test_a_limit_that_fits_is_not_named(tokens, limit):
+def test_adequate_limit_gives_no_warning(tokens, limit):
   assert not trial.advice('guess', tokens, limit)
 
 
@@ -96,22 +100,22 @@ def _config(**env):
   return config
 
 
-def test_nothing_is_compiled_for_an_environment_that_fails(
+def test_failing_environment_ends_the_run_before_compilation(
   tmp_path, monkeypatch
 ):
   def go(*args):
-    raise AssertionError('the run has begun')
+    raise AssertionError('the run has started')
 
   monkeypatch.setattr(train._Run, 'go', go)
   message = 'env.name=broken_env: cannot be played: train/0 raised: JSONDecode'
   with pytest.raises(ValueError, match=message):
     train.train(_config(fails='step'), str(tmp_path))
-  # The mended config is no other experiment.
-  with pytest.raises(AssertionError, match='begun'):
+  # The fixed config counts as the same experiment.
+  with pytest.raises(AssertionError, match='started'):
     train.train(_config(fails=''), str(tmp_path))
 
 
-def test_the_line_about_limits_has_measured_numbers(capsys):
+def test_warning_about_the_limit_has_measured_numbers(capsys):
   class Text:
     def render(self, prompts):
       assert all(p.startswith('Step ') for p in prompts)
@@ -120,16 +124,16 @@ def test_the_line_about_limits_has_measured_numbers(capsys):
   config = _config(fails='')
   with experiment.make_pool(config) as pool:
     experiment.try_environment(config, pool, 'train', Text())
-    said = capsys.readouterr().out
-    assert 'max_prompt_tokens=512: the first prompts of env.name=brok' in said
-    assert 'have at most 52 tokens; rollout.max_prompt_tokens=128 ' in said
-    # Sizes that somebody has chosen.
+    output = capsys.readouterr().out
+    assert 'max_prompt_tokens=512: the first prompts of env.name=brok' in output
+    assert 'have at most 52 tokens; rollout.max_prompt_tokens=128 ' in output
+    # Buckets set by the user give no warning.
     config.rollout.prompt_buckets = (512,)
     experiment.try_environment(config, pool, 'train', Text())
   assert not capsys.readouterr().out
 
 
-def test_sizes_follow_the_limit_of_tokens():
+def test_buckets_follow_the_limits_of_tokens():
   config = _config(fails='')
   config.rollout.max_prompt_tokens = 160
   config.rollout.max_completion_tokens = 32
