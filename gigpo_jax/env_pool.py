@@ -103,20 +103,20 @@ class _Call:
   """A call to an environment.
 
   Attributes:
-    kind: start, prepare, reset or step.
+    method: start, prepare, reset or step.
     env: index of the environment; -1 for a start.
-    number: identifies the reply; 0 for a start.
+    call_id: identifies the reply; 0 for a start.
     message: the encoded call.
     episode: index of the environment's episode, from 1.
-    known: the expected reply, if the call is replayed.
+    expected: the expected reply, if the call is replayed.
   """
 
-  kind: str
+  method: str
   env: int
-  number: int = 0
+  call_id: int = 0
   message: bytes = b''
   episode: int = 0
-  known: Reply | None = None
+  expected: Reply | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -147,7 +147,7 @@ class _Worker:
 
   @property
   def starting(self) -> bool:
-    return bool(self.sent) and self.sent[0].kind == 'start'
+    return bool(self.sent) and self.sent[0].method == 'start'
 
 
 class _Clock:
@@ -249,7 +249,7 @@ class EnvPool:
     self._running: set[int] = set()
     self._answers: collections.deque[tuple[int, Reply]] = collections.deque()
     self._host = worker.Host(name, kwargs)
-    self._numbers = itertools.count(1)
+    self._call_ids = itertools.count(1)
     self._clock = _Clock()
     self._context = multiprocessing.get_context('spawn')
     self._selector = selectors.DefaultSelector()
@@ -456,7 +456,7 @@ class EnvPool:
     """Replaces a lost worker; the episode that it was executing fails."""
     index = self._workers.index(w)
     guilty = None
-    if w.sent and not w.died_idle and w.sent[0].kind in ('reset', 'step'):
+    if w.sent and not w.died_idle and w.sent[0].method in ('reset', 'step'):
       call = w.sent[0]
       if call.episode == self._episodes[call.env]:
         guilty = call.env
@@ -487,10 +487,10 @@ class EnvPool:
     calls = [('reset', self._tasks[env])]
     calls += [('step', response) for response in self._responses[env]]
     # A call without a reply so far has no expected reply.
-    for (kind, argument), known in itertools.zip_longest(
+    for (method, argument), expected in itertools.zip_longest(
       calls, self._replies[env]
     ):
-      self._submit(kind, env, argument, known=known)
+      self._submit(method, env, argument, expected=expected)
 
   # Calls and replies.
 
@@ -501,13 +501,13 @@ class EnvPool:
       )
 
   def _submit(
-    self, kind: str, env: int, argument: Any, known: Reply | None = None
+    self, method: str, env: int, argument: Any, expected: Reply | None = None
   ) -> None:
-    number = next(self._numbers)
+    call_id = next(self._call_ids)
     if not self._workers:
-      call = _Call(kind, env, number, b'', self._episodes[env])
-      reply = self._host.call(number, kind, env, argument)
-      self._handle_reply(call, *self._decode(reply, kind))
+      call = _Call(method, env, call_id, b'', self._episodes[env])
+      reply = self._host.call(call_id, method, env, argument)
+      self._handle_reply(call, *self._decode(reply, method))
       return
     index = self._worker_index(env)
     w = self._workers[index]
@@ -515,10 +515,10 @@ class EnvPool:
       w = self._workers[index] = self._start_worker()
       self.restarts += 1
     message = pickle.dumps(
-      (number, kind, env, argument), pickle.HIGHEST_PROTOCOL
+      (call_id, method, env, argument), pickle.HIGHEST_PROTOCOL
     )
     w.waiting.append(
-      _Call(kind, env, number, message, self._episodes[env], known)
+      _Call(method, env, call_id, message, self._episodes[env], expected)
     )
     self._send(w)
 
@@ -544,7 +544,7 @@ class EnvPool:
     """Waits once for events, until a deadline or a worker's time limit."""
     now = self._clock.now()
     waits = [
-      w.progress + self._timeouts[w.sent[0].kind] - now
+      w.progress + self._timeouts[w.sent[0].method] - now
       for w in self._workers
       if w and w.sent
     ]
@@ -574,7 +574,7 @@ class EnvPool:
     w.inbox += data
     header = messages.HEADER
     while w in self._workers and len(w.inbox) >= header.size:
-      size, pid, number = header.unpack_from(w.inbox)
+      size, pid, call_id = header.unpack_from(w.inbox)
       if size > messages.MAX_BYTES:
         self._replace_lost(w, 'garbage', f'the worker announced {size:,} bytes')
         return
@@ -585,18 +585,18 @@ class EnvPool:
       del w.inbox[:end]
       # Ignore replies of processes that an environment started.
       if pid == w.process.pid:
-        self._handle_message(w, number, body)
+        self._handle_message(w, call_id, body)
 
-  def _handle_message(self, w: _Worker, number: int, body: bytes) -> None:
+  def _handle_message(self, w: _Worker, call_id: int, body: bytes) -> None:
     """Handles a complete reply of a worker."""
-    if not w.sent or number != w.sent[0].number:
+    if not w.sent or call_id != w.sent[0].call_id:
       self._replace_lost(
         w, 'garbage', 'the worker replied to a call that is not next'
       )
       return
     call = w.sent[0]
-    status, value = messages.decode(body, call.kind)
-    if call.kind == 'start' and status != messages.REPLY:
+    status, value = messages.decode(body, call.method)
+    if call.method == 'start' and status != messages.REPLY:
       self._replace_lost(w, 'raised', value)
       return
     w.sent.popleft()
@@ -604,12 +604,12 @@ class EnvPool:
     self._send(w)
     self._handle_reply(call, status, value)
 
-  def _decode(self, message: bytes, kind: str) -> tuple[str, Any]:
+  def _decode(self, message: bytes, method: str) -> tuple[str, Any]:
     """Returns (status, value) of a message of this process's own host."""
-    return messages.decode(message[messages.HEADER.size :], kind)
+    return messages.decode(message[messages.HEADER.size :], method)
 
   def _handle_reply(self, call: _Call, status: str, value: Any) -> None:
-    if call.kind in ('start', 'prepare'):
+    if call.method in ('start', 'prepare'):
       return  # An error in `prepare` is raised again by `reset`.
     if (
       call.env not in self._running or call.episode != self._episodes[call.env]
@@ -618,8 +618,8 @@ class EnvPool:
     if status != messages.REPLY:
       self._fail(call.env, _CAUSE_OF_STATUS[status], value)
       return
-    if call.known is not None:
-      if value != call.known:
+    if call.expected is not None:
+      if value != call.expected:
         reason = 'the episode differs when it is replayed'
         self._fail(call.env, 'differed', reason)
       return
@@ -644,10 +644,10 @@ class EnvPool:
       if not w or not w.sent:
         continue
       call = w.sent[0]
-      limit = self._timeouts[call.kind]
+      limit = self._timeouts[call.method]
       if now - w.progress > limit:
-        target = '' if call.kind == 'start' else f' of env {call.env}'
-        reason = f'{call.kind}{target} took longer than {limit:g} s'
+        target = '' if call.method == 'start' else f' of env {call.env}'
+        reason = f'{call.method}{target} took longer than {limit:g} s'
         self._replace_lost(w, 'hung', reason)
 
 

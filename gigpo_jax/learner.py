@@ -1,10 +1,11 @@
 """The update: rows and advantages in, new parameters and metrics out.
 
-Rows on the host are shuffled and cut into mini-batches, one optimizer step
-each; these into microbatches of few shapes, whose gradients are summed in
-float32. The loss's normaliser is known before the first microbatch, so that
-neither microbatch size nor length bucket nor mesh nor shared prompts change the
-loss. Knows no environment, no text and no algorithm.
+Rows on the host are shuffled and split into mini-batches, with one optimizer
+step each. Mini-batches are split into microbatches of few shapes, whose
+gradients are summed in float32. The loss's normaliser is computed before the
+first microbatch. The loss is therefore independent of the microbatch size, the
+length buckets, the mesh and the sharing of prompts. This module knows no
+environment, text or algorithm.
 """
 
 import dataclasses
@@ -22,18 +23,19 @@ from gigpo_jax import batch, hosts, losses, packs
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import lora, qwen
 
-# Completion tokens of a shard whose logits exist at a time.
-_LOGITS_AT_ONCE = 512
+# Number of completion tokens per shard whose logits are in memory at a time.
+_LOGITS_CHUNK = 512
 
 
 @flax.struct.dataclass
 class TrainState:
-  """All that training changes on the device.
+  """The device state that training changes.
 
   Attributes:
-    params: float32; of a network with adapters, these alone.
-    opt_state: of the optimizer.
-    updates: optimizer steps taken, int32; skipped ones do not count.
+    params: trained parameters, float32; for a network with adapters, only the
+      adapters.
+    opt_state: state of the optimizer.
+    updates: number of optimizer steps, int32; skipped updates do not count.
   """
 
   params: dict
@@ -54,16 +56,17 @@ def adamw(
   """Returns AdamW after a clip of the global gradient norm.
 
   Args:
-    learning_rate: reached after the warm-up.
-    warmup_updates: update k of the warm-up, from 1, takes k / warmup_updates
-      of the learning rate; 0 is none.
-    decay_updates: the learning rate falls on a line, to reach zero after as
-      many updates; 0 keeps it constant.
-    b1: decay of the gradient's mean.
-    b2: decay of the gradient's square.
-    weight_decay: of all parameters, times the learning rate.
-    max_grad_norm: gradients longer than this are scaled down to it.
-    mu_dtype: in which the gradient's mean is kept.
+    learning_rate: learning rate after the warm-up.
+    warmup_updates: number of warm-up updates; update k, from 1, uses
+      k / warmup_updates of the learning rate. 0 disables the warm-up.
+    decay_updates: number of updates after which the learning rate reaches 0
+      by linear decay; 0 keeps it constant.
+    b1: decay rate of the gradient's mean.
+    b2: decay rate of the squared gradient's mean.
+    weight_decay: decay of all parameters per update, relative to the learning
+      rate.
+    max_grad_norm: larger gradients are scaled down to this global norm.
+    mu_dtype: dtype of the gradient's mean.
   """
 
   def schedule(count):
@@ -73,7 +76,7 @@ def adamw(
     return rate
 
   def clip(grads, params=None):
-    # optax's own divides each number, for which XLA keeps a copy of them all.
+    # optax's clip divides each element; XLA then keeps a copy of all gradients.
     del params
     factor = jnp.minimum(1, max_grad_norm / optax.global_norm(grads))
     return jax.tree.map(lambda x: x * factor, grads)
@@ -87,10 +90,10 @@ def adamw(
 
 
 class Learner:
-  """Compiled programs for updates and log-probs of one model on one mesh.
+  """Compiled programs for updates and log-probs of a model on a mesh.
 
   Attributes:
-    base: parameters of a network with adapters that are not trained.
+    base: frozen parameters of a network with adapters; otherwise empty.
   """
 
   def __init__(  # noqa: PLR0913
@@ -111,36 +114,38 @@ class Learner:
     outputs: Callable[[dict, jax.Array], tuple] | None = None,
     seed: int = 0,
   ):
-    """Prepares; compiles nothing yet.
+    """Defines the programs without compiling them.
 
     Args:
       config: shape of the model.
-      mesh: devices; rows of a microbatch are spread over `mesh.BATCH`.
-      loss: called by name with the arguments of `losses.policy_gradient` up
-        to rows; returns a loss for each token and metrics for each token.
+      mesh: device mesh; rows of a microbatch are sharded over `mesh.BATCH`.
+      loss: called with the arguments of `losses.policy_gradient` up to `rows`
+        as keywords; returns a loss and metrics for each token.
       optimizer: see `adamw`.
-      minibatch_rows: most rows of an update; with shared prompts those of the
-        last prompt may be more.
-      microbatch_rows: rows in memory at once; with shared prompts, packs.
-      length_buckets: rising; lengths that rows are padded to.
+      minibatch_rows: maximum number of rows of an update; with shared prompts,
+        the rows of the last prompt may exceed it.
+      microbatch_rows: number of rows of a microbatch; with shared prompts,
+        number of packs.
+      length_buckets: increasing lengths to which rows are padded.
       max_completion_tokens: C.
-      temperature: by which log-probs and entropies are meant.
-      aggregation: of tokens into the loss; see `losses.row_weights`.
-      share_prompts: whether rows with the same prompt go into the same update
-        and pay for it once.
+      temperature: temperature of log-probs and entropies.
+      aggregation: one of `losses.AGGREGATIONS`.
+      share_prompts: whether rows with the same prompt are in the same update
+        and share its computation.
       columns: names of further arguments of the loss.
-      outputs: of parameters and the hidden state ahead of each token, what the
-        loss has in place of log-probs and entropies; None: these.
-      seed: of the shuffling.
+      outputs: maps parameters and the hidden state before each token to the
+        loss's arguments log_probs and entropies; None for the policy's.
+      seed: seed of the shuffling.
 
     Raises:
-      ValueError: if a size does not fit, or the aggregation is unknown.
+      ValueError: if microbatch_rows does not fit the mesh, or the aggregation
+        is unknown.
     """
     row_shards = mesh_lib.batch_shards(mesh)
     if microbatch_rows % row_shards:
       raise ValueError(
-        f'learner.microbatch_rows={microbatch_rows}: mesh axes '
-        f'{", ".join(mesh_lib.BATCH)} share its rows; must be a multiple of '
+        f'learner.microbatch_rows={microbatch_rows}: rows are sharded over the '
+        f'mesh axes {", ".join(mesh_lib.BATCH)}; must be a multiple of '
         f'{row_shards}'
       )
     losses.row_weights(np.ones(1, np.int32), 1, aggregation)
@@ -173,11 +178,11 @@ class Learner:
     self._jit()
 
   def _split(self, params: dict) -> tuple[dict, dict]:
-    """Returns what is trained, and what is not."""
+    """Returns the trained and the frozen parameters."""
     return lora.split(params) if self._config.adapters else (params, {})
 
   def _shapes(self) -> tuple[dict, dict]:
-    """Returns shapes of what is trained, and of what is not, float32."""
+    """Returns shapes of the trained and the frozen parameters, float32."""
     init = functools.partial(qwen.init, self._config)
     return self._split(jax.eval_shape(init, jax.random.key(0)))
 
@@ -203,7 +208,7 @@ class Learner:
         ),
         out_shardings=(grads, self._replicated),
       ),
-      # Not a part of `apply`, which would make them beside the gradients.
+      # Separate from `apply`, which would hold two copies of the gradients.
       'fill': jax.jit(
         lambda grads, value: jax.tree.map(
           lambda x: jnp.full(x.shape, value, x.dtype), grads
@@ -233,15 +238,15 @@ class Learner:
 
   @property
   def compilations(self) -> int:
-    """Programs compiled so far."""
+    """Number of programs compiled so far."""
     return sum(f._cache_size() for f in self._programs.values())
 
   def init(self, params: dict) -> TrainState:
-    """Returns a fresh state; takes over the parameters, which it may donate.
+    """Returns an initial state.
 
     Args:
-      params: of the network; of one with adapters, all but these are frozen,
-        and kept here.
+      params: parameters of the network; the learner takes ownership and may
+        donate them. With adapters, all other parameters become `base`.
     """
     params, self.base = self._split(params)
     with jax.set_mesh(self._mesh):
@@ -251,7 +256,7 @@ class Learner:
       return TrainState(params, self._run('init', params), updates)
 
   def num_programs(self, *, reference: bool = False) -> int:
-    """Returns how many calls `warm_up` counts, with a reference or without."""
+    """Returns the number of programs that `warm_up` compiles."""
     calls = self._warm_up_calls({}, {} if reference else None)
     return sum(1 for _ in calls)
 
@@ -265,56 +270,61 @@ class Learner:
 
     Args:
       state: donated.
-      reference: frozen parameters, where their type is another.
+      reference: frozen parameters, if their dtype differs from the state's.
       advance: called after each of `num_programs` programs.
 
     Returns:
-      The state as it was.
+      The unchanged state.
     """
-    held: dict = {'state': state}
+    buffers: dict = {'state': state}
     del state
-    for call in self._warm_up_calls(held, reference):
+    for call in self._warm_up_calls(buffers, reference):
       with jax.set_mesh(self._mesh):
         call()
       advance()
-    return held['state']
+    return buffers['state']
 
   def _warm_up_calls(
-    self, held: dict, reference: dict | None
+    self, buffers: dict, reference: dict | None
   ) -> Iterator[Callable[[], object]]:
-    """Yields calls that compile a program each; to be made in this order.
+    """Yields calls that each compile one program; their order matters.
 
     Args:
-      held: the state; holds gradients and sums from the first call on.
+      buffers: holds the state and, after the first call, gradients and sums.
       reference: see `warm_up`.
     """
 
     def zeros() -> None:
-      params = held['state'].params
-      held['grads'], held['sums'] = self._run('zeros', params, np.float32(0))
+      params = buffers['state'].params
+      buffers['grads'], buffers['sums'] = self._run(
+        'zeros', params, np.float32(0)
+      )
 
     def log_probs(params: dict | None, length: int) -> None:
-      params = held['state'].params if params is None else params
+      params = buffers['state'].params if params is None else params
       self._log_probs(params, self._packer.empty(length))
 
     def accumulate(length: int) -> None:
       empty = self._packer.empty(length)
-      held['grads'], held['sums'] = self._run(
+      buffers['grads'], buffers['sums'] = self._run(
         'accumulate',
-        held['state'].params,
+        buffers['state'].params,
         self.base,
         self._put(empty, self._no_columns(empty)),
-        grads=held['grads'],
-        sums=held['sums'],
+        grads=buffers['grads'],
+        sums=buffers['sums'],
       )
 
     def apply() -> None:
-      # An update that is no number is skipped.
-      grads = self._run('fill', held.pop('grads'), np.float32(np.nan))
-      held['state'], _ = self._run(
-        'apply', state=held.pop('state'), grads=grads, sums=held.pop('sums')
+      # NaN gradients make the update a skipped one.
+      grads = self._run('fill', buffers.pop('grads'), np.float32(np.nan))
+      buffers['state'], _ = self._run(
+        'apply',
+        state=buffers.pop('state'),
+        grads=grads,
+        sums=buffers.pop('sums'),
       )
-      jax.block_until_ready(held['state'])
+      jax.block_until_ready(buffers['state'])
 
     yield zeros
     for length in self._length_buckets:
@@ -325,7 +335,7 @@ class Learner:
     yield apply
 
   def describe(self) -> tuple[TrainState, dict]:
-    """Returns shapes, types and shardings of a state, and of `base`."""
+    """Returns shapes, dtypes and shardings of a state and of `base`."""
     params, base = self._shapes()
     base = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, self._config.dtype), base
@@ -341,20 +351,20 @@ class Learner:
     )
 
   def lower(self) -> dict[str, jax.stages.Lowered]:
-    """Returns the largest programs, by name; nothing is compiled, nothing runs.
+    """Returns the lowered programs 'accumulate' and 'apply', not compiled.
 
-    The mesh's devices need not be there.
+    The mesh's devices need not exist.
     """
 
-    def everywhere(tree, sharding):
+    def with_sharding(tree, sharding):
       return mesh_lib.described(tree, jax.tree.map(lambda _: sharding, tree))
 
     state, base = self.describe()
     empty = self._packer.empty(self._length_buckets[-1])
     columns = self._no_columns(empty)
     rows = empty.inputs() | {n: empty.take(x) for n, x in columns.items()}
-    rows = everywhere(rows, self._row_sharding)
-    sums = everywhere(
+    rows = with_sharding(rows, self._row_sharding)
+    sums = with_sharding(
       jax.eval_shape(self._sums, np.float32(0)), self._replicated
     )
     with jax.set_mesh(self._mesh):
@@ -370,13 +380,13 @@ class Learner:
   def log_probs(self, params: dict, rows: batch.Rows) -> np.ndarray:
     """Returns log-probs of all completion tokens, [R, C] float32.
 
-    At the learner's temperature; 0 past the end of a completion and in padding
-    rows.
+    They are at the learner's temperature, and 0 past a completion and in
+    padding rows.
 
     Args:
-      params: in any float type; of a network with adapters, these, or nothing
-        for the network without them.
-      rows: of an iteration.
+      params: parameters in any float dtype. For a network with adapters: the
+        adapters, or {} for the network without them.
+      rows: the rows of an iteration.
     """
     result = np.zeros(rows.sampler_log_probs.shape, np.float32)
     index = np.flatnonzero(rows.real)
@@ -405,32 +415,34 @@ class Learner:
     skipped_before: float = 0.0,
     **further: np.ndarray,
   ) -> tuple[TrainState, dict[str, float]]:
-    """Passes once over the rows; one optimizer step for each mini-batch.
+    """Trains for one pass over the rows, one optimizer step per mini-batch.
 
     Args:
       state: donated.
-      rows: of the iteration; padding rows are left out.
-      advantages: one a row, [R], or a token, [R, C].
-      old_log_probs: under the policy that the ratio compares with, [R, C].
-      ref_log_probs: under the reference, [R, C]; None where the loss has no
-        use for it.
-      iteration: with the seed it determines the shuffling.
-      importance: weight of each token's surrogate, [R, C]; None is 1.
-      skipped_before: how many of the updates before were skipped in a row.
-      **further: the loss's further arguments, of rows or of tokens.
+      rows: the rows of the iteration; padding rows are ignored.
+      advantages: one per row, [R], or per token, [R, C].
+      old_log_probs: log-probs under the policy in the ratio's denominator,
+        [R, C].
+      ref_log_probs: log-probs under the reference, [R, C]; None if the loss
+        does not use them.
+      iteration: with the seed, determines the shuffling.
+      importance: weight of each token's surrogate, [R, C]; None for 1.
+      skipped_before: number of consecutive updates skipped just before.
+      **further: further arguments of the loss, per row or per token.
 
     Returns:
-      The new state and metrics: means over all trained tokens ('/max':
-      maxima), and counts of updates and tokens; of updates skipped because loss
-      or gradient was not finite, of these the last ones in a row, and the most
-      in a row.
+      The new state and metrics. Metrics of the loss are means over all trained
+      tokens, or maxima if their names end in '/max'. The others count tokens,
+      updates, and updates skipped because the loss or the gradient was not
+      finite: in total, consecutive ones at the end, and the longest run of
+      consecutive ones.
 
     Raises:
-      ValueError: if the loss needs a reference and there is none, or a row
-        is longer than the last bucket.
+      ValueError: if the loss needs a reference and ref_log_probs is None, or a
+        row is longer than the last bucket.
     """
     if self._with_reference and ref_log_probs is None:
-      raise ValueError('ref_log_probs=None: the loss compares with a reference')
+      raise ValueError('ref_log_probs=None: the loss needs a reference')
     columns = {
       'advantages': np.asarray(advantages, np.float32),
       'old_log_probs': old_log_probs,
@@ -464,17 +476,18 @@ class Learner:
   def sampler_difference(
     self, params: dict, rows: batch.Rows, old_log_probs: np.ndarray
   ) -> dict[str, float]:
-    """Returns how far the sampler's log-probs are from the learner's.
+    """Returns metrics of the sampler's deviation from the learner's log-probs.
 
     Args:
-      params: that were sampled from.
-      rows: of the iteration.
-      old_log_probs: the learner's, [R, C]; if they are the sampler's own, the
-        learner computes those of one microbatch, the longest rows.
+      params: the parameters that were sampled from.
+      rows: the rows of the iteration.
+      old_log_probs: the learner's log-probs, [R, C]. If it is
+        `rows.sampler_log_probs`, the learner computes those of one microbatch
+        of the longest rows.
 
     Returns:
-      Mean and maximum of a token's difference, without its sign, and the mean
-      over rows of their probability ratio, learner to sampler.
+      Mean and maximum over tokens of the absolute difference, and mean and
+      maximum over rows of the probability ratio of learner to sampler.
     """
     index = np.flatnonzero(rows.real)
     if old_log_probs is rows.sampler_log_probs:
@@ -487,16 +500,16 @@ class Learner:
     if not mask.any():
       return {}
     difference = old_log_probs - rows.sampler_log_probs
-    tokens = np.abs(difference[mask])
+    absolute = np.abs(difference[mask])
     ratios = np.exp(np.where(mask, difference, 0).sum(axis=1))
     return {
-      'sampler/log_prob_difference_mean': float(tokens.mean()),
-      'sampler/log_prob_difference_max': float(tokens.max()),
+      'sampler/log_prob_difference_mean': float(absolute.mean()),
+      'sampler/log_prob_difference_max': float(absolute.max()),
       'sampler/sequence_ratio_mean': float(ratios.mean()),
       'sampler/sequence_ratio_max': float(ratios.max()),
     }
 
-  # On the host: which rows go where.
+  # On the host: assignment of rows to updates and microbatches.
 
   def _minibatches(self, rows, iteration) -> list[np.ndarray]:
     index = np.flatnonzero(rows.real)
@@ -508,13 +521,13 @@ class Learner:
     count = math.ceil(len(index) / self._minibatch_rows)
     edges = np.cumsum([len(x) for x in np.array_split(index, count)])
     starts = np.cumsum([0, *map(len, units)])[:-1]
-    # What belongs together goes where it begins.
-    parts = np.searchsorted(edges, starts, side='right')
+    # A unit belongs to the mini-batch that contains its first row.
+    minibatches = np.searchsorted(edges, starts, side='right')
     return [
       np.concatenate(
-        [unit for unit, p in zip(units, parts, strict=True) if p == n]
+        [unit for unit, m in zip(units, minibatches, strict=True) if m == n]
       )
-      for n in np.unique(parts)
+      for n in np.unique(minibatches)
     ]
 
   def _weights(self, rows, minibatch) -> np.ndarray:
@@ -533,12 +546,12 @@ class Learner:
     return dict.fromkeys((*names, *self._columns), row)
 
   def _put(self, microbatch: packs.Microbatch, columns: dict) -> dict:
-    """Puts a microbatch on the devices, and what belongs to its tokens."""
+    """Transfers a microbatch and its columns to the devices."""
     arrays = microbatch.inputs()
     arrays |= {name: microbatch.take(x) for name, x in columns.items()}
     return mesh_lib.place_rows(self._mesh, arrays)
 
-  # On the device: traced once for each length.
+  # On the device: traced once per length bucket.
 
   def _forward(self, params, base, rows, sums=None):
     config = self._config
@@ -546,8 +559,10 @@ class Learner:
       config = dataclasses.replace(config, adapters=None)
     params = lora.join(base, params) if base else params
     if sums is not None:
-      added = {name: sums[name] for name in params if name != 'layers'}
-      params |= qwen.adding({name: params[name] for name in added}, added)
+      accumulators = {name: sums[name] for name in params if name != 'layers'}
+      params |= qwen.adding(
+        {name: params[name] for name in accumulators}, accumulators
+      )
       sums = sums['layers']
     hidden_SND = qwen.hidden_states(
       config,
@@ -567,7 +582,7 @@ class Learner:
       rows['targets'],
       count=jnp.max(jnp.sum(rows['mask'], axis=1)),
       temperature=self._temperature,
-      chunk=_LOGITS_AT_ONCE,
+      chunk=_LOGITS_CHUNK,
     )
 
   def _accumulate(self, params, base, rows, *, grads, sums):
@@ -613,21 +628,21 @@ class Learner:
     finite = jnp.isfinite(norm) & jnp.isfinite(sums['update/objective'])
 
     def step(state, grads):
-      changes, opt_state = self._optimizer.update(
+      parameter_updates, opt_state = self._optimizer.update(
         grads, state.opt_state, state.params
       )
-      params = optax.apply_updates(state.params, changes)
+      params = optax.apply_updates(state.params, parameter_updates)
       return TrainState(params, opt_state, state.updates + 1)
 
-    # A choice of each number would keep the old ones beside the new.
+    # `jnp.where` on each element would keep the old state next to the new.
     state = jax.lax.cond(finite, step, lambda state, _: state, state, grads)
     sums = dict(sums)
     sums['update/grad_norm'] += jnp.where(finite, norm, 0)
     sums['update/skipped'] += 1.0 - finite
     in_row = jnp.where(finite, 0.0, sums['update/skipped_in_row'] + 1)
-    most = jnp.maximum(sums['update/most_skipped_in_row'], in_row)
+    longest = jnp.maximum(sums['update/most_skipped_in_row'], in_row)
     sums['update/skipped_in_row'] = in_row
-    sums['update/most_skipped_in_row'] = most
+    sums['update/most_skipped_in_row'] = longest
     sums['update/objective'] = jnp.zeros_like(norm)
     return state, sums
 
@@ -641,7 +656,7 @@ class Learner:
       'update/skipped',
       'update/most_skipped_in_row',
     )
-    # A weak type would compile every program a second time.
+    # Weakly typed values would compile every program a second time.
     sums = {
       name: jnp.full((), -jnp.inf if name.endswith('/max') else 0, jnp.float32)
       for name in names
@@ -666,7 +681,7 @@ def _loss_shapes(loss, ref_log_probs, columns=()):
 
 
 def _needs_reference(loss: Callable) -> bool:
-  """Whether the loss refuses to do without a reference policy."""
+  """Returns whether the loss rejects ref_log_probs=None."""
   try:
     _loss_shapes(loss, ref_log_probs=False)
   except ValueError:
@@ -685,7 +700,7 @@ def _finish(sums: dict, updates: int) -> dict[str, float]:
   tokens = sums.pop('update/tokens')
   skipped = sums.pop('update/skipped')
   in_row = sums.pop('update/skipped_in_row')
-  most_in_row = sums.pop('update/most_skipped_in_row')
+  longest_in_row = sums.pop('update/most_skipped_in_row')
   del sums['update/objective']
   grad_norm = sums.pop('update/grad_norm') / max(updates - skipped, 1)
   means = {
@@ -696,7 +711,7 @@ def _finish(sums: dict, updates: int) -> dict[str, float]:
     'update/grad_norm': grad_norm,
     'update/skipped': skipped,
     'update/skipped_in_row': in_row,
-    'update/most_skipped_in_row': most_in_row,
+    'update/most_skipped_in_row': longest_in_row,
     'update/count': float(updates),
     'update/tokens': tokens,
   }

@@ -51,11 +51,11 @@ def fixture_rows():
 
 
 def train(rows, links, targets, updates=60):
-  trained = make_critic()
-  state = trained.init(qwen.init(CONFIG, jax.random.key(0)))
-  initial = values = trained.values(state.params, rows)
+  subject = make_critic()
+  state = subject.init(qwen.init(CONFIG, jax.random.key(0)))
+  initial = values = subject.values(state.params, rows)
   for iteration in range(updates):
-    state, metrics = trained.update(
+    state, metrics = subject.update(
       state,
       rows,
       values=values,
@@ -63,7 +63,7 @@ def train(rows, links, targets, updates=60):
       links=links,
       iteration=iteration,
     )
-    values = trained.values(state.params, rows)
+    values = subject.values(state.params, rows)
   return initial, values, metrics
 
 
@@ -88,19 +88,19 @@ def test_values_start_at_zero_and_approach_their_targets(rows):
 
 
 def test_values_do_not_depend_on_their_token(rows):
-  trained = make_critic()
+  subject = make_critic()
   params = qwen.init(
     dataclasses.replace(CONFIG, value_head=True), jax.random.key(0)
   )
   params['value'] = jax.random.normal(jax.random.key(1), (16,))
-  values = trained.values(params, rows)
+  values = subject.values(params, rows)
   changed = dataclasses.replace(rows, tokens=rows.tokens.copy())
   last = rows.lengths - 1
   real = np.flatnonzero(rows.real)
   changed.tokens[real, last[real]] += 1
   changed.tokens[:] %= 32
   # No value of a row depends on the row's last token.
-  np.testing.assert_allclose(trained.values(params, changed), values, atol=1e-6)
+  np.testing.assert_allclose(subject.values(params, changed), values, atol=1e-6)
 
 
 def test_only_links_are_trained(rows):

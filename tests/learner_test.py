@@ -75,7 +75,7 @@ def make_rows(count=8, *, seed=0, row_multiple=16, longest_prompt=9):
 
 
 def step(subject, rows, *, state=None, iteration=0, advantages=None, **more):
-  """One update against the sampler's log-probs; deterministic."""
+  """Runs one update with the sampler's log-probs; deterministic."""
   if state is None:
     state = subject.init(params())
   if advantages is None:
@@ -97,8 +97,8 @@ def assert_trees_close(a, b, atol):
   )
 
 
-# Adam's first step divides a gradient by its own size, so that rounding shows
-# in full where a gradient is nearly 0. Plain descent shows the gradient.
+# Adam's first step divides a gradient by its own size, which magnifies rounding
+# errors of gradients near 0. Plain SGD shows the gradient itself.
 SGD = optax.sgd(1.0)
 sgd = functools.partial(make_learner, optimizer=SGD)
 
@@ -111,7 +111,7 @@ ROW_LOSS = functools.partial(LOSS, ratio_level='row')
   [(LOSS, False), (ROW_LOSS, False), (LOSS, True)],
   ids=['token', 'row', 'advantages of tokens'],
 )
-def test_update_is_the_gradient_of_the_loss_written_out(token_loss, of_tokens):
+def test_update_matches_the_gradient_of_a_reference_loss(token_loss, of_tokens):
   rows = make_rows()
   advantages = np.linspace(-1, 1, 16, dtype=np.float32)[:, None]
   if of_tokens:
@@ -141,8 +141,8 @@ def test_update_is_the_gradient_of_the_loss_written_out(token_loss, of_tokens):
 
   value, gradient = jax.value_and_grad(loss)(params())
   expected = jax.tree.map(lambda p, g: p - g, params(), gradient)
-  given = advantages if of_tokens else advantages[:, 0]
-  state, metrics = step(sgd(loss=token_loss), rows, advantages=given)
+  row_advantages = advantages if of_tokens else advantages[:, 0]
+  state, metrics = step(sgd(loss=token_loss), rows, advantages=row_advantages)
   assert_trees_close(state.params, expected, 2e-6)
   assert metrics['loss/total'] == pytest.approx(float(value), abs=2e-6)
   assert metrics['update/grad_norm'] == pytest.approx(
@@ -177,24 +177,26 @@ GOLDEN = {
 def test_golden_metrics():
   _, metrics = step(make_learner(minibatch_rows=4), make_rows())
   assert metrics == pytest.approx(GOLDEN, rel=2e-4, abs=1e-6), (
-    'one update of a tiny model gave other metrics than it used to. If the '
-    'loss, the model or the shuffling was meant to change, put these in '
-    f'GOLDEN: {metrics}; otherwise something broke.'
+    'the metrics of one update of a tiny model have changed. If the change of '
+    f'the loss, model or shuffling is intended, set GOLDEN to {metrics}; '
+    'otherwise this is a regression.'
   )
 
 
 @pytest.mark.parametrize('aggregation', losses.AGGREGATIONS)
 @pytest.mark.parametrize('microbatch_rows', [1, 3])
-def test_microbatches_do_not_matter(aggregation, microbatch_rows):
+def test_microbatch_size_does_not_change_the_update(
+  aggregation, microbatch_rows
+):
   rows = make_rows()
-  one, one_metrics = step(sgd(aggregation=aggregation), rows)
+  single, single_metrics = step(sgd(aggregation=aggregation), rows)
   many, many_metrics = step(
     sgd(aggregation=aggregation, microbatch_rows=microbatch_rows), rows
   )
-  assert_trees_close(one.params, many.params, 1e-6)
-  for metrics in (one_metrics, many_metrics):
+  assert_trees_close(single.params, many.params, 1e-6)
+  for metrics in (single_metrics, many_metrics):
     metrics.pop('packs/padding')
-  assert many_metrics == pytest.approx(one_metrics, rel=1e-4, abs=1e-6)
+  assert many_metrics == pytest.approx(single_metrics, rel=1e-4, abs=1e-6)
 
 
 RECOMPUTED = dataclasses.replace(CONFIG, remat='layer')
@@ -222,19 +224,21 @@ EXPERTS = dataclasses.replace(
   ],
   ids=lambda x: str(x) if isinstance(x, dict) else f'{x.num_experts}{x.remat}',
 )
-def test_meshes_do_not_matter(config, axes):
+def test_mesh_does_not_change_the_update(config, axes):
   rows = make_rows()
   one_device = sgd(config=config)
-  one, one_metrics = step(one_device, rows, state=start(one_device, config))
+  single, single_metrics = step(
+    one_device, rows, state=start(one_device, config)
+  )
   subject = sgd(devices=make_mesh(**axes), config=config)
   many, many_metrics = step(subject, rows, state=start(subject, config))
   assert_trees_close(
-    jax.device_get(one.params), jax.device_get(many.params), 1e-6
+    jax.device_get(single.params), jax.device_get(many.params), 1e-6
   )
-  assert many_metrics == pytest.approx(one_metrics, rel=1e-4, abs=1e-6)
+  assert many_metrics == pytest.approx(single_metrics, rel=1e-4, abs=1e-6)
   np.testing.assert_allclose(
     subject.log_probs(many.params, rows),
-    one_device.log_probs(one.params, rows),
+    one_device.log_probs(single.params, rows),
     atol=1e-5,
   )
 
@@ -249,22 +253,22 @@ def test_meshes_do_not_matter(config, axes):
   ],
   ids=['dense', 'experts', 'one layer'],
 )
-def test_gradients_added_in_place_are_the_same(config, share):
+def test_gradients_accumulated_in_place_are_equal(config, share):
   config = dataclasses.replace(config, tie_embeddings=share)
   in_place = dataclasses.replace(config, remat='layer')
   assert qwen.adds_in_place(in_place) and not qwen.adds_in_place(config)
-  rows, found = make_rows(), []
+  rows, results = make_rows(), []
   for subject in (
     sgd(config=c, microbatch_rows=2, share_prompts=share)
     for c in (config, in_place)
   ):
-    found.append(step(subject, rows, state=start(subject, config)))
-  (one, one_metrics), (other, other_metrics) = found
-  assert_trees_close(one.params, other.params, 1e-6)
-  assert other_metrics == pytest.approx(one_metrics, rel=1e-4, abs=1e-6)
+    results.append(step(subject, rows, state=start(subject, config)))
+  (expected, expected_metrics), (actual, actual_metrics) = results
+  assert_trees_close(expected.params, actual.params, 1e-6)
+  assert actual_metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-6)
 
 
-def test_an_update_holds_the_gradients_once():
+def test_update_holds_one_copy_of_the_gradients():
   config = dataclasses.replace(
     CONFIG,
     hidden_size=128,
@@ -288,7 +292,7 @@ def start(subject, config):
   return subject.init(qwen.init(config, jax.random.key(0)))
 
 
-def test_padding_rows_change_nothing():
+def test_padding_rows_do_not_change_the_update():
   advantages = np.linspace(-1, 1, 64, dtype=np.float32)
   a, _ = step(sgd(), make_rows(), advantages=advantages[:16])
   b, _ = step(sgd(), make_rows(row_multiple=64), advantages=advantages[:64])
@@ -296,14 +300,13 @@ def test_padding_rows_change_nothing():
 
 
 def test_prompt_and_padding_tokens_carry_no_gradient():
-  # The loss of a row whose completion is masked by its length of 0 tokens,
-  # and of no advantage: nothing remains that could move a weight.
+  # Completions of length 0: no token contributes to the loss.
   rows = make_rows()
   empty = dataclasses.replace(rows, prompt_lengths=rows.lengths.copy())
   state, metrics = step(sgd(), empty)
   assert_trees_close(state.params, params(), 0)
   assert metrics['update/tokens'] == 0
-  # What lies past a row's end is never looked at.
+  # Tokens past a row's end are ignored.
   garbage = rows.tokens.copy()
   past = np.arange(garbage.shape[1]) >= rows.lengths[:, None]
   garbage[past] = 7
@@ -320,29 +323,29 @@ def test_non_finite_gradient_is_skipped_and_counted():
   assert metrics['update/skipped'] == 1
   assert int(state.updates) == 0
   assert_trees_close(state.params, params(), 0)
-  # Nothing of it is left over in the accumulator or the moments.
+  # The skipped update leaves no trace in the accumulator or the moments.
   state, metrics = step(subject, make_rows(), state=state)
-  fresh, _ = step(make_learner(), make_rows())
+  expected, _ = step(make_learner(), make_rows())
   assert metrics['update/skipped'] == 0
   assert int(state.updates) == 1
-  assert_trees_close(state.params, fresh.params, 0)
+  assert_trees_close(state.params, expected.params, 0)
 
 
-def _endless(*, log_probs, advantages, mask, **others):
-  """A loss that is not finite where its gradient is: of marked tokens."""
+def _infinite_loss(*, log_probs, advantages, mask, **others):
+  """Returns an infinite loss with finite gradients for marked tokens."""
   del others
   marked = jnp.broadcast_to(advantages, mask.shape) > 1
   return log_probs + jnp.where(marked, jnp.inf, 0.0), {}
 
 
-def test_non_finite_loss_is_skipped_though_its_gradient_is_finite():
-  subject = make_learner(loss=_endless)
+def test_non_finite_loss_with_finite_gradient_is_skipped():
+  subject = make_learner(loss=_infinite_loss)
   advantages = np.zeros(16, np.float32)
   advantages[3] = 2
   state, metrics = step(subject, make_rows(), advantages=advantages)
   assert (metrics['update/skipped'], metrics['update/grad_norm']) == (1, 0)
   assert_trees_close(state.params, params(), 0)
-  # The next is as if it were the first.
+  # The next update is unaffected.
   state, metrics = step(
     subject, make_rows(), state=state, advantages=advantages * 0
   )
@@ -350,12 +353,14 @@ def test_non_finite_loss_is_skipped_though_its_gradient_is_finite():
   assert metrics['update/grad_norm'] > 0
 
 
-def test_skipped_updates_in_a_row_are_those_at_the_end():
-  subject = make_learner(loss=_endless, minibatch_rows=2, microbatch_rows=2)
+def test_consecutive_skipped_updates_are_counted():
+  subject = make_learner(
+    loss=_infinite_loss, minibatch_rows=2, microbatch_rows=2
+  )
   rows = make_rows()
   order = np.concatenate(subject._minibatches(rows, 0))
-  spoilt = np.zeros(16, np.float32)
-  for places, before, skipped, in_row, most in (
+  zeros = np.zeros(16, np.float32)
+  for positions, before, skipped, in_row, longest in (
     ([0, 1], 0, 1, 0, 1),
     ([0, 7], 0, 2, 1, 1),
     ([0, 2, 4], 0, 3, 0, 3),
@@ -363,24 +368,24 @@ def test_skipped_updates_in_a_row_are_those_at_the_end():
     ([0, 4, 6], 0, 3, 2, 2),
     (range(8), 2, 4, 6, 6),
   ):
-    advantages = spoilt.copy()
-    advantages[order[list(places)]] = 2
+    advantages = zeros.copy()
+    advantages[order[list(positions)]] = 2
     _, metrics = step(
       subject, rows, advantages=advantages, skipped_before=before
     )
     assert metrics['update/count'] == 4
     assert metrics['update/skipped'] == skipped
     assert metrics['update/skipped_in_row'] == in_row
-    assert metrics['update/most_skipped_in_row'] == most
+    assert metrics['update/most_skipped_in_row'] == longest
 
 
 def test_nothing_compiles_after_warm_up():
   subject = make_learner.__wrapped__(minibatch_rows=5, microbatch_rows=4)
   state = subject.init(params())
   before = jax.device_get(state.params)
-  counted = []
-  state = subject.warm_up(state, advance=lambda: counted.append(1))
-  assert len(counted) == subject.num_programs()
+  advances = []
+  state = subject.warm_up(state, advance=lambda: advances.append(1))
+  assert len(advances) == subject.num_programs()
   assert_trees_close(state.params, before, 0)
   count = subject.compilations
   assert count > 0
@@ -391,7 +396,7 @@ def test_nothing_compiles_after_warm_up():
   assert subject.compilations == count
 
 
-def test_log_probs_are_the_models_at_the_temperature():
+def test_log_probs_match_the_model_at_the_temperature():
   rows = make_rows()
   actual = make_learner(temperature=0.7, microbatch_rows=3).log_probs(
     params(), rows
@@ -413,15 +418,15 @@ def test_log_probs_are_the_models_at_the_temperature():
 def test_shuffling_is_a_function_of_seed_and_iteration():
   rows = make_rows(13)
   first, _ = step(make_learner(minibatch_rows=4), rows, iteration=3)
-  again, _ = step(make_learner(minibatch_rows=4), rows, iteration=3)
+  repeated, _ = step(make_learner(minibatch_rows=4), rows, iteration=3)
   other, _ = step(make_learner(minibatch_rows=4), rows, iteration=4)
-  assert_trees_close(first.params, again.params, 0)
+  assert_trees_close(first.params, repeated.params, 0)
   # 13 rows in mini-batches of at most 4: 4, 3, 3, 3.
   assert int(first.updates) == 4
   assert not np.array_equal(first.params['embed'], other.params['embed'])
 
 
-def test_supervised_loss_falls_and_needs_no_reference():
+def test_supervised_loss_decreases_without_a_reference():
   subject = make_learner(
     loss=losses.supervised, optimizer=learner.adamw(1e-2, warmup_updates=2)
   )
@@ -437,14 +442,14 @@ def test_supervised_loss_falls_and_needs_no_reference():
       iteration=iteration,
     )
     values.append(metrics['loss/total'])
-  # At first about ln 32 = 3.47: the model knows nothing.
+  # The untrained model has a loss of about ln 32 = 3.47.
   assert values[0] == pytest.approx(np.log(32), abs=0.1)
   assert values[-1] < 0.7 * values[0]
 
 
 def test_adamw_by_hand():
   # Gradient (3, 4), norm 5, clipped to (.6, .8). Adam's first step is the sign
-  # of each, times 0.1; decay takes 0.1 * 0.01 * 2 off a weight of 2.
+  # of each, times 0.1; decay subtracts 0.1 * 0.01 * 2 from a weight of 2.
   optimizer = learner.adamw(0.1, weight_decay=0.01)
   weights = jnp.array([2.0, 2.0])
   state = optimizer.init(weights)
@@ -463,9 +468,9 @@ def test_adamw_by_hand():
   np.testing.assert_allclose(mean.astype('float32'), gradient / 10, rtol=4e-3)
 
 
-def test_difference_from_the_sampler_is_reported():
+def test_sampler_difference_by_hand():
   rows, subject = make_rows(), make_learner()
-  # One token of the 37 off by 0.37, and one past the end, which is not one.
+  # One of the 37 tokens is off by 0.37; positions past the end do not count.
   old = rows.sampler_log_probs.copy()
   old[0, 0] += 0.37
   old[~rows.completion_mask] = 5
@@ -482,7 +487,7 @@ def test_difference_from_the_sampler_is_reported():
   )
 
 
-def test_difference_is_known_when_the_samplers_log_probs_are_trained_on():
+def test_sampler_difference_when_training_on_its_log_probs():
   rows, subject = make_rows(), make_learner()
   exact = subject.log_probs(params(), rows)
   index = np.flatnonzero(rows.real)
@@ -499,27 +504,27 @@ def test_difference_is_known_when_the_samplers_log_probs_are_trained_on():
   )
 
 
-def test_importance_weighs_the_surrogate():
+def test_importance_scales_the_surrogate():
   rows = make_rows()
   half = np.full(rows.sampler_log_probs.shape, 0.5, np.float32)
   advantages = np.linspace(-1, 1, 16).astype(np.float32)
-  found = []
-  for weights, sizes in ((half, advantages), (None, advantages / 2)):
+  all_metrics = []
+  for weights, scaled in ((half, advantages), (None, advantages / 2)):
     subject = make_learner()
     _, metrics = subject.update(
       subject.init(params()),
       rows,
-      sizes,
+      scaled,
       old_log_probs=rows.sampler_log_probs,
       ref_log_probs=rows.sampler_log_probs,
       iteration=0,
       importance=weights,
     )
-    found.append(metrics)
-  assert found[0] == pytest.approx(found[1], rel=1e-5)
+    all_metrics.append(metrics)
+  assert all_metrics[0] == pytest.approx(all_metrics[1], rel=1e-5)
 
 
-def test_refusals():
+def test_rejected_arguments():
   with pytest.raises(ValueError, match='aggregation=sum: unknown; must be'):
     make_learner(aggregation='sum')
   with pytest.raises(ValueError, match='microbatch_rows=6: .* multiple of 8'):
@@ -539,7 +544,7 @@ def test_refusals():
 
 
 def rows_of_few_prompts(*, prompts=3, count=16):
-  """Rows of which many have the same prompt."""
+  """Returns rows that share a few prompts."""
   rows = make_rows(count)
   firsts = np.arange(count) % prompts
   tokens = np.zeros_like(rows.tokens)
@@ -560,15 +565,15 @@ def rows_of_few_prompts(*, prompts=3, count=16):
 
 
 @pytest.mark.parametrize('devices', [None, (2, 2, 2)], ids=str)
-def test_shared_prompts_change_nothing_and_save(devices):
+def test_shared_prompts_give_the_same_update_with_fewer_tokens(devices):
   rows = rows_of_few_prompts()
   devices = devices and make_mesh(*devices)
   expected, plain = step(sgd(), rows)
-  # A pack has room for 32 tokens; the longest prompt for one of its five.
+  # A pack holds 32 tokens; the longest prompt has five rows.
   subject = sgd(share_prompts=True, devices=devices, length_buckets=(16, 32))
-  found, metrics = step(subject, rows)
+  actual, metrics = step(subject, rows)
   assert_trees_close(
-    jax.device_get(found.params), jax.device_get(expected.params), 1e-6
+    jax.device_get(actual.params), jax.device_get(expected.params), 1e-6
   )
   saved = metrics.pop('packs/shared_tokens')
   assert metrics['packs/tokens'] + saved == plain['packs/tokens']
@@ -577,13 +582,13 @@ def test_shared_prompts_change_nothing_and_save(devices):
     if not name.startswith('packs/'):
       assert metrics[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-6)
   np.testing.assert_allclose(
-    subject.log_probs(found.params, rows),
+    subject.log_probs(actual.params, rows),
     sgd().log_probs(expected.params, rows),
     atol=1e-5,
   )
 
 
-def test_ratios_of_rows_are_the_same_in_packs():
+def test_row_ratios_do_not_depend_on_packing():
   rows = rows_of_few_prompts(prompts=4)
   expected, _ = step(sgd(loss=ROW_LOSS), rows)
   for changes in (
@@ -591,19 +596,19 @@ def test_ratios_of_rows_are_the_same_in_packs():
     {'microbatch_rows': 3},
     {'devices': make_mesh(data=2, fsdp=2)},
   ):
-    found, _ = step(sgd(loss=ROW_LOSS, **changes), rows)
+    actual, _ = step(sgd(loss=ROW_LOSS, **changes), rows)
     assert_trees_close(
-      jax.device_get(found.params), jax.device_get(expected.params), 1e-6
+      jax.device_get(actual.params), jax.device_get(expected.params), 1e-6
     )
 
 
-def test_rows_of_a_prompt_are_in_one_update():
+def test_rows_of_a_prompt_share_an_update():
   rows = rows_of_few_prompts(prompts=4)
-  # A size that does not cut between prompts: 8, 4 and 4 rows.
+  # 6 rows per mini-batch would split a prompt; instead there are 8, 4 and 4.
   subject = make_learner(share_prompts=True, minibatch_rows=6)
   minibatches = subject._minibatches(rows, 0)
-  everything = np.sort(np.concatenate(minibatches))
-  np.testing.assert_array_equal(everything, np.flatnonzero(rows.real))
+  all_rows = np.sort(np.concatenate(minibatches))
+  np.testing.assert_array_equal(all_rows, np.flatnonzero(rows.real))
   prompts = [{r % 4 for r in index} for index in minibatches]
   assert sorted(map(len, prompts)) == [1, 1, 2]
   subject = make_learner(share_prompts=True, minibatch_rows=4)
