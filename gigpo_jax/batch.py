@@ -21,7 +21,7 @@ COMPONENTS = ('reward', 'valid', 'score')
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-  """The training examples of one iteration; R includes padding rows.
+  """The training examples of an iteration; R includes padding rows.
 
   Attributes:
     tokens: prompt and completion, contiguous from position 0, padded right.

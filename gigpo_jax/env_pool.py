@@ -61,7 +61,7 @@ _CAUSE_OF_STATUS = {messages.ERROR: 'raised', messages.GARBAGE: 'garbage'}
 _MAX_REPLAYS = 4
 _CLOSE_TIMEOUT_SECS = 2.0
 
-# Maximum size of one read from a pipe.
+# Maximum size of a read from a pipe.
 _READ_BYTES = 1 << 20
 
 # Period of the clock of time limits. A gap of more than two periods means that

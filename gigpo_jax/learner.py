@@ -316,7 +316,7 @@ class Learner:
       )
 
     def apply() -> None:
-      # NaN gradients make the update a skipped one.
+      # An update with NaN gradients is skipped and leaves the state unchanged.
       grads = self._run('fill', buffers.pop('grads'), np.float32(np.nan))
       buffers['state'], _ = self._run(
         'apply',

@@ -186,7 +186,7 @@ class Roller:
 
 
 class _Rollout:
-  """The state of one rollout."""
+  """The state of a rollout."""
 
   def __init__(self, roller: Roller, episodes, stream, sampling, on_finished):
     self._roller, self._pool = roller, roller.pool

@@ -45,8 +45,8 @@ class Algorithm:
     weights, names = self.component_weights, self.components
     if not names or (weights and len(weights) != len(names)):
       raise ValueError(
-        f'component_weights={tuple(weights)}: components={tuple(names)} has '
-        f'{len(names)}; must be one weight for each of at least one component'
+        f'component_weights={tuple(weights)}: components={tuple(names)}; must '
+        'be one weight per component, with at least one component'
       )
 
   def credit(self, rows: batch.Rows, values=None) -> algorithms.Credit:

@@ -6,8 +6,8 @@ discount V_{k+1} - V_k (arXiv:1506.02438, Eq. 16). V is 0 after the last link.
 
 Level `token`: a link is a token. Its value is the critic's value before the
 token, and a turn's reward is given at its last token. Level `turn`: a link is
-a turn (arXiv:2512.17008). Its value is the one before its first token, and its
-tokens share an advantage.
+a turn (arXiv:2512.17008). Its value is the critic's value before its first
+token, and its tokens share an advantage.
 """
 
 import dataclasses
