@@ -75,20 +75,20 @@ class Env(toy.Env):
 
   def __init__(self, *, plan: Plan, **kwargs):
     super().__init__(**kwargs)
-    self._plan, self._fault = plan, ''
+    self._plan, self._planned_fault = plan, ''
 
   def reset(self, task: base.Task) -> base.Observation:
     """Starts an episode."""
-    self._fault = self._plan.faults.get(task.index, '')
-    if self._fault == 'raise_at_reset':
+    self._planned_fault = self._plan.faults.get(task.index, '')
+    if self._planned_fault == 'raise_at_reset':
       raise OSError('the door is stuck')
-    if self._fault == 'children':
+    if self._planned_fault == 'children':
       # One child stays in the process group, the other leaves it.
       for detached in (False, True):
         child = subprocess.Popen(['sleep', '600'], start_new_session=detached)
         with open(os.environ['FAULTY_PIDS'], 'a') as file:
           file.write(f'{child.pid}\n')
-    if self._fault == 'leak':
+    if self._planned_fault == 'leak':
       self._leaked.append(b'x' * (16 * 2**20))
     self._steps = 0
     return super().reset(task)
@@ -97,7 +97,7 @@ class Env(toy.Env):
     """Steps through the corridor, with the fault of the plan."""
     result = super().step(response)
     self._steps += 1
-    if self._steps <= self._plan.step or not self._fault:
+    if self._steps <= self._plan.step or not self._planned_fault:
       return result
     return self._inject_fault(result)
 
@@ -118,7 +118,7 @@ class Env(toy.Env):
         time.sleep(3600),
       ),
       'garble': _garble,
-    }.get(self._fault)
+    }.get(self._planned_fault)
     if action:
       action()
     changes = {
@@ -137,8 +137,8 @@ class Env(toy.Env):
       'many_names': {'metrics': {str(n): 1.0 for n in range(1000)}},
       'unpicklable': {'action': _Unpicklable(result.action)},
       'unreadable': {'action': _Unreadable(result.action)},
-    }.get(self._fault, {})
-    if self._fault == 'no_record':
+    }.get(self._planned_fault, {})
+    if self._planned_fault == 'no_record':
       return {'reward': 1.0}
     return dataclasses.replace(result, **changes)
 
