@@ -1,10 +1,10 @@
-"""Prefill and decode tokens a second, to be compared with other frameworks.
+"""Prefill and decode tokens a second, beside other frameworks.
 
-`benchmarks/peers/rounds.py` runs it and the other frameworks in turn; `shapes`
-is the module there. A run samples 64 tokens after prompts of 256 for a whole
-batch, another run samples only one token.
+Joins a run of a harness that alternates frameworks on one core: `shapes` is
+the harness's module of shapes, inputs and timing, found on PYTHONPATH. A run
+samples 64 tokens after prompts of 256 for a whole batch, another only one.
 
-    PYTHONPATH=benchmarks/peers:. python benchmarks/generate.py --batch 16
+    PYTHONPATH=HARNESS:. python benchmarks/generate.py --shape tiny --batch 16
 """
 
 import argparse

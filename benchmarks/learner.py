@@ -1,12 +1,12 @@
-"""Tokens trained a second, and what padding costs.
+"""Tokens trained a second, beside other frameworks, and what padding costs.
 
-`benchmarks/peers/rounds.py` runs `--what train` and other frameworks in turn:
-an update of a whole batch, prompts of 256 tokens and completions of 64, clipped
-ratio, KL and entropy, AdamW.
+Joins a run of a harness that alternates frameworks on one core, as
+benchmarks/generate.py does: an update of a whole batch, prompts of 256 tokens
+and completions of 64, clipped ratio, KL and entropy, AdamW.
 
-    PYTHONPATH=benchmarks/peers:. python benchmarks/learner.py --batch 16
+    PYTHONPATH=HARNESS:. python benchmarks/learner.py --shape tiny --batch 16
 
-`--what spread` times rows whose lengths are spread, a third of the
+`--what spread` needs no harness: rows whose lengths are spread, a third of the
 longest on average, against the same rows padded to the longest; `--what
 prompts`: rows of which eight have the same prompt, shared or not. `--what
 memory` is an update of Qwen2.5-0.5B's shape, layers recomputed in the backward
@@ -91,7 +91,7 @@ class Step:
 
 
 def beside(options: argparse.Namespace) -> None:
-  """Times an update for the comparison in benchmarks/peers."""
+  """Joins a run of the harness."""
   import shapes
 
   model = SHAPES[options.shape]

@@ -2,14 +2,14 @@
 
     python launch/train.py --config=configs/gymnasium.py --config.model.path=..
 
-On a laptop, make a warm start that learns the form of a response from random
-play, and train it:
+On a laptop, train from the included warm start, which has learned the form of a
+response from random play of FrozenLake:
 
-    python launch/sft.py --config=configs/gymnasium.py:tiny
     python launch/train.py --config=configs/gymnasium.py:tiny
 
 For another environment, copy this file and change `config.env`, which
-envs/gymnasium_env.py documents.
+envs/gymnasium_env.py documents. `python launch/sft.py --config=COPY.py:tiny`
+makes its warm start, which the run then finds.
 
 Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
 cores; `smoke`, the tiny path in two minutes), an algorithm (`grpo`, `ppo`, ...)
@@ -79,10 +79,15 @@ def _lake() -> ml_collections.ConfigDict:
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
   base.use_tiny_policy(config)
-  config.num_iterations = 40
+  config.num_iterations = 30
+  # All tasks are the same: few groups of many episodes, of which some succeed.
+  config.rollout.groups = 2
+  config.rollout.episodes_per_group = 32
   config.rollout.max_prompt_tokens = 192
   config.rollout.max_completion_tokens = 24
   config.rollout.prompt_buckets = (192,)
+  config.optimizer.learning_rate = 2.5e-4
+  config.learner.minibatch_rows = 64
   config.learner.length_buckets = (128, 160, 216)
-  config.evaluation.every = 10
+  config.evaluation.every = 15
   config.sft.num_episodes = 2000

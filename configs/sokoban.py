@@ -65,16 +65,20 @@ def _released() -> ml_collections.ConfigDict:
 
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
-  """Selects a tiny policy and levels with one box near its target."""
+  """Selects a tiny policy and small levels with one box near its target."""
   base.use_tiny_policy(config)
   config.num_iterations = 60
+  config.env.size = (5, 5)
   config.env.num_boxes = 1
-  config.env.solution_steps = (2, 10)
-  config.env.max_steps = 12
+  config.env.solution_steps = (1, 6)
+  config.env.max_steps = 10
+  config.env.history_length = 0
   config.rollout.max_prompt_tokens = 128
   config.rollout.max_completion_tokens = 24
-  config.rollout.prompt_buckets = (128,)
-  config.learner.length_buckets = (128, 152)
-  config.evaluation.every = 12
+  config.rollout.prompt_buckets = (64, 128)
+  config.learner.minibatch_rows = 64
+  config.learner.length_buckets = (80, 152)
+  config.evaluation.num_tasks = 512
+  config.evaluation.every = 30
   config.sft.num_episodes = 6000
-  config.sft.noise = 0.3
+  config.sft.noise = 0.4

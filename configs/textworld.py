@@ -67,19 +67,19 @@ def _games() -> ml_collections.ConfigDict:
 
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
-  """Selects a tiny policy and games of two rooms and two commands."""
+  """Selects a tiny policy and a coin in the fifth room of a chain."""
   base.use_tiny_policy(config)
   config.num_iterations = 40
-  config.env.settings.rooms = 2
-  config.env.settings.objects = 2
-  config.env.settings.quest_length = 2
-  config.env.num_games = 500
-  config.env.max_steps = 8
+  config.env.challenge = 'coin_collector'
+  config.env.settings = ml_collections.ConfigDict({'level': 5})
+  config.env.num_games = 256
+  config.env.max_steps = 10
   config.env.history_length = 1
   config.rollout.max_prompt_tokens = 512
   config.rollout.max_completion_tokens = 64
   config.rollout.prompt_buckets = (256, 512)
   config.learner.length_buckets = (256, 384, 576)
-  config.evaluation.every = 10
-  config.sft.num_episodes = 2000
-  config.sft.noise = 0.3
+  config.learner.minibatch_rows = 64
+  config.evaluation.every = 20
+  config.sft.num_episodes = 1200
+  config.sft.noise = 0.5

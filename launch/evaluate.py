@@ -1,4 +1,4 @@
-r"""Evaluates policies on a config's fixed tasks: a table, JSON and a picture.
+r"""Evaluates policies on a config's panel: a table, JSON and a picture.
 
     python launch/evaluate.py --config=configs/alfworld.py:tiny \
         --model=runs/alfworld-tiny/policy --repeats=4
@@ -12,39 +12,34 @@ first of several, checkpoints before models, is compared with each of the others
 task by task.
 """
 
-
-def main() -> None:
-  """Parses the flags and evaluates."""
+if __name__ == '__main__':
   from absl import flags
 
   from launch import command
 
-  models = flags.DEFINE_multi_string(
+  _MODELS = flags.DEFINE_multi_string(
     'model', [], 'Hugging Face folder, or a name on the hub; may be repeated.'
   )
-  checkpoints = flags.DEFINE_multi_string(
+  _CHECKPOINTS = flags.DEFINE_multi_string(
     'checkpoint',
     [],
-    'Work directory of a run, for its newest checkpoint, or '
+    'Work directory of a run, of which the newest is taken, or '
     'WORKDIR/checkpoints/ITERATION; may be repeated.',
   )
-  repeats = flags.DEFINE_integer('repeats', 1, 'Episodes per task.')
+  _REPEATS = flags.DEFINE_integer('repeats', 1, 'Episodes of a task.')
 
-  def run(config, workdir: str) -> None:
-    # Worker processes import this file again and must not load jax: on a TPU
-    # host it would seize the chips.
+  def main(config, workdir: str) -> None:
+    """Evaluates."""
+    # Here, because worker processes import this file again, and must not load
+    # jax: on a TPU host it would seize the chips.
     from gigpo_jax import evaluation
 
     evaluation.main(
       config,
       workdir,
-      models=models.value,
-      checkpoints=checkpoints.value,
-      repeats=repeats.value,
+      models=_MODELS.value,
+      checkpoints=_CHECKPOINTS.value,
+      repeats=_REPEATS.value,
     )
 
-  command.run(run)
-
-
-if __name__ == '__main__':
-  main()
+  command.run(main)

@@ -5,12 +5,10 @@ python launch/tpu_compile.py --config=configs/alfworld.py:7b --topology=v5e:4x4
 
 import os
 
-
-def main() -> None:
-  """Parses the flags and compiles."""
-  # The compiler is libtpu's; chips, if there are any, are not touched.
+if __name__ == '__main__':
+  # The compiler is libtpu's; chips, if there are any, are left alone.
   os.environ['JAX_PLATFORMS'] = 'cpu'
-  # Programs for absent devices cannot be read back from the cache.
+  # Programs for devices that are not there cannot be read back.
   os.environ.setdefault('JAX_ENABLE_COMPILATION_CACHE', 'false')
 
   from absl import flags
@@ -20,13 +18,6 @@ def main() -> None:
 
   topology = flags.DEFINE_string('topology', 'v5e:4x4', 'The slice.')
   shape = flags.DEFINE_string('shape', '', "Model shape, if not the config's.")
-
-  def run(config, workdir: str) -> None:
-    del workdir
-    tpu.main(config, topology.value, shape=shape.value)
-
-  command.run(run)
-
-
-if __name__ == '__main__':
-  main()
+  command.run(
+    lambda config, _: tpu.main(config, topology.value, shape=shape.value)
+  )

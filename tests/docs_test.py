@@ -175,6 +175,18 @@ def test_a_notebook_says_how_to_set_an_address_that_fails(tmp_path, name):
   assert 'pip says' in done.stderr
 
 
+def test_the_notebook_has_the_first_command_of_the_readme():
+  readme = (PROJECT / 'README.md').read_text()
+  first, *_ = re.findall(r'python launch/train.py (.*)', readme)
+  (cell,) = [c for c in _cells('gigpo_in_ten_minutes.ipynb') if 'flags =' in c]
+  given = re.search(r'flags = \[(.*?)\]', cell, re.DOTALL).group(1)
+  # The default of --workdir, which the cells after it read.
+  assert set(re.findall(r"'(.*?)'", given)) == {
+    *first.split(),
+    '--workdir=runs/alfworld-mini',
+  }
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('name', NOTEBOOKS)
 def test_a_notebook_runs_in_its_reduced_form(tmp_path, name):
