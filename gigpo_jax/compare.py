@@ -1,10 +1,10 @@
-r"""Several runs side by side: a table, and learning curves in one picture.
+r"""Compare runs side by side: a table and one plot of learning curves.
 
     python -m gigpo_jax.compare runs/alfworld-tiny runs/alfworld-tiny-grpo \
         --out curves.png
 
-Runs of one variant share a colour: thin lines are runs, the thick one their
-mean over the evaluations that all of them have.
+Runs of one variant share a color. Thin lines are runs; the thick line is their
+mean over the iterations at which all of them were evaluated.
 """
 
 import argparse
@@ -15,45 +15,46 @@ from collections.abc import Sequence
 from gigpo_jax import files, metrics
 
 _RATE = 'eval/success_rate'
-_NEEDED = (_RATE, 'eval/success_low', 'eval/success_high')
+_REQUIRED = (_RATE, 'eval/success_low', 'eval/success_high')
 
 
 def evaluations(lines: Sequence[dict]) -> dict[int, dict]:
-  """Returns the lines with an evaluation, by iteration."""
-  found = {
+  """Returns the metrics of iterations with an evaluation, by iteration."""
+  evaluated = {
     line['iteration']: line
     for line in lines
-    if all(line.get(name) is not None for name in _NEEDED)
+    if all(line.get(name) is not None for name in _REQUIRED)
   }
-  if not found:
+  if not evaluated:
     raise ValueError(
-      f'no {_RATE} in {len(lines)} iterations; must have been evaluated '
+      f'no {_RATE} in {len(lines)} iterations; the run must evaluate '
       '(evaluation.every)'
     )
-  return found
+  return evaluated
 
 
 def table(runs: Sequence[tuple[str, int, Sequence[dict]]]) -> str:
-  """Returns a Markdown table, a row for each run.
+  """Returns a Markdown table with one row per run.
 
   Args:
-    runs: variant, seed and metrics of each.
+    runs: (variant, seed, metrics) of each run.
   """
   rows = []
   for variant, seed, lines in runs:
-    found = evaluations(lines)
-    order = sorted(found)
-    first, last = found[order[0]], found[order[-1]]
-    middle = [f'{found[i][_RATE]:.1%}' for i in order[1:-1]]
+    evaluated = evaluations(lines)
+    iterations = sorted(evaluated)
+    first, last = evaluated[iterations[0]], evaluated[iterations[-1]]
+    between = [f'{evaluated[i][_RATE]:.1%}' for i in iterations[1:-1]]
     seconds = sum(
-      # An iteration counts its evaluation, but the last has no iteration.
+      # time/iteration_secs includes the evaluation; the last evaluation follows
+      # the last iteration and has its own time.
       line.get('time/iteration_secs') or line.get('time/evaluation_secs') or 0.0
       for line in lines
     )
     low, high = (last[f'eval/success_{end}'] for end in ('low', 'high'))
     episodes = max(line.get('spent/episodes') or 0 for line in lines)
     rows.append(
-      f'| `{variant}` | {seed} | {first[_RATE]:.1%} | {", ".join(middle)} '
+      f'| `{variant}` | {seed} | {first[_RATE]:.1%} | {", ".join(between)} '
       f'| {last[_RATE]:.1%} [{low:.1%}, {high:.1%}] '
       f'| {100 * (last[_RATE] - first[_RATE]):+.1f} | {episodes:,.0f} '
       f'| {seconds / 60:.0f} |'
@@ -67,8 +68,13 @@ def table(runs: Sequence[tuple[str, int, Sequence[dict]]]) -> str:
 def draw(
   runs: Sequence[tuple[str, int, Sequence[dict]]], path: str | pathlib.Path
 ) -> None:
-  """Writes the picture; `runs` as in `table`."""
-  # Slow to import.
+  """Draws the learning curves into an image file.
+
+  Args:
+    runs: (variant, seed, metrics) of each run.
+    path: path of the image.
+  """
+  # matplotlib is slow to import.
   import matplotlib
 
   matplotlib.use('Agg')
@@ -77,20 +83,22 @@ def draw(
   figure, axes = pyplot.subplots(figsize=(7, 4), layout='constrained')
   for n, variant in enumerate(dict.fromkeys(v for v, _, _ in runs)):
     color = f'C{n}'
-    found = [evaluations(lines) for v, _, lines in runs if v == variant]
-    for curve in found:
+    curves = [evaluations(lines) for v, _, lines in runs if v == variant]
+    for curve in curves:
       x = sorted(curve)
       y = [100 * curve[i][_RATE] for i in x]
       axes.plot(x, y, color=color, alpha=0.35, linewidth=1)
-    shared = sorted(set.intersection(*map(set, found)))
-    mean = [100 * sum(f[i][_RATE] for f in found) / len(found) for i in shared]
+    shared = sorted(set.intersection(*map(set, curves)))
+    mean = [
+      100 * sum(c[i][_RATE] for c in curves) / len(curves) for i in shared
+    ]
     spent = [
       max(line.get('spent/episodes') or 0 for line in lines)
       for v, _, lines in runs
       if v == variant
     ]
     label = (
-      f'{variant}, {len(found)} seed{"s" if len(found) > 1 else ""}, '
+      f'{variant}, {len(curves)} seed{"s" if len(curves) > 1 else ""}, '
       f'{sum(spent) / len(spent):,.0f} episodes'
     )
     axes.plot(shared, mean, 'o-', color=color, linewidth=2, label=label)
@@ -107,7 +115,8 @@ def load(workdir: str | pathlib.Path) -> tuple[str, int, list[dict]]:
   """Returns a run's variant, seed and metrics.
 
   Raises:
-    ValueError: if the folder is not one of a run.
+    ValueError: in one line, if the folder is not a run's work directory or has
+      no evaluation.
   """
   path = pathlib.Path(workdir) / 'config.json'
   if not path.is_file():
@@ -126,10 +135,10 @@ def load(workdir: str | pathlib.Path) -> tuple[str, int, list[dict]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Prints the table, draws a picture if asked; returns 2 if refused."""
+  """Prints the table and draws the plot if requested; returns 2 on errors."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('workdirs', nargs='+', help='of runs')
-  parser.add_argument('--out', help='file for the picture; none by default')
+  parser.add_argument('workdirs', nargs='+', help='work directories of runs')
+  parser.add_argument('--out', help='path for the plot; none by default')
   options = parser.parse_args(argv)
   try:
     runs = [load(workdir) for workdir in options.workdirs]

@@ -1,12 +1,12 @@
-"""Episodes as data: a set of records in RLDS's form, written and read.
+"""Store episodes as a data set in RLDS format, and read them back.
 
-`tfds.builder_from_directory` reads such a set without this module and without
-TensorFlow. Input: episodes and what an algorithm told of their steps. Output:
-records, plain dicts, one an episode; `launch/sft.py` trains on them and
-`viewer` shows them. Knows no device.
+`tfds.builder_from_directory` reads the set without this module and without
+TensorFlow. Input: episodes and the advantages of their steps. Output: one
+record, a plain dictionary, per episode. `launch/sft.py` trains on the records
+and `viewer` shows them. This module uses no device.
 
-A file holds an iteration; it and the files that list it are written beside
-and renamed, so that a set can be read while it grows and after any kill.
+Each file holds one iteration. It and the index files are written to a temporary
+file and renamed, so a set can be read while it grows and after a kill.
 """
 
 import dataclasses
@@ -26,15 +26,15 @@ from tensorflow_datasets.proto import tf_example_pb2, tf_feature_pb2
 
 from gigpo_jax import files
 
-# For their types alone: the viewer starts without jax.
+# Only for type annotations: the viewer starts without importing jax.
 if TYPE_CHECKING:
   from gigpo_jax import algorithms, batch, collection, tokenizer, trajectory
 
-FOLDER = 'episodes'  # of a work directory
+FOLDER = 'episodes'  # Folder in a work directory.
 INFO = 'dataset_info.json'
 _SPLIT = 'train'
 
-# Fields of an episode, and of its steps, one value each.
+# Fields of an episode and of a step, with one value each.
 _EPISODE = {
   'iteration': np.int64,
   'group': np.int64,
@@ -68,15 +68,15 @@ _STEP = {
   'step_advantage': np.float32,
   'advantage': np.float32,
 }
-# Fields of steps with a value for each token.
+# Fields of a step with a value per token.
 _TOKENS = {
   'prompt_ids': np.int32,
   'completion_ids': np.int32,
   'log_probs': np.float32,
 }
 
-# What an algorithm tells of a step, where it tells nothing.
-_UNTOLD = {
+# Values of a step for which the algorithm has none.
+_NO_ADVANTAGES = {
   'anchor_group': -1,
   'discounted_return': math.nan,
   'episode_advantage': math.nan,
@@ -108,11 +108,11 @@ def record(
   """Returns an episode as a record.
 
   Args:
-    episode: as it was played.
-    iteration: when.
-    seed: of the run.
-    told: by the number of a step what `tell` has of it; None if the episode
-      was not trained on.
+    episode: the episode.
+    iteration: iteration in which it was played.
+    seed: seed of the run.
+    told: values from `tell` by step index; None if the episode was not trained
+      on.
   """
   last = len(episode.steps)
   done = last > 0 and episode.steps[-1].result.done and not episode.failure
@@ -121,7 +121,7 @@ def record(
       'observation': step.observation,
       'action': step.result.action,
       'reward': step.result.reward,
-      'discount': 0.0 if done and number == last - 1 else 1.0,
+      'discount': 0.0 if done and index == last - 1 else 1.0,
       'response': step.response,
       'valid': step.result.valid,
       'truncated': step.truncated,
@@ -130,15 +130,15 @@ def record(
       'prompt_ids': step.prompt_ids,
       'completion_ids': step.completion_ids,
       'log_probs': step.log_probs,
-      **_UNTOLD,
-      **(told or {}).get(number, {}),
+      **_NO_ADVANTAGES,
+      **(told or {}).get(index, {}),
     }
-    for number, step in enumerate(episode.steps)
+    for index, step in enumerate(episode.steps)
   ]
-  steps.append(_closing(*(episode.end or ('', '')), done))
-  for number, step in enumerate(steps):
-    step['is_first'], step['is_last'] = number == 0, number == last
-    step['is_terminal'] = done and number == last
+  steps.append(_closing_step(*(episode.end or ('', '')), done))
+  for index, step in enumerate(steps):
+    step['is_first'], step['is_last'] = index == 0, index == last
+    step['is_terminal'] = done and index == last
   return {
     'iteration': iteration,
     'group': episode.group,
@@ -156,26 +156,35 @@ def record(
   }
 
 
-def _closing(text: str, anchor: str, done: bool) -> dict[str, Any]:
-  """Returns the step that only tells where an episode ended."""
-  empty = {name: np.zeros(0, kind) for name, kind in _TOKENS.items()}
-  neutral = {name: kind() for name, kind in _STEP.items()}
-  ended = {'observation': text, 'anchor': anchor, 'discount': float(not done)}
-  return neutral | empty | _UNTOLD | ended
+def _closing_step(observation: str, anchor: str, done: bool) -> dict[str, Any]:
+  """Returns the last step, which holds only the final observation."""
+  empty = {name: np.zeros(0, dtype) for name, dtype in _TOKENS.items()}
+  neutral = {name: dtype() for name, dtype in _STEP.items()}
+  final = {
+    'observation': observation,
+    'anchor': anchor,
+    'discount': float(not done),
+  }
+  return neutral | empty | _NO_ADVANTAGES | final
 
 
 def tell(
   rows: 'batch.Rows', credit: 'algorithms.Credit'
 ) -> dict[int, dict[int, dict[str, float]]]:
-  """Returns what an algorithm told, by number of the episode and of the step.
+  """Returns advantages by episode index, then step index.
 
-  Where it gives tokens advantages of their own, a step's is their mean.
+  If the algorithm gives each token its own advantage, the step's value is their
+  mean.
+
+  Args:
+    rows: rows of an iteration.
+    credit: what the algorithm computed for the rows.
   """
   advantages = credit.advantages
   if advantages.ndim > 1:
     mask = rows.completion_mask
-    number = np.maximum(mask.sum(axis=1), 1)
-    advantages = np.where(mask, advantages, 0).sum(axis=1) / number
+    counts = np.maximum(mask.sum(axis=1), 1)
+    advantages = np.where(mask, advantages, 0).sum(axis=1) / counts
   columns = {'anchor_group': rows.anchors, 'advantage': advantages}
   if credit.parts is not None:
     columns |= {
@@ -183,25 +192,25 @@ def tell(
       'episode_advantage': credit.parts.episode_advantage,
       'step_advantage': credit.parts.step_advantage,
     }
-  told: dict[int, dict[int, dict[str, float]]] = {}
+  by_episode: dict[int, dict[int, dict[str, float]]] = {}
   for r in np.flatnonzero(rows.real):
-    steps = told.setdefault(int(rows.episodes[r]), {})
+    steps = by_episode.setdefault(int(rows.episodes[r]), {})
     steps[int(rows.steps[r])] = {k: v[r].item() for k, v in columns.items()}
-  return told
+  return by_episode
 
 
 def encode(episode: dict[str, Any]) -> bytes:
-  """Returns a record as a tf.train.Example, as tfds lays it out."""
+  """Returns a record as a serialized tf.train.Example in tfds layout."""
   features = {
-    name: _feature([episode[name]], kind) for name, kind in _EPISODE.items()
+    name: _feature([episode[name]], dtype) for name, dtype in _EPISODE.items()
   }
   steps = episode['steps']
-  for name, kind in _STEP.items():
-    features[f'steps/{name}'] = _feature([step[name] for step in steps], kind)
-  for name, kind in _TOKENS.items():
-    values = [np.asarray(step[name], kind) for step in steps]
+  for name, dtype in _STEP.items():
+    features[f'steps/{name}'] = _feature([step[name] for step in steps], dtype)
+  for name, dtype in _TOKENS.items():
+    values = [np.asarray(step[name], dtype) for step in steps]
     flat, lengths = _ragged(name)
-    features[flat] = _feature(np.concatenate(values), kind)
+    features[flat] = _feature(np.concatenate(values), dtype)
     features[lengths] = _feature([len(v) for v in values], np.int64)
   return tf_example_pb2.Example(
     features=tf_feature_pb2.Features(feature=features)
@@ -209,18 +218,24 @@ def encode(episode: dict[str, Any]) -> bytes:
 
 
 def decode(data: bytes, *, tokens: bool = True) -> dict[str, Any]:
-  """Returns the record that `encode` was given; without tokens it is quick."""
-  found = tf_example_pb2.Example.FromString(data).features.feature
+  """Returns the record that `encode` serialized.
+
+  Args:
+    data: the serialized record.
+    tokens: whether to decode per-token fields; without them decoding is fast.
+  """
+  features = tf_example_pb2.Example.FromString(data).features.feature
   episode = {
-    name: _values(found[name], kind)[0] for name, kind in _EPISODE.items()
+    name: _values(features[name], dtype)[0] for name, dtype in _EPISODE.items()
   }
   columns = {
-    name: _values(found[f'steps/{name}'], kind) for name, kind in _STEP.items()
+    name: _values(features[f'steps/{name}'], dtype)
+    for name, dtype in _STEP.items()
   }
-  for name, kind in _TOKENS.items() if tokens else ():
+  for name, dtype in _TOKENS.items() if tokens else ():
     flat, lengths = _ragged(name)
-    ends = np.cumsum(_values(found[lengths], np.int64))
-    columns[name] = np.split(_values(found[flat], kind), ends[:-1])
+    ends = np.cumsum(_values(features[lengths], np.int64))
+    columns[name] = np.split(_values(features[flat], dtype), ends[:-1])
   steps = [
     dict(zip(columns, values, strict=True))
     for values in zip(*columns.values(), strict=True)
@@ -229,7 +244,7 @@ def decode(data: bytes, *, tokens: bool = True) -> dict[str, Any]:
 
 
 def _group(data: bytes) -> int:
-  """Returns the group of an encoded record; cheaper than `decode`."""
+  """Returns the group of a serialized record; cheaper than `decode`."""
   features = tf_example_pb2.Example.FromString(data).features.feature
   return int(features['group'].int64_list.value[0])
 
@@ -241,16 +256,16 @@ def _ragged(name: str) -> tuple[str, str]:
   )
 
 
-def _feature(values: Sequence, kind: type) -> tf_feature_pb2.Feature:
-  if kind is str:
-    # Half of a surrogate pair is no character: it is spelt out.
+def _feature(values: Sequence, dtype: type) -> tf_feature_pb2.Feature:
+  if dtype is str:
+    # Lone surrogates have no UTF-8 encoding; write them as escapes.
     texts = [value.encode(errors='backslashreplace') for value in values]
     return tf_feature_pb2.Feature(
       bytes_list=tf_feature_pb2.BytesList(value=texts)
     )
-  # As lists, which are taken over four times as fast as arrays.
-  if kind is np.float32:
-    numbers = np.asarray(values, kind).tolist()
+  # protobuf copies lists four times as fast as arrays.
+  if dtype is np.float32:
+    numbers = np.asarray(values, dtype).tolist()
     return tf_feature_pb2.Feature(
       float_list=tf_feature_pb2.FloatList(value=numbers)
     )
@@ -260,27 +275,27 @@ def _feature(values: Sequence, kind: type) -> tf_feature_pb2.Feature:
   )
 
 
-def _values(feature: tf_feature_pb2.Feature, kind: type) -> Sequence:
-  if kind is str:
+def _values(feature: tf_feature_pb2.Feature, dtype: type) -> Sequence:
+  if dtype is str:
     return [text.decode() for text in feature.bytes_list.value]
-  if kind is np.float32:
-    return np.array(feature.float_list.value, kind)
-  return np.array(feature.int64_list.value, np.int64).astype(kind)
+  if dtype is np.float32:
+    return np.array(feature.float_list.value, dtype)
+  return np.array(feature.int64_list.value, np.int64).astype(dtype)
 
 
 class Log:
-  """Keeps the episodes of a run as a data set, an iteration at a time.
+  """Writes the episodes of a run to a data set, one iteration at a time.
 
   Args:
-    directory: the set's folder.
-    text: the tokenizer, of which a copy is kept.
-    seed: of the run.
-    every: iterations between two that are kept.
-    first_iteration: where the run begins or resumes; what is there from then
-      on is dropped, so that every iteration is there once.
-    most_repeated: how many iterations from there on a kill explains. If there
-      are more, or files that no list names, the folder is kept as episodes.bak;
-      None: any number.
+    directory: folder of the set.
+    text: the tokenizer; the set keeps a copy.
+    seed: seed of the run.
+    every: write every so many iterations.
+    first_iteration: iteration at which the run starts or resumes. Stored
+      iterations from there on are dropped, so that each is stored once.
+    most_repeated: maximum number of dropped iterations that a kill can explain.
+      If there are more, or files that the index does not list, the folder is
+      renamed to episodes.bak. None: no limit.
   """
 
   def __init__(
@@ -301,12 +316,14 @@ class Log:
       'seed': seed,
     }
     self._shards: list[tuple[int, int]] = []
-    shards, wrong = _past(self._directory, text, first_iteration, most_repeated)
-    if wrong:
+    shards, problem = _shards_before(
+      self._directory, text, first_iteration, most_repeated
+    )
+    if problem:
       backup = files.free_name(self._directory)
       self._directory.rename(backup)
       print(
-        f'{self._directory}: {wrong}; the folder is kept as {backup.name}',
+        f'{self._directory}: {problem}; the folder is kept as {backup.name}',
         flush=True,
       )
     else:
@@ -327,52 +344,54 @@ class Log:
     rows: 'batch.Rows | None' = None,
     credit: 'algorithms.Credit | None' = None,
   ) -> dict[str, float]:
-    """Keeps an iteration if it is due; on disk when this returns.
+    """Writes an iteration if it is due; it is on disk on return.
 
     Args:
-      iteration: its number.
+      iteration: index of the iteration.
       collected: its episodes.
-      rows: of `collected.kept`; None if there are none.
-      credit: of the rows.
+      rows: rows of `collected.kept`; None if there are none.
+      credit: advantages of the rows.
 
     Returns:
-      How long it took, as a metric.
+      The time it took as a metric; empty if the iteration is not due.
     """
     if iteration % self._every:
       return {}
     begin = time.monotonic()
-    told = {} if rows is None else tell(rows, credit)
+    by_episode = {} if rows is None else tell(rows, credit)
     trained = {
-      place: told.get(number, {})
-      for number, place in enumerate(collected.places)
-      if not collected.played[place].failure
+      position: by_episode.get(index, {})
+      for index, position in enumerate(collected.places)
+      if not collected.played[position].failure
     }
     self.append(
       iteration,
       [
-        record(t, iteration=iteration, seed=self._seed, told=trained.get(place))
-        for place, t in enumerate(collected.played)
+        record(
+          t, iteration=iteration, seed=self._seed, told=trained.get(position)
+        )
+        for position, t in enumerate(collected.played)
       ],
     )
     return {'time/episodes_secs': time.monotonic() - begin}
 
   def append(self, iteration: int, records: Sequence[dict[str, Any]]) -> None:
-    """Adds the records of an iteration."""
+    """Appends the records of an iteration as a new file."""
     path = _path(self._directory, len(self._shards))
-    beside = path.with_name(path.name + '.tmp')
+    temporary = path.with_name(path.name + '.tmp')
     with files.written(path):
       writer = array_record_module.ArrayRecordWriter(
-        str(beside), 'group_size:1'
+        str(temporary), 'group_size:1'
       )
-      for found in records:
-        writer.write(encode(found))
+      for record in records:
+        writer.write(encode(record))
       writer.close()
-    files.settle(beside, path)
+    files.settle(temporary, path)
     self._shards.append((iteration, len(records)))
     self._list_shards()
 
   def _list_shards(self) -> None:
-    """Writes what tfds has to know of the set."""
+    """Writes the index files that tfds needs."""
     paths = [_path(self._directory, n) for n in range(len(self._shards))]
     info = tfds.core.DatasetInfo(
       builder=tfds.core.DatasetIdentity(
@@ -390,46 +409,50 @@ class Log:
     info.set_file_format(tfds.core.FileFormat.ARRAY_RECORD)
     split = tfds.core.SplitInfo(
       name=_SPLIT,
-      shard_lengths=[number for _, number in self._shards],
+      shard_lengths=[length for _, length in self._shards],
       num_bytes=sum(path.stat().st_size for path in paths),
       filename_template=_template(self._directory),
     )
     info.set_splits(tfds.core.SplitDict([split]))
-    beside = self._directory / 'info.tmp'
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
-    info.write_to_directory(str(beside))
-    # The list of iterations may be longer than that of files, for a moment.
+    temporary = self._directory / 'info.tmp'
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    info.write_to_directory(str(temporary))
+    # A kill between the renames leaves metadata.json with one iteration more
+    # than the index; `open_set` accepts that.
     for name in ('features.json', 'metadata.json', INFO):
-      files.settle(beside / name, self._directory / name)
-    beside.rmdir()
+      files.settle(temporary / name, self._directory / name)
+    temporary.rmdir()
 
 
-def _past(
+def _shards_before(
   directory: pathlib.Path,
   text: 'tokenizer.Tokenizer',
   first_iteration: int,
   most_repeated: int | None,
 ) -> tuple[list[tuple[int, int]], str]:
-  """Returns the shards before an iteration, and why not to go on with them."""
+  """Returns the shards before an iteration, and why they are unusable.
+
+  The reason is empty if the log can continue the set.
+  """
   paths = set(directory.glob(f'{FOLDER}-*.array_record-*'))
   paths = {path for path in paths if path.suffix != '.tmp'}
   if not (directory / INFO).exists():
     return [], f'has {len(paths)} files but no {INFO}' if paths else ''
-  there = open_set(directory)
-  if there.fingerprint != text.fingerprint:
-    return [], 'holds the tokens of another tokenizer'
-  # The one that was written last may not be in the list yet.
-  known = {_path(directory, n) for n in range(len(there.shards) + 1)}
-  if unknown := sorted(path.name for path in paths - known):
+  stored = open_set(directory)
+  if stored.fingerprint != text.fingerprint:
+    return [], 'its tokens are from another tokenizer'
+  # After a kill, the index may lack the newest file.
+  expected = {_path(directory, n) for n in range(len(stored.shards) + 1)}
+  if unknown := sorted(path.name for path in paths - expected):
     return [], f'{INFO} does not list {unknown[0]}'
-  repeated = [n for n, _ in there.shards if n >= first_iteration]
+  repeated = [n for n, _ in stored.shards if n >= first_iteration]
   if most_repeated is not None and len(repeated) > most_repeated:
     return [], (
-      f'has {len(repeated)} iterations from {first_iteration} on, of no '
-      'checkpoint that is there'
+      f'has {len(repeated)} iterations from {first_iteration} on, '
+      'but no checkpoint of them'
     )
-  return [s for s in there.shards if s[0] < first_iteration], ''
+  return [s for s in stored.shards if s[0] < first_iteration], ''
 
 
 def _features() -> tfds.features.FeaturesDict:
@@ -448,13 +471,13 @@ def _features() -> tfds.features.FeaturesDict:
 
 @dataclasses.dataclass(frozen=True)
 class EpisodeSet:
-  """A set on disk.
+  """A data set of episodes on disk.
 
   Attributes:
-    directory: its folder.
+    directory: folder of the set.
     shards: (iteration, number of episodes) of each file.
-    fingerprint: of the tokenizer of its ids.
-    source: the records, encoded, one after another.
+    fingerprint: fingerprint of the tokenizer.
+    source: the serialized records, in order.
   """
 
   directory: pathlib.Path
@@ -464,7 +487,7 @@ class EpisodeSet:
 
   @property
   def iterations(self) -> list[int]:
-    """Iterations that were kept."""
+    """Iterations in the set."""
     return [iteration for iteration, _ in self.shards]
 
   def read(
@@ -473,70 +496,70 @@ class EpisodeSet:
     """Returns the records of an iteration, or of one of its groups.
 
     Args:
-      iteration: its number.
-      group: its number; None: all.
-      tokens: whether with what there is for each token.
+      iteration: index of the iteration.
+      group: index of the group; None: all groups.
+      tokens: whether to decode per-token fields.
 
     Raises:
-      KeyError: if there is none.
+      KeyError: if the iteration or group is not in the set.
       ValueError: in one line, if a record is damaged.
     """
-    places = self._places(iteration)
+    positions = self._positions(iteration)
     if group is not None:
-      places = [n for n in places if self._decoded(n, _group) == group]
-    if not places:
+      positions = [n for n in positions if self._decode_at(n, _group) == group]
+    if not positions:
       raise KeyError(group)
     read = functools.partial(decode, tokens=tokens)
-    return [self._decoded(place, read) for place in places]
+    return [self._decode_at(position, read) for position in positions]
 
   def groups(
     self, iteration: int, *, tokens: bool = True
   ) -> Iterator[list[dict[str, Any]]]:
-    """Yields the records of each group of an iteration, by its number.
+    """Yields the records of each group of an iteration, in order.
 
-    Reads every record twice, however many groups there are.
+    Reads each record twice, whatever the number of groups.
 
     Args:
-      iteration: its number.
-      tokens: whether with what there is for each token.
+      iteration: index of the iteration.
+      tokens: whether to decode per-token fields.
 
     Raises:
-      KeyError: if there is none.
+      KeyError: if the iteration is not in the set.
       ValueError: in one line, if a record is damaged.
     """
     groups: dict[int, list[int]] = {}
-    for place in self._places(iteration):
-      groups.setdefault(self._decoded(place, _group), []).append(place)
+    for position in self._positions(iteration):
+      groups.setdefault(self._decode_at(position, _group), []).append(position)
     read = functools.partial(decode, tokens=tokens)
-    for _, places in sorted(groups.items()):
-      yield [self._decoded(place, read) for place in places]
+    for _, positions in sorted(groups.items()):
+      yield [self._decode_at(position, read) for position in positions]
 
   def __iter__(self) -> Iterator[dict[str, Any]]:
     """Yields all records."""
-    count = sum(number for _, number in self.shards)
-    return (self._decoded(place, decode) for place in range(count))
+    count = sum(length for _, length in self.shards)
+    return (self._decode_at(position, decode) for position in range(count))
 
-  def _places(self, iteration: int) -> Sequence[int]:
+  def _positions(self, iteration: int) -> Sequence[int]:
     """Returns the positions of an iteration's records in `source`."""
     if iteration not in self.iterations:
       raise KeyError(iteration)
     shard = self.iterations.index(iteration)
-    start = sum(number for _, number in self.shards[:shard])
+    start = sum(length for _, length in self.shards[:shard])
     return range(start, start + self.shards[shard][1])
 
-  def _decoded(self, place: int, read: Callable[[bytes], Any]) -> Any:
-    """Returns what `read` makes of the record at a position."""
+  def _decode_at(self, position: int, read: Callable[[bytes], Any]) -> Any:
+    """Returns `read` applied to the record at a position in `source`."""
     try:
-      return read(self.source[place])
-    except Exception as error:  # Of ArrayRecord, protobuf, numpy, UTF-8.
+      return read(self.source[position])
+    except Exception as error:  # ArrayRecord, protobuf, numpy or UTF-8.
       reason = ' '.join(str(error).split())[:200]
       shard, first = 0, 0
-      while place >= first + self.shards[shard][1]:
+      while position >= first + self.shards[shard][1]:
         first += self.shards[shard][1]
         shard += 1
       name = _path(self.directory, shard).name
       raise ValueError(
-        f'{self.directory}/{name}: record {place - first} is damaged '
+        f'{self.directory}/{name}: record {position - first} is damaged '
         f'({reason or type(error).__name__}); restore the file, or delete the '
         'episodes folder to drop its episodes'
       ) from error
@@ -552,7 +575,8 @@ def _path(directory: pathlib.Path, shard: int) -> pathlib.Path:
 def _template(directory: pathlib.Path) -> tfds.core.ShardedFileTemplate:
   return tfds.core.ShardedFileTemplate(
     directory,
-    # Without the number of shards, which would rename all with each.
+    # The shard count is not part of the name, because it would rename all files
+    # with each new one.
     template='{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_INDEX}',
     dataset_name='episodes',
     split=_SPLIT,
@@ -561,65 +585,64 @@ def _template(directory: pathlib.Path) -> tfds.core.ShardedFileTemplate:
 
 
 def check_folder(directory: pathlib.Path) -> None:
-  """Looks whether a `Log` can go on with what is in a folder.
+  """Checks that a `Log` can continue the set in a folder.
 
   Raises:
     ValueError: in one line, if it cannot.
   """
   if not (directory / INFO).exists():
     return
-  remedy = 'move the folder away, to keep episodes from here on'
+  remedy = 'move the folder away to start a new set'
   try:
-    found = open_set(directory)
+    episode_set = open_set(directory)
   except ValueError as error:
     raise ValueError(f'{error}; {remedy}') from error
-  for number, (_, length) in enumerate(found.shards):
-    path = _path(directory, number)
-    if wrong := _damage(path, length):
-      raise ValueError(f'{path}: {wrong}; {remedy}')
+  for index, (_, length) in enumerate(episode_set.shards):
+    path = _path(directory, index)
+    if reason := _damage(path, length):
+      raise ValueError(f'{path}: {reason}; {remedy}')
 
 
 def _damage(path: pathlib.Path, length: int) -> str:
-  """Returns what is wrong with a shard; '' if it can be read."""
+  """Returns what is wrong with a shard; '' if it is readable."""
   if not path.is_file():
     return 'missing'
   try:
     reader = array_record_module.ArrayRecordReader(str(path))
-    there = reader.num_records()
+    count = reader.num_records()
     reader.close()
   except Exception as error:  # The library raises nothing narrower.
     return f'cannot be read ({" ".join(str(error).split())[:120]})'
-  return '' if there == length else f'has {there} episodes, not {length}'
+  return '' if count == length else f'has {count} episodes, not {length}'
 
 
 def open_set(directory: str | pathlib.Path) -> EpisodeSet:
-  """Returns a set that a `Log` has written.
+  """Returns the set that a `Log` wrote to a folder.
 
   Raises:
-    ValueError: in one line, if there is none.
+    ValueError: in one line, if the folder holds no readable set.
   """
   directory = pathlib.Path(directory)
   if not (directory / INFO).is_file():
     raise ValueError(
-      f'{directory}: no episodes there; a run keeps them with '
+      f'{directory}: holds no episodes; a run keeps them with '
       '--config.episodes.every=1'
     )
   try:
     builder = tfds.builder_from_directory(str(directory))
-  except Exception as error:  # Of protobuf, json, tfds.
+  except Exception as error:  # protobuf, json or tfds.
     reason = ' '.join(str(error).split())[:200]
     raise ValueError(f'{directory}: cannot be read: {reason}') from error
   metadata = files.read_stored(directory / 'metadata.json')
   iterations = metadata.get('iterations')
-  if 'tokenizer' not in metadata or not _rises(iterations):
+  if 'tokenizer' not in metadata or not _is_increasing(iterations):
     raise ValueError(
-      f'{directory}/metadata.json: does not tell the tokenizer of the tokens, '
-      'or the iterations; needs a set that was made with '
-      '--config.episodes.every'
+      f'{directory}/metadata.json: lacks the tokenizer or the iterations; needs '
+      'a set that a run wrote with --config.episodes.every'
     )
   splits = builder.info.splits
   lengths = splits[_SPLIT].shard_lengths if _SPLIT in splits else None
-  # The list of iterations may be longer, for a moment.
+  # During a write, metadata.json can have one iteration more than the index.
   if lengths is None or len(lengths) > len(iterations):
     raise ValueError(
       f'{directory}/{INFO}: does not have a file for each iteration'
@@ -631,7 +654,7 @@ def open_set(directory: str | pathlib.Path) -> EpisodeSet:
         _SPLIT,
         deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES,
       )
-  except Exception as error:  # Of a file that is damaged or missing.
+  except Exception as error:  # A file is damaged or missing.
     reason = ' '.join(str(error).split())[:200]
     raise ValueError(f'{directory}: cannot be read: {reason}') from error
   return EpisodeSet(
@@ -642,8 +665,8 @@ def open_set(directory: str | pathlib.Path) -> EpisodeSet:
   )
 
 
-def _rises(numbers: object) -> bool:
-  """Returns whether it is a list of rising iterations."""
+def _is_increasing(numbers: object) -> bool:
+  """Returns whether the value is a list of strictly increasing integers."""
   return (
     isinstance(numbers, list)
     and all(isinstance(n, int) for n in numbers)

@@ -1,7 +1,7 @@
-"""Held-out panels: every task once or more, rates with 95 % intervals.
+"""Evaluate policies on fixed held-out tasks, with 95 % intervals.
 
-A panel is fixed (the first tasks of a split) and so are its random streams, so
-two policies are compared on the same tasks and the same noise.
+The evaluation tasks are the first tasks of a split, and their random streams
+are fixed. Two policies are therefore compared on the same tasks and noise.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from gigpo_jax import (
 )
 
 _RESAMPLES = 10_000
-_MAX_LABEL = 60  # characters of a policy's name in a picture
+_MAX_LABEL = 60  # Characters of a policy's name in the plot.
 
 
 def play(
@@ -41,7 +41,16 @@ def play(
   kind: Callable[[base.Task], str],
   repeats: int = 1,
 ) -> list[trajectory.Trajectory]:
-  """Returns the episodes of a policy on a panel, task by task."""
+  """Plays a policy on the evaluation tasks; returns episodes task by task.
+
+  Args:
+    roller: plays the episodes.
+    params: parameters of the policy.
+    panel: evaluation tasks.
+    sampling: temperature, top-p and top-k.
+    kind: returns the type of a task.
+    repeats: episodes per task.
+  """
   total = repeats * len(hosts.share(len(panel)))
   with hosts.bar(total=total, desc='evaluation', unit='episode') as bar:
     return roller.collect(
@@ -60,22 +69,23 @@ def play(
 def rates(
   trajectories: Sequence[trajectory.Trajectory],
 ) -> dict[str, float]:
-  """Returns success and lengths of episodes, names 'eval/...'.
+  """Returns success rates and lengths of episodes as metrics 'eval/...'.
 
-  A task whose environment broke off counts as failed, and is counted beside.
+  An episode that the environment aborted counts as a failure and is also
+  counted in a metric of its own.
   """
   low, high = interval(trajectories)
-  found = metrics.summarize(trajectories, prefix='eval') | {
+  values = metrics.summarize(trajectories, prefix='eval') | {
     'eval/success_low': low,
     'eval/success_high': high,
     'eval/episodes': float(len(trajectories)),
   }
-  if 'eval/score' in found:
-    low, high = _resampled(
+  if 'eval/score' in values:
+    low, high = _bootstrap(
       [np.mean(scores) for scores in _by_task(trajectories, _score).values()]
     )
-    found |= {'eval/score_low': low, 'eval/score_high': high}
-  return found
+    values |= {'eval/score_low': low, 'eval/score_high': high}
+  return values
 
 
 def interval(
@@ -83,13 +93,14 @@ def interval(
 ) -> tuple[float, float]:
   """Returns a 95 % interval of the success rate.
 
-  Wilson's where each task was played once, or all tasks went the same; else by
-  drawing tasks anew, for episodes of a task are not independent.
+  Wilson's interval if each task was played once or all tasks have the same
+  rate. Otherwise a bootstrap over tasks, because episodes of a task are not
+  independent.
   """
-  shares = [np.mean(found) for found in _by_task(trajectories).values()]
+  shares = [np.mean(outcomes) for outcomes in _by_task(trajectories).values()]
   if len(shares) == len(trajectories) or min(shares) == max(shares):
     return metrics.wilson(round(sum(shares)), len(shares))
-  return _resampled(shares)
+  return _bootstrap(shares)
 
 
 def _success(t: trajectory.Trajectory) -> float:
@@ -104,13 +115,13 @@ def _by_task(
   trajectories: Sequence[trajectory.Trajectory],
   value: Callable[[trajectory.Trajectory], float] = _success,
 ) -> dict[base.Task, list[float]]:
-  found: dict[base.Task, list[float]] = {}
+  by_task: dict[base.Task, list[float]] = {}
   for t in trajectories:
-    found.setdefault(t.task, []).append(value(t))
-  return found
+    by_task.setdefault(t.task, []).append(value(t))
+  return by_task
 
 
-def _resampled(values: Sequence[float]) -> tuple[float, float]:
+def _bootstrap(values: Sequence[float]) -> tuple[float, float]:
   """Returns a 95 % bootstrap interval of a mean (percentiles, seed 0)."""
   values = np.asarray(values, float)
   rng = np.random.default_rng(0)
@@ -124,15 +135,15 @@ def _resampled(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-  """Two policies on the same tasks.
+  """Paired comparison of two policies on the same tasks.
 
   Attributes:
-    difference: of their means, the first less the second.
-    low: end of its 95 % interval, by drawing tasks anew.
-    high: the other end.
-    better: tasks on which the first did better.
-    worse: the second.
-    p: of as uneven a split of these tasks, if both were alike (sign test).
+    difference: mean of the first policy minus mean of the second.
+    low: lower end of the 95 % bootstrap interval over tasks.
+    high: upper end.
+    better: number of tasks on which the first policy is better.
+    worse: number of tasks on which it is worse.
+    p: two-sided p-value of the sign test on these tasks.
   """
 
   difference: float
@@ -147,36 +158,43 @@ def compare(
   one: Sequence[trajectory.Trajectory],
   other: Sequence[trajectory.Trajectory],
 ) -> dict[str, Comparison]:
-  """Compares two policies' episodes task by task.
+  """Compares the episodes of two policies task by task.
+
+  Args:
+    one: episodes of the first policy.
+    other: episodes of the second policy, on the same tasks.
 
   Returns:
-    Of the success rate and, where the environment tells it, of the score.
+    Comparisons of 'success' and, if the environment reports it, 'score'.
 
   Raises:
-    ValueError: if they are not of the same tasks.
+    ValueError: if the policies played different tasks.
   """
   measures = {'success': _success}
   if any(t.score is not None for t in (*one, *other)):
     measures['score'] = _score
   return {
-    name: _compared(_by_task(one, value), _by_task(other, value))
+    name: _compare_tasks(_by_task(one, value), _by_task(other, value))
     for name, value in measures.items()
   }
 
 
-def _compared(
+def _compare_tasks(
   first: dict[base.Task, list[float]], second: dict[base.Task, list[float]]
 ) -> Comparison:
   if first.keys() != second.keys():
-    raise ValueError('other: is of other tasks; must be of the same panel')
+    raise ValueError(
+      'other: has different tasks; must have the tasks of the first policy'
+    )
   gaps = np.array(
     [np.mean(first[task]) - np.mean(second[task]) for task in first]
   )
   better, worse = int((gaps > 0).sum()), int((gaps < 0).sum())
   if better or worse:
-    low, high = _resampled(gaps)
+    low, high = _bootstrap(gaps)
   else:
-    # Tasks drawn anew would all be alike, too: as sure as they are many.
+    # A bootstrap of equal values has width 0; Wilson's bound reflects the
+    # number of tasks.
     high = metrics.wilson(0, len(gaps))[1]
     low = -high
   return Comparison(
@@ -185,34 +203,39 @@ def _compared(
 
 
 def sign_test(better: int, worse: int) -> float:
-  """Returns the chance that fair coins fall as unevenly, two-sided."""
-  number = better + worse
-  tail = sum(math.comb(number, k) for k in range(min(better, worse) + 1))
-  return min(1.0, 2 * tail / 2**number)
+  """Returns the two-sided p-value of a sign test.
+
+  Args:
+    better: number of positive differences.
+    worse: number of negative differences.
+  """
+  n = better + worse
+  tail = sum(math.comb(n, k) for k in range(min(better, worse) + 1))
+  return min(1.0, 2 * tail / 2**n)
 
 
 def table(name: str, trajectories: Sequence[trajectory.Trajectory]) -> str:
-  """Returns a Markdown table of a policy: all tasks, and each type's."""
+  """Returns a Markdown table of a policy: all tasks, then each task type."""
   head = '| policy | tasks | episodes | success, 95 % | score | turns | '
   lines = [
     head + 'invalid | inadmissible |',
     '|---|---|---|---|---|---|---|---|',
   ]
-  kinds = sorted({t.kind for t in trajectories})
-  for kind in ('all', *(kinds if len(kinds) > 1 else ())):
-    part = [t for t in trajectories if kind in ('all', t.kind)]
-    found = metrics.summarize(part, prefix='')
-    low, high = interval(part)
+  task_types = sorted({t.kind for t in trajectories})
+  for task_type in ('all', *(task_types if len(task_types) > 1 else ())):
+    subset = [t for t in trajectories if task_type in ('all', t.kind)]
+    values = metrics.summarize(subset, prefix='')
+    low, high = interval(subset)
 
-    def told(key: str, form: str, found: dict = found) -> str:
-      return form.format(found[f'/{key}']) if f'/{key}' in found else ''
+    def cell(key: str, form: str, values: dict = values) -> str:
+      return form.format(values[f'/{key}']) if f'/{key}' in values else ''
 
     lines.append(
-      f'| {name} | {kind} | {len(part)} '
-      f'| {told("success_rate", "{:.1%}")} [{low:.1%}, {high:.1%}] '
-      f'| {told("score", "{:.3f}")} | {told("episode_length", "{:.1f}")} '
-      f'| {told("invalid_action_rate", "{:.1%}")} '
-      f'| {told("inadmissible_action_rate", "{:.1%}")} |'
+      f'| {name} | {task_type} | {len(subset)} '
+      f'| {cell("success_rate", "{:.1%}")} [{low:.1%}, {high:.1%}] '
+      f'| {cell("score", "{:.3f}")} | {cell("episode_length", "{:.1f}")} '
+      f'| {cell("invalid_action_rate", "{:.1%}")} '
+      f'| {cell("inadmissible_action_rate", "{:.1%}")} |'
     )
   return '\n'.join(lines)
 
@@ -220,31 +243,38 @@ def table(name: str, trajectories: Sequence[trajectory.Trajectory]) -> str:
 def draw(
   policies: dict[str, Sequence[trajectory.Trajectory]], path: pathlib.Path
 ) -> None:
-  """Writes a picture: success by type of task, with intervals."""
-  # Slow to import.
+  """Draws success rates with intervals by task type.
+
+  Args:
+    policies: episodes by name of the policy.
+    path: path of the image.
+  """
+  # matplotlib is slow to import.
   import matplotlib
 
   matplotlib.use('Agg')
   from matplotlib import pyplot
 
-  kinds = sorted({t.kind for found in policies.values() for t in found})
-  shown = ['all', *kinds] if len(kinds) > 1 else ['all']
+  task_types = sorted(
+    {t.kind for episodes in policies.values() for t in episodes}
+  )
+  shown = ['all', *task_types] if len(task_types) > 1 else ['all']
   figure, axes = pyplot.subplots(
     figsize=(max(5, 2 + 1.3 * len(shown)), 4.5), layout='constrained'
   )
   width = 0.8 / len(policies)
-  for n, (name, found) in enumerate(policies.items()):
-    places, heights, errors = [], [], []
-    for k, kind in enumerate(shown):
-      part = [t for t in found if kind in ('all', t.kind)]
-      if not part:
+  for n, (name, episodes) in enumerate(policies.items()):
+    xs, heights, errors = [], [], []
+    for k, task_type in enumerate(shown):
+      subset = [t for t in episodes if task_type in ('all', t.kind)]
+      if not subset:
         continue
-      mean, (low, high) = np.mean([t.success for t in part]), interval(part)
-      places.append(k + n * width)
+      mean, (low, high) = np.mean([t.success for t in subset]), interval(subset)
+      xs.append(k + n * width)
       heights.append(100 * mean)
       errors.append((100 * max(0, mean - low), 100 * max(0, high - mean)))
     bars = axes.bar(
-      places,
+      xs,
       heights,
       width,
       yerr=np.array(errors).T,
@@ -252,19 +282,19 @@ def draw(
       label=name if len(name) <= _MAX_LABEL else f'…{name[-_MAX_LABEL:]}',
     )
     axes.bar_label(bars, fmt='{:.0f}', padding=2, fontsize=8)
-  tasks = {kind: set() for kind in shown}
-  for t in (t for found in policies.values() for t in found):
-    for kind in {'all', t.kind} & tasks.keys():
-      tasks[kind].add(t.task)
+  tasks = {task_type: set() for task_type in shown}
+  for t in (t for episodes in policies.values() for t in episodes):
+    for task_type in {'all', t.kind} & tasks.keys():
+      tasks[task_type].add(t.task)
   axes.set_xticks(
     [k + width * (len(policies) - 1) / 2 for k in range(len(shown))],
-    [f'{kind} ({len(tasks[kind])})' for kind in shown],
+    [f'{task_type} ({len(tasks[task_type])})' for task_type in shown],
     rotation=25 if len(shown) > 1 else 0,
     ha='right' if len(shown) > 1 else 'center',
     rotation_mode='anchor',
   )
   axes.set_yticks(range(0, 101, 20))
-  # Above 100, room for the numbers of the bars.
+  # Leave room above 100 for the labels of the bars.
   axes.set(
     xlabel='task type (number of tasks)',
     ylabel='success (%), 95 % interval',
@@ -272,7 +302,7 @@ def draw(
   )
   axes.grid(alpha=0.3, axis='y')
   axes.set_axisbelow(True)
-  # Beside the bars, which may be anywhere.
+  # Outside of the axes, so that the legend never covers a bar.
   figure.legend(loc='outside upper center')
   figure.savefig(path, dpi=120)
   pyplot.close(figure)
@@ -286,102 +316,109 @@ def main(
   checkpoints: Sequence[str] = (),
   repeats: int = 1,
 ) -> None:
-  """Evaluates policies on the config's panel.
+  """Evaluates policies on the evaluation tasks of a config.
 
-  Prints a table, and how the first compares with each of the others,
-  checkpoints before models; writes evaluation.json, with every episode, and
-  evaluation.png into the folder.
+  Prints a table and compares the first policy with each of the others;
+  checkpoints come before models. Writes evaluation.json, with every episode,
+  and evaluation.png.
 
   Args:
     config: the experiment.
-    workdir: where to write.
+    workdir: folder to write to.
     models: Hugging Face folders or names on the hub.
-    checkpoints: work directories of runs, of which the newest is taken, or
-      checkpoints, WORKDIR/checkpoints/ITERATION.
-    repeats: episodes of a task.
+    checkpoints: work directories, of which the newest checkpoint is used, or
+      single checkpoints, WORKDIR/checkpoints/ITERATION.
+    repeats: episodes per task.
 
   Raises:
-    ValueError: in one line a problem, if the config cannot work.
+    ValueError: one line per problem, if the config is invalid.
   """
   if repeats < 1:
     raise ValueError(f'--repeats={repeats}: must be at least 1')
-  named = [('checkpoint', c) for c in checkpoints]
-  named += [('model', m) for m in models]
-  if not named:
+  policies = [('checkpoint', c) for c in checkpoints]
+  policies += [('model', m) for m in models]
+  if not policies:
     raise ValueError(
       '--model, --checkpoint: missing; name the policy to evaluate, such as '
       '--checkpoint=RUN or --model=RUN/policy'
       + (f' or --model={config.model.path}' if config.model.path else '')
     )
-  for kind, path in named:
-    if kind == 'checkpoint':
+  for source, path in policies:
+    if source == 'checkpoint':
       _check_checkpoint(path)
-    config_lib.validate(_with(config, kind, path), trains=kind == 'checkpoint')
+    config_lib.validate(
+      _with_policy(config, source, path), trains=source == 'checkpoint'
+    )
   config_lib.check_workdir(workdir)
   hosts.join()
-  found = {}
+  episodes = {}
   with experiment.make_pool(config) as pool:
     experiment.try_environment(config, pool, config.evaluation.split)
-    for kind, path in named:
-      found[path] = _play_one(config, kind, path, pool, repeats)
+    for source, path in policies:
+      episodes[path] = _evaluate_policy(config, source, path, pool, repeats)
   if not hosts.first():
     return
-  names = list(found)
-  print('\n\n'.join(table(name, found[name]) for name in names))
-  compared = {name: compare(found[names[0]], found[name]) for name in names[1:]}
-  for name, measured in compared.items():
-    for what, c in measured.items():
+  names = list(episodes)
+  print('\n\n'.join(table(name, episodes[name]) for name in names))
+  comparisons = {
+    name: compare(episodes[names[0]], episodes[name]) for name in names[1:]
+  }
+  for name, measures in comparisons.items():
+    for measure, c in measures.items():
       print(
-        f'\n{names[0]} less {name}, {what}: {100 * c.difference:+.1f} points '
+        f'\n{names[0]} minus {name}, {measure}: '
+        f'{100 * c.difference:+.1f} points '
         f'[{100 * c.low:+.1f}, {100 * c.high:+.1f}], better on {c.better} and '
         f'worse on {c.worse} tasks, p = {c.p:.2g}'
       )
   with experiment.disk(workdir):
-    _write(pathlib.Path(workdir), found, compared)
+    _write(pathlib.Path(workdir), episodes, comparisons)
 
 
 def _write(
   folder: pathlib.Path,
-  found: dict[str, list[trajectory.Trajectory]],
-  compared: dict[str, dict[str, Comparison]],
+  episodes_by_policy: dict[str, list[trajectory.Trajectory]],
+  comparisons: dict[str, dict[str, Comparison]],
 ) -> None:
   folder.mkdir(parents=True, exist_ok=True)
-  told = {
+  report = {
     'policies': {
       name: {
         'rates': rates(episodes),
         'episodes': [_record(t) for t in episodes],
       }
-      for name, episodes in found.items()
+      for name, episodes in episodes_by_policy.items()
     },
     'comparisons': {
-      name: {what: dataclasses.asdict(c) for what, c in measured.items()}
-      for name, measured in compared.items()
+      name: {measure: dataclasses.asdict(c) for measure, c in measures.items()}
+      for name, measures in comparisons.items()
     },
   }
-  (folder / 'evaluation.json').write_text(json.dumps(told, indent=1) + '\n')
-  draw(found, folder / 'evaluation.png')
+  (folder / 'evaluation.json').write_text(json.dumps(report, indent=1) + '\n')
+  draw(episodes_by_policy, folder / 'evaluation.png')
   print(f'\n{folder}/evaluation.json, {folder}/evaluation.png')
 
 
-def _with(
-  config: ml_collections.ConfigDict, kind: str, path: str
+def _with_policy(
+  config: ml_collections.ConfigDict, source: str, path: str
 ) -> ml_collections.ConfigDict:
-  """Returns the config of a policy; a checkpoint's has the config's model."""
+  """Returns the config for a policy; sets the path of a model."""
   config = config.copy_and_resolve_references()
-  if kind == 'model':
+  if source == 'model':
     config.model.path = path
   return config
 
 
-def _play_one(config, kind: str, path: str, pool, repeats: int) -> list:
-  config = _with(config, kind, path)
-  hosts.say(f'policy: --{kind}={path}')
+def _evaluate_policy(
+  config, source: str, path: str, pool, repeats: int
+) -> list:
+  config = _with_policy(config, source, path)
+  hosts.say(f'policy: --{source}={path}')
   policy = experiment.make_policy(config)
   with jax.set_mesh(policy.mesh):
     params = policy.load()
-    if kind == 'checkpoint':
-      params = _restored(config, policy, params, path)
+    if source == 'checkpoint':
+      params = _restore_params(config, policy, params, path)
     return play(
       experiment.make_roller(config, policy, pool),
       params,
@@ -392,41 +429,43 @@ def _play_one(config, kind: str, path: str, pool, repeats: int) -> list:
     )
 
 
-def _place(path: str) -> tuple[pathlib.Path, int | None]:
-  """Returns a run's folder of checkpoints, and which one, if that is told."""
-  given = pathlib.Path(path)
-  if given.parent.name == 'checkpoints' and given.name.isdecimal():
-    return given.parent, int(given.name)
-  return given / 'checkpoints', None
+def _checkpoint_path(path: str) -> tuple[pathlib.Path, int | None]:
+  """Returns the checkpoint folder of a run, and the iteration if given."""
+  folder = pathlib.Path(path)
+  if folder.parent.name == 'checkpoints' and folder.name.isdecimal():
+    return folder.parent, int(folder.name)
+  return folder / 'checkpoints', None
 
 
 def _check_checkpoint(path: str) -> None:
-  folder, iteration = _place(path)
+  folder, iteration = _checkpoint_path(path)
   if iteration is not None:
     if not (folder / str(iteration)).is_dir():
-      raise ValueError(f'--checkpoint={path}: not there; must be a checkpoint')
-    if wrong := checkpoint.damage(folder / str(iteration)):
       raise ValueError(
-        f'--checkpoint={path}: damaged ({wrong}); must be a whole one'
+        f'--checkpoint={path}: does not exist; must be a checkpoint'
+      )
+    if reason := checkpoint.damage(folder / str(iteration)):
+      raise ValueError(
+        f'--checkpoint={path}: damaged ({reason}); choose another'
       )
   elif not checkpoint.check_folder(folder):
     raise ValueError(
-      f'--checkpoint={path}: no checkpoints/ there; must be the --workdir of '
+      f'--checkpoint={path}: has no checkpoints/; must be the --workdir of '
       'a run, or WORKDIR/checkpoints/ITERATION'
     )
 
 
-def _restored(config, policy, start: dict, path: str) -> dict:
-  """Returns the parameters of a checkpoint."""
+def _restore_params(config, policy, start: dict, path: str) -> dict:
+  """Returns the parameters in a checkpoint."""
   learner = experiment.make_learner(
     config, policy, experiment.policy_gradient(config)
   )
-  like = {'policy': checkpoint.abstract(learner.init(start))}
+  template = {'policy': checkpoint.abstract(learner.init(start))}
   policy.sampler.base = learner.base
-  folder, iteration = _place(path)
+  folder, iteration = _checkpoint_path(path)
   with checkpoint.Checkpointer(folder, read_only=True) as checkpointer:
     iteration, states, _ = checkpointer.restore(
-      like, iteration=iteration, partial=True
+      template, iteration=iteration, partial=True
     )
   hosts.say(f'policy after iteration {iteration}')
   return states['policy'].params

@@ -1,4 +1,7 @@
-"""What a run says: numbers of an iteration, a line, a file, a picture."""
+"""Compute, write and plot metrics of a run.
+
+Output: a console line, metrics.jsonl, TensorBoard, Weights & Biases, a plot.
+"""
 
 import json
 import math
@@ -18,13 +21,12 @@ from gigpo_jax import files, trajectory
 
 _FILE = 'metrics.jsonl'
 
-# Names that begin so depend on clocks, and on which requests were decoded
-# together; all others are the same each time that a run is repeated, or broken
-# off and resumed.
+# Metrics with these prefixes depend on timing and on which requests are decoded
+# together. All others are the same whenever a run is repeated or resumed.
 UNREPEATABLE = ('time/', 'rollout/', 'sampler/')
 
-# Names of `summarize` and `evaluation.rates`; an environment's metric of such a
-# name, or of one that begins so, gets `_OWN` before it.
+# Names that `summarize` and `evaluation.rates` use. An environment's metric
+# with such a name, or with a reserved prefix, is prefixed with `_ENV_PREFIX`.
 RESERVED = (
   'episode_length',
   'episode_reward',
@@ -43,10 +45,10 @@ RESERVED = (
   'success_rate',
   'truncated_rate',
 )
-_OWN = 'env_'
-_RESERVED_PREFIXES = ('failed_episodes/', 'success_rate/', _OWN)
+_ENV_PREFIX = 'env_'
+_RESERVED_PREFIXES = ('failed_episodes/', 'success_rate/', _ENV_PREFIX)
 
-# Of the console's line, in order: metric and its format.
+# Metrics of the console line, in order, with their formats.
 _CONSOLE = {
   'train/success_rate': 'success {:6.1%}',
   'train/score': 'score {:5.1%}',
@@ -63,14 +65,20 @@ _INTERVAL = ('eval/success_low', 'eval/success_high')
 
 
 def wilson(successes: int, n: int, z: float = 1.959964) -> tuple[float, float]:
-  """Returns Wilson's 95 % interval of a rate (E. B. Wilson, 1927)."""
+  """Returns the Wilson score interval of a rate (E. B. Wilson, 1927).
+
+  Args:
+    successes: number of successes, in [0, n].
+    n: number of trials; 0 gives (0, 1).
+    z: quantile of the normal distribution; the default gives 95 %.
+  """
   if n == 0:
     return 0.0, 1.0
   rate = successes / n
   centre = rate + z * z / (2 * n)
   spread = z * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
   scale = 1 + z * z / n
-  # Rounding may leave the unit interval by an ulp.
+  # Rounding can exceed the unit interval by an ulp.
   low, high = (centre - spread) / scale, (centre + spread) / scale
   return max(0.0, low), min(1.0, high)
 
@@ -80,12 +88,12 @@ def summarize(
 ) -> dict[str, float]:
   """Returns means over episodes and over their steps.
 
-  An episode that the environment broke off counts as not successful, and its
-  score as 0; why it was is counted.
+  An episode that the environment aborted counts as a failure with score 0.
+  Failures are also counted by cause.
 
   Args:
-    trajectories: at least one.
-    prefix: of the names.
+    trajectories: at least one episode.
+    prefix: prefix of the metric names.
   """
   steps = [step for t in trajectories for step in t.steps]
   values = {
@@ -95,8 +103,8 @@ def summarize(
     'failed_episodes': sum(bool(t.failure) for t in trajectories),
     'shortened_prompts': sum(s.prompt_shortened for s in steps),
   }
-  for cause, found in _failed(trajectories).items():
-    values[f'failed_episodes/{cause}'] = len(found)
+  for cause, selected in _failed_by_cause(trajectories).items():
+    values[f'failed_episodes/{cause}'] = len(selected)
   for kind in sorted({t.kind for t in trajectories}):
     of_kind = [t.success for t in trajectories if t.kind == kind]
     values[f'success_rate/{kind}'] = np.mean(of_kind)
@@ -111,69 +119,70 @@ def summarize(
       'prompt_tokens': np.mean([len(s.prompt_ids) for s in steps]),
     }
     for name in sorted({name for s in steps for name in s.result.metrics}):
-      found = [
+      selected = [
         s.result.metrics[name] for s in steps if name in s.result.metrics
       ]
-      values[_own_name(name)] = np.mean(found)
+      values[_env_metric_name(name)] = np.mean(selected)
   return {f'{prefix}/{name}': float(v) for name, v in values.items()}
 
 
-def _own_name(name: str) -> str:
-  """Returns what an environment's metric is called, never as one of ours."""
-  taken = name in RESERVED or name.startswith(_RESERVED_PREFIXES)
-  return f'{_OWN}{name}' if taken else name
+def _env_metric_name(name: str) -> str:
+  """Returns the name for an environment's metric, avoiding reserved names."""
+  reserved = name in RESERVED or name.startswith(_RESERVED_PREFIXES)
+  return f'{_ENV_PREFIX}{name}' if reserved else name
 
 
-def _failed(
+def _failed_by_cause(
   trajectories: Sequence[trajectory.Trajectory],
 ) -> dict[str, list[trajectory.Trajectory]]:
-  """Returns episodes that the environment broke off, by cause."""
-  found: dict[str, list[trajectory.Trajectory]] = {}
+  """Returns episodes that the environment aborted, by cause."""
+  by_cause: dict[str, list[trajectory.Trajectory]] = {}
   for t in trajectories:
     if t.failure:
-      found.setdefault(t.cause, []).append(t)
-  return dict(sorted(found.items()))
+      by_cause.setdefault(t.cause, []).append(t)
+  return dict(sorted(by_cause.items()))
 
 
 def failure_report(trajectories: Sequence[trajectory.Trajectory]) -> str:
-  """Returns a line on episodes that were broken off, one example a cause.
+  """Returns a line about failed episodes, with an example per cause.
 
-  '' if there are none.
+  Returns '' if no episode failed.
   """
-  found = _failed(trajectories)
-  if not found:
+  by_cause = _failed_by_cause(trajectories)
+  if not by_cause:
     return ''
-  number = sum(map(len, found.values()))
+  total = sum(map(len, by_cause.values()))
   parts = [
     f'{len(episodes)} {cause}, such as {episodes[0].task} '
     f'({episodes[0].failure.partition(": ")[2]})'
-    for cause, episodes in found.items()
+    for cause, episodes in by_cause.items()
   ]
-  return f'{number} of {len(trajectories)} episodes failed: {"; ".join(parts)}'
+  return f'{total} of {len(trajectories)} episodes failed: {"; ".join(parts)}'
 
 
 def effective_tokens(
   advantages: np.ndarray, completion_mask: np.ndarray
 ) -> dict[str, float]:
-  """Returns how many tokens an update learns from.
+  """Returns how many tokens an update learns from, as metrics.
 
   Args:
-    advantages: of rows, [R], or of tokens, [R, C].
-    completion_mask: which tokens were sampled, [R, C].
+    advantages: advantages of rows, [R], or of tokens, [R, C].
+    completion_mask: True at sampled tokens, [R, C].
 
   Returns:
-    The share of tokens whose advantage is not 0; (sum |A|)^2 / sum A^2 over
-    tokens: as many, had they all the same; and the spread of their advantages.
+    'advantage/trained_share': share of tokens with nonzero advantage;
+    'advantage/effective_tokens': (sum |A|)^2 / sum A^2 over tokens, the
+    effective sample size; 'advantage/std': standard deviation over tokens.
   """
   rows = advantages if advantages.ndim > 1 else advantages[:, None]
-  of_tokens = np.broadcast_to(rows, completion_mask.shape)
-  of_tokens = of_tokens[completion_mask].astype(np.float64)
-  if not of_tokens.size:
-    of_tokens = np.zeros(1)
-  weights = np.abs(of_tokens)
+  token_advantages = np.broadcast_to(rows, completion_mask.shape)
+  token_advantages = token_advantages[completion_mask].astype(np.float64)
+  if not token_advantages.size:
+    token_advantages = np.zeros(1)
+  weights = np.abs(token_advantages)
   squares = np.sum(weights**2)
   return {
-    'advantage/std': float(of_tokens.std()),
+    'advantage/std': float(token_advantages.std()),
     'advantage/trained_share': float(np.mean(weights > 0)),
     'advantage/effective_tokens': float(
       np.sum(weights) ** 2 / squares if squares else 0.0
@@ -182,18 +191,18 @@ def effective_tokens(
 
 
 class Writer:
-  """Appends to metrics.jsonl and TensorBoard, and to Weights & Biases if asked.
+  """Writes metrics.jsonl, TensorBoard and, optionally, Weights & Biases.
 
   Args:
     workdir: folder of the run.
-    first_iteration: where the run begins or resumes; lines from there on, and
-      a line that was torn by a kill, are dropped, so that every iteration is
-      there once.
-    most_repeated: how many lines from there on a kill explains. If there are
-      more, or other lines are damaged, the file is kept as metrics.jsonl.bak;
-      None: any number.
+    first_iteration: iteration at which the run starts or resumes. Lines from
+      there on, and a line torn by a kill, are dropped, so that each iteration
+      is stored once.
+    most_repeated: maximum number of dropped lines that a kill can explain. If
+      there are more, or other lines are damaged, the file is kept as
+      metrics.jsonl.bak. None: no limit.
     wandb: project of Weights & Biases; '' for none.
-    config: of the run, to be shown there.
+    config: config of the run, for Weights & Biases.
   """
 
   def __init__(
@@ -207,7 +216,7 @@ class Writer:
   ):
     self._path = pathlib.Path(workdir) / _FILE
     self._path.parent.mkdir(parents=True, exist_ok=True)
-    kept = _past(self._path, first_iteration, most_repeated)
+    kept = _lines_before(self._path, first_iteration, most_repeated)
     files.put(self._path, ''.join(json.dumps(x) + '\n' for x in kept))
     self._file = self._path.open('a', encoding='utf-8')
     self._board = _Board(
@@ -218,7 +227,7 @@ class Writer:
     )
 
   def write(self, iteration: int, metrics: dict[str, float]) -> None:
-    """Writes one iteration; what is not finite becomes null."""
+    """Writes one iteration; values that are not finite become null."""
     finite = {
       name: float(value) if math.isfinite(value) else None
       for name, value in sorted(metrics.items())
@@ -231,7 +240,8 @@ class Writer:
         self._board.add_scalar(name, value, iteration)
     self._board.flush()
     if self._wandb:
-      # A resumed run's iterations are the same: what it has, it keeps.
+      # wandb ignores iterations that it already has; after a resume they are
+      # the same.
       known = {k: v for k, v in finite.items() if v is not None}
       self._wandb.log(known, step=iteration)
 
@@ -246,12 +256,13 @@ class Writer:
 def _open_wandb(
   workdir: pathlib.Path, project: str, config: dict[str, Any] | None
 ) -> Any:
-  """Returns a run of Weights & Biases, the same one for a work directory.
+  """Returns the Weights & Biases run of a work directory.
 
-  Without a key it is kept in the work directory, for `wandb sync`; nothing is
-  asked, and nothing waits for the network.
+  A resumed run continues the same wandb run. Without an API key the run is
+  stored in the work directory, for `wandb sync`. wandb neither prompts nor
+  waits for the network.
   """
-  # An extra, and slow to import.
+  # wandb is an optional dependency and slow to import.
   import wandb
 
   name = workdir / 'wandb_run_id'
@@ -271,10 +282,10 @@ def _open_wandb(
 
 
 class _Board:
-  """TensorBoard's events, written by this thread.
+  """Writes TensorBoard events in the calling thread.
 
-  `tensorboardX.SummaryWriter` leaves that to a thread, which a full disk would
-  end: writing would wait for it for ever.
+  `tensorboardX.SummaryWriter` writes in a background thread. A full disk would
+  end that thread, and writing would wait for it forever.
   """
 
   def __init__(self, folder: pathlib.Path, *, purge_step: int):
@@ -286,9 +297,11 @@ class _Board:
   def add_scalar(self, name: str, value: float, step: int) -> None:
     self._write(step, summary=summary.scalar(name, value))
 
-  def _write(self, step: int, **what) -> None:
+  def _write(self, step: int, **fields) -> None:
     now = time.time()
-    self._events.write_event(event_pb2.Event(wall_time=now, step=step, **what))
+    self._events.write_event(
+      event_pb2.Event(wall_time=now, step=step, **fields)
+    )
 
   def flush(self) -> None:
     self._events.flush()
@@ -298,13 +311,13 @@ class _Board:
 
 
 class NullWriter:
-  """A `Writer` that writes nothing, for processes that do not report."""
+  """A `Writer` that discards metrics, for all but the main process."""
 
   def write(self, iteration: int, metrics: dict[str, float]) -> None:
-    """Forgets them."""
+    """Discards the metrics."""
 
   def close(self) -> None:
-    """Holds nothing."""
+    """Does nothing."""
 
 
 def read(workdir: str | pathlib.Path) -> list[dict]:
@@ -313,9 +326,9 @@ def read(workdir: str | pathlib.Path) -> list[dict]:
 
 
 def _read(path: pathlib.Path) -> tuple[list[dict], int]:
-  """Returns the valid lines, and how many others there are.
+  """Returns the valid lines and the number of damaged lines.
 
-  A last line without its end, as a kill leaves it, is not counted.
+  An incomplete last line, as a kill leaves it, is not counted.
   """
   if not path.exists():
     return [], 0
@@ -337,52 +350,51 @@ def _parse(text: str) -> dict | None:
     return None
   if not isinstance(line, dict) or not isinstance(line.get('iteration'), int):
     return None
-  plain = all(
+  numeric = all(
     x is None or (isinstance(x, (int, float)) and not isinstance(x, bool))
     for x in line.values()
   )
-  return line if plain and line['iteration'] >= 0 else None
+  return line if numeric and line['iteration'] >= 0 else None
 
 
-def _past(
+def _lines_before(
   path: pathlib.Path, first_iteration: int, most_repeated: int | None
 ) -> list[dict]:
-  """Returns the lines before an iteration, one for each.
+  """Returns the lines before an iteration, one per iteration.
 
-  Reports iterations that are missing. Where the other lines are more than a
-  kill explains, keeps a copy of the file, and says so.
+  Prints a warning if iterations are missing. If lines would be lost that a kill
+  cannot explain, keeps a copy of the file and prints its name.
   """
   lines, damaged = _read(path)
   kept = {x['iteration']: x for x in lines if x['iteration'] < first_iteration}
-  wrong = []
+  problems = []
   if missing := first_iteration - len(kept):
-    absent = next(n for n in range(first_iteration) if n not in kept)
-    wrong.append(
+    first_missing = next(n for n in range(first_iteration) if n not in kept)
+    problems.append(
       f'{missing} of the {first_iteration} iterations up to the checkpoint are '
-      f'missing, from iteration {absent} on'
+      f'missing, from iteration {first_missing} on'
     )
   if damaged:
-    wrong.append(f'{damaged} lines are damaged')
+    problems.append(f'{damaged} lines are damaged')
   repeated = sum(x['iteration'] >= first_iteration for x in lines)
   if most_repeated is not None and repeated > most_repeated:
-    wrong.append(
-      f'{repeated} lines from iteration {first_iteration} on are of no '
-      'checkpoint that is there'
+    problems.append(
+      f'{repeated} lines from iteration {first_iteration} on have no checkpoint'
     )
-  if wrong:
-    # Nothing that could be lost: all there is stays in the file.
-    complete = not damaged and repeated == 0 and _ends(path)
-    backup = None if complete else _copy(path)
+  if problems:
+    # No copy is needed if the file stays as it is.
+    lossless = not damaged and repeated == 0 and _ends_with_newline(path)
+    backup = None if lossless else _copy(path)
     print(
-      f'{path}: {"; ".join(wrong)}'
+      f'{path}: {"; ".join(problems)}'
       + (f'; the file is kept as {backup.name}' if backup else ''),
       flush=True,
     )
   return [kept[n] for n in sorted(kept)]
 
 
-def _ends(path: pathlib.Path) -> bool:
-  """Returns whether a file is missing, empty or ends with a whole line."""
+def _ends_with_newline(path: pathlib.Path) -> bool:
+  """Returns whether a file is missing, empty or ends with a newline."""
   return not path.exists() or path.read_bytes()[-1:] in (b'', b'\n')
 
 
@@ -393,7 +405,7 @@ def _copy(path: pathlib.Path) -> pathlib.Path:
 
 
 def console_line(iteration: int, metrics: dict[str, float]) -> str:
-  """Returns one readable line about an iteration; absent numbers are left."""
+  """Returns one readable line about an iteration; skips absent metrics."""
   parts = [f'iteration {iteration:4d}']
   parts += [
     form.format(metrics[name])
@@ -411,10 +423,10 @@ def plot(
   """Draws WORKDIR/learning_curve.png from the metrics; returns its path.
 
   Args:
-    workdir: of the run.
-    published: success rates in [0, 1] to compare with, by what to call them.
+    workdir: folder of the run.
+    published: published success rates in [0, 1] to compare with, by label.
   """
-  # Slow to import, and only a finished run needs it.
+  # matplotlib is slow to import, and only finished runs need it.
   import matplotlib
 
   matplotlib.use('Agg')
@@ -436,9 +448,9 @@ def plot(
     )
   episodes = [line.get('spent/episodes') or 0 for line in lines]
   axes.set(
-    xlabel=f'iteration ({max(episodes, default=0):,.0f} episodes in all)',
+    xlabel=f'iteration ({max(episodes, default=0):,.0f} episodes in total)',
     ylabel='success (%)',
-    # Room for the line and the marks at 0 and 100.
+    # Leave room for lines and markers at 0 and 100.
     ylim=(-2, 102),
     title=pathlib.Path(workdir).name,
   )
@@ -453,9 +465,9 @@ def plot(
 
 
 def _series(lines: list[dict], name: str) -> tuple[list[int], list[float]]:
-  """Returns the iterations that have the metric, and it in percent."""
-  found = [line for line in lines if line.get(name) is not None]
-  return [f['iteration'] for f in found], [100 * f[name] for f in found]
+  """Returns the iterations that have the metric, and its values in %."""
+  selected = [line for line in lines if line.get(name) is not None]
+  return [f['iteration'] for f in selected], [100 * f[name] for f in selected]
 
 
 def _draw(

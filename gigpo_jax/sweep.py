@@ -1,7 +1,7 @@
-"""Many runs of launch/train.py: two at a time, gathered in a table and curves.
+"""Run many trainings in parallel and collect results in a table and plots.
 
-A run is a folder, and goes on where it stopped, as every run does; one that is
-finished is left alone. So the same command again does what is missing.
+Each run is a work directory of launch/train.py. A rerun of the same command
+skips finished runs and resumes the others.
 """
 
 import csv
@@ -24,7 +24,7 @@ from gigpo_jax import config as config_lib
 from gigpo_jax import files, metrics
 
 _ROOT = pathlib.Path(__file__).parents[1]
-# Of the CSV, after name and seed.
+# Columns of the CSV, after experiment, name and seed.
 COLUMNS = (
   'iteration',
   'spent/episodes',
@@ -37,7 +37,7 @@ COLUMNS = (
   'eval/episode_length',
   'eval/invalid_action_rate',
 )
-# Means of the iterations since the evaluation before; of the CSV, too.
+# Further CSV columns: means over the iterations since the previous evaluation.
 MEANS = (
   'train/success_rate',
   'train/episode_length',
@@ -68,10 +68,10 @@ class Run:
   """One run of launch/train.py.
 
   Attributes:
-    name: what it is an example of; runs of a name differ in their seed.
-    config: as --config has it.
-    seed: of everything random.
-    overrides: (field, value) of the config.
+    name: name of the variant; runs of the same name differ in their seed.
+    config: value of the --config flag.
+    seed: seed of everything random.
+    overrides: (config field, value) pairs.
   """
 
   name: str
@@ -81,38 +81,38 @@ class Run:
 
   @property
   def experiment(self) -> str:
-    """Name of its config: only runs of one are compared."""
+    """Name of the config file; only runs of the same file are compared."""
     return pathlib.Path(self.config.partition(':')[0]).stem
 
   @property
   def key(self) -> tuple[str, str, int]:
-    """What a line of the table names it by."""
+    """Key of the run in the table: (experiment, name, seed)."""
     return self.experiment, self.name, self.seed
 
   @property
   def folder(self) -> str:
-    """Name of its work directory."""
+    """Name of the work directory."""
     name = self.name.replace(' ', '-')
     return f'{self.experiment}-{name}-{self.seed}'
 
   def load(self) -> ml_collections.ConfigDict:
-    """Returns its config.
+    """Returns the run's config.
 
     Raises:
-      ValueError: in one line, if there is none such.
+      ValueError: in one line, if the config or a field does not exist.
     """
     path, _, variant = self.config.partition(':')
-    given = {'seed': self.seed, **dict(self.overrides)}
+    overrides = {'seed': self.seed, **dict(self.overrides)}
     try:
       config = runpy.run_path(str(_ROOT / path))['get_config'](variant).lock()
-      config.update_from_flattened_dict(given)
+      config.update_from_flattened_dict(overrides)
     except (KeyError, OSError, TypeError, ValueError) as error:
-      told = ' '.join(str(error).split())
-      raise ValueError(f'--sweep: run {self.folder}: {told}') from error
+      message = ' '.join(str(error).split())
+      raise ValueError(f'--sweep: run {self.folder}: {message}') from error
     return config
 
   def command(self, root: pathlib.Path) -> list[str]:
-    """Returns what runs it, into a folder of `root`."""
+    """Returns the command that trains the run in a folder under `root`."""
     return [
       sys.executable,
       str(_ROOT / 'launch' / 'train.py'),
@@ -124,48 +124,59 @@ class Run:
 
 
 def read(given: str | pathlib.Path) -> list[Run]:
-  """Returns the runs of a file, which has a list RUNS of dictionaries.
+  """Returns the runs that a file lists in RUNS, a list of dictionaries.
 
-  Each has name, config and seed, and maybe overrides, a dictionary.
+  Each dictionary has the keys name, config and seed, and optionally overrides,
+  a dictionary of config fields.
+
+  Args:
+    given: path of the file; the project's own files are found from any folder.
 
   Raises:
-    ValueError: in one line, if it has not, or two runs have one folder.
+    ValueError: in one line, if the file or its list is invalid, or two runs
+      share a folder.
   """
-  # Those of the project are found from any folder.
   path = configs.find(str(given))
   if path is None or not os.path.isfile(path):
-    raise ValueError(f'--sweep={given}: no such file; must be one with RUNS')
-  found = runpy.run_path(str(path)).get('RUNS')
-  if not found:
-    raise ValueError(f'--sweep={path}: has no RUNS; must be a list of runs')
+    raise ValueError(
+      f'--sweep={given}: no such file; must be a Python file that defines RUNS'
+    )
+  entries = runpy.run_path(str(path)).get('RUNS')
+  if not entries:
+    raise ValueError(
+      f'--sweep={path}: RUNS is missing or empty; must be a list of runs'
+    )
   runs = []
-  for told in found:
-    unknown = set(told) - {'name', 'config', 'seed', 'overrides'}
-    missing = {'name', 'config', 'seed'} - set(told)
+  for entry in entries:
+    unknown = set(entry) - {'name', 'config', 'seed', 'overrides'}
+    missing = {'name', 'config', 'seed'} - set(entry)
     if unknown or missing:
       raise ValueError(
-        f'--sweep={path}: {told} has {sorted(unknown)} and lacks '
-        f'{sorted(missing)}; must have name, config, seed, maybe overrides'
+        f'--sweep={path}: {entry} has unknown keys {sorted(unknown)} and lacks '
+        f'{sorted(missing)}; must have name, config, seed and optionally '
+        'overrides'
       )
-    overrides = tuple(told.get('overrides', {}).items())
-    runs.append(Run(told['name'], told['config'], told['seed'], overrides))
+    overrides = tuple(entry.get('overrides', {}).items())
+    runs.append(Run(entry['name'], entry['config'], entry['seed'], overrides))
   folders = [run.folder for run in runs]
-  if twice := sorted({f for f in folders if folders.count(f) > 1}):
-    raise ValueError(f'--sweep={path}: {twice} are there twice; must be once')
+  if duplicates := sorted({f for f in folders if folders.count(f) > 1}):
+    raise ValueError(
+      f'--sweep={path}: {duplicates} are listed twice; runs must be unique'
+    )
   return runs
 
 
 def finished(run: Run, root: pathlib.Path) -> bool:
-  """Whether a run has come to its end.
+  """Returns whether a run has completed all its iterations.
 
   Raises:
-    ValueError: in one line, if its folder is of a run with another config.
+    ValueError: in one line, if its folder holds a run with another config.
   """
   folder, config = root / run.folder, run.load()
   config_lib.check_resume(config, str(folder))
   if not (folder / 'policy' / 'config.json').is_file():
     return False
-  # A shorter one may be gone on with.
+  # A run that finished with fewer iterations can be resumed with more.
   lines = metrics.read(folder)
   return bool(lines) and lines[-1]['iteration'] >= config.num_iterations - 1
 
@@ -173,47 +184,50 @@ def finished(run: Run, root: pathlib.Path) -> bool:
 def run_all(
   runs: Sequence[Run], root: pathlib.Path, *, at_once: int
 ) -> list[Run]:
-  """Runs what is not finished; returns those that failed.
+  """Trains all unfinished runs and returns those that failed.
 
-  Each has a core to itself, where there are as many, and a log in its folder.
-  They end with this process.
+  Each run is pinned to its own core, if there are enough, and writes a log next
+  to its folder. The runs end when this process ends.
+
+  Args:
+    runs: runs to train.
+    root: parent of the work directories.
+    at_once: maximum number of parallel runs.
   """
   waiting = [run for run in runs if not finished(run, root)]
-  cores = sorted(os.sched_getaffinity(0)) if _pins() else []
-  free = list(range(at_once))
-  under_way: dict[subprocess.Popen, tuple[Run, int]] = {}
+  cores = sorted(os.sched_getaffinity(0)) if _can_pin_cores() else []
+  free_cores = list(range(at_once))
+  running: dict[subprocess.Popen, tuple[Run, int]] = {}
   failed = []
   bar = tqdm.tqdm(total=len(runs), initial=len(runs) - len(waiting))
   try:
-    while waiting or under_way:
-      while waiting and free:
-        run, place = waiting.pop(0), free.pop(0)
-        process = _begin(run, root, cores[place : place + 1])
-        under_way[process] = run, place
-      bar.set_postfix_str(
-        ', '.join(run.folder for run, _ in under_way.values())
-      )
-      process = _first_over(under_way)
-      run, place = under_way.pop(process)
-      free.append(place)
+    while waiting or running:
+      while waiting and free_cores:
+        run, core = waiting.pop(0), free_cores.pop(0)
+        process = _start(run, root, cores[core : core + 1])
+        running[process] = run, core
+      bar.set_postfix_str(', '.join(run.folder for run, _ in running.values()))
+      process = _wait_for_any(running)
+      run, core = running.pop(process)
+      free_cores.append(core)
       bar.update()
       if process.returncode or not finished(run, root):
         failed.append(run)
         bar.write(f'{run.folder}: failed, see {root / run.folder}.log')
   finally:
-    for process in under_way:
+    for process in running:
       process.terminate()
-    for process in under_way:
-      process.wait()  # Until it has saved.
+    for process in running:
+      process.wait()  # Until the run has saved its checkpoint.
     bar.close()
   return failed
 
 
-def _pins() -> bool:
+def _can_pin_cores() -> bool:
   return hasattr(os, 'sched_setaffinity')
 
 
-def _begin(
+def _start(
   run: Run, root: pathlib.Path, cores: Sequence[int]
 ) -> subprocess.Popen:
   with open(root / f'{run.folder}.log', 'a', encoding='utf-8') as log:
@@ -223,7 +237,7 @@ def _begin(
       stdout=log,
       stderr=subprocess.STDOUT,
       env=os.environ | {'OMP_NUM_THREADS': '1'},
-      # By the kernel, however this process ends.
+      # The kernel ends the run, however this process ends.
       preexec_fn=functools.partial(worker.die_with, os.getpid()),
     )
   if cores:
@@ -231,9 +245,9 @@ def _begin(
   return process
 
 
-def _first_over(under_way: dict) -> subprocess.Popen:
+def _wait_for_any(running: dict) -> subprocess.Popen:
   while True:
-    for process in under_way:
+    for process in running:
       try:
         process.wait(timeout=0.2)
       except subprocess.TimeoutExpired:
@@ -242,10 +256,10 @@ def _first_over(under_way: dict) -> subprocess.Popen:
 
 
 def read_table(path: str) -> list[dict[str, float | str | None]]:
-  """Returns the evaluations of a CSV that `gather` has written.
+  """Returns the evaluations in a CSV that `gather` wrote.
 
   Raises:
-    ValueError: in one line, if there is none such.
+    ValueError: in one line, if the file is not such a CSV.
   """
   try:
     with open(path, newline='', encoding='utf-8') as file:
@@ -261,7 +275,7 @@ def read_table(path: str) -> list[dict[str, float | str | None]]:
     ]
   except (OSError, KeyError, ValueError) as error:
     raise ValueError(
-      f'--known={path}: not a table of a sweep ({error!r}); must be its CSV'
+      f'--known={path}: not the table of a sweep ({error!r}); must be its CSV'
     ) from error
 
 
@@ -271,29 +285,30 @@ def gather(
   name: str = 'results',
   known: Sequence[dict] = (),
 ) -> list[dict[str, float | str | None]]:
-  """Returns evaluations of finished runs, and writes them to NAME.csv.
+  """Returns the evaluations of finished runs and writes them to NAME.csv.
 
   Args:
-    runs: in whose order they are.
-    root: where the runs live.
-    name: of the CSV.
-    known: evaluations of runs that live elsewhere.
+    runs: runs to collect, in the order of the CSV.
+    root: parent of the work directories, and folder of the CSV.
+    name: name of the CSV, without suffix.
+    known: evaluations of runs that are stored elsewhere.
   """
   root.mkdir(parents=True, exist_ok=True)
   by_run = _by_run(known)
-  found = []
+  evaluations = []
   for run in runs:
     if run.key in by_run:
-      found += by_run[run.key]
+      evaluations += by_run[run.key]
       continue
     if not finished(run, root):
       continue
-    # A line evaluates what the iterations before it have made.
+    # An evaluation measures the policy before its iteration trains it, so the
+    # totals spent are those of the iterations before.
     spent = dict.fromkeys(_SPENT, 0.0)
     since: list[dict] = []
     for line in metrics.read(root / run.folder):
       if line.get('eval/success_rate') is not None:
-        found.append(
+        evaluations.append(
           {'experiment': run.experiment, 'name': run.name, 'seed': run.seed}
           | {column: line.get(column) for column in COLUMNS}
           | spent
@@ -306,88 +321,90 @@ def gather(
   with open(root / f'{name}.csv', 'w', newline='', encoding='utf-8') as file:
     writer = csv.DictWriter(file, columns)
     writer.writeheader()
-    writer.writerows(found)
-  return found
+    writer.writerows(evaluations)
+  return evaluations
 
 
-def _by_run(found: Sequence[dict]) -> dict[tuple, list[dict]]:
-  """Returns evaluations by `Run.key`."""
+def _by_run(evaluations: Sequence[dict]) -> dict[tuple, list[dict]]:
+  """Returns evaluations grouped by `Run.key`."""
   by_run: dict[tuple, list[dict]] = {}
-  for line in found:
+  for line in evaluations:
     key = line['experiment'], line['name'], line['seed']
     by_run.setdefault(key, []).append(line)
   return by_run
 
 
 def _mean_of(column: str, lines: Sequence[dict]) -> float | None:
-  """Returns the mean of what lines tell of a column; None if none does."""
-  told = [line[column] for line in lines if line.get(column) is not None]
-  return float(np.mean(told)) if told else None
+  """Returns the mean of a column over the lines that have it, or None."""
+  values = [line[column] for line in lines if line.get(column) is not None]
+  return float(np.mean(values)) if values else None
 
 
 def table(found: Sequence[dict]) -> str:
-  """Returns a Markdown table: success by name, mean and standard error.
+  """Returns a Markdown table of success rates, with a row for each name.
 
-  At the end of the runs, and how many episodes were played for training until
-  then; how far that is from the first name's, seed by seed; at as many
-  environment steps, and as many generated tokens, as the run has that spent
-  least of them, between evaluations on a line; and each seed's at the end.
+  Columns: number of seeds; episodes played for training; success at the end as
+  mean and standard error; paired difference from the first name, seed by seed;
+  success at equal environment steps and at equal generated tokens, interpolated
+  at the smallest total of any run; success of each seed at the end.
 
   Args:
-    found: of `gather`.
+    found: evaluations, as `gather` returns them.
   """
   curves = _curves(found)
-  least = {
+  budgets = {
     x: min(c[-1][x] for by_seed in curves.values() for c in by_seed.values())
     for x in ('spent/env_steps', 'spent/tokens')
   }
   first, *_ = curves
-  heads = [f'less {first}, paired']
-  heads += [f'at {most:,.0f} {_X[x]}' for x, most in least.items()]
+  headers = [f'minus {first}, paired']
+  headers += [f'at {budget:,.0f} {_X[x]}' for x, budget in budgets.items()]
   lines = [
-    '| run | seeds | episodes | success at the end '
-    f'| {" | ".join(heads)} | each |',
+    '| run | seeds | episodes | final success '
+    f'| {" | ".join(headers)} | each seed |',
     '|---|---|---|---|---|---|---|---|',
   ]
-  at_end = {
+  final = {
     name: {s: 100 * c[-1]['eval/success_rate'] for s, c in by_seed.items()}
     for name, by_seed in curves.items()
   }
   for name, by_seed in curves.items():
-    ends = list(at_end[name].values())
-    apart = [
-      x - at_end[first][s]
-      for s, x in at_end[name].items()
-      if s in at_end[first]
+    final_rates = list(final[name].values())
+    differences = [
+      x - final[first][s] for s, x in final[name].items() if s in final[first]
     ]
-    told = [_mean(ends), _mean(apart) if apart and name != first else '']
-    for x, most in least.items():
-      told.append(_mean([_at(c, x, most) for c in by_seed.values()]))
-    each = ', '.join(f'{x:.1f}' for x in ends)
+    cells = [
+      _mean(final_rates),
+      _mean(differences) if differences and name != first else '',
+    ]
+    for x, budget in budgets.items():
+      cells.append(_mean([_at(c, x, budget) for c in by_seed.values()]))
+    each = ', '.join(f'{x:.1f}' for x in final_rates)
     played = np.mean([c[-1]['spent/episodes'] for c in by_seed.values()])
     lines.append(
-      f'| {name} | {len(ends)} | {played:,.0f} | {" | ".join(told)} | {each} |'
+      f'| {name} | {len(final_rates)} | {played:,.0f} '
+      f'| {" | ".join(cells)} | {each} |'
     )
   return '\n'.join(lines)
 
 
 def _curves(found: Sequence[dict]) -> dict[str, dict[int, list[dict]]]:
-  """Returns evaluations by name and seed."""
+  """Returns evaluations by name, then by seed."""
   curves: dict[str, dict[int, list[dict]]] = {}
   for (_, name, seed), lines in _by_run(found).items():
     curves.setdefault(name, {})[seed] = lines
   return curves
 
 
-def _at(curve: Sequence[dict], x: str, most: float) -> float:
-  """Returns the success, in per cent, where `most` of x were spent."""
-  places = [line[x] for line in curve]
-  heights = [100 * line['eval/success_rate'] for line in curve]
-  return float(np.interp(most, places, heights))
+def _at(curve: Sequence[dict], x: str, budget: float) -> float:
+  """Returns the success in percent at a budget of x, interpolated."""
+  xs = [line[x] for line in curve]
+  ys = [100 * line['eval/success_rate'] for line in curve]
+  return float(np.interp(budget, xs, ys))
 
 
 def _mean(values: Sequence[float]) -> str:
-  """Returns mean and standard error; of one value only that."""
+  """Returns mean ± standard error; for one value, the value alone."""
   mean = sum(values) / len(values)
   if len(values) == 1:
     return f'{mean:.1f}'
@@ -397,8 +414,14 @@ def _mean(values: Sequence[float]) -> str:
 def draw(
   found: Sequence[dict], path: pathlib.Path, *, x: str = 'spent/env_steps'
 ) -> None:
-  """Writes curves: means over seeds, and bands from the least to the most."""
-  # Slow to import.
+  """Draws learning curves: mean over seeds, with a band from min to max.
+
+  Args:
+    found: evaluations, as `gather` returns them.
+    path: path of the image.
+    x: column of the x axis.
+  """
+  # matplotlib is slow to import.
   import matplotlib
 
   matplotlib.use('Agg')
@@ -406,22 +429,22 @@ def draw(
 
   figure, axes = pyplot.subplots(figsize=(7, 4.2), layout='constrained')
   for n, (name, by_seed) in enumerate(_curves(found).items()):
-    # At places that all seeds come to.
+    # Up to where the shortest seed ends.
     end = min(curve[-1][x] for curve in by_seed.values())
-    places = np.linspace(0, end, 50)
-    heights = np.array(
-      [[_at(c, x, most) for most in places] for c in by_seed.values()]
+    xs = np.linspace(0, end, 50)
+    ys = np.array(
+      [[_at(c, x, budget) for budget in xs] for c in by_seed.values()]
     )
     played = np.mean([c[-1]['spent/episodes'] for c in by_seed.values()])
     label = (
       f'{name}, {len(by_seed)} seed{"s" if len(by_seed) > 1 else ""}, '
       f'{played:,.0f} episodes'
     )
-    axes.plot(places, heights.mean(axis=0), color=f'C{n}', label=label)
+    axes.plot(xs, ys.mean(axis=0), color=f'C{n}', label=label)
     axes.fill_between(
-      places,
-      heights.min(axis=0),
-      heights.max(axis=0),
+      xs,
+      ys.min(axis=0),
+      ys.max(axis=0),
       color=f'C{n}',
       alpha=0.15,
     )
@@ -440,29 +463,29 @@ def main(
   only_gather: bool,
   known: Sequence[str] = (),
 ) -> int:
-  """Runs a sweep and gathers it; returns 1 if a run failed.
+  """Runs a sweep and gathers its results; returns 1 if a run failed.
 
   Args:
-    sweep: file with the list.
-    workdir: where the runs live.
-    at_once: runs side by side.
-    only_gather: whether to run nothing.
-    known: tables of runs that live elsewhere, and are not run again.
+    sweep: path of the file with RUNS.
+    workdir: parent of the work directories.
+    at_once: maximum number of parallel runs.
+    only_gather: whether to skip training and only gather results.
+    known: CSVs of runs that are stored elsewhere; these runs are skipped.
   """
   runs, root = read(sweep), pathlib.Path(workdir).resolve()
   elsewhere = [line for path in known for line in read_table(path)]
-  done = _by_run(elsewhere).keys()
-  here = [run for run in runs if run.key not in done]
+  known_keys = _by_run(elsewhere).keys()
+  to_run = [run for run in runs if run.key not in known_keys]
   root.mkdir(parents=True, exist_ok=True)
   failed = []
   if not only_gather:
     with files.locked(root):
-      failed = run_all(here, root, at_once=at_once)
+      failed = run_all(to_run, root, at_once=at_once)
   name = pathlib.Path(sweep).stem
-  found = gather(runs, root, name, elsewhere)
-  print(f'{len(_by_run(found))} of {len(runs)} runs are finished')
-  for experiment in dict.fromkeys(line['experiment'] for line in found):
-    part = [line for line in found if line['experiment'] == experiment]
+  evaluations = gather(runs, root, name, elsewhere)
+  print(f'{len(_by_run(evaluations))} of {len(runs)} runs are finished')
+  for experiment in dict.fromkeys(line['experiment'] for line in evaluations):
+    part = [line for line in evaluations if line['experiment'] == experiment]
     print(f'\n{experiment}\n\n{table(part)}')
     for x in _X:
       path = root / f'{name}_{experiment}_by_{x.rpartition("/")[2]}.png'

@@ -1,10 +1,10 @@
-"""A picture of a rollout: what each slot of the sampler did, and when."""
+"""Plot a rollout: what each slot of the sampler did, and when."""
 
 import pathlib
 from collections.abc import Iterator, Sequence
 
 _COLORS = {'prefill': '#d95f02', 'decode': '#1b9e77'}
-_WAITING = '#cfd8e6'
+_WAITING_COLOR = '#cfd8e6'
 
 
 def plot(
@@ -12,18 +12,18 @@ def plot(
   env_spans: Sequence[tuple[float, float]],
   folder: pathlib.Path,
 ) -> pathlib.Path | None:
-  """Draws rollout_timeline.png: a row a slot.
+  """Draws rollout_timeline.png with one row per slot.
 
-  An empty slot is waiting for an environment as long as one is at work, and
-  white when there is nothing left to do.
+  Where a slot is empty, the plot shows whether any environment was stepping at
+  that time. White means that no work was left.
 
   Args:
-    spans: of `sampler.Stats`.
-    env_spans: of `rollout.Clock`.
-    folder: where it goes.
+    spans: (slot, phase, begin, end) in seconds, from `sampler.Stats`.
+    env_spans: (begin, end) in seconds, from `rollout.Clock`.
+    folder: folder to write the image to.
 
   Returns:
-    The picture's path; None if nothing was sampled.
+    The image's path; None if nothing was sampled.
   """
   if not spans:
     return None
@@ -32,27 +32,27 @@ def plot(
   matplotlib.use('Agg')
   from matplotlib import pyplot
 
-  waits = list(joined(env_spans))
-  first = min(begin for begin, _ in [*waits, *(span[2:] for span in spans)])
+  busy = list(joined(env_spans))
+  first = min(begin for begin, _ in [*busy, *(span[2:] for span in spans)])
   slots = 1 + max(slot for slot, *_ in spans)
   figure, axis = pyplot.subplots(
     figsize=(10, 2 + min(slots, 128) * 0.06), layout='constrained'
   )
   axis.broken_barh(
-    [(begin - first, end - begin) for begin, end in waits],
+    [(begin - first, end - begin) for begin, end in busy],
     (-0.5, slots),
-    color=_WAITING,
+    color=_WAITING_COLOR,
     linewidth=0,
     label='waiting for an environment',
   )
   for name, color in _COLORS.items():
     for slot in range(slots):
-      parts = [
+      bars = [
         (begin - first, end - begin)
-        for n, kind, begin, end in spans
-        if n == slot and kind == name
+        for n, phase, begin, end in spans
+        if n == slot and phase == name
       ]
-      axis.broken_barh(parts, (slot - 0.45, 0.9), color=color, linewidth=0)
+      axis.broken_barh(bars, (slot - 0.45, 0.9), color=color, linewidth=0)
     axis.plot([], [], color=color, linewidth=6, label=name)
   axis.set(xlabel='seconds', ylabel='slot', ylim=(slots - 0.5, -0.5))
   axis.yaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
@@ -65,7 +65,7 @@ def plot(
 def joined(
   spans: Sequence[tuple[float, float]],
 ) -> Iterator[tuple[float, float]]:
-  """Yields the parts of time that any of the spans covers, in order."""
+  """Yields the union of intervals as disjoint intervals, in order."""
   begin = end = None
   for start, stop in sorted(spans):
     if end is None or start > end:

@@ -1,10 +1,12 @@
-"""A page that shows a run: learning curves, and what was said, token by token.
+"""Show a run as a web page: learning curves and episodes, token by token.
 
-Reads a work directory: metrics.jsonl, config.json, and episodes/ if the run
-kept any. Served from this machine (`application`), a part at a time, or as one
-file with everything in it (`export`). The page puts texts of models and
-environments into the document as text only, runs no script but its own, by a
-policy that names that one's hash, and asks no other machine for anything.
+Input: a work directory with metrics.jsonl, config.json and, if the run kept
+episodes, episodes/. Output: a Flask application that serves the data in parts
+(`application`), or one self-contained HTML file (`export`).
+
+The page inserts texts from models and environments as text only. Its content
+security policy allows only its own script, by hash. The page makes no external
+requests.
 """
 
 import base64
@@ -31,10 +33,10 @@ from gigpo_jax import episodes, files, metrics
 
 _PAGE = pathlib.Path(__file__).parent / 'page'
 
-# A character of UTF-8 is at most as many bytes, a token at least one.
+# A UTF-8 character has at most 4 bytes, and a token has at least one byte.
 _CHARACTER_BYTES = 4
 
-# Of an exported page; browsers take long for more.
+# Limit for an exported page; browsers load larger ones slowly.
 _MAX_EXPORT_BYTES = 256 << 20
 
 # Level 9 makes the file 7 % smaller and takes twice as long.
@@ -42,7 +44,7 @@ _GZIP_LEVEL = 6
 
 _Decode = Callable[[Sequence[int]], str]
 
-# Fields of a step that are shown as they are, and those that are numbers.
+# Fields of a step, by how the page shows them: text, flag or number.
 _TEXTS = ('observation', 'action', 'anchor')
 _FLAGS = ('valid', 'truncated', 'prompt_shortened')
 _NUMBERS = (
@@ -55,16 +57,16 @@ _NUMBERS = (
 
 
 def summary(workdir: str | pathlib.Path) -> dict[str, Any]:
-  """Returns what the page has to know of a run at once.
+  """Returns the overview of a run that the page loads first.
 
   Raises:
-    ValueError: in one line, if there is no run.
+    ValueError: in one line, if the folder holds no run.
   """
   root = pathlib.Path(workdir)
-  lines, kept = metrics.read(root), _episodes(root)
-  if not lines and kept is None:
+  metric_lines, episode_set = metrics.read(root), _episodes(root)
+  if not metric_lines and episode_set is None:
     raise ValueError(
-      f'--workdir={workdir}: no run there; needs metrics.jsonl or episodes'
+      f'--workdir={workdir}: holds no run; must have metrics.jsonl or episodes/'
     )
   config = {}
   if (root / 'config.json').is_file():
@@ -72,18 +74,18 @@ def summary(workdir: str | pathlib.Path) -> dict[str, Any]:
       config = files.read_stored(root / 'config.json')
     except ValueError as error:
       raise ValueError(
-        f'--workdir={workdir}: config.json cannot be read ({error}); must be '
-        'as the run wrote it, or gone'
+        f'--workdir={workdir}: config.json cannot be read ({error}); '
+        'restore or delete it'
       ) from error
-  parts = {name: config.get(name) for name in ('env', 'algorithm')}
-  names = {
+  sections = {name: config.get(name) for name in ('env', 'algorithm')}
+  section_names = {
     name: part.get('name') if isinstance(part, dict) else None
-    for name, part in parts.items()
+    for name, part in sections.items()
   }
   facts = {
-    'environment': names['env'],
+    'environment': section_names['env'],
     'variant': config.get('variant'),
-    'algorithm': names['algorithm'],
+    'algorithm': section_names['algorithm'],
     'seed': config.get('seed'),
   }
   return {
@@ -91,20 +93,20 @@ def summary(workdir: str | pathlib.Path) -> dict[str, Any]:
     'facts': {
       name: value for name, value in facts.items() if value is not None
     },
-    'metrics': lines,
-    'iterations': kept.iterations if kept else [],
+    'metrics': metric_lines,
+    'iterations': episode_set.iterations if episode_set else [],
   }
 
 
 def iteration(workdir: str | pathlib.Path, number: int) -> dict[str, Any]:
-  """Returns the groups of an iteration: tasks, and how episodes went.
+  """Returns the groups of an iteration: tasks and episode outcomes.
 
   Raises:
-    KeyError: if they were not kept.
-    ValueError: in one line, if they cannot be read.
+    KeyError: if the run did not keep the iteration's episodes.
+    ValueError: in one line, if the episodes cannot be read.
   """
-  found = _kept(workdir).groups(number, tokens=False)
-  return _iteration(number, [_group(records) for records in found])
+  groups = _require_episodes(workdir).groups(number, tokens=False)
+  return _iteration(number, [_group(records) for records in groups])
 
 
 def steps(
@@ -113,11 +115,11 @@ def steps(
   """Returns the steps of each episode of a group.
 
   Raises:
-    KeyError: if they were not kept.
-    ValueError: in one line, if they cannot be read.
+    KeyError: if the run did not keep the group's episodes.
+    ValueError: in one line, if the episodes cannot be read.
   """
-  kept = _kept(workdir)
-  return _steps(kept.read(number, group), *_decoders(kept))
+  episode_set = _require_episodes(workdir)
+  return _steps(episode_set.read(number, group), *_decoders(episode_set))
 
 
 def _iteration(number: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -130,7 +132,7 @@ def _group(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     'group': int(first['group']),
     'task': f'{first["task_split"]}/{first["task_index"]}',
     'kind': first['kind'],
-    'episodes': [_outline(record) for record in records],
+    'episodes': [_episode_outline(record) for record in records],
   }
 
 
@@ -145,15 +147,17 @@ def _steps(
   ]
 
 
-def _decoders(kept: episodes.EpisodeSet) -> tuple[_Decode, _Decode]:
-  """Returns what makes ids text: long ones, and pieces that come often.
+def _decoders(episode_set: episodes.EpisodeSet) -> tuple[_Decode, _Decode]:
+  """Returns two decoders of token ids: one for long texts, one cached.
+
+  The cached decoder is for single tokens, which occur often.
 
   Raises:
     ValueError: in one line, if the tokenizer cannot be read.
   """
-  path = kept.directory / 'tokenizer' / 'tokenizer.json'
+  path = episode_set.directory / 'tokenizer' / 'tokenizer.json'
   try:
-    text = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
   except Exception as error:  # The library raises nothing narrower.
     raise ValueError(
       f'{path}: cannot be read ({error}); copy the tokenizer.json of the '
@@ -161,36 +165,36 @@ def _decoders(kept: episodes.EpisodeSet) -> tuple[_Decode, _Decode]:
     ) from error
 
   def decode(ids: Sequence[int]) -> str:
-    return text.decode(list(ids), skip_special_tokens=False)
+    return tokenizer.decode(list(ids), skip_special_tokens=False)
 
   return decode, functools.cache(decode)
 
 
-def _kept(workdir: str | pathlib.Path) -> episodes.EpisodeSet:
-  kept = _episodes(pathlib.Path(workdir))
-  if kept is None:
+def _require_episodes(workdir: str | pathlib.Path) -> episodes.EpisodeSet:
+  episode_set = _episodes(pathlib.Path(workdir))
+  if episode_set is None:
     raise KeyError(workdir)
-  return kept
+  return episode_set
 
 
 def _episodes(root: pathlib.Path) -> episodes.EpisodeSet | None:
   directory = root / episodes.FOLDER
-  kept = (directory / episodes.INFO).is_file()
-  return episodes.open_set(directory) if kept else None
+  exists = (directory / episodes.INFO).is_file()
+  return episodes.open_set(directory) if exists else None
 
 
-def _outline(record: dict[str, Any]) -> dict[str, Any]:
-  *taken, closing = record['steps']
+def _episode_outline(record: dict[str, Any]) -> dict[str, Any]:
+  *steps, end = record['steps']
   return {
     'member': int(record['member']),
     'success': bool(record['success']),
-    'return': _number(record['return']),
-    'score': _number(record['score']),
+    'return': _finite_or_none(record['return']),
+    'score': _finite_or_none(record['score']),
     'failure': record['failure'],
     'trained': bool(record['trained']),
-    'invalid': sum(not step['valid'] for step in taken),
-    'length': len(taken),
-    'end': closing['anchor'],
+    'invalid': sum(not step['valid'] for step in steps),
+    'length': len(steps),
+    'end': end['anchor'],
   }
 
 
@@ -202,7 +206,7 @@ def _step(
   return (
     {name: step[name] for name in _TEXTS}
     | {name: bool(step[name]) for name in _FLAGS}
-    | {name: _number(step[name]) for name in _NUMBERS}
+    | {name: _finite_or_none(step[name]) for name in _NUMBERS}
     | {
       'state': int(step['anchor_group']),
       'prompt': decode(step['prompt_ids'].tolist()),
@@ -219,24 +223,24 @@ def spans(
   ids: Sequence[int],
   log_probs: Sequence[float],
 ) -> list[tuple[str, float | None, int]]:
-  """Returns (text, log-probability, number of tokens), token by token.
+  """Returns (text, log-probability, number of tokens) of each span.
 
-  Tokens that are parts of one character come together. A log-probability that
-  is not finite is None, as of a policy that has diverged.
+  A span is a token, or the tokens that together encode one character. A
+  log-probability that is not finite, as after divergence, is None.
   """
-  found, held, total = [], [], 0.0
+  result, pending, total = [], [], 0.0
   for n, (token, log_prob) in enumerate(zip(ids, log_probs, strict=True), 1):
-    held.append(token)
+    pending.append(token)
     total += log_prob
-    text = decode(tuple(held))
-    whole = not text.endswith('\ufffd') or len(held) == _CHARACTER_BYTES
-    if whole or n == len(ids):
-      found.append((text, _number(total), len(held)))
-      held, total = [], 0.0
-  return found
+    text = decode(tuple(pending))
+    complete = not text.endswith('\ufffd') or len(pending) == _CHARACTER_BYTES
+    if complete or n == len(ids):
+      result.append((text, _finite_or_none(total), len(pending)))
+      pending, total = [], 0.0
+  return result
 
 
-def _number(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
   return round(float(value), 5) if math.isfinite(value) else None
 
 
@@ -244,9 +248,9 @@ def page(title: str, parts: dict[str, str] | None = None) -> str:
   """Returns the page as HTML.
 
   Args:
-    title: of the window.
-    parts: what it would ask for, by path, packed, to be put into it; None: it
-      asks.
+    title: title of the window.
+    parts: data to embed, by path, each packed by `_pack`. None: the page
+      requests its data from the server.
   """
   texts = {
     name: (_PAGE / f'page.{name}').read_text(encoding='utf-8')
@@ -259,14 +263,14 @@ def page(title: str, parts: dict[str, str] | None = None) -> str:
   )
   return environment.get_template('page.html').render(
     title=title,
-    policy=_policy(texts),
+    policy=_content_security_policy(texts),
     css=Markup(texts['css']),
     js=Markup(texts['js']),
     parts=parts or {},
   )
 
 
-def _policy(texts: dict[str, str]) -> str:
+def _content_security_policy(texts: dict[str, str]) -> str:
   hashes = {
     name: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     for name, text in texts.items()
@@ -278,15 +282,19 @@ def _policy(texts: dict[str, str]) -> str:
   )
 
 
-def _packed(part: Any) -> str:
-  """Returns JSON as base64 of gzip, which holds no character of HTML's."""
-  packed = gzip.compress(_json(part).encode(), _GZIP_LEVEL, mtime=0)
-  return base64.b64encode(packed).decode()
+def _pack(data: Any) -> str:
+  """Returns JSON as base64 of gzip, which needs no escaping in HTML."""
+  compressed = gzip.compress(_json(data).encode(), _GZIP_LEVEL, mtime=0)
+  return base64.b64encode(compressed).decode()
 
 
-def _json(part: Any) -> str:
-  """Returns JSON; raises ValueError for numbers that browsers cannot read."""
-  return json.dumps(part, allow_nan=False)
+def _json(data: Any) -> str:
+  """Returns JSON.
+
+  Raises:
+    ValueError: if a number is not finite; browsers cannot parse it.
+  """
+  return json.dumps(data, allow_nan=False)
 
 
 def export(
@@ -294,16 +302,16 @@ def export(
   path: str | pathlib.Path,
   iterations: Iterable[int] = (),
 ) -> None:
-  """Writes the page with everything in it as one HTML file.
+  """Writes the page with all its data as one HTML file.
 
   Args:
-    workdir: of the run.
-    path: of the file.
-    iterations: whose episodes to put in; none: of all that were kept.
+    workdir: work directory of the run.
+    path: path of the file.
+    iterations: iterations whose episodes to include; empty: all that were kept.
 
   Raises:
-    ValueError: in one line, if there is no run, an iteration is missing, or the
-      file would be too large for a browser.
+    ValueError: in one line, if the folder holds no run, an iteration was not
+      kept, or the file would be too large for a browser.
   """
   run = summary(workdir)
   chosen = list(iterations) or run['iterations']
@@ -311,24 +319,24 @@ def export(
     if number not in run['iterations']:
       kept = ', '.join(map(str, run['iterations'])) or 'none'
       raise ValueError(
-        f'--iterations={number}: its episodes were not kept; there are {kept}'
+        f'--iterations={number}: its episodes were not kept; kept are {kept}'
       )
   run['iterations'] = chosen
-  parts, size = {'run': _packed(run)}, 0
+  parts, size = {'run': _pack(run)}, 0
   if chosen:
-    kept = _kept(workdir)
-    decoders = _decoders(kept)
+    episode_set = _require_episodes(workdir)
+    decoders = _decoders(episode_set)
   for number in tqdm.tqdm(chosen, unit='iteration', disable=None):
     groups = []
-    for records in kept.groups(number):
+    for records in episode_set.groups(number):
       groups.append(_group(records))
       name = f'iterations/{number}/{groups[-1]["group"]}'
-      parts[name] = _packed(_steps(records, *decoders))
+      parts[name] = _pack(_steps(records, *decoders))
       size += len(parts[name])
-    parts[f'iterations/{number}'] = _packed(_iteration(number, groups))
+    parts[f'iterations/{number}'] = _pack(_iteration(number, groups))
     if size > _MAX_EXPORT_BYTES:
       raise ValueError(
-        f'--export={path}: more than {_MAX_EXPORT_BYTES >> 20} MiB with '
+        f'--export={path}: exceeds {_MAX_EXPORT_BYTES >> 20} MiB at '
         f'iteration {number}; name fewer with --iterations'
       )
   pathlib.Path(path).write_text(page(run['name'], parts), encoding='utf-8')
@@ -337,19 +345,20 @@ def export(
 def serve(
   workdir: str | pathlib.Path, host: str, port: int, names: Sequence[str] = ()
 ) -> None:
-  """Serves the page until it is interrupted; prints the address.
+  """Prints the page's address and serves the page until interrupted.
 
   Args:
-    workdir: of the run.
-    host: address to listen at; `::` and `0.0.0.0` are all of the machine's.
-    port: to listen at; 0: a free one.
-    names: further names that the page may be asked for by, as of a proxy.
+    workdir: work directory of the run.
+    host: address to listen on; `::` and `0.0.0.0` listen on all addresses.
+    port: port to listen on; 0: any free port.
+    names: additional host names that requests may use, such as a proxy's.
 
   Raises:
-    ValueError: in one line, if there is no run, or the port is taken.
+    ValueError: in one line, if the folder holds no run or the port is in use.
   """
   summary(workdir)
-  # Not by werkzeug, which would end the process where the port is taken.
+  # werkzeug would end the process if the port were in use, so the socket is
+  # created here.
   ipv6 = ':' in host
   try:
     listening = socket.create_server(
@@ -359,8 +368,8 @@ def serve(
     )
   except OSError as error:
     raise ValueError(
-      f'--port={port}: cannot be used at {host} ({error.strerror}); give '
-      'another one, or --port=0 for any free port'
+      f'--port={port}: cannot be used at {host} ({error.strerror}); choose '
+      'another, or --port=0 for any free port'
     ) from error
   with listening:
     port = listening.getsockname()[1]
@@ -378,13 +387,14 @@ def serve(
 def trusted(header: str, names: Iterable[str]) -> bool:
   """Returns whether a Host header names this machine.
 
-  A web page elsewhere can give its own name this machine's address, and then
-  read what is served here (DNS rebinding); the browser still sends that name.
-  An address has no name to give, so every address is this machine's.
+  Protects against DNS rebinding: a foreign web page can point its own domain at
+  this machine's address and read what is served here. The browser still sends
+  the foreign domain in the Host header. IP addresses cannot be rebound, so all
+  of them are trusted.
 
   Args:
-    header: its value, `NAME` or `NAME:PORT`.
-    names: of this machine.
+    header: value of the header, `NAME` or `NAME:PORT`.
+    names: host names of this machine.
   """
   try:
     name = parse.urlsplit(f'//{header}').hostname or ''
@@ -393,29 +403,29 @@ def trusted(header: str, names: Iterable[str]) -> bool:
   try:
     ipaddress.ip_address(name)
   except ValueError:
-    return name.removesuffix('.') in {known.lower() for known in names}
+    return name.removesuffix('.') in {accepted.lower() for accepted in names}
   return True
 
 
 def application(
   workdir: str | pathlib.Path, names: Sequence[str] = ()
 ) -> flask.Flask:
-  """Returns what serves the page, and parts of the run as it asks for them.
+  """Returns the Flask application that serves the page and its data.
 
   Args:
-    workdir: of the run.
-    names: names of this machine besides `localhost` and its host name, under
-      any of which the page may be asked for; see `trusted`.
+    workdir: work directory of the run.
+    names: host names to accept in addition to `localhost` and this machine's
+      own; see `trusted`.
   """
   app = flask.Flask(__name__, static_folder=None)
-  known = ('localhost', socket.gethostname(), *names)
+  accepted = ('localhost', socket.gethostname(), *names)
 
   @app.before_request
   def _check_host():
     header = flask.request.headers.get('Host', '')
-    if not trusted(header, known):
+    if not trusted(header, accepted):
       flask.abort(
-        400, f'Host {header}: not a name of this machine; see --names'
+        400, f'Host {header}: not a name of this machine; add it with --names'
       )
 
   @app.after_request
@@ -429,31 +439,33 @@ def application(
 
   @app.get('/run.json')
   def _run():
-    return _answer(summary(workdir))
+    return _json_response(summary(workdir))
 
   @app.get('/iterations/<int:number>.json')
   def _of_iteration(number: int):
-    return _answer(iteration(workdir, number))
+    return _json_response(iteration(workdir, number))
 
   @app.get('/iterations/<int:number>/<int:group>.json')
   def _of_group(number: int, group: int):
-    return _answer(steps(workdir, number, group))
+    return _json_response(steps(workdir, number, group))
 
-  app.register_error_handler(Exception, _failure)
+  app.register_error_handler(Exception, _error_response)
   return app
 
 
-def _failure(error: Exception) -> flask.Response:
-  """Returns the answer to a request that failed; the page shows its text."""
+def _error_response(error: Exception) -> flask.Response:
+  """Returns the response to a failed request; the page shows its text."""
   if isinstance(error, exceptions.HTTPException):
-    return _answer({'error': error.description}, error.code or 500)
+    return _json_response({'error': error.description}, error.code or 500)
   if isinstance(error, KeyError):
-    return _answer({'error': f'{error}: no such episodes were kept'}, 404)
+    return _json_response(
+      {'error': f'{error}: these episodes were not kept'}, 404
+    )
   if isinstance(error, (ValueError, OSError)):
-    return _answer({'error': str(error)}, 500)
+    return _json_response({'error': str(error)}, 500)
   flask.current_app.logger.error('a request failed', exc_info=error)
-  return _answer({'error': f'{type(error).__name__}: {error}'}, 500)
+  return _json_response({'error': f'{type(error).__name__}: {error}'}, 500)
 
 
-def _answer(part: Any, status: int = 200) -> flask.Response:
-  return flask.Response(_json(part), status, mimetype='application/json')
+def _json_response(data: Any, status: int = 200) -> flask.Response:
+  return flask.Response(_json(data), status, mimetype='application/json')

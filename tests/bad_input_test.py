@@ -433,7 +433,7 @@ SFT = (
     TINY,
     '--config.sft.init=',
     '--config.sft.data={dir}/none',
-    said=('no episodes there', '--config.episodes.every=1'),
+    said=('holds no episodes', '--config.episodes.every=1'),
     script='sft',
   ),
   _flags(

@@ -1,4 +1,4 @@
-"""Several runs side by side."""
+"""Tests of the comparison of runs."""
 
 import json
 
@@ -30,7 +30,7 @@ def _run(path, *, variant, seed, rates, secs=60.0):
   return str(path)
 
 
-def test_a_row_says_where_a_run_began_and_ended(tmp_path, capsys):
+def test_table_has_first_and_last_evaluation(tmp_path, capsys):
   one = _run(
     tmp_path / 'a', variant='tiny', seed=3, rates=[0.25, None, 0.5, 0.625]
   )
@@ -47,7 +47,7 @@ def test_a_row_says_where_a_run_began_and_ended(tmp_path, capsys):
   assert out.read_bytes().startswith(b'\x89PNG')
 
 
-def test_nothing_is_written_unless_asked(tmp_path, monkeypatch, capsys):
+def test_no_plot_without_out_flag(tmp_path, monkeypatch, capsys):
   run = _run(tmp_path / 'a', variant='tiny', seed=3, rates=[0.25, 0.5])
   (tmp_path / 'here').mkdir()
   monkeypatch.chdir(tmp_path / 'here')
@@ -56,7 +56,7 @@ def test_nothing_is_written_unless_asked(tmp_path, monkeypatch, capsys):
   assert not list((tmp_path / 'here').iterdir())
 
 
-def test_what_is_no_run_is_refused_in_one_line(tmp_path, capsys):
+def test_non_run_folder_is_refused_in_one_line(tmp_path, capsys):
   assert compare.main([str(tmp_path)]) == 2
   assert capsys.readouterr().err == (
     f'{tmp_path}: no config.json; must be the --workdir of a run\n'
@@ -66,6 +66,6 @@ def test_what_is_no_run_is_refused_in_one_line(tmp_path, capsys):
   assert 'no eval/success_rate in 2 iterations' in capsys.readouterr().err
 
 
-def test_a_run_without_evaluation_has_no_table():
-  with pytest.raises(ValueError, match='must have been evaluated'):
+def test_run_without_evaluation_is_refused():
+  with pytest.raises(ValueError, match='the run must evaluate'):
     compare.evaluations([{'iteration': 0}])

@@ -1,4 +1,4 @@
-"""Episodes as data: tfds reads them, every iteration is there exactly once."""
+"""Tests of the episode data set: reading with tfds, writing across kills."""
 
 import dataclasses
 import json
@@ -12,13 +12,13 @@ import pytest
 from envs import base
 from gigpo_jax import algorithms, batch, collection, episodes, trajectory
 
-# What a model or an environment may write; half of a surrogate pair is spelt
-# out, all else stays as it is.
+# Text that a model or an environment may write. Lone surrogates are escaped;
+# everything else is stored unchanged.
 HOSTILE = '<script>alert(1)</script> " \' & \u202eback 🧑‍🚀 \x00'
 
 
 class Text:
-  """A tokenizer, as far as a set needs it."""
+  """A fake tokenizer with what an episode set needs."""
 
   fingerprint = 'fingerprint'
 
@@ -59,7 +59,7 @@ def episode(member, rewards, *, group=0, failure=''):
 
 
 def collected(played=None):
-  """Two groups of two; the first without spread, and dropped."""
+  """Two groups of two; the first has zero variance and is dropped."""
   played = played or [
     episode(0, [0.0]),
     episode(1, [0.0]),
@@ -70,17 +70,20 @@ def collected(played=None):
   return collection.Collected(played, kept, [2, 3], {})
 
 
-def rows_of(found):
+def rows_of(collected_episodes):
   return batch.from_trajectories(
-    found.kept, max_prompt_tokens=8, max_completion_tokens=4, row_multiple=4
+    collected_episodes.kept,
+    max_prompt_tokens=8,
+    max_completion_tokens=4,
+    row_multiple=4,
   )
 
 
-def write(log, iteration, found=None):
-  found = found or collected()
-  rows = rows_of(found)
+def write(log, iteration, collected_episodes=None):
+  collected_episodes = collected_episodes or collected()
+  rows = rows_of(collected_episodes)
   credit = algorithms.make('gigpo', norm='mean').credit(rows)
-  return log.write(iteration, found, rows, credit)
+  return log.write(iteration, collected_episodes, rows, credit)
 
 
 def equal(a, b):
@@ -88,7 +91,7 @@ def equal(a, b):
   return True
 
 
-def test_what_a_record_tells(tmp_path):
+def test_fields_of_a_record(tmp_path):
   write(episodes.Log(tmp_path, Text(), seed=5), 3)
   dropped, _, won, lost = episodes.open_set(tmp_path).read(3)
   assert (won['iteration'], won['group'], won['member']) == (3, 1, 0)
@@ -109,13 +112,13 @@ def test_what_a_record_tells(tmp_path):
     [False, False, False],
     [False, True, True],
   ]
-  # The transition to the closing step is the one that is terminal.
+  # The transition to the closing step is terminal.
   assert [s['discount'] for s in won['steps']] == [1, 0, 0]
   assert closing['observation'] == closing['anchor'] == 'end'
   assert not len(closing['completion_ids']) and not closing['reward']
-  # Returns 10 and 0, of two episodes: 5 above and below the mean.
+  # Returns of the two episodes are 10 and 0; the mean is 5.
   assert first['episode_advantage'] == 5.0
-  # From the one anchor: 9.5, 10 and 0 with a mean of 6.5.
+  # Returns from the shared anchor are 9.5, 10 and 0; the mean is 6.5.
   assert [s['discounted_return'] for s in won['steps'][:2]] == [9.5, 10.0]
   assert [s['step_advantage'] for s in won['steps'][:2]] == [3.0, 3.5]
   assert lost['steps'][0]['step_advantage'] == -6.5
@@ -125,7 +128,7 @@ def test_what_a_record_tells(tmp_path):
   assert math.isnan(dropped['steps'][0]['advantage'])
 
 
-def test_an_iteration_without_signal_is_kept_as_not_trained_on(tmp_path):
+def test_iteration_without_rows_is_stored_as_not_trained_on(tmp_path):
   played = collected().played[:2]
   log = episodes.Log(tmp_path, Text(), seed=5)
   log.write(0, collection.Collected(played, [], [], {}))
@@ -134,17 +137,17 @@ def test_an_iteration_without_signal_is_kept_as_not_trained_on(tmp_path):
   assert math.isnan(one['steps'][0]['advantage'])
 
 
-def test_advantages_of_tokens_are_averaged():
+def test_token_advantages_are_averaged():
   found = collected()
   rows = rows_of(found)
   advantages = np.zeros((len(rows.groups), 4), np.float32)
-  advantages[0] = 1, 2, 100, 100  # Its completion has two tokens.
-  told = episodes.tell(rows, algorithms.Credit(advantages, {}))
-  assert told[0][0]['advantage'] == 1.5
-  assert 'step_advantage' not in told[0][0]
+  advantages[0] = 1, 2, 100, 100  # The completion has two tokens.
+  by_episode = episodes.tell(rows, algorithms.Credit(advantages, {}))
+  assert by_episode[0][0]['advantage'] == 1.5
+  assert 'step_advantage' not in by_episode[0][0]
 
 
-def test_episodes_that_were_broken_off(tmp_path):
+def test_failed_episodes(tmp_path):
   log = episodes.Log(tmp_path, Text(), seed=0)
   at_once = episode(0, [], failure='died')
   later = episode(1, [1.0], failure='hung')
@@ -159,7 +162,7 @@ def test_episodes_that_were_broken_off(tmp_path):
   assert later['steps'][0]['discount'] == later['steps'][1]['discount'] == 1
 
 
-def test_only_iterations_that_are_due_are_kept(tmp_path):
+def test_every_second_iteration_is_stored(tmp_path):
   log = episodes.Log(tmp_path, Text(), seed=0, every=2)
   assert 'time/episodes_secs' in write(log, 0)
   assert write(log, 1) == {}
@@ -168,12 +171,12 @@ def test_only_iterations_that_are_due_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize('first', [0, 1, 2, 3])
-def test_after_a_kill_every_iteration_is_there_once(tmp_path, first):
-  """Killed after iteration 2 was kept; the checkpoint may be older."""
+def test_after_a_kill_each_iteration_is_stored_once(tmp_path, first):
+  """The run is killed after iteration 2; the checkpoint may be older."""
   log = episodes.Log(tmp_path, Text(), seed=0)
   for iteration in range(3):
     write(log, iteration)
-  # The next one's file was there, but not yet in the list.
+  # The file of the next iteration exists, but the index does not list it.
   (tmp_path / 'episodes-train.array_record-00003').write_bytes(b'torn')
   (tmp_path / 'episodes-train.array_record-00004.tmp').write_bytes(b'torn')
   again = episodes.Log(tmp_path, Text(), seed=0, first_iteration=first)
@@ -185,12 +188,12 @@ def test_after_a_kill_every_iteration_is_there_once(tmp_path, first):
   assert len(list(tmp_path.glob('episodes-*'))) == 5
 
 
-def test_a_kill_between_two_lists_leaves_a_set(tmp_path):
+def test_kill_between_index_writes_leaves_a_readable_set(tmp_path):
   log = episodes.Log(tmp_path, Text(), seed=0)
   write(log, 0)
   before = (tmp_path / 'dataset_info.json').read_bytes()
   write(log, 1)
-  # metadata.json and the file were in place, dataset_info.json not yet.
+  # metadata.json and the file are renamed, dataset_info.json is not yet.
   (tmp_path / 'dataset_info.json').write_bytes(before)
   found = episodes.open_set(tmp_path)
   assert found.iterations == [0] and len(list(found)) == 4
@@ -200,7 +203,7 @@ def test_a_kill_between_two_lists_leaves_a_set(tmp_path):
   assert found.iterations == [0, 1] and len(list(found)) == 8
 
 
-def test_what_cannot_be_added_to_is_told(tmp_path):
+def test_check_folder_reports_damaged_sets(tmp_path):
   episodes.check_folder(tmp_path)
   log = episodes.Log(tmp_path, Text(), seed=0)
   write(log, 0)
@@ -240,7 +243,7 @@ print(json.dumps({
 """
 
 
-def test_tfds_reads_it_without_this_project(tmp_path):
+def test_tfds_reads_the_set_without_this_project(tmp_path):
   log = episodes.Log(tmp_path, Text(), seed=0)
   write(log, 0)
   write(log, 1)
@@ -265,11 +268,11 @@ def test_tfds_reads_it_without_this_project(tmp_path):
 
 
 @pytest.mark.parametrize('there', [False, True], ids=['none', 'other'])
-def test_what_is_no_such_set_is_refused(tmp_path, there):
+def test_open_set_refuses_other_folders(tmp_path, there):
   if there:
     write(episodes.Log(tmp_path, Text(), seed=0), 0)
     (tmp_path / 'metadata.json').write_text('{}')
-  message = 'does not tell the tokenizer' if there else 'no episodes there'
+  message = 'lacks the tokenizer' if there else 'holds no episodes'
   with pytest.raises(ValueError, match=message) as error:
     episodes.open_set(tmp_path)
   assert '\n' not in str(error.value)

@@ -1,4 +1,4 @@
-"""Rates of policies on panels, and which of two is the better one."""
+"""Tests of evaluation: rates, intervals and comparisons of policies."""
 
 import numpy as np
 import pytest
@@ -27,9 +27,9 @@ def episode(task, success, member=0, kind='pick', failure='', score=None):
   )
 
 
-def test_a_task_each_has_wilsons_interval():
-  found = [episode(n, n < 3) for n in range(10)]
-  rates = evaluation.rates(found)
+def test_one_episode_per_task_gives_wilson_interval():
+  episodes = [episode(n, n < 3) for n in range(10)]
+  rates = evaluation.rates(episodes)
   assert rates['eval/success_rate'] == pytest.approx(0.3)
   assert (rates['eval/success_low'], rates['eval/success_high']) == (
     metrics.wilson(3, 10)
@@ -37,17 +37,17 @@ def test_a_task_each_has_wilsons_interval():
 
 
 def test_repeats_of_a_task_are_not_independent():
-  # Ten tasks, of which five always succeed: their number is what is uncertain.
-  found = [episode(n, n < 5, m) for n in range(10) for m in range(50)]
-  low, high = evaluation.interval(found)
+  # Five of ten tasks always succeed: the uncertainty is in the choice of tasks.
+  episodes = [episode(n, n < 5, m) for n in range(10) for m in range(50)]
+  low, high = evaluation.interval(episodes)
   wilson = metrics.wilson(250, 500)
   assert high - low > 3 * (wilson[1] - wilson[0])
   assert 0.15 <= low <= 0.25 and 0.75 <= high <= 0.85
 
 
-def test_all_alike_is_as_certain_as_there_are_tasks():
-  found = [episode(n, True, m) for n in range(10) for m in range(50)]
-  assert evaluation.interval(found) == metrics.wilson(10, 10)
+def test_equal_outcomes_give_wilson_interval_over_tasks():
+  episodes = [episode(n, True, m) for n in range(10) for m in range(50)]
+  assert evaluation.interval(episodes) == metrics.wilson(10, 10)
 
 
 @pytest.mark.parametrize(
@@ -62,47 +62,49 @@ def test_sign_test_by_hand(better, worse, p):
 def test_policies_are_compared_task_by_task():
   one = [episode(n, n < 6) for n in range(10)]
   other = [episode(n, n in (0, 1, 9)) for n in range(10)]
-  (found,) = evaluation.compare(one, other).values()
-  assert found.difference == pytest.approx(0.3)
-  assert (found.better, found.worse) == (4, 1)
-  assert found.low < 0.3 < found.high
-  assert found.p == pytest.approx(2 * 6 / 32)
-  with pytest.raises(ValueError, match='must be of the same panel'):
+  (comparison,) = evaluation.compare(one, other).values()
+  assert comparison.difference == pytest.approx(0.3)
+  assert (comparison.better, comparison.worse) == (4, 1)
+  assert comparison.low < 0.3 < comparison.high
+  assert comparison.p == pytest.approx(2 * 6 / 32)
+  with pytest.raises(
+    ValueError, match='must have the tasks of the first policy'
+  ):
     evaluation.compare(one, other[:5])
 
 
-def test_scores_are_compared_where_there_are_some():
+def test_scores_are_compared_if_reported():
   one = [episode(n, False, score=0.75 * (n < 3)) for n in range(4)]
   other = [episode(n, False, score=0.25) for n in range(4)]
-  found = evaluation.compare(one, other)
-  assert found['score'].difference == pytest.approx((3 * 0.5 - 0.25) / 4)
-  assert (found['score'].better, found['score'].worse) == (3, 1)
+  comparisons = evaluation.compare(one, other)
+  assert comparisons['score'].difference == pytest.approx((3 * 0.5 - 0.25) / 4)
+  assert (comparisons['score'].better, comparisons['score'].worse) == (3, 1)
   # No task differs in success: 3.8416 / (4 + 3.8416), of Wilson's formula.
-  assert found['success'].difference == 0
-  assert found['success'].high == pytest.approx(0.48990, abs=1e-5)
-  assert found['success'].low == -found['success'].high
+  assert comparisons['success'].difference == 0
+  assert comparisons['success'].high == pytest.approx(0.48990, abs=1e-5)
+  assert comparisons['success'].low == -comparisons['success'].high
 
 
-def test_the_table_tells_types_apart(tmp_path):
-  found = [
+def test_table_has_a_row_per_task_type(tmp_path):
+  episodes = [
     episode(n, n < 2, kind='heat' if n % 2 else 'cool') for n in range(4)
   ]
-  lines = evaluation.table('mine', found).splitlines()
+  lines = evaluation.table('mine', episodes).splitlines()
   assert [line.split('|')[2].strip() for line in lines[2:]] == [
     'all',
     'cool',
     'heat',
   ]
   assert '| 4 | 50.0% [15.0%, 85.0%]' in lines[2]
-  evaluation.draw({'mine': found, 'other': found}, tmp_path / 'x.png')
+  evaluation.draw({'mine': episodes, 'other': episodes}, tmp_path / 'x.png')
   assert (tmp_path / 'x.png').stat().st_size > 5000
 
 
-def test_the_picture_has_labels(tmp_path, monkeypatch):
+def test_plot_has_labels(tmp_path, monkeypatch):
   drawn = []
   monkeypatch.setattr(pyplot, 'close', drawn.append)
-  found = [episode(n, n % 2 == 0, kind='ab'[n % 2]) for n in range(6)]
-  evaluation.draw({'mine': found, 'x' * 200: found}, tmp_path / 'x.png')
+  episodes = [episode(n, n % 2 == 0, kind='ab'[n % 2]) for n in range(6)]
+  evaluation.draw({'mine': episodes, 'x' * 200: episodes}, tmp_path / 'x.png')
   (axes,), (legend,) = drawn[0].axes, drawn[0].legends
   monkeypatch.undo()
   pyplot.close(drawn[0])
@@ -112,6 +114,6 @@ def test_the_picture_has_labels(tmp_path, monkeypatch):
   assert [text.get_text() for text in axes.texts] == 2 * ['50', '100', '0']
   names = [text.get_text() for text in legend.get_texts()]
   assert names[0] == 'mine' and len(names[1]) < 80
-  # The legend is not over the bars.
+  # The legend does not cover the bars.
   box = legend.get_window_extent()
   assert not box.overlaps(axes.get_window_extent())

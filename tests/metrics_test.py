@@ -1,4 +1,4 @@
-"""Intervals, summaries, the metrics file across a kill, the picture."""
+"""Tests of metrics: intervals, summaries, the file across a kill, the plot."""
 
 import dataclasses
 import json
@@ -50,23 +50,25 @@ def _step(reward: float, valid: bool, tokens: int) -> trajectory.Step:
   )
 
 
-def _of_metrics(found: dict[str, float]) -> list[trajectory.Trajectory]:
+def _episode_with_metrics(
+  env_metrics: dict[str, float],
+) -> list[trajectory.Trajectory]:
   step = _step(10, True, 2)
-  result = dataclasses.replace(step.result, metrics=found)
+  result = dataclasses.replace(step.result, metrics=env_metrics)
   steps = (dataclasses.replace(step, result=result),)
   return [trajectory.Trajectory(base.Task('train', 0), 'a', 0, 0, steps)]
 
 
-def test_metrics_of_an_environment_never_replace_those_of_the_trainer():
-  expected = evaluation.rates(_of_metrics({}))
+def test_environment_metrics_never_replace_trainer_metrics():
+  expected = evaluation.rates(_episode_with_metrics({}))
   names = [name.removeprefix('eval/') for name in expected]
-  # Whether an iteration has them or not.
+  # Names that only some iterations have.
   names += ['score', 'score_low', 'failed_episodes/died', 'success_rate/b']
   forged = {name: -1.0 for name in [*names, 'env_score', 'plain']}
-  found = evaluation.rates(_of_metrics(forged))
-  assert {name: found[name] for name in expected} == expected
+  rates = evaluation.rates(_episode_with_metrics(forged))
+  assert {name: rates[name] for name in expected} == expected
   own = {f'eval/env_{name}' for name in [*names, 'env_score']}
-  assert found.keys() - expected.keys() == own | {'eval/plain'}
+  assert rates.keys() - expected.keys() == own | {'eval/plain'}
 
 
 def test_summary_by_hand():
@@ -96,7 +98,7 @@ def test_summary_by_hand():
   assert values['eval/failed_episodes'] == 1
 
 
-def test_an_environments_metric_does_not_take_the_place_of_ours():
+def test_reserved_environment_metric_gets_a_prefix():
   step = _step(10, True, 2)
   metrics_ = {'success_rate': 0.25, 'odd': 0.5}
   result = dataclasses.replace(step.result, metrics=metrics_)
@@ -124,14 +126,14 @@ def test_scores_are_averaged_over_episodes_not_steps():
 
   episodes = [episode(None, None, None, 0.25), episode(1.0)]
   assert metrics.summarize(episodes)['train/score'] == 0.625
-  # One that broke off counts as 0: 1.25 / 4.
+  # A failed episode counts as 0: 1.25 / 4.
   episodes += [episode(None, failure='died'), episode(failure='died')]
   assert metrics.summarize(episodes)['train/score'] == 0.3125
-  # Also where it had a score before it broke off: 1.25 / 5.
+  # Also if it had a score before it failed: 1.25 / 5.
   episodes += [episode(0.5, 0.75, failure='died')]
   assert metrics.summarize(episodes)['train/score'] == 0.25
   assert evaluation.rates(episodes)['eval/score'] == 0.25
-  # No score where the environment has none.
+  # No score if the environment reports none.
   assert 'train/score' not in metrics.summarize([episode(None)])
 
 
@@ -142,7 +144,7 @@ def _write(workdir: str, first: int, last: int) -> None:
   writer.close()
 
 
-def test_resuming_leaves_every_iteration_once(tmp_path):
+def test_after_resume_each_iteration_is_stored_once(tmp_path):
   workdir = str(tmp_path)
   _write(workdir, 0, 5)
   with (tmp_path / 'metrics.jsonl').open('a') as file:
@@ -151,29 +153,30 @@ def test_resuming_leaves_every_iteration_once(tmp_path):
   lines = (tmp_path / 'metrics.jsonl').read_text().splitlines()
   assert [json.loads(line)['iteration'] for line in lines] == list(range(6))
   assert json.loads(lines[0]) == {'iteration': 0, 'bad': None, 'x': 0.0}
-  # Those before are in another file, unless it is of the same second.
+  # Earlier events are in another file, unless it was created in the same
+  # second.
   assert _scalars(tmp_path / 'tensorboard')[-3:] == [
     ('x', float(n), n) for n in range(3, 6)
   ]
 
 
 def _scalars(folder) -> list[tuple[str, float, int]]:
-  """Returns what TensorBoard's files hold: name, value, iteration."""
-  found = []
+  """Returns (name, value, iteration) of all TensorBoard events."""
+  scalars = []
   for path in sorted(folder.glob('events*')):
     data = path.read_bytes()
     while data:
-      # Length and its checksum; an event and its.
+      # Format: length, checksum of the length, event, checksum.
       (size,) = struct.unpack('<Q', data[:8])
       event = event_pb2.Event.FromString(data[12 : 12 + size])
-      found += [
+      scalars += [
         (v.tag, v.simple_value, event.step) for v in event.summary.value
       ]
       data = data[16 + size :]
-  return found
+  return scalars
 
 
-def test_the_picture_is_a_png(tmp_path):
+def test_plot_is_a_png(tmp_path):
   writer = metrics.Writer(str(tmp_path))
   for iteration in range(4):
     values = {'train/success_rate': 0.1 * iteration}
@@ -189,7 +192,7 @@ def test_the_picture_is_a_png(tmp_path):
     assert file.read(8) == b'\x89PNG\r\n\x1a\n'
 
 
-def test_console_lines():
+def test_console_line_of_an_evaluation():
   values = {
     'eval/success_rate': 0.5,
     'eval/success_low': 0.4,
@@ -213,12 +216,12 @@ def test_console_lines():
   ],
 )
 def test_wilson_at_95_percent(successes, n, low, high):
-  found = metrics.wilson(successes, n)
-  assert found == pytest.approx((low, high), abs=5e-5)
-  assert all(0 <= bound <= 1 for bound in found)
+  interval = metrics.wilson(successes, n)
+  assert interval == pytest.approx((low, high), abs=5e-5)
+  assert all(0 <= bound <= 1 for bound in interval)
 
 
-def test_an_iteration_in_which_every_environment_failed():
+def test_summary_if_every_environment_failed():
   values = metrics.summarize(
     [trajectory.Trajectory(base.Task('train', 0), 'a', 0, 0, (), 'died')]
   )
@@ -227,7 +230,7 @@ def test_an_iteration_in_which_every_environment_failed():
   assert all(math.isfinite(value) for value in values.values())
 
 
-def test_a_line_is_on_disk_before_the_file_is_closed(tmp_path):
+def test_write_flushes_to_disk(tmp_path):
   writer = metrics.Writer(tmp_path)
   writer.write(0, {'b': math.inf, 'a': np.float32(0.5)})
   (line,) = (tmp_path / 'metrics.jsonl').read_text().splitlines()
@@ -235,8 +238,8 @@ def test_a_line_is_on_disk_before_the_file_is_closed(tmp_path):
   assert json.loads(line) == {'iteration': 0, 'a': 0.5, 'b': None}
 
 
-def test_resuming_survives_a_line_of_zeros(tmp_path):
-  # What some file systems leave of a line after a power cut.
+def test_resume_skips_a_line_of_zeros(tmp_path):
+  # Some file systems leave such a line after a power loss.
   (tmp_path / 'metrics.jsonl').write_text(
     '{"iteration": 0}\n\x00\x00\x00\n{"iteration": 1}\n'
   )
@@ -244,7 +247,7 @@ def test_resuming_survives_a_line_of_zeros(tmp_path):
   assert [line['iteration'] for line in metrics.read(tmp_path)] == [0, 1, 2]
 
 
-def test_the_null_writer_writes_nothing():
+def test_null_writer_writes_nothing():
   writer = metrics.NullWriter()
   writer.write(0, {'x': 1.0})
   writer.close()
@@ -269,7 +272,7 @@ def test_console_line_of_a_training_iteration():
 
 
 @pytest.mark.parametrize('published', [None, {'paper, 7B': 0.908}])
-def test_the_picture_of_a_run_that_has_only_begun(tmp_path, published):
+def test_plot_of_a_run_without_metrics(tmp_path, published):
   metrics.Writer(tmp_path).close()
   with open(metrics.plot(tmp_path, published), 'rb') as file:
     assert file.read(4) == b'\x89PNG'
@@ -277,20 +280,20 @@ def test_the_picture_of_a_run_that_has_only_begun(tmp_path, published):
 
 def test_effective_tokens_by_hand():
   mask = np.array([[True, True], [True, False], [True, True]])
-  found = metrics.effective_tokens(np.array([2.0, -1.0, 0.0]), mask)
+  values = metrics.effective_tokens(np.array([2.0, -1.0, 0.0]), mask)
   # Weights 2, 2, 1, 0, 0: 25 / 9.
-  assert found['advantage/trained_share'] == pytest.approx(0.6)
-  assert found['advantage/effective_tokens'] == pytest.approx(25 / 9)
+  assert values['advantage/trained_share'] == pytest.approx(0.6)
+  assert values['advantage/effective_tokens'] == pytest.approx(25 / 9)
   # Mean 3 / 5, of squares 9 / 5.
-  assert found['advantage/std'] == pytest.approx((9 / 5 - 9 / 25) ** 0.5)
-  nothing = metrics.effective_tokens(np.zeros((3, 2)), mask)
-  assert nothing == {
+  assert values['advantage/std'] == pytest.approx((9 / 5 - 9 / 25) ** 0.5)
+  zeros = metrics.effective_tokens(np.zeros((3, 2)), mask)
+  assert zeros == {
     'advantage/trained_share': 0,
     'advantage/effective_tokens': 0,
     'advantage/std': 0,
   }
-  nobody = metrics.effective_tokens(np.ones((3, 2)), mask & False)
-  assert nobody == nothing
+  empty = metrics.effective_tokens(np.ones((3, 2)), mask & False)
+  assert empty == zeros
 
 
 FULL = """
@@ -307,7 +310,7 @@ except OSError as error:
 """
 
 
-def test_a_full_disk_is_an_error_and_no_wait(tmp_path):
+def test_full_disk_raises_without_waiting(tmp_path):
   done = subprocess.run(
     [sys.executable, '-c', FULL, str(tmp_path), '20000'],
     capture_output=True,
@@ -316,7 +319,7 @@ def test_a_full_disk_is_an_error_and_no_wait(tmp_path):
     check=False,
   )
   assert done.stdout.startswith('File too large'), done.stderr
-  # What was written before is whole.
+  # All lines written before the error are complete.
   lines = metrics.read(tmp_path)
   assert len(lines) >= int(done.stdout.split()[-1])
   assert [line['iteration'] for line in lines] == list(range(len(lines)))
@@ -346,7 +349,7 @@ def test_failed_episodes_are_counted_by_cause_and_reported():
 
 
 class _Remote:
-  """Stands for the package wandb, and for a run of it."""
+  """A fake of the wandb package and of a wandb run."""
 
   def __init__(self, key: str | None = None):
     self.api = types.SimpleNamespace(api_key=key)
@@ -374,7 +377,7 @@ class _Remote:
     ('secret', 'disabled', 'disabled'),
   ],
 )
-def test_weights_and_biases_gets_the_same(
+def test_wandb_gets_the_same_metrics(
   tmp_path, monkeypatch, key, variable, mode
 ):
   remote = _Remote(key)
@@ -391,14 +394,14 @@ def test_weights_and_biases_gets_the_same(
   assert remote.logged == [(0, {'loss/total': 0.5}), (1, {'loss/total': 0.5})]
   assert remote.finished == 2
   first, again = remote.opened
-  # A run that goes on is the same run there.
+  # A resumed run continues the same wandb run.
   assert first == again
   assert first['mode'] == mode and first['project'] == 'gigpo'
   assert first['config'] == {'seed': 3} and len(first['id']) == 8
 
 
 @pytest.mark.slow
-def test_weights_and_biases_itself_keeps_a_run_without_a_network(tmp_path):
+def test_real_wandb_stores_an_offline_run(tmp_path):
   pytest.importorskip('wandb')
   code = (
     'import sys\nfrom gigpo_jax import metrics\n'

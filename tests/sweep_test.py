@@ -1,4 +1,4 @@
-"""Many runs: what is run, what is left alone, what is gathered."""
+"""Tests of sweeps: which runs are started, skipped and gathered."""
 
 import dataclasses
 import json
@@ -18,10 +18,11 @@ PROJECT = pathlib.Path(sweep.__file__).parents[1]
 
 
 def write_run(folder, curve):
-  """A finished run: (environment steps until then, success) evaluated."""
+  """Writes a finished run with (environment steps, success) evaluations."""
   (folder / 'policy').mkdir(parents=True)
   (folder / 'policy' / 'config.json').write_text('{}')
-  # A line tells what is spent after it; the last one has no iteration.
+  # A line counts steps up to the end of its iteration; the last line is only an
+  # evaluation.
   after = [steps for steps, _ in curve[1:]] + [curve[-1][0]]
   lines = [
     {
@@ -46,37 +47,39 @@ RUNS = [
 ]
 
 
-def test_finished_runs_are_gathered_and_not_run_again(tmp_path):
+def test_finished_runs_are_gathered_and_not_rerun(tmp_path):
   write_run(tmp_path / 'alfworld-a-0', [(0, 0.2), (100, 0.4)])
   write_run(tmp_path / 'alfworld-a-1', [(0, 0.2), (120, 0.8)])
   write_run(tmp_path / 'alfworld-b-0', [(0, 0.2), (110, 0.5)])
   assert sweep.run_all(RUNS, tmp_path, at_once=2) == []
   assert not list(tmp_path.glob('*.log'))
-  found = sweep.gather(RUNS, tmp_path)
-  assert len(found) == 6
-  assert found[1]['spent/env_steps'] == 100
-  # Of the iterations before an evaluation, of which the first has none.
-  assert [line['train/success_rate'] for line in found[:2]] == [None, 0]
-  assert found[1]['advantage/correlation'] is None
+  evaluations = sweep.gather(RUNS, tmp_path)
+  assert len(evaluations) == 6
+  assert evaluations[1]['spent/env_steps'] == 100
+  # Means over the iterations before an evaluation; the first has none.
+  assert [line['train/success_rate'] for line in evaluations[:2]] == [None, 0]
+  assert evaluations[1]['advantage/correlation'] is None
   header = (tmp_path / 'results.csv').read_text().splitlines()[0]
   assert header.startswith('experiment,name,seed,iteration,spent/episodes')
-  lines = sweep.table(found).splitlines()
-  heads = 'less a, paired | at 100 environment steps | at 700 generated tokens'
-  assert heads in lines[0]
+  lines = sweep.table(evaluations).splitlines()
+  headers = (
+    'minus a, paired | at 100 environment steps | at 700 generated tokens'
+  )
+  assert headers in lines[0]
   # At the end 40 and 80: mean 60, standard error sqrt(800 / 2) = 20. Where 100
   # steps were taken 40 and 20 + 60 * 5/6 = 70; 20 + 30 * 10/11 = 47.3.
   both = '55.0 ± 15.0 | 55.0 ± 15.0'
   assert lines[2] == f'| a | 2 | 11 | 60.0 ± 20.0 |  | {both} | 40.0, 80.0 |'
   # Seed 0 of the first ended at 40.
   assert lines[3] == '| b | 1 | 11 | 50.0 | 10.0 | 47.3 | 47.3 | 50.0 |'
-  sweep.draw(found, tmp_path / 'curves.png')
+  sweep.draw(evaluations, tmp_path / 'curves.png')
   assert (tmp_path / 'curves.png').stat().st_size > 5000
 
 
 @pytest.mark.skipif(
   not hasattr(os, 'sched_setaffinity'), reason='pins processes to cores'
 )
-def test_runs_that_fail_are_told_and_the_others_go_on(tmp_path):
+def test_failed_runs_are_reported_and_others_continue(tmp_path):
   runs = [
     sweep.Run('bad', 'configs/alfworld.py:smoke', 0, (('seed', -1),)),
     sweep.Run('worse', 'configs/webshop.py:smoke', 0, (('seed', -2),)),
@@ -96,9 +99,7 @@ def test_runs_without_a_config_are_refused(tmp_path, config, overrides):
     sweep.run_all([run], tmp_path, at_once=1)
 
 
-def test_runs_that_live_elsewhere_are_neither_run_nor_forgotten(
-  tmp_path, monkeypatch
-):
+def test_known_runs_are_gathered_and_not_rerun(tmp_path, monkeypatch):
   for n in (0, 1):
     write_run(tmp_path / f'there/alfworld-a-{n}', [(0, 0.2), (100, 0.4 + n)])
   write_run(tmp_path / 'here/alfworld-b-0', [(0, 0.2), (110, 0.5)])
@@ -130,7 +131,7 @@ def test_runs_that_live_elsewhere_are_neither_run_nor_forgotten(
     sweep.read_table(str(file))
 
 
-def test_a_folder_of_another_run_is_not_taken_for_one(tmp_path):
+def test_folder_with_another_config_is_refused(tmp_path):
   write_run(tmp_path / 'alfworld-a-0', [(0, 0.2), (100, 0.4)])
   config_lib.save(RUNS[0].load(), str(tmp_path / 'alfworld-a-0'))
   assert len(sweep.gather(RUNS[:1], tmp_path)) == 2
@@ -150,7 +151,7 @@ sweep.run_all([run], pathlib.Path(sys.argv[1]), at_once=1)
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='needs prctl')
-def test_a_killed_sweep_takes_its_trainers_along(tmp_path):
+def test_killing_a_sweep_ends_its_runs(tmp_path):
   log = tmp_path / 'alfworld-a-0.log'
 
   def trainer() -> str:
@@ -183,14 +184,14 @@ def _wait_for(condition) -> None:
     time.sleep(0.05)
 
 
-def test_a_sweep_in_use_is_refused(tmp_path):
+def test_locked_sweep_is_refused(tmp_path):
   file = tmp_path / 'list.py'
   file.write_text(f'RUNS = [{dataclasses.asdict(RUNS[0]) | {"overrides": {}}}]')
   with files.locked(tmp_path), pytest.raises(ValueError, match='in use by'):
     sweep.main(str(file), str(tmp_path), at_once=1, only_gather=False)
 
 
-def test_runs_under_way_are_not_in_the_table(tmp_path):
+def test_unfinished_runs_are_not_gathered(tmp_path):
   write_run(tmp_path / 'alfworld-a-0', [(0, 0.2), (100, 0.4)])
   write_run(tmp_path / 'alfworld-a-1', [(0, 0.2)])
   (tmp_path / 'alfworld-a-1' / 'policy' / 'config.json').unlink()
@@ -200,15 +201,15 @@ def test_runs_under_way_are_not_in_the_table(tmp_path):
 @pytest.mark.parametrize(
   ('text', 'message'),
   [
-    ('RUNS = []', 'has no RUNS'),
+    ('RUNS = []', 'RUNS is missing or empty'),
     ('RUNS = [{"name": "a"}]', "lacks .'config', 'seed'."),
     (
       'RUNS = 2 * [{"name": "a", "config": "x", "seed": 0}]',
-      "'x-a-0'. are there twice",
+      "'x-a-0'. are listed twice",
     ),
   ],
 )
-def test_wrong_files_are_refused(tmp_path, text, message):
+def test_invalid_sweep_files_are_refused(tmp_path, text, message):
   path = tmp_path / 'sweep.py'
   path.write_text(text)
   with pytest.raises(ValueError, match=message):
@@ -217,7 +218,7 @@ def test_wrong_files_are_refused(tmp_path, text, message):
     sweep.read(tmp_path / 'nowhere.py')
 
 
-def test_the_command_refuses_in_one_line(tmp_path):
+def test_command_error_is_one_line(tmp_path):
   done = subprocess.run(
     [sys.executable, 'launch/sweep.py', f'--workdir={tmp_path}'],
     cwd=PROJECT,

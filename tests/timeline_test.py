@@ -1,4 +1,4 @@
-"""The picture of a rollout."""
+"""Tests of the rollout timeline."""
 
 import pytest
 from matplotlib import pyplot
@@ -6,7 +6,7 @@ from matplotlib import pyplot
 from gigpo_jax import timeline
 
 
-def test_a_picture_of_what_slots_did(tmp_path):
+def test_plot_writes_png(tmp_path):
   spans = [(0, 'prefill', 5.0, 5.5), (0, 'decode', 5.5, 7.0)]
   spans += [(3, 'decode', 6.0, 6.5)]
   path = timeline.plot(spans, [(4.0, 6.5)], tmp_path)
@@ -15,14 +15,14 @@ def test_a_picture_of_what_slots_did(tmp_path):
   assert timeline.plot([], [], tmp_path / 'none') is None
 
 
-def test_time_that_any_span_covers():
+def test_joined_merges_overlapping_spans():
   assert list(timeline.joined([])) == []
   spans = [(4, 5), (0, 2), (1, 3), (5, 6), (1, 2)]
   assert list(timeline.joined(spans)) == [(0, 3), (4, 6)]
 
 
 @pytest.mark.parametrize('slots', [1, 2, 3, 40])
-def test_slots_are_marked_by_whole_numbers(tmp_path, monkeypatch, slots):
+def test_slot_ticks_are_integers(tmp_path, monkeypatch, slots):
   drawn = []
   monkeypatch.setattr(pyplot, 'close', drawn.append)
   spans = [(slot, 'decode', 0.0, 1.0) for slot in range(slots)]

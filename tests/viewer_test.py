@@ -1,4 +1,4 @@
-"""The page of a run: what it is given, and in a real browser what it shows."""
+"""Tests of the viewer: the data it serves, and the page in a real browser."""
 
 import base64
 import gzip
@@ -51,32 +51,34 @@ LONG = 'very long ' * 1000
 STATES = (f'You are in the hall. {HOSTILE}', 'You are in the kitchen.', LONG)
 
 
-def _step(text, number, *, last, won, valid):
-  action = f'go to room {number}' if valid else HOSTILE
+def _step(text, index, *, last, success, valid):
+  action = f'go to room {index}' if valid else HOSTILE
   response = f'<think>I want ☕ and {HOSTILE}</think><action>{action}</action>'
-  state = STATES[number % 3]
+  state = STATES[index % 3]
   ids = text.encode([response])[0]
-  chances = np.random.default_rng(len(ids) + number).exponential(0.4, len(ids))
+  surprisal = np.random.default_rng(len(ids) + index).exponential(0.4, len(ids))
   return trajectory.Step(
     prompt_ids=text.render([f'What now? {state}'])[0],
     completion_ids=ids,
-    log_probs=-chances.astype(np.float32),
+    log_probs=-surprisal.astype(np.float32),
     truncated=not valid,
-    prompt_shortened=number == 2,
+    prompt_shortened=index == 2,
     anchor=state,
     observation=state,
     response=response,
     result=base.StepResult(
-      None, 10.0 * (won and last), valid, action, won and last, last
+      None, 10.0 * (success and last), valid, action, success and last, last
     ),
   )
 
 
 def _episode(text, group, member):
-  won, number = (group + member) % 2 == 0, 2 + member
+  success, length = (group + member) % 2 == 0, 2 + member
   steps = tuple(
-    _step(text, n, last=n == number - 1, won=won, valid=won or n != 1)
-    for n in range(number)
+    _step(
+      text, n, last=n == length - 1, success=success, valid=success or n != 1
+    )
+    for n in range(length)
   )
   task = base.Task('train', 40 + group)
   kind = ('pick', 'heat<b>')[group]
@@ -98,41 +100,41 @@ def fixture_workdir(tmp_path_factory):
   log = episodes.Log(root / 'episodes', text, seed=3, every=2)
   for iteration in range(3):
     played = [_episode(text, g, m) for g in range(2) for m in range(3)]
-    found = collection.Collected(played, played, list(range(6)), {})
+    collected = collection.Collected(played, played, list(range(6)), {})
     rows = batch.from_trajectories(
       played, max_prompt_tokens=20_000, max_completion_tokens=800
     )
-    log.write(iteration, found, rows, algorithms.make('gigpo').credit(rows))
-    told = metrics.summarize(played) | {'loss/entropy': 1 / (1 + iteration)}
+    log.write(iteration, collected, rows, algorithms.make('gigpo').credit(rows))
+    values = metrics.summarize(played) | {'loss/entropy': 1 / (1 + iteration)}
     if iteration == 2:
-      told |= {'eval/success_rate': 0.5, 'loss/total': math.nan}
-    writer.write(iteration, told)
+      values |= {'eval/success_rate': 0.5, 'loss/total': math.nan}
+    writer.write(iteration, values)
   writer.close()
   return root
 
 
-def test_tokens_that_share_a_character_come_together(workdir):
+def test_tokens_of_one_character_form_one_span(workdir):
   text = tokenizer.Tokenizer(str(workdir / 'text'))
   (ids,) = text.encode(['a ☕ b'])
 
-  def decode(held):
-    return text.decode([np.array(held)])[0]
+  def decode(ids_of_span):
+    return text.decode([np.array(ids_of_span)])[0]
 
   ids = ids.tolist()
-  found = viewer.spans(decode, ids, [-0.5] * len(ids))
-  assert ''.join(text for text, _, _ in found) == 'a ☕ b'
-  assert sum(count for _, _, count in found) == len(ids)
-  cup = next(span for span in found if '☕' in span[0])
+  spans = viewer.spans(decode, ids, [-0.5] * len(ids))
+  assert ''.join(text for text, _, _ in spans) == 'a ☕ b'
+  assert sum(count for _, _, count in spans) == len(ids)
+  cup = next(span for span in spans if '☕' in span[0])
   assert cup[2] > 1 and cup[1] == -0.5 * cup[2]
-  # Of a policy that has diverged; JSON has no such numbers.
-  told = viewer.spans(decode, ids[:2], [math.nan, -math.inf])
-  assert [log_prob for _, log_prob, _ in told] == [None, None]
-  # Cut off within the character.
-  cut = viewer.spans(decode, ids[:3], [-0.5] * 3)
-  assert sum(count for _, _, count in cut) == 3
+  # A diverged policy has NaN and infinity, which JSON lacks.
+  diverged = viewer.spans(decode, ids[:2], [math.nan, -math.inf])
+  assert [log_prob for _, log_prob, _ in diverged] == [None, None]
+  # The completion ends within the character.
+  partial = viewer.spans(decode, ids[:3], [-0.5] * 3)
+  assert sum(count for _, _, count in partial) == 3
 
 
-def test_the_parts_of_a_run(workdir):
+def test_application_serves_run_iterations_and_steps(workdir):
   client = viewer.application(workdir).test_client()
   run = client.get('/run.json').json
   assert run['name'] == 'a<b>run' and run['iterations'] == [0, 2]
@@ -142,12 +144,14 @@ def test_the_parts_of_a_run(workdir):
     ('train/40', 'pick'),
     ('train/41', 'heat<b>'),
   ]
-  won, lost, _ = groups[0]['episodes']
-  assert won['success'] and not lost['success'] and won['return'] == 10
+  succeeded, failed, _ = groups[0]['episodes']
+  assert (
+    succeeded['success'] and not failed['success'] and succeeded['return'] == 10
+  )
   (record, *_) = episodes.open_set(workdir / 'episodes').read(2)
-  assert (won['length'], lost['invalid']) == (2, 1)
+  assert (succeeded['length'], failed['invalid']) == (2, 1)
   steps = client.get('/iterations/2/0.json').json
-  assert [len(taken) for taken in steps] == [2, 3, 4]
+  assert [len(episode_steps) for episode_steps in steps] == [2, 3, 4]
   step, shown = record['steps'][0], steps[0][0]
   assert ''.join(text for text, _, _ in shown['tokens']) == step['response']
   assert sum(p for _, p, _ in shown['tokens']) == pytest.approx(
@@ -157,13 +161,13 @@ def test_the_parts_of_a_run(workdir):
   assert 'What now?' in shown['prompt']
   assert shown['step_advantage'] == pytest.approx(step['step_advantage'], 1e-3)
   assert shown['state'] == step['anchor_group']
-  broken = groups[1]['episodes'][2]
-  assert broken['failure'] and not broken['trained']
-  (*_, broken) = client.get('/iterations/2/1.json').json
-  assert broken[0]['advantage'] is None
+  aborted = groups[1]['episodes'][2]
+  assert aborted['failure'] and not aborted['trained']
+  (*_, aborted) = client.get('/iterations/2/1.json').json
+  assert aborted[0]['advantage'] is None
   for missing in ('1', '2/2', '1/0'):
-    answer = client.get(f'/iterations/{missing}.json')
-    assert answer.status_code == 404 and 'no such' in answer.json['error']
+    response = client.get(f'/iterations/{missing}.json')
+    assert response.status_code == 404 and 'not kept' in response.json['error']
 
 
 @pytest.fixture(name='damaged', params=['record', 'truncated', 'flipped'])
@@ -175,9 +179,9 @@ def fixture_damaged(request, workdir, tmp_path):
   data = bytearray(path.read_bytes())
   if request.param == 'record':
     records = episodes.open_set(root / 'episodes').source
-    found = [records[n] for n in range(6, 12)]
+    encoded = [records[n] for n in range(6, 12)]
     writer = array_record_module.ArrayRecordWriter(str(path), 'group_size:1')
-    for n, record in enumerate(found):
+    for n, record in enumerate(encoded):
       writer.write(record if n != 4 else record[: len(record) // 2])
     writer.close()
   elif request.param == 'truncated':
@@ -189,7 +193,7 @@ def fixture_damaged(request, workdir, tmp_path):
   return root
 
 
-def test_damaged_records_give_an_error_that_names_the_file(damaged):
+def test_damaged_record_error_names_the_file(damaged):
   client = viewer.application(damaged).test_client()
   assert client.get('/').status_code == 200
   answer = client.get('/iterations/2.json')
@@ -201,7 +205,7 @@ def test_damaged_records_give_an_error_that_names_the_file(damaged):
     viewer.export(damaged, damaged / 'run.html')
 
 
-def test_requests_never_end_in_html_errors(workdir, tmp_path):
+def test_errors_are_json(workdir, tmp_path):
   root = tmp_path / 'run'
   shutil.copytree(workdir, root)
   client = viewer.application(root).test_client()
@@ -216,14 +220,14 @@ def test_requests_never_end_in_html_errors(workdir, tmp_path):
   assert answer.headers['X-Content-Type-Options'] == 'nosniff'
 
 
-def test_all_answers_forbid_sniffing(workdir):
+def test_all_responses_forbid_sniffing(workdir):
   client = viewer.application(workdir).test_client()
   for path in ('/', '/run.json', '/iterations/2.json', '/iterations/1.json'):
     assert client.get(path).headers['X-Content-Type-Options'] == 'nosniff'
 
 
 @pytest.mark.parametrize('host', ['127.0.0.1', '0.0.0.0', '::', 'localhost'])
-def test_only_names_of_this_machine_are_answered(workdir, host):
+def test_foreign_host_headers_are_refused(workdir, host):
   client = viewer.application(workdir, (host, 'proxy.example')).test_client()
 
   def status(name):
@@ -237,7 +241,7 @@ def test_only_names_of_this_machine_are_answered(workdir, host):
   assert {name: status(name) for name in others} == dict.fromkeys(others, 400)
 
 
-def test_an_export_decodes_every_record_once(workdir, tmp_path, monkeypatch):
+def test_export_decodes_every_record_once(workdir, tmp_path, monkeypatch):
   decoded, decode = [], episodes.decode
 
   def count(data, **kwargs):
@@ -249,14 +253,14 @@ def test_an_export_decodes_every_record_once(workdir, tmp_path, monkeypatch):
   assert len(decoded) == 12
 
 
-def test_nothing_written_by_others_is_html(workdir, tmp_path):
+def test_foreign_text_is_never_html(workdir, tmp_path):
   client = viewer.application(workdir).test_client()
   viewer.export(workdir, tmp_path / 'run.html')
   exported = (tmp_path / 'run.html').read_text()
   for text in (client.get('/').text, exported):
     assert 'owned' not in text and '<img' not in text
     assert '<title>a&lt;b&gt;run</title>' in text
-    # No address outside of this machine, but for SVG's name.
+    # The only absolute URL is SVG's namespace.
     assert set(re.findall(r'https?://[^\s\'"]+', text)) == {
       'http://www.w3.org/2000/svg'
     }
@@ -267,20 +271,20 @@ def test_nothing_written_by_others_is_html(workdir, tmp_path):
   )
   assert len(parts) == 1 + 2 * 3
   for name in ('iterations/2', 'iterations/0/1'):
-    found = json.loads(gzip.decompress(base64.b64decode(parts[name])))
-    assert found == client.get(f'/{name}.json').json
+    data = json.loads(gzip.decompress(base64.b64decode(parts[name])))
+    assert data == client.get(f'/{name}.json').json
 
 
-def test_part_of_a_run_is_exported(workdir, tmp_path):
+def test_export_of_selected_iterations(workdir, tmp_path):
   viewer.export(workdir, tmp_path / 'run.html', [2])
   html = (tmp_path / 'run.html').read_text()
   assert 'iterations/2' in html and 'iterations/0' not in html
-  with pytest.raises(ValueError, match='iterations=1: .* there are 0, 2'):
+  with pytest.raises(ValueError, match='iterations=1: .* kept are 0, 2'):
     viewer.export(workdir, tmp_path / 'run.html', [1])
 
 
-def test_no_run_is_refused(tmp_path):
-  with pytest.raises(ValueError, match='no run there'):
+def test_summary_refuses_a_folder_without_a_run(tmp_path):
+  with pytest.raises(ValueError, match='holds no run'):
     viewer.summary(tmp_path)
 
 
@@ -294,7 +298,7 @@ def _view(*flags):
   )
 
 
-def test_the_command_serves_until_it_is_interrupted(workdir):
+def test_view_command_serves_until_interrupted(workdir):
   with _view(f'--workdir={workdir}', '--port=0') as process:
     address = process.stdout.readline().strip()
     with urllib.request.urlopen(f'{address}run.json', timeout=60) as answer:
@@ -304,12 +308,13 @@ def test_the_command_serves_until_it_is_interrupted(workdir):
   assert process.returncode == 0
 
 
-def test_wrong_commands_end_in_one_line(tmp_path):
+def test_view_command_error_is_one_line(tmp_path):
   with _view(f'--workdir={tmp_path}', '--export=run.html') as process:
-    _, told = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=60)
   assert process.returncode == 2
-  assert told == (
-    f'--workdir={tmp_path}: no run there; needs metrics.jsonl or episodes\n'
+  assert stderr == (
+    f'--workdir={tmp_path}: holds no run; must have metrics.jsonl '
+    'or episodes/\n'
   )
 
 
@@ -347,26 +352,26 @@ def fixture_address(request, workdir, tmp_path_factory):
 
 @pytest.fixture(name='page')
 def fixture_page(browser, address):
-  """The page, which must make no mistake and ask nobody else."""
+  """Opens the page; fails on page errors and external requests."""
   page = browser.new_page(viewport={'width': 1500, 'height': 950})
-  wrong, asked = [], []
-  page.on('pageerror', lambda error: wrong.append(str(error)))
+  errors, requests = [], []
+  page.on('pageerror', lambda error: errors.append(str(error)))
   page.on(
     'console',
-    lambda line: wrong.append(line.text) if line.type == 'error' else None,
+    lambda line: errors.append(line.text) if line.type == 'error' else None,
   )
-  page.on('request', lambda request: asked.append(request.url))
+  page.on('request', lambda request: requests.append(request.url))
   page.goto(address)
   page.wait_for_selector('body[data-ready]')
   yield page
   page.close()
-  assert not wrong
-  own = (address.partition('#')[0].rpartition('/')[0], 'data:', 'blob:')
-  assert all(url.startswith(own) for url in asked), asked
+  assert not errors
+  allowed = (address.partition('#')[0].rpartition('/')[0], 'data:', 'blob:')
+  assert all(url.startswith(allowed) for url in requests), requests
 
 
 @pytest.mark.parametrize('address', ['served', 'exported'], indirect=True)
-def test_what_is_seen_at_first(page):
+def test_initial_view(page):
   assert page.text_content('#name') == 'a<b>run'
   assert page.locator('.curve').count() >= 4
   assert page.input_value('#iteration') == '2'
@@ -382,27 +387,27 @@ def test_what_is_seen_at_first(page):
 
 
 @pytest.mark.parametrize('address', ['served', 'exported'], indirect=True)
-def test_hostile_texts_are_texts(page):
+def test_hostile_text_is_shown_as_text(page):
   assert page.title() == 'a<b>run'
   shown = page.locator('.step .response').first.text_content()
-  seen = HOSTILE.replace('\u202e', 'u202e').replace('\u202c', 'u202c')
-  assert seen in shown
-  assert seen in page.locator('.observation').first.text_content()
+  expected = HOSTILE.replace('\u202e', 'u202e').replace('\u202c', 'u202c')
+  assert expected in shown
+  assert expected in page.locator('.observation').first.text_content()
   assert page.locator('img, .step script, .step b').count() == 0
   assert page.locator('.escape').count() > 0
   page.locator('.step details summary').first.click()
-  assert seen in page.locator('.step pre').first.text_content()
+  assert expected in page.locator('.step pre').first.text_content()
   # Nothing makes the page wider than the window.
   assert page.evaluate('document.documentElement.scrollWidth') <= 1500
 
 
-def test_tokens_tell_their_log_probs(page):
+def test_token_hints_show_log_probs(page):
   tokens = page.locator('.step .response').first.locator('.token')
   assert tokens.count() > 20
   tokens.nth(3).hover()
-  told = page.text_content('#hint')
+  hint = page.text_content('#hint')
   assert re.fullmatch(
-    r'log-prob −?\d+\.\d{3} · [\d.e+-]+ %( · \d tokens)?', told
+    r'log-prob −?\d+\.\d{3} · [\d.e+-]+ %( · \d tokens)?', hint
   )
   colours = tokens.evaluate_all('all => all.map((t) => t.style.background)')
   assert len(set(colours)) > 5
@@ -416,50 +421,52 @@ def test_advantages_are_coloured_by_sign(page):
     chips = steps.first.locator('.numbers span')
     return chips.filter(has_text=chip).evaluate('chip => chip.style.background')
 
-  assert '--above' in colour(0, 'episode') and '--above' in colour(0, 'both')
+  assert '--above' in colour(0, 'episode') and '--above' in colour(0, 'total')
   assert '--below' in colour(1, 'episode') and '--below' in colour(1, 'step')
 
 
-def test_steps_of_a_state_are_shown_together(page):
+def test_anchor_highlights_steps_of_the_same_state(page):
   anchor = page.locator('.episode[data-member="0"] .anchor').first
   anchor.hover()
-  assert page.locator('.step.same').count() == 4  # Three starts, one return.
+  assert (
+    page.locator('.step.same').count() == 4
+  )  # Three episode starts and one revisit.
   anchor.click()
   rows = page.locator('#state tbody tr')
   assert rows.count() == 4
   rows.nth(2).click()
   page.wait_for_selector('#step-2-0.flash, #step-1-0.flash')
-  page.mouse.move(1, 1)  # Off all states.
+  page.mouse.move(1, 1)  # Move the mouse off all states.
   page.keyboard.press('Escape')
   assert page.locator('.step.same').count() == 0
   assert page.locator('#state').is_hidden()
 
 
-def _shows(page, selector, number):
-  """Waits until there are so many: what is not there yet is loaded."""
+def _expect_count(page, selector, count):
+  """Waits until the selector matches `count` elements."""
   expect = pytest.importorskip('playwright.sync_api').expect
-  expect(page.locator(selector)).to_have_count(number)
+  expect(page.locator(selector)).to_have_count(count)
 
 
 def test_filters(page):
   page.select_option('#outcome', 'success')
-  _shows(page, '.episode', 2)
+  _expect_count(page, '.episode', 2)
   page.select_option('#outcome', '')
   page.check('#invalid')
-  _shows(page, '.episode', 1)
-  _shows(page, '.badge.bad', 1)
+  _expect_count(page, '.episode', 1)
+  _expect_count(page, '.badge.bad', 1)
   page.uncheck('#invalid')
   page.select_option('#kind', 'heat<b>')
-  _shows(page, '#groups button', 1)
+  _expect_count(page, '#groups button', 1)
   page.fill('#text', 'room 3')
-  _shows(page, '.episode', 1)
+  _expect_count(page, '.episode', 1)
   page.fill('#text', 'nowhere to be found')
-  _shows(page, '.episode', 0)
+  _expect_count(page, '.episode', 0)
   assert 'No episode' in page.text_content('#groups')
 
 
 @pytest.mark.parametrize('address', ['served', 'exported'], indirect=True)
-def test_iterations_and_metrics_are_chosen(page):
+def test_select_iteration_and_metric(page):
   page.click('#before')
   page.wait_for_url('**#iteration=0&group=0')
   assert page.input_value('#iteration') == '0'
@@ -469,21 +476,21 @@ def test_iterations_and_metrics_are_chosen(page):
   assert page.input_value('#metric') == 'train/prompt_tokens'
 
 
-def test_in_a_frame_of_a_notebook(browser, workdir, tmp_path):
+def test_export_works_in_a_notebook_iframe(browser, workdir, tmp_path):
   viewer.export(workdir, tmp_path / 'run.html')
   page = browser.new_page()
-  wrong = []
-  page.on('pageerror', lambda error: wrong.append(str(error)))
-  inside = html.escape((tmp_path / 'run.html').read_text())
-  page.set_content(f'<iframe srcdoc="{inside}" width=1400 height=800></iframe>')
+  errors = []
+  page.on('pageerror', lambda error: errors.append(str(error)))
+  srcdoc = html.escape((tmp_path / 'run.html').read_text())
+  page.set_content(f'<iframe srcdoc="{srcdoc}" width=1400 height=800></iframe>')
   frame = page.frame_locator('iframe')
   frame.locator('.episode').first.wait_for()
   assert frame.locator('#groups button').count() == 2
   page.close()
-  assert not wrong
+  assert not errors
 
 
-def test_a_page_that_is_open_goes_along_with_the_run(served, tmp_path):
+def test_open_page_follows_a_growing_run(served, tmp_path):
   writer = metrics.Writer(tmp_path)
   writer.write(0, {'train/success_rate': 0.5, 'loss/total': math.nan})
   page = served(tmp_path)
@@ -492,11 +499,11 @@ def test_a_page_that_is_open_goes_along_with_the_run(served, tmp_path):
   ]
   writer.write(1, {'loss/total': 2.0})
   page.evaluate('refresh()')
-  _shows(page, '#metric option', 2)
+  _expect_count(page, '#metric option', 2)
   writer.close()
 
 
-def test_a_run_without_episodes_shows_its_curves(browser, tmp_path):
+def test_run_without_episodes_shows_curves(browser, tmp_path):
   writer = metrics.Writer(tmp_path)
   writer.write(0, {'train/success_rate': 0.5})
   writer.close()
@@ -512,8 +519,8 @@ def test_a_run_without_episodes_shows_its_curves(browser, tmp_path):
 
 @pytest.fixture(name='served')
 def fixture_served(browser):
-  """Returns a function that serves a run and opens it: (run, size) -> page."""
-  open_ones = []
+  """Returns a function that serves a run and opens its page."""
+  opened = []
 
   def serve(root, width=1500, height=950):
     server = serving.make_server(
@@ -522,34 +529,34 @@ def fixture_served(browser):
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     page = browser.new_page(viewport={'width': width, 'height': height})
-    open_ones.append((server, thread, page))
+    opened.append((server, thread, page))
     page.goto(f'http://127.0.0.1:{server.server_port}/')
     page.wait_for_selector('body[data-ready]')
     return page
 
   yield serve
-  for server, thread, page in open_ones:
+  for server, thread, page in opened:
     page.close()
     server.shutdown()
     thread.join()
     server.server_close()
 
 
-def test_the_page_shows_that_a_record_is_damaged(served, damaged):
+def test_page_reports_a_damaged_record(served, damaged):
   page = served(damaged)
   assert 'is damaged' in page.text_content('#group .error')
   assert page.locator('#groups button').count() == 0
   page.click('#before')
-  _shows(page, '.episode', 3)
+  _expect_count(page, '.episode', 3)
 
 
-def test_groups_are_chosen_on_a_phone(served, workdir):
+def test_groups_are_usable_on_a_phone(served, workdir):
   page = served(workdir, 390, 844)
   buttons = page.locator('#groups button')
   boxes = [buttons.nth(n).bounding_box() for n in range(2)]
   strip = page.locator('#groups').bounding_box()
   for box in boxes:
-    # Large enough for a finger, all of it within the list and the screen.
+    # Large enough for a finger, and entirely inside the list and the screen.
     assert box['height'] >= 44
     assert strip['y'] <= box['y']
     assert box['y'] + box['height'] <= min(strip['y'] + strip['height'], 844)

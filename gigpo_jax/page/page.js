@@ -1,5 +1,5 @@
 'use strict';
-// Texts of models and environments enter the document by textContent alone.
+// Insert texts from models and environments by textContent only, never as HTML.
 
 const run = { facts: {}, metrics: [], iterations: [] };
 const now = { iteration: null, data: null, group: 0, marked: null, turn: 0, told: '' };
@@ -7,8 +7,8 @@ const charts = [
   { title: 'success', train: 'train/success_rate', held: 'eval/success_rate',
     low: 'eval/success_low', high: 'eval/success_high', percent: true },
   { title: 'score', train: 'train/score', held: 'eval/score', percent: true },
-  { title: 'reward of an episode', train: 'train/episode_reward' },
-  { title: 'steps of an episode', train: 'train/episode_length' },
+  { title: 'episode reward', train: 'train/episode_reward' },
+  { title: 'episode length (steps)', train: 'train/episode_length' },
   { title: 'invalid actions', train: 'train/invalid_action_rate', percent: true },
 ];
 let chosenMetric = 'loss/entropy';
@@ -28,8 +28,9 @@ function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-// What cannot be seen, or turns the text around it: shown by its number.
-// Two that join letters are left in.
+// Invisible characters and those that change text direction are shown as code
+// points. The zero-width joiner and non-joiner stay: scripts and emoji need
+// them.
 const HIDDEN = /(?![\t\n\u200c\u200d])[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/gu;
 
 function words(text) {
@@ -161,7 +162,7 @@ function drawCurves() {
   find('curves').replaceChildren(...figures);
 }
 
-// Which iteration, group and episodes.
+// Selection of iteration, group and episodes.
 
 function filters() {
   return {
@@ -187,7 +188,8 @@ function matching(group, wanted) {
   return group.episodes.filter((episode) => fits(episode, wanted));
 }
 
-// Steps are asked for when they are needed: those of a group, or to be searched.
+// Load a group's steps on demand: when the group is shown, or for a text
+// search.
 function loadSteps(group) {
   const fill = (found) => group.episodes.forEach((episode, n) => { episode.steps = found[n]; });
   group.loading ||= load(`iterations/${now.data.iteration}/${group.group}`).then(fill);
@@ -207,7 +209,7 @@ async function drawGroups() {
     if (!shown.some((group) => group.group === now.group) && shown.length) now.group = shown[0].group;
     const chosen = shown.find((group) => group.group === now.group);
     if (chosen) await loadSteps(chosen);
-    if (turn !== now.turn) return; // Something else was asked for meanwhile.
+    if (turn !== now.turn) return; // A newer request has replaced this one.
     listGroups(shown);
     drawGroup(chosen, wanted);
   } catch (error) {
@@ -229,7 +231,7 @@ function listGroups(shown) {
       make('span', { class: 'kind' }, words(group.kind || group.task)),
       make('small', {}, words(group.task))),
     make('span', { class: 'dots' }, ...group.episodes.map(dot))))));
-  if (!shown.length) find('groups').append(make('li', { class: 'none' }, 'No episode is like that.'));
+  if (!shown.length) find('groups').append(make('li', { class: 'none' }, 'No episode matches the filters.'));
 }
 
 function drawGroup(group, wanted) {
@@ -256,7 +258,7 @@ function drawGroup(group, wanted) {
 
 function drawEpisode(episode, states) {
   const kind = episode.failure ? 'broken' : episode.success ? 'success' : '';
-  const verdict = episode.failure ? 'broken off' : episode.success ? 'success' : 'no success';
+  const verdict = episode.failure ? 'aborted' : episode.success ? 'success' : 'no success';
   const score = episode.score === null ? '' : ` · score ${number(episode.score)}`;
   const ended = episode.failure || episode.end;
   return make('section', { class: `episode ${kind}`, 'data-member': episode.member },
@@ -294,7 +296,8 @@ function drawTokens(tokens) {
   });
 }
 
-// Long episodes have very many tokens: those in sight are drawn.
+// Long episodes have many tokens, so tokens are drawn only when they come into
+// view.
 const seen = new IntersectionObserver((entries) => {
   for (const entry of entries) {
     if (entry.isIntersecting && entry.target.tokens) {
@@ -319,7 +322,7 @@ function drawStep(episode, step, n, states) {
   const same = states.get(step.state) || [];
   const anchor = step.state < 0 ? null : make('button', {
     class: same.length > 1 ? 'anchor' : 'anchor alone',
-    'data-hint': same.length > 1 ? 'steps taken in the same state' : 'no other step was taken in this state',
+    'data-hint': same.length > 1 ? 'steps taken in the same state' : 'the only step taken in this state',
     onmouseenter: () => { if (now.marked === null) light(step.state); },
     onmouseleave: () => { if (now.marked === null) light(null); },
     onclick: () => mark(now.marked === step.state ? null : step.state, false, same),
@@ -329,7 +332,7 @@ function drawStep(episode, step, n, states) {
       make('span', { class: 'n' }, `${n}`),
       make('span', { class: 'action' }, words(step.action || '(no action)')),
       step.valid ? null : make('span', { class: 'badge bad' }, 'invalid'),
-      step.truncated ? make('span', { class: 'badge' }, 'cut off') : null,
+      step.truncated ? make('span', { class: 'badge' }, 'truncated') : null,
       step.prompt_shortened ? make('span', { class: 'badge' }, 'prompt shortened') : null),
     make('p', { class: 'observation', onclick: open }, words(step.observation)),
     response,
@@ -337,9 +340,9 @@ function drawStep(episode, step, n, states) {
       make('span', {}, make('i', {}, 'reward'), number(step.reward)),
       step.discounted_return === null ? null
         : make('span', { 'data-hint': 'discounted return from this step on' }, make('i', {}, 'return'), number(step.discounted_return)),
-      step.episode_advantage === null ? null : chip('episode', step.episode_advantage, 'advantage of the episode among its group'),
-      step.step_advantage === null ? null : chip('step', step.step_advantage, 'advantage of the step among those of its state'),
-      step.advantage === null ? null : chip('both', step.advantage, 'advantage that the step was trained with')),
+      step.episode_advantage === null ? null : chip('episode', step.episode_advantage, 'episode advantage: compared with the group'),
+      step.step_advantage === null ? null : chip('step', step.step_advantage, 'step advantage: compared with steps from the same state'),
+      step.advantage === null ? null : chip('total', step.advantage, 'total advantage: what the step was trained with')),
     make('div', { class: 'foot' }, prompt, anchor));
 }
 
@@ -354,7 +357,7 @@ function light(state) {
   }
 }
 
-// Keeps a state marked and lists the steps that were taken in it.
+// Keep a state highlighted and list the steps taken in it.
 function mark(state, quiet, same = []) {
   now.marked = state;
   if (!quiet) light(state);
@@ -371,7 +374,7 @@ function mark(state, quiet, same = []) {
   };
   panel.replaceChildren(
     make('header', {}, make('b', {}, `State ${state}`),
-      make('small', {}, `${same.length} steps of this group were taken in it`),
+      make('small', {}, `${same.length} steps of this group were taken in this state`),
       make('button', { onclick: () => mark(null), title: 'close (Esc)' }, '✕')),
     make('pre', {}, words(same[0].step.anchor)),
     make('table', {},
@@ -389,7 +392,7 @@ function visit(id) {
   card.classList.add('flash');
 }
 
-// Which iteration is shown, and whether there is one before and after it.
+// Show the selected iteration; disable the buttons at either end.
 function drawPlace() {
   if (now.iteration === null) return;
   find('iteration').value = String(now.iteration);
@@ -405,7 +408,7 @@ async function choose(iteration, group = 0) {
   drawCurves();
   try {
     const data = await load(`iterations/${iteration}`);
-    if (now.iteration !== iteration) return; // Another was chosen meanwhile.
+    if (now.iteration !== iteration) return; // Another iteration was selected in the meantime.
     now.data = data;
   } catch (error) {
     if (now.iteration !== iteration) return;
@@ -423,7 +426,7 @@ async function choose(iteration, group = 0) {
 }
 
 function remember() {
-  if (location.protocol === 'about:') return; // In a frame of a notebook.
+  if (location.protocol === 'about:') return; // In the iframe of a notebook.
   history.replaceState(null, '', `#iteration=${now.iteration}&group=${now.group}`);
 }
 
