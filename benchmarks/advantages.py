@@ -1,16 +1,17 @@
-"""The advantage kernel beside Python, and its share of an iteration.
+"""Benchmark the advantage kernel against Python, and its share of a run.
 
     python benchmarks/advantages.py
     python benchmarks/advantages.py --workdir runs/alfworld-tiny
 
-Rows as an ALFWorld iteration has them: groups of 8 episodes of 50 steps, each
-in one of 30 states of its group. Beside the kernel, which begins with 128-bit
-hashes of the anchors and ends with a numpy array:
+The rows resemble an ALFWorld iteration: groups of 8 episodes of 50 steps, each
+step in one of 30 states of its group. The kernel's time includes the 128-bit
+hashes of the anchors and the transfer to a numpy array. Baselines:
 
-- `released`: the way of the paper's released code, in Python and numpy. Ids are
-  strings, and for each row all rows are searched for those of its episode, so
-  that its time rises with the square of the rows; it is left out above 6,400.
-- `plain`: the best that loops and dictionaries do, in time as the rows.
+- `released`: the algorithm of the paper's released code, in Python and numpy.
+Ids are strings, and each row searches all rows for those of its episode. Its
+time grows with the square of the rows, so it is skipped above 6,400 rows.
+
+- `plain`: loops and dictionaries, in time proportional to the rows.
 """
 
 import argparse
@@ -24,16 +25,16 @@ import numpy as np
 
 from gigpo_jax import advantages, anchors, metrics
 
-_MOST_SEARCHED = 6_400
+_MAX_RELEASED_ROWS = 6_400
 _MEMBERS, _STEPS, _STATES = 8, 50, 30
 
 
-def make_rows(number: int) -> dict[str, np.ndarray]:
+def make_rows(count: int) -> dict[str, np.ndarray]:
   """Returns the arguments of `advantages.gigpo`."""
   rng = np.random.default_rng(0)
-  row = np.arange(number)
+  row = np.arange(count)
   episodes, groups = row // _STEPS, row // (_STEPS * _MEMBERS)
-  states = rng.integers(_STATES, size=number)
+  states = rng.integers(_STATES, size=count)
   texts = [f'{g} {s}' for g, s in zip(groups, states, strict=True)]
   wins = rng.random(episodes.max() + 1) < 0.5
   steps = row % _STEPS
@@ -43,14 +44,17 @@ def make_rows(number: int) -> dict[str, np.ndarray]:
     'episodes': episodes,
     'steps': steps,
     'anchors': anchors.digests(texts),
-    'valid': rng.random(number) < 0.95,
+    'valid': rng.random(count) < 0.95,
   }
 
 
 def plain(
   rewards, groups, episodes, steps, states, valid, discount=0.95, penalty=0.1
 ) -> np.ndarray:
-  """Returns the same by loops; rows of an episode stand in order."""
+  """Returns the advantages, computed with loops.
+
+  The rows of an episode must be contiguous and in order.
+  """
   del steps
   rewards = [
     r - penalty * (not ok) for r, ok in zip(rewards, valid, strict=True)
@@ -73,17 +77,17 @@ def plain(
   ]
   for r, key in enumerate(keys):
     of_anchor.setdefault(key, []).append(returns[r])
-  told = [
+  moments = [
     {key: _moments(found) for key, found in groups_.items()}
     for groups_ in (of_group, of_anchor)
   ]
   found = np.zeros(len(rewards))
   for r, key in enumerate(keys):
-    for value, (mean, std, number) in (
-      (sums[episodes[r]], told[0][groups[r]]),
-      (returns[r], told[1][key]),
+    for value, (mean, std, count) in (
+      (sums[episodes[r]], moments[0][groups[r]]),
+      (returns[r], moments[1][key]),
     ):
-      if number > 1:
+      if count > 1:
         found[r] += (value - mean) / (std + 1e-6)
   return found
 
@@ -91,7 +95,10 @@ def plain(
 def released(
   rewards, groups, episodes, states, discount=0.95, penalty=0.1, *, valid
 ) -> np.ndarray:
-  """Returns the same; ids are strings, rows of an episode stand in order."""
+  """Returns the advantages, computed as the paper's released code does.
+
+  Ids are strings. The rows of an episode must be in order.
+  """
   rewards = rewards - penalty * ~valid
   of_episode = {}
   for episode in np.unique(episodes):
@@ -108,36 +115,36 @@ def released(
     sums[r] = rewards[rows].sum()
   clusters = np.empty(len(rewards), object)
   for group in np.unique(groups):
-    found: dict = {}
+    by_state: dict = {}
     for r in np.where(groups == group)[0]:
-      found.setdefault(states[r], []).append(r)
-    for rows in found.values():
+      by_state.setdefault(states[r], []).append(r)
+    for rows in by_state.values():
       name = str(uuid.uuid4())
       for r in rows:
         clusters[r] = name
-  once = {}
+  first_rows = {}
   for r, pair in enumerate(zip(groups, episodes, strict=True)):
-    once.setdefault(pair, r)
-  every = range(len(rewards))
-  return _compared(sums, groups, once.values()) + _compared(
-    returns, clusters, every
-  )
+    first_rows.setdefault(pair, r)
+  all_rows = range(len(rewards))
+  return _normalize_groups(
+    sums, groups, first_rows.values()
+  ) + _normalize_groups(returns, clusters, all_rows)
 
 
-def _compared(values, keys, entries) -> np.ndarray:
-  listed: dict = {}
+def _normalize_groups(values, keys, entries) -> np.ndarray:
+  members: dict = {}
   for r in entries:
-    listed.setdefault(keys[r], []).append(values[r])
-  told = {key: _moments(found) for key, found in listed.items()}
+    members.setdefault(keys[r], []).append(values[r])
+  moments = {key: _moments(found) for key, found in members.items()}
   found = np.zeros(len(values))
   for r in range(len(values)):
-    mean, std, number = told[keys[r]]
-    found[r] = (values[r] - mean) / (std + 1e-6) if number > 1 else 0.0
+    mean, std, count = moments[keys[r]]
+    found[r] = (values[r] - mean) / (std + 1e-6) if count > 1 else 0.0
   return found
 
 
-def _named(rows: dict[str, np.ndarray]) -> dict:
-  """Returns arguments of `released`."""
+def _string_ids(rows: dict[str, np.ndarray]) -> dict:
+  """Returns the arguments of `released` for rows."""
   return {
     'rewards': rows['rewards'],
     'groups': np.array([f'group {g}' for g in rows['groups']], object),
@@ -153,62 +160,62 @@ def _moments(values: list[float]) -> tuple[float, float, int]:
 
 
 def seconds(function: Callable, repeats: int) -> float:
-  """Returns the median of a call, the first one left out."""
+  """Returns the median time of a call in seconds, after one warm-up call."""
   function()
-  taken = []
+  times = []
   for _ in range(repeats):
-    begin = time.perf_counter()
+    start = time.perf_counter()
     function()
-    taken.append(time.perf_counter() - begin)
-  return statistics.median(taken)
+    times.append(time.perf_counter() - start)
+  return statistics.median(times)
 
 
 def main() -> None:
   """Prints the table."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--repeats', type=int, default=5)
-  parser.add_argument('--workdir', help='of a run, for the share of its time')
+  parser.add_argument('--workdir', help='run whose time to compare with')
   options = parser.parse_args()
   print(f'{jax.devices()[0].device_kind}, {len(jax.devices())} device(s)')
   print('| rows | kernel, ms | released, ms | times | plain, ms | times |')
   print('|---|---|---|---|---|---|')
-  taken = {}
-  for number in (1_000, 6_400, 64_000, 1_000_000):
-    rows = make_rows(number)
-    found = np.asarray(advantages.gigpo(**rows))
+  kernel_secs = {}
+  for count in (1_000, 6_400, 64_000, 1_000_000):
+    rows = make_rows(count)
+    actual = np.asarray(advantages.gigpo(**rows))
     expected = plain(*rows.values())
-    np.testing.assert_allclose(found, expected, atol=2e-3)
-    taken[number] = fast = seconds(
+    np.testing.assert_allclose(actual, expected, atol=2e-3)
+    kernel_secs[count] = fast = seconds(
       lambda rows=rows: np.asarray(advantages.gigpo(**rows)), options.repeats
     )
-    slow = seconds(
-      lambda rows=rows: plain(*rows.values()), 1 + (number < 10**6)
-    )
-    told = '| |'
-    if number <= _MOST_SEARCHED:
-      named = _named(rows)
-      np.testing.assert_allclose(released(**named), expected, atol=1e-9)
-      longest = seconds(lambda named=named: released(**named), 1)
-      told = f'{1e3 * longest:,.0f} | {longest / fast:,.0f} |'
+    slow = seconds(lambda rows=rows: plain(*rows.values()), 1 + (count < 10**6))
+    released_cells = '| |'
+    if count <= _MAX_RELEASED_ROWS:
+      string_rows = _string_ids(rows)
+      np.testing.assert_allclose(released(**string_rows), expected, atol=1e-9)
+      longest = seconds(
+        lambda string_rows=string_rows: released(**string_rows), 1
+      )
+      released_cells = f'{1e3 * longest:,.0f} | {longest / fast:,.0f} |'
     print(
-      f'| {number:,} | {1e3 * fast:.2f} | {told} {1e3 * slow:,.0f} '
+      f'| {count:,} | {1e3 * fast:.2f} | {released_cells} {1e3 * slow:,.0f} '
       f'| {slow / fast:.0f} |',
       flush=True,
     )
   print(
-    f'1M rows take {taken[1_000_000] / taken[64_000]:.1f} times as long as '
-    f'64k, which are {1_000_000 / 64_000:.1f} times as many'
+    f'1M rows take {kernel_secs[1_000_000] / kernel_secs[64_000]:.1f} times as '
+    f'long as 64k rows, with {1_000_000 / 64_000:.1f} times as many rows'
   )
   if options.workdir:
     lines = metrics.read(options.workdir)
-    credit, rows, whole = (
+    credit, rows, iteration = (
       statistics.median(x[f'time/{name}_secs'] for x in lines[:-1])
       for name in ('credit', 'rows', 'iteration')
     )
     print(
-      f'{options.workdir}: {1e3 * credit:.1f} ms of {whole:.1f} s an '
-      f'iteration: {credit / whole:.3%}; making rows, and numbering their '
-      f'anchors, takes {1e3 * rows:.1f} ms'
+      f'{options.workdir}: advantages take {1e3 * credit:.1f} ms of '
+      f'{iteration:.1f} s per iteration ({credit / iteration:.3%}); building '
+      f'rows and anchor ids takes {1e3 * rows:.1f} ms'
     )
 
 

@@ -1,9 +1,9 @@
-"""Measures both ALFWorld engines in one run and prints a table.
+"""Benchmark both ALFWorld engines and print a table.
 
   python benchmarks/alfworld_engines.py [--games 500] [--output FILE]
 
-Each engine runs alone in a fresh process, on the same generated games and
-with the same random play. Times are wall-clock; see the load of the machine.
+Each engine runs alone in its own process, on the same generated games with the
+same random actions. Times are wall-clock times; check the load of the machine.
 """
 
 import argparse
@@ -23,7 +23,7 @@ ENGINES = ('native', 'textworld')
 NUM_PLAYED_GAMES = 20
 NUM_STEPS_PER_GAME = 50
 NUM_ENVS = 8
-# Games before the growth is counted, so that caches are full.
+# Number of games before growth is measured, so that caches are full.
 NUM_WARM_UP_GAMES = 30
 
 ROWS = {
@@ -63,7 +63,7 @@ def _start(engine: Any, world: Any) -> None:
 
 
 def _steps_per_sec(engine: Any, worlds: list[Any]) -> float:
-  """Plays the expert's way and then at random, as early training does."""
+  """Returns steps/s of expert actions followed by random actions."""
   rng = random.Random(0)
   spent = 0.0
   for world in worlds:
@@ -117,7 +117,8 @@ def _in_fresh_process(name: str, num_games: int) -> dict[str, float]:
   receiver, sender = context.Pipe(duplex=False)
   process = context.Process(target=_measure, args=(name, num_games, sender))
   process.start()
-  # Closed here, so that a child that dies raises EOFError instead of hanging.
+  # Close the sender here, so that a dead child raises EOFError instead of
+  # blocking.
   sender.close()
   results = receiver.recv()
   process.join()
@@ -133,7 +134,7 @@ def _table(results: dict[str, dict[str, float]], num_games: int) -> str:
 
 
 def main() -> None:
-  """Runs both engines one after the other."""
+  """Measures both engines one after the other."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--games', type=int, default=500)
   parser.add_argument('--output', type=pathlib.Path)

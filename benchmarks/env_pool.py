@@ -1,12 +1,13 @@
-"""Many environments over few processes: steps/s, resets, memory.
+"""Benchmark many environments in few processes: steps/s, resets, memory.
 
     python benchmarks/env_pool.py --envs 128 --workers 2
 
-Plays full-size generated games of ALFWorld on both engines and the generated
-shop (`--webshop_data`: official files), groups of 8 on the same task as in
-training, with uniformly drawn admissible actions; a finished episode is begun
-again, which counts as a step. Prints a row for each. Private memory is what
-would be freed if one process went: what workers map together is not in it.
+Plays full-size generated ALFWorld games on both engines and the generated shop
+(`--webshop_data`: official files). As in training, groups of 8 share a task.
+Actions are drawn uniformly from the admissible ones. A finished episode is
+reset, which counts as a step. Prints one table row per environment. Private
+memory is what ending a process would free; it excludes memory that workers
+share.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import psutil
 from envs import base
 from gigpo_jax import env_pool
 
-# What to call it: environment and its arguments.
+# Label: (environment, its arguments).
 _SUBJECTS = {
   'alfworld, native': ('alfworld', {'engine': 'native'}),
   'alfworld, textworld': ('alfworld', {'engine': 'textworld'}),
@@ -40,7 +41,7 @@ def measure(
   name, kwargs = _SUBJECTS[subject]
   if name == 'webshop':
     kwargs = kwargs | {'data_dir': webshop_data}
-  begin = time.monotonic()
+  start = time.monotonic()
   with env_pool.EnvPool(
     name,
     kwargs | {'prompt_style': 'brief'},
@@ -50,18 +51,18 @@ def measure(
     reset_timeout_secs=600,
     envs_per_group=8,
   ) as pool:
-    _wave(pool, lambda env: pool.reset(env, base.Task('train', 3000)))
-    start_secs = time.monotonic() - begin
-    begin = time.monotonic()
-    last = _wave(pool, lambda env: pool.reset(env, _task(env)))
-    reset_secs = time.monotonic() - begin
-    begin = time.monotonic()
+    _call_all(pool, lambda env: pool.reset(env, base.Task('train', 3000)))
+    start_secs = time.monotonic() - start
+    start = time.monotonic()
+    last = _call_all(pool, lambda env: pool.reset(env, _task(env)))
+    reset_secs = time.monotonic() - start
+    start = time.monotonic()
     for _ in range(steps):
-      last = _wave(pool, functools.partial(_go_on, pool, rng, last))
-    step_secs = time.monotonic() - begin
-    found = [c.memory_full_info() for c in psutil.Process().children()]
-    resident = sum(memory.rss for memory in found) / 2**20
-    private = sum(memory.uss for memory in found) / 2**20
+      last = _call_all(pool, functools.partial(_step_or_reset, pool, rng, last))
+    step_secs = time.monotonic() - start
+    memory_infos = [c.memory_full_info() for c in psutil.Process().children()]
+    resident = sum(memory.rss for memory in memory_infos) / 2**20
+    private = sum(memory.uss for memory in memory_infos) / 2**20
   return (
     f'| {subject} | {num_envs} | {num_workers} | {start_secs:.1f} '
     f'| {num_envs * steps / step_secs:,.0f} | {reset_secs:.2f} '
@@ -73,32 +74,32 @@ def _task(env: int) -> base.Task:
   return base.Task('train', env // 8)
 
 
-def _wave(pool: env_pool.EnvPool, submit: Callable[[int], None]) -> dict:
-  """Submits a call of every environment; returns their answers."""
+def _call_all(pool: env_pool.EnvPool, submit: Callable[[int], None]) -> dict:
+  """Submits a call to each environment; returns their results."""
   for env in range(pool.num_envs):
     submit(env)
-  answers = {}
-  while len(answers) < pool.num_envs:
-    answers.update(pool.receive())
-  failed = [a for a in answers.values() if isinstance(a, env_pool.Failure)]
+  results = {}
+  while len(results) < pool.num_envs:
+    results.update(pool.receive())
+  failed = [a for a in results.values() if isinstance(a, env_pool.Failure)]
   if failed:
     raise RuntimeError(failed[0].reason)
-  return answers
+  return results
 
 
-def _go_on(
+def _step_or_reset(
   pool: env_pool.EnvPool,
   rng: np.random.Generator,
   last: dict[int, base.Observation | base.StepResult],
   env: int,
 ) -> None:
-  answer = last[env]
-  fresh = isinstance(answer, base.Observation)
-  seen = answer if fresh else answer.observation
-  if seen is None:
+  result = last[env]
+  after_reset = isinstance(result, base.Observation)
+  observation = result if after_reset else result.observation
+  if observation is None:
     pool.reset(env, _task(env))
     return
-  action = seen.actions[rng.integers(len(seen.actions))]
+  action = observation.actions[rng.integers(len(observation.actions))]
   pool.step(env, f'<think>x</think><action>{action}</action>')
 
 
@@ -109,7 +110,9 @@ def main() -> None:
   parser.add_argument('--workers', type=int, default=2)
   parser.add_argument('--steps', type=int, default=10)
   parser.add_argument('--webshop_data', help='folder of the official files')
-  parser.add_argument('--only', choices=_SUBJECTS, help='measure one')
+  parser.add_argument(
+    '--only', choices=_SUBJECTS, help='measure only this environment'
+  )
   options = parser.parse_args()
   print(
     '| environment | envs | workers | start, s | steps/s | reset all, s '

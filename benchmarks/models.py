@@ -1,4 +1,4 @@
-"""Models that several benchmarks measure, and what a device can do."""
+"""Models that several benchmarks measure, and speeds of a device."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from gigpo_jax.models import qwen
 
-# Of 5.0M parameters.
+# 5.0M parameters.
 TINY = qwen.QwenConfig(
   vocab_size=4096,
   hidden_size=256,
@@ -23,7 +23,7 @@ TINY = qwen.QwenConfig(
 
 
 def hugging_face(model: qwen.QwenConfig):
-  """Returns transformers' network of the same shape, of random weights."""
+  """Returns a transformers model of the same shape, with random weights."""
   import transformers
 
   return transformers.Qwen2ForCausalLM(
@@ -40,23 +40,23 @@ def hugging_face(model: qwen.QwenConfig):
 
 
 def matmul_rate(dtype: str, width: int) -> float:
-  """Returns operations a second of a product of two square matrices."""
+  """Returns the operations/s of a product of two square matrices."""
   x = jax.random.normal(jax.random.key(0), (width, width), dtype)
   return 2 * width**3 / _fastest(jax.jit(lambda x: x @ x), x)
 
 
 def copy_rate(mib: int) -> float:
-  """Returns bytes a second, read and written, of a pass over `mib` MiB."""
+  """Returns bytes/s, read plus written, of a pass over `mib` MiB."""
   big = jax.random.bits(jax.random.key(0), (mib << 18,), jnp.uint32)
   return 2 * big.nbytes / _fastest(jax.jit(lambda x: x + 1), big)
 
 
 def _fastest(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
-  """Returns the least seconds of a call."""
+  """Returns the minimum time of a call in seconds."""
   jax.block_until_ready(function(x))
-  taken = []
+  times = []
   for _ in range(10):
-    begin = time.perf_counter()
+    start = time.perf_counter()
     jax.block_until_ready(function(x))
-    taken.append(time.perf_counter() - begin)
-  return min(taken)
+    times.append(time.perf_counter() - start)
+  return min(times)

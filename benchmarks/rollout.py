@@ -1,26 +1,25 @@
-"""The rollout engine: asynchronous against lockstep, and what a step costs.
+"""Benchmark rollouts: asynchronous against lock-step, and cost of a step.
 
     python benchmarks/rollout.py                     # both schedules
     python benchmarks/rollout.py --what steps --plot steps.png
     python benchmarks/rollout.py --what differences
     python benchmarks/rollout.py --what limits --shape 1.5b    # an accelerator
 
-A random model of 5.0M parameters (4 layers of width 256, 4,096 tokens), on
-whatever devices there are.
+Uses a random model of 5.0M parameters (4 layers of width 256, 4,096 tokens) on
+the available devices.
 
-schedules: prompts of 96 to 128 tokens; responses of 1 to 256 tokens,
-exponentially distributed with a mean of a quarter of the maximum; environments
-in worker processes that sleep, a lognormal time with a deviation of 1.
-Everything is a function of the request, so that both schedules do the same
-work, token for token; medians over alternating rounds.
+schedules: prompts of 96 to 128 tokens. Response lengths are exponential with a
+mean of a quarter of the maximum, clipped to 1 to 256 tokens. Environments in
+worker processes sleep for a lognormal time with sigma 1. Everything is a
+function of the request, so both schedules do the same work, token for token.
+Reports medians over alternating rounds.
 
-steps: what decoding a token costs as slots and cache grow.
+steps: time of a decode step by number of slots and by cache length.
 
-differences: how many tokens depend on who was decoded at the same time.
+differences: number of tokens that change with the batch they are decoded in.
 
-limits: reading prompts beside the device's rate of matrix products, decoding
-beside the rate at which it copies memory; with PyTorch on a CUDA device,
-Hugging Face's generate in the same run.
+limits: prefill as a share of matmul peak, and decode as a share of the memory
+copy rate. On a CUDA device with PyTorch, also Hugging Face's generate.
 """
 
 import argparse
@@ -38,10 +37,10 @@ from envs import base
 from gigpo_jax import env_pool, mesh, rollout, sampler
 from gigpo_jax.models import published, qwen
 
-_MOST = 256  # tokens of a response
+_MAX_RESPONSE = 256  # Tokens.
 _PROMPT = 128
 _MEMBERS = 8
-_STEPS = 6  # of an episode
+_STEPS = 6  # Steps of an episode.
 
 
 def make_sampler(
@@ -50,14 +49,14 @@ def make_sampler(
   prompt_buckets: tuple[int, ...] = (_PROMPT,),
   **kwargs,
 ) -> sampler.Sampler:
-  """Returns a sampler of a model with one size of batch."""
+  """Returns a sampler with one batch size."""
   return sampler.Sampler(
     model,
     mesh.make_mesh(1, -1, 1),
     seed=0,
     prompt_buckets=prompt_buckets,
     batch_buckets=(slots,),
-    max_completion_tokens=_MOST,
+    max_completion_tokens=_MAX_RESPONSE,
     stop_ids=(),
     vocab_size=model.vocab_size,
     **kwargs,
@@ -74,42 +73,42 @@ class Spread:
     return getattr(self._inner, name)
 
   def submit(self, request: sampler.Request) -> int:
-    """Submits it with a limit that is a function of its stream."""
-    drawn = np.random.default_rng(request.stream).exponential(_MOST / 4)
-    limit = int(np.clip(drawn, 1, _MOST))
+    """Submits a request with a limit that is a function of its stream."""
+    drawn = np.random.default_rng(request.stream).exponential(_MAX_RESPONSE / 4)
+    limit = int(np.clip(drawn, 1, _MAX_RESPONSE))
     return self._inner.submit(
       sampler.Request(request.prompt_ids, request.stream, max_tokens=limit)
     )
 
 
 class Numbers:
-  """A tokenizer without text: prompts to as many ids as they would have."""
+  """A fake tokenizer that maps prompts to ids of realistic lengths."""
 
   def fit(self, prompts, short_prompts, *, max_tokens, policy):
     """Returns ids that are a function of the prompt."""
     del short_prompts, policy
-    found = []
+    encoded = []
     for prompt in prompts:
       rng = np.random.default_rng(zlib.crc32(prompt.encode()))
       size = rng.integers(96, max_tokens + 1)
       ids = rng.integers(2, models.TINY.vocab_size, size).astype(np.int32)
-      found.append((ids, False))
-    return found
+      encoded.append((ids, False))
+    return encoded
 
   def decode(self, ids):
-    """Returns a text that differs where the ids do."""
+    """Returns a text that is a function of the ids."""
     return [str(zlib.crc32(row.tobytes())) for row in ids]
 
 
 def schedules(options: argparse.Namespace) -> None:
-  """Prints a table row for each schedule, and their ratio."""
+  """Prints a table row per schedule, and the ratio of their speeds."""
   engine = make_sampler(options.slots, decode_tokens=options.decode_tokens)
   params = qwen.init(models.TINY, jax.random.key(0))
   engine.warm_up(params)
-  compiled = engine.compilations
+  warm_compilations = engine.compilations
   tasks = [base.Task('train', n) for n in range(options.groups)]
-  taken: dict[str, list[float]] = {name: [] for name in rollout.SCHEDULES}
-  told: dict[str, dict[str, float]] = {}
+  speeds: dict[str, list[float]] = {name: [] for name in rollout.SCHEDULES}
+  metrics: dict[str, dict[str, float]] = {}
   tokens: dict[str, list] = {}
   kwargs = {
     'max_steps': _STEPS,
@@ -130,8 +129,8 @@ def schedules(options: argparse.Namespace) -> None:
         roller = rollout.Roller(
           pool, Spread(engine), Numbers(), _PROMPT, 'error', name
         )
-        begin = time.monotonic()
-        found = roller.collect(
+        start = time.monotonic()
+        episodes = roller.collect(
           params,
           tasks,
           episodes_per_group=_MEMBERS,
@@ -139,59 +138,63 @@ def schedules(options: argparse.Namespace) -> None:
           sampling=sampler.Sampling(),
           kind=str,
         )
-        taken[name].append(len(found) / (time.monotonic() - begin))
-        told[name] = roller.metrics()
-        tokens[name] = [s.completion_ids for t in found for s in t.steps]
+        speeds[name].append(len(episodes) / (time.monotonic() - start))
+        metrics[name] = roller.metrics()
+        tokens[name] = [s.completion_ids for t in episodes for s in t.steps]
   print(
-    f'{len(found)} episodes of {_STEPS} steps, {options.slots} slots, '
+    f'{len(episodes)} episodes of {_STEPS} steps, {options.slots} slots, '
     f'{options.envs} environments, steps of {options.step_secs:g} s on average'
   )
   print('| schedule | episodes/s | tokens/s | slots used | waiting for envs |')
   print('|---|---|---|---|---|')
   for name in rollout.SCHEDULES:
     print(
-      f'| {name} | {statistics.median(taken[name]):.2f} '
-      f'| {told[name]["rollout/decode_tokens_per_sec"]:,.0f} '
-      f'| {told[name]["rollout/slot_occupancy"]:.0%} '
-      f'| {told[name]["rollout/env_wait_share"]:.0%} |'
+      f'| {name} | {statistics.median(speeds[name]):.2f} '
+      f'| {metrics[name]["rollout/decode_tokens_per_sec"]:,.0f} '
+      f'| {metrics[name]["rollout/slot_occupancy"]:.0%} '
+      f'| {metrics[name]["rollout/env_wait_share"]:.0%} |'
     )
-  one, other = (statistics.median(taken[name]) for name in rollout.SCHEDULES)
+  one, other = (statistics.median(speeds[name]) for name in rollout.SCHEDULES)
   pairs = list(zip(*tokens.values(), strict=True))
   same = sum(np.array_equal(a, b) for a, b in pairs)
   print(
     f'async / lockstep: {one / other:.2f}; equal responses: {same} of '
-    f'{len(pairs)}; compiled after the warm-up: '
-    f'{engine.compilations - compiled}'
+    f'{len(pairs)}; compilations after warm-up: '
+    f'{engine.compilations - warm_compilations}'
   )
 
 
 def steps(options: argparse.Namespace) -> None:
-  """Prints and plots what decoding a token costs."""
+  """Prints and plots the time of a decode step."""
   params = qwen.init(models.TINY, jax.random.key(0))
   by_slots = {
-    slots: _seconds(make_sampler(slots), params, slots, _PROMPT)[0]
+    slots: _step_and_prefill_secs(make_sampler(slots), params, slots, _PROMPT)[
+      0
+    ]
     for slots in (8, 16, 32, 64, 128)
   }
   fills = (128, 256, 512, 1024, 2048)
   by_fill = {
-    fill: _seconds(make_sampler(16, prompt_buckets=fills), params, 16, fill)[0]
+    fill: _step_and_prefill_secs(
+      make_sampler(16, prompt_buckets=fills), params, 16, fill
+    )[0]
     for fill in fills
   }
-  for name, found in (('slots', by_slots), ('prompt tokens', by_fill)):
-    print(f'| {name} | ms a step |\n|---|---|')
-    for size, value in found.items():
+  for name, secs_by_size in (('slots', by_slots), ('prompt tokens', by_fill)):
+    print(f'| {name} | ms/step |\n|---|---|')
+    for size, value in secs_by_size.items():
       print(f'| {size} | {1e3 * value:.2f} |')
   if options.plot:
     _plot(options.plot, by_slots, by_fill)
 
 
-def _seconds(
+def _step_and_prefill_secs(
   engine, params, slots: int, prompt: int, steps: int = 64
 ) -> tuple[float, float]:
-  """Returns the median seconds of a decoding step, and of reading prompts."""
+  """Returns the median seconds of a decode step and of the prefill."""
   vocab_size = params['embed'].shape[0]
 
-  def take(limit: int) -> float:
+  def measure(limit: int) -> float:
     rng = np.random.default_rng(0)
     requests = [
       sampler.Request(
@@ -201,19 +204,19 @@ def _seconds(
       )
       for n in range(slots)
     ]
-    begin = time.perf_counter()
+    start = time.perf_counter()
     engine.generate(params, requests)
-    return time.perf_counter() - begin
+    return time.perf_counter() - start
 
   short, long = 8, 8 + steps
-  take(long)
-  rounds = [(take(short), take(long)) for _ in range(5)]
+  measure(long)
+  rounds = [(measure(short), measure(long)) for _ in range(5)]
   step = statistics.median((b - a) / steps for a, b in rounds)
   return step, statistics.median(a for a, _ in rounds) - short * step
 
 
 def differences(options: argparse.Namespace) -> None:
-  """Prints how many tokens neighbours change, in each type of weights."""
+  """Prints how many tokens depend on the batch, by dtype and weights."""
   del options
   params = qwen.init(models.TINY, jax.random.key(0))
   rng = np.random.default_rng(0)
@@ -222,7 +225,7 @@ def differences(options: argparse.Namespace) -> None:
     sampler.Request(
       draw(size=rng.integers(96, 129), dtype=np.int32),
       (0, 0, 0, n, 0),
-      max_tokens=int(rng.integers(1, _MOST + 1)),
+      max_tokens=int(rng.integers(1, _MAX_RESPONSE + 1)),
     )
     for n in range(128)
   ]
@@ -243,45 +246,45 @@ def differences(options: argparse.Namespace) -> None:
       same = int(np.cumprod(a.ids == b.ids).sum())
       tokens, differing = tokens + len(a.ids), differing + len(a.ids) - same
       log_probs.append(np.abs(a.log_probs[:same] - b.log_probs[:same]))
-    found = np.concatenate(log_probs)
+    all_differences = np.concatenate(log_probs)
     print(
       f'| {dtype} | {weights} | {tokens:,} | {differing / tokens:.2%} '
-      f'| {found.mean():.1e}, {found.max():.1e} |'
+      f'| {all_differences.mean():.1e}, {all_differences.max():.1e} |'
     )
 
 
 def limits(options: argparse.Namespace) -> None:
-  """Prints how far reading and decoding are from what the device can do."""
+  """Prints prefill and decode speed as a share of the device's peak."""
   large = dataclasses.replace(
     published.SHAPES['Qwen2.5-1.5B'],
     remat='none',
     **qwen.suited(jax.default_backend()),
   )
   model = {'tiny': models.TINY, '1.5b': large}[options.shape]
-  prompt, rate = options.prompt, jax.numpy.dtype(model.dtype)
+  prompt, dtype = options.prompt, jax.numpy.dtype(model.dtype)
   product = models.matmul_rate(model.dtype, options.matmul)
-  copied = models.copy_rate(options.copy_mib)
+  copy_rate = models.copy_rate(options.copy_mib)
   print(
     f'{jax.devices()[0].device_kind}: {product / 1e12:.2f} TFLOP/s in '
-    f'{model.dtype}, {copied / 1e9:.0f} GB/s copied; prompts of {prompt}'
+    f'{model.dtype}, {copy_rate / 1e9:.0f} GB/s copied; prompts of {prompt}'
   )
   params = qwen.init(model, jax.random.key(0))
   weights = sampler.parameter_bytes(model, 'model')
-  matrices = weights / rate.itemsize - model.vocab_size * model.hidden_size
+  matrices = weights / dtype.itemsize - model.vocab_size * model.hidden_size
   print('| slots | prefill tokens/s | of matmul | decode tokens/s | of copy |')
   print('|---|---|---|---|---|')
   for slots in options.limit_slots:
     engine = make_sampler(slots, model, (prompt,))
-    step, read = _seconds(engine, params, slots, prompt)
-    mixed = 2 * prompt * model.num_layers * model.num_heads * model.head_dim
-    flops = 2 * matrices + mixed
-    a_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-    # As the cache is after half of the timed steps.
-    cached = slots * (prompt + 40) * a_token * rate.itemsize
+    step, prefill = _step_and_prefill_secs(engine, params, slots, prompt)
+    attention = 2 * prompt * model.num_layers * model.num_heads * model.head_dim
+    flops = 2 * matrices + attention
+    cache_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    # Cache length after half of the timed steps.
+    cached = slots * (prompt + 40) * cache_per_token * dtype.itemsize
     print(
-      f'| {slots} | {slots * prompt / read:,.0f} '
-      f'| {slots * prompt * flops / read / product:.0%} '
-      f'| {slots / step:,.0f} | {(weights + cached) / step / copied:.0%} |'
+      f'| {slots} | {slots * prompt / prefill:,.0f} '
+      f'| {slots * prompt * flops / prefill / product:.0%} '
+      f'| {slots / step:,.0f} | {(weights + cached) / step / copy_rate:.0%} |'
     )
     del engine
   del params
@@ -289,7 +292,7 @@ def limits(options: argparse.Namespace) -> None:
 
 
 def _hugging_face(model: qwen.QwenConfig, prompt: int, sizes) -> None:
-  """Prints the same of Hugging Face's generate, where there is CUDA."""
+  """Prints the speeds of Hugging Face's generate, if CUDA is available."""
   try:
     import torch
     import transformers  # noqa: F401
@@ -304,19 +307,19 @@ def _hugging_face(model: qwen.QwenConfig, prompt: int, sizes) -> None:
   for size in sizes:
     ids = torch.randint(2, model.vocab_size, (size, prompt), device='cuda')
 
-    def take(limit: int, ids=ids) -> float:
+    def measure(limit: int, ids=ids) -> float:
       torch.cuda.synchronize()
-      begin = time.perf_counter()
+      start = time.perf_counter()
       network.generate(
         ids, do_sample=True, min_new_tokens=limit, max_new_tokens=limit
       )
       torch.cuda.synchronize()
-      return time.perf_counter() - begin
+      return time.perf_counter() - start
 
-    take(9)
-    read = statistics.median(take(1) for _ in range(3))
-    step = (statistics.median(take(65) for _ in range(3)) - read) / 64
-    print(f'| {size} | {size * prompt / read:,.0f} | {size / step:,.0f} |')
+    measure(9)
+    prefill = statistics.median(measure(1) for _ in range(3))
+    step = (statistics.median(measure(65) for _ in range(3)) - prefill) / 64
+    print(f'| {size} | {size * prompt / prefill:,.0f} | {size / step:,.0f} |')
 
 
 def _plot(path: str, by_slots: dict, by_fill: dict) -> None:
@@ -326,18 +329,20 @@ def _plot(path: str, by_slots: dict, by_fill: dict) -> None:
   from matplotlib import pyplot
 
   figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.5), sharey=False)
-  for axis, found, title in (
+  for axis, secs_by_size, title in (
     (axes[0], by_slots, f'slots (prompts of {_PROMPT} tokens)'),
     (axes[1], by_fill, 'tokens in the cache (16 slots)'),
   ):
-    axis.plot(list(found), [1e3 * x for x in found.values()], 'o-')
-    axis.set(xlabel=title, ylabel='ms a decoding step', ylim=(0, None))
+    axis.plot(
+      list(secs_by_size), [1e3 * x for x in secs_by_size.values()], 'o-'
+    )
+    axis.set(xlabel=title, ylabel='ms per decode step', ylim=(0, None))
     axis.grid(alpha=0.3)
   figure.tight_layout()
   figure.savefig(path, dpi=120)
 
 
-_WHAT = {
+_MEASUREMENTS = {
   'schedules': schedules,
   'steps': steps,
   'differences': differences,
@@ -346,9 +351,11 @@ _WHAT = {
 
 
 def main() -> None:
-  """Parses the command line."""
+  """Runs the command line."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--what', choices=tuple(_WHAT), default='schedules')
+  parser.add_argument(
+    '--what', choices=tuple(_MEASUREMENTS), default='schedules'
+  )
   parser.add_argument('--slots', type=int, default=32)
   parser.add_argument('--envs', type=int, default=64)
   parser.add_argument('--workers', type=int, default=16)
@@ -356,7 +363,7 @@ def main() -> None:
   parser.add_argument('--rounds', type=int, default=5)
   parser.add_argument('--step_secs', type=float, default=0.1)
   parser.add_argument('--decode_tokens', type=int, default=8)
-  parser.add_argument('--plot', help='picture to write')
+  parser.add_argument('--plot', help='path for the plot')
   parser.add_argument('--shape', choices=('tiny', '1.5b'), default='tiny')
   parser.add_argument('--prompt', type=int, default=1024)
   parser.add_argument('--matmul', type=int, default=8192)
@@ -365,7 +372,7 @@ def main() -> None:
     '--limit_slots', type=int, nargs='+', default=[64, 128, 256]
   )
   options = parser.parse_args()
-  _WHAT[options.what](options)
+  _MEASUREMENTS[options.what](options)
 
 
 if __name__ == '__main__':

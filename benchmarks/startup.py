@@ -1,16 +1,16 @@
-"""What the start of a large run costs: compiling, and reading a checkpoint.
+"""Benchmark the start of a large run: compilation and loading.
 
     python benchmarks/startup.py --what compile --shape Qwen2.5-1.5B
     python benchmarks/startup.py --what load --shape Qwen2.5-0.5B
 
-compile: the largest programs of sampler and learner as `configs/alfworld.py`
-has them, for the devices at hand; in two processes one after the other, the
-second with what the first left in the persistent cache.
+compile: compiles the largest programs of the sampler and the learner with the
+config of `configs/alfworld.py`, on the available devices. Runs in two
+processes, the second with the persistent cache of the first.
 
-load: a checkpoint of random bfloat16 numbers is written, and read in a process
-of its own, onto `--devices` virtual ones. Of the peak of memory what is above
-the parameters is shown in tensors of the largest, in the type that it is read
-into. A first small transfer comes before, so that what jax itself takes is not
+load: writes a checkpoint of random bfloat16 numbers and loads it in another
+process, onto `--devices` virtual devices. Reports the peak memory above that of
+the parameters, as a multiple of the largest tensor in the type it is loaded
+into. A small transfer comes first, so that the memory of jax itself is not
 counted.
 """
 
@@ -30,7 +30,7 @@ from gigpo_jax.models import huggingface, published, qwen
 
 
 def compile_once(options: argparse.Namespace) -> None:
-  """Compiles the programs; prints seconds of each."""
+  """Compiles the programs; prints the seconds of each."""
   from configs import alfworld
 
   config = alfworld.get_config()
@@ -45,15 +45,15 @@ def compile_once(options: argparse.Namespace) -> None:
     experiment.Policy(model, devices, None, None, None),
     experiment.policy_gradient(config),
   )
-  begin = time.monotonic()
+  start = time.monotonic()
   state, base = learner.describe()
   lowered = engine.lower(state.params, base) | learner.lower()
-  found = [f'traced {time.monotonic() - begin:.1f}']
+  timings = [f'traced {time.monotonic() - start:.1f}']
   for name, program in lowered.items():
-    begin = time.monotonic()
+    start = time.monotonic()
     program.compile()
-    found.append(f'{name} {time.monotonic() - begin:.1f}')
-  print(f'{model.num_layers} layers, seconds: ' + ', '.join(found))
+    timings.append(f'{name} {time.monotonic() - start:.1f}')
+  print(f'{model.num_layers} layers, seconds: ' + ', '.join(timings))
 
 
 def compile_twice(options: argparse.Namespace) -> None:
@@ -67,11 +67,11 @@ def compile_twice(options: argparse.Namespace) -> None:
       print(f'{name}: {_child(options, "compile", cache)}', flush=True)
 
 
-def _child(options: argparse.Namespace, what: str, environ: dict) -> str:
-  """Returns the last line of this program in another process."""
-  given = ['--what', what, '--shape', options.shape, '--here']
+def _child(options: argparse.Namespace, measurement: str, environ: dict) -> str:
+  """Returns the last line that this program prints in another process."""
+  arguments = ['--what', measurement, '--shape', options.shape, '--here']
   done = subprocess.run(
-    [sys.executable, __file__, *given, '--path', options.path],
+    [sys.executable, __file__, *arguments, '--path', options.path],
     check=True,
     stdout=subprocess.PIPE,
     text=True,
@@ -81,7 +81,7 @@ def _child(options: argparse.Namespace, what: str, environ: dict) -> str:
 
 
 def load_once(options: argparse.Namespace) -> None:
-  """Reads a checkpoint; prints what it took above the parameters."""
+  """Loads a checkpoint; prints the peak memory above the parameters."""
   model = huggingface.read_config(options.path)
   devices = mesh.make_mesh(1, -1, 1)
   jax.block_until_ready(
@@ -91,22 +91,23 @@ def load_once(options: argparse.Namespace) -> None:
   params = jax.block_until_ready(huggingface.load(options.path, model, devices))
   sizes = [x.nbytes for x in jax.tree.leaves(params)]
   largest = 4 * model.vocab_size * model.hidden_size
-  above = _peak() - before - sum(sizes)
+  excess = _peak() - before - sum(sizes)
   print(
-    f'{devices.size} devices: parameters {sum(sizes) / 2**30:.2f} GiB, above '
-    f'them {above / 2**30:.2f} GiB: {above / largest:.2f} of the largest tensor'
+    f'{devices.size} devices: parameters {sum(sizes) / 2**30:.2f} GiB, '
+    f'{excess / 2**30:.2f} GiB above them: '
+    f'{excess / largest:.2f} of the largest tensor'
   )
 
 
 def _peak() -> int:
-  """Returns the most memory so far, bytes."""
-  # Not ru_maxrss, which begins at that of the process it was started from.
+  """Returns the peak memory of this process in bytes."""
+  # ru_maxrss would include the peak of the parent process.
   with open('/proc/self/status') as file:
     return next(1024 * int(x.split()[1]) for x in file if 'VmHWM' in x)
 
 
 def load(options: argparse.Namespace) -> None:
-  """Writes a checkpoint and reads it in other processes."""
+  """Writes a checkpoint and loads it in other processes."""
   model = published.SHAPES[options.shape]
   with tempfile.TemporaryDirectory() as options.path:
     huggingface.save(options.path, model, qwen.init(model, jax.random.key(0)))
@@ -117,13 +118,16 @@ def load(options: argparse.Namespace) -> None:
       )
 
 
-_WHAT = {'compile': (compile_twice, compile_once), 'load': (load, load_once)}
+_MEASUREMENTS = {
+  'compile': (compile_twice, compile_once),
+  'load': (load, load_once),
+}
 
 
 def main() -> None:
-  """Measures."""
+  """Runs the command line."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--what', choices=_WHAT, default='compile')
+  parser.add_argument('--what', choices=_MEASUREMENTS, default='compile')
   parser.add_argument(
     '--shape', choices=published.SHAPES, default='Qwen2.5-1.5B'
   )
@@ -131,7 +135,7 @@ def main() -> None:
   parser.add_argument('--path', default='', help=argparse.SUPPRESS)
   parser.add_argument('--here', action='store_true', help=argparse.SUPPRESS)
   options = parser.parse_args()
-  _WHAT[options.what][options.here](options)
+  _MEASUREMENTS[options.what][options.here](options)
 
 
 if __name__ == '__main__':

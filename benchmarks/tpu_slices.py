@@ -1,10 +1,10 @@
-"""Which model trains on which TPU slice, compiled without one.
+"""Check which model trains on which TPU slice, by compilation only.
 
-    python benchmarks/tpu_slices.py --out slices.jsonl          # hours; goes on
+    python benchmarks/tpu_slices.py --out slices.jsonl          # takes hours
     python benchmarks/tpu_slices.py --out slices.jsonl --table
 
-Appends a line for each model and slice that the file does not have yet;
-`--table` prints what it has. Needs libtpu: pip install -e '.[tpu]'.
+Appends a line for each model and slice that the file lacks, so a rerun
+continues. `--table` prints the file. Needs libtpu: pip install -e '.[tpu]'.
 """
 
 import argparse
@@ -27,7 +27,7 @@ SLICES = {
   'v6e-8': 'v6e:2x4',
   'v6e-64': 'v6e:8x8',
 }
-# What saves memory, for slices that the defaults do not fit.
+# Options that save memory, for slices that are too small for the defaults.
 LEAN = {
   'optimizer.mu_dtype': 'bfloat16',
   'learner.microbatch_rows': 1,
@@ -37,7 +37,7 @@ LEAN = {
 
 
 def examine(model: str, name: str, *, lean: bool) -> dict:
-  """Returns what a model is on a slice."""
+  """Returns the estimate for a model on a slice."""
   from configs import alfworld
   from gigpo_jax import tpu
 
@@ -45,15 +45,15 @@ def examine(model: str, name: str, *, lean: bool) -> dict:
   if lean:
     config.update_from_flattened_dict(LEAN)
   report = tpu.examine(config, SLICES[name], shape=f'Qwen2.5-{model}')
-  most = max(report.programs, key=lambda p: p.total)
+  largest = max(report.programs, key=lambda p: p.total)
   return {
     'model': model,
     'slice': name,
     'lean': lean,
     'fits': not report.short,
     'short': report.short,
-    'program': most.name,
-    'gib': most.total / 2**30 if math.isfinite(most.total) else None,
+    'program': largest.name,
+    'gib': largest.total / 2**30 if math.isfinite(largest.total) else None,
     'tensor': report.tensor,
     'slots': config.rollout.batch_buckets[-1],
     'microbatch_rows': config.learner.microbatch_rows,
@@ -62,7 +62,7 @@ def examine(model: str, name: str, *, lean: bool) -> dict:
 
 
 def table(found: list[dict]) -> None:
-  """Prints a cell for each model and slice."""
+  """Prints a table with a cell for each model and slice."""
   for lean in (False, True):
     cells = {(r['model'], r['slice']): r for r in found if r['lean'] == lean}
     if not cells:
@@ -87,7 +87,7 @@ def _cell(r: dict | None) -> str:
 
 
 def main() -> None:
-  """Compiles what is missing, or prints what is there."""
+  """Compiles what the file lacks, or prints the table."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--out', type=pathlib.Path, required=True)
   parser.add_argument('--table', action='store_true')
@@ -97,21 +97,21 @@ def main() -> None:
   parser.add_argument('--here', action='store_true', help=argparse.SUPPRESS)
   options = parser.parse_args()
   lines = options.out.read_text().splitlines() if options.out.exists() else []
-  found = [json.loads(line) for line in lines]
+  results = [json.loads(line) for line in lines]
   if options.table:
-    table(found)
+    table(results)
     return
-  have = {(r['model'], r['slice'], r['lean']) for r in found}
+  done = {(r['model'], r['slice'], r['lean']) for r in results}
   for name in options.slices:
     for model in options.models:
-      if (model, name, options.lean) in have:
+      if (model, name, options.lean) in done:
         continue
       if options.here:
         result = examine(model, name, lean=options.lean)
         with options.out.open('a') as file:
           file.write(json.dumps(result) + '\n')
         continue
-      # Each in a process of its own, since compilers keep memory.
+      # One process each, because compilers do not free memory.
       only = ['--models', model, '--slices', name, '--here']
       print(model, name, flush=True)
       subprocess.run([sys.executable, *sys.argv, *only], check=False)

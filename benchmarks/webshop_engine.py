@@ -1,9 +1,9 @@
-"""The shop in one process: steps/s, resets/s, search, start, memory.
+"""Benchmark the shop in one process: speed, search, start and memory.
 
     python benchmarks/webshop_engine.py                     # generated shop
     python benchmarks/webshop_engine.py --data_dir DIR      # official files
 
-Random customers: a search for some words of the wish, then any clickable.
+Random customers search for words of the instruction, then click at random.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def _action(rng, page: engine.Page, goal: goals.Goal) -> str:
 
 
 def measure(data_dir: str | None, steps: int) -> list[tuple[str, str]]:
-  """Returns what was measured, with units."""
+  """Returns (name, value) of each measurement, with units."""
   before = _mib()
   begin = time.monotonic()
   if data_dir:
@@ -47,7 +47,7 @@ def measure(data_dir: str | None, steps: int) -> list[tuple[str, str]]:
   begin = time.monotonic()
   for goal in rng.choice(len(wishes), size=300):
     words = wishes[goal].instruction_text.lower().split()
-    # Twice the same words would be found in the cache.
+    # A random word prevents hits in the cache of searches.
     words.append(f'x{rng.integers(10**9)}')
     shop.search(tuple(words))
   search = (time.monotonic() - begin) / 300

@@ -1,10 +1,10 @@
-"""How often the oracle shopper succeeds: whether the goals can be reached.
+"""Benchmark how often the oracle shopper succeeds.
 
     python benchmarks/webshop_oracle.py [--data_dir DIR] [--goals 1000]
 
-Plays goals spread evenly over all splits, of a generated shop or of official
-files; prints a table row with success, mean score, turns and speed of the
-environment (prompts included).
+Shows whether the goals are reachable. Plays goals spread evenly over all splits
+of a generated shop or of the official files. Prints a table row with success,
+mean score, turns and speed of the environment, prompts included.
 """
 
 import argparse
@@ -24,20 +24,20 @@ def measure(data_dir: str | None, num_goals: int) -> str:
   ]
   count = min(num_goals, len(tasks))
   chosen = [tasks[n * len(tasks) // count] for n in range(count)]
-  won, score, steps, seconds = 0, 0.0, 0, 0.0
+  successes, score, steps, seconds = 0, 0.0, 0, 0.0
   for task in chosen:
     responses = [r for _, r in env.demonstrate(task, noise=0.0, seed=0)]
     start = time.perf_counter()
     env.reset(task)
     results = [env.step(response) for response in responses]
     seconds += time.perf_counter() - start
-    won += results[-1].success
+    successes += results[-1].success
     score += results[-1].score or 0.0
     steps += len(results)
   cells = (
     'official' if data_dir else 'generated',
     f'{len(chosen):,} of {len(tasks):,}',
-    f'{won / len(chosen):.2%}',
+    f'{successes / len(chosen):.2%}',
     f'{score / len(chosen):.4f}',
     f'{steps / len(chosen):.2f}',
     f'{steps / seconds:,.0f}',

@@ -1,11 +1,11 @@
-"""How much of WebShop's reward hangs on the tagger of titles.
+"""Benchmark how much WebShop's reward depends on the tagger of titles.
 
     python benchmarks/webshop_titles.py --data_dir DIR
 
-The original tags with a spaCy model that is often not at hand. Prints, for
-random purchases of a wrong product, in how many the type part of the reward
-would be another if the stand-in tagged otherwise: whole titles rather than
-word by word, and, worse than any tagger, every word and sign a noun.
+WebShop tags titles with a spaCy model that is often not available. For random
+purchases of a wrong product, prints how often the type part of the reward would
+differ with another tagger: one that tags whole titles instead of single words,
+and one, worse than any real tagger, that calls every token a noun.
 """
 
 import argparse
@@ -18,20 +18,20 @@ import numpy as np
 from envs.webshop import products, reward, titles
 
 
-def _whole(title: str) -> tuple[str, ...]:
-  """Returns the nouns of a title that is read as one text."""
+def _tag_whole_titles(title: str) -> tuple[str, ...]:
+  """Returns the nouns of a title that is tagged as one text."""
   from textblob import en
 
-  found = en.parser.find_tags(titles.words(title))
-  return tuple(word.lower() for word, tag in found if tag.startswith('NN'))
+  tags = en.parser.find_tags(titles.words(title))
+  return tuple(word.lower() for word, tag in tags if tag.startswith('NN'))
 
 
-def _every(title: str) -> tuple[str, ...]:
+def _tag_every_token(title: str) -> tuple[str, ...]:
   return tuple(word.lower() for word in titles.words(title))
 
 
-def _types(pairs: list[tuple], tagger) -> np.ndarray:
-  """Returns the type part of each (bought, wanted)."""
+def _type_scores(pairs: list[tuple], tagger) -> np.ndarray:
+  """Returns the type score of each pair (bought, wanted)."""
   ours, titles.nouns = titles.nouns, functools.lru_cache(None)(tagger)
   try:
     return np.array([reward.type_score(*pair) for pair in pairs])
@@ -63,25 +63,31 @@ def main() -> None:
     bought, wanted = rng.choice(len(shop), 2, replace=False)
     return bought, wanted
 
-  queries = [found for found in by_query.values() if len(found) > 1]
-  sizes = np.array([len(found) for found in queries])
+  queries = [members for members in by_query.values() if len(members) > 1]
+  sizes = np.array([len(members) for members in queries])
   shares = sizes / sizes.sum()
 
   def same_query() -> tuple[int, int]:
-    found = queries[rng.choice(len(queries), p=shares)]
-    bought, wanted = rng.choice(found, 2, replace=False)
+    members = queries[rng.choice(len(queries), p=shares)]
+    bought, wanted = rng.choice(members, 2, replace=False)
     return bought, wanted
 
-  print('| wrong product from | tagged otherwise | type differs | 1 or not |')
+  print('| wrong product from | other tagger | type differs | = 1 differs |')
   print('|---|---|---|---|')
-  for where, draw in (('anywhere', anywhere), ('the same query', same_query)):
-    numbers = [draw() for _ in range(options.pairs)]
-    pairs = [(shop[bought], wishes[wanted]) for bought, wanted in numbers]
-    ours = _types(pairs, titles.tagger())
-    for name, tagger in (('whole titles', _whole), ('every word', _every)):
-      other = _types(pairs, tagger)
-      differs, one = ours != other, (ours == 1) != (other == 1)
-      print(f'| {where} | {name} | {differs.mean():.1%} | {one.mean():.1%} |')
+  for source, draw in (('anywhere', anywhere), ('the same query', same_query)):
+    draws = [draw() for _ in range(options.pairs)]
+    pairs = [(shop[bought], wishes[wanted]) for bought, wanted in draws]
+    ours = _type_scores(pairs, titles.tagger())
+    for name, tagger in (
+      ('whole titles', _tag_whole_titles),
+      ('every word', _tag_every_token),
+    ):
+      other = _type_scores(pairs, tagger)
+      differs, crosses_one = ours != other, (ours == 1) != (other == 1)
+      print(
+        f'| {source} | {name} | {differs.mean():.1%} '
+        f'| {crosses_one.mean():.1%} |'
+      )
 
 
 if __name__ == '__main__':

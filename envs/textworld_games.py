@@ -1,8 +1,8 @@
-"""Games that TextWorld's own generator makes, played by its own engine.
+"""Games from TextWorld's generator, played by TextWorld's engine.
 
-Rooms, things and a quest are drawn from the task's seed and compiled for the
-Z-machine, a second or so each, into the cache. `custom` quests have a length;
-coins, treasures and recipes are TextWorld's challenges.
+Rooms, objects and a quest are drawn from the task's seed and compiled for the
+Z-machine into the cache, which takes about a second per game. Quests of
+'custom' games have a chosen length; the others are TextWorld's challenges.
 """
 
 import argparse
@@ -21,35 +21,35 @@ from envs import base, cache, narrator, seeds
 
 CUSTOM = 'custom'
 SUCCESS_REWARD = 10.0
-_FORMAT = 1  # of the cached games
-_MAX_DRAWS = 10  # for some seeds there is no such quest
+_FORMAT = 1  # Version of the cached games.
+_MAX_DRAWS = 10  # For some seeds there is no quest of the chosen length.
 _GAME = 'game.z8'
 
 _LAST_PYTHON = (3, 12)
-# The interpreter's status line, after what a command came to.
-# Of what cannot be done.
+# Observation after an inadmissible command.
 _REFUSAL = 'That cannot be done now.'
+# The interpreter's status line, which follows the feedback.
 _STATUS = re.compile(r'\n>\s*(-=.*)?\Z', re.DOTALL)
 _BLANKS = re.compile(r'\n\s*\n')
 
 
 class _Parser(argparse.ArgumentParser):
-  """Takes the settings of a game as TextWorld's own program does."""
+  """Parses the settings of a game like TextWorld's own program."""
 
   def error(self, message: str) -> None:
-    """Refuses."""
+    """Raises ValueError instead of exiting."""
     raise ValueError(message)
 
 
 def parse(challenge: str, settings: dict) -> dict:
-  """Returns all settings of a challenge.
+  """Returns all settings of a challenge, including defaults.
 
   Args:
-    challenge: 'custom', or one of TextWorld's without its 'tw-'.
-    settings: those that are not left as they are.
+    challenge: 'custom', or a TextWorld challenge without its 'tw-' prefix.
+    settings: settings that differ from the defaults.
 
   Raises:
-    ValueError: in one line, if there are no such ones.
+    ValueError: in one line, if the challenge or a setting is unknown.
   """
   known = _challenges()
   if challenge != CUSTOM and challenge not in known:
@@ -79,8 +79,8 @@ def parse(challenge: str, settings: dict) -> dict:
 def _textworld() -> Any:
   if sys.version_info[:2] > _LAST_PYTHON:
     raise ValueError(
-      'env.name=textworld: TextWorld breaks on Python 3.13 and newer; use '
-      'Python 3.11 or 3.12'
+      'env.name=textworld: TextWorld does not support Python 3.13 and '
+      'newer; use Python 3.11 or 3.12'
     )
   try:
     import textworld
@@ -95,13 +95,13 @@ def _textworld() -> Any:
 
 
 def _challenges() -> dict[str, tuple]:
-  """Returns (description, make, add_arguments) of TextWorld's, by name."""
-  found = _textworld().challenges.CHALLENGES
-  return {name.removeprefix('tw-'): parts for name, parts in found.items()}
+  """Returns (description, make, add_arguments) of challenges by name."""
+  challenges = _textworld().challenges.CHALLENGES
+  return {name.removeprefix('tw-'): parts for name, parts in challenges.items()}
 
 
 def _draw(seed: int, challenge: str, settings: dict) -> Any:
-  """Returns a game that is not compiled yet, and its options."""
+  """Returns a game that is not yet compiled, and its options."""
   textworld = _textworld()
   options = textworld.GameOptions()
   options.seeds = seed
@@ -112,7 +112,7 @@ def _draw(seed: int, challenge: str, settings: dict) -> Any:
   return textworld.generator.make_game(options), options
 
 
-def _write(
+def _compile_game(
   folder: pathlib.Path, *, seed: int, challenge: str, settings: dict
 ) -> None:
   """Compiles the first game that can be drawn."""
@@ -129,50 +129,56 @@ def _write(
     options.path = str(folder / _GAME)
     textworld.generator.compile_game(game, options)
     for path in folder.iterdir():
-      # Besides the game, what its engine reads.
+      # Keep only the game and the file that its engine reads.
       if path.suffix not in ('.z8', '.json'):
         path.unlink() if path.is_file() else shutil.rmtree(path)
     return
   raise ValueError(
-    f'env.settings={settings}: no such game drawn in {_MAX_DRAWS} attempts '
-    f'({reason}); must be another size or length'
+    f'env.settings={settings}: no game drawn in {_MAX_DRAWS} attempts '
+    f'({reason}); choose another size or length'
   )
 
 
 def compiled(seed: int, challenge: str, settings: dict) -> pathlib.Path:
-  """Returns the file of a game, a function of the arguments."""
+  """Returns the path of a compiled game, compiling it if necessary.
+
+  The game is a function of the arguments.
+  """
   version = _textworld().__version__
-  what = sorted(settings.items())
-  folder = cache.place('textworld', _FORMAT, version, seed, challenge, what)
+  sorted_settings = sorted(settings.items())
+  folder = cache.place(
+    'textworld', _FORMAT, version, seed, challenge, sorted_settings
+  )
   make = functools.partial(
-    _write, seed=seed, challenge=challenge, settings=settings
+    _compile_game, seed=seed, challenge=challenge, settings=settings
   )
   return cache.ensure(folder, make) / _GAME
 
 
 def clean(text: str) -> str:
-  """Returns what a game says without the interpreter's status line."""
-  said = _STATUS.sub('', text.strip(' '))
-  return _BLANKS.sub('\n', said).strip()
+  """Returns the text of a game without the interpreter's status line."""
+  feedback = _STATUS.sub('', text.strip(' '))
+  return _BLANKS.sub('\n', feedback).strip()
 
 
 class Env:
-  """One game at a time.
+  """Plays one game at a time.
 
   Args:
     challenge: 'custom', 'coin_collector', 'treasure_hunter', 'cooking' or
       'simple'.
-    settings: of the challenge, as `tw-make` has them, such as `level`; of
-      custom ones rooms, objects and quest_length.
-    num_games: most games of a split: each takes half a megabyte of the cache.
-    seed: another one, other games.
-    max_steps: turns after which an unfinished game ends.
-    history_length: K, how many past turns the prompt shows.
+    settings: settings of the challenge, as for `tw-make`, such as `level`; for
+      custom games rooms, objects and quest_length.
+    num_games: maximum number of games of a split; each takes half a megabyte of
+      the cache.
+    seed: seed of the games.
+    max_steps: maximum number of turns of an episode.
+    history_length: K, the number of past turns in the prompt.
     prompt_style: one of `narrator.STYLES`.
-    require_think: whether a response must hold a `<think>` part.
+    require_think: whether a valid response needs a `<think>` part.
 
   Raises:
-    ValueError: in one line, if an argument cannot be used.
+    ValueError: in one line, if an argument is invalid.
   """
 
   def __init__(
@@ -214,11 +220,11 @@ class Env:
     return compiled(seed, self._challenge, self._settings)
 
   def prepare(self, task: base.Task) -> None:
-    """Compiles the game, if nobody has."""
+    """Compiles the game if it is not in the cache."""
     self._game(task)
 
   def reset(self, task: base.Task) -> base.Observation:
-    """Starts the game."""
+    """Starts an episode and returns its first observation."""
     path = self._game(task)
     if path != self._path:
       self.close()
@@ -228,34 +234,34 @@ class Env:
     return self._observe(clean(self._state.description))
 
   def step(self, response: str) -> base.StepResult:
-    """Plays the command, and says what came of it."""
+    """Plays the command and returns the result."""
     command, valid = self._narrator.project(response)
     admissible = command in self._commands()
     self._narrator.take(command)
-    said = _REFUSAL
+    feedback = _REFUSAL
     if admissible:
-      # Others might be the interpreter's own, such as `restore`.
+      # Other commands may be the interpreter's own, such as `restore`.
       self._state, _, _ = self._engine.step(' '.join(command.split()))
-      said = clean(self._state.feedback)
+      feedback = clean(self._state.feedback)
     won, lost = bool(self._state.won), bool(self._state.lost)
     done = won or lost or self._narrator.step >= self._max_steps
     observation = None
     if not done:
-      observation = self._observe(said)
+      observation = self._observe(feedback)
     return base.StepResult(
       observation=observation,
-      final_anchor=self._where() if done else None,
+      final_anchor=self._facts() if done else None,
       reward=SUCCESS_REWARD if won else 0.0,
       valid=valid,
       action=command,
       success=won,
       done=done,
       metrics={'inadmissible_action_rate': float(not admissible)},
-      score=self._share() if done else None,
+      score=self._score_share() if done else None,
     )
 
   def close(self) -> None:
-    """Frees the interpreter."""
+    """Stops the interpreter."""
     if self._engine is not None:
       self._engine.close()
       self._engine = self._path = None
@@ -263,13 +269,13 @@ class Env:
   def demonstrate(
     self, task: base.Task, *, noise: float, seed: int
   ) -> Iterator[tuple[str, str]]:
-    """Yields (prompt, response) of one who knows the way and errs at times.
+    """Yields (prompt, response) of an expert that errs with some probability.
 
     Args:
       task: the game to play.
       noise: probability that a step's command is drawn from the admissible
-        ones. The engine knows how to go on from there, or that there is no way.
-      seed: of the noise.
+        ones. The engine finds the way from there, if there is one.
+      seed: seed of the noise.
     """
     rng = np.random.default_rng([seed, task.index])
     observation: base.Observation | None = self.reset(task)
@@ -282,39 +288,39 @@ class Env:
       yield observation.prompt, response
       observation = self.step(response).observation
 
-  def _share(self) -> float:
-    """Returns how much of what can be scored has been."""
+  def _score_share(self) -> float:
+    """Returns the score as a share of the maximum score."""
     score = max(0.0, float(self._state.score or 0.0))
     return score / max(1.0, float(self._state.max_score))
 
   def _commands(self) -> tuple[str, ...]:
-    # Responses are read in lower case; the engine does not mind.
+    # Responses are parsed in lower case, which the engine accepts.
     return tuple(c.lower() for c in self._state.admissible_commands)
 
-  def _where(self) -> str:
-    """All that is the case in the game."""
+  def _facts(self) -> str:
+    """Returns all facts of the state as text."""
     return '\n'.join(sorted(map(str, self._state.facts)))
 
   def _observe(self, text: str) -> base.Observation:
     return self._narrator.observe(
       text,
-      anchor=self._where(),
+      anchor=self._facts(),
       actions=self._commands(),
     )
 
 
 def tasks(split: str, **kwargs) -> seeds.Seeds:
-  """Returns the seeds of a split; takes the kwargs of `Env`."""
+  """Returns the seeds of a split; takes the keyword arguments of `Env`."""
   env = Env(**kwargs)
-  found = env.games(split)
-  # Tells at once whether there are such games at all.
+  split_seeds = env.games(split)
+  # Fail early if no such game can be drawn.
   env.prepare(base.Task('train', 0))
-  return found
+  return split_seeds
 
 
 def _start(path: pathlib.Path) -> Any:
   textworld = _textworld()
-  wanted = textworld.EnvInfos(
+  infos = textworld.EnvInfos(
     admissible_commands=True,
     description=True,
     facts=True,
@@ -325,4 +331,4 @@ def _start(path: pathlib.Path) -> Any:
     score=True,
     won=True,
   )
-  return textworld.start(str(path), request_infos=wanted)
+  return textworld.start(str(path), request_infos=infos)

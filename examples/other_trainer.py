@@ -1,11 +1,11 @@
-"""GiGPO's advantages in a trainer that is not ours.
+"""Use GiGPO's advantages in another trainer.
 
     python examples/other_trainer.py
 
-Many trainers take a list of samples, dicts with an advantage each. `annotate`
-is all that they need of this project: it turns rewards, groups and states into
-advantages. The rest of this file stands for such a trainer: a policy in Flax,
-an update with optax, episodes in the corridor of `envs/toy.py`.
+Many trainers take a list of samples, dictionaries with one advantage each. Only
+`annotate` uses this project: it computes advantages from rewards, groups and
+states. The rest of this file is such a trainer: a Flax policy, an optax update,
+and episodes in the corridor of `envs/toy.py`.
 """
 
 import jax
@@ -25,28 +25,28 @@ def annotate(samples: list[dict], **options) -> None:
   """Adds GiGPO's advantage to each sample, as `advantage`.
 
   Args:
-    samples: one a turn, in any order: `reward`, `task` (its episodes are
-      compared), `episode`, `turn`, `state` (any text; turns of a task with the
-      same one are compared) and `valid`.
-    **options: of `gigpo_jax.advantages.gigpo`.
+    samples: one dictionary per turn, in any order, with `reward`, `task`
+      (episodes of a task are compared), `episode`, `turn`, `state` (any text;
+      turns of a task in the same state are compared) and `valid`.
+    **options: options of `gigpo_jax.advantages.gigpo`.
   """
 
   def column(name: str) -> list:
     return [sample[name] for sample in samples]
 
-  def numbers(name: str) -> np.ndarray:
+  def ids(name: str) -> np.ndarray:
     return np.unique(column(name), return_inverse=True)[1]
 
-  found = gigpo_jax.advantages.gigpo(
+  advantages = gigpo_jax.advantages.gigpo(
     column('reward'),
-    numbers('task'),
-    numbers('episode'),
+    ids('task'),
+    ids('episode'),
     column('turn'),
-    numbers('state'),
+    ids('state'),
     column('valid'),
     **options,
   )
-  for sample, advantage in zip(samples, np.asarray(found), strict=True):
+  for sample, advantage in zip(samples, np.asarray(advantages), strict=True):
     sample['advantage'] = float(advantage)
 
 
@@ -60,24 +60,24 @@ class Policy(nn.Module):
 
 
 def play(params: dict, iteration: int) -> list[dict]:
-  """Returns the turns of a group of episodes for each of four tasks."""
-  dice = np.random.default_rng(iteration)
+  """Plays a group of episodes for each of four tasks; returns all turns."""
+  rng = np.random.default_rng(iteration)
   table = np.asarray(jax.nn.softmax(Policy().apply(params, jnp.arange(ROOMS))))
   samples = []
   for index in range(4):
     for member in range(MEMBERS):
       env = toy.Env(rooms=ROOMS, max_steps=MAX_STEPS)
-      seen = env.reset(base.Task('train', index))
+      observation = env.reset(base.Task('train', index))
       for turn in range(MAX_STEPS):
-        room = int(seen.text.split()[4])
-        action = int(dice.random() < table[room, 1])
+        room = int(observation.text.split()[4])
+        action = int(rng.random() < table[room, 1])
         result = env.step(WORDS[action])
         samples.append(
           {
             'task': index,
             'episode': member,
             'turn': turn,
-            'state': seen.anchor,
+            'state': observation.anchor,
             'room': room,
             'action': action,
             'log_prob': np.log(table[room, action]),
@@ -88,12 +88,12 @@ def play(params: dict, iteration: int) -> list[dict]:
         )
         if result.done:
           break
-        seen = result.observation
+        observation = result.observation
   return samples
 
 
 def loss(params: dict, batch: dict[str, jax.Array]) -> jax.Array:
-  """Returns the clipped objective, the mean over turns."""
+  """Returns the clipped surrogate loss, averaged over turns."""
   logits = jax.nn.log_softmax(Policy().apply(params, batch['room']))
   log_probs = jnp.take_along_axis(logits, batch['action'][:, None], 1)[:, 0]
   return gigpo_jax.losses.clipped_surrogate(
@@ -102,7 +102,7 @@ def loss(params: dict, batch: dict[str, jax.Array]) -> jax.Array:
 
 
 def main(num_iterations: int = 20, **options) -> list[float]:
-  """Trains; returns the success rate of each iteration."""
+  """Trains the policy; returns the success rate of each iteration."""
   params = Policy().init(jax.random.key(0), jnp.zeros(1, int))
   optimizer = optax.adam(0.1)
   state, rates = optimizer.init(params), []

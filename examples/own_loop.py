@@ -1,9 +1,9 @@
-"""GiGPO in a loop of one's own: no config, no work directory.
+"""Train GiGPO in your own loop, without config or work directory.
 
     python examples/own_loop.py
 
-Environments, sampler, turn loop, advantages, loss and update are those that
-`gigpo_jax.train` uses; this loop puts them together with plain arguments.
+The loop calls the same environments, sampler, runner, advantages, loss and
+update as `gigpo_jax.train`, with plain arguments.
 """
 
 import functools
@@ -25,8 +25,8 @@ HOUSEHOLD = {
 
 
 def main(num_iterations: int = 2) -> list[dict[str, float]]:
-  """Trains for some iterations; returns the metrics of each."""
-  # Workers import this file again, and have no use for jax.
+  """Trains for a few iterations; returns the metrics of each."""
+  # Worker processes import this file too and must not import jax.
   import jax
 
   from gigpo_jax.models import huggingface
@@ -57,7 +57,7 @@ def main(num_iterations: int = 2) -> list[dict[str, float]]:
     aggregation='token_mean',
     seed=0,
   )
-  found = []
+  history = []
   with (
     jax.set_mesh(devices),
     gigpo_jax.env_pool.EnvPool(
@@ -99,12 +99,12 @@ def main(num_iterations: int = 2) -> list[dict[str, float]]:
         iteration=iteration,
       )
       success = sum(e.success for e in episodes) / len(episodes)
-      found.append(values | {'success': success})
+      history.append(values | {'success': success})
       print(
         f'iteration {iteration}: success {success:.0%}, '
         f'loss {values["loss/total"]:+.4f}'
       )
-  return found
+  return history
 
 
 if __name__ == '__main__':

@@ -1,8 +1,8 @@
-"""Refuses a wrong configuration before any device or simulator starts.
+"""Validate a configuration before any device or simulator starts.
 
-One line a problem, as `field=value: what is wrong; what is accepted`. Checks
-files on disk, numbers and names; builds nothing. Of a model of the hub only
-config.json is fetched, until all else is right.
+Reports one line per problem, as `field=value: what is wrong; what is accepted`.
+Checks names, numbers and files on disk, and builds nothing. For a model on the
+hub, it downloads only config.json until everything else is valid.
 """
 
 import importlib.util
@@ -38,27 +38,28 @@ from gigpo_jax import (
 from gigpo_jax.algorithms import ppo
 from gigpo_jax.models import attention, huggingface, lora, published, qwen
 
-# What a work directory keeps the config in.
+# File name of the config in a work directory.
 _STORED = 'config.json'
 
 TINY = 'python launch/train.py --config=configs/alfworld.py:tiny'
 
-# Environments with official data: what to do where there is none.
+# Environments with official data: what to do if the data is missing.
 _DATA = {
   'alfworld': 'no ALFWorld games; run `alfworld-download`',
-  'search_qa': 'no corpus; have its files (envs/search_qa/corpus.py)',
+  'search_qa': 'no corpus; prepare its files (envs/search_qa/corpus.py)',
   'webshop': 'no WebShop files; run `python -m envs.webshop.download`',
 }
 
-# float32 parameters, two AdamW moments and a gradient accumulator, and a
-# bf16 copy each for sampling and computing. With adapters the last two alone.
+# float32 parameters, two AdamW moments and a gradient accumulator, and one bf16
+# copy each for sampling and for computing. With adapters only the bf16 copies.
 BYTES_PER_PARAMETER = 16 + 2 + 2
 FROZEN_BYTES_PER_PARAMETER = 2 + 2
-# As loaded, and as sampled with.
+# float32 as loaded, and a bf16 copy for sampling.
 _SAMPLING_BYTES_PER_PARAMETER = 4 + 2
 
-# Options of algorithms that are other things', too, or an experiment's own.
-_OF_ALL = (
+# Options of the algorithm section that are not passed to algorithms, or that
+# apply to all of them.
+_SHARED_OPTIONS = (
   'name',
   'norm',
   'discount',
@@ -68,9 +69,9 @@ _OF_ALL = (
   'anchor_history',
 )
 
-# What has an effect only where another field is of a kind: (field, what it has
-# to be, in words, and whether it is).
-_EFFECTIVE = {
+# Fields that have an effect only if another field has a certain value: (other
+# field, accepted value in words, predicate).
+_DEPENDENT_FIELDS = {
   'algorithm.similarity_threshold': (
     'algorithm.anchor',
     'similarity',
@@ -112,9 +113,9 @@ _CHOICES = {
   'rollout.prompt_overflow': tokenizer.OVERFLOW_POLICIES,
 }
 
-_PAIR = 2  # episodes that can be compared
+_PAIR = 2  # Minimum number of episodes for a comparison.
 
-# field: (lowest, highest accepted, meaning of what is accepted)
+# Field: (lowest accepted value, highest, description of the range).
 _RANGES = {
   'seed': (0, 2**31 - 1, 'a non-negative 32-bit integer'),
   'num_iterations': (1, None, 'at least 1'),
@@ -122,7 +123,11 @@ _RANGES = {
   'rollout.episodes_per_group': (1, None, 'at least 1'),
   'rollout.max_prompt_tokens': (1, None, 'at least 1'),
   'rollout.max_completion_tokens': (1, None, 'at least 1'),
-  'rollout.temperature': (1e-3, None, 'above 0; greedy episodes are all alike'),
+  'rollout.temperature': (
+    1e-3,
+    None,
+    'above 0; greedy episodes of a group are identical',
+  ),
   **{
     f'{when}.{name}': accepted
     for when in ('rollout', 'evaluation')
@@ -133,7 +138,11 @@ _RANGES = {
     }.items()
   },
   'rollout.decode_tokens': (1, None, 'at least 1'),
-  'rollout.tensor': (0, None, 'at least 0; 0 is as few as the memory allows'),
+  'rollout.tensor': (
+    0,
+    None,
+    'at least 0; 0 is the smallest that fits the memory',
+  ),
   'algorithm.discount': (0.0, 1.0, 'between 0 and 1'),
   'algorithm.step_weight': (0.0, None, 'at least 0; 0 is GRPO'),
   'algorithm.invalid_penalty': (0.0, 1e6, 'between 0 and 1,000,000'),
@@ -177,7 +186,7 @@ _RANGES = {
   'pool.step_timeout_secs': (1e-3, None, 'above 0'),
   'pool.reset_timeout_secs': (1e-3, None, 'above 0'),
   'pool.max_resets_per_worker': (0, None, 'at least 0; 0 is never'),
-  'pool.max_worker_mib': (0, None, 'at least 0; 0 is any'),
+  'pool.max_worker_mib': (0, None, 'at least 0; 0 is unlimited'),
   'pool.max_failed_share': (0.0, 1.0, 'between 0 and 1'),
   'evaluation.every': (0, None, 'at least 0; 0 is never'),
   'evaluation.num_tasks': (0, None, 'at least 0; 0 is all'),
@@ -194,7 +203,7 @@ _RANGES = {
   'sft.learning_rate': (0.0, None, 'at least 0'),
   'sft.warmup_updates': (0, None, 'at least 0'),
   'sft.minibatch_rows': (1, None, 'at least 1'),
-  'sft.vocab_size': (300, None, 'at least 300: bytes and marks'),
+  'sft.vocab_size': (300, None, 'at least 300, for bytes and special tokens'),
   **{
     f'sft.model.{name}': (1, None, 'at least 1')
     for name in ('layers', 'width', 'heads', 'kv_heads', 'mlp')
@@ -210,15 +219,15 @@ def validate(
   needs_model: bool = True,
   trains: bool = True,
 ) -> None:
-  """Checks everything that can be known without a device or a simulator.
+  """Checks everything that needs neither a device nor a simulator.
 
   Args:
     config: the experiment.
-    needs_model: whether weights and tokenizer must exist already.
-    trains: whether the model is trained, which takes more memory.
+    needs_model: whether weights and tokenizer must already exist.
+    trains: whether the model is trained, which needs more memory.
 
   Raises:
-    ValueError: one line for each problem found.
+    ValueError: one line per problem.
   """
   problems = [*_values(config), *_combinations(config)]
   if not problems:
@@ -226,19 +235,21 @@ def validate(
     if needs_model:
       problems += _missing_model(config, trains, fetch=not problems)
     if len(problems) > 1:
-      problems.append(f'on any machine, without downloads: {TINY}')
+      problems.append(f'to start on any machine, without downloads: {TINY}')
   if problems:
     raise ValueError('\n'.join(problems))
 
 
 def model_directory(path: str) -> str:
-  """Returns where a model is on this machine.
+  """Returns the local folder of a model, downloading it if necessary.
 
-  Project paths work from any folder. What is no folder, but looks like a name
-  on Hugging Face's hub, is looked up in its cache and fetched where it is not.
+  Paths within the project work from any working directory. A path that is no
+  folder but looks like a name on the Hugging Face hub is looked up in the hub's
+  cache, then downloaded.
 
   Raises:
-    ValueError: in one line, if it is not on the hub, or the hub not reached.
+    ValueError: in one line, if the model is not on the hub, or the hub is not
+      reachable.
   """
   if _on_hub(path):
     return huggingface.fetch(path)
@@ -246,38 +257,40 @@ def model_directory(path: str) -> str:
 
 
 def _on_hub(path: str | None) -> bool:
-  """Whether a model can only be a name on the hub."""
+  """Returns whether a model path can only be a name on the hub."""
   return bool(path) and huggingface.is_hub_name(path) and not configs.find(path)
 
 
 def env_kwargs(config: ml_collections.ConfigDict) -> dict:
-  """Returns the arguments of the environment, plain values only."""
+  """Returns the environment's arguments as plain values."""
   kwargs = config.env.to_dict()
   kwargs.pop('name')
   if config.env.name in _DATA:
     kwargs['data_dir'] = _data_dir(config)
   if config.env.name in base.ANCHORED:
-    whole = config.algorithm.anchor == 'observation_and_actions'
-    kwargs['anchor'] = 'observation_and_actions' if whole else 'observation'
+    with_actions = config.algorithm.anchor == 'observation_and_actions'
+    kwargs['anchor'] = (
+      'observation_and_actions' if with_actions else 'observation'
+    )
   return kwargs
 
 
 def algorithm_kwargs(config: ml_collections.ConfigDict) -> dict:
-  """Returns the arguments of `algorithms.make`, plain values only."""
+  """Returns the arguments of `algorithms.make` as plain values."""
   return config.algorithm.to_dict()
 
 
 def ladder(buckets: tuple[int, ...], limit: int) -> tuple[int, ...]:
-  """Returns the buckets below a limit, and the limit as the last.
+  """Returns the buckets below a limit, followed by the limit.
 
-  Without buckets there is one of half the limit.
+  Without buckets, adds one of half the limit.
   """
   sizes = buckets or (-(-limit // 2),)
   return (*(b for b in sizes if b < limit), limit)
 
 
 def has_own_buckets(config: ml_collections.ConfigDict) -> bool:
-  """Whether somebody has chosen sizes of prompts for this experiment."""
+  """Returns whether the config sets prompt buckets of its own."""
   sizes = tuple(config.rollout.prompt_buckets)
   return bool(sizes) and sizes != tuple(
     base.get_config().rollout.prompt_buckets
@@ -305,39 +318,47 @@ def _values(config: ml_collections.ConfigDict) -> Iterator[str]:
       yield f'{field}={value}: must be finite; {accepted}'
     elif value < low or (high is not None and value > high):
       yield f'{field}={value}: out of range; {accepted}'
-  for field, least in (
+  for field, min_count in (
     ('rollout.prompt_buckets', 0),
     ('rollout.batch_buckets', 1),
     ('learner.length_buckets', 0),
   ):
     sizes = tuple(_get(config, field))
     if not all(isinstance(size, int) for size in sizes) or (
-      len(sizes) < least
+      len(sizes) < min_count
       or min(sizes, default=1) < 1
       or sizes != tuple(sorted(set(sizes)))
     ):
-      what = '' if least else ', or () for half of the limit and the limit'
-      yield f'{field}={sizes}: must be one or more rising positive sizes{what}'
+      alternative = (
+        '' if min_count else ', or () for half the limit and the limit'
+      )
+      yield (
+        f'{field}={sizes}: must be one or more rising positive sizes'
+        f'{alternative}'
+      )
 
 
 def _combinations(config: ml_collections.ConfigDict) -> Iterator[str]:
   yield from _algorithm(config)
-  yield from _collected(config)
+  yield from _collection(config)
   if config.loss.tis_clip and config.loss.old_log_probs != 'learner':
     yield (
-      f"loss.tis_clip={config.loss.tis_clip}: weighs the learner's log-probs "
-      "against the sampler's; needs loss.old_log_probs=learner"
+      f"loss.tis_clip={config.loss.tis_clip}: compares the learner's log-probs "
+      "with the sampler's; needs loss.old_log_probs=learner"
     )
   learner = config.learner
   if learner.microbatch_rows > learner.minibatch_rows:
     yield (
       f'learner.microbatch_rows={learner.microbatch_rows}: larger than '
-      f'learner.minibatch_rows={learner.minibatch_rows}; must divide into it'
+      f'learner.minibatch_rows={learner.minibatch_rows}; must divide it'
     )
   sizes = [config.mesh[name] for name in mesh.AXES]
   for name, size in zip(mesh.AXES, sizes, strict=True):
     if size == 0 or size < -1:
-      yield f'mesh.{name}={size}: must be at least 1, or -1 for the rest'
+      yield (
+        f'mesh.{name}={size}: must be at least 1, or -1 for the remaining '
+        'devices'
+      )
   if sizes.count(-1) > 1:
     yield f'mesh.{",".join(mesh.AXES)}={sizes}: at most one axis may be -1'
   yield from _attention(config)
@@ -366,7 +387,7 @@ def _algorithm(config: ml_collections.ConfigDict) -> Iterator[str]:
   except ValueError as error:
     yield f'algorithm.{str(error).removeprefix("algorithm.")}'
     return
-  yield from _ignored(config, algorithm)
+  yield from _ignored_options(config, algorithm)
   name, members = config.algorithm.name, config.rollout.episodes_per_group
   if algorithm.needs_group and members < _PAIR:
     yield (
@@ -381,23 +402,23 @@ def _algorithm(config: ml_collections.ConfigDict) -> Iterator[str]:
   by_token = algorithm.needs_values and config.algorithm.gae_level == 'token'
   if config.loss.ratio_level == 'row' and by_token:
     yield (
-      'loss.ratio_level=row: tokens of a row have advantages of their own; '
+      'loss.ratio_level=row: each token of a row has its own advantage; '
       'needs algorithm.gae_level=turn'
     )
 
 
-def _ignored(
+def _ignored_options(
   config: ml_collections.ConfigDict, algorithm: algorithms.Algorithm
 ) -> Iterator[str]:
-  """Finds what was asked for and would have no effect."""
+  """Yields options that are set but have no effect."""
   name = config.algorithm.name
   own = algorithms.defaults(algorithm)
-  for field, value, default in _changed(
+  for field, value, default in _non_default(
     config,
     [
       f'algorithm.{option}'
       for option in base.get_config().algorithm
-      if option not in (*_OF_ALL, *own)
+      if option not in (*_SHARED_OPTIONS, *own)
     ],
   ):
     yield f'{field}={value}: {name} has no such option; must be {default}'
@@ -408,21 +429,21 @@ def _ignored(
     )
   if name == 'gdpo' and config.filter.without_spread:
     yield (
-      'filter.without_spread=True: looks at the whole reward, gdpo at its '
-      'components; must be False'
+      'filter.without_spread=True: filters by the total reward, but gdpo uses '
+      'its components; must be False'
     )
   if not algorithm.needs_values:
     options = [f'critic.{option}' for option in config.critic]
-    for field, value, default in _changed(config, options):
+    for field, value, default in _non_default(config, options):
       yield f'{field}={value}: {name} has no critic; must be {default}'
-  yield from _without_effect(config)
-  yield from _of_task(config)
+  yield from _unmet_dependencies(config)
+  yield from _environment_conflicts(config)
 
 
-def _changed(
+def _non_default(
   config: ml_collections.ConfigDict, fields: Iterable[str]
 ) -> Iterator[tuple[str, object, object]]:
-  """Yields (field, value, default) of those that are not as by default."""
+  """Yields (field, value, default) of fields that differ from the default."""
   defaults = base.get_config()
   for field in fields:
     value, default = _get(config, field), _get(defaults, field)
@@ -430,10 +451,10 @@ def _changed(
       yield field, value, default
 
 
-def _without_effect(config: ml_collections.ConfigDict) -> Iterator[str]:
+def _unmet_dependencies(config: ml_collections.ConfigDict) -> Iterator[str]:
   refused = {problem.partition('=')[0] for problem in _values(config)}
-  for field, value, default in _changed(config, _EFFECTIVE):
-    switch, wanted, is_on = _EFFECTIVE[field]
+  for field, value, default in _non_default(config, _DEPENDENT_FIELDS):
+    switch, wanted, is_on = _DEPENDENT_FIELDS[field]
     if field not in refused and not is_on(_get(config, switch)):
       yield (
         f'{field}={value}: has no effect; needs {switch} to be {wanted}, or '
@@ -441,56 +462,57 @@ def _without_effect(config: ml_collections.ConfigDict) -> Iterator[str]:
       )
 
 
-def _of_task(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Finds what the environment, or its anchors, cannot do."""
+def _environment_conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields options that the environment or its anchors do not support."""
   if config.env.get('reference_sampling'):
     if config.tasks.draw == 'uncertain':
       yield (
-        'tasks.draw=uncertain: env.reference_sampling has an order of its own; '
+        'tasks.draw=uncertain: env.reference_sampling sets the order of tasks; '
         'must be epochs'
       )
     if config.filter.without_spread:
       yield (
-        'filter.without_spread=True: env.reference_sampling has an order of '
-        'its own, without refills; must be False'
+        'filter.without_spread=True: env.reference_sampling sets the order '
+        'of tasks, without refills; must be False'
       )
   anchor = config.algorithm.anchor
   if anchor == 'observation_and_actions' and (
     config.env.name not in base.ANCHORED
   ):
     yield (
-      f'algorithm.anchor={anchor}: env.name={config.env.name} has no list of '
-      'actions of a state; must be of observation, similarity, turn'
+      f'algorithm.anchor={anchor}: env.name={config.env.name} does not '
+      'list the actions of a state; must be one of observation, similarity, '
+      'turn'
     )
   if config.algorithm.name == 'hgpo' and config.algorithm.anchor_history:
     yield (
       f'algorithm.anchor_history={config.algorithm.anchor_history}: hgpo '
-      'looks back itself, algorithm.history; must be 0'
+      'compares histories itself (algorithm.history); must be 0'
     )
 
 
-def _collected(config: ml_collections.ConfigDict) -> Iterator[str]:
+def _collection(config: ml_collections.ConfigDict) -> Iterator[str]:
   members, loss = config.rollout.episodes_per_group, config.loss
   if config.filter.without_spread and members < _PAIR:
     yield (
-      'filter.without_spread=True: one episode has no spread; needs '
+      'filter.without_spread=True: one episode has no variance; needs '
       'rollout.episodes_per_group of at least 2'
     )
   if loss.corridor_weight > 0 and not loss.entropy_weight:
     yield (
-      f'loss.corridor_weight={loss.corridor_weight}: is a share of '
-      'loss.entropy_weight; must be 0, or that above 0'
+      f'loss.corridor_weight={loss.corridor_weight}: is a multiple of '
+      'loss.entropy_weight; must be 0, or loss.entropy_weight above 0'
     )
   if loss.corridor_weight and loss.corridor_low > loss.corridor_high:
     yield (
       f'loss.corridor_low={loss.corridor_low}: above loss.corridor_high='
-      f'{loss.corridor_high}; must not be'
+      f'{loss.corridor_high}; must be at most that'
     )
   horizon = tuple(config.rollout.horizon)
   if not _is_horizon(horizon):
     yield (
-      f'rollout.horizon={horizon}: must be pairs (iteration, turns), rising '
-      'iterations, turns at least 1'
+      f'rollout.horizon={horizon}: must be pairs (iteration, turns) with '
+      'rising iterations and turns of at least 1'
     )
 
 
@@ -504,14 +526,17 @@ def _is_horizon(horizon: tuple) -> bool:
 
 
 def _attention(config: ml_collections.ConfigDict) -> Iterator[str]:
-  kind = config.model.attention
-  if kind not in ('auto', 'xla') and config.mesh.sequence != 1:
+  implementation = config.model.attention
+  if implementation not in ('auto', 'xla') and config.mesh.sequence != 1:
     yield (
-      f'model.attention={kind}: does not cut rows; mesh.sequence='
+      f'model.attention={implementation}: cannot shard rows; mesh.sequence='
       f'{config.mesh.sequence} needs xla'
     )
-  if kind == 'cudnn' and config.model.dtype == 'float32':
-    yield 'model.attention=cudnn: has no float32; needs model.dtype=bfloat16'
+  if implementation == 'cudnn' and config.model.dtype == 'float32':
+    yield (
+      'model.attention=cudnn: does not support float32; needs '
+      'model.dtype=bfloat16'
+    )
 
 
 def _adapters(config: ml_collections.ConfigDict) -> Iterator[str]:
@@ -523,25 +548,27 @@ def _adapters(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'{", ".join(lora.TARGETS)}'
     )
   if config.rollout.weights == 'adapters' and not config.lora.rank:
-    yield 'rollout.weights=adapters: there are none; needs lora.rank'
+    yield (
+      'rollout.weights=adapters: there are no adapters; needs lora.rank above 0'
+    )
 
 
 def _new_model(shape: ml_collections.ConfigDict) -> Iterator[str]:
   heads, kv_heads = shape.heads, shape.kv_heads
   if shape.width % (2 * heads):
     yield (
-      f'sft.model.heads={heads}: heads of a width of {shape.width} / {heads}; '
-      'must be even, for rotary positions'
+      f'sft.model.heads={heads}: the head size {shape.width} / {heads} must be '
+      'an even integer, for rotary positions'
     )
   elif heads % kv_heads:
     yield (
-      f'sft.model.kv_heads={kv_heads}: must divide into sft.model.heads={heads}'
+      f'sft.model.kv_heads={kv_heads}: must divide sft.model.heads={heads}'
     )
 
 
 def _installed(package: str) -> bool:
   spec = importlib.util.find_spec(package)
-  # A folder of that name, such as wandb's own of a run, has no origin.
+  # A folder of that name, such as wandb's own folder in a run, has no origin.
   return spec is not None and spec.origin is not None
 
 
@@ -553,8 +580,8 @@ def _missing_environment(config: ml_collections.ConfigDict) -> Iterator[str]:
   if config.env.name == 'alfworld' and config.env.engine == 'textworld':
     if sys.version_info >= (3, 13):
       yield (
-        'env.engine=textworld: TextWorld breaks on Python 3.13 and newer; use '
-        'Python 3.11 or 3.12, or env.engine=native'
+        'env.engine=textworld: TextWorld does not support Python 3.13 and '
+        'newer; use Python 3.11 or 3.12, or env.engine=native'
       )
     elif importlib.util.find_spec('alfworld') is None:
       yield (
@@ -574,7 +601,7 @@ def _missing_environment(config: ml_collections.ConfigDict) -> Iterator[str]:
       if split is not None:
         yield from _too_few_tasks(config, split)
   except ValueError as error:
-    yield _of_environment(config, str(error))
+    yield _with_field(config, str(error))
 
 
 def _too_few_tasks(
@@ -598,8 +625,8 @@ def _too_few_tasks(
     )
 
 
-def _of_environment(config: ml_collections.ConfigDict, text: str) -> str:
-  """Returns what an environment said of its tasks, with the field."""
+def _with_field(config: ml_collections.ConfigDict, text: str) -> str:
+  """Returns an error message of an environment, prefixed with the field."""
   if text.startswith('split='):
     return f'evaluation.{text}'
   if text.startswith(('env.', 'rollout.')):
@@ -611,13 +638,13 @@ def _of_environment(config: ml_collections.ConfigDict, text: str) -> str:
 def _missing_model(
   config: ml_collections.ConfigDict, trains: bool, *, fetch: bool
 ) -> Iterator[str]:
-  """Yields the problems of the model.
+  """Yields problems of the model.
 
   Args:
     config: the experiment.
     trains: whether the model is trained.
-    fetch: whether the weights of a model of the hub may be fetched, which takes
-      long; its config.json is fetched in any case.
+    fetch: whether to download the weights of a hub model, which takes long; its
+      config.json is always downloaded.
   """
   if missing := _missing_warm_start(config):
     yield missing
@@ -627,7 +654,8 @@ def _missing_model(
     if not path:
       raise ValueError(
         'model.path=None: no weights; set --config.model.path to a Hugging '
-        'Face folder, or to a name on the hub like Qwen/Qwen2.5-1.5B-Instruct'
+        'Face folder, or to a name on the hub such as '
+        'Qwen/Qwen2.5-1.5B-Instruct'
       )
     on_hub = _on_hub(path)
     directory = (
@@ -641,19 +669,19 @@ def _missing_model(
     if model := _published(config):
       yield from _too_small(config, models.num_parameters(model), trains)
     return
-  wrong = [] if on_hub else list(_wrong_files(config, model))
-  if not wrong:
-    wrong += _too_long(config, model)
-    wrong += _too_small(config, models.num_parameters(model), trains)
-  if on_hub and fetch and not wrong:
-    wrong += _wrong_files(config, model)
-  yield from wrong
+  problems = [] if on_hub else list(_invalid_files(config, model))
+  if not problems:
+    problems += _too_long(config, model)
+    problems += _too_small(config, models.num_parameters(model), trains)
+  if on_hub and fetch and not problems:
+    problems += _invalid_files(config, model)
+  yield from problems
 
 
-def _wrong_files(
+def _invalid_files(
   config: ml_collections.ConfigDict, model: qwen.QwenConfig
 ) -> Iterator[str]:
-  """Yields what is wrong with the weights and the tokenizer of a model."""
+  """Yields problems of the weights and the tokenizer of a model."""
   try:
     directory = model_directory(config.model.path)
     huggingface.check(directory, model)
@@ -662,17 +690,17 @@ def _wrong_files(
     yield str(error)
     return
   if config.lora.rank and model.num_experts:
-    # Experts have none.
+    # Experts have no adapters.
     dense = set(config.lora.targets) - {'gate', 'up', 'down'}
     if not dense:
       yield (
         f'lora.targets={tuple(config.lora.targets)}: experts get no adapters; '
-        'must have one of q, k, v, o'
+        'must include one of q, k, v, o'
       )
   if text.vocab_size > model.vocab_size:
     yield (
       f'model.path={config.model.path}: its tokenizer has {text.vocab_size} '
-      f'tokens, its embedding {model.vocab_size} rows; must not be fewer'
+      f'tokens, but its embedding only {model.vocab_size} rows'
     )
   limit, template = config.rollout.max_prompt_tokens, text.template_tokens()
   if limit <= template:
@@ -683,7 +711,7 @@ def _wrong_files(
 
 
 def _published(config: ml_collections.ConfigDict) -> qwen.QwenConfig | None:
-  """Returns the shape of a model that is not here, if its name or size tells.
+  """Returns the published shape of a model by its name, else by its size.
 
   The size is that of the config's variant, such as 1.5b.
   """
@@ -695,12 +723,12 @@ def _published(config: ml_collections.ConfigDict) -> qwen.QwenConfig | None:
 def _too_long(
   config: ml_collections.ConfigDict, model: qwen.QwenConfig
 ) -> Iterator[str]:
-  """Yields whether prompt and completion exceed the positions of a model."""
+  """Yields a problem if prompt and completion exceed the model's positions."""
   limit = model.max_positions
   if model.yarn:
-    # Some config.json tell the positions before they were stretched.
-    stretched = model.yarn.factor * model.yarn.original_length
-    limit = max(limit, int(stretched))
+    # Some config.json files list the positions before YaRN scaling.
+    scaled = model.yarn.factor * model.yarn.original_length
+    limit = max(limit, int(scaled))
   prompt = config.rollout.max_prompt_tokens
   completion = config.rollout.max_completion_tokens
   if prompt + completion > limit:
@@ -712,17 +740,17 @@ def _too_long(
 
 
 def _missing_warm_start(config: ml_collections.ConfigDict) -> str | None:
-  """Returns the problem of a small config whose warm start is not there."""
+  """Returns the problem of a small config without its warm start, or None."""
   path = config.model.path or ''
-  if made := base.WARM_START.fullmatch(path):
+  if match := base.WARM_START.fullmatch(path):
     if configs.find(path):
       return None
-    name, size = made.groups()
-    words = config.get('variant', size)
+    name, size = match.groups()
+    variant = config.get('variant', size)
     return (
       f'model.path={path}: no warm start there yet; run `python launch/sft.py '
       f'--config=configs/{name}.py:{size}`, then `python launch/train.py '
-      f'--config=configs/{name}.py:{words}`'
+      f'--config=configs/{name}.py:{variant}`'
     )
   if not path and config.sft.init == 'scratch':
     return (
@@ -736,26 +764,30 @@ def _missing_warm_start(config: ml_collections.ConfigDict) -> str | None:
 def _too_small(
   config: ml_collections.ConfigDict, num_parameters: int, trains: bool
 ) -> Iterator[str]:
-  # An accelerator's memory is known only once it runs; jax names it then.
+  # An accelerator's memory is known only after it starts; out-of-memory errors
+  # are reported then.
   if _has_accelerator():
     return
-  each, what = BYTES_PER_PARAMETER, 'full training'
+  bytes_per_parameter, mode = BYTES_PER_PARAMETER, 'full training'
   if not trains:
-    each, what = _SAMPLING_BYTES_PER_PARAMETER, 'sampling'
+    bytes_per_parameter, mode = _SAMPLING_BYTES_PER_PARAMETER, 'sampling'
   elif config.lora.rank:
-    each, what = FROZEN_BYTES_PER_PARAMETER, 'training adapters'
+    bytes_per_parameter, mode = FROZEN_BYTES_PER_PARAMETER, 'training adapters'
   elif config.optimizer.mu_dtype == 'bfloat16':
-    each -= 2
+    bytes_per_parameter -= 2
   if trains and config.algorithm.name == 'ppo':
-    # The critic: parameters, moments, gradients.
-    each, what = each + 16, f'{what}, with a critic,'
-  needed = num_parameters * each
+    # float32 parameters, moments and gradients of the critic.
+    bytes_per_parameter, mode = (
+      bytes_per_parameter + 16,
+      f'{mode}, with a critic,',
+    )
+  needed = num_parameters * bytes_per_parameter
   available = psutil.virtual_memory().total
   if needed > available:
     yield (
-      f'memory={available / 2**30:.0f} GiB: {what} of '
-      f'{num_parameters / 1e9:.1f}B parameters keeps about '
-      f'{needed / 2**30:.0f} GiB; needs a larger machine or a smaller model'
+      f'memory={available / 2**30:.0f} GiB: {mode} of '
+      f'{num_parameters / 1e9:.1f}B parameters needs about '
+      f'{needed / 2**30:.0f} GiB; use a larger machine or a smaller model'
     )
 
 
@@ -774,10 +806,10 @@ def save(config: ml_collections.ConfigDict, workdir: str) -> None:
 
 
 def check_workdir(workdir: str) -> None:
-  """Makes a work directory, and sees whether files can be written there.
+  """Creates a work directory and checks that it is writable.
 
   Raises:
-    ValueError: in one line, if they cannot.
+    ValueError: in one line, if it is not.
   """
   path = pathlib.Path(workdir)
   try:
@@ -788,29 +820,29 @@ def check_workdir(workdir: str) -> None:
   except OSError as error:
     raise ValueError(
       f'--workdir={workdir}: cannot be written ({error.strerror}); must be a '
-      'folder with room, that this user may write to'
+      'writable folder with free space'
     ) from error
 
 
 def check_resume(
   config: ml_collections.ConfigDict, workdir: str, *, allow_change: bool = False
 ) -> None:
-  """Compares the config with the one of a work directory, if it has one.
+  """Compares the config with the one in a work directory, if it has one.
 
   Args:
     config: the experiment.
-    workdir: of the run.
-    allow_change: whether it may go on with another config.
+    workdir: work directory of the run.
+    allow_change: whether the run may resume with another config.
 
   Raises:
-    ValueError: if the directory holds a run of another config; one line that
-      lists the differing fields.
+    ValueError: in one line with the differing fields, if the work directory
+      holds a run of another config.
   """
   path = pathlib.Path(workdir) / _STORED
   now = json.loads(config.to_json_best_effort())
   saved = (path.parent / 'checkpoints').glob('[0-9]*')
-  begun = path.exists() or any(saved)
-  if allow_change or not begun:
+  started = path.exists() or any(saved)
+  if allow_change or not started:
     return
   try:
     then = files.read_stored(path)
@@ -818,30 +850,30 @@ def check_resume(
       raise ValueError('lacks num_iterations')
   except ValueError as error:
     raise ValueError(
-      f'--workdir={workdir}: its {_STORED} cannot be read ({error}); give '
+      f'--workdir={workdir}: its {_STORED} cannot be read ({error}); use '
       'another --workdir, or --allow_config_change to resume with this config'
     ) from error
-  # Running longer, or looking more often, is no other experiment.
-  free = {'checkpoint.keep', 'episodes.every', 'metrics.wandb'}
+  # These fields do not change the experiment, nor does running longer.
+  may_change = {'checkpoint.keep', 'episodes.every', 'metrics.wandb'}
   if now['num_iterations'] >= then['num_iterations']:
-    free.add('num_iterations')
+    may_change.add('num_iterations')
   changed = [
     f'{name}={new} (was {old})'
     for name, (old, new) in _differences(then, now)
-    if name not in free and not (old is None and _is_default(name, new))
+    if name not in may_change and not (old is None and _is_default(name, new))
   ]
   if changed:
     raise ValueError(
       f'--workdir={workdir}: holds a run of another config: '
-      f'{", ".join(changed)}; give another --workdir, or '
+      f'{", ".join(changed)}; use another --workdir, or '
       '--allow_config_change to resume with this config'
     )
 
 
 def _is_default(field: str, value: object) -> bool:
-  """Whether a field that an older release did not have is at its default.
+  """Returns whether a field that an older release lacks has its default.
 
-  The default of a field of one environment is not known here; off counts.
+  Defaults of environment fields are not known here; falsy values count.
   """
   default = json.loads(base.get_config().to_json_best_effort())
   for name in field.split('.'):

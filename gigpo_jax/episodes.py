@@ -637,8 +637,8 @@ def open_set(directory: str | pathlib.Path) -> EpisodeSet:
   iterations = metadata.get('iterations')
   if 'tokenizer' not in metadata or not _is_increasing(iterations):
     raise ValueError(
-      f'{directory}/metadata.json: lacks the tokenizer or the iterations; needs '
-      'a set that a run wrote with --config.episodes.every'
+      f'{directory}/metadata.json: lacks the tokenizer or the iterations; '
+      'needs a set that a run wrote with --config.episodes.every'
     )
   splits = builder.info.splits
   lengths = splits[_SPLIT].shard_lengths if _SPLIT in splits else None

@@ -1,6 +1,7 @@
-"""Builds the parts of an experiment from its config, for train and evaluate.
+"""Build the parts of an experiment from its config.
 
-The config stops here: what is built takes plain values.
+The config stops here: the constructors take plain values. Used by training and
+evaluation.
 """
 
 import contextlib
@@ -40,7 +41,7 @@ from gigpo_jax.models import huggingface, lora, qwen
 
 if TYPE_CHECKING:
   from gigpo_jax import episodes
-# Errors of a disk that is full, taken away or not ours to write to.
+# Errors of a disk that is full, missing or not writable.
 _DISK = (
   errno.ENOSPC,
   errno.EDQUOT,
@@ -51,20 +52,20 @@ _DISK = (
   errno.EIO,
 )
 
-# Further arguments of the loss; see `corridor`.
+# Extra loss arguments; see `corridor`.
 _CORRIDOR = ('entropy_low', 'entropy_high', 'corridor')
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-  """A model on its mesh: what sampling needs and what training adds to.
+  """A model on its mesh, with its tokenizer and sampler.
 
   Attributes:
-    model: shape of the network.
+    model: config of the network.
     mesh: the devices.
-    tokenizer: of the checkpoint.
-    load: reads the checkpoint's parameters onto the mesh.
-    sampler: prompts to completions.
+    tokenizer: tokenizer of the checkpoint.
+    load: loads the checkpoint's parameters onto the mesh.
+    sampler: samples completions for prompts.
   """
 
   model: qwen.QwenConfig
@@ -75,7 +76,7 @@ class Policy:
 
 
 def make_policy(config: ml_collections.ConfigDict) -> Policy:
-  """Returns the policy of an experiment; starts the devices."""
+  """Returns the policy of an experiment; initializes the devices."""
   directory = config_lib.model_directory(config.model.path)
   devices = mesh.make_mesh(**config.mesh)
   model = huggingface.read_config(directory, **model_choices(config, devices))
@@ -104,7 +105,7 @@ def make_policy(config: ml_collections.ConfigDict) -> Policy:
 
 
 def sampler_sizes(config: ml_collections.ConfigDict) -> dict[str, Any]:
-  """Returns arguments of a `Sampler` that neither model nor devices decide."""
+  """Returns the `Sampler` arguments that depend only on the config."""
   rollouts = config.rollout
   return {
     'seed': config.seed,
@@ -120,7 +121,7 @@ def sampler_sizes(config: ml_collections.ConfigDict) -> dict[str, Any]:
 def model_choices(
   config: ml_collections.ConfigDict, devices: jax.sharding.Mesh
 ) -> dict[str, Any]:
-  """Returns fields of a `QwenConfig` that no checkpoint decides."""
+  """Returns the `QwenConfig` fields that a checkpoint does not set."""
   choices = qwen.suited(devices.devices.flat[0].platform)
   if config.model.attention != 'auto':
     choices['attention'] = config.model.attention
@@ -144,9 +145,9 @@ def _adapters(config: ml_collections.ConfigDict) -> lora.Lora | None:
 def _load(
   directory: str, model: qwen.QwenConfig, devices: jax.sharding.Mesh, seed: int
 ) -> dict:
-  """Returns a checkpoint's parameters, and new adapters if there are any.
+  """Returns a checkpoint's parameters, with new adapters if configured.
 
-  Parameters that are not trained are in the compute type.
+  Parameters that are not trained are in the compute dtype.
   """
   if not model.adapters:
     return huggingface.load(directory, model, devices)
@@ -159,8 +160,8 @@ def _load(
 
 
 def _sampling_tensor(config, model: qwen.QwenConfig, devices) -> int:
-  asked = config.rollout.tensor
-  tensor = asked or mesh.sampling_tensor(
+  configured = config.rollout.tensor
+  tensor = configured or mesh.sampling_tensor(
     devices,
     sampler.parameter_bytes(model, config.rollout.weights),
     mesh.device_bytes(devices),
@@ -176,7 +177,7 @@ def _sampling_tensor(config, model: qwen.QwenConfig, devices) -> int:
 
 
 def make_pool(config: ml_collections.ConfigDict) -> env_pool.EnvPool:
-  """Returns the environments; starts their workers."""
+  """Returns the environment pool; starts its workers."""
   groups = max(1, len(hosts.share(config.rollout.groups)))
   episodes = groups * config.rollout.episodes_per_group
   return env_pool.EnvPool(
@@ -198,14 +199,14 @@ def try_environment(
   split: str,
   text: tokenizer.Tokenizer | None = None,
 ) -> None:
-  """Plays a few turns before anything is compiled, and reports what they show.
+  """Plays a few turns before compilation and prints warnings.
 
   Args:
     config: the experiment.
     pool: its environments.
-    split: of the tasks to try.
-    text: the policy's tokenizer, to compare prompts with the limit of tokens
-      where that has been left as it is.
+    split: split of the tasks to try.
+    text: tokenizer of the policy, to compare prompts with the token limit.
+      Ignored if the config sets its own prompt buckets.
 
   Raises:
     ValueError: in one line, if the environment cannot be played.
@@ -213,16 +214,16 @@ def try_environment(
   name = config.env.name
   available = len(envs.tasks(name, split, **config_lib.env_kwargs(config)))
   tried = tasks.panel(split, min(available, trial.TASKS))
-  seen, failures = trial.play(pool, name, tried)
+  observations, failures = trial.play(pool, name, tried)
   for failure in failures:
     hosts.say(f'env.name={name}: {failure.task} {failure}')
   limit = config.rollout.max_prompt_tokens
-  for observation in seen:
+  for observation in observations:
     if reason := rollout.refusal(observation, limit):
       raise ValueError(f'env.name={name}: {reason}')
   if text is None or config_lib.has_own_buckets(config):
     return
-  longest = max(map(len, text.render([o.prompt for o in seen])))
+  longest = max(map(len, text.render([o.prompt for o in observations])))
   if line := trial.advice(name, longest, limit):
     hosts.say(line)
 
@@ -230,7 +231,7 @@ def try_environment(
 def make_roller(
   config: ml_collections.ConfigDict, policy: Policy, pool: env_pool.EnvPool
 ) -> rollout.Roller:
-  """Returns what plays episodes of the policy."""
+  """Returns the runner, which plays episodes with the policy."""
   return rollout.Roller(
     pool=pool,
     sampler=policy.sampler,
@@ -244,19 +245,24 @@ def make_roller(
 def make_sampling(
   config: ml_collections.ConfigDict, *, evaluation: bool = False
 ) -> sampler.Sampling:
-  """Returns how tokens are chosen, in training or in evaluation."""
-  chosen = config.evaluation if evaluation else config.rollout
+  """Returns the sampling options for training or evaluation."""
+  options = config.evaluation if evaluation else config.rollout
   return sampler.Sampling(
-    temperature=chosen.temperature,
-    top_k=chosen.top_k,
-    top_p=chosen.top_p,
-    min_p=chosen.min_p,
+    temperature=options.temperature,
+    top_k=options.top_k,
+    top_p=options.top_p,
+    min_p=options.min_p,
   )
 
 
 @contextlib.contextmanager
 def explained(field: str, remedy: str) -> Iterator[None]:
-  """Names a field and a remedy where the device runs out of memory."""
+  """Turns an out-of-memory error into a ValueError with a remedy.
+
+  Args:
+    field: config field that controls the memory.
+    remedy: what to do, as an imperative.
+  """
   try:
     yield
   except jax.errors.JaxRuntimeError as error:
@@ -271,25 +277,25 @@ def explained(field: str, remedy: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def disk(workdir: str) -> Iterator[None]:
-  """Says in one line that, and why, a work directory cannot be written."""
+  """Turns disk errors in a work directory into a one-line `hosts.Stopped`."""
   try:
     yield
   except OSError as error:
-    # Of another file, such as one of the model, it is another mistake.
+    # An error about a file elsewhere, such as the model, is another mistake.
     file = pathlib.Path(error.filename or workdir).resolve()
     inside = file.is_relative_to(pathlib.Path(workdir).resolve())
     if error.errno not in _DISK or not inside:
       raise
     raise hosts.Stopped(
-      f'{workdir}: cannot be written ({error}); what is saved is intact: make '
-      'room or mend it, then the same command goes on'
+      f'{workdir}: cannot be written ({error}); saved files are intact. Free '
+      'space or repair the disk, then rerun the same command to resume'
     ) from error
 
 
 def make_learner(
   config: ml_collections.ConfigDict, policy: Policy, loss: Callable
 ) -> learner.Learner:
-  """Returns what updates the policy."""
+  """Returns the learner, which updates the policy."""
   return learner.Learner(
     policy.model,
     policy.mesh,
@@ -321,25 +327,28 @@ def corridor(
   entropies: Sequence[float],
   iteration: int,
 ) -> dict[str, np.ndarray]:
-  """Returns further arguments of the loss, which keep entropy in a corridor.
+  """Returns extra loss arguments that keep the entropy within a band.
 
   Args:
     config: the experiment.
-    rows: of the iteration.
-    entropies: mean entropy of a token in each iteration before; without any
-      there is no corridor yet.
-    iteration: its number.
+    rows: rows of the iteration.
+    entropies: mean token entropy of each previous iteration; without any the
+      weight is 0.
+    iteration: index of the iteration.
+
+  Returns:
+    Arrays [R] of the band's ends and weight; empty if the band is off.
   """
-  chosen = config.loss
-  if not chosen.corridor_weight:
+  options = config.loss
+  if not options.corridor_weight:
     return {}
   mean = float(np.mean(entropies)) if entropies else 0.0
-  weight = chosen.corridor_weight * losses.corridor_weight(
-    iteration, config.num_iterations, chosen.corridor_decay
+  weight = options.corridor_weight * losses.corridor_weight(
+    iteration, config.num_iterations, options.corridor_decay
   )
   values = (
-    chosen.corridor_low * mean,
-    chosen.corridor_high * mean,
+    options.corridor_low * mean,
+    options.corridor_high * mean,
     weight if entropies else 0.0,
   )
   return {
@@ -351,7 +360,7 @@ def corridor(
 def make_critic(
   config: ml_collections.ConfigDict, policy: Policy
 ) -> critic.Critic:
-  """Returns what tells values of the policy's rows."""
+  """Returns the critic, which estimates values for rows."""
   rate = config.critic.rate_ratio * config.optimizer.learning_rate
   options = config.optimizer.to_dict() | {'learning_rate': rate}
   return critic.Critic(
@@ -369,7 +378,7 @@ def make_writer(
   first_iteration: int = 0,
   most_repeated: int | None = None,
 ) -> metrics.Writer | metrics.NullWriter:
-  """Returns what keeps the metrics; of several processes the first does."""
+  """Returns the metrics writer; only the main process writes."""
   if not hosts.first():
     return metrics.NullWriter()
   return metrics.Writer(
@@ -388,10 +397,10 @@ def make_episode_log(
   first_iteration: int,
   most_repeated: int,
 ) -> 'episodes.Log | None':
-  """Returns what keeps episodes; None where none are, or another process."""
+  """Returns the episode log; None if off or not the main process."""
   if not config.episodes.every or not hosts.first():
     return None
-  # Slow to import, and only some runs need it.
+  # tensorflow_datasets is slow to import, and only some runs need it.
   from gigpo_jax import episodes
 
   return episodes.Log(
@@ -409,26 +418,30 @@ def most_repeated(
 ) -> int:
   """Returns how many iterations a resumed run may repeat after a kill.
 
-  More of them are of checkpoints that were deleted.
+  More repeated iterations mean that checkpoints were deleted.
   """
   if not first_iteration and (pathlib.Path(workdir) / 'policy').exists():
-    return 0  # It was finished.
-  # Checkpoints that are damaged, one being written, and the last evaluation.
+    return 0  # The run was finished.
+  # Allow for damaged checkpoints, one being written, and the last evaluation.
   return (config.checkpoint.keep + 2) * config.checkpoint.every + 1
 
 
 def check_episodes(config: ml_collections.ConfigDict, workdir: str) -> None:
-  """Raises ValueError, in one line, if episodes cannot be added to."""
+  """Checks that episodes can be added to those in a work directory.
+
+  Raises:
+    ValueError: in one line, if they cannot.
+  """
   folder = pathlib.Path(workdir) / 'episodes'
   if config.episodes.every and folder.is_dir():
-    # Slow to import.
+    # tensorflow_datasets is slow to import.
     from gigpo_jax import episodes
 
     episodes.check_folder(folder)
 
 
 def policy_gradient(config: ml_collections.ConfigDict) -> Callable:
-  """Returns the loss of an RL experiment."""
+  """Returns the policy-gradient loss with the config's options."""
   return functools.partial(
     losses.policy_gradient,
     ratio_level=config.loss.ratio_level,
@@ -442,7 +455,7 @@ def policy_gradient(config: ml_collections.ConfigDict) -> Callable:
 
 
 def make_kind(config: ml_collections.ConfigDict) -> Callable[[base.Task], str]:
-  """Returns the function that names a task's type."""
+  """Returns a function from a task to its type."""
   splits = functools.lru_cache(
     lambda split: envs.tasks(
       config.env.name, split, **config_lib.env_kwargs(config)
@@ -452,7 +465,7 @@ def make_kind(config: ml_collections.ConfigDict) -> Callable[[base.Task], str]:
 
 
 def make_task_sampler(config: ml_collections.ConfigDict) -> tasks.TaskSampler:
-  """Returns the stream of training tasks."""
+  """Returns the sampler of training tasks."""
   available = envs.tasks(
     config.env.name, 'train', **config_lib.env_kwargs(config)
   )
@@ -463,7 +476,7 @@ def make_task_sampler(config: ml_collections.ConfigDict) -> tasks.TaskSampler:
 
 
 def make_panel(config: ml_collections.ConfigDict) -> list[base.Task]:
-  """Returns the fixed tasks of the evaluation."""
+  """Returns the evaluation tasks."""
   split = config.evaluation.split
   available = len(
     envs.tasks(config.env.name, split, **config_lib.env_kwargs(config))
@@ -475,7 +488,7 @@ def row_sizes(config: ml_collections.ConfigDict) -> dict:
   """Returns the arguments of `batch.from_trajectories`."""
   rollouts, algorithm = config.rollout, config.algorithm
   return {
-    # Room for every episode at full length: one size, one compilation.
+    # Space for all episodes at full length: one shape, one compilation.
     'row_multiple': (
       rollouts.groups
       * rollouts.episodes_per_group
@@ -491,7 +504,7 @@ def row_sizes(config: ml_collections.ConfigDict) -> dict:
 
 
 def make_row(config: ml_collections.ConfigDict) -> batch.Rows:
-  """Returns a row, and room for an iteration's: to compile with."""
+  """Returns one dummy row, padded to an iteration's size, for compilation."""
   sizes = row_sizes(config)
   return batch.pack(
     [[0]],
@@ -506,10 +519,10 @@ def make_row(config: ml_collections.ConfigDict) -> batch.Rows:
 def make_reference(
   config: ml_collections.ConfigDict, policy: Policy, params: dict
 ) -> dict | None:
-  """Returns what later updates are held near to; None if they are not.
+  """Returns the reference parameters of the KL penalty; None without it.
 
-  A copy in the compute type; with adapters nothing, for it is the network
-  without them.
+  A copy in the compute dtype. With adapters an empty dict, because the network
+  without adapters is the reference.
   """
   if not config.loss.kl_weight:
     return None

@@ -1,9 +1,8 @@
-"""Every metric that a run writes: its unit and its meaning.
+"""List every metric that a run writes, with its unit and meaning.
 
-    python -m gigpo_jax.metric_list
-
-writes docs/metrics.md from the table below; tests compare the page with it,
-and it with what runs write and with the names in the code.
+Run `python -m gigpo_jax.metric_list` to write docs/metrics.md from this list.
+Tests compare the list with the page, with the metrics that runs write, and with
+the names in the code.
 """
 
 import dataclasses
@@ -15,12 +14,12 @@ _PAGE = pathlib.Path(__file__).parents[1] / 'docs' / 'metrics.md'
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-  """One metric, or a family of them.
+  """A metric, or a family of metrics.
 
   Attributes:
-    name: `<...>` in it stands for any text.
-    unit: `share` is a number in [0, 1]; '1' has no unit.
-    meaning: in a sentence without a verb.
+    name: name without prefix; `<...>` stands for any text.
+    unit: 'share' is a number in [0, 1]; '1' is dimensionless.
+    meaning: a noun phrase.
   """
 
   name: str
@@ -28,20 +27,20 @@ class Metric:
   meaning: str
 
   def matches(self, name: str) -> bool:
-    """Returns whether the name is this metric's, or of this family."""
+    """Returns whether a name, without prefix, is of this metric or family."""
     parts = re.split(r'<[a-z_]+>', self.name)
     return bool(re.fullmatch('.+'.join(map(re.escape, parts)), name))
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-  """Metrics that belong together.
+  """A section of the page.
 
   Attributes:
-    title: heading on the page.
-    text: what holds for all of them.
-    prefixes: that every name is written with, each in turn.
-    metrics: their names come without the prefix.
+    title: heading.
+    text: what applies to all its metrics.
+    prefixes: prefixes with which each metric is written.
+    metrics: the metrics, named without prefix.
   """
 
   title: str
@@ -53,10 +52,10 @@ class Section:
 SECTIONS = (
   Section(
     'Episodes',
-    '`train/` is of the episodes of the iteration, groups that a filter drops '
-    'included; `eval/` of those on the evaluation tasks, before the '
-    "iteration's update. An episode that its environment broke off counts as "
-    'not successful, with score 0.',
+    '`train/` covers all episodes of the iteration, including groups that a '
+    'filter drops. `eval/` covers the evaluation tasks, played before the '
+    "iteration's update. An episode that its environment aborted counts as a "
+    'failure with score 0.',
     ('train/', 'eval/'),
     (
       Metric('success_rate', 'share', 'successful episodes'),
@@ -66,7 +65,7 @@ SECTIONS = (
       Metric(
         'score',
         'share',
-        'mean score; only where the environment reports scores',
+        'mean score; only if the environment reports scores',
       ),
       Metric(
         'episode_reward',
@@ -75,42 +74,43 @@ SECTIONS = (
       ),
       Metric('episode_length', 'steps', 'mean number of steps'),
       Metric('invalid_action_rate', 'share', 'steps with an invalid response'),
-      Metric('truncated_rate', 'share', 'responses cut off at the token limit'),
+      Metric(
+        'truncated_rate', 'share', 'responses truncated at the token limit'
+      ),
       Metric('response_tokens', 'tokens', 'mean length of a response'),
       Metric('response_tokens_max', 'tokens', 'longest response'),
       Metric('prompt_tokens', 'tokens', 'mean length of a prompt'),
       Metric(
         'shortened_prompts',
         'steps',
-        'prompts that were over the limit and lost history or text',
+        'prompts shortened to the token limit (history or text removed)',
       ),
       Metric(
-        'failed_episodes', 'episodes', 'episodes that the environment broke off'
+        'failed_episodes', 'episodes', 'episodes that the environment aborted'
       ),
       Metric(
         'failed_episodes/<cause>',
         'episodes',
-        'those by cause: raised, garbage, died, hung, differed, neighbours',
+        'aborted episodes by cause: raised, garbage, died, hung, differed, '
+        'neighbours',
       ),
       Metric(
         'inadmissible_action_rate',
         'share',
-        'steps whose action was not among the admissible ones (ALFWorld, '
-        'WebShop, TextWorld)',
+        'steps whose action was not in the list of admissible actions '
+        '(ALFWorld, WebShop, TextWorld)',
       ),
       Metric(
         'webshop_score', 'share', 'mean score of finished episodes (WebShop)'
       ),
       Metric('search_rate', 'share', 'steps that searched (search QA)'),
-      Metric(
-        'blocked_action_rate', 'share', 'steps that moved nothing (Sokoban)'
-      ),
+      Metric('blocked_action_rate', 'share', 'steps without a move (Sokoban)'),
       Metric('room', '1', 'mean number of the room (the toy environment)'),
     ),
   ),
   Section(
     'Evaluation',
-    'Only of iterations that evaluate, `evaluation.every`.',
+    'Only for iterations with an evaluation (`evaluation.every`).',
     ('eval/',),
     (
       Metric(
@@ -128,14 +128,15 @@ SECTIONS = (
   ),
   Section(
     'Advantages',
-    'What the algorithm gives to rows (steps) and tokens. Metrics of anchor '
-    'groups are written for every algorithm, as GiGPO would see its rows.',
+    'Advantages of rows (steps) and tokens. Metrics of anchor groups are '
+    'written for every algorithm, with the groups that GiGPO would form.',
     ('advantage/',),
     (
       Metric(
         'groups_without_spread',
         'share',
-        'groups whose episodes all have the same episode advantage, 0',
+        'zero-variance groups: all episodes have the same return, so their '
+        'episode advantage is 0',
       ),
       Metric(
         'singleton_anchor_rows',
@@ -146,7 +147,9 @@ SECTIONS = (
       Metric('anchor_groups_of_1', 'share', 'anchor groups of one row'),
       Metric('anchor_groups_of_2_to_3', 'share', 'anchor groups of 2 or 3'),
       Metric('anchor_groups_of_4_to_7', 'share', 'anchor groups of 4 to 7'),
-      Metric('anchor_groups_of_8_and_more', 'share', 'anchor groups of 8 on'),
+      Metric(
+        'anchor_groups_of_8_and_more', 'share', 'anchor groups of 8 or more'
+      ),
       Metric('episode_abs_mean', '1', 'mean of |episode advantage|'),
       Metric('step_abs_mean', '1', 'mean of |step advantage|'),
       Metric('episode_std', '1', 'standard deviation of episode advantages'),
@@ -154,7 +157,7 @@ SECTIONS = (
       Metric(
         'correlation',
         '1',
-        'correlation of episode and step advantages; absent where either is '
+        'correlation of episode and step advantages; absent if either is '
         'constant',
       ),
       Metric(
@@ -163,25 +166,25 @@ SECTIONS = (
         'mean of |advantage| (PPO, GDPO, REINFORCE++)',
       ),
       Metric('std', '1', 'standard deviation of the advantage over tokens'),
-      Metric('trained_share', 'share', 'tokens whose advantage is not 0'),
+      Metric('trained_share', 'share', 'tokens with nonzero advantage'),
       Metric(
         'effective_tokens',
         'tokens',
-        '(sum of |A|)^2 / (sum of A^2) over tokens',
+        'effective sample size: (sum of |A|)^2 / (sum of A^2) over tokens',
       ),
     ),
   ),
   Section(
     'Groups trained on',
-    'Only with a filter, `filter.*`.',
+    'Only with a filter (`filter.*`).',
     ('filter/',),
     (
-      Metric('refills', '1', 'further times that groups were played'),
+      Metric('refills', '1', 'additional rounds of collection'),
       Metric('groups_kept', 'groups', 'groups that are trained on'),
       Metric(
         'groups_with_spread_share',
         'share',
-        'groups played whose episodes differ in their reward',
+        'played groups whose episodes differ in reward',
       ),
     ),
   ),
@@ -193,13 +196,16 @@ SECTIONS = (
     (
       Metric('total', '1', 'the loss'),
       Metric(
-        'policy', '1', 'clipped surrogate, the part without entropy and KL'
+        'policy', '1', 'clipped surrogate, without the entropy and KL terms'
       ),
-      Metric('entropy', 'nats', "entropy of the policy's next token"),
+      Metric(
+        'entropy', 'nats', "entropy of the policy's next-token distribution"
+      ),
       Metric(
         'entropy_outside',
         'nats',
-        'weighted distance of the entropy from its corridor; only with one',
+        'weighted distance of the entropy from its band; only with '
+        '`loss.corridor_weight`',
       ),
       Metric(
         'kl',
@@ -211,57 +217,72 @@ SECTIONS = (
   ),
   Section(
     'Probability ratios',
-    'Of the policy in the update to the policy before it; over trained tokens. '
-    'With `loss.ratio_level=row` the ratio is that of the row.',
+    'Ratios of the updated policy to the policy before the update, over '
+    'trained tokens. With `loss.ratio_level=row` each token has the ratio of '
+    'its row.',
     ('ratio/',),
     (
       Metric('mean', '1', 'mean ratio'),
       Metric('max', '1', 'largest ratio'),
-      Metric('kl', 'nats', 'k3 estimate of the KL from before the update'),
       Metric(
-        'clipped_low', 'share', 'tokens clipped below, of negative advantage'
+        'kl', 'nats', 'k3 estimate of the KL to the policy before the update'
       ),
       Metric(
-        'clipped_high', 'share', 'tokens clipped above, of positive advantage'
+        'clipped_low',
+        'share',
+        'tokens clipped at the lower bound (negative advantage)',
+      ),
+      Metric(
+        'clipped_high',
+        'share',
+        'tokens clipped at the upper bound (positive advantage)',
       ),
       Metric(
         'clipped_dual',
         'share',
-        'tokens clipped by `loss.dual_clip`; only with it',
+        'tokens clipped by `loss.dual_clip`; only if it is set',
       ),
     ),
   ),
   Section(
     'Updates',
-    'Of the optimizer steps of the iteration.',
+    'Optimizer steps of the iteration.',
     ('update/',),
     (
       Metric('count', 'updates', 'optimizer steps, skipped ones included'),
       Metric('tokens', 'tokens', 'trained tokens'),
       Metric('grad_norm', '1', 'mean norm of the gradient before clipping'),
       Metric(
-        'skipped', 'updates', 'updates skipped, as loss or gradient not finite'
+        'skipped',
+        'updates',
+        'updates skipped because the loss or gradient was not finite',
       ),
       Metric(
-        'skipped_in_row', 'updates', 'updates skipped in a row until the end'
+        'skipped_in_row',
+        'updates',
+        'consecutive skipped updates at the end of the iteration',
       ),
       Metric(
-        'most_skipped_in_row', 'updates', 'longest such run in the iteration'
+        'most_skipped_in_row',
+        'updates',
+        'most consecutive skipped updates in the iteration',
       ),
-      Metric('epoch', 'epochs', 'passes over the data (only `launch/sft.py`)'),
+      Metric('epoch', 'epochs', 'epoch of the data (only `launch/sft.py`)'),
     ),
   ),
   Section(
     'Critic',
-    'Only of PPO.',
+    'Only with PPO.',
     ('critic/',),
     (
-      Metric('loss', '1', 'half the mean squared error of values, clipped'),
-      Metric('value_mean', 'reward', 'mean value before the update'),
       Metric(
-        'explained', 'share', 'variance of the targets that values explain'
+        'loss',
+        '1',
+        'half the mean squared error of the values, with value clipping',
       ),
-      Metric('clipped', 'share', 'positions whose value change is clipped'),
+      Metric('value_mean', 'reward', 'mean value before the update'),
+      Metric('explained', 'share', 'explained variance of the targets'),
+      Metric('clipped', 'share', 'positions with clipped value change'),
       Metric('grad_norm', '1', 'as `update/grad_norm`'),
       Metric('count', 'updates', 'as `update/count`'),
       Metric('skipped', 'updates', 'as `update/skipped`'),
@@ -276,66 +297,63 @@ SECTIONS = (
     'How rows are packed for the update and for log-probs.',
     ('packs/',),
     (
-      Metric('tokens', 'tokens', 'tokens of all rows that were packed'),
-      Metric('padding', 'share', 'padding, of all positions computed'),
+      Metric('tokens', 'tokens', 'tokens of all packed rows'),
+      Metric('padding', 'share', 'share of padding in all computed positions'),
       Metric(
         'shared_tokens',
         'tokens',
-        'prompt tokens computed once for several rows, without the first',
+        'prompt tokens saved because several rows share them',
       ),
     ),
   ),
   Section(
     'Sampler and learner',
-    'How the log-probs that the sampler reports differ from those that the '
-    'learner computes of the same tokens before the update.',
+    'Differences between the log-probs that the sampler reports and those that '
+    'the learner computes for the same tokens before the update.',
     ('sampler/',),
     (
       Metric(
-        'log_prob_difference_mean', 'nats', 'mean |difference| of a token'
+        'log_prob_difference_mean', 'nats', 'mean |difference| over tokens'
       ),
       Metric('log_prob_difference_max', 'nats', 'largest |difference|'),
       Metric(
         'sequence_ratio_mean',
         '1',
-        'mean over rows of the ratio of their probabilities, learner to '
-        'sampler',
+        'mean over rows of the probability ratio, learner to sampler',
       ),
       Metric('sequence_ratio_max', '1', 'largest such ratio'),
     ),
   ),
   Section(
     'Rollout',
-    'Speed and scheduling of the last rollout of this process.',
+    'Speed and scheduling of the last rollout, in the main process.',
     ('rollout/',),
     (
-      Metric('prefill_tokens_per_sec', 'tokens/s', 'prompt tokens computed'),
-      Metric('decode_tokens_per_sec', 'tokens/s', 'tokens sampled'),
+      Metric('prefill_tokens_per_sec', 'tokens/s', 'prefill speed'),
+      Metric('decode_tokens_per_sec', 'tokens/s', 'decode speed'),
       Metric(
-        'slot_occupancy', 'share', "slots' decoding steps that gave a token"
+        'slot_occupancy', 'share', 'decode steps of slots that produced a token'
       ),
       Metric(
         'shared_prompt_share',
         'share',
-        'prompt tokens that another request had already computed',
+        'prompt tokens that were already computed for another request',
       ),
-      Metric('prefill_padding_share', 'share', 'padding in prefills'),
+      Metric('prefill_padding_share', 'share', 'padding in prefill'),
       Metric(
         'host_wait_share',
         'share',
-        'time, at most, in which the device waited for the host',
+        'upper bound of the time in which the device waited for the host',
       ),
       Metric(
         'env_wait_share',
         'share',
         'time in which the sampler waited for environments',
       ),
-      Metric('env_secs_per_step', 's', 'mean time of a step of an environment'),
+      Metric('env_secs_per_step', 's', 'mean time of an environment step'),
       Metric('env_restarts', 'processes', 'workers restarted since the start'),
-      Metric('env_recycled', 'processes', 'workers renewed as planned'),
-      Metric(
-        'compilations', 'programs', 'programs that the sampler has compiled'
-      ),
+      Metric('env_recycled', 'processes', 'workers replaced on schedule'),
+      Metric('compilations', 'programs', 'programs compiled by the sampler'),
     ),
   ),
   Section(
@@ -343,23 +361,31 @@ SECTIONS = (
     'Wall time of the parts of the iteration.',
     ('time/',),
     (
-      Metric('iteration_secs', 's', 'all of it'),
+      Metric('iteration_secs', 's', 'the whole iteration'),
       Metric('rollout_secs', 's', 'playing the episodes'),
-      Metric('update_secs', 's', 'all between rollout and the next one'),
-      Metric('rows_secs', 's', 'making rows of episodes'),
+      Metric(
+        'update_secs',
+        's',
+        'everything from the end of the rollout to the next rollout',
+      ),
+      Metric('rows_secs', 's', 'building rows from episodes'),
       Metric('credit_secs', 's', 'computing advantages'),
-      Metric('episodes_secs', 's', 'writing episodes; only if they are kept'),
+      Metric(
+        'episodes_secs', 's', 'writing episodes; only with `episodes.every`'
+      ),
       Metric('evaluation_secs', 's', 'the evaluation'),
     ),
   ),
   Section(
     'Cost so far',
-    'What training has cost since the start of the run, evaluations left out.',
+    'Totals since the start of the run, without evaluations.',
     ('spent/',),
     (
-      Metric('episodes', 'episodes', 'episodes played, dropped ones included'),
-      Metric('env_steps', 'steps', 'their steps'),
-      Metric('tokens', 'tokens', 'tokens sampled for them'),
+      Metric(
+        'episodes', 'episodes', 'episodes played, including dropped groups'
+      ),
+      Metric('env_steps', 'steps', 'environment steps of these episodes'),
+      Metric('tokens', 'tokens', 'tokens sampled in these episodes'),
     ),
   ),
 )
@@ -371,18 +397,18 @@ Every iteration is a line of `metrics.jsonl` in the work directory,
 `{"iteration": n, "NAME": value, ...}`, and a step in `tensorboard/` and, with
 `metrics.wandb`, in Weights & Biases. A value that is not finite is `null`.
 `rollout/`, `sampler/` and `time/` depend on the machine and its load; all other
-metrics are the same each time that a run is repeated or resumed.
+metrics are identical whenever a run is repeated or resumed.
 
-An environment adds metrics of its own with `StepResult.metrics`: their means
-over the steps that have them are `train/NAME` and `eval/NAME`, or
-`train/env_NAME` where the name is taken.
+An environment adds metrics with `StepResult.metrics`. Their means over the
+steps that report them are `train/NAME` and `eval/NAME`, or `train/env_NAME` if
+the name is reserved.
 
-This page is written by `python -m gigpo_jax.metric_list`.
+`python -m gigpo_jax.metric_list` generates this page.
 """
 
 
 def find(name: str) -> Metric | None:
-  """Returns the entry of a metric; None if there is none."""
+  """Returns the entry of a metric, or None if it is not listed."""
   for section in SECTIONS:
     for prefix in section.prefixes:
       for metric in section.metrics:
@@ -392,7 +418,7 @@ def find(name: str) -> Metric | None:
 
 
 def page() -> str:
-  """Returns docs/metrics.md."""
+  """Returns the text of docs/metrics.md."""
   lines = [_HEAD]
   for section in SECTIONS:
     lines += [f'## {section.title}\n', f'{section.text}\n']

@@ -1,10 +1,10 @@
-"""Supervised warm start: imitates the environment's expert, or past episodes.
+"""Supervised fine-tuning on an environment's expert or on recorded episodes.
 
-From a checkpoint, or from nothing: then tokenizer and weights are made on
-the environment's own text. With `sft.noise` the expert errs at a settable
-rate, which gives a policy of a wanted strength for RL to improve on. With
-`sft.data` it is a run's own episodes that are imitated, token by token:
-rejection-sampling fine-tuning, if only the successful ones are.
+Starts from a checkpoint, or from scratch: then it trains a tokenizer and
+initializes weights on the environment's text. With `sft.noise` the expert errs
+at a given rate, which yields a policy of a chosen strength that RL can improve.
+With `sft.data` the run imitates recorded episodes, token by token. If it uses
+only successful ones, this is rejection-sampling fine-tuning.
 """
 
 import pathlib
@@ -34,45 +34,45 @@ from gigpo_jax.models import huggingface, lora, qwen
 if TYPE_CHECKING:
   from gigpo_jax import episodes
 
-_REPORT_SECS = 10.0  # between two lines on how many episodes there are
+_REPORT_SECS = 10.0  # Interval of progress reports on expert episodes.
 
 
-# In a work directory of launch/train.py.
-_OF_A_RUN = ('checkpoints', 'config.json')
+# Files that mark a work directory of launch/train.py.
+_RUN_FILES = ('checkpoints', 'config.json')
 
 
 def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
-  """Trains by imitation; writes `workdir`/policy, a Hugging Face directory.
+  """Trains by imitation; writes `workdir`/policy as a Hugging Face model.
 
-  A function of the config alone: the same command makes the same policy. Of
-  several processes (see `hosts`) the first one writes; `workdir` has to be one
-  folder for all.
+  The result depends only on the config: the same command gives the same policy.
+  With several processes the main process writes, and `workdir` must be shared
+  by all of them.
 
   Raises:
-    ValueError: in one line, if the config cannot work, or there is no expert
-      or no episode to imitate.
+    ValueError: in one line, if the config is invalid, or there is no expert or
+      no episode to imitate.
   """
   scratch = config.sft.init == 'scratch'
   config_lib.validate(config, needs_model=not scratch)
-  kept = _open(config) if config.sft.data else None
+  episode_set = _open_episodes(config) if config.sft.data else None
   config_lib.check_workdir(workdir)
-  there = (pathlib.Path(workdir) / name for name in _OF_A_RUN)
-  if any(path.exists() for path in there):
+  run_paths = (pathlib.Path(workdir) / name for name in _RUN_FILES)
+  if any(path.exists() for path in run_paths):
     raise ValueError(
       f'--workdir={workdir}: holds a run of launch/train.py; must be another '
       'folder'
     )
   hosts.join()
   with hosts.locked(workdir), experiment.disk(workdir):
-    pairs = [] if kept else demonstrations(config)
-    _warm_start(config, workdir, pairs, kept)
+    pairs = [] if episode_set else demonstrations(config)
+    _warm_start(config, workdir, pairs, episode_set)
 
 
 def _warm_start(
   config: ml_collections.ConfigDict,
   workdir: str,
   pairs: list[tuple[str, str]],
-  kept: 'episodes.EpisodeSet | None',
+  episode_set: 'episodes.EpisodeSet | None',
 ) -> None:
   directory = pathlib.Path(workdir) / 'policy'
   start = pathlib.Path(workdir) / 'start'
@@ -84,10 +84,10 @@ def _warm_start(
       texts = (text for pair in pairs for text in pair)
       tokenizer.train(texts, str(start), vocab_size=config.sft.vocab_size)
       _write_random_model(config, str(start))
-    hosts.tell_all(None)  # All wait until it is there.
+    hosts.tell_all(None)  # Barrier: wait until the files exist.
   policy = experiment.make_policy(config)
-  if kept:
-    rows = episode_rows(config, policy.tokenizer, kept)
+  if episode_set:
+    rows = episode_rows(config, policy.tokenizer, episode_set)
   else:
     rows = demonstration_rows(config, policy.tokenizer, pairs)
   hosts.say(f'{rows.real.sum()} steps to imitate, {rows.lengths.sum()} tokens')
@@ -106,7 +106,7 @@ def _warm_start(
 
 
 def demonstrations(config: ml_collections.ConfigDict) -> list[tuple[str, str]]:
-  """Returns (prompt, response) of every step of the expert's episodes."""
+  """Returns (prompt, response) of each step of the expert's episodes."""
   env = envs.make(config.env.name, **config_lib.env_kwargs(config))
   if not hasattr(env, 'demonstrate'):
     raise ValueError(f'env.name={config.env.name}: has no expert to imitate')
@@ -115,16 +115,17 @@ def demonstrations(config: ml_collections.ConfigDict) -> list[tuple[str, str]]:
   )
   pairs = []
   total = config.sft.num_episodes
-  begin = reported = time.monotonic()
+  start = reported = time.monotonic()
   for episode in hosts.bar(range(total), desc='expert episodes'):
-    # From the far end: RL draws other games than these, mostly.
+    # Tasks from the end of the split overlap little with those that RL draws
+    # first.
     task = base.Task('train', available - 1 - episode % available)
     pairs += env.demonstrate(task, noise=config.sft.noise, seed=config.seed)
     now = time.monotonic()
     if now - reported >= _REPORT_SECS:
       reported = now
       hosts.say(
-        f'{episode + 1} of {total} expert episodes, {now - begin:.0f} s'
+        f'{episode + 1} of {total} expert episodes, {now - start:.0f} s'
       )
   env.close()
   return pairs
@@ -135,9 +136,18 @@ def demonstration_rows(
   text: tokenizer.Tokenizer,
   pairs: list[tuple[str, str]],
 ) -> batch.Rows:
-  """Returns demonstrations as rows; each its own episode.
+  """Returns demonstrations as rows, each step its own episode.
 
-  Unless `sft.completion_only`, a row's completion is all but its first token.
+  Without `sft.completion_only`, everything but a row's first token is its
+  completion.
+
+  Args:
+    config: the experiment.
+    text: the tokenizer.
+    pairs: (prompt, response) of each step.
+
+  Raises:
+    ValueError: in one line, if a response exceeds the token limit.
   """
   prompts = text.fit(
     [prompt for prompt, _ in pairs],
@@ -157,7 +167,7 @@ def demonstration_rows(
       f'rollout.max_completion_tokens={limit}: an expert response has '
       f'{longest} tokens; must be at least that'
     )
-  return _rows(config, [ids for ids, _ in prompts], responses)
+  return _pack_rows(config, [ids for ids, _ in prompts], responses)
 
 
 def episode_rows(
@@ -165,18 +175,23 @@ def episode_rows(
   text: tokenizer.Tokenizer,
   kept: 'episodes.EpisodeSet',
 ) -> batch.Rows:
-  """Returns the steps of episodes as rows, of the tokens that were sampled.
+  """Returns the steps of recorded episodes as rows of the sampled tokens.
+
+  Args:
+    config: the experiment.
+    text: the tokenizer of the policy.
+    kept: the recorded episodes.
 
   Raises:
-    ValueError: in one line, if the tokens are another tokenizer's, or too many
-      in a step, or no episode is as wanted.
+    ValueError: in one line, if the tokens are from another tokenizer, a step
+      exceeds the token limits, or no episode was successful.
   """
   field = f'sft.data={config.sft.data}'
   if kept.fingerprint != text.fingerprint:
     raise ValueError(
       f'{field}: made with another tokenizer ({kept.fingerprint}) than that of '
-      f'model.path={config.model.path} ({text.fingerprint}); tokens are taken '
-      'as they were sampled; must be the same'
+      f'model.path={config.model.path} ({text.fingerprint}); must be the same, '
+      'because the sampled tokens are used unchanged'
     )
   steps = [
     step
@@ -188,7 +203,7 @@ def episode_rows(
   if not steps:
     raise ValueError(
       f'{field}: no episode of {len(kept.source)} was successful; '
-      'sft.only_successful=False takes all'
+      'use sft.only_successful=False to imitate all'
     )
   columns = []
   for name in ('prompt', 'completion'):
@@ -198,19 +213,19 @@ def episode_rows(
     if longest > limit:
       raise ValueError(
         f'rollout.max_{name}_tokens={limit}: a step of {config.sft.data} has '
-        f'{longest}; must be at least that'
+        f'{longest} tokens; must be at least that'
       )
-  return _rows(config, *columns)
+  return _pack_rows(config, *columns)
 
 
-def _open(config: ml_collections.ConfigDict) -> 'episodes.EpisodeSet':
-  # Slow to import, and only needed for this.
+def _open_episodes(config: ml_collections.ConfigDict) -> 'episodes.EpisodeSet':
+  # tensorflow_datasets is slow to import and only needed here.
   from gigpo_jax import episodes
 
   if config.sft.init:
     raise ValueError(
-      f'sft.init={config.sft.init}: the tokens of sft.data are those of the '
-      "policy that sampled them; must be '' (--config.sft.init=)"
+      f'sft.init={config.sft.init}: a new tokenizer cannot read the tokens of '
+      "sft.data; must be '' (--config.sft.init=)"
     )
   try:
     return episodes.open_set(config.sft.data)
@@ -218,21 +233,21 @@ def _open(config: ml_collections.ConfigDict) -> 'episodes.EpisodeSet':
     raise ValueError(f'sft.data={error}') from error
 
 
-def _rows(
+def _pack_rows(
   config: ml_collections.ConfigDict,
-  inputs: list[np.ndarray],
+  prompts: list[np.ndarray],
   responses: list[np.ndarray],
 ) -> batch.Rows:
   """Returns prompts and responses as rows, each its own episode."""
   if not config.sft.completion_only:
     responses = [
       np.concatenate([prompt[1:], response])
-      for prompt, response in zip(inputs, responses, strict=True)
+      for prompt, response in zip(prompts, responses, strict=True)
     ]
-    inputs = [prompt[:1] for prompt in inputs]
+    prompts = [prompt[:1] for prompt in prompts]
   max_prompt, max_completion = _widths(config)
   return batch.pack(
-    inputs,
+    prompts,
     responses,
     max_prompt_tokens=max_prompt,
     max_completion_tokens=max_completion,
@@ -241,12 +256,12 @@ def _rows(
 
 
 def _widths(config: ml_collections.ConfigDict) -> tuple[int, int]:
-  """Returns the most tokens that are given and that are learnt, in a row."""
-  given = config.rollout.max_prompt_tokens
-  learnt = config.rollout.max_completion_tokens
+  """Returns the maximum numbers of prompt and of trained tokens in a row."""
+  prompt = config.rollout.max_prompt_tokens
+  completion = config.rollout.max_completion_tokens
   if config.sft.completion_only:
-    return given, learnt
-  return 1, given + learnt - 1
+    return prompt, completion
+  return 1, prompt + completion - 1
 
 
 def _write_random_model(
@@ -292,29 +307,32 @@ def _imitate(
   learner = experiment.make_learner(config, policy, losses.supervised)
   state = learner.init(policy.load())
   writer = experiment.make_writer(config, workdir)
-  parts = list(_parts(config, rows))
-  for number, (epoch, index) in enumerate(hosts.bar(parts, desc='imitation')):
-    part = rows.take(index)
+  chunks = list(_report_chunks(config, rows))
+  for chunk_index, (epoch, row_ids) in enumerate(
+    hosts.bar(chunks, desc='imitation')
+  ):
+    chunk = rows.take(row_ids)
     state, values = learner.update(
       state,
-      part,
-      np.zeros(len(index), np.float32),
-      old_log_probs=part.sampler_log_probs,
+      chunk,
+      np.zeros(len(row_ids), np.float32),
+      old_log_probs=chunk.sampler_log_probs,
       ref_log_probs=None,
-      iteration=number,
+      iteration=chunk_index,
     )
-    writer.write(number, values | {'update/epoch': float(epoch)})
+    writer.write(chunk_index, values | {'update/epoch': float(epoch)})
     hosts.say(
-      f'part {number + 1} of {len(parts)}: loss {values["loss/total"]:.4f}'
+      f'chunk {chunk_index + 1} of {len(chunks)}: '
+      f'loss {values["loss/total"]:.4f}'
     )
   writer.close()
   return lora.join(learner.base, state.params)
 
 
-def _parts(
+def _report_chunks(
   config: ml_collections.ConfigDict, rows: batch.Rows
 ) -> Iterator[tuple[int, np.ndarray]]:
-  """Yields (epoch, rows) between two lines of metrics."""
+  """Yields (epoch, row ids) of the rows between two lines of metrics."""
   real = np.flatnonzero(rows.real)
   for epoch in range(config.sft.epochs):
     order = np.random.default_rng(epoch).permutation(real)

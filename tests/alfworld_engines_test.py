@@ -1,4 +1,4 @@
-"""Both ALFWorld engines side by side: every byte of every answer equal."""
+"""Tests that both ALFWorld engines return exactly the same texts."""
 
 import importlib.util
 import json
@@ -56,11 +56,11 @@ OBJECTS = {
 
 
 def odd_world(seed: int) -> world_lib.World:
-  """Returns a small world with all that a generator would never dare.
+  """Returns a small world with rare states that a generator avoids.
 
-  Shared locations, receptacles without one, things on the floor, in two
-  places at once, in one another, sliced or hot from the start, lamps behind
-  closed doors and a start before a cupboard.
+  Shared locations, receptacles without a location, objects on the floor, in two
+  places at once, inside one another, sliced or hot from the start, lamps behind
+  closed doors, and a start in front of a cupboard.
   """
   rng = random.Random(seed)
 
@@ -74,7 +74,7 @@ def odd_world(seed: int) -> world_lib.World:
   for kind, openable in RECEPTACLES.items():
     for copy in range(rng.choice((1, 1, 2, 3))):
       basin = kind in ('Sink', 'Bathtub')
-      # The first of each can be reached, so that the goal can.
+      # The first of each type is reachable, so that the goal is reachable.
       location = rng.choice(locations[1:] + ('',) * (copy > 0))
       receptacles.append(
         world_lib.Receptacle(
@@ -131,7 +131,7 @@ def odd_world(seed: int) -> world_lib.World:
 
 
 def choose(rng: random.Random, state: world_lib.State, seen: list[str]) -> str:
-  """Returns a command: mostly admissible, and then mostly not a walk."""
+  """Returns a command: mostly admissible, and then mostly no "go to"."""
   dice = rng.random()
   if dice < 0.08:
     return rng.choice(MALFORMED)
@@ -141,7 +141,7 @@ def choose(rng: random.Random, state: world_lib.State, seen: list[str]) -> str:
   return rng.choice(busy if dice < 0.75 else state.admissible)
 
 
-# The engine as alfworld ships it, nothing memoised: commands in, answers out.
+# The unmodified engine of alfworld, without caches: commands in, texts out.
 STOCK = """
 import json, sys
 game, commands = json.load(sys.stdin)
@@ -164,7 +164,7 @@ def play_both(
   reference: textworld.TextWorldEngine,
   engine: native.NativeEngine | None = None,
 ) -> world_lib.State:
-  """Plays the commands, then at random; returns the state after them."""
+  """Plays the commands, then random ones; returns the state in between."""
   engine = engine or native.NativeEngine()
   engine.load(world)
   state, expected = engine.reset(), reference.reset()
@@ -181,11 +181,11 @@ def play_both(
   return after
 
 
-def parts(number: int, quick: int) -> list:
-  """Returns the parts of a test of which all but the first few are slow."""
+def parts(count: int, quick: int) -> list:
+  """Returns parameters of a test; all but the first `quick` are slow."""
   return [
     pytest.param(n, marks=[pytest.mark.slow] * (n >= quick))
-    for n in range(number)
+    for n in range(count)
   ]
 
 
@@ -197,7 +197,7 @@ def reference():
 
 @needs_alfworld
 @pytest.mark.parametrize('part', parts(8, 4))
-def test_same_answers_on_odd_worlds(reference, part):
+def test_equal_states_on_odd_worlds(reference, part):
   for seed in range(part, 80, 8):
     world = odd_world(seed)
     reference.load(world)
@@ -206,7 +206,7 @@ def test_same_answers_on_odd_worlds(reference, part):
 
 @needs_alfworld
 @pytest.mark.parametrize('part', parts(10, 1))
-def test_same_answers_on_generated_games(reference, part):
+def test_equal_states_on_generated_games(reference, part):
   for index in range(part, 300, 10):
     world = houses.generate('train', index, seed=1)
     reference.load(world)
@@ -215,7 +215,7 @@ def test_same_answers_on_generated_games(reference, part):
 
 
 @needs_alfworld
-def test_memoised_engine_answers_as_the_stock_one(reference, tmp_path):
+def test_memoized_engine_equals_the_stock_engine(reference, tmp_path):
   world = odd_world(7)
   rng = random.Random(0)
   reference.load(world)
@@ -252,12 +252,12 @@ def test_memory_is_flat_over_different_games(reference):
     return memory_mib()
 
   warm_mib = play(0, 30)
-  # Without clearing TextWorld's table it grows by about 1 MiB per game.
+  # Without clearing TextWorld's cache, memory grows by about 1 MiB per game.
   assert play(30, 80) - warm_mib < 25
 
 
 @needs_alfworld
-def test_same_answers_on_the_official_game(reference):
+def test_equal_states_on_the_official_game(reference):
   reference.load(OFFICIAL)
   world = pddl.read_game(OFFICIAL)
   play_both(world, [], 500, reference)
@@ -265,8 +265,8 @@ def test_same_answers_on_the_official_game(reference):
 
 
 @needs_alfworld
-def test_old_spelling_as_the_old_grammar_has_it(reference):
-  # The packaged grammar and domain with what alfworld 0.4 changed undone.
+def test_old_spelling_equals_the_old_grammar(reference):
+  # The packaged grammar and domain with the changes of alfworld 0.4 reverted.
   changes = (
     ('move {o} to {r}', 'put {o} in/on {r}'),
     ('You move the {o.name} to the', 'You put the {o.name} in/on the'),
@@ -285,7 +285,7 @@ def test_old_spelling_as_the_old_grammar_has_it(reference):
     play_both(world, [], 60, reference, native.NativeEngine(spelling='put'))
 
 
-def test_game_goes_on_after_it_is_won_and_can_be_undone():
+def test_won_game_continues_and_can_be_undone():
   engine = native.NativeEngine()
   indices = (i for i in range(99) if houses.kind('train', i, seed=1) == SIMPLE)
   world = houses.generate('train', next(indices), seed=1)
@@ -389,26 +389,26 @@ def test_engine_keeps_the_command_line(reference):
 
 
 @needs_alfworld
-def test_engines_of_one_process_do_not_disturb_each_other(reference):
+def test_engines_of_one_process_are_independent(reference):
   references = [reference, textworld.TextWorldEngine()]
   engines = [native.NativeEngine() for _ in references]
   states = [None, None]
   rng = random.Random(0)
   for turn in range(80):
-    which = rng.randrange(2)
+    engine_index = rng.randrange(2)
     if turn % 20 < 2:
-      which = turn % 2
+      engine_index = turn % 2
       world = odd_world(100 + turn)
-      engines[which].load(world)
-      references[which].load(world)
-      states[which] = engines[which].reset()
-      assert states[which] == references[which].reset()
-    command = choose(rng, states[which], ['look'])
-    states[which] = engines[which].step(command)
-    assert states[which] == references[which].step(command)
+      engines[engine_index].load(world)
+      references[engine_index].load(world)
+      states[engine_index] = engines[engine_index].reset()
+      assert states[engine_index] == references[engine_index].reset()
+    command = choose(rng, states[engine_index], ['look'])
+    states[engine_index] = engines[engine_index].step(command)
+    assert states[engine_index] == references[engine_index].step(command)
   references[1].close()
   assert reference.step('help').feedback.startswith('Available commands:')
-  # A later engine may take over the planner of the one that was closed.
+  # A new engine may reuse the planner of the closed engine.
   later = textworld.TextWorldEngine()
   later.load(odd_world(7))
   engines[1].load(odd_world(7))
@@ -430,20 +430,20 @@ HIDDEN = "{__import__('os').environ.__setitem__('GAME_RAN', '1')}"
   ],
   ids=['seen at once', 'private', 'command', 'list', 'seen late'],
 )
-def test_games_whose_grammar_holds_code_are_refused(tmp_path, change):
+def test_games_with_code_in_their_grammar_are_refused(tmp_path, change):
   game = pddl.to_game(odd_world(1))
   assert change[0] in game['grammar']
   game['grammar'] = game['grammar'].replace(*change)
   path = tmp_path / 'game.tw-pddl'
   path.write_text(json.dumps(game))
   engine = textworld.TextWorldEngine()
-  message = f'env.trust_games=False: the grammar of {path} holds code, which'
+  message = f'env.trust_games=False: the grammar of {path} contains code, which'
   for _ in range(2):
     with pytest.raises(ValueError, match=message) as error:
       engine.load(path)
     assert '\n' not in str(error.value)
   assert 'GAME_RAN' not in os.environ
-  # The same process, and the same parses.
+  # The same process and the same cached parses.
   trusting = textworld.TextWorldEngine(trust_games=True)
   trusting.load(path)
   with pytest.raises(ValueError, match=message):
@@ -458,7 +458,7 @@ def test_games_whose_grammar_holds_code_are_refused(tmp_path, change):
 
 
 @needs_alfworld
-def test_trust_in_games_is_a_field_of_the_config(tmp_path):
+def test_trust_games_is_a_config_field(tmp_path):
   world = houses.generate('train', 0, seed=1)
   data = tmp_path / 'data' / 'json_2.1.1' / 'train'
   path = games.write_game(world, data)
@@ -483,7 +483,7 @@ def test_trust_in_games_is_a_field_of_the_config(tmp_path):
 
 def test_python_without_textworld_support_is_refused(monkeypatch):
   monkeypatch.setattr(sys, 'version_info', (3, 13, 0))
-  with pytest.raises(ImportError, match='3.13 and later; engine=native works'):
+  with pytest.raises(ImportError, match='3.13 and later; use engine=native'):
     textworld._modules.__wrapped__()
 
 

@@ -1,4 +1,4 @@
-"""ALFWorld as the trainer sees it: turns, rewards, anchors, history, expert."""
+"""Tests of the ALFWorld environment."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def _say(action: str) -> str:
   return f'<think>so</think><action>{action}</action>'
 
 
-def test_the_plan_wins_and_pays_ten_at_the_end():
+def test_plan_wins_with_reward_10_at_the_end():
   env = _env()
   env.reset(TASK)
   results = [env.step(_say(c)) for c in expert.plan(env.game(TASK))]
@@ -28,7 +28,7 @@ def test_the_plan_wins_and_pays_ten_at_the_end():
   assert all(r.valid for r in results)
 
 
-def test_the_step_limit_ends_an_episode_without_reward():
+def test_step_limit_ends_an_episode_without_reward():
   env = _env(max_steps=3)
   env.reset(TASK)
   results = [env.step(_say('look')) for _ in range(3)]
@@ -37,7 +37,7 @@ def test_the_step_limit_ends_an_episode_without_reward():
   assert not results[-1].success
 
 
-def test_an_invalid_response_is_played_and_marked():
+def test_invalid_response_is_played_and_marked():
   env = _env()
   env.reset(TASK)
   result = env.step('I look around.')
@@ -47,7 +47,7 @@ def test_an_invalid_response_is_played_and_marked():
 
 
 @pytest.mark.parametrize('required', [False, True])
-def test_an_inadmissible_action_is_invalid_only_on_request(required: bool):
+def test_inadmissible_action_is_invalid_if_required(required: bool):
   env = _env(require_admissible=required)
   env.reset(TASK)
   assert env.step(_say('fly to moon 1')).valid is not required
@@ -66,7 +66,7 @@ def test_history_holds_the_last_k_turns():
   assert 'Action' not in third.short_prompt.replace('actions', '')
 
 
-def test_episodes_are_equal_and_independent_of_what_came_before():
+def test_reset_is_independent_of_earlier_episodes():
   env = _env()
   first = env.reset(TASK)
   env.step(_say('look'))
@@ -75,7 +75,7 @@ def test_episodes_are_equal_and_independent_of_what_came_before():
   assert _env().reset(TASK) == first
 
 
-def test_anchors():
+def test_anchor_modes():
   plain, full = _env(), _env(anchor='observation_and_actions')
   one, two = plain.reset(TASK), full.reset(TASK)
   assert one.anchor != two.anchor
@@ -118,6 +118,6 @@ def test_noise_makes_the_expert_err():
   )
 
 
-def test_unknown_engine_is_refused_with_the_known_ones():
+def test_unknown_engine_is_refused():
   with pytest.raises(ValueError, match='env.engine=x: unknown engine; known'):
     alfworld_env.Env(engine='x')

@@ -37,15 +37,15 @@ def play(engine, commands):
 
 
 @DIFFICULTIES
-def test_every_generated_game_is_won_by_its_plan(options):
-  engine, kinds = native.NativeEngine(), collections.Counter()
+def test_plans_win_generated_games(options):
+  engine, task_types = native.NativeEngine(), collections.Counter()
   for index in range(200):
     game = houses.generate('train', index, **options)
     assert game.goal.task_type == houses.kind('train', index)
-    kinds[game.goal.task_type] += 1
+    task_types[game.goal.task_type] += 1
     engine.load(game)
     assert play(engine, expert.plan(game)).won
-  assert set(kinds) == set(world.TASK_TYPES)
+  assert set(task_types) == set(world.TASK_TYPES)
 
 
 def test_small_games_are_small():
@@ -57,7 +57,7 @@ def test_small_games_are_small():
 
 
 @pytest.mark.parametrize('room', facts.ROOMS)
-def test_every_room_can_be_made_larger_or_smaller(room):
+def test_receptacles_sets_the_size_of_a_room(room):
   for span in ((4, 4), (12, 14), (40, 40)):
     for index in range(20):
       game = houses.generate(
@@ -66,26 +66,26 @@ def test_every_room_can_be_made_larger_or_smaller(room):
       assert span[0] <= len(game.receptacles) <= span[1]
 
 
-def test_games_obey_the_containment_table():
+def test_games_follow_the_containment_table():
   for index in range(100):
     game = houses.generate('train', index)
-    kinds = {r.id: r for r in game.receptacles}
-    assert len(kinds) == len(game.receptacles)
+    receptacles = {r.id: r for r in game.receptacles}
+    assert len(receptacles) == len(game.receptacles)
     assert len({o.id for o in game.objects}) == len(game.objects)
     for thing in game.objects:
-      place = kinds[thing.receptacle]
-      assert thing.location == place.location
+      receptacle = receptacles[thing.receptacle]
+      assert thing.location == receptacle.location
       if thing.type == 'DeskLamp':
         assert thing.flags == {'toggleable'}
-        assert place.type in facts.LAMP_PLACES and not place.openable
+        assert receptacle.type in facts.LAMP_PLACES and not receptacle.openable
       else:
-        assert (place.type, thing.type) in game.can_contain
+        assert (receptacle.type, thing.type) in game.can_contain
         assert 'pickupable' in thing.flags
     assert game.start not in {r.location for r in game.receptacles}
     assert {r.location for r in game.receptacles} < set(game.locations)
 
 
-def test_some_receptacles_share_a_location_and_some_fronts_are_open():
+def test_shared_locations_and_open_drawers_occur():
   rooms = [houses.generate('train', index) for index in range(60)]
   drawers = [
     r.openable
@@ -100,7 +100,7 @@ def test_some_receptacles_share_a_location_and_some_fronts_are_open():
   )
 
 
-def test_generation_depends_on_nothing_but_its_arguments():
+def test_generation_is_deterministic():
   program = (
     'from envs.alfworld import houses, pddl; import hashlib\n'
     "games = [houses.generate('train', i) for i in range(9)]\n"
@@ -133,11 +133,11 @@ def test_splits_seeds_and_games_differ():
 
 def test_options_choose_rooms_and_task_types():
   types = ('pick_heat_then_place_in_recep', 'look_at_obj_in_light')
-  found = collections.Counter(
+  counts = collections.Counter(
     houses.kind('train', index, rooms=('bedroom',), task_types=types)
     for index in range(20)
   )
-  assert set(found) == {'look_at_obj_in_light'}
+  assert set(counts) == {'look_at_obj_in_light'}
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_bad_generator_options(options, message):
     games.open_split('train', **options)
 
 
-def test_more_held_out_games_begin_with_the_same_ones():
+def test_num_held_out_keeps_the_first_games():
   few = games.open_split('valid_unseen', **SMALL)
   more = games.open_split('valid_unseen', num_held_out=512, **SMALL)
   assert (len(few), len(more)) == (134, 512)
@@ -173,11 +173,11 @@ def test_more_held_out_games_begin_with_the_same_ones():
 
 
 class Simulator:
-  """ALFWorld's rules on hashable states, for a blind breadth-first search.
+  """ALFWorld's rules on hashable states, for a breadth-first search.
 
-  State: location, thing held (-1: none), where each thing is (-1: nowhere),
-  what is open, what has been treated as the goal asks, what was switched on.
-  Closing, slicing and looking bring nothing nearer and are left out.
+  State: location, held object (-1: none), receptacle of each object (-1: none),
+  opened receptacles, objects treated as the goal asks, lamps switched on.
+  Closing, slicing and looking never shorten a plan and are left out.
   """
 
   def __init__(self, game):
@@ -196,16 +196,16 @@ class Simulator:
     at, held, where, opened, treated, lit = state
     for location in {r.location for r in self.game.receptacles} - {at}:
       yield location, held, where, opened, treated, lit
-    for r, place in enumerate(self.game.receptacles):
-      if place.location != at:
+    for r, receptacle in enumerate(self.game.receptacles):
+      if receptacle.location != at:
         continue
-      if place.openable and r not in opened:
+      if receptacle.openable and r not in opened:
         yield at, held, where, opened | {r}, treated, lit
-      reach = not place.openable or r in opened
+      reach = not receptacle.openable or r in opened
       for o, thing in enumerate(self.game.objects):
         if where[o] == r and 'toggleable' in thing.flags:
           yield at, held, where, opened, treated, lit | {o}
-        if held == o and self.treats(place, thing):
+        if held == o and self.treats(receptacle, thing):
           yield at, held, where, opened, treated | {o}, lit
         if reach:
           for hand, where_now in self.moves(state, o, r):
@@ -213,17 +213,17 @@ class Simulator:
 
   def moves(self, state, o, r):
     _, held, where, *_ = state
-    thing, place = self.game.objects[o], self.game.receptacles[r]
+    thing, receptacle = self.game.objects[o], self.game.receptacles[r]
     if where[o] == r and held < 0 and 'pickupable' in thing.flags:
       yield o, (*where[:o], -1, *where[o + 1 :])
-    if held == o and (place.type, thing.type) in self.game.can_contain:
+    if held == o and (receptacle.type, thing.type) in self.game.can_contain:
       yield -1, (*where[:o], r, *where[o + 1 :])
 
-  def treats(self, place, thing):
+  def treats(self, receptacle, thing):
     flag = {'clean': 'cleanable', 'heat': 'heatable', 'cool': 'coolable'}
     verb = MEANS.get(self.game.goal.task_type)
     tool = facts.TOOLS.get(self.game.goal.task_type)
-    return place.type == tool and flag[verb] in thing.flags
+    return receptacle.type == tool and flag[verb] in thing.flags
 
   def won(self, state):
     at, held, where, _, treated, lit = state
@@ -242,8 +242,8 @@ class Simulator:
       and self.game.receptacles[where[o]].type == goal.receptacle_type
       and (goal.task_type not in facts.TOOLS or o in treated)
     )
-    least = 2 if goal.task_type == 'pick_two_obj_and_place' else 1
-    return max(inside.values(), default=0) >= least
+    min_objects = 2 if goal.task_type == 'pick_two_obj_and_place' else 1
+    return max(inside.values(), default=0) >= min_objects
 
   def shortest(self):
     frontier, seen, length = [self.start], {self.start}, 0
@@ -259,16 +259,16 @@ class Simulator:
 
 
 @pytest.mark.parametrize('task_type', world.TASK_TYPES)
-def test_plan_is_as_short_as_blind_search(task_type):
+def test_plan_is_as_short_as_breadth_first_search(task_type):
   options = {'receptacles': (4, 4), 'distractors': (0, 1)}
   for index in range(8):
     game = houses.generate('train', index, task_types=(task_type,), **options)
     assert len(expert.plan(game)) == Simulator(game).shortest()
 
 
-def test_plan_knows_that_a_thing_may_lie_in_two_receptacles():
-  # Taken out of one it stays in the other, as in ALFWorld: once hot, it is
-  # already where it should be.
+def test_plan_handles_an_object_in_two_receptacles():
+  # As in ALFWorld, an object taken from one receptacle stays in the other.
+  # After heating it is already at its target.
   game = next(
     game
     for game in (houses.generate('train', index) for index in range(500))
@@ -297,7 +297,7 @@ def test_plan_of_an_unsolvable_game_is_an_error():
     expert.plan(empty)
 
 
-# -- the expert that reads ---------------------------------------------------
+# -- the exploring expert ---------------------------------------------------
 
 
 def explore(game, *, order, noise=0.0, steps=400, spelling='move'):
@@ -328,17 +328,17 @@ def test_explorer_wins_every_game(order, options):
     game = houses.generate('valid_seen', index, **options)
     steps.append(explore(game, order=order)[0])
     assert steps[-1] >= len(expert.plan(game))
-  # Twice around the largest room, opening everything, is not exploring.
+  # Opening everything in two rounds of the largest room would take more steps.
   assert np.mean(steps) < (11 if options else 21)
 
 
-def test_explorer_wins_although_others_interfere():
+def test_explorer_wins_with_noise():
   for index in range(60):
     game = houses.generate('valid_seen', index, **SMALL)
     explore(game, order='random', noise=0.3)
 
 
-def test_explorer_and_plan_from_anywhere_and_in_the_older_dialect():
+def test_explorer_and_plan_from_any_start_and_in_the_old_spelling():
   for index in range(60):
     game = houses.generate('train', index)
     start = game.receptacles[index % len(game.receptacles)].location
@@ -349,7 +349,7 @@ def test_explorer_and_plan_from_anywhere_and_in_the_older_dialect():
     explore(game, order='random', spelling='put')
 
 
-def test_explorer_says_few_different_things():
+def test_explorer_has_few_distinct_thoughts():
   thoughts = set()
   for index in range(60):
     game = houses.generate(
@@ -399,14 +399,14 @@ def test_read_task(sentence, parsed):
   assert expert.read_task(sentence) == parsed
 
 
-def test_explorer_refuses_what_it_does_not_know():
+def test_explorer_refuses_unknown_tasks_and_orders():
   with pytest.raises(ValueError, match='not in the form'):
     expert.Explorer('Wash the dishes.', np.random.default_rng(0))
   with pytest.raises(ValueError, match='order=best: must be one of random'):
     expert.Explorer('put a a in b', np.random.default_rng(0), order='best')
 
 
-# -- the tables --------------------------------------------------------------
+# -- tables ------------------------------------------------------------------
 
 
 def test_tables_agree_with_the_installed_package():
@@ -421,12 +421,16 @@ def test_tables_agree_with_the_installed_package():
   spec.loader.exec_module(constants)
   movable = constants.MOVABLE_RECEPTACLES_SET
   theirs = {
-    (place, kind)
-    for place, kinds in constants.VAL_RECEPTACLE_OBJECTS.items()
-    for kind in kinds
-    if place not in movable and 'Sliced' not in kind
+    (receptacle, object_type)
+    for receptacle, object_types in constants.VAL_RECEPTACLE_OBJECTS.items()
+    for object_type in object_types
+    if receptacle not in movable and 'Sliced' not in object_type
   }
-  ours = {(p, kind) for kind, places in facts.PLACES.items() for p in places}
+  ours = {
+    (p, object_type)
+    for object_type, places in facts.PLACES.items()
+    for p in places
+  }
   assert ours == theirs
   flags = {'Clean': 'able', 'Heat': 'able', 'Cool': 'able', 'Slice': 'able'}
   for verb in flags:
@@ -448,8 +452,8 @@ def test_rooms_resemble_the_official_ones():
   official = collections.defaultdict(list)
   for path in reference_data.ALFWORLD.glob('layouts/*-openable.json'):
     number = path.name.removeprefix('FloorPlan').split('-')[0]
-    kinds = [name.split('|')[0] for name in json.loads(path.read_text())]
-    official[room_of(number)].append(collections.Counter(kinds))
+    types = [name.split('|')[0] for name in json.loads(path.read_text())]
+    official[room_of(number)].append(collections.Counter(types))
   for room, plans in official.items():
     ours = [
       collections.Counter(
@@ -458,11 +462,19 @@ def test_rooms_resemble_the_official_ones():
       )
       for index in range(200)
     ]
-    for kind in ('Cabinet', 'Drawer', 'CounterTop', 'Shelf', 'SideTable'):
-      theirs = np.mean([plan[kind] for plan in plans])
-      assert abs(np.mean([plan[kind] for plan in ours]) - theirs) < 1.2, (
+    for receptacle_type in (
+      'Cabinet',
+      'Drawer',
+      'CounterTop',
+      'Shelf',
+      'SideTable',
+    ):
+      theirs = np.mean([plan[receptacle_type] for plan in plans])
+      assert (
+        abs(np.mean([plan[receptacle_type] for plan in ours]) - theirs) < 1.2
+      ), (
         room,
-        kind,
+        receptacle_type,
       )
 
 
@@ -473,18 +485,18 @@ def test_goals_resemble_the_official_ones():
   theirs, ours = collections.Counter(), collections.Counter()
   pairs = set()
   for name in names['train']:
-    task_type, thing, _, place, _ = name.split('/')[0].split('-')
+    task_type, thing, _, receptacle, _ = name.split('/')[0].split('-')
     theirs[task_type] += 1 / len(names['train'])
-    pairs.add((task_type, thing, place))
-  known, number = 0, 1500
-  for index in range(number):
+    pairs.add((task_type, thing, receptacle))
+  known, total = 0, 1500
+  for index in range(total):
     goal = houses.generate('train', index).goal
-    ours[goal.task_type] += 1 / number
+    ours[goal.task_type] += 1 / total
     known += (goal.task_type, goal.object_type, goal.receptacle_type) in pairs
   for task_type, share in theirs.items():
     assert abs(ours[task_type] - share) < 0.06
-  # The rest are pairs that nobody was asked for, but that fit the table.
-  assert known / number > 0.6
+  # The other pairs fit the table, but no annotator was asked for them.
+  assert known / total > 0.6
 
 
 # -- game sets ---------------------------------------------------------------
@@ -505,63 +517,65 @@ def test_generated_set():
 
 @pytest.fixture
 def official(tmp_path):
-  """Returns a split of four good games and five to be left out."""
+  """Returns a split with four valid games and five to be filtered out."""
   folder = tmp_path / 'json_2.1.1' / 'valid_seen'
-  made = []
+  paths = []
   for index in range(9):
     game = houses.generate('valid_seen', index, **SMALL)
-    made.append(games.write_game(game, folder))
+    paths.append(games.write_game(game, folder))
 
   def edit(path, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
-  edit(made[0], solvable=False)
+  edit(paths[0], solvable=False)
   edit(
-    made[1].with_name('traj_data.json'),
+    paths[1].with_name('traj_data.json'),
     task_type='pick_and_place_with_movable_recep',
   )
-  made[2].unlink()
-  for path, word in ((made[3], 'movable'), (made[4], 'Sliced')):
+  paths[2].unlink()
+  for path, word in ((paths[3], 'movable'), (paths[4], 'Sliced')):
     task = path.parent.parent
     os.renames(path.parent, task.with_name(f'{word}-{task.name}') / 'trial')
-  return tmp_path, made[5:]
+  return tmp_path, paths[5:]
 
 
 def test_official_set_is_filtered_and_sorted(official):
-  folder, made = official
+  folder, expected = official
   for data_dir in (folder, folder / 'json_2.1.1'):
     split = games.open_split(
       'valid_seen', data_dir=str(data_dir), expected_counts=False
     )
     assert len(split) == 4
     paths = [split.path(index) for index in range(4)]
-    assert paths == sorted(map(str, made))
+    assert paths == sorted(map(str, expected))
     for index in range(4):
       assert split.kind(index) == split.world(index).goal.task_type
       assert split.world(index) == pddl.read_game(paths[index])
 
 
 def test_official_set_errors(official, tmp_path):
-  folder, made = official
+  folder, paths = official
   data_dir = str(folder)
   with pytest.raises(ValueError, match='4 valid_seen games there, not 140'):
     games.open_split('valid_seen', data_dir=data_dir)
-  with pytest.raises(ValueError, match='no json_2.1.1/train folder there; get'):
+  with pytest.raises(
+    ValueError, match='no json_2.1.1/train folder there; download'
+  ):
     games.open_split('train', data_dir=data_dir)
-  made[0].write_text(made[0].read_text()[:1000])
+  paths[0].write_text(paths[0].read_text()[:1000])
   with pytest.raises(ValueError, match='game.tw-pddl: not a readable'):
     games.open_split('valid_seen', data_dir=data_dir, expected_counts=False)
 
 
-def written(tmp_path, capsys, number, *options):
-  arguments = ['--out', str(tmp_path), '--num', str(number), *options]
+def write_games(tmp_path, capsys, count, *options):
+  arguments = ['--out', str(tmp_path), '--num', str(count), *options]
   games.main([*arguments, '--receptacles', '5', '8', '--distractors', '3', '7'])
-  assert f'{number} games in' in capsys.readouterr().out
+  assert f'{count} games in' in capsys.readouterr().out
   return games.open_split('train', data_dir=str(tmp_path))
 
 
-def test_program_writes_what_open_split_reads(tmp_path, capsys):
-  split = written(tmp_path, capsys, 12, '--seed', '4')
+def test_written_games_are_read_by_open_split(tmp_path, capsys):
+  split = write_games(tmp_path, capsys, 12, '--seed', '4')
   source = {
     game.name: game
     for game in (
@@ -579,12 +593,12 @@ def test_program_writes_what_open_split_reads(tmp_path, capsys):
     engine.load(game)
     assert play(engine, walkthrough).won
   with pytest.raises(SystemExit):
-    written(tmp_path, capsys, 3)
+    write_games(tmp_path, capsys, 3)
   assert 'is not empty' in capsys.readouterr().err
 
 
-# In a process of its own: the planner's library does not bear being loaded
-# beside what other tests have loaded and freed.
+# Runs in its own process: the planner's library fails if it is loaded next to
+# copies that other tests loaded and freed.
 STOCK = """
 import json, sys
 data, games, plans = json.load(open(sys.argv[1]))
@@ -607,7 +621,7 @@ infos = textworld.EnvInfos(
 engine = stock.AlfredInfos(stock.AlfredDemangler(PddlEnv(infos)))
 expert_engine = stock.AlfredExpert(engine)
 for game, plan in list(zip(games, plans))[::3]:
-  # Its expert finds its files too, whatever it makes of them.
+  # ALFWorld's expert finds its files too; its plans are not checked.
   expert_engine.load(game)
   assert expert_engine.reset()['extra.expert_plan']
   state = engine.reset()
@@ -624,7 +638,7 @@ def test_stock_alfworld_loads_and_wins_written_games(
 ):
   pytest.importorskip('textworld')
   monkeypatch.setenv('ALFWORLD_DATA', str(tmp_path))
-  split = written(tmp_path, capsys, 12)
+  split = write_games(tmp_path, capsys, 12)
   facts = (
     str(tmp_path / 'json_2.1.1' / 'train'),
     [split.path(index) for index in range(12)],

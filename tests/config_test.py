@@ -1,4 +1,4 @@
-"""Wrong input, each refused in one line that names the field."""
+"""Tests that invalid input is refused in one line that names the field."""
 
 import itertools
 import json
@@ -75,10 +75,10 @@ def _refusal(**changes) -> str:
     ('filter.max_refills', -1, 'at least 0'),
     ('critic.warmup_iterations', 3, 'gigpo has no critic'),
     ('rollout.horizon', ((5, 10), (5, 20)), 'rising iterations'),
-    ('rollout.horizon', ((0, 0),), 'turns at least 1'),
+    ('rollout.horizon', ((0, 0),), 'turns of at least 1'),
     ('loss.old_log_probs', 'none', 'must be one of learner, sampler'),
     ('loss.kl_weight', -0.1, 'at least 0'),
-    ('learner.microbatch_rows', 1024, 'must divide into it'),
+    ('learner.microbatch_rows', 1024, 'must divide it'),
     ('mesh.tensor', 0, 'must be at least 1, or -1'),
     ('mesh.data', -1, 'at most one axis may be -1'),
     ('model.dtype', 'float16', 'must be one of bfloat16, float32'),
@@ -94,7 +94,7 @@ def _refusal(**changes) -> str:
     ('seed', -1, 'non-negative'),
   ],
 )
-def test_wrong_values_are_refused_in_one_line(field, value, accepted):
+def test_invalid_value_is_refused_in_one_line(field, value, accepted):
   message = _refusal(**{field.replace('.', '__'): value})
   assert accepted in message
   assert len(message.splitlines()) == 1
@@ -127,7 +127,7 @@ def test_wrong_values_are_refused_in_one_line(field, value, accepted):
     ),
     (
       {'algorithm.name': 'gdpo', 'filter.without_spread': True},
-      'filter.without_spread=True: looks at the whole reward',
+      'filter.without_spread=True: filters by the total reward',
     ),
     (
       {'algorithm.name': 'ppo', 'loss.ratio_level': 'row'},
@@ -139,7 +139,7 @@ def test_wrong_values_are_refused_in_one_line(field, value, accepted):
         'rollout.episodes_per_group': 1,
         'filter.without_spread': True,
       },
-      'filter.without_spread=True: one episode has no spread',
+      'filter.without_spread=True: one episode has no variance',
     ),
     (
       {
@@ -151,26 +151,26 @@ def test_wrong_values_are_refused_in_one_line(field, value, accepted):
     ),
     (
       {'loss.corridor_weight': 1.0, 'loss.entropy_weight': 0.0},
-      'loss.corridor_weight=1.0: is a share of loss.entropy_weight',
+      'loss.corridor_weight=1.0: is a multiple of loss.entropy_weight',
     ),
     (
       {'algorithm.name': 'hgpo', 'algorithm.anchor_history': 1},
-      'algorithm.anchor_history=1: hgpo looks back itself',
+      'algorithm.anchor_history=1: hgpo compares histories itself',
     ),
   ],
 )
-def test_what_does_not_go_together_is_refused_in_one_line(changes, message):
-  found = _refusal(**{k.replace('.', '__'): v for k, v in changes.items()})
-  assert len(found.splitlines()) == 1
-  assert re.search(message.replace('(1.0,)', r'\(1.0,\)'), found)
+def test_conflicting_values_are_refused_in_one_line(changes, message):
+  refusal = _refusal(**{k.replace('.', '__'): v for k, v in changes.items()})
+  assert len(refusal.splitlines()) == 1
+  assert re.search(message.replace('(1.0,)', r'\(1.0,\)'), refusal)
 
 
-def test_all_problems_are_told_at_once():
+def test_all_problems_are_reported_at_once():
   message = _refusal(rollout__groups=0, checkpoint__every=0)
   assert len(message.splitlines()) == 2
 
 
-def test_a_bare_machine_is_told_what_the_paper_needs(monkeypatch):
+def test_missing_requirements_of_the_paper_are_reported(monkeypatch):
   monkeypatch.delenv('ALFWORLD_DATA', raising=False)
   monkeypatch.setattr(config_lib, '_has_accelerator', lambda: False)
   memory = type('Memory', (), {'total': 8 * 2**30})
@@ -191,33 +191,35 @@ def test_a_bare_machine_is_told_what_the_paper_needs(monkeypatch):
   'path',
   ['Qwen/Qwen2.5-1.5B-Instruct', '/nowhere/model', 'nowhere/Qwen2.5-1.5B/'],
 )
-def test_a_missing_model_has_the_problems_of_no_model(monkeypatch, path: str):
+def test_missing_model_reports_the_problems_of_an_unset_model(
+  monkeypatch, path: str
+):
   monkeypatch.setattr(config_lib, '_has_accelerator', lambda: False)
   memory = type('Memory', (), {'total': 8 * 2**30})
   monkeypatch.setattr(config_lib.psutil, 'virtual_memory', lambda: memory)
   monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
-  told = []
-  for given in (None, path):
+  messages = []
+  for model_path in (None, path):
     config = alfworld.get_config('1.5b')
-    config.model.path = given
+    config.model.path = model_path
     with pytest.raises(ValueError) as error:
       config_lib.validate(config)
-    told.append(str(error.value).splitlines())
-  for lines in told:
+    messages.append(str(error.value).splitlines())
+  for lines in messages:
     fields = [line.partition('=')[0] for line in lines[:-1]]
     assert fields == ['env.data_dir', 'model.path', 'memory']
-  # But for what is wrong with the path, word for word.
-  assert told[0][0] == told[1][0] and told[0][2:] == told[1][2:]
-  assert 'full training of 1.5B parameters' in told[0][2]
+  # All lines but the one about the path are equal, word for word.
+  assert messages[0][0] == messages[1][0] and messages[0][2:] == messages[1][2:]
+  assert 'full training of 1.5B parameters' in messages[0][2]
 
 
-def test_only_the_config_of_a_model_is_fetched_for_a_run_with_problems(
+def test_only_config_json_is_fetched_if_there_are_problems(
   monkeypatch,
 ):
-  asked = []
+  fetched = []
 
   def fetch(name: str, *, only_config: bool = False) -> str:
-    asked.append(only_config)
+    fetched.append(only_config)
     return str(WARM_START)
 
   monkeypatch.setattr(huggingface, 'fetch', fetch)
@@ -225,14 +227,14 @@ def test_only_the_config_of_a_model_is_fetched_for_a_run_with_problems(
   config.model.path = 'team/small'
   with pytest.raises(ValueError, match=r'env.data_dir=: [^\n]*$'):
     config_lib.validate(config)
-  assert asked == [True]
+  assert fetched == [True]
   config.env.data_dir = 'generated'
   config.env.engine = 'native'
   config_lib.validate(config)
-  assert asked == [True, True, False]
+  assert fetched == [True, True, False]
 
 
-def test_longer_rows_than_a_model_has_positions_are_refused(tmp_path):
+def test_rows_longer_than_the_models_positions_are_refused(tmp_path):
   model = _copy(tmp_path)
   raw = json.loads((model / 'config.json').read_text())
   raw['max_position_embeddings'] = 350
@@ -256,26 +258,26 @@ def _copy(tmp_path: pathlib.Path) -> pathlib.Path:
   return pathlib.Path(shutil.copytree(WARM_START, tmp_path / 'model'))
 
 
-def test_a_model_without_safetensors_is_refused(tmp_path):
+def test_model_without_safetensors_is_refused(tmp_path):
   model = _copy(tmp_path)
   (model / 'model.safetensors').unlink()
   assert 'no *.safetensors files' in _refusal(model__path=str(model))
 
 
-def test_a_model_without_tokenizer_is_refused(tmp_path):
+def test_model_without_tokenizer_is_refused(tmp_path):
   model = _copy(tmp_path)
   (model / 'tokenizer_config.json').unlink()
   assert 'no tokenizer_config.json' in _refusal(model__path=str(model))
 
 
-def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path):
+def test_too_large_vocabulary_is_refused(tmp_path):
   model = _copy(tmp_path)
   words = map(''.join, itertools.product('abcdefghij', repeat=3))
   tokenizer.train(words, str(model), vocab_size=1200)
-  assert 'its embedding' in _refusal(model__path=str(model))
+  assert 'its embedding only' in _refusal(model__path=str(model))
 
 
-def test_a_shop_without_files_is_told_where_they_come_from(monkeypatch):
+def test_missing_webshop_files_name_the_download(monkeypatch):
   monkeypatch.delenv('WEBSHOP_DATA', raising=False)
   config = webshop.get_config()
   assert list(config_lib._missing_environment(config)) == [
@@ -289,7 +291,7 @@ def test_a_shop_without_files_is_told_where_they_come_from(monkeypatch):
   assert config_lib.env_kwargs(config)['data_dir'] is None
 
 
-def test_environments_get_what_they_take():
+def test_env_kwargs_match_the_environment():
   config = alfworld.get_config('tiny,strong')
   kwargs = config_lib.env_kwargs(config)
   assert kwargs['anchor'] == 'observation_and_actions'
@@ -301,22 +303,25 @@ def test_environments_get_what_they_take():
   )
 
 
-def test_what_an_environment_cannot_do_is_refused():
+def test_options_that_an_environment_lacks_are_refused():
   config = sokoban.get_config('tiny')
   config.algorithm.anchor = 'observation_and_actions'
-  assert list(config_lib._of_task(config)) == [
-    'algorithm.anchor=observation_and_actions: env.name=sokoban has no list of '
-    'actions of a state; must be of observation, similarity, turn'
+  assert list(config_lib._environment_conflicts(config)) == [
+    'algorithm.anchor=observation_and_actions: env.name=sokoban does not '
+    'list the actions of a state; must be one of observation, similarity, '
+    'turn'
   ]
-  # Goals in an order of their own.
+  # The environment sets the order of its goals.
   config = webshop.get_config('tiny,reference_code')
   assert config.env.reference_sampling
   config.filter.without_spread, config.tasks.draw = True, 'uncertain'
-  found = [line.partition(':')[0] for line in config_lib._of_task(config)]
-  assert found == ['tasks.draw=uncertain', 'filter.without_spread=True']
+  refused = [
+    line.partition(':')[0] for line in config_lib._environment_conflicts(config)
+  ]
+  assert refused == ['tasks.draw=uncertain', 'filter.without_spread=True']
 
 
-def test_more_groups_than_lists_of_goals_are_refused():
+def test_more_groups_than_goal_lists_are_refused():
   config = webshop.get_config('tiny,reference_code,ppo')
   assert config.rollout.groups == 64
   assert not list(config_lib._missing_environment(config))
@@ -327,12 +332,12 @@ def test_more_groups_than_lists_of_goals_are_refused():
   ]
 
 
-def test_a_corpus_is_asked_for():
+def test_missing_corpus_is_reported():
   with pytest.raises(ValueError, match=r'no corpus; .*set \$SEARCH_QA_DATA'):
     config_lib.validate(search_qa.get_config(), needs_model=False)
 
 
-def test_another_shape_than_the_config_says_is_refused(tmp_path):
+def test_weights_of_another_shape_are_refused(tmp_path):
   model = _copy(tmp_path)
   raw = json.loads((model / 'config.json').read_text())
   raw['intermediate_size'] += 8
@@ -341,18 +346,18 @@ def test_another_shape_than_the_config_says_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize('sizes', [(3, 1, 1), (16, 1, 1), (1, -1, 3)])
-def test_an_impossible_mesh_is_refused(sizes):
+def test_impossible_mesh_is_refused(sizes):
   with pytest.raises(ValueError, match='does not fit 8 device'):
     mesh_lib.make_mesh(*sizes)
 
 
-def test_a_mesh_that_does_not_divide_the_model_is_refused():
+def test_mesh_that_does_not_divide_the_model_is_refused():
   mesh = mesh_lib.make_mesh(1, 1, 8)
   with pytest.raises(ValueError, match=r'mesh.tensor=8: does not divide'):
     mesh_lib.check(mesh, {'q': (16, 4, 2)}, {'q': ('embed', 'heads', 'head')})
 
 
-def test_a_directory_of_another_run_is_refused(tmp_path):
+def test_workdir_of_another_config_is_refused(tmp_path):
   config = alfworld.get_config('tiny')
   config_lib.check_resume(config, str(tmp_path))
   config_lib.save(config, str(tmp_path))
@@ -366,7 +371,7 @@ def test_a_directory_of_another_run_is_refused(tmp_path):
   assert len(message.splitlines()) == 1
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+def test_unwritable_workdir_is_refused(tmp_path):
   config_lib.check_workdir(str(tmp_path / 'a' / 'b'))
   assert list((tmp_path / 'a' / 'b').iterdir()) == []
   (tmp_path / 'file').write_text('')
@@ -374,7 +379,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     config_lib.check_workdir(str(tmp_path / 'file'))
   (tmp_path / 'locked').mkdir(mode=0o500)
   root = os.geteuid() == 0
-  if root:  # To whom all is allowed.
+  if root:  # Root ignores permissions.
     os.seteuid(65534)
   try:
     with pytest.raises(ValueError, match='written .Permission denied'):
@@ -384,7 +389,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
       os.seteuid(0)
 
 
-def test_a_run_of_an_older_release_resumes_with_new_fields(tmp_path):
+def test_older_run_resumes_with_new_fields(tmp_path):
   config = alfworld.get_config('tiny')
   config_lib.save(config, str(tmp_path))
   stored = json.loads((tmp_path / 'config.json').read_text())
@@ -398,7 +403,7 @@ def test_a_run_of_an_older_release_resumes_with_new_fields(tmp_path):
   assert 'env.trust_games=True (was None)' in str(error.value)
 
 
-def test_a_changed_config_may_be_allowed(tmp_path):
+def test_allow_change_accepts_another_config(tmp_path):
   config = alfworld.get_config('tiny')
   config_lib.save(config, str(tmp_path))
   config.seed = 1
@@ -407,7 +412,7 @@ def test_a_changed_config_may_be_allowed(tmp_path):
   config_lib.check_resume(config, str(tmp_path), allow_change=True)
 
 
-def test_nothing_is_fetched_for_a_folder(monkeypatch):
+def test_local_model_needs_no_network(monkeypatch):
   def connect(self, address):
     raise AssertionError(f'connects to {address}')
 
@@ -415,7 +420,7 @@ def test_nothing_is_fetched_for_a_folder(monkeypatch):
   config_lib.validate(alfworld.get_config('tiny'))
 
 
-def test_a_missing_writer_is_named(monkeypatch):
+def test_missing_wandb_is_reported(monkeypatch):
   monkeypatch.setattr(config_lib, '_installed', lambda package: False)
   message = _refusal(metrics__wandb='mine')
   assert message == (

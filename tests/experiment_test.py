@@ -1,4 +1,4 @@
-"""Parts of an experiment: what a user reads when the memory is not enough."""
+"""Tests of the parts of an experiment."""
 
 import jax
 import pytest
@@ -7,7 +7,7 @@ from configs import base
 from gigpo_jax import experiment, sampler
 
 
-def test_too_little_memory_names_field_and_remedy():
+def test_out_of_memory_error_names_field_and_remedy():
   full = jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: 9 GiB\nwanted')
   with (
     pytest.raises(ValueError, match='lower it, or use more') as error,
@@ -18,7 +18,7 @@ def test_too_little_memory_names_field_and_remedy():
   assert len(str(error.value).splitlines()) == 1
 
 
-def test_an_evaluation_samples_by_its_own_fields():
+def test_evaluation_has_its_own_sampling_options():
   config = base.get_config()
   for name, value in {'top_k': 5, 'top_p': 0.9, 'min_p': 0.1}.items():
     config.rollout[name] = value
@@ -35,7 +35,7 @@ def test_an_evaluation_samples_by_its_own_fields():
   )
 
 
-def test_other_errors_stay_what_they_are():
+def test_other_runtime_errors_are_not_changed():
   other = jax.errors.JaxRuntimeError('INTERNAL: broken')
   with (
     pytest.raises(jax.errors.JaxRuntimeError, match='broken'),

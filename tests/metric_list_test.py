@@ -1,4 +1,4 @@
-"""The list of metrics against its page, the code, and what is written."""
+"""Tests that the list of metrics agrees with its page and with the code."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ from programs import PROJECT
 
 from gigpo_jax import metric_list
 
-# Names of sums that no run writes.
+# Names of intermediate sums, which no run writes.
 INTERNAL = {'update/objective', 'value/clipped'}
 PREFIXES = {p for s in metric_list.SECTIONS for p in s.prefixes}
 NAMES = [
@@ -30,7 +30,7 @@ def _sources() -> list[ast.Module]:
 
 
 def _texts() -> tuple[set[str], list[tuple[str, re.Pattern]]]:
-  """Returns strings and names of fields, and (text, pattern) of f-strings."""
+  """Returns constants and field names, and (text, pattern) of f-strings."""
   words, forms = set(), []
   for node in (node for source in _sources() for node in ast.walk(source)):
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -51,43 +51,43 @@ WORDS, FORMS = _texts()
 
 
 def _is_written(name: str) -> bool:
-  """Returns whether the code has the name, whole or put together."""
+  """Returns whether the code contains the name or can compose it."""
   if name in WORDS:
     return True
   for text, pattern in FORMS:
     match = pattern.fullmatch(name)
     if match and '/' in text:
-      # Of f'{prefix}/{name}', both are somewhere, too.
+      # Both parts of f'{prefix}/{name}' must occur somewhere.
       filled = {part for part in match.groups() if part[0] != '<'}
       if re.search('/[a-z]', text) or filled <= WORDS:
         return True
   return False
 
 
-def test_the_page_is_as_the_list_writes_it():
+def test_page_is_up_to_date():
   page = (PROJECT / 'docs' / 'metrics.md').read_text()
   assert page == metric_list.page(), 'run python -m gigpo_jax.metric_list'
 
 
-def test_no_metric_is_listed_twice():
+def test_metric_names_are_unique():
   assert len(set(NAMES)) == len(NAMES)
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_every_listed_metric_is_in_the_code(name):
-  # Of a family, what is before its placeholder.
+def test_listed_metric_is_in_the_code(name):
+  # For a family, look for the part before the placeholder.
   prefix, _, rest = name.partition('/')
   assert _is_written(rest if '<' in rest else name), f'{prefix}: {rest}'
 
 
-def test_every_metric_that_the_code_names_is_listed():
+def test_metric_in_the_code_is_listed():
   named = {text for text in WORDS if FULL.fullmatch(text)} - INTERNAL
   assert len(named) > 60
   unlisted = sorted(name for name in named if not metric_list.find(name))
   assert not unlisted, f'add to gigpo_jax/metric_list.py: {unlisted}'
 
 
-def test_families_of_metrics_match_by_their_placeholder():
+def test_metric_families_match_by_placeholder():
   assert metric_list.find('train/success_rate/pick two').unit == 'share'
   assert metric_list.find('eval/failed_episodes/hung').unit == 'episodes'
   assert metric_list.find('train/success_rate/') is None

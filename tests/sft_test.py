@@ -1,4 +1,4 @@
-"""The warm start: from nothing, reproducible, loss falls, no expert refused."""
+"""Tests of supervised fine-tuning."""
 
 import json
 
@@ -22,7 +22,7 @@ def _config(**changes):
   return config
 
 
-def test_the_same_command_makes_the_same_policy(tmp_path):
+def test_same_config_gives_same_policy(tmp_path):
   files = []
   for name in ('a', 'b'):
     workdir = tmp_path / name
@@ -36,7 +36,7 @@ def test_the_same_command_makes_the_same_policy(tmp_path):
   assert files[0] == files[1]
 
 
-def test_collecting_episodes_reports_its_progress(capsys, monkeypatch):
+def test_demonstrations_report_progress(capsys, monkeypatch):
   monkeypatch.setattr(sft, '_REPORT_SECS', 0.0)
   sft.demonstrations(_config())
   lines = capsys.readouterr().out.splitlines()
@@ -44,7 +44,7 @@ def test_collecting_episodes_reports_its_progress(capsys, monkeypatch):
   assert lines[4].startswith('5 of 12 expert episodes, ')
 
 
-def test_a_warm_start_that_breaks_off_leaves_no_policy(tmp_path, monkeypatch):
+def test_interrupted_warm_start_leaves_no_policy(tmp_path, monkeypatch):
   with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
     patch.setattr(
       sft, '_imitate', lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
@@ -57,7 +57,7 @@ def test_a_warm_start_that_breaks_off_leaves_no_policy(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('completion_only', [True, False])
-def test_what_is_learnt_of_a_row(tmp_path, completion_only):
+def test_trained_tokens_of_a_row(tmp_path, completion_only):
   config = _config()
   config.sft.completion_only = completion_only
   pairs = [('look around', 'go'), ('and again', 'stop here')]
@@ -75,15 +75,15 @@ def test_what_is_learnt_of_a_row(tmp_path, completion_only):
   ]
   responses = text._encode([r + tokenizer.END_OF_TURN for _, r in pairs])
   for r, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-    whole = [*prompt, *response]
-    assert list(rows.tokens[r, : len(whole)]) == whole
-    assert rows.lengths[r] == len(whole)
-    # All but the first token, which nothing stands before.
+    expected = [*prompt, *response]
+    assert list(rows.tokens[r, : len(expected)]) == expected
+    assert rows.lengths[r] == len(expected)
+    # No token precedes the first, so it is never trained on.
     given = len(prompt) if completion_only else 1
     assert rows.prompt_lengths[r] == given
 
 
-def test_an_environment_without_an_expert_is_refused(tmp_path):
+def test_environment_without_expert_is_refused(tmp_path):
   config = _config()
   with config.unlocked():
     config.env = {'name': 'toy'}
@@ -92,7 +92,7 @@ def test_an_environment_without_an_expert_is_refused(tmp_path):
     sft.warm_start(config, str(tmp_path))
 
 
-def test_a_response_that_does_not_fit_is_refused(tmp_path):
+def test_long_expert_response_is_refused(tmp_path):
   config = _config()
   config.rollout.max_completion_tokens = 8
   with pytest.raises(ValueError, match='max_completion_tokens=8: an expert'):
@@ -107,7 +107,7 @@ def fixture_text(tmp_path_factory):
 
 
 class Episodes(list):
-  """A set of episodes with two steps each and the closing one."""
+  """A fake set of episodes with two steps and the closing step each."""
 
   def __init__(self, fingerprint, *successes, prompt=6):
     self.fingerprint, self.source = fingerprint, successes
@@ -129,19 +129,19 @@ class Episodes(list):
 
 
 @pytest.mark.parametrize('only_successful', [True, False])
-def test_episodes_are_learnt_as_they_were_sampled(text, only_successful):
+def test_episode_rows_hold_the_sampled_tokens(text, only_successful):
   config = _config()
   config.sft.completion_only = True
   config.sft.only_successful = only_successful
-  kept = Episodes(text.fingerprint, False, True)
-  rows = sft.episode_rows(config, text, kept)
-  wanted = [
+  episode_set = Episodes(text.fingerprint, False, True)
+  rows = sft.episode_rows(config, text, episode_set)
+  expected = [
     [*step['prompt_ids'], *step['completion_ids']]
     for n in ([1] if only_successful else [0, 1])
-    for step in kept[n]['steps'][:2]
+    for step in episode_set[n]['steps'][:2]
   ]
-  assert rows.real.sum() == len(wanted)
-  for r, tokens in enumerate(wanted):
+  assert rows.real.sum() == len(expected)
+  for r, tokens in enumerate(expected):
     assert list(rows.tokens[r, : rows.lengths[r]]) == tokens
     assert rows.prompt_lengths[r] == 6
 
@@ -151,13 +151,15 @@ def test_episodes_are_learnt_as_they_were_sampled(text, only_successful):
   [
     ((True,), {'fingerprint': 'other'}, 'made with another tokenizer .other'),
     ((False, False), {}, 'no episode of 2 was successful'),
-    ((True,), {'prompt': 400}, 'max_prompt_tokens=320: a step of .* has 400'),
+    (
+      (True,),
+      {'prompt': 400},
+      'max_prompt_tokens=320: a step of .* has 400 tokens',
+    ),
   ],
   ids=['tokenizer', 'none', 'long'],
 )
-def test_episodes_that_do_not_fit_are_refused(
-  text, successes, changes, message
-):
+def test_unusable_episodes_are_refused(text, successes, changes, message):
   changes = {'fingerprint': text.fingerprint} | changes
   fingerprint = changes.pop('fingerprint')
   kept = Episodes(fingerprint, *successes, **changes)
@@ -168,9 +170,12 @@ def test_episodes_that_do_not_fit_are_refused(
 
 @pytest.mark.parametrize(
   ('init', 'message'),
-  [('scratch', 'sft.init=scratch: the tokens'), ('', 'sft.data=.*no episodes')],
+  [
+    ('scratch', 'sft.init=scratch: a new tokenizer'),
+    ('', 'sft.data=.*holds no episodes'),
+  ],
 )
-def test_no_set_and_a_new_tokenizer_are_refused(tmp_path, init, message):
+def test_missing_set_and_new_tokenizer_are_refused(tmp_path, init, message):
   config = _config()
   config.sft.data, config.sft.init = str(tmp_path / 'none'), init
   with pytest.raises(ValueError, match=message):

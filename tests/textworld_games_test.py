@@ -1,4 +1,4 @@
-"""TextWorld's own games: won by their walkthrough, equal by seed, refusals."""
+"""Tests of TextWorld's games: walkthroughs win, seeds reproduce, errors."""
 
 import sys
 
@@ -8,9 +8,9 @@ import envs
 from envs import base, textworld_games
 
 if sys.version_info >= (3, 13):
-  pytest.skip('TextWorld breaks there', allow_module_level=True)
+  pytest.skip('TextWorld does not support it', allow_module_level=True)
 
-# TextWorld keeps this to itself, where warnings are not errors.
+# TextWorld hides this warning unless warnings are errors.
 pytestmark = pytest.mark.filterwarnings('ignore:Game .* is not fully supported')
 
 SMALL = {'settings': {'rooms': 2, 'objects': 2, 'quest_length': 2}}
@@ -27,7 +27,7 @@ def env() -> textworld_games.Env:
 
 
 @pytest.mark.parametrize('index', [0, 1])
-def test_the_walkthrough_wins(env, index):
+def test_walkthrough_wins(env, index):
   task = base.Task('train', index)
   steps = list(env.demonstrate(task, noise=0.0, seed=0))
   assert len(steps) == 2
@@ -50,17 +50,18 @@ def test_the_walkthrough_wins(env, index):
     ),
   ],
 )
-def test_challenges_are_won_as_well(challenge, settings):
+def test_challenges_can_be_won(challenge, settings):
   env = textworld_games.Env(challenge=challenge, settings=settings)
   steps = list(env.demonstrate(TASK, noise=0.0, seed=0))
   assert len(steps) > 1 and env._state.won
-  # An erring expert goes on from where it led, or cannot.
+  # An expert with noise continues from the resulting state, or cannot win any
+  # more.
   list(env.demonstrate(TASK, noise=0.4, seed=1))
   assert env._state.won or not env._state.policy_commands
   env.close()
 
 
-def test_what_is_seen(env):
+def test_first_observation(env):
   first = env.reset(TASK)
   assert first.text.startswith('-= ')
   assert '$$' not in first.prompt and '>' not in first.text
@@ -68,17 +69,17 @@ def test_what_is_seen(env):
   assert all(action == action.lower() for action in first.actions)
   assert all(action in first.prompt for action in first.actions)
   assert first.task and first.task not in first.text
-  said = env.step(_say('look')).observation.text
-  assert said == first.text
+  text = env.step(_say('look')).observation.text
+  assert text == first.text
 
 
-def test_the_line_of_the_interpreter_is_cut():
-  said = 'Taken.\n\n\n\n>      -= Attic =-0/2'
-  assert textworld_games.clean(said) == 'Taken.'
+def test_status_line_is_removed():
+  feedback = 'Taken.\n\n\n\n>      -= Attic =-0/2'
+  assert textworld_games.clean(feedback) == 'Taken.'
   assert textworld_games.clean(' A > B.\n\n \nC') == 'A > B.\nC'
 
 
-def test_anchors_are_states_whatever_was_said(env):
+def test_anchor_depends_on_the_state_only(env):
   first = env.reset(TASK)
   looked = env.step(_say('look')).observation
   listed = env.step(_say('inventory')).observation
@@ -89,7 +90,7 @@ def test_anchors_are_states_whatever_was_said(env):
   assert env.step(steps[0][1]).observation.anchor != first.anchor
 
 
-def test_the_interpreter_is_out_of_reach(env, tmp_path, monkeypatch):
+def test_interpreter_commands_are_refused(env, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   before = env.reset(TASK)
   for command in ('save', 'script', 'quit', 'restart', 'look. restart'):
@@ -102,7 +103,7 @@ def test_the_interpreter_is_out_of_reach(env, tmp_path, monkeypatch):
   assert not list(tmp_path.iterdir())
 
 
-def test_nonsense_gets_an_answer(env):
+def test_inadmissible_commands_change_nothing(env):
   before = env.reset(TASK).anchor
   for response in (_say('fly away'), 'fly away', _say('a\nb'), _say(' ')):
     result = env.step(response)
@@ -111,7 +112,7 @@ def test_nonsense_gets_an_answer(env):
   assert not env.step('fly away').valid
 
 
-def test_the_step_limit_ends_a_game():
+def test_step_limit_ends_an_episode():
   env = textworld_games.Env(max_steps=2, **SMALL)
   env.reset(TASK)
   results = [env.step(_say('look')) for _ in range(2)]
@@ -120,10 +121,10 @@ def test_the_step_limit_ends_a_game():
   env.close()
 
 
-def test_what_was_scored_stays_whatever_the_last_command_was():
+def test_score_survives_an_inadmissible_last_command():
   env = textworld_games.Env(max_steps=1, **SMALL)
   env.reset(TASK)
-  # As of a game with four things to do, one of which is done.
+  # As if one of four tasks of a game were done.
   env._state['score'], env._state['max_score'] = 1, 4
   result = env.step(_say('fly away'))
   assert result.done and not result.success and result.score == 0.25
@@ -136,14 +137,14 @@ def test_games_are_a_function_of_the_task(env, tmp_path, monkeypatch):
   other = env.reset(base.Task('train', 1))
   assert env.reset(TASK) == first != other
   monkeypatch.setenv('GIGPO_JAX_CACHE', str(tmp_path))
-  anew = textworld_games.Env(**SMALL)
-  assert anew.reset(TASK) == first
+  uncached = textworld_games.Env(**SMALL)
+  assert uncached.reset(TASK) == first
   (folder,) = [path for path in tmp_path.iterdir() if path.is_dir()]
   assert {p.suffix for p in folder.iterdir()} == {'.z8', '.json'}
-  anew.close()
+  uncached.close()
 
 
-def test_splits_are_counted():
+def test_sizes_of_splits():
   assert len(envs.tasks('textworld', 'train', num_games=7, **SMALL)) == 7
   assert len(envs.tasks('textworld', 'valid', **SMALL)) == 1_000
 
@@ -163,7 +164,7 @@ def test_splits_are_counted():
     ({'prompt_style': 'long'}, 'env.prompt_style=long: must be one of'),
   ],
 )
-def test_wrong_arguments_are_refused_in_one_line(changes, message):
+def test_invalid_arguments_are_refused_in_one_line(changes, message):
   with pytest.raises(ValueError, match=message) as error:
     envs.tasks('textworld', 'train', **(SMALL | changes))
   assert len(str(error.value).splitlines()) == 1
@@ -181,11 +182,11 @@ def test_unknown_splits_are_refused():
     envs.tasks('textworld', 'x', **SMALL)
 
 
-def test_what_is_missing_is_named(monkeypatch):
+def test_missing_package_and_python_version_are_named(monkeypatch):
   with monkeypatch.context() as patch:
     patch.setitem(sys.modules, 'textworld', None)
     with pytest.raises(ValueError, match='textworld is not installed; run pip'):
       textworld_games.Env(**SMALL)
   monkeypatch.setattr(sys, 'version_info', (3, 13, 0))
-  with pytest.raises(ValueError, match='breaks on Python 3.13'):
+  with pytest.raises(ValueError, match='does not support Python 3.13'):
     textworld_games.Env(**SMALL)

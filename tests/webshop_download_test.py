@@ -1,4 +1,4 @@
-"""Fetching the official files, with a stand-in for the network."""
+"""Tests of the WebShop download, with a fake network."""
 
 import hashlib
 import json
@@ -21,25 +21,23 @@ CONTENT = {
 
 @pytest.fixture
 def fetched(monkeypatch) -> list[str]:
-  """Puts a package gdown in place; returns the ids it was asked for."""
-  asked = []
+  """Installs a fake gdown package; returns the ids that were requested."""
+  requested = []
 
   def fetch(*, id, output):
-    asked.append(id)
+    requested.append(id)
     name = next(n for n, i in download.FILES.items() if i == id)
     pathlib.Path(output).write_text(json.dumps(CONTENT[name]))
     return output
 
   package = types.SimpleNamespace(download=fetch)
   monkeypatch.setitem(sys.modules, 'gdown', package)
-  # The stand-ins are not the published files.
+  # The fake files do not have the published digests.
   monkeypatch.setattr(download, 'SHA256', {})
-  return asked
+  return requested
 
 
-def test_what_is_missing_is_fetched_and_loads(
-  tmp_path, fetched, monkeypatch, capsys
-):
+def test_missing_files_are_downloaded(tmp_path, fetched, monkeypatch, capsys):
   (tmp_path / 'items_human_ins.json').write_text('{}')
   monkeypatch.setattr(sys, 'argv', ['download', '--out', str(tmp_path)])
   download.main()
@@ -47,44 +45,48 @@ def test_what_is_missing_is_fetched_and_loads(
   assert fetched == [download.FILES[name] for name in small]
   files = sorted(path.name for path in tmp_path.iterdir())
   assert files == sorted([*CONTENT, download.SUMS])
-  told = f'3 products; now: export WEBSHOP_DATA={tmp_path}\n'
+  summary = f'3 products; now: export WEBSHOP_DATA={tmp_path}\n'
   recorded, _, rest = capsys.readouterr().out.partition('\n')
-  assert recorded.startswith('no published digest, recorded in SHA256SUMS: ')
-  assert rest == told
+  assert recorded.startswith('no published digest; recorded in SHA256SUMS: ')
+  assert rest == summary
   download.main()
   assert len(fetched) == 2
-  assert capsys.readouterr().out == told
+  assert capsys.readouterr().out == summary
 
 
-def test_the_full_set_has_the_small_one_too():
+def test_full_set_includes_the_small_set():
   assert set(download.wanted(full=True)) == set(download.FILES)
   assert set(download.wanted(full=False)) == set(CONTENT)
 
 
-def test_a_broken_transfer_leaves_no_file(tmp_path, monkeypatch):
+def test_failed_download_leaves_no_file(tmp_path, monkeypatch):
   def fail(*, id, output):
     pathlib.Path(output).write_text('[{"as')
     raise OSError('the line is dead')
 
   package = types.SimpleNamespace(download=fail)
   monkeypatch.setitem(sys.modules, 'gdown', package)
-  with pytest.raises(ValueError, match='the line is dead; or put https') as e:
+  with pytest.raises(
+    ValueError, match='the line is dead; or download https'
+  ) as e:
     download.download(tmp_path)
   assert '\n' not in str(e.value)
   assert not list(tmp_path.glob('*.json'))
 
 
-def test_a_refusal_says_what_to_do_by_hand(tmp_path, monkeypatch):
+def test_errors_describe_the_manual_download(tmp_path, monkeypatch):
   package = types.SimpleNamespace(download=lambda *, id, output: None)
   monkeypatch.setitem(sys.modules, 'gdown', package)
-  with pytest.raises(ValueError, match='not fetched; put https://drive'):
+  with pytest.raises(
+    ValueError, match='not downloaded; download https://drive'
+  ):
     download.download(tmp_path)
   monkeypatch.setitem(sys.modules, 'gdown', None)
   with pytest.raises(ValueError, match='pip install gdown'):
     download.download(tmp_path)
 
 
-def test_files_are_compared_with_their_first_download(tmp_path, fetched):
+def test_files_are_checked_against_the_first_download(tmp_path, fetched):
   assert download.download(tmp_path) == list(download.wanted(full=False))
   sums = (tmp_path / download.SUMS).read_text()
   expected = [
@@ -102,13 +104,11 @@ def test_files_are_compared_with_their_first_download(tmp_path, fetched):
   assert not download.download(tmp_path)
   assert (tmp_path / download.SUMS).read_text() == sums
   (tmp_path / download.SUMS).write_text('not a digest\n')
-  with pytest.raises(ValueError, match='no line of sha256sum'):
+  with pytest.raises(ValueError, match='not a line of sha256sum'):
     download.download(tmp_path)
 
 
-def test_a_file_other_than_the_published_one_is_refused(
-  tmp_path, fetched, monkeypatch
-):
+def test_file_with_another_digest_is_refused(tmp_path, fetched, monkeypatch):
   name = 'items_ins_v2_1000.json'
   monkeypatch.setattr(download, 'SHA256', {name: 64 * '0'})
   with pytest.raises(ValueError, match=f'{name}.*the published one is 0000'):
@@ -117,7 +117,7 @@ def test_a_file_other_than_the_published_one_is_refused(
 
 
 @reference_data.needs_whole
-def test_the_published_digest_is_that_of_the_reference_data():
+def test_published_digests_match_the_reference_data():
   for name, digest in download.SHA256.items():
     data = (reference_data.WEBSHOP / name).read_bytes()
     assert hashlib.sha256(data).hexdigest() == digest

@@ -1,7 +1,8 @@
-"""ALFWorld as the trainer sees it: prompts in, responses out, reward 10 or 0.
+"""The ALFWorld environment: prompts in, responses out, reward 10 or 0.
 
-Joins an engine (`native` or `textworld`), a set of games, the prompt and the
-projection. Simulator and games are loaded on use; nothing here knows jax.
+Combines an engine (`native` or `textworld`), a set of games, the prompt and the
+parser of responses. The simulator and games are loaded on first use; no jax is
+imported.
 """
 
 import collections
@@ -32,7 +33,7 @@ def _make_engine(name: str, spelling: str, *, trust_games: bool = False):
 
 
 def tasks(split: str, **kwargs) -> games.GameSet:
-  """Returns the games of a split; takes the kwargs of `Env`."""
+  """Returns the games of a split; takes the keyword arguments of `Env`."""
   return games.open_split(
     split,
     data_dir=kwargs.get('data_dir') or None,
@@ -41,23 +42,26 @@ def tasks(split: str, **kwargs) -> games.GameSet:
 
 
 class Env:
-  """One household at a time.
+  """Plays one game at a time.
 
   Args:
-    engine: 'native', ours, or 'textworld', the reference: the same to the
-      byte, and some three hundred times slower.
-    trust_games: whether engine 'textworld' may run Python code that the
-      grammar of a game file holds; see `textworld`.
+    engine: 'native', our engine, or 'textworld', the reference, which gives the
+      same texts about 300 times more slowly.
+    trust_games: whether engine 'textworld' may run Python code in the grammar
+      of a game file; see `textworld`.
     data_dir: folder of `alfworld-download`; None or '' generates games.
-    generator: options of `houses.generate`, for generated games.
-    max_steps: turns after which an unfinished episode ends.
-    history_length: K, how many past turns the prompt shows.
+    generator: options of `houses.generate` for generated games.
+    max_steps: maximum number of turns of an episode.
+    history_length: K, the number of past turns in the prompt.
     prompt_style: one of `prompts.STYLES`.
-    require_think: whether a response must hold a `<think>` part.
-    require_admissible: whether an inadmissible action counts as invalid.
-    anchor: one of ANCHORS; what makes two states the same (GiGPO, Eq. 6).
-    expert_order: in which the expert of `demonstrate` looks for things; one of
+    require_think: whether a valid response needs a `<think>` part.
+    require_admissible: whether an inadmissible action is invalid.
+    anchor: one of ANCHORS; what identifies a state (GiGPO, Eq. 6).
+    expert_order: order in which the expert of `demonstrate` searches; one of
       `expert.ORDERS`.
+
+  Raises:
+    ValueError: in one line, if an argument is invalid.
   """
 
   def __init__(
@@ -98,11 +102,11 @@ class Env:
     )
     self._state: world.State
     self._task = ''
-    self._shown = ''
+    self._observation = ''
     self._step = 0
 
   def game(self, task: base.Task) -> world.World:
-    """Returns the household of a task."""
+    """Returns the game of a task."""
     return self._split(task).world(task.index)
 
   def _split(self, task: base.Task) -> games.GameSet:
@@ -110,14 +114,15 @@ class Env:
       self._splits[task.split] = tasks(task.split, **self._game_options)
     return self._splits[task.split]
 
-  def _source(self, task: base.Task) -> world.World | str:
-    """Returns what the engine loads: the reference reads files itself."""
+  def _engine_input(self, task: base.Task) -> world.World | str:
+    """Returns what the engine loads: TextWorld reads game files itself."""
     path = self._split(task).path(task.index)
     if path is None:
       return self.game(task)
     if self._engine_name == 'textworld':
       return path
-    # Older releases say `put X in/on Y`, newer ones `move X to Y`.
+    # Older releases of ALFWorld write `put X in/on Y`, newer ones `move X to
+    # Y`.
     spelling = pddl.spelling(pddl.load_game(path))
     if spelling != self._spelling:
       self._engine = _make_engine(self._engine_name, spelling)
@@ -125,32 +130,32 @@ class Env:
     return self.game(task)
 
   def prepare(self, task: base.Task) -> None:
-    """Makes the game ready in the engine's cache."""
-    self._engine.prepare(self._source(task))
+    """Loads the game into the engine's cache."""
+    self._engine.prepare(self._engine_input(task))
 
   def reset(self, task: base.Task) -> base.Observation:
-    """Starts the game from its initial state."""
-    self._engine.load(self._source(task))
+    """Starts an episode and returns its first observation."""
+    self._engine.load(self._engine_input(task))
     self._state = self._engine.reset()
-    self._shown, self._task = prompts.split_task(self._state.feedback)
+    self._observation, self._task = prompts.split_task(self._state.feedback)
     self._history.clear()
     self._step = 0
     return self._observe()
 
   def step(self, response: str) -> base.StepResult:
-    """Parses the response, plays its action, and says what came of it."""
+    """Parses the response, plays its action and returns the result."""
     action, valid = prompts.project(response, require_think=self._require_think)
     admissible = action in self._state.admissible
     if self._require_admissible:
       valid = valid and admissible
-    self._history.append(turns.Turn(self._shown, action))
+    self._history.append(turns.Turn(self._observation, action))
     self._state = self._engine.step(action)
-    self._shown = self._state.feedback.strip()
+    self._observation = self._state.feedback.strip()
     self._step += 1
     done = self._state.won or self._step >= self._max_steps
     return base.StepResult(
       observation=None if done else self._observe(),
-      final_anchor=self._where() if done else None,
+      final_anchor=self._anchor_text() if done else None,
       reward=SUCCESS_REWARD if self._state.won else 0.0,
       valid=valid,
       action=action,
@@ -160,19 +165,19 @@ class Env:
     )
 
   def close(self) -> None:
-    """Frees the engine."""
+    """Releases the engine."""
     self._engine.close()
 
   def demonstrate(
     self, task: base.Task, *, noise: float, seed: int
   ) -> Iterator[tuple[str, str]]:
-    """Yields (prompt, response) of an expert that errs now and then.
+    """Yields (prompt, response) of an expert that errs with some probability.
 
     Args:
       task: the game to play.
-      noise: probability that a step's action is a uniformly drawn admissible
-        one instead of the expert's. The expert goes on from where it led.
-      seed: of the exploration order and of the noise.
+      noise: probability that a step's action is drawn uniformly from the
+        admissible actions. The expert continues from the resulting state.
+      seed: seed of the search order and of the noise.
     """
     rng = np.random.default_rng([seed, task.index])
     observation: base.Observation | None = self.reset(task)
@@ -187,7 +192,7 @@ class Env:
       yield observation.prompt, response
       observation = self.step(response).observation
 
-  def _where(self) -> str:
+  def _anchor_text(self) -> str:
     if self._anchor == 'observation_and_actions':
       return '\n'.join((self._state.feedback, *self._state.admissible))
     return self._state.feedback
@@ -196,7 +201,7 @@ class Env:
     def prompt(history: tuple[turns.Turn, ...]) -> str:
       return prompts.build(
         task=self._task,
-        observation=self._shown,
+        observation=self._observation,
         admissible=self._state.admissible,
         history=history,
         step=self._step,
@@ -207,8 +212,8 @@ class Env:
     return base.Observation(
       prompt=prompt(tuple(self._history)),
       short_prompt=prompt(()),
-      anchor=self._where(),
-      text=self._shown,
+      anchor=self._anchor_text(),
+      text=self._observation,
       task=self._task,
       actions=prompts.listed(self._state.admissible),
     )

@@ -1,7 +1,7 @@
-"""Sets of games behind one small interface: generated, or ALFWorld's own.
+"""Sets of ALFWorld games, generated or official, behind one interface.
 
-`open_split` gives the games of a split by number. Run as a program, it writes
-generated games as folders that ALFWorld itself loads:
+`open_split` returns the games of a split by index. As a program, this module
+writes generated games as folders that ALFWorld can load:
 
   python -m envs.alfworld.games --out games --split train --num 500 --seed 0
 """
@@ -19,21 +19,21 @@ import tqdm
 
 from envs.alfworld import expert, facts, houses, pddl, world
 
-# Games of the official splits after the official filter.
+# Numbers of games of the official splits, after the official filter.
 NUM_GAMES = {'train': 3553, 'valid_seen': 140, 'valid_unseen': 134}
 _FOLDER = 'json_2.1.1'
 _GAME = 'game.tw-pddl'
 _TRAJECTORY = 'traj_data.json'
-# Beside the games that this program wrote: their number and their options.
+# File with the number and the options of games that this program wrote.
 _MANIFEST = 'generated.json'
-# These find a fact without parsing 100 KB of JSON for each of thousands of
+# Regular expressions avoid parsing 100 KB of JSON for each of thousands of
 # games.
 _SOLVABLE = re.compile(rb'"solvable":\s*true')
 _TASK_TYPE = re.compile(rb'"task_type":\s*"(\w+)"')
 
 
 class GameSet(Protocol):
-  """The games of one split, by number."""
+  """The games of a split, by index."""
 
   def __len__(self) -> int: ...
 
@@ -44,7 +44,7 @@ class GameSet(Protocol):
     """Returns a game."""
 
   def path(self, index: int) -> str | None:
-    """Returns the game file, None for a generated game."""
+    """Returns the path of the game file; None for a generated game."""
 
 
 def open_split(
@@ -64,21 +64,23 @@ def open_split(
 
   Args:
     split: 'train', 'valid_seen' or 'valid_unseen'.
-    data_dir: folder of `alfworld-download` or of this program, or the
-      json_2.1.1 in it; None or '' generates games.
-    expected_counts: whether another number of games in `data_dir` than the
+    data_dir: folder of `alfworld-download` or of this program, or its
+      json_2.1.1 folder; None or '' generates games.
+    expected_counts: whether a number of games in `data_dir` other than the
       official one is an error.
-    num_games: number of generated games; None for as many as the official
-      split has.
-    num_held_out: the same of the splits other than 'train', where it differs.
-    seed: of generated games, as are the next three; see `houses.generate`.
-    rooms: sorts of rooms.
-    receptacles: fewest and most receptacles.
-    distractors: fewest and most things that the task does not name.
+    num_games: number of generated games; None for the official number.
+    num_held_out: number of generated games of splits other than 'train'; None
+      for `num_games`.
+    seed: seed of generated games. For this and the next three see
+      `houses.generate`.
+    rooms: room types.
+    receptacles: minimum and maximum number of receptacles.
+    distractors: minimum and maximum number of objects that the task does not
+      name.
     task_types: task types to generate or, with `data_dir`, to keep.
 
   Raises:
-    ValueError: in one line, if an argument or the folder cannot be used.
+    ValueError: in one line, if an argument or the folder is invalid.
   """
   if split not in NUM_GAMES:
     raise ValueError(f'split={split}: must be one of {", ".join(NUM_GAMES)}')
@@ -92,12 +94,12 @@ def open_split(
     return Official(
       split, data_dir, expected_counts=expected_counts, task_types=task_types
     )
-  for name, number in (
+  for name, count in (
     ('num_games', num_games),
     ('num_held_out', num_held_out),
   ):
-    if number is not None and number < 1:
-      raise ValueError(f'env.generator.{name}={number}: must be at least 1')
+    if count is not None and count < 1:
+      raise ValueError(f'env.generator.{name}={count}: must be at least 1')
   if split != 'train':
     num_games = num_held_out or num_games
   options = {
@@ -111,7 +113,7 @@ def open_split(
 
 
 class Generated:
-  """Games made on demand."""
+  """Games that are generated on demand."""
 
   def __init__(self, split: str, num_games: int, options: dict[str, object]):
     self._split = split
@@ -122,20 +124,22 @@ class Generated:
     return self._num_games
 
   def kind(self, index: int) -> str:
-    """Returns the task type, without making the game."""
+    """Returns the task type without generating the game."""
     names = ('seed', 'rooms', 'task_types')
     options = {name: self._options[name] for name in names}
-    return houses.kind(self._split, self._checked(index), **options)
+    return houses.kind(self._split, self._check_index(index), **options)
 
   def world(self, index: int) -> world.World:
-    """Makes the game."""
-    return houses.generate(self._split, self._checked(index), **self._options)
+    """Generates and returns a game."""
+    return houses.generate(
+      self._split, self._check_index(index), **self._options
+    )
 
   def path(self, index: int) -> None:
-    """Returns None: there is no file."""
-    self._checked(index)
+    """Returns None, because there is no file."""
+    self._check_index(index)
 
-  def _checked(self, index: int) -> int:
+  def _check_index(self, index: int) -> int:
     if not 0 <= index < self._num_games:
       raise IndexError(
         f'{self._split}/{index}: the split has {self._num_games} games'
@@ -144,10 +148,10 @@ class Generated:
 
 
 class Official:
-  """Game files in the layout of `alfworld-download`, in order of their paths.
+  """Game files in the layout of `alfworld-download`, sorted by path.
 
-  Holds what ALFWorld's own loader would: no movable receptacles, no slices,
-  only games that are there and marked as solvable.
+  Applies the filter of ALFWorld's own loader: no movable receptacles, no sliced
+  objects, and only existing games that are marked as solvable.
   """
 
   def __init__(
@@ -172,15 +176,19 @@ class Official:
     return len(self._games)
 
   def kind(self, index: int) -> str:
-    """Returns the task type."""
+    """Returns the task type of a game."""
     return self._games[index][1]
 
   def world(self, index: int) -> world.World:
-    """Reads the game; ValueError, naming the file, if that fails."""
+    """Reads and returns a game.
+
+    Raises:
+      ValueError: in one line with the file name, if the game is unreadable.
+    """
     return _read(self._games[index][0])
 
   def path(self, index: int) -> str:
-    """Returns the game file."""
+    """Returns the path of the game file."""
     return str(self._games[index][0])
 
 
@@ -195,33 +203,34 @@ def _split_folder(split: str, data_dir: str) -> pathlib.Path:
     if folder.is_dir():
       return folder
   raise ValueError(
-    f'env.data_dir={data_dir}: no {_FOLDER}/{split} folder there; get the '
-    'games with `alfworld-download --data-dir DIR` or leave it empty for '
-    'generated games'
+    f'env.data_dir={data_dir}: no {_FOLDER}/{split} folder there; '
+    'download the games with `alfworld-download --data-dir DIR`, or leave it '
+    'empty for generated games'
   )
 
 
 def _trajectories(folder: pathlib.Path) -> list[pathlib.Path]:
-  found = []
+  trajectories = []
   for root, _, files in os.walk(folder):
-    # Of the path below the split only: where the data lies says nothing.
+    # Filter by the path below the split only, not by the location of the data.
     name = os.path.relpath(root, folder)
     if _TRAJECTORY in files and _GAME in files:
       if 'movable' not in name and 'Sliced' not in name:
-        found.append(pathlib.Path(root, _TRAJECTORY))
-  return found
+        trajectories.append(pathlib.Path(root, _TRAJECTORY))
+  return trajectories
 
 
 def _admit(trajectory: pathlib.Path) -> str | None:
-  """Returns the task type of a game to keep, None for others."""
+  """Returns the task type of a game, or None if the filter drops it."""
   game = trajectory.with_name(_GAME)
   task_type = _find(_TASK_TYPE, trajectory.read_bytes())
   if task_type is None:
     raise ValueError(
-      f'{trajectory}: not a trajectory file: has no task_type; get it again'
+      f'{trajectory}: not a trajectory file: has no task_type; download '
+      'it again'
     )
-  kind = task_type[1].decode()
-  if kind not in world.TASK_TYPES:
+  name = task_type[1].decode()
+  if name not in world.TASK_TYPES:
     return None
   text = game.read_bytes()
   if not _find(_SOLVABLE, text):
@@ -229,15 +238,15 @@ def _admit(trajectory: pathlib.Path) -> str | None:
       json.loads(text)
     except ValueError as error:
       raise ValueError(
-        f'{game}: not a readable game file: {error}; get it again'
+        f'{game}: not a readable game file: {error}; download it again'
       ) from error
     return None
-  return kind
+  return name
 
 
 def _find(pattern: re.Pattern[bytes], text: bytes) -> re.Match[bytes] | None:
   for match in pattern.finditer(text):
-    # Escaped quotes are part of a string, not of a key.
+    # Escaped quotes are inside a string, so they are not a key.
     if text[match.start() - 1 : match.start()] != b'\\':
       return match
   return None
@@ -253,23 +262,23 @@ def _check_count(
       expected = json.loads(manifest.read_text())['num_games']
     except (ValueError, LookupError, TypeError) as error:
       raise ValueError(
-        f'{manifest}: does not tell the number of games ({error}); make them '
-        'again'
+        f'{manifest}: lacks the number of games ({error}); generate the '
+        'games again'
       ) from error
   if count != expected or not count:
     raise ValueError(
       f'env.data_dir={data_dir}: {count} {split} games there, not {expected}; '
-      'complete the folder, or allow it with '
+      'complete the folder, or accept it with '
       'env.generator.expected_counts=False'
     )
 
 
 def write_game(game: world.World, folder: pathlib.Path) -> pathlib.Path:
-  """Writes a game as ALFWorld keeps it; returns the game file.
+  """Writes a game in ALFWorld's layout; returns the path of the game file.
 
   Args:
     game: the game.
-    folder: of the split; the game gets <task>/<trial> in it.
+    folder: folder of the split; the game is written to <task>/<trial> in it.
   """
   target = folder / game.name
   target.mkdir(parents=True, exist_ok=True)
@@ -282,11 +291,11 @@ def write_game(game: world.World, folder: pathlib.Path) -> pathlib.Path:
 
 
 def _trajectory(game: world.World) -> dict[str, object]:
-  """Returns what ALFWorld and its experts read of a trajectory file."""
+  """Returns the trajectory data that ALFWorld and its experts read."""
   task, _, trial = game.name.partition('/')
-  number = int(task.rsplit('-', 1)[-1])
+  floor_plan = int(task.rsplit('-', 1)[-1])
   in_light = game.goal.task_type == 'look_at_obj_in_light'
-  place = game.goal.receptacle_type
+  receptacle = game.goal.receptacle_type
   annotation = {'task_desc': game.task.rstrip('.'), 'high_descs': []}
   return {
     'images': [],
@@ -294,11 +303,11 @@ def _trajectory(game: world.World) -> dict[str, object]:
       'mrecep_target': '',
       'object_sliced': False,
       'object_target': game.goal.object_type,
-      'parent_target': '' if in_light else place,
-      'toggle_target': place if in_light else '',
+      'parent_target': '' if in_light else receptacle,
+      'toggle_target': receptacle if in_light else '',
     },
     'plan': {'high_pddl': [], 'low_actions': []},
-    'scene': {'floor_plan': f'FloorPlan{number}', 'scene_num': number},
+    'scene': {'floor_plan': f'FloorPlan{floor_plan}', 'scene_num': floor_plan},
     'task_id': trial,
     'task_type': game.goal.task_type,
     'turk_annotations': {'anns': [annotation]},
@@ -311,17 +320,17 @@ def write_split(
   """Writes all games of a set; returns the folder of the split.
 
   Args:
-    out: folder that a later run gives as `data_dir`.
+    out: folder to write to, the `data_dir` of a later run.
     split: name of the split.
     games: the games.
-    options: what they were made with, for the record.
+    options: options of the generator, for the record.
 
   Raises:
-    ValueError: if the split has games there already.
+    ValueError: if the folder of the split is not empty.
   """
   folder = pathlib.Path(out).expanduser() / _FOLDER / split
   if folder.is_dir() and any(folder.iterdir()):
-    raise ValueError(f'--out={out}: {folder} is not empty')
+    raise ValueError(f'--out={out}: {folder} is not empty; choose another')
   folder.mkdir(parents=True, exist_ok=True)
   for index in tqdm.tqdm(range(len(games)), desc=split, unit='game'):
     write_game(games.world(index), folder)

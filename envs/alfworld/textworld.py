@@ -1,13 +1,13 @@
-"""The real ALFWorld engine, driven at its lowest level.
+"""The original ALFWorld engine, driven through TextWorld's low-level API.
 
-The reference that `native.py` is compared with. TextWorld and alfworld are
-imported when the first engine is made. What TextWorld computes over and over
-(parses of templates, copies of contexts, groundings) is memoised from
-outside, for the whole process; the texts stay the same. Not thread-safe.
+This is the reference for `native.py`. TextWorld and alfworld are imported when
+the first engine is created. Repeated work in TextWorld (parsing templates,
+copying contexts, grounding) is memoized from outside, for the whole process,
+without changing any text. Not thread-safe.
 
-TextWorld evaluates Python expressions of a game's grammar. ALFWorld's grammar
-joins names and texts; a game whose grammar holds any other expression is
-refused, unless its origin is trusted.
+TextWorld evaluates Python expressions in a game's grammar. ALFWorld's own
+grammar only joins names and texts. A game whose grammar contains any other
+expression is refused, unless its origin is trusted.
 """
 
 import ast
@@ -24,12 +24,13 @@ from typing import Any
 from envs.alfworld import pddl
 from envs.alfworld import world as world_lib
 
-# Groundings kept; each weighs some MB. A group shares one.
-_KEPT_GAMES = 8
+# Number of cached groundings, some MB each. The games of a group share one.
+_CACHED_GROUNDINGS = 8
 
 
-# What an expression of a grammar may be made of: `o.indefinite + ' ' + o.name`.
-_HARMLESS = (
+# Syntax nodes that are allowed in a grammar's expressions, such as
+# `o.indefinite + ' ' + o.name`.
+_ALLOWED_NODES = (
   *(ast.Expression, ast.BinOp, ast.Add, ast.BoolOp, ast.And, ast.Or, ast.Load),
   *(ast.Name, ast.Attribute, ast.Constant),
 )
@@ -38,17 +39,17 @@ _Game = world_lib.World | dict[str, object] | str | pathlib.Path
 
 
 class TextWorldEngine:
-  """Plays one game at a time; the same interface as `NativeEngine`."""
+  """Plays one game at a time, with the interface of `NativeEngine`."""
 
   def __init__(self, *, trust_games: bool = False) -> None:
     """Starts TextWorld.
 
     Args:
-      trust_games: whether games may run Python code that their grammar holds.
+      trust_games: whether games may run Python code in their grammar.
 
     Raises:
-      ImportError: in one line, if alfworld is not installed or cannot run on
-        this Python.
+      ImportError: in one line, if alfworld is not installed or does not support
+        this Python version.
     """
     modules = _modules()
     infos = modules.textworld.EnvInfos(won=True, admissible_commands=True)
@@ -59,19 +60,19 @@ class TextWorldEngine:
     self._game: dict[str, object] | None = None
 
   def load(self, game: _Game) -> None:
-    """Makes the game the one that `reset` starts.
+    """Loads a game, which `reset` then starts.
 
     Args:
       game: a world, the dictionary of a game file, or the path of one.
 
     Raises:
-      ValueError: in one line naming the file, if it is not a game file, or
-        holds code and is not trusted.
+      ValueError: in one line with the file name, if the game file is invalid,
+        or contains code and is not trusted.
     """
     file, game = game, _game(game)
     if game != self._game:
-      # TextWorld keeps every proposition of every game for ever. They compare
-      # by value, so that games still being played lose nothing.
+      # TextWorld never frees the propositions of a game. They compare by value,
+      # so clearing the cache does not affect games in progress.
       _modules().mementos._memento_cache.clear()
       self._game = None
       self._env.load(game)
@@ -80,20 +81,20 @@ class TextWorldEngine:
       self._game = game
 
   def prepare(self, game: _Game) -> None:
-    """Does the slow part of `load` ahead of it; the last few are kept."""
+    """Does the slow part of `load` in advance, into a small cache."""
     game = _game(game)
     _modules().fast_downward.pddl2sas(game['pddl_domain'], game['pddl_problem'])
 
   def reset(self) -> world_lib.State:
-    """Starts the loaded game from the beginning."""
+    """Starts the loaded game from its initial state."""
     return _state(self._env.reset())
 
   def step(self, command: str) -> world_lib.State:
-    """Sends the command; one that is not admissible changes nothing."""
+    """Plays a command; an inadmissible command changes nothing."""
     return _state(self._env.step(command)[0])
 
   def close(self) -> None:
-    """Leaves the planner's library, a copy for each engine, to the next one."""
+    """Returns the planner library, one copy per engine, for reuse."""
     if self._env is not None:
       _modules().spare_libraries.append(self._env.unwrapped.downward_lib)
       self._env = None
@@ -106,14 +107,14 @@ def _game(game: _Game) -> dict[str, object]:
 
 
 def _check_grammar(logic: Any, game: _Game) -> None:
-  """Raises ValueError if a grammar, as TextWorld reads it, holds code."""
+  """Raises ValueError if a grammar contains code."""
   for text in _expressions(logic):
-    if not _is_harmless(text):
+    if not _is_allowed(text):
       name = game if isinstance(game, (str, pathlib.Path)) else 'the game'
       raise ValueError(
-        f'env.trust_games=False: the grammar of {name} holds code, which '
-        f'TextWorld would run: {text!r:.100}; use env.engine=native, which '
-        'runs none, or env.trust_games=True if you trust its origin'
+        f'env.trust_games=False: the grammar of {name} contains code, '
+        f'which TextWorld would run: {text!r:.100}; use env.engine=native, '
+        'which runs none, or env.trust_games=True if you trust its origin'
       )
 
 
@@ -142,7 +143,7 @@ def _expressions(logic: Any) -> Iterator[str]:
 
 
 @functools.lru_cache(4096)
-def _is_harmless(text: str) -> bool:
+def _is_allowed(text: str) -> bool:
   try:
     nodes = list(ast.walk(ast.parse(text.strip(), mode='eval')))
   except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -155,7 +156,9 @@ def _is_harmless(text: str) -> bool:
   texts = all(
     isinstance(n.value, str) for n in nodes if isinstance(n, ast.Constant)
   )
-  return texts and not private and all(isinstance(n, _HARMLESS) for n in nodes)
+  return (
+    texts and not private and all(isinstance(n, _ALLOWED_NODES) for n in nodes)
+  )
 
 
 def _state(state: Any) -> world_lib.State:
@@ -164,7 +167,7 @@ def _state(state: Any) -> world_lib.State:
     feedback=state.feedback,
     admissible=tuple(state['admissible_commands']),
     won=won,
-    # The engine says neither after a reset.
+    # TextWorld reports neither after a reset.
     score=state.get('score', int(won)),
     done=state.get('done', won),
   )
@@ -172,13 +175,13 @@ def _state(state: Any) -> world_lib.State:
 
 @functools.cache
 def _modules() -> types.SimpleNamespace:
-  """Imports TextWorld once and speeds it up."""
+  """Imports TextWorld once and installs the caches."""
   if sys.version_info >= (3, 13):
     raise ImportError(
-      'engine=textworld: TextWorld breaks on Python 3.13 and later; '
-      'engine=native works'
+      'engine=textworld: TextWorld does not support Python 3.13 and '
+      'later; use engine=native'
     )
-  # alfworld creates a cache folder in the home directory otherwise.
+  # Otherwise alfworld creates a cache folder in the home directory.
   os.environ.setdefault(
     'ALFWORLD_DATA', os.path.join(tempfile.gettempdir(), 'alfworld')
   )
@@ -198,13 +201,15 @@ def _modules() -> types.SimpleNamespace:
     ) from error
   finally:
     sys.argv = arguments
-  fast_downward.pddl2sas = _grounded_once(fast_downward.pddl2sas)
+  fast_downward.pddl2sas = _memoize_grounding(fast_downward.pddl2sas)
   logic.Rule.parse_conjunctive_query = functools.lru_cache(4096)(
     logic.Rule.parse_conjunctive_query
   )
   _speed_up_templates(textgen)
   spare_libraries: list[Any] = []
-  fast_downward.load_lib = _reused(fast_downward.load_lib, spare_libraries)
+  fast_downward.load_lib = _reuse_libraries(
+    fast_downward.load_lib, spare_libraries
+  )
   return types.SimpleNamespace(
     spare_libraries=spare_libraries,
     textgen=textgen,
@@ -216,10 +221,12 @@ def _modules() -> types.SimpleNamespace:
   )
 
 
-def _reused(load: Callable[[], Any], spare: list[Any]) -> Callable[[], Any]:
-  """Takes a library that no engine uses any more before it loads another.
+def _reuse_libraries(
+  load: Callable[[], Any], spare: list[Any]
+) -> Callable[[], Any]:
+  """Returns a loader that reuses libraries of closed engines.
 
-  One that is unloaded while others live crashes the process at its exit.
+  Unloading a library while others are loaded crashes the process at exit.
   """
 
   def load_lib() -> Any:
@@ -228,19 +235,20 @@ def _reused(load: Callable[[], Any], spare: list[Any]) -> Callable[[], Any]:
   return load_lib
 
 
-def _grounded_once(ground: Callable[..., Any]) -> Callable[..., Any]:
-  """Grounds a problem once, not twice at every load and every reset.
+def _memoize_grounding(ground: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns a cached version of the grounding function.
 
-  The second grounding serves TextWorld's planner, which is never asked here.
+  TextWorld grounds each problem twice at every load and reset. The second
+  grounding is for its planner, which is not used here.
   """
 
-  @functools.lru_cache(_KEPT_GAMES)
+  @functools.lru_cache(_CACHED_GROUNDINGS)
   def grounded(domain: str, problem: str) -> Any:
     arguments = sys.argv
     try:
       return ground(domain, problem)
     finally:
-      # The translator puts its own there.
+      # The translator overwrites sys.argv.
       sys.argv = arguments
 
   def pddl2sas(
@@ -253,10 +261,10 @@ def _grounded_once(ground: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _speed_up_templates(textgen: types.ModuleType) -> None:
-  """Parses each template once, and copies contexts no deeper than needed.
+  """Parses each template once and copies contexts shallowly.
 
-  Of a context, only the two dictionaries are ever changed; what they hold is
-  not. A symbol is changed in its context alone.
+  TextWorld only changes the two dictionaries of a context, not their values,
+  and only the context of a symbol.
   """
   parse = textgen._parse_and_convert
 

@@ -1,13 +1,14 @@
-r"""Gets the official WebShop files from where its authors keep them.
+r"""Download the official WebShop files from their authors' Google Drive.
 
 python -m envs.webshop.download --out DIR [--full]
 
-The small set is 1,000 products, 10 MB; `--full` gets all 1.18 million, 6 GB.
+The small set has 1,000 products (10 MB); `--full` downloads all 1.18 million (6
+GB).
 
-Every file is compared with a SHA-256 digest: with a published one where there
-is one, else with that of the first download, which DIR/SHA256SUMS records. The
-first download of such a file is therefore trusted; later changes are noticed.
-`sha256sum -c SHA256SUMS` checks the same.
+Every file is checked against a SHA-256 digest: a published digest if there is
+one, otherwise the digest of the first download, recorded in DIR/SHA256SUMS. The
+first download of such a file is trusted, and later changes are detected.
+`sha256sum -c SHA256SUMS` checks the same digests.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import sys
 
 from envs.webshop import products
 
-# Google Drive ids, from the setup script of princeton-nlp/WebShop.
+# Google Drive ids from the setup script of princeton-nlp/WebShop.
 FILES = {
   'items_shuffle_1000.json': '1EgHdxQ_YxqIQlvvq5iKlCrkEKR6-j0Ib',
   'items_ins_v2_1000.json': '1IduG0xl544V_A_jv3tHXC0kyFi7PnyBu',
@@ -26,7 +27,7 @@ FILES = {
   'items_ins_v2.json': '1s2j6NgHljiZzQNL3veZaAiyW_qDEgBNi',
   'items_human_ins.json': '14Kb5SPBk_jfdLZ_CDBNitW98QLDlKR5O',
 }
-# Digests of copies that others have published since; the authors publish none.
+# Digests of copies that others have published; the authors publish none.
 SHA256 = {
   # github.com/WooooDyy/AgentGym, MIT.
   'items_ins_v2_1000.json': (
@@ -38,18 +39,23 @@ _FULL = ('items_shuffle.json', 'items_ins_v2.json')
 
 
 def wanted(full: bool) -> list[str]:
-  """Returns the names of the files of a set."""
+  """Returns the file names of the small or the full set."""
   return [name for name in FILES if full or name not in _FULL]
 
 
 def download(out: pathlib.Path, *, full: bool = False) -> list[str]:
-  """Fetches the files that are missing, and verifies all of them.
+  """Downloads missing files and verifies all of them.
+
+  Args:
+    out: folder for the files.
+    full: whether to download the full set.
 
   Returns:
     The names of the files whose digests were recorded for the first time.
 
   Raises:
-    ValueError: in one line, if a file cannot be fetched or is not as expected.
+    ValueError: in one line, if a file cannot be downloaded or has another
+      digest.
   """
   names = wanted(full)
   expected = _recorded(out) | SHA256
@@ -60,23 +66,23 @@ def download(out: pathlib.Path, *, full: bool = False) -> list[str]:
   if missing:
     _fetch(out, missing, expected)
   new = [name for name in names if name not in expected]
-  # Whole at every moment, and without lines of files that were not asked for.
+  # Write atomically, and without lines for files that are not in the folder.
   sums = expected | {name: _digest(out / name) for name in new}
   lines = [
     f'{digest}  {name}\n'
     for name, digest in sorted(sums.items())
     if (out / name).is_file()
   ]
-  part = out / f'{SUMS}.part'
-  part.write_text(''.join(lines))
-  part.replace(out / SUMS)
+  temporary = out / f'{SUMS}.part'
+  temporary.write_text(''.join(lines))
+  temporary.replace(out / SUMS)
   return new
 
 
 def _fetch(
   out: pathlib.Path, missing: list[str], expected: dict[str, str]
 ) -> None:
-  by_hand = ', '.join(
+  manual = ', '.join(
     f'https://drive.google.com/uc?id={FILES[name]} as {name}'
     for name in missing
   )
@@ -84,45 +90,45 @@ def _fetch(
     import gdown
   except ImportError as error:
     raise ValueError(
-      f'gdown is not installed: run `pip install gdown`, or put {by_hand} '
-      f'into {out}'
+      f'gdown is not installed: run `pip install gdown`, or download {manual} '
+      f'to {out}'
     ) from error
   out.mkdir(parents=True, exist_ok=True)
   for name in missing:
-    part = out / f'{name}.part'
+    temporary = out / f'{name}.part'
     try:
-      fetched = gdown.download(id=FILES[name], output=str(part))
+      path = gdown.download(id=FILES[name], output=str(temporary))
     except Exception as error:
-      raise ValueError(f'{name}: {error}; or put {by_hand} into {out}') from (
+      raise ValueError(f'{name}: {error}; or download {manual} to {out}') from (
         error
       )
-    if not fetched:
-      raise ValueError(f'{name}: not fetched; put {by_hand} into {out}')
+    if not path:
+      raise ValueError(f'{name}: not downloaded; download {manual} to {out}')
     if name in expected:
-      _verify(part, name, expected[name])
-    part.rename(out / name)
+      _verify(temporary, name, expected[name])
+    temporary.rename(out / name)
 
 
 def _recorded(out: pathlib.Path) -> dict[str, str]:
   """Returns the digests that an earlier download recorded, by file name."""
   path = out / SUMS
-  found = {}
+  digests = {}
   for line in path.read_text().splitlines() if path.is_file() else ():
     match = re.fullmatch(r'([0-9a-f]{64})  (\S+)', line)
     if not match:
       raise ValueError(
-        f'{path}: {line[:80]!r} is no line of sha256sum; delete the file to '
-        'record the digests anew'
+        f'{path}: {line[:80]!r} is not a line of sha256sum; delete the '
+        'file to record new digests'
       )
-    found[match[2]] = match[1]
-  return found
+    digests[match[2]] = match[1]
+  return digests
 
 
 def _verify(path: pathlib.Path, name: str, expected: str) -> None:
-  found = _digest(path)
-  if found != expected:
+  digest = _digest(path)
+  if digest != expected:
     raise ValueError(
-      f'{path}: SHA-256 is {found}; {_origin(name)} {expected}. Delete it and '
+      f'{path}: SHA-256 is {digest}; {_origin(name)} {expected}. Delete it and '
       'run the command again'
     )
 
@@ -139,7 +145,7 @@ def _digest(path: pathlib.Path) -> str:
 
 
 def main() -> None:
-  """Parses the command line."""
+  """Runs the command line."""
   parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
   parser.add_argument('--out', type=pathlib.Path, required=True)
   parser.add_argument('--full', action='store_true')
@@ -150,7 +156,7 @@ def main() -> None:
   except ValueError as error:
     sys.exit(str(error))
   if new:
-    print(f'no published digest, recorded in {SUMS}: {", ".join(new)}')
+    print(f'no published digest; recorded in {SUMS}: {", ".join(new)}')
   print(f'{size} products; now: export WEBSHOP_DATA={arguments.out}')
 
 
