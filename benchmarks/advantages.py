@@ -78,18 +78,18 @@ def plain(
   for r, key in enumerate(keys):
     of_anchor.setdefault(key, []).append(returns[r])
   moments = [
-    {key: _moments(found) for key, found in groups_.items()}
+    {key: _moments(sample) for key, sample in groups_.items()}
     for groups_ in (of_group, of_anchor)
   ]
-  found = np.zeros(len(rewards))
+  result = np.zeros(len(rewards))
   for r, key in enumerate(keys):
     for value, (mean, std, count) in (
       (sums[episodes[r]], moments[0][groups[r]]),
       (returns[r], moments[1][key]),
     ):
       if count > 1:
-        found[r] += (value - mean) / (std + 1e-6)
-  return found
+        result[r] += (value - mean) / (std + 1e-6)
+  return result
 
 
 def released(
@@ -135,12 +135,12 @@ def _normalize_groups(values, keys, entries) -> np.ndarray:
   members: dict = {}
   for r in entries:
     members.setdefault(keys[r], []).append(values[r])
-  moments = {key: _moments(found) for key, found in members.items()}
-  found = np.zeros(len(values))
+  moments = {key: _moments(sample) for key, sample in members.items()}
+  result = np.zeros(len(values))
   for r in range(len(values)):
     mean, std, count = moments[keys[r]]
-    found[r] = (values[r] - mean) / (std + 1e-6) if count > 1 else 0.0
-  return found
+    result[r] = (values[r] - mean) / (std + 1e-6) if count > 1 else 0.0
+  return result
 
 
 def _string_ids(rows: dict[str, np.ndarray]) -> dict:

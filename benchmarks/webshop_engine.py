@@ -33,7 +33,7 @@ def _action(rng, page: engine.Page, goal: goals.Goal) -> str:
 def measure(data_dir: str | None, steps: int) -> list[tuple[str, str]]:
   """Returns (name, value) of each measurement, with units."""
   before = _mib()
-  begin = time.monotonic()
+  start = time.monotonic()
   if data_dir:
     catalogue = products.load(data_dir)
   else:
@@ -41,20 +41,20 @@ def measure(data_dir: str | None, steps: int) -> list[tuple[str, str]]:
   wishes = goals.build(catalogue)
   shop = engine.Shop(catalogue)
   titles.nouns('Loads the tagger, which takes a second')
-  start = time.monotonic() - begin
+  start_secs = time.monotonic() - start
   shared = _mib() - before
   rng = np.random.default_rng(0)
-  begin = time.monotonic()
+  start = time.monotonic()
   for goal in rng.choice(len(wishes), size=300):
     words = wishes[goal].instruction_text.lower().split()
     # A random word prevents hits in the cache of searches.
     words.append(f'x{rng.integers(10**9)}')
     shop.search(tuple(words))
-  search = (time.monotonic() - begin) / 300
+  search = (time.monotonic() - start) / 300
   sessions = [engine.Session(shop) for _ in range(_SESSIONS)]
   order = [wishes[i] for i in rng.choice(len(wishes), size=_SESSIONS)]
   pages = [s.reset(g) for s, g in zip(sessions, order, strict=True)]
-  begin = time.monotonic()
+  start = time.monotonic()
   resets, seconds = 0, 0.0
   for n in range(steps):
     i = n % _SESSIONS
@@ -65,10 +65,10 @@ def measure(data_dir: str | None, steps: int) -> list[tuple[str, str]]:
       seconds += time.monotonic() - reset
       resets += 1
     pages[i] = sessions[i].step(_action(rng, pages[i], order[i]))
-  playing = time.monotonic() - begin - seconds
+  playing = time.monotonic() - start - seconds
   return [
     ('products, goals', f'{len(catalogue):,}, {len(wishes):,}'),
-    ('start, s', f'{start:.2f}'),
+    ('start, s', f'{start_secs:.2f}'),
     ('steps/s', f'{steps / playing:,.0f}'),
     ('resets/s', f'{resets / max(seconds, 1e-9):,.0f}'),
     ('search for a whole instruction, ms', f'{1e3 * search:.2f}'),

@@ -454,10 +454,10 @@ def _non_default(
 def _unmet_dependencies(config: ml_collections.ConfigDict) -> Iterator[str]:
   refused = {problem.partition('=')[0] for problem in _values(config)}
   for field, value, default in _non_default(config, _DEPENDENT_FIELDS):
-    switch, wanted, is_on = _DEPENDENT_FIELDS[field]
+    switch, accepted, is_on = _DEPENDENT_FIELDS[field]
     if field not in refused and not is_on(_get(config, switch)):
       yield (
-        f'{field}={value}: has no effect; needs {switch} to be {wanted}, or '
+        f'{field}={value}: has no effect; needs {switch} to be {accepted}, or '
         f'must be {default}'
       )
 
@@ -793,8 +793,8 @@ def _too_small(
 
 def _has_accelerator() -> bool:
   nodes = ('nvidia[0-9]*', 'accel[0-9]*', 'vfio/[0-9]*', 'kfd')
-  found = any(any(pathlib.Path('/dev').glob(node)) for node in nodes)
-  return found and os.environ.get('JAX_PLATFORMS') != 'cpu'
+  exists = any(any(pathlib.Path('/dev').glob(node)) for node in nodes)
+  return exists and os.environ.get('JAX_PLATFORMS') != 'cpu'
 
 
 def save(config: ml_collections.ConfigDict, workdir: str) -> None:

@@ -85,16 +85,16 @@ _NO_ADVANTAGES = {
 }
 
 _DESCRIPTION = """\
-Episodes of a language model's policy, as they were played in training, in the
-form of RLDS. The last step of an episode (is_last) holds the state that it
-ended in and nothing else. discount is 0 where the environment ended the
-episode, be it by its own limit of steps. iteration, group, member: when it was
-played, and with which others of the same task. trained: whether it was learnt
-from. return: sum of rewards. Of steps: anchor is the state that it was taken
-in, anchor_group the number of that state in the iteration (-1: not trained
-on); discounted_return, episode_advantage, step_advantage, advantage are the
-algorithm's, NaN where it does not tell. prompt_ids, completion_ids, log_probs
-are what the sampler read and drew; tokenizer/ holds their tokenizer.
+Training episodes of a language-model policy, in RLDS format. The last step of
+an episode (is_last) holds only the final state. discount is 0 if the
+environment ended the episode, also by its own step limit. iteration, group and
+member identify an episode; episodes of a group share a task. trained: whether
+the episode was trained on. return: sum of rewards. Fields of steps: anchor is
+the state in which the step was taken, and anchor_group the id of that state in
+the iteration (-1: not trained on). discounted_return, episode_advantage,
+step_advantage and advantage come from the algorithm; NaN means not available.
+prompt_ids, completion_ids and log_probs are the sampler's inputs and outputs;
+tokenizer/ holds the tokenizer.
 """
 
 
@@ -357,7 +357,7 @@ class Log:
     """
     if iteration % self._every:
       return {}
-    begin = time.monotonic()
+    start = time.monotonic()
     by_episode = {} if rows is None else tell(rows, credit)
     trained = {
       position: by_episode.get(index, {})
@@ -373,7 +373,7 @@ class Log:
         for position, t in enumerate(collected.played)
       ],
     )
-    return {'time/episodes_secs': time.monotonic() - begin}
+    return {'time/episodes_secs': time.monotonic() - start}
 
   def append(self, iteration: int, records: Sequence[dict[str, Any]]) -> None:
     """Appends the records of an iteration as a new file."""
@@ -456,15 +456,15 @@ def _shards_before(
 
 
 def _features() -> tfds.features.FeaturesDict:
-  def feature(kind: type):
-    return tfds.features.Text() if kind is str else kind
+  def feature(dtype: type):
+    return tfds.features.Text() if dtype is str else dtype
 
-  steps = {name: feature(kind) for name, kind in _STEP.items()}
+  steps = {name: feature(dtype) for name, dtype in _STEP.items()}
   steps |= {
-    name: tfds.features.Sequence(kind) for name, kind in _TOKENS.items()
+    name: tfds.features.Sequence(dtype) for name, dtype in _TOKENS.items()
   }
   return tfds.features.FeaturesDict(
-    {name: feature(kind) for name, kind in _EPISODE.items()}
+    {name: feature(dtype) for name, dtype in _EPISODE.items()}
     | {'steps': tfds.features.Dataset(steps)}
   )
 

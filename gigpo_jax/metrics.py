@@ -105,9 +105,9 @@ def summarize(
   }
   for cause, selected in _failed_by_cause(trajectories).items():
     values[f'failed_episodes/{cause}'] = len(selected)
-  for kind in sorted({t.kind for t in trajectories}):
-    of_kind = [t.success for t in trajectories if t.kind == kind]
-    values[f'success_rate/{kind}'] = np.mean(of_kind)
+  for task_type in sorted({t.kind for t in trajectories}):
+    successes = [t.success for t in trajectories if t.kind == task_type]
+    values[f'success_rate/{task_type}'] = np.mean(successes)
   if any(t.score is not None for t in trajectories):
     values['score'] = np.mean([t.score or 0.0 for t in trajectories])
   if steps:

@@ -314,19 +314,19 @@ def export(
       kept, or the file would be too large for a browser.
   """
   run = summary(workdir)
-  chosen = list(iterations) or run['iterations']
-  for number in chosen:
+  selected = list(iterations) or run['iterations']
+  for number in selected:
     if number not in run['iterations']:
       kept = ', '.join(map(str, run['iterations'])) or 'none'
       raise ValueError(
         f'--iterations={number}: its episodes were not kept; kept are {kept}'
       )
-  run['iterations'] = chosen
+  run['iterations'] = selected
   parts, size = {'run': _pack(run)}, 0
-  if chosen:
+  if selected:
     episode_set = _require_episodes(workdir)
     decoders = _decoders(episode_set)
-  for number in tqdm.tqdm(chosen, unit='iteration', disable=None):
+  for number in tqdm.tqdm(selected, unit='iteration', disable=None):
     groups = []
     for records in episode_set.groups(number):
       groups.append(_group(records))

@@ -87,7 +87,7 @@ def odd_world(seed: int) -> world_lib.World:
   objects = []
   for kind, flags in OBJECTS.items():
     for copy in range(rng.choice((2, 2, 3))):
-      places = rng.sample([r for r in receptacles if r.location], 2)
+      candidates = rng.sample([r for r in receptacles if r.location], 2)
       flags_now = set(flags.split())
       if rng.random() < 0.2:
         flags_now.add(rng.choice(('isHot', 'isCool', 'isClean', 'isSliced')))
@@ -97,10 +97,10 @@ def odd_world(seed: int) -> world_lib.World:
         world_lib.Object(
           id=f'{name(kind)}{copy}',
           type=kind,
-          location=rng.choice(locations) if moved else places[0].location,
-          receptacle=None if afloat else places[0].id,
+          location=rng.choice(locations) if moved else candidates[0].location,
+          receptacle=None if afloat else candidates[0].id,
           flags=frozenset(flags_now),
-          also_in=() if afloat or rng.random() < 0.8 else (places[1].id,),
+          also_in=() if afloat or rng.random() < 0.8 else (candidates[1].id,),
           inside=tuple(o.id for o in objects if rng.random() < 0.05),
         )
       )
@@ -130,13 +130,15 @@ def odd_world(seed: int) -> world_lib.World:
   )
 
 
-def choose(rng: random.Random, state: world_lib.State, seen: list[str]) -> str:
+def choose(
+  rng: random.Random, state: world_lib.State, earlier: list[str]
+) -> str:
   """Returns a command: mostly admissible, and then mostly no "go to"."""
   dice = rng.random()
   if dice < 0.08:
     return rng.choice(MALFORMED)
   if dice < 0.2:
-    return rng.choice(seen)
+    return rng.choice(earlier)
   busy = [c for c in state.admissible if not c.startswith('go to')]
   return rng.choice(busy if dice < 0.75 else state.admissible)
 
@@ -170,13 +172,13 @@ def play_both(
   state, expected = engine.reset(), reference.reset()
   assert state == expected, world.name
   rng = random.Random(world.name)
-  seen, after = ['look'], state
+  earlier, after = ['look'], state
   for turn in range(len(commands) + num_random):
     scripted = turn < len(commands)
-    command = commands[turn] if scripted else choose(rng, state, seen)
-    seen += [command]
+    command = commands[turn] if scripted else choose(rng, state, earlier)
+    earlier += [command]
     state, expected = engine.step(command), reference.step(command)
-    assert state == expected, (world.name, seen)
+    assert state == expected, (world.name, earlier)
     after = state if scripted else after
   return after
 

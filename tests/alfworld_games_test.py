@@ -122,13 +122,13 @@ def test_generation_is_deterministic():
 
 
 def test_splits_seeds_and_games_differ():
-  seen = set()
+  contents = set()
   for split in games.NUM_GAMES:
     for seed in (0, 1):
       for index in range(50):
         game = houses.generate(split, index, seed=seed, **SMALL)
-        seen.add((game.receptacles, game.objects))
-  assert len(seen) == 3 * 2 * 50
+        contents.add((game.receptacles, game.objects))
+  assert len(contents) == 3 * 2 * 50
 
 
 def test_options_choose_rooms_and_task_types():
@@ -246,13 +246,13 @@ class Simulator:
     return max(inside.values(), default=0) >= min_objects
 
   def shortest(self):
-    frontier, seen, length = [self.start], {self.start}, 0
+    frontier, visited, length = [self.start], {self.start}, 0
     while not any(map(self.won, frontier)):
       following = []
       for state in frontier:
         for successor in self.successors(state):
-          if successor not in seen:
-            seen.add(successor)
+          if successor not in visited:
+            visited.add(successor)
             following.append(successor)
       frontier, length = following, length + 1
     return length
@@ -428,8 +428,8 @@ def test_tables_agree_with_the_installed_package():
   }
   ours = {
     (p, object_type)
-    for object_type, places in facts.PLACES.items()
-    for p in places
+    for object_type, receptacles in facts.PLACES.items()
+    for p in receptacles
   }
   assert ours == theirs
   flags = {'Clean': 'able', 'Heat': 'able', 'Cool': 'able', 'Slice': 'able'}
@@ -613,8 +613,8 @@ config = {
   },
   'dataset': {'data_path': data, 'num_train_games': -1},
 }
-found = stock.AlfredTWEnv(config, train_eval='train').game_files
-assert sorted(found) == games, (found, games)
+loaded = stock.AlfredTWEnv(config, train_eval='train').game_files
+assert sorted(loaded) == games, (loaded, games)
 infos = textworld.EnvInfos(
   won=True, admissible_commands=True, facts=True, extras=['gamefile']
 )

@@ -138,8 +138,8 @@ def test_iteration_without_rows_is_stored_as_not_trained_on(tmp_path):
 
 
 def test_token_advantages_are_averaged():
-  found = collected()
-  rows = rows_of(found)
+  collected_episodes = collected()
+  rows = rows_of(collected_episodes)
   advantages = np.zeros((len(rows.groups), 4), np.float32)
   advantages[0] = 1, 2, 100, 100  # The completion has two tokens.
   by_episode = episodes.tell(rows, algorithms.Credit(advantages, {}))
@@ -151,8 +151,10 @@ def test_failed_episodes(tmp_path):
   log = episodes.Log(tmp_path, Text(), seed=0)
   at_once = episode(0, [], failure='died')
   later = episode(1, [1.0], failure='hung')
-  found = collected([episode(0, [0.0]), at_once, later, episode(1, [0.0])])
-  write(log, 0, found)
+  collected_episodes = collected(
+    [episode(0, [0.0]), at_once, later, episode(1, [0.0])]
+  )
+  write(log, 0, collected_episodes)
   _, at_once, later, _ = episodes.open_set(tmp_path).read(0)
   assert at_once['failure'] == 'died' and not at_once['trained']
   assert len(at_once['steps']) == 1
@@ -183,8 +185,8 @@ def test_after_a_kill_each_iteration_is_stored_once(tmp_path, first):
   assert episodes.open_set(tmp_path).iterations == list(range(first))
   for iteration in range(first, 5):
     write(again, iteration)
-  found = [record['iteration'] for record in episodes.open_set(tmp_path)]
-  assert found == [n for n in range(5) for _ in range(4)]
+  iterations = [record['iteration'] for record in episodes.open_set(tmp_path)]
+  assert iterations == [n for n in range(5) for _ in range(4)]
   assert len(list(tmp_path.glob('episodes-*'))) == 5
 
 
@@ -195,12 +197,12 @@ def test_kill_between_index_writes_leaves_a_readable_set(tmp_path):
   write(log, 1)
   # metadata.json and the file are renamed, dataset_info.json is not yet.
   (tmp_path / 'dataset_info.json').write_bytes(before)
-  found = episodes.open_set(tmp_path)
-  assert found.iterations == [0] and len(list(found)) == 4
+  episode_set = episodes.open_set(tmp_path)
+  assert episode_set.iterations == [0] and len(list(episode_set)) == 4
   again = episodes.Log(tmp_path, Text(), seed=0, first_iteration=1)
   write(again, 1)
-  found = episodes.open_set(tmp_path)
-  assert found.iterations == [0, 1] and len(list(found)) == 8
+  episode_set = episodes.open_set(tmp_path)
+  assert episode_set.iterations == [0, 1] and len(list(episode_set)) == 8
 
 
 def test_check_folder_reports_damaged_sets(tmp_path):

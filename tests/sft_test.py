@@ -79,8 +79,8 @@ def test_trained_tokens_of_a_row(tmp_path, completion_only):
     assert list(rows.tokens[r, : len(expected)]) == expected
     assert rows.lengths[r] == len(expected)
     # No token precedes the first, so it is never trained on.
-    given = len(prompt) if completion_only else 1
-    assert rows.prompt_lengths[r] == given
+    num_prompt_tokens = len(prompt) if completion_only else 1
+    assert rows.prompt_lengths[r] == num_prompt_tokens
 
 
 def test_environment_without_expert_is_refused(tmp_path):

@@ -123,9 +123,9 @@ def test_known_runs_are_gathered_and_not_rerun(tmp_path, monkeypatch):
     known=[table],
   )
   assert (code, [run.name for run in asked]) == (0, ['b'])
-  found = sweep.read_table(str(tmp_path / 'here/list.csv'))
-  assert found[:4] == there
-  assert [line['name'] for line in found[4:]] == ['b', 'b']
+  evaluations = sweep.read_table(str(tmp_path / 'here/list.csv'))
+  assert evaluations[:4] == there
+  assert [line['name'] for line in evaluations[4:]] == ['b', 'b']
   file.write_text('experiment,name\nalfworld,a\n')
   with pytest.raises(ValueError, match=r'--known=.*must be its CSV'):
     sweep.read_table(str(file))
