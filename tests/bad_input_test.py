@@ -120,9 +120,9 @@ FIELDS = (
   _field('env.engine', 'unity', 'must be one of'),
   _field('env.max_steps', 0, 'at least 1'),
   _field('env.generator.receptacles', (9, 2), 'receptacles'),
-  _field('sft.model.heads', 3, 'must be even'),
-  _field('sft.model.heads', 128, 'must be even'),
-  _field('sft.model.kv_heads', 3, 'must divide into sft.model.heads=4'),
+  _field('sft.model.heads', 3, 'must be an even integer'),
+  _field('sft.model.heads', 128, 'must be an even integer'),
+  _field('sft.model.kv_heads', 3, 'must divide sft.model.heads=4'),
   Case((TINY, '--config.env.max_step=3'), ('no such field', 'max_steps')),
 )
 
@@ -140,13 +140,13 @@ COMMANDS = (
   _flags(
     TINY,
     '--checkpoint={dir}/run',
-    said=('--checkpoint=', 'no checkpoints/ there'),
+    said=('--checkpoint=', 'has no checkpoints/'),
     script='evaluate',
   ),
   _flags(
     TINY,
     '--checkpoint={dir}/run/checkpoints/3',
-    said=('checkpoints/3: not there',),
+    said=('checkpoints/3: does not exist',),
     script='evaluate',
   ),
   _flags(TINY, said=('--model, --checkpoint: missing',), script='evaluate'),
@@ -412,7 +412,7 @@ def _unreadable(text: str) -> Case:
 
   return _flags(
     '--workdir={dir}/run',
-    said=('config.json cannot be read', 'gone'),
+    said=('config.json cannot be read', 'restore or delete it'),
     script='view',
     prepare=prepare,
   )
