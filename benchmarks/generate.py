@@ -1,10 +1,10 @@
-"""Prefill and decode tokens a second, beside other frameworks.
+"""Benchmark prefill and decode speed.
 
-Joins a run of a harness that alternates frameworks on one core: `shapes` is
-the harness's module of shapes, inputs and timing, found on PYTHONPATH. A run
-samples 64 tokens after prompts of 256 for a whole batch, another only one.
+`benchmarks/peers/rounds.py` runs this benchmark and other frameworks in turn;
+`shapes` is a module in that folder. One measurement samples 64 tokens after
+prompts of 256 tokens for a whole batch, another samples a single token.
 
-    PYTHONPATH=HARNESS:. python benchmarks/generate.py --shape tiny --batch 16
+    PYTHONPATH=benchmarks/peers:. python benchmarks/generate.py --batch 16
 """
 
 import argparse
@@ -56,17 +56,17 @@ def main() -> None:
   calls = iter(range(10**9))
 
   def run(tokens: int) -> None:
-    # Other streams every time, and nothing left of the prompts.
+    # Use new random streams each time, and no cached prompts.
     call = next(calls)
     engine.load(params)
-    found = engine.generate(
+    completions = engine.generate(
       params,
       [
         sampler.Request(ids, (0, call, n, 0, 0), max_tokens=tokens)
         for n, ids in enumerate(prompts)
       ],
     )
-    assert all(len(completion.ids) == tokens for completion in found)
+    assert all(len(completion.ids) == tokens for completion in completions)
 
   warm, full = shapes.timed(lambda: run(shapes.NEW), options.repeats)
   _, first = shapes.timed(lambda: run(1), options.repeats)

@@ -1,19 +1,22 @@
-"""Tokens trained a second, beside other frameworks, and what padding costs.
+"""Benchmark the learner: speed, padding and memory.
 
-Joins a run of a harness that alternates frameworks on one core, as
-benchmarks/generate.py does: an update of a whole batch, prompts of 256 tokens
-and completions of 64, clipped ratio, KL and entropy, AdamW.
+`benchmarks/peers/rounds.py` runs `--what train` and other frameworks in turn:
+an update of a whole batch with prompts of 256 tokens, completions of 64,
+clipped ratio, KL, entropy and AdamW.
 
-    PYTHONPATH=HARNESS:. python benchmarks/learner.py --shape tiny --batch 16
+    PYTHONPATH=benchmarks/peers:. python benchmarks/learner.py --batch 16
 
-`--what spread` needs no harness: rows whose lengths are spread, a third of the
-longest on average, against the same rows padded to the longest; `--what
-prompts`: rows of which eight have the same prompt, shared or not. `--what
-memory` is an update of Qwen2.5-0.5B's shape, layers recomputed in the backward
-pass, in two processes one after the other: ours, and PyTorch's with gradient
-checkpointing. `--what limits`, for an accelerator, is an update of a whole
-Qwen2.5 beside the device's rate of matrix products, and PyTorch's of the same
-rows where it has the device, too.
+The other measurements are:
+
+- `--what spread`: rows of various lengths, on average a third of the maximum,
+  compared with the same rows padded to the maximum.
+- `--what prompts`: rows of which eight share a prompt, with and without
+  prompt sharing.
+- `--what memory`: peak memory of an update of Qwen2.5-0.5B with rematerialized
+  layers, and of PyTorch with gradient checkpointing, each in its own process.
+- `--what limits`: speed of an update of a whole Qwen2.5 on an accelerator as a
+  share of its matmul peak, and of PyTorch on the same rows if it supports the
+  device.
 """
 
 import argparse
@@ -42,7 +45,7 @@ SHAPES = {'tiny': models.TINY, 'qwen05b_4l': QWEN}
 def make_learner(
   model: qwen.QwenConfig, buckets: tuple[int, ...], completion: int, **kwargs
 ) -> learner.Learner:
-  """Returns a learner of one device."""
+  """Returns a learner on one device."""
   return learner.Learner(
     model,
     mesh.make_mesh(1, -1, 1),
@@ -55,7 +58,7 @@ def make_learner(
 
 
 def make_rows(prompts: list, completions: list, longest: int) -> batch.Rows:
-  """Returns rows of these tokens, sampled with a log-prob of -8 each."""
+  """Returns rows of these tokens, with a sampler log-prob of -8 each."""
   rows = batch.pack(
     prompts,
     completions,
@@ -76,7 +79,7 @@ class Step:
     self._advantages = np.random.default_rng(0).normal(size=len(rows.groups))
 
   def __call__(self) -> dict[str, float]:
-    """Takes it once; returns its metrics."""
+    """Runs the update and returns its metrics."""
     log_probs = self._rows.sampler_log_probs
     self._state, metrics = self._subject.update(
       self._state,
@@ -91,7 +94,7 @@ class Step:
 
 
 def beside(options: argparse.Namespace) -> None:
-  """Joins a run of the harness."""
+  """Times an update for the comparison in benchmarks/peers."""
   import shapes
 
   model = SHAPES[options.shape]
@@ -127,27 +130,27 @@ def beside(options: argparse.Namespace) -> None:
 
 
 def _alternate(steps: dict[str, Step], repeats: int) -> dict[str, float]:
-  """Returns median CPU seconds of each, in alternating rounds."""
-  found: dict[str, list[float]] = {name: [] for name in steps}
+  """Returns the median CPU seconds of each step, in alternating rounds."""
+  secs: dict[str, list[float]] = {name: [] for name in steps}
   for step in steps.values():
     step()
   for _ in range(repeats):
     for name, step in steps.items():
-      begin = time.process_time()
+      start = time.process_time()
       step()
-      found[name].append(time.process_time() - begin)
-  return {name: statistics.median(times) for name, times in found.items()}
+      secs[name].append(time.process_time() - start)
+  return {name: statistics.median(times) for name, times in secs.items()}
 
 
 def spread(options: argparse.Namespace) -> None:
-  """Rows of spread lengths, in buckets and padded to the longest."""
+  """Compares length buckets with padding to the maximum."""
   model, longest, completion = SHAPES[options.shape], 1024, 128
   rng = np.random.default_rng(0)
   rows = 8 * options.batch
   lengths = np.clip(rng.gamma(2.0, longest / 6, rows), 48, longest).astype(int)
   answers = np.clip(rng.gamma(2.0, 20, rows), 4, completion).astype(int)
   draw = functools.partial(rng.integers, 2, model.vocab_size)
-  made = make_rows(
+  packed = make_rows(
     [draw(size=max(n - c, 1)) for n, c in zip(lengths, answers, strict=True)],
     [draw(size=c) for c in answers],
     longest,
@@ -163,7 +166,7 @@ def spread(options: argparse.Namespace) -> None:
         microbatch_rows=options.microbatch,
       ),
       model,
-      made,
+      packed,
     )
     for name, buckets in (
       ('buckets', (*range(128, total, 128), total)),
@@ -171,22 +174,22 @@ def spread(options: argparse.Namespace) -> None:
     )
   }
   secs = _alternate(steps, options.repeats)
-  mean = made.lengths.mean()
+  mean = packed.lengths.mean()
   print(
     f'{rows} rows of {mean:.0f} tokens on average, longest {longest}: '
-    + ', '.join(f'{k} {made.lengths.sum() / s:.0f}' for k, s in secs.items())
+    + ', '.join(f'{k} {packed.lengths.sum() / s:.0f}' for k, s in secs.items())
     + f' tokens per CPU second; {secs["padded"] / secs["buckets"]:.2f} times'
   )
 
 
 def prompts(options: argparse.Namespace) -> None:
-  """Rows of which eight have the same prompt, shared or each by itself."""
+  """Compares shared prompts with separate ones, eight rows per prompt."""
   model = SHAPES[options.shape]
   rng = np.random.default_rng(0)
   draw = functools.partial(rng.integers, 2, model.vocab_size)
-  given = [draw(size=rng.integers(200, 320)) for _ in range(options.batch)]
-  made = make_rows(
-    [p for p in given for _ in range(8)],
+  prompt_ids = [draw(size=rng.integers(200, 320)) for _ in range(options.batch)]
+  packed = make_rows(
+    [p for p in prompt_ids for _ in range(8)],
     [draw(size=rng.integers(16, 64)) for _ in range(8 * options.batch)],
     320,
   )
@@ -196,40 +199,40 @@ def prompts(options: argparse.Namespace) -> None:
         model,
         (256, 320, 384, 512, 640),
         64,
-        minibatch_rows=len(made.groups),
+        minibatch_rows=len(packed.groups),
         microbatch_rows=options.microbatch,
         share_prompts=share,
       ),
       model,
-      made,
+      packed,
     )
     for name, share in (('shared', True), ('apart', False))
   }
-  saved = steps['shared']()['packs/shared_tokens'] / made.lengths.sum()
+  saved = steps['shared']()['packs/shared_tokens'] / packed.lengths.sum()
   secs = _alternate(steps, options.repeats)
   print(
-    f'{len(made.groups)} rows, eight with a prompt: {saved:.0%} of the tokens '
-    f'not computed; {secs["apart"] / secs["shared"]:.2f} times as fast'
+    f'{len(packed.groups)} rows, eight per prompt: {saved:.0%} of the tokens '
+    f'saved; {secs["apart"] / secs["shared"]:.2f} times as fast'
   )
 
 
 def memory(options: argparse.Namespace) -> None:
-  """Peak memory of an update of a whole 0.5B network, ours and PyTorch's."""
+  """Compares peak memory of an update of a 0.5B model with PyTorch's."""
   if options.framework:
     one_update(options.framework, options.batch, options.microbatch)
     return
   for framework in ('gigpo_jax', 'transformers'):
-    found = subprocess.run(
+    done = subprocess.run(
       [sys.executable, *sys.argv, '--framework', framework],
       check=True,
       capture_output=True,
       text=True,
     )
-    print(found.stdout.splitlines()[-1], flush=True)
+    print(done.stdout.splitlines()[-1], flush=True)
 
 
 def one_update(framework: str, batch_rows: int, microbatch_rows: int) -> None:
-  """Takes two updates of rows of 1,024 tokens; prints the peak memory."""
+  """Runs two updates on rows of 1,024 tokens; prints the peak memory."""
   model = dataclasses.replace(
     published.SHAPES['Qwen2.5-0.5B'], dtype='float32', remat='layer'
   )
@@ -249,9 +252,9 @@ def one_update(framework: str, batch_rows: int, microbatch_rows: int) -> None:
     step = _torch_step(model, ids, microbatch_rows)
   times = []
   for _ in range(2):
-    begin = time.process_time()
+    start = time.process_time()
     step()
-    times.append(time.process_time() - begin)
+    times.append(time.process_time() - start)
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
   print(
     f'{framework}: {batch_rows} rows of 1,024 tokens, {microbatch_rows} at a '
@@ -260,29 +263,29 @@ def one_update(framework: str, batch_rows: int, microbatch_rows: int) -> None:
 
 
 def limits(options: argparse.Namespace) -> None:
-  """Prints what an update is beside the device's rate of matrix products."""
+  """Prints the speed of an update as a share of matmul peak."""
   product = models.matmul_rate('bfloat16', 8192)
   model = published.SHAPES[f'Qwen2.5-{options.size}']
   embedded = model.vocab_size * model.hidden_size
   matrices = sampler.parameter_bytes(model, 'model') / 2 - embedded
-  # Multiplications and additions, forwards and twice backwards; of attention
-  # half, for it is causal. Logits of the completion's tokens only.
-  mixed = model.num_layers * model.num_heads * model.head_dim * 1024
-  flops = 6 * (matrices + mixed + embedded * 128 / 1024)
+  # Multiply-add operations, forward and twice backward. Causal attention counts
+  # half. Logits only for completion tokens.
+  attention = model.num_layers * model.num_heads * model.head_dim * 1024
+  flops = 6 * (matrices + attention + embedded * 128 / 1024)
   rows, tokens = options.batch, options.batch * 1024
   print(
     f'{jax.devices()[0].device_kind}: {product / 1e12:.0f} TFLOP/s in bfloat16;'
     f' Qwen2.5-{options.size}, updates of {rows} rows of 896 + 128 tokens'
   )
-  print('| what | rows at once | tokens/s | of matmul |\n|---|---|---|---|')
+  print('| what | microbatch rows | tokens/s | of matmul |\n|---|---|---|---|')
 
-  def tell(name: str, microbatch: int, step: Callable[[], object]) -> None:
+  def report(name: str, microbatch: int, step: Callable[[], object]) -> None:
     step()
     times = []
     for _ in range(options.repeats):
-      begin = time.perf_counter()
+      start = time.perf_counter()
       step()
-      times.append(time.perf_counter() - begin)
+      times.append(time.perf_counter() - start)
     rate = tokens / statistics.median(times)
     share = rate * flops / product
     print(f'| {name} | {microbatch} | {rate:,.0f} | {share:.0%} |', flush=True)
@@ -290,7 +293,7 @@ def limits(options: argparse.Namespace) -> None:
   ids = np.random.default_rng(0).integers(
     2, model.vocab_size, (rows, 1024), np.int32
   )
-  made = make_rows(list(ids[:, :896]), list(ids[:, 896:]), 896)
+  packed = make_rows(list(ids[:, :896]), list(ids[:, 896:]), 896)
   best = qwen.suited(jax.default_backend())
   for remat, microbatch in options.limit_settings:
     subject = make_learner(
@@ -301,7 +304,9 @@ def limits(options: argparse.Namespace) -> None:
       microbatch_rows=microbatch,
     )
     try:
-      tell(f'gigpo_jax, remat {remat}', microbatch, Step(subject, model, made))
+      report(
+        f'gigpo_jax, remat {remat}', microbatch, Step(subject, model, packed)
+      )
     except jax.errors.JaxRuntimeError as error:
       print(
         f'| gigpo_jax, remat {remat} | {microbatch} | {str(error)[:60]} | |'
@@ -315,7 +320,7 @@ def limits(options: argparse.Namespace) -> None:
     return
   for microbatch in sorted({m for _, m in options.limit_settings}):
     step = _torch_step(model, ids, microbatch, 'cuda')
-    tell('transformers, gradient checkpointing', microbatch, step)
+    report('transformers, gradient checkpointing', microbatch, step)
 
 
 def _setting(text: str) -> tuple[str, int]:
@@ -340,11 +345,11 @@ def _torch_step(
 
   def step() -> None:
     optimizer.zero_grad(set_to_none=True)
-    for part in tokens.split(microbatch_rows):
+    for microbatch in tokens.split(microbatch_rows):
       with torch.autocast(device, torch.bfloat16, model.dtype == 'bfloat16'):
-        logits = network(part, logits_to_keep=129, use_cache=False).logits
+        logits = network(microbatch, logits_to_keep=129, use_cache=False).logits
       log_probs = torch.log_softmax(logits[:, :-1].float(), -1)
-      chosen = log_probs.gather(-1, part[:, 896:, None])[..., 0]
+      chosen = log_probs.gather(-1, microbatch[:, 896:, None])[..., 0]
       ratio = torch.exp(chosen - chosen.detach())
       (-ratio.sum() / (128 * len(tokens))).backward()
     torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
@@ -364,7 +369,7 @@ _MEASURES = {
 
 
 def main() -> None:
-  """Measures."""
+  """Runs the command line."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--shape', default='tiny', choices=SHAPES)
   parser.add_argument('--what', default='train', choices=('train', *_MEASURES))
@@ -378,7 +383,7 @@ def main() -> None:
     type=_setting,
     nargs='+',
     default=[('layer', 8), ('layer', 16), ('matrices', 8)],
-    help='what is computed again, and rows at once: layer:8 ..',
+    help='remat mode and microbatch rows, such as layer:8',
   )
   parser.add_argument('--framework', help=argparse.SUPPRESS)
   options = parser.parse_args()

@@ -582,7 +582,7 @@ def test_checkpoints_and_exports_are_evaluated(uninterrupted, tmp_path):
       '--repeats=2',
     )
   )
-  assert f'{workdir} less {workdir / "policy"}' in printed
+  assert f'{workdir} minus {workdir / "policy"}' in printed
   assert f'policy: --checkpoint={workdir}\npolicy after iteration 2' in printed
   told = json.loads((tmp_path / 'evaluation.json').read_text())
   newest, same, _ = told['policies'].values()
