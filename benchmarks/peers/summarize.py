@@ -1,0 +1,50 @@
+"""Prints medians over rounds, and how many times as fast gigpo_jax is.
+
+python benchmarks/peers/summarize.py tiny.jsonl qwen.jsonl
+"""
+
+import collections
+import json
+import pathlib
+import statistics
+import sys
+
+RATES = {
+  'prefill': 'prefill_tok_per_cpu_s',
+  'decode': 'decode_tok_per_cpu_s',
+  'new tokens': 'new_tok_per_cpu_s',
+  'trained tokens': 'train_tok_per_cpu_s',
+}
+
+
+def main() -> None:
+  """Prints a table: tokens per CPU second, ratios in brackets."""
+  rows = collections.defaultdict(list)
+  for path in sys.argv[1:]:
+    for line in pathlib.Path(path).read_text().splitlines():
+      row = json.loads(line)
+      if 'failed' in row:
+        print('failed:', row)
+      else:
+        key = (row['shape'], row['what'], row['batch'])
+        rows[key, row['framework']].append(row)
+  heads = ['shape', 'what', 'batch', 'framework', 'rounds', *RATES]
+  print('| ' + ' | '.join(heads) + ' |')
+  print('|' + '---|' * len(heads))
+  for (job, framework), found in sorted(rows.items()):
+    cells = [*map(str, job), framework, str(len(found))]
+    for name in RATES.values():
+      values = [row[name] for row in found if name in row]
+      ours = [
+        row[name] for row in rows.get((job, 'gigpo_jax'), ()) if name in row
+      ]
+      cell = f'{statistics.median(values):,.0f}' if values else ''
+      if values and ours and framework != 'gigpo_jax':
+        ratio = statistics.median(ours) / statistics.median(values)
+        cell += f' ({ratio:.2f})'
+      cells.append(cell)
+    print('| ' + ' | '.join(cells) + ' |')
+
+
+if __name__ == '__main__':
+  main()
