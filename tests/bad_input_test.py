@@ -57,6 +57,8 @@ def _flags(*flags: str, said: tuple[str, ...], **kwargs) -> Case:
 
 FIELDS = (
   _field('seed', -1, 'non-negative'),
+  _field('seed', 'x', 'seed'),
+  Case((TINY, '--config.sed=1'), ('sed',)),
   _field('num_iterations', 0, 'at least 1'),
   _field('rollout.groups', 0, 'at least 1'),
   _field('rollout.groups', 'many', 'many'),
@@ -378,7 +380,7 @@ def _in_the_way(run: pathlib.Path) -> None:
   (run / 'checkpoints').write_text('')
 
 
-# Until the end of the tests.
+# Until all commands have run.
 _LOCKS = contextlib.ExitStack()
 
 
@@ -459,6 +461,8 @@ SFT = (
   ),
 )
 
+# Refused before a work directory is made.
+CLEAN = tuple(c for c in (*FIELDS, *COMMANDS) if not c.devices)
 CASES = (*FIELDS, *COMMANDS, *MODELS, *DATA, *SHOPS, *RUNS, *SFT)
 
 
@@ -481,7 +485,10 @@ def _told(tmp_path: pathlib.Path) -> tuple[float, list[dict]]:
     text=True,
     check=True,
   )
+  _LOCKS.close()
   imports, *told = map(json.loads, done.stdout.splitlines())
+  for number, found in enumerate(told):
+    found['left'] = (tmp_path / str(number) / 'run').exists()
   return imports, told
 
 
@@ -493,6 +500,8 @@ def _wrong(case: Case, found: dict, imports: float) -> str:
     return f'did not say one line: {found["err"]}'
   if missing := [part for part in case.said if part not in found['err']]:
     return f'did not say {missing}, but {found["err"]}'
+  if case in CLEAN and found['left']:
+    return 'left a work directory'
   if imports + found['secs'] > LIMIT_SECS:
     return f'took {imports:.1f} and {found["secs"]:.1f} seconds'
   taken = {n: found[n] for n in ('arrays', 'workers', 'addresses')}

@@ -78,3 +78,5 @@ def test_a_config_of_the_project_is_found_from_any_folder(tmp_path):
   )
   assert done.returncode == 2
   assert done.stderr.startswith('rollout.groups=0: out of range')
+  assert len(done.stderr.splitlines()) == 1
+  assert not list(tmp_path.iterdir())

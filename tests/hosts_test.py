@@ -234,28 +234,45 @@ def _processes(workdir, *flags, **kwargs) -> list[subprocess.Popen]:
   ]
 
 
+@pytest.fixture(name='alone', scope='module')
+def fixture_alone(tmp_path_factory):
+  """A run of one process with as many devices as two processes have."""
+  workdir = tmp_path_factory.mktemp('alone')
+  process = _start(workdir, devices=2)
+  try:
+    _, errors = process.communicate(timeout=500)
+  finally:
+    _end(process)
+  assert process.returncode == 0, errors
+  return workdir
+
+
 @pytest.mark.parametrize(
   ('flag', 'devices'),
-  [('--config.rollout.tensor=0', 4), ('--config.rollout.tensor=2', 1)],
-  ids=['alone', 'shared'],
+  [
+    ('--config.rollout.tensor=0', 1),
+    ('--config.rollout.tensor=2', 1),
+    # Several devices a process.
+    pytest.param('--config.rollout.tensor=0', 4, marks=pytest.mark.slow),
+  ],
+  ids=['alone', 'shared', 'several'],
 )
-def test_two_processes_train_what_one_does(tmp_path, flag, devices):
-  alone = _start(tmp_path / 'one', devices=2 * devices)
-  together = _processes(tmp_path / 'two', flag, devices=devices)
+def test_two_processes_train_what_one_does(alone, tmp_path, flag, devices):
+  together = _processes(tmp_path, flag, devices=devices)
   try:
-    told = [p.communicate(timeout=500) for p in (alone, *together)]
+    told = [p.communicate(timeout=500) for p in together]
   finally:
-    _end(alone, *together)
-  for process, (_, errors) in zip((alone, *together), told, strict=True):
+    _end(*together)
+  for process, (_, errors) in zip(together, told, strict=True):
     assert process.returncode == 0, errors
   # The first process speaks for both.
-  assert 'iteration    0' in told[1][0] and 'iteration' not in told[2][0]
-  one, two = (metrics.read(tmp_path / name) for name in ('one', 'two'))
+  assert 'iteration    0' in told[0][0] and 'iteration' not in told[1][0]
+  one, two = metrics.read(alone), metrics.read(tmp_path)
   assert [line['iteration'] for line in one] == [0, 1]
   _assert_the_same(one, two)
   params = [
-    safetensors.numpy.load_file(tmp_path / name / 'policy/model.safetensors')
-    for name in ('one', 'two')
+    safetensors.numpy.load_file(workdir / 'policy/model.safetensors')
+    for workdir in (alone, tmp_path)
   ]
   assert params[0].keys() == params[1].keys()
   for name, x in params[0].items():

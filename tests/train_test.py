@@ -592,32 +592,3 @@ def test_checkpoints_and_exports_are_evaluated(uninterrupted, tmp_path):
     successes = [episode['success'] for episode in found['episodes']]
     assert found['rates']['eval/success_rate'] == np.mean(successes)
   assert (tmp_path / 'evaluation.png').is_file()
-
-
-@pytest.mark.parametrize(
-  ('flags', 'message'),
-  [
-    ((), '--config: missing'),
-    (('--config=configs/none.py',), 'configs/none.py'),
-    (('--config=configs/alfworld.py:huge',), 'accepts at most one of'),
-    (('--config=configs/alfworld.py:tiny', '--config.sed=1'), 'sed'),
-    (('--config=configs/alfworld.py:tiny', '--config.seed=x'), 'seed'),
-    (('--config=configs/alfworld.py:tiny', '--config.rollout.groups=0'), 'rou'),
-    (('--config=configs/alfworld.py:tiny', '--wrkdir=x'), 'wrkdir'),
-  ],
-  ids=['none', 'file', 'variant', 'field', 'type', 'value', 'flag'],
-)
-def test_wrong_commands_end_in_one_line(tmp_path, flags, message):
-  done = subprocess.run(
-    _command('train', *flags, f'--workdir={tmp_path / "run"}'),
-    cwd=PROJECT,
-    capture_output=True,
-    text=True,
-    timeout=120,
-    check=False,
-  )
-  assert done.returncode == 2, done.stderr
-  assert message in done.stderr
-  assert 'Traceback' not in done.stderr
-  assert len(done.stderr.splitlines()) == 1, done.stderr
-  assert not (tmp_path / 'run').exists()
