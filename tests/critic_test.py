@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 
 from gigpo_jax import batch, critic, learner, losses, mesh
 from gigpo_jax.models import qwen
@@ -52,7 +53,7 @@ def fixture_rows():
 
 def train(rows, links, targets, updates=60):
   subject = make_critic()
-  state = subject.init(qwen.init(CONFIG, jax.random.key(0)))
+  state = subject.init(reference.init(CONFIG, jax.random.key(0)))
   initial = values = subject.values(state.params, rows)
   for iteration in range(updates):
     state, metrics = subject.update(
@@ -89,7 +90,7 @@ def test_values_start_at_zero_and_approach_their_targets(rows):
 
 def test_values_do_not_depend_on_their_token(rows):
   subject = make_critic()
-  params = qwen.init(
+  params = reference.init(
     dataclasses.replace(CONFIG, value_head=True), jax.random.key(0)
   )
   params['value'] = jax.random.normal(jax.random.key(1), (16,))

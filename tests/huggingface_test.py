@@ -12,6 +12,7 @@ import huggingface_hub
 import jax
 import numpy as np
 import pytest
+import reference
 import safetensors.numpy
 
 from gigpo_jax import config as config_lib
@@ -49,7 +50,7 @@ def _config(tied: bool = True, **kwargs) -> qwen.QwenConfig:
 )
 def fixture_saved(request, tmp_path):
   config = _config(**request.param)
-  params = qwen.init(config, jax.random.key(0))
+  params = reference.init(config, jax.random.key(0))
   huggingface.save(str(tmp_path), config, params, dtype='float32')
   return tmp_path, config, params
 
@@ -99,14 +100,14 @@ def test_transformers_loads_the_export_and_gives_the_same_logits(saved, mesh):
   tokens = np.arange(12)[None] % 40
   with torch.no_grad():
     expected = model(torch.tensor(tokens)).logits.numpy()
-  hidden = qwen.hidden_states(config, params, tokens)
-  logits = qwen.logits(config, params, hidden)
+  hidden = reference.hidden_states(config, params, tokens)
+  logits = reference.logits(config, params, hidden)
   np.testing.assert_allclose(logits, expected, atol=2e-5)
 
 
 def test_bfloat16_export_rounds(tmp_path, mesh):
   config = _config()
-  params = qwen.init(config, jax.random.key(0))
+  params = reference.init(config, jax.random.key(0))
   huggingface.save(str(tmp_path), config, params)
   loaded = huggingface.load(str(tmp_path), config, mesh)
   jax.tree.map(
@@ -120,7 +121,7 @@ def test_bfloat16_export_rounds(tmp_path, mesh):
 
 def test_rope_theta_may_be_in_rope_parameters(tmp_path):
   huggingface.save(
-    str(tmp_path), _config(), qwen.init(_config(), jax.random.key(0))
+    str(tmp_path), _config(), reference.init(_config(), jax.random.key(0))
   )
   path = tmp_path / 'config.json'
   raw = json.loads(path.read_text())
@@ -351,7 +352,7 @@ def test_null_key_value_heads_means_as_many_as_heads(tmp_path):
 
 def test_a_billion_layers_or_experts_are_refused_within_a_second(tmp_path):
   config = _config()
-  params = qwen.init(config, jax.random.key(0))
+  params = reference.init(config, jax.random.key(0))
   huggingface.save(str(tmp_path), config, params)
   largest = 2**31 - 1
   for sizes in (
@@ -437,7 +438,7 @@ def test_tensors_of_other_types_are_refused(saved, dtype: str):
 )
 def test_weights_that_are_not_finite_are_refused(tmp_path, mesh, value, name):
   config = _config()
-  params = qwen.init(config, jax.random.key(0))
+  params = reference.init(config, jax.random.key(0))
   huggingface.save(str(tmp_path), config, params)
   _edit(tmp_path, lambda tensors: tensors[name].flat.__setitem__(7, value))
   with pytest.raises(ValueError, match=f'{name} contains NaN or infinity'):
@@ -446,7 +447,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, mesh, value, name):
 
 def test_a_tied_unembedding_must_equal_the_embedding(tmp_path):
   directory, config = tmp_path, _config()
-  params = qwen.init(config, jax.random.key(0))
+  params = reference.init(config, jax.random.key(0))
   huggingface.save(str(directory), config, params)
   embed = np.array(params['embed'].astype('bfloat16'))
   _edit(directory, lambda t: t.update({'lm_head.weight': embed}))
@@ -537,7 +538,7 @@ def test_loading_needs_little_more_memory_than_the_parameters(tmp_path):
   config = dataclasses.replace(
     _config(), hidden_size=512, intermediate_size=4096, num_layers=24
   )
-  params = qwen.init(config, jax.random.key(0))
+  params = reference.init(config, jax.random.key(0))
   huggingface.save(str(tmp_path), config, params, dtype='float32')
   largest = 4 * 512 * 4096
   process = subprocess.run(

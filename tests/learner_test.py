@@ -50,7 +50,7 @@ def make_learner(devices=None, loss=LOSS, config=CONFIG, **kwargs):
 
 
 def params():
-  return qwen.init(CONFIG, jax.random.key(0))
+  return reference.init(CONFIG, jax.random.key(0))
 
 
 def make_rows(count=8, *, seed=0, row_multiple=16, longest_prompt=9):
@@ -139,7 +139,7 @@ def test_update_matches_the_gradient_of_a_reference_loss(token_loss, of_tokens):
     )
     return jnp.sum(jnp.where(mask, tokens, 0)) / jnp.sum(mask)
 
-  value, gradient = jax.value_and_grad(loss)(params())
+  value, gradient = jax.jit(jax.value_and_grad(loss))(params())
   expected = jax.tree.map(lambda p, g: p - g, params(), gradient)
   row_advantages = advantages if of_tokens else advantages[:, 0]
   state, metrics = step(sgd(loss=token_loss), rows, advantages=row_advantages)
@@ -289,7 +289,7 @@ def test_update_holds_one_copy_of_the_gradients():
 
 
 def start(subject, config):
-  return subject.init(qwen.init(config, jax.random.key(0)))
+  return subject.init(reference.init(config, jax.random.key(0)))
 
 
 def test_padding_rows_do_not_change_the_update():
@@ -405,8 +405,8 @@ def test_log_probs_match_the_model_at_the_temperature():
   np.testing.assert_array_equal(actual[~rows.completion_mask], 0)
   for r in range(8):
     tokens = jnp.asarray(rows.tokens[r : r + 1, : rows.lengths[r]])
-    hidden = qwen.hidden_states(CONFIG, params(), tokens)
-    logits = qwen.logits(CONFIG, params(), hidden)[0] / 0.7
+    hidden = reference.hidden_states(CONFIG, params(), tokens)
+    logits = reference.logits(CONFIG, params(), hidden)[0] / 0.7
     table = jax.nn.log_softmax(logits)
     first = rows.prompt_lengths[r]
     expected = [

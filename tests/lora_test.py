@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference
 
 from configs import alfworld
 from gigpo_jax import batch, learner, losses, sampler
@@ -31,7 +32,7 @@ BASE = dataclasses.replace(CONFIG, adapters=None)
 
 
 def _params(*, trained: bool, config=CONFIG) -> dict:
-  params = qwen.init(config, jax.random.key(0))
+  params = reference.init(config, jax.random.key(0))
   if not trained:
     return params
   adapters, base = lora.split(params)
@@ -45,7 +46,9 @@ def _params(*, trained: bool, config=CONFIG) -> dict:
 
 
 def _logits(config, params, tokens):
-  return qwen.logits(config, params, qwen.hidden_states(config, params, tokens))
+  return reference.logits(
+    config, params, reference.hidden_states(config, params, tokens)
+  )
 
 
 TOKENS = np.random.default_rng(0).integers(0, 48, (3, 9), np.int32)
@@ -258,7 +261,7 @@ def test_adapters_on_experts_only_are_refused(tmp_path):
     qk_norm=True,
   )
   huggingface.save(
-    str(tmp_path), model, qwen.init(model, jax.random.key(0)), str(source)
+    str(tmp_path), model, reference.init(model, jax.random.key(0)), str(source)
   )
   config = alfworld.get_config('tiny,lora')
   config.model.path = str(tmp_path)

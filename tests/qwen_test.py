@@ -31,7 +31,7 @@ def _tokens(rows: int, length: int, seed: int = 0) -> np.ndarray:
 
 def _params(config: qwen.QwenConfig, scale: float = 4.0) -> dict:
   """Random weights, large enough that attention is far from uniform."""
-  params = qwen.init(config, jax.random.key(0))
+  params = reference.init(config, jax.random.key(0))
   noise = jax.random.split(jax.random.key(1), len(jax.tree.leaves(params)))
   leaves, treedef = jax.tree.flatten(params)
   leaves = [
@@ -125,10 +125,10 @@ def test_logits_agree_with_transformers(  # noqa: PLR0913
     expected = model(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
   tolerance = 2e-5 * np.abs(expected).max()
 
-  full = qwen.logits(
+  full = reference.logits(
     config,
     params,
-    qwen.hidden_states(config, params, tokens),
+    reference.hidden_states(config, params, tokens),
   )
   np.testing.assert_allclose(full, expected, rtol=0, atol=tolerance)
 
@@ -209,8 +209,8 @@ def test_logits_agree_with_stored_logits_of_transformers():
   )
   params = _sines(config)
   tokens = np.array([[1, 5, 9, 2, 7]], np.int32)
-  hidden = qwen.hidden_states(config, params, tokens)
-  last = qwen.logits(config, params, hidden)[0, -1]
+  hidden = reference.hidden_states(config, params, tokens)
+  last = reference.logits(config, params, hidden)[0, -1]
   np.testing.assert_allclose(last, GOLDEN_LOGITS, rtol=0, atol=2e-5)
 
 
@@ -239,10 +239,10 @@ GOLDEN_LOGITS = np.array(
 
 def test_padding_and_other_rows_change_nothing():
   params, tokens = _params(TINY), _tokens(2, 16)
-  both = qwen.hidden_states(TINY, params, tokens)
+  both = reference.hidden_states(TINY, params, tokens)
   changed = tokens.copy()
   changed[0, 10:] = 0
-  alone = qwen.hidden_states(TINY, params, changed[:1])
+  alone = reference.hidden_states(TINY, params, changed[:1])
   np.testing.assert_allclose(both[0, :10], alone[0, :10], atol=1e-5)
 
 
@@ -250,10 +250,10 @@ def test_padding_and_other_rows_change_nothing():
 def test_blocks_of_queries_change_nothing(monkeypatch, min_size, blocks):
   params, tokens = _params(TINY), _tokens(2, 23)
   monkeypatch.setattr(attention, '_QUERY_BLOCKS', 1)
-  expected = qwen.hidden_states(TINY, params, tokens)
+  expected = reference.hidden_states(TINY, params, tokens)
   monkeypatch.setattr(attention, '_QUERY_BLOCKS', blocks)
   monkeypatch.setattr(attention, '_MIN_QUERIES', min_size)
-  hidden = qwen.hidden_states(TINY, params, tokens)
+  hidden = reference.hidden_states(TINY, params, tokens)
   np.testing.assert_allclose(
     hidden, expected, rtol=0, atol=1e-5 * np.abs(expected).max()
   )
@@ -265,8 +265,8 @@ def test_decoding_equals_one_forward_pass(monkeypatch, unrolled, dtype):
   monkeypatch.setattr(qwen, '_MAX_UNROLLED', unrolled)
   config = dataclasses.replace(TINY, dtype=dtype, max_split=unrolled)
   params, tokens = _params(config, scale=2.0), _tokens(3, 20)
-  hidden = qwen.hidden_states(config, params, tokens)
-  expected = np.asarray(qwen.logits(config, params, hidden))
+  hidden = reference.hidden_states(config, params, tokens)
+  expected = np.asarray(reference.logits(config, params, hidden))
   # bfloat16 rounds by up to 2^-8 per operation; errors add up over layers.
   limit = (2e-5 if dtype == 'float32' else 0.05) * np.abs(expected).max()
   lengths = np.array([4, 9, 12], np.int32)
@@ -295,12 +295,14 @@ def test_decoding_equals_one_forward_pass(monkeypatch, unrolled, dtype):
 @pytest.mark.parametrize('chunk', [1, 5, 64])
 def test_token_log_probs_equal_the_log_softmax_of_logits(chunk: int):
   params, tokens = _params(TINY), _tokens(2, 13)
-  hidden = qwen.hidden_states(TINY, params, tokens)
+  hidden = reference.hidden_states(TINY, params, tokens)
   targets = _tokens(2, 13, seed=5)
-  log_probs, entropy = qwen.token_log_probs(
-    TINY, params, hidden, targets, temperature=0.7, chunk=chunk
-  )
-  logits = np.asarray(qwen.logits(TINY, params, hidden), np.float64) / 0.7
+  log_probs, entropy = jax.jit(
+    lambda *args: qwen.token_log_probs(
+      TINY, *args, temperature=0.7, chunk=chunk
+    )
+  )(params, hidden, targets)
+  logits = np.asarray(reference.logits(TINY, params, hidden), np.float64) / 0.7
   probs = np.exp(logits - logits.max(-1, keepdims=True))
   probs /= probs.sum(-1, keepdims=True)
   chosen = np.take_along_axis(probs, targets[..., None], -1)[..., 0]
@@ -314,8 +316,8 @@ def test_completion_log_probs_use_the_hidden_state_before_each_token():
   log_probs, _ = reference.completion_log_probs(
     TINY, params, tokens, np.array([4, 9]), max_completion=5
   )
-  hidden = qwen.hidden_states(TINY, params, tokens)
-  full = jax.nn.log_softmax(qwen.logits(TINY, params, hidden))
+  hidden = reference.hidden_states(TINY, params, tokens)
+  full = jax.nn.log_softmax(reference.logits(TINY, params, hidden))
   for row, prompt in enumerate((4, 9)):
     for c in range(5):
       expected = full[row, prompt + c - 1, tokens[row, prompt + c]]
@@ -326,10 +328,10 @@ def test_completion_log_probs_use_the_hidden_state_before_each_token():
 def test_hidden_states_of_selected_tokens_equal_the_full_output(layers):
   config = dataclasses.replace(TINY, num_layers=layers)
   params, tokens = _params(config), _tokens(4, 16)
-  full = qwen.hidden_states(config, params, tokens)
+  full = reference.hidden_states(config, params, tokens)
   # Two shards of two rows each; the first row of a shard has indices 0 to 15.
   at = np.array([[3, 15, 16, 31, 0], [20, 7, 7, 8, 30]])
-  some = qwen.hidden_states(config, params, tokens, at_SN=at)
+  some = reference.hidden_states(config, params, tokens, at_SN=at)
   expected = [
     [full[2 * shard + index // 16, index % 16] for index in indices]
     for shard, indices in enumerate(at)
@@ -351,9 +353,9 @@ def test_remat_changes_nothing(remat):
     )
     return log_probs.sum()
 
-  plain = jax.grad(lambda p: loss(TINY, p))(params)
+  plain = jax.jit(jax.grad(lambda p: loss(TINY, p)))(params)
   config = dataclasses.replace(TINY, remat=remat)
-  again = jax.grad(lambda p: loss(config, p))(params)
+  again = jax.jit(jax.grad(lambda p: loss(config, p)))(params)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4),
     plain,
@@ -388,7 +390,7 @@ EXPERTS = dataclasses.replace(
 def test_a_mesh_of_eight_devices_equals_one_device(shape, sizes):
   config = dataclasses.replace(shape, vocab_size=104)
   params, tokens = _params(config), _tokens(8, 12)
-  expected = qwen.hidden_states(config, params, tokens)
+  expected = reference.hidden_states(config, params, tokens)
   mesh = mesh_lib.make_mesh(**{'data': 1, 'fsdp': 1, 'tensor': 1} | sizes)
   placed = jax.device_put(
     params, mesh_lib.shardings(mesh, qwen.logical_axes(config))
@@ -424,9 +426,9 @@ def test_logits_of_all_positions_never_exist_at_once():
 
 def test_bfloat16_compute_stays_near_float32():
   params, tokens = _params(TINY, scale=1.0), _tokens(2, 12)
-  exact = qwen.hidden_states(TINY, params, tokens)
+  exact = reference.hidden_states(TINY, params, tokens)
   half = dataclasses.replace(TINY, dtype='bfloat16')
-  rough = qwen.hidden_states(half, params, tokens)
+  rough = reference.hidden_states(half, params, tokens)
   assert rough.dtype == jnp.bfloat16
   assert np.abs(np.asarray(rough, np.float32) - exact).mean() < 0.02
 

@@ -1,11 +1,35 @@
 """Slow reference implementations of optimized computations."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from gigpo_jax.models import qwen
 
 
+def init(config: qwen.QwenConfig, key: jax.Array) -> dict:
+  """Returns random parameters, from one program."""
+  return jax.jit(functools.partial(qwen.init, config))(key)
+
+
+def hidden_states(config: qwen.QwenConfig, params: dict, tokens, **kwargs):
+  """Returns hidden states, from one program instead of one an operation.
+
+  Traced at every call, because tests change constants of modules.
+  """
+  run = jax.jit(functools.partial(qwen.hidden_states, config))
+  return run(params, tokens, **kwargs)
+
+
+def logits(config: qwen.QwenConfig, params: dict, hidden) -> jax.Array:
+  """Returns the logits of hidden states, from one program."""
+  return jax.jit(functools.partial(qwen.logits, config))(params, hidden)
+
+
+@functools.partial(
+  jax.jit, static_argnames=('config', 'max_completion', 'temperature')
+)
 def completion_log_probs(
   config: qwen.QwenConfig,
   params: dict,

@@ -6,6 +6,7 @@ import time
 import jax
 import numpy as np
 import pytest
+import reference
 
 from envs import base, toy
 from gigpo_jax import env_pool, mesh, metrics, rollout, sampler, tokenizer
@@ -214,7 +215,7 @@ def test_schedules_sample_the_same_tokens_with_a_real_model(text):
     dtype='float32',
     remat='none',
   )
-  params = qwen.init(config, jax.random.key(0))
+  params = reference.init(config, jax.random.key(0))
   params['embed'] *= 12
   results = {}
   for schedule, slots, workers in (

@@ -28,7 +28,7 @@ STOP = 7
 
 @pytest.fixture(name='params', scope='module')
 def fixture_params():
-  params = qwen.init(CONFIG, jax.random.key(0))
+  params = reference.init(CONFIG, jax.random.key(0))
   # Large enough that the distribution is neither flat nor a spike.
   return params | {'embed': 12 * params['embed']}
 
@@ -154,8 +154,8 @@ def test_frequencies_are_the_distribution(params, narrow: dict):
     params, requests
   )
   found = np.bincount([a.ids[0] for a in answers], minlength=32) / number
-  hidden = qwen.hidden_states(CONFIG, params, prompt[None])
-  logits = np.array(qwen.logits(CONFIG, params, hidden)[0, -1], np.float64)
+  hidden = reference.hidden_states(CONFIG, params, prompt[None])
+  logits = np.array(reference.logits(CONFIG, params, hidden)[0, -1], np.float64)
   logits[30:] = -np.inf
   probs = np.exp(logits - logits.max())
   order = np.argsort(-probs)
@@ -606,8 +606,10 @@ def test_ids_without_a_token_do_not_hide_the_others():
 def test_log_probs_of_the_sampled_distribution_by_hand(params):
   (request,) = _requests(1, top_k=4)
   (answer,) = _sampler(max_completion_tokens=1).generate(params, [request])
-  hidden = qwen.hidden_states(CONFIG, params, request.prompt_ids[None])
-  logits = np.asarray(qwen.logits(CONFIG, params, hidden)[0, -1], np.float64)
+  hidden = reference.hidden_states(CONFIG, params, request.prompt_ids[None])
+  logits = np.asarray(
+    reference.logits(CONFIG, params, hidden)[0, -1], np.float64
+  )
   best = np.sort(logits[:30])[-4:]
   chosen = logits[answer.ids[0]]
   np.testing.assert_allclose(
