@@ -69,6 +69,17 @@ setuptools.setup(
     'tqdm>=4.67,<5',
     'transformers>=5.17,<6',
   ],
+  entry_points={
+    'console_scripts': [
+      'gigpo-compare=gigpo_jax.compare:main',
+      'gigpo-evaluate=launch.evaluate:main',
+      'gigpo-sft=launch.sft:main',
+      'gigpo-sweep=launch.sweep:main',
+      'gigpo-tpu-compile=launch.tpu_compile:main',
+      'gigpo-train=launch.train:main',
+      'gigpo-view=launch.view:main',
+    ]
+  },
   extras_require={
     'alfworld': ALFWORLD,
     'cuda': ['jax[cuda13]'],

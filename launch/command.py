@@ -1,6 +1,7 @@
 """What all commands share: flags, help, errors as lines, Ctrl-C."""
 
 import ast
+import functools
 import pathlib
 import re
 import runpy
@@ -31,28 +32,27 @@ _WORKDIR = flags.DEFINE_string(
 def run(
   main: Callable[[ml_collections.ConfigDict, str], None], *, ending: str = ''
 ) -> None:
-  """Runs a command.
+  """Parses the flags and calls main(config, workdir).
 
-  Parses the flags and calls main(config, workdir).
-
-  A mistake of the user (ValueError) is printed as it is, without traceback,
-  and ends the process with status 2; what stops a run (`hosts.Stopped`)
+  A mistake of the user (ValueError) is printed without a traceback and ends
+  the process with status 2; an error that ends a run (`hosts.Stopped`)
   likewise, with status 1.
 
   Args:
-    main: the command.
-    ending: of the default work directory's name, of commands besides training.
+    main: the command, of the module whose docstring `--help` prints.
+    ending: added to the name of the default work directory.
   """
+  parse = functools.partial(_parse, module=main.__module__)
   with interrupt.handled():
-    app.run(lambda _: _call(main, ending), flags_parser=_parse)
+    app.run(lambda _: _call(main, ending), flags_parser=parse)
 
 
 _HELP = ('--help', '-h', '-help', '--helpshort', '--helpfull')
 
 
-def _parse(argv: list[str]) -> list[str]:
+def _parse(argv: list[str], *, module: str) -> list[str]:
   if set(_HELP) & set(argv[1:]):
-    print(_help())
+    print(_help(module))
     sys.exit(0)
   try:
     argv = [_installed(argument) for argument in argv]
@@ -75,9 +75,11 @@ def _parse(argv: list[str]) -> list[str]:
   return rest
 
 
-def _help() -> str:
-  """Returns the purpose of the command, its flags and the configs."""
-  of_main = flags.FLAGS.flags_by_module_dict().get(sys.argv[0], ())
+def _help(module: str) -> str:
+  """Returns the docstring of a command's module, its flags and the configs."""
+  # A script's flags go by its path.
+  key = sys.argv[0] if module == '__main__' else module
+  of_main = flags.FLAGS.flags_by_module_dict().get(key, ())
   shown = [flags.FLAGS[name] for name in ('config', 'workdir')]
   shown += [flag for flag in of_main if flag not in shown]
   listed = []
@@ -95,7 +97,7 @@ def _help() -> str:
   ]
   return '\n'.join(
     [
-      (sys.modules['__main__'].__doc__ or '').strip(),
+      (sys.modules[module].__doc__ or '').strip(),
       '\nFlags:',
       *listed,
       '\nConfigs and their sizes:',

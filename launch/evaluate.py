@@ -1,4 +1,4 @@
-r"""Evaluates policies on a config's panel: a table, JSON and a picture.
+r"""Evaluates policies on a config's fixed tasks: a table, JSON and a picture.
 
     python launch/evaluate.py --config=configs/alfworld.py:tiny \
         --model=runs/alfworld-tiny/policy --repeats=4
@@ -12,34 +12,39 @@ first of several, checkpoints before models, is compared with each of the others
 task by task.
 """
 
-if __name__ == '__main__':
+
+def main() -> None:
+  """Parses the flags and evaluates."""
   from absl import flags
 
   from launch import command
 
-  _MODELS = flags.DEFINE_multi_string(
+  models = flags.DEFINE_multi_string(
     'model', [], 'Hugging Face folder, or a name on the hub; may be repeated.'
   )
-  _CHECKPOINTS = flags.DEFINE_multi_string(
+  checkpoints = flags.DEFINE_multi_string(
     'checkpoint',
     [],
-    'Work directory of a run, of which the newest is taken, or '
+    'Work directory of a run, for its newest checkpoint, or '
     'WORKDIR/checkpoints/ITERATION; may be repeated.',
   )
-  _REPEATS = flags.DEFINE_integer('repeats', 1, 'Episodes of a task.')
+  repeats = flags.DEFINE_integer('repeats', 1, 'Episodes per task.')
 
-  def main(config, workdir: str) -> None:
-    """Evaluates."""
-    # Here, because worker processes import this file again, and must not load
-    # jax: on a TPU host it would seize the chips.
+  def run(config, workdir: str) -> None:
+    # Worker processes import this file again and must not load jax: on a TPU
+    # host it would seize the chips.
     from gigpo_jax import evaluation
 
     evaluation.main(
       config,
       workdir,
-      models=_MODELS.value,
-      checkpoints=_CHECKPOINTS.value,
-      repeats=_REPEATS.value,
+      models=models.value,
+      checkpoints=checkpoints.value,
+      repeats=repeats.value,
     )
 
-  command.run(main)
+  command.run(run)
+
+
+if __name__ == '__main__':
+  main()

@@ -9,15 +9,20 @@ The third imitates the successful episodes of a run. Writes WORKDIR/policy, a
 Hugging Face directory for `--config.model.path`.
 """
 
-if __name__ == '__main__':
+
+def main() -> None:
+  """Parses the flags and trains by imitation."""
   from launch import command
 
-  def main(config, workdir: str) -> None:
-    """Imitates."""
-    # Here, because worker processes import this file again, and must not load
-    # jax: on a TPU host it would seize the chips.
+  def run(config, workdir: str) -> None:
+    # Worker processes import this file again and must not load jax: on a TPU
+    # host it would seize the chips.
     from gigpo_jax import sft
 
     sft.warm_start(config, workdir)
 
-  command.run(main, ending='-sft')
+  command.run(run, ending='-sft')
+
+
+if __name__ == '__main__':
+  main()

@@ -1,8 +1,8 @@
-r"""Runs many experiments side by side, and gathers what came of them.
+r"""Runs many experiments side by side and tabulates their results.
 
     python launch/sweep.py --sweep=configs/sweeps/main.py --workdir=runs/main
 
-The same command again goes on where it stopped.
+The same command resumes the sweep.
 """
 
 import signal
@@ -13,23 +13,25 @@ from absl import app, flags
 from launch import interrupt, lines
 
 _SWEEP = flags.DEFINE_string('sweep', None, 'Python file with a list RUNS.')
-_WORKDIR = flags.DEFINE_string('workdir', None, 'Where the runs live.')
+_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the runs.')
 _AT_ONCE = flags.DEFINE_integer(
   'at_once', 2, 'Runs side by side.', lower_bound=1
 )
 _KNOWN = flags.DEFINE_list(
-  'known', [], 'CSVs of runs that live elsewhere, and are not run again.'
+  'known', [], 'CSV tables of finished runs, which are not run again.'
 )
-_GATHER = flags.DEFINE_bool('gather', False, 'Whether to run nothing.')
+_GATHER = flags.DEFINE_bool(
+  'gather', False, 'Whether to tabulate only, and run nothing.'
+)
 
 
-def main(argv: list[str]) -> None:
-  """Runs; 2 is a mistake of the user, 1 a run that failed."""
+def _run(argv: list[str]) -> None:
+  """Exits with 2 after a mistake of the user, with 1 if a run failed."""
   del argv
   from gigpo_jax import sweep
 
   interrupt.describe(lambda: 'the same command resumes the sweep')
-  # The runs are told to leave, too.
+  # Ends the runs, too.
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
   try:
@@ -48,6 +50,11 @@ def main(argv: list[str]) -> None:
   sys.exit(code)
 
 
-if __name__ == '__main__':
+def main() -> None:
+  """Parses the flags and runs the sweep."""
   with interrupt.handled():
-    app.run(main, flags_parser=lines.parse)
+    app.run(_run, flags_parser=lines.parse)
+
+
+if __name__ == '__main__':
+  main()

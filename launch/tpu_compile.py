@@ -5,10 +5,12 @@ python launch/tpu_compile.py --config=configs/alfworld.py:7b --topology=v5e:4x4
 
 import os
 
-if __name__ == '__main__':
-  # The compiler is libtpu's; chips, if there are any, are left alone.
+
+def main() -> None:
+  """Parses the flags and compiles."""
+  # The compiler is libtpu's; chips, if there are any, are not touched.
   os.environ['JAX_PLATFORMS'] = 'cpu'
-  # Programs for devices that are not there cannot be read back.
+  # Programs for absent devices cannot be read back from the cache.
   os.environ.setdefault('JAX_ENABLE_COMPILATION_CACHE', 'false')
 
   from absl import flags
@@ -18,6 +20,13 @@ if __name__ == '__main__':
 
   topology = flags.DEFINE_string('topology', 'v5e:4x4', 'The slice.')
   shape = flags.DEFINE_string('shape', '', "Model shape, if not the config's.")
-  command.run(
-    lambda config, _: tpu.main(config, topology.value, shape=shape.value)
-  )
+
+  def run(config, workdir: str) -> None:
+    del workdir
+    tpu.main(config, topology.value, shape=shape.value)
+
+  command.run(run)
+
+
+if __name__ == '__main__':
+  main()

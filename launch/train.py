@@ -4,33 +4,34 @@
     python launch/train.py --config=configs/webshop.py:tiny --workdir=runs/shop
     python launch/train.py --config=configs/alfworld.py:tiny --config.seed=1
 
-The same command resumes a run.
+The same command resumes a run. After installation `gigpo-train` is the same.
 """
 
-if __name__ == '__main__':
+
+def main() -> None:
+  """Parses the flags and trains."""
   from absl import flags
 
   from launch import command, interrupt
 
-  _ALLOW_CONFIG_CHANGE = flags.DEFINE_bool(
+  allow_config_change = flags.DEFINE_bool(
     'allow_config_change',
     False,
-    'Whether a run may go on with another config than it was begun with.',
+    'Whether a run may resume with another config than it started with.',
   )
-  _GRACE_SECS = flags.DEFINE_float(
+  grace_secs = flags.DEFINE_float(
     'grace_secs',
     25.0,
-    'Time between SIGTERM and the end of the machine, to save and leave in.',
+    'Seconds between SIGTERM and the end of the machine, to save in.',
     lower_bound=0.0,
     upper_bound=86_400.0,
   )
 
-  def main(config, workdir: str) -> None:
-    """Trains."""
+  def run(config, workdir: str) -> None:
     import pathlib
 
-    # Here, because worker processes import this file again, and must not load
-    # jax: on a TPU host it would seize the chips.
+    # Worker processes import this file again and must not load jax: on a TPU
+    # host it would seize the chips.
     from gigpo_jax import checkpoint, train
 
     folder = pathlib.Path(workdir) / 'checkpoints'
@@ -38,8 +39,12 @@ if __name__ == '__main__':
     train.train(
       config,
       workdir,
-      allow_config_change=_ALLOW_CONFIG_CHANGE.value,
-      grace_secs=_GRACE_SECS.value,
+      allow_config_change=allow_config_change.value,
+      grace_secs=grace_secs.value,
     )
 
-  command.run(main)
+  command.run(run)
+
+
+if __name__ == '__main__':
+  main()

@@ -3,7 +3,7 @@ r"""Shows a run in a browser: curves, episodes, steps, tokens, advantages.
     python launch/view.py --workdir=runs/alfworld-tiny
     python launch/view.py --workdir=runs/alfworld-tiny --export=run.html
 
-Episodes are there if the run kept them, `--config.episodes.every=1`.
+A run keeps its episodes with `--config.episodes.every=1`.
 """
 
 import sys
@@ -12,7 +12,7 @@ from absl import app, flags, logging
 
 from launch import lines
 
-_WORKDIR = flags.DEFINE_string('workdir', None, 'Where the run lives.')
+_WORKDIR = flags.DEFINE_string('workdir', None, 'Work directory of the run.')
 _EXPORT = flags.DEFINE_string(
   'export', None, 'HTML file to write with everything in it; serves nothing.'
 )
@@ -35,8 +35,8 @@ _NAMES = flags.DEFINE_list(
 )
 
 
-def main(argv: list[str]) -> None:
-  """Exports or serves; 2 is a mistake of the user."""
+def _run(argv: list[str]) -> None:
+  """Exports or serves; exits with 2 after a mistake of the user."""
   del argv
   # Libraries that read episodes are chatty below this.
   logging.set_verbosity(logging.ERROR)
@@ -63,5 +63,10 @@ def _number(text: str) -> int:
   return int(text)
 
 
+def main() -> None:
+  """Parses the flags and shows the run."""
+  app.run(_run, flags_parser=lines.parse)
+
+
 if __name__ == '__main__':
-  app.run(main, flags_parser=lines.parse)
+  main()

@@ -1,5 +1,6 @@
 """What commands share: help, suggestions, Ctrl-C."""
 
+import importlib
 import pathlib
 import re
 import signal
@@ -108,3 +109,33 @@ def test_exported_files_have_the_permissions_of_the_umask(tmp_path):
   mode = (tmp_path / 'policy' / 'inside' / 'weights').stat().st_mode
   assert mode == (tmp_path / 'plain').stat().st_mode
   files.open_to_umask(tmp_path)
+
+
+def test_console_commands_are_those_of_the_scripts():
+  text = (PROJECT / 'setup.py').read_text()
+  commands = dict(re.findall(r"'(gigpo-[\w-]+)=([\w.]+):main'", text))
+  assert commands.pop('gigpo-compare') == 'gigpo_jax.compare'
+  scripts = {
+    path.stem
+    for path in (PROJECT / 'launch').glob('*.py')
+    if "if __name__ == '__main__':" in path.read_text()
+  }
+  assert {
+    name.removeprefix('gigpo-').replace('-', '_') for name in commands
+  } == scripts
+  for module in commands.values():
+    assert callable(importlib.import_module(module).main)
+
+
+def test_a_console_command_prints_the_help_of_its_script():
+  code = 'import sys; sys.argv = ["gigpo-train", "--help"]\n'
+  code += 'from launch.train import main; main()'
+  done = subprocess.run(
+    [sys.executable, '-c', code],
+    cwd=PROJECT,
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  assert 'allow_config_change' in done.stdout
+  assert done.stdout == _launched('train', '--help').stdout
