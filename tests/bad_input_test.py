@@ -157,7 +157,7 @@ COMMANDS = (
   _flags(
     TINY,
     '--model={dir}/none',
-    said=('model.path=', 'no config.json there'),
+    said=('model.path=', 'no config.json; needs'),
     script='evaluate',
   ),
   _flags('--workdir={dir}', said=('--sweep: missing',), script='sweep'),
@@ -235,8 +235,8 @@ def _copied(model: pathlib.Path) -> None:
 
 
 MODELS = (
-  _model(shutil.rmtree, 'no config.json there'),
-  _model(_unlink('config.json'), 'no config.json there'),
+  _model(shutil.rmtree, 'no config.json; needs'),
+  _model(_unlink('config.json'), 'no config.json; needs'),
   _model(_write('config.json', '{'), 'config.json', 'not JSON'),
   _model(_write('config.json', '[]'), 'config.json', 'not a JSON object'),
   _model(_edit('config.json', model_type='llama'), 'llama', 'must be qwen2'),

@@ -82,7 +82,7 @@ def _refusal(**changes) -> str:
     ('mesh.tensor', 0, 'must be at least 1, or -1'),
     ('mesh.data', -1, 'at most one axis may be -1'),
     ('model.dtype', 'float16', 'must be one of bfloat16, float32'),
-    ('model.path', '/nowhere', 'no config.json there'),
+    ('model.path', '/nowhere', 'no config.json; needs'),
     ('env.name', 'alfred', 'must be one of alfworld, gymnasium, '),
     ('env.engine', 'unity', 'must be one of textworld, native'),
     ('env.data_dir', '/nowhere', 'no json_2.1.1/train folder there'),

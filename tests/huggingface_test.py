@@ -165,7 +165,7 @@ def test_wrong_tensors_are_named(saved, mesh, change, message: str):
 
 
 def test_unsupported_models_are_refused(tmp_path):
-  with pytest.raises(ValueError, match='no config.json there'):
+  with pytest.raises(ValueError, match='no config.json; needs'):
     huggingface.read_config(str(tmp_path))
   (tmp_path / 'config.json').write_text('{"model_type": "llama"}')
   with pytest.raises(ValueError, match='model_type llama is not supported'):

@@ -240,7 +240,7 @@ def read_config(
   path = pathlib.Path(directory) / 'config.json'
   if not path.is_file():
     raise ValueError(
-      f'model.path={directory}: no config.json there; needs a Hugging Face '
+      f'model.path={directory}: no config.json; needs a Hugging Face '
       'directory with config.json, *.safetensors and a tokenizer'
     )
   try:
