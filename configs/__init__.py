@@ -1,10 +1,10 @@
-"""Experiments, one a file, and where to find what comes with them."""
+"""Experiment configs, one per file, and a search for files of the project."""
 
 import os
 import pathlib
 
 
 def find(path: str) -> str | None:
-  """Returns where a path is, from this folder or from the project's."""
+  """Returns the path itself or below the project's folder; None if missing."""
   inside = pathlib.Path(__file__).parents[1] / path
   return next((str(p) for p in (path, inside) if os.path.exists(p)), None)
