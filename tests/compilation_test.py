@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 
-import jax
 import train_test
 from programs import PROJECT
 
@@ -110,7 +109,7 @@ def test_the_second_start_compiles_nothing(tmp_path):
       *train_test.SMALL,
       '--config.num_iterations=1',
       f'--workdir={tmp_path / name}',
-      JAX_COMPILATION_CACHE_DIR=jax.config.jax_compilation_cache_dir,
+      JAX_COMPILATION_CACHE_DIR=os.environ['JAX_COMPILATION_CACHE_DIR'],
     )
     counts.append(json.loads(printed.splitlines()[-1]))
   first, second = counts

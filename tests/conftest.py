@@ -13,20 +13,27 @@ os.environ.setdefault(
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 
 import jax
+import programs
 import pytest
 
 jax.config.update('jax_num_cpu_devices', 8)
 
 
-# For less to compile; the programs are as right, and slower.
-QUICK = '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false'
-
-
 def pytest_configure(config: pytest.Config) -> None:
-  """Compiles quickly where no test runs for long, child processes as well."""
-  flags = os.environ.get('XLA_FLAGS', '')
-  if config.option.markexpr == 'not slow' and QUICK not in flags:
-    os.environ['XLA_FLAGS'] = f'{QUICK} {flags}'
+  """Compiles quickly in this process if no test runs a program for long.
+
+  Processes that tests start run whole trainings, for which optimized programs
+  take less time.
+  """
+  if config.option.markexpr != 'not slow':
+    return
+  with pytest.MonkeyPatch.context() as patch:
+    flags = f'{programs.QUICK} {os.environ.get("XLA_FLAGS", "")}'
+    patch.setenv('XLA_FLAGS', flags)
+    jax.devices()  # Reads the flags, once.
+  # Keys of the cache depend on the variable, which does not tell them apart.
+  folder = f'{os.environ["JAX_COMPILATION_CACHE_DIR"]}_quick'
+  jax.config.update('jax_compilation_cache_dir', folder)
 
 
 @pytest.fixture(autouse=True, scope='session')

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import types
 
-import jax
 import programs
 import pytest
 from programs import PROJECT
@@ -38,7 +37,6 @@ def _run(command: list[str], folder: pathlib.Path, **variables: str) -> str:
     'PATH': f'{pathlib.Path(sys.executable).parent}:{os.environ["PATH"]}',
     'PYTHONPATH': str(PROJECT),
     'PYTHONWARNINGS': 'ignore',
-    'JAX_COMPILATION_CACHE_DIR': jax.config.jax_compilation_cache_dir,
   }
   return programs.run(command, folder, **ours | variables)
 

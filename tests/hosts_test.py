@@ -12,6 +12,7 @@ import time
 
 import jax
 import numpy as np
+import programs
 import pytest
 import safetensors.numpy
 
@@ -108,7 +109,8 @@ def test_two_processes_sample_what_one_does(tensor):
       stderr=subprocess.PIPE,
       text=True,
       cwd=ROOT,
-      env=os.environ | {'PATH': '', 'HOME': str(ROOT)},
+      env=os.environ
+      | {'PATH': '', 'HOME': str(ROOT), 'XLA_FLAGS': programs.QUICK},
     )
     for number in range(2)
   ]
