@@ -373,6 +373,7 @@ def _other(run: pathlib.Path) -> None:
 
 def _damaged(run: pathlib.Path) -> None:
   (run / 'checkpoints' / '4' / 'state').mkdir(parents=True)
+  config_lib.save(alfworld.get_config('tiny'), str(run))
 
 
 def _in_the_way(run: pathlib.Path) -> None:
