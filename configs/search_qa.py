@@ -88,7 +88,12 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.rollout.max_prompt_tokens = 160
   config.rollout.max_completion_tokens = 32
   config.rollout.prompt_buckets = (64, 160)
+  config.optimizer.b2 = 0.98
+  config.learner.minibatch_rows = 64
   config.learner.length_buckets = (96, 128, 192)
-  config.evaluation.every = 12
-  config.sft.num_episodes = 6000
-  config.sft.noise = 0.2
+  config.evaluation.num_tasks = 300
+  config.evaluation.every = 30
+  config.sft.num_episodes = 8000
+  config.sft.noise = 0.4
+  # Most names are one token, which is easier to copy.
+  config.sft.vocab_size = 2048

@@ -79,6 +79,7 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.rollout.max_completion_tokens = 64
   config.rollout.prompt_buckets = (256, 512)
   config.learner.length_buckets = (256, 384, 576)
+  config.optimizer.b2 = 0.98
   config.learner.minibatch_rows = 64
   config.evaluation.every = 20
   config.sft.num_episodes = 1200
