@@ -342,10 +342,8 @@ READERS = {
 @pytest.mark.parametrize('name', ['config.json', 'metrics.jsonl'])
 @pytest.mark.parametrize('damage', DAMAGES)
 @pytest.mark.parametrize('reader', READERS)
-def test_readers_refuse_in_one_line(run, tmp_path, reader, damage, name):
-  workdir = tmp_path / 'alfworld-a-0'
-  ignored = shutil.ignore_patterns('state', 'tensorboard')
-  shutil.copytree(run, workdir, ignore=ignored)
+def test_readers_refuse_in_one_line(workdir, tmp_path, reader, damage, name):
+  workdir = workdir.rename(tmp_path / 'alfworld-a-0')
   DAMAGES[damage](workdir / name)
   try:
     READERS[reader](workdir)
