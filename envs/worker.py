@@ -26,6 +26,9 @@ import psutil
 import envs
 from envs import base, messages
 
+# Names the process that a command ends with.
+PARENT_VARIABLE = 'GIGPO_JAX_PARENT'
+
 _PR_SET_PDEATHSIG = 1
 # Notifies the guard that the worker has ended.
 _WORKER_ENDED = signal.SIGUSR1
@@ -127,6 +130,16 @@ def _send(pipe: Connection, message: bytes, pid: int) -> None:
   view = memoryview(message)
   while view:
     view = view[os.write(pipe.fileno(), view) :]
+
+
+def die_with_sweep() -> None:
+  """Ends with the process named by $GIGPO_JAX_PARENT, if there is one.
+
+  A process with threads must not run Python between fork and exec, so that a
+  command asks for this itself.
+  """
+  if parent := os.environ.pop(PARENT_VARIABLE, ''):
+    die_with(int(parent))
 
 
 def die_with(parent: int) -> None:

@@ -6,7 +6,6 @@ skips finished runs and resumes the others.
 
 import csv
 import dataclasses
-import functools
 import os
 import pathlib
 import runpy
@@ -236,9 +235,8 @@ def _start(
       cwd=_ROOT,
       stdout=log,
       stderr=subprocess.STDOUT,
-      env=os.environ | {'OMP_NUM_THREADS': '1'},
-      # The kernel ends the run, however this process ends.
-      preexec_fn=functools.partial(worker.die_with, os.getpid()),
+      env=os.environ
+      | {'OMP_NUM_THREADS': '1', worker.PARENT_VARIABLE: str(os.getpid())},
     )
   if cores:
     os.sched_setaffinity(process.pid, cores)

@@ -16,6 +16,7 @@ from ml_collections import config_flags
 
 import configs
 from configs import base
+from envs import worker
 from launch import interrupt, lines
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -42,6 +43,7 @@ def run(
     main: the command, of the module whose docstring `--help` prints.
     ending: added to the name of the default work directory.
   """
+  worker.die_with_sweep()
   parse = functools.partial(_parse, module=main.__module__)
   with interrupt.handled():
     app.run(lambda _: _call(main, ending), flags_parser=parse)

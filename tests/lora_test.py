@@ -267,5 +267,5 @@ def test_adapters_on_experts_only_are_refused(tmp_path):
   config.model.path = str(tmp_path)
   config_lib.validate(config)
   config.lora.targets = ('gate', 'down')
-  with pytest.raises(ValueError, match='experts get no adapters; must have'):
+  with pytest.raises(ValueError, match='experts get no adapters; must include'):
     config_lib.validate(config)

@@ -143,7 +143,10 @@ def test_folder_with_another_config_is_refused(tmp_path):
 _SWEEPS = """
 import pathlib, sys
 from gigpo_jax import sweep
-code = 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'
+code = (
+  'import os, time; from envs import worker; worker.die_with_sweep(); '
+  'print(os.getpid(), flush=True); time.sleep(600)'
+)
 sweep.Run.command = lambda *_: [sys.executable, '-c', code]
 run = sweep.Run('a', 'configs/alfworld.py:smoke', 0)
 sweep.run_all([run], pathlib.Path(sys.argv[1]), at_once=1)
