@@ -12,6 +12,7 @@ import pathlib
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,6 +113,18 @@ def _draw(seed: int, challenge: str, settings: dict) -> Any:
   return textworld.generator.make_game(options), options
 
 
+@contextlib.contextmanager
+def _no_score_warnings() -> Iterator[None]:
+  """Hides warnings that the interpreter cannot score a generated game.
+
+  TextWorld keeps the score itself. It hides the warnings only on import, which
+  a library that resets the warning filters undoes.
+  """
+  with warnings.catch_warnings():
+    warnings.filterwarnings('ignore', 'Game .* is not fully supported')
+    yield
+
+
 def _compile_game(
   folder: pathlib.Path, *, seed: int, challenge: str, settings: dict
 ) -> None:
@@ -121,7 +134,7 @@ def _compile_game(
   reason = ''
   for _ in range(_MAX_DRAWS):
     try:
-      with contextlib.redirect_stdout(sys.stderr):
+      with contextlib.redirect_stdout(sys.stderr), _no_score_warnings():
         game, options = _draw(int(rng.integers(2**31)), challenge, settings)
     except (AssertionError, LookupError, RuntimeError, ValueError) as error:
       reason = ' '.join(str(error).split()) or type(error).__name__
@@ -331,4 +344,5 @@ def _start(path: pathlib.Path) -> Any:
     score=True,
     won=True,
   )
-  return textworld.start(str(path), request_infos=infos)
+  with _no_score_warnings():
+    return textworld.start(str(path), request_infos=infos)

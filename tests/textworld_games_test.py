@@ -1,6 +1,7 @@
 """Tests of TextWorld's games: walkthroughs win, seeds reproduce, errors."""
 
 import sys
+import warnings
 
 import pytest
 
@@ -9,9 +10,6 @@ from envs import base, textworld_games
 
 if sys.version_info >= (3, 13):
   pytest.skip('TextWorld does not support it', allow_module_level=True)
-
-# TextWorld hides this warning unless warnings are errors.
-pytestmark = pytest.mark.filterwarnings('ignore:Game .* is not fully supported')
 
 SMALL = {'settings': {'rooms': 2, 'objects': 2, 'quest_length': 2}}
 TASK = base.Task('train', 0)
@@ -142,6 +140,15 @@ def test_games_are_a_function_of_the_task(env, tmp_path, monkeypatch):
   (folder,) = [path for path in tmp_path.iterdir() if path.is_dir()]
   assert {p.suffix for p in folder.iterdir()} == {'.z8', '.json'}
   uncached.close()
+
+
+def test_games_are_compiled_and_played_without_warnings():
+  env = textworld_games.Env(**SMALL)  # Importing TextWorld sets filters.
+  with warnings.catch_warnings():
+    warnings.resetwarnings()
+    warnings.simplefilter('error')
+    assert env.reset(base.Task('train', 2))
+  env.close()
 
 
 def test_sizes_of_splits():
