@@ -38,7 +38,7 @@ setuptools.setup(
   package_data={
     'configs': ['warm_starts/*/*', 'warm_starts/*.sh'],
     'envs': ['py.typed'],
-    'gigpo_jax': ['page/*', 'py.typed'],
+    'gigpo_jax': ['tools/page/*', 'py.typed'],
     'launch': ['*.sh'],
   },
   install_requires=[
@@ -71,7 +71,7 @@ setuptools.setup(
   ],
   entry_points={
     'console_scripts': [
-      'gigpo-compare=gigpo_jax.compare:main',
+      'gigpo-compare=gigpo_jax.tools.compare:main',
       'gigpo-evaluate=launch.evaluate:main',
       'gigpo-sft=launch.sft:main',
       'gigpo-sweep=launch.sweep:main',

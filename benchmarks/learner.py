@@ -33,8 +33,9 @@ import jax
 import models
 import numpy as np
 
-from gigpo_jax import batch, hosts, learner, losses, mesh, sampler
+from gigpo_jax import batch, learner, losses, mesh, sampler
 from gigpo_jax.models import published, qwen
+from gigpo_jax.runtime import hardware
 
 QWEN = dataclasses.replace(
   published.SHAPES['Qwen2.5-0.5B'], num_layers=4, dtype='float32', remat='none'
@@ -387,7 +388,7 @@ def main() -> None:
   )
   parser.add_argument('--framework', help=argparse.SUPPRESS)
   options = parser.parse_args()
-  hosts.keep_memory()
+  hardware.keep_freed_memory()
   _MEASURES.get(options.what, beside)(options)
 
 

@@ -126,20 +126,20 @@ def schedules(options: argparse.Namespace) -> None:
   ) as pool:
     for _ in range(options.rounds):
       for name in rollout.SCHEDULES:
-        roller = rollout.Roller(
+        runner = rollout.EpisodeRunner(
           pool, Spread(engine), Numbers(), _PROMPT, 'error', name
         )
         start = time.monotonic()
-        episodes = roller.collect(
+        episodes = runner.run(
           params,
           tasks,
           episodes_per_group=_MEMBERS,
           stream=(rollout.TRAIN, 0),
           sampling=sampler.Sampling(),
-          kind=str,
+          task_type=str,
         )
         speeds[name].append(len(episodes) / (time.monotonic() - start))
-        metrics[name] = roller.metrics()
+        metrics[name] = runner.metrics()
         tokens[name] = [s.completion_ids for t in episodes for s in t.steps]
   print(
     f'{len(episodes)} episodes of {_STEPS} steps, {options.slots} slots, '

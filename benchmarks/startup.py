@@ -25,8 +25,9 @@ import time
 import jax
 import numpy as np
 
-from gigpo_jax import experiment, mesh, tpu
+from gigpo_jax import builders, mesh
 from gigpo_jax.models import huggingface, published, qwen
+from gigpo_jax.tools import tpu_compile
 
 
 def compile_once(options: argparse.Namespace) -> None:
@@ -37,13 +38,15 @@ def compile_once(options: argparse.Namespace) -> None:
   devices = mesh.make_mesh(**config.mesh)
   model = dataclasses.replace(
     published.SHAPES[options.shape],
-    **experiment.model_choices(config, devices),
+    **builders.model_kwargs(config, devices),
   )
-  engine = tpu.make_sampler(config, model, devices, devices.shape['tensor'])
-  learner = experiment.make_learner(
+  engine = tpu_compile.make_sampler(
+    config, model, devices, devices.shape['tensor']
+  )
+  learner = builders.make_learner(
     config,
-    experiment.Policy(model, devices, None, None, None),
-    experiment.policy_gradient(config),
+    builders.ModelBundle(model, devices, None, None, None),
+    builders.policy_gradient(config),
   )
   start = time.monotonic()
   state, base = learner.describe()

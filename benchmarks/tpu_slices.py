@@ -39,12 +39,12 @@ LEAN = {
 def examine(model: str, name: str, *, lean: bool) -> dict:
   """Returns the estimate for a model on a slice."""
   from configs import alfworld
-  from gigpo_jax import tpu
+  from gigpo_jax.tools import tpu_compile
 
   config = alfworld.get_config(MODELS[model])
   if lean:
     config.update_from_flattened_dict(LEAN)
-  report = tpu.examine(config, SLICES[name], shape=f'Qwen2.5-{model}')
+  report = tpu_compile.examine(config, SLICES[name], shape=f'Qwen2.5-{model}')
   largest = max(report.programs, key=lambda p: p.total)
   return {
     'model': model,

@@ -17,7 +17,8 @@ import time
 import numpy as np
 
 from envs import base
-from gigpo_jax import episodes, tokenizer, trajectory, viewer
+from gigpo_jax import episodes, tokenizer, trajectory
+from gigpo_jax.tools import viewer
 
 _TEXT = pathlib.Path(__file__).parents[1] / 'configs/warm_starts/alfworld_tiny'
 _PLACES = ('cabinet', 'drawer', 'fridge', 'countertop', 'sinkbasin', 'shelf')
@@ -75,7 +76,7 @@ def _write(folder: pathlib.Path, options: argparse.Namespace) -> int:
         task, 'pick', group, member, tuple(episode_steps)
       )
       records.append(episodes.record(episode, iteration=0, seed=0, told={}))
-  log = episodes.Log(folder / 'episodes', text, seed=0)
+  log = episodes.EpisodeWriter(folder / 'episodes', text, seed=0)
   log.append(0, records)
   return tokens
 

@@ -179,7 +179,7 @@ def use_strong(config: ml_collections.ConfigDict) -> None:
   config.loss.clip_epsilon = 3e-3
   config.loss.clip_epsilon_high = 4e-3
   config.loss.aggregation = 'sequence_mean'
-  config.filter.without_spread = True
+  config.filter.drop_zero_variance = True
   config.filter.warmup_iterations = 10
 
 
@@ -383,7 +383,7 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   # Dynamic sampling (DAPO): whether zero-variance groups are dropped, the
   # iterations before the first drop, and how often groups are replaced.
   config.filter = ml_collections.ConfigDict()
-  config.filter.without_spread = False
+  config.filter.drop_zero_variance = False
   config.filter.warmup_iterations = 0
   config.filter.max_refills = 2
 

@@ -107,5 +107,5 @@ class TaskInfo(Protocol):
 
   def __len__(self) -> int: ...
 
-  def kind(self, index: int) -> str:
+  def task_type(self, index: int) -> str:
     """Returns a task's type, by which success is reported ('pick', ...)."""

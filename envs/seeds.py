@@ -38,7 +38,7 @@ class Seeds:
   def __getitem__(self, index: int) -> int:
     return self._first + index
 
-  def kind(self, index: int) -> str:
+  def task_type(self, index: int) -> str:
     """Returns the task type: 'all' for every task."""
     del index
     return 'all'

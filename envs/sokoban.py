@@ -270,7 +270,7 @@ class Levels(seeds.Seeds):
     """Returns the level of a task."""
     return generate(self[index], self._options)
 
-  def kind(self, index: int) -> str:
+  def task_type(self, index: int) -> str:
     """Returns the task type: the third of the length range of its solution."""
     min_moves, max_moves = self._options.solution_steps
     scaled = (self.level(index).moves - min_moves) * len(_TASK_TYPES)

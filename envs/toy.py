@@ -38,7 +38,7 @@ class Tasks:
   def __len__(self) -> int:
     return self._num_tasks
 
-  def kind(self, index: int) -> str:
+  def task_type(self, index: int) -> str:
     """Returns the task type: 'near' for odd indices, 'far' for even ones."""
     return 'near' if index % 2 else 'far'
 

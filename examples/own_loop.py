@@ -70,19 +70,19 @@ def main(num_iterations: int = 2) -> list[dict[str, float]]:
       envs_per_group=MEMBERS,
     ) as pool,
   ):
-    roller = gigpo_jax.rollout.Roller(
+    runner = gigpo_jax.rollout.EpisodeRunner(
       pool, sampler, text, PROMPT_TOKENS, prompt_overflow='drop_history'
     )
     state = learner.init(huggingface.load(str(START), shape, devices))
     for iteration in range(num_iterations):
       first = iteration * GROUPS
-      episodes = roller.collect(
+      episodes = runner.run(
         state.params,
         [base.Task('train', first + group) for group in range(GROUPS)],
         episodes_per_group=MEMBERS,
         stream=(gigpo_jax.rollout.TRAIN, iteration),
         sampling=gigpo_jax.sampler.Sampling(temperature=1.0),
-        kind=lambda task: task.split,
+        task_type=lambda task: task.split,
       )
       rows = gigpo_jax.batch.from_trajectories(
         episodes,

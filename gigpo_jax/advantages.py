@@ -164,7 +164,7 @@ def gigpo_parts(  # noqa: PLR0913
     floats, sizes = jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.int32)
     return Parts(*4 * [floats], *2 * [sizes])
   return _parts(
-    *inputs(
+    *device_inputs(
       rewards,
       groups,
       episodes,
@@ -181,7 +181,7 @@ def gigpo_parts(  # noqa: PLR0913
   )
 
 
-def inputs(  # noqa: PLR0913
+def device_inputs(  # noqa: PLR0913
   rewards: ArrayLike,
   groups: ArrayLike,
   episodes: ArrayLike,
@@ -223,7 +223,7 @@ def _parts(
   penalty_scope,
   lone_episode,
 ):
-  described = describe(
+  described = segment_rows(
     rewards,
     groups,
     episodes,
@@ -234,7 +234,7 @@ def _parts(
     invalid_penalty,
     penalty_scope=penalty_scope,
   )
-  return parts_of(
+  return make_parts(
     described,
     step_advantages(described.returns, described.anchors, norm=norm),
     norm=norm,
@@ -243,7 +243,7 @@ def _parts(
   )
 
 
-class Described(NamedTuple):
+class RowSegments(NamedTuple):
   """Segments and returns of rows; padding forms a group of its own.
 
   Attributes:
@@ -269,7 +269,7 @@ class Described(NamedTuple):
   episode_returns: arrays.TwoFloat
 
 
-def describe(  # noqa: PLR0913
+def segment_rows(  # noqa: PLR0913
   rewards: arrays.TwoFloat,
   groups: Int[Array, ' R'],
   episodes: Int[Array, ' R'],
@@ -280,7 +280,7 @@ def describe(  # noqa: PLR0913
   invalid_penalty: arrays.TwoFloat,
   *,
   penalty_scope: str,
-) -> Described:
+) -> RowSegments:
   """Computes the segments and returns of rows; arguments from `inputs`."""
   rewards = jax.lax.stop_gradient(rewards)
   cost = tuple(jnp.where(valid, 0, -part) for part in invalid_penalty)
@@ -310,7 +310,7 @@ def describe(  # noqa: PLR0913
   if penalty_scope == 'row':
     returns = arrays.two_add(returns, cost)
     episode_returns = arrays.two_add(episode_returns, cost)
-  return Described(
+  return RowSegments(
     real=groups != -1,
     groups=group_ids,
     episodes=episode_ids,
@@ -336,8 +336,8 @@ def step_advantages(
   return group_normalize(values, segments, all_rows, **options)
 
 
-def parts_of(
-  found: Described,
+def make_parts(
+  found: RowSegments,
   step_advantage: Float[Array, ' R'],
   *,
   norm: str,

@@ -14,13 +14,13 @@ import rapidfuzz
 
 # Environments report `observation` or `observation_and_actions`. `similarity`
 # merges similar observations; `turn` uses only the turn's index.
-KINDS = ('observation', 'observation_and_actions', 'similarity', 'turn')
+ANCHORS = ('observation', 'observation_and_actions', 'similarity', 'turn')
 
 
-def number(
+def assign_ids(
   episodes: Sequence[tuple[int, Sequence[str | None]]],
   *,
-  kind: str = 'observation',
+  anchor: str = 'observation',
   threshold: float = 0.9,
   history: int = 0,
   ends: bool = False,
@@ -29,7 +29,7 @@ def number(
 
   Args:
     episodes: (group, states in order); None for an unknown state.
-    kind: one of KINDS.
+    anchor: one of ANCHORS.
     threshold: for `similarity`: Ratcliff-Obershelp ratio at or above which two
       states of a group are merged; see `similar`.
     history: number of preceding states that must be equal, too; positions
@@ -41,11 +41,11 @@ def number(
     Ids from 0, and -1 for unknown states.
   """
   states = [
-    [_anchor_text(state, t, kind) for t, state in enumerate(states)]
+    [_anchor_text(state, t, anchor) for t, state in enumerate(states)]
     for _, states in episodes
   ]
-  if kind == 'similarity':
-    states = similar(
+  if anchor == 'similarity':
+    states = merge_similar(
       [group for group, _ in episodes],
       states,
       threshold=threshold,
@@ -79,11 +79,11 @@ def digests(texts: Sequence[str]) -> np.ndarray:
   return np.frombuffer(joined, np.uint32).reshape(-1, 4)
 
 
-def _anchor_text(state: str | None, turn: int, kind: str) -> str | None:
-  return str(turn) if kind == 'turn' and state is not None else state
+def _anchor_text(state: str | None, turn: int, anchor: str) -> str | None:
+  return str(turn) if anchor == 'turn' and state is not None else state
 
 
-def similar(
+def merge_similar(
   groups: Sequence[int],
   episodes: Sequence[Sequence[str | None]],
   *,

@@ -113,8 +113,8 @@ def from_trajectories(
     max_completion_tokens: limit of a completion; C.
     row_multiple: R is padded up to a power of two times this, so that
       programs over rows are compiled for few sizes.
-    anchor: how states are compared; one of `anchors.KINDS`.
-    similarity_threshold: see `anchors.number`.
+    anchor: how states are compared; one of `anchors.ANCHORS`.
+    similarity_threshold: see `anchors.assign_ids`.
     anchor_history: number of preceding states that must be equal, too.
     components: names of reward components: of COMPONENTS, or step metrics
       that the environment reports.
@@ -141,9 +141,9 @@ def from_trajectories(
     row_multiple=row_multiple,
     num_components=len(components),
   )
-  states = anchors.number(
+  states = anchors.assign_ids(
     [(t.group, _states(t)) for _, t in complete],
-    kind=anchor,
+    anchor=anchor,
     threshold=similarity_threshold,
     history=anchor_history,
     ends=True,

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from gigpo_jax import files, hosts
+from gigpo_jax.runtime import console, distributed, errors, files
 
 _MANIFEST = 'manifest.json'
 _METADATA = '_CHECKPOINT_METADATA'  # of Orbax
@@ -27,7 +27,7 @@ _UNFINISHED = '.orbax-checkpoint-tmp'  # in the name of a folder
 _ITEMS = ('state', 'host')
 
 
-def abstract(state: Any) -> Any:
+def abstract_state(state: Any) -> Any:
   """Returns shapes, types and shardings of a state, as `restore` wants."""
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
@@ -35,7 +35,7 @@ def abstract(state: Any) -> Any:
   )
 
 
-def damage(folder: pathlib.Path, *, contents: bool = True) -> str:
+def find_damage(folder: pathlib.Path, *, contents: bool = True) -> str:
   """Returns what is wrong with a checkpoint; '' if it is whole.
 
   Args:
@@ -81,8 +81,8 @@ def _restore_metadata(folder: pathlib.Path) -> None:
   metadata = {}
   with contextlib.suppress(ValueError):
     metadata = files.read_stored(folder / _MANIFEST).get('metadata', {})
-  files.put(path, json.dumps(metadata))
-  hosts.say(f'{path}: was damaged, restored from {_MANIFEST}')
+  files.write_atomic(path, json.dumps(metadata))
+  console.log(f'{path}: was damaged, restored from {_MANIFEST}')
 
 
 def check_folder(folder: pathlib.Path) -> bool:
@@ -96,7 +96,7 @@ def check_folder(folder: pathlib.Path) -> bool:
       f'{folder}: a file is in the way; must be a folder, or gone'
     )
   found = _numbers(folder)
-  if found and all(damage(folder / str(n), contents=False) for n in found):
+  if found and all(find_damage(folder / str(n), contents=False) for n in found):
     raise _none_whole(folder, found)
   return bool(found)
 
@@ -110,7 +110,7 @@ def _numbers(folder: pathlib.Path) -> list[int]:
 def describe_resume(folder: pathlib.Path) -> str:
   """Returns where the same command resumes; takes no device."""
   for n in reversed(_numbers(folder)):
-    if not damage(folder / str(n), contents=False):
+    if not find_damage(folder / str(n), contents=False):
       return f'the same command resumes after iteration {n}'
   return 'there is no checkpoint yet; the same command starts again'
 
@@ -143,7 +143,7 @@ def _write_manifest(folder: pathlib.Path) -> None:
     'files': listed,
     'metadata': files.read_object(folder / _METADATA),
   }
-  files.put(folder / _MANIFEST, json.dumps(manifest))
+  files.write_atomic(folder / _MANIFEST, json.dumps(manifest))
 
 
 class _Unfinished(ocp.path.atomicity.AtomicRenameTemporaryPath):
@@ -179,12 +179,12 @@ class Checkpointer:
     # Whether a checkpoint is whole is looked up once.
     self._damage: dict[int, str] = {}
     for path in sorted(self._directory.glob(f'*{_UNFINISHED}*')):
-      hosts.say(f'{path}: was not finished, passed over')
-    if hosts.first() and not read_only:
+      console.log(f'{path}: was not finished, passed over')
+    if distributed.is_main_process() and not read_only:
       for number in _numbers(self._directory):
         _restore_metadata(self._directory / str(number))
-    if hosts.several():
-      hosts.tell_all(None)  # All wait for the files.
+    if distributed.is_multi_process():
+      distributed.all_gather_objects(None)  # All wait for the files.
     self._manager = ocp.CheckpointManager(
       str(self._directory),
       # Named, so that a fresh process can read metadata before it restores.
@@ -203,8 +203,8 @@ class Checkpointer:
   def __enter__(self) -> 'Checkpointer':
     return self
 
-  def __exit__(self, kind: type | None, *exception) -> None:
-    if kind is None:
+  def __exit__(self, error_type: type | None, *exception) -> None:
+    if error_type is None:
       self.close()
       return
     # What went wrong first is what counts.
@@ -220,7 +220,7 @@ class Checkpointer:
       host: plain values, written as JSON.
 
     Raises:
-      hosts.Stopped: in one line, if this or the one before cannot be written.
+      errors.RunError: in one line, if this or the one before cannot be written.
     """
     self._clear(iteration)
     with self._explained():
@@ -236,12 +236,12 @@ class Checkpointer:
     later = [n for n, wrong in self._damage.items() if wrong and n >= iteration]
     if not later:
       return
-    if hosts.first():
+    if distributed.is_main_process():
       for n in later:
         aside = self._directory / f'{n}.damaged'
         shutil.rmtree(aside, ignore_errors=True)
         (self._directory / str(n)).rename(aside)
-    hosts.tell_all(None)  # All wait until they are gone.
+    distributed.all_gather_objects(None)  # All wait until they are gone.
     self._manager.reload()
     self._damage.clear()
 
@@ -254,7 +254,7 @@ class Checkpointer:
       there = _numbers(self._directory)
       # What the system said comes last.
       reason = ' '.join(str(error).split())[-120:]
-      raise hosts.Stopped(
+      raise errors.RunError(
         f'{self._directory}: a checkpoint cannot be written ({reason}); make '
         'room or mend it, then the same command goes on from '
         + (f'iteration {there[-1]}' if there else 'the start')
@@ -270,10 +270,12 @@ class Checkpointer:
     for iteration in found:
       if iteration not in self._damage:
         folder = self._directory / str(iteration)
-        wrong = hosts.tell_all(hosts.first() and damage(folder))[0]
+        wrong = distributed.all_gather_objects(
+          distributed.is_main_process() and find_damage(folder)
+        )[0]
         self._damage[iteration] = wrong
         if wrong:
-          hosts.say(f'{folder}: damaged, passed over: {wrong}')
+          console.log(f'{folder}: damaged, passed over: {wrong}')
       if not self._damage[iteration]:
         return iteration
     if found:
@@ -359,7 +361,7 @@ class Checkpointer:
     """Waits until what was begun is written.
 
     Raises:
-      hosts.Stopped: in one line, if it cannot be.
+      errors.RunError: in one line, if it cannot be.
     """
     with self._explained():
       self._manager.wait_until_finished()

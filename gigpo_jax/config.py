@@ -8,7 +8,6 @@ hub, it downloads only config.json until everything else is valid.
 import importlib.util
 import json
 import math
-import os
 import pathlib
 import sys
 import tempfile
@@ -26,7 +25,6 @@ from gigpo_jax import (
   advantages,
   algorithms,
   anchors,
-  files,
   losses,
   mesh,
   models,
@@ -37,6 +35,7 @@ from gigpo_jax import (
 )
 from gigpo_jax.algorithms import ppo
 from gigpo_jax.models import attention, huggingface, lora, published, qwen
+from gigpo_jax.runtime import files, hardware
 
 # File name of the config in a work directory.
 _STORED = 'config.json'
@@ -84,7 +83,7 @@ _DEPENDENT_FIELDS = {
   ),
   **dict.fromkeys(
     ('filter.warmup_iterations', 'filter.max_refills'),
-    ('filter.without_spread', 'True', bool),
+    ('filter.drop_zero_variance', 'True', bool),
   ),
   **dict.fromkeys(
     ('loss.corridor_low', 'loss.corridor_high', 'loss.corridor_decay'),
@@ -96,7 +95,7 @@ _CHOICES = {
   'rollout.schedule': rollout.SCHEDULES,
   'rollout.weights': sampler.WEIGHTS,
   **{f'algorithm.{name}': known for name, known in advantages.OPTIONS.items()},
-  'algorithm.anchor': anchors.KINDS,
+  'algorithm.anchor': anchors.ANCHORS,
   'env.engine': ('textworld', 'native'),
   'env.prompt_style': narrator.STYLES,
   'env.expert_order': expert.ORDERS,
@@ -280,7 +279,7 @@ def algorithm_kwargs(config: ml_collections.ConfigDict) -> dict:
   return config.algorithm.to_dict()
 
 
-def ladder(buckets: tuple[int, ...], limit: int) -> tuple[int, ...]:
+def buckets_up_to(buckets: tuple[int, ...], limit: int) -> tuple[int, ...]:
   """Returns the buckets below a limit, followed by the limit.
 
   Without buckets, adds one of half the limit.
@@ -427,10 +426,10 @@ def _ignored_options(
       f'loss.aggregation={config.loss.aggregation}: dr_grpo divides by a '
       'constant; must be fixed_length'
     )
-  if name == 'gdpo' and config.filter.without_spread:
+  if name == 'gdpo' and config.filter.drop_zero_variance:
     yield (
-      'filter.without_spread=True: filters by the total reward, but gdpo uses '
-      'its components; must be False'
+      'filter.drop_zero_variance=True: filters by the total reward, but gdpo '
+      'uses its components; must be False'
     )
   if not algorithm.needs_values:
     options = [f'critic.{option}' for option in config.critic]
@@ -470,9 +469,9 @@ def _environment_conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
         'tasks.draw=uncertain: env.reference_sampling sets the order of tasks; '
         'must be epochs'
       )
-    if config.filter.without_spread:
+    if config.filter.drop_zero_variance:
       yield (
-        'filter.without_spread=True: env.reference_sampling sets the order '
+        'filter.drop_zero_variance=True: env.reference_sampling sets the order '
         'of tasks, without refills; must be False'
       )
   anchor = config.algorithm.anchor
@@ -493,9 +492,9 @@ def _environment_conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
 
 def _collection(config: ml_collections.ConfigDict) -> Iterator[str]:
   members, loss = config.rollout.episodes_per_group, config.loss
-  if config.filter.without_spread and members < _PAIR:
+  if config.filter.drop_zero_variance and members < _PAIR:
     yield (
-      'filter.without_spread=True: one episode has no variance; needs '
+      'filter.drop_zero_variance=True: one episode has no variance; needs '
       'rollout.episodes_per_group of at least 2'
     )
   if loss.corridor_weight > 0 and not loss.entropy_weight:
@@ -766,7 +765,7 @@ def _too_small(
 ) -> Iterator[str]:
   # An accelerator's memory is known only after it starts; out-of-memory errors
   # are reported then.
-  if _has_accelerator():
+  if hardware.has_accelerator():
     return
   bytes_per_parameter, mode = BYTES_PER_PARAMETER, 'full training'
   if not trains:
@@ -791,18 +790,12 @@ def _too_small(
     )
 
 
-def _has_accelerator() -> bool:
-  nodes = ('nvidia[0-9]*', 'accel[0-9]*', 'vfio/[0-9]*', 'kfd')
-  exists = any(any(pathlib.Path('/dev').glob(node)) for node in nodes)
-  return exists and os.environ.get('JAX_PLATFORMS') != 'cpu'
-
-
 def save(config: ml_collections.ConfigDict, workdir: str) -> None:
   """Stores the config in a work directory."""
   now = json.loads(config.to_json_best_effort())
   stored = now | {'version': files.VERSION}
   text = json.dumps(stored, indent=2, sort_keys=True)
-  files.put(pathlib.Path(workdir) / _STORED, text + '\n')
+  files.write_atomic(pathlib.Path(workdir) / _STORED, text + '\n')
 
 
 def check_workdir(workdir: str) -> None:

@@ -95,7 +95,7 @@ class Critic:
     *,
     values: Float[np.ndarray, 'R C'],
     targets: Float[np.ndarray, 'R C'],
-    links: Bool[np.ndarray, 'R C'],
+    value_mask: Bool[np.ndarray, 'R C'],
     iteration: int,
     skipped_before: float = 0.0,
   ) -> tuple[learner.TrainState, dict[str, float]]:
@@ -106,8 +106,8 @@ class Critic:
       rows: the rows of an iteration.
       values: values before the update.
       targets: regression targets.
-      links: True at the positions to learn; the positions of a row share the
-        row's total weight.
+      value_mask: True at the positions to learn; the positions of a row share
+        the row's total weight.
       iteration: with the seed, determines the shuffling.
       skipped_before: number of consecutive updates skipped just before.
 
@@ -115,8 +115,8 @@ class Critic:
       The new state and metrics named 'critic/...'.
     """
     tokens = rows.completion_mask.sum(axis=1, keepdims=True)
-    num_links = np.maximum(links.sum(axis=1, keepdims=True), 1)
-    weights = np.where(links, tokens / num_links, 0).astype(np.float32)
+    num_positions = np.maximum(value_mask.sum(axis=1, keepdims=True), 1)
+    weights = np.where(value_mask, tokens / num_positions, 0).astype(np.float32)
     state, metrics = self._learner.update(
       state,
       rows,
@@ -136,6 +136,6 @@ class Critic:
       'update/most_skipped_in_row': 'critic/most_skipped_in_row',
       'update/count': 'critic/count',
     }
-    # Convert the mean over tokens to a mean over links.
-    metrics['value/clipped'] *= tokens.sum() / max(links.sum(), 1)
+    # Convert the mean over tokens to a mean over the learned positions.
+    metrics['value/clipped'] *= tokens.sum() / max(value_mask.sum(), 1)
     return state, {new: metrics[old] for old, new in names.items()}

@@ -24,11 +24,11 @@ import tensorflow_datasets as tfds
 from array_record.python import array_record_module
 from tensorflow_datasets.proto import tf_example_pb2, tf_feature_pb2
 
-from gigpo_jax import files
+from gigpo_jax.runtime import files
 
 # Only for type annotations: the viewer starts without importing jax.
 if TYPE_CHECKING:
-  from gigpo_jax import algorithms, batch, collection, tokenizer, trajectory
+  from gigpo_jax import algorithms, batch, group_filter, tokenizer, trajectory
 
 FOLDER = 'episodes'  # Folder in a work directory.
 INFO = 'dataset_info.json'
@@ -145,7 +145,7 @@ def record(
     'member': episode.member,
     'task_split': episode.task.split,
     'task_index': episode.task.index,
-    'kind': episode.kind,
+    'kind': episode.task_type,
     'success': episode.success,
     'return': episode.reward,
     'score': math.nan if episode.score is None else episode.score,
@@ -168,7 +168,7 @@ def _closing_step(observation: str, anchor: str, done: bool) -> dict[str, Any]:
   return neutral | empty | _NO_ADVANTAGES | final
 
 
-def tell(
+def step_fields(
   rows: 'batch.Rows', credit: 'algorithms.Credit'
 ) -> dict[int, dict[int, dict[str, float]]]:
   """Returns advantages by episode index, then step index.
@@ -283,7 +283,7 @@ def _values(feature: tf_feature_pb2.Feature, dtype: type) -> Sequence:
   return np.array(feature.int64_list.value, np.int64).astype(dtype)
 
 
-class Log:
+class EpisodeWriter:
   """Writes the episodes of a run to a data set, one iteration at a time.
 
   Args:
@@ -329,7 +329,7 @@ class Log:
     else:
       self._shards = shards
     self._directory.mkdir(parents=True, exist_ok=True)
-    with files.written(self._directory):
+    with files.as_os_errors(self._directory):
       text.save(str(self._directory / 'tokenizer'))
     self._list_shards()
     listed = {_path(self._directory, n).name for n in range(len(self._shards))}
@@ -358,11 +358,11 @@ class Log:
     if iteration % self._every:
       return {}
     start = time.monotonic()
-    by_episode = {} if rows is None else tell(rows, credit)
+    by_episode = {} if rows is None else step_fields(rows, credit)
     trained = {
       position: by_episode.get(index, {})
-      for index, position in enumerate(collected.places)
-      if not collected.played[position].failure
+      for index, position in enumerate(collected.indices)
+      if not collected.episodes[position].failure
     }
     self.append(
       iteration,
@@ -370,7 +370,7 @@ class Log:
         record(
           t, iteration=iteration, seed=self._seed, told=trained.get(position)
         )
-        for position, t in enumerate(collected.played)
+        for position, t in enumerate(collected.episodes)
       ],
     )
     return {'time/episodes_secs': time.monotonic() - start}
@@ -379,14 +379,14 @@ class Log:
     """Appends the records of an iteration as a new file."""
     path = _path(self._directory, len(self._shards))
     temporary = path.with_name(path.name + '.tmp')
-    with files.written(path):
+    with files.as_os_errors(path):
       writer = array_record_module.ArrayRecordWriter(
         str(temporary), 'group_size:1'
       )
       for record in records:
         writer.write(encode(record))
       writer.close()
-    files.settle(temporary, path)
+    files.rename_synced(temporary, path)
     self._shards.append((iteration, len(records)))
     self._list_shards()
 
@@ -421,7 +421,7 @@ class Log:
     # A kill between the renames leaves metadata.json with one iteration more
     # than the index; `open_set` accepts that.
     for name in ('features.json', 'metadata.json', INFO):
-      files.settle(temporary / name, self._directory / name)
+      files.rename_synced(temporary / name, self._directory / name)
     temporary.rmdir()
 
 
@@ -439,7 +439,7 @@ def _shards_before(
   paths = {path for path in paths if path.suffix != '.tmp'}
   if not (directory / INFO).exists():
     return [], f'has {len(paths)} files but no {INFO}' if paths else ''
-  stored = open_set(directory)
+  stored = open_dataset(directory)
   if stored.fingerprint != text.fingerprint:
     return [], 'its tokens are from another tokenizer'
   # After a kill, the index may lack the newest file.
@@ -470,7 +470,7 @@ def _features() -> tfds.features.FeaturesDict:
 
 
 @dataclasses.dataclass(frozen=True)
-class EpisodeSet:
+class EpisodeDataset:
   """A data set of episodes on disk.
 
   Attributes:
@@ -594,7 +594,7 @@ def check_folder(directory: pathlib.Path) -> None:
     return
   remedy = 'move the folder away to start a new set'
   try:
-    episode_set = open_set(directory)
+    episode_set = open_dataset(directory)
   except ValueError as error:
     raise ValueError(f'{error}; {remedy}') from error
   for index, (_, length) in enumerate(episode_set.shards):
@@ -616,7 +616,7 @@ def _damage(path: pathlib.Path, length: int) -> str:
   return '' if count == length else f'has {count} episodes, not {length}'
 
 
-def open_set(directory: str | pathlib.Path) -> EpisodeSet:
+def open_dataset(directory: str | pathlib.Path) -> EpisodeDataset:
   """Returns the set that a `Log` wrote to a folder.
 
   Raises:
@@ -657,7 +657,7 @@ def open_set(directory: str | pathlib.Path) -> EpisodeSet:
   except Exception as error:  # A file is damaged or missing.
     reason = ' '.join(str(error).split())[:200]
     raise ValueError(f'{directory}: cannot be read: {reason}') from error
-  return EpisodeSet(
+  return EpisodeDataset(
     directory=directory,
     shards=list(zip(iterations, lengths, strict=False)),
     fingerprint=metadata['tokenizer'],

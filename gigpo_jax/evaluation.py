@@ -16,57 +16,57 @@ import numpy as np
 
 from envs import base
 from gigpo_jax import (
+  builders,
   checkpoint,
-  experiment,
-  hosts,
   metrics,
   rollout,
   sampler,
   trajectory,
 )
-from gigpo_jax import (
-  config as config_lib,
-)
+from gigpo_jax import config as config_lib
+from gigpo_jax.runtime import console, distributed, errors
 
 _RESAMPLES = 10_000
 _MAX_LABEL = 60  # Characters of a policy's name in the plot.
 
 
-def play(
-  roller: rollout.Roller,
+def run(
+  runner: rollout.EpisodeRunner,
   params: dict,
   panel: list[base.Task],
   *,
   sampling: sampler.Sampling,
-  kind: Callable[[base.Task], str],
+  task_type: Callable[[base.Task], str],
   repeats: int = 1,
 ) -> list[trajectory.Trajectory]:
   """Plays a policy on the evaluation tasks; returns episodes task by task.
 
   Args:
-    roller: plays the episodes.
+    runner: plays the episodes.
     params: parameters of the policy.
     panel: evaluation tasks.
     sampling: temperature, top-p and top-k.
-    kind: returns the type of a task.
+    task_type: returns the type of a task.
     repeats: episodes per task.
   """
-  total = repeats * len(hosts.share(len(panel)))
-  with hosts.bar(total=total, desc='evaluation', unit='episode') as bar:
-    return roller.collect(
+  total = repeats * len(distributed.process_slice(len(panel)))
+  with console.progress_bar(
+    total=total, desc='evaluation', unit='episode'
+  ) as bar:
+    return runner.run(
       params,
       panel,
       episodes_per_group=repeats,
       stream=(rollout.EVALUATION, 0),
       sampling=sampling,
-      kind=kind,
-      on_finished=hosts.advance(
-        bar, lambda: roller.sampler.stats.decode_tokens
+      task_type=task_type,
+      on_finished=console.count_episodes(
+        bar, lambda: runner.sampler.stats.decode_tokens
       ),
     )
 
 
-def rates(
+def summarize(
   trajectories: Sequence[trajectory.Trajectory],
 ) -> dict[str, float]:
   """Returns success rates and lengths of episodes as metrics 'eval/...'.
@@ -74,7 +74,7 @@ def rates(
   An episode that the environment aborted counts as a failure and is also
   counted in a metric of its own.
   """
-  low, high = interval(trajectories)
+  low, high = success_interval(trajectories)
   values = metrics.summarize(trajectories, prefix='eval') | {
     'eval/success_low': low,
     'eval/success_high': high,
@@ -88,7 +88,7 @@ def rates(
   return values
 
 
-def interval(
+def success_interval(
   trajectories: Sequence[trajectory.Trajectory],
 ) -> tuple[float, float]:
   """Returns a 95 % interval of the success rate.
@@ -221,11 +221,11 @@ def table(name: str, trajectories: Sequence[trajectory.Trajectory]) -> str:
     head + 'invalid | inadmissible |',
     '|---|---|---|---|---|---|---|---|',
   ]
-  task_types = sorted({t.kind for t in trajectories})
+  task_types = sorted({t.task_type for t in trajectories})
   for task_type in ('all', *(task_types if len(task_types) > 1 else ())):
-    subset = [t for t in trajectories if task_type in ('all', t.kind)]
+    subset = [t for t in trajectories if task_type in ('all', t.task_type)]
     values = metrics.summarize(subset, prefix='')
-    low, high = interval(subset)
+    low, high = success_interval(subset)
 
     def cell(key: str, form: str, values: dict = values) -> str:
       return form.format(values[f'/{key}']) if f'/{key}' in values else ''
@@ -256,7 +256,7 @@ def draw(
   from matplotlib import pyplot
 
   task_types = sorted(
-    {t.kind for episodes in policies.values() for t in episodes}
+    {t.task_type for episodes in policies.values() for t in episodes}
   )
   shown = ['all', *task_types] if len(task_types) > 1 else ['all']
   figure, axes = pyplot.subplots(
@@ -264,27 +264,30 @@ def draw(
   )
   width = 0.8 / len(policies)
   for n, (name, episodes) in enumerate(policies.items()):
-    xs, heights, errors = [], [], []
+    xs, heights, error_bars = [], [], []
     for k, task_type in enumerate(shown):
-      subset = [t for t in episodes if task_type in ('all', t.kind)]
+      subset = [t for t in episodes if task_type in ('all', t.task_type)]
       if not subset:
         continue
-      mean, (low, high) = np.mean([t.success for t in subset]), interval(subset)
+      mean, (low, high) = (
+        np.mean([t.success for t in subset]),
+        success_interval(subset),
+      )
       xs.append(k + n * width)
       heights.append(100 * mean)
-      errors.append((100 * max(0, mean - low), 100 * max(0, high - mean)))
+      error_bars.append((100 * max(0, mean - low), 100 * max(0, high - mean)))
     bars = axes.bar(
       xs,
       heights,
       width,
-      yerr=np.array(errors).T,
+      yerr=np.array(error_bars).T,
       capsize=3,
       label=name if len(name) <= _MAX_LABEL else f'…{name[-_MAX_LABEL:]}',
     )
     axes.bar_label(bars, fmt='{:.0f}', padding=2, fontsize=8)
   tasks = {task_type: set() for task_type in shown}
   for t in (t for episodes in policies.values() for t in episodes):
-    for task_type in {'all', t.kind} & tasks.keys():
+    for task_type in {'all', t.task_type} & tasks.keys():
       tasks[task_type].add(t.task)
   axes.set_xticks(
     [k + width * (len(policies) - 1) / 2 for k in range(len(shown))],
@@ -350,13 +353,13 @@ def main(
       _with_policy(config, source, path), trains=source == 'checkpoint'
     )
   config_lib.check_workdir(workdir)
-  hosts.join()
+  distributed.initialize()
   episodes = {}
-  with experiment.make_pool(config) as pool:
-    experiment.try_environment(config, pool, config.evaluation.split)
+  with builders.make_pool(config) as pool:
+    builders.try_environment(config, pool, config.evaluation.split)
     for source, path in policies:
       episodes[path] = _evaluate_policy(config, source, path, pool, repeats)
-  if not hosts.first():
+  if not distributed.is_main_process():
     return
   names = list(episodes)
   print('\n\n'.join(table(name, episodes[name]) for name in names))
@@ -371,7 +374,7 @@ def main(
         f'[{100 * c.low:+.1f}, {100 * c.high:+.1f}], better on {c.better} and '
         f'worse on {c.worse} tasks, p = {c.p:.2g}'
       )
-  with experiment.disk(workdir):
+  with errors.explain_disk_errors(workdir):
     _write(pathlib.Path(workdir), episodes, comparisons)
 
 
@@ -384,7 +387,7 @@ def _write(
   report = {
     'policies': {
       name: {
-        'rates': rates(episodes),
+        'rates': summarize(episodes),
         'episodes': [_record(t) for t in episodes],
       }
       for name, episodes in episodes_by_policy.items()
@@ -413,18 +416,18 @@ def _evaluate_policy(
   config, source: str, path: str, pool, repeats: int
 ) -> list:
   config = _with_policy(config, source, path)
-  hosts.say(f'policy: --{source}={path}')
-  policy = experiment.make_policy(config)
+  console.log(f'policy: --{source}={path}')
+  policy = builders.make_model_bundle(config)
   with jax.set_mesh(policy.mesh):
     params = policy.load()
     if source == 'checkpoint':
       params = _restore_params(config, policy, params, path)
-    return play(
-      experiment.make_roller(config, policy, pool),
+    return run(
+      builders.make_runner(config, policy, pool),
       params,
-      experiment.make_panel(config),
-      sampling=experiment.make_sampling(config, evaluation=True),
-      kind=experiment.make_kind(config),
+      builders.make_eval_tasks(config),
+      sampling=builders.make_sampling(config, evaluation=True),
+      task_type=builders.make_task_type(config),
       repeats=repeats,
     )
 
@@ -444,7 +447,7 @@ def _check_checkpoint(path: str) -> None:
       raise ValueError(
         f'--checkpoint={path}: does not exist; must be a checkpoint'
       )
-    if reason := checkpoint.damage(folder / str(iteration)):
+    if reason := checkpoint.find_damage(folder / str(iteration)):
       raise ValueError(
         f'--checkpoint={path}: damaged ({reason}); choose another'
       )
@@ -457,24 +460,24 @@ def _check_checkpoint(path: str) -> None:
 
 def _restore_params(config, policy, start: dict, path: str) -> dict:
   """Returns the parameters in a checkpoint."""
-  learner = experiment.make_learner(
-    config, policy, experiment.policy_gradient(config)
+  learner = builders.make_learner(
+    config, policy, builders.policy_gradient(config)
   )
-  template = {'policy': checkpoint.abstract(learner.init(start))}
+  template = {'policy': checkpoint.abstract_state(learner.init(start))}
   policy.sampler.base = learner.base
   folder, iteration = _checkpoint_path(path)
   with checkpoint.Checkpointer(folder, read_only=True) as checkpointer:
     iteration, states, _ = checkpointer.restore(
       template, iteration=iteration, partial=True
     )
-  hosts.say(f'policy after iteration {iteration}')
+  console.log(f'policy after iteration {iteration}')
   return states['policy'].params
 
 
 def _record(t: trajectory.Trajectory) -> dict:
   return {
     'task': str(t.task),
-    'kind': t.kind,
+    'kind': t.task_type,
     'repeat': t.member,
     'success': t.success,
     'score': t.score,

@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gigpo_jax import batch, hosts, losses, packs
+from gigpo_jax import batch, losses, packing
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import lora, qwen
+from gigpo_jax.runtime import distributed
 
 # Number of completion tokens per shard whose logits are in memory at a time.
 _LOGITS_CHUNK = 512
@@ -153,7 +154,7 @@ class Learner:
     self._loss, self._optimizer = loss, optimizer
     self._columns, self._outputs = tuple(columns), outputs
     self._minibatch_rows = minibatch_rows
-    self._packer = packs.Packer(
+    self._packer = packing.Packer(
       microbatch_rows,
       row_shards,
       length_buckets,
@@ -234,7 +235,7 @@ class Learner:
     }
 
   def _run(self, name: str, *args, **kwargs):
-    return hosts.settle(self._programs[name](*args, **kwargs))
+    return distributed.block_on_cpu(self._programs[name](*args, **kwargs))
 
   @property
   def compilations(self) -> int:
@@ -399,7 +400,9 @@ class Learner:
       microbatch.put(mesh_lib.fetch(values), result)
     return result
 
-  def _log_probs(self, params: dict, microbatch: packs.Microbatch) -> jax.Array:
+  def _log_probs(
+    self, params: dict, microbatch: packing.Microbatch
+  ) -> jax.Array:
     return self._run('log_probs', params, self.base, self._put(microbatch, {}))
 
   def update(
@@ -538,14 +541,16 @@ class Learner:
     )
     return weights
 
-  def _no_columns(self, microbatch: packs.Microbatch) -> dict[str, np.ndarray]:
+  def _no_columns(
+    self, microbatch: packing.Microbatch
+  ) -> dict[str, np.ndarray]:
     names = ['advantages', 'weights', 'old_log_probs', 'importance']
     if self._with_reference:
       names.append('ref_log_probs')
     row = np.zeros(1, np.float32)
     return dict.fromkeys((*names, *self._columns), row)
 
-  def _put(self, microbatch: packs.Microbatch, columns: dict) -> dict:
+  def _put(self, microbatch: packing.Microbatch, columns: dict) -> dict:
     """Transfers a microbatch and its columns to the devices."""
     arrays = microbatch.inputs()
     arrays |= {name: microbatch.take(x) for name, x in columns.items()}

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gigpo_jax import hosts
+from gigpo_jax.runtime import distributed
 
 AXES = ('data', 'fsdp', 'expert', 'sequence', 'tensor')
 
@@ -181,7 +181,7 @@ def sampling_tensor(
 def device_bytes(mesh: jax.sharding.Mesh) -> int | None:
   """Returns the memory of the smallest device, or None if it is unknown."""
   stats = mesh.local_devices[0].memory_stats() or {}
-  limits = hosts.tell_all(stats.get('bytes_limit'))
+  limits = distributed.all_gather_objects(stats.get('bytes_limit'))
   return None if None in limits else min(limits)
 
 

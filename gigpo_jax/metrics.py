@@ -17,15 +17,16 @@ import numpy as np
 from tensorboardX import event_file_writer, summary
 from tensorboardX.proto import event_pb2
 
-from gigpo_jax import files, trajectory
+from gigpo_jax import trajectory
+from gigpo_jax.runtime import files
 
 _FILE = 'metrics.jsonl'
 
 # Metrics with these prefixes depend on timing and on which requests are decoded
 # together. All others are the same whenever a run is repeated or resumed.
-UNREPEATABLE = ('time/', 'rollout/', 'sampler/')
+NONDETERMINISTIC = ('time/', 'rollout/', 'sampler/')
 
-# Names that `summarize` and `evaluation.rates` use. An environment's metric
+# Names that `summarize` and `evaluation.summarize` use. An environment's metric
 # with such a name, or with a reserved prefix, is prefixed with `_ENV_PREFIX`.
 RESERVED = (
   'episode_length',
@@ -105,8 +106,8 @@ def summarize(
   }
   for cause, selected in _failed_by_cause(trajectories).items():
     values[f'failed_episodes/{cause}'] = len(selected)
-  for task_type in sorted({t.kind for t in trajectories}):
-    successes = [t.success for t in trajectories if t.kind == task_type]
+  for task_type in sorted({t.task_type for t in trajectories}):
+    successes = [t.success for t in trajectories if t.task_type == task_type]
     values[f'success_rate/{task_type}'] = np.mean(successes)
   if any(t.score is not None for t in trajectories):
     values['score'] = np.mean([t.score or 0.0 for t in trajectories])
@@ -217,7 +218,7 @@ class Writer:
     self._path = pathlib.Path(workdir) / _FILE
     self._path.parent.mkdir(parents=True, exist_ok=True)
     kept = _lines_before(self._path, first_iteration, most_repeated)
-    files.put(self._path, ''.join(json.dumps(x) + '\n' for x in kept))
+    files.write_atomic(self._path, ''.join(json.dumps(x) + '\n' for x in kept))
     self._file = self._path.open('a', encoding='utf-8')
     self._board = _Board(
       pathlib.Path(workdir) / 'tensorboard', purge_step=first_iteration

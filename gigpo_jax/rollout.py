@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from envs import base
-from gigpo_jax import env_pool, hosts, sampler, tokenizer, trajectory
+from gigpo_jax import env_pool, sampler, tokenizer, trajectory
+from gigpo_jax.runtime import distributed
 
 # First component of a request's random stream: the purpose of the tokens.
 TRAIN, EVALUATION = 0, 1
@@ -48,7 +49,7 @@ class _Episode:
 
 
 @dataclasses.dataclass
-class Clock:
+class RolloutClock:
   """Timing of a rollout; the sampler keeps its own statistics.
 
   Attributes:
@@ -66,7 +67,7 @@ class Clock:
 
 
 @dataclasses.dataclass
-class Roller:
+class EpisodeRunner:
   """Runs episodes of a policy.
 
   Attributes:
@@ -89,11 +90,11 @@ class Roller:
   max_prompt_tokens: int
   prompt_overflow: str
   schedule: str = 'async'
-  clock: Clock = dataclasses.field(default_factory=Clock)
+  clock: RolloutClock = dataclasses.field(default_factory=RolloutClock)
   stats: sampler.Stats = dataclasses.field(default_factory=sampler.Stats)
   max_turns: int | None = None
 
-  def collect(
+  def run(
     self,
     params: dict,
     tasks: Sequence[base.Task],
@@ -101,7 +102,7 @@ class Roller:
     episodes_per_group: int,
     stream: tuple[int, int],
     sampling: sampler.Sampling,
-    kind: Callable[[base.Task], str],
+    task_type: Callable[[base.Task], str],
     on_finished: Callable[[int], None] = lambda count: None,
   ) -> list[trajectory.Trajectory]:
     """Runs N episodes of each task to the end.
@@ -116,7 +117,7 @@ class Roller:
       stream: (TRAIN or EVALUATION, iteration). With the task index, the member
         and the step, it identifies the random stream of a response.
       sampling: sampling options.
-      kind: maps a task to its task type.
+      task_type: maps a task to its task type.
       on_finished: called with the number of episodes that have just ended.
 
     Returns:
@@ -124,10 +125,10 @@ class Roller:
     """
     episodes = [
       _Episode(tasks[group], group, member)
-      for group in hosts.share(len(tasks))
+      for group in distributed.process_slice(len(tasks))
       for member in range(episodes_per_group)
     ]
-    self.clock = Clock(begin=time.monotonic())
+    self.clock = RolloutClock(begin=time.monotonic())
     self.sampler.load(params)
     self.sampler.take_stats()
     _Rollout(self, episodes, stream, sampling, on_finished).play()
@@ -137,7 +138,7 @@ class Roller:
     trajectories = [
       trajectory.Trajectory(
         task=e.task,
-        kind=kind(e.task),
+        task_type=task_type(e.task),
         group=e.group,
         member=e.member,
         steps=tuple(e.steps),
@@ -147,13 +148,13 @@ class Roller:
     ]
     return [
       t
-      for process_trajectories in hosts.tell_all(trajectories)
+      for process_trajectories in distributed.all_gather_objects(trajectories)
       for t in process_trajectories
     ]
 
-  def prepare(self, tasks: Sequence[base.Task], num_members: int) -> None:
+  def prefetch(self, tasks: Sequence[base.Task], num_members: int) -> None:
     """Makes the workers load the next tasks while the device is busy."""
-    for position, group in enumerate(hosts.share(len(tasks))):
+    for position, group in enumerate(distributed.process_slice(len(tasks))):
       env = (position * num_members) % self.pool.num_envs
       self.pool.prepare(env, tasks[group])
 
@@ -178,8 +179,8 @@ class Roller:
       'env_wait_share': clock.env_wait_secs / seconds,
       'env_secs_per_step': sum(end - begin for begin, end in clock.env_spans)
       / max(len(clock.env_spans), 1),
-      'env_restarts': sum(hosts.tell_all(self.pool.restarts)),
-      'env_recycled': sum(hosts.tell_all(self.pool.recycled)),
+      'env_restarts': sum(distributed.all_gather_objects(self.pool.restarts)),
+      'env_recycled': sum(distributed.all_gather_objects(self.pool.recycled)),
       'compilations': self.sampler.compilations,
     }
     return {f'rollout/{name}': float(value) for name, value in values.items()}
@@ -188,14 +189,16 @@ class Roller:
 class _Rollout:
   """The state of a rollout."""
 
-  def __init__(self, roller: Roller, episodes, stream, sampling, on_finished):
-    self._roller, self._pool = roller, roller.pool
-    self._sampler, self._clock = roller.sampler, roller.clock
+  def __init__(
+    self, runner: EpisodeRunner, episodes, stream, sampling, on_finished
+  ):
+    self._runner, self._pool = runner, runner.pool
+    self._sampler, self._clock = runner.sampler, runner.clock
     self._stream, self._sampling = stream, sampling
     self._on_finished = on_finished
     self._waiting: list[_Episode] = list(reversed(episodes))
     self._running: dict[int, _Episode] = {}
-    self._free = list(reversed(range(roller.pool.num_envs)))
+    self._free = list(reversed(range(runner.pool.num_envs)))
     # Start time of the pending call of each environment.
     self._calls: dict[int, float] = {}
     # Pending requests of the sampler, by ticket.
@@ -203,7 +206,7 @@ class _Rollout:
 
   def play(self) -> None:
     """Runs all episodes to their end."""
-    lockstep = self._roller.schedule == 'lockstep'
+    lockstep = self._runner.schedule == 'lockstep'
     while self._waiting or self._running:
       self._start_episodes()
       observations = self._receive()
@@ -252,10 +255,10 @@ class _Rollout:
       else:
         episode.steps.append(episode.turn(result=reply))
         observation = reply.observation
-        if observation and len(episode.steps) == self._roller.max_turns:
+        if observation and len(episode.steps) == self._runner.max_turns:
           self._pool.end(env)
           observation = None
-      limit = self._roller.max_prompt_tokens
+      limit = self._runner.max_prompt_tokens
       if observation and (reason := refusal(observation, limit)):
         episode.failure = str(self._pool.refuse(env, reason))
         observation = None
@@ -276,11 +279,11 @@ class _Rollout:
     envs = sorted(env for env in observations if env in self._running)
     if not envs:
       return
-    fitted = self._roller.tokenizer.fit(
+    fitted = self._runner.tokenizer.fit(
       [observations[env].prompt for env in envs],
       [observations[env].short_prompt for env in envs],
-      max_tokens=self._roller.max_prompt_tokens,
-      policy=self._roller.prompt_overflow,
+      max_tokens=self._runner.max_prompt_tokens,
+      policy=self._runner.prompt_overflow,
     )
     for env, (ids, shortened) in zip(envs, fitted, strict=True):
       episode, observation = self._running[env], observations[env]
@@ -309,7 +312,7 @@ class _Rollout:
     """Sends finished responses to their environments."""
     if not finished:
       return
-    responses = self._roller.tokenizer.decode([c.ids for _, c in finished])
+    responses = self._runner.tokenizer.decode([c.ids for _, c in finished])
     for (ticket, completion), response in zip(finished, responses, strict=True):
       env, episode, turn = self._requests.pop(ticket)
       if self._running.get(env) is not episode:

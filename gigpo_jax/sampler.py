@@ -26,9 +26,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gigpo_jax import hosts
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import lora, qwen
+from gigpo_jax.runtime import distributed
 
 # Logit of a token that is never sampled.
 _MASKED = -1e30
@@ -381,7 +381,9 @@ class Sampler:
     self._clear()
     if params is not self._source:
       with jax.set_mesh(self._full_mesh):
-        prepared = hosts.settle(self._prepare_params(params, self.base))
+        prepared = distributed.block_on_cpu(
+          self._prepare_params(params, self.base)
+        )
       if self._local:
         prepared = mesh_lib.localize(prepared, self._mesh)
       self._source, self._params = params, prepared
@@ -568,7 +570,7 @@ class Sampler:
     if not self.shared:
       self._waiting += entries
       return done
-    gathered = hosts.tell_all((entries, done))
+    gathered = distributed.all_gather_objects((entries, done))
     for process, (theirs, _) in enumerate(gathered):
       for entry in theirs:
         if process != jax.process_index():
@@ -688,7 +690,7 @@ class Sampler:
       self.stats.prefill_tokens += len(ids)
     self.stats.padded_tokens += tokens.size
     prompts = self._prefill(self._params, self._place(tokens))
-    hosts.settle(prompts)
+    distributed.block_on_cpu(prompts)
     self._cache = self._insert(self._cache, prompts, self._place(slots))
 
   def _dispatch(
@@ -729,7 +731,7 @@ class Sampler:
       self._place(floats),
       truncated,
     )
-    hosts.settle(outputs)
+    distributed.block_on_cpu(outputs)
     self.stats.slot_steps += self._decode_chunk * rows
     return _Step(outputs, entries, time.monotonic())
 

@@ -19,17 +19,10 @@ import numpy as np
 
 import envs
 from envs import base
-from gigpo_jax import (
-  batch,
-  experiment,
-  hosts,
-  losses,
-  tokenizer,
-)
-from gigpo_jax import (
-  config as config_lib,
-)
+from gigpo_jax import batch, builders, losses, tokenizer
+from gigpo_jax import config as config_lib
 from gigpo_jax.models import huggingface, lora, qwen
+from gigpo_jax.runtime import console, distributed, errors, files
 
 if TYPE_CHECKING:
   from gigpo_jax import episodes
@@ -62,8 +55,8 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
       f'--workdir={workdir}: holds a run of launch/train.py; must be another '
       'folder'
     )
-  hosts.join()
-  with hosts.locked(workdir), experiment.disk(workdir):
+  distributed.initialize()
+  with distributed.lock(workdir), errors.explain_disk_errors(workdir):
     pairs = [] if episode_set else demonstrations(config)
     _warm_start(config, workdir, pairs, episode_set)
 
@@ -80,29 +73,31 @@ def _warm_start(
   if scratch:
     with config.unlocked():
       config.model.path = str(start)
-    if hosts.first():
+    if distributed.is_main_process():
       texts = (text for pair in pairs for text in pair)
       tokenizer.train(texts, str(start), vocab_size=config.sft.vocab_size)
       _write_random_model(config, str(start))
-    hosts.tell_all(None)  # Barrier: wait until the files exist.
-  policy = experiment.make_policy(config)
+    distributed.all_gather_objects(None)  # Barrier: wait until the files exist.
+  policy = builders.make_model_bundle(config)
   if episode_set:
     rows = episode_rows(config, policy.tokenizer, episode_set)
   else:
     rows = demonstration_rows(config, policy.tokenizer, pairs)
-  hosts.say(f'{rows.real.sum()} steps to imitate, {rows.lengths.sum()} tokens')
+  console.log(
+    f'{rows.real.sum()} steps to imitate, {rows.lengths.sum()} tokens'
+  )
   with jax.set_mesh(policy.mesh):
     params = _imitate(config, policy, rows, workdir)
-    with hosts.whole(directory) as folder:
+    with distributed.atomic_directory(directory) as folder:
       huggingface.save(
         folder,
         policy.model,
         params,
         tokenizer_directory=policy.tokenizer.directory,
       )
-  if scratch and hosts.first():
+  if scratch and distributed.is_main_process():
     shutil.rmtree(start)
-  hosts.say(f'warm start: {directory}')
+  console.log(f'warm start: {directory}')
 
 
 def demonstrations(config: ml_collections.ConfigDict) -> list[tuple[str, str]]:
@@ -116,7 +111,7 @@ def demonstrations(config: ml_collections.ConfigDict) -> list[tuple[str, str]]:
   pairs = []
   total = config.sft.num_episodes
   start = reported = time.monotonic()
-  for episode in hosts.bar(range(total), desc='expert episodes'):
+  for episode in console.progress_bar(range(total), desc='expert episodes'):
     # Tasks from the end of the split overlap little with those that RL draws
     # first.
     task = base.Task('train', available - 1 - episode % available)
@@ -124,7 +119,7 @@ def demonstrations(config: ml_collections.ConfigDict) -> list[tuple[str, str]]:
     now = time.monotonic()
     if now - reported >= _REPORT_SECS:
       reported = now
-      hosts.say(
+      console.log(
         f'{episode + 1} of {total} expert episodes, {now - start:.0f} s'
       )
   env.close()
@@ -228,7 +223,7 @@ def _open_episodes(config: ml_collections.ConfigDict) -> 'episodes.EpisodeSet':
       "sft.data; must be '' (--config.sft.init=)"
     )
   try:
-    return episodes.open_set(config.sft.data)
+    return episodes.open_dataset(config.sft.data)
   except ValueError as error:
     raise ValueError(f'sft.data={error}') from error
 
@@ -289,7 +284,7 @@ def _write_random_model(
 
 def _imitate(
   config: ml_collections.ConfigDict,
-  policy: experiment.Policy,
+  policy: builders.ModelBundle,
   rows: batch.Rows,
   workdir: str,
 ) -> dict:
@@ -304,12 +299,12 @@ def _imitate(
     widths = _widths(config)
     config.rollout.max_prompt_tokens = widths[0]
     config.rollout.max_completion_tokens = widths[1]
-  learner = experiment.make_learner(config, policy, losses.supervised)
+  learner = builders.make_learner(config, policy, losses.supervised)
   state = learner.init(policy.load())
-  writer = experiment.make_writer(config, workdir)
+  writer = builders.make_writer(config, workdir)
   chunks = list(_report_chunks(config, rows))
   for chunk_index, (epoch, row_ids) in enumerate(
-    hosts.bar(chunks, desc='imitation')
+    console.progress_bar(chunks, desc='imitation')
   ):
     chunk = rows.take(row_ids)
     state, values = learner.update(
@@ -321,7 +316,7 @@ def _imitate(
       iteration=chunk_index,
     )
     writer.write(chunk_index, values | {'update/epoch': float(epoch)})
-    hosts.say(
+    console.log(
       f'chunk {chunk_index + 1} of {len(chunks)}: '
       f'loss {values["loss/total"]:.4f}'
     )

@@ -69,7 +69,7 @@ class TaskSampler:
     return order[position * groups : (position + 1) * groups]
 
 
-class Uncertain(TaskSampler):
+class UncertaintySampler(TaskSampler):
   """Prefers tasks whose outcome is uncertain.
 
   A task's weight is proportional to p (1 - p). Its success rate is estimated
@@ -120,6 +120,6 @@ class Uncertain(TaskSampler):
     return np.argsort(arrivals, kind='stable')[:groups]
 
 
-def panel(split: str, num_tasks: int) -> list[base.Task]:
+def first_tasks(split: str, num_tasks: int) -> list[base.Task]:
   """Returns the first tasks of a split as the evaluation tasks."""
   return [base.Task(split, index) for index in range(num_tasks)]

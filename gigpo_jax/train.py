@@ -14,28 +14,28 @@ import numpy as np
 from gigpo_jax import (
   algorithms,
   batch,
+  builders,
   checkpoint,
-  collection,
-  compilation,
   evaluation,
-  experiment,
-  files,
-  hosts,
+  group_filter,
   losses,
   metrics,
-  preemption,
   rollout,
-  timeline,
   trajectory,
 )
-from gigpo_jax import (
-  config as config_lib,
-)
-from gigpo_jax import (
-  learner as learner_lib,
-)
+from gigpo_jax import config as config_lib
+from gigpo_jax import learner as learner_lib
 from gigpo_jax.algorithms import gigpo
 from gigpo_jax.models import huggingface, lora
+from gigpo_jax.runtime import (
+  compilation,
+  console,
+  distributed,
+  errors,
+  files,
+  preemption,
+)
+from gigpo_jax.tools import timeline
 
 _MODEL_MEMORY = ('model.path', 'take a smaller model')
 _SAMPLER_MEMORY = (
@@ -78,7 +78,7 @@ def train(
   Raises:
     ValueError: in one line a problem, before devices or simulators start, if
       the config cannot work or the directory holds another experiment.
-    hosts.Stopped: in one line, if the run cannot go on.
+    errors.RunError: in one line, if the run cannot go on.
   """
   config_lib.validate(config)
   config_lib.check_resume(config, workdir, allow_change=allow_config_change)
@@ -91,21 +91,23 @@ def train(
       'over at the end; must be another folder'
     )
   with (
-    preemption.Notice(grace_secs) as notice,
-    contextlib.suppress(preemption.Leave),
-    experiment.disk(workdir),
+    preemption.PreemptionGuard(grace_secs) as notice,
+    contextlib.suppress(preemption.Preempted),
+    errors.explain_disk_errors(workdir),
   ):
-    hosts.join()
-    with hosts.locked(workdir):
+    distributed.initialize()
+    with distributed.lock(workdir):
       _train(config, workdir, notice)
 
 
 def _train(
-  config: ml_collections.ConfigDict, workdir: str, notice: preemption.Notice
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  notice: preemption.PreemptionGuard,
 ) -> None:
   """Trains in a work directory that no other experiment uses."""
-  experiment.check_episodes(config, workdir)
-  policy = experiment.make_policy(config)
+  builders.check_episodes(config, workdir)
+  policy = builders.make_model_bundle(config)
   with (
     jax.set_mesh(policy.mesh),
     checkpoint.Checkpointer(
@@ -114,12 +116,12 @@ def _train(
   ):
     # What is wrong with one of these is known before workers start.
     run = _Run(config, workdir, policy, checkpointer, notice)
-    with experiment.make_pool(config) as pool:
-      experiment.try_environment(config, pool, 'train', policy.tokenizer)
+    with builders.make_pool(config) as pool:
+      builders.try_environment(config, pool, 'train', policy.tokenizer)
       # Of a run that cannot start, nothing stands in the way of another one.
-      if hosts.first():
+      if distributed.is_main_process():
         config_lib.save(config, workdir)
-      run.go(experiment.make_roller(config, policy, pool))
+      run.go(builders.make_runner(config, policy, pool))
 
 
 class _Run:
@@ -129,19 +131,19 @@ class _Run:
     self._config, self._workdir = config, workdir
     self._policy, self._checkpointer = policy, checkpointer
     self._notice = notice
-    self._tasks = experiment.make_task_sampler(config)
-    self._kind = experiment.make_kind(config)
+    self._tasks = builders.make_task_sampler(config)
+    self._task_type = builders.make_task_type(config)
     self._panel = (
-      experiment.make_panel(config) if config.evaluation.every else []
+      builders.make_eval_tasks(config) if config.evaluation.every else []
     )
     self._algorithm = algorithms.make(**config_lib.algorithm_kwargs(config))
-    self._filter = collection.Filter(**config.filter)
-    self._roller: rollout.Roller
-    self._learner = experiment.make_learner(
-      config, policy, experiment.policy_gradient(config)
+    self._filter = group_filter.GroupFilter(**config.filter)
+    self._runner: rollout.EpisodeRunner
+    self._learner = builders.make_learner(
+      config, policy, builders.policy_gradient(config)
     )
     self._critic = (
-      experiment.make_critic(config, policy)
+      builders.make_critic(config, policy)
       if self._algorithm.needs_values
       else None
     )
@@ -155,7 +157,7 @@ class _Run:
     self._reference: dict | None = None
     self._log = None
     # What a resumed run needs to know of the past.
-    self._spent = collection.Spent()
+    self._spent = group_filter.SampleCounts()
     self._entropies: list[float] = []
     # Updates that were skipped, the last ones in a row, of policy and critic.
     self._skipped: dict[str, float] = {}
@@ -167,41 +169,43 @@ class _Run:
   def _params(self) -> dict:
     return self._states['policy'].params
 
-  def go(self, roller: rollout.Roller) -> None:
+  def go(self, runner: rollout.EpisodeRunner) -> None:
     """Iterates to the end, or until it has to leave."""
-    self._roller = roller
+    self._runner = runner
     try:
       self._go()
-    except preemption.Leave:
+    except preemption.Preempted:
       self._leave()
 
   def _go(self) -> None:
     config = self._config
-    with experiment.explained(*_MODEL_MEMORY):
+    with errors.explain_out_of_memory(*_MODEL_MEMORY):
       first = self._start()
     if first:
-      hosts.say(f'resuming {self._workdir} after iteration {first - 1}')
-    repeated = experiment.most_repeated(config, self._workdir, first)
-    writer = experiment.make_writer(config, self._workdir, first, repeated)
-    self._log = experiment.make_episode_log(
+      console.log(f'resuming {self._workdir} after iteration {first - 1}')
+    repeated = builders.most_repeated(config, self._workdir, first)
+    writer = builders.make_writer(config, self._workdir, first, repeated)
+    self._log = builders.make_episode_log(
       config, self._workdir, self._policy.tokenizer, first, repeated
     )
-    hosts.say(f'compiling for {len(jax.devices())} device(s)')
+    console.log(f'compiling for {len(jax.devices())} device(s)')
     self._warm_up()
     for iteration in range(first, config.num_iterations):
       begin = time.monotonic()
       values = {}
       if config.evaluation.every and iteration % config.evaluation.every == 0:
         values |= self._evaluate()
-      self._policy.sampler.trace = hosts.first() and iteration == first
+      self._policy.sampler.trace = (
+        distributed.is_main_process() and iteration == first
+      )
       collected, found = self._collect(iteration)
       # The update might not be over in time, and uses up what it begins with.
       self._leave_if_told()
-      with self._notice.hold():
+      with self._notice.defer():
         values |= found | self._update(collected, iteration)
         values['time/iteration_secs'] = time.monotonic() - begin
         writer.write(iteration, values)
-        hosts.say(metrics.console_line(iteration, values))
+        console.log(metrics.console_line(iteration, values))
         self._finished = iteration, dict(self._states), self._past(iteration)
       if (iteration + 1) % config.checkpoint.every == 0 or (
         iteration == config.num_iterations - 1
@@ -211,22 +215,20 @@ class _Run:
     if config.evaluation.every:
       values = self._evaluate() | self._spent.metrics()
       writer.write(config.num_iterations, values)
-      hosts.say(metrics.console_line(config.num_iterations, values))
+      console.log(metrics.console_line(config.num_iterations, values))
     writer.close()
     self._checkpointer.wait()
     self._policy.sampler.release()
     _export(
       config, self._workdir, self._policy, self._params, self._learner.base
     )
-    if hosts.first():
+    if distributed.is_main_process():
       print(f'learning curve: {metrics.plot(self._workdir)}', flush=True)
 
   def _start(self) -> int:
     """Loads the model, or the newest checkpoint; returns the next iteration."""
     start = self._policy.load()
-    self._reference = experiment.make_reference(
-      self._config, self._policy, start
-    )
+    self._reference = builders.make_reference(self._config, self._policy, start)
     states = {'policy': self._learner.init(start)}
     self._policy.sampler.base = self._learner.base
     if self._checkpointer.latest() is None:
@@ -252,7 +254,7 @@ class _Run:
     if past['iteration'] != self._saved:
       raise ValueError(f'iteration is {past["iteration"]}')
     self._tasks.restore(past['tasks'])
-    self._spent = collection.Spent(
+    self._spent = group_filter.SampleCounts(
       **{name: int(value) for name, value in past['spent'].items()}
     )
     self._entropies = [float(value) for value in past['entropies']]
@@ -273,21 +275,20 @@ class _Run:
 
   def _save(self) -> None:
     """Begins to save what there was after the last iteration."""
-    with self._notice.hold():
+    with self._notice.defer():
       self._checkpointer.save(*self._finished)
       self._saved = self._finished[0]
 
   def _leave_if_told(self) -> None:
-    if self._notice.agreed():
-      raise preemption.Leave
+    self._notice.exit_if_requested()
 
   def _leave(self) -> None:
     """Saves what there was after the last iteration."""
-    self._notice.leave()
+    self._notice.disarm()
     if self._finished and self._finished[0] != self._saved:
       self._save()
     self._checkpointer.wait()
-    hosts.say(
+    console.log(
       'SIGTERM: '
       + ('nothing is' if self._saved is None else f'iteration {self._saved} is')
       + ' saved; the same command goes on'
@@ -300,9 +301,9 @@ class _Run:
     if self._critic:
       total += self._critic.num_programs()
     with compilation.progress(total) as advance:
-      with experiment.explained(*_SAMPLER_MEMORY):
+      with errors.explain_out_of_memory(*_SAMPLER_MEMORY):
         self._policy.sampler.warm_up(self._params, advance)
-      with experiment.explained(*_LEARNER_MEMORY):
+      with errors.explain_out_of_memory(*_LEARNER_MEMORY):
         self._states['policy'] = self._learner.warm_up(
           self._states['policy'], self._reference, advance
         )
@@ -310,20 +311,20 @@ class _Run:
           self._states['critic'] = self._critic.warm_up(
             self._states['critic'], advance
           )
-    self._credit(experiment.make_row(self._config))
+    self._credit(builders.make_dummy_rows(self._config))
 
   def _evaluate(self) -> dict[str, float]:
     begin = time.monotonic()
-    self._roller.max_turns = None
-    found = evaluation.play(
-      self._roller,
+    self._runner.max_turns = None
+    found = evaluation.run(
+      self._runner,
       self._params,
       self._panel,
-      sampling=experiment.make_sampling(self._config, evaluation=True),
-      kind=self._kind,
+      sampling=builders.make_sampling(self._config, evaluation=True),
+      task_type=self._task_type,
     )
     self._check_failures(found)
-    return evaluation.rates(found) | {
+    return evaluation.summarize(found) | {
       'time/evaluation_secs': time.monotonic() - begin
     }
 
@@ -332,46 +333,46 @@ class _Run:
     report = metrics.failure_report(played)
     if not report:
       return
-    hosts.say(report)
+    console.log(report)
     share = sum(bool(t.failure) for t in played) / len(played)
     most = self._config.pool.max_failed_share
     if share > most or share == 1:
-      raise hosts.Stopped(
+      raise errors.RunError(
         f'pool.max_failed_share={most}: {report}; mend the environment or '
         'its data, then the same command goes on'
       )
 
   def _collect(
     self, iteration: int
-  ) -> tuple[collection.Collected, dict[str, float]]:
+  ) -> tuple[group_filter.CollectedGroups, dict[str, float]]:
     """Plays the episodes of an iteration; returns metrics, too."""
     config, sampler, begin = (
       self._config,
       self._policy.sampler,
       time.monotonic(),
     )
-    self._roller.max_turns = collection.horizon(
+    self._runner.max_turns = group_filter.max_turns(
       config.rollout.horizon, iteration
     )
-    collected = collection.collect(
+    collected = group_filter.collect(
       functools.partial(self._play, iteration),
       self._tasks,
       self._filter,
       groups=config.rollout.groups,
       iteration=iteration,
     )
-    self._check_failures(collected.played)
-    values = self._roller.metrics()
+    self._check_failures(collected.episodes)
+    values = self._runner.metrics()
     if sampler.trace:
       timeline.plot(
-        self._roller.stats.spans,
-        self._roller.clock.env_spans,
+        self._runner.stats.spans,
+        self._runner.clock.env_spans,
         pathlib.Path(self._workdir),
       )
     # What it held is room for the update.
     sampler.release()
     values |= collected.metrics
-    values |= metrics.summarize(collected.played, prefix='train')
+    values |= metrics.summarize(collected.episodes, prefix='train')
     return collected, values | {'time/rollout_secs': time.monotonic() - begin}
 
   def _play(
@@ -379,33 +380,33 @@ class _Run:
   ) -> list[trajectory.Trajectory]:
     """Plays groups of tasks with the random numbers of a place."""
     members = self._config.rollout.episodes_per_group
-    with hosts.bar(
-      total=len(hosts.share(len(tasks))) * members,
+    with console.progress_bar(
+      total=len(distributed.process_slice(len(tasks))) * members,
       desc=f'iteration {iteration}',
       unit='episode',
     ) as bar:
-      return self._roller.collect(
+      return self._runner.run(
         self._params,
         tasks,
         episodes_per_group=members,
         stream=(rollout.TRAIN, place),
-        sampling=experiment.make_sampling(self._config),
-        kind=self._kind,
-        on_finished=hosts.advance(
+        sampling=builders.make_sampling(self._config),
+        task_type=self._task_type,
+        on_finished=console.count_episodes(
           bar, lambda: self._policy.sampler.stats.decode_tokens
         ),
       )
 
   def _update(
-    self, collected: collection.Collected, iteration: int
+    self, collected: group_filter.CollectedGroups, iteration: int
   ) -> dict[str, float]:
     """Counts, keeps and learns from episodes; returns the metrics."""
     begin = time.monotonic()
     self._tasks.observe(
-      (t.task, t.success) for t in collected.played if not t.failure
+      (t.task, t.success) for t in collected.episodes if not t.failure
     )
-    self._spent.add(collected.played)
-    self._roller.prepare(
+    self._spent = self._spent.plus(collected.episodes)
+    self._runner.prefetch(
       self._tasks.at(self._filter.positions(iteration + 1)[0]),
       self._config.rollout.episodes_per_group,
     )
@@ -413,7 +414,7 @@ class _Run:
     return values | {'time/update_secs': time.monotonic() - begin}
 
   def _learn(
-    self, collected: collection.Collected, iteration: int
+    self, collected: group_filter.CollectedGroups, iteration: int
   ) -> dict[str, float]:
     """Learns from episodes, and keeps them; returns the metrics."""
     if not collected.kept:
@@ -421,7 +422,7 @@ class _Run:
     config, learner = self._config, self._learner
     begin = time.monotonic()
     rows = batch.from_trajectories(
-      collected.kept, **experiment.row_sizes(config)
+      collected.kept, **builders.rows_kwargs(config)
     )
     values = {'time/rows_secs': time.monotonic() - begin}
     credit, told, found = self._credit(rows)
@@ -439,7 +440,11 @@ class _Run:
         rows,
         values=told,
         targets=credit.value_targets,
-        links=rows.completion_mask if credit.links is None else credit.links,
+        value_mask=(
+          rows.completion_mask
+          if credit.value_mask is None
+          else credit.value_mask
+        ),
         iteration=iteration,
         skipped_before=self._skipped.get('critic', 0.0),
       )
@@ -465,7 +470,7 @@ class _Run:
       importance=importance,
       iteration=iteration,
       skipped_before=self._skipped.get('update', 0.0),
-      **experiment.corridor(config, rows, self._entropies, iteration),
+      **builders.corridor(config, rows, self._entropies, iteration),
     )
     self._check_skipped(
       'update',
@@ -479,7 +484,7 @@ class _Run:
     return values | found
 
   def _learn_nothing(
-    self, collected: collection.Collected, iteration: int
+    self, collected: group_filter.CollectedGroups, iteration: int
   ) -> dict[str, float]:
     """Keeps the episodes of an iteration that has nothing to learn from.
 
@@ -494,13 +499,13 @@ class _Run:
 
   def _credit(
     self, rows: batch.Rows
-  ) -> tuple[algorithms.Credit, np.ndarray | None, dict[str, float]]:
+  ) -> tuple[algorithms.AlgorithmOutput, np.ndarray | None, dict[str, float]]:
     """Returns advantages, what the critic tells, and metrics."""
     told = None
     if self._critic:
       told = self._critic.values(self._states['critic'].params, rows)
     begin = time.monotonic()
-    credit = self._algorithm.credit(rows, told)
+    credit = self._algorithm.compute_advantages(rows, told)
     values = {'time/credit_secs': time.monotonic() - begin}
     if not isinstance(self._algorithm, gigpo.Algorithm):
       values |= gigpo.diagnose(
@@ -520,9 +525,9 @@ class _Run:
     if in_row < self._config.learner.max_skipped_in_row:
       return
     path = pathlib.Path(self._workdir) / f'skipped_{what}.npz'
-    if hosts.first():
+    if distributed.is_main_process():
       rows.save(path, **arrays)
-    raise hosts.Stopped(
+    raise errors.RunError(
       f'{what}/skipped_in_row={in_row:.0f}: loss or gradient was not finite in '
       f'so many updates (learner.max_skipped_in_row); the last rows are in '
       f'{path}; try a lower optimizer.learning_rate'
@@ -532,7 +537,7 @@ class _Run:
 def _export(config, workdir, policy, params: dict, base: dict) -> None:
   """Writes the policy, and the adapters by themselves, for others to load."""
   root = pathlib.Path(workdir)
-  with hosts.whole(root / 'policy') as folder:
+  with distributed.atomic_directory(root / 'policy') as folder:
     huggingface.save(
       folder,
       policy.model,
@@ -540,5 +545,5 @@ def _export(config, workdir, policy, params: dict, base: dict) -> None:
       tokenizer_directory=policy.tokenizer.directory,
     )
   if policy.model.adapters:
-    with hosts.whole(root / 'adapters') as folder:
+    with distributed.atomic_directory(root / 'adapters') as folder:
       huggingface.save_adapters(folder, policy.model, params, config.model.path)

@@ -46,7 +46,7 @@ class Trajectory:
 
   Attributes:
     task: the initial state.
-    kind: the task type.
+    task_type: the type of the task.
     group: index of the group within the iteration, in [0, G).
     member: index of the episode within the group, in [0, N).
     steps: the turns in order; only those that the environment answered.
@@ -54,7 +54,7 @@ class Trajectory:
   """
 
   task: base.Task
-  kind: str
+  task_type: str
   group: int
   member: int
   steps: tuple[Step, ...]

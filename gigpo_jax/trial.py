@@ -21,7 +21,7 @@ _MAX_RATIO = 4
 _MULTIPLE = 64
 
 
-def play(
+def run(
   pool: env_pool.EnvPool, name: str, tasks: Sequence[base.Task]
 ) -> tuple[list[base.Observation], list[env_pool.Failure]]:
   """Runs the first turns of the first task that does not fail.

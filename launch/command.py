@@ -17,6 +17,7 @@ from ml_collections import config_flags
 import configs
 from configs import base
 from envs import worker
+from gigpo_jax.runtime import distributed, errors, hardware
 from launch import interrupt, lines
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -36,7 +37,7 @@ def run(
   """Parses the flags and calls main(config, workdir).
 
   A mistake of the user (ValueError) is printed without a traceback and ends
-  the process with status 2; an error that ends a run (`hosts.Stopped`)
+  the process with status 2; an error that ends a run (`errors.RunError`)
   likewise, with status 1.
 
   Args:
@@ -167,20 +168,20 @@ def _call(
       f'--workdir={workdir}: buckets are not written to yet; must be a local '
       'or mounted folder'
     )
-  from gigpo_jax import compilation, hosts
+  from gigpo_jax.runtime import compilation
 
-  hosts.keep_memory()
-  compilation.keep_programs()
+  hardware.keep_freed_memory()
+  compilation.enable_cache()
   interrupt.describe(lambda: 'the same command starts again')
   try:
     main(_CONFIG.value, workdir)
   except ValueError as error:
-    lines.refuse(str(error), hosts.leave)
-  except hosts.Stopped as error:
-    lines.refuse(str(error), hosts.leave, status=1)
+    lines.refuse(str(error), distributed.exit_process)
+  except errors.RunError as error:
+    lines.refuse(str(error), distributed.exit_process, status=1)
   except Exception:
     traceback.print_exc()
-    hosts.leave(1)
+    distributed.exit_process(1)
 
 
 def _default_workdir() -> str:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from gigpo_jax import signals
+from gigpo_jax.runtime import signals
 
 _STATUS = 130
 # What the line says after `interrupted`.
@@ -32,7 +32,7 @@ def handled() -> Iterator[None]:
     # The thread that listens ends the process; the main thread may be busy.
     signal.signal(signal.SIGINT, lambda *_: None)
     try:
-      with signals.listening(signal.SIGINT, _end):
+      with signals.listen(signal.SIGINT, _end):
         yield
     finally:
       signal.signal(signal.SIGINT, signal.SIG_DFL)

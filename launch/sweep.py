@@ -28,7 +28,7 @@ _GATHER = flags.DEFINE_bool(
 def _run(argv: list[str]) -> None:
   """Exits with 2 after a mistake of the user, with 1 if a run failed."""
   del argv
-  from gigpo_jax import sweep
+  from gigpo_jax.tools import sweep
 
   interrupt.describe(lambda: 'the same command resumes the sweep')
   # Ends the runs, too.

@@ -15,7 +15,7 @@ def main() -> None:
 
   from absl import flags
 
-  from gigpo_jax import tpu
+  from gigpo_jax.tools import tpu_compile
   from launch import command
 
   topology = flags.DEFINE_string('topology', 'v5e:4x4', 'The slice.')
@@ -23,7 +23,7 @@ def main() -> None:
 
   def run(config, workdir: str) -> None:
     del workdir
-    tpu.main(config, topology.value, shape=shape.value)
+    tpu_compile.main(config, topology.value, shape=shape.value)
 
   command.run(run)
 

@@ -40,7 +40,7 @@ def _run(argv: list[str]) -> None:
   del argv
   # Libraries that read episodes are chatty below this.
   logging.set_verbosity(logging.ERROR)
-  from gigpo_jax import viewer
+  from gigpo_jax.tools import viewer
 
   try:
     if not _WORKDIR.value:

@@ -289,7 +289,9 @@ def test_old_spelling_equals_the_old_grammar(reference):
 
 def test_won_game_continues_and_can_be_undone():
   engine = native.NativeEngine()
-  indices = (i for i in range(99) if houses.kind('train', i, seed=1) == SIMPLE)
+  indices = (
+    i for i in range(99) if houses.task_type('train', i, seed=1) == SIMPLE
+  )
   world = houses.generate('train', next(indices), seed=1)
   engine.load(world)
   engine.reset()

@@ -41,7 +41,7 @@ def test_plans_win_generated_games(options):
   engine, task_types = native.NativeEngine(), collections.Counter()
   for index in range(200):
     game = houses.generate('train', index, **options)
-    assert game.goal.task_type == houses.kind('train', index)
+    assert game.goal.task_type == houses.task_type('train', index)
     task_types[game.goal.task_type] += 1
     engine.load(game)
     assert play(engine, expert.plan(game)).won
@@ -134,7 +134,7 @@ def test_splits_seeds_and_games_differ():
 def test_options_choose_rooms_and_task_types():
   types = ('pick_heat_then_place_in_recep', 'look_at_obj_in_light')
   counts = collections.Counter(
-    houses.kind('train', index, rooms=('bedroom',), task_types=types)
+    houses.task_type('train', index, rooms=('bedroom',), task_types=types)
     for index in range(20)
   )
   assert set(counts) == {'look_at_obj_in_light'}
@@ -508,7 +508,7 @@ def test_generated_set():
   assert len(games.open_split('valid_unseen')) == 134
   assert split.path(0) is None
   assert split.world(3) == houses.generate('train', 3, seed=5, **SMALL)
-  assert split.kind(3) == split.world(3).goal.task_type
+  assert split.task_type(3) == split.world(3).goal.task_type
   with pytest.raises(IndexError, match='train/20: the split has 20 games'):
     split.world(20)
   with pytest.raises(ValueError, match='split=test: must be one of train'):
@@ -549,7 +549,7 @@ def test_official_set_is_filtered_and_sorted(official):
     paths = [split.path(index) for index in range(4)]
     assert paths == sorted(map(str, expected))
     for index in range(4):
-      assert split.kind(index) == split.world(index).goal.task_type
+      assert split.task_type(index) == split.world(index).goal.task_type
       assert split.world(index) == pddl.read_game(paths[index])
 
 

@@ -5,7 +5,7 @@ import slow_credit
 
 from configs import alfworld
 from envs import messages
-from gigpo_jax import advantages, algorithms, batch, experiment
+from gigpo_jax import advantages, algorithms, batch, builders
 from gigpo_jax import config as config_lib
 from gigpo_jax.algorithms import gigpo
 
@@ -34,7 +34,9 @@ def golden_rows():
 def test_every_algorithm_returns_advantages(name):
   algorithm = algorithms.make(name)
   values = np.zeros((10, 1), np.float32) if algorithm.needs_values else None
-  actual, metrics, targets, *_ = algorithm.credit(golden_rows(), values)
+  actual, metrics, targets, *_ = algorithm.compute_advantages(
+    golden_rows(), values
+  )
   assert isinstance(actual, np.ndarray)
   assert actual.shape == ((10, 1) if algorithm.needs_values else (10,))
   assert (targets is None) == (values is None)
@@ -62,29 +64,29 @@ def test_dummy_rows_compile_the_programs_of_an_iteration(compiled, name):
   config = alfworld.get_config(f'tiny,{name}' if name != 'gigpo' else 'tiny')
   config.env.max_steps, config.rollout.groups = 3, 1
   algorithm = algorithms.make(**config_lib.algorithm_kwargs(config))
-  row = experiment.make_row(config)
+  row = builders.make_dummy_rows(config)
   assert len(row.groups) == 3 * config.rollout.episodes_per_group
   assert row.real.sum() == 1
   values = None
   if algorithm.needs_values:
     values = np.zeros_like(row.completion_mask, np.float32)
   jax.clear_caches()
-  algorithm.credit(row, values)
+  algorithm.compute_advantages(row, values)
   gigpo.diagnose(row, discount=0.5, invalid_penalty=0.1)
   assert compiled
   del compiled[:]
   row.groups[:] = row.groups[0]
   row.episodes[:] %= 3
   row.rewards[:3] = 10
-  algorithm.credit(row, values)
+  algorithm.compute_advantages(row, values)
   gigpo.diagnose(row, discount=0.5, invalid_penalty=0.1)
   assert not compiled
 
 
 def test_gigpo_on_the_golden_batch():
-  actual, metrics, *_ = algorithms.make('gigpo', discount=0.5).credit(
-    golden_rows()
-  )
+  actual, metrics, *_ = algorithms.make(
+    'gigpo', discount=0.5
+  ).compute_advantages(golden_rows())
   expected = [0.5774, 1.7321, 0.5774, -2.1547, -1.7321, -1.7321, 1.5773, 0.5774]
   np.testing.assert_allclose(actual, [*expected, 0, 0], atol=1e-4)
   # Anchor groups a and b of 3 rows, c and d of one: 2 rows of 8; 8 rows / 4.
@@ -100,7 +102,7 @@ def test_gigpo_on_the_golden_batch():
 
 def test_grpo_is_the_episode_advantage():
   rows = golden_rows()
-  actual, *_ = algorithms.make('grpo', step_weight=1.0).credit(rows)
+  actual, *_ = algorithms.make('grpo', step_weight=1.0).compute_advantages(rows)
   parts = advantages.gigpo_parts(
     rows.rewards,
     rows.groups,
@@ -144,7 +146,9 @@ E_STD = np.repeat([0.57735, -1.15470, 0.57735], [3, 3, 2])
   ],
 )
 def test_golden_values(name, options, expected):
-  output = algorithms.make(name, discount=0.5, **options).credit(golden_rows())
+  output = algorithms.make(name, discount=0.5, **options).compute_advantages(
+    golden_rows()
+  )
   np.testing.assert_allclose(output.advantages, [*expected, 0, 0], atol=2e-4)
 
 
@@ -154,10 +158,12 @@ def test_baseline_is_the_mean_of_the_group():
   # variance (6 * 25) / 7 = 21.4286. Without a baseline, groups do not matter.
   rows = golden_rows()
   rows.groups[6:8] = 1
-  actual = algorithms.make('reinforce_pp_baseline').credit(rows).advantages
+  actual = (
+    algorithms.make('reinforce_pp_baseline').compute_advantages(rows).advantages
+  )
   expected = np.repeat([1.0801, -1.0801, 0, 0], [3, 3, 2, 2])
   np.testing.assert_allclose(actual, expected, atol=2e-4)
-  plain = algorithms.make('reinforce_pp').credit(rows).advantages
+  plain = algorithms.make('reinforce_pp').compute_advantages(rows).advantages
   np.testing.assert_allclose(
     plain, np.repeat([0.7246, -1.2076, 0.7246, 0], [3, 3, 2, 2]), atol=2e-4
   )
@@ -165,7 +171,9 @@ def test_baseline_is_the_mean_of_the_group():
 
 def test_hgpo_without_history_is_the_step_advantage():
   rows = golden_rows()
-  output = algorithms.make('hgpo', discount=0.5, history=0).credit(rows)
+  output = algorithms.make('hgpo', discount=0.5, history=0).compute_advantages(
+    rows
+  )
   # G at anchor a: 2.5, 0, 5; at b: 5, 0, 0.
   expected = [0, 1.4142, 0, -1.2247, -0.7071, -0.7071, 1.2247, 0, 0, 0]
   np.testing.assert_allclose(output.advantages, expected, atol=1e-4)
@@ -180,9 +188,9 @@ def test_hgpo_levels_need_enough_anchors():
   rows.anchors[:7] = [0, 1, 0, 0, 1, 0, 0]
   rows.rewards[:] = 0
   rows.rewards[2] = 10
-  output = algorithms.make('hgpo', discount=0.5, norm='mean', history=2).credit(
-    rows
-  )
+  output = algorithms.make(
+    'hgpo', discount=0.5, norm='mean', history=2
+  ).compute_advantages(rows)
   # Level 1: a, 5 rows with G 2.5, 10, 0, 0, 0 and mean 2.5; b, 5 and 0.
   # Level 2: (a, b), 5 and 0. (b, a), (a, a) and level 3's (a, b, a) have one
   # row each. Step 0 has level 1 only; the second b gives -2.5 in both levels.
@@ -194,7 +202,7 @@ def test_hgpo_levels_need_enough_anchors():
 def test_graph_without_success_gives_zero_advantages():
   rows = golden_rows()
   rows.rewards[:], rows.success[:] = 0, False
-  output = algorithms.make('graphgpo').credit(rows)
+  output = algorithms.make('graphgpo').compute_advantages(rows)
   np.testing.assert_array_equal(output.advantages, 0)
 
 
@@ -215,7 +223,7 @@ def test_g2po_treats_equal_values_as_equal():
   rows.next_anchors[:] = np.choose(rows.steps, [middle, 3, 4])
   rows.success[:] = rows.steps == 2
   rows.rewards[:] = 10.0 * rows.success
-  actual = algorithms.make('g2po').credit(rows).advantages
+  actual = algorithms.make('g2po').compute_advantages(rows).advantages
   expected = slow_credit.g2po(slow_credit.Steps(rows, slow_credit.Options()))
   np.testing.assert_allclose(
     actual, [expected[r] for r in range(21)], atol=1e-4
@@ -229,18 +237,20 @@ def test_gdpo_by_hand():
     getattr(rows, name)[:] = -1 if name == 'groups' else 0
   rows.groups[:4], rows.episodes[:4] = 0, range(4)
   rows.components[:4] = [[1, 10], [1, 0], [0, 10], [0, 0]]
-  actual = algorithms.make('gdpo').credit(rows).advantages
+  actual = algorithms.make('gdpo').compute_advantages(rows).advantages
   np.testing.assert_allclose(
     actual, [1.2247, 0, 0, -1.2247, *[0] * 6], atol=2e-4
   )
   # The scale of a reward does not matter; its weight does.
   rows.components[:, 1] *= 7
   np.testing.assert_allclose(
-    algorithms.make('gdpo').credit(rows).advantages, actual, atol=2e-4
+    algorithms.make('gdpo').compute_advantages(rows).advantages,
+    actual,
+    atol=2e-4,
   )
-  first_only = algorithms.make('gdpo', component_weights=(1.0, 0.0)).credit(
-    rows
-  )
+  first_only = algorithms.make(
+    'gdpo', component_weights=(1.0, 0.0)
+  ).compute_advantages(rows)
   np.testing.assert_allclose(
     first_only.advantages[:4], [0.8660, 0.8660, -0.8660, -0.8660], atol=2e-4
   )
@@ -270,7 +280,7 @@ def test_gae_by_hand():
   values = np.array([[4, 6], [1, 2], [9, 9]], np.float32)
   output = algorithms.make(
     'ppo', gae_discount=0.5, gae_lambda=0.5, **UNWHITENED
-  ).credit(two_turns(), values)
+  ).compute_advantages(two_turns(), values)
   # delta: 10 - 6 = 4; 0.5 * 6 - 4 = -1; -1 + 0.5 * 4 - 2 = -1; 0.5 * 2 - 1 = 0.
   # A: 4; -1 + 0.25 * 4 = 0; -1 + 0 = -1; 0 - 0.25 = -0.25.
   np.testing.assert_allclose(output.advantages, [[0, 4], [-0.25, -1], [0, 0]])
@@ -281,7 +291,7 @@ def test_gae_over_turns_by_hand():
   values = np.array([[4, 6], [1, 2], [9, 9]], np.float32)
   output = algorithms.make(
     'ppo', gae_level='turn', gae_discount=0.5, gae_lambda=0.5, **UNWHITENED
-  ).credit(two_turns(), values)
+  ).compute_advantages(two_turns(), values)
   # delta: 10 - 4 = 6; -1 + 0.5 * 4 - 1 = 0. A: 6; 0.25 * 6 = 1.5.
   np.testing.assert_allclose(output.advantages, [[6, 6], [1.5, 1.5], [0, 0]])
   np.testing.assert_allclose(output.value_targets, [[10, 0], [2.5, 0], [0, 0]])
@@ -290,20 +300,24 @@ def test_gae_over_turns_by_hand():
 def test_undiscounted_advantages_are_returns_minus_values():
   values = np.random.default_rng(0).normal(size=(10, 1)).astype(np.float32)
   rows = golden_rows()
-  output = algorithms.make('ppo', whiten_advantages=False).credit(rows, values)
+  output = algorithms.make('ppo', whiten_advantages=False).compute_advantages(
+    rows, values
+  )
   returns = np.repeat([10, 0, 10], [3, 3, 2])[:, None]
   np.testing.assert_allclose(
     output.advantages[:8], returns - values[:8], atol=1e-5
   )
   np.testing.assert_allclose(output.value_targets[:8], returns, atol=1e-5)
-  whitened = algorithms.make('ppo').credit(rows, values).advantages[:8]
+  whitened = (
+    algorithms.make('ppo').compute_advantages(rows, values).advantages[:8]
+  )
   assert whitened.mean() == pytest.approx(0, abs=1e-6)
   assert whitened.std(ddof=1) == pytest.approx(1, abs=1e-5)
 
 
 def test_ppo_rejects_missing_values():
   with pytest.raises(ValueError, match='values=None: ppo needs the values'):
-    algorithms.make('ppo').credit(golden_rows())
+    algorithms.make('ppo').compute_advantages(golden_rows())
 
 
 def random_rows(seed, groups=4):
@@ -376,7 +390,9 @@ ROWS = {'episode_stats': 'rows', 'penalty_scope': 'row', 'lone_episode': 'raw'}
 def test_advantages_match_a_slow_reference(name, options):
   for seed in range(6):
     rows = random_rows(seed)
-    actual = algorithms.make(name, **options).credit(rows).advantages
+    actual = (
+      algorithms.make(name, **options).compute_advantages(rows).advantages
+    )
     known = {k: v for k, v in options.items() if k != 'components'}
     steps = slow_credit.Steps(rows, slow_credit.Options(**known))
     by_row = getattr(slow_credit, name)(steps)
@@ -398,7 +414,7 @@ def test_gae_matches_a_slow_reference(level, discount, decay, whiten):
     rows = random_rows(seed)
     rng = np.random.default_rng(seed)
     values = rng.normal(size=(len(rows.groups), 6)).astype(np.float32)
-    output = algorithms.make('ppo', **options).credit(rows, values)
+    output = algorithms.make('ppo', **options).compute_advantages(rows, values)
     steps = slow_credit.Steps(rows, slow_credit.Options(**options))
     np.testing.assert_allclose(
       output.advantages, slow_credit.ppo(steps, values), atol=2e-5
@@ -414,7 +430,7 @@ def test_largest_rewards_give_finite_advantages(name):
   values = None
   if algorithms.make(name).needs_values:
     values = np.zeros(rows.completion_mask.shape, np.float32)
-  actual = algorithms.make(name).credit(rows, values).advantages
+  actual = algorithms.make(name).compute_advantages(rows, values).advantages
   assert np.isfinite(actual).all()
   if name != 'graphgpo':  # Uses steps to success and penalties, not rewards.
     assert np.abs(actual[rows.real]).max() > 0.1
@@ -425,12 +441,12 @@ def test_equal_returns_whiten_to_zero():
   rows.rewards[:], rows.valid[:] = 0, True
   for chain in slow_credit.Steps(rows, slow_credit.Options()).chains:
     rows.rewards[chain[-1]] = 9.9
-  actual = algorithms.make('reinforce_pp').credit(rows).advantages
+  actual = algorithms.make('reinforce_pp').compute_advantages(rows).advantages
   np.testing.assert_array_equal(actual, 0)
 
 
 def test_episode_weight_does_not_change_the_metrics():
-  _, metrics, *_ = algorithms.make('hgpo').credit(golden_rows())
+  _, metrics, *_ = algorithms.make('hgpo').compute_advantages(golden_rows())
   assert metrics['advantage/groups_without_spread'] == 0
   assert metrics['advantage/episode_std'] > 0
 
@@ -439,7 +455,7 @@ def test_zero_variance_groups_are_counted():
   # Two episodes in group 0, one in group 1.
   rows = golden_rows()
   rows.groups[:8] = [0, 0, 0, 0, 0, 0, 1, 1]
-  _, metrics, *_ = algorithms.make('gigpo').credit(rows)
+  _, metrics, *_ = algorithms.make('gigpo').compute_advantages(rows)
   # Group 1 has a single episode and so no variance.
   assert metrics['advantage/groups_without_spread'] == 0.5
 

@@ -15,7 +15,7 @@ EPISODES = [
 
 
 def assign(**kwargs):
-  return [ids.tolist() for ids in anchors.number(EPISODES, **kwargs)]
+  return [ids.tolist() for ids in anchors.assign_ids(EPISODES, **kwargs)]
 
 
 def test_equal_states_of_a_group_share_an_id():
@@ -28,17 +28,20 @@ def test_history_of_preceding_states():
 
 
 def test_turn_ids():
-  assert assign(kind='turn') == [[0, 1, 2, -1], [0, 1, 2, 3], [4, 5, -1]]
+  assert assign(anchor='turn') == [[0, 1, 2, -1], [0, 1, 2, 3], [4, 5, -1]]
 
 
 def test_similar_states_merge_into_the_first():
   # 'abcd' and 'abce' share 3 of 4: ratio 0.75.
   states = [['abcd', 'abce', 'abef'], ['abce', None]]
-  merged = anchors.similar([0, 0], states, threshold=0.75)
+  merged = anchors.merge_similar([0, 0], states, threshold=0.75)
   assert merged == [['abcd', 'abcd', 'abef'], ['abcd', None]]
-  assert anchors.similar([0, 0], states, threshold=0.76) == states
+  assert anchors.merge_similar([0, 0], states, threshold=0.76) == states
   # Not across groups.
-  assert anchors.similar([0, 1], states, threshold=0.75)[1] == ['abce', None]
+  assert anchors.merge_similar([0, 1], states, threshold=0.75)[1] == [
+    'abce',
+    None,
+  ]
 
 
 @pytest.mark.parametrize('threshold', [0.5, 0.8, 0.95, 1.0])
@@ -60,4 +63,4 @@ def test_similarity_matches_difflib(threshold):
       members.append(text)
     expected.append(match or text)
   # Equal texts share one representative and are compared only once.
-  assert anchors.similar([0], [texts], threshold=threshold) == [expected]
+  assert anchors.merge_similar([0], [texts], threshold=threshold) == [expected]

@@ -18,7 +18,8 @@ import safetensors.numpy
 from configs import alfworld
 from envs.alfworld import games
 from gigpo_jax import config as config_lib
-from gigpo_jax import files, train
+from gigpo_jax import train
+from gigpo_jax.runtime import files
 
 PROJECT = pathlib.Path(train.__file__).parents[1]
 WARM_START = PROJECT / 'configs' / 'warm_starts' / 'alfworld_tiny'
@@ -387,7 +388,7 @@ _LOCKS = contextlib.ExitStack()
 
 def _in_use(run: pathlib.Path) -> None:
   run.mkdir()
-  _LOCKS.enter_context(files.locked(run))
+  _LOCKS.enter_context(files.lock(run))
 
 
 RUNS = (

@@ -31,7 +31,7 @@ def make_step(prompt, completion, anchor, reward=0.0, valid=True):
 def make_episode(group, member, *steps, failure=''):
   return trajectory.Trajectory(
     task=base.Task('train', group),
-    kind='',
+    task_type='',
     group=group,
     member=member,
     steps=steps,

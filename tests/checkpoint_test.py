@@ -38,7 +38,7 @@ def test_restored_state_is_equal(tmp_path):
       saved.save(iteration, state, {'iteration': iteration})
   with checkpoint.Checkpointer(tmp_path / 'c') as again:
     # Onto another sharding.
-    wanted = checkpoint.abstract(_state(axes=(None, None)))
+    wanted = checkpoint.abstract_state(_state(axes=(None, None)))
     iteration, restored, host = again.restore(wanted)
   assert (iteration, host) == (2, {'iteration': 2})
   jax.tree.map(np.testing.assert_array_equal, restored, state)
@@ -51,7 +51,7 @@ def test_another_model_is_refused_by_name(tmp_path):
   with checkpoint.Checkpointer(tmp_path) as saved:
     saved.save(0, _state(), {})
     saved.wait()
-    wanted = checkpoint.abstract(_state(shape=(8, 5)))
+    wanted = checkpoint.abstract_state(_state(shape=(8, 5)))
     with pytest.raises(ValueError, match=r'a/w is \(8, 4\) there and \(8, 5\)'):
       saved.restore(wanted)
 
@@ -79,14 +79,16 @@ def test_a_checkpoint_that_a_kill_cut_short_is_passed_over(tmp_path):
   assert done.returncode == -9
   with checkpoint.Checkpointer(directory) as saved:
     assert saved.latest() == 0
-    iteration, state, _ = saved.restore(checkpoint.abstract({'x': jnp.ones(4)}))
+    iteration, state, _ = saved.restore(
+      checkpoint.abstract_state({'x': jnp.ones(4)})
+    )
   assert iteration == 0
   np.testing.assert_array_equal(state['x'], np.zeros(4))
 
 
 FULL = """
 import resource, sys, jax.numpy as jnp
-from gigpo_jax import checkpoint, hosts
+from gigpo_jax import checkpoint
 with checkpoint.Checkpointer(sys.argv[1]) as saved:
   saved.save(0, {'x': jnp.zeros(4)}, {})
   saved.wait()
@@ -95,7 +97,7 @@ with checkpoint.Checkpointer(sys.argv[1]) as saved:
   try:
     saved.save(1, {'x': jnp.arange(1e6)}, {})
     saved.wait()
-  except hosts.Stopped as error:
+  except errors.RunError as error:
     print(error)
     sys.exit(1)
 """
@@ -152,7 +154,7 @@ def test_what_is_damaged_is_named_and_passed_over(tmp_path, capsys, spoil):
   spoil(tmp_path / '3')
   with checkpoint.Checkpointer(tmp_path) as saved:
     assert saved.latest() == 1
-    iteration, restored, _ = saved.restore(checkpoint.abstract(state))
+    iteration, restored, _ = saved.restore(checkpoint.abstract_state(state))
     printed = capsys.readouterr().out
     assert printed.startswith(f'{tmp_path}/3: damaged, passed over: ')
     assert len(printed.splitlines()) == 1
@@ -162,7 +164,9 @@ def test_what_is_damaged_is_named_and_passed_over(tmp_path, capsys, spoil):
       saved.save(later, state, {'iteration': later})
   assert sorted(p.name for p in tmp_path.iterdir()) == ['2', '3', '3.damaged']
   with checkpoint.Checkpointer(tmp_path) as saved:
-    assert saved.restore(checkpoint.abstract(state))[2] == {'iteration': 3}
+    assert saved.restore(checkpoint.abstract_state(state))[2] == {
+      'iteration': 3
+    }
 
 
 def test_nothing_but_damage_is_no_reason_to_begin_anew(tmp_path):
@@ -207,7 +211,7 @@ def test_a_state_comes_back_on_any_mesh(tmp_path, shape):
   with checkpoint.Checkpointer(tmp_path) as saved:
     saved.save(7, _on_mesh((2, 4)), host)
   with checkpoint.Checkpointer(tmp_path) as again:
-    wanted = checkpoint.abstract(_on_mesh(shape, scale=0.0))
+    wanted = checkpoint.abstract_state(_on_mesh(shape, scale=0.0))
     iteration, restored, restored_host = again.restore(wanted)
   assert (iteration, restored_host) == (7, host)
   _assert_same(restored, _on_mesh(shape))
@@ -222,7 +226,7 @@ def test_the_state_may_be_donated_while_it_is_saved(tmp_path):
     saved.save(0, state, {})
     doubled = double(state)
     saved.wait()
-    _, restored, _ = saved.restore(checkpoint.abstract(doubled))
+    _, restored, _ = saved.restore(checkpoint.abstract_state(doubled))
   _assert_same(restored, _on_mesh((1, 8)))
 
 
@@ -256,7 +260,7 @@ def test_what_differs_is_named_in_one_line(tmp_path, other, message):
     saved.save(0, {'x': jnp.ones(4), 'y': jnp.arange(4)}, {})
     saved.wait()
     with pytest.raises(ValueError, match=message) as error:
-      saved.restore(checkpoint.abstract(other))
+      saved.restore(checkpoint.abstract_state(other))
   assert '\n' not in str(error.value)
 
 
@@ -266,7 +270,7 @@ def test_a_reader_leaves_a_writer_alone(tmp_path):
   under_way = tmp_path / '1.orbax-checkpoint-tmp'
   under_way.mkdir()
   with checkpoint.Checkpointer(tmp_path, read_only=True) as found:
-    assert found.restore(checkpoint.abstract({'x': jnp.ones(4)}))[0] == 0
+    assert found.restore(checkpoint.abstract_state({'x': jnp.ones(4)}))[0] == 0
   assert under_way.is_dir()
 
 

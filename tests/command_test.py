@@ -12,7 +12,8 @@ import pytest
 from programs import PROJECT
 
 from configs import alfworld
-from gigpo_jax import checkpoint, files, hosts, signals
+from gigpo_jax import checkpoint
+from gigpo_jax.runtime import files, signals
 
 
 def _launched(script: str, *flags: str) -> subprocess.CompletedProcess:
@@ -58,6 +59,8 @@ def test_a_taken_port_suggests_another(tmp_path):
 _BUSY = """
 import hashlib, os, signal
 from launch import interrupt
+# A background process of a shell inherits an ignored signal.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with interrupt.handled():
   interrupt.describe(lambda: 'the same command resumes after iteration 12')
   os.kill(os.getpid(), signal.SIGINT)
@@ -74,6 +77,7 @@ def test_an_interrupt_does_not_wait_for_what_is_under_way():
     capture_output=True,
     text=True,
     check=False,
+    timeout=300,
   )
   assert done.returncode == 130
   assert done.stderr == (
@@ -91,8 +95,8 @@ def test_the_line_names_the_newest_whole_checkpoint(tmp_path):
 
 def test_a_signal_reaches_all_who_listen():
   heard = []
-  with signals.listening(signal.SIGINT, lambda: heard.append('outer')):
-    with signals.listening(signal.SIGTERM, lambda: heard.append('inner')):
+  with signals.listen(signal.SIGINT, lambda: heard.append('outer')):
+    with signals.listen(signal.SIGTERM, lambda: heard.append('inner')):
       before = signal.signal(signal.SIGINT, lambda *_: None)
       signal.raise_signal(signal.SIGINT)
       signal.signal(signal.SIGINT, before)
@@ -100,7 +104,7 @@ def test_a_signal_reaches_all_who_listen():
 
 
 def test_exported_files_have_the_permissions_of_the_umask(tmp_path):
-  with hosts.whole(tmp_path / 'policy') as folder:
+  with distributed.atomic_directory(tmp_path / 'policy') as folder:
     inside = pathlib.Path(folder, 'inside')
     inside.mkdir(parents=True)
     (inside / 'weights').touch(mode=0o600)
@@ -113,7 +117,7 @@ def test_exported_files_have_the_permissions_of_the_umask(tmp_path):
 def test_console_commands_are_those_of_the_scripts():
   text = (PROJECT / 'setup.py').read_text()
   commands = dict(re.findall(r"'(gigpo-[\w-]+)=([\w.]+):main'", text))
-  assert commands.pop('gigpo-compare') == 'gigpo_jax.compare'
+  assert commands.pop('gigpo-compare') == 'gigpo_jax.tools.compare'
   # By their text: two scripts of one process would define a flag twice.
   scripts = {
     path.stem

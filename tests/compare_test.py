@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gigpo_jax import compare
+from gigpo_jax.tools import compare
 
 
 def _run(path, *, variant, seed, rates, secs=60.0):

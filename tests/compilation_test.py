@@ -8,13 +8,12 @@ import sys
 import train_test
 from programs import PROJECT
 
-from gigpo_jax import compilation
+from gigpo_jax.runtime import compilation
 
 _VARIABLES = ('JAX_COMPILATION_CACHE_DIR', 'GIGPO_JAX_CACHE')
 _OPTIONS = """
 import jax
-from gigpo_jax import compilation
-compilation.keep_programs()
+compilation.enable_cache()
 print(jax.config.jax_compilation_cache_dir)
 print(jax.config.jax_persistent_cache_min_compile_time_secs)
 print(jax.config.jax_persistent_cache_min_entry_size_bytes)

@@ -69,7 +69,11 @@ def _refusal(**changes) -> str:
     ('loss.corridor_low', 0.5, 'needs loss.corridor_weight to be above 0'),
     ('algorithm.similarity_threshold', 0.8, 'must be 0.9'),
     ('tasks.uniform', 0.2, 'needs tasks.draw to be uncertain'),
-    ('filter.warmup_iterations', 3, 'needs filter.without_spread to be True'),
+    (
+      'filter.warmup_iterations',
+      3,
+      'needs filter.drop_zero_variance to be True',
+    ),
     ('tasks.draw', 'hard', 'must be one of epochs, uncertain'),
     ('tasks.uniform', 2.0, 'between 0 and 1'),
     ('filter.max_refills', -1, 'at least 0'),
@@ -126,8 +130,8 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
       'loss.aggregation=token_mean: dr_grpo .* must be fixed_length',
     ),
     (
-      {'algorithm.name': 'gdpo', 'filter.without_spread': True},
-      'filter.without_spread=True: filters by the total reward',
+      {'algorithm.name': 'gdpo', 'filter.drop_zero_variance': True},
+      'filter.drop_zero_variance=True: filters by the total reward',
     ),
     (
       {'algorithm.name': 'ppo', 'loss.ratio_level': 'row'},
@@ -137,9 +141,9 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
       {
         'algorithm.name': 'ppo',
         'rollout.episodes_per_group': 1,
-        'filter.without_spread': True,
+        'filter.drop_zero_variance': True,
       },
-      'filter.without_spread=True: one episode has no variance',
+      'filter.drop_zero_variance=True: one episode has no variance',
     ),
     (
       {
@@ -314,11 +318,11 @@ def test_options_that_an_environment_lacks_are_refused():
   # The environment sets the order of its goals.
   config = webshop.get_config('tiny,reference_code')
   assert config.env.reference_sampling
-  config.filter.without_spread, config.tasks.draw = True, 'uncertain'
+  config.filter.drop_zero_variance, config.tasks.draw = True, 'uncertain'
   refused = [
     line.partition(':')[0] for line in config_lib._environment_conflicts(config)
   ]
-  assert refused == ['tasks.draw=uncertain', 'filter.without_spread=True']
+  assert refused == ['tasks.draw=uncertain', 'filter.drop_zero_variance=True']
 
 
 def test_more_groups_than_goal_lists_are_refused():

@@ -25,8 +25,8 @@ from configs import (
 )
 from configs.sweeps import ablations, main
 from gigpo_jax import config as config_lib
-from gigpo_jax import sweep as sweep_lib
 from gigpo_jax.algorithms import gigpo
+from gigpo_jax.tools import sweep as sweep_tool
 
 # A warm start has to be made for these.
 OTHERS = (gymnasium, search_qa, sokoban, textarena, textworld)
@@ -139,7 +139,7 @@ def test_sweeps_change_nothing_but_what_they_vary(sweep):
   # The published rows are of these configs.
   found = {
     (run.experiment, run.name): run.load().optimizer.learning_rate
-    for run in sweep_lib.read(sweep.__file__)
+    for run in sweep_tool.read(sweep.__file__)
   }
   for (experiment, name), rate in found.items():
     lower = {'alfworld': ('grpo', 'rloo', 'ppo', 'strong')}.get(
@@ -246,7 +246,7 @@ def test_other_words_change_what_they_say():
     'loss.clip_epsilon': 3e-3,
     'loss.clip_epsilon_high': 4e-3,
     'loss.aggregation': 'sequence_mean',
-    'filter.without_spread': True,
+    'filter.drop_zero_variance': True,
     'filter.warmup_iterations': 10,
   }
 

@@ -51,7 +51,7 @@ def fixture_rows():
   )
 
 
-def train(rows, links, targets, updates=60):
+def train(rows, value_mask, targets, updates=60):
   subject = make_critic()
   state = subject.init(reference.init(CONFIG, jax.random.key(0)))
   initial = values = subject.values(state.params, rows)
@@ -61,7 +61,7 @@ def train(rows, links, targets, updates=60):
       rows,
       values=values,
       targets=targets,
-      links=links,
+      value_mask=value_mask,
       iteration=iteration,
     )
     values = subject.values(state.params, rows)
@@ -69,12 +69,16 @@ def train(rows, links, targets, updates=60):
 
 
 def test_values_start_at_zero_and_approach_their_targets(rows):
-  links = rows.completion_mask
+  value_mask = rows.completion_mask
   rng = np.random.default_rng(1)
-  targets = np.where(links, rng.normal(size=links.shape), 0).astype(np.float32)
-  initial, values, metrics = train(rows, links, targets)
+  targets = np.where(value_mask, rng.normal(size=value_mask.shape), 0).astype(
+    np.float32
+  )
+  initial, values, metrics = train(rows, value_mask, targets)
   np.testing.assert_array_equal(initial, 0)
-  before, after = (np.abs(x - targets)[links].mean() for x in (initial, values))
+  before, after = (
+    np.abs(x - targets)[value_mask].mean() for x in (initial, values)
+  )
   assert after < 0.25 * before
   assert set(metrics) == {
     'critic/loss',
@@ -85,7 +89,7 @@ def test_values_start_at_zero_and_approach_their_targets(rows):
     'critic/most_skipped_in_row',
     'critic/count',
   }
-  np.testing.assert_array_equal(values[~links], 0)
+  np.testing.assert_array_equal(values[~value_mask], 0)
 
 
 def test_values_do_not_depend_on_their_token(rows):
@@ -104,11 +108,11 @@ def test_values_do_not_depend_on_their_token(rows):
   np.testing.assert_allclose(subject.values(params, changed), values, atol=1e-6)
 
 
-def test_only_links_are_trained(rows):
-  links = rows.completion_mask
-  links[:, 1:] = False
-  targets = np.where(links, 1.0, 0.0).astype(np.float32)
-  _, values, metrics = train(rows, links, targets, updates=1)
+def test_only_positions_of_the_value_mask_are_trained(rows):
+  value_mask = rows.completion_mask
+  value_mask[:, 1:] = False
+  targets = np.where(value_mask, 1.0, 0.0).astype(np.float32)
+  _, values, metrics = train(rows, value_mask, targets, updates=1)
   # A row's only link has the weight of all its tokens: (0 - 1)^2 / 2 per row.
   assert metrics['critic/loss'] == pytest.approx(
     0.5 * rows.completion_mask.sum(1).sum() / rows.completion_mask.sum()

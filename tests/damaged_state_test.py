@@ -19,22 +19,17 @@ import pytest
 
 from configs import alfworld
 from gigpo_jax import (
+  builders,
   checkpoint,
-  compare,
   episodes,
   evaluation,
-  experiment,
-  files,
-  hosts,
   learner,
   metrics,
-  sweep,
   train,
-  viewer,
 )
-from gigpo_jax import (
-  config as config_lib,
-)
+from gigpo_jax import config as config_lib
+from gigpo_jax.runtime import errors, files
+from gigpo_jax.tools import compare, sweep, viewer
 
 ITERATIONS = 4
 
@@ -51,7 +46,7 @@ class _Learner:
 
   def describe(self):
     state = self.init({'w': jnp.zeros(4)})
-    return checkpoint.abstract(state), {}
+    return checkpoint.abstract_state(state), {}
 
 
 def _config():
@@ -72,24 +67,24 @@ def _small_parts(monkeypatch):
     sampler=types.SimpleNamespace(base=None),
   )
   parts = {
-    'make_policy': lambda config: policy,
+    'make_model_bundle': lambda config: policy,
     'make_learner': lambda *_: _Learner(),
     'make_reference': lambda *_: None,
     'make_pool': lambda config: contextlib.nullcontext(),
-    'make_roller': lambda *_: None,
-    'make_kind': lambda config: None,
+    'make_runner': lambda *_: None,
+    'make_task_type': lambda config: None,
     'try_environment': lambda *_: None,
   }
   for name, part in parts.items():
-    monkeypatch.setattr(experiment, name, part)
+    monkeypatch.setattr(builders, name, part)
   monkeypatch.setattr(config_lib, 'validate', lambda config: None)
-  writers, make_writer = [], experiment.make_writer
+  writers, make_writer = [], builders.make_writer
 
   def make(*args):
     writers.append(make_writer(*args))
     return writers[-1]
 
-  monkeypatch.setattr(experiment, 'make_writer', make)
+  monkeypatch.setattr(builders, 'make_writer', make)
   yield
   for writer in writers:
     writer.close()
@@ -225,7 +220,7 @@ def test_other_damage_is_refused_in_one_line_or_kept_aside(
     said = capsys.readouterr().out
     # Not all damage is seen at start; then what was there is still there.
     assert '.bak' in said or sorted(workdir.rglob('*')) == found
-  except (ValueError, hosts.Stopped) as error:
+  except (ValueError, errors.RunError) as error:
     said = str(error)
     assert len(said.splitlines()) == 1
     assert pathlib.Path(name).name in said or str(workdir / 'episodes') in said
@@ -257,7 +252,7 @@ def test_metrics_and_episodes_outlive_their_checkpoints(workdir, capsys):
   assert 'the file is kept as metrics.jsonl.bak' in said
   assert 'the folder is kept as episodes.bak' in said
   assert (workdir / 'metrics.jsonl.bak').read_text() == before
-  kept = episodes.open_set(workdir / 'episodes.bak')
+  kept = episodes.open_dataset(workdir / 'episodes.bak')
   assert kept.iterations == list(range(ITERATIONS))
   assert metrics.read(workdir) == []
   # Another time, another name.

@@ -102,7 +102,7 @@ def test_the_shortest_environment_is_complete():
   module = types.ModuleType('sticks')
   exec(compile(text, 'sticks.py', 'exec'), module.__dict__)
   tasks, env = module.tasks('train'), module.Env(max_steps=3)
-  assert len(tasks) == 8 and {tasks.kind(n) for n in range(8)} == {
+  assert len(tasks) == 8 and {tasks.task_type(n) for n in range(8)} == {
     'even',
     'odd',
   }

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from envs import base
-from gigpo_jax import algorithms, batch, collection, episodes, trajectory
+from gigpo_jax import algorithms, batch, episodes, group_filter, trajectory
 
 # Text that a model or an environment may write. Lone surrogates are escaped;
 # everything else is stored unchanged.
@@ -67,7 +67,7 @@ def collected(played=None):
     episode(1, [0.0], group=1),
   ]
   kept = [dataclasses.replace(t, group=0) for t in played[2:]]
-  return collection.Collected(played, kept, [2, 3], {})
+  return group_filter.CollectedGroups(played, kept, [2, 3], {})
 
 
 def rows_of(collected_episodes):
@@ -82,7 +82,7 @@ def rows_of(collected_episodes):
 def write(log, iteration, collected_episodes=None):
   collected_episodes = collected_episodes or collected()
   rows = rows_of(collected_episodes)
-  credit = algorithms.make('gigpo', norm='mean').credit(rows)
+  credit = algorithms.make('gigpo', norm='mean').compute_advantages(rows)
   return log.write(iteration, collected_episodes, rows, credit)
 
 
@@ -92,8 +92,8 @@ def equal(a, b):
 
 
 def test_fields_of_a_record(tmp_path):
-  write(episodes.Log(tmp_path, Text(), seed=5), 3)
-  dropped, _, won, lost = episodes.open_set(tmp_path).read(3)
+  write(episodes.EpisodeWriter(tmp_path, Text(), seed=5), 3)
+  dropped, _, won, lost = episodes.open_dataset(tmp_path).read(3)
   assert (won['iteration'], won['group'], won['member']) == (3, 1, 0)
   assert (won['task_split'], won['task_index']) == ('train', 11)
   assert (won['kind'], won['seed'], won['return']) == ('pick', 5, 10.0)
@@ -129,10 +129,10 @@ def test_fields_of_a_record(tmp_path):
 
 
 def test_iteration_without_rows_is_stored_as_not_trained_on(tmp_path):
-  played = collected().played[:2]
-  log = episodes.Log(tmp_path, Text(), seed=5)
-  log.write(0, collection.Collected(played, [], [], {}))
-  one, other = episodes.open_set(tmp_path).read(0)
+  played = collected().episodes[:2]
+  log = episodes.EpisodeWriter(tmp_path, Text(), seed=5)
+  log.write(0, group_filter.CollectedGroups(played, [], [], {}))
+  one, other = episodes.open_dataset(tmp_path).read(0)
   assert not one['trained'] and not other['trained']
   assert math.isnan(one['steps'][0]['advantage'])
 
@@ -142,20 +142,22 @@ def test_token_advantages_are_averaged():
   rows = rows_of(collected_episodes)
   advantages = np.zeros((len(rows.groups), 4), np.float32)
   advantages[0] = 1, 2, 100, 100  # The completion has two tokens.
-  by_episode = episodes.tell(rows, algorithms.Credit(advantages, {}))
+  by_episode = episodes.step_fields(
+    rows, algorithms.AlgorithmOutput(advantages, {})
+  )
   assert by_episode[0][0]['advantage'] == 1.5
   assert 'step_advantage' not in by_episode[0][0]
 
 
 def test_failed_episodes(tmp_path):
-  log = episodes.Log(tmp_path, Text(), seed=0)
+  log = episodes.EpisodeWriter(tmp_path, Text(), seed=0)
   at_once = episode(0, [], failure='died')
   later = episode(1, [1.0], failure='hung')
   collected_episodes = collected(
     [episode(0, [0.0]), at_once, later, episode(1, [0.0])]
   )
   write(log, 0, collected_episodes)
-  _, at_once, later, _ = episodes.open_set(tmp_path).read(0)
+  _, at_once, later, _ = episodes.open_dataset(tmp_path).read(0)
   assert at_once['failure'] == 'died' and not at_once['trained']
   assert len(at_once['steps']) == 1
   assert at_once['steps'][0]['is_first'] and at_once['steps'][0]['is_last']
@@ -165,49 +167,53 @@ def test_failed_episodes(tmp_path):
 
 
 def test_every_second_iteration_is_stored(tmp_path):
-  log = episodes.Log(tmp_path, Text(), seed=0, every=2)
+  log = episodes.EpisodeWriter(tmp_path, Text(), seed=0, every=2)
   assert 'time/episodes_secs' in write(log, 0)
   assert write(log, 1) == {}
   write(log, 2)
-  assert episodes.open_set(tmp_path).iterations == [0, 2]
+  assert episodes.open_dataset(tmp_path).iterations == [0, 2]
 
 
 @pytest.mark.parametrize('first', [0, 1, 2, 3])
 def test_after_a_kill_each_iteration_is_stored_once(tmp_path, first):
   """The run is killed after iteration 2; the checkpoint may be older."""
-  log = episodes.Log(tmp_path, Text(), seed=0)
+  log = episodes.EpisodeWriter(tmp_path, Text(), seed=0)
   for iteration in range(3):
     write(log, iteration)
   # The file of the next iteration exists, but the index does not list it.
   (tmp_path / 'episodes-train.array_record-00003').write_bytes(b'torn')
   (tmp_path / 'episodes-train.array_record-00004.tmp').write_bytes(b'torn')
-  again = episodes.Log(tmp_path, Text(), seed=0, first_iteration=first)
-  assert episodes.open_set(tmp_path).iterations == list(range(first))
+  again = episodes.EpisodeWriter(
+    tmp_path, Text(), seed=0, first_iteration=first
+  )
+  assert episodes.open_dataset(tmp_path).iterations == list(range(first))
   for iteration in range(first, 5):
     write(again, iteration)
-  iterations = [record['iteration'] for record in episodes.open_set(tmp_path)]
+  iterations = [
+    record['iteration'] for record in episodes.open_dataset(tmp_path)
+  ]
   assert iterations == [n for n in range(5) for _ in range(4)]
   assert len(list(tmp_path.glob('episodes-*'))) == 5
 
 
 def test_kill_between_index_writes_leaves_a_readable_set(tmp_path):
-  log = episodes.Log(tmp_path, Text(), seed=0)
+  log = episodes.EpisodeWriter(tmp_path, Text(), seed=0)
   write(log, 0)
   before = (tmp_path / 'dataset_info.json').read_bytes()
   write(log, 1)
   # metadata.json and the file are renamed, dataset_info.json is not yet.
   (tmp_path / 'dataset_info.json').write_bytes(before)
-  episode_set = episodes.open_set(tmp_path)
+  episode_set = episodes.open_dataset(tmp_path)
   assert episode_set.iterations == [0] and len(list(episode_set)) == 4
-  again = episodes.Log(tmp_path, Text(), seed=0, first_iteration=1)
+  again = episodes.EpisodeWriter(tmp_path, Text(), seed=0, first_iteration=1)
   write(again, 1)
-  episode_set = episodes.open_set(tmp_path)
+  episode_set = episodes.open_dataset(tmp_path)
   assert episode_set.iterations == [0, 1] and len(list(episode_set)) == 8
 
 
 def test_check_folder_reports_damaged_sets(tmp_path):
   episodes.check_folder(tmp_path)
-  log = episodes.Log(tmp_path, Text(), seed=0)
+  log = episodes.EpisodeWriter(tmp_path, Text(), seed=0)
   write(log, 0)
   write(log, 1)
   episodes.check_folder(tmp_path)
@@ -246,7 +252,7 @@ print(json.dumps({
 
 
 def test_tfds_reads_the_set_without_this_project(tmp_path):
-  log = episodes.Log(tmp_path, Text(), seed=0)
+  log = episodes.EpisodeWriter(tmp_path, Text(), seed=0)
   write(log, 0)
   write(log, 1)
   done = subprocess.run(
@@ -272,9 +278,9 @@ def test_tfds_reads_the_set_without_this_project(tmp_path):
 @pytest.mark.parametrize('there', [False, True], ids=['none', 'other'])
 def test_open_set_refuses_other_folders(tmp_path, there):
   if there:
-    write(episodes.Log(tmp_path, Text(), seed=0), 0)
+    write(episodes.EpisodeWriter(tmp_path, Text(), seed=0), 0)
     (tmp_path / 'metadata.json').write_text('{}')
   message = 'lacks the tokenizer' if there else 'holds no episodes'
   with pytest.raises(ValueError, match=message) as error:
-    episodes.open_set(tmp_path)
+    episodes.open_dataset(tmp_path)
   assert '\n' not in str(error.value)

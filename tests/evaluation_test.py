@@ -8,7 +8,7 @@ from envs import base
 from gigpo_jax import evaluation, metrics, trajectory
 
 
-def episode(task, success, member=0, kind='pick', failure='', score=None):
+def episode(task, success, member=0, task_type='pick', failure='', score=None):
   step = trajectory.Step(
     prompt_ids=np.array([1]),
     completion_ids=np.array([1]),
@@ -23,13 +23,13 @@ def episode(task, success, member=0, kind='pick', failure='', score=None):
     ),
   )
   return trajectory.Trajectory(
-    base.Task('valid', task), kind, task, member, (step,), failure
+    base.Task('valid', task), task_type, task, member, (step,), failure
   )
 
 
 def test_one_episode_per_task_gives_wilson_interval():
   episodes = [episode(n, n < 3) for n in range(10)]
-  rates = evaluation.rates(episodes)
+  rates = evaluation.summarize(episodes)
   assert rates['eval/success_rate'] == pytest.approx(0.3)
   assert (rates['eval/success_low'], rates['eval/success_high']) == (
     metrics.wilson(3, 10)
@@ -39,7 +39,7 @@ def test_one_episode_per_task_gives_wilson_interval():
 def test_repeats_of_a_task_are_not_independent():
   # Five of ten tasks always succeed: the uncertainty is in the choice of tasks.
   episodes = [episode(n, n < 5, m) for n in range(10) for m in range(50)]
-  low, high = evaluation.interval(episodes)
+  low, high = evaluation.success_interval(episodes)
   wilson = metrics.wilson(250, 500)
   assert high - low > 3 * (wilson[1] - wilson[0])
   assert 0.15 <= low <= 0.25 and 0.75 <= high <= 0.85
@@ -47,7 +47,7 @@ def test_repeats_of_a_task_are_not_independent():
 
 def test_equal_outcomes_give_wilson_interval_over_tasks():
   episodes = [episode(n, True, m) for n in range(10) for m in range(50)]
-  assert evaluation.interval(episodes) == metrics.wilson(10, 10)
+  assert evaluation.success_interval(episodes) == metrics.wilson(10, 10)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_scores_are_compared_if_reported():
 
 def test_table_has_a_row_per_task_type(tmp_path):
   episodes = [
-    episode(n, n < 2, kind='heat' if n % 2 else 'cool') for n in range(4)
+    episode(n, n < 2, task_type='heat' if n % 2 else 'cool') for n in range(4)
   ]
   lines = evaluation.table('mine', episodes).splitlines()
   assert [line.split('|')[2].strip() for line in lines[2:]] == [
@@ -103,7 +103,7 @@ def test_table_has_a_row_per_task_type(tmp_path):
 def test_plot_has_labels(tmp_path, monkeypatch):
   drawn = []
   monkeypatch.setattr(pyplot, 'close', drawn.append)
-  episodes = [episode(n, n % 2 == 0, kind='ab'[n % 2]) for n in range(6)]
+  episodes = [episode(n, n % 2 == 0, task_type='ab'[n % 2]) for n in range(6)]
   evaluation.draw({'mine': episodes, 'x' * 200: episodes}, tmp_path / 'x.png')
   (axes,), (legend,) = drawn[0].axes, drawn[0].legends
   monkeypatch.undo()

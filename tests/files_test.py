@@ -10,12 +10,11 @@ import sys
 import filelock
 import pytest
 
-from gigpo_jax import files
+from gigpo_jax.runtime import files
 
 _HOLDS = """
 import pathlib, sys, time
-from gigpo_jax import files
-with files.locked(pathlib.Path(sys.argv[1])):
+with files.lock(pathlib.Path(sys.argv[1])):
   print('held', flush=True)
   time.sleep(60)
 """
@@ -29,7 +28,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path):
   ) as other:
     try:
       assert other.stdout.readline() == 'held\n'
-      with pytest.raises(ValueError) as error, files.locked(tmp_path):
+      with pytest.raises(ValueError) as error, files.lock(tmp_path):
         pass
     finally:
       other.send_signal(signal.SIGKILL)
@@ -40,10 +39,10 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path):
   )
   # The killed process has left its files, and no lock.
   assert (tmp_path / '.lock_owner.json').is_file()
-  with files.locked(tmp_path):
+  with files.lock(tmp_path):
     owner = files.read_object(tmp_path / '.lock_owner.json')
     assert owner['pid'] == os.getpid()
-  with files.locked(tmp_path):
+  with files.lock(tmp_path):
     pass
 
 
@@ -56,7 +55,7 @@ def test_a_file_system_without_locks_is_reported(
 
   monkeypatch.setattr(filelock.FileLock, 'acquire', acquire)
   with contextlib.ExitStack() as stack:
-    stack.enter_context(files.locked(tmp_path))
-    stack.enter_context(files.locked(tmp_path))
+    stack.enter_context(files.lock(tmp_path))
+    stack.enter_context(files.lock(tmp_path))
   lines = capsys.readouterr().out.splitlines()
   assert len(lines) == 2 and 'cannot be locked (no locks)' in lines[0]

@@ -6,7 +6,7 @@ import re
 import pytest
 from programs import PROJECT
 
-from gigpo_jax import metric_list
+from gigpo_jax.tools import metric_list
 
 # Names of intermediate sums, which no run writes.
 INTERNAL = {'update/objective', 'value/clipped'}
@@ -66,7 +66,7 @@ def _is_written(name: str) -> bool:
 
 def test_page_is_up_to_date():
   page = (PROJECT / 'docs' / 'metrics.md').read_text()
-  assert page == metric_list.page(), 'run python -m gigpo_jax.metric_list'
+  assert page == metric_list.page(), 'run python -m gigpo_jax.tools.metric_list'
 
 
 def test_metric_names_are_unique():
@@ -84,7 +84,7 @@ def test_metric_in_the_code_is_listed():
   named = {text for text in WORDS if FULL.fullmatch(text)} - INTERNAL
   assert len(named) > 60
   unlisted = sorted(name for name in named if not metric_list.find(name))
-  assert not unlisted, f'add to gigpo_jax/metric_list.py: {unlisted}'
+  assert not unlisted, f'add to gigpo_jax/tools/metric_list.py: {unlisted}'
 
 
 def test_metric_families_match_by_placeholder():

@@ -60,12 +60,12 @@ def _episode_with_metrics(
 
 
 def test_environment_metrics_never_replace_trainer_metrics():
-  expected = evaluation.rates(_episode_with_metrics({}))
+  expected = evaluation.summarize(_episode_with_metrics({}))
   names = [name.removeprefix('eval/') for name in expected]
   # Names that only some iterations have.
   names += ['score', 'score_low', 'failed_episodes/died', 'success_rate/b']
   forged = {name: -1.0 for name in [*names, 'env_score', 'plain']}
-  rates = evaluation.rates(_episode_with_metrics(forged))
+  rates = evaluation.summarize(_episode_with_metrics(forged))
   assert {name: rates[name] for name in expected} == expected
   own = {f'eval/env_{name}' for name in [*names, 'env_score']}
   assert rates.keys() - expected.keys() == own | {'eval/plain'}
@@ -132,7 +132,7 @@ def test_scores_are_averaged_over_episodes_not_steps():
   # Also if it had a score before it failed: 1.25 / 5.
   episodes += [episode(0.5, 0.75, failure='died')]
   assert metrics.summarize(episodes)['train/score'] == 0.25
-  assert evaluation.rates(episodes)['eval/score'] == 0.25
+  assert evaluation.summarize(episodes)['eval/score'] == 0.25
   # No score if the environment reports none.
   assert 'train/score' not in metrics.summarize([episode(None)])
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from gigpo_jax import preemption
+from gigpo_jax.runtime import preemption
 
 # Long beside what a machine may be busy with.
 GRACE = 4.0
@@ -18,7 +18,7 @@ def _terminate() -> None:
   os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _until_told(notice: preemption.Notice) -> None:
+def _until_told(notice: preemption.PreemptionGuard) -> None:
   end = time.monotonic() + GRACE / 4
   while not notice.agreed() and time.monotonic() < end:
     time.sleep(0.01)
@@ -26,7 +26,7 @@ def _until_told(notice: preemption.Notice) -> None:
 
 def test_a_run_that_is_told_may_end_its_iteration():
   before = signal.getsignal(signal.SIGTERM)
-  with preemption.Notice(GRACE) as notice:
+  with preemption.PreemptionGuard(GRACE) as notice:
     assert not notice.agreed()
     _terminate()
     _until_told(notice)
@@ -35,10 +35,10 @@ def test_a_run_that_is_told_may_end_its_iteration():
 
 
 def test_half_the_time_later_it_is_interrupted():
-  with preemption.Notice(GRACE) as notice:
+  with preemption.PreemptionGuard(GRACE) as notice:
     _terminate()
     begin = time.monotonic()
-    with pytest.raises(preemption.Leave):
+    with pytest.raises(preemption.Preempted):
       time.sleep(GRACE)
     assert GRACE / 2 <= time.monotonic() - begin < GRACE
     notice.leave()
@@ -49,8 +49,8 @@ def test_half_the_time_later_it_is_interrupted():
 
 def test_what_is_held_comes_to_its_end_first():
   done = False
-  with preemption.Notice(2.0) as notice:
-    with pytest.raises(preemption.Leave):
+  with preemption.PreemptionGuard(2.0) as notice:
+    with pytest.raises(preemption.Preempted):
       with notice.hold():
         _terminate()
         time.sleep(1.3)
@@ -61,15 +61,14 @@ def test_what_is_held_comes_to_its_end_first():
 
 def test_an_end_that_nothing_was_told_of_is_quick():
   begin = time.monotonic()
-  with preemption.Notice(60.0):
+  with preemption.PreemptionGuard(60.0):
     pass
   assert time.monotonic() - begin < 5
 
 
 BUSY = """
 import hashlib, os, signal, time
-from gigpo_jax import preemption
-with preemption.Notice(1.0):
+with preemption.PreemptionGuard(1.0):
   print(time.time(), flush=True)
   os.kill(os.getpid(), signal.SIGTERM)
   # As an update does, it keeps Python's handlers waiting.

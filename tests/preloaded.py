@@ -82,7 +82,8 @@ def _run(script: str, flags: list[str], variables: dict) -> dict:
 
 
 if __name__ == '__main__':
-  from gigpo_jax import evaluation, sft, sweep, train  # noqa: F401
+  from gigpo_jax import evaluation, sft, train  # noqa: F401
+  from gigpo_jax.tools import sweep  # noqa: F401
 
   print(json.dumps(time.process_time()), flush=True)
   for case in json.load(sys.stdin):

@@ -95,7 +95,7 @@ def _collect(  # noqa: PLR0913
     reset_timeout_secs=30,
     envs_per_group=2,
   ) as pool:
-    runner = rollout.Roller(pool, script, text, 200, 'error', schedule)
+    runner = rollout.EpisodeRunner(pool, script, text, 200, 'error', schedule)
     finished = []
     trajectories = runner.collect(
       {},
@@ -103,7 +103,7 @@ def _collect(  # noqa: PLR0913
       episodes_per_group=2,
       stream=(rollout.TRAIN, 6),
       sampling=sampler.Sampling(),
-      kind=lambda task: f'kind{task.index}',
+      task_type=lambda task: f'kind{task.index}',
       on_finished=finished.append,
     )
   assert sum(finished) == len(trajectories)
@@ -112,7 +112,7 @@ def _collect(  # noqa: PLR0913
 
 def test_tokens_streams_rewards_and_order(text):
   trajectories, script = _collect(text)
-  assert [(t.group, t.member, t.kind) for t in trajectories] == [
+  assert [(t.group, t.member, t.task_type) for t in trajectories] == [
     (0, 0, 'kind0'),
     (0, 1, 'kind0'),
     (1, 0, 'kind3'),
@@ -242,14 +242,14 @@ def test_schedules_sample_the_same_tokens_with_a_real_model(text):
       step_timeout_secs=60,
       reset_timeout_secs=60,
     ) as pool:
-      runner = rollout.Roller(pool, engine, text, 128, 'error', schedule)
+      runner = rollout.EpisodeRunner(pool, engine, text, 128, 'error', schedule)
       results[schedule, slots] = runner.collect(
         params,
         [base.Task('train', index) for index in range(4)],
         episodes_per_group=4,
         stream=(rollout.TRAIN, 1),
         sampling=sampler.Sampling(),
-        kind=str,
+        task_type=str,
       )
     values = runner.metrics()
     assert values['rollout/slot_occupancy'] > 0.1
@@ -282,7 +282,7 @@ def test_turn_limit_ends_episodes_in_the_pool(text):
     reset_timeout_secs=30,
     envs_per_group=2,
   ) as pool:
-    runner = rollout.Roller(pool, script, text, 200, 'error', 'async')
+    runner = rollout.EpisodeRunner(pool, script, text, 200, 'error', 'async')
     runner.max_turns = 2
     for iteration in range(2):
       trajectories = runner.collect(
@@ -291,7 +291,7 @@ def test_turn_limit_ends_episodes_in_the_pool(text):
         episodes_per_group=2,
         stream=(rollout.TRAIN, iteration),
         sampling=sampler.Sampling(),
-        kind=lambda task: '',
+        task_type=lambda task: '',
       )
       assert max(len(t.steps) for t in trajectories) == 2
       assert not all(t.steps[-1].result.done for t in trajectories)

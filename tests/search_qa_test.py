@@ -242,7 +242,7 @@ def test_similar_results_share_an_anchor_id():
   for query in ('painter born in', 'a painter born in', 'Letters'):
     env.reset(TASK)
     states.append(env.step(_respond('search', query)).observation.anchor)
-  (ids,) = anchors.number([(0, states)], kind='similarity', threshold=0.9)
+  (ids,) = anchors.assign_ids([(0, states)], anchor='similarity', threshold=0.9)
   assert ids[0] == ids[1] != ids[2]
 
 
@@ -254,7 +254,7 @@ def test_the_oracle_answers_every_question(style):
     for index in range(60):
       task = base.Task(split, index)
       steps = list(env.demonstrate(task, noise=0.0, seed=0))
-      hops = int(questions.kind(index)[0])
+      hops = int(questions.task_type(index)[0])
       assert len(steps) == hops + 1 <= 4
       replay = env.reset(task)
       for prompt, response in steps:
@@ -310,7 +310,7 @@ def test_episodes_do_not_depend_on_earlier_episodes():
 def test_number_and_types_of_tasks(folder):
   split = envs.tasks('search_qa', 'train', data_dir=str(folder))
   assert len(split) == 2
-  assert [split.kind(n) for n in range(2)] == ['all', 'nq']
+  assert [split.task_type(n) for n in range(2)] == ['all', 'nq']
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def test_task_types_give_the_length_of_solutions():
   assert len(levels) == 1000
   bounds = {'short': (4, 6), 'medium': (7, 9), 'long': (10, 12)}
   for index in range(30):
-    low, high = bounds[levels.kind(index)]
+    low, high = bounds[levels.task_type(index)]
     assert low <= levels.level(index).moves <= high
 
 

@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from gigpo_jax import config as config_lib
-from gigpo_jax import files, sweep
+from gigpo_jax.runtime import files
+from gigpo_jax.tools import sweep
 
 PROJECT = pathlib.Path(sweep.__file__).parents[1]
 
@@ -142,7 +143,6 @@ def test_folder_with_another_config_is_refused(tmp_path):
 
 _SWEEPS = """
 import pathlib, sys
-from gigpo_jax import sweep
 code = (
   'import os, time; from envs import worker; worker.die_with_sweep(); '
   'print(os.getpid(), flush=True); time.sleep(600)'
@@ -190,7 +190,7 @@ def _wait_for(condition) -> None:
 def test_locked_sweep_is_refused(tmp_path):
   file = tmp_path / 'list.py'
   file.write_text(f'RUNS = [{dataclasses.asdict(RUNS[0]) | {"overrides": {}}}]')
-  with files.locked(tmp_path), pytest.raises(ValueError, match='in use by'):
+  with files.lock(tmp_path), pytest.raises(ValueError, match='in use by'):
     sweep.main(str(file), str(tmp_path), at_once=1, only_gather=False)
 
 

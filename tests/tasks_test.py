@@ -32,7 +32,10 @@ def test_more_groups_than_tasks_are_rejected():
 
 
 def test_evaluation_tasks_are_the_first_tasks():
-  assert [str(t) for t in tasks.panel('valid', 2)] == ['valid/0', 'valid/1']
+  assert [str(t) for t in tasks.first_tasks('valid', 2)] == [
+    'valid/0',
+    'valid/1',
+  ]
 
 
 def test_iterations_have_distinct_tasks_and_cover_all_tasks():
@@ -46,7 +49,7 @@ def test_iterations_have_distinct_tasks_and_cover_all_tasks():
 
 
 def test_uncertain_tasks_are_drawn_more_often():
-  stream = tasks.Uncertain('train', 4, 1, 0, uniform=0.0)
+  stream = tasks.UncertaintySampler('train', 4, 1, 0, uniform=0.0)
   np.testing.assert_allclose(stream.chances(), 0.25)
   # 0, 4 and 8 of 8 episodes succeed: rates 0.1, 0.5 and 0.9; task 3 is new.
   outcomes = [(0, 0), (1, 4), (2, 8)]
@@ -64,7 +67,9 @@ def test_uncertain_tasks_are_drawn_more_often():
 
 
 def test_outcomes_are_restored():
-  first, second = (tasks.Uncertain('train', 20, 3, 0) for _ in range(2))
+  first, second = (
+    tasks.UncertaintySampler('train', 20, 3, 0) for _ in range(2)
+  )
   first.observe([(base.Task('train', 5), True), (base.Task('train', 7), False)])
   second.restore(first.state())
   assert first.state() == {'5': [1, 1], '7': [0, 1]}

@@ -3,7 +3,7 @@
 import pytest
 from matplotlib import pyplot
 
-from gigpo_jax import timeline
+from gigpo_jax.tools import timeline
 
 
 def test_plot_writes_png(tmp_path):
@@ -16,9 +16,9 @@ def test_plot_writes_png(tmp_path):
 
 
 def test_joined_merges_overlapping_spans():
-  assert list(timeline.joined([])) == []
+  assert list(timeline.merge_spans([])) == []
   spans = [(4, 5), (0, 2), (1, 3), (5, 6), (1, 2)]
-  assert list(timeline.joined(spans)) == [(0, 3), (4, 6)]
+  assert list(timeline.merge_spans(spans)) == [(0, 3), (4, 6)]
 
 
 @pytest.mark.parametrize('slots', [1, 2, 3, 40])

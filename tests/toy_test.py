@@ -53,7 +53,7 @@ def test_the_same_task_gives_the_same_observation():
 def test_number_and_types_of_tasks():
   split = envs.tasks('toy', 'train', num_tasks=6)
   assert len(split) == 6
-  assert {split.kind(index) for index in range(6)} == {'near', 'far'}
+  assert {split.task_type(index) for index in range(6)} == {'near', 'far'}
 
 
 def test_unknown_faults_and_environments_are_errors():

@@ -19,14 +19,14 @@ from configs import alfworld
 from envs.alfworld import games
 from gigpo_jax import (
   checkpoint,
-  collection,
   episodes,
-  metric_list,
+  group_filter,
   metrics,
   tokenizer,
   train,
 )
 from gigpo_jax import config as config_lib
+from gigpo_jax.tools import metric_list
 
 PROJECT = pathlib.Path(train.__file__).parents[1]
 # What its threads say at times when a write failed.
@@ -70,15 +70,19 @@ def _lines(workdir: pathlib.Path) -> list[dict]:
   unlisted = {k for line in lines for k in line if not metric_list.find(k)} - {
     'iteration'
   }
-  assert not unlisted, f'add to gigpo_jax/metric_list.py: {unlisted}'
+  assert not unlisted, f'add to gigpo_jax/tools/metric_list.py: {unlisted}'
   return [
-    {k: v for k, v in line.items() if not k.startswith(metrics.UNREPEATABLE)}
+    {
+      k: v
+      for k, v in line.items()
+      if not k.startswith(metrics.NONDETERMINISTIC)
+    }
     for line in lines
   ]
 
 
 def _episodes(workdir: pathlib.Path) -> list[dict]:
-  return list(episodes.open_set(workdir / 'episodes'))
+  return list(episodes.open_dataset(workdir / 'episodes'))
 
 
 def _policy(workdir: pathlib.Path) -> dict[str, np.ndarray]:
@@ -512,7 +516,7 @@ def test_an_iteration_without_signal_calls_no_learner():
   run._learner = run._critic = run._algorithm = run._reference = object()
   run._log, run._entropies, run._skipped = None, [0.5], {'update': 1.0}
   run._states = states = {'policy': object(), 'critic': object()}
-  found = run._learn(collection.Collected([object()], [], [], {}), 3)
+  found = run._learn(group_filter.CollectedGroups([object()], [], [], {}), 3)
   assert run._states == states
   assert (run._entropies, run._skipped) == ([0.5], {'update': 1.0})
   assert found == {
@@ -537,7 +541,7 @@ def test_nothing_is_learnt_where_no_group_has_spread(tmp_path, variant):
     flags = (
       '--config.env.max_steps=2',
       '--config.rollout.temperature=2.0',
-      '--config.filter.without_spread=True',
+      '--config.filter.drop_zero_variance=True',
       '--config.filter.max_refills=0',
       '--config.filter.warmup_iterations=1',
       '--config.loss.kl_weight=0.1',

@@ -7,8 +7,8 @@ import pytest
 
 from configs import base as base_config
 from envs import base
+from gigpo_jax import builders, env_pool, train, trial
 from gigpo_jax import config as config_lib
-from gigpo_jax import env_pool, experiment, train, trial
 
 TASKS = [base.Task('train', index) for index in range(3)]
 
@@ -38,7 +38,7 @@ def test_trial_does_not_change_later_episodes(num_workers: int):
   with _pool() as pool:
     expected = _walk(pool)
   with _pool(num_workers=num_workers) as pool:
-    observations, failures = trial.play(pool, 'toy', TASKS)
+    observations, failures = trial.run(pool, 'toy', TASKS)
     assert [o.prompt[:6] for o in observations] == [
       'Step 0',
       'Step 1',
@@ -53,7 +53,7 @@ def test_trial_does_not_change_later_episodes(num_workers: int):
 def test_error_shows_the_line_of_the_environment(num_workers: int, fails: str):
   with _pool('broken_env', num_workers, fails=fails) as pool:
     with pytest.raises(ValueError) as error:
-      trial.play(pool, 'broken_env', TASKS)
+      trial.run(pool, 'broken_env', TASKS)
   line = str(error.value)
   start = 'env.name=broken_env: cannot be played: train/0 raised: JSONDecode'
   assert line.startswith(start) and '\n' not in line
@@ -66,7 +66,7 @@ def test_error_shows_the_line_of_the_environment(num_workers: int, fails: str):
 
 def test_failed_tasks_are_reported_and_others_tried():
   with _pool('broken_env', fails='reset', below=2) as pool:
-    observations, failures = trial.play(pool, 'broken_env', TASKS)
+    observations, failures = trial.run(pool, 'broken_env', TASKS)
   assert len(observations) == 3
   assert [f.task.index for f in failures] == [0, 1]
 
@@ -122,14 +122,14 @@ def test_warning_about_the_limit_has_measured_numbers(capsys):
       return [range(50 + n) for n, _ in enumerate(prompts)]
 
   config = _config(fails='')
-  with experiment.make_pool(config) as pool:
-    experiment.try_environment(config, pool, 'train', Text())
+  with builders.make_pool(config) as pool:
+    builders.try_environment(config, pool, 'train', Text())
     output = capsys.readouterr().out
     assert 'max_prompt_tokens=512: the first prompts of env.name=brok' in output
     assert 'have at most 52 tokens; rollout.max_prompt_tokens=128 ' in output
     # Buckets set by the user give no warning.
     config.rollout.prompt_buckets = (512,)
-    experiment.try_environment(config, pool, 'train', Text())
+    builders.try_environment(config, pool, 'train', Text())
   assert not capsys.readouterr().out
 
 
@@ -137,7 +137,7 @@ def test_buckets_follow_the_limits_of_tokens():
   config = _config(fails='')
   config.rollout.max_prompt_tokens = 160
   config.rollout.max_completion_tokens = 32
-  sizes = experiment.sampler_sizes(config)['prompt_buckets']
+  sizes = builders.sampler_kwargs(config)['prompt_buckets']
   assert sizes == (80, 160)
-  assert experiment._learner_sizes(config)['length_buckets'] == (96, 192)
+  assert builders._learner_sizes(config)['length_buckets'] == (96, 192)
   assert not list(config_lib._values(config))

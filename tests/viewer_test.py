@@ -24,13 +24,13 @@ from envs import base
 from gigpo_jax import (
   algorithms,
   batch,
-  collection,
   episodes,
+  group_filter,
   metrics,
   tokenizer,
   trajectory,
-  viewer,
 )
+from gigpo_jax.tools import viewer
 
 CHROMIUM = shutil.which('chromium') or shutil.which('chromium-browser')
 CHROMIUM_FLAGS = (
@@ -97,14 +97,19 @@ def fixture_workdir(tmp_path_factory):
     json.dumps({'seed': 3, 'variant': HOSTILE, 'algorithm': {'name': 'gigpo'}})
   )
   writer = metrics.Writer(root)
-  log = episodes.Log(root / 'episodes', text, seed=3, every=2)
+  log = episodes.EpisodeWriter(root / 'episodes', text, seed=3, every=2)
   for iteration in range(3):
     played = [_episode(text, g, m) for g in range(2) for m in range(3)]
-    collected = collection.Collected(played, played, list(range(6)), {})
+    collected = group_filter.CollectedGroups(played, played, list(range(6)), {})
     rows = batch.from_trajectories(
       played, max_prompt_tokens=20_000, max_completion_tokens=800
     )
-    log.write(iteration, collected, rows, algorithms.make('gigpo').credit(rows))
+    log.write(
+      iteration,
+      collected,
+      rows,
+      algorithms.make('gigpo').compute_advantages(rows),
+    )
     values = metrics.summarize(played) | {'loss/entropy': 1 / (1 + iteration)}
     if iteration == 2:
       values |= {'eval/success_rate': 0.5, 'loss/total': math.nan}
@@ -148,7 +153,7 @@ def test_application_serves_run_iterations_and_steps(workdir):
   assert (
     succeeded['success'] and not failed['success'] and succeeded['return'] == 10
   )
-  (record, *_) = episodes.open_set(workdir / 'episodes').read(2)
+  (record, *_) = episodes.open_dataset(workdir / 'episodes').read(2)
   assert (succeeded['length'], failed['invalid']) == (2, 1)
   steps = client.get('/iterations/2/0.json').json
   assert [len(episode_steps) for episode_steps in steps] == [2, 3, 4]
@@ -178,7 +183,7 @@ def fixture_damaged(request, workdir, tmp_path):
   path = sorted((root / 'episodes').glob('*.array_record-*'))[1]
   data = bytearray(path.read_bytes())
   if request.param == 'record':
-    records = episodes.open_set(root / 'episodes').source
+    records = episodes.open_dataset(root / 'episodes').source
     encoded = [records[n] for n in range(6, 12)]
     writer = array_record_module.ArrayRecordWriter(str(path), 'group_size:1')
     for n, record in enumerate(encoded):

@@ -150,12 +150,12 @@ def test_splits_are_ranges_of_one_list():
   }
   assert (sizes['test'], sizes['valid']) == (500, 1000)
   train = webshop_env.tasks('train', generator=SMALL)
-  task_types = {train.kind(index) for index in range(len(train))}
+  task_types = {train.task_type(index) for index in range(len(train))}
   assert task_types == {'beauty', 'electronics', 'fashion', 'garden', 'grocery'}
   with pytest.raises(IndexError):
-    train.kind(len(train))
+    train.task_type(len(train))
   with pytest.raises(IndexError):
-    train.kind(-1)
+    train.task_type(-1)
 
 
 def test_reference_sampling_gives_each_worker_its_own_list():

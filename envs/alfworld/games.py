@@ -37,7 +37,7 @@ class GameSet(Protocol):
 
   def __len__(self) -> int: ...
 
-  def kind(self, index: int) -> str:
+  def task_type(self, index: int) -> str:
     """Returns the task type of a game."""
 
   def world(self, index: int) -> world.World:
@@ -123,11 +123,11 @@ class Generated:
   def __len__(self) -> int:
     return self._num_games
 
-  def kind(self, index: int) -> str:
+  def task_type(self, index: int) -> str:
     """Returns the task type without generating the game."""
     names = ('seed', 'rooms', 'task_types')
     options = {name: self._options[name] for name in names}
-    return houses.kind(self._split, self._check_index(index), **options)
+    return houses.task_type(self._split, self._check_index(index), **options)
 
   def world(self, index: int) -> world.World:
     """Generates and returns a game."""
@@ -175,7 +175,7 @@ class Official:
   def __len__(self) -> int:
     return len(self._games)
 
-  def kind(self, index: int) -> str:
+  def task_type(self, index: int) -> str:
     """Returns the task type of a game."""
     return self._games[index][1]
 

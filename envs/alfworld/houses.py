@@ -102,7 +102,7 @@ def check_options(
     )
 
 
-def kind(
+def task_type(
   split: str,
   index: int,
   *,

@@ -114,7 +114,7 @@ class Questions:
   def __getitem__(self, index: int) -> corpus.Question:
     return self._questions[index]
 
-  def kind(self, index: int) -> str:
+  def task_type(self, index: int) -> str:
     """Returns the task type: the data source of the question."""
     return self[index].task_type
 

@@ -151,7 +151,7 @@ class Goals:
   def __len__(self) -> int:
     return len(self._ranges) * self._size
 
-  def kind(self, index: int) -> str:
+  def task_type(self, index: int) -> str:
     """Returns the task type: the category of the goal product."""
     return self[index].category
 

@@ -27,14 +27,14 @@ NAMES = tuple(
 )
 
 
-class Credit(NamedTuple):
+class AlgorithmOutput(NamedTuple):
   """Advantages and their metrics.
 
   Attributes:
     advantages: one advantage per row or per completion token; 0 for padding.
     metrics: metrics by name.
     value_targets: regression targets of the critic; None without a critic.
-    links: True at the positions to which the targets apply; None for all
+    value_mask: True at the positions to which the targets apply; None for all
       tokens.
     parts: components of the advantages; None if there are none.
   """
@@ -42,7 +42,7 @@ class Credit(NamedTuple):
   advantages: Float[np.ndarray, ' R'] | Float[np.ndarray, 'R C']
   metrics: dict[str, float]
   value_targets: Float[np.ndarray, 'R C'] | None = None
-  links: Bool[np.ndarray, 'R C'] | None = None
+  value_mask: Bool[np.ndarray, 'R C'] | None = None
   parts: advantages_lib.Parts | None = None
 
 
@@ -58,9 +58,9 @@ class Algorithm(Protocol):
   needs_values: bool
   needs_group: bool
 
-  def credit(
+  def compute_advantages(
     self, rows: batch.Rows, values: Float[np.ndarray, 'R C'] | None = None
-  ) -> Credit:
+  ) -> AlgorithmOutput:
     """Returns the advantages of rows, given the critic's values if needed."""
 
 

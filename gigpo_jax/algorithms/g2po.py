@@ -37,7 +37,7 @@ class Algorithm(gigpo.Algorithm):
 )
 def _parts(*inputs, norm, penalty_scope, **options):
   rewards, steps, discount = inputs[0][0], inputs[3], inputs[6][0]
-  described = advantages.describe(*inputs, penalty_scope=penalty_scope)
+  described = advantages.segment_rows(*inputs, penalty_scope=penalty_scope)
   before, after = values(described, rewards, steps, discount)
   # Equal sums of float32 may differ in their last bits.
   stats = {'norm': norm, 'tolerance': _EQUAL_WITHIN * jnp.max(jnp.abs(before))}
@@ -50,11 +50,11 @@ def _parts(*inputs, norm, penalty_scope, **options):
   step_advantage += advantages.group_normalize(
     (gain, 0 * gain), described.groups, described.real, **stats
   )
-  return advantages.parts_of(described, step_advantage, norm=norm, **options)
+  return advantages.make_parts(described, step_advantage, norm=norm, **options)
 
 
 def values(
-  found: advantages.Described,
+  found: advantages.RowSegments,
   rewards: Float[Array, ' R'],
   steps: Int[Array, ' R'],
   discount: Float[Array, ''],

@@ -49,7 +49,9 @@ class Algorithm:
         'be one weight per component, with at least one component'
       )
 
-  def credit(self, rows: batch.Rows, values=None) -> algorithms.Credit:
+  def compute_advantages(
+    self, rows: batch.Rows, values=None
+  ) -> algorithms.AlgorithmOutput:
     """Returns one advantage per row, 0 for padding."""
     del values
     weights = self.component_weights or (1.0,) * len(self.components)
@@ -61,7 +63,7 @@ class Algorithm:
       jnp.asarray(weights, jnp.float32),
     )
     advantages_R = np.asarray(advantages_R)
-    return algorithms.Credit(
+    return algorithms.AlgorithmOutput(
       advantages_R,
       {'advantage/abs_mean': float(np.abs(advantages_R[rows.real]).mean())},
     )

@@ -48,16 +48,18 @@ class Algorithm:
     }
 
   def inputs(self, rows: batch.Rows) -> tuple:
-    """Returns the arguments of `advantages.describe`."""
-    return advantages.inputs(
+    """Returns the arguments of `advantages.segment_rows`."""
+    return advantages.device_inputs(
       *rows.steps_taken(), self.discount, self.invalid_penalty
     )
 
-  def credit(self, rows: batch.Rows, values=None) -> algorithms.Credit:
+  def compute_advantages(
+    self, rows: batch.Rows, values=None
+  ) -> algorithms.AlgorithmOutput:
     """Returns one advantage per row, 0 for padding, with metrics."""
     del values
     parts = advantages.Parts(*(np.asarray(part) for part in self.parts(rows)))
-    return algorithms.Credit(
+    return algorithms.AlgorithmOutput(
       self.joint(parts), metrics(parts, rows.groups), parts=parts
     )
 
@@ -68,7 +70,7 @@ class Algorithm:
 
 def diagnose(rows: batch.Rows, **options) -> dict[str, float]:
   """Returns GiGPO's metrics for the rows of any algorithm."""
-  return Algorithm(**options).credit(rows).metrics
+  return Algorithm(**options).compute_advantages(rows).metrics
 
 
 def metrics(parts: advantages.Parts, groups: np.ndarray) -> dict[str, float]:

@@ -56,7 +56,7 @@ def nodes(rows: batch.Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
 def _parts(*inputs, norm, penalty_scope, **options):
   *inputs, following, known, success, graph_discount = inputs
   groups, anchors = inputs[1], inputs[4]
-  described = advantages.describe(*inputs, penalty_scope=penalty_scope)
+  described = advantages.segment_rows(*inputs, penalty_scope=penalty_scope)
   sources, targets = edges(groups, anchors, following)
   steps = distances(described.groups, sources, targets, known, success)
   values = arrays.two_add(
@@ -65,7 +65,7 @@ def _parts(*inputs, norm, penalty_scope, **options):
   step_advantage = advantages.step_advantages(
     values, described.anchors, norm=norm
   )
-  return advantages.parts_of(described, step_advantage, norm=norm, **options)
+  return advantages.make_parts(described, step_advantage, norm=norm, **options)
 
 
 def edges(

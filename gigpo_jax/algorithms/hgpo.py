@@ -69,7 +69,7 @@ class Algorithm(gigpo.Algorithm):
 )
 def _parts(*inputs, history, norm, penalty_scope, **options):
   *inputs, level_exponent = inputs
-  described = advantages.describe(*inputs, penalty_scope=penalty_scope)
+  described = advantages.segment_rows(*inputs, penalty_scope=penalty_scope)
   all_rows = jnp.ones_like(described.starts)
   total = weights = jnp.zeros(len(all_rows))
   for k, (segments, complete) in enumerate(levels(described, history), 1):
@@ -82,11 +82,11 @@ def _parts(*inputs, history, norm, penalty_scope, **options):
   step_advantage = jnp.where(
     weights > 0, total / jnp.maximum(weights, 1e-30), 0
   )
-  return advantages.parts_of(described, step_advantage, norm=norm, **options)
+  return advantages.make_parts(described, step_advantage, norm=norm, **options)
 
 
 def levels(
-  found: advantages.Described, history: int
+  found: advantages.RowSegments, history: int
 ) -> list[tuple[Int[Array, ' R'], Bool[Array, ' R']]]:
   """Returns (segments, whether a step has k anchors) of k = 1, .., history + 1.
 

@@ -57,9 +57,9 @@ class Algorithm:
       links[:, 1:] = False
     return links
 
-  def credit(
+  def compute_advantages(
     self, rows: batch.Rows, values: Float[np.ndarray, 'R C'] | None = None
-  ) -> algorithms.Credit:
+  ) -> algorithms.AlgorithmOutput:
     """Returns advantages of tokens and regression targets of the critic.
 
     Raises:
@@ -95,7 +95,7 @@ class Algorithm:
         mask, (advantages - sampled.mean()) / (deviation + 1e-8), 0
       )
     metrics['advantage/abs_mean'] = np.abs(advantages[mask]).mean()
-    return algorithms.Credit(
+    return algorithms.AlgorithmOutput(
       advantages.astype(np.float32),
       {name: float(value) for name, value in metrics.items()},
       targets.astype(np.float32),

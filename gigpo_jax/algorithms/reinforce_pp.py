@@ -30,16 +30,18 @@ class Algorithm:
 
   invalid_penalty: float = 0.1
 
-  def credit(self, rows: batch.Rows, values=None) -> algorithms.Credit:
+  def compute_advantages(
+    self, rows: batch.Rows, values=None
+  ) -> algorithms.AlgorithmOutput:
     """Returns one advantage per row, 0 for padding."""
     del values
     advantages_R = _whitened(
-      *advantages.inputs(*rows.steps_taken(), 1.0, self.invalid_penalty),
+      *advantages.device_inputs(*rows.steps_taken(), 1.0, self.invalid_penalty),
       jnp.asarray(rows.lengths - rows.prompt_lengths, jnp.float32),
       baseline=self.baseline,
     )
     advantages_R = np.asarray(advantages_R)
-    return algorithms.Credit(
+    return algorithms.AlgorithmOutput(
       advantages_R,
       {'advantage/abs_mean': float(np.abs(advantages_R[rows.real]).mean())},
     )
@@ -48,7 +50,7 @@ class Algorithm:
 @functools.partial(jax.jit, static_argnames='baseline')
 def _whitened(*inputs, baseline):
   *inputs, tokens = inputs
-  described = advantages.describe(*inputs, penalty_scope='reward')
+  described = advantages.segment_rows(*inputs, penalty_scope='reward')
   returns = described.episode_returns
   if baseline == 'group':
     centred = advantages.group_normalize(

@@ -26,10 +26,9 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from gigpo_jax import files as files_lib
-from gigpo_jax import hosts
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import lora, qwen
+from gigpo_jax.runtime import console, distributed, files
 
 # Maximum size of a file of an export.
 FILE_BYTES = 5 * 10**9
@@ -712,7 +711,9 @@ def load(
   shapes = qwen.shapes(config)
   shardings = mesh_lib.shardings(mesh, qwen.logical_axes(config))
   params: dict = {}
-  for tensor in hosts.bar(list(_tensors(config)), desc=f'reading {directory}'):
+  for tensor in console.progress_bar(
+    list(_tensors(config)), desc=f'reading {directory}'
+  ):
     *groups, last = tensor.path
     node = params
     for key in groups:
@@ -878,24 +879,24 @@ def save(
   adapters = config.adapters
   config = dataclasses.replace(config, adapters=None)
   root = pathlib.Path(directory)
-  is_main = hosts.first()
+  is_main = distributed.is_main_process()
   if is_main:
     root.mkdir(parents=True, exist_ok=True)
     # Files of an earlier export would be loaded together with the new files.
     for path in (*root.glob('*.safetensors'), root / _INDEX):
       path.unlink(missing_ok=True)
-  files = _split(config, np.dtype(dtype).itemsize)
-  for file, part in files.items():
+  shards = _split(config, np.dtype(dtype).itemsize)
+  for file, part in shards.items():
     tensors = {
       tensor.name: _export(params, tensor, dtype, adapters) for tensor in part
     }
     if is_main:
-      with files_lib.written(root / file):
+      with files.as_os_errors(root / file):
         safetensors.numpy.save_file(
           tensors, root / file, metadata={'format': 'pt'}
         )
   if is_main:
-    _write_json(root, config, dtype, files)
+    _write_json(root, config, dtype, shards)
     _copy_tokenizer(tokenizer_directory, root)
 
 
@@ -928,12 +929,12 @@ def save_adapters(
         tensors[f'base_model.model.model.layers.{layer}.{tensor_name}'] = (
           np.ascontiguousarray(matrix.reshape(shape).T, np.float32)
         )
-  if not hosts.first():
+  if not distributed.is_main_process():
     return
   root = pathlib.Path(directory)
   root.mkdir(parents=True, exist_ok=True)
   path = root / 'adapter_model.safetensors'
-  with files_lib.written(path):
+  with files.as_os_errors(path):
     safetensors.numpy.save_file(tensors, path, metadata={'format': 'pt'})
   base, _, revision = base.partition('@')
   content = {
@@ -952,12 +953,12 @@ def save_adapters(
   (root / 'adapter_config.json').write_text(text, encoding='utf-8')
 
 
-def _write_json(root, config, dtype, files: dict[str, list[_Tensor]]) -> None:
+def _write_json(root, config, dtype, shards: dict[str, list[_Tensor]]) -> None:
   """Writes config.json and, for several weight files, their index."""
   contents = {'config.json': _config_json(config, dtype)}
-  if len(files) > 1:
+  if len(shards) > 1:
     weight_map = {
-      tensor.name: file for file, part in files.items() for tensor in part
+      tensor.name: file for file, part in shards.items() for tensor in part
     }
     size = sum(math.prod(tensor.shape) for tensor in _tensors(config))
     contents[_INDEX] = {

@@ -4,14 +4,15 @@ import jax
 import pytest
 
 from configs import base
-from gigpo_jax import experiment, sampler
+from gigpo_jax import builders, sampler
+from gigpo_jax.runtime import errors
 
 
 def test_out_of_memory_error_names_field_and_remedy():
   full = jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: 9 GiB\nwanted')
   with (
     pytest.raises(ValueError, match='lower it, or use more') as error,
-    experiment.explained('rollout.batch_buckets', 'lower it'),
+    errors.explain_out_of_memory('rollout.batch_buckets', 'lower it'),
   ):
     raise full
   assert str(error.value).startswith('rollout.batch_buckets: the device has')
@@ -23,14 +24,14 @@ def test_evaluation_has_its_own_sampling_options():
   for name, value in {'top_k': 5, 'top_p': 0.9, 'min_p': 0.1}.items():
     config.rollout[name] = value
   train, evaluation = (
-    experiment.make_sampling(config, evaluation=x) for x in (False, True)
+    builders.make_sampling(config, evaluation=x) for x in (False, True)
   )
   assert train == sampler.Sampling(1.0, top_k=5, top_p=0.9, min_p=0.1)
   assert evaluation == sampler.Sampling(0.4)
   for name, value in {'top_k': 2, 'top_p': 0.8, 'min_p': 0.2}.items():
     config.evaluation[name] = value
-  assert experiment.make_sampling(config) == train
-  assert experiment.make_sampling(config, evaluation=True) == sampler.Sampling(
+  assert builders.make_sampling(config) == train
+  assert builders.make_sampling(config, evaluation=True) == sampler.Sampling(
     0.4, top_k=2, top_p=0.8, min_p=0.2
   )
 
@@ -39,6 +40,6 @@ def test_other_runtime_errors_are_not_changed():
   other = jax.errors.JaxRuntimeError('INTERNAL: broken')
   with (
     pytest.raises(jax.errors.JaxRuntimeError, match='broken'),
-    experiment.explained('rollout.batch_buckets', 'lower it'),
+    errors.explain_out_of_memory('rollout.batch_buckets', 'lower it'),
   ):
     raise other

@@ -1,7 +1,7 @@
 r"""Compare runs side by side: a table and one plot of learning curves.
 
-    python -m gigpo_jax.compare runs/alfworld-tiny runs/alfworld-tiny-grpo \
-        --out curves.png
+    python -m gigpo_jax.tools.compare runs/alfworld-tiny \
+        runs/alfworld-tiny-grpo --out curves.png
 
 Runs of one variant share a color. Thin lines are runs; the thick line is their
 mean over the iterations at which all of them were evaluated.
@@ -12,7 +12,8 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from gigpo_jax import files, metrics
+from gigpo_jax import metrics
+from gigpo_jax.runtime import files
 
 _RATE = 'eval/success_rate'
 _REQUIRED = (_RATE, 'eval/success_low', 'eval/success_high')

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from envs import base
-from gigpo_jax import collection, tasks, trajectory
+from gigpo_jax import group_filter, tasks, trajectory
 
 
 def episode(task, group, member, reward, turns=2):
@@ -56,10 +56,10 @@ STREAM = InOrder('train', 100, 2, 0)
 
 
 def run(rewards, refilled=(), iteration=0, **kwargs):
-  group_filter = collection.Filter(without_spread=True, **kwargs)
+  rules = group_filter.GroupFilter(drop_zero_variance=True, **kwargs)
   by_task = dict(enumerate(rewards)) | dict(enumerate(refilled, 40))
-  return collection.collect(
-    make_play(by_task), STREAM, group_filter, groups=2, iteration=iteration
+  return group_filter.collect(
+    make_play(by_task), STREAM, rules, groups=2, iteration=iteration
   )
 
 
@@ -67,7 +67,7 @@ def test_zero_variance_groups_are_replaced():
   collected = run([(0, 0), (0, 10)], [(10, 10), (10, 0), (0, 10), (0, 10)])
   assert [t.task.index for t in collected.kept] == [1, 1, 41, 41]
   assert [t.group for t in collected.kept] == [0, 0, 1, 1]
-  assert [t.task.index for t in collected.played] == [
+  assert [t.task.index for t in collected.episodes] == [
     0,
     0,
     1,
@@ -88,11 +88,11 @@ def test_refills_are_bounded():
   collected = run([(0, 0), (0, 10)], [(10, 10)] * 4, max_refills=2)
   assert [t.task.index for t in collected.kept] == [1, 1]
   assert (
-    len(collected.played) == 12 and collected.metrics['filter/refills'] == 2
+    len(collected.episodes) == 12 and collected.metrics['filter/refills'] == 2
   )
   collected = run([(0, 0)] * 2, [(0, 0)] * 4, max_refills=2)
   assert (
-    collected.kept == collected.places == [] and len(collected.played) == 12
+    collected.kept == collected.indices == [] and len(collected.episodes) == 12
   )
   assert collected.metrics['filter/groups_kept'] == 0
 
@@ -104,11 +104,9 @@ def test_failed_refills_do_not_end_the_run():
       return episodes
     return [dataclasses.replace(t, failure='died') for t in episodes]
 
-  group_filter = collection.Filter(without_spread=True)
-  collected = collection.collect(
-    play, STREAM, group_filter, groups=2, iteration=0
-  )
-  assert len(collected.played) == 12 and not collected.kept
+  rules = group_filter.GroupFilter(drop_zero_variance=True)
+  collected = group_filter.collect(play, STREAM, rules, groups=2, iteration=0)
+  assert len(collected.episodes) == 12 and not collected.kept
 
 
 def test_excess_groups_are_dropped():
@@ -120,31 +118,30 @@ def test_warmup_iterations_drop_nothing():
   collected = run(
     [(0, 0)] * 20, iteration=1, warmup_iterations=2, max_refills=1
   )
-  assert collected.kept == collected.played and not collected.metrics
+  assert collected.kept == collected.episodes and not collected.metrics
   # The same tasks as without a filter.
-  assert [t.task.index for t in collected.played] == [2, 2, 3, 3]
+  assert [t.task.index for t in collected.episodes] == [2, 2, 3, 3]
 
 
 def test_refills_use_distinct_positions():
-  group_filter = collection.Filter(without_spread=True, max_refills=2)
-  positions = [
-    position for i in range(9) for position in group_filter.positions(i)
-  ]
+  rules = group_filter.GroupFilter(drop_zero_variance=True, max_refills=2)
+  positions = [position for i in range(9) for position in rules.positions(i)]
   assert len(set(positions)) == 27
-  assert [group_filter.positions(i)[0] for i in range(9)] == list(range(9))
-  assert collection.Filter().positions(5) == [5]
+  assert [rules.positions(i)[0] for i in range(9)] == list(range(9))
+  assert group_filter.GroupFilter().positions(5) == [5]
 
 
 def test_failed_episodes_have_no_variance():
   group = [episode(base.Task('train', 0), 0, n, 10.0 * n) for n in range(2)]
-  assert collection.spread(group)
+  assert group_filter.has_variance(group)
   failed = trajectory.Trajectory(**{**vars(group[0]), 'failure': 'died'})
-  assert not collection.spread([failed, group[1]])
+  assert not group_filter.has_variance([failed, group[1]])
 
 
 def test_spent_counts():
-  spent = collection.Spent()
-  spent.add(run([(0, 0), (0, 10)], [(0, 10), (0, 0)]).played)
+  spent = group_filter.SampleCounts().plus(
+    run([(0, 0), (0, 10)], [(0, 10), (0, 0)]).episodes
+  )
   assert spent.metrics() == {
     'spent/episodes': 8,
     'spent/env_steps': 16,
@@ -157,9 +154,9 @@ def test_spent_counts():
 )
 def test_turn_limit_schedule(iteration, turns):
   schedule = ((0, 10), (100, 20), (200, 30))
-  assert collection.horizon(schedule, iteration) == turns
+  assert group_filter.max_turns(schedule, iteration) == turns
 
 
 def test_empty_schedule_has_no_limit():
-  assert collection.horizon((), 5) is None
-  assert collection.horizon(((10, 5),), 9) is None
+  assert group_filter.max_turns((), 5) is None
+  assert group_filter.max_turns(((10, 5),), 9) is None

@@ -16,8 +16,8 @@ import jax
 import ml_collections
 import tqdm
 
+from gigpo_jax import builders, models, sampler
 from gigpo_jax import config as config_lib
-from gigpo_jax import experiment, models, sampler
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import huggingface, published, qwen
 
@@ -183,7 +183,7 @@ def examine(
   chip, model = CHIPS[chip_name], _model(config, shape)
   devices = _devices(topology)
   mesh = mesh_lib.make_mesh(**config.mesh, devices=devices)
-  model = dataclasses.replace(model, **experiment.model_choices(config, mesh))
+  model = dataclasses.replace(model, **builders.model_kwargs(config, mesh))
   mesh_lib.check(mesh, qwen.shapes(model), qwen.logical_axes(model))
   tensor = config.rollout.tensor or mesh_lib.sampling_tensor(
     mesh,
@@ -277,9 +277,9 @@ def _programs(config, model, mesh, host, tensor) -> Iterator[Program]:
   # `prepare` runs on the whole mesh, the other programs of the sampler on the
   # devices that sample together.
   full_sampler = make_sampler(config, model, mesh, tensor)
-  policy = experiment.Policy(model, mesh, None, None, None)
-  learner = experiment.make_learner(
-    config, policy, experiment.policy_gradient(config)
+  policy = builders.ModelBundle(model, mesh, None, None, None)
+  learner = builders.make_learner(
+    config, policy, builders.policy_gradient(config)
   )
   state, base = learner.describe()
   lowered = {'prepare': full_sampler.lower(state.params, base)['prepare']}
@@ -378,7 +378,7 @@ def make_sampler(
     stop_ids=(0,),
     vocab_size=model.vocab_size,
     tensor=tensor,
-    **experiment.sampler_sizes(config),
+    **builders.sampler_kwargs(config),
   )
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from gigpo_jax import tpu
+from gigpo_jax.tools import tpu_compile
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -55,7 +55,7 @@ backend_config={"known_trip_count":{"n":"3"}}
 
 def test_collectives_are_counted_once_per_trip_of_their_loop():
   loops, sums, branch = 3 * 2 * 4 * 2 + 4 * 4, 2 * 8 * 4 + 64 * 4, 80 * 4
-  assert tpu.collective_bytes(_TEXT) == loops + sums + branch
+  assert tpu_compile.collective_bytes(_TEXT) == loops + sums + branch
 
 
 @pytest.mark.parametrize(

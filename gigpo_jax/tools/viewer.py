@@ -29,7 +29,8 @@ import tqdm
 from markupsafe import Markup
 from werkzeug import exceptions, serving
 
-from gigpo_jax import episodes, files, metrics
+from gigpo_jax import episodes, metrics
+from gigpo_jax.runtime import files
 
 _PAGE = pathlib.Path(__file__).parent / 'page'
 
@@ -147,7 +148,7 @@ def _steps(
   ]
 
 
-def _decoders(episode_set: episodes.EpisodeSet) -> tuple[_Decode, _Decode]:
+def _decoders(episode_set: episodes.EpisodeDataset) -> tuple[_Decode, _Decode]:
   """Returns two decoders of token ids: one for long texts, one cached.
 
   The cached decoder is for single tokens, which occur often.
@@ -170,17 +171,17 @@ def _decoders(episode_set: episodes.EpisodeSet) -> tuple[_Decode, _Decode]:
   return decode, functools.cache(decode)
 
 
-def _require_episodes(workdir: str | pathlib.Path) -> episodes.EpisodeSet:
+def _require_episodes(workdir: str | pathlib.Path) -> episodes.EpisodeDataset:
   episode_set = _episodes(pathlib.Path(workdir))
   if episode_set is None:
     raise KeyError(workdir)
   return episode_set
 
 
-def _episodes(root: pathlib.Path) -> episodes.EpisodeSet | None:
+def _episodes(root: pathlib.Path) -> episodes.EpisodeDataset | None:
   directory = root / episodes.FOLDER
   exists = (directory / episodes.INFO).is_file()
-  return episodes.open_set(directory) if exists else None
+  return episodes.open_dataset(directory) if exists else None
 
 
 def _episode_outline(record: dict[str, Any]) -> dict[str, Any]:

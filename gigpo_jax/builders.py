@@ -4,13 +4,11 @@ The config stops here: the constructors take plain values. Used by training and
 evaluation.
 """
 
-import contextlib
 import dataclasses
-import errno
 import functools
 import json
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,7 +21,6 @@ from gigpo_jax import (
   batch,
   critic,
   env_pool,
-  hosts,
   learner,
   losses,
   mesh,
@@ -34,30 +31,19 @@ from gigpo_jax import (
   tokenizer,
   trial,
 )
-from gigpo_jax import (
-  config as config_lib,
-)
+from gigpo_jax import config as config_lib
 from gigpo_jax.models import huggingface, lora, qwen
+from gigpo_jax.runtime import console, distributed
 
 if TYPE_CHECKING:
   from gigpo_jax import episodes
-# Errors of a disk that is full, missing or not writable.
-_DISK = (
-  errno.ENOSPC,
-  errno.EDQUOT,
-  errno.EFBIG,
-  errno.EROFS,
-  errno.EACCES,
-  errno.EPERM,
-  errno.EIO,
-)
 
 # Extra loss arguments; see `corridor`.
 _CORRIDOR = ('entropy_low', 'entropy_high', 'corridor')
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
+class ModelBundle:
   """A model on its mesh, with its tokenizer and sampler.
 
   Attributes:
@@ -75,16 +61,16 @@ class Policy:
   sampler: sampler.Sampler
 
 
-def make_policy(config: ml_collections.ConfigDict) -> Policy:
+def make_model_bundle(config: ml_collections.ConfigDict) -> ModelBundle:
   """Returns the policy of an experiment; initializes the devices."""
   directory = config_lib.model_directory(config.model.path)
   devices = mesh.make_mesh(**config.mesh)
-  model = huggingface.read_config(directory, **model_choices(config, devices))
+  model = huggingface.read_config(directory, **model_kwargs(config, devices))
   mesh.check(devices, qwen.shapes(model), qwen.logical_axes(model))
   text = tokenizer.Tokenizer(
     directory, enable_thinking=config.model.enable_thinking
   )
-  return Policy(
+  return ModelBundle(
     model=model,
     mesh=devices,
     tokenizer=text,
@@ -99,17 +85,17 @@ def make_policy(config: ml_collections.ConfigDict) -> Policy:
       stop=(
         text.stop_finder(turns.ENDS) if config.rollout.stop_at_action else None
       ),
-      **sampler_sizes(config),
+      **sampler_kwargs(config),
     ),
   )
 
 
-def sampler_sizes(config: ml_collections.ConfigDict) -> dict[str, Any]:
+def sampler_kwargs(config: ml_collections.ConfigDict) -> dict[str, Any]:
   """Returns the `Sampler` arguments that depend only on the config."""
   rollouts = config.rollout
   return {
     'seed': config.seed,
-    'prompt_buckets': config_lib.ladder(
+    'prompt_buckets': config_lib.buckets_up_to(
       rollouts.prompt_buckets, rollouts.max_prompt_tokens
     ),
     'max_completion_tokens': rollouts.max_completion_tokens,
@@ -118,7 +104,7 @@ def sampler_sizes(config: ml_collections.ConfigDict) -> dict[str, Any]:
   }
 
 
-def model_choices(
+def model_kwargs(
   config: ml_collections.ConfigDict, devices: jax.sharding.Mesh
 ) -> dict[str, Any]:
   """Returns the `QwenConfig` fields that a checkpoint does not set."""
@@ -178,7 +164,7 @@ def _sampling_tensor(config, model: qwen.QwenConfig, devices) -> int:
 
 def make_pool(config: ml_collections.ConfigDict) -> env_pool.EnvPool:
   """Returns the environment pool; starts its workers."""
-  groups = max(1, len(hosts.share(config.rollout.groups)))
+  groups = max(1, len(distributed.process_slice(config.rollout.groups)))
   episodes = groups * config.rollout.episodes_per_group
   return env_pool.EnvPool(
     config.env.name,
@@ -213,10 +199,10 @@ def try_environment(
   """
   name = config.env.name
   available = len(envs.tasks(name, split, **config_lib.env_kwargs(config)))
-  tried = tasks.panel(split, min(available, trial.TASKS))
-  observations, failures = trial.play(pool, name, tried)
+  tried = tasks.first_tasks(split, min(available, trial.TASKS))
+  observations, failures = trial.run(pool, name, tried)
   for failure in failures:
-    hosts.say(f'env.name={name}: {failure.task} {failure}')
+    console.log(f'env.name={name}: {failure.task} {failure}')
   limit = config.rollout.max_prompt_tokens
   for observation in observations:
     if reason := rollout.refusal(observation, limit):
@@ -225,14 +211,14 @@ def try_environment(
     return
   longest = max(map(len, text.render([o.prompt for o in observations])))
   if line := trial.advice(name, longest, limit):
-    hosts.say(line)
+    console.log(line)
 
 
-def make_roller(
-  config: ml_collections.ConfigDict, policy: Policy, pool: env_pool.EnvPool
-) -> rollout.Roller:
+def make_runner(
+  config: ml_collections.ConfigDict, policy: ModelBundle, pool: env_pool.EnvPool
+) -> rollout.EpisodeRunner:
   """Returns the runner, which plays episodes with the policy."""
-  return rollout.Roller(
+  return rollout.EpisodeRunner(
     pool=pool,
     sampler=policy.sampler,
     tokenizer=policy.tokenizer,
@@ -255,45 +241,8 @@ def make_sampling(
   )
 
 
-@contextlib.contextmanager
-def explained(field: str, remedy: str) -> Iterator[None]:
-  """Turns an out-of-memory error into a ValueError with a remedy.
-
-  Args:
-    field: config field that controls the memory.
-    remedy: what to do, as an imperative.
-  """
-  try:
-    yield
-  except jax.errors.JaxRuntimeError as error:
-    if 'RESOURCE_EXHAUSTED' not in str(error):
-      raise
-    reason = ' '.join(str(error).split())[:200]
-    raise ValueError(
-      f'{field}: the device has too little memory ({reason}); {remedy}, or '
-      'use more devices'
-    ) from error
-
-
-@contextlib.contextmanager
-def disk(workdir: str) -> Iterator[None]:
-  """Turns disk errors in a work directory into a one-line `hosts.Stopped`."""
-  try:
-    yield
-  except OSError as error:
-    # An error about a file elsewhere, such as the model, is another mistake.
-    file = pathlib.Path(error.filename or workdir).resolve()
-    inside = file.is_relative_to(pathlib.Path(workdir).resolve())
-    if error.errno not in _DISK or not inside:
-      raise
-    raise hosts.Stopped(
-      f'{workdir}: cannot be written ({error}); saved files are intact. Free '
-      'space or repair the disk, then rerun the same command to resume'
-    ) from error
-
-
 def make_learner(
-  config: ml_collections.ConfigDict, policy: Policy, loss: Callable
+  config: ml_collections.ConfigDict, policy: ModelBundle, loss: Callable
 ) -> learner.Learner:
   """Returns the learner, which updates the policy."""
   return learner.Learner(
@@ -314,7 +263,9 @@ def _learner_sizes(config: ml_collections.ConfigDict) -> dict[str, Any]:
   return {
     'minibatch_rows': config.learner.minibatch_rows,
     'microbatch_rows': config.learner.microbatch_rows,
-    'length_buckets': config_lib.ladder(config.learner.length_buckets, length),
+    'length_buckets': config_lib.buckets_up_to(
+      config.learner.length_buckets, length
+    ),
     'max_completion_tokens': rollouts.max_completion_tokens,
     'share_prompts': config.learner.share_prompts,
     'seed': config.seed,
@@ -358,7 +309,7 @@ def corridor(
 
 
 def make_critic(
-  config: ml_collections.ConfigDict, policy: Policy
+  config: ml_collections.ConfigDict, policy: ModelBundle
 ) -> critic.Critic:
   """Returns the critic, which estimates values for rows."""
   rate = config.critic.rate_ratio * config.optimizer.learning_rate
@@ -379,7 +330,7 @@ def make_writer(
   most_repeated: int | None = None,
 ) -> metrics.Writer | metrics.NullWriter:
   """Returns the metrics writer; only the main process writes."""
-  if not hosts.first():
+  if not distributed.is_main_process():
     return metrics.NullWriter()
   return metrics.Writer(
     workdir,
@@ -398,12 +349,12 @@ def make_episode_log(
   most_repeated: int,
 ) -> 'episodes.Log | None':
   """Returns the episode log; None if off or not the main process."""
-  if not config.episodes.every or not hosts.first():
+  if not config.episodes.every or not distributed.is_main_process():
     return None
   # tensorflow_datasets is slow to import, and only some runs need it.
   from gigpo_jax import episodes
 
-  return episodes.Log(
+  return episodes.EpisodeWriter(
     pathlib.Path(workdir) / episodes.FOLDER,
     text,
     seed=config.seed,
@@ -454,14 +405,16 @@ def policy_gradient(config: ml_collections.ConfigDict) -> Callable:
   )
 
 
-def make_kind(config: ml_collections.ConfigDict) -> Callable[[base.Task], str]:
+def make_task_type(
+  config: ml_collections.ConfigDict,
+) -> Callable[[base.Task], str]:
   """Returns a function from a task to its type."""
   splits = functools.lru_cache(
     lambda split: envs.tasks(
       config.env.name, split, **config_lib.env_kwargs(config)
     )
   )
-  return lambda task: splits(task.split).kind(task.index)
+  return lambda task: splits(task.split).task_type(task.index)
 
 
 def make_task_sampler(config: ml_collections.ConfigDict) -> tasks.TaskSampler:
@@ -471,20 +424,20 @@ def make_task_sampler(config: ml_collections.ConfigDict) -> tasks.TaskSampler:
   )
   sizes = 'train', len(available), config.rollout.groups, config.seed
   if config.tasks.draw == 'uncertain':
-    return tasks.Uncertain(*sizes, uniform=config.tasks.uniform)
+    return tasks.UncertaintySampler(*sizes, uniform=config.tasks.uniform)
   return tasks.TaskSampler(*sizes, draw=getattr(available, 'draw', None))
 
 
-def make_panel(config: ml_collections.ConfigDict) -> list[base.Task]:
+def make_eval_tasks(config: ml_collections.ConfigDict) -> list[base.Task]:
   """Returns the evaluation tasks."""
   split = config.evaluation.split
   available = len(
     envs.tasks(config.env.name, split, **config_lib.env_kwargs(config))
   )
-  return tasks.panel(split, config.evaluation.num_tasks or available)
+  return tasks.first_tasks(split, config.evaluation.num_tasks or available)
 
 
-def row_sizes(config: ml_collections.ConfigDict) -> dict:
+def rows_kwargs(config: ml_collections.ConfigDict) -> dict:
   """Returns the arguments of `batch.from_trajectories`."""
   rollouts, algorithm = config.rollout, config.algorithm
   return {
@@ -503,9 +456,9 @@ def row_sizes(config: ml_collections.ConfigDict) -> dict:
   }
 
 
-def make_row(config: ml_collections.ConfigDict) -> batch.Rows:
+def make_dummy_rows(config: ml_collections.ConfigDict) -> batch.Rows:
   """Returns one dummy row, padded to an iteration's size, for compilation."""
-  sizes = row_sizes(config)
+  sizes = rows_kwargs(config)
   return batch.pack(
     [[0]],
     [[0]],
@@ -517,7 +470,7 @@ def make_row(config: ml_collections.ConfigDict) -> batch.Rows:
 
 
 def make_reference(
-  config: ml_collections.ConfigDict, policy: Policy, params: dict
+  config: ml_collections.ConfigDict, policy: ModelBundle, params: dict
 ) -> dict | None:
   """Returns the reference parameters of the KL penalty; None without it.
 

@@ -19,7 +19,7 @@ def plot(
 
   Args:
     spans: (slot, phase, begin, end) in seconds, from `sampler.Stats`.
-    env_spans: (begin, end) in seconds, from `rollout.Clock`.
+    env_spans: (begin, end) in seconds, from `rollout.RolloutClock`.
     folder: folder to write the image to.
 
   Returns:
@@ -32,7 +32,7 @@ def plot(
   matplotlib.use('Agg')
   from matplotlib import pyplot
 
-  busy = list(joined(env_spans))
+  busy = list(merge_spans(env_spans))
   first = min(begin for begin, _ in [*busy, *(span[2:] for span in spans)])
   slots = 1 + max(slot for slot, *_ in spans)
   figure, axis = pyplot.subplots(
@@ -62,7 +62,7 @@ def plot(
   return folder / 'rollout_timeline.png'
 
 
-def joined(
+def merge_spans(
   spans: Sequence[tuple[float, float]],
 ) -> Iterator[tuple[float, float]]:
   """Yields the union of intervals as disjoint intervals, in order."""

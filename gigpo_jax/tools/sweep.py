@@ -20,9 +20,10 @@ import tqdm
 import configs
 from envs import worker
 from gigpo_jax import config as config_lib
-from gigpo_jax import files, metrics
+from gigpo_jax import metrics
+from gigpo_jax.runtime import files
 
-_ROOT = pathlib.Path(__file__).parents[1]
+_ROOT = pathlib.Path(__file__).parents[2]
 # Columns of the CSV, after experiment, name and seed.
 COLUMNS = (
   'iteration',
@@ -477,7 +478,7 @@ def main(
   root.mkdir(parents=True, exist_ok=True)
   failed = []
   if not only_gather:
-    with files.locked(root):
+    with files.lock(root):
       failed = run_all(to_run, root, at_once=at_once)
   name = pathlib.Path(sweep).stem
   evaluations = gather(runs, root, name, elsewhere)

@@ -15,8 +15,8 @@ from gigpo_jax import tasks, trajectory
 _FIRST_REFILL = 1 << 20
 
 
-@dataclasses.dataclass
-class Spent:
+@dataclasses.dataclass(frozen=True)
+class SampleCounts:
   """Total cost of a run's training episodes; evaluations are not included.
 
   Attributes:
@@ -29,12 +29,16 @@ class Spent:
   env_steps: int = 0
   tokens: int = 0
 
-  def add(self, trajectories: Sequence[trajectory.Trajectory]) -> None:
-    """Adds the cost of these episodes."""
+  def plus(
+    self, trajectories: Sequence[trajectory.Trajectory]
+  ) -> 'SampleCounts':
+    """Returns the counts with the cost of these episodes added."""
     steps = [step for t in trajectories for step in t.steps]
-    self.episodes += len(trajectories)
-    self.env_steps += len(steps)
-    self.tokens += sum(len(step.completion_ids) for step in steps)
+    return SampleCounts(
+      self.episodes + len(trajectories),
+      self.env_steps + len(steps),
+      self.tokens + sum(len(step.completion_ids) for step in steps),
+    )
 
   def metrics(self) -> dict[str, float]:
     """Returns the counts as metrics named 'spent/...'."""
@@ -42,18 +46,18 @@ class Spent:
 
 
 @dataclasses.dataclass(frozen=True)
-class Filter:
+class GroupFilter:
   """Selects groups to train on (dynamic sampling, DAPO, arXiv:2503.14476).
 
   Attributes:
-    without_spread: whether to drop zero-variance groups: all of their episodes
-      got the same reward.
+    drop_zero_variance: whether to drop groups whose episodes all got the same
+      reward.
     warmup_iterations: number of first iterations in which no group is dropped.
     max_refills: maximum number of further batches of G groups per iteration,
       run while fewer than G groups are kept.
   """
 
-  without_spread: bool = False
+  drop_zero_variance: bool = False
   warmup_iterations: int = 0
   max_refills: int = 2
 
@@ -63,63 +67,66 @@ class Filter:
     The first position is the iteration itself, so runs with and without a
     filter start with the same tasks.
     """
-    refills = self.max_refills if self.without_spread else 0
+    refills = self.max_refills if self.drop_zero_variance else 0
     first = _FIRST_REFILL + iteration * refills
     return [iteration, *range(first, first + refills)]
 
-  def active(self, iteration: int) -> bool:
-    """Whether groups may be dropped."""
-    return self.without_spread and iteration >= self.warmup_iterations
+  def is_active(self, iteration: int) -> bool:
+    """Returns whether groups may be dropped."""
+    return self.drop_zero_variance and iteration >= self.warmup_iterations
 
 
 @dataclasses.dataclass(frozen=True)
-class Collected:
+class CollectedGroups:
   """The episodes of an iteration.
 
   Attributes:
-    played: all episodes; group indices start at 0.
+    episodes: all episodes; group indices start at 0.
     kept: the episodes to train on, with new group indices; empty if the filter
       drops every group.
-    places: for each episode of `kept`, its index in `played`.
+    indices: for each episode of `kept`, its index in `episodes`.
     metrics: metrics named 'filter/...'; empty without a filter.
   """
 
-  played: list[trajectory.Trajectory]
+  episodes: list[trajectory.Trajectory]
   kept: list[trajectory.Trajectory]
-  places: list[int]
+  indices: list[int]
   metrics: dict[str, float]
 
 
 def collect(
-  play: Callable[[list, int], list[trajectory.Trajectory]],
+  run: Callable[[list, int], list[trajectory.Trajectory]],
   stream: tasks.TaskSampler,
-  chosen: Filter,
+  group_filter: GroupFilter,
   *,
   groups: int,
   iteration: int,
-) -> Collected:
+) -> CollectedGroups:
   """Runs groups until enough are kept or all refills are used.
 
   Args:
-    play: runs the tasks at a position of the stream; returns their episodes.
+    run: runs the tasks at a position of the stream; returns their episodes.
     stream: the stream of tasks.
-    chosen: selects the groups to keep.
+    group_filter: selects the groups to keep.
     groups: G, the number of groups to keep; any excess is dropped.
     iteration: index of the iteration.
   """
-  played, kept, all_groups, num_batches = [], [], [], 0
-  for position in chosen.positions(iteration):
-    episodes = play(stream.at(position), position)
-    if not chosen.active(iteration):
-      return Collected(episodes, episodes, list(range(len(episodes))), {})
-    new_groups = [[] for _ in range(1 + max(t.group for t in episodes))]
-    for t in episodes:
-      new_groups[t.group].append(len(played))
-      played.append(dataclasses.replace(t, group=len(all_groups) + t.group))
-    all_groups, num_batches = all_groups + new_groups, num_batches + 1
-    kept += [
-      indices for indices in new_groups if spread([played[n] for n in indices])
-    ]
+  episodes: list[trajectory.Trajectory] = []
+  all_groups: list[list[int]] = []  # Indices into `episodes`.
+  kept: list[list[int]] = []
+  num_batches = 0
+  for position in group_filter.positions(iteration):
+    batch = run(stream.at(position), position)
+    if not group_filter.is_active(iteration):
+      return CollectedGroups(batch, batch, list(range(len(batch))), {})
+    new_groups = [[] for _ in range(1 + max(t.group for t in batch))]
+    for t in batch:
+      new_groups[t.group].append(len(episodes))
+      group = len(all_groups) + t.group
+      episodes.append(dataclasses.replace(t, group=group))
+    all_groups += new_groups
+    num_batches += 1
+    kept += [g for g in new_groups if has_variance([episodes[n] for n in g])]
     if len(kept) >= groups:
       break
   metrics = {
@@ -128,29 +135,30 @@ def collect(
     'filter/groups_with_spread_share': len(kept) / len(all_groups),
   }
   kept = kept[:groups]
-  renumbered = [
-    dataclasses.replace(played[n], group=group)
-    for group, indices in enumerate(kept)
-    for n in indices
-  ]
-  return Collected(
-    played,
-    renumbered,
-    [n for indices in kept for n in indices],
-    metrics,
+  return CollectedGroups(
+    episodes=episodes,
+    kept=[
+      dataclasses.replace(episodes[n], group=group)
+      for group, indices in enumerate(kept)
+      for n in indices
+    ],
+    indices=[n for indices in kept for n in indices],
+    metrics=metrics,
   )
 
 
-def spread(part: Sequence[trajectory.Trajectory]) -> bool:
+def has_variance(group: Sequence[trajectory.Trajectory]) -> bool:
   """Returns whether the episodes of a group have different rewards.
 
   Episodes whose environment failed do not count.
   """
-  rewards = [t.reward for t in part if not t.failure]
+  rewards = [t.reward for t in group if not t.failure]
   return bool(rewards) and not math.isclose(min(rewards), max(rewards))
 
 
-def horizon(schedule: Sequence[tuple[int, int]], iteration: int) -> int | None:
+def max_turns(
+  schedule: Sequence[tuple[int, int]], iteration: int
+) -> int | None:
   """Returns an iteration's limit of turns per episode; None for no limit.
 
   Args:

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and what a disk can refuse."""
+"""Atomic files, locks, and versions of stored JSON."""
 
 import contextlib
 import errno
@@ -11,32 +11,33 @@ from collections.abc import Iterator
 
 import filelock
 
-# Of what a run keeps and reads back: config.json, checkpoints, episodes. Files
-# without a version are of version 0, which differs in nothing else.
+# Version of the files that a run reads back: config.json, checkpoints,
+# episodes. Files without a version are of version 0, which has the same
+# contents otherwise.
 VERSION = 1
 _LOCK, _OWNER = '.lock', '.lock_owner.json'
 
 
-def put(path: pathlib.Path, text: str) -> None:
-  """Writes a file; neither a kill nor a power cut leaves half of it."""
-  beside = path.with_name(path.name + '.tmp')
-  beside.write_text(text, encoding='utf-8')
-  settle(beside, path)
+def write_atomic(path: pathlib.Path, text: str) -> None:
+  """Writes a file so that it is never half written, even after a power cut."""
+  partial = path.with_name(path.name + '.tmp')
+  partial.write_text(text, encoding='utf-8')
+  rename_synced(partial, path)
 
 
-def settle(beside: pathlib.Path, path: pathlib.Path) -> None:
-  """Gives a file that is written its name, once it is on the disk."""
-  with beside.open('rb') as file:
+def rename_synced(partial: pathlib.Path, path: pathlib.Path) -> None:
+  """Renames a file after flushing its contents to the disk."""
+  with partial.open('rb') as file:
     os.fsync(file.fileno())
-  os.replace(beside, path)
+  os.replace(partial, path)
 
 
 def open_to_umask(folder: pathlib.Path) -> None:
-  """Gives files the permissions that the umask allows.
+  """Gives all files of a folder the permissions that the umask allows.
 
-  Some libraries write for the owner only.
+  Some libraries write files that only the owner can read.
   """
-  # A folder that this process made has those of the umask.
+  # The folder itself was created with the permissions of the umask.
   mode = folder.stat().st_mode & 0o666
   for path in folder.rglob('*'):
     if path.is_file():
@@ -44,38 +45,38 @@ def open_to_umask(folder: pathlib.Path) -> None:
 
 
 def read_object(path: pathlib.Path) -> dict:
-  """Returns what a JSON file holds.
+  """Returns the object in a JSON file.
 
   Raises:
-    OSError: if it cannot be read.
-    ValueError: if that is no object.
+    OSError: if the file cannot be read.
+    ValueError: if it is not JSON, or another value than an object.
   """
-  found = json.loads(path.read_text(encoding='utf-8'))
-  if not isinstance(found, dict):
+  values = json.loads(path.read_text(encoding='utf-8'))
+  if not isinstance(values, dict):
     raise ValueError(f'{path}: holds no JSON object')
-  return found
+  return values
 
 
-def take_version(found: dict, name: str | pathlib.Path) -> dict:
-  """Returns an object without its version.
+def take_version(values: dict, name: str | pathlib.Path) -> dict:
+  """Returns a stored object without its version.
 
   Raises:
-    ValueError: in one line, if a later release has written it.
+    ValueError: in one line, if a newer release wrote it.
   """
-  version = found.get('version', 0)
+  version = values.get('version', 0)
   if not isinstance(version, int) or not 0 <= version <= VERSION:
     raise ValueError(
       f'{name}: has version {version!r:.40}, of a newer release; this one '
       f'reads up to {VERSION}'
     )
-  return {key: value for key, value in found.items() if key != 'version'}
+  return {key: value for key, value in values.items() if key != 'version'}
 
 
 def read_stored(path: pathlib.Path) -> dict:
-  """Returns what a JSON file of a run holds, without its version.
+  """Returns the object in a JSON file of a run, without its version.
 
   Raises:
-    ValueError: in one line with the file's name, if it is damaged.
+    ValueError: in one line with the file's name, if the file is damaged.
   """
   try:
     return take_version(read_object(path), path)
@@ -84,13 +85,13 @@ def read_stored(path: pathlib.Path) -> dict:
 
 
 def free_name(path: pathlib.Path) -> pathlib.Path:
-  """Returns the first name that is free: PATH.bak, PATH.bak.1, ..."""
+  """Returns the first unused name among PATH.bak, PATH.bak.1, ..."""
   names = (f'{path.name}.bak{f".{n}" if n else ""}' for n in itertools.count())
   return next(p for n in names if not (p := path.with_name(n)).exists())
 
 
 @contextlib.contextmanager
-def locked(folder: pathlib.Path) -> Iterator[None]:
+def lock(folder: pathlib.Path) -> Iterator[None]:
   """Locks a folder for this process until the end of the context.
 
   The system releases the lock of a killed process. Where the file system has no
@@ -99,10 +100,10 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
   Raises:
     ValueError: in one line, if another process holds the lock.
   """
-  lock = filelock.FileLock(folder / _LOCK, timeout=0)
+  file_lock = filelock.FileLock(folder / _LOCK, timeout=0)
   owner = folder / _OWNER
   try:
-    lock.acquire()
+    file_lock.acquire()
   except filelock.Timeout:
     raise ValueError(
       f'--workdir={folder}: in use by {_owner(owner)}; give another --workdir, '
@@ -118,33 +119,35 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
     return
   try:
     with contextlib.suppress(OSError):
-      put(owner, json.dumps({'pid': os.getpid(), 'host': socket.gethostname()}))
+      values = {'pid': os.getpid(), 'host': socket.gethostname()}
+      write_atomic(owner, json.dumps(values))
     yield
   finally:
     with contextlib.suppress(OSError):
       owner.unlink()
-    lock.release()
+    file_lock.release()
 
 
 def _owner(path: pathlib.Path) -> str:
-  """Returns the process that holds a lock, in words."""
+  """Returns the process that holds a lock, for an error message."""
   try:
     owner = read_object(path)
     return f'process {owner["pid"]} on host {owner["host"]}'
-  except (OSError, ValueError, KeyError):  # Between two of its writes.
+  except (OSError, ValueError, KeyError):  # The file is not written yet.
     return 'another process'
 
 
 @contextlib.contextmanager
-def written(path: str | pathlib.Path) -> Iterator[None]:
-  """Makes errors of libraries that write files errors of the system.
+def as_os_errors(path: str | pathlib.Path) -> Iterator[None]:
+  """Turns errors of libraries that write files into OSError.
 
-  ArrayRecord, safetensors and tokenizers each have another one for a full disk.
+  ArrayRecord, safetensors and tokenizers report a full disk each in their own
+  way.
   """
   try:
     yield
   except OSError:
     raise
   except Exception as error:
-    told = ' '.join(str(error).split())
-    raise OSError(errno.EIO, told, str(path)) from error
+    reason = ' '.join(str(error).split())
+    raise OSError(errno.EIO, reason, str(path)) from error

@@ -1,15 +1,15 @@
 """List every metric that a run writes, with its unit and meaning.
 
-Run `python -m gigpo_jax.metric_list` to write docs/metrics.md from this list.
-Tests compare the list with the page, with the metrics that runs write, and with
-the names in the code.
+Run `python -m gigpo_jax.tools.metric_list` to write docs/metrics.md from this
+list. Tests compare the list with the page, with the metrics that runs write,
+and with the names in the code.
 """
 
 import dataclasses
 import pathlib
 import re
 
-_PAGE = pathlib.Path(__file__).parents[1] / 'docs' / 'metrics.md'
+_PAGE = pathlib.Path(__file__).parents[2] / 'docs' / 'metrics.md'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -403,7 +403,7 @@ An environment adds metrics with `StepResult.metrics`. Their means over the
 steps that report them are `train/NAME` and `eval/NAME`, or `train/env_NAME` if
 the name is reserved.
 
-`python -m gigpo_jax.metric_list` generates this page.
+`python -m gigpo_jax.tools.metric_list` generates this page.
 """
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gigpo_jax import batch, packs
+from gigpo_jax import batch, packing
 
 
 def _rows(prompts, completions):
@@ -18,7 +18,7 @@ def _rows(prompts, completions):
 
 def test_a_pack_by_hand():
   rows = _rows([[5, 6], [7], [5, 6]], [[1, 2], [3], [4]])
-  packer = packs.Packer(2, 1, (4, 8), 4, share=True)
+  packer = packing.Packer(2, 1, (4, 8), 4, share=True)
   (microbatch,) = packer.microbatches(rows, np.arange(3))
   np.testing.assert_array_equal(microbatch.rows, [0, 2, 1])
   np.testing.assert_array_equal(
@@ -60,7 +60,7 @@ def test_every_completion_token_is_packed_once(share, size, shards):
     [rng.integers(9, size=rng.integers(1, 5)) for _ in range(23)],
   )
   index = np.flatnonzero(rows.real)[3:]
-  packer = packs.Packer(size, shards, (6, 12), 4, share=share)
+  packer = packing.Packer(size, shards, (6, 12), 4, share=share)
   seen = np.zeros((len(rows.groups), 4))
   ids = np.zeros((len(rows.groups), 4), np.int32)
   for microbatch in packer.microbatches(rows, index):
@@ -86,4 +86,4 @@ def test_every_completion_token_is_packed_once(share, size, shards):
 def test_a_row_that_is_too_long_is_refused():
   rows = _rows([[1] * 8], [[2] * 4])
   with pytest.raises(ValueError, match='a row has 12 tokens'):
-    next(packs.Packer(1, 1, (8,), 4).microbatches(rows, np.array([0])))
+    next(packing.Packer(1, 1, (8,), 4).microbatches(rows, np.array([0])))

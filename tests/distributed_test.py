@@ -16,9 +16,10 @@ import programs
 import pytest
 import safetensors.numpy
 
-from gigpo_jax import files, hosts, metrics, sampler
 from gigpo_jax import mesh as mesh_lib
+from gigpo_jax import metrics, sampler
 from gigpo_jax.models import qwen
+from gigpo_jax.runtime import console, distributed, files, hardware
 
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIG = qwen.QwenConfig(
@@ -43,7 +44,7 @@ from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import sampler
 from gigpo_jax.models import qwen
 sys.path.insert(0, 'tests')
-import hosts_test as shared
+import distributed_test as shared
 mesh = mesh_lib.make_mesh(1, 2, 1)
 axes = mesh_lib.shardings(mesh, qwen.logical_axes(shared.CONFIG))
 host = shared.make_params()
@@ -128,12 +129,11 @@ def test_two_processes_sample_what_one_does(tensor):
 
 _LOCKS = """
 import sys
-from gigpo_jax import hosts
-hosts.join()
+distributed.initialize()
 try:
-  with hosts.locked(sys.argv[1]):
+  with distributed.lock(sys.argv[1]):
     # The others are in here as well.
-    print('state', *hosts.tell_all('held'), flush=True)
+    print('state', *distributed.all_gather_objects('held'), flush=True)
 except ValueError as error:
   print('state', str(error).split('in use by ')[1].split(' on ')[0])
 """
@@ -145,7 +145,7 @@ def test_processes_of_a_run_share_a_lock(tmp_path, held):
   names = {'JAX_COORDINATOR_ADDRESS': address, 'JAX_NUM_PROCESSES': '2'}
   with contextlib.ExitStack() as stack:
     if held:
-      stack.enter_context(files.locked(tmp_path))
+      stack.enter_context(files.lock(tmp_path))
     running = [
       subprocess.Popen(
         [sys.executable, '-c', _LOCKS, str(tmp_path)],
@@ -391,7 +391,7 @@ def test_a_run_goes_on_with_other_devices(tmp_path, devices):
 def test_half_of_the_variables_are_refused(monkeypatch):
   monkeypatch.setenv('JAX_COORDINATOR_ADDRESS', '127.0.0.1:1')
   with pytest.raises(ValueError, match=r'\$JAX_NUM_PROCESSES=: not set'):
-    hosts.join()
+    distributed.initialize()
 
 
 class Terminal(io.StringIO):
@@ -406,8 +406,10 @@ def test_the_bar_tells_episodes_and_tokens_and_is_quiet_elsewhere(
   out = Terminal() if terminal else io.StringIO()
   clock = [0.0]
   monkeypatch.setattr(time, 'monotonic', lambda: clock[0])
-  with hosts.bar(total=4, unit='episode', file=out, mininterval=0) as bar:
-    told = hosts.advance(bar, lambda: 600)
+  with console.progress_bar(
+    total=4, unit='episode', file=out, mininterval=0
+  ) as bar:
+    told = console.count_episodes(bar, lambda: 600)
     clock[0] = 3.0
     told(3)
     bar.refresh()
@@ -436,9 +438,9 @@ def test_memory_is_kept_where_programs_run_on_a_cpu(
     def __init__(self, name):
       self.mallopt = found.__setitem__
 
-  monkeypatch.setattr(hosts.ctypes, 'CDLL', Library)
-  monkeypatch.setattr(hosts, '_is_there', lambda nodes: accelerator)
+  monkeypatch.setattr(hardware.ctypes, 'CDLL', Library)
+  monkeypatch.setattr(hardware, '_any_exists', lambda _: accelerator)
   monkeypatch.setattr(os, 'sched_getaffinity', lambda _: range(cores))
   monkeypatch.setenv('JAX_PLATFORMS', platforms)
-  hosts.keep_memory()
+  hardware.keep_freed_memory()
   assert found.keys() == told

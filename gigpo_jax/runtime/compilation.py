@@ -1,0 +1,107 @@
+"""The cache of compiled programs, and the progress of compilation."""
+
+import contextlib
+import os
+import pathlib
+import platform
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+
+from envs import cache
+from gigpo_jax.runtime import console
+
+_FOLDER_VARIABLE = 'JAX_COMPILATION_CACHE_DIR'
+# Options that also cache small programs, unless the user sets their variables.
+_OPTIONS = {
+  'jax_persistent_cache_min_compile_time_secs': 0.0,
+  'jax_persistent_cache_min_entry_size_bytes': -1,
+}
+# Size above which the least recently used programs are deleted.
+_MAX_BYTES = 8 << 30
+# Seconds between two lines of progress, where no terminal shows a bar.
+_LINE_SECS = 10.0
+
+
+def enable_cache() -> None:
+  """Keeps compiled programs on disk for later processes.
+
+  They are in a folder of $GIGPO_JAX_CACHE, or of ~/.cache/gigpo_jax, unless
+  the user chose one with JAX_COMPILATION_CACHE_DIR. Starts no device.
+  """
+  for name, value in _OPTIONS.items():
+    if name.upper() not in os.environ:
+      jax.config.update(name, value)
+  if _FOLDER_VARIABLE in os.environ or jax.config.jax_compilation_cache_dir:
+    return
+  folder = cache.place('programs', _processor())
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+      return  # It belongs to another user.
+    _trim(folder, _MAX_BYTES)
+  except OSError:
+    return  # A run works without the cache.
+  jax.config.update('jax_compilation_cache_dir', str(folder))
+
+
+def _processor() -> str:
+  """Returns the features of this host's processor that programs depend on.
+
+  Hosts with different processors may share a home directory.
+  """
+  try:
+    lines = pathlib.Path('/proc/cpuinfo').read_text().splitlines()
+  except OSError:
+    lines = []
+  features = {
+    line
+    for line in lines
+    if line.startswith(('flags', 'Features', 'model name'))
+  }
+  return f'{platform.machine()} {platform.processor()} {sorted(features)}'
+
+
+def _trim(folder: pathlib.Path, max_bytes: int) -> None:
+  """Deletes the least recently used files, down to half of the limit."""
+  files = [(path, path.stat()) for path in folder.iterdir()]
+  total = sum(stat.st_size for _, stat in files)
+  if total <= max_bytes:
+    return
+  files.sort(key=lambda item: max(item[1].st_atime, item[1].st_mtime))
+  for path, stat in files:
+    # Another process may have deleted it.
+    path.unlink(missing_ok=True)
+    total -= stat.st_size
+    if total <= max_bytes / 2:
+      return
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Callable[[], None]]:
+  """Shows the progress of compilation: a bar, or lines without a terminal.
+
+  Args:
+    total: number of programs.
+
+  Yields:
+    A function to call after each program.
+  """
+  start = last_line = time.monotonic()
+  done = 0
+  with console.progress_bar(
+    total=total, desc='compiling', unit='program'
+  ) as bar:
+
+    def advance() -> None:
+      nonlocal done, last_line
+      done += 1
+      bar.update()
+      now = time.monotonic()
+      if bar.disable and now - last_line >= _LINE_SECS and done < total:
+        last_line = now
+        console.log(f'compiled {done} of {total} programs, {now - start:.0f} s')
+
+    yield advance
+  console.log(f'compiled {done} programs in {time.monotonic() - start:.0f} s')

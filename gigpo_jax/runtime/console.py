@@ -1,0 +1,39 @@
+"""Log lines and progress bars, shown by the main process only."""
+
+import time
+from collections.abc import Callable, Iterable
+
+import tqdm
+
+from gigpo_jax.runtime import distributed
+
+
+def log(line: str) -> None:
+  """Prints a line."""
+  if distributed.is_main_process():
+    print(line, flush=True)
+
+
+def progress_bar(steps: Iterable | None = None, **kwargs) -> tqdm.tqdm:
+  """Returns a progress bar; hidden if there is no terminal."""
+  disable = None if distributed.is_main_process() else True
+  return tqdm.tqdm(steps, leave=False, disable=disable, **kwargs)
+
+
+def count_episodes(
+  bar: tqdm.tqdm, num_tokens: Callable[[], int]
+) -> Callable[[int], None]:
+  """Returns a function that adds finished episodes to a progress bar.
+
+  Args:
+    bar: the bar, which also shows the tokens per second.
+    num_tokens: returns the number of tokens sampled so far.
+  """
+  start = time.monotonic()
+
+  def add(episodes: int) -> None:
+    rate = num_tokens() / max(time.monotonic() - start, 1e-9)
+    bar.set_postfix_str(f'{rate:.0f} tokens/s', refresh=False)
+    bar.update(episodes)
+
+  return add

@@ -1,0 +1,160 @@
+"""Several processes, usually one per host, that run one experiment together.
+
+Every process runs the same program on its own slice of the groups; then all
+processes gather the trajectories, so that every later number is the same on
+each of them. Arrays are sharded over all devices.
+"""
+
+import contextlib
+import os
+import pathlib
+import pickle
+import shutil
+import sys
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from gigpo_jax.runtime import files, hardware
+
+_VARIABLES = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
+
+
+def initialize() -> None:
+  """Connects the processes of a multi-process run; otherwise does nothing.
+
+  The processes of a Cloud TPU slice are detected. Elsewhere, set the
+  environment variables JAX_COORDINATOR_ADDRESS (host:port of process 0),
+  JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+
+  Raises:
+    ValueError: in one line, if only some of the variables are set.
+  """
+  values = [os.environ.get(name) for name in _VARIABLES]
+  missing = [n for n, v in zip(_VARIABLES, values, strict=True) if not v]
+  if jax.distributed.is_initialized():
+    return
+  # Its handler swallows SIGTERM.
+  jax.config.update('jax_enable_preemption_service', False)
+  if not missing:
+    address, *counts = values
+    for name, value in zip(_VARIABLES[1:], counts, strict=True):
+      if not value.isdecimal():
+        raise ValueError(f'${name}={value}: must be a number')
+    jax.distributed.initialize(address, *map(int, counts))
+  elif len(missing) < len(_VARIABLES):
+    raise ValueError(
+      f'${missing[0]}=: not set; several hosts need {", ".join(_VARIABLES)}'
+    )
+  elif hardware.has_tpu():
+    _initialize_slice()
+
+
+def _initialize_slice() -> None:
+  try:
+    jax.distributed.initialize()
+  except (ValueError, RuntimeError, OSError) as error:
+    # A single TPU host may lack the metadata of a slice.
+    if jax.process_count() > 1:
+      raise ValueError(
+        f'the hosts cannot connect to each other ({error}); set '
+        f'{", ".join(_VARIABLES)}'
+      ) from error
+
+
+def is_main_process() -> bool:
+  """Returns whether this process prints, and writes shared files."""
+  return jax.process_index() == 0
+
+
+def is_multi_process() -> bool:
+  """Returns whether there are other processes; starts no device."""
+  return jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+@contextlib.contextmanager
+def lock(workdir: str | pathlib.Path) -> Iterator[None]:
+  """Locks a work directory for all processes of this experiment.
+
+  The main process holds the lock. A single process starts no device for this.
+
+  Raises:
+    ValueError: in one line, in every process, if another experiment holds it.
+  """
+  alone = not is_multi_process()
+  with contextlib.ExitStack() as stack:
+    refused = ''
+    if alone or is_main_process():
+      try:
+        stack.enter_context(files.lock(pathlib.Path(workdir)))
+      except ValueError as error:
+        refused = str(error)
+    if not alone:
+      refused = all_gather_objects(refused)[0]
+    if refused:
+      raise ValueError(refused)
+    yield
+
+
+@contextlib.contextmanager
+def atomic_directory(path: pathlib.Path) -> Iterator[str]:
+  """Yields a temporary directory that replaces `path` at the end."""
+  partial = path.with_suffix('.tmp')
+  if is_main_process():
+    shutil.rmtree(partial, ignore_errors=True)
+  yield str(partial)
+  if is_main_process():
+    files.open_to_umask(partial)
+    shutil.rmtree(path, ignore_errors=True)
+    partial.rename(path)
+
+
+def process_slice(size: int) -> range:
+  """Returns the indices below `size` that belong to this process."""
+  count, process = jax.process_count(), jax.process_index()
+  return range(size * process // count, size * (process + 1) // count)
+
+
+def block_on_cpu(arrays: Any) -> Any:
+  """Returns arrays; in a multi-process run on CPUs, waits for them first.
+
+  There, jax (0.10, 0.11) may deadlock if several programs with collectives run
+  at once. Accelerators run them in order.
+  """
+  if jax.process_count() > 1 and jax.default_backend() == 'cpu':
+    jax.block_until_ready(arrays)
+  return arrays
+
+
+def all_gather_objects(value: Any) -> list[Any]:
+  """Returns the values of all processes in order; every process must call it.
+
+  Args:
+    value: a picklable value.
+  """
+  if jax.process_count() == 1:
+    return [value]
+  data = np.frombuffer(pickle.dumps(value), np.uint8)
+  sizes = multihost_utils.process_allgather(np.array([len(data)])).ravel()
+  # Round the size up, because every size is compiled.
+  padded = np.zeros(1 << max(12, int(sizes.max() - 1).bit_length()), np.uint8)
+  padded[: len(data)] = data
+  rows = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
+  return [
+    pickle.loads(row[: int(size)].tobytes())
+    for row, size in zip(rows, sizes, strict=True)
+  ]
+
+
+def exit_process(status: int) -> NoReturn:
+  """Ends this process, without cleanup if there are others.
+
+  The others wait for it in their next collective and stop when the connection
+  breaks. A regular exit would wait for them.
+  """
+  if is_multi_process():
+    os._exit(status)
+  sys.exit(status)

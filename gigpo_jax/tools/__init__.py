@@ -1,0 +1,1 @@
+"""Commands around runs: viewer, comparison, sweeps, TPU compilation."""
