@@ -340,9 +340,9 @@ class EpisodeWriter:
   def write(
     self,
     iteration: int,
-    collected: 'collection.Collected',
+    collected: 'group_filter.CollectedGroups',
     rows: 'batch.Rows | None' = None,
-    credit: 'algorithms.Credit | None' = None,
+    credit: 'algorithms.AlgorithmOutput | None' = None,
   ) -> dict[str, float]:
     """Writes an iteration if it is due; it is on disk on return.
 

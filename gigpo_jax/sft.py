@@ -22,7 +22,7 @@ from envs import base
 from gigpo_jax import batch, builders, losses, tokenizer
 from gigpo_jax import config as config_lib
 from gigpo_jax.models import huggingface, lora, qwen
-from gigpo_jax.runtime import console, distributed, errors, files
+from gigpo_jax.runtime import console, distributed, errors
 
 if TYPE_CHECKING:
   from gigpo_jax import episodes

@@ -13,7 +13,7 @@ from programs import PROJECT
 
 from configs import alfworld
 from gigpo_jax import checkpoint
-from gigpo_jax.runtime import files, signals
+from gigpo_jax.runtime import distributed, files, signals
 
 
 def _launched(script: str, *flags: str) -> subprocess.CompletedProcess:
