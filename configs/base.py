@@ -445,10 +445,11 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   # EPO: weight, relative to entropy_weight, of the entropy outside a band. 0:
   # off. The bounds are shares of the mean entropy of earlier iterations. In
   # iteration k of K the weight is multiplied by 1 + exp(-decay k / (K / 2)).
-  config.loss.corridor_weight = 0.0
-  config.loss.corridor_low = 0.8
-  config.loss.corridor_high = 1.2
-  config.loss.corridor_decay = 1.0
+  config.loss.entropy_band = ml_collections.ConfigDict()
+  config.loss.entropy_band.weight = 0.0
+  config.loss.entropy_band.low = 0.8
+  config.loss.entropy_band.high = 1.2
+  config.loss.entropy_band.decay = 1.0
   # token_mean | sequence_mean | fixed_length
   config.loss.aggregation = 'token_mean'
   # learner: recomputed before the first update. sampler: as sampled, which is

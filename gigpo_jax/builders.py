@@ -252,7 +252,7 @@ def make_learner(
     optimizer=learner.adamw(**config.optimizer),
     temperature=config.rollout.temperature,
     aggregation=config.loss.aggregation,
-    columns=_CORRIDOR if config.loss.corridor_weight else (),
+    columns=_CORRIDOR if config.loss.entropy_band.weight else (),
     **_learner_sizes(config),
   )
 
@@ -290,16 +290,16 @@ def corridor(
   Returns:
     Arrays [R] of the band's ends and weight; empty if the band is off.
   """
-  options = config.loss
-  if not options.corridor_weight:
+  band = config.loss.entropy_band
+  if not band.weight:
     return {}
   mean = float(np.mean(entropies)) if entropies else 0.0
-  weight = options.corridor_weight * losses.corridor_weight(
-    iteration, config.num_iterations, options.corridor_decay
+  weight = band.weight * losses.corridor_weight(
+    iteration, config.num_iterations, band.decay
   )
   values = (
-    options.corridor_low * mean,
-    options.corridor_high * mean,
+    band.low * mean,
+    band.high * mean,
     weight if entropies else 0.0,
   )
   return {

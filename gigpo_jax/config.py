@@ -86,8 +86,8 @@ _DEPENDENT_FIELDS = {
     ('filter.drop_zero_variance', 'True', bool),
   ),
   **dict.fromkeys(
-    ('loss.corridor_low', 'loss.corridor_high', 'loss.corridor_decay'),
-    ('loss.corridor_weight', 'above 0', bool),
+    [f'loss.entropy_band.{name}' for name in ('low', 'high', 'decay')],
+    ('loss.entropy_band.weight', 'above 0', bool),
   ),
 }
 
@@ -157,10 +157,10 @@ _RANGES = {
   'filter.warmup_iterations': (0, None, 'at least 0'),
   'filter.max_refills': (0, None, 'at least 0'),
   'tasks.uniform': (0.0, 1.0, 'between 0 and 1'),
-  'loss.corridor_weight': (0.0, None, 'at least 0; 0 is off'),
-  'loss.corridor_low': (0.0, None, 'at least 0'),
-  'loss.corridor_high': (0.0, None, 'at least 0'),
-  'loss.corridor_decay': (0.0, None, 'at least 0'),
+  'loss.entropy_band.weight': (0.0, None, 'at least 0; 0 is off'),
+  'loss.entropy_band.low': (0.0, None, 'at least 0'),
+  'loss.entropy_band.high': (0.0, None, 'at least 0'),
+  'loss.entropy_band.decay': (0.0, None, 'at least 0'),
   'loss.clip_epsilon': (0.0, 1.0, 'between 0 and 1'),
   'loss.clip_epsilon_high': (0.0, None, 'at least 0'),
   'loss.dual_clip': (1 + 1e-9, None, 'above 1; None is off'),
@@ -497,15 +497,16 @@ def _collection(config: ml_collections.ConfigDict) -> Iterator[str]:
       'filter.drop_zero_variance=True: one episode has no variance; needs '
       'rollout.episodes_per_group of at least 2'
     )
-  if loss.corridor_weight > 0 and not loss.entropy_weight:
+  band = loss.entropy_band
+  if band.weight > 0 and not loss.entropy_weight:
     yield (
-      f'loss.corridor_weight={loss.corridor_weight}: is a multiple of '
+      f'loss.entropy_band.weight={band.weight}: is a multiple of '
       'loss.entropy_weight; must be 0, or loss.entropy_weight above 0'
     )
-  if loss.corridor_weight and loss.corridor_low > loss.corridor_high:
+  if band.weight and band.low > band.high:
     yield (
-      f'loss.corridor_low={loss.corridor_low}: above loss.corridor_high='
-      f'{loss.corridor_high}; must be at most that'
+      f'loss.entropy_band.low={band.low}: above loss.entropy_band.high='
+      f'{band.high}; must be at most that'
     )
   horizon = tuple(config.rollout.horizon)
   if not _is_horizon(horizon):

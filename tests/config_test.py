@@ -65,8 +65,12 @@ def _refusal(**changes) -> str:
     ('algorithm.graph_discount', 2.0, 'between 0 and 1'),
     ('algorithm.gae_level', 'word', 'must be one of token, turn'),
     ('loss.ratio_level', 'word', 'must be one of token, row'),
-    ('loss.corridor_weight', -1.0, '0 is off'),
-    ('loss.corridor_low', 0.5, 'needs loss.corridor_weight to be above 0'),
+    ('loss.entropy_band.weight', -1.0, '0 is off'),
+    (
+      'loss.entropy_band.low',
+      0.5,
+      'needs loss.entropy_band.weight to be above 0',
+    ),
     ('algorithm.similarity_threshold', 0.8, 'must be 0.9'),
     ('tasks.uniform', 0.2, 'needs tasks.draw to be uncertain'),
     (
@@ -147,15 +151,15 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
     ),
     (
       {
-        'loss.corridor_weight': 1.0,
+        'loss.entropy_band.weight': 1.0,
         'loss.entropy_weight': 0.1,
-        'loss.corridor_low': 9.0,
+        'loss.entropy_band.low': 9.0,
       },
-      'loss.corridor_low=9.0: above loss.corridor_high=1.2',
+      'loss.entropy_band.low=9.0: above loss.entropy_band.high=1.2',
     ),
     (
-      {'loss.corridor_weight': 1.0, 'loss.entropy_weight': 0.0},
-      'loss.corridor_weight=1.0: is a multiple of loss.entropy_weight',
+      {'loss.entropy_band.weight': 1.0, 'loss.entropy_weight': 0.0},
+      'loss.entropy_band.weight=1.0: is a multiple of loss.entropy_weight',
     ),
     (
       {'algorithm.name': 'hgpo', 'algorithm.anchor_history': 1},

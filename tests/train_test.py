@@ -488,9 +488,9 @@ def test_a_full_disk_stops_the_run_which_then_goes_on(uninterrupted, tmp_path):
         '--config.tasks.draw=uncertain',
         '--config.rollout.horizon=((0,3),(2,6))',
         '--config.loss.entropy_weight=0.01',
-        '--config.loss.corridor_weight=1.0',
+        '--config.loss.entropy_band.weight=1.0',
         # Falls with the share of num_iterations otherwise.
-        '--config.loss.corridor_decay=0.0',
+        '--config.loss.entropy_band.decay=0.0',
       ),
     ),
   ],

@@ -204,8 +204,8 @@ SECTIONS = (
       Metric(
         'entropy_outside',
         'nats',
-        'weighted distance of the entropy from its band; only with '
-        '`loss.corridor_weight`',
+        'weighted distance of entropy from its band; only with '
+        '`loss.entropy_band.weight`',
       ),
       Metric(
         'kl',
