@@ -82,7 +82,7 @@ def make_model_bundle(config: ml_collections.ConfigDict) -> ModelBundle:
       stop_ids=text.stop_ids,
       vocab_size=text.vocab_size,
       tensor=_sampling_tensor(config, model, devices),
-      stop=(
+      find_stop=(
         text.stop_finder(turns.ENDS) if config.rollout.stop_at_action else None
       ),
       **sampler_kwargs(config),

@@ -38,6 +38,7 @@ def run(
   sampling: sampler.Sampling,
   task_type: Callable[[base.Task], str],
   repeats: int = 1,
+  base_params: dict | None = None,
 ) -> list[trajectory.Trajectory]:
   """Plays a policy on the evaluation tasks; returns episodes task by task.
 
@@ -48,6 +49,8 @@ def run(
     sampling: temperature, top-p and top-k.
     task_type: returns the type of a task.
     repeats: episodes per task.
+    base_params: frozen parameters of a network with adapters; None: no
+      adapters.
   """
   total = repeats * len(distributed.process_slice(len(panel)))
   with console.progress_bar(
@@ -60,6 +63,7 @@ def run(
       stream=(rollout.EVALUATION, 0),
       sampling=sampling,
       task_type=task_type,
+      base_params=base_params,
       on_finished=console.count_episodes(
         bar, lambda: runner.sampler.stats.decode_tokens
       ),
@@ -419,9 +423,9 @@ def _evaluate_policy(
   console.log(f'policy: --{source}={path}')
   policy = builders.make_model_bundle(config)
   with jax.set_mesh(policy.mesh):
-    params = policy.load()
+    params, base_params = policy.load(), None
     if source == 'checkpoint':
-      params = _restore_params(config, policy, params, path)
+      params, base_params = _restore_params(config, policy, params, path)
     return run(
       builders.make_runner(config, policy, pool),
       params,
@@ -429,6 +433,7 @@ def _evaluate_policy(
       sampling=builders.make_sampling(config, evaluation=True),
       task_type=builders.make_task_type(config),
       repeats=repeats,
+      base_params=base_params,
     )
 
 
@@ -458,20 +463,21 @@ def _check_checkpoint(path: str) -> None:
     )
 
 
-def _restore_params(config, policy, start: dict, path: str) -> dict:
-  """Returns the parameters in a checkpoint."""
+def _restore_params(
+  config, policy, start: dict, path: str
+) -> tuple[dict, dict]:
+  """Returns the parameters in a checkpoint, and the frozen parameters."""
   learner = builders.make_learner(
     config, policy, builders.policy_gradient(config)
   )
   template = {'policy': checkpoint.abstract_state(learner.init(start))}
-  policy.sampler.base = learner.base
   folder, iteration = _checkpoint_path(path)
   with checkpoint.Checkpointer(folder, read_only=True) as checkpointer:
     iteration, states, _ = checkpointer.restore(
       template, iteration=iteration, partial=True
     )
   console.log(f'policy after iteration {iteration}')
-  return states['policy'].params
+  return states['policy'].params, learner.base
 
 
 def _record(t: trajectory.Trajectory) -> dict:

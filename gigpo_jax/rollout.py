@@ -103,6 +103,8 @@ class EpisodeRunner:
     stream: tuple[int, int],
     sampling: sampler.Sampling,
     task_type: Callable[[base.Task], str],
+    base_params: dict | None = None,
+    trace: bool = False,
     on_finished: Callable[[int], None] = lambda count: None,
   ) -> list[trajectory.Trajectory]:
     """Runs N episodes of each task to the end.
@@ -118,6 +120,9 @@ class EpisodeRunner:
         and the step, it identifies the random stream of a response.
       sampling: sampling options.
       task_type: maps a task to its task type.
+      base_params: frozen parameters of a network with adapters; None: no
+        adapters.
+      trace: whether to record `sampler.Stats.spans`.
       on_finished: called with the number of episodes that have just ended.
 
     Returns:
@@ -129,7 +134,7 @@ class EpisodeRunner:
       for member in range(episodes_per_group)
     ]
     self.clock = RolloutClock(begin=time.monotonic())
-    self.sampler.load(params)
+    self.sampler.load(params, base_params, trace=trace)
     self.sampler.take_stats()
     _Rollout(self, episodes, stream, sampling, on_finished).play()
     self.sampler.finish()
@@ -236,7 +241,7 @@ class _Rollout:
       return {}
     idle = not self._sampler.busy
     before = time.monotonic()
-    timeout = _SHARED_WAIT_SECS if self._sampler.shared else None
+    timeout = _SHARED_WAIT_SECS if self._sampler.is_shared else None
     replies = self._pool.receive(timeout if idle else 0.0)
     now = time.monotonic()
     if idle:

@@ -126,7 +126,7 @@ class Stats:
     idle_secs: upper bound of the time that the device was idle while requests
       were in progress.
     spans: (slot, 'prefill' or 'decode', start, end) for a timeline, recorded if
-      the sampler's `trace` is set; host time in monotonic seconds.
+      `load` was called with `trace`; host time in monotonic seconds.
   """
 
   prefill_tokens: int = 0
@@ -208,15 +208,13 @@ class Sampler:
       adapters away.
     tensor: devices that a copy of the model is sharded over; 0: the size of the
       mesh's axis `tensor`.
-    stop: for stop strings; a function of (ids of a completion so far, number of
-      new ids) that returns the number of tokens to keep if the completion ends,
-      else None.
+    find_stop: for stop strings; a function of (ids of a completion so far,
+      number of new ids) that returns the number of tokens to keep if the
+      completion ends, else None.
 
   Attributes:
-    base: frozen parameters of a network with adapters.
     stats: counters since the last `take_stats`.
-    trace: whether to record `Stats.spans`.
-    shared: whether `step` waits for other processes.
+    is_shared: whether `step` waits for other processes.
   """
 
   def __init__(
@@ -233,7 +231,7 @@ class Sampler:
     decode_tokens: int = 8,
     weights: str = 'model',
     tensor: int = 0,
-    stop: Callable[[np.ndarray, int], int | None] | None = None,
+    find_stop: Callable[[np.ndarray, int], int | None] | None = None,
   ):
     for name, sizes in (
       ('prompt_buckets', prompt_buckets),
@@ -256,8 +254,8 @@ class Sampler:
     # this sampler uses.
     full_mesh = mesh_lib.sampling_mesh(mesh, tensor or mesh.shape['tensor'])
     multi_process = jax.process_count() > 1
-    self.shared = multi_process and not mesh_lib.on_one_host(full_mesh)
-    self._local = multi_process and not self.shared
+    self.is_shared = multi_process and not mesh_lib.on_one_host(full_mesh)
+    self._local = multi_process and not self.is_shared
     mesh = mesh_lib.local_mesh(full_mesh) if self._local else full_mesh
     shards = mesh_lib.batch_shards(mesh)
     if any(size % shards for size in batch_buckets):
@@ -280,7 +278,7 @@ class Sampler:
       size + max_completion_tokens for size in prompt_buckets
     )
     self._max_tokens = max_completion_tokens
-    self._stop_ids, self._stop = frozenset(stop_ids), stop
+    self._stop_ids, self._find_stop = frozenset(stop_ids), find_stop
     self._decode_chunk = min(decode_tokens, max_completion_tokens)
     rows = mesh_lib.batch_sharding(mesh)
     int8, merge, trained = weights == 'int8', weights != 'adapters', config
@@ -328,9 +326,8 @@ class Sampler:
       out_shardings=(cache_formats, rows, mesh_lib.everywhere(mesh)),
     )
     self._cache_formats = cache_formats
-    self.base: dict = {}
     self._num_submitted = 0
-    self.stats, self.trace = Stats(), False
+    self.stats = Stats()
     self.release()
 
   def _clear(self) -> None:
@@ -370,28 +367,35 @@ class Sampler:
     stats, self.stats = self.stats, Stats()
     return stats
 
-  def load(self, params: dict) -> None:
+  def load(
+    self, params: dict, base: dict | None = None, *, trace: bool = False
+  ) -> None:
     """Sets the parameters to sample from; drops unfinished requests.
 
     Casts and reshards the parameters, unless they are already loaded.
 
     Args:
       params: the learner's parameters.
+      base: frozen parameters of a network with adapters; None: no adapters.
+      trace: whether to record `Stats.spans` until the next `load`.
     """
     self._clear()
-    if params is not self._source:
+    self._trace = trace
+    if params is not self._source or base is not self._source_base:
       with jax.set_mesh(self._full_mesh):
         prepared = distributed.block_on_cpu(
-          self._prepare_params(params, self.base)
+          self._prepare_params(params, base or {})
         )
       if self._local:
         prepared = mesh_lib.localize(prepared, self._mesh)
-      self._source, self._params = params, prepared
+      self._source, self._source_base = params, base
+      self._params = prepared
 
   def release(self) -> None:
     """Frees the memory of parameters and cache, until the next `load`."""
     self._clear()
     self._source: dict | None = None
+    self._source_base: dict | None = None
     self._params: dict | None = None
     self._cache: qwen.Cache | None = None
     self._state: jax.Array | None = None
@@ -399,10 +403,14 @@ class Sampler:
   @property
   def num_programs(self) -> int:
     """Returns the number of programs that `warm_up` compiles."""
-    return 1 + sum(1 for _ in self._warm_up_calls())
+    return 1 + len(self._warm_up_calls)
 
   def warm_up(
-    self, params: dict, advance: Callable[[], None] = lambda: None
+    self,
+    params: dict,
+    base: dict | None = None,
+    *,
+    on_compiled: Callable[[], None] = lambda: None,
   ) -> None:
     """Compiles all programs, so that nothing compiles later.
 
@@ -410,46 +418,54 @@ class Sampler:
 
     Args:
       params: parameters of the policy.
-      advance: called after each of `num_programs` programs.
+      base: frozen parameters of a network with adapters; None: no adapters.
+      on_compiled: called after each of `num_programs` programs.
     """
-    self.load(params)
-    advance()
+    self.load(params, base)
+    on_compiled()
     with jax.set_mesh(self._mesh):
-      for call in self._warm_up_calls():
-        call()
-        advance()
+      prompts: dict[tuple[int, int], qwen.Cache] = {}
+      for call, *sizes in self._warm_up_calls:
+        call(self, prompts, *sizes)
+        on_compiled()
     self.release()
 
-  def _warm_up_calls(self) -> Iterator[Callable[[], object]]:
-    """Yields calls that compile one program each; make them in this order."""
+  @functools.cached_property
+  def _warm_up_calls(self) -> list[tuple]:
+    """Returns (method, *sizes) that compile one program each, in this order.
+
+    Each method also takes the prefilled prompts, by (rows, length).
+    """
     sizes = list(itertools.product(self._row_buckets, self._length_buckets))
     prefills = list(
       itertools.product(self._prefill_buckets, self._prompt_buckets)
     )
-    prompts: dict[tuple[int, int], dict] = {}
-    for r, p in prefills:
-      yield functools.partial(self._warm_up_prefill, prompts, r, p)
+    calls: list[tuple] = [(Sampler._warm_up_prefill, r, p) for r, p in prefills]
     for rows, length in sizes:
-      yield functools.partial(self._allocate, rows, length)
+      calls.append((Sampler._warm_up_allocate, rows, length))
       for other in sizes:
         if (rows == other[0]) != (length == other[1]):
-          yield functools.partial(self._warm_up_resize, *other)
+          calls.append((Sampler._warm_up_resize, *other))
       for r in self._prefill_buckets:
-        yield functools.partial(self._warm_up_copy, r, rows)
+        calls.append((Sampler._warm_up_copy, r, rows))
       for r, p in prefills:
         if p <= length:
-          yield functools.partial(self._warm_up_insert, prompts, r, p, rows)
+          calls.append((Sampler._warm_up_insert, r, p, rows))
       for truncated in self._truncations:
-        yield functools.partial(self._warm_up_decode, rows, truncated)
+        calls.append((Sampler._warm_up_decode, rows, truncated))
+    return calls
 
   def _warm_up_prefill(self, prompts: dict, r: int, p: int) -> None:
     ids = self._place(np.zeros((r, p), np.int32))
     prompts[r, p] = self._prefill(self._params, ids)
 
-  def _warm_up_resize(self, rows: int, length: int) -> None:
+  def _warm_up_allocate(self, _: dict, rows: int, length: int) -> None:
+    self._allocate(rows, length)
+
+  def _warm_up_resize(self, _: dict, rows: int, length: int) -> None:
     self._resize(self._cache, self._state, rows, length)
 
-  def _warm_up_copy(self, r: int, rows: int) -> None:
+  def _warm_up_copy(self, _: dict, r: int, rows: int) -> None:
     # Slot `rows` does not exist, so nothing is copied.
     slots = self._place(np.full(r, rows, np.int32))
     self._cache = self._copy(self._cache, slots, slots)
@@ -458,7 +474,7 @@ class Sampler:
     slots = self._place(np.full(r, rows, np.int32))
     self._cache = self._insert(self._cache, prompts[r, p], slots)
 
-  def _warm_up_decode(self, rows: int, truncated: bool | None) -> None:
+  def _warm_up_decode(self, _: dict, rows: int, truncated: bool | None) -> None:
     jax.block_until_ready(self._dispatch([], rows, truncated).outputs)
 
   def lower(self, params: dict, base: dict) -> dict[str, jax.stages.Lowered]:
@@ -497,18 +513,19 @@ class Sampler:
       }
 
   def generate(
-    self, params: dict, requests: Sequence[Request]
+    self, params: dict, requests: Sequence[Request], base: dict | None = None
   ) -> list[Completion]:
     """Returns a completion for each request, in their order.
 
     Args:
       params: parameters of the policy; not donated.
       requests: any number of requests, possibly none.
+      base: frozen parameters of a network with adapters; None: no adapters.
 
     Raises:
       ValueError: if a request is invalid; see `submit`.
     """
-    self.load(params)
+    self.load(params, base)
     request_ids = [self.submit(request) for request in requests]
     completions: dict[int, Completion] = {}
     while self.busy:
@@ -558,7 +575,7 @@ class Sampler:
 
   def finish(self) -> None:
     """Continues steps of a shared sampler until all processes call this."""
-    while self.shared and not self._enqueue(done=True):
+    while self.is_shared and not self._enqueue(done=True):
       self._advance()
       self._record_idle_time()
 
@@ -567,7 +584,7 @@ class Sampler:
   def _enqueue(self, *, done: bool) -> bool:
     """Queues submitted requests; returns whether all processes are `done`."""
     entries, self._submitted = self._submitted, []
-    if not self.shared:
+    if not self.is_shared:
       self._waiting += entries
       return done
     gathered = distributed.all_gather_objects((entries, done))
@@ -641,7 +658,7 @@ class Sampler:
       sources, slots = (self._place(p.astype(np.int32)) for p in pairs)
       self._cache = self._copy(self._cache, sources, slots)
     end = time.monotonic()
-    if self.trace:
+    if self._trace:
       self.stats.spans += [(slot, 'prefill', start, end) for slot, _ in new]
     return used
 
@@ -747,7 +764,7 @@ class Sampler:
         continue  # The previous step had already finished it.
       count = counts_B[slot]
       self.stats.decode_tokens += int(count)
-      if self.trace:
+      if self._trace:
         self.stats.spans.append((slot, 'decode', step.start, end))
       entry.outputs.append(
         tuple(x[:count, slot] for x in (ids_KB, log_probs_KB, sampled_KB))
@@ -770,9 +787,9 @@ class Sampler:
       active: whether it has no stop token and is below its limit.
     """
     keep = None
-    if self._stop is not None:
+    if self._find_stop is not None:
       ids = np.concatenate([output[0] for output in entry.outputs])
-      keep = self._stop(ids, count)
+      keep = self._find_stop(ids, count)
     if active and keep is None:
       return None
     ids, log_probs, sampled = (

@@ -195,9 +195,7 @@ class _Run:
       values = {}
       if config.evaluation.every and iteration % config.evaluation.every == 0:
         values |= self._evaluate()
-      self._policy.sampler.trace = (
-        distributed.is_main_process() and iteration == first
-      )
+      self._trace = distributed.is_main_process() and iteration == first
       collected, found = self._collect(iteration)
       # The update might not be over in time, and uses up what it begins with.
       self._leave_if_told()
@@ -230,7 +228,6 @@ class _Run:
     start = self._policy.load()
     self._reference = builders.make_reference(self._config, self._policy, start)
     states = {'policy': self._learner.init(start)}
-    self._policy.sampler.base = self._learner.base
     if self._checkpointer.latest() is None:
       if self._critic:
         # The one before is taken over.
@@ -302,7 +299,9 @@ class _Run:
       total += self._critic.num_programs()
     with compilation.progress(total) as advance:
       with errors.explain_out_of_memory(*_SAMPLER_MEMORY):
-        self._policy.sampler.warm_up(self._params, advance)
+        self._policy.sampler.warm_up(
+          self._params, self._learner.base, on_compiled=advance
+        )
       with errors.explain_out_of_memory(*_LEARNER_MEMORY):
         self._states['policy'] = self._learner.warm_up(
           self._states['policy'], self._reference, advance
@@ -322,6 +321,7 @@ class _Run:
       self._panel,
       sampling=builders.make_sampling(self._config, evaluation=True),
       task_type=self._task_type,
+      base_params=self._learner.base,
     )
     self._check_failures(found)
     return evaluation.summarize(found) | {
@@ -363,7 +363,7 @@ class _Run:
     )
     self._check_failures(collected.episodes)
     values = self._runner.metrics()
-    if sampler.trace:
+    if self._trace:
       timeline.plot(
         self._runner.stats.spans,
         self._runner.clock.env_spans,
@@ -392,6 +392,8 @@ class _Run:
         stream=(rollout.TRAIN, place),
         sampling=builders.make_sampling(self._config),
         task_type=self._task_type,
+        base_params=self._learner.base,
+        trace=self._trace,
         on_finished=console.count_episodes(
           bar, lambda: self._policy.sampler.stats.decode_tokens
         ),

@@ -53,7 +53,7 @@ params = jax.tree.map(
   host, axes)
 assert not params['embed'].is_fully_addressable
 engine = shared.make_sampler(mesh, tensor=tensor)
-assert engine.shared == (tensor == 2)
+assert engine.is_shared == (tensor == 2)
 engine.warm_up(params)
 compiled = engine.compilations
 ours = [r for n, r in enumerate(shared.make_requests()) if n % 2 == number]

@@ -103,8 +103,8 @@ def test_the_sampler_applies_adapters(weights):
     lora.merge(CONFIG.adapters, params), [request]
   )
   engine = sampler.Sampler(CONFIG, mesh, weights=weights, **options)
-  adapters, engine.base = lora.split(params)
-  samples = engine.generate(adapters, [request])
+  adapters, base = lora.split(params)
+  samples = engine.generate(adapters, [request], base)
   if weights == 'int8':  # Rounding may change the sampled tokens.
     assert len(samples[0].ids) == 6
     return

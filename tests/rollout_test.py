@@ -27,15 +27,15 @@ class ScriptedSampler:
     self._queue: list[tuple[int, sampler.Request]] = []
     self.waves: list[list[tuple[int, ...]]] = []
     self.compilations = 0
-    self.shared = False
+    self.is_shared = False
     self._tickets = 0
 
   @property
   def busy(self) -> bool:
     return bool(self._queue)
 
-  def load(self, params):
-    del params
+  def load(self, params, base=None, *, trace=False):
+    del params, base, trace
 
   def finish(self):
     assert not self.busy
@@ -97,7 +97,7 @@ def _collect(  # noqa: PLR0913
   ) as pool:
     runner = rollout.EpisodeRunner(pool, script, text, 200, 'error', schedule)
     finished = []
-    trajectories = runner.collect(
+    trajectories = runner.run(
       {},
       [base.Task('train', index) for index in tasks],
       episodes_per_group=2,
@@ -243,7 +243,7 @@ def test_schedules_sample_the_same_tokens_with_a_real_model(text):
       reset_timeout_secs=60,
     ) as pool:
       runner = rollout.EpisodeRunner(pool, engine, text, 128, 'error', schedule)
-      results[schedule, slots] = runner.collect(
+      results[schedule, slots] = runner.run(
         params,
         [base.Task('train', index) for index in range(4)],
         episodes_per_group=4,
@@ -285,7 +285,7 @@ def test_turn_limit_ends_episodes_in_the_pool(text):
     runner = rollout.EpisodeRunner(pool, script, text, 200, 'error', 'async')
     runner.max_turns = 2
     for iteration in range(2):
-      trajectories = runner.collect(
+      trajectories = runner.run(
         {},
         [base.Task('train', index) for index in (0, 3)],
         episodes_per_group=2,

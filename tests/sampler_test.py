@@ -173,7 +173,7 @@ def test_frequencies_are_the_distribution(params, narrow: dict):
 def test_nothing_compiles_after_the_warm_up(params):
   one = _sampler()
   counted = []
-  one.warm_up(params, lambda: counted.append(1))
+  one.warm_up(params, on_compiled=lambda: counted.append(1))
   assert len(counted) == one.num_programs
   before = one.compilations
   for number in (1, 3, 9, 40):
@@ -491,7 +491,7 @@ def test_a_completion_may_end_by_what_its_tokens_say(params):
     return None
 
   for decode_tokens in (1, 4, 12):
-    one = _sampler(stop=stop, decode_tokens=decode_tokens)
+    one = _sampler(find_stop=stop, decode_tokens=decode_tokens)
     for whole, cut in zip(
       plain, one.generate(params, _requests(20)), strict=True
     ):
