@@ -6,6 +6,7 @@ One of another project goes by the name of its module.
 import importlib
 import importlib.util
 import os
+import warnings
 from typing import Any
 
 from envs import base
@@ -80,4 +81,13 @@ def make(name: str, **kwargs: Any) -> base.Env:
 
 def tasks(name: str, split: str, **kwargs: Any) -> base.TaskInfo:
   """Returns the tasks of a split; takes the same kwargs as `make`."""
-  return _module(name).tasks(split, **kwargs)
+  info = _module(name).tasks(split, **kwargs)
+  if not hasattr(info, 'task_type') and hasattr(info, 'kind'):
+    warnings.warn(
+      f'env.name={name}: the method kind of its tasks is deprecated; rename it '
+      'to task_type',
+      DeprecationWarning,
+      stacklevel=2,
+    )
+    type(info).task_type = type(info).kind
+  return info

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import ArrayLike
 
-from gigpo_jax import arrays
+from gigpo_jax import arrays, deprecated
 from gigpo_jax.arrays import typechecked
 
 # Added to a standard deviation before dividing by it.
@@ -497,3 +497,14 @@ def check_options(**options: str) -> None:
       f'penalty_scope=row: with episode_stats={options["episode_stats"]} equal '
       'returns would divide the penalty by 1e-6; needs episode_stats=rows'
     )
+
+
+__getattr__ = deprecated.names(
+  __name__,
+  {
+    'Described': 'RowSegments',
+    'describe': 'segment_rows',
+    'inputs': 'device_inputs',
+    'parts_of': 'make_parts',
+  },
+)

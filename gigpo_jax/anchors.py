@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import rapidfuzz
 
+from gigpo_jax import deprecated
+
 # Environments report `observation` or `observation_and_actions`. `similarity`
 # merges similar observations; `turn` uses only the turn's index.
 ANCHORS = ('observation', 'observation_and_actions', 'similarity', 'turn')
@@ -31,7 +33,7 @@ def assign_ids(
     episodes: (group, states in order); None for an unknown state.
     anchor: one of ANCHORS.
     threshold: for `similarity`: Ratcliff-Obershelp ratio at or above which two
-      states of a group are merged; see `similar`.
+      states of a group are merged; see `merge_similar`.
     history: number of preceding states that must be equal, too; positions
       before an episode's first state are equal to each other.
     ends: whether the last state of each episode is its final state, in which
@@ -102,7 +104,8 @@ def merge_similar(
     groups: group of each episode.
     episodes: states of each episode; None stays None.
     threshold: ratio at or above which two states are merged, at most 1.
-    ends: whether an episode's last state starts no cluster; see `number`.
+    ends: whether an episode's last state starts no cluster; see
+      `assign_ids`.
   """
   clusters: dict[int, list[str]] = {}
   first: dict[tuple[int, str], str] = {}
@@ -129,3 +132,10 @@ def _is_similar(text: str, member: str, threshold: float) -> bool:
   if bound < threshold - 1e-9:
     return False
   return difflib.SequenceMatcher(None, text, member).ratio() >= threshold
+
+
+__getattr__ = deprecated.names(
+  __name__,
+  {'KINDS': 'ANCHORS', 'number': 'assign_ids', 'similar': 'merge_similar'},
+  {'number': {'kind': 'anchor'}},
+)

@@ -25,6 +25,7 @@ from gigpo_jax import (
   advantages,
   algorithms,
   anchors,
+  deprecated,
   losses,
   mesh,
   models,
@@ -220,6 +221,8 @@ def validate(
 ) -> None:
   """Checks everything that needs neither a device nor a simulator.
 
+  Renames old fields of the config (deprecated.FIELDS) in place.
+
   Args:
     config: the experiment.
     needs_model: whether weights and tokenizer must already exist.
@@ -228,6 +231,7 @@ def validate(
   Raises:
     ValueError: one line per problem.
   """
+  deprecated.update(config)
   problems = [*_values(config), *_combinations(config)]
   if not problems:
     problems += _missing_environment(config)
@@ -842,6 +846,7 @@ def check_resume(
     then = files.read_stored(path)
     if not isinstance(then.get('num_iterations'), int):
       raise ValueError('lacks num_iterations')
+    deprecated.update_stored(then, now)
   except ValueError as error:
     raise ValueError(
       f'--workdir={workdir}: its {_STORED} cannot be read ({error}); use '

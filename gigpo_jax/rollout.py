@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from envs import base
-from gigpo_jax import env_pool, sampler, tokenizer, trajectory
+from gigpo_jax import deprecated, env_pool, sampler, tokenizer, trajectory
 from gigpo_jax.runtime import distributed
 
 # First component of a request's random stream: the purpose of the tokens.
@@ -93,6 +93,9 @@ class EpisodeRunner:
   clock: RolloutClock = dataclasses.field(default_factory=RolloutClock)
   stats: sampler.Stats = dataclasses.field(default_factory=sampler.Stats)
   max_turns: int | None = None
+
+  collect = deprecated.method('Roller.collect', 'run', kind='task_type')
+  prepare = deprecated.method('Roller.prepare', 'prefetch')
 
   def run(
     self,
@@ -343,3 +346,8 @@ def refusal(observation: base.Observation, max_prompt_tokens: int) -> str:
     f'a prompt of {longest:,} characters; rollout.max_prompt_tokens='
     f'{max_prompt_tokens} allows at most {limit:,}'
   )
+
+
+__getattr__ = deprecated.names(
+  __name__, {'Roller': 'EpisodeRunner', 'Clock': 'RolloutClock'}
+)

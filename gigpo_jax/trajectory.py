@@ -9,6 +9,7 @@ import dataclasses
 import numpy as np
 
 from envs import base
+from gigpo_jax import deprecated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Trajectory:
   member: int
   steps: tuple[Step, ...]
   failure: str = ''
+
+  kind = deprecated.attribute('Trajectory.kind', 'task_type')
 
   @property
   def cause(self) -> str:

@@ -17,6 +17,7 @@ from ml_collections import config_flags
 import configs
 from configs import base
 from envs import worker
+from gigpo_jax import deprecated
 from gigpo_jax.runtime import distributed, errors, hardware
 from launch import interrupt, lines
 
@@ -58,14 +59,20 @@ def _parse(argv: list[str], *, module: str) -> list[str]:
     print(_help(module))
     sys.exit(0)
   try:
+    deprecated.show_warnings()
     argv = [_installed(argument) for argument in argv]
-    _try_config(argv)
+    config = _try_config(argv)
+    argv = [deprecated.flag(argument, config) for argument in argv]
+    # The config flag reads its overrides from there.
+    sys.argv = argv
     rest = flags.FLAGS(argv, known_only=False)
     lines.check_stray(rest)
     if _CONFIG.value is None:
       raise ValueError(
         '--config: missing; try --config=configs/alfworld.py:tiny'
       )
+    given = config_flags.get_override_values(flags.FLAGS['config'])
+    deprecated.update(_CONFIG.value, given)
   except (flags.Error, ValueError, TypeError, OSError) as error:
     lines.refuse(' '.join(str(error).split()))
   except (AttributeError, KeyError) as error:
@@ -135,8 +142,12 @@ def _installed(argument: str) -> str:
   return f'{name}={configs.find(path) or path}{colon}{variant}'
 
 
-def _try_config(argv: list[str]) -> None:
-  """Loads the config file once by itself: the flag's own errors are long."""
+def _try_config(argv: list[str]) -> ml_collections.ConfigDict:
+  """Returns the config without overrides; empty without --config.
+
+  Loads the config file once by itself: the flag's own errors are long.
+  """
+  config = ml_collections.ConfigDict()
   for argument in argv:
     name, _, value = argument.partition('=')
     if name == '--config' and value:
@@ -147,7 +158,7 @@ def _try_config(argv: list[str]) -> None:
           'your own'
         )
       try:
-        runpy.run_path(path)['get_config'](variant)
+        config = runpy.run_path(path)['get_config'](variant)
       except ValueError:
         raise
       except Exception as error:  # Whatever a file may do.
@@ -155,6 +166,7 @@ def _try_config(argv: list[str]) -> None:
           f'--config={path}: cannot be loaded ({type(error).__name__}: '
           f'{error}); must be like one of configs/*.py'
         ) from error
+  return config
 
 
 def _call(

@@ -16,6 +16,7 @@ from gigpo_jax import config as config_lib
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import tokenizer
 from gigpo_jax.models import huggingface
+from gigpo_jax.runtime import hardware
 
 PROJECT = pathlib.Path(config_lib.__file__).parents[1]
 WARM_START = PROJECT / 'configs' / 'warm_starts' / 'alfworld_tiny'
@@ -180,7 +181,7 @@ def test_all_problems_are_reported_at_once():
 
 def test_missing_requirements_of_the_paper_are_reported(monkeypatch):
   monkeypatch.delenv('ALFWORLD_DATA', raising=False)
-  monkeypatch.setattr(config_lib, '_has_accelerator', lambda: False)
+  monkeypatch.setattr(hardware, 'has_accelerator', lambda: False)
   memory = type('Memory', (), {'total': 8 * 2**30})
   monkeypatch.setattr(config_lib.psutil, 'virtual_memory', lambda: memory)
   with pytest.raises(ValueError) as error:
@@ -202,7 +203,7 @@ def test_missing_requirements_of_the_paper_are_reported(monkeypatch):
 def test_missing_model_reports_the_problems_of_an_unset_model(
   monkeypatch, path: str
 ):
-  monkeypatch.setattr(config_lib, '_has_accelerator', lambda: False)
+  monkeypatch.setattr(hardware, 'has_accelerator', lambda: False)
   memory = type('Memory', (), {'total': 8 * 2**30})
   monkeypatch.setattr(config_lib.psutil, 'virtual_memory', lambda: memory)
   monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 
 import envs
 from gigpo_jax import advantages as advantages_lib
-from gigpo_jax import batch
+from gigpo_jax import batch, deprecated
 
 NAMES = tuple(
   sorted(
@@ -44,6 +44,8 @@ class AlgorithmOutput(NamedTuple):
   value_targets: Float[np.ndarray, 'R C'] | None = None
   value_mask: Bool[np.ndarray, 'R C'] | None = None
   parts: advantages_lib.Parts | None = None
+
+  links = deprecated.attribute('Credit.links', 'value_mask')
 
 
 class Algorithm(Protocol):
@@ -86,6 +88,7 @@ def make(name: str, **options) -> Algorithm:
     raise ValueError(
       f'algorithm.name={name}: the module has no Algorithm; it must define one'
     )
+  _accept_credit(module.Algorithm)
   known = defaults(module.Algorithm)
   return module.Algorithm(**{k: v for k, v in options.items() if k in known})
 
@@ -94,3 +97,34 @@ def defaults(algorithm: type[Algorithm] | Algorithm) -> dict[str, object]:
   """Returns an algorithm's options and their default values."""
   fields = dataclasses.fields(algorithm)
   return {field.name: field.default for field in fields if field.init}
+
+
+def credit(self: Algorithm, rows: batch.Rows, values=None) -> AlgorithmOutput:
+  """Calls compute_advantages; its deprecated name, as a method."""
+  deprecated.warn('Algorithm.credit', 'compute_advantages')
+  for owner in type(self).__mro__:
+    method = vars(owner).get('compute_advantages')
+    # An override under the old name may call the method that it overrides.
+    if method and method is not vars(owner).get('credit'):
+      return method(self, rows, values)
+  raise AttributeError('compute_advantages')
+
+
+def _accept_credit(algorithm: type) -> None:
+  """Accepts a class that defines `credit`, not `compute_advantages`."""
+  for owner in algorithm.__mro__:
+    if 'compute_advantages' in vars(owner):
+      return
+    if 'credit' in vars(owner):
+      deprecated.warn(
+        f'{owner.__module__}.Algorithm.credit', 'compute_advantages'
+      )
+      owner.compute_advantages = owner.credit
+      return
+
+
+__getattr__ = deprecated.names(
+  __name__,
+  {'Credit': 'AlgorithmOutput'},
+  {'Credit': {'links': 'value_mask'}},
+)

@@ -49,6 +49,8 @@ class Algorithm:
         'be one weight per component, with at least one component'
       )
 
+  credit = algorithms.credit
+
   def compute_advantages(
     self, rows: batch.Rows, values=None
   ) -> algorithms.AlgorithmOutput:

@@ -53,6 +53,8 @@ class Algorithm:
       *rows.steps_taken(), self.discount, self.invalid_penalty
     )
 
+  credit = algorithms.credit
+
   def compute_advantages(
     self, rows: batch.Rows, values=None
   ) -> algorithms.AlgorithmOutput:

@@ -57,6 +57,8 @@ class Algorithm:
       links[:, 1:] = False
     return links
 
+  credit = algorithms.credit
+
   def compute_advantages(
     self, rows: batch.Rows, values: Float[np.ndarray, 'R C'] | None = None
   ) -> algorithms.AlgorithmOutput:

@@ -30,6 +30,8 @@ class Algorithm:
 
   invalid_penalty: float = 0.1
 
+  credit = algorithms.credit
+
   def compute_advantages(
     self, rows: batch.Rows, values=None
   ) -> algorithms.AlgorithmOutput:

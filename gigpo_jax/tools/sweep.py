@@ -20,7 +20,7 @@ import tqdm
 import configs
 from envs import worker
 from gigpo_jax import config as config_lib
-from gigpo_jax import metrics
+from gigpo_jax import deprecated, metrics
 from gigpo_jax.runtime import files
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -105,6 +105,7 @@ class Run:
     overrides = {'seed': self.seed, **dict(self.overrides)}
     try:
       config = runpy.run_path(str(_ROOT / path))['get_config'](variant).lock()
+      overrides = deprecated.renamed(overrides, config)
       config.update_from_flattened_dict(overrides)
     except (KeyError, OSError, TypeError, ValueError) as error:
       message = ' '.join(str(error).split())
