@@ -295,7 +295,7 @@ def limits(options: argparse.Namespace) -> None:
     2, model.vocab_size, (rows, 1024), np.int32
   )
   packed = make_rows(list(ids[:, :896]), list(ids[:, 896:]), 896)
-  best = qwen.suited(jax.default_backend())
+  best = qwen.platform_fields(jax.default_backend())
   for remat, microbatch in options.limit_settings:
     subject = make_learner(
       dataclasses.replace(model, remat=remat, **best),

@@ -258,7 +258,7 @@ def limits(options: argparse.Namespace) -> None:
   large = dataclasses.replace(
     published.SHAPES['Qwen2.5-1.5B'],
     remat='none',
-    **qwen.suited(jax.default_backend()),
+    **qwen.platform_fields(jax.default_backend()),
   )
   model = {'tiny': models.TINY, '1.5b': large}[options.shape]
   prompt, dtype = options.prompt, jax.numpy.dtype(model.dtype)

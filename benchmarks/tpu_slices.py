@@ -44,14 +44,14 @@ def examine(model: str, name: str, *, lean: bool) -> dict:
   config = alfworld.get_config(MODELS[model])
   if lean:
     config.update_from_flattened_dict(LEAN)
-  report = tpu_compile.examine(config, SLICES[name], shape=f'Qwen2.5-{model}')
+  report = tpu_compile.estimate(config, SLICES[name], shape=f'Qwen2.5-{model}')
   largest = max(report.programs, key=lambda p: p.total)
   return {
     'model': model,
     'slice': name,
     'lean': lean,
-    'fits': not report.short,
-    'short': report.short,
+    'fits': not report.not_fitting,
+    'short': report.not_fitting,
     'program': largest.name,
     'gib': largest.total / 2**30 if math.isfinite(largest.total) else None,
     'tensor': report.tensor,

@@ -108,7 +108,7 @@ def model_kwargs(
   config: ml_collections.ConfigDict, devices: jax.sharding.Mesh
 ) -> dict[str, Any]:
   """Returns the `QwenConfig` fields that a checkpoint does not set."""
-  choices = qwen.suited(devices.devices.flat[0].platform)
+  choices = qwen.platform_fields(devices.devices.flat[0].platform)
   if config.model.attention != 'auto':
     choices['attention'] = config.model.attention
   elif config.model.dtype == 'float32' or config.mesh.sequence != 1:
@@ -142,7 +142,7 @@ def _load(
   adapters = jax.jit(
     lambda key: lora.split(qwen.init(model, key))[0], out_shardings=shardings
   )(jax.random.key(seed))
-  return lora.join(base, adapters)
+  return lora.combine(base, adapters)
 
 
 def _sampling_tensor(config, model: qwen.QwenConfig, devices) -> int:
@@ -151,7 +151,7 @@ def _sampling_tensor(config, model: qwen.QwenConfig, devices) -> int:
     devices,
     sampler.parameter_bytes(model, config.rollout.weights),
     mesh.device_bytes(devices),
-    qwen.cuttable(model),
+    qwen.max_tensor_shards(model),
   )
   mesh.check(
     mesh.sampling_mesh(devices, tensor),

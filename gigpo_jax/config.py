@@ -255,7 +255,7 @@ def model_directory(path: str) -> str:
       reachable.
   """
   if _on_hub(path):
-    return huggingface.fetch(path)
+    return huggingface.download(path)
   return configs.find(path) or path
 
 
@@ -663,7 +663,7 @@ def _missing_model(
       )
     on_hub = _on_hub(path)
     directory = (
-      huggingface.fetch(path, only_config=True)
+      huggingface.download(path, only_config=True)
       if on_hub
       else model_directory(path)
     )

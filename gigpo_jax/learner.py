@@ -347,8 +347,8 @@ class Learner:
       jax.ShapeDtypeStruct((), jnp.int32),
     )
     return (
-      mesh_lib.described(state, self._state_shardings),
-      mesh_lib.described(base, self._base_shardings),
+      mesh_lib.with_shardings(state, self._state_shardings),
+      mesh_lib.with_shardings(base, self._base_shardings),
     )
 
   def lower(self) -> dict[str, jax.stages.Lowered]:
@@ -358,7 +358,8 @@ class Learner:
     """
 
     def with_sharding(tree, sharding):
-      return mesh_lib.described(tree, jax.tree.map(lambda _: sharding, tree))
+      shardings = jax.tree.map(lambda _: sharding, tree)
+      return mesh_lib.with_shardings(tree, shardings)
 
     state, base = self.describe()
     empty = self._packer.empty(self._length_buckets[-1])
@@ -397,7 +398,7 @@ class Learner:
         for microbatch in self._packer.microbatches(rows, index)
       ]
     for microbatch, values in pending:
-      microbatch.put(mesh_lib.fetch(values), result)
+      microbatch.put(mesh_lib.to_host(values), result)
     return result
 
   def _log_probs(
@@ -562,10 +563,10 @@ class Learner:
     config = self._config
     if config.adapters and not params:
       config = dataclasses.replace(config, adapters=None)
-    params = lora.join(base, params) if base else params
+    params = lora.combine(base, params) if base else params
     if sums is not None:
       accumulators = {name: sums[name] for name in params if name != 'layers'}
-      params |= qwen.adding(
+      params |= qwen.accumulate_gradients(
         {name: params[name] for name in accumulators}, accumulators
       )
       sums = sums['layers']

@@ -114,7 +114,7 @@ def shardings(mesh: jax.sharding.Mesh, axes: dict) -> dict:
   return jax.tree.map(spec, axes, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def described(shapes: Any, shardings: Any) -> Any:
+def with_shardings(shapes: Any, shardings: Any) -> Any:
   """Returns a tree of `jax.ShapeDtypeStruct` with shardings, for lowering.
 
   Args:
@@ -154,7 +154,7 @@ def sampling_tensor(
   mesh: jax.sharding.Mesh,
   parameter_bytes: int,
   device_bytes: int | None,
-  cuttable: int,
+  max_tensor_shards: int,
 ) -> int:
   """Returns the number of devices to shard a model over for sampling.
 
@@ -166,13 +166,13 @@ def sampling_tensor(
     mesh: the devices.
     parameter_bytes: size of the model in the sampler's type.
     device_bytes: memory of a device; None: unknown, assumed to be enough.
-    cuttable: see `qwen.cuttable`.
+    max_tensor_shards: see `qwen.max_tensor_shards`.
   """
   tensor = math.gcd(mesh.shape['tensor'], len(mesh.local_devices))
   while (
     device_bytes
     and parameter_bytes / tensor > device_bytes / 4
-    and math.gcd(mesh.size, cuttable) % (2 * tensor) == 0
+    and math.gcd(mesh.size, max_tensor_shards) % (2 * tensor) == 0
   ):
     tensor *= 2
   return tensor
@@ -301,7 +301,7 @@ def cache_formats(mesh: jax.sharding.Mesh, cache: Any) -> Any:
   return jax.tree_util.tree_map_with_path(format_of, cache)
 
 
-def everywhere(mesh: jax.sharding.Mesh) -> NamedSharding:
+def replicated_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
   """Returns the sharding of arrays that are replicated on every device."""
   return NamedSharding(mesh, PartitionSpec())
 
@@ -344,7 +344,7 @@ def place(arrays: Any, sharding: NamedSharding) -> Any:
   )
 
 
-def fetch(array: jax.Array) -> np.ndarray:
+def to_host(array: jax.Array) -> np.ndarray:
   """Returns a copy of an array on the host.
 
   If it is sharded over several processes, all of them must call this.
@@ -359,7 +359,7 @@ def batch_shards(mesh: jax.sharding.Mesh) -> int:
   return math.prod(mesh.shape[axis] for axis in BATCH)
 
 
-def parts(axis: str) -> int:
+def axis_size(axis: str) -> int:
   """Returns the size of an axis of the current mesh; 1 without a mesh."""
   return dict(jax.sharding.get_abstract_mesh().shape).get(axis, 1)
 
@@ -385,12 +385,12 @@ def constrain_rows(x: jax.Array) -> jax.Array:
 def row_axes(x: jax.Array) -> tuple:
   """Returns the mesh axes of rows [B, ...] or of their tokens [B, L, ...]."""
   has_tokens = (
-    x.ndim > 2 and x.shape[1] % parts('sequence') == 0  # noqa: PLR2004
+    x.ndim > 2 and x.shape[1] % axis_size('sequence') == 0  # noqa: PLR2004
   )
   return (BATCH, 'sequence') if has_tokens else (BATCH,)
 
 
-def on_each_device(
+def shard_map(
   function: Callable, inputs: tuple[tuple, ...], outputs: tuple
 ) -> Callable:
   """Returns the function mapped over the devices of the current mesh.

@@ -289,7 +289,7 @@ class Sampler:
     )
     axes = (qwen.quantized_axes if int8 else qwen.logical_axes)(config)
     self._params_shardings = mesh_lib.shardings(
-      full_mesh, qwen.split_axes(config, axes)
+      full_mesh, qwen.unstack_axes(config, axes)
     )
     self._prepare_params = jax.jit(
       functools.partial(_prepare, trained, merge, int8),
@@ -323,7 +323,7 @@ class Sampler:
       ),
       static_argnums=5,
       donate_argnums=(1, 2),
-      out_shardings=(cache_formats, rows, mesh_lib.everywhere(mesh)),
+      out_shardings=(cache_formats, rows, mesh_lib.replicated_sharding(mesh)),
     )
     self._cache_formats = cache_formats
     self._num_submitted = 0
@@ -485,7 +485,7 @@ class Sampler:
       base: shapes and shardings of the frozen parameters.
     """
     rows, length = self._row_buckets[-1], self._length_buckets[-1]
-    described = mesh_lib.described
+    with_shardings = mesh_lib.with_shardings
     row_sharding = mesh_lib.batch_sharding(self._mesh)
 
     def row_array(*shape: int, dtype: str = 'int32') -> jax.ShapeDtypeStruct:
@@ -494,7 +494,7 @@ class Sampler:
     with jax.set_mesh(self._full_mesh):
       prepare = self._prepare_params.lower(params, base)
     with jax.set_mesh(self._mesh):
-      prepared = described(prepare.out_info, self._params_shardings)
+      prepared = with_shardings(prepare.out_info, self._params_shardings)
       cache = jax.eval_shape(self._new_cache, rows, length)
       return {
         'prepare': prepare,
@@ -504,7 +504,7 @@ class Sampler:
         ),
         'decode': self._decode.lower(
           prepared,
-          described(cache, self._cache_formats),
+          with_shardings(cache, self._cache_formats),
           row_array(rows, len(_STATE)),
           row_array(rows, len(_INTEGERS) + _STREAM_SIZE),
           row_array(rows, len(_FLOATS), dtype='float32'),
@@ -876,7 +876,7 @@ def _prepare(
     params: the learner's parameters.
     base: frozen parameters of a network with adapters, else {}.
   """
-  params = lora.join(base, params)
+  params = lora.combine(base, params)
   if config.adapters and merge:
     params = lora.merge(config.adapters, params)
     config = dataclasses.replace(config, adapters=None)
@@ -884,7 +884,7 @@ def _prepare(
     params = qwen.quantize(config, params)
   else:
     params = jax.tree.map(lambda x: x.astype(config.dtype), params)
-  return qwen.split_layers(config, params)
+  return qwen.unstack_layers(config, params)
 
 
 def _resize(

@@ -321,7 +321,7 @@ def _imitate(
       f'loss {values["loss/total"]:.4f}'
     )
   writer.close()
-  return lora.join(learner.base, state.params)
+  return lora.combine(learner.base, state.params)
 
 
 def _report_chunks(

@@ -543,7 +543,7 @@ def _export(config, workdir, policy, params: dict, base: dict) -> None:
     huggingface.save(
       folder,
       policy.model,
-      lora.join(base, params),
+      lora.combine(base, params),
       tokenizer_directory=policy.tokenizer.directory,
     )
   if policy.model.adapters:

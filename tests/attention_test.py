@@ -35,7 +35,7 @@ def _reference(q, k, v, seen):
 @pytest.mark.parametrize('implementation', ['xla', 'splash'])
 def test_attention_is_causal(implementation, length):
   q, k, v = _arrays(length)
-  output = attention.among(
+  output = attention.self_attention(
     q, k, v, implementation=implementation, interpret=True
   )
   seen = np.tril(np.ones((length, length), bool))[None]
@@ -57,7 +57,7 @@ def test_cudnn_attention_is_causal(monkeypatch, length):
   monkeypatch.setattr(jax.nn, 'dot_product_attention', fake_attention)
   dtype = jnp.bfloat16 if on_gpu else jnp.float32
   q, k, v = (x.astype(dtype) for x in _arrays(length))
-  output = attention.among(q, k, v, implementation='cudnn')
+  output = attention.self_attention(q, k, v, implementation='cudnn')
   seen = np.tril(np.ones((length, length), bool))[None]
   np.testing.assert_allclose(
     np.asarray(output, np.float32),
@@ -73,7 +73,7 @@ def test_gradients_of_the_kernel_equal_those_of_xla():
 
   def gradients(implementation):
     def loss(q, k, v):
-      output = attention.among(
+      output = attention.self_attention(
         q, k, v, implementation=implementation, interpret=True
       )
       return jnp.sum(output * weights)
@@ -86,11 +86,13 @@ def test_gradients_of_the_kernel_equal_those_of_xla():
 
 def test_the_kernel_runs_on_each_device_of_a_mesh():
   arrays = _arrays(16, rows=8)
-  alone = attention.among(*arrays)
+  alone = attention.self_attention(*arrays)
   mesh = mesh_lib.make_mesh(2, 2, 2)
   with jax.set_mesh(mesh):
     output = jax.jit(
-      lambda *x: attention.among(*x, implementation='splash', interpret=True)
+      lambda *x: attention.self_attention(
+        *x, implementation='splash', interpret=True
+      )
     )(*jax.device_put(arrays, mesh_lib.batch_sharding(mesh)))
   np.testing.assert_allclose(output, alone, atol=2e-6)
 
@@ -106,5 +108,5 @@ def test_completions_attend_to_their_prompt_and_themselves(length):
   causal = np.tril(np.ones((length, length), bool))
   same = branches[:, None] == branches[:, :, None]
   seen = causal & (same | (branches[:, None] == 0))
-  output = attention.among(q, k, v, jnp.asarray(branches))
+  output = attention.self_attention(q, k, v, jnp.asarray(branches))
   np.testing.assert_allclose(output, _reference(q, k, v, seen), atol=2e-6)

@@ -572,7 +572,7 @@ def test_a_name_on_the_hub_is_looked_up_in_the_cache(
   _cache(root, directory)
   monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_CACHE', str(root))
   monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
-  huggingface.fetch.cache_clear()
+  huggingface.download.cache_clear()
   folder = config_lib.model_directory('team/small')
   assert huggingface.read_config(folder, dtype='float32') == config
   with pytest.raises(ValueError, match='model.path=team/other: no such') as e:
@@ -590,7 +590,7 @@ def test_an_unsupported_cached_model_is_refused_by_its_config(
   _cache(tmp_path, model)
   monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_CACHE', str(tmp_path))
   monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
-  huggingface.fetch.cache_clear()
-  folder = huggingface.fetch('team/small', only_config=True)
+  huggingface.download.cache_clear()
+  folder = huggingface.download('team/small', only_config=True)
   with pytest.raises(ValueError, match='hidden_act="x"; only "silu"'):
     huggingface.read_config(folder)

@@ -42,7 +42,7 @@ def _params(*, trained: bool, config=CONFIG) -> dict:
     0.3 * jax.random.normal(key, leaf.shape)
     for key, leaf in zip(keys, leaves, strict=True)
   ]
-  return lora.join(base, jax.tree.unflatten(treedef, leaves))
+  return lora.combine(base, jax.tree.unflatten(treedef, leaves))
 
 
 def _logits(config, params, tokens):
@@ -171,9 +171,9 @@ def test_gradients_equal_those_through_the_merged_network():
   def loss(config, params):
     return jnp.sum(jnp.square(_logits(config, params, TOKENS)))
 
-  grads = jax.grad(lambda a: loss(CONFIG, lora.join(base, a)))(adapters)
+  grads = jax.grad(lambda a: loss(CONFIG, lora.combine(base, a)))(adapters)
   expected = jax.grad(
-    lambda a: loss(BASE, lora.merge(CONFIG.adapters, lora.join(base, a)))
+    lambda a: loss(BASE, lora.merge(CONFIG.adapters, lora.combine(base, a)))
   )(adapters)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(

@@ -111,7 +111,7 @@ def test_the_sampling_mesh_has_the_same_devices_and_no_fsdp():
 
 
 @pytest.mark.parametrize(
-  ('parameter_bytes', 'device_bytes', 'cuttable', 'tensor'),
+  ('parameter_bytes', 'device_bytes', 'max_tensor_shards', 'tensor'),
   [
     (10**9, None, 8, 2),  # Unknown memory: the mesh's own `tensor`.
     (8, 16, 8, 2),  # 8 / 2 bytes are a quarter of 16.
@@ -122,11 +122,11 @@ def test_the_sampling_mesh_has_the_same_devices_and_no_fsdp():
   ],
 )
 def test_sampling_tensor_depends_on_device_memory(
-  parameter_bytes, device_bytes, cuttable, tensor
+  parameter_bytes, device_bytes, max_tensor_shards, tensor
 ):
   mesh = mesh_lib.make_mesh(1, -1, 2)
   chosen = mesh_lib.sampling_tensor(
-    mesh, parameter_bytes, device_bytes, cuttable
+    mesh, parameter_bytes, device_bytes, max_tensor_shards
   )
   assert chosen == tensor
 

@@ -135,7 +135,7 @@ def test_logits_agree_with_transformers(  # noqa: PLR0913
   # Prompts of different lengths, then step by step with the cache; the first
   # step processes a prompt's last token again.
   lengths = np.array([5, 9, 12], np.int32)
-  params = qwen.split_layers(config, params)
+  params = qwen.unstack_layers(config, params)
   cache = qwen.prefill(config, params, tokens[:, :12])
   cache = qwen.resize_cache(cache, 3, 24)
   decode = jax.jit(lambda c, t, p: qwen.decode(config, params, c, t, p))
@@ -270,7 +270,7 @@ def test_decoding_equals_one_forward_pass(monkeypatch, unrolled, dtype):
   # bfloat16 rounds by up to 2^-8 per operation; errors add up over layers.
   limit = (2e-5 if dtype == 'float32' else 0.05) * np.abs(expected).max()
   lengths = np.array([4, 9, 12], np.int32)
-  params = qwen.split_layers(config, params)
+  params = qwen.unstack_layers(config, params)
   # The rows are in other slots of a longer cache, and one is a copy.
   cache = qwen.insert(
     qwen.new_cache(config, 6, 20),

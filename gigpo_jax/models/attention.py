@@ -32,12 +32,12 @@ _MIN_QUERIES = 32
 _KERNEL_BLOCKS = (512, 384, 256, 128)
 
 
-def best(platform: str) -> str:
+def default_implementation(platform: str) -> str:
   """Returns the implementation for a platform: 'cpu', 'gpu' or 'tpu'."""
   return {'tpu': 'splash', 'gpu': 'cudnn'}.get(platform, 'xla')
 
 
-def among(
+def self_attention(
   q_BLHE: jax.Array,
   k_BLKE: jax.Array,
   v_BLKE: jax.Array,
@@ -65,12 +65,12 @@ def among(
       q_BLHE, k_BLKE, v_BLKE, is_causal=True, implementation='cudnn'
     )
   axes = (mesh.BATCH, None, mesh.RULES['heads'])
-  return mesh.on_each_device(
+  return mesh.shard_map(
     functools.partial(_by_splash, interpret=interpret), (axes,) * 3, axes
   )(q_BLHE, k_BLKE, v_BLKE)
 
 
-def on_cache(
+def cached_attention(
   q_B1HE: jax.Array, k_BKES: jax.Array, v_BKSE: jax.Array, seen_BS: jax.Array
 ) -> jax.Array:
   """Returns attention of one query per row over a cache, [B, 1, H, E].
@@ -124,7 +124,7 @@ def _by_xla(q_BLHE, k_BLKE, v_BLKE, branches_BL) -> jax.Array:
   q_BKQLE = q_BLHE.reshape(b, length, k, h // k, e).transpose(0, 2, 3, 1, 4)
   k_BKLE, v_BKLE = k_BLKE.swapaxes(1, 2), v_BLKE.swapaxes(1, 2)
   block = max(_MIN_QUERIES, -(-length // _QUERY_BLOCKS))
-  if mesh.parts('sequence') > 1:
+  if mesh.axis_size('sequence') > 1:
     # Each device holds a part of the queries and gathers all keys and values.
     block = length
     k_BKLE, v_BKLE = (

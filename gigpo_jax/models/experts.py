@@ -19,7 +19,7 @@ from gigpo_jax import mesh
 _EXPERT, _TENSOR = mesh.RULES['experts'], mesh.RULES['mlp']
 
 
-def mix(
+def apply_experts(
   x_BLD: jax.Array,
   router_DX: jax.Array,
   gate_XDF: jax.Array,
@@ -46,7 +46,7 @@ def mix(
   """
   rows = mesh.row_axes(x_BLD)
   columns = (_EXPERT, None, _TENSOR)
-  return mesh.on_each_device(
+  return mesh.shard_map(
     functools.partial(_on_device, per_token=per_token, normalized=normalized),
     (rows, (), columns, columns, (_EXPERT, _TENSOR)),
     rows,
@@ -77,7 +77,7 @@ def _on_device(
   x_BLD, router_DX, gate_XDF, up_XDF, down_XFD, *, per_token, normalized
 ):
   b, length, d = x_BLD.shape
-  sharded = mesh.parts(_EXPERT) > 1
+  sharded = mesh.axis_size(_EXPERT) > 1
   if sharded:
     x_BLD = jax.lax.all_gather(x_BLD, _EXPERT, axis=0, tiled=True)
   x_TD = x_BLD.reshape(-1, d)
@@ -91,7 +91,7 @@ def _on_device(
     x_TD, weights_TA, experts_TA - first, gate_XDF, up_XDF, down_XFD
   )
   y_BLD = y_TD.reshape(-1, length, d)
-  if mesh.parts(_TENSOR) > 1:
+  if mesh.axis_size(_TENSOR) > 1:
     y_BLD = jax.lax.psum(y_BLD, _TENSOR)
   if sharded:
     y_BLD = jax.lax.psum_scatter(

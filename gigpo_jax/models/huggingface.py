@@ -733,7 +733,7 @@ def load(
       node[last], finite = _insert(node[last], part, tensor.index, sharding)
     # Fetching blocks until the tensor is written; otherwise tensors would
     # accumulate in memory.
-    if not mesh_lib.fetch(finite):
+    if not mesh_lib.to_host(finite):
       raise ValueError(
         f'model.path={directory}: {tensor.name} contains NaN or infinity, or '
         f'numbers too large for {dtype}; must be finite'
@@ -814,7 +814,7 @@ def _is_complete(folder: pathlib.Path, *, only_config: bool) -> bool:
 
 
 @functools.cache
-def fetch(name: str, *, only_config: bool = False) -> str:
+def download(name: str, *, only_config: bool = False) -> str:
   """Returns the local folder of a model on the hub; downloads it if needed.
 
   A cached model is used even if the hub has a newer revision, so that a resumed
@@ -920,7 +920,7 @@ def save_adapters(
       continue
     targets.add(theirs.split('.')[1])
     for suffix, ours in (('lora_A', lora.A), ('lora_B', lora.B)):
-      stack = mesh_lib.fetch(arrays[name + ours])
+      stack = mesh_lib.to_host(arrays[name + ours])
       # [layers, in.., rank] and [layers, rank, out..]; (out, in) in the file.
       rank = config.adapters.rank
       shape = (-1, rank) if ours == lora.A else (rank, -1)
@@ -995,7 +995,7 @@ def _export(
     leaf = _merge(adapters, part)[name][0]
   else:
     leaf = group[name][tensor.index] if tensor.index else group[name]
-  host = mesh_lib.fetch(leaf)
+  host = mesh_lib.to_host(leaf)
   if tensor.transposed:
     host = host.reshape(shape[::-1]).T
   return np.ascontiguousarray(host.reshape(shape), dtype)

@@ -48,12 +48,12 @@ def split(params: dict) -> tuple[dict, dict]:
   return adapters, rest
 
 
-def join(one: dict, other: dict) -> dict:
+def combine(one: dict, other: dict) -> dict:
   """Merges two nested dicts with different leaves; the inverse of `split`."""
-  joined = dict(one)
+  combined = dict(one)
   for name, leaf in other.items():
-    joined[name] = join(one[name], leaf) if name in one else leaf
-  return joined
+    combined[name] = combine(one[name], leaf) if name in one else leaf
+  return combined
 
 
 def merge(lora: Lora, params: dict) -> dict:

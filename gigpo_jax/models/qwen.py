@@ -86,7 +86,7 @@ class QwenConfig:
     attention: implementation of attention within a row, one of
       `attention.IMPLEMENTATIONS`.
     max_split: depth up to which `prefill` and `decode` take each layer's
-      arrays apart; see `split_layers`.
+      arrays apart; see `unstack_layers`.
   """
 
   vocab_size: int
@@ -114,14 +114,14 @@ class QwenConfig:
   max_split: int = _MAX_UNROLLED
 
 
-def suited(platform: str) -> dict[str, Any]:
+def platform_fields(platform: str) -> dict[str, Any]:
   """Returns the fields of a bfloat16 network that suit a platform.
 
   Args:
     platform: 'cpu', 'gpu' or 'tpu'.
   """
   return {
-    'attention': attention.best(platform),
+    'attention': attention.default_implementation(platform),
     'max_split': _MAX_SPLIT.get(platform, _MAX_UNROLLED),
   }
 
@@ -141,7 +141,7 @@ def _layers_per_stack(config: QwenConfig) -> int:
   return 1 if config.num_layers <= config.max_split else config.num_layers
 
 
-def split_layers(config: QwenConfig, params: dict) -> dict:
+def unstack_layers(config: QwenConfig, params: dict) -> dict:
   """Returns parameters for `prefill` and `decode`: one tree for each stack.
 
   Call it once, before the decoding loop: inside the loop, each step would copy
@@ -155,8 +155,8 @@ def split_layers(config: QwenConfig, params: dict) -> dict:
   return params | {'layers': list(stacks)}
 
 
-def split_axes(config: QwenConfig, axes: dict) -> dict:
-  """Returns the logical axes of the parameters that `split_layers` returns."""
+def unstack_axes(config: QwenConfig, axes: dict) -> dict:
+  """Returns the logical axes of the result of `unstack_layers`."""
   num_stacks = -(-config.num_layers // _layers_per_stack(config))
   return axes | {'layers': [axes['layers']] * num_stacks}
 
@@ -256,7 +256,7 @@ def logical_axes(config: QwenConfig) -> dict[str, Any]:
   return _table_column(config, 1)
 
 
-def cuttable(config: QwenConfig) -> int:
+def max_tensor_shards(config: QwenConfig) -> int:
   """Returns the number whose divisors are the valid sizes of axis `tensor`."""
   return math.gcd(
     config.num_heads,
@@ -512,7 +512,7 @@ class _Layer(nn.Module):
       positions_BL: see `_layers`.
       branches_BL: see `_layers`.
       rotary: see `_rotary`.
-      at_SN: indices of the tokens to return; see `take`. None: all tokens.
+      at_SN: indices of the tokens to return; see `gather_tokens`. None: all.
 
     Returns:
       ((output, cache), keys and values if `keep`, else None).
@@ -532,7 +532,7 @@ class _Layer(nn.Module):
       k_BLKE = _rms_norm(k_BLKE, norm['k'], c.rms_norm_eps)
     q_BLHE, k_BLKE = _rotate(q_BLHE, rotary), _rotate(k_BLKE, rotary)
     if cache is None:
-      heads_BLHE = attention.among(
+      heads_BLHE = attention.self_attention(
         q_BLHE, k_BLKE, v_BLKE, branches_BL, implementation=c.attention
       )
     else:
@@ -544,13 +544,14 @@ class _Layer(nn.Module):
         'v': cache['v'].at[layer, rows, :, slots].set(v_BLKE[:, 0]),
       }
       seen_BS = jnp.arange(cache['k'].shape[-1]) <= positions_BL
-      heads_BLHE = attention.on_cache(
+      heads_BLHE = attention.cached_attention(
         q_BLHE, cache['k'][layer], cache['v'][layer], seen_BS
       )
     heads_BLA = heads_BLHE.reshape(*x_BLD.shape[:2], -1)
     if at_SN is not None:
       # From here on, the layer treats each token on its own.
-      x_BLD, heads_BLA = take(x_BLD, at_SN), take(heads_BLA, at_SN)
+      x_BLD = gather_tokens(x_BLD, at_SN)
+      heads_BLA = gather_tokens(heads_BLA, at_SN)
     x_BLD = x_BLD + _project(c, w, 'o', heads_BLA)
     y_BLD = _rms_norm(x_BLD, norm['mlp'], c.rms_norm_eps)
     x_BLD = x_BLD + self._mlp(table, y_BLD)
@@ -561,7 +562,7 @@ class _Layer(nn.Module):
     c, dtype = self.config, jnp.dtype(self.config.dtype)
     if c.num_experts:
       w = _Parameters(table['experts'], name='experts')(dtype)
-      return experts.mix(
+      return experts.apply_experts(
         x_BLD,
         w['router'],
         w['gate'],
@@ -575,7 +576,7 @@ class _Layer(nn.Module):
     return _project(c, w, 'down', gate_BLF * _project(c, w, 'up', x_BLD))
 
 
-def take(x_BLD: jax.Array, at_SN: jax.Array) -> jax.Array:
+def gather_tokens(x_BLD: jax.Array, at_SN: jax.Array) -> jax.Array:
   """Gathers N tokens from each of S shards of the rows, [S, N, D].
 
   Args:
@@ -667,7 +668,7 @@ def _last_layer(
     x_BLD: see `_layers`.
     positions_BL: see `_layers`.
     branches_BL: see `_layers`.
-    at_SN: indices of the tokens; see `take`.
+    at_SN: indices of the tokens; see `gather_tokens`.
   """
   (x_SND, _), _ = _layer_class(config)(config).apply(
     {'params': params},
@@ -687,13 +688,13 @@ def adds_in_place(config: QwenConfig) -> bool:
 
 
 @jax.custom_vjp
-def adding(params: dict, sums: dict) -> dict:
+def accumulate_gradients(params: dict, sums: dict) -> dict:
   """Returns the parameters; `sums` is added to their gradient."""
   del sums
   return params
 
 
-adding.defvjp(
+accumulate_gradients.defvjp(
   lambda params, sums: (params, sums),
   lambda sums, grads: (jax.tree.map(jnp.add, sums, grads), None),
 )
@@ -795,7 +796,7 @@ def hidden_states(
     positions_BL: position of each token in its text; None: 0, 1, ..
     branches_BL: 0 for tokens of a prompt, and a different number above 0 for
       each of its completions; None: all are 0.
-    at_SN: indices of the tokens to return; see `take`. None: all tokens.
+    at_SN: indices of the tokens to return; see `gather_tokens`. None: all.
     sums: tree like the parameters of the layers; the gradient of those
       parameters is then `sums` plus its own value. Requires `adds_in_place` and
       `at_SN`. None: the plain gradient.
@@ -808,7 +809,7 @@ def hidden_states(
     x = _layers_adding_gradients(config, layers, sums, x_BLD, *where, at_SN)
   elif at_SN is None or _depth(layers) > _MAX_UNROLLED:
     x, _, _ = _layers(config, layers, x_BLD, *where)
-    x = x if at_SN is None else take(x, at_SN)
+    x = x if at_SN is None else gather_tokens(x, at_SN)
   else:
     first = jax.tree.map(lambda leaf: leaf[:-1], layers)
     last = jax.tree.map(lambda leaf: leaf[-1], layers)
@@ -974,7 +975,7 @@ def prefill(config: QwenConfig, params: dict, tokens_BP: jax.Array) -> Cache:
 
   Args:
     config: shape of the network.
-    params: parameters of the network; see `split_layers`.
+    params: parameters of the network; see `unstack_layers`.
     tokens_BP: prompts from position 0, padded right.
   """
   x_BPD = _embed(config, params, tokens_BP)
@@ -1032,7 +1033,7 @@ def decode(
 
   Args:
     config: shape of the network.
-    params: parameters of the network; see `split_layers`.
+    params: parameters of the network; see `unstack_layers`.
     cache: keys and values of the earlier positions.
     tokens_B: the token at each row's position.
     positions_B: position of that token in its row.

@@ -123,7 +123,7 @@ class Report:
   update_flops: float
 
   @property
-  def short(self) -> list[str]:
+  def not_fitting(self) -> list[str]:
     """Returns the names of the programs that do not fit."""
     return [p.name for p in self.programs if p.total > self.chip.memory]
 
@@ -133,11 +133,11 @@ def main(
 ) -> None:
   """Prints the memory and the roofline of an experiment on a slice.
 
-  See `examine` for arguments and errors.
+  See `estimate` for arguments and errors.
   """
   work = Workload()
   rows = config.learner.microbatch_rows
-  report = examine(config, topology, shape=shape, work=work)
+  report = estimate(config, topology, shape=shape, work=work)
   if config.learner.microbatch_rows != rows:
     print(
       f'learner.microbatch_rows={config.learner.microbatch_rows}: rounded up '
@@ -154,7 +154,7 @@ def main(
   )
 
 
-def examine(
+def estimate(
   config: ml_collections.ConfigDict,
   topology: str,
   *,
@@ -189,7 +189,7 @@ def examine(
     mesh,
     sampler.parameter_bytes(model, config.rollout.weights),
     int(chip.memory),
-    qwen.cuttable(model),
+    qwen.max_tensor_shards(model),
   )
   host = _host(topology, devices, tensor)
   _round_up(config, mesh, len(host) // tensor)
@@ -403,9 +403,9 @@ def _print(report: Report) -> None:
     print(
       f'| {p.name} | {p.peak / 2**30:.2f} | {other:.2f} '
       f'| {p.total / 2**30:.2f} | {p.collective / 2**30:.2f} '
-      f'| {"no" if p.name in report.short else "yes"} |'
+      f'| {"no" if p.name in report.not_fitting else "yes"} |'
     )
-  if not report.short:
+  if not report.not_fitting:
     print('fits')
     return
   advice = {
@@ -415,7 +415,7 @@ def _print(report: Report) -> None:
     'accumulate': 'lower learner.microbatch_rows',
     'apply': 'optimizer.mu_dtype=bfloat16',
   }
-  actions = dict.fromkeys(advice[name] for name in report.short)
+  actions = dict.fromkeys(advice[name] for name in report.not_fitting)
   print(f'does not fit: {"; ".join([*actions, "or use a larger slice"])}')
 
 
