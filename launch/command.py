@@ -18,7 +18,6 @@ import configs
 from configs import base
 from envs import worker
 from gigpo_jax import deprecated
-from gigpo_jax.runtime import distributed, errors, hardware
 from launch import interrupt, lines
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -180,7 +179,8 @@ def _call(
       f'--workdir={workdir}: buckets are not written to yet; must be a local '
       'or mounted folder'
     )
-  from gigpo_jax.runtime import compilation
+  # Worker processes import this file too and must not import jax.
+  from gigpo_jax.runtime import compilation, distributed, errors, hardware
 
   hardware.keep_freed_memory()
   compilation.enable_cache()

@@ -89,6 +89,7 @@ def test_a_checkpoint_that_a_kill_cut_short_is_passed_over(tmp_path):
 FULL = """
 import resource, sys, jax.numpy as jnp
 from gigpo_jax import checkpoint
+from gigpo_jax.runtime import errors
 with checkpoint.Checkpointer(sys.argv[1]) as saved:
   saved.save(0, {'x': jnp.zeros(4)}, {})
   saved.wait()

@@ -15,7 +15,7 @@ from gigpo_jax import config as config_lib
 from gigpo_jax.runtime import files
 from gigpo_jax.tools import sweep
 
-PROJECT = pathlib.Path(sweep.__file__).parents[1]
+PROJECT = pathlib.Path(sweep.__file__).parents[2]
 
 
 def write_run(folder, curve):

@@ -296,7 +296,7 @@ def test_summary_refuses_a_folder_without_a_run(tmp_path):
 def _view(*flags):
   return subprocess.Popen(
     [sys.executable, 'launch/view.py', *flags],
-    cwd=pathlib.Path(viewer.__file__).parents[1],
+    cwd=pathlib.Path(viewer.__file__).parents[2],
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
