@@ -14,7 +14,7 @@ import numpy as np
 import shapes
 
 from gigpo_jax import mesh, sampler
-from gigpo_jax.models import qwen
+from gigpo_jax.models import parameters, qwen
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
     stop_ids=(),
     vocab_size=shape.vocab,
   )
-  params = qwen.init(model, jax.random.key(0))
+  params = parameters.init(model, jax.random.key(0))
   prompts = shapes.prompts(shape, options.batch).astype(np.int32)
   calls = iter(range(10**9))
 

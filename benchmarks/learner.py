@@ -34,7 +34,7 @@ import models
 import numpy as np
 
 from gigpo_jax import batch, learner, losses, mesh, sampler
-from gigpo_jax.models import published, qwen
+from gigpo_jax.models import parameters, published, qwen
 from gigpo_jax.runtime import hardware
 
 QWEN = dataclasses.replace(
@@ -76,7 +76,7 @@ class Step:
 
   def __init__(self, subject: learner.Learner, model, rows: batch.Rows):
     self._subject, self._rows = subject, rows
-    self._state = subject.init(qwen.init(model, jax.random.key(0)))
+    self._state = subject.init(parameters.init(model, jax.random.key(0)))
     self._advantages = np.random.default_rng(0).normal(size=len(rows.groups))
 
   def __call__(self) -> dict[str, float]:

@@ -35,7 +35,7 @@ import numpy as np
 
 from envs import base
 from gigpo_jax import env_pool, mesh, rollout, sampler
-from gigpo_jax.models import published, qwen
+from gigpo_jax.models import parameters, published, qwen
 
 _MAX_RESPONSE = 256  # Tokens.
 _PROMPT = 128
@@ -103,7 +103,7 @@ class Numbers:
 def schedules(options: argparse.Namespace) -> None:
   """Prints a table row per schedule, and the ratio of their speeds."""
   engine = make_sampler(options.slots, decode_tokens=options.decode_tokens)
-  params = qwen.init(models.TINY, jax.random.key(0))
+  params = parameters.init(models.TINY, jax.random.key(0))
   engine.warm_up(params)
   warm_compilations = engine.compilations
   tasks = [base.Task('train', n) for n in range(options.groups)]
@@ -166,7 +166,7 @@ def schedules(options: argparse.Namespace) -> None:
 
 def steps(options: argparse.Namespace) -> None:
   """Prints and plots the time of a decode step."""
-  params = qwen.init(models.TINY, jax.random.key(0))
+  params = parameters.init(models.TINY, jax.random.key(0))
   by_slots = {
     slots: _step_and_prefill_secs(make_sampler(slots), params, slots, _PROMPT)[
       0
@@ -218,7 +218,7 @@ def _step_and_prefill_secs(
 def differences(options: argparse.Namespace) -> None:
   """Prints how many tokens depend on the batch, by dtype and weights."""
   del options
-  params = qwen.init(models.TINY, jax.random.key(0))
+  params = parameters.init(models.TINY, jax.random.key(0))
   rng = np.random.default_rng(0)
   draw = functools.partial(rng.integers, 2, models.TINY.vocab_size)
   requests = [
@@ -268,7 +268,7 @@ def limits(options: argparse.Namespace) -> None:
     f'{jax.devices()[0].device_kind}: {product / 1e12:.2f} TFLOP/s in '
     f'{model.dtype}, {copy_rate / 1e9:.0f} GB/s copied; prompts of {prompt}'
   )
-  params = qwen.init(model, jax.random.key(0))
+  params = parameters.init(model, jax.random.key(0))
   weights = sampler.parameter_bytes(model, 'model')
   matrices = weights / dtype.itemsize - model.vocab_size * model.hidden_size
   print('| slots | prefill tokens/s | of matmul | decode tokens/s | of copy |')

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from gigpo_jax import builders, mesh
-from gigpo_jax.models import huggingface, published, qwen
+from gigpo_jax.models import huggingface, parameters, published
 from gigpo_jax.tools import tpu_compile
 
 
@@ -113,7 +113,9 @@ def load(options: argparse.Namespace) -> None:
   """Writes a checkpoint and loads it in other processes."""
   model = published.SHAPES[options.shape]
   with tempfile.TemporaryDirectory() as options.path:
-    huggingface.save(options.path, model, qwen.init(model, jax.random.key(0)))
+    huggingface.save(
+      options.path, model, parameters.init(model, jax.random.key(0))
+    )
     for devices in options.devices:
       print(
         _child(options, 'load', {'JAX_NUM_CPU_DEVICES': str(devices)}),

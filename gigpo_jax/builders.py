@@ -32,7 +32,7 @@ from gigpo_jax import (
   trial,
 )
 from gigpo_jax import config as config_lib
-from gigpo_jax.models import huggingface, lora, qwen
+from gigpo_jax.models import huggingface, lora, parameters, qwen
 from gigpo_jax.runtime import console, distributed
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def make_model_bundle(config: ml_collections.ConfigDict) -> ModelBundle:
   directory = config_lib.model_directory(config.model.path)
   devices = mesh.make_mesh(**config.mesh)
   model = huggingface.read_config(directory, **model_kwargs(config, devices))
-  mesh.check(devices, qwen.shapes(model), qwen.logical_axes(model))
+  mesh.check(devices, parameters.shapes(model), parameters.logical_axes(model))
   text = tokenizer.Tokenizer(
     directory, enable_thinking=config.model.enable_thinking
   )
@@ -138,9 +138,12 @@ def _load(
   if not model.adapters:
     return huggingface.load(directory, model, devices)
   base = huggingface.load(directory, model, devices, dtype=model.dtype)
-  shardings, _ = lora.split(mesh.shardings(devices, qwen.logical_axes(model)))
+  shardings, _ = lora.split(
+    mesh.shardings(devices, parameters.logical_axes(model))
+  )
   adapters = jax.jit(
-    lambda key: lora.split(qwen.init(model, key))[0], out_shardings=shardings
+    lambda key: lora.split(parameters.init(model, key))[0],
+    out_shardings=shardings,
   )(jax.random.key(seed))
   return lora.combine(base, adapters)
 
@@ -151,12 +154,12 @@ def _sampling_tensor(config, model: qwen.QwenConfig, devices) -> int:
     devices,
     sampler.parameter_bytes(model, config.rollout.weights),
     mesh.device_bytes(devices),
-    qwen.max_tensor_shards(model),
+    parameters.max_tensor_shards(model),
   )
   mesh.check(
     mesh.sampling_mesh(devices, tensor),
-    qwen.shapes(model),
-    qwen.logical_axes(model),
+    parameters.shapes(model),
+    parameters.logical_axes(model),
     field='rollout',
   )
   return tensor

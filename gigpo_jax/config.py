@@ -35,7 +35,14 @@ from gigpo_jax import (
   tokenizer,
 )
 from gigpo_jax.algorithms import ppo
-from gigpo_jax.models import attention, huggingface, lora, published, qwen
+from gigpo_jax.models import (
+  attention,
+  huggingface,
+  lora,
+  published,
+  qwen,
+  qwen_config,
+)
 from gigpo_jax.runtime import files, hardware
 
 # File name of the config in a work directory.
@@ -108,7 +115,7 @@ _CHOICES = {
   'loss.old_log_probs': ('learner', 'sampler'),
   'model.dtype': ('bfloat16', 'float32'),
   'optimizer.mu_dtype': ('bfloat16', 'float32'),
-  'model.remat': qwen.REMATS,
+  'model.remat': qwen_config.REMATS,
   'model.attention': ('auto', *attention.IMPLEMENTATIONS),
   'rollout.prompt_overflow': tokenizer.OVERFLOW_POLICIES,
 }

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float
 
 from gigpo_jax import batch, learner, losses
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax.models import qwen
+from gigpo_jax.models import parameters, qwen
 
 
 class Critic:
@@ -63,7 +63,7 @@ class Critic:
     Args:
       params: the policy's initial parameters; the state takes ownership.
     """
-    head = mesh_lib.shardings(self._mesh, qwen.logical_axes(self._config))
+    head = mesh_lib.shardings(self._mesh, parameters.logical_axes(self._config))
     zeros = jax.device_put(
       np.zeros(self._config.hidden_size, np.float32), head['value']
     )

@@ -21,7 +21,7 @@ import optax
 
 from gigpo_jax import batch, losses, packing
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax.models import lora, qwen
+from gigpo_jax.models import layer_gradients, lora, parameters, qwen
 from gigpo_jax.runtime import distributed
 
 # Number of completion tokens per shard whose logits are in memory at a time.
@@ -172,7 +172,7 @@ class Learner:
     )
     self._row_sharding = mesh_lib.batch_sharding(mesh)
     self._replicated = jax.NamedSharding(mesh, jax.P())
-    shardings = mesh_lib.shardings(mesh, qwen.logical_axes(config))
+    shardings = mesh_lib.shardings(mesh, parameters.logical_axes(config))
     self._param_shardings, self._base_shardings = self._split(shardings)
     self._state_shardings = self._shardings_of_state()
     self.base: dict = {}
@@ -184,7 +184,7 @@ class Learner:
 
   def _shapes(self) -> tuple[dict, dict]:
     """Returns shapes of the trained and the frozen parameters, float32."""
-    init = functools.partial(qwen.init, self._config)
+    init = functools.partial(parameters.init, self._config)
     return self._split(jax.eval_shape(init, jax.random.key(0)))
 
   def _shardings_of_state(self) -> TrainState:
@@ -566,7 +566,7 @@ class Learner:
     params = lora.combine(base, params) if base else params
     if sums is not None:
       accumulators = {name: sums[name] for name in params if name != 'layers'}
-      params |= qwen.accumulate_gradients(
+      params |= layer_gradients.accumulate_gradients(
         {name: params[name] for name in accumulators}, accumulators
       )
       sums = sums['layers']

@@ -166,7 +166,7 @@ def sampling_tensor(
     mesh: the devices.
     parameter_bytes: size of the model in the sampler's type.
     device_bytes: memory of a device; None: unknown, assumed to be enough.
-    max_tensor_shards: see `qwen.max_tensor_shards`.
+    max_tensor_shards: see `parameters.max_tensor_shards`.
   """
   tensor = math.gcd(mesh.shape['tensor'], len(mesh.local_devices))
   while (

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax.models import lora, qwen
+from gigpo_jax.models import kv_cache, lora, parameters, quantization, qwen
 from gigpo_jax.runtime import distributed
 
 # Logit of a token that is never sampled.
@@ -285,18 +285,20 @@ class Sampler:
     if merge:
       config = dataclasses.replace(config, adapters=None)
     cache_formats = mesh_lib.cache_formats(
-      mesh, jax.eval_shape(lambda: qwen.new_cache(config, 1, 1))
+      mesh, jax.eval_shape(lambda: kv_cache.new(config, 1, 1))
     )
-    axes = (qwen.quantized_axes if int8 else qwen.logical_axes)(config)
+    axes = (quantization.quantized_axes if int8 else parameters.logical_axes)(
+      config
+    )
     self._params_shardings = mesh_lib.shardings(
-      full_mesh, qwen.unstack_axes(config, axes)
+      full_mesh, parameters.unstack_axes(config, axes)
     )
     self._prepare_params = jax.jit(
       functools.partial(_prepare, trained, merge, int8),
       out_shardings=self._params_shardings,
     )
     self._new_cache = jax.jit(
-      functools.partial(qwen.new_cache, config),
+      functools.partial(kv_cache.new, config),
       static_argnums=(0, 1),
       out_shardings=cache_formats,
     )
@@ -307,10 +309,10 @@ class Sampler:
     )
     self._prefill = jax.jit(functools.partial(qwen.prefill, config))
     self._insert = jax.jit(
-      qwen.insert, donate_argnums=(0,), out_shardings=cache_formats
+      kv_cache.insert, donate_argnums=(0,), out_shardings=cache_formats
     )
     self._copy = jax.jit(
-      qwen.copy_rows, donate_argnums=(0,), out_shardings=cache_formats
+      kv_cache.copy_rows, donate_argnums=(0,), out_shardings=cache_formats
     )
     self._decode = jax.jit(
       functools.partial(
@@ -397,7 +399,7 @@ class Sampler:
     self._source: dict | None = None
     self._source_base: dict | None = None
     self._params: dict | None = None
-    self._cache: qwen.Cache | None = None
+    self._cache: kv_cache.Cache | None = None
     self._state: jax.Array | None = None
 
   @property
@@ -424,7 +426,7 @@ class Sampler:
     self.load(params, base)
     on_compiled()
     with jax.set_mesh(self._mesh):
-      prompts: dict[tuple[int, int], qwen.Cache] = {}
+      prompts: dict[tuple[int, int], kv_cache.Cache] = {}
       for call, *sizes in self._warm_up_calls:
         call(self, prompts, *sizes)
         on_compiled()
@@ -848,7 +850,7 @@ def parameter_bytes(config: qwen.QwenConfig, weights: str) -> int:
   """
   prepare = functools.partial(_prepare, config, True, weights == 'int8')
   params = jax.eval_shape(
-    lambda: prepare(qwen.init(config, jax.random.key(0)), {})
+    lambda: prepare(parameters.init(config, jax.random.key(0)), {})
   )
   return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
 
@@ -881,18 +883,18 @@ def _prepare(
     params = lora.merge(config.adapters, params)
     config = dataclasses.replace(config, adapters=None)
   if int8:
-    params = qwen.quantize(config, params)
+    params = quantization.quantize(config, params)
   else:
     params = jax.tree.map(lambda x: x.astype(config.dtype), params)
-  return qwen.unstack_layers(config, params)
+  return parameters.unstack_layers(config, params)
 
 
 def _resize(
-  cache: qwen.Cache, state_BX: jax.Array, rows: int, length: int
-) -> tuple[qwen.Cache, jax.Array]:
+  cache: kv_cache.Cache, state_BX: jax.Array, rows: int, length: int
+) -> tuple[kv_cache.Cache, jax.Array]:
   padding = max(0, rows - state_BX.shape[0])
   state_BX = jnp.pad(state_BX[:rows], ((0, padding), (0, 0)))
-  return qwen.resize_cache(cache, rows, length), state_BX
+  return kv_cache.resize(cache, rows, length), state_BX
 
 
 def _row_keys(seed: np.uint32, streams: jax.Array) -> jax.Array:
@@ -1116,12 +1118,12 @@ def _decode(
   vocab_size: int,
   chunk: int,
   params: dict,
-  cache: qwen.Cache,
+  cache: kv_cache.Cache,
   state_BX: jax.Array,
   integers_BX: jax.Array,
   floats_BX: jax.Array,
   truncated: bool | None,
-) -> tuple[qwen.Cache, jax.Array, tuple[jax.Array, ...]]:
+) -> tuple[kv_cache.Cache, jax.Array, tuple[jax.Array, ...]]:
   """Decodes up to `chunk` tokens of every active slot.
 
   If `truncated` is None, the loop ends early once no slot is active; see

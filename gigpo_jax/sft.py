@@ -21,7 +21,7 @@ import envs
 from envs import base
 from gigpo_jax import batch, builders, losses, tokenizer
 from gigpo_jax import config as config_lib
-from gigpo_jax.models import huggingface, lora, qwen
+from gigpo_jax.models import huggingface, lora, parameters, qwen
 from gigpo_jax.runtime import console, distributed, errors
 
 if TYPE_CHECKING:
@@ -278,7 +278,7 @@ def _write_random_model(
     dtype=config.model.dtype,
     remat=config.model.remat,
   )
-  params = qwen.init(model, jax.random.key(config.seed))
+  params = parameters.init(model, jax.random.key(config.seed))
   huggingface.save(directory, model, params, dtype='float32')
 
 

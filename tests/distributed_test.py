@@ -18,7 +18,7 @@ import safetensors.numpy
 
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import metrics, sampler
-from gigpo_jax.models import qwen
+from gigpo_jax.models import parameters, qwen
 from gigpo_jax.runtime import console, distributed, files, hardware
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -46,7 +46,7 @@ from gigpo_jax.models import qwen
 sys.path.insert(0, 'tests')
 import distributed_test as shared
 mesh = mesh_lib.make_mesh(1, 2, 1)
-axes = mesh_lib.shardings(mesh, qwen.logical_axes(shared.CONFIG))
+axes = mesh_lib.shardings(mesh, parameters.logical_axes(shared.CONFIG))
 host = shared.make_params()
 params = jax.tree.map(
   lambda x, s: jax.make_array_from_callback(x.shape, s, lambda i: x[i]),
@@ -68,7 +68,7 @@ assert engine.compilations == compiled, engine.compilations - compiled
 
 
 def make_params() -> dict:
-  params = qwen.init(CONFIG, jax.random.key(0))
+  params = parameters.init(CONFIG, jax.random.key(0))
   params['embed'] = 12 * params['embed']
   return jax.tree.map(np.asarray, params)
 

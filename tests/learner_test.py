@@ -10,7 +10,7 @@ import pytest
 import reference
 
 from gigpo_jax import batch, learner, losses, mesh
-from gigpo_jax.models import qwen
+from gigpo_jax.models import parameters, qwen
 
 C = 6
 CONFIG = qwen.QwenConfig(
@@ -279,7 +279,7 @@ def test_update_holds_one_copy_of_the_gradients():
   size = sum(
     4 * math.prod(shape)
     for shape in jax.tree.leaves(
-      qwen.shapes(config), is_leaf=lambda x: isinstance(x, tuple)
+      parameters.shapes(config), is_leaf=lambda x: isinstance(x, tuple)
     )
   )
   lowered = make_learner(config=config).lower()

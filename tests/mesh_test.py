@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax.models import qwen
+from gigpo_jax.models import parameters, qwen
 
 CONFIG = qwen.QwenConfig(
   vocab_size=32,
@@ -64,7 +64,7 @@ def test_impossible_sizes_are_refused_in_one_line(sizes, message: str):
 @pytest.mark.parametrize('tied', [True, False], ids=['tied', 'untied'])
 def test_every_axis_of_the_model_is_in_the_table(tied: bool):
   config = dataclasses.replace(CONFIG, tie_embeddings=tied)
-  axes, shapes = qwen.logical_axes(config), qwen.shapes(config)
+  axes, shapes = parameters.logical_axes(config), parameters.shapes(config)
   leaves = jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))
   sizes = jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple))
   assert len(leaves) == len(sizes)
@@ -75,9 +75,9 @@ def test_every_axis_of_the_model_is_in_the_table(tied: bool):
 
 def test_parameters_are_sharded_by_the_table():
   mesh = mesh_lib.make_mesh(2, 2, 2)
-  axes = qwen.logical_axes(CONFIG)
+  axes = parameters.logical_axes(CONFIG)
   placed = jax.device_put(
-    qwen.init(CONFIG, jax.random.key(0)), mesh_lib.shardings(mesh, axes)
+    parameters.init(CONFIG, jax.random.key(0)), mesh_lib.shardings(mesh, axes)
   )
 
   def shard_shape(*path: str) -> tuple[int, ...]:

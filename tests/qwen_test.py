@@ -9,7 +9,15 @@ import pytest
 import reference
 
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax.models import attention, huggingface, qwen
+from gigpo_jax.models import (
+  attention,
+  huggingface,
+  kv_cache,
+  parameters,
+  quantization,
+  qwen,
+  qwen_config,
+)
 
 TINY = qwen.QwenConfig(
   vocab_size=97,
@@ -135,9 +143,9 @@ def test_logits_agree_with_transformers(  # noqa: PLR0913
   # Prompts of different lengths, then step by step with the cache; the first
   # step processes a prompt's last token again.
   lengths = np.array([5, 9, 12], np.int32)
-  params = qwen.unstack_layers(config, params)
+  params = parameters.unstack_layers(config, params)
   cache = qwen.prefill(config, params, tokens[:, :12])
-  cache = qwen.resize_cache(cache, 3, 24)
+  cache = kv_cache.resize(cache, 3, 24)
   decode = jax.jit(lambda c, t, p: qwen.decode(config, params, c, t, p))
   for step in range(12):
     position = lengths + step - 1
@@ -216,7 +224,7 @@ def test_logits_agree_with_stored_logits_of_transformers():
 
 def _sines(config: qwen.QwenConfig) -> dict:
   leaves, treedef = jax.tree.flatten(
-    qwen.shapes(config), is_leaf=lambda x: isinstance(x, tuple)
+    parameters.shapes(config), is_leaf=lambda x: isinstance(x, tuple)
   )
   arrays = [
     np.sin(np.arange(np.prod(shape)) * (0.37 + 0.11 * n))
@@ -262,7 +270,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch, min_size, blocks):
 @pytest.mark.parametrize('unrolled', [0, 8], ids=['scanned', 'unrolled'])
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_decoding_equals_one_forward_pass(monkeypatch, unrolled, dtype):
-  monkeypatch.setattr(qwen, '_MAX_UNROLLED', unrolled)
+  monkeypatch.setattr(qwen_config, 'MAX_UNROLLED', unrolled)
   config = dataclasses.replace(TINY, dtype=dtype, max_split=unrolled)
   params, tokens = _params(config, scale=2.0), _tokens(3, 20)
   hidden = reference.hidden_states(config, params, tokens)
@@ -270,14 +278,14 @@ def test_decoding_equals_one_forward_pass(monkeypatch, unrolled, dtype):
   # bfloat16 rounds by up to 2^-8 per operation; errors add up over layers.
   limit = (2e-5 if dtype == 'float32' else 0.05) * np.abs(expected).max()
   lengths = np.array([4, 9, 12], np.int32)
-  params = qwen.unstack_layers(config, params)
+  params = parameters.unstack_layers(config, params)
   # The rows are in other slots of a longer cache, and one is a copy.
-  cache = qwen.insert(
-    qwen.new_cache(config, 6, 20),
+  cache = kv_cache.insert(
+    kv_cache.new(config, 6, 20),
     qwen.prefill(config, params, tokens[:, :12]),
     jnp.array([4, 0, 5]),
   )
-  cache = qwen.copy_rows(cache, jnp.array([4, 9]), jnp.array([1, 9]))
+  cache = kv_cache.copy_rows(cache, jnp.array([4, 9]), jnp.array([1, 9]))
   cache = tuple(
     {name: x[:, jnp.array([1, 0, 5])] for name, x in stack.items()}
     for stack in cache
@@ -393,7 +401,7 @@ def test_a_mesh_of_eight_devices_equals_one_device(shape, sizes):
   expected = reference.hidden_states(config, params, tokens)
   mesh = mesh_lib.make_mesh(**{'data': 1, 'fsdp': 1, 'tensor': 1} | sizes)
   placed = jax.device_put(
-    params, mesh_lib.shardings(mesh, qwen.logical_axes(config))
+    params, mesh_lib.shardings(mesh, parameters.logical_axes(config))
   )
   rows = jax.device_put(tokens, mesh_lib.batch_sharding(mesh))
   with jax.set_mesh(mesh):
@@ -408,7 +416,7 @@ def test_a_mesh_of_eight_devices_equals_one_device(shape, sizes):
 
 def test_logits_of_all_positions_never_exist_at_once():
   # 4096 positions of a vocabulary of 97 would be the largest array by far.
-  params = jax.eval_shape(lambda: qwen.init(TINY, jax.random.key(0)))
+  params = jax.eval_shape(lambda: parameters.init(TINY, jax.random.key(0)))
   hidden = jax.ShapeDtypeStruct((2, 4096, 32), jnp.float32)
   targets = jax.ShapeDtypeStruct((2, 4096), jnp.int32)
 
@@ -436,14 +444,14 @@ def test_bfloat16_compute_stays_near_float32():
 def test_norms_of_heads_are_not_quantized():
   config = dataclasses.replace(TINY, qkv_bias=False, qk_norm=True)
   params = _params(config)
-  quantized = qwen.quantize(config, params)
+  quantized = quantization.quantize(config, params)
   assert set(quantized['layers']['norm']) == {'attention', 'mlp', 'q', 'k'}
   assert quantized['layers']['attention']['q'].dtype == jnp.int8
   np.testing.assert_array_equal(
     quantized['layers']['norm']['q'], params['layers']['norm']['q']
   )
   axes = jax.tree.leaves(
-    qwen.quantized_axes(config), is_leaf=lambda x: isinstance(x, tuple)
+    quantization.quantized_axes(config), is_leaf=lambda x: isinstance(x, tuple)
   )
   assert [len(names) for names in axes] == [
     x.ndim for x in jax.tree.leaves(quantized)

@@ -5,12 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from gigpo_jax.models import qwen
+from gigpo_jax.models import parameters, qwen
 
 
 def init(config: qwen.QwenConfig, key: jax.Array) -> dict:
   """Returns random parameters, from one program."""
-  return jax.jit(functools.partial(qwen.init, config))(key)
+  return jax.jit(functools.partial(parameters.init, config))(key)
 
 
 def hidden_states(config: qwen.QwenConfig, params: dict, tokens, **kwargs):

@@ -9,7 +9,7 @@ import reference
 
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import sampler
-from gigpo_jax.models import qwen
+from gigpo_jax.models import parameters, quantization, qwen
 
 CONFIG = qwen.QwenConfig(
   vocab_size=32,
@@ -217,7 +217,7 @@ def test_the_mesh_changes_no_token(params, sizes, tensor):
   expected = _sampler().generate(params, requests)
   mesh = mesh_lib.make_mesh(*sizes)
   placed = jax.device_put(
-    params, mesh_lib.shardings(mesh, qwen.logical_axes(CONFIG))
+    params, mesh_lib.shardings(mesh, parameters.logical_axes(CONFIG))
   )
   one = _sampler(mesh=mesh, tensor=tensor)
   for a, b in zip(expected, one.generate(placed, requests), strict=True):
@@ -622,7 +622,7 @@ def test_log_probs_of_the_sampled_distribution_by_hand(params):
 
 def test_int8_weights_are_close_and_sharded(params):
   requests = _requests(24, temperature=0.0)
-  quantized = jax.jit(qwen.quantize, static_argnums=0)(CONFIG, params)
+  quantized = jax.jit(quantization.quantize, static_argnums=0)(CONFIG, params)
   matrix = params['layers']['mlp']['down']
   found = quantized['layers']['mlp']['down']
   scale = quantized['layers']['mlp']['down_scale']
@@ -632,7 +632,7 @@ def test_int8_weights_are_close_and_sharded(params):
   assert (error <= 0.5001 * np.asarray(scale)).all()
   mesh = mesh_lib.make_mesh(2, 2, 2)
   placed = jax.device_put(
-    params, mesh_lib.shardings(mesh, qwen.logical_axes(CONFIG))
+    params, mesh_lib.shardings(mesh, parameters.logical_axes(CONFIG))
   )
   expected = _sampler().generate(params, requests)
   one = _sampler(weights='int8').generate(params, requests)

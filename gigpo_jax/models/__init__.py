@@ -4,13 +4,13 @@ import math
 
 import jax
 
-from gigpo_jax.models import qwen
+from gigpo_jax.models import parameters, qwen
 
 
 def num_parameters(config: qwen.QwenConfig) -> int:
   """Returns the number of parameters of a network, from its shape alone."""
   shapes = jax.tree.leaves(
-    qwen.shapes(config), is_leaf=lambda x: isinstance(x, tuple)
+    parameters.shapes(config), is_leaf=lambda x: isinstance(x, tuple)
   )
   return sum(math.prod(shape) for shape in shapes)
 

@@ -27,7 +27,7 @@ import safetensors
 import safetensors.numpy
 
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax.models import lora, qwen
+from gigpo_jax.models import lora, parameters, qwen
 from gigpo_jax.runtime import console, distributed, files
 
 # Maximum size of a file of an export.
@@ -229,7 +229,7 @@ def read_config(
   Args:
     directory: the checkpoint.
     dtype: compute type.
-    remat: activations that the backward pass recomputes; see `qwen.REMATS`.
+    remat: activations that the backward pass recomputes; see `qwen_config`.
     **choices: other fields of the result that config.json does not define.
 
   Raises:
@@ -481,7 +481,7 @@ def _yarn(directory: str, rope: dict) -> qwen.Yarn | None:
 
 def _tensors(config: qwen.QwenConfig) -> Iterator[_Tensor]:
   """Yields the tensors of a checkpoint of a network."""
-  shapes = qwen.shapes(config)
+  shapes = parameters.shapes(config)
   for name, theirs in _TOP_NAMES.items():
     if name in shapes:
       yield _Tensor((name,), (), theirs, shapes[name], False)
@@ -708,8 +708,8 @@ def load(
   """
   check(directory, config)
   stored = _stored_tensors(directory)
-  shapes = qwen.shapes(config)
-  shardings = mesh_lib.shardings(mesh, qwen.logical_axes(config))
+  shapes = parameters.shapes(config)
+  shardings = mesh_lib.shardings(mesh, parameters.logical_axes(config))
   params: dict = {}
   for tensor in console.progress_bar(
     list(_tensors(config)), desc=f'reading {directory}'

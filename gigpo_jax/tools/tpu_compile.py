@@ -19,7 +19,7 @@ import tqdm
 from gigpo_jax import builders, models, sampler
 from gigpo_jax import config as config_lib
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax.models import huggingface, published, qwen
+from gigpo_jax.models import huggingface, parameters, published, qwen
 
 # libtpu looks for a slice and other hosts; with these variables it does not.
 _ENVIRON = {
@@ -184,12 +184,12 @@ def estimate(
   devices = _devices(topology)
   mesh = mesh_lib.make_mesh(**config.mesh, devices=devices)
   model = dataclasses.replace(model, **builders.model_kwargs(config, mesh))
-  mesh_lib.check(mesh, qwen.shapes(model), qwen.logical_axes(model))
+  mesh_lib.check(mesh, parameters.shapes(model), parameters.logical_axes(model))
   tensor = config.rollout.tensor or mesh_lib.sampling_tensor(
     mesh,
     sampler.parameter_bytes(model, config.rollout.weights),
     int(chip.memory),
-    qwen.max_tensor_shards(model),
+    parameters.max_tensor_shards(model),
   )
   host = _host(topology, devices, tensor)
   _round_up(config, mesh, len(host) // tensor)

@@ -1,0 +1,198 @@
+"""Parameters of a Qwen network: shapes, logical axes and random values.
+
+Parameters are one nested dict of float32 arrays with the layers stacked on the
+first dimension. The sampler, the learner, checkpoints and safetensors files
+share it.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gigpo_jax.models import lora
+from gigpo_jax.models.qwen_config import QwenConfig
+
+# Contracted dimensions of each matrix, without the dimension of the layers.
+CONTRACTED = {
+  ('attention', 'q'): (0,),
+  ('attention', 'k'): (0,),
+  ('attention', 'v'): (0,),
+  ('attention', 'o'): (0, 1),
+  ('mlp', 'gate'): (0,),
+  ('mlp', 'up'): (0,),
+  ('mlp', 'down'): (0,),
+  ('experts', 'gate'): (1,),
+  ('experts', 'up'): (1,),
+  ('experts', 'down'): (1,),
+}
+
+
+def layer_table(c: QwenConfig) -> dict[str, dict[str, tuple]]:
+  """Returns the shape and logical axes of each array of one layer."""
+  d, h, k, e = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim
+  f = c.intermediate_size
+  biases = {
+    'q_bias': ((h, e), ('heads', 'head')),
+    'k_bias': ((k, e), ('kv_heads', 'head')),
+    'v_bias': ((k, e), ('kv_heads', 'head')),
+  }
+  head_norms = {'q': ((e,), (None,)), 'k': ((e,), (None,))}
+  mlp = {
+    'gate': ((d, f), ('embed', 'mlp')),
+    'up': ((d, f), ('embed', 'mlp')),
+    'down': ((f, d), ('mlp', 'embed')),
+  }
+  if c.num_experts:
+    # Each expert has the arrays of an MLP.
+    mlp = {
+      name: ((c.num_experts, *shape), ('experts', *axes))
+      for name, (shape, axes) in mlp.items()
+    } | {'router': ((d, c.num_experts), ('embed', None))}
+  table = {
+    'attention': {
+      'q': ((d, h, e), ('embed', 'heads', 'head')),
+      'k': ((d, k, e), ('embed', 'kv_heads', 'head')),
+      'v': ((d, k, e), ('embed', 'kv_heads', 'head')),
+      **(biases if c.qkv_bias else {}),
+      'o': ((h, e, d), ('heads', 'head', 'embed')),
+    },
+    'experts' if c.num_experts else 'mlp': mlp,
+    'norm': {
+      'attention': ((d,), (None,)),
+      'mlp': ((d,), (None,)),
+      **(head_norms if c.qk_norm else {}),
+    },
+  }
+  for group, names in table.items():
+    table[group] = names | _adapter_table(c, group, names)
+  return table
+
+
+def _adapter_table(c: QwenConfig, group: str, names: dict) -> dict[str, tuple]:
+  """Returns shape and logical axes of the adapters in a layer's group."""
+  if group == 'experts':
+    return {}
+  table = {}
+  for name in c.adapters.targets if c.adapters else ():
+    if (group, name) in CONTRACTED:
+      shape, axes = names[name]
+      inner = len(CONTRACTED[group, name])
+      rank = c.adapters.rank
+      table[name + lora.A] = (*shape[:inner], rank), (*axes[:inner], None)
+      table[name + lora.B] = (rank, *shape[inner:]), (None, *axes[inner:])
+  return table
+
+
+def _table(c: QwenConfig) -> dict[str, Any]:
+  """Returns (shape, logical axes) of every parameter.
+
+  This is the only definition of the network's parameters.
+  """
+  table: dict[str, Any] = {
+    'embed': ((c.vocab_size, c.hidden_size), ('vocab', 'embed')),
+    'layers': jax.tree.map(
+      lambda leaf: ((c.num_layers, *leaf[0]), ('layers', *leaf[1])),
+      layer_table(c),
+      is_leaf=lambda x: isinstance(x, tuple),
+    ),
+    'norm': ((c.hidden_size,), (None,)),
+  }
+  if c.value_head:
+    table['value'] = ((c.hidden_size,), (None,))
+  elif not c.tie_embeddings:
+    table['unembed'] = ((c.vocab_size, c.hidden_size), ('vocab', 'embed'))
+  return table
+
+
+def _table_column(config: QwenConfig, column: int) -> dict[str, Any]:
+  return jax.tree.map(
+    lambda leaf: leaf[column],
+    _table(config),
+    is_leaf=lambda x: isinstance(x, tuple),
+  )
+
+
+def shapes(config: QwenConfig) -> dict[str, Any]:
+  """Returns the shape of every parameter, as a tree of tuples."""
+  return _table_column(config, 0)
+
+
+def logical_axes(config: QwenConfig) -> dict[str, Any]:
+  """Returns the logical axes of every parameter, as a tree of tuples."""
+  return _table_column(config, 1)
+
+
+def max_tensor_shards(config: QwenConfig) -> int:
+  """Returns the number whose divisors are the valid sizes of axis `tensor`."""
+  return math.gcd(
+    config.num_heads,
+    config.num_kv_heads,
+    config.intermediate_size,
+    config.vocab_size,
+  )
+
+
+def init(config: QwenConfig, key: jax.Array) -> dict[str, Any]:
+  """Returns random parameters; consumes the key.
+
+  Weights are normal with standard deviation 0.02, as in Qwen. Output
+  projections are divided by the square root of twice the depth. Norms are one;
+  biases and a critic's value head are zero. An adapter's first matrix is
+  uniform with standard deviation (3 * inputs)^(-1/2), its second matrix zero.
+  """
+  leaves, treedef = jax.tree_util.tree_flatten_with_path(
+    shapes(config), is_leaf=lambda x: isinstance(x, tuple)
+  )
+  keys = jax.random.split(key, len(leaves))
+
+  def make(path: tuple, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
+    names = [entry.key for entry in path]
+    if 'norm' in names:
+      return jnp.ones(shape, jnp.float32)
+    if names[-1].endswith(('bias', 'value', lora.B)):
+      return jnp.zeros(shape, jnp.float32)
+    if names[-1].endswith(lora.A):
+      bound = math.prod(shape[1:-1]) ** -0.5
+      return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+    scale = 0.02
+    if names[-1] in ('o', 'down'):
+      scale /= (2 * config.num_layers) ** 0.5
+    return scale * jax.random.normal(key, shape, jnp.float32)
+
+  arrays = [
+    make(path, shape, key)
+    for (path, shape), key in zip(leaves, keys, strict=True)
+  ]
+  return jax.tree.unflatten(treedef, arrays)
+
+
+def layers_per_stack(config: QwenConfig) -> int:
+  """Returns how many layers share one stack of the cache.
+
+  A stack of several layers is scanned, which copies each layer's keys and
+  values out of it at each step. Stacks of one layer are read in place, which is
+  twice as fast, but each layer is compiled.
+  """
+  return 1 if config.num_layers <= config.max_split else config.num_layers
+
+
+def unstack_layers(config: QwenConfig, params: dict) -> dict:
+  """Returns parameters for `prefill` and `decode`: one tree for each stack.
+
+  Call it once, before the decoding loop: inside the loop, each step would copy
+  the layers' weights out of their stack.
+  """
+  size = layers_per_stack(config)
+  stacks = (
+    jax.tree.map(lambda leaf, n=n: leaf[n : n + size], params['layers'])
+    for n in range(0, config.num_layers, size)
+  )
+  return params | {'layers': list(stacks)}
+
+
+def unstack_axes(config: QwenConfig, axes: dict) -> dict:
+  """Returns the logical axes of the result of `unstack_layers`."""
+  num_stacks = -(-config.num_layers // layers_per_stack(config))
+  return axes | {'layers': [axes['layers']] * num_stacks}

@@ -1,0 +1,84 @@
+"""The shape of a Qwen network and the choices of its computation."""
+
+import dataclasses
+
+from gigpo_jax.models import lora
+
+# Activations that the backward pass recomputes. none: none of them; matrices:
+# all except the products with parameters; layer: the whole layer.
+REMATS = ('none', 'matrices', 'layer')
+
+# Deeper networks run their layers in a loop, which compiles one layer only.
+MAX_UNROLLED = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Yarn:
+  """Rotary angles for rows longer than in training (YaRN, arXiv:2309.00071).
+
+  Low frequencies are divided by `factor`, high frequencies stay the same, and
+  those between are interpolated.
+
+  Attributes:
+    factor: ratio of the longest row to `original_length`.
+    original_length: tokens of the longest row in training.
+    beta_fast: turns within `original_length` from which an angle is unchanged.
+    beta_slow: turns within `original_length` up to which an angle is divided.
+    attention_factor: scale of cosines and sines; None: 0.1 ln(factor) + 1.
+  """
+
+  factor: float
+  original_length: int
+  beta_fast: float = 32.0
+  beta_slow: float = 1.0
+  attention_factor: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class QwenConfig:
+  """Shape of a network; names follow Hugging Face's config.json.
+
+  Attributes:
+    qkv_bias: whether queries, keys and values have biases (Qwen2).
+    qk_norm: whether each head's queries and keys are normalized (Qwen3).
+    yarn: scaling of the rotary angles for longer rows; None: no scaling.
+    max_positions: longest supported row in tokens; only written to exports.
+    num_experts: X, experts of a layer; 0: a dense MLP.
+    experts_per_token: experts that each token is routed to.
+    normalized_experts: whether a token's expert weights are normalized to sum
+      to one.
+    value_head: whether the output is one value per token (a critic) rather
+      than logits; see `values`.
+    adapters: low-rank adapters of a frozen network; None: the whole network is
+      trained.
+    dtype: compute type, 'bfloat16' or 'float32'; parameters stay float32.
+    remat: one of REMATS.
+    attention: implementation of attention within a row, one of
+      `attention.IMPLEMENTATIONS`.
+    max_split: depth up to which `prefill` and `decode` take each layer's
+      arrays apart; see `parameters.unstack_layers`.
+  """
+
+  vocab_size: int
+  hidden_size: int
+  intermediate_size: int
+  num_layers: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  rope_theta: float = 1e6
+  rms_norm_eps: float = 1e-6
+  tie_embeddings: bool = True
+  qkv_bias: bool = True
+  qk_norm: bool = False
+  yarn: Yarn | None = None
+  max_positions: int = 32768
+  num_experts: int = 0
+  experts_per_token: int = 0
+  normalized_experts: bool = True
+  value_head: bool = False
+  adapters: lora.Lora | None = None
+  dtype: str = 'bfloat16'
+  remat: str = 'layer'
+  attention: str = 'xla'
+  max_split: int = MAX_UNROLLED
