@@ -199,15 +199,15 @@ class Env:
     """Starts an episode with the task's seed."""
     seed = seeds.Seeds(task.split, self._seed)[task.index]
     observation, _ = self._env.reset(seed=seed)
-    self._narrator.begin(self._task)
+    self._narrator.reset(self._task)
     self._return = 0.0
     return self._observe(observation)
 
   def step(self, response: str) -> base.StepResult:
     """Takes the named action; an invalid response only uses up a step."""
-    action, valid = self._narrator.project(response, keep_case=self._free_text)
+    action, valid = self._narrator.parse(response, keep_case=self._free_text)
     valid = valid and self._is_admissible(action)
-    self._narrator.take(action)
+    self._narrator.record_action(action)
     reward, ended, terminated = 0.0, False, False
     if valid:
       observation, reward, terminated, truncated, _ = self._env.step(
@@ -254,7 +254,11 @@ class Env:
         'Discrete action space'
       )
     return narrator.random_play(
-      self, task, self._actions, respond=self._narrator.respond, seed=seed
+      self,
+      task,
+      self._actions,
+      respond=self._narrator.format_response,
+      seed=seed,
     )
 
   def _is_admissible(self, action: str) -> bool:

@@ -1,9 +1,9 @@
 """Replies of environments as bytes that hold data and never code.
 
-A worker process sends a header (size of the body, process id, number of the
-call) and a JSON body. The trainer trusts neither: it reads the size before the
-body, decodes plain values only, and checks them again. Calls to workers are
-created by the trainer and are pickled.
+A worker process sends a header (size of the body, process id, call id) and a
+JSON body. The trainer trusts neither: it reads the size before the body,
+decodes plain values only, and checks them again. Calls to workers are created
+by the trainer and are pickled.
 """
 
 import json
@@ -31,9 +31,9 @@ LARGEST_METRIC = 1e12
 
 HEADER = struct.Struct('>IQQ')
 
-# Kinds of replies: a value; a line about an exception; a line about an unusable
-# value.
-REPLY, ERROR, GARBAGE = KINDS = ('reply', 'error', 'garbage')
+# Statuses of replies: a value; a line about an exception; a line about an
+# unusable value.
+REPLY, ERROR, GARBAGE = STATUSES = ('reply', 'error', 'garbage')
 
 _REPLY_TYPES = {'reset': base.Observation, 'step': base.StepResult}
 _TEXTS = ('prompt', 'short_prompt', 'anchor', 'text', 'task')
@@ -42,63 +42,66 @@ _RESULT = (
 ).split()
 
 
-class Unusable(ValueError):
+class UnusableReplyError(ValueError):
   """Raised for an unusable reply; the message gives the reason in one line."""
 
 
-def encode(number: int, call: str, value: Any) -> bytes:
+def encode(call_id: int, call: str, value: Any) -> bytes:
   """Returns the reply to a call as bytes.
 
   Args:
-    number: number of the call.
+    call_id: identifies the call.
     call: start, prepare, reset or step; only the values of reset and step are
       encoded.
     value: the environment's return value.
 
   Raises:
-    Unusable: if the value has a wrong type or content, or is too large.
+    UnusableReplyError: if the value has a wrong type or content, or is too
+      large.
   """
   if problem := _find_problem(call, value):
-    raise Unusable(problem)
+    raise UnusableReplyError(problem)
   try:
     plain = None
     if call == 'reset':
       plain = _plain_observation(value)
     elif call == 'step':
       plain = _plain_result(value)
-    return _message(number, REPLY, plain)
-  except Unusable:
+    return _message(call_id, REPLY, plain)
+  except UnusableReplyError:
     raise
   except Exception as error:  # Methods of unusual classes may raise anything.
-    raise Unusable(f'{type(error).__name__}: {error}') from error
+    raise UnusableReplyError(f'{type(error).__name__}: {error}') from error
 
 
-def refuse(number: int, kind: str, reason: str) -> bytes:
+def encode_error(call_id: int, status: str, reason: str) -> bytes:
   """Returns an ERROR or GARBAGE reply as bytes."""
-  return _message(number, kind, clean(reason))
+  return _message(call_id, status, to_line(reason))
 
 
 def decode(body: bytes, call: str) -> tuple[str, Any]:
-  """Returns (kind, value) of a reply; the value of an error is a line of text.
+  """Returns (status, value) of a reply; an error's value is a line of text.
 
   Never raises: a body that cannot be decoded is GARBAGE.
   """
   try:
     # Parsing very long integers as floats takes little time.
-    kind, value = json.loads(body.decode(), parse_int=float)
-    if kind not in KINDS:
-      raise Unusable(f'kind={kind!r:.80}: must be one of {", ".join(KINDS)}')
-    if kind != REPLY:
-      return kind, clean(value)
+    status, value = json.loads(body.decode(), parse_int=float)
+    if status not in STATUSES:
+      raise UnusableReplyError(
+        f'status={status!r:.80}: must be one of {", ".join(STATUSES)}'
+      )
+    if status != REPLY:
+      return status, to_line(value)
     return REPLY, _value(call, value)
-  except Unusable as error:
-    return GARBAGE, clean(str(error))
+  except UnusableReplyError as error:
+    return GARBAGE, to_line(str(error))
   # Invalid JSON, unexpected structure, or too deep nesting.
   except (TypeError, ValueError, KeyError, RecursionError) as error:
-    return GARBAGE, clean(f'invalid reply: {type(error).__name__}: {error}')
+    return GARBAGE, to_line(f'invalid reply: {type(error).__name__}: {error}')
 
 
-def clean(text: str) -> str:
+def to_line(text: str) -> str:
   """Returns a text as one line of bounded length and printable characters."""
   # Bounds the work; the final limit below is in bytes.
   line = ' '.join(str(text)[: 4 * MAX_REASON_BYTES].split())
@@ -108,12 +111,14 @@ def clean(text: str) -> str:
   return line.encode()[:MAX_REASON_BYTES].decode(errors='ignore')
 
 
-def _message(number: int, kind: str, value: Any) -> bytes:
-  text = json.dumps([kind, value], ensure_ascii=False, allow_nan=False)
+def _message(call_id: int, status: str, value: Any) -> bytes:
+  text = json.dumps([status, value], ensure_ascii=False, allow_nan=False)
   body = text.encode()
   if len(body) > MAX_BYTES:
-    raise Unusable(f'a reply of {len(body):,} bytes; at most {MAX_BYTES:,}')
-  return HEADER.pack(len(body), os.getpid(), number) + body
+    raise UnusableReplyError(
+      f'a reply of {len(body):,} bytes; at most {MAX_BYTES:,}'
+    )
+  return HEADER.pack(len(body), os.getpid(), call_id) + body
 
 
 def _plain_observation(value: base.Observation) -> dict[str, Any]:
@@ -150,7 +155,7 @@ def _value(call: str, plain: Any) -> base.Observation | base.StepResult | None:
   else:
     return None
   if problem := _find_problem(call, value):
-    raise Unusable(problem)
+    raise UnusableReplyError(problem)
   return value
 
 

@@ -7,6 +7,7 @@ small policies, which learn the instruction instead of reading it.
 """
 
 import collections
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -28,8 +29,129 @@ _ACT = (
 )
 
 
-class Narrator:
-  """Keeps the history of an episode and builds prompts from it.
+class Transcript:
+  """Keeps the history of an episode, builds prompts and parses responses.
+
+  Args:
+    build: returns the user message of a turn. It is called with keyword
+      arguments: task, observation, actions, history (the turns to show, oldest
+      first), step (number of turns taken so far), style and require_think.
+    history_length: K, how many past turns a prompt shows.
+    prompt_style: one of STYLES.
+    require_think: whether a response must contain a `<think>` part.
+    unparsed_characters: length of the end of an invalid response that is used
+      as its action.
+    short_history_length: how many past turns the short prompt shows.
+
+  Attributes:
+    step: number of turns taken so far in the episode.
+
+  Raises:
+    ValueError: if the prompt style is unknown.
+  """
+
+  def __init__(
+    self,
+    build: Callable[..., str],
+    *,
+    history_length: int = 2,
+    prompt_style: str = 'paper',
+    require_think: bool = True,
+    unparsed_characters: int = UNPARSED_CHARACTERS,
+    short_history_length: int = 0,
+  ):
+    check_style(prompt_style)
+    self._build = functools.partial(
+      build, style=prompt_style, require_think=require_think
+    )
+    self._require_think = require_think
+    self._unparsed_characters = unparsed_characters
+    self._short_history_length = short_history_length
+    self._history: collections.deque[turns.Turn] = collections.deque(
+      maxlen=history_length
+    )
+    self._task = self._shown = ''
+    self.step = 0
+
+  def reset(self, task: str) -> None:
+    """Starts an episode.
+
+    Args:
+      task: sentence that states the task.
+    """
+    self._task, self.step = task, 0
+    self._history.clear()
+
+  def observe(
+    self,
+    text: str,
+    *,
+    anchor: str,
+    actions: Sequence[str],
+    shown: str | None = None,
+  ) -> base.Observation:
+    """Returns the observation of a turn, with its prompts.
+
+    Args:
+      text: the environment's text.
+      anchor: state by which steps are grouped.
+      actions: admissible actions.
+      shown: the text in the form that prompts show; None for `text` itself.
+    """
+    self._shown = text if shown is None else shown
+    history = tuple(self._history)
+    recent = history[len(history) - self._short_history_length :]
+    return base.Observation(
+      prompt=self._prompt(history, actions),
+      short_prompt=self._prompt(recent, actions),
+      anchor=anchor,
+      text=text,
+      task=self._task,
+      actions=tuple(actions),
+    )
+
+  def _prompt(
+    self, history: Sequence[turns.Turn], actions: Sequence[str]
+  ) -> str:
+    return self._build(
+      task=self._task,
+      observation=self._shown,
+      actions=actions,
+      history=history,
+      step=self.step,
+    )
+
+  def record_action(self, action: str) -> None:
+    """Adds a turn to the history: the last observation and this action."""
+    self.record_turn(turns.Turn(self._shown, action))
+
+  def record_turn(self, turn: turns.Turn | None) -> None:
+    """Counts a turn; adds it to the history unless it is None."""
+    if turn is not None:
+      self._history.append(turn)
+    self.step += 1
+
+  def parse(
+    self, response: str, *, keep_case: bool = False
+  ) -> tuple[str, bool]:
+    """Parses a response; returns (action, valid). See `turns.parse`."""
+    return turns.parse(
+      response,
+      require_think=self._require_think,
+      unparsed_characters=self._unparsed_characters,
+      keep_case=keep_case,
+    )
+
+  def format_response(
+    self, thought: str, action: str, *, tag: str = 'action'
+  ) -> str:
+    """Returns a response in the required format."""
+    think = f'<think>{thought}</think>' if self._require_think else ''
+    return f'{think}<{tag}>{action}</{tag}>'
+
+
+class Narrator(Transcript):
+  """A `Transcript` whose prompts suit any environment with an action list.
 
   Args:
     role: sentence that says who and where the policy is; `paper` style only.
@@ -40,9 +162,6 @@ class Narrator:
     brief_observations: whether the `brief` style shows the observations of past
       turns, or their actions only.
     act: last sentences of the instruction; `paper` style only.
-
-  Attributes:
-    step: number of turns taken so far in the episode.
 
   Raises:
     ValueError: if the prompt style is unknown.
@@ -59,103 +178,66 @@ class Narrator:
     brief_observations: bool = False,
     act: str = _ACT,
   ):
-    check_style(prompt_style)
     self._role, self._rules, self._act = role, rules, act
-    self._style, self._require_think = prompt_style, require_think
     self._brief_observations = brief_observations
-    self._history: collections.deque[turns.Turn] = collections.deque(
-      maxlen=history_length
-    )
-    self._task = self._text = ''
-    self.step = 0
-
-  def begin(self, task: str) -> None:
-    """Starts an episode.
-
-    Args:
-      task: sentence that states the task.
-    """
-    self._task, self.step = task, 0
-    self._history.clear()
-
-  def observe(
-    self, text: str, *, anchor: str, actions: Sequence[str]
-  ) -> base.Observation:
-    """Returns the observation of a turn, with its prompts.
-
-    Args:
-      text: the environment's text.
-      anchor: state by which steps are grouped.
-      actions: admissible actions.
-    """
-    self._text = text
-    build = self._brief if self._style == 'brief' else self._paper
-    return base.Observation(
-      prompt=build(tuple(self._history), actions),
-      short_prompt=build((), actions),
-      anchor=anchor,
-      text=text,
-      task=self._task,
-      actions=tuple(actions),
+    super().__init__(
+      self._build_prompt,
+      history_length=history_length,
+      prompt_style=prompt_style,
+      require_think=require_think,
     )
 
-  def take(self, action: str) -> None:
-    """Adds a turn to the history: the last observation and this action."""
-    self._history.append(turns.Turn(self._text, action))
-    self.step += 1
-
-  def project(
-    self, response: str, *, keep_case: bool = False
-  ) -> tuple[str, bool]:
-    """Parses a response; returns (action, valid). See `turns.project`."""
-    return turns.project(
-      response,
-      require_think=self._require_think,
-      unparsed_characters=UNPARSED_CHARACTERS,
-      keep_case=keep_case,
-    )
-
-  def respond(self, thought: str, action: str) -> str:
-    """Returns a response in the required format."""
-    think = f'<think>{thought}</think>' if self._require_think else ''
-    return f'{think}<action>{action}</action>'
+  def _build_prompt(self, *, style: str, **turn) -> str:
+    return self._brief(**turn) if style == 'brief' else self._paper(**turn)
 
   def _paper(
-    self, history: Sequence[turns.Turn], actions: Sequence[str]
+    self,
+    *,
+    task: str,
+    observation: str,
+    actions: Sequence[str],
+    history: Sequence[turns.Turn],
+    step: int,
+    require_think: bool,
   ) -> str:
     lines = [self._role]
     if self._rules:
       lines.append(f'\n{self._rules}\n')
-    lines.append(f'Your task is to: {self._task}')
-    if self.step:
-      lines.append(
-        f'Before this step, you have already taken {self.step} step(s).'
-      )
+    lines.append(f'Your task is to: {task}')
+    if step:
+      lines.append(f'Before this step, you have already taken {step} step(s).')
       if history:
-        lines.append(turns.recall(history, self.step))
+        lines.append(turns.recall(history, step))
       lines.append(
-        f'You are now at step {self.step + 1} and your current observation is:'
+        f'You are now at step {step + 1} and your current observation is:'
       )
     else:
       lines.append('Your current observation is:')
     quoted = ', '.join(f"'{action}'" for action in actions)
-    think = _THINK if self._require_think else ''
+    think = _THINK if require_think else ''
     lines += [
-      self._text,
+      observation,
       f'Your admissible actions of the current situation are: [{quoted}].',
       f'\nNow it is your turn to act. {think}{self._act}',
     ]
     return '\n'.join(lines)
 
   def _brief(
-    self, history: Sequence[turns.Turn], actions: Sequence[str]
+    self,
+    *,
+    task: str,
+    observation: str,
+    actions: Sequence[str],
+    history: Sequence[turns.Turn],
+    **other_parts,
   ) -> str:
-    lines = [f'Task: {self._task}']
+    del other_parts
+    lines = [f'Task: {task}']
     for turn in history:
       if self._brief_observations:
         lines.append(turn.observation)
       lines.append(f'> {turn.action}')
-    return '\n'.join([*lines, self._text, 'Actions: ' + ', '.join(actions)])
+    return '\n'.join([*lines, observation, 'Actions: ' + ', '.join(actions)])
 
 
 def random_play(

@@ -342,17 +342,17 @@ class Env:
     """Starts an episode in the task's level."""
     self._level = self.levels(task.split).level(task.index)
     self._state = self._level.start
-    self._narrator.begin(_TASK)
+    self._narrator.reset(_TASK)
     return self._observe()
 
   def step(self, response: str) -> base.StepResult:
     """Walks or pushes; an invalid response only uses up a step."""
-    action, valid = self._narrator.project(response)
+    action, valid = self._narrator.parse(response)
     valid = valid and action in ACTIONS
     previous = self._state
     if valid:
       self._state = move(self._level, previous, action)
-    self._narrator.take(action)
+    self._narrator.record_action(action)
     success = self._state.boxes == self._level.targets
     done = success or self._narrator.step >= self._max_steps
     reward = STEP_REWARD
@@ -400,7 +400,7 @@ class Env:
       action = plan[0]
       if rng.random() < noise:
         action = ACTIONS[rng.integers(len(ACTIONS))]
-      response = self._narrator.respond(self._thought(action), action)
+      response = self._narrator.format_response(self._thought(action), action)
       yield observation.prompt, response
       observation = self.step(response).observation
       if action == plan[0]:

@@ -156,7 +156,7 @@ class Env:
       self._game.reset(num_players=1, seed=seed)
     self._transcript, self._board, self._board_is_stale = [], '', False
     rules = self._read_messages()
-    self._narrator.begin(rules)
+    self._narrator.reset(rules)
     return self._observe()
 
   def step(self, response: str) -> base.StepResult:
@@ -164,8 +164,8 @@ class Env:
 
     An invalid response is not passed on.
     """
-    action, valid = self._narrator.project(response, keep_case=self._free_text)
-    self._narrator.take(action)
+    action, valid = self._narrator.parse(response, keep_case=self._free_text)
+    self._narrator.record_action(action)
     game_over, reward = False, 0.0
     if valid:
       with self._sandbox():
@@ -214,7 +214,11 @@ class Env:
         'moves to draw from'
       )
     return narrator.random_play(
-      self, task, self._actions, respond=self._narrator.respond, seed=seed
+      self,
+      task,
+      self._actions,
+      respond=self._narrator.format_response,
+      seed=seed,
     )
 
   def _read_messages(self) -> str:

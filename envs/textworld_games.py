@@ -243,14 +243,14 @@ class Env:
       self.close()
       self._engine, self._path = _start(path), path
     self._state = self._engine.reset()
-    self._narrator.begin(clean(self._state.objective))
+    self._narrator.reset(clean(self._state.objective))
     return self._observe(clean(self._state.description))
 
   def step(self, response: str) -> base.StepResult:
     """Plays the command and returns the result."""
-    command, valid = self._narrator.project(response)
+    command, valid = self._narrator.parse(response)
     admissible = command in self._commands()
-    self._narrator.take(command)
+    self._narrator.record_action(command)
     feedback = _REFUSAL
     if admissible:
       # Other commands may be the interpreter's own, such as `restore`.
@@ -297,7 +297,7 @@ class Env:
       if rng.random() < noise:
         choices = self._commands()
         command = choices[rng.integers(len(choices))]
-      response = self._narrator.respond(f'I {command}.', command)
+      response = self._narrator.format_response(f'I {command}.', command)
       yield observation.prompt, response
       observation = self.step(response).observation
 

@@ -45,7 +45,7 @@ def recall(history: Sequence[Turn], step: int) -> str:
   )
 
 
-def project(
+def parse(
   response: str,
   *,
   require_think: bool,

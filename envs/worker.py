@@ -3,9 +3,9 @@
 It communicates over a pipe with `gigpo_jax.env_pool`. It is in this package so
 that the process imports neither jax nor gigpo_jax.
 
-Calls are pickled tuples (number, kind, env, argument). Replies are encoded by
-`messages`, one per call, in order. A first reply, before any call, has number 0
-and reports whether an environment could be created.
+Calls are pickled tuples (call_id, method, env, argument). Replies are encoded
+by `messages`, one per call, in order. A first reply, before any call, has call
+id 0 and reports whether an environment could be created.
 
 The worker leads a process group and ends processes that its environments have
 started. A separate guard process ends the group however the worker ends.
@@ -39,7 +39,7 @@ _GUARD_SECS = 0.5
 _ERRORS = (Exception, SystemExit)
 
 
-class Host:
+class EnvHost:
   """The environments of a process, created at their first call.
 
   Args:
@@ -57,13 +57,15 @@ class Host:
     try:
       self._spare.append(envs.make(self._name, **self._kwargs))
     except _ERRORS as error:
-      return messages.refuse(0, messages.ERROR, describe(error, self._file()))
+      return messages.encode_error(
+        0, messages.ERROR, format_exception(error, self._file())
+      )
     return messages.encode(0, 'start', None)
 
-  def call(self, number: int, kind: str, env: int, argument: Any) -> bytes:
+  def call(self, call_id: int, method: str, env: int, argument: Any) -> bytes:
     """Calls prepare, reset or step; an exception becomes a reply, too."""
     try:
-      if kind == 'step' and env not in self._envs:
+      if method == 'step' and env not in self._envs:
         raise LookupError(f'env={env}: no episode is running; reset it first')
       if env not in self._envs:
         self._envs[env] = (
@@ -71,18 +73,18 @@ class Host:
           if self._spare
           else envs.make(self._name, **self._kwargs)
         )
-      value = getattr(self._envs[env], kind)(argument)
-      return messages.encode(number, kind, value)
-    except messages.Unusable as error:
+      value = getattr(self._envs[env], method)(argument)
+      return messages.encode(call_id, method, value)
+    except messages.UnusableReplyError as error:
       self._drop(env)
       line = f'env.name={self._name}: {_text(error)}'
-      return messages.refuse(number, messages.GARBAGE, line)
+      return messages.encode_error(call_id, messages.GARBAGE, line)
     except _ERRORS as error:
       # A failed preparation does not affect the running episode.
-      if kind != 'prepare':
+      if method != 'prepare':
         self._drop(env)
-      line = describe(error, self._file())
-      return messages.refuse(number, messages.ERROR, line)
+      line = format_exception(error, self._file())
+      return messages.encode_error(call_id, messages.ERROR, line)
 
   def close(self) -> None:
     """Closes all environments."""
@@ -103,7 +105,7 @@ class Host:
 
 def main(pipe: Connection, name: str, kwargs: dict, parent: int) -> None:
   """Serves calls until the pipe closes or the parent has ended."""
-  die_with(parent)
+  end_with_parent(parent)
   # All processes get Ctrl-C, and SIGTERM on preemption; the parent decides
   # when the worker ends.
   signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -112,7 +114,7 @@ def main(pipe: Connection, name: str, kwargs: dict, parent: int) -> None:
   os.dup2(sys.stderr.fileno(), 1)
   os.setsid()
   _guard()
-  host, pid = Host(name, kwargs), os.getpid()
+  host, pid = EnvHost(name, kwargs), os.getpid()
   try:
     _send(pipe, host.start(), pid)
     while True:
@@ -132,17 +134,17 @@ def _send(pipe: Connection, message: bytes, pid: int) -> None:
     view = view[os.write(pipe.fileno(), view) :]
 
 
-def die_with_sweep() -> None:
+def end_with_sweep() -> None:
   """Ends with the process named by $GIGPO_JAX_PARENT, if there is one.
 
   A process with threads must not run Python between fork and exec, so that a
   command asks for this itself.
   """
   if parent := os.environ.pop(PARENT_VARIABLE, ''):
-    die_with(int(parent))
+    end_with_parent(int(parent))
 
 
-def die_with(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
   """Makes the kernel end this process when its parent dies (Linux)."""
   if _request_death_signal(signal.SIGKILL) and os.getppid() != parent:
     os._exit(0)
@@ -181,7 +183,7 @@ def _guard() -> None:
     os.killpg(worker, signal.SIGKILL)
 
 
-def end_tree(pid: int) -> None:
+def kill_tree(pid: int) -> None:
   """Ends a worker, its group, and its descendants outside the group."""
   descendants = _descendants(pid)
   with contextlib.suppress(OSError):
@@ -207,7 +209,7 @@ def _descendants(pid: int) -> list[psutil.Process]:
     return []
 
 
-def describe(error: BaseException, file: str | None = None) -> str:
+def format_exception(error: BaseException, file: str | None = None) -> str:
   """Returns an exception as one line, with the location that raised it.
 
   Args:
@@ -226,7 +228,7 @@ def describe(error: BaseException, file: str | None = None) -> str:
     f'{os.path.basename(name)}:{line}' for name, line in shown
   )
   # Truncate the message, never the location.
-  text = messages.clean(_text(error) or type(error).__name__)
+  text = messages.to_line(_text(error) or type(error).__name__)
   max_bytes = messages.MAX_REASON_BYTES - 512
   text = text.encode()[:max_bytes].decode(errors='ignore')
   return f'{type(error).__name__}: {text}' + (

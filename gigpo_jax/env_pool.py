@@ -248,7 +248,7 @@ class EnvPool:
     self._replays: dict[int, int] = {}
     self._running: set[int] = set()
     self._answers: collections.deque[tuple[int, Reply]] = collections.deque()
-    self._host = worker.Host(name, kwargs)
+    self._host = worker.EnvHost(name, kwargs)
     self._call_ids = itertools.count(1)
     self._clock = _Clock()
     self._context = multiprocessing.get_context('spawn')
@@ -658,7 +658,7 @@ def _describe_death(process: multiprocessing.Process) -> str:
 
 def _end_process(process: multiprocessing.Process) -> None:
   if process.is_alive():
-    worker.end_tree(process.pid)
+    worker.kill_tree(process.pid)
   process.kill()
   process.join()
   process.close()

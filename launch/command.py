@@ -44,7 +44,7 @@ def run(
     main: the command, of the module whose docstring `--help` prints.
     ending: added to the name of the default work directory.
   """
-  worker.die_with_sweep()
+  worker.end_with_sweep()
   parse = functools.partial(_parse, module=main.__module__)
   with interrupt.handled():
     app.run(lambda _: _call(main, ending), flags_parser=parse)

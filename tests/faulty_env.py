@@ -114,7 +114,7 @@ class Env(toy.Env):
       'twice': lambda: _forge(copies=0),
       'no_bound': lambda: _write(messages.HEADER.pack(4 * 10**9, 0, 0)),
       'half': lambda: (
-        _write(_forged_reply(_call_number())[:-1]),
+        _write(_forged_reply(_call_id())[:-1]),
         time.sleep(3600),
       ),
       'garble': _garble,
@@ -155,7 +155,7 @@ def _local_of_main(name: str):
   return frame.f_locals[name]
 
 
-def _call_number() -> int:
+def _call_id() -> int:
   return _local_of_main('call')[0]
 
 
@@ -163,20 +163,20 @@ def _write(message: bytes) -> None:
   os.write(_local_of_main('pipe').fileno(), message)
 
 
-def _forged_reply(number: int) -> bytes:
+def _forged_reply(call_id: int) -> bytes:
   result = base.StepResult(None, 1e6, True, 'forged', True, True)
-  return messages.encode(number, 'step', result)
+  return messages.encode(call_id, 'step', result)
 
 
 def _forge(*, copies: int) -> None:
   """Forges replies: to the next calls from a forked process, or to the last."""
   if not copies:
-    _write(_forged_reply(_call_number() - 1))
+    _write(_forged_reply(_call_id() - 1))
   elif os.fork():
     os.wait()
   else:
     for offset in range(copies):
-      _write(_forged_reply(_call_number() + offset))
+      _write(_forged_reply(_call_id() + offset))
     os._exit(0)
 
 

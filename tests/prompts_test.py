@@ -2,10 +2,18 @@
 
 import pytest
 
-from envs import turns
+from envs import narrator, turns
 from envs.alfworld import prompts
 
 TAIL = 'x' * 40 + 'go to desk 1'
+
+
+def _parse(response: str, *, require_think: bool = True) -> tuple[str, bool]:
+  return turns.parse(
+    response,
+    require_think=require_think,
+    unparsed_characters=prompts.UNPARSED_CHARACTERS,
+  )
 
 
 @pytest.mark.parametrize(
@@ -40,14 +48,14 @@ TAIL = 'x' * 40 + 'go to desk 1'
     ('', '', False),
   ],
 )
-def test_project(response: str, action: str | None, valid: bool):
+def test_parsing_responses(response: str, action: str | None, valid: bool):
   expected = response.lower()[-30:] if action is None else action
-  assert prompts.project(response) == (expected, valid)
+  assert _parse(response) == (expected, valid)
 
 
 def test_think_tags_can_be_optional():
   response = '<action>look</action>'
-  assert prompts.project(response, require_think=False) == ('look', True)
+  assert _parse(response, require_think=False) == ('look', True)
 
 
 def test_split_task():
@@ -64,12 +72,12 @@ def test_split_task():
     prompts.split_task('You see nothing.')
 
 
-@pytest.mark.parametrize('style', prompts.STYLES)
+@pytest.mark.parametrize('style', narrator.STYLES)
 def test_first_prompt_has_task_observation_and_actions(style: str):
   prompt = prompts.build(
     task='put a mug in desk.',
     observation='You see a bed 1.',
-    admissible=('go to bed 1', 'help', 'look'),
+    actions=prompts.listed(('go to bed 1', 'help', 'look')),
     history=(),
     step=0,
     style=style,
@@ -83,7 +91,7 @@ def test_later_paper_prompt_numbers_past_turns():
   prompt = prompts.build(
     task='put a mug in desk.',
     observation='Third sight.',
-    admissible=('look',),
+    actions=('look',),
     history=(
       turns.Turn('First sight.', 'go to bed 1'),
       turns.Turn('Second sight.', 'go to desk 1'),
@@ -102,7 +110,7 @@ def test_think_instruction_is_omitted_if_not_required():
   prompt = prompts.build(
     task='t',
     observation='o',
-    admissible=('look',),
+    actions=('look',),
     history=(),
     step=0,
     require_think=False,

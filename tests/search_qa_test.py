@@ -12,7 +12,7 @@ import pytest
 
 import envs
 from envs import base
-from envs.search_qa import corpus, madeup
+from envs.search_qa import corpus, madeup, prompts
 from envs.search_qa import env as search_env
 from gigpo_jax import anchors
 
@@ -85,11 +85,11 @@ def test_answers_are_compared_as_in_squad(answer, correct):
   ],
 )
 def test_parsing_responses(response, name, words, valid):
-  assert search_env.project(response) == (name, words, valid)
+  assert prompts.parse(response) == (name, words, valid)
 
 
 def test_thoughts_can_be_optional():
-  parsed = search_env.project('<search>a</search>', require_think=False)
+  parsed = prompts.parse('<search>a</search>', require_think=False)
   assert parsed == ('search', 'a', True)
 
 

@@ -144,7 +144,7 @@ def test_folder_with_another_config_is_refused(tmp_path):
 _SWEEPS = """
 import pathlib, sys
 code = (
-  'import os, time; from envs import worker; worker.die_with_sweep(); '
+  'import os, time; from envs import worker; worker.end_with_sweep(); '
   'print(os.getpid(), flush=True); time.sleep(600)'
 )
 sweep.Run.command = lambda *_: [sys.executable, '-c', code]

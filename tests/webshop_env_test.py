@@ -7,7 +7,7 @@ import pytest
 import reference_data
 
 import envs
-from envs import base
+from envs import base, narrator
 from envs.webshop import catalogue, goals, oracle, products, prompts, reward
 from envs.webshop import env as webshop_env
 from gigpo_jax import tasks
@@ -39,7 +39,7 @@ def _play(env: webshop_env.Env, *actions: str) -> list[base.StepResult]:
 def _plan(env: webshop_env.Env, task: base.Task = TASK) -> list[str]:
   """Returns the oracle's actions for a task."""
   responses = [r for _, r in env.demonstrate(task, noise=0.0, seed=0)]
-  return [prompts.project(response)[0] for response in responses]
+  return [env._transcript.parse(response)[0] for response in responses]
 
 
 def test_the_correct_purchase_gives_a_reward_of_ten():
@@ -244,7 +244,7 @@ def test_the_registry_contains_webshop():
   env.close()
 
 
-@pytest.mark.parametrize('style', prompts.STYLES)
+@pytest.mark.parametrize('style', narrator.STYLES)
 def test_demonstrations_succeed_and_are_reproducible(style: str):
   env = _env(prompt_style=style)
   for index in range(40):

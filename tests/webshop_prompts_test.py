@@ -7,7 +7,7 @@ import json
 import pytest
 import reference_data
 
-from envs import turns
+from envs import narrator, turns
 from envs.webshop import pages, prompts
 
 TASK = 'Find me long lasting lip balms, and price lower than 30.00 dollars'
@@ -125,6 +125,14 @@ def test_admissible_actions(action: str, on_index: bool, elsewhere: bool):
   assert prompts.admits(second, action) == elsewhere
 
 
+def _parse(response: str, *, require_think: bool = True) -> tuple[str, bool]:
+  return turns.parse(
+    response,
+    require_think=require_think,
+    unparsed_characters=prompts.UNPARSED_CHARACTERS,
+  )
+
+
 def _build(
   text: str,
   clickables: tuple[str, ...],
@@ -139,7 +147,7 @@ def _build(
     observation=prompts.describe(
       pages.split(text, TASK), clickables, style=style
     ),
-    admissible=prompts.actions(text == INDEX, clickables),
+    actions=prompts.actions(text == INDEX, clickables),
     history=history,
     step=step,
     style=style,
@@ -243,7 +251,7 @@ def test_layout_without_a_limit_shows_full_titles():
   assert 'ten words, Gift Box $3.99' in text
 
 
-@pytest.mark.parametrize('style', prompts.STYLES)
+@pytest.mark.parametrize('style', narrator.STYLES)
 def test_a_prompt_that_is_too_long_omits_history(style: str):
   def build(letters: int) -> str:
     return _build(
@@ -275,13 +283,13 @@ def test_a_prompt_that_is_too_long_omits_history(style: str):
     ('<action>click[b01]</action>', 'ction>click[b01]</action>'[-20:], False),
   ],
 )
-def test_project(response: str, action: str, valid: bool):
-  assert prompts.project(response) == (action, valid)
+def test_parsing_responses(response: str, action: str, valid: bool):
+  assert _parse(response) == (action, valid)
 
 
 def test_think_tags_can_be_optional():
   response = '<action>click[b01]</action>'
-  assert prompts.project(response, require_think=False) == ('click[b01]', True)
+  assert _parse(response, require_think=False) == ('click[b01]', True)
 
 
 def test_all_recorded_pages_can_be_parsed():

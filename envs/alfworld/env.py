@@ -5,12 +5,11 @@ parser of responses. The simulator and games are loaded on first use; no jax is
 imported.
 """
 
-import collections
 from collections.abc import Iterator
 
 import numpy as np
 
-from envs import base, turns
+from envs import base, narrator
 from envs.alfworld import expert, games, pddl, prompts, world
 
 ENGINES = ('textworld', 'native')
@@ -53,7 +52,7 @@ class Env:
     generator: options of `houses.generate` for generated games.
     max_steps: maximum number of turns of an episode.
     history_length: K, the number of past turns in the prompt.
-    prompt_style: one of `prompts.STYLES`.
+    prompt_style: one of `narrator.STYLES`.
     require_think: whether a valid response needs a `<think>` part.
     require_admissible: whether an inadmissible action is invalid.
     anchor: one of ANCHORS; what identifies a state (GiGPO, Eq. 6).
@@ -92,18 +91,18 @@ class Env:
     self._game_options = {'data_dir': data_dir, 'generator': generator}
     self._splits: dict[str, games.GameSet] = {}
     self._max_steps = max_steps
-    self._prompt_style = prompt_style
-    self._require_think = require_think
+    self._transcript = narrator.Transcript(
+      prompts.build,
+      history_length=history_length,
+      prompt_style=prompt_style,
+      require_think=require_think,
+      unparsed_characters=prompts.UNPARSED_CHARACTERS,
+    )
     self._require_admissible = require_admissible
     self._anchor = anchor
     self._expert_order = expert_order
-    self._history: collections.deque[turns.Turn] = collections.deque(
-      maxlen=history_length
-    )
     self._state: world.State
     self._task = ''
-    self._observation = ''
-    self._step = 0
 
   def game(self, task: base.Task) -> world.World:
     """Returns the game of a task."""
@@ -137,24 +136,22 @@ class Env:
     """Starts an episode and returns its first observation."""
     self._engine.load(self._engine_input(task))
     self._state = self._engine.reset()
-    self._observation, self._task = prompts.split_task(self._state.feedback)
-    self._history.clear()
-    self._step = 0
-    return self._observe()
+    observation, self._task = prompts.split_task(self._state.feedback)
+    self._transcript.reset(self._task)
+    return self._observe(observation)
 
   def step(self, response: str) -> base.StepResult:
     """Parses the response, plays its action and returns the result."""
-    action, valid = prompts.project(response, require_think=self._require_think)
+    action, valid = self._transcript.parse(response)
     admissible = action in self._state.admissible
     if self._require_admissible:
       valid = valid and admissible
-    self._history.append(turns.Turn(self._observation, action))
+    self._transcript.record_action(action)
     self._state = self._engine.step(action)
-    self._observation = self._state.feedback.strip()
-    self._step += 1
-    done = self._state.won or self._step >= self._max_steps
+    done = self._state.won or self._transcript.step >= self._max_steps
+    observation = self._state.feedback.strip()
     return base.StepResult(
-      observation=None if done else self._observe(),
+      observation=None if done else self._observe(observation),
       final_anchor=self._anchor_text() if done else None,
       reward=SUCCESS_REWARD if self._state.won else 0.0,
       valid=valid,
@@ -187,8 +184,7 @@ class Env:
       thought, command = explorer.act(self._state.feedback, choices)
       if rng.random() < noise:
         command = choices[rng.integers(len(choices))]
-      think = f'<think>{thought}</think>' if self._require_think else ''
-      response = f'{think}<action>{command}</action>'
+      response = self._transcript.format_response(thought, command)
       yield observation.prompt, response
       observation = self.step(response).observation
 
@@ -197,23 +193,9 @@ class Env:
       return '\n'.join((self._state.feedback, *self._state.admissible))
     return self._state.feedback
 
-  def _observe(self) -> base.Observation:
-    def prompt(history: tuple[turns.Turn, ...]) -> str:
-      return prompts.build(
-        task=self._task,
-        observation=self._observation,
-        admissible=self._state.admissible,
-        history=history,
-        step=self._step,
-        style=self._prompt_style,
-        require_think=self._require_think,
-      )
-
-    return base.Observation(
-      prompt=prompt(tuple(self._history)),
-      short_prompt=prompt(()),
+  def _observe(self, text: str) -> base.Observation:
+    return self._transcript.observe(
+      text,
       anchor=self._anchor_text(),
-      text=self._observation,
-      task=self._task,
       actions=prompts.listed(self._state.admissible),
     )

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 from envs import turns
 
-STYLES = ('paper', 'brief')
-
 # As in the released code, the end of an invalid response is used as its action.
 # The engine answers it with "Nothing happens."
 UNPARSED_CHARACTERS = 30
@@ -100,7 +98,7 @@ def build(
   *,
   task: str,
   observation: str,
-  admissible: Sequence[str],
+  actions: Sequence[str],
   history: Sequence[turns.Turn],
   step: int,
   style: str = 'paper',
@@ -111,22 +109,12 @@ def build(
   Args:
     task: the goal sentence.
     observation: the engine's latest text.
-    admissible: the engine's admissible commands.
+    actions: the commands to list, from `listed`.
     history: the last K turns, oldest first; may be empty.
     step: number of turns taken so far in the episode.
-    style: one of STYLES.
+    style: one of `narrator.STYLES`.
     require_think: whether the instruction asks for a `<think>` part.
   """
-  actions = listed(admissible)
   if style == 'brief':
     return _brief(task, observation, actions, history)
   return _paper(task, observation, actions, history, step, require_think)
-
-
-def project(response: str, *, require_think: bool = True) -> tuple[str, bool]:
-  """Parses a response; returns (action, valid). See `turns.project`."""
-  return turns.project(
-    response,
-    require_think=require_think,
-    unparsed_characters=UNPARSED_CHARACTERS,
-  )

@@ -6,7 +6,6 @@ It is the third task of GiGPO's release, taken from Search-R1. The action
 a correct one after SQuAD's normalisation, else 0.
 """
 
-import collections
 import functools
 import json
 import pathlib
@@ -17,27 +16,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from envs import base, cache, narrator, turns
-from envs.search_qa import corpus, madeup
+from envs.search_qa import corpus, madeup, prompts
 
 SUCCESS_REWARD = 1.0
 
-_TAGGED = re.compile(r'<(search|answer)>(.*?)</\1>', re.IGNORECASE | re.DOTALL)
-_OPENING = re.compile(r'<(?:search|answer)>', re.IGNORECASE)
-_THOUGHT = re.compile('<think>.*?</think>', re.IGNORECASE | re.DOTALL)
 _PUNCTUATION = str.maketrans('', '', string.punctuation)
 _ARTICLES = re.compile(r'\b(a|an|the)\b')
 
-ACTIONS = ('<search>your query</search>', '<answer>your answer</answer>')
-_THINK = (
-  'First reason about what is known and what is missing. This reasoning must '
-  'be enclosed within <think> </think> tags. '
-)
-_ACT = (
-  'Then do one of two things, not both:\n'
-  '- if something is missing, search for it: <search> your query </search>\n'
-  '- if you know the answer, give it in as few words as possible: '
-  '<answer> your answer </answer>'
-)
 NOTHING = 'No passage found.'
 
 
@@ -53,30 +38,6 @@ def normalize(text: str) -> str:
 def is_correct(answer: str, answers: Sequence[str]) -> bool:
   """Returns whether an answer equals one of the correct answers."""
   return normalize(answer) in map(normalize, answers)
-
-
-def project(
-  response: str, *, require_think: bool = True
-) -> tuple[str, str, bool]:
-  """Parses a response; returns ('search' or 'answer', words, valid).
-
-  As in the paper's code, the action is the first search or, if there is none,
-  the first answer. A response is valid if it has exactly one opening tag and,
-  if required, a thought. Without any action, ('', '', False) is returned.
-
-  # Differs from the paper: its code requires no thought, and it also reads
-  tags inside a thought.
-  """
-  thought = _THOUGHT.search(response)
-  rest = _THOUGHT.sub('', response, count=1)
-  actions = [
-    (name.lower(), words.strip()) for name, words in _TAGGED.findall(rest)
-  ]
-  actions = sorted((a for a in actions if a[1]), key=lambda a: a[0] != 'search')
-  if not actions:
-    return '', '', False
-  only_one = len(_OPENING.findall(rest)) == 1
-  return *actions[0], only_one and bool(thought or not require_think)
 
 
 @functools.lru_cache(maxsize=4)
@@ -160,7 +121,13 @@ class Env:
     ):
       if value < 1:
         raise ValueError(f'env.{name}={value}: must be at least 1')
-    narrator.check_style(prompt_style)
+    self._transcript = narrator.Transcript(
+      functools.partial(prompts.build, max_steps=max_steps),
+      history_length=history_length,
+      prompt_style=prompt_style,
+      require_think=require_think,
+      short_history_length=1,
+    )
     self._folder = _data_folder(data_dir, generator)
     # Loaded here because it can take minutes for a large corpus: a worker's
     # start may take longer than a step.
@@ -168,12 +135,8 @@ class Env:
     self._top_k, self._max_passage_chars = top_k, max_passage_chars
     self._max_steps, self._style = max_steps, prompt_style
     self._require_think = require_think
-    self._history: collections.deque[turns.Turn] = collections.deque(
-      maxlen=history_length
-    )
     self._question: corpus.Question
     self._text = ''
-    self._step = 0
 
   def questions(self, split: str) -> Questions:
     """Returns the questions of a split."""
@@ -187,19 +150,21 @@ class Env:
     """Starts an episode with the task's question."""
     self._question = self.questions(task.split)[task.index]
     self._text = self._question.text
-    self._history.clear()
-    self._step = 0
+    self._transcript.reset(self._text)
     return self._observe()
 
   def step(self, response: str) -> base.StepResult:
     """Searches or answers; a response without an action uses up a step."""
-    name, words, valid = project(response, require_think=self._require_think)
-    self._step += 1
+    name, words, valid = prompts.parse(
+      response, require_think=self._require_think
+    )
     success = name == 'answer' and is_correct(words, self._question.answers)
-    done = name == 'answer' or self._step >= self._max_steps
+    turn = None
     if name == 'search':
       self._text = self._search(words)
-      self._history.append(turns.Turn(self._text, words))
+      turn = turns.Turn(self._text, words)
+    self._transcript.record_turn(turn)
+    done = name == 'answer' or self._transcript.step >= self._max_steps
     anchor = f'Answer: {normalize(words)}' if name == 'answer' else self._text
     return base.StepResult(
       observation=None if done else self._observe(),
@@ -247,16 +212,18 @@ class Env:
         if rng.random() < noise:
           words = f'{query} {self._question.text}'.strip('?').split()
           query = words[rng.integers(len(words))]
-        action = f'<search>{query}</search>'
+        response = self._transcript.format_response(
+          thought, query, tag='search'
+        )
         passages = self._corpus.search(query, self._top_k)
         if missing[0] in [passage.title for passage in passages]:
           missing.pop(0)
       else:
-        thought = 'I know the answer.'
-        action = f'<answer>{self._question.answers[0]}</answer>'
-      think = f'<think>{thought}</think>' if self._require_think else ''
-      yield observation.prompt, f'{think}{action}'
-      observation = self.step(f'{think}{action}').observation
+        response = self._transcript.format_response(
+          'I know the answer.', self._question.answers[0], tag='answer'
+        )
+      yield observation.prompt, response
+      observation = self.step(response).observation
 
   def _search(self, query: str) -> str:
     """Returns the text that shows the results of a search."""
@@ -271,40 +238,6 @@ class Env:
     return '\n'.join(lines) or NOTHING
 
   def _observe(self) -> base.Observation:
-    build = self._brief if self._style == 'brief' else self._paper
-    return base.Observation(
-      prompt=build(tuple(self._history)),
-      short_prompt=build(tuple(self._history)[-1:]),
-      anchor=self._text,
-      text=self._text,
-      task=self._question.text,
-      actions=ACTIONS,
+    return self._transcript.observe(
+      self._text, anchor=self._text, actions=prompts.ACTIONS
     )
-
-  def _paper(self, history: Sequence[turns.Turn]) -> str:
-    lines = [
-      'You are an expert agent that answers questions by searching for '
-      'information step by step.',
-      f'Your question is: {self._question.text}',
-    ]
-    if self._step:
-      lines.append(
-        f'Before this step, you have already taken {self._step} of '
-        f'{self._max_steps} step(s).'
-      )
-    if history:
-      lines.append(
-        'Here are your last searches, each with the information found:'
-      )
-    for turn in history:
-      lines.append(f'<search>{turn.action}</search>')
-      lines.append(f'<information>\n{turn.observation}\n</information>')
-    think = _THINK if self._require_think else ''
-    lines.append(f'\nNow it is your turn to act. {think}{_ACT}')
-    return '\n'.join(lines)
-
-  def _brief(self, history: Sequence[turns.Turn]) -> str:
-    lines = [f'Question: {self._question.text}']
-    for turn in history:
-      lines += [f'> {turn.action}', turn.observation]
-    return '\n'.join(lines)

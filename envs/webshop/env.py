@@ -4,7 +4,6 @@ It combines the shop, its goals, the prompts and the parsing of responses. All
 environments of a process share one catalogue, one index and one list of goals.
 """
 
-import collections
 import dataclasses
 import functools
 import json
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from envs import base, turns
+from envs import base, narrator
 from envs.webshop import (
   catalogue,
   engine,
@@ -207,7 +206,7 @@ class Env:
       goals LEAK into the validation; see `Goals` and `goals.reference`.
     max_steps: step limit of an episode.
     history_length: K, how many past turns the prompt shows.
-    prompt_style: one of `prompts.STYLES`.
+    prompt_style: one of `narrator.STYLES`.
     require_think: whether a response must contain a `<think>` part.
     require_admissible: whether an inadmissible action counts as invalid.
     anchor: state by which steps are grouped (GiGPO, Eq. 6); one of ANCHORS. It
@@ -245,17 +244,19 @@ class Env:
     self._splits: dict[str, Goals] = {}
     self._max_steps = max_steps
     self._prompt_style = prompt_style
-    self._require_think = require_think
+    self._transcript = narrator.Transcript(
+      prompts.build,
+      history_length=history_length,
+      prompt_style=prompt_style,
+      require_think=require_think,
+      unparsed_characters=prompts.UNPARSED_CHARACTERS,
+    )
     self._require_admissible = require_admissible
     self._anchor_type = anchor
-    self._history: collections.deque[turns.Turn] = collections.deque(
-      maxlen=history_length
-    )
     self._session: engine.Session
     self._page: engine.Page
     self._parts: list[str] = []
     self._task = ''
-    self._step = 0
 
   def goal(self, task: base.Task) -> goals.Goal:
     """Returns the goal of a task."""
@@ -281,22 +282,20 @@ class Env:
     self._task = goal.instruction_text
     self._session = engine.Session(self.shop(task))
     self._set_page(self._session.reset(goal))
-    self._history.clear()
-    self._step = 0
+    self._transcript.reset(self._task)
     return self._observe()
 
   def step(self, response: str) -> base.StepResult:
     """Parses the response, executes its action and returns the result."""
-    action, valid = prompts.project(response, require_think=self._require_think)
+    action, valid = self._transcript.parse(response)
     admissible = prompts.admits(self._actions(), action)
     if self._require_admissible:
       valid = valid and admissible
-    self._history.append(turns.Turn(self._page_text(), action))
+    self._transcript.record_action(action)
     self._set_page(self._session.step(action))
-    self._step += 1
     bought = self._page.done
     success = bought and self._page.reward == 1.0
-    done = bought or self._step >= self._max_steps
+    done = bought or self._transcript.step >= self._max_steps
     score = float(self._page.reward) if bought else 0.0
     metrics = {'inadmissible_action_rate': float(not admissible)}
     if done:
@@ -343,8 +342,7 @@ class Env:
           words = oracle.phrase(self.goal(task)).lower().split()
           action = f'search[{words[rng.integers(len(words))]}]'
       shopper.record(action)
-      think = f'<think>{thought}</think>' if self._require_think else ''
-      response = f'{think}<action>{action}</action>'
+      response = self._transcript.format_response(thought, action)
       yield observation.prompt, response
       observation = self.step(response).observation
 
@@ -355,11 +353,6 @@ class Env:
   def _actions(self) -> tuple[str, ...]:
     return prompts.actions(self._page.has_search_bar, self._page.clickables)
 
-  def _page_text(self) -> str:
-    return prompts.describe(
-      self._parts, self._page.clickables, style=self._prompt_style
-    )
-
   def _anchor(self) -> str:
     anchor = prompts.describe(self._parts, self._page.clickables)
     if self._anchor_type == 'observation_and_actions':
@@ -367,24 +360,10 @@ class Env:
     return anchor
 
   def _observe(self) -> base.Observation:
-    actions = self._actions()
-
-    def prompt(history: tuple[turns.Turn, ...]) -> str:
-      return prompts.build(
-        task=self._task,
-        observation=self._page_text(),
-        admissible=actions,
-        history=history,
-        step=self._step,
-        style=self._prompt_style,
-        require_think=self._require_think,
-      )
-
-    return base.Observation(
-      prompt=prompt(tuple(self._history)),
-      short_prompt=prompt(()),
+    parts, clickables = self._parts, self._page.clickables
+    return self._transcript.observe(
+      prompts.lay_out(parts, clickables),
       anchor=self._anchor(),
-      text=prompts.lay_out(self._parts, self._page.clickables),
-      task=self._task,
-      actions=actions,
+      actions=self._actions(),
+      shown=prompts.describe(parts, clickables, style=self._prompt_style),
     )

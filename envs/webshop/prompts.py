@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from envs import turns
 from envs.webshop import pages
 
-STYLES = ('paper', 'brief')
-
 # As in the released code: length of the end of an invalid response that is used
 # as its action, and length above which a prompt is shown without history.
 UNPARSED_CHARACTERS = 20
@@ -69,7 +67,7 @@ def describe(
   Args:
     parts: strings of the page, without the instruction.
     clickables: texts that can be clicked, in lower case.
-    style: one of STYLES.
+    style: one of `narrator.STYLES`.
   """
   if style == 'paper':
     return pages.SEPARATOR.join(f"'{part}'" for part in parts)
@@ -157,7 +155,7 @@ def build(
   *,
   task: str,
   observation: str,
-  admissible: Sequence[str],
+  actions: Sequence[str],
   history: Sequence[turns.Turn],
   step: int,
   style: str = 'paper',
@@ -168,27 +166,18 @@ def build(
   Args:
     task: the instruction.
     observation: the page, from `describe`.
-    admissible: admissible actions, from `actions`.
+    actions: admissible actions, from the function `actions`.
     history: the last K turns, oldest first; may be empty. It is omitted if the
       message would be longer than MAX_CHARACTERS.
     step: number of turns taken so far in the episode.
-    style: one of STYLES.
+    style: one of `narrator.STYLES`.
     require_think: whether the instruction asks for a `<think>` part.
   """
 
   def text(history: Sequence[turns.Turn]) -> str:
     if style == 'brief':
       return _brief(task, observation, history)
-    return _paper(task, observation, admissible, history, step, require_think)
+    return _paper(task, observation, actions, history, step, require_think)
 
   full = text(history)
   return full if len(full) <= MAX_CHARACTERS else text(())
-
-
-def project(response: str, *, require_think: bool = True) -> tuple[str, bool]:
-  """Parses a response; returns (action, valid). See `turns.project`."""
-  return turns.project(
-    response,
-    require_think=require_think,
-    unparsed_characters=UNPARSED_CHARACTERS,
-  )
