@@ -17,7 +17,7 @@ import time
 import numpy as np
 
 from envs import base
-from gigpo_jax import episodes, tokenizer, trajectory
+from gigpo_jax import episode_records, episodes, tokenizer, trajectory
 from gigpo_jax.tools import viewer
 
 _TEXT = pathlib.Path(__file__).parents[1] / 'configs/warm_starts/alfworld_tiny'
@@ -75,7 +75,11 @@ def _write(folder: pathlib.Path, options: argparse.Namespace) -> int:
       episode = trajectory.Trajectory(
         task, 'pick', group, member, tuple(episode_steps)
       )
-      records.append(episodes.record(episode, iteration=0, seed=0, told={}))
+      records.append(
+        episode_records.make_record(
+          episode, iteration=0, seed=0, step_fields={}
+        )
+      )
   log = episodes.EpisodeWriter(folder / 'episodes', text, seed=0)
   log.append(0, records)
   return tokens

@@ -350,7 +350,7 @@ def make_episode_log(
   text: tokenizer.Tokenizer,
   first_iteration: int,
   most_repeated: int,
-) -> 'episodes.Log | None':
+) -> 'episodes.EpisodeWriter | None':
   """Returns the episode log; None if off or not the main process."""
   if not config.episodes.every or not distributed.is_main_process():
     return None

@@ -23,23 +23,14 @@ import multiprocessing
 import os
 import pickle
 import selectors
-import threading
 import time
 from collections.abc import Iterable
-from multiprocessing import connection
 from typing import Any
 
 import psutil
 
 from envs import base, messages, worker
-
-# Each worker uses a single thread and no accelerator.
-_WORKER_ENVIRON = {
-  'OMP_NUM_THREADS': '1',
-  'OPENBLAS_NUM_THREADS': '1',
-  'MKL_NUM_THREADS': '1',
-  'JAX_PLATFORMS': 'cpu',
-}
+from gigpo_jax import worker_process
 
 # Maximum size and number of unanswered messages to a worker. They must fit
 # into the pipe's buffer, so that sending never blocks.
@@ -59,14 +50,9 @@ _CAUSE_OF_STATUS = {messages.ERROR: 'raised', messages.GARBAGE: 'garbage'}
 # a maximum, the pool could wait for every episode of a worker in turn if all of
 # them hang. A death is detected at once.
 _MAX_REPLAYS = 4
-_CLOSE_TIMEOUT_SECS = 2.0
 
 # Maximum size of a read from a pipe.
 _READ_BYTES = 1 << 20
-
-# Period of the clock of time limits. A gap of more than two periods means that
-# this process was stopped.
-_TICK_SECS = 0.25
 
 # Length of the end of a response that a failure shows.
 _SHOWN_CHARS = 60
@@ -96,89 +82,6 @@ class Failure:
 
 
 Reply = base.Observation | base.StepResult | Failure
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-  """A call to an environment.
-
-  Attributes:
-    method: start, prepare, reset or step.
-    env: index of the environment; -1 for a start.
-    call_id: identifies the reply; 0 for a start.
-    message: the encoded call.
-    episode: index of the environment's episode, from 1.
-    expected: the expected reply, if the call is replayed.
-  """
-
-  method: str
-  env: int
-  call_id: int = 0
-  message: bytes = b''
-  episode: int = 0
-  expected: Reply | None = None
-
-
-@dataclasses.dataclass(eq=False)
-class _Worker:
-  """A worker process and its unanswered calls; it replies in order.
-
-  Attributes:
-    process: the worker process.
-    pipe: this process's end of the pipe.
-    sent: calls that were sent and not answered, oldest first, including the
-      start.
-    waiting: calls that are held back until `sent` has room.
-    progress: latest time, by the pool's clock, at which the worker can have
-      started the oldest call of `sent`.
-    resets: number of resets sent to it, without replays.
-    died_idle: whether it died before it received a call.
-    inbox: received bytes of an incomplete reply.
-  """
-
-  process: multiprocessing.Process
-  pipe: connection.Connection
-  sent: collections.deque[_Call]
-  waiting: collections.deque[_Call]
-  progress: float
-  resets: int = 0
-  died_idle: bool = False
-  inbox: bytearray = dataclasses.field(default_factory=bytearray)
-
-  @property
-  def starting(self) -> bool:
-    return bool(self.sent) and self.sent[0].method == 'start'
-
-
-class _Clock:
-  """Measures the seconds in which this process could run, for time limits.
-
-  A stopped process (Ctrl-Z, a frozen container, a suspended machine) cannot
-  observe the stop itself. A thread therefore reads the time periodically, and
-  of a long gap between two readings only two periods count.
-  """
-
-  def __init__(self):
-    self._lock = threading.Lock()
-    self._seconds, self._last = 0.0, time.monotonic()
-    self._closed = threading.Event()
-    threading.Thread(target=self._tick, daemon=True).start()
-
-  def now(self) -> float:
-    """Returns the number of such seconds so far."""
-    with self._lock:
-      now = time.monotonic()
-      self._seconds += min(now - self._last, 2 * _TICK_SECS)
-      self._last = now
-      return self._seconds
-
-  def close(self) -> None:
-    """Ends the thread."""
-    self._closed.set()
-
-  def _tick(self) -> None:
-    while not self._closed.wait(_TICK_SECS):
-      self.now()
 
 
 class EnvPool:
@@ -250,13 +153,12 @@ class EnvPool:
     self._answers: collections.deque[tuple[int, Reply]] = collections.deque()
     self._host = worker.EnvHost(name, kwargs)
     self._call_ids = itertools.count(1)
-    self._clock = _Clock()
-    self._context = multiprocessing.get_context('spawn')
+    self._clock = worker_process.Clock()
     self._selector = selectors.DefaultSelector()
     # Dismissed processes and their times of dismissal.
     self._leaving: list[tuple[multiprocessing.Process, float]] = []
     # None: the process failed to start; the next call starts another.
-    self._workers: list[_Worker | None] = []
+    self._workers: list[worker_process.WorkerProcess | None] = []
     self._start_error = ''
     atexit.register(self.close)
     try:
@@ -351,8 +253,10 @@ class EnvPool:
         self._dismiss(w)
     self._workers = []
     for process, since in self._leaving:
-      process.join(max(0.0, since + _CLOSE_TIMEOUT_SECS - time.monotonic()))
-      _end_process(process)
+      process.join(
+        max(0.0, since + worker_process.CLOSE_TIMEOUT_SECS - time.monotonic())
+      )
+      worker_process.end_process(process)
     self._leaving = []
     self._selector.close()
     self._clock.close()
@@ -380,34 +284,15 @@ class EnvPool:
     """Returns the environments of a worker, in order."""
     return sorted(env for env in envs if self._worker_index(env) == index)
 
-  def _start_worker(self) -> _Worker:
-    pool_end, worker_end = self._context.Pipe()
-    process = self._context.Process(
-      target=worker.main,
-      args=(worker_end, self._name, self._kwargs, os.getpid()),
-      daemon=True,
-    )
-    # Set here and not in the worker, whose libraries read them on import.
-    original = {name: os.environ.get(name) for name in _WORKER_ENVIRON}
-    os.environ.update(_WORKER_ENVIRON)
-    try:
-      process.start()
-    finally:
-      for name, value in original.items():
-        if value is None:
-          del os.environ[name]
-        else:
-          os.environ[name] = value
-    worker_end.close()
-    sent = collections.deque([_Call('start', -1)])
-    w = _Worker(process, pool_end, sent, collections.deque(), self._clock.now())
-    self._selector.register(pool_end, selectors.EVENT_READ, (w, 'pipe'))
+  def _start_worker(self) -> worker_process.WorkerProcess:
+    w = worker_process.start(self._name, self._kwargs, self._clock)
+    self._selector.register(w.pipe, selectors.EVENT_READ, (w, 'pipe'))
     self._selector.register(
-      process.sentinel, selectors.EVENT_READ, (w, 'sentinel')
+      w.process.sentinel, selectors.EVENT_READ, (w, 'sentinel')
     )
     return w
 
-  def _dismiss(self, w: _Worker) -> None:
+  def _dismiss(self, w: worker_process.WorkerProcess) -> None:
     """Closes a worker's pipe, which makes the worker exit."""
     self._selector.unregister(w.pipe)
     self._selector.unregister(w.process.sentinel)
@@ -433,15 +318,15 @@ class EnvPool:
 
   def _reap(self) -> None:
     """Frees dismissed processes that have exited or exceeded their time."""
-    expiry = time.monotonic() - _CLOSE_TIMEOUT_SECS
+    expiry = time.monotonic() - worker_process.CLOSE_TIMEOUT_SECS
     leaving, self._leaving = self._leaving, []
     for process, since in leaving:
       if process.is_alive() and since > expiry:
         self._leaving.append((process, since))
       else:
-        _end_process(process)
+        worker_process.end_process(process)
 
-  def _is_over_limit(self, w: _Worker) -> bool:
+  def _is_over_limit(self, w: worker_process.WorkerProcess) -> bool:
     if self._max_resets is not None and w.resets >= self._max_resets:
       return True
     if self._max_mib is None:
@@ -452,7 +337,9 @@ class EnvPool:
       return False  # It died; the next call detects that.
     return memory > self._max_mib * 2**20
 
-  def _replace_lost(self, w: _Worker, cause: str, reason: str) -> None:
+  def _replace_lost(
+    self, w: worker_process.WorkerProcess, cause: str, reason: str
+  ) -> None:
     """Replaces a lost worker; the episode that it was executing fails."""
     index = self._workers.index(w)
     guilty = None
@@ -463,7 +350,7 @@ class EnvPool:
     affected = self._envs_of(index, self._running)
     self._dismiss(w)
     self._leaving.pop()
-    _end_process(w.process)
+    worker_process.end_process(w.process)
     if w.starting:
       # Starting another worker at once could loop forever.
       self._workers[index], self._start_error = None, reason
@@ -505,7 +392,7 @@ class EnvPool:
   ) -> None:
     call_id = next(self._call_ids)
     if not self._workers:
-      call = _Call(method, env, call_id, b'', self._episodes[env])
+      call = worker_process.Call(method, env, call_id, b'', self._episodes[env])
       reply = self._host.call(call_id, method, env, argument)
       self._handle_reply(call, *self._decode(reply, method))
       return
@@ -518,11 +405,13 @@ class EnvPool:
       (call_id, method, env, argument), pickle.HIGHEST_PROTOCOL
     )
     w.waiting.append(
-      _Call(method, env, call_id, message, self._episodes[env], expected)
+      worker_process.Call(
+        method, env, call_id, message, self._episodes[env], expected
+      )
     )
     self._send(w)
 
-  def _send(self, w: _Worker) -> None:
+  def _send(self, w: worker_process.WorkerProcess) -> None:
     """Sends waiting calls while there is room."""
     used = sum(len(call.message) for call in w.sent) if w.waiting else 0
     while w.waiting:
@@ -558,18 +447,20 @@ class EnvPool:
             self._read(w)
         elif (w, 'pipe') not in ready and w in self._workers:
           # A process that the simulator started keeps the pipe open.
-          self._replace_lost(w, 'died', _describe_death(w.process))
+          self._replace_lost(
+            w, 'died', worker_process.describe_death(w.process)
+          )
       timeout = 0.0
     self._check_time_limits()
 
-  def _read(self, w: _Worker) -> None:
+  def _read(self, w: worker_process.WorkerProcess) -> None:
     """Reads available bytes, which may hold a part of a reply or several."""
     try:
       data = os.read(w.pipe.fileno(), _READ_BYTES)
     except OSError:
       data = b''
     if not data:
-      self._replace_lost(w, 'died', _describe_death(w.process))
+      self._replace_lost(w, 'died', worker_process.describe_death(w.process))
       return
     w.inbox += data
     header = messages.HEADER
@@ -587,7 +478,9 @@ class EnvPool:
       if pid == w.process.pid:
         self._handle_message(w, call_id, body)
 
-  def _handle_message(self, w: _Worker, call_id: int, body: bytes) -> None:
+  def _handle_message(
+    self, w: worker_process.WorkerProcess, call_id: int, body: bytes
+  ) -> None:
     """Handles a complete reply of a worker."""
     if not w.sent or call_id != w.sent[0].call_id:
       self._replace_lost(
@@ -608,7 +501,9 @@ class EnvPool:
     """Returns (status, value) of a message of this process's own host."""
     return messages.decode(message[messages.HEADER.size :], method)
 
-  def _handle_reply(self, call: _Call, status: str, value: Any) -> None:
+  def _handle_reply(
+    self, call: worker_process.Call, status: str, value: Any
+  ) -> None:
     if call.method in ('start', 'prepare'):
       return  # An error in `prepare` is raised again by `reset`.
     if (
@@ -649,16 +544,3 @@ class EnvPool:
         target = '' if call.method == 'start' else f' of env {call.env}'
         reason = f'{call.method}{target} took longer than {limit:g} s'
         self._replace_lost(w, 'hung', reason)
-
-
-def _describe_death(process: multiprocessing.Process) -> str:
-  process.join(_CLOSE_TIMEOUT_SECS)
-  return f'the worker process died (exit code {process.exitcode})'
-
-
-def _end_process(process: multiprocessing.Process) -> None:
-  if process.is_alive():
-    worker.kill_tree(process.pid)
-  process.kill()
-  process.join()
-  process.close()

@@ -65,7 +65,7 @@ def _warm_start(
   config: ml_collections.ConfigDict,
   workdir: str,
   pairs: list[tuple[str, str]],
-  episode_set: 'episodes.EpisodeSet | None',
+  episode_set: 'episodes.EpisodeDataset | None',
 ) -> None:
   directory = pathlib.Path(workdir) / 'policy'
   start = pathlib.Path(workdir) / 'start'
@@ -168,7 +168,7 @@ def demonstration_rows(
 def episode_rows(
   config: ml_collections.ConfigDict,
   text: tokenizer.Tokenizer,
-  kept: 'episodes.EpisodeSet',
+  kept: 'episodes.EpisodeDataset',
 ) -> batch.Rows:
   """Returns the steps of recorded episodes as rows of the sampled tokens.
 
@@ -213,7 +213,9 @@ def episode_rows(
   return _pack_rows(config, *columns)
 
 
-def _open_episodes(config: ml_collections.ConfigDict) -> 'episodes.EpisodeSet':
+def _open_episodes(
+  config: ml_collections.ConfigDict,
+) -> 'episodes.EpisodeDataset':
   # tensorflow_datasets is slow to import and only needed here.
   from gigpo_jax import episodes
 

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from envs import base
-from gigpo_jax import algorithms, batch, episodes, group_filter, trajectory
+from gigpo_jax import (
+  algorithms,
+  batch,
+  episode_records,
+  episodes,
+  group_filter,
+  trajectory,
+)
 
 # Text that a model or an environment may write. Lone surrogates are escaped;
 # everything else is stored unchanged.
@@ -142,7 +149,7 @@ def test_token_advantages_are_averaged():
   rows = rows_of(collected_episodes)
   advantages = np.zeros((len(rows.groups), 4), np.float32)
   advantages[0] = 1, 2, 100, 100  # The completion has two tokens.
-  by_episode = episodes.step_fields(
+  by_episode = episode_records.make_step_fields(
     rows, algorithms.AlgorithmOutput(advantages, {})
   )
   assert by_episode[0][0]['advantage'] == 1.5

@@ -24,6 +24,7 @@ from envs import base
 from gigpo_jax import (
   algorithms,
   batch,
+  episode_records,
   episodes,
   group_filter,
   metrics,
@@ -247,13 +248,13 @@ def test_foreign_host_headers_are_refused(workdir, host):
 
 
 def test_export_decodes_every_record_once(workdir, tmp_path, monkeypatch):
-  decoded, decode = [], episodes.decode
+  decoded, decode = [], episode_records.decode
 
   def count(data, **kwargs):
     decoded.append(data)
     return decode(data, **kwargs)
 
-  monkeypatch.setattr(episodes, 'decode', count)
+  monkeypatch.setattr(episode_records, 'decode', count)
   viewer.export(workdir, tmp_path / 'run.html')
   assert len(decoded) == 12
 
