@@ -1,4 +1,4 @@
-"""Every module, file and config field that the documents name exists."""
+"""Documents name modules, files and config fields that exist; short lines."""
 
 import ast
 import json
@@ -114,3 +114,16 @@ def _is_module(name: str) -> bool:
   """Returns whether a name in the form of a field is a file or a module."""
   is_file = name.endswith(('.bak', '.csv', '.json', '.jsonl', '.md', '.py'))
   return is_file or _exists(f'gigpo_jax.{name}')
+
+
+def test_lines_of_documents_are_short():
+  paths = [*PROJECT.glob('*.md'), *PROJECT.glob('docs/*.md')]
+  paths += [*PROJECT.glob('benchmarks/*/*.md'), *PROJECT.glob('tests/*/*.md')]
+  assert paths
+  long = [
+    f'{path.relative_to(PROJECT)}:{index}'
+    for path in paths
+    for index, line in enumerate(path.read_text().splitlines(), 1)
+    if len(line) > 120
+  ]
+  assert not long

@@ -8,6 +8,7 @@ and with the names in the code.
 import dataclasses
 import pathlib
 import re
+import textwrap
 
 _PAGE = pathlib.Path(__file__).parents[2] / 'docs' / 'metrics.md'
 
@@ -83,7 +84,7 @@ SECTIONS = (
       Metric(
         'shortened_prompts',
         'steps',
-        'prompts shortened to the token limit (history or text removed)',
+        'prompts shortened to the token limit',
       ),
       Metric(
         'failed_episodes', 'episodes', 'episodes that the environment aborted'
@@ -91,21 +92,19 @@ SECTIONS = (
       Metric(
         'failed_episodes/<cause>',
         'episodes',
-        'aborted episodes by cause: raised, garbage, died, hung, differed, '
-        'neighbours',
+        'aborted episodes by `env_pool.CAUSES`',
       ),
       Metric(
         'inadmissible_action_rate',
         'share',
-        'steps whose action was not in the list of admissible actions '
-        '(ALFWorld, WebShop, TextWorld)',
+        'steps with an inadmissible action',
       ),
       Metric(
         'webshop_score', 'share', 'mean score of finished episodes (WebShop)'
       ),
       Metric('search_rate', 'share', 'steps that searched (search QA)'),
       Metric('blocked_action_rate', 'share', 'steps without a move (Sokoban)'),
-      Metric('room', '1', 'mean number of the room (the toy environment)'),
+      Metric('room', '1', 'mean index of the room (the toy environment)'),
     ),
   ),
   Section(
@@ -135,8 +134,7 @@ SECTIONS = (
       Metric(
         'groups_without_spread',
         'share',
-        'zero-variance groups: all episodes have the same return, so their '
-        'episode advantage is 0',
+        'zero-variance groups, whose episode advantage is 0',
       ),
       Metric(
         'singleton_anchor_rows',
@@ -421,7 +419,8 @@ def page() -> str:
   """Returns the text of docs/metrics.md."""
   lines = [_HEAD]
   for section in SECTIONS:
-    lines += [f'## {section.title}\n', f'{section.text}\n']
+    text = textwrap.fill(section.text, 120, break_on_hyphens=False)
+    lines += [f'## {section.title}\n', f'{text}\n']
     lines += ['| metric | unit | meaning |', '|---|---|---|']
     for metric in section.metrics:
       names = ', '.join(f'`{p}{metric.name}`' for p in section.prefixes)
