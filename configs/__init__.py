@@ -3,6 +3,9 @@
 import os
 import pathlib
 
+# Trains on any machine, without downloads.
+TINY = 'python launch/train.py --config=configs/alfworld.py:tiny'
+
 
 def find(path: str) -> str | None:
   """Returns the path itself or below the project's folder; None if missing."""

@@ -5,11 +5,13 @@ values from the hyper-parameter tables of GiGPO (arXiv:2505.10978), "code"
 values from its authors' release. A run is refused if a required path is empty.
 """
 
+import ast
+import dataclasses
 import difflib
-import functools
 import importlib
 import pathlib
 import re
+import types
 from collections.abc import Mapping, Sequence
 
 import ml_collections
@@ -46,33 +48,29 @@ def parse_variants(
   return ''.join(chosen), [b for b in changes if b in variants]
 
 
+# Algorithm of a config without another algorithm's variant.
+DEFAULT_ALGORITHM = 'gigpo'
+
+
+def _registered_algorithms() -> dict[str, str]:
+  """Returns the module of each algorithm, by name; imports none of them."""
+  path = pathlib.Path(__file__).parents[1] / 'gigpo_jax/algorithms/__init__.py'
+  for node in ast.parse(path.read_text(encoding='utf-8')).body:
+    if isinstance(node, ast.Assign):
+      if ast.unparse(node.targets[0]) == 'REGISTRY':
+        return ast.literal_eval(node.value)
+  raise LookupError(f'{path}: no REGISTRY')
+
+
+_MODULES = _registered_algorithms()
 # Variants of every experiment: algorithms, presets and adapters.
-ALGORITHMS = tuple(
-  sorted(
-    path.stem
-    for path in pathlib.Path(__file__)
-    .parents[1]
-    .glob('gigpo_jax/algorithms/*.py')
-    if path.stem not in ('__init__', 'gigpo')
-  )
-)
+ALGORITHMS = tuple(sorted(_MODULES.keys() - {DEFAULT_ALGORITHM}))
 # Warm starts that are part of the project.
 INCLUDED = 'configs/warm_starts'
 # Learning rate of `:mini` for methods without a tuned rate.
 MINI_RATE = 7.5e-5
-# Environments whose anchors can include the admissible actions.
-ANCHORED = ('alfworld', 'webshop')
 PRESETS = ('paper', 'reference_code', 'strong')
 CHANGES = (*PRESETS, *ALGORITHMS, 'lora')
-# Algorithms of the paper's released code, which `reference_code` accepts.
-RELEASED = (
-  'gigpo',
-  'grpo',
-  'ppo',
-  'reinforce_pp',
-  'reinforce_pp_baseline',
-  'rloo',
-)
 
 
 def apply(config: ml_collections.ConfigDict, changes: Sequence[str]) -> None:
@@ -84,7 +82,8 @@ def apply(config: ml_collections.ConfigDict, changes: Sequence[str]) -> None:
 
   Raises:
     ValueError: if there are two algorithms or two presets, or if
-      `reference_code` is combined with an algorithm outside RELEASED.
+      `reference_code` is combined with an algorithm that the released code
+      does not have.
   """
   for names, what in ((ALGORITHMS, 'algorithm'), (PRESETS, 'preset')):
     chosen = [change for change in changes if change in names]
@@ -93,21 +92,17 @@ def apply(config: ml_collections.ConfigDict, changes: Sequence[str]) -> None:
         f'--config=...:{",".join(chosen)}: there is one {what}; accepts at '
         'most one of these'
       )
-  algorithm = next((c for c in changes if c in ALGORITHMS), 'gigpo')
-  if 'reference_code' in changes and algorithm not in RELEASED:
-    raise ValueError(
-      f'--config=...:reference_code,{algorithm}: the released code has no '
-      f'{algorithm}; reference_code accepts {", ".join(RELEASED)}'
-    )
+  # Presets depend on the algorithm, whose own changes are applied last.
+  for change in changes:
+    if change in ALGORITHMS:
+      config.algorithm.name = change
   for change in changes:
     if change in ALGORITHMS:
       use_algorithm(config, change)
     else:
       {
         'paper': use_paper,
-        'reference_code': functools.partial(
-          use_reference_code, algorithm=algorithm
-        ),
+        'reference_code': use_reference_code,
         'strong': use_strong,
         'lora': use_adapters,
       }[change](config)
@@ -116,25 +111,52 @@ def apply(config: ml_collections.ConfigDict, changes: Sequence[str]) -> None:
 def use_algorithm(config: ml_collections.ConfigDict, name: str) -> None:
   """Selects another algorithm; the number of episodes stays the same."""
   config.algorithm.name = name
+  module = _algorithm(name)
   # Options of the algorithm that `get_config` does not list.
-  for option, default in _options(name).items():
-    if option not in config.algorithm:
-      config.algorithm[option] = default
-  if name == 'dr_grpo':
-    config.loss.aggregation = 'fixed_length'
-  if name == 'ppo':
-    # PPO compares no episodes of a task: every episode gets its own task.
-    config.rollout.groups *= config.rollout.episodes_per_group
-    config.rollout.episodes_per_group = 1
+  for field in dataclasses.fields(module.Algorithm):
+    if field.init and field.name not in config.algorithm:
+      config.algorithm[field.name] = field.default
+  _change(config, getattr(module, 'PRESETS', {}).get(name, {}))
 
 
-def _options(algorithm: str) -> dict[str, object]:
-  """Returns the options of an algorithm and their defaults."""
-  # Imported here because the import is slow.
-  from gigpo_jax import algorithms
+def released() -> tuple[str, ...]:
+  """Returns the algorithms of the paper's released code."""
+  return tuple(
+    name
+    for name in sorted(_MODULES)
+    if 'reference_code' in getattr(_algorithm(name), 'PRESETS', {})
+  )
 
-  module = importlib.import_module(f'gigpo_jax.algorithms.{algorithm}')
-  return algorithms.defaults(module.Algorithm)
+
+def _algorithm(name: str) -> types.ModuleType:
+  # Imported by name and on use: configs do not depend on the trainer.
+  return importlib.import_module(_MODULES.get(name, name))
+
+
+def _change(
+  config: ml_collections.ConfigDict, preset: Mapping[str, object]
+) -> None:
+  """Sets fields; a function gets the present value and returns the new one.
+
+  A preset that changes the size of a group keeps the number of episodes.
+  """
+  rollout = config.rollout
+  episodes = rollout.groups * rollout.episodes_per_group
+  for field, value in preset.items():
+    section, _, name = field.rpartition('.')
+    values = config[section]
+    values[name] = value(values[name]) if callable(value) else value
+  rollout.groups = episodes // rollout.episodes_per_group
+
+
+def _change_environment(
+  config: ml_collections.ConfigDict, variant: str
+) -> None:
+  """Applies what a variant changes for the config's environment."""
+  # Light, but of no use to other variants.
+  import envs
+
+  _change(config, envs.presets(config.env.name).get(variant, {}))
 
 
 def use_paper(config: ml_collections.ConfigDict) -> None:
@@ -142,30 +164,23 @@ def use_paper(config: ml_collections.ConfigDict) -> None:
   config.loss.entropy_weight = 0.0
 
 
-def use_reference_code(
-  config: ml_collections.ConfigDict, algorithm: str
-) -> None:
+def use_reference_code(config: ml_collections.ConfigDict) -> None:
   """Selects the readings of the released code, to compare with its results.
 
-  Args:
-    config: the experiment, changed in place.
-    algorithm: a name from RELEASED. Options that it lacks are skipped.
+  Raises:
+    ValueError: if the released code does not have the config's algorithm.
   """
-  known = _options(algorithm)
-  for option, value in {
-    'episode_stats': 'rows',
-    'penalty_scope': 'row',
-    'lone_episode': 'raw',
-  }.items():
-    if option in known:
-      config.algorithm[option] = value
+  name = config.algorithm.name
+  presets = getattr(_algorithm(name), 'PRESETS', {})
+  if 'reference_code' not in presets:
+    raise ValueError(
+      f'--config=...:reference_code,{name}: the released code has no {name}; '
+      f'reference_code accepts {", ".join(released())}'
+    )
+  _change(config, presets['reference_code'])
   config.loss.dual_clip = 3.0
   config.loss.kl_clamp = 10.0
-  if 'reference_sampling' in config.env:
-    # The released code validates on goals that it also trains on.
-    config.env.reference_sampling = True
-    # The released code validates on 128 goals. 0: all.
-    config.evaluation.num_tasks = min(config.evaluation.num_tasks or 128, 128)
+  _change_environment(config, 'reference_code')
 
 
 def use_strong(config: ml_collections.ConfigDict) -> None:
@@ -173,8 +188,7 @@ def use_strong(config: ml_collections.ConfigDict) -> None:
 
   The study reports 92.7 % success on ALFWorld, GiGPO 81.1 %, GRPO 62.4 %.
   """
-  if config.env.name in ANCHORED:
-    config.algorithm.anchor = 'observation_and_actions'
+  _change_environment(config, 'strong')
   config.loss.ratio_level = 'row'
   config.loss.clip_epsilon = 3e-3
   config.loss.clip_epsilon_high = 4e-3
@@ -261,7 +275,8 @@ def use_mini(
     rates: learning rate per method, found by configs/sweeps/tuning.py. Methods
       without an entry use MINI_RATE.
   """
-  methods = [c for c in changes if c in (*ALGORITHMS, 'strong')] or ['gigpo']
+  methods = [c for c in changes if c in (*ALGORITHMS, 'strong')]
+  methods = methods or [DEFAULT_ALGORITHM]
   config.optimizer.learning_rate = min(
     rates.get(method, MINI_RATE) for method in methods
   )
@@ -388,7 +403,7 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.filter.max_refills = 2
 
   config.algorithm = ml_collections.ConfigDict()
-  config.algorithm.name = 'gigpo'
+  config.algorithm.name = DEFAULT_ALGORITHM
   config.algorithm.discount = 0.95  # gamma; paper
   config.algorithm.step_weight = 1.0  # omega; paper
   config.algorithm.invalid_penalty = 0.1  # paper

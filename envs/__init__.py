@@ -1,17 +1,33 @@
-"""The environments, by name. Nothing is imported before it is asked for.
+"""Registry of environments; a module is imported when it is first needed.
 
-One of another project goes by the name of its module.
+An environment is a module with a class `Env` and a function
+`tasks(split, **kwargs)`; see `envs.base`. It may also define
+
+    ANCHORS: the anchors that its observations offer; default ('observation',).
+      With several, `Env` takes an argument `anchor`.
+    DATA: a `base.Data`, if it reads official data. `Env` takes an argument
+      `data_dir`.
+    PRESETS: variant -> {config field: value}, what variants of configs change.
+    check_options(kwargs): yields a line for each wrong option.
+    check_installation(kwargs): yields a line for each missing requirement.
+    conflicts(config): yields a line for each option outside `config.env` that
+      it does not support.
+
+To add an environment, add a module and a line of REGISTRY, or name an
+importable module of another project.
 """
 
 import importlib
 import importlib.util
 import os
+import types
 import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from envs import base
 
-# name: module that holds `Env` (the environment) and `tasks(split, **kwargs)`.
+# name: module of the environment.
 REGISTRY = {
   'alfworld': 'envs.alfworld.env',
   'gymnasium': 'envs.gymnasium_env',
@@ -23,28 +39,64 @@ REGISTRY = {
   'webshop': 'envs.webshop.env',
 }
 
-# name: variable of the folder of its official data.
-DATA_VARIABLES = {
-  'alfworld': 'ALFWORLD_DATA',
-  'search_qa': 'SEARCH_QA_DATA',
-  'webshop': 'WEBSHOP_DATA',
-}
+# Value of data_dir: no official data.
 GENERATED = 'generated'
 
 
+def data(name: str) -> base.Data | None:
+  """Returns the official data of an environment; None if it needs none."""
+  return getattr(_module(name), 'DATA', None)
+
+
 def data_dir(name: str, given: str | None) -> str | None:
-  """Returns the folder of an environment's data; '' if nothing names one.
+  """Returns the folder of an environment's data.
 
   Args:
-    name: of the environment, in DATA_VARIABLES.
-    given: the folder, if it is known; 'generated' for none at all, None.
+    name: name of an environment with data.
+    given: the configured folder, if any; 'generated' for no official data.
+
+  Returns:
+    The folder; None for 'generated'; '' if neither `given` nor the
+    environment's variable names a folder.
   """
   if given == GENERATED:
     return None
-  return given or os.environ.get(DATA_VARIABLES[name], '')
+  return given or os.environ.get(data(name).variable, '')
 
 
-def _module(name: str) -> Any:
+def anchors(name: str) -> tuple[str, ...]:
+  """Returns the anchors that an environment's observations offer."""
+  return getattr(_module(name), 'ANCHORS', ('observation',))
+
+
+def presets(name: str) -> Mapping[str, Mapping[str, Any]]:
+  """Returns what variants change for an environment."""
+  return getattr(_module(name), 'PRESETS', {})
+
+
+def check_options(name: str, kwargs: Mapping[str, Any]) -> Iterator[str]:
+  """Yields a line for each wrong option of an environment."""
+  # Imported here because it is of no use to worker processes.
+  from envs import checks
+
+  yield from checks.shared(kwargs)
+  if check_own := getattr(_module(name), 'check_options', None):
+    yield from check_own(kwargs)
+
+
+def check_installation(name: str, kwargs: Mapping[str, Any]) -> Iterator[str]:
+  """Yields a line for each missing requirement of an environment."""
+  if check_own := getattr(_module(name), 'check_installation', None):
+    yield from check_own(kwargs)
+
+
+def conflicts(config: Any) -> Iterator[str]:
+  """Yields a line for each option that a config's environment rejects."""
+  if own_conflicts := getattr(_module(config.env.name), 'conflicts', None):
+    yield from own_conflicts(config)
+
+
+def _module(name: str) -> types.ModuleType:
   if name in REGISTRY:
     return importlib.import_module(REGISTRY[name])
   if not can_import(name):
@@ -62,7 +114,7 @@ def _module(name: str) -> Any:
 
 
 def can_import(name: str) -> bool:
-  """Whether there is a module of this name."""
+  """Returns whether a module of this name exists."""
   try:
     return importlib.util.find_spec(name) is not None
   except (ImportError, ValueError):
@@ -70,7 +122,11 @@ def can_import(name: str) -> bool:
 
 
 def check(name: str) -> None:
-  """Raises ValueError, in one line, if there is no such environment."""
+  """Checks that an environment exists.
+
+  Raises:
+    ValueError: in one line, if it does not.
+  """
   _module(name)
 
 

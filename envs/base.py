@@ -49,6 +49,19 @@ class Observation:
 
 
 @dataclasses.dataclass(frozen=True)
+class Data:
+  """Official data of an environment.
+
+  Attributes:
+    variable: environment variable of the folder.
+    hint: what is missing and how to get it, such as 'no games; run ...'.
+  """
+
+  variable: str
+  hint: str
+
+
+@dataclasses.dataclass(frozen=True)
 class StepResult:
   """The result of a response.
 

@@ -134,9 +134,12 @@ def main(argv: Sequence[str] | None = None) -> int:
       f'--engine={options["engine"]}: {name} has only one engine; only '
       'alfworld has this option'
     )
-  if name in envs.DATA_VARIABLES:
-    # Without a data folder the environment generates its tasks.
-    options['data_dir'] = envs.data_dir(name, options['data_dir']) or None
+  try:
+    if envs.data(name):
+      # Without a data folder the environment generates its tasks.
+      options['data_dir'] = envs.data_dir(name, options['data_dir']) or None
+  except ValueError as error:
+    parser.error(str(error))
   flags = {key: value for key, value in options.items() if value is not None}
   with contextlib.suppress(AttributeError):  # pytest replaces the stream
     sys.stdin.reconfigure(errors='replace')

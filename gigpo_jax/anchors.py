@@ -16,7 +16,8 @@ from gigpo_jax import deprecated
 
 # Environments report `observation` or `observation_and_actions`. `similarity`
 # merges similar observations; `turn` uses only the turn's index.
-ANCHORS = ('observation', 'observation_and_actions', 'similarity', 'turn')
+REPORTED = ('observation', 'observation_and_actions')
+ANCHORS = (*REPORTED, 'similarity', 'turn')
 
 
 def assign_ids(

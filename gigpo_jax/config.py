@@ -9,7 +9,6 @@ import importlib.util
 import json
 import math
 import pathlib
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 
@@ -19,8 +18,6 @@ import psutil
 import configs
 import envs
 from configs import base
-from envs import narrator
-from envs.alfworld import expert
 from gigpo_jax import (
   advantages,
   algorithms,
@@ -47,15 +44,6 @@ from gigpo_jax.runtime import files, hardware
 
 # File name of the config in a work directory.
 _STORED = 'config.json'
-
-TINY = 'python launch/train.py --config=configs/alfworld.py:tiny'
-
-# Environments with official data: what to do if the data is missing.
-_DATA = {
-  'alfworld': 'no ALFWorld games; run `alfworld-download`',
-  'search_qa': 'no corpus; prepare its files (envs/search_qa/corpus.py)',
-  'webshop': 'no WebShop files; run `python -m envs.webshop.download`',
-}
 
 # float32 parameters, two AdamW moments and a gradient accumulator, and one bf16
 # copy each for sampling and for computing. With adapters only the bf16 copies.
@@ -104,9 +92,6 @@ _CHOICES = {
   'rollout.weights': sampler.WEIGHTS,
   **{f'algorithm.{name}': known for name, known in advantages.OPTIONS.items()},
   'algorithm.anchor': anchors.ANCHORS,
-  'env.engine': ('textworld', 'native'),
-  'env.prompt_style': narrator.STYLES,
-  'env.expert_order': expert.ORDERS,
   'sft.init': ('', 'scratch'),
   'algorithm.gae_level': ppo.LEVELS,
   'loss.aggregation': losses.AGGREGATIONS,
@@ -201,10 +186,6 @@ _RANGES = {
   'checkpoint.every': (1, None, 'at least 1'),
   'checkpoint.keep': (1, None, 'at least 1'),
   'episodes.every': (0, None, 'at least 0; 0 is never'),
-  'env.max_steps': (1, None, 'at least 1'),
-  'env.history_length': (0, None, 'at least 0'),
-  'env.num_products': (1, None, 'at least 1; None is all'),
-  'env.generator.seed': (0, 2**31 - 1, 'a non-negative 32-bit integer'),
   'sft.num_episodes': (1, None, 'at least 1'),
   'sft.epochs': (1, None, 'at least 1'),
   'sft.learning_rate': (0.0, None, 'at least 0'),
@@ -245,7 +226,9 @@ def validate(
     if needs_model:
       problems += _missing_model(config, trains, fetch=not problems)
     if len(problems) > 1:
-      problems.append(f'to start on any machine, without downloads: {TINY}')
+      problems.append(
+        f'to start on any machine, without downloads: {configs.TINY}'
+      )
   if problems:
     raise ValueError('\n'.join(problems))
 
@@ -275,13 +258,11 @@ def env_kwargs(config: ml_collections.ConfigDict) -> dict:
   """Returns the environment's arguments as plain values."""
   kwargs = config.env.to_dict()
   kwargs.pop('name')
-  if config.env.name in _DATA:
+  if envs.data(config.env.name):
     kwargs['data_dir'] = _data_dir(config)
-  if config.env.name in base.ANCHORED:
-    with_actions = config.algorithm.anchor == 'observation_and_actions'
-    kwargs['anchor'] = (
-      'observation_and_actions' if with_actions else 'observation'
-    )
+  offered, anchor = envs.anchors(config.env.name), config.algorithm.anchor
+  if len(offered) > 1:
+    kwargs['anchor'] = anchor if anchor in offered else offered[0]
   return kwargs
 
 
@@ -387,6 +368,9 @@ def _combinations(config: ml_collections.ConfigDict) -> Iterator[str]:
     envs.check(config.env.name)
   except ValueError as error:
     yield str(error)
+    return
+  yield from envs.check_options(config.env.name, config.env)
+  yield from _environment_conflicts(config)
 
 
 def _algorithm(config: ml_collections.ConfigDict) -> Iterator[str]:
@@ -409,12 +393,7 @@ def _algorithm(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'lora.rank={config.lora.rank}: the critic of {name} has no adapters; '
       'must be 0'
     )
-  by_token = algorithm.needs_values and config.algorithm.gae_level == 'token'
-  if config.loss.ratio_level == 'row' and by_token:
-    yield (
-      'loss.ratio_level=row: each token of a row has its own advantage; '
-      'needs algorithm.gae_level=turn'
-    )
+  yield from algorithms.conflicts(config)
 
 
 def _ignored_options(
@@ -432,22 +411,11 @@ def _ignored_options(
     ],
   ):
     yield f'{field}={value}: {name} has no such option; must be {default}'
-  if name == 'dr_grpo' and config.loss.aggregation != 'fixed_length':
-    yield (
-      f'loss.aggregation={config.loss.aggregation}: dr_grpo divides by a '
-      'constant; must be fixed_length'
-    )
-  if name == 'gdpo' and config.filter.drop_zero_variance:
-    yield (
-      'filter.drop_zero_variance=True: filters by the total reward, but gdpo '
-      'uses its components; must be False'
-    )
   if not algorithm.needs_values:
     options = [f'critic.{option}' for option in config.critic]
     for field, value, default in _non_default(config, options):
       yield f'{field}={value}: {name} has no critic; must be {default}'
   yield from _unmet_dependencies(config)
-  yield from _environment_conflicts(config)
 
 
 def _non_default(
@@ -474,30 +442,16 @@ def _unmet_dependencies(config: ml_collections.ConfigDict) -> Iterator[str]:
 
 def _environment_conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
   """Yields options that the environment or its anchors do not support."""
-  if config.env.get('reference_sampling'):
-    if config.tasks.draw == 'uncertain':
-      yield (
-        'tasks.draw=uncertain: env.reference_sampling sets the order of tasks; '
-        'must be epochs'
-      )
-    if config.filter.drop_zero_variance:
-      yield (
-        'filter.drop_zero_variance=True: env.reference_sampling sets the order '
-        'of tasks, without refills; must be False'
-      )
-  anchor = config.algorithm.anchor
-  if anchor == 'observation_and_actions' and (
-    config.env.name not in base.ANCHORED
-  ):
+  name, anchor = config.env.name, config.algorithm.anchor
+  yield from envs.conflicts(config)
+  offered = envs.anchors(name)
+  if anchor in anchors.REPORTED and anchor not in offered:
+    accepted = [
+      a for a in anchors.ANCHORS if a in offered or a not in anchors.REPORTED
+    ]
     yield (
-      f'algorithm.anchor={anchor}: env.name={config.env.name} does not '
-      'list the actions of a state; must be one of observation, similarity, '
-      'turn'
-    )
-  if config.algorithm.name == 'hgpo' and config.algorithm.anchor_history:
-    yield (
-      f'algorithm.anchor_history={config.algorithm.anchor_history}: hgpo '
-      'compares histories itself (algorithm.history); must be 0'
+      f'algorithm.anchor={anchor}: env.name={name} does not list the actions '
+      f'of a state; must be one of {", ".join(accepted)}'
     )
 
 
@@ -588,23 +542,12 @@ def _data_dir(config: ml_collections.ConfigDict) -> str | None:
 
 
 def _missing_environment(config: ml_collections.ConfigDict) -> Iterator[str]:
-  if config.env.name == 'alfworld' and config.env.engine == 'textworld':
-    if sys.version_info >= (3, 13):
-      yield (
-        'env.engine=textworld: TextWorld does not support Python 3.13 and '
-        'newer; use Python 3.11 or 3.12, or env.engine=native'
-      )
-    elif importlib.util.find_spec('alfworld') is None:
-      yield (
-        'env.engine=textworld: alfworld is not installed; run '
-        "pip install -e '.[alfworld]', or use env.engine=native"
-      )
-  if config.env.name in _DATA and _data_dir(config) == '':
-    hint = _DATA[config.env.name]
-    variable = envs.DATA_VARIABLES[config.env.name]
+  yield from envs.check_installation(config.env.name, config.env)
+  data = envs.data(config.env.name)
+  if data and _data_dir(config) == '':
     yield (
-      f'env.data_dir=: {hint} and set ${variable} or env.data_dir to its '
-      'folder, or use env.data_dir=generated'
+      f'env.data_dir=: {data.hint} and set ${data.variable} or env.data_dir to '
+      'its folder, or use env.data_dir=generated'
     )
     return
   try:
@@ -786,7 +729,7 @@ def _too_small(
     bytes_per_parameter, mode = FROZEN_BYTES_PER_PARAMETER, 'training adapters'
   elif config.optimizer.mu_dtype == 'bfloat16':
     bytes_per_parameter -= 2
-  if trains and config.algorithm.name == 'ppo':
+  if trains and algorithms.make(**algorithm_kwargs(config)).needs_values:
     # float32 parameters, moments and gradients of the critic.
     bytes_per_parameter, mode = (
       bytes_per_parameter + 16,

@@ -30,7 +30,7 @@ def golden_rows():
   return rows
 
 
-@pytest.mark.parametrize('name', algorithms.NAMES)
+@pytest.mark.parametrize('name', algorithms.REGISTRY)
 def test_every_algorithm_returns_advantages(name):
   algorithm = algorithms.make(name)
   values = np.zeros((10, 1), np.float32) if algorithm.needs_values else None
@@ -59,7 +59,7 @@ def fixture_compiled():
   jax.monitoring.unregister_event_duration_listener(listen)
 
 
-@pytest.mark.parametrize('name', algorithms.NAMES)
+@pytest.mark.parametrize('name', algorithms.REGISTRY)
 def test_dummy_rows_compile_the_programs_of_an_iteration(compiled, name):
   config = alfworld.get_config(f'tiny,{name}' if name != 'gigpo' else 'tiny')
   config.env.max_steps, config.rollout.groups = 3, 1
@@ -421,7 +421,7 @@ def test_gae_matches_a_slow_reference(level, discount, decay, whiten):
     )
 
 
-@pytest.mark.parametrize('name', algorithms.NAMES)
+@pytest.mark.parametrize('name', algorithms.REGISTRY)
 def test_largest_rewards_give_finite_advantages(name):
   rows = random_rows(1)
   scale = np.where(rows.episodes % 2, 1, -1) * rows.real

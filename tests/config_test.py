@@ -11,6 +11,7 @@ import socket
 import huggingface_hub
 import pytest
 
+import configs
 from configs import alfworld, search_qa, sokoban, webshop
 from gigpo_jax import config as config_lib
 from gigpo_jax import mesh as mesh_lib
@@ -191,7 +192,7 @@ def test_missing_requirements_of_the_paper_are_reported(monkeypatch):
     'alfworld-download',
     'Qwen/Qwen2.5-1.5B-Instruct',
     'memory=8 GiB',
-    config_lib.TINY,
+    configs.TINY,
   ):
     assert part in message
 
@@ -231,7 +232,7 @@ def test_only_config_json_is_fetched_if_there_are_problems(
     fetched.append(only_config)
     return str(WARM_START)
 
-  monkeypatch.setattr(huggingface, 'fetch', fetch)
+  monkeypatch.setattr(huggingface, 'download', fetch)
   config = alfworld.get_config('1.5b')
   config.model.path = 'team/small'
   with pytest.raises(ValueError, match=r'env.data_dir=: [^\n]*$'):

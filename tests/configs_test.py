@@ -255,7 +255,7 @@ def test_other_words_change_what_they_say():
 @pytest.mark.parametrize('name', base.ALGORITHMS)
 def test_the_released_code_runs_the_algorithms_that_it_has(config, name):
   variant = f'tiny,reference_code,{name}'
-  if name in base.RELEASED:
+  if name in base.released():
     found = config.get_config(variant)
     # Nothing that the algorithm ignores or refuses.
     assert not list(config_lib._combinations(found))
@@ -289,6 +289,7 @@ def test_options_of_a_new_algorithm_are_fields(monkeypatch):
   module = types.ModuleType('gigpo_jax.algorithms.mine')
   module.Algorithm = Algorithm
   monkeypatch.setitem(sys.modules, module.__name__, module)
+  monkeypatch.setitem(base._MODULES, 'mine', module.__name__)
   for name in ('ALGORITHMS', 'CHANGES'):
     monkeypatch.setattr(base, name, (*getattr(base, name), 'mine'))
   config = alfworld.get_config('tiny,mine')

@@ -5,16 +5,43 @@ parser of responses. The simulator and games are loaded on first use; no jax is
 imported.
 """
 
-from collections.abc import Iterator
+import collections
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
-from envs import base, narrator
+from envs import base, checks, narrator
 from envs.alfworld import expert, games, pddl, prompts, world
 
 ENGINES = ('textworld', 'native')
 ANCHORS = ('observation', 'observation_and_actions')
+DATA = base.Data('ALFWORLD_DATA', 'no ALFWorld games; run `alfworld-download`')
+PRESETS = {'strong': {'algorithm.anchor': 'observation_and_actions'}}
 SUCCESS_REWARD = 10.0
+
+
+def check_options(kwargs: Mapping[str, Any]) -> Iterator[str]:
+  """Yields a line for each wrong option."""
+  yield from checks.one_of(kwargs, engine=ENGINES, expert_order=expert.ORDERS)
+
+
+def check_installation(kwargs: Mapping[str, Any]) -> Iterator[str]:
+  """Yields what the reference engine lacks on this machine."""
+  if kwargs.get('engine') != 'textworld':
+    return
+  if sys.version_info >= (3, 13):
+    yield (
+      'env.engine=textworld: TextWorld does not support Python 3.13 and newer; '
+      'use Python 3.11 or 3.12, or env.engine=native'
+    )
+  elif importlib.util.find_spec('alfworld') is None:
+    yield (
+      'env.engine=textworld: alfworld is not installed; run '
+      "pip install -e '.[alfworld]', or use env.engine=native"
+    )
 
 
 def _make_engine(name: str, spelling: str, *, trust_games: bool = False):

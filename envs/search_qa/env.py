@@ -19,6 +19,10 @@ from envs import base, cache, narrator, turns
 from envs.search_qa import corpus, madeup, prompts
 
 SUCCESS_REWARD = 1.0
+DATA = base.Data(
+  'SEARCH_QA_DATA',
+  'no corpus; prepare its files (envs/search_qa/corpus.py)',
+)
 
 _PUNCTUATION = str.maketrans('', '', string.punctuation)
 _ARTICLES = re.compile(r'\b(a|an|the)\b')

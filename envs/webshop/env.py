@@ -8,11 +8,12 @@ import dataclasses
 import functools
 import json
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
-from envs import base, narrator
+from envs import base, checks, narrator
 from envs.webshop import (
   catalogue,
   engine,
@@ -25,6 +26,9 @@ from envs.webshop import (
 )
 
 ANCHORS = ('observation', 'observation_and_actions')
+DATA = base.Data(
+  'WEBSHOP_DATA', 'no WebShop files; run `python -m envs.webshop.download`'
+)
 SUCCESS_REWARD = 10.0
 
 # Split of the environment -> split of `goals.SPLITS`.
@@ -38,6 +42,38 @@ _REFERENCE_VALIDATION_TASKS = 128
 _REFERENCE_VALIDATION_SEED = 1_000
 _GLOBAL_SEED = 0  # of the one list without reference_sampling
 _PACKAGE = pathlib.Path(__file__).parent
+
+PRESETS = {
+  'strong': {'algorithm.anchor': 'observation_and_actions'},
+  # The released code validates on 128 goals that it also trains on. 0: all.
+  'reference_code': {
+    'env.reference_sampling': True,
+    'evaluation.num_tasks': lambda num_tasks: min(
+      num_tasks or _REFERENCE_VALIDATION_TASKS, _REFERENCE_VALIDATION_TASKS
+    ),
+  },
+}
+
+
+def check_options(kwargs: Mapping[str, Any]) -> Iterator[str]:
+  """Yields a line for each wrong option."""
+  yield from checks.at_least(kwargs, '; None is all', num_products=1)
+
+
+def conflicts(config: Any) -> Iterator[str]:
+  """Yields options that need an order of tasks of their own."""
+  if not config.env.get('reference_sampling'):
+    return
+  if config.tasks.draw == 'uncertain':
+    yield (
+      'tasks.draw=uncertain: env.reference_sampling sets the order of tasks; '
+      'must be epochs'
+    )
+  if config.filter.drop_zero_variance:
+    yield (
+      'filter.drop_zero_variance=True: env.reference_sampling sets the order '
+      'of tasks, without refills; must be False'
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,16 +1,24 @@
 """Registry of algorithms, which compute advantages from rows.
 
-Each algorithm is a module of this folder with a frozen dataclass `Algorithm`.
-Its fields are its options and have the names of fields of `config.algorithm`.
-To add an algorithm, add a module to this folder, or name an importable module
-of another project.
+Each algorithm is a module with a frozen dataclass `Algorithm`. Its fields are
+its options and have the names of fields of `config.algorithm`. To add an
+algorithm, add a module and a line of REGISTRY, or name an importable module of
+another project. A module may also define
+
+    PRESETS: variant -> {config field: value}. The algorithm's own name stands
+      for what `--config=...:NAME` changes. 'reference_code' stands for the
+      readings of GiGPO's released code; without this entry, that code does not
+      have the algorithm.
+    conflicts(config): yields a line for each option that it does not support.
 """
 
 import dataclasses
 import importlib
-import pathlib
+import types
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
+import ml_collections
 import numpy as np
 from jaxtyping import Bool, Float
 
@@ -18,13 +26,20 @@ import envs
 from gigpo_jax import advantages as advantages_lib
 from gigpo_jax import batch, deprecated
 
-NAMES = tuple(
-  sorted(
-    path.stem
-    for path in pathlib.Path(__file__).parent.glob('*.py')
-    if path.stem != '__init__'
-  )
-)
+# name: module that holds `Algorithm`.
+REGISTRY = {
+  'dr_grpo': 'gigpo_jax.algorithms.dr_grpo',
+  'g2po': 'gigpo_jax.algorithms.g2po',
+  'gdpo': 'gigpo_jax.algorithms.gdpo',
+  'gigpo': 'gigpo_jax.algorithms.gigpo',
+  'graphgpo': 'gigpo_jax.algorithms.graphgpo',
+  'grpo': 'gigpo_jax.algorithms.grpo',
+  'hgpo': 'gigpo_jax.algorithms.hgpo',
+  'ppo': 'gigpo_jax.algorithms.ppo',
+  'reinforce_pp': 'gigpo_jax.algorithms.reinforce_pp',
+  'reinforce_pp_baseline': 'gigpo_jax.algorithms.reinforce_pp_baseline',
+  'rloo': 'gigpo_jax.algorithms.rloo',
+}
 
 
 class AlgorithmOutput(NamedTuple):
@@ -70,20 +85,14 @@ def make(name: str, **options) -> Algorithm:
   """Creates an algorithm.
 
   Args:
-    name: one of NAMES, or an importable module with a class `Algorithm`.
+    name: a key of REGISTRY, or an importable module with a class `Algorithm`.
     **options: options of any algorithm; those that this algorithm does not
       have are ignored.
 
   Raises:
     ValueError: if the name is unknown or the algorithm rejects an option.
   """
-  if name not in NAMES and not envs.can_import(name):
-    raise ValueError(
-      f'algorithm.name={name}: unknown; must be one of {", ".join(NAMES)}, or '
-      'an importable module'
-    )
-  path = f'{__name__}.{name}' if name in NAMES else name
-  module = importlib.import_module(path)
+  module = _module(name)
   if not hasattr(module, 'Algorithm'):
     raise ValueError(
       f'algorithm.name={name}: the module has no Algorithm; it must define one'
@@ -91,6 +100,22 @@ def make(name: str, **options) -> Algorithm:
   _accept_credit(module.Algorithm)
   known = defaults(module.Algorithm)
   return module.Algorithm(**{k: v for k, v in options.items() if k in known})
+
+
+def _module(name: str) -> types.ModuleType:
+  if name not in REGISTRY and not envs.can_import(name):
+    raise ValueError(
+      f'algorithm.name={name}: unknown; must be one of {", ".join(REGISTRY)}, '
+      'or an importable module'
+    )
+  return importlib.import_module(REGISTRY.get(name, name))
+
+
+def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a line for each option that the config's algorithm rejects."""
+  module = _module(config.algorithm.name)
+  if hasattr(module, 'conflicts'):
+    yield from module.conflicts(config)
 
 
 def defaults(algorithm: type[Algorithm] | Algorithm) -> dict[str, object]:
@@ -125,6 +150,6 @@ def _accept_credit(algorithm: type) -> None:
 
 __getattr__ = deprecated.names(
   __name__,
-  {'Credit': 'AlgorithmOutput'},
+  {'Credit': 'AlgorithmOutput', 'NAMES': 'REGISTRY'},
   {'Credit': {'links': 'value_mask'}},
 )

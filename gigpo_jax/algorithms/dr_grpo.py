@@ -5,8 +5,22 @@ loss.aggregation=fixed_length.
 """
 
 import dataclasses
+from collections.abc import Iterator
+
+import ml_collections
 
 from gigpo_jax.algorithms import gigpo
+
+PRESETS = {'dr_grpo': {'loss.aggregation': 'fixed_length'}}
+
+
+def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields another aggregation of the loss."""
+  if config.loss.aggregation != 'fixed_length':
+    yield (
+      f'loss.aggregation={config.loss.aggregation}: dr_grpo divides by a '
+      'constant; must be fixed_length'
+    )
 
 
 @dataclasses.dataclass(frozen=True)

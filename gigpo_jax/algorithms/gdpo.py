@@ -10,10 +10,12 @@ weight 1, however many turns it has.
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 
 from gigpo_jax import advantages, algorithms, arrays, batch
@@ -21,6 +23,15 @@ from gigpo_jax import advantages, algorithms, arrays, batch
 _EPSILON = 1e-4
 # Sums of float32 count as equal up to this fraction of the largest sum.
 _EQUAL_WITHIN = 2.0**-18
+
+
+def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a filter of groups by the total reward."""
+  if config.filter.drop_zero_variance:
+    yield (
+      'filter.drop_zero_variance=True: filters by the total reward, but gdpo '
+      'uses its components; must be False'
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,15 @@ import numpy as np
 
 from gigpo_jax import advantages, algorithms, batch
 
+PRESETS = {
+  # Readings of the released code.
+  'reference_code': {
+    'algorithm.episode_stats': 'rows',
+    'algorithm.penalty_scope': 'row',
+    'algorithm.lone_episode': 'raw',
+  },
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:

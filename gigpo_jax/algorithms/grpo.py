@@ -4,6 +4,8 @@ import dataclasses
 
 from gigpo_jax.algorithms import gigpo
 
+PRESETS = {'reference_code': gigpo.PRESETS['reference_code']}
+
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(gigpo.Algorithm):

@@ -10,14 +10,25 @@ compare with, the remaining levels share its weight.
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from gigpo_jax import advantages, arrays, batch
 from gigpo_jax.algorithms import gigpo
+
+
+def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields histories that the anchors already contain."""
+  if config.algorithm.anchor_history:
+    yield (
+      f'algorithm.anchor_history={config.algorithm.anchor_history}: hgpo '
+      'compares histories itself (algorithm.history); must be 0'
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,14 +11,31 @@ token, and its tokens share an advantage.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import ClassVar
 
+import ml_collections
 import numpy as np
 from jaxtyping import Bool, Float
 
 from gigpo_jax import algorithms, batch
 
 LEVELS = ('token', 'turn')
+
+PRESETS = {
+  # PPO compares no episodes of a task: every episode gets its own task.
+  'ppo': {'rollout.episodes_per_group': 1},
+  'reference_code': {},
+}
+
+
+def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a ratio per row with an advantage per token."""
+  if config.loss.ratio_level == 'row' and config.algorithm.gae_level == 'token':
+    yield (
+      'loss.ratio_level=row: each token of a row has its own advantage; needs '
+      'algorithm.gae_level=turn'
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,8 @@ from typing import ClassVar
 
 from gigpo_jax.algorithms import reinforce_pp
 
+PRESETS = reinforce_pp.PRESETS
+
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(reinforce_pp.Algorithm):

@@ -1,0 +1,47 @@
+"""Checks of an environment's options; each yields `env.OPTION=VALUE: ...`."""
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from envs import narrator
+
+_MAX_SEED = 2**31 - 1
+
+
+def at_least(
+  options: Mapping[str, Any], note: str = '', **lowest: int
+) -> Iterator[str]:
+  """Yields options below a bound; options that are None or missing pass.
+
+  Args:
+    options: the environment's options.
+    note: added to the error, such as '; None is all'.
+    **lowest: option=lowest accepted value.
+  """
+  for name, low in lowest.items():
+    value = options.get(name)
+    if value is not None and not (math.isfinite(value) and value >= low):
+      yield f'env.{name}={value}: out of range; must be at least {low}{note}'
+
+
+def one_of(
+  options: Mapping[str, Any], **known: Collection[str]
+) -> Iterator[str]:
+  """Yields options with unknown values; options that are None pass."""
+  for name, values in known.items():
+    value = options.get(name)
+    if value is not None and value not in values:
+      yield f'env.{name}={value}: unknown; must be one of {", ".join(values)}'
+
+
+def shared(options: Mapping[str, Any]) -> Iterator[str]:
+  """Yields problems of the options that most environments have."""
+  yield from at_least(options, max_steps=1, history_length=0)
+  yield from one_of(options, prompt_style=narrator.STYLES)
+  seed = (options.get('generator') or {}).get('seed')
+  if seed is not None and not 0 <= seed <= _MAX_SEED:
+    yield (
+      f'env.generator.seed={seed}: out of range; must be a non-negative 32-bit '
+      'integer'
+    )

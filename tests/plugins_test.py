@@ -1,0 +1,102 @@
+"""Fences: central modules name no environment or algorithm."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+import envs
+from configs import base
+from gigpo_jax import algorithms
+
+PROJECT = pathlib.Path(envs.__file__).parents[1]
+CENTRAL = (
+  'configs/base.py',
+  'envs/__init__.py',
+  'envs/base.py',
+  'envs/checks.py',
+  *(
+    str(path.relative_to(PROJECT))
+    for path in sorted(PROJECT.glob('gigpo_jax/*.py'))
+  ),
+)
+NAMES = envs.REGISTRY.keys() | algorithms.REGISTRY.keys()
+
+
+def _strings_and_names(tree: ast.Module) -> list[str]:
+  """Returns the strings, names and imports of a module, without docstrings."""
+  documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+  docstrings = {
+    id(node.body[0].value)
+    for node in ast.walk(tree)
+    if isinstance(node, documented) and ast.get_docstring(node) is not None
+  }
+  words = []
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+      words += [] if id(node) in docstrings else [node.value]
+    elif isinstance(node, ast.Name | ast.Attribute | ast.alias):
+      words.append(getattr(node, 'id', getattr(node, 'attr', '')))
+      words.append(getattr(node, 'name', ''))
+    elif isinstance(node, ast.ImportFrom):
+      words.append(node.module or '')
+  return words
+
+
+def _named(path: str) -> set[str]:
+  """Returns the environments and algorithms that a module names."""
+  tree = ast.parse((PROJECT / path).read_text())
+  # A literal registry is where names belong.
+  tree.body = [
+    node
+    for node in tree.body
+    if not (
+      isinstance(node, ast.Assign)
+      and ast.unparse(node.targets[0]) == 'REGISTRY'
+    )
+  ]
+  words = {
+    word
+    for text in _strings_and_names(tree)
+    for word in re.findall(r'\w+', text)
+  }
+  return words & NAMES
+
+
+@pytest.mark.parametrize('path', CENTRAL)
+def test_no_central_module_names_an_environment_or_algorithm(path: str):
+  # The default algorithm, and the functions of the advantages named for it.
+  allowed = {
+    'configs/base.py': {'gigpo'},
+    'gigpo_jax/advantages.py': {'gigpo'},
+  }
+  assert _named(path) <= allowed.get(path, set())
+
+
+def test_the_default_algorithm_is_named_once():
+  tree = ast.parse((PROJECT / 'configs/base.py').read_text())
+  assert _strings_and_names(tree).count(base.DEFAULT_ALGORITHM) == 1
+
+
+@pytest.mark.parametrize(
+  'path', sorted(PROJECT.glob('configs/**/*.py')), ids=lambda path: path.stem
+)
+def test_configs_do_not_import_the_trainer(path: pathlib.Path):
+  for node in ast.walk(ast.parse(path.read_text())):
+    modules = [alias.name for alias in getattr(node, 'names', [])]
+    modules += [getattr(node, 'module', None) or '']
+    assert not any(module.startswith('gigpo_jax') for module in modules)
+
+
+@pytest.mark.parametrize('registry', [envs.REGISTRY, algorithms.REGISTRY])
+def test_registries_are_sorted(registry):
+  assert list(registry) == sorted(registry)
+
+
+def test_presets_are_for_known_variants():
+  for name in envs.REGISTRY:
+    assert envs.presets(name).keys() <= set(base.PRESETS)
+  for name in algorithms.REGISTRY:
+    presets = getattr(base._algorithm(name), 'PRESETS', {})
+    assert presets.keys() <= {name, *base.PRESETS}
