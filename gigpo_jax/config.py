@@ -19,7 +19,6 @@ import configs
 import envs
 from configs import base
 from gigpo_jax import (
-  advantages,
   algorithms,
   anchors,
   deprecated,
@@ -31,7 +30,6 @@ from gigpo_jax import (
   tasks,
   tokenizer,
 )
-from gigpo_jax.algorithms import ppo
 from gigpo_jax.models import (
   attention,
   huggingface,
@@ -90,10 +88,8 @@ _DEPENDENT_FIELDS = {
 _CHOICES = {
   'rollout.schedule': rollout.SCHEDULES,
   'rollout.weights': sampler.WEIGHTS,
-  **{f'algorithm.{name}': known for name, known in advantages.OPTIONS.items()},
   'algorithm.anchor': anchors.ANCHORS,
   'sft.init': ('', 'scratch'),
-  'algorithm.gae_level': ppo.LEVELS,
   'loss.aggregation': losses.AGGREGATIONS,
   'loss.ratio_level': losses.RATIOS,
   'tasks.draw': tasks.DRAWS,
@@ -135,15 +131,8 @@ _RANGES = {
     None,
     'at least 0; 0 is the smallest that fits the memory',
   ),
-  'algorithm.discount': (0.0, 1.0, 'between 0 and 1'),
-  'algorithm.step_weight': (0.0, None, 'at least 0; 0 is GRPO'),
-  'algorithm.invalid_penalty': (0.0, 1e6, 'between 0 and 1,000,000'),
   'algorithm.similarity_threshold': (0.0, 1.0, 'between 0 and 1'),
   'algorithm.anchor_history': (0, None, 'at least 0'),
-  'algorithm.history': (0, None, 'at least 0'),
-  'algorithm.graph_discount': (0.0, 1.0, 'between 0 and 1'),
-  'algorithm.gae_discount': (0.0, 1.0, 'between 0 and 1'),
-  'algorithm.gae_lambda': (0.0, 1.0, 'between 0 and 1'),
   'critic.rate_ratio': (0.0, None, 'at least 0'),
   'critic.value_clip': (1e-6, None, 'above 0'),
   'critic.warmup_iterations': (0, None, 'at least 0'),
@@ -301,6 +290,8 @@ def _values(config: ml_collections.ConfigDict) -> Iterator[str]:
     value = _get(config, field)
     if value is not None and value not in known:
       yield f'{field}={value}: unknown; must be one of {", ".join(known)}'
+  for problem in algorithms.problems(config.algorithm):
+    yield f'algorithm.{problem}'
   for field, (low, high, accepted) in _RANGES.items():
     value = _get(config, field)
     if value is None:

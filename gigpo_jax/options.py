@@ -1,4 +1,4 @@
-"""Options: dataclass fields that say which values they accept.
+"""Options: dataclass fields that know which values they accept.
 
 A section of the config becomes a dataclass, `Thing(**config.thing)`, which
 declares default and range of each option next to the code that uses it:
@@ -10,15 +10,19 @@ declares default and range of each option next to the code that uses it:
 
       def __post_init__(self):
         options.check(self)
+
+A value of None is accepted by every field: the option is not set.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 _ACCEPTS = 'accepts'
 _IS_VALID = 'is_valid'
+
+MAX_SEED = 2**31 - 1
 
 
 def number(
@@ -29,8 +33,9 @@ def number(
   high: float | None = None,
   below: float | None = None,
   note: str = '',
+  **kwargs: Any,
 ) -> Any:
-  """Returns a field for a finite number within bounds; None is accepted.
+  """Returns a field for a finite number within bounds.
 
   Args:
     default: its default.
@@ -39,6 +44,7 @@ def number(
     high: largest accepted value.
     below: bound that a value must be smaller than.
     note: added to the error, such as '0 is off'.
+    **kwargs: further arguments of `dataclasses.field`.
   """
 
   def is_valid(value: float) -> bool:
@@ -51,27 +57,82 @@ def number(
     )
 
   if low is not None and high is not None:
-    accepts = f'between {low:g} and {high:g}'
+    accepts = f'between {low:,g} and {high:,g}'
   else:
     bounds = {'at least': low, 'above': above, 'at most': high, 'below': below}
     accepts = ', '.join(
       f'{k} {v:g}' for k, v in bounds.items() if v is not None
     )
   accepts = 'out of range; must be ' + (accepts or 'finite')
-  return _field(default, is_valid, accepts + (note and f'; {note}'))
+  return field(default, is_valid, accepts + (note and f'; {note}'), **kwargs)
 
 
-def choice(default: str, values: Sequence[str]) -> Any:
+def seed(default: int = 0) -> Any:
+  """Returns a field for the seed of a random stream."""
+  return field(
+    default,
+    lambda value: 0 <= value <= MAX_SEED,
+    'out of range; must be a non-negative 32-bit integer',
+  )
+
+
+def choice(default: str, values: Sequence[str], **kwargs: Any) -> Any:
   """Returns a field for one of a few names."""
   accepts = (
     f'unknown; must be one of {", ".join(v or "(empty)" for v in values)}'
   )
-  return _field(default, lambda value: value in values, accepts)
+  return field(default, lambda value: value in values, accepts, **kwargs)
 
 
-def _field(default: Any, is_valid: Any, accepts: str) -> Any:
+def sizes(default: tuple[int, ...], *, or_none: bool = False) -> Any:
+  """Returns a field for rising positive sizes, or none if `or_none`."""
+
+  def is_valid(value: Sequence[int]) -> bool:
+    return (
+      all(isinstance(size, int) for size in value)
+      and (or_none or len(value) > 0)
+      and min(value, default=1) >= 1
+      and tuple(value) == tuple(sorted(set(value)))
+    )
+
+  alternative = ', or () for half the limit and the limit' if or_none else ''
+  return field(
+    default,
+    is_valid,
+    f'must be one or more rising positive sizes{alternative}',
+  )
+
+
+def field(
+  default: Any, is_valid: Callable[[Any], bool], accepts: str, **kwargs: Any
+) -> Any:
+  """Returns a field for any values.
+
+  Args:
+    default: its default.
+    is_valid: whether a value other than None is accepted.
+    accepts: what is wrong with other values; what is accepted.
+    **kwargs: further arguments of `dataclasses.field`.
+  """
   metadata = {_IS_VALID: is_valid, _ACCEPTS: accepts}
-  return dataclasses.field(default=default, metadata=metadata)
+  return dataclasses.field(default=default, metadata=metadata, **kwargs)
+
+
+def problems(options: type, values: Mapping[str, Any]) -> Iterator[str]:
+  """Yields a line for each value that is not accepted.
+
+  Args:
+    options: a dataclass of options.
+    values: values by name; others than the dataclass has are skipped.
+  """
+  for option in dataclasses.fields(options):
+    value = values.get(option.name)
+    is_valid = option.metadata.get(_IS_VALID)
+    if is_valid and value is not None and not is_valid(value):
+      accepts = option.metadata[_ACCEPTS]
+      if isinstance(value, float) and not math.isfinite(value):
+        accepts = accepts.replace('out of range; must be', 'must be finite and')
+      yield f'{option.name}={value}: {accepts}'
 
 
 def check(instance: Any) -> None:
@@ -80,11 +141,6 @@ def check(instance: Any) -> None:
   Raises:
     ValueError: one line per option that is not accepted.
   """
-  problems = []
-  for field in dataclasses.fields(instance):
-    value = getattr(instance, field.name)
-    is_valid = field.metadata.get(_IS_VALID)
-    if is_valid and value is not None and not is_valid(value):
-      problems.append(f'{field.name}={value}: {field.metadata[_ACCEPTS]}')
-  if problems:
-    raise ValueError('\n'.join(problems))
+  lines = [*problems(type(instance), vars(instance))]
+  if lines:
+    raise ValueError('\n'.join(lines))

@@ -5,7 +5,6 @@ parser of responses. The simulator and games are loaded on first use; no jax is
 imported.
 """
 
-import collections
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping

@@ -15,7 +15,7 @@ another project. A module may also define
 import dataclasses
 import importlib
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 import ml_collections
@@ -25,6 +25,7 @@ from jaxtyping import Bool, Float
 import envs
 from gigpo_jax import advantages as advantages_lib
 from gigpo_jax import batch, deprecated
+from gigpo_jax import options as options_lib
 
 # name: module that holds `Algorithm`.
 REGISTRY = {
@@ -116,6 +117,24 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
   module = _module(config.algorithm.name)
   if hasattr(module, 'conflicts'):
     yield from module.conflicts(config)
+
+
+def problems(values: Mapping[str, object]) -> Iterator[str]:
+  """Yields a line for each option of any algorithm with a wrong value.
+
+  Args:
+    values: options by name, of `config.algorithm`.
+  """
+  modules = dict.fromkeys([*REGISTRY, values.get('name')])
+  lines = {}
+  for name in modules:
+    try:
+      algorithm = _module(name).Algorithm
+    except (AttributeError, ValueError):
+      continue  # `make` reports it.
+    known = dict.fromkeys(options_lib.problems(algorithm, values))
+    lines.update(known)
+  yield from lines
 
 
 def defaults(algorithm: type[Algorithm] | Algorithm) -> dict[str, object]:

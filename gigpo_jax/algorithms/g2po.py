@@ -35,7 +35,7 @@ class Algorithm(gigpo.Algorithm):
   jax.jit,
   static_argnames=('norm', 'episode_stats', 'penalty_scope', 'lone_episode'),
 )
-def _parts(*inputs, norm, penalty_scope, **options):
+def _parts(*inputs, norm, penalty_scope, **statistics):
   rewards, steps, discount = inputs[0][0], inputs[3], inputs[6][0]
   described = advantages.segment_rows(*inputs, penalty_scope=penalty_scope)
   before, after = values(described, rewards, steps, discount)
@@ -50,7 +50,9 @@ def _parts(*inputs, norm, penalty_scope, **options):
   step_advantage += advantages.group_normalize(
     (gain, 0 * gain), described.groups, described.real, **stats
   )
-  return advantages.make_parts(described, step_advantage, norm=norm, **options)
+  return advantages.make_parts(
+    described, step_advantage, norm=norm, **statistics
+  )
 
 
 def values(

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from gigpo_jax import advantages, algorithms, batch
+from gigpo_jax import advantages, algorithms, batch, options
 
 PRESETS = {
   # Readings of the released code.
@@ -27,15 +27,20 @@ class Algorithm:
   needs_values: ClassVar[bool] = False
   needs_group: ClassVar[bool] = True
 
-  discount: float = 0.95
-  step_weight: float = 1.0
-  invalid_penalty: float = 0.1
-  norm: str = 'mean_std'
-  episode_stats: str = 'trajectories'
-  penalty_scope: str = 'reward'
-  lone_episode: str = 'zero'
+  discount: float = options.number(0.95, low=0, high=1)
+  step_weight: float = options.number(1.0, low=0, note='0 is GRPO')
+  invalid_penalty: float = options.number(0.1, low=0, high=1_000_000)
+  norm: str = options.choice('mean_std', advantages.NORMS)
+  episode_stats: str = options.choice(
+    'trajectories', advantages.OPTIONS['episode_stats']
+  )
+  penalty_scope: str = options.choice(
+    'reward', advantages.OPTIONS['penalty_scope']
+  )
+  lone_episode: str = options.choice('zero', advantages.OPTIONS['lone_episode'])
 
   def __post_init__(self):
+    options.check(self)
     advantages.check_options(**self.statistics())
 
   def parts(self, rows: batch.Rows) -> advantages.Parts:
@@ -79,9 +84,9 @@ class Algorithm:
     return advantages.combine(parts, self.step_weight)
 
 
-def diagnose(rows: batch.Rows, **options) -> dict[str, float]:
+def diagnose(rows: batch.Rows, **kwargs) -> dict[str, float]:
   """Returns GiGPO's metrics for the rows of any algorithm."""
-  return Algorithm(**options).compute_advantages(rows).metrics
+  return Algorithm(**kwargs).compute_advantages(rows).metrics
 
 
 def metrics(parts: advantages.Parts, groups: np.ndarray) -> dict[str, float]:

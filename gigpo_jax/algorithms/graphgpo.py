@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from gigpo_jax import advantages, arrays, batch
+from gigpo_jax import advantages, arrays, batch, options
 from gigpo_jax.algorithms import gigpo
 
 # Distance of nodes without a path to success, in steps.
@@ -30,7 +30,7 @@ class Algorithm(gigpo.Algorithm):
     graph_discount: discount per step of distance, in [0, 1].
   """
 
-  graph_discount: float = 0.1
+  graph_discount: float = options.number(0.1, low=0, high=1)
 
   def parts(self, rows: batch.Rows) -> advantages.Parts:
     """Returns A_E, and A_S computed from distances to success."""
@@ -53,7 +53,7 @@ def nodes(rows: batch.Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
   jax.jit,
   static_argnames=('norm', 'episode_stats', 'penalty_scope', 'lone_episode'),
 )
-def _parts(*inputs, norm, penalty_scope, **options):
+def _parts(*inputs, norm, penalty_scope, **statistics):
   *inputs, following, known, success, graph_discount = inputs
   groups, anchors = inputs[1], inputs[4]
   described = advantages.segment_rows(*inputs, penalty_scope=penalty_scope)
@@ -65,7 +65,9 @@ def _parts(*inputs, norm, penalty_scope, **options):
   step_advantage = advantages.step_advantages(
     values, described.anchors, norm=norm
   )
-  return advantages.make_parts(described, step_advantage, norm=norm, **options)
+  return advantages.make_parts(
+    described, step_advantage, norm=norm, **statistics
+  )
 
 
 def edges(

@@ -18,7 +18,7 @@ import ml_collections
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from gigpo_jax import advantages, arrays, batch
+from gigpo_jax import advantages, arrays, batch, options
 from gigpo_jax.algorithms import gigpo
 
 
@@ -45,14 +45,9 @@ class Algorithm(gigpo.Algorithm):
   """
 
   step_weight: float = dataclasses.field(default=1.0, init=False)
-  history: int = 2
+  history: int = options.number(2, low=0)
   level_exponent: float = 1.0
   episode_weight: float = 0.0
-
-  def __post_init__(self):
-    super().__post_init__()
-    if self.history < 0:
-      raise ValueError(f'history={self.history}: must be at least 0')
 
   def parts(self, rows: batch.Rows) -> advantages.Parts:
     """Returns A_E, and the weighted sum of the levels as A_S."""
@@ -78,7 +73,7 @@ class Algorithm(gigpo.Algorithm):
     'lone_episode',
   ),
 )
-def _parts(*inputs, history, norm, penalty_scope, **options):
+def _parts(*inputs, history, norm, penalty_scope, **statistics):
   *inputs, level_exponent = inputs
   described = advantages.segment_rows(*inputs, penalty_scope=penalty_scope)
   all_rows = jnp.ones_like(described.starts)
@@ -93,7 +88,9 @@ def _parts(*inputs, history, norm, penalty_scope, **options):
   step_advantage = jnp.where(
     weights > 0, total / jnp.maximum(weights, 1e-30), 0
   )
-  return advantages.make_parts(described, step_advantage, norm=norm, **options)
+  return advantages.make_parts(
+    described, step_advantage, norm=norm, **statistics
+  )
 
 
 def levels(

@@ -18,7 +18,7 @@ import ml_collections
 import numpy as np
 from jaxtyping import Bool, Float
 
-from gigpo_jax import algorithms, batch
+from gigpo_jax import algorithms, batch, options
 
 LEVELS = ('token', 'turn')
 
@@ -54,18 +54,14 @@ class Algorithm:
   needs_values: ClassVar[bool] = True
   needs_group: ClassVar[bool] = False
 
-  gae_level: str = 'token'
-  gae_discount: float = 1.0
-  gae_lambda: float = 1.0
+  gae_level: str = options.choice('token', LEVELS)
+  gae_discount: float = options.number(1.0, low=0, high=1)
+  gae_lambda: float = options.number(1.0, low=0, high=1)
   whiten_advantages: bool = True
-  invalid_penalty: float = 0.1
+  invalid_penalty: float = options.number(0.1, low=0, high=1_000_000)
 
   def __post_init__(self):
-    if self.gae_level not in LEVELS:
-      raise ValueError(
-        f'gae_level={self.gae_level}: unknown; must be one of '
-        f'{", ".join(LEVELS)}'
-      )
+    options.check(self)
 
   def _links(self, rows: batch.Rows) -> Bool[np.ndarray, 'R C']:
     """Returns True at the positions that are links."""

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gigpo_jax import advantages, algorithms, batch
+from gigpo_jax import advantages, algorithms, batch, options
 
 PRESETS = {'reference_code': {}}
 
@@ -30,7 +30,10 @@ class Algorithm:
   needs_group: ClassVar[bool] = False
   baseline: ClassVar[str] = 'none'
 
-  invalid_penalty: float = 0.1
+  invalid_penalty: float = options.number(0.1, low=0, high=1_000_000)
+
+  def __post_init__(self):
+    options.check(self)
 
   credit = algorithms.credit
 
