@@ -18,6 +18,7 @@ import safetensors.numpy
 from gigpo_jax import config as config_lib
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import huggingface, qwen
+from gigpo_jax.models.huggingface import export
 
 YARN = qwen.Yarn(4.0, 16, beta_fast=8.0, attention_factor=0.7)
 
@@ -492,7 +493,7 @@ def test_a_directory_without_safetensors_is_refused(saved):
 
 def test_a_large_export_is_split_and_loaded(saved, mesh, monkeypatch):
   directory, config, params = saved
-  monkeypatch.setattr(huggingface, 'FILE_BYTES', 3000)
+  monkeypatch.setattr(export, 'FILE_BYTES', 3000)
   huggingface.save(str(directory), config, params, dtype='float32')
   index = json.loads((directory / 'model.safetensors.index.json').read_text())
   files = sorted(path.name for path in directory.glob('*.safetensors'))
@@ -505,7 +506,7 @@ def test_a_large_export_is_split_and_loaded(saved, mesh, monkeypatch):
   loaded = huggingface.load(str(directory), config, mesh)
   jax.tree.map(np.testing.assert_array_equal, loaded, params)
   # Another export into the same directory removes all its files.
-  monkeypatch.setattr(huggingface, 'FILE_BYTES', 10**9)
+  monkeypatch.setattr(export, 'FILE_BYTES', 10**9)
   huggingface.save(str(directory), config, params, dtype='float32')
   assert [p.name for p in directory.glob('*.safetensors*')] == [
     'model.safetensors'

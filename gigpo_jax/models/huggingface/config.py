@@ -1,0 +1,436 @@
+"""Read and write config.json.
+
+A field that may change the network and is not supported is an error.
+"""
+
+import json
+import math
+import pathlib
+
+from gigpo_jax.models.qwen_config import QwenConfig, Yarn
+
+# Maximum characters of a value in an error.
+_MAX_SHOWN = 80
+
+# Required fields of config.json, for any network and for a mixture of experts.
+_REQUIRED = (
+  'vocab_size',
+  'hidden_size',
+  'intermediate_size',
+  'num_hidden_layers',
+  'num_attention_heads',
+  'rms_norm_eps',
+)
+_EXPERTS_REQUIRED = ('moe_intermediate_size', 'num_experts_per_tok')
+_EXPERTS_FIELDS = (
+  *_EXPERTS_REQUIRED,
+  'num_experts',
+  'num_local_experts',
+  'norm_topk_prob',
+)
+# Fields that hold an integer above 0.
+_COUNTS = (
+  *(name for name in _REQUIRED if name != 'rms_norm_eps'),
+  *_EXPERTS_REQUIRED,
+  'num_experts',
+  'num_local_experts',
+  'num_key_value_heads',
+  'head_dim',
+  'max_position_embeddings',
+)
+# Fields that hold true or false.
+_FLAGS = ('tie_word_embeddings', 'norm_topk_prob')
+# All fields that `read_config` uses.
+_READ = (
+  *_COUNTS,
+  *_FLAGS,
+  'rms_norm_eps',
+  'model_type',
+  'rope_theta',
+  'rope_scaling',
+  'rope_parameters',
+)
+
+# Fields that may change the network, with the values that do not change it.
+# Null never changes it. A field that is in none of these lists is refused.
+_NEUTRAL = {
+  'hidden_act': ('silu', 'swish'),
+  'attention_bias': (False,),
+  'use_sliding_window': (False,),
+  'decoder_sparse_step': (1,),
+  'mlp_only_layers': ([],),
+  'partial_rotary_factor': (1,),
+  'mlp_bias': (False,),
+  'is_causal': (True,),
+  'use_mrope': (False,),
+  'use_dynamic_ntk': (False,),
+  'use_logn_attn': (False,),
+  'add_cross_attention': (False,),
+  'is_encoder_decoder': (False,),
+  'tie_encoder_decoder': (False,),
+  'pretraining_tp': (1,),
+  'pruned_heads': ({},),
+  'auto_map': ({},),
+  'quantization_config': (),
+}
+
+# Fields that never change the network. They concern sliding windows (refused if
+# use_sliding_window is true), training, memory and outputs, generation, and
+# notes.
+_WITHOUT_EFFECT = frozenset(
+  """
+  sliding_window max_window_layers
+  attention_dropout initializer_range output_router_logits router_aux_loss_coef
+  gradient_checkpointing use_bfloat16 tf_legacy_loss torch_dtype dtype
+  use_cache chunk_size_feed_forward torchscript return_dict output_attentions
+  output_hidden_states output_scores return_dict_in_generate is_decoder
+  attn_implementation experts_implementation
+  bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id
+  forced_bos_token_id forced_eos_token_id bad_words_ids suppress_tokens
+  begin_suppress_tokens prefix max_length min_length model_max_length do_sample
+  num_beams num_beam_groups num_return_sequences diversity_penalty
+  early_stopping length_penalty repetition_penalty no_repeat_ngram_size
+  encoder_no_repeat_ngram_size exponential_decay_length_penalty
+  remove_invalid_values temperature top_k top_p typical_p
+  transformers_version name_or_path model_name tokenizer_class finetuning_task
+  task_specific_params problem_type num_labels id2label label2id
+  unsloth_fixed unsloth_version
+  """.split()
+)
+# Prefix of the private fields of transformers.
+_PRIVATE = '_'
+
+# Required and accepted fields of the rotary angles, by rope_type.
+_YARN_REQUIRED = ('factor', 'original_max_position_embeddings')
+_ROPE = {
+  'default': ('rope_type', 'type', 'rope_theta'),
+  'yarn': (
+    *('rope_type', 'type', 'rope_theta', *_YARN_REQUIRED),
+    *('beta_fast', 'beta_slow', 'attention_factor'),
+  ),
+}
+_NEUTRAL_ROPE = {
+  'mscale': (0,),
+  'mscale_all_dim': (0,),
+  'truncate': (True,),
+  'partial_rotary_factor': (1,),
+}
+
+# Largest count (int32) and largest base of the rotary angles (float32).
+_MAX_COUNT, _MAX_THETA = 2**31 - 1, 1e38
+
+# Fields of QwenConfig that depend on model_type.
+_FAMILIES = {
+  'qwen2': {'qkv_bias': True, 'qk_norm': False},
+  'qwen3': {'qkv_bias': False, 'qk_norm': True},
+  'qwen3_moe': {'qkv_bias': False, 'qk_norm': True},
+}
+_ARCHITECTURES = {
+  'qwen2': 'Qwen2ForCausalLM',
+  'qwen3': 'Qwen3ForCausalLM',
+  'qwen3_moe': 'Qwen3MoeForCausalLM',
+}
+
+
+def read_config(
+  directory: str, *, dtype: str = 'bfloat16', remat: str = 'none', **choices
+) -> QwenConfig:
+  """Returns the shape of a checkpoint's model from its config.json.
+
+  Args:
+    directory: the checkpoint.
+    dtype: compute type.
+    remat: activations that the backward pass recomputes; see `qwen_config`.
+    **choices: other fields of the result that config.json does not define.
+
+  Raises:
+    ValueError: if config.json is missing or invalid, or the model is not
+      supported; in one line.
+  """
+  path = pathlib.Path(directory) / 'config.json'
+  if not path.is_file():
+    raise ValueError(
+      f'model.path={directory}: no config.json; needs a Hugging Face '
+      'directory with config.json, *.safetensors and a tokenizer'
+    )
+  try:
+    raw = json.loads(path.read_text(encoding='utf-8'))
+  except OSError as error:
+    raise ValueError(
+      f'model.path={directory}: config.json cannot be read '
+      f'({error.strerror}); must be readable'
+    ) from error
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f'{path}: not JSON: {error}') from error
+  if not isinstance(raw, dict):
+    raise ValueError(f'{path}: not a JSON object; must be a config.json')
+  family = raw.get('model_type')
+  if not isinstance(family, str) or family not in _FAMILIES:
+    raise ValueError(
+      f'model.path={directory}: model_type {family} is not supported; must be '
+      'qwen2 (Qwen2, Qwen2.5), qwen3 or qwen3_moe'
+    )
+  _check_numbers(directory, raw)
+  _check_fields(directory, raw)
+  try:
+    return _read_shape(directory, raw, dtype=dtype, remat=remat, **choices)
+  except (AttributeError, ArithmeticError, TypeError) as error:
+    raise ValueError(
+      f'{path}: does not describe a model ({error}); must be as Hugging Face '
+      'writes it'
+    ) from error
+
+
+def _field_error(
+  directory: str, name: str, value: object, accepted: str
+) -> ValueError:
+  """Returns the one-line error for a field of config.json."""
+  field = f'{json.dumps(name)[1:-1]}={_abbreviated(value)}'
+  return ValueError(
+    f'model.path={directory}: config.json has {field}; {accepted}'
+  )
+
+
+def _abbreviated(value: object) -> str:
+  """Returns a value as JSON on one line, truncated."""
+  text = json.dumps(value)
+  return text if len(text) <= _MAX_SHOWN else f'{text[:_MAX_SHOWN]}..'
+
+
+def _check_fields(directory: str, raw: dict) -> None:
+  """Refuses unsupported fields of config.json that may change the network."""
+  family, neutral = raw['model_type'], dict(_NEUTRAL)
+  neutral['architectures'] = ([_ARCHITECTURES[family]], [])
+  layers = raw.get('layer_types')
+  if isinstance(layers, list) and len(layers) == raw['num_hidden_layers']:
+    neutral['layer_types'] = (['full_attention'] * len(layers),)
+  if family == 'qwen2':
+    # transformers ignores it for Qwen2, which always has biases.
+    neutral['attention_bias'] = (False, True)
+  known = {*_READ, *_WITHOUT_EFFECT}
+  if family != 'qwen3_moe':
+    known -= {*_EXPERTS_FIELDS}
+  rest = {name: raw[name] for name in raw if name not in known}
+  _check_neutral(directory, rest, neutral)
+
+
+def _check_neutral(directory: str, fields: dict, neutral: dict) -> None:
+  """Refuses fields whose value is not one that leaves the network unchanged."""
+  for name, value in fields.items():
+    if value is None or name.startswith(_PRIVATE):
+      continue
+    if name not in neutral:
+      raise _field_error(
+        directory,
+        name,
+        value,
+        'unknown field that may change the network; remove it if it does not',
+      )
+    if value not in neutral[name]:
+      accepted = _abbreviated(neutral[name][0] if neutral[name] else None)
+      raise _field_error(
+        directory, name, value, f'only {accepted} is supported'
+      )
+
+
+def _read_shape(directory: str, raw: dict, **choices) -> QwenConfig:
+  family, heads = raw['model_type'], raw['num_attention_heads']
+  mlp = {'intermediate_size': raw['intermediate_size']}
+  if family == 'qwen3_moe':
+    mlp = _experts(directory, raw)
+  rope = _rope(directory, raw)
+  kv_heads = raw['num_key_value_heads'] or heads
+  if heads % kv_heads:
+    accepted = f'must divide into num_attention_heads={heads}'
+    raise _field_error(directory, 'num_key_value_heads', kv_heads, accepted)
+  head_dim = 128 if family == 'qwen3' else raw['hidden_size'] // heads
+  head_dim = raw.get('head_dim') or head_dim
+  if not head_dim or head_dim % 2:
+    accepted = 'must be even, for rotary positions'
+    raise _field_error(directory, 'head_dim', head_dim, accepted)
+  return QwenConfig(
+    vocab_size=raw['vocab_size'],
+    hidden_size=raw['hidden_size'],
+    **mlp,
+    num_layers=raw['num_hidden_layers'],
+    num_heads=heads,
+    num_kv_heads=kv_heads,
+    head_dim=head_dim,
+    rope_theta=_theta(directory, raw, rope),
+    rms_norm_eps=raw['rms_norm_eps'],
+    tie_embeddings=bool(raw.get('tie_word_embeddings')),
+    **_FAMILIES[family],
+    yarn=_yarn(directory, rope),
+    max_positions=raw.get('max_position_embeddings') or 32768,
+    **choices,
+  )
+
+
+def _check_numbers(directory: str, raw: dict) -> None:
+  path = pathlib.Path(directory) / 'config.json'
+  missing = [name for name in _REQUIRED if raw.get(name) is None]
+  # Null means num_attention_heads.
+  if 'num_key_value_heads' not in raw:
+    missing.append('num_key_value_heads')
+  if missing:
+    raise ValueError(f'{path}: lacks {", ".join(missing)}; all are required')
+  for names, is_valid, accepted in (
+    (_COUNTS, _is_count, 'an integer above 0, at most 2147483647'),
+    (_FLAGS, lambda value: isinstance(value, bool), 'true or false'),
+    (
+      ['rms_norm_eps'],
+      lambda value: _is_number(value) and 0 < value < 1,
+      'a number between 0 and 1',
+    ),
+  ):
+    for name in names:
+      if raw.get(name) is not None and not is_valid(raw[name]):
+        raise _field_error(directory, name, raw[name], f'must be {accepted}')
+
+
+def _is_number(value: object) -> bool:
+  """Returns whether a value is a finite number; booleans are not."""
+  return type(value) in (int, float) and -math.inf < value < math.inf
+
+
+def _is_count(value: object) -> bool:
+  return type(value) is int and 0 < value <= _MAX_COUNT
+
+
+def _experts(directory: str, raw: dict) -> dict:
+  """Returns the fields of QwenConfig for a mixture of experts."""
+  names = ('num_experts', 'num_local_experts')
+  given = [raw[name] for name in names if raw.get(name) is not None]
+  missing = [name for name in _EXPERTS_REQUIRED if raw.get(name) is None]
+  if not given or missing:
+    path = pathlib.Path(directory) / 'config.json'
+    field = (*missing, 'num_experts')[0]
+    raise ValueError(
+      f'{path}: lacks {field}; a mixture of experts requires '
+      f'{", ".join(_EXPERTS_REQUIRED)} and num_experts'
+    )
+  num_experts, per_token = given[0], raw['num_experts_per_tok']
+  if given[-1] != num_experts:
+    accepted = f'must be equal to num_experts={num_experts}'
+    raise _field_error(directory, 'num_local_experts', given[-1], accepted)
+  if per_token > num_experts:
+    accepted = f'must be at most num_experts={num_experts}'
+    raise _field_error(directory, 'num_experts_per_tok', per_token, accepted)
+  return {
+    'intermediate_size': raw['moe_intermediate_size'],
+    'num_experts': num_experts,
+    'experts_per_token': per_token,
+    'normalized_experts': bool(raw.get('norm_topk_prob')),
+  }
+
+
+def _rope(directory: str, raw: dict) -> dict:
+  """Returns the fields of config.json for the rotary angles."""
+  # Files of 2024 and 2025 have rope_scaling, later files rope_parameters.
+  given = [raw[n] for n in ('rope_scaling', 'rope_parameters') if raw.get(n)]
+  rope = given[0] if given else {}
+  if given[1:] and given[1] != rope:
+    accepted = 'must be equal to rope_parameters'
+    raise _field_error(directory, 'rope_scaling', rope, accepted)
+  rope_type = rope.get('rope_type', rope.get('type', 'default'))
+  if rope_type not in list(_ROPE):
+    raise _field_error(
+      directory,
+      'rope_type',
+      rope_type,
+      f'only {" and ".join(_ROPE)} are supported',
+    )
+  rest = {name: rope[name] for name in rope if name not in _ROPE[rope_type]}
+  _check_neutral(directory, rest, _NEUTRAL_ROPE)
+  return rope | {'rope_type': rope_type}
+
+
+def _theta(directory: str, raw: dict, rope: dict) -> float:
+  """Returns the base of the rotary angles."""
+  # Later files have rope_theta within rope_parameters.
+  given = [fields.get('rope_theta') for fields in (rope, raw)]
+  given = [theta for theta in given if theta is not None] or [1e4]
+  theta = given[0]
+  if not _is_number(theta) or not 1 < theta < _MAX_THETA:
+    accepted = 'must be a finite number above 1'
+    raise _field_error(directory, 'rope_theta', theta, accepted)
+  if given[-1] != theta:
+    accepted = f'must be equal to rope_theta={theta} in the rotary parameters'
+    raise _field_error(directory, 'rope_theta', given[-1], accepted)
+  return float(theta)
+
+
+def _yarn(directory: str, rope: dict) -> Yarn | None:
+  """Returns the YaRN scaling of the rotary angles, or None without it."""
+  if rope['rope_type'] == 'default':
+    return None
+  factor, length = (rope.get(name) for name in _YARN_REQUIRED)
+  fast, slow = rope.get('beta_fast') or 32, rope.get('beta_slow') or 1
+  scale = rope.get('attention_factor')
+  for name, value, is_valid, accepted in (
+    ('factor', factor, _is_number(factor) and factor >= 1, 'at least 1'),
+    (_YARN_REQUIRED[1], length, _is_count(length), 'an integer above 0'),
+    ('beta_slow', slow, _is_number(slow) and slow > 0, 'above 0'),
+    ('beta_fast', fast, _is_number(fast) and fast > slow, 'above beta_slow'),
+    (
+      'attention_factor',
+      scale,
+      scale is None or (_is_number(scale) and scale > 0),
+      'above 0',
+    ),
+  ):
+    if not is_valid:
+      raise _field_error(directory, name, value, f'of yarn must be {accepted}')
+  return Yarn(
+    factor=float(factor),
+    original_length=length,
+    beta_fast=float(fast),
+    beta_slow=float(slow),
+    attention_factor=None if scale is None else float(scale),
+  )
+
+
+def to_json(config: QwenConfig, dtype: str) -> dict:
+  """Returns the config.json of a network; the inverse of `read_config`."""
+  family = 'qwen3' if config.qk_norm else 'qwen2'
+  architecture = f'{family.capitalize()}ForCausalLM'
+  if config.num_experts:
+    family, architecture = 'qwen3_moe', 'Qwen3MoeForCausalLM'
+  content = {
+    'architectures': [architecture],
+    'model_type': family,
+    'vocab_size': config.vocab_size,
+    'hidden_size': config.hidden_size,
+    'intermediate_size': config.intermediate_size,
+    'num_hidden_layers': config.num_layers,
+    'num_attention_heads': config.num_heads,
+    'num_key_value_heads': config.num_kv_heads,
+    'head_dim': config.head_dim,
+    'hidden_act': 'silu',
+    'max_position_embeddings': config.max_positions,
+    'rope_theta': config.rope_theta,
+    'rms_norm_eps': config.rms_norm_eps,
+    'tie_word_embeddings': config.tie_embeddings,
+    'torch_dtype': dtype,
+    'use_sliding_window': False,
+  }
+  if config.num_experts:
+    content |= {
+      'moe_intermediate_size': config.intermediate_size,
+      'num_experts': config.num_experts,
+      'num_experts_per_tok': config.experts_per_token,
+      'norm_topk_prob': config.normalized_experts,
+      'decoder_sparse_step': 1,
+      'mlp_only_layers': [],
+    }
+  if config.yarn:
+    content['rope_scaling'] = {
+      'rope_type': 'yarn',
+      'factor': config.yarn.factor,
+      'original_max_position_embeddings': config.yarn.original_length,
+      'beta_fast': config.yarn.beta_fast,
+      'beta_slow': config.yarn.beta_slow,
+    }
+    if config.yarn.attention_factor is not None:
+      content['rope_scaling']['attention_factor'] = config.yarn.attention_factor
+  return content

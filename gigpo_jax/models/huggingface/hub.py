@@ -1,0 +1,69 @@
+"""Download models from the Hugging Face hub."""
+
+import contextlib
+import functools
+import pathlib
+import re
+
+import huggingface_hub
+
+from gigpo_jax.models.huggingface import weights
+
+# Files that are downloaded from the hub.
+_HUB_FILES = ['*.safetensors', '*.json', '*.jinja', 'vocab.*', 'merges.txt']
+_HUB_NAME = re.compile(r'[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?')
+
+
+def is_hub_name(path: str) -> bool:
+  """Returns whether a path has the form ORGANISATION/NAME[@REVISION]."""
+  return bool(_HUB_NAME.fullmatch(path))
+
+
+def _is_complete(folder: pathlib.Path, *, only_config: bool) -> bool:
+  """Returns whether all files of a checkpoint exist; does not check them."""
+  if only_config:
+    return (folder / 'config.json').is_file()
+  index = folder / weights.INDEX
+  if not index.is_file():
+    return any(folder.glob('*.safetensors'))
+  return all(
+    (folder / file).is_file() for file in weights.read_index(index).values()
+  )
+
+
+@functools.cache
+def download(name: str, *, only_config: bool = False) -> str:
+  """Returns the local folder of a model on the hub; downloads it if needed.
+
+  A cached model is used even if the hub has a newer revision, so that a resumed
+  run continues with the same model.
+
+  Args:
+    name: organisation/name or organisation/name@revision.
+    only_config: whether config.json is enough.
+
+  Raises:
+    ValueError: if the model does not exist or the hub cannot be reached; in one
+      line.
+  """
+  name, _, revision = name.partition('@')
+  options = {
+    'revision': revision or None,
+    'allow_patterns': 'config.json' if only_config else _HUB_FILES,
+  }
+  # Not cached, or incomplete.
+  with contextlib.suppress(Exception):
+    folder = huggingface_hub.snapshot_download(
+      name, local_files_only=True, **options
+    )
+    if _is_complete(pathlib.Path(folder), only_config=only_config):
+      return folder
+  try:
+    return huggingface_hub.snapshot_download(name, **options)
+  except Exception as error:  # From the hub, its HTTP client or the disk.
+    reason = ' '.join(str(error).split())[:160]
+    raise ValueError(
+      f'model.path={name}: no such folder, and not available from the hub '
+      f'({type(error).__name__}: {reason}); must be a folder, or a name on the '
+      'hub with a connection to it (HF_HUB_OFFLINE unset)'
+    ) from error
