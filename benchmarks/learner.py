@@ -33,7 +33,7 @@ import jax
 import models
 import numpy as np
 
-from gigpo_jax import batch, learner, losses, mesh, sampler
+from gigpo_jax import batch, learner, losses, mesh, optimizer, sampler
 from gigpo_jax.models import parameters, published, qwen
 from gigpo_jax.runtime import hardware
 
@@ -50,8 +50,8 @@ def make_learner(
   return learner.Learner(
     model,
     mesh.make_mesh(1, -1, 1),
-    loss=functools.partial(losses.policy_gradient, kl_weight=0.04),
-    optimizer=learner.adamw(1e-6),
+    loss=losses.PolicyGradient(kl_weight=0.04),
+    optimizer=optimizer.AdamW(1e-6).make(),
     length_buckets=buckets,
     max_completion_tokens=completion,
     **kwargs,
@@ -85,10 +85,11 @@ class Step:
     self._state, metrics = self._subject.update(
       self._state,
       self._rows,
-      self._advantages.astype(np.float32),
+      iteration=0,
+      advantages=self._advantages,
       old_log_probs=log_probs,
       ref_log_probs=log_probs,
-      iteration=0,
+      importance=1.0,
     )
     jax.block_until_ready(self._state)
     return metrics

@@ -46,10 +46,10 @@ def compile_once(options: argparse.Namespace) -> None:
   learner = builders.make_learner(
     config,
     builders.ModelBundle(model, devices, None, None, None),
-    builders.policy_gradient(config),
+    builders.make_loss(config),
   )
   start = time.monotonic()
-  state, base = learner.describe()
+  state, base = learner.abstract_state()
   lowered = engine.lower(state.params, base) | learner.lower()
   timings = [f'traced {time.monotonic() - start:.1f}']
   for name, program in lowered.items():

@@ -445,6 +445,8 @@ def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
   config.critic.warmup_iterations = 0
 
   config.loss = ml_collections.ConfigDict()
+  # A name in losses.REGISTRY, or module:function of an importable module.
+  config.loss.name = 'policy_gradient'
   # token: one ratio per token; row: their geometric mean per row (GSPO).
   config.loss.ratio_level = 'token'
   config.loss.clip_epsilon = 0.2  # code

@@ -6,7 +6,6 @@ The loop calls the same environments, sampler, runner, advantages, loss and
 update as `gigpo_jax.train`, with plain arguments.
 """
 
-import functools
 import pathlib
 
 import configs
@@ -47,8 +46,8 @@ def main(num_iterations: int = 2) -> list[dict[str, float]]:
   learner = gigpo_jax.learner.Learner(
     shape,
     devices,
-    loss=functools.partial(gigpo_jax.losses.policy_gradient, kl_weight=0.0),
-    optimizer=gigpo_jax.learner.adamw(learning_rate=4e-4),
+    loss=gigpo_jax.losses.PolicyGradient(kl_weight=0.0),
+    optimizer=gigpo_jax.optimizer.AdamW(learning_rate=4e-4).make(),
     minibatch_rows=256,
     microbatch_rows=8,
     length_buckets=(PROMPT_TOKENS + COMPLETION_TOKENS,),
@@ -93,10 +92,10 @@ def main(num_iterations: int = 2) -> list[dict[str, float]]:
       state, values = learner.update(
         state,
         rows,
-        jax.device_get(advantages),
-        old_log_probs=rows.sampler_log_probs,
-        ref_log_probs=None,
         iteration=iteration,
+        advantages=jax.device_get(advantages),
+        old_log_probs=rows.sampler_log_probs,
+        importance=1.0,
       )
       success = sum(e.success for e in episodes) / len(episodes)
       history.append(values | {'success': success})

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     losses,
     mesh,
     models,
+    optimizer,
     rollout,
     sampler,
+    token_batch,
     tokenizer,
     trajectory,
   )
@@ -37,8 +39,10 @@ __all__ = [
   'losses',
   'mesh',
   'models',
+  'optimizer',
   'rollout',
   'sampler',
+  'token_batch',
   'tokenizer',
   'trajectory',
 ]

@@ -8,12 +8,11 @@ import dataclasses
 import functools
 import json
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import ml_collections
-import numpy as np
 
 import envs
 from envs import base, turns
@@ -25,9 +24,11 @@ from gigpo_jax import (
   losses,
   mesh,
   metrics,
+  optimizer,
   rollout,
   sampler,
   tasks,
+  token_batch,
   tokenizer,
   trial,
 )
@@ -37,9 +38,6 @@ from gigpo_jax.runtime import console, distributed
 
 if TYPE_CHECKING:
   from gigpo_jax import episodes
-
-# Extra loss arguments; see `corridor`.
-_CORRIDOR = ('entropy_low', 'entropy_high', 'corridor')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,17 +243,18 @@ def make_sampling(
 
 
 def make_learner(
-  config: ml_collections.ConfigDict, policy: ModelBundle, loss: Callable
+  config: ml_collections.ConfigDict,
+  policy: ModelBundle,
+  loss: token_batch.Loss,
 ) -> learner.Learner:
   """Returns the learner, which updates the policy."""
   return learner.Learner(
     policy.model,
     policy.mesh,
     loss=loss,
-    optimizer=learner.adamw(**config.optimizer),
+    optimizer=optimizer.AdamW(**config.optimizer).make(),
     temperature=config.rollout.temperature,
     aggregation=config.loss.aggregation,
-    columns=_CORRIDOR if config.loss.entropy_band.weight else (),
     **_learner_sizes(config),
   )
 
@@ -275,40 +274,9 @@ def _learner_sizes(config: ml_collections.ConfigDict) -> dict[str, Any]:
   }
 
 
-def corridor(
-  config: ml_collections.ConfigDict,
-  rows: batch.Rows,
-  entropies: Sequence[float],
-  iteration: int,
-) -> dict[str, np.ndarray]:
-  """Returns extra loss arguments that keep the entropy within a band.
-
-  Args:
-    config: the experiment.
-    rows: rows of the iteration.
-    entropies: mean token entropy of each previous iteration; without any the
-      weight is 0.
-    iteration: index of the iteration.
-
-  Returns:
-    Arrays [R] of the band's ends and weight; empty if the band is off.
-  """
-  band = config.loss.entropy_band
-  if not band.weight:
-    return {}
-  mean = float(np.mean(entropies)) if entropies else 0.0
-  weight = band.weight * losses.corridor_weight(
-    iteration, config.num_iterations, band.decay
-  )
-  values = (
-    band.low * mean,
-    band.high * mean,
-    weight if entropies else 0.0,
-  )
-  return {
-    name: np.full(len(rows.groups), value, np.float32)
-    for name, value in zip(_CORRIDOR, values, strict=True)
-  }
+def entropy_band(config: ml_collections.ConfigDict) -> losses.EntropyBand:
+  """Returns the entropy band of the loss, whose columns vary by iteration."""
+  return losses.EntropyBand(**config.loss.entropy_band)
 
 
 def make_critic(
@@ -321,7 +289,7 @@ def make_critic(
     policy.model,
     policy.mesh,
     value_clip=config.critic.value_clip,
-    optimizer=learner.adamw(**options),
+    optimizer=optimizer.AdamW(**options).make(),
     **_learner_sizes(config),
   )
 
@@ -394,18 +362,9 @@ def check_episodes(config: ml_collections.ConfigDict, workdir: str) -> None:
     episodes.check_folder(folder)
 
 
-def policy_gradient(config: ml_collections.ConfigDict) -> Callable:
-  """Returns the policy-gradient loss with the config's options."""
-  return functools.partial(
-    losses.policy_gradient,
-    ratio_level=config.loss.ratio_level,
-    clip_epsilon=config.loss.clip_epsilon,
-    clip_epsilon_high=config.loss.clip_epsilon_high,
-    dual_clip=config.loss.dual_clip,
-    kl_clamp=config.loss.kl_clamp,
-    kl_weight=config.loss.kl_weight,
-    entropy_weight=config.loss.entropy_weight,
-  )
+def make_loss(config: ml_collections.ConfigDict) -> token_batch.Loss:
+  """Returns the loss of the policy."""
+  return losses.make(**config.loss.to_dict())
 
 
 def make_task_type(
@@ -480,7 +439,7 @@ def make_reference(
   A copy in the compute dtype. With adapters an empty dict, because the network
   without adapters is the reference.
   """
-  if not config.loss.kl_weight:
+  if not make_loss(config).needs_reference:
     return None
   if policy.model.adapters:
     return {}

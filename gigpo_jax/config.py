@@ -323,6 +323,7 @@ def _values(config: ml_collections.ConfigDict) -> Iterator[str]:
 def _combinations(config: ml_collections.ConfigDict) -> Iterator[str]:
   yield from _algorithm(config)
   yield from _collection(config)
+  yield from _loss(config)
   if config.loss.tis_clip and config.loss.old_log_probs != 'learner':
     yield (
       f"loss.tis_clip={config.loss.tis_clip}: compares the learner's log-probs "
@@ -447,28 +448,33 @@ def _environment_conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
 
 
 def _collection(config: ml_collections.ConfigDict) -> Iterator[str]:
-  members, loss = config.rollout.episodes_per_group, config.loss
+  members = config.rollout.episodes_per_group
   if config.filter.drop_zero_variance and members < _PAIR:
     yield (
       'filter.drop_zero_variance=True: one episode has no variance; needs '
       'rollout.episodes_per_group of at least 2'
-    )
-  band = loss.entropy_band
-  if band.weight > 0 and not loss.entropy_weight:
-    yield (
-      f'loss.entropy_band.weight={band.weight}: is a multiple of '
-      'loss.entropy_weight; must be 0, or loss.entropy_weight above 0'
-    )
-  if band.weight and band.low > band.high:
-    yield (
-      f'loss.entropy_band.low={band.low}: above loss.entropy_band.high='
-      f'{band.high}; must be at most that'
     )
   horizon = tuple(config.rollout.horizon)
   if not _is_horizon(horizon):
     yield (
       f'rollout.horizon={horizon}: must be pairs (iteration, turns) with '
       'rising iterations and turns of at least 1'
+    )
+
+
+def _loss(config: ml_collections.ConfigDict) -> Iterator[str]:
+  if any(problem.startswith('loss.') for problem in _values(config)):
+    return
+  try:
+    loss = losses.make(**config.loss.to_dict())
+  except ValueError as error:
+    yield from (f'loss.{problem}' for problem in str(error).splitlines())
+    return
+  unknown = set(loss.columns) - set(losses.TRAINING_COLUMNS)
+  if unknown:
+    yield (
+      f'loss.name={config.loss.name}: reads {", ".join(sorted(unknown))}; '
+      f'must read only {", ".join(losses.TRAINING_COLUMNS)}'
     )
 
 

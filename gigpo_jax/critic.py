@@ -6,12 +6,10 @@ only on the prompt and the earlier completion tokens.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Bool, Float
@@ -19,6 +17,17 @@ from jaxtyping import Bool, Float
 from gigpo_jax import batch, learner, losses
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import parameters, qwen
+
+# Metrics of the learner that are written, and their names for the critic.
+_METRICS = {
+  'loss/total': 'critic/loss',
+  'value/clipped': 'critic/clipped',
+  'update/grad_norm': 'critic/grad_norm',
+  'update/skipped': 'critic/skipped',
+  'update/skipped_in_row': 'critic/skipped_in_row',
+  'update/most_skipped_in_row': 'critic/most_skipped_in_row',
+  'update/count': 'critic/count',
+}
 
 
 class Critic:
@@ -47,12 +56,8 @@ class Critic:
     self._learner = learner.Learner(
       self._config,
       mesh,
-      loss=functools.partial(losses.value_regression, value_clip=value_clip),
+      loss=losses.ValueRegression(value_clip),
       optimizer=optimizer,
-      outputs=lambda params, hidden: (
-        qwen.values(params, hidden),
-        jnp.zeros(hidden.shape[:-1]),
-      ),
       aggregation='sequence_mean',
       **kwargs,
     )
@@ -70,9 +75,9 @@ class Critic:
     kept = {name: x for name, x in params.items() if name != 'unembed'}
     return self._learner.init(kept | {'value': zeros})
 
-  def describe(self) -> learner.TrainState:
+  def abstract_state(self) -> learner.TrainState:
     """Returns a state's shapes, dtypes and shardings."""
-    return self._learner.describe()[0]
+    return self._learner.abstract_state()[0]
 
   def num_programs(self) -> int:
     """Returns how many calls `warm_up` counts."""
@@ -86,7 +91,7 @@ class Critic:
 
   def values(self, params: dict, rows: batch.Rows) -> Float[np.ndarray, 'R C']:
     """Returns the value before each completion token; 0 past the completion."""
-    return self._learner.log_probs(params, rows)
+    return self._learner.values(params, rows)
 
   def update(
     self,
@@ -120,22 +125,12 @@ class Critic:
     state, metrics = self._learner.update(
       state,
       rows,
-      targets,
-      old_log_probs=values,
-      ref_log_probs=None,
-      importance=weights,
       iteration=iteration,
       skipped_before=skipped_before,
+      old_values=values,
+      value_targets=targets,
+      value_weights=weights,
     )
-    names = {
-      'loss/total': 'critic/loss',
-      'value/clipped': 'critic/clipped',
-      'update/grad_norm': 'critic/grad_norm',
-      'update/skipped': 'critic/skipped',
-      'update/skipped_in_row': 'critic/skipped_in_row',
-      'update/most_skipped_in_row': 'critic/most_skipped_in_row',
-      'update/count': 'critic/count',
-    }
     # Convert the mean over tokens to a mean over the learned positions.
     metrics['value/clipped'] *= tokens.sum() / max(value_mask.sum(), 1)
-    return state, {new: metrics[old] for old, new in names.items()}
+    return state, {new: metrics[old] for old, new in _METRICS.items()}

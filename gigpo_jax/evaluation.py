@@ -467,9 +467,7 @@ def _restore_params(
   config, policy, start: dict, path: str
 ) -> tuple[dict, dict]:
   """Returns the parameters in a checkpoint, and the frozen parameters."""
-  learner = builders.make_learner(
-    config, policy, builders.policy_gradient(config)
-  )
+  learner = builders.make_learner(config, policy, builders.make_loss(config))
   template = {'policy': checkpoint.abstract_state(learner.init(start))}
   folder, iteration = _checkpoint_path(path)
   with checkpoint.Checkpointer(folder, read_only=True) as checkpointer:

@@ -1,25 +1,32 @@
-"""Losses per token and their aggregation: pure functions of arrays.
+"""Losses per token, and the weights with which an update sums them.
 
-Input: log-probabilities and entropies of completions, [B, C]. Output: one loss
-per token, and metrics with one value per token. This module knows no model,
+A loss maps the outputs of a model and a `TokenBatch` to one loss per token and
+metrics with one value per token; see `token_batch.Loss`. It knows no model,
 optimizer or device. The sum of loss * row weight over all microbatches is the
 loss of the update, independent of how rows are split; see `row_weights`.
-
-Every loss takes the arguments of `policy_gradient` up to `rows`, so that the
-learner can use any of them. Further arguments are declared to the learner.
 """
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from gigpo_jax import deprecated, options, token_batch
 from gigpo_jax.arrays import typechecked
 
 RATIOS = ('token', 'row')
 AGGREGATIONS = ('token_mean', 'sequence_mean', 'fixed_length')
 
-TokenLoss = tuple[Float[Array, 'B C'], dict[str, Float[Array, 'B C']]]
+# Columns that every loss of a policy can read.
+POLICY_COLUMNS = ('advantages', 'old_log_probs', 'importance')
+BAND_COLUMNS = ('entropy_low', 'entropy_high', 'entropy_band_weight')
+# All columns that a run provides to the losses that list them.
+TRAINING_COLUMNS = (*POLICY_COLUMNS, 'ref_log_probs', *BAND_COLUMNS)
 
 
 @typechecked
@@ -107,77 +114,100 @@ def truncated_importance(
 def row_means(
   values: Float[Array, 'B C'],
   mask: Bool[Array, 'B C'],
-  rows: Int[Array, 'B C'],
+  row_ids: Int[Array, 'B C'],
 ) -> Float[Array, 'B C']:
   """Returns, for each token, the mean over the masked tokens of its row.
 
   Args:
     values: values of tokens; ignored where mask is False.
     mask: True for the tokens to average.
-    rows: index of a token's row, in [0, C), among the rows packed into the
+    row_ids: index of a token's row, in [0, C), among the rows packed into the
       same line of the batch.
   """
 
-  def line_means(values_C: Array, mask_C: Array, rows_C: Array) -> Array:
+  def line_means(values_C: Array, mask_C: Array, ids_C: Array) -> Array:
     sums, counts = (
-      jax.ops.segment_sum(x.astype(jnp.float32), rows_C, len(rows_C))
+      jax.ops.segment_sum(x.astype(jnp.float32), ids_C, len(ids_C))
       for x in (jnp.where(mask_C, values_C, 0), mask_C)
     )
-    return (sums / jnp.maximum(counts, 1))[rows_C]
+    return (sums / jnp.maximum(counts, 1))[ids_C]
 
-  return jax.vmap(line_means)(values, mask, rows)
+  return jax.vmap(line_means)(values, mask, row_ids)
 
 
-@typechecked
-def entropy_outside(
-  entropies: Float[Array, '*S'],
-  low: Float[Array, '*S'],
-  high: Float[Array, '*S'],
-) -> Float[Array, '*S']:
-  """Returns the distance of entropies H from the band [low, high], in nats.
+@dataclasses.dataclass(frozen=True)
+class EntropyBand:
+  """The entropy penalty of EPO (arXiv:2509.22576): `config.loss.entropy_band`.
 
-  relu(low - H) + relu(H - high), as in EPO (arXiv:2509.22576). There, low and
-  high are fractions of the mean entropy of all previous iterations.
+  In iteration k of K, a token of entropy H adds to the loss, in addition to
+  the factor `PolicyGradient.entropy_weight`,
+
+      weight * (1 + exp(-decay k / floor(K / 2)))
+        * (relu(low * m - H) + relu(H - high * m)).
+
+  m is the mean entropy per token of all previous iterations, in nats. The first
+  iteration has no penalty.
 
   # Differs from the paper: follows its formula, not its code, in which the
   penalty is a constant without a gradient.
+
+  Attributes:
+    weight: weight of the penalty; 0 disables it.
+    low: lower end of the band, as a share of m.
+    high: upper end of the band, as a share of m.
+    decay: rate at which the weight decays over the run.
   """
-  return jax.nn.relu(low - entropies) + jax.nn.relu(entropies - high)
+
+  weight: float = options.number(0.0, low=0, note='0 is off')
+  low: float = options.number(0.8, low=0)
+  high: float = options.number(1.2, low=0)
+  decay: float = options.number(1.0, low=0)
+
+  def __post_init__(self):
+    options.check(self, 'entropy_band.')
+    if self.weight and self.low > self.high:
+      raise ValueError(
+        f'entropy_band.low={self.low}: above entropy_band.high={self.high}; '
+        'must be at most that'
+      )
+
+  def make_columns(
+    self, entropies: Sequence[float], iteration: int, num_iterations: int
+  ) -> dict[str, float]:
+    """Returns the columns of an iteration, one number for all tokens each.
+
+    Args:
+      entropies: mean token entropy of each previous iteration; without any the
+        weight is 0.
+      iteration: k.
+      num_iterations: K.
+    """
+    mean = float(np.mean(entropies)) if entropies else 0.0
+    weight = self.weight * self.decayed(iteration, num_iterations)
+    columns = self.low * mean, self.high * mean, weight if entropies else 0.0
+    return dict(zip(BAND_COLUMNS, columns, strict=True))
+
+  def decayed(self, iteration: int, num_iterations: int) -> float:
+    """Returns beta_k = 1 + exp(-decay k / floor(K / 2))."""
+    half = max(num_iterations // 2, 1)
+    return 1 + float(np.exp(-self.decay * iteration / half))
+
+  def penalty(
+    self, entropies: Float[Array, 'B C'], tokens: token_batch.TokenBatch
+  ) -> Float[Array, 'B C']:
+    """Returns the weighted distance of each token's entropy from the band."""
+    low, high, weight = (tokens.extras[name] for name in BAND_COLUMNS)
+    below = jax.nn.relu(low - entropies)
+    distance = below + jax.nn.relu(entropies - high)
+    return jnp.where(tokens.mask, weight * distance, 0)
 
 
-def corridor_weight(
-  iteration: int, num_iterations: int, decay: float = 1.0
-) -> float:
-  """Returns EPO's penalty weight beta_k = 1 + exp(-decay k / floor(K / 2))."""
-  return 1 + float(np.exp(-decay * iteration / max(num_iterations // 2, 1)))
+@dataclasses.dataclass(frozen=True)
+class PolicyGradient:
+  """The loss of GiGPO and GRPO for each token, Eq. (9): `config.loss`.
 
-
-@typechecked
-def policy_gradient(  # noqa: PLR0913
-  log_probs: Float[Array, 'B C'],
-  entropies: Float[Array, 'B C'],
-  old_log_probs: Float[Array, 'B C'],
-  ref_log_probs: Float[Array, 'B C'] | None,
-  advantages: Float[Array, '#B #C'],
-  importance: Float[Array, 'B C'],
-  mask: Bool[Array, 'B C'],
-  rows: Int[Array, 'B C'],
-  entropy_low: Float[Array, 'B C'] | None = None,
-  entropy_high: Float[Array, 'B C'] | None = None,
-  corridor: Float[Array, 'B C'] | None = None,
-  *,
-  ratio_level: str = 'token',
-  clip_epsilon: float = 0.2,
-  clip_epsilon_high: float | None = None,
-  dual_clip: float | None = None,
-  kl_clamp: float | None = None,
-  kl_weight: float = 0.01,
-  entropy_weight: float = 0.001,
-) -> TokenLoss:
-  """Returns the loss of GiGPO and GRPO for each token, Eq. (9).
-
-  Clipped surrogate + kl_weight * k3 - entropy_weight * (entropy - corridor *
-  distance of the entropy from [entropy_low, entropy_high]).
+  Clipped surrogate + kl_weight * k3 - entropy_weight * (entropy - penalty of
+  the entropy band).
 
   A token's surrogate uses the ratio of that token or of its row. The ratio of
   a row is the geometric mean of its tokens' ratios, as in GSPO
@@ -188,156 +218,248 @@ def policy_gradient(  # noqa: PLR0913
 
   # Differs from the paper: adds an entropy bonus, as the authors' code does.
 
-  Args:
-    log_probs: log-probs of the sampled tokens under the trained policy.
-    entropies: entropy of the policy at each token, in nats.
-    old_log_probs: log-probs before the iteration's first update.
-    ref_log_probs: log-probs under the frozen reference; None only if kl_weight
-      is 0.
-    advantages: one advantage per token, or one per line of the batch.
-    importance: weight of each token's surrogate, at least 0; see
-      `truncated_importance`.
-    mask: True for sampled tokens; elsewhere the loss is 0.
-    rows: see `row_means`.
-    entropy_low: see `entropy_outside`; None iff corridor is None.
-    entropy_high: see `entropy_outside`; None iff corridor is None.
-    corridor: weight of the distance from the band, times entropy_weight; None
-      disables the band.
+  Attributes:
     ratio_level: one of RATIOS.
     clip_epsilon: see `clipped_surrogate`.
     clip_epsilon_high: see `clipped_surrogate`.
     dual_clip: see `clipped_surrogate`.
+    kl_weight: beta; 0 disables the KL term and needs no reference policy.
     kl_clamp: see `k3`.
-    kl_weight: beta; 0 disables the KL term.
     entropy_weight: weight of the entropy bonus; 0 disables it.
-
-  Returns:
-    The loss, and metrics per token. Metrics are averaged over tokens, except
-    that names ending in '/max' take the maximum.
-
-  Raises:
-    ValueError: if the dual clip is not above 1, or the reference is missing.
+    entropy_band: penalty on entropy outside a band; see `EntropyBand`.
   """
-  if dual_clip is not None and dual_clip <= 1:
-    raise ValueError(f'dual_clip={dual_clip}: must be above 1, or None for off')
-  if ratio_level not in RATIOS:
-    raise ValueError(
-      f'ratio_level={ratio_level}: unknown; must be one of {", ".join(RATIOS)}'
+
+  ratio_level: str = options.choice('token', RATIOS)
+  clip_epsilon: float = options.number(0.2, low=0, high=1)
+  clip_epsilon_high: float | None = options.number(None, low=0)
+  dual_clip: float | None = options.number(None, above=1, note='None is off')
+  kl_weight: float = options.number(
+    0.01, low=0, note='0 drops the reference policy'
+  )
+  kl_clamp: float | None = options.number(
+    None, above=0, high=80, note='None is off'
+  )
+  entropy_weight: float = options.number(0.001, low=0)
+  entropy_band: EntropyBand = EntropyBand()
+
+  def __post_init__(self):
+    options.check(self)
+    if self.entropy_band.weight and not self.entropy_weight:
+      raise ValueError(
+        f'entropy_band.weight={self.entropy_band.weight}: is a multiple of '
+        'entropy_weight; must be 0, or entropy_weight above 0'
+      )
+
+  @property
+  def needs_reference(self) -> bool:
+    """Whether the loss has a KL term."""
+    return self.kl_weight > 0
+
+  @property
+  def columns(self) -> tuple[str, ...]:
+    """Names of the columns that the loss reads."""
+    reference = ('ref_log_probs',) if self.needs_reference else ()
+    band = BAND_COLUMNS if self.entropy_band.weight else ()
+    return (*POLICY_COLUMNS, *reference, *band)
+
+  def __call__(
+    self, outputs: token_batch.PolicyOutputs, tokens: token_batch.TokenBatch
+  ) -> token_batch.TokenLoss:
+    """Returns the loss and metrics of each token."""
+    mask = tokens.mask
+    # Mask first: 0 times an infinite ratio would be NaN, also in the gradient.
+    token_log_ratios = jnp.where(
+      mask, outputs.log_probs - tokens.old_log_probs, 0
     )
-  if kl_weight and ref_log_probs is None:
-    raise ValueError(
-      f'kl_weight={kl_weight}: needs ref_log_probs; or set kl_weight to 0'
+    log_ratios = self._surrogate_log_ratios(token_log_ratios, tokens)
+    # The surrogate is linear in the advantage, so the weight can scale that.
+    advantages = jnp.where(mask, tokens.advantages * tokens.importance, 0)
+    policy = clipped_surrogate(
+      log_ratios,
+      advantages,
+      clip_epsilon=self.clip_epsilon,
+      clip_epsilon_high=self.clip_epsilon_high,
+      dual_clip=self.dual_clip,
     )
-  # Mask first: 0 times an infinite ratio would be NaN, also in the gradient.
-  log_ratios = token_log_ratios = jnp.where(mask, log_probs - old_log_probs, 0)
-  if ratio_level == 'row':
-    row_log_ratios = jnp.where(mask, row_means(token_log_ratios, mask, rows), 0)
+    entropy = jnp.where(mask, outputs.entropies, 0)
+    penalty = jnp.zeros_like(entropy)
+    metrics = {'loss/policy': policy, 'loss/entropy': entropy}
+    if self.entropy_band.weight:
+      penalty = self.entropy_band.penalty(entropy, tokens)
+      metrics['loss/entropy_outside'] = penalty
+    loss = policy - self.entropy_weight * (entropy - penalty)
+    # k3 of KL(sampling policy || current policy), per token at both levels.
+    metrics['ratio/kl'] = jnp.expm1(token_log_ratios) - token_log_ratios
+    metrics |= self._ratio_metrics(jnp.exp(log_ratios), advantages)
+    if self.kl_weight:
+      kl = k3(
+        jnp.where(mask, outputs.log_probs, 0),
+        jnp.where(mask, tokens.ref_log_probs, 0),
+        self.kl_clamp,
+      )
+      loss += self.kl_weight * kl
+      metrics['loss/kl'] = kl
+    metrics = {k: v.astype(jnp.float32) for k, v in metrics.items()}
+    return loss, jax.lax.stop_gradient(metrics)
+
+  def _surrogate_log_ratios(
+    self, log_ratios: Float[Array, 'B C'], tokens: token_batch.TokenBatch
+  ) -> Float[Array, 'B C']:
+    """Returns the log-ratio of each token, or of its row."""
+    if self.ratio_level == 'token':
+      return log_ratios
+    row_log_ratios = row_means(log_ratios, tokens.mask, tokens.row_ids)
+    row_log_ratios = jnp.where(tokens.mask, row_log_ratios, 0)
     # The row's value with the token's gradient.
     fixed_rows, fixed_tokens = jax.lax.stop_gradient(
-      (row_log_ratios, token_log_ratios)
+      (row_log_ratios, log_ratios)
     )
-    log_ratios = token_log_ratios - fixed_tokens + fixed_rows
-  # The surrogate is linear in the advantage, so the weight can scale that.
-  advantages_BC = jnp.where(mask, advantages * importance, 0)
-  policy = clipped_surrogate(
-    log_ratios,
-    advantages_BC,
-    clip_epsilon=clip_epsilon,
-    clip_epsilon_high=clip_epsilon_high,
-    dual_clip=dual_clip,
-  )
-  entropy = jnp.where(mask, entropies, 0)
-  outside = jnp.zeros_like(entropy)
-  if corridor is not None:
-    outside = entropy_outside(entropy, entropy_low, entropy_high)
-    outside = jnp.where(mask, corridor * outside, 0)
-  loss = policy - entropy_weight * (entropy - outside)
-  high = clip_epsilon if clip_epsilon_high is None else clip_epsilon_high
-  ratio = jnp.exp(log_ratios)
-  metrics = {
-    'loss/policy': policy,
-    'loss/entropy': entropy,
-    'ratio/mean': ratio,
-    'ratio/max': ratio,
-    # k3 of KL(sampling policy || current policy), per token at both levels.
-    'ratio/kl': jnp.expm1(token_log_ratios) - token_log_ratios,
-    'ratio/clipped_low': (ratio < 1 - clip_epsilon) & (advantages_BC < 0),
-    'ratio/clipped_high': (ratio > 1 + high) & (advantages_BC > 0),
-  }
-  if corridor is not None:
-    metrics['loss/entropy_outside'] = outside
-  if dual_clip is not None:
-    metrics['ratio/clipped_dual'] = (ratio > dual_clip) & (advantages_BC < 0)
-  if kl_weight:
-    kl = k3(
-      jnp.where(mask, log_probs, 0), jnp.where(mask, ref_log_probs, 0), kl_clamp
-    )
-    loss += kl_weight * kl
-    metrics['loss/kl'] = kl
-  metrics = {k: v.astype(jnp.float32) for k, v in metrics.items()}
-  return loss, jax.lax.stop_gradient(metrics)
+    return log_ratios - fixed_tokens + fixed_rows
+
+  def _ratio_metrics(
+    self, ratio: Float[Array, 'B C'], advantages: Float[Array, 'B C']
+  ) -> dict[str, Array]:
+    low, high = self.clip_epsilon, self.clip_epsilon_high
+    high = low if high is None else high
+    metrics = {
+      'ratio/mean': ratio,
+      'ratio/max': ratio,
+      'ratio/clipped_low': (ratio < 1 - low) & (advantages < 0),
+      'ratio/clipped_high': (ratio > 1 + high) & (advantages > 0),
+    }
+    if self.dual_clip is not None:
+      clipped = (ratio > self.dual_clip) & (advantages < 0)
+      metrics['ratio/clipped_dual'] = clipped
+    return metrics
 
 
-@typechecked
-def supervised(
-  log_probs: Float[Array, 'B C'],
-  entropies: Float[Array, 'B C'],
-  old_log_probs: Float[Array, 'B C'],
-  ref_log_probs: Float[Array, 'B C'] | None,
-  advantages: Float[Array, '#B #C'],
-  importance: Float[Array, 'B C'],
-  mask: Bool[Array, 'B C'],
-  rows: Int[Array, 'B C'],
-) -> TokenLoss:
-  """Returns the negative log-likelihood of each token, for SFT.
+@dataclasses.dataclass(frozen=True)
+class Supervised:
+  """Negative log-likelihood of each token, for SFT."""
 
-  Uses log_probs, entropies and mask; the other arguments are ignored.
-  """
-  del old_log_probs, ref_log_probs, advantages, importance, rows
-  metrics = {'loss/entropy': jnp.where(mask, entropies, 0)}
-  return jnp.where(mask, -log_probs, 0), jax.lax.stop_gradient(metrics)
+  columns = ()
+  needs_reference = False
+
+  def __call__(
+    self, outputs: token_batch.PolicyOutputs, tokens: token_batch.TokenBatch
+  ) -> token_batch.TokenLoss:
+    """Returns the loss and metrics of each token."""
+    metrics = {'loss/entropy': jnp.where(tokens.mask, outputs.entropies, 0)}
+    loss = jnp.where(tokens.mask, -outputs.log_probs, 0)
+    return loss, jax.lax.stop_gradient(metrics)
 
 
-@typechecked
-def value_regression(
-  log_probs: Float[Array, 'B C'],
-  entropies: Float[Array, 'B C'],
-  old_log_probs: Float[Array, 'B C'],
-  ref_log_probs: Float[Array, 'B C'] | None,
-  advantages: Float[Array, 'B C'],
-  importance: Float[Array, 'B C'],
-  mask: Bool[Array, 'B C'],
-  rows: Int[Array, 'B C'],
-  *,
-  value_clip: float = 0.5,
-) -> TokenLoss:
-  """Returns the clipped squared-error loss of values.
+@dataclasses.dataclass(frozen=True)
+class ValueRegression:
+  """Clipped squared error of a critic's values.
 
   max((V - target)^2, (clip(V, V_old - clip, V_old + clip) - target)^2) / 2, as
-  in reference implementations of PPO.
+  in reference implementations of PPO. The columns are V_old, the regression
+  target, and the weight of each token.
 
-  Args:
-    log_probs: values V.
-    entropies: unused.
-    old_log_probs: V_old, the values before the update.
-    ref_log_probs: unused.
-    advantages: regression targets.
-    importance: weight of each token.
-    mask: True for completion tokens; elsewhere the loss is 0.
-    rows: unused.
+  Attributes:
     value_clip: clip, in reward units.
   """
-  del entropies, ref_log_probs, rows
-  old = jnp.where(mask, old_log_probs, 0)
-  new, target = (jnp.where(mask, x, 0) for x in (log_probs, advantages))
-  clipped = old + jnp.clip(new - old, -value_clip, value_clip)
-  error, clipped_error = (new - target) ** 2, (clipped - target) ** 2
-  loss = importance * jnp.maximum(error, clipped_error) / 2
-  counted = mask & (importance > 0)
-  metrics = {
-    'value/clipped': (counted & (clipped_error > error)).astype(jnp.float32)
-  }
-  return jnp.where(mask, loss, 0), jax.lax.stop_gradient(metrics)
+
+  value_clip: float = options.number(0.5, above=0)
+
+  columns = ('old_values', 'value_targets', 'value_weights')
+  needs_reference = False
+
+  def __post_init__(self):
+    options.check(self)
+
+  def __call__(
+    self, outputs: token_batch.ValueOutputs, tokens: token_batch.TokenBatch
+  ) -> token_batch.TokenLoss:
+    """Returns the loss and metrics of each token."""
+    mask = tokens.mask
+    old, target, weights = (tokens.extras[name] for name in self.columns)
+    old, new, target = (
+      jnp.where(mask, x, 0) for x in (old, outputs.values, target)
+    )
+    clipped = old + jnp.clip(new - old, -self.value_clip, self.value_clip)
+    error, clipped_error = (new - target) ** 2, (clipped - target) ** 2
+    loss = weights * jnp.maximum(error, clipped_error) / 2
+    counted = mask & (weights > 0)
+    metrics = {
+      'value/clipped': (counted & (clipped_error > error)).astype(jnp.float32)
+    }
+    return jnp.where(mask, loss, 0), jax.lax.stop_gradient(metrics)
+
+
+# Losses of the policy by `config.loss.name`.
+REGISTRY = {'policy_gradient': PolicyGradient}
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionLoss:
+  """A function of (outputs, tokens) as a loss.
+
+  Attributes:
+    function: returns the loss and metrics of each token. It may read the
+      columns of POLICY_COLUMNS.
+  """
+
+  function: Callable[
+    [token_batch.PolicyOutputs, token_batch.TokenBatch], token_batch.TokenLoss
+  ]
+
+  columns = POLICY_COLUMNS
+  needs_reference = False
+
+  def __call__(
+    self, outputs: token_batch.PolicyOutputs, tokens: token_batch.TokenBatch
+  ) -> token_batch.TokenLoss:
+    """Returns the loss and metrics of each token."""
+    return self.function(outputs, tokens)
+
+
+def make(name: str = 'policy_gradient', **values: Any) -> token_batch.Loss:
+  """Creates a loss of the policy.
+
+  Args:
+    name: a name in REGISTRY, or 'module:attribute' of an importable module:
+      the name of a function of (outputs, tokens), or of a class that follows
+      `token_batch.Loss`, for example a dataclass with options.
+    **values: options of any loss; those that this loss does not have are
+      ignored.
+
+  Raises:
+    ValueError: one line per problem, if the name is unknown or the loss
+      rejects an option.
+  """
+  factory = REGISTRY.get(name) or _import(name)
+  if not isinstance(factory, type):
+    return FunctionLoss(factory)
+  fields = (
+    dataclasses.fields(factory) if dataclasses.is_dataclass(factory) else ()
+  )
+  chosen = {}
+  for field in fields:
+    if field.name in values:
+      value = values[field.name]
+      if isinstance(value, Mapping):  # A group of options.
+        value = type(field.default)(**value)
+      chosen[field.name] = value
+  loss = factory(**chosen)
+  if loss.needs_reference != ('ref_log_probs' in loss.columns):
+    raise ValueError(
+      f'name={name}: needs_reference={loss.needs_reference}, but columns='
+      f'{loss.columns}; must include ref_log_probs if and only if it is True'
+    )
+  return loss
+
+
+def _import(name: str) -> Any:
+  module, _, attribute = name.partition(':')
+  try:
+    return getattr(importlib.import_module(module), attribute)
+  except (ImportError, AttributeError, ValueError) as error:
+    raise ValueError(
+      f'name={name}: unknown ({error}); must be one of '
+      f'{", ".join(REGISTRY)}, or module:function'
+    ) from error
 
 
 @typechecked
@@ -376,3 +498,39 @@ def row_weights(
       f'{", ".join(AGGREGATIONS)}'
     )
   return np.where(lengths > 0, 1 / divisors, 0).astype(np.float32)
+
+
+def policy_gradient(  # noqa: PLR0913
+  log_probs: Float[Array, 'B C'],
+  entropies: Float[Array, 'B C'],
+  old_log_probs: Float[Array, 'B C'],
+  ref_log_probs: Float[Array, 'B C'] | None,
+  advantages: Float[Array, '#B #C'],
+  importance: Float[Array, 'B C'],
+  mask: Bool[Array, 'B C'],
+  rows: Int[Array, 'B C'],
+  entropy_low: Float[Array, 'B C'] | None = None,
+  entropy_high: Float[Array, 'B C'] | None = None,
+  corridor: Float[Array, 'B C'] | None = None,
+  **values: Any,
+) -> token_batch.TokenLoss:
+  """Deprecated: call a `PolicyGradient` instead."""
+  deprecated.warn('losses.policy_gradient', 'losses.PolicyGradient')
+  band = EntropyBand(weight=0.0 if corridor is None else 1.0)
+  loss = PolicyGradient(entropy_band=band, **values)
+  if loss.needs_reference and ref_log_probs is None:
+    raise ValueError(
+      f'kl_weight={loss.kl_weight}: needs ref_log_probs; or set kl_weight to 0'
+    )
+  columns = {
+    'advantages': advantages,
+    'old_log_probs': old_log_probs,
+    'ref_log_probs': ref_log_probs,
+    'importance': importance,
+    'entropy_low': entropy_low,
+    'entropy_high': entropy_high,
+    'entropy_band_weight': corridor,
+  }
+  columns = {name: columns[name] for name in loss.columns}
+  outputs = token_batch.PolicyOutputs(log_probs, entropies)
+  return loss(outputs, token_batch.make(mask, rows, columns))

@@ -135,12 +135,17 @@ def problems(options: type, values: Mapping[str, Any]) -> Iterator[str]:
       yield f'{option.name}={value}: {accepts}'
 
 
-def check(instance: Any) -> None:
+def check(instance: Any, prefix: str = '') -> None:
   """Checks the options of a dataclass instance.
+
+  Args:
+    instance: the dataclass.
+    prefix: put before the names of options in messages.
 
   Raises:
     ValueError: one line per option that is not accepted.
   """
-  lines = [*problems(type(instance), vars(instance))]
+  checked = problems(type(instance), vars(instance))
+  lines = [f'{prefix}{problem}' for problem in checked]
   if lines:
     raise ValueError('\n'.join(lines))

@@ -37,7 +37,7 @@ class Microbatch:
     row: index of each completion token's row in the batch.
     column: index of each completion token in its completion.
     mask: true for completion tokens, false for padding at the end of a shard.
-    local: index of each completion token's row among the rows of its shard.
+    local_rows: index of each completion token's row among its shard's rows.
   """
 
   rows: Int[np.ndarray, ' R']
@@ -49,7 +49,7 @@ class Microbatch:
   row: Int[np.ndarray, 'S N']
   column: Int[np.ndarray, 'S N']
   mask: Bool[np.ndarray, 'S N']
-  local: Int[np.ndarray, 'S N']
+  local_rows: Int[np.ndarray, 'S N']
 
   def inputs(self) -> dict[str, np.ndarray]:
     """Returns the arrays that a compiled program takes."""
@@ -58,13 +58,13 @@ class Microbatch:
       'before': self.before,
       'targets': self.targets,
       'mask': self.mask,
-      'local': self.local,
+      'row_ids': self.local_rows,
     }
     if self.branches is not None:
       arrays |= {'positions': self.positions, 'branches': self.branches}
     return arrays
 
-  def take(self, values: np.ndarray) -> np.ndarray:
+  def gather(self, values: np.ndarray) -> np.ndarray:
     """Gathers values of rows, [R] or [R, C], for each token, [S, N].
 
     Padding gets 0.
@@ -73,7 +73,7 @@ class Microbatch:
     taken = values[self.row, self.column] if per_token else values[self.row]
     return np.where(self.mask, taken, 0).astype(values.dtype)
 
-  def put(self, values: np.ndarray, into: np.ndarray) -> None:
+  def scatter(self, values: np.ndarray, into: np.ndarray) -> None:
     """Writes values of tokens, [S, N], into an array of rows, [R, C].
 
     Args:
@@ -108,7 +108,7 @@ class Packer:
     limit = max_completion_tokens * (_SHARED_COMPLETIONS if share else 1)
     self._max_targets = {length: min(limit, length) for length in self._buckets}
     self._share = share
-    self.forget()
+    self.reset_metrics()
 
   def microbatches(
     self, rows: batch.Rows, index: np.ndarray
@@ -128,8 +128,11 @@ class Packer:
         f'learner.length_buckets={self._buckets}: a row has {longest} tokens; '
         f'the last bucket must be at least {longest}'
       )
-    packs = [self._pack(rows, members) for members in self.units(rows, index)]
-    packs = [pack for unit in packs for pack in unit]
+    packs = [
+      pack
+      for members in self.prompt_groups(rows, index)
+      for pack in self._pack(rows, members)
+    ]
     lengths = np.array([_length(rows, pack) for pack in packs])
     order = np.argsort(-lengths, kind='stable')
     for start in range(0, len(packs), self._size):
@@ -139,7 +142,9 @@ class Packer:
         rows, chosen, next(b for b in self._buckets if b >= length)
       )
 
-  def units(self, rows: batch.Rows, index: np.ndarray) -> list[np.ndarray]:
+  def prompt_groups(
+    self, rows: batch.Rows, index: np.ndarray
+  ) -> list[np.ndarray]:
     """Groups rows that may share a pack, in order of their first rows."""
     if not self._share:
       return [index[n : n + 1] for n in range(len(index))]
@@ -149,7 +154,7 @@ class Packer:
       by_prompt.setdefault(prompt, []).append(r)
     return [np.array(members) for members in by_prompt.values()]
 
-  def forget(self) -> None:
+  def reset_metrics(self) -> None:
     """Resets the metrics."""
     self._tokens = self._padded = self._saved = 0
 
@@ -164,7 +169,7 @@ class Packer:
       'packs/padding': 1 - self._tokens / max(self._padded, 1),
       'packs/shared_tokens': float(self._saved),
     }
-    self.forget()
+    self.reset_metrics()
     return metrics
 
   def empty(self, length: int) -> Microbatch:
@@ -195,7 +200,7 @@ class Packer:
     capacity = packs_per_shard * self._max_targets[length]
     # The fields before, targets, row and column.
     lists = np.zeros((4, self._shards, capacity), np.int32)
-    local = np.zeros((self._shards, capacity), np.int32)
+    local_rows = np.zeros((self._shards, capacity), np.int32)
     row_counts = np.zeros(self._shards, np.int32)
     mask = np.zeros((self._shards, capacity), bool)
     token_counts = np.zeros(self._shards, np.int64)
@@ -219,7 +224,7 @@ class Packer:
         entries = np.stack([offset + before, ids, np.full(count, r), columns])
         lists[:, shard, n : n + count] = entries
         mask[shard, n : n + count] = True
-        local[shard, n : n + count] = row_counts[shard]
+        local_rows[shard, n : n + count] = row_counts[shard]
         row_counts[shard] += 1
         token_counts[shard] += count
         end += count
@@ -233,7 +238,7 @@ class Packer:
       branches if self._share else None,
       *lists,
       mask,
-      local,
+      local_rows,
     )
 
 

@@ -297,11 +297,10 @@ def _imitate(
     if config.sft.decay:
       config.optimizer.decay_updates = config.sft.epochs * updates
     config.learner.minibatch_rows = config.sft.minibatch_rows
-    config.loss.entropy_band.weight = 0.0
     widths = _widths(config)
     config.rollout.max_prompt_tokens = widths[0]
     config.rollout.max_completion_tokens = widths[1]
-  learner = builders.make_learner(config, policy, losses.supervised)
+  learner = builders.make_learner(config, policy, losses.Supervised())
   state = learner.init(policy.load())
   writer = builders.make_writer(config, workdir)
   chunks = list(_report_chunks(config, rows))
@@ -309,18 +308,11 @@ def _imitate(
     console.progress_bar(chunks, desc='imitation')
   ):
     chunk = rows.take(row_ids)
-    state, values = learner.update(
-      state,
-      chunk,
-      np.zeros(len(row_ids), np.float32),
-      old_log_probs=chunk.sampler_log_probs,
-      ref_log_probs=None,
-      iteration=chunk_index,
-    )
-    writer.write(chunk_index, values | {'update/epoch': float(epoch)})
+    state, metrics = learner.update(state, chunk, iteration=chunk_index)
+    writer.write(chunk_index, metrics | {'update/epoch': float(epoch)})
     console.log(
       f'chunk {chunk_index + 1} of {len(chunks)}: '
-      f'loss {values["loss/total"]:.4f}'
+      f'loss {metrics["loss/total"]:.4f}'
     )
   writer.close()
   return lora.combine(learner.base, state.params)

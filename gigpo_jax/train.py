@@ -140,16 +140,16 @@ class _Run:
     self._filter = group_filter.GroupFilter(**config.filter)
     self._runner: rollout.EpisodeRunner
     self._learner = builders.make_learner(
-      config, policy, builders.policy_gradient(config)
+      config, policy, builders.make_loss(config)
     )
     self._critic = (
       builders.make_critic(config, policy)
       if self._algorithm.needs_values
       else None
     )
-    like = {'policy': self._learner.describe()[0]}
+    like = {'policy': self._learner.abstract_state()[0]}
     if self._critic:
-      like['critic'] = self._critic.describe()
+      like['critic'] = self._critic.abstract_state()
     checkpointer.check(like)
     self._like = like
     # Of policy and critic; what the policy is held near to.
@@ -432,7 +432,7 @@ class _Run:
     if self._log:
       values |= self._log.write(iteration, collected, rows, credit)
     values |= metrics.effective_tokens(credit.advantages, rows.completion_mask)
-    old_log_probs, importance = rows.sampler_log_probs, None
+    old_log_probs, importance = rows.sampler_log_probs, 1.0
     if config.loss.old_log_probs == 'learner':
       old_log_probs = learner.log_probs(self._params, rows)
     values |= learner.sampler_difference(self._params, rows, old_log_probs)
@@ -463,16 +463,20 @@ class _Run:
     reference = None
     if self._reference is not None:
       reference = learner.log_probs(self._reference, rows)
+    columns = {
+      'advantages': credit.advantages,
+      'old_log_probs': old_log_probs,
+      'ref_log_probs': reference,
+      'importance': importance,
+    } | builders.entropy_band(config).make_columns(
+      self._entropies, iteration, config.num_iterations
+    )
     self._states['policy'], found = learner.update(
       self._states['policy'],
       rows,
-      credit.advantages,
-      old_log_probs=old_log_probs,
-      ref_log_probs=reference,
-      importance=importance,
       iteration=iteration,
       skipped_before=self._skipped.get('update', 0.0),
-      **builders.corridor(config, rows, self._entropies, iteration),
+      **{name: columns[name] for name in learner.columns},
     )
     self._check_skipped(
       'update',
@@ -481,7 +485,7 @@ class _Run:
       advantages=credit.advantages,
       old_log_probs=old_log_probs,
     )
-    if math.isfinite(found['loss/entropy']):
+    if math.isfinite(found.get('loss/entropy', math.nan)):
       self._entropies.append(found['loss/entropy'])
     return values | found
 

@@ -67,6 +67,7 @@ def _refusal(**changes) -> str:
     ('algorithm.graph_discount', 2.0, 'between 0 and 1'),
     ('algorithm.gae_level', 'word', 'must be one of token, turn'),
     ('loss.ratio_level', 'word', 'must be one of token, row'),
+    ('loss.name', 'reinforce', 'one of policy_gradient, or module:function'),
     ('loss.entropy_band.weight', -1.0, '0 is off'),
     (
       'loss.entropy_band.low',
@@ -157,11 +158,11 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
         'loss.entropy_weight': 0.1,
         'loss.entropy_band.low': 9.0,
       },
-      'loss.entropy_band.low=9.0: above loss.entropy_band.high=1.2',
+      'loss.entropy_band.low=9.0: above entropy_band.high=1.2',
     ),
     (
       {'loss.entropy_band.weight': 1.0, 'loss.entropy_weight': 0.0},
-      'loss.entropy_band.weight=1.0: is a multiple of loss.entropy_weight',
+      'loss.entropy_band.weight=1.0: is a multiple of entropy_weight',
     ),
     (
       {'algorithm.name': 'hgpo', 'algorithm.anchor_history': 1},

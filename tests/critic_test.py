@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import reference
 
-from gigpo_jax import batch, critic, learner, losses, mesh
+from gigpo_jax import batch, critic, losses, mesh, optimizer, token_batch
 from gigpo_jax.models import qwen
 
 C = 4
@@ -31,7 +31,7 @@ def make_critic():
     CONFIG,
     mesh.make_mesh(1, 1, 1, devices=jax.devices()[:1]),
     value_clip=0.5,
-    optimizer=learner.adamw(1e-2),
+    optimizer=optimizer.AdamW(1e-2).make(),
     minibatch_rows=8,
     microbatch_rows=4,
     length_buckets=(12,),
@@ -113,7 +113,8 @@ def test_only_positions_of_the_value_mask_are_trained(rows):
   value_mask[:, 1:] = False
   targets = np.where(value_mask, 1.0, 0.0).astype(np.float32)
   _, values, metrics = train(rows, value_mask, targets, updates=1)
-  # A row's only link has the weight of all its tokens: (0 - 1)^2 / 2 per row.
+  # A row's only position has the weight of all its tokens; its loss is
+  # (0 - 1)^2 / 2.
   assert metrics['critic/loss'] == pytest.approx(
     0.5 * rows.completion_mask.sum(1).sum() / rows.completion_mask.sum()
   )
@@ -121,18 +122,17 @@ def test_only_positions_of_the_value_mask_are_trained(rows):
 
 
 def test_regression_by_hand():
-  ones = jnp.ones((1, 3))
-  loss, metrics = losses.value_regression(
-    log_probs=jnp.array([[2.0, 0.2, 5.0]]),
-    entropies=ones,
-    old_log_probs=jnp.array([[1.0, 0.0, 0.0]]),
-    ref_log_probs=None,
-    advantages=jnp.array([[3.0, 1.0, 0.0]]),
-    importance=jnp.array([[1.0, 2.0, 1.0]]),
-    mask=jnp.array([[True, True, False]]),
-    rows=jnp.zeros((1, 3), jnp.int32),
-    value_clip=0.5,
+  tokens = token_batch.make(
+    jnp.array([[True, True, False]]),
+    jnp.zeros((1, 3), jnp.int32),
+    {
+      'old_values': jnp.array([[1.0, 0.0, 0.0]]),
+      'value_targets': jnp.array([[3.0, 1.0, 0.0]]),
+      'value_weights': jnp.array([[1.0, 2.0, 1.0]]),
+    },
   )
+  outputs = token_batch.ValueOutputs(jnp.array([[2.0, 0.2, 5.0]]))
+  loss, metrics = losses.ValueRegression(value_clip=0.5)(outputs, tokens)
   # clip(2) = 1.5: max(1, 2.25) / 2; 0.2 inside: 2 * 0.64 / 2.
   np.testing.assert_allclose(loss, [[1.125, 0.64, 0]], rtol=1e-6)
   np.testing.assert_array_equal(metrics['value/clipped'], [[1, 0, 0]])

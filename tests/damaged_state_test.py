@@ -44,7 +44,7 @@ class _Learner:
   def init(self, params):
     return learner.TrainState(params, {}, jnp.int32(0))
 
-  def describe(self):
+  def abstract_state(self):
     state = self.init({'w': jnp.zeros(4)})
     return checkpoint.abstract_state(state), {}
 

@@ -120,7 +120,7 @@ def _learner(config=CONFIG, **axes):
   return learner.Learner(
     config,
     mesh_lib.make_mesh(**axes, devices=jax.devices()[:count]),
-    loss=losses.supervised,
+    loss=losses.Supervised(),
     optimizer=optax.sgd(1.0),
     minibatch_rows=8,
     microbatch_rows=4,
@@ -144,9 +144,6 @@ def _update(subject, params):
   return subject.update(
     subject.init(params),
     rows,
-    np.zeros(8, np.float32),
-    old_log_probs=rows.sampler_log_probs,
-    ref_log_probs=None,
     iteration=0,
   )
 

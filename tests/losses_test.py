@@ -1,4 +1,4 @@
-import functools
+import dataclasses
 import math
 
 import jax
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import slow_losses
 
-from gigpo_jax import losses
+from gigpo_jax import losses, token_batch
 
 
 def test_k3_by_hand():
@@ -80,15 +80,27 @@ def arguments(**changes):
     'advantages': jnp.array([[1.0], [-1.0]]),
     'importance': jnp.ones((2, 2)),
     'mask': jnp.array([[True, True], [True, False]]),
-    'rows': jnp.array([[0, 0], [0, 0]]),
+    'row_ids': jnp.array([[0, 0], [0, 0]]),
   } | changes
+
+
+def run(loss, inputs):
+  """Returns losses and metrics of a policy loss for inputs by name."""
+  outputs = token_batch.PolicyOutputs(inputs['log_probs'], inputs['entropies'])
+  columns = {name: inputs[name] for name in loss.columns}
+  tokens = token_batch.make(inputs['mask'], inputs['row_ids'], columns)
+  return loss(outputs, tokens)
+
+
+def policy_gradient(inputs, **options):
+  return run(losses.PolicyGradient(**options), inputs)
 
 
 def test_importance_by_hand():
   # The surrogates of the next test, each times its weight.
   weights = jnp.array([[0.5, 2.0], [0.25, 9.0]])
-  loss, _ = losses.policy_gradient(
-    **arguments(importance=weights), kl_weight=0.0, entropy_weight=0.0
+  loss, _ = policy_gradient(
+    arguments(importance=weights), kl_weight=0.0, entropy_weight=0.0
   )
   np.testing.assert_allclose(loss, [[-0.5, -2.4], [0.2, 0]], atol=1e-6)
   learner = np.log(np.array([[0.5, 0.2]], np.float32))
@@ -99,8 +111,8 @@ def test_importance_by_hand():
 
 
 def test_policy_gradient_by_hand():
-  loss, metrics = losses.policy_gradient(
-    **arguments(), kl_weight=0.1, entropy_weight=0.01
+  loss, metrics = policy_gradient(
+    arguments(), kl_weight=0.1, entropy_weight=0.01
   )
   # Surrogate: -1; -1.2 (clipped high); 0.8 (clipped low). k3: 0, .306853, 0.
   # Entropy: .3, .4, .5.
@@ -112,8 +124,12 @@ def test_policy_gradient_by_hand():
   np.testing.assert_array_equal(metrics['ratio/clipped_low'], [[0, 0], [1, 0]])
 
 
-@pytest.mark.parametrize('name', ['policy_gradient', 'supervised'])
-def test_gradient_agrees_with_finite_differences(name):
+@pytest.mark.parametrize(
+  'loss',
+  [losses.PolicyGradient(clip_epsilon=0.5, kl_weight=0.5), losses.Supervised()],
+  ids=['policy gradient', 'supervised'],
+)
+def test_gradient_agrees_with_finite_differences(loss):
   rng = np.random.default_rng(0)
   draw = lambda: jnp.asarray(rng.normal(-1, 0.05, (3, 4)), jnp.float32)  # noqa: E731
   fixed = {
@@ -123,14 +139,11 @@ def test_gradient_agrees_with_finite_differences(name):
     'advantages': jnp.array([[1.0], [-1.0], [0.5]]),
     'importance': jnp.exp(draw()),
     'mask': jnp.asarray(rng.random((3, 4)) < 0.8),
-    'rows': jnp.zeros((3, 4), jnp.int32),
+    'row_ids': jnp.zeros((3, 4), jnp.int32),
   }
-  function = getattr(losses, name)
-  if name == 'policy_gradient':
-    function = functools.partial(function, clip_epsilon=0.5, kl_weight=0.5)
 
   def total(log_probs):
-    return jnp.sum(function(log_probs=log_probs, **fixed)[0])
+    return jnp.sum(run(loss, fixed | {'log_probs': log_probs})[0])
 
   point, h = draw(), 1e-2
   gradient = np.asarray(jax.grad(total)(point))
@@ -147,7 +160,7 @@ def test_masked_tokens_may_be_infinite():
   inputs = arguments(old_log_probs=arguments()['old_log_probs'] - bad)
 
   def total(log_probs):
-    loss, _ = losses.policy_gradient(**inputs | {'log_probs': log_probs})
+    loss, _ = policy_gradient(inputs | {'log_probs': log_probs})
     return jnp.sum(loss)
 
   value, gradient = jax.value_and_grad(total)(inputs['log_probs'])
@@ -159,25 +172,25 @@ def test_masked_tokens_may_be_infinite():
 def test_entropy_bonus_raises_entropy():
   def total(entropies):
     inputs = arguments(entropies=entropies)
-    return jnp.sum(losses.policy_gradient(**inputs, entropy_weight=0.2)[0])
+    return jnp.sum(policy_gradient(inputs, entropy_weight=0.2)[0])
 
   gradient = jax.grad(total)(arguments()['entropies'])
   np.testing.assert_allclose(gradient, [[-0.2, -0.2], [-0.2, 0]])
 
 
 def test_reference_is_not_needed_without_kl():
-  loss, metrics = losses.policy_gradient(
-    **arguments(ref_log_probs=None), kl_weight=0.0, entropy_weight=0.0
+  assert losses.PolicyGradient().needs_reference
+  assert not losses.PolicyGradient(kl_weight=0.0).needs_reference
+  loss, metrics = policy_gradient(
+    arguments(ref_log_probs=None), kl_weight=0.0, entropy_weight=0.0
   )
   np.testing.assert_allclose(loss, [[-1, -1.2], [0.8, 0]], atol=1e-6)
   assert 'loss/kl' not in metrics
 
 
 def test_rejected_arguments():
-  with pytest.raises(ValueError, match='kl_weight=0.01: needs ref_log_probs'):
-    losses.policy_gradient(**arguments(ref_log_probs=None))
-  with pytest.raises(ValueError, match='dual_clip=1.0: must be above 1'):
-    losses.policy_gradient(**arguments(), dual_clip=1.0)
+  with pytest.raises(ValueError, match='dual_clip=1.0: .* must be above 1'):
+    losses.PolicyGradient(dual_clip=1.0)
   with pytest.raises(
     ValueError, match='aggregation=x: unknown; must be one of'
   ):
@@ -185,7 +198,7 @@ def test_rejected_arguments():
 
 
 def test_supervised_is_the_negative_log_likelihood():
-  loss, metrics = losses.supervised(**arguments(ref_log_probs=None))
+  loss, metrics = run(losses.Supervised(), arguments())
   expected = [[math.log(2), math.log(4)], [math.log(5), 0]]
   np.testing.assert_allclose(loss, expected, rtol=1e-6)
   np.testing.assert_allclose(
@@ -210,18 +223,18 @@ def test_aggregation_by_hand(aggregation, expected):
   assert weights[2] == 0
 
 
-def row_arguments(log_ratios, rows, mask=None):
+def row_arguments(log_ratios, row_ids, mask=None):
   """Returns one line of tokens of these rows, with advantages 1, 2, .."""
-  log_ratios, rows = jnp.array([log_ratios]), jnp.array([rows])
+  log_ratios, row_ids = jnp.array([log_ratios]), jnp.array([row_ids])
   return {
     'log_probs': log_ratios - 1,
     'entropies': jnp.zeros(log_ratios.shape),
     'old_log_probs': jnp.full(log_ratios.shape, -1.0),
     'ref_log_probs': None,
-    'advantages': 1.0 + rows,
+    'advantages': 1.0 + row_ids,
     'importance': jnp.ones(log_ratios.shape),
     'mask': jnp.ones(log_ratios.shape, bool) if mask is None else mask,
-    'rows': rows,
+    'row_ids': row_ids,
   }
 
 
@@ -231,8 +244,8 @@ SURROGATE_ONLY = {'kl_weight': 0.0, 'entropy_weight': 0.0}
 def test_row_ratio_by_hand():
   inputs = row_arguments([0.1, -0.05, 0.2, 0.3, 0.7], [0, 0, 0, 1, 1])
   mask = inputs['mask'].at[0, 4].set(False)
-  loss, metrics = losses.policy_gradient(
-    **inputs | {'mask': mask}, ratio_level='row', **SURROGATE_ONLY
+  loss, metrics = policy_gradient(
+    inputs | {'mask': mask}, ratio_level='row', **SURROGATE_ONLY
   )
   # exp(0.25 / 3) = 1.0869; exp(0.3) = 1.35 is clipped, times 2.
   np.testing.assert_allclose(
@@ -247,7 +260,7 @@ def test_kl_is_per_token_at_both_ratio_levels():
   # The mean of the log ratios is 0.
   inputs = row_arguments([0.1, -0.1, 0.1, -0.1], [0, 0, 0, 0])
   token_level, row_level = (
-    losses.policy_gradient(**inputs, ratio_level=level, **SURROGATE_ONLY)[1]
+    policy_gradient(inputs, ratio_level=level, **SURROGATE_ONLY)[1]
     for level in losses.RATIOS
   )
   # exp(0.1) - 1 - 0.1, exp(-0.1) - 1 + 0.1.
@@ -260,7 +273,7 @@ def test_kl_is_per_token_at_both_ratio_levels():
 def test_single_token_rows_have_equal_losses_at_both_levels():
   inputs = row_arguments([0.1, -0.4, 0.05, 0.3], [0, 1, 2, 3])
   token_level, row_level = (
-    losses.policy_gradient(**inputs, ratio_level=level, **SURROGATE_ONLY)
+    policy_gradient(inputs, ratio_level=level, **SURROGATE_ONLY)
     for level in losses.RATIOS
   )
   jax.tree.map(
@@ -276,8 +289,8 @@ def test_ratio_levels_have_equal_gradients_before_the_first_update():
   weights = jnp.array([[1 / 3, 1 / 3, 1 / 3, 1 / 2, 1 / 2]])
 
   def total(log_probs, level):
-    loss, _ = losses.policy_gradient(
-      **inputs | {'log_probs': log_probs}, ratio_level=level, **SURROGATE_ONLY
+    loss, _ = policy_gradient(
+      inputs | {'log_probs': log_probs}, ratio_level=level, **SURROGATE_ONLY
     )
     return jnp.sum(weights * loss)
 
@@ -309,35 +322,134 @@ def test_row_means_match_a_slow_reference():
 
 
 def test_entropy_band_by_hand():
-  entropies = jnp.array([2.5, 1.0, 0.2, 2.0])
-  low, high = jnp.full(4, 0.5), jnp.full(4, 2.0)
-  outside = losses.entropy_outside(entropies, low, high)
-  np.testing.assert_allclose(outside, [0.5, 0, 0.3, 0], atol=1e-6)
-  slope = jax.grad(lambda x: losses.entropy_outside(x, low, high).sum())
-  np.testing.assert_allclose(slope(entropies)[:3], [1, 0, -1], atol=0)
-  weights = [losses.corridor_weight(k, 150) for k in (0, 75, 150)]
-  np.testing.assert_allclose(weights, [2, 1.3679, 1.1353], atol=1e-4)
+  band = losses.EntropyBand(weight=0.5, low=0.5, high=2.0)
+  # The mean of the past entropies is 1; beta is 2 in the first iteration, then
+  # 1 + 1 / e and 1 + 1 / e^2.
+  columns = [band.make_columns([0.5, 1.5], k, 150) for k in (0, 75, 150)]
+  weights = [c['entropy_band_weight'] for c in columns]
+  np.testing.assert_allclose(weights, [1, 1.3679 / 2, 1.1353 / 2], atol=1e-4)
+  assert columns[0]['entropy_low'] == 0.5
+  assert columns[0]['entropy_high'] == 2.0
+  assert band.make_columns([], 0, 150)['entropy_band_weight'] == 0
+  entropies = jnp.array([[2.5, 1.0, 0.2, 2.0]])
+  tokens = token_batch.make(
+    jnp.ones((1, 4), bool),
+    jnp.zeros((1, 4), jnp.int32),
+    {name: jnp.full((1, 4), x) for name, x in columns[0].items()},
+  )
+  penalty = band.penalty(entropies, tokens)
+  np.testing.assert_allclose(penalty, [[0.5, 0, 0.3, 0]], atol=1e-6)
+  slope = jax.grad(lambda x: band.penalty(x, tokens).sum())(entropies)
+  np.testing.assert_allclose(slope[0, :3], [1, 0, -1], atol=0)
 
 
 def test_entropy_band_in_the_loss():
   # Entropies 0.3, 0.4 and 0.5; the bounds 0.35 and 0.45.
-  bounds = {'entropy_low': jnp.full((2, 2), 0.35)}
-  bounds |= {'entropy_high': jnp.full((2, 2), 0.45)}
-  plain, with_band = (
-    losses.policy_gradient(**arguments(), **options, entropy_weight=0.2)[0]
-    for options in ({}, bounds | {'corridor': jnp.full((2, 2), 3.0)})
+  inputs = arguments(
+    entropy_low=jnp.full((2, 2), 0.35),
+    entropy_high=jnp.full((2, 2), 0.45),
+    entropy_band_weight=jnp.full((2, 2), 3.0),
+  )
+  (plain, _), (with_band, metrics) = (
+    policy_gradient(
+      inputs, entropy_weight=0.2, entropy_band=losses.EntropyBand(weight=weight)
+    )
+    for weight in (0.0, 1.0)
   )
   np.testing.assert_allclose(
     with_band - plain, [[0.2 * 3 * 0.05, 0], [0.2 * 3 * 0.05, 0]], atol=1e-6
   )
+  np.testing.assert_allclose(
+    metrics['loss/entropy_outside'], [[0.15, 0], [0.15, 0]], atol=1e-6
+  )
 
 
-def test_unknown_ratio_level_is_rejected():
-  with pytest.raises(ValueError, match='ratio_level=word: .* token, row'):
-    losses.policy_gradient(**arguments(), ratio_level='word')
+@pytest.mark.parametrize(
+  ('options', 'message'),
+  [
+    ({'ratio_level': 'word'}, 'ratio_level=word: .* token, row'),
+    ({'kl_clamp': 81.0}, 'kl_clamp=81.0: .* at most 80; None is off'),
+    (
+      {'entropy_band': {'weight': -1.0}},
+      'entropy_band.weight=-1.0: .* at least 0; 0 is off',
+    ),
+    (
+      {'entropy_band': {'weight': 1.0, 'low': 9.0}},
+      'entropy_band.low=9.0: above entropy_band.high=1.2',
+    ),
+    (
+      {'entropy_band': {'weight': 1.0}, 'entropy_weight': 0.0},
+      'entropy_band.weight=1.0: is a multiple of entropy_weight',
+    ),
+    ({'name': 'policy'}, 'name=policy: unknown .*one of policy_gradient'),
+    ({'name': 'gigpo_jax.nothing:loss'}, 'name=.*: unknown .*module:function'),
+    ({'name': 'math:tau_of'}, 'name=math:tau_of: unknown'),
+    ({'name': 'losses_test:Inconsistent'}, 'needs_reference=True, but'),
+  ],
+  ids=str,
+)
+def test_rejected_options_are_reported_in_one_line(options, message):
+  with pytest.raises(ValueError, match=message) as error:
+    losses.make(**options)
+  assert '\n' not in str(error.value)
 
 
-def random_inputs(seed, *, corridor=False):
+class Inconsistent:
+  """A loss that needs a reference and does not read its log-probs."""
+
+  columns, needs_reference = (), True
+
+
+@dataclasses.dataclass(frozen=True)
+class Reinforce:
+  """A loss of another project, with an option."""
+
+  kl_weight: float = 0.0
+  columns = ('advantages',)
+  needs_reference = False
+
+  def __call__(self, outputs, tokens):
+    return -outputs.log_probs * tokens.advantages, {}
+
+
+def reinforce(outputs, tokens):
+  return -outputs.log_probs * tokens.advantages, {}
+
+
+def test_losses_are_made_by_name():
+  loss = losses.make(
+    'policy_gradient',
+    clip_epsilon=0.1,
+    aggregation='token_mean',
+    entropy_band={'weight': 2.0},
+  )
+  band = losses.EntropyBand(weight=2.0)
+  assert loss == losses.PolicyGradient(clip_epsilon=0.1, entropy_band=band)
+  assert set(loss.columns) == set(losses.TRAINING_COLUMNS)
+  own = losses.make(f'{__name__}:Reinforce', clip_epsilon=0.1, kl_weight=0.5)
+  assert own == Reinforce(kl_weight=0.5)
+  function = losses.make(f'{__name__}:reinforce', clip_epsilon=0.1)
+  assert function.columns == losses.POLICY_COLUMNS
+  inputs = arguments(advantages=jnp.ones((2, 2)))
+  np.testing.assert_array_equal(run(function, inputs)[0], -inputs['log_probs'])
+
+
+def test_the_old_function_warns_and_gives_the_same_loss():
+  inputs = arguments()
+  expected, _ = policy_gradient(inputs, kl_weight=0.1)
+  rows = inputs.pop('row_ids')
+  with pytest.warns(DeprecationWarning, match='use losses.PolicyGradient'):
+    loss, _ = losses.policy_gradient(**inputs, rows=rows, kl_weight=0.1)
+  np.testing.assert_array_equal(loss, expected)
+  inputs['ref_log_probs'] = None
+  with (
+    pytest.warns(DeprecationWarning),
+    pytest.raises(ValueError, match='kl_weight=0.01: needs ref_log_probs'),
+  ):
+    losses.policy_gradient(**inputs, rows=rows)
+
+
+def random_inputs(seed, *, band=False):
   rng = np.random.default_rng(seed)
   shape = (3, 10)
   names = ('log_probs', 'old_log_probs', 'ref_log_probs')
@@ -347,16 +459,16 @@ def random_inputs(seed, *, corridor=False):
     'advantages': rng.normal(0, 2, shape),
     'importance': rng.uniform(0, 2, shape),
   }
-  if corridor:
+  if band:
     inputs |= {
       'entropy_low': np.full(shape, 1.0),
       'entropy_high': np.full(shape, 2.0),
-      'corridor': np.full(shape, 1.5),
+      'entropy_band_weight': np.full(shape, 1.5),
     }
   inputs = {name: x.astype(np.float32) for name, x in inputs.items()}
   return inputs | {
     'mask': rng.random(shape) < 0.8,
-    'rows': np.sort(rng.integers(0, 3, shape), axis=1).astype(np.int32),
+    'row_ids': np.sort(rng.integers(0, 3, shape), axis=1).astype(np.int32),
   }
 
 
@@ -372,13 +484,15 @@ def random_inputs(seed, *, corridor=False):
   ],
   ids=str,
 )
-@pytest.mark.parametrize('corridor', [False, True])
-def test_loss_matches_a_slow_reference(level, options, corridor):
+@pytest.mark.parametrize('with_band', [False, True])
+def test_loss_matches_a_slow_reference(level, options, with_band):
+  band = losses.EntropyBand(weight=float(with_band))
   for seed in range(4):
-    inputs = random_inputs(seed, corridor=corridor)
-    actual, _ = losses.policy_gradient(
-      **{name: jnp.asarray(x) for name, x in inputs.items()},
+    inputs = random_inputs(seed, band=with_band)
+    actual, _ = policy_gradient(
+      {name: jnp.asarray(x) for name, x in inputs.items()},
       ratio_level=level,
+      entropy_band=band,
       **options,
     )
     expected = slow_losses.policy_gradient(inputs, ratio_level=level, **options)
@@ -391,7 +505,7 @@ def gradient_of(inputs, **options):
 
   def total(log_probs):
     changed = inputs | {'log_probs': log_probs}
-    return jnp.sum(losses.policy_gradient(**changed, **options)[0])
+    return jnp.sum(policy_gradient(changed, **options)[0])
 
   return jax.grad(total)(inputs['log_probs'])
 
@@ -423,7 +537,7 @@ def test_equal_importance_gives_the_gradient_of_gspo():
   # Without fixed log-probs, this is the derivative of the row's ratio.
   inputs = random_inputs(0)
   inputs['importance'][:] = 1
-  inputs['advantages'] = (1.0 + inputs['rows']).astype(np.float32)
+  inputs['advantages'] = (1.0 + inputs['row_ids']).astype(np.float32)
   actual = gradient_of(inputs, ratio_level='row', **SURROGATE_ONLY)
   expected = slow_losses.slopes(
     inputs | {'fixed_log_probs': None}, ratio_level='row', **SURROGATE_ONLY
@@ -448,15 +562,18 @@ def test_value_regression_matches_a_slow_reference():
   values, old_values, targets = rng.normal(size=(3, 1, 40)).astype(np.float32)
   weights = rng.uniform(0, 2, (1, 40)).astype(np.float32)
   mask = rng.random((1, 40)) < 0.7
-  actual, _ = losses.value_regression(
-    *map(jnp.asarray, (values, values, old_values)),
-    None,
-    jnp.asarray(targets),
-    jnp.asarray(weights),
+  columns = {
+    'old_values': old_values,
+    'value_targets': targets,
+    'value_weights': weights,
+  }
+  tokens = token_batch.make(
     jnp.asarray(mask),
     jnp.zeros((1, 40), jnp.int32),
-    value_clip=0.5,
+    jax.tree.map(jnp.asarray, columns),
   )
+  outputs = token_batch.ValueOutputs(jnp.asarray(values))
+  actual, _ = losses.ValueRegression(value_clip=0.5)(outputs, tokens)
   unmasked = slow_losses.value_regression(
     values[0], old_values[0], targets[0], weights[0], 0.5
   )

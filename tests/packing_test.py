@@ -45,9 +45,9 @@ def test_a_pack_by_hand():
   }
   values = np.array([10.0, 20.0, 30.0, 0.0])
   np.testing.assert_array_equal(
-    microbatch.take(values)[microbatch.mask], [10, 10, 30, 20]
+    microbatch.gather(values)[microbatch.mask], [10, 10, 30, 20]
   )
-  assert (microbatch.take(values)[~microbatch.mask] == 0).all()
+  assert (microbatch.gather(values)[~microbatch.mask] == 0).all()
 
 
 @pytest.mark.parametrize('share', [False, True])
@@ -65,8 +65,10 @@ def test_every_completion_token_is_packed_once(share, size, shards):
   ids = np.zeros((len(rows.groups), 4), np.int32)
   for microbatch in packer.microbatches(rows, index):
     assert microbatch.tokens.shape[0] == size
-    microbatch.put(microbatch.targets, ids)
-    microbatch.put(np.ones(microbatch.mask.shape), into := np.zeros_like(seen))
+    microbatch.scatter(microbatch.targets, ids)
+    microbatch.scatter(
+      np.ones(microbatch.mask.shape), into := np.zeros_like(seen)
+    )
     seen += into
     # `before` points at the preceding token of the same row.
     flat = microbatch.tokens.reshape(shards, -1)

@@ -23,7 +23,7 @@ def policy_gradient(  # noqa: PLR0913
   """
   fixed = inputs.get('fixed_log_probs')
   fixed = inputs['log_probs'] if fixed is None else fixed
-  mask, rows = inputs['mask'], inputs['rows']
+  mask, row_ids = inputs['mask'], inputs['row_ids']
   high = clip_epsilon if clip_epsilon_high is None else clip_epsilon_high
   lines = []
   for b in range(len(mask)):
@@ -35,7 +35,7 @@ def policy_gradient(  # noqa: PLR0913
       row_tokens = [
         k
         for k in range(len(mask[b]))
-        if mask[b][k] and rows[b][k] == rows[b][c]
+        if mask[b][k] and row_ids[b][k] == row_ids[b][c]
       ]
       ratio_tokens = row_tokens if ratio_level == 'row' else [c]
       log_ratios = [
@@ -57,11 +57,11 @@ def policy_gradient(  # noqa: PLR0913
         loss += kl_weight * (kl if kl_clamp is None else min(kl, kl_clamp))
       entropy = float(inputs['entropies'][b][c])
       bonus = entropy
-      if inputs.get('corridor') is not None:
+      if inputs.get('entropy_band_weight') is not None:
         low = float(inputs['entropy_low'][b][c])
         high_bound = float(inputs['entropy_high'][b][c])
         outside = max(0.0, low - entropy) + max(0.0, entropy - high_bound)
-        bonus -= float(inputs['corridor'][b][c]) * outside
+        bonus -= float(inputs['entropy_band_weight'][b][c]) * outside
       line.append(loss - entropy_weight * bonus)
     lines.append(line)
   return lines

@@ -278,10 +278,8 @@ def _programs(config, model, mesh, host, tensor) -> Iterator[Program]:
   # devices that sample together.
   full_sampler = make_sampler(config, model, mesh, tensor)
   policy = builders.ModelBundle(model, mesh, None, None, None)
-  learner = builders.make_learner(
-    config, policy, builders.policy_gradient(config)
-  )
-  state, base = learner.describe()
+  learner = builders.make_learner(config, policy, builders.make_loss(config))
+  state, base = learner.abstract_state()
   lowered = {'prepare': full_sampler.lower(state.params, base)['prepare']}
   del full_sampler
   unsharded = jax.tree.map(
@@ -327,7 +325,7 @@ def _resident_bytes(
   config, model, learner, tensor: int, copies: int
 ) -> dict[str, float]:
   """Returns the bytes per chip of data kept in memory between programs."""
-  state, base = learner.describe()
+  state, base = learner.abstract_state()
   masters, moments, frozen = map(
     _bytes_per_chip, (state.params, state.opt_state, base)
   )

@@ -1,0 +1,335 @@
+"""The compiled programs of the learner: everything that runs on the devices.
+
+`LearnerPrograms` knows arrays of packed tokens and columns, but not the rows
+that they come from. Each program is traced once per length bucket.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gigpo_jax import mesh as mesh_lib
+from gigpo_jax import token_batch
+from gigpo_jax.models import layer_gradients, lora, parameters, qwen
+from gigpo_jax.runtime import distributed
+
+# Number of completion tokens per shard whose logits are in memory at a time.
+_LOGITS_CHUNK = 512
+
+
+@flax.struct.dataclass
+class TrainState:
+  """The device state that training changes.
+
+  Attributes:
+    params: trained parameters, float32; for a network with adapters, only the
+      adapters.
+    opt_state: state of the optimizer.
+    updates: number of optimizer steps, int32; skipped updates do not count.
+  """
+
+  params: dict
+  opt_state: optax.OptState
+  updates: jax.Array
+
+
+class LearnerPrograms:
+  """Programs that compute outputs, gradients and updates of a model on a mesh.
+
+  The arrays of a microbatch are a dict: those of `packing.Microbatch.inputs`,
+  'columns', a dict of columns by name, and 'weights', the weight of each
+  token in the loss. The programs are
+
+  - init: state of the optimizer for given parameters;
+  - zeros: gradients and sums of metrics before the first microbatch;
+  - fill: gradients with a given value;
+  - outputs: first output of the model for each token;
+  - accumulate: gradients and sums with those of a microbatch added;
+  - apply: state after an optimizer step, and sums.
+
+  Args:
+    config: shape of the model; with a value head, its outputs are
+      `token_batch.ValueOutputs`, else `token_batch.PolicyOutputs`.
+    mesh: device mesh; rows of a microbatch are sharded over `mesh.BATCH`.
+    loss: see `token_batch.Loss`.
+    optimizer: see `optimizer.AdamW`.
+    temperature: temperature of log-probs and entropies.
+
+  Attributes:
+    param_shardings: shardings of the trained parameters.
+    base_shardings: shardings of the frozen parameters.
+    replicated: sharding of numbers.
+  """
+
+  def __init__(
+    self,
+    config: qwen.QwenConfig,
+    mesh: jax.sharding.Mesh,
+    loss: token_batch.Loss,
+    optimizer: optax.GradientTransformation,
+    temperature: float,
+  ):
+    self._config, self._mesh = config, mesh
+    self._loss, self._optimizer = loss, optimizer
+    self._temperature = temperature
+    self._metric_names = self._find_metric_names()
+    self._row_sharding = mesh_lib.batch_sharding(mesh)
+    self.replicated = jax.NamedSharding(mesh, jax.P())
+    shardings = mesh_lib.shardings(mesh, parameters.logical_axes(config))
+    self.param_shardings, self.base_shardings = self.split(shardings)
+    self._state_shardings = self._find_state_shardings()
+    self._programs = self._make_programs()
+
+  def split(self, params: dict) -> tuple[dict, dict]:
+    """Returns the trained and the frozen parameters."""
+    return lora.split(params) if self._config.adapters else (params, {})
+
+  def _param_shapes(self) -> tuple[dict, dict]:
+    """Returns shapes of the trained and the frozen parameters, float32."""
+    init = functools.partial(parameters.init, self._config)
+    return self.split(jax.eval_shape(init, jax.random.key(0)))
+
+  def _find_metric_names(self) -> tuple[str, ...]:
+    token = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    if self._config.value_head:
+      outputs = token_batch.ValueOutputs(token)
+    else:
+      outputs = token_batch.PolicyOutputs(token, token)
+    tokens = token_batch.make(
+      jax.ShapeDtypeStruct((1, 1), bool),
+      jax.ShapeDtypeStruct((1, 1), jnp.int32),
+      dict.fromkeys(self._loss.columns, token),
+    )
+    return tuple(jax.eval_shape(self._loss, outputs, tokens)[1])
+
+  def _find_state_shardings(self) -> TrainState:
+    params, _ = self._param_shapes()
+    moments = optax.tree_utils.tree_map_params(
+      self._optimizer,
+      lambda _, sharding: sharding,
+      jax.eval_shape(self._optimizer.init, params),
+      self.param_shardings,
+      transform_non_params=lambda _: self.replicated,
+    )
+    return TrainState(self.param_shardings, moments, self.replicated)
+
+  def _make_programs(self) -> dict[str, Any]:
+    state, grads = self._state_shardings, self.param_shardings
+    return {
+      'init': jax.jit(self._optimizer.init, out_shardings=state.opt_state),
+      'zeros': jax.jit(
+        lambda params, skipped: (
+          jax.tree.map(jnp.zeros_like, params),
+          self._zero_sums(skipped),
+        ),
+        out_shardings=(grads, self.replicated),
+      ),
+      # Separate from `apply`, which would hold two copies of the gradients.
+      'fill': jax.jit(
+        lambda grads, value: jax.tree.map(
+          lambda x: jnp.full(x.shape, value, x.dtype), grads
+        ),
+        donate_argnums=0,
+        keep_unused=True,
+        out_shardings=grads,
+      ),
+      'outputs': jax.jit(self._main_output, out_shardings=self._row_sharding),
+      'accumulate': jax.jit(
+        self._accumulate,
+        donate_argnames=('grads', 'sums'),
+        out_shardings=(grads, self.replicated),
+      ),
+      'apply': jax.jit(
+        self._apply,
+        donate_argnames=('state', 'sums'),
+        out_shardings=(state, self.replicated),
+      ),
+    }
+
+  def run(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Runs a program."""
+    return distributed.block_on_cpu(self._programs[name](*args, **kwargs))
+
+  @property
+  def compilations(self) -> int:
+    """Number of programs compiled so far."""
+    return sum(f._cache_size() for f in self._programs.values())
+
+  def abstract_state(self) -> tuple[TrainState, dict]:
+    """Returns shapes, dtypes and shardings of a state and of the base."""
+    params, base = self._param_shapes()
+    base = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, self._config.dtype), base
+    )
+    state = TrainState(
+      params,
+      jax.eval_shape(self._optimizer.init, params),
+      jax.ShapeDtypeStruct((), jnp.int32),
+    )
+    return (
+      mesh_lib.with_shardings(state, self._state_shardings),
+      mesh_lib.with_shardings(base, self.base_shardings),
+    )
+
+  def lower(self, arrays: dict) -> dict[str, jax.stages.Lowered]:
+    """Returns the lowered programs 'accumulate' and 'apply', not compiled.
+
+    Args:
+      arrays: the arrays of a microbatch, on the host.
+    """
+
+    def with_sharding(tree, sharding):
+      shardings = jax.tree.map(lambda _: sharding, tree)
+      return mesh_lib.with_shardings(tree, shardings)
+
+    state, base = self.abstract_state()
+    arrays = with_sharding(arrays, self._row_sharding)
+    sums = with_sharding(
+      jax.eval_shape(self._zero_sums, np.float32(0)), self.replicated
+    )
+    with jax.set_mesh(self._mesh):
+      return {
+        'accumulate': self._programs['accumulate'].lower(
+          state.params, base, arrays, grads=state.params, sums=sums
+        ),
+        'apply': self._programs['apply'].lower(
+          state=state, grads=state.params, sums=sums
+        ),
+      }
+
+  # Traced once per length bucket.
+
+  def _forward(
+    self, params, base, arrays, sums=None
+  ) -> token_batch.PolicyOutputs | token_batch.ValueOutputs:
+    config = self._config
+    if config.adapters and not params:
+      config = dataclasses.replace(config, adapters=None)
+    params = lora.combine(base, params) if base else params
+    if sums is not None:
+      accumulators = {name: sums[name] for name in params if name != 'layers'}
+      params |= layer_gradients.accumulate_gradients(
+        {name: params[name] for name in accumulators}, accumulators
+      )
+      sums = sums['layers']
+    hidden_SND = qwen.hidden_states(
+      config,
+      params,
+      arrays['tokens'],
+      arrays.get('positions'),
+      arrays.get('branches'),
+      arrays['before'],
+      sums=sums,
+    )
+    if config.value_head:
+      return token_batch.ValueOutputs(qwen.values(params, hidden_SND))
+    log_probs, entropies = qwen.token_log_probs(
+      config,
+      params,
+      hidden_SND,
+      arrays['targets'],
+      count=jnp.max(jnp.sum(arrays['mask'], axis=1)),
+      temperature=self._temperature,
+      chunk=_LOGITS_CHUNK,
+    )
+    return token_batch.PolicyOutputs(log_probs, entropies)
+
+  def _main_output(self, params, base, arrays):
+    outputs = self._forward(params, base, arrays)
+    return outputs.values if self._config.value_head else outputs.log_probs
+
+  def _accumulate(self, params, base, arrays, *, grads, sums):
+    mask = arrays['mask']
+    tokens = token_batch.make(mask, arrays['row_ids'], arrays['columns'])
+    in_place = qwen.adds_in_place(self._config)
+
+    def loss_of(params):
+      outputs = self._forward(params, base, arrays, grads if in_place else None)
+      loss, metrics = self._loss(outputs, tokens)
+      loss = jnp.where(mask, loss, 0)
+      total = jnp.sum(loss * arrays['weights'])
+      return total, metrics | {'loss/total': loss}
+
+    (total, metrics), new_grads = jax.value_and_grad(loss_of, has_aux=True)(
+      params
+    )
+    grads = new_grads if in_place else jax.tree.map(jnp.add, grads, new_grads)
+    sums = dict(sums)
+    for name, values in metrics.items():
+      if name.endswith('/max'):
+        largest = jnp.max(jnp.where(mask, values, -jnp.inf))
+        sums[name] = jnp.maximum(sums[name], largest)
+      else:
+        sums[name] += jnp.sum(jnp.where(mask, values, 0))
+    sums['update/tokens'] += jnp.sum(mask, dtype=jnp.float32)
+    sums['update/objective'] += total
+    return grads, sums
+
+  def _apply(self, *, state, grads, sums):
+    norm = optax.global_norm(grads)
+    finite = jnp.isfinite(norm) & jnp.isfinite(sums['update/objective'])
+
+    def step(state, grads):
+      parameter_updates, opt_state = self._optimizer.update(
+        grads, state.opt_state, state.params
+      )
+      params = optax.apply_updates(state.params, parameter_updates)
+      return TrainState(params, opt_state, state.updates + 1)
+
+    # `jnp.where` on each element would keep the old state next to the new.
+    state = jax.lax.cond(finite, step, lambda state, _: state, state, grads)
+    sums = dict(sums)
+    sums['update/grad_norm'] += jnp.where(finite, norm, 0)
+    sums['update/skipped'] += 1.0 - finite
+    in_row = jnp.where(finite, 0.0, sums['update/skipped_in_row'] + 1)
+    longest = jnp.maximum(sums['update/most_skipped_in_row'], in_row)
+    sums['update/skipped_in_row'] = in_row
+    sums['update/most_skipped_in_row'] = longest
+    sums['update/objective'] = jnp.zeros_like(norm)
+    return state, sums
+
+  def _zero_sums(self, skipped: jax.Array) -> dict[str, jax.Array]:
+    names = (
+      *self._metric_names,
+      'loss/total',
+      'update/tokens',
+      'update/grad_norm',
+      'update/objective',
+      'update/skipped',
+      'update/most_skipped_in_row',
+    )
+    # Weakly typed values would compile every program a second time.
+    sums = {
+      name: jnp.full((), -jnp.inf if name.endswith('/max') else 0, jnp.float32)
+      for name in names
+    }
+    return sums | {'update/skipped_in_row': skipped}
+
+
+def summarize(sums: dict, updates: int) -> dict[str, float]:
+  """Returns the metrics of an iteration from the sums over its updates."""
+  sums = {name: float(value) for name, value in sums.items()}
+  tokens = sums.pop('update/tokens')
+  skipped = sums.pop('update/skipped')
+  in_row = sums.pop('update/skipped_in_row')
+  longest_in_row = sums.pop('update/most_skipped_in_row')
+  del sums['update/objective']
+  grad_norm = sums.pop('update/grad_norm') / max(updates - skipped, 1)
+  means = {
+    name: value if name.endswith('/max') else value / max(tokens, 1)
+    for name, value in sums.items()
+  }
+  return means | {
+    'update/grad_norm': grad_norm,
+    'update/skipped': skipped,
+    'update/skipped_in_row': in_row,
+    'update/most_skipped_in_row': longest_in_row,
+    'update/count': float(updates),
+    'update/tokens': tokens,
+  }

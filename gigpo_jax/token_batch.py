@@ -1,0 +1,106 @@
+"""The interface between a model, a loss and the learner.
+
+The learner computes a model's outputs for the completion tokens of a
+microbatch. A loss maps these outputs and a `TokenBatch` to one loss per token.
+
+Shapes: **S** shards of the microbatch, **N** completion tokens of a shard, with
+padding at the end; see `packing`.
+"""
+
+from typing import Protocol
+
+import flax.struct
+from jaxtyping import Array, Bool, Float, Int
+
+# Loss of each token, and metrics of each token by name.
+TokenLoss = tuple[Float[Array, 'S N'], dict[str, Float[Array, 'S N']]]
+
+
+@flax.struct.dataclass
+class TokenBatch:
+  """The completion tokens of a microbatch, with one value per token and column.
+
+  Columns that the loss does not list in `Loss.columns` are None, or missing in
+  `extras`. All columns are 0 for padding.
+
+  Attributes:
+    mask: True for completion tokens, False for padding.
+    row_ids: index of the token's row among the rows of its shard, in [0, N).
+    advantages: advantage of the token, or of its row.
+    old_log_probs: log-probs before the iteration's first update.
+    ref_log_probs: log-probs under the frozen reference policy.
+    importance: weight of the token's surrogate, at least 0.
+    extras: columns of particular losses, by name.
+  """
+
+  mask: Bool[Array, 'S N']
+  row_ids: Int[Array, 'S N']
+  advantages: Float[Array, 'S N'] | None = None
+  old_log_probs: Float[Array, 'S N'] | None = None
+  ref_log_probs: Float[Array, 'S N'] | None = None
+  importance: Float[Array, 'S N'] | None = None
+  extras: dict[str, Float[Array, 'S N']] = flax.struct.field(
+    default_factory=dict
+  )
+
+
+# Columns with a field of their own; all others are extras.
+FIELDS = ('advantages', 'old_log_probs', 'ref_log_probs', 'importance')
+
+
+def make(
+  mask: Bool[Array, 'S N'],
+  row_ids: Int[Array, 'S N'],
+  columns: dict[str, Float[Array, 'S N']],
+) -> TokenBatch:
+  """Returns a token batch from columns by name."""
+  fields = {name: x for name, x in columns.items() if name in FIELDS}
+  extras = {name: x for name, x in columns.items() if name not in FIELDS}
+  return TokenBatch(mask=mask, row_ids=row_ids, extras=extras, **fields)
+
+
+@flax.struct.dataclass
+class PolicyOutputs:
+  """The outputs of a policy for each token.
+
+  Attributes:
+    log_probs: log-prob of the sampled token at the sampling temperature.
+    entropies: entropy of the distribution of the token, in nats.
+  """
+
+  log_probs: Float[Array, 'S N']
+  entropies: Float[Array, 'S N']
+
+
+@flax.struct.dataclass
+class ValueOutputs:
+  """The outputs of a critic for each token.
+
+  Attributes:
+    values: value of the state before the token, in reward units.
+  """
+
+  values: Float[Array, 'S N']
+
+
+class Loss(Protocol):
+  """Computes a loss per token; the learner weights and sums it.
+
+  Attributes:
+    columns: names of the columns that the loss reads: fields of `TokenBatch`,
+      or extras. `Learner.update` requires exactly these.
+    needs_reference: whether the loss compares with a reference policy; then
+      'ref_log_probs' is one of the columns.
+  """
+
+  columns: tuple[str, ...]
+  needs_reference: bool
+
+  def __call__(
+    self, outputs: PolicyOutputs | ValueOutputs, tokens: TokenBatch
+  ) -> TokenLoss:
+    """Returns the loss of each token, and metrics of each token by name.
+
+    Metrics are averaged over the tokens of an iteration. Of metrics whose names
+    end in '/max', the maximum is reported.
+    """

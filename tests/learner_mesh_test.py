@@ -1,0 +1,129 @@
+"""Tests that meshes, packs and shared prompts do not change an update."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from tiny_learner import (
+  CONFIG,
+  EXPERTS,
+  ROW_LOSS,
+  assert_trees_close,
+  make_learner,
+  make_mesh,
+  make_rows,
+  sgd,
+  start,
+  step,
+)
+
+RECOMPUTED = dataclasses.replace(CONFIG, remat='layer')
+
+
+@pytest.mark.parametrize(
+  ('config', 'axes'),
+  [
+    (CONFIG, {'data': 8}),
+    (CONFIG, {'data': 2, 'fsdp': 4}),
+    (CONFIG, {'data': 2, 'fsdp': 2, 'tensor': 2}),
+    (CONFIG, {'fsdp': 2, 'sequence': 2, 'tensor': 2}),
+    (RECOMPUTED, {'data': 2, 'fsdp': 2, 'tensor': 2}),
+    (EXPERTS, {'data': 2, 'fsdp': 2, 'tensor': 2}),
+    (EXPERTS, {'fsdp': 2, 'expert': 4}),
+    (EXPERTS, {'fsdp': 2, 'expert': 2, 'sequence': 2}),
+  ],
+  ids=lambda x: str(x) if isinstance(x, dict) else f'{x.num_experts}{x.remat}',
+)
+def test_mesh_does_not_change_the_update(config, axes):
+  rows = make_rows()
+  one_device = sgd(config=config)
+  single, single_metrics = step(
+    one_device, rows, state=start(one_device, config)
+  )
+  subject = sgd(devices=make_mesh(**axes), config=config)
+  many, many_metrics = step(subject, rows, state=start(subject, config))
+  assert_trees_close(
+    jax.device_get(single.params), jax.device_get(many.params), 1e-6
+  )
+  assert many_metrics == pytest.approx(single_metrics, rel=1e-4, abs=1e-6)
+  np.testing.assert_allclose(
+    subject.log_probs(many.params, rows),
+    one_device.log_probs(single.params, rows),
+    atol=1e-5,
+  )
+
+
+def rows_of_few_prompts(*, prompts=3, count=16):
+  """Returns rows that share a few prompts."""
+  rows = make_rows(count)
+  firsts = np.arange(count) % prompts
+  tokens = np.zeros_like(rows.tokens)
+  completions = rows.lengths - rows.prompt_lengths
+  lengths = rows.prompt_lengths[firsts]
+  for r, first in enumerate(firsts):
+    end = lengths[r] + completions[r]
+    tokens[r, : lengths[r]] = rows.tokens[first, : lengths[r]]
+    tokens[r, lengths[r] : end] = rows.tokens[
+      r, rows.prompt_lengths[r] : rows.lengths[r]
+    ]
+  return dataclasses.replace(
+    rows,
+    tokens=tokens,
+    prompt_lengths=lengths,
+    lengths=lengths + completions,
+  )
+
+
+@pytest.mark.parametrize('devices', [None, (2, 2, 2)], ids=str)
+def test_shared_prompts_give_the_same_update_with_fewer_tokens(devices):
+  rows = rows_of_few_prompts()
+  devices = devices and make_mesh(*devices)
+  expected, plain = step(sgd(), rows)
+  # A pack holds 32 tokens; the longest prompt has five rows.
+  subject = sgd(share_prompts=True, devices=devices, length_buckets=(16, 32))
+  actual, metrics = step(subject, rows)
+  assert_trees_close(
+    jax.device_get(actual.params), jax.device_get(expected.params), 1e-6
+  )
+  saved = metrics.pop('packs/shared_tokens')
+  assert metrics['packs/tokens'] + saved == plain['packs/tokens']
+  assert saved > 0.2 * plain['packs/tokens']
+  for name in plain:
+    if not name.startswith('packs/'):
+      assert metrics[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-6)
+  np.testing.assert_allclose(
+    subject.log_probs(actual.params, rows),
+    sgd().log_probs(expected.params, rows),
+    atol=1e-5,
+  )
+
+
+def test_row_ratios_do_not_depend_on_packing():
+  rows = rows_of_few_prompts(prompts=4)
+  expected, _ = step(sgd(loss=ROW_LOSS), rows)
+  for changes in (
+    {'share_prompts': True, 'length_buckets': (16, 32)},
+    {'microbatch_rows': 3},
+    {'devices': make_mesh(data=2, fsdp=2)},
+  ):
+    actual, _ = step(sgd(loss=ROW_LOSS, **changes), rows)
+    assert_trees_close(
+      jax.device_get(actual.params), jax.device_get(expected.params), 1e-6
+    )
+
+
+def test_rows_of_a_prompt_share_an_update():
+  rows = rows_of_few_prompts(prompts=4)
+  # 6 rows per mini-batch would split a prompt; instead there are 8, 4 and 4.
+  subject = make_learner(share_prompts=True, minibatch_rows=6)
+  minibatches = subject._minibatches(rows, 0)
+  all_rows = np.sort(np.concatenate(minibatches))
+  np.testing.assert_array_equal(all_rows, np.flatnonzero(rows.real))
+  prompts = [{r % 4 for r in index} for index in minibatches]
+  assert sorted(map(len, prompts)) == [1, 1, 2]
+  subject = make_learner(share_prompts=True, minibatch_rows=4)
+  for index in subject._minibatches(rows, 0):
+    prompts = rows.tokens[index, : rows.prompt_lengths[index].max()]
+    assert len(set(rows.prompt_lengths[index])) == 1
+    assert (prompts == prompts[0]).all()
