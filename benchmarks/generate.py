@@ -17,17 +17,18 @@ from gigpo_jax import mesh, sampler
 from gigpo_jax.models import parameters, qwen
 
 
-def main() -> None:
-  """Prints one row as JSON."""
+def _parse_options() -> argparse.Namespace:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--shape', default='tiny', choices=shapes.SHAPES)
   parser.add_argument('--what', default='generate', choices=('generate',))
   parser.add_argument('--batch', type=int, default=16)
   parser.add_argument('--repeats', type=int, default=5)
   parser.add_argument('--threads', type=int, default=1)
-  options = parser.parse_args()
-  shape = shapes.SHAPES[options.shape]
-  model = qwen.QwenConfig(
+  return parser.parse_args()
+
+
+def _make_model(shape) -> qwen.QwenConfig:
+  return qwen.QwenConfig(
     vocab_size=shape.vocab,
     hidden_size=shape.d_model,
     intermediate_size=shape.d_ff,
@@ -41,6 +42,13 @@ def main() -> None:
     dtype='float32',
     remat='none',
   )
+
+
+def main() -> None:
+  """Prints one row as JSON."""
+  options = _parse_options()
+  shape = shapes.SHAPES[options.shape]
+  model = _make_model(shape)
   engine = sampler.Sampler(
     model,
     mesh.make_mesh(1, -1, 1),

@@ -145,6 +145,18 @@ def schedules(options: argparse.Namespace) -> None:
     f'{len(episodes)} episodes of {_STEPS} steps, {options.slots} slots, '
     f'{options.envs} environments, steps of {options.step_secs:g} s on average'
   )
+  _print_schedules(speeds, metrics, tokens)
+  print(
+    f'compilations after warm-up: {engine.compilations - warm_compilations}'
+  )
+
+
+def _print_schedules(
+  speeds: dict[str, list[float]],
+  metrics: dict[str, dict[str, float]],
+  tokens: dict[str, list],
+) -> None:
+  """Prints a table row per schedule, and a comparison of both."""
   print('| schedule | episodes/s | tokens/s | slots used | waiting for envs |')
   print('|---|---|---|---|---|')
   for name in rollout.SCHEDULES:
@@ -159,8 +171,7 @@ def schedules(options: argparse.Namespace) -> None:
   same = sum(np.array_equal(a, b) for a, b in pairs)
   print(
     f'async / lockstep: {one / other:.2f}; equal responses: {same} of '
-    f'{len(pairs)}; compilations after warm-up: '
-    f'{engine.compilations - warm_compilations}'
+    f'{len(pairs)}'
   )
 
 

@@ -95,8 +95,7 @@ def _setting(text: str) -> tuple[str, Any]:
     return name, value
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-  """Parses the command line and plays; returns the exit status."""
+def _make_parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog='python -m envs.play', description='Play an episode by hand.'
   )
@@ -125,6 +124,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     metavar='NAME=VALUE',
     help="further argument of the environment's Env; a Python literal",
   )
+  return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Parses the command line and plays; returns the exit status."""
+  parser = _make_parser()
   options = vars(parser.parse_args(argv))
   settings = dict(options.pop('set'))
   name, prompt = options.pop('environment'), options.pop('prompt')

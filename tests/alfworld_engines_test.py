@@ -55,37 +55,49 @@ OBJECTS = {
 }
 
 
-def odd_world(seed: int) -> world_lib.World:
-  """Returns a small world with rare states that a generator avoids.
+ODD_GOALS = {
+  'pick_and_place_simple': ('CellPhone', 'Desk'),
+  'look_at_obj_in_light': ('Knife', 'DeskLamp'),
+  'pick_clean_then_place_in_recep': ('Potato', 'Drawer'),
+  'pick_heat_then_place_in_recep': ('Potato', 'SinkBasin'),
+  'pick_cool_then_place_in_recep': ('Pot', 'BathtubBasin'),
+  'pick_two_obj_and_place': ('ButterKnife', 'Desk'),
+}
 
-  Shared locations, receptacles without a location, objects on the floor, in two
-  places at once, inside one another, sliced or hot from the start, lamps behind
-  closed doors, and a start in front of a cupboard.
-  """
-  rng = random.Random(seed)
 
-  def name(kind: str) -> str:
-    x, y = rng.randint(0, 99), rng.randint(0, 99)
-    sign = rng.choice(('plus', 'minus'))
-    return f'{kind}_bar__{sign}_00_dot_{x:02}_bar__plus_01_dot_{y:02}'
+def odd_id(rng: random.Random, name: str) -> str:
+  x, y = rng.randint(0, 99), rng.randint(0, 99)
+  sign = rng.choice(('plus', 'minus'))
+  return f'{name}_bar__{sign}_00_dot_{x:02}_bar__plus_01_dot_{y:02}'
 
-  locations = tuple(f'loc_bar_{i}_bar_2_bar_0_bar_30' for i in range(5))
+
+def odd_receptacles(
+  rng: random.Random, locations: tuple[str, ...]
+) -> list[world_lib.Receptacle]:
   receptacles = []
-  for kind, openable in RECEPTACLES.items():
+  for name, openable in RECEPTACLES.items():
     for copy in range(rng.choice((1, 1, 2, 3))):
-      basin = kind in ('Sink', 'Bathtub')
+      basin = name in ('Sink', 'Bathtub')
       # The first of each type is reachable, so that the goal is reachable.
       location = rng.choice(locations[1:] + ('',) * (copy > 0))
       receptacles.append(
         world_lib.Receptacle(
-          id=f'{name(kind)}{copy}' + f'_bar_{kind}Basin' * basin,
-          type=f'{kind}Basin' if basin else kind,
+          id=f'{odd_id(rng, name)}{copy}' + f'_bar_{name}Basin' * basin,
+          type=f'{name}Basin' if basin else name,
           location=location,
           openable=openable and rng.random() < 0.8,
         )
       )
+  return receptacles
+
+
+def odd_objects(
+  rng: random.Random,
+  locations: tuple[str, ...],
+  receptacles: list[world_lib.Receptacle],
+) -> list[world_lib.Object]:
   objects = []
-  for kind, flags in OBJECTS.items():
+  for name, flags in OBJECTS.items():
     for copy in range(rng.choice((2, 2, 3))):
       candidates = rng.sample([r for r in receptacles if r.location], 2)
       flags_now = set(flags.split())
@@ -95,8 +107,8 @@ def odd_world(seed: int) -> world_lib.World:
       moved = rng.random() < 0.1
       objects.append(
         world_lib.Object(
-          id=f'{name(kind)}{copy}',
-          type=kind,
+          id=f'{odd_id(rng, name)}{copy}',
+          type=name,
           location=rng.choice(locations) if moved else candidates[0].location,
           receptacle=None if afloat else candidates[0].id,
           flags=frozenset(flags_now),
@@ -104,14 +116,20 @@ def odd_world(seed: int) -> world_lib.World:
           inside=tuple(o.id for o in objects if rng.random() < 0.05),
         )
       )
-  goal = {
-    'pick_and_place_simple': ('CellPhone', 'Desk'),
-    'look_at_obj_in_light': ('Knife', 'DeskLamp'),
-    'pick_clean_then_place_in_recep': ('Potato', 'Drawer'),
-    'pick_heat_then_place_in_recep': ('Potato', 'SinkBasin'),
-    'pick_cool_then_place_in_recep': ('Pot', 'BathtubBasin'),
-    'pick_two_obj_and_place': ('ButterKnife', 'Desk'),
-  }
+  return objects
+
+
+def odd_world(seed: int) -> world_lib.World:
+  """Returns a small world with rare states that a generator avoids.
+
+  Shared locations, receptacles without a location, objects on the floor, in two
+  places at once, inside one another, sliced or hot from the start, lamps behind
+  closed doors, and a start in front of a cupboard.
+  """
+  rng = random.Random(seed)
+  locations = tuple(f'loc_bar_{i}_bar_2_bar_0_bar_30' for i in range(5))
+  receptacles = odd_receptacles(rng, locations)
+  objects = odd_objects(rng, locations, receptacles)
   task_type = world_lib.TASK_TYPES[seed % 6]
   return world_lib.World(
     name=f'{task_type}/trial_{seed}',
@@ -121,11 +139,11 @@ def odd_world(seed: int) -> world_lib.World:
       (r.type, o)
       for r in receptacles
       for o in OBJECTS
-      if rng.random() < 0.7 or (o, r.type) in goal.values()
+      if rng.random() < 0.7 or (o, r.type) in ODD_GOALS.values()
     ),
     locations=locations,
     start=rng.choice(locations),
-    goal=world_lib.Goal(task_type, *goal[task_type]),
+    goal=world_lib.Goal(task_type, *ODD_GOALS[task_type]),
     task=f'do number {seed} with the potato.',
   )
 

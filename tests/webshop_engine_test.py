@@ -160,7 +160,7 @@ def test_reference_goals_depend_on_the_seed(catalogue):
   assert a != b and len(a) == len(b) == 5
 
 
-def test_pages_worked_out_by_hand(catalogue):
+def test_search_and_result_pages_worked_out_by_hand(catalogue):
   goal = find_goal(catalogue, color='wine red', size='large')
   session = open_session(catalogue, goal=goal)
   task = f'Instruction: [SEP] {goal.instruction_text} [SEP] '
@@ -187,7 +187,14 @@ def test_pages_worked_out_by_hand(catalogue):
     f'{task}Back to Search [SEP] Page 2 (Total results: 2) [SEP] < Prev [SEP] '
     'Next >'
   )
-  session.step('click[< prev]')
+  assert session.step('click[< prev]').clickables[-1] == 'b000000001'
+
+
+def test_product_pages_worked_out_by_hand(catalogue):
+  goal = find_goal(catalogue, color='wine red', size='large')
+  session = open_session(catalogue, goal=goal)
+  task = f'Instruction: [SEP] {goal.instruction_text} [SEP] '
+  session.step('search[Mug]')
   page = session.step('click[b000000001]')
   assert page.text == (
     f'{task}Back to Search [SEP] < Prev [SEP] color [SEP] wine red [SEP] '

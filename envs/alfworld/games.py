@@ -94,12 +94,7 @@ def open_split(
     return Official(
       split, data_dir, expected_counts=expected_counts, task_types=task_types
     )
-  for name, count in (
-    ('num_games', num_games),
-    ('num_held_out', num_held_out),
-  ):
-    if count is not None and count < 1:
-      raise ValueError(f'env.generator.{name}={count}: must be at least 1')
+  _check_counts(num_games=num_games, num_held_out=num_held_out)
   if split != 'train':
     num_games = num_held_out or num_games
   options = {
@@ -110,6 +105,12 @@ def open_split(
     'task_types': tuple(task_types),
   }
   return Generated(split, num_games or NUM_GAMES[split], options)
+
+
+def _check_counts(**counts: int | None) -> None:
+  for name, count in counts.items():
+    if count is not None and count < 1:
+      raise ValueError(f'env.generator.{name}={count}: must be at least 1')
 
 
 class Generated:

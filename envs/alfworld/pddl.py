@@ -147,80 +147,107 @@ def from_problem(text: str, *, task: str, name: str) -> world_lib.World:
   agents = [n for n, pddl_type in declared if pddl_type == 'agent']
   if len(agents) != 1:
     raise ValueError(f'{name}: {len(agents)} agents; must be 1')
-  facts: dict[str, dict[str, list[str]]] = {}
-  for predicate, *arguments in sections[':init']:
-    if predicate not in _UNUSED_FACTS:
-      values = facts.setdefault(predicate, {}).setdefault(arguments[0], [])
-      values += arguments[1:]
-
-  def get_one(predicate: str, key: str, default: str | None = None) -> str:
-    values = facts.get(predicate, {}).get(key, [])
-    if len(values) > 1 or not values and default is None:
-      raise ValueError(f'{name}: {len(values)} x {predicate} {key}; must be 1')
-    return values[0] if values else default
-
-  # ALFWorld also declares types as objects. No fact mentions those.
-  mentioned = {key for by_key in facts.values() for key in by_key}
-  mentioned |= {
-    value
-    for by_key in facts.values()
-    for values in by_key.values()
-    for value in values
-  }
+  init = _Init(sections[':init'], name)
   receptacles = tuple(
-    world_lib.Receptacle(
-      id=r,
-      type=_strip_suffix(get_one('receptacleType', r)),
-      location=get_one('receptacleAtLocation', r, ''),
-      openable=r in facts.get('openable', {}),
-    )
+    init.make_receptacle(r)
     for r, pddl_type in declared
-    if pddl_type == 'receptacle' and r in mentioned
+    if pddl_type == 'receptacle' and r in init.mentioned
   )
-  unary = [p for p, by_key in facts.items() if not any(by_key.values())]
-  objects = []
-  for o, pddl_type in declared:
-    if pddl_type == 'object' and o in mentioned:
-      holders = facts.get('inReceptacle', {}).get(o, [])
-      objects.append(
-        world_lib.Object(
-          id=o,
-          type=_strip_suffix(get_one('objectType', o, '')),
-          location=get_one('objectAtLocation', o, ''),
-          receptacle=holders[0] if holders else None,
-          flags=frozenset(p for p in unary if o in facts[p]),
-          also_in=tuple(holders[1:]),
-          inside=tuple(facts.get('inReceptacleObject', {}).get(o, ())),
-        )
-      )
-  _check_facts(facts, unary, {o.id for o in objects}, name)
+  objects = tuple(
+    init.make_object(o)
+    for o, pddl_type in declared
+    if pddl_type == 'object' and o in init.mentioned
+  )
+  init.check_facts({o.id for o in objects})
   return world_lib.World(
     name=name,
     receptacles=receptacles,
-    objects=tuple(objects),
+    objects=objects,
     can_contain=frozenset(
       (_strip_suffix(r), _strip_suffix(o))
-      for r, contained in facts.get('canContain', {}).items()
+      for r, contained in init.facts.get('canContain', {}).items()
       for o in contained
     ),
     locations=tuple(n for n, pddl_type in declared if pddl_type == 'location'),
-    start=get_one('atLocation', agents[0]),
+    start=init.get_one('atLocation', agents[0]),
     goal=_read_goal(sections[':goal'][0], name),
     task=task,
   )
 
 
-def _check_facts(
-  facts: dict[str, dict[str, list[str]]],
-  unary: list[str],
-  objects: set[str],
-  name: str,
-) -> None:
-  """Raises ValueError for a fact that a World cannot represent."""
-  for predicate, by_key in facts.items():
-    is_flag = predicate in unary and by_key.keys() <= objects
-    if not is_flag and predicate not in _FACTS:
-      raise ValueError(f'{name}: init fact {predicate} is not supported')
+class _Init:
+  """The facts of a problem's init section.
+
+  Args:
+    expressions: the facts.
+    name: name of the game, for error messages.
+
+  Attributes:
+    facts: further arguments by predicate and first argument.
+    mentioned: all arguments. ALFWorld also declares types as objects; no fact
+      mentions those.
+  """
+
+  def __init__(self, expressions: list[_Expression], name: str):
+    self._name = name
+    self.facts: dict[str, dict[str, list[str]]] = {}
+    for predicate, *arguments in expressions:
+      if predicate not in _UNUSED_FACTS:
+        by_key = self.facts.setdefault(predicate, {})
+        values = by_key.setdefault(arguments[0], [])
+        values += arguments[1:]
+    self.mentioned = {key for by_key in self.facts.values() for key in by_key}
+    self.mentioned |= {
+      value
+      for by_key in self.facts.values()
+      for values in by_key.values()
+      for value in values
+    }
+    self._unary = [
+      p for p, by_key in self.facts.items() if not any(by_key.values())
+    ]
+
+  def get_one(
+    self, predicate: str, key: str, default: str | None = None
+  ) -> str:
+    """Returns the only argument after `key`, or the default if it has none."""
+    values = self.facts.get(predicate, {}).get(key, [])
+    if len(values) > 1 or not values and default is None:
+      raise ValueError(
+        f'{self._name}: {len(values)} x {predicate} {key}; must be 1'
+      )
+    return values[0] if values else default
+
+  def make_receptacle(self, r: str) -> world_lib.Receptacle:
+    """Returns a receptacle of the world."""
+    return world_lib.Receptacle(
+      id=r,
+      type=_strip_suffix(self.get_one('receptacleType', r)),
+      location=self.get_one('receptacleAtLocation', r, ''),
+      openable=r in self.facts.get('openable', {}),
+    )
+
+  def make_object(self, o: str) -> world_lib.Object:
+    """Returns an object of the world."""
+    holders = self.facts.get('inReceptacle', {}).get(o, [])
+    return world_lib.Object(
+      id=o,
+      type=_strip_suffix(self.get_one('objectType', o, '')),
+      location=self.get_one('objectAtLocation', o, ''),
+      receptacle=holders[0] if holders else None,
+      flags=frozenset(p for p in self._unary if o in self.facts[p]),
+      also_in=tuple(holders[1:]),
+      inside=tuple(self.facts.get('inReceptacleObject', {}).get(o, ())),
+    )
+
+  def check_facts(self, objects: set[str]) -> None:
+    """Raises ValueError for a fact that a World cannot represent."""
+    for predicate, by_key in self.facts.items():
+      is_flag = predicate in self._unary and by_key.keys() <= objects
+      if not is_flag and predicate not in _FACTS:
+        raise ValueError(
+          f'{self._name}: init fact {predicate} is not supported'
+        )
 
 
 def _read_goal(expression: _Expression, name: str) -> world_lib.Goal:
