@@ -29,14 +29,16 @@ def _read(path) -> str:
 
 
 def _has_name(path, name: str) -> bool:
-  """Returns whether a module defines a public name, or imports it."""
+  """Returns whether a module defines, imports or sets a name."""
   tree = ast.parse(path.read_text())
   names = {'__getattr__'} if name in ('NAMES', 'REGISTRY') else set()
   for node in ast.walk(tree):
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
       names.add(node.name)
-    elif isinstance(node, ast.Name | ast.alias):
-      names.add(getattr(node, 'id', None) or node.name.split('.')[-1])
+    elif isinstance(node, ast.alias):
+      names.add(node.name.split('.')[-1])
+    elif isinstance(node, ast.Name | ast.Attribute):
+      names.add(getattr(node, 'id', None) or node.attr)
   return name in names
 
 

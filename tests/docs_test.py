@@ -1,7 +1,7 @@
-"""The documentation does what it says: its files and commands are run.
+"""Run the files and commands of the documentation.
 
-A block with a title is a file, a `sh` block a command; those of a page are
-tried in one empty folder.
+A block with a title is a file, and a `sh` block has commands. Those of a page
+run in one empty folder.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ def _run(command: list[str], folder: pathlib.Path, **variables: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', PAGES)
-def test_a_page_is_a_worked_example(tmp_path, name):
+def test_page_runs(tmp_path, name):
   page = (PROJECT / 'docs' / f'{name}.md').read_text()
   commands = []
   for language, title, text in BLOCK.findall(page):
@@ -58,7 +58,7 @@ def test_a_page_is_a_worked_example(tmp_path, name):
 
 
 @pytest.mark.slow
-def test_gigpo_in_a_trainer_that_is_not_ours():
+def test_example_of_another_trainer_learns():
   printed = _run([sys.executable, 'examples/other_trainer.py'], PROJECT)
   rates = [float(r) for r in re.findall(r'success (\d+)%', printed)]
   assert len(rates) == 20
@@ -66,14 +66,14 @@ def test_gigpo_in_a_trainer_that_is_not_ours():
 
 
 @pytest.mark.slow
-def test_gigpo_in_a_loop_of_ones_own():
+def test_example_of_an_own_loop_runs():
   printed = _run([sys.executable, 'examples/own_loop.py'], PROJECT)
   assert re.findall(r'iteration (\d): success', printed) == ['0', '1']
   losses = re.findall(r'loss ([+-][\d.]+)', printed)
   assert any(float(loss) for loss in losses)
 
 
-def test_links_between_pages_and_files_are_whole():
+def test_links_between_pages_and_files_exist():
   for path in [PROJECT / 'README.md', *(PROJECT / 'docs').glob('*.md')]:
     for target in re.findall(r'\]\(([^)#\s]+)', path.read_text()):
       if '://' not in target:
@@ -85,7 +85,7 @@ def _cells(name: str) -> list[str]:
   return [''.join(cell['source']) for cell in notebook['cells']]
 
 
-def test_the_notebook_has_the_environment_of_the_page():
+def test_notebook_has_the_environment_of_the_page():
   page = (PROJECT / 'docs' / 'environment.md').read_text()
   files = {title: text for _, title, text in BLOCK.findall(page) if title}
   cells = _cells('your_own_environment.ipynb')
@@ -94,7 +94,7 @@ def test_the_notebook_has_the_environment_of_the_page():
     assert f'%%writefile {name}\n{text}'.rstrip() in cells
 
 
-def test_the_shortest_environment_is_complete():
+def test_shortest_environment_is_complete():
   page = (PROJECT / 'docs' / 'environment.md').read_text()
   text = next(t for _, title, t in BLOCK.findall(page) if title == 'sticks.py')
   assert len([line for line in text.splitlines() if line.strip()]) <= 30
@@ -107,58 +107,60 @@ def test_the_shortest_environment_is_complete():
     'odd',
   }
 
-  def sent(call, value):
-    """Returns an answer as the trainer gets it, checked."""
+  def send(call, value):
+    """Returns an answer as the trainer receives it, checked."""
     answer = messages.encode(0, call, value)[messages.HEADER.size :]
-    kind, found = messages.decode(answer, call)
-    assert kind == messages.REPLY, found
-    return found
+    answer_type, decoded = messages.decode(answer, call)
+    assert answer_type == messages.REPLY, decoded
+    return decoded
 
   task = base.Task('train', 1)
   env.prepare(task)
-  first = sent('reset', env.reset(task))
-  assert '4 sticks' in first.prompt and first == sent('reset', env.reset(task))
-  taken = sent('step', env.step('<action>2</action>'))
+  first = send('reset', env.reset(task))
+  assert '4 sticks' in first.prompt and first == send('reset', env.reset(task))
+  taken = send('step', env.step('<action>2</action>'))
   assert taken.valid and not taken.done and '2 sticks' in taken.observation.text
-  wrong = sent('step', env.step('none'))
+  wrong = send('step', env.step('none'))
   assert not wrong.valid and wrong.observation == taken.observation
-  won = sent('step', env.step('<action>2</action>'))
+  won = send('step', env.step('<action>2</action>'))
   assert won.success and won.done and won.reward == 10
   env.close()
 
 
 @pytest.mark.parametrize('record', [base.Observation, base.StepResult])
-def test_the_page_lists_every_field_with_its_type(record):
+def test_page_lists_every_field_with_its_type(record):
   page = (PROJECT / 'docs' / 'environment.md').read_text()
   section = page.partition(f'## {record.__name__}\n')[2].partition('\n## ')[0]
   rows = re.findall(r'^\| `(\w+)` \| `([^`]+)`(.*?) \| .+ \|$', section, re.M)
-  listed = {name: (kind.replace('\\|', '|'), rest) for name, kind, rest in rows}
+  listed = {name: (text.replace('\\|', '|'), rest) for name, text, rest in rows}
   fields = dataclasses.fields(record)
   assert list(listed) == [field.name for field in fields]
   for field in fields:
-    kind, rest = listed[field.name]
+    listed_type, rest = listed[field.name]
     written = field.type if isinstance(field.type, str) else None
-    assert kind == (written or _spelt(field.type))
+    assert listed_type == (written or _spelling(field.type))
     missing = dataclasses.MISSING
     optional = {field.default, field.default_factory} != {missing}
     assert ('default' in rest) == optional, field.name
 
 
-def _spelt(kind: type) -> str:
-  text = kind.__name__ if isinstance(kind, type) else str(kind)
-  if isinstance(kind, types.GenericAlias):
-    text = str(kind)
+def _spelling(field_type: type) -> str:
+  text = (
+    field_type.__name__ if isinstance(field_type, type) else str(field_type)
+  )
+  if isinstance(field_type, types.GenericAlias):
+    text = str(field_type)
   return text.replace('envs.base.', '')
 
 
 @pytest.mark.parametrize('name', NOTEBOOKS)
-def test_a_notebook_says_how_to_set_an_address_that_fails(tmp_path, name):
+def test_notebook_explains_a_failed_installation(tmp_path, name):
   install = _cells(name)[1]
   (url,) = re.findall(
     r"^URL = '(.*)'$", (PROJECT / 'setup.py').read_text(), re.M
   )
   assert f"'{url}'" in install
-  # As on Colab: nothing of the project can be imported.
+  # The project cannot be imported, as on Colab.
   script = tmp_path / 'cell.py'
   script.write_text(install.replace("'gigpo_jax'", "'no_such_package'"))
   done = subprocess.run(
@@ -173,13 +175,13 @@ def test_a_notebook_says_how_to_set_an_address_that_fails(tmp_path, name):
   assert 'pip says' in done.stderr
 
 
-def test_the_notebook_has_the_first_command_of_the_readme():
+def test_notebook_has_the_first_command_of_the_readme():
   readme = (PROJECT / 'README.md').read_text()
   first, *_ = re.findall(r'python launch/train.py (.*)', readme)
   (cell,) = [c for c in _cells('gigpo_in_ten_minutes.ipynb') if 'flags =' in c]
-  given = re.search(r'flags = \[(.*?)\]', cell, re.DOTALL).group(1)
-  # The default of --workdir, which the cells after it read.
-  assert set(re.findall(r"'(.*?)'", given)) == {
+  flags = re.search(r'flags = \[(.*?)\]', cell, re.DOTALL).group(1)
+  # The default of --workdir, which later cells read.
+  assert set(re.findall(r"'(.*?)'", flags)) == {
     *first.split(),
     '--workdir=runs/alfworld-mini',
   }
@@ -187,7 +189,7 @@ def test_the_notebook_has_the_first_command_of_the_readme():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', NOTEBOOKS)
-def test_a_notebook_runs_in_its_reduced_form(tmp_path, name):
+def test_notebook_runs_in_its_reduced_form(tmp_path, name):
   shutil.copy(PROJECT / 'notebooks' / name, tmp_path)
   _run(
     ['jupyter', 'execute', '--inplace', name],
