@@ -7,6 +7,7 @@ device, environment or algorithm.
 import dataclasses
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -141,33 +142,28 @@ def from_trajectories(
     row_multiple=row_multiple,
     num_components=len(components),
   )
-  states = anchors.assign_ids(
-    [(t.group, _states(t)) for _, t in complete],
+  transitions = _transitions(
+    [episode for _, episode in complete],
     anchor=anchor,
     threshold=similarity_threshold,
     history=anchor_history,
-    ends=True,
   )
-  transitions = [
-    pair for ids in states for pair in zip(ids, ids[1:], strict=False)
-  ]
   for r, (episode, index, t, step) in enumerate(steps):
-    rows.sampler_log_probs[r, : len(step.log_probs)] = step.log_probs
-    rows.groups[r] = episode.group
-    rows.episodes[r] = index
-    rows.steps[r] = t
+    rows.groups[r], rows.episodes[r], rows.steps[r] = episode.group, index, t
     rows.anchors[r], rows.next_anchors[r] = transitions[r]
-    rows.rewards[r] = step.result.reward
-    rows.valid[r] = step.result.valid
-    rows.success[r] = step.result.success
-    rows.components[r] = [_component(step.result, name) for name in components]
-  for name in set(components) - set(COMPONENTS):
-    if not any(name in step.result.metrics for _, _, _, step in steps):
-      raise ValueError(
-        f'algorithm.components={tuple(components)}: the environment reports no '
-        f'metric {name}; must be of {", ".join(COMPONENTS)}, or a step metric'
-      )
+    _fill_row(rows, r, step, components)
+  _check_components(components, [step.result for _, _, _, step in steps])
   return rows
+
+
+def _transitions(
+  episodes: Sequence[trajectory.Trajectory], **options: Any
+) -> list[tuple[int, int]]:
+  """Returns the ids of the states before and after each step."""
+  states = anchors.assign_ids(
+    [(t.group, _states(t)) for t in episodes], ends=True, **options
+  )
+  return [pair for ids in states for pair in zip(ids, ids[1:], strict=False)]
 
 
 def _states(episode: trajectory.Trajectory) -> list[str | None]:
@@ -176,6 +172,29 @@ def _states(episode: trajectory.Trajectory) -> list[str | None]:
     *(step.anchor for step in episode.steps),
     episode.end[1] if episode.end else None,
   ]
+
+
+def _fill_row(
+  rows: Rows, r: int, step: trajectory.Step, components: Sequence[str]
+) -> None:
+  """Writes a step's log-probs and result into row r."""
+  rows.sampler_log_probs[r, : len(step.log_probs)] = step.log_probs
+  rows.rewards[r] = step.result.reward
+  rows.valid[r] = step.result.valid
+  rows.success[r] = step.result.success
+  rows.components[r] = [_component(step.result, name) for name in components]
+
+
+def _check_components(
+  components: Sequence[str], results: Sequence[base.StepResult]
+) -> None:
+  """Raises ValueError if no step reports a component."""
+  for name in set(components) - set(COMPONENTS):
+    if not any(name in result.metrics for result in results):
+      raise ValueError(
+        f'algorithm.components={tuple(components)}: the environment reports no '
+        f'metric {name}; must be of {", ".join(COMPONENTS)}, or a step metric'
+      )
 
 
 def _component(result: base.StepResult, name: str) -> float:

@@ -92,6 +92,7 @@ class Learner:
         f'{row_shards}'
       )
     losses.row_weights(np.ones(1, np.int32), 1, aggregation)
+    loss = losses.replace_old(loss)
     self._mesh = mesh
     self.columns = tuple(loss.columns)
     self._minibatch_rows = minibatch_rows
@@ -240,16 +241,17 @@ class Learner:
     self,
     state: TrainState,
     rows: batch.Rows,
-    *,
+    *old_advantages: np.ndarray,
     iteration: int,
     skipped_before: float = 0.0,
-    **columns: np.ndarray | float,
+    **columns: np.ndarray | float | None,
   ) -> tuple[TrainState, dict[str, float]]:
     """Trains for one pass over the rows, one optimizer step per mini-batch.
 
     Args:
       state: donated.
       rows: the rows of the iteration; padding rows are ignored.
+      *old_advantages: deprecated: the column 'advantages' by position.
       iteration: with the seed, determines the shuffling.
       skipped_before: number of consecutive updates skipped just before.
       **columns: the columns that the loss reads: one number per row [R] or per
@@ -266,6 +268,8 @@ class Learner:
       ValueError: if a column is missing or unknown, or a row is longer than the
         last bucket.
     """
+    if old_advantages:
+      columns = _old_columns(old_advantages[0], columns)
     columns = self._check_columns(rows, columns)
     minibatches = self._minibatches(rows, iteration)
     self._packer.reset_metrics()
@@ -328,7 +332,7 @@ class Learner:
     }
 
   def _check_columns(
-    self, rows: batch.Rows, columns: dict[str, np.ndarray | float]
+    self, rows: batch.Rows, columns: dict[str, np.ndarray | float | None]
   ) -> dict[str, np.ndarray]:
     """Returns the columns as arrays [R] or [R, C], float32."""
     accepted = f'the loss reads {", ".join(self.columns) or "no columns"}'
@@ -397,3 +401,16 @@ def _gather(
     'columns': {name: microbatch.gather(x) for name, x in columns.items()},
     'weights': microbatch.gather(weights),
   }
+
+
+def _old_columns(
+  advantages: np.ndarray, columns: dict[str, np.ndarray | None]
+) -> dict[str, np.ndarray | float]:
+  """Returns the columns of a call with the arguments of the last release."""
+  deprecated.warn(
+    'Learner.update(state, rows, advantages, ...)',
+    'Learner.update(state, rows, advantages=advantages, ...)',
+    stacklevel=4,
+  )
+  columns = {name: x for name, x in columns.items() if x is not None}
+  return {'advantages': advantages, 'importance': 1.0} | columns

@@ -49,7 +49,7 @@ class LearnerPrograms:
   - init: state of the optimizer for given parameters;
   - zeros: gradients and sums of metrics before the first microbatch;
   - fill: gradients with a given value;
-  - outputs: first output of the model for each token;
+  - outputs: log-prob, or value, of each token;
   - accumulate: gradients and sums with those of a microbatch added;
   - apply: state after an optimizer step, and sums.
 
@@ -139,7 +139,9 @@ class LearnerPrograms:
         keep_unused=True,
         out_shardings=grads,
       ),
-      'outputs': jax.jit(self._main_output, out_shardings=self._row_sharding),
+      'outputs': jax.jit(
+        self._log_probs_or_values, out_shardings=self._row_sharding
+      ),
       'accumulate': jax.jit(
         self._accumulate,
         donate_argnames=('grads', 'sums'),
@@ -240,7 +242,7 @@ class LearnerPrograms:
     )
     return token_batch.PolicyOutputs(log_probs, entropies)
 
-  def _main_output(self, params, base, arrays):
+  def _log_probs_or_values(self, params, base, arrays):
     outputs = self._forward(params, base, arrays)
     return outputs.values if self._config.value_head else outputs.log_probs
 

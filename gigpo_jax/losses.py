@@ -7,6 +7,7 @@ loss of the update, independent of how rows are split; see `row_weights`.
 """
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -534,3 +535,13 @@ def policy_gradient(  # noqa: PLR0913
   columns = {name: columns[name] for name in loss.columns}
   outputs = token_batch.PolicyOutputs(log_probs, entropies)
   return loss(outputs, token_batch.make(mask, rows, columns))
+
+
+def replace_old(loss: Callable) -> token_batch.Loss:
+  """Returns `PolicyGradient` for `policy_gradient` or a partial of it."""
+  if loss is policy_gradient:
+    loss = functools.partial(policy_gradient)
+  if isinstance(loss, functools.partial) and loss.func is policy_gradient:
+    deprecated.warn('losses.policy_gradient', 'losses.PolicyGradient')
+    return PolicyGradient(**loss.keywords)
+  return loss

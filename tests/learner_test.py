@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import math
 
 import jax
@@ -331,6 +332,29 @@ def test_missing_and_unknown_columns_are_refused(changes, message):
   columns = dict.fromkeys(subject.columns, 0.0) | changes
   with pytest.raises(ValueError, match=message):
     subject.update(subject.init(params()), rows, iteration=0, **columns)
+
+
+def test_arguments_of_the_previous_release_give_the_same_update():
+  rows = make_rows()
+  expected, _ = step(
+    sgd(loss=losses.PolicyGradient(kl_weight=0.0)), rows, advantages=ADVANTAGES
+  )
+  with pytest.warns(DeprecationWarning, match='use losses.PolicyGradient'):
+    loss = functools.partial(losses.policy_gradient, kl_weight=0.0)
+    subject = sgd.func.__wrapped__(loss=loss, **sgd.keywords)
+  with pytest.warns(DeprecationWarning, match='advantages=advantages'):
+    state, _ = subject.update(
+      subject.init(params()),
+      rows,
+      ADVANTAGES,
+      old_log_probs=rows.sampler_log_probs,
+      ref_log_probs=None,
+      iteration=0,
+    )
+  assert_trees_close(state.params, expected.params, 0)
+
+
+ADVANTAGES = np.linspace(-1, 1, 16, dtype=np.float32)
 
 
 def reinforce(outputs, tokens):

@@ -1,4 +1,4 @@
-"""Runs the project's commands as a user does."""
+"""Runs commands of the project in a subprocess, as a user does."""
 
 import os
 import pathlib
@@ -6,8 +6,8 @@ import subprocess
 
 import gigpo_jax
 
-# Flags of XLA with which compiling takes a third of the time; programs are as
-# right, and slower.
+# XLA flags that reduce compile time to a third. Results are equally accurate;
+# the programs run more slowly.
 QUICK = '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false'
 PROJECT = pathlib.Path(gigpo_jax.__file__).parents[1]
 
@@ -19,7 +19,7 @@ def run(
   timeout: float = 400,
   **variables: str,
 ) -> str:
-  """Returns what a command prints; it must succeed."""
+  """Runs a command, which must succeed; returns its output."""
   done = subprocess.run(
     command,
     cwd=folder,
