@@ -8,7 +8,7 @@ import pytest
 import reference
 
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax import sampler
+from gigpo_jax import sampler, sampling
 from gigpo_jax.models import parameters, quantization, qwen
 
 CONFIG = qwen.QwenConfig(
@@ -254,7 +254,7 @@ def test_the_order_of_the_cache_in_memory_changes_no_token(
   compilations = one.compilations
   found = one.generate(params, requests)
   assert one.compilations == compilations
-  order = one._cache[0]['k'].format.layout.major_to_minor
+  order = one._cache.arrays[0]['k'].format.layout.major_to_minor
   assert order == {1: (0, 1, 4, 2, 3), 2: (2, 0, 1, 4, 3)}[tensor]
   for a, b in zip(found, expected, strict=True):
     np.testing.assert_array_equal(a.ids, b.ids)
@@ -420,7 +420,7 @@ def test_what_is_known_of_truncation_changes_no_token(top_k):
   logits = jax.random.normal(jax.random.key(0), (4, 30))
   floats = np.array([[1, 1, 0], [0, 1, 0], [0.5, 1, 0], [2, 1, 0]], np.float32)
   found = [
-    sampler._sample_tokens(
+    sampling.sample_tokens(
       jax.random.split(jax.random.key(1), 4),
       np.arange(4),
       floats,
@@ -522,7 +522,7 @@ def test_truncation_against_sorting():
   top_p = np.where(rng.random(200) < 0.3, 1, rng.random(200))
   min_p = np.where(rng.random(200) < 0.5, 0, rng.random(200))
   found = np.asarray(
-    sampler._truncate(
+    sampling.truncate(
       logits,
       np.ones(logits.shape, bool),
       top_k.astype(np.int32),
@@ -543,7 +543,7 @@ def test_a_place_is_drawn_by_hand():
   noise = np.float32(
     [[9, 0, 9, 0, 9], [9, 0, 9, 0.6, 9], [9, 0, 9, 0.7, 9], [9, -5, 9, -4, 9]]
   )
-  found = sampler._sample_index(weights, noise)
+  found = sampling.sample_index(weights, noise)
   np.testing.assert_array_equal(found, [1, 1, 3, 3])
 
 
@@ -554,7 +554,7 @@ def test_no_place_without_weight_is_drawn():
   )
   weights[0], weights[0, 3] = 0, 1
   noise = jax.random.gumbel(jax.random.key(0), weights.shape)
-  found = np.asarray(sampler._sample_index(jax.numpy.asarray(weights), noise))
+  found = np.asarray(sampling.sample_index(jax.numpy.asarray(weights), noise))
   assert (np.take_along_axis(weights, found[:, None], axis=1) > 0).all()
 
 
@@ -566,7 +566,7 @@ def test_tokens_are_drawn_in_proportion():
   share /= share.sum()
   n, rounds = 4096, 16
   seen = np.zeros(300)
-  pick = jax.jit(sampler._sample_tokens, static_argnames='vocab_size')
+  pick = jax.jit(sampling.sample_tokens, static_argnames='vocab_size')
   for count in range(rounds):
     ids, _, _ = pick(
       jax.random.split(jax.random.key(1), n),
@@ -587,7 +587,7 @@ def test_tokens_are_drawn_in_proportion():
 def test_ids_without_a_token_do_not_hide_the_others():
   logits = np.full((1, 300), -100, np.float32)
   logits[0, 137], logits[0, 299] = -90, 0
-  ids, log_probs, sampled = sampler._sample_tokens(
+  ids, log_probs, sampled = sampling.sample_tokens(
     jax.random.split(jax.random.key(0), 1),
     np.zeros(1, np.int32),
     np.array([[1, 1, 0]], np.float32),
