@@ -5,6 +5,7 @@ integer for each state, equal where a group's steps are to be compared (GiGPO,
 Eq. 6). The texts themselves are compared, so no hash can collide.
 """
 
+import dataclasses
 import difflib
 import hashlib
 from collections.abc import Sequence
@@ -12,12 +13,24 @@ from collections.abc import Sequence
 import numpy as np
 import rapidfuzz
 
-from gigpo_jax import deprecated
+from gigpo_jax import deprecated, options
 
 # Environments report `observation` or `observation_and_actions`. `similarity`
 # merges similar observations; `turn` uses only the turn's index.
 REPORTED = ('observation', 'observation_and_actions')
 ANCHORS = (*REPORTED, 'similarity', 'turn')
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """Options of anchors, in `config.algorithm`; see configs/base.py."""
+
+  anchor: str = options.choice('observation', ANCHORS)
+  similarity_threshold: float = options.number(0.9, low=0, high=1)
+  anchor_history: int = options.number(0, low=0)
+
+  def __post_init__(self):
+    options.check(self)
 
 
 def assign_ids(

@@ -8,6 +8,7 @@ last. What does not agree with its manifest is named and passed over.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import pathlib
@@ -19,12 +20,24 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from gigpo_jax import options
 from gigpo_jax.runtime import console, distributed, errors, files
 
 _MANIFEST = 'manifest.json'
 _METADATA = '_CHECKPOINT_METADATA'  # of Orbax
 _UNFINISHED = '.orbax-checkpoint-tmp'  # in the name of a folder
 _ITEMS = ('state', 'host')
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """Options of checkpoints, `config.checkpoint`; see configs/base.py."""
+
+  every: int = options.number(5, low=1)
+  keep: int = options.number(2, low=1)
+
+  def __post_init__(self):
+    options.check(self)
 
 
 def abstract_state(state: Any) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jaxtyping import Bool, Float
 
-from gigpo_jax import batch, learner, losses
+from gigpo_jax import batch, learner, losses, options
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import parameters, qwen
 
@@ -28,6 +28,18 @@ _METRICS = {
   'update/most_skipped_in_row': 'critic/most_skipped_in_row',
   'update/count': 'critic/count',
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """Options of the critic, `config.critic`; see configs/base.py."""
+
+  rate_ratio: float = options.number(10.0, low=0)
+  value_clip: float = options.number(0.5, above=0)
+  warmup_iterations: int = options.number(0, low=0)
+
+  def __post_init__(self):
+    options.check(self)
 
 
 class Critic:

@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 
 from envs import base, messages, worker
-from gigpo_jax import worker_process
+from gigpo_jax import options, worker_process
 
 # Maximum size and number of unanswered messages to a worker. They must fit
 # into the pipe's buffer, so that sending never blocks.
@@ -56,6 +56,22 @@ _READ_BYTES = 1 << 20
 
 # Length of the end of a response that a failure shows.
 _SHOWN_CHARS = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """Options of the pool, `config.pool`; see configs/base.py."""
+
+  num_envs: int = options.number(0, low=0, note='0 is one per episode')
+  num_workers: int = options.number(2, low=0, note='0 is in this process')
+  step_timeout_secs: float = options.number(60.0, above=0)
+  reset_timeout_secs: float = options.number(300.0, above=0)
+  max_resets_per_worker: int = options.number(0, low=0, note='0 is never')
+  max_worker_mib: int = options.number(0, low=0, note='0 is unlimited')
+  max_failed_share: float = options.number(0.25, low=0, high=1)
+
+  def __post_init__(self):
+    options.check(self)
 
 
 @dataclasses.dataclass(frozen=True)

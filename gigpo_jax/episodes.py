@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow_datasets as tfds
 from array_record.python import array_record_module
 
-from gigpo_jax import episode_records
+from gigpo_jax import episode_records, options
 from gigpo_jax.runtime import files
 
 # Only for type annotations: the viewer starts without importing jax.
@@ -44,6 +44,16 @@ step_advantage and advantage come from the algorithm; NaN means not available.
 prompt_ids, completion_ids and log_probs are the sampler's inputs and outputs;
 tokenizer/ holds the tokenizer.
 """
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """Options of the data set of episodes, `config.episodes`."""
+
+  every: int = options.number(0, low=0, note='0 is never')
+
+  def __post_init__(self):
+    options.check(self)
 
 
 class EpisodeWriter:

@@ -19,6 +19,7 @@ from gigpo_jax import (
   builders,
   checkpoint,
   metrics,
+  options,
   rollout,
   sampler,
   trajectory,
@@ -28,6 +29,22 @@ from gigpo_jax.runtime import console, distributed, errors
 
 _RESAMPLES = 10_000
 _MAX_LABEL = 60  # Characters of a policy's name in the plot.
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """Options of evaluations, `config.evaluation`; see configs/base.py."""
+
+  split: str | None = None
+  num_tasks: int = options.number(0, low=0, note='0 is all')
+  every: int = options.number(5, low=0, note='0 is never')
+  temperature: float = options.number(0.4, low=0, note='0 is greedy')
+  top_p: float = options.number(1.0, above=0, high=1)
+  top_k: int = options.number(0, low=0, note='0 is off')
+  min_p: float = options.number(0.0, low=0, high=1, note='0 is off')
+
+  def __post_init__(self):
+    options.check(self)
 
 
 def run(

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from gigpo_jax import tasks, trajectory
+from gigpo_jax import options, tasks, trajectory
 
 # Position in the stream of tasks where refills start, beyond all iterations.
 _FIRST_REFILL = 1 << 20
@@ -58,8 +58,11 @@ class GroupFilter:
   """
 
   drop_zero_variance: bool = False
-  warmup_iterations: int = 0
-  max_refills: int = 2
+  warmup_iterations: int = options.number(0, low=0)
+  max_refills: int = options.number(2, low=0)
+
+  def __post_init__(self):
+    options.check(self)
 
   def positions(self, iteration: int) -> list[int]:
     """Returns the positions in the stream of tasks that an iteration may use.

@@ -4,6 +4,7 @@ Models give the dimensions of their arrays names, the logical axes. The table
 RULES maps logical axes to mesh axes; edit it to change the parallelism.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from jax.experimental import multihost_utils
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 
+from gigpo_jax import options
 from gigpo_jax.runtime import distributed
 
 AXES = ('data', 'fsdp', 'expert', 'sequence', 'tensor')
@@ -34,6 +36,33 @@ RULES: dict[str | None, str | None] = {
   'experts': 'expert',
   None: None,
 }
+
+
+def _axis(default: int) -> Any:
+  return options.field(
+    default,
+    lambda size: size >= 1 or size == -1,
+    'must be at least 1, or -1 for the remaining devices',
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """Devices per axis of the mesh, `config.mesh`; see configs/base.py."""
+
+  data: int = _axis(1)
+  fsdp: int = _axis(-1)
+  expert: int = _axis(1)
+  sequence: int = _axis(1)
+  tensor: int = _axis(1)
+
+  def __post_init__(self):
+    options.check(self)
+    sizes = [getattr(self, name) for name in AXES]
+    if sizes.count(-1) > 1:
+      raise ValueError(
+        f'{",".join(AXES)}={sizes}: at most one axis may be -1'
+      )
 
 
 def make_mesh(

@@ -17,7 +17,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from envs import base
-from gigpo_jax import deprecated, env_pool, sampler, tokenizer, trajectory
+from gigpo_jax import (
+  deprecated,
+  env_pool,
+  options,
+  sampler,
+  tokenizer,
+  trajectory,
+)
 from gigpo_jax.runtime import distributed
 
 # First component of a request's random stream: the purpose of the tokens.
@@ -33,6 +40,55 @@ SCHEDULES = ('async', 'lockstep')
 # and a minimum, so that a small limit of tokens can still shorten a prompt.
 _CHARS_PER_TOKEN = 64
 _MIN_CHARS = 65_536
+
+
+def _is_horizon(horizon: Sequence) -> bool:
+  """Returns whether a schedule is of pairs (iteration, turns), rising."""
+  for pair in horizon:
+    if not isinstance(pair, tuple) or [*map(type, pair)] != [int, int]:
+      return False
+  starts = [start for start, _ in horizon]
+  rising = starts == sorted(set(starts))
+  return rising and all(turns >= 1 for _, turns in horizon)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """Options of collecting episodes, `config.rollout`; see configs/base.py."""
+
+  groups: int = options.number(16, low=1)
+  episodes_per_group: int = options.number(8, low=1)
+  max_prompt_tokens: int = options.number(2048, low=1)
+  max_completion_tokens: int = options.number(512, low=1)
+  prompt_overflow: str = options.choice(
+    'drop_history', tokenizer.OVERFLOW_POLICIES
+  )
+  horizon: tuple[tuple[int, int], ...] = options.field(
+    (),
+    _is_horizon,
+    'must be pairs (iteration, turns) with rising iterations and turns of at '
+    'least 1',
+  )
+  temperature: float = options.number(
+    1.0, low=1e-3, note='greedy episodes of a group are identical'
+  )
+  top_p: float = options.number(1.0, above=0, high=1)
+  top_k: int = options.number(0, low=0, note='0 is off')
+  min_p: float = options.number(0.0, low=0, high=1, note='0 is off')
+  stop_at_action: bool = False
+  schedule: str = options.choice('async', SCHEDULES)
+  weights: str = options.choice('model', sampler.WEIGHTS)
+  tensor: int = options.number(
+    0, low=0, note='0 is the smallest that fits the memory'
+  )
+  decode_tokens: int = options.number(8, low=1)
+  prompt_buckets: tuple[int, ...] = options.sizes(
+    (512, 1024, 2048), or_none=True
+  )
+  batch_buckets: tuple[int, ...] = options.sizes((32, 128))
+
+  def __post_init__(self):
+    options.check(self)
 
 
 @dataclasses.dataclass(eq=False)

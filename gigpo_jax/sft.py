@@ -7,6 +7,7 @@ With `sft.data` the run imitates recorded episodes, token by token. If it uses
 only successful ones, this is rejection-sampling fine-tuning.
 """
 
+import dataclasses
 import pathlib
 import shutil
 import time
@@ -19,7 +20,7 @@ import numpy as np
 
 import envs
 from envs import base
-from gigpo_jax import batch, builders, losses, tokenizer
+from gigpo_jax import batch, builders, losses, options, tokenizer
 from gigpo_jax import config as config_lib
 from gigpo_jax.models import huggingface, lora, parameters, qwen
 from gigpo_jax.runtime import console, distributed, errors
@@ -32,6 +33,54 @@ _REPORT_SECS = 10.0  # Interval of progress reports on expert episodes.
 
 # Files that mark a work directory of launch/train.py.
 _RUN_FILES = ('checkpoints', 'config.json')
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShape:
+  """Shape of a new model, `config.sft.model`; see configs/base.py."""
+
+  layers: int = options.number(4, low=1)
+  width: int = options.number(128, low=1)
+  heads: int = options.number(4, low=1)
+  kv_heads: int = options.number(2, low=1)
+  mlp: int = options.number(384, low=1)
+
+  def __post_init__(self):
+    options.check(self)
+    if self.width % (2 * self.heads):
+      raise ValueError(
+        f'heads={self.heads}: the head size {self.width} / {self.heads} must '
+        'be an even integer, for rotary positions'
+      )
+    if self.heads % self.kv_heads:
+      raise ValueError(
+        f'kv_heads={self.kv_heads}: must divide sft.model.heads={self.heads}'
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """Options of the warm start, `config.sft`; see configs/base.py."""
+
+  data: str = ''
+  only_successful: bool = True
+  num_episodes: int = options.number(2000, low=1)
+  noise: float = options.number(0.0, low=0, high=1)
+  epochs: int = options.number(1, low=1)
+  learning_rate: float = options.number(1e-5, low=0)
+  warmup_updates: int = options.number(0, low=0)
+  decay: bool = True
+  minibatch_rows: int = options.number(128, low=1)
+  report_rows: int = options.number(6400, low=1)
+  completion_only: bool = True
+  init: str = options.choice('', ('', 'scratch'))
+  vocab_size: int = options.number(
+    1024, low=300, note='bytes and special tokens'
+  )
+  model: ModelShape = ModelShape()
+
+  def __post_init__(self):
+    options.check(self)
 
 
 def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:

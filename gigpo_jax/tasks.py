@@ -4,14 +4,27 @@ The tasks are a function of (seed, iteration). `Uncertain` also uses the
 outcomes so far.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from envs import base
+from gigpo_jax import options
 
 # epochs: shuffled, without replacement; uncertain: see `Uncertain`.
 DRAWS = ('epochs', 'uncertain')
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """Options of the order of training tasks, `config.tasks`."""
+
+  draw: str = options.choice('epochs', DRAWS)
+  uniform: float = options.number(0.5, low=0, high=1)
+
+  def __post_init__(self):
+    options.check(self)
 
 
 class TaskSampler:

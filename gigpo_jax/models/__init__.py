@@ -1,10 +1,26 @@
 """Language models, and counts of their parameters."""
 
+import dataclasses
 import math
 
 import jax
 
-from gigpo_jax.models import parameters, qwen
+from gigpo_jax import options
+from gigpo_jax.models import attention, parameters, qwen, qwen_config
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """Options of the model and its arithmetic, `config.model`."""
+
+  path: str | None = None
+  dtype: str = options.choice('bfloat16', ('bfloat16', 'float32'))
+  remat: str = options.choice('layer', qwen_config.REMATS)
+  attention: str = options.choice('auto', ('auto', *attention.IMPLEMENTATIONS))
+  enable_thinking: bool = False
+
+  def __post_init__(self):
+    options.check(self)
 
 
 def num_parameters(config: qwen.QwenConfig) -> int:

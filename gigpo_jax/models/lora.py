@@ -7,6 +7,8 @@ adapter next to the adapted matrix NAME, as NAME_a [N, inputs.., R] and NAME_b
 
 import dataclasses
 
+from gigpo_jax import options
+
 TARGETS = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
 
 # Suffixes of the names of an adapter's matrices.
@@ -23,9 +25,16 @@ class Lora:
     targets: names of the adapted matrices, a subset of TARGETS.
   """
 
-  rank: int
-  alpha: float
-  targets: tuple[str, ...] = TARGETS
+  rank: int = options.number(0, low=0, note='0 trains the model')
+  alpha: float = options.number(32.0, above=0)
+  targets: tuple[str, ...] = options.field(
+    TARGETS,
+    lambda targets: len(targets) > 0 and set(targets) <= set(TARGETS),
+    f'must be one or more of {", ".join(TARGETS)}',
+  )
+
+  def __post_init__(self):
+    options.check(self)
 
   @property
   def scale(self) -> float:
