@@ -24,6 +24,7 @@ from gigpo_jax import (
   losses,
   mesh,
   metrics,
+  model_check,
   optimizer,
   rollout,
   sampler,
@@ -61,7 +62,7 @@ class ModelBundle:
 
 def make_model_bundle(config: ml_collections.ConfigDict) -> ModelBundle:
   """Returns the policy of an experiment; initializes the devices."""
-  directory = config_lib.model_directory(config.model.path)
+  directory = model_check.model_directory(config.model.path)
   devices = mesh.make_mesh(**config.mesh)
   model = huggingface.read_config(directory, **model_kwargs(config, devices))
   mesh.check(devices, parameters.shapes(model), parameters.logical_axes(model))

@@ -21,6 +21,7 @@ from gigpo_jax import (
   metrics,
   options,
   rollout,
+  run_config,
   sampler,
   trajectory,
 )
@@ -373,7 +374,7 @@ def main(
     config_lib.validate(
       _with_policy(config, source, path), trains=source == 'checkpoint'
     )
-  config_lib.check_workdir(workdir)
+  run_config.check_workdir(workdir)
   distributed.initialize()
   episodes = {}
   with builders.make_pool(config) as pool:

@@ -8,6 +8,7 @@ length buckets, the mesh and the sharing of prompts. This module knows no
 environment, text or algorithm.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from gigpo_jax import (
   deprecated,
   learner_programs,
   losses,
+  options,
   packing,
   token_batch,
 )
@@ -35,6 +37,44 @@ def adamw(learning_rate: float, **values: Any) -> optax.GradientTransformation:
   """Deprecated: use `optimizer.AdamW(...).make()`."""
   deprecated.warn('learner.adamw', 'optimizer.AdamW(...).make()')
   return optimizer_lib.AdamW(learning_rate, **values).make()
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """Options of updates, `config.learner`; see configs/base.py."""
+
+  minibatch_rows: int = options.number(256, low=1)
+  microbatch_rows: int = options.number(16, low=1)
+  max_skipped_in_row: int = options.number(5, low=1)
+  share_prompts: bool = False
+  length_buckets: tuple[int, ...] = options.sizes(
+    (640, 1024, 1536, 2560), or_none=True
+  )
+
+  def __post_init__(self):
+    options.check(self)
+    if self.microbatch_rows > self.minibatch_rows:
+      raise ValueError(
+        f'microbatch_rows={self.microbatch_rows}: larger than '
+        f'learner.minibatch_rows={self.minibatch_rows}; must divide it'
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class LossOptions:
+  """Options of any loss, in `config.loss`; see configs/base.py."""
+
+  aggregation: str = options.choice('token_mean', losses.AGGREGATIONS)
+  old_log_probs: str = options.choice('learner', ('learner', 'sampler'))
+  tis_clip: float | None = options.number(None, above=0, note='None is off')
+
+  def __post_init__(self):
+    options.check(self)
+    if self.tis_clip and self.old_log_probs != 'learner':
+      raise ValueError(
+        f"tis_clip={self.tis_clip}: compares the learner's log-probs with the "
+        "sampler's; needs loss.old_log_probs=learner"
+      )
 
 
 class Learner:

@@ -60,9 +60,7 @@ class Options:
     options.check(self)
     sizes = [getattr(self, name) for name in AXES]
     if sizes.count(-1) > 1:
-      raise ValueError(
-        f'{",".join(AXES)}={sizes}: at most one axis may be -1'
-      )
+      raise ValueError(f'{",".join(AXES)}={sizes}: at most one axis may be -1')
 
 
 def make_mesh(

@@ -69,8 +69,10 @@ class Options:
     'must be pairs (iteration, turns) with rising iterations and turns of at '
     'least 1',
   )
-  temperature: float = options.number(
-    1.0, low=1e-3, note='greedy episodes of a group are identical'
+  temperature: float = options.field(
+    1.0,
+    lambda value: 1e-3 <= value < float('inf'),
+    'out of range; must be above 0; greedy episodes of a group are identical',
   )
   top_p: float = options.number(1.0, above=0, high=1)
   top_k: int = options.number(0, low=0, note='0 is off')

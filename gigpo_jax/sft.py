@@ -20,7 +20,7 @@ import numpy as np
 
 import envs
 from envs import base
-from gigpo_jax import batch, builders, losses, options, tokenizer
+from gigpo_jax import batch, builders, losses, options, run_config, tokenizer
 from gigpo_jax import config as config_lib
 from gigpo_jax.models import huggingface, lora, parameters, qwen
 from gigpo_jax.runtime import console, distributed, errors
@@ -97,7 +97,7 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
   scratch = config.sft.init == 'scratch'
   config_lib.validate(config, needs_model=not scratch)
   episode_set = _open_episodes(config) if config.sft.data else None
-  config_lib.check_workdir(workdir)
+  run_config.check_workdir(workdir)
   run_paths = (pathlib.Path(workdir) / name for name in _RUN_FILES)
   if any(path.exists() for path in run_paths):
     raise ValueError(

@@ -21,6 +21,7 @@ from gigpo_jax import (
   losses,
   metrics,
   rollout,
+  run_config,
   trajectory,
 )
 from gigpo_jax import config as config_lib
@@ -81,8 +82,8 @@ def train(
     errors.RunError: in one line, if the run cannot go on.
   """
   config_lib.validate(config)
-  config_lib.check_resume(config, workdir, allow_change=allow_config_change)
-  config_lib.check_workdir(workdir)
+  run_config.check_resume(config, workdir, allow_change=allow_config_change)
+  run_config.check_workdir(workdir)
   checkpoint.check_folder(pathlib.Path(workdir) / 'checkpoints')
   policy = (pathlib.Path(workdir) / 'policy').resolve()
   if pathlib.Path(config.model.path).resolve() == policy:
@@ -120,7 +121,7 @@ def _train(
       builders.try_environment(config, pool, 'train', policy.tokenizer)
       # Of a run that cannot start, nothing stands in the way of another one.
       if distributed.is_main_process():
-        config_lib.save(config, workdir)
+        run_config.save(config, workdir)
       run.go(builders.make_runner(config, policy, pool))
 
 

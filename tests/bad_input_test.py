@@ -17,8 +17,7 @@ import safetensors.numpy
 
 from configs import alfworld
 from envs.alfworld import games
-from gigpo_jax import config as config_lib
-from gigpo_jax import train
+from gigpo_jax import run_config, train
 from gigpo_jax.runtime import files
 
 PROJECT = pathlib.Path(train.__file__).parents[1]
@@ -369,12 +368,12 @@ def _other(run: pathlib.Path) -> None:
   run.mkdir()
   config = alfworld.get_config('tiny')
   config.seed, config.algorithm.discount = 1, 0.9
-  config_lib.save(config, str(run))
+  run_config.save(config, str(run))
 
 
 def _damaged(run: pathlib.Path) -> None:
   (run / 'checkpoints' / '4' / 'state').mkdir(parents=True)
-  config_lib.save(alfworld.get_config('tiny'), str(run))
+  run_config.save(alfworld.get_config('tiny'), str(run))
 
 
 def _in_the_way(run: pathlib.Path) -> None:

@@ -15,7 +15,7 @@ import configs
 from configs import alfworld, search_qa, sokoban, webshop
 from gigpo_jax import config as config_lib
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax import tokenizer
+from gigpo_jax import model_check, run_config, tokenizer
 from gigpo_jax.models import huggingface
 from gigpo_jax.runtime import hardware
 
@@ -185,7 +185,7 @@ def test_missing_requirements_of_the_paper_are_reported(monkeypatch):
   monkeypatch.delenv('ALFWORLD_DATA', raising=False)
   monkeypatch.setattr(hardware, 'has_accelerator', lambda: False)
   memory = type('Memory', (), {'total': 8 * 2**30})
-  monkeypatch.setattr(config_lib.psutil, 'virtual_memory', lambda: memory)
+  monkeypatch.setattr(model_check.psutil, 'virtual_memory', lambda: memory)
   with pytest.raises(ValueError) as error:
     config_lib.validate(alfworld.get_config())
   message = str(error.value)
@@ -207,7 +207,7 @@ def test_missing_model_reports_the_problems_of_an_unset_model(
 ):
   monkeypatch.setattr(hardware, 'has_accelerator', lambda: False)
   memory = type('Memory', (), {'total': 8 * 2**30})
-  monkeypatch.setattr(config_lib.psutil, 'virtual_memory', lambda: memory)
+  monkeypatch.setattr(model_check.psutil, 'virtual_memory', lambda: memory)
   monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
   messages = []
   for model_path in (None, path):
@@ -370,31 +370,31 @@ def test_mesh_that_does_not_divide_the_model_is_refused():
 
 def test_workdir_of_another_config_is_refused(tmp_path):
   config = alfworld.get_config('tiny')
-  config_lib.check_resume(config, str(tmp_path))
-  config_lib.save(config, str(tmp_path))
+  run_config.check_resume(config, str(tmp_path))
+  run_config.save(config, str(tmp_path))
   config.num_iterations += 10  # Running longer is the same experiment.
-  config_lib.check_resume(config, str(tmp_path))
+  run_config.check_resume(config, str(tmp_path))
   config.seed, config.algorithm.discount = 1, 0.9
   with pytest.raises(ValueError) as error:
-    config_lib.check_resume(config, str(tmp_path))
+    run_config.check_resume(config, str(tmp_path))
   message = str(error.value)
   assert 'algorithm.discount=0.9 (was 0.95), seed=1 (was 0)' in message
   assert len(message.splitlines()) == 1
 
 
 def test_unwritable_workdir_is_refused(tmp_path):
-  config_lib.check_workdir(str(tmp_path / 'a' / 'b'))
+  run_config.check_workdir(str(tmp_path / 'a' / 'b'))
   assert list((tmp_path / 'a' / 'b').iterdir()) == []
   (tmp_path / 'file').write_text('')
   with pytest.raises(ValueError, match='--workdir=.*cannot be written'):
-    config_lib.check_workdir(str(tmp_path / 'file'))
+    run_config.check_workdir(str(tmp_path / 'file'))
   (tmp_path / 'locked').mkdir(mode=0o500)
   root = os.geteuid() == 0
   if root:  # Root ignores permissions.
     os.seteuid(65534)
   try:
     with pytest.raises(ValueError, match='written .Permission denied'):
-      config_lib.check_workdir(str(tmp_path / 'locked'))
+      run_config.check_workdir(str(tmp_path / 'locked'))
   finally:
     if root:
       os.seteuid(0)
@@ -402,25 +402,25 @@ def test_unwritable_workdir_is_refused(tmp_path):
 
 def test_older_run_resumes_with_new_fields(tmp_path):
   config = alfworld.get_config('tiny')
-  config_lib.save(config, str(tmp_path))
+  run_config.save(config, str(tmp_path))
   stored = json.loads((tmp_path / 'config.json').read_text())
   del stored['evaluation']['top_p'], stored['env']['trust_games']
   del stored['filter']
   (tmp_path / 'config.json').write_text(json.dumps(stored))
-  config_lib.check_resume(config, str(tmp_path))
+  run_config.check_resume(config, str(tmp_path))
   config.evaluation.top_p, config.env.trust_games = 0.5, True
   with pytest.raises(ValueError, match='top_p=0.5 .*') as error:
-    config_lib.check_resume(config, str(tmp_path))
+    run_config.check_resume(config, str(tmp_path))
   assert 'env.trust_games=True (was None)' in str(error.value)
 
 
 def test_allow_change_accepts_another_config(tmp_path):
   config = alfworld.get_config('tiny')
-  config_lib.save(config, str(tmp_path))
+  run_config.save(config, str(tmp_path))
   config.seed = 1
   with pytest.raises(ValueError, match='--allow_config_change to resume'):
-    config_lib.check_resume(config, str(tmp_path))
-  config_lib.check_resume(config, str(tmp_path), allow_change=True)
+    run_config.check_resume(config, str(tmp_path))
+  run_config.check_resume(config, str(tmp_path), allow_change=True)
 
 
 def test_local_model_needs_no_network(monkeypatch):

@@ -25,6 +25,7 @@ from configs import (
 )
 from configs.sweeps import ablations, main
 from gigpo_jax import config as config_lib
+from gigpo_jax import run_config
 from gigpo_jax.algorithms import gigpo
 from gigpo_jax.tools import sweep as sweep_tool
 
@@ -205,7 +206,7 @@ def test_other_tasks_are_as_in_the_released_code():
 @pytest.mark.parametrize('module', MODULES)
 def test_grpo_differs_by_one_word(module):
   one, two = module.get_config('tiny'), module.get_config('tiny,grpo')
-  differences = dict(config_lib._differences(one.to_dict(), two.to_dict()))
+  differences = dict(run_config._differences(one.to_dict(), two.to_dict()))
   assert differences == {
     'algorithm.name': ('gigpo', 'grpo'),
     'variant': ('tiny', 'tiny,grpo'),
@@ -217,7 +218,7 @@ def test_other_words_change_what_they_say():
 
   def changed(word):
     found = dict(
-      config_lib._differences(
+      run_config._differences(
         one.to_dict(), alfworld.get_config(f'tiny,{word}').to_dict()
       )
     )

@@ -19,6 +19,7 @@ from gigpo_jax import (
   anchors,
   deprecated,
   rollout,
+  run_config,
   trajectory,
 )
 from gigpo_jax import config as config_lib
@@ -133,16 +134,16 @@ def test_old_field_of_a_config_file_works_with_a_warning(tmp_path):
 def test_old_field_of_a_stored_config_equals_the_new_field(tmp_path):
   config = alfworld.get_config('tiny')
   config.filter.drop_zero_variance = True
-  config_lib.save(config, str(tmp_path))
+  run_config.save(config, str(tmp_path))
   stored = json.loads((tmp_path / 'config.json').read_text())
   stored['filter']['without_spread'] = stored['filter'].pop(
     'drop_zero_variance'
   )
   (tmp_path / 'config.json').write_text(json.dumps(stored))
-  config_lib.check_resume(config, str(tmp_path))
+  run_config.check_resume(config, str(tmp_path))
   config.filter.drop_zero_variance = False
   with pytest.raises(ValueError, match=rf'{NEW}=False \(was True\)'):
-    config_lib.check_resume(config, str(tmp_path))
+    run_config.check_resume(config, str(tmp_path))
 
 
 def test_old_field_of_a_sweep_works_with_a_warning():

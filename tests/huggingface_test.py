@@ -15,8 +15,8 @@ import pytest
 import reference
 import safetensors.numpy
 
-from gigpo_jax import config as config_lib
 from gigpo_jax import mesh as mesh_lib
+from gigpo_jax import model_check
 from gigpo_jax.models import huggingface, qwen
 from gigpo_jax.models.huggingface import export
 
@@ -574,12 +574,12 @@ def test_a_name_on_the_hub_is_looked_up_in_the_cache(
   monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_CACHE', str(root))
   monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
   huggingface.download.cache_clear()
-  folder = config_lib.model_directory('team/small')
+  folder = model_check.model_directory('team/small')
   assert huggingface.read_config(folder, dtype='float32') == config
   with pytest.raises(ValueError, match='model.path=team/other: no such') as e:
-    config_lib.model_directory('team/other')
+    model_check.model_directory('team/other')
   assert len(str(e.value).splitlines()) == 1
-  assert config_lib.model_directory('a/b/c') == 'a/b/c'
+  assert model_check.model_directory('a/b/c') == 'a/b/c'
 
 
 def test_an_unsupported_cached_model_is_refused_by_its_config(

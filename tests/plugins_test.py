@@ -1,6 +1,8 @@
 """Fences: central modules name no environment or algorithm."""
 
 import ast
+import dataclasses
+import importlib
 import pathlib
 import re
 
@@ -9,6 +11,7 @@ import pytest
 import envs
 from configs import base
 from gigpo_jax import algorithms
+from gigpo_jax import config as config_lib
 
 PROJECT = pathlib.Path(envs.__file__).parents[1]
 CENTRAL = (
@@ -102,3 +105,29 @@ def test_presets_are_for_known_variants():
   for name in algorithms.REGISTRY:
     presets = getattr(base._algorithm(name), 'PRESETS', {})
     assert presets.keys() <= {name, *base.PRESETS}
+
+
+@pytest.mark.parametrize(
+  ('section', 'path'),
+  [(s, path) for s, paths in config_lib.SECTIONS.items() for path in paths],
+)
+def test_configs_list_the_defaults_of_options(section: str, path: str):
+  module, _, name = path.partition(':')
+  config = base.get_config()
+  values = config_lib._get(config, section) if section else config
+  for field in dataclasses.fields(
+    getattr(importlib.import_module(module), name)
+  ):
+    if dataclasses.is_dataclass(field.default):
+      continue  # A section of its own.
+    assert values[field.name] == field.default, field.name
+    assert type(values[field.name]) is type(field.default), field.name
+
+
+def test_configs_list_the_defaults_of_algorithms():
+  options = base.get_config().algorithm
+  for name in algorithms.REGISTRY:
+    for option, default in algorithms.defaults(
+      base._algorithm(name).Algorithm
+    ).items():
+      assert options[option] == default, (name, option)

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from gigpo_jax import config as config_lib
+from gigpo_jax import run_config
 from gigpo_jax.runtime import files
 from gigpo_jax.tools import sweep
 
@@ -134,7 +134,7 @@ def test_known_runs_are_gathered_and_not_rerun(tmp_path, monkeypatch):
 
 def test_folder_with_another_config_is_refused(tmp_path):
   write_run(tmp_path / 'alfworld-a-0', [(0, 0.2), (100, 0.4)])
-  config_lib.save(RUNS[0].load(), str(tmp_path / 'alfworld-a-0'))
+  run_config.save(RUNS[0].load(), str(tmp_path / 'alfworld-a-0'))
   assert len(sweep.gather(RUNS[:1], tmp_path)) == 2
   changed = dataclasses.replace(RUNS[0], overrides=(('seed', 7),))
   with pytest.raises(ValueError, match='seed=7 .was 0.'):

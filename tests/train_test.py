@@ -22,10 +22,10 @@ from gigpo_jax import (
   episodes,
   group_filter,
   metrics,
+  run_config,
   tokenizer,
   train,
 )
-from gigpo_jax import config as config_lib
 from gigpo_jax.tools import metric_list
 
 PROJECT = pathlib.Path(train.__file__).parents[1]
@@ -168,7 +168,7 @@ def test_a_run_leaves_what_the_readme_says(uninterrupted):
 
 def test_a_change_that_is_refused_leaves_the_config(tmp_path, monkeypatch):
   config = alfworld.get_config('smoke')
-  config_lib.save(config, str(tmp_path))
+  run_config.save(config, str(tmp_path))
 
   def refuse(*_):
     raise ValueError('another shape')

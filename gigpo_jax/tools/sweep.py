@@ -19,8 +19,7 @@ import tqdm
 
 import configs
 from envs import worker
-from gigpo_jax import config as config_lib
-from gigpo_jax import deprecated, metrics
+from gigpo_jax import deprecated, metrics, run_config
 from gigpo_jax.runtime import files
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -174,7 +173,7 @@ def finished(run: Run, root: pathlib.Path) -> bool:
     ValueError: in one line, if its folder holds a run with another config.
   """
   folder, config = root / run.folder, run.load()
-  config_lib.check_resume(config, str(folder))
+  run_config.check_resume(config, str(folder))
   if not (folder / 'policy' / 'config.json').is_file():
     return False
   # A run that finished with fewer iterations can be resumed with more.

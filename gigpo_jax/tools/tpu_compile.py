@@ -16,8 +16,7 @@ import jax
 import ml_collections
 import tqdm
 
-from gigpo_jax import builders, models, sampler
-from gigpo_jax import config as config_lib
+from gigpo_jax import builders, model_check, models, sampler
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import huggingface, parameters, published, qwen
 
@@ -211,7 +210,7 @@ def estimate(
 
 def _model(config: ml_collections.ConfigDict, shape: str) -> qwen.QwenConfig:
   if config.model.path and not shape:
-    directory = config_lib.model_directory(config.model.path)
+    directory = model_check.model_directory(config.model.path)
     return huggingface.read_config(directory)
   size = config.get('variant', '').partition(',')[0]
   shape = shape or _SHAPES.get(size, size)

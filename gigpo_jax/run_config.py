@@ -1,0 +1,108 @@
+"""The config of a run in its work directory: written, read and compared."""
+
+import json
+import pathlib
+import tempfile
+
+import ml_collections
+
+from configs import base
+from gigpo_jax import deprecated
+from gigpo_jax.runtime import files
+
+# File name of the config in a work directory.
+_STORED = 'config.json'
+
+
+def save(config: ml_collections.ConfigDict, workdir: str) -> None:
+  """Stores the config in a work directory."""
+  now = json.loads(config.to_json_best_effort())
+  stored = now | {'version': files.VERSION}
+  text = json.dumps(stored, indent=2, sort_keys=True)
+  files.write_atomic(pathlib.Path(workdir) / _STORED, text + '\n')
+
+
+def check_workdir(workdir: str) -> None:
+  """Creates a work directory and checks that it is writable.
+
+  Raises:
+    ValueError: in one line, if it is not.
+  """
+  path = pathlib.Path(workdir)
+  try:
+    path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path) as file:
+      file.write(bytes(4096))
+      file.flush()
+  except OSError as error:
+    raise ValueError(
+      f'--workdir={workdir}: cannot be written ({error.strerror}); must be a '
+      'writable folder with free space'
+    ) from error
+
+
+def check_resume(
+  config: ml_collections.ConfigDict, workdir: str, *, allow_change: bool = False
+) -> None:
+  """Compares the config with the one in a work directory, if it has one.
+
+  Args:
+    config: the experiment.
+    workdir: work directory of the run.
+    allow_change: whether the run may resume with another config.
+
+  Raises:
+    ValueError: in one line with the differing fields, if the work directory
+      holds a run of another config.
+  """
+  path = pathlib.Path(workdir) / _STORED
+  now = json.loads(config.to_json_best_effort())
+  saved = (path.parent / 'checkpoints').glob('[0-9]*')
+  started = path.exists() or any(saved)
+  if allow_change or not started:
+    return
+  try:
+    then = files.read_stored(path)
+    if not isinstance(then.get('num_iterations'), int):
+      raise ValueError('lacks num_iterations')
+    deprecated.update_stored(then, now)
+  except ValueError as error:
+    raise ValueError(
+      f'--workdir={workdir}: its {_STORED} cannot be read ({error}); use '
+      'another --workdir, or --allow_config_change to resume with this config'
+    ) from error
+  # These fields do not change the experiment, nor does running longer.
+  may_change = {'checkpoint.keep', 'episodes.every', 'metrics.wandb'}
+  if now['num_iterations'] >= then['num_iterations']:
+    may_change.add('num_iterations')
+  changed = [
+    f'{name}={new} (was {old})'
+    for name, (old, new) in _differences(then, now)
+    if name not in may_change and not (old is None and _is_default(name, new))
+  ]
+  if changed:
+    raise ValueError(
+      f'--workdir={workdir}: holds a run of another config: '
+      f'{", ".join(changed)}; use another --workdir, or '
+      '--allow_config_change to resume with this config'
+    )
+
+
+def _is_default(field: str, value: object) -> bool:
+  """Returns whether a field that an older release lacks has its default.
+
+  Defaults of environment fields are not known here; falsy values count.
+  """
+  default = json.loads(base.get_config().to_json_best_effort())
+  for name in field.split('.'):
+    default = default.get(name) if isinstance(default, dict) else None
+  return not value if default is None else value == default
+
+
+def _differences(old: dict, new: dict, prefix: str = ''):
+  for name in sorted(old.keys() | new.keys()):
+    a, b = old.get(name), new.get(name)
+    if isinstance(a, dict) and isinstance(b, dict):
+      yield from _differences(a, b, f'{prefix}{name}.')
+    elif a != b:
+      yield prefix + name, (a, b)
