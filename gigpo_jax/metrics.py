@@ -19,6 +19,7 @@ from tensorboardX.proto import event_pb2
 
 from gigpo_jax import trajectory
 from gigpo_jax.runtime import files
+from gigpo_jax.tools import plots
 
 _FILE = 'metrics.jsonl'
 
@@ -427,41 +428,36 @@ def plot(
     workdir: folder of the run.
     published: published success rates in [0, 1] to compare with, by label.
   """
-  # matplotlib is slow to import, and only finished runs need it.
-  import matplotlib
-
-  matplotlib.use('Agg')
-  from matplotlib import pyplot
-
   lines = read(workdir)
-  figure, axes = pyplot.subplots(figsize=(7, 4), layout='constrained')
-  _draw(axes, lines, 'train/success_rate', '-', '0.6', 'training episodes')
-  name, color = 'held-out tasks', 'tab:blue'
-  x, low = _series(lines, _INTERVAL[0])
-  if x:
-    name += ', 95 % interval'
-    _, high = _series(lines, _INTERVAL[1])
-    axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
-  _draw(axes, lines, 'eval/success_rate', 'o-', color, name)
-  for n, (label, rate) in enumerate((published or {}).items()):
-    axes.axhline(
-      100 * rate, color=f'C{n + 1}', linestyle='--', label=f'published: {label}'
-    )
-  episodes = [line.get('spent/episodes') or 0 for line in lines]
-  axes.set(
-    xlabel=f'iteration ({max(episodes, default=0):,.0f} episodes in total)',
-    ylabel='success (%)',
-    # Leave room for lines and markers at 0 and 100.
-    ylim=(-2, 102),
-    title=pathlib.Path(workdir).name,
-  )
-  axes.xaxis.get_major_locator().set_params(integer=True)
-  axes.grid(alpha=0.3)
-  if axes.get_legend_handles_labels()[0]:
-    axes.legend(loc='best')
   path = str(pathlib.Path(workdir) / 'learning_curve.png')
-  figure.savefig(path, dpi=120)
-  pyplot.close(figure)
+  with plots.image(path, figsize=(7, 4)) as (_, axes):
+    _draw(axes, lines, 'train/success_rate', '-', '0.6', 'training episodes')
+    name, color = 'held-out tasks', 'tab:blue'
+    x, low = _series(lines, _INTERVAL[0])
+    if x:
+      name += ', 95 % interval'
+      _, high = _series(lines, _INTERVAL[1])
+      axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+    _draw(axes, lines, 'eval/success_rate', 'o-', color, name)
+    for n, (label, rate) in enumerate((published or {}).items()):
+      axes.axhline(
+        100 * rate,
+        color=f'C{n + 1}',
+        linestyle='--',
+        label=f'published: {label}',
+      )
+    episodes = [line.get('spent/episodes') or 0 for line in lines]
+    axes.set(
+      xlabel=f'iteration ({max(episodes, default=0):,.0f} episodes in total)',
+      ylabel='success (%)',
+      # Leave room for lines and markers at 0 and 100.
+      ylim=(-2, 102),
+      title=pathlib.Path(workdir).name,
+    )
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+      axes.legend(loc='best')
   return path
 
 

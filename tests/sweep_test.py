@@ -143,6 +143,7 @@ def test_folder_with_another_config_is_refused(tmp_path):
 
 _SWEEPS = """
 import pathlib, sys
+from gigpo_jax.tools import sweep
 code = (
   'import os, time; from envs import worker; worker.end_with_sweep(); '
   'print(os.getpid(), flush=True); time.sleep(600)'

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from gigpo_jax import metrics
 from gigpo_jax.runtime import files
+from gigpo_jax.tools import plots
 
 _RATE = 'eval/success_rate'
 _REQUIRED = (_RATE, 'eval/success_low', 'eval/success_high')
@@ -55,15 +56,19 @@ def table(runs: Sequence[tuple[str, int, Sequence[dict]]]) -> str:
     low, high = (last[f'eval/success_{end}'] for end in ('low', 'high'))
     episodes = max(line.get('spent/episodes') or 0 for line in lines)
     rows.append(
-      f'| `{variant}` | {seed} | {first[_RATE]:.1%} | {", ".join(between)} '
-      f'| {last[_RATE]:.1%} [{low:.1%}, {high:.1%}] '
-      f'| {100 * (last[_RATE] - first[_RATE]):+.1f} | {episodes:,.0f} '
-      f'| {seconds / 60:.0f} |'
+      (
+        f'`{variant}`',
+        seed,
+        f'{first[_RATE]:.1%}',
+        ', '.join(between),
+        f'{last[_RATE]:.1%} [{low:.1%}, {high:.1%}]',
+        f'{100 * (last[_RATE] - first[_RATE]):+.1f}',
+        f'{episodes:,.0f}',
+        f'{seconds / 60:.0f}',
+      )
     )
-  head = (
-    '| run | seed | start | between | end, 95 % | points | episodes | minutes |'
-  )
-  return '\n'.join([head, '|---|---|---|---|---|---|---|---|', *rows])
+  columns = 'run', 'seed', 'start', 'between', 'end, 95 %', 'points'
+  return plots.table((*columns, 'episodes', 'minutes'), rows)
 
 
 def draw(
@@ -75,41 +80,33 @@ def draw(
     runs: (variant, seed, metrics) of each run.
     path: path of the image.
   """
-  # matplotlib is slow to import.
-  import matplotlib
-
-  matplotlib.use('Agg')
-  from matplotlib import pyplot
-
-  figure, axes = pyplot.subplots(figsize=(7, 4), layout='constrained')
-  for n, variant in enumerate(dict.fromkeys(v for v, _, _ in runs)):
-    color = f'C{n}'
-    curves = [evaluations(lines) for v, _, lines in runs if v == variant]
-    for curve in curves:
-      x = sorted(curve)
-      y = [100 * curve[i][_RATE] for i in x]
-      axes.plot(x, y, color=color, alpha=0.35, linewidth=1)
-    shared = sorted(set.intersection(*map(set, curves)))
-    mean = [
-      100 * sum(c[i][_RATE] for c in curves) / len(curves) for i in shared
-    ]
-    spent = [
-      max(line.get('spent/episodes') or 0 for line in lines)
-      for v, _, lines in runs
-      if v == variant
-    ]
-    label = (
-      f'{variant}, {len(curves)} seed{"s" if len(curves) > 1 else ""}, '
-      f'{sum(spent) / len(spent):,.0f} episodes'
-    )
-    axes.plot(shared, mean, 'o-', color=color, linewidth=2, label=label)
-  axes.set(xlabel='iteration', ylabel='success, held-out tasks (%)')
-  axes.set_ylim(-2, 102)
-  axes.xaxis.get_major_locator().set_params(integer=True)
-  axes.grid(alpha=0.3)
-  axes.legend(loc='best')
-  figure.savefig(path, dpi=120)
-  pyplot.close(figure)
+  with plots.image(path, figsize=(7, 4)) as (_, axes):
+    for n, variant in enumerate(dict.fromkeys(v for v, _, _ in runs)):
+      color = f'C{n}'
+      curves = [evaluations(lines) for v, _, lines in runs if v == variant]
+      for curve in curves:
+        x = sorted(curve)
+        y = [100 * curve[i][_RATE] for i in x]
+        axes.plot(x, y, color=color, alpha=0.35, linewidth=1)
+      shared = sorted(set.intersection(*map(set, curves)))
+      mean = [
+        100 * sum(c[i][_RATE] for c in curves) / len(curves) for i in shared
+      ]
+      spent = [
+        max(line.get('spent/episodes') or 0 for line in lines)
+        for v, _, lines in runs
+        if v == variant
+      ]
+      label = (
+        f'{variant}, {len(curves)} seed{"s" if len(curves) > 1 else ""}, '
+        f'{sum(spent) / len(spent):,.0f} episodes'
+      )
+      axes.plot(shared, mean, 'o-', color=color, linewidth=2, label=label)
+    axes.set(xlabel='iteration', ylabel='success, held-out tasks (%)')
+    axes.set_ylim(-2, 102)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3)
+    axes.legend(loc='best')
 
 
 def load(workdir: str | pathlib.Path) -> tuple[str, int, list[dict]]:

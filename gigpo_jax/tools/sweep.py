@@ -21,6 +21,7 @@ import configs
 from envs import worker
 from gigpo_jax import deprecated, metrics, run_config
 from gigpo_jax.runtime import files
+from gigpo_jax.tools import plots
 
 _ROOT = pathlib.Path(__file__).parents[2]
 # Columns of the CSV, after experiment, name and seed.
@@ -339,7 +340,7 @@ def _mean_of(column: str, lines: Sequence[dict]) -> float | None:
   return float(np.mean(values)) if values else None
 
 
-def table(found: Sequence[dict]) -> str:
+def table(evaluations: Sequence[dict]) -> str:
   """Returns a Markdown table of success rates, with a row for each name.
 
   Columns: number of seeds; episodes played for training; success at the end as
@@ -348,9 +349,9 @@ def table(found: Sequence[dict]) -> str:
   at the smallest total of any run; success of each seed at the end.
 
   Args:
-    found: evaluations, as `gather` returns them.
+    evaluations: evaluations, as `gather` returns them.
   """
-  curves = _curves(found)
+  curves = _curves(evaluations)
   budgets = {
     x: min(c[-1][x] for by_seed in curves.values() for c in by_seed.values())
     for x in ('spent/env_steps', 'spent/tokens')
@@ -358,11 +359,7 @@ def table(found: Sequence[dict]) -> str:
   first, *_ = curves
   headers = [f'minus {first}, paired']
   headers += [f'at {budget:,.0f} {_X[x]}' for x, budget in budgets.items()]
-  lines = [
-    '| run | seeds | episodes | final success '
-    f'| {" | ".join(headers)} | each seed |',
-    '|---|---|---|---|---|---|---|---|',
-  ]
+  rows = []
   final = {
     name: {s: 100 * c[-1]['eval/success_rate'] for s, c in by_seed.items()}
     for name, by_seed in curves.items()
@@ -380,17 +377,15 @@ def table(found: Sequence[dict]) -> str:
       cells.append(_mean([_at(c, x, budget) for c in by_seed.values()]))
     each = ', '.join(f'{x:.1f}' for x in final_rates)
     played = np.mean([c[-1]['spent/episodes'] for c in by_seed.values()])
-    lines.append(
-      f'| {name} | {len(final_rates)} | {played:,.0f} '
-      f'| {" | ".join(cells)} | {each} |'
-    )
-  return '\n'.join(lines)
+    rows.append((name, len(final_rates), f'{played:,.0f}', *cells, each))
+  columns = 'run', 'seeds', 'episodes', 'final success', *headers, 'each seed'
+  return plots.table(columns, rows)
 
 
-def _curves(found: Sequence[dict]) -> dict[str, dict[int, list[dict]]]:
+def _curves(evaluations: Sequence[dict]) -> dict[str, dict[int, list[dict]]]:
   """Returns evaluations by name, then by seed."""
   curves: dict[str, dict[int, list[dict]]] = {}
-  for (_, name, seed), lines in _by_run(found).items():
+  for (_, name, seed), lines in _by_run(evaluations).items():
     curves.setdefault(name, {})[seed] = lines
   return curves
 
@@ -411,47 +406,39 @@ def _mean(values: Sequence[float]) -> str:
 
 
 def draw(
-  found: Sequence[dict], path: pathlib.Path, *, x: str = 'spent/env_steps'
+  evaluations: Sequence[dict], path: pathlib.Path, *, x: str = 'spent/env_steps'
 ) -> None:
   """Draws learning curves: mean over seeds, with a band from min to max.
 
   Args:
-    found: evaluations, as `gather` returns them.
+    evaluations: evaluations, as `gather` returns them.
     path: path of the image.
     x: column of the x axis.
   """
-  # matplotlib is slow to import.
-  import matplotlib
-
-  matplotlib.use('Agg')
-  from matplotlib import pyplot
-
-  figure, axes = pyplot.subplots(figsize=(7, 4.2), layout='constrained')
-  for n, (name, by_seed) in enumerate(_curves(found).items()):
-    # Up to where the shortest seed ends.
-    end = min(curve[-1][x] for curve in by_seed.values())
-    xs = np.linspace(0, end, 50)
-    ys = np.array(
-      [[_at(c, x, budget) for budget in xs] for c in by_seed.values()]
-    )
-    played = np.mean([c[-1]['spent/episodes'] for c in by_seed.values()])
-    label = (
-      f'{name}, {len(by_seed)} seed{"s" if len(by_seed) > 1 else ""}, '
-      f'{played:,.0f} episodes'
-    )
-    axes.plot(xs, ys.mean(axis=0), color=f'C{n}', label=label)
-    axes.fill_between(
-      xs,
-      ys.min(axis=0),
-      ys.max(axis=0),
-      color=f'C{n}',
-      alpha=0.15,
-    )
-  axes.set(xlabel=_X[x], ylabel='success, held-out tasks (%)', ylim=(-2, 102))
-  axes.grid(alpha=0.3)
-  axes.legend(loc='best', fontsize='small')
-  figure.savefig(path, dpi=120)
-  pyplot.close(figure)
+  with plots.image(path, figsize=(7, 4.2)) as (_, axes):
+    for n, (name, by_seed) in enumerate(_curves(evaluations).items()):
+      # Up to where the shortest seed ends.
+      end = min(curve[-1][x] for curve in by_seed.values())
+      xs = np.linspace(0, end, 50)
+      ys = np.array(
+        [[_at(c, x, budget) for budget in xs] for c in by_seed.values()]
+      )
+      played = np.mean([c[-1]['spent/episodes'] for c in by_seed.values()])
+      label = (
+        f'{name}, {len(by_seed)} seed{"s" if len(by_seed) > 1 else ""}, '
+        f'{played:,.0f} episodes'
+      )
+      axes.plot(xs, ys.mean(axis=0), color=f'C{n}', label=label)
+      axes.fill_between(
+        xs,
+        ys.min(axis=0),
+        ys.max(axis=0),
+        color=f'C{n}',
+        alpha=0.15,
+      )
+    axes.set(xlabel=_X[x], ylabel='success, held-out tasks (%)', ylim=(-2, 102))
+    axes.grid(alpha=0.3)
+    axes.legend(loc='best', fontsize='small')
 
 
 def main(

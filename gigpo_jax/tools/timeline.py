@@ -3,6 +3,8 @@
 import pathlib
 from collections.abc import Iterator, Sequence
 
+from gigpo_jax.tools import plots
+
 _COLORS = {'prefill': '#d95f02', 'decode': '#1b9e77'}
 _WAITING_COLOR = '#cfd8e6'
 
@@ -27,39 +29,32 @@ def plot(
   """
   if not spans:
     return None
-  import matplotlib
-
-  matplotlib.use('Agg')
-  from matplotlib import pyplot
-
   busy = list(merge_spans(env_spans))
   first = min(begin for begin, _ in [*busy, *(span[2:] for span in spans)])
   slots = 1 + max(slot for slot, *_ in spans)
-  figure, axis = pyplot.subplots(
-    figsize=(10, 2 + min(slots, 128) * 0.06), layout='constrained'
-  )
-  axis.broken_barh(
-    [(begin - first, end - begin) for begin, end in busy],
-    (-0.5, slots),
-    color=_WAITING_COLOR,
-    linewidth=0,
-    label='waiting for an environment',
-  )
-  for name, color in _COLORS.items():
-    for slot in range(slots):
-      bars = [
-        (begin - first, end - begin)
-        for n, phase, begin, end in spans
-        if n == slot and phase == name
-      ]
-      axis.broken_barh(bars, (slot - 0.45, 0.9), color=color, linewidth=0)
-    axis.plot([], [], color=color, linewidth=6, label=name)
-  axis.set(xlabel='seconds', ylabel='slot', ylim=(slots - 0.5, -0.5))
-  axis.yaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-  figure.legend(loc='outside upper center', ncols=3)
-  figure.savefig(folder / 'rollout_timeline.png', dpi=110)
-  pyplot.close(figure)
-  return folder / 'rollout_timeline.png'
+  path = folder / 'rollout_timeline.png'
+  size = 10, 2 + min(slots, 128) * 0.06
+  with plots.image(path, dpi=110, figsize=size) as (figure, axis):
+    axis.broken_barh(
+      [(begin - first, end - begin) for begin, end in busy],
+      (-0.5, slots),
+      color=_WAITING_COLOR,
+      linewidth=0,
+      label='waiting for an environment',
+    )
+    for name, color in _COLORS.items():
+      for slot in range(slots):
+        bars = [
+          (begin - first, end - begin)
+          for n, phase, begin, end in spans
+          if n == slot and phase == name
+        ]
+        axis.broken_barh(bars, (slot - 0.45, 0.9), color=color, linewidth=0)
+      axis.plot([], [], color=color, linewidth=6, label=name)
+    axis.set(xlabel='seconds', ylabel='slot', ylim=(slots - 0.5, -0.5))
+    axis.yaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    figure.legend(loc='outside upper center', ncols=3)
+  return path
 
 
 def merge_spans(
