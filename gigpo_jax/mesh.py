@@ -87,9 +87,26 @@ def make_mesh(
     ValueError: if the product of the sizes is not the number of devices.
   """
   devices = jax.devices() if devices is None else devices
-  given = (data, fsdp, expert, sequence, tensor)
+  sizes = _axis_sizes((data, fsdp, expert, sequence, tensor), len(devices))
+  mesh = jax.make_mesh(
+    tuple(sizes.values()),
+    AXES,
+    axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
+    devices=devices,
+  )
+  # Keep the devices of a host adjacent, so that each host can sample on its
+  # own. The order for a torus alternates between hosts.
+  order = sorted(mesh.devices.flat, key=lambda device: device.process_index)
+  return jax.sharding.Mesh(
+    np.array(order).reshape(mesh.devices.shape),
+    AXES,
+    axis_types=mesh.axis_types,
+  )
+
+
+def _axis_sizes(given: tuple[int, ...], available: int) -> dict[str, int]:
+  """Returns the size of each of AXES; a size of -1 is computed."""
   sizes = dict(zip(AXES, given, strict=True))
-  available = len(devices)
   accepted = f'{" x ".join(AXES)} must be {available}; one size may be -1'
   remaining, open_axes = available, []
   for name, size in sizes.items():
@@ -108,23 +125,10 @@ def make_mesh(
   elif remaining > 1:
     others = ', '.join(f'{k}={v}' for k, v in sizes.items() if k != 'data')
     raise ValueError(
-      f'mesh.data={data}: with {others} does not use all {available} '
+      f'mesh.data={given[0]}: with {others} does not use all {available} '
       f'device(s); {accepted}'
     )
-  mesh = jax.make_mesh(
-    tuple(sizes.values()),
-    AXES,
-    axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
-    devices=devices,
-  )
-  # Keep the devices of a host adjacent, so that each host can sample on its
-  # own. The order for a torus alternates between hosts.
-  order = sorted(mesh.devices.flat, key=lambda device: device.process_index)
-  return jax.sharding.Mesh(
-    np.array(order).reshape(mesh.devices.shape),
-    AXES,
-    axis_types=mesh.axis_types,
-  )
+  return sizes
 
 
 def shardings(mesh: jax.sharding.Mesh, axes: dict) -> dict:

@@ -1,4 +1,4 @@
-"""Laws of the sampler: streams, neighbours, truncation, stops, log-probs."""
+"""Laws of the sampler: streams, other requests, stops, log-probs, memory."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import pytest
 import reference
 
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax import sampler, sampling
+from gigpo_jax import sampler
 from gigpo_jax.models import parameters, quantization, qwen
 
 CONFIG = qwen.QwenConfig(
@@ -60,7 +60,7 @@ def _requests(
   ]
 
 
-def test_neighbours_order_and_batch_size_change_no_token(params):
+def test_other_requests_do_not_change_tokens(params):
   one = _sampler()
   requests = _requests(21)
   together = one.generate(params, requests)
@@ -72,17 +72,17 @@ def test_neighbours_order_and_batch_size_change_no_token(params):
     np.testing.assert_allclose(a.log_probs, c.log_probs, atol=1e-5)
 
 
-@pytest.mark.parametrize('place', range(5))
-def test_every_number_of_the_stream_matters(params, place: int):
+@pytest.mark.parametrize('position', range(5))
+def test_each_integer_of_the_stream_changes_tokens(params, position: int):
   (request,) = _requests(1)
   stream = list(request.stream)
-  stream[place] += 1
+  stream[position] += 1
   other = sampler.Request(request.prompt_ids, tuple(stream))
   one, two = _sampler().generate(params, [request, other])
   assert one.ids.tolist() != two.ids.tolist()
 
 
-def test_the_seed_matters_and_the_call_does_not(params):
+def test_tokens_depend_on_the_seed_and_not_on_the_call(params):
   requests = _requests(4)
   one = _sampler()
   first = [c.ids.tolist() for c in one.generate(params, requests)]
@@ -92,12 +92,12 @@ def test_the_seed_matters_and_the_call_does_not(params):
   assert first != other
 
 
-def test_log_probs_are_those_of_the_model_at_the_temperature(params):
+def test_log_probs_equal_the_models_at_the_temperature(params):
   temperature = 0.6
   requests = _requests(8, temperature=temperature, top_k=5)
-  answers = _sampler().generate(params, requests)
-  for request, answer in zip(requests, answers, strict=True):
-    tokens = np.concatenate([request.prompt_ids, answer.ids])
+  completions = _sampler().generate(params, requests)
+  for request, completion in zip(requests, completions, strict=True):
+    tokens = np.concatenate([request.prompt_ids, completion.ids])
     padded = np.zeros((1, 40), np.int32)
     padded[0, : len(tokens)] = tokens
     log_probs, _ = reference.completion_log_probs(
@@ -108,30 +108,32 @@ def test_log_probs_are_those_of_the_model_at_the_temperature(params):
       max_completion=12,
       temperature=temperature,
     )
-    count = len(answer.ids)
+    count = len(completion.ids)
     np.testing.assert_allclose(
-      log_probs[0, :count], answer.log_probs, atol=1e-4
+      log_probs[0, :count], completion.log_probs, atol=1e-4
     )
 
 
-def test_stop_ends_a_completion_and_is_its_last_token(params):
-  answers = _sampler(max_completion_tokens=30).generate(params, _requests(32))
-  reasons = {answer.finish_reason for answer in answers}
+def test_stop_token_ends_a_completion(params):
+  completions = _sampler(max_completion_tokens=30).generate(
+    params, _requests(32)
+  )
+  reasons = {completion.finish_reason for completion in completions}
   assert reasons == {'stop', 'length'}
-  for answer in answers:
-    assert (answer.ids[-1] == STOP) == (answer.finish_reason == 'stop')
-    assert STOP not in answer.ids[:-1]
-    assert len(answer.ids) == len(answer.log_probs) <= 30
+  for completion in completions:
+    assert (completion.ids[-1] == STOP) == (completion.finish_reason == 'stop')
+    assert STOP not in completion.ids[:-1]
+    assert len(completion.ids) == len(completion.log_probs) <= 30
 
 
-def test_ids_without_a_token_are_never_sampled(params):
-  answers = _sampler(stop_ids=()).generate(
+def test_unused_ids_are_never_sampled(params):
+  completions = _sampler(stop_ids=()).generate(
     params, _requests(64, temperature=5.0)
   )
-  assert max(answer.ids.max() for answer in answers) < 30
+  assert max(completion.ids.max() for completion in completions) < 30
 
 
-def test_top_k_of_one_is_greedy(params):
+def test_narrowest_truncations_are_greedy(params):
   one = _sampler()
   greedy = one.generate(params, _requests(8, temperature=0.0))
   for narrow in ({'top_k': 1}, {'top_p': 1e-6}, {'min_p': 1.0}):
@@ -143,17 +145,17 @@ def test_top_k_of_one_is_greedy(params):
 @pytest.mark.parametrize(
   'narrow', [{}, {'top_k': 4}, {'top_p': 0.7}, {'top_k': 6, 'top_p': 0.7}]
 )
-def test_frequencies_are_the_distribution(params, narrow: dict):
+def test_frequencies_match_the_distribution(params, narrow: dict):
   number = 4096
   prompt = _requests(1)[0].prompt_ids
   sampling = sampler.Sampling(**narrow)
   requests = [
     sampler.Request(prompt, (0, 0, 0, i, 0), sampling) for i in range(number)
   ]
-  answers = _sampler(max_completion_tokens=1, batch_buckets=(1024,)).generate(
-    params, requests
-  )
-  found = np.bincount([a.ids[0] for a in answers], minlength=32) / number
+  completions = _sampler(
+    max_completion_tokens=1, batch_buckets=(1024,)
+  ).generate(params, requests)
+  found = np.bincount([a.ids[0] for a in completions], minlength=32) / number
   hidden = reference.hidden_states(CONFIG, params, prompt[None])
   logits = np.array(reference.logits(CONFIG, params, hidden)[0, -1], np.float64)
   logits[30:] = -np.inf
@@ -170,7 +172,7 @@ def test_frequencies_are_the_distribution(params, narrow: dict):
   assert (np.abs(found - probs) <= error).all()
 
 
-def test_nothing_compiles_after_the_warm_up(params):
+def test_nothing_compiles_after_warm_up(params):
   one = _sampler()
   counted = []
   one.warm_up(params, on_compiled=lambda: counted.append(1))
@@ -184,35 +186,35 @@ def test_nothing_compiles_after_the_warm_up(params):
 
 def test_greedy_reports_log_probs_at_temperature_one(params):
   (request,) = _requests(1, temperature=0.0)
-  (answer,) = _sampler().generate(params, [request])
-  tokens = np.concatenate([request.prompt_ids, answer.ids])[None]
+  (completion,) = _sampler().generate(params, [request])
+  tokens = np.concatenate([request.prompt_ids, completion.ids])[None]
   length = len(request.prompt_ids)
   log_probs, _ = reference.completion_log_probs(
     CONFIG,
     params,
     tokens,
     np.array([length]),
-    max_completion=len(answer.ids),
+    max_completion=len(completion.ids),
   )
-  np.testing.assert_allclose(log_probs[0], answer.log_probs, atol=1e-4)
+  np.testing.assert_allclose(log_probs[0], completion.log_probs, atol=1e-4)
 
 
 def test_any_of_several_stop_ids_ends_a_completion(params):
   stops = (7, 11, 13, 20)
-  answers = _sampler(stop_ids=stops, max_completion_tokens=30).generate(
+  completions = _sampler(stop_ids=stops, max_completion_tokens=30).generate(
     params, _requests(64)
   )
-  last = {int(a.ids[-1]) for a in answers if a.finish_reason == 'stop'}
+  last = {int(a.ids[-1]) for a in completions if a.finish_reason == 'stop'}
   assert last <= set(stops) and len(last) > 1
-  for answer in answers:
-    assert not np.isin(answer.ids[:-1], stops).any()
+  for completion in completions:
+    assert not np.isin(completion.ids[:-1], stops).any()
 
 
 @pytest.mark.parametrize(
   ('sizes', 'tensor'),
   [((8, 1, 1), 0), ((2, 2, 2), 0), ((1, 4, 2), 1), ((1, 8, 1), 2)],
 )
-def test_the_mesh_changes_no_token(params, sizes, tensor):
+def test_mesh_does_not_change_tokens(params, sizes, tensor):
   requests = _requests(11)
   expected = _sampler().generate(params, requests)
   mesh = mesh_lib.make_mesh(*sizes)
@@ -226,7 +228,7 @@ def test_the_mesh_changes_no_token(params, sizes, tensor):
 
 
 @pytest.mark.parametrize('tensor', [1, 2])
-def test_the_order_of_the_cache_in_memory_on_a_tpu(monkeypatch, tensor):
+def test_cache_layout_on_a_tpu(monkeypatch, tensor):
   monkeypatch.setattr(mesh_lib, 'on_tpu', lambda _: True)
   cache = {
     name: jax.ShapeDtypeStruct(shape, np.float32)
@@ -240,12 +242,10 @@ def test_the_order_of_the_cache_in_memory_on_a_tpu(monkeypatch, tensor):
   assert order == {1: (0, 1, 3, 2, 4), 2: (2, 0, 1, 3, 4)}[tensor]
 
 
-# Slow, for jaxlib crashes at times over programs of such an order on a CPU.
+# Slow: jaxlib sometimes crashes on a CPU while it runs such programs.
 @pytest.mark.slow
 @pytest.mark.parametrize('tensor', [1, 2])
-def test_the_order_of_the_cache_in_memory_changes_no_token(
-  monkeypatch, params, tensor
-):
+def test_cache_layout_does_not_change_tokens(monkeypatch, params, tensor):
   requests, mesh = _requests(9), mesh_lib.make_mesh(1, -1, tensor)
   expected = _sampler(mesh=mesh).generate(params, requests)
   monkeypatch.setattr(mesh_lib, 'on_tpu', lambda _: True)
@@ -260,7 +260,7 @@ def test_the_order_of_the_cache_in_memory_changes_no_token(
     np.testing.assert_array_equal(a.ids, b.ids)
 
 
-def test_released_memory_is_taken_again_when_it_is_needed(params):
+def test_released_memory_is_allocated_again(params):
   one, requests = _sampler(), _requests(5)
   one.warm_up(params)
   before = sum(x.nbytes for x in jax.live_arrays())
@@ -278,18 +278,18 @@ def test_no_requests_give_no_completions(params):
   assert _sampler().generate(params, []) == []
 
 
-def test_a_prompt_past_the_last_bucket_is_refused(params):
+def test_too_long_prompt_raises(params):
   request = sampler.Request(np.zeros(17, np.int32), (0,) * 5)
   with pytest.raises(ValueError, match='a prompt has 17 tokens; at most 16'):
     _sampler().generate(params, [request])
 
 
-def test_slots_must_divide_over_the_copies_of_the_model():
+def test_slots_must_be_a_multiple_of_the_model_copies():
   with pytest.raises(ValueError, match='8 copies of the model share the slots'):
     _sampler(batch_buckets=(12,))
 
 
-def test_bytes_of_the_parameters():
+def test_parameter_bytes():
   # Of 32 x 32 + 2 layers of 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48, biases
   # and norms of 64 + 64, and a norm of 32.
   matrices = 32 * 32 + 2 * (2 * 1024 + 2 * 512 + 3 * 1536)
@@ -313,41 +313,41 @@ def test_bytes_of_the_parameters():
     ({'vocab_size': 33}, 'vocab_size=33: the model embeds 32 tokens'),
   ],
 )
-def test_wrong_sizes_are_refused(kwargs: dict, message: str):
+def test_invalid_sizes_raise(kwargs: dict, message: str):
   with pytest.raises(ValueError, match=message):
     _sampler(**kwargs)
 
 
-def test_an_empty_prompt_is_refused(params):
+def test_empty_prompt_raises(params):
   request = sampler.Request(np.zeros(0, np.int32), (0,) * 5)
   with pytest.raises(ValueError, match='a prompt has 0 tokens'):
     _sampler().generate(params, [request])
 
 
-def test_when_and_where_a_request_is_decoded_changes_no_token(params):
+def test_time_and_slot_of_a_request_do_not_change_tokens(params):
   requests = _requests(30)
   one = _sampler(batch_buckets=(8, 16), decode_tokens=3)
   expected = [one.generate(params, [request])[0] for request in requests]
   rng = np.random.default_rng(0)
   one.load(params)
-  found, tickets, left = {}, {}, list(rng.permutation(len(requests)))
+  found, positions, left = {}, {}, list(rng.permutation(len(requests)))
   while left or one.busy:
-    # Some now and then, so that each finds other slots free.
+    # Submit a few at a time, so that each request finds other slots free.
     for _ in range(min(len(left), rng.integers(0, 5))):
-      place = left.pop()
-      tickets[one.submit(requests[place])] = place
-    for ticket, completion in one.step():
-      found[tickets[ticket]] = completion
-  for place, answer in enumerate(expected):
-    np.testing.assert_array_equal(found[place].ids, answer.ids)
+      position = left.pop()
+      positions[one.submit(requests[position])] = position
+    for request_id, completion in one.step():
+      found[positions[request_id]] = completion
+  for position, completion in enumerate(expected):
+    np.testing.assert_array_equal(found[position].ids, completion.ids)
     np.testing.assert_allclose(
-      found[place].log_probs, answer.log_probs, atol=1e-5
+      found[position].log_probs, completion.log_probs, atol=1e-5
     )
-    assert found[place].finish_reason == answer.finish_reason
+    assert found[position].finish_reason == completion.finish_reason
 
 
 @pytest.mark.parametrize('decode_tokens', [1, 5, 12, 100])
-def test_the_size_of_a_step_changes_no_token(params, decode_tokens):
+def test_decode_tokens_does_not_change_tokens(params, decode_tokens):
   requests = _requests(11)
   expected = _sampler().generate(params, requests)
   found = _sampler(decode_tokens=decode_tokens).generate(params, requests)
@@ -355,42 +355,42 @@ def test_the_size_of_a_step_changes_no_token(params, decode_tokens):
     np.testing.assert_array_equal(a.ids, b.ids)
 
 
-def test_equal_prompts_are_read_once(params):
+def test_equal_prompts_share_one_prefill(params):
   one = _sampler()
   first, second = _requests(2)
   again = [
     dataclasses.replace(first, stream=(0, 0, 0, member, 0))
     for member in range(5)
   ]
-  answers = one.generate(params, [first, second, *again])
+  completions = one.generate(params, [first, second, *again])
   assert one.stats.prefill_tokens == sum(
     len(request.prompt_ids) for request in (first, second)
   )
   assert one.stats.shared_tokens == 5 * len(first.prompt_ids)
-  for request, answer in zip(again, answers[2:], strict=True):
+  for request, completion in zip(again, completions[2:], strict=True):
     (alone,) = one.generate(params, [request])
-    np.testing.assert_array_equal(alone.ids, answer.ids)
+    np.testing.assert_array_equal(alone.ids, completion.ids)
 
 
-def test_a_prompt_that_a_free_slot_still_holds_is_not_read_again(params):
+def test_prompt_of_a_finished_request_is_reused(params):
   one = _sampler()
   one.load(params)
   (request,) = _requests(1)
-  answers = []
+  completions = []
   for _ in range(3):
     one.submit(request)
     while one.busy:
-      answers += [completion for _, completion in one.step()]
+      completions += [completion for _, completion in one.step()]
   assert one.stats.prefill_tokens == len(request.prompt_ids)
-  for answer in answers:
-    np.testing.assert_array_equal(answer.ids, answers[0].ids)
+  for completion in completions:
+    np.testing.assert_array_equal(completion.ids, completions[0].ids)
   # Other parameters, other keys and values.
   one.generate(params | {'norm': 2 * params['norm']}, [request])
   assert one.stats.prefill_tokens == 2 * len(request.prompt_ids)
 
 
-def test_each_request_has_its_own_sampling_and_limit(params):
-  kinds = [
+def test_requests_have_their_own_sampling_and_limit(params):
+  all_options = [
     {'temperature': 0.0},
     {'temperature': 0.7, 'top_k': 3},
     {'top_p': 0.5},
@@ -399,53 +399,35 @@ def test_each_request_has_its_own_sampling_and_limit(params):
   ]
   requests = [
     dataclasses.replace(
-      request, sampling=sampler.Sampling(**kind), max_tokens=limit
+      request, sampling=sampler.Sampling(**options), max_tokens=limit
     )
     for request in _requests(3)
-    for kind in kinds
+    for options in all_options
     for limit in (1, 4, None)
   ]
   one = _sampler()
   together = one.generate(params, requests)
-  for request, answer in zip(requests, together, strict=True):
+  for request, completion in zip(requests, together, strict=True):
     (alone,) = one.generate(params, [request])
-    np.testing.assert_array_equal(alone.ids, answer.ids)
-    assert len(answer.ids) <= (request.max_tokens or 12)
-    if len(answer.ids) == request.max_tokens and answer.ids[-1] != STOP:
-      assert answer.finish_reason == 'length'
+    np.testing.assert_array_equal(alone.ids, completion.ids)
+    assert len(completion.ids) <= (request.max_tokens or 12)
+    if len(completion.ids) == request.max_tokens and completion.ids[-1] != STOP:
+      assert completion.finish_reason == 'length'
 
 
-@pytest.mark.parametrize('top_k', [0, 3])
-def test_what_is_known_of_truncation_changes_no_token(top_k):
-  logits = jax.random.normal(jax.random.key(0), (4, 30))
-  floats = np.array([[1, 1, 0], [0, 1, 0], [0.5, 1, 0], [2, 1, 0]], np.float32)
-  found = [
-    sampling.sample_tokens(
-      jax.random.split(jax.random.key(1), 4),
-      np.arange(4),
-      floats,
-      np.full(4, top_k),
-      logits,
-      vocab_size=29,
-      truncated=truncated,
-    )
-    for truncated in (None, top_k > 0)
-  ]
-  for one, other in zip(*found, strict=True):
-    np.testing.assert_array_equal(one, other)
-
-
-# Of a whole sampler: slow, as one such run ended in a crash of jaxlib's.
+# Slow: jaxlib has crashed in such a run once.
 @pytest.mark.slow
-def test_where_the_host_chooses_the_same_tokens_come_out(params, monkeypatch):
-  kinds = [{}, {'temperature': 0.0}, {'temperature': 0.7, 'top_k': 3}]
+def test_programs_without_conditionals_sample_the_same_tokens(
+  params, monkeypatch
+):
+  all_options = [{}, {'temperature': 0.0}, {'temperature': 0.7, 'top_k': 3}]
   plain, mixed = (
     [
-      dataclasses.replace(request, sampling=sampler.Sampling(**kind))
+      dataclasses.replace(request, sampling=sampler.Sampling(**options))
       for request in _requests(7)
-      for kind in chosen
+      for options in chosen
     ]
-    for chosen in (kinds[:1], kinds)
+    for chosen in (all_options[:1], all_options)
   )
   device = _sampler()
   monkeypatch.setattr(sampler, '_HOST_SELECTS', ('cpu',))
@@ -472,7 +454,7 @@ def test_where_the_host_chooses_the_same_tokens_come_out(params, monkeypatch):
 
 
 @pytest.mark.parametrize('limit', [0, 13])
-def test_a_limit_out_of_range_is_refused(params, limit):
+def test_invalid_max_tokens_raises(params, limit):
   (request,) = _requests(1)
   with pytest.raises(ValueError, match=f'max_tokens={limit}: must be between'):
     _sampler().generate(
@@ -480,7 +462,7 @@ def test_a_limit_out_of_range_is_refused(params, limit):
     )
 
 
-def test_a_completion_may_end_by_what_its_tokens_say(params):
+def test_find_stop_ends_completions(params):
   plain = _sampler(max_completion_tokens=12).generate(params, _requests(20))
 
   def stop(ids: np.ndarray, new: int) -> int | None:
@@ -502,121 +484,22 @@ def test_a_completion_may_end_by_what_its_tokens_say(params):
         assert cut.finish_reason == 'stop'
 
 
-def _slowly_truncated(logits, top_k, top_p, min_p):
-  order = np.argsort(-logits, kind='stable')
-  kept = logits >= logits[order[min(top_k or len(logits), len(logits)) - 1]]
-  probs = np.where(kept, np.exp(logits - logits.max()), 0)
-  probs /= probs.sum()
-  ahead = np.array([probs[logits > x].sum() for x in logits])
-  kept &= (ahead < top_p) | (top_p >= 1)
-  share = np.exp(logits - logits.max())
-  return kept & (share >= min_p)
-
-
-def test_truncation_against_sorting():
-  rng = np.random.default_rng(0)
-  logits = rng.normal(0, 3, (200, 50)).astype(np.float32)
-  logits[:50] = np.round(logits[:50])  # with ties
-  logits[0] = 0
-  top_k = rng.integers(0, 60, 200)
-  top_p = np.where(rng.random(200) < 0.3, 1, rng.random(200))
-  min_p = np.where(rng.random(200) < 0.5, 0, rng.random(200))
-  found = np.asarray(
-    sampling.truncate(
-      logits,
-      np.ones(logits.shape, bool),
-      top_k.astype(np.int32),
-      top_p.astype(np.float32),
-      min_p.astype(np.float32),
-    )
-  )
-  for row in range(200):
-    kept = _slowly_truncated(
-      logits[row].astype(np.float64), top_k[row], top_p[row], min_p[row]
-    )
-    np.testing.assert_array_equal(found[row], kept, err_msg=str(row))
-
-
-def test_a_place_is_drawn_by_hand():
-  weights = np.float32([[0, 2, 0, 1, 0]] * 4)
-  # log 2 + noise against log 1 + noise; others have no weight.
-  noise = np.float32(
-    [[9, 0, 9, 0, 9], [9, 0, 9, 0.6, 9], [9, 0, 9, 0.7, 9], [9, -5, 9, -4, 9]]
-  )
-  found = sampling.sample_index(weights, noise)
-  np.testing.assert_array_equal(found, [1, 1, 3, 3])
-
-
-def test_no_place_without_weight_is_drawn():
-  rng = np.random.default_rng(0)
-  weights = rng.random((256, 1187), np.float32) * (
-    rng.random((256, 1187)) < 0.05
-  )
-  weights[0], weights[0, 3] = 0, 1
-  noise = jax.random.gumbel(jax.random.key(0), weights.shape)
-  found = np.asarray(sampling.sample_index(jax.numpy.asarray(weights), noise))
-  assert (np.take_along_axis(weights, found[:, None], axis=1) > 0).all()
-
-
-def test_tokens_are_drawn_in_proportion():
-  # Three blocks, the last one not full, ids from 290 on unused.
-  rng = np.random.default_rng(0)
-  logits = (2 * rng.normal(size=300)).astype(np.float32)
-  share = np.exp(logits[:290].astype(np.float64))
-  share /= share.sum()
-  n, rounds = 4096, 16
-  seen = np.zeros(300)
-  pick = jax.jit(sampling.sample_tokens, static_argnames='vocab_size')
-  for count in range(rounds):
-    ids, _, _ = pick(
-      jax.random.split(jax.random.key(1), n),
-      np.full(n, count, np.int32),
-      np.tile(np.float32([1, 1, 0]), (n, 1)),
-      np.zeros(n, np.int32),
-      np.tile(logits, (n, 1)),
-      vocab_size=290,
-    )
-    seen += np.bincount(ids, minlength=300)
-  assert not seen[290:].any()
-  wanted = share * n * rounds
-  distance = np.sum((seen[:290] - wanted) ** 2 / wanted)
-  # Chi-square of 289 degrees: mean 289, deviation 24.
-  assert distance < 289 + 4 * 24
-
-
-def test_ids_without_a_token_do_not_hide_the_others():
-  logits = np.full((1, 300), -100, np.float32)
-  logits[0, 137], logits[0, 299] = -90, 0
-  ids, log_probs, sampled = sampling.sample_tokens(
-    jax.random.split(jax.random.key(0), 1),
-    np.zeros(1, np.int32),
-    np.array([[1, 1, 0]], np.float32),
-    np.zeros(1, np.int32),
-    jax.numpy.asarray(logits),
-    vocab_size=299,
-  )
-  assert ids.tolist() == [137]
-  # Among all the embedding's rows e^-90; among tokens nearly all.
-  np.testing.assert_allclose(log_probs, [-90], rtol=1e-6)
-  np.testing.assert_allclose(
-    sampled, [-np.log1p(298 * np.exp(-10.0))], atol=1e-5
-  )
-
-
-def test_log_probs_of_the_sampled_distribution_by_hand(params):
+def test_sampled_log_probs_by_hand(params):
   (request,) = _requests(1, top_k=4)
-  (answer,) = _sampler(max_completion_tokens=1).generate(params, [request])
+  (completion,) = _sampler(max_completion_tokens=1).generate(params, [request])
   hidden = reference.hidden_states(CONFIG, params, request.prompt_ids[None])
   logits = np.asarray(
     reference.logits(CONFIG, params, hidden)[0, -1], np.float64
   )
   best = np.sort(logits[:30])[-4:]
-  chosen = logits[answer.ids[0]]
+  chosen = logits[completion.ids[0]]
   np.testing.assert_allclose(
-    answer.sampled_log_probs[0], chosen - np.log(np.exp(best).sum()), atol=1e-4
+    completion.sampled_log_probs[0],
+    chosen - np.log(np.exp(best).sum()),
+    atol=1e-4,
   )
   np.testing.assert_allclose(
-    answer.log_probs[0], chosen - np.log(np.exp(logits).sum()), atol=1e-4
+    completion.log_probs[0], chosen - np.log(np.exp(logits).sum()), atol=1e-4
   )
 
 

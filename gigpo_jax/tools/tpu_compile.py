@@ -524,13 +524,8 @@ def collective_bytes(text: str) -> float:
       limits[name] = max(limits.get(name, 1), int(limit[1]))
     trips, condition = _TRIPS.search(line), _CONDITION.search(line)
     for called in _CALLED.findall(line):
-      calls[name].append(
-        (
-          called,
-          condition[1] if condition else '',
-          int(trips[1]) if trips else 0,
-        )
-      )
+      known, where = trips and int(trips[1]), condition and condition[1]
+      calls[name].append((called, where or '', known or 0))
 
   @functools.cache
   def total(computation: str) -> float:

@@ -1,0 +1,128 @@
+"""Token choice: truncation, proportions, unused ids."""
+
+import jax
+import numpy as np
+import pytest
+
+from gigpo_jax import sampling
+
+
+@pytest.mark.parametrize('top_k', [0, 3])
+def test_static_truncation_does_not_change_tokens(top_k):
+  logits = jax.random.normal(jax.random.key(0), (4, 30))
+  floats = np.array([[1, 1, 0], [0, 1, 0], [0.5, 1, 0], [2, 1, 0]], np.float32)
+  found = [
+    sampling.sample_tokens(
+      jax.random.split(jax.random.key(1), 4),
+      np.arange(4),
+      floats,
+      np.full(4, top_k),
+      logits,
+      vocab_size=29,
+      truncated=truncated,
+    )
+    for truncated in (None, top_k > 0)
+  ]
+  for one, other in zip(*found, strict=True):
+    np.testing.assert_array_equal(one, other)
+
+
+def _truncated_by_sorting(logits, top_k, top_p, min_p):
+  order = np.argsort(-logits, kind='stable')
+  kept = logits >= logits[order[min(top_k or len(logits), len(logits)) - 1]]
+  probs = np.where(kept, np.exp(logits - logits.max()), 0)
+  probs /= probs.sum()
+  ahead = np.array([probs[logits > x].sum() for x in logits])
+  kept &= (ahead < top_p) | (top_p >= 1)
+  share = np.exp(logits - logits.max())
+  return kept & (share >= min_p)
+
+
+def test_truncation_equals_sorting():
+  rng = np.random.default_rng(0)
+  logits = rng.normal(0, 3, (200, 50)).astype(np.float32)
+  logits[:50] = np.round(logits[:50])  # with ties
+  logits[0] = 0
+  top_k = rng.integers(0, 60, 200)
+  top_p = np.where(rng.random(200) < 0.3, 1, rng.random(200))
+  min_p = np.where(rng.random(200) < 0.5, 0, rng.random(200))
+  found = np.asarray(
+    sampling.truncate(
+      logits,
+      np.ones(logits.shape, bool),
+      top_k.astype(np.int32),
+      top_p.astype(np.float32),
+      min_p.astype(np.float32),
+    )
+  )
+  for row in range(200):
+    kept = _truncated_by_sorting(
+      logits[row].astype(np.float64), top_k[row], top_p[row], min_p[row]
+    )
+    np.testing.assert_array_equal(found[row], kept, err_msg=str(row))
+
+
+def test_sample_index_by_hand():
+  weights = np.float32([[0, 2, 0, 1, 0]] * 4)
+  # log 2 + noise against log 1 + noise; others have no weight.
+  noise = np.float32(
+    [[9, 0, 9, 0, 9], [9, 0, 9, 0.6, 9], [9, 0, 9, 0.7, 9], [9, -5, 9, -4, 9]]
+  )
+  found = sampling.sample_index(weights, noise)
+  np.testing.assert_array_equal(found, [1, 1, 3, 3])
+
+
+def test_indices_without_weight_are_not_sampled():
+  rng = np.random.default_rng(0)
+  weights = rng.random((256, 1187), np.float32) * (
+    rng.random((256, 1187)) < 0.05
+  )
+  weights[0], weights[0, 3] = 0, 1
+  noise = jax.random.gumbel(jax.random.key(0), weights.shape)
+  found = np.asarray(sampling.sample_index(jax.numpy.asarray(weights), noise))
+  assert (np.take_along_axis(weights, found[:, None], axis=1) > 0).all()
+
+
+def test_tokens_are_sampled_in_proportion():
+  # Three blocks, the last one not full, ids from 290 on unused.
+  rng = np.random.default_rng(0)
+  logits = (2 * rng.normal(size=300)).astype(np.float32)
+  share = np.exp(logits[:290].astype(np.float64))
+  share /= share.sum()
+  n, rounds = 4096, 16
+  seen = np.zeros(300)
+  pick = jax.jit(sampling.sample_tokens, static_argnames='vocab_size')
+  for count in range(rounds):
+    ids, _, _ = pick(
+      jax.random.split(jax.random.key(1), n),
+      np.full(n, count, np.int32),
+      np.tile(np.float32([1, 1, 0]), (n, 1)),
+      np.zeros(n, np.int32),
+      np.tile(logits, (n, 1)),
+      vocab_size=290,
+    )
+    seen += np.bincount(ids, minlength=300)
+  assert not seen[290:].any()
+  wanted = share * n * rounds
+  distance = np.sum((seen[:290] - wanted) ** 2 / wanted)
+  # Chi-square of 289 degrees: mean 289, deviation 24.
+  assert distance < 289 + 4 * 24
+
+
+def test_unused_ids_do_not_hide_other_tokens():
+  logits = np.full((1, 300), -100, np.float32)
+  logits[0, 137], logits[0, 299] = -90, 0
+  ids, log_probs, sampled = sampling.sample_tokens(
+    jax.random.split(jax.random.key(0), 1),
+    np.zeros(1, np.int32),
+    np.array([[1, 1, 0]], np.float32),
+    np.zeros(1, np.int32),
+    jax.numpy.asarray(logits),
+    vocab_size=299,
+  )
+  assert ids.tolist() == [137]
+  # Among all the embedding's rows e^-90; among tokens nearly all.
+  np.testing.assert_allclose(log_probs, [-90], rtol=1e-6)
+  np.testing.assert_allclose(
+    sampled, [-np.log1p(298 * np.exp(-10.0))], atol=1e-5
+  )
