@@ -17,9 +17,9 @@ docs/results.md.
 
 import ml_collections
 
-from configs import base
+from configs import base, sizes
 
-# Learning rates of `:mini`; see base.use_mini. HGPO uses GiGPO's.
+# Learning rates of `:mini`; see sizes.use_mini. HGPO uses GiGPO's.
 RATES = {'gigpo': 1.5e-4, 'hgpo': 1.5e-4}
 
 SIZES = ('0.5b', '1.5b', '7b', 'small', 'tiny', 'mini', 'smoke')
@@ -37,13 +37,13 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     _tiny(config)
   if size == 'small':
     _small(config)
-    config.model.path = base.warm_start(__file__, size)
+    config.model.path = sizes.warm_start(__file__, size)
   if size == 'mini':
-    base.use_mini(config, changes, RATES)
+    sizes.use_mini(config, changes, RATES)
     config.num_iterations = 56
     config.evaluation.every = 28
   if size == 'smoke':
-    base.use_smoke(config)
+    sizes.use_smoke(config)
   if size == '7b':
     config.learner.microbatch_rows = 8
   base.apply(config, changes)
@@ -82,7 +82,7 @@ def _paper() -> ml_collections.ConfigDict:
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
   """Selects a 0.6M-parameter policy and generated one-room games, for a CPU."""
-  base.use_tiny_policy(config)
+  sizes.use_tiny_policy(config)
   config.num_iterations = 60
   config.model.path = 'configs/warm_starts/alfworld_tiny'
   config.env.data_dir = 'generated'

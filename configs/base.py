@@ -10,14 +10,12 @@ import dataclasses
 import difflib
 import importlib
 import pathlib
-import re
 import types
+import warnings
 from collections.abc import Mapping, Sequence
 
 import ml_collections
 from ml_collections import config_dict
-
-import configs
 
 
 def parse_variants(
@@ -65,10 +63,6 @@ def _registered_algorithms() -> dict[str, str]:
 _MODULES = _registered_algorithms()
 # Variants of every experiment: algorithms, presets and adapters.
 ALGORITHMS = tuple(sorted(_MODULES.keys() - {DEFAULT_ALGORITHM}))
-# Warm starts that are part of the project.
-INCLUDED = 'configs/warm_starts'
-# Learning rate of `:mini` for methods without a tuned rate.
-MINI_RATE = 7.5e-5
 PRESETS = ('paper', 'reference_code', 'strong')
 CHANGES = (*PRESETS, *ALGORITHMS, 'lora')
 
@@ -205,353 +199,357 @@ def use_adapters(config: ml_collections.ConfigDict) -> None:
   config.optimizer.learning_rate *= 10
 
 
-def use_tiny_policy(config: ml_collections.ConfigDict) -> None:
-  """Selects a 0.6M-parameter policy from launch/sft.py, for two CPU cores."""
-  config.model.dtype = 'float32'
-  config.model.remat = 'none'
-  config.env.prompt_style = 'brief'
-  config.pool.num_workers = 1
-  config.rollout.groups = 8
-  config.rollout.episodes_per_group = 8
-  # Few buckets, because each takes seconds to compile. () derives them from the
-  # token limits, which the environment's config sets.
-  config.rollout.max_prompt_tokens = 512
-  config.rollout.max_completion_tokens = 64
-  config.rollout.prompt_buckets = ()
-  config.rollout.batch_buckets = (16, 64)
-  config.learner.length_buckets = ()
-  config.loss.kl_weight = 0.0
-  config.loss.entropy_weight = 0.0
-  config.optimizer.learning_rate = 2e-4
-  config.learner.minibatch_rows = 256
-  config.learner.microbatch_rows = 16
-  config.evaluation.num_tasks = 256
-  # As in training: the paper's 0.4 raises the success of the warm start.
-  config.evaluation.temperature = 1.0
-  config.sft.init = 'scratch'
-  # So small a policy learns to copy only if it also trains on prompts.
-  config.sft.completion_only = False
-  config.sft.learning_rate = 3e-3
-  config.sft.warmup_updates = 50
-  config.sft.minibatch_rows = 16
-  config.sft.model.layers = 3
-  config.sft.model.width = 128
-  config.sft.model.heads = 4
-  config.sft.model.kv_heads = 4
-  config.sft.model.mlp = 256
-
-
-# Path where launch/sft.py writes the warm start of `configs/NAME.py:SIZE`.
-WARM_START = re.compile(r'runs/(\w+)-(\w+)-sft/policy')
-
-
-def warm_start(file: str, size: str) -> str:
-  """Returns the path of the warm start of a small size.
-
-  The path is the default output of `launch/sft.py --config=FILE:SIZE`. If that
-  does not exist, it is the warm start that the project includes, if any.
-
-  Args:
-    file: path of the config file.
-    size: a small variant, such as 'tiny'.
-  """
-  name = pathlib.Path(file).stem
-  own, included = f'runs/{name}-{size}-sft/policy', f'{INCLUDED}/{name}_tiny'
-  if not configs.find(own) and configs.find(included):
-    return included
-  return own
-
-
-def use_mini(
-  config: ml_collections.ConfigDict,
-  changes: Sequence[str],
-  rates: Mapping[str, float],
-) -> None:
-  """Shortens a tiny config to about five minutes of one CPU core.
-
-  Args:
-    config: the tiny experiment, changed in place.
-    changes: variants other than the size.
-    rates: learning rate per method, found by configs/sweeps/tuning.py. Methods
-      without an entry use MINI_RATE.
-  """
-  methods = [c for c in changes if c in (*ALGORITHMS, 'strong')]
-  methods = methods or [DEFAULT_ALGORITHM]
-  config.optimizer.learning_rate = min(
-    rates.get(method, MINI_RATE) for method in methods
-  )
-  config.rollout.groups = 2
-  config.rollout.batch_buckets = (16,)
-  # As many updates per iteration as `tiny` has.
-  config.learner.minibatch_rows = 64
-  # In float32 on a CPU they equal the learner's up to the last bits, so this
-  # saves a forward pass.
-  config.loss.old_log_probs = 'sampler'
-  config.evaluation.num_tasks = 128
-
-
-def use_smoke(config: ml_collections.ConfigDict) -> None:
-  """Shortens warm start and run to one or two minutes."""
-  config.num_iterations = 2
-  config.rollout.groups = 4
-  config.rollout.episodes_per_group = 4
-  config.rollout.batch_buckets = (16,)
-  config.evaluation.num_tasks = 16
-  config.evaluation.every = 2
-  config.checkpoint.every = 1
-  config.sft.num_episodes = 200
-
-
-def get_config() -> ml_collections.ConfigDict:  # noqa: PLR0915  (a list)
+def get_config() -> ml_collections.ConfigDict:
   """Returns the defaults of all experiments."""
   config = ml_collections.ConfigDict()
   config.seed = 0
   # An iteration plays G x N episodes and makes one pass of updates. Paper: 150.
   config.num_iterations = 150
+  config.model = _model_section()
+  config.env = _env_section()
+  config.pool = _pool_section()
+  config.mesh = _mesh_section()
+  config.rollout = _rollout_section()
+  config.tasks = _tasks_section()
+  config.filter = _filter_section()
+  config.algorithm = _algorithm_section()
+  config.critic = _critic_section()
+  config.loss = _loss_section()
+  config.optimizer = _optimizer_section()
+  config.lora = _lora_section()
+  config.learner = _learner_section()
+  config.evaluation = _evaluation_section()
+  config.checkpoint = _checkpoint_section()
+  config.metrics = _metrics_section()
+  config.episodes = _episodes_section()
+  config.sft = _sft_section()
+  return config
 
-  config.model = ml_collections.ConfigDict()
+
+def _model_section() -> ml_collections.ConfigDict:
+  """Returns the options of the model and its arithmetic."""
+  model = ml_collections.ConfigDict()
   # Hugging Face folder (config.json, *.safetensors, tokenizer), or a name on
   # the hub: organisation/name or organisation/name@revision.
-  config.model.path = config_dict.placeholder(str)
+  model.path = config_dict.placeholder(str)
   # Compute type. Parameters and optimizer state are float32.
-  config.model.dtype = 'bfloat16'
+  model.dtype = 'bfloat16'
   # What the backward pass recomputes, trading time for memory: none, matrices
   # (all except products with parameters) or layer (everything).
-  config.model.remat = 'layer'
+  model.remat = 'layer'
   # Attention kernel of the update: xla, splash (TPU), cudnn (NVIDIA), auto.
-  config.model.attention = 'auto'
+  model.attention = 'auto'
   # Switch in the chat template of models that think by default (Qwen3).
-  config.model.enable_thinking = False
+  model.enable_thinking = False
+  return model
 
-  config.env = ml_collections.ConfigDict()
-  config.env.name = config_dict.placeholder(str)
 
-  config.pool = ml_collections.ConfigDict()
+def _env_section() -> ml_collections.ConfigDict:
+  """Returns the options of the environment; its config file adds others."""
+  env = ml_collections.ConfigDict()
+  env.name = config_dict.placeholder(str)
+  return env
+
+
+def _pool_section() -> ml_collections.ConfigDict:
+  """Returns the options of the pool of environments."""
+  pool = ml_collections.ConfigDict()
   # Environments that run at once. 0: one per episode of an iteration.
-  config.pool.num_envs = 0
+  pool.num_envs = 0
   # Worker processes. 0: run environments in this process (debugging).
-  config.pool.num_workers = 2
-  config.pool.step_timeout_secs = 60.0
-  config.pool.reset_timeout_secs = 300.0
+  pool.num_workers = 2
+  pool.step_timeout_secs = 60.0
+  pool.reset_timeout_secs = 300.0
   # Resets after which a worker is replaced; its running episodes are replayed.
   # 0: never.
-  config.pool.max_resets_per_worker = 0
+  pool.max_resets_per_worker = 0
   # Memory, in MiB, above which a worker is replaced. 0: no limit.
-  config.pool.max_worker_mib = 0
+  pool.max_worker_mib = 0
   # Largest share of failed episodes in an iteration or an evaluation. The run
   # stops above it.
-  config.pool.max_failed_share = 0.25
+  pool.max_failed_share = 0.25
+  return pool
 
-  config.mesh = ml_collections.ConfigDict()
+
+def _mesh_section() -> ml_collections.ConfigDict:
+  """Returns the number of devices per axis of the mesh."""
+  mesh = ml_collections.ConfigDict()
   # Devices per mesh axis. -1: all remaining devices.
-  config.mesh.data = 1
-  config.mesh.fsdp = -1
-  config.mesh.expert = 1
-  config.mesh.sequence = 1
-  config.mesh.tensor = 1
+  mesh.data = 1
+  mesh.fsdp = -1
+  mesh.expert = 1
+  mesh.sequence = 1
+  mesh.tensor = 1
+  return mesh
 
-  config.rollout = ml_collections.ConfigDict()
-  config.rollout.groups = 16  # G; paper
-  config.rollout.episodes_per_group = 8  # N; paper
-  config.rollout.max_prompt_tokens = 2048  # paper, ALFWorld
-  config.rollout.max_completion_tokens = 512  # paper
+
+def _rollout_section() -> ml_collections.ConfigDict:
+  """Returns the options of collecting episodes."""
+  rollout = ml_collections.ConfigDict()
+  rollout.groups = 16  # G; paper
+  rollout.episodes_per_group = 8  # N; paper
+  rollout.max_prompt_tokens = 2048  # paper, ALFWorld
+  rollout.max_completion_tokens = 512  # paper
   # For prompts over the limit: error | drop_history | truncate_left.
-  config.rollout.prompt_overflow = 'drop_history'
+  rollout.prompt_overflow = 'drop_history'
   # Largest number of turns, by first iteration, such as ((0, 10), (50, 20)).
   # (): the environment's own limit.
-  config.rollout.horizon = ()
-  config.rollout.temperature = 1.0  # paper
-  config.rollout.top_p = 1.0  # paper
-  config.rollout.top_k = 0  # tokens; 0: off
+  rollout.horizon = ()
+  rollout.temperature = 1.0  # paper
+  rollout.top_p = 1.0  # paper
+  rollout.top_k = 0  # tokens; 0: off
   # Lowest probability of a token relative to the most likely token. 0: off.
-  config.rollout.min_p = 0.0
+  rollout.min_p = 0.0
   # Whether `</action>` (search QA: `</search>`, `</answer>`) also ends a
   # response.
-  config.rollout.stop_at_action = False
+  rollout.stop_at_action = False
   # async: episodes advance independently; lockstep: all wait for the slowest.
-  config.rollout.schedule = 'async'
+  rollout.schedule = 'async'
   # Weights of the sampler. model: model.dtype with merged adapters; merging
   # rounds small adapters away. adapters: model.dtype with separate adapters,
   # exact and slower. int8: half the memory of bfloat16. The metrics sampler/...
   # compare the sampler with the learner.
-  config.rollout.weights = 'model'
+  rollout.weights = 'model'
   # Devices that share one copy of the model while sampling. 0: mesh.tensor,
   # or more if the copy takes over a quarter of a device's memory. If each copy
   # lies within one host, the hosts sample independently.
-  config.rollout.tensor = 0
+  rollout.tensor = 0
   # Tokens decoded between two checks for finished responses.
-  config.rollout.decode_tokens = 8
+  rollout.decode_tokens = 8
   # Sizes that the sampler is compiled for. max_prompt_tokens is always the last
   # prompt bucket, and larger ones are ignored. (): half of the limit and the
   # limit. The last batch bucket is the number of slots, the requests that are
   # decoded at once.
-  config.rollout.prompt_buckets = (512, 1024, 2048)
-  config.rollout.batch_buckets = (32, 128)
+  rollout.prompt_buckets = (512, 1024, 2048)
+  rollout.batch_buckets = (32, 128)
+  return rollout
 
-  # Order of training tasks. epochs: all tasks, shuffled in each epoch.
-  # uncertain: tasks with an intermediate success rate more often; the share
-  # tasks.uniform of the probability is uniform.
-  config.tasks = ml_collections.ConfigDict()
-  config.tasks.draw = 'epochs'
-  config.tasks.uniform = 0.5
 
-  # Dynamic sampling (DAPO): whether zero-variance groups are dropped, the
-  # iterations before the first drop, and how often groups are replaced.
-  config.filter = ml_collections.ConfigDict()
-  config.filter.drop_zero_variance = False
-  config.filter.warmup_iterations = 0
-  config.filter.max_refills = 2
+def _tasks_section() -> ml_collections.ConfigDict:
+  """Returns the options of the order of training tasks."""
+  tasks = ml_collections.ConfigDict()
+  # epochs: all tasks, shuffled in each epoch. uncertain: tasks with an
+  # intermediate success rate more often; the share `uniform` of the
+  # probability is uniform.
+  tasks.draw = 'epochs'
+  tasks.uniform = 0.5
+  return tasks
 
-  config.algorithm = ml_collections.ConfigDict()
-  config.algorithm.name = DEFAULT_ALGORITHM
-  config.algorithm.discount = 0.95  # gamma; paper
-  config.algorithm.step_weight = 1.0  # omega; paper
-  config.algorithm.invalid_penalty = 0.1  # paper
+
+def _filter_section() -> ml_collections.ConfigDict:
+  """Returns the options of dynamic sampling (DAPO)."""
+  filter = ml_collections.ConfigDict()
+  # Whether zero-variance groups are dropped, the iterations before the first
+  # drop, and how often groups are replaced.
+  filter.drop_zero_variance = False
+  filter.warmup_iterations = 0
+  filter.max_refills = 2
+  return filter
+
+
+def _algorithm_section() -> ml_collections.ConfigDict:
+  """Returns the options of all algorithms."""
+  algorithm = ml_collections.ConfigDict()
+  algorithm.name = DEFAULT_ALGORITHM
+  algorithm.discount = 0.95  # gamma; paper
+  algorithm.step_weight = 1.0  # omega; paper
+  algorithm.invalid_penalty = 0.1  # paper
   # mean_std | mean | leave_one_out, for algorithms that compare within a group.
   # rloo, dr_grpo and gdpo have their own.
-  config.algorithm.norm = 'mean_std'
-  config.algorithm.episode_stats = 'trajectories'  # | rows (code)
-  config.algorithm.penalty_scope = 'reward'  # | row (code)
-  config.algorithm.lone_episode = 'zero'  # | raw (code)
+  algorithm.norm = 'mean_std'
+  algorithm.episode_stats = 'trajectories'  # | rows (code)
+  algorithm.penalty_scope = 'reward'  # | row (code)
+  algorithm.lone_episode = 'zero'  # | raw (code)
   # observation (code) | observation_and_actions | similarity | turn
-  config.algorithm.anchor = 'observation'
+  algorithm.anchor = 'observation'
   # Lowest Ratcliff-Obershelp ratio of equal anchors, for similarity.
-  config.algorithm.similarity_threshold = 0.9
+  algorithm.similarity_threshold = 0.9
   # Number of earlier anchors that must be equal too.
-  config.algorithm.anchor_history = 0
+  algorithm.anchor_history = 0
   # hgpo: number of earlier anchors; exponent of the weight of level k,
   # (k + 1) ** level_exponent; weight of the episode advantage.
-  config.algorithm.history = 2
-  config.algorithm.level_exponent = 1.0
-  config.algorithm.episode_weight = 0.0
+  algorithm.history = 2
+  algorithm.level_exponent = 1.0
+  algorithm.episode_weight = 0.0
   # graphgpo: discount per step that remains to success.
-  config.algorithm.graph_discount = 0.1
+  algorithm.graph_discount = 0.1
   # gdpo: components of the reward, from batch.COMPONENTS or the environment's
   # metrics; weights of the components. (): 1 each.
-  config.algorithm.components = ('reward', 'valid')
-  config.algorithm.component_weights = ()
+  algorithm.components = ('reward', 'valid')
+  algorithm.component_weights = ()
   # ppo: unit of generalized advantage estimation, token | turn.
-  config.algorithm.gae_level = 'token'
-  config.algorithm.gae_discount = 1.0  # paper
-  config.algorithm.gae_lambda = 1.0  # paper
-  config.algorithm.whiten_advantages = True
+  algorithm.gae_level = 'token'
+  algorithm.gae_discount = 1.0  # paper
+  algorithm.gae_lambda = 1.0  # paper
+  algorithm.whiten_advantages = True
+  return algorithm
 
-  # ppo's critic: the policy's network with one value per token.
-  config.critic = ml_collections.ConfigDict()
+
+def _critic_section() -> ml_collections.ConfigDict:
+  """Returns the options of the critic, which some algorithms need."""
+  critic = ml_collections.ConfigDict()
+  # The critic is the policy's network with one value per token.
   # Learning rate relative to the policy's; paper: 1e-5 and 1e-6.
-  config.critic.rate_ratio = 10.0
-  config.critic.value_clip = 0.5  # code; largest change of a value
+  critic.rate_ratio = 10.0
+  critic.value_clip = 0.5  # code; largest change of a value
   # Iterations that train only the critic.
-  config.critic.warmup_iterations = 0
+  critic.warmup_iterations = 0
+  return critic
 
-  config.loss = ml_collections.ConfigDict()
+
+def _loss_section() -> ml_collections.ConfigDict:
+  """Returns the options of the loss."""
+  loss = ml_collections.ConfigDict()
   # A name in losses.REGISTRY, or module:function of an importable module.
-  config.loss.name = 'policy_gradient'
+  loss.name = 'policy_gradient'
   # token: one ratio per token; row: their geometric mean per row (GSPO).
-  config.loss.ratio_level = 'token'
-  config.loss.clip_epsilon = 0.2  # code
+  loss.ratio_level = 'token'
+  loss.clip_epsilon = 0.2  # code
   # Upper clipping bound ("clip-higher", e.g. 0.28). None: clip_epsilon.
-  config.loss.clip_epsilon_high = config_dict.placeholder(float)
+  loss.clip_epsilon_high = config_dict.placeholder(float)
   # Bound of the ratio for negative advantages, e.g. 3.0. None: off (paper).
-  config.loss.dual_clip = config_dict.placeholder(float)
-  config.loss.kl_weight = 0.01  # beta; paper. 0: no reference policy
+  loss.dual_clip = config_dict.placeholder(float)
+  loss.kl_weight = 0.01  # beta; paper. 0: no reference policy
   # Largest KL estimate of a token; above it, the KL has no gradient. The
   # released code has 10.0. None: off (paper).
-  config.loss.kl_clamp = config_dict.placeholder(float)
-  config.loss.entropy_weight = 0.001  # code
+  loss.kl_clamp = config_dict.placeholder(float)
+  loss.entropy_weight = 0.001  # code
   # EPO: weight, relative to entropy_weight, of the entropy outside a band. 0:
   # off. The bounds are shares of the mean entropy of earlier iterations. In
   # iteration k of K the weight is multiplied by 1 + exp(-decay k / (K / 2)).
-  config.loss.entropy_band = ml_collections.ConfigDict()
-  config.loss.entropy_band.weight = 0.0
-  config.loss.entropy_band.low = 0.8
-  config.loss.entropy_band.high = 1.2
-  config.loss.entropy_band.decay = 1.0
+  loss.entropy_band = ml_collections.ConfigDict()
+  loss.entropy_band.weight = 0.0
+  loss.entropy_band.low = 0.8
+  loss.entropy_band.high = 1.2
+  loss.entropy_band.decay = 1.0
   # token_mean | sequence_mean | fixed_length
-  config.loss.aggregation = 'token_mean'
+  loss.aggregation = 'token_mean'
   # learner: recomputed before the first update. sampler: as sampled, which is
   # cheaper, but the last bits depend on how requests were scheduled.
-  config.loss.old_log_probs = 'learner'
+  loss.old_log_probs = 'learner'
   # Largest weight of truncated importance sampling, which corrects for the
   # sampler's arithmetic, e.g. 2.0; needs old_log_probs=learner. None: off.
-  config.loss.tis_clip = config_dict.placeholder(float)
+  loss.tis_clip = config_dict.placeholder(float)
+  return loss
 
-  config.optimizer = ml_collections.ConfigDict()
-  config.optimizer.learning_rate = 1e-6  # paper
-  config.optimizer.warmup_updates = 0
-  config.optimizer.decay_updates = 0  # linear, to zero; 0: constant
-  config.optimizer.b1 = 0.9
-  config.optimizer.b2 = 0.999
+
+def _optimizer_section() -> ml_collections.ConfigDict:
+  """Returns the options of AdamW."""
+  optimizer = ml_collections.ConfigDict()
+  optimizer.learning_rate = 1e-6  # paper
+  optimizer.warmup_updates = 0
+  optimizer.decay_updates = 0  # linear, to zero; 0: constant
+  optimizer.b1 = 0.9
+  optimizer.b2 = 0.999
   # Type of the first moment; bfloat16 saves 2 of 16 bytes per parameter.
-  config.optimizer.mu_dtype = 'float32'
-  config.optimizer.weight_decay = 0.01  # code
-  config.optimizer.max_grad_norm = 1.0  # code
+  optimizer.mu_dtype = 'float32'
+  optimizer.weight_decay = 0.01  # code
+  optimizer.max_grad_norm = 1.0  # code
+  return optimizer
 
-  # Low-rank adapters, trained instead of the whole model.
-  config.lora = ml_collections.ConfigDict()
-  config.lora.rank = 0  # 0: train the whole model
-  config.lora.alpha = 32.0
-  config.lora.targets = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
 
-  config.learner = ml_collections.ConfigDict()
-  config.learner.minibatch_rows = 256  # rows per update; paper, ALFWorld
-  config.learner.microbatch_rows = 16  # rows in memory at once
+def _lora_section() -> ml_collections.ConfigDict:
+  """Returns the options of low-rank adapters."""
+  lora = ml_collections.ConfigDict()
+  # Adapters are trained instead of the whole model.
+  lora.rank = 0  # 0: train the whole model
+  lora.alpha = 32.0
+  lora.targets = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
+  return lora
+
+
+def _learner_section() -> ml_collections.ConfigDict:
+  """Returns the options of the updates."""
+  learner = ml_collections.ConfigDict()
+  learner.minibatch_rows = 256  # rows per update; paper, ALFWorld
+  learner.microbatch_rows = 16  # rows in memory at once
   # An update with a non-finite loss or gradient is skipped. The run stops after
   # this many skipped updates in a row.
-  config.learner.max_skipped_in_row = 5
+  learner.max_skipped_in_row = 5
   # Put rows with the same prompt into one update and compute the prompt once.
-  config.learner.share_prompts = False
+  learner.share_prompts = False
   # Row lengths that the update is compiled for. The last one is always
   # max_prompt_tokens + max_completion_tokens, and larger ones are ignored. ():
   # half of this sum and the sum.
-  config.learner.length_buckets = (640, 1024, 1536, 2560)
+  learner.length_buckets = (640, 1024, 1536, 2560)
+  return learner
 
-  config.evaluation = ml_collections.ConfigDict()
-  config.evaluation.split = config_dict.placeholder(str)
+
+def _evaluation_section() -> ml_collections.ConfigDict:
+  """Returns the options of evaluations."""
+  evaluation = ml_collections.ConfigDict()
+  evaluation.split = config_dict.placeholder(str)
   # Evaluation tasks: the first ones of the split. 0: all.
-  config.evaluation.num_tasks = 0
-  config.evaluation.every = 5  # iterations; code. 0: never
-  config.evaluation.temperature = 0.4  # paper
+  evaluation.num_tasks = 0
+  evaluation.every = 5  # iterations; code. 0: never
+  evaluation.temperature = 0.4  # paper
   # As in `rollout`, but independent of it. Off by default.
-  config.evaluation.top_p = 1.0
-  config.evaluation.top_k = 0
-  config.evaluation.min_p = 0.0
+  evaluation.top_p = 1.0
+  evaluation.top_k = 0
+  evaluation.min_p = 0.0
+  return evaluation
 
-  config.checkpoint = ml_collections.ConfigDict()
-  config.checkpoint.every = 5  # iterations
-  config.checkpoint.keep = 2
 
-  config.metrics = ml_collections.ConfigDict()
+def _checkpoint_section() -> ml_collections.ConfigDict:
+  """Returns the options of checkpoints."""
+  checkpoint = ml_collections.ConfigDict()
+  checkpoint.every = 5  # iterations
+  checkpoint.keep = 2
+  return checkpoint
+
+
+def _metrics_section() -> ml_collections.ConfigDict:
+  """Returns the options of metrics."""
+  metrics = ml_collections.ConfigDict()
   # Weights & Biases project that also gets the metrics. '': none. Without a
   # key they are kept in the work directory, for `wandb sync`.
-  config.metrics.wandb = ''
+  metrics.wandb = ''
+  return metrics
 
-  # Data set of training episodes in WORKDIR/episodes.
-  config.episodes = ml_collections.ConfigDict()
-  config.episodes.every = 0  # keep every n-th iteration; 0: none
 
-  # Supervised warm start from expert episodes (launch/sft.py).
-  config.sft = ml_collections.ConfigDict()
+def _episodes_section() -> ml_collections.ConfigDict:
+  """Returns the options of the data set of training episodes."""
+  episodes = ml_collections.ConfigDict()
+  # Episodes are written to WORKDIR/episodes.
+  episodes.every = 0  # keep every n-th iteration; 0: none
+  return episodes
+
+
+def _sft_section() -> ml_collections.ConfigDict:
+  """Returns the options of the supervised warm start (launch/sft.py)."""
+  sft = ml_collections.ConfigDict()
   # WORKDIR/episodes of a run to imitate instead. '': imitate the expert.
-  config.sft.data = ''
-  config.sft.only_successful = True  # episodes of sft.data
-  config.sft.num_episodes = 2000
-  config.sft.noise = 0.0  # probability of a random action in a step
-  config.sft.epochs = 1
-  config.sft.learning_rate = 1e-5
-  config.sft.warmup_updates = 0
-  config.sft.decay = True  # linear, of the learning rate to zero
-  config.sft.minibatch_rows = 128
-  config.sft.report_rows = 6400  # rows between two lines of metrics
+  sft.data = ''
+  sft.only_successful = True  # episodes of sft.data
+  sft.num_episodes = 2000
+  sft.noise = 0.0  # probability of a random action in a step
+  sft.epochs = 1
+  sft.learning_rate = 1e-5
+  sft.warmup_updates = 0
+  sft.decay = True  # linear, of the learning rate to zero
+  sft.minibatch_rows = 128
+  sft.report_rows = 6400  # rows between two lines of metrics
   # True trains on responses only; False also trains on prompts.
-  config.sft.completion_only = True
+  sft.completion_only = True
   # '': start from model.path. 'scratch': new tokenizer and weights.
-  config.sft.init = ''
-  config.sft.vocab_size = 1024  # of a new tokenizer
-  config.sft.model = ml_collections.ConfigDict()  # shape of new weights
-  config.sft.model.layers = 4
-  config.sft.model.width = 128
-  config.sft.model.heads = 4
-  config.sft.model.kv_heads = 2
-  config.sft.model.mlp = 384
-  return config
+  sft.init = ''
+  sft.vocab_size = 1024  # of a new tokenizer
+  sft.model = ml_collections.ConfigDict()  # shape of new weights
+  sft.model.layers = 4
+  sft.model.width = 128
+  sft.model.heads = 4
+  sft.model.kv_heads = 2
+  sft.model.mlp = 384
+  return sft
+
+
+def __getattr__(name: str) -> object:
+  # Names of the previous release.
+  if name not in ('use_tiny_policy', 'use_mini', 'use_smoke', 'warm_start'):
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  warnings.warn(
+    f'configs.base.{name} is deprecated; use configs.sizes.{name}',
+    DeprecationWarning,
+    stacklevel=2,
+  )
+  return getattr(importlib.import_module('configs.sizes'), name)

@@ -22,7 +22,7 @@ measures how well the policy knows this lake, not lakes in general.
 import ml_collections
 from ml_collections import config_dict
 
-from configs import base
+from configs import base, sizes
 
 SIZES = ('1.5b', 'tiny', 'smoke')
 
@@ -37,9 +37,9 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   config.variant = ','.join([size, *changes])
   if size in ('tiny', 'smoke'):
     _tiny(config)
-    config.model.path = base.warm_start(__file__, size)
+    config.model.path = sizes.warm_start(__file__, size)
   if size == 'smoke':
-    base.use_smoke(config)
+    sizes.use_smoke(config)
   base.apply(config, changes)
   return config
 
@@ -78,7 +78,7 @@ def _lake() -> ml_collections.ConfigDict:
 
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
-  base.use_tiny_policy(config)
+  sizes.use_tiny_policy(config)
   config.num_iterations = 30
   # All tasks are the same: few groups of many episodes, of which some succeed.
   config.rollout.groups = 2

@@ -20,7 +20,7 @@ Wikipedia with an embedding model, and this environment uses BM25.
 
 import ml_collections
 
-from configs import base
+from configs import base, sizes
 
 SIZES = ('3b', '7b', 'tiny', 'smoke')
 
@@ -35,9 +35,9 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   config.variant = ','.join([size, *changes])
   if size in ('tiny', 'smoke'):
     _tiny(config)
-    config.model.path = base.warm_start(__file__, size)
+    config.model.path = sizes.warm_start(__file__, size)
   if size == 'smoke':
-    base.use_smoke(config)
+    sizes.use_smoke(config)
   if size == '7b':
     config.learner.microbatch_rows = 4
   base.apply(config, changes)
@@ -80,7 +80,7 @@ def _released() -> ml_collections.ConfigDict:
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
   """Selects a tiny policy, a small corpus and one passage per search."""
-  base.use_tiny_policy(config)
+  sizes.use_tiny_policy(config)
   config.num_iterations = 60
   config.env.data_dir = 'generated'
   config.env.generator.num_people = 300

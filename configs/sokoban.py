@@ -18,7 +18,7 @@ environment shows it as text.
 
 import ml_collections
 
-from configs import base
+from configs import base, sizes
 
 SIZES = ('1.5b', 'tiny', 'smoke')
 
@@ -33,9 +33,9 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   config.variant = ','.join([size, *changes])
   if size in ('tiny', 'smoke'):
     _tiny(config)
-    config.model.path = base.warm_start(__file__, size)
+    config.model.path = sizes.warm_start(__file__, size)
   if size == 'smoke':
-    base.use_smoke(config)
+    sizes.use_smoke(config)
   base.apply(config, changes)
   return config
 
@@ -66,7 +66,7 @@ def _released() -> ml_collections.ConfigDict:
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
   """Selects a tiny policy and small levels with one box near its target."""
-  base.use_tiny_policy(config)
+  sizes.use_tiny_policy(config)
   config.num_iterations = 60
   config.env.size = (5, 5)
   config.env.num_boxes = 1

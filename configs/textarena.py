@@ -21,7 +21,7 @@ measures how well the policy knows this tower, not towers in general.
 
 import ml_collections
 
-from configs import base
+from configs import base, sizes
 
 SIZES = ('1.5b', 'tiny', 'smoke')
 
@@ -36,9 +36,9 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   config.variant = ','.join([size, *changes])
   if size in ('tiny', 'smoke'):
     _tiny(config)
-    config.model.path = base.warm_start(__file__, size)
+    config.model.path = sizes.warm_start(__file__, size)
   if size == 'smoke':
-    base.use_smoke(config)
+    sizes.use_smoke(config)
   base.apply(config, changes)
   return config
 
@@ -68,7 +68,7 @@ def _tower() -> ml_collections.ConfigDict:
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
   """Selects a tiny policy and a tower of two disks."""
-  base.use_tiny_policy(config)
+  sizes.use_tiny_policy(config)
   config.num_iterations = 30
   config.env.options.num_disks = 2
   # All tasks are the same: few groups of many episodes, of which some succeed.

@@ -18,7 +18,7 @@ and change `env.challenge`; see envs/textworld_games.py.
 
 import ml_collections
 
-from configs import base
+from configs import base, sizes
 
 SIZES = ('1.5b', 'tiny', 'smoke')
 
@@ -33,9 +33,9 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   config.variant = ','.join([size, *changes])
   if size in ('tiny', 'smoke'):
     _tiny(config)
-    config.model.path = base.warm_start(__file__, size)
+    config.model.path = sizes.warm_start(__file__, size)
   if size == 'smoke':
-    base.use_smoke(config)
+    sizes.use_smoke(config)
     config.env.num_games = 40
     config.sft.num_episodes = 80
   base.apply(config, changes)
@@ -68,7 +68,7 @@ def _games() -> ml_collections.ConfigDict:
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
   """Selects a tiny policy and a coin in the fifth room of a chain."""
-  base.use_tiny_policy(config)
+  sizes.use_tiny_policy(config)
   config.num_iterations = 40
   config.env.challenge = 'coin_collector'
   config.env.settings = ml_collections.ConfigDict({'level': 5})

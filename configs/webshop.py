@@ -16,9 +16,9 @@ docs/results.md.
 
 import ml_collections
 
-from configs import base
+from configs import base, sizes
 
-# Learning rates of `:mini`; see base.use_mini.
+# Learning rates of `:mini`; see sizes.use_mini.
 RATES = {'ppo': 1.5e-4}
 
 SIZES = ('1.5b', '7b', 'tiny', 'mini', 'smoke')
@@ -35,11 +35,11 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   if size in ('tiny', 'mini', 'smoke'):
     _tiny(config)
   if size == 'mini':
-    base.use_mini(config, changes, RATES)
+    sizes.use_mini(config, changes, RATES)
     config.num_iterations = 80
     config.evaluation.every = 40
   if size == 'smoke':
-    base.use_smoke(config)
+    sizes.use_smoke(config)
   if size == '7b':
     config.learner.microbatch_rows = 4
   base.apply(config, changes)
@@ -78,7 +78,7 @@ def _paper() -> ml_collections.ConfigDict:
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
   """Selects a 0.6M-parameter policy and a small generated shop, for a CPU."""
-  base.use_tiny_policy(config)
+  sizes.use_tiny_policy(config)
   config.num_iterations = 120
   config.model.path = 'configs/warm_starts/webshop_tiny'
   config.env.data_dir = 'generated'

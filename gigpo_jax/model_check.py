@@ -10,7 +10,7 @@ import ml_collections
 import psutil
 
 import configs
-from configs import base
+from configs import sizes
 from gigpo_jax import algorithms, models, tokenizer
 from gigpo_jax.models import huggingface, published, qwen
 from gigpo_jax.runtime import hardware
@@ -130,7 +130,7 @@ def _too_long(
 def _missing_warm_start(config: ml_collections.ConfigDict) -> str | None:
   """Returns the problem of a small config without its warm start, or None."""
   path = config.model.path or ''
-  if match := base.WARM_START.fullmatch(path):
+  if match := sizes.WARM_START.fullmatch(path):
     if configs.find(path):
       return None
     name, size = match.groups()

@@ -18,6 +18,7 @@ from configs import (
   base,
   gymnasium,
   search_qa,
+  sizes,
   sokoban,
   textarena,
   textworld,
@@ -103,12 +104,12 @@ def test_a_warm_start_of_ones_own_comes_before_the_included_one(
   tmp_path, monkeypatch
 ):
   monkeypatch.chdir(tmp_path)
-  included = base.warm_start('somewhere/alfworld.py', 'tiny')
+  included = sizes.warm_start('somewhere/alfworld.py', 'tiny')
   assert included == 'configs/warm_starts/alfworld_tiny'
   own = pathlib.Path('runs/alfworld-tiny-sft/policy')
   own.mkdir(parents=True)
-  assert base.warm_start('somewhere/alfworld.py', 'tiny') == str(own)
-  assert base.warm_start('guess.py', 'tiny') == 'runs/guess-tiny-sft/policy'
+  assert sizes.warm_start('somewhere/alfworld.py', 'tiny') == str(own)
+  assert sizes.warm_start('guess.py', 'tiny') == 'runs/guess-tiny-sft/policy'
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from programs import PROJECT
 
 import envs
-from configs import alfworld
+from configs import alfworld, base, sizes
 from gigpo_jax import (
   advantages,
   algorithms,
@@ -56,6 +56,12 @@ def test_old_names_of_modules_work_with_a_warning(module, old, new):
     assert getattr(module, old) is getattr(module, new)
   with pytest.raises(AttributeError, match='has no attribute'):
     _ = module.no_such_name
+
+
+@pytest.mark.parametrize('name', ['use_tiny_policy', 'warm_start'])
+def test_old_names_of_configs_work_with_a_warning(name: str):
+  with pytest.warns(DeprecationWarning, match=f'use configs.sizes.{name}'):
+    assert getattr(base, name) is getattr(sizes, name)
 
 
 def test_old_parameters_work_with_a_warning():

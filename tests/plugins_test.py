@@ -16,6 +16,7 @@ from gigpo_jax import config as config_lib
 PROJECT = pathlib.Path(envs.__file__).parents[1]
 CENTRAL = (
   'configs/base.py',
+  'configs/sizes.py',
   'envs/__init__.py',
   'envs/base.py',
   'envs/checks.py',

@@ -1,0 +1,112 @@
+"""Small sizes of experiments, and the warm starts that they need."""
+
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+
+import ml_collections
+
+import configs
+from configs import base
+
+# Warm starts that are part of the project.
+INCLUDED = 'configs/warm_starts'
+# Learning rate of `:mini` for methods without a tuned rate.
+MINI_RATE = 7.5e-5
+
+
+def use_tiny_policy(config: ml_collections.ConfigDict) -> None:
+  """Selects a 0.6M-parameter policy from launch/sft.py, for two CPU cores."""
+  config.model.dtype = 'float32'
+  config.model.remat = 'none'
+  config.env.prompt_style = 'brief'
+  config.pool.num_workers = 1
+  config.rollout.groups = 8
+  config.rollout.episodes_per_group = 8
+  # Few buckets, because each takes seconds to compile. () derives them from the
+  # token limits, which the environment's config sets.
+  config.rollout.max_prompt_tokens = 512
+  config.rollout.max_completion_tokens = 64
+  config.rollout.prompt_buckets = ()
+  config.rollout.batch_buckets = (16, 64)
+  config.learner.length_buckets = ()
+  config.loss.kl_weight = 0.0
+  config.loss.entropy_weight = 0.0
+  config.optimizer.learning_rate = 2e-4
+  config.learner.minibatch_rows = 256
+  config.learner.microbatch_rows = 16
+  config.evaluation.num_tasks = 256
+  # As in training: the paper's 0.4 raises the success of the warm start.
+  config.evaluation.temperature = 1.0
+  config.sft.init = 'scratch'
+  # So small a policy learns to copy only if it also trains on prompts.
+  config.sft.completion_only = False
+  config.sft.learning_rate = 3e-3
+  config.sft.warmup_updates = 50
+  config.sft.minibatch_rows = 16
+  config.sft.model.layers = 3
+  config.sft.model.width = 128
+  config.sft.model.heads = 4
+  config.sft.model.kv_heads = 4
+  config.sft.model.mlp = 256
+
+
+# Path where launch/sft.py writes the warm start of `configs/NAME.py:SIZE`.
+WARM_START = re.compile(r'runs/(\w+)-(\w+)-sft/policy')
+
+
+def warm_start(file: str, size: str) -> str:
+  """Returns the path of the warm start of a small size.
+
+  The path is the default output of `launch/sft.py --config=FILE:SIZE`. If that
+  does not exist, it is the warm start that the project includes, if any.
+
+  Args:
+    file: path of the config file.
+    size: a small variant, such as 'tiny'.
+  """
+  name = pathlib.Path(file).stem
+  own, included = f'runs/{name}-{size}-sft/policy', f'{INCLUDED}/{name}_tiny'
+  if not configs.find(own) and configs.find(included):
+    return included
+  return own
+
+
+def use_mini(
+  config: ml_collections.ConfigDict,
+  changes: Sequence[str],
+  rates: Mapping[str, float],
+) -> None:
+  """Shortens a tiny config to about five minutes of one CPU core.
+
+  Args:
+    config: the tiny experiment, changed in place.
+    changes: variants other than the size.
+    rates: learning rate per method, found by configs/sweeps/tuning.py. Methods
+      without an entry use MINI_RATE.
+  """
+  methods = [c for c in changes if c in (*base.ALGORITHMS, 'strong')]
+  methods = methods or [base.DEFAULT_ALGORITHM]
+  config.optimizer.learning_rate = min(
+    rates.get(method, MINI_RATE) for method in methods
+  )
+  config.rollout.groups = 2
+  config.rollout.batch_buckets = (16,)
+  # As many updates per iteration as `tiny` has.
+  config.learner.minibatch_rows = 64
+  # In float32 on a CPU they equal the learner's up to the last bits, so this
+  # saves a forward pass.
+  config.loss.old_log_probs = 'sampler'
+  config.evaluation.num_tasks = 128
+
+
+def use_smoke(config: ml_collections.ConfigDict) -> None:
+  """Shortens warm start and run to one or two minutes."""
+  config.num_iterations = 2
+  config.rollout.groups = 4
+  config.rollout.episodes_per_group = 4
+  config.rollout.batch_buckets = (16,)
+  config.evaluation.num_tasks = 16
+  config.evaluation.every = 2
+  config.checkpoint.every = 1
+  config.sft.num_episodes = 200
