@@ -1,10 +1,10 @@
-"""Writes constraints.txt: the tested version of every package that is needed.
+"""Writes constraints.txt: the tested version of every dependency.
 
     python .ci/constraints.py
 
 Run it with the interpreter that has passed the tests, after
-`pip install -e '.[test]'`. Packages of the project's own closure only, without
-local paths and local builds.
+`pip install -e '.[test]'`. The file lists direct and indirect dependencies,
+without local paths and local builds.
 """
 
 import importlib.metadata
@@ -25,36 +25,38 @@ HEAD = """\
 
 
 def declared() -> list[str]:
-  """Returns the requirements of setup.py, those of the extras included."""
-  found: dict = {}
-  setuptools.setup = found.update
+  """Returns the requirements of setup.py, including those of EXTRAS."""
+  metadata: dict = {}
+  setuptools.setup = metadata.update
   runpy.run_path(str(ROOT / 'setup.py'))
-  extras = [line for name in EXTRAS for line in found['extras_require'][name]]
-  return found['install_requires'] + extras
+  extras = [
+    line for name in EXTRAS for line in metadata['extras_require'][name]
+  ]
+  return metadata['install_requires'] + extras
 
 
 def closure(lines: list[str]) -> dict[str, str]:
-  """Returns the installed versions of what the requirements bring, by name."""
-  found: dict[str, str] = {}
-  asked = [(requirements.Requirement(line), ('',)) for line in lines]
+  """Returns the installed versions of all dependencies, by name."""
+  versions: dict[str, str] = {}
+  pending = [(requirements.Requirement(line), ('',)) for line in lines]
   seen = set()
-  while asked:
-    requirement, extras = asked.pop()
+  while pending:
+    requirement, extras = pending.pop()
     marker = requirement.marker
     if marker and not any(marker.evaluate({'extra': e}) for e in extras):
       continue
     name = utils.canonicalize_name(requirement.name)
-    wanted = ('', *sorted(requirement.extras))
-    if (name, wanted) in seen:
+    extra_names = ('', *sorted(requirement.extras))
+    if (name, extra_names) in seen:
       continue
-    seen.add((name, wanted))
+    seen.add((name, extra_names))
     package = importlib.metadata.distribution(name)
-    found[name] = package.version
-    asked += [
-      (requirements.Requirement(line), wanted)
+    versions[name] = package.version
+    pending += [
+      (requirements.Requirement(line), extra_names)
       for line in package.requires or ()
     ]
-  return found
+  return versions
 
 
 if __name__ == '__main__':

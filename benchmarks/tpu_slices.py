@@ -61,10 +61,10 @@ def examine(model: str, name: str, *, lean: bool) -> dict:
   }
 
 
-def table(found: list[dict]) -> None:
+def table(rows: list[dict]) -> None:
   """Prints a table with a cell for each model and slice."""
   for lean in (False, True):
-    cells = {(r['model'], r['slice']): r for r in found if r['lean'] == lean}
+    cells = {(r['model'], r['slice']): r for r in rows if r['lean'] == lean}
     if not cells:
       continue
     print(f'| slice | {" | ".join(MODELS)} |\n|---|{"---|" * len(MODELS)}')

@@ -1,4 +1,4 @@
-"""What all commands share: flags, help, errors as lines, Ctrl-C."""
+"""Common parts of all commands: flags, help, one-line errors, Ctrl-C."""
 
 import ast
 import functools
@@ -36,17 +36,17 @@ def run(
 ) -> None:
   """Parses the flags and calls main(config, workdir).
 
-  A mistake of the user (ValueError) is printed without a traceback and ends
-  the process with status 2; an error that ends a run (`errors.RunError`)
-  likewise, with status 1.
+  An error of the user (ValueError) is printed without a traceback, and the
+  process ends with status 2. An error that ends a run (`errors.RunError`) is
+  printed in the same way, and the process ends with status 1.
 
   Args:
-    main: the command, of the module whose docstring `--help` prints.
-    ending: added to the name of the default work directory.
+    main: the command; `--help` prints the docstring of its module.
+    ending: suffix of the default work directory.
   """
   worker.end_with_sweep()
   parse = functools.partial(_parse, module=main.__module__)
-  with interrupt.handled():
+  with interrupt.handle():
     app.run(lambda _: _call(main, ending), flags_parser=parse)
 
 
@@ -59,13 +59,13 @@ def _parse(argv: list[str], *, module: str) -> list[str]:
     sys.exit(0)
   try:
     deprecated.show_warnings()
-    argv = [_installed(argument) for argument in argv]
-    config = _try_config(argv)
+    argv = [_find_config(argument) for argument in argv]
+    config = _check_config_file(argv)
     argv = [deprecated.flag(argument, config) for argument in argv]
     # The config flag reads its overrides from there.
     sys.argv = argv
     rest = flags.FLAGS(argv, known_only=False)
-    lines.check_stray(rest)
+    lines.check_arguments(rest)
     if _CONFIG.value is None:
       raise ValueError(
         '--config: missing; try --config=configs/alfworld.py:tiny'
@@ -73,12 +73,12 @@ def _parse(argv: list[str], *, module: str) -> list[str]:
     given = config_flags.get_override_values(flags.FLAGS['config'])
     deprecated.update(_CONFIG.value, given)
   except (flags.Error, ValueError, TypeError, OSError) as error:
-    lines.refuse(' '.join(str(error).split()))
+    lines.exit_with_error(' '.join(str(error).split()))
   except (AttributeError, KeyError) as error:
-    # Their text is a quoted name, an escaped line end and a suggestion.
+    # The text has a quoted name, an escaped newline and a suggestion.
     name, _, hint = re.sub(r"['\\\\]", '', str(error)).partition('nDid')
     hint = f'; did{hint}' if hint else ''
-    lines.refuse(
+    lines.exit_with_error(
       f'--config...{name.strip()}: no such field in the config{hint}'
     )
   return rest
@@ -86,7 +86,7 @@ def _parse(argv: list[str], *, module: str) -> list[str]:
 
 def _help(module: str) -> str:
   """Returns the docstring of a command's module, its flags and the configs."""
-  # A script's flags go by its path.
+  # absl lists a script's flags under its path.
   key = sys.argv[0] if module == '__main__' else module
   of_main = flags.FLAGS.flags_by_module_dict().get(key, ())
   shown = [flags.FLAGS[name] for name in ('config', 'workdir')]
@@ -100,9 +100,9 @@ def _help(module: str) -> str:
     _wrap('Any field of the config; they are listed in configs/base.py.', 6),
   ]
   sizes = [
-    f'  configs/{path.name}:{"|".join(found)}'
+    f'  configs/{path.name}:{"|".join(names)}'
     for path in sorted(pathlib.Path(configs.__file__).parent.glob('*.py'))
-    if (found := _sizes(path))
+    if (names := _sizes(path))
   ]
   return '\n'.join(
     [
@@ -132,8 +132,8 @@ def _sizes(path: pathlib.Path) -> tuple[str, ...]:
   return ()
 
 
-def _installed(argument: str) -> str:
-  """Returns a flag whose config file is found from any folder."""
+def _find_config(argument: str) -> str:
+  """Returns a flag with the path of its config file, from any folder."""
   name, _, value = argument.partition('=')
   path, colon, variant = value.partition(':')
   if name != '--config' or not path.endswith('.py'):
@@ -141,7 +141,7 @@ def _installed(argument: str) -> str:
   return f'{name}={configs.find(path) or path}{colon}{variant}'
 
 
-def _try_config(argv: list[str]) -> ml_collections.ConfigDict:
+def _check_config_file(argv: list[str]) -> ml_collections.ConfigDict:
   """Returns the config without overrides; empty without --config.
 
   Loads the config file once by itself: the flag's own errors are long.
@@ -160,7 +160,7 @@ def _try_config(argv: list[str]) -> ml_collections.ConfigDict:
         config = runpy.run_path(path)['get_config'](variant)
       except ValueError:
         raise
-      except Exception as error:  # Whatever a file may do.
+      except Exception as error:  # A config file may raise anything.
         raise ValueError(
           f'--config={path}: cannot be loaded ({type(error).__name__}: '
           f'{error}); must be like one of configs/*.py'
@@ -171,11 +171,11 @@ def _try_config(argv: list[str]) -> ml_collections.ConfigDict:
 def _call(
   main: Callable[[ml_collections.ConfigDict, str], None], ending: str
 ) -> None:
-  # Checkpointing is chatty below this; what matters of it is raised.
+  # The checkpoint library logs much; its errors are raised.
   logging.set_verbosity(logging.FATAL)
   workdir = _WORKDIR.value or _default_workdir() + ending
   if '://' in workdir:
-    lines.refuse(
+    lines.exit_with_error(
       f'--workdir={workdir}: buckets are not written to yet; must be a local '
       'or mounted folder'
     )
@@ -184,13 +184,13 @@ def _call(
 
   hardware.keep_freed_memory()
   compilation.enable_cache()
-  interrupt.describe(lambda: 'the same command starts again')
+  interrupt.set_outlook(lambda: 'the same command starts again')
   try:
     main(_CONFIG.value, workdir)
   except ValueError as error:
-    lines.refuse(str(error), distributed.exit_process)
+    lines.exit_with_error(str(error), distributed.exit_process)
   except errors.RunError as error:
-    lines.refuse(str(error), distributed.exit_process, status=1)
+    lines.exit_with_error(str(error), distributed.exit_process, status=1)
   except Exception:
     traceback.print_exc()
     distributed.exit_process(1)

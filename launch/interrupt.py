@@ -10,26 +10,30 @@ from typing import NoReturn
 from gigpo_jax.runtime import signals
 
 _STATUS = 130
-# What the line says after `interrupted`.
-_described: list[Callable[[], str]] = [lambda: 'nothing was started']
+# Returns the text after `interrupted`.
+_outlook: list[Callable[[], str]] = [lambda: 'nothing was started']
 
 
-def describe(what_follows: Callable[[], str]) -> None:
-  """Sets what the line says after `interrupted`; called in another thread."""
-  _described[:] = [what_follows]
+def set_outlook(outlook: Callable[[], str]) -> None:
+  """Sets the text after `interrupted`: how the command can be resumed.
+
+  Args:
+    outlook: returns the text; called in another thread.
+  """
+  _outlook[:] = [outlook]
 
 
 @contextlib.contextmanager
-def handled() -> Iterator[None]:
+def handle() -> Iterator[None]:
   """Handles Ctrl-C within the context, also during a compilation.
 
-  A run loses nothing by it: whatever it keeps is written atomically.
+  A run loses nothing, because it writes its files atomically.
   """
   try:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # In the background.
       yield
       return
-    # The thread that listens ends the process; the main thread may be busy.
+    # Another thread ends the process, because the main thread may be busy.
     signal.signal(signal.SIGINT, lambda *_: None)
     try:
       with signals.listen(signal.SIGINT, _end):
@@ -41,8 +45,8 @@ def handled() -> Iterator[None]:
 
 
 def _end() -> NoReturn:
-  # Over a progress bar.
+  # Overwrites a progress bar.
   clear = '\r\x1b[K' if sys.stderr.isatty() else ''
   with contextlib.suppress(OSError):
-    os.write(2, f'{clear}interrupted; {_described[0]()}\n'.encode())
+    os.write(2, f'{clear}interrupted; {_outlook[0]()}\n'.encode())
   os._exit(_STATUS)

@@ -1,4 +1,4 @@
-"""Mistakes of the user as lines, for commands without a config."""
+"""Parsing of flags, with errors of the user in one line."""
 
 import sys
 from collections.abc import Callable
@@ -7,24 +7,32 @@ from absl import flags
 
 
 def parse(argv: list[str]) -> list[str]:
-  """Parses the flags, as `app.run` asks for it; a wrong one is a line."""
+  """Parses the flags, for `app.run`; an error ends the process in one line."""
   try:
     rest = flags.FLAGS(argv)
-    check_stray(rest)
+    check_arguments(rest)
   except (flags.Error, ValueError) as error:
-    refuse(' '.join(str(error).split()))
+    exit_with_error(' '.join(str(error).split()))
   return rest
 
 
-def check_stray(rest: list[str]) -> None:
-  """Raises ValueError if there is anything but flags."""
-  if stray := rest[1:]:
-    raise ValueError(f'{" ".join(stray)}: unknown; must be flags, --NAME=VALUE')
+def check_arguments(rest: list[str]) -> None:
+  """Raises ValueError if there are arguments other than flags."""
+  if unknown := rest[1:]:
+    raise ValueError(
+      f'{" ".join(unknown)}: unknown; must be flags, --NAME=VALUE'
+    )
 
 
-def refuse(
-  text: str, leave: Callable[[int], None] = sys.exit, status: int = 2
+def exit_with_error(
+  text: str, exit_process: Callable[[int], None] = sys.exit, status: int = 2
 ) -> None:
-  """Says what is wrong, and ends the process."""
+  """Prints an error to stderr and ends the process.
+
+  Args:
+    text: the error.
+    exit_process: function that ends the process with a status.
+    status: exit status.
+  """
   sys.stderr.write(text.strip() + '\n')
-  leave(status)
+  exit_process(status)

@@ -30,7 +30,7 @@ def _run(argv: list[str]) -> None:
   del argv
   from gigpo_jax.tools import sweep
 
-  interrupt.describe(lambda: 'the same command resumes the sweep')
+  interrupt.set_outlook(lambda: 'the same command resumes the sweep')
   # Ends the runs, too.
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
@@ -46,13 +46,13 @@ def _run(argv: list[str]) -> None:
       known=_KNOWN.value,
     )
   except ValueError as error:
-    lines.refuse(str(error))
+    lines.exit_with_error(str(error))
   sys.exit(code)
 
 
 def main() -> None:
   """Parses the flags and runs the sweep."""
-  with interrupt.handled():
+  with interrupt.handle():
     app.run(_run, flags_parser=lines.parse)
 
 

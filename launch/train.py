@@ -35,7 +35,7 @@ def main() -> None:
     from gigpo_jax import checkpoint, train
 
     folder = pathlib.Path(workdir) / 'checkpoints'
-    interrupt.describe(lambda: checkpoint.describe_resume(folder))
+    interrupt.set_outlook(lambda: checkpoint.describe_resume(folder))
     train.train(
       config,
       workdir,

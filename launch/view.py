@@ -52,7 +52,7 @@ def _run(argv: list[str]) -> None:
     else:
       viewer.serve(_WORKDIR.value, _HOST.value, _PORT.value, _NAMES.value)
   except (ValueError, OSError) as error:
-    lines.refuse(str(error))
+    lines.exit_with_error(str(error))
   except KeyboardInterrupt:
     sys.exit(0)
 

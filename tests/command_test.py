@@ -61,8 +61,8 @@ import hashlib, os, signal
 from launch import interrupt
 # A background process of a shell inherits an ignored signal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-with interrupt.handled():
-  interrupt.describe(lambda: 'the same command resumes after iteration 12')
+with interrupt.handle():
+  interrupt.set_outlook(lambda: 'the same command resumes after iteration 12')
   os.kill(os.getpid(), signal.SIGINT)
   # As a compilation does, it keeps Python's handlers waiting.
   hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)

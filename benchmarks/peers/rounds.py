@@ -36,12 +36,12 @@ OURS = {'generate': '../generate.py', 'train': '../learner.py'}
 
 def _programs(options: argparse.Namespace, what: str) -> dict[str, list[str]]:
   """Returns the frameworks' commands."""
-  found = {'gigpo_jax': [sys.executable, str(HERE / OURS[what])]}
+  commands = {'gigpo_jax': [sys.executable, str(HERE / OURS[what])]}
   if options.tunix:
-    found['tunix'] = [options.tunix, str(HERE / 'time_tunix.py')]
+    commands['tunix'] = [options.tunix, str(HERE / 'time_tunix.py')]
   if options.torch:
-    found['transformers'] = [options.torch, str(HERE / 'time_torch.py')]
-  return found
+    commands['transformers'] = [options.torch, str(HERE / 'time_torch.py')]
+  return commands
 
 
 def _run(

@@ -79,11 +79,11 @@ def timed(
 ) -> tuple[Runs, Runs]:
   """Returns the times of the warm-up and of the repeats; `run` blocks."""
   warm, runs = Runs(), Runs()
-  for found, number in ((warm, warmup), (runs, repeats)):
-    for _ in range(number):
+  for times, count in ((warm, warmup), (runs, repeats)):
+    for _ in range(count):
       wall, cpu = time.perf_counter(), time.process_time()
       run()
-      found.add(time.perf_counter() - wall, time.process_time() - cpu)
+      times.add(time.perf_counter() - wall, time.process_time() - cpu)
   return warm, runs
 
 
@@ -95,7 +95,7 @@ def rates(
   full: Runs,
   prefill: Runs | None = None,
 ) -> dict:
-  """Returns the row with medians and tokens a second, wall and CPU."""
+  """Returns the row with medians and tokens per second, wall and CPU."""
   row = row | {'repeats': len(full)}
   for tag, runs, first in (
     ('wall', full, prefill),

@@ -31,10 +31,10 @@ def main() -> None:
   heads = ['shape', 'what', 'batch', 'framework', 'rounds', *RATES]
   print('| ' + ' | '.join(heads) + ' |')
   print('|' + '---|' * len(heads))
-  for (job, framework), found in sorted(rows.items()):
-    cells = [*map(str, job), framework, str(len(found))]
+  for (job, framework), same_job in sorted(rows.items()):
+    cells = [*map(str, job), framework, str(len(same_job))]
     for name in RATES.values():
-      values = [row[name] for row in found if name in row]
+      values = [row[name] for row in same_job if name in row]
       ours = [
         row[name] for row in rows.get((job, 'gigpo_jax'), ()) if name in row
       ]

@@ -58,7 +58,7 @@ def generate(
 
   def run(tokens: int) -> None:
     with torch.inference_mode():
-      found = model.generate(
+      generated = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=tokens,
@@ -70,7 +70,7 @@ def generate(
         pad_token_id=0,
         eos_token_id=None,
       )
-    assert found.shape == (options.batch, shapes.PROMPT + tokens)
+    assert generated.shape == (options.batch, shapes.PROMPT + tokens)
 
   warm, full = shapes.timed(lambda: run(shapes.NEW), options.repeats)
   _, first = shapes.timed(lambda: run(1), options.repeats)

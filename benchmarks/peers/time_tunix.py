@@ -130,7 +130,7 @@ def generate(shape: shapes.Shape, options: argparse.Namespace) -> None:
   seeds = iter(range(10**6))
 
   def run(tokens: int) -> None:
-    found = sampler(
+    output = sampler(
       texts,
       max_generation_steps=tokens,
       max_prompt_length=shapes.PROMPT,
@@ -139,7 +139,7 @@ def generate(shape: shapes.Shape, options: argparse.Namespace) -> None:
       top_k=None,
       seed=next(seeds),
     )
-    assert len(found.tokens) == options.batch
+    assert len(output.tokens) == options.batch
 
   warm, full = shapes.timed(lambda: run(shapes.NEW), options.repeats)
   _, first = shapes.timed(lambda: run(1), options.repeats)
@@ -219,14 +219,14 @@ def log_probs(shape: shapes.Shape, options: argparse.Namespace) -> None:
   ids = shapes.prompts(shape, options.batch, shapes.PROMPT + shapes.NEW)
 
   def step() -> None:
-    found = cluster.get_ref_per_token_logps(
+    log_probs = cluster.get_ref_per_token_logps(
       prompt_tokens=jnp.asarray(ids[:, : shapes.PROMPT]),
       completion_tokens=jnp.asarray(ids[:, shapes.PROMPT :]),
       pad_id=0,
       eos_id=shape.vocab - 1,
       micro_batch_size=options.batch,
     )
-    jax.block_until_ready(found)
+    jax.block_until_ready(log_probs)
 
   _emit(options, *shapes.timed(step, options.repeats))
 
