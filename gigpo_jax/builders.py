@@ -41,6 +41,10 @@ if TYPE_CHECKING:
   from gigpo_jax import episodes
 
 
+# Extra loss arguments; see `corridor`.
+_CORRIDOR = ('entropy_low', 'entropy_high', 'corridor')
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelBundle:
   """A model on its mesh, with its tokenizer and sampler.
@@ -275,11 +279,6 @@ def _learner_sizes(config: ml_collections.ConfigDict) -> dict[str, Any]:
   }
 
 
-def entropy_band(config: ml_collections.ConfigDict) -> losses.EntropyBand:
-  """Returns the entropy band of the loss, whose columns vary by iteration."""
-  return losses.EntropyBand(**config.loss.entropy_band)
-
-
 def make_critic(
   config: ml_collections.ConfigDict, policy: ModelBundle
 ) -> critic.Critic:
@@ -313,14 +312,14 @@ def make_writer(
   )
 
 
-def make_episode_log(
+def make_episode_writer(
   config: ml_collections.ConfigDict,
   workdir: str,
   text: tokenizer.Tokenizer,
   first_iteration: int,
   most_repeated: int,
 ) -> 'episodes.EpisodeWriter | None':
-  """Returns the episode log; None if off or not the main process."""
+  """Returns the episode writer; None if off or not the main process."""
   if not config.episodes.every or not distributed.is_main_process():
     return None
   # tensorflow_datasets is slow to import, and only some runs need it.
@@ -334,33 +333,6 @@ def make_episode_log(
     first_iteration=first_iteration,
     most_repeated=most_repeated,
   )
-
-
-def most_repeated(
-  config: ml_collections.ConfigDict, workdir: str, first_iteration: int
-) -> int:
-  """Returns how many iterations a resumed run may repeat after a kill.
-
-  More repeated iterations mean that checkpoints were deleted.
-  """
-  if not first_iteration and (pathlib.Path(workdir) / 'policy').exists():
-    return 0  # The run was finished.
-  # Allow for damaged checkpoints, one being written, and the last evaluation.
-  return (config.checkpoint.keep + 2) * config.checkpoint.every + 1
-
-
-def check_episodes(config: ml_collections.ConfigDict, workdir: str) -> None:
-  """Checks that episodes can be added to those in a work directory.
-
-  Raises:
-    ValueError: in one line, if they cannot.
-  """
-  folder = pathlib.Path(workdir) / 'episodes'
-  if config.episodes.every and folder.is_dir():
-    # tensorflow_datasets is slow to import.
-    from gigpo_jax import episodes
-
-    episodes.check_folder(folder)
 
 
 def make_loss(config: ml_collections.ConfigDict) -> token_batch.Loss:
@@ -432,19 +404,15 @@ def make_dummy_rows(config: ml_collections.ConfigDict) -> batch.Rows:
   )
 
 
-def make_reference(
-  config: ml_collections.ConfigDict, policy: ModelBundle, params: dict
-) -> dict | None:
-  """Returns the reference parameters of the KL penalty; None without it.
+def make_reference(bundle: ModelBundle, params: dict) -> dict:
+  """Returns the reference parameters of the KL penalty.
 
   A copy in the compute dtype. With adapters an empty dict, because the network
   without adapters is the reference.
   """
-  if not make_loss(config).needs_reference:
-    return None
-  if policy.model.adapters:
+  if bundle.model.adapters:
     return {}
-  dtype = policy.model.dtype
+  dtype = bundle.model.dtype
   return jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree))(
     params
   )

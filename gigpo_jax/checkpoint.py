@@ -1,10 +1,8 @@
-"""Saves and restores all that a resumed run needs.
+"""Checkpoints of a run.
 
-Parameters, optimizer state and the number of the iteration: tasks, keys and
-environments are functions of that number, so nothing else has to be kept.
-
-A checkpoint holds a manifest, sizes and hashes of its files, that is written
-last. What does not agree with its manifest is named and passed over.
+A checkpoint holds the state on the devices and a few plain values. A manifest,
+written last, lists the sizes and hashes of its files. A checkpoint that does
+not match its manifest is reported and skipped.
 """
 
 import contextlib
@@ -24,8 +22,8 @@ from gigpo_jax import options
 from gigpo_jax.runtime import console, distributed, errors, files
 
 _MANIFEST = 'manifest.json'
-_METADATA = '_CHECKPOINT_METADATA'  # of Orbax
-_UNFINISHED = '.orbax-checkpoint-tmp'  # in the name of a folder
+_METADATA = '_CHECKPOINT_METADATA'  # Orbax's own file.
+_UNFINISHED = '.orbax-checkpoint-tmp'  # Part of the name of a partial folder.
 _ITEMS = ('state', 'host')
 
 
@@ -41,7 +39,7 @@ class Options:
 
 
 def abstract_state(state: Any) -> Any:
-  """Returns shapes, types and shardings of a state, as `restore` wants."""
+  """Returns the shapes, dtypes and shardings of a state."""
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
     state,
@@ -49,47 +47,47 @@ def abstract_state(state: Any) -> Any:
 
 
 def find_damage(folder: pathlib.Path, *, contents: bool = True) -> str:
-  """Returns what is wrong with a checkpoint; '' if it is whole.
+  """Returns how a checkpoint is damaged; '' if it is intact.
 
   Args:
-    folder: of the checkpoint.
-    contents: whether files are read, and not just measured.
+    folder: folder of the checkpoint.
+    contents: whether to compare the contents of files and not only their sizes.
   """
   if not (folder / _MANIFEST).is_file():
     return f'has no {_MANIFEST}'
   try:
-    listed = _listed(files.read_stored(folder / _MANIFEST))
+    entries = _entries(files.read_stored(folder / _MANIFEST))
     for item in _ITEMS:
-      if not any(name.startswith(f'{item}/') for name in listed):
+      if not any(name.startswith(f'{item}/') for name in entries):
         return f'{_MANIFEST} lists no file of {item}/'
-    for name, (size, digest) in listed.items():
+    for name, (size, digest) in entries.items():
       path = folder / name
       if not path.is_file():
         return f'{name} is missing'
       if path.stat().st_size != size:
         return f'{name} has {path.stat().st_size} bytes, not {size}'
       if contents and _digest(path) != digest:
-        return f'{name} has other contents than were written'
+        return f'{name} has other contents than at its writing'
   except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
     return f'cannot be read ({error})'
   return ''
 
 
-def _listed(manifest: dict) -> dict[str, tuple[int, str]]:
-  """Returns size and digest of each file; version 0 had them at the top."""
+def _entries(manifest: dict) -> dict[str, tuple[int, str]]:
+  """Returns size and digest of each file; version 0 had them at top level."""
   return manifest['files'] if 'files' in manifest else manifest
 
 
 def _restore_metadata(folder: pathlib.Path) -> None:
-  """Writes Orbax's file about a checkpoint again, if it is damaged.
+  """Restores Orbax's metadata file from the manifest if it is damaged.
 
-  Orbax changes it once more when the checkpoint has its name, so that it has no
-  digest, and a kill may tear it; the manifest holds what it was before.
+  Orbax writes the file again after renaming the checkpoint. It therefore has no
+  digest, and a kill may truncate it. The manifest has its earlier contents.
   """
   path = folder / _METADATA
   with contextlib.suppress(OSError, ValueError, RecursionError):
-    described = files.read_object(path).get('item_handlers')
-    if isinstance(described, dict) and described.keys() == set(_ITEMS):
+    handlers = files.read_object(path).get('item_handlers')
+    if isinstance(handlers, dict) and handlers.keys() == set(_ITEMS):
       return
   metadata = {}
   with contextlib.suppress(ValueError):
@@ -99,39 +97,37 @@ def _restore_metadata(folder: pathlib.Path) -> None:
 
 
 def check_folder(folder: pathlib.Path) -> bool:
-  """Returns whether there are checkpoints; takes no device, reads no contents.
+  """Returns whether a folder has checkpoints, without devices.
 
   Raises:
-    ValueError: in one line, if none of them is whole, or it is no folder.
+    ValueError: in one line, if all of them are damaged, or it is no folder.
   """
   if folder.exists() and not folder.is_dir():
-    raise ValueError(
-      f'{folder}: a file is in the way; must be a folder, or gone'
-    )
-  found = _numbers(folder)
-  if found and all(find_damage(folder / str(n), contents=False) for n in found):
-    raise _none_whole(folder, found)
-  return bool(found)
+    raise ValueError(f'{folder}: is a file; must be a folder, or not exist')
+  saved = _iterations(folder)
+  if saved and all(find_damage(folder / str(n), contents=False) for n in saved):
+    raise _all_damaged(folder, saved)
+  return bool(saved)
 
 
-def _numbers(folder: pathlib.Path) -> list[int]:
-  """Returns the iterations of a folder's checkpoints, whole or not."""
+def _iterations(folder: pathlib.Path) -> list[int]:
+  """Returns the iterations of a folder's checkpoints, also damaged ones."""
   paths = folder.iterdir() if folder.is_dir() else ()
   return sorted(int(p.name) for p in paths if p.name.isdecimal() and p.is_dir())
 
 
 def describe_resume(folder: pathlib.Path) -> str:
-  """Returns where the same command resumes; takes no device."""
-  for n in reversed(_numbers(folder)):
+  """Returns where the same command resumes, for a message."""
+  for n in reversed(_iterations(folder)):
     if not find_damage(folder / str(n), contents=False):
       return f'the same command resumes after iteration {n}'
   return 'there is no checkpoint yet; the same command starts again'
 
 
-def _none_whole(folder: pathlib.Path, found: list[int]) -> ValueError:
+def _all_damaged(folder: pathlib.Path, iterations: list[int]) -> ValueError:
   return ValueError(
-    f'{folder}: none of the checkpoints {sorted(found)} is whole; give another '
-    '--workdir, or move them away to begin anew'
+    f'{folder}: all checkpoints are damaged ({sorted(iterations)}); give '
+    'another --workdir, or move them away to start again'
   )
 
 
@@ -141,44 +137,45 @@ def _digest(path: pathlib.Path) -> str:
 
 
 def _write_manifest(folder: pathlib.Path) -> None:
-  found = [
+  paths = [
     path
     for item in _ITEMS
     for path in sorted((folder / item).rglob('*'))
     if path.is_file()
   ]
-  listed = {
+  entries = {
     str(path.relative_to(folder)): (path.stat().st_size, _digest(path))
-    for path in found
+    for path in paths
   }
   manifest = {
     'version': files.VERSION,
-    'files': listed,
+    'files': entries,
     'metadata': files.read_object(folder / _METADATA),
   }
   files.write_atomic(folder / _MANIFEST, json.dumps(manifest))
 
 
 class _Unfinished(ocp.path.atomicity.AtomicRenameTemporaryPath):
-  """A folder being written: it gets its manifest, then its name."""
+  """A folder being written: gets its manifest before its final name."""
 
   async def finalize(self) -> None:
     folder = pathlib.Path(self.get())
-    if all((folder / item).is_dir() for item in _ITEMS):  # Not one of these.
+    if all(
+      (folder / item).is_dir() for item in _ITEMS
+    ):  # Not an item's folder.
       _write_manifest(folder)
     await super().finalize()
 
 
 class Checkpointer:
-  """Checkpoints of a run, newest last; a context manager.
+  """The checkpoints of a run; a context manager.
 
-  Writing goes on in the background; a checkpoint that was not finished is not
-  there at the next start.
+  Checkpoints are written in the background. Unfinished ones are ignored at the
+  next start.
 
-  Args:
-    directory: where they live; a local or mounted folder.
-    keep: how many of the newest to keep.
-    read_only: whether to leave all as it is, for another may be writing.
+  Attributes:
+    newest: iteration of the checkpoint last restored or saved by this object;
+      None before that.
   """
 
   def __init__(
@@ -188,19 +185,27 @@ class Checkpointer:
     keep: int = 2,
     read_only: bool = False,
   ):
+    """Opens the checkpoints of a folder.
+
+    Args:
+      directory: a local or mounted folder.
+      keep: number of checkpoints to keep; older ones are deleted.
+      read_only: whether to change nothing, because a run may be writing.
+    """
+    self.newest: int | None = None
     self._directory = pathlib.Path(directory).resolve()
-    # Whether a checkpoint is whole is looked up once.
+    # Result of `find_damage` by iteration, because hashing takes long.
     self._damage: dict[int, str] = {}
     for path in sorted(self._directory.glob(f'*{_UNFINISHED}*')):
-      console.log(f'{path}: was not finished, passed over')
+      console.log(f'{path}: unfinished, skipped')
     if distributed.is_main_process() and not read_only:
-      for number in _numbers(self._directory):
-        _restore_metadata(self._directory / str(number))
+      for iteration in _iterations(self._directory):
+        _restore_metadata(self._directory / str(iteration))
     if distributed.is_multi_process():
-      distributed.all_gather_objects(None)  # All wait for the files.
+      distributed.all_gather_objects(None)  # Barrier: the files are restored.
     self._manager = ocp.CheckpointManager(
       str(self._directory),
-      # Named, so that a fresh process can read metadata before it restores.
+      # With handlers, a new process can read metadata before it restores.
       item_handlers={
         'state': ocp.StandardCheckpointHandler(),
         'host': ocp.JsonCheckpointHandler(),
@@ -220,86 +225,90 @@ class Checkpointer:
     if error_type is None:
       self.close()
       return
-    # What went wrong first is what counts.
+    # Keep the first error.
     with contextlib.suppress(Exception):
       self.close()
 
   def save(self, iteration: int, state: Any, host: dict) -> None:
-    """Begins to write the state after an iteration.
+    """Starts to write the state after an iteration.
 
     Args:
-      iteration: its number.
+      iteration: index of the iteration.
       state: tree of arrays; may be donated as soon as this returns.
       host: plain values, written as JSON.
 
     Raises:
-      errors.RunError: in one line, if this or the one before cannot be written.
+      errors.RunError: in one line, if this checkpoint or the previous one
+        cannot be written.
     """
     self._clear(iteration)
-    with self._explained():
+    with self._explain_errors():
       self._manager.save(
         iteration,
         args=ocp.args.Composite(
           state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host)
         ),
       )
+    self.newest = iteration
 
   def _clear(self, iteration: int) -> None:
-    """Puts aside damaged checkpoints that a run has got to again."""
-    later = [n for n, wrong in self._damage.items() if wrong and n >= iteration]
+    """Renames damaged checkpoints of iterations that are run again."""
+    later = [
+      n for n, reason in self._damage.items() if reason and n >= iteration
+    ]
     if not later:
       return
     if distributed.is_main_process():
       for n in later:
-        aside = self._directory / f'{n}.damaged'
-        shutil.rmtree(aside, ignore_errors=True)
-        (self._directory / str(n)).rename(aside)
-    distributed.all_gather_objects(None)  # All wait until they are gone.
+        renamed = self._directory / f'{n}.damaged'
+        shutil.rmtree(renamed, ignore_errors=True)
+        (self._directory / str(n)).rename(renamed)
+    distributed.all_gather_objects(None)  # Barrier: they are renamed.
     self._manager.reload()
     self._damage.clear()
 
   @contextlib.contextmanager
-  def _explained(self) -> Iterator[None]:
-    """Says in one line that, and why, a checkpoint is not written."""
+  def _explain_errors(self) -> Iterator[None]:
+    """Turns errors of writing a checkpoint into a one-line RunError."""
     try:
       yield
-    except (OSError, ValueError) as error:  # Of the disk, of tensorstore.
-      there = _numbers(self._directory)
-      # What the system said comes last.
+    except (OSError, ValueError) as error:  # Disk, tensorstore.
+      saved = _iterations(self._directory)
+      # The system's message comes last.
       reason = ' '.join(str(error).split())[-120:]
       raise errors.RunError(
-        f'{self._directory}: a checkpoint cannot be written ({reason}); make '
-        'room or mend it, then the same command goes on from '
-        + (f'iteration {there[-1]}' if there else 'the start')
+        f'{self._directory}: a checkpoint cannot be written ({reason}); free '
+        'space or repair the disk, then rerun the same command to resume from '
+        + (f'iteration {saved[-1]}' if saved else 'the start')
       ) from error
 
   def latest(self) -> int | None:
-    """Returns the iteration of the newest checkpoint that is whole.
+    """Returns the iteration of the newest intact checkpoint, if any.
 
     Raises:
-      ValueError: in one line, if there are some and none is whole.
+      ValueError: in one line, if there are checkpoints and all are damaged.
     """
-    found = sorted(self._manager.all_steps(), reverse=True)
-    for iteration in found:
+    saved = sorted(self._manager.all_steps(), reverse=True)
+    for iteration in saved:
       if iteration not in self._damage:
         folder = self._directory / str(iteration)
-        wrong = distributed.all_gather_objects(
+        reason = distributed.all_gather_objects(
           distributed.is_main_process() and find_damage(folder)
         )[0]
-        self._damage[iteration] = wrong
-        if wrong:
-          console.log(f'{folder}: damaged, passed over: {wrong}')
+        self._damage[iteration] = reason
+        if reason:
+          console.log(f'{folder}: damaged, skipped: {reason}')
       if not self._damage[iteration]:
         return iteration
-    if found:
-      raise _none_whole(self._directory, found)
+    if saved:
+      raise _all_damaged(self._directory, saved)
     return None
 
   def check(self, abstract_state: Any) -> None:
-    """Looks whether the newest checkpoint, if there is one, can be restored.
+    """Checks that the newest checkpoint, if any, fits a state.
 
     Raises:
-      ValueError: in one line, if it cannot.
+      ValueError: in one line, if it does not.
     """
     if (iteration := self.latest()) is not None:
       self._compare(iteration, abstract_state)
@@ -314,23 +323,22 @@ class Checkpointer:
     """Returns (iteration, state, host) of a checkpoint.
 
     Args:
-      abstract_state: of `abstract`; its shardings may be of another mesh than
-        the one that saved.
-      iteration: which one; None is the newest that is whole.
-      partial: whether the checkpoint may hold more, by the first name, which
-        is passed over.
+      abstract_state: shapes, dtypes and shardings, see the function
+        `abstract_state`; the mesh may differ from that of the saved state.
+      iteration: iteration of the checkpoint; None for the newest intact one.
+      partial: whether to ignore further top-level entries of the checkpoint.
 
     Raises:
-      ValueError: in one line, if there is no checkpoint or it is of another
+      ValueError: in one line, if there is no checkpoint, or it is of another
         model.
     """
     if iteration is None:
       iteration = self.latest()
     if iteration is None:
-      raise ValueError(f'{self._directory}: there is no checkpoint')
-    wanted = abstract_state
+      raise ValueError(f'{self._directory}: has no checkpoint')
+    names = tuple(abstract_state) if partial else ()
     if partial:
-      abstract_state = self._further(iteration) | abstract_state
+      abstract_state = self._all_entries(iteration) | abstract_state
     self._compare(iteration, abstract_state)
     restored = self._manager.restore(
       iteration,
@@ -341,11 +349,12 @@ class Checkpointer:
     )
     state = restored['state']
     if partial:
-      state = {name: state[name] for name in wanted}
+      state = {name: state[name] for name in names}
+    self.newest = iteration
     return iteration, state, restored['host']
 
-  def _further(self, iteration: int) -> dict:
-    """Returns what a checkpoint holds, to be put on one device."""
+  def _all_entries(self, iteration: int) -> dict:
+    """Returns the abstract state of a checkpoint, on one device."""
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
@@ -360,10 +369,10 @@ class Checkpointer:
       there, here = saved.get(name), wanted.get(name)
       if there == here:
         continue
-      # Of shape and type the one that differs, or that the leaf is missing.
-      what = 0 if not (there and here) or there[0] != here[0] else 1
+      # Report the shape or the dtype, whichever differs, or a missing leaf.
+      index = 0 if not (there and here) or there[0] != here[0] else 1
       there, here = (
-        leaf[what] if leaf else 'missing' for leaf in (there, here)
+        leaf[index] if leaf else 'missing' for leaf in (there, here)
       )
       raise ValueError(
         f'{self._directory}/{iteration}: {name} is {there} there and {here} in '
@@ -371,22 +380,22 @@ class Checkpointer:
       )
 
   def wait(self) -> None:
-    """Waits until what was begun is written.
+    """Waits until all checkpoints are written.
 
     Raises:
-      errors.RunError: in one line, if it cannot be.
+      errors.RunError: in one line, if one cannot be written.
     """
-    with self._explained():
+    with self._explain_errors():
       self._manager.wait_until_finished()
 
   def close(self) -> None:
-    """Waits, and frees the writers."""
-    with self._explained():
+    """Waits for the checkpoints and frees the writers."""
+    with self._explain_errors():
       self._manager.close()
 
 
 def _leaves(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
-  """Returns shape and type of each leaf, by name."""
+  """Returns shape and dtype of each leaf by name."""
   leaves = jax.tree_util.tree_leaves_with_path(
     tree, is_leaf=lambda x: hasattr(x, 'shape')
   )
@@ -397,7 +406,7 @@ def _leaves(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def _name(path: tuple) -> str:
-  # A saved tree has lost its classes: attributes and indices are keys there.
+  # In a saved tree, attributes and indices are keys.
   def part(key: Any) -> str:
     for attribute in ('name', 'key', 'idx'):
       if hasattr(key, attribute):

@@ -51,41 +51,35 @@ class Options:
 def run(
   runner: rollout.EpisodeRunner,
   params: dict,
-  panel: list[base.Task],
+  tasks: list[base.Task],
   *,
   sampling: sampler.Sampling,
   task_type: Callable[[base.Task], str],
   repeats: int = 1,
   base_params: dict | None = None,
 ) -> list[trajectory.Trajectory]:
-  """Plays a policy on the evaluation tasks; returns episodes task by task.
+  """Runs a policy on the evaluation tasks; returns the episodes by task.
 
   Args:
-    runner: plays the episodes.
+    runner: runs the episodes.
     params: parameters of the policy.
-    panel: evaluation tasks.
+    tasks: evaluation tasks.
     sampling: temperature, top-p and top-k.
     task_type: returns the type of a task.
     repeats: episodes per task.
     base_params: frozen parameters of a network with adapters; None: no
       adapters.
   """
-  total = repeats * len(distributed.process_slice(len(panel)))
-  with console.progress_bar(
-    total=total, desc='evaluation', unit='episode'
-  ) as bar:
-    return runner.run(
-      params,
-      panel,
-      episodes_per_group=repeats,
-      stream=(rollout.EVALUATION, 0),
-      sampling=sampling,
-      task_type=task_type,
-      base_params=base_params,
-      on_finished=console.count_episodes(
-        bar, lambda: runner.sampler.stats.decode_tokens
-      ),
-    )
+  return runner.run(
+    params,
+    tasks,
+    episodes_per_group=repeats,
+    stream=(rollout.EVALUATION, 0),
+    sampling=sampling,
+    task_type=task_type,
+    base_params=base_params,
+    label='evaluation',
+  )
 
 
 def summarize(

@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+from envs import base
 from gigpo_jax import options, tasks, trajectory
 
 # Position in the stream of tasks where refills start, beyond all iterations.
@@ -95,6 +96,11 @@ class CollectedGroups:
   kept: list[trajectory.Trajectory]
   indices: list[int]
   metrics: dict[str, float]
+
+  @property
+  def outcomes(self) -> list[tuple[base.Task, bool]]:
+    """Task and success of each episode whose environment did not fail."""
+    return [(t.task, t.success) for t in self.episodes if not t.failure]
 
 
 def collect(

@@ -25,7 +25,7 @@ from gigpo_jax import (
   tokenizer,
   trajectory,
 )
-from gigpo_jax.runtime import distributed
+from gigpo_jax.runtime import console, distributed
 
 # First component of a request's random stream: the purpose of the tokens.
 TRAIN, EVALUATION = 0, 1
@@ -111,14 +111,14 @@ class RolloutClock:
   """Timing of a rollout; the sampler keeps its own statistics.
 
   Attributes:
-    begin: start of the rollout, monotonic seconds.
+    start: start of the rollout, monotonic seconds.
     env_wait_secs: time in which the sampler was idle because all episodes
       were waiting for their environments.
     env_spans: start and end of each call of an environment, monotonic seconds.
     total_secs: duration of the rollout.
   """
 
-  begin: float = 0.0
+  start: float = 0.0
   env_wait_secs: float = 0.0
   env_spans: list[tuple[float, float]] = dataclasses.field(default_factory=list)
   total_secs: float = 0.0
@@ -138,8 +138,6 @@ class EpisodeRunner:
     schedule: one of SCHEDULES.
     clock: timing of the last rollout.
     stats: statistics of the sampler in the last rollout.
-    max_turns: limit of turns per episode, in addition to the environment's own
-      limit; None for no limit.
   """
 
   pool: env_pool.EnvPool
@@ -150,7 +148,6 @@ class EpisodeRunner:
   schedule: str = 'async'
   clock: RolloutClock = dataclasses.field(default_factory=RolloutClock)
   stats: sampler.Stats = dataclasses.field(default_factory=sampler.Stats)
-  max_turns: int | None = None
 
   collect = deprecated.method('Roller.collect', 'run', kind='task_type')
   prepare = deprecated.method('Roller.prepare', 'prefetch')
@@ -166,7 +163,8 @@ class EpisodeRunner:
     task_type: Callable[[base.Task], str],
     base_params: dict | None = None,
     trace: bool = False,
-    on_finished: Callable[[int], None] = lambda count: None,
+    max_turns: int | None = None,
+    label: str = '',
   ) -> list[trajectory.Trajectory]:
     """Runs N episodes of each task to the end.
 
@@ -184,7 +182,9 @@ class EpisodeRunner:
       base_params: frozen parameters of a network with adapters; None: no
         adapters.
       trace: whether to record `sampler.Stats.spans`.
-      on_finished: called with the number of episodes that have just ended.
+      max_turns: limit of turns per episode, in addition to the environment's
+        own limit; None for no limit.
+      label: text of the progress bar; '' shows none.
 
     Returns:
       G x N trajectories, ordered by group and member.
@@ -194,12 +194,18 @@ class EpisodeRunner:
       for group in distributed.process_slice(len(tasks))
       for member in range(episodes_per_group)
     ]
-    self.clock = RolloutClock(begin=time.monotonic())
+    self.clock = RolloutClock(start=time.monotonic())
     self.sampler.load(params, base_params, trace=trace)
     self.sampler.take_stats()
-    _Rollout(self, episodes, stream, sampling, on_finished).play()
+    with console.progress_bar(
+      total=len(episodes), desc=label, unit='episode', hide=not label
+    ) as bar:
+      on_finished = console.count_episodes(
+        bar, lambda: self.sampler.stats.decode_tokens
+      )
+      _Rollout(self, episodes, stream, sampling, max_turns, on_finished).run()
     self.sampler.finish()
-    self.clock.total_secs = time.monotonic() - self.clock.begin
+    self.clock.total_secs = time.monotonic() - self.clock.start
     self.stats = self.sampler.take_stats()
     trajectories = [
       trajectory.Trajectory(
@@ -256,12 +262,18 @@ class _Rollout:
   """The state of a rollout."""
 
   def __init__(
-    self, runner: EpisodeRunner, episodes, stream, sampling, on_finished
+    self,
+    runner: EpisodeRunner,
+    episodes: list[_Episode],
+    stream: tuple[int, int],
+    sampling: sampler.Sampling,
+    max_turns: int | None,
+    on_finished: Callable[[int], None],
   ):
     self._runner, self._pool = runner, runner.pool
     self._sampler, self._clock = runner.sampler, runner.clock
     self._stream, self._sampling = stream, sampling
-    self._on_finished = on_finished
+    self._max_turns, self._on_finished = max_turns, on_finished
     self._waiting: list[_Episode] = list(reversed(episodes))
     self._running: dict[int, _Episode] = {}
     self._free = list(reversed(range(runner.pool.num_envs)))
@@ -270,7 +282,7 @@ class _Rollout:
     # Pending requests of the sampler, by ticket.
     self._requests: dict[int, tuple[int, _Episode, functools.partial]] = {}
 
-  def play(self) -> None:
+  def run(self) -> None:
     """Runs all episodes to their end."""
     lockstep = self._runner.schedule == 'lockstep'
     while self._waiting or self._running:
@@ -321,7 +333,7 @@ class _Rollout:
       else:
         episode.steps.append(episode.turn(result=reply))
         observation = reply.observation
-        if observation and len(episode.steps) == self._runner.max_turns:
+        if observation and len(episode.steps) == self._max_turns:
           self._pool.end(env)
           observation = None
       limit = self._runner.max_prompt_tokens

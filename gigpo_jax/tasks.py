@@ -1,7 +1,7 @@
 """Selection of the tasks of each iteration.
 
-The tasks are a function of (seed, iteration). `Uncertain` also uses the
-outcomes so far.
+The tasks are a function of (seed, iteration). `UncertaintySampler` also
+uses the outcomes so far.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import numpy as np
 from envs import base
 from gigpo_jax import options
 
-# epochs: shuffled, without replacement; uncertain: see `Uncertain`.
+# epochs: shuffled, without replacement; uncertain: see `UncertaintySampler`.
 DRAWS = ('epochs', 'uncertain')
 
 
@@ -60,7 +60,7 @@ class TaskSampler:
     self._groups, self._seed = groups, seed
     self._draw = draw or self._shuffled
 
-  def observe(self, outcomes: Iterable[tuple[base.Task, bool]]) -> None:
+  def record_outcomes(self, outcomes: Iterable[tuple[base.Task, bool]]) -> None:
     """Ignores outcomes; subclasses may use them."""
 
   def state(self) -> dict:
@@ -100,7 +100,7 @@ class UncertaintySampler(TaskSampler):
     self._draw, self._uniform = self._weighted, uniform
     self._counts = np.zeros((2, self._num_tasks), np.int64)
 
-  def observe(self, outcomes: Iterable[tuple[base.Task, bool]]) -> None:
+  def record_outcomes(self, outcomes: Iterable[tuple[base.Task, bool]]) -> None:
     """Counts the episodes and successes of tasks of this split."""
     for task, success in outcomes:
       if task.split == self._split:

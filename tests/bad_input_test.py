@@ -403,8 +403,8 @@ RUNS = (
   _run(_begun('[]'), 'config.json cannot be read'),
   _run(_begun('{}'), 'config.json cannot be read', 'lacks num_iterations'),
   _run(_begun('{"version": 99}'), 'config.json', 'newer release'),
-  _run(_in_the_way, 'checkpoints: a file is in the way', 'folder'),
-  _run(_damaged, 'none of the checkpoints [4] is whole', 'another --workdir'),
+  _run(_in_the_way, 'checkpoints: is a file', 'folder'),
+  _run(_damaged, 'all checkpoints are damaged ([4])', 'another --workdir'),
 )
 
 
@@ -456,7 +456,7 @@ SFT = (
   _flags(
     TINY,
     '--checkpoint={dir}/run',
-    said=('none of the checkpoints [4] is whole',),
+    said=('all checkpoints are damaged ([4])',),
     script='evaluate',
     prepare=lambda folder: _damaged(folder / 'run'),
   ),

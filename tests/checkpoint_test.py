@@ -115,7 +115,7 @@ def test_what_cannot_be_written_is_said_and_the_one_before_is_intact(tmp_path):
   assert done.returncode == 1, done.stderr
   assert len(done.stdout.splitlines()) == 1, done.stdout
   assert 'a checkpoint cannot be written' in done.stdout
-  assert 'large' in done.stdout and 'goes on from iteration 0' in done.stdout
+  assert 'large' in done.stdout and 'resume from iteration 0' in done.stdout
   with checkpoint.Checkpointer(directory) as saved:
     assert saved.latest() == 0
     saved.save(1, {'x': jnp.arange(1e6)}, {})
@@ -157,7 +157,7 @@ def test_what_is_damaged_is_named_and_passed_over(tmp_path, capsys, spoil):
     assert saved.latest() == 1
     iteration, restored, _ = saved.restore(checkpoint.abstract_state(state))
     printed = capsys.readouterr().out
-    assert printed.startswith(f'{tmp_path}/3: damaged, passed over: ')
+    assert printed.startswith(f'{tmp_path}/3: damaged, skipped: ')
     assert len(printed.splitlines()) == 1
     np.testing.assert_array_equal(restored['x'], state['x'])
     # The run gets there again.
@@ -175,7 +175,9 @@ def test_nothing_but_damage_is_no_reason_to_begin_anew(tmp_path):
     saved.save(0, {'x': jnp.ones(4)}, {})
   _flip(_largest(tmp_path / '0' / 'state'))
   with checkpoint.Checkpointer(tmp_path) as saved:
-    with pytest.raises(ValueError, match=r'none of the checkpoints \[0\] is'):
+    with pytest.raises(
+      ValueError, match=r'all checkpoints are damaged \(\[0\]'
+    ):
       saved.latest()
 
 
@@ -240,7 +242,7 @@ def test_a_relative_directory(tmp_path, monkeypatch):
 
 def test_nothing_to_restore_is_said_in_one_line(tmp_path):
   with checkpoint.Checkpointer(tmp_path) as saved:
-    with pytest.raises(ValueError, match='there is no checkpoint$'):
+    with pytest.raises(ValueError, match='has no checkpoint$'):
       saved.restore({})
 
 

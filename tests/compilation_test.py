@@ -13,6 +13,7 @@ from gigpo_jax.runtime import compilation
 _VARIABLES = ('JAX_COMPILATION_CACHE_DIR', 'GIGPO_JAX_CACHE')
 _OPTIONS = """
 import jax
+from gigpo_jax.runtime import compilation
 compilation.enable_cache()
 print(jax.config.jax_compilation_cache_dir)
 print(jax.config.jax_persistent_cache_min_compile_time_secs)

@@ -129,6 +129,7 @@ def test_two_processes_sample_what_one_does(tensor):
 
 _LOCKS = """
 import sys
+from gigpo_jax.runtime import distributed
 distributed.initialize()
 try:
   with distributed.lock(sys.argv[1]):
@@ -347,7 +348,7 @@ def test_processes_leave_together_and_others_go_on(tmp_path):
     together[1].send_signal(signal.SIGTERM)
     told = [p.communicate(timeout=300) for p in together]
     assert [p.returncode for p in together] == [0, 0], told
-    assert 'is saved; the same command goes on' in told[0][0]
+    assert 'is saved; rerun the same command to resume' in told[0][0]
     done = len(metrics.read(tmp_path))
     assert 1 <= done < 4
     alone = _start(tmp_path, *_LONGER, devices=4)

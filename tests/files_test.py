@@ -14,6 +14,7 @@ from gigpo_jax.runtime import files
 
 _HOLDS = """
 import pathlib, sys, time
+from gigpo_jax.runtime import files
 with files.lock(pathlib.Path(sys.argv[1])):
   print('held', flush=True)
   time.sleep(60)

@@ -23,6 +23,7 @@ class ScriptedSampler:
   """
 
   def __init__(self, text: tokenizer.Tokenizer, at_once: int = 100):
+    self.stats = sampler.Stats()
     self._text, self._at_once = text, at_once
     self._queue: list[tuple[int, sampler.Request]] = []
     self.waves: list[list[tuple[int, ...]]] = []
@@ -73,7 +74,7 @@ def fixture_text(tmp_path_factory):
   return tokenizer.Tokenizer(directory)
 
 
-def _collect(  # noqa: PLR0913
+def _run(  # noqa: PLR0913
   text,
   *,
   num_envs=4,
@@ -96,27 +97,24 @@ def _collect(  # noqa: PLR0913
     envs_per_group=2,
   ) as pool:
     runner = rollout.EpisodeRunner(pool, script, text, 200, 'error', schedule)
-    finished = []
     trajectories = runner.run(
       {},
       [base.Task('train', index) for index in tasks],
       episodes_per_group=2,
       stream=(rollout.TRAIN, 6),
       sampling=sampler.Sampling(),
-      task_type=lambda task: f'kind{task.index}',
-      on_finished=finished.append,
+      task_type=lambda task: f'type{task.index}',
     )
-  assert sum(finished) == len(trajectories)
   return trajectories, script
 
 
 def test_tokens_streams_rewards_and_order(text):
-  trajectories, script = _collect(text)
+  trajectories, script = _run(text)
   assert [(t.group, t.member, t.task_type) for t in trajectories] == [
-    (0, 0, 'kind0'),
-    (0, 1, 'kind0'),
-    (1, 0, 'kind3'),
-    (1, 1, 'kind3'),
+    (0, 0, 'type0'),
+    (0, 1, 'type0'),
+    (1, 0, 'type3'),
+    (1, 1, 'type3'),
   ]
   # Corridor of 5: from room 0 four steps; the detour left of member 1 costs
   # one from room 0 (a wall) and two from room 3.
@@ -149,8 +147,8 @@ def test_tokens_streams_rewards_and_order(text):
 def test_scheduling_changes_no_trajectory(
   text, num_envs, num_workers, at_once, schedule
 ):
-  expected, _ = _collect(text)
-  actual, _ = _collect(
+  expected, _ = _run(text)
+  actual, _ = _run(
     text,
     num_envs=num_envs,
     num_workers=num_workers,
@@ -171,7 +169,7 @@ def test_scheduling_changes_no_trajectory(
 @pytest.mark.parametrize('fault', ['raise', 'exit', 'hang', 'raise_at_reset'])
 def test_failed_episodes_are_marked_and_others_continue(text, fault, schedule):
   # With one worker, all environments share it.
-  trajectories, _ = _collect(
+  trajectories, _ = _run(
     text,
     num_workers=1,
     faults={3: fault},
@@ -188,7 +186,7 @@ def test_failed_episodes_are_marked_and_others_continue(text, fault, schedule):
 @pytest.mark.parametrize('schedule', rollout.SCHEDULES)
 def test_episodes_may_fail_after_their_observation(text, schedule):
   # Task 4 kills the worker; the replay of task 0 then differs.
-  trajectories, _ = _collect(
+  trajectories, _ = _run(
     text,
     tasks=(0, 4, 1),
     num_workers=1,
@@ -283,7 +281,6 @@ def test_turn_limit_ends_episodes_in_the_pool(text):
     envs_per_group=2,
   ) as pool:
     runner = rollout.EpisodeRunner(pool, script, text, 200, 'error', 'async')
-    runner.max_turns = 2
     for iteration in range(2):
       trajectories = runner.run(
         {},
@@ -292,6 +289,7 @@ def test_turn_limit_ends_episodes_in_the_pool(text):
         stream=(rollout.TRAIN, iteration),
         sampling=sampler.Sampling(),
         task_type=lambda task: '',
+        max_turns=2,
       )
       assert max(len(t.steps) for t in trajectories) == 2
       assert not all(t.steps[-1].result.done for t in trajectories)
@@ -312,7 +310,7 @@ def test_very_long_prompts_fail_their_episode_quickly(text, monkeypatch, field):
 
   monkeypatch.setattr(toy.Env, 'reset', with_long_prompt)
   start = time.monotonic()
-  trajectories, _ = _collect(text, schedule='async')
+  trajectories, _ = _run(text, schedule='async')
   assert time.monotonic() - start < 2
   reason = 'garbage: a prompt of 10,000,000 characters; rollout.max_prompt_'
   assert [t.failure[: len(reason)] for t in trajectories[2:]] == [reason] * 2

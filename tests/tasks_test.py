@@ -53,12 +53,12 @@ def test_uncertain_tasks_are_drawn_more_often():
   np.testing.assert_allclose(stream.chances(), 0.25)
   # 0, 4 and 8 of 8 episodes succeed: rates 0.1, 0.5 and 0.9; task 3 is new.
   outcomes = [(0, 0), (1, 4), (2, 8)]
-  stream.observe(
+  stream.record_outcomes(
     (base.Task('train', index), n < successes)
     for index, successes in outcomes
     for n in range(8)
   )
-  stream.observe([(base.Task('valid', 3), True)])
+  stream.record_outcomes([(base.Task('valid', 3), True)])
   weights = np.array([0.09, 0.25, 0.09, 0.25])
   np.testing.assert_allclose(stream.chances(), weights / weights.sum())
   drawn = [stream.at(i)[0].index for i in range(4000)]
@@ -70,7 +70,9 @@ def test_outcomes_are_restored():
   first, second = (
     tasks.UncertaintySampler('train', 20, 3, 0) for _ in range(2)
   )
-  first.observe([(base.Task('train', 5), True), (base.Task('train', 7), False)])
+  first.record_outcomes(
+    [(base.Task('train', 5), True), (base.Task('train', 7), False)]
+  )
   second.restore(first.state())
   assert first.state() == {'5': [1, 1], '7': [0, 1]}
   assert [first.at(i) for i in range(9)] == [second.at(i) for i in range(9)]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import numpy as np
@@ -23,6 +24,8 @@ from gigpo_jax import (
   group_filter,
   metrics,
   run_config,
+  run_logs,
+  run_state,
   tokenizer,
   train,
 )
@@ -218,7 +221,7 @@ def test_killed_and_started_again_the_run_ends_the_same(
   (newest / 'host' / 'metadata').write_text('torn')
   printed = programs.run(_small(tmp_path))
   assert newest.name == '2'
-  assert f'{newest}: damaged, passed over: host/metadata has' in printed
+  assert f'{newest}: damaged, skipped: host/metadata has' in printed
   assert f'resuming {tmp_path} after iteration 1' in printed
   _assert_ends_the_same(tmp_path, expected)
   found, wanted = _episodes(tmp_path), _episodes(expected)
@@ -324,7 +327,7 @@ def test_a_run_that_has_to_leave_saves_the_iteration_before(
     status=0,
   )
   assert printed.endswith(
-    'SIGTERM: iteration 0 is saved; the same command goes on\n'
+    'SIGTERM: iteration 0 is saved; rerun the same command to resume\n'
   )
   assert len(_lines(tmp_path)) == 1
   assert 'after iteration 0' in programs.run(_small(tmp_path, *flags))
@@ -454,7 +457,7 @@ def test_a_full_disk_stops_the_run_which_then_goes_on(uninterrupted, tmp_path):
   try:
     line = _stopped(disk / 'run')
     assert 'cannot be written' in line and 'No space left' in line
-    assert 'goes on' in line
+    assert 'rerun the same command' in line
     subprocess.run(['mount', '-o', 'remount,size=80m', disk], check=True)
     assert 'resuming' in programs.run(_small(disk / 'run'))
     _assert_ends_the_same(disk / 'run', expected)
@@ -511,15 +514,21 @@ def test_what_a_run_knows_of_its_past_is_kept(tmp_path, variant, flags):
 
 
 def test_an_iteration_without_signal_calls_no_learner():
-  run = object.__new__(train._Run)
-  # Learner and critic that may not be used.
-  run._learner = run._critic = run._algorithm = run._reference = object()
-  run._log, run._entropies, run._skipped = None, [0.5], {'update': 1.0}
-  run._states = states = {'policy': object(), 'critic': object()}
-  found = run._learn(group_filter.CollectedGroups([object()], [], [], {}), 3)
-  assert run._states == states
-  assert (run._entropies, run._skipped) == ([0.5], {'update': 1.0})
-  assert found == {
+  unusable = object()  # Has none of the methods of a learner or a critic.
+  parts = types.SimpleNamespace(
+    learner=unusable, critic=unusable, algorithm=unusable, loss=unusable
+  )
+  state = run_state.RunState(unusable, unusable)
+  history = run_state.History(entropies=(0.5,), skipped={'update': 1.0})
+  groups = group_filter.CollectedGroups([], [], [], {})
+  logs = run_logs.RunLogs(metrics.NullWriter())
+  same_state, values = train.update(
+    None, '', parts, state, history, groups, 3, logs
+  )
+  assert same_state is state
+  history = history.after(3, groups, {}, values)
+  assert (history.entropies, history.skipped) == ((0.5,), {'update': 1.0})
+  assert values == {
     'advantage/std': 0,
     'advantage/trained_share': 0,
     'advantage/effective_tokens': 0,
@@ -528,7 +537,7 @@ def test_an_iteration_without_signal_calls_no_learner():
     'update/grad_norm': 0,
     'critic/count': 0,
   }
-  assert 'loss' not in metrics.console_line(3, found)
+  assert 'loss' not in metrics.console_line(3, values)
 
 
 @pytest.mark.slow

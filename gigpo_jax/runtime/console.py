@@ -14,9 +14,11 @@ def log(line: str) -> None:
     print(line, flush=True)
 
 
-def progress_bar(steps: Iterable | None = None, **kwargs) -> tqdm.tqdm:
-  """Returns a progress bar; hidden if there is no terminal."""
-  disable = None if distributed.is_main_process() else True
+def progress_bar(
+  steps: Iterable | None = None, *, hide: bool = False, **kwargs
+) -> tqdm.tqdm:
+  """Returns a progress bar; hidden on request or without a terminal."""
+  disable = True if hide or not distributed.is_main_process() else None
   return tqdm.tqdm(steps, leave=False, disable=disable, **kwargs)
 
 

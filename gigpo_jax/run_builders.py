@@ -1,0 +1,277 @@
+"""Build, restore and compile the parts of a training run.
+
+Everything of `train` that is not the algorithm. `builders` makes the parts that
+evaluation and imitation use as well.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import ml_collections
+
+from envs import base
+from gigpo_jax import (
+  algorithms,
+  builders,
+  checkpoint,
+  critic,
+  group_filter,
+  learner,
+  losses,
+  run_config,
+  run_logs,
+  run_state,
+  sampler,
+  tasks,
+  token_batch,
+)
+from gigpo_jax import config as config_lib
+from gigpo_jax.models import huggingface, lora
+from gigpo_jax.runtime import compilation, console, distributed, errors
+
+# Config fields that control the memory of programs, and remedies.
+_SAMPLER_MEMORY = (
+  'rollout.batch_buckets',
+  'lower it, rollout.max_prompt_tokens or rollout.max_completion_tokens',
+)
+_LEARNER_MEMORY = (
+  'learner.microbatch_rows',
+  'lower it or rollout.max_prompt_tokens',
+)
+
+
+def check_run(
+  config: ml_collections.ConfigDict, workdir: str, *, allow_config_change: bool
+) -> None:
+  """Checks all that needs neither devices nor simulators.
+
+  Raises:
+    ValueError: one line per problem, if the config is invalid, or the work
+      directory cannot be written or holds another experiment.
+  """
+  config_lib.validate(config)
+  run_config.check_resume(config, workdir, allow_change=allow_config_change)
+  run_config.check_workdir(workdir)
+  checkpoint.check_folder(pathlib.Path(workdir) / 'checkpoints')
+  policy = (pathlib.Path(workdir) / 'policy').resolve()
+  if pathlib.Path(config.model.path).resolve() == policy:
+    raise ValueError(
+      f'--workdir={workdir}: its policy/ is model.path, which the run would '
+      'overwrite at its end; must be another folder'
+    )
+
+
+def check_episodes(config: ml_collections.ConfigDict, workdir: str) -> None:
+  """Checks that episodes can be added to those in a work directory.
+
+  Raises:
+    ValueError: in one line, if they cannot.
+  """
+  folder = pathlib.Path(workdir) / 'episodes'
+  if config.episodes.every and folder.is_dir():
+    # tensorflow_datasets is slow to import.
+    from gigpo_jax import episodes
+
+    episodes.check_folder(folder)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+  """The objects of a training run, apart from environments and checkpoints.
+
+  Attributes:
+    bundle: the model with its mesh, tokenizer and sampler.
+    loss: the policy's loss.
+    entropy_band: its entropy band.
+    learner: updates the policy.
+    critic: updates the critic; None for algorithms without one.
+    algorithm: computes advantages.
+    group_filter: selects the groups to train on.
+    tasks: the stream of training tasks, which may depend on outcomes.
+    eval_tasks: the evaluation tasks.
+    task_type: returns the type of a task.
+    sampling: sampling options of training.
+    eval_sampling: sampling options of evaluation.
+    rows_kwargs: arguments of `batch.from_trajectories`.
+  """
+
+  bundle: builders.ModelBundle
+  loss: token_batch.Loss
+  entropy_band: losses.EntropyBand
+  learner: learner.Learner
+  critic: critic.Critic | None
+  algorithm: algorithms.Algorithm
+  group_filter: group_filter.GroupFilter
+  tasks: tasks.TaskSampler
+  eval_tasks: list[base.Task]
+  task_type: Callable[[base.Task], str]
+  sampling: sampler.Sampling
+  eval_sampling: sampler.Sampling
+  rows_kwargs: dict[str, Any]
+
+  def abstract_states(self) -> dict[str, learner.TrainState]:
+    """Returns shapes, dtypes and shardings of the states of a checkpoint."""
+    states = {'policy': self.learner.abstract_state()[0]}
+    if self.critic:
+      states['critic'] = self.critic.abstract_state()
+    return states
+
+
+def make_parts(
+  config: ml_collections.ConfigDict, bundle: builders.ModelBundle
+) -> Parts:
+  """Returns the objects of a training run; compiles nothing."""
+  algorithm = algorithms.make(**config_lib.algorithm_kwargs(config))
+  loss = builders.make_loss(config)
+  return Parts(
+    bundle=bundle,
+    loss=loss,
+    entropy_band=losses.EntropyBand(**config.loss.entropy_band),
+    learner=builders.make_learner(config, bundle, loss),
+    critic=builders.make_critic(config, bundle)
+    if algorithm.needs_values
+    else None,
+    algorithm=algorithm,
+    group_filter=group_filter.GroupFilter(**config.filter),
+    tasks=builders.make_task_sampler(config),
+    eval_tasks=builders.make_eval_tasks(config)
+    if config.evaluation.every
+    else [],
+    task_type=builders.make_task_type(config),
+    sampling=builders.make_sampling(config),
+    eval_sampling=builders.make_sampling(config, evaluation=True),
+    rows_kwargs=builders.rows_kwargs(config),
+  )
+
+
+def open_checkpoints(
+  config: ml_collections.ConfigDict, workdir: str
+) -> checkpoint.Checkpointer:
+  """Returns the checkpoints of a run."""
+  return checkpoint.Checkpointer(
+    pathlib.Path(workdir) / 'checkpoints', keep=config.checkpoint.keep
+  )
+
+
+def restore_or_init(
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  parts: Parts,
+  saver: checkpoint.Checkpointer,
+) -> tuple[run_state.RunState, run_state.History]:
+  """Returns the state and history of the newest checkpoint, or of the start.
+
+  Raises:
+    ValueError: in one line, if the model does not fit on the devices or the
+      checkpoint is not one of such a run.
+  """
+  with errors.explain_out_of_memory('model.path', 'use a smaller model'):
+    params = parts.bundle.load()
+    reference = None
+    if parts.loss.needs_reference:
+      reference = builders.make_reference(parts.bundle, params)
+    # With adapters, this sets the parameters that are not trained.
+    policy = parts.learner.init(params)
+    if saver.latest() is None:
+      critic_state = parts.critic and parts.critic.init(parts.bundle.load())
+      state = run_state.RunState(policy, critic_state, reference)
+      return state, run_state.History()
+    del params, policy  # The restored state needs the memory.
+    iteration, states, values = saver.restore(parts.abstract_states())
+  try:
+    history = run_state.History.from_json(values, iteration)
+    parts.tasks.restore(history.task_outcomes)
+  except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
+    raise ValueError(
+      f'{workdir}/checkpoints/{iteration}/host: not the state of a run '
+      f'({type(e).__name__}: {e}); delete this checkpoint to resume from the '
+      'one before, or give another --workdir'
+    ) from e
+  console.log(f'resuming {workdir} after iteration {iteration}')
+  return run_state.RunState(**states, reference=reference), history
+
+
+def compile_programs(
+  config: ml_collections.ConfigDict, parts: Parts, state: run_state.RunState
+) -> run_state.RunState:
+  """Compiles the programs of a run; returns the state unchanged.
+
+  Args:
+    config: the experiment.
+    parts: the objects of the run.
+    state: donated.
+
+  Raises:
+    ValueError: in one line, if a program does not fit on the devices.
+  """
+  console.log(f'compiling for {len(jax.devices())} device(s)')
+  has_reference = state.reference is not None
+  total = parts.bundle.sampler.num_programs
+  total += parts.learner.num_programs(reference=has_reference)
+  total += parts.critic.num_programs() if parts.critic else 0
+  with compilation.progress(total) as advance:
+    with errors.explain_out_of_memory(*_SAMPLER_MEMORY):
+      parts.bundle.sampler.warm_up(
+        state.policy.params, parts.learner.base, on_compiled=advance
+      )
+    with errors.explain_out_of_memory(*_LEARNER_MEMORY):
+      policy = parts.learner.warm_up(state.policy, state.reference, advance)
+      state = state.replace(policy=policy)
+      if parts.critic:
+        critic_state = parts.critic.warm_up(state.critic, advance)
+        state = state.replace(critic=critic_state)
+  return state
+
+
+def open_logs(
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  parts: Parts,
+  first_iteration: int,
+) -> run_logs.RunLogs:
+  """Returns the logs of a run; those of other processes write nothing."""
+  most_repeated = _most_repeated(config, workdir, first_iteration)
+  return run_logs.RunLogs(
+    builders.make_writer(config, workdir, first_iteration, most_repeated),
+    builders.make_episode_writer(
+      config, workdir, parts.bundle.tokenizer, first_iteration, most_repeated
+    ),
+    pathlib.Path(workdir) if distributed.is_main_process() else None,
+  )
+
+
+def _most_repeated(
+  config: ml_collections.ConfigDict, workdir: str, first_iteration: int
+) -> int:
+  """Returns how many iterations a resumed run may repeat after a kill.
+
+  More repeated iterations mean that checkpoints were deleted.
+  """
+  if not first_iteration and (pathlib.Path(workdir) / 'policy').exists():
+    return 0  # The run was finished.
+  # Allow for damaged checkpoints, one being written, and the last evaluation.
+  return (config.checkpoint.keep + 2) * config.checkpoint.every + 1
+
+
+def export(
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  parts: Parts,
+  state: run_state.RunState,
+) -> None:
+  """Writes the policy, and adapters also separately, as Hugging Face files."""
+  root = pathlib.Path(workdir)
+  model, params = parts.bundle.model, state.policy.params
+  with distributed.atomic_directory(root / 'policy') as folder:
+    huggingface.save(
+      folder,
+      model,
+      lora.combine(parts.learner.base, params),
+      tokenizer_directory=parts.bundle.tokenizer.directory,
+    )
+  if model.adapters:
+    with distributed.atomic_directory(root / 'adapters') as folder:
+      huggingface.save_adapters(folder, model, params, config.model.path)

@@ -1,0 +1,62 @@
+"""What a run writes for people: metrics, console lines and episodes."""
+
+import dataclasses
+import pathlib
+from typing import TYPE_CHECKING
+
+from gigpo_jax import algorithms, batch, group_filter, metrics, rollout
+from gigpo_jax.runtime import console
+from gigpo_jax.tools import timeline
+
+if TYPE_CHECKING:
+  from gigpo_jax import episodes
+
+
+@dataclasses.dataclass(frozen=True)
+class RunLogs:
+  """The logs of a run.
+
+  Attributes:
+    writer: writes metrics; a `NullWriter` in all but the main process.
+    episode_writer: writes training episodes; None if they are not kept, and in
+      all but the main process.
+    folder: folder for pictures; None in all but the main process.
+  """
+
+  writer: metrics.Writer | metrics.NullWriter
+  episode_writer: 'episodes.EpisodeWriter | None' = None
+  folder: pathlib.Path | None = None
+
+  def write(self, iteration: int, values: dict[str, float]) -> None:
+    """Writes the metrics of an iteration and prints a line."""
+    self.writer.write(iteration, values)
+    console.log(metrics.console_line(iteration, values))
+
+  def write_episodes(
+    self,
+    iteration: int,
+    groups: group_filter.CollectedGroups,
+    rows: batch.Rows | None = None,
+    output: algorithms.AlgorithmOutput | None = None,
+  ) -> dict[str, float]:
+    """Writes the episodes of an iteration; returns metrics.
+
+    Args:
+      iteration: index of the iteration.
+      groups: the episodes.
+      rows: the rows of `groups.kept`; None if no episode is kept.
+      output: the advantages of the rows.
+    """
+    if self.episode_writer is None:
+      return {}
+    return self.episode_writer.write(iteration, groups, rows, output)
+
+  def plot_rollout(self, runner: rollout.EpisodeRunner) -> None:
+    """Draws the timeline of the last rollout."""
+    if self.folder:
+      spans = runner.stats.spans, runner.clock.env_spans
+      timeline.plot(*spans, self.folder)
+
+  def close(self) -> None:
+    """Flushes the metrics."""
+    self.writer.close()

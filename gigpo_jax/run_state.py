@@ -1,0 +1,128 @@
+"""The state of a run between two iterations, which checkpoints save.
+
+Tasks, random streams and environments are functions of the seed and the
+iteration. A resumed run therefore needs only the state on the devices
+(`RunState`) and a few plain values about the past (`History`).
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import flax.struct
+
+from gigpo_jax import group_filter, learner
+from gigpo_jax.runtime import files
+
+
+@flax.struct.dataclass
+class RunState:
+  """Parameters and optimizer states, on the devices. Updates donate them.
+
+  Attributes:
+    policy: state of the policy.
+    critic: state of the critic; None for algorithms without a critic.
+    reference: frozen parameters of the KL penalty, which are never saved; None
+      without the penalty.
+  """
+
+  policy: learner.TrainState
+  critic: learner.TrainState | None = None
+  reference: dict | None = None
+
+  def to_dict(self) -> dict[str, learner.TrainState]:
+    """Returns the states to save, by their names in a checkpoint."""
+    states = {'policy': self.policy, 'critic': self.critic}
+    return {name: s for name, s in states.items() if s is not None}
+
+
+@dataclasses.dataclass(frozen=True)
+class History:
+  """What later iterations need to know of the earlier ones.
+
+  Attributes:
+    iteration: the last finished iteration; -1 before the first.
+    task_outcomes: state of the task sampler, `TaskSampler.state()`.
+    counts: total cost of the training episodes.
+    entropies: mean token entropy of the policy in each update, in nats.
+    skipped: number of updates skipped in a row at the end, of the policy
+      ('update') and of the critic ('critic').
+  """
+
+  iteration: int = -1
+  task_outcomes: dict[str, Any] = dataclasses.field(default_factory=dict)
+  counts: group_filter.SampleCounts = group_filter.SampleCounts()
+  entropies: tuple[float, ...] = ()
+  skipped: dict[str, float] = dataclasses.field(default_factory=dict)
+
+  @property
+  def next_iteration(self) -> int:
+    """The first iteration of a resumed run."""
+    return self.iteration + 1
+
+  def after(
+    self,
+    iteration: int,
+    groups: group_filter.CollectedGroups,
+    task_outcomes: dict[str, Any],
+    metrics: dict[str, float],
+  ) -> 'History':
+    """Returns the history extended by an iteration.
+
+    Args:
+      iteration: index of the iteration.
+      groups: its episodes.
+      task_outcomes: state of the task sampler after these episodes.
+      metrics: metrics of its update. Without an update they have no entropy.
+    """
+    entropy = metrics.get('loss/entropy', math.nan)
+    skipped = {
+      name: metrics[f'{name}/skipped_in_row']
+      for name in ('update', 'critic')
+      if f'{name}/skipped_in_row' in metrics
+    }
+    return History(
+      iteration=iteration,
+      task_outcomes=task_outcomes,
+      counts=self.counts.plus(groups.episodes),
+      entropies=self.entropies + (entropy,) * math.isfinite(entropy),
+      skipped=self.skipped | skipped,
+    )
+
+  def to_json(self) -> dict[str, Any]:
+    """Returns plain values under the names of the checkpoint format."""
+    return {
+      'version': files.VERSION,
+      'iteration': self.iteration,
+      'tasks': self.task_outcomes,
+      'spent': dataclasses.asdict(self.counts),
+      'entropies': list(self.entropies),
+      'skipped': dict(self.skipped),
+    }
+
+  @classmethod
+  def from_json(cls, values: dict[str, Any], iteration: int) -> 'History':
+    """Returns the history that `to_json` wrote.
+
+    Args:
+      values: plain values of a checkpoint.
+      iteration: iteration of the checkpoint.
+
+    Raises:
+      ValueError, KeyError, TypeError or AttributeError: if they are not the
+        history of this iteration.
+    """
+    values = files.take_version(values, 'host state')
+    if values['iteration'] != iteration:
+      raise ValueError(f'iteration is {values["iteration"]}')
+    return cls(
+      iteration=iteration,
+      task_outcomes=values['tasks'],
+      counts=group_filter.SampleCounts(
+        **{name: int(value) for name, value in values['spent'].items()}
+      ),
+      entropies=tuple(float(value) for value in values['entropies']),
+      skipped={
+        str(name): float(value) for name, value in values['skipped'].items()
+      },
+    )
