@@ -1,12 +1,12 @@
-"""Runs a program that gets a signal at a moment of its own.
+"""Runs a program that gets a signal at a chosen moment.
 
     python tests/moments.py MOMENT launch/train.py --config=...
 
-A moment is a chain, `learner:Learner.update@2,learner:Learner._run@3`: the
-third call of `Learner._run` after the second of `Learner.update`, as it begins,
-or with `+` at the end as it returns. The process kills itself there; with
-`~15` at the end it gets signal 15 instead, and with `~15:60` stays there for
-up to a minute.
+A moment is a chain of calls. `learner:Learner.update@2,train:stop_if_skipped@3`
+is the start of the third call of `stop_if_skipped` after the start of the
+second call of `Learner.update`; with `+` at the end, its return. The process
+kills itself there. With `~15` at the end it gets signal 15 instead, and with
+`~15:60` it also waits there for up to a minute.
 """
 
 import functools
@@ -31,24 +31,24 @@ def parse(moment: str) -> tuple[list[tuple[str, int]], bool, int, float]:
 
 
 def arm(moment: str) -> None:
-  """Waits for a moment from here on."""
+  """Sends the signal at a moment from now on."""
   chain, returned, number, secs = parse(moment)
   calls = [0] * len(chain)
 
-  def called(place: int, at_return: bool) -> None:
-    last = place == len(chain) - 1
+  def called(position: int, at_return: bool) -> None:
+    last = position == len(chain) - 1
     before = all(
-      calls[n] >= count for n, (_, count) in enumerate(chain[:place])
+      calls[n] >= count for n, (_, count) in enumerate(chain[:position])
     )
     if not before or at_return != (returned and last):
       return
-    calls[place] += 1
-    if last and calls[place] == chain[place][1]:
+    calls[position] += 1
+    if last and calls[position] == chain[position][1]:
       os.kill(os.getpid(), number)
       time.sleep(secs)
 
-  for place, (name, _) in enumerate(chain):
-    _wrap(name, functools.partial(called, place))
+  for position, (name, _) in enumerate(chain):
+    _wrap(name, functools.partial(called, position))
 
 
 def _wrap(name: str, called) -> None:

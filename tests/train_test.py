@@ -211,7 +211,7 @@ def test_killed_and_started_again_the_run_ends_the_same(
   assert len(_lines(tmp_path)) == 1
   for moment in (
     'checkpoint:_write_manifest',
-    'learner:Learner.update,learner:Learner._run@3',
+    'learner:Learner.update,learner_programs:LearnerPrograms.run@3',
     # All is saved by then.
     'checkpoint:Checkpointer.wait+',
   ):
@@ -269,19 +269,19 @@ def test_successful_episodes_are_trained_on(uninterrupted, tmp_path):
 
 # In the order in which they come; each process goes on where it can.
 MOMENTS = (
-  'config:save+',
+  'run_config:save+',
   'checkpoint:Checkpointer.latest',
   'metrics:Writer.__init__',
   'learner:Learner.warm_up',
-  'train:_Run._evaluate,sampler:Sampler.step@4',
-  'train:_Run._play,sampler:Sampler.step@3',
-  'train:_Run._play,sampler:Sampler.step@20',
+  'train:evaluate,sampler:Sampler.step@4',
+  'train:collect,sampler:Sampler.step@3',
+  'train:collect,sampler:Sampler.step@20',
   'env_pool:EnvPool.prepare',
   'learner:Learner.update',
-  'learner:Learner.update,learner:Learner._run@3',
+  'learner:Learner.update,learner_programs:LearnerPrograms.run@3',
   'metrics:Writer.write',
   'metrics:Writer.write+',
-  'learner:Learner.update@2,learner:Learner._run@2',
+  'learner:Learner.update@2,learner_programs:LearnerPrograms.run@2',
   'checkpoint:Checkpointer.save',
   'checkpoint:Checkpointer.save+',
   'checkpoint:_write_manifest',
@@ -289,11 +289,11 @@ MOMENTS = (
   # The second waits until the first is written.
   'checkpoint:Checkpointer.save@2+',
   'checkpoint:Checkpointer.restore',
-  'train:_Run._start+',
-  'learner:Learner.update@2,learner:Learner._run@4',
+  'run_builders:restore_or_init+',
+  'learner:Learner.update@2,learner_programs:LearnerPrograms.run@4',
   'checkpoint:_write_manifest',
   'checkpoint:Checkpointer.save@2',
-  'train:_Run._evaluate@2,sampler:Sampler.step@3',
+  'train:evaluate@2,sampler:Sampler.step@3',
   'models.huggingface:save',
   'metrics:plot',
 )
@@ -322,7 +322,7 @@ def test_a_run_that_has_to_leave_saves_the_iteration_before(
   # Nothing would be saved before the end of the run.
   flags = ('--config.checkpoint.every=9', '--grace_secs=20')
   printed = _broken_off(
-    'train:_Run._play@2,sampler:Sampler.step@3~15:60',
+    'train:collect@2,sampler:Sampler.step@3~15:60',
     _small(tmp_path, *flags),
     status=0,
   )
@@ -342,7 +342,7 @@ def test_a_run_that_has_to_leave_saves_the_iteration_before(
       'there is no checkpoint yet; the same command starts again$',
     ),
     pytest.param(
-      'train:_Run._play@3,sampler:Sampler.step@3',
+      'train:collect@3,sampler:Sampler.step@3',
       # The second may still be being written.
       'the same command resumes after iteration [01]$',
       marks=pytest.mark.slow,
@@ -360,13 +360,13 @@ def test_an_interrupt_ends_a_run_in_one_line(tmp_path, moment, said):
   ('moment', 'grace', 'saved'),
   [
     ('learner:Learner.warm_up~15', 120, 'nothing is'),
-    ('train:_Run._play@2,sampler:Sampler.step@3~15', 120, 'iteration 0 is'),
-    ('learner:Learner.update@2,learner:Learner._run@2~15', 120, 'iteration 1'),
+    ('train:collect@2,sampler:Sampler.step@3~15', 120, 'iteration 0 is'),
+    ('learner:Learner.update@2,learner_programs:LearnerPrograms.run@2~15', 120, 'iteration 1'),
     # Later than half of the time, and in time.
-    ('train:_Run._check_skipped@2~15:15', 24, 'iteration 1 is'),
+    ('train:stop_if_skipped@2~15:15', 24, 'iteration 1 is'),
     # Used up by then, and not in time.
-    ('train:_Run._check_skipped@2~15:60', 20, 'no time left'),
-    ('train:_Run._evaluate@2~15:60', 20, 'iteration 2 is'),
+    ('train:stop_if_skipped@2~15:60', 20, 'no time left'),
+    ('train:evaluate@2~15:60', 20, 'iteration 2 is'),
   ],
 )
 def test_what_a_run_that_has_to_leave_has_saved(
