@@ -361,7 +361,11 @@ def test_an_interrupt_ends_a_run_in_one_line(tmp_path, moment, said):
   [
     ('learner:Learner.warm_up~15', 120, 'nothing is'),
     ('train:collect@2,sampler:Sampler.step@3~15', 120, 'iteration 0 is'),
-    ('learner:Learner.update@2,learner_programs:LearnerPrograms.run@2~15', 120, 'iteration 1'),
+    (
+      'learner:Learner.update@2,learner_programs:LearnerPrograms.run@2~15',
+      120,
+      'iteration 1',
+    ),
     # Later than half of the time, and in time.
     ('train:stop_if_skipped@2~15:15', 24, 'iteration 1 is'),
     # Used up by then, and not in time.

@@ -103,10 +103,10 @@ def _config(**env):
 def test_failing_environment_ends_the_run_before_compilation(
   tmp_path, monkeypatch
 ):
-  def go(*args):
+  def loop(*args):
     raise AssertionError('the run has started')
 
-  monkeypatch.setattr(train._Run, 'go', go)
+  monkeypatch.setattr(train, 'loop', loop)
   message = 'env.name=broken_env: cannot be played: train/0 raised: JSONDecode'
   with pytest.raises(ValueError, match=message):
     train.train(_config(fails='step'), str(tmp_path))
