@@ -81,16 +81,14 @@ def gigpo(  # noqa: PLR0913
   """Returns the advantage of each row: A_E + step_weight * A_S, Eq. (8).
 
   Accepts numpy arrays, lists or jax arrays of shape [R], and traces under jit.
-  Outside jit, ids may be integers of any width, such as hashes. Pass 128-bit
-  ids as Python integers or as uint64 [R, 2]. Under jit, ids are int32; anchors
-  may also be uint32 [R, 4], see `anchors.digests`.
+  Ids are integers of any width (128 bits: Python integers or uint64 [R, 2]);
+  under jit int32, and anchors also uint32 [R, 4], see `anchors.digests`.
 
   Args:
     rewards: raw reward of each step, before any penalty.
     groups: group of each row; -1 marks padding.
     episodes: episode of each row, unique within a group.
-    steps: index of the step in its episode; a gap between two steps discounts
-      by its length.
+    steps: index within the episode; a gap is discounted by its length.
     anchors: id of the state in which the step was taken, unique within a group.
     valid: whether the response had the required form.
     discount: gamma per step; for A_S only.
@@ -102,8 +100,7 @@ def gigpo(  # noqa: PLR0913
       one entry per episode (Eq. 3), or over 'rows', so that long episodes
       weigh more (the authors' code).
     penalty_scope: 'reward' subtracts the penalty from the step's reward; 'row'
-      (the authors' code) subtracts it from E and G of that row only. 'row'
-      requires episode_stats='rows'.
+      (the authors' code, with episode_stats='rows') from E and G of that row.
     lone_episode: A_E where the statistics have a single entry: 'zero', or
       'raw' (the authors' code) for E itself.
 
@@ -113,15 +110,10 @@ def gigpo(  # noqa: PLR0913
   Raises:
     ValueError: if an option is unknown or two options are incompatible.
   """
+  columns = rewards, groups, episodes, steps, anchors, valid
   parts = gigpo_parts(
-    rewards,
-    groups,
-    episodes,
-    steps,
-    anchors,
-    valid,
+    *columns,
     discount=discount,
-    step_weight=step_weight,
     invalid_penalty=invalid_penalty,
     norm=norm,
     episode_stats=episode_stats,
@@ -163,22 +155,38 @@ def gigpo_parts(  # noqa: PLR0913
   if not np.shape(groups)[0]:
     floats, sizes = jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.int32)
     return Parts(*4 * [floats], *2 * [sizes])
+  columns = rewards, groups, episodes, steps, anchors, valid
   return _parts(
-    *device_inputs(
-      rewards,
-      groups,
-      episodes,
-      steps,
-      anchors,
-      valid,
-      discount,
-      invalid_penalty,
-    ),
+    device_inputs(*columns, discount, invalid_penalty),
     norm=norm,
     episode_stats=episode_stats,
     penalty_scope=penalty_scope,
     lone_episode=lone_episode,
   )
+
+
+class Inputs(NamedTuple):
+  """Arguments of `gigpo` on the device; see there.
+
+  Attributes:
+    rewards: two-float.
+    groups: int32; -1 marks padding.
+    episodes: int32.
+    steps: int32.
+    anchors: int32, or uint32 [R, K] for wide ids.
+    valid: bool.
+    discount: two-float scalar.
+    invalid_penalty: two-float scalar.
+  """
+
+  rewards: arrays.TwoFloat
+  groups: Int[Array, ' R']
+  episodes: Int[Array, ' R']
+  steps: Int[Array, ' R']
+  anchors: Int[Array, ' R']
+  valid: Bool[Array, ' R']
+  discount: arrays.TwoFloat
+  invalid_penalty: arrays.TwoFloat
 
 
 def device_inputs(  # noqa: PLR0913
@@ -190,9 +198,9 @@ def device_inputs(  # noqa: PLR0913
   valid: ArrayLike,
   discount: float,
   invalid_penalty: float,
-) -> tuple:
-  """Converts arguments of `gigpo` to device arguments of `describe`."""
-  return (
+) -> Inputs:
+  """Converts arguments of `gigpo` to arrays on the device."""
+  return Inputs(
     arrays.two_float(rewards),
     arrays.ids32(groups, padding=True),
     arrays.ids32(episodes),
@@ -208,32 +216,8 @@ def device_inputs(  # noqa: PLR0913
   jax.jit,
   static_argnames=('norm', 'episode_stats', 'penalty_scope', 'lone_episode'),
 )
-def _parts(
-  rewards,
-  groups,
-  episodes,
-  steps,
-  anchors,
-  valid,
-  discount,
-  invalid_penalty,
-  *,
-  norm,
-  episode_stats,
-  penalty_scope,
-  lone_episode,
-):
-  described = segment_rows(
-    rewards,
-    groups,
-    episodes,
-    steps,
-    anchors,
-    valid,
-    discount,
-    invalid_penalty,
-    penalty_scope=penalty_scope,
-  )
+def _parts(inputs, *, norm, episode_stats, penalty_scope, lone_episode):
+  described = segment_rows(inputs, penalty_scope=penalty_scope)
   return make_parts(
     described,
     step_advantages(described.returns, described.anchors, norm=norm),
@@ -269,21 +253,11 @@ class RowSegments(NamedTuple):
   episode_returns: arrays.TwoFloat
 
 
-def segment_rows(  # noqa: PLR0913
-  rewards: arrays.TwoFloat,
-  groups: Int[Array, ' R'],
-  episodes: Int[Array, ' R'],
-  steps: Int[Array, ' R'],
-  anchors: Int[Array, ' R'],
-  valid: Bool[Array, ' R'],
-  discount: arrays.TwoFloat,
-  invalid_penalty: arrays.TwoFloat,
-  *,
-  penalty_scope: str,
-) -> RowSegments:
-  """Computes the segments and returns of rows; arguments from `inputs`."""
+def segment_rows(inputs: Inputs, *, penalty_scope: str) -> RowSegments:
+  """Returns the segments and returns of rows."""
+  rewards, groups, episodes, steps, anchors, valid, discount, penalty = inputs
   rewards = jax.lax.stop_gradient(rewards)
-  cost = tuple(jnp.where(valid, 0, -part) for part in invalid_penalty)
+  cost = tuple(jnp.where(valid, 0, -part) for part in penalty)
   if penalty_scope == 'reward':
     rewards = arrays.two_add(rewards, cost)
   # A single sort brings rows into the order of groups, episodes and steps.
@@ -499,11 +473,16 @@ def check_options(**options: str) -> None:
     )
 
 
+def describe(*inputs, penalty_scope: str) -> RowSegments:
+  """Calls `segment_rows`; the name and arguments of the previous release."""
+  deprecated.warn(f'{__name__}.describe', f'{__name__}.segment_rows')
+  return segment_rows(Inputs(*inputs), penalty_scope=penalty_scope)
+
+
 __getattr__ = deprecated.names(
   __name__,
   {
     'Described': 'RowSegments',
-    'describe': 'segment_rows',
     'inputs': 'device_inputs',
     'parts_of': 'make_parts',
   },

@@ -42,7 +42,6 @@ def get_config(arg=''):
   ('module', 'old', 'new'),
   [
     (advantages, 'Described', 'RowSegments'),
-    (advantages, 'describe', 'segment_rows'),
     (advantages, 'inputs', 'device_inputs'),
     (advantages, 'parts_of', 'make_parts'),
     (anchors, 'KINDS', 'ANCHORS'),
@@ -72,6 +71,15 @@ def test_old_parameters_work_with_a_warning():
     output = algorithms.Credit(np.zeros(1), {}, links=np.ones((1, 1), bool))
   with pytest.warns(deprecated.RenamedWarning, match='use value_mask'):
     assert output.links is output.value_mask
+
+
+def test_segments_are_described_by_the_old_name():
+  ones = [1.0, 1.0]
+  inputs = advantages.device_inputs(ones, *4 * [[0, 1]], ones, 0.9, 0.1)
+  with pytest.warns(deprecated.RenamedWarning, match='use .*segment_rows'):
+    described = advantages.describe(*inputs, penalty_scope='reward')
+  expected = advantages.segment_rows(inputs, penalty_scope='reward')
+  assert described.returns[0].tolist() == expected.returns[0].tolist()
 
 
 def test_old_members_work_with_a_warning(monkeypatch):

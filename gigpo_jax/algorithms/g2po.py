@@ -28,17 +28,18 @@ class Algorithm(gigpo.Algorithm):
 
   def parts(self, rows: batch.Rows) -> advantages.Parts:
     """Returns A_E, and A_S computed from values of anchors."""
-    return _parts(*self.inputs(rows), **self.statistics())
+    return _parts(self.inputs(rows), **self.statistics())
 
 
 @functools.partial(
   jax.jit,
   static_argnames=('norm', 'episode_stats', 'penalty_scope', 'lone_episode'),
 )
-def _parts(*inputs, norm, penalty_scope, **statistics):
-  rewards, steps, discount = inputs[0][0], inputs[3], inputs[6][0]
-  described = advantages.segment_rows(*inputs, penalty_scope=penalty_scope)
-  before, after = values(described, rewards, steps, discount)
+def _parts(inputs, *, norm, penalty_scope, **statistics):
+  described = advantages.segment_rows(inputs, penalty_scope=penalty_scope)
+  before, after = values(
+    described, inputs.rewards[0], inputs.steps, inputs.discount[0]
+  )
   # Equal sums of float32 may differ in their last bits.
   stats = {'norm': norm, 'tolerance': _EQUAL_WITHIN * jnp.max(jnp.abs(before))}
   step_advantage = advantages.step_advantages(

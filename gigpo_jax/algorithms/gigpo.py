@@ -61,8 +61,8 @@ class Algorithm:
       'lone_episode': self.lone_episode,
     }
 
-  def inputs(self, rows: batch.Rows) -> tuple:
-    """Returns the arguments of `advantages.segment_rows`."""
+  def inputs(self, rows: batch.Rows) -> advantages.Inputs:
+    """Returns the input of `advantages.segment_rows`."""
     return advantages.device_inputs(
       *rows.steps_taken(), self.discount, self.invalid_penalty
     )

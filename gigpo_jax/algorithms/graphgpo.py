@@ -35,8 +35,8 @@ class Algorithm(gigpo.Algorithm):
   def parts(self, rows: batch.Rows) -> advantages.Parts:
     """Returns A_E, and A_S computed from distances to success."""
     return _parts(
-      *self.inputs(rows),
-      *nodes(rows),
+      self.inputs(rows),
+      nodes(rows),
       jnp.float32(self.graph_discount),
       **self.statistics(),
     )
@@ -53,11 +53,12 @@ def nodes(rows: batch.Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
   jax.jit,
   static_argnames=('norm', 'episode_stats', 'penalty_scope', 'lone_episode'),
 )
-def _parts(*inputs, norm, penalty_scope, **statistics):
-  *inputs, following, known, success, graph_discount = inputs
-  groups, anchors = inputs[1], inputs[4]
-  described = advantages.segment_rows(*inputs, penalty_scope=penalty_scope)
-  sources, targets = edges(groups, anchors, following)
+def _parts(
+  inputs, graph_nodes, graph_discount, *, norm, penalty_scope, **statistics
+):
+  following, known, success = graph_nodes
+  described = advantages.segment_rows(inputs, penalty_scope=penalty_scope)
+  sources, targets = edges(inputs.groups, inputs.anchors, following)
   steps = distances(described.groups, sources, targets, known, success)
   values = arrays.two_add(
     (10 * graph_discount**steps, 0 * steps), described.cost

@@ -52,7 +52,7 @@ class Algorithm(gigpo.Algorithm):
   def parts(self, rows: batch.Rows) -> advantages.Parts:
     """Returns A_E, and the weighted sum of the levels as A_S."""
     return _parts(
-      *self.inputs(rows),
+      self.inputs(rows),
       jnp.float32(self.level_exponent),
       history=self.history,
       **self.statistics(),
@@ -73,9 +73,10 @@ class Algorithm(gigpo.Algorithm):
     'lone_episode',
   ),
 )
-def _parts(*inputs, history, norm, penalty_scope, **statistics):
-  *inputs, level_exponent = inputs
-  described = advantages.segment_rows(*inputs, penalty_scope=penalty_scope)
+def _parts(
+  inputs, level_exponent, *, history, norm, penalty_scope, **statistics
+):
+  described = advantages.segment_rows(inputs, penalty_scope=penalty_scope)
   all_rows = jnp.ones_like(described.starts)
   total = weights = jnp.zeros(len(all_rows))
   for k, (segments, complete) in enumerate(levels(described, history), 1):

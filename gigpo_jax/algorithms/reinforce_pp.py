@@ -43,7 +43,7 @@ class Algorithm:
     """Returns one advantage per row, 0 for padding."""
     del values
     advantages_R = _whitened(
-      *advantages.device_inputs(*rows.steps_taken(), 1.0, self.invalid_penalty),
+      advantages.device_inputs(*rows.steps_taken(), 1.0, self.invalid_penalty),
       jnp.asarray(rows.lengths - rows.prompt_lengths, jnp.float32),
       baseline=self.baseline,
     )
@@ -55,9 +55,8 @@ class Algorithm:
 
 
 @functools.partial(jax.jit, static_argnames='baseline')
-def _whitened(*inputs, baseline):
-  *inputs, tokens = inputs
-  described = advantages.segment_rows(*inputs, penalty_scope='reward')
+def _whitened(inputs, tokens, *, baseline):
+  described = advantages.segment_rows(inputs, penalty_scope='reward')
   returns = described.episode_returns
   if baseline == 'group':
     centred = advantages.group_normalize(
