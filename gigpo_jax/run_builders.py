@@ -83,6 +83,8 @@ class Parts:
   """The objects of a training run, apart from environments and checkpoints.
 
   Attributes:
+    config: the experiment.
+    workdir: its folder.
     bundle: the model with its mesh, tokenizer and sampler.
     loss: the policy's loss.
     entropy_band: its entropy band.
@@ -98,6 +100,8 @@ class Parts:
     rows_kwargs: arguments of `batch.from_trajectories`.
   """
 
+  config: ml_collections.ConfigDict
+  workdir: pathlib.Path
   bundle: builders.ModelBundle
   loss: token_batch.Loss
   entropy_band: losses.EntropyBand
@@ -112,6 +116,28 @@ class Parts:
   eval_sampling: sampler.Sampling
   rows_kwargs: dict[str, Any]
 
+  @property
+  def group_size(self) -> int:
+    """Number of episodes per group."""
+    return self.config.rollout.episodes_per_group
+
+  def diagnose(
+    self, rows: batch.Rows, output: algorithms.AlgorithmOutput
+  ) -> dict[str, float]:
+    """Returns metrics of anchor groups, if the algorithm itself has none.
+
+    They can be compared between algorithms.
+    """
+    if output.parts is not None:
+      return {}
+    options = self.config.algorithm
+    return advantages.diagnose(
+      rows,
+      discount=options.discount,
+      invalid_penalty=options.invalid_penalty,
+      norm=options.norm,
+    )
+
   def abstract_states(self) -> dict[str, learner.TrainState]:
     """Returns shapes, dtypes and shardings of the states of a checkpoint."""
     states = {'policy': self.learner.abstract_state()[0]}
@@ -121,12 +147,14 @@ class Parts:
 
 
 def make_parts(
-  config: ml_collections.ConfigDict, bundle: builders.ModelBundle
+  config: ml_collections.ConfigDict, workdir: str, bundle: builders.ModelBundle
 ) -> Parts:
   """Returns the objects of a training run; compiles nothing."""
   algorithm = algorithms.make(**config_lib.algorithm_kwargs(config))
   loss = builders.make_loss(config)
   return Parts(
+    config=config,
+    workdir=pathlib.Path(workdir),
     bundle=bundle,
     loss=loss,
     entropy_band=losses.EntropyBand(**config.loss.entropy_band),
@@ -157,10 +185,7 @@ def open_checkpoints(
 
 
 def restore_or_init(
-  config: ml_collections.ConfigDict,
-  workdir: str,
-  parts: Parts,
-  saver: checkpoint.Checkpointer,
+  parts: Parts, saver: checkpoint.Checkpointer
 ) -> tuple[run_state.RunState, run_state.History]:
   """Returns the state and history of the newest checkpoint, or of the start.
 
@@ -186,21 +211,20 @@ def restore_or_init(
     parts.tasks.restore(history.task_outcomes)
   except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
     raise ValueError(
-      f'{workdir}/checkpoints/{iteration}/host: not the state of a run '
+      f'{parts.workdir}/checkpoints/{iteration}/host: not the state of a run '
       f'({type(e).__name__}: {e}); delete this checkpoint to resume from the '
       'one before, or give another --workdir'
     ) from e
-  console.log(f'resuming {workdir} after iteration {iteration}')
+  console.log(f'resuming {parts.workdir} after iteration {iteration}')
   return run_state.RunState(**states, reference=reference), history
 
 
 def compile_programs(
-  config: ml_collections.ConfigDict, parts: Parts, state: run_state.RunState
+  parts: Parts, state: run_state.RunState
 ) -> run_state.RunState:
   """Compiles the programs of a run; returns the state unchanged.
 
   Args:
-    config: the experiment.
     parts: the objects of the run.
     state: donated.
 
@@ -226,20 +250,16 @@ def compile_programs(
   return state
 
 
-def open_logs(
-  config: ml_collections.ConfigDict,
-  workdir: str,
-  parts: Parts,
-  first_iteration: int,
-) -> run_logs.RunLogs:
+def open_logs(parts: Parts, first_iteration: int) -> run_logs.RunLogs:
   """Returns the logs of a run; those of other processes write nothing."""
+  config, workdir = parts.config, str(parts.workdir)
   most_repeated = _most_repeated(config, workdir, first_iteration)
   return run_logs.RunLogs(
     builders.make_writer(config, workdir, first_iteration, most_repeated),
     builders.make_episode_writer(
       config, workdir, parts.bundle.tokenizer, first_iteration, most_repeated
     ),
-    pathlib.Path(workdir) if distributed.is_main_process() else None,
+    parts.workdir if distributed.is_main_process() else None,
   )
 
 
@@ -256,16 +276,10 @@ def _most_repeated(
   return (config.checkpoint.keep + 2) * config.checkpoint.every + 1
 
 
-def export(
-  config: ml_collections.ConfigDict,
-  workdir: str,
-  parts: Parts,
-  state: run_state.RunState,
-) -> None:
+def export(parts: Parts, state: run_state.RunState) -> None:
   """Writes the policy, and adapters also separately, as Hugging Face files."""
-  root = pathlib.Path(workdir)
   model, params = parts.bundle.model, state.policy.params
-  with distributed.atomic_directory(root / 'policy') as folder:
+  with distributed.atomic_directory(parts.workdir / 'policy') as folder:
     huggingface.save(
       folder,
       model,
@@ -273,5 +287,6 @@ def export(
       tokenizer_directory=parts.bundle.tokenizer.directory,
     )
   if model.adapters:
-    with distributed.atomic_directory(root / 'adapters') as folder:
-      huggingface.save_adapters(folder, model, params, config.model.path)
+    path = parts.config.model.path
+    with distributed.atomic_directory(parts.workdir / 'adapters') as folder:
+      huggingface.save_adapters(folder, model, params, path)

@@ -42,7 +42,6 @@ from gigpo_jax import (
   run_state,
   trajectory,
 )
-from gigpo_jax.algorithms import gigpo
 from gigpo_jax.runtime import console, distributed, errors, preemption
 
 Metrics = dict[str, float]
@@ -96,52 +95,50 @@ def train(
         jax.set_mesh(bundle.mesh),
         run_builders.open_checkpoints(config, workdir) as saver,
       ):
-        parts = run_builders.make_parts(config, bundle)
+        parts = run_builders.make_parts(config, workdir, bundle)
         saver.check(parts.abstract_states())
         with builders.make_pool(config) as pool:
           builders.try_environment(config, pool, 'train', bundle.tokenizer)
           if distributed.is_main_process():
             run_config.save(config, workdir)
           runner = builders.make_runner(config, bundle, pool)
-          loop(config, workdir, parts, runner, saver, guard)
+          loop(parts, runner, saver, guard)
 
 
 def loop(
-  config: ml_collections.ConfigDict,
-  workdir: str,
   parts: run_builders.Parts,
   runner: rollout.EpisodeRunner,
   saver: checkpoint.Checkpointer,
   guard: preemption.PreemptionGuard,
 ) -> None:
-  """Runs the remaining iterations, then exports the policy."""
-  group_size = config.rollout.episodes_per_group
+  """Runs the remaining iterations, then evaluates and exports the policy."""
+  config, tasks = parts.config, parts.tasks
   last = None  # (iteration, state, history) of the last whole iteration.
   try:
-    state, history = run_builders.restore_or_init(config, workdir, parts, saver)
+    state, history = run_builders.restore_or_init(parts, saver)
     first = history.next_iteration
-    logs = run_builders.open_logs(config, workdir, parts, first)
-    state = run_builders.compile_programs(config, parts, state)
-    compute_advantages(config, parts, state, builders.make_dummy_rows(config))
+    logs = run_builders.open_logs(parts, first)
+    state = run_builders.compile_programs(parts, state)
+    compute_advantages(parts, state, builders.make_dummy_rows(config))
     for iteration in range(first, config.num_iterations):
       start, values = time.monotonic(), {}
       if _is_due(iteration, config.evaluation.every):
-        values |= evaluate(config, parts, runner, state)
+        values |= evaluate(parts, runner, state)
+      is_first = iteration == first
       groups, rollout_metrics = collect(
-        config, parts, runner, state, iteration, trace=iteration == first
+        parts, runner, state, iteration, trace=is_first
       )
-      if iteration == first:
+      if is_first:
         logs.plot_rollout(runner)
       guard.exit_if_requested()  # Before the update, which donates the state.
       with guard.defer():
-        parts.tasks.record_outcomes(groups.outcomes)
-        runner.prefetch(parts.tasks.at(iteration + 1), group_size)
+        tasks.record_outcomes(groups.outcomes)
+        runner.prefetch(tasks.at(iteration + 1), parts.group_size)
         state, update_metrics = update(
-          config, workdir, parts, state, history, groups, iteration, logs
+          parts, state, history, groups, iteration, logs
         )
-        task_outcomes = parts.tasks.state()
         history = history.after(
-          iteration, groups, task_outcomes, update_metrics
+          iteration, groups, tasks.state(), update_metrics
         )
         values |= rollout_metrics | update_metrics | history.counts.metrics()
         values['time/iteration_secs'] = time.monotonic() - start
@@ -152,15 +149,13 @@ def loop(
         ):
           saver.save(iteration, state.to_dict(), history.to_json())
       guard.exit_if_requested()
-    finish(config, workdir, parts, runner, state, history, logs, saver)
+    finish(parts, runner, state, history, logs, saver)
   except preemption.Preempted:
     guard.disarm()
     save_last(saver, last)
 
 
 def update(
-  config: ml_collections.ConfigDict,
-  workdir: str,
   parts: run_builders.Parts,
   state: run_state.RunState,
   history: run_state.History,
@@ -168,21 +163,7 @@ def update(
   iteration: int,
   logs: run_logs.RunLogs,
 ) -> tuple[run_state.RunState, Metrics]:
-  """Learns from the episodes of an iteration.
-
-  Args:
-    config: the experiment.
-    workdir: its folder.
-    parts: the objects of the run.
-    state: donated.
-    history: the history of the earlier iterations.
-    groups: the episodes; without any to train on, nothing is updated.
-    iteration: index of the iteration.
-    logs: receives the episodes with their advantages.
-
-  Returns:
-    The new state and metrics.
-  """
+  """Learns from the episodes of an iteration; returns state and metrics."""
   if not groups.kept:
     # Entropy bonus, KL and weight decay would move the policy without a signal.
     return state, logs.write_episodes(iteration, groups) | no_update(parts)
@@ -190,35 +171,22 @@ def update(
   rows = batch.from_trajectories(groups.kept, **parts.rows_kwargs)
   values = {'time/rows_secs': time.monotonic() - start}
   output, old_values, advantage_metrics = compute_advantages(
-    config, parts, state, rows
+    parts, state, rows
   )
   values |= advantage_metrics
   values |= logs.write_episodes(iteration, groups, rows, output)
-  # Log-probs of the policy in the denominator of the ratios.
-  old_log_probs = rows.sampler_log_probs
-  if config.loss.old_log_probs == 'learner':
-    old_log_probs = parts.learner.log_probs(state.policy.params, rows)
+  columns = {'advantages': output.advantages}
+  columns |= loss_columns(parts, state, history, rows, iteration)
   values |= parts.learner.sampler_difference(
-    state.policy.params, rows, old_log_probs
+    state.policy.params, rows, columns['old_log_probs']
   )
   if parts.critic:
     state, critic_metrics = update_critic(
-      config,
-      workdir,
-      parts,
-      state,
-      history,
-      rows,
-      output,
-      old_values,
-      iteration,
+      parts, state, history, rows, output, old_values, iteration
     )
     values |= critic_metrics
-    if iteration < config.critic.warmup_iterations:
+    if iteration < parts.config.critic.warmup_iterations:
       return state, values
-  columns = {'advantages': output.advantages} | loss_columns(
-    config, parts, state, history, rows, old_log_probs, iteration
-  )
   policy, policy_metrics = parts.learner.update(
     state.policy,
     rows,
@@ -226,23 +194,12 @@ def update(
     skipped_before=history.skipped.get('update', 0.0),
     **{name: columns[name] for name in parts.loss.columns},
   )
-  stop_if_skipped(
-    config,
-    workdir,
-    policy_metrics,
-    'update',
-    rows,
-    advantages=output.advantages,
-    old_log_probs=old_log_probs,
-  )
+  stop_if_skipped(parts, policy_metrics, 'update', rows, columns)
   return state.replace(policy=policy), values | policy_metrics
 
 
 def compute_advantages(
-  config: ml_collections.ConfigDict,
-  parts: run_builders.Parts,
-  state: run_state.RunState,
-  rows: batch.Rows,
+  parts: run_builders.Parts, state: run_state.RunState, rows: batch.Rows
 ) -> tuple[algorithms.AlgorithmOutput, np.ndarray | None, Metrics]:
   """Returns the advantages of rows, the critic's values, and metrics."""
   old_values = None
@@ -251,47 +208,40 @@ def compute_advantages(
   start = time.monotonic()
   output = parts.algorithm.compute_advantages(rows, old_values)
   values = {'time/credit_secs': time.monotonic() - start}
-  if output.parts is None:
-    # Metrics of anchor groups are comparable between algorithms.
-    values |= gigpo.diagnose(
-      rows,
-      discount=config.algorithm.discount,
-      invalid_penalty=config.algorithm.invalid_penalty,
-      norm=config.algorithm.norm,
-    )
-  values |= output.metrics
+  values |= parts.diagnose(rows, output) | output.metrics
   values |= metrics.effective_tokens(output.advantages, rows.completion_mask)
   return output, old_values, values
 
 
 def loss_columns(
-  config: ml_collections.ConfigDict,
   parts: run_builders.Parts,
   state: run_state.RunState,
   history: run_state.History,
   rows: batch.Rows,
-  old_log_probs: np.ndarray,
   iteration: int,
 ) -> dict[str, np.ndarray | float]:
-  """Returns the columns of the policy's loss besides the advantages.
+  """Returns the columns of the policy's loss except for the advantages.
 
-  See `token_batch.TokenBatch` for their meaning.
+  `token_batch.TokenBatch` describes them.
   """
+  options, learner = parts.config.loss, parts.learner
+  # The denominators of the ratios: log-probs before the update.
+  old_log_probs = rows.sampler_log_probs
+  if options.old_log_probs == 'learner':
+    old_log_probs = learner.log_probs(state.policy.params, rows)
   columns = {'old_log_probs': old_log_probs, 'importance': 1.0}
-  if config.loss.tis_clip:
+  if options.tis_clip:
     columns['importance'] = losses.truncated_importance(
-      old_log_probs, rows.sampler_log_probs, config.loss.tis_clip
+      old_log_probs, rows.sampler_log_probs, options.tis_clip
     )
   if parts.loss.needs_reference:
-    columns['ref_log_probs'] = parts.learner.log_probs(state.reference, rows)
+    columns['ref_log_probs'] = learner.log_probs(state.reference, rows)
   return columns | parts.entropy_band.make_columns(
-    history.entropies, iteration, config.num_iterations
+    history.entropies, iteration, parts.config.num_iterations
   )
 
 
 def update_critic(
-  config: ml_collections.ConfigDict,
-  workdir: str,
   parts: run_builders.Parts,
   state: run_state.RunState,
   history: run_state.History,
@@ -306,21 +256,12 @@ def update_critic(
     rows,
     values=old_values,
     targets=output.value_targets,
-    value_mask=(
-      rows.completion_mask if output.value_mask is None else output.value_mask
-    ),
+    value_mask=output.value_mask,
     iteration=iteration,
     skipped_before=history.skipped.get('critic', 0.0),
   )
-  stop_if_skipped(
-    config,
-    workdir,
-    values,
-    'critic',
-    rows,
-    values=old_values,
-    targets=output.value_targets,
-  )
+  arrays = {'values': old_values, 'targets': output.value_targets}
+  stop_if_skipped(parts, values, 'critic', rows, arrays)
   return state.replace(critic=critic), values
 
 
@@ -333,27 +274,25 @@ def no_update(parts: run_builders.Parts) -> Metrics:
 
 
 def stop_if_skipped(
-  config: ml_collections.ConfigDict,
-  workdir: str,
+  parts: run_builders.Parts,
   values: Metrics,
   name: str,
   rows: batch.Rows,
-  **arrays: np.ndarray,
+  arrays: dict[str, np.ndarray | float],
 ) -> None:
   """Stops the run if too many updates in a row were skipped.
 
   Args:
-    config: the experiment.
-    workdir: folder for the last rows.
+    parts: the objects of the run.
     values: metrics of the update.
     name: 'update' or 'critic'.
-    rows: the rows of the update.
-    **arrays: further arrays to save with the rows.
+    rows: the rows of the update, which are saved.
+    arrays: further arrays to save.
   """
   in_row = values[f'{name}/most_skipped_in_row']
-  if in_row < config.learner.max_skipped_in_row:
+  if in_row < parts.config.learner.max_skipped_in_row:
     return
-  path = pathlib.Path(workdir) / f'skipped_{name}.npz'
+  path = parts.workdir / f'skipped_{name}.npz'
   if distributed.is_main_process():
     rows.save(path, **arrays)
   raise errors.RunError(
@@ -364,7 +303,6 @@ def stop_if_skipped(
 
 
 def collect(
-  config: ml_collections.ConfigDict,
   parts: run_builders.Parts,
   runner: rollout.EpisodeRunner,
   state: run_state.RunState,
@@ -373,19 +311,19 @@ def collect(
   trace: bool,
 ) -> tuple[group_filter.CollectedGroups, Metrics]:
   """Runs the episodes of an iteration with the current policy."""
-  start = time.monotonic()
+  start, options = time.monotonic(), parts.config.rollout
 
   def run(tasks: list[base.Task], position: int) -> list[trajectory.Trajectory]:
     return runner.run(
       state.policy.params,
       tasks,
-      episodes_per_group=config.rollout.episodes_per_group,
+      episodes_per_group=parts.group_size,
       stream=(rollout.TRAIN, position),
       sampling=parts.sampling,
       task_type=parts.task_type,
       base_params=parts.learner.base,
       trace=trace,
-      max_turns=group_filter.max_turns(config.rollout.horizon, iteration),
+      max_turns=group_filter.max_turns(options.horizon, iteration),
       label=f'iteration {iteration}',
     )
 
@@ -393,10 +331,10 @@ def collect(
     run,
     parts.tasks,
     parts.group_filter,
-    groups=config.rollout.groups,
+    groups=options.groups,
     iteration=iteration,
   )
-  stop_if_failed(config, groups.episodes)
+  stop_if_failed(parts, groups.episodes)
   values = runner.metrics()
   runner.sampler.release()  # The update needs the memory.
   values |= groups.metrics
@@ -405,7 +343,6 @@ def collect(
 
 
 def evaluate(
-  config: ml_collections.ConfigDict,
   parts: run_builders.Parts,
   runner: rollout.EpisodeRunner,
   state: run_state.RunState,
@@ -420,15 +357,14 @@ def evaluate(
     task_type=parts.task_type,
     base_params=parts.learner.base,
   )
-  stop_if_failed(config, episodes)
+  stop_if_failed(parts, episodes)
   return evaluation.summarize(episodes) | {
     'time/evaluation_secs': time.monotonic() - start
   }
 
 
 def stop_if_failed(
-  config: ml_collections.ConfigDict,
-  episodes: Sequence[trajectory.Trajectory],
+  parts: run_builders.Parts, episodes: Sequence[trajectory.Trajectory]
 ) -> None:
   """Reports failed episodes; stops the run if there are too many."""
   report = metrics.failure_report(episodes)
@@ -436,7 +372,7 @@ def stop_if_failed(
     return
   console.log(report)
   failed = sum(bool(t.failure) for t in episodes) / len(episodes)
-  limit = config.pool.max_failed_share
+  limit = parts.config.pool.max_failed_share
   if failed > limit or failed == 1:
     raise errors.RunError(
       f'pool.max_failed_share={limit}: {report}; fix the environment or its '
@@ -445,8 +381,6 @@ def stop_if_failed(
 
 
 def finish(
-  config: ml_collections.ConfigDict,
-  workdir: str,
   parts: run_builders.Parts,
   runner: rollout.EpisodeRunner,
   state: run_state.RunState,
@@ -455,24 +389,22 @@ def finish(
   saver: checkpoint.Checkpointer,
 ) -> None:
   """Evaluates and exports the policy; draws the learning curve."""
-  if config.evaluation.every:
-    values = evaluate(config, parts, runner, state)
-    logs.write(config.num_iterations, values | history.counts.metrics())
+  if parts.config.evaluation.every:
+    values = evaluate(parts, runner, state) | history.counts.metrics()
+    logs.write(parts.config.num_iterations, values)
   logs.close()
   saver.wait()
   runner.sampler.release()
-  run_builders.export(config, workdir, parts, state)
+  run_builders.export(parts, state)
   if distributed.is_main_process():
-    print(f'learning curve: {metrics.plot(workdir)}', flush=True)
+    print(f'learning curve: {metrics.plot(str(parts.workdir))}', flush=True)
 
 
-def save_last(saver: checkpoint.Checkpointer, last: tuple | None) -> None:
-  """Saves the last whole iteration of a preempted run, if it is not saved.
-
-  Args:
-    saver: the checkpoints.
-    last: (iteration, state, history); None before the first iteration.
-  """
+def save_last(
+  saver: checkpoint.Checkpointer,
+  last: tuple[int, run_state.RunState, run_state.History] | None,
+) -> None:
+  """Saves the last whole iteration of a preempted run, if it is not saved."""
   if last and last[0] != saver.newest:
     iteration, state, history = last
     saver.save(iteration, state.to_dict(), history.to_json())

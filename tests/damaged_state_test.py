@@ -119,10 +119,10 @@ def _write_run(workdir: pathlib.Path, **changes: object) -> None:
     **changes: changes of the values that checkpoints hold besides the state.
   """
 
-  def loop(config, workdir, parts, runner, saver, guard):
+  def loop(parts, runner, saver, guard):
     del runner, guard
-    state, history = run_builders.restore_or_init(config, workdir, parts, saver)
-    logs = run_builders.open_logs(config, workdir, parts, 0)
+    state, history = run_builders.restore_or_init(parts, saver)
+    logs = run_builders.open_logs(parts, 0)
     for iteration in range(ITERATIONS):
       episodes_test.write(logs.episode_writer, iteration)
       history = dataclasses.replace(history, iteration=iteration)

@@ -527,7 +527,7 @@ def test_an_iteration_without_signal_calls_no_learner():
   groups = group_filter.CollectedGroups([], [], [], {})
   logs = run_logs.RunLogs(metrics.NullWriter())
   same_state, values = train.update(
-    None, '', parts, state, history, groups, 3, logs
+    parts, state, history, groups, 3, logs
   )
   assert same_state is state
   history = history.after(3, groups, {}, values)
