@@ -2,8 +2,7 @@
 
     python examples/own_loop.py
 
-The loop calls the same environments, sampler, runner, advantages, loss and
-update as `gigpo_jax.train`, with plain arguments.
+The loop makes the same calls as `gigpo_jax.train`, with plain arguments.
 """
 
 import pathlib
@@ -23,17 +22,22 @@ HOUSEHOLD = {
 }
 
 
-def main(num_iterations: int = 2) -> list[dict[str, float]]:
-  """Trains for a few iterations; returns the metrics of each."""
-  # Worker processes import this file too and must not import jax.
-  import jax
+def make_pool() -> 'gigpo_jax.env_pool.EnvPool':
+  """Returns the environments; starts a worker process."""
+  return gigpo_jax.env_pool.EnvPool(
+    'alfworld',
+    HOUSEHOLD,
+    num_envs=GROUPS * MEMBERS,
+    num_workers=1,
+    step_timeout_secs=60,
+    reset_timeout_secs=60,
+    envs_per_group=MEMBERS,
+  )
 
-  from gigpo_jax.models import huggingface
 
-  devices = gigpo_jax.mesh.make_mesh(data=1, fsdp=-1, tensor=1)
-  shape = huggingface.read_config(str(START), dtype='float32', remat='none')
-  text = gigpo_jax.tokenizer.Tokenizer(str(START))
-  sampler = gigpo_jax.sampler.Sampler(
+def make_sampler(shape, devices, text) -> 'gigpo_jax.sampler.Sampler':
+  """Returns the sampler of a model on devices."""
+  return gigpo_jax.sampler.Sampler(
     shape,
     devices,
     seed=0,
@@ -43,7 +47,11 @@ def main(num_iterations: int = 2) -> list[dict[str, float]]:
     stop_ids=text.stop_ids,
     vocab_size=text.vocab_size,
   )
-  learner = gigpo_jax.learner.Learner(
+
+
+def make_learner(shape, devices) -> 'gigpo_jax.learner.Learner':
+  """Returns the learner of a model on devices."""
+  return gigpo_jax.learner.Learner(
     shape,
     devices,
     loss=gigpo_jax.losses.PolicyGradient(kl_weight=0.0),
@@ -56,21 +64,28 @@ def main(num_iterations: int = 2) -> list[dict[str, float]]:
     aggregation='token_mean',
     seed=0,
   )
+
+
+def main(num_iterations: int = 2) -> list[dict[str, float]]:
+  """Trains for a few iterations; returns the metrics of each."""
+  # Worker processes import this file too and must not import jax.
+  import jax
+
+  from gigpo_jax.models import huggingface
+
+  devices = gigpo_jax.mesh.make_mesh(data=1, fsdp=-1, tensor=1)
+  shape = huggingface.read_config(str(START), dtype='float32', remat='none')
+  text = gigpo_jax.tokenizer.Tokenizer(str(START))
+  learner = make_learner(shape, devices)
+  algorithm = gigpo_jax.algorithms.make('gigpo')
   history = []
-  with (
-    jax.set_mesh(devices),
-    gigpo_jax.env_pool.EnvPool(
-      'alfworld',
-      HOUSEHOLD,
-      num_envs=GROUPS * MEMBERS,
-      num_workers=1,
-      step_timeout_secs=60,
-      reset_timeout_secs=60,
-      envs_per_group=MEMBERS,
-    ) as pool,
-  ):
+  with jax.set_mesh(devices), make_pool() as pool:
     runner = gigpo_jax.rollout.EpisodeRunner(
-      pool, sampler, text, PROMPT_TOKENS, prompt_overflow='drop_history'
+      pool=pool,
+      sampler=make_sampler(shape, devices, text),
+      tokenizer=text,
+      max_prompt_tokens=PROMPT_TOKENS,
+      prompt_overflow='drop_history',
     )
     state = learner.init(huggingface.load(str(START), shape, devices))
     for iteration in range(num_iterations):
@@ -88,20 +103,20 @@ def main(num_iterations: int = 2) -> list[dict[str, float]]:
         max_prompt_tokens=PROMPT_TOKENS,
         max_completion_tokens=COMPLETION_TOKENS,
       )
-      advantages = gigpo_jax.advantages.gigpo(*rows.steps_taken())
-      state, values = learner.update(
+      output = algorithm.compute_advantages(rows)
+      state, metrics = learner.update(
         state,
         rows,
         iteration=iteration,
-        advantages=jax.device_get(advantages),
-        old_log_probs=rows.sampler_log_probs,
+        advantages=output.advantages,
+        old_log_probs=learner.log_probs(state.params, rows),
         importance=1.0,
       )
       success = sum(e.success for e in episodes) / len(episodes)
-      history.append(values | {'success': success})
+      history.append(metrics | {'success': success})
       print(
         f'iteration {iteration}: success {success:.0%}, '
-        f'loss {values["loss/total"]:+.4f}'
+        f'loss {metrics["loss/total"]:+.4f}'
       )
   return history
 

@@ -460,6 +460,55 @@ def group_normalize(
   return jnp.where(count == 1, lone, deviation)
 
 
+def diagnose(*columns: ArrayLike, **options: object) -> dict[str, float]:
+  """Returns `signal_metrics` of the rows of any algorithm.
+
+  Args:
+    *columns: arrays of the rows, as for `gigpo`.
+    **options: options, as for `gigpo`.
+  """
+  parts = Parts(*map(np.asarray, gigpo_parts(*columns, **options)))
+  return signal_metrics(parts, np.asarray(columns[1]))
+
+
+def signal_metrics(parts: Parts, groups: np.ndarray) -> dict[str, float]:
+  """Returns metrics of the learning signal; most are means over rows.
+
+  The others are groups_without_spread, the share of zero-variance groups, which
+  have no signal at episode level; anchor_group_size_mean, a mean over anchor
+  groups; anchor_groups_of_..., shares of anchor groups by size; standard
+  deviations; and the correlation of A_E and A_S.
+  """
+  real = groups != -1
+  if not real.any():
+    return {}
+  sizes = parts.anchor_group_sizes[real]
+  episode, step = parts.episode_advantage[real], parts.step_advantage[real]
+  ids = np.unique(groups[real], return_inverse=True)[1]
+  largest = np.zeros(ids.max() + 1)
+  np.maximum.at(largest, ids, np.abs(episode))
+  # An anchor group of n rows is summed n times with weight 1/n.
+  num_groups = np.sum(1 / sizes)
+  values = {
+    'advantage/singleton_anchor_rows': np.mean(sizes == 1),
+    'advantage/anchor_group_size_mean': len(sizes) / num_groups,
+    'advantage/groups_without_spread': np.mean(largest == 0),
+    'advantage/episode_abs_mean': np.abs(episode).mean(),
+    'advantage/step_abs_mean': np.abs(step).mean(),
+    'advantage/episode_std': episode.std(),
+    'advantage/step_std': step.std(),
+  }
+  for low, high in ((1, 1), (2, 3), (4, 7), (8, None)):
+    inside = (sizes >= low) & (sizes <= (high or np.inf))
+    name = f'{low}' if low == high else f'{low}_to_{high}'
+    name = name if high else f'{low}_and_more'
+    share = np.sum(inside / sizes) / num_groups
+    values[f'advantage/anchor_groups_of_{name}'] = share
+  if episode.std() > 0 and step.std() > 0:
+    values['advantage/correlation'] = np.corrcoef(episode, step)[0, 1]
+  return {name: float(value) for name, value in values.items()}
+
+
 def check_options(**options: str) -> None:
   """Raises ValueError if an option is unknown or two are incompatible."""
   for name, value in options.items():

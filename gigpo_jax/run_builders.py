@@ -14,7 +14,9 @@ import ml_collections
 
 from envs import base
 from gigpo_jax import (
+  advantages,
   algorithms,
+  batch,
   builders,
   checkpoint,
   critic,
@@ -132,7 +134,7 @@ class Parts:
       return {}
     options = self.config.algorithm
     return advantages.diagnose(
-      rows,
+      *rows.steps_taken(),
       discount=options.discount,
       invalid_penalty=options.invalid_penalty,
       norm=options.norm,

@@ -17,7 +17,6 @@ Differences in formulas and environments: docs/algorithm.md.
 """
 
 import contextlib
-import pathlib
 import time
 from collections.abc import Sequence
 
@@ -170,9 +169,7 @@ def update(
   start = time.monotonic()
   rows = batch.from_trajectories(groups.kept, **parts.rows_kwargs)
   values = {'time/rows_secs': time.monotonic() - start}
-  output, old_values, advantage_metrics = compute_advantages(
-    parts, state, rows
-  )
+  output, old_values, advantage_metrics = compute_advantages(parts, state, rows)
   values |= advantage_metrics
   values |= logs.write_episodes(iteration, groups, rows, output)
   columns = {'advantages': output.advantages}
@@ -294,7 +291,7 @@ def stop_if_skipped(
     return
   path = parts.workdir / f'skipped_{name}.npz'
   if distributed.is_main_process():
-    rows.save(path, **arrays)
+    rows.save(path, **{k: x for k, x in arrays.items() if np.ndim(x)})
   raise errors.RunError(
     f'{name}/skipped_in_row={in_row:.0f}: loss or gradient was not finite in '
     f'so many updates (learner.max_skipped_in_row); the last rows are in '

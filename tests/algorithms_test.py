@@ -7,7 +7,6 @@ from configs import alfworld
 from envs import messages
 from gigpo_jax import advantages, algorithms, batch, builders
 from gigpo_jax import config as config_lib
-from gigpo_jax.algorithms import gigpo
 
 
 def golden_rows():
@@ -72,14 +71,14 @@ def test_dummy_rows_compile_the_programs_of_an_iteration(compiled, name):
     values = np.zeros_like(row.completion_mask, np.float32)
   jax.clear_caches()
   algorithm.compute_advantages(row, values)
-  gigpo.diagnose(row, discount=0.5, invalid_penalty=0.1)
+  advantages.diagnose(*row.steps_taken(), discount=0.5)
   assert compiled
   del compiled[:]
   row.groups[:] = row.groups[0]
   row.episodes[:] %= 3
   row.rewards[:3] = 10
   algorithm.compute_advantages(row, values)
-  gigpo.diagnose(row, discount=0.5, invalid_penalty=0.1)
+  advantages.diagnose(*row.steps_taken(), discount=0.5)
   assert not compiled
 
 

@@ -75,7 +75,6 @@ def test_no_central_module_names_an_environment_or_algorithm(path: str):
     'configs/base.py': {'gigpo'},
     'gigpo_jax/advantages.py': {'gigpo'},
     # Metrics of GiGPO's groups and anchor groups for any algorithm.
-    'gigpo_jax/train.py': {'gigpo'},
   }
   assert _named(path) <= allowed.get(path, set())
 

@@ -526,9 +526,7 @@ def test_an_iteration_without_signal_calls_no_learner():
   history = run_state.History(entropies=(0.5,), skipped={'update': 1.0})
   groups = group_filter.CollectedGroups([], [], [], {})
   logs = run_logs.RunLogs(metrics.NullWriter())
-  same_state, values = train.update(
-    parts, state, history, groups, 3, logs
-  )
+  same_state, values = train.update(parts, state, history, groups, 3, logs)
   assert same_state is state
   history = history.after(3, groups, {}, values)
   assert (history.entropies, history.skipped) == ((0.5,), {'update': 1.0})

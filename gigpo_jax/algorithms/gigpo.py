@@ -76,52 +76,11 @@ class Algorithm:
     del values
     parts = advantages.Parts(*(np.asarray(part) for part in self.parts(rows)))
     return algorithms.AlgorithmOutput(
-      self.joint(parts), metrics(parts, rows.groups), parts=parts
+      self.joint(parts),
+      advantages.signal_metrics(parts, rows.groups),
+      parts=parts,
     )
 
   def joint(self, parts: advantages.Parts) -> np.ndarray:
     """Returns the joint advantage A, Eq. (8)."""
     return advantages.combine(parts, self.step_weight)
-
-
-def diagnose(rows: batch.Rows, **kwargs) -> dict[str, float]:
-  """Returns GiGPO's metrics for the rows of any algorithm."""
-  return Algorithm(**kwargs).compute_advantages(rows).metrics
-
-
-def metrics(parts: advantages.Parts, groups: np.ndarray) -> dict[str, float]:
-  """Returns metrics of the learning signal; most are means over rows.
-
-  The others are groups_without_spread, the share of zero-variance groups, which
-  have no signal at episode level; anchor_group_size_mean, a mean over anchor
-  groups; anchor_groups_of_..., shares of anchor groups by size; standard
-  deviations; and the correlation of A_E and A_S.
-  """
-  real = groups != -1
-  if not real.any():
-    return {}
-  sizes = parts.anchor_group_sizes[real]
-  episode, step = parts.episode_advantage[real], parts.step_advantage[real]
-  ids = np.unique(groups[real], return_inverse=True)[1]
-  largest = np.zeros(ids.max() + 1)
-  np.maximum.at(largest, ids, np.abs(episode))
-  # An anchor group of n rows is summed n times with weight 1/n.
-  num_groups = np.sum(1 / sizes)
-  values = {
-    'advantage/singleton_anchor_rows': np.mean(sizes == 1),
-    'advantage/anchor_group_size_mean': len(sizes) / num_groups,
-    'advantage/groups_without_spread': np.mean(largest == 0),
-    'advantage/episode_abs_mean': np.abs(episode).mean(),
-    'advantage/step_abs_mean': np.abs(step).mean(),
-    'advantage/episode_std': episode.std(),
-    'advantage/step_std': step.std(),
-  }
-  for low, high in ((1, 1), (2, 3), (4, 7), (8, None)):
-    inside = (sizes >= low) & (sizes <= (high or np.inf))
-    name = f'{low}' if low == high else f'{low}_to_{high}'
-    name = name if high else f'{low}_and_more'
-    share = np.sum(inside / sizes) / num_groups
-    values[f'advantage/anchor_groups_of_{name}'] = share
-  if episode.std() > 0 and step.std() > 0:
-    values['advantage/correlation'] = np.corrcoef(episode, step)[0, 1]
-  return {name: float(value) for name, value in values.items()}
