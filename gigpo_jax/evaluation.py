@@ -9,6 +9,7 @@ import json
 import math
 import pathlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import ml_collections
@@ -27,6 +28,7 @@ from gigpo_jax import (
 )
 from gigpo_jax import config as config_lib
 from gigpo_jax.runtime import console, distributed, errors
+from gigpo_jax.tools import plots
 
 _RESAMPLES = 10_000
 _MAX_LABEL = 60  # Characters of a policy's name in the plot.
@@ -169,6 +171,13 @@ class Comparison:
   worse: int
   p: float
 
+  def __str__(self) -> str:
+    return (
+      f'{100 * self.difference:+.1f} points '
+      f'[{100 * self.low:+.1f}, {100 * self.high:+.1f}], better on '
+      f'{self.better} and worse on {self.worse} tasks, p = {self.p:.2g}'
+    )
+
 
 def compare(
   one: Sequence[trajectory.Trajectory],
@@ -232,28 +241,40 @@ def sign_test(better: int, worse: int) -> float:
 
 def table(name: str, trajectories: Sequence[trajectory.Trajectory]) -> str:
   """Returns a Markdown table of a policy: all tasks, then each task type."""
-  head = '| policy | tasks | episodes | success, 95 % | score | turns | '
-  lines = [
-    head + 'invalid | inadmissible |',
-    '|---|---|---|---|---|---|---|---|',
+  columns = ['policy', 'tasks', 'episodes', 'success, 95 %', 'score', 'turns']
+  rows = [
+    [name, task_type, len(subset), *_cells(subset)]
+    for task_type, subset in _by_type(trajectories).items()
   ]
+  return plots.table([*columns, 'invalid', 'inadmissible'], rows)
+
+
+def _cells(trajectories: Sequence[trajectory.Trajectory]) -> list[str]:
+  values = metrics.summarize(trajectories, prefix='')
+  low, high = success_interval(trajectories)
+
+  def cell(key: str, form: str) -> str:
+    return form.format(values[f'/{key}']) if f'/{key}' in values else ''
+
+  return [
+    f'{cell("success_rate", "{:.1%}")} [{low:.1%}, {high:.1%}]',
+    cell('score', '{:.3f}'),
+    cell('episode_length', '{:.1f}'),
+    cell('invalid_action_rate', '{:.1%}'),
+    cell('inadmissible_action_rate', '{:.1%}'),
+  ]
+
+
+def _by_type(
+  trajectories: Sequence[trajectory.Trajectory],
+) -> dict[str, list[trajectory.Trajectory]]:
+  """Returns all episodes as 'all', then those of each of several types."""
   task_types = sorted({t.task_type for t in trajectories})
-  for task_type in ('all', *(task_types if len(task_types) > 1 else ())):
-    subset = [t for t in trajectories if task_type in ('all', t.task_type)]
-    values = metrics.summarize(subset, prefix='')
-    low, high = success_interval(subset)
-
-    def cell(key: str, form: str, values: dict = values) -> str:
-      return form.format(values[f'/{key}']) if f'/{key}' in values else ''
-
-    lines.append(
-      f'| {name} | {task_type} | {len(subset)} '
-      f'| {cell("success_rate", "{:.1%}")} [{low:.1%}, {high:.1%}] '
-      f'| {cell("score", "{:.3f}")} | {cell("episode_length", "{:.1f}")} '
-      f'| {cell("invalid_action_rate", "{:.1%}")} '
-      f'| {cell("inadmissible_action_rate", "{:.1%}")} |'
-    )
-  return '\n'.join(lines)
+  groups = {'all': list(trajectories)}
+  if len(task_types) > 1:
+    for task_type in task_types:
+      groups[task_type] = [t for t in trajectories if t.task_type == task_type]
+  return groups
 
 
 def draw(
@@ -265,66 +286,64 @@ def draw(
     policies: episodes by name of the policy.
     path: path of the image.
   """
-  # matplotlib is slow to import.
-  import matplotlib
-
-  matplotlib.use('Agg')
-  from matplotlib import pyplot
-
-  task_types = sorted(
-    {t.task_type for episodes in policies.values() for t in episodes}
-  )
-  shown = ['all', *task_types] if len(task_types) > 1 else ['all']
-  figure, axes = pyplot.subplots(
-    figsize=(max(5, 2 + 1.3 * len(shown)), 4.5), layout='constrained'
-  )
+  everything = [t for episodes in policies.values() for t in episodes]
+  shown = {
+    task_type: len({t.task for t in subset})
+    for task_type, subset in _by_type(everything).items()
+  }
   width = 0.8 / len(policies)
-  for n, (name, episodes) in enumerate(policies.items()):
-    xs, heights, error_bars = [], [], []
-    for k, task_type in enumerate(shown):
-      subset = [t for t in episodes if task_type in ('all', t.task_type)]
-      if not subset:
-        continue
-      mean, (low, high) = (
-        np.mean([t.success for t in subset]),
-        success_interval(subset),
+  with plots.image(path, figsize=(max(5, 2 + 1.3 * len(shown)), 4.5)) as (
+    figure,
+    axes,
+  ):
+    for n, (name, episodes) in enumerate(policies.items()):
+      bars = _draw_bars(axes, episodes, list(shown), n * width, width)
+      bars.set_label(
+        name if len(name) <= _MAX_LABEL else f'…{name[-_MAX_LABEL:]}'
       )
-      xs.append(k + n * width)
-      heights.append(100 * mean)
-      error_bars.append((100 * max(0, mean - low), 100 * max(0, high - mean)))
-    bars = axes.bar(
-      xs,
-      heights,
-      width,
-      yerr=np.array(error_bars).T,
-      capsize=3,
-      label=name if len(name) <= _MAX_LABEL else f'…{name[-_MAX_LABEL:]}',
+    axes.set_xticks(
+      [k + width * (len(policies) - 1) / 2 for k in range(len(shown))],
+      [f'{task_type} ({count})' for task_type, count in shown.items()],
+      rotation=25 if len(shown) > 1 else 0,
+      ha='right' if len(shown) > 1 else 'center',
+      rotation_mode='anchor',
     )
-    axes.bar_label(bars, fmt='{:.0f}', padding=2, fontsize=8)
-  tasks = {task_type: set() for task_type in shown}
-  for t in (t for episodes in policies.values() for t in episodes):
-    for task_type in {'all', t.task_type} & tasks.keys():
-      tasks[task_type].add(t.task)
-  axes.set_xticks(
-    [k + width * (len(policies) - 1) / 2 for k in range(len(shown))],
-    [f'{task_type} ({len(tasks[task_type])})' for task_type in shown],
-    rotation=25 if len(shown) > 1 else 0,
-    ha='right' if len(shown) > 1 else 'center',
-    rotation_mode='anchor',
-  )
-  axes.set_yticks(range(0, 101, 20))
-  # Leave room above 100 for the labels of the bars.
-  axes.set(
-    xlabel='task type (number of tasks)',
-    ylabel='success (%), 95 % interval',
-    ylim=(0, 110),
-  )
-  axes.grid(alpha=0.3, axis='y')
-  axes.set_axisbelow(True)
-  # Outside of the axes, so that the legend never covers a bar.
-  figure.legend(loc='outside upper center')
-  figure.savefig(path, dpi=120)
-  pyplot.close(figure)
+    axes.set_yticks(range(0, 101, 20))
+    # Leave room above 100 for the labels of the bars.
+    axes.set(
+      xlabel='task type (number of tasks)',
+      ylabel='success (%), 95 % interval',
+      ylim=(0, 110),
+    )
+    axes.grid(alpha=0.3, axis='y')
+    axes.set_axisbelow(True)
+    # Outside of the axes, so that the legend never covers a bar.
+    figure.legend(loc='outside upper center')
+
+
+def _draw_bars(
+  axes: Any,
+  episodes: Sequence[trajectory.Trajectory],
+  task_types: Sequence[str],
+  offset: float,
+  width: float,
+) -> Any:
+  """Draws a bar of the success rate per task type; returns the bars."""
+  xs, heights, error_bars = [], [], []
+  for k, task_type in enumerate(task_types):
+    subset = [t for t in episodes if task_type in ('all', t.task_type)]
+    if not subset:
+      continue
+    mean, (low, high) = (
+      np.mean([t.success for t in subset]),
+      success_interval(subset),
+    )
+    xs.append(k + offset)
+    heights.append(100 * mean)
+    error_bars.append((100 * max(0, mean - low), 100 * max(0, high - mean)))
+  bars = axes.bar(xs, heights, width, yerr=np.array(error_bars).T, capsize=3)
+  axes.bar_label(bars, fmt='{:.0f}', padding=2, fontsize=8)
+  return bars
 
 
 def main(
@@ -352,6 +371,39 @@ def main(
   Raises:
     ValueError: one line per problem, if the config is invalid.
   """
+  policies = _check_policies(config, models, checkpoints, repeats)
+  run_config.check_workdir(workdir)
+  distributed.initialize()
+  episodes = {}
+  with builders.make_pool(config) as pool:
+    builders.try_environment(config, pool, config.evaluation.split)
+    for source, path in policies:
+      episodes[path] = _evaluate_policy(config, source, path, pool, repeats)
+  if not distributed.is_main_process():
+    return
+  names = list(episodes)
+  print('\n\n'.join(table(name, episodes[name]) for name in names))
+  comparisons = {
+    name: compare(episodes[names[0]], episodes[name]) for name in names[1:]
+  }
+  for name, measures in comparisons.items():
+    for measure, comparison in measures.items():
+      print(f'\n{names[0]} minus {name}, {measure}: {comparison}')
+  with errors.explain_disk_errors(workdir):
+    _write(pathlib.Path(workdir), episodes, comparisons)
+
+
+def _check_policies(
+  config: ml_collections.ConfigDict,
+  models: Sequence[str],
+  checkpoints: Sequence[str],
+  repeats: int,
+) -> list[tuple[str, str]]:
+  """Returns ('checkpoint' or 'model', path) of each policy to evaluate.
+
+  Raises:
+    ValueError: one line per problem, if one of them cannot be evaluated.
+  """
   if repeats < 1:
     raise ValueError(f'--repeats={repeats}: must be at least 1')
   policies = [('checkpoint', c) for c in checkpoints]
@@ -368,30 +420,7 @@ def main(
     config_lib.validate(
       _with_policy(config, source, path), trains=source == 'checkpoint'
     )
-  run_config.check_workdir(workdir)
-  distributed.initialize()
-  episodes = {}
-  with builders.make_pool(config) as pool:
-    builders.try_environment(config, pool, config.evaluation.split)
-    for source, path in policies:
-      episodes[path] = _evaluate_policy(config, source, path, pool, repeats)
-  if not distributed.is_main_process():
-    return
-  names = list(episodes)
-  print('\n\n'.join(table(name, episodes[name]) for name in names))
-  comparisons = {
-    name: compare(episodes[names[0]], episodes[name]) for name in names[1:]
-  }
-  for name, measures in comparisons.items():
-    for measure, c in measures.items():
-      print(
-        f'\n{names[0]} minus {name}, {measure}: '
-        f'{100 * c.difference:+.1f} points '
-        f'[{100 * c.low:+.1f}, {100 * c.high:+.1f}], better on {c.better} and '
-        f'worse on {c.worse} tasks, p = {c.p:.2g}'
-      )
-  with errors.explain_disk_errors(workdir):
-    _write(pathlib.Path(workdir), episodes, comparisons)
+  return policies
 
 
 def _write(
