@@ -174,7 +174,7 @@ def main() -> None:
   """Prints the table."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--repeats', type=int, default=5)
-  parser.add_argument('--workdir', help='run whose time to compare with')
+  parser.add_argument('--workdir', help='also print the share of this run')
   options = parser.parse_args()
   print(f'{jax.devices()[0].device_kind}, {len(jax.devices())} device(s)')
   print('| rows | kernel, ms | released, ms | times | plain, ms | times |')

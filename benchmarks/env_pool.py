@@ -21,7 +21,7 @@ import psutil
 from envs import base
 from gigpo_jax import env_pool
 
-# Label: (environment, its arguments).
+# By label: (environment, arguments).
 _SUBJECTS = {
   'alfworld, native': ('alfworld', {'engine': 'native'}),
   'alfworld, textworld': ('alfworld', {'engine': 'textworld'}),

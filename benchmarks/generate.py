@@ -2,7 +2,7 @@
 
 `benchmarks/peers/rounds.py` runs this benchmark and other frameworks in turn;
 `shapes` is a module in that folder. One measurement samples 64 tokens after
-prompts of 256 tokens for a whole batch, another samples a single token.
+prompts of 256 tokens for a full batch; another samples a single token.
 
     PYTHONPATH=benchmarks/peers:. python benchmarks/generate.py --batch 16
 """

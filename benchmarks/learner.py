@@ -1,7 +1,7 @@
 """Benchmark the learner: speed, padding and memory.
 
 `benchmarks/peers/rounds.py` runs `--what train` and other frameworks in turn:
-an update of a whole batch with prompts of 256 tokens, completions of 64,
+an update of a full batch with prompts of 256 tokens, completions of 64,
 clipped ratio, KL, entropy and AdamW.
 
     PYTHONPATH=benchmarks/peers:. python benchmarks/learner.py --batch 16
@@ -14,7 +14,7 @@ The other measurements are:
   prompt sharing.
 - `--what memory`: peak memory of an update of Qwen2.5-0.5B with rematerialized
   layers, and of PyTorch with gradient checkpointing, each in its own process.
-- `--what limits`: speed of an update of a whole Qwen2.5 on an accelerator as a
+- `--what limits`: speed of an update of a full Qwen2.5 on an accelerator as a
   share of its matmul peak, and of PyTorch on the same rows if it supports the
   device.
 """
@@ -95,7 +95,7 @@ class Step:
     return metrics
 
 
-def beside(options: argparse.Namespace) -> None:
+def train(options: argparse.Namespace) -> None:
   """Times an update for the comparison in benchmarks/peers."""
   import shapes
 
@@ -271,7 +271,7 @@ def limits(options: argparse.Namespace) -> None:
   embedded = model.vocab_size * model.hidden_size
   matrices = sampler.parameter_bytes(model, 'model') / 2 - embedded
   # Multiply-add operations, forward and twice backward. Causal attention counts
-  # half. Logits only for completion tokens.
+  # half. Logits are computed for completion tokens only.
   attention = model.num_layers * model.num_heads * model.head_dim * 1024
   flops = 6 * (matrices + attention + embedded * 128 / 1024)
   rows, tokens = options.batch, options.batch * 1024
@@ -390,7 +390,7 @@ def main() -> None:
   parser.add_argument('--framework', help=argparse.SUPPRESS)
   options = parser.parse_args()
   hardware.keep_freed_memory()
-  _MEASURES.get(options.what, beside)(options)
+  _MEASURES.get(options.what, train)(options)
 
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-"""Models that several benchmarks measure, and speeds of a device."""
+"""Models of several benchmarks, and peak rates of a device."""
 
 import time
 from collections.abc import Callable

@@ -22,14 +22,14 @@ from gigpo_jax.tools import viewer
 
 _TEXT = pathlib.Path(__file__).parents[1] / 'configs/warm_starts/alfworld_tiny'
 _PLACES = ('cabinet', 'drawer', 'fridge', 'countertop', 'sinkbasin', 'shelf')
-_THINGS = ('mug', 'apple', 'knife', 'plate', 'tomato', 'pan', 'bread', 'cup')
+_ITEMS = ('mug', 'apple', 'knife', 'plate', 'tomato', 'pan', 'bread', 'cup')
 
 
 def _sentence(rng: np.random.Generator) -> str:
-  receptacle, thing = rng.choice(_PLACES), rng.choice(_THINGS)
+  receptacle, item = rng.choice(_PLACES), rng.choice(_ITEMS)
   return (
     f'You arrive at {receptacle} {rng.integers(1, 9)}. On the {receptacle}, '
-    f'you see a {thing} {rng.integers(1, 9)}.'
+    f'you see a {item} {rng.integers(1, 9)}.'
   )
 
 
@@ -40,7 +40,7 @@ def _step(
 ) -> trajectory.Step:
   observation = _sentence(rng)
   history = ' '.join(_sentence(rng) for _ in range(options.sentences))
-  action = f'take {rng.choice(_THINGS)} {rng.integers(1, 9)}'
+  action = f'take {rng.choice(_ITEMS)} {rng.integers(1, 9)}'
   response = f'<think>{_sentence(rng)}</think><action>{action}</action>'
   ids = text.encode([response])[0]
   return trajectory.Step(
@@ -60,7 +60,7 @@ def _write(folder: pathlib.Path, options: argparse.Namespace) -> int:
   """Writes the episodes; returns their number of tokens."""
   text = tokenizer.Tokenizer(str(_TEXT))
   rng = np.random.default_rng(0)
-  # A few hundred distinct steps are as slow to read as all distinct ones.
+  # Repeating 400 distinct steps is as slow to export as distinct steps.
   steps = [_step(text, rng, options) for _ in range(400)]
   records, tokens = [], 0
   for group in range(options.groups):

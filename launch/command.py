@@ -62,7 +62,7 @@ def _parse(argv: list[str], *, module: str) -> list[str]:
     argv = [_find_config(argument) for argument in argv]
     config = _check_config_file(argv)
     argv = [deprecated.flag(argument, config) for argument in argv]
-    # The config flag reads its overrides from there.
+    # The config flag reads the overrides from sys.argv.
     sys.argv = argv
     rest = flags.FLAGS(argv, known_only=False)
     lines.check_arguments(rest)
@@ -75,7 +75,7 @@ def _parse(argv: list[str], *, module: str) -> list[str]:
   except (flags.Error, ValueError, TypeError, OSError) as error:
     lines.exit_with_error(' '.join(str(error).split()))
   except (AttributeError, KeyError) as error:
-    # The text has a quoted name, an escaped newline and a suggestion.
+    # The text is a quoted name, an escaped newline and a suggestion.
     name, _, hint = re.sub(r"['\\\\]", '', str(error)).partition('nDid')
     hint = f'; did{hint}' if hint else ''
     lines.exit_with_error(
@@ -88,16 +88,16 @@ def _help(module: str) -> str:
   """Returns the docstring of a command's module, its flags and the configs."""
   # absl lists a script's flags under its path.
   key = sys.argv[0] if module == '__main__' else module
-  of_main = flags.FLAGS.flags_by_module_dict().get(key, ())
+  main_flags = flags.FLAGS.flags_by_module_dict().get(key, ())
   shown = [flags.FLAGS[name] for name in ('config', 'workdir')]
-  shown += [flag for flag in of_main if flag not in shown]
+  shown += [flag for flag in main_flags if flag not in shown]
   listed = []
   for flag in shown:
     default = '' if flag.default in (None, '', []) else f' ({flag.default})'
     listed += [f'  --{flag.name}{default}', _wrap(flag.help, 6)]
   listed += [
     '  --config.FIELD=VALUE',
-    _wrap('Any field of the config; they are listed in configs/base.py.', 6),
+    _wrap('Any field of the config; configs/base.py lists the fields.', 6),
   ]
   sizes = [
     f'  configs/{path.name}:{"|".join(names)}'
@@ -144,7 +144,7 @@ def _find_config(argument: str) -> str:
 def _check_config_file(argv: list[str]) -> ml_collections.ConfigDict:
   """Returns the config without overrides; empty without --config.
 
-  Loads the config file once by itself: the flag's own errors are long.
+  Loads the config file before the flag does, whose errors are long.
   """
   config = ml_collections.ConfigDict()
   for argument in argv:
@@ -171,13 +171,13 @@ def _check_config_file(argv: list[str]) -> ml_collections.ConfigDict:
 def _call(
   main: Callable[[ml_collections.ConfigDict, str], None], ending: str
 ) -> None:
-  # The checkpoint library logs much; its errors are raised.
+  # The checkpoint library logs a lot. Its errors are raised, too.
   logging.set_verbosity(logging.FATAL)
   workdir = _WORKDIR.value or _default_workdir() + ending
   if '://' in workdir:
     lines.exit_with_error(
-      f'--workdir={workdir}: buckets are not written to yet; must be a local '
-      'or mounted folder'
+      f'--workdir={workdir}: cannot write to a bucket; must be a local or '
+      'mounted folder'
     )
   # Worker processes import this file too and must not import jax.
   from gigpo_jax.runtime import compilation, distributed, errors, hardware

@@ -1,4 +1,4 @@
-r"""Evaluates policies on a config's fixed tasks: a table, JSON and a picture.
+r"""Evaluates policies on a config's evaluation tasks: table, JSON and plot.
 
     python launch/evaluate.py --config=configs/alfworld.py:tiny \
         --model=runs/alfworld-tiny/policy --repeats=4
@@ -7,9 +7,9 @@ r"""Evaluates policies on a config's fixed tasks: a table, JSON and a picture.
     python launch/evaluate.py --config=configs/alfworld.py:tiny \
         --model=runs/alfworld-tiny/policy --config.evaluation.temperature=0
 
-The third is greedy. At least one `--model` or `--checkpoint` is needed. The
-first of several, checkpoints before models, is compared with each of the others
-task by task.
+The third command samples greedily. At least one `--model` or `--checkpoint` is
+needed. The first policy, checkpoints before models, is compared with each other
+policy, task by task.
 """
 
 
@@ -32,7 +32,7 @@ def main() -> None:
 
   def run(config, workdir: str) -> None:
     # Worker processes import this file again and must not load jax: on a TPU
-    # host it would seize the chips.
+    # host, jax would claim the chips.
     from gigpo_jax import evaluation
 
     evaluation.main(

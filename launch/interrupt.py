@@ -45,7 +45,7 @@ def handle() -> Iterator[None]:
 
 
 def _end() -> NoReturn:
-  # Overwrites a progress bar.
+  # Clear the line of a progress bar.
   clear = '\r\x1b[K' if sys.stderr.isatty() else ''
   with contextlib.suppress(OSError):
     os.write(2, f'{clear}interrupted; {_outlook[0]()}\n'.encode())

@@ -5,8 +5,8 @@ r"""Trains a policy to imitate an expert, or the episodes of a run.
     python launch/sft.py --config=configs/alfworld.py:tiny --config.sft.init= \
         --config.sft.data=runs/alfworld-tiny/episodes --workdir=runs/refined
 
-The third imitates the successful episodes of a run. Writes WORKDIR/policy, a
-Hugging Face directory for `--config.model.path`.
+The third command imitates the successful episodes of a run. Writes
+WORKDIR/policy, a Hugging Face directory for `--config.model.path`.
 """
 
 
@@ -16,7 +16,7 @@ def main() -> None:
 
   def run(config, workdir: str) -> None:
     # Worker processes import this file again and must not load jax: on a TPU
-    # host it would seize the chips.
+    # host, jax would claim the chips.
     from gigpo_jax import sft
 
     sft.warm_start(config, workdir)

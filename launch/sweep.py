@@ -1,8 +1,8 @@
-r"""Runs many experiments side by side and tabulates their results.
+r"""Runs many experiments in parallel and tabulates their results.
 
     python launch/sweep.py --sweep=configs/sweeps/main.py --workdir=runs/main
 
-The same command resumes the sweep.
+Rerun the command to resume the sweep.
 """
 
 import signal
@@ -13,15 +13,15 @@ from absl import app, flags
 from launch import interrupt, lines
 
 _SWEEP = flags.DEFINE_string('sweep', None, 'Python file with a list RUNS.')
-_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the runs.')
+_WORKDIR = flags.DEFINE_string('workdir', None, 'Parent folder of the runs.')
 _AT_ONCE = flags.DEFINE_integer(
-  'at_once', 2, 'Runs side by side.', lower_bound=1
+  'at_once', 2, 'Number of parallel runs.', lower_bound=1
 )
 _KNOWN = flags.DEFINE_list(
-  'known', [], 'CSV tables of finished runs, which are not run again.'
+  'known', [], 'CSV tables of finished runs; these runs are skipped.'
 )
 _GATHER = flags.DEFINE_bool(
-  'gather', False, 'Whether to tabulate only, and run nothing.'
+  'gather', False, 'Whether to only tabulate finished runs.'
 )
 
 
@@ -31,7 +31,7 @@ def _run(argv: list[str]) -> None:
   from gigpo_jax.tools import sweep
 
   interrupt.set_outlook(lambda: 'the same command resumes the sweep')
-  # Ends the runs, too.
+  # The exit also ends the runs.
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
   try:

@@ -1,4 +1,4 @@
-"""Compiles an experiment for a TPU slice, without one.
+"""Compiles an experiment for a TPU slice, without TPUs.
 
 python launch/tpu_compile.py --config=configs/alfworld.py:7b --topology=v5e:4x4
 """
@@ -8,7 +8,7 @@ import os
 
 def main() -> None:
   """Parses the flags and compiles."""
-  # The compiler is libtpu's; chips, if there are any, are not touched.
+  # libtpu's compiler needs no chip. This keeps jax off the chips of a TPU host.
   os.environ['JAX_PLATFORMS'] = 'cpu'
   # Programs for absent devices cannot be read back from the cache.
   os.environ.setdefault('JAX_ENABLE_COMPILATION_CACHE', 'false')
@@ -18,8 +18,10 @@ def main() -> None:
   from gigpo_jax.tools import tpu_compile
   from launch import command
 
-  topology = flags.DEFINE_string('topology', 'v5e:4x4', 'The slice.')
-  shape = flags.DEFINE_string('shape', '', "Model shape, if not the config's.")
+  topology = flags.DEFINE_string('topology', 'v5e:4x4', 'Name of the slice.')
+  shape = flags.DEFINE_string(
+    'shape', '', "Model shape; default: the config's."
+  )
 
   def run(config, workdir: str) -> None:
     del workdir

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One TPU VM or a whole pod slice: create it, set it up, train, look, delete.
+# One TPU VM or a pod slice: create it, set it up, train, show the log, delete.
 #
 #   launch/tpu_vm.sh create --name=g --zone=us-west4-a --type=v5litepod-16 --spot
 #   launch/tpu_vm.sh setup  --name=g --zone=us-west4-a --bucket=my-runs \
@@ -8,18 +8,18 @@
 #       --config=configs/alfworld.py:7b --workdir=runs/alfworld-7b \
 #       --config.env.data_dir=data --config.model.path=Qwen/Qwen2.5-7B-Instruct
 #   launch/tpu_vm.sh logs   --name=g --zone=us-west4-a
-#   launch/tpu_vm.sh resume ... as run: the same command goes on where it stopped
-#   launch/tpu_vm.sh keep   ... all options of create, setup and run: does all of
-#       it, and does what is needed of it again whenever the slice is taken away
-#       or the training has stopped without being finished
+#   launch/tpu_vm.sh resume ... same as run: training resumes where it stopped
+#   launch/tpu_vm.sh keep   ... all options of create, setup and run: runs these
+#       commands, and repeats them whenever the slice is preempted or training
+#       stops before it is finished
 #   launch/tpu_vm.sh delete --name=g --zone=us-west4-a
 #
-# --dry-run prints the commands, and runs none.
+# --dry-run prints the commands without running them.
 
 set -euo pipefail
 
 readonly folder='gigpo_jax'
-readonly mount='runs'  # of the bucket, in that folder
+readonly mount='runs'  # mount point of the bucket, in that folder
 readonly log='train.log'
 
 name='' zone='' type='' version='' project='' bucket='' repository='' then=''
@@ -68,7 +68,7 @@ need() {
   done
 }
 
-# The software of a VM, by its kind of TPU.
+# Software version of the VM for the type of TPU.
 choose_version() {
   need type
   case "$type" in
@@ -117,14 +117,14 @@ setup() {
   local script
   script="set -e; test -d $folder || git clone $(printf '%q' "$repository") $folder"
   script+="; cd $folder; git pull --ff-only"
-  # The VM's own Python is older than jax wants.
+  # The VM's own Python is too old for jax.
   script+="; export PATH=\"\$HOME/.local/bin:\$PATH\""
   script+='; command -v uv > /dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh'
   script+='; test -d .venv || uv venv -q --python 3.12 .venv; . .venv/bin/activate'
   script+="; uv pip install -q -e '.[$extra]'"
   if [[ -n "$bucket" ]]; then
-    # All hosts write one folder, which outlives them; a checkpoint is finished
-    # by giving its folder another name.
+    # All hosts write to one folder, which outlives them. A checkpoint is
+    # finished by renaming its folder.
     script+="; mkdir -p $mount; mountpoint -q $mount || gcsfuse --implicit-dirs"
     script+=" --rename-dir-limit=1000000 $(printf '%q' "$bucket") $mount"
   fi
@@ -141,7 +141,7 @@ start() {
 >> $log 2>&1 < /dev/null & } && echo started"
 }
 
-# Whether a host trains, is through, or neither.
+# Prints training, finished or idle; unknown if the host does not answer.
 activity() {
   tpu ssh --worker=0 --command="cd $folder && { pgrep -f '[l]aunch/train.py' \
 > /dev/null && echo training || { tail -n 5 $log | grep -q '^learning curve: ' \
@@ -164,7 +164,7 @@ state() {
     printf 'ABSENT'
 }
 
-# Training until it is finished. The run goes on from its checkpoint.
+# Trains until the run is finished. It resumes from its checkpoint.
 keep() {
   need name zone type bucket
   ((${#train[@]})) || die '--: missing; after it come the flags of launch/train.py'
@@ -181,14 +181,14 @@ keep() {
       READY)
         case "$(activity)" in
           finished)
-            printf 'finished; launch/tpu_vm.sh delete ends the costs\n'
+            printf 'finished; to end the costs, run launch/tpu_vm.sh delete\n'
             return
             ;;
-          idle) setup && start || printf 'setup failed; again soon\n' ;;
+          idle) setup && start || printf 'setup failed; trying again soon\n' ;;
         esac
         ;;
       CREATING | STARTING | REPAIRING | RESTARTING) ;;
-      ABSENT) create || printf 'no capacity; again soon\n' ;;
+      ABSENT) create || printf 'no capacity; trying again soon\n' ;;
       *) delete || true ;;
     esac
     sleep "$seconds"

@@ -4,7 +4,8 @@
     python launch/train.py --config=configs/webshop.py:tiny --workdir=runs/shop
     python launch/train.py --config=configs/alfworld.py:tiny --config.seed=1
 
-The same command resumes a run. After installation `gigpo-train` is the same.
+Rerun a command to resume its run. After installation, `gigpo-train` is a short
+form of `python launch/train.py`.
 """
 
 
@@ -17,12 +18,12 @@ def main() -> None:
   allow_config_change = flags.DEFINE_bool(
     'allow_config_change',
     False,
-    'Whether a run may resume with another config than it started with.',
+    'Whether a run may resume with a config other than its own.',
   )
   grace_secs = flags.DEFINE_float(
     'grace_secs',
     25.0,
-    'Seconds between SIGTERM and the end of the machine, to save in.',
+    'Seconds from SIGTERM to the end of the machine; the run saves in time.',
     lower_bound=0.0,
     upper_bound=86_400.0,
   )
@@ -31,7 +32,7 @@ def main() -> None:
     import pathlib
 
     # Worker processes import this file again and must not load jax: on a TPU
-    # host it would seize the chips.
+    # host, jax would claim the chips.
     from gigpo_jax import checkpoint, train
 
     folder = pathlib.Path(workdir) / 'checkpoints'

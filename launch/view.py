@@ -14,31 +14,31 @@ from launch import lines
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Work directory of the run.')
 _EXPORT = flags.DEFINE_string(
-  'export', None, 'HTML file to write with everything in it; serves nothing.'
+  'export', None, 'HTML file to export the page with all its data to.'
 )
 _ITERATIONS = flags.DEFINE_list(
-  'iterations', [], 'Iterations to export; all if none is given.'
+  'iterations', [], 'Iterations to export; default: all.'
 )
-_HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to serve at.')
+_HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on.')
 _PORT = flags.DEFINE_integer(
   'port',
   8010,
-  'Port to serve at; 0: a free one.',
+  'Port to listen on; 0: any free port.',
   lower_bound=0,
   upper_bound=65535,
 )
 _NAMES = flags.DEFINE_list(
   'names',
   [],
-  'Names besides localhost, the host name and addresses under which browsers '
-  'may ask for the page, such as that of a proxy.',
+  'Additional host names that browsers may use for the page, such as that of a '
+  'proxy. localhost, the host name and all addresses are always accepted.',
 )
 
 
 def _run(argv: list[str]) -> None:
   """Exports or serves; exits with 2 after a mistake of the user."""
   del argv
-  # Libraries that read episodes are chatty below this.
+  # Hides the info messages of libraries that read episodes.
   logging.set_verbosity(logging.ERROR)
   from gigpo_jax.tools import viewer
 

@@ -104,7 +104,7 @@ def main() -> None:
     (n, job) for n in range(options.rounds) for job in SUITES[options.suite]
   ]
   failed = False
-  for number, (shape, what, batch, repeats) in jobs:
+  for n, (shape, what, batch, repeats) in jobs:
     for name, program in _programs(options, what).items():
       flags = {
         'shape': shape,
@@ -114,11 +114,11 @@ def main() -> None:
         'threads': options.threads,
       }
       command = program + [f'--{key}={value}' for key, value in flags.items()]
-      begin = time.monotonic()
+      start = time.monotonic()
       status, errors = _run(command, env, options.timeout, options.min_free_gib)
-      secs = time.monotonic() - begin
+      secs = time.monotonic() - start
       print(
-        f'round {number}: {name} {shape} {what} of {batch}: status {status}, '
+        f'round {n}: {name} {shape} {what} of {batch}: status {status}, '
         f'{secs:.0f} s',
         flush=True,
       )

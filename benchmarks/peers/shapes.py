@@ -16,11 +16,11 @@ NEW = 64
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """A decoder of Qwen2's kind.
+  """Shape of a decoder with the architecture of Qwen2.
 
   Attributes:
-    name: of the shape.
-    num_layers: of the decoder.
+    name: name of the shape.
+    num_layers: number of layers.
     d_model: width.
     d_ff: width of the feed-forward layers.
     num_heads: query heads.
@@ -46,7 +46,7 @@ class Shape:
 
 
 SHAPES = {
-  # Small enough that overheads dominate.
+  # So small that overheads dominate.
   'tiny': Shape('tiny', 4, 256, 1024, 4, 2, 64, 4096),
   # Widths and vocabulary of Qwen2.5-0.5B, four layers.
   'qwen05b_4l': Shape('qwen05b_4l', 4, 896, 4864, 14, 2, 64, 151936),

@@ -1,4 +1,4 @@
-"""Prints medians over rounds, and how many times as fast gigpo_jax is.
+"""Prints medians over rounds, and the speed of gigpo_jax relative to others.
 
 python benchmarks/peers/summarize.py tiny.jsonl qwen.jsonl
 """

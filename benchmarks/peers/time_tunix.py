@@ -1,4 +1,4 @@
-"""Times google-tunix: its sampler, a GRPO update, log-probs, whole iterations.
+"""Times google-tunix: its sampler, a GRPO update, log-probs, full iterations.
 
 python benchmarks/peers/time_tunix.py --shape tiny --what generate --batch 16
 
@@ -232,12 +232,12 @@ def log_probs(shape: shapes.Shape, options: argparse.Namespace) -> None:
 
 
 def iterations(shape: shapes.Shape, options: argparse.Namespace) -> None:
-  """Times whole iterations: rollout, reference log-probs, update."""
+  """Times full iterations: rollout, reference log-probs, update."""
   import time
 
   _, learner = _learner(shape, options)
-  number = max(options.batch // GROUP, 1)
-  texts = np.array(_texts(shapes.prompts(shape, number)))
+  num_prompts = max(options.batch // GROUP, 1)
+  texts = np.array(_texts(shapes.prompts(shape, num_prompts)))
   stamps: list[tuple[float, float]] = []
 
   def stamp() -> None:

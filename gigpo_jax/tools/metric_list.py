@@ -39,9 +39,9 @@ class Section:
 
   Attributes:
     title: heading.
-    text: what applies to all its metrics.
+    text: paragraph about all metrics of the section.
     prefixes: prefixes with which each metric is written.
-    metrics: the metrics, named without prefix.
+    metrics: the metrics; their names have no prefix.
   """
 
   title: str

@@ -1,4 +1,4 @@
-"""Run many trainings in parallel and collect results in a table and plots.
+"""Run many experiments in parallel; collect results in a table and plots.
 
 Each run is a work directory of launch/train.py. A rerun of the same command
 skips finished runs and resumes the others.
@@ -131,7 +131,7 @@ def read(given: str | pathlib.Path) -> list[Run]:
   a dictionary of config fields.
 
   Args:
-    given: path of the file; the project's own files are found from any folder.
+    given: path of the file; a path within the project works from any folder.
 
   Raises:
     ValueError: in one line, if the file or its list is invalid, or two runs
@@ -177,7 +177,7 @@ def finished(run: Run, root: pathlib.Path) -> bool:
   run_config.check_resume(config, str(folder))
   if not (folder / 'policy' / 'config.json').is_file():
     return False
-  # A run that finished with fewer iterations can be resumed with more.
+  # A finished run can be resumed with more iterations.
   lines = metrics.read(folder)
   return bool(lines) and lines[-1]['iteration'] >= config.num_iterations - 1
 
@@ -275,7 +275,8 @@ def read_table(path: str) -> list[dict[str, float | str | None]]:
     ]
   except (OSError, KeyError, ValueError) as error:
     raise ValueError(
-      f'--known={path}: not the table of a sweep ({error!r}); must be its CSV'
+      f'--known={path}: not a table of a sweep ({error!r}); must be the CSV '
+      'that launch/sweep.py writes'
     ) from error
 
 
@@ -303,7 +304,7 @@ def gather(
     if not finished(run, root):
       continue
     # An evaluation measures the policy before its iteration trains it, so the
-    # totals spent are those of the iterations before.
+    # totals spent are those before the iteration.
     spent = dict.fromkeys(_SPENT, 0.0)
     since: list[dict] = []
     for line in metrics.read(root / run.folder):
@@ -417,7 +418,7 @@ def draw(
   """
   with plots.image(path, figsize=(7, 4.2)) as (_, axes):
     for n, (name, by_seed) in enumerate(_curves(evaluations).items()):
-      # Up to where the shortest seed ends.
+      # All curves of a name end where the shortest of them ends.
       end = min(curve[-1][x] for curve in by_seed.values())
       xs = np.linspace(0, end, 50)
       ys = np.array(

@@ -20,8 +20,8 @@ def plot(
   that time. White means that no work was left.
 
   Args:
-    spans: (slot, phase, begin, end) in seconds, from `sampler.Stats`.
-    env_spans: (begin, end) in seconds, from `rollout.RolloutClock`.
+    spans: (slot, phase, start, end) in seconds, from `sampler.Stats`.
+    env_spans: (start, end) in seconds, from `rollout.RolloutClock`.
     folder: folder to write the image to.
 
   Returns:
@@ -30,13 +30,13 @@ def plot(
   if not spans:
     return None
   busy = list(merge_spans(env_spans))
-  first = min(begin for begin, _ in [*busy, *(span[2:] for span in spans)])
+  first = min(start for start, _ in [*busy, *(span[2:] for span in spans)])
   slots = 1 + max(slot for slot, *_ in spans)
   path = folder / 'rollout_timeline.png'
   size = 10, 2 + min(slots, 128) * 0.06
   with plots.image(path, dpi=110, figsize=size) as (figure, axis):
     axis.broken_barh(
-      [(begin - first, end - begin) for begin, end in busy],
+      [(start - first, end - start) for start, end in busy],
       (-0.5, slots),
       color=_WAITING_COLOR,
       linewidth=0,
@@ -45,8 +45,8 @@ def plot(
     for name, color in _COLORS.items():
       for slot in range(slots):
         bars = [
-          (begin - first, end - begin)
-          for n, phase, begin, end in spans
+          (start - first, end - start)
+          for n, phase, start, end in spans
           if n == slot and phase == name
         ]
         axis.broken_barh(bars, (slot - 0.45, 0.9), color=color, linewidth=0)
@@ -61,12 +61,12 @@ def merge_spans(
   spans: Sequence[tuple[float, float]],
 ) -> Iterator[tuple[float, float]]:
   """Yields the union of intervals as disjoint intervals, in order."""
-  begin = end = None
-  for start, stop in sorted(spans):
-    if end is None or start > end:
+  start = end = None
+  for next_start, next_end in sorted(spans):
+    if end is None or next_start > end:
       if end is not None:
-        yield begin, end
-      begin, end = start, stop
-    end = max(end, stop)
+        yield start, end
+      start, end = next_start, next_end
+    end = max(end, next_end)
   if end is not None:
-    yield begin, end
+    yield start, end

@@ -20,7 +20,7 @@ from gigpo_jax import builders, model_check, models, sampler
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import huggingface, parameters, published, qwen
 
-# libtpu looks for a slice and other hosts; with these variables it does not.
+# Without these variables, libtpu looks for a slice and for other hosts.
 _ENVIRON = {
   'TPU_SKIP_MDS_QUERY': '1',
   'TPU_WORKER_HOSTNAMES': 'localhost',
@@ -80,21 +80,21 @@ class Program:
     name: 'prefill', 'decode', 'accumulate', ...
     peak: bytes per chip while it runs, including arguments; None: unknown,
       because it does not fit.
-    beside: bytes per chip of other data that stays in memory meanwhile.
+    other_data: bytes per chip of data in memory that the program does not use.
     collective: bytes that a chip receives from other chips in one run.
     problem: the compiler's message if the program does not fit, else ''.
   """
 
   name: str
   peak: float | None
-  beside: float
+  other_data: float
   collective: float
   problem: str = ''
 
   @property
   def total(self) -> float:
     """Returns the bytes per chip while it runs; infinite if unknown."""
-    return math.inf if self.peak is None else self.peak + self.beside
+    return math.inf if self.peak is None else self.peak + self.other_data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +165,7 @@ def estimate(
   Args:
     config: the experiment; its batch sizes are rounded up to multiples that the
       slice can divide.
-    topology: the slice, such as v5e:4x4.
+    topology: name of the slice, such as v5e:4x4.
     shape: name of the model's shape in `published.SHAPES`; '': the shape of
       `model.path`, or of the config's variant.
     work: sizes of an episode; None: the defaults of `Workload`.
@@ -273,7 +273,7 @@ def _programs(config, model, mesh, host, tensor) -> Iterator[Program]:
   engine = make_sampler(
     config, model, mesh_lib.make_mesh(-1, 1, 1, devices=host), tensor
   )
-  # `prepare` runs on the whole mesh, the other programs of the sampler on the
+  # `prepare` runs on the full mesh, the other programs of the sampler on the
   # devices that sample together.
   full_sampler = make_sampler(config, model, mesh, tensor)
   policy = builders.ModelBundle(model, mesh, None, None, None)
@@ -393,7 +393,7 @@ def _print(report: Report) -> None:
   print('| program | GiB | other data | total | received, GiB | fits |')
   print('|---|---|---|---|---|---|')
   for p in report.programs:
-    other = p.beside / 2**30
+    other = p.other_data / 2**30
     if p.peak is None:
       print(f'| {p.name} | - | {other:.2f} | - | - | {p.problem} |')
       continue
@@ -435,7 +435,7 @@ def _rooflines(
   decoded = rows * work.response_tokens
   # A group reads all weights to decode one token of each of its slots.
   active_slots = min(slots, max(1.0, episodes / groups))
-  read = (
+  bytes_read = (
     decoded
     / groups
     / active_slots
@@ -455,7 +455,9 @@ def _rooflines(
   flops = passes * rows * row_products
   secs = {
     'prefill': 2 * body * rows * work.prompt_tokens / peak,
-    'decode': max(read / chip.memory_rate, 2 * (body + head) * decoded / peak),
+    'decode': max(
+      bytes_read / chip.memory_rate, 2 * (body + head) * decoded / peak
+    ),
     'update': flops / peak,
     'exchange between chips': exchanged / chip.link_rate,
   }
@@ -486,7 +488,7 @@ def collective_bytes(text: str) -> float:
   Counts the output of each collective; for a reduce-scatter its input, and for
   an all-reduce twice its size. A collective in a loop counts once per trip. If
   the number of trips is not recorded, a loop is assumed to count from 0 by ones
-  to the constant in its condition. Of branches, the largest counts.
+  to the constant in its condition. Of several branches, the largest counts.
 
   Args:
     text: HLO text of the compiled program.
@@ -524,8 +526,8 @@ def collective_bytes(text: str) -> float:
       limits[name] = max(limits.get(name, 1), int(limit[1]))
     trips, condition = _TRIPS.search(line), _CONDITION.search(line)
     for called in _CALLED.findall(line):
-      known, where = trips and int(trips[1]), condition and condition[1]
-      calls[name].append((called, where or '', known or 0))
+      num_trips = int(trips[1]) if trips else 0
+      calls[name].append((called, condition[1] if condition else '', num_trips))
 
   @functools.cache
   def total(computation: str) -> float:

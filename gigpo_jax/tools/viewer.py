@@ -37,10 +37,10 @@ _PAGE = pathlib.Path(__file__).parent / 'page'
 # A UTF-8 character has at most 4 bytes, and a token has at least one byte.
 _CHARACTER_BYTES = 4
 
-# Limit for an exported page; browsers load larger ones slowly.
+# Maximum size of an exported page; browsers load larger pages slowly.
 _MAX_EXPORT_BYTES = 256 << 20
 
-# Level 9 makes the file 7 % smaller and takes twice as long.
+# Level 9 would make the file 7 % smaller, but takes twice as long.
 _GZIP_LEVEL = 6
 
 _Decode = Callable[[Sequence[int]], str]
@@ -250,8 +250,8 @@ def page(title: str, parts: dict[str, str] | None = None) -> str:
 
   Args:
     title: title of the window.
-    parts: data to embed, by path, each packed by `_pack`. None: the page
-      requests its data from the server.
+    parts: data to embed, by path, each as returned by `_pack`. None: the
+      page requests its data from the server.
   """
   texts = {
     name: (_PAGE / f'page.{name}').read_text(encoding='utf-8')
@@ -308,7 +308,8 @@ def export(
   Args:
     workdir: work directory of the run.
     path: path of the file.
-    iterations: iterations whose episodes to include; empty: all that were kept.
+    iterations: iterations whose episodes to include; empty: all iterations
+      with stored episodes.
 
   Raises:
     ValueError: in one line, if the folder holds no run, an iteration was not
@@ -338,7 +339,7 @@ def export(
     if size > _MAX_EXPORT_BYTES:
       raise ValueError(
         f'--export={path}: exceeds {_MAX_EXPORT_BYTES >> 20} MiB at '
-        f'iteration {number}; name fewer with --iterations'
+        f'iteration {number}; select fewer with --iterations'
       )
   pathlib.Path(path).write_text(page(run['name'], parts), encoding='utf-8')
 
@@ -370,7 +371,7 @@ def serve(
   except OSError as error:
     raise ValueError(
       f'--port={port}: cannot be used at {host} ({error.strerror}); choose '
-      'another, or --port=0 for any free port'
+      'another port, or --port=0 for any free port'
     ) from error
   with listening:
     port = listening.getsockname()[1]
@@ -443,11 +444,11 @@ def application(
     return _json_response(summary(workdir))
 
   @app.get('/iterations/<int:number>.json')
-  def _of_iteration(number: int):
+  def _iteration_data(number: int):
     return _json_response(iteration(workdir, number))
 
   @app.get('/iterations/<int:number>/<int:group>.json')
-  def _of_group(number: int, group: int):
+  def _group_data(number: int, group: int):
     return _json_response(steps(workdir, number, group))
 
   app.register_error_handler(Exception, _error_response)

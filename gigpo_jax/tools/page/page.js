@@ -2,7 +2,7 @@
 // Insert texts from models and environments by textContent only, never as HTML.
 
 const run = { facts: {}, metrics: [], iterations: [] };
-const now = { iteration: null, data: null, group: 0, marked: null, turn: 0, told: '' };
+const now = { iteration: null, data: null, group: 0, marked: null, request: 0, runText: '' };
 const charts = [
   { title: 'success', train: 'train/success_rate', held: 'eval/success_rate',
     low: 'eval/success_low', high: 'eval/success_high', percent: true },
@@ -61,10 +61,10 @@ async function load(path) {
     const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream('gzip'));
     return JSON.parse(await new Response(stream).text());
   }
-  const answer = await fetch(`${path}.json`);
-  const found = await answer.json();
-  if (!answer.ok) throw new Error(found.error || answer.statusText);
-  return found;
+  const response = await fetch(`${path}.json`);
+  const data = await response.json();
+  if (!response.ok) throw new Error(data.error || response.statusText);
+  return data;
 }
 const exported = () => document.querySelector('script[data-part]') !== null;
 
@@ -78,7 +78,7 @@ function series(name) {
     .map((line) => [line.iteration, line[name]]);
 }
 
-function form(value, percent) {
+function format(value, percent) {
   if (percent) return `${(100 * value).toFixed(1)}%`;
   if (value === 0) return '0';
   const size = Math.abs(value);
@@ -112,7 +112,7 @@ function drawCurve(chart, title) {
     const y = scale.y(value);
     svg.append(make('line', { class: 'grid', x1: LEFT, x2: WIDTH - 6, y1: y, y2: y }));
     svg.append(make('text', { x: LEFT - 4, y: y + 3, 'text-anchor': 'end' },
-      chart.percent ? `${Math.round(100 * value)}%` : form(value)));
+      chart.percent ? `${Math.round(100 * value)}%` : format(value)));
   }
   for (const i of [scale.first, scale.last]) {
     svg.append(make('text', { x: scale.x(i), y: HEIGHT - 2, 'text-anchor': i === scale.first ? 'start' : 'end' }, `${i}`));
@@ -130,10 +130,10 @@ function drawCurve(chart, title) {
     svg.append(make('line', { class: 'cursor', x1: x, x2: x, y1: 3, y2: HEIGHT - BOTTOM }));
   }
   const value = (points) => {
-    const found = points.find(([i]) => i === now.iteration);
-    return found ? form(found[1], chart.percent) : null;
+    const point = points.find(([i]) => i === now.iteration);
+    return point ? format(point[1], chart.percent) : null;
   };
-  const told = [value(train), held.length ? value(held) && `eval ${value(held)}` : null].filter(Boolean);
+  const labels = [value(train), held.length ? value(held) && `eval ${value(held)}` : null].filter(Boolean);
   svg.addEventListener('click', (event) => {
     const box = svg.getBoundingClientRect();
     const wanted = scale.at((event.clientX - box.left) / box.width * WIDTH);
@@ -141,7 +141,7 @@ function drawCurve(chart, title) {
     if (near !== undefined) choose(near);
   });
   return make('figure', { class: 'curve' },
-    make('header', {}, title, make('span', { class: 'now' }, told.join(' · '))), svg);
+    make('header', {}, title, make('span', { class: 'now' }, labels.join(' · '))), svg);
 }
 
 function drawCurves() {
@@ -191,25 +191,26 @@ function matching(group, wanted) {
 // Load a group's steps on demand: when the group is shown, or for a text
 // search.
 function loadSteps(group) {
-  const fill = (found) => group.episodes.forEach((episode, n) => { episode.steps = found[n]; });
+  const fill = (steps) => group.episodes.forEach((episode, n) => { episode.steps = steps[n]; });
   group.loading ||= load(`iterations/${now.data.iteration}/${group.group}`).then(fill);
   return group.loading;
 }
 
+const outcome = (episode) => (episode.failure ? 'broken' : episode.success ? 'success' : '');
+
 function dot(episode) {
-  const kind = episode.failure ? 'broken' : episode.success ? 'success' : '';
-  return make('span', { class: `dot-of ${kind}` });
+  return make('span', { class: `dot-of ${outcome(episode)}` });
 }
 
 async function drawGroups() {
-  const wanted = filters(), data = now.data, turn = ++now.turn;
+  const wanted = filters(), data = now.data, request = ++now.request;
   try {
     if (wanted.text) await Promise.all(data.groups.map(loadSteps));
     const shown = data.groups.filter((group) => matching(group, wanted).length);
     if (!shown.some((group) => group.group === now.group) && shown.length) now.group = shown[0].group;
     const chosen = shown.find((group) => group.group === now.group);
     if (chosen) await loadSteps(chosen);
-    if (turn !== now.turn) return; // A newer request has replaced this one.
+    if (request !== now.request) return; // A newer request has replaced this one.
     listGroups(shown);
     drawGroup(chosen, wanted);
   } catch (error) {
@@ -227,7 +228,7 @@ function listGroups(shown) {
       'aria-current': String(group.group === now.group), 'data-group': group.group,
       onclick: () => { now.group = group.group; remember(); return drawGroups(); },
     },
-    make('span', { class: 'what' },
+    make('span', { class: 'title' },
       make('span', { class: 'kind' }, words(group.kind || group.task)),
       make('small', {}, words(group.task))),
     make('span', { class: 'dots' }, ...group.episodes.map(dot))))));
@@ -257,11 +258,10 @@ function drawGroup(group, wanted) {
 }
 
 function drawEpisode(episode, states) {
-  const kind = episode.failure ? 'broken' : episode.success ? 'success' : '';
   const verdict = episode.failure ? 'aborted' : episode.success ? 'success' : 'no success';
   const score = episode.score === null ? '' : ` · score ${number(episode.score)}`;
   const ended = episode.failure || episode.end;
-  return make('section', { class: `episode ${kind}`, 'data-member': episode.member },
+  return make('section', { class: `episode ${outcome(episode)}`, 'data-member': episode.member },
     make('header', {},
       make('b', {}, `Episode ${episode.member}`),
       make('span', { class: 'verdict' }, verdict),
@@ -284,11 +284,11 @@ function chip(label, value, hint) {
 
 function drawTokens(tokens) {
   return tokens.map(([text, logProb, count]) => {
-    const told = logProb === null ? 'log-prob not finite'
+    const hint = logProb === null ? 'log-prob not finite'
       : `log-prob ${number(logProb, 3)} · ${(100 * Math.exp(logProb)).toPrecision(3)} %`;
     const element = make('span', {
       class: 'token',
-      'data-hint': told + (count > 1 ? ` · ${count} tokens` : ''),
+      'data-hint': hint + (count > 1 ? ` · ${count} tokens` : ''),
     }, words(text));
     const strength = (logProb === null ? 1 : Math.min(-logProb / 4, 1)) * 0.85;
     if (strength > 0.01) element.style.background = `rgba(var(--surprise), ${strength.toFixed(3)})`;
@@ -327,7 +327,7 @@ function drawStep(episode, step, n, states) {
     onmouseleave: () => { if (now.marked === null) light(null); },
     onclick: () => mark(now.marked === step.state ? null : step.state, false, same),
   }, `state ${step.state} · ${same.length}×`);
-  return make('article', { class: 'step', 'data-state': step.state, id: place(episode, n) },
+  return make('article', { class: 'step', 'data-state': step.state, id: stepId(episode, n) },
     make('header', {},
       make('span', { class: 'n' }, `${n}`),
       make('span', { class: 'action' }, words(step.action || '(no action)')),
@@ -342,11 +342,11 @@ function drawStep(episode, step, n, states) {
         : make('span', { 'data-hint': 'discounted return from this step on' }, make('i', {}, 'return'), number(step.discounted_return)),
       step.episode_advantage === null ? null : chip('episode', step.episode_advantage, 'episode advantage: compared with the group'),
       step.step_advantage === null ? null : chip('step', step.step_advantage, 'step advantage: compared with steps from the same state'),
-      step.advantage === null ? null : chip('total', step.advantage, 'total advantage: what the step was trained with')),
+      step.advantage === null ? null : chip('total', step.advantage, 'total advantage: used in training')),
     make('div', { class: 'foot' }, prompt, anchor));
 }
 
-const place = (episode, n) => `step-${episode.member}-${n}`;
+const stepId = (episode, n) => `step-${episode.member}-${n}`;
 
 function light(state) {
   const box = document.querySelector('.episodes');
@@ -367,7 +367,7 @@ function mark(state, quiet, same = []) {
   const row = ({ episode, step, n }) => {
     const advantage = make('td', { class: 'number' }, signed(step.step_advantage));
     if (step.step_advantage) advantage.style.background = shade(step.step_advantage, step.step_advantage > 0 ? '--above' : '--below');
-    return make('tr', { onclick: () => visit(place(episode, n)) },
+    return make('tr', { onclick: () => visit(stepId(episode, n)) },
       make('td', {}, `${episode.member}`, ' ', dot(episode)), make('td', { class: 'number' }, `${n}`),
       make('td', { class: 'words' }, words(step.action)),
       make('td', { class: 'number' }, number(step.discounted_return)), advantage);
@@ -393,7 +393,7 @@ function visit(id) {
 }
 
 // Show the selected iteration; disable the buttons at either end.
-function drawPlace() {
+function drawSelection() {
   if (now.iteration === null) return;
   find('iteration').value = String(now.iteration);
   const at = run.iterations.indexOf(now.iteration);
@@ -404,7 +404,7 @@ function drawPlace() {
 async function choose(iteration, group = 0) {
   now.iteration = iteration;
   now.group = group;
-  drawPlace();
+  drawSelection();
   drawCurves();
   try {
     const data = await load(`iterations/${iteration}`);
@@ -417,10 +417,10 @@ async function choose(iteration, group = 0) {
     fail(error);
     return;
   }
-  const kinds = [...new Set(now.data.groups.map((g) => g.kind))].sort();
-  const kind = find('kind'), before = kind.value;
-  kind.replaceChildren(make('option', { value: '' }, 'all'), ...kinds.map((k) => make('option', { value: k }, words(k))));
-  kind.value = kinds.includes(before) ? before : '';
+  const taskTypes = [...new Set(now.data.groups.map((g) => g.kind))].sort();
+  const select = find('kind'), before = select.value;
+  select.replaceChildren(make('option', { value: '' }, 'all'), ...taskTypes.map((t) => make('option', { value: t }, words(t))));
+  select.value = taskTypes.includes(before) ? before : '';
   remember();
   await drawGroups();
 }
@@ -443,7 +443,7 @@ function moveGroup(by) {
 }
 
 function success(iteration) {
-  const line = run.metrics.find((found) => found.iteration === iteration);
+  const line = run.metrics.find((metrics) => metrics.iteration === iteration);
   return line && Number.isFinite(line['train/success_rate'])
     ? ` · ${(100 * line['train/success_rate']).toFixed(0)}% success` : '';
 }
@@ -455,15 +455,15 @@ function drawRun() {
     make('span', {}, `${name} `, make('b', {}, words(String(value))))));
   find('iteration').replaceChildren(...run.iterations.map((i) =>
     make('option', { value: i }, `iteration ${i}${success(i)}`)));
-  drawPlace();
+  drawSelection();
   drawCurves();
 }
 
 async function refresh() {
-  const found = await load('run').catch(() => null), text = JSON.stringify(found);
-  if (!found || text === now.told) return;
-  now.told = text;
-  Object.assign(run, found);
+  const data = await load('run').catch(() => null), text = JSON.stringify(data);
+  if (!data || text === now.runText) return;
+  now.runText = text;
+  Object.assign(run, data);
   drawRun();
   if (now.iteration === null && run.iterations.length) await choose(run.iterations[run.iterations.length - 1]);
 }
@@ -493,22 +493,22 @@ function listen() {
 async function start() {
   listen();
   try {
-    const found = await load('run');
-    now.told = JSON.stringify(found);
-    Object.assign(run, found);
+    const data = await load('run');
+    now.runText = JSON.stringify(data);
+    Object.assign(run, data);
   } catch (error) {
     find('curves').replaceChildren(make('p', { class: 'error' }, words(String(error.message))));
     return;
   }
   drawRun();
-  const asked = new URLSearchParams(location.hash.slice(1));
-  const wanted = Number(asked.get('iteration'));
+  const parameters = new URLSearchParams(location.hash.slice(1));
+  const wanted = Number(parameters.get('iteration'));
   const last = run.iterations[run.iterations.length - 1];
   if (last === undefined) {
     find('group').replaceChildren(make('p', { class: 'none' },
-      'This run kept no episodes; --config.episodes.every=1 keeps those of every iteration.'));
+      'This run kept no episodes; set --config.episodes.every=1 to keep the episodes of every iteration.'));
   } else {
-    await choose(asked.has('iteration') && run.iterations.includes(wanted) ? wanted : last, Number(asked.get('group') || 0));
+    await choose(parameters.has('iteration') && run.iterations.includes(wanted) ? wanted : last, Number(parameters.get('group') || 0));
   }
   if (!exported()) setInterval(refresh, 15000);
   document.body.dataset.ready = 'true';
