@@ -1,13 +1,15 @@
 """GiGPO on ALFWorld: the paper's main experiment (Table 1, rows GiGPO).
 
     python launch/train.py --config=configs/alfworld.py            # 1.5B
-    python launch/train.py --config=configs/alfworld.py:tiny       # any laptop
+    python launch/train.py --config=configs/alfworld.py:tiny       # 2 cores
     python launch/train.py --config=configs/alfworld.py:tiny,grpo
 
-Variants, joined by commas: a size (`1.5b`, the default, `0.5b`, `7b`; `small`
-for one GPU without a download, `tiny` for two CPU cores, `mini` for sweeps,
-`smoke` for continuous integration), an algorithm (`grpo`, `ppo`, ...) and other
-changes, see `base.CHANGES`.
+Variants are joined by commas:
+
+- a size: `1.5b` (default), `0.5b`, `7b`; `small` for one GPU, without a
+  download; `tiny` for two CPU cores; `mini` for sweeps; `smoke` for tests;
+- an algorithm: `grpo`, `ppo`, ...;
+- other changes, see `base.CHANGES`.
 
 Published success on valid_seen, mean of 3 seeds, 150 iterations: 1.5B GiGPO
 86.7 %, GRPO 72.8 %; 7B GiGPO 90.8 %, GRPO 77.6 %. The paper used 2 x H100 for
@@ -19,7 +21,7 @@ import ml_collections
 
 from configs import base, sizes
 
-# Learning rates of `:mini`; see sizes.use_mini. HGPO uses GiGPO's.
+# Learning rates of `:mini`; see sizes.use_mini.
 RATES = {'gigpo': 1.5e-4, 'hgpo': 1.5e-4}
 
 SIZES = ('0.5b', '1.5b', '7b', 'small', 'tiny', 'mini', 'smoke')
@@ -33,6 +35,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   size = size or '1.5b'
   config = _paper()
   config.variant = ','.join([size, *changes])
+  # The other small sizes start from `tiny`.
   if size in ('small', 'tiny', 'mini', 'smoke'):
     _tiny(config)
   if size == 'small':
@@ -54,8 +57,7 @@ def _paper() -> ml_collections.ConfigDict:
   config = base.get_config()
   config.env.name = 'alfworld'
   # native: this project's engine | textworld: the reference engine, with the
-  # same output but slower. It evaluates Python expressions in the grammar of a
-  # game file.
+  # same output but slower. It executes Python expressions from game files.
   config.env.engine = 'native'
   # Whether textworld may run games whose grammar holds other code than
   # ALFWorld's. Set it only for games of known origin.
@@ -63,20 +65,21 @@ def _paper() -> ml_collections.ConfigDict:
   # Folder of `alfworld-download`. '': $ALFWORLD_DATA. 'generated': generated
   # games (envs/alfworld/houses.py).
   config.env.data_dir = ''
-  config.env.max_steps = 50  # paper
-  config.env.history_length = 2  # K; paper
+  config.env.max_steps = 50  # turns per episode; paper
+  config.env.history_length = 2  # turns of history in a prompt; paper
   config.env.prompt_style = 'paper'
   config.env.require_think = True
   config.env.require_admissible = False
-  # Search order of the warm start's expert: random | likely | sweep.
+  # Order in which the expert of the warm start searches receptacles: random |
+  # likely | sweep.
   config.env.expert_order = 'random'
   config.env.generator = ml_collections.ConfigDict()
   config.env.generator.seed = 0
   config.pool.num_workers = 8
-  # TextWorld never frees about 1 MB per game.
+  # TextWorld leaks about 1 MB per game.
   config.pool.max_resets_per_worker = 2000
   config.evaluation.split = 'valid_seen'
-  config.sft.init = ''
+  config.sft.init = ''  # Imitation starts from model.path.
   return config
 
 
@@ -88,11 +91,11 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.env.data_dir = 'generated'
   config.env.generator.receptacles = (4, 6)
   config.env.generator.distractors = (2, 5)
-  # More than ALFWorld's 140 and 134, for narrower intervals.
+  # ALFWorld's splits have 140 and 134 games. More give narrower intervals.
   config.env.generator.num_held_out = 512
   config.env.max_steps = 16
   config.env.expert_order = 'sweep'
-  config.pool.max_resets_per_worker = 0
+  config.pool.max_resets_per_worker = 0  # The native engine does not leak.
   config.rollout.max_prompt_tokens = 320
   config.rollout.max_completion_tokens = 40
   config.rollout.prompt_buckets = (192, 320)

@@ -1,8 +1,8 @@
 """Losses per token, and the weights with which an update sums them.
 
 A loss maps the outputs of a model and a `TokenBatch` to one loss per token and
-metrics with one value per token; see `token_batch.Loss`. It knows no model,
-optimizer or device. The sum of loss * row weight over all microbatches is the
+metrics with one value per token; see `token_batch.Loss`. It is independent of
+model, optimizer and devices. The sum of loss * row weight over all microbatches is the
 loss of the update, independent of how rows are split; see `row_weights`.
 """
 
@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from gigpo_jax import deprecated, options, token_batch
 from gigpo_jax.arrays import typechecked
 
-RATIOS = ('token', 'row')
+RATIO_LEVELS = ('token', 'row')
 AGGREGATIONS = ('token_mean', 'sequence_mean', 'fixed_length')
 
 # Columns that every loss of a policy can read.
@@ -32,10 +32,10 @@ TRAINING_COLUMNS = (*POLICY_COLUMNS, 'ref_log_probs', *BAND_COLUMNS)
 
 @typechecked
 def k3(
-  log_probs: Float[Array, '*S'],
-  ref_log_probs: Float[Array, '*S'],
+  log_probs: Float[Array, '...'],
+  ref_log_probs: Float[Array, '...'],
   clamp: float | None = None,
-) -> Float[Array, '*S']:
+) -> Float[Array, '...']:
   """Returns a non-negative estimate of KL(policy || reference) per token.
 
   exp(d) - d - 1 with d = ref_log_probs - log_probs, which is unbiased for
@@ -45,27 +45,27 @@ def k3(
   Args:
     log_probs: log-probs under the policy.
     ref_log_probs: log-probs under the reference.
-    clamp: upper bound of the estimate; a token above it has no gradient. None
+    clamp: upper bound of the estimate. Above it the gradient is 0. None
       disables the bound.
   """
   difference = ref_log_probs - log_probs
   if clamp is None:
     return jnp.expm1(difference) - difference
-  # The estimate exceeds the clamp at both ends of this interval. Without the
-  # interval, an infinite exp(d) would make the gradient NaN.
+  # |d| > clamp + 2 implies an estimate above the clamp. Clipping d avoids an
+  # infinite exp(d), whose gradient would be NaN.
   difference = jnp.clip(difference, -clamp - 2, clamp + 2)
   return jnp.minimum(jnp.expm1(difference) - difference, clamp)
 
 
 @typechecked
 def clipped_surrogate(
-  log_ratios: Float[Array, '*S'],
-  advantages: Float[Array, '*S'],
+  log_ratios: Float[Array, '...'],
+  advantages: Float[Array, '...'],
   *,
   clip_epsilon: float = 0.2,
   clip_epsilon_high: float | None = None,
   dual_clip: float | None = None,
-) -> Float[Array, '*S']:
+) -> Float[Array, '...']:
   """Returns the negated clipped objective of PPO (arXiv:1707.06347, Eq. 7).
 
   -min(rho A, clip(rho, 1 - low, 1 + high) A). A dual clip c (arXiv:1912.09729,
@@ -73,7 +73,7 @@ def clipped_surrogate(
   gradient.
 
   Args:
-    log_ratios: log rho, the log-prob minus that of the sampling policy.
+    log_ratios: log rho, the log-prob minus that before the update.
     advantages: A, broadcast to tokens.
     clip_epsilon: low.
     clip_epsilon_high: high ("clip-higher", arXiv:2503.14476); None uses low.
@@ -113,43 +113,43 @@ def truncated_importance(
 
 @typechecked
 def row_means(
-  values: Float[Array, 'B C'],
-  mask: Bool[Array, 'B C'],
-  row_ids: Int[Array, 'B C'],
-) -> Float[Array, 'B C']:
+  values: Float[Array, 'S T'],
+  mask: Bool[Array, 'S T'],
+  row_ids: Int[Array, 'S T'],
+) -> Float[Array, 'S T']:
   """Returns, for each token, the mean over the masked tokens of its row.
 
   Args:
     values: values of tokens; ignored where mask is False.
     mask: True for the tokens to average.
-    row_ids: index of a token's row, in [0, C), among the rows packed into the
-      same line of the batch.
+    row_ids: index of a token's row, in [0, T), among the rows packed into the
+      same shard.
   """
 
-  def line_means(values_C: Array, mask_C: Array, ids_C: Array) -> Array:
+  def shard_means(values_T: Array, mask_T: Array, ids_T: Array) -> Array:
     sums, counts = (
-      jax.ops.segment_sum(x.astype(jnp.float32), ids_C, len(ids_C))
-      for x in (jnp.where(mask_C, values_C, 0), mask_C)
+      jax.ops.segment_sum(x.astype(jnp.float32), ids_T, len(ids_T))
+      for x in (jnp.where(mask_T, values_T, 0), mask_T)
     )
-    return (sums / jnp.maximum(counts, 1))[ids_C]
+    return (sums / jnp.maximum(counts, 1))[ids_T]
 
-  return jax.vmap(line_means)(values, mask, row_ids)
+  return jax.vmap(shard_means)(values, mask, row_ids)
 
 
 @dataclasses.dataclass(frozen=True)
 class EntropyBand:
   """The entropy penalty of EPO (arXiv:2509.22576): `config.loss.entropy_band`.
 
-  In iteration k of K, a token of entropy H adds to the loss, in addition to
-  the factor `PolicyGradient.entropy_weight`,
+  In iteration k of K, the loss of a token with entropy H increases by
+  `PolicyGradient.entropy_weight` times
 
       weight * (1 + exp(-decay k / floor(K / 2)))
         * (relu(low * m - H) + relu(H - high * m)).
 
-  m is the mean entropy per token of all previous iterations, in nats. The first
-  iteration has no penalty.
+  m is the mean over the previous iterations of their mean token entropy, in
+  nats. The first iteration has no penalty.
 
-  # Differs from the paper: follows its formula, not its code, in which the
+  Differs from the paper: follows its formula, not its code, in which the
   penalty is a constant without a gradient.
 
   Attributes:
@@ -184,18 +184,18 @@ class EntropyBand:
       num_iterations: K.
     """
     mean = float(np.mean(entropies)) if entropies else 0.0
-    weight = self.weight * self.decayed(iteration, num_iterations)
+    weight = self.weight * self.weight_factor(iteration, num_iterations)
     columns = self.low * mean, self.high * mean, weight if entropies else 0.0
     return dict(zip(BAND_COLUMNS, columns, strict=True))
 
-  def decayed(self, iteration: int, num_iterations: int) -> float:
+  def weight_factor(self, iteration: int, num_iterations: int) -> float:
     """Returns beta_k = 1 + exp(-decay k / floor(K / 2))."""
     half = max(num_iterations // 2, 1)
     return 1 + float(np.exp(-self.decay * iteration / half))
 
   def penalty(
-    self, entropies: Float[Array, 'B C'], tokens: token_batch.TokenBatch
-  ) -> Float[Array, 'B C']:
+    self, entropies: Float[Array, 'S T'], tokens: token_batch.TokenBatch
+  ) -> Float[Array, 'S T']:
     """Returns the weighted distance of each token's entropy from the band."""
     low, high, weight = (tokens.extras[name] for name in BAND_COLUMNS)
     below = jax.nn.relu(low - entropies)
@@ -205,22 +205,22 @@ class EntropyBand:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyGradient:
-  """The loss of GiGPO and GRPO for each token, Eq. (9): `config.loss`.
+  """The loss of GiGPO (arXiv:2505.10978, Eq. 9) and GRPO: `config.loss`.
 
   Clipped surrogate + kl_weight * k3 - entropy_weight * (entropy - penalty of
   the entropy band).
 
   A token's surrogate uses the ratio of that token or of its row. The ratio of
   a row is the geometric mean of its tokens' ratios, as in GSPO
-  (arXiv:2507.18071, Eq. 7). As a row is a turn, this is also Turn-PPO. The
+  (arXiv:2507.18071, Eq. 7); as a row is a turn, this is also Turn-PPO. The
   gradient of a row's ratio flows through each token's own log-prob
-  (GSPO-token, section 4.3), so that each token keeps its own importance weight.
-  With equal weights, the row's gradient is that of GSPO.
+  (GSPO-token, section 4.3), so that truncated importance weights stay per
+  token. Without these weights, the gradient is that of GSPO.
 
-  # Differs from the paper: adds an entropy bonus, as the authors' code does.
+  Differs from the paper: adds an entropy bonus, as the authors' code does.
 
   Attributes:
-    ratio_level: one of RATIOS.
+    ratio_level: one of RATIO_LEVELS.
     clip_epsilon: see `clipped_surrogate`.
     clip_epsilon_high: see `clipped_surrogate`.
     dual_clip: see `clipped_surrogate`.
@@ -230,7 +230,7 @@ class PolicyGradient:
     entropy_band: penalty on entropy outside a band; see `EntropyBand`.
   """
 
-  ratio_level: str = options.choice('token', RATIOS)
+  ratio_level: str = options.choice('token', RATIO_LEVELS)
   clip_epsilon: float = options.number(0.2, low=0, high=1)
   clip_epsilon_high: float | None = options.number(None, low=0)
   dual_clip: float | None = options.number(None, above=1, note='None is off')
@@ -275,7 +275,7 @@ class PolicyGradient:
     log_ratios = self._surrogate_log_ratios(token_log_ratios, tokens)
     # The surrogate is linear in the advantage, so the weight can scale that.
     advantages = jnp.where(mask, tokens.advantages * tokens.importance, 0)
-    policy = clipped_surrogate(
+    surrogate = clipped_surrogate(
       log_ratios,
       advantages,
       clip_epsilon=self.clip_epsilon,
@@ -284,12 +284,12 @@ class PolicyGradient:
     )
     entropy = jnp.where(mask, outputs.entropies, 0)
     penalty = jnp.zeros_like(entropy)
-    metrics = {'loss/policy': policy, 'loss/entropy': entropy}
+    metrics = {'loss/policy': surrogate, 'loss/entropy': entropy}
     if self.entropy_band.weight:
       penalty = self.entropy_band.penalty(entropy, tokens)
       metrics['loss/entropy_outside'] = penalty
-    loss = policy - self.entropy_weight * (entropy - penalty)
-    # k3 of KL(sampling policy || current policy), per token at both levels.
+    loss = surrogate - self.entropy_weight * (entropy - penalty)
+    # KL(old policy || current policy), per token also with row ratios.
     metrics['ratio/kl'] = jnp.expm1(token_log_ratios) - token_log_ratios
     metrics |= self._ratio_metrics(jnp.exp(log_ratios), advantages)
     if self.kl_weight:
@@ -304,21 +304,21 @@ class PolicyGradient:
     return loss, jax.lax.stop_gradient(metrics)
 
   def _surrogate_log_ratios(
-    self, log_ratios: Float[Array, 'B C'], tokens: token_batch.TokenBatch
-  ) -> Float[Array, 'B C']:
+    self, log_ratios: Float[Array, 'S T'], tokens: token_batch.TokenBatch
+  ) -> Float[Array, 'S T']:
     """Returns the log-ratio of each token, or of its row."""
     if self.ratio_level == 'token':
       return log_ratios
     row_log_ratios = row_means(log_ratios, tokens.mask, tokens.row_ids)
     row_log_ratios = jnp.where(tokens.mask, row_log_ratios, 0)
     # The row's value with the token's gradient.
-    fixed_rows, fixed_tokens = jax.lax.stop_gradient(
+    row_constants, token_constants = jax.lax.stop_gradient(
       (row_log_ratios, log_ratios)
     )
-    return log_ratios - fixed_tokens + fixed_rows
+    return log_ratios - token_constants + row_constants
 
   def _ratio_metrics(
-    self, ratio: Float[Array, 'B C'], advantages: Float[Array, 'B C']
+    self, ratio: Float[Array, 'S T'], advantages: Float[Array, 'S T']
   ) -> dict[str, Array]:
     low, high = self.clip_epsilon, self.clip_epsilon_high
     high = low if high is None else high
@@ -502,17 +502,17 @@ def row_weights(
 
 
 def policy_gradient(  # noqa: PLR0913
-  log_probs: Float[Array, 'B C'],
-  entropies: Float[Array, 'B C'],
-  old_log_probs: Float[Array, 'B C'],
-  ref_log_probs: Float[Array, 'B C'] | None,
+  log_probs: Float[Array, 'S T'],
+  entropies: Float[Array, 'S T'],
+  old_log_probs: Float[Array, 'S T'],
+  ref_log_probs: Float[Array, 'S T'] | None,
   advantages: Float[Array, '#B #C'],
-  importance: Float[Array, 'B C'],
-  mask: Bool[Array, 'B C'],
-  rows: Int[Array, 'B C'],
-  entropy_low: Float[Array, 'B C'] | None = None,
-  entropy_high: Float[Array, 'B C'] | None = None,
-  corridor: Float[Array, 'B C'] | None = None,
+  importance: Float[Array, 'S T'],
+  mask: Bool[Array, 'S T'],
+  rows: Int[Array, 'S T'],
+  entropy_low: Float[Array, 'S T'] | None = None,
+  entropy_high: Float[Array, 'S T'] | None = None,
+  corridor: Float[Array, 'S T'] | None = None,
   **values: Any,
 ) -> token_batch.TokenLoss:
   """Deprecated: call a `PolicyGradient` instead."""

@@ -3,7 +3,7 @@
 The learner computes a model's outputs for the completion tokens of a
 microbatch. A loss maps these outputs and a `TokenBatch` to one loss per token.
 
-Shapes: **S** shards of the microbatch, **N** completion tokens of a shard, with
+Shapes: **S** shards of the microbatch, **T** completion tokens of a shard, with
 padding at the end; see `packing`.
 """
 
@@ -13,33 +13,36 @@ import flax.struct
 from jaxtyping import Array, Bool, Float, Int
 
 # Loss of each token, and metrics of each token by name.
-TokenLoss = tuple[Float[Array, 'S N'], dict[str, Float[Array, 'S N']]]
+TokenLoss = tuple[Float[Array, 'S T'], dict[str, Float[Array, 'S T']]]
 
 
 @flax.struct.dataclass
 class TokenBatch:
   """The completion tokens of a microbatch, with one value per token and column.
 
-  Columns that the loss does not list in `Loss.columns` are None, or missing in
-  `extras`. All columns are 0 for padding.
+  Fields that the loss does not list in `Loss.columns` are None, and such extras
+  are absent. All numbers are 0 for padding.
 
   Attributes:
     mask: True for completion tokens, False for padding.
-    row_ids: index of the token's row among the rows of its shard, in [0, N).
+    row_ids: index of the token's row among the rows of its shard, in [0, T),
+      because a shard of T tokens has at most T rows.
     advantages: advantage of the token, or of its row.
-    old_log_probs: log-probs before the iteration's first update.
+    old_log_probs: log-probs of the tokens before the iteration's first update,
+      computed by the learner or by the sampler.
     ref_log_probs: log-probs under the frozen reference policy.
-    importance: weight of the token's surrogate, at least 0.
+    importance: factor of the advantage, at least 0: the truncated importance
+      weight, or 1.
     extras: columns of particular losses, by name.
   """
 
-  mask: Bool[Array, 'S N']
-  row_ids: Int[Array, 'S N']
-  advantages: Float[Array, 'S N'] | None = None
-  old_log_probs: Float[Array, 'S N'] | None = None
-  ref_log_probs: Float[Array, 'S N'] | None = None
-  importance: Float[Array, 'S N'] | None = None
-  extras: dict[str, Float[Array, 'S N']] = flax.struct.field(
+  mask: Bool[Array, 'S T']
+  row_ids: Int[Array, 'S T']
+  advantages: Float[Array, 'S T'] | None = None
+  old_log_probs: Float[Array, 'S T'] | None = None
+  ref_log_probs: Float[Array, 'S T'] | None = None
+  importance: Float[Array, 'S T'] | None = None
+  extras: dict[str, Float[Array, 'S T']] = flax.struct.field(
     default_factory=dict
   )
 
@@ -49,9 +52,9 @@ FIELDS = ('advantages', 'old_log_probs', 'ref_log_probs', 'importance')
 
 
 def make(
-  mask: Bool[Array, 'S N'],
-  row_ids: Int[Array, 'S N'],
-  columns: dict[str, Float[Array, 'S N']],
+  mask: Bool[Array, 'S T'],
+  row_ids: Int[Array, 'S T'],
+  columns: dict[str, Float[Array, 'S T']],
 ) -> TokenBatch:
   """Returns a token batch from columns by name."""
   fields = {name: x for name, x in columns.items() if name in FIELDS}
@@ -68,8 +71,8 @@ class PolicyOutputs:
     entropies: entropy of the distribution of the token, in nats.
   """
 
-  log_probs: Float[Array, 'S N']
-  entropies: Float[Array, 'S N']
+  log_probs: Float[Array, 'S T']
+  entropies: Float[Array, 'S T']
 
 
 @flax.struct.dataclass
@@ -77,10 +80,10 @@ class ValueOutputs:
   """The outputs of a critic for each token.
 
   Attributes:
-    values: value of the state before the token, in reward units.
+    values: value predicted before the token is sampled, in reward units.
   """
 
-  values: Float[Array, 'S N']
+  values: Float[Array, 'S T']
 
 
 class Loss(Protocol):
@@ -101,6 +104,6 @@ class Loss(Protocol):
   ) -> TokenLoss:
     """Returns the loss of each token, and metrics of each token by name.
 
-    Metrics are averaged over the tokens of an iteration. Of metrics whose names
-    end in '/max', the maximum is reported.
+    Metrics are averaged over the tokens of an iteration, except that metrics
+    with names ending in '/max' are maximized.
     """

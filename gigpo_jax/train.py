@@ -1,19 +1,21 @@
 """Train a policy: run episodes, compute advantages, update, repeat.
 
-`train` opens what a run needs, `loop` is the run, and `update` learns from the
-episodes of an iteration. Other files of the algorithm: the advantages
-(algorithms/gigpo.py), what a loss reads (token_batch.py), the losses
-(losses.py). Departures from the paper (GiGPO, arXiv:2505.10978):
+`train` builds what a run needs, `loop` is the run, and `update` learns from the
+episodes of an iteration. The rest of the algorithm is in algorithms/gigpo.py
+(advantages), token_batch.py (what a loss reads) and losses.py.
 
-1. The loss has an entropy bonus (`loss.entropy_weight`), as the authors' code
-   has; the variant `:paper` drops it.
-2. The mini-batches of an iteration have nearly equal sizes, and padding rows
-   have weight 0. The authors' code duplicates random rows.
+Departures from the paper (GiGPO, arXiv:2505.10978):
+
+1. The loss has an entropy bonus (`loss.entropy_weight`), as in the authors'
+   code. `--config=FILE:paper` drops it.
+2. The mini-batches of an iteration differ by at most one row (without shared
+   prompts), and padding rows have weight 0. The authors' code makes all
+   mini-batches full by duplicating random rows.
 3. Episodes whose environment failed are counted but not trained on.
 4. An iteration without any row to train on makes no update.
 5. The evaluation tasks are fixed, and success has a 95 % interval.
 
-Differences in formulas and environments: docs/algorithm.md.
+docs/algorithm.md lists differences in formulas and environments.
 """
 
 import contextlib
@@ -55,11 +57,14 @@ def train(
 ) -> None:
   """Runs an experiment, or resumes an interrupted one.
 
-  Everything random is a function of (seed, iteration), so a resumed run equals
-  an uninterrupted one. Writes to `workdir`: config.json, metrics.jsonl,
-  tensorboard/, checkpoints/, learning_curve.png, and in policy/ the trained
-  policy as a Hugging Face directory. Line k of the metrics evaluates the policy
-  after k iterations; k = 0 is the start.
+  Random numbers are functions of (seed, iteration, task, member, step, token)
+  and no generator has a state, so a resumed run equals an uninterrupted one.
+
+  Writes to `workdir`: config.json, metrics.jsonl, tensorboard/, checkpoints/,
+  learning_curve.png, and in policy/ the trained policy as a Hugging Face
+  directory. Line k of the metrics, from 0, is about iteration k and includes
+  the evaluation, if one is due, of the policy before that iteration. The last
+  line holds the final evaluation.
 
   The processes of a multi-process run share episodes and devices. All of them
   write checkpoints, so `workdir` must be shared; the main process writes the
@@ -70,7 +75,7 @@ def train(
   Args:
     config: the experiment.
     workdir: its folder.
-    allow_config_change: whether a run may resume with another config.
+    allow_config_change: whether a run may resume with a changed config.
     grace_secs: seconds between SIGTERM and the end of the process.
 
   Raises:
@@ -83,6 +88,7 @@ def train(
   )
   with (
     preemption.PreemptionGuard(grace_secs) as guard,
+    # Preempted before the loop: there is nothing to save.
     contextlib.suppress(preemption.Preempted),
     errors.explain_disk_errors(workdir),
   ):
@@ -112,13 +118,14 @@ def loop(
 ) -> None:
   """Runs the remaining iterations, then evaluates and exports the policy."""
   config, tasks = parts.config, parts.tasks
-  last = None  # (iteration, state, history) of the last whole iteration.
+  last = None  # (iteration, state, history) of the last finished iteration.
   try:
     state, history = run_builders.restore_or_init(parts, saver)
     first = history.next_iteration
     logs = run_builders.open_logs(parts, first)
     state = run_builders.compile_programs(parts, state)
-    compute_advantages(parts, state, builders.make_dummy_rows(config))
+    # Compiles the advantages for the row shapes of this run.
+    estimate_advantages(parts, state, builders.make_dummy_rows(config))
     for iteration in range(first, config.num_iterations):
       start, values = time.monotonic(), {}
       if _is_due(iteration, config.evaluation.every):
@@ -129,7 +136,8 @@ def loop(
       )
       if is_first:
         logs.plot_rollout(runner)
-      guard.exit_if_requested()  # Before the update, which donates the state.
+      guard.exit_if_requested()
+      # The update donates the state of `last`: no preemption until the new one.
       with guard.defer():
         tasks.record_outcomes(groups.outcomes)
         runner.prefetch(tasks.at(iteration + 1), parts.group_size)
@@ -164,12 +172,14 @@ def update(
 ) -> tuple[run_state.RunState, Metrics]:
   """Learns from the episodes of an iteration; returns state and metrics."""
   if not groups.kept:
-    # Entropy bonus, KL and weight decay would move the policy without a signal.
+    # Entropy bonus, KL and weight decay would still move the policy.
     return state, logs.write_episodes(iteration, groups) | no_update(parts)
   start = time.monotonic()
   rows = batch.from_trajectories(groups.kept, **parts.rows_kwargs)
   values = {'time/rows_secs': time.monotonic() - start}
-  output, old_values, advantage_metrics = compute_advantages(parts, state, rows)
+  output, old_values, advantage_metrics = estimate_advantages(
+    parts, state, rows
+  )
   values |= advantage_metrics
   values |= logs.write_episodes(iteration, groups, rows, output)
   columns = {'advantages': output.advantages}
@@ -195,7 +205,7 @@ def update(
   return state.replace(policy=policy), values | policy_metrics
 
 
-def compute_advantages(
+def estimate_advantages(
   parts: run_builders.Parts, state: run_state.RunState, rows: batch.Rows
 ) -> tuple[algorithms.AlgorithmOutput, np.ndarray | None, Metrics]:
   """Returns the advantages of rows, the critic's values, and metrics."""
@@ -217,12 +227,14 @@ def loss_columns(
   rows: batch.Rows,
   iteration: int,
 ) -> dict[str, np.ndarray | float]:
-  """Returns the columns of the policy's loss except for the advantages.
+  """Returns all columns that a loss can read, except for the advantages.
 
-  `token_batch.TokenBatch` describes them.
+  See `token_batch.TokenBatch` and `losses.EntropyBand`. A number applies to all
+  tokens.
   """
   options, learner = parts.config.loss, parts.learner
-  # The denominators of the ratios: log-probs before the update.
+  # The denominators of the ratios: log-probs before the update, as sampled or
+  # recomputed.
   old_log_probs = rows.sampler_log_probs
   if options.old_log_probs == 'learner':
     old_log_probs = learner.log_probs(state.policy.params, rows)
@@ -283,19 +295,20 @@ def stop_if_skipped(
     parts: the objects of the run.
     values: metrics of the update.
     name: 'update' or 'critic'.
-    rows: the rows of the update, which are saved.
+    rows: the rows of the iteration, which are saved.
     arrays: further arrays to save.
   """
-  in_row = values[f'{name}/most_skipped_in_row']
-  if in_row < parts.config.learner.max_skipped_in_row:
+  most = values[f'{name}/most_skipped_in_row']
+  if most < parts.config.learner.max_skipped_in_row:
     return
   path = parts.workdir / f'skipped_{name}.npz'
   if distributed.is_main_process():
+    # Numbers are constants of the iteration.
     rows.save(path, **{k: x for k, x in arrays.items() if np.ndim(x)})
   raise errors.RunError(
-    f'{name}/skipped_in_row={in_row:.0f}: loss or gradient was not finite in '
-    f'so many updates (learner.max_skipped_in_row); the last rows are in '
-    f'{path}; try a lower optimizer.learning_rate'
+    f'{name}/most_skipped_in_row={most:.0f}: loss or gradient was not '
+    'finite in so many updates (learner.max_skipped_in_row); the rows of this '
+    f'iteration are in {path}; try a lower optimizer.learning_rate'
   )
 
 
@@ -310,7 +323,9 @@ def collect(
   """Runs the episodes of an iteration with the current policy."""
   start, options = time.monotonic(), parts.config.rollout
 
-  def run(tasks: list[base.Task], position: int) -> list[trajectory.Trajectory]:
+  def run_groups(
+    tasks: list[base.Task], position: int
+  ) -> list[trajectory.Trajectory]:
     return runner.run(
       state.policy.params,
       tasks,
@@ -325,7 +340,7 @@ def collect(
     )
 
   groups = group_filter.collect(
-    run,
+    run_groups,
     parts.tasks,
     parts.group_filter,
     groups=options.groups,
@@ -368,9 +383,9 @@ def stop_if_failed(
   if not report:
     return
   console.log(report)
-  failed = sum(bool(t.failure) for t in episodes) / len(episodes)
+  failed_share = sum(bool(t.failure) for t in episodes) / len(episodes)
   limit = parts.config.pool.max_failed_share
-  if failed > limit or failed == 1:
+  if failed_share > limit or failed_share == 1:
     raise errors.RunError(
       f'pool.max_failed_share={limit}: {report}; fix the environment or its '
       'data, then rerun the same command to resume'
@@ -401,7 +416,7 @@ def save_last(
   saver: checkpoint.Checkpointer,
   last: tuple[int, run_state.RunState, run_state.History] | None,
 ) -> None:
-  """Saves the last whole iteration of a preempted run, if it is not saved."""
+  """Saves the last finished iteration of a preempted run."""
   if last and last[0] != saver.newest:
     iteration, state, history = last
     saver.save(iteration, state.to_dict(), history.to_json())

@@ -261,7 +261,7 @@ def test_kl_is_per_token_at_both_ratio_levels():
   inputs = row_arguments([0.1, -0.1, 0.1, -0.1], [0, 0, 0, 0])
   token_level, row_level = (
     policy_gradient(inputs, ratio_level=level, **SURROGATE_ONLY)[1]
-    for level in losses.RATIOS
+    for level in losses.RATIO_LEVELS
   )
   # exp(0.1) - 1 - 0.1, exp(-0.1) - 1 + 0.1.
   expected = [[0.0051709, 0.0048374, 0.0051709, 0.0048374]]
@@ -274,7 +274,7 @@ def test_single_token_rows_have_equal_losses_at_both_levels():
   inputs = row_arguments([0.1, -0.4, 0.05, 0.3], [0, 1, 2, 3])
   token_level, row_level = (
     policy_gradient(inputs, ratio_level=level, **SURROGATE_ONLY)
-    for level in losses.RATIOS
+    for level in losses.RATIO_LEVELS
   )
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
@@ -295,7 +295,7 @@ def test_ratio_levels_have_equal_gradients_before_the_first_update():
     return jnp.sum(weights * loss)
 
   token_level, row_level = (
-    jax.grad(total)(inputs['log_probs'], level) for level in losses.RATIOS
+    jax.grad(total)(inputs['log_probs'], level) for level in losses.RATIO_LEVELS
   )
   np.testing.assert_allclose(token_level, row_level, rtol=1e-6)
   np.testing.assert_allclose(
@@ -472,7 +472,7 @@ def random_inputs(seed, *, band=False):
   }
 
 
-@pytest.mark.parametrize('level', losses.RATIOS)
+@pytest.mark.parametrize('level', losses.RATIO_LEVELS)
 @pytest.mark.parametrize(
   'options',
   [
@@ -510,7 +510,7 @@ def gradient_of(inputs, **options):
   return jax.grad(total)(inputs['log_probs'])
 
 
-@pytest.mark.parametrize('level', losses.RATIOS)
+@pytest.mark.parametrize('level', losses.RATIO_LEVELS)
 @pytest.mark.parametrize(
   'options',
   [{}, {'dual_clip': 1.5, 'kl_weight': 0.5, 'kl_clamp': 0.05}],
