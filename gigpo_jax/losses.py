@@ -2,8 +2,8 @@
 
 A loss maps the outputs of a model and a `TokenBatch` to one loss per token and
 metrics with one value per token; see `token_batch.Loss`. It is independent of
-model, optimizer and devices. The sum of loss * row weight over all microbatches is the
-loss of the update, independent of how rows are split; see `row_weights`.
+model, optimizer and devices. The sum of loss * row weight over all microbatches
+is the loss of the update, however rows are split; see `row_weights`.
 """
 
 import dataclasses
