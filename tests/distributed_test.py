@@ -42,7 +42,7 @@ jax.distributed.initialize(f'127.0.0.1:{port}', 2, number)
 import numpy as np
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import sampler
-from gigpo_jax.models import qwen
+from gigpo_jax.models import parameters
 sys.path.insert(0, 'tests')
 import distributed_test as shared
 mesh = mesh_lib.make_mesh(1, 2, 1)
