@@ -42,7 +42,7 @@ OPTIONS = {
 }
 
 
-class Parts(NamedTuple):
+class Components(NamedTuple):
   """The components of each row's advantage; 0 for padding.
 
   Attributes:
@@ -111,7 +111,7 @@ def gigpo(  # noqa: PLR0913
     ValueError: if an option is unknown or two options are incompatible.
   """
   columns = rewards, groups, episodes, steps, anchors, valid
-  parts = gigpo_parts(
+  components = gigpo_components(
     *columns,
     discount=discount,
     invalid_penalty=invalid_penalty,
@@ -120,15 +120,15 @@ def gigpo(  # noqa: PLR0913
     penalty_scope=penalty_scope,
     lone_episode=lone_episode,
   )
-  return combine(parts, step_weight)
+  return combine(components, step_weight)
 
 
-def combine(parts: Parts, step_weight: float) -> Float[Array, ' R']:
+def combine(components: Components, step_weight: float) -> Float[Array, ' R']:
   """Returns the joint advantage, Eq. (8)."""
-  return parts.episode_advantage + step_weight * parts.step_advantage
+  return components.episode_advantage + step_weight * components.step_advantage
 
 
-def gigpo_parts(  # noqa: PLR0913
+def gigpo_components(  # noqa: PLR0913
   rewards: ArrayLike,
   groups: ArrayLike,
   episodes: ArrayLike,
@@ -143,7 +143,7 @@ def gigpo_parts(  # noqa: PLR0913
   episode_stats: str = 'trajectories',
   penalty_scope: str = 'reward',
   lone_episode: str = 'zero',
-) -> Parts:
+) -> Components:
   """Returns the components of the advantages; arguments as for `gigpo`."""
   del step_weight  # `combine` applies it.
   check_options(
@@ -154,9 +154,9 @@ def gigpo_parts(  # noqa: PLR0913
   )
   if not np.shape(groups)[0]:
     floats, sizes = jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.int32)
-    return Parts(*4 * [floats], *2 * [sizes])
+    return Components(*4 * [floats], *2 * [sizes])
   columns = rewards, groups, episodes, steps, anchors, valid
-  return _parts(
+  return _components(
     device_inputs(*columns, discount, invalid_penalty),
     norm=norm,
     episode_stats=episode_stats,
@@ -216,9 +216,9 @@ def device_inputs(  # noqa: PLR0913
   jax.jit,
   static_argnames=('norm', 'episode_stats', 'penalty_scope', 'lone_episode'),
 )
-def _parts(inputs, *, norm, episode_stats, penalty_scope, lone_episode):
+def _components(inputs, *, norm, episode_stats, penalty_scope, lone_episode):
   described = segment_rows(inputs, penalty_scope=penalty_scope)
-  return make_parts(
+  return make_components(
     described,
     step_advantages(described.returns, described.anchors, norm=norm),
     norm=norm,
@@ -310,17 +310,17 @@ def step_advantages(
   return group_normalize(values, segments, all_rows, **options)
 
 
-def make_parts(
+def make_components(
   found: RowSegments,
   step_advantage: Float[Array, ' R'],
   *,
   norm: str,
   episode_stats: str,
   lone_episode: str,
-) -> Parts:
+) -> Components:
   """Returns advantage components for a given A_S; options as for `gigpo`."""
   all_rows = jnp.ones_like(found.starts)
-  parts = Parts(
+  components = Components(
     episode_advantage=group_normalize(
       found.episode_returns,
       found.groups,
@@ -334,7 +334,7 @@ def make_parts(
     anchor_group_sizes=arrays.segment_count(found.anchors, all_rows),
     group_sizes=arrays.segment_count(found.groups, found.starts),
   )
-  return jax.tree.map(lambda part: jnp.where(found.real, part, 0), parts)
+  return jax.tree.map(lambda part: jnp.where(found.real, part, 0), components)
 
 
 @typechecked
@@ -467,11 +467,15 @@ def diagnose(*columns: ArrayLike, **options: object) -> dict[str, float]:
     *columns: arrays of the rows, as for `gigpo`.
     **options: options, as for `gigpo`.
   """
-  parts = Parts(*map(np.asarray, gigpo_parts(*columns, **options)))
-  return signal_metrics(parts, np.asarray(columns[1]))
+  components = Components(
+    *map(np.asarray, gigpo_components(*columns, **options))
+  )
+  return signal_metrics(components, np.asarray(columns[1]))
 
 
-def signal_metrics(parts: Parts, groups: np.ndarray) -> dict[str, float]:
+def signal_metrics(
+  components: Components, groups: np.ndarray
+) -> dict[str, float]:
   """Returns metrics of the learning signal; most are means over rows.
 
   The others are groups_without_spread, the share of zero-variance groups, which
@@ -482,8 +486,11 @@ def signal_metrics(parts: Parts, groups: np.ndarray) -> dict[str, float]:
   real = groups != -1
   if not real.any():
     return {}
-  sizes = parts.anchor_group_sizes[real]
-  episode, step = parts.episode_advantage[real], parts.step_advantage[real]
+  sizes = components.anchor_group_sizes[real]
+  episode, step = (
+    components.episode_advantage[real],
+    components.step_advantage[real],
+  )
   ids = np.unique(groups[real], return_inverse=True)[1]
   largest = np.zeros(ids.max() + 1)
   np.maximum.at(largest, ids, np.abs(episode))
@@ -533,6 +540,8 @@ __getattr__ = deprecated.names(
   {
     'Described': 'RowSegments',
     'inputs': 'device_inputs',
-    'parts_of': 'make_parts',
+    'Parts': 'Components',
+    'gigpo_parts': 'gigpo_components',
+    'parts_of': 'make_components',
   },
 )

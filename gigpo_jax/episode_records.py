@@ -172,11 +172,11 @@ def make_step_fields(
     counts = np.maximum(mask.sum(axis=1), 1)
     advantages = np.where(mask, advantages, 0).sum(axis=1) / counts
   columns = {'anchor_group': rows.anchors, 'advantage': advantages}
-  if output.parts is not None:
+  if output.components is not None:
     columns |= {
-      'discounted_return': output.parts.returns,
-      'episode_advantage': output.parts.episode_advantage,
-      'step_advantage': output.parts.step_advantage,
+      'discounted_return': output.components.returns,
+      'episode_advantage': output.components.episode_advantage,
+      'step_advantage': output.components.step_advantage,
     }
   by_episode: dict[int, dict[int, dict[str, float]]] = {}
   for r in np.flatnonzero(rows.real):

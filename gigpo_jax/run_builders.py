@@ -130,7 +130,7 @@ class Parts:
 
     They can be compared between algorithms.
     """
-    if output.parts is not None:
+    if output.components is not None:
       return {}
     options = self.config.algorithm
     return advantages.diagnose(

@@ -150,16 +150,18 @@ STD, ROWS, MEAN = {}, {'episode_stats': 'rows'}, {'norm': 'mean'}
 
 def test_golden_returns():
   # From the end of an episode: 10, 10 / 2, 10 / 4.
-  parts = advantages.gigpo_parts(**GOLDEN)
-  np.testing.assert_array_equal(parts.returns, [2.5, 5, 10, 0, 0, 0, 5, 10])
+  components = advantages.gigpo_components(**GOLDEN)
   np.testing.assert_array_equal(
-    parts.episode_returns, [10] * 3 + [0] * 3 + [10] * 2
+    components.returns, [2.5, 5, 10, 0, 0, 0, 5, 10]
+  )
+  np.testing.assert_array_equal(
+    components.episode_returns, [10] * 3 + [0] * 3 + [10] * 2
   )
   # a: rows 0, 3, 6; b: rows 1, 4, 5; c and d: one row each.
   np.testing.assert_array_equal(
-    parts.anchor_group_sizes, [3, 3, 1, 3, 3, 3, 3, 1]
+    components.anchor_group_sizes, [3, 3, 1, 3, 3, 3, 3, 1]
   )
-  np.testing.assert_array_equal(parts.group_sizes, [3] * 8)
+  np.testing.assert_array_equal(components.group_sizes, [3] * 8)
 
 
 @pytest.mark.parametrize(
@@ -176,9 +178,9 @@ def test_golden_returns():
   ],
 )
 def test_golden_episode_advantage(options, success, failure):
-  parts = advantages.gigpo_parts(**GOLDEN, **options)
+  components = advantages.gigpo_components(**GOLDEN, **options)
   expected = [success] * 3 + [failure] * 3 + [success] * 2
-  np.testing.assert_allclose(parts.episode_advantage, expected, atol=5e-5)
+  np.testing.assert_allclose(components.episode_advantage, expected, atol=5e-5)
 
 
 @pytest.mark.parametrize(
@@ -192,9 +194,9 @@ def test_golden_episode_advantage(options, success, failure):
   ],
 )
 def test_golden_step_advantage(options, expected):
-  parts = advantages.gigpo_parts(**GOLDEN, **options)
-  np.testing.assert_allclose(parts.step_advantage, expected, atol=5e-5)
-  assert parts.step_advantage[2] == 0  # lone anchor: exactly
+  components = advantages.gigpo_components(**GOLDEN, **options)
+  np.testing.assert_allclose(components.step_advantage, expected, atol=5e-5)
+  assert components.step_advantage[2] == 0  # lone anchor: exactly
 
 
 @pytest.mark.parametrize(
@@ -258,7 +260,7 @@ def test_equal_sums_in_different_order_give_exactly_zero():
   # Three invalid steps at different times: each E is 10 - 0.3, though in
   # float32 the sums differ by 1e-6, which is as large as eps.
   valid = [[0, 0, 0, 1, 1], [1, 0, 1, 0, 0], [0, 1, 0, 1, 0], [1, 1, 0, 0, 0]]
-  parts = advantages.gigpo_parts(
+  components = advantages.gigpo_components(
     [10.0, 0, 0, 0, 0] * 4,
     [0] * 20,
     np.repeat(range(4), 5),
@@ -266,14 +268,14 @@ def test_equal_sums_in_different_order_give_exactly_zero():
     range(20),
     np.ravel(valid) == 1,
   )
-  np.testing.assert_array_equal(parts.episode_advantage, np.zeros(20))
+  np.testing.assert_array_equal(components.episode_advantage, np.zeros(20))
 
 
 def test_equal_distance_to_success_gives_exactly_zero():
   # Seven episodes of lengths 3, 4, ... meet in one state 3 steps before the
   # success: G = 0.95^2 * 10 in each, at different positions of the scan.
   rows = [(e, t, 3 + e) for e in range(7) for t in range(3 + e)]
-  parts = advantages.gigpo_parts(
+  components = advantages.gigpo_components(
     [10.0 * (t == n - 1) for _, t, n in rows],
     [0] * len(rows),
     [e for e, _, _ in rows],
@@ -281,8 +283,8 @@ def test_equal_distance_to_success_gives_exactly_zero():
     [0 if t == n - 3 else 10 + 50 * e + t for e, t, n in rows],
     [True] * len(rows),
   )
-  np.testing.assert_array_equal(parts.step_advantage, np.zeros(len(rows)))
-  np.testing.assert_allclose(np.max(parts.anchor_group_sizes), 7)
+  np.testing.assert_array_equal(components.step_advantage, np.zeros(len(rows)))
+  np.testing.assert_allclose(np.max(components.anchor_group_sizes), 7)
 
 
 # All fail: 4 episodes of 1 step, the last one invalid. E = 0, 0, 0, -0.1;
@@ -358,7 +360,7 @@ def test_revisit_within_an_episode_is_compared():
   ],
 )
 def test_penalty_scopes(options, episode, step):
-  parts = advantages.gigpo_parts(
+  components = advantages.gigpo_components(
     [0.0, 10.0, 0.0, 0.0],
     [0] * 4,
     [0, 0, 1, 1],
@@ -370,44 +372,44 @@ def test_penalty_scopes(options, episode, step):
     norm='mean',
     **options,
   )
-  np.testing.assert_allclose(parts.episode_advantage, episode, atol=2e-6)
-  np.testing.assert_allclose(parts.step_advantage, step, atol=2e-6)
+  np.testing.assert_allclose(components.episode_advantage, episode, atol=2e-6)
+  np.testing.assert_allclose(components.step_advantage, step, atol=2e-6)
 
 
 def test_penalty_is_discounted_only_in_scope_reward():
   # The invalid step comes second: r' = 0, -0.2. G_0 = -0.1 or, by row, 0.
   arguments = ([0.0, 0.0], [0, 0], [0, 0], [0, 1], [0, 1], [True, False])
   options = {'discount': 0.5, 'invalid_penalty': 0.2, 'episode_stats': 'rows'}
-  reward = advantages.gigpo_parts(*arguments, **options)
+  reward = advantages.gigpo_components(*arguments, **options)
   np.testing.assert_allclose(reward.returns, [-0.1, -0.2])
   np.testing.assert_allclose(reward.episode_returns, [-0.2, -0.2])
-  row = advantages.gigpo_parts(*arguments, **options, penalty_scope='row')
+  row = advantages.gigpo_components(*arguments, **options, penalty_scope='row')
   np.testing.assert_allclose(row.returns, [0, -0.2])
   np.testing.assert_allclose(row.episode_returns, [0, -0.2])
 
 
 def test_gaps_discount_by_their_length():
   # Steps 0, 3, 4: G = 1 + 2 * 0.5^3 + 4 * 0.5^4 = 1.5; 2 + 4 * 0.5 = 4; 4.
-  parts = advantages.gigpo_parts(
+  components = advantages.gigpo_components(
     [1, 2, 4], [0] * 3, [0] * 3, [0, 3, 4], [0] * 3, [1] * 3, discount=0.5
   )
-  np.testing.assert_array_equal(parts.returns, [1.5, 4, 4])
+  np.testing.assert_array_equal(components.returns, [1.5, 4, 4])
 
 
 def test_no_discount_and_full_discount():
   rows = ([1.0, 2.0, 4.0], [0] * 3, [0] * 3, [0, 1, 2], [0] * 3, [1] * 3)
-  none = advantages.gigpo_parts(*rows, discount=1.0)
+  none = advantages.gigpo_components(*rows, discount=1.0)
   np.testing.assert_array_equal(none.returns, [7, 6, 4])
-  full = advantages.gigpo_parts(*rows, discount=0.0)
+  full = advantages.gigpo_components(*rows, discount=0.0)
   np.testing.assert_array_equal(full.returns, [1, 2, 4])
 
 
 def test_step_weight_zero_is_grpo_and_scales_linearly():
-  parts = advantages.gigpo_parts(**GOLDEN)
+  components = advantages.gigpo_components(**GOLDEN)
   grpo = advantages.gigpo(**GOLDEN, step_weight=0.0)
-  np.testing.assert_array_equal(grpo, parts.episode_advantage)
+  np.testing.assert_array_equal(grpo, components.episode_advantage)
   double = advantages.gigpo(**GOLDEN, step_weight=2.0)
-  expected = parts.episode_advantage + 2 * parts.step_advantage
+  expected = components.episode_advantage + 2 * components.step_advantage
   np.testing.assert_allclose(double, expected, rtol=1e-6)
 
 

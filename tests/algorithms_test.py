@@ -102,7 +102,7 @@ def test_gigpo_on_the_golden_batch():
 def test_grpo_is_the_episode_advantage():
   rows = golden_rows()
   actual, *_ = algorithms.make('grpo', step_weight=1.0).compute_advantages(rows)
-  parts = advantages.gigpo_parts(
+  components = advantages.gigpo_components(
     rows.rewards,
     rows.groups,
     rows.episodes,
@@ -110,7 +110,7 @@ def test_grpo_is_the_episode_advantage():
     rows.anchors,
     rows.valid,
   )
-  np.testing.assert_array_equal(actual, parts.episode_advantage)
+  np.testing.assert_array_equal(actual, components.episode_advantage)
 
 
 # Golden values for the batch, computed separately in float64; discount 0.5.

@@ -43,7 +43,8 @@ def get_config(arg=''):
   [
     (advantages, 'Described', 'RowSegments'),
     (advantages, 'inputs', 'device_inputs'),
-    (advantages, 'parts_of', 'make_parts'),
+    (advantages, 'gigpo_parts', 'gigpo_components'),
+    (advantages, 'parts_of', 'make_components'),
     (anchors, 'KINDS', 'ANCHORS'),
     (anchors, 'similar', 'merge_similar'),
     (rollout, 'Clock', 'RolloutClock'),
@@ -115,6 +116,25 @@ def test_algorithm_that_defines_credit_works(monkeypatch):
   )
   with pytest.warns(deprecated.RenamedWarning, match='use compute_advantages'):
     assert algorithm.compute_advantages(None) == ('own', 'inherited')
+
+
+def test_algorithm_that_defines_parts_works():
+  with pytest.warns(deprecated.RenamedWarning, match='use components'):
+
+    class Algorithm(gigpo.Algorithm):
+      def parts(self, rows):
+        return advantages.Components(*(x + 1 for x in super().parts(rows)))
+
+  columns = [1.0, 0.0], [0, 0], [0, 1], [0, 0], [0, 0], [True, True]
+  rows = types.SimpleNamespace(
+    steps_taken=lambda: columns, groups=np.zeros(2, int)
+  )
+  with pytest.warns(deprecated.RenamedWarning, match='use components'):
+    output = Algorithm().compute_advantages(rows)
+  expected = gigpo.Algorithm().compute_advantages(rows).components
+  with pytest.warns(deprecated.RenamedWarning, match='use components'):
+    returns = output.parts.returns
+  np.testing.assert_array_equal(returns, expected.returns + 1)
 
 
 def test_environment_with_kind_works(monkeypatch):

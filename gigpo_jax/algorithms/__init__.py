@@ -15,7 +15,7 @@ another project. A module may also define
 import dataclasses
 import importlib
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 import ml_collections
@@ -52,16 +52,17 @@ class AlgorithmOutput(NamedTuple):
     value_targets: regression targets of the critic; None without a critic.
     value_mask: True at the positions to which the targets apply; None for all
       tokens.
-    parts: components of the advantages; None if there are none.
+    components: components of the advantages; None if there are none.
   """
 
   advantages: Float[np.ndarray, ' R'] | Float[np.ndarray, 'R C']
   metrics: dict[str, float]
   value_targets: Float[np.ndarray, 'R C'] | None = None
   value_mask: Bool[np.ndarray, 'R C'] | None = None
-  parts: advantages_lib.Parts | None = None
+  components: advantages_lib.Components | None = None
 
   links = deprecated.attribute('Credit.links', 'value_mask')
+  parts = deprecated.attribute('AlgorithmOutput.parts', 'components')
 
 
 class Algorithm(Protocol):
@@ -143,15 +144,22 @@ def defaults(algorithm: type[Algorithm] | Algorithm) -> dict[str, object]:
   return {field.name: field.default for field in fields if field.init}
 
 
-def credit(self: Algorithm, rows: batch.Rows, values=None) -> AlgorithmOutput:
-  """Calls compute_advantages; its deprecated name, as a method."""
-  deprecated.warn('Algorithm.credit', 'compute_advantages')
-  for owner in type(self).__mro__:
-    method = vars(owner).get('compute_advantages')
-    # An override under the old name may call the method that it overrides.
-    if method and method is not vars(owner).get('credit'):
-      return method(self, rows, values)
-  raise AttributeError('compute_advantages')
+def old_method(old: str, new: str) -> Callable:
+  """Returns a method `old`, the deprecated alias of the method `new`."""
+
+  def call(self: Algorithm, *args, **kwargs):
+    deprecated.warn(f'Algorithm.{old}', new)
+    for owner in type(self).__mro__:
+      method = vars(owner).get(new)
+      # An override under the old name may call the method that it overrides.
+      if method and method is not vars(owner).get(old):
+        return method(self, *args, **kwargs)
+    raise AttributeError(new)
+
+  return call
+
+
+credit = old_method('credit', 'compute_advantages')
 
 
 def _accept_credit(algorithm: type) -> None:
@@ -170,5 +178,5 @@ def _accept_credit(algorithm: type) -> None:
 __getattr__ = deprecated.names(
   __name__,
   {'Credit': 'AlgorithmOutput', 'NAMES': 'REGISTRY'},
-  {'Credit': {'links': 'value_mask'}},
+  {'Credit': {'links': 'value_mask', 'parts': 'components'}},
 )

@@ -26,16 +26,16 @@ class Algorithm(gigpo.Algorithm):
   is the episode's total reward.
   """
 
-  def parts(self, rows: batch.Rows) -> advantages.Parts:
+  def components(self, rows: batch.Rows) -> advantages.Components:
     """Returns A_E, and A_S computed from values of anchors."""
-    return _parts(self.inputs(rows), **self.statistics())
+    return _components(self.inputs(rows), **self.statistics())
 
 
 @functools.partial(
   jax.jit,
   static_argnames=('norm', 'episode_stats', 'penalty_scope', 'lone_episode'),
 )
-def _parts(inputs, *, norm, penalty_scope, **statistics):
+def _components(inputs, *, norm, penalty_scope, **statistics):
   described = advantages.segment_rows(inputs, penalty_scope=penalty_scope)
   before, after = values(
     described, inputs.rewards[0], inputs.steps, inputs.discount[0]
@@ -51,7 +51,7 @@ def _parts(inputs, *, norm, penalty_scope, **statistics):
   step_advantage += advantages.group_normalize(
     (gain, 0 * gain), described.groups, described.real, **stats
   )
-  return advantages.make_parts(
+  return advantages.make_components(
     described, step_advantage, norm=norm, **statistics
   )
 

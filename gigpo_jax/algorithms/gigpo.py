@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from gigpo_jax import advantages, algorithms, batch, options
+from gigpo_jax import advantages, algorithms, batch, deprecated, options
 
 PRESETS = {
   # Readings of the released code.
@@ -43,9 +43,9 @@ class Algorithm:
     options.check(self)
     advantages.check_options(**self.statistics())
 
-  def parts(self, rows: batch.Rows) -> advantages.Parts:
+  def components(self, rows: batch.Rows) -> advantages.Components:
     """Returns the components of the advantages."""
-    return advantages.gigpo_parts(
+    return advantages.gigpo_components(
       *rows.steps_taken(),
       discount=self.discount,
       invalid_penalty=self.invalid_penalty,
@@ -68,19 +68,28 @@ class Algorithm:
     )
 
   credit = algorithms.credit
+  parts = algorithms.old_method('parts', 'components')
+
+  def __init_subclass__(cls):
+    super().__init_subclass__()
+    if 'parts' in vars(cls) and 'components' not in vars(cls):
+      deprecated.warn(f'{cls.__module__}.Algorithm.parts', 'components')
+      cls.components = cls.parts
 
   def compute_advantages(
     self, rows: batch.Rows, values=None
   ) -> algorithms.AlgorithmOutput:
     """Returns one advantage per row, 0 for padding, with metrics."""
     del values
-    parts = advantages.Parts(*(np.asarray(part) for part in self.parts(rows)))
+    components = advantages.Components(
+      *(np.asarray(x) for x in self.components(rows))
+    )
     return algorithms.AlgorithmOutput(
-      self.joint(parts),
-      advantages.signal_metrics(parts, rows.groups),
-      parts=parts,
+      self.joint(components),
+      advantages.signal_metrics(components, rows.groups),
+      components=components,
     )
 
-  def joint(self, parts: advantages.Parts) -> np.ndarray:
+  def joint(self, components: advantages.Components) -> np.ndarray:
     """Returns the joint advantage A, Eq. (8)."""
-    return advantages.combine(parts, self.step_weight)
+    return advantages.combine(components, self.step_weight)

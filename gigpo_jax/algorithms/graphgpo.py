@@ -32,9 +32,9 @@ class Algorithm(gigpo.Algorithm):
 
   graph_discount: float = options.number(0.1, low=0, high=1)
 
-  def parts(self, rows: batch.Rows) -> advantages.Parts:
+  def components(self, rows: batch.Rows) -> advantages.Components:
     """Returns A_E, and A_S computed from distances to success."""
-    return _parts(
+    return _components(
       self.inputs(rows),
       nodes(rows),
       jnp.float32(self.graph_discount),
@@ -53,7 +53,7 @@ def nodes(rows: batch.Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
   jax.jit,
   static_argnames=('norm', 'episode_stats', 'penalty_scope', 'lone_episode'),
 )
-def _parts(
+def _components(
   inputs, graph_nodes, graph_discount, *, norm, penalty_scope, **statistics
 ):
   following, known, success = graph_nodes
@@ -66,7 +66,7 @@ def _parts(
   step_advantage = advantages.step_advantages(
     values, described.anchors, norm=norm
   )
-  return advantages.make_parts(
+  return advantages.make_components(
     described, step_advantage, norm=norm, **statistics
   )
 

@@ -49,18 +49,21 @@ class Algorithm(gigpo.Algorithm):
   level_exponent: float = 1.0
   episode_weight: float = 0.0
 
-  def parts(self, rows: batch.Rows) -> advantages.Parts:
+  def components(self, rows: batch.Rows) -> advantages.Components:
     """Returns A_E, and the weighted sum of the levels as A_S."""
-    return _parts(
+    return _components(
       self.inputs(rows),
       jnp.float32(self.level_exponent),
       history=self.history,
       **self.statistics(),
     )
 
-  def joint(self, parts: advantages.Parts) -> np.ndarray:
+  def joint(self, components: advantages.Components) -> np.ndarray:
     """Returns the advantage A."""
-    return self.episode_weight * parts.episode_advantage + parts.step_advantage
+    return (
+      self.episode_weight * components.episode_advantage
+      + components.step_advantage
+    )
 
 
 @functools.partial(
@@ -73,7 +76,7 @@ class Algorithm(gigpo.Algorithm):
     'lone_episode',
   ),
 )
-def _parts(
+def _components(
   inputs, level_exponent, *, history, norm, penalty_scope, **statistics
 ):
   described = advantages.segment_rows(inputs, penalty_scope=penalty_scope)
@@ -89,7 +92,7 @@ def _parts(
   step_advantage = jnp.where(
     weights > 0, total / jnp.maximum(weights, 1e-30), 0
   )
-  return advantages.make_parts(
+  return advantages.make_components(
     described, step_advantage, norm=norm, **statistics
   )
 
