@@ -1,6 +1,6 @@
-"""Wrong input by the table, as a user gives it: one line each, and soon.
+"""Tests that commands refuse invalid input in one line, early.
 
-Before any device memory or worker process is taken, and with no network.
+That is before any device memory or worker process is used, and offline.
 """
 
 import contextlib
@@ -28,31 +28,31 @@ LIMIT_SECS = 15
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A command and what it has to say.
+  """A command with invalid input, and its expected error.
 
   Attributes:
-    flags: of the command; {dir} is a folder of its own.
-    said: parts of the line: what is wrong, what to do.
+    flags: flags of the command; {dir} is a separate folder for each case.
+    expected: parts of the error line: the problem and the remedy.
     prepare: fills the folder.
-    script: of launch/.
-    status: of the process.
-    devices: whether it is known only once they are.
+    script: name of the script in launch/.
+    status: exit status of the process.
+    devices: whether the check needs initialized devices.
   """
 
   flags: tuple[str, ...]
-  said: tuple[str, ...]
+  expected: tuple[str, ...]
   prepare: Callable[[pathlib.Path], object] = lambda folder: None
   script: str = 'train'
   status: int = 2
   devices: bool = False
 
 
-def _field(name: str, value: object, *said: str) -> Case:
-  return Case((TINY, f'--config.{name}={value}'), (name, *said))
+def _field(name: str, value: object, *expected: str) -> Case:
+  return Case((TINY, f'--config.{name}={value}'), (name, *expected))
 
 
-def _flags(*flags: str, said: tuple[str, ...], **kwargs) -> Case:
-  return Case(flags, said, **kwargs)
+def _flags(*flags: str, expected: tuple[str, ...], **kwargs) -> Case:
+  return Case(flags, expected, **kwargs)
 
 
 FIELDS = (
@@ -129,98 +129,102 @@ FIELDS = (
 )
 
 COMMANDS = (
-  _flags(said=('--config: missing', 'try --config=')),
-  _flags('--config=configs/none.py', said=('configs/none.py', 'no such file')),
-  _flags('--config=README.md', said=('--config=README.md', 'configs/')),
-  _flags('--config=configs/alfworld.py:huge', said=('huge', 'accepts')),
-  _flags('--config=configs/alfworld.py:grpo,ppo', said=('one algorithm',)),
-  _flags(TINY, '--wrkdir=x', said=('wrkdir', 'workdir')),
-  _flags(TINY, '--grace_secs=soon', said=('grace_secs',)),
-  _flags(TINY, '--grace_secs=-1', said=('grace_secs', 'range')),
-  _flags(TINY, '--workdir=gs://bucket/run', said=('--workdir', 'folder')),
-  _flags(TINY, 'stray', said=('stray', '--')),
+  _flags(expected=('--config: missing', 'try --config=')),
+  _flags(
+    '--config=configs/none.py', expected=('configs/none.py', 'no such file')
+  ),
+  _flags('--config=README.md', expected=('--config=README.md', 'configs/')),
+  _flags('--config=configs/alfworld.py:huge', expected=('huge', 'accepts')),
+  _flags('--config=configs/alfworld.py:grpo,ppo', expected=('one algorithm',)),
+  _flags(TINY, '--wrkdir=x', expected=('wrkdir', 'workdir')),
+  _flags(TINY, '--grace_secs=soon', expected=('grace_secs',)),
+  _flags(TINY, '--grace_secs=-1', expected=('grace_secs', 'range')),
+  _flags(TINY, '--workdir=gs://bucket/run', expected=('--workdir', 'folder')),
+  _flags(TINY, 'stray', expected=('stray', '--')),
   _flags(
     TINY,
     '--checkpoint={dir}/run',
-    said=('--checkpoint=', 'has no checkpoints/'),
+    expected=('--checkpoint=', 'has no checkpoints/'),
     script='evaluate',
   ),
   _flags(
     TINY,
     '--checkpoint={dir}/run/checkpoints/3',
-    said=('checkpoints/3: does not exist',),
+    expected=('checkpoints/3: does not exist',),
     script='evaluate',
   ),
-  _flags(TINY, said=('--model, --checkpoint: missing',), script='evaluate'),
-  _flags('--config=configs/alfworld.py:tinny', said=('did you mean tiny?',)),
-  _flags(TINY, '--repeats=0', said=('--repeats=0',), script='evaluate'),
+  _flags(TINY, expected=('--model, --checkpoint: missing',), script='evaluate'),
+  _flags(
+    '--config=configs/alfworld.py:tinny', expected=('did you mean tiny?',)
+  ),
+  _flags(TINY, '--repeats=0', expected=('--repeats=0',), script='evaluate'),
   _flags(
     TINY,
     '--model={dir}/none',
-    said=('model.path=', 'no config.json; needs'),
+    expected=('model.path=', 'no config.json; needs'),
     script='evaluate',
   ),
-  _flags('--workdir={dir}', said=('--sweep: missing',), script='sweep'),
+  _flags('--workdir={dir}', expected=('--sweep: missing',), script='sweep'),
   _flags(
     '--sweep={dir}/none.py',
     '--workdir={dir}',
-    said=('--sweep=', 'no such file'),
+    expected=('--sweep=', 'no such file'),
     script='sweep',
   ),
-  _flags('--at_once=0', said=('at_once=0', 'positive'), script='sweep'),
-  _flags('--port=99999', said=('port', '65535'), script='view'),
-  _flags('--port=x', said=('port',), script='view'),
-  _flags('--wrkdir=x', said=('wrkdir', 'workdir'), script='view'),
-  _flags('stray', said=('stray', '--'), script='view'),
+  _flags('--at_once=0', expected=('at_once=0', 'positive'), script='sweep'),
+  _flags('--port=99999', expected=('port', '65535'), script='view'),
+  _flags('--port=x', expected=('port',), script='view'),
+  _flags('--wrkdir=x', expected=('wrkdir', 'workdir'), script='view'),
+  _flags('stray', expected=('stray', '--'), script='view'),
 )
 
 
-def _model(spoil: Callable[[pathlib.Path], object], *said: str) -> Case:
+def _model(damage: Callable[[pathlib.Path], object], *expected: str) -> Case:
   def prepare(folder: pathlib.Path) -> None:
     shutil.copytree(WARM_START, folder / 'model')
-    spoil(folder / 'model')
+    damage(folder / 'model')
 
   flags = (TINY, '--config.model.path={dir}/model')
-  return Case(flags, ('model', *said), prepare)
+  return Case(flags, ('model', *expected), prepare)
 
 
 def _edit(name: str, **changes) -> Callable[[pathlib.Path], object]:
-  def spoil(model: pathlib.Path) -> None:
+  def damage(model: pathlib.Path) -> None:
     raw = json.loads((model / name).read_text())
     raw = {k: v for k, v in (raw | changes).items() if v is not None}
     (model / name).write_text(json.dumps(raw))
 
-  return spoil
+  return damage
 
 
 def _write(name: str, text: str) -> Callable[[pathlib.Path], object]:
   return lambda folder: (folder / name).write_text(text)
 
 
-def _pickled(model: pathlib.Path) -> None:
+def _rename_to_bin(model: pathlib.Path) -> None:
   (model / 'model.safetensors').rename(model / 'pytorch_model.bin')
 
 
 def _template(text: str) -> Callable[[pathlib.Path], object]:
-  def spoil(model: pathlib.Path) -> None:
+  def damage(model: pathlib.Path) -> None:
     (model / 'chat_template.jinja').unlink(missing_ok=True)
     _edit('tokenizer_config.json', chat_template=text)(model)
 
-  return spoil
+  return damage
 
 
-def _no_template(model: pathlib.Path) -> None:
+def _remove_template(model: pathlib.Path) -> None:
   (model / 'chat_template.jinja').unlink(missing_ok=True)
   _edit('tokenizer_config.json', chat_template=None)(model)
 
 
 def _tensor(change: Callable[[dict], object]) -> Callable:
-  def spoil(model: pathlib.Path) -> None:
+  def damage(model: pathlib.Path) -> None:
     tensors = safetensors.numpy.load_file(model / 'model.safetensors')
     change(tensors)
     safetensors.numpy.save_file(tensors, model / 'model.safetensors')
 
-  return spoil
+  return damage
 
 
 def _unlink(name: str) -> Callable[[pathlib.Path], object]:
@@ -230,7 +234,7 @@ def _unlink(name: str) -> Callable[[pathlib.Path], object]:
 _NORM = 'model.norm.weight'
 
 
-def _copied(model: pathlib.Path) -> None:
+def _copy_weights(model: pathlib.Path) -> None:
   shutil.copy(model / 'model.safetensors', model / 'copy.safetensors')
 
 
@@ -264,23 +268,23 @@ MODELS = (
     'rollout.max_prompt_tokens=320',
     'max_position_embeddings=200',
   ),
-  _model(_pickled, 'no *.safetensors files', 'pytorch_model.bin'),
+  _model(_rename_to_bin, 'no *.safetensors files', 'pytorch_model.bin'),
   _model(_write('model.safetensors', 'x' * 99), 'not a readable safetensors'),
   _model(_write('model.safetensors', ''), 'not a readable safetensors'),
   _model(_tensor(lambda t: t.pop(_NORM)), _NORM, 'is missing'),
   _model(_tensor(lambda t: t.update(odd=np.ones(2))), 'odd is unknown'),
   _model(_tensor(lambda t: t.update({_NORM: np.ones(128, int)})), 'is I64'),
-  _model(_copied, 'is in copy.safetensors and in model.safetensors'),
+  _model(_copy_weights, 'is in copy.safetensors and in model.safetensors'),
   _model(_unlink('tokenizer_config.json'), 'no tokenizer_config.json; needs'),
   _model(_unlink('tokenizer.json'), 'tokenizer'),
   _model(_write('tokenizer.json', '{"a":'), 'tokenizer'),
   _model(_write('tokenizer_config.json', '{'), 'tokenizer'),
-  _model(_no_template, 'no chat template'),
+  _model(_remove_template, 'no chat template'),
   _model(_template('{% for %}'), 'chat template'),
   _model(_template('{{ "hello" }}'), 'leaves out the message'),
   _model(_write('generation_config.json', '{"eos_token_id": -1}'), '-1', 'ids'),
   _model(_template('{{ messages[0].nothing.more }}'), 'chat template'),
-  # What would run a program, if templates were not rendered in a sandbox.
+  # This template would run code if it were not rendered in a sandbox.
   _model(
     _template("{{ ''.__class__.__mro__[1].__subclasses__() }}"),
     'chat template',
@@ -294,14 +298,16 @@ MODELS = (
 )
 
 
-def _data(spoil: Callable[[pathlib.Path], object], *said: str, **kw) -> Case:
+def _data(
+  damage: Callable[[pathlib.Path], object], *expected: str, **kw
+) -> Case:
   def prepare(folder: pathlib.Path) -> None:
     if kw.get('full', True):
       games.main(['--out', str(folder / 'data'), '--num', '9'])
-    spoil(folder / 'data')
+    damage(folder / 'data')
 
   flags = (TINY, '--config.env.data_dir={dir}/data')
-  return Case(flags, ('env.', *said), prepare)
+  return Case(flags, ('env.', *expected), prepare)
 
 
 def _games(data: pathlib.Path, name: str) -> list[pathlib.Path]:
@@ -330,7 +336,7 @@ DATA = (
 )
 
 
-def _shop(name: str, text: str, *said: str) -> Case:
+def _shop(name: str, text: str, *expected: str) -> Case:
   def prepare(folder: pathlib.Path) -> None:
     (folder / 'data').mkdir()
     (folder / 'data' / name).write_text(text)
@@ -339,7 +345,7 @@ def _shop(name: str, text: str, *said: str) -> Case:
     '--config=configs/webshop.py:tiny',
     '--config.env.data_dir={dir}/data',
   )
-  return Case(flags, ('env.data_dir', *said), prepare)
+  return Case(flags, ('env.data_dir', *expected), prepare)
 
 
 SHOPS = (
@@ -348,15 +354,17 @@ SHOPS = (
 )
 
 
-def _run(prepare: Callable[[pathlib.Path], object], *said: str, **kw) -> Case:
+def _run(
+  prepare: Callable[[pathlib.Path], object], *expected: str, **kw
+) -> Case:
   def in_workdir(folder: pathlib.Path) -> None:
     prepare(folder / 'run')
 
   flags = (TINY, *kw.pop('flags', ()), '--workdir={dir}/run')
-  return Case(flags, said, in_workdir, **kw)
+  return Case(flags, expected, in_workdir, **kw)
 
 
-def _begun(text: str) -> Callable[[pathlib.Path], None]:
+def _write_config(text: str) -> Callable[[pathlib.Path], None]:
   def prepare(run: pathlib.Path) -> None:
     run.mkdir()
     (run / 'config.json').write_text(text)
@@ -364,160 +372,169 @@ def _begun(text: str) -> Callable[[pathlib.Path], None]:
   return prepare
 
 
-def _other(run: pathlib.Path) -> None:
+def _write_other_config(run: pathlib.Path) -> None:
   run.mkdir()
   config = alfworld.get_config('tiny')
   config.seed, config.algorithm.discount = 1, 0.9
   run_config.save(config, str(run))
 
 
-def _damaged(run: pathlib.Path) -> None:
+def _write_damaged_checkpoint(run: pathlib.Path) -> None:
   (run / 'checkpoints' / '4' / 'state').mkdir(parents=True)
   run_config.save(alfworld.get_config('tiny'), str(run))
 
 
-def _in_the_way(run: pathlib.Path) -> None:
+def _write_file_as_checkpoints(run: pathlib.Path) -> None:
   run.mkdir()
   (run / 'checkpoints').write_text('')
 
 
-# Until all commands have run.
+# Locks that are held until all commands have run.
 _LOCKS = contextlib.ExitStack()
 
 
-def _in_use(run: pathlib.Path) -> None:
+def _lock_workdir(run: pathlib.Path) -> None:
   run.mkdir()
   _LOCKS.enter_context(files.lock(run))
 
 
 RUNS = (
-  _run(_in_use, '--workdir', 'in use by process', 'on host'),
-  _run(_in_use, '--workdir', 'in use by process', script='sft'),
+  _run(_lock_workdir, '--workdir', 'in use by process', 'on host'),
+  _run(_lock_workdir, '--workdir', 'in use by process', script='sft'),
   _run(lambda run: run.write_text(''), '--workdir', 'cannot be written'),
   _run(
-    _other,
+    _write_other_config,
     'algorithm.discount=0.95 (was 0.9), seed=0 (was 1)',
     '--allow_config_change',
   ),
-  _run(_begun('{"seed": 0'), 'config.json cannot be read'),
-  _run(_begun('[]'), 'config.json cannot be read'),
-  _run(_begun('{}'), 'config.json cannot be read', 'lacks num_iterations'),
-  _run(_begun('{"version": 99}'), 'config.json', 'newer release'),
-  _run(_in_the_way, 'checkpoints: is a file', 'folder'),
-  _run(_damaged, 'all checkpoints are damaged ([4])', 'another --workdir'),
+  _run(_write_config('{"seed": 0'), 'config.json cannot be read'),
+  _run(_write_config('[]'), 'config.json cannot be read'),
+  _run(
+    _write_config('{}'), 'config.json cannot be read', 'lacks num_iterations'
+  ),
+  _run(_write_config('{"version": 99}'), 'config.json', 'newer release'),
+  _run(_write_file_as_checkpoints, 'checkpoints: is a file', 'folder'),
+  _run(
+    _write_damaged_checkpoint,
+    'all checkpoints are damaged ([4])',
+    'another --workdir',
+  ),
 )
 
 
-def _unreadable(text: str) -> Case:
+def _unreadable_config(text: str) -> Case:
   def prepare(folder: pathlib.Path) -> None:
-    _begun(text)(folder / 'run')
+    _write_config(text)(folder / 'run')
     (folder / 'run' / 'metrics.jsonl').write_text('{"iteration": 0}\n')
 
   return _flags(
     '--workdir={dir}/run',
-    said=('config.json cannot be read', 'restore or delete it'),
+    expected=('config.json cannot be read', 'restore or delete it'),
     script='view',
     prepare=prepare,
   )
 
 
 SFT = (
-  _flags(TINY, '--config.sft.epochs=0', said=('sft.epochs',), script='sft'),
+  _flags(TINY, '--config.sft.epochs=0', expected=('sft.epochs',), script='sft'),
   _flags(
-    TINY, '--config.sft.init=bogus', said=('sft.init', 'scratch'), script='sft'
+    TINY,
+    '--config.sft.init=bogus',
+    expected=('sft.init', 'scratch'),
+    script='sft',
   ),
   _flags(
     TINY,
     '--config.sft.learning_rate=nan',
-    said=('sft.learning_rate', 'finite'),
+    expected=('sft.learning_rate', 'finite'),
     script='sft',
   ),
   _flags(
     TINY,
     '--config.sft.init=',
     '--config.sft.data={dir}/none',
-    said=('holds no episodes', '--config.episodes.every=1'),
+    expected=('holds no episodes', '--config.episodes.every=1'),
     script='sft',
   ),
   _flags(
     TINY,
-    said=('--workdir', 'another folder'),
+    expected=('--workdir', 'another folder'),
     script='sft',
-    prepare=lambda folder: _damaged(folder / 'run'),
+    prepare=lambda folder: _write_damaged_checkpoint(folder / 'run'),
   ),
   _flags(
     TINY,
-    said=('--workdir', 'another folder'),
+    expected=('--workdir', 'another folder'),
     script='sft',
-    prepare=lambda folder: _begun('{}')(folder / 'run'),
+    prepare=lambda folder: _write_config('{}')(folder / 'run'),
   ),
-  _unreadable('{'),
-  _unreadable('[]'),
+  _unreadable_config('{'),
+  _unreadable_config('[]'),
   _flags(
     TINY,
     '--checkpoint={dir}/run',
-    said=('all checkpoints are damaged ([4])',),
+    expected=('all checkpoints are damaged ([4])',),
     script='evaluate',
-    prepare=lambda folder: _damaged(folder / 'run'),
+    prepare=lambda folder: _write_damaged_checkpoint(folder / 'run'),
   ),
 )
 
-# Refused before a work directory is made.
+# Cases that are refused before a work directory is created.
 CLEAN = tuple(c for c in (*FIELDS, *COMMANDS) if not c.devices)
 CASES = (*FIELDS, *COMMANDS, *MODELS, *DATA, *SHOPS, *RUNS, *SFT)
 
 
-def _told(tmp_path: pathlib.Path) -> tuple[float, list[dict]]:
-  """Returns what all commands said, and what their processes had taken."""
-  asked = []
-  for number, case in enumerate(CASES):
-    folder = tmp_path / str(number)
+def _run_cases(tmp_path: pathlib.Path) -> tuple[float, list[dict]]:
+  """Returns the import time, and output and resources of each command."""
+  commands = []
+  for index, case in enumerate(CASES):
+    folder = tmp_path / str(index)
     folder.mkdir()
     case.prepare(folder)
     flags = [flag.replace('{dir}', str(folder)) for flag in case.flags]
     if not any(flag.startswith('--workdir') for flag in flags):
       flags.append(f'--workdir={folder / "run"}')
-    asked.append((f'launch/{case.script}.py', flags, {}))
+    commands.append((f'launch/{case.script}.py', flags, {}))
   done = subprocess.run(
     [sys.executable, 'tests/preloaded.py'],
-    input=json.dumps(asked),
+    input=json.dumps(commands),
     cwd=PROJECT,
     capture_output=True,
     text=True,
     check=True,
   )
   _LOCKS.close()
-  imports, *told = map(json.loads, done.stdout.splitlines())
-  for number, found in enumerate(told):
-    found['left'] = (tmp_path / str(number) / 'run').exists()
-  return imports, told
+  imports, *results = map(json.loads, done.stdout.splitlines())
+  for index, result in enumerate(results):
+    result['left'] = (tmp_path / str(index) / 'run').exists()
+  return imports, results
 
 
-def _wrong(case: Case, found: dict, imports: float) -> str:
-  """Returns what is not as it should be; '' if all is."""
-  if found['status'] != case.status:
-    return f'ended with {found["status"]}: {found["out"]}{found["err"]}'
-  if len(found['err'].splitlines()) != 1:
-    return f'did not say one line: {found["err"]}'
-  if missing := [part for part in case.said if part not in found['err']]:
-    return f'did not say {missing}, but {found["err"]}'
-  if case in CLEAN and found['left']:
+def _problem(case: Case, result: dict, imports: float) -> str:
+  """Returns the first difference from the expected result, or ''."""
+  if result['status'] != case.status:
+    return f'ended with {result["status"]}: {result["out"]}{result["err"]}'
+  if len(result['err'].splitlines()) != 1:
+    return f'did not print one line: {result["err"]}'
+  if missing := [part for part in case.expected if part not in result['err']]:
+    return f'did not print {missing}, but {result["err"]}'
+  if case in CLEAN and result['left']:
     return 'left a work directory'
-  if imports + found['secs'] > LIMIT_SECS:
-    return f'took {imports:.1f} and {found["secs"]:.1f} seconds'
-  taken = {n: found[n] for n in ('arrays', 'workers', 'addresses')}
+  if imports + result['secs'] > LIMIT_SECS:
+    return f'took {imports:.1f} and {result["secs"]:.1f} seconds'
+  used = {n: result[n] for n in ('arrays', 'workers', 'addresses')}
   if not case.devices:
-    taken['devices'] = found['devices']
-  return f'had taken {taken}' if any(taken.values()) else ''
+    used['devices'] = result['devices']
+  return f'had used {used}' if any(used.values()) else ''
 
 
-def test_wrong_input_is_refused_in_one_line(tmp_path):
-  # One test, for one process imports what all of them need.
-  imports, told = _told(tmp_path)
-  assert len(told) == len(CASES) >= 60  # noqa: PLR2004
+def test_invalid_input_is_refused_in_one_line(tmp_path):
+  # A single test, so that one process imports the modules for all cases.
+  imports, results = _run_cases(tmp_path)
+  assert len(results) == len(CASES) >= 60  # noqa: PLR2004
   problems = [
-    f'{" ".join(case.flags)}: {wrong}'
-    for case, found in zip(CASES, told, strict=True)
-    if (wrong := _wrong(case, found, imports))
+    f'{" ".join(case.flags)}: {problem}'
+    for case, result in zip(CASES, results, strict=True)
+    if (problem := _problem(case, result, imports))
   ]
   assert not problems, '\n'.join(problems)

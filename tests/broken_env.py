@@ -1,4 +1,4 @@
-"""The corridor with a mistake in it, as a module of somebody else's."""
+"""The toy corridor with a bug, as an environment from outside the project."""
 
 import json
 
@@ -8,7 +8,7 @@ tasks = toy.tasks
 
 
 class Env(toy.Env):
-  """Fails as it is told: at tasks below `below`, at reset or step."""
+  """Raises where `fails` says, for task indices below `below`."""
 
   def __init__(self, *, fails: str, below: int = 100, **kwargs):
     del kwargs
@@ -16,14 +16,14 @@ class Env(toy.Env):
     self._fails, self._below, self._broken = fails, below, False
 
   def reset(self, task: base.Task) -> base.Observation:
-    """Starts a walk."""
+    """Starts an episode."""
     self._broken = task.index < self._below
     if self._fails == 'reset':
       self._parse()
     return super().reset(task)
 
   def step(self, response: str) -> base.StepResult:
-    """Walks."""
+    """Takes a step."""
     if self._fails == 'step' or (self._fails == 'action' and response):
       self._parse()
     return super().step(response)

@@ -1,4 +1,4 @@
-"""What commands share: help, suggestions, Ctrl-C."""
+"""Tests of all commands: help, suggestions, Ctrl-C, file permissions."""
 
 import pathlib
 import re
@@ -16,7 +16,7 @@ from gigpo_jax import checkpoint
 from gigpo_jax.runtime import distributed, files, signals
 
 
-def _launched(script: str, *flags: str) -> subprocess.CompletedProcess:
+def _launch(script: str, *flags: str) -> subprocess.CompletedProcess:
   return subprocess.run(
     [sys.executable, f'launch/{script}.py', *flags],
     cwd=PROJECT,
@@ -29,7 +29,7 @@ def _launched(script: str, *flags: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize('script', ['train', 'evaluate', 'sft'])
 def test_help_shows_flags_variants_and_examples(script):
-  done = _launched(script, '--help')
+  done = _launch(script, '--help')
   assert done.returncode == 0 and not done.stderr
   for words in ('  --config\n', '  --workdir\n', 'configs/webshop.py:', 'grpo'):
     assert words in done.stdout, words
@@ -39,18 +39,18 @@ def test_help_shows_flags_variants_and_examples(script):
 
 
 @pytest.mark.parametrize(
-  ('given', 'meant'), [('tinny', 'tiny'), ('tiny,grop', 'grpo')]
+  ('variant', 'suggestion'), [('tinny', 'tiny'), ('tiny,grop', 'grpo')]
 )
-def test_an_unknown_variant_gets_a_suggestion(given, meant):
-  with pytest.raises(ValueError, match=rf'; did you mean {meant}\?$'):
-    alfworld.get_config(given)
+def test_an_unknown_variant_gets_a_suggestion(variant, suggestion):
+  with pytest.raises(ValueError, match=rf'; did you mean {suggestion}\?$'):
+    alfworld.get_config(variant)
 
 
-def test_a_taken_port_suggests_another(tmp_path):
+def test_a_used_port_suggests_port_zero(tmp_path):
   (tmp_path / 'metrics.jsonl').write_text('{"iteration": 0}\n')
-  with socket.create_server(('127.0.0.1', 0)) as taken:
-    port = taken.getsockname()[1]
-    done = _launched('view', f'--workdir={tmp_path}', f'--port={port}')
+  with socket.create_server(('127.0.0.1', 0)) as server:
+    port = server.getsockname()[1]
+    done = _launch('view', f'--workdir={tmp_path}', f'--port={port}')
   assert done.returncode == 2
   assert done.stderr.startswith(f'--port={port}: cannot be used at 127.0.0.1')
   assert '--port=0' in done.stderr and len(done.stderr.splitlines()) == 1
@@ -64,13 +64,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 with interrupt.handle():
   interrupt.set_outlook(lambda: 'the same command resumes after iteration 12')
   os.kill(os.getpid(), signal.SIGINT)
-  # As a compilation does, it keeps Python's handlers waiting.
+  # This call delays Python's signal handlers, as a compilation does.
   hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)
 """
 
 
-def test_an_interrupt_does_not_wait_for_what_is_under_way():
-  begin = time.monotonic()
+def test_an_interrupt_does_not_wait_for_a_running_call():
+  start = time.monotonic()
   done = subprocess.run(
     [sys.executable, '-c', _BUSY],
     cwd=PROJECT,
@@ -83,24 +83,24 @@ def test_an_interrupt_does_not_wait_for_what_is_under_way():
   assert done.stderr == (
     'interrupted; the same command resumes after iteration 12\n'
   )
-  assert time.monotonic() - begin < 60
+  assert time.monotonic() - start < 60
 
 
-def test_the_line_names_the_newest_whole_checkpoint(tmp_path):
-  again = 'there is no checkpoint yet; the same command starts again'
-  assert checkpoint.describe_resume(tmp_path / 'none') == again
+def test_resume_message_without_a_complete_checkpoint(tmp_path):
+  expected = 'there is no checkpoint yet; the same command starts again'
+  assert checkpoint.describe_resume(tmp_path / 'none') == expected
   (tmp_path / '7').mkdir()
-  assert checkpoint.describe_resume(tmp_path) == again
+  assert checkpoint.describe_resume(tmp_path) == expected
 
 
-def test_a_signal_reaches_all_who_listen():
-  heard = []
-  with signals.listen(signal.SIGINT, lambda: heard.append('outer')):
-    with signals.listen(signal.SIGTERM, lambda: heard.append('inner')):
+def test_a_signal_reaches_all_listeners():
+  received = []
+  with signals.listen(signal.SIGINT, lambda: received.append('outer')):
+    with signals.listen(signal.SIGTERM, lambda: received.append('inner')):
       before = signal.signal(signal.SIGINT, lambda *_: None)
       signal.raise_signal(signal.SIGINT)
       signal.signal(signal.SIGINT, before)
-  assert heard == ['outer']
+  assert received == ['outer']
 
 
 def test_exported_files_have_the_permissions_of_the_umask(tmp_path):
@@ -114,11 +114,11 @@ def test_exported_files_have_the_permissions_of_the_umask(tmp_path):
   files.open_to_umask(tmp_path)
 
 
-def test_console_commands_are_those_of_the_scripts():
+def test_every_script_has_a_console_command():
   text = (PROJECT / 'setup.py').read_text()
   commands = dict(re.findall(r"'(gigpo-[\w-]+)=([\w.]+):main'", text))
   assert commands.pop('gigpo-compare') == 'gigpo_jax.tools.compare'
-  # By their text: two scripts of one process would define a flag twice.
+  # The scripts are not imported: two of them define the same flags.
   scripts = {
     path.stem
     for path in (PROJECT / 'launch').glob('*.py')
@@ -140,4 +140,4 @@ def test_a_console_command_prints_the_help_of_its_script():
     check=True,
   )
   assert 'allow_config_change' in done.stdout
-  assert done.stdout == _launched('train', '--help').stdout
+  assert done.stdout == _launch('train', '--help').stdout

@@ -1,4 +1,4 @@
-"""Compiled programs: kept on disk, deleted by age, counted."""
+"""Tests of the compilation cache: folder, size limit, hits of a second run."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def _run(*command: str, **variables: str) -> str:
   ).stdout
 
 
-def test_programs_are_kept_by_default_and_the_users_folder_wins(tmp_path):
+def test_cache_is_on_by_default_and_a_set_folder_is_used(tmp_path):
   home, chosen = str(tmp_path / 'home'), str(tmp_path / 'chosen')
   folder, *rest = _run('-c', _OPTIONS, GIGPO_JAX_CACHE=home).split()
   assert folder.startswith(f'{home}/programs-') and rest == ['0.0', '-1']
@@ -51,7 +51,7 @@ def test_programs_are_kept_by_default_and_the_users_folder_wins(tmp_path):
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='3',
   ).split()
   assert folder == chosen and rest == ['3.0', '-1']
-  # A home that cannot be written costs no run.
+  # A run continues without a cache if its folder cannot be written.
   (tmp_path / 'file').touch()
   folder, *_ = _run(
     '-c', _OPTIONS, GIGPO_JAX_CACHE=str(tmp_path / 'file')
@@ -70,7 +70,7 @@ def test_the_oldest_programs_are_deleted(tmp_path):
   assert sorted(path.name for path in tmp_path.iterdir()) == ['0', '1']
 
 
-def test_progress_is_told_in_lines_without_a_terminal(monkeypatch, capsys):
+def test_progress_is_printed_in_lines_without_a_terminal(monkeypatch, capsys):
   clock = [0.0]
   monkeypatch.setattr(compilation.time, 'monotonic', lambda: clock[0])
   with compilation.progress(4) as advance:
@@ -84,27 +84,27 @@ def test_progress_is_told_in_lines_without_a_terminal(monkeypatch, capsys):
   ]
 
 
-_COUNTED = """
+_COUNT_EVENTS = """
 import collections, json, runpy, sys
 import jax
-found = collections.Counter()
-jax.monitoring.register_event_listener(lambda name, **_: found.update([name]))
+events = collections.Counter()
+jax.monitoring.register_event_listener(lambda name, **_: events.update([name]))
 sys.argv = ['launch/train.py', *sys.argv[1:]]
 try:
   runpy.run_path('launch/train.py', run_name='__main__')
-except SystemExit as leaving:
-  assert not leaving.code
-print(json.dumps(found))
+except SystemExit as exit_:
+  assert not exit_.code
+print(json.dumps(events))
 """
 
 
 def test_the_second_start_compiles_nothing(tmp_path):
-  # The first one may find what other tests have compiled.
+  # The first run may use programs that other tests have compiled.
   counts = []
   for name in ('one', 'two'):
     printed = _run(
       '-c',
-      _COUNTED,
+      _COUNT_EVENTS,
       '--config=configs/alfworld.py:smoke',
       *train_test.SMALL,
       '--config.num_iterations=1',
@@ -116,8 +116,8 @@ def test_the_second_start_compiles_nothing(tmp_path):
   misses, hits = (
     f'/jax/compilation_cache/cache_{x}' for x in ('misses', 'hits')
   )
-  found = first.get(hits, 0) + first.get(misses, 0)
-  assert found == second[hits]
+  programs = first.get(hits, 0) + first.get(misses, 0)
+  assert programs == second[hits]
   assert second.get(misses, 0) == 0 and second[hits] > 10
   requests = '/jax/compilation_cache/compile_requests_use_cache'
   assert second[requests] == second[hits]

@@ -219,7 +219,7 @@ def test_missing_model_reports_the_problems_of_an_unset_model(
   for lines in messages:
     fields = [line.partition('=')[0] for line in lines[:-1]]
     assert fields == ['env.data_dir', 'model.path', 'memory']
-  # All lines but the one about the path are equal, word for word.
+  # All lines except the one about the path are equal.
   assert messages[0][0] == messages[1][0] and messages[0][2:] == messages[1][2:]
   assert 'full training of 1.5B parameters' in messages[0][2]
 

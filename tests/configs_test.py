@@ -1,4 +1,4 @@
-"""Fences: every config and variant loads, is complete and validates."""
+"""Tests that every config and variant loads, is complete and validates."""
 
 import dataclasses
 import itertools
@@ -30,7 +30,7 @@ from gigpo_jax import run_config
 from gigpo_jax.algorithms import gigpo
 from gigpo_jax.tools import sweep as sweep_tool
 
-# A warm start has to be made for these.
+# Environments without an included warm start.
 OTHERS = (gymnasium, search_qa, sokoban, textarena, textworld)
 MODULES = (alfworld, *OTHERS, webshop)
 VARIANTS = [
@@ -45,13 +45,13 @@ VARIANTS = [
   VARIANTS,
   ids=[f'{m.__name__}:{v}' for m, v in VARIANTS],
 )
-def test_every_variant_loads_and_its_values_are_accepted(module, variant: str):
+def test_every_variant_loads_with_valid_values(module, variant: str):
   config = module.get_config(variant)
   assert not list(config_lib._values(config))
   assert not list(config_lib._combinations(config))
   name = variant.rpartition(',')[2]
-  named = name if name in base.ALGORITHMS else 'gigpo'
-  assert config.algorithm.name == named
+  expected = name if name in base.ALGORITHMS else 'gigpo'
+  assert config.algorithm.name == expected
 
 
 @pytest.mark.parametrize('variant', ['tiny', 'smoke', 'tiny,grpo'])
@@ -75,13 +75,13 @@ def test_tiny_is_evaluated_on_enough_tasks(module):
 
 @pytest.mark.parametrize('module', OTHERS)
 @pytest.mark.parametrize('variant', ['tiny', 'smoke', 'tiny,strong'])
-def test_small_variants_need_nothing_but_a_model(module, variant: str):
+def test_small_variants_need_a_model_only(module, variant: str):
   config_lib.validate(module.get_config(variant), needs_model=False)
 
 
 @pytest.mark.parametrize('module', OTHERS)
 @pytest.mark.parametrize('variant', ['tiny', 'smoke', 'tiny,grpo'])
-def test_without_a_warm_start_the_two_commands_are_named(
+def test_missing_warm_start_names_the_two_commands(
   module, variant: str, monkeypatch
 ):
   monkeypatch.setattr(configs, 'find', lambda path: None)
@@ -93,22 +93,22 @@ def test_without_a_warm_start_the_two_commands_are_named(
   (line,) = str(e.value).splitlines()
   assert f'launch/sft.py --config=configs/{name}.py:{size}`' in line
   assert f'launch/train.py --config=configs/{name}.py:{variant}`' in line
-  # Nor does a small config of one's own say how much 1.5B would take.
+  # The error does not mention the memory of a 1.5B model.
   config.model.path = None
   with pytest.raises(ValueError, match='model.path=None: no weights') as e:
     config_lib.validate(config)
   assert '1.5B' not in str(e.value)
 
 
-def test_a_warm_start_of_ones_own_comes_before_the_included_one(
+def test_a_local_warm_start_is_preferred_to_the_included_one(
   tmp_path, monkeypatch
 ):
   monkeypatch.chdir(tmp_path)
   included = sizes.warm_start('somewhere/alfworld.py', 'tiny')
   assert included == 'configs/warm_starts/alfworld_tiny'
-  own = pathlib.Path('runs/alfworld-tiny-sft/policy')
-  own.mkdir(parents=True)
-  assert sizes.warm_start('somewhere/alfworld.py', 'tiny') == str(own)
+  local = pathlib.Path('runs/alfworld-tiny-sft/policy')
+  local.mkdir(parents=True)
+  assert sizes.warm_start('somewhere/alfworld.py', 'tiny') == str(local)
   assert sizes.warm_start('guess.py', 'tiny') == 'runs/guess-tiny-sft/policy'
 
 
@@ -129,21 +129,21 @@ def test_a_warm_start_of_ones_own_comes_before_the_included_one(
     (webshop, ',strong', 7.5e-5),
   ],
 )
-def test_mini_has_the_rates_that_were_tuned_for_it(module, changes, rate):
+def test_mini_has_the_tuned_learning_rates(module, changes, rate):
   config = module.get_config(f'mini{changes}')
   assert config.optimizer.learning_rate == pytest.approx(rate)
 
 
 @pytest.mark.parametrize('sweep', [main, ablations])
-def test_sweeps_change_nothing_but_what_they_vary(sweep):
+def test_sweeps_keep_the_tuned_learning_rates(sweep):
   for run in sweep.RUNS:
     assert 'optimizer.learning_rate' not in run.get('overrides', {})
-  # The published rows are of these configs.
-  found = {
+  # The published results are from these configs.
+  rates = {
     (run.experiment, run.name): run.load().optimizer.learning_rate
     for run in sweep_tool.read(sweep.__file__)
   }
-  for (experiment, name), rate in found.items():
+  for (experiment, name), rate in rates.items():
     lower = {'alfworld': ('grpo', 'rloo', 'ppo', 'strong')}.get(
       experiment, ('gigpo', 'grpo', 'rloo', 'strong')
     )
@@ -151,14 +151,14 @@ def test_sweeps_change_nothing_but_what_they_vary(sweep):
 
 
 @pytest.mark.parametrize('arg', ['huge', 'tiny,smoke', 'tiny;grpo'])
-def test_unknown_variants_are_refused_with_the_known_ones(arg: str):
+def test_unknown_variants_are_refused_with_a_list(arg: str):
   with pytest.raises(ValueError, match='accepts at most one of 0.5b, 1.5b'):
     alfworld.get_config(arg)
   with pytest.raises(ValueError, match='webshop.py:.*at most one of 1.5b, 7b'):
     webshop.get_config(arg)
 
 
-def test_the_default_is_the_paper():
+def test_alfworld_defaults_equal_the_paper():
   config = alfworld.get_config()
   assert config.rollout.groups == 16
   assert config.rollout.episodes_per_group == 8
@@ -173,7 +173,7 @@ def test_the_default_is_the_paper():
   assert config.loss.kl_weight == 0.01
 
 
-def test_the_default_shop_is_the_paper():
+def test_webshop_defaults_equal_the_paper():
   config = webshop.get_config()
   assert config.rollout.groups == 16
   assert config.rollout.episodes_per_group == 8
@@ -188,7 +188,7 @@ def test_the_default_shop_is_the_paper():
   assert config.evaluation.split == 'test'
 
 
-def test_other_tasks_are_as_in_the_released_code():
+def test_other_defaults_equal_the_released_code():
   config = sokoban.get_config()
   assert config.rollout.groups == 32
   assert config.env.max_steps == 15
@@ -205,26 +205,27 @@ def test_other_tasks_are_as_in_the_released_code():
 
 
 @pytest.mark.parametrize('module', MODULES)
-def test_grpo_differs_by_one_word(module):
-  one, two = module.get_config('tiny'), module.get_config('tiny,grpo')
-  differences = dict(run_config._differences(one.to_dict(), two.to_dict()))
+def test_grpo_changes_the_algorithm_only(module):
+  gigpo_config = module.get_config('tiny').to_dict()
+  grpo_config = module.get_config('tiny,grpo').to_dict()
+  differences = dict(run_config._differences(gigpo_config, grpo_config))
   assert differences == {
     'algorithm.name': ('gigpo', 'grpo'),
     'variant': ('tiny', 'tiny,grpo'),
   }
 
 
-def test_other_words_change_what_they_say():
-  one = alfworld.get_config('tiny')
+def test_variants_change_the_expected_fields():
+  tiny = alfworld.get_config('tiny')
 
-  def changed(word):
-    found = dict(
+  def changed(variant):
+    differences = dict(
       run_config._differences(
-        one.to_dict(), alfworld.get_config(f'tiny,{word}').to_dict()
+        tiny.to_dict(), alfworld.get_config(f'tiny,{variant}').to_dict()
       )
     )
-    del found['variant']
-    return {name: new for name, (_, new) in found.items()}
+    del differences['variant']
+    return {name: new for name, (_, new) in differences.items()}
 
   assert changed('dr_grpo') == {
     'algorithm.name': 'dr_grpo',
@@ -253,20 +254,20 @@ def test_other_words_change_what_they_say():
   }
 
 
-@pytest.mark.parametrize('config', [alfworld, webshop, sokoban])
+@pytest.mark.parametrize('module', [alfworld, webshop, sokoban])
 @pytest.mark.parametrize('name', base.ALGORITHMS)
-def test_the_released_code_runs_the_algorithms_that_it_has(config, name):
+def test_reference_code_accepts_the_released_algorithms(module, name):
   variant = f'tiny,reference_code,{name}'
   if name in base.released():
-    found = config.get_config(variant)
-    # Nothing that the algorithm ignores or refuses.
-    assert not list(config_lib._combinations(found))
-    assert (found.loss.dual_clip, found.loss.kl_clamp) == (3.0, 10.0)
+    config = module.get_config(variant)
+    # No option is ignored or refused by the algorithm.
+    assert not list(config_lib._combinations(config))
+    assert (config.loss.dual_clip, config.loss.kl_clamp) == (3.0, 10.0)
     rows = 'rows' if name in ('grpo', 'rloo') else 'trajectories'
-    assert found.algorithm.episode_stats == rows
+    assert config.algorithm.episode_stats == rows
     return
   with pytest.raises(ValueError) as error:
-    config.get_config(variant)
+    module.get_config(variant)
   assert str(error.value) == (
     f'--config=...:reference_code,{name}: the released code has no {name}; '
     'reference_code accepts gigpo, grpo, ppo, reinforce_pp, '
@@ -275,7 +276,7 @@ def test_the_released_code_runs_the_algorithms_that_it_has(config, name):
 
 
 def test_the_released_code_evaluates_128_goals():
-  # 0 is all, of which there are 500.
+  # 0 selects all 500 goals.
   assert webshop.get_config().evaluation.num_tasks == 0
   for variant in ('reference_code', 'tiny,reference_code'):
     assert webshop.get_config(variant).evaluation.num_tasks == 128
@@ -286,7 +287,7 @@ def test_the_released_code_evaluates_128_goals():
 def test_options_of_a_new_algorithm_are_fields(monkeypatch):
   @dataclasses.dataclass(frozen=True)
   class Algorithm(gigpo.Algorithm):
-    share: float = 0.5
+    mixing: float = 0.5
 
   module = types.ModuleType('gigpo_jax.algorithms.mine')
   module.Algorithm = Algorithm
@@ -295,8 +296,8 @@ def test_options_of_a_new_algorithm_are_fields(monkeypatch):
   for name in ('ALGORITHMS', 'CHANGES'):
     monkeypatch.setattr(base, name, (*getattr(base, name), 'mine'))
   config = alfworld.get_config('tiny,mine')
-  assert config.algorithm.share == 0.5
-  assert config.algorithm.to_dict().keys() - {'share'} == set(
+  assert config.algorithm.mixing == 0.5
+  assert config.algorithm.to_dict().keys() - {'mixing'} == set(
     alfworld.get_config('tiny').algorithm
   )
 
@@ -306,7 +307,7 @@ def test_two_algorithms_are_refused():
     alfworld.get_config('tiny,grpo,ppo')
 
 
-def test_all_packages_share_one_parent_folder():
+def test_all_packages_have_one_parent_folder():
   roots = {
     pathlib.Path(package.__file__).parents[1]
     for package in (configs, envs, gigpo_jax, launch)
@@ -322,5 +323,5 @@ def test_configs_import_ml_collections_only():
   subprocess.run([sys.executable, '-c', code], check=True)
 
 
-def test_base_leaves_the_environment_open():
+def test_base_config_has_no_environment():
   assert base.get_config().env.name is None

@@ -1,4 +1,4 @@
-"""Two processes: sampling alone or together, and a whole training run."""
+"""Tests of two processes: sampling, locks, training, loss of a process."""
 
 import contextlib
 import io
@@ -37,30 +37,31 @@ _PROGRAM = """
 import sys
 import jax
 jax.config.update('jax_enable_preemption_service', False)
-number, port, tensor = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-jax.distributed.initialize(f'127.0.0.1:{port}', 2, number)
+index, port, tensor = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+jax.distributed.initialize(f'127.0.0.1:{port}', 2, index)
 import numpy as np
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import sampler
 from gigpo_jax.models import parameters
 sys.path.insert(0, 'tests')
-import distributed_test as shared
+import distributed_test
 mesh = mesh_lib.make_mesh(1, 2, 1)
-axes = mesh_lib.shardings(mesh, parameters.logical_axes(shared.CONFIG))
-host = shared.make_params()
+axes = mesh_lib.shardings(
+  mesh, parameters.logical_axes(distributed_test.CONFIG))
+host = distributed_test.make_params()
 params = jax.tree.map(
   lambda x, s: jax.make_array_from_callback(x.shape, s, lambda i: x[i]),
   host, axes)
 assert not params['embed'].is_fully_addressable
-engine = shared.make_sampler(mesh, tensor=tensor)
+engine = distributed_test.make_sampler(mesh, tensor=tensor)
 assert engine.is_shared == (tensor == 2)
 engine.warm_up(params)
 compiled = engine.compilations
-ours = [r for n, r in enumerate(shared.make_requests()) if n % 2 == number]
-for completion in engine.generate(params, ours[:4 - number]):
+requests = distributed_test.make_requests()[index::2]
+for completion in engine.generate(params, requests[:4 - index]):
   print('ids', *completion.ids)
-# One by one, for the second process has the same number of them again.
-for request in ours[4 - number:]:
+# The first call has unequal numbers of requests; two per process remain.
+for request in requests[4 - index:]:
   for completion in engine.generate(params, [request]):
     print('ids', *completion.ids)
 assert engine.compilations == compiled, engine.compilations - compiled
@@ -98,14 +99,14 @@ def make_sampler(mesh: jax.sharding.Mesh, **kwargs) -> sampler.Sampler:
 
 
 @pytest.mark.parametrize('tensor', [1, 2])
-def test_two_processes_sample_what_one_does(tensor):
+def test_two_processes_sample_the_tokens_of_one_process(tensor):
   expected = make_sampler(mesh_lib.make_mesh(8, 1, 1)).generate(
     make_params(), make_requests()
   )
   port = str(_free_port())
   running = [
     subprocess.Popen(
-      [sys.executable, '-c', _PROGRAM, str(number), port, str(tensor)],
+      [sys.executable, '-c', _PROGRAM, str(index), port, str(tensor)],
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       text=True,
@@ -113,18 +114,18 @@ def test_two_processes_sample_what_one_does(tensor):
       env=os.environ
       | {'PATH': '', 'HOME': str(ROOT), 'XLA_FLAGS': programs.QUICK},
     )
-    for number in range(2)
+    for index in range(2)
   ]
   try:
-    told = [process.communicate(timeout=300) for process in running]
+    outputs = [process.communicate(timeout=300) for process in running]
   finally:
-    _end(*running)
-  for number, (output, errors) in enumerate(told):
-    assert running[number].returncode == 0, errors
-    # Libraries print as well.
+    _kill(*running)
+  for index, (output, errors) in enumerate(outputs):
+    assert running[index].returncode == 0, errors
+    # Libraries print other lines.
     lines = [x.split() for x in output.splitlines() if x.startswith('ids ')]
-    found = [list(map(int, ids)) for _, *ids in lines]
-    assert found == [c.ids.tolist() for c in expected[number::2]]
+    sampled = [list(map(int, ids)) for _, *ids in lines]
+    assert sampled == [c.ids.tolist() for c in expected[index::2]]
 
 
 _LOCKS = """
@@ -133,7 +134,7 @@ from gigpo_jax.runtime import distributed
 distributed.initialize()
 try:
   with distributed.lock(sys.argv[1]):
-    # The others are in here as well.
+    # The other process is also inside this block.
     print('state', *distributed.all_gather_objects('held'), flush=True)
 except ValueError as error:
   print('state', str(error).split('in use by ')[1].split(' on ')[0])
@@ -154,20 +155,20 @@ def test_processes_of_a_run_share_a_lock(tmp_path, held):
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env=os.environ | names | {'JAX_PROCESS_ID': str(number)},
+        env=os.environ | names | {'JAX_PROCESS_ID': str(index)},
       )
-      for number in range(2)
+      for index in range(2)
     ]
     try:
-      told = [process.communicate(timeout=300) for process in running]
+      outputs = [process.communicate(timeout=300) for process in running]
     finally:
-      _end(*running)
+      _kill(*running)
   expected = f'state process {os.getpid()}' if held else 'state held held'
-  for output, errors in told:
+  for output, errors in outputs:
     assert expected in output.splitlines(), errors
 
 
-# A process with as many virtual devices as there are processes otherwise.
+# The single process has as many virtual devices as there are processes.
 _TRAIN = (
   'launch/train.py',
   '--config=configs/alfworld.py:smoke',
@@ -183,7 +184,7 @@ _TRAIN = (
 )
 
 
-_IMITATE = (
+_SFT = (
   'launch/sft.py',
   '--config=configs/alfworld.py:smoke',
   '--config.sft.num_episodes=6',
@@ -208,7 +209,7 @@ def _start(workdir, *flags, program=_TRAIN, **variables) -> subprocess.Popen:
   )
 
 
-def _end(*processes: subprocess.Popen) -> None:
+def _kill(*processes: subprocess.Popen) -> None:
   for process in processes:
     process.kill()
     process.wait()
@@ -231,21 +232,21 @@ def _processes(workdir, *flags, **kwargs) -> list[subprocess.Popen]:
       **{'devices': 1} | kwargs,
       JAX_COORDINATOR_ADDRESS=address,
       JAX_NUM_PROCESSES=2,
-      JAX_PROCESS_ID=number,
+      JAX_PROCESS_ID=index,
     )
-    for number in range(2)
+    for index in range(2)
   ]
 
 
 @pytest.fixture(name='alone', scope='module')
 def fixture_alone(tmp_path_factory):
-  """A run of one process with as many devices as two processes have."""
+  """Returns the work directory of a run of one process with two devices."""
   workdir = tmp_path_factory.mktemp('alone')
   process = _start(workdir, devices=2)
   try:
     _, errors = process.communicate(timeout=500)
   finally:
-    _end(process)
+    _kill(process)
   assert process.returncode == 0, errors
   return workdir
 
@@ -255,37 +256,37 @@ def fixture_alone(tmp_path_factory):
   [
     ('--config.rollout.tensor=0', 1),
     ('--config.rollout.tensor=2', 1),
-    # Several devices a process.
+    # Several devices per process.
     pytest.param('--config.rollout.tensor=0', 4, marks=pytest.mark.slow),
   ],
   ids=['alone', 'shared', 'several'],
 )
-def test_two_processes_train_what_one_does(alone, tmp_path, flag, devices):
+def test_two_processes_train_like_one_process(alone, tmp_path, flag, devices):
   together = _processes(tmp_path, flag, devices=devices)
   try:
-    told = [p.communicate(timeout=500) for p in together]
+    outputs = [p.communicate(timeout=500) for p in together]
   finally:
-    _end(*together)
-  for process, (_, errors) in zip(together, told, strict=True):
+    _kill(*together)
+  for process, (_, errors) in zip(together, outputs, strict=True):
     assert process.returncode == 0, errors
-  # The first process speaks for both.
-  assert 'iteration    0' in told[0][0] and 'iteration' not in told[1][0]
+  # Only the main process prints.
+  assert 'iteration    0' in outputs[0][0] and 'iteration' not in outputs[1][0]
   one, two = metrics.read(alone), metrics.read(tmp_path)
   assert [line['iteration'] for line in one] == [0, 1]
-  _assert_the_same(one, two)
+  _assert_equal_metrics(one, two)
   params = [
     safetensors.numpy.load_file(workdir / 'policy/model.safetensors')
     for workdir in (alone, tmp_path)
   ]
   assert params[0].keys() == params[1].keys()
   for name, x in params[0].items():
-    # Exported in bfloat16: an eighth bit may round the other way.
+    # The export is in bfloat16, so its last bit may differ.
     np.testing.assert_allclose(
       params[1][name].astype(np.float32), x.astype(np.float32), rtol=8e-3
     )
 
 
-def _assert_the_same(one: list[dict], two: list[dict]) -> None:
+def _assert_equal_metrics(one: list[dict], two: list[dict]) -> None:
   for a, b in zip(one, two, strict=True):
     names = {n for n in a if not n.startswith(('time/', 'rollout/'))}
     assert names == {n for n in b if not n.startswith(('time/', 'rollout/'))}
@@ -295,22 +296,22 @@ def _assert_the_same(one: list[dict], two: list[dict]) -> None:
       )
 
 
-def test_two_processes_make_the_warm_start_that_one_makes(tmp_path):
-  alone = _start(tmp_path / 'one', program=_IMITATE, devices=2)
-  together = _processes(tmp_path / 'two', program=_IMITATE)
+def test_two_processes_warm_start_like_one_process(tmp_path):
+  alone = _start(tmp_path / 'one', program=_SFT, devices=2)
+  together = _processes(tmp_path / 'two', program=_SFT)
   try:
-    told = [p.communicate(timeout=300) for p in (alone, *together)]
+    outputs = [p.communicate(timeout=300) for p in (alone, *together)]
   finally:
-    _end(alone, *together)
-  for process, (_, errors) in zip((alone, *together), told, strict=True):
+    _kill(alone, *together)
+  for process, (_, errors) in zip((alone, *together), outputs, strict=True):
     assert process.returncode == 0, errors
-  assert 'warm start: ' in told[1][0] and 'warm start' not in told[2][0]
+  assert 'warm start: ' in outputs[1][0] and 'warm start' not in outputs[2][0]
   one, two = (metrics.read(tmp_path / name) for name in ('one', 'two'))
   assert len(one) > 1
-  _assert_the_same(one, two)
+  _assert_equal_metrics(one, two)
 
 
-def test_when_one_process_is_lost_the_other_ends(tmp_path):
+def test_a_process_ends_if_the_other_is_killed(tmp_path):
   processes = _processes(tmp_path)
   try:
     for line in processes[0].stdout:
@@ -320,7 +321,7 @@ def test_when_one_process_is_lost_the_other_ends(tmp_path):
     processes[0].communicate(timeout=200)
     assert processes[0].returncode != 0
   finally:
-    _end(*processes)
+    _kill(*processes)
 
 
 _LONGER = (
@@ -330,66 +331,68 @@ _LONGER = (
 )
 
 
-def _until(process: subprocess.Popen, printed: str) -> None:
+def _read_until(process: subprocess.Popen, text: str) -> None:
   for line in process.stdout:
-    if printed in line:
+    if text in line:
       return
   raise AssertionError(process.stderr.read())
 
 
 @pytest.mark.slow
-def test_processes_leave_together_and_others_go_on(tmp_path):
+def test_preempted_processes_exit_and_others_resume(tmp_path):
   together = _processes(tmp_path, *_LONGER)
-  # Of other numbers of processes and devices.
-  alone = again = None
+  # The run resumes with other numbers of processes and devices.
+  alone = resumed = None
   try:
-    _until(together[0], 'iteration    0')
-    # One of them alone is told.
+    _read_until(together[0], 'iteration    0')
+    # Only one process receives the signal.
     together[1].send_signal(signal.SIGTERM)
-    told = [p.communicate(timeout=300) for p in together]
-    assert [p.returncode for p in together] == [0, 0], told
-    assert 'is saved; rerun the same command to resume' in told[0][0]
+    outputs = [p.communicate(timeout=300) for p in together]
+    assert [p.returncode for p in together] == [0, 0], outputs
+    assert 'is saved; rerun the same command to resume' in outputs[0][0]
     done = len(metrics.read(tmp_path))
     assert 1 <= done < 4
     alone = _start(tmp_path, *_LONGER, devices=4)
-    _until(alone, f'resuming {tmp_path} after iteration {done - 1}')
-    _until(alone, f'iteration    {done}')
+    _read_until(alone, f'resuming {tmp_path} after iteration {done - 1}')
+    _read_until(alone, f'iteration    {done}')
     alone.send_signal(signal.SIGTERM)
     alone.communicate(timeout=300)
     assert alone.returncode == 0
-    again = _processes(tmp_path, *_LONGER)
-    told = [p.communicate(timeout=300) for p in again]
-    assert [p.returncode for p in again] == [0, 0], told
-    assert f'resuming {tmp_path}' in told[0][0]
+    resumed = _processes(tmp_path, *_LONGER)
+    outputs = [p.communicate(timeout=300) for p in resumed]
+    assert [p.returncode for p in resumed] == [0, 0], outputs
+    assert f'resuming {tmp_path}' in outputs[0][0]
   finally:
-    _end(*together, *filter(None, [alone]), *(again or ()))
-  numbers = [line['iteration'] for line in metrics.read(tmp_path)]
-  assert numbers == [0, 1, 2, 3]
+    _kill(*together, *filter(None, [alone]), *(resumed or ()))
+  iterations = [line['iteration'] for line in metrics.read(tmp_path)]
+  assert iterations == [0, 1, 2, 3]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('devices', [1, 2])
-def test_a_run_goes_on_with_other_devices(tmp_path, devices):
+def test_a_run_resumes_with_another_number_of_devices(tmp_path, devices):
   flags = ('--config.evaluation.every=0',)
-  for name, numbers in (('whole', (4, 4)), ('parts', (4, devices))):
-    for iterations, number in zip((1, 2), numbers, strict=True):
+  for name, counts in (('same', (4, 4)), ('changed', (4, devices))):
+    for iterations, count in zip((1, 2), counts, strict=True):
       run = _start(
         tmp_path / name,
         f'--config.num_iterations={iterations}',
         *flags,
-        devices=number,
+        devices=count,
       )
       try:
         _, errors = run.communicate(timeout=300)
       finally:
-        _end(run)
+        _kill(run)
       assert run.returncode == 0, errors
-  whole, parts = (metrics.read(tmp_path / name) for name in ('whole', 'parts'))
-  assert len(whole) == 2
-  _assert_the_same(whole, parts)
+  same, changed = (
+    metrics.read(tmp_path / name) for name in ('same', 'changed')
+  )
+  assert len(same) == 2
+  _assert_equal_metrics(same, changed)
 
 
-def test_half_of_the_variables_are_refused(monkeypatch):
+def test_a_partial_set_of_variables_is_refused(monkeypatch):
   monkeypatch.setenv('JAX_COORDINATOR_ADDRESS', '127.0.0.1:1')
   with pytest.raises(ValueError, match=r'\$JAX_NUM_PROCESSES=: not set'):
     distributed.initialize()
@@ -401,47 +404,45 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize('terminal', [True, False])
-def test_the_bar_tells_episodes_and_tokens_and_is_quiet_elsewhere(
-  terminal, monkeypatch
-):
+def test_progress_bar_is_shown_on_a_terminal_only(terminal, monkeypatch):
   out = Terminal() if terminal else io.StringIO()
   clock = [0.0]
   monkeypatch.setattr(time, 'monotonic', lambda: clock[0])
   with console.progress_bar(
     total=4, unit='episode', file=out, mininterval=0
   ) as bar:
-    told = console.count_episodes(bar, lambda: 600)
+    count = console.count_episodes(bar, lambda: 600)
     clock[0] = 3.0
-    told(3)
+    count(3)
     bar.refresh()
   shown = out.getvalue()
   assert ('3/4' in shown and '200 tokens/s' in shown) == terminal
   assert bool(shown) == terminal
 
 
-@pytest.mark.skipif(sys.platform != 'linux', reason='glibc is told')
+@pytest.mark.skipif(sys.platform != 'linux', reason='needs glibc')
 @pytest.mark.parametrize(
-  ('accelerator', 'platforms', 'cores', 'told'),
+  ('accelerator', 'platforms', 'cores', 'options'),
   [
     (False, '', 2, {-4, -1, -2, -8}),
-    # Threads of many cores would wait for one heap.
+    # On many cores, threads would wait for a single heap.
     (False, '', 16, {-4, -1, -2}),
     (True, '', 2, set()),
     (True, 'cpu', 2, {-4, -1, -2, -8}),
   ],
 )
-def test_memory_is_kept_where_programs_run_on_a_cpu(
-  monkeypatch, accelerator, platforms, cores, told
+def test_freed_memory_is_kept_on_a_cpu(
+  monkeypatch, accelerator, platforms, cores, options
 ):
-  found = {}
+  calls = {}
 
   class Library:
     def __init__(self, name):
-      self.mallopt = found.__setitem__
+      self.mallopt = calls.__setitem__
 
   monkeypatch.setattr(hardware.ctypes, 'CDLL', Library)
   monkeypatch.setattr(hardware, '_any_exists', lambda _: accelerator)
   monkeypatch.setattr(os, 'sched_getaffinity', lambda _: range(cores))
   monkeypatch.setenv('JAX_PLATFORMS', platforms)
   hardware.keep_freed_memory()
-  assert found.keys() == told
+  assert calls.keys() == options

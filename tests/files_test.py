@@ -1,4 +1,4 @@
-"""Locks of work directories: held, refused, released by the system."""
+"""Tests of locks of work directories: held, refused, released on a kill."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ import pytest
 
 from gigpo_jax.runtime import files
 
-_HOLDS = """
+_HOLD_LOCK = """
 import pathlib, sys, time
 from gigpo_jax.runtime import files
 with files.lock(pathlib.Path(sys.argv[1])):
@@ -21,9 +21,9 @@ with files.lock(pathlib.Path(sys.argv[1])):
 """
 
 
-def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path):
+def test_a_second_process_is_refused_until_the_first_ends(tmp_path):
   with subprocess.Popen(
-    [sys.executable, '-c', _HOLDS, str(tmp_path)],
+    [sys.executable, '-c', _HOLD_LOCK, str(tmp_path)],
     stdout=subprocess.PIPE,
     text=True,
   ) as other:
@@ -38,7 +38,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path):
     f'{socket.gethostname()}; give another --workdir, or wait until that '
     'process ends'
   )
-  # The killed process has left its files, and no lock.
+  # The killed process's files remain, but its lock is released.
   assert (tmp_path / '.lock_owner.json').is_file()
   with files.lock(tmp_path):
     owner = files.read_object(tmp_path / '.lock_owner.json')

@@ -1,9 +1,9 @@
-"""Runs commands in forks of a process that has imported what they need.
+"""Runs commands in forks of a process that has already imported their modules.
 
-Each is as if it ran by itself, without the seconds that imports take. Reads
-JSON from stdin, a list of [script, flags, variables], and prints a line of JSON
-for each: how it ended, what it said, and what it had taken by then. Seconds are
-those of a processor, for others may be busy on the machine.
+Each command behaves as in a process of its own, without the import time. The
+program reads JSON from stdin: a list of [script, flags, variables]. It prints
+one line of JSON per command: exit status, output and used resources. Times are
+CPU seconds, because other processes may be using the machine.
 """
 
 import json
@@ -30,55 +30,55 @@ def _child(script: str, flags: list[str], variables: dict) -> dict:
 
   def connect(self, address) -> None:
     addresses.append(str(address))
-    raise OSError('no network here')
+    raise OSError('no network in this test')
 
   socket.socket.connect = connect
-  begun: list[str] = []
+  started: list[str] = []
   start = multiprocessing.process.BaseProcess.start
 
-  def start_noted(self) -> None:
-    begun.append(self.name)
+  def start_recorded(self) -> None:
+    started.append(self.name)
     start(self)
 
-  multiprocessing.process.BaseProcess.start = start_noted
+  multiprocessing.process.BaseProcess.start = start_recorded
   status: object = 0
   try:
     runpy.run_path(script, run_name='__main__')
-  except SystemExit as leaving:
-    status = leaving.code
+  except SystemExit as exit_:
+    status = exit_.code
   from jax._src import xla_bridge
 
-  taken = xla_bridge.backends_are_initialized()
+  initialized = xla_bridge.backends_are_initialized()
   return {
     'status': status,
-    'devices': taken,
-    'arrays': len(jax.live_arrays()) if taken else 0,
-    'workers': begun,
+    'devices': initialized,
+    'arrays': len(jax.live_arrays()) if initialized else 0,
+    'workers': started,
     'addresses': addresses,
   }
 
 
 def _run(script: str, flags: list[str], variables: dict) -> dict:
   with tempfile.TemporaryDirectory() as folder:
-    names = [pathlib.Path(folder, name) for name in ('out', 'err', 'told')]
+    paths = [pathlib.Path(folder, name) for name in ('out', 'err', 'result')]
     child = os.fork()
     if not child:
       signal.alarm(_LIMIT_SECS)
-      for descriptor, name in enumerate(names[:2], start=1):
-        os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY), descriptor)
+      for descriptor, path in enumerate(paths[:2], start=1):
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), descriptor)
       try:
-        told = _child(script, flags, variables)
-        names[2].write_text(json.dumps(told))
+        result = _child(script, flags, variables)
+        paths[2].write_text(json.dumps(result))
       except BaseException:
         traceback.print_exc()
       sys.stdout.flush()
       sys.stderr.flush()
       os._exit(0)
     _, _, used = os.wait4(child, 0)
-    found = {'out': names[0].read_text(), 'err': names[1].read_text()}
-    # None: it took too long, was killed, or raised.
-    found |= json.loads(names[2].read_text()) if names[2].exists() else {}
-    return {'status': None} | found | {'secs': used.ru_utime + used.ru_stime}
+    result = {'out': paths[0].read_text(), 'err': paths[1].read_text()}
+    # A status of None: the command timed out, was killed or raised.
+    result |= json.loads(paths[2].read_text()) if paths[2].exists() else {}
+    return {'status': None} | result | {'secs': used.ru_utime + used.ru_stime}
 
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-"""What launch/tpu_vm.sh would run, and what it refuses."""
+"""Tests of launch/tpu_vm.sh: commands, retries, errors, with a fake gcloud."""
 
 import os
 import pathlib
@@ -23,34 +23,34 @@ def _run(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def _commands(*arguments: str) -> list[list[str]]:
-  found = _run(*arguments, '--dry-run')
-  assert found.returncode == 0, found.stderr
-  return [shlex.split(line) for line in found.stdout.splitlines()]
+  done = _run(*arguments, '--dry-run')
+  assert done.returncode == 0, done.stderr
+  return [shlex.split(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.parametrize(
-  ('kind', 'version'),
+  ('slice_type', 'version'),
   [
     ('v5litepod-16', 'v2-alpha-tpuv5-lite'),
     ('v5p-8', 'v2-alpha-tpuv5'),
     ('v6e-64', 'v2-alpha-tpuv6e'),
   ],
 )
-def test_create(kind, version):
-  (found,) = _commands('create', *VM, f'--type={kind}', '--spot')
-  assert found == [
+def test_create(slice_type, version):
+  (command,) = _commands('create', *VM, f'--type={slice_type}', '--spot')
+  assert command == [
     *TPU,
     'create',
     'g',
     '--zone=us-west4-a',
-    f'--accelerator-type={kind}',
+    f'--accelerator-type={slice_type}',
     f'--version={version}',
     '--spot',
   ]
 
 
 def test_setup_reaches_all_hosts_and_mounts_the_bucket():
-  (found,) = _commands(
+  (command,) = _commands(
     'setup',
     *VM,
     '--repository=https://x/y.git',
@@ -58,14 +58,14 @@ def test_setup_reaches_all_hosts_and_mounts_the_bucket():
     '--project=p',
     '--then=alfworld-download',
   )
-  assert found[4:9] == [
+  assert command[4:9] == [
     'ssh',
     'g',
     '--zone=us-west4-a',
     '--project=p',
     '--worker=all',
   ]
-  script = found[9].removeprefix('--command=')
+  script = command[9].removeprefix('--command=')
   assert 'git clone https://x/y.git gigpo_jax' in script
   assert "uv pip install -q -e '.[alfworld,tpu]'" in script
   assert 'gcsfuse --implicit-dirs --rename-dir-limit=1000000 b runs' in script
@@ -76,25 +76,25 @@ def test_setup_reaches_all_hosts_and_mounts_the_bucket():
 
 
 @pytest.mark.parametrize('command', ['run', 'resume'])
-def test_flags_of_a_run_arrive_as_they_are(command):
+def test_flags_of_a_run_are_passed_unchanged(command):
   flags = ['--config=configs/alfworld.py:7b', '--workdir=runs/a b;rm']
-  # What comes after two dashes is not this script's.
-  found = _run(command, '--dry-run', *VM, '--', *flags)
-  (line,) = found.stdout.splitlines()
+  # Arguments after two dashes are not flags of this script.
+  done = _run(command, '--dry-run', *VM, '--', *flags)
+  (line,) = done.stdout.splitlines()
   script = shlex.split(line)[-1].removeprefix('--command=')
   train = script.partition('launch/train.py ')[2].partition(' >> ')[0]
   assert shlex.split(train) == flags
 
 
 def test_logs_and_delete():
-  (found,) = _commands('logs', *VM)
-  assert '--worker=0' in found
-  (found,) = _commands('delete', *VM)
-  assert found == [*TPU, 'delete', 'g', '--zone=us-west4-a', '--quiet']
+  (command,) = _commands('logs', *VM)
+  assert '--worker=0' in command
+  (command,) = _commands('delete', *VM)
+  assert command == [*TPU, 'delete', 'g', '--zone=us-west4-a', '--quiet']
 
 
-def test_keep_does_all_of_it():
-  found = _run(
+def test_keep_creates_sets_up_and_runs():
+  done = _run(
     'keep',
     '--dry-run',
     *VM,
@@ -105,12 +105,12 @@ def test_keep_does_all_of_it():
     '--',
     '--config=c',
   )
-  verbs = [shlex.split(line)[4] for line in found.stdout.splitlines()]
+  verbs = [shlex.split(line)[4] for line in done.stdout.splitlines()]
   assert verbs == ['create', 'ssh', 'ssh']
 
 
 _GCLOUD = """#!/bin/bash
-# Stands in for gcloud: slices and hosts as files in $STAGE say.
+# A fake gcloud: files in $STAGE list the states of the slice and the hosts.
 echo "$*" >> "$STAGE/calls"
 case "$*" in
   *describe*) head -n 1 "$STAGE/states"; sed -i 1d "$STAGE/states" ;;
@@ -121,10 +121,10 @@ esac
 """
 
 
-def test_keep_goes_on_until_the_run_is_finished(tmp_path):
+def test_keep_retries_until_the_run_is_finished(tmp_path):
   (tmp_path / 'gcloud').write_text(_GCLOUD)
   (tmp_path / 'gcloud').chmod(0o755)
-  # No capacity; made; setup fails, then works; taken away, and all again.
+  # No capacity, then created; setup fails, then succeeds; preempted; again.
   states = ['ABSENT', 'ABSENT', *['READY'] * 3, 'PREEMPTED', 'ABSENT']
   states += ['CREATING', *['READY'] * 3]
   hosts = ['idle', 'idle', 'training', 'idle', 'training', 'finished']
@@ -133,7 +133,7 @@ def test_keep_goes_on_until_the_run_is_finished(tmp_path):
   for name in ('full', 'broken'):
     (tmp_path / name).touch()
   arguments = ['--type=v5p-8', '--bucket=b', '--repository=u', '--every=0']
-  found = subprocess.run(
+  done = subprocess.run(
     ['bash', str(SCRIPT), 'keep', *VM, *arguments, '--', '--config=c'],
     capture_output=True,
     text=True,
@@ -142,10 +142,10 @@ def test_keep_goes_on_until_the_run_is_finished(tmp_path):
     env=os.environ
     | {'STAGE': str(tmp_path), 'PATH': f'{tmp_path}:{os.environ["PATH"]}'},
   )
-  assert found.returncode == 0, found.stderr
-  assert 'finished' in found.stdout.splitlines()[-1]
+  assert done.returncode == 0, done.stderr
+  assert 'finished' in done.stdout.splitlines()[-1]
   calls = (tmp_path / 'calls').read_text().splitlines()
-  done = [
+  verbs = [
     next(
       (
         verb
@@ -163,7 +163,7 @@ def test_keep_goes_on_until_the_run_is_finished(tmp_path):
     )
     for call in calls
   ]
-  assert [verb for verb in done if verb != 'look'] == [
+  assert [verb for verb in verbs if verb != 'look'] == [
     'create',
     'create',
     'setup',
@@ -179,21 +179,21 @@ def test_keep_goes_on_until_the_run_is_finished(tmp_path):
 @pytest.mark.parametrize(
   'options', [('--type=v9-8',), ('--type=v5p-8', '--repository=')]
 )
-def test_keep_refuses_before_it_makes_anything(tmp_path, options):
+def test_keep_refuses_before_it_creates_a_slice(tmp_path, options):
   # A copy outside a repository has no origin.
   script = tmp_path / 'launch/tpu_vm.sh'
   script.parent.mkdir()
   shutil.copyfile(SCRIPT, script)
   arguments = ['keep', *VM, *options, '--bucket=b', '--', '--config=c']
-  found = subprocess.run(
+  done = subprocess.run(
     ['bash', str(script), *arguments],
     capture_output=True,
     text=True,
     check=False,
     timeout=60,
   )
-  assert found.returncode == 2
-  assert len(found.stderr.splitlines()) == 1
+  assert done.returncode == 2
+  assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -206,23 +206,23 @@ def test_keep_refuses_before_it_makes_anything(tmp_path, options):
     (('grow', *VM), 'grow: unknown; one of create, setup'),
   ],
 )
-def test_mistakes_are_refused_in_one_line(arguments, message):
-  found = _run(*arguments, '--dry-run')
-  assert found.returncode == 2
-  assert message in found.stderr
-  assert len(found.stderr.splitlines()) == 1
-  assert not found.stdout
+def test_invalid_arguments_are_refused_in_one_line(arguments, message):
+  done = _run(*arguments, '--dry-run')
+  assert done.returncode == 2
+  assert message in done.stderr
+  assert len(done.stderr.splitlines()) == 1
+  assert not done.stdout
 
 
-def test_help_is_the_head_of_the_file():
-  found = _run('help')
-  assert found.returncode == 0
-  assert 'launch/tpu_vm.sh create' in found.stdout
+def test_help_prints_the_usage_comment():
+  done = _run('help')
+  assert done.returncode == 0
+  assert 'launch/tpu_vm.sh create' in done.stdout
 
 
 @pytest.mark.skipif(not shutil.which('shellcheck'), reason='needs shellcheck')
-def test_shellcheck_has_nothing_to_say():
-  found = subprocess.run(
+def test_shellcheck_reports_no_problem():
+  done = subprocess.run(
     ['shellcheck', str(SCRIPT)], capture_output=True, text=True, check=False
   )
-  assert found.returncode == 0, found.stdout
+  assert done.returncode == 0, done.stdout
