@@ -78,7 +78,7 @@ def odd_receptacles(
   for name, openable in RECEPTACLES.items():
     for copy in range(rng.choice((1, 1, 2, 3))):
       basin = name in ('Sink', 'Bathtub')
-      # The first of each type is reachable, so that the goal is reachable.
+      # The first of each type is reachable, and so is the goal.
       location = rng.choice(locations[1:] + ('',) * (copy > 0))
       receptacles.append(
         world_lib.Receptacle(
@@ -251,8 +251,8 @@ def test_memoized_engine_equals_the_stock_engine(reference, tmp_path):
     check=True,
     env={**os.environ, 'ALFWORLD_DATA': str(tmp_path)},
   )
-  ours = [[s.feedback, list(s.admissible), s.won] for s in states]
-  assert json.loads(stock.stdout.splitlines()[-1]) == ours
+  memoized = [[s.feedback, list(s.admissible), s.won] for s in states]
+  assert json.loads(stock.stdout.splitlines()[-1]) == memoized
 
 
 def memory_mib() -> float:
@@ -332,8 +332,8 @@ def test_unknown_spelling_is_refused():
 def test_problem_round_trip(seed):
   world = odd_world(seed)
   text = pddl.to_problem(world)
-  again = pddl.from_problem(text, task=world.task, name=world.name)
-  assert again == world
+  parsed = pddl.from_problem(text, task=world.task, name=world.name)
+  assert parsed == world
 
 
 def test_official_problem_round_trip():
@@ -465,7 +465,7 @@ def test_games_with_code_in_their_grammar_are_refused(tmp_path, change):
       engine.load(path)
     assert '\n' not in str(error.value)
   assert 'GAME_RAN' not in os.environ
-  # The same process and the same cached parses.
+  # This uses the same process and the same cached parses.
   trusting = textworld.TextWorldEngine(trust_games=True)
   trusting.load(path)
   with pytest.raises(ValueError, match=message):

@@ -14,14 +14,14 @@ def _env(**kwargs) -> alfworld_env.Env:
   return alfworld_env.Env(engine='native', generator=SMALL, **kwargs)
 
 
-def _say(action: str) -> str:
+def _respond(action: str) -> str:
   return f'<think>so</think><action>{action}</action>'
 
 
 def test_plan_wins_with_reward_10_at_the_end():
   env = _env()
   env.reset(TASK)
-  results = [env.step(_say(c)) for c in expert.plan(env.game(TASK))]
+  results = [env.step(_respond(c)) for c in expert.plan(env.game(TASK))]
   assert [r.reward for r in results] == [0.0] * (len(results) - 1) + [10.0]
   assert [r.success for r in results] == [False] * (len(results) - 1) + [True]
   assert results[-1].done and results[-1].observation is None
@@ -31,7 +31,7 @@ def test_plan_wins_with_reward_10_at_the_end():
 def test_step_limit_ends_an_episode_without_reward():
   env = _env(max_steps=3)
   env.reset(TASK)
-  results = [env.step(_say('look')) for _ in range(3)]
+  results = [env.step(_respond('look')) for _ in range(3)]
   assert [r.done for r in results] == [False, False, True]
   assert sum(r.reward for r in results) == 0
   assert not results[-1].success
@@ -50,16 +50,18 @@ def test_invalid_response_is_played_and_marked():
 def test_inadmissible_action_is_invalid_if_required(required: bool):
   env = _env(require_admissible=required)
   env.reset(TASK)
-  assert env.step(_say('fly to moon 1')).valid is not required
+  assert env.step(_respond('fly to moon 1')).valid is not required
 
 
 def test_history_holds_the_last_k_turns():
   env = _env(history_length=2, prompt_style='paper')
   first = env.reset(TASK)
   assert 'Before this step' not in first.prompt
-  observations = [env.step(_say(c)).observation for c in ('look', 'inventory')]
+  observations = [
+    env.step(_respond(c)).observation for c in ('look', 'inventory')
+  ]
   assert "Action 1: 'look'" in observations[0].prompt
-  third = env.step(_say('look')).observation
+  third = env.step(_respond('look')).observation
   assert "Action 2: 'inventory'" in third.prompt
   assert "Action 3: 'look'" in third.prompt
   assert 'Action 1:' not in third.prompt
@@ -69,7 +71,7 @@ def test_history_holds_the_last_k_turns():
 def test_reset_is_independent_of_earlier_episodes():
   env = _env()
   first = env.reset(TASK)
-  env.step(_say('look'))
+  env.step(_respond('look'))
   env.reset(base.Task('train', 4))
   assert env.reset(TASK) == first
   assert _env().reset(TASK) == first
@@ -77,13 +79,15 @@ def test_reset_is_independent_of_earlier_episodes():
 
 def test_anchor_modes():
   plain, full = _env(), _env(anchor='observation_and_actions')
-  one, two = plain.reset(TASK), full.reset(TASK)
-  assert one.anchor != two.anchor
-  assert two.anchor.startswith(one.anchor)
-  assert 'inventory' in two.anchor.splitlines()
+  short, long = plain.reset(TASK), full.reset(TASK)
+  assert short.anchor != long.anchor
+  assert long.anchor.startswith(short.anchor)
+  assert 'inventory' in long.anchor.splitlines()
   # A revisited state has the same anchor.
-  again = [env.step(_say('look')).observation.anchor for env in (plain, plain)]
-  assert again[0] == again[1]
+  anchors = [
+    env.step(_respond('look')).observation.anchor for env in (plain, plain)
+  ]
+  assert anchors[0] == anchors[1]
   with pytest.raises(ValueError, match='anchor=x: must be one of'):
     _env(anchor='x')
 

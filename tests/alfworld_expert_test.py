@@ -42,7 +42,7 @@ def test_plans_win_generated_games(options):
   assert set(task_types) == set(world.TASK_TYPES)
 
 
-# -- plans are shortest ------------------------------------------------------
+# -- shortest plans ---------------------------------------------------------
 
 
 class Simulator:
@@ -55,11 +55,11 @@ class Simulator:
 
   def __init__(self, game):
     self.game = game
-    self.number = {r.id: n for n, r in enumerate(game.receptacles)}
+    self.index = {r.id: n for n, r in enumerate(game.receptacles)}
     self.start = (
       game.start,
       -1,
-      tuple(self.number[o.receptacle] for o in game.objects),
+      tuple(self.index[o.receptacle] for o in game.objects),
       frozenset(),
       frozenset(),
       frozenset(),
@@ -75,10 +75,10 @@ class Simulator:
       if receptacle.openable and r not in opened:
         yield at, held, where, opened | {r}, treated, lit
       reach = not receptacle.openable or r in opened
-      for o, thing in enumerate(self.game.objects):
-        if where[o] == r and 'toggleable' in thing.flags:
+      for o, item in enumerate(self.game.objects):
+        if where[o] == r and 'toggleable' in item.flags:
           yield at, held, where, opened, treated, lit | {o}
-        if held == o and self.treats(receptacle, thing):
+        if held == o and self.treats(receptacle, item):
           yield at, held, where, opened, treated | {o}, lit
         if reach:
           for hand, where_now in self.moves(state, o, r):
@@ -86,31 +86,31 @@ class Simulator:
 
   def moves(self, state, o, r):
     _, held, where, *_ = state
-    thing, receptacle = self.game.objects[o], self.game.receptacles[r]
-    if where[o] == r and held < 0 and 'pickupable' in thing.flags:
+    item, receptacle = self.game.objects[o], self.game.receptacles[r]
+    if where[o] == r and held < 0 and 'pickupable' in item.flags:
       yield o, (*where[:o], -1, *where[o + 1 :])
-    if held == o and (receptacle.type, thing.type) in self.game.can_contain:
+    if held == o and (receptacle.type, item.type) in self.game.can_contain:
       yield -1, (*where[:o], r, *where[o + 1 :])
 
-  def treats(self, receptacle, thing):
+  def treats(self, receptacle, item):
     flag = {'clean': 'cleanable', 'heat': 'heatable', 'cool': 'coolable'}
     verb = MEANS.get(self.game.goal.task_type)
     tool = facts.TOOLS.get(self.game.goal.task_type)
-    return receptacle.type == tool and flag[verb] in thing.flags
+    return receptacle.type == tool and flag[verb] in item.flags
 
   def won(self, state):
     at, held, where, _, treated, lit = state
-    goal, things = self.game.goal, self.game.objects
+    goal, items = self.game.goal, self.game.objects
     if goal.task_type == 'look_at_obj_in_light':
       return (
         held >= 0
-        and things[held].type == goal.object_type
+        and items[held].type == goal.object_type
         and any(self.game.receptacles[where[o]].location == at for o in lit)
       )
     inside = collections.Counter(
       where[o]
-      for o, thing in enumerate(things)
-      if thing.type == goal.object_type
+      for o, item in enumerate(items)
+      if item.type == goal.object_type
       and where[o] >= 0
       and self.game.receptacles[where[o]].type == goal.receptacle_type
       and (goal.task_type not in facts.TOOLS or o in treated)

@@ -42,15 +42,15 @@ def test_games_follow_the_containment_table():
     receptacles = {r.id: r for r in game.receptacles}
     assert len(receptacles) == len(game.receptacles)
     assert len({o.id for o in game.objects}) == len(game.objects)
-    for thing in game.objects:
-      receptacle = receptacles[thing.receptacle]
-      assert thing.location == receptacle.location
-      if thing.type == 'DeskLamp':
-        assert thing.flags == {'toggleable'}
+    for item in game.objects:
+      receptacle = receptacles[item.receptacle]
+      assert item.location == receptacle.location
+      if item.type == 'DeskLamp':
+        assert item.flags == {'toggleable'}
         assert receptacle.type in facts.LAMP_PLACES and not receptacle.openable
       else:
-        assert (receptacle.type, thing.type) in game.can_contain
-        assert 'pickupable' in thing.flags
+        assert (receptacle.type, item.type) in game.can_contain
+        assert 'pickupable' in item.flags
     assert game.start not in {r.location for r in game.receptacles}
     assert {r.location for r in game.receptacles} < set(game.locations)
 
@@ -153,42 +153,44 @@ def test_tables_agree_with_the_installed_package():
   constants = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(constants)
   movable = constants.MOVABLE_RECEPTACLES_SET
-  theirs = {
+  official = {
     (receptacle, object_type)
     for receptacle, object_types in constants.VAL_RECEPTACLE_OBJECTS.items()
     for object_type in object_types
     if receptacle not in movable and 'Sliced' not in object_type
   }
-  ours = {
+  packaged = {
     (p, object_type)
     for object_type, receptacles in facts.PLACES.items()
     for p in receptacles
   }
-  assert ours == theirs
+  assert packaged == official
   flags = {'Clean': 'able', 'Heat': 'able', 'Cool': 'able', 'Slice': 'able'}
   for verb in flags:
     name = 'Sliceable' if verb == 'Slice' else f'{verb}able'
-    theirs = set(constants.VAL_ACTION_OBJECTS[name]) & facts.PLACES.keys()
-    assert {k for k in facts.PLACES if name.lower() in facts.FLAGS[k]} == theirs
+    official = set(constants.VAL_ACTION_OBJECTS[name]) & facts.PLACES.keys()
+    assert {
+      k for k in facts.PLACES if name.lower() in facts.FLAGS[k]
+    } == official
   assert {
     k for k in facts.PLACES if 'isReceptacleObject' in facts.FLAGS[k]
   } == movable
 
 
-def room_of(number):
+def room_of(plan):
   return {0: 'kitchen', 2: 'living', 3: 'bedroom', 4: 'bathroom'}[
-    int(number) // 100
+    int(plan) // 100
   ]
 
 
 def test_rooms_resemble_the_official_ones():
   official = collections.defaultdict(list)
   for path in reference_data.ALFWORLD.glob('layouts/*-openable.json'):
-    number = path.name.removeprefix('FloorPlan').split('-')[0]
+    plan = path.name.removeprefix('FloorPlan').split('-')[0]
     types = [name.split('|')[0] for name in json.loads(path.read_text())]
-    official[room_of(number)].append(collections.Counter(types))
+    official[room_of(plan)].append(collections.Counter(types))
   for room, plans in official.items():
-    ours = [
+    generated = [
       collections.Counter(
         r.type
         for r in houses.generate('train', index, rooms=(room,)).receptacles
@@ -202,10 +204,9 @@ def test_rooms_resemble_the_official_ones():
       'Shelf',
       'SideTable',
     ):
-      theirs = np.mean([plan[receptacle_type] for plan in plans])
-      assert (
-        abs(np.mean([plan[receptacle_type] for plan in ours]) - theirs) < 1.2
-      ), (
+      expected = np.mean([plan[receptacle_type] for plan in plans])
+      actual = np.mean([plan[receptacle_type] for plan in generated])
+      assert abs(actual - expected) < 1.2, (
         room,
         receptacle_type,
       )
@@ -215,20 +216,20 @@ def test_goals_resemble_the_official_ones():
   names = json.loads(
     (reference_data.ALFWORLD / 'official_task_names.json').read_text()
   )
-  theirs, ours = collections.Counter(), collections.Counter()
+  official, generated = collections.Counter(), collections.Counter()
   pairs = set()
   for name in names['train']:
-    task_type, thing, _, receptacle, _ = name.split('/')[0].split('-')
-    theirs[task_type] += 1 / len(names['train'])
-    pairs.add((task_type, thing, receptacle))
+    task_type, object_type, _, receptacle, _ = name.split('/')[0].split('-')
+    official[task_type] += 1 / len(names['train'])
+    pairs.add((task_type, object_type, receptacle))
   known, total = 0, 1500
   for index in range(total):
     goal = houses.generate('train', index).goal
-    ours[goal.task_type] += 1 / total
+    generated[goal.task_type] += 1 / total
     known += (goal.task_type, goal.object_type, goal.receptacle_type) in pairs
-  for task_type, share in theirs.items():
-    assert abs(ours[task_type] - share) < 0.06
-  # The other pairs fit the table, but no annotator was asked for them.
+  for task_type, frequency in official.items():
+    assert abs(generated[task_type] - frequency) < 0.06
+  # The other pairs are valid, but do not occur in the official tasks.
   assert known / total > 0.6
 
 

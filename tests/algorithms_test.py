@@ -1,7 +1,7 @@
 import jax
 import numpy as np
 import pytest
-import slow_credit
+import slow_advantages
 
 from configs import alfworld
 from envs import messages
@@ -223,7 +223,9 @@ def test_g2po_treats_equal_values_as_equal():
   rows.success[:] = rows.steps == 2
   rows.rewards[:] = 10.0 * rows.success
   actual = algorithms.make('g2po').compute_advantages(rows).advantages
-  expected = slow_credit.g2po(slow_credit.Steps(rows, slow_credit.Options()))
+  expected = slow_advantages.g2po(
+    slow_advantages.Steps(rows, slow_advantages.Options())
+  )
   np.testing.assert_allclose(
     actual, [expected[r] for r in range(21)], atol=1e-4
   )
@@ -393,8 +395,8 @@ def test_advantages_match_a_slow_reference(name, options):
       algorithms.make(name, **options).compute_advantages(rows).advantages
     )
     known = {k: v for k, v in options.items() if k != 'components'}
-    steps = slow_credit.Steps(rows, slow_credit.Options(**known))
-    by_row = getattr(slow_credit, name)(steps)
+    steps = slow_advantages.Steps(rows, slow_advantages.Options(**known))
+    by_row = getattr(slow_advantages, name)(steps)
     expected = [by_row.get(r, 0.0) for r in range(len(actual))]
     np.testing.assert_allclose(actual, expected, atol=5e-5, err_msg=str(seed))
 
@@ -414,9 +416,9 @@ def test_gae_matches_a_slow_reference(level, discount, decay, whiten):
     rng = np.random.default_rng(seed)
     values = rng.normal(size=(len(rows.groups), 6)).astype(np.float32)
     output = algorithms.make('ppo', **options).compute_advantages(rows, values)
-    steps = slow_credit.Steps(rows, slow_credit.Options(**options))
+    steps = slow_advantages.Steps(rows, slow_advantages.Options(**options))
     np.testing.assert_allclose(
-      output.advantages, slow_credit.ppo(steps, values), atol=2e-5
+      output.advantages, slow_advantages.ppo(steps, values), atol=2e-5
     )
 
 
@@ -438,7 +440,7 @@ def test_largest_rewards_give_finite_advantages(name):
 def test_equal_returns_whiten_to_zero():
   rows = random_rows(0)
   rows.rewards[:], rows.valid[:] = 0, True
-  for chain in slow_credit.Steps(rows, slow_credit.Options()).chains:
+  for chain in slow_advantages.Steps(rows, slow_advantages.Options()).chains:
     rows.rewards[chain[-1]] = 9.9
   actual = algorithms.make('reinforce_pp').compute_advantages(rows).advantages
   np.testing.assert_array_equal(actual, 0)

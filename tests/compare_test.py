@@ -31,12 +31,12 @@ def _run(path, *, variant, seed, rates, secs=60.0):
 
 
 def test_table_has_first_and_last_evaluation(tmp_path, capsys):
-  one = _run(
+  gigpo = _run(
     tmp_path / 'a', variant='tiny', seed=3, rates=[0.25, None, 0.5, 0.625]
   )
-  two = _run(tmp_path / 'b', variant='tiny,grpo', seed=4, rates=[0.25])
+  grpo = _run(tmp_path / 'b', variant='tiny,grpo', seed=4, rates=[0.25])
   out = tmp_path / 'curves.png'
-  assert compare.main([one, two, f'--out={out}']) == 0
+  assert compare.main([gigpo, grpo, f'--out={out}']) == 0
   rows = capsys.readouterr().out.splitlines()
   assert rows[2] == (
     '| `tiny` | 3 | 25.0% | 50.0% | 62.5% [52.5%, 72.5%] | +37.5 | 128 | 4 |'
@@ -61,8 +61,8 @@ def test_non_run_folder_is_refused_in_one_line(tmp_path, capsys):
   assert capsys.readouterr().err == (
     f'{tmp_path}: no config.json; must be the --workdir of a run\n'
   )
-  silent = _run(tmp_path / 'c', variant='tiny', seed=0, rates=[None, None])
-  assert compare.main([silent]) == 2
+  unevaluated = _run(tmp_path / 'c', variant='tiny', seed=0, rates=[None, None])
+  assert compare.main([unevaluated]) == 2
   assert 'no eval/success_rate in 2 iterations' in capsys.readouterr().err
 
 

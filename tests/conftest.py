@@ -1,11 +1,11 @@
-"""Eight virtual CPU devices, and compiled programs kept between runs."""
+"""Sets up eight virtual CPU devices and a compilation cache for all tests."""
 
 import os
 import tempfile
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
-# One cache of compiled programs for all tests, their processes and the next
-# run; small programs, too, for tests compile many.
+# All tests, their processes and later test runs share one compilation cache. It
+# also stores small programs, because tests compile many of them.
 os.environ.setdefault(
   'JAX_COMPILATION_CACHE_DIR',
   os.path.join(tempfile.gettempdir(), 'gigpo_jax_test_cache'),
@@ -20,30 +20,31 @@ jax.config.update('jax_num_cpu_devices', 8)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-  """Compiles quickly in this process if no test runs a program for long.
+  """Compiles quickly in this process if no slow tests are selected.
 
-  Processes that tests start run whole trainings, for which optimized programs
-  take less time.
+  Processes that tests start run complete trainings, for which optimized
+  programs take less time.
   """
   if config.option.markexpr != 'not slow':
     return
   with pytest.MonkeyPatch.context() as patch:
     flags = f'{programs.QUICK} {os.environ.get("XLA_FLAGS", "")}'
     patch.setenv('XLA_FLAGS', flags)
-    jax.devices()  # Reads the flags, once.
-  # Keys of the cache depend on the variable, which does not tell them apart.
+    jax.devices()  # XLA reads the flags here, once.
+  # Cache keys include the restored variable and not the flags in use, so these
+  # programs have their own folder.
   folder = f'{os.environ["JAX_COMPILATION_CACHE_DIR"]}_quick'
   jax.config.update('jax_compilation_cache_dir', folder)
 
 
 @pytest.fixture(autouse=True, scope='session')
-def _shops_of_their_own(tmp_path_factory):
-  """Keeps the catalogues that tests make out of the user's cache."""
+def _temporary_cache(tmp_path_factory):
+  """Stores the catalogues that tests generate outside the user's cache."""
   os.environ['GIGPO_JAX_CACHE'] = str(tmp_path_factory.mktemp('cache'))
 
 
 @pytest.fixture(autouse=True)
 def _no_official_data(monkeypatch):
-  """Unsets what names the user's data; the package alfworld sets it, too."""
+  """Unsets the variables of data folders, which the package alfworld sets."""
   for variable in ('ALFWORLD_DATA', 'SEARCH_QA_DATA', 'WEBSHOP_DATA'):
     monkeypatch.delenv(variable, raising=False)

@@ -1,4 +1,4 @@
-"""Old names work for one release, with a warning."""
+"""Tests that old names work for one release, with a warning."""
 
 import json
 import runpy

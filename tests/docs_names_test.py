@@ -1,4 +1,4 @@
-"""Documents name modules, files and config fields that exist; short lines."""
+"""Tests that the modules, files and fields named in documents exist."""
 
 import ast
 import json
@@ -72,12 +72,12 @@ def test_modules_of_documents_exist(path):
 @pytest.mark.parametrize('path', PAGES, ids=lambda path: path.name)
 def test_files_of_documents_exist(path):
   folders = '|'.join((*PACKAGES, 'docker', 'docs', 'examples', 'tests'))
-  found = re.findall(
+  paths = re.findall(
     rf'(?<![\w/.])((?:{folders})/[\w/.-]+\.(?:py|sh|md|csv))\b', _read(path)
   )
   missing = {
     name
-    for name in found
+    for name in paths
     if 'NAME' not in name and not (PROJECT / name).exists()
   }
   assert not missing

@@ -1,7 +1,7 @@
-"""Run the files and commands of the documentation.
+"""Tests that run the files and commands of the documentation.
 
-A block with a title is a file, and a `sh` block has commands. Those of a page
-run in one empty folder.
+A block with a title is a file, and a `sh` block contains commands. The commands
+of a page run in one empty folder.
 """
 
 import dataclasses
@@ -33,12 +33,12 @@ PAGES = {
 
 
 def _run(command: list[str], folder: pathlib.Path, **variables: str) -> str:
-  ours = {
+  defaults = {
     'PATH': f'{pathlib.Path(sys.executable).parent}:{os.environ["PATH"]}',
     'PYTHONPATH': str(PROJECT),
     'PYTHONWARNINGS': 'ignore',
   }
-  return programs.run(command, folder, **ours | variables)
+  return programs.run(command, folder, **defaults | variables)
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_notebook_has_the_first_command_of_the_readme():
   first, *_ = re.findall(r'python launch/train.py (.*)', readme)
   (cell,) = [c for c in _cells('gigpo_in_ten_minutes.ipynb') if 'flags =' in c]
   flags = re.search(r'flags = \[(.*?)\]', cell, re.DOTALL).group(1)
-  # The default of --workdir, which later cells read.
+  # The default of --workdir; later cells read that folder.
   assert set(re.findall(r"'(.*?)'", flags)) == {
     *first.split(),
     '--workdir=runs/alfworld-mini',

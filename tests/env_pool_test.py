@@ -89,9 +89,9 @@ def test_differing_replay_is_a_failure():
     assert history[2][-1].success
     assert 'differs when it is replayed' in history[1][-1].reason
     assert len(pool.failures) == 2
-    # The next episode gets no reply of that episode.
-    again = pools.play(pool, {1: 2})
-  assert again[1][-1].success and len(again[1]) == 3
+    # The next episode receives no reply of the failed episode.
+    history = pools.play(pool, {1: 2})
+  assert history[1][-1].success and len(history[1]) == 3
 
 
 @pytest.mark.parametrize('fault', ['unpicklable', 'print'])

@@ -1,4 +1,4 @@
-"""The whole path on each environment: a warm start from nothing, then GiGPO."""
+"""Tests complete runs: warm start from scratch, then GiGPO."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ import pytest
   'name', ['gymnasium', 'search_qa', 'sokoban', 'textarena', 'textworld']
 )
 def test_a_warm_start_and_two_iterations(tmp_path, name: str):
-  # The two commands as they are in the docs; run from another folder.
+  # The two commands of the docs, run from another folder.
   for script in ('sft', 'train'):
     printed = programs.run(
       [

@@ -1,4 +1,4 @@
-"""Worker processes import environments: they must never load jax."""
+"""Tests that environments, which workers import, never load jax."""
 
 import pathlib
 import subprocess
@@ -16,7 +16,7 @@ MODULES = sorted(
 
 
 def _loaded(names: list[str], play: str = '') -> set[str]:
-  """Returns which forbidden packages importing the modules loads."""
+  """Returns the forbidden packages that are loaded with the modules."""
   code = (
     'import importlib, sys\n'
     f'for name in {names!r}: importlib.import_module(name)\n'
@@ -39,15 +39,15 @@ def test_all_modules_of_envs_are_found():
 
 
 def test_no_module_of_envs_loads_jax_or_the_trainer():
-  # Each by itself, as a worker imports it: none of the others is loaded.
+  # Each module is imported without the others, as in a worker.
   code = """
 import importlib, sys
 for module in sys.argv[1:]:
   for name in [n for n in sys.modules if n.split('.')[0] == 'envs']:
     del sys.modules[name]
   importlib.import_module(module)
-  found = {'jax', 'jaxlib', 'flax', 'gigpo_jax'} & set(sys.modules)
-  assert not found, f'{module} loads {found}'
+  loaded = {'jax', 'jaxlib', 'flax', 'gigpo_jax'} & set(sys.modules)
+  assert not loaded, f'{module} loads {loaded}'
 """
   done = subprocess.run(
     [sys.executable, '-c', code, *MODULES],
@@ -67,7 +67,7 @@ for module in sys.argv[1:]:
     ('textarena', {'id': 'TowerOfHanoi-v0'}),
   ],
 )
-def test_nor_do_libraries_that_are_imported_on_use(name, kwargs):
+def test_libraries_of_environments_do_not_load_jax(name, kwargs):
   play = (
     f'env = envs.make({name!r}, **{kwargs!r})\n'
     'env.reset(base.Task("train", 0))\n'
@@ -76,5 +76,5 @@ def test_nor_do_libraries_that_are_imported_on_use(name, kwargs):
   assert _loaded([], f'import envs\nfrom envs import base\n{play}') == set()
 
 
-def test_the_check_can_fail():
+def test_the_check_detects_jax():
   assert 'jax' in _loaded(['jax'])

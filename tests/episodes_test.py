@@ -25,7 +25,7 @@ HOSTILE = '<script>alert(1)</script> " \' & \u202eback 🧑‍🚀 \x00'
 
 
 class Text:
-  """A fake tokenizer with what an episode set needs."""
+  """A fake tokenizer with the members that an episode set needs."""
 
   fingerprint = 'fingerprint'
 
@@ -65,16 +65,16 @@ def episode(member, rewards, *, group=0, failure=''):
   return trajectory.Trajectory(task, 'pick', group, member, steps, failure)
 
 
-def collected(played=None):
-  """Two groups of two; the first has zero variance and is dropped."""
-  played = played or [
+def collected(collected_episodes=None):
+  """Returns two groups of two; the first has zero variance and is dropped."""
+  collected_episodes = collected_episodes or [
     episode(0, [0.0]),
     episode(1, [0.0]),
     episode(0, [0.0, 10.0], group=1),
     episode(1, [0.0], group=1),
   ]
-  kept = [dataclasses.replace(t, group=0) for t in played[2:]]
-  return group_filter.CollectedGroups(played, kept, [2, 3], {})
+  kept = [dataclasses.replace(t, group=0) for t in collected_episodes[2:]]
+  return group_filter.CollectedGroups(collected_episodes, kept, [2, 3], {})
 
 
 def rows_of(collected_episodes):
@@ -89,8 +89,8 @@ def rows_of(collected_episodes):
 def write(log, iteration, collected_episodes=None):
   collected_episodes = collected_episodes or collected()
   rows = rows_of(collected_episodes)
-  credit = algorithms.make('gigpo', norm='mean').compute_advantages(rows)
-  return log.write(iteration, collected_episodes, rows, credit)
+  output = algorithms.make('gigpo', norm='mean').compute_advantages(rows)
+  return log.write(iteration, collected_episodes, rows, output)
 
 
 def equal(a, b):
@@ -136,12 +136,12 @@ def test_fields_of_a_record(tmp_path):
 
 
 def test_iteration_without_rows_is_stored_as_not_trained_on(tmp_path):
-  played = collected().episodes[:2]
+  dropped = collected().episodes[:2]
   log = episodes.EpisodeWriter(tmp_path, Text(), seed=5)
-  log.write(0, group_filter.CollectedGroups(played, [], [], {}))
-  one, other = episodes.open_dataset(tmp_path).read(0)
-  assert not one['trained'] and not other['trained']
-  assert math.isnan(one['steps'][0]['advantage'])
+  log.write(0, group_filter.CollectedGroups(dropped, [], [], {}))
+  first, second = episodes.open_dataset(tmp_path).read(0)
+  assert not first['trained'] and not second['trained']
+  assert math.isnan(first['steps'][0]['advantage'])
 
 
 def test_token_advantages_are_averaged():
@@ -183,19 +183,19 @@ def test_every_second_iteration_is_stored(tmp_path):
 
 @pytest.mark.parametrize('first', [0, 1, 2, 3])
 def test_after_a_kill_each_iteration_is_stored_once(tmp_path, first):
-  """The run is killed after iteration 2; the checkpoint may be older."""
+  """Resumes a run that was killed after iteration 2 from a checkpoint."""
   log = episodes.EpisodeWriter(tmp_path, Text(), seed=0)
   for iteration in range(3):
     write(log, iteration)
   # The file of the next iteration exists, but the index does not list it.
   (tmp_path / 'episodes-train.array_record-00003').write_bytes(b'torn')
   (tmp_path / 'episodes-train.array_record-00004.tmp').write_bytes(b'torn')
-  again = episodes.EpisodeWriter(
+  resumed = episodes.EpisodeWriter(
     tmp_path, Text(), seed=0, first_iteration=first
   )
   assert episodes.open_dataset(tmp_path).iterations == list(range(first))
   for iteration in range(first, 5):
-    write(again, iteration)
+    write(resumed, iteration)
   iterations = [
     record['iteration'] for record in episodes.open_dataset(tmp_path)
   ]
@@ -212,8 +212,8 @@ def test_kill_between_index_writes_leaves_a_readable_set(tmp_path):
   (tmp_path / 'dataset_info.json').write_bytes(before)
   episode_set = episodes.open_dataset(tmp_path)
   assert episode_set.iterations == [0] and len(list(episode_set)) == 4
-  again = episodes.EpisodeWriter(tmp_path, Text(), seed=0, first_iteration=1)
-  write(again, 1)
+  resumed = episodes.EpisodeWriter(tmp_path, Text(), seed=0, first_iteration=1)
+  write(resumed, 1)
   episode_set = episodes.open_dataset(tmp_path)
   assert episode_set.iterations == [0, 1] and len(list(episode_set)) == 8
 
@@ -245,7 +245,7 @@ steps = list(episode['steps'])
 for module in ('tensorflow', 'jax', 'gigpo_jax', 'envs'):
   assert module not in sys.modules, module
 print(json.dumps({
-  'number': [len(source), builder.info.splits['train'].num_examples],
+  'count': [len(source), builder.info.splits['train'].num_examples],
   'kind': episode['kind'].decode(),
   'iteration': episode['iteration'],
   'observation': steps[0]['observation'].decode(),
@@ -270,7 +270,7 @@ def test_tfds_reads_the_set_without_this_project(tmp_path):
   )
   assert done.returncode == 0, done.stderr
   assert json.loads(done.stdout) == {
-    'number': [8, 8],
+    'count': [8, 8],
     'kind': 'pick',
     'iteration': 1,
     'observation': HOSTILE,
@@ -282,12 +282,12 @@ def test_tfds_reads_the_set_without_this_project(tmp_path):
   }
 
 
-@pytest.mark.parametrize('there', [False, True], ids=['none', 'other'])
-def test_open_set_refuses_other_folders(tmp_path, there):
-  if there:
+@pytest.mark.parametrize('exists', [False, True], ids=['none', 'other'])
+def test_open_set_refuses_other_folders(tmp_path, exists):
+  if exists:
     write(episodes.EpisodeWriter(tmp_path, Text(), seed=0), 0)
     (tmp_path / 'metadata.json').write_text('{}')
-  message = 'lacks the tokenizer' if there else 'holds no episodes'
+  message = 'lacks the tokenizer' if exists else 'holds no episodes'
   with pytest.raises(ValueError, match=message) as error:
     episodes.open_dataset(tmp_path)
   assert '\n' not in str(error.value)

@@ -326,24 +326,26 @@ def test_configs_that_transformers_writes_are_accepted(tmp_path):
       for key, value in (_CONFIG | _EXPERTS).items()
       if isinstance(value, int) and hasattr(getattr(transformers, name)(), key)
     }
-    theirs = getattr(transformers, name)(**sizes)
-    theirs.save_pretrained(tmp_path)
-    ours = huggingface.read_config(str(tmp_path))
-    assert ours.rope_theta == theirs.rope_parameters['rope_theta']
-    assert ours.num_kv_heads == theirs.num_key_value_heads
+    hf_config = getattr(transformers, name)(**sizes)
+    hf_config.save_pretrained(tmp_path)
+    config = huggingface.read_config(str(tmp_path))
+    assert config.rope_theta == hf_config.rope_parameters['rope_theta']
+    assert config.num_kv_heads == hf_config.num_key_value_heads
     # All fields, not only those that differ from the defaults of transformers.
-    (tmp_path / 'config.json').write_text(json.dumps(theirs.to_dict()))
-    assert huggingface.read_config(str(tmp_path)) == ours
+    (tmp_path / 'config.json').write_text(json.dumps(hf_config.to_dict()))
+    assert huggingface.read_config(str(tmp_path)) == config
 
 
 def test_null_key_value_heads_means_as_many_as_heads(tmp_path):
   import transformers
 
-  theirs = transformers.Qwen2Config(
+  hf_config = transformers.Qwen2Config(
     num_attention_heads=4, num_key_value_heads=None
   )
-  ours = _read(tmp_path, {'num_key_value_heads': None})
-  assert ours.num_kv_heads == theirs.num_key_value_heads == ours.num_heads
+  config = _read(tmp_path, {'num_key_value_heads': None})
+  assert (
+    config.num_kv_heads == hf_config.num_key_value_heads == config.num_heads
+  )
   (tmp_path / 'config.json').write_text(
     json.dumps({k: _CONFIG[k] for k in _CONFIG if k != 'num_key_value_heads'})
   )

@@ -121,7 +121,7 @@ def test_microbatch_size_does_not_change_the_update(
   assert many_metrics == pytest.approx(single_metrics, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize('share', [False, True])
+@pytest.mark.parametrize('shared', [False, True])
 @pytest.mark.parametrize(
   'config',
   [
@@ -131,13 +131,13 @@ def test_microbatch_size_does_not_change_the_update(
   ],
   ids=['dense', 'experts', 'one layer'],
 )
-def test_gradients_accumulated_in_place_are_equal(config, share):
-  config = dataclasses.replace(config, tie_embeddings=share)
+def test_gradients_accumulated_in_place_are_equal(config, shared):
+  config = dataclasses.replace(config, tie_embeddings=shared)
   in_place = dataclasses.replace(config, remat='layer')
   assert qwen.adds_in_place(in_place) and not qwen.adds_in_place(config)
   rows, results = make_rows(), []
   for subject in (
-    sgd(config=c, microbatch_rows=2, share_prompts=share)
+    sgd(config=c, microbatch_rows=2, share_prompts=shared)
     for c in (config, in_place)
   ):
     results.append(step(subject, rows, state=start(subject, config)))
@@ -358,7 +358,7 @@ ADVANTAGES = np.linspace(-1, 1, 16, dtype=np.float32)
 
 
 def reinforce(outputs, tokens):
-  """A loss of another module: minus the advantage times the log-prob."""
+  """Returns minus the advantage times the log-prob, as a loss for tests."""
   loss = -tokens.advantages * outputs.log_probs
   return loss, {'loss/negative': jnp.where(tokens.mask, loss < 0, 0)}
 

@@ -1,4 +1,4 @@
-"""The commands of the README and the docs learn what is said of them."""
+"""Tests that the documented commands improve the success rate."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Tests of the mesh: its sizes, the table of axes, placement of rows."""
+"""Tests of the mesh: sizes, sharding rules, placement of rows."""
 
 import dataclasses
 
@@ -62,7 +62,7 @@ def test_impossible_sizes_are_refused_in_one_line(sizes, message: str):
 
 
 @pytest.mark.parametrize('tied', [True, False], ids=['tied', 'untied'])
-def test_every_axis_of_the_model_is_in_the_table(tied: bool):
+def test_every_axis_of_the_model_has_a_rule(tied: bool):
   config = dataclasses.replace(CONFIG, tie_embeddings=tied)
   axes, shapes = parameters.logical_axes(config), parameters.shapes(config)
   leaves = jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))
@@ -73,7 +73,7 @@ def test_every_axis_of_the_model_is_in_the_table(tied: bool):
     assert set(leaf) <= set(mesh_lib.RULES)
 
 
-def test_parameters_are_sharded_by_the_table():
+def test_parameters_are_sharded_by_the_rules():
   mesh = mesh_lib.make_mesh(2, 2, 2)
   axes = parameters.logical_axes(CONFIG)
   placed = jax.device_put(

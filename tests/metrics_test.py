@@ -72,9 +72,9 @@ def test_environment_metrics_never_replace_trainer_metrics():
 
 
 def test_summary_by_hand():
-  def episode(kind, steps, failure=''):
+  def episode(task_type, steps, failure=''):
     return trajectory.Trajectory(
-      base.Task('train', 0), kind, 0, 0, tuple(steps), failure
+      base.Task('train', 0), task_type, 0, 0, tuple(steps), failure
     )
 
   values = metrics.summarize(
@@ -393,9 +393,9 @@ def test_wandb_gets_the_same_metrics(
     writer.close()
   assert remote.logged == [(0, {'loss/total': 0.5}), (1, {'loss/total': 0.5})]
   assert remote.finished == 2
-  first, again = remote.opened
+  first, second = remote.opened
   # A resumed run continues the same wandb run.
-  assert first == again
+  assert first == second
   assert first['mode'] == mode and first['project'] == 'gigpo'
   assert first['config'] == {'seed': 3} and len(first['id']) == 8
 

@@ -1,12 +1,12 @@
-"""Runs a program that gets a signal at a chosen moment.
+"""Runs a program and sends it a signal at a chosen moment.
 
     python tests/moments.py MOMENT launch/train.py --config=...
 
 A moment is a chain of calls. `learner:Learner.update@2,train:stop_if_skipped@3`
 is the start of the third call of `stop_if_skipped` after the start of the
-second call of `Learner.update`; with `+` at the end, its return. The process
-kills itself there. With `~15` at the end it gets signal 15 instead, and with
-`~15:60` it also waits there for up to a minute.
+second call of `Learner.update`; a final `+` means its return. The process kills
+itself at the moment. With `~15` at the end it sends itself signal 15 instead;
+with `~15:60` it also waits for up to a minute.
 """
 
 import functools
@@ -19,20 +19,20 @@ import time
 
 
 def parse(moment: str) -> tuple[list[tuple[str, int]], bool, int, float]:
-  """Returns (functions and counts, whether at the return, signal, seconds)."""
-  moment, _, sent = moment.partition('~')
-  number, _, secs = sent.partition(':')
+  """Returns calls with their counts, whether at the return, signal, seconds."""
+  moment, _, ending = moment.partition('~')
+  signum, _, secs = ending.partition(':')
   returned = moment.endswith('+')
   chain = []
   for link in moment.removesuffix('+').split(','):
     name, _, count = link.partition('@')
     chain.append((name, int(count or 1)))
-  return chain, returned, int(number or signal.SIGKILL), float(secs or 0)
+  return chain, returned, int(signum or signal.SIGKILL), float(secs or 0)
 
 
 def arm(moment: str) -> None:
-  """Sends the signal at a moment from now on."""
-  chain, returned, number, secs = parse(moment)
+  """Wraps the functions of a moment so that they send the signal."""
+  chain, returned, signum, secs = parse(moment)
   calls = [0] * len(chain)
 
   def called(position: int, at_return: bool) -> None:
@@ -44,7 +44,7 @@ def arm(moment: str) -> None:
       return
     calls[position] += 1
     if last and calls[position] == chain[position][1]:
-      os.kill(os.getpid(), number)
+      os.kill(os.getpid(), signum)
       time.sleep(secs)
 
   for position, (name, _) in enumerate(chain):

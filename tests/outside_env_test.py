@@ -1,7 +1,7 @@
-"""An environment with data and anchors is one folder and one registry line.
+"""Tests that an environment needs one folder and one registry line only.
 
-The test copies ALFWorld's folder out of the tree under another name, registers
-the copy with one line and trains on it.
+The tests copy ALFWorld's folder out of the tree under another name, register
+the copy with one line and train on it.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Tests of packs: by hand, and against the rows they are made of."""
+"""Tests of packs: by hand, and compared with the rows they contain."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Fences: central modules name no environment or algorithm."""
+"""Tests that central modules name no environment or algorithm."""
 
 import ast
 import dataclasses
@@ -48,10 +48,10 @@ def _strings_and_names(tree: ast.Module) -> list[str]:
   return words
 
 
-def _named(path: str) -> set[str]:
+def _registered_names(path: str) -> set[str]:
   """Returns the environments and algorithms that a module names."""
   tree = ast.parse((PROJECT / path).read_text())
-  # A literal registry is where names belong.
+  # A literal registry contains the names.
   tree.body = [
     node
     for node in tree.body
@@ -70,13 +70,12 @@ def _named(path: str) -> set[str]:
 
 @pytest.mark.parametrize('path', CENTRAL)
 def test_no_central_module_names_an_environment_or_algorithm(path: str):
-  # The default algorithm, and the functions of the advantages named for it.
+  # The default algorithm, and the functions that are named after it.
   allowed = {
     'configs/base.py': {'gigpo'},
     'gigpo_jax/advantages.py': {'gigpo'},
-    # Metrics of GiGPO's groups and anchor groups for any algorithm.
   }
-  assert _named(path) <= allowed.get(path, set())
+  assert _registered_names(path) <= allowed.get(path, set())
 
 
 def test_the_default_algorithm_is_named_once():
@@ -119,7 +118,7 @@ def test_configs_list_the_defaults_of_options(section: str, path: str):
     getattr(importlib.import_module(module), name)
   ):
     if dataclasses.is_dataclass(field.default):
-      continue  # A section of its own.
+      continue  # A separate section.
     assert values[field.name] == field.default, field.name
     assert type(values[field.name]) is type(field.default), field.name
 

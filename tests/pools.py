@@ -1,4 +1,4 @@
-"""Pools of environments for tests, and episodes that are played in them."""
+"""Pools of environments for tests, and functions that play episodes."""
 
 from collections.abc import Callable
 

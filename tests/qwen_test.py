@@ -38,7 +38,7 @@ def _tokens(rows: int, length: int, seed: int = 0) -> np.ndarray:
 
 
 def _params(config: qwen.QwenConfig, scale: float = 4.0) -> dict:
-  """Random weights, large enough that attention is far from uniform."""
+  """Returns random weights, large enough that attention is not uniform."""
   params = reference.init(config, jax.random.key(0))
   noise = jax.random.split(jax.random.key(1), len(jax.tree.leaves(params)))
   leaves, treedef = jax.tree.flatten(params)
@@ -127,7 +127,7 @@ def test_logits_agree_with_transformers(  # noqa: PLR0913
   mesh = mesh_lib.make_mesh(1, -1, 1)
   params = huggingface.load(str(tmp_path), config, mesh)
   params = jax.tree.map(jnp.asarray, jax.device_get(params))
-  # Long enough that attention takes its queries in three blocks.
+  # Long enough that attention processes its queries in three blocks.
   tokens = _tokens(3, 80, seed)
   with torch.no_grad():
     expected = model(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
@@ -247,11 +247,11 @@ GOLDEN_LOGITS = np.array(
 
 def test_padding_and_other_rows_change_nothing():
   params, tokens = _params(TINY), _tokens(2, 16)
-  both = reference.hidden_states(TINY, params, tokens)
+  batch = reference.hidden_states(TINY, params, tokens)
   changed = tokens.copy()
   changed[0, 10:] = 0
   alone = reference.hidden_states(TINY, params, changed[:1])
-  np.testing.assert_allclose(both[0, :10], alone[0, :10], atol=1e-5)
+  np.testing.assert_allclose(batch[0, :10], alone[0, :10], atol=1e-5)
 
 
 @pytest.mark.parametrize(('min_size', 'blocks'), [(1, 4), (3, 7), (64, 4)])
@@ -279,7 +279,7 @@ def test_decoding_equals_one_forward_pass(monkeypatch, unrolled, dtype):
   limit = (2e-5 if dtype == 'float32' else 0.05) * np.abs(expected).max()
   lengths = np.array([4, 9, 12], np.int32)
   params = parameters.unstack_layers(config, params)
-  # The rows are in other slots of a longer cache, and one is a copy.
+  # The rows are in other slots of a longer cache, and one row is a copy.
   cache = kv_cache.insert(
     kv_cache.new(config, 6, 20),
     qwen.prefill(config, params, tokens[:, :12]),
@@ -363,11 +363,11 @@ def test_remat_changes_nothing(remat):
 
   plain = jax.jit(jax.grad(lambda p: loss(TINY, p)))(params)
   config = dataclasses.replace(TINY, remat=remat)
-  again = jax.jit(jax.grad(lambda p: loss(config, p)))(params)
+  rematerialized = jax.jit(jax.grad(lambda p: loss(config, p)))(params)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4),
     plain,
-    again,
+    rematerialized,
   )
 
 
@@ -408,14 +408,14 @@ def test_a_mesh_of_eight_devices_equals_one_device(shape, sizes):
     hidden = jax.jit(lambda p, t: qwen.hidden_states(config, p, t))(
       placed, rows
     )
-  # Devices sum in another order; float32 differs from float64 by as much.
+  # Devices sum in another order; the tolerance is that of float32 to float64.
   np.testing.assert_allclose(
     hidden, expected, rtol=0, atol=2e-5 * np.abs(expected).max()
   )
 
 
 def test_logits_of_all_positions_never_exist_at_once():
-  # 4096 positions of a vocabulary of 97 would be the largest array by far.
+  # Logits of 4096 positions would be by far the largest array.
   params = jax.eval_shape(lambda: parameters.init(TINY, jax.random.key(0)))
   hidden = jax.ShapeDtypeStruct((2, 4096, 32), jnp.float32)
   targets = jax.ShapeDtypeStruct((2, 4096), jnp.int32)
@@ -462,14 +462,14 @@ def test_transposed_logits_of_a_large_vocabulary_are_the_same(monkeypatch):
   params = _params(TINY)
   hidden = jax.random.normal(jax.random.key(2), (5, 1, 32))
 
-  def both(hidden):
+  def logits_and_gradient(hidden):
     logits = qwen.logits(TINY, params, hidden)
     return logits, jax.grad(lambda h: qwen.logits(TINY, params, h).max())(
       hidden
     )
 
-  expected = jax.jit(both)(hidden)
+  expected = jax.jit(logits_and_gradient)(hidden)
   monkeypatch.setattr(qwen, '_LARGE_VOCABULARY', 97)
-  transposed = jax.jit(lambda hidden: both(hidden))(hidden)
+  transposed = jax.jit(lambda hidden: logits_and_gradient(hidden))(hidden)
   for a, b in zip(expected, transposed, strict=True):
     np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5)

@@ -9,12 +9,12 @@ from gigpo_jax.models import parameters, qwen
 
 
 def init(config: qwen.QwenConfig, key: jax.Array) -> dict:
-  """Returns random parameters, from one program."""
+  """Returns random parameters, computed by a single program."""
   return jax.jit(functools.partial(parameters.init, config))(key)
 
 
 def hidden_states(config: qwen.QwenConfig, params: dict, tokens, **kwargs):
-  """Returns hidden states, from one program instead of one an operation.
+  """Returns hidden states, computed by a single program.
 
   Traced at every call, because tests change constants of modules.
   """
@@ -23,7 +23,7 @@ def hidden_states(config: qwen.QwenConfig, params: dict, tokens, **kwargs):
 
 
 def logits(config: qwen.QwenConfig, params: dict, hidden) -> jax.Array:
-  """Returns the logits of hidden states, from one program."""
+  """Returns the logits of hidden states, computed by a single program."""
   return jax.jit(functools.partial(qwen.logits, config))(params, hidden)
 
 

@@ -1,4 +1,4 @@
-"""Where tests find reference data of the original environments.
+"""Paths of reference data of the original environments.
 
 $GIGPO_JAX_REFERENCE_DATA names a folder with all of it. Without the variable,
 tests use the samples in tests/data; see the README there.
@@ -9,9 +9,9 @@ import pathlib
 
 import pytest
 
-_GIVEN = os.environ.get('GIGPO_JAX_REFERENCE_DATA', '')
-IS_WHOLE = bool(_GIVEN)
-FOLDER = pathlib.Path(_GIVEN or pathlib.Path(__file__).parent / 'data')
+_VARIABLE = os.environ.get('GIGPO_JAX_REFERENCE_DATA', '')
+IS_FULL = bool(_VARIABLE)
+FOLDER = pathlib.Path(_VARIABLE or pathlib.Path(__file__).parent / 'data')
 ALFWORLD = FOLDER / 'alfworld'
 WEBSHOP = FOLDER / 'webshop'
 OFFICIAL_GAME = (
@@ -20,7 +20,7 @@ OFFICIAL_GAME = (
   / 'pick_heat_then_place_in_recep-Potato-None-SinkBasin-14'
   / 'trial_T20190908_231731_054988'
 )
-needs_whole = pytest.mark.skipif(
-  not IS_WHOLE,
+needs_full_data = pytest.mark.skipif(
+  not IS_FULL,
   reason='needs $GIGPO_JAX_REFERENCE_DATA; see tests/data/README.md',
 )

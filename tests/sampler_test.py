@@ -1,4 +1,4 @@
-"""Laws of the sampler: streams, other requests, stops, log-probs, memory."""
+"""Tests of the sampler: streams, other requests, stops, log-probs, memory."""
 
 import dataclasses
 
@@ -46,26 +46,24 @@ def _sampler(**kwargs) -> sampler.Sampler:
   return sampler.Sampler(CONFIG, mesh, **(options | kwargs))
 
 
-def _requests(
-  number: int, length: int = 5, **sampling
-) -> list[sampler.Request]:
-  rng = np.random.default_rng(number)
+def _requests(count: int, length: int = 5, **sampling) -> list[sampler.Request]:
+  rng = np.random.default_rng(count)
   return [
     sampler.Request(
       rng.integers(8, 30, length + i % 7).astype(np.int32),
       (0, 1, 2, i, 3),
       sampler.Sampling(**sampling),
     )
-    for i in range(number)
+    for i in range(count)
   ]
 
 
 def test_other_requests_do_not_change_tokens(params):
-  one = _sampler()
+  engine = _sampler()
   requests = _requests(21)
-  together = one.generate(params, requests)
-  backwards = one.generate(params, requests[::-1])[::-1]
-  alone = [one.generate(params, [request])[0] for request in requests]
+  together = engine.generate(params, requests)
+  backwards = engine.generate(params, requests[::-1])[::-1]
+  alone = [engine.generate(params, [request])[0] for request in requests]
   for a, b, c in zip(together, backwards, alone, strict=True):
     np.testing.assert_array_equal(a.ids, b.ids)
     np.testing.assert_array_equal(a.ids, c.ids)
@@ -78,17 +76,17 @@ def test_each_integer_of_the_stream_changes_tokens(params, position: int):
   stream = list(request.stream)
   stream[position] += 1
   other = sampler.Request(request.prompt_ids, tuple(stream))
-  one, two = _sampler().generate(params, [request, other])
-  assert one.ids.tolist() != two.ids.tolist()
+  first, second = _sampler().generate(params, [request, other])
+  assert first.ids.tolist() != second.ids.tolist()
 
 
 def test_tokens_depend_on_the_seed_and_not_on_the_call(params):
   requests = _requests(4)
-  one = _sampler()
-  first = [c.ids.tolist() for c in one.generate(params, requests)]
-  again = [c.ids.tolist() for c in one.generate(params, requests)]
+  engine = _sampler()
+  first = [c.ids.tolist() for c in engine.generate(params, requests)]
+  second = [c.ids.tolist() for c in engine.generate(params, requests)]
   other = [c.ids.tolist() for c in _sampler(seed=1).generate(params, requests)]
-  assert first == again
+  assert first == second
   assert first != other
 
 
@@ -134,11 +132,11 @@ def test_unused_ids_are_never_sampled(params):
 
 
 def test_narrowest_truncations_are_greedy(params):
-  one = _sampler()
-  greedy = one.generate(params, _requests(8, temperature=0.0))
+  engine = _sampler()
+  greedy = engine.generate(params, _requests(8, temperature=0.0))
   for narrow in ({'top_k': 1}, {'top_p': 1e-6}, {'min_p': 1.0}):
-    found = one.generate(params, _requests(8, **narrow))
-    for a, b in zip(greedy, found, strict=True):
+    completions = engine.generate(params, _requests(8, **narrow))
+    for a, b in zip(greedy, completions, strict=True):
       np.testing.assert_array_equal(a.ids, b.ids)
 
 
@@ -146,16 +144,18 @@ def test_narrowest_truncations_are_greedy(params):
   'narrow', [{}, {'top_k': 4}, {'top_p': 0.7}, {'top_k': 6, 'top_p': 0.7}]
 )
 def test_frequencies_match_the_distribution(params, narrow: dict):
-  number = 4096
+  count = 4096
   prompt = _requests(1)[0].prompt_ids
   sampling = sampler.Sampling(**narrow)
   requests = [
-    sampler.Request(prompt, (0, 0, 0, i, 0), sampling) for i in range(number)
+    sampler.Request(prompt, (0, 0, 0, i, 0), sampling) for i in range(count)
   ]
   completions = _sampler(
     max_completion_tokens=1, batch_buckets=(1024,)
   ).generate(params, requests)
-  found = np.bincount([a.ids[0] for a in completions], minlength=32) / number
+  frequencies = (
+    np.bincount([a.ids[0] for a in completions], minlength=32) / count
+  )
   hidden = reference.hidden_states(CONFIG, params, prompt[None])
   logits = np.array(reference.logits(CONFIG, params, hidden)[0, -1], np.float64)
   logits[30:] = -np.inf
@@ -166,22 +166,22 @@ def test_frequencies_match_the_distribution(params, narrow: dict):
   ahead = np.cumsum(probs[order]) - probs[order]
   probs[order[ahead >= narrow.get('top_p', 1.1)]] = 0
   probs /= probs.sum()
-  assert set(np.flatnonzero(found)) <= set(np.flatnonzero(probs))
+  assert set(np.flatnonzero(frequencies)) <= set(np.flatnonzero(probs))
   # Five standard errors of a frequency.
-  error = 5 * np.sqrt(probs * (1 - probs) / number) + 1e-9
-  assert (np.abs(found - probs) <= error).all()
+  error = 5 * np.sqrt(probs * (1 - probs) / count) + 1e-9
+  assert (np.abs(frequencies - probs) <= error).all()
 
 
 def test_nothing_compiles_after_warm_up(params):
-  one = _sampler()
+  engine = _sampler()
   counted = []
-  one.warm_up(params, on_compiled=lambda: counted.append(1))
-  assert len(counted) == one.num_programs
-  before = one.compilations
-  for number in (1, 3, 9, 40):
-    one.generate(params, _requests(number, length=3))
-    one.generate(params, _requests(number, length=9, temperature=0.3))
-  assert one.compilations == before
+  engine.warm_up(params, on_compiled=lambda: counted.append(1))
+  assert len(counted) == engine.num_programs
+  before = engine.compilations
+  for count in (1, 3, 9, 40):
+    engine.generate(params, _requests(count, length=3))
+    engine.generate(params, _requests(count, length=9, temperature=0.3))
+  assert engine.compilations == before
 
 
 def test_greedy_reports_log_probs_at_temperature_one(params):
@@ -221,8 +221,8 @@ def test_mesh_does_not_change_tokens(params, sizes, tensor):
   placed = jax.device_put(
     params, mesh_lib.shardings(mesh, parameters.logical_axes(CONFIG))
   )
-  one = _sampler(mesh=mesh, tensor=tensor)
-  for a, b in zip(expected, one.generate(placed, requests), strict=True):
+  engine = _sampler(mesh=mesh, tensor=tensor)
+  for a, b in zip(expected, engine.generate(placed, requests), strict=True):
     np.testing.assert_array_equal(a.ids, b.ids)
     np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
 
@@ -235,7 +235,7 @@ def test_cache_layout_on_a_tpu(monkeypatch, tensor):
     for name, shape in (('k', (2, 4, 2, 8, 16)), ('v', (2, 4, 2, 16, 8)))
   }
   formats = mesh_lib.cache_formats(mesh_lib.make_mesh(1, -1, tensor), cache)
-  # Two heads on each device, or one.
+  # Two heads on each device, or engine.
   order = formats['k'].layout.major_to_minor
   assert order == {1: (0, 1, 4, 2, 3), 2: (2, 0, 1, 4, 3)}[tensor]
   order = formats['v'].layout.major_to_minor
@@ -249,29 +249,29 @@ def test_cache_layout_does_not_change_tokens(monkeypatch, params, tensor):
   requests, mesh = _requests(9), mesh_lib.make_mesh(1, -1, tensor)
   expected = _sampler(mesh=mesh).generate(params, requests)
   monkeypatch.setattr(mesh_lib, 'on_tpu', lambda _: True)
-  one = _sampler(mesh=mesh)
-  one.warm_up(params)
-  compilations = one.compilations
-  found = one.generate(params, requests)
-  assert one.compilations == compilations
-  order = one._cache.arrays[0]['k'].format.layout.major_to_minor
+  engine = _sampler(mesh=mesh)
+  engine.warm_up(params)
+  compilations = engine.compilations
+  completions = engine.generate(params, requests)
+  assert engine.compilations == compilations
+  order = engine._cache.arrays[0]['k'].format.layout.major_to_minor
   assert order == {1: (0, 1, 4, 2, 3), 2: (2, 0, 1, 4, 3)}[tensor]
-  for a, b in zip(found, expected, strict=True):
+  for a, b in zip(completions, expected, strict=True):
     np.testing.assert_array_equal(a.ids, b.ids)
 
 
 def test_released_memory_is_allocated_again(params):
-  one, requests = _sampler(), _requests(5)
-  one.warm_up(params)
+  engine, requests = _sampler(), _requests(5)
+  engine.warm_up(params)
   before = sum(x.nbytes for x in jax.live_arrays())
-  compilations = one.compilations
-  found = one.generate(params, requests)
+  compilations = engine.compilations
+  first = engine.generate(params, requests)
   assert sum(x.nbytes for x in jax.live_arrays()) > before
-  one.release()
+  engine.release()
   assert sum(x.nbytes for x in jax.live_arrays()) == before
-  again = one.generate(params, requests)
-  assert [c.ids.tolist() for c in again] == [c.ids.tolist() for c in found]
-  assert one.compilations == compilations
+  second = engine.generate(params, requests)
+  assert [c.ids.tolist() for c in second] == [c.ids.tolist() for c in first]
+  assert engine.compilations == compilations
 
 
 def test_no_requests_give_no_completions(params):
@@ -290,8 +290,8 @@ def test_slots_must_be_a_multiple_of_the_model_copies():
 
 
 def test_parameter_bytes():
-  # Of 32 x 32 + 2 layers of 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48, biases
-  # and norms of 64 + 64, and a norm of 32.
+  # Matrices: 32 x 32 + 2 layers of 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48.
+  # Others: biases and norms of 64 + 64 per layer, and a norm of 32.
   matrices = 32 * 32 + 2 * (2 * 1024 + 2 * 512 + 3 * 1536)
   others = 2 * (32 + 2 * 16 + 64) + 32
   assert sampler.parameter_bytes(CONFIG, 'model') == 4 * (matrices + others)
@@ -326,67 +326,67 @@ def test_empty_prompt_raises(params):
 
 def test_time_and_slot_of_a_request_do_not_change_tokens(params):
   requests = _requests(30)
-  one = _sampler(batch_buckets=(8, 16), decode_tokens=3)
-  expected = [one.generate(params, [request])[0] for request in requests]
+  engine = _sampler(batch_buckets=(8, 16), decode_tokens=3)
+  expected = [engine.generate(params, [request])[0] for request in requests]
   rng = np.random.default_rng(0)
-  one.load(params)
-  found, positions, left = {}, {}, list(rng.permutation(len(requests)))
-  while left or one.busy:
-    # Submit a few at a time, so that each request finds other slots free.
+  engine.load(params)
+  completions, indices, left = {}, {}, list(rng.permutation(len(requests)))
+  while left or engine.busy:
+    # Submit a few at a time, so that other slots are free for each request.
     for _ in range(min(len(left), rng.integers(0, 5))):
-      position = left.pop()
-      positions[one.submit(requests[position])] = position
-    for request_id, completion in one.step():
-      found[positions[request_id]] = completion
-  for position, completion in enumerate(expected):
-    np.testing.assert_array_equal(found[position].ids, completion.ids)
+      index = left.pop()
+      indices[engine.submit(requests[index])] = index
+    for request_id, completion in engine.step():
+      completions[indices[request_id]] = completion
+  for index, completion in enumerate(expected):
+    np.testing.assert_array_equal(completions[index].ids, completion.ids)
     np.testing.assert_allclose(
-      found[position].log_probs, completion.log_probs, atol=1e-5
+      completions[index].log_probs, completion.log_probs, atol=1e-5
     )
-    assert found[position].finish_reason == completion.finish_reason
+    assert completions[index].finish_reason == completion.finish_reason
 
 
 @pytest.mark.parametrize('decode_tokens', [1, 5, 12, 100])
 def test_decode_tokens_does_not_change_tokens(params, decode_tokens):
   requests = _requests(11)
   expected = _sampler().generate(params, requests)
-  found = _sampler(decode_tokens=decode_tokens).generate(params, requests)
-  for a, b in zip(expected, found, strict=True):
+  completions = _sampler(decode_tokens=decode_tokens).generate(params, requests)
+  for a, b in zip(expected, completions, strict=True):
     np.testing.assert_array_equal(a.ids, b.ids)
 
 
 def test_equal_prompts_share_one_prefill(params):
-  one = _sampler()
+  engine = _sampler()
   first, second = _requests(2)
-  again = [
+  copies = [
     dataclasses.replace(first, stream=(0, 0, 0, member, 0))
     for member in range(5)
   ]
-  completions = one.generate(params, [first, second, *again])
-  assert one.stats.prefill_tokens == sum(
+  completions = engine.generate(params, [first, second, *copies])
+  assert engine.stats.prefill_tokens == sum(
     len(request.prompt_ids) for request in (first, second)
   )
-  assert one.stats.shared_tokens == 5 * len(first.prompt_ids)
-  for request, completion in zip(again, completions[2:], strict=True):
-    (alone,) = one.generate(params, [request])
+  assert engine.stats.shared_tokens == 5 * len(first.prompt_ids)
+  for request, completion in zip(copies, completions[2:], strict=True):
+    (alone,) = engine.generate(params, [request])
     np.testing.assert_array_equal(alone.ids, completion.ids)
 
 
 def test_prompt_of_a_finished_request_is_reused(params):
-  one = _sampler()
-  one.load(params)
+  engine = _sampler()
+  engine.load(params)
   (request,) = _requests(1)
   completions = []
   for _ in range(3):
-    one.submit(request)
-    while one.busy:
-      completions += [completion for _, completion in one.step()]
-  assert one.stats.prefill_tokens == len(request.prompt_ids)
+    engine.submit(request)
+    while engine.busy:
+      completions += [completion for _, completion in engine.step()]
+  assert engine.stats.prefill_tokens == len(request.prompt_ids)
   for completion in completions:
     np.testing.assert_array_equal(completion.ids, completions[0].ids)
-  # Other parameters, other keys and values.
-  one.generate(params | {'norm': 2 * params['norm']}, [request])
-  assert one.stats.prefill_tokens == 2 * len(request.prompt_ids)
+  # Other parameters need another prefill of the prompt.
+  engine.generate(params | {'norm': 2 * params['norm']}, [request])
+  assert engine.stats.prefill_tokens == 2 * len(request.prompt_ids)
 
 
 def test_requests_have_their_own_sampling_and_limit(params):
@@ -405,10 +405,10 @@ def test_requests_have_their_own_sampling_and_limit(params):
     for options in all_options
     for limit in (1, 4, None)
   ]
-  one = _sampler()
-  together = one.generate(params, requests)
+  engine = _sampler()
+  together = engine.generate(params, requests)
   for request, completion in zip(requests, together, strict=True):
-    (alone,) = one.generate(params, [request])
+    (alone,) = engine.generate(params, [request])
     np.testing.assert_array_equal(alone.ids, completion.ids)
     assert len(completion.ids) <= (request.max_tokens or 12)
     if len(completion.ids) == request.max_tokens and completion.ids[-1] != STOP:
@@ -435,20 +435,23 @@ def test_programs_without_conditionals_sample_the_same_tokens(
   host.warm_up(params)
   before = host.compilations
   choices = [
-    one.lower(params, {})['decode'].compile().as_text().count(' conditional(')
-    for one in (device, host)
+    engine.lower(params, {})['decode']
+    .compile()
+    .as_text()
+    .count(' conditional(')
+    for engine in (device, host)
   ]
-  # Whether tokens are truncated, and whether a row is greedy.
+  # One conditional for truncation and one for greedy rows.
   assert choices == [2, 0]
   for requests in (plain, mixed):
-    for one, other in zip(
+    for actual, expected in zip(
       host.generate(params, requests),
       device.generate(params, requests),
       strict=True,
     ):
-      np.testing.assert_array_equal(one.ids, other.ids)
+      np.testing.assert_array_equal(actual.ids, expected.ids)
       for name in ('log_probs', 'sampled_log_probs'):
-        a, b = getattr(one, name), getattr(other, name)
+        a, b = getattr(actual, name), getattr(expected, name)
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
   assert host.compilations == before
 
@@ -473,15 +476,16 @@ def test_find_stop_ends_completions(params):
     return None
 
   for decode_tokens in (1, 4, 12):
-    one = _sampler(find_stop=stop, decode_tokens=decode_tokens)
-    for whole, cut in zip(
-      plain, one.generate(params, _requests(20)), strict=True
+    engine = _sampler(find_stop=stop, decode_tokens=decode_tokens)
+    for full, stopped in zip(
+      plain, engine.generate(params, _requests(20)), strict=True
     ):
-      expected = stop(whole.ids, len(whole.ids)) or len(whole.ids)
-      np.testing.assert_array_equal(cut.ids, whole.ids[:expected])
-      assert len(cut.log_probs) == len(cut.sampled_log_probs) == expected
-      if expected < len(whole.ids):
-        assert cut.finish_reason == 'stop'
+      expected = stop(full.ids, len(full.ids)) or len(full.ids)
+      np.testing.assert_array_equal(stopped.ids, full.ids[:expected])
+      assert len(stopped.log_probs) == expected
+      assert len(stopped.sampled_log_probs) == expected
+      if expected < len(full.ids):
+        assert stopped.finish_reason == 'stop'
 
 
 def test_sampled_log_probs_by_hand(params):
@@ -507,23 +511,23 @@ def test_int8_weights_are_close_and_sharded(params):
   requests = _requests(24, temperature=0.0)
   quantized = jax.jit(quantization.quantize, static_argnums=0)(CONFIG, params)
   matrix = params['layers']['mlp']['down']
-  found = quantized['layers']['mlp']['down']
+  integers = quantized['layers']['mlp']['down']
   scale = quantized['layers']['mlp']['down_scale']
-  assert found.dtype == np.int8 and scale.shape == (2, 1, 32)
-  # Half a step of the largest weight of the channel, over 127.
-  error = np.abs(found * np.asarray(scale) - matrix)
+  assert integers.dtype == np.int8 and scale.shape == (2, 1, 32)
+  # Half a step; a step is the channel's largest weight over 127.
+  error = np.abs(integers * np.asarray(scale) - matrix)
   assert (error <= 0.5001 * np.asarray(scale)).all()
   mesh = mesh_lib.make_mesh(2, 2, 2)
   placed = jax.device_put(
     params, mesh_lib.shardings(mesh, parameters.logical_axes(CONFIG))
   )
   expected = _sampler().generate(params, requests)
-  one = _sampler(weights='int8').generate(params, requests)
-  other = _sampler(weights='int8', mesh=mesh).generate(placed, requests)
-  for a, b, c in zip(expected, one, other, strict=True):
+  rounded = _sampler(weights='int8').generate(params, requests)
+  sharded = _sampler(weights='int8', mesh=mesh).generate(placed, requests)
+  for a, b, c in zip(expected, rounded, sharded, strict=True):
     assert np.abs(a.log_probs[0] - b.log_probs[0]) < 0.2
     np.testing.assert_array_equal(b.ids, c.ids)
-  pairs = zip(expected, one, strict=True)
+  pairs = zip(expected, rounded, strict=True)
   assert any(a.log_probs[0] != b.log_probs[0] for a, b in pairs)
   with pytest.raises(ValueError, match='rollout.weights=int4: must be one of'):
     _sampler(weights='int4')

@@ -1,4 +1,4 @@
-"""Token choice: truncation, proportions, unused ids."""
+"""Tests of token sampling: truncation, proportions, unused ids."""
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from gigpo_jax import sampling
 def test_static_truncation_does_not_change_tokens(top_k):
   logits = jax.random.normal(jax.random.key(0), (4, 30))
   floats = np.array([[1, 1, 0], [0, 1, 0], [0.5, 1, 0], [2, 1, 0]], np.float32)
-  found = [
+  results = [
     sampling.sample_tokens(
       jax.random.split(jax.random.key(1), 4),
       np.arange(4),
@@ -23,8 +23,8 @@ def test_static_truncation_does_not_change_tokens(top_k):
     )
     for truncated in (None, top_k > 0)
   ]
-  for one, other in zip(*found, strict=True):
-    np.testing.assert_array_equal(one, other)
+  for expected, actual in zip(*results, strict=True):
+    np.testing.assert_array_equal(expected, actual)
 
 
 def _truncated_by_sorting(logits, top_k, top_p, min_p):
@@ -34,8 +34,8 @@ def _truncated_by_sorting(logits, top_k, top_p, min_p):
   probs /= probs.sum()
   ahead = np.array([probs[logits > x].sum() for x in logits])
   kept &= (ahead < top_p) | (top_p >= 1)
-  share = np.exp(logits - logits.max())
-  return kept & (share >= min_p)
+  relative = np.exp(logits - logits.max())
+  return kept & (relative >= min_p)
 
 
 def test_truncation_equals_sorting():
@@ -46,7 +46,7 @@ def test_truncation_equals_sorting():
   top_k = rng.integers(0, 60, 200)
   top_p = np.where(rng.random(200) < 0.3, 1, rng.random(200))
   min_p = np.where(rng.random(200) < 0.5, 0, rng.random(200))
-  found = np.asarray(
+  kept = np.asarray(
     sampling.truncate(
       logits,
       np.ones(logits.shape, bool),
@@ -56,10 +56,10 @@ def test_truncation_equals_sorting():
     )
   )
   for row in range(200):
-    kept = _truncated_by_sorting(
+    expected = _truncated_by_sorting(
       logits[row].astype(np.float64), top_k[row], top_p[row], min_p[row]
     )
-    np.testing.assert_array_equal(found[row], kept, err_msg=str(row))
+    np.testing.assert_array_equal(kept[row], expected, err_msg=str(row))
 
 
 def test_sample_index_by_hand():
@@ -68,8 +68,8 @@ def test_sample_index_by_hand():
   noise = np.float32(
     [[9, 0, 9, 0, 9], [9, 0, 9, 0.6, 9], [9, 0, 9, 0.7, 9], [9, -5, 9, -4, 9]]
   )
-  found = sampling.sample_index(weights, noise)
-  np.testing.assert_array_equal(found, [1, 1, 3, 3])
+  indices = sampling.sample_index(weights, noise)
+  np.testing.assert_array_equal(indices, [1, 1, 3, 3])
 
 
 def test_indices_without_weight_are_not_sampled():
@@ -79,33 +79,33 @@ def test_indices_without_weight_are_not_sampled():
   )
   weights[0], weights[0, 3] = 0, 1
   noise = jax.random.gumbel(jax.random.key(0), weights.shape)
-  found = np.asarray(sampling.sample_index(jax.numpy.asarray(weights), noise))
-  assert (np.take_along_axis(weights, found[:, None], axis=1) > 0).all()
+  indices = np.asarray(sampling.sample_index(jax.numpy.asarray(weights), noise))
+  assert (np.take_along_axis(weights, indices[:, None], axis=1) > 0).all()
 
 
 def test_tokens_are_sampled_in_proportion():
-  # Three blocks, the last one not full, ids from 290 on unused.
+  # Three blocks, the last not full; ids from 290 are unused.
   rng = np.random.default_rng(0)
   logits = (2 * rng.normal(size=300)).astype(np.float32)
-  share = np.exp(logits[:290].astype(np.float64))
-  share /= share.sum()
+  probs = np.exp(logits[:290].astype(np.float64))
+  probs /= probs.sum()
   n, rounds = 4096, 16
-  seen = np.zeros(300)
-  pick = jax.jit(sampling.sample_tokens, static_argnames='vocab_size')
-  for count in range(rounds):
-    ids, _, _ = pick(
+  counts = np.zeros(300)
+  sample = jax.jit(sampling.sample_tokens, static_argnames='vocab_size')
+  for index in range(rounds):
+    ids, _, _ = sample(
       jax.random.split(jax.random.key(1), n),
-      np.full(n, count, np.int32),
+      np.full(n, index, np.int32),
       np.tile(np.float32([1, 1, 0]), (n, 1)),
       np.zeros(n, np.int32),
       np.tile(logits, (n, 1)),
       vocab_size=290,
     )
-    seen += np.bincount(ids, minlength=300)
-  assert not seen[290:].any()
-  wanted = share * n * rounds
-  distance = np.sum((seen[:290] - wanted) ** 2 / wanted)
-  # Chi-square of 289 degrees: mean 289, deviation 24.
+    counts += np.bincount(ids, minlength=300)
+  assert not counts[290:].any()
+  expected = probs * n * rounds
+  distance = np.sum((counts[:290] - expected) ** 2 / expected)
+  # Chi-square of 289 degrees of freedom: mean 289, standard deviation 24.
   assert distance < 289 + 4 * 24
 
 
@@ -121,7 +121,7 @@ def test_unused_ids_do_not_hide_other_tokens():
     vocab_size=299,
   )
   assert ids.tolist() == [137]
-  # Among all the embedding's rows e^-90; among tokens nearly all.
+  # e^-90 among all rows of the embedding; almost 1 among the tokens in use.
   np.testing.assert_allclose(log_probs, [-90], rtol=1e-6)
   np.testing.assert_allclose(
     sampled, [-np.log1p(298 * np.exp(-10.0))], atol=1e-5

@@ -154,8 +154,8 @@ def test_the_index_is_built_once_and_rebuilt_if_the_file_changes(
   assert isinstance(first._offsets, np.memmap)
   with monkeypatch.context() as patch:
     patch.setattr(corpus, '_write_index', lambda *_: pytest.fail('made again'))
-    again = corpus.Corpus(path)
-    assert again.search('cat', 3) == first.search('cat', 3)
+    second = corpus.Corpus(path)
+    assert second.search('cat', 3) == first.search('cat', 3)
   _write(path, PASSAGES[1:])
   assert [p.title for p in corpus.Corpus(path).search('cat', 3)] == ['Dogs']
 

@@ -107,7 +107,7 @@ def fixture_text(tmp_path_factory):
 
 
 class Episodes(list):
-  """A fake set of episodes with two steps and the closing step each."""
+  """A fake episode set; episodes have two steps and the closing step."""
 
   def __init__(self, fingerprint, *successes, prompt=6):
     self.fingerprint, self.source = fingerprint, successes

@@ -141,10 +141,10 @@ def test_random_play_ends():
 
 def test_anchors_depend_on_the_board_only(env_with_room):
   first = env_with_room.reset(TASK)
-  there, back = (
+  moved, back = (
     env_with_room.step(_respond(a)).observation for a in ('down', 'up')
   )
-  assert first.anchor == back.anchor == first.text != there.anchor
+  assert first.anchor == back.anchor == first.text != moved.anchor
   assert first.prompt != back.prompt
   # Short prompts contain the step number.
   assert first.short_prompt != back.short_prompt

@@ -67,11 +67,13 @@ def test_finished_runs_are_gathered_and_not_rerun(tmp_path):
     'minus a, paired | at 100 environment steps | at 700 generated tokens'
   )
   assert headers in lines[0]
-  # At the end 40 and 80: mean 60, standard error sqrt(800 / 2) = 20. Where 100
-  # steps were taken 40 and 20 + 60 * 5/6 = 70; 20 + 30 * 10/11 = 47.3.
-  both = '55.0 ± 15.0 | 55.0 ± 15.0'
-  assert lines[2] == f'| a | 2 | 11 | 60.0 ± 20.0 |  | {both} | 40.0, 80.0 |'
-  # Seed 0 of the first ended at 40.
+  # Last rates 40 and 80: mean 60, standard error sqrt(800 / 2) = 20. After 100
+  # steps: 40 and 20 + 60 * 5/6 = 70; 20 + 30 * 10/11 = 47.3.
+  interpolated = '55.0 ± 15.0 | 55.0 ± 15.0'
+  assert (
+    lines[2] == f'| a | 2 | 11 | 60.0 ± 20.0 |  | {interpolated} | 40.0, 80.0 |'
+  )
+  # Seed 0 of run a has a last rate of 40.
   assert lines[3] == '| b | 1 | 11 | 50.0 | 10.0 | 47.3 | 47.3 | 50.0 |'
   sweep.draw(evaluations, tmp_path / 'curves.png')
   assert (tmp_path / 'curves.png').stat().st_size > 5000
@@ -102,30 +104,30 @@ def test_runs_without_a_config_are_refused(tmp_path, config, overrides):
 
 def test_known_runs_are_gathered_and_not_rerun(tmp_path, monkeypatch):
   for n in (0, 1):
-    write_run(tmp_path / f'there/alfworld-a-{n}', [(0, 0.2), (100, 0.4 + n)])
-  write_run(tmp_path / 'here/alfworld-b-0', [(0, 0.2), (110, 0.5)])
-  there = sweep.gather(RUNS, tmp_path / 'there')
-  table = str(tmp_path / 'there/results.csv')
-  assert sweep.read_table(table) == there
+    write_run(tmp_path / f'first/alfworld-a-{n}', [(0, 0.2), (100, 0.4 + n)])
+  write_run(tmp_path / 'second/alfworld-b-0', [(0, 0.2), (110, 0.5)])
+  known = sweep.gather(RUNS, tmp_path / 'first')
+  table = str(tmp_path / 'first/results.csv')
+  assert sweep.read_table(table) == known
   file = tmp_path / 'list.py'
   runs = [dataclasses.asdict(run) for run in RUNS]
   file.write_text(
     'RUNS = ' + repr([r | {'overrides': dict(r['overrides'])} for r in runs])
   )
-  asked = []
+  started = []
   monkeypatch.setattr(
-    sweep, 'run_all', lambda runs, *_, **__: asked.extend(runs) or []
+    sweep, 'run_all', lambda runs, *_, **__: started.extend(runs) or []
   )
   code = sweep.main(
     str(file),
-    str(tmp_path / 'here'),
+    str(tmp_path / 'second'),
     at_once=1,
     only_gather=False,
     known=[table],
   )
-  assert (code, [run.name for run in asked]) == (0, ['b'])
-  evaluations = sweep.read_table(str(tmp_path / 'here/list.csv'))
-  assert evaluations[:4] == there
+  assert (code, [run.name for run in started]) == (0, ['b'])
+  evaluations = sweep.read_table(str(tmp_path / 'second/list.csv'))
+  assert evaluations[:4] == known
   assert [line['name'] for line in evaluations[4:]] == ['b', 'b']
   file.write_text('experiment,name\nalfworld,a\n')
   with pytest.raises(ValueError, match=r'--known=.*must be its CSV'):
@@ -141,7 +143,7 @@ def test_folder_with_another_config_is_refused(tmp_path):
     sweep.run_all([changed], tmp_path, at_once=1)
 
 
-_SWEEPS = """
+_RUN_SWEEP = """
 import pathlib, sys
 from gigpo_jax.tools import sweep
 code = (
@@ -162,7 +164,7 @@ def test_killing_a_sweep_ends_its_runs(tmp_path):
     return log.read_text().strip() if log.exists() else ''
 
   with subprocess.Popen(
-    [sys.executable, '-c', _SWEEPS, str(tmp_path)],
+    [sys.executable, '-c', _RUN_SWEEP, str(tmp_path)],
     cwd=PROJECT,
     stderr=subprocess.DEVNULL,
   ) as process:
@@ -171,10 +173,10 @@ def test_killing_a_sweep_ends_its_runs(tmp_path):
       assert psutil.pid_exists(int(trainer()))
     finally:
       process.kill()
-  _wait_for(lambda: not _runs(int(trainer())))
+  _wait_for(lambda: not _is_running(int(trainer())))
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
   try:
     return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
   except psutil.NoSuchProcess:

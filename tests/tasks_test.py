@@ -41,10 +41,12 @@ def test_evaluation_tasks_are_the_first_tasks():
 def test_iterations_have_distinct_tasks_and_cover_all_tasks():
   # 10 tasks in iterations of 4: an epoch is 2 iterations, and 2 tasks are left.
   stream = tasks.TaskSampler('train', 10, 4, 0)
-  played = [[task.index for task in stream.at(i)] for i in range(200)]
-  assert all(len(set(each)) == 4 for each in played)
-  counts = [sum(each.count(index) for each in played) for index in range(10)]
-  # About 20 of 100 epochs leave out a given task (standard deviation 4).
+  drawn = [[task.index for task in stream.at(i)] for i in range(200)]
+  assert all(len(set(iteration)) == 4 for iteration in drawn)
+  counts = [
+    sum(iteration.count(index) for iteration in drawn) for index in range(10)
+  ]
+  # About 20 of 100 epochs omit a given task (standard deviation 4).
   assert all(60 < count < 95 for count in counts)
 
 
@@ -62,8 +64,8 @@ def test_uncertain_tasks_are_drawn_more_often():
   weights = np.array([0.09, 0.25, 0.09, 0.25])
   np.testing.assert_allclose(stream.chances(), weights / weights.sum())
   drawn = [stream.at(i)[0].index for i in range(4000)]
-  shares = np.bincount(drawn, minlength=4) / 4000
-  np.testing.assert_allclose(shares, weights / weights.sum(), atol=0.03)
+  frequencies = np.bincount(drawn, minlength=4) / 4000
+  np.testing.assert_allclose(frequencies, weights / weights.sum(), atol=0.03)
 
 
 def test_outcomes_are_restored():

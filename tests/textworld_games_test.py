@@ -15,7 +15,7 @@ SMALL = {'settings': {'rooms': 2, 'objects': 2, 'quest_length': 2}}
 TASK = base.Task('train', 0)
 
 
-def _say(command: str) -> str:
+def _respond(command: str) -> str:
   return f'<think>so</think><action>{command}</action>'
 
 
@@ -67,7 +67,7 @@ def test_first_observation(env):
   assert all(action == action.lower() for action in first.actions)
   assert all(action in first.prompt for action in first.actions)
   assert first.task and first.task not in first.text
-  text = env.step(_say('look')).observation.text
+  text = env.step(_respond('look')).observation.text
   assert text == first.text
 
 
@@ -79,8 +79,8 @@ def test_status_line_is_removed():
 
 def test_anchor_depends_on_the_state_only(env):
   first = env.reset(TASK)
-  looked = env.step(_say('look')).observation
-  listed = env.step(_say('inventory')).observation
+  looked = env.step(_respond('look')).observation
+  listed = env.step(_respond('inventory')).observation
   assert first.anchor == looked.anchor == listed.anchor
   assert looked.text != listed.text
   steps = list(env.demonstrate(TASK, noise=0.0, seed=0))
@@ -92,18 +92,23 @@ def test_interpreter_commands_are_refused(env, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   before = env.reset(TASK)
   for command in ('save', 'script', 'quit', 'restart', 'look. restart'):
-    result = env.step(_say(command))
+    result = env.step(_respond(command))
     assert result.observation.anchor == before.anchor
     assert 'cannot be done' in result.observation.text
-  assert env.step(_say('look')).metrics['inadmissible_action_rate'] == 0
+  assert env.step(_respond('look')).metrics['inadmissible_action_rate'] == 0
   env.reset(TASK)
-  assert env.step(_say('restore')).observation.anchor == before.anchor
+  assert env.step(_respond('restore')).observation.anchor == before.anchor
   assert not list(tmp_path.iterdir())
 
 
 def test_inadmissible_commands_change_nothing(env):
   before = env.reset(TASK).anchor
-  for response in (_say('fly away'), 'fly away', _say('a\nb'), _say(' ')):
+  for response in (
+    _respond('fly away'),
+    'fly away',
+    _respond('a\nb'),
+    _respond(' '),
+  ):
     result = env.step(response)
     assert result.metrics['inadmissible_action_rate'] == 1
     assert result.observation.anchor == before and not result.done
@@ -113,7 +118,7 @@ def test_inadmissible_commands_change_nothing(env):
 def test_step_limit_ends_an_episode():
   env = textworld_games.Env(max_steps=2, **SMALL)
   env.reset(TASK)
-  results = [env.step(_say('look')) for _ in range(2)]
+  results = [env.step(_respond('look')) for _ in range(2)]
   assert [r.done for r in results] == [False, True]
   assert not results[1].success and results[1].score == 0
   env.close()
@@ -124,14 +129,14 @@ def test_score_survives_an_inadmissible_last_command():
   env.reset(TASK)
   # As if one of four tasks of a game were done.
   env._state['score'], env._state['max_score'] = 1, 4
-  result = env.step(_say('fly away'))
+  result = env.step(_respond('fly away'))
   assert result.done and not result.success and result.score == 0.25
   env.close()
 
 
 def test_games_are_a_function_of_the_task(env, tmp_path, monkeypatch):
   first = env.reset(TASK)
-  env.step(_say('look'))
+  env.step(_respond('look'))
   other = env.reset(base.Task('train', 1))
   assert env.reset(TASK) == first != other
   monkeypatch.setenv('GIGPO_JAX_CACHE', str(tmp_path))

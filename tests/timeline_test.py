@@ -15,7 +15,7 @@ def test_plot_writes_png(tmp_path):
   assert timeline.plot([], [], tmp_path / 'none') is None
 
 
-def test_joined_merges_overlapping_spans():
+def test_overlapping_spans_are_merged():
   assert list(timeline.merge_spans([])) == []
   spans = [(4, 5), (0, 2), (1, 3), (5, 6), (1, 2)]
   assert list(timeline.merge_spans(spans)) == [(0, 3), (4, 6)]

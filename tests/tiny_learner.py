@@ -43,7 +43,7 @@ def make_mesh(data=1, fsdp=1, tensor=1, **axes):
   )
 
 
-# Cached: most of a test's time is compiling.
+# Cached, because compilation takes most of the time of a test.
 @functools.cache
 def make_learner(devices=None, loss=LOSS, config=CONFIG, **kwargs):
   defaults = {

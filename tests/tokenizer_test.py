@@ -80,7 +80,7 @@ def test_ids_of_ordinary_text_equal_those_of_the_rendered_template():
     expected = text._hf(text._template(sample), add_special_tokens=False)
     (ids,) = text.render([sample])
     assert ids.tolist() == expected['input_ids']
-    # Encoded by segments, as a message that contains a special token.
+    # Encoded by segments, like a message that contains a special token.
     assert text._render_as_text(sample).tolist() == ids.tolist()
 
 
@@ -124,8 +124,8 @@ def test_stop_ids_include_those_of_generation_config(tmp_path):
   tokenizer.train(TEXTS, str(tmp_path), vocab_size=400)
   before = tokenizer.Tokenizer(str(tmp_path)).stop_ids
   path = tmp_path / 'generation_config.json'
-  for given, added in (([2, 7], {7}), (9, {9}), (None, set()), (0, {0})):
-    path.write_text(json.dumps({'eos_token_id': given}))
+  for eos_ids, added in (([2, 7], {7}), (9, {9}), (None, set()), (0, {0})):
+    path.write_text(json.dumps({'eos_token_id': eos_ids}))
     stop_ids = tokenizer.Tokenizer(str(tmp_path)).stop_ids
     assert set(stop_ids) == {*before, *added}
   path.write_text('{}')
@@ -159,7 +159,7 @@ def test_overflow_policies(text):
     [long], [short], max_tokens=limit, policy='truncate_left'
   )
   assert shortened and len(ids) == limit
-  # The template's head and the end of the message are both kept.
+  # The start of the template and the end of the message are kept.
   assert text._hf.decode(ids).startswith('<|im_start|>user\n')
   assert text._hf.decode(ids).endswith(
     'desk 1. <|im_end|>\n<|im_start|>assistant\n'

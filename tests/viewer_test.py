@@ -82,14 +82,14 @@ def _episode(text, group, member):
     for n in range(length)
   )
   task = base.Task('train', 40 + group)
-  kind = ('pick', 'heat<b>')[group]
+  task_type = ('pick', 'heat<b>')[group]
   failure = 'worker died <b>' if (group, member) == (1, 2) else ''
-  return trajectory.Trajectory(task, kind, group, member, steps, failure)
+  return trajectory.Trajectory(task, task_type, group, member, steps, failure)
 
 
 @pytest.fixture(name='workdir', scope='module')
 def fixture_workdir(tmp_path_factory):
-  """A run of three iterations, two of which kept their episodes."""
+  """Returns a run of three iterations, two of them with stored episodes."""
   root = tmp_path_factory.mktemp('run') / 'a<b>run'
   root.mkdir()
   tokenizer.train([HOSTILE, *STATES], str(root / 'text'), vocab_size=400)
@@ -100,10 +100,12 @@ def fixture_workdir(tmp_path_factory):
   writer = metrics.Writer(root)
   log = episodes.EpisodeWriter(root / 'episodes', text, seed=3, every=2)
   for iteration in range(3):
-    played = [_episode(text, g, m) for g in range(2) for m in range(3)]
-    collected = group_filter.CollectedGroups(played, played, list(range(6)), {})
+    trajectories = [_episode(text, g, m) for g in range(2) for m in range(3)]
+    collected = group_filter.CollectedGroups(
+      trajectories, trajectories, list(range(6)), {}
+    )
     rows = batch.from_trajectories(
-      played, max_prompt_tokens=20_000, max_completion_tokens=800
+      trajectories, max_prompt_tokens=20_000, max_completion_tokens=800
     )
     log.write(
       iteration,
@@ -111,10 +113,12 @@ def fixture_workdir(tmp_path_factory):
       rows,
       algorithms.make('gigpo').compute_advantages(rows),
     )
-    values = metrics.summarize(played) | {'loss/entropy': 1 / (1 + iteration)}
+    line = metrics.summarize(trajectories) | {
+      'loss/entropy': 1 / (1 + iteration)
+    }
     if iteration == 2:
-      values |= {'eval/success_rate': 0.5, 'loss/total': math.nan}
-    writer.write(iteration, values)
+      line |= {'eval/success_rate': 0.5, 'loss/total': math.nan}
+    writer.write(iteration, line)
   writer.close()
   return root
 
@@ -178,7 +182,7 @@ def test_application_serves_run_iterations_and_steps(workdir):
 
 @pytest.fixture(name='damaged', params=['record', 'truncated', 'flipped'])
 def fixture_damaged(request, workdir, tmp_path):
-  """A run whose iteration 2 is damaged, and whose iteration 0 is not."""
+  """Returns a run with damaged records of iteration 2; iteration 0 is valid."""
   root = tmp_path / 'damaged'
   shutil.copytree(workdir, root)
   path = sorted((root / 'episodes').glob('*.array_record-*'))[1]
@@ -239,12 +243,14 @@ def test_foreign_host_headers_are_refused(workdir, host):
   def status(name):
     return client.get('/run.json', headers={'Host': name}).status_code
 
-  ours = ('localhost', 'LOCALHOST.:80', '127.0.0.1:8010', '[::1]:8010')
-  ours += ('10.1.2.3', socket.gethostname(), 'Proxy.example')
-  assert {name: status(name) for name in ours} == dict.fromkeys(ours, 200)
-  others = ('evil.example', 'evil.example:8010', 'localhost.evil.example')
-  others += ('127.0.0.1.evil.example', '[::1', '')
-  assert {name: status(name) for name in others} == dict.fromkeys(others, 400)
+  accepted = ('localhost', 'LOCALHOST.:80', '127.0.0.1:8010', '[::1]:8010')
+  accepted += ('10.1.2.3', socket.gethostname(), 'Proxy.example')
+  assert {name: status(name) for name in accepted} == dict.fromkeys(
+    accepted, 200
+  )
+  refused = ('evil.example', 'evil.example:8010', 'localhost.evil.example')
+  refused += ('127.0.0.1.evil.example', '[::1', '')
+  assert {name: status(name) for name in refused} == dict.fromkeys(refused, 400)
 
 
 def test_export_decodes_every_record_once(workdir, tmp_path, monkeypatch):
@@ -403,7 +409,7 @@ def test_hostile_text_is_shown_as_text(page):
   assert page.locator('.escape').count() > 0
   page.locator('.step details summary').first.click()
   assert expected in page.locator('.step pre').first.text_content()
-  # Nothing makes the page wider than the window.
+  # No text makes the page wider than the window.
   assert page.evaluate('document.documentElement.scrollWidth') <= 1500
 
 

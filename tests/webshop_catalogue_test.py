@@ -30,9 +30,9 @@ def _options(item: dict) -> dict[str, list[str]]:
 
 
 def test_a_shop_depends_on_its_arguments_only():
-  one = catalogue.generate(num_products=50, seed=3)
-  assert one == catalogue.generate(num_products=50, seed=3)
-  assert one != catalogue.generate(num_products=50, seed=4)
+  shop = catalogue.generate(num_products=50, seed=3)
+  assert shop == catalogue.generate(num_products=50, seed=3)
+  assert shop != catalogue.generate(num_products=50, seed=4)
 
 
 def test_every_product_is_consistent():
@@ -54,11 +54,11 @@ def test_every_product_is_consistent():
     assert 1 <= combinations <= 60
 
 
-@reference_data.needs_whole
+@reference_data.needs_full_data
 def test_records_have_the_fields_of_the_official_ones():
   official, official_instructions = _official()
   items, instructions = catalogue.generate(num_products=300)
-  # All fields that the loader reads must be there.
+  # All fields that the loader reads must be present.
   assert set(items[0]) == set(official[0])
 
   def shapes(entries: dict[str, dict]) -> set[tuple[str, ...]]:
@@ -79,10 +79,10 @@ def test_records_have_the_fields_of_the_official_ones():
 
 
 def _statistics(items: list[dict], instructions: dict) -> dict[str, float]:
-  wanted = [i for i in items if 'instruction' in instructions[i['asin']]]
+  goals = [i for i in items if 'instruction' in instructions[i['asin']]]
   options = [_options(item) for item in items]
   attribute_counts = [
-    len(instructions[i['asin']]['instruction_attributes']) for i in wanted
+    len(instructions[i['asin']]['instruction_attributes']) for i in goals
   ]
   prices = [
     float(item['pricing'].split('$')[1].strip(' -').replace(',', ''))
@@ -90,25 +90,25 @@ def _statistics(items: list[dict], instructions: dict) -> dict[str, float]:
     if item['pricing']
   ]
   return {
-    'share with instruction': len(wanted) / len(items),
-    'share without options': sum(not o for o in options) / len(items),
-    'share with two options': sum(len(o) == 2 for o in options) / len(items),
+    'fraction with instruction': len(goals) / len(items),
+    'fraction without options': sum(not o for o in options) / len(items),
+    'fraction with two options': sum(len(o) == 2 for o in options) / len(items),
     'values of an option': statistics.mean(
       len(values) for o in options for values in o.values()
     ),
     'attributes of an instruction': statistics.mean(attribute_counts),
-    'share without price': sum(not i['pricing'] for i in items) / len(items),
-    'share with price range': sum(
+    'fraction without price': sum(not i['pricing'] for i in items) / len(items),
+    'fraction with price range': sum(
       item['pricing'].count('$') > 1 for item in items
     )
     / len(items),
     'logarithm of a price': statistics.median(map(math.log, prices)),
     'words of a title': statistics.mean(len(i['name'].split()) for i in items),
-    'share of fashion': sum(i['category'] == 'fashion' for i in items)
+    'fraction of fashion': sum(i['category'] == 'fashion' for i in items)
     / len(items),
     'titled attributes': statistics.mean(
       attribute in item['name'].lower()
-      for item in wanted
+      for item in goals
       for attribute in instructions[item['asin']]['instruction_attributes']
     ),
   }
@@ -116,27 +116,27 @@ def _statistics(items: list[dict], instructions: dict) -> dict[str, float]:
 
 # Statistics of the 1,000 official products, for tests without the files.
 OFFICIAL = {
-  'share with instruction': 0.415,
-  'share without options': 0.577,
-  'share with two options': 0.165,
+  'fraction with instruction': 0.415,
+  'fraction without options': 0.577,
+  'fraction with two options': 0.165,
   'values of an option': 5.70,
   'attributes of an instruction': 3.18,
-  'share without price': 0.089,
-  'share with price range': 0.093,
+  'fraction without price': 0.089,
+  'fraction with price range': 0.093,
   'logarithm of a price': 3.22,
   'words of a title': 17.98,
-  'share of fashion': 0.2,
+  'fraction of fashion': 0.2,
   'titled attributes': 0.217,
 }
 
 
-@reference_data.needs_whole
+@reference_data.needs_full_data
 def test_the_recorded_official_statistics_are_correct():
   assert _statistics(*_official()) == pytest.approx(OFFICIAL, abs=0.005)
 
 
 def test_the_default_shop_resembles_the_official_one():
-  # Within 12.5 %, or within 0.03 for shares.
+  # Within 12.5 %, or within 0.03 for fractions.
   generated = _statistics(*catalogue.generate(num_products=4000, seed=1))
   assert generated == pytest.approx(OFFICIAL, rel=0.125, abs=0.03)
 
@@ -279,6 +279,6 @@ def test_the_program_writes_a_shop_and_does_not_overwrite_it(tmp_path):
   assert result.stdout == f'wrote 20 products to {tmp_path}\n'
   items = json.loads((tmp_path / catalogue.ITEMS_FILE).read_text())
   assert items == catalogue.generate(num_products=20)[0]
-  again = subprocess.run(command, capture_output=True, text=True, check=False)
-  assert again.returncode == 2
-  assert 'items_shuffle.json exists already' in again.stderr
+  second = subprocess.run(command, capture_output=True, text=True, check=False)
+  assert second.returncode == 2
+  assert 'items_shuffle.json exists already' in second.stderr

@@ -116,7 +116,7 @@ def test_file_with_another_digest_is_refused(tmp_path, fetched, monkeypatch):
   assert not (tmp_path / name).exists()
 
 
-@reference_data.needs_whole
+@reference_data.needs_full_data
 def test_published_digests_match_the_reference_data():
   for name, digest in download.SHA256.items():
     data = (reference_data.WEBSHOP / name).read_bytes()

@@ -155,8 +155,8 @@ def test_human_written_goals(catalogue):
 
 
 def test_reference_goals_depend_on_the_seed(catalogue):
-  a, b, again = (goals.reference(catalogue, seed=s) for s in (1, 2, 1))
-  assert a == again
+  a, b, repeated = (goals.reference(catalogue, seed=s) for s in (1, 2, 1))
+  assert a == repeated
   assert a != b and len(a) == len(b) == 5
 
 
@@ -271,7 +271,7 @@ def test_option_with_the_name_of_a_button(catalogue):
   session.step('search[rack]')
   page = session.step('click[b000000003]')
   assert page.clickables.count('features') == 1
-  # As in the original, it acts as the button.
+  # As in the original, the option acts as the button.
   assert '/Features/' in session.step('click[features]').url
   session.step('click[< prev]')
   # A value of two options sets the last option.
@@ -505,10 +505,10 @@ def test_goals_and_prices_are_cached(folder, monkeypatch):
   first = products.load(folder)
   assert list(goals.build(first))
   prices = goals.prices(first, seed=3)
-  again = products.load(folder)
+  second = products.load(folder)
   monkeypatch.setattr(goals, '_draw_prices', fail_if_called)
-  assert list(goals.build(again)) == list(goals.build(first))
-  np.testing.assert_array_equal(goals.prices(again, seed=3), prices)
+  assert list(goals.build(second)) == list(goals.build(first))
+  np.testing.assert_array_equal(goals.prices(second, seed=3), prices)
 
 
 def test_a_partial_cache_of_a_killed_process_is_replaced(folder):

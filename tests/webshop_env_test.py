@@ -130,9 +130,9 @@ def test_episodes_do_not_depend_on_earlier_episodes():
 
 def test_anchors():
   plain, full = _env(), _env(anchor='observation_and_actions')
-  one, two = plain.reset(TASK), full.reset(TASK)
-  assert one.anchor == "'Search'"
-  assert two.anchor == f"'Search'\n{prompts.SEARCH}"
+  short, long = plain.reset(TASK), full.reset(TASK)
+  assert short.anchor == "'Search'"
+  assert long.anchor == f"'Search'\n{prompts.SEARCH}"
   # A page that is visited again has the same anchor.
   results = _play(
     plain, 'search[shoes]', 'click[next >]', 'click[< prev]', 'click[next >]'
@@ -230,11 +230,11 @@ def test_invalid_splits_and_human_goals_are_errors():
 
 
 def test_environments_of_one_process_share_the_shop():
-  one, two = _env(), _env(prompt_style='brief')
-  assert one.shop(TASK) is two.shop(TASK)
-  one.prepare(TASK)
-  two.prepare(TASK)
-  assert one.goal(TASK) == two.goal(TASK)
+  paper, brief = _env(), _env(prompt_style='brief')
+  assert paper.shop(TASK) is brief.shop(TASK)
+  paper.prepare(TASK)
+  brief.prepare(TASK)
+  assert paper.goal(TASK) == brief.goal(TASK)
 
 
 def test_the_registry_contains_webshop():
@@ -365,7 +365,7 @@ def test_the_oracle_on_official_goals():
   assert all(outcomes[True]) and len(outcomes[True]) > 0.9 * len(tasks)
 
 
-@reference_data.needs_whole
+@reference_data.needs_full_data
 @pytest.mark.slow
 def test_the_oracle_on_all_official_goals():
   env = webshop_env.Env(data_dir=str(reference_data.WEBSHOP))

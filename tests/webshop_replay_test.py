@@ -100,8 +100,8 @@ def test_title_scores_equal_the_recorded_ones():
       if info:
         asin = episode['steps'][-1]['url'].split('/')[5]
         title = catalogue[catalogue.find(asin)].title
-        wanted = all_goals[episode['goal_idx']].name
-        assert titles.overlap(title, wanted) == info['title_score']
+        goal = all_goals[episode['goal_idx']].name
+        assert titles.overlap(title, goal) == info['title_score']
         bought += 1
   assert bought == PURCHASES
 

@@ -1,4 +1,4 @@
-"""The wheel: it installs, and its commands run from another folder."""
+"""Tests that the wheel installs and its commands run in another folder."""
 
 import pathlib
 import shutil
@@ -22,9 +22,9 @@ def _pip(*arguments: str) -> None:
 
 
 def _install(folder: pathlib.Path) -> pathlib.Path:
-  """Builds the wheel; returns a folder that holds only its contents."""
+  """Builds and installs the wheel; returns a folder with its contents only."""
   source, installed = folder / 'source', folder / 'installed'
-  # A copy, because a build leaves files in the source tree.
+  # Build from a copy, because a build writes files into the source tree.
   for name in PACKAGES:
     shutil.copytree(programs.PROJECT / name, source / name)
   for name in FILES:

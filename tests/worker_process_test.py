@@ -28,7 +28,7 @@ if __name__ == '__main__':
 """
 
 
-# A hung worker never notices that its pipe is closed.
+# A hung worker does not notice that its pipe is closed.
 HANGING = SCRIPT.replace("'toy', {}", "'toy', {'faults': {0: 'hang'}}").replace(
   'time.sleep(60)', "pool.step(0, ''); time.sleep(60)"
 )
@@ -164,12 +164,12 @@ if __name__ == '__main__':
 """
 
 
-@pytest.mark.parametrize('doing', ['waiting', 'busy'])
-def test_time_limits_exclude_the_time_of_a_stopped_trainer(tmp_path, doing):
+@pytest.mark.parametrize('state', ['waiting', 'busy'])
+def test_time_limits_exclude_the_time_of_a_stopped_trainer(tmp_path, state):
   script = tmp_path / 'parent.py'
   script.write_text(STOPPED)
   with subprocess.Popen(
-    [sys.executable, str(script), doing], stdout=subprocess.PIPE, text=True
+    [sys.executable, str(script), state], stdout=subprocess.PIPE, text=True
   ) as parent:
     pids = [int(parent.stdout.readline()), parent.pid]  # Worker, trainer.
     time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""What a user sees of the package from outside: imports, names, modules."""
+"""Tests of the package: imports, names, modules from outside the project."""
 
 import pathlib
 import subprocess
@@ -18,7 +18,7 @@ ALGORITHM = (
 )
 
 
-def test_the_import_starts_no_jax():
+def test_import_does_not_load_jax():
   code = 'import sys, gigpo_jax; print("jax" in sys.modules, dir(gigpo_jax))'
   done = subprocess.run(
     [sys.executable, '-c', code], capture_output=True, text=True, check=True
@@ -26,7 +26,7 @@ def test_the_import_starts_no_jax():
   assert done.stdout.startswith('False') and "'advantages'" in done.stdout
 
 
-def test_every_name_is_a_module():
+def test_public_names_are_modules():
   for name in gigpo_jax.__all__:
     assert getattr(gigpo_jax, name).__name__ == f'gigpo_jax.{name}'
   with pytest.raises(
@@ -35,34 +35,34 @@ def test_every_name_is_a_module():
     gigpo_jax.__getattr__('vantage')
 
 
-def _module(folder: pathlib.Path, monkeypatch, name: str, text: str) -> None:
+def _write_module(
+  folder: pathlib.Path, monkeypatch, name: str, text: str
+) -> None:
   (folder / f'{name}.py').write_text(text)
   monkeypatch.syspath_prepend(folder)
 
 
-def test_a_module_is_an_environment(tmp_path, monkeypatch):
-  _module(tmp_path, monkeypatch, 'face_of_env', ENV)
-  assert type(envs.make('face_of_env')).__name__ == 'Env'
-  assert envs.tasks('face_of_env', 'train') == ['train']
+def test_a_module_can_be_an_environment(tmp_path, monkeypatch):
+  _write_module(tmp_path, monkeypatch, 'outside_env', ENV)
+  assert type(envs.make('outside_env')).__name__ == 'Env'
+  assert envs.tasks('outside_env', 'train') == ['train']
 
 
-def test_a_module_is_an_algorithm_with_options_of_its_own(
-  tmp_path, monkeypatch
-):
-  _module(tmp_path, monkeypatch, 'face_of_algorithm', ALGORITHM)
-  made = algorithms.make('face_of_algorithm', weight=2.0, norm='mean')
-  assert made.weight == 2.0
+def test_a_module_can_be_an_algorithm_with_new_options(tmp_path, monkeypatch):
+  _write_module(tmp_path, monkeypatch, 'outside_algorithm', ALGORITHM)
+  algorithm = algorithms.make('outside_algorithm', weight=2.0, norm='mean')
+  assert algorithm.weight == 2.0
 
 
 @pytest.mark.parametrize('name', ['json', 'no.such', '', '.json', 'alfred'])
-def test_what_is_neither_is_refused(name):
+def test_other_names_are_refused(name):
   with pytest.raises(ValueError, match=f'^env.name={name}: .*must'):
     envs.check(name)
   with pytest.raises(ValueError, match=f'^algorithm.name={name}: .*must'):
     algorithms.make(name)
 
 
-def test_a_config_of_the_project_is_found_from_any_folder(tmp_path):
+def test_included_configs_load_from_any_folder(tmp_path):
   done = subprocess.run(
     [
       sys.executable,

@@ -259,28 +259,28 @@ def gdpo(steps):
 
 
 def ppo(steps, values):
-  """Returns advantages of tokens [R, C] as sums over the following links."""
+  """Returns advantages of tokens [R, C] as sums over later positions."""
   advantages = np.zeros(values.shape)
   length = steps.rows.lengths - steps.rows.prompt_lengths
   for chain in steps.chains:
-    links = [
+    positions = [
       (r, c)
       for r in chain
       for c in range(length[r] if steps.o.gae_level == 'token' else 1)
     ]
     reward = {r: steps.raw(r) + steps.cost[r] for r in chain}
-    chain_values = [float(values[link]) for link in links] + [0.0]
-    # A row's reward is given at its last link.
-    last_links = {r: k for k, (r, _) in enumerate(links)}
+    chain_values = [float(values[position]) for position in positions] + [0.0]
+    # The last position of a row receives its reward.
+    last_positions = {r: k for k, (r, _) in enumerate(positions)}
     deltas = [
-      (reward[r] if last_links[r] == k else 0.0)
+      (reward[r] if last_positions[r] == k else 0.0)
       + steps.o.gae_discount * chain_values[k + 1]
       - chain_values[k]
-      for k, (r, _) in enumerate(links)
+      for k, (r, _) in enumerate(positions)
     ]
-    for k, link in enumerate(links):
+    for k, position in enumerate(positions):
       decay = steps.o.gae_discount * steps.o.gae_lambda
-      advantages[link] = sum(decay**d * x for d, x in enumerate(deltas[k:]))
+      advantages[position] = sum(decay**d * x for d, x in enumerate(deltas[k:]))
   if steps.o.gae_level == 'turn':
     advantages[:] = advantages[:, :1]
   mask = steps.rows.completion_mask
