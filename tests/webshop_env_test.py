@@ -361,7 +361,7 @@ def test_the_oracle_on_official_goals():
   num_tasks = len(webshop_env.tasks('test', data_dir=data))
   tasks = [base.Task('test', index) for index in range(0, num_tasks, 5)]
   outcomes = _outcomes(env, tasks)
-  assert len(tasks) == (100 if reference_data.IS_WHOLE else 43)
+  assert len(tasks) == (100 if reference_data.IS_FULL else 43)
   assert all(outcomes[True]) and len(outcomes[True]) > 0.9 * len(tasks)
 
 

@@ -312,6 +312,6 @@ def test_all_recorded_pages_can_be_parsed():
         laid_out = prompts.lay_out(parts, clickables)
         assert all(f'[{c}]' in laid_out for c in clickables), laid_out
   expected = (22, 25, 39, 1)
-  if reference_data.IS_WHOLE:
+  if reference_data.IS_FULL:
     expected = (186, 232, 489, 92)
   assert tuple(page_types.values()) == expected

@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 DATA = reference_data.WEBSHOP
 TRACES = DATA / 'golden_traces.jsonl.gz'
 # Numbers of episodes, steps, purchases, products and goals.
-if reference_data.IS_WHOLE:
+if reference_data.IS_FULL:
   # 53 of the purchases have a type score of 1.
   EPISODES, STEPS, PURCHASES, PRODUCTS, GOALS = 99, 983, 83, 1_000, 6_910
 else:
