@@ -130,7 +130,7 @@ def test_known_runs_are_gathered_and_not_rerun(tmp_path, monkeypatch):
   assert evaluations[:4] == known
   assert [line['name'] for line in evaluations[4:]] == ['b', 'b']
   file.write_text('experiment,name\nalfworld,a\n')
-  with pytest.raises(ValueError, match=r'--known=.*must be its CSV'):
+  with pytest.raises(ValueError, match=r'--known=.*must be the CSV'):
     sweep.read_table(str(file))
 
 
