@@ -1,4 +1,4 @@
-"""Experiment configs, one per file, and a search for files of the project."""
+"""Experiment configs, one per file; `find` locates files of the project."""
 
 import os
 import pathlib

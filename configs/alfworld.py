@@ -59,8 +59,8 @@ def _paper() -> ml_collections.ConfigDict:
   # native: this project's engine | textworld: the reference engine, with the
   # same output but slower. It executes Python expressions from game files.
   config.env.engine = 'native'
-  # Whether textworld may run games whose grammar holds other code than
-  # ALFWorld's. Set it only for games of known origin.
+  # Whether textworld may run games whose grammar contains code other than
+  # ALFWorld's. Set it only for games from a trusted source.
   config.env.trust_games = False
   # Folder of `alfworld-download`. '': $ALFWORLD_DATA. 'generated': generated
   # games (envs/alfworld/houses.py).

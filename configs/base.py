@@ -1,8 +1,10 @@
-"""Defines every config field with its default, unit and source.
+"""Lists every config field with its default, unit and source.
 
-Experiments start from `get_config` and change a few fields. "paper" marks
-values from the hyper-parameter tables of GiGPO (arXiv:2505.10978), "code"
-values from its authors' release. A run is refused if a required path is empty.
+The dataclass that uses an option declares the same default and the accepted
+values; `gigpo_jax.config.SECTIONS` lists these dataclasses. Experiments start
+from `get_config` and change a few fields. "paper" marks values from the
+hyper-parameter tables of GiGPO (arXiv:2505.10978), "code" values from its
+authors' release. A run is refused if a required path is empty.
 """
 
 import ast
@@ -79,11 +81,11 @@ def apply(config: ml_collections.ConfigDict, changes: Sequence[str]) -> None:
       `reference_code` is combined with an algorithm that the released code
       does not have.
   """
-  for names, what in ((ALGORITHMS, 'algorithm'), (PRESETS, 'preset')):
+  for names, category in ((ALGORITHMS, 'algorithm'), (PRESETS, 'preset')):
     chosen = [change for change in changes if change in names]
     if len(chosen) > 1:
       raise ValueError(
-        f'--config=...:{",".join(chosen)}: there is one {what}; accepts at '
+        f'--config=...:{",".join(chosen)}: there is one {category}; accepts at '
         'most one of these'
       )
   # Presets depend on the algorithm, whose own changes are applied last.
@@ -130,7 +132,7 @@ def _algorithm(name: str) -> types.ModuleType:
 def _change(
   config: ml_collections.ConfigDict, preset: Mapping[str, object]
 ) -> None:
-  """Sets fields; a function gets the present value and returns the new one.
+  """Sets fields; a function gets the current value and returns the new value.
 
   A preset that changes the size of a group keeps the number of episodes.
   """
@@ -147,7 +149,7 @@ def _change_environment(
   config: ml_collections.ConfigDict, variant: str
 ) -> None:
   """Applies what a variant changes for the config's environment."""
-  # Light, but of no use to other variants.
+  # Imported on use, because only some variants need it.
   import envs
 
   _change(config, envs.presets(config.env.name).get(variant, {}))
@@ -159,7 +161,7 @@ def use_paper(config: ml_collections.ConfigDict) -> None:
 
 
 def use_reference_code(config: ml_collections.ConfigDict) -> None:
-  """Selects the readings of the released code, to compare with its results.
+  """Follows the released code where it differs from the paper, for comparison.
 
   Raises:
     ValueError: if the released code does not have the config's algorithm.
@@ -234,8 +236,8 @@ def _model_section() -> ml_collections.ConfigDict:
   model.path = config_dict.placeholder(str)
   # Compute type. Parameters and optimizer state are float32.
   model.dtype = 'bfloat16'
-  # What the backward pass recomputes, trading time for memory: none, matrices
-  # (all except products with parameters) or layer (everything).
+  # Activations that the backward pass recomputes to save memory: none, matrices
+  # (all except products with parameters) or layer (all).
   model.remat = 'layer'
   # Attention kernel of the update: xla, splash (TPU), cudnn (NVIDIA), auto.
   model.attention = 'auto'
@@ -354,8 +356,8 @@ def _algorithm_section() -> ml_collections.ConfigDict:
   algorithm.discount = 0.95  # gamma; paper
   algorithm.step_weight = 1.0  # omega; paper
   algorithm.invalid_penalty = 0.1  # paper
-  # mean_std | mean | leave_one_out, for algorithms that compare within a group.
-  # rloo, dr_grpo and gdpo have their own.
+  # mean_std | mean | leave_one_out, for algorithms that compare within a group;
+  # rloo, dr_grpo and gdpo have fixed norms.
   algorithm.norm = 'mean_std'
   algorithm.episode_stats = 'trajectories'  # | rows (code)
   algorithm.penalty_scope = 'reward'  # | row (code)
@@ -364,7 +366,7 @@ def _algorithm_section() -> ml_collections.ConfigDict:
   algorithm.anchor = 'observation'
   # Lowest Ratcliff-Obershelp ratio of equal anchors, for similarity.
   algorithm.similarity_threshold = 0.9
-  # Number of earlier anchors that must be equal too.
+  # Number of earlier anchors that must also be equal.
   algorithm.anchor_history = 0
   # hgpo: number of earlier anchors; exponent of the weight of level k,
   # (k + 1) ** level_exponent; weight of the episode advantage.
@@ -425,7 +427,7 @@ def _loss_section() -> ml_collections.ConfigDict:
   # token_mean | sequence_mean | fixed_length
   loss.aggregation = 'token_mean'
   # learner: recomputed before the first update. sampler: as sampled, which is
-  # cheaper, but the last bits depend on how requests were scheduled.
+  # cheaper, but the last bits depend on the scheduling of requests.
   loss.old_log_probs = 'learner'
   # Largest weight of truncated importance sampling, which corrects for the
   # sampler's arithmetic, e.g. 2.0; needs old_log_probs=learner. None: off.
@@ -451,8 +453,8 @@ def _optimizer_section() -> ml_collections.ConfigDict:
 def _lora_section() -> ml_collections.ConfigDict:
   """Returns the options of low-rank adapters."""
   lora = ml_collections.ConfigDict()
-  # Adapters are trained instead of the whole model.
-  lora.rank = 0  # 0: train the whole model
+  # Above 0, adapters of this rank are trained instead of the model.
+  lora.rank = 0
   lora.alpha = 32.0
   lora.targets = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
   return lora
@@ -501,8 +503,8 @@ def _checkpoint_section() -> ml_collections.ConfigDict:
 def _metrics_section() -> ml_collections.ConfigDict:
   """Returns the options of metrics."""
   metrics = ml_collections.ConfigDict()
-  # Weights & Biases project that also gets the metrics. '': none. Without a
-  # key they are kept in the work directory, for `wandb sync`.
+  # Weights & Biases project that also receives the metrics. '': none. Without
+  # an API key, they are stored in the work directory, for `wandb sync`.
   metrics.wandb = ''
   return metrics
 
@@ -522,7 +524,7 @@ def _sft_section() -> ml_collections.ConfigDict:
   sft.data = ''
   sft.only_successful = True  # episodes of sft.data
   sft.num_episodes = 2000
-  sft.noise = 0.0  # probability of a random action in a step
+  sft.noise = 0.0  # probability of a random action per step
   sft.epochs = 1
   sft.learning_rate = 1e-5
   sft.warmup_updates = 0

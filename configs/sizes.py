@@ -39,7 +39,7 @@ def use_tiny_policy(config: ml_collections.ConfigDict) -> None:
   # As in training: the paper's 0.4 raises the success of the warm start.
   config.evaluation.temperature = 1.0
   config.sft.init = 'scratch'
-  # So small a policy learns to copy only if it also trains on prompts.
+  # A policy this small learns to copy only if it also trains on prompts.
   config.sft.completion_only = False
   config.sft.learning_rate = 3e-3
   config.sft.warmup_updates = 50
@@ -82,7 +82,7 @@ def use_mini(
   Args:
     config: the tiny experiment, changed in place.
     changes: variants other than the size.
-    rates: learning rate per method, found by configs/sweeps/tuning.py. Methods
+    rates: tuned learning rate per method, see configs/sweeps/tuning.py. Methods
       without an entry use MINI_RATE.
   """
   methods = [c for c in changes if c in (*base.ALGORITHMS, 'strong')]
@@ -94,8 +94,8 @@ def use_mini(
   config.rollout.batch_buckets = (16,)
   # As many updates per iteration as `tiny` has.
   config.learner.minibatch_rows = 64
-  # In float32 on a CPU they equal the learner's up to the last bits, so this
-  # saves a forward pass.
+  # In float32 on a CPU, these differ from the learner's log-probs only in the
+  # last bits, and save a forward pass.
   config.loss.old_log_probs = 'sampler'
   config.evaluation.num_tasks = 128
 

@@ -52,7 +52,7 @@ def _games() -> ml_collections.ConfigDict:
   config.env.settings.rooms = 5
   config.env.settings.objects = 8
   config.env.settings.quest_length = 5
-  config.env.num_games = 1_000  # largest number per split
+  config.env.num_games = 1_000  # maximum per split
   config.env.seed = 0
   config.env.max_steps = 30
   config.env.history_length = 2

@@ -1,7 +1,7 @@
 """Conversion of episodes to rows: padded numpy arrays with one row per step.
 
-Input: a list of `trajectory.Trajectory`. Output: `Rows`. This module knows no
-device, environment or algorithm.
+Input: a list of `trajectory.Trajectory`. Output: `Rows`. This module depends on
+no device, environment or algorithm.
 """
 
 import dataclasses
@@ -116,9 +116,9 @@ def from_trajectories(
       programs over rows are compiled for few sizes.
     anchor: how states are compared; one of `anchors.ANCHORS`.
     similarity_threshold: see `anchors.assign_ids`.
-    anchor_history: number of preceding states that must be equal, too.
-    components: names of reward components: of COMPONENTS, or step metrics
-      that the environment reports.
+    anchor_history: number of preceding states that must also be equal.
+    components: names of reward components, from COMPONENTS or from the step
+      metrics of the environment.
 
   Raises:
     ValueError: if no episode holds a step, or no step reports a component.

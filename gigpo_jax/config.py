@@ -91,7 +91,7 @@ SECTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-  """Options of the whole experiment; see configs/base.py."""
+  """Options outside of sections; see configs/base.py."""
 
   seed: int = options.seed()
   num_iterations: int = options.number(150, low=1)
@@ -181,7 +181,7 @@ def _values(config: ml_collections.ConfigDict) -> Iterator[str]:
   for name, paths in SECTIONS.items():
     section, prefix = (config[name], f'{name}.') if name else (config, '')
     values = {k: v for k, v in section.items() if not _is_section(v)}
-    # A nested section may name itself.
+    # Problems of a nested section may start with its name.
     own_name = f'{name.rpartition(".")[2]}.'
     for path in paths:
       for line in _problems(path, values):
@@ -193,10 +193,10 @@ def _values(config: ml_collections.ConfigDict) -> Iterator[str]:
 def _problems(path: str, values: Mapping[str, object]) -> list[str]:
   """Returns the problems of the values that a dataclass of options has."""
   module, _, name = path.partition(':')
-  thing = getattr(importlib.import_module(module), name)
-  known = {field.name for field in dataclasses.fields(thing)}
+  options_class = getattr(importlib.import_module(module), name)
+  known = {field.name for field in dataclasses.fields(options_class)}
   try:
-    thing(**{k: v for k, v in values.items() if k in known})
+    options_class(**{k: v for k, v in values.items() if k in known})
   except ValueError as error:
     return str(error).splitlines()
   return []

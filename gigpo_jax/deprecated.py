@@ -154,7 +154,7 @@ def update_stored(stored: dict, config: Mapping) -> None:
 
   Args:
     stored: content of a config.json, changed in place.
-    config: the present config.
+    config: the current config.
   """
   for old, new in FIELDS.items():
     if _has(stored, old) and _has(config, new):
@@ -179,7 +179,7 @@ def _has(config: Any, field: str) -> bool:
 
 
 def _move(config: MutableMapping, old: str, new: str | None) -> None:
-  """Deletes a field, after it is copied to the new field if there is one."""
+  """Deletes a field, after copying its value to the new field, if any."""
   *sections, name = old.split('.')
   section = functools.reduce(lambda part, key: part[key], sections, config)
   value = section[name]

@@ -54,7 +54,7 @@ _MAX_REPLAYS = 4
 # Maximum size of a read from a pipe.
 _READ_BYTES = 1 << 20
 
-# Length of the end of a response that a failure shows.
+# Number of characters that a failure shows from the end of a response.
 _SHOWN_CHARS = 60
 
 
@@ -81,9 +81,9 @@ class Failure:
   Attributes:
     env: index of the environment.
     task: task of the episode.
-    last_action: the last response sent to it; '' if there was none.
+    last_action: the last response that it received; '' if none.
     cause: one of CAUSES.
-    reason: what happened, in one line.
+    reason: description of the failure, in one line.
   """
 
   env: int
@@ -118,8 +118,8 @@ class EnvPool:
     envs_per_group: number of consecutive environments that share a worker and
       its caches.
     max_resets_per_worker: number of resets after which a worker is replaced and
-      its episodes are replayed, for simulators that leak memory. It is at
-      least the number of the worker's environments. None for no limit.
+      its episodes are replayed, for simulators that leak memory. The
+      number of the worker's environments is a lower bound. None for no limit.
     max_worker_mib: resident memory in MiB above which a worker is replaced in
       the same way. None for no limit.
 
@@ -166,13 +166,13 @@ class EnvPool:
     self._replies: dict[int, list[Reply]] = {}
     self._replays: dict[int, int] = {}
     self._running: set[int] = set()
-    self._answers: collections.deque[tuple[int, Reply]] = collections.deque()
+    self._arrived: collections.deque[tuple[int, Reply]] = collections.deque()
     self._host = worker.EnvHost(name, kwargs)
     self._call_ids = itertools.count(1)
     self._clock = worker_process.Clock()
     self._selector = selectors.DefaultSelector()
     # Dismissed processes and their times of dismissal.
-    self._leaving: list[tuple[multiprocessing.Process, float]] = []
+    self._dismissed: list[tuple[multiprocessing.Process, float]] = []
     # None: the process failed to start; the next call starts another.
     self._workers: list[worker_process.WorkerProcess | None] = []
     self._start_error = ''
@@ -193,9 +193,9 @@ class EnvPool:
     """Starts an episode; `receive` returns its first observation."""
     self._check_env(env)
     # Drop replies of the previous episode that were not received.
-    stale = [reply for reply in self._answers if reply[0] == env]
+    stale = [reply for reply in self._arrived if reply[0] == env]
     for reply in stale:
-      self._answers.remove(reply)
+      self._arrived.remove(reply)
     self._running.discard(env)
     self._recycle(env)
     self._tasks[env], self._responses[env], self._replies[env] = task, [], []
@@ -214,7 +214,7 @@ class EnvPool:
     """
     if env not in self._running:
       # The episode failed in the meantime; its failure is still queued.
-      if any(other == env for other, _ in self._answers):
+      if any(other == env for other, _ in self._arrived):
         return
       raise RuntimeError(f'env={env}: no episode is running; reset it first')
     self._responses[env].append(response)
@@ -249,17 +249,17 @@ class EnvPool:
       fails with its worker gets a `Failure` even without a pending call.
 
     Raises:
-      RuntimeError: if there is no pending call.
+      RuntimeError: if no call is pending.
     """
     deadline = None if timeout_secs is None else time.monotonic() + timeout_secs
-    while not self._answers:
+    while not self._arrived:
       if not any(w and w.sent for w in self._workers):
         raise RuntimeError('receive: no call is pending')
       self._wait(deadline)
       if deadline is not None and time.monotonic() >= deadline:
         break
-    replies = list(self._answers)
-    self._answers.clear()
+    replies = list(self._arrived)
+    self._arrived.clear()
     return replies
 
   def close(self) -> None:
@@ -268,12 +268,12 @@ class EnvPool:
       if w:
         self._dismiss(w)
     self._workers = []
-    for process, since in self._leaving:
+    for process, since in self._dismissed:
       process.join(
         max(0.0, since + worker_process.CLOSE_TIMEOUT_SECS - time.monotonic())
       )
       worker_process.end_process(process)
-    self._leaving = []
+    self._dismissed = []
     self._selector.close()
     self._clock.close()
     self._host.close()
@@ -313,7 +313,7 @@ class EnvPool:
     self._selector.unregister(w.pipe)
     self._selector.unregister(w.process.sentinel)
     w.pipe.close()
-    self._leaving.append((w.process, time.monotonic()))
+    self._dismissed.append((w.process, time.monotonic()))
 
   def _recycle(self, env: int) -> None:
     """Replaces the environment's worker if it is over a limit."""
@@ -335,10 +335,10 @@ class EnvPool:
   def _reap(self) -> None:
     """Frees dismissed processes that have exited or exceeded their time."""
     expiry = time.monotonic() - worker_process.CLOSE_TIMEOUT_SECS
-    leaving, self._leaving = self._leaving, []
-    for process, since in leaving:
+    dismissed, self._dismissed = self._dismissed, []
+    for process, since in dismissed:
       if process.is_alive() and since > expiry:
-        self._leaving.append((process, since))
+        self._dismissed.append((process, since))
       else:
         worker_process.end_process(process)
 
@@ -358,14 +358,14 @@ class EnvPool:
   ) -> None:
     """Replaces a lost worker; the episode that it was executing fails."""
     index = self._workers.index(w)
-    guilty = None
+    failing = None
     if w.sent and not w.died_idle and w.sent[0].method in ('reset', 'step'):
       call = w.sent[0]
       if call.episode == self._episodes[call.env]:
-        guilty = call.env
+        failing = call.env
     affected = self._envs_of(index, self._running)
     self._dismiss(w)
-    self._leaving.pop()
+    self._dismissed.pop()
     worker_process.end_process(w.process)
     if w.starting:
       # Starting another worker at once could loop forever.
@@ -373,16 +373,17 @@ class EnvPool:
     else:
       self._workers[index] = self._start_worker()
       self.restarts += 1
-    # Deaths of guilty environments are bounded: each ends its own episode.
-    counts = cause == 'hung' or guilty is None
+    # The number of deaths is bounded, because each ends the episode that caused
+    # it. Other losses are bounded by the number of replays.
+    is_counted = cause == 'hung' or failing is None
     for env in affected:
-      if env == guilty or self._workers[index] is None:
+      if env == failing or self._workers[index] is None:
         self._fail(env, cause, reason)
-      elif counts and self._replays[env] == _MAX_REPLAYS:
-        reason_ = f'its worker was lost too often; last reason: {reason}'
-        self._fail(env, 'neighbours', reason_)
+      elif is_counted and self._replays[env] == _MAX_REPLAYS:
+        full_reason = f'its worker was lost too often; last reason: {reason}'
+        self._fail(env, 'neighbours', full_reason)
       else:
-        self._replays[env] += counts
+        self._replays[env] += is_counted
         self._replay(env)
 
   def _replay(self, env: int) -> None:
@@ -428,7 +429,7 @@ class EnvPool:
     self._send(w)
 
   def _send(self, w: worker_process.WorkerProcess) -> None:
-    """Sends waiting calls while there is room."""
+    """Sends waiting calls while they fit into the pipe."""
     used = sum(len(call.message) for call in w.sent) if w.waiting else 0
     while w.waiting:
       used += len(w.waiting[0].message)
@@ -537,10 +538,10 @@ class EnvPool:
     if isinstance(value, base.StepResult) and value.done:
       self._running.discard(call.env)
     self._replies[call.env].append(value)
-    self._answers.append((call.env, value))
+    self._arrived.append((call.env, value))
 
   def _fail(self, env: int, cause: str, reason: str) -> None:
-    self._answers.append((env, self._record(env, cause, reason)))
+    self._arrived.append((env, self._record(env, cause, reason)))
 
   def _record(self, env: int, cause: str, reason: str) -> Failure:
     last_action = (self._responses[env] or [''])[-1]

@@ -58,7 +58,7 @@ _TOKENS = {
   'log_probs': np.float32,
 }
 
-# Values of a step for which the algorithm has none.
+# Values of a step for which the algorithm returned no advantages.
 _NO_ADVANTAGES = {
   'anchor_group': -1,
   'discounted_return': math.nan,
@@ -249,7 +249,7 @@ def _feature(values: Sequence, dtype: type) -> tf_feature_pb2.Feature:
     return tf_feature_pb2.Feature(
       bytes_list=tf_feature_pb2.BytesList(value=texts)
     )
-  # protobuf copies lists four times as fast as arrays.
+  # protobuf copies a list four times as fast as an array.
   if dtype is np.float32:
     numbers = np.asarray(values, dtype).tolist()
     return tf_feature_pb2.Feature(

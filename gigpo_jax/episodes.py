@@ -5,8 +5,8 @@ TensorFlow. Input: episodes and the advantages of their steps. Output: one
 record, a plain dictionary, per episode. `launch/sft.py` trains on the records
 and `viewer` shows them. This module uses no device.
 
-Each file holds one iteration. It and the index files are written to a temporary
-file and renamed, so a set can be read while it grows and after a kill.
+Each file holds one iteration. All files are written atomically, so a set can be
+read while it grows and after a kill.
 """
 
 import dataclasses
@@ -63,9 +63,9 @@ class EpisodeWriter:
     directory: folder of the set.
     text: the tokenizer; the set keeps a copy.
     seed: seed of the run.
-    every: write every so many iterations.
-    first_iteration: iteration at which the run starts or resumes. Stored
-      iterations from there on are dropped, so that each is stored once.
+    every: number of iterations from one write to the next.
+    first_iteration: iteration at which the run starts or resumes. This and
+      later stored iterations are dropped, so that each is stored once.
     most_repeated: maximum number of dropped iterations that a kill can explain.
       If there are more, or files that the index does not list, the folder is
       renamed to episodes.bak. None: no limit.
@@ -117,7 +117,7 @@ class EpisodeWriter:
     rows: 'batch.Rows | None' = None,
     output: 'algorithms.AlgorithmOutput | None' = None,
   ) -> dict[str, float]:
-    """Writes an iteration if it is due; it is on disk on return.
+    """Writes an iteration to disk if it is due.
 
     Args:
       iteration: index of the iteration.
@@ -126,7 +126,7 @@ class EpisodeWriter:
       output: output of the algorithm for the rows.
 
     Returns:
-      The time it took as a metric; empty if the iteration is not due.
+      The time of the write, as a metric; empty if the iteration is not due.
     """
     if iteration % self._every:
       return {}
@@ -143,12 +143,12 @@ class EpisodeWriter:
       iteration,
       [
         episode_records.make_record(
-          t,
+          episode,
           iteration=iteration,
           seed=self._seed,
           step_fields=trained.get(position),
         )
-        for position, t in enumerate(collected.episodes)
+        for position, episode in enumerate(collected.episodes)
       ],
     )
     return {'time/episodes_secs': time.monotonic() - start}
@@ -197,7 +197,7 @@ class EpisodeWriter:
     temporary.mkdir()
     info.write_to_directory(str(temporary))
     # A kill between the renames leaves metadata.json with one iteration more
-    # than the index; `open_set` accepts that.
+    # than the index; `open_dataset` accepts that.
     for name in ('features.json', 'metadata.json', INFO):
       files.rename_synced(temporary / name, self._directory / name)
     temporary.rmdir()
@@ -211,7 +211,7 @@ def _shards_before(
 ) -> tuple[list[tuple[int, int]], str]:
   """Returns the shards before an iteration, and why they are unusable.
 
-  The reason is empty if the log can continue the set.
+  The reason is empty if the writer can continue the set.
   """
   paths = set(directory.glob(f'{FOLDER}-*.array_record-*'))
   paths = {path for path in paths if path.suffix != '.tmp'}
@@ -377,7 +377,7 @@ def check_folder(directory: pathlib.Path) -> None:
 
 
 def _damage(path: pathlib.Path, length: int) -> str:
-  """Returns what is wrong with a shard; '' if it is readable."""
+  """Returns the problem of a shard in words; '' if it is readable."""
   if not path.is_file():
     return 'missing'
   try:

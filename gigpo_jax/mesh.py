@@ -108,20 +108,20 @@ def _axis_sizes(given: tuple[int, ...], available: int) -> dict[str, int]:
   """Returns the size of each of AXES; a size of -1 is computed."""
   sizes = dict(zip(AXES, given, strict=True))
   accepted = f'{" x ".join(AXES)} must be {available}; one size may be -1'
-  remaining, open_axes = available, []
+  remaining, free_axes = available, []
   for name, size in sizes.items():
     if size == -1:
-      open_axes.append(name)
+      free_axes.append(name)
     elif size < 1 or remaining % size:
       raise ValueError(
         f'mesh.{name}={size}: does not fit {available} device(s); {accepted}'
       )
     else:
       remaining //= size
-  if len(open_axes) > 1:
-    raise ValueError(f'mesh.{open_axes[1]}=-1: a second -1; {accepted}')
-  if open_axes:
-    sizes[open_axes[0]] = remaining
+  if len(free_axes) > 1:
+    raise ValueError(f'mesh.{free_axes[1]}=-1: a second -1; {accepted}')
+  if free_axes:
+    sizes[free_axes[0]] = remaining
   elif remaining > 1:
     others = ', '.join(f'{k}={v}' for k, v in sizes.items() if k != 'data')
     raise ValueError(
@@ -189,7 +189,7 @@ def sampling_tensor(
 ) -> int:
   """Returns the number of devices to shard a model over for sampling.
 
-  It starts at the part of the mesh's `tensor` axis that is within a host, and
+  The number starts at the part of the mesh's `tensor` axis within a host, and
   doubles until the parameters take at most a quarter of a device's memory; the
   rest is for the cache and for training.
 
@@ -273,7 +273,7 @@ def check(
     field: section of the config that sets the sizes of the mesh.
 
   Raises:
-    ValueError: if it does not, in one line that names mesh axis and dimension.
+    ValueError: if the mesh does not; in one line that names axis and dimension.
   """
 
   def is_leaf(x: object) -> bool:
@@ -312,7 +312,7 @@ def cache_formats(mesh: jax.sharding.Mesh, cache: Any) -> Any:
   """Returns the sharding and, on TPUs, the memory layout of each cache array.
 
   With another layout, a TPU could not write a token in place and would copy the
-  whole cache before and after each step.
+  entire cache before and after each step.
 
   Args:
     mesh: the devices that sample.
@@ -325,7 +325,7 @@ def cache_formats(mesh: jax.sharding.Mesh, cache: Any) -> Any:
   def format_of(path: tuple, array: jax.Array) -> Format:
     heads = array.shape[2] // mesh.shape[RULES['kv_heads']]
     slots, head = (4, 3) if path[-1].key == 'k' else (3, 4)
-    # The second-minor dimension is padded, so a single head must not be there.
+    # The second-minor dimension is padded, so it must not be a single head.
     one_head, several = (2, 0, 1, slots, head), (0, 1, slots, 2, head)
     return Format(Layout(one_head if heads == 1 else several), sharding)
 
@@ -378,7 +378,7 @@ def place(arrays: Any, sharding: NamedSharding) -> Any:
 def to_host(array: jax.Array) -> np.ndarray:
   """Returns a copy of an array on the host.
 
-  If it is sharded over several processes, all of them must call this.
+  If the array is sharded over several processes, all of them must call this.
   """
   if array.is_fully_addressable or array.is_fully_replicated:
     return np.asarray(array)
@@ -396,7 +396,7 @@ def axis_size(axis: str) -> int:
 
 
 def constrain(x: jax.Array, axes: tuple) -> jax.Array:
-  """Constrains the sharding of an array over the current mesh, if there is one.
+  """Constrains the sharding of an array over the current mesh, if any.
 
   Args:
     x: the array.

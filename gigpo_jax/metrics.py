@@ -24,7 +24,7 @@ from gigpo_jax.tools import plots
 _FILE = 'metrics.jsonl'
 
 # Metrics with these prefixes depend on timing and on which requests are decoded
-# together. All others are the same whenever a run is repeated or resumed.
+# together. All other metrics are the same when a run is repeated or resumed.
 NONDETERMINISTIC = ('time/', 'rollout/', 'sampler/')
 
 # Names that `summarize` and `evaluation.summarize` use. An environment's metric
@@ -98,7 +98,7 @@ def summarize(
     prefix: prefix of the metric names.
   """
   steps = [step for t in trajectories for step in t.steps]
-  values = {
+  metrics = {
     'success_rate': np.mean([t.success for t in trajectories]),
     'episode_reward': np.mean([t.reward for t in trajectories]),
     'episode_length': np.mean([len(t.steps) for t in trajectories]),
@@ -106,14 +106,14 @@ def summarize(
     'shortened_prompts': sum(s.prompt_shortened for s in steps),
   }
   for cause, selected in _failed_by_cause(trajectories).items():
-    values[f'failed_episodes/{cause}'] = len(selected)
+    metrics[f'failed_episodes/{cause}'] = len(selected)
   for task_type in sorted({t.task_type for t in trajectories}):
     successes = [t.success for t in trajectories if t.task_type == task_type]
-    values[f'success_rate/{task_type}'] = np.mean(successes)
+    metrics[f'success_rate/{task_type}'] = np.mean(successes)
   if any(t.score is not None for t in trajectories):
-    values['score'] = np.mean([t.score or 0.0 for t in trajectories])
+    metrics['score'] = np.mean([t.score or 0.0 for t in trajectories])
   if steps:
-    values |= {
+    metrics |= {
       'invalid_action_rate': np.mean([not s.result.valid for s in steps]),
       'truncated_rate': np.mean([s.truncated for s in steps]),
       'response_tokens': np.mean([len(s.completion_ids) for s in steps]),
@@ -124,8 +124,8 @@ def summarize(
       selected = [
         s.result.metrics[name] for s in steps if name in s.result.metrics
       ]
-      values[_env_metric_name(name)] = np.mean(selected)
-  return {f'{prefix}/{name}': float(v) for name, v in values.items()}
+      metrics[_env_metric_name(name)] = np.mean(selected)
+  return {f'{prefix}/{name}': float(value) for name, value in metrics.items()}
 
 
 def _env_metric_name(name: str) -> str:
@@ -197,9 +197,9 @@ class Writer:
 
   Args:
     workdir: folder of the run.
-    first_iteration: iteration at which the run starts or resumes. Lines from
-      there on, and a line torn by a kill, are dropped, so that each iteration
-      is stored once.
+    first_iteration: iteration at which the run starts or resumes. Its line,
+      later lines and an incomplete last line are dropped, so that each
+      iteration is stored once.
     most_repeated: maximum number of dropped lines that a kill can explain. If
       there are more, or other lines are damaged, the file is kept as
       metrics.jsonl.bak. None: no limit.
@@ -242,8 +242,8 @@ class Writer:
         self._board.add_scalar(name, value, iteration)
     self._board.flush()
     if self._wandb:
-      # wandb ignores iterations that it already has; after a resume they are
-      # the same.
+      # wandb ignores iterations that it already has. A resumed run repeats the
+      # same values.
       known = {k: v for k, v in finite.items() if v is not None}
       self._wandb.log(known, step=iteration)
 
@@ -464,7 +464,8 @@ def plot(
 def _series(lines: list[dict], name: str) -> tuple[list[int], list[float]]:
   """Returns the iterations that have the metric, and its values in %."""
   selected = [line for line in lines if line.get(name) is not None]
-  return [f['iteration'] for f in selected], [100 * f[name] for f in selected]
+  iterations = [line['iteration'] for line in selected]
+  return iterations, [100 * line[name] for line in selected]
 
 
 def _draw(

@@ -1,7 +1,7 @@
-"""Options: dataclass fields that know which values they accept.
+"""Options: dataclass fields that declare the values that they accept.
 
-A section of the config becomes a dataclass, `Thing(**config.thing)`, which
-declares default and range of each option next to the code that uses it:
+A section of the config becomes a dataclass, `Surrogate(**config.surrogate)`,
+which declares default and range of each option next to the code that uses it:
 
     @dataclasses.dataclass(frozen=True)
     class Surrogate:

@@ -1,4 +1,4 @@
-"""The config of a run in its work directory: written, read and compared."""
+"""Store the config of a run in its work directory, and compare configs."""
 
 import json
 import pathlib
@@ -16,8 +16,8 @@ _STORED = 'config.json'
 
 def save(config: ml_collections.ConfigDict, workdir: str) -> None:
   """Stores the config in a work directory."""
-  now = json.loads(config.to_json_best_effort())
-  stored = now | {'version': files.VERSION}
+  content = json.loads(config.to_json_best_effort())
+  stored = content | {'version': files.VERSION}
   text = json.dumps(stored, indent=2, sort_keys=True)
   files.write_atomic(pathlib.Path(workdir) / _STORED, text + '\n')
 
@@ -56,28 +56,28 @@ def check_resume(
       holds a run of another config.
   """
   path = pathlib.Path(workdir) / _STORED
-  now = json.loads(config.to_json_best_effort())
-  saved = (path.parent / 'checkpoints').glob('[0-9]*')
-  started = path.exists() or any(saved)
+  current = json.loads(config.to_json_best_effort())
+  checkpoints = (path.parent / 'checkpoints').glob('[0-9]*')
+  started = path.exists() or any(checkpoints)
   if allow_change or not started:
     return
   try:
-    then = files.read_stored(path)
-    if not isinstance(then.get('num_iterations'), int):
+    stored = files.read_stored(path)
+    if not isinstance(stored.get('num_iterations'), int):
       raise ValueError('lacks num_iterations')
-    deprecated.update_stored(then, now)
+    deprecated.update_stored(stored, current)
   except ValueError as error:
     raise ValueError(
       f'--workdir={workdir}: its {_STORED} cannot be read ({error}); use '
       'another --workdir, or --allow_config_change to resume with this config'
     ) from error
-  # These fields do not change the experiment, nor does running longer.
+  # These fields and a larger num_iterations do not change the experiment.
   may_change = {'checkpoint.keep', 'episodes.every', 'metrics.wandb'}
-  if now['num_iterations'] >= then['num_iterations']:
+  if current['num_iterations'] >= stored['num_iterations']:
     may_change.add('num_iterations')
   changed = [
     f'{name}={new} (was {old})'
-    for name, (old, new) in _differences(then, now)
+    for name, (old, new) in _differences(stored, current)
     if name not in may_change and not (old is None and _is_default(name, new))
   ]
   if changed:
@@ -91,7 +91,7 @@ def check_resume(
 def _is_default(field: str, value: object) -> bool:
   """Returns whether a field that an older release lacks has its default.
 
-  Defaults of environment fields are not known here; falsy values count.
+  The defaults of environment fields are unknown; a falsy value counts as one.
   """
   default = json.loads(base.get_config().to_json_best_effort())
   for name in field.split('.'):

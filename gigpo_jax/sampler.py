@@ -33,11 +33,11 @@ from gigpo_jax import (
 from gigpo_jax.models import kv_cache, qwen
 from gigpo_jax.runtime import distributed
 
-# Prompts that a copy of the model prefills at once; the alternative is one. 8
+# Maximum number of prompts that a copy of the model prefills at once. 8 prompts
 # fill an accelerator. On a CPU, activations of more than 4 exceed its caches.
 _PREFILL_ROWS, _DEFAULT_PREFILL_ROWS = {'cpu': 4}, 8
 # Platforms on which a conditional in a program makes the host wait for the
-# program. There the host selects a program without conditionals.
+# program. On these, the host selects a program without conditionals.
 _HOST_SELECTS = ('gpu',)
 
 WEIGHTS = sampler_programs.WEIGHTS
@@ -105,7 +105,7 @@ class Sampler:
       last is the total number of slots.
     max_completion_tokens: maximum length of a completion.
     stop_ids: tokens that end a completion.
-    vocab_size: number of tokens; ids from here on are unused rows of the
+    vocab_size: number of tokens; this and larger ids are unused rows of the
       embedding and are never sampled.
     decode_tokens: K, tokens decoded in a step. A larger value has less overhead
       per token but leaves finished slots idle for longer.
@@ -157,9 +157,9 @@ class Sampler:
     platform = mesh.devices.flat[0].platform
     # `truncated` of each program of a step, see `sampling.sample_tokens`.
     self._truncations = (False, True) if platform in _HOST_SELECTS else (None,)
-    most = shards * _PREFILL_ROWS.get(platform, _DEFAULT_PREFILL_ROWS)
+    max_rows = shards * _PREFILL_ROWS.get(platform, _DEFAULT_PREFILL_ROWS)
     self._prefill_buckets = tuple(
-      sorted({shards, min(most, batch_buckets[-1])})
+      sorted({shards, min(max_rows, batch_buckets[-1])})
     )
     self._max_tokens = max_completion_tokens
     self._stop_ids, self._find_stop = frozenset(stop_ids), find_stop
@@ -375,8 +375,8 @@ class Sampler:
       self._waiting += entries
       return done
     gathered = distributed.all_gather_objects((entries, done))
-    for process, (theirs, _) in enumerate(gathered):
-      for entry in theirs:
+    for process, (submitted, _) in enumerate(gathered):
+      for entry in submitted:
         if process != jax.process_index():
           entry.request_id = None
         self._waiting.append(entry)

@@ -16,7 +16,7 @@ from gigpo_jax import sampler_programs
 from gigpo_jax.models import kv_cache
 from gigpo_jax.runtime import distributed
 
-# Consecutive steps that a smaller cache would suffice for before it shrinks.
+# Consecutive steps with an oversized cache after which it shrinks.
 _SHRINK_AFTER = 4
 
 

@@ -29,13 +29,13 @@ STREAM_SIZE = 5
 
 @dataclasses.dataclass(frozen=True)
 class _DecodeConfig:
-  """What is the same in all steps.
+  """Static inputs of all steps.
 
   Attributes:
     model: shape of the model.
     seed: seed of all random streams.
     stop_ids: tokens that end a completion.
-    vocab_size: ids from here on are not sampled.
+    vocab_size: this and larger ids are not sampled.
     chunk: K, maximum number of tokens per slot.
   """
 
@@ -56,7 +56,7 @@ class Programs:
     weights: one of WEIGHTS.
     seed: seed of all random streams.
     stop_ids: tokens that end a completion.
-    vocab_size: ids from here on are not sampled.
+    vocab_size: this and larger ids are not sampled.
     decode_chunk: K, tokens decoded in a step.
 
   Attributes:
@@ -248,7 +248,7 @@ def _decode(
   `sampling.sample_tokens`.
 
   Args:
-    static: what is the same in all steps.
+    static: static inputs of all steps.
     params: parameters; see `_prepare`.
     cache: keys and values; donated.
     state_BX: the fields of `STATE` from the previous step; donated.
@@ -304,15 +304,17 @@ def _decode_token(
   """Decodes one token of every slot, the body of a loop.
 
   Args:
-    static: what is the same in all steps.
+    static: static inputs of all steps.
     params: parameters; see `_prepare`.
     inputs: key, limit, FLOATS and top_k of each slot.
     truncated: see `sampling.sample_tokens`; static.
     loop: (index of the token in the step, cache, STATE, outputs).
   """
   keys_B, limit_B, floats_BX, top_k_B = inputs
-  c, cache, (active_B, last_B, at_B, count_B), outputs = loop
-  logits_BV, cache = qwen.decode(static.model, params, cache, last_B, at_B)
+  c, cache, (active_B, last_B, position_B, count_B), outputs = loop
+  logits_BV, cache = qwen.decode(
+    static.model, params, cache, last_B, position_B
+  )
   ids_B, *log_probs = sampling.sample_tokens(
     keys_B,
     count_B,
@@ -328,23 +330,23 @@ def _decode_token(
     for output_KB, value_B in zip(outputs, (ids_B, *log_probs), strict=True)
   )
   last_B = jnp.where(active_B, ids_B, last_B)
-  at_B, count_B = at_B + active_B, count_B + active_B
+  position_B, count_B = position_B + active_B, count_B + active_B
   stop_ids = jnp.asarray(static.stop_ids, jnp.int32)
   is_stop_B = (ids_B[:, None] == stop_ids).any(axis=1)
   active_B = active_B & ~is_stop_B & (count_B < limit_B)
-  return c + 1, cache, (active_B, last_B, at_B, count_B), outputs
+  return c + 1, cache, (active_B, last_B, position_B, count_B), outputs
 
 
 def _start(
   state_BX: jax.Array, integers_BX: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
   """Returns the STATE of each slot, [B] each, before the first token."""
-  in_use_B, new_B, token_B, position_B, *_ = integers_BX[:, : len(INTEGERS)].T
+  in_use_B, new_B, first_B, start_B, *_ = integers_BX[:, : len(INTEGERS)].T
   is_new_B = new_B > 0
-  active_B, last_B, at_B, count_B = state_BX.T
+  active_B, last_B, position_B, count_B = state_BX.T
   return (
     (in_use_B > 0) & ((active_B > 0) | is_new_B),
-    jnp.where(is_new_B, token_B, last_B),
-    jnp.where(is_new_B, position_B, at_B),
+    jnp.where(is_new_B, first_B, last_B),
+    jnp.where(is_new_B, start_B, position_B),
     jnp.where(is_new_B, 0, count_B),
   )

@@ -293,10 +293,10 @@ class Tokenizer:
       prompts: user messages.
       short_prompts: the same messages without history.
       max_tokens: maximum length of a rendered prompt.
-      policy: what to do with a prompt that is too long. 'error' raises an
+      policy: treatment of prompts that are too long. 'error' raises an
         error. 'truncate_left' removes tokens from the start of the message and
         keeps the head of the template. 'drop_history' uses the short prompt,
-        and truncates it likewise if it is too long.
+        and truncates it in the same way if it is still too long.
 
     Raises:
       ValueError: if a prompt is too long under 'error', with both lengths.

@@ -87,7 +87,7 @@ class Clock:
 
   A stopped process (Ctrl-Z, a frozen container, a suspended machine) cannot
   observe the stop itself. A thread therefore reads the time periodically, and
-  of a long gap between two readings only two periods count.
+  a long gap between two readings counts as two periods only.
   """
 
   def __init__(self):
@@ -97,7 +97,7 @@ class Clock:
     threading.Thread(target=self._tick, daemon=True).start()
 
   def now(self) -> float:
-    """Returns the number of such seconds so far."""
+    """Returns the seconds in which this process could run so far."""
     with self._lock:
       now = time.monotonic()
       self._seconds += min(now - self._last, 2 * _TICK_SECS)

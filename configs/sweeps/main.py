@@ -2,7 +2,7 @@ r"""Runs of the main table: five methods, two environments, five seeds.
 
     python launch/sweep.py --sweep=configs/sweeps/main.py --workdir=runs/main
 
-`:mini` uses the learning rates that configs/sweeps/tuning.py found on another
+`:mini` uses learning rates that configs/sweeps/tuning.py selected on another
 seed and other tasks.
 """
 

@@ -34,7 +34,7 @@ def num_parameters(config: qwen.QwenConfig) -> int:
 def num_active_parameters(config: qwen.QwenConfig) -> int:
   """Returns the number of parameters that process one token.
 
-  In a mixture of experts, a token's own experts count and the others do not.
+  In a mixture of experts, these include only the token's own experts.
   """
   if not config.num_experts:
     return num_parameters(config)

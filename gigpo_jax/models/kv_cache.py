@@ -79,8 +79,8 @@ def insert(cache: Cache, rows: Cache, slots_B: jax.Array) -> Cache:
 
   Args:
     cache: keys and values.
-    rows: B rows to write, maybe of another length; positions beyond the length
-      of the cache are dropped.
+    rows: B rows to write, possibly of another length; positions beyond the
+      length of the cache are dropped.
     slots_B: row of the cache for each of `rows`; rows past the end are dropped.
   """
   length = min(cache[0]['k'].shape[-1], rows[0]['k'].shape[-1])

@@ -1,6 +1,6 @@
 """Gradients of stacked layers, added to sums as soon as they are computed.
 
-Memory then never holds a second gradient of the whole network.
+Memory then never holds a second gradient of all layers.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def apply_layers(
   Args:
     inner: (parameters of a layer, x_BLD, *where) -> x_BLD, for all layers but
       the last.
-    outer: likewise for the last layer; the result may have another shape.
+    outer: the same for the last layer; its result may have another shape.
     params: stacked parameters of the layers.
     sums: tree like `params`; the gradient of `params` is `sums` plus its own
       value.
@@ -63,7 +63,7 @@ def apply_layers(
       return _backward(inner, params, n, inputs_NBLD[n], where, *carry)
 
     carry = _backward(outer, params, last, x_BLD, where, grad_SND, sums)
-    if last:  # A loop over no layers has no inputs to trace its body with.
+    if last:  # Without inputs, the body of the loop cannot be traced.
       carry = jax.lax.fori_loop(0, last, step, carry)
     grad_BLD, sums = carry
     return sums, None, grad_BLD, *(None for _ in where)

@@ -1,8 +1,8 @@
 """Parameters of a Qwen network: shapes, logical axes and random values.
 
 Parameters are one nested dict of float32 arrays with the layers stacked on the
-first dimension. The sampler, the learner, checkpoints and safetensors files
-share it.
+first dimension. The sampler, the learner, checkpoints and safetensors files all
+use it.
 """
 
 import math
@@ -137,10 +137,11 @@ def max_tensor_shards(config: QwenConfig) -> int:
 def init(config: QwenConfig, key: jax.Array) -> dict[str, Any]:
   """Returns random parameters; consumes the key.
 
-  Weights are normal with standard deviation 0.02, as in Qwen. Output
-  projections are divided by the square root of twice the depth. Norms are one;
-  biases and a critic's value head are zero. An adapter's first matrix is
-  uniform with standard deviation (3 * inputs)^(-1/2), its second matrix zero.
+  Weights are normally distributed with standard deviation 0.02, as in Qwen.
+  Output projections are divided by the square root of twice the depth. Norms
+  are one; biases and a critic's value head are zero. An adapter's first matrix
+  is uniform with standard deviation (3 * inputs)^(-1/2), its second matrix
+  zero.
   """
   leaves, treedef = jax.tree_util.tree_flatten_with_path(
     shapes(config), is_leaf=lambda x: isinstance(x, tuple)
@@ -173,7 +174,7 @@ def layers_per_stack(config: QwenConfig) -> int:
 
   A stack of several layers is scanned, which copies each layer's keys and
   values out of it at each step. Stacks of one layer are read in place, which is
-  twice as fast, but each layer is compiled.
+  twice as fast, but takes a compilation of each layer.
   """
   return 1 if config.num_layers <= config.max_split else config.num_layers
 

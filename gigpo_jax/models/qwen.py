@@ -35,13 +35,13 @@ from gigpo_jax.models.qwen_config import QwenConfig, Yarn
 
 __all__ = ['QwenConfig', 'Yarn']
 
-# Most rows and smallest vocabulary for which the logits are computed
-# transposed on a CPU.
+# Maximum number of rows and minimum vocabulary for which the logits are
+# computed transposed on a CPU.
 _FEW_ROWS, _LARGE_VOCABULARY = 32, 2**15
 
-# Depth up to which the sampler keeps each layer's arrays apart, by platform.
-# On a GPU, compiling a layer is cheap, and a loop's copies out of its stacks
-# would dominate the time of a decoding step.
+# Maximum depth at which the sampler unstacks the layers, by platform. On a GPU,
+# compiling a layer is cheap, and a loop's copies out of the stacks would
+# dominate the time of a decoding step.
 _MAX_SPLIT = {'gpu': 128}
 
 
@@ -166,7 +166,7 @@ class _Layer(nn.Module):
       )
     heads_BLA = heads_BLHE.reshape(*x_BLD.shape[:2], -1)
     if at_SN is not None:
-      # From here on, the layer treats each token on its own.
+      # The rest of the layer processes each token independently.
       x_BLD = gather_tokens(x_BLD, at_SN)
       heads_BLA = gather_tokens(heads_BLA, at_SN)
     x_BLD = x_BLD + _project(c, w, 'o', heads_BLA)
@@ -364,8 +364,8 @@ def hidden_states(
     params: parameters of the network.
     tokens_BL: rows, padded right with any tokens.
     positions_BL: position of each token in its text; None: 0, 1, ..
-    branches_BL: 0 for tokens of a prompt, and a different number above 0 for
-      each of its completions; None: all are 0.
+    branches_BL: 0 for tokens of a prompt, and 1, 2, .. for the tokens of its
+      completions; None: all are 0.
     at_SN: indices of the tokens to return; see `gather_tokens`. None: all.
     sums: tree like the parameters of the layers; the gradient of those
       parameters is then `sums` plus its own value. Requires `adds_in_place` and

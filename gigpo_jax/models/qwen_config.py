@@ -4,8 +4,8 @@ import dataclasses
 
 from gigpo_jax.models import lora
 
-# Activations that the backward pass recomputes. none: none of them; matrices:
-# all except the products with parameters; layer: the whole layer.
+# Activations that the backward pass recomputes. none: no activations; matrices:
+# all except the products with parameters; layer: all activations of a layer.
 REMATS = ('none', 'matrices', 'layer')
 
 # Deeper networks run their layers in a loop, which compiles one layer only.
@@ -49,14 +49,14 @@ class QwenConfig:
       to one.
     value_head: whether the output is one value per token (a critic) rather
       than logits; see `values`.
-    adapters: low-rank adapters of a frozen network; None: the whole network is
+    adapters: low-rank adapters of a frozen network; None: all parameters are
       trained.
     dtype: compute type, 'bfloat16' or 'float32'; parameters stay float32.
     remat: one of REMATS.
     attention: implementation of attention within a row, one of
       `attention.IMPLEMENTATIONS`.
-    max_split: depth up to which `prefill` and `decode` take each layer's
-      arrays apart; see `parameters.unstack_layers`.
+    max_split: maximum depth at which `prefill` and `decode` take unstacked
+      layers; see `parameters.unstack_layers`.
   """
 
   vocab_size: int

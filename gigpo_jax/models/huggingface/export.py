@@ -90,18 +90,18 @@ def save_adapters(
     base: the base model, a folder or a name on the hub.
   """
   tensors, targets = {}, set()
-  for (group, name), (theirs, _) in layout.LAYER_NAMES.items():
+  for (group, name), (stored_name, _) in layout.LAYER_NAMES.items():
     arrays = adapters['layers'].get(group, {})
     if name + lora.A not in arrays:
       continue
-    targets.add(theirs.split('.')[1])
-    for suffix, ours in (('lora_A', lora.A), ('lora_B', lora.B)):
-      stack = mesh_lib.to_host(arrays[name + ours])
+    targets.add(stored_name.split('.')[1])
+    for stored_suffix, suffix in (('lora_A', lora.A), ('lora_B', lora.B)):
+      stack = mesh_lib.to_host(arrays[name + suffix])
       # [layers, in.., rank] and [layers, rank, out..]; (out, in) in the file.
       rank = config.adapters.rank
-      shape = (-1, rank) if ours == lora.A else (rank, -1)
+      shape = (-1, rank) if suffix == lora.A else (rank, -1)
       for layer, matrix in enumerate(stack):
-        tensor_name = theirs.replace('.weight', f'.{suffix}.weight')
+        tensor_name = stored_name.replace('.weight', f'.{stored_suffix}.weight')
         tensors[f'base_model.model.model.layers.{layer}.{tensor_name}'] = (
           np.ascontiguousarray(matrix.reshape(shape).T, np.float32)
         )

@@ -51,7 +51,7 @@ def download(name: str, *, only_config: bool = False) -> str:
     'revision': revision or None,
     'allow_patterns': 'config.json' if only_config else _HUB_FILES,
   }
-  # Not cached, or incomplete.
+  # On any error, such as a missing or incomplete cache, download the model.
   with contextlib.suppress(Exception):
     folder = huggingface_hub.snapshot_download(
       name, local_files_only=True, **options

@@ -1,4 +1,4 @@
-"""Names and shapes of a checkpoint's tensors, and their places in our tree."""
+"""Names, shapes and locations in our parameters of a checkpoint's tensors."""
 
 import math
 from collections.abc import Iterator
@@ -57,17 +57,17 @@ class Tensor(NamedTuple):
 def tensors(config: QwenConfig) -> Iterator[Tensor]:
   """Yields the tensors of a checkpoint of a network."""
   shapes = parameters.shapes(config)
-  for name, theirs in TOP_NAMES.items():
+  for name, stored_name in TOP_NAMES.items():
     if name in shapes:
-      yield Tensor((name,), (), theirs, shapes[name], False)
-  for (group, name), (theirs, transposed) in LAYER_NAMES.items():
+      yield Tensor((name,), (), stored_name, shapes[name], False)
+  for (group, name), (template, transposed) in LAYER_NAMES.items():
     if name not in shapes['layers'].get(group, {}):
       continue
     # 1 for tensors of an expert, 0 for others.
-    shape, expert_dims = shapes['layers'][group][name], theirs.count('{}')
+    shape, expert_dims = shapes['layers'][group][name], template.count('{}')
     stored = _stored_shape(name, shape[1 + expert_dims :], transposed)
     for index in _indices(shape[: 1 + expert_dims]):
-      full_name = f'model.layers.{index[0]}.{theirs.format(*index[1:])}'
+      full_name = f'model.layers.{index[0]}.{template.format(*index[1:])}'
       path = ('layers', group, name)
       yield Tensor(path, index, full_name, stored, transposed)
 

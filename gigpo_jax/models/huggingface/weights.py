@@ -1,8 +1,8 @@
 """Read safetensors files: check them against a config, and load them.
 
-Tensors are read one at a time, transposed to our layout, placed on the mesh and
-cast to float32 there. Missing tensors, unknown tensors and wrong shapes are
-errors.
+Tensors are read one at a time, transposed to our layout, placed on the mesh,
+and cast to float32 by the devices. Missing tensors, unknown tensors and wrong
+shapes are errors.
 """
 
 import functools
@@ -156,7 +156,8 @@ def _differences(
 ) -> Iterator[str]:
   """Yields the differences between stored tensors and those of a network.
 
-  This is lazy: a wrong config.json may ask for a billion tensors.
+  The iterator is lazy, because an invalid config.json may imply a billion
+  tensors.
   """
   expected = {}
   for tensor in layout.tensors(config):
