@@ -211,7 +211,7 @@ def try_environment(
     console.log(f'env.name={name}: {failure.task} {failure}')
   limit = config.rollout.max_prompt_tokens
   for observation in observations:
-    if reason := rollout.refusal(observation, limit):
+    if reason := rollout.prompt_error(observation, limit):
       raise ValueError(f'env.name={name}: {reason}')
   if text is None or config_lib.has_own_buckets(config):
     return

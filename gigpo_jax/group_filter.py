@@ -66,10 +66,10 @@ class GroupFilter:
     options.check(self)
 
   def positions(self, iteration: int) -> list[int]:
-    """Returns the positions in the stream of tasks that an iteration may use.
+    """Returns the positions in the stream of tasks for an iteration.
 
-    The first position is the iteration itself, so runs with and without a
-    filter start with the same tasks.
+    The first is the iteration itself, so that runs with and without a filter
+    start with the same tasks. The others are for refills.
     """
     refills = self.max_refills if self.drop_zero_variance else 0
     first = _FIRST_REFILL + iteration * refills

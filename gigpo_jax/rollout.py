@@ -35,15 +35,14 @@ _SHARED_WAIT_SECS = 0.05
 
 SCHEDULES = ('async', 'lockstep')
 
-# Longest prompt that is tokenized, in characters: more characters per token
-# than any text has (the longest of Qwen's 150,000 tokens are lines of dashes),
-# and a minimum, so that a small limit of tokens can still shorten a prompt.
+# A longer prompt fails its episode before it is tokenized. No text has so many
+# characters per token; the minimum leaves room to shorten a prompt.
 _CHARS_PER_TOKEN = 64
 _MIN_CHARS = 65_536
 
 
 def _is_horizon(horizon: Sequence) -> bool:
-  """Returns whether a schedule is of pairs (iteration, turns), rising."""
+  """Returns whether it is pairs (iteration, turns), iterations increasing."""
   for pair in horizon:
     if not isinstance(pair, tuple) or [*map(type, pair)] != [int, int]:
       return False
@@ -104,6 +103,17 @@ class _Episode:
   turn: functools.partial | None = None
   failure: str = ''
   steps: list[trajectory.Step] = dataclasses.field(default_factory=list)
+
+  def to_trajectory(self, task_type: str) -> trajectory.Trajectory:
+    """Returns the recorded episode."""
+    return trajectory.Trajectory(
+      task=self.task,
+      task_type=task_type,
+      group=self.group,
+      member=self.member,
+      steps=tuple(self.steps),
+      failure=self.failure,
+    )
 
 
 @dataclasses.dataclass
@@ -207,22 +217,9 @@ class EpisodeRunner:
     self.sampler.finish()
     self.clock.total_secs = time.monotonic() - self.clock.start
     self.stats = self.sampler.take_stats()
-    trajectories = [
-      trajectory.Trajectory(
-        task=e.task,
-        task_type=task_type(e.task),
-        group=e.group,
-        member=e.member,
-        steps=tuple(e.steps),
-        failure=e.failure,
-      )
-      for e in episodes
-    ]
-    return [
-      t
-      for process_trajectories in distributed.all_gather_objects(trajectories)
-      for t in process_trajectories
-    ]
+    trajectories = [e.to_trajectory(task_type(e.task)) for e in episodes]
+    parts = distributed.all_gather_objects(trajectories)
+    return [t for part in parts for t in part]
 
   def prefetch(self, tasks: Sequence[base.Task], num_members: int) -> None:
     """Makes the workers load the next tasks while the device is busy."""
@@ -279,7 +276,7 @@ class _Rollout:
     self._free = list(reversed(range(runner.pool.num_envs)))
     # Start time of the pending call of each environment.
     self._calls: dict[int, float] = {}
-    # Pending requests of the sampler, by ticket.
+    # Pending requests of the sampler, by id.
     self._requests: dict[int, tuple[int, _Episode, functools.partial]] = {}
 
   def run(self) -> None:
@@ -321,7 +318,7 @@ class _Rollout:
       self._clock.env_wait_secs += now - before
     observations = {}
     for env, reply in replies:
-      # A worker may be lost while the policy samples: a reply without a call.
+      # A worker lost while the policy samples replies without a pending call.
       start = self._calls.pop(env, now)
       self._clock.env_spans.append((start, now))
       episode = self._running[env]
@@ -337,7 +334,7 @@ class _Rollout:
           self._pool.end(env)
           observation = None
       limit = self._runner.max_prompt_tokens
-      if observation and (reason := refusal(observation, limit)):
+      if observation and (reason := prompt_error(observation, limit)):
         episode.failure = str(self._pool.refuse(env, reason))
         observation = None
       if observation is None:
@@ -391,8 +388,10 @@ class _Rollout:
     if not finished:
       return
     responses = self._runner.tokenizer.decode([c.ids for _, c in finished])
-    for (ticket, completion), response in zip(finished, responses, strict=True):
-      env, episode, turn = self._requests.pop(ticket)
+    for (request_id, completion), response in zip(
+      finished, responses, strict=True
+    ):
+      env, episode, turn = self._requests.pop(request_id)
       if self._running.get(env) is not episode:
         continue  # The environment was lost in the meantime.
       episode.turn = functools.partial(
@@ -406,7 +405,7 @@ class _Rollout:
       self._pool.step(env, response)
 
 
-def refusal(observation: base.Observation, max_prompt_tokens: int) -> str:
+def prompt_error(observation: base.Observation, max_prompt_tokens: int) -> str:
   """Returns why a prompt is too long to be tokenized; '' if it is not."""
   limit = max(_MIN_CHARS, _CHARS_PER_TOKEN * max_prompt_tokens)
   longest = max(len(observation.prompt), len(observation.short_prompt))

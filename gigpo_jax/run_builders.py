@@ -1,7 +1,6 @@
-"""Build, restore and compile the parts of a training run.
+"""Set up a training run: its objects, checkpoints, compilation and export.
 
-Everything of `train` that is not the algorithm. `builders` makes the parts that
-evaluation and imitation use as well.
+`builders` makes the objects that evaluation and imitation use as well.
 """
 
 import dataclasses
@@ -48,7 +47,7 @@ _LEARNER_MEMORY = (
 def check_run(
   config: ml_collections.ConfigDict, workdir: str, *, allow_config_change: bool
 ) -> None:
-  """Checks all that needs neither devices nor simulators.
+  """Checks the config and the work directory, without devices or simulators.
 
   Raises:
     ValueError: one line per problem, if the config is invalid, or the work
@@ -193,7 +192,7 @@ def restore_or_init(
 
   Raises:
     ValueError: in one line, if the model does not fit on the devices or the
-      checkpoint is not one of such a run.
+      checkpoint belongs to another experiment.
   """
   with errors.explain_out_of_memory('model.path', 'use a smaller model'):
     params = parts.bundle.load()
@@ -215,7 +214,7 @@ def restore_or_init(
     raise ValueError(
       f'{parts.workdir}/checkpoints/{iteration}/host: not the state of a run '
       f'({type(e).__name__}: {e}); delete this checkpoint to resume from the '
-      'one before, or give another --workdir'
+      'previous one, or give another --workdir'
     ) from e
   console.log(f'resuming {parts.workdir} after iteration {iteration}')
   return run_state.RunState(**states, reference=reference), history
@@ -255,17 +254,17 @@ def compile_programs(
 def open_logs(parts: Parts, first_iteration: int) -> run_logs.RunLogs:
   """Returns the logs of a run; those of other processes write nothing."""
   config, workdir = parts.config, str(parts.workdir)
-  most_repeated = _most_repeated(config, workdir, first_iteration)
+  max_repeated = _max_repeated(config, workdir, first_iteration)
   return run_logs.RunLogs(
-    builders.make_writer(config, workdir, first_iteration, most_repeated),
+    builders.make_writer(config, workdir, first_iteration, max_repeated),
     builders.make_episode_writer(
-      config, workdir, parts.bundle.tokenizer, first_iteration, most_repeated
+      config, workdir, parts.bundle.tokenizer, first_iteration, max_repeated
     ),
     parts.workdir if distributed.is_main_process() else None,
   )
 
 
-def _most_repeated(
+def _max_repeated(
   config: ml_collections.ConfigDict, workdir: str, first_iteration: int
 ) -> int:
   """Returns how many iterations a resumed run may repeat after a kill.

@@ -38,7 +38,7 @@ class RunState:
 
 @dataclasses.dataclass(frozen=True)
 class History:
-  """What later iterations need to know of the earlier ones.
+  """Values on the host that later iterations depend on.
 
   Attributes:
     iteration: the last finished iteration; -1 before the first.
@@ -75,7 +75,9 @@ class History:
       task_outcomes: state of the task sampler after these episodes.
       metrics: metrics of its update. Without an update they have no entropy.
     """
-    entropy = metrics.get('loss/entropy', math.nan)
+    entropies = self.entropies
+    if math.isfinite(entropy := metrics.get('loss/entropy', math.nan)):
+      entropies += (entropy,)
     skipped = {
       name: metrics[f'{name}/skipped_in_row']
       for name in ('update', 'critic')
@@ -85,7 +87,7 @@ class History:
       iteration=iteration,
       task_outcomes=task_outcomes,
       counts=self.counts.plus(groups.episodes),
-      entropies=self.entropies + (entropy,) * math.isfinite(entropy),
+      entropies=entropies,
       skipped=self.skipped | skipped,
     )
 

@@ -1,14 +1,26 @@
-"""GiGPO (arXiv:2505.10978): advantages within groups and anchor groups."""
+"""GiGPO (arXiv:2505.10978): advantages within groups and anchor groups.
+
+A group is the N episodes of a task; an anchor group is the steps of a group
+that were taken in the same state of the environment. With E the sum of an
+episode's rewards and G the discounted return from a step,
+
+    A_E = (E - mean of E in the group) / its standard deviation,       Eq. (3)
+    A_S = (G - mean of G in the anchor group) / its standard deviation, Eq. (7)
+    A = A_E + step_weight * A_S,                                       Eq. (8)
+
+and every token of a step has the step's advantage A. `advantages.gigpo`
+computes this for all rows (one per step) at once.
+"""
 
 import dataclasses
 from typing import ClassVar
 
 import numpy as np
 
-from gigpo_jax import advantages, algorithms, batch, deprecated, options
+from gigpo_jax import advantages, algorithms, batch, options
 
 PRESETS = {
-  # Readings of the released code.
+  # Options that reproduce the authors' released code.
   'reference_code': {
     'algorithm.episode_stats': 'rows',
     'algorithm.penalty_scope': 'row',
@@ -19,9 +31,22 @@ PRESETS = {
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-  """A = A_E + step_weight * A_S; attributes as for `advantages.gigpo`.
+  """Options and advantages of GiGPO; a base class of variants.
 
-  Algorithms that change only A_S are subclasses.
+  Attributes:
+    needs_values: whether the algorithm needs a critic.
+    needs_group: whether it compares episodes, and needs two per group.
+    discount: gamma per step; for G only.
+    step_weight: omega.
+    invalid_penalty: subtracted from the reward of an invalid response.
+    norm: mean_std as above; mean does not divide; leave_one_out compares with
+      the mean of the other entries, without dividing.
+    episode_stats: whether mean and deviation of E have one entry per episode
+      (trajectories) or per row (rows, the authors' code).
+    penalty_scope: whether the penalty changes the reward, or E and G of that
+      row only (row, the authors' code).
+    lone_episode: A_E of a group with one entry: zero, or E (raw, the authors'
+      code).
   """
 
   needs_values: ClassVar[bool] = False
@@ -44,7 +69,7 @@ class Algorithm:
     advantages.check_options(**self.statistics())
 
   def components(self, rows: batch.Rows) -> advantages.Components:
-    """Returns the components of the advantages."""
+    """Returns A_E, A_S, E and G of each row."""
     return advantages.gigpo_components(
       *rows.steps_taken(),
       discount=self.discount,
@@ -53,7 +78,7 @@ class Algorithm:
     )
 
   def statistics(self) -> dict[str, str]:
-    """Returns the options whose values are names."""
+    """Returns the options whose values are strings."""
     return {
       'norm': self.norm,
       'episode_stats': self.episode_stats,
@@ -62,25 +87,18 @@ class Algorithm:
     }
 
   def inputs(self, rows: batch.Rows) -> advantages.Inputs:
-    """Returns the input of `advantages.segment_rows`."""
+    """Returns the rows as inputs of the functions of `advantages`."""
     return advantages.device_inputs(
       *rows.steps_taken(), self.discount, self.invalid_penalty
     )
 
-  credit = algorithms.credit
-  parts = algorithms.old_method('parts', 'components')
-
-  def __init_subclass__(cls):
-    super().__init_subclass__()
-    if 'parts' in vars(cls) and 'components' not in vars(cls):
-      deprecated.warn(f'{cls.__module__}.Algorithm.parts', 'components')
-      cls.components = cls.parts
+  credit = algorithms.credit  # Deprecated name of `compute_advantages`.
 
   def compute_advantages(
     self, rows: batch.Rows, values=None
   ) -> algorithms.AlgorithmOutput:
     """Returns one advantage per row, 0 for padding, with metrics."""
-    del values
+    del values  # There is no critic.
     components = advantages.Components(
       *(np.asarray(x) for x in self.components(rows))
     )
@@ -91,5 +109,5 @@ class Algorithm:
     )
 
   def joint(self, components: advantages.Components) -> np.ndarray:
-    """Returns the joint advantage A, Eq. (8)."""
+    """Returns A, Eq. (8)."""
     return advantages.combine(components, self.step_weight)
