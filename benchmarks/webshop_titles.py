@@ -4,8 +4,8 @@
 
 WebShop tags titles with a spaCy model that is often not available. For random
 purchases of a wrong product, prints how often the type part of the reward would
-differ with another tagger: one that tags whole titles instead of single words,
-and one, worse than any real tagger, that calls every token a noun.
+differ with another tagger. One tags complete titles instead of single words.
+The other, worse than any real tagger, labels every token a noun.
 """
 
 import argparse

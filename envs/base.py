@@ -2,9 +2,10 @@
 
 An environment works with text. It builds the complete prompt of a turn
 (instruction, task, history, current observation) and parses the model's
-response. The trainer therefore knows no environment, and adding an environment
-changes a single folder. Environments run in worker processes: this package
-imports the standard library, numpy and simulators, never jax or gigpo_jax.
+response. The trainer is therefore independent of environments, and adding an
+environment changes a single folder. Environments run in worker processes: this
+package imports the standard library, numpy and simulators, never jax or
+gigpo_jax.
 """
 
 import dataclasses

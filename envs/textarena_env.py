@@ -56,7 +56,7 @@ class Env:
       expect around a move are optional.
     board: regular expression for the part of the game's text that is its state.
       Steps are grouped by it. '' uses the messages that the game marks as its
-      board or, if it has none, the whole transcript.
+      board or, without a board, the entire transcript.
     success_reward: an episode succeeds if the game's reward is at least this.
     seed: base seed of the tasks.
     max_steps: step limit of an episode.

@@ -2,8 +2,8 @@
 
 Input: arrays with one entry per row: reward, group, episode, step, anchor,
 validity. Rows are in any order; group -1 marks padding. Output: one advantage
-per row. This module knows no tokens, model or environment. It sorts rows and
-sums over segments, in O(R log R).
+per row. This module is independent of tokens, models and environments. It
+sorts rows and sums over segments, in O(R log R).
 
 An episode is identified by (group, episode) and an anchor group by (group,
 anchor), so ids may repeat between groups.
@@ -217,10 +217,10 @@ def device_inputs(  # noqa: PLR0913
   static_argnames=('norm', 'episode_stats', 'penalty_scope', 'lone_episode'),
 )
 def _components(inputs, *, norm, episode_stats, penalty_scope, lone_episode):
-  described = segment_rows(inputs, penalty_scope=penalty_scope)
+  row_segments = segment_rows(inputs, penalty_scope=penalty_scope)
   return make_components(
-    described,
-    step_advantages(described.returns, described.anchors, norm=norm),
+    row_segments,
+    step_advantages(row_segments.returns, row_segments.anchors, norm=norm),
     norm=norm,
     episode_stats=episode_stats,
     lone_episode=lone_episode,
@@ -311,7 +311,7 @@ def step_advantages(
 
 
 def make_components(
-  found: RowSegments,
+  row_segments: RowSegments,
   step_advantage: Float[Array, ' R'],
   *,
   norm: str,
@@ -319,22 +319,24 @@ def make_components(
   lone_episode: str,
 ) -> Components:
   """Returns advantage components for a given A_S; options as for `gigpo`."""
-  all_rows = jnp.ones_like(found.starts)
+  all_rows = jnp.ones_like(row_segments.starts)
   components = Components(
     episode_advantage=group_normalize(
-      found.episode_returns,
-      found.groups,
-      found.starts if episode_stats == 'trajectories' else all_rows,
+      row_segments.episode_returns,
+      row_segments.groups,
+      row_segments.starts if episode_stats == 'trajectories' else all_rows,
       norm=norm,
       keep_lone=lone_episode == 'raw',
     ),
     step_advantage=step_advantage,
-    episode_returns=found.episode_returns[0],
-    returns=found.returns[0],
-    anchor_group_sizes=arrays.segment_count(found.anchors, all_rows),
-    group_sizes=arrays.segment_count(found.groups, found.starts),
+    episode_returns=row_segments.episode_returns[0],
+    returns=row_segments.returns[0],
+    anchor_group_sizes=arrays.segment_count(row_segments.anchors, all_rows),
+    group_sizes=arrays.segment_count(row_segments.groups, row_segments.starts),
   )
-  return jax.tree.map(lambda part: jnp.where(found.real, part, 0), components)
+  return jax.tree.map(
+    lambda part: jnp.where(row_segments.real, part, 0), components
+  )
 
 
 @typechecked

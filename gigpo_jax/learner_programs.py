@@ -1,7 +1,7 @@
 """The compiled programs of the learner: everything that runs on the devices.
 
-`LearnerPrograms` knows arrays of packed tokens and columns, but not the rows
-that they come from. Each program is traced once per length bucket.
+The inputs of `LearnerPrograms` are arrays of packed tokens and columns, not the
+rows that these come from. Each program is traced once per length bucket.
 """
 
 import dataclasses

@@ -30,7 +30,7 @@ def plan(game: world.World) -> list[str]:
   The agent holds one object at a time, receptacles stay open, and one command
   walks between any two locations. A shortest solution therefore only takes,
   treats and puts goal objects, walks to where the next action happens and opens
-  closed receptacles on the way. What remains to choose is the objects,
+  closed receptacles on the way. The remaining choices are the objects,
   appliances and receptacles; all combinations are tried.
 
   Args:
@@ -64,7 +64,7 @@ class _Planner:
     self._objects = [o for o in game.objects if o.type == game.goal.object_type]
 
   def plans(self) -> Iterator[list[str]]:
-    """Yields winning plans, one of which is shortest.
+    """Yields winning plans; at least one of them is a shortest plan.
 
     Raises:
       ValueError: if the goal cannot be reached.
@@ -326,7 +326,7 @@ class Explorer:
           self._set_contents(receptacle, contents + self._lamps)
 
   def _set_contents(self, receptacle: str, names: list[str]) -> None:
-    """Records the contents of a receptacle; forgets objects that are gone."""
+    """Records the contents of a receptacle; forgets removed objects."""
     self._searched.add(receptacle)
     for name, at in list(self._known_objects.items()):
       if at == receptacle and name not in names:
@@ -452,7 +452,7 @@ class Explorer:
     return thought, f'open {receptacle}'
 
   def _explore(self, wanted: str, explored: set[str]) -> tuple[str, str]:
-    """Goes to an unexplored receptacle, to look for an object or appliance.
+    """Visits an unexplored receptacle to look for an object or appliance.
 
     Args:
       wanted: type of the object or appliance.

@@ -22,7 +22,7 @@ _MAX_INSTANCES = 3  # objects of one type
 _SHARED_LOCATION_RATE = 0.12
 # Share of cabinets and drawers without a door, whose contents always show.
 _OPEN_FRONT_RATE = 0.15
-# Types of which a room can have any number, side by side.
+# Types without a maximum number per room, which may share a location.
 _STACKED = frozenset(('Cabinet', 'Drawer', 'Shelf', 'StoveBurner'))
 _HORIZONS = (-30, -15, 0, 15, 30, 45, 60)
 _BASINS = {'SinkBasin': 'Sink', 'BathtubBasin': 'Bathtub'}

@@ -2,8 +2,8 @@
 
 This is the reference for `native.py`. TextWorld and alfworld are imported when
 the first engine is created. Repeated work in TextWorld (parsing templates,
-copying contexts, grounding) is memoized from outside, for the whole process,
-without changing any text. Not thread-safe.
+copying contexts, grounding) is memoized from outside, once per process, without
+changing any text. Not thread-safe.
 
 TextWorld evaluates Python expressions in a game's grammar. ALFWorld's own
 grammar only joins names and texts. A game whose grammar contains any other

@@ -256,11 +256,12 @@ def reference(
 ) -> Goals:
   """Returns the list of goals of one worker of the released GiGPO code.
 
-  There, each group has a worker with its own seed, the run's seed plus the
-  group's index. The seed determines prices, price limits and the order of the
-  goals. A worker trains on all goals but its first 500. Validation workers have
-  other seeds, hence other orders, and play their first 500 goals: TRAINING
-  GOALS LEAK INTO VALIDATION. Use it only to compare with published numbers.
+  In that code, each group has a worker with its own seed, the run's seed plus
+  the group's index. The seed determines prices, price limits and the order of
+  the goals. A worker trains on all goals except its first 500. Validation
+  workers have other seeds, so other orders, and play their first 500 goals:
+  TRAINING GOALS LEAK INTO VALIDATION. Use it only to compare with published
+  numbers.
   """
   return build(catalogue, human=human, seed=seed, shuffle_seed=seed)
 

@@ -458,7 +458,7 @@ def _read_json(path: pathlib.Path) -> dict:
 
 
 def _stream(path: pathlib.Path, limit: int | None) -> Iterator[Any]:
-  """Yields the records of a long JSON list without loading it whole.
+  """Yields the records of a long JSON list without loading the entire list.
 
   Uses the standard library's decoder: streaming decoders reject NaN, which
   Python's encoder writes.

@@ -41,7 +41,7 @@ def plain_color(option: str | tuple[str, str]) -> str | tuple[str, str]:
   """Returns the first basic colour in an option; the option if it has none.
 
   In a string, substrings count, too ('tan' in 'stand'). In a pair (name, value)
-  only a whole element counts.
+  only a complete element counts.
   """
   return next((color for color in _COLORS if color in option), option)
 

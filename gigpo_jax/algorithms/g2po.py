@@ -36,28 +36,28 @@ class Algorithm(gigpo.Algorithm):
   static_argnames=('norm', 'episode_stats', 'penalty_scope', 'lone_episode'),
 )
 def _components(inputs, *, norm, penalty_scope, **statistics):
-  described = advantages.segment_rows(inputs, penalty_scope=penalty_scope)
+  row_segments = advantages.segment_rows(inputs, penalty_scope=penalty_scope)
   before, after = values(
-    described, inputs.rewards[0], inputs.steps, inputs.discount[0]
+    row_segments, inputs.rewards[0], inputs.steps, inputs.discount[0]
   )
   # Equal sums of float32 may differ in their last bits.
   stats = {'norm': norm, 'tolerance': _EQUAL_WITHIN * jnp.max(jnp.abs(before))}
   step_advantage = advantages.step_advantages(
-    arrays.two_add((after, 0 * after), described.cost),
-    described.anchors,
+    arrays.two_add((after, 0 * after), row_segments.cost),
+    row_segments.anchors,
     **stats,
   )
   gain = after - before
   step_advantage += advantages.group_normalize(
-    (gain, 0 * gain), described.groups, described.real, **stats
+    (gain, 0 * gain), row_segments.groups, row_segments.real, **stats
   )
   return advantages.make_components(
-    described, step_advantage, norm=norm, **statistics
+    row_segments, step_advantage, norm=norm, **statistics
   )
 
 
 def values(
-  found: advantages.RowSegments,
+  row_segments: advantages.RowSegments,
   rewards: Float[Array, ' R'],
   steps: Int[Array, ' R'],
   discount: Float[Array, ''],
@@ -65,17 +65,21 @@ def values(
   """Returns the values of the states before and after each step.
 
   Args:
-    found: segments of the rows.
+    row_segments: segments of the rows.
     rewards: rewards of the steps, without penalties.
     steps: index of each step within its episode.
     discount: discount per step.
   """
-  all_rows, num_rows = jnp.ones_like(found.real), len(steps)
-  rewards = arrays.segment_sum(rewards, found.episodes, all_rows)
-  last = jax.ops.segment_max(steps, found.episodes, num_rows)[found.episodes]
+  all_rows, num_rows = jnp.ones_like(row_segments.real), len(steps)
+  rewards = arrays.segment_sum(rewards, row_segments.episodes, all_rows)
+  last = jax.ops.segment_max(steps, row_segments.episodes, num_rows)[
+    row_segments.episodes
+  ]
   discounted = discount ** (last + 1 - steps) * rewards
-  visits = arrays.segment_count(found.anchors, all_rows)
-  before = arrays.segment_sum(discounted, found.anchors, all_rows) / visits
+  visits = arrays.segment_count(row_segments.anchors, all_rows)
+  before = (
+    arrays.segment_sum(discounted, row_segments.anchors, all_rows) / visits
+  )
   # A last step keeps the episode's total reward.
-  after = rewards.at[found.previous].set(before, mode='drop')
+  after = rewards.at[row_segments.previous].set(before, mode='drop')
   return before, after

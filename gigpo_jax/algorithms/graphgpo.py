@@ -57,17 +57,17 @@ def _components(
   inputs, graph_nodes, graph_discount, *, norm, penalty_scope, **statistics
 ):
   following, known, success = graph_nodes
-  described = advantages.segment_rows(inputs, penalty_scope=penalty_scope)
+  row_segments = advantages.segment_rows(inputs, penalty_scope=penalty_scope)
   sources, targets = edges(inputs.groups, inputs.anchors, following)
-  steps = distances(described.groups, sources, targets, known, success)
+  steps = distances(row_segments.groups, sources, targets, known, success)
   values = arrays.two_add(
-    (10 * graph_discount**steps, 0 * steps), described.cost
+    (10 * graph_discount**steps, 0 * steps), row_segments.cost
   )
   step_advantage = advantages.step_advantages(
-    values, described.anchors, norm=norm
+    values, row_segments.anchors, norm=norm
   )
   return advantages.make_components(
-    described, step_advantage, norm=norm, **statistics
+    row_segments, step_advantage, norm=norm, **statistics
   )
 
 
@@ -85,8 +85,8 @@ def edges(
 
 def distances(
   groups: Int[Array, ' R'],
-  here: Int[Array, ' R'],
-  there: Int[Array, ' R'],
+  sources: Int[Array, ' R'],
+  targets: Int[Array, ' R'],
   known: Bool[Array, ' R'],
   success: Bool[Array, ' R'],
 ) -> Float[Array, ' R']:
@@ -97,23 +97,23 @@ def distances(
 
   Args:
     groups: segment id of each row's group.
-    here: source node of each step.
-    there: target node of each step.
+    sources: source node of each step.
+    targets: target node of each step.
     known: whether the target is known; otherwise it has no path to success.
     success: whether the step accomplishes the task.
   """
-  num_nodes = 2 * len(here)
+  num_nodes = 2 * len(sources)
 
   def remaining(node_distances: jax.Array) -> jax.Array:
     """Returns the distance to success after each row's step."""
     return jnp.where(
-      success, 0, jnp.where(known, node_distances[there], _UNREACHABLE)
+      success, 0, jnp.where(known, node_distances[targets], _UNREACHABLE)
     )
 
   def relax(carry: tuple) -> tuple:
     node_distances, _ = carry
     shorter = jax.ops.segment_min(
-      1 + remaining(node_distances), here, num_nodes
+      1 + remaining(node_distances), sources, num_nodes
     )
     shorter = jnp.minimum(node_distances, shorter)
     return shorter, jnp.any(shorter != node_distances)
@@ -125,7 +125,9 @@ def distances(
   # Include source nodes: the farthest node may be the target of no step.
   finite = jnp.maximum(
     finite,
-    jnp.where(node_distances[here] < _UNREACHABLE, node_distances[here], 0),
+    jnp.where(
+      node_distances[sources] < _UNREACHABLE, node_distances[sources], 0
+    ),
   )
   largest = jax.ops.segment_max(finite, groups, len(groups))[groups]
   return jnp.where(steps < _UNREACHABLE, steps, largest + 1).astype(jnp.float32)

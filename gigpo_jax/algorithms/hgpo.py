@@ -79,37 +79,37 @@ class Algorithm(gigpo.Algorithm):
 def _components(
   inputs, level_exponent, *, history, norm, penalty_scope, **statistics
 ):
-  described = advantages.segment_rows(inputs, penalty_scope=penalty_scope)
-  all_rows = jnp.ones_like(described.starts)
+  row_segments = advantages.segment_rows(inputs, penalty_scope=penalty_scope)
+  all_rows = jnp.ones_like(row_segments.starts)
   total = weights = jnp.zeros(len(all_rows))
-  for k, (segments, complete) in enumerate(levels(described, history), 1):
+  for k, (segments, complete) in enumerate(levels(row_segments, history), 1):
     compared = complete & (arrays.segment_count(segments, all_rows) > 1)
     weight = jnp.where(compared, (k + 1.0) ** level_exponent, 0)
     total += weight * advantages.group_normalize(
-      described.returns, segments, all_rows, norm=norm, ddof=0
+      row_segments.returns, segments, all_rows, norm=norm, ddof=0
     )
     weights += weight
   step_advantage = jnp.where(
     weights > 0, total / jnp.maximum(weights, 1e-30), 0
   )
   return advantages.make_components(
-    described, step_advantage, norm=norm, **statistics
+    row_segments, step_advantage, norm=norm, **statistics
   )
 
 
 def levels(
-  found: advantages.RowSegments, history: int
+  row_segments: advantages.RowSegments, history: int
 ) -> list[tuple[Int[Array, ' R'], Bool[Array, ' R']]]:
   """Returns (segments, whether a step has k anchors) of k = 1, .., history + 1.
 
   Steps share a segment of level k if their last k anchors are equal. A step
   with fewer than k anchors shares no segment with a step that has k anchors.
   """
-  segments, complete = found.anchors, jnp.ones_like(found.starts)
+  segments, complete = row_segments.anchors, jnp.ones_like(row_segments.starts)
   all_levels = [(segments, complete)]
   for _ in range(history):
-    previous_segments = jnp.append(segments, -1)[found.previous]
-    segments = arrays.segment_ids(found.anchors, previous_segments)
-    complete = jnp.append(complete, False)[found.previous]
+    previous_segments = jnp.append(segments, -1)[row_segments.previous]
+    segments = arrays.segment_ids(row_segments.anchors, previous_segments)
+    complete = jnp.append(complete, False)[row_segments.previous]
     all_levels.append((segments, complete))
   return all_levels

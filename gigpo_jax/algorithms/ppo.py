@@ -1,11 +1,11 @@
 """PPO (arXiv:1707.06347) with a critic and generalized advantage estimation.
 
-An episode is a single chain of links, tokens or turns, through all its rows.
+An episode is a sequence of units, tokens or turns, through all its rows.
 Advantages are A_k = delta_k + discount lambda A_{k+1} with delta_k = r_k +
-discount V_{k+1} - V_k (arXiv:1506.02438, Eq. 16). V is 0 after the last link.
+discount V_{k+1} - V_k (arXiv:1506.02438, Eq. 16). V is 0 after the last unit.
 
-Level `token`: a link is a token. Its value is the critic's value before the
-token, and a turn's reward is given at its last token. Level `turn`: a link is
+Level `token`: a unit is a token. Its value is the critic's value before the
+token, and a turn's reward is given at its last token. Level `turn`: a unit is
 a turn (arXiv:2512.17008). Its value is the critic's value before its first
 token, and its tokens share an advantage.
 """
@@ -44,7 +44,7 @@ class Algorithm:
 
   Attributes:
     gae_level: one of LEVELS.
-    gae_discount: discount per link.
+    gae_discount: discount per unit.
     gae_lambda: lambda; 1 gives the return minus the value.
     whiten_advantages: whether to normalise advantages to mean 0 and standard
       deviation 1 over the tokens of the batch, as most implementations do.
@@ -63,12 +63,12 @@ class Algorithm:
   def __post_init__(self):
     options.check(self)
 
-  def _links(self, rows: batch.Rows) -> Bool[np.ndarray, 'R C']:
-    """Returns True at the positions that are links."""
-    links = rows.completion_mask
+  def _units(self, rows: batch.Rows) -> Bool[np.ndarray, 'R C']:
+    """Returns True at the first position of each unit."""
+    units = rows.completion_mask
     if self.gae_level == 'turn':
-      links[:, 1:] = False
-    return links
+      units[:, 1:] = False
+    return units
 
   credit = algorithms.credit
 
@@ -82,23 +82,23 @@ class Algorithm:
     """
     if values is None:
       raise ValueError('values=None: ppo needs the values of a critic')
-    mask, links = rows.completion_mask, self._links(rows)
+    mask, units = rows.completion_mask, self._units(rows)
     rewards = np.where(
       rows.valid, rows.rewards, rows.rewards - self.invalid_penalty
     )
-    advantages = chain_advantages(
+    advantages = generalized_advantages(
       rows,
       rewards,
       values.astype(np.float64),
-      links,
+      units,
       discount=self.gae_discount,
       decay=self.gae_lambda,
     )
-    targets = np.where(links, advantages + values, 0)
-    errors = np.where(links, advantages, 0)[links]
-    variance = targets[links].var()
+    targets = np.where(units, advantages + values, 0)
+    errors = np.where(units, advantages, 0)[units]
+    variance = targets[units].var()
     metrics = {
-      'critic/value_mean': values[links].mean(),
+      'critic/value_mean': values[units].mean(),
       'critic/explained': 1 - errors.var() / variance if variance else 0.0,
     }
     if self.gae_level == 'turn':
@@ -114,42 +114,42 @@ class Algorithm:
       advantages.astype(np.float32),
       {name: float(value) for name, value in metrics.items()},
       targets.astype(np.float32),
-      links,
+      units,
     )
 
 
-def chain_advantages(
+def generalized_advantages(
   rows: batch.Rows,
   rewards: Float[np.ndarray, ' R'],
   values: Float[np.ndarray, 'R C'],
-  links: Bool[np.ndarray, 'R C'],
+  units: Bool[np.ndarray, 'R C'],
   *,
   discount: float,
   decay: float,
 ) -> Float[np.ndarray, 'R C']:
-  """Returns the advantage of each link, 0 elsewhere, float64.
+  """Returns the advantage of each unit, 0 elsewhere, float64.
 
   Args:
     rows: rows with their groups, episodes and steps.
-    rewards: reward of each row, given at its last link.
-    values: value before each link.
-    links: True at links, which are the first positions of each row.
-    discount: discount per link.
+    rewards: reward of each row, given at its last unit.
+    values: value before each unit.
+    units: True at units, which are the first positions of each row.
+    discount: discount per unit.
     decay: lambda.
   """
   advantages = np.zeros(values.shape)
-  num_links = links.sum(axis=1)
+  num_units = units.sum(axis=1)
   order = np.lexsort((rows.steps, rows.episodes, rows.groups))
   next_value, previous = 0.0, (-1, -1)
   advantage = 0.0
   for r in order[::-1]:
-    if rows.groups[r] < 0 or not num_links[r]:
+    if rows.groups[r] < 0 or not num_units[r]:
       continue
     episode = (rows.groups[r], rows.episodes[r])
     if episode != previous:
       next_value, advantage, previous = 0.0, 0.0, episode
     reward = rewards[r]
-    for c in range(num_links[r] - 1, -1, -1):
+    for c in range(num_units[r] - 1, -1, -1):
       delta = reward + discount * next_value - values[r, c]
       advantage = delta + discount * decay * advantage
       advantages[r, c] = advantage

@@ -56,12 +56,12 @@ class Algorithm:
 
 @functools.partial(jax.jit, static_argnames='baseline')
 def _whitened(inputs, tokens, *, baseline):
-  described = advantages.segment_rows(inputs, penalty_scope='reward')
-  returns = described.episode_returns
+  row_segments = advantages.segment_rows(inputs, penalty_scope='reward')
+  returns = row_segments.episode_returns
   if baseline == 'group':
     centred = advantages.group_normalize(
-      returns, described.groups, described.starts, norm='mean'
+      returns, row_segments.groups, row_segments.starts, norm='mean'
     )
   else:
     centred = returns[0]
-  return advantages.whiten(centred, jnp.where(described.real, tokens, 0))
+  return advantages.whiten(centred, jnp.where(row_segments.real, tokens, 0))
