@@ -12,9 +12,9 @@ The choice of the tagger only matters if a WRONG product is bought: a title
 shares all nouns with itself. Its effect was measured on 20,000 random pairs
 (bought, wanted) from the full shop, and 20,000 pairs with the same query
 (benchmarks/webshop_titles.py). If TextBlob tags complete titles instead of
-single words, the type score changes in 1.0 % and 3.4 % of the pairs; it changes to or
-from 1 in 0.2 % and 2.7 %. If every word counts as a noun, which is worse than
-any tagger, these are 48 % and 25 %, and 2 % and 16 %.
+single words, the type score changes in 1.0 % and 3.4 % of the pairs; it changes
+to or from 1 in 0.2 % and 2.7 %. If every word counts as a noun, which is worse
+than any tagger, these are 48 % and 25 %, and 2 % and 16 %.
 """
 
 import functools
