@@ -90,8 +90,8 @@ def test_differing_replay_is_a_failure():
     assert 'differs when it is replayed' in history[1][-1].reason
     assert len(pool.failures) == 2
     # The next episode receives no reply of the failed episode.
-    history = pools.play(pool, {1: 2})
-  assert history[1][-1].success and len(history[1]) == 3
+    next_history = pools.play(pool, {1: 2})
+  assert next_history[1][-1].success and len(next_history[1]) == 3
 
 
 @pytest.mark.parametrize('fault', ['unpicklable', 'print'])

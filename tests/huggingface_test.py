@@ -336,7 +336,7 @@ def test_configs_that_transformers_writes_are_accepted(tmp_path):
     assert huggingface.read_config(str(tmp_path)) == config
 
 
-def test_null_key_value_heads_means_as_many_as_heads(tmp_path):
+def test_null_key_value_heads_equal_the_query_heads(tmp_path):
   import transformers
 
   hf_config = transformers.Qwen2Config(

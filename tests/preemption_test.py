@@ -31,7 +31,7 @@ def test_a_preempted_run_may_finish_its_iteration():
   assert signal.getsignal(signal.SIGTERM) is handler
 
 
-def test_half_the_grace_period_later_it_is_interrupted():
+def test_a_run_is_interrupted_after_half_the_grace_period():
   with preemption.PreemptionGuard(GRACE_SECS) as guard:
     _terminate()
     start = time.monotonic()
@@ -56,7 +56,7 @@ def test_deferred_blocks_are_finished_first():
   assert finished
 
 
-def test_without_a_signal_the_end_is_quick():
+def test_exit_without_a_signal_is_immediate():
   start = time.monotonic()
   with preemption.PreemptionGuard(60.0):
     pass
@@ -69,7 +69,7 @@ from gigpo_jax.runtime import preemption
 with preemption.PreemptionGuard(1.0):
   print(time.time(), flush=True)
   os.kill(os.getpid(), signal.SIGTERM)
-  # Keeps Python's handlers waiting, as an update does.
+  # This call delays Python's signal handlers, as an update does.
   hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)
 """
 

@@ -1,6 +1,6 @@
 """Paths of reference data of the original environments.
 
-$GIGPO_JAX_REFERENCE_DATA names a folder with all of it. Without the variable,
+$GIGPO_JAX_REFERENCE_DATA names a folder with all data. Without the variable,
 tests use the samples in tests/data; see the README there.
 """
 

@@ -355,7 +355,7 @@ def test_decode_tokens_does_not_change_tokens(params, decode_tokens):
     np.testing.assert_array_equal(a.ids, b.ids)
 
 
-def test_equal_prompts_share_one_prefill(params):
+def test_identical_prompts_share_one_prefill(params):
   engine = _sampler()
   first, second = _requests(2)
   copies = [

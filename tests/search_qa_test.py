@@ -307,7 +307,7 @@ def test_episodes_do_not_depend_on_earlier_episodes():
   )
 
 
-def test_number_and_types_of_tasks(folder):
+def test_counts_and_types_of_tasks(folder):
   split = envs.tasks('search_qa', 'train', data_dir=str(folder))
   assert len(split) == 2
   assert [split.task_type(n) for n in range(2)] == ['all', 'nq']

@@ -50,7 +50,7 @@ def test_the_same_task_gives_the_same_observation():
   assert used.reset(base.Task('train', 1)) == fresh.reset(base.Task('train', 1))
 
 
-def test_number_and_types_of_tasks():
+def test_counts_and_types_of_tasks():
   split = envs.tasks('toy', 'train', num_tasks=6)
   assert len(split) == 6
   assert {split.task_type(index) for index in range(6)} == {'near', 'far'}

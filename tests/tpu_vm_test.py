@@ -124,7 +124,7 @@ esac
 def test_keep_retries_until_the_run_is_finished(tmp_path):
   (tmp_path / 'gcloud').write_text(_GCLOUD)
   (tmp_path / 'gcloud').chmod(0o755)
-  # No capacity, then created; setup fails, then succeeds; preempted; again.
+  # No capacity, then created; setup fails, then succeeds; preempted; repeated.
   states = ['ABSENT', 'ABSENT', *['READY'] * 3, 'PREEMPTED', 'ABSENT']
   states += ['CREATING', *['READY'] * 3]
   hosts = ['idle', 'idle', 'training', 'idle', 'training', 'finished']
