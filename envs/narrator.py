@@ -3,7 +3,7 @@
 The `paper` style has the structure of the GiGPO prompts: role, task, history,
 observation, admissible actions, instruction (arXiv:2505.10978, appendix on
 prompts). The `brief` style has the same facts in few tokens. It is for very
-small policies, which learn the instruction instead of reading it.
+small policies whose warm start has already taught them the format.
 """
 
 import collections
@@ -70,7 +70,7 @@ class Transcript:
     self._history: collections.deque[turns.Turn] = collections.deque(
       maxlen=history_length
     )
-    self._task = self._shown = ''
+    self._task = self._prompt_text = ''
     self.step = 0
 
   def reset(self, task: str) -> None:
@@ -98,7 +98,7 @@ class Transcript:
       actions: admissible actions.
       shown: the text in the form that prompts show; None for `text` itself.
     """
-    self._shown = text if shown is None else shown
+    self._prompt_text = text if shown is None else shown
     history = tuple(self._history)
     recent = history[len(history) - self._short_history_length :]
     return base.Observation(
@@ -115,7 +115,7 @@ class Transcript:
   ) -> str:
     return self._build(
       task=self._task,
-      observation=self._shown,
+      observation=self._prompt_text,
       actions=actions,
       history=history,
       step=self.step,
@@ -123,7 +123,7 @@ class Transcript:
 
   def record_action(self, action: str) -> None:
     """Adds a turn to the history: the last observation and this action."""
-    self.record_turn(turns.Turn(self._shown, action))
+    self.record_turn(turns.Turn(self._prompt_text, action))
 
   def record_turn(self, turn: turns.Turn | None) -> None:
     """Counts a turn; adds it to the history unless it is None."""
@@ -229,9 +229,9 @@ class Narrator(Transcript):
     observation: str,
     actions: Sequence[str],
     history: Sequence[turns.Turn],
-    **other_parts,
+    **unused,
   ) -> str:
-    del other_parts
+    del unused
     lines = [f'Task: {task}']
     for turn in history:
       if self._brief_observations:

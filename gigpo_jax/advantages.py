@@ -8,6 +8,10 @@ sorts rows and sums over segments, in O(R log R).
 An episode is identified by (group, episode) and an anchor group by (group,
 anchor), so ids may repeat between groups.
 
+E is the return of an episode, the undiscounted sum of its rewards, and G the
+discounted return from a step. A_E and A_S are the episode and step advantages,
+which compare E within groups and G within anchor groups.
+
 # Differs from the paper: none by default. `episode_stats='rows'`,
 `penalty_scope='row'` and `lone_episode='raw'` follow the authors' released
 code.
@@ -81,8 +85,9 @@ def gigpo(  # noqa: PLR0913
   """Returns the advantage of each row: A_E + step_weight * A_S, Eq. (8).
 
   Accepts numpy arrays, lists or jax arrays of shape [R], and traces under jit.
-  Ids are integers of any width (128 bits: Python integers or uint64 [R, 2]);
-  under jit int32, and anchors also uint32 [R, 4], see `anchors.digests`.
+  Ids are integers of any width (128 bits: Python integers or uint64 [R, 2]).
+  Under jit, ids are int32, and anchors may also be uint32 [R, 4]; see
+  `anchors.digests`.
 
   Args:
     rewards: raw reward of each step, before any penalty.
@@ -101,8 +106,8 @@ def gigpo(  # noqa: PLR0913
       weigh more (the authors' code).
     penalty_scope: 'reward' subtracts the penalty from the step's reward; 'row'
       (the authors' code, with episode_stats='rows') from E and G of that row.
-    lone_episode: A_E where the statistics have a single entry: 'zero', or
-      'raw' (the authors' code) for E itself.
+    lone_episode: A_E of a group whose statistics have a single entry: 'zero',
+      or 'raw' (the authors' code) for E itself.
 
   Returns:
     float32; 0 for padding. No gradient flows through it.
@@ -144,7 +149,7 @@ def gigpo_components(  # noqa: PLR0913
   penalty_scope: str = 'reward',
   lone_episode: str = 'zero',
 ) -> Components:
-  """Returns the components of the advantages; arguments as for `gigpo`."""
+  """Returns the components of the advantages; see `gigpo` for arguments."""
   del step_weight  # `combine` applies it.
   check_options(
     norm=norm,
@@ -228,7 +233,9 @@ def _components(inputs, *, norm, episode_stats, penalty_scope, lone_episode):
 
 
 class RowSegments(NamedTuple):
-  """Segments and returns of rows; padding forms a group of its own.
+  """Segment ids and returns of rows; padding forms a group of its own.
+
+  A segment is a set of rows: a group, an episode or an anchor group.
 
   Attributes:
     real: False for padding rows.
@@ -254,10 +261,10 @@ class RowSegments(NamedTuple):
 
 
 def segment_rows(inputs: Inputs, *, penalty_scope: str) -> RowSegments:
-  """Returns the segments and returns of rows."""
+  """Returns the segment ids and returns of rows."""
   rewards, groups, episodes, steps, anchors, valid, discount, penalty = inputs
   rewards = jax.lax.stop_gradient(rewards)
-  cost = tuple(jnp.where(valid, 0, -part) for part in penalty)
+  cost = tuple(jnp.where(valid, 0, -half) for half in penalty)
   if penalty_scope == 'reward':
     rewards = arrays.two_add(rewards, cost)
   # A single sort brings rows into the order of groups, episodes and steps.
@@ -267,7 +274,7 @@ def segment_rows(inputs: Inputs, *, penalty_scope: str) -> RowSegments:
   starts = group_starts | _changes(episodes[order])
   first_row = jax.lax.cummax(jnp.where(starts, position, 0))
   returns, sums = discounted_returns(
-    tuple(part[order] for part in rewards), ~starts, steps[order], discount
+    tuple(half[order] for half in rewards), ~starts, steps[order], discount
   )
   sorted_values = (
     jnp.cumsum(group_starts, dtype=jnp.int32) - 1,
@@ -275,11 +282,11 @@ def segment_rows(inputs: Inputs, *, penalty_scope: str) -> RowSegments:
     starts,
     jnp.where(starts, len(order), jnp.roll(order, 1)),
     returns,
-    tuple(part[first_row] for part in sums),
+    tuple(half[first_row] for half in sums),
   )
   inverse = jnp.zeros_like(order).at[order].set(position)
   group_ids, episode_ids, starts, previous, returns, episode_returns = (
-    jax.tree.map(lambda part: part[inverse], sorted_values)
+    jax.tree.map(lambda x: x[inverse], sorted_values)
   )
   if penalty_scope == 'row':
     returns = arrays.two_add(returns, cost)
@@ -298,7 +305,7 @@ def segment_rows(inputs: Inputs, *, penalty_scope: str) -> RowSegments:
 
 
 def _changes(values: Int[Array, ' R']) -> Bool[Array, ' R']:
-  """Returns True where a value differs from the previous one, and at first."""
+  """Returns whether each value is the first or differs from the previous."""
   return jnp.append(jnp.array([True]), values[1:] != values[:-1])
 
 
@@ -326,7 +333,7 @@ def make_components(
       row_segments.groups,
       row_segments.starts if episode_stats == 'trajectories' else all_rows,
       norm=norm,
-      keep_lone=lone_episode == 'raw',
+      keep_singletons=lone_episode == 'raw',
     ),
     step_advantage=step_advantage,
     episode_returns=row_segments.episode_returns[0],
@@ -334,9 +341,7 @@ def make_components(
     anchor_group_sizes=arrays.segment_count(row_segments.anchors, all_rows),
     group_sizes=arrays.segment_count(row_segments.groups, row_segments.starts),
   )
-  return jax.tree.map(
-    lambda part: jnp.where(row_segments.real, part, 0), components
-  )
+  return jax.tree.map(lambda x: jnp.where(row_segments.real, x, 0), components)
 
 
 @typechecked
@@ -362,7 +367,7 @@ def whiten(
 @typechecked
 def discounted_returns(
   rewards: tuple[Float[Array, ' R'], Float[Array, ' R']],
-  goes_on: Bool[Array, ' R'],
+  same_episode: Bool[Array, ' R'],
   steps: Int[Array, ' R'],
   discount: tuple[Float[Array, ''], Float[Array, '']],
 ) -> tuple[arrays.TwoFloat, arrays.TwoFloat]:
@@ -375,39 +380,39 @@ def discounted_returns(
 
   Args:
     rewards: two-float, in reward units; rows are sorted by episode, then step.
-    goes_on: whether a row belongs to the same episode as the previous row.
+    same_episode: whether a row belongs to the same episode as the previous row.
     steps: index within the episode; `gap` is the difference to the next step.
     discount: two-float, in [0, 1].
   """
-  continues = jnp.append(goes_on[1:], False)
-  gap = jnp.where(continues, jnp.append(jnp.diff(steps), 0), 0)
-  powers = arrays.two_power(discount, gap)
-  # Row 0 is discounted, row 1 is not.
+  has_next = jnp.append(same_episode[1:], False)
+  gap = jnp.where(has_next, jnp.append(jnp.diff(steps), 0), 0)
+  power_hi, power_lo = arrays.two_power(discount, gap)
+  # Index 0 of the stacked axis is discounted, index 1 is not.
   decay = (
-    jnp.where(continues, jnp.stack([powers[0], jnp.ones_like(powers[0])]), 0),
-    jnp.where(continues, jnp.stack([powers[1], jnp.zeros_like(powers[1])]), 0),
+    jnp.where(has_next, jnp.stack([power_hi, jnp.ones_like(power_hi)]), 0),
+    jnp.where(has_next, jnp.stack([power_lo, jnp.zeros_like(power_lo)]), 0),
   )
-  total = tuple(jnp.stack([part, part]) for part in rewards)
+  total = tuple(jnp.stack([half, half]) for half in rewards)
   position = jnp.arange(len(gap))
 
   def double(carry):
     distance, decay, total = carry
     source = position + distance
-    inside = source < len(position)
+    in_episode = source < len(position)
     source = jnp.minimum(source, len(position) - 1)
-    # Add nothing from beyond the episode, not even a NaN.
-    inside &= decay[0] != 0
-    ahead, beyond = (
-      tuple(jnp.where(inside, part[:, source], 0) for part in pair)
+    # Add nothing from outside the episode, not even a NaN.
+    in_episode &= decay[0] != 0
+    next_total, next_decay = (
+      tuple(jnp.where(in_episode, half[:, source], 0) for half in pair)
       for pair in (total, decay)
     )
-    total = arrays.two_add(total, arrays.two_multiply(decay, ahead))
-    return 2 * distance, arrays.two_multiply(decay, beyond), total
+    total = arrays.two_add(total, arrays.two_multiply(decay, next_total))
+    return 2 * distance, arrays.two_multiply(decay, next_decay), total
 
   _, _, total = jax.lax.while_loop(
     lambda carry: jnp.any(carry[1][0] != 0), double, (1, decay, total)
   )
-  return tuple(part[0] for part in total), tuple(part[1] for part in total)
+  return tuple(half[0] for half in total), tuple(half[1] for half in total)
 
 
 @typechecked
@@ -417,7 +422,7 @@ def group_normalize(
   entries: Bool[Array, ' R'],
   *,
   norm: str,
-  keep_lone: bool = False,
+  keep_singletons: bool = False,
   ddof: int = 1,
   epsilon: float = EPSILON,
   tolerance: float | Float[Array, ''] = 0.0,
@@ -435,15 +440,16 @@ def group_normalize(
     segments: in [0, R).
     entries: True for rows that enter mean and std; at least one per segment.
     norm: one of NORMS.
-    keep_lone: whether a segment with one entry gives the value itself, not 0.
+    keep_singletons: whether the only entry of a segment keeps its value
+      instead of becoming 0.
     ddof: of the std: 1 for a sample, 0 for a population.
     epsilon: added to the std.
     tolerance: absolute difference up to which values count as equal; for
       values that were computed in float32.
   """
   first = arrays.segment_first(segments, entries)
-  member = tuple(part[first] for part in values)
-  difference, _ = arrays.two_add(values, tuple(-part for part in member))
+  member = tuple(half[first] for half in values)
+  difference, _ = arrays.two_add(values, tuple(-half for half in member))
   resolution = _EQUAL_WITHIN * jnp.maximum(
     jnp.abs(values[0]), jnp.abs(member[0])
   )
@@ -458,8 +464,8 @@ def group_normalize(
     deviation = deviation / spread
   elif norm == 'leave_one_out':
     deviation = deviation * count / jnp.maximum(count - 1, 1)
-  lone = values[0] if keep_lone else jnp.zeros_like(deviation)
-  return jnp.where(count == 1, lone, deviation)
+  singleton = values[0] if keep_singletons else jnp.zeros_like(deviation)
+  return jnp.where(count == 1, singleton, deviation)
 
 
 def diagnose(*columns: ArrayLike, **options: object) -> dict[str, float]:

@@ -39,7 +39,7 @@ def assign_ids(
   anchor: str = 'observation',
   threshold: float = 0.9,
   history: int = 0,
-  ends: bool = False,
+  has_final_state: bool = False,
 ) -> list[np.ndarray]:
   """Assigns an anchor id to each state of each episode, int32.
 
@@ -48,10 +48,10 @@ def assign_ids(
     anchor: one of ANCHORS.
     threshold: for `similarity`: Ratcliff-Obershelp ratio at or above which two
       states of a group are merged; see `merge_similar`.
-    history: number of preceding states that must be equal, too; positions
-      before an episode's first state are equal to each other.
-    ends: whether the last state of each episode is its final state, in which
-      no step was taken; a final state starts no cluster.
+    history: number of preceding states that must be equal, too; missing states
+      before an episode's first one are equal to each other.
+    has_final_state: whether the last state of each episode is its final state,
+      in which no step was taken; a final state starts no cluster.
 
   Returns:
     Ids from 0, and -1 for unknown states.
@@ -65,7 +65,7 @@ def assign_ids(
       [group for group, _ in episodes],
       states,
       threshold=threshold,
-      ends=ends,
+      has_final_state=has_final_state,
     )
   ids: dict[tuple, int] = {}
   all_ids = []
@@ -104,7 +104,7 @@ def merge_similar(
   episodes: Sequence[Sequence[str | None]],
   *,
   threshold: float,
-  ends: bool = False,
+  has_final_state: bool = False,
 ) -> list[list[str | None]]:
   """Replaces each state by the first similar state of its group.
 
@@ -118,14 +118,16 @@ def merge_similar(
     groups: group of each episode.
     episodes: states of each episode; None stays None.
     threshold: ratio at or above which two states are merged, at most 1.
-    ends: whether an episode's last state starts no cluster; see
-      `assign_ids`.
+    has_final_state: whether an episode's last state is its final state, which
+      starts no cluster.
   """
   clusters: dict[int, list[str]] = {}
   first: dict[tuple[int, str], str] = {}
   grouped = list(zip(groups, episodes, strict=True))
-  visited = [(g, text) for g, s in grouped for text in (s[:-1] if ends else s)]
-  final = [(g, s[-1]) for g, s in grouped if s] if ends else []
+  visited = [
+    (g, text) for g, s in grouped for text in (s[:-1] if has_final_state else s)
+  ]
+  final = [(g, s[-1]) for g, s in grouped if s] if has_final_state else []
   for n, (group, text) in enumerate(visited + final):
     if text is None or (group, text) in first:
       continue
@@ -151,5 +153,5 @@ def _is_similar(text: str, member: str, threshold: float) -> bool:
 __getattr__ = deprecated.names(
   __name__,
   {'KINDS': 'ANCHORS', 'number': 'assign_ids', 'similar': 'merge_similar'},
-  {'number': {'kind': 'anchor'}},
+  {'number': {'kind': 'anchor', 'ends': 'has_final_state'}},
 )

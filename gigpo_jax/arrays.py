@@ -32,7 +32,7 @@ TwoFloat = tuple[Float[Array, '*S'], Float[Array, '*S']]
 def masked_sum(
   values: Float[Array, '*S'], mask: Bool[Array, '*S']
 ) -> Float[Array, '']:
-  """Returns the sum of the masked values; the others may be NaN."""
+  """Returns the sum of values where mask is True; the others may be NaN."""
   return jnp.sum(jnp.where(mask, values, 0))
 
 
@@ -40,7 +40,7 @@ def masked_sum(
 def masked_mean(
   values: Float[Array, '*S'], mask: Bool[Array, '*S']
 ) -> Float[Array, '']:
-  """Returns the mean of the masked values; 0 for an empty mask."""
+  """Returns the mean of values where mask is True; 0 if it is nowhere True."""
   return masked_sum(values, mask) / jnp.maximum(jnp.sum(mask), 1)
 
 
@@ -50,7 +50,7 @@ def segment_sum(
   segments: Int[Array, ' R'],
   mask: Bool[Array, ' R'],
 ) -> Float[Array, ' R']:
-  """Returns, for each row, the sum over the masked rows of its segment.
+  """Returns, for each row, the sum of values where mask is True in its segment.
 
   Args:
     values: the summands; may be NaN where mask is False.
@@ -65,7 +65,7 @@ def segment_sum(
 def segment_count(
   segments: Int[Array, ' R'], mask: Bool[Array, ' R']
 ) -> Int[Array, ' R']:
-  """Returns, for each row, the number of masked rows of its segment."""
+  """Returns, for each row, how many rows of its segment have mask True."""
   counted = mask.astype(jnp.int32)
   return jax.ops.segment_sum(counted, segments, len(segments))[segments]
 
@@ -74,9 +74,9 @@ def segment_count(
 def segment_first(
   segments: Int[Array, ' R'], mask: Bool[Array, ' R']
 ) -> Int[Array, ' R']:
-  """Returns, for each row, the index of its segment's first masked row.
+  """Returns, for each row, the index of its segment's first row with mask True.
 
-  For a segment without masked rows, the index is an arbitrary row; the caller
+  For a segment without such rows, the index is an arbitrary row; the caller
   masks it out.
   """
   last = len(segments) - 1
@@ -122,19 +122,20 @@ def two_add(a: TwoFloat, b: TwoFloat) -> TwoFloat:
 def two_multiply(a: TwoFloat, b: TwoFloat) -> TwoFloat:
   """Returns the elementwise product a * b of two-float numbers.
 
-  The factors are split into halves of 12 bits, whose products are exact. The
-  result therefore stays correct if the compiler contracts products and sums
-  into fused multiply-adds, which break the textbook two-product.
+  Each factor is split into its top 12 bits and the rest, also of 12 bits, whose
+  products are exact. The result therefore stays correct if the compiler
+  contracts products and sums into fused multiply-adds, which break the textbook
+  two-product.
   """
-  a_top, a_rest = _halves(a[0])
-  b_top, b_rest = _halves(b[0])
+  a_top, a_rest = _split(a[0])
+  b_top, b_rest = _split(b[0])
   middle, middle_error = two_sum(a_top * b_rest, a_rest * b_top)
   high, error = two_sum(a_top * b_top, middle)
   small = middle_error + a_rest * b_rest + (a[0] * b[1] + a[1] * b[0])
   return two_sum(high, error + small)
 
 
-def _halves(a):
+def _split(a):
   bits = jax.lax.bitcast_convert_type(a, jnp.int32)
   top = jax.lax.bitcast_convert_type(bits & ~0xFFF, jnp.float32)
   return top, a - top
@@ -148,20 +149,20 @@ def two_power(
   """Returns base^exponent by repeated squaring; exponents are at least 0."""
   ones = jnp.ones(exponent.shape, jnp.float32)
 
-  def square(k, carry):
-    power, square = carry
+  def apply_bit(k, carry):
+    power, squared = carry
     odd = (exponent >> k) & 1 == 1
-    multiplied = two_multiply(power, square)
+    multiplied = two_multiply(power, squared)
     power = tuple(
       jnp.where(odd, *pair) for pair in zip(multiplied, power, strict=True)
     )
-    return power, two_multiply(square, square)
+    return power, two_multiply(squared, squared)
 
-  initial = ((ones, 0 * ones), tuple(part * ones for part in base))
+  initial = ((ones, 0 * ones), tuple(half * ones for half in base))
   # Stops at the highest bit of the largest exponent, which is usually 1.
   _, power = jax.lax.while_loop(
     lambda carry: jnp.any(exponent >> carry[0] > 0),
-    lambda carry: (carry[0] + 1, square(*carry)),
+    lambda carry: (carry[0] + 1, apply_bit(*carry)),
     (0, initial),
   )
   return power[0]

@@ -161,7 +161,7 @@ def _transitions(
 ) -> list[tuple[int, int]]:
   """Returns the ids of the states before and after each step."""
   states = anchors.assign_ids(
-    [(t.group, _states(t)) for t in episodes], ends=True, **options
+    [(t.group, _states(t)) for t in episodes], has_final_state=True, **options
   )
   return [pair for ids in states for pair in zip(ids, ids[1:], strict=False)]
 

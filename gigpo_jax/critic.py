@@ -18,7 +18,7 @@ from gigpo_jax import batch, learner, losses, options
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import parameters, qwen
 
-# Metrics of the learner that are written, and their names for the critic.
+# Metric of the learner -> the name under which the critic reports it.
 _METRICS = {
   'loss/total': 'critic/loss',
   'value/clipped': 'critic/clipped',
@@ -84,15 +84,15 @@ class Critic:
     zeros = jax.device_put(
       np.zeros(self._config.hidden_size, np.float32), head['value']
     )
-    kept = {name: x for name, x in params.items() if name != 'unembed'}
-    return self._learner.init(kept | {'value': zeros})
+    backbone = {name: x for name, x in params.items() if name != 'unembed'}
+    return self._learner.init(backbone | {'value': zeros})
 
   def abstract_state(self) -> learner.TrainState:
     """Returns a state's shapes, dtypes and shardings."""
     return self._learner.abstract_state()[0]
 
   def num_programs(self) -> int:
-    """Returns how many calls `warm_up` counts."""
+    """Returns the number of programs that `warm_up` compiles."""
     return self._learner.num_programs()
 
   def warm_up(
@@ -123,8 +123,8 @@ class Critic:
       rows: the rows of an iteration.
       values: values before the update.
       targets: regression targets.
-      value_mask: True at the positions to learn; the positions of a row share
-        the row's total weight.
+      value_mask: True at the positions that have a target; the positions of a
+        row share the row's total weight.
       iteration: with the seed, determines the shuffling.
       skipped_before: number of consecutive updates skipped just before.
 
@@ -143,6 +143,6 @@ class Critic:
       value_targets=targets,
       value_weights=weights,
     )
-    # Convert the mean over tokens to a mean over the learned positions.
+    # Convert the mean over tokens to a mean over the positions with a target.
     metrics['value/clipped'] *= tokens.sum() / max(value_mask.sum(), 1)
     return state, {new: metrics[old] for old, new in _METRICS.items()}

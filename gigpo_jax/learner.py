@@ -78,9 +78,9 @@ class LossOptions:
 
 
 class Learner:
-  """Updates and computes outputs of a model on a mesh.
+  """Trains a model and computes its log-probs or values.
 
-  A model with a value head has `values`, others have `log_probs`.
+  Call `values` if the model has a value head, else `log_probs`.
 
   Args:
     config: shape of the model.
@@ -100,7 +100,7 @@ class Learner:
     seed: seed of the shuffling.
 
   Attributes:
-    base: frozen parameters of a network with adapters; otherwise empty.
+    base: the frozen parameters, if the network has adapters; otherwise empty.
     columns: names of the columns that `update` requires.
 
   Raises:
@@ -185,10 +185,12 @@ class Learner:
 
   def _warm_up_calls(self, has_reference: bool) -> list[tuple[str, int]]:
     """Returns (call, length) of each program to compile, in order."""
-    each = ['outputs', 'accumulate']
+    names = ['outputs', 'accumulate']
     if has_reference:
-      each.insert(1, 'reference outputs')
-    per_length = [(name, b) for b in self._length_buckets for name in each]
+      names.insert(1, 'reference outputs')
+    per_length = [
+      (name, length) for length in self._length_buckets for name in names
+    ]
     return [('zeros', 0), *per_length, ('apply', 0)]
 
   def num_programs(self, *, reference: bool = False) -> int:
@@ -242,7 +244,7 @@ class Learner:
   def log_probs(self, params: dict, rows: batch.Rows) -> np.ndarray:
     """Returns log-probs of all completion tokens, [R, C] float32.
 
-    They are at the learner's temperature, and 0 past a completion and in
+    They are computed at `temperature`, and are 0 past a completion and in
     padding rows.
 
     Args:
@@ -255,7 +257,7 @@ class Learner:
   def values(self, params: dict, rows: batch.Rows) -> np.ndarray:
     """Returns the value before each completion token, [R, C] float32.
 
-    0 past a completion and in padding rows.
+    It is 0 past a completion and in padding rows.
     """
     return self._outputs(params, rows)
 
@@ -299,10 +301,10 @@ class Learner:
 
     Returns:
       The new state and metrics. Metrics of the loss are means over all trained
-      tokens, or maxima if their names end in '/max'. The others count tokens,
-      updates, and updates skipped because the loss or the gradient was not
-      finite: in total, consecutive ones at the end, and the longest run of
-      consecutive ones.
+      tokens, or maxima if their names end in '/max'. An update is skipped if
+      its loss or gradient is not finite: 'update/skipped' counts these updates,
+      'update/skipped_in_row' the consecutive ones at the end, and
+      'update/most_skipped_in_row' the longest run of consecutive ones.
 
     Raises:
       ValueError: if a column is missing or unknown, or a row is longer than the

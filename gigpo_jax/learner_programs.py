@@ -50,8 +50,9 @@ class LearnerPrograms:
   - zeros: gradients and sums of metrics before the first microbatch;
   - fill: gradients with a given value;
   - outputs: log-prob, or value, of each token;
-  - accumulate: gradients and sums with those of a microbatch added;
-  - apply: state after an optimizer step, and sums.
+  - accumulate: gradients and sums of metrics, with those of a microbatch
+    added;
+  - apply: state and sums of metrics after an optimizer step.
 
   Args:
     config: shape of the model; with a value head, its outputs are
@@ -64,7 +65,7 @@ class LearnerPrograms:
   Attributes:
     param_shardings: shardings of the trained parameters.
     base_shardings: shardings of the frozen parameters.
-    replicated: sharding of numbers.
+    replicated: sharding of scalars.
   """
 
   def __init__(
@@ -208,18 +209,21 @@ class LearnerPrograms:
   # Traced once per length bucket.
 
   def _forward(
-    self, params, base, arrays, sums=None
+    self, params, base, arrays, grad_accumulators=None
   ) -> token_batch.PolicyOutputs | token_batch.ValueOutputs:
     config = self._config
     if config.adapters and not params:
       config = dataclasses.replace(config, adapters=None)
     params = lora.combine(base, params) if base else params
-    if sums is not None:
-      accumulators = {name: sums[name] for name in params if name != 'layers'}
+    layer_accumulators = None
+    if grad_accumulators is not None:
+      layer_accumulators = grad_accumulators['layers']
+      others = {
+        name: grad_accumulators[name] for name in params if name != 'layers'
+      }
       params |= layer_gradients.accumulate_gradients(
-        {name: params[name] for name in accumulators}, accumulators
+        {name: params[name] for name in others}, others
       )
-      sums = sums['layers']
     hidden_SND = qwen.hidden_states(
       config,
       params,
@@ -227,7 +231,7 @@ class LearnerPrograms:
       arrays.get('positions'),
       arrays.get('branches'),
       arrays['before'],
-      sums=sums,
+      sums=layer_accumulators,
     )
     if config.value_head:
       return token_batch.ValueOutputs(qwen.values(params, hidden_SND))
@@ -252,7 +256,9 @@ class LearnerPrograms:
     in_place = qwen.adds_in_place(self._config)
 
     def loss_of(params):
-      outputs = self._forward(params, base, arrays, grads if in_place else None)
+      outputs = self._forward(
+        params, base, arrays, grad_accumulators=grads if in_place else None
+      )
       loss, metrics = self._loss(outputs, tokens)
       loss = jnp.where(mask, loss, 0)
       total = jnp.sum(loss * arrays['weights'])

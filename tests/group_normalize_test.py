@@ -33,5 +33,5 @@ def test_group_normalize_by_hand():
   )
   expected = [-0.70711, 0.70711, 2.12132, 0]
   np.testing.assert_allclose(normalize(norm='mean_std'), expected, atol=2e-5)
-  mean = normalize(norm='mean', keep_lone=True)
+  mean = normalize(norm='mean', keep_singletons=True)
   np.testing.assert_array_equal(mean, [-1, 1, 3, 4])

@@ -116,10 +116,11 @@ _OBJECTS = {
 }
 
 # Room -> receptacle types with "count*weight,...". A weight is the number of
-# rooms, of 30, that have this count; the remaining rooms have none. The numbers
-# were counted in ALFRED's floor plans. Estimates, because the plans do not list
-# them, are CoffeeMachine, StoveBurner, Toaster, GarbageCan, LaundryHamper and,
-# in bathrooms, SinkBasin, Toilet and the holders.
+# rooms, of 30, that have this count (`2*11`: 11 of 30 rooms have 2); the
+# remaining rooms have none. The numbers were counted in ALFRED's floor plans.
+# The plans do not list CoffeeMachine, StoveBurner, Toaster, GarbageCan,
+# LaundryHamper and, in bathrooms, SinkBasin, Toilet and the holders; their
+# numbers are estimates.
 _RECEPTACLES = {
   'kitchen': (
     'Cabinet=2*1,3*1,4*3,5*1,6*2,8*3,9*4,10*1,11*1,13*4,15*2,17*1,18*1,'

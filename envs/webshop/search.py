@@ -150,23 +150,23 @@ class Index:
   def __init__(self, arrays: dict[str, np.ndarray]):
     self._text = memoryview(arrays['term_text'])
     self._text_ends = memoryview(arrays['term_ends'])
-    self._ends = arrays['posting_ends']
+    self._posting_ends = arrays['posting_ends']
     self._documents = arrays['posting_documents']
     self._counts = arrays['posting_counts']
-    self._bytes = arrays['length_bytes']
+    self._length_bytes = arrays['length_bytes']
     # Document in the order of storage -> in the order of addition.
     self._added_ids = arrays['document_numbers']
     self._ranks = arrays['document_ranks']
     self._bounds = arrays['common_bounds']
-    self._rows = {
+    self._bound_row_of_term = {
       term_id: row
       for row, term_id in enumerate(arrays['common_terms'].tolist())
     }
-    self._size = len(self._bytes)
+    self._size = len(self._length_bytes)
     self.blocks = -(-self._size // _BLOCK_SIZE)
     average = int(arrays['total_length'][0]) / max(self._size, 1)
     norms = K1 * ((1 - B) + B * _LENGTHS / max(average, 1e-9))
-    self._inverse = (1 / norms).astype(np.float32)
+    self._inverse_norms = (1 / norms).astype(np.float32)
 
   def search(self, query: str, k: int) -> list[int]:
     """Returns the k best documents that contain a word of the query.
@@ -246,7 +246,7 @@ class Index:
     term_id = self._find_term(word.encode())
     if term_id is None:
       return np.zeros(0, np.int32)
-    start, end = self._ends[term_id : term_id + 2]
+    start, end = self._posting_ends[term_id : term_id + 2]
     return self._added_ids[self._documents[start:end]]
 
   def _term(self, term_id: int) -> bytes:
@@ -277,7 +277,7 @@ class _Postings:
   """
 
   def __init__(self, index: Index, term_id: int, boost: int):
-    start, end = (int(n) for n in index._ends[term_id : term_id + 2])
+    start, end = (int(n) for n in index._posting_ends[term_id : term_id + 2])
     self._index, self._term_id = index, term_id
     self._documents = index._documents[start:end]
     self._counts = index._counts[start:end]
@@ -295,7 +295,7 @@ class _Postings:
     """
     documents = self._documents[postings]
     counts = self._counts[postings].astype(np.float32)
-    inverse = self._index._inverse[self._index._bytes[documents]]
+    inverse = self._index._inverse_norms[self._index._length_bytes[documents]]
     one = np.float32(1)
     return documents, self._weight - self._weight / (one + counts * inverse)
 
@@ -326,7 +326,7 @@ class _Postings:
 
   def bounds(self) -> np.ndarray:
     """Returns an upper bound of the word's score in each block, [blocks]."""
-    row = self._index._rows.get(self._term_id)
+    row = self._index._bound_row_of_term.get(self._term_id)
     if row is None:
       return self.best_shares() * self._weight
     return self._index._bounds[row] * (self._weight / np.float32(255))

@@ -5,11 +5,12 @@ its options and have the names of fields of `config.algorithm`. To add an
 algorithm, add a module and a line of REGISTRY, or name an importable module of
 another project. A module may also define
 
-    PRESETS: variant -> {config field: value}. The algorithm's own name stands
-      for what `--config=...:NAME` changes. 'reference_code' stands for the
-      readings of GiGPO's released code; without this entry, that code does not
-      have the algorithm.
-    conflicts(config): yields a line for each option that it does not support.
+    PRESETS: variant -> {config field: value}. The algorithm's own name holds
+      the options that `--config=...:NAME` sets. 'reference_code' holds the
+      options that reproduce GiGPO's released code; omit it if that code lacks
+      the algorithm.
+    conflicts(config): yields a line for each option of the config that the
+      algorithm does not support.
 """
 
 import dataclasses
@@ -145,7 +146,12 @@ def defaults(algorithm: type[Algorithm] | Algorithm) -> dict[str, object]:
 
 
 def old_method(old: str, new: str) -> Callable:
-  """Returns a method `old`, the deprecated alias of the method `new`."""
+  """Returns a method that is the deprecated alias of another.
+
+  Args:
+    old: name of the returned method.
+    new: name of the method that it calls.
+  """
 
   def call(self: Algorithm, *args, **kwargs):
     deprecated.warn(f'Algorithm.{old}', new)
@@ -159,6 +165,7 @@ def old_method(old: str, new: str) -> Callable:
   return call
 
 
+# Deprecated alias of `compute_advantages`.
 credit = old_method('credit', 'compute_advantages')
 
 

@@ -1,6 +1,7 @@
 """Dr. GRPO (arXiv:2503.20783): GRPO without the division by the deviation.
 
-Its loss divides the sum over a response's tokens by a constant; set
+E is the return of an episode, the undiscounted sum of its rewards. The loss
+divides the sum over a response's tokens by a constant; set
 loss.aggregation=fixed_length.
 """
 
@@ -15,7 +16,7 @@ PRESETS = {'dr_grpo': {'loss.aggregation': 'fixed_length'}}
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields another aggregation of the loss."""
+  """Yields a line if the loss is aggregated in another way."""
   if config.loss.aggregation != 'fixed_length':
     yield (
       f'loss.aggregation={config.loss.aggregation}: dr_grpo divides by a '

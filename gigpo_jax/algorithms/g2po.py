@@ -1,7 +1,9 @@
 """G2PO (arXiv:2606.22995): advantages from values of anchor states.
 
-The value V of an anchor is the mean over the group's visits of the episode's
-total reward, discounted by the number of remaining steps.
+An anchor is a state; the steps of a group that were taken in it are its anchor
+group. V, the value of an anchor, is the mean over these steps of their
+episode's total reward, discounted by the number of remaining steps. V is used
+in the step advantage A_S. The episode advantage A_E is GiGPO's.
 """
 
 import dataclasses
@@ -22,8 +24,10 @@ _EQUAL_WITHIN = 2.0**-18
 class Algorithm(gigpo.Algorithm):
   """A_S = z(V' - c (1 - v)) over the anchor group + z(V' - V) over the group.
 
-  V' is the value of the state after a step; after an episode's last step, it
-  is the episode's total reward.
+  z normalises by the mean and the standard deviation, as option `norm` says.
+  c is `invalid_penalty`, and v is 1 for a valid response, else 0. V' is the
+  value of the state after a step; after an episode's last step, it is the
+  episode's total reward.
   """
 
   def components(self, rows: batch.Rows) -> advantages.Components:

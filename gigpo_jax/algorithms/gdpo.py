@@ -26,7 +26,7 @@ _EQUAL_WITHIN = 2.0**-18
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a filter of groups by the total reward."""
+  """Yields a line if groups are filtered by the total reward."""
   if config.filter.drop_zero_variance:
     yield (
       'filter.drop_zero_variance=True: filters by the total reward, but gdpo '

@@ -1,8 +1,10 @@
 """GraphGPO (arXiv:2605.26684): advantages from the distance to success.
 
-The steps of a group's episodes are the edges of a graph; anchors are its
-nodes. The value of a step decreases with the length of the shortest path from
-the state after it to success, along edges of any episode of the group.
+The steps of a group's episodes are the edges of a graph, and the anchors, the
+states, are its nodes. The value of a step decreases with the length of the
+shortest path from the state after it to success, along edges of any episode of
+the group. This value replaces G, GiGPO's discounted return from a step, in the
+step advantage A_S. The episode advantage A_E is GiGPO's.
 """
 
 import dataclasses
@@ -23,8 +25,9 @@ _UNREACHABLE = 2**30
 class Algorithm(gigpo.Algorithm):
   """GiGPO with 10 graph_discount^d - c (1 - v) in place of G.
 
-  d is the number of steps from the state after a step to success. Without a
-  path to success, d is one more than the group's largest finite distance.
+  c is `invalid_penalty`, and v is 1 for a valid response, else 0. d is the
+  number of steps from the state after a step to success. Without a path to
+  success, d is one more than the group's largest finite distance.
 
   Attributes:
     graph_discount: discount per step of distance, in [0, 1].

@@ -1,4 +1,7 @@
-"""GRPO (arXiv:2402.03300): GiGPO with the episode advantage only."""
+"""GRPO (arXiv:2402.03300): GiGPO with the episode advantage only.
+
+E is the return of an episode, the undiscounted sum of its rewards.
+"""
 
 import dataclasses
 

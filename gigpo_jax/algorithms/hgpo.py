@@ -1,5 +1,8 @@
 """HGPO (arXiv:2602.22817): compares steps with equal preceding anchors, too.
 
+An anchor is the state in which a step was taken. G is the discounted return
+from a step, and A_E is GiGPO's episode advantage.
+
 Level k = 1, 2, .., K + 1 compares the steps of a group whose last k anchors are
 equal; level 1 is GiGPO's anchor group. Step t, from 0, has t + 1 anchors so far
 and is part of the first t + 1 levels only. If a level has no other step to
@@ -23,7 +26,7 @@ from gigpo_jax.algorithms import gigpo
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields histories that the anchors already contain."""
+  """Yields a line if the anchors already contain their history."""
   if config.algorithm.anchor_history:
     yield (
       f'algorithm.anchor_history={config.algorithm.anchor_history}: hgpo '
@@ -33,10 +36,11 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(gigpo.Algorithm):
-  """A = episode_weight A_E + sum of w_k A_k, w_k as (k + 1)^alpha, sum 1.
+  """A = episode_weight A_E + sum of w_k A_k.
 
-  A_k = (G - mean) / (std + 1e-6), or without the division, over level k, with
-  the population std (ddof 0).
+  The weights w_k are proportional to (k + 1)^alpha and have the sum 1. A_k is
+  (G - mean) / (std + 1e-6), or without the division, over level k, with the
+  population std (ddof 0).
 
   Attributes:
     history: K, the number of preceding anchors to compare.
@@ -100,10 +104,11 @@ def _components(
 def levels(
   row_segments: advantages.RowSegments, history: int
 ) -> list[tuple[Int[Array, ' R'], Bool[Array, ' R']]]:
-  """Returns (segments, whether a step has k anchors) of k = 1, .., history + 1.
+  """Returns the levels k = 1, .., history + 1.
 
-  Steps share a segment of level k if their last k anchors are equal. A step
-  with fewer than k anchors shares no segment with a step that has k anchors.
+  A level is (segment of each step, whether the step has k anchors). Steps
+  share a segment of level k if their last k anchors are equal. A step with
+  fewer than k anchors shares no segment with a step that has k anchors.
   """
   segments, complete = row_segments.anchors, jnp.ones_like(row_segments.starts)
   all_levels = [(segments, complete)]

@@ -1,8 +1,9 @@
 """PPO (arXiv:1707.06347) with a critic and generalized advantage estimation.
 
-An episode is a sequence of units, tokens or turns, through all its rows.
-Advantages are A_k = delta_k + discount lambda A_{k+1} with delta_k = r_k +
-discount V_{k+1} - V_k (arXiv:1506.02438, Eq. 16). V is 0 after the last unit.
+The units of an episode are the tokens, or the turns, of all its rows in order.
+Unit k has the reward r_k and the value V_k; V is 0 after the last unit. Its
+advantage is A_k = delta_k + discount lambda A_{k+1} with delta_k = r_k +
+discount V_{k+1} - V_k (arXiv:1506.02438, Eq. 16).
 
 Level `token`: a unit is a token. Its value is the critic's value before the
 token, and a turn's reward is given at its last token. Level `turn`: a unit is
@@ -30,7 +31,7 @@ PRESETS = {
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a ratio per row with an advantage per token."""
+  """Yields a line if each row has one ratio but each token an advantage."""
   if config.loss.ratio_level == 'row' and config.algorithm.gae_level == 'token':
     yield (
       'loss.ratio_level=row: each token of a row has its own advantage; needs '

@@ -1,5 +1,7 @@
 """REINFORCE++ (arXiv:2501.03262): returns whitened over all tokens of a batch.
 
+E is the return of an episode, the undiscounted sum of its rewards.
+
 # Differs from the paper: the KL to the reference is a term of the loss, as for
 every algorithm here (`loss.kl_weight`). It is not subtracted from the reward.
 """

@@ -1,4 +1,7 @@
-"""REINFORCE++ with a group mean as baseline (arXiv:2501.03262, section 3)."""
+"""REINFORCE++ with a group mean as baseline (arXiv:2501.03262, section 3).
+
+E is the return of an episode, the undiscounted sum of its rewards.
+"""
 
 import dataclasses
 from typing import ClassVar

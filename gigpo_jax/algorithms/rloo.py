@@ -1,4 +1,8 @@
-"""RLOO (arXiv:2402.14740): the mean of the other episodes as baseline."""
+"""RLOO (arXiv:2402.14740): the mean of the other episodes as baseline.
+
+E is the return of an episode, the undiscounted sum of its rewards. N is the
+number of episodes in a group.
+"""
 
 import dataclasses
 
