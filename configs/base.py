@@ -85,8 +85,8 @@ def apply(config: ml_collections.ConfigDict, changes: Sequence[str]) -> None:
     chosen = [change for change in changes if change in names]
     if len(chosen) > 1:
       raise ValueError(
-        f'--config=...:{",".join(chosen)}: there is one {category}; accepts at '
-        'most one of these'
+        f'--config=...:{",".join(chosen)}: more than one {category}; '
+        'must be at most one'
       )
   # Presets depend on the algorithm, whose own changes are applied last.
   for change in changes:

@@ -70,7 +70,7 @@ def to_text(
         ' '.join(_format(n, digits) for n in row) for row in rows
       )
     return _join([_format(n, digits) for n in numbers.reshape(-1)], names)
-  raise ValueError(f'a {type(space).__name__} space cannot be shown by rule')
+  raise ValueError(f'a {type(space).__name__} space has no generic description')
 
 
 def _format(value: Any, digits: int) -> str:
@@ -250,7 +250,7 @@ class Env:
     """
     if self._free_text:
       raise ValueError(
-        'env.actions=(): any words are an action here; demonstrations need a '
+        'env.actions=(): any text is an action; demonstrations need a '
         'Discrete action space'
       )
     return narrator.random_play(

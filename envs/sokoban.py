@@ -201,7 +201,7 @@ def generate(seed: int, options: Options) -> Level:
       start = layers[moves][rng.integers(len(layers[moves]))]
       return dataclasses.replace(level, start=start, moves=moves)
   raise ValueError(
-    f'env.solution_steps={options.solution_steps}: no such level found in '
+    f'env.solution_steps={options.solution_steps}: no such level in '
     f'{_MAX_ROOMS} rooms of env.size={options.size} with env.num_boxes='
     f'{options.num_boxes}; must be fewer steps, a larger room or other boxes'
   )

@@ -136,7 +136,7 @@ def _missing_warm_start(config: ml_collections.ConfigDict) -> str | None:
     name, size = match.groups()
     variant = config.get('variant', size)
     return (
-      f'model.path={path}: no warm start there yet; run `python launch/sft.py '
+      f'model.path={path}: no such warm start yet; run `python launch/sft.py '
       f'--config=configs/{name}.py:{size}`, then `python launch/train.py '
       f'--config=configs/{name}.py:{variant}`'
     )

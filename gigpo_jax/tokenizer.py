@@ -115,7 +115,7 @@ class Tokenizer:
       ) from error
     if _PROBE not in rendered:
       raise ValueError(
-        f'model.path={directory}: the chat template leaves out the message; '
+        f'model.path={directory}: the chat template omits the message; '
         'correct it, or use another checkpoint'
       )
 

@@ -37,7 +37,7 @@ def _run(argv: list[str]) -> None:
   try:
     for flag in ('sweep', 'workdir'):
       if not flags.FLAGS[flag].value:
-        raise ValueError(f'--{flag}: missing; needed')
+        raise ValueError(f'--{flag}: missing; must be set')
     code = sweep.main(
       _SWEEP.value,
       _WORKDIR.value,

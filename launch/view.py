@@ -44,7 +44,7 @@ def _run(argv: list[str]) -> None:
 
   try:
     if not _WORKDIR.value:
-      raise ValueError('--workdir: missing; needed')
+      raise ValueError('--workdir: missing; must be set')
     numbers = [_number(text) for text in _ITERATIONS.value]
     if _EXPORT.value:
       viewer.export(_WORKDIR.value, _EXPORT.value, numbers)

@@ -290,11 +290,9 @@ def test_official_set_is_filtered_and_sorted(official):
 def test_official_set_errors(official, tmp_path):
   folder, paths = official
   data_dir = str(folder)
-  with pytest.raises(ValueError, match='4 valid_seen games there, not 140'):
+  with pytest.raises(ValueError, match='has 4 valid_seen games, not 140'):
     games.open_split('valid_seen', data_dir=data_dir)
-  with pytest.raises(
-    ValueError, match='no json_2.1.1/train folder there; download'
-  ):
+  with pytest.raises(ValueError, match='no folder json_2.1.1/train; download'):
     games.open_split('train', data_dir=data_dir)
   paths[0].write_text(paths[0].read_text()[:1000])
   with pytest.raises(ValueError, match='game.tw-pddl: not a readable'):

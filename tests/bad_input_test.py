@@ -281,7 +281,7 @@ MODELS = (
   _model(_write('tokenizer_config.json', '{'), 'tokenizer'),
   _model(_remove_template, 'no chat template'),
   _model(_template('{% for %}'), 'chat template'),
-  _model(_template('{{ "hello" }}'), 'leaves out the message'),
+  _model(_template('{{ "hello" }}'), 'omits the message'),
   _model(_write('generation_config.json', '{"eos_token_id": -1}'), '-1', 'ids'),
   _model(_template('{{ messages[0].nothing.more }}'), 'chat template'),
   # This template would run code if it were not rendered in a sandbox.
@@ -315,11 +315,13 @@ def _games(data: pathlib.Path, name: str) -> list[pathlib.Path]:
 
 
 DATA = (
-  _data(lambda data: None, 'no json_2.1.1/train folder', full=False),
-  _data(lambda data: data.write_text(''), 'no json_2.1.1/train', full=False),
+  _data(lambda data: None, 'no folder json_2.1.1/train', full=False),
+  _data(
+    lambda data: data.write_text(''), 'no folder json_2.1.1/train', full=False
+  ),
   _data(
     lambda data: shutil.rmtree(_games(data, 'game.tw-pddl')[0].parent),
-    '8 train games there, not 9',
+    'has 8 train games, not 9',
   ),
   _data(
     lambda data: _games(data, 'game.tw-pddl')[0].write_text('torn'),

@@ -96,7 +96,7 @@ def _refusal(**changes) -> str:
     ('model.path', '/nowhere', 'no config.json; needs'),
     ('env.name', 'alfred', 'must be one of alfworld, gymnasium, '),
     ('env.engine', 'unity', 'must be one of textworld, native'),
-    ('env.data_dir', '/nowhere', 'no json_2.1.1/train folder there'),
+    ('env.data_dir', '/nowhere', 'no folder json_2.1.1/train'),
     ('env.generator.receptacles', (9, 2), 'receptacles'),
     ('evaluation.split', 'test', 'must be one of train'),
     ('evaluation.num_tasks', 10**6, 'at most that, or 0 for all'),

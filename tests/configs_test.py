@@ -88,7 +88,7 @@ def test_missing_warm_start_names_the_two_commands(
   name, size = module.__name__.rpartition('.')[2], variant.partition(',')[0]
   config = module.get_config(variant)
   assert config.model.path == f'runs/{name}-{size}-sft/policy'
-  with pytest.raises(ValueError, match='no warm start there yet') as e:
+  with pytest.raises(ValueError, match='no such warm start yet') as e:
     config_lib.validate(config)
   (line,) = str(e.value).splitlines()
   assert f'launch/sft.py --config=configs/{name}.py:{size}`' in line
@@ -303,7 +303,7 @@ def test_options_of_a_new_algorithm_are_fields(monkeypatch):
 
 
 def test_two_algorithms_are_refused():
-  with pytest.raises(ValueError, match='grpo,ppo: there is one algorithm'):
+  with pytest.raises(ValueError, match='grpo,ppo: more than one algorithm'):
     alfworld.get_config('tiny,grpo,ppo')
 
 

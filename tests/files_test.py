@@ -35,7 +35,7 @@ def test_a_second_process_is_refused_until_the_first_ends(tmp_path):
       other.send_signal(signal.SIGKILL)
   assert str(error.value) == (
     f'--workdir={tmp_path}: in use by process {other.pid} on host '
-    f'{socket.gethostname()}; give another --workdir, or wait until that '
+    f'{socket.gethostname()}; use another --workdir, or wait until that '
     'process ends'
   )
   # The killed process's files remain, but its lock is released.

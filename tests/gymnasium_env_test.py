@@ -175,7 +175,7 @@ def test_text_actions_and_dict_observations():
   assert env.step(_respond('no')).observation.text.endswith('times: 1')
   assert not env.step(_respond('much too long')).valid
   assert env.step(_respond('yes')).success
-  with pytest.raises(ValueError, match=r'env.actions=\(\): any words'):
+  with pytest.raises(ValueError, match=r'env.actions=\(\): any text'):
     list(env.demonstrate(TASK, noise=0, seed=0))
 
 

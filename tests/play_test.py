@@ -105,9 +105,9 @@ def test_ctrl_c_exits_with_status_130():
     (('toy', '--engine', 'native'), '--engine=native: toy has only one'),
     (('alfworld', '--split', 'moon'), 'split=moon: must be one of train'),
     (('alfworld', '--engine', 'unity'), 'unknown engine; known: textworld'),
-    (('alfworld', '--data_dir', '/nowhere'), 'no json_2.1.1/train folder'),
-    (('webshop', '--data_dir', '/nowhere'), 'no items_shuffle_1000.json there'),
-    (('search_qa', '--data_dir', '/nowhere'), 'no corpus.jsonl there'),
+    (('alfworld', '--data_dir', '/nowhere'), 'no folder json_2.1.1/train'),
+    (('webshop', '--data_dir', '/nowhere'), 'has no items_shuffle_1000.json'),
+    (('search_qa', '--data_dir', '/nowhere'), 'has no corpus.jsonl'),
     (('sokoban', '--set', 'num_boxes=0'), 'num_boxes=0: must be at least 1'),
     (('sokoban', '--set', 'num_boxes'), 'num_boxes: must be NAME=VALUE'),
     (('sokoban', '--set', 'boxes=2'), "unexpected keyword argument 'boxes'"),
@@ -170,7 +170,7 @@ def test_data_dir_defaults_to_the_environment_variable(monkeypatch, capsys):
   monkeypatch.setenv('WEBSHOP_DATA', '/nowhere')
   with pytest.raises(SystemExit):
     play.main(['webshop'])
-  assert 'env.data_dir=/nowhere: no items_' in capsys.readouterr().err
+  assert 'env.data_dir=/nowhere: has no items_' in capsys.readouterr().err
   # As in configs: 'generated' ignores the variable.
   monkeypatch.setattr('builtins.input', lambda _: ':quit')
   assert play.main(['webshop', '--data_dir', 'generated']) == 0

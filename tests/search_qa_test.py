@@ -336,7 +336,7 @@ def test_damaged_files_are_errors_in_one_line(folder, name, records, message):
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    ({'data_dir': '/nowhere'}, 'env.data_dir=/nowhere: no corpus.jsonl there'),
+    ({'data_dir': '/nowhere'}, 'env.data_dir=/nowhere: has no corpus.jsonl'),
     ({'top_k': 0}, 'env.top_k=0: must be at least 1'),
     ({'max_passage_chars': 0}, 'env.max_passage_chars=0: must be'),
     ({'generator': {'num_people': 3}}, 'env.generator.num_people=3: must be'),

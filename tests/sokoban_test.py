@@ -210,7 +210,7 @@ def test_task_types_give_the_length_of_solutions():
     ({'size': (2, 6)}, r'env.size=\(2, 6\): must be'),
     ({'seed': -1}, 'env.seed=-1: must be from 0 to 1,000'),
     ({'num_boxes': 0}, 'env.num_boxes=0: must be at least 1'),
-    ({'num_boxes': 30}, 'no such level found .* env.num_boxes=30'),
+    ({'num_boxes': 30}, 'no such level .* env.num_boxes=30'),
     ({'solution_steps': (9, 4)}, 'env.solution_steps=.*must be .min, max.'),
     ({'max_steps': 10}, 'env.max_steps=10: fewer than the longest'),
     ({'prompt_style': 'long'}, 'env.prompt_style=long: must be one of paper'),

@@ -233,4 +233,4 @@ def test_command_error_is_one_line(tmp_path):
     check=False,
   )
   assert done.returncode == 2
-  assert done.stderr.strip() == '--sweep: missing; needed'
+  assert done.stderr.strip() == '--sweep: missing; must be set'

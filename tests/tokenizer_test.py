@@ -116,7 +116,7 @@ def test_special_tokens_of_the_template_are_parsed_despite_the_config(
 def test_a_template_that_leaves_out_the_message_is_refused(tmp_path):
   tokenizer.train(TEXTS, str(tmp_path), vocab_size=400)
   (tmp_path / 'chat_template.jinja').write_text('<|im_start|>assistant\n')
-  with pytest.raises(ValueError, match='leaves out the message'):
+  with pytest.raises(ValueError, match='omits the message'):
     tokenizer.Tokenizer(str(tmp_path))
 
 

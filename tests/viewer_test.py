@@ -291,7 +291,7 @@ def test_export_of_selected_iterations(workdir, tmp_path):
   viewer.export(workdir, tmp_path / 'run.html', [2])
   html = (tmp_path / 'run.html').read_text()
   assert 'iterations/2' in html and 'iterations/0' not in html
-  with pytest.raises(ValueError, match='iterations=1: .* kept are 0, 2'):
+  with pytest.raises(ValueError, match='iterations=1: .* kept: 0, 2'):
     viewer.export(workdir, tmp_path / 'run.html', [1])
 
 

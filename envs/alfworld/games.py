@@ -204,7 +204,7 @@ def _split_folder(split: str, data_dir: str) -> pathlib.Path:
     if folder.is_dir():
       return folder
   raise ValueError(
-    f'env.data_dir={data_dir}: no {_FOLDER}/{split} folder there; '
+    f'env.data_dir={data_dir}: has no folder {_FOLDER}/{split}; '
     'download the games with `alfworld-download --data-dir DIR`, or leave it '
     'empty for generated games'
   )
@@ -268,7 +268,7 @@ def _check_count(
       ) from error
   if count != expected or not count:
     raise ValueError(
-      f'env.data_dir={data_dir}: {count} {split} games there, not {expected}; '
+      f'env.data_dir={data_dir}: has {count} {split} games, not {expected}; '
       'complete the folder, or accept it with '
       'env.generator.expected_counts=False'
     )

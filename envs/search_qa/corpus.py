@@ -161,7 +161,7 @@ def _find_file(folder: pathlib.Path, name: str) -> pathlib.Path:
   path = folder / name
   if not path.is_file():
     raise ValueError(
-      f'env.data_dir={folder}: no {name} there; needs {CORPUS}, train.jsonl '
+      f'env.data_dir={folder}: has no {name}; needs {CORPUS}, train.jsonl '
       'and test.jsonl (envs/search_qa/corpus.py), or env.data_dir=generated'
     )
   return path.resolve()

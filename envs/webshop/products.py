@@ -393,8 +393,9 @@ def load(
   folder = pathlib.Path(data_dir or os.environ.get('WEBSHOP_DATA', ''))
   if not (data_dir or os.environ.get('WEBSHOP_DATA')):
     raise ValueError(
-      'env.data_dir=: no folder of WebShop files; give one or set '
-      '$WEBSHOP_DATA; `python -m envs.webshop.download --out DIR` gets them'
+      'env.data_dir=: no folder of WebShop files; download them with '
+      '`python -m envs.webshop.download --out DIR` and set env.data_dir or '
+      '$WEBSHOP_DATA to DIR'
     )
   names = _FILES[1_000 if num_products == 1_000 else None]
   if num_products is None and not (folder / names[0]).is_file():
@@ -402,8 +403,8 @@ def load(
   for name in names:
     if not (folder / name).is_file():
       raise ValueError(
-        f'env.data_dir={folder}: no {name} there; '
-        '`python -m envs.webshop.download --out DIR` gets the official files'
+        f'env.data_dir={folder}: has no {name}; download the official files '
+        'with `python -m envs.webshop.download --out DIR`'
       )
   files = [folder / name for name in (*names, _HUMAN_FILE)]
   stamps = [

@@ -66,8 +66,8 @@ def take_version(values: dict, name: str | pathlib.Path) -> dict:
   version = values.get('version', 0)
   if not isinstance(version, int) or not 0 <= version <= VERSION:
     raise ValueError(
-      f'{name}: has version {version!r:.40}, of a newer release; this one '
-      f'reads up to {VERSION}'
+      f'{name}: has version {version!r:.40}, of a newer release; this '
+      f'release reads versions up to {VERSION}'
     )
   return {key: value for key, value in values.items() if key != 'version'}
 
@@ -106,7 +106,7 @@ def lock(folder: pathlib.Path) -> Iterator[None]:
     file_lock.acquire()
   except filelock.Timeout:
     raise ValueError(
-      f'--workdir={folder}: in use by {_owner(owner)}; give another --workdir, '
+      f'--workdir={folder}: in use by {_owner(owner)}; use another --workdir, '
       'or wait until that process ends'
     ) from None
   except (OSError, NotImplementedError) as error:

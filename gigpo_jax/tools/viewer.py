@@ -321,7 +321,7 @@ def export(
     if number not in run['iterations']:
       kept = ', '.join(map(str, run['iterations'])) or 'none'
       raise ValueError(
-        f'--iterations={number}: its episodes were not kept; kept are {kept}'
+        f'--iterations={number}: its episodes were not kept; kept: {kept}'
       )
   run['iterations'] = selected
   parts, size = {'run': _pack(run)}, 0
