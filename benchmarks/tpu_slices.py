@@ -87,7 +87,7 @@ def _cell(r: dict | None) -> str:
 
 
 def main() -> None:
-  """Compiles what the file lacks, or prints the table."""
+  """Compiles the missing entries of the file, or prints the table."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--out', type=pathlib.Path, required=True)
   parser.add_argument('--table', action='store_true')

@@ -71,7 +71,7 @@ def measure(data_dir: str | None, steps: int) -> list[tuple[str, str]]:
     ('start, s', f'{start_secs:.2f}'),
     ('steps/s', f'{steps / playing:,.0f}'),
     ('resets/s', f'{resets / max(seconds, 1e-9):,.0f}'),
-    ('search for a whole instruction, ms', f'{1e3 * search:.2f}'),
+    ('search for a full instruction, ms', f'{1e3 * search:.2f}'),
     ('catalogue, goals and index, MiB', f'{shared:,.0f}'),
     (
       f'each of {_SESSIONS} sessions, MiB',

@@ -49,7 +49,7 @@ def main() -> None:
     for _ in range(_SEARCHES)
   ]
   queries = {
-    'a whole instruction': [goal.instruction_text for goal in goals],
+    'a full instruction': [goal.instruction_text for goal in goals],
     'four words of a title': [
       ' '.join(rng.sample(title, min(4, len(title)))) for title in titles
     ],

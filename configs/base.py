@@ -148,7 +148,7 @@ def _change(
 def _change_environment(
   config: ml_collections.ConfigDict, variant: str
 ) -> None:
-  """Applies what a variant changes for the config's environment."""
+  """Applies a variant's changes for the config's environment."""
   # Imported on use, because only some variants need it.
   import envs
 

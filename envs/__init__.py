@@ -7,7 +7,7 @@ An environment is a module with a class `Env` and a function
       With several, `Env` takes an argument `anchor`.
     DATA: a `base.Data`, if it reads official data. `Env` takes an argument
       `data_dir`.
-    PRESETS: variant -> {config field: value}, what variants of configs change.
+    PRESETS: variant -> {config field: value}, the changes of config variants.
     check_options(kwargs): yields a line for each wrong option.
     check_installation(kwargs): yields a line for each missing requirement.
     conflicts(config): yields a line for each option outside `config.env` that
@@ -70,7 +70,7 @@ def anchors(name: str) -> tuple[str, ...]:
 
 
 def presets(name: str) -> Mapping[str, Mapping[str, Any]]:
-  """Returns what variants change for an environment."""
+  """Returns the changes of config variants for an environment."""
   return getattr(_module(name), 'PRESETS', {})
 
 

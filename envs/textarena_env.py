@@ -132,7 +132,7 @@ class Env:
 
   @contextlib.contextmanager
   def _sandbox(self) -> Iterator[None]:
-    """Gives the game its own random state and discards what it prints."""
+    """Gives the game its own random state and discards its output."""
     with (
       self._random_state.active(),
       contextlib.redirect_stdout(io.StringIO()),

@@ -171,7 +171,7 @@ def gigpo_components(  # noqa: PLR0913
 
 
 class Inputs(NamedTuple):
-  """Arguments of `gigpo` on the device; see there.
+  """Arguments of `gigpo` as arrays on the device.
 
   Attributes:
     rewards: two-float.

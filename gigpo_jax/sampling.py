@@ -72,7 +72,7 @@ def sample_tokens(
     floats_BX: temperature, top_p and min_p of each row.
     top_k_B: see `Sampling`.
     logits_BV: float32 logits.
-    vocab_size: ids from here on are not sampled.
+    vocab_size: this and larger ids are not sampled.
     truncated: whether any row may use top-k, top-p or min-p; None: the program
       decides at run time, and also whether any row is greedy.
 

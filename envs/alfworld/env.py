@@ -28,7 +28,7 @@ def check_options(kwargs: Mapping[str, Any]) -> Iterator[str]:
 
 
 def check_installation(kwargs: Mapping[str, Any]) -> Iterator[str]:
-  """Yields what the reference engine lacks on this machine."""
+  """Yields missing requirements of the reference engine."""
   if kwargs.get('engine') != 'textworld':
     return
   if sys.version_info >= (3, 13):
@@ -81,7 +81,7 @@ class Env:
     prompt_style: one of `narrator.STYLES`.
     require_think: whether a valid response needs a `<think>` part.
     require_admissible: whether an inadmissible action is invalid.
-    anchor: one of ANCHORS; what identifies a state (GiGPO, Eq. 6).
+    anchor: one of ANCHORS; identifies a state (GiGPO, Eq. 6).
     expert_order: order in which the expert of `demonstrate` searches; one of
       `expert.ORDERS`.
 
@@ -140,7 +140,7 @@ class Env:
     return self._splits[task.split]
 
   def _engine_input(self, task: base.Task) -> world.World | str:
-    """Returns what the engine loads: TextWorld reads game files itself."""
+    """Returns the input of the engine: TextWorld reads game files itself."""
     path = self._split(task).path(task.index)
     if path is None:
       return self.game(task)

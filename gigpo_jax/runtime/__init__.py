@@ -1,1 +1,1 @@
-"""What a run stands on: processes, devices, files, console and errors."""
+"""Infrastructure of a run: processes, devices, files, console and errors."""

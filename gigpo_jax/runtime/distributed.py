@@ -121,8 +121,8 @@ def process_slice(size: int) -> range:
 def block_on_cpu(arrays: Any) -> Any:
   """Returns arrays; in a multi-process run on CPUs, waits for them first.
 
-  There, jax (0.10, 0.11) may deadlock if several programs with collectives run
-  at once. Accelerators run them in order.
+  On CPUs, jax (0.10, 0.11) may deadlock if several programs with collectives
+  run at once. Accelerators run them in order.
   """
   if jax.process_count() > 1 and jax.default_backend() == 'cpu':
     jax.block_until_ready(arrays)

@@ -32,7 +32,7 @@ def explain_out_of_memory(field: str, remedy: str) -> Iterator[None]:
 
   Args:
     field: config field that controls the memory.
-    remedy: what to do, as an imperative.
+    remedy: advice, as an imperative.
   """
   try:
     yield

@@ -1,4 +1,4 @@
-"""Plot a rollout: what each slot of the sampler did, and when."""
+"""Plot a rollout: the activity of each slot of the sampler over time."""
 
 import pathlib
 from collections.abc import Iterator, Sequence

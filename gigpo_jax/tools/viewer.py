@@ -390,7 +390,7 @@ def trusted(header: str, names: Iterable[str]) -> bool:
   """Returns whether a Host header names this machine.
 
   Protects against DNS rebinding: a foreign web page can point its own domain at
-  this machine's address and read what is served here. The browser still sends
+  this machine's address and read the data. The browser still sends
   the foreign domain in the Host header. IP addresses cannot be rebound, so all
   of them are trusted.
 
