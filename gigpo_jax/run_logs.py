@@ -1,7 +1,10 @@
 """What a run writes for people: metrics, console lines and episodes."""
 
+import contextlib
 import dataclasses
 import pathlib
+import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from gigpo_jax import algorithms, batch, group_filter, metrics, rollout
@@ -60,3 +63,11 @@ class RunLogs:
   def close(self) -> None:
     """Flushes the metrics."""
     self.writer.close()
+
+
+@contextlib.contextmanager
+def timed(values: dict[str, float], name: str) -> Iterator[None]:
+  """Adds the duration of the context, in seconds, to metrics."""
+  start = time.monotonic()
+  yield
+  values[name] = time.monotonic() - start

@@ -139,11 +139,12 @@ def loop(
       guard.exit_if_requested()
       # The update donates the state of `last`: no preemption until the new one.
       with guard.defer():
-        tasks.record_outcomes(groups.outcomes)
-        runner.prefetch(tasks.at(iteration + 1), parts.group_size)
-        state, update_metrics = update(
-          parts, state, history, groups, iteration, logs
-        )
+        with run_logs.timed(values, 'time/update_secs'):
+          tasks.record_outcomes(groups.outcomes)
+          runner.prefetch(tasks.at(iteration + 1), parts.group_size)
+          state, update_metrics = update(
+            parts, state, history, groups, iteration, logs
+          )
         history = history.after(
           iteration, groups, tasks.state(), update_metrics
         )
@@ -174,9 +175,9 @@ def update(
   if not groups.kept:
     # Entropy bonus, KL and weight decay would still move the policy.
     return state, logs.write_episodes(iteration, groups) | no_update(parts)
-  start = time.monotonic()
-  rows = batch.from_trajectories(groups.kept, **parts.rows_kwargs)
-  values = {'time/rows_secs': time.monotonic() - start}
+  values: Metrics = {}
+  with run_logs.timed(values, 'time/rows_secs'):
+    rows = batch.from_trajectories(groups.kept, **parts.rows_kwargs)
   output, old_values, advantage_metrics = estimate_advantages(
     parts, state, rows
   )
@@ -212,9 +213,9 @@ def estimate_advantages(
   old_values = None
   if parts.critic:
     old_values = parts.critic.values(state.critic.params, rows)
-  start = time.monotonic()
-  output = parts.algorithm.compute_advantages(rows, old_values)
-  values = {'time/credit_secs': time.monotonic() - start}
+  values: Metrics = {}
+  with run_logs.timed(values, 'time/credit_secs'):
+    output = parts.algorithm.compute_advantages(rows, old_values)
   values |= parts.diagnose(rows, output) | output.metrics
   values |= metrics.effective_tokens(output.advantages, rows.completion_mask)
   return output, old_values, values
@@ -321,7 +322,8 @@ def collect(
   trace: bool,
 ) -> tuple[group_filter.CollectedGroups, Metrics]:
   """Runs the episodes of an iteration with the current policy."""
-  start, options = time.monotonic(), parts.config.rollout
+  options = parts.config.rollout
+  values: Metrics = {}
 
   def run_groups(
     tasks: list[base.Task], position: int
@@ -339,19 +341,19 @@ def collect(
       label=f'iteration {iteration}',
     )
 
-  groups = group_filter.collect(
-    run_groups,
-    parts.tasks,
-    parts.group_filter,
-    groups=options.groups,
-    iteration=iteration,
-  )
-  stop_if_failed(parts, groups.episodes)
-  values = runner.metrics()
-  runner.sampler.release()  # The update needs the memory.
+  with run_logs.timed(values, 'time/rollout_secs'):
+    groups = group_filter.collect(
+      run_groups,
+      parts.tasks,
+      parts.group_filter,
+      groups=options.groups,
+      iteration=iteration,
+    )
+    stop_if_failed(parts, groups.episodes)
+    values |= runner.metrics()
+    runner.sampler.release()  # The update needs the memory.
   values |= groups.metrics
-  values |= metrics.summarize(groups.episodes, prefix='train')
-  return groups, values | {'time/rollout_secs': time.monotonic() - start}
+  return groups, values | metrics.summarize(groups.episodes, prefix='train')
 
 
 def evaluate(
@@ -360,19 +362,19 @@ def evaluate(
   state: run_state.RunState,
 ) -> Metrics:
   """Returns metrics of the policy on the evaluation tasks."""
-  start = time.monotonic()
-  episodes = evaluation.run(
-    runner,
-    state.policy.params,
-    parts.eval_tasks,
-    sampling=parts.eval_sampling,
-    task_type=parts.task_type,
-    base_params=parts.learner.base,
-  )
-  stop_if_failed(parts, episodes)
-  return evaluation.summarize(episodes) | {
-    'time/evaluation_secs': time.monotonic() - start
-  }
+  values: Metrics = {}
+  with run_logs.timed(values, 'time/evaluation_secs'):
+    episodes = evaluation.run(
+      runner,
+      state.policy.params,
+      parts.eval_tasks,
+      sampling=parts.eval_sampling,
+      task_type=parts.task_type,
+      base_params=parts.learner.base,
+    )
+    stop_if_failed(parts, episodes)
+    values |= evaluation.summarize(episodes)
+  return values
 
 
 def stop_if_failed(

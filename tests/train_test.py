@@ -169,6 +169,20 @@ def test_a_run_leaves_what_the_readme_says(uninterrupted):
   assert list((workdir / 'tensorboard').glob('events*'))
 
 
+def test_lines_have_the_durations_of_their_parts(uninterrupted):
+  workdir, _ = uninterrupted
+  first = json.loads((workdir / 'metrics.jsonl').open().readline())
+  durations = {k.removeprefix('time/') for k in first if k.startswith('time/')}
+  assert durations == {
+    'credit_secs',
+    'evaluation_secs',
+    'iteration_secs',
+    'rollout_secs',
+    'rows_secs',
+    'update_secs',
+  }
+
+
 def test_a_change_that_is_refused_leaves_the_config(tmp_path, monkeypatch):
   config = alfworld.get_config('smoke')
   run_config.save(config, str(tmp_path))
