@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-import train_test
+import small_runs
 from programs import PROJECT
 
 from gigpo_jax.runtime import compilation
@@ -106,7 +106,7 @@ def test_the_second_start_compiles_nothing(tmp_path):
       '-c',
       _COUNT_EVENTS,
       '--config=configs/alfworld.py:smoke',
-      *train_test.SMALL,
+      *small_runs.SMALL,
       '--config.num_iterations=1',
       f'--workdir={tmp_path / name}',
       JAX_COMPILATION_CACHE_DIR=os.environ['JAX_COMPILATION_CACHE_DIR'],
