@@ -6,6 +6,7 @@ uses the outcomes so far.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -95,7 +96,7 @@ class UncertaintySampler(TaskSampler):
     **kwargs: passed to `TaskSampler`.
   """
 
-  def __init__(self, *args, uniform: float = 0.5, **kwargs):
+  def __init__(self, *args: Any, uniform: float = 0.5, **kwargs: Any):
     super().__init__(*args, **kwargs)
     self._draw, self._uniform = self._weighted, uniform
     self._counts = np.zeros((2, self._num_tasks), np.int64)

@@ -118,6 +118,27 @@ def test_algorithm_that_defines_credit_works(monkeypatch):
     assert algorithm.compute_advantages(None) == ('own', 'inherited')
 
 
+def test_algorithm_that_overrides_parts_works(monkeypatch):
+  class Algorithm(gigpo.Algorithm):
+    def parts(self, rows):
+      return advantages.Components(*(x + 1 for x in super().parts(rows)))
+
+  module = types.ModuleType('own_parts')
+  module.Algorithm = Algorithm
+  monkeypatch.setitem(sys.modules, 'own_parts', module)
+  monkeypatch.setattr(envs, 'can_import', lambda name: True)
+  with pytest.warns(deprecated.RenamedWarning, match='use components'):
+    algorithm = algorithms.make('own_parts')
+  columns = [1.0, 0.0], [0, 0], [0, 1], [0, 0], [0, 0], [True, True]
+  rows = types.SimpleNamespace(
+    steps_taken=lambda: columns, groups=np.zeros(2, int)
+  )
+  with pytest.warns(deprecated.RenamedWarning, match='use components'):
+    output = algorithm.compute_advantages(rows)
+  expected = gigpo.Algorithm().compute_advantages(rows).components
+  np.testing.assert_array_equal(output.components.returns, expected.returns + 1)
+
+
 def test_output_has_its_components_as_parts():
   columns = [1.0, 0.0], [0, 0], [0, 1], [0, 0], [0, 0], [True, True]
   rows = types.SimpleNamespace(

@@ -84,7 +84,7 @@ class Algorithm(Protocol):
     """Returns the advantages of rows, given the critic's values if needed."""
 
 
-def make(name: str, **options) -> Algorithm:
+def make(name: str, **options: object) -> Algorithm:
   """Creates an algorithm.
 
   Args:
@@ -100,7 +100,8 @@ def make(name: str, **options) -> Algorithm:
     raise ValueError(
       f'algorithm.name={name}: the module has no Algorithm; it must define one'
     )
-  _accept_credit(module.Algorithm)
+  for old, new in _OLD_METHODS.items():
+    _accept_old_method(module.Algorithm, old, new)
   known = defaults(module.Algorithm)
   return module.Algorithm(**{k: v for k, v in options.items() if k in known})
 
@@ -169,16 +170,17 @@ def old_method(old: str, new: str) -> Callable:
 credit = old_method('credit', 'compute_advantages')
 
 
-def _accept_credit(algorithm: type) -> None:
-  """Accepts a class that defines `credit`, not `compute_advantages`."""
+_OLD_METHODS = {'credit': 'compute_advantages', 'parts': 'components'}
+
+
+def _accept_old_method(algorithm: type, old: str, new: str) -> None:
+  """Accepts a class that overrides a method under its old name."""
   for owner in algorithm.__mro__:
-    if 'compute_advantages' in vars(owner):
+    if new in vars(owner):
       return
-    if 'credit' in vars(owner):
-      deprecated.warn(
-        f'{owner.__module__}.Algorithm.credit', 'compute_advantages'
-      )
-      owner.compute_advantages = owner.credit
+    if old in vars(owner):
+      deprecated.warn(f'{owner.__module__}.Algorithm.{old}', new)
+      setattr(owner, new, getattr(owner, old))
       return
 
 

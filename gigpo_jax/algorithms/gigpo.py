@@ -92,7 +92,9 @@ class Algorithm:
       *rows.steps_taken(), self.discount, self.invalid_penalty
     )
 
-  credit = algorithms.credit  # Deprecated name of `compute_advantages`.
+  # Deprecated names of `compute_advantages` and `components`.
+  credit = algorithms.credit
+  parts = algorithms.old_method('parts', 'components')
 
   def compute_advantages(
     self, rows: batch.Rows, values=None

@@ -8,14 +8,14 @@ from typing import Any
 
 @contextlib.contextmanager
 def image(
-  path: str | pathlib.Path, *, dpi: int = 120, **options
+  path: str | pathlib.Path, *, dpi: int = 120, **options: Any
 ) -> Iterator[tuple[Any, Any]]:
   """Yields a figure and its axes; writes them to an image file at the end.
 
   Args:
     path: path of the image.
     dpi: dots per inch.
-    options: further arguments of `pyplot.subplots`.
+    **options: further arguments of `pyplot.subplots`.
   """
   # matplotlib is slow to import.
   import matplotlib

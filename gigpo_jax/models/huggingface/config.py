@@ -6,6 +6,7 @@ A field that may change the network and is not supported is an error.
 import json
 import math
 import pathlib
+from typing import Any
 
 from gigpo_jax.models.qwen_config import QwenConfig, Yarn
 
@@ -133,7 +134,11 @@ _ARCHITECTURES = {
 
 
 def read_config(
-  directory: str, *, dtype: str = 'bfloat16', remat: str = 'none', **choices
+  directory: str,
+  *,
+  dtype: str = 'bfloat16',
+  remat: str = 'none',
+  **choices: Any,
 ) -> QwenConfig:
   """Returns the shape of a checkpoint's model from its config.json.
 
@@ -233,7 +238,7 @@ def _check_neutral(directory: str, fields: dict, neutral: dict) -> None:
       )
 
 
-def _read_shape(directory: str, raw: dict, **choices) -> QwenConfig:
+def _read_shape(directory: str, raw: dict, **choices: Any) -> QwenConfig:
   family, heads = raw['model_type'], raw['num_attention_heads']
   mlp = {'intermediate_size': raw['intermediate_size']}
   if family == 'qwen3_moe':
