@@ -24,17 +24,16 @@ from gigpo_jax import (
   losses,
   mesh,
   metrics,
-  model_check,
   optimizer,
   rollout,
   sampler,
   tasks,
   token_batch,
   tokenizer,
-  trial,
 )
 from gigpo_jax import config as config_lib
 from gigpo_jax.models import huggingface, lora, parameters, qwen
+from gigpo_jax.run import model_check, trial
 from gigpo_jax.runtime import console, distributed
 
 if TYPE_CHECKING:

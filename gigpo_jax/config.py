@@ -15,14 +15,8 @@ import ml_collections
 import configs
 import envs
 from configs import base
-from gigpo_jax import (
-  algorithms,
-  anchors,
-  deprecated,
-  losses,
-  model_check,
-  options,
-)
+from gigpo_jax import algorithms, anchors, deprecated, losses, options
+from gigpo_jax.run import model_check
 
 # Options of the algorithm section that are not passed to algorithms, or that
 # apply to all of them.
@@ -419,9 +413,9 @@ def _with_field(config: ml_collections.ConfigDict, text: str) -> str:
 __getattr__ = deprecated.names(
   __name__,
   {
-    'check_resume': 'gigpo_jax.run_config:check_resume',
-    'check_workdir': 'gigpo_jax.run_config:check_workdir',
-    'model_directory': 'gigpo_jax.model_check:model_directory',
-    'save': 'gigpo_jax.run_config:save',
+    'check_resume': 'gigpo_jax.run.run_config:check_resume',
+    'check_workdir': 'gigpo_jax.run.run_config:check_workdir',
+    'model_directory': 'gigpo_jax.run.model_check:model_directory',
+    'save': 'gigpo_jax.run.run_config:save',
   },
 )

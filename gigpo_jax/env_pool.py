@@ -30,7 +30,8 @@ from typing import Any
 import psutil
 
 from envs import base, messages, worker
-from gigpo_jax import options, worker_process
+from gigpo_jax import options
+from gigpo_jax.runtime import worker_process
 
 # Maximum size and number of unanswered messages to a worker. They must fit
 # into the pipe's buffer, so that sending never blocks.

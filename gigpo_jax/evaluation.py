@@ -22,11 +22,11 @@ from gigpo_jax import (
   metrics,
   options,
   rollout,
-  run_config,
   sampler,
   trajectory,
 )
 from gigpo_jax import config as config_lib
+from gigpo_jax.run import run_config
 from gigpo_jax.runtime import console, distributed, errors
 from gigpo_jax.tools import plots
 

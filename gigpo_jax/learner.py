@@ -17,18 +17,11 @@ import jax
 import numpy as np
 import optax
 
-from gigpo_jax import (
-  batch,
-  deprecated,
-  learner_programs,
-  losses,
-  options,
-  packing,
-  token_batch,
-)
+from gigpo_jax import batch, deprecated, losses, options, packing, token_batch
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import optimizer as optimizer_lib
 from gigpo_jax.models import qwen
+from gigpo_jax.programs import learner_programs
 
 TrainState = learner_programs.TrainState
 

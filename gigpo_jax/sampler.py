@@ -24,13 +24,9 @@ import jax
 import numpy as np
 
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax import (
-  sampler_cache,
-  sampler_programs,
-  sampler_types,
-  sampling,
-)
+from gigpo_jax import sampler_types, sampling
 from gigpo_jax.models import kv_cache, qwen
+from gigpo_jax.programs import sampler_cache, sampler_programs
 from gigpo_jax.runtime import distributed
 
 # Maximum number of prompts that a copy of the model prefills at once. 8 prompts

@@ -20,9 +20,10 @@ import numpy as np
 
 import envs
 from envs import base
-from gigpo_jax import batch, builders, losses, options, run_config, tokenizer
+from gigpo_jax import batch, builders, losses, options, tokenizer
 from gigpo_jax import config as config_lib
 from gigpo_jax.models import huggingface, lora, parameters, qwen
+from gigpo_jax.run import run_config
 from gigpo_jax.runtime import console, distributed, errors
 
 if TYPE_CHECKING:

@@ -37,12 +37,9 @@ from gigpo_jax import (
   losses,
   metrics,
   rollout,
-  run_builders,
-  run_config,
-  run_logs,
-  run_state,
   trajectory,
 )
+from gigpo_jax.run import run_builders, run_config, run_logs, run_state
 from gigpo_jax.runtime import console, distributed, errors, preemption
 
 Metrics = dict[str, float]

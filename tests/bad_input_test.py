@@ -17,7 +17,8 @@ import safetensors.numpy
 
 from configs import alfworld
 from envs.alfworld import games
-from gigpo_jax import run_config, train
+from gigpo_jax import train
+from gigpo_jax.run import run_config
 from gigpo_jax.runtime import files
 
 PROJECT = pathlib.Path(train.__file__).parents[1]

@@ -15,8 +15,9 @@ import configs
 from configs import alfworld, search_qa, sokoban, webshop
 from gigpo_jax import config as config_lib
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax import model_check, run_config, tokenizer
+from gigpo_jax import tokenizer
 from gigpo_jax.models import huggingface
+from gigpo_jax.run import model_check, run_config
 from gigpo_jax.runtime import hardware
 
 PROJECT = pathlib.Path(config_lib.__file__).parents[1]

@@ -26,8 +26,8 @@ from configs import (
 )
 from configs.sweeps import ablations, main
 from gigpo_jax import config as config_lib
-from gigpo_jax import run_config
 from gigpo_jax.algorithms import gigpo
+from gigpo_jax.run import run_config
 from gigpo_jax.tools import sweep as sweep_tool
 
 # Environments without an included warm start.

@@ -25,10 +25,10 @@ from gigpo_jax import (
   evaluation,
   learner,
   metrics,
-  run_builders,
   train,
 )
 from gigpo_jax import config as config_lib
+from gigpo_jax.run import run_builders
 from gigpo_jax.runtime import errors, files
 from gigpo_jax.tools import compare, sweep, viewer
 

@@ -19,11 +19,11 @@ from gigpo_jax import (
   anchors,
   deprecated,
   rollout,
-  run_config,
   trajectory,
 )
 from gigpo_jax import config as config_lib
 from gigpo_jax.algorithms import gigpo
+from gigpo_jax.run import run_config
 from gigpo_jax.tools import sweep
 
 OLD, NEW = 'filter.without_spread', 'filter.drop_zero_variance'

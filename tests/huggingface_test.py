@@ -16,9 +16,9 @@ import reference
 import safetensors.numpy
 
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax import model_check
 from gigpo_jax.models import huggingface, qwen
 from gigpo_jax.models.huggingface import export
+from gigpo_jax.run import model_check
 
 YARN = qwen.Yarn(4.0, 16, beta_fast=8.0, attention_factor=0.7)
 

@@ -22,7 +22,8 @@ CENTRAL = (
   'envs/checks.py',
   *(
     str(path.relative_to(PROJECT))
-    for path in sorted(PROJECT.glob('gigpo_jax/*.py'))
+    for room in ('', 'run/', 'programs/', 'runtime/')
+    for path in sorted(PROJECT.glob(f'gigpo_jax/{room}*.py'))
   ),
 )
 NAMES = envs.REGISTRY.keys() | algorithms.REGISTRY.keys()

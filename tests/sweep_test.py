@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from gigpo_jax import run_config
+from gigpo_jax.run import run_config
 from gigpo_jax.runtime import files
 from gigpo_jax.tools import sweep
 

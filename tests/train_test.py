@@ -13,12 +13,8 @@ import pytest
 import small_runs
 
 from configs import alfworld
-from gigpo_jax import (
-  checkpoint,
-  run_config,
-  tokenizer,
-  train,
-)
+from gigpo_jax import checkpoint, tokenizer, train
+from gigpo_jax.run import run_config
 
 
 @pytest.fixture(name='uninterrupted', scope='module')
@@ -113,7 +109,7 @@ def test_killed_and_started_again_the_run_ends_the_same(
   assert len(small_runs.read_lines(tmp_path)) == 1
   for moment in (
     'checkpoint:_write_manifest',
-    'learner:Learner.update,learner_programs:LearnerPrograms.run@3',
+    'learner:Learner.update,programs.learner_programs:LearnerPrograms.run@3',
     # All is saved by then.
     'checkpoint:Checkpointer.wait+',
   ):
@@ -174,7 +170,7 @@ def test_successful_episodes_are_trained_on(uninterrupted, tmp_path):
 
 # In the order in which they come; each process goes on where it can.
 MOMENTS = (
-  'run_config:save+',
+  'run.run_config:save+',
   'checkpoint:Checkpointer.latest',
   'metrics:Writer.__init__',
   'learner:Learner.warm_up',
@@ -183,10 +179,10 @@ MOMENTS = (
   'train:collect,sampler:Sampler.step@20',
   'env_pool:EnvPool.prepare',
   'learner:Learner.update',
-  'learner:Learner.update,learner_programs:LearnerPrograms.run@3',
+  'learner:Learner.update,programs.learner_programs:LearnerPrograms.run@3',
   'metrics:Writer.write',
   'metrics:Writer.write+',
-  'learner:Learner.update@2,learner_programs:LearnerPrograms.run@2',
+  'learner:Learner.update@2,programs.learner_programs:LearnerPrograms.run@2',
   'checkpoint:Checkpointer.save',
   'checkpoint:Checkpointer.save+',
   'checkpoint:_write_manifest',
@@ -194,8 +190,8 @@ MOMENTS = (
   # The second waits until the first is written.
   'checkpoint:Checkpointer.save@2+',
   'checkpoint:Checkpointer.restore',
-  'run_builders:restore_or_init+',
-  'learner:Learner.update@2,learner_programs:LearnerPrograms.run@4',
+  'run.run_builders:restore_or_init+',
+  'learner:Learner.update@2,programs.learner_programs:LearnerPrograms.run@4',
   'checkpoint:_write_manifest',
   'checkpoint:Checkpointer.save@2',
   'train:evaluate@2,sampler:Sampler.step@3',
@@ -269,7 +265,7 @@ def test_an_interrupt_ends_a_run_in_one_line(tmp_path, moment, said):
     ('learner:Learner.warm_up~15', 120, 'nothing is'),
     ('train:collect@2,sampler:Sampler.step@3~15', 120, 'iteration 0 is'),
     (
-      'learner:Learner.update@2,learner_programs:LearnerPrograms.run@2~15',
+      'learner:Learner.update@2,programs.learner_programs:LearnerPrograms.run@2~15',
       120,
       'iteration 1',
     ),

@@ -10,13 +10,8 @@ import pytest
 import small_runs
 
 from envs.alfworld import games
-from gigpo_jax import (
-  group_filter,
-  metrics,
-  run_logs,
-  run_state,
-  train,
-)
+from gigpo_jax import group_filter, metrics, train
+from gigpo_jax.run import run_logs, run_state
 
 
 @pytest.mark.slow

@@ -7,8 +7,9 @@ import pytest
 
 from configs import base as base_config
 from envs import base
-from gigpo_jax import builders, env_pool, train, trial
+from gigpo_jax import builders, env_pool, train
 from gigpo_jax import config as config_lib
+from gigpo_jax.run import trial
 
 TASKS = [base.Task('train', index) for index in range(3)]
 

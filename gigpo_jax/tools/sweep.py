@@ -19,7 +19,8 @@ import tqdm
 
 import configs
 from envs import worker
-from gigpo_jax import deprecated, metrics, run_config
+from gigpo_jax import deprecated, metrics
+from gigpo_jax.run import run_config
 from gigpo_jax.runtime import files
 from gigpo_jax.tools import plots
 

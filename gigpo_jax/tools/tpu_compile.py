@@ -16,9 +16,10 @@ import jax
 import ml_collections
 import tqdm
 
-from gigpo_jax import builders, model_check, models, sampler
+from gigpo_jax import builders, models, sampler
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import huggingface, parameters, published, qwen
+from gigpo_jax.run import model_check
 
 # Without these variables, libtpu looks for a slice and for other hosts.
 _ENVIRON = {

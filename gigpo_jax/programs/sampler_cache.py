@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax import sampler_programs
 from gigpo_jax.models import kv_cache
+from gigpo_jax.programs import sampler_programs
 from gigpo_jax.runtime import distributed
 
 # Consecutive steps with an oversized cache after which it shrinks.

@@ -22,15 +22,13 @@ from gigpo_jax import (
   group_filter,
   learner,
   losses,
-  run_config,
-  run_logs,
-  run_state,
   sampler,
   tasks,
   token_batch,
 )
 from gigpo_jax import config as config_lib
 from gigpo_jax.models import huggingface, lora
+from gigpo_jax.run import run_config, run_logs, run_state
 from gigpo_jax.runtime import compilation, console, distributed, errors
 
 # Config fields that control the memory of programs, and remedies.

@@ -1,0 +1,1 @@
+"""What the learner and the sampler run on the devices."""

@@ -1,0 +1,1 @@
+"""A training run: set-up, state, logs, and checks of its work directory."""
