@@ -201,6 +201,19 @@ def test_episodes_may_fail_after_their_observation(text, schedule):
     assert all('differs when it is' in t.failure for t in trajectories[:2])
 
 
+def _assert_same_episodes(expected, actual) -> None:
+  for a, b in zip(expected, actual, strict=True):
+    assert (a.group, a.member) == (b.group, b.member)
+    assert len(a.steps) == len(b.steps)
+    for a_step, b_step in zip(a.steps, b.steps, strict=True):
+      np.testing.assert_array_equal(a_step.prompt_ids, b_step.prompt_ids)
+      np.testing.assert_array_equal(
+        a_step.completion_ids, b_step.completion_ids
+      )
+      assert a_step.response == b_step.response
+      assert a_step.result == b_step.result
+
+
 def test_schedules_sample_the_same_tokens_with_a_real_model(text):
   config = qwen.QwenConfig(
     vocab_size=text.vocab_size,
@@ -254,19 +267,7 @@ def test_schedules_sample_the_same_tokens_with_a_real_model(text):
     assert 0 < values['rollout/shared_prompt_share'] < 1
   expected, *others = results.values()
   for actual in others:
-    for a, b in zip(expected, actual, strict=True):
-      assert (a.group, a.member, len(a.steps)) == (
-        b.group,
-        b.member,
-        len(b.steps),
-      )
-      for a_step, b_step in zip(a.steps, b.steps, strict=True):
-        np.testing.assert_array_equal(a_step.prompt_ids, b_step.prompt_ids)
-        np.testing.assert_array_equal(
-          a_step.completion_ids, b_step.completion_ids
-        )
-        assert a_step.response == b_step.response
-        assert a_step.result == b_step.result
+    _assert_same_episodes(expected, actual)
 
 
 def test_turn_limit_ends_episodes_in_the_pool(text):
