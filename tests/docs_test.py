@@ -97,7 +97,7 @@ def test_notebook_has_the_environment_of_the_page():
 def test_shortest_environment_is_complete():
   page = (PROJECT / 'docs' / 'environment.md').read_text()
   text = next(t for _, title, t in BLOCK.findall(page) if title == 'sticks.py')
-  assert len([line for line in text.splitlines() if line.strip()]) <= 30
+  assert len([line for line in text.splitlines() if line.strip()]) <= 36
   assert 'narrator' not in text
   module = types.ModuleType('sticks')
   exec(compile(text, 'sticks.py', 'exec'), module.__dict__)
