@@ -255,7 +255,8 @@ def fixture_alone(tmp_path_factory):
   ('flag', 'devices'),
   [
     ('--config.rollout.tensor=0', 1),
-    ('--config.rollout.tensor=2', 1),
+    # Two minutes; the sampling of both processes together is tested above.
+    pytest.param('--config.rollout.tensor=2', 1, marks=pytest.mark.slow),
     # Several devices per process.
     pytest.param('--config.rollout.tensor=0', 4, marks=pytest.mark.slow),
   ],
