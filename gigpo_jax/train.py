@@ -20,7 +20,7 @@ docs/algorithm.md lists differences in formulas and environments.
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import ml_collections
@@ -35,10 +35,10 @@ from gigpo_jax import (
   evaluation,
   group_filter,
   losses,
-  metrics,
   rollout,
   trajectory,
 )
+from gigpo_jax import metrics as metrics_lib
 from gigpo_jax.run import run_builders, run_config, run_logs, run_state
 from gigpo_jax.runtime import console, distributed, errors, preemption
 
@@ -124,19 +124,15 @@ def loop(
     # Compiles the advantages for the row shapes of this run.
     estimate_advantages(parts, state, builders.make_dummy_rows(config))
     for iteration in range(first, config.num_iterations):
-      start, values = time.monotonic(), {}
+      start, metrics = time.monotonic(), {}
       if _is_due(iteration, config.evaluation.every):
-        values |= evaluate(parts, runner, state)
-      is_first = iteration == first
-      groups, rollout_metrics = collect(
-        parts, runner, state, iteration, trace=is_first
-      )
-      if is_first:
-        logs.plot_rollout(runner)
+        metrics |= evaluate(parts, runner, state)
+      plot = logs.plot_rollout if iteration == first else None
+      groups, rollout_metrics = collect(parts, runner, state, iteration, plot)
       guard.exit_if_requested()
       # The update donates the state of `last`: no preemption until the new one.
       with guard.defer():
-        with run_logs.timed(values, 'time/update_secs'):
+        with run_logs.timed(metrics, 'time/update_secs'):
           tasks.record_outcomes(groups.outcomes)
           runner.prefetch(tasks.at(iteration + 1), parts.group_size)
           state, update_metrics = update(
@@ -145,13 +141,11 @@ def loop(
         history = history.after(
           iteration, groups, tasks.state(), update_metrics
         )
-        values |= rollout_metrics | update_metrics | history.counts.metrics()
-        values['time/iteration_secs'] = time.monotonic() - start
-        logs.write(iteration, values)
+        metrics |= rollout_metrics | update_metrics | history.counts.metrics()
+        metrics['time/iteration_secs'] = time.monotonic() - start
+        logs.write(iteration, metrics)
         last = iteration, state, history
-        if _is_due(iteration + 1, config.checkpoint.every) or (
-          iteration + 1 == config.num_iterations
-        ):
+        if _is_checkpoint(config, iteration):
           saver.save(iteration, state.to_dict(), history.to_json())
       guard.exit_if_requested()
     finish(parts, runner, state, history, logs, saver)
@@ -172,26 +166,26 @@ def update(
   if not groups.kept:
     # Entropy bonus, KL and weight decay would still move the policy.
     return state, logs.write_episodes(iteration, groups) | no_update(parts)
-  values: Metrics = {}
-  with run_logs.timed(values, 'time/rows_secs'):
+  metrics: Metrics = {}
+  with run_logs.timed(metrics, 'time/rows_secs'):
     rows = batch.from_trajectories(groups.kept, **parts.rows_kwargs)
   output, old_values, advantage_metrics = estimate_advantages(
     parts, state, rows
   )
-  values |= advantage_metrics
-  values |= logs.write_episodes(iteration, groups, rows, output)
+  metrics |= advantage_metrics
+  metrics |= logs.write_episodes(iteration, groups, rows, output)
   columns = {'advantages': output.advantages}
   columns |= loss_columns(parts, state, history, rows, iteration)
-  values |= parts.learner.sampler_difference(
+  metrics |= parts.learner.sampler_difference(
     state.policy.params, rows, columns['old_log_probs']
   )
   if parts.critic:
     state, critic_metrics = update_critic(
       parts, state, history, rows, output, old_values, iteration
     )
-    values |= critic_metrics
+    metrics |= critic_metrics
     if iteration < parts.config.critic.warmup_iterations:
-      return state, values
+      return state, metrics
   policy, policy_metrics = parts.learner.update(
     state.policy,
     rows,
@@ -200,7 +194,7 @@ def update(
     **{name: columns[name] for name in parts.loss.columns},
   )
   stop_if_skipped(parts, policy_metrics, 'update', rows, columns)
-  return state.replace(policy=policy), values | policy_metrics
+  return state.replace(policy=policy), metrics | policy_metrics
 
 
 def estimate_advantages(
@@ -210,12 +204,14 @@ def estimate_advantages(
   old_values = None
   if parts.critic:
     old_values = parts.critic.values(state.critic.params, rows)
-  values: Metrics = {}
-  with run_logs.timed(values, 'time/credit_secs'):
+  metrics: Metrics = {}
+  with run_logs.timed(metrics, 'time/credit_secs'):
     output = parts.algorithm.compute_advantages(rows, old_values)
-  values |= parts.diagnose(rows, output) | output.metrics
-  values |= metrics.effective_tokens(output.advantages, rows.completion_mask)
-  return output, old_values, values
+  metrics |= parts.diagnose(rows, output) | output.metrics
+  metrics |= metrics_lib.effective_tokens(
+    output.advantages, rows.completion_mask
+  )
+  return output, old_values, metrics
 
 
 def loss_columns(
@@ -258,7 +254,7 @@ def update_critic(
   iteration: int,
 ) -> tuple[run_state.RunState, Metrics]:
   """Fits the critic to the value targets of an iteration."""
-  critic, values = parts.critic.update(
+  critic, metrics = parts.critic.update(
     state.critic,
     rows,
     values=old_values,
@@ -268,21 +264,21 @@ def update_critic(
     skipped_before=history.skipped.get('critic', 0.0),
   )
   arrays = {'values': old_values, 'targets': output.value_targets}
-  stop_if_skipped(parts, values, 'critic', rows, arrays)
-  return state.replace(critic=critic), values
+  stop_if_skipped(parts, metrics, 'critic', rows, arrays)
+  return state.replace(critic=critic), metrics
 
 
 def no_update(parts: run_builders.Parts) -> Metrics:
   """Returns the metrics of an iteration without an update."""
-  values = metrics.effective_tokens(np.zeros(0), np.zeros((0, 0), bool))
+  metrics = metrics_lib.effective_tokens(np.zeros(0), np.zeros((0, 0), bool))
   names = ['update/count', 'update/tokens', 'update/grad_norm']
   names += ['critic/count'] if parts.critic else []
-  return values | dict.fromkeys(names, 0.0)
+  return metrics | dict.fromkeys(names, 0.0)
 
 
 def stop_if_skipped(
   parts: run_builders.Parts,
-  values: Metrics,
+  metrics: Metrics,
   name: str,
   rows: batch.Rows,
   arrays: dict[str, np.ndarray | float],
@@ -291,12 +287,12 @@ def stop_if_skipped(
 
   Args:
     parts: the objects of the run.
-    values: metrics of the update.
+    metrics: metrics of the update.
     name: 'update' or 'critic'.
     rows: the rows of the iteration, which are saved.
     arrays: further arrays to save.
   """
-  most = values[f'{name}/most_skipped_in_row']
+  most = metrics[f'{name}/most_skipped_in_row']
   if most < parts.config.learner.max_skipped_in_row:
     return
   path = parts.workdir / f'skipped_{name}.npz'
@@ -315,12 +311,19 @@ def collect(
   runner: rollout.EpisodeRunner,
   state: run_state.RunState,
   iteration: int,
-  *,
-  trace: bool,
+  plot: Callable[[rollout.EpisodeRunner], None] | None = None,
 ) -> tuple[group_filter.CollectedGroups, Metrics]:
-  """Runs the episodes of an iteration with the current policy."""
+  """Runs the episodes of an iteration with the current policy.
+
+  Args:
+    parts: the objects of the run.
+    runner: runs the episodes.
+    state: parameters of the policy.
+    iteration: index of the iteration.
+    plot: draws the timeline of the rollout, which is then traced.
+  """
   options = parts.config.rollout
-  values: Metrics = {}
+  metrics: Metrics = {}
 
   def run_groups(
     tasks: list[base.Task], position: int
@@ -333,12 +336,12 @@ def collect(
       sampling=parts.sampling,
       task_type=parts.task_type,
       base_params=parts.learner.base,
-      trace=trace,
+      trace=plot is not None,
       max_turns=group_filter.max_turns(options.horizon, iteration),
       label=f'iteration {iteration}',
     )
 
-  with run_logs.timed(values, 'time/rollout_secs'):
+  with run_logs.timed(metrics, 'time/rollout_secs'):
     groups = group_filter.collect(
       run_groups,
       parts.tasks,
@@ -347,10 +350,14 @@ def collect(
       iteration=iteration,
     )
     stop_if_failed(parts, groups.episodes)
-    values |= runner.metrics()
+    metrics |= runner.metrics()
+    if plot:
+      plot(runner)
     runner.sampler.release()  # The update needs the memory.
-  values |= groups.metrics
-  return groups, values | metrics.summarize(groups.episodes, prefix='train')
+  metrics |= groups.metrics
+  return groups, metrics | metrics_lib.summarize(
+    groups.episodes, prefix='train'
+  )
 
 
 def evaluate(
@@ -359,8 +366,8 @@ def evaluate(
   state: run_state.RunState,
 ) -> Metrics:
   """Returns metrics of the policy on the evaluation tasks."""
-  values: Metrics = {}
-  with run_logs.timed(values, 'time/evaluation_secs'):
+  metrics: Metrics = {}
+  with run_logs.timed(metrics, 'time/evaluation_secs'):
     episodes = evaluation.run(
       runner,
       state.policy.params,
@@ -370,15 +377,15 @@ def evaluate(
       base_params=parts.learner.base,
     )
     stop_if_failed(parts, episodes)
-    values |= evaluation.summarize(episodes)
-  return values
+    metrics |= evaluation.summarize(episodes)
+  return metrics
 
 
 def stop_if_failed(
   parts: run_builders.Parts, episodes: Sequence[trajectory.Trajectory]
 ) -> None:
   """Reports failed episodes; stops the run if there are too many."""
-  report = metrics.failure_report(episodes)
+  report = metrics_lib.failure_report(episodes)
   if not report:
     return
   console.log(report)
@@ -401,14 +408,14 @@ def finish(
 ) -> None:
   """Evaluates and exports the policy; draws the learning curve."""
   if parts.config.evaluation.every:
-    values = evaluate(parts, runner, state) | history.counts.metrics()
-    logs.write(parts.config.num_iterations, values)
+    metrics = evaluate(parts, runner, state) | history.counts.metrics()
+    logs.write(parts.config.num_iterations, metrics)
   logs.close()
   saver.wait()
   runner.sampler.release()
   run_builders.export(parts, state)
   if distributed.is_main_process():
-    print(f'learning curve: {metrics.plot(str(parts.workdir))}', flush=True)
+    print(f'learning curve: {metrics_lib.plot(str(parts.workdir))}', flush=True)
 
 
 def save_last(
@@ -422,6 +429,12 @@ def save_last(
   saver.wait()
   saved = 'nothing' if saver.newest is None else f'iteration {saver.newest}'
   console.log(f'SIGTERM: {saved} is saved; rerun the same command to resume')
+
+
+def _is_checkpoint(config: ml_collections.ConfigDict, iteration: int) -> bool:
+  """Returns whether the state after an iteration is saved."""
+  is_last = iteration + 1 == config.num_iterations
+  return is_last or _is_due(iteration + 1, config.checkpoint.every)
 
 
 def _is_due(iteration: int, every: int) -> bool:
