@@ -40,10 +40,6 @@ if TYPE_CHECKING:
   from gigpo_jax import episodes
 
 
-# Extra loss arguments; see `corridor`.
-_CORRIDOR = ('entropy_low', 'entropy_high', 'corridor')
-
-
 @dataclasses.dataclass(frozen=True)
 class ModelBundle:
   """A model on its mesh, with its tokenizer and sampler.

@@ -112,7 +112,7 @@ class Critic:
     *,
     values: Float[np.ndarray, 'R C'],
     targets: Float[np.ndarray, 'R C'],
-    value_mask: Bool[np.ndarray, 'R C'],
+    value_mask: Bool[np.ndarray, 'R C'] | None,
     iteration: int,
     skipped_before: float = 0.0,
   ) -> tuple[learner.TrainState, dict[str, float]]:
@@ -124,7 +124,7 @@ class Critic:
       values: values before the update.
       targets: regression targets.
       value_mask: True at the positions that have a target; the positions of a
-        row share the row's total weight.
+        row share the row's total weight. None for all completion tokens.
       iteration: with the seed, determines the shuffling.
       skipped_before: number of consecutive updates skipped just before.
 
@@ -132,6 +132,8 @@ class Critic:
       The new state and metrics named 'critic/...'.
     """
     tokens = rows.completion_mask.sum(axis=1, keepdims=True)
+    if value_mask is None:
+      value_mask = rows.completion_mask
     num_positions = np.maximum(value_mask.sum(axis=1, keepdims=True), 1)
     weights = np.where(value_mask, tokens / num_positions, 0).astype(np.float32)
     state, metrics = self._learner.update(

@@ -121,6 +121,14 @@ def test_only_positions_of_the_value_mask_are_trained(rows):
   assert np.abs(values).max() > 0
 
 
+def test_without_a_value_mask_all_completion_tokens_are_trained(rows):
+  targets = rows.completion_mask.astype(np.float32)
+  _, expected, _ = train(rows, rows.completion_mask, targets, updates=1)
+  _, values, _ = train(rows, None, targets, updates=1)
+  assert np.abs(values).max() > 0
+  np.testing.assert_array_equal(values, expected)
+
+
 def test_regression_by_hand():
   tokens = token_batch.make(
     jnp.array([[True, True, False]]),
