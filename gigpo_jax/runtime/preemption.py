@@ -78,8 +78,8 @@ class PreemptionGuard:
     """Prevents `Preempted` from now on, while the run saves."""
     self._is_disarmed = True
 
-  def _handle(self, number: int, frame: types.FrameType | None) -> None:
-    del number, frame
+  def _handle(self, signum: int, frame: types.FrameType | None) -> None:
+    del signum, frame
     if self._is_late and not (self._is_deferred or self._is_disarmed):
       raise Preempted
 
