@@ -29,6 +29,7 @@ import statistics
 import time
 import zlib
 
+import forced
 import jax
 import models
 import numpy as np
@@ -63,22 +64,10 @@ def make_sampler(
   )
 
 
-class Spread:
-  """A sampler whose responses have the lengths of the workload."""
-
-  def __init__(self, inner: sampler.Sampler):
-    self._inner = inner
-
-  def __getattr__(self, name: str):
-    return getattr(self._inner, name)
-
-  def submit(self, request: sampler.Request) -> int:
-    """Submits a request with a limit that is a function of its stream."""
-    drawn = np.random.default_rng(request.stream).exponential(_MAX_RESPONSE / 4)
-    limit = int(np.clip(drawn, 1, _MAX_RESPONSE))
-    return self._inner.submit(
-      sampler.Request(request.prompt_ids, request.stream, max_tokens=limit)
-    )
+def response_tokens(stream: tuple[int, ...]) -> int:
+  """Returns the length of a response of the workload."""
+  drawn = np.random.default_rng(stream).exponential(_MAX_RESPONSE / 4)
+  return int(np.clip(drawn, 1, _MAX_RESPONSE))
 
 
 class Numbers:
@@ -127,7 +116,12 @@ def schedules(options: argparse.Namespace) -> None:
     for _ in range(options.rounds):
       for name in rollout.SCHEDULES:
         runner = rollout.EpisodeRunner(
-          pool, Spread(engine), Numbers(), _PROMPT, 'error', name
+          pool,
+          forced.Sampler(engine, response_tokens),
+          Numbers(),
+          _PROMPT,
+          'error',
+          name,
         )
         start = time.monotonic()
         episodes = runner.run(
