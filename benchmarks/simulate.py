@@ -1,0 +1,650 @@
+"""Simulate an iteration of training on an accelerator, from a table of costs.
+
+    python benchmarks/simulate.py --setting 1.5b-h100
+    python benchmarks/simulate.py --setting 1.5b-2xh100 --packed --ragged
+    python benchmarks/simulate.py --what targets
+
+Rollouts run the code of gigpo_jax.rollout and gigpo_jax.sampler on a virtual
+device (virtual_device.py) whose programs take the time of device_costs.py.
+Updates are sums over the microbatches of the simulated rows. Every printed time
+is simulated. `--costs FILE` takes rates that were measured on a device.
+"""
+
+import argparse
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import device_costs
+import forced
+import numpy as np
+import virtual_device
+
+from envs import base
+from gigpo_jax import rollout, sampler, trajectory
+from gigpo_jax.models import published
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+  """Episodes of an iteration, and their lengths.
+
+  Attributes:
+    groups: groups of an iteration.
+    members: episodes of a group.
+    evaluation_tasks: episodes of an evaluation; ALFWorld's valid_seen has 140.
+    evaluation_every: iterations between two evaluations.
+    lengths: turns, prompt tokens and response tokens.
+  """
+
+  groups: int = 16
+  members: int = 8
+  evaluation_tasks: int = 140
+  evaluation_every: int = 5
+  lengths: forced.Lengths = forced.Lengths()
+
+  def training(self, iterations: int = 1) -> list[base.Task]:
+    """Returns a task per episode; those of a group are consecutive."""
+    count = iterations * self.groups * self.members
+    return [base.Task('train', n) for n in range(count)]
+
+  def evaluation(self) -> list[base.Task]:
+    """Returns the evaluation tasks, which differ from those of training."""
+    first = 10**6
+    count = self.evaluation_tasks
+    return [base.Task('evaluation', first + n) for n in range(count)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """A model on devices.
+
+  Attributes:
+    model: name in `published.SHAPES`.
+    device: name in `device_costs.DEVICES`.
+    devices: number of devices.
+    hosts: number of hosts, each with its share of the devices.
+    tensor: devices of a copy of the model in the sampler.
+  """
+
+  model: str
+  device: str
+  devices: int = 1
+  hosts: int = 1
+  tensor: int = 1
+
+
+SETTINGS = {
+  '1.5b-h100': Setting('Qwen2.5-1.5B', 'h100'),
+  '1.5b-2xh100': Setting('Qwen2.5-1.5B', 'h100', 2),
+  '1.5b-8xh100': Setting('Qwen2.5-1.5B', 'h100', 8),
+  '7b-8xh100': Setting('Qwen2.5-7B', 'h100', 8),
+  '1.5b-v5e-16': Setting('Qwen2.5-1.5B', 'v5e', 16, hosts=4),
+  '7b-v5e-16': Setting('Qwen2.5-7B', 'v5e', 16, hosts=4, tensor=4),
+  '7b-v5p-8': Setting('Qwen2.5-7B', 'v5p', 4),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """What can be changed; the defaults are those of configs/alfworld.py.
+
+  Attributes:
+    row_buckets: `rollout.batch_buckets`, ascending; the last is the slots of a
+      host.
+    prompt_buckets: `rollout.prompt_buckets`.
+    max_completion: `rollout.max_completion_tokens`.
+    chunk: `rollout.decode_tokens`.
+    tokens_per_step: tokens that a decoding step adds to a completion.
+    evaluation_inside: whether evaluation episodes share the training rollout.
+    carry_over: whether unfinished groups continue in the next iteration, so
+      that slots stay full: the bound of `rollout.carry_over`.
+    packed: whether several rows share a sequence.
+    sequence_tokens: tokens of a packed sequence.
+    packed_sequences: packed sequences of a microbatch.
+    microbatch_rows: `learner.microbatch_rows`, without packing.
+    length_buckets: `learner.length_buckets`, without packing.
+    minibatch_rows: `learner.minibatch_rows`.
+    forward_passes: passes for log-probs: of the policy and of the reference.
+    kernels: what the programs do.
+    host: seconds of the host.
+  """
+
+  row_buckets: tuple[int, ...] = (32, 128)
+  prompt_buckets: tuple[int, ...] = (512, 1024, 2048)
+  max_completion: int = 512
+  chunk: int = 8
+  tokens_per_step: float = 1.0
+  evaluation_inside: bool = False
+  carry_over: bool = False
+  packed: bool = False
+  sequence_tokens: int = 2560
+  packed_sequences: int = 4
+  microbatch_rows: int = 16
+  length_buckets: tuple[int, ...] = (640, 1024, 1536, 2560)
+  minibatch_rows: int = 256
+  forward_passes: int = 2
+  kernels: device_costs.Kernels = device_costs.Kernels()
+  host: virtual_device.HostCosts = virtual_device.HostCosts(
+    chunk_secs=1e-3, slot_secs=10e-6, turn_secs=1e-3, env_secs=2e-3
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutTimes:
+  """A simulated rollout.
+
+  Attributes:
+    secs: its duration.
+    device_secs: time of the device by program.
+    stats: counters of the sampler, summed over hosts.
+    steps: decoding steps, of the host with the most.
+    lengths: (prompt, response) tokens of each row.
+  """
+
+  secs: float
+  device_secs: dict[str, float]
+  stats: sampler.Stats
+  lengths: np.ndarray
+
+  @property
+  def occupancy(self) -> float:
+    """Returns the share of slots and steps that produced a token."""
+    return self.stats.decode_tokens / self.stats.slot_steps
+
+
+def simulate_rollout(
+  setting: Setting,
+  device: device_costs.Device,
+  options: Options,
+  work: Workload,
+  tasks: Sequence[base.Task],
+) -> RolloutTimes:
+  """Returns a rollout of these episodes; its time is the slowest host's.
+
+  Args:
+    setting: model and devices.
+    device: rates of a device.
+    options: sizes and choices.
+    work: lengths of the episodes.
+    tasks: a task per episode.
+  """
+  count = setting.hosts
+  parts = [
+    _host_rollout(
+      setting,
+      device,
+      options,
+      work,
+      tasks[len(tasks) * n // count : len(tasks) * (n + 1) // count],
+    )
+    for n in range(count)
+  ]
+  slowest = max(parts, key=lambda part: part.secs)
+  names = ('prefill_tokens', 'decode_tokens', 'slot_steps', 'padded_tokens')
+  stats = sampler.Stats(
+    **{n: sum(getattr(part.stats, n) for part in parts) for n in names}
+  )
+  lengths = np.concatenate([part.lengths for part in parts])
+  return dataclasses.replace(slowest, stats=stats, lengths=lengths)
+
+
+def _host_rollout(
+  setting: Setting,
+  device: device_costs.Device,
+  options: Options,
+  work: Workload,
+  tasks: Sequence[base.Task],
+) -> RolloutTimes:
+  """Runs the runner and the sampler of one host in virtual time."""
+  clock = virtual_device.Clock()
+  copies = setting.devices // setting.hosts // setting.tensor
+  with virtual_device.installed(
+    clock,
+    _costs(setting, device, options, copies),
+    copies=copies,
+    tokens_per_step=options.tokens_per_step,
+    ends_early=not setting.device.startswith('h'),
+  ):
+    engine = virtual_device.make_sampler(
+      prompt_buckets=options.prompt_buckets,
+      batch_buckets=options.row_buckets,
+      max_completion_tokens=options.max_completion,
+      decode_tokens=options.chunk,
+    )
+    envs = -(-work.groups * work.members // setting.hosts)
+    runner = make_runner(clock, engine, options, work, envs)
+    trajectories = runner.run(
+      {},
+      tasks,
+      episodes_per_group=1,
+      stream=(rollout.TRAIN, 0),
+      sampling=sampler.Sampling(),
+      task_type=str,
+    )
+  clock.wait(clock.free)
+  return RolloutTimes(
+    clock.now, dict(clock.secs), runner.stats, row_lengths(trajectories)
+  )
+
+
+def make_runner(
+  clock: virtual_device.Clock,
+  engine: sampler.Sampler,
+  options: Options,
+  work: Workload,
+  num_envs: int,
+) -> rollout.EpisodeRunner:
+  """Returns a runner of episodes of forced lengths in virtual time."""
+  lengths = work.lengths
+  pool = virtual_device.VirtualPool(clock, options.host, num_envs, work.members)
+  return rollout.EpisodeRunner(
+    forced.Pool(pool, lengths.turns),
+    forced.Sampler(engine, lengths.response),
+    forced.Tokenizer(virtual_device.VirtualTokenizer(), lengths.prompt),
+    options.prompt_buckets[-1],
+    'error',
+  )
+
+
+def row_lengths(trajectories: list[trajectory.Trajectory]) -> np.ndarray:
+  """Returns (prompt, response) tokens of each row of training episodes."""
+  lengths = [
+    (len(step.prompt_ids), len(step.completion_ids))
+    for t in trajectories
+    if t.task.split == 'train'
+    for step in t.steps
+  ]
+  return np.array(lengths, int).reshape(-1, 2)
+
+
+def _costs(
+  setting: Setting,
+  device: device_costs.Device,
+  options: Options,
+  copies: int,
+) -> virtual_device.Costs:
+  """Returns the seconds of the sampler's programs."""
+  model, kernels = published.SHAPES[setting.model], options.kernels
+  sizes = {'tensor': setting.tensor, 'kernels': kernels}
+
+  def decode(steps: int, rows: int, length: int, used: float) -> float:
+    positions = used if kernels.ragged else rows * length
+    step = device_costs.decode_secs(
+      device, model, rows=rows / copies, positions=positions / copies, **sizes
+    )
+    return steps * step + device.program_secs
+
+  def prefill(rows: int, length: int) -> float:
+    return device_costs.prefill_secs(
+      device, model, rows=rows / copies, length=length, **sizes
+    )
+
+  def copy(rows: int, length: int) -> float:
+    moved = rows * length * device_costs.cache_numbers(model)
+    moved *= 2 * kernels.cache_bytes / copies / setting.tensor
+    return moved / device.copy_rate + device.program_secs
+
+  return virtual_device.Costs(prefill, decode, copy, options.host)
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateTimes:
+  """Simulated log-probs and updates of an iteration.
+
+  Attributes:
+    log_prob_secs: forward passes, without exchange.
+    update_secs: updates, without exchange.
+    exchange_secs: exchange of parameters and gradients, if none overlaps.
+    padding: share of the computed tokens that are padding.
+  """
+
+  log_prob_secs: float
+  update_secs: float
+  exchange_secs: float
+  padding: float
+
+
+def simulate_update(
+  setting: Setting,
+  device: device_costs.Device,
+  options: Options,
+  lengths: np.ndarray,
+) -> UpdateTimes:
+  """Returns the times of updates on rows of (prompt, response) tokens."""
+  model, devices = published.SHAPES[setting.model], setting.devices
+  rng = np.random.default_rng(0)
+  rows = rng.permutation(lengths)
+  count = math.ceil(len(rows) / options.minibatch_rows)
+  minibatches = np.array_split(rows, count)
+  # Log-probs take all rows of an iteration at once.
+  forward = microbatches(lengths, options, devices)
+  backward = [
+    m for part in minibatches for m in microbatches(part, options, devices)
+  ]
+
+  def secs(shapes: list, passes: float) -> float:
+    return sum(
+      device_costs.microbatch_secs(
+        device,
+        model,
+        sequences=sequences,
+        length=length,
+        logits=logits,
+        devices=devices,
+        passes=passes,
+      )
+      for sequences, length, logits in shapes
+    )
+
+  exchange = functools.partial(
+    device_costs.exchange_secs, device, model, devices=devices
+  )
+  padded = sum(sequences * length for sequences, length, _ in backward)
+  return UpdateTimes(
+    log_prob_secs=options.forward_passes * secs(forward, 1.0),
+    update_secs=secs(backward, 4.0 if options.kernels.recompute else 3.0)
+    + count * device_costs.apply_secs(device, model, devices),
+    exchange_secs=options.forward_passes
+    * len(forward)
+    * exchange(gradients=False)
+    + len(backward) * exchange(gradients=True),
+    padding=1 - lengths.sum() / padded,
+  )
+
+
+def microbatches(
+  lengths: np.ndarray, options: Options, devices: int
+) -> list[tuple[int, int, int]]:
+  """Returns (sequences, padded length, completion tokens) of microbatches.
+
+  Args:
+    lengths: (prompt, response) tokens of each row.
+    options: how rows are packed.
+    devices: the sequences are a multiple of this number.
+  """
+  totals = np.sort(lengths.sum(axis=1))[::-1]
+  if options.packed:
+    bins = first_fit(totals, options.sequence_tokens)
+    sequences = -(-options.packed_sequences // devices) * devices
+    count = math.ceil(len(bins) / sequences)
+    logits = int(lengths[:, 1].sum() / count)
+    return [(sequences, options.sequence_tokens, logits)] * count
+  sequences = -(-options.microbatch_rows // devices) * devices
+  return [
+    (
+      sequences,
+      next(b for b in options.length_buckets if b >= totals[start]),
+      sequences * options.max_completion,
+    )
+    for start in range(0, len(totals), sequences)
+  ]
+
+
+def first_fit(lengths: np.ndarray, capacity: int) -> list[int]:
+  """Returns the tokens of bins that are filled first-fit."""
+  bins: list[int] = []
+  for length in lengths:
+    for n, used in enumerate(bins):
+      if used + length <= capacity:
+        bins[n] += int(length)
+        break
+    else:
+      bins.append(int(length))
+  return bins
+
+
+def roofline_secs(
+  setting: Setting,
+  device: device_costs.Device,
+  work: Workload,
+  lengths: np.ndarray,
+) -> float:
+  """Returns the seconds of an iteration at the rates of the device.
+
+  No padding, no overhead, all slots in use; 8 operations per parameter and
+  token for update and reference log-probs.
+
+  Args:
+    setting: model and devices.
+    device: rates of a device.
+    work: lengths of the episodes.
+    lengths: (prompt, response) tokens of each row.
+  """
+  model = published.SHAPES[setting.model]
+  prompt, response = lengths.mean(axis=0)
+  slots = work.groups * work.members
+  flops = functools.partial(device_costs.forward_flops, model)
+  prefill = flops(lengths[:, 0].sum(), prompt, 0)
+  update = 4 * flops(lengths.sum(), prompt + response, lengths[:, 1].sum())
+  copies = setting.devices / setting.tensor
+  cached = slots / copies * (prompt + response / 2)
+  weights = device_costs.layer_parameters(model)
+  weights += device_costs.head_parameters(model)
+  step = (
+    (2 * (weights + cached * device_costs.cache_numbers(model)))
+    / setting.tensor
+    / device.copy_rate
+  )
+  decode = lengths[:, 1].sum() / slots * step
+  rate = setting.devices * device.matmul_rate
+  return (prefill + update) / rate + decode
+
+
+@dataclasses.dataclass(frozen=True)
+class Iteration:
+  """A simulated iteration; see `RolloutTimes` and `UpdateTimes`.
+
+  Attributes:
+    rollout: the training rollout.
+    evaluation_secs: evaluation, per iteration.
+    update: log-probs and updates.
+    roofline_secs: see `roofline_secs`.
+  """
+
+  rollout: RolloutTimes
+  evaluation_secs: float
+  update: UpdateTimes
+  roofline_secs: float
+
+  @property
+  def secs(self) -> tuple[float, float]:
+    """Returns the seconds if all exchange overlaps, and if none does."""
+    update = self.update
+    known = self.rollout.secs + self.evaluation_secs
+    computing = update.log_prob_secs + update.update_secs
+    return (
+      known + max(computing, update.exchange_secs),
+      known + computing + update.exchange_secs,
+    )
+
+
+def simulate(
+  setting: Setting,
+  options: Options = Options(),
+  work: Workload = Workload(),
+  device: device_costs.Device | None = None,
+) -> Iteration:
+  """Returns a simulated iteration."""
+  device = device or device_costs.DEVICES[setting.device]
+  run = functools.partial(simulate_rollout, setting, device, options, work)
+  alone = training = run(work.training())
+  if options.carry_over:
+    training = _steady(run, work)
+  evaluation = 0.0
+  if work.evaluation_tasks and work.evaluation_every:
+    if options.evaluation_inside:
+      # Training episodes start first.
+      together = run(work.training() + work.evaluation())
+      evaluation = together.secs - alone.secs
+    else:
+      evaluation = run(work.evaluation()).secs
+    evaluation /= work.evaluation_every
+  return Iteration(
+    training,
+    evaluation,
+    simulate_update(setting, device, options, alone.lengths),
+    roofline_secs(setting, device, work, alone.lengths),
+  )
+
+
+def _steady(
+  run: Callable[[list[base.Task]], RolloutTimes], work: Workload
+) -> RolloutTimes:
+  """Returns the mean rollout of iterations that never wait for a tail."""
+  first, last = (run(work.training(iterations)) for iterations in (1, 5))
+  device_secs = {
+    name: (secs - first.device_secs.get(name, 0.0)) / 4
+    for name, secs in last.device_secs.items()
+  }
+  secs = (last.secs - first.secs) / 4
+  return dataclasses.replace(last, secs=secs, device_secs=device_secs)
+
+
+# Seconds of an iteration to reach.
+TARGETS = {
+  '1.5b-h100': 120,
+  '1.5b-2xh100': 65,
+  '7b-v5e-16': 200,
+  '7b-8xh100': 110,
+}
+
+# Changes in the order in which they are added; fields of `Kernels` are nested.
+CHANGES: dict[str, dict[str, Any]] = {
+  'packed updates': {'packed': True},
+  "no recomputation; the sampler's log-probs": {
+    'kernels': {'recompute': False},
+    'forward_passes': 1,
+  },
+  'fused products in decoding': {'kernels': {'layer_scale': 0.6}},
+  'decoding reads used positions only': {'kernels': {'ragged': True}},
+  'evaluation inside the rollout': {'evaluation_inside': True},
+  'slots in buckets of 8, 16, 32, 64, 96, 128': {
+    'row_buckets': (8, 16, 32, 64, 96, 128)
+  },
+  'prompts in buckets of 128': {
+    'prompt_buckets': (512, 640, 768, 896, 1024, 2048)
+  },
+  'unfinished groups carried over': {'carry_over': True},
+}
+
+
+def change(options: Options, fields: dict[str, Any]) -> Options:
+  """Returns options with other fields; `kernels` is a dict of its fields."""
+  fields = dict(fields)
+  kernels = dataclasses.replace(options.kernels, **fields.pop('kernels', {}))
+  return dataclasses.replace(options, kernels=kernels, **fields)
+
+
+def _range(low: float, high: float) -> str:
+  """Returns 'low-high', or one number if they are equal."""
+  low, high = round(low), round(high)
+  return f'{low}' if low == high else f'{low}-{high}'
+
+
+def print_parts(names: Sequence[str], run: Callable[[str], Iteration]) -> None:
+  """Prints a table with the parts of an iteration of each setting."""
+  print(
+    '| setting | roofline | prefill | decode | rollout | slots used '
+    '| evaluation | log-probs | update | exchange | padding | iteration '
+    '| of roofline |'
+  )
+  print('|---' * 13 + '|')
+  for name in names:
+    result = run(name)
+    played, update = result.rollout, result.update
+    low, high = result.secs
+    shares = _range(
+      100 * result.roofline_secs / high, 100 * result.roofline_secs / low
+    )
+    print(
+      f'| {name} | {result.roofline_secs:.0f} '
+      f'| {played.device_secs["prefill"]:.0f} '
+      f'| {played.device_secs["decode"]:.0f} | {played.secs:.0f} '
+      f'| {played.occupancy:.0%} | {result.evaluation_secs:.0f} '
+      f'| {update.log_prob_secs:.0f} | {update.update_secs:.0f} '
+      f'| {update.exchange_secs:.0f} | {update.padding:.0%} '
+      f'| {_range(low, high)} | {shares} % |',
+      flush=True,
+    )
+
+
+def print_targets(
+  options: Options, device: device_costs.Device | None = None
+) -> None:
+  """Prints iterations as changes are added, next to the targets."""
+  print('| seconds of an iteration | ' + ' | '.join(TARGETS) + ' |')
+  print('|---' * (len(TARGETS) + 1) + '|')
+  print('| target | ' + ' | '.join(map(str, TARGETS.values())) + ' |')
+  for name, fields in ({'today': {}} | CHANGES).items():
+    options = change(options, fields)
+    cells = []
+    for setting, target in TARGETS.items():
+      low, high = simulate(SETTINGS[setting], options, device=device).secs
+      text = _range(low, high)
+      cells.append(f'**{text}**' if high <= target else text)
+    row = ' | '.join([name if name == 'today' else f'+ {name}', *cells])
+    print(f'| {row} |', flush=True)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+  return tuple(int(size) for size in text.split(','))
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--what', choices=('parts', 'targets'), default='parts')
+  parser.add_argument(
+    '--setting', choices=SETTINGS, nargs='+', default=list(SETTINGS)
+  )
+  parser.add_argument('--costs', help='JSON file with rates of a device')
+  default = Options()
+  for name in ('row_buckets', 'prompt_buckets', 'length_buckets'):
+    parser.add_argument(
+      f'--{name}', type=_sizes, default=getattr(default, name)
+    )
+  for name in ('chunk', 'microbatch_rows', 'sequence_tokens', 'forward_passes'):
+    parser.add_argument(f'--{name}', type=int, default=getattr(default, name))
+  parser.add_argument('--tokens_per_step', type=float, default=1.0)
+  for name in ('packed', 'evaluation_inside', 'carry_over'):
+    parser.add_argument(f'--{name}', action='store_true')
+  for name in ('weight_bytes', 'cache_bytes', 'layer_scale'):
+    value = getattr(default.kernels, name)
+    parser.add_argument(f'--{name}', type=float, default=value)
+  parser.add_argument('--ragged', action='store_true')
+  parser.add_argument('--no_recompute', action='store_true')
+  return parser
+
+
+def main() -> None:
+  """Runs the command line."""
+  flags = _parser().parse_args()
+  names = {field.name for field in dataclasses.fields(Options)}
+  options = Options(**{k: v for k, v in vars(flags).items() if k in names})
+  options = change(
+    options,
+    {
+      'kernels': {
+        'weight_bytes': flags.weight_bytes,
+        'cache_bytes': flags.cache_bytes,
+        'layer_scale': flags.layer_scale,
+        'ragged': flags.ragged,
+        'recompute': not flags.no_recompute,
+      }
+    },
+  )
+  device = device_costs.load(flags.costs) if flags.costs else None
+  print('Simulated seconds; nothing in this table was measured.\n')
+  if flags.what == 'targets':
+    print_targets(options, device)
+    return
+  print_parts(
+    flags.setting,
+    lambda name: simulate(SETTINGS[name], options, device=device),
+  )
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,260 @@
+"""Tests of the simulated iterations: measured figures and a real rollout."""
+
+import dataclasses
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from envs import base
+from gigpo_jax import mesh, rollout, sampler
+from gigpo_jax.models import parameters, published, qwen
+
+_BENCHMARKS = str(pathlib.Path(__file__).parents[1] / 'benchmarks')
+
+
+@pytest.fixture(name='benchmarks', scope='module')
+def fixture_benchmarks():
+  """Imports modules of the folder `benchmarks`, which is no package."""
+  sys.path.insert(0, _BENCHMARKS)
+  import device_costs
+  import forced
+  import simulate
+  import virtual_device
+
+  sys.path.remove(_BENCHMARKS)
+  names = dict(
+    device_costs=device_costs,
+    forced=forced,
+    simulate=simulate,
+    virtual_device=virtual_device,
+  )
+  return type('Benchmarks', (), names)
+
+
+# `configs/alfworld.py:small`.
+_SMALL = qwen.QwenConfig(
+  vocab_size=1024,
+  hidden_size=768,
+  intermediate_size=3072,
+  num_layers=12,
+  num_heads=12,
+  num_kv_heads=4,
+  head_dim=64,
+)
+
+
+# Measurements on an H100 of benchmarks/results/rollout.md, with prompts of
+# 1,024 and 384 tokens and space for 256 tokens of a response.
+@pytest.mark.parametrize(
+  ('model', 'prompt', 'measured_ms'),
+  [
+    (published.SHAPES['Qwen2.5-1.5B'], 1024, 6.11),
+    (_SMALL, 384, 1.80),
+  ],
+)
+def test_decoding_steps_are_those_measured(
+  benchmarks, model, prompt, measured_ms
+):
+  costs = benchmarks.device_costs
+  secs = costs.decode_secs(
+    costs.DEVICES['h100'], model, rows=128, positions=128 * (prompt + 256)
+  )
+  assert 1e3 * secs == pytest.approx(measured_ms, rel=0.03)
+
+
+@pytest.mark.parametrize(
+  ('model', 'prompt', 'measured'),
+  [
+    (published.SHAPES['Qwen2.5-1.5B'], 1024, 204_904),
+    (_SMALL, 384, 1_125_857),
+  ],
+)
+def test_prefills_are_those_measured(benchmarks, model, prompt, measured):
+  costs = benchmarks.device_costs
+  secs = costs.prefill_secs(costs.DEVICES['h100'], model, rows=8, length=prompt)
+  assert 8 * prompt / secs == pytest.approx(measured, rel=0.08)
+
+
+def test_small_runs_use_the_measured_share_of_slots(benchmarks, monkeypatch):
+  # 128 episodes of about 24 turns, 15.6 s x 5,000 tokens/s = 25 tokens a turn;
+  # 60 % of the episodes fail after 30 turns. 45 % of the slots were used.
+  simulate = benchmarks.simulate
+  monkeypatch.setitem(published.SHAPES, 'small', _SMALL)
+  lengths = benchmarks.forced.Lengths(
+    max_turns=30,
+    long_share=0.6,
+    short_turns=15,
+    prompt_tokens=260,
+    response_tokens=25,
+    max_prompt_tokens=640,
+    max_response_tokens=40,
+  )
+  options = simulate.Options(
+    row_buckets=(128,), prompt_buckets=(320, 640), max_completion=40
+  )
+  work = simulate.Workload(lengths=lengths)
+  played = simulate.simulate_rollout(
+    simulate.Setting('small', 'h100'),
+    benchmarks.device_costs.DEVICES['h100'],
+    options,
+    work,
+    work.training(),
+  )
+  assert played.occupancy == pytest.approx(0.45, abs=0.03)
+
+
+def test_parameters_are_those_of_the_model(benchmarks):
+  model = published.SHAPES['Qwen2.5-7B']
+  expected = sampler.parameter_bytes(model, 'model') / 2
+  assert benchmarks.device_costs.parameters(model) == pytest.approx(
+    expected, rel=1e-3
+  )
+
+
+_TINY = qwen.QwenConfig(
+  vocab_size=32,
+  hidden_size=8,
+  intermediate_size=8,
+  num_layers=1,
+  num_heads=1,
+  num_kv_heads=1,
+  head_dim=8,
+  dtype='float32',
+)
+_SIZES = {
+  'prompt_buckets': (12, 16),
+  'batch_buckets': (4, 12),
+  'max_completion_tokens': 8,
+  'decode_tokens': 3,
+}
+
+
+def test_counters_are_those_of_a_real_rollout(benchmarks):
+  virtual, simulate = benchmarks.virtual_device, benchmarks.simulate
+  work = simulate.Workload(
+    groups=4,
+    members=4,
+    lengths=benchmarks.forced.Lengths(
+      max_turns=6,
+      short_turns=3,
+      prompt_tokens=11,
+      response_tokens=4,
+      max_prompt_tokens=16,
+      max_response_tokens=8,
+    ),
+  )
+  options = simulate.Options(
+    prompt_buckets=_SIZES['prompt_buckets'],
+    host=virtual.HostCosts(),
+  )
+
+  def play(engine: sampler.Sampler, params: dict) -> sampler.Stats:
+    # 14 environments for 12 slots: requests wait, and episodes start late.
+    runner = simulate.make_runner(virtual.Clock(), engine, options, work, 14)
+    trajectories = runner.run(
+      params,
+      work.training(),
+      episodes_per_group=1,
+      stream=(rollout.TRAIN, 0),
+      sampling=sampler.Sampling(),
+      task_type=str,
+    )
+    assert len(simulate.row_lengths(trajectories)) > 48
+    return dataclasses.replace(runner.stats, idle_secs=0.0)
+
+  real = sampler.Sampler(
+    _TINY,
+    mesh.make_mesh(1, 1, 1, devices=jax.devices()[:1]),
+    seed=0,
+    stop_ids=(),
+    vocab_size=1,
+    **_SIZES,
+  )
+  expected = play(real, parameters.init(_TINY, jax.random.key(0)))
+  # A CPU prefills 4 prompts at once.
+  with virtual.installed(virtual.Clock(), virtual.Costs(), prefill_rows=4):
+    actual = play(virtual.make_sampler(**_SIZES), {})
+  assert actual == expected
+  assert 0 < expected.shared_tokens
+  assert expected.decode_tokens < expected.slot_steps
+
+
+def test_the_host_waits_for_the_device_and_overlaps_with_it(benchmarks):
+  clock = benchmarks.virtual_device.Clock()
+  first = clock.dispatch('decode', 2.0)
+  clock.work('host', 0.5)
+  second = clock.dispatch('decode', 2.0)
+  assert (first, second, clock.now) == (2.0, 4.0, 0.5)
+  clock.wait(first)
+  clock.work('host', 3.0)
+  assert clock.dispatch('decode', 1.0) == 6.0  # The device was idle from 4 on.
+  assert clock.secs == {'decode': 5.0} and clock.now == 5.0
+
+
+def test_speculation_and_reading_used_positions_save_time(benchmarks):
+  simulate = benchmarks.simulate
+  setting = simulate.SETTINGS['1.5b-h100']
+  work = simulate.Workload(
+    groups=2,
+    evaluation_tasks=2,
+    lengths=benchmarks.forced.Lengths(max_turns=4, short_turns=2),
+  )
+  today = simulate.Options(row_buckets=(16,))
+
+  def secs(**fields) -> float:
+    options = simulate.change(today, fields)
+    return simulate.simulate(setting, options, work).rollout.secs
+
+  assert secs(tokens_per_step=1.5) < 0.85 * secs()
+  assert secs(kernels={'ragged': True}) < secs()
+  assert secs(kernels={'layer_scale': 0.5}) < 0.8 * secs()
+  assert secs(row_buckets=(4, 8, 16)) < secs()
+
+
+def test_packing_by_hand(benchmarks):
+  simulate = benchmarks.simulate
+  lengths = np.array([(500, 100), (300, 100), (200, 100), (60, 40)])
+  packed = simulate.Options(
+    packed=True, sequence_tokens=1000, packed_sequences=1
+  )
+  # 600 + 400, then 300 + 100.
+  assert simulate.first_fit(np.array([600, 400, 300, 100]), 1000) == [1000, 400]
+  assert simulate.microbatches(lengths, packed, 1) == [(1, 1000, 170)] * 2
+  rows = simulate.Options(microbatch_rows=2, length_buckets=(320, 640))
+  assert simulate.microbatches(lengths, rows, 1) == [
+    (2, 640, 1024),
+    (2, 320, 1024),
+  ]
+  # Four devices: two empty rows fill a microbatch.
+  assert simulate.microbatches(lengths, rows, 4) == [(4, 640, 2048)]
+
+
+def test_costs_of_a_file_replace_those_of_a_device(benchmarks, tmp_path):
+  path = tmp_path / 'measured.json'
+  path.write_text('{"device": "h100", "update_share": 0.4}')
+  device = benchmarks.device_costs.load(str(path))
+  default = benchmarks.device_costs.DEVICES['h100']
+  assert device.update_share == 0.4 and device.copy_rate == default.copy_rate
+  assert device.sources['update_share'] == 'measured.json'
+
+
+def test_virtual_environments_end_after_their_turns(benchmarks):
+  virtual = benchmarks.virtual_device
+  clock = virtual.Clock()
+  costs = virtual.HostCosts(env_secs=1.0, workers=1)
+  pool = benchmarks.forced.Pool(
+    virtual.VirtualPool(clock, costs, 2), lambda task, member: 1
+  )
+  for env in range(2):
+    pool.reset(env, base.Task('train', env))
+  assert pool.receive(0.5) == [] and clock.now == 0.5
+  (env, observation), *_ = pool.receive()
+  assert (env, clock.now) == (0, 1.0)
+  pool.step(0, '')
+  (_, second), *_ = pool.receive()
+  assert clock.now == 2.0 and second.prompt != observation.prompt
+  ((_, result),) = pool.receive()
+  assert result.done and clock.now == 3.0
