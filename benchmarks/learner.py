@@ -14,9 +14,8 @@ The other measurements are:
   prompt sharing.
 - `--what memory`: peak memory of an update of Qwen2.5-0.5B with rematerialized
   layers, and of PyTorch with gradient checkpointing, each in its own process.
-- `--what limits`: speed of an update of a full Qwen2.5 on an accelerator as a
-  share of its matmul peak, and of PyTorch on the same rows if it supports the
-  device.
+
+benchmarks/accelerator.py measures updates on an accelerator.
 """
 
 import argparse
@@ -27,14 +26,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import jax
 import models
 import numpy as np
+import torch_peer
 
-from gigpo_jax import batch, learner, losses, mesh, optimizer, sampler
-from gigpo_jax.models import parameters, published, qwen
+from gigpo_jax import batch, learner, losses, mesh, optimizer
+from gigpo_jax.models import published, qwen
 from gigpo_jax.runtime import hardware
 
 QWEN = dataclasses.replace(
@@ -76,23 +75,31 @@ class Step:
 
   def __init__(self, subject: learner.Learner, model, rows: batch.Rows):
     self._subject, self._rows = subject, rows
-    self._state = subject.init(parameters.init(model, jax.random.key(0)))
+    devices = mesh.make_mesh(1, -1, 1)
+    self._state = subject.init(models.random_params(model, devices))
     self._advantages = np.random.default_rng(0).normal(size=len(rows.groups))
 
   def __call__(self) -> dict[str, float]:
     """Runs the update and returns its metrics."""
     log_probs = self._rows.sampler_log_probs
+    columns = {
+      'advantages': self._advantages,
+      'old_log_probs': log_probs,
+      'ref_log_probs': log_probs,
+      'importance': 1.0,
+    }
     self._state, metrics = self._subject.update(
       self._state,
       self._rows,
       iteration=0,
-      advantages=self._advantages,
-      old_log_probs=log_probs,
-      ref_log_probs=log_probs,
-      importance=1.0,
+      **{name: columns[name] for name in self._subject.columns},
     )
     jax.block_until_ready(self._state)
     return metrics
+
+  def log_probs(self) -> np.ndarray:
+    """Returns the log-probs of the rows."""
+    return self._subject.log_probs(self._state.params, self._rows)
 
 
 def train(options: argparse.Namespace) -> None:
@@ -251,7 +258,7 @@ def one_update(framework: str, batch_rows: int, microbatch_rows: int) -> None:
     )
     step = Step(subject, model, rows)
   else:
-    step = _torch_step(model, ids, microbatch_rows)
+    step = torch_peer.make_update(model, ids, microbatch_rows)
   times = []
   for _ in range(2):
     start = time.process_time()
@@ -264,109 +271,10 @@ def one_update(framework: str, batch_rows: int, microbatch_rows: int) -> None:
   )
 
 
-def limits(options: argparse.Namespace) -> None:
-  """Prints the speed of an update as a share of matmul peak."""
-  product = models.matmul_rate('bfloat16', 8192)
-  model = published.SHAPES[f'Qwen2.5-{options.size}']
-  embedded = model.vocab_size * model.hidden_size
-  matrices = sampler.parameter_bytes(model, 'model') / 2 - embedded
-  # Multiply-add operations, forward and twice backward. Causal attention counts
-  # half. Logits are computed for completion tokens only.
-  attention = model.num_layers * model.num_heads * model.head_dim * 1024
-  flops = 6 * (matrices + attention + embedded * 128 / 1024)
-  rows, tokens = options.batch, options.batch * 1024
-  print(
-    f'{jax.devices()[0].device_kind}: {product / 1e12:.0f} TFLOP/s in bfloat16;'
-    f' Qwen2.5-{options.size}, updates of {rows} rows of 896 + 128 tokens'
-  )
-  print('| what | microbatch rows | tokens/s | of matmul |\n|---|---|---|---|')
-
-  def report(name: str, microbatch: int, step: Callable[[], object]) -> None:
-    step()
-    times = []
-    for _ in range(options.repeats):
-      start = time.perf_counter()
-      step()
-      times.append(time.perf_counter() - start)
-    rate = tokens / statistics.median(times)
-    share = rate * flops / product
-    print(f'| {name} | {microbatch} | {rate:,.0f} | {share:.0%} |', flush=True)
-
-  ids = np.random.default_rng(0).integers(
-    2, model.vocab_size, (rows, 1024), np.int32
-  )
-  packed = make_rows(list(ids[:, :896]), list(ids[:, 896:]), 896)
-  best = qwen.platform_fields(jax.default_backend())
-  for remat, microbatch in options.limit_settings:
-    subject = make_learner(
-      dataclasses.replace(model, remat=remat, **best),
-      (1024,),
-      128,
-      minibatch_rows=rows,
-      microbatch_rows=microbatch,
-    )
-    try:
-      report(
-        f'gigpo_jax, remat {remat}', microbatch, Step(subject, model, packed)
-      )
-    except jax.errors.JaxRuntimeError as error:
-      print(
-        f'| gigpo_jax, remat {remat} | {microbatch} | {str(error)[:60]} | |'
-      )
-    del subject
-  try:
-    import torch
-  except ImportError:
-    return
-  if not torch.cuda.is_available():
-    return
-  for microbatch in sorted({m for _, m in options.limit_settings}):
-    step = _torch_step(model, ids, microbatch, 'cuda')
-    report('transformers, gradient checkpointing', microbatch, step)
-
-
-def _setting(text: str) -> tuple[str, int]:
-  remat, _, microbatch = text.partition(':')
-  return remat, int(microbatch)
-
-
-def _torch_step(
-  model: qwen.QwenConfig,
-  ids: np.ndarray,
-  microbatch_rows: int,
-  device: str = 'cpu',
-) -> Callable[[], None]:
-  import torch
-
-  with torch.device(device):
-    network = models.hugging_face(model)
-  network.gradient_checkpointing_enable()
-  network.train()
-  optimizer = torch.optim.AdamW(network.parameters(), lr=1e-6)
-  tokens = torch.tensor(ids, dtype=torch.long, device=device)
-
-  def step() -> None:
-    optimizer.zero_grad(set_to_none=True)
-    for microbatch in tokens.split(microbatch_rows):
-      with torch.autocast(device, torch.bfloat16, model.dtype == 'bfloat16'):
-        logits = network(microbatch, logits_to_keep=129, use_cache=False).logits
-      log_probs = torch.log_softmax(logits[:, :-1].float(), -1)
-      chosen = log_probs.gather(-1, microbatch[:, 896:, None])[..., 0]
-      ratio = torch.exp(chosen - chosen.detach())
-      (-ratio.sum() / (128 * len(tokens))).backward()
-    torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-    optimizer.step()
-    if device == 'cuda':
-      torch.cuda.synchronize()
-
-  return step
-
-
 _MEASURES = {
   'spread': spread,
   'prompts': prompts,
   'memory': memory,
-  'limits': limits,
 }
 
 
@@ -379,14 +287,6 @@ def main() -> None:
   parser.add_argument('--microbatch', type=int, default=4)
   parser.add_argument('--repeats', type=int, default=5)
   parser.add_argument('--threads', type=int, default=1)
-  parser.add_argument('--size', choices=('0.5B', '1.5B'), default='1.5B')
-  parser.add_argument(
-    '--limit_settings',
-    type=_setting,
-    nargs='+',
-    default=[('layer', 8), ('layer', 16), ('matrices', 8)],
-    help='remat mode and microbatch rows, such as layer:8',
-  )
   parser.add_argument('--framework', help=argparse.SUPPRESS)
   options = parser.parse_args()
   hardware.keep_freed_memory()

@@ -1,12 +1,14 @@
-"""Models of several benchmarks, and peak rates of a device."""
+"""Models of several benchmarks, peak rates of a device, costs of a model."""
 
+import functools
 import time
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from gigpo_jax.models import qwen
+from gigpo_jax import mesh, models, sampler
+from gigpo_jax.models import parameters, qwen
 
 # 5.0M parameters.
 TINY = qwen.QwenConfig(
@@ -20,6 +22,15 @@ TINY = qwen.QwenConfig(
   dtype='float32',
   remat='none',
 )
+
+
+def random_params(model: qwen.QwenConfig, devices: jax.sharding.Mesh) -> dict:
+  """Returns random parameters on the devices of a mesh."""
+  init = jax.jit(
+    functools.partial(parameters.init, model),
+    out_shardings=mesh.shardings(devices, parameters.logical_axes(model)),
+  )
+  return init(jax.random.key(0))
 
 
 def hugging_face(model: qwen.QwenConfig):
@@ -49,6 +60,36 @@ def copy_rate(mib: int) -> float:
   """Returns bytes/s, read plus written, of a pass over `mib` MiB."""
   big = jax.random.bits(jax.random.key(0), (mib << 18,), jnp.uint32)
   return 2 * big.nbytes / _fastest(jax.jit(lambda x: x + 1), big)
+
+
+def forward_flops(
+  model: qwen.QwenConfig, tokens: int, completion_tokens: int = 0
+) -> float:
+  """Returns the operations of a forward pass over a row.
+
+  Causal attention counts half. A backward pass takes twice as many operations.
+
+  Args:
+    model: shape of the network.
+    tokens: number of tokens of the row.
+    completion_tokens: number of its tokens whose logits are computed.
+  """
+  head = model.vocab_size * model.hidden_size
+  embeddings = head if model.tie_embeddings else 2 * head
+  body = models.num_active_parameters(model) - embeddings
+  attention = model.num_layers * model.num_heads * model.head_dim * tokens
+  return 2.0 * (tokens * (body + attention) + completion_tokens * head)
+
+
+def weight_bytes(model: qwen.QwenConfig) -> int:
+  """Returns the bytes that a decode step reads of the parameters."""
+  return sampler.parameter_bytes(model, 'model')
+
+
+def token_bytes(model: qwen.QwenConfig) -> int:
+  """Returns the bytes of the keys and values of a token."""
+  elements = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+  return elements * jnp.dtype(model.dtype).itemsize
 
 
 def _fastest(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:

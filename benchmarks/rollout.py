@@ -3,7 +3,6 @@
     python benchmarks/rollout.py                     # both schedules
     python benchmarks/rollout.py --what steps --plot steps.png
     python benchmarks/rollout.py --what differences
-    python benchmarks/rollout.py --what limits --shape 1.5b    # an accelerator
 
 Uses a random model of 5.0M parameters (4 layers of width 256, 4,096 tokens) on
 the available devices.
@@ -18,8 +17,7 @@ steps: time of a decode step by number of slots and by cache length.
 
 differences: number of tokens that change with the batch they are decoded in.
 
-limits: prefill as a share of matmul peak, and decode as a share of the memory
-copy rate. On a CUDA device with PyTorch, also Hugging Face's generate.
+benchmarks/accelerator.py measures decode and prefill on an accelerator.
 """
 
 import argparse
@@ -36,7 +34,7 @@ import numpy as np
 
 from envs import base
 from gigpo_jax import env_pool, mesh, rollout, sampler
-from gigpo_jax.models import parameters, published, qwen
+from gigpo_jax.models import parameters, qwen
 
 _MAX_RESPONSE = 256  # Tokens.
 _PROMPT = 128
@@ -173,14 +171,12 @@ def steps(options: argparse.Namespace) -> None:
   """Prints and plots the time of a decode step."""
   params = parameters.init(models.TINY, jax.random.key(0))
   by_slots = {
-    slots: _step_and_prefill_secs(make_sampler(slots), params, slots, _PROMPT)[
-      0
-    ]
+    slots: step_and_prefill_secs(make_sampler(slots), params, slots, _PROMPT)[0]
     for slots in (8, 16, 32, 64, 128)
   }
   fills = (128, 256, 512, 1024, 2048)
   by_fill = {
-    fill: _step_and_prefill_secs(
+    fill: step_and_prefill_secs(
       make_sampler(16, prompt_buckets=fills), params, 16, fill
     )[0]
     for fill in fills
@@ -193,24 +189,14 @@ def steps(options: argparse.Namespace) -> None:
     _plot(options.plot, by_slots, by_fill)
 
 
-def _step_and_prefill_secs(
+def step_and_prefill_secs(
   engine, params, slots: int, prompt: int, steps: int = 64
 ) -> tuple[float, float]:
   """Returns the median seconds of a decode step and of the prefill."""
-  vocab_size = params['embed'].shape[0]
 
   def measure(limit: int) -> float:
-    rng = np.random.default_rng(0)
-    requests = [
-      sampler.Request(
-        rng.integers(2, vocab_size, prompt).astype(np.int32),
-        (0, 0, 0, n, 0),
-        max_tokens=limit,
-      )
-      for n in range(slots)
-    ]
     start = time.perf_counter()
-    engine.generate(params, requests)
+    sample(engine, params, slots, prompt, limit)
     return time.perf_counter() - start
 
   short, long = 8, 8 + steps
@@ -218,6 +204,22 @@ def _step_and_prefill_secs(
   rounds = [(measure(short), measure(long)) for _ in range(5)]
   step = statistics.median((b - a) / steps for a, b in rounds)
   return step, statistics.median(a for a, _ in rounds) - short * step
+
+
+def sample(
+  engine: sampler.Sampler, params: dict, slots: int, prompt: int, tokens: int
+) -> None:
+  """Fills all slots with random prompts and samples some tokens of each."""
+  rng, vocab_size = np.random.default_rng(0), params['embed'].shape[0]
+  requests = [
+    sampler.Request(
+      rng.integers(2, vocab_size, prompt).astype(np.int32),
+      (0, 0, 0, n, 0),
+      max_tokens=tokens,
+    )
+    for n in range(slots)
+  ]
+  engine.generate(params, requests)
 
 
 def differences(options: argparse.Namespace) -> None:
@@ -258,75 +260,6 @@ def differences(options: argparse.Namespace) -> None:
     )
 
 
-def limits(options: argparse.Namespace) -> None:
-  """Prints prefill and decode speed as a share of the device's peak."""
-  large = dataclasses.replace(
-    published.SHAPES['Qwen2.5-1.5B'],
-    remat='none',
-    **qwen.platform_fields(jax.default_backend()),
-  )
-  model = {'tiny': models.TINY, '1.5b': large}[options.shape]
-  prompt, dtype = options.prompt, jax.numpy.dtype(model.dtype)
-  product = models.matmul_rate(model.dtype, options.matmul)
-  copy_rate = models.copy_rate(options.copy_mib)
-  print(
-    f'{jax.devices()[0].device_kind}: {product / 1e12:.2f} TFLOP/s in '
-    f'{model.dtype}, {copy_rate / 1e9:.0f} GB/s copied; prompts of {prompt}'
-  )
-  params = parameters.init(model, jax.random.key(0))
-  weights = sampler.parameter_bytes(model, 'model')
-  matrices = weights / dtype.itemsize - model.vocab_size * model.hidden_size
-  print('| slots | prefill tokens/s | of matmul | decode tokens/s | of copy |')
-  print('|---|---|---|---|---|')
-  for slots in options.limit_slots:
-    engine = make_sampler(slots, model, (prompt,))
-    step, prefill = _step_and_prefill_secs(engine, params, slots, prompt)
-    attention = 2 * prompt * model.num_layers * model.num_heads * model.head_dim
-    flops = 2 * matrices + attention
-    cache_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-    # Cache length after half of the timed steps.
-    cached = slots * (prompt + 40) * cache_per_token * dtype.itemsize
-    print(
-      f'| {slots} | {slots * prompt / prefill:,.0f} '
-      f'| {slots * prompt * flops / prefill / product:.0%} '
-      f'| {slots / step:,.0f} | {(weights + cached) / step / copy_rate:.0%} |'
-    )
-    del engine
-  del params
-  _hugging_face(model, prompt, options.limit_slots)
-
-
-def _hugging_face(model: qwen.QwenConfig, prompt: int, sizes) -> None:
-  """Prints the speeds of Hugging Face's generate, if CUDA is available."""
-  try:
-    import torch
-    import transformers  # noqa: F401
-  except ImportError:
-    return
-  if not torch.cuda.is_available():
-    return
-  with torch.device('cuda'):
-    network = models.hugging_face(model).to(torch.bfloat16)
-  network.eval()
-  print('| batch | HF prefill tokens/s | HF decode tokens/s |\n|---|---|---|')
-  for size in sizes:
-    ids = torch.randint(2, model.vocab_size, (size, prompt), device='cuda')
-
-    def measure(limit: int, ids=ids) -> float:
-      torch.cuda.synchronize()
-      start = time.perf_counter()
-      network.generate(
-        ids, do_sample=True, min_new_tokens=limit, max_new_tokens=limit
-      )
-      torch.cuda.synchronize()
-      return time.perf_counter() - start
-
-    measure(9)
-    prefill = statistics.median(measure(1) for _ in range(3))
-    step = (statistics.median(measure(65) for _ in range(3)) - prefill) / 64
-    print(f'| {size} | {size * prompt / prefill:,.0f} | {size / step:,.0f} |')
-
-
 def _plot(path: str, by_slots: dict, by_fill: dict) -> None:
   import matplotlib
 
@@ -351,7 +284,6 @@ _MEASUREMENTS = {
   'schedules': schedules,
   'steps': steps,
   'differences': differences,
-  'limits': limits,
 }
 
 
@@ -369,13 +301,6 @@ def main() -> None:
   parser.add_argument('--step_secs', type=float, default=0.1)
   parser.add_argument('--decode_tokens', type=int, default=8)
   parser.add_argument('--plot', help='path for the plot')
-  parser.add_argument('--shape', choices=('tiny', '1.5b'), default='tiny')
-  parser.add_argument('--prompt', type=int, default=1024)
-  parser.add_argument('--matmul', type=int, default=8192)
-  parser.add_argument('--copy_mib', type=int, default=4096)
-  parser.add_argument(
-    '--limit_slots', type=int, nargs='+', default=[64, 128, 256]
-  )
   options = parser.parse_args()
   _MEASUREMENTS[options.what](options)
 

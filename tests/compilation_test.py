@@ -70,6 +70,17 @@ def test_the_oldest_programs_are_deleted(tmp_path):
   assert sorted(path.name for path in tmp_path.iterdir()) == ['0', '1']
 
 
+def test_old_files_of_xlas_own_caches_are_deleted_too(tmp_path):
+  (tmp_path / 'xla_gpu_per_fusion_autotune_cache_dir').mkdir()
+  old = tmp_path / 'xla_gpu_per_fusion_autotune_cache_dir' / 'old'
+  for path, size, age in ((old, 300, 9), (tmp_path / 'new', 100, 1)):
+    path.write_bytes(bytes(size))
+    os.utime(path, (1000 - age, 1000 - age))
+  compilation._trim(tmp_path, 300)
+  assert not old.exists()
+  assert (tmp_path / 'new').exists()
+
+
 def test_progress_is_printed_in_lines_without_a_terminal(monkeypatch, capsys):
   clock = [0.0]
   monkeypatch.setattr(compilation.time, 'monotonic', lambda: clock[0])

@@ -65,7 +65,9 @@ def _processor() -> str:
 
 def _trim(folder: pathlib.Path, max_bytes: int) -> None:
   """Deletes the least recently used files, down to half of the limit."""
-  files = [(path, path.stat()) for path in folder.iterdir()]
+  # XLA's caches for GPUs are in folders of this one.
+  paths = [path for path in folder.rglob('*') if path.is_file()]
+  files = [(path, path.stat()) for path in paths]
   total = sum(stat.st_size for _, stat in files)
   if total <= max_bytes:
     return

@@ -1,0 +1,491 @@
+"""The measurements of benchmarks/accelerator.py, one process each.
+
+A measurement appends its results to OUT/records.jsonl as soon as it has them,
+so that they remain if it fails later. Traces for xprof are in OUT/traces.
+"""
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import functools
+import json
+import pathlib
+import time
+from collections.abc import Iterator, Sequence
+
+import forced
+import jax
+import learner as learner_benchmark
+import ml_collections
+import models
+import numpy as np
+import rollout as rollout_benchmark
+import torch_peer
+
+from configs import alfworld, sizes
+from gigpo_jax import (
+  batch,
+  builders,
+  mesh,
+  sampler,
+  tokenizer,
+  train,
+  trajectory,
+)
+from gigpo_jax.models import huggingface, parameters, published, qwen
+from gigpo_jax.run import model_check, run_builders, run_state
+from gigpo_jax.runtime import compilation, hardware
+
+# Its tokenizer serves every shape.
+_TEXT = f'{sizes.INCLUDED}/alfworld_tiny'
+_TINY_LENGTHS = forced.Lengths(
+  max_turns=4,
+  short_turns=2,
+  prompt_tokens=120,
+  response_tokens=8,
+  max_prompt_tokens=320,
+  max_response_tokens=40,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+  """What all measurements of a shape share.
+
+  Attributes:
+    shape: name of the shape.
+    out: folder of the results.
+    config: the experiment.
+    lengths: lengths of its episodes.
+    slots: numbers of slots of the decode measurement.
+    matmul: width of the matrices of the rate measurement.
+    copy_mib: size of its copy in MiB.
+  """
+
+  shape: str
+  out: pathlib.Path
+  config: ml_collections.ConfigDict
+  lengths: forced.Lengths
+  slots: tuple[int, ...]
+  matmul: int
+  copy_mib: int
+
+  @property
+  def is_tiny(self) -> bool:
+    """Whether the shape is the one for a CPU."""
+    return self.shape == 'tiny'
+
+  def make_model(self, devices: jax.sharding.Mesh) -> qwen.QwenConfig:
+    """Returns the network as the config uses it on these devices."""
+    if self.is_tiny:
+      shape = huggingface.read_config(model_check.model_directory(_TEXT))
+    else:
+      shape = published.SHAPES[f'Qwen2.5-{self.shape.upper()}']
+    return dataclasses.replace(
+      shape, **builders.model_kwargs(self.config, devices)
+    )
+
+
+def make_setup(shape: str, out: pathlib.Path) -> Setup:
+  """Returns the sizes of the measurements for a shape."""
+  is_tiny = shape == 'tiny'
+  config = alfworld.get_config('smoke' if is_tiny else shape)
+  config.env.data_dir = 'generated'
+  config.evaluation.every = 0
+  if is_tiny:
+    config.rollout.groups = 2
+    config.rollout.batch_buckets = (8,)
+    config.rollout.prompt_buckets = (320,)
+    config.learner.minibatch_rows = 16
+    config.loss.kl_weight = 0.01  # As the large shapes, with a reference.
+    return Setup(shape, out, config, _TINY_LENGTHS, (4, 8), 256, 8)
+  slots = (128, 32, 256)
+  return Setup(shape, out, config, forced.Lengths(), slots, 8192, 4096)
+
+
+def record(setup: Setup, part: str, name: str, **fields) -> None:
+  """Appends a result of a part; a later one of the same name replaces it."""
+  line = json.dumps({'part': part, 'name': name, **fields})
+  with (setup.out / 'records.jsonl').open('a') as file:
+    file.write(line + '\n')
+  print(line, flush=True)
+
+
+class Compilations:
+  """Counts the programs that jax compiles or loads from its cache."""
+
+  def __init__(self):
+    self.events: collections.Counter[str] = collections.Counter()
+    self.programs, self.secs = 0, 0.0
+    jax.monitoring.register_event_listener(
+      lambda name, **_: self.events.update([name])
+    )
+    jax.monitoring.register_event_duration_secs_listener(self._add)
+
+  @property
+  def cached(self) -> int:
+    """Returns the number of programs loaded from the persistent cache."""
+    return self.events['/jax/compilation_cache/cache_hits']
+
+  def _add(self, name: str, secs: float, **_) -> None:
+    if name == '/jax/core/compile/backend_compile_duration':
+      self.programs += 1
+      self.secs += secs
+      if secs > 1:
+        print(f'program {self.programs}: {secs:.1f} s', flush=True)
+
+
+def peak_gib() -> float | None:
+  """Returns the peak memory of the first device, if it reports it."""
+  stats = jax.devices()[0].memory_stats() or {}
+  peak = stats.get('peak_bytes_in_use')
+  return peak / 2**30 if peak else None
+
+
+@contextlib.contextmanager
+def trace(setup: Setup, name: str) -> Iterator[None]:
+  """Writes a trace of the context for xprof."""
+  with jax.profiler.trace(str(setup.out / 'traces' / name)):
+    yield
+
+
+# The parts.
+
+
+def rates(setup: Setup, options: argparse.Namespace) -> None:
+  """Measures the limits of one device."""
+  device = jax.devices()[0]
+  dtype = 'float32' if device.platform == 'cpu' else 'bfloat16'
+  record(
+    setup,
+    options.part,
+    'rates',
+    device=device.device_kind,
+    platform=device.platform,
+    devices=jax.device_count(),
+    jax=jax.__version__,
+    dtype=dtype,
+    matmul=models.matmul_rate(dtype, setup.matmul),
+    copy=models.copy_rate(setup.copy_mib),
+  )
+
+
+def make_bundle(setup: Setup) -> builders.ModelBundle:
+  """Returns a policy with random weights that never stops by itself."""
+  config = setup.config
+  devices = mesh.make_mesh(**config.mesh)
+  model = setup.make_model(devices)
+  mesh.check(devices, parameters.shapes(model), parameters.logical_axes(model))
+  config.rollout.tensor = config.rollout.tensor or mesh.sampling_tensor(
+    devices,
+    sampler.parameter_bytes(model, config.rollout.weights),
+    mesh.device_bytes(devices),
+    parameters.max_tensor_shards(model),
+  )
+  return builders.ModelBundle(
+    model=model,
+    mesh=devices,
+    tokenizer=tokenizer.Tokenizer(model_check.model_directory(_TEXT)),
+    load=functools.partial(models.random_params, model, devices),
+    sampler=sampler.Sampler(
+      model,
+      devices,
+      batch_buckets=tuple(config.rollout.batch_buckets),
+      stop_ids=(),
+      vocab_size=model.vocab_size,
+      tensor=config.rollout.tensor,
+      **builders.sampler_kwargs(config),
+    ),
+  )
+
+
+def compile_all(setup: Setup, parts: run_builders.Parts) -> run_state.RunState:
+  """Returns the first state of a run after compiling all its programs."""
+  bundle = parts.bundle
+  params = bundle.load()
+  reference = None
+  if parts.loss.needs_reference:
+    reference = builders.make_reference(bundle, params)
+  state = run_state.RunState(parts.learner.init(params), reference=reference)
+  state = run_builders.compile_programs(parts, state)
+  train.estimate_advantages(
+    parts, state, builders.make_dummy_rows(setup.config)
+  )
+  return state
+
+
+def start(setup: Setup, options: argparse.Namespace) -> None:
+  """Measures the time from the start of the process to the first rollout."""
+  counts = Compilations()
+  bundle = make_bundle(setup)
+  secs_to_devices = time.time() - options.started
+  with jax.set_mesh(bundle.mesh):
+    parts = run_builders.make_parts(setup.config, str(setup.out), bundle)
+    compile_all(setup, parts)
+  record(
+    setup,
+    options.part,
+    'start',
+    programs=counts.programs,
+    cached=counts.cached,
+    compile_secs=counts.secs,
+    secs_to_devices=secs_to_devices,
+    secs=time.time() - options.started,
+  )
+
+
+def iteration(setup: Setup, options: argparse.Namespace) -> None:
+  """Measures a complete iteration with episodes of forced lengths."""
+  counts = Compilations()
+  folder = setup.out / 'iteration'
+  folder.mkdir(exist_ok=True)
+  bundle = make_bundle(setup)
+  with (
+    jax.set_mesh(bundle.mesh),
+    builders.make_pool(setup.config) as pool,
+  ):
+    parts = run_builders.make_parts(setup.config, str(folder), bundle)
+    state = compile_all(setup, parts)
+    compiled = counts.programs
+    runner = builders.make_runner(setup.config, bundle, pool)
+    runner = dataclasses.replace(
+      runner,
+      pool=forced.Pool(pool, setup.lengths.turns),
+      sampler=forced.Sampler(bundle.sampler, setup.lengths.response),
+      tokenizer=forced.Tokenizer(bundle.tokenizer, setup.lengths.prompt),
+    )
+    begin = time.perf_counter()
+    groups, metrics = train.collect(parts, runner, state, 0)
+    secs = time.perf_counter() - begin
+    record(
+      setup,
+      options.part,
+      'rollout',
+      secs=secs,
+      compilations=counts.programs - compiled,
+      episodes=len(groups.kept),
+      **_rollout_costs(setup, bundle.model, groups.kept, metrics),
+      **{k: v for k, v in metrics.items() if k.startswith('rollout/')},
+    )
+    with contextlib.closing(run_builders.open_logs(parts, 0)) as logs:
+      begin, history = time.perf_counter(), run_state.History()
+      state, metrics = train.update(parts, state, history, groups, 0, logs)
+      jax.block_until_ready(state.policy)
+    record(
+      setup,
+      options.part,
+      'learner',
+      secs=time.perf_counter() - begin,
+      compilations=counts.programs - compiled,
+      flops=_learner_flops(bundle.model, groups.kept),
+      peak_gib=peak_gib(),
+      padding=metrics.get('packs/padding'),
+    )
+
+
+def _rollout_costs(
+  setup: Setup,
+  model: qwen.QwenConfig,
+  episodes: Sequence[trajectory.Trajectory],
+  metrics: dict[str, float],
+) -> dict[str, float]:
+  """Returns what a device computes and reads at full occupancy of the slots."""
+  rows = [(len(s.prompt_ids), len(s.completion_ids)) for s in _steps(episodes)]
+  options, devices = setup.config.rollout, jax.device_count()
+  slots = min(options.batch_buckets[-1], len(episodes))
+  decoded = sum(c for _, c in rows)
+  cached = sum(c * (p + c / 2) for p, c in rows)
+  computed = 1 - metrics['rollout/shared_prompt_share']
+  return {
+    'turns': len(rows) / len(episodes),
+    'prompt_tokens': sum(p for p, _ in rows) / len(rows),
+    'response_tokens': decoded / len(rows),
+    'prefill_flops': sum(models.forward_flops(model, p) for p, _ in rows)
+    * computed
+    / devices,
+    'decode_bytes': decoded
+    / slots
+    * models.weight_bytes(model)
+    / options.tensor
+    + cached * models.token_bytes(model) / devices,
+  }
+
+
+def _learner_flops(
+  model: qwen.QwenConfig, episodes: Sequence[trajectory.Trajectory]
+) -> float:
+  """Returns a device's operations for update and reference log-probs."""
+  rows = [(len(s.prompt_ids), len(s.completion_ids)) for s in _steps(episodes)]
+  forward = sum(models.forward_flops(model, p + c, c) for p, c in rows)
+  return 4 * forward / jax.device_count()
+
+
+def _steps(
+  episodes: Sequence[trajectory.Trajectory],
+) -> list[trajectory.Step]:
+  return [step for episode in episodes for step in episode.steps]
+
+
+def decode(setup: Setup, options: argparse.Namespace) -> None:
+  """Measures decode steps and prefills for prompts of one length."""
+  devices = mesh.make_mesh(1, -1, 1)
+  model = dataclasses.replace(setup.make_model(devices), remat='none')
+  params = models.random_params(model, devices)
+  prompt = options.prompt if not setup.is_tiny else options.prompt // 16
+  for slots in setup.slots:
+    engine = rollout_benchmark.make_sampler(slots, model, (prompt,))
+    step, prefill = rollout_benchmark.step_and_prefill_secs(
+      engine, params, slots, prompt
+    )
+    # Cache length after half of the timed steps.
+    cached = slots / devices.size * (prompt + 40) * models.token_bytes(model)
+    flops = slots / devices.size * models.forward_flops(model, prompt)
+    record(
+      setup,
+      options.part,
+      f'{slots} x {prompt}',
+      slots=slots,
+      prompt=prompt,
+      step_secs=step,
+      step_bytes=models.weight_bytes(model) + cached,
+      prefill_secs=prefill,
+      prefill_flops=flops,
+      flags=options.flags,
+    )
+    if slots == setup.slots[0] and not options.flags:
+      with trace(setup, options.part):
+        rollout_benchmark.sample(engine, params, slots, prompt, 16)
+    del engine
+
+
+def update(setup: Setup, options: argparse.Namespace) -> None:
+  """Measures the log-probs and the update of one mini-batch."""
+  counts = Compilations()
+  setup.config.model.remat = options.remat
+  devices = mesh.make_mesh(**setup.config.mesh)
+  model = setup.make_model(devices)
+  rows, flops = _make_rows(setup, model)
+  subject = builders.make_learner(
+    setup.config,
+    builders.ModelBundle(model, devices, None, None, None),
+    builders.make_loss(setup.config),
+  )
+  step = learner_benchmark.Step(subject, model, rows)
+  for name, call, passes in (
+    ('update', step, 3),
+    ('log-probs', step.log_probs, 1),
+  ):
+    compiled = counts.secs
+    call()
+    times = []
+    for _ in range(2):
+      begin = time.perf_counter()
+      call()
+      times.append(time.perf_counter() - begin)
+    record(
+      setup,
+      options.part,
+      name,
+      remat=options.remat,
+      flags=options.flags,
+      compile_secs=counts.secs - compiled,
+      secs=min(times),
+      tokens=int(rows.lengths.sum()),
+      flops=passes * flops / jax.device_count(),
+      peak_gib=peak_gib(),
+    )
+  if not options.flags:
+    with trace(setup, options.part):
+      step()
+
+
+def _make_rows(
+  setup: Setup, model: qwen.QwenConfig
+) -> tuple[batch.Rows, float]:
+  """Returns a mini-batch of rows, and the operations of a forward pass."""
+  count = setup.config.learner.minibatch_rows
+  prompts = [setup.lengths.prompt(n) for n in range(count)]
+  completions = [setup.lengths.response((n,)) for n in range(count)]
+  draw = functools.partial(
+    np.random.default_rng(0).integers, 2, model.vocab_size, dtype=np.int32
+  )
+  rows = learner_benchmark.make_rows(
+    [draw(size=n) for n in prompts],
+    [draw(size=n) for n in completions],
+    setup.config.rollout.max_prompt_tokens,
+  )
+  sizes = zip(prompts, completions, strict=True)
+  return rows, sum(models.forward_flops(model, p + c, c) for p, c in sizes)
+
+
+def small(setup: Setup, options: argparse.Namespace) -> None:
+  """Runs a few iterations of training with a random small policy."""
+  config = alfworld.get_config('smoke' if setup.is_tiny else 'small')
+  config.model.path = str(setup.out / 'small_policy')
+  config.num_iterations = 2 if setup.is_tiny else 3
+  config.evaluation.every = 0
+  config.checkpoint.every = config.num_iterations
+  if setup.is_tiny:
+    config.rollout = setup.config.rollout
+    config.env.max_steps = 3
+  shape = config.sft.model
+  text = model_check.model_directory(_TEXT)
+  model = qwen.QwenConfig(
+    vocab_size=tokenizer.Tokenizer(text).vocab_size,
+    hidden_size=shape.width,
+    intermediate_size=shape.mlp,
+    num_layers=shape.layers,
+    num_heads=shape.heads,
+    num_kv_heads=shape.kv_heads,
+    head_dim=shape.width // shape.heads,
+  )
+  params = parameters.init(model, jax.random.key(0))
+  huggingface.save(config.model.path, model, params, text)
+  del params
+  workdir = setup.out / 'small'
+  train.train(config, str(workdir))
+  for line in (workdir / 'metrics.jsonl').read_text().splitlines():
+    values = json.loads(line)
+    if 'time/iteration_secs' in values:
+      record(setup, options.part, f'iteration {values["iteration"]}', **values)
+
+
+def torch(setup: Setup, options: argparse.Namespace) -> None:
+  """Measures Hugging Face transformers on a CUDA device, if there is one."""
+  model = setup.make_model(mesh.make_mesh(1, -1, 1))
+  for name, fields in torch_peer.measure(model):
+    record(setup, options.part, name, **fields)
+
+
+_PARTS = {
+  'rates': rates,
+  'cold': start,
+  'warm': start,
+  'iteration': iteration,
+  'decode': decode,
+  'update': update,
+  'small': small,
+  'torch': torch,
+}
+
+
+def main() -> None:
+  """Runs a part."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--part', required=True)
+  parser.add_argument('--shape', required=True)
+  parser.add_argument('--out', type=pathlib.Path, required=True)
+  parser.add_argument('--started', type=float, required=True)
+  parser.add_argument('--remat', default='layer')
+  parser.add_argument('--prompt', type=int, default=1024)
+  parser.add_argument('--flags', default='')
+  options = parser.parse_args()
+  hardware.keep_freed_memory()
+  compilation.enable_cache()
+  setup = make_setup(options.shape, options.out)
+  _PARTS[options.part.partition('-')[0]](setup, options)
+
+
+if __name__ == '__main__':
+  main()
