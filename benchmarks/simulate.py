@@ -13,13 +13,13 @@ is simulated. `--costs FILE` takes rates that were measured on a device.
 import argparse
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import device_costs
 import forced
 import numpy as np
+import simulated_update
 import virtual_device
 
 from envs import base
@@ -88,47 +88,31 @@ SETTINGS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(simulated_update.Options):
   """What can be changed; the defaults are those of configs/alfworld.py.
+
+  See also the options of updates.
 
   Attributes:
     row_buckets: `rollout.batch_buckets`, ascending; the last is the slots of a
       host.
     prompt_buckets: `rollout.prompt_buckets`.
-    max_completion: `rollout.max_completion_tokens`.
     chunk: `rollout.decode_tokens`.
     tokens_per_step: tokens that a decoding step adds to a completion.
     evaluation_inside: whether evaluation episodes share the training rollout.
     carry_over: whether unfinished groups continue in the next iteration, so
       that slots stay full: the bound of `rollout.carry_over`.
-    packed: whether several rows share a sequence.
-    sequence_tokens: tokens of a packed sequence.
-    packed_sequences: packed sequences of a microbatch.
-    microbatch_rows: `learner.microbatch_rows`, without packing.
-    length_buckets: `learner.length_buckets`, without packing.
-    minibatch_rows: `learner.minibatch_rows`.
-    forward_passes: passes for log-probs: of the policy and of the reference.
-    kernels: what the programs do.
     host: seconds of the host.
   """
 
   row_buckets: tuple[int, ...] = (32, 128)
   prompt_buckets: tuple[int, ...] = (512, 1024, 2048)
-  max_completion: int = 512
   chunk: int = 8
   tokens_per_step: float = 1.0
   evaluation_inside: bool = False
   carry_over: bool = False
-  packed: bool = False
-  sequence_tokens: int = 2560
-  packed_sequences: int = 4
-  microbatch_rows: int = 16
-  length_buckets: tuple[int, ...] = (640, 1024, 1536, 2560)
-  minibatch_rows: int = 256
-  forward_passes: int = 2
-  kernels: device_costs.Kernels = device_costs.Kernels()
   host: virtual_device.HostCosts = virtual_device.HostCosts(
-    chunk_secs=1e-3, slot_secs=10e-6, turn_secs=1e-3, env_secs=2e-3
+    chunk_secs=0.8e-3, slot_secs=4e-6, turn_secs=0.35e-3, env_secs=0.3e-3
   )
 
 
@@ -290,112 +274,6 @@ def _costs(
   return virtual_device.Costs(prefill, decode, copy, options.host)
 
 
-@dataclasses.dataclass(frozen=True)
-class UpdateTimes:
-  """Simulated log-probs and updates of an iteration.
-
-  Attributes:
-    log_prob_secs: forward passes, without exchange.
-    update_secs: updates, without exchange.
-    exchange_secs: exchange of parameters and gradients, if none overlaps.
-    padding: share of the computed tokens that are padding.
-  """
-
-  log_prob_secs: float
-  update_secs: float
-  exchange_secs: float
-  padding: float
-
-
-def simulate_update(
-  setting: Setting,
-  device: device_costs.Device,
-  options: Options,
-  lengths: np.ndarray,
-) -> UpdateTimes:
-  """Returns the times of updates on rows of (prompt, response) tokens."""
-  model, devices = published.SHAPES[setting.model], setting.devices
-  rng = np.random.default_rng(0)
-  rows = rng.permutation(lengths)
-  count = math.ceil(len(rows) / options.minibatch_rows)
-  minibatches = np.array_split(rows, count)
-  # Log-probs take all rows of an iteration at once.
-  forward = microbatches(lengths, options, devices)
-  backward = [
-    m for part in minibatches for m in microbatches(part, options, devices)
-  ]
-
-  def secs(shapes: list, passes: float) -> float:
-    return sum(
-      device_costs.microbatch_secs(
-        device,
-        model,
-        sequences=sequences,
-        length=length,
-        logits=logits,
-        devices=devices,
-        passes=passes,
-      )
-      for sequences, length, logits in shapes
-    )
-
-  exchange = functools.partial(
-    device_costs.exchange_secs, device, model, devices=devices
-  )
-  padded = sum(sequences * length for sequences, length, _ in backward)
-  return UpdateTimes(
-    log_prob_secs=options.forward_passes * secs(forward, 1.0),
-    update_secs=secs(backward, 4.0 if options.kernels.recompute else 3.0)
-    + count * device_costs.apply_secs(device, model, devices),
-    exchange_secs=options.forward_passes
-    * len(forward)
-    * exchange(gradients=False)
-    + len(backward) * exchange(gradients=True),
-    padding=1 - lengths.sum() / padded,
-  )
-
-
-def microbatches(
-  lengths: np.ndarray, options: Options, devices: int
-) -> list[tuple[int, int, int]]:
-  """Returns (sequences, padded length, completion tokens) of microbatches.
-
-  Args:
-    lengths: (prompt, response) tokens of each row.
-    options: how rows are packed.
-    devices: the sequences are a multiple of this number.
-  """
-  totals = np.sort(lengths.sum(axis=1))[::-1]
-  if options.packed:
-    bins = first_fit(totals, options.sequence_tokens)
-    sequences = -(-options.packed_sequences // devices) * devices
-    count = math.ceil(len(bins) / sequences)
-    logits = int(lengths[:, 1].sum() / count)
-    return [(sequences, options.sequence_tokens, logits)] * count
-  sequences = -(-options.microbatch_rows // devices) * devices
-  return [
-    (
-      sequences,
-      next(b for b in options.length_buckets if b >= totals[start]),
-      sequences * options.max_completion,
-    )
-    for start in range(0, len(totals), sequences)
-  ]
-
-
-def first_fit(lengths: np.ndarray, capacity: int) -> list[int]:
-  """Returns the tokens of bins that are filled first-fit."""
-  bins: list[int] = []
-  for length in lengths:
-    for n, used in enumerate(bins):
-      if used + length <= capacity:
-        bins[n] += int(length)
-        break
-    else:
-      bins.append(int(length))
-  return bins
-
-
 def roofline_secs(
   setting: Setting,
   device: device_costs.Device,
@@ -435,7 +313,7 @@ def roofline_secs(
 
 @dataclasses.dataclass(frozen=True)
 class Iteration:
-  """A simulated iteration; see `RolloutTimes` and `UpdateTimes`.
+  """A simulated iteration; see `RolloutTimes` and `simulated_update`.
 
   Attributes:
     rollout: the training rollout.
@@ -446,7 +324,7 @@ class Iteration:
 
   rollout: RolloutTimes
   evaluation_secs: float
-  update: UpdateTimes
+  update: simulated_update.UpdateTimes
   roofline_secs: float
 
   @property
@@ -485,7 +363,13 @@ def simulate(
   return Iteration(
     training,
     evaluation,
-    simulate_update(setting, device, options, alone.lengths),
+    simulated_update.simulate(
+      device,
+      published.SHAPES[setting.model],
+      options,
+      alone.lengths,
+      setting.devices,
+    ),
     roofline_secs(setting, device, work, alone.lengths),
   )
 

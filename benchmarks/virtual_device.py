@@ -156,6 +156,7 @@ class Programs:
     """Returns the new size, and the state padded or cut to it."""
     secs = self._costs.copy(max(rows, cache[0]), max(length, cache[1]))
     self._clock.dispatch('resize', secs)
+    state_BX = np.asarray(state_BX)
     padding = max(0, rows - len(state_BX))
     return (rows, length), np.pad(state_BX[:rows], ((0, padding), (0, 0)))
 
@@ -180,6 +181,7 @@ class Programs:
     """Decodes up to K tokens of every active slot; see the real programs."""
     del params, floats, truncated
     host, clock = self._costs.host, self._clock
+    integers_BX, state_BX = np.asarray(integers_BX), np.asarray(state_BX)
     in_use_B = integers_BX[:, _IN_USE] > 0
     is_new_B = integers_BX[:, _IS_NEW] > 0
     active_B = in_use_B & ((state_BX[:, 0] > 0) | is_new_B)
@@ -216,6 +218,7 @@ def installed(
   tokens_per_step: float = 1.0,
   ends_early: bool = False,
   prefill_rows: int | None = None,
+  transfers: bool = False,
 ) -> Iterator[None]:
   """Samplers created inside have virtual programs.
 
@@ -229,16 +232,18 @@ def installed(
       TPU.
     prefill_rows: prompts that a copy prefills at once; None: as on an
       accelerator.
+    transfers: whether inputs are moved to the device of this process.
   """
   programs = functools.partial(
     Programs, clock, costs, tokens_per_step, ends_early
   )
   rows = {} if prefill_rows is None else {'cpu': prefill_rows}
+  place = mesh.place_rows if transfers else lambda _, arrays: arrays
   with (
     mock.patch.object(sampler_programs, 'Programs', programs),
     mock.patch.object(sampler, '_PREFILL_ROWS', rows),
     mock.patch.object(mesh, 'batch_shards', lambda _: copies),
-    mock.patch.object(mesh, 'place_rows', lambda _, arrays: arrays),
+    mock.patch.object(mesh, 'place_rows', place),
   ):
     yield
 

@@ -22,6 +22,7 @@ def fixture_benchmarks():
   import device_costs
   import forced
   import simulate
+  import simulated_update
   import virtual_device
 
   sys.path.remove(_BENCHMARKS)
@@ -29,6 +30,7 @@ def fixture_benchmarks():
     device_costs=device_costs,
     forced=forced,
     simulate=simulate,
+    simulated_update=simulated_update,
     virtual_device=virtual_device,
   )
   return type('Benchmarks', (), names)
@@ -215,21 +217,19 @@ def test_speculation_and_reading_used_positions_save_time(benchmarks):
 
 
 def test_packing_by_hand(benchmarks):
-  simulate = benchmarks.simulate
+  update = benchmarks.simulated_update
   lengths = np.array([(500, 100), (300, 100), (200, 100), (60, 40)])
-  packed = simulate.Options(
-    packed=True, sequence_tokens=1000, packed_sequences=1
-  )
+  packed = update.Options(packed=True, sequence_tokens=1000, packed_sequences=1)
   # 600 + 400, then 300 + 100.
-  assert simulate.first_fit(np.array([600, 400, 300, 100]), 1000) == [1000, 400]
-  assert simulate.microbatches(lengths, packed, 1) == [(1, 1000, 170)] * 2
-  rows = simulate.Options(microbatch_rows=2, length_buckets=(320, 640))
-  assert simulate.microbatches(lengths, rows, 1) == [
+  assert update.first_fit(np.array([600, 400, 300, 100]), 1000) == [1000, 400]
+  assert update.microbatches(lengths, packed, 1) == [(1, 1000, 170)] * 2
+  rows = update.Options(microbatch_rows=2, length_buckets=(320, 640))
+  assert update.microbatches(lengths, rows, 1) == [
     (2, 640, 1024),
     (2, 320, 1024),
   ]
   # Four devices: two empty rows fill a microbatch.
-  assert simulate.microbatches(lengths, rows, 4) == [(4, 640, 2048)]
+  assert update.microbatches(lengths, rows, 4) == [(4, 640, 2048)]
 
 
 def test_costs_of_a_file_replace_those_of_a_device(benchmarks, tmp_path):
