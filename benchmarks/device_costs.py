@@ -121,6 +121,7 @@ class Kernels:
     ragged: whether decoding reads used positions only, instead of all.
     layer_scale: `layer_secs` relative to the device's, such as 0.5 if fused
       products halve the number of kernels.
+    draft: tokens of a draft that a decoding step checks; 0: none.
     recompute: whether the backward pass recomputes all layers.
   """
 
@@ -128,6 +129,7 @@ class Kernels:
   cache_bytes: float = 2.0
   ragged: bool = False
   layer_scale: float = 1.0
+  draft: int = 0
   recompute: bool = True
 
 
@@ -192,9 +194,10 @@ def decode_secs(
   """
   weights = layer_parameters(model) + head_parameters(model)
   cached = positions * cache_numbers(model) * kernels.cache_bytes
-  logits = rows * model.vocab_size * 4 * _LOGIT_PASSES
+  tokens = rows * (1 + kernels.draft)
+  logits = tokens * model.vocab_size * 4 * _LOGIT_PASSES
   read = (weights * kernels.weight_bytes + cached + logits) / tensor
-  flops = 2 * rows * weights / tensor
+  flops = 2 * tokens * weights / tensor
   limit = max(
     read / (device.copy_rate * device.decode_share),
     flops / (device.matmul_rate * device.prefill_share),

@@ -497,6 +497,7 @@ def _parser() -> argparse.ArgumentParser:
   for name in ('weight_bytes', 'cache_bytes', 'layer_scale'):
     value = getattr(default.kernels, name)
     parser.add_argument(f'--{name}', type=float, default=value)
+  parser.add_argument('--draft', type=int, default=0)
   parser.add_argument('--ragged', action='store_true')
   parser.add_argument('--no_recompute', action='store_true')
   return parser
@@ -515,6 +516,7 @@ def main() -> None:
         'cache_bytes': flags.cache_bytes,
         'layer_scale': flags.layer_scale,
         'ragged': flags.ragged,
+        'draft': flags.draft,
         'recompute': not flags.no_recompute,
       }
     },

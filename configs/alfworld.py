@@ -79,6 +79,7 @@ def _paper() -> ml_collections.ConfigDict:
   # TextWorld leaks about 1 MB per game.
   config.pool.max_resets_per_worker = 2000
   config.evaluation.split = 'valid_seen'
+  config.evaluation.inside_rollout = True
   config.sft.init = ''  # Imitation starts from model.path.
   return config
 
@@ -103,6 +104,7 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.learner.microbatch_rows = 8
   config.learner.length_buckets = (160, 192, 224, 360)
   config.evaluation.split = 'valid_unseen'
+  config.evaluation.inside_rollout = False  # A CPU is busy anyway.
   config.evaluation.every = 12
   config.checkpoint.every = 5
   # The first stage of the warm start; see
@@ -131,6 +133,7 @@ def _small(config: ml_collections.ConfigDict) -> None:
   config.learner.microbatch_rows = 32
   config.learner.length_buckets = (256, 384, 680)
   config.evaluation.num_tasks = 0
+  config.evaluation.inside_rollout = True
   config.evaluation.every = 10
   config.sft.num_episodes = 3000
   config.sft.noise = 0.5

@@ -484,6 +484,10 @@ def _evaluation_section() -> ml_collections.ConfigDict:
   # Evaluation tasks: the first ones of the split. 0: all.
   evaluation.num_tasks = 0
   evaluation.every = 5  # iterations; code. 0: never
+  # Whether evaluation episodes are played together with the training episodes
+  # of the same policy. They fill the slots that the last training episodes
+  # leave empty. The last evaluation is always separate.
+  evaluation.inside_rollout = False
   evaluation.temperature = 0.4  # paper
   # As in `rollout`, but independent of it. Off by default.
   evaluation.top_p = 1.0

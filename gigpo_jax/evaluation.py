@@ -41,6 +41,7 @@ class Options:
   split: str | None = None
   num_tasks: int = options.number(0, low=0, note='0 is all')
   every: int = options.number(5, low=0, note='0 is never')
+  inside_rollout: bool = False
   temperature: float = options.number(0.4, low=0, note='0 is greedy')
   top_p: float = options.number(1.0, above=0, high=1)
   top_k: int = options.number(0, low=0, note='0 is off')
@@ -72,16 +73,27 @@ def run(
     base_params: frozen parameters of a network with adapters; None: no
       adapters.
   """
-  return runner.run(
+  (episodes,) = runner.run_batches(
     params,
-    tasks,
-    episodes_per_group=repeats,
-    stream=(rollout.EVALUATION, 0),
-    sampling=sampling,
+    [episode_batch(tasks, sampling, repeats)],
     task_type=task_type,
     base_params=base_params,
     label='evaluation',
   )
+  return episodes
+
+
+def episode_batch(
+  tasks: list[base.Task], sampling: sampler.Sampling, repeats: int = 1
+) -> rollout.EpisodeBatch:
+  """Returns the episodes of an evaluation, for a runner.
+
+  Args:
+    tasks: evaluation tasks.
+    sampling: temperature, top-p and top-k.
+    repeats: episodes per task.
+  """
+  return rollout.EpisodeBatch(tasks, repeats, (rollout.EVALUATION, 0), sampling)
 
 
 def summarize(

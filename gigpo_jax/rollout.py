@@ -92,17 +92,43 @@ class Options:
     options.check(self)
 
 
+@dataclasses.dataclass(frozen=True)
+class EpisodeBatch:
+  """N episodes of each task, all with the same options.
+
+  Attributes:
+    tasks: the G initial states, one group each.
+    episodes_per_group: N.
+    stream: (TRAIN or EVALUATION, iteration). With the task index, the member
+      and the step, it identifies the random stream of a response.
+    sampling: sampling options.
+    max_turns: limit of turns per episode, in addition to the environment's own
+      limit; None for no limit.
+  """
+
+  tasks: Sequence[base.Task]
+  episodes_per_group: int
+  stream: tuple[int, int]
+  sampling: sampler.Sampling
+  max_turns: int | None = None
+
+
 @dataclasses.dataclass(eq=False)
 class _Episode:
   """An episode that waits for an environment or runs in one."""
 
-  task: base.Task
+  batch: EpisodeBatch
   group: int
   member: int
   # The current turn without its result, while the environment steps.
   turn: functools.partial | None = None
   failure: str = ''
   steps: list[trajectory.Step] = dataclasses.field(default_factory=list)
+
+  @property
+  def task(self) -> base.Task:
+    """Returns the initial state."""
+    return self.batch.tasks[self.group]
 
   def to_trajectory(self, task_type: str) -> trajectory.Trajectory:
     """Returns the recorded episode."""
@@ -178,32 +204,69 @@ class EpisodeRunner:
   ) -> list[trajectory.Trajectory]:
     """Runs N episodes of each task to the end.
 
-    In a multi-process run, each process runs a part of the tasks, and every
-    process returns all trajectories.
+    See `EpisodeBatch` for the arguments that are not listed here, and
+    `run_batches`.
 
     Args:
       params: the policy's parameters; not modified.
       tasks: the G initial states, one group each.
       episodes_per_group: N.
-      stream: (TRAIN or EVALUATION, iteration). With the task index, the member
-        and the step, it identifies the random stream of a response.
+      stream: see `EpisodeBatch`.
       sampling: sampling options.
       task_type: maps a task to its task type.
       base_params: frozen parameters of a network with adapters; None: no
         adapters.
       trace: whether to record `sampler.Stats.spans`.
-      max_turns: limit of turns per episode, in addition to the environment's
-        own limit; None for no limit.
+      max_turns: see `EpisodeBatch`.
       label: text of the progress bar; '' shows none.
 
     Returns:
       G x N trajectories, ordered by group and member.
     """
-    episodes = [
-      _Episode(tasks[group], group, member)
-      for group in distributed.process_slice(len(tasks))
-      for member in range(episodes_per_group)
-    ]
+    episodes = EpisodeBatch(
+      tasks, episodes_per_group, stream, sampling, max_turns
+    )
+    (trajectories,) = self.run_batches(
+      params,
+      [episodes],
+      task_type=task_type,
+      base_params=base_params,
+      trace=trace,
+      label=label,
+    )
+    return trajectories
+
+  def run_batches(
+    self,
+    params: dict,
+    batches: Sequence[EpisodeBatch],
+    *,
+    task_type: Callable[[base.Task], str],
+    base_params: dict | None = None,
+    trace: bool = False,
+    label: str = '',
+  ) -> list[list[trajectory.Trajectory]]:
+    """Runs the episodes of several batches together to the end.
+
+    Episodes start in the order of the batches. Those of a later batch fill the
+    slots that the last episodes of an earlier one leave empty. The trajectories
+    are those of separate calls. In a multi-process run, each process runs a
+    part of each batch, and every process returns all trajectories.
+
+    Args:
+      params: the policy's parameters; not modified.
+      batches: the episodes.
+      task_type: maps a task to its task type.
+      base_params: frozen parameters of a network with adapters; None: no
+        adapters.
+      trace: whether to record `sampler.Stats.spans`.
+      label: text of the progress bar; '' shows none.
+
+    Returns:
+      For each batch its trajectories, ordered by group and member.
+    """
+    local = [_local_episodes(batch) for batch in batches]
+    episodes = [episode for part in local for episode in part]
     self.clock = RolloutClock(start=time.monotonic())
     self.sampler.load(params, base_params, trace=trace)
     self.sampler.take_stats()
@@ -213,13 +276,17 @@ class EpisodeRunner:
       on_finished = console.count_episodes(
         bar, lambda: self.sampler.stats.decode_tokens
       )
-      _Rollout(self, episodes, stream, sampling, max_turns, on_finished).run()
+      _Rollout(self, episodes, on_finished).run()
     self.sampler.finish()
     self.clock.total_secs = time.monotonic() - self.clock.start
     self.stats = self.sampler.take_stats()
-    trajectories = [e.to_trajectory(task_type(e.task)) for e in episodes]
-    parts = distributed.all_gather_objects(trajectories)
-    return [t for part in parts for t in part]
+    gathered = distributed.all_gather_objects(
+      [[e.to_trajectory(task_type(e.task)) for e in part] for part in local]
+    )
+    return [
+      [t for process in gathered for t in process[n]]
+      for n in range(len(batches))
+    ]
 
   def prefetch(self, tasks: Sequence[base.Task], num_members: int) -> None:
     """Makes the workers load the next tasks while the device is busy."""
@@ -255,6 +322,15 @@ class EpisodeRunner:
     return {f'rollout/{name}': float(value) for name, value in values.items()}
 
 
+def _local_episodes(batch: EpisodeBatch) -> list[_Episode]:
+  """Returns the episodes of a batch that this process runs."""
+  return [
+    _Episode(batch, group, member)
+    for group in distributed.process_slice(len(batch.tasks))
+    for member in range(batch.episodes_per_group)
+  ]
+
+
 class _Rollout:
   """The state of a rollout."""
 
@@ -262,15 +338,11 @@ class _Rollout:
     self,
     runner: EpisodeRunner,
     episodes: list[_Episode],
-    stream: tuple[int, int],
-    sampling: sampler.Sampling,
-    max_turns: int | None,
     on_finished: Callable[[int], None],
   ):
     self._runner, self._pool = runner, runner.pool
     self._sampler, self._clock = runner.sampler, runner.clock
-    self._stream, self._sampling = stream, sampling
-    self._max_turns, self._on_finished = max_turns, on_finished
+    self._on_finished = on_finished
     self._waiting: list[_Episode] = list(reversed(episodes))
     self._running: dict[int, _Episode] = {}
     self._free = list(reversed(range(runner.pool.num_envs)))
@@ -330,7 +402,7 @@ class _Rollout:
       else:
         episode.steps.append(episode.turn(result=reply))
         observation = reply.observation
-        if observation and len(episode.steps) == self._max_turns:
+        if observation and len(episode.steps) == episode.batch.max_turns:
           self._pool.end(env)
           observation = None
       limit = self._runner.max_prompt_tokens
@@ -365,12 +437,12 @@ class _Rollout:
       request = sampler.Request(
         prompt_ids=ids,
         stream=(
-          *self._stream,
+          *episode.batch.stream,
           episode.task.index,
           episode.member,
           len(episode.steps),
         ),
-        sampling=self._sampling,
+        sampling=episode.batch.sampling,
       )
       turn = functools.partial(
         trajectory.Step,

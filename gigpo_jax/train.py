@@ -125,10 +125,14 @@ def loop(
     estimate_advantages(parts, state, builders.make_dummy_rows(config))
     for iteration in range(first, config.num_iterations):
       start, metrics = time.monotonic(), {}
-      if _is_due(iteration, config.evaluation.every):
+      is_evaluated = _is_due(iteration, config.evaluation.every)
+      if is_evaluated and not config.evaluation.inside_rollout:
         metrics |= evaluate(parts, runner, state)
+        is_evaluated = False
       plot = logs.plot_rollout if iteration == first else None
-      groups, rollout_metrics = collect(parts, runner, state, iteration, plot)
+      groups, rollout_metrics = collect(
+        parts, runner, state, iteration, plot, is_evaluated=is_evaluated
+      )
       guard.exit_if_requested()
       # The update donates the state of `last`: no preemption until the new one.
       with guard.defer():
@@ -312,6 +316,8 @@ def collect(
   state: run_state.RunState,
   iteration: int,
   plot: Callable[[rollout.EpisodeRunner], None] | None = None,
+  *,
+  is_evaluated: bool = False,
 ) -> tuple[group_filter.CollectedGroups, Metrics]:
   """Runs the episodes of an iteration with the current policy.
 
@@ -321,32 +327,37 @@ def collect(
     state: parameters of the policy.
     iteration: index of the iteration.
     plot: draws the timeline of the rollout, which is then traced.
+    is_evaluated: whether the evaluation tasks are played in the same rollout.
   """
-  options = parts.config.rollout
   metrics: Metrics = {}
+  evaluated: list[trajectory.Trajectory] = []
 
   def run_groups(
     tasks: list[base.Task], position: int
   ) -> list[trajectory.Trajectory]:
-    return runner.run(
+    batches = [train_batch(parts, tasks, position, iteration)]
+    # Refills have other positions; the first rollout includes the evaluation.
+    if is_evaluated and position == iteration:
+      batches.append(
+        evaluation.episode_batch(parts.eval_tasks, parts.eval_sampling)
+      )
+    episodes, *others = runner.run_batches(
       state.policy.params,
-      tasks,
-      episodes_per_group=parts.group_size,
-      stream=(rollout.TRAIN, position),
-      sampling=parts.sampling,
+      batches,
       task_type=parts.task_type,
       base_params=parts.learner.base,
       trace=plot is not None,
-      max_turns=group_filter.max_turns(options.horizon, iteration),
       label=f'iteration {iteration}',
     )
+    evaluated.extend(t for batch in others for t in batch)
+    return episodes
 
   with run_logs.timed(metrics, 'time/rollout_secs'):
     groups = group_filter.collect(
       run_groups,
       parts.tasks,
       parts.group_filter,
-      groups=options.groups,
+      groups=parts.config.rollout.groups,
       iteration=iteration,
     )
     stop_if_failed(parts, groups.episodes)
@@ -355,8 +366,34 @@ def collect(
       plot(runner)
     runner.sampler.release()  # The update needs the memory.
   metrics |= groups.metrics
+  if evaluated:
+    stop_if_failed(parts, evaluated)
+    metrics |= evaluation.summarize(evaluated)
   return groups, metrics | metrics_lib.summarize(
     groups.episodes, prefix='train'
+  )
+
+
+def train_batch(
+  parts: run_builders.Parts,
+  tasks: list[base.Task],
+  position: int,
+  iteration: int,
+) -> rollout.EpisodeBatch:
+  """Returns the training episodes of tasks, for a runner.
+
+  Args:
+    parts: the objects of the run.
+    tasks: one task per group.
+    position: position of the tasks in the stream of tasks.
+    iteration: index of the iteration.
+  """
+  return rollout.EpisodeBatch(
+    tasks,
+    parts.group_size,
+    (rollout.TRAIN, position),
+    parts.sampling,
+    group_filter.max_turns(parts.config.rollout.horizon, iteration),
   )
 
 

@@ -5,6 +5,7 @@ import time
 
 import jax
 import numpy as np
+import pools
 import pytest
 import reference
 
@@ -27,6 +28,8 @@ class ScriptedSampler:
     self._text, self._at_once = text, at_once
     self._queue: list[tuple[int, sampler.Request]] = []
     self.waves: list[list[tuple[int, ...]]] = []
+    # Sampling options by stream, in the order of the requests.
+    self.requests: dict[tuple[int, ...], sampler.Sampling] = {}
     self.compilations = 0
     self.is_shared = False
     self._tickets = 0
@@ -46,6 +49,7 @@ class ScriptedSampler:
 
   def submit(self, request) -> int:
     self._tickets += 1
+    self.requests[request.stream] = request.sampling
     self._queue.append((self._tickets, request))
     return self._tickets
 
@@ -298,6 +302,53 @@ def test_turn_limit_ends_episodes_in_the_pool(text):
       for env in range(4):
         with pytest.raises(RuntimeError, match='no episode is running'):
           pool.step(env, 'left')
+
+
+@pytest.mark.parametrize('schedule', rollout.SCHEDULES)
+def test_batches_that_run_together_have_the_episodes_of_separate_runs(
+  text, schedule
+):
+  greedy = sampler.Sampling(temperature=0.0)
+  batches = [
+    rollout.EpisodeBatch(
+      [base.Task('train', index) for index in (0, 3)],
+      2,
+      (rollout.TRAIN, 6),
+      sampler.Sampling(),
+      max_turns=3,
+    ),
+    rollout.EpisodeBatch(
+      [base.Task('valid', index) for index in (0, 1, 4)],
+      1,
+      (rollout.EVALUATION, 0),
+      greedy,
+    ),
+  ]
+
+  def run(*chosen):
+    script = ScriptedSampler(text, at_once=2)
+    with pools.make(0, 4) as pool:
+      runner = rollout.EpisodeRunner(pool, script, text, 200, 'error', schedule)
+      played = runner.run_batches({}, chosen, task_type=str)
+    return played, script.requests
+
+  separate = [run(batch) for batch in batches]
+  together, requests = run(*batches)
+  for (played,), actual in zip(
+    [played for played, _ in separate], together, strict=True
+  ):
+    _assert_same_episodes(played, actual)
+    assert [t.task for t in actual] == [t.task for t in played]
+  # The turn limit is that of training only.
+  assert [max(len(t.steps) for t in part) for part in together] == [3, 4]
+  expected = separate[0][1] | separate[1][1]
+  assert requests == expected
+  assert {options for stream, options in requests.items() if stream[0]} == {
+    greedy
+  }
+  # The evaluation starts before the training episodes end.
+  first = next(n for n, stream in enumerate(requests) if stream[0])
+  assert any(not stream[0] for stream in list(requests)[first:])
 
 
 @pytest.mark.parametrize('field', ['prompt', 'short_prompt'])

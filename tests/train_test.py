@@ -81,6 +81,20 @@ def test_a_change_that_is_refused_leaves_the_config(tmp_path, monkeypatch):
   assert json.loads((tmp_path / 'config.json').read_text())['seed'] == 0
 
 
+@pytest.mark.slow
+def test_an_evaluation_inside_the_rollout_has_the_same_metrics(
+  uninterrupted, tmp_path
+):
+  expected, _ = uninterrupted
+  programs.run(
+    small_runs.small(tmp_path, '--config.evaluation.inside_rollout=True')
+  )
+  small_runs.assert_same_end(tmp_path, expected)
+  first, *_, last = (tmp_path / 'metrics.jsonl').read_text().splitlines()
+  assert 'time/evaluation_secs' not in json.loads(first)
+  assert 'time/evaluation_secs' in json.loads(last)
+
+
 def test_nothing_is_trained_but_sampled_tokens(uninterrupted):
   workdir, _ = uninterrupted
   for line in small_runs.read_lines(workdir)[:3]:

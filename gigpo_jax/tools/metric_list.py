@@ -371,7 +371,11 @@ SECTIONS = (
       Metric(
         'episodes_secs', 's', 'writing episodes; only with `episodes.every`'
       ),
-      Metric('evaluation_secs', 's', 'the evaluation'),
+      Metric(
+        'evaluation_secs',
+        's',
+        'the evaluation, if it is not inside the rollout',
+      ),
     ),
   ),
   Section(
