@@ -5,13 +5,14 @@ first dimension. The sampler, the learner, checkpoints and safetensors files all
 use it.
 """
 
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from gigpo_jax.models import lora
+from gigpo_jax.models import fusion, lora
 from gigpo_jax.models.qwen_config import QwenConfig
 
 # Contracted dimensions of each matrix, without the dimension of the layers.
@@ -19,9 +20,11 @@ CONTRACTED = {
   ('attention', 'q'): (0,),
   ('attention', 'k'): (0,),
   ('attention', 'v'): (0,),
+  ('attention', 'qkv'): (0,),
   ('attention', 'o'): (0, 1),
   ('mlp', 'gate'): (0,),
   ('mlp', 'up'): (0,),
+  ('mlp', 'gate_up'): (0,),
   ('mlp', 'down'): (0,),
   ('experts', 'gate'): (1,),
   ('experts', 'up'): (1,),
@@ -67,7 +70,7 @@ def layer_table(c: QwenConfig) -> dict[str, dict[str, tuple]]:
   }
   for group, names in table.items():
     table[group] = names | _adapter_table(c, group, names)
-  return table
+  return fusion.fuse(table, fusion.join_shapes) if c.fused else table
 
 
 def _adapter_table(c: QwenConfig, group: str, names: dict) -> dict[str, tuple]:
@@ -167,6 +170,17 @@ def init(config: QwenConfig, key: jax.Array) -> dict[str, Any]:
     for (path, shape), key in zip(leaves, keys, strict=True)
   ]
   return jax.tree.unflatten(treedef, arrays)
+
+
+def fuse(config: QwenConfig, params: dict) -> dict:
+  """Returns parameters with fused matrices; see `fusion`.
+
+  Args:
+    config: shape of the network, with `fused`.
+    params: parameters of the network with separate matrices.
+  """
+  join = functools.partial(fusion.join_arrays, config)
+  return params | {'layers': fusion.fuse(params['layers'], join)}
 
 
 def layers_per_stack(config: QwenConfig) -> int:

@@ -23,6 +23,7 @@ from gigpo_jax import mesh
 from gigpo_jax.models import (
   attention,
   experts,
+  fusion,
   kv_cache,
   layer_gradients,
   lora,
@@ -80,27 +81,59 @@ def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
   return (x32 * scale).astype(x.dtype) * weight.astype(x.dtype)
 
 
-def _project(
-  config: QwenConfig, w: dict[str, jax.Array], name: str, x_BLI: jax.Array
-) -> jax.Array:
-  """Multiplies [B, L, I] by a matrix and adds the output of its adapter.
+def _multiply(w: dict, name: str, x_BLI: jax.Array) -> jax.Array:
+  """Multiplies [B, L, I] by a matrix.
 
   Rows and tokens are flattened into one dimension: XLA's CPU backend takes
   three times as long for the weight gradient of a product with two batch
   dimensions.
   """
   b, length, width = x_BLI.shape
-  x_NI = x_BLI.reshape(b * length, width)
   # Output dimensions: the last for 'o', all but the first for the others.
   outer = w[name].shape[-1:] if name == 'o' else w[name].shape[1:]
-  y_NO = checkpoint_name(x_NI @ w[name].reshape(width, -1), 'matrix')
-  if name + lora.A in w:
-    a_IR, b_RO = w[name + lora.A], w[name + lora.B]
-    rank = a_IR.shape[-1]
-    y_NO += config.adapters.scale * (
-      (x_NI @ a_IR.reshape(width, rank)) @ b_RO.reshape(rank, -1)
-    )
-  return y_NO.reshape(b, length, *outer)
+  y_NO = x_BLI.reshape(b * length, width) @ w[name].reshape(width, -1)
+  return checkpoint_name(y_NO, 'matrix').reshape(b, length, *outer)
+
+
+def _adapt(
+  config: QwenConfig, w: dict, name: str, x_BLI: jax.Array, y: jax.Array
+) -> jax.Array:
+  """Adds the output of a matrix's adapter, if any, to a product [B, L, ..]."""
+  if name + lora.A not in w:
+    return y
+  a_IR, b_RO = w[name + lora.A], w[name + lora.B]
+  x_NI, rank = x_BLI.reshape(-1, x_BLI.shape[-1]), a_IR.shape[-1]
+  low_NR = x_NI @ a_IR.reshape(-1, rank)
+  product_NO = config.adapters.scale * (low_NR @ b_RO.reshape(rank, -1))
+  return y + product_NO.reshape(y.shape)
+
+
+def _project(
+  config: QwenConfig, w: dict, name: str, x_BLI: jax.Array
+) -> jax.Array:
+  """Multiplies [B, L, I] by a matrix and adds the output of its adapter."""
+  return _adapt(config, w, name, x_BLI, _multiply(w, name, x_BLI))
+
+
+def _project_parts(
+  config: QwenConfig, w: dict, name: str, x_BLI: jax.Array
+) -> list[jax.Array]:
+  """Multiplies [B, L, I] by the parts of 'qkv' or 'gate_up'; see `fusion`."""
+  names = fusion.PARTS[name]
+  if config.fused:
+    y_BLO = _multiply(w, name, x_BLI)
+    if name + fusion.BIAS in w:
+      y_BLO += w[name + fusion.BIAS]
+    products = fusion.split(config, name, y_BLO)
+    return [
+      _adapt(config, w, part, x_BLI, y)
+      for part, y in zip(names, products, strict=True)
+    ]
+  products = [_project(config, w, part, x_BLI) for part in names]
+  return [
+    y + w[part + fusion.BIAS] if part + fusion.BIAS in w else y
+    for part, y in zip(names, products, strict=True)
+  ]
 
 
 class _Layer(nn.Module):
@@ -143,10 +176,7 @@ class _Layer(nn.Module):
     w = _Parameters(table['attention'], name='attention')(dtype)
 
     y_BLD = _rms_norm(x_BLD, norm['attention'], c.rms_norm_eps)
-    q_BLHE, k_BLKE, v_BLKE = (_project(c, w, name, y_BLD) for name in 'qkv')
-    if c.qkv_bias:
-      q_BLHE, k_BLKE = q_BLHE + w['q_bias'], k_BLKE + w['k_bias']
-      v_BLKE = v_BLKE + w['v_bias']
+    q_BLHE, k_BLKE, v_BLKE = _project_parts(c, w, 'qkv', y_BLD)
     if c.qk_norm:
       q_BLHE = _rms_norm(q_BLHE, norm['q'], c.rms_norm_eps)
       k_BLKE = _rms_norm(k_BLKE, norm['k'], c.rms_norm_eps)
@@ -189,8 +219,8 @@ class _Layer(nn.Module):
         normalized=c.normalized_experts,
       )
     w = _Parameters(table['mlp'], name='mlp')(dtype)
-    gate_BLF = jax.nn.silu(_project(c, w, 'gate', x_BLD))
-    return _project(c, w, 'down', gate_BLF * _project(c, w, 'up', x_BLD))
+    gate_BLF, up_BLF = _project_parts(c, w, 'gate_up', x_BLD)
+    return _project(c, w, 'down', jax.nn.silu(gate_BLF) * up_BLF)
 
 
 def gather_tokens(x_BLD: jax.Array, at_SN: jax.Array) -> jax.Array:

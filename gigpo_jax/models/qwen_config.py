@@ -55,6 +55,9 @@ class QwenConfig:
     remat: one of REMATS.
     attention: implementation of attention within a row, one of
       `attention.IMPLEMENTATIONS`.
+    fused: number of groups of columns if q, k and v are one matrix, as are gate
+      and up; a multiple of the devices that share a copy of the model. It is
+      the form of the sampler's copy; see `fusion`. 0: separate matrices.
     max_split: maximum depth at which `prefill` and `decode` take unstacked
       layers; see `parameters.unstack_layers`.
   """
@@ -81,4 +84,5 @@ class QwenConfig:
   dtype: str = 'bfloat16'
   remat: str = 'layer'
   attention: str = 'xla'
+  fused: int = 0
   max_split: int = MAX_UNROLLED

@@ -84,8 +84,7 @@ class Programs:
     self._mesh, self._full_mesh = mesh, full_mesh
     rows = mesh_lib.batch_sharding(mesh)
     int8, merge, trained = weights == 'int8', weights != 'adapters', config
-    if merge:
-      config = dataclasses.replace(config, adapters=None)
+    config = _sampled(config, merge, mesh.shape['tensor'])
     cache_formats = mesh_lib.cache_formats(
       mesh, jax.eval_shape(lambda: kv_cache.new(config, 1, 1))
     )
@@ -96,7 +95,7 @@ class Programs:
       full_mesh, parameters.unstack_axes(config, axes)
     )
     self.prepare = jax.jit(
-      functools.partial(_prepare, trained, merge, int8),
+      functools.partial(_prepare, trained, config, int8),
       out_shardings=self._params_shardings,
     )
     self.new_cache = jax.jit(
@@ -195,29 +194,48 @@ def parameter_bytes(config: qwen.QwenConfig, weights: str) -> int:
     config: shape of the model.
     weights: one of WEIGHTS.
   """
-  prepare = functools.partial(_prepare, config, True, weights == 'int8')
+  copy = _sampled(config, True, 1)
+  prepare = functools.partial(_prepare, config, copy, weights == 'int8')
   params = jax.eval_shape(
     lambda: prepare(parameters.init(config, jax.random.key(0)), {})
   )
   return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
 
 
+def _sampled(
+  config: qwen.QwenConfig, merge: bool, tensor: int
+) -> qwen.QwenConfig:
+  """Returns the shape of the sampler's copy of the model.
+
+  Args:
+    config: shape of the model.
+    merge: whether adapters are merged into the matrices.
+    tensor: devices that a copy is sharded over.
+  """
+  adapters = None if merge else config.adapters
+  return dataclasses.replace(config, adapters=adapters, fused=tensor)
+
+
 def _prepare(
-  config: qwen.QwenConfig, merge: bool, int8: bool, params: dict, base: dict
+  trained: qwen.QwenConfig,
+  config: qwen.QwenConfig,
+  int8: bool,
+  params: dict,
+  base: dict,
 ) -> dict:
   """Returns parameters in the form that `qwen.prefill` and `decode` take.
 
   Args:
-    config: shape of the model.
-    merge: whether to merge adapters into the matrices.
+    trained: shape of the learner's model.
+    config: shape of the sampler's copy; see `_sampled`.
     int8: whether to quantize the matrices.
     params: the learner's parameters.
     base: frozen parameters of a network with adapters, else {}.
   """
   params = lora.combine(base, params)
-  if config.adapters and merge:
-    params = lora.merge(config.adapters, params)
-    config = dataclasses.replace(config, adapters=None)
+  if trained.adapters and not config.adapters:
+    params = lora.merge(trained.adapters, params)
+  params = parameters.fuse(config, params)
   if int8:
     params = quantization.quantize(config, params)
   else:
