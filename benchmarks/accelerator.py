@@ -33,7 +33,8 @@ from collections.abc import Mapping, Sequence
 import accelerator_table
 
 SHAPES = ('tiny', '0.5b', '1.5b', '7b')
-_PROGRAM = pathlib.Path(__file__).with_name('accelerator_parts.py')
+# First argument of the process of a part.
+_PART = 'part'
 # Seconds from SIGTERM to SIGKILL of a part; a training run saves its state.
 _GRACE_SECS = 20.0
 # Statuses after which a part is not repeated.
@@ -198,10 +199,16 @@ def _platform(out: pathlib.Path) -> str:
   return found[-1] if found else ''
 
 
+def make_arguments(part: Part, shape: str, out: pathlib.Path) -> list[str]:
+  """Returns the arguments of the process of a part."""
+  arguments = ['--part', part.name, '--shape', shape, '--out', str(out)]
+  arguments += ['--started', str(time.time()), f'--flags={part.flags}']
+  return [*arguments, *part.arguments]
+
+
 def _measure(part: Part, shape: str, out: pathlib.Path, left: float) -> dict:
   """Runs a part within the time that is left."""
-  arguments = ['--part', part.name, '--shape', shape, '--out', str(out)]
-  arguments += ['--started', str(time.time()), '--flags', part.flags]
+  arguments = make_arguments(part, shape, out)
   variables = {
     'XLA_FLAGS': f'{os.environ.get("XLA_FLAGS", "")} {part.flags}'.strip(),
     'JAX_COMPILATION_CACHE_DIR': str(out / 'programs'),
@@ -210,7 +217,7 @@ def _measure(part: Part, shape: str, out: pathlib.Path, left: float) -> dict:
     variables['JAX_ENABLE_COMPILATION_CACHE'] = 'false'
   result = run(
     part.name,
-    [sys.executable, str(_PROGRAM), *arguments, *part.arguments],
+    [sys.executable, __file__, _PART, *arguments],
     out,
     min(part.limit_secs, left),
     variables,
@@ -221,7 +228,13 @@ def _measure(part: Part, shape: str, out: pathlib.Path, left: float) -> dict:
 
 
 def main() -> None:
-  """Runs the missing parts and prints the table."""
+  """Runs the missing parts and prints the table, or runs a part."""
+  if sys.argv[1:2] == [_PART]:
+    # The other processes, those of environments too, do not import jax.
+    import accelerator_parts
+
+    accelerator_parts.main(sys.argv[2:])
+    return
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--shape', choices=SHAPES, default='1.5b')
   parser.add_argument('--out', type=pathlib.Path, required=True)

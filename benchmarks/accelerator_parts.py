@@ -458,7 +458,7 @@ def torch(setup: Setup, options: argparse.Namespace) -> None:
     record(setup, options.part, name, **fields)
 
 
-_PARTS = {
+PARTS = {
   'rates': rates,
   'cold': start,
   'warm': start,
@@ -470,8 +470,8 @@ _PARTS = {
 }
 
 
-def main() -> None:
-  """Runs a part."""
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+  """Returns the options of a part."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--part', required=True)
   parser.add_argument('--shape', required=True)
@@ -480,12 +480,13 @@ def main() -> None:
   parser.add_argument('--remat', default='layer')
   parser.add_argument('--prompt', type=int, default=1024)
   parser.add_argument('--flags', default='')
-  options = parser.parse_args()
+  return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> None:
+  """Runs a part."""
+  options = parse(arguments)
   hardware.keep_freed_memory()
   compilation.enable_cache()
   setup = make_setup(options.shape, options.out)
-  _PARTS[options.part.partition('-')[0]](setup, options)
-
-
-if __name__ == '__main__':
-  main()
+  PARTS[options.part.partition('-')[0]](setup, options)
