@@ -10,6 +10,7 @@ prompts of 256 tokens for a full batch; another samples a single token.
 import argparse
 
 import jax
+import models
 import numpy as np
 import shapes
 
@@ -76,8 +77,10 @@ def main() -> None:
     )
     assert all(len(completion.ids) == tokens for completion in completions)
 
+  rate = models.core_matmul_rate()
   warm, full = shapes.timed(lambda: run(shapes.NEW), options.repeats)
   _, first = shapes.timed(lambda: run(1), options.repeats)
+  rate = (rate + models.core_matmul_rate()) / 2
   row = {
     'framework': 'gigpo_jax',
     'version': '',
@@ -89,8 +92,14 @@ def main() -> None:
     'threads': options.threads,
     **shapes.warm_fields(warm),
   }
+  row = shapes.rates(row, options.batch, shapes.PROMPT, shapes.NEW, full, first)
+  # Floating-point operations of a token.
+  prefill = models.forward_flops(model, shapes.PROMPT) / shapes.PROMPT
+  decode = models.decode_flops(model, shapes.PROMPT + shapes.NEW // 2)
   shapes.emit(
-    **shapes.rates(row, options.batch, shapes.PROMPT, shapes.NEW, full, first)
+    **row,
+    prefill_matmul_share=row['prefill_tok_per_cpu_s'] * prefill / rate,
+    decode_matmul_share=row['decode_tok_per_cpu_s'] * decode / rate,
   )
 
 

@@ -121,7 +121,9 @@ def train(options: argparse.Namespace) -> None:
     microbatch_rows=min(options.microbatch, options.batch),
   )
   step = Step(subject, model, rows)
+  rate = models.core_matmul_rate()
   warm, runs = shapes.timed(step, options.repeats)
+  rate = (rate + models.core_matmul_rate()) / 2
   row = {
     'framework': 'gigpo_jax',
     'version': '',
@@ -133,9 +135,12 @@ def train(options: argparse.Namespace) -> None:
     'threads': options.threads,
     **shapes.warm_fields(warm),
   }
-  shapes.emit(
-    **shapes.rates(row, options.batch, shapes.PROMPT, shapes.NEW, runs)
-  )
+  row = shapes.rates(row, options.batch, shapes.PROMPT, shapes.NEW, runs)
+  # Floating-point operations of a token, forward and backward.
+  length = shapes.PROMPT + shapes.NEW
+  flops = 3 * models.forward_flops(model, length, shapes.NEW) / length
+  share = row['train_tok_per_cpu_s'] * flops / rate
+  shapes.emit(**row, train_matmul_share=share)
 
 
 def _alternate(steps: dict[str, Step], repeats: int) -> dict[str, float]:

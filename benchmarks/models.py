@@ -1,6 +1,7 @@
 """Models of several benchmarks, peak rates of a device, costs of a model."""
 
 import functools
+import statistics
 import time
 from collections.abc import Callable
 
@@ -90,6 +91,25 @@ def token_bytes(model: qwen.QwenConfig) -> int:
   """Returns the bytes of the keys and values of a token."""
   elements = 2 * model.num_layers * model.num_kv_heads * model.head_dim
   return elements * jnp.dtype(model.dtype).itemsize
+
+
+def decode_flops(model: qwen.QwenConfig, tokens: int) -> float:
+  """Returns the operations of decoding a token after `tokens` others."""
+  attention = model.num_layers * model.num_heads * model.head_dim
+  return forward_flops(model, 1, 1) + 4.0 * attention * tokens
+
+
+def core_matmul_rate(width: int = 1024) -> float:
+  """Returns the float32 operations per CPU second of products of matrices."""
+  x = jax.random.normal(jax.random.key(0), (width, width))
+  product = jax.jit(lambda x: x @ x)
+  jax.block_until_ready(product(x))
+  times = []
+  for _ in range(15):
+    start = time.process_time()
+    jax.block_until_ready(product(x))
+    times.append(time.process_time() - start)
+  return 2 * width**3 / statistics.median(times)
 
 
 def _fastest(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:

@@ -15,10 +15,16 @@ RATES = {
   'new tokens': 'new_tok_per_cpu_s',
   'trained tokens': 'train_tok_per_cpu_s',
 }
+# Shares of the core's rate of matrix products, measured in the same process.
+SHARES = {
+  'prefill': 'prefill_matmul_share',
+  'decode': 'decode_matmul_share',
+  'update': 'train_matmul_share',
+}
 
 
 def main() -> None:
-  """Prints a table: tokens per CPU second, ratios in brackets."""
+  """Prints a table: tokens per CPU second, ratios in brackets; and shares."""
   rows = collections.defaultdict(list)
   for path in sys.argv[1:]:
     for line in pathlib.Path(path).read_text().splitlines():
@@ -44,6 +50,11 @@ def main() -> None:
         cell += f' ({ratio:.2f})'
       cells.append(cell)
     print('| ' + ' | '.join(cells) + ' |')
+  for (job, _), same_job in sorted(rows.items()):
+    for name, key in SHARES.items():
+      if values := [row[key] for row in same_job if key in row]:
+        share = statistics.median(values)
+        print(f'{" ".join(map(str, job))}: {name} {share:.0%} of matmul rate')
 
 
 if __name__ == '__main__':
