@@ -6,7 +6,8 @@ Plays generated ALFWorld games of full size in worker processes with the paper's
 prompts and a real tokenizer. The sampler is real, except for its compiled
 programs: virtual ones answer at once, with responses of forced lengths. Actions
 are drawn from the admissible ones. Prints CPU time of the main thread by part,
-without the virtual programs, and its share of a simulated H100's step.
+without the virtual programs, and below the table its share of a simulated step
+of an H100.
 """
 
 import argparse
@@ -247,20 +248,23 @@ def _print(results: dict[int, Sequence[Measurement]]) -> None:
   start = dispatch_secs()
   row('all, ms per turn', lambda _, run: 1e3 * _host_secs(run) / run.turns)
   row('all, ms per step', lambda _, run: 1e3 * _host_secs(run) / run.chunks)
-  row(
-    'simulated step of an H100, ms', lambda slots, _: 1e3 * _device_secs(slots)
-  )
-  row(
-    'host as a share of it, %',
-    lambda slots, run: 100 * _host_secs(run) / run.chunks / _device_secs(slots),
-  )
   row('start of a program, ms', lambda *_: 1e3 * start)
   row('prompt tokens', lambda _, run: run.prompt_tokens)
   row('turns per step', lambda _, run: run.turns / run.chunks)
+  shares = [
+    f'{1e3 * _device_secs(slots):.0f} ms with {slots:,} slots, host '
+    f'{np.median([_host_share(slots, run) for run in runs]):.0%}'
+    for slots, runs in results.items()
+  ]
+  print(f'\nSimulated steps of an H100 with 1.5B: {"; ".join(shares)}')
 
 
 def _host_secs(run: Measurement) -> float:
   return sum(secs for part, secs in run.secs.items() if part != _DEVICE)
+
+
+def _host_share(slots: int, run: Measurement) -> float:
+  return _host_secs(run) / run.chunks / _device_secs(slots)
 
 
 def _device_secs(slots: int) -> float:

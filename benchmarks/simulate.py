@@ -26,6 +26,8 @@ from envs import base
 from gigpo_jax import rollout, sampler, trajectory
 from gigpo_jax.models import published
 
+_EVALUATION = 10**6  # First index of the evaluation tasks.
+
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
@@ -45,16 +47,45 @@ class Workload:
   evaluation_every: int = 5
   lengths: forced.Lengths = forced.Lengths()
 
-  def training(self, iterations: int = 1) -> list[base.Task]:
+  def training(self) -> list[base.Task]:
     """Returns a task per episode; those of a group are consecutive."""
-    count = iterations * self.groups * self.members
-    return [base.Task('train', n) for n in range(count)]
+    return [base.Task('train', n) for n in range(self.groups * self.members)]
+
+  def training_parts(self, limit: int) -> list[base.Task]:
+    """Returns a task per episode that has turns in an iteration.
+
+    Args:
+      limit: turns of an episode in an iteration; 0: all. Episodes that paused
+        in earlier iterations come first; see `part` for their indices.
+    """
+    if not limit:
+      return self.training()
+    count = self.groups * self.members
+    ages = range(-(-self.lengths.max_turns // limit))
+    return [
+      base.Task('train' if n < count else 'continued', n)
+      for n in range(count * len(ages))[::-1]
+      if self.part(n, limit)
+    ]
+
+  def part(self, task: int, limit: int) -> int:
+    """Returns the turns of an episode in this iteration.
+
+    Args:
+      task: index of its task: those of the previous iteration follow those of
+        this one, and so on.
+      limit: turns of an episode in an iteration; 0: all.
+    """
+    turns = self.lengths.turns(task, 0)
+    if not limit or task >= _EVALUATION:
+      return turns
+    played = limit * (task // (self.groups * self.members))
+    return max(0, min(turns - played, limit))
 
   def evaluation(self) -> list[base.Task]:
     """Returns the evaluation tasks, which differ from those of training."""
-    first = 10**6
     count = self.evaluation_tasks
-    return [base.Task('evaluation', first + n) for n in range(count)]
+    return [base.Task('evaluation', _EVALUATION + n) for n in range(count)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +120,7 @@ SETTINGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Options(simulated_update.Options):
-  """What can be changed; the defaults are those of configs/alfworld.py.
+  """What can be changed; the defaults are the state before CHANGES.
 
   See also the options of updates.
 
@@ -100,8 +131,9 @@ class Options(simulated_update.Options):
     chunk: `rollout.decode_tokens`.
     tokens_per_step: tokens that a decoding step adds to a completion.
     evaluation_inside: whether evaluation episodes share the training rollout.
-    carry_over: whether unfinished groups continue in the next iteration, so
-      that slots stay full: the bound of `rollout.carry_over`.
+    turns_per_iteration: turns after which an episode pauses and continues in
+      the next iteration; 0: none pauses. A rollout then has episodes of several
+      iterations, in their steady state.
     host: seconds of the host.
   """
 
@@ -110,7 +142,7 @@ class Options(simulated_update.Options):
   chunk: int = 8
   tokens_per_step: float = 1.0
   evaluation_inside: bool = False
-  carry_over: bool = False
+  turns_per_iteration: int = 0
   host: virtual_device.HostCosts = virtual_device.HostCosts(
     chunk_secs=0.8e-3, slot_secs=4e-6, turn_secs=0.35e-3, env_secs=0.3e-3
   )
@@ -183,7 +215,7 @@ def _host_rollout(
   tasks: Sequence[base.Task],
 ) -> RolloutTimes:
   """Runs the runner and the sampler of one host in virtual time."""
-  clock = virtual_device.Clock()
+  clock, limit = virtual_device.Clock(), options.turns_per_iteration
   copies = setting.devices // setting.hosts // setting.tensor
   with virtual_device.installed(
     clock,
@@ -198,7 +230,8 @@ def _host_rollout(
       max_completion_tokens=options.max_completion,
       decode_tokens=options.chunk,
     )
-    envs = -(-work.groups * work.members // setting.hosts)
+    episodes = max(work.groups * work.members, len(work.training_parts(limit)))
+    envs = -(-episodes // setting.hosts)
     runner = make_runner(clock, engine, options, work, envs)
     trajectories = runner.run(
       {},
@@ -225,7 +258,10 @@ def make_runner(
   lengths = work.lengths
   pool = virtual_device.VirtualPool(clock, options.host, num_envs, work.members)
   return rollout.EpisodeRunner(
-    forced.Pool(pool, lengths.turns),
+    forced.Pool(
+      pool,
+      lambda task, member: work.part(task, options.turns_per_iteration),
+    ),
     forced.Sampler(engine, lengths.response),
     forced.Tokenizer(virtual_device.VirtualTokenizer(), lengths.prompt),
     options.prompt_buckets[-1],
@@ -348,15 +384,14 @@ def simulate(
   """Returns a simulated iteration."""
   device = device or device_costs.DEVICES[setting.device]
   run = functools.partial(simulate_rollout, setting, device, options, work)
-  alone = training = run(work.training())
-  if options.carry_over:
-    training = _steady(run, work)
+  training = run(work.training_parts(options.turns_per_iteration))
+  alone = run(work.training()) if options.turns_per_iteration else training
   evaluation = 0.0
   if work.evaluation_tasks and work.evaluation_every:
     if options.evaluation_inside:
       # Training episodes start first.
-      together = run(work.training() + work.evaluation())
-      evaluation = together.secs - alone.secs
+      parts = work.training_parts(options.turns_per_iteration)
+      evaluation = run(parts + work.evaluation()).secs - training.secs
     else:
       evaluation = run(work.evaluation()).secs
     evaluation /= work.evaluation_every
@@ -372,19 +407,6 @@ def simulate(
     ),
     roofline_secs(setting, device, work, alone.lengths),
   )
-
-
-def _steady(
-  run: Callable[[list[base.Task]], RolloutTimes], work: Workload
-) -> RolloutTimes:
-  """Returns the mean rollout of iterations that never wait for a tail."""
-  first, last = (run(work.training(iterations)) for iterations in (1, 5))
-  device_secs = {
-    name: (secs - first.device_secs.get(name, 0.0)) / 4
-    for name, secs in last.device_secs.items()
-  }
-  secs = (last.secs - first.secs) / 4
-  return dataclasses.replace(last, secs=secs, device_secs=device_secs)
 
 
 # Seconds of an iteration to reach.
@@ -405,13 +427,9 @@ CHANGES: dict[str, dict[str, Any]] = {
   'fused products in decoding': {'kernels': {'layer_scale': 0.6}},
   'decoding reads used positions only': {'kernels': {'ragged': True}},
   'evaluation inside the rollout': {'evaluation_inside': True},
-  'slots in buckets of 8, 16, 32, 64, 96, 128': {
-    'row_buckets': (8, 16, 32, 64, 96, 128)
-  },
-  'prompts in buckets of 128': {
-    'prompt_buckets': (512, 640, 768, 896, 1024, 2048)
-  },
-  'unfinished groups carried over': {'carry_over': True},
+  'slots in buckets of 32, 64, 96, 128': {'row_buckets': (32, 64, 96, 128)},
+  'a bucket for prompts of 768': {'prompt_buckets': (512, 768, 1024, 2048)},
+  'episodes pause after 20 turns': {'turns_per_iteration': 20},
 }
 
 
@@ -489,10 +507,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
       f'--{name}', type=_sizes, default=getattr(default, name)
     )
-  for name in ('chunk', 'microbatch_rows', 'sequence_tokens', 'forward_passes'):
+  for name in (
+    'chunk',
+    'microbatch_rows',
+    'sequence_tokens',
+    'forward_passes',
+    'turns_per_iteration',
+  ):
     parser.add_argument(f'--{name}', type=int, default=getattr(default, name))
   parser.add_argument('--tokens_per_step', type=float, default=1.0)
-  for name in ('packed', 'evaluation_inside', 'carry_over'):
+  for name in ('packed', 'evaluation_inside'):
     parser.add_argument(f'--{name}', action='store_true')
   for name in ('weight_bytes', 'cache_bytes', 'layer_scale'):
     value = getattr(default.kernels, name)

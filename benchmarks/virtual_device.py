@@ -269,7 +269,8 @@ class VirtualPool:
     clock: the time.
     costs: seconds of the host.
     num_envs: number of environments.
-    members: number of consecutive tasks with the same first prompt.
+    members: number of consecutive tasks of the split 'train' with the same
+      first prompt.
   """
 
   def __init__(
@@ -318,8 +319,10 @@ class VirtualPool:
   def _reply(
     self, task: base.Task, turn: int
   ) -> base.Observation | base.StepResult:
-    first = task.index // self._members * self._members
-    text = f'{task.split} {task.index if turn else first} {turn}'
+    index = task.index
+    if task.split == 'train' and not turn:
+      index = index // self._members * self._members
+    text = f'{task.split} {index} {turn}'
     observation = base.Observation(text, text, text, text)
     if turn == 0:
       return observation

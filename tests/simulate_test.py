@@ -264,3 +264,19 @@ def test_virtual_environments_end_after_their_turns(benchmarks):
   assert clock.now == 2.0 and second.prompt != observation.prompt
   ((_, result),) = pool.receive()
   assert result.done and clock.now == 3.0
+
+
+def test_episodes_that_pause_have_the_same_turns_in_all(benchmarks):
+  simulate = benchmarks.simulate
+  lengths = benchmarks.forced.Lengths(max_turns=7, short_turns=3)
+  work = simulate.Workload(groups=2, members=2, lengths=lengths)
+  # Each of 4 episodes an iteration, in its first, second and third iteration.
+  tasks = work.training_parts(3)
+  assert max(task.index for task in tasks) < 12
+  assert tasks[-4:] == work.training()[::-1]
+  for n in range(12):
+    played = [max(0, min(lengths.turns(n, 0) - 3 * age, 3)) for age in range(3)]
+    assert sum(played) == lengths.turns(n, 0)
+    assert work.part(n, 3) == played[n // 4]
+  evaluation = work.evaluation()[0].index
+  assert work.part(evaluation, 3) == lengths.turns(evaluation, 0)
