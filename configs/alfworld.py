@@ -75,6 +75,9 @@ def _paper() -> ml_collections.ConfigDict:
   config.env.expert_order = 'random'
   config.env.generator = ml_collections.ConfigDict()
   config.env.generator.seed = 0
+  # Chosen by simulation for few programs; benchmarks/results/simulated.md.
+  config.rollout.prompt_buckets = (1024, 2048)
+  config.rollout.batch_buckets = (32, 64, 128)
   config.pool.num_workers = 8
   # TextWorld leaks about 1 MB per game.
   config.pool.max_resets_per_worker = 2000
