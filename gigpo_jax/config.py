@@ -8,7 +8,7 @@ hub, it downloads only config.json until everything else is valid.
 import dataclasses
 import importlib
 import importlib.util
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 
 import ml_collections
 
@@ -113,7 +113,9 @@ def validate(
     ValueError: one line per problem.
   """
   deprecated.update(config)
-  problems = [*_values(config), *_combinations(config)]
+  problems = list(_values(config))
+  refused = frozenset(problem.partition('=')[0] for problem in problems)
+  problems += _combinations(config, refused)
   if not problems:
     problems += _missing_environment(config)
     if needs_model:
@@ -200,10 +202,13 @@ def _is_section(value: object) -> bool:
   return isinstance(value, ml_collections.ConfigDict)
 
 
-def _combinations(config: ml_collections.ConfigDict) -> Iterator[str]:
-  yield from _algorithm(config)
+def _combinations(
+  config: ml_collections.ConfigDict, refused: Set[str]
+) -> Iterator[str]:
+  """Yields a line for each conflict between fields that are not `refused`."""
+  yield from _algorithm(config, refused)
   yield from _collection(config)
-  yield from _loss(config)
+  yield from _loss(config, refused)
   yield from _attention(config)
   yield from _adapters(config)
   if config.metrics.wandb and not _installed('wandb'):
@@ -224,15 +229,17 @@ def _combinations(config: ml_collections.ConfigDict) -> Iterator[str]:
   yield from _environment_conflicts(config)
 
 
-def _algorithm(config: ml_collections.ConfigDict) -> Iterator[str]:
-  if any(problem.startswith('algorithm.') for problem in _values(config)):
+def _algorithm(
+  config: ml_collections.ConfigDict, refused: Set[str]
+) -> Iterator[str]:
+  if any(field.startswith('algorithm.') for field in refused):
     return
   try:
     algorithm = algorithms.make(**algorithm_kwargs(config))
   except ValueError as error:
     yield f'algorithm.{str(error).removeprefix("algorithm.")}'
     return
-  yield from _ignored_options(config, algorithm)
+  yield from _ignored_options(config, algorithm, refused)
   name, members = config.algorithm.name, config.rollout.episodes_per_group
   if algorithm.needs_group and members < _PAIR:
     yield (
@@ -248,7 +255,9 @@ def _algorithm(config: ml_collections.ConfigDict) -> Iterator[str]:
 
 
 def _ignored_options(
-  config: ml_collections.ConfigDict, algorithm: algorithms.Algorithm
+  config: ml_collections.ConfigDict,
+  algorithm: algorithms.Algorithm,
+  refused: Set[str],
 ) -> Iterator[str]:
   """Yields options that are set but have no effect."""
   name = config.algorithm.name
@@ -266,7 +275,7 @@ def _ignored_options(
     options = [f'critic.{option}' for option in config.critic]
     for field, value, default in _non_default(config, options):
       yield f'{field}={value}: {name} has no critic; must be {default}'
-  yield from _unmet_dependencies(config)
+  yield from _unmet_dependencies(config, refused)
 
 
 def _non_default(
@@ -280,8 +289,9 @@ def _non_default(
       yield field, value, default
 
 
-def _unmet_dependencies(config: ml_collections.ConfigDict) -> Iterator[str]:
-  refused = {problem.partition('=')[0] for problem in _values(config)}
+def _unmet_dependencies(
+  config: ml_collections.ConfigDict, refused: Set[str]
+) -> Iterator[str]:
   for field, value, default in _non_default(config, _DEPENDENT_FIELDS):
     switch, accepted, is_on = _DEPENDENT_FIELDS[field]
     if field not in refused and not is_on(_get(config, switch)):
@@ -315,8 +325,10 @@ def _collection(config: ml_collections.ConfigDict) -> Iterator[str]:
     )
 
 
-def _loss(config: ml_collections.ConfigDict) -> Iterator[str]:
-  if any(problem.startswith('loss.') for problem in _values(config)):
+def _loss(
+  config: ml_collections.ConfigDict, refused: Set[str]
+) -> Iterator[str]:
+  if any(field.startswith('loss.') for field in refused):
     return
   try:
     loss = losses.make(**config.loss.to_dict())

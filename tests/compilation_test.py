@@ -119,6 +119,8 @@ def test_the_second_start_compiles_nothing(tmp_path):
       '--config=configs/alfworld.py:smoke',
       *small_runs.SMALL,
       '--config.num_iterations=1',
+      '--config.env.max_steps=2',
+      '--config.evaluation.every=0',
       f'--workdir={tmp_path / name}',
       JAX_COMPILATION_CACHE_DIR=os.environ['JAX_COMPILATION_CACHE_DIR'],
     )

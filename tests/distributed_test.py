@@ -197,6 +197,8 @@ _SFT = (
 def _start(workdir, *flags, program=_TRAIN, **variables) -> subprocess.Popen:
   xla = os.environ.get('XLA_FLAGS', '').split()
   xla = [x for x in xla if 'device_count' not in x]
+  # Compilation takes longer than one iteration.
+  xla.append(programs.QUICK)
   xla.append(f'--xla_force_host_platform_device_count={variables["devices"]}')
   names = {key: str(x) for key, x in variables.items() if key.isupper()}
   return subprocess.Popen(

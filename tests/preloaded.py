@@ -6,6 +6,7 @@ one line of JSON per command: exit status, output and used resources. Times are
 CPU seconds, because other processes may be using the machine.
 """
 
+import gc
 import json
 import multiprocessing.process
 import os
@@ -82,8 +83,16 @@ def _run(script: str, flags: list[str], variables: dict) -> dict:
 
 
 if __name__ == '__main__':
-  from gigpo_jax import evaluation, sft, train  # noqa: F401
+  import transformers
+
+  from envs.alfworld import env as alfworld_env  # noqa: F401
+  from envs.webshop import env as webshop_env  # noqa: F401
+  from gigpo_jax import episodes, evaluation, sft, train  # noqa: F401
   from gigpo_jax.tools import sweep  # noqa: F401
+
+  # transformers imports these when they are first used.
+  _ = transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast
+  gc.freeze()  # Collections in children do not copy these objects.
 
   print(json.dumps(time.process_time()), flush=True)
   for case in json.load(sys.stdin):

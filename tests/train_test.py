@@ -3,10 +3,9 @@
 import json
 import pathlib
 import re
-import signal
 import subprocess
-import time
 
+import filelock
 import numpy as np
 import programs
 import pytest
@@ -18,9 +17,16 @@ from gigpo_jax.run import run_config
 
 
 @pytest.fixture(name='uninterrupted', scope='module')
-def fixture_uninterrupted(tmp_path_factory):
-  workdir = tmp_path_factory.mktemp('uninterrupted')
-  return workdir, programs.run(small_runs.small(workdir))
+def fixture_uninterrupted(tmp_path_factory, worker_id):
+  """Returns work directory and output of a run that all test workers share."""
+  folder = tmp_path_factory.getbasetemp()
+  if worker_id != 'master':
+    folder = folder.parent
+  workdir, printed = folder / 'uninterrupted', folder / 'uninterrupted.txt'
+  with filelock.FileLock(folder / 'uninterrupted.lock'):
+    if not printed.exists():
+      printed.write_text(programs.run(small_runs.small(workdir)))
+  return workdir, printed.read_text()
 
 
 def test_a_run_leaves_what_the_readme_says(uninterrupted):
@@ -107,27 +113,13 @@ def test_killed_and_started_again_the_run_ends_the_same(
   uninterrupted, tmp_path
 ):
   expected, _ = uninterrupted
-  with subprocess.Popen(
-    small_runs.small(tmp_path),
-    cwd=small_runs.PROJECT,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.DEVNULL,
-    text=True,
-  ) as process:
-    # In the middle of iteration 1: its rollout has begun.
-    for line in process.stdout:
-      if line.startswith('iteration    0'):
-        break
-    time.sleep(0.3)
-    process.send_signal(signal.SIGKILL)
-  assert len(small_runs.read_lines(tmp_path)) == 1
-  for moment in (
-    'checkpoint:_write_manifest',
-    'learner:Learner.update,programs.learner_programs:LearnerPrograms.run@3',
-    # All is saved by then.
-    'checkpoint:Checkpointer.wait+',
-  ):
-    small_runs.interrupt(moment, small_runs.small(tmp_path))
+  # While the second checkpoint is written.
+  moment = 'checkpoint:_write_manifest@2'
+  small_runs.interrupt(moment, small_runs.small(tmp_path))
+  assert len(small_runs.read_lines(tmp_path)) == 2
+  # All is saved by then.
+  moment = 'checkpoint:Checkpointer.wait+'
+  small_runs.interrupt(moment, small_runs.small(tmp_path))
   # And what was written last is lost.
   newest = small_runs.newest_checkpoint(tmp_path)
   (newest / 'host' / 'metadata').write_text('torn')
@@ -209,6 +201,7 @@ MOMENTS = (
   'checkpoint:_write_manifest',
   'checkpoint:Checkpointer.save@2',
   'train:evaluate@2,sampler:Sampler.step@3',
+  'checkpoint:Checkpointer.wait+',
   'models.huggingface:save',
   'metrics:plot',
 )
