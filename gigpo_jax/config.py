@@ -203,7 +203,7 @@ def _is_section(value: object) -> bool:
 
 
 def _combinations(
-  config: ml_collections.ConfigDict, refused: Set[str]
+  config: ml_collections.ConfigDict, refused: Set[str] = frozenset()
 ) -> Iterator[str]:
   """Yields a line for each conflict between fields that are not `refused`."""
   yield from _algorithm(config, refused)

@@ -542,7 +542,7 @@ def test_loading_needs_little_more_memory_than_the_parameters(tmp_path):
     _config(), hidden_size=512, intermediate_size=4096, num_layers=24
   )
   shapes = jax.eval_shape(lambda: reference.init(config, jax.random.key(0)))
-  params = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
+  params = jax.tree.map(lambda x: jax.numpy.ones(x.shape, x.dtype), shapes)
   huggingface.save(str(tmp_path), config, params, dtype='float32')
   largest = 4 * 512 * 4096
   process = subprocess.run(
