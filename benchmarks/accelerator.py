@@ -82,7 +82,7 @@ def make_parts(platform: str, *, quick: bool) -> list[Part]:
 
   def update(remat: str, variant: str = '', flags: str = '') -> Part:
     name = '-'.join(filter(None, ('update', remat, variant)))
-    return Part(name, 300.0, 90.0, ('--remat', remat), flags)
+    return Part(name, 420.0, 120.0, ('--remat', remat), flags)
 
   def decode(prompt: int, variant: str = '', flags: str = '') -> Part:
     name = '-'.join(filter(None, ('decode', str(prompt), variant)))

@@ -88,6 +88,7 @@ def main() -> None:
   parser.add_argument('--tunix', help='python with google-tunix')
   parser.add_argument('--torch', help='python with torch and transformers')
   parser.add_argument('--suite', default='tiny', choices=SUITES)
+  parser.add_argument('--what', choices=OURS, help='only these jobs')
   parser.add_argument('--rounds', type=int, default=3)
   parser.add_argument('--threads', type=int, default=1)
   parser.add_argument('--core', type=int, help='first core to pin to')
@@ -101,7 +102,10 @@ def main() -> None:
   os.sched_setaffinity(0, cores)  # Children inherit it.
   env = _environment(options)
   jobs = [
-    (n, job) for n in range(options.rounds) for job in SUITES[options.suite]
+    (n, job)
+    for n in range(options.rounds)
+    for job in SUITES[options.suite]
+    if options.what in (None, job[1])
   ]
   failed = False
   for n, (shape, what, batch, repeats) in jobs:
