@@ -187,16 +187,11 @@ def simulate_rollout(
     work: lengths of the episodes.
     tasks: a task per episode.
   """
-  count = setting.hosts
   parts = [
     _host_rollout(
-      setting,
-      device,
-      options,
-      work,
-      tasks[len(tasks) * n // count : len(tasks) * (n + 1) // count],
+      setting, device, options, work, host_share(tasks, n, setting.hosts)
     )
-    for n in range(count)
+    for n in range(setting.hosts)
   ]
   slowest = max(parts, key=lambda part: part.secs)
   names = ('prefill_tokens', 'decode_tokens', 'slot_steps', 'padded_tokens')
@@ -205,6 +200,17 @@ def simulate_rollout(
   )
   lengths = np.concatenate([part.lengths for part in parts])
   return dataclasses.replace(slowest, stats=stats, lengths=lengths)
+
+
+def host_share(
+  tasks: Sequence[base.Task], host: int, hosts: int
+) -> list[base.Task]:
+  """Returns the tasks of a host: an equal part of those of each split."""
+  share = []
+  for split in dict.fromkeys(task.split for task in tasks):
+    same = [task for task in tasks if task.split == split]
+    share += same[len(same) * host // hosts : len(same) * (host + 1) // hosts]
+  return share
 
 
 def _host_rollout(
@@ -230,8 +236,10 @@ def _host_rollout(
       max_completion_tokens=options.max_completion,
       decode_tokens=options.chunk,
     )
-    episodes = max(work.groups * work.members, len(work.training_parts(limit)))
-    envs = -(-episodes // setting.hosts)
+    envs = len(tasks)
+    if not options.evaluation_inside:
+      # A separate evaluation has the environments of the training episodes.
+      envs = -(-len(work.training_parts(limit)) // setting.hosts)
     runner = make_runner(clock, engine, options, work, envs)
     trajectories = runner.run(
       {},
@@ -427,8 +435,8 @@ CHANGES: dict[str, dict[str, Any]] = {
   'fused products in decoding': {'kernels': {'layer_scale': 0.6}},
   'decoding reads used positions only': {'kernels': {'ragged': True}},
   'evaluation inside the rollout': {'evaluation_inside': True},
-  'slots in buckets of 32, 64, 96, 128': {'row_buckets': (32, 64, 96, 128)},
-  'a bucket for prompts of 768': {'prompt_buckets': (512, 768, 1024, 2048)},
+  'slots in buckets of 32, 64, 128': {'row_buckets': (32, 64, 128)},
+  'a bucket for prompts of 768': {'prompt_buckets': (768, 1024, 2048)},
   'episodes pause after 20 turns': {'turns_per_iteration': 20},
 }
 

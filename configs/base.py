@@ -256,7 +256,8 @@ def _env_section() -> ml_collections.ConfigDict:
 def _pool_section() -> ml_collections.ConfigDict:
   """Returns the options of the pool of environments."""
   pool = ml_collections.ConfigDict()
-  # Environments that run at once. 0: one per episode of an iteration.
+  # Environments that run at once. 0: one per episode of an iteration, including
+  # those of evaluation.inside_rollout.
   pool.num_envs = 0
   # Worker processes. 0: run environments in this process (debugging).
   pool.num_workers = 2

@@ -36,6 +36,26 @@ def test_evaluation_has_its_own_sampling_options():
   )
 
 
+def test_the_pool_has_environments_for_evaluations_inside_rollouts():
+  config = base.get_config()
+  config.env.name = 'toy'
+  config.pool.num_workers = 0
+  config.rollout.groups = config.rollout.episodes_per_group = 2
+  config.evaluation.split, config.evaluation.num_tasks = 'valid', 3
+
+  def num_envs() -> int:
+    with builders.make_pool(config) as pool:
+      return pool.num_envs
+
+  assert num_envs() == 4
+  config.evaluation.inside_rollout = True
+  assert num_envs() == 4 + 3
+  config.evaluation.every = 0
+  assert num_envs() == 4
+  config.pool.num_envs = 6
+  assert num_envs() == 6
+
+
 def test_other_runtime_errors_are_not_changed():
   other = jax.errors.JaxRuntimeError('INTERNAL: broken')
   with (

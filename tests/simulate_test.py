@@ -278,5 +278,18 @@ def test_episodes_that_pause_have_the_same_turns_in_all(benchmarks):
     played = [max(0, min(lengths.turns(n, 0) - 3 * age, 3)) for age in range(3)]
     assert sum(played) == lengths.turns(n, 0)
     assert work.part(n, 3) == played[n // 4]
+  shares = [
+    simulate.host_share(tasks + work.evaluation(), n, 2) for n in (0, 1)
+  ]
+  assert sorted(map(str, shares[0] + shares[1])) == sorted(
+    map(str, tasks + work.evaluation())
+  )
+  for share in shares:
+    assert [
+      sum(t.split == s for t in share) for s in ('train', 'evaluation')
+    ] == [
+      2,
+      70,
+    ]
   evaluation = work.evaluation()[0].index
   assert work.part(evaluation, 3) == lengths.turns(evaluation, 0)
