@@ -170,9 +170,10 @@ class Learner:
     return self._programs.abstract_state()
 
   def lower(self) -> dict[str, jax.stages.Lowered]:
-    """Returns the lowered programs 'accumulate' and 'apply', not compiled.
+    """Returns the lowered programs of an iteration, not compiled.
 
-    The mesh's devices need not exist.
+    See `LearnerPrograms.lower`. They are those of the longest bucket. The
+    mesh's devices need not exist.
     """
     return self._programs.lower(self._empty_arrays(self._length_buckets[-1]))
 

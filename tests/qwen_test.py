@@ -11,6 +11,7 @@ import reference
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import (
   attention,
+  head,
   huggingface,
   kv_cache,
   parameters,
@@ -469,7 +470,7 @@ def test_transposed_logits_of_a_large_vocabulary_are_the_same(monkeypatch):
     )
 
   expected = jax.jit(logits_and_gradient)(hidden)
-  monkeypatch.setattr(qwen, '_LARGE_VOCABULARY', 97)
+  monkeypatch.setattr(head, '_LARGE_VOCABULARY', 97)
   transposed = jax.jit(lambda hidden: logits_and_gradient(hidden))(hidden)
   for a, b in zip(expected, transposed, strict=True):
     np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Tests of the estimates for TPU slices: collectives and a real compilation."""
+"""Tests of the estimates for TPU slices: exchange, time, a real compilation."""
 
 import importlib.util
 import pathlib
@@ -7,19 +7,24 @@ import sys
 
 import pytest
 
-from gigpo_jax.tools import tpu_compile
+from gigpo_jax.tools import hlo, tpu_time
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-# A loop of three trips with an all-gather of 2 x 4 bfloat16; a loop up to four
-# with a collective-permute of one int32; an all-reduce of 8 float32; a
-# reduce-scatter of 64 float32; and an all-gather of 80 float32 in one of two
-# branches.
+# All on 4 devices:
+# - a loop with a recorded count of 3 trips and an all-gather of 2 x 4 bfloat16;
+# - a loop of 4 trips (2 to 10 by twos) with a permute of one int32;
+# - an all-reduce of 8 float32, and one of 2 and 3 float32;
+# - a reduce-scatter of 64 to 16 float32;
+# - an asynchronous all-gather of 40 to 160 bfloat16, split over three fusions
+#   with channel 7, one of which is in the loop of 4 trips;
+# - an all-gather of 20 to 80 float32 in one of two branches.
 _TEXT = """\
 HloModule jit_f
 
-%body (p: (s32[], bf16[2,4])) -> (s32[], bf16[2,4]) {
-  %g = bf16[2,4]{1,0} all-gather(%x), dimensions={0}
+%body (p: (s32[], bf16[2,1])) -> (s32[], bf16[2,4]) {
+  %x = bf16[2,1]{1,0} get-tuple-element(%p), index=1
+  %g = bf16[2,4]{1,0} all-gather(%x), channel_id=1, dimensions={1}
   ROOT %t = (s32[], bf16[2,4]) tuple(%i, %g)
 }
 
@@ -27,35 +32,84 @@ HloModule jit_f
   ROOT %c = pred[] compare(%i, %n), direction=LT
 }
 
-%started (p: s32[]) -> s32[] {
-  ROOT %x = s32[] collective-permute(%p), channel_id=1
+%permute (p: s32[]) -> s32[] {
+  ROOT %x.1 = s32[] collective-permute(%p), channel_id=2
 }
 
-%to_four (p: s32[]) -> pred[] {
-  %c.2 = s32[]{:T(128)} constant(4), metadata={}
-  ROOT %c = pred[] compare(%p, %c.2), direction=LT
+%by_twos (q: (u32[], s32[])) -> (u32[], s32[]) {
+  %q = (u32[], s32[]) parameter(0)
+  %one = u32[]{:T(128)} constant(1)
+  %two = u32[]{:T(128)} constant(2), metadata={}
+  %k = u32[]{:T(128)} get-tuple-element(%q), index=0
+  %z = s32[] get-tuple-element(%q), index=1
+  %y = s32[] call(%z), to_apply=%permute
+  %f.1 = (bf16[160], u32[]) fusion(%z), kind=kLoop, calls=%gather_middle
+  %k.1 = u32[]{:T(128)} add(%k, %one)
+  %k.2 = u32[]{:T(128)} add(%k.1, %one)
+  ROOT %t.2 = (u32[], s32[]) tuple(%k.2, %y)
 }
 
-%gathers (p: f32[8]) -> f32[8] {
-  ROOT %u = f32[80] all-gather(%p), dimensions={0}
+%to_ten (p: (u32[], s32[])) -> pred[] {
+  %q.1 = (u32[], s32[]) parameter(0)
+  %ten = u32[]{:T(128)} constant(10), metadata={}
+  %k.3 = u32[]{:T(128)} get-tuple-element(%q.1), index=0
+  ROOT %c.1 = pred[] compare(%k.3, %ten), direction=LT
+}
+
+%gather_start (p: bf16[40]) -> bf16[160] {
+  %p.1 = bf16[40] parameter(0)
+  ROOT %g.1 = bf16[160] all-gather(%p.1), channel_id=7, dimensions={0}
+}
+
+%gather_middle (p: bf16[40]) -> bf16[160] {
+  %p.2 = bf16[40] parameter(0)
+  ROOT %g.2 = bf16[160] all-gather(%p.2), channel_id=7, dimensions={0}
+}
+
+%gather_end (p: bf16[40]) -> bf16[160] {
+  %p.3 = bf16[40] parameter(0)
+  ROOT %g.3 = bf16[160] all-gather(%p.3), channel_id=7, dimensions={0}
+}
+
+%gathers (p: f32[20]) -> f32[80] {
+  %p.4 = f32[20] parameter(0)
+  ROOT %u = f32[80] all-gather(%p.4), channel_id=4, dimensions={0}
 }
 
 ENTRY %main (a: f32[8]) -> f32[8] {
   %w = (s32[], bf16[2,4]) while(%init), condition=%condition, body=%body, \
 backend_config={"known_trip_count":{"n":"3"}}
-  %v = s32[] while(%j), condition=%to_four, body=%started, metadata={}
-  %s = (f32[1], f32[8]) all-reduce-start(%a), to_apply=%add
+  %start = u32[] constant(2)
+  %f = bf16[160] fusion(%b), kind=kLoop, calls=%gather_start
+  %j = (u32[], s32[]) tuple(%start, %o)
+  %v = (u32[], s32[]) while(%j), condition=%to_ten, body=%by_twos, metadata={}
+  %f.2 = bf16[160] fusion(%f), kind=kLoop, calls=%gather_end
+  %s = f32[8] all-reduce(%a), to_apply=%add
+  %s.1 = (f32[2], f32[3]) all-reduce(%b, %d), to_apply=%add
   %d = f32[64] parameter(1)
-  %e = f32[8] reduce-scatter(%d), dimensions={0}
-  %k = f32[8] conditional(%q, %a, %a), branch_computations={%gathers, %started}
-  ROOT %r = f32[8] all-reduce-done(%s)
+  %e = f32[16] reduce-scatter(%d), dimensions={0}
+  %k.9 = f32[8] conditional(%o, %a, %a), branch_computations={%gathers, %none}
+  ROOT %r = f32[8] add(%s, %s)
 }
 """
 
 
-def test_collectives_are_counted_once_per_trip_of_their_loop():
-  loops, sums, branch = 3 * 2 * 4 * 2 + 4 * 4, 2 * 8 * 4 + 64 * 4, 80 * 4
-  assert tpu_compile.collective_bytes(_TEXT) == loops + sums + branch
+def test_a_collective_counts_once_per_trip_of_its_loop():
+  # In bytes; a device already has a quarter of each gathered array.
+  assert hlo.exchange_bytes(_TEXT) == {
+    'all-gather': 3 * (8 - 2) * 2 + (160 - 40) * 2 + (80 - 20) * 4,
+    'collective-permute': 4 * 4,
+    'all-reduce': 2 * 8 * 4 + 2 * (2 + 3) * 4,
+    'reduce-scatter': (64 - 16) * 4,
+  }
+
+
+def test_time_ranges_from_the_slowest_part_to_the_sum():
+  chip = tpu_time.Chip(100.0, 1.0, 10.0, 5.0)
+  phase = tpu_time.Phase('update', 150.0, 30.0, 20.0)
+  # 150 FLOP at 75 of 100 FLOP/s, 30 bytes at 10 bytes/s, 20 bytes at 5 bytes/s.
+  assert phase.parts(chip) == (2.0, 3.0, 4.0)
+  assert phase.secs(chip) == (4.0, 9.0)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +149,9 @@ def _run(*flags: str) -> subprocess.CompletedProcess:
 def test_a_small_experiment_fits_a_small_slice():
   process = _run('--topology=v5e:2x2')
   assert process.returncode == 0, process.stderr
-  for name in ('prepare', 'prefill', 'decode', 'accumulate', 'apply'):
+  # This experiment has no reference policy.
+  programs = ('prepare', 'prefill', 'decode', 'outputs', 'accumulate', 'apply')
+  for name in (*programs, 'log-probs', 'update', 'iteration'):
     assert f'| {name} |' in process.stdout
   assert 'fits' in process.stdout.splitlines()
-  assert 'roofline of an iteration' in process.stdout
+  assert 'from perfect overlap to none' in process.stdout

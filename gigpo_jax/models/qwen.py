@@ -24,6 +24,7 @@ from gigpo_jax.models import (
   attention,
   experts,
   fusion,
+  head,
   kv_cache,
   layer_gradients,
   lora,
@@ -35,10 +36,6 @@ from gigpo_jax.models import (
 from gigpo_jax.models.qwen_config import QwenConfig, Yarn
 
 __all__ = ['QwenConfig', 'Yarn']
-
-# Maximum number of rows and minimum vocabulary for which the logits are
-# computed transposed on a CPU.
-_FEW_ROWS, _LARGE_VOCABULARY = 32, 2**15
 
 # Maximum depth at which the sampler unstacks the layers, by platform. On a GPU,
 # compiling a layer is cheap, and a loop's copies out of the stacks would
@@ -430,28 +427,7 @@ def logits(config: QwenConfig, params: dict, hidden: jax.Array) -> jax.Array:
   # Flattened for the same reason as in `_project`.
   rows_ND = hidden.reshape(-1, config.hidden_size)
 
-  def multiply(rows_ND: jax.Array, matrix_VD: jax.Array) -> jax.Array:
-    return jnp.einsum(
-      'ND,VD->NV', rows_ND, matrix_VD, preferred_element_type=jnp.float32
-    )
-
-  def multiply_transposed(
-    rows_ND: jax.Array, matrix_VD: jax.Array
-  ) -> jax.Array:
-    flat_VN = jnp.einsum(
-      'VD,ND->VN', matrix_VD, rows_ND, preferred_element_type=jnp.float32
-    )
-    # Without the barrier, XLA would undo the transposition.
-    return jax.lax.optimization_barrier(flat_VN).T
-
-  # With few rows and a large matrix, the transposed product is twice as fast on
-  # a CPU.
-  if rows_ND.shape[0] <= _FEW_ROWS and config.vocab_size >= _LARGE_VOCABULARY:
-    flat_NV = jax.lax.platform_dependent(
-      rows_ND, matrix, cpu=multiply_transposed, default=multiply
-    )
-  else:
-    flat_NV = multiply(rows_ND, matrix)
+  flat_NV = head.multiply(rows_ND, matrix, params[name])
   return flat_NV.reshape(*hidden.shape[:-1], config.vocab_size)
 
 

@@ -181,7 +181,10 @@ class LearnerPrograms:
     )
 
   def lower(self, arrays: dict) -> dict[str, jax.stages.Lowered]:
-    """Returns the lowered programs 'accumulate' and 'apply', not compiled.
+    """Returns the lowered programs of an iteration, not compiled.
+
+    These are 'outputs', 'reference outputs' (of frozen parameters in the
+    compute type), 'accumulate' and 'apply'.
 
     Args:
       arrays: the arrays of a microbatch, on the host.
@@ -196,8 +199,26 @@ class LearnerPrograms:
     sums = with_sharding(
       jax.eval_shape(self._zero_sums, np.float32(0)), self.replicated
     )
+    inputs = {
+      name: x
+      for name, x in arrays.items()
+      if name not in ('columns', 'weights')
+    }
+    reference = (
+      {}
+      if base
+      else jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+          x.shape, self._config.dtype, sharding=x.sharding
+        ),
+        state.params,
+      )
+    )
+    outputs = self._programs['outputs']
     with jax.set_mesh(self._mesh):
       return {
+        'outputs': outputs.lower(state.params, base, inputs),
+        'reference outputs': outputs.lower(reference, base, inputs),
         'accumulate': self._programs['accumulate'].lower(
           state.params, base, arrays, grads=state.params, sums=sums
         ),

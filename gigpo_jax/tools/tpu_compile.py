@@ -1,12 +1,11 @@
 """Estimate an experiment's memory and time on a TPU slice without TPUs.
 
 libtpu's compiler needs no chip. It compiles the largest programs of sampler and
-learner for a slice and reports the memory of each, or that it does not fit.
-Times are rooflines from data sheets, which are lower bounds.
+learner for a slice and reports the memory of each and the bytes that a chip
+receives from others, or that it does not fit. `tpu_time` estimates the time.
 """
 
 import dataclasses
-import functools
 import math
 import os
 import re
@@ -20,6 +19,7 @@ from gigpo_jax import builders, models, sampler
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import huggingface, parameters, published, qwen
 from gigpo_jax.run import model_check
+from gigpo_jax.tools import hlo, tpu_time
 
 # Without these variables, libtpu looks for a slice and for other hosts.
 _ENVIRON = {
@@ -35,45 +35,6 @@ _SHAPES = {'': 'Qwen2.5-1.5B'} | {
 
 
 @dataclasses.dataclass(frozen=True)
-class Chip:
-  """A TPU chip, from its data sheet.
-
-  Attributes:
-    flops: peak bfloat16 FLOP/s.
-    memory: bytes of memory available to programs.
-    memory_rate: memory bandwidth in bytes/s.
-    link_rate: total bytes/s that the chip can receive from its neighbors.
-  """
-
-  flops: float
-  memory: float
-  memory_rate: float
-  link_rate: float
-
-
-CHIPS = {
-  'v5e': Chip(197e12, 15.75 * 2**30, 819e9, 100e9),
-  'v5p': Chip(459e12, 95.0 * 2**30, 2765e9, 300e9),
-  'v6e': Chip(918e12, 31.25 * 2**30, 1640e9, 224e9),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-  """Average sizes of an episode, for the roofline.
-
-  Attributes:
-    turns: turns of an episode.
-    prompt_tokens: prompt tokens of a turn.
-    response_tokens: response tokens of a turn.
-  """
-
-  turns: float = 20.0
-  prompt_tokens: float = 600.0
-  response_tokens: float = 120.0
-
-
-@dataclasses.dataclass(frozen=True)
 class Program:
   """One compiled program.
 
@@ -82,14 +43,14 @@ class Program:
     peak: bytes per chip while it runs, including arguments; None: unknown,
       because it does not fit.
     other_data: bytes per chip of data in memory that the program does not use.
-    collective: bytes that a chip receives from other chips in one run.
+    run: its tokens, and the bytes that a chip receives from others.
     problem: the compiler's message if the program does not fit, else ''.
   """
 
   name: str
   peak: float | None
   other_data: float
-  collective: float
+  run: tpu_time.Runs
   problem: str = ''
 
   @property
@@ -109,18 +70,23 @@ class Report:
     mesh: sizes of the mesh axes larger than 1, by name.
     tensor: chips that a copy of the model is sharded over for sampling.
     programs: all programs.
-    secs: lower bound of the seconds of each phase of an iteration, by name.
-    update_flops: FLOP of the update of an iteration.
+    phases: work of a chip in the phases of an iteration; empty if a program
+      does not fit.
   """
 
   parameters: int
   topology: str
-  chip: Chip
+  chip: tpu_time.Chip
   mesh: dict[str, int]
   tensor: int
   programs: tuple[Program, ...]
-  secs: dict[str, float]
-  update_flops: float
+  phases: tuple[tpu_time.Phase, ...]
+
+  @property
+  def secs(self) -> tuple[float, float]:
+    """Returns seconds of an iteration with perfect and without overlap."""
+    ranges = [phase.secs(self.chip) for phase in self.phases]
+    return sum(low for low, _ in ranges), sum(high for _, high in ranges)
 
   @property
   def not_fitting(self) -> list[str]:
@@ -131,11 +97,11 @@ class Report:
 def main(
   config: ml_collections.ConfigDict, topology: str, *, shape: str = ''
 ) -> None:
-  """Prints the memory and the roofline of an experiment on a slice.
+  """Prints the memory and the time of an experiment on a slice.
 
   See `estimate` for arguments and errors.
   """
-  work = Workload()
+  work = tpu_time.Workload()
   rows = config.learner.microbatch_rows
   report = estimate(config, topology, shape=shape, work=work)
   if config.learner.microbatch_rows != rows:
@@ -144,14 +110,8 @@ def main(
       'to a multiple of the shards'
     )
   _print(report)
-  episodes = config.rollout.groups * config.rollout.episodes_per_group
-  print(
-    f'roofline of an iteration of {episodes} episodes of {work.turns:g} turns, '
-    f'{work.prompt_tokens:g} + {work.response_tokens:g} tokens each: '
-    + ', '.join(f'{name} {secs:.1f} s' for name, secs in report.secs.items())
-    + f'; total {sum(report.secs.values()):.1f} s, '
-    f'{report.update_flops / 1e15:.1f} PFLOP in the update'
-  )
+  if report.phases:
+    _print_phases(report, config, work)
 
 
 def estimate(
@@ -159,7 +119,7 @@ def estimate(
   topology: str,
   *,
   shape: str = '',
-  work: Workload | None = None,
+  work: tpu_time.Workload | None = None,
 ) -> Report:
   """Compiles an experiment for a slice and returns its estimates.
 
@@ -169,18 +129,20 @@ def estimate(
     topology: name of the slice, such as v5e:4x4.
     shape: name of the model's shape in `published.SHAPES`; '': the shape of
       `model.path`, or of the config's variant.
-    work: sizes of an episode; None: the defaults of `Workload`.
+    work: sizes of an episode; None: the defaults of `tpu_time.Workload`.
 
   Raises:
     ValueError: if the slice or the shape is unknown; in one line.
   """
   chip_name = topology.partition(':')[0]
-  if chip_name not in CHIPS or not re.fullmatch(r'\w+:\d+(x\d+)+', topology):
+  if chip_name not in tpu_time.CHIPS or not re.fullmatch(
+    r'\w+:\d+(x\d+)+', topology
+  ):
     raise ValueError(
       f'--topology={topology}: unknown; must be like v5e:4x4, v5p:2x2x1 or '
       'v6e:2x4'
     )
-  chip, model = CHIPS[chip_name], _model(config, shape)
+  chip, model = tpu_time.CHIPS[chip_name], _model(config, shape)
   devices = _devices(topology)
   mesh = mesh_lib.make_mesh(**config.mesh, devices=devices)
   model = dataclasses.replace(model, **builders.model_kwargs(config, mesh))
@@ -194,9 +156,11 @@ def estimate(
   host = _host(topology, devices, tensor)
   _round_up(config, mesh, len(host) // tensor)
   programs = tuple(_programs(config, model, mesh, host, tensor))
-  secs, flops = _rooflines(
-    config, model, chip, mesh, tensor, programs, work or Workload()
-  )
+  phases: list[tpu_time.Phase] = []
+  if all(p.peak is not None for p in programs):
+    runs = {p.name: p.run for p in programs}
+    work = work or tpu_time.Workload()
+    phases = tpu_time.phases(config, model, mesh, tensor, runs, work)
   return Report(
     models.num_parameters(model),
     topology,
@@ -204,8 +168,7 @@ def estimate(
     {axis: size for axis, size in mesh.shape.items() if size > 1},
     tensor,
     programs,
-    secs,
-    flops,
+    tuple(phases),
   )
 
 
@@ -289,6 +252,11 @@ def _programs(config, model, mesh, host, tensor) -> Iterator[Program]:
     k: v for k, v in engine.lower(*unsharded).items() if k != 'prepare'
   }
   lowered |= learner.lower()
+  if not config.loss.kl_weight:
+    del lowered['reference outputs']
+  if config.loss.old_log_probs != 'learner':
+    del lowered['outputs']
+  tokens = _tokens(lowered, len(host) // tensor)
   resident = _resident_bytes(
     config, model, learner, tensor, len(host) // tensor
   )
@@ -305,10 +273,29 @@ def _programs(config, model, mesh, host, tensor) -> Iterator[Program]:
         r'Used [\d.]+\w of [\d.]+\w hbm|[^,.]*\([\d.]+G\)', str(error)
       )
       reason = match[0] if match else ' '.join(str(error).split())[:120]
-      yield Program(name, None, other, 0.0, reason)
+      run = tpu_time.Runs(tokens.get(name, 0), math.nan)
+      yield Program(name, None, other, run, reason)
       continue
     peak = compiled.memory_analysis().peak_memory_in_bytes
-    yield Program(name, peak, other, collective_bytes(compiled.as_text()))
+    received = math.fsum(hlo.exchange_bytes(compiled.as_text()).values())
+    run = tpu_time.Runs(tokens.get(name, 0), received)
+    yield Program(name, peak, other, run)
+
+
+def _tokens(lowered: dict, copies: int) -> dict[str, int]:
+  """Returns the tokens of one run of each program; see `tpu_time.Runs`."""
+  (_, prompts), _ = lowered['prefill'].args_info
+  (_, _, state, *_), _ = lowered['decode'].args_info
+  outputs = lowered['decode'].out_info[-1]
+  tokens = {
+    'prefill': math.prod(prompts.shape) // copies,
+    'decode': state.shape[0] * outputs[0].shape[0] // copies,
+  }
+  for name in ('outputs', 'reference outputs', 'accumulate'):
+    if name in lowered:
+      arrays = lowered[name].args_info[0][2]
+      tokens[name] = math.prod(arrays['tokens'].shape)
+  return tokens
 
 
 # Data that is in memory while a program runs but that it does not use.
@@ -316,6 +303,8 @@ _OTHER_DATA = {
   'prepare': ('moments', 'reference'),
   'prefill': ('masters', 'frozen', 'moments', 'reference', 'cache'),
   'decode': ('masters', 'frozen', 'moments', 'reference'),
+  'outputs': ('moments', 'reference'),
+  'reference outputs': ('masters', 'moments'),
   'accumulate': ('moments', 'reference'),
   'apply': ('frozen', 'reference'),
 }
@@ -391,7 +380,7 @@ def _print(report: Report) -> None:
     f'({report.topology}), mesh {report.mesh}, sampling in groups of '
     f'{report.tensor}; {report.chip.memory / 2**30:.2f} GiB per chip'
   )
-  print('| program | GiB | other data | total | received, GiB | fits |')
+  print('| program, GiB | memory | other data | total | received | fits |')
   print('|---|---|---|---|---|---|')
   for p in report.programs:
     other = p.other_data / 2**30
@@ -400,7 +389,7 @@ def _print(report: Report) -> None:
       continue
     print(
       f'| {p.name} | {p.peak / 2**30:.2f} | {other:.2f} '
-      f'| {p.total / 2**30:.2f} | {p.collective / 2**30:.2f} '
+      f'| {p.total / 2**30:.2f} | {p.run.received / 2**30:.2f} '
       f'| {"no" if p.name in report.not_fitting else "yes"} |'
     )
   if not report.not_fitting:
@@ -410,6 +399,8 @@ def _print(report: Report) -> None:
     'prepare': 'raise rollout.tensor',
     'decode': 'lower rollout.batch_buckets or raise rollout.tensor',
     'prefill': 'lower rollout.batch_buckets or raise rollout.tensor',
+    'outputs': 'lower learner.microbatch_rows',
+    'reference outputs': 'lower learner.microbatch_rows',
     'accumulate': 'lower learner.microbatch_rows',
     'apply': 'optimizer.mu_dtype=bfloat16',
   }
@@ -417,132 +408,29 @@ def _print(report: Report) -> None:
   print(f'does not fit: {"; ".join([*actions, "or use a larger slice"])}')
 
 
-def _rooflines(
-  config, model, chip, mesh, tensor, programs, work: Workload
-) -> tuple[dict[str, float], float]:
-  """Returns (lower bounds of the seconds of each phase, FLOP of the update)."""
-  num_active = models.num_active_parameters(model)
-  head = model.vocab_size * model.hidden_size
-  body = num_active - head * (1 if model.tie_embeddings else 2)
-  episodes = config.rollout.groups * config.rollout.episodes_per_group
-  rows = episodes * work.turns
-  peak = chip.flops * mesh.size
-  groups = mesh.size // tensor
-  slots = config.rollout.batch_buckets[-1]
-  weights = sampler.parameter_bytes(model, config.rollout.weights)
-  # Bytes of the keys and values of a token, in bfloat16.
-  token_bytes = 4 * model.num_layers * model.num_kv_heads * model.head_dim
-  slot_bytes = (work.prompt_tokens + work.response_tokens / 2) * token_bytes
-  decoded = rows * work.response_tokens
-  # A group reads all weights to decode one token of each of its slots.
-  active_slots = min(slots, max(1.0, episodes / groups))
-  bytes_read = (
-    decoded
-    / groups
-    / active_slots
-    * (weights + active_slots * slot_bytes)
-    / tensor
-  )
-  passes = 6 + 2 * (config.model.remat == 'layer')
-  passes += 2 * (config.loss.old_log_probs == 'learner')
-  passes += 2 * bool(config.loss.kl_weight)
-  # Logits are computed for the tokens of the response only.
-  row_products = body * (work.prompt_tokens + work.response_tokens)
-  row_products += head * work.response_tokens
-  collective = {p.name: p.collective for p in programs}
-  microbatches = math.ceil(rows / config.learner.microbatch_rows)
-  exchanged = microbatches * collective['accumulate']
-  exchanged += collective['prepare']
-  flops = passes * rows * row_products
-  secs = {
-    'prefill': 2 * body * rows * work.prompt_tokens / peak,
-    'decode': max(
-      bytes_read / chip.memory_rate, 2 * (body + head) * decoded / peak
-    ),
-    'update': flops / peak,
-    'exchange between chips': exchanged / chip.link_rate,
-  }
-  return secs, flops
-
-
-# Patterns that find the collectives in the text of a compiled program.
-
-_COMPUTATION = re.compile(r'^(?:ENTRY )?%?([\w.-]+) (?:\([^{]*\) -> .*)?\{$')
-_OPERATION = re.compile(
-  r'= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|'
-  r'collective-permute)(?:-start)?\(([^)]*)'
-)
-_DEFINED = re.compile(r'\s+(?:ROOT )?%?([\w.-]+) = (.*?) [\w-]+\(')
-_NAME = re.compile(r'%?([\w.-]+)')
-_SHAPE = re.compile(r'(pred|[a-z]+\d+)\[([\d,]*)\]')
-_CALLED = re.compile(r'(?:body|calls|to_apply)=%?([\w.-]+)')
-_BRANCHES = re.compile(r'branch_computations=\{([^}]*)\}')
-_TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
-_CONDITION = re.compile(r'condition=%?([\w.-]+)')
-_LIMIT = re.compile(r'= [su]32\[\]\S* constant\((\d+)\)')
-_BYTES = {'pred': 1, 'bf16': 2, 's8': 1, 'u8': 1, 's64': 8, 'u64': 8, 'f64': 8}
-
-
-def collective_bytes(text: str) -> float:
-  """Returns the bytes that a device receives in one run of a program.
-
-  Counts the output of each collective; for a reduce-scatter its input, and for
-  an all-reduce twice its size. A collective in a loop counts once per trip. If
-  the number of trips is not recorded, a loop is assumed to count from 0 by ones
-  to the constant in its condition. Of several branches, the largest counts.
-
-  Args:
-    text: HLO text of the compiled program.
-  """
-  own: dict[str, float] = {}
-  limits: dict[str, int] = {}
-  calls: dict[str, list[tuple[str, str, int]]] = {}
-  branches: dict[str, list[list[str]]] = {}
-  sizes: dict[str, float] = {}
-  name, entry = '', ''
-  for line in text.splitlines():
-    if line and not line[0].isspace():
-      match = _COMPUTATION.match(line)
-      if match:
-        name = match[1]
-        own[name], calls[name], branches[name] = 0.0, [], []
-        entry = name if line.startswith('ENTRY') else entry
-      continue
-    if defined := _DEFINED.match(line):
-      shapes = _SHAPE.findall(defined[2])
-      sizes[defined[1]] = max((_size(*shape) for shape in shapes), default=0)
-    operation = _OPERATION.search(line)
-    if operation and name:
-      shapes = _SHAPE.findall(operation[1])
-      size = max((_size(*shape) for shape in shapes), default=0)
-      input_size = sum(sizes.get(n, 0) for n in _NAME.findall(operation[3]))
-      own[name] += {
-        'reduce-scatter': max(size, input_size),
-        'all-reduce': 2 * size,
-      }.get(operation[2], size)
-      continue
-    if match := _BRANCHES.search(line):
-      branches[name].append(_NAME.findall(match[1]))
-    if limit := _LIMIT.search(line):
-      limits[name] = max(limits.get(name, 1), int(limit[1]))
-    trips, condition = _TRIPS.search(line), _CONDITION.search(line)
-    for called in _CALLED.findall(line):
-      num_trips = int(trips[1]) if trips else 0
-      calls[name].append((called, condition[1] if condition else '', num_trips))
-
-  @functools.cache
-  def total(computation: str) -> float:
-    inner = (
-      (trips or limits.get(condition, 1) if condition else 1) * total(called)
-      for called, condition, trips in calls.get(computation, ())
+def _print_phases(
+  report: Report, config: ml_collections.ConfigDict, work: tpu_time.Workload
+) -> None:
+  rows = [
+    (p.name, *p.parts(report.chip), *p.secs(report.chip)) for p in report.phases
+  ]
+  rows.append(
+    (
+      'iteration',
+      *(sum(column) for column in zip(*(r[1:] for r in rows), strict=True)),
     )
-    chosen = (max(map(total, names)) for names in branches.get(computation, ()))
-    return own.get(computation, 0.0) + math.fsum(inner) + math.fsum(chosen)
-
-  return total(entry)
-
-
-def _size(dtype: str, dimensions: str) -> float:
-  """Returns the bytes of an array by its HLO type and dimensions."""
-  num_elements = math.prod(int(x) for x in dimensions.split(',') if x)
-  return _BYTES.get(dtype, 4) * num_elements
+  )
+  print(
+    '| estimated s | products | memory | exchange | all, overlapped '
+    '| all, in sequence |\n|---|---|---|---|---|---|'
+  )
+  for name, *secs in rows:
+    print(f'| {name} | {" | ".join(f"{x:.1f}" for x in secs)} |')
+  low, high = report.secs
+  episodes = config.rollout.groups * config.rollout.episodes_per_group
+  print(
+    f'an iteration of {episodes} episodes of {work.turns:g} turns, '
+    f'{work.prompt_tokens:g} + {work.response_tokens:g} tokens each, takes '
+    f'{low:.0f} to {high:.0f} s: from perfect overlap to none, matrix products '
+    f'at {tpu_time.MATMUL_SHARE:.0%} of peak, full slots'
+  )
