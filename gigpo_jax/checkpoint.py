@@ -1,8 +1,10 @@
 """Checkpoints of a run.
 
 A checkpoint holds the state on the devices and a few plain values. A manifest,
-written last, lists the sizes and hashes of its files. A checkpoint that does
-not match its manifest is reported and skipped.
+written last, lists the sizes of its files and the hashes of small ones. The
+arrays have checksums, which the devices compute when they save and restore. No
+host reads the large files back. A checkpoint that does not match its manifest
+or its checksums is reported and skipped.
 """
 
 import contextlib
@@ -15,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -25,6 +28,8 @@ _MANIFEST = 'manifest.json'
 _METADATA = '_CHECKPOINT_METADATA'  # Orbax's own file.
 _UNFINISHED = '.orbax-checkpoint-tmp'  # Part of the name of a partial folder.
 _ITEMS = ('state', 'host')
+_CHECKSUMS = 'checksums'  # Name of the arrays' checksums in the plain values.
+_MAX_HASHED_BYTES = 1 << 20  # Larger files have arrays, which have checksums.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +51,44 @@ def abstract_state(state: Any) -> Any:
   )
 
 
+@jax.jit
+def _checksums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  """Returns a number for each array that depends on all bits, uint32.
+
+  It does not depend on the sharding, because the sum is modulo 2 ** 32.
+  """
+
+  def checksum(x: jax.Array) -> jax.Array:
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    bits = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+    index = jnp.zeros((), jnp.uint32)
+    for axis, size in enumerate(x.shape):
+      iota = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+      index = index * jnp.uint32(size) + iota
+    return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
+
+  return {name: checksum(x) for name, x in arrays.items()}
+
+
+def _find_checksums(state: Any) -> dict[str, int]:
+  """Returns the checksum of each array by name; computed by the devices."""
+  # A program runs on one set of devices.
+  groups: dict[frozenset, dict[str, jax.Array]] = {}
+  for path, x in jax.tree_util.tree_leaves_with_path(state):
+    devices = frozenset(x.sharding.device_set)
+    groups.setdefault(devices, {})[_name(path)] = x
+  sums = [distributed.block_on_cpu(_checksums(x)) for x in groups.values()]
+  return {
+    name: int(x) for group in jax.device_get(sums) for name, x in group.items()
+  }
+
+
 def find_damage(folder: pathlib.Path, *, contents: bool = True) -> str:
-  """Returns how a checkpoint is damaged; '' if it is intact.
+  """Returns how a checkpoint's files are damaged; '' if they are intact.
 
   Args:
     folder: folder of the checkpoint.
-    contents: whether to compare the contents of files and not only their sizes.
+    contents: whether to compare the contents of small files and not only sizes.
   """
   if not (folder / _MANIFEST).is_file():
     return f'has no {_MANIFEST}'
@@ -66,7 +103,8 @@ def find_damage(folder: pathlib.Path, *, contents: bool = True) -> str:
         return f'{name} is missing'
       if path.stat().st_size != size:
         return f'{name} has {path.stat().st_size} bytes, not {size}'
-      if contents and _digest(path) != digest:
+      is_hashed = contents and digest and size <= _MAX_HASHED_BYTES
+      if is_hashed and _digest(path) != digest:
         return f'{name} has other contents than at its writing'
   except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
     return f'cannot be read ({error})'
@@ -136,6 +174,12 @@ def _digest(path: pathlib.Path) -> str:
     return hashlib.file_digest(file, 'blake2b').hexdigest()
 
 
+def _entry(path: pathlib.Path) -> tuple[int, str]:
+  """Returns the size of a file, and its digest if it is small, else ''."""
+  size = path.stat().st_size
+  return size, _digest(path) if size <= _MAX_HASHED_BYTES else ''
+
+
 def _write_manifest(folder: pathlib.Path) -> None:
   paths = [
     path
@@ -143,10 +187,7 @@ def _write_manifest(folder: pathlib.Path) -> None:
     for path in sorted((folder / item).rglob('*'))
     if path.is_file()
   ]
-  entries = {
-    str(path.relative_to(folder)): (path.stat().st_size, _digest(path))
-    for path in paths
-  }
+  entries = {str(path.relative_to(folder)): _entry(path) for path in paths}
   manifest = {
     'version': files.VERSION,
     'files': entries,
@@ -194,7 +235,7 @@ class Checkpointer:
     """
     self.newest: int | None = None
     self._directory = pathlib.Path(directory).resolve()
-    # Result of `find_damage` by iteration, because hashing takes long.
+    # How each checkpoint that was looked at is damaged; '': intact.
     self._damage: dict[int, str] = {}
     for path in sorted(self._directory.glob(f'*{_UNFINISHED}*')):
       console.log(f'{path}: unfinished, skipped')
@@ -242,6 +283,7 @@ class Checkpointer:
         cannot be written.
     """
     self._clear(iteration)
+    host = host | {_CHECKSUMS: _find_checksums(state)}
     with self._explain_errors():
       self._manager.save(
         iteration,
@@ -295,14 +337,19 @@ class Checkpointer:
         reason = distributed.all_gather_objects(
           distributed.is_main_process() and find_damage(folder)
         )[0]
-        self._damage[iteration] = reason
-        if reason:
-          console.log(f'{folder}: damaged, skipped: {reason}')
+        self._report_damage(iteration, reason)
       if not self._damage[iteration]:
         return iteration
     if saved:
       raise _all_damaged(self._directory, saved)
     return None
+
+  def _report_damage(self, iteration: int, reason: str) -> None:
+    """Records whether a checkpoint is damaged, and prints how."""
+    self._damage[iteration] = reason
+    if reason:
+      folder = self._directory / str(iteration)
+      console.log(f'{folder}: damaged, skipped: {reason}')
 
   def check(self, abstract_state: Any) -> None:
     """Checks that the newest checkpoint, if any, fits a state.
@@ -332,26 +379,53 @@ class Checkpointer:
       ValueError: in one line, if there is no checkpoint, or it is of another
         model.
     """
-    if iteration is None:
-      iteration = self.latest()
-    if iteration is None:
-      raise ValueError(f'{self._directory}: has no checkpoint')
+    wanted = iteration
+    while True:
+      iteration = self.latest() if wanted is None else wanted
+      if iteration is None:
+        raise ValueError(f'{self._directory}: has no checkpoint')
+      state, host, reason = self._read(iteration, abstract_state, partial)
+      if not reason:
+        break
+      del state  # The next one needs the memory.
+      if wanted is not None:
+        raise ValueError(f'{self._directory}/{wanted}: damaged: {reason}')
+      self._report_damage(iteration, reason)
+    self.newest = iteration
+    return iteration, state, host
+
+  def _read(
+    self, iteration: int, abstract_state: Any, partial: bool
+  ) -> tuple[Any, dict, str]:
+    """Returns (state, host, how the checkpoint is damaged or '')."""
     names = tuple(abstract_state) if partial else ()
     if partial:
       abstract_state = self._all_entries(iteration) | abstract_state
     self._compare(iteration, abstract_state)
-    restored = self._manager.restore(
-      iteration,
-      args=ocp.args.Composite(
-        state=ocp.args.StandardRestore(abstract_state),
-        host=ocp.args.JsonRestore(),
-      ),
-    )
-    state = restored['state']
+    state, host, reason = None, {}, ''
+    try:
+      restored = self._manager.restore(
+        iteration,
+        args=ocp.args.Composite(
+          state=ocp.args.StandardRestore(abstract_state),
+          host=ocp.args.JsonRestore(),
+        ),
+      )
+      state, host = restored['state'], dict(restored['host'])
+    except (OSError, ValueError) as error:  # Disk, tensorstore.
+      reason = f'cannot be read ({" ".join(str(error).split())[-120:]})'
+    if distributed.is_multi_process():
+      reason = max(distributed.all_gather_objects(reason))
+    if reason:
+      return None, {}, reason
     if partial:
       state = {name: state[name] for name in names}
-    self.newest = iteration
-    return iteration, state, restored['host']
+    # Older checkpoints have no checksums.
+    saved = host.pop(_CHECKSUMS, {})
+    for name, checksum in _find_checksums(state).items() if saved else ():
+      if saved.get(name) != checksum:
+        return None, {}, f'{name} has other contents than at its writing'
+    return state, host, ''
 
   def _all_entries(self, iteration: int) -> dict:
     """Returns the abstract state of a checkpoint, on one device."""

@@ -170,6 +170,60 @@ def test_what_is_damaged_is_named_and_passed_over(tmp_path, capsys, spoil):
     }
 
 
+@pytest.mark.parametrize('change', ['value', 'file'])
+def test_damage_in_large_files_is_found_by_restoring(
+  tmp_path, capsys, monkeypatch, change
+):
+  # As if all files were large.
+  monkeypatch.setattr(checkpoint, '_MAX_HASHED_BYTES', -1)
+  monkeypatch.setattr(checkpoint, '_digest', None)  # Hashes no file.
+  state = {
+    'x': jnp.arange(1000.0),
+    'n': jnp.int32(3),
+    'h': jnp.ones(3, 'bfloat16'),
+  }
+  with checkpoint.Checkpointer(tmp_path) as saved:
+    saved.save(1, state, {})
+    if change == 'value':
+      find = checkpoint._find_checksums
+      monkeypatch.setattr(
+        checkpoint, '_find_checksums', lambda s: find(s | {'n': jnp.int32(2)})
+      )
+    saved.save(3, state, {})
+  monkeypatch.undo()
+  if change == 'file':
+    _flip(_largest(tmp_path / '3' / 'state'))
+  with checkpoint.Checkpointer(tmp_path) as saved:
+    assert saved.latest() == 3
+    iteration, restored, host = saved.restore(checkpoint.abstract_state(state))
+    np.testing.assert_array_equal(restored['x'], state['x'])
+    assert (iteration, host, saved.latest()) == (1, {}, 1)
+    printed = capsys.readouterr().out
+    assert printed.startswith(f'{tmp_path}/3: damaged, skipped: ')
+    with pytest.raises(ValueError, match='3: damaged: '):
+      saved.restore(checkpoint.abstract_state(state), iteration=3)
+    saved.save(3, state, {})
+  assert (tmp_path / '3.damaged').is_dir()
+
+
+@pytest.mark.parametrize('flip', [(0, 0), (5, 31), (7, 1)], ids=str)
+def test_checksums_depend_on_every_bit_and_its_position(flip):
+  index, bit = flip
+  bits = np.arange(12, dtype=np.uint32).reshape(3, 4)
+  changed = bits.copy()
+  changed.flat[index] ^= np.uint32(1) << np.uint32(bit)
+  # By hand: the sum of value * (2 * index + 1), modulo 2 ** 32.
+  weights = 2 * np.arange(12, dtype=np.uint64) + 1
+  expected = [int((x.ravel() * weights).sum()) % 2**32 for x in (bits, changed)]
+  arrays = {'a': bits.view(np.float32), 'b': changed.view(np.float32)}
+  sums = checkpoint._checksums(arrays)
+  assert [int(sums['a']), int(sums['b'])] == expected
+  assert expected[0] != expected[1]
+  swapped = bits.copy()
+  swapped[0, [1, 2]] = swapped[0, [2, 1]]
+  assert int(checkpoint._checksums({'a': swapped})['a']) != expected[0]
+
+
 def test_nothing_but_damage_is_no_reason_to_begin_anew(tmp_path):
   with checkpoint.Checkpointer(tmp_path) as saved:
     saved.save(0, {'x': jnp.ones(4)}, {})
