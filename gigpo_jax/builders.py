@@ -165,8 +165,8 @@ def _sampling_tensor(config, model: qwen.QwenConfig, devices) -> int:
 
 def make_pool(config: ml_collections.ConfigDict) -> env_pool.EnvPool:
   """Returns the environment pool; starts its workers."""
-  groups = max(1, len(distributed.process_slice(config.rollout.groups)))
-  episodes = groups * config.rollout.episodes_per_group
+  episodes = config.rollout.groups * config.rollout.episodes_per_group
+  episodes = max(1, len(distributed.process_slice(episodes)))
   if config.evaluation.inside_rollout and config.evaluation.every:
     episodes += len(distributed.process_slice(len(make_eval_tasks(config))))
   return env_pool.EnvPool(

@@ -290,8 +290,10 @@ class EpisodeRunner:
 
   def prefetch(self, tasks: Sequence[base.Task], num_members: int) -> None:
     """Makes the workers load the next tasks while the device is busy."""
-    for position, group in enumerate(distributed.process_slice(len(tasks))):
-      env = (position * num_members) % self.pool.num_envs
+    episodes = distributed.process_slice(len(tasks) * num_members)
+    groups = [n // num_members for n in episodes]
+    for group in dict.fromkeys(groups):
+      env = groups.index(group) % self.pool.num_envs
       self.pool.prepare(env, tasks[group])
 
   def metrics(self) -> dict[str, float]:
@@ -324,10 +326,10 @@ class EpisodeRunner:
 
 def _local_episodes(batch: EpisodeBatch) -> list[_Episode]:
   """Returns the episodes of a batch that this process runs."""
+  size = batch.episodes_per_group
   return [
-    _Episode(batch, group, member)
-    for group in distributed.process_slice(len(batch.tasks))
-    for member in range(batch.episodes_per_group)
+    _Episode(batch, *divmod(n, size))
+    for n in distributed.process_slice(len(batch.tasks) * size)
   ]
 
 

@@ -1,4 +1,4 @@
-"""Tests of two processes: sampling, locks, training, loss of a process."""
+"""Tests of several processes: sampling, locks, training, lost processes."""
 
 import contextlib
 import io
@@ -225,7 +225,9 @@ def _free_port() -> int:
     return free.getsockname()[1]
 
 
-def _processes(workdir, *flags, **kwargs) -> list[subprocess.Popen]:
+def _processes(
+  workdir, *flags, count: int = 2, **kwargs
+) -> list[subprocess.Popen]:
   address = f'127.0.0.1:{_free_port()}'
   return [
     _start(
@@ -233,10 +235,10 @@ def _processes(workdir, *flags, **kwargs) -> list[subprocess.Popen]:
       *flags,
       **{'devices': 1} | kwargs,
       JAX_COORDINATOR_ADDRESS=address,
-      JAX_NUM_PROCESSES=2,
+      JAX_NUM_PROCESSES=count,
       JAX_PROCESS_ID=index,
     )
-    for index in range(2)
+    for index in range(count)
   ]
 
 
@@ -266,20 +268,39 @@ def fixture_alone(tmp_path_factory):
 )
 def test_two_processes_train_like_one_process(alone, tmp_path, flag, devices):
   together = _processes(tmp_path, flag, devices=devices)
+  _finish(together)
+  _assert_equal_runs(alone, tmp_path)
+
+
+@pytest.mark.slow
+def test_eight_processes_train_like_one_process(tmp_path):
+  # 12 episodes of 3 groups: most processes play a part of a group.
+  one, eight = tmp_path / 'one', tmp_path / 'eight'
+  _finish([_start(one, devices=8)])
+  _finish(_processes(eight, count=8))
+  _assert_equal_runs(one, eight)
+
+
+def _finish(processes: list[subprocess.Popen]) -> None:
+  """Waits for the processes of a run and checks what they print."""
   try:
-    outputs = [p.communicate(timeout=500) for p in together]
+    outputs = [p.communicate(timeout=900) for p in processes]
   finally:
-    _kill(*together)
-  for process, (_, errors) in zip(together, outputs, strict=True):
+    _kill(*processes)
+  for process, (_, errors) in zip(processes, outputs, strict=True):
     assert process.returncode == 0, errors
   # Only the main process prints.
-  assert 'iteration    0' in outputs[0][0] and 'iteration' not in outputs[1][0]
-  one, two = metrics.read(alone), metrics.read(tmp_path)
-  assert [line['iteration'] for line in one] == [0, 1]
-  _assert_equal_metrics(one, two)
+  printed = ['iteration    0' in output for output, _ in outputs]
+  assert printed == [True] + [False] * (len(processes) - 1)
+
+
+def _assert_equal_runs(one: pathlib.Path, other: pathlib.Path) -> None:
+  metrics_of_one, metrics_of_other = metrics.read(one), metrics.read(other)
+  assert [line['iteration'] for line in metrics_of_one] == [0, 1]
+  _assert_equal_metrics(metrics_of_one, metrics_of_other)
   params = [
     safetensors.numpy.load_file(workdir / 'policy/model.safetensors')
-    for workdir in (alone, tmp_path)
+    for workdir in (one, other)
   ]
   assert params[0].keys() == params[1].keys()
   for name, x in params[0].items():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+import types
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ import reference
 from envs import base, toy
 from gigpo_jax import env_pool, mesh, metrics, rollout, sampler, tokenizer
 from gigpo_jax.models import qwen
+from gigpo_jax.runtime import distributed
 
 RIGHT = '<think>on</think><action>right</action>'
 LEFT = '<think>back</think><action>left</action>'
@@ -272,6 +274,39 @@ def test_schedules_sample_the_same_tokens_with_a_real_model(text):
   expected, *others = results.values()
   for actual in others:
     _assert_same_episodes(expected, actual)
+
+
+@pytest.mark.parametrize('processes', [2, 3, 8])
+def test_processes_share_the_episodes_of_a_group(text, monkeypatch, processes):
+  expected, _ = _run(text)
+  parts = []
+  for process in range(processes):
+    monkeypatch.setattr(jax, 'process_index', lambda n=process: n)
+    monkeypatch.setattr(jax, 'process_count', lambda: processes)
+    # There are no other processes to gather from.
+    monkeypatch.setattr(distributed, 'all_gather_objects', lambda x: [x])
+    part, _ = _run(text)
+    assert len(part) in (4 // processes, -(-4 // processes))
+    parts += part
+  _assert_same_episodes(expected, parts)
+
+
+@pytest.mark.parametrize(
+  ('process', 'prepared'),
+  # 3 groups of 4 episodes on 2 processes of 6 environments each.
+  [(0, [(0, 'a'), (4, 'b')]), (1, [(0, 'b'), (2, 'c')])],
+)
+def test_prefetch_prepares_the_first_environment_of_each_group(
+  monkeypatch, process, prepared
+):
+  monkeypatch.setattr(jax, 'process_index', lambda: process)
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  calls = []
+  pool = types.SimpleNamespace(
+    num_envs=6, prepare=lambda env, task: calls.append((env, task))
+  )
+  rollout.EpisodeRunner(pool, None, None, 1, 'error').prefetch(list('abc'), 4)
+  assert calls == prepared
 
 
 def test_turn_limit_ends_episodes_in_the_pool(text):

@@ -1,6 +1,6 @@
 """Several processes, usually one per host, that run one experiment together.
 
-Every process runs the same program on its own slice of the groups; then all
+Every process runs the same program on its own slice of the episodes; then all
 processes gather the trajectories, so that every later number is the same on
 each of them. Arrays are sharded over all devices.
 """
