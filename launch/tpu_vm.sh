@@ -141,11 +141,35 @@ start() {
 >> $log 2>&1 < /dev/null & } && echo started"
 }
 
-# Prints training, finished or idle; unknown if the host does not answer.
+# Prints what the hosts do: training (all of them), partial (only some of them),
+# finished, idle, or unknown if not every host answers.
 activity() {
-  tpu ssh --worker=0 --command="cd $folder && { pgrep -f '[l]aunch/train.py' \
-> /dev/null && echo training || { tail -n 5 $log | grep -q '^learning curve: ' \
-&& echo finished; }; } || echo idle" 2>/dev/null || printf 'unknown'
+  local hosts
+  hosts="$(on_all "cd $folder && { pgrep -f '[l]aunch/train.py' > /dev/null \
+&& echo activity=training || { tail -n 5 $log | grep -q '^learning curve: ' \
+&& echo activity=finished; }; } || echo activity=idle" 2>/dev/null)" || {
+    printf 'unknown'
+    return
+  }
+  case "$hosts" in
+    *activity=training*)
+      # Only the main process prints that the run is finished.
+      case "$hosts" in
+        *activity=finished* | *activity=idle*) printf 'partial' ;;
+        *) printf 'training' ;;
+      esac
+      ;;
+    *activity=finished*) printf 'finished' ;;
+    *activity=idle*) printf 'idle' ;;
+    *) printf 'unknown' ;;
+  esac
+}
+
+# Ends training on all hosts: a process whose peers are lost may wait forever.
+end_training() {
+  on_all "pkill -f '[l]aunch/train.py'; for n in \$(seq 30); do \
+pgrep -f '[l]aunch/train.py' > /dev/null || break; sleep 1; done; \
+pkill -KILL -f '[l]aunch/train.py'; true"
 }
 
 logs() {
@@ -176,21 +200,33 @@ keep() {
     start
     return
   fi
+  local now before=''
   while true; do
+    now=''
     case "$(state)" in
       READY)
-        case "$(activity)" in
+        now="$(activity)"
+        case "$now" in
           finished)
             printf 'finished; to end the costs, run launch/tpu_vm.sh delete\n'
             return
             ;;
           idle) setup && start || printf 'setup failed; trying again soon\n' ;;
+          partial)
+            # Hosts do not start and finish in the same second.
+            if [[ "$before" == partial ]]; then
+              printf 'some hosts do not train; ending the others\n'
+              end_training || true
+              now=''
+            fi
+            ;;
         esac
         ;;
       CREATING | STARTING | REPAIRING | RESTARTING) ;;
       ABSENT) create || printf 'no capacity; trying again soon\n' ;;
       *) delete || true ;;
     esac
+    before="$now"
     sleep "$seconds"
   done
 }

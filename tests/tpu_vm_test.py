@@ -110,28 +110,31 @@ def test_keep_creates_sets_up_and_runs():
 
 
 _GCLOUD = """#!/bin/bash
-# A fake gcloud: files in $STAGE list the states of the slice and the hosts.
+# A fake gcloud: files in $STAGE list the states of the slice and, for each look
+# at them, of its hosts. A host that is lost does not answer.
 echo "$*" >> "$STAGE/calls"
 case "$*" in
   *describe*) head -n 1 "$STAGE/states"; sed -i 1d "$STAGE/states" ;;
-  *pgrep*) head -n 1 "$STAGE/hosts"; sed -i 1d "$STAGE/hosts" ;;
+  *pkill*) ;;
+  *pgrep*)
+    read -ra hosts < "$STAGE/hosts"; sed -i 1d "$STAGE/hosts"
+    echo 'SSH: Attempting to connect to worker 0...'
+    for host in "${hosts[@]}"; do
+      test "$host" != lost || exit 255
+      echo "activity=$host"
+    done ;;
   *' create '*) test ! -e "$STAGE/full" || { rm "$STAGE/full"; exit 1; } ;;
   *'uv venv'*) test ! -e "$STAGE/broken" || { rm "$STAGE/broken"; exit 1; } ;;
 esac
 """
 
 
-def test_keep_retries_until_the_run_is_finished(tmp_path):
+def _keep(tmp_path, states: list[str], hosts: list[str]):
+  """Runs keep against the fake; returns what it printed and what it called."""
   (tmp_path / 'gcloud').write_text(_GCLOUD)
   (tmp_path / 'gcloud').chmod(0o755)
-  # No capacity, then created; setup fails, then succeeds; preempted; repeated.
-  states = ['ABSENT', 'ABSENT', *['READY'] * 3, 'PREEMPTED', 'ABSENT']
-  states += ['CREATING', *['READY'] * 3]
-  hosts = ['idle', 'idle', 'training', 'idle', 'training', 'finished']
   (tmp_path / 'states').write_text('\n'.join(states) + '\n')
   (tmp_path / 'hosts').write_text('\n'.join(hosts) + '\n')
-  for name in ('full', 'broken'):
-    (tmp_path / name).touch()
   arguments = ['--type=v5p-8', '--bucket=b', '--repository=u', '--every=0']
   done = subprocess.run(
     ['bash', str(SCRIPT), 'keep', *VM, *arguments, '--', '--config=c'],
@@ -144,36 +147,53 @@ def test_keep_retries_until_the_run_is_finished(tmp_path):
   )
   assert done.returncode == 0, done.stderr
   assert 'finished' in done.stdout.splitlines()[-1]
-  calls = (tmp_path / 'calls').read_text().splitlines()
-  verbs = [
-    next(
-      (
-        verb
-        for verb, part in (
-          ('look', 'describe'),
-          ('look', 'pgrep'),
-          ('setup', 'uv venv'),
-          ('start', 'nohup'),
-          ('create', 'tpu-vm create'),
-          ('delete', 'tpu-vm delete'),
-        )
-        if part in call
-      ),
-      call,
-    )
-    for call in calls
+  parts = {
+    'describe': 'look',
+    'pkill': 'end',
+    'pgrep': 'look',
+    'uv venv': 'setup',
+    'nohup': 'start',
+    'tpu-vm create': 'create',
+    'tpu-vm delete': 'delete',
+  }
+  calls = [
+    next((verb for part, verb in parts.items() if part in call), call)
+    for call in (tmp_path / 'calls').read_text().splitlines()
   ]
-  assert [verb for verb in verbs if verb != 'look'] == [
-    'create',
-    'create',
-    'setup',
-    'setup',
-    'start',
-    'delete',
-    'create',
-    'setup',
-    'start',
+  return done.stdout, [call for call in calls if call != 'look']
+
+
+def test_keep_retries_until_the_run_is_finished(tmp_path):
+  # No capacity, then created; setup fails, then succeeds; preempted; repeated.
+  states = ['ABSENT', 'ABSENT', *['READY'] * 3, 'PREEMPTED', 'ABSENT']
+  states += ['CREATING', *['READY'] * 3]
+  hosts = ['idle', 'idle', 'training', 'idle', 'training', 'finished']
+  for name in ('full', 'broken'):
+    (tmp_path / name).touch()
+  first = ['create', 'create', 'setup', 'setup', 'start', 'delete']
+  _, calls = _keep(tmp_path, states, hosts)
+  assert calls == [*first, 'create', 'setup', 'start']
+
+
+def test_keep_watches_all_hosts(tmp_path):
+  hosts = [
+    'idle idle',
+    'training idle',  # Still starting.
+    'training training',
+    'training lost',  # A host that does not answer is not restarted.
+    'idle training',
+    'training training',  # It was between two states.
+    'training idle',
+    'training idle',  # A host stopped: the other waits for it.
+    'idle idle',
+    'finished training',
+    'finished training',  # The other does not end.
+    'finished idle',
   ]
+  output, calls = _keep(tmp_path, ['READY'] * len(hosts), hosts)
+  start = ['setup', 'start']
+  assert calls == [*start, 'end', *start, 'end']
+  assert output.count('some hosts do not train') == 2
 
 
 @pytest.mark.parametrize(
