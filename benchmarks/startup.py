@@ -35,9 +35,12 @@ def compile_once(options: argparse.Namespace) -> None:
   from configs import alfworld
 
   config = alfworld.get_config()
-  devices = mesh.make_mesh(**config.mesh)
+  shape = published.SHAPES[options.shape]
+  devices = builders.make_mesh(
+    config, shape, jax.devices(), mesh.device_bytes()
+  )
   model = dataclasses.replace(
-    published.SHAPES[options.shape],
+    shape,
     **builders.model_kwargs(config, devices),
   )
   engine = tpu_compile.make_sampler(

@@ -237,8 +237,10 @@ def _model_section() -> ml_collections.ConfigDict:
   # Compute type. Parameters and optimizer state are float32.
   model.dtype = 'bfloat16'
   # Activations that the backward pass recomputes to save memory: none, matrices
-  # (all except products with parameters) or layer (all).
-  model.remat = 'layer'
+  # (all except products with parameters), layer (all), or auto: the first of
+  # these whose compiled update fits the memory of a device. Where that memory
+  # is unknown, as on CPUs, auto is none up to 8 layers and layer above.
+  model.remat = 'auto'
   # Attention kernel of the update: xla, splash (TPU), cudnn (NVIDIA), auto.
   model.attention = 'auto'
   # Switch in the chat template of models that think by default (Qwen3).
@@ -277,8 +279,10 @@ def _pool_section() -> ml_collections.ConfigDict:
 def _mesh_section() -> ml_collections.ConfigDict:
   """Returns the number of devices per axis of the mesh."""
   mesh = ml_collections.ConfigDict()
-  # Devices per mesh axis. -1: all remaining devices.
-  mesh.data = 1
+  # Devices per mesh axis. -1: all remaining devices. data=0: above 1 on several
+  # hosts if fewer of them hold parameters and optimizer state in an eighth of
+  # their memory (HSDP).
+  mesh.data = 0
   mesh.fsdp = -1
   mesh.expert = 1
   mesh.sequence = 1
@@ -428,10 +432,14 @@ def _loss_section() -> ml_collections.ConfigDict:
   # token_mean | sequence_mean | fixed_length
   loss.aggregation = 'token_mean'
   # learner: recomputed before the first update. sampler: as sampled, which is
-  # cheaper, but the last bits depend on the scheduling of requests.
+  # cheaper, but the last bits depend on the scheduling of requests. auto: the
+  # sampler's in iterations in which they differ from the learner's, on one
+  # microbatch, by at most max_log_prob_gap nats per token on average.
   loss.old_log_probs = 'learner'
+  loss.max_log_prob_gap = 0.01  # a twentieth of clip_epsilon
   # Largest weight of truncated importance sampling, which corrects for the
-  # sampler's arithmetic, e.g. 2.0; needs old_log_probs=learner. None: off.
+  # sampler's arithmetic, e.g. 2.0; needs old_log_probs=learner, or auto: then
+  # the weights are 1 in iterations with the sampler's. None: off.
   loss.tis_clip = config_dict.placeholder(float)
   return loss
 

@@ -7,8 +7,9 @@ evaluation.
 import dataclasses
 import functools
 import json
+import math
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -24,6 +25,7 @@ from gigpo_jax import (
   losses,
   mesh,
   metrics,
+  models,
   optimizer,
   rollout,
   sampler,
@@ -62,7 +64,8 @@ class ModelBundle:
 def make_model_bundle(config: ml_collections.ConfigDict) -> ModelBundle:
   """Returns the policy of an experiment; initializes the devices."""
   directory = model_check.model_directory(config.model.path)
-  devices = mesh.make_mesh(**config.mesh)
+  shape = huggingface.read_config(directory)
+  devices = make_mesh(config, shape, jax.devices(), mesh.device_bytes())
   model = huggingface.read_config(directory, **model_kwargs(config, devices))
   mesh.check(devices, parameters.shapes(model), parameters.logical_axes(model))
   text = tokenizer.Tokenizer(
@@ -88,6 +91,40 @@ def make_model_bundle(config: ml_collections.ConfigDict) -> ModelBundle:
   )
 
 
+def make_mesh(
+  config: ml_collections.ConfigDict,
+  shape: qwen.QwenConfig,
+  devices: Sequence[jax.Device],
+  device_bytes: float | None,
+) -> jax.sharding.Mesh:
+  """Returns the mesh of an experiment.
+
+  Args:
+    config: the experiment.
+    shape: shape of the network.
+    devices: all devices.
+    device_bytes: memory of a device; None: unknown.
+  """
+  sizes = dict(config.mesh)
+  sizes['data'] = sizes['data'] or 1
+  if config.mesh.data == 0 and config.mesh.fsdp == -1:
+    # Devices that share an element of a row's activations, and of a host.
+    others = sizes['expert'] * sizes['sequence'] * sizes['tensor']
+    first = devices[0].process_index
+    per_host = sum(device.process_index == first for device in devices)
+    # Bytes per parameter of parameters, gradients and moments, or of frozen
+    # parameters.
+    itemsize = 2 if config.lora.rank else 16
+    sizes['data'] = mesh.replicas(
+      len(devices) // others,
+      per_host // math.gcd(per_host, others),
+      width=shape.hidden_size,
+      state_bytes=itemsize * models.num_parameters(shape),
+      device_bytes=device_bytes,
+    )
+  return mesh.make_mesh(**sizes, devices=devices)
+
+
 def sampler_kwargs(config: ml_collections.ConfigDict) -> dict[str, Any]:
   """Returns the `Sampler` arguments that depend only on the config."""
   rollouts = config.rollout
@@ -105,7 +142,10 @@ def sampler_kwargs(config: ml_collections.ConfigDict) -> dict[str, Any]:
 def model_kwargs(
   config: ml_collections.ConfigDict, devices: jax.sharding.Mesh
 ) -> dict[str, Any]:
-  """Returns the `QwenConfig` fields that a checkpoint does not set."""
+  """Returns the `QwenConfig` fields that a checkpoint does not set.
+
+  For model.remat=auto, see `remat.resolve`.
+  """
   choices = qwen.platform_fields(devices.devices.flat[0].platform)
   if config.model.attention != 'auto':
     choices['attention'] = config.model.attention
@@ -113,7 +153,7 @@ def model_kwargs(
     choices['attention'] = 'xla'
   return choices | {
     'dtype': config.model.dtype,
-    'remat': config.model.remat,
+    'remat': 'layer' if config.model.remat == 'auto' else config.model.remat,
     'adapters': _adapters(config),
   }
 
@@ -151,7 +191,7 @@ def _sampling_tensor(config, model: qwen.QwenConfig, devices) -> int:
   tensor = configured or mesh.sampling_tensor(
     devices,
     sampler.parameter_bytes(model, config.rollout.weights),
-    mesh.device_bytes(devices),
+    mesh.device_bytes(),
     parameters.max_tensor_shards(model),
   )
   mesh.check(

@@ -58,15 +58,16 @@ class LossOptions:
   """Options of any loss, in `config.loss`; see configs/base.py."""
 
   aggregation: str = options.choice('token_mean', losses.AGGREGATIONS)
-  old_log_probs: str = options.choice('learner', ('learner', 'sampler'))
+  old_log_probs: str = options.choice('learner', ('learner', 'sampler', 'auto'))
+  max_log_prob_gap: float = options.number(0.01, low=0)
   tis_clip: float | None = options.number(None, above=0, note='None is off')
 
   def __post_init__(self):
     options.check(self)
-    if self.tis_clip and self.old_log_probs != 'learner':
+    if self.tis_clip and self.old_log_probs == 'sampler':
       raise ValueError(
         f"tis_clip={self.tis_clip}: compares the learner's log-probs with the "
-        "sampler's; needs loss.old_log_probs=learner"
+        "sampler's; needs loss.old_log_probs=learner or auto"
       )
 
 

@@ -38,11 +38,16 @@ RULES: dict[str | None, str | None] = {
 }
 
 
-def _axis(default: int) -> Any:
+# Largest share of a device's memory for its part of the parameters and of the
+# optimizer's state, if these are sharded over a part of the devices only.
+_STATE_SHARE = 1 / 8
+
+
+def _axis(default: int, low: int = 1, note: str = '') -> Any:
   return options.field(
     default,
-    lambda size: size >= 1 or size == -1,
-    'must be at least 1, or -1 for the remaining devices',
+    lambda size: size >= low or size == -1,
+    f'must be at least {low}{note}, or -1 for the remaining devices',
   )
 
 
@@ -50,7 +55,7 @@ def _axis(default: int) -> Any:
 class Options:
   """Devices per axis of the mesh, `config.mesh`; see configs/base.py."""
 
-  data: int = _axis(1)
+  data: int = _axis(0, 0, ' (0 is automatic)')
   fsdp: int = _axis(-1)
   expert: int = _axis(1)
   sequence: int = _axis(1)
@@ -61,6 +66,37 @@ class Options:
     sizes = [getattr(self, name) for name in AXES]
     if sizes.count(-1) > 1:
       raise ValueError(f'{",".join(AXES)}={sizes}: at most one axis may be -1')
+
+
+def replicas(
+  num_devices: int,
+  step: int,
+  *,
+  width: int,
+  state_bytes: float,
+  device_bytes: float | None,
+) -> int:
+  """Returns in how many parts of the devices to copy the parameters (HSDP).
+
+  Within a part, each device gathers the parameters from the others. With
+  smaller parts, it receives less, over shorter distances. A part consists of
+  entire hosts. It is the smallest in which parameters and optimizer state take
+  at most an eighth of each device's memory; activations, gradients and the
+  sampler need the rest. Without such a part there is one, of all devices.
+
+  Args:
+    num_devices: devices that shard parameters or copy them.
+    step: the devices of a part are a multiple of this number.
+    width: the model's width, which the devices of a part must divide.
+    state_bytes: size of parameters and optimizer state.
+    device_bytes: memory of a device; None: unknown, there is one part.
+  """
+  for shards in range(step, num_devices, step):
+    if num_devices % shards or width % shards or not device_bytes:
+      continue
+    if state_bytes / shards <= _STATE_SHARE * device_bytes:
+      return num_devices // shards
+  return 1
 
 
 def make_mesh(
@@ -209,11 +245,19 @@ def sampling_tensor(
   return tensor
 
 
-def device_bytes(mesh: jax.sharding.Mesh) -> int | None:
+def device_bytes() -> int | None:
   """Returns the memory of the smallest device, or None if it is unknown."""
-  stats = mesh.local_devices[0].memory_stats() or {}
+  stats = jax.local_devices()[0].memory_stats() or {}
   limits = distributed.all_gather_objects(stats.get('bytes_limit'))
   return None if None in limits else min(limits)
+
+
+def bytes_per_device(tree: Any) -> float:
+  """Returns the bytes of a device's shards of arrays, or of abstract arrays."""
+  return math.fsum(
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    for x in jax.tree.leaves(tree)
+  )
 
 
 def on_one_host(mesh: jax.sharding.Mesh) -> bool:

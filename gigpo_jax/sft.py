@@ -23,7 +23,7 @@ from envs import base
 from gigpo_jax import batch, builders, losses, options, tokenizer
 from gigpo_jax import config as config_lib
 from gigpo_jax.models import huggingface, lora, parameters, qwen
-from gigpo_jax.run import run_config
+from gigpo_jax.run import remat, run_config
 from gigpo_jax.runtime import console, distributed, errors
 
 if TYPE_CHECKING:
@@ -328,7 +328,6 @@ def _write_random_model(
     rms_norm_eps=1e-6,
     tie_embeddings=True,
     dtype=config.model.dtype,
-    remat=config.model.remat,
   )
   params = parameters.init(model, jax.random.key(config.seed))
   huggingface.save(directory, model, params, dtype='float32')
@@ -350,6 +349,7 @@ def _imitate(
     widths = _widths(config)
     config.rollout.max_prompt_tokens = widths[0]
     config.rollout.max_completion_tokens = widths[1]
+  policy = remat.resolve(config, policy)
   learner = builders.make_learner(config, policy, losses.Supervised())
   state = learner.init(policy.load())
   writer = builders.make_writer(config, workdir)

@@ -178,11 +178,10 @@ def update(
   )
   metrics |= advantage_metrics
   metrics |= logs.write_episodes(iteration, groups, rows, output)
+  old_log_probs, gap_metrics = choose_old_log_probs(parts, state, rows)
+  metrics |= gap_metrics
   columns = {'advantages': output.advantages}
-  columns |= loss_columns(parts, state, history, rows, iteration)
-  metrics |= parts.learner.sampler_difference(
-    state.policy.params, rows, columns['old_log_probs']
-  )
+  columns |= loss_columns(parts, state, history, rows, old_log_probs, iteration)
   if parts.critic:
     state, critic_metrics = update_critic(
       parts, state, history, rows, output, old_values, iteration
@@ -218,11 +217,39 @@ def estimate_advantages(
   return output, old_values, metrics
 
 
-def loss_columns(
+def choose_old_log_probs(
+  parts: run_builders.Parts, state: run_state.RunState, rows: batch.Rows
+) -> tuple[np.ndarray, Metrics]:
+  """Returns the denominators of the ratios, [R, C], and metrics.
+
+  They are the log-probs before the update, as sampled or recomputed. With
+  loss.old_log_probs=auto, those of the sampler are used if their mean
+  difference from the learner's on one microbatch is small. This depends on the
+  parameters and the rows only.
+  """
+  options, learner = parts.config.loss, parts.learner
+  params, sampled = state.policy.params, rows.sampler_log_probs
+  metrics: Metrics = {}
+  reuse = options.old_log_probs == 'sampler'
+  if options.old_log_probs != 'learner':
+    metrics = learner.sampler_difference(params, rows, sampled)
+  if options.old_log_probs == 'auto':
+    gap = metrics.get('sampler/log_prob_difference_mean', np.inf)
+    reuse = gap <= options.max_log_prob_gap  # False if the gap is not finite.
+    metrics['sampler/log_probs_reused'] = float(reuse)
+  if reuse:
+    return sampled, metrics
+  old_log_probs = learner.log_probs(params, rows)
+  metrics |= learner.sampler_difference(params, rows, old_log_probs)
+  return old_log_probs, metrics
+
+
+def loss_columns(  # noqa: PLR0913
   parts: run_builders.Parts,
   state: run_state.RunState,
   history: run_state.History,
   rows: batch.Rows,
+  old_log_probs: np.ndarray,
   iteration: int,
 ) -> dict[str, np.ndarray | float]:
   """Returns all columns that a loss can read, except for the advantages.
@@ -231,13 +258,9 @@ def loss_columns(
   tokens.
   """
   options, learner = parts.config.loss, parts.learner
-  # The denominators of the ratios: log-probs before the update, as sampled or
-  # recomputed.
-  old_log_probs = rows.sampler_log_probs
-  if options.old_log_probs == 'learner':
-    old_log_probs = learner.log_probs(state.policy.params, rows)
   columns = {'old_log_probs': old_log_probs, 'importance': 1.0}
-  if options.tis_clip:
+  # With the sampler's own log-probs, all weights are 1.
+  if options.tis_clip and old_log_probs is not rows.sampler_log_probs:
     columns['importance'] = losses.truncated_importance(
       old_log_probs, rows.sampler_log_probs, options.tis_clip
     )

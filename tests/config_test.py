@@ -88,7 +88,7 @@ def _refusal(**changes) -> str:
     ('critic.warmup_iterations', 3, 'gigpo has no critic'),
     ('rollout.horizon', ((5, 10), (5, 20)), 'rising iterations'),
     ('rollout.horizon', ((0, 0),), 'turns of at least 1'),
-    ('loss.old_log_probs', 'none', 'must be one of learner, sampler'),
+    ('loss.old_log_probs', 'none', 'must be one of learner, sampler, auto'),
     ('loss.kl_weight', -0.1, 'at least 0'),
     ('learner.microbatch_rows', 1024, 'must divide it'),
     ('mesh.tensor', 0, 'must be at least 1, or -1'),

@@ -1,12 +1,15 @@
 """Tests of the mesh: sizes, sharding rules, placement of rows."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from configs import base
+from gigpo_jax import builders
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import parameters, qwen
 
@@ -35,6 +38,71 @@ def test_one_axis_takes_the_remaining_devices(sizes, expected):
   mesh = mesh_lib.make_mesh(*sizes)
   assert tuple(mesh.shape[n] for n in ('data', 'fsdp', 'tensor')) == expected
   assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+  ('devices', 'step', 'width', 'state_gib', 'copies'),
+  [
+    # An eighth of 16 GiB is 2 GiB: 7B (16 bytes per parameter, 114 GiB) needs
+    # 57 chips, 1.5B (23 GiB) 12 chips, 0.5B (7.4 GiB) 4 chips.
+    (16, 4, 3584, 114, 1),
+    (64, 4, 3584, 114, 1),
+    (256, 4, 3584, 114, 4),
+    (16, 4, 1536, 23, 1),
+    (64, 4, 1536, 23, 4),
+    (16, 4, 896, 7.4, 4),
+    # A part of 4 does not divide a width of 7 x 2: the next is 14, of 28.
+    (28, 2, 14, 7.4, 2),
+    # One host.
+    (8, 8, 896, 7.4, 1),
+  ],
+)
+def test_parts_of_hosts_hold_copies(devices, step, width, state_gib, copies):
+  found = mesh_lib.replicas(
+    devices,
+    step,
+    width=width,
+    state_bytes=state_gib * GIB,
+    device_bytes=16 * GIB,
+  )
+  assert found == copies
+  unknown = mesh_lib.replicas(
+    devices, step, width=width, state_bytes=1, device_bytes=None
+  )
+  assert unknown == 1
+
+
+@pytest.mark.parametrize(
+  ('sizes', 'expected'),
+  [
+    ({}, (2, 2, 1)),
+    ({'data': 1}, (1, 4, 1)),
+    ({'fsdp': 4}, (1, 4, 1)),
+    ({'tensor': 2}, (2, 1, 2)),
+  ],
+)
+def test_mesh_of_an_experiment(monkeypatch, sizes, expected):
+  # 2 hosts of 2 devices; each device holds the state in an eighth of 1 GiB.
+  config = base.get_config()
+  config.mesh.update(sizes)
+  devices = [
+    types.SimpleNamespace(process_index=n // 2, device=device)
+    for n, device in enumerate(jax.devices()[:4])
+  ]
+  make_mesh = mesh_lib.make_mesh
+  monkeypatch.setattr(
+    mesh_lib,
+    'make_mesh',
+    lambda devices, **sizes: make_mesh(
+      **sizes, devices=[x.device for x in devices]
+    ),
+  )
+  mesh = builders.make_mesh(config, CONFIG, devices, GIB)
+  found = tuple(mesh.shape[name] for name in ('data', 'fsdp', 'tensor'))
+  assert found == expected
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ class Options:
 
   path: str | None = None
   dtype: str = options.choice('bfloat16', ('bfloat16', 'float32'))
-  remat: str = options.choice('layer', qwen_config.REMATS)
+  remat: str = options.choice('auto', ('auto', *qwen_config.REMATS))
   attention: str = options.choice('auto', ('auto', *attention.IMPLEMENTATIONS))
   enable_thinking: bool = False
 

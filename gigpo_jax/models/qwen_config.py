@@ -4,8 +4,9 @@ import dataclasses
 
 from gigpo_jax.models import lora
 
-# Activations that the backward pass recomputes. none: no activations; matrices:
-# all except the products with parameters; layer: all activations of a layer.
+# Activations that the backward pass recomputes, fastest first. none: no
+# activations; matrices: all except the products with parameters; layer: all
+# activations of a layer.
 REMATS = ('none', 'matrices', 'layer')
 
 # Deeper networks run their layers in a loop, which compiles one layer only.

@@ -28,7 +28,7 @@ from gigpo_jax import (
 )
 from gigpo_jax import config as config_lib
 from gigpo_jax.models import huggingface, lora
-from gigpo_jax.run import run_config, run_logs, run_state
+from gigpo_jax.run import remat, run_config, run_logs, run_state
 from gigpo_jax.runtime import compilation, console, distributed, errors
 
 # Config fields that control the memory of programs, and remedies.
@@ -148,9 +148,13 @@ class Parts:
 def make_parts(
   config: ml_collections.ConfigDict, workdir: str, bundle: builders.ModelBundle
 ) -> Parts:
-  """Returns the objects of a training run; compiles nothing."""
+  """Returns the objects of a training run.
+
+  Compiles nothing, except for model.remat=auto.
+  """
   algorithm = algorithms.make(**config_lib.algorithm_kwargs(config))
   loss = builders.make_loss(config)
+  bundle = remat.resolve(config, bundle, has_critic=algorithm.needs_values)
   return Parts(
     config=config,
     workdir=pathlib.Path(workdir),

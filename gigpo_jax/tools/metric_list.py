@@ -320,6 +320,12 @@ SECTIONS = (
         'mean over rows of the probability ratio, learner to sampler',
       ),
       Metric('sequence_ratio_max', '1', 'largest such ratio'),
+      Metric(
+        'log_probs_reused',
+        '0 or 1',
+        'whether the update used the log-probs of the sampler, with '
+        '`loss.old_log_probs=auto`',
+      ),
     ),
   ),
   Section(

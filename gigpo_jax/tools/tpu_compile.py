@@ -18,7 +18,7 @@ import tqdm
 from gigpo_jax import builders, models, sampler
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import huggingface, parameters, published, qwen
-from gigpo_jax.run import model_check
+from gigpo_jax.run import model_check, remat
 from gigpo_jax.tools import hlo, tpu_time
 
 # Without these variables, libtpu looks for a slice and for other hosts.
@@ -69,6 +69,7 @@ class Report:
     chip: chip of the slice.
     mesh: sizes of the mesh axes larger than 1, by name.
     tensor: chips that a copy of the model is sharded over for sampling.
+    remat: what the backward pass recomputes; see `qwen_config.REMATS`.
     programs: all programs.
     phases: work of a chip in the phases of an iteration; empty if a program
       does not fit.
@@ -79,6 +80,7 @@ class Report:
   chip: tpu_time.Chip
   mesh: dict[str, int]
   tensor: int
+  remat: str
   programs: tuple[Program, ...]
   phases: tuple[tpu_time.Phase, ...]
 
@@ -144,7 +146,7 @@ def estimate(
     )
   chip, model = tpu_time.CHIPS[chip_name], _model(config, shape)
   devices = _devices(topology)
-  mesh = mesh_lib.make_mesh(**config.mesh, devices=devices)
+  mesh = builders.make_mesh(config, model, devices, chip.memory)
   model = dataclasses.replace(model, **builders.model_kwargs(config, mesh))
   mesh_lib.check(mesh, parameters.shapes(model), parameters.logical_axes(model))
   tensor = config.rollout.tensor or mesh_lib.sampling_tensor(
@@ -155,6 +157,14 @@ def estimate(
   )
   host = _host(topology, devices, tensor)
   _round_up(config, mesh, len(host) // tensor)
+  policy = builders.ModelBundle(model, mesh, None, None, None)
+  if config.model.remat == 'auto':
+    limit = remat.USABLE * chip.memory
+
+    def fits(mode: str) -> bool:
+      return remat.update_bytes(config, remat.with_mode(policy, mode)) <= limit
+
+    model = dataclasses.replace(model, remat=remat.fastest(fits))
   programs = tuple(_programs(config, model, mesh, host, tensor))
   phases: list[tpu_time.Phase] = []
   if all(p.peak is not None for p in programs):
@@ -167,6 +177,7 @@ def estimate(
     chip,
     {axis: size for axis, size in mesh.shape.items() if size > 1},
     tensor,
+    model.remat,
     programs,
     tuple(phases),
   )
@@ -316,7 +327,7 @@ def _resident_bytes(
   """Returns the bytes per chip of data kept in memory between programs."""
   state, base = learner.abstract_state()
   masters, moments, frozen = map(
-    _bytes_per_chip, (state.params, state.opt_state, base)
+    mesh_lib.bytes_per_device, (state.params, state.opt_state, base)
   )
   # With adapters, the frozen parameters are the reference policy.
   has_reference = config.loss.kl_weight and not model.adapters
@@ -334,13 +345,6 @@ def _resident_bytes(
     'copy': sampler.parameter_bytes(model, rollouts.weights) / tensor,
     'cache': slots * length * token_size * itemsize / copies / tensor,
   }
-
-
-def _bytes_per_chip(tree) -> float:
-  return math.fsum(
-    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    for x in jax.tree.leaves(tree)
-  )
 
 
 def make_sampler(
@@ -378,7 +382,8 @@ def _print(report: Report) -> None:
   print(
     f'{report.parameters / 1e9:.2f}B parameters on {size} chips '
     f'({report.topology}), mesh {report.mesh}, sampling in groups of '
-    f'{report.tensor}; {report.chip.memory / 2**30:.2f} GiB per chip'
+    f'{report.tensor}, remat {report.remat}; '
+    f'{report.chip.memory / 2**30:.2f} GiB per chip'
   )
   print('| program, GiB | memory | other data | total | received | fits |')
   print('|---|---|---|---|---|---|')

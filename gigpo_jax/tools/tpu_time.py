@@ -218,7 +218,7 @@ def _learner_phase(
   count = tokens / run.tokens
   # Passes over the layers and over the head, whose logits are recomputed.
   passes, head_passes = (1, 1) if program != 'accumulate' else (3, 4)
-  if program == 'accumulate' and sizes.config.model.remat == 'layer':
+  if program == 'accumulate' and sizes.model.remat == 'layer':
     passes += 1
   products = passes * sizes.body * tokens
   responses = sizes.rows * work.response_tokens

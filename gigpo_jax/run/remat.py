@@ -1,0 +1,104 @@
+"""Choose what the backward pass recomputes, from the memory of the update."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import ml_collections
+
+from gigpo_jax import builders
+from gigpo_jax import mesh as mesh_lib
+from gigpo_jax.models import qwen_config
+from gigpo_jax.runtime import console, distributed
+
+# Share of a device's memory that the update may take; fragmentation and the
+# runtime need the rest.
+USABLE = 0.95
+
+
+def resolve(
+  config: ml_collections.ConfigDict,
+  bundle: builders.ModelBundle,
+  *,
+  has_critic: bool = False,
+) -> builders.ModelBundle:
+  """Returns the model with the mode of `model.remat`; prints what auto chose.
+
+  auto is the first of none, matrices and layer whose update fits the memory of
+  a device. Where that memory is unknown, as on CPUs, auto is none for networks
+  whose layers are unrolled, and layer for deeper ones.
+
+  Args:
+    config: the experiment.
+    bundle: the model.
+    has_critic: whether a critic's state is in memory as well.
+  """
+  if config.model.remat != 'auto':
+    return bundle
+  limit = mesh_lib.device_bytes()
+
+  def fits(mode: str) -> bool:
+    needed = update_bytes(config, with_mode(bundle, mode), has_critic)
+    return all(distributed.all_gather_objects(needed <= USABLE * limit))
+
+  if limit is not None:
+    mode = fastest(fits)
+  elif bundle.model.num_layers <= qwen_config.MAX_UNROLLED:
+    mode = 'none'
+  else:
+    mode = 'layer'
+  console.log(f'model.remat=auto: {mode}')
+  return with_mode(bundle, mode)
+
+
+def fastest(fits: Callable[[str], bool]) -> str:
+  """Returns the fastest mode that fits; the last mode is not tried."""
+  *modes, last = qwen_config.REMATS
+  return next(filter(fits, modes), last)
+
+
+def with_mode(bundle: builders.ModelBundle, mode: str) -> builders.ModelBundle:
+  """Returns the model with a mode of rematerialization."""
+  model = dataclasses.replace(bundle.model, remat=mode)
+  return dataclasses.replace(bundle, model=model)
+
+
+def update_bytes(
+  config: ml_collections.ConfigDict,
+  bundle: builders.ModelBundle,
+  has_critic: bool = False,
+) -> float:
+  """Returns the bytes per device during an update; compiles its program.
+
+  The result is infinite if the compiler finds that they exceed the memory.
+
+  Args:
+    config: the experiment.
+    bundle: the model; its devices need not exist.
+    has_critic: whether a critic's state is in memory as well.
+  """
+  learner = builders.make_learner(config, bundle, builders.make_loss(config))
+  state, _ = learner.abstract_state()
+  resident = [state.opt_state]
+  if config.loss.kl_weight and not bundle.model.adapters:
+    dtype = bundle.model.dtype
+    reference = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding),
+      state.params,
+    )
+    resident.append(reference)
+  if has_critic:
+    resident.append(builders.make_critic(config, bundle).abstract_state())
+  try:
+    compiled = learner.lower()['accumulate'].compile()
+  except jax.errors.JaxRuntimeError as error:
+    if 'RESOURCE_EXHAUSTED' not in str(error):
+      raise
+    return float('inf')
+  memory = compiled.memory_analysis()
+  needed = memory.peak_memory_in_bytes
+  if not mesh_lib.on_tpu(bundle.mesh):
+    # Temporary memory is one allocation, and the peak may exclude it.
+    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    needed += memory.output_size_in_bytes - memory.alias_size_in_bytes
+  return needed + mesh_lib.bytes_per_device(resident)

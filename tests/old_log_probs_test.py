@@ -1,0 +1,85 @@
+"""Tests of loss.old_log_probs: which log-probs the ratios are relative to."""
+
+import dataclasses
+import types
+
+import numpy as np
+import pytest
+import tiny_learner
+
+from configs import base
+from gigpo_jax import losses, train
+
+
+class _Learner:
+  """Counts the passes over all rows."""
+
+  def __init__(self):
+    self.subject = tiny_learner.make_learner()
+    self.sampler_difference = self.subject.sampler_difference
+    self.passes = 0
+
+  def log_probs(self, params, rows):
+    self.passes += 1
+    return self.subject.log_probs(params, rows)
+
+
+def _choose(name, gap=0.0, *, tis_clip=None):
+  """Returns columns, metrics, passes, rows and the learner's log-probs.
+
+  Args:
+    name: value of loss.old_log_probs.
+    gap: difference between the sampler's and the learner's log-probs.
+    tis_clip: value of loss.tis_clip.
+  """
+  config = base.get_config()
+  config.loss.old_log_probs = name
+  config.loss.tis_clip = tis_clip
+  learner, params = _Learner(), tiny_learner.params()
+  rows = tiny_learner.make_rows()
+  exact = learner.subject.log_probs(params, rows)
+  sampled = np.where(rows.completion_mask, exact - np.float32(gap), 0)
+  rows = dataclasses.replace(rows, sampler_log_probs=sampled)
+  parts = types.SimpleNamespace(
+    config=config,
+    learner=learner,
+    loss=types.SimpleNamespace(needs_reference=False),
+    entropy_band=losses.EntropyBand(),
+  )
+  state = types.SimpleNamespace(policy=types.SimpleNamespace(params=params))
+  history = types.SimpleNamespace(entropies=())
+  old, metrics = train.choose_old_log_probs(parts, state, rows)
+  columns = train.loss_columns(parts, state, history, rows, old, 0)
+  assert columns['old_log_probs'] is old
+  return columns, metrics, learner.passes, rows, exact
+
+
+@pytest.mark.parametrize(
+  ('name', 'gap', 'reused', 'passes'),
+  [
+    ('learner', 0.0, None, 1),
+    ('sampler', 0.5, None, 0),
+    # The bound is 0.01 nats.
+    ('auto', 0.009, 1.0, 0),
+    ('auto', 0.011, 0.0, 1),
+    ('auto', np.nan, 0.0, 1),
+  ],
+)
+def test_old_log_probs(name, gap, reused, passes):
+  columns, metrics, counted, rows, exact = _choose(name, gap)
+  is_sampled = columns['old_log_probs'] is rows.sampler_log_probs
+  assert is_sampled == (name == 'sampler' or reused == 1.0)
+  if not is_sampled:
+    np.testing.assert_array_equal(columns['old_log_probs'], exact)
+  assert metrics.get('sampler/log_probs_reused') == reused
+  assert counted == passes
+  np.testing.assert_allclose(
+    metrics['sampler/log_prob_difference_mean'], abs(gap), atol=1e-5
+  )
+
+
+@pytest.mark.parametrize(('gap', 'weight'), [(0.5, np.exp(0.5)), (0.001, 1.0)])
+def test_importance_is_one_with_the_log_probs_of_the_sampler(gap, weight):
+  columns, *_, rows, _ = _choose('auto', gap, tis_clip=2.0)
+  weights = np.broadcast_to(columns['importance'], rows.completion_mask.shape)
+  np.testing.assert_allclose(weights[rows.completion_mask], weight, rtol=1e-5)
