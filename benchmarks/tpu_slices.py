@@ -55,9 +55,12 @@ def examine(model: str, name: str, *, lean: bool) -> dict:
     'program': largest.name,
     'gib': largest.total / 2**30 if math.isfinite(largest.total) else None,
     'tensor': report.tensor,
+    'mesh': report.mesh,
+    'remat': report.remat,
     'slots': config.rollout.batch_buckets[-1],
     'microbatch_rows': config.learner.microbatch_rows,
     'secs': report.secs,
+    'received_gib': {p.name: p.run.received / 2**30 for p in report.programs},
   }
 
 
@@ -81,9 +84,8 @@ def _cell(r: dict | None) -> str:
   used = 'too much' if r['gib'] is None else f'{r["gib"]:.1f} GiB'
   if not r['fits']:
     return f'no: {r["program"]} {used}'
-  secs = r['secs']
-  exchange = secs['exchange between chips']
-  return f'{used}, {sum(secs.values()) - exchange:.0f} + {exchange:.0f} s'
+  low, high = r['secs']
+  return f'{used}, {r["remat"]}, {low:.0f}-{high:.0f} s'
 
 
 def main() -> None:

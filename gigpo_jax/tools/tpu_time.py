@@ -19,7 +19,7 @@ from gigpo_jax.models import qwen
 # 67 % for complete training steps on v5e-256 (its README).
 MATMUL_SHARE = 0.75
 
-# Share of padding in the learner's microbatches; see tests/packing_test.py.
+# Share of padding in full microbatches; see tests/packing_test.py.
 PADDING = 0.05
 
 
@@ -213,9 +213,15 @@ def _learner_phase(
 ) -> Phase:
   """Returns a phase of microbatches; for updates with the optimizer's step."""
   work, run = sizes.work, runs[program]
+  # Log-probs take all rows at once, updates the rows of a mini-batch. The last
+  # microbatch of each is padded to its full size.
+  parts = 1
+  if program == 'accumulate':
+    parts = math.ceil(sizes.rows / sizes.config.learner.minibatch_rows)
   row_tokens = work.prompt_tokens + work.response_tokens
   tokens = sizes.rows * row_tokens / (1 - PADDING)
-  count = tokens / run.tokens
+  count = parts * math.ceil(tokens / parts / run.tokens)
+  tokens = count * run.tokens
   # Passes over the layers and over the head, whose logits are recomputed.
   passes, head_passes = (1, 1) if program != 'accumulate' else (3, 4)
   if program == 'accumulate' and sizes.model.remat == 'layer':
@@ -231,8 +237,7 @@ def _learner_phase(
   received = count * run.received
   if program == 'accumulate':
     num_parameters = models.num_parameters(sizes.model) / sizes.chips
-    updates = math.ceil(sizes.rows / sizes.config.learner.minibatch_rows)
     # Gradients in float32; parameters and moments are read and written.
-    memory += (8 * count + 28 * updates) * num_parameters
-    received += updates * runs['apply'].received
+    memory += (8 * count + 28 * parts) * num_parameters
+    received += parts * runs['apply'].received
   return Phase(name, 2 * products / sizes.chips, memory, received)
