@@ -149,8 +149,13 @@ def update(config: Any, given: Mapping[str, Any] | None = None) -> None:
         _move(config, old, None if new in (given or ()) else new)
 
 
+# Defaults of older releases and of this one, which differ in speed and memory
+# only.
+DEFAULTS = {'mesh.data': (1, 0), 'model.remat': ('layer', 'auto')}
+
+
 def update_stored(stored: dict, config: Mapping) -> None:
-  """Moves the values of old fields of a stored config, without warnings.
+  """Updates fields and defaults of a stored config, without warnings.
 
   Args:
     stored: content of a config.json, changed in place.
@@ -159,6 +164,11 @@ def update_stored(stored: dict, config: Mapping) -> None:
   for old, new in FIELDS.items():
     if _has(stored, old) and _has(config, new):
       _move(stored, old, new)
+  for field, defaults in DEFAULTS.items():
+    section, name = field.split('.')
+    values = [values.get(section, {}).get(name) for values in (stored, config)]
+    if tuple(values) == defaults:
+      stored[section][name] = defaults[1]
 
 
 def _new_name(field: str, config: Mapping) -> str:

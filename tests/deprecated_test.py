@@ -177,6 +177,18 @@ def test_old_field_of_a_config_file_works_with_a_warning(tmp_path):
   assert not config.filter.drop_zero_variance
 
 
+def test_a_run_with_defaults_of_an_older_release_resumes(tmp_path):
+  config = base.get_config()
+  run_config.save(config, str(tmp_path))
+  stored = json.loads((tmp_path / 'config.json').read_text())
+  stored['mesh']['data'], stored['model']['remat'] = 1, 'layer'
+  (tmp_path / 'config.json').write_text(json.dumps(stored))
+  run_config.check_resume(config, str(tmp_path))
+  config.mesh.data = 2
+  with pytest.raises(ValueError, match=r'config: mesh.data=2 \(was 1\);'):
+    run_config.check_resume(config, str(tmp_path))
+
+
 def test_old_field_of_a_stored_config_equals_the_new_field(tmp_path):
   config = alfworld.get_config('tiny')
   config.filter.drop_zero_variance = True

@@ -323,8 +323,7 @@ SECTIONS = (
       Metric(
         'log_probs_reused',
         '0 or 1',
-        'whether the update used the log-probs of the sampler, with '
-        '`loss.old_log_probs=auto`',
+        'whether `loss.old_log_probs=auto` chose those of the sampler',
       ),
     ),
   ),
