@@ -235,6 +235,8 @@ def main() -> None:
 
     accelerator_parts.main(sys.argv[2:])
     return
+  # Ends the running part as well.
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--shape', choices=SHAPES, default='1.5b')
   parser.add_argument('--out', type=pathlib.Path, required=True)

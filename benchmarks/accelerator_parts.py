@@ -76,14 +76,23 @@ class Setup:
     """Whether the shape is the one for a CPU."""
     return self.shape == 'tiny'
 
+  @property
+  def network(self) -> qwen.QwenConfig:
+    """Shape of the network."""
+    if self.is_tiny:
+      return huggingface.read_config(model_check.model_directory(_TEXT))
+    return published.SHAPES[f'Qwen2.5-{self.shape.upper()}']
+
+  def make_mesh(self) -> jax.sharding.Mesh:
+    """Returns the mesh of the config."""
+    return builders.make_mesh(
+      self.config, self.network, jax.devices(), mesh.device_bytes()
+    )
+
   def make_model(self, devices: jax.sharding.Mesh) -> qwen.QwenConfig:
     """Returns the network as the config uses it on these devices."""
-    if self.is_tiny:
-      shape = huggingface.read_config(model_check.model_directory(_TEXT))
-    else:
-      shape = published.SHAPES[f'Qwen2.5-{self.shape.upper()}']
     return dataclasses.replace(
-      shape, **builders.model_kwargs(self.config, devices)
+      self.network, **builders.model_kwargs(self.config, devices)
     )
 
 
@@ -174,13 +183,13 @@ def rates(setup: Setup, options: argparse.Namespace) -> None:
 def make_bundle(setup: Setup) -> builders.ModelBundle:
   """Returns a policy with random weights that never stops by itself."""
   config = setup.config
-  devices = mesh.make_mesh(**config.mesh)
+  devices = setup.make_mesh()
   model = setup.make_model(devices)
   mesh.check(devices, parameters.shapes(model), parameters.logical_axes(model))
   config.rollout.tensor = config.rollout.tensor or mesh.sampling_tensor(
     devices,
     sampler.parameter_bytes(model, config.rollout.weights),
-    mesh.device_bytes(devices),
+    mesh.device_bytes(),
     parameters.max_tensor_shards(model),
   )
   return builders.ModelBundle(
@@ -281,6 +290,7 @@ def iteration(setup: Setup, options: argparse.Namespace) -> None:
       flops=_learner_flops(bundle.model, groups.kept),
       peak_gib=peak_gib(),
       padding=metrics.get('packs/padding'),
+      remat=parts.bundle.model.remat,
     )
 
 
@@ -363,7 +373,7 @@ def update(setup: Setup, options: argparse.Namespace) -> None:
   """Measures the log-probs and the update of one mini-batch."""
   counts = Compilations()
   setup.config.model.remat = options.remat
-  devices = mesh.make_mesh(**setup.config.mesh)
+  devices = setup.make_mesh()
   model = setup.make_model(devices)
   rows, flops = _make_rows(setup, model)
   subject = builders.make_learner(

@@ -100,7 +100,7 @@ def _iteration(latest: dict, rates: dict) -> Iterator[str]:
       ]
     elif name == 'learner':
       limit = _secs(r['flops'], rates, 'matmul')
-      remarks = ['log-probs and update']
+      remarks = ['log-probs and update', f'remat {r["remat"]}']
       if r['padding'] is not None:
         remarks += [f'padding {r["padding"]:.0%}']
       if r['peak_gib']:
