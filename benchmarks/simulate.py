@@ -282,7 +282,7 @@ def row_lengths(trajectories: list[trajectory.Trajectory]) -> np.ndarray:
   lengths = [
     (len(step.prompt_ids), len(step.completion_ids))
     for t in trajectories
-    if t.task.split == 'train'
+    if t.task.split != 'evaluation'
     for step in t.steps
   ]
   return np.array(lengths, int).reshape(-1, 2)
@@ -393,7 +393,6 @@ def simulate(
   device = device or device_costs.DEVICES[setting.device]
   run = functools.partial(simulate_rollout, setting, device, options, work)
   training = run(work.training_parts(options.turns_per_iteration))
-  alone = run(work.training()) if options.turns_per_iteration else training
   evaluation = 0.0
   if work.evaluation_tasks and work.evaluation_every:
     if options.evaluation_inside:
@@ -410,10 +409,10 @@ def simulate(
       device,
       published.SHAPES[setting.model],
       options,
-      alone.lengths,
+      training.lengths,
       setting.devices,
     ),
-    roofline_secs(setting, device, work, alone.lengths),
+    roofline_secs(setting, device, work, training.lengths),
   )
 
 
@@ -434,9 +433,11 @@ CHANGES: dict[str, dict[str, Any]] = {
   },
   'fused products in decoding': {'kernels': {'layer_scale': 0.6}},
   'decoding reads used positions only': {'kernels': {'ragged': True}},
-  'evaluation inside the rollout': {'evaluation_inside': True},
-  'slots in buckets of 32, 64, 128': {'row_buckets': (32, 64, 128)},
-  'a bucket for prompts of 768': {'prompt_buckets': (768, 1024, 2048)},
+  'evaluation inside the rollout; finer buckets': {
+    'evaluation_inside': True,
+    'row_buckets': (32, 64, 128),
+    'prompt_buckets': (768, 1024, 2048),
+  },
   'episodes pause after 20 turns': {'turns_per_iteration': 20},
 }
 
