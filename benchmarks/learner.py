@@ -9,7 +9,7 @@ clipped ratio, KL, entropy and AdamW.
 The other measurements are:
 
 - `--what spread`: rows of various lengths, on average a third of the maximum,
-  compared with the same rows padded to the maximum.
+  packed and padded to the maximum.
 - `--what prompts`: rows of which eight share a prompt, with and without
   prompt sharing.
 - `--what memory`: peak memory of an update of Qwen2.5-0.5B with rematerialized
@@ -118,7 +118,8 @@ def train(options: argparse.Namespace) -> None:
     (shapes.PROMPT + shapes.NEW,),
     shapes.NEW,
     minibatch_rows=options.batch,
-    microbatch_rows=min(options.microbatch, options.batch),
+    microbatch_tokens=min(options.microbatch, options.batch)
+    * (shapes.PROMPT + shapes.NEW),
   )
   step = Step(subject, model, rows)
   rate = models.core_matmul_rate()
@@ -164,10 +165,14 @@ def spread(options: argparse.Namespace) -> None:
   lengths = np.clip(rng.gamma(2.0, longest / 6, rows), 48, longest).astype(int)
   answers = np.clip(rng.gamma(2.0, 20, rows), 4, completion).astype(int)
   draw = functools.partial(rng.integers, 2, model.vocab_size)
+  completions = [draw(size=c) for c in answers]
   packed = make_rows(
     [draw(size=max(n - c, 1)) for n, c in zip(lengths, answers, strict=True)],
-    [draw(size=c) for c in answers],
+    completions,
     longest,
+  )
+  padded = make_rows(
+    [draw(size=longest) for _ in completions], completions, longest
   )
   total = longest + completion
   steps = {
@@ -177,14 +182,14 @@ def spread(options: argparse.Namespace) -> None:
         buckets,
         completion,
         minibatch_rows=rows,
-        microbatch_rows=options.microbatch,
+        microbatch_tokens=options.microbatch * total,
       ),
       model,
-      packed,
+      some_rows,
     )
-    for name, buckets in (
-      ('buckets', (*range(128, total, 128), total)),
-      ('padded', (total,)),
+    for name, some_rows, buckets in (
+      ('packed', packed, (*range(128, total, 128), total)),
+      ('padded', padded, (total,)),
     )
   }
   secs = _alternate(steps, options.repeats)
@@ -192,7 +197,7 @@ def spread(options: argparse.Namespace) -> None:
   print(
     f'{rows} rows of {mean:.0f} tokens on average, longest {longest}: '
     + ', '.join(f'{k} {packed.lengths.sum() / s:.0f}' for k, s in secs.items())
-    + f' tokens per CPU second; {secs["padded"] / secs["buckets"]:.2f} times'
+    + f' tokens per CPU second; {secs["padded"] / secs["packed"]:.2f} times'
   )
 
 
@@ -211,10 +216,10 @@ def prompts(options: argparse.Namespace) -> None:
     name: Step(
       make_learner(
         model,
-        (256, 320, 384, 512, 640),
+        (640,),
         64,
         minibatch_rows=len(packed.groups),
-        microbatch_rows=options.microbatch,
+        microbatch_tokens=options.microbatch * 640,
         share_prompts=share,
       ),
       model,
@@ -259,7 +264,7 @@ def one_update(framework: str, batch_rows: int, microbatch_rows: int) -> None:
       (1024,),
       128,
       minibatch_rows=batch_rows,
-      microbatch_rows=microbatch_rows,
+      microbatch_tokens=microbatch_rows * 1024,
     )
     step = Step(subject, model, rows)
   else:

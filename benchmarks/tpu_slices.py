@@ -30,7 +30,7 @@ SLICES = {
 # Options that save memory, for slices that are too small for the defaults.
 LEAN = {
   'optimizer.mu_dtype': 'bfloat16',
-  'learner.microbatch_rows': 1,
+  'learner.microbatch_tokens': 1,
   'rollout.batch_buckets': (32,),
   'loss.kl_weight': 0.0,
 }
@@ -58,7 +58,7 @@ def examine(model: str, name: str, *, lean: bool) -> dict:
     'mesh': report.mesh,
     'remat': report.remat,
     'slots': config.rollout.batch_buckets[-1],
-    'microbatch_rows': config.learner.microbatch_rows,
+    'microbatch_tokens': config.learner.microbatch_tokens,
     'secs': report.secs,
     'received_gib': {p.name: p.run.received / 2**30 for p in report.programs},
   }

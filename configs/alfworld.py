@@ -48,7 +48,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   if size == 'smoke':
     sizes.use_smoke(config)
   if size == '7b':
-    config.learner.microbatch_rows = 8
+    config.learner.microbatch_tokens = 20_480
   base.apply(config, changes)
   return config
 
@@ -104,7 +104,7 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.rollout.max_completion_tokens = 40
   config.rollout.prompt_buckets = (192, 320)
   config.optimizer.learning_rate = 4e-4
-  config.learner.microbatch_rows = 8
+  config.learner.microbatch_tokens = 2880
   config.learner.length_buckets = (160, 192, 224, 360)
   config.evaluation.split = 'valid_unseen'
   config.evaluation.inside_rollout = False  # A CPU is busy anyway.
@@ -133,7 +133,7 @@ def _small(config: ml_collections.ConfigDict) -> None:
   config.rollout.batch_buckets = (128,)
   config.optimizer.learning_rate = 3e-5
   config.optimizer.b2 = 0.98
-  config.learner.microbatch_rows = 32
+  config.learner.microbatch_tokens = 21_760
   config.learner.length_buckets = (256, 384, 680)
   config.evaluation.num_tasks = 0
   config.evaluation.inside_rollout = True

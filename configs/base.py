@@ -473,16 +473,19 @@ def _learner_section() -> ml_collections.ConfigDict:
   """Returns the options of the updates."""
   learner = ml_collections.ConfigDict()
   learner.minibatch_rows = 256  # rows per update; paper, ALFWorld
-  learner.microbatch_rows = 16  # rows in memory at once
+  # Tokens of a microbatch, the rows in memory at once, over all devices. At
+  # least one sequence per shard of the mesh's batch axes.
+  learner.microbatch_tokens = 40_960
   # An update with a non-finite loss or gradient is skipped. The run stops after
   # this many skipped updates in a row.
   learner.max_skipped_in_row = 5
   # Put rows with the same prompt into one update and compute the prompt once.
   learner.share_prompts = False
-  # Row lengths that the update is compiled for. The last one is always
-  # max_prompt_tokens + max_completion_tokens, and larger ones are ignored. ():
-  # half of this sum and the sum.
-  learner.length_buckets = (640, 1024, 1536, 2560)
+  # Lengths of sequences that the update is compiled for. A sequence holds
+  # several rows, and has the smallest length that fits the longest of them. The
+  # last length is always max_prompt_tokens + max_completion_tokens, and larger
+  # ones are ignored. (): half of this sum and the sum.
+  learner.length_buckets = (2560,)
   return learner
 
 

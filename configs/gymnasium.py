@@ -71,7 +71,7 @@ def _lake() -> ml_collections.ConfigDict:
   config.pool.num_workers = 4
   config.rollout.max_prompt_tokens = 1024
   config.rollout.prompt_buckets = (512, 1024)
-  config.learner.length_buckets = (640, 1024, 1536)
+  config.learner.length_buckets = (1536,)
   config.evaluation.split = 'valid'
   config.evaluation.num_tasks = 128
   return config

@@ -39,7 +39,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   if size == 'smoke':
     sizes.use_smoke(config)
   if size == '7b':
-    config.learner.microbatch_rows = 4
+    config.learner.microbatch_tokens = 18_432
   base.apply(config, changes)
   return config
 
@@ -71,8 +71,8 @@ def _released() -> ml_collections.ConfigDict:
   config.rollout.max_prompt_tokens = 4096  # code, search
   config.rollout.prompt_buckets = (512, 1024, 2048, 4096)
   config.learner.minibatch_rows = 512  # code, search
-  config.learner.microbatch_rows = 8
-  config.learner.length_buckets = (1024, 1536, 2560, 4608)
+  config.learner.microbatch_tokens = 36_864
+  config.learner.length_buckets = (2560, 4608)
   config.evaluation.split = 'test'
   config.evaluation.temperature = 0.0  # code, search
   return config

@@ -34,7 +34,7 @@ def use_tiny_policy(config: ml_collections.ConfigDict) -> None:
   config.loss.entropy_weight = 0.0
   config.optimizer.learning_rate = 2e-4
   config.learner.minibatch_rows = 256
-  config.learner.microbatch_rows = 16
+  config.learner.microbatch_tokens = 4096
   config.evaluation.num_tasks = 256
   # As in training: the paper's 0.4 raises the success of the warm start.
   config.evaluation.temperature = 1.0

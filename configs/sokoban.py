@@ -58,7 +58,7 @@ def _released() -> ml_collections.ConfigDict:
   config.rollout.max_prompt_tokens = 1024  # code, Sokoban
   config.rollout.prompt_buckets = (512, 1024)
   config.learner.minibatch_rows = 64  # code, Sokoban
-  config.learner.length_buckets = (768, 1024, 1536)
+  config.learner.length_buckets = (1536,)
   config.evaluation.split = 'valid'
   config.evaluation.num_tasks = 128  # code
   return config

@@ -60,7 +60,7 @@ def _tower() -> ml_collections.ConfigDict:
   config.pool.num_workers = 4
   config.rollout.max_prompt_tokens = 2048
   config.rollout.prompt_buckets = (512, 1024, 2048)
-  config.learner.length_buckets = (768, 1536, 2560)
+  config.learner.length_buckets = (2560,)
   config.evaluation.split = 'valid'
   config.evaluation.num_tasks = 128
   return config

@@ -60,7 +60,7 @@ def _games() -> ml_collections.ConfigDict:
   config.env.require_think = True
   config.pool.num_workers = 8
   config.rollout.max_prompt_tokens = 2048
-  config.learner.length_buckets = (768, 1024, 1536, 2560)
+  config.learner.length_buckets = (2560,)
   config.evaluation.split = 'valid'
   config.evaluation.num_tasks = 128
   return config

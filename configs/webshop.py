@@ -41,7 +41,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   if size == 'smoke':
     sizes.use_smoke(config)
   if size == '7b':
-    config.learner.microbatch_rows = 4
+    config.learner.microbatch_tokens = 18_432
   base.apply(config, changes)
   return config
 
@@ -69,8 +69,8 @@ def _paper() -> ml_collections.ConfigDict:
   config.rollout.max_prompt_tokens = 4096  # paper, WebShop
   config.rollout.prompt_buckets = (1024, 2048, 4096)
   config.learner.minibatch_rows = 64  # paper, WebShop
-  config.learner.microbatch_rows = 8
-  config.learner.length_buckets = (1536, 2560, 4608)
+  config.learner.microbatch_tokens = 36_864
+  config.learner.length_buckets = (2560, 4608)
   config.evaluation.split = 'test'  # goals 0 to 499
   config.sft.init = ''
   return config

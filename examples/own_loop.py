@@ -57,7 +57,7 @@ def make_learner(shape, devices) -> 'gigpo_jax.learner.Learner':
     loss=gigpo_jax.losses.PolicyGradient(kl_weight=0.0),
     optimizer=gigpo_jax.optimizer.AdamW(learning_rate=4e-4).make(),
     minibatch_rows=256,
-    microbatch_rows=8,
+    microbatch_tokens=8 * (PROMPT_TOKENS + COMPLETION_TOKENS),
     length_buckets=(PROMPT_TOKENS + COMPLETION_TOKENS,),
     max_completion_tokens=COMPLETION_TOKENS,
     temperature=1.0,

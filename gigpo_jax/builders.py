@@ -306,7 +306,7 @@ def _learner_sizes(config: ml_collections.ConfigDict) -> dict[str, Any]:
   length = rollouts.max_prompt_tokens + rollouts.max_completion_tokens
   return {
     'minibatch_rows': config.learner.minibatch_rows,
-    'microbatch_rows': config.learner.microbatch_rows,
+    'microbatch_tokens': config.learner.microbatch_tokens,
     'length_buckets': config_lib.buckets_up_to(
       config.learner.length_buckets, length
     ),

@@ -37,20 +37,13 @@ class Options:
   """Options of updates, `config.learner`; see configs/base.py."""
 
   minibatch_rows: int = options.number(256, low=1)
-  microbatch_rows: int = options.number(16, low=1)
+  microbatch_tokens: int = options.number(40960, low=1)
   max_skipped_in_row: int = options.number(5, low=1)
   share_prompts: bool = False
-  length_buckets: tuple[int, ...] = options.sizes(
-    (640, 1024, 1536, 2560), or_none=True
-  )
+  length_buckets: tuple[int, ...] = options.sizes((2560,), or_none=True)
 
   def __post_init__(self):
     options.check(self)
-    if self.microbatch_rows > self.minibatch_rows:
-      raise ValueError(
-        f'microbatch_rows={self.microbatch_rows}: larger than '
-        f'learner.minibatch_rows={self.minibatch_rows}; must divide it'
-      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,14 +71,15 @@ class Learner:
 
   Args:
     config: shape of the model.
-    mesh: device mesh; rows of a microbatch are sharded over `mesh.BATCH`.
+    mesh: device mesh; sequences of a microbatch are sharded over `mesh.BATCH`.
     loss: the loss of each token; see `token_batch.Loss`.
     optimizer: the optimizer; see `optimizer.AdamW`.
     minibatch_rows: maximum number of rows of an update; with shared prompts,
       the rows of the last prompt may exceed it.
-    microbatch_rows: number of rows of a microbatch; with shared prompts,
-      number of packs.
-    length_buckets: increasing lengths to which rows are padded.
+    microbatch_tokens: tokens of a microbatch, over all devices; see
+      `packing.shapes`.
+    length_buckets: increasing lengths of sequences. Rows are packed into
+      sequences of the smallest length that holds the longest of them.
     max_completion_tokens: C.
     temperature: temperature of log-probs and entropies.
     aggregation: one of `losses.AGGREGATIONS`.
@@ -98,8 +92,7 @@ class Learner:
     columns: names of the columns that `update` requires.
 
   Raises:
-    ValueError: if microbatch_rows does not fit the mesh, or the aggregation
-      is unknown.
+    ValueError: if the aggregation is unknown.
   """
 
   def __init__(  # noqa: PLR0913
@@ -110,7 +103,7 @@ class Learner:
     loss: token_batch.Loss,
     optimizer: optax.GradientTransformation,
     minibatch_rows: int,
-    microbatch_rows: int,
+    microbatch_tokens: int,
     length_buckets: Sequence[int],
     max_completion_tokens: int,
     temperature: float = 1.0,
@@ -118,31 +111,23 @@ class Learner:
     share_prompts: bool = False,
     seed: int = 0,
   ):
-    row_shards = mesh_lib.batch_shards(mesh)
-    if microbatch_rows % row_shards:
-      raise ValueError(
-        f'learner.microbatch_rows={microbatch_rows}: rows are sharded over the '
-        f'mesh axes {", ".join(mesh_lib.BATCH)}; must be a multiple of '
-        f'{row_shards}'
-      )
     losses.row_weights(np.ones(1, np.int32), 1, aggregation)
     loss = losses.replace_old(loss)
     self._mesh = mesh
     self.columns = tuple(loss.columns)
     self._minibatch_rows = minibatch_rows
     self._packer = packing.Packer(
-      microbatch_rows,
-      row_shards,
+      microbatch_tokens,
+      mesh_lib.batch_shards(mesh),
       length_buckets,
       max_completion_tokens,
       share=share_prompts,
     )
-    self._length_buckets = tuple(length_buckets)
     self._max_completion = max_completion_tokens
     self._aggregation = aggregation
     self._seed = seed
     self._programs = learner_programs.LearnerPrograms(
-      config, mesh, loss, optimizer, temperature
+      config, mesh, loss, optimizer, temperature, tree=share_prompts
     )
     self.base: dict = {}
 
@@ -176,17 +161,20 @@ class Learner:
     See `LearnerPrograms.lower`. They are those of the longest bucket. The
     mesh's devices need not exist.
     """
-    return self._programs.lower(self._empty_arrays(self._length_buckets[-1]))
+    shape = max(self._packer.shapes, key=lambda s: (s.length, s.sequences))
+    return self._programs.lower(self._empty_arrays(shape))
 
-  def _warm_up_calls(self, has_reference: bool) -> list[tuple[str, int]]:
-    """Returns (call, length) of each program to compile, in order."""
+  def _warm_up_calls(
+    self, has_reference: bool
+  ) -> list[tuple[str, packing.Shape | None]]:
+    """Returns (call, shape) of each program to compile, in order."""
     names = ['outputs', 'accumulate']
     if has_reference:
       names.insert(1, 'reference outputs')
-    per_length = [
-      (name, length) for length in self._length_buckets for name in names
+    per_shape = [
+      (name, shape) for shape in self._packer.shapes for name in names
     ]
-    return [('zeros', 0), *per_length, ('apply', 0)]
+    return [('zeros', None), *per_shape, ('apply', None)]
 
   def num_programs(self, *, reference: bool = False) -> int:
     """Returns the number of programs that `warm_up` compiles."""
@@ -210,15 +198,15 @@ class Learner:
     """
     run = self._programs.run
     with jax.set_mesh(self._mesh):
-      for name, length in self._warm_up_calls(reference is not None):
+      for name, shape in self._warm_up_calls(reference is not None):
         if name == 'zeros':
           grads, sums = run('zeros', state.params, np.float32(0))
         elif name == 'outputs':
-          self._run_outputs(state.params, self._packer.empty(length))
+          self._run_outputs(state.params, self._packer.empty(shape))
         elif name == 'reference outputs':
-          self._run_outputs(reference, self._packer.empty(length))
+          self._run_outputs(reference, self._packer.empty(shape))
         elif name == 'accumulate':
-          arrays = mesh_lib.place_rows(self._mesh, self._empty_arrays(length))
+          arrays = mesh_lib.place_rows(self._mesh, self._empty_arrays(shape))
           grads, sums = run(
             'accumulate',
             state.params,
@@ -421,11 +409,11 @@ class Learner:
     )
     return weights
 
-  def _empty_arrays(self, length: int) -> dict[str, Any]:
-    """Returns the arrays of an empty microbatch of a length bucket."""
+  def _empty_arrays(self, shape: packing.Shape) -> dict[str, Any]:
+    """Returns the arrays of an empty microbatch."""
     row = np.zeros(1, np.float32)
     columns = dict.fromkeys(self.columns, row)
-    return _gather(self._packer.empty(length), columns, row)
+    return _gather(self._packer.empty(shape), columns, row)
 
 
 def _gather(

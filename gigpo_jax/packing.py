@@ -1,15 +1,19 @@
 """Pack rows into microbatches: arrays of few shapes for compiled programs.
 
-A pack is a prompt and some of its completions: [prompt, completion, ..].
-Without sharing, a pack is one row. With sharing, rows with the same prompt form
-one pack, so the prompt is computed once. The completion tokens, on which losses
-are computed, are also listed separately, without gaps within each shard of the
-packs. Logits are computed for these tokens only. This module uses numpy only.
+A sequence of a microbatch holds several packs, one after another. A pack is a
+prompt and some of its completions: [prompt, completion, ..]. Without sharing, a
+pack is one row. With sharing, rows with the same prompt form one pack, so the
+prompt is computed once. Tokens of different packs, and of different completions
+of a pack, do not attend to each other; see `attention.Segments`. The completion
+tokens, on which losses are computed, are also listed separately, without gaps
+within each shard of the sequences. Logits are computed for these tokens only.
+This module uses numpy only.
 
-Shapes: **R** rows, **B** packs, **L** tokens of a pack, **S** shards of the
-packs, **N** completion tokens of a shard.
+Shapes: **R** rows, **B** sequences, **L** tokens of a sequence, **S** shards of
+the sequences, **N** completion tokens of a shard.
 """
 
+import bisect
 import dataclasses
 from collections.abc import Iterator, Sequence
 
@@ -18,8 +22,12 @@ from jaxtyping import Bool, Int
 
 from gigpo_jax import batch
 
-# Completions of maximum length that fit into a shared pack.
-_SHARED_COMPLETIONS = 4
+# Completions of maximum length that fit into a sequence, without and with
+# sharing.
+_COMPLETIONS, _SHARED_COMPLETIONS = 2, 4
+# Ratio between the numbers of sequences of two shapes of a length, and the
+# smallest number of sequences of a shard for which there is a smaller shape.
+_SHAPE_RATIO, _MIN_DIVIDED = 4, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +36,11 @@ class Microbatch:
 
   Attributes:
     rows: indices of the rows in the batch.
-    tokens: tokens of the packs, padded right.
-    positions: position of each token in its row; None: 0, 1, ..
-    branches: 0 for a prompt, 1, 2, .. for its completions; None: all are 0.
+    tokens: tokens of the sequences, padded right.
+    positions: position of each token in its row.
+    ends: index in the sequence at which the pack ends, for tokens of a prompt,
+      or at which the completion ends: the tokens before it, after this token,
+      attend to this token. L for padding.
     before: index of the token that precedes each completion token, into the
       B / S * L tokens of its shard.
     targets: the completion tokens.
@@ -42,8 +52,8 @@ class Microbatch:
 
   rows: Int[np.ndarray, ' R']
   tokens: Int[np.ndarray, 'B L']
-  positions: Int[np.ndarray, 'B L'] | None
-  branches: Int[np.ndarray, 'B L'] | None
+  positions: Int[np.ndarray, 'B L']
+  ends: Int[np.ndarray, 'B L']
   before: Int[np.ndarray, 'S N']
   targets: Int[np.ndarray, 'S N']
   row: Int[np.ndarray, 'S N']
@@ -53,16 +63,15 @@ class Microbatch:
 
   def inputs(self) -> dict[str, np.ndarray]:
     """Returns the arrays that a compiled program takes."""
-    arrays = {
+    return {
       'tokens': self.tokens,
+      'positions': self.positions,
+      'ends': self.ends,
       'before': self.before,
       'targets': self.targets,
       'mask': self.mask,
       'row_ids': self.local_rows,
     }
-    if self.branches is not None:
-      arrays |= {'positions': self.positions, 'branches': self.branches}
-    return arrays
 
   def gather(self, values: np.ndarray) -> np.ndarray:
     """Gathers values of rows, [R] or [R, C], for each token, [S, N].
@@ -83,29 +92,67 @@ class Microbatch:
     into[self.row[self.mask], self.column[self.mask]] = values[self.mask]
 
 
+@dataclasses.dataclass(frozen=True)
+class Shape:
+  """The shape of a microbatch: B sequences of L tokens."""
+
+  sequences: int
+  length: int
+
+
+def shapes(
+  max_tokens: int, shards: int, length_buckets: Sequence[int]
+) -> tuple[Shape, ...]:
+  """Returns the shapes of microbatches.
+
+  For each length, the largest shape has as many sequences as fit into
+  `max_tokens`, at least one per shard. If it has many, smaller shapes for the
+  last rows of a mini-batch save padding.
+
+  Args:
+    max_tokens: tokens of a microbatch, over all shards.
+    shards: S.
+    length_buckets: accepted values of L, ascending.
+  """
+  result = []
+  for length in length_buckets:
+    per_shard = max(max_tokens // (length * shards), 1)
+    result.append(Shape(per_shard * shards, length))
+    while per_shard >= _MIN_DIVIDED:
+      per_shard //= _SHAPE_RATIO
+      result.append(Shape(per_shard * shards, length))
+  return tuple(result)
+
+
 class Packer:
   """Packs rows into microbatches of few shapes.
 
   Args:
-    size: B, packs of a microbatch.
-    shards: S, a divisor of `size`.
+    max_tokens: tokens of a microbatch; see `shapes`.
+    shards: S.
     length_buckets: accepted values of L, ascending.
     max_completion_tokens: longest completion of a row.
     share: whether rows with the same prompt form one pack.
+
+  Attributes:
+    shapes: the shapes of microbatches; see `shapes`.
   """
 
   def __init__(
     self,
-    size: int,
+    max_tokens: int,
     shards: int,
     length_buckets: Sequence[int],
     max_completion_tokens: int,
     *,
     share: bool = False,
   ):
-    self._size, self._shards = size, shards
+    self.shapes = shapes(max_tokens, shards, length_buckets)
+    self._shards = shards
     self._buckets = tuple(length_buckets)
-    limit = max_completion_tokens * (_SHARED_COMPLETIONS if share else 1)
+    limit = max_completion_tokens * (
+      _SHARED_COMPLETIONS if share else _COMPLETIONS
+    )
     self._max_targets = {length: min(limit, length) for length in self._buckets}
     self._share = share
     self.reset_metrics()
@@ -113,7 +160,7 @@ class Packer:
   def microbatches(
     self, rows: batch.Rows, index: np.ndarray
   ) -> Iterator[Microbatch]:
-    """Yields microbatches of packs of similar length, the longest first.
+    """Yields microbatches of the rows, the longest rows first.
 
     Args:
       rows: rows of an iteration.
@@ -128,19 +175,23 @@ class Packer:
         f'learner.length_buckets={self._buckets}: a row has {longest} tokens; '
         f'the last bucket must be at least {longest}'
       )
-    packs = [
-      pack
-      for members in self.prompt_groups(rows, index)
-      for pack in self._pack(rows, members)
-    ]
-    lengths = np.array([_length(rows, pack) for pack in packs])
-    order = np.argsort(-lengths, kind='stable')
-    for start in range(0, len(packs), self._size):
-      chosen = [packs[n] for n in order[start : start + self._size]]
-      length = lengths[order[start]]
-      yield self._build(
-        rows, chosen, next(b for b in self._buckets if b >= length)
-      )
+    packs = _Packs(
+      [
+        _measure(rows, pack)
+        for members in self.prompt_groups(rows, index)
+        for pack in self._pack(rows, members)
+      ]
+    )
+    while packs:
+      length = next(b for b in self._buckets if b >= packs.longest)
+      sizes = [s.sequences for s in self.shapes if s.length == length]
+      sequences = []
+      while packs and len(sequences) < sizes[0]:
+        sequences.append(packs.take(length, self._max_targets[length]))
+      while sequences:
+        count = _next_size(sizes, len(sequences))
+        chosen, sequences = sequences[:count], sequences[count:]
+        yield self._build(rows, chosen, Shape(count, length))
 
   def prompt_groups(
     self, rows: batch.Rows, index: np.ndarray
@@ -172,9 +223,9 @@ class Packer:
     self.reset_metrics()
     return metrics
 
-  def empty(self, length: int) -> Microbatch:
-    """Returns a microbatch of padding with packs of `length` tokens."""
-    return self._build(None, [], length)
+  def empty(self, shape: Shape) -> Microbatch:
+    """Returns a microbatch of padding."""
+    return self._build(None, [], shape)
 
   def _pack(self, rows: batch.Rows, members: np.ndarray) -> list[list[int]]:
     """Splits rows with the same prompt into packs that fit the last bucket."""
@@ -192,56 +243,149 @@ class Packer:
       used = total
     return packs
 
-  def _build(self, rows, packs: list[list[int]], length: int) -> Microbatch:
-    """Returns a microbatch of the packs, padded to `length` tokens each."""
-    packs_per_shard = self._size // self._shards
-    tokens = np.zeros((self._size, length), np.int32)
-    positions, branches = tokens.copy(), tokens.copy()
-    capacity = packs_per_shard * self._max_targets[length]
-    # The fields before, targets, row and column.
-    lists = np.zeros((4, self._shards, capacity), np.int32)
-    local_rows = np.zeros((self._shards, capacity), np.int32)
-    row_counts = np.zeros(self._shards, np.int32)
-    mask = np.zeros((self._shards, capacity), bool)
-    token_counts = np.zeros(self._shards, np.int64)
-    for b, pack in enumerate(packs):
-      shard, offset = b // packs_per_shard, (b % packs_per_shard) * length
-      prompt = int(rows.prompt_lengths[pack[0]])
-      tokens[b, :prompt] = rows.tokens[pack[0], :prompt]
-      positions[b, :prompt] = np.arange(prompt)
-      end = prompt
-      for branch, r in enumerate(pack, 1):
-        count = int(rows.lengths[r]) - prompt
-        ids = rows.tokens[r, prompt : prompt + count]
-        columns = np.arange(count)
-        tokens[b, end : end + count] = ids
-        positions[b, end : end + count] = prompt + columns
-        branches[b, end : end + count] = branch
-        before = end + columns - 1
-        # The first token follows the prompt, not the previous completion.
-        before[:1] = prompt - 1
-        n = token_counts[shard]
-        entries = np.stack([offset + before, ids, np.full(count, r), columns])
-        lists[:, shard, n : n + count] = entries
-        mask[shard, n : n + count] = True
-        local_rows[shard, n : n + count] = row_counts[shard]
-        row_counts[shard] += 1
-        token_counts[shard] += count
-        end += count
-      self._tokens += end
-      self._saved += prompt * (len(pack) - 1)
-    self._padded += tokens.size
+  def _build(
+    self, rows: batch.Rows | None, sequences: list[list['_Pack']], shape: Shape
+  ) -> Microbatch:
+    """Returns a microbatch of sequences, which may be fewer than the shape's.
+
+    The sequences are dealt to the shards in turn, because the first ones hold
+    the longest rows.
+    """
+    per_shard = shape.sequences // self._shards
+    arrays = _Arrays(
+      shape, self._shards, per_shard * self._max_targets[shape.length]
+    )
+    for n, packs in enumerate(sequences):
+      row, shard = divmod(n, self._shards)
+      start = 0
+      for pack in packs:
+        arrays.add(rows, pack, shard, row, start)
+        start += pack.length
+        prompt = rows.prompt_lengths[pack.rows[0]]
+        self._saved += int(prompt) * (len(pack.rows) - 1)
+      self._tokens += start
+    self._padded += arrays.tokens.size
+    return arrays.microbatch()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pack:
+  """Rows that share a prompt, with the pack's tokens and completion tokens."""
+
+  rows: list[int]
+  length: int
+  targets: int
+
+
+def _measure(rows: batch.Rows, pack: list[int]) -> _Pack:
+  prompt = int(rows.prompt_lengths[pack[0]])
+  targets = int((rows.lengths[pack] - prompt).sum())
+  return _Pack(pack, prompt + targets, targets)
+
+
+class _Packs:
+  """Packs that wait for a sequence, sorted by length."""
+
+  def __init__(self, packs: list[_Pack]):
+    # The stable order makes the microbatches a function of the rows.
+    self._packs = sorted(packs, key=lambda pack: pack.length)
+    self._lengths = [pack.length for pack in self._packs]
+
+  def __bool__(self) -> bool:
+    return bool(self._packs)
+
+  @property
+  def longest(self) -> int:
+    return self._lengths[-1]
+
+  def take(self, length: int, targets: int) -> list[_Pack]:
+    """Removes and returns packs for a sequence: always the longest that fits.
+
+    Args:
+      length: tokens of the sequence.
+      targets: completion tokens of the sequence.
+    """
+    taken = []
+    n = len(self._packs)
+    while (n := bisect.bisect_right(self._lengths, length, hi=n) - 1) >= 0:
+      if self._packs[n].targets <= targets:
+        taken.append(self._packs.pop(n))
+        length -= self._lengths.pop(n)
+        targets -= taken[-1].targets
+    return taken
+
+
+def _next_size(sizes: Sequence[int], count: int) -> int:
+  """Returns the number of sequences of the next microbatch.
+
+  Args:
+    sizes: the accepted numbers, descending.
+    count: sequences that wait.
+
+  Returns:
+    The largest number whose shape would not be cheaper as smaller ones.
+  """
+  smallest = sizes[-1]
+  needed = -(-count // smallest) * smallest
+  return next((size for size in sizes if size <= needed), smallest)
+
+
+class _Arrays:
+  """The arrays of a microbatch, filled one pack at a time."""
+
+  def __init__(self, shape: Shape, shards: int, capacity: int):
+    self._per_shard = shape.sequences // shards
+    self.tokens = np.zeros((shape.sequences, shape.length), np.int32)
+    self._positions = self.tokens.copy()
+    self._ends = np.full_like(self.tokens, shape.length)
+    # The fields before, targets, row, column and local_rows.
+    self._lists = np.zeros((5, shards, capacity), np.int32)
+    self._mask = np.zeros((shards, capacity), bool)
+    self._num_rows = np.zeros(shards, np.int32)
+    self._num_targets = np.zeros(shards, np.int64)
+    self._rows: list[int] = []
+
+  def add(
+    self, rows: batch.Rows, pack: _Pack, shard: int, row: int, start: int
+  ) -> None:
+    """Writes a pack into sequence `row` of a shard, from index `start` on."""
+    b, offset = shard * self._per_shard + row, row * self.tokens.shape[1]
+    first = pack.rows[0]
+    prompt = int(rows.prompt_lengths[first])
+    end = start + prompt
+    self.tokens[b, start:end] = rows.tokens[first, :prompt]
+    self._positions[b, start:end] = np.arange(prompt)
+    self._ends[b, start:end] = start + pack.length
+    for r in pack.rows:
+      count = int(rows.lengths[r]) - prompt
+      ids = rows.tokens[r, prompt : prompt + count]
+      columns = np.arange(count)
+      here = slice(end, end + count)
+      self.tokens[b, here] = ids
+      self._positions[b, here] = prompt + columns
+      self._ends[b, here] = end + count
+      before = offset + end + columns - 1
+      # The first token follows the prompt, not the previous completion.
+      before[:1] = offset + start + prompt - 1
+      n = self._num_targets[shard]
+      entries = (before, ids, r, columns, self._num_rows[shard])
+      for array, values in zip(self._lists, entries, strict=True):
+        array[shard, n : n + count] = values
+      self._mask[shard, n : n + count] = True
+      self._num_targets[shard] += count
+      self._num_rows[shard] += 1
+      self._rows.append(r)
+      end += count
+
+  def microbatch(self) -> Microbatch:
+    """Returns the microbatch."""
+    *lists, local_rows = self._lists
     return Microbatch(
-      np.array([r for pack in packs for r in pack], np.int64),
-      tokens,
-      positions if self._share else None,
-      branches if self._share else None,
+      np.array(self._rows, np.int64),
+      self.tokens,
+      self._positions,
+      self._ends,
       *lists,
-      mask,
+      self._mask,
       local_rows,
     )
-
-
-def _length(rows: batch.Rows, pack: list[int]) -> int:
-  prompt = rows.prompt_lengths[pack[0]]
-  return int(prompt + (rows.lengths[pack] - prompt).sum())

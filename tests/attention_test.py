@@ -1,4 +1,4 @@
-"""Tests of attention: all implementations, and rows with several branches."""
+"""Tests of attention: all implementations, and sequences of several texts."""
 
 import jax
 import jax.numpy as jnp
@@ -42,19 +42,23 @@ def test_attention_is_causal(implementation, length):
   np.testing.assert_allclose(output, _reference(q, k, v, seen), atol=2e-6)
 
 
-@pytest.mark.parametrize('length', [5, 130])
-def test_cudnn_attention_is_causal(monkeypatch, length):
-  """Runs cuDNN on a GPU, and JAX's own implementation elsewhere."""
-  on_gpu = jax.default_backend() == 'gpu'
+def _fake_cudnn(monkeypatch):
+  """Replaces cuDNN by JAX's own implementation; returns the list of calls."""
   original, requested = jax.nn.dot_product_attention, []
 
   def fake_attention(*args, implementation, **kwargs):
     requested.append(implementation)
-    return original(
-      *args, implementation='cudnn' if on_gpu else 'xla', **kwargs
-    )
+    return original(*args, implementation='xla', **kwargs)
 
   monkeypatch.setattr(jax.nn, 'dot_product_attention', fake_attention)
+  return requested
+
+
+@pytest.mark.parametrize('length', [5, 130])
+def test_cudnn_attention_is_causal(monkeypatch, length):
+  """Runs cuDNN on a GPU, and JAX's own implementation elsewhere."""
+  on_gpu = jax.default_backend() == 'gpu'
+  requested = [] if on_gpu else _fake_cudnn(monkeypatch)
   dtype = jnp.bfloat16 if on_gpu else jnp.float32
   q, k, v = (x.astype(dtype) for x in _arrays(length))
   output = attention.self_attention(q, k, v, implementation='cudnn')
@@ -64,7 +68,7 @@ def test_cudnn_attention_is_causal(monkeypatch, length):
     _reference(q, k, v, seen),
     atol=2e-2 if on_gpu else 2e-6,
   )
-  assert requested == ['cudnn']
+  assert on_gpu or requested == ['cudnn']
 
 
 def test_gradients_of_the_kernel_equal_those_of_xla():
@@ -97,16 +101,52 @@ def test_the_kernel_runs_on_each_device_of_a_mesh():
   np.testing.assert_allclose(output, alone, atol=2e-6)
 
 
-# The longer row exceeds a block of queries, so completions start inside one.
-@pytest.mark.parametrize('length', [11, 90])
-def test_completions_attend_to_their_prompt_and_themselves(length):
-  q, k, v = _arrays(length)
+def _segments(length, *, tree):
+  """Returns sequences of texts, and which tokens attend to which, by hand."""
   third = length // 3
-  branches = np.zeros((2, length), np.int32)
-  branches[0, third:], branches[0, 2 * third :] = 1, 2
-  branches[1, third + 1 :] = 1
-  causal = np.tril(np.ones((length, length), bool))
-  same = branches[:, None] == branches[:, :, None]
-  seen = causal & (same | (branches[:, None] == 0))
-  output = attention.self_attention(q, k, v, jnp.asarray(branches))
-  np.testing.assert_allclose(output, _reference(q, k, v, seen), atol=2e-6)
+  ends = np.full((2, length), length, np.int32)
+  seen = np.tril(np.ones((2, length, length), bool))
+  # Two texts, or a prompt with two completions.
+  ends[0, : 2 * third] = 2 * third
+  seen[0, 2 * third :, : 2 * third] = False
+  if tree:
+    ends[0, :third] = length
+    seen[0, 2 * third :, :third] = True
+  # A short text, and padding.
+  ends[1, :third] = third
+  seen[1, third:, :third] = False
+  return attention.Segments(jnp.asarray(ends), tree=tree), seen
+
+
+# The longer sequences exceed a block of queries, so that texts start inside it.
+@pytest.mark.parametrize('length', [11, 90, 300])
+@pytest.mark.parametrize('tree', [False, True])
+@pytest.mark.parametrize('implementation', ['xla', 'splash', 'cudnn'])
+def test_texts_attend_to_themselves(monkeypatch, implementation, tree, length):
+  if jax.default_backend() != 'gpu':
+    _fake_cudnn(monkeypatch)
+  arrays = _arrays(length)
+  segments, seen = _segments(length, tree=tree)
+  output = attention.self_attention(
+    *arrays, segments, implementation=implementation, interpret=True
+  )
+  np.testing.assert_allclose(output, _reference(*arrays, seen), atol=2e-6)
+
+
+@pytest.mark.parametrize('tree', [False, True])
+def test_gradients_of_the_kernel_with_several_texts(tree):
+  arrays = _arrays(140)
+  segments, _ = _segments(140, tree=tree)
+  weights = jnp.asarray(np.random.default_rng(1).normal(size=arrays[0].shape))
+
+  def gradients(implementation):
+    def loss(q, k, v):
+      output = attention.self_attention(
+        q, k, v, segments, implementation=implementation, interpret=True
+      )
+      return jnp.sum(output * weights)
+
+    return jax.grad(loss, argnums=(0, 1, 2))(*arrays)
+
+  for a, b in zip(gradients('splash'), gradients('xla'), strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5)

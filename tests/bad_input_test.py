@@ -99,7 +99,7 @@ FIELDS = (
   _field('optimizer.weight_decay', -1.0, 'at least 0'),
   _field('optimizer.max_grad_norm', 0.0, 'above 0'),
   _field('optimizer.decay_updates', -1, 'at least 0'),
-  _field('learner.microbatch_rows', 1024, 'must divide it'),
+  _field('learner.microbatch_tokens', 0, 'at least 1'),
   _field('learner.max_skipped_in_row', 0, 'at least 1'),
   _field('lora.rank', -1, 'at least 0'),
   _field('lora.targets', ('q', 'w'), 'must be one or more of'),

@@ -90,7 +90,7 @@ def _refusal(**changes) -> str:
     ('rollout.horizon', ((0, 0),), 'turns of at least 1'),
     ('loss.old_log_probs', 'none', 'must be one of learner, sampler, auto'),
     ('loss.kl_weight', -0.1, 'at least 0'),
-    ('learner.microbatch_rows', 1024, 'must divide it'),
+    ('learner.microbatch_tokens', 0, 'at least 1'),
     ('mesh.tensor', 0, 'must be at least 1, or -1'),
     ('mesh.data', -1, 'at most one axis may be -1'),
     ('model.dtype', 'float16', 'must be one of bfloat16, float32'),

@@ -33,7 +33,7 @@ def make_critic():
     value_clip=0.5,
     optimizer=optimizer.AdamW(1e-2).make(),
     minibatch_rows=8,
-    microbatch_rows=4,
+    microbatch_tokens=48,
     length_buckets=(12,),
     max_completion_tokens=C,
   )

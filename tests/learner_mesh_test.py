@@ -104,7 +104,7 @@ def test_row_ratios_do_not_depend_on_packing():
   expected, _ = step(sgd(loss=ROW_LOSS), rows)
   for changes in (
     {'share_prompts': True, 'length_buckets': (16, 32)},
-    {'microbatch_rows': 3},
+    {'microbatch_tokens': 48},
     {'devices': make_mesh(data=2, fsdp=2)},
   ):
     actual, _ = step(sgd(loss=ROW_LOSS, **changes), rows)

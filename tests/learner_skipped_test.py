@@ -55,7 +55,7 @@ def test_non_finite_loss_with_finite_gradient_is_skipped():
 
 def test_consecutive_skipped_updates_are_counted():
   subject = make_learner(
-    loss=INFINITE_LOSS, minibatch_rows=2, microbatch_rows=2
+    loss=INFINITE_LOSS, minibatch_rows=2, microbatch_tokens=32
   )
   rows = make_rows()
   order = np.concatenate(subject._minibatches(rows, 0))

@@ -16,7 +16,6 @@ from tiny_learner import (
   C,
   assert_trees_close,
   make_learner,
-  make_mesh,
   make_rows,
   params,
   sgd,
@@ -24,7 +23,7 @@ from tiny_learner import (
   step,
 )
 
-from gigpo_jax import losses, optimizer, token_batch
+from gigpo_jax import losses, optimizer, packing, token_batch
 from gigpo_jax.models import parameters, qwen
 
 
@@ -91,7 +90,7 @@ GOLDEN = {
   'update/count': 2.0,
   'update/tokens': 37.0,
   'packs/tokens': 74.0,
-  'packs/padding': 1 - 74 / 256,
+  'packs/padding': 1 - 74 / 128,
   'packs/shared_tokens': 0.0,
 }
 
@@ -106,14 +105,14 @@ def test_golden_metrics():
 
 
 @pytest.mark.parametrize('aggregation', losses.AGGREGATIONS)
-@pytest.mark.parametrize('microbatch_rows', [1, 3])
+@pytest.mark.parametrize('microbatch_tokens', [16, 48])
 def test_microbatch_size_does_not_change_the_update(
-  aggregation, microbatch_rows
+  aggregation, microbatch_tokens
 ):
   rows = make_rows()
   single, single_metrics = step(sgd(aggregation=aggregation), rows)
   many, many_metrics = step(
-    sgd(aggregation=aggregation, microbatch_rows=microbatch_rows), rows
+    sgd(aggregation=aggregation, microbatch_tokens=microbatch_tokens), rows
   )
   assert_trees_close(single.params, many.params, 1e-6)
   for metrics in (single_metrics, many_metrics):
@@ -137,13 +136,35 @@ def test_gradients_accumulated_in_place_are_equal(config, shared):
   assert qwen.adds_in_place(in_place) and not qwen.adds_in_place(config)
   rows, results = make_rows(), []
   for subject in (
-    sgd(config=c, microbatch_rows=2, share_prompts=shared)
+    sgd(config=c, microbatch_tokens=32, share_prompts=shared)
     for c in (config, in_place)
   ):
     results.append(step(subject, rows, state=start(subject, config)))
   (expected, expected_metrics), (actual, actual_metrics) = results
   assert_trees_close(expected.params, actual.params, 1e-6)
   assert actual_metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize('share', [False, True])
+def test_packed_gradients_equal_those_of_one_row_per_sequence(
+  monkeypatch, share
+):
+  rows = make_rows(24)
+  plain = {'length_buckets': (16,), 'microbatch_tokens': 64}
+  packed, metrics = step(
+    sgd(length_buckets=(24,), microbatch_tokens=48, share_prompts=share), rows
+  )
+  take = packing._Packs.take
+
+  def take_one(self, length, targets):
+    first = take(self, self.longest, targets)
+    assert len(first) == 1
+    return first
+
+  monkeypatch.setattr(packing._Packs, 'take', take_one)
+  alone, alone_metrics = step(sgd(**plain), rows)
+  assert metrics['packs/padding'] < alone_metrics['packs/padding'] - 0.05
+  assert_trees_close(packed.params, alone.params, 1e-6)
 
 
 def test_update_holds_one_copy_of_the_gradients():
@@ -190,7 +211,7 @@ def test_prompt_and_padding_tokens_carry_no_gradient():
 
 
 def test_nothing_compiles_after_warm_up():
-  subject = make_learner.__wrapped__(minibatch_rows=5, microbatch_rows=4)
+  subject = make_learner.__wrapped__(minibatch_rows=5, microbatch_tokens=256)
   state = subject.init(params())
   before = jax.device_get(state.params)
   advances = []
@@ -208,7 +229,7 @@ def test_nothing_compiles_after_warm_up():
 
 def test_log_probs_match_the_model_at_the_temperature():
   rows = make_rows()
-  actual = make_learner(temperature=0.7, microbatch_rows=3).log_probs(
+  actual = make_learner(temperature=0.7, microbatch_tokens=48).log_probs(
     params(), rows
   )
   assert actual.dtype == np.float32
@@ -310,8 +331,6 @@ def test_importance_scales_the_surrogate():
 def test_rejected_arguments():
   with pytest.raises(ValueError, match='aggregation=sum: unknown; must be'):
     make_learner(aggregation='sum')
-  with pytest.raises(ValueError, match='microbatch_rows=6: .* multiple of 8'):
-    make_learner(devices=make_mesh(8), microbatch_rows=6)
   with pytest.raises(ValueError, match='length_buckets=.8,.: a row has'):
     step(make_learner(length_buckets=(8,)), make_rows())
 

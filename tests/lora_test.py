@@ -123,7 +123,7 @@ def _learner(config=CONFIG, **axes):
     loss=losses.Supervised(),
     optimizer=optax.sgd(1.0),
     minibatch_rows=8,
-    microbatch_rows=4,
+    microbatch_tokens=48,
     length_buckets=(12,),
     max_completion_tokens=4,
   )

@@ -1,4 +1,4 @@
-"""Tests of packs: by hand, and compared with the rows they contain."""
+"""Tests of packing: by hand, and compared with the rows that are packed."""
 
 import numpy as np
 import pytest
@@ -6,30 +6,53 @@ import pytest
 from gigpo_jax import batch, packing
 
 
-def _rows(prompts, completions):
+def _rows(prompts, completions, longest_prompt=8, longest_completion=4):
   return batch.pack(
     [np.array(ids) for ids in prompts],
     [np.array(ids) for ids in completions],
-    max_prompt_tokens=8,
-    max_completion_tokens=4,
+    max_prompt_tokens=longest_prompt,
+    max_completion_tokens=longest_completion,
     row_multiple=4,
   )
 
 
-def test_a_pack_by_hand():
+def test_sequences_by_hand():
   rows = _rows([[5, 6], [7], [5, 6]], [[1, 2], [3], [4]])
-  packer = packing.Packer(2, 1, (4, 8), 4, share=True)
+  packer = packing.Packer(8, 1, (8,), 4)
+  microbatch, last = packer.microbatches(rows, np.arange(3))
+  # Rows of 4, 2 and 3 tokens: the longest first, then the longest that fits.
+  np.testing.assert_array_equal(microbatch.rows, [0, 2])
+  np.testing.assert_array_equal(microbatch.tokens, [[5, 6, 1, 2, 5, 6, 4, 0]])
+  np.testing.assert_array_equal(
+    microbatch.positions, [[0, 1, 2, 3, 0, 1, 2, 0]]
+  )
+  np.testing.assert_array_equal(microbatch.ends, [[4, 4, 4, 4, 7, 7, 7, 8]])
+  mask = microbatch.mask
+  np.testing.assert_array_equal(microbatch.before[mask], [1, 2, 5])
+  np.testing.assert_array_equal(microbatch.targets[mask], [1, 2, 4])
+  np.testing.assert_array_equal(microbatch.row[mask], [0, 0, 2])
+  np.testing.assert_array_equal(microbatch.column[mask], [0, 1, 0])
+  np.testing.assert_array_equal(microbatch.local_rows[mask], [0, 0, 1])
+  np.testing.assert_array_equal(last.rows, [1])
+
+
+def test_shared_prompts_by_hand():
+  rows = _rows([[5, 6], [7], [5, 6]], [[1, 2], [3], [4]])
+  packer = packing.Packer(16, 1, (4, 8), 4, share=True)
   (microbatch,) = packer.microbatches(rows, np.arange(3))
   np.testing.assert_array_equal(microbatch.rows, [0, 2, 1])
   np.testing.assert_array_equal(
-    microbatch.tokens, [[5, 6, 1, 2, 4, 0, 0, 0], [7, 3, 0, 0, 0, 0, 0, 0]]
+    microbatch.tokens, [[5, 6, 1, 2, 4, 7, 3, 0], [0] * 8]
   )
-  np.testing.assert_array_equal(microbatch.positions[0, :5], [0, 1, 2, 3, 2])
-  np.testing.assert_array_equal(microbatch.branches[0, :5], [0, 0, 1, 1, 2])
+  np.testing.assert_array_equal(
+    microbatch.positions[0], [0, 1, 2, 3, 2, 0, 1, 0]
+  )
+  # Both completions see the prompt, which ends with the pack.
+  np.testing.assert_array_equal(microbatch.ends[0], [5, 5, 4, 4, 5, 7, 7, 8])
   # Each completion's first token is preceded by the last of its prompt.
   assert microbatch.mask.sum() == 4
   np.testing.assert_array_equal(
-    microbatch.before[microbatch.mask], [1, 2, 1, 8]
+    microbatch.before[microbatch.mask], [1, 2, 1, 5]
   )
   np.testing.assert_array_equal(
     microbatch.targets[microbatch.mask], [1, 2, 4, 3]
@@ -51,8 +74,10 @@ def test_a_pack_by_hand():
 
 
 @pytest.mark.parametrize('share', [False, True])
-@pytest.mark.parametrize(('size', 'shards'), [(4, 1), (4, 2), (2, 2), (1, 1)])
-def test_every_completion_token_is_packed_once(share, size, shards):
+@pytest.mark.parametrize(
+  ('max_tokens', 'shards'), [(48, 1), (48, 2), (1, 2), (12, 1), (200, 1)]
+)
+def test_every_completion_token_is_packed_once(share, max_tokens, shards):
   rng = np.random.default_rng(0)
   prompts = [rng.integers(9, size=rng.integers(1, 9)) for _ in range(5)]
   rows = _rows(
@@ -60,23 +85,18 @@ def test_every_completion_token_is_packed_once(share, size, shards):
     [rng.integers(9, size=rng.integers(1, 5)) for _ in range(23)],
   )
   index = np.flatnonzero(rows.real)[3:]
-  packer = packing.Packer(size, shards, (6, 12), 4, share=share)
+  packer = packing.Packer(max_tokens, shards, (6, 12), 4, share=share)
   seen = np.zeros((len(rows.groups), 4))
   ids = np.zeros((len(rows.groups), 4), np.int32)
   for microbatch in packer.microbatches(rows, index):
-    assert microbatch.tokens.shape[0] == size
+    assert packing.Shape(*microbatch.tokens.shape) in packer.shapes
     microbatch.scatter(microbatch.targets, ids)
     microbatch.scatter(
       np.ones(microbatch.mask.shape), into := np.zeros_like(seen)
     )
     seen += into
-    # `before` points at the preceding token of the same row.
-    flat = microbatch.tokens.reshape(shards, -1)
     for shard, n in zip(*np.nonzero(microbatch.mask), strict=True):
-      row = microbatch.row[shard, n]
-      position = rows.prompt_lengths[row] + microbatch.column[shard, n]
-      before = flat[shard, microbatch.before[shard, n]]
-      assert before == rows.tokens[row, position - 1]
+      _check_text(rows, microbatch, shard, n)
   expected = rows.completion_mask.copy()
   expected[:3] = False
   np.testing.assert_array_equal(seen, expected)
@@ -85,7 +105,79 @@ def test_every_completion_token_is_packed_once(share, size, shards):
     np.testing.assert_array_equal(ids[r, : len(completion)], completion)
 
 
+def _check_text(rows, microbatch, shard, n):
+  """Checks that the tokens that a completion token sees are those before it."""
+  length = microbatch.tokens.shape[1]
+  per_shard = len(microbatch.tokens) // len(microbatch.mask)
+  sequence, last = divmod(microbatch.before[shard, n], length)
+  sequence += shard * per_shard
+  seen = microbatch.ends[sequence, : last + 1] > last
+  row = microbatch.row[shard, n]
+  count = rows.prompt_lengths[row] + microbatch.column[shard, n]
+  np.testing.assert_array_equal(
+    microbatch.tokens[sequence, : last + 1][seen], rows.tokens[row, :count]
+  )
+  np.testing.assert_array_equal(
+    microbatch.positions[sequence, : last + 1][seen], np.arange(count)
+  )
+
+
+def test_shapes():
+  shapes = packing.shapes(100, 2, (10, 30, 80))
+  assert shapes == (
+    packing.Shape(10, 10),
+    packing.Shape(2, 30),
+    # At least one sequence per shard.
+    packing.Shape(2, 80),
+  )
+  # Large microbatches have smaller ones for the rest of a mini-batch.
+  assert packing.shapes(800, 1, (10,)) == tuple(
+    packing.Shape(n, 10) for n in (80, 20, 5)
+  )
+
+
+def test_the_last_rows_use_the_smallest_shapes_that_hold_them():
+  rows = _rows([[1] * 6] * 21, [[2] * 4] * 21)
+  packer = packing.Packer(160, 1, (10,), 4)
+  sizes = [
+    len(m.tokens) for m in packer.microbatches(rows, np.flatnonzero(rows.real))
+  ]
+  assert sizes == [16, 4, 4]
+
+
+def test_completion_tokens_of_a_sequence_are_limited():
+  rows = _rows([[1]] * 4, [[2] * 4] * 4, longest_prompt=26)
+  packer = packing.Packer(30, 1, (30,), 4)
+  counts = [
+    m.mask.sum() for m in packer.microbatches(rows, np.flatnonzero(rows.real))
+  ]
+  # Four rows of 5 tokens would fit, but logits are planned for 2 * 4 tokens.
+  assert counts == [8, 8]
+
+
+def paper_rows(count, seed=0):
+  """Returns lengths of rows as in the paper: 700 + 120 tokens, up to 2,560."""
+  rng = np.random.default_rng(seed)
+  prompts = np.clip(rng.gamma(9.0, 700 / 9, count), 64, 2048).astype(int)
+  completions = np.clip(rng.gamma(4.0, 30, count), 8, 512).astype(int)
+  return _rows(
+    [np.zeros(n, int) for n in prompts],
+    [np.zeros(n, int) for n in completions],
+    longest_prompt=2048,
+    longest_completion=512,
+  )
+
+
+@pytest.mark.parametrize('sequences', [16, 64, 256])
+def test_padding_of_rows_as_in_the_paper(sequences):
+  rows = paper_rows(3072)
+  packer = packing.Packer(2560 * sequences, 1, (2560,), 512)
+  for _ in packer.microbatches(rows, np.flatnonzero(rows.real)):
+    pass
+  assert packer.take_metrics()['packs/padding'] < 0.05
+
+
 def test_a_row_that_is_too_long_is_refused():
   rows = _rows([[1] * 8], [[2] * 4])
   with pytest.raises(ValueError, match='a row has 12 tokens'):
-    next(packing.Packer(1, 1, (8,), 4).microbatches(rows, np.array([0])))
+    next(packing.Packer(8, 1, (8,), 4).microbatches(rows, np.array([0])))

@@ -7,7 +7,7 @@
 set -euo pipefail
 out=${1:-runs/webshop_warm_start}
 sft=(taskset -c 0 python launch/sft.py --config=configs/webshop.py:tiny
-  --config.optimizer.b2=0.98 --config.learner.microbatch_rows=16)
+  --config.optimizer.b2=0.98 --config.learner.microbatch_tokens=5760)
 
 # New tokenizer and weights.
 "${sft[@]}" --workdir="$out/1"

@@ -1,16 +1,17 @@
-"""Causal attention within a row, and attention of one query over a cache.
+"""Causal attention within a sequence, and of one query over a cache.
 
-The tokens of a row may belong to several branches: a prompt (branch 0) and
-completions (branches 1, 2, ..). Each completion attends to the prompt and to
-itself, but not to the other completions.
+A sequence may hold several texts, and texts may branch: a prompt with several
+completions, each of which attends to the prompt and to itself. `Segments` says
+which tokens attend to which.
 
-Shapes: **B** rows, **L** tokens, **S** cache slots, **H** query heads, **K**
-key/value heads, **Q** = H / K query heads of one key/value head, **E** head
-size.
+Shapes: **B** sequences, **L** tokens, **S** cache slots, **H** query heads,
+**K** key/value heads, **Q** = H / K query heads of one key/value head, **E**
+head size.
 """
 
 import functools
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -32,6 +33,24 @@ _MIN_QUERIES = 32
 _KERNEL_BLOCKS = (512, 384, 256, 128)
 
 
+@flax.struct.dataclass
+class Segments:
+  """Which tokens of a sequence attend to which.
+
+  Token i attends to token j if j <= i < ends[j]. Texts that branch are written
+  in depth-first order, so that the tokens that continue token j are the ones
+  directly after it.
+
+  Attributes:
+    ends: index at which the texts end that contain the token, [B, L] int32;
+      the same for all tokens of a text without branches.
+    tree: whether texts branch.
+  """
+
+  ends: jax.Array
+  tree: bool = flax.struct.field(pytree_node=False, default=False)
+
+
 def default_implementation(platform: str) -> str:
   """Returns the implementation for a platform: 'cpu', 'gpu' or 'tpu'."""
   return {'tpu': 'splash', 'gpu': 'cudnn'}.get(platform, 'xla')
@@ -41,33 +60,35 @@ def self_attention(
   q_BLHE: jax.Array,
   k_BLKE: jax.Array,
   v_BLKE: jax.Array,
-  branches_BL: jax.Array | None = None,
+  segments: Segments | None = None,
   *,
   implementation: str = 'xla',
   interpret: bool = False,
 ) -> jax.Array:
-  """Returns causal grouped-query attention among a row's tokens, [B, L, H, E].
+  """Returns causal grouped-query attention in each sequence, [B, L, H, E].
 
   Args:
     q_BLHE: queries.
     k_BLKE: keys.
     v_BLKE: values.
-    branches_BL: branch of each token; None: branch 0 for all. With branches,
-      the implementation is always 'xla'.
+    segments: the texts of each sequence; None: each sequence is one text.
     implementation: one of IMPLEMENTATIONS.
     interpret: whether to interpret the TPU kernel, which is slow but needs no
       TPU.
   """
-  if implementation == 'xla' or branches_BL is not None:
-    return _by_xla(q_BLHE, k_BLKE, v_BLKE, branches_BL)
+  if implementation == 'xla':
+    return _by_xla(q_BLHE, k_BLKE, v_BLKE, segments)
   if implementation == 'cudnn':
-    return jax.nn.dot_product_attention(
-      q_BLHE, k_BLKE, v_BLKE, is_causal=True, implementation='cudnn'
-    )
+    return _by_cudnn(q_BLHE, k_BLKE, v_BLKE, segments)
   axes = (mesh.BATCH, None, mesh.RULES['heads'])
-  return mesh.shard_map(
-    functools.partial(_by_splash, interpret=interpret), (axes,) * 3, axes
-  )(q_BLHE, k_BLKE, v_BLKE)
+  kernel = functools.partial(
+    _by_splash, tree=segments is not None and segments.tree, interpret=interpret
+  )
+  if segments is None:
+    return mesh.shard_map(kernel, (axes,) * 3, axes)(q_BLHE, k_BLKE, v_BLKE)
+  return mesh.shard_map(kernel, (*(axes,) * 3, (mesh.BATCH,)), axes)(
+    q_BLHE, k_BLKE, v_BLKE, segments.ends
+  )
 
 
 def cached_attention(
@@ -113,11 +134,11 @@ def _weigh(
   return numerator, jnp.sum(numerator, axis=-1, keepdims=True)
 
 
-def _by_xla(q_BLHE, k_BLKE, v_BLKE, branches_BL) -> jax.Array:
+def _by_xla(q_BLHE, k_BLKE, v_BLKE, segments: Segments | None) -> jax.Array:
   """Computes attention by blocks of queries, each with the keys up to its end.
 
-  Blocks save up to three eighths of the products and of the memory. If a row's
-  tokens are sharded over devices, all queries are one block.
+  Blocks save up to three eighths of the products and of the memory. If the
+  tokens of a sequence are sharded over devices, all queries are one block.
   """
   b, length, h, e = q_BLHE.shape
   k = k_BLKE.shape[2]
@@ -141,10 +162,9 @@ def _by_xla(q_BLHE, k_BLKE, v_BLKE, branches_BL) -> jax.Array:
       preferred_element_type=jnp.float32,
     )
     seen = jnp.arange(end) <= jnp.arange(start, end)[:, None]
-    if branches_BL is not None:
-      keys_B1S = branches_BL[:, None, :end]
-      same = keys_B1S == branches_BL[:, start:end, None]
-      seen = (seen & (same | (keys_B1S == 0)))[:, None, None]
+    if segments is not None:
+      ends_B11S = segments.ends[:, None, None, :end]
+      seen = seen & (jnp.arange(start, end)[:, None] < ends_B11S)[:, :, None]
     weights_BKQIS, total = _weigh(scores_BKQIS, seen, e**-0.5)
     out_BKQIE = jnp.einsum(
       'BKQIS,BKSE->BKQIE',
@@ -157,7 +177,25 @@ def _by_xla(q_BLHE, k_BLKE, v_BLKE, branches_BL) -> jax.Array:
   return out_BKQLE.transpose(0, 3, 1, 2, 4).reshape(b, length, h, e)
 
 
-def _by_splash(q_BLHE, k_BLKE, v_BLKE, *, interpret: bool) -> jax.Array:
+def _by_cudnn(q_BLHE, k_BLKE, v_BLKE, segments: Segments | None) -> jax.Array:
+  mask = None
+  if segments is not None:
+    length = q_BLHE.shape[1]
+    mask = jnp.arange(length)[:, None] < segments.ends[:, None, None]
+  return jax.nn.dot_product_attention(
+    q_BLHE, k_BLKE, v_BLKE, mask=mask, is_causal=True, implementation='cudnn'
+  )
+
+
+def _by_splash(
+  q_BLHE, k_BLKE, v_BLKE, ends_BL=None, *, tree: bool, interpret: bool
+) -> jax.Array:
+  """Computes attention by the TPU kernel.
+
+  Without branches, the end of a text identifies it: ends are the kernel's
+  segment ids. With branches, the kernel reads a mask of each sequence and skips
+  its empty blocks.
+  """
   from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
   b, length, h, e = q_BLHE.shape
@@ -167,24 +205,53 @@ def _by_splash(q_BLHE, k_BLKE, v_BLKE, *, interpret: bool) -> jax.Array:
     jnp.pad(x, ((0, 0), (0, padded - length), (0, 0), (0, 0)))
     for x in (q_BLHE * e**-0.5, k_BLKE, v_BLKE)
   )
-  block = next(n for n in _KERNEL_BLOCKS if padded % n == 0)
-  kernel = splash.make_splash_mqa_single_device(
-    splash.MultiHeadMask([splash.CausalMask((padded, padded))] * (h // k)),
-    block_sizes=splash.BlockSizes(
-      block_q=block,
-      block_kv=block,
-      block_kv_compute=block,
-      block_q_dkv=block,
-      block_kv_dkv=block,
-      block_kv_dkv_compute=block,
-      block_q_dq=block,
-      block_kv_dq=block,
-    ),
+  q_BKQLE = q_BLHE.reshape(b, padded, k, h // k, e).transpose(0, 2, 3, 1, 4)
+  k_BKLE, v_BKLE = k_BLKE.swapaxes(1, 2), v_BLKE.swapaxes(1, 2)
+  make = functools.partial(
+    splash.make_splash_mqa_single_device,
+    block_sizes=_block_sizes(padded),
     interpret=interpret,
   )
-  q_BKQLE = q_BLHE.reshape(b, padded, k, h // k, e).transpose(0, 2, 3, 1, 4)
-  out_BKQLE = jax.vmap(jax.vmap(kernel))(
-    q_BKQLE, k_BLKE.swapaxes(1, 2), v_BLKE.swapaxes(1, 2)
+  causal = splash.MultiHeadMask(
+    [splash.CausalMask((padded, padded))] * (h // k)
   )
+  if ends_BL is not None:
+    ends_BL = jnp.pad(
+      ends_BL, ((0, 0), (0, padded - length)), constant_values=padded
+    )
+  if ends_BL is None:
+    out_BKQLE = jax.vmap(jax.vmap(make(causal)))(q_BKQLE, k_BKLE, v_BKLE)
+  elif not tree:
+    attend = jax.vmap(make(causal), in_axes=(0, 0, 0, None))
+    ids = splash.SegmentIds(ends_BL, ends_BL)
+    out_BKQLE = jax.vmap(attend)(q_BKQLE, k_BKLE, v_BKLE, ids)
+  else:
+    index = jnp.arange(padded)
+
+    def attend(args):
+      q_KQLE, k_KLE, v_KLE, ends_L = args
+      seen_LL = (index <= index[:, None]) & (index[:, None] < ends_L)
+      kernel = make(seen_LL[None])  # One mask for all heads.
+      # A traced value under `jit`, on which the kernel would branch.
+      kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
+      return jax.vmap(kernel)(q_KQLE, k_KLE, v_KLE)
+
+    out_BKQLE = jax.lax.map(attend, (q_BKQLE, k_BKLE, v_BKLE, ends_BL))
   out_BLHE = out_BKQLE.transpose(0, 3, 1, 2, 4).reshape(b, padded, h, e)
   return out_BLHE[:, :length].astype(v_BLKE.dtype)
+
+
+def _block_sizes(length: int):
+  from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+  block = next(n for n in _KERNEL_BLOCKS if length % n == 0)
+  return splash.BlockSizes(
+    block_q=block,
+    block_kv=block,
+    block_kv_compute=block,
+    block_q_dkv=block,
+    block_kv_dkv=block,
+    block_kv_dkv_compute=block,
+    block_q_dq=block,
+    block_kv_dq=block,
+  )

@@ -150,7 +150,7 @@ class _Layer(nn.Module):
     carry: tuple[jax.Array, dict | None],
     layer: jax.Array,
     positions_BL: jax.Array,
-    branches_BL: jax.Array | None,
+    segments: attention.Segments | None,
     cos_sin: jax.Array,
     at_SN: jax.Array | None = None,
   ) -> tuple[tuple[jax.Array, dict | None], tuple | None]:
@@ -160,7 +160,7 @@ class _Layer(nn.Module):
       carry: (x_BLD, cache), see `_layers`.
       layer: index of this layer within the stack.
       positions_BL: see `_layers`.
-      branches_BL: see `_layers`.
+      segments: see `_layers`.
       cos_sin: see `rotary.cos_and_sin`.
       at_SN: indices of the tokens to return; see `gather_tokens`. None: all.
 
@@ -183,7 +183,7 @@ class _Layer(nn.Module):
     )
     if cache is None:
       heads_BLHE = attention.self_attention(
-        q_BLHE, k_BLKE, v_BLKE, branches_BL, implementation=c.attention
+        q_BLHE, k_BLKE, v_BLKE, segments, implementation=c.attention
       )
     else:
       cache = kv_cache.write(cache, layer, positions_BL, k_BLKE, v_BLKE)
@@ -238,7 +238,7 @@ def _layers(
   params: dict,
   x_BLD: jax.Array,
   positions_BL: jax.Array,
-  branches_BL: jax.Array | None = None,
+  segments: attention.Segments | None = None,
   *,
   cache: dict | None = None,
   keep: bool = False,
@@ -252,7 +252,7 @@ def _layers(
     x_BLD: input.
     positions_BL: position of each token in its row and in the cache, [B, L],
       or [1, L] for the same positions in all rows.
-    branches_BL: branch of each token, see `attention`; None: one branch.
+    segments: texts of each sequence; see `attention.self_attention`.
     cache: keys and values of these layers; None: attention within the row.
     keep: whether to return the keys and values of the tokens.
 
@@ -275,7 +275,7 @@ def _layers(
     (x_BLD, cache),
     jnp.arange(length),
     positions_BL,
-    branches_BL,
+    segments,
     rotary.cos_and_sin(positions_BL, config),
   )
   return x_BLD, cache, kept
@@ -301,7 +301,7 @@ def _last_layer(
   params: dict,
   x_BLD: jax.Array,
   positions_BL: jax.Array,
-  branches_BL: jax.Array | None,
+  segments: attention.Segments | None,
   at_SN: jax.Array,
 ) -> jax.Array:
   """Applies a layer and returns its output for some tokens only, [S, N, D].
@@ -311,7 +311,7 @@ def _last_layer(
     params: parameters of one layer, not stacked.
     x_BLD: see `_layers`.
     positions_BL: see `_layers`.
-    branches_BL: see `_layers`.
+    segments: see `_layers`.
     at_SN: indices of the tokens; see `gather_tokens`.
   """
   (x_SND, _), _ = _layer_class(config)(config).apply(
@@ -319,7 +319,7 @@ def _last_layer(
     (x_BLD, None),
     jnp.int32(0),
     positions_BL,
-    branches_BL,
+    segments,
     rotary.cos_and_sin(positions_BL, config),
     at_SN,
   )
@@ -347,14 +347,14 @@ def _layers_accumulating_gradients(
     params: stacked parameters of all layers.
     sums: tree like `params`.
     x_BLD: see `_layers`.
-    *where: positions_BL, branches_BL and at_SN of `_last_layer`.
+    *where: positions_BL, segments and at_SN of `_last_layer`.
   """
   # This loop saves the input of each layer and recomputes the rest.
   config = dataclasses.replace(config, remat='none')
 
-  def inner(layer: dict, x_BLD: jax.Array, positions_BL, branches_BL, _):
+  def inner(layer: dict, x_BLD: jax.Array, positions_BL, segments, _):
     stack = jax.tree.map(lambda leaf: leaf[None], layer)
-    return _layers(config, stack, x_BLD, positions_BL, branches_BL)[0]
+    return _layers(config, stack, x_BLD, positions_BL, segments)[0]
 
   outer = functools.partial(_last_layer, config)
   return layer_gradients.apply_layers(inner, outer, params, sums, x_BLD, *where)
@@ -374,7 +374,7 @@ def hidden_states(
   params: dict,
   tokens_BL: jax.Array,
   positions_BL: jax.Array | None = None,
-  branches_BL: jax.Array | None = None,
+  segments: attention.Segments | None = None,
   at_SN: jax.Array | None = None,
   *,
   sums: dict | None = None,
@@ -384,15 +384,12 @@ def hidden_states(
   With `at_SN`, the output is of those tokens only, [S, N, D]. Unless the layers
   run in a loop, the last layer then skips the computation of other tokens.
 
-  A token attends to earlier tokens of its own branch and of branch 0.
-
   Args:
     config: shape of the network.
     params: parameters of the network.
     tokens_BL: rows, padded right with any tokens.
     positions_BL: position of each token in its text; None: 0, 1, ..
-    branches_BL: 0 for tokens of a prompt, and 1, 2, .. for the tokens of its
-      completions; None: all are 0.
+    segments: texts of each sequence; None: each sequence is one text.
     at_SN: indices of the tokens to return; see `gather_tokens`. None: all.
     sums: tree like the parameters of the layers; the gradient of those
       parameters is then `sums` plus its own value. Requires `adds_in_place` and
@@ -401,7 +398,7 @@ def hidden_states(
   x_BLD = _embed(config, params, tokens_BL)
   if positions_BL is None:
     positions_BL = jnp.arange(tokens_BL.shape[1])[None]
-  where, layers = (positions_BL, branches_BL), params['layers']
+  where, layers = (positions_BL, segments), params['layers']
   if sums is not None:
     x = _layers_accumulating_gradients(
       config, layers, sums, x_BLD, *where, at_SN

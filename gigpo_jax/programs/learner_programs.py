@@ -1,7 +1,7 @@
 """The compiled programs of the learner: everything that runs on the devices.
 
 The inputs of `LearnerPrograms` are arrays of packed tokens and columns, not the
-rows that these come from. Each program is traced once per length bucket.
+rows that these come from. Each program is traced once per shape of microbatch.
 """
 
 import dataclasses
@@ -16,10 +16,17 @@ import optax
 
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import token_batch
-from gigpo_jax.models import layer_gradients, lora, parameters, qwen
+from gigpo_jax.models import (
+  attention,
+  layer_gradients,
+  lora,
+  parameters,
+  qwen,
+)
 from gigpo_jax.runtime import distributed
 
-# Number of completion tokens per shard whose logits are in memory at a time.
+# Number of completion tokens per shard whose logits are in memory at a time: at
+# most this many, and half of those that a microbatch can hold.
 _LOGITS_CHUNK = 512
 
 
@@ -57,10 +64,11 @@ class LearnerPrograms:
   Args:
     config: shape of the model; with a value head, its outputs are
       `token_batch.ValueOutputs`, else `token_batch.PolicyOutputs`.
-    mesh: device mesh; rows of a microbatch are sharded over `mesh.BATCH`.
+    mesh: device mesh; sequences of a microbatch are sharded over `mesh.BATCH`.
     loss: see `token_batch.Loss`.
     optimizer: see `optimizer.AdamW`.
     temperature: temperature of log-probs and entropies.
+    tree: whether rows share prompts; see `attention.Segments`.
 
   Attributes:
     param_shardings: shardings of the trained parameters.
@@ -75,8 +83,10 @@ class LearnerPrograms:
     loss: token_batch.Loss,
     optimizer: optax.GradientTransformation,
     temperature: float,
+    *,
+    tree: bool = False,
   ):
-    self._config, self._mesh = config, mesh
+    self._config, self._mesh, self._tree = config, mesh, tree
     self._loss, self._optimizer = loss, optimizer
     self._temperature = temperature
     self._metric_names = self._find_metric_names()
@@ -227,7 +237,7 @@ class LearnerPrograms:
         ),
       }
 
-  # Traced once per length bucket.
+  # Traced once per shape of microbatch.
 
   def _forward(
     self, params, base, arrays, grad_accumulators=None
@@ -249,8 +259,8 @@ class LearnerPrograms:
       config,
       params,
       arrays['tokens'],
-      arrays.get('positions'),
-      arrays.get('branches'),
+      arrays['positions'],
+      attention.Segments(arrays['ends'], tree=self._tree),
       arrays['before'],
       sums=layer_accumulators,
     )
@@ -263,7 +273,7 @@ class LearnerPrograms:
       arrays['targets'],
       count=jnp.max(jnp.sum(arrays['mask'], axis=1)),
       temperature=self._temperature,
-      chunk=_LOGITS_CHUNK,
+      chunk=min(_LOGITS_CHUNK, -(-arrays['targets'].shape[1] // 2)),
     )
     return token_batch.PolicyOutputs(log_probs, entropies)
 

@@ -37,7 +37,7 @@ _SAMPLER_MEMORY = (
   'lower it, rollout.max_prompt_tokens or rollout.max_completion_tokens',
 )
 _LEARNER_MEMORY = (
-  'learner.microbatch_rows',
+  'learner.microbatch_tokens',
   'lower it or rollout.max_prompt_tokens',
 )
 

@@ -104,13 +104,7 @@ def main(
   See `estimate` for arguments and errors.
   """
   work = tpu_time.Workload()
-  rows = config.learner.microbatch_rows
   report = estimate(config, topology, shape=shape, work=work)
-  if config.learner.microbatch_rows != rows:
-    print(
-      f'learner.microbatch_rows={config.learner.microbatch_rows}: rounded up '
-      'to a multiple of the shards'
-    )
   _print(report)
   if report.phases:
     _print_phases(report, config, work)
@@ -156,7 +150,7 @@ def estimate(
     parameters.max_tensor_shards(model),
   )
   host = _host(topology, devices, tensor)
-  _round_up(config, mesh, len(host) // tensor)
+  _round_up(config, len(host) // tensor)
   policy = builders.ModelBundle(model, mesh, None, None, None)
   if config.model.remat == 'auto':
     limit = remat.USABLE * chip.memory
@@ -232,12 +226,9 @@ def _host(
   return _devices(f'{chip_name}:{host_sizes}')
 
 
-def _round_up(config, mesh, copies: int) -> None:
+def _round_up(config, copies: int) -> None:
   """Rounds batch sizes up to multiples that the slice can divide."""
-  shards = mesh_lib.batch_shards(mesh)
-  rows = config.learner.microbatch_rows
   with config.unlocked():
-    config.learner.microbatch_rows = -(-rows // shards) * shards
     config.rollout.batch_buckets = _multiples(
       config.rollout.batch_buckets, copies
     )
@@ -404,9 +395,9 @@ def _print(report: Report) -> None:
     'prepare': 'raise rollout.tensor',
     'decode': 'lower rollout.batch_buckets or raise rollout.tensor',
     'prefill': 'lower rollout.batch_buckets or raise rollout.tensor',
-    'outputs': 'lower learner.microbatch_rows',
-    'reference outputs': 'lower learner.microbatch_rows',
-    'accumulate': 'lower learner.microbatch_rows',
+    'outputs': 'lower learner.microbatch_tokens',
+    'reference outputs': 'lower learner.microbatch_tokens',
+    'accumulate': 'lower learner.microbatch_tokens',
     'apply': 'optimizer.mu_dtype=bfloat16',
   }
   actions = dict.fromkeys(advice[name] for name in report.not_fitting)
