@@ -243,6 +243,9 @@ def _model_section() -> ml_collections.ConfigDict:
   model.remat = 'auto'
   # Attention kernel of the update: xla, splash (TPU), cudnn (NVIDIA), auto.
   model.attention = 'auto'
+  # Attention of the sampler over its cache: xla reads all positions; triton
+  # (NVIDIA) and paged (TPU) are kernels that read each row up to its position.
+  model.decode_attention = 'xla'
   # Switch in the chat template of models that think by default (Qwen3).
   model.enable_thinking = False
   return model
@@ -317,6 +320,9 @@ def _rollout_section() -> ml_collections.ConfigDict:
   # exact and slower. int8: half the memory of bfloat16. The metrics sampler/...
   # compare the sampler with the learner.
   rollout.weights = 'model'
+  # Keys and values in the sampler's cache. model: model.dtype. int8: half the
+  # memory of bfloat16.
+  rollout.cache = 'model'
   # Devices that share one copy of the model while sampling. 0: mesh.tensor,
   # or more if the copy takes over a quarter of a device's memory. If each copy
   # lies within one host, the hosts sample independently.

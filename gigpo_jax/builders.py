@@ -34,7 +34,13 @@ from gigpo_jax import (
   tokenizer,
 )
 from gigpo_jax import config as config_lib
-from gigpo_jax.models import huggingface, lora, parameters, qwen
+from gigpo_jax.models import (
+  decode_attention,
+  huggingface,
+  lora,
+  parameters,
+  qwen,
+)
 from gigpo_jax.run import model_check, trial
 from gigpo_jax.runtime import console, distributed
 
@@ -146,7 +152,14 @@ def model_kwargs(
 
   For model.remat=auto, see `remat.resolve`.
   """
-  choices = qwen.platform_fields(devices.devices.flat[0].platform)
+  platform = devices.devices.flat[0].platform
+  kernel = config.model.decode_attention
+  if decode_attention.PLATFORMS.get(kernel, platform) != platform:
+    raise ValueError(
+      f'model.decode_attention={kernel}: is for '
+      f'{decode_attention.PLATFORMS[kernel]}s, not for {platform}s; must be xla'
+    )
+  choices = qwen.platform_fields(platform)
   if config.model.attention != 'auto':
     choices['attention'] = config.model.attention
   elif config.model.dtype == 'float32' or config.mesh.sequence != 1:
@@ -154,6 +167,8 @@ def model_kwargs(
   return choices | {
     'dtype': config.model.dtype,
     'remat': 'layer' if config.model.remat == 'auto' else config.model.remat,
+    'decode_attention': config.model.decode_attention,
+    'cache': config.rollout.cache,
     'adapters': _adapters(config),
   }
 

@@ -16,6 +16,7 @@ import configs
 import envs
 from configs import base
 from gigpo_jax import algorithms, anchors, deprecated, losses, options
+from gigpo_jax.models import decode_attention
 from gigpo_jax.run import model_check
 
 # Options of the algorithm section that are not passed to algorithms, or that
@@ -355,6 +356,32 @@ def _attention(config: ml_collections.ConfigDict) -> Iterator[str]:
       'model.attention=cudnn: does not support float32; needs '
       'model.dtype=bfloat16'
     )
+  yield from _decode_attention(config)
+
+
+def _decode_attention(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields the conflicts of a kernel for TPUs."""
+  if config.model.decode_attention != 'paged':
+    return
+  if config.model.dtype == 'float32':
+    yield (
+      'model.decode_attention=paged: computes in bfloat16; needs '
+      'model.dtype=bfloat16'
+    )
+  if config.rollout.cache == 'int8':
+    yield (
+      'rollout.cache=int8: model.decode_attention=paged has no int8; must be '
+      'model'
+    )
+  tokens, multiple = config.rollout, decode_attention.SLOT_MULTIPLE
+  limit = tokens.max_completion_tokens
+  for size in buckets_up_to(tokens.prompt_buckets, tokens.max_prompt_tokens):
+    if (size + limit) % multiple:
+      yield (
+        f'rollout.max_completion_tokens={limit}: {size} + {limit} positions; '
+        f'model.decode_attention=paged needs a multiple of {multiple}'
+      )
+      return
 
 
 def _adapters(config: ml_collections.ConfigDict) -> Iterator[str]:

@@ -352,7 +352,9 @@ def on_tpu(mesh: jax.sharding.Mesh) -> bool:
   return mesh.devices.flat[0].platform == 'tpu'
 
 
-def cache_formats(mesh: jax.sharding.Mesh, cache: Any) -> Any:
+def cache_formats(
+  mesh: jax.sharding.Mesh, cache: Any, *, by_head: bool = False
+) -> Any:
   """Returns the sharding and, on TPUs, the memory layout of each cache array.
 
   With another layout, a TPU could not write a token in place and would copy the
@@ -360,15 +362,21 @@ def cache_formats(mesh: jax.sharding.Mesh, cache: Any) -> Any:
 
   Args:
     mesh: the devices that sample.
-    cache: tree of {'k': [N, B, K, E, S], 'v': [N, B, K, S, E]}.
+    cache: tree of {'k': [N, B, K, E, S], 'v': [N, B, K, S, E]}, and of scales
+      [N, B, K, S].
+    by_head: whether the slots of a head are adjacent, for a kernel.
   """
   sharding = cache_sharding(mesh)
   if not on_tpu(mesh):
     return jax.tree.map(lambda _: sharding, cache)
 
   def format_of(path: tuple, array: jax.Array) -> Format:
+    if array.ndim < 5:  # noqa: PLR2004
+      return sharding
     heads = array.shape[2] // mesh.shape[RULES['kv_heads']]
     slots, head = (4, 3) if path[-1].key == 'k' else (3, 4)
+    if by_head:
+      return Format(Layout((0, 1, 2, slots, head)), sharding)
     # The second-minor dimension is padded, so it must not be a single head.
     one_head, several = (2, 0, 1, slots, head), (0, 1, slots, 2, head)
     return Format(Layout(one_head if heads == 1 else several), sharding)

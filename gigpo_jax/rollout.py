@@ -25,6 +25,7 @@ from gigpo_jax import (
   tokenizer,
   trajectory,
 )
+from gigpo_jax.models import kv_cache
 from gigpo_jax.runtime import console, distributed
 
 # First component of a request's random stream: the purpose of the tokens.
@@ -79,6 +80,7 @@ class Options:
   stop_at_action: bool = False
   schedule: str = options.choice('async', SCHEDULES)
   weights: str = options.choice('model', sampler.WEIGHTS)
+  cache: str = options.choice('model', kv_cache.TYPES)
   tensor: int = options.number(
     0, low=0, note='0 is the smallest that fits the memory'
   )

@@ -166,6 +166,38 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
       'loss.entropy_band.weight=1.0: is a multiple of entropy_weight',
     ),
     (
+      {
+        'model.decode_attention': 'paged',
+        'rollout.max_completion_tokens': 64,
+      },
+      'model.decode_attention=paged: computes in bfloat16; needs model.dtype',
+    ),
+    (
+      {
+        'model.decode_attention': 'paged',
+        'model.dtype': 'bfloat16',
+        'rollout.cache': 'int8',
+        'rollout.max_completion_tokens': 64,
+      },
+      'rollout.cache=int8: model.decode_attention=paged has no int8',
+    ),
+    (
+      {
+        'model.decode_attention': 'paged',
+        'model.dtype': 'bfloat16',
+        'rollout.max_completion_tokens': 60,
+      },
+      'rollout.max_completion_tokens=60: .* needs a multiple of 16',
+    ),
+    (
+      {
+        'model.decode_attention': 'paged',
+        'model.dtype': 'bfloat16',
+        'rollout.max_completion_tokens': 64,
+      },
+      'paged: the heads of model.path=.* have size 32; must be a multiple',
+    ),
+    (
       {'algorithm.name': 'hgpo', 'algorithm.anchor_history': 1},
       'algorithm.anchor_history=1: hgpo compares histories itself',
     ),

@@ -6,7 +6,13 @@ import math
 import jax
 
 from gigpo_jax import options
-from gigpo_jax.models import attention, parameters, qwen, qwen_config
+from gigpo_jax.models import (
+  attention,
+  decode_attention,
+  parameters,
+  qwen,
+  qwen_config,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +23,9 @@ class Options:
   dtype: str = options.choice('bfloat16', ('bfloat16', 'float32'))
   remat: str = options.choice('auto', ('auto', *qwen_config.REMATS))
   attention: str = options.choice('auto', ('auto', *attention.IMPLEMENTATIONS))
+  decode_attention: str = options.choice(
+    'xla', decode_attention.IMPLEMENTATIONS
+  )
   enable_thinking: bool = False
 
   def __post_init__(self):

@@ -92,7 +92,11 @@ def self_attention(
 
 
 def cached_attention(
-  q_B1HE: jax.Array, k_BKES: jax.Array, v_BKSE: jax.Array, seen_BS: jax.Array
+  q_B1HE: jax.Array,
+  k_BKES: jax.Array,
+  v_BKSE: jax.Array,
+  seen_BS: jax.Array,
+  scales_BKS: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
   """Returns attention of one query per row over a cache, [B, 1, H, E].
 
@@ -101,23 +105,29 @@ def cached_attention(
     k_BKES: cached keys.
     v_BKSE: cached values.
     seen_BS: whether the query attends to each slot.
+    scales_BKS: scales of int8 keys and values; None: they have the queries'
+      type.
   """
   b, _, h, e = q_B1HE.shape
-  k = k_BKES.shape[1]
+  k, dtype = k_BKES.shape[1], q_B1HE.dtype
   scores_BKQS = jnp.einsum(
     'BKQE,BKES->BKQS',
     q_B1HE.reshape(b, k, h // k, e),
-    k_BKES,
+    k_BKES.astype(dtype),
     preferred_element_type=jnp.float32,
   )
+  if scales_BKS is not None:
+    scores_BKQS *= scales_BKS[0][:, :, None]
   weights_BKQS, total = _weigh(scores_BKQS, seen_BS[:, None, None], e**-0.5)
+  if scales_BKS is not None:
+    weights_BKQS *= scales_BKS[1][:, :, None]
   out_BKQE = jnp.einsum(
     'BKQS,BKSE->BKQE',
-    weights_BKQS.astype(v_BKSE.dtype),
-    v_BKSE,
+    weights_BKQS.astype(dtype),
+    v_BKSE.astype(dtype),
     preferred_element_type=jnp.float32,
   )
-  return (out_BKQE / total).astype(v_BKSE.dtype).reshape(b, 1, h, e)
+  return (out_BKQE / total).astype(dtype).reshape(b, 1, h, e)
 
 
 def _weigh(

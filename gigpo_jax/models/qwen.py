@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from gigpo_jax import mesh
 from gigpo_jax.models import (
   attention,
+  decode_attention,
   experts,
   fusion,
   head,
@@ -186,10 +187,17 @@ class _Layer(nn.Module):
         q_BLHE, k_BLKE, v_BLKE, segments, implementation=c.attention
       )
     else:
-      cache = kv_cache.write(cache, layer, positions_BL, k_BLKE, v_BLKE)
-      seen_BS = jnp.arange(cache['k'].shape[-1]) <= positions_BL
-      heads_BLHE = attention.cached_attention(
-        q_BLHE, cache['k'][layer], cache['v'][layer], seen_BS
+      kernel = c.decode_attention
+      cache = kv_cache.write(
+        cache,
+        layer,
+        positions_BL,
+        k_BLKE,
+        v_BLKE,
+        by_head=decode_attention.reads_heads(kernel),
+      )
+      heads_BLHE = decode_attention.attend(
+        q_BLHE, cache, layer, positions_BL, implementation=kernel
       )
     heads_BLA = heads_BLHE.reshape(*x_BLD.shape[:2], -1)
     if at_SN is not None:
@@ -535,9 +543,7 @@ def prefill(
     x_BPD, _, (k_NBPKE, v_NBPKE) = _layers(
       config, layers, x_BPD, positions_1P, keep=True
     )
-    cache.append(
-      {'k': k_NBPKE.transpose(0, 1, 3, 4, 2), 'v': v_NBPKE.swapaxes(2, 3)}
-    )
+    cache.append(kv_cache.from_tokens(config, k_NBPKE, v_NBPKE))
   return tuple(cache)
 
 

@@ -59,6 +59,9 @@ class QwenConfig:
     fused: number of groups of columns if q, k and v are one matrix, as are gate
       and up; a multiple of the devices that share a copy of the model. It is
       the form of the sampler's copy; see `fusion`. 0: separate matrices.
+    decode_attention: implementation of attention over a cache, one of
+      `decode_attention.IMPLEMENTATIONS`.
+    cache: type of a cache, one of `kv_cache.TYPES`.
     max_split: maximum depth at which `prefill` and `decode` take unstacked
       layers; see `parameters.unstack_layers`.
   """
@@ -86,4 +89,6 @@ class QwenConfig:
   remat: str = 'layer'
   attention: str = 'xla'
   fused: int = 0
+  decode_attention: str = 'xla'
+  cache: str = 'model'
   max_split: int = MAX_UNROLLED

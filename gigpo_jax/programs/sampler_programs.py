@@ -13,7 +13,14 @@ import numpy as np
 
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import sampling
-from gigpo_jax.models import kv_cache, lora, parameters, quantization, qwen
+from gigpo_jax.models import (
+  decode_attention,
+  kv_cache,
+  lora,
+  parameters,
+  quantization,
+  qwen,
+)
 
 # Forms of the parameters; see `sampler.Sampler`.
 WEIGHTS = ('model', 'int8', 'adapters')
@@ -86,7 +93,9 @@ class Programs:
     int8, merge, trained = weights == 'int8', weights != 'adapters', config
     config = _sampled(config, merge, mesh.shape['tensor'])
     cache_formats = mesh_lib.cache_formats(
-      mesh, jax.eval_shape(lambda: kv_cache.new(config, 1, 1))
+      mesh,
+      jax.eval_shape(lambda: kv_cache.new(config, 1, 1)),
+      by_head=decode_attention.reads_heads(config.decode_attention),
     )
     axes = (quantization.quantized_axes if int8 else parameters.logical_axes)(
       config
@@ -194,7 +203,7 @@ def parameter_bytes(config: qwen.QwenConfig, weights: str) -> int:
     config: shape of the model.
     weights: one of WEIGHTS.
   """
-  copy = _sampled(config, True, 1)
+  copy = _sampled(config, True)
   prepare = functools.partial(_prepare, config, copy, weights == 'int8')
   params = jax.eval_shape(
     lambda: prepare(parameters.init(config, jax.random.key(0)), {})
@@ -203,7 +212,7 @@ def parameter_bytes(config: qwen.QwenConfig, weights: str) -> int:
 
 
 def _sampled(
-  config: qwen.QwenConfig, merge: bool, tensor: int
+  config: qwen.QwenConfig, merge: bool, tensor: int = 1
 ) -> qwen.QwenConfig:
   """Returns the shape of the sampler's copy of the model.
 

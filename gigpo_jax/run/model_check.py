@@ -12,7 +12,7 @@ import psutil
 import configs
 from configs import sizes
 from gigpo_jax import algorithms, models, tokenizer
-from gigpo_jax.models import huggingface, published, qwen
+from gigpo_jax.models import decode_attention, huggingface, published, qwen
 from gigpo_jax.runtime import hardware
 
 # float32 parameters, two AdamW moments and a gradient accumulator, and one bf16
@@ -60,6 +60,7 @@ def problems(
   lines = [] if on_hub else list(_invalid_files(config, model))
   if not lines:
     lines += _too_long(config, model)
+    lines += _no_kernel(config, model)
     lines += _too_small(config, models.num_parameters(model), trains)
   if on_hub and fetch and not lines:
     lines += _invalid_files(config, model)
@@ -124,6 +125,19 @@ def _too_long(
       f'rollout.max_prompt_tokens={prompt}: with rollout.max_completion_tokens='
       f'{completion} above max_position_embeddings={limit} of model.path='
       f'{config.model.path}; together must be at most that'
+    )
+
+
+def _no_kernel(
+  config: ml_collections.ConfigDict, model: qwen.QwenConfig
+) -> Iterator[str]:
+  """Yields a problem if a kernel does not support the size of a head."""
+  size, kernel = model.head_dim, config.model.decode_attention
+  multiple = decode_attention.HEAD_MULTIPLES.get(kernel, 1)
+  if size % multiple:
+    yield (
+      f'model.decode_attention={kernel}: the heads of model.path='
+      f'{config.model.path} have size {size}; must be a multiple of {multiple}'
     )
 
 

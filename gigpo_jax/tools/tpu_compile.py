@@ -22,7 +22,7 @@ from gigpo_jax.run import model_check, remat
 from gigpo_jax.tools import hlo, tpu_time
 
 # Without these variables, libtpu looks for a slice and for other hosts.
-_ENVIRON = {
+ENVIRON = {
   'TPU_SKIP_MDS_QUERY': '1',
   'TPU_WORKER_HOSTNAMES': 'localhost',
   'TPU_ACCELERATOR_TYPE': 'v5litepod-16',
@@ -191,7 +191,7 @@ def _model(config: ml_collections.ConfigDict, shape: str) -> qwen.QwenConfig:
 
 
 def _devices(topology: str) -> list[jax.Device]:
-  for name, value in _ENVIRON.items():
+  for name, value in ENVIRON.items():
     os.environ.setdefault(name, value)
   from jax.experimental import topologies
 

@@ -1,0 +1,265 @@
+"""Tests of attention over a cache: kernels, int8, and independence of rows."""
+
+import dataclasses
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+
+from gigpo_jax import mesh as mesh_lib
+from gigpo_jax import sampler
+from gigpo_jax.models import decode_attention, kv_cache, parameters, qwen
+from gigpo_jax.tools import tpu_compile
+
+CONFIG = qwen.QwenConfig(
+  vocab_size=32,
+  hidden_size=32,
+  intermediate_size=48,
+  num_layers=2,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=16,
+  rope_theta=1e4,
+  dtype='float32',
+  remat='none',
+)
+# Positions of three rows: one slot, a part and a half, all slots.
+POSITIONS = np.array([[0], [383], [511]])
+
+
+def _inputs(*, dtype='float32', cache='model', heads=6, size=128, length=512):
+  """Returns queries and a stack of two layers, of three rows."""
+  config = dataclasses.replace(
+    CONFIG,
+    num_heads=heads,
+    head_dim=size,
+    dtype=dtype,
+    cache=cache,
+    max_split=0,
+  )
+  keys = jax.random.split(jax.random.key(0), 3)
+  shape = (2, 3, length, config.num_kv_heads, size)
+  q, k, v = (
+    jax.random.normal(key, s).astype(dtype)
+    for key, s in zip(keys, ((3, 1, heads, size), shape, shape), strict=True)
+  )
+  return q, kv_cache.from_tokens(config, k, v)
+
+
+def _attend(q, stack, positions=POSITIONS, **kwargs) -> np.ndarray:
+  run = jax.jit(functools.partial(decode_attention.attend, **kwargs))
+  output = run(q, stack, jnp.int32(1), jnp.asarray(positions))
+  assert output.dtype == q.dtype
+  return np.asarray(output, np.float32)
+
+
+def _attend_by(kernel, *args, **kwargs) -> np.ndarray:
+  """Interprets a kernel."""
+  if kernel == 'triton':
+    return _attend(*args, implementation=kernel, interpret=True, **kwargs)
+  with pltpu.force_tpu_interpret_mode():
+    return _attend(*args, implementation=kernel, **kwargs)
+
+
+@pytest.mark.parametrize(
+  ('kernel', 'options'),
+  [
+    ('triton', {}),
+    ('triton', {'heads': 2, 'size': 64}),
+    ('triton', {'dtype': 'bfloat16'}),
+    ('triton', {'cache': 'int8'}),
+    ('paged', {'dtype': 'bfloat16'}),
+    ('paged', {'dtype': 'bfloat16', 'heads': 16}),
+  ],
+  ids=str,
+)
+def test_kernels_equal_the_plain_implementation(kernel, options):
+  q, stack = _inputs(**options)
+  expected = _attend(q, stack)
+  # bfloat16 rounds by up to 2^-8 of a value.
+  limit = 2e-6 if q.dtype == jnp.float32 else np.abs(expected).max() / 128
+  np.testing.assert_allclose(
+    _attend_by(kernel, q, stack), expected, rtol=0, atol=limit
+  )
+
+
+def test_plain_attention_by_hand():
+  q, stack = _inputs(size=16, length=40)
+  k, v = (np.asarray(stack[name], np.float64)[1, 1] for name in 'kv')
+  # Query head 4 belongs to key/value head 1; position 6 is the seventh slot.
+  scores = np.asarray(q, np.float64)[1, 0, 4] @ k[1][:, :7] / 4
+  weights = np.exp(scores - scores.max())
+  expected = weights @ v[1][:7] / weights.sum()
+  output = _attend(q, stack, [[0], [6], [39]])
+  np.testing.assert_allclose(output[1, 0, 4], expected, atol=2e-6)
+
+
+def test_a_kernels_row_depends_neither_on_other_rows_nor_on_the_length():
+  q, stack = _inputs(size=16)
+  short = {
+    'k': stack['k'][..., :400],
+    'v': stack['v'][:, :, :, :400] + 0,
+  }
+  full = _attend_by('triton', q, stack)
+  other = _attend_by('triton', q, short, positions=[[399], [383], [2]])
+  np.testing.assert_array_equal(full[1], other[1])
+  assert np.abs(full[0] - other[0]).max() > 0.1
+
+
+def test_int8_keys_and_values_are_rounded_by_half_a_step():
+  _, exact = _inputs(size=16, length=40)
+  _, rounded = _inputs(size=16, length=40, cache='int8')
+  for name, axis in (('k', 3), ('v', 4)):
+    scale = np.expand_dims(rounded[name + '_scale'], axis)
+    assert rounded[name].dtype == jnp.int8
+    assert np.abs(rounded[name]).max() == 127
+    error = np.abs(rounded[name] * scale - exact[name])
+    assert (error <= 0.5001 * scale).all()
+    largest = np.abs(exact[name]).max(axis, keepdims=True)
+    np.testing.assert_allclose(127 * scale, largest, rtol=1e-6)
+
+
+@pytest.mark.parametrize('cache', kv_cache.TYPES)
+def test_heads_are_written_one_by_one(cache):
+  _, stack = _inputs(size=16, length=8, cache=cache)
+  token = jax.random.normal(jax.random.key(3), (2, 3, 1, 2, 16))
+  args = (stack, jnp.int32(1), jnp.array([[2], [7], [9]]), *token)
+  written = kv_cache.write(*args)
+  by_head = kv_cache.write(*args, by_head=True)
+  jax.tree.map(np.testing.assert_array_equal, by_head, written)
+  changed = np.argwhere(np.asarray(written['k'] != stack['k']).any((2, 3)))
+  # (layer, row, slot); the third row's slot does not exist.
+  np.testing.assert_array_equal(changed, [[1, 0, 2], [1, 1, 7]])
+
+
+def _sampler(mesh=None, **options) -> sampler.Sampler:
+  return sampler.Sampler(
+    dataclasses.replace(CONFIG, **options),
+    mesh or mesh_lib.make_mesh(1, -1, 1),
+    seed=0,
+    prompt_buckets=(16,),
+    batch_buckets=(8,),
+    max_completion_tokens=8,
+    stop_ids=(7,),
+    vocab_size=30,
+  )
+
+
+def _requests(**sampling) -> list[sampler.Request]:
+  rng = np.random.default_rng(0)
+  return [
+    sampler.Request(
+      rng.integers(8, 30, 5 + i % 9).astype(np.int32),
+      (0, 1, 2, i, 3),
+      sampler.Sampling(**sampling),
+    )
+    for i in range(11)
+  ]
+
+
+@pytest.fixture(name='params', scope='module')
+def fixture_params():
+  params = reference.init(CONFIG, jax.random.key(0))
+  return params | {'embed': 12 * params['embed']}
+
+
+@pytest.mark.parametrize(
+  'options', [{'cache': 'int8'}, {'decode_attention': 'triton'}], ids=str
+)
+def test_other_requests_and_a_mesh_do_not_change_tokens(
+  monkeypatch, params, options
+):
+  interpreted = functools.partial(decode_attention.attend, interpret=True)
+  monkeypatch.setattr(decode_attention, 'attend', interpreted)
+  requests, engine = _requests(), _sampler(**options)
+  together = engine.generate(params, requests)
+  alone = [engine.generate(params, [request])[0] for request in requests[:4]]
+  mesh = mesh_lib.make_mesh(2, 2, 2)
+  placed = jax.device_put(
+    params, mesh_lib.shardings(mesh, parameters.logical_axes(CONFIG))
+  )
+  sharded = _sampler(mesh, **options).generate(placed, requests)
+  for a, b in (
+    *zip(together, alone, strict=False),
+    *zip(together, sharded, strict=True),
+  ):
+    np.testing.assert_array_equal(a.ids, b.ids)
+    np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-5)
+
+
+def test_an_int8_cache_is_smaller_and_close(params):
+  requests = _requests(temperature=0.0)
+  exact, rounded = _sampler(), _sampler(cache='int8')
+  pairs = list(
+    zip(
+      exact.generate(params, requests),
+      rounded.generate(params, requests),
+      strict=True,
+    )
+  )
+  differences = [abs(a.log_probs[0] - b.log_probs[0]) for a, b in pairs]
+  assert 0 < max(differences) < 0.02
+  sizes = [
+    sum(x.nbytes for x in jax.tree.leaves(engine._cache.arrays))
+    for engine in (exact, rounded)
+  ]
+  # Per head and token: 16 float32, against 16 int8 and a float32.
+  assert sizes[1] * 64 == sizes[0] * 20
+
+
+@pytest.mark.parametrize('cache', kv_cache.TYPES)
+def test_the_gpu_kernel_is_lowered_without_a_gpu(cache):
+  q, stack = _inputs(dtype='bfloat16', cache=cache)
+  run = functools.partial(decode_attention.attend, implementation='triton')
+  lowered = (
+    jax.jit(run)
+    .trace(q, stack, jnp.int32(1), jnp.asarray(POSITIONS))
+    .lower(lowering_platforms=('cuda',))
+  )
+  assert lowered.as_text().count('@__gpu$xla.gpu.triton(') == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+  not importlib.util.find_spec('libtpu'), reason="needs pip install '.[tpu]'"
+)
+@pytest.mark.parametrize('layers', [2, 12], ids=['unstacked', 'scanned'])
+@pytest.mark.parametrize('heads', [4, 8])
+def test_the_tpu_kernel_uses_the_cache_in_place(monkeypatch, layers, heads):
+  for name, value in tpu_compile.ENVIRON.items():
+    monkeypatch.setenv(name, value)
+  devices = topologies.get_topology_desc('v5e:2x2', platform='tpu').devices
+  model = dataclasses.replace(
+    CONFIG,
+    num_layers=layers,
+    num_heads=heads,
+    num_kv_heads=heads // 2,
+    head_dim=128,
+    dtype='bfloat16',
+    decode_attention='paged',
+  )
+  mesh = mesh_lib.make_mesh(1, 2, 2, devices=devices)
+  engine = sampler.Sampler(
+    model,
+    mesh,
+    seed=0,
+    prompt_buckets=(768,),
+    batch_buckets=(64,),
+    max_completion_tokens=256,
+    stop_ids=(7,),
+    vocab_size=30,
+  )
+  shapes = jax.eval_shape(lambda: parameters.init(model, jax.random.key(0)))
+  params = mesh_lib.with_shardings(
+    shapes, mesh_lib.shardings(mesh, parameters.logical_axes(model))
+  )
+  memory = engine.lower(params, {})['decode'].compile().memory_analysis()
+  cache = 2 * layers * 64 * 1024 * (heads // 2) * 128 * 2 // mesh.size
+  assert memory.argument_size_in_bytes > cache
+  assert memory.temp_size_in_bytes < cache / 8
