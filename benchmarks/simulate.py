@@ -458,9 +458,8 @@ def _range(low: float, high: float) -> str:
 def print_parts(names: Sequence[str], run: Callable[[str], Iteration]) -> None:
   """Prints a table with the parts of an iteration of each setting."""
   print(
-    '| setting | roofline | prefill | decode | rollout | slots used '
-    '| evaluation | log-probs | update | exchange | padding | iteration '
-    '| of roofline |'
+    '| case | limit | prefill | decode | rollout | slots | eval | log-probs '
+    '| update | exchange | padding | total | share |'
   )
   print('|---' * 13 + '|')
   for name in names:
