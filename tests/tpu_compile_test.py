@@ -104,6 +104,29 @@ def test_a_collective_counts_once_per_trip_of_its_loop():
   }
 
 
+def test_bytes_of_branches_count_as_often_as_they_are_taken():
+  whole, half = (hlo.exchange_bytes(_TEXT, taken=x) for x in (1.0, 0.5))
+  # The branch gathers 20 to 80 float32.
+  assert whole.pop('all-gather') - half.pop('all-gather') == (80 - 20) * 4 / 2
+  assert whole == half
+
+
+@pytest.mark.parametrize(
+  ('tokens', 'targets', 'share'),
+  [
+    # A seventh of 35,840 tokens are responses: 320 per shard, at most 480.
+    (35_840, (16, 2048), 1 / 4),
+    # 640 per shard, at most 960: 2 of 4 chunks.
+    (71_680, (16, 2048), 1 / 2),
+    # One chunk is never skipped.
+    (35_840, (16, 512), 1.0),
+  ],
+)
+def test_chunks_without_responses_are_skipped(tokens, targets, share):
+  work = tpu_time.Workload(prompt_tokens=600, response_tokens=100)
+  assert tpu_time.share_of_chunks(work, tokens, targets) == share
+
+
 def test_time_ranges_from_the_slowest_part_to_the_sum():
   chip = tpu_time.Chip(100.0, 1.0, 10.0, 5.0)
   phase = tpu_time.Phase('update', 150.0, 30.0, 20.0)

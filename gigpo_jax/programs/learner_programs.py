@@ -25,9 +25,18 @@ from gigpo_jax.models import (
 )
 from gigpo_jax.runtime import distributed
 
-# Number of completion tokens per shard whose logits are in memory at a time: at
-# most this many, and half of those that a microbatch can hold.
+# Largest number of completion tokens per shard whose logits are in memory at a
+# time.
 _LOGITS_CHUNK = 512
+
+
+def logits_chunk(room: int) -> int:
+  """Returns how many tokens of a shard have their logits in memory at a time.
+
+  Args:
+    room: completion tokens that a shard of a microbatch can hold.
+  """
+  return min(_LOGITS_CHUNK, -(-room // 2))
 
 
 @flax.struct.dataclass
@@ -273,7 +282,7 @@ class LearnerPrograms:
       arrays['targets'],
       count=jnp.max(jnp.sum(arrays['mask'], axis=1)),
       temperature=self._temperature,
-      chunk=min(_LOGITS_CHUNK, -(-arrays['targets'].shape[1] // 2)),
+      chunk=logits_chunk(arrays['targets'].shape[1]),
     )
     return token_batch.PolicyOutputs(log_probs, entropies)
 

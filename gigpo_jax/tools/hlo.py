@@ -55,7 +55,7 @@ class _Operation:
     return _NAME.findall(self.text)
 
 
-def exchange_bytes(text: str) -> dict[str, float]:
+def exchange_bytes(text: str, *, taken: float = 1.0) -> dict[str, float]:
   """Returns the bytes that a device receives in one run, by kind.
 
   Kinds are 'all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all' and
@@ -66,9 +66,10 @@ def exchange_bytes(text: str) -> dict[str, float]:
 
   Args:
     text: HLO text of the compiled program.
+    taken: how often a conditional takes its largest branch, at most 1.
   """
   by_kind: dict[str, float] = collections.defaultdict(float)
-  for (kind, _), size in _Program(text).received().items():
+  for (kind, _), size in _Program(text, taken).received().items():
     by_kind[kind] += size
   return dict(by_kind)
 
@@ -76,7 +77,8 @@ def exchange_bytes(text: str) -> dict[str, float]:
 class _Program:
   """The computations of a program."""
 
-  def __init__(self, text: str):
+  def __init__(self, text: str, taken: float):
+    self._taken = taken
     self._computations: dict[str, dict[str, _Operation]] = {}
     self._entry, name = '', ''
     for line in text.splitlines():
@@ -132,7 +134,8 @@ class _Program:
     if match := _BRANCHES.search(operation.text):
       names = _NAME.findall(operation.text[match.start() :])
       branches = [self._received(name, False) for name in names]
-      yield max(branches, key=lambda sizes: sum(sizes.values()))
+      largest = max(branches, key=lambda sizes: sum(sizes.values()))
+      yield {key: self._taken * size for key, size in largest.items()}
     trips = self._trips(computation, operation)
     for called in _CALLED.findall(operation.text):
       inner = self._received(called, operation.kind == 'fusion')

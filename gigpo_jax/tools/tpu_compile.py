@@ -159,11 +159,11 @@ def estimate(
       return remat.update_bytes(config, remat.with_mode(policy, mode)) <= limit
 
     model = dataclasses.replace(model, remat=remat.fastest(fits))
-  programs = tuple(_programs(config, model, mesh, host, tensor))
+  work = work or tpu_time.Workload()
+  programs = tuple(_programs(config, model, mesh, host, tensor, work))
   phases: list[tpu_time.Phase] = []
   if all(p.peak is not None for p in programs):
     runs = {p.name: p.run for p in programs}
-    work = work or tpu_time.Workload()
     phases = tpu_time.phases(config, model, mesh, tensor, runs, work)
   return Report(
     models.num_parameters(model),
@@ -234,7 +234,9 @@ def _round_up(config, copies: int) -> None:
     )
 
 
-def _programs(config, model, mesh, host, tensor) -> Iterator[Program]:
+def _programs(
+  config, model, mesh, host, tensor, work: tpu_time.Workload
+) -> Iterator[Program]:
   """Compiles the programs one at a time and yields them."""
   engine = make_sampler(
     config, model, mesh_lib.make_mesh(-1, 1, 1, devices=host), tensor
@@ -259,6 +261,7 @@ def _programs(config, model, mesh, host, tensor) -> Iterator[Program]:
   if config.loss.old_log_probs != 'learner':
     del lowered['outputs']
   tokens = _tokens(lowered, len(host) // tensor)
+  taken = _branches_taken(lowered, work)
   resident = _resident_bytes(
     config, model, learner, tensor, len(host) // tensor
   )
@@ -279,9 +282,23 @@ def _programs(config, model, mesh, host, tensor) -> Iterator[Program]:
       yield Program(name, None, other, run, reason)
       continue
     peak = compiled.memory_analysis().peak_memory_in_bytes
-    received = math.fsum(hlo.exchange_bytes(compiled.as_text()).values())
-    run = tpu_time.Runs(tokens.get(name, 0), received)
+    received = hlo.exchange_bytes(
+      compiled.as_text(), taken=taken.get(name, 1.0)
+    )
+    run = tpu_time.Runs(tokens.get(name, 0), math.fsum(received.values()))
     yield Program(name, peak, other, run)
+
+
+def _branches_taken(lowered: dict, work: tpu_time.Workload) -> dict[str, float]:
+  """Returns how often conditionals of the learner's programs are taken."""
+  shares = {}
+  for name in ('outputs', 'reference outputs', 'accumulate'):
+    if name in lowered:
+      arrays = lowered[name].args_info[0][2]
+      tokens = math.prod(arrays['tokens'].shape)
+      targets = arrays['targets'].shape
+      shares[name] = tpu_time.share_of_chunks(work, tokens, targets)
+  return shares
 
 
 def _tokens(lowered: dict, copies: int) -> dict[str, int]:

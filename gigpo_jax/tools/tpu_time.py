@@ -14,10 +14,14 @@ import ml_collections
 
 from gigpo_jax import models, sampler
 from gigpo_jax.models import qwen
+from gigpo_jax.programs import learner_programs
 
 # Share of the peak that products of large matrices reach. MaxText reports 56 to
 # 67 % for complete training steps on v5e-256 (its README).
 MATMUL_SHARE = 0.75
+
+# Response tokens of the shard that has the most, relative to the mean; assumed.
+_MOST_RESPONSES = 1.5
 
 # Share of padding in full microbatches; see tests/packing_test.py.
 PADDING = 0.05
@@ -63,6 +67,26 @@ class Workload:
   turns: float = 24.0
   prompt_tokens: float = 700.0
   response_tokens: float = 120.0
+
+
+def share_of_chunks(
+  work: Workload, tokens: int, targets: tuple[int, int]
+) -> float:
+  """Returns the share of a microbatch's chunks of logits that are computed.
+
+  Chunks without a response token in any shard are skipped.
+
+  Args:
+    work: sizes of an episode.
+    tokens: tokens of the microbatch.
+    targets: its shards, and the response tokens that a shard has room for.
+  """
+  shards, room = targets
+  share = work.response_tokens / (work.prompt_tokens + work.response_tokens)
+  most = _MOST_RESPONSES * share * tokens / shards
+  chunk = learner_programs.logits_chunk(room)
+  chunks, used = (math.ceil(x / chunk) for x in (room, most))
+  return min(used / chunks, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
