@@ -47,6 +47,11 @@ _GPU_FLAGS = {
   'parallel': f'--xla_gpu_force_compilation_parallelism={os.cpu_count()}',
   'no-command-buffers': '--xla_gpu_enable_command_buffer=',
 }
+# Fields of the config that change a decode step, by platform.
+_DECODE_FIELDS = {
+  'gpu': {'triton': 'model.decode_attention=triton'},
+  'tpu': {'paged': 'model.decode_attention=paged'},
+}
 _GPU_DECODE_FLAGS = {
   'while-command-buffers': '--xla_gpu_enable_command_buffer=+WHILE',
   'no-command-buffers': '--xla_gpu_enable_command_buffer=',
@@ -100,6 +105,13 @@ def make_parts(platform: str, *, quick: bool) -> list[Part]:
   if quick:
     return parts
   parts += [update('matrices'), update('none')]
+  fields = _DECODE_FIELDS.get(platform, {}) | {
+    'int8-cache': 'rollout.cache=int8'
+  }
+  for variant, field in fields.items():
+    part = decode(1024, variant)
+    arguments = (*part.arguments, '--field', field)
+    parts += [dataclasses.replace(part, arguments=arguments)]
   if platform == 'gpu':
     parts += [update('layer', *item) for item in _GPU_FLAGS.items()]
     parts += [decode(1024, *item) for item in _GPU_DECODE_FLAGS.items()]

@@ -361,9 +361,9 @@ def decode(setup: Setup, options: argparse.Namespace) -> None:
       step_bytes=models.weight_bytes(model) + cached,
       prefill_secs=prefill,
       prefill_flops=flops,
-      flags=options.flags,
+      flags=options.flags or options.field,
     )
-    if slots == setup.slots[0] and not options.flags:
+    if slots == setup.slots[0]:
       with trace(setup, options.part):
         rollout_benchmark.sample(engine, params, slots, prompt, 16)
     del engine
@@ -488,6 +488,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
   parser.add_argument('--remat', default='layer')
   parser.add_argument('--prompt', type=int, default=1024)
   parser.add_argument('--flags', default='')
+  parser.add_argument('--field', default='', help='change of the config')
   return parser.parse_args(arguments)
 
 
@@ -497,4 +498,6 @@ def main(arguments: Sequence[str]) -> None:
   hardware.keep_freed_memory()
   compilation.enable_cache()
   setup = make_setup(options.shape, options.out)
+  if options.field:
+    setup.config.update_from_flattened_dict(dict([options.field.split('=')]))
   PARTS[options.part.partition('-')[0]](setup, options)

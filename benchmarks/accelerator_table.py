@@ -149,7 +149,7 @@ def _decode(latest: dict, rates: dict) -> Iterator[str]:
   yield from _head(
     'slots',
     'prompt',
-    'flags',
+    'flags or fields',
     'decode ms/step',
     'tokens/s',
     'of copy',

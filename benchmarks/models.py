@@ -89,8 +89,10 @@ def weight_bytes(model: qwen.QwenConfig) -> int:
 
 def token_bytes(model: qwen.QwenConfig) -> int:
   """Returns the bytes of the keys and values of a token."""
-  elements = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-  return elements * jnp.dtype(model.dtype).itemsize
+  heads = 2 * model.num_layers * model.num_kv_heads
+  if model.cache == 'int8':
+    return heads * (model.head_dim + 4)  # With a float32 scale.
+  return heads * model.head_dim * jnp.dtype(model.dtype).itemsize
 
 
 def decode_flops(model: qwen.QwenConfig, tokens: int) -> float:

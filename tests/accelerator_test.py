@@ -8,6 +8,7 @@ import numpy as np
 import programs
 import pytest
 
+from configs import alfworld
 from envs import base
 
 OVERLONG = 'print("started", flush=True); import time; time.sleep(60)'
@@ -136,6 +137,9 @@ def test_every_part_has_a_measurement_and_fits_into_nine_minutes(tmp_path):
     options = measurements.parse(arguments)
     assert options.flags == part.flags
     assert options.part.partition('-')[0] in measurements.PARTS
+    if options.field:
+      config = alfworld.get_config()
+      config.update_from_flattened_dict(dict([options.field.split('=')]))
   assert len({part.name for part in parts}) == len(parts)
 
 
