@@ -1,7 +1,12 @@
 """Benchmark the start of a large run: compilation and loading.
 
+    python benchmarks/startup.py --what programs --shape Qwen2.5-1.5B
     python benchmarks/startup.py --what compile --shape Qwen2.5-1.5B
     python benchmarks/startup.py --what load --shape Qwen2.5-0.5B
+
+programs: compiles all programs of sampler and learner with the config of
+`configs/alfworld.py`, on the available devices, from shapes alone. Reports the
+CPU seconds of all threads. The programs of advantages are not included.
 
 compile: compiles the largest programs of the sampler and the learner with the
 config of `configs/alfworld.py`, on the available devices. Runs in two
@@ -15,27 +20,36 @@ counted.
 """
 
 import argparse
+import collections
 import dataclasses
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 
 from gigpo_jax import builders, mesh
+from gigpo_jax import learner as learner_lib
+from gigpo_jax import sampler as sampler_lib
 from gigpo_jax.models import huggingface, parameters, published
+from gigpo_jax.programs import learner_programs
 from gigpo_jax.tools import tpu_compile
 
 
-def compile_once(options: argparse.Namespace) -> None:
-  """Compiles the programs; prints the seconds of each."""
+def make_parts(
+  name: str,
+) -> tuple[sampler_lib.Sampler, learner_lib.Learner]:
+  """Returns sampler and learner of the paper's config for a model's shape."""
   from configs import alfworld
 
   config = alfworld.get_config()
-  shape = published.SHAPES[options.shape]
+  shape = published.SHAPES[name]
   devices = builders.make_mesh(
     config, shape, jax.devices(), mesh.device_bytes()
   )
@@ -51,6 +65,63 @@ def compile_once(options: argparse.Namespace) -> None:
     builders.ModelBundle(model, devices, None, None, None),
     builders.make_loss(config),
   )
+  return engine, learner
+
+
+def lowerings(
+  engine: sampler_lib.Sampler, learner: learner_lib.Learner
+) -> Iterator[tuple[str, Callable[[], jax.stages.Lowered]]]:
+  """Yields (name, function that lowers the program) of all programs."""
+  state, base = learner.abstract_state()
+  for (name, *_), lower in engine.lowerings(state.params, base).items():
+    yield name, lower
+  calls: list[tuple[str, Callable[[], jax.stages.Lowered]]] = []
+
+  def run(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    program = self._programs[name]
+
+    def lower() -> jax.stages.Lowered:
+      with jax.set_mesh(self._mesh):
+        return program.lower(*args, **kwargs)
+
+    calls.append((name, lower))
+    return jax.eval_shape(program, *args, **kwargs)
+
+  # The learner's own warm-up, with programs that only record their arguments.
+  programs = learner_programs.LearnerPrograms
+  reference = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, 'bfloat16', sharding=x.sharding),
+    state.params,
+  )
+  with (
+    mock.patch.object(programs, 'run', run),
+    mock.patch.object(jax, 'block_until_ready', lambda x: x),
+  ):
+    learner._programs.run('init', state.params)
+    learner.warm_up(state, reference)
+  yield from calls
+
+
+def compile_all(options: argparse.Namespace) -> None:
+  """Compiles all programs; prints the CPU seconds by name."""
+  secs = collections.defaultdict(list)
+  for name, lower in lowerings(*make_parts(options.shape)):
+    start = time.process_time()
+    lowered = lower()
+    traced = time.process_time()
+    lowered.compile()
+    secs[name].append((traced - start, time.process_time() - traced))
+  print('| program | number | tracing | compilation |')
+  print('|---|---|---|---|')
+  total = [pair for pairs in secs.values() for pair in pairs]
+  for name, pairs in (secs | {'total': total}).items():
+    trace, compilation = map(sum, zip(*pairs, strict=True))
+    print(f'| {name} | {len(pairs)} | {trace:.1f} | {compilation:.1f} |')
+
+
+def compile_once(options: argparse.Namespace) -> None:
+  """Compiles the programs; prints the seconds of each."""
+  engine, learner = make_parts(options.shape)
   start = time.monotonic()
   state, base = learner.abstract_state()
   lowered = engine.lower(state.params, base) | learner.lower()
@@ -59,7 +130,8 @@ def compile_once(options: argparse.Namespace) -> None:
     start = time.monotonic()
     program.compile()
     timings.append(f'{name} {time.monotonic() - start:.1f}')
-  print(f'{model.num_layers} layers, seconds: ' + ', '.join(timings))
+  layers = published.SHAPES[options.shape].num_layers
+  print(f'{layers} layers, seconds: ' + ', '.join(timings))
 
 
 def compile_twice(options: argparse.Namespace) -> None:
@@ -127,6 +199,7 @@ def load(options: argparse.Namespace) -> None:
 
 
 _MEASUREMENTS = {
+  'programs': (compile_all, compile_all),
   'compile': (compile_twice, compile_once),
   'load': (load, load_once),
 }

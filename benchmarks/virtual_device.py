@@ -36,6 +36,10 @@ _MODEL = qwen.QwenConfig(
 _IN_USE, _IS_NEW, _POSITION, _LIMIT = map(
   sampler_programs.INTEGERS.index, ('in_use', 'is_new', 'position', 'limit')
 )
+_STATE_SIZE = len(sampler_programs.STATE)
+
+# Rows and length, and the fields of STATE.
+Slots = tuple[tuple[int, int], np.ndarray]
 
 
 class Clock:
@@ -148,38 +152,36 @@ class Programs:
     del params, base_params
     return {}
 
-  def new_cache(self, rows: int, length: int) -> tuple[int, int]:
-    """Returns the size of a cache."""
-    return rows, length
+  def new_slots(self, rows: int, length: int) -> Slots:
+    """Returns empty slots."""
+    return (rows, length), np.zeros((rows, _STATE_SIZE), np.int32)
 
-  def resize(self, cache, state_BX, rows: int, length: int):
-    """Returns the new size, and the state padded or cut to it."""
-    secs = self._costs.copy(max(rows, cache[0]), max(length, cache[1]))
-    self._clock.dispatch('resize', secs)
-    state_BX = np.asarray(state_BX)
-    padding = max(0, rows - len(state_BX))
-    return (rows, length), np.pad(state_BX[:rows], ((0, padding), (0, 0)))
-
-  def prefill(self, params: dict, tokens: np.ndarray) -> tuple[int, int]:
-    """Returns the size of the prompts."""
+  def prefill(self, params: dict, tokens: np.ndarray) -> None:
+    """Returns no rows."""
     del params
     self._clock.dispatch('prefill', self._costs.prefill(*tokens.shape))
-    return tokens.shape
 
-  def insert(self, cache, prompts, slots):
-    """Returns the size; `Costs.prefill` includes the insertion."""
-    del prompts, slots
-    return cache
+  def take(self, slots: Slots, indices: np.ndarray) -> np.ndarray:
+    """Returns the state of some rows; the time includes that of `put`."""
+    (_, length), state_BX = slots
+    indices = np.asarray(indices)
+    self._clock.dispatch('copy', 2 * self._costs.copy(len(indices), length))
+    return np.asarray(state_BX)[indices]
 
-  def copy(self, cache, sources, slots):
-    """Returns the size."""
-    del slots
-    self._clock.dispatch('copy', self._costs.copy(len(sources), cache[1]))
-    return cache
+  def put(
+    self, slots: Slots, rows: np.ndarray | None, indices: np.ndarray
+  ) -> Slots:
+    """Returns the slots with the state of rows; None: of prefilled prompts."""
+    size, state_BX = slots
+    state_BX, indices = np.array(state_BX), np.asarray(indices)
+    kept = indices < len(state_BX)
+    state_BX[indices[kept]] = 0 if rows is None else rows[kept]
+    return size, state_BX
 
-  def decode(self, params, cache, state_BX, integers_BX, floats, truncated):
+  def decode(self, params, slots, integers_BX, floats, truncated):
     """Decodes up to K tokens of every active slot; see the real programs."""
     del params, floats, truncated
+    size, state_BX = slots
     host, clock = self._costs.host, self._clock
     integers_BX, state_BX = np.asarray(integers_BX), np.asarray(state_BX)
     in_use_B = integers_BX[:, _IN_USE] > 0
@@ -195,7 +197,7 @@ class Programs:
     clock.work('chunk', host.chunk_secs + host.slot_secs * in_use_B.sum())
     done = clock.dispatch(
       'decode',
-      self._costs.decode(steps, *cache, float((used_B * active_B).sum())),
+      self._costs.decode(steps, *size, float((used_B * active_B).sum())),
     )
     count_B = count_B + new_B
     active_B = active_B & (new_B < left_B)
@@ -203,8 +205,7 @@ class Programs:
     zeros = np.zeros((round(self._chunk * self._speed), len(count_B)), np.int32)
     outputs = (zeros, zeros.astype(np.float32), zeros.astype(np.float32))
     return (
-      cache,
-      state_BX,
+      (size, state_BX),
       tuple(_Pending(x, done, clock) for x in (*outputs, new_B, active_B)),
     )
 

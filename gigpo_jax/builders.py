@@ -134,8 +134,10 @@ def make_mesh(
 def sampler_kwargs(config: ml_collections.ConfigDict) -> dict[str, Any]:
   """Returns the `Sampler` arguments that depend only on the config."""
   rollouts = config.rollout
+  options = [make_sampling(config, evaluation=x) for x in (False, True)]
   return {
     'seed': config.seed,
+    'truncates': any(sampling.truncates for sampling in options),
     'prompt_buckets': config_lib.buckets_up_to(
       rollouts.prompt_buckets, rollouts.max_prompt_tokens
     ),

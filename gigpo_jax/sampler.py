@@ -16,7 +16,7 @@ decoded in a step.
 
 import collections
 import dataclasses
-import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import sampler_types, sampling
-from gigpo_jax.models import kv_cache, qwen
+from gigpo_jax.models import qwen
 from gigpo_jax.programs import sampler_cache, sampler_programs
 from gigpo_jax.runtime import distributed
 
@@ -112,6 +112,7 @@ class Sampler:
       adapters away.
     tensor: devices that a copy of the model is sharded over; 0: the size of the
       mesh's axis `tensor`.
+    truncates: whether requests may use top-k, top-p or min-p.
     find_stop: for stop strings; a function of (ids of a completion so far,
       number of new ids) that returns the number of tokens to keep if the
       completion ends, else None.
@@ -121,7 +122,7 @@ class Sampler:
     is_shared: whether `step` waits for other processes.
   """
 
-  def __init__(
+  def __init__(  # noqa: PLR0913
     self,
     config: qwen.QwenConfig,
     mesh: jax.sharding.Mesh,
@@ -135,6 +136,7 @@ class Sampler:
     decode_tokens: int = 8,
     weights: str = 'model',
     tensor: int = 0,
+    truncates: bool = True,
     find_stop: Callable[[np.ndarray, int], int | None] | None = None,
   ):
     _check_sizes(config, prompt_buckets, batch_buckets, weights, vocab_size)
@@ -152,12 +154,17 @@ class Sampler:
     self._row_buckets = tuple(batch_buckets)
     platform = mesh.devices.flat[0].platform
     # `truncated` of each program of a step, see `sampling.sample_tokens`.
-    self._truncations = (False, True) if platform in _HOST_SELECTS else (None,)
+    conditionals = platform not in _HOST_SELECTS
+    self._truncations: tuple[bool | None, ...] = (False,)
+    if truncates:
+      self._truncations = (None,) if conditionals else (False, True)
     max_rows = shards * _PREFILL_ROWS.get(platform, _DEFAULT_PREFILL_ROWS)
     self._prefill_buckets = tuple(
       sorted({shards, min(max_rows, batch_buckets[-1])})
     )
     self._max_tokens = max_completion_tokens
+    # Lengths of a slot, ascending.
+    self._lengths = tuple(n + max_completion_tokens for n in prompt_buckets)
     self._stop_ids, self._find_stop = frozenset(stop_ids), find_stop
     self._decode_chunk = min(decode_tokens, max_completion_tokens)
     self._programs = sampler_programs.Programs(
@@ -169,6 +176,9 @@ class Sampler:
       stop_ids=stop_ids,
       vocab_size=vocab_size,
       decode_chunk=self._decode_chunk,
+      row_batch=self._prefill_buckets[-1],
+      max_length=self._lengths[-1],
+      conditionals=conditionals,
     )
     self._cache = sampler_cache.SlotCache(
       self._programs,
@@ -240,7 +250,7 @@ class Sampler:
   @property
   def num_programs(self) -> int:
     """Returns the number of programs that `warm_up` compiles."""
-    return 1 + len(self._warm_up_calls)
+    return 1 + len(self._program_keys())
 
   def warm_up(
     self,
@@ -251,49 +261,58 @@ class Sampler:
   ) -> None:
     """Compiles all programs, so that nothing compiles later.
 
-    Frees all memory that it allocates.
+    Runs the largest of them once, which shows whether they fit into memory, and
+    frees all memory that it allocates.
 
     Args:
       params: parameters of the policy.
       base: frozen parameters of a network with adapters; None: no adapters.
       on_compiled: called after each of `num_programs` programs.
     """
+    keys = self._program_keys()
+    self._programs.compile(params, base or {}, keys, on_compiled)
     self.load(params, base)
     on_compiled()
+    (rows, length), batch = self._sizes()[-1], self._prefill_buckets[-1]
+    prompt = np.zeros(self._prompt_buckets[-1], np.int32)
     with jax.set_mesh(self._mesh):
-      prompts: dict[tuple[int, int], kv_cache.Cache] = {}
-      for call, *sizes in self._warm_up_calls:
-        call(self._cache, self._params, prompts, *sizes)
-        on_compiled()
+      self._cache.allocate(rows, length)
+      self._cache.fill(self._params, [(n, prompt) for n in range(batch)], [])
+      inputs = _step_inputs([], rows)
+      truncated = self._truncations[-1]
+      outputs = self._cache.decode(self._params, *inputs, truncated)
+      jax.block_until_ready(outputs)
     self.release()
 
-  @functools.cached_property
-  def _warm_up_calls(self) -> list[tuple]:
-    return sampler_cache.warm_up_calls(
-      row_buckets=self._row_buckets,
-      length_buckets=tuple(n + self._max_tokens for n in self._prompt_buckets),
-      batch_buckets=self._prefill_buckets,
-      prompt_buckets=self._prompt_buckets,
-      truncations=self._truncations,
-    )
+  def _sizes(self) -> list[tuple[int, int]]:
+    """Returns the sizes of the cache, ascending."""
+    return list(itertools.product(self._row_buckets, self._lengths))
 
-  def lower(self, params: dict, base: dict) -> dict[str, jax.stages.Lowered]:
-    """Lowers the largest programs, by name, without compiling or running them.
+  def _program_keys(self) -> list[tuple]:
+    prefills = itertools.product(self._prefill_buckets, self._prompt_buckets)
+    sizes, truncations = self._sizes(), self._truncations
+    return sampler_programs.keys(sizes, list(prefills), truncations)
+
+  def lowerings(
+    self, params: dict, base: dict
+  ) -> dict[tuple, Callable[[], jax.stages.Lowered]]:
+    """Returns functions that lower all programs, by (name, sizes).
 
     Args:
       params: shapes and shardings of the parameters of `load`.
       base: shapes and shardings of the frozen parameters.
     """
-    return self._programs.lower(
-      params,
-      base,
-      cache_size=(
-        self._row_buckets[-1],
-        self._prompt_buckets[-1] + self._max_tokens,
-      ),
-      prefill_size=(self._prefill_buckets[-1], self._prompt_buckets[-1]),
-      truncated=self._truncations[0],
-    )
+    return self._programs.lowerings(params, base, self._program_keys())
+
+  def lower(self, params: dict, base: dict) -> dict[str, jax.stages.Lowered]:
+    """Lowers the largest programs, by name; see `lowerings`."""
+    sizes = {
+      'prepare': (),
+      'prefill': (self._prefill_buckets[-1], self._prompt_buckets[-1]),
+      'decode': (*self._sizes()[-1], self._truncations[0]),
+    }
+    lowerings = self.lowerings(params, base)
+    return {name: lowerings[name, *size]() for name, size in sizes.items()}
 
   def generate(
     self, params: dict, requests: Sequence[Request], base: dict | None = None
@@ -341,6 +360,11 @@ class Sampler:
       raise ValueError(
         f'max_tokens={limit}: must be between 1 and {self._max_tokens} '
         '(rollout.max_completion_tokens)'
+      )
+    if request.sampling.truncates and self._truncations == (False,):
+      raise ValueError(
+        f'sampling={request.sampling}: top_k, top_p or min_p exclude tokens; '
+        'the sampler accepts them with truncates=True'
       )
     self._num_submitted += 1
     self._submitted.append(_Entry(self._num_submitted, request, limit))
@@ -428,7 +452,7 @@ class Sampler:
     rows = used[-1][0] + 1
     longest = max(len(entry.request.prompt_ids) for _, entry in used)
     bucket = sampler_cache.bucket
-    length = bucket(self._prompt_buckets, longest) + self._max_tokens
+    length = bucket(self._lengths, longest + self._max_tokens)
     is_used = [entry is not None for entry in self._slots]
     self._cache.fit(bucket(self._row_buckets, rows), length, is_used)
     start = time.monotonic()

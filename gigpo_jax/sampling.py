@@ -45,11 +45,12 @@ class Sampling:
 def row_keys(seed: np.uint32, streams: jax.Array) -> jax.Array:
   """Returns a key for each row: the seed with its stream folded in."""
 
+  def fold(key: jax.Array, integer: jax.Array) -> tuple[jax.Array, None]:
+    return jax.random.fold_in(key, integer), None
+
   def key(stream: jax.Array) -> jax.Array:
-    folded = jax.random.key(seed)
-    for integer in stream:
-      folded = jax.random.fold_in(folded, integer)
-    return folded
+    # A loop, because a fold takes long to compile.
+    return jax.lax.scan(fold, jax.random.key(seed), stream)[0]
 
   return jax.vmap(key)(streams)
 
@@ -63,6 +64,7 @@ def sample_tokens(
   *,
   vocab_size: int,
   truncated: bool | None = None,
+  greedy: bool | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Samples the next token of each row.
 
@@ -74,7 +76,9 @@ def sample_tokens(
     logits_BV: float32 logits.
     vocab_size: this and larger ids are not sampled.
     truncated: whether any row may use top-k, top-p or min-p; None: the program
-      decides at run time, and also whether any row is greedy.
+      decides at run time.
+    greedy: whether any row may be greedy; None: the program decides at run
+      time.
 
   Returns:
     (ids [B], log-probs before truncation [B], log-probs after it [B]).
@@ -103,7 +107,7 @@ def sample_tokens(
   ids_B, kept_weight_B = _sample_by_blocks(keys_B, counts_B, weights_BV)
   kept_total_B = max_B1[:, 0] + jnp.log(kept_weight_B)
   ids_B = _cond(
-    None if truncated is None else True,
+    greedy,
     jnp.any(greedy_B),
     lambda: jnp.where(greedy_B, _first_argmax(scaled_BV, kept_BV), ids_B),
     lambda: ids_B,

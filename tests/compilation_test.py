@@ -1,10 +1,15 @@
 """Tests of the compilation cache: folder, size limit, hits of a second run."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
 import small_runs
 from programs import PROJECT
 
@@ -93,6 +98,38 @@ def test_progress_is_printed_in_lines_without_a_terminal(monkeypatch, capsys):
     'compiled 3 of 4 programs, 42 s',
     'compiled 4 programs in 43 s',
   ]
+
+
+def test_programs_compiled_at_once_give_the_results_of_jit():
+  functions = {n: jax.jit(lambda x, n=n: x**n + n) for n in range(6)}
+  x, compiled = jnp.arange(4.0), []
+  table = compilation.ProgramTable()
+  table.compile(
+    {n: functools.partial(f.lower, x) for n, f in functions.items()},
+    lambda: compiled.append(len(table)),
+  )
+  assert compiled == [1, 2, 3, 4, 5, 6]
+  for n, function in functions.items():
+    np.testing.assert_array_equal(table.run(n, function, x), function(x))
+  assert len(table) == 6
+
+
+def test_a_missing_program_is_compiled_once():
+  table, traces = compilation.ProgramTable(), []
+  function = jax.jit(lambda x: traces.append(1) or x + 1)
+  assert [int(table.run('f', function, np.int32(n))) for n in (1, 2)] == [2, 3]
+  assert traces == [1] and len(table) == 1
+
+
+def test_an_error_of_one_program_ends_the_compilation():
+  class Broken:
+    def compile(self):
+      raise ValueError('out of memory')
+
+  table = compilation.ProgramTable()
+  with pytest.raises(ValueError, match='out of memory'):
+    table.compile({n: Broken for n in range(3)})
+  assert len(table) == 0
 
 
 _COUNT_EVENTS = """

@@ -286,7 +286,8 @@ def test_decoding_equals_one_forward_pass(monkeypatch, unrolled, dtype):
     qwen.prefill(config, params, tokens[:, :12]),
     jnp.array([4, 0, 5]),
   )
-  cache = kv_cache.copy_rows(cache, jnp.array([4, 9]), jnp.array([1, 9]))
+  rows = kv_cache.take_rows(cache, jnp.array([4, 9]))
+  cache = kv_cache.insert(cache, rows, jnp.array([1, 9]))
   cache = tuple(
     {name: x[:, jnp.array([1, 0, 5])] for name, x in stack.items()}
     for stack in cache

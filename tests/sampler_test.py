@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import reference
 
+from configs import alfworld
+from gigpo_jax import builders, sampler
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax import sampler
 from gigpo_jax.models import parameters, quantization, qwen
+from gigpo_jax.tools import tpu_compile
 
 CONFIG = qwen.QwenConfig(
   vocab_size=32,
@@ -184,6 +186,31 @@ def test_nothing_compiles_after_warm_up(params):
   assert engine.compilations == before
 
 
+@pytest.mark.parametrize('platform', ['cpu', 'gpu'])
+def test_the_papers_config_needs_few_programs(monkeypatch, platform):
+  if platform == 'gpu':
+    monkeypatch.setattr(sampler, '_HOST_SELECTS', ('cpu',))
+  config, mesh = alfworld.get_config(), mesh_lib.make_mesh(1, -1, 1)
+  engine = tpu_compile.make_sampler(config, CONFIG, mesh, 1)
+  # Three numbers of slots, two lengths, four programs for each size.
+  assert engine.num_programs == 1 + 3 * 2 * 4 + 2 * 2
+  bundle = builders.ModelBundle(CONFIG, mesh, None, None, None)
+  learner = builders.make_learner(config, bundle, builders.make_loss(config))
+  # The learner also has programs for the first state and for gradients.
+  total = engine.num_programs + learner.num_programs(reference=True) + 2
+  assert total <= 40
+
+
+def test_a_sampler_without_truncation_samples_the_same_tokens(params):
+  requests = _requests(5) + _requests(3, temperature=0.0)
+  expected = _sampler().generate(params, requests)
+  engine = _sampler(truncates=False)
+  for a, b in zip(expected, engine.generate(params, requests), strict=True):
+    np.testing.assert_array_equal(a.ids, b.ids)
+  with pytest.raises(ValueError, match='truncates=True'):
+    engine.generate(params, _requests(1, top_k=3))
+
+
 def test_greedy_reports_log_probs_at_temperature_one(params):
   (request,) = _requests(1, temperature=0.0)
   (completion,) = _sampler().generate(params, [request])
@@ -254,7 +281,7 @@ def test_cache_layout_does_not_change_tokens(monkeypatch, params, tensor):
   compilations = engine.compilations
   completions = engine.generate(params, requests)
   assert engine.compilations == compilations
-  order = engine._cache.arrays[0]['k'].format.layout.major_to_minor
+  order = engine._cache.slots[0][0]['k'].format.layout.major_to_minor
   assert order == {1: (0, 1, 4, 2, 3), 2: (2, 0, 1, 4, 3)}[tensor]
   for a, b in zip(completions, expected, strict=True):
     np.testing.assert_array_equal(a.ids, b.ids)

@@ -171,9 +171,8 @@ def insert(cache: Cache, rows: Cache, slots_B: jax.Array) -> Cache:
   )
 
 
-def copy_rows(cache: Cache, sources_B: jax.Array, slots_B: jax.Array) -> Cache:
-  """Returns the cache with rows copied; slots past the end are dropped."""
-  rows = tuple(
-    {name: x[:, sources_B] for name, x in stack.items()} for stack in cache
+def take_rows(cache: Cache, slots_B: jax.Array) -> Cache:
+  """Returns some rows of the cache."""
+  return tuple(
+    {name: x[:, slots_B] for name, x in stack.items()} for stack in cache
   )
-  return insert(cache, rows, slots_B)

@@ -5,16 +5,13 @@ finished, so that later requests with the same prompt need no prefill.
 """
 
 import collections
-import itertools
 from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
 
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax.models import kv_cache
 from gigpo_jax.programs import sampler_programs
-from gigpo_jax.runtime import distributed
 
 # Consecutive steps with an oversized cache after which it shrinks.
 _SHRINK_AFTER = 4
@@ -28,11 +25,11 @@ class SlotCache:
     mesh: the devices that sample.
     num_slots: largest number of slots.
     prompt_buckets: ascending lengths that prompts are padded to.
-    batch_buckets: ascending numbers of prompts that are prefilled together.
+    batch_buckets: ascending numbers of prompts that are prefilled together; the
+      last is the number of rows that move together.
 
   Attributes:
-    arrays: keys and values; None: not allocated.
-    state: `sampler_programs.STATE` of each slot; None: not allocated.
+    slots: keys, values and state of the slots; None: not allocated.
     rows: allocated slots.
     length: allocated positions of a slot.
   """
@@ -62,8 +59,7 @@ class SlotCache:
 
   def release(self) -> None:
     """Frees the memory."""
-    self.arrays: kv_cache.Cache | None = None
-    self.state: jax.Array | None = None
+    self.slots: sampler_programs.Slots | None = None
 
   def slot_of(self, prompt: bytes) -> int | None:
     """Returns a slot that holds a prompt, or None."""
@@ -94,13 +90,31 @@ class SlotCache:
     padded_tokens = 0
     for batch, size in self._prefill_batches(prompts):
       padded_tokens += self._prefill_prompts(params, batch, size)
-    for batch in self._batches(copies):
-      # Padding copies to slots that do not exist.
-      pairs = np.full((2, bucket(self._batch_buckets, len(batch))), self.rows)
-      pairs[:, : len(batch)] = np.transpose(batch)
-      sources, slots = (self._place(p.astype(np.int32)) for p in pairs)
-      self.arrays = self._programs.copy(self.arrays, sources, slots)
+    self._copy(copies)
     return padded_tokens
+
+  def _copy(
+    self,
+    pairs: list[tuple[int, int]],
+    source: sampler_programs.Slots | None = None,
+  ) -> None:
+    """Copies rows.
+
+    Args:
+      pairs: (row of the source, slot).
+      source: other slots to copy from; None: the slots themselves.
+    """
+    size = self._batch_buckets[-1]
+    for start in range(0, len(pairs), size):
+      batch = pairs[start : start + size]
+      # Padding copies to slots that do not exist.
+      batch = batch + [(0, self.rows)] * (size - len(batch))
+      rows, slots = (
+        self._place(np.array(column, np.int32))
+        for column in zip(*batch, strict=True)
+      )
+      moved = self._programs.take(source or self.slots, rows)
+      self.slots = self._programs.put(self.slots, moved, slots)
 
   def _prefill_batches(
     self, prompts: list[tuple[int, np.ndarray]]
@@ -126,16 +140,14 @@ class SlotCache:
   def _prefill_prompts(
     self, params: dict, batch: list[tuple[int, np.ndarray]], length: int
   ) -> int:
-    rows = bucket(self._batch_buckets, len(batch))
-    tokens = np.zeros((rows, length), np.int32)
-    slots = np.full(rows, self.rows, np.int32)
+    tokens = np.zeros(
+      (bucket(self._batch_buckets, len(batch)), length), np.int32
+    )
+    slots = np.full(self._batch_buckets[-1], self.rows, np.int32)
     for n, (slot, ids) in enumerate(batch):
       tokens[n, : len(ids)], slots[n] = ids, slot
-    prompts = self._programs.prefill(params, self._place(tokens))
-    distributed.block_on_cpu(prompts)
-    self.arrays = self._programs.insert(
-      self.arrays, prompts, self._place(slots)
-    )
+    rows = self._programs.prefill(params, self._place(tokens))
+    self.slots = self._programs.put(self.slots, rows, self._place(slots))
     return tokens.size
 
   def decode(
@@ -153,29 +165,22 @@ class SlotCache:
       floats: `sampler_programs.FLOATS` of each slot.
       truncated: see `sampling.sample_tokens`.
     """
-    self.arrays, self.state, outputs = self._programs.decode(
+    self.slots, outputs = self._programs.decode(
       params,
-      self.arrays,
-      self.state,
+      self.slots,
       self._place(integers),
       self._place(floats),
       truncated,
     )
-    distributed.block_on_cpu(outputs)
     return outputs
 
   def _place(self, array: np.ndarray) -> jax.Array:
     return mesh_lib.place_rows(self._mesh, array)
 
   def allocate(self, rows: int, length: int) -> None:
-    """Replaces the cache by an empty cache of another size."""
+    """Replaces the slots by empty slots of another size."""
     self.rows, self.length = rows, length
-    # Free the old cache first: two caches may not fit into memory.
-    self.arrays = None
-    self.arrays = self._programs.new_cache(rows, length)
-    self.state = self._place(
-      np.zeros((rows, len(sampler_programs.STATE)), np.int32)
-    )
+    self.slots = self._programs.new_slots(rows, length)
 
   def fit(self, rows: int, length: int, is_used: Sequence[bool]) -> None:
     """Grows the cache to a size, or shrinks it after `_SHRINK_AFTER` steps.
@@ -185,7 +190,7 @@ class SlotCache:
       length: slots of a row that are needed.
       is_used: whether each row belongs to a request in progress.
     """
-    if self.arrays is None:
+    if self.slots is None:
       self.allocate(rows, length)
       return
     if (rows, length) == (self.rows, self.length):
@@ -198,95 +203,15 @@ class SlotCache:
     else:
       rows, length = max(rows, self.rows), max(length, self.length)
     self._oversized_steps = 0
-    # Resizing one dimension at a time needs fewer programs than all pairs of
-    # sizes.
-    for size in ((rows, self.length), (rows, length)):
-      if size != (self.rows, self.length):
-        self.arrays, self.state = self._programs.resize(
-          self.arrays, self.state, *size
-        )
-        self.rows, self.length = size
     for slot, prompt in enumerate(self._prompts):
       # A token of a prompt has 4 bytes.
       is_lost = slot >= rows or (prompt and len(prompt) // 4 > length)
       if is_lost and not is_used[slot]:
         self.set_prompt(slot, None)
-
-  # Calls that compile a program each; see `warm_up_calls`.
-
-  def warm_up_prefill(self, params: dict, prompts: dict, r: int, p: int):
-    """Prefills R prompts of P tokens into `prompts`."""
-    ids = self._place(np.zeros((r, p), np.int32))
-    prompts[r, p] = self._programs.prefill(params, ids)
-
-  def warm_up_allocate(self, params, prompts, rows: int, length: int):
-    """Allocates a cache."""
-    del params, prompts
+    old, old_rows = self.slots, self.rows
     self.allocate(rows, length)
-
-  def warm_up_resize(self, params, prompts, rows: int, length: int):
-    """Resizes the cache; discards the result."""
-    del params, prompts
-    self._programs.resize(self.arrays, self.state, rows, length)
-
-  def warm_up_copy(self, params, prompts, r: int):
-    """Copies R slots."""
-    del params, prompts
-    # Slot `rows` does not exist, so nothing is copied.
-    slots = self._place(np.full(r, self.rows, np.int32))
-    self.arrays = self._programs.copy(self.arrays, slots, slots)
-
-  def warm_up_insert(self, params, prompts: dict, r: int, p: int):
-    """Inserts R prompts of P tokens."""
-    del params
-    slots = self._place(np.full(r, self.rows, np.int32))
-    self.arrays = self._programs.insert(self.arrays, prompts[r, p], slots)
-
-  def warm_up_decode(self, params: dict, prompts, truncated: bool | None):
-    """Decodes a step in which no slot is in use."""
-    del prompts
-    num_integers = len(sampler_programs.INTEGERS) + sampler_programs.STREAM_SIZE
-    integers = np.zeros((self.rows, num_integers), np.int32)
-    floats = np.ones((self.rows, len(sampler_programs.FLOATS)), np.float32)
-    jax.block_until_ready(self.decode(params, integers, floats, truncated))
-
-
-def warm_up_calls(
-  *,
-  row_buckets: tuple[int, ...],
-  length_buckets: tuple[int, ...],
-  batch_buckets: tuple[int, ...],
-  prompt_buckets: tuple[int, ...],
-  truncations: tuple[bool | None, ...],
-) -> list[tuple]:
-  """Returns (method, *arguments) that compile one program each, in this order.
-
-  Call them as method(cache, params, prompts, *arguments), where `prompts` is a
-  dict that holds the prefilled prompts.
-
-  Args:
-    row_buckets: numbers of slots.
-    length_buckets: lengths of a slot.
-    batch_buckets: numbers of prompts that are prefilled together.
-    prompt_buckets: lengths that prompts are padded to.
-    truncations: `truncated` of each program of a step.
-  """
-  sizes = list(itertools.product(row_buckets, length_buckets))
-  prefills = list(itertools.product(batch_buckets, prompt_buckets))
-  calls: list[tuple] = [(SlotCache.warm_up_prefill, r, p) for r, p in prefills]
-  for rows, length in sizes:
-    calls.append((SlotCache.warm_up_allocate, rows, length))
-    for other in sizes:
-      if (rows == other[0]) != (length == other[1]):
-        calls.append((SlotCache.warm_up_resize, *other))
-    for r in batch_buckets:
-      calls.append((SlotCache.warm_up_copy, r))
-    for r, p in prefills:
-      if p <= length:
-        calls.append((SlotCache.warm_up_insert, r, p))
-    for truncated in truncations:
-      calls.append((SlotCache.warm_up_decode, truncated))
-  return calls
+    held = [n for n, prompt in enumerate(self._prompts[:old_rows]) if prompt]
+    self._copy([(n, n) for n in held], old)
 
 
 def bucket(sizes: Sequence[int], needed: int) -> int:

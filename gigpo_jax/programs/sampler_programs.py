@@ -1,11 +1,13 @@
 """The compiled programs of a sampler.
 
-Shapes: **B** slots, **K** tokens decoded in a step, **V** vocabulary.
+Shapes: **B** slots, **R** rows that move together, **P** prompt tokens, **K**
+tokens decoded in a step, **V** vocabulary.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,7 @@ from gigpo_jax.models import (
   quantization,
   qwen,
 )
+from gigpo_jax.runtime import compilation, distributed
 
 # Forms of the parameters; see `sampler.Sampler`.
 WEIGHTS = ('model', 'int8', 'adapters')
@@ -33,6 +36,9 @@ STATE = ('active', 'token', 'position', 'count')
 # Integers of a stream.
 STREAM_SIZE = 5
 
+# Keys and values, and the fields of STATE, [B, X].
+Slots = tuple[kv_cache.Cache, jax.Array]
+
 
 @dataclasses.dataclass(frozen=True)
 class _DecodeConfig:
@@ -44,6 +50,8 @@ class _DecodeConfig:
     stop_ids: tokens that end a completion.
     vocab_size: this and larger ids are not sampled.
     chunk: K, maximum number of tokens per slot.
+    conditionals: whether a step ends early once no slot is active, and skips
+      the work of options that no slot uses.
   """
 
   model: qwen.QwenConfig
@@ -51,10 +59,15 @@ class _DecodeConfig:
   stop_ids: tuple[int, ...]
   vocab_size: int
   chunk: int
+  conditionals: bool
 
 
 class Programs:
-  """The jitted functions of a sampler, with their shardings.
+  """The programs of a sampler, with their shardings.
+
+  The slots are (cache, STATE [B, X]). Rows that move into or between slots are
+  slots of a fixed size: `row_batch` rows of the longest length. The number of
+  programs therefore grows by four for each size of the cache.
 
   Args:
     config: shape of the model.
@@ -65,15 +78,12 @@ class Programs:
     stop_ids: tokens that end a completion.
     vocab_size: this and larger ids are not sampled.
     decode_chunk: K, tokens decoded in a step.
+    row_batch: number of rows that move together.
+    max_length: length of the longest slot.
+    conditionals: whether programs may have conditionals.
 
   Attributes:
     prepare: (params, base) -> parameters for the other programs.
-    new_cache: (rows, length) -> cache.
-    resize: (cache, state, rows, length) -> (cache, state).
-    prefill: (params, tokens) -> rows of a cache.
-    insert: (cache, rows, slots) -> cache; donates the cache.
-    copy: (cache, sources, slots) -> cache; donates the cache.
-    decode: see `_decode`; donates cache and state.
   """
 
   def __init__(
@@ -87,113 +97,219 @@ class Programs:
     stop_ids: Sequence[int],
     vocab_size: int,
     decode_chunk: int,
+    row_batch: int,
+    max_length: int,
+    conditionals: bool,
   ):
     self._mesh, self._full_mesh = mesh, full_mesh
-    rows = mesh_lib.batch_sharding(mesh)
     int8, merge, trained = weights == 'int8', weights != 'adapters', config
     config = _sampled(config, merge, mesh.shape['tensor'])
+    axes = (quantization.quantized_axes if int8 else parameters.logical_axes)(
+      config
+    )
+    self._param_axes = parameters.unstack_axes(config, axes)
+    self.prepare = jax.jit(
+      functools.partial(_prepare, trained, config, int8),
+      out_shardings=mesh_lib.shardings(full_mesh, self._param_axes),
+    )
+    self._config = config
+    self._row_size = row_batch, max_length
+    static = _DecodeConfig(
+      config,
+      np.uint32(seed),
+      tuple(stop_ids),
+      vocab_size,
+      decode_chunk,
+      conditionals,
+    )
     cache_formats = mesh_lib.cache_formats(
       mesh,
       jax.eval_shape(lambda: kv_cache.new(config, 1, 1)),
       by_head=decode_attention.reads_heads(config.decode_attention),
     )
-    axes = (quantization.quantized_axes if int8 else parameters.logical_axes)(
-      config
+    self._slot_formats = cache_formats, mesh_lib.batch_sharding(mesh)
+    self._table = compilation.ProgramTable()
+    # On several virtual devices of a CPU, jax may deadlock while many programs
+    # with collectives are in flight.
+    on_cpu = mesh.devices.flat[0].platform == 'cpu'
+    self._blocks = on_cpu and mesh.size > 1
+    self._prefill = self._jit(
+      functools.partial(_prefill, config, self._row_size)
     )
-    self._params_shardings = mesh_lib.shardings(
-      full_mesh, parameters.unstack_axes(config, axes)
-    )
-    self.prepare = jax.jit(
-      functools.partial(_prepare, trained, config, int8),
-      out_shardings=self._params_shardings,
-    )
-    self.new_cache = jax.jit(
-      functools.partial(kv_cache.new, config),
-      static_argnums=(0, 1),
-      out_shardings=cache_formats,
-    )
-    self.resize = jax.jit(
-      _resize,
-      static_argnums=(2, 3),
-      out_shardings=(cache_formats, rows),
-    )
-    self.prefill = jax.jit(functools.partial(qwen.prefill, config))
-    self.insert = jax.jit(
-      kv_cache.insert, donate_argnums=(0,), out_shardings=cache_formats
-    )
-    self.copy = jax.jit(
-      kv_cache.copy_rows, donate_argnums=(0,), out_shardings=cache_formats
-    )
-    self.decode = jax.jit(
-      functools.partial(
-        _decode,
-        _DecodeConfig(
-          config, np.uint32(seed), tuple(stop_ids), vocab_size, decode_chunk
+    self._take = self._jit(functools.partial(_take, self._row_size))
+    self._put = self._jit(_put, donate_argnums=0)
+    self._decode = {
+      truncated: jax.jit(
+        functools.partial(_decode, static, truncated),
+        donate_argnums=1,
+        out_shardings=(
+          self._slot_formats,
+          mesh_lib.replicated_sharding(mesh),
         ),
-      ),
-      static_argnums=5,
-      donate_argnums=(1, 2),
-      out_shardings=(cache_formats, rows, mesh_lib.replicated_sharding(mesh)),
-    )
-    self._cache_formats = cache_formats
+      )
+      for truncated in (None, False, True)
+    }
+
+  def _jit(self, function: Callable, **kwargs) -> Any:
+    """Returns a jitted function that returns slots."""
+    return jax.jit(function, out_shardings=self._slot_formats, **kwargs)
+
+  def _new(self, rows: int, length: int) -> Any:
+    return self._jit(functools.partial(_new_slots, self._config, rows, length))
 
   @property
   def compilations(self) -> int:
     """Returns the number of programs compiled so far."""
-    programs = (
-      self.prepare,
-      self.new_cache,
-      self.resize,
-      self.prefill,
-    ) + (
-      self.insert,
-      self.copy,
-      self.decode,
-    )
-    return sum(program._cache_size() for program in programs)
+    return self.prepare._cache_size() + len(self._table)
 
-  def lower(
+  def _run(self, key: tuple, function: Any, *args: Any) -> Any:
+    outputs = self._table.run(key, function, *args)
+    if self._blocks and key[0] != 'decode':
+      jax.block_until_ready(outputs)
+    return distributed.block_on_cpu(outputs)
+
+  def new_slots(self, rows: int, length: int) -> Slots:
+    """Returns empty slots."""
+    return self._run(('new', rows, length), self._new(rows, length))
+
+  def prefill(self, params: dict, tokens_RP: jax.Array) -> Slots:
+    """Prefills prompts; returns rows to `put`, of which the first are used."""
+    key = ('prefill', *tokens_RP.shape)
+    return self._run(key, self._prefill, params, tokens_RP)
+
+  def take(self, slots: Slots, indices: jax.Array) -> Slots:
+    """Returns a copy of some rows."""
+    return self._run(('take', *_size(slots)), self._take, slots, indices)
+
+  def put(self, slots: Slots, rows: Slots, indices: jax.Array) -> Slots:
+    """Writes rows into slots; donates the slots.
+
+    Args:
+      slots: the slots.
+      rows: the rows; positions beyond the length of the slots are dropped.
+      indices: the slot of each row; rows for slots past the end are dropped.
+    """
+    return self._run(('put', *_size(slots)), self._put, slots, rows, indices)
+
+  def decode(
+    self,
+    params: dict,
+    slots: Slots,
+    integers_BX: jax.Array,
+    floats_BX: jax.Array,
+    truncated: bool | None,
+  ) -> tuple[Slots, tuple[jax.Array, ...]]:
+    """Decodes a step; see `_decode`. Donates the slots."""
+    return self._run(
+      ('decode', *_size(slots), truncated),
+      self._decode[truncated],
+      params,
+      slots,
+      integers_BX,
+      floats_BX,
+    )
+
+  def compile(
     self,
     params: dict,
     base: dict,
-    *,
-    cache_size: tuple[int, int],
-    prefill_size: tuple[int, int],
-    truncated: bool | None,
-  ) -> dict[str, jax.stages.Lowered]:
-    """Lowers the largest programs, by name, without compiling or running them.
+    keys: Sequence[tuple],
+    on_compiled: Callable[[], None],
+  ) -> None:
+    """Compiles programs and calls `on_compiled` after each; see `lowerings`."""
+    lowerings = self.lowerings(params, base, keys)
+    self._table.compile({key: lowerings[key] for key in keys}, on_compiled)
+
+  def lowerings(
+    self, params: dict, base: dict, keys: Sequence[tuple]
+  ) -> dict[tuple, Callable[[], jax.stages.Lowered]]:
+    """Returns functions that lower `prepare` and programs, by key.
+
+    `prepare` compiles at its first call, for any sharding of its arguments.
 
     Args:
-      params: shapes and shardings of the learner's parameters.
-      base: shapes and shardings of the frozen parameters.
-      cache_size: rows and length of the cache.
-      prefill_size: rows and length of the prompts of a prefill.
-      truncated: see `sampling.sample_tokens`.
+      params: the learner's parameters, or their shapes and shardings.
+      base: the frozen parameters, or their shapes and shardings.
+      keys: (name, sizes) of the programs.
     """
-    rows, length = cache_size
-    with_shardings = mesh_lib.with_shardings
-    row_sharding = mesh_lib.batch_sharding(self._mesh)
-
-    def row_array(*shape: int, dtype: str = 'int32') -> jax.ShapeDtypeStruct:
-      return jax.ShapeDtypeStruct(shape, dtype, sharding=row_sharding)
-
     with jax.set_mesh(self._full_mesh):
-      prepare = self.prepare.lower(params, base)
+      prepared = jax.eval_shape(self.prepare, params, base)
+    prepared = mesh_lib.with_shardings(
+      prepared, mesh_lib.shardings(self._mesh, self._param_axes)
+    )
+
+    def lower_prepare() -> jax.stages.Lowered:
+      with jax.set_mesh(self._full_mesh):
+        return self.prepare.lower(params, base)
+
+    lowerings = {
+      key: functools.partial(self._lower, prepared, *key) for key in keys
+    }
+    return lowerings | {('prepare',): lower_prepare}
+
+  def _lower(
+    self, prepared: dict, name: str, rows: int, length: int, *static: Any
+  ) -> jax.stages.Lowered:
+    """Lowers a program.
+
+    Args:
+      prepared: shapes and shardings of the prepared parameters.
+      name: 'new', 'prefill', 'take', 'put' or 'decode'.
+      rows: slots, or prompts of a prefill.
+      length: length of a slot or of the prompts.
+      *static: `truncated` of 'decode'.
+    """
+    sharding = mesh_lib.batch_sharding(self._mesh)
+
+    def array(*shape: int, dtype: str = 'int32') -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def shapes(rows: int, length: int) -> Slots:
+      return mesh_lib.with_shardings(
+        jax.eval_shape(self._new(rows, length)), self._slot_formats
+      )
+
+    indices = array(self._row_size[0])
     with jax.set_mesh(self._mesh):
-      prepared = with_shardings(prepare.out_info, self._params_shardings)
-      cache = jax.eval_shape(self.new_cache, rows, length)
-      return {
-        'prepare': prepare,
-        'prefill': self.prefill.lower(prepared, row_array(*prefill_size)),
-        'decode': self.decode.lower(
-          prepared,
-          with_shardings(cache, self._cache_formats),
-          row_array(rows, len(STATE)),
-          row_array(rows, len(INTEGERS) + STREAM_SIZE),
-          row_array(rows, len(FLOATS), dtype='float32'),
-          truncated,
-        ),
-      }
+      if name == 'new':
+        return self._new(rows, length).lower()
+      if name == 'prefill':
+        return self._prefill.lower(prepared, array(rows, length))
+      if name == 'take':
+        return self._take.lower(shapes(rows, length), indices)
+      if name == 'put':
+        return self._put.lower(
+          shapes(rows, length), shapes(*self._row_size), indices
+        )
+      return self._decode[static[0]].lower(
+        prepared,
+        shapes(rows, length),
+        array(rows, len(INTEGERS) + STREAM_SIZE),
+        array(rows, len(FLOATS), dtype='float32'),
+      )
+
+
+def keys(
+  sizes: Sequence[tuple[int, int]],
+  prefill_sizes: Sequence[tuple[int, int]],
+  truncations: Sequence[bool | None],
+) -> list[tuple]:
+  """Returns (name, sizes) of all programs but `prepare`, the slowest first.
+
+  Args:
+    sizes: rows and length of each cache.
+    prefill_sizes: rows and length of the prompts of each prefill.
+    truncations: `truncated` of each program of a step.
+  """
+  return [
+    *(
+      ('decode', *size, truncated)
+      for size in sizes
+      for truncated in truncations
+    ),
+    *(('prefill', *size) for size in prefill_sizes),
+    *((name, *size) for name in ('put', 'take', 'new') for size in sizes),
+  ]
 
 
 def parameter_bytes(config: qwen.QwenConfig, weights: str) -> int:
@@ -252,42 +368,74 @@ def _prepare(
   return parameters.unstack_layers(config, params)
 
 
-def _resize(
-  cache: kv_cache.Cache, state_BX: jax.Array, rows: int, length: int
-) -> tuple[kv_cache.Cache, jax.Array]:
+def _size(slots: Slots) -> tuple[int, int]:
+  """Returns the number of rows of slots, and their length."""
+  cache, state_BX = slots
+  return state_BX.shape[0], cache[0]['k'].shape[-1]
+
+
+def _new_slots(config: qwen.QwenConfig, rows: int, length: int) -> Slots:
+  state_BX = jnp.zeros((rows, len(STATE)), jnp.int32)
+  return kv_cache.new(config, rows, length), state_BX
+
+
+def _resize(slots: Slots, rows: int, length: int) -> Slots:
+  """Pads or truncates slots."""
+  cache, state_BX = slots
   padding = max(0, rows - state_BX.shape[0])
   state_BX = jnp.pad(state_BX[:rows], ((0, padding), (0, 0)))
   return kv_cache.resize(cache, rows, length), state_BX
 
 
+def _prefill(
+  config: qwen.QwenConfig,
+  row_size: tuple[int, int],
+  params: dict,
+  tokens_RP: jax.Array,
+) -> Slots:
+  cache = qwen.prefill(config, params, tokens_RP)
+  state_RX = jnp.zeros((tokens_RP.shape[0], len(STATE)), jnp.int32)
+  return _resize((cache, state_RX), *row_size)
+
+
+def _take(
+  row_size: tuple[int, int], slots: Slots, indices_R: jax.Array
+) -> Slots:
+  cache, state_BX = slots
+  rows = kv_cache.take_rows(cache, indices_R), state_BX[indices_R]
+  return _resize(rows, *row_size)
+
+
+def _put(slots: Slots, rows: Slots, indices_R: jax.Array) -> Slots:
+  (cache, state_BX), (new_rows, new_RX) = slots, rows
+  state_BX = state_BX.at[indices_R].set(new_RX, mode='drop')
+  return kv_cache.insert(cache, new_rows, indices_R), state_BX
+
+
 def _decode(
   static: _DecodeConfig,
+  truncated: bool | None,
   params: dict,
-  cache: kv_cache.Cache,
-  state_BX: jax.Array,
+  slots: Slots,
   integers_BX: jax.Array,
   floats_BX: jax.Array,
-  truncated: bool | None,
-) -> tuple[kv_cache.Cache, jax.Array, tuple[jax.Array, ...]]:
+) -> tuple[Slots, tuple[jax.Array, ...]]:
   """Decodes up to `chunk` tokens of every active slot.
-
-  If `truncated` is None, the loop ends early once no slot is active; see
-  `sampling.sample_tokens`.
 
   Args:
     static: static inputs of all steps.
+    truncated: see `sampling.sample_tokens`; static.
     params: parameters; see `_prepare`.
-    cache: keys and values; donated.
-    state_BX: the fields of `STATE` from the previous step; donated.
+    slots: keys and values, and the fields of `STATE` from the previous step.
     integers_BX: the fields of `INTEGERS` and the stream of each slot.
     floats_BX: the fields of `FLOATS` of each slot.
-    truncated: see `sampling.sample_tokens`; static.
 
   Returns:
-    (cache, state, outputs). Outputs are ids, log-probs and sampled log-probs
-    [K, B], the number of new tokens of each slot [B], and whether the slot is
-    still active [B].
+    (slots, outputs). Outputs are ids, log-probs and sampled log-probs [K, B],
+    the number of new tokens of each slot [B], and whether the slot is still
+    active [B].
   """
+  cache, state_BX = slots
   *_, limit_B, top_k_B = integers_BX[:, : len(INTEGERS)].T
   streams = integers_BX[:, len(INTEGERS) :].astype(jnp.uint32)
   keys_B = sampling.row_keys(static.seed, streams)
@@ -312,13 +460,13 @@ def _decode(
     start,
     (jnp.zeros((chunk, b), jnp.int32), zeros_KB, zeros_KB),
   )
-  if truncated is None:
+  if static.conditionals:
     loop = jax.lax.while_loop(any_active, advance, loop)
   else:
     loop = jax.lax.fori_loop(0, chunk, lambda _, loop: advance(loop), loop)
   _, cache, end, outputs = loop
   state_BX = jnp.stack([x.astype(jnp.int32) for x in end], axis=1)
-  return cache, state_BX, (*outputs, end[3] - start_count_B, end[0])
+  return (cache, state_BX), (*outputs, end[3] - start_count_B, end[0])
 
 
 def _decode_token(
@@ -350,6 +498,7 @@ def _decode_token(
     logits_BV,
     vocab_size=static.vocab_size,
     truncated=truncated,
+    greedy=None if static.conditionals else True,
   )
   # The state of an inactive slot does not change.
   outputs = tuple(

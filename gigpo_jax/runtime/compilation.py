@@ -1,11 +1,13 @@
-"""The cache of compiled programs, and the progress of compilation."""
+"""Compiled programs: in parallel, kept on disk, with progress."""
 
+import concurrent.futures
 import contextlib
 import os
 import pathlib
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
 
 import jax
 
@@ -22,6 +24,83 @@ _OPTIONS = {
 _MAX_BYTES = 8 << 30
 # Seconds between two lines of progress, where no terminal shows a bar.
 _LINE_SECS = 10.0
+# Maximum number of programs that compile at once; each needs memory.
+_MAX_THREADS = 16
+
+
+class ProgramTable:
+  """Compiled programs by key.
+
+  A key is the name of a program and everything that its shapes, types and
+  shardings depend on, such as ('decode', 32, 1024). The programs are compiled
+  from shapes alone, so no array has to exist, and several are compiled at once.
+  """
+
+  def __init__(self):
+    self._programs: dict[Hashable, jax.stages.Compiled] = {}
+
+  def __len__(self) -> int:
+    return len(self._programs)
+
+  def compile(
+    self,
+    lowerings: Mapping[Hashable, Callable[[], jax.stages.Lowered]],
+    on_compiled: Callable[[], None] = lambda: None,
+  ) -> None:
+    """Compiles the programs that are missing.
+
+    This thread traces one program after another, while others compile. Every
+    process starts the programs in the same order, because XLA's autotuning
+    exchanges its results between the processes of a run on GPUs.
+
+    Args:
+      lowerings: functions that lower the programs, by key; the slowest programs
+        should come first.
+      on_compiled: called after each program of `lowerings`.
+    """
+    pending: dict[concurrent.futures.Future, Hashable] = {}
+
+    def collect(timeout: float | None) -> None:
+      for future in concurrent.futures.wait(
+        pending, timeout, concurrent.futures.FIRST_COMPLETED
+      ).done:
+        self._programs[pending.pop(future)] = future.result()
+        on_compiled()
+
+    pool = concurrent.futures.ThreadPoolExecutor(_num_threads())
+    try:
+      for key, lower in lowerings.items():
+        if key in self._programs:
+          on_compiled()
+          continue
+        pending[pool.submit(lower().compile)] = key
+        collect(0)
+      while pending:
+        collect(None)
+    finally:
+      pool.shutdown(wait=False, cancel_futures=True)
+
+  def run(self, key: Hashable, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs a program; compiles it first if it is missing.
+
+    Args:
+      key: its key.
+      function: the jitted function, without static arguments.
+      *args: its arguments.
+      **kwargs: further arguments.
+    """
+    program = self._programs.get(key)
+    if program is None:
+      program = function.lower(*args, **kwargs).compile()
+      self._programs[key] = program
+    return program(*args, **kwargs)
+
+
+def _num_threads() -> int:
+  """Returns the number of programs to compile at once."""
+  if hasattr(os, 'sched_getaffinity'):
+    return min(len(os.sched_getaffinity(0)), _MAX_THREADS)
+  return min(os.cpu_count() or 1, _MAX_THREADS)
 
 
 def enable_cache() -> None:
