@@ -169,8 +169,11 @@ def _run(*flags: str) -> subprocess.CompletedProcess:
 @pytest.mark.skipif(
   not importlib.util.find_spec('libtpu'), reason="needs pip install '.[tpu]'"
 )
-def test_a_small_experiment_fits_a_small_slice():
-  process = _run('--topology=v5e:2x2')
+@pytest.mark.parametrize('share_prompts', [False, True])
+def test_a_small_experiment_fits_a_small_slice(share_prompts):
+  process = _run(
+    '--topology=v5e:2x2', f'--config.learner.share_prompts={share_prompts}'
+  )
   assert process.returncode == 0, process.stderr
   # This experiment has no reference policy.
   programs = ('prepare', 'prefill', 'decode', 'outputs', 'accumulate', 'apply')
