@@ -188,7 +188,7 @@ def spread(options: argparse.Namespace) -> None:
       some_rows,
     )
     for name, some_rows, buckets in (
-      ('packed', packed, (*range(128, total, 128), total)),
+      ('packed', packed, (256, 384, 512, 768, total)),
       ('padded', padded, (total,)),
     )
   }
