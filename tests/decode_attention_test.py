@@ -206,7 +206,7 @@ def test_an_int8_cache_is_smaller_and_close(params):
   differences = [abs(a.log_probs[0] - b.log_probs[0]) for a, b in pairs]
   assert 0 < max(differences) < 0.02
   sizes = [
-    sum(x.nbytes for x in jax.tree.leaves(engine._cache.arrays))
+    sum(x.nbytes for x in jax.tree.leaves(engine._cache.slots[0]))
     for engine in (exact, rounded)
   ]
   # Per head and token: 16 float32, against 16 int8 and a float32.
