@@ -33,7 +33,13 @@ from gigpo_jax import (
   train,
   trajectory,
 )
-from gigpo_jax.models import huggingface, parameters, published, qwen
+from gigpo_jax.models import (
+  huggingface,
+  kv_cache,
+  parameters,
+  published,
+  qwen,
+)
 from gigpo_jax.run import model_check, run_builders, run_state
 from gigpo_jax.runtime import compilation, hardware
 
@@ -318,7 +324,7 @@ def _rollout_costs(
     / slots
     * models.weight_bytes(model)
     / options.tensor
-    + cached * models.token_bytes(model) / devices,
+    + cached * kv_cache.token_bytes(model) / devices,
   }
 
 
@@ -349,7 +355,7 @@ def decode(setup: Setup, options: argparse.Namespace) -> None:
       engine, params, slots, prompt
     )
     # Cache length after half of the timed steps.
-    cached = slots / devices.size * (prompt + 40) * models.token_bytes(model)
+    cached = slots / devices.size * (prompt + 40) * kv_cache.token_bytes(model)
     flops = slots / devices.size * models.forward_flops(model, prompt)
     record(
       setup,

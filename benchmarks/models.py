@@ -75,9 +75,8 @@ def forward_flops(
     tokens: number of tokens of the row.
     completion_tokens: number of its tokens whose logits are computed.
   """
-  head = model.vocab_size * model.hidden_size
-  embeddings = head if model.tie_embeddings else 2 * head
-  body = models.num_active_parameters(model) - embeddings
+  head = models.num_head_parameters(model)
+  body = models.num_body_parameters(model)
   attention = model.num_layers * model.num_heads * model.head_dim * tokens
   return 2.0 * (tokens * (body + attention) + completion_tokens * head)
 
@@ -85,14 +84,6 @@ def forward_flops(
 def weight_bytes(model: qwen.QwenConfig) -> int:
   """Returns the bytes that a decode step reads of the parameters."""
   return sampler.parameter_bytes(model, 'model')
-
-
-def token_bytes(model: qwen.QwenConfig) -> int:
-  """Returns the bytes of the keys and values of a token."""
-  heads = 2 * model.num_layers * model.num_kv_heads
-  if model.cache == 'int8':
-    return heads * (model.head_dim + 4)  # With a float32 scale.
-  return heads * model.head_dim * jnp.dtype(model.dtype).itemsize
 
 
 def decode_flops(model: qwen.QwenConfig, tokens: int) -> float:
@@ -104,22 +95,26 @@ def decode_flops(model: qwen.QwenConfig, tokens: int) -> float:
 def core_matmul_rate(width: int = 1024) -> float:
   """Returns the float32 operations per CPU second of products of matrices."""
   x = jax.random.normal(jax.random.key(0), (width, width))
-  product = jax.jit(lambda x: x @ x)
-  jax.block_until_ready(product(x))
-  times = []
-  for _ in range(15):
-    start = time.process_time()
-    jax.block_until_ready(product(x))
-    times.append(time.process_time() - start)
+  times = _times(jax.jit(lambda x: x @ x), x, 15, time.process_time)
   return 2 * width**3 / statistics.median(times)
 
 
 def _fastest(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
   """Returns the minimum time of a call in seconds."""
+  return min(_times(function, x, 10, time.perf_counter))
+
+
+def _times(
+  function: Callable[[jax.Array], jax.Array],
+  x: jax.Array,
+  repeats: int,
+  clock: Callable[[], float],
+) -> list[float]:
+  """Returns the seconds of each call after a first one."""
   jax.block_until_ready(function(x))
   times = []
-  for _ in range(10):
-    start = time.perf_counter()
+  for _ in range(repeats):
+    start = clock()
     jax.block_until_ready(function(x))
-    times.append(time.perf_counter() - start)
-  return min(times)
+    times.append(clock() - start)
+  return times

@@ -25,6 +25,7 @@ import virtual_device
 from envs import base
 from gigpo_jax import rollout, sampler, trajectory
 from gigpo_jax.models import published
+from gigpo_jax.runtime import distributed
 
 _EVALUATION = 10**6  # First index of the evaluation tasks.
 
@@ -209,7 +210,7 @@ def host_share(
   share = []
   for split in dict.fromkeys(task.split for task in tasks):
     same = [task for task in tasks if task.split == split]
-    share += same[len(same) * host // hosts : len(same) * (host + 1) // hosts]
+    share += [same[n] for n in distributed.equal_slice(len(same), host, hosts)]
   return share
 
 

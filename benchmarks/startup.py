@@ -89,16 +89,12 @@ def lowerings(
 
   # The learner's own warm-up, with programs that only record their arguments.
   programs = learner_programs.LearnerPrograms
-  reference = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, 'bfloat16', sharding=x.sharding),
-    state.params,
-  )
   with (
     mock.patch.object(programs, 'run', run),
     mock.patch.object(jax, 'block_until_ready', lambda x: x),
   ):
     learner._programs.run('init', state.params)
-    learner.warm_up(state, reference)
+    learner.warm_up(state, learner.abstract_reference())
   yield from calls
 
 
@@ -124,7 +120,8 @@ def compile_once(options: argparse.Namespace) -> None:
   engine, learner = make_parts(options.shape)
   start = time.monotonic()
   state, base = learner.abstract_state()
-  lowered = engine.lower(state.params, base) | learner.lower()
+  lowered = engine.lower(state.params, base)
+  lowered |= {name: lower() for name, lower in learner.lowerings().items()}
   timings = [f'traced {time.monotonic() - start:.1f}']
   for name, program in lowered.items():
     start = time.monotonic()

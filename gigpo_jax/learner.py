@@ -155,14 +155,21 @@ class Learner:
     """Returns shapes, dtypes and shardings of a state and of `base`."""
     return self._programs.abstract_state()
 
-  def lower(self) -> dict[str, jax.stages.Lowered]:
-    """Returns the lowered programs of an iteration, not compiled.
+  def abstract_reference(self) -> dict:
+    """Returns shapes, dtypes and shardings of a frozen copy of the parameters.
 
-    See `LearnerPrograms.lower`. They are those of the longest bucket. The
+    {} with adapters, where `base` is the reference policy.
+    """
+    return self._programs.abstract_reference()
+
+  def lowerings(self) -> dict[str, Callable[[], jax.stages.Lowered]]:
+    """Returns functions that lower the programs of an iteration, by name.
+
+    See `LearnerPrograms.lowerings`. They are those of the longest bucket. The
     mesh's devices need not exist.
     """
     shape = max(self._packer.shapes, key=lambda s: (s.length, s.sequences))
-    return self._programs.lower(self._empty_arrays(shape))
+    return self._programs.lowerings(self._empty_arrays(shape))
 
   def _warm_up_calls(
     self, has_reference: bool

@@ -150,6 +150,11 @@ class Packer:
     self.shapes = shapes(max_tokens, shards, length_buckets)
     self._shards = shards
     self._buckets = tuple(length_buckets)
+    # Numbers of sequences by length, descending.
+    self._sizes = {
+      length: [s.sequences for s in self.shapes if s.length == length]
+      for length in self._buckets
+    }
     limit = max_completion_tokens * (
       _SHARED_COMPLETIONS if share else _COMPLETIONS
     )
@@ -184,7 +189,7 @@ class Packer:
     )
     while packs:
       length = next(b for b in self._buckets if b >= packs.longest)
-      sizes = [s.sequences for s in self.shapes if s.length == length]
+      sizes = self._sizes[length]
       sequences = []
       while packs and len(sequences) < sizes[0]:
         sequences.append(packs.take(length, self._max_targets[length]))

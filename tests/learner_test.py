@@ -181,9 +181,9 @@ def test_update_holds_one_copy_of_the_gradients():
       parameters.shapes(config), is_leaf=lambda x: isinstance(x, tuple)
     )
   )
-  lowered = make_learner(config=config).lower()
+  lowerings = make_learner(config=config).lowerings()
   for name in ('accumulate', 'apply'):
-    memory = lowered[name].compile().memory_analysis()
+    memory = lowerings[name]().compile().memory_analysis()
     assert memory.temp_size_in_bytes < size / 2, name
 
 

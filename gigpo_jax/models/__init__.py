@@ -40,6 +40,17 @@ def num_parameters(config: qwen.QwenConfig) -> int:
   return sum(math.prod(shape) for shape in shapes)
 
 
+def num_head_parameters(config: qwen.QwenConfig) -> int:
+  """Returns the number of parameters of the matrix that makes logits."""
+  return config.vocab_size * config.hidden_size
+
+
+def num_body_parameters(config: qwen.QwenConfig) -> int:
+  """Returns the number of active parameters without the vocabulary's."""
+  tables = 1 if config.tie_embeddings else 2
+  return num_active_parameters(config) - tables * num_head_parameters(config)
+
+
 def num_active_parameters(config: qwen.QwenConfig) -> int:
   """Returns the number of parameters that process one token.
 

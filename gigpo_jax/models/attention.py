@@ -222,18 +222,15 @@ def _by_splash(
     block_sizes=_block_sizes(padded),
     interpret=interpret,
   )
-  causal = splash.MultiHeadMask(
-    [splash.CausalMask((padded, padded))] * (h // k)
-  )
   if ends_BL is not None:
     ends_BL = jnp.pad(
       ends_BL, ((0, 0), (0, padded - length)), constant_values=padded
     )
-  if ends_BL is None:
-    out_BKQLE = jax.vmap(jax.vmap(make(causal)))(q_BKQLE, k_BKLE, v_BKLE)
-  elif not tree:
-    attend = jax.vmap(make(causal), in_axes=(0, 0, 0, None))
-    ids = splash.SegmentIds(ends_BL, ends_BL)
+  if not tree:
+    causal = splash.CausalMask((padded, padded))
+    kernel = make(splash.MultiHeadMask([causal] * (h // k)))
+    attend = jax.vmap(kernel, in_axes=(0, 0, 0, None))
+    ids = None if ends_BL is None else splash.SegmentIds(ends_BL, ends_BL)
     out_BKQLE = jax.vmap(attend)(q_BKQLE, k_BKLE, v_BKLE, ids)
   else:
     index = jnp.arange(padded)

@@ -39,6 +39,12 @@ def new(config: QwenConfig, num_rows: int, length: int) -> Cache:
   return tuple(stack for _ in range(0, config.num_layers, size))
 
 
+def token_bytes(config: QwenConfig) -> int:
+  """Returns the bytes of one token in the cache of all layers."""
+  cache = jax.eval_shape(lambda: new(config, 1, 1))
+  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+
+
 def from_tokens(
   config: QwenConfig, k_NBPKE: jax.Array, v_NBPKE: jax.Array
 ) -> dict[str, jax.Array]:

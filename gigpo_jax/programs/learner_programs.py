@@ -6,6 +6,7 @@ rows that these come from. Each program is traced once per shape of microbatch.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -199,8 +200,24 @@ class LearnerPrograms:
       mesh_lib.with_shardings(base, self.base_shardings),
     )
 
-  def lower(self, arrays: dict) -> dict[str, jax.stages.Lowered]:
-    """Returns the lowered programs of an iteration, not compiled.
+  def abstract_reference(self) -> dict:
+    """Returns shapes, dtypes and shardings of the reference's parameters.
+
+    With adapters, these are {}: the frozen parameters are the reference.
+    """
+    state, base = self.abstract_state()
+    if base:
+      return {}
+    dtype = self._config.dtype
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding),
+      state.params,
+    )
+
+  def lowerings(
+    self, arrays: dict
+  ) -> dict[str, Callable[[], jax.stages.Lowered]]:
+    """Returns functions that lower the programs of an iteration, by name.
 
     These are 'outputs', 'reference outputs' (of frozen parameters in the
     compute type), 'accumulate' and 'apply'.
@@ -223,28 +240,23 @@ class LearnerPrograms:
       for name, x in arrays.items()
       if name not in ('columns', 'weights')
     }
-    reference = (
-      {}
-      if base
-      else jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-          x.shape, self._config.dtype, sharding=x.sharding
-        ),
-        state.params,
-      )
-    )
-    outputs = self._programs['outputs']
-    with jax.set_mesh(self._mesh):
-      return {
-        'outputs': outputs.lower(state.params, base, inputs),
-        'reference outputs': outputs.lower(reference, base, inputs),
-        'accumulate': self._programs['accumulate'].lower(
-          state.params, base, arrays, grads=state.params, sums=sums
-        ),
-        'apply': self._programs['apply'].lower(
-          state=state, grads=state.params, sums=sums
-        ),
-      }
+
+    def lowering(name: str, *args: Any, **kwargs: Any) -> Callable:
+      def lower() -> jax.stages.Lowered:
+        with jax.set_mesh(self._mesh):
+          return self._programs[name].lower(*args, **kwargs)
+
+      return lower
+
+    reference = self.abstract_reference()
+    return {
+      'outputs': lowering('outputs', state.params, base, inputs),
+      'reference outputs': lowering('outputs', reference, base, inputs),
+      'accumulate': lowering(
+        'accumulate', state.params, base, arrays, grads=state.params, sums=sums
+      ),
+      'apply': lowering('apply', state=state, grads=state.params, sums=sums),
+    }
 
   # Traced once per shape of microbatch.
 

@@ -80,17 +80,12 @@ def update_bytes(
   learner = builders.make_learner(config, bundle, builders.make_loss(config))
   state, _ = learner.abstract_state()
   resident = [state.opt_state]
-  if config.loss.kl_weight and not bundle.model.adapters:
-    dtype = bundle.model.dtype
-    reference = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding),
-      state.params,
-    )
-    resident.append(reference)
+  if config.loss.kl_weight:
+    resident.append(learner.abstract_reference())
   if has_critic:
     resident.append(builders.make_critic(config, bundle).abstract_state())
   try:
-    compiled = learner.lower()['accumulate'].compile()
+    compiled = learner.lowerings()['accumulate']().compile()
   except jax.errors.JaxRuntimeError as error:
     if 'RESOURCE_EXHAUSTED' not in str(error):
       raise

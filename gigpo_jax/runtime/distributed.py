@@ -114,8 +114,12 @@ def atomic_directory(path: pathlib.Path) -> Iterator[str]:
 
 def process_slice(size: int) -> range:
   """Returns the indices below `size` that belong to this process."""
-  count, process = jax.process_count(), jax.process_index()
-  return range(size * process // count, size * (process + 1) // count)
+  return equal_slice(size, jax.process_index(), jax.process_count())
+
+
+def equal_slice(size: int, part: int, parts: int) -> range:
+  """Returns the indices below `size` of one of several nearly equal parts."""
+  return range(size * part // parts, size * (part + 1) // parts)
 
 
 def block_on_cpu(arrays: Any) -> Any:

@@ -17,7 +17,13 @@ import tqdm
 
 from gigpo_jax import builders, models, sampler
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax.models import huggingface, parameters, published, qwen
+from gigpo_jax.models import (
+  huggingface,
+  kv_cache,
+  parameters,
+  published,
+  qwen,
+)
 from gigpo_jax.run import model_check, remat
 from gigpo_jax.tools import hlo, tpu_time
 
@@ -255,7 +261,7 @@ def _programs(
   lowered |= {
     k: v for k, v in engine.lower(*unsharded).items() if k != 'prepare'
   }
-  lowered |= learner.lower()
+  lowered |= {name: lower() for name, lower in learner.lowerings().items()}
   if not config.loss.kl_weight:
     del lowered['reference outputs']
   if config.loss.old_log_probs != 'learner':
@@ -337,21 +343,17 @@ def _resident_bytes(
   masters, moments, frozen = map(
     mesh_lib.bytes_per_device, (state.params, state.opt_state, base)
   )
-  # With adapters, the frozen parameters are the reference policy.
-  has_reference = config.loss.kl_weight and not model.adapters
+  reference = mesh_lib.bytes_per_device(learner.abstract_reference())
   rollouts = config.rollout
   length = rollouts.max_prompt_tokens + rollouts.max_completion_tokens
-  # Elements of the keys and values of a token.
-  token_size = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-  itemsize = 2 if model.dtype == 'bfloat16' else 4
   slots = rollouts.batch_buckets[-1]
   return {
     'masters': masters,
     'frozen': frozen,
     'moments': moments,
-    'reference': masters * itemsize / 4 if has_reference else 0,
+    'reference': reference if config.loss.kl_weight else 0,
     'copy': sampler.parameter_bytes(model, rollouts.weights) / tensor,
-    'cache': slots * length * token_size * itemsize / copies / tensor,
+    'cache': slots * length * kv_cache.token_bytes(model) / copies / tensor,
   }
 
 

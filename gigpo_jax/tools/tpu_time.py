@@ -13,7 +13,7 @@ import jax
 import ml_collections
 
 from gigpo_jax import models, sampler
-from gigpo_jax.models import qwen
+from gigpo_jax.models import kv_cache, qwen
 from gigpo_jax.programs import learner_programs
 
 # Share of the peak that products of large matrices reach. MaxText reports 56 to
@@ -147,9 +147,8 @@ class _Sizes:
 
   def __init__(self, config, model: qwen.QwenConfig, mesh, work: Workload):
     self.config, self.model, self.work = config, model, work
-    self.head = model.vocab_size * model.hidden_size
-    tables = 1 if model.tie_embeddings else 2
-    self.body = models.num_active_parameters(model) - tables * self.head
+    self.head = models.num_head_parameters(model)
+    self.body = models.num_body_parameters(model)
     heads = (model.num_heads + model.num_kv_heads) * model.head_dim
     per_layer = 7 * model.hidden_size + 2 * heads + 3 * model.intermediate_size
     self.features = model.num_layers * per_layer
@@ -221,9 +220,8 @@ def _decode(sizes: _Sizes, tensor: int, run: Runs) -> Phase:
   slots = min(run.tokens // decode_tokens, max(1.0, sizes.episodes / copies))
   steps = decoded / copies / slots
   weights = sampler.parameter_bytes(model, sizes.config.rollout.weights)
-  # Bytes of the keys and values of a token, in bfloat16.
-  token_bytes = 4 * model.num_layers * model.num_kv_heads * model.head_dim
-  slot_bytes = (work.prompt_tokens + work.response_tokens / 2) * token_bytes
+  slot_tokens = work.prompt_tokens + work.response_tokens / 2
+  slot_bytes = slot_tokens * kv_cache.token_bytes(model)
   return Phase(
     'decode',
     2 * (sizes.body + sizes.head) * decoded / sizes.chips,
