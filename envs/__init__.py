@@ -31,6 +31,7 @@ from envs import base
 REGISTRY = {
   'alfworld': 'envs.alfworld.env',
   'gymnasium': 'envs.gymnasium_env',
+  'keydoor': 'envs.keydoor',
   'search_qa': 'envs.search_qa.env',
   'sokoban': 'envs.sokoban',
   'textarena': 'envs.textarena_env',

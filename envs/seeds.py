@@ -1,15 +1,24 @@
 """Tasks that consist of a seed only; the splits use disjoint seeds."""
 
+from collections.abc import Sequence
+
 # Split -> number of tasks.
 SPLITS = {'train': 10_000, 'valid': 1_000, 'test': 1_000}
 _SEEDS_PER_SPLIT = 100_000
 MAX_SEED = 1_000
+_LENGTHS = ('short', 'medium', 'long')
 
 
 def check_seed(seed: int) -> None:
   """Raises ValueError, in one line, if `env.seed` is out of range."""
   if not 0 <= seed <= MAX_SEED:
     raise ValueError(f'env.seed={seed}: must be from 0 to {MAX_SEED:,}')
+
+
+def length_type(steps: int, bounds: Sequence[int]) -> str:
+  """Returns the third of (min, max) that a solution's length is in."""
+  low, high = bounds
+  return _LENGTHS[(steps - low) * len(_LENGTHS) // (high - low + 1)]
 
 
 class Seeds:

@@ -26,7 +26,6 @@ _WALL, _FLOOR, _TARGET, _PLACED, _BOX, _PLAYER, _STANDING = '#_O√XPS'
 _WALL_SHARE = 0.25  # share of inner cells that are walls
 _MAX_ROOMS = 200  # rooms to try for one level
 _MAX_STATES = 50_000  # states to expand in one room
-_TASK_TYPES = ('short', 'medium', 'long')  # by length of the solution
 
 _ROLE = 'You are an expert agent operating in the Sokoban environment.'
 _TASK = 'push every box onto a target.'
@@ -272,9 +271,8 @@ class Levels(seeds.Seeds):
 
   def task_type(self, index: int) -> str:
     """Returns the task type: the third of the length range of its solution."""
-    min_moves, max_moves = self._options.solution_steps
-    scaled = (self.level(index).moves - min_moves) * len(_TASK_TYPES)
-    return _TASK_TYPES[scaled // (max_moves - min_moves + 1)]
+    moves = self.level(index).moves
+    return seeds.length_type(moves, self._options.solution_steps)
 
 
 def tasks(split: str, **kwargs) -> Levels:

@@ -17,6 +17,7 @@ from configs import (
   alfworld,
   base,
   gymnasium,
+  keydoor,
   search_qa,
   sizes,
   sokoban,
@@ -31,7 +32,7 @@ from gigpo_jax.run import run_config
 from gigpo_jax.tools import sweep as sweep_tool
 
 # Environments without an included warm start.
-OTHERS = (gymnasium, search_qa, sokoban, textarena, textworld)
+OTHERS = (gymnasium, keydoor, search_qa, sokoban, textarena, textworld)
 MODULES = (alfworld, *OTHERS, webshop)
 VARIANTS = [
   (module, ','.join(word for word in words if word))

@@ -9,7 +9,8 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  'name', ['gymnasium', 'search_qa', 'sokoban', 'textarena', 'textworld']
+  'name',
+  ['gymnasium', 'keydoor', 'search_qa', 'sokoban', 'textarena', 'textworld'],
 )
 def test_a_warm_start_and_two_iterations(tmp_path, name: str):
   # The two commands of the docs, run from another folder.

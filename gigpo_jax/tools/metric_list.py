@@ -103,6 +103,9 @@ SECTIONS = (
         'webshop_score', 'share', 'mean score of finished episodes (WebShop)'
       ),
       Metric('search_rate', 'share', 'steps that searched (search QA)'),
+      Metric(
+        'trap_rate', 'share', 'episodes that ended in a trap (keys and doors)'
+      ),
       Metric('blocked_action_rate', 'share', 'steps without a move (Sokoban)'),
       Metric('room', '1', 'mean index of the room (the toy environment)'),
     ),
