@@ -366,6 +366,9 @@ def _algorithm_section() -> ml_collections.ConfigDict:
   algorithm.name = DEFAULT_ALGORITHM
   algorithm.discount = 0.95  # gamma; paper
   algorithm.step_weight = 1.0  # omega; paper
+  # Weight of the episode advantage; 0 leaves the step advantage alone. None: 1,
+  # or 0 for algorithms whose paper has no episode advantage.
+  algorithm.episode_weight = config_dict.placeholder(float)
   algorithm.invalid_penalty = 0.1  # paper
   # mean_std | mean | leave_one_out, for algorithms that compare within a group;
   # rloo, dr_grpo and gdpo have fixed norms.
@@ -380,10 +383,22 @@ def _algorithm_section() -> ml_collections.ConfigDict:
   # Number of earlier anchors that must also be equal.
   algorithm.anchor_history = 0
   # hgpo: number of earlier anchors; exponent of the weight of level k,
-  # (k + 1) ** level_exponent; weight of the episode advantage.
+  # (k + 1) ** level_exponent.
   algorithm.history = 2
   algorithm.level_exponent = 1.0
-  algorithm.episode_weight = 0.0
+  # pgpo: largest weight of the differences of potentials (paper); exponent of
+  # the failure rate in that weight (paper); discount of the next potential
+  # (paper).
+  algorithm.potential_weight = 1.0
+  algorithm.failure_exponent = 2.0
+  algorithm.potential_discount = 1.0
+  # gagpo: lambda of generalized advantage estimation over steps; not published.
+  algorithm.step_lambda = 0.9
+  # ecpo: number of steps with the anchor's mean return that are added to those
+  # of an action (kappa, paper); number of steps of an anchor group at which its
+  # weight is tanh(1) = 0.76 (tau, not published).
+  algorithm.prior_steps = 2.0
+  algorithm.evidence_steps = 4.0
   # graphgpo: discount per step that remains to success.
   algorithm.graph_discount = 0.1
   # gdpo: components of the reward, from batch.COMPONENTS or the environment's

@@ -76,13 +76,14 @@ def gigpo(  # noqa: PLR0913
   *,
   discount: float = 0.95,
   step_weight: float = 1.0,
+  episode_weight: float = 1.0,
   invalid_penalty: float = 0.1,
   norm: str = 'mean_std',
   episode_stats: str = 'trajectories',
   penalty_scope: str = 'reward',
   lone_episode: str = 'zero',
 ) -> Float[Array, ' R']:
-  """Returns the advantage of each row: A_E + step_weight * A_S, Eq. (8).
+  """Returns the advantage A_E + step_weight * A_S of each row, Eq. (8).
 
   Accepts numpy arrays, lists or jax arrays of shape [R], and traces under jit.
   Ids are integers of any width (128 bits: Python integers or uint64 [R, 2]).
@@ -98,6 +99,7 @@ def gigpo(  # noqa: PLR0913
     valid: whether the response had the required form.
     discount: gamma per step; for A_S only.
     step_weight: omega; 0 is GRPO.
+    episode_weight: weight of A_E; the paper has 1, 0 leaves A_S alone.
     invalid_penalty: c, in reward units; subtracted for an invalid response.
     norm: 'mean_std' divides by the standard deviation (ddof 1) + 1e-6; 'mean'
       does not divide; 'leave_one_out' subtracts the mean of the other entries.
@@ -125,12 +127,17 @@ def gigpo(  # noqa: PLR0913
     penalty_scope=penalty_scope,
     lone_episode=lone_episode,
   )
-  return combine(components, step_weight)
+  return combine(components, step_weight, episode_weight)
 
 
-def combine(components: Components, step_weight: float) -> Float[Array, ' R']:
+def combine(
+  components: Components, step_weight: float, episode_weight: float = 1.0
+) -> Float[Array, ' R']:
   """Returns the joint advantage, Eq. (8)."""
-  return components.episode_advantage + step_weight * components.step_advantage
+  return (
+    episode_weight * components.episode_advantage
+    + step_weight * components.step_advantage
+  )
 
 
 def gigpo_components(  # noqa: PLR0913

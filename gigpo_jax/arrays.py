@@ -27,6 +27,9 @@ typechecked = jaxtyping.jaxtyped(typechecker=beartype.beartype)
 
 TwoFloat = tuple[Float[Array, '*S'], Float[Array, '*S']]
 
+# Relative difference up to which sums of float32 count as equal.
+_EQUAL_WITHIN = 2.0**-18
+
 
 @typechecked
 def masked_sum(
@@ -99,6 +102,16 @@ def segment_ids(*keys: Int[Array, ' R']) -> Int[Array, ' R']:
     changes |= jnp.concatenate([changes[:1] & False, jnp.diff(ordered) != 0])
   dense = jnp.cumsum(changes, dtype=jnp.int32)
   return jnp.zeros_like(dense).at[order].set(dense)
+
+
+@typechecked
+def sum_tolerance(values: Float[Array, '*S']) -> Float[Array, '']:
+  """Returns the difference up to which sums of such values count as equal.
+
+  Equal sums of float32 may differ in their last bits, which the division by a
+  standard deviation near 0 would magnify; see `advantages.group_normalize`.
+  """
+  return _EQUAL_WITHIN * jnp.max(jnp.abs(values))
 
 
 @typechecked

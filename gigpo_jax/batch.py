@@ -41,6 +41,7 @@ class Rows:
       state is unknown.
     success: whether the step accomplished the task.
     components: reward components that an algorithm weighs separately.
+    actions: dense id of the action; equal for equal actions of a group.
   """
 
   tokens: Int[np.ndarray, 'R L']
@@ -56,6 +57,7 @@ class Rows:
   next_anchors: Int[np.ndarray, ' R']
   success: Bool[np.ndarray, ' R']
   components: Float[np.ndarray, 'R K']
+  actions: Int[np.ndarray, ' R']
 
   @property
   def real(self) -> Bool[np.ndarray, ' R']:
@@ -148,7 +150,10 @@ def from_trajectories(
     threshold=similarity_threshold,
     history=anchor_history,
   )
+  action_ids: dict[tuple[int, str], int] = {}
   for r, (episode, index, t, step) in enumerate(steps):
+    action = episode.group, _canonical(step.result.action)
+    rows.actions[r] = action_ids.setdefault(action, len(action_ids))
     rows.groups[r], rows.episodes[r], rows.steps[r] = episode.group, index, t
     rows.anchors[r], rows.next_anchors[r] = transitions[r]
     _fill_row(rows, r, step, components)
@@ -172,6 +177,11 @@ def _states(episode: trajectory.Trajectory) -> list[str | None]:
     *(step.anchor for step in episode.steps),
     episode.end[1] if episode.end else None,
   ]
+
+
+def _canonical(action: str) -> str:
+  """Returns an action without differences in case and white space."""
+  return ' '.join(action.lower().split())
 
 
 def _fill_row(
@@ -241,6 +251,7 @@ def pack(
     next_anchors=np.full(num_rows, -1, np.int32),
     success=np.zeros(num_rows, bool),
     components=np.zeros((num_rows, num_components), np.float32),
+    actions=np.zeros(num_rows, np.int32),
   )
   for r, (prompt, completion) in enumerate(
     zip(prompts, completions, strict=True)

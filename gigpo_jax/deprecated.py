@@ -152,6 +152,10 @@ def update(config: Any, given: Mapping[str, Any] | None = None) -> None:
 # Defaults of older releases and of this one, which differ in speed and memory
 # only.
 DEFAULTS = {'mesh.data': (1, 0), 'model.remat': ('layer', 'auto')}
+# Defaults with equal results. In a config of this release, which has the field
+# _NEW_FIELD, the old default is a choice with another result.
+_OLDER_DEFAULTS = {'algorithm.episode_weight': (0.0, None)}
+_NEW_FIELD = 'algorithm.step_lambda'
 
 
 def update_stored(stored: dict, config: Mapping) -> None:
@@ -164,7 +168,8 @@ def update_stored(stored: dict, config: Mapping) -> None:
   for old, new in FIELDS.items():
     if _has(stored, old) and _has(config, new):
       _move(stored, old, new)
-  for field, defaults in DEFAULTS.items():
+  older = {} if _has(stored, _NEW_FIELD) else _OLDER_DEFAULTS
+  for field, defaults in (DEFAULTS | older).items():
     section, name = field.split('.')
     values = [values.get(section, {}).get(name) for values in (stored, config)]
     if tuple(values) == defaults:

@@ -1,3 +1,4 @@
+import algorithm_rows
 import jax
 import numpy as np
 import pytest
@@ -9,32 +10,12 @@ from gigpo_jax import advantages, algorithms, batch, builders
 from gigpo_jax import config as config_lib
 
 
-def golden_rows():
-  """Returns the golden batch of advantages_test and two padding rows."""
-  rows = batch.pack(
-    [np.array([1, 2])] * 8,
-    [np.array([3])] * 8,
-    max_prompt_tokens=2,
-    max_completion_tokens=1,
-    row_multiple=10,
-    num_components=2,
-  )
-  rows.groups[:8] = 0
-  rows.episodes[:8] = [0, 0, 0, 1, 1, 1, 2, 2]
-  rows.steps[:8] = [0, 1, 2, 0, 1, 2, 0, 1]
-  rows.anchors[:8] = [0, 1, 2, 0, 1, 1, 0, 3]
-  rows.rewards[[2, 7]] = rows.components[[2, 7], 0] = 10
-  rows.next_anchors[:8] = [1, 2, -1, 1, 1, 1, 3, -1]
-  rows.success[[2, 7]] = True
-  return rows
-
-
 @pytest.mark.parametrize('name', algorithms.REGISTRY)
 def test_every_algorithm_returns_advantages(name):
   algorithm = algorithms.make(name)
   values = np.zeros((10, 1), np.float32) if algorithm.needs_values else None
   actual, metrics, targets, *_ = algorithm.compute_advantages(
-    golden_rows(), values
+    algorithm_rows.golden_rows(), values
   )
   assert isinstance(actual, np.ndarray)
   assert actual.shape == ((10, 1) if algorithm.needs_values else (10,))
@@ -85,7 +66,7 @@ def test_dummy_rows_compile_the_programs_of_an_iteration(compiled, name):
 def test_gigpo_on_the_golden_batch():
   actual, metrics, *_ = algorithms.make(
     'gigpo', discount=0.5
-  ).compute_advantages(golden_rows())
+  ).compute_advantages(algorithm_rows.golden_rows())
   expected = [0.5774, 1.7321, 0.5774, -2.1547, -1.7321, -1.7321, 1.5773, 0.5774]
   np.testing.assert_allclose(actual, [*expected, 0, 0], atol=1e-4)
   # Anchor groups a and b of 3 rows, c and d of one: 2 rows of 8; 8 rows / 4.
@@ -100,7 +81,7 @@ def test_gigpo_on_the_golden_batch():
 
 
 def test_grpo_is_the_episode_advantage():
-  rows = golden_rows()
+  rows = algorithm_rows.golden_rows()
   actual, *_ = algorithms.make('grpo', step_weight=1.0).compute_advantages(rows)
   components = advantages.gigpo_components(
     rows.rewards,
@@ -139,6 +120,33 @@ E_STD = np.repeat([0.57735, -1.15470, 0.57735], [3, 3, 2])
       + [-0.5774, 1.1406, 0, -0.5774, -0.4148, -0.7259, 1.1547, 0]
       + [-0.9209, 0.8034, 1.1169, -0.9209, -0.7642, -1.0777, 0.6466, 1.1169],
     ),
+    # A_S without A_E.
+    (
+      'gigpo',
+      {'episode_weight': 0.0},
+      [0, 1.1547, 0, -1, -0.5774, -0.5774, 1, 0],
+    ),
+    # Potentials: a 2.5, b 5/3, c and d 10. Differences: b - a = -.8333, c - b =
+    # 8.3333, 0; -.8333, 0, -1.6667; d - a = 7.5, 0; normalised -.5774 1.1406 0
+    # -.5774 -.4148 -.7259 1.1547 0. One of three episodes fails: weight 1/9.
+    (
+      'pgpo',
+      {},
+      [-0.0642, 1.2814, 0, -1.0641, -0.6234, -0.6580, 1.1283, 0],
+    ),
+    (
+      'pgpo',
+      {'failure_exponent': 0.0, 'episode_weight': 1.0},
+      E_STD + [-0.5774, 2.2953, 0, -1.5774, -0.9922, -1.3033, 2.1547, 0],
+    ),
+    # In a, means 1.25 (twice) and 5 of mean 2.5 shrink to 1.875 and 3.3333,
+    # normalised -.5774 -.5774 1.1547; B = 3.125, W = 1.0417; tanh(3 / 4) .75 =
+    # .4764. In b: 2.7778 and .8333 (twice), W = 0, tanh(3 / 4) = .6351.
+    (
+      'ecpo',
+      {},
+      E_STD + [-0.2750, 0.7334, 0, -0.2750, -0.3667, -0.3667, 0.5501, 0],
+    ),
     # Rows of one token each: returns 10 five times and 0 three times, mean
     # 6.25, variance (5 * 3.75^2 + 3 * 6.25^2) / 7 = 26.7857.
     ('reinforce_pp', {}, np.repeat([0.7246, -1.2076, 0.7246], [3, 3, 2])),
@@ -146,7 +154,7 @@ E_STD = np.repeat([0.57735, -1.15470, 0.57735], [3, 3, 2])
 )
 def test_golden_values(name, options, expected):
   output = algorithms.make(name, discount=0.5, **options).compute_advantages(
-    golden_rows()
+    algorithm_rows.golden_rows()
   )
   np.testing.assert_allclose(output.advantages, [*expected, 0, 0], atol=2e-4)
 
@@ -155,7 +163,7 @@ def test_baseline_is_the_mean_of_the_group():
   # Group 0 has returns 10 and 0, with three rows each; group 1 has return 10
   # with two rows. Minus the group means 5 and 10: 5, -5 and 0, with mean 0 and
   # variance (6 * 25) / 7 = 21.4286. Without a baseline, groups do not matter.
-  rows = golden_rows()
+  rows = algorithm_rows.golden_rows()
   rows.groups[6:8] = 1
   actual = (
     algorithms.make('reinforce_pp_baseline').compute_advantages(rows).advantages
@@ -169,7 +177,7 @@ def test_baseline_is_the_mean_of_the_group():
 
 
 def test_hgpo_without_history_is_the_step_advantage():
-  rows = golden_rows()
+  rows = algorithm_rows.golden_rows()
   output = algorithms.make('hgpo', discount=0.5, history=0).compute_advantages(
     rows
   )
@@ -181,7 +189,7 @@ def test_hgpo_without_history_is_the_step_advantage():
 def test_hgpo_levels_need_enough_anchors():
   # Discount 0.5, episodes a, b, a (success), a, b (failure), a, a (failure):
   # G is 2.5, 5, 10, then 0, 0, then 0, 0. Level k has weight k + 1.
-  rows = golden_rows()
+  rows = algorithm_rows.golden_rows()
   rows.episodes[:7], rows.groups[7] = [0, 0, 0, 1, 1, 2, 2], -1
   rows.steps[:7] = [0, 1, 2, 0, 1, 0, 1]
   rows.anchors[:7] = [0, 1, 0, 0, 1, 0, 0]
@@ -199,7 +207,7 @@ def test_hgpo_levels_need_enough_anchors():
 
 
 def test_graph_without_success_gives_zero_advantages():
-  rows = golden_rows()
+  rows = algorithm_rows.golden_rows()
   rows.rewards[:], rows.success[:] = 0, False
   output = algorithms.make('graphgpo').compute_advantages(rows)
   np.testing.assert_array_equal(output.advantages, 0)
@@ -233,7 +241,7 @@ def test_g2po_treats_equal_values_as_equal():
 
 def test_gdpo_by_hand():
   # Four episodes of one step; rewards (1, 1, 0, 0) and (10, 0, 10, 0).
-  rows = golden_rows()
+  rows = algorithm_rows.golden_rows()
   for name in ('groups', 'episodes', 'steps'):
     getattr(rows, name)[:] = -1 if name == 'groups' else 0
   rows.groups[:4], rows.episodes[:4] = 0, range(4)
@@ -300,7 +308,7 @@ def test_gae_over_turns_by_hand():
 
 def test_undiscounted_advantages_are_returns_minus_values():
   values = np.random.default_rng(0).normal(size=(10, 1)).astype(np.float32)
-  rows = golden_rows()
+  rows = algorithm_rows.golden_rows()
   output = algorithms.make('ppo', whiten_advantages=False).compute_advantages(
     rows, values
   )
@@ -318,46 +326,7 @@ def test_undiscounted_advantages_are_returns_minus_values():
 
 def test_ppo_rejects_missing_values():
   with pytest.raises(ValueError, match='values=None: ppo needs the values'):
-    algorithms.make('ppo').compute_advantages(golden_rows())
-
-
-def random_rows(seed, groups=4):
-  """Returns random walks over few states, in random order, with padding.
-
-  They include a group of one episode, zero-variance groups, invalid actions,
-  unknown final states and responses of several lengths.
-  """
-  rng = np.random.default_rng(seed)
-  walks = []
-  for group in range(groups):
-    wins = (True, False, None)[rng.integers(3)]
-    for member in range(1 if group == 0 else rng.integers(2, 6)):
-      states = rng.integers(0, 4, rng.integers(2, 8))
-      won = rng.random() < 0.5 if wins is None else wins
-      walks.append((group, member, states, won))
-  steps = [
-    (group, member, t, states[t], states[t + 1], t == len(states) - 2, won)
-    for group, member, states, won in walks
-    for t in range(len(states) - 1)
-  ]
-  rng.shuffle(steps)
-  rows = batch.pack(
-    [np.array([1])] * len(steps),
-    [np.ones(rng.integers(1, 6), int) for _ in steps],
-    max_prompt_tokens=1,
-    max_completion_tokens=6,
-    row_multiple=128,
-    num_components=2,
-  )
-  for r, (group, member, t, state, following, last, won) in enumerate(steps):
-    rows.groups[r], rows.episodes[r], rows.steps[r] = group, member, t
-    unknown = last and rng.random() < 0.5
-    rows.anchors[r], rows.next_anchors[r] = state, -1 if unknown else following
-    rows.success[r] = won and last
-    rows.rewards[r] = 10.0 * rows.success[r]
-    rows.valid[r] = rng.random() < 0.8
-    rows.components[r] = rows.rewards[r], rng.integers(3)
-  return rows
+    algorithms.make('ppo').compute_advantages(algorithm_rows.golden_rows())
 
 
 ROWS = {'episode_stats': 'rows', 'penalty_scope': 'row', 'lone_episode': 'raw'}
@@ -370,6 +339,16 @@ ROWS = {'episode_stats': 'rows', 'penalty_scope': 'row', 'lone_episode': 'raw'}
     ('gigpo', {'norm': 'mean', 'step_weight': 0.4, 'discount': 1.0}),
     ('gigpo', {'norm': 'leave_one_out', 'lone_episode': 'raw'}),
     ('gigpo', ROWS),
+    ('gigpo', {'episode_weight': 0.0}),
+    ('pgpo', {}),
+    ('pgpo', ROWS | {'episode_weight': 0.5, 'failure_exponent': 1.0}),
+    ('pgpo', {'norm': 'mean', 'potential_discount': 0.9}),
+    ('gagpo', {}),
+    ('gagpo', ROWS | {'episode_weight': 0.5, 'step_lambda': 0.5}),
+    ('gagpo', {'norm': 'mean', 'step_lambda': 0.0, 'discount': 1.0}),
+    ('ecpo', {}),
+    ('ecpo', ROWS | {'prior_steps': 0.0, 'evidence_steps': 1.0}),
+    ('ecpo', {'norm': 'mean', 'step_weight': 0.5}),
     ('grpo', {}),
     ('rloo', {}),
     ('dr_grpo', {}),
@@ -390,7 +369,7 @@ ROWS = {'episode_stats': 'rows', 'penalty_scope': 'row', 'lone_episode': 'raw'}
 )
 def test_advantages_match_a_slow_reference(name, options):
   for seed in range(6):
-    rows = random_rows(seed)
+    rows = algorithm_rows.random_rows(seed)
     actual = (
       algorithms.make(name, **options).compute_advantages(rows).advantages
     )
@@ -412,7 +391,7 @@ def test_gae_matches_a_slow_reference(level, discount, decay, whiten):
     'whiten_advantages': whiten,
   }
   for seed in range(3):
-    rows = random_rows(seed)
+    rows = algorithm_rows.random_rows(seed)
     rng = np.random.default_rng(seed)
     values = rng.normal(size=(len(rows.groups), 6)).astype(np.float32)
     output = algorithms.make('ppo', **options).compute_advantages(rows, values)
@@ -424,7 +403,7 @@ def test_gae_matches_a_slow_reference(level, discount, decay, whiten):
 
 @pytest.mark.parametrize('name', algorithms.REGISTRY)
 def test_largest_rewards_give_finite_advantages(name):
-  rows = random_rows(1)
+  rows = algorithm_rows.random_rows(1)
   scale = np.where(rows.episodes % 2, 1, -1) * rows.real
   rows.rewards[:] = scale * messages.BOUNDS['reward']
   rows.components[:] = (scale * messages.LARGEST_METRIC)[:, None]
@@ -438,7 +417,7 @@ def test_largest_rewards_give_finite_advantages(name):
 
 
 def test_equal_returns_whiten_to_zero():
-  rows = random_rows(0)
+  rows = algorithm_rows.random_rows(0)
   rows.rewards[:], rows.valid[:] = 0, True
   for chain in slow_advantages.Steps(rows, slow_advantages.Options()).chains:
     rows.rewards[chain[-1]] = 9.9
@@ -447,14 +426,16 @@ def test_equal_returns_whiten_to_zero():
 
 
 def test_episode_weight_does_not_change_the_metrics():
-  _, metrics, *_ = algorithms.make('hgpo').compute_advantages(golden_rows())
+  _, metrics, *_ = algorithms.make('hgpo').compute_advantages(
+    algorithm_rows.golden_rows()
+  )
   assert metrics['advantage/groups_without_spread'] == 0
   assert metrics['advantage/episode_std'] > 0
 
 
 def test_zero_variance_groups_are_counted():
   # Two episodes in group 0, one in group 1.
-  rows = golden_rows()
+  rows = algorithm_rows.golden_rows()
   rows.groups[:8] = [0, 0, 0, 0, 0, 0, 1, 1]
   _, metrics, *_ = algorithms.make('gigpo').compute_advantages(rows)
   # Group 1 has a single episode and so no variance.
@@ -474,3 +455,5 @@ def test_rejected_options():
     ValueError, match='penalty_scope=row: .*episode_stats=rows'
   ):
     algorithms.make('gigpo', penalty_scope='row')
+  with pytest.raises(ValueError, match='episode_weight=0: with step_weight=0'):
+    algorithms.make('gigpo', episode_weight=0.0, step_weight=0.0)

@@ -58,7 +58,7 @@ def _refusal(**changes) -> str:
     ('rollout.prompt_overflow', 'cut', 'must be one of error'),
     ('rollout.prompt_buckets', (64, 32), 'rising positive sizes'),
     ('rollout.batch_buckets', (), 'rising positive sizes'),
-    ('algorithm.name', 'gippo', 'must be one of dr_grpo, g2po, gdpo'),
+    ('algorithm.name', 'gippo', 'must be one of dr_grpo, ecpo, g2po'),
     ('algorithm.norm', 'std', 'must be one of mean_std, mean'),
     ('algorithm.discount', 1.1, 'between 0 and 1'),
     ('algorithm.penalty_scope', 'row', 'needs episode_stats=rows'),
@@ -132,6 +132,10 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
     (
       {'algorithm.name': 'grpo', 'algorithm.step_weight': 0.5},
       'algorithm.step_weight=0.5: grpo has no such option',
+    ),
+    (
+      {'algorithm.name': 'rloo', 'algorithm.episode_weight': 0.0},
+      'algorithm.episode_weight=0.0: rloo has no such option; must be None',
     ),
     (
       {'algorithm.name': 'dr_grpo'},

@@ -189,6 +189,19 @@ def test_a_run_with_defaults_of_an_older_release_resumes(tmp_path):
     run_config.check_resume(config, str(tmp_path))
 
 
+def test_the_old_default_of_a_weight_is_a_choice_in_new_configs(tmp_path):
+  config = base.get_config()
+  config.algorithm.episode_weight = 0.0
+  run_config.save(config, str(tmp_path))
+  config.algorithm.episode_weight = None
+  with pytest.raises(ValueError, match=r'episode_weight=None \(was 0.0\)'):
+    run_config.check_resume(config, str(tmp_path))
+  stored = json.loads((tmp_path / 'config.json').read_text())
+  del stored['algorithm']['step_lambda']
+  (tmp_path / 'config.json').write_text(json.dumps(stored))
+  run_config.check_resume(config, str(tmp_path))
+
+
 def test_old_field_of_a_stored_config_equals_the_new_field(tmp_path):
   config = alfworld.get_config('tiny')
   config.filter.drop_zero_variance = True

@@ -22,7 +22,13 @@ class Options:
   lone_episode: str = 'zero'
   history: int = 2
   level_exponent: float = 1.0
-  episode_weight: float = 0.0
+  episode_weight: float | None = None
+  potential_weight: float = 1.0
+  failure_exponent: float = 2.0
+  potential_discount: float = 1.0
+  step_lambda: float = 0.9
+  prior_steps: float = 2.0
+  evidence_steps: float = 4.0
   graph_discount: float = 0.1
   component_weights: tuple = ()
   gae_level: str = 'token'
@@ -56,6 +62,26 @@ class Steps:
     for chain in self.chains:
       for step, following in zip(chain, chain[1:], strict=False):
         self.after[step], self.before[following] = following, step
+
+  def weigh(self, episode, step, default):
+    """Returns the weighted sum of episode and step advantages.
+
+    Args:
+      episode: A_E.
+      step: A_S.
+      default: weight of A_E if the option is not set.
+    """
+    weight = self.o.episode_weight
+    weight = default if weight is None else weight
+    omega = self.o.step_weight
+    return {r: weight * episode[r] + omega * step[r] for r in self.all}
+
+  def mean(self, values, keys):
+    """Returns the mean of the values with the same key."""
+    return {
+      r: np.mean([values[s] for s in self.all if keys[s] == keys[r]])
+      for r in self.all
+    }
 
   def raw(self, r):
     return float(self.rows.rewards[r])
@@ -119,8 +145,71 @@ def _step_part(steps, values):
 
 
 def gigpo(steps):
-  episode, step = _episode_part(steps), _step_part(steps, steps.returns()[1])
-  return {r: episode[r] + steps.o.step_weight * step[r] for r in steps.all}
+  step = _step_part(steps, steps.returns()[1])
+  return steps.weigh(_episode_part(steps), step, 1)
+
+
+def pgpo(steps):
+  _, returns = steps.returns()
+  potential = steps.mean(returns, steps.anchor)
+  difference, wins, episodes = {}, {}, {}
+  for chain in steps.chains:
+    group = steps.group[chain[0]]
+    episodes[group] = episodes.get(group, 0) + 1
+    wins[group] = wins.get(group, 0) + bool(steps.rows.success[chain[-1]])
+    for r in chain:
+      if r in steps.after:
+        reached = steps.o.potential_discount * potential[steps.after[r]]
+      else:
+        reached = steps.raw(r) + steps.cost[r]
+      difference[r] = reached - potential[r]
+  own, other = _step_part(steps, returns), _step_part(steps, difference)
+  step = {}
+  for r in steps.all:
+    failures = 1 - wins[steps.group[r]] / episodes[steps.group[r]]
+    weight = steps.o.potential_weight * failures**steps.o.failure_exponent
+    step[r] = own[r] + weight * other[r]
+  return steps.weigh(_episode_part(steps), step, 0)
+
+
+def gagpo(steps):
+  inside = steps.o.penalty_scope == 'reward'
+  value = steps.mean(steps.returns()[1], steps.anchor)
+  estimate = {}
+  for chain in steps.chains:
+    deltas = []
+    for r in chain:
+      reward = steps.raw(r) + (steps.cost[r] if inside else 0)
+      following = value[steps.after[r]] if r in steps.after else 0
+      deltas.append(reward + steps.o.discount * following - value[r])
+    decay = steps.o.discount * steps.o.step_lambda
+    for k, r in enumerate(chain):
+      estimate[r] = sum(decay**d * x for d, x in enumerate(deltas[k:]))
+      estimate[r] += 0 if inside else steps.cost[r]
+  step = steps.above(estimate, steps.group, lone_episode='zero')
+  return steps.weigh(_episode_part(steps), step, 0)
+
+
+def ecpo(steps):
+  _, returns = steps.returns()
+  key = {r: (steps.anchor[r], int(steps.rows.actions[r])) for r in steps.all}
+  mean, action_mean = (steps.mean(returns, k) for k in (steps.anchor, key))
+  shrunk = {}
+  for r in steps.all:
+    count = sum(key[s] == key[r] for s in steps.all)
+    prior = steps.o.prior_steps
+    shrunk[r] = (count * action_mean[r] + prior * mean[r]) / (count + prior)
+  standardized = _step_part(steps, shrunk)
+  between = {r: (action_mean[r] - mean[r]) ** 2 for r in steps.all}
+  within = {r: (returns[r] - action_mean[r]) ** 2 for r in steps.all}
+  between, within = (steps.mean(x, steps.anchor) for x in (between, within))
+  step = {}
+  for r in steps.all:
+    size = sum(steps.anchor[s] == steps.anchor[r] for s in steps.all)
+    signal = between[r] / (between[r] + within[r] + 1e-6)
+    weight = np.tanh(size / steps.o.evidence_steps) * signal
+    step[r] = weight * standardized[r]
+  return steps.weigh(_episode_part(steps), step, 1)
 
 
 def grpo(steps):
@@ -156,8 +245,7 @@ def graphgpo(steps):
     farthest = max((d for d in known if d < np.inf), default=0)
     d = min(remaining(r), farthest + 1)
     values[r] = 10 * steps.o.graph_discount**d + steps.cost[r]
-  episode, step = _episode_part(steps), _step_part(steps, values)
-  return {r: episode[r] + steps.o.step_weight * step[r] for r in steps.all}
+  return steps.weigh(_episode_part(steps), _step_part(steps, values), 1)
 
 
 def g2po(steps):
@@ -180,11 +268,8 @@ def g2po(steps):
   )
   gain = {r: reached[r] - value[steps.anchor[r]] for r in steps.all}
   by_group = steps.above(gain, steps.group, lone_episode='zero')
-  episode = _episode_part(steps)
-  return {
-    r: episode[r] + steps.o.step_weight * (by_anchor[r] + by_group[r])
-    for r in steps.all
-  }
+  step = {r: by_anchor[r] + by_group[r] for r in steps.all}
+  return steps.weigh(_episode_part(steps), step, 1)
 
 
 def hgpo(steps):
@@ -204,11 +289,8 @@ def hgpo(steps):
         weight = (level + 1) ** steps.o.level_exponent
         total[r] += weight * _normalize(returns[r], others, steps.o, ddof=0)
         weights[r] += weight
-  episode = _episode_part(steps)
-  return {
-    r: steps.o.episode_weight * episode[r] + total[r] / (weights[r] or 1)
-    for r in steps.all
-  }
+  step = {r: total[r] / (weights[r] or 1) for r in steps.all}
+  return steps.weigh(_episode_part(steps), step, 0)
 
 
 def reinforce_pp(steps, baseline=False):

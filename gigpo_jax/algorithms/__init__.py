@@ -31,12 +31,15 @@ from gigpo_jax import options as options_lib
 # name: module that holds `Algorithm`.
 REGISTRY = {
   'dr_grpo': 'gigpo_jax.algorithms.dr_grpo',
+  'ecpo': 'gigpo_jax.algorithms.ecpo',
   'g2po': 'gigpo_jax.algorithms.g2po',
+  'gagpo': 'gigpo_jax.algorithms.gagpo',
   'gdpo': 'gigpo_jax.algorithms.gdpo',
   'gigpo': 'gigpo_jax.algorithms.gigpo',
   'graphgpo': 'gigpo_jax.algorithms.graphgpo',
   'grpo': 'gigpo_jax.algorithms.grpo',
   'hgpo': 'gigpo_jax.algorithms.hgpo',
+  'pgpo': 'gigpo_jax.algorithms.pgpo',
   'ppo': 'gigpo_jax.algorithms.ppo',
   'reinforce_pp': 'gigpo_jax.algorithms.reinforce_pp',
   'reinforce_pp_baseline': 'gigpo_jax.algorithms.reinforce_pp_baseline',

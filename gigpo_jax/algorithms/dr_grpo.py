@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import ml_collections
 
-from gigpo_jax.algorithms import gigpo
+from gigpo_jax.algorithms import grpo
 
 PRESETS = {'dr_grpo': {'loss.aggregation': 'fixed_length'}}
 
@@ -25,8 +25,7 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Algorithm(gigpo.Algorithm):
+class Algorithm(grpo.Algorithm):
   """A = E - mean, over the episodes of a group."""
 
-  step_weight: float = dataclasses.field(default=0.0, init=False)
   norm: str = dataclasses.field(default='mean', init=False)

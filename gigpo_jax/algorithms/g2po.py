@@ -13,11 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from gigpo_jax import advantages, arrays, batch
+from gigpo_jax import advantages, arrays, batch, state_values
 from gigpo_jax.algorithms import gigpo
-
-# Relative difference up to which sums of float32 count as equal.
-_EQUAL_WITHIN = 2.0**-18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +41,7 @@ def _components(inputs, *, norm, penalty_scope, **statistics):
   before, after = values(
     row_segments, inputs.rewards[0], inputs.steps, inputs.discount[0]
   )
-  # Equal sums of float32 may differ in their last bits.
-  stats = {'norm': norm, 'tolerance': _EQUAL_WITHIN * jnp.max(jnp.abs(before))}
+  stats = {'norm': norm, 'tolerance': arrays.sum_tolerance(before)}
   step_advantage = advantages.step_advantages(
     arrays.two_add((after, 0 * after), row_segments.cost),
     row_segments.anchors,
@@ -80,10 +76,6 @@ def values(
     row_segments.episodes
   ]
   discounted = discount ** (last + 1 - steps) * rewards
-  visits = arrays.segment_count(row_segments.anchors, all_rows)
-  before = (
-    arrays.segment_sum(discounted, row_segments.anchors, all_rows) / visits
-  )
-  # A last step keeps the episode's total reward.
-  after = rewards.at[row_segments.previous].set(before, mode='drop')
-  return before, after
+  estimates = state_values.estimate(discounted, row_segments)
+  after = jnp.where(estimates.ends, rewards, estimates.after)
+  return estimates.before, after

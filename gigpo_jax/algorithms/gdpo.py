@@ -21,8 +21,6 @@ import numpy as np
 from gigpo_jax import advantages, algorithms, arrays, batch
 
 _EPSILON = 1e-4
-# Sums of float32 count as equal up to this fraction of the largest sum.
-_EQUAL_WITHIN = 2.0**-18
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
@@ -98,7 +96,7 @@ def _decoupled(components_RK, groups, episodes, steps, weights_K):
       starts,
       norm='mean_std',
       epsilon=_EPSILON,
-      tolerance=_EQUAL_WITHIN * jnp.max(jnp.abs(sums)),
+      tolerance=arrays.sum_tolerance(sums),
     )
     total += weights_K[k] * normalized
   whitened = advantages.whiten(

@@ -9,7 +9,8 @@ episode's rewards and G the discounted return from a step,
     A = A_E + step_weight * A_S,                                       Eq. (8)
 
 and every token of a step has the step's advantage A. `advantages.gigpo`
-computes this for all rows (one per step) at once.
+computes this for all rows (one per step) at once. `episode_weight` multiplies
+A_E; the paper has no such weight. Its value 0 leaves A_S alone.
 """
 
 import dataclasses
@@ -36,8 +37,10 @@ class Algorithm:
   Attributes:
     needs_values: whether the algorithm needs a critic.
     needs_group: whether it compares episodes, and needs two per group.
+    default_episode_weight: weight of A_E if the option is not set.
     discount: gamma per step; for G only.
     step_weight: omega.
+    episode_weight: weight of A_E; None for `default_episode_weight`.
     invalid_penalty: subtracted from the reward of an invalid response.
     norm: mean_std as above; mean does not divide; leave_one_out compares with
       the mean of the other entries, without dividing.
@@ -51,9 +54,13 @@ class Algorithm:
 
   needs_values: ClassVar[bool] = False
   needs_group: ClassVar[bool] = True
+  default_episode_weight: ClassVar[float] = 1.0
 
   discount: float = options.number(0.95, low=0, high=1)
   step_weight: float = options.number(1.0, low=0, note='0 is GRPO')
+  episode_weight: float | None = options.number(
+    None, low=0, note='0 leaves the step advantage alone'
+  )
   invalid_penalty: float = options.number(0.1, low=0, high=1_000_000)
   norm: str = options.choice('mean_std', advantages.NORMS)
   episode_stats: str = options.choice(
@@ -67,6 +74,11 @@ class Algorithm:
   def __post_init__(self):
     options.check(self)
     advantages.check_options(**self.statistics())
+    if self.episode_weight == 0 and self.step_weight == 0:
+      raise ValueError(
+        'episode_weight=0: with step_weight=0 all advantages are 0; must be '
+        'above 0'
+      )
 
   def components(self, rows: batch.Rows) -> advantages.Components:
     """Returns A_E, A_S, E and G of each row."""
@@ -112,4 +124,7 @@ class Algorithm:
 
   def joint(self, components: advantages.Components) -> np.ndarray:
     """Returns A, Eq. (8)."""
-    return advantages.combine(components, self.step_weight)
+    weight = self.episode_weight
+    if weight is None:
+      weight = self.default_episode_weight
+    return advantages.combine(components, self.step_weight, weight)

@@ -15,3 +15,4 @@ class Algorithm(gigpo.Algorithm):
   """A = (E - mean) / (std + 1e-6) over the episodes of a group."""
 
   step_weight: float = dataclasses.field(default=0.0, init=False)
+  episode_weight: float | None = dataclasses.field(default=None, init=False)

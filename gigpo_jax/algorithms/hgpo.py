@@ -14,11 +14,11 @@ compare with, the remaining levels share its weight.
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import ml_collections
-import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from gigpo_jax import advantages, arrays, batch, options
@@ -36,7 +36,7 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(gigpo.Algorithm):
-  """A = episode_weight A_E + sum of w_k A_k.
+  """A = episode_weight A_E + sum of w_k A_k; episode_weight is 0 by default.
 
   The weights w_k are proportional to (k + 1)^alpha and have the sum 1. A_k is
   (G - mean) / (std + 1e-6), or without the division, over level k, with the
@@ -45,13 +45,13 @@ class Algorithm(gigpo.Algorithm):
   Attributes:
     history: K, the number of preceding anchors to compare.
     level_exponent: alpha.
-    episode_weight: weight of A_E; the paper has no such term.
   """
+
+  default_episode_weight: ClassVar[float] = 0.0
 
   step_weight: float = dataclasses.field(default=1.0, init=False)
   history: int = options.number(2, low=0)
   level_exponent: float = 1.0
-  episode_weight: float = 0.0
 
   def components(self, rows: batch.Rows) -> advantages.Components:
     """Returns A_E, and the weighted sum of the levels as A_S."""
@@ -60,13 +60,6 @@ class Algorithm(gigpo.Algorithm):
       jnp.float32(self.level_exponent),
       history=self.history,
       **self.statistics(),
-    )
-
-  def joint(self, components: advantages.Components) -> np.ndarray:
-    """Returns the advantage A."""
-    return (
-      self.episode_weight * components.episode_advantage
-      + components.step_advantage
     )
 
 

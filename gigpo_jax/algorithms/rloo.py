@@ -6,14 +6,13 @@ number of episodes in a group.
 
 import dataclasses
 
-from gigpo_jax.algorithms import gigpo
+from gigpo_jax.algorithms import grpo
 
-PRESETS = {'reference_code': gigpo.PRESETS['reference_code']}
+PRESETS = {'reference_code': grpo.PRESETS['reference_code']}
 
 
 @dataclasses.dataclass(frozen=True)
-class Algorithm(gigpo.Algorithm):
+class Algorithm(grpo.Algorithm):
   """A = E - mean of the group's other episodes = (E - mean) N / (N - 1)."""
 
-  step_weight: float = dataclasses.field(default=0.0, init=False)
   norm: str = dataclasses.field(default='leave_one_out', init=False)

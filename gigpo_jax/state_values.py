@@ -1,0 +1,55 @@
+"""Values of states without a critic: means of returns over anchor groups.
+
+An anchor group is the steps of a group of episodes that were taken in the same
+state. The value V of the state is the mean of a return over these steps.
+Inputs and outputs are arrays with one entry per row, as in `advantages`.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from gigpo_jax import advantages, arrays
+
+
+class StateValues(NamedTuple):
+  """Values around each step, in units of the return.
+
+  Attributes:
+    before: V of the state in which the step was taken.
+    after: V of the state of the episode's next step; 0 for its last step.
+    ends: whether the step is the last one of its episode.
+  """
+
+  before: Float[Array, ' R']
+  after: Float[Array, ' R']
+  ends: Bool[Array, ' R']
+
+
+def estimate(
+  returns: Float[Array, ' R'], row_segments: advantages.RowSegments
+) -> StateValues:
+  """Returns the values of the states before and after each step.
+
+  Args:
+    returns: return from each step on, whose mean over an anchor group is V.
+    row_segments: segments of the rows.
+  """
+  before = anchor_means(returns, row_segments)
+  previous = row_segments.previous
+  return StateValues(
+    before=before,
+    after=jnp.zeros_like(before).at[previous].set(before, mode='drop'),
+    ends=jnp.ones_like(row_segments.real).at[previous].set(False, mode='drop'),
+  )
+
+
+def anchor_means(
+  values: Float[Array, ' R'], row_segments: advantages.RowSegments
+) -> Float[Array, ' R']:
+  """Returns, for each row, the mean of values over its anchor group."""
+  all_rows = jnp.ones_like(row_segments.real)
+  anchors = row_segments.anchors
+  total = arrays.segment_sum(values, anchors, all_rows)
+  return total / arrays.segment_count(anchors, all_rows)

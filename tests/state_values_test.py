@@ -1,0 +1,83 @@
+"""Tests of algorithms that use values of states without a critic."""
+
+import algorithm_rows
+import numpy as np
+import pytest
+
+from gigpo_jax import advantages, algorithms, arrays
+from gigpo_jax.algorithms import gagpo
+
+
+def generalized(rows, step_lambda):
+  """Returns GAGPO's advantages before normalisation, and the segments."""
+  algorithm = algorithms.make('gagpo', discount=0.5)
+  inputs = algorithm.inputs(rows)
+  row_segments = advantages.segment_rows(inputs, penalty_scope='reward')
+  decay = arrays.two_float(0.5 * step_lambda)
+  estimates = gagpo.generalized_advantages(
+    inputs, row_segments, decay, penalty_scope='reward'
+  )
+  return estimates, row_segments
+
+
+def test_generalized_advantages_by_hand():
+  # V: a 2.5, b 5/3, c and d 10. delta = r + V' / 2 - V.
+  rows = algorithm_rows.golden_rows()
+  delta = [-1.6667, 3.3333, 0, -1.6667, -0.8333, -1.6667, 2.5, 0, 0, 0]
+  np.testing.assert_allclose(generalized(rows, 0.0)[0], delta, atol=1e-4)
+  # -1.6667 + .45 * 3.3333; -.8333 - .45 * 1.6667; -1.6667 - .45 * 1.5833.
+  np.testing.assert_allclose(
+    generalized(rows, 0.9)[0],
+    [-0.1667, 3.3333, 0, -2.3792, -1.5833, -1.6667, 2.5, 0, 0, 0],
+    atol=1e-4,
+  )
+  # Their mean is 0.0047 and their sample deviation 2.0119.
+  output = algorithms.make('gagpo', discount=0.5).compute_advantages(rows)
+  np.testing.assert_allclose(
+    output.advantages,
+    [
+      -0.0852,
+      1.6545,
+      -0.0023,
+      -1.1849,
+      -0.7893,
+      -0.8308,
+      1.2403,
+      -0.0023,
+      0,
+      0,
+    ],
+    atol=2e-4,
+  )
+
+
+def test_lambda_1_gives_the_step_advantage_without_deviation():
+  expected = [0, 3.3333, 0, -2.5, -1.6667, -1.6667, 2.5, 0]
+  actual, _ = generalized(algorithm_rows.golden_rows(), 1.0)
+  np.testing.assert_allclose(actual[:8], expected, atol=1e-4)
+  for seed in range(3):
+    rows = algorithm_rows.random_rows(seed)
+    actual, row_segments = generalized(rows, 1.0)
+    exact = advantages.step_advantages(
+      row_segments.returns, row_segments.anchors, norm='mean'
+    )
+    np.testing.assert_array_equal(actual, exact)
+
+
+@pytest.mark.parametrize('name', ['gigpo', 'pgpo', 'ecpo'])
+def test_lone_anchors_have_no_step_advantage(name):
+  rows = algorithm_rows.golden_rows()
+  rows.anchors[:] = range(10)
+  output = algorithms.make(name, episode_weight=1.0).compute_advantages(rows)
+  episode_only = algorithms.make('grpo').compute_advantages(rows)
+  np.testing.assert_array_equal(output.advantages, episode_only.advantages)
+
+
+@pytest.mark.parametrize('name', ['pgpo', 'gagpo', 'ecpo'])
+def test_equal_episodes_have_no_advantage(name):
+  # Three episodes of one step each, with equal rewards that are not exact in
+  # float32, in one state.
+  rows = algorithm_rows.golden_rows().take(np.array([0, 3, 6]))
+  rows.rewards[:], rows.success[:] = 0.1, True
+  output = algorithms.make(name).compute_advantages(rows)
+  np.testing.assert_array_equal(output.advantages, 0)
