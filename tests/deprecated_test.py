@@ -2,14 +2,13 @@
 
 import json
 import runpy
-import subprocess
 import sys
 import types
 
 import ml_collections
 import numpy as np
+import preloaded
 import pytest
-from programs import PROJECT
 
 import envs
 from configs import alfworld, base, sizes
@@ -239,7 +238,7 @@ def test_fields_that_the_config_lacks_keep_their_names():
 @pytest.mark.parametrize('own', [False, True])
 def test_old_flag_works_and_is_reported_in_one_line(tmp_path, own: bool):
   (tmp_path / 'own.py').write_text(_CONFIG_FILE)
-  done = subprocess.run(
+  process = preloaded.Process(
     [
       sys.executable,
       'launch/train.py',
@@ -247,14 +246,10 @@ def test_old_flag_works_and_is_reported_in_one_line(tmp_path, own: bool):
       f'--config.{OLD}=True',
       '--config.filter.max_refills=-1',
       f'--workdir={tmp_path / "run"}',
-    ],
-    cwd=PROJECT,
-    capture_output=True,
-    text=True,
-    timeout=120,
-    check=False,
+    ]
   )
-  warning, error = done.stderr.splitlines()
+  _, errors = process.communicate(timeout=120)
+  warning, error = errors.splitlines()
   assert warning == (
     f'{OLD} is deprecated and is removed in the next release; use {NEW}'
   )

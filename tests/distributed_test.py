@@ -12,6 +12,7 @@ import time
 
 import jax
 import numpy as np
+import preloaded
 import programs
 import pytest
 import safetensors.numpy
@@ -194,24 +195,21 @@ _SFT = (
 )
 
 
-def _start(workdir, *flags, program=_TRAIN, **variables) -> subprocess.Popen:
+def _start(workdir, *flags, program=_TRAIN, **variables) -> preloaded.Process:
   xla = os.environ.get('XLA_FLAGS', '').split()
   xla = [x for x in xla if 'device_count' not in x]
   # Compilation takes longer than one iteration.
   xla.append(programs.QUICK)
   xla.append(f'--xla_force_host_platform_device_count={variables["devices"]}')
   names = {key: str(x) for key, x in variables.items() if key.isupper()}
-  return subprocess.Popen(
+  return preloaded.Process(
     [sys.executable, *program, f'--workdir={workdir}', *flags],
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-    cwd=ROOT,
-    env=os.environ | names | {'XLA_FLAGS': ' '.join(xla)},
+    XLA_FLAGS=' '.join(xla),
+    **names,
   )
 
 
-def _kill(*processes: subprocess.Popen) -> None:
+def _kill(*processes: preloaded.Process | subprocess.Popen) -> None:
   for process in processes:
     process.kill()
     process.wait()
@@ -227,7 +225,7 @@ def _free_port() -> int:
 
 def _processes(
   workdir, *flags, count: int = 2, **kwargs
-) -> list[subprocess.Popen]:
+) -> list[preloaded.Process]:
   address = f'127.0.0.1:{_free_port()}'
   return [
     _start(
@@ -281,7 +279,7 @@ def test_eight_processes_train_like_one_process(tmp_path):
   _assert_equal_runs(one, eight)
 
 
-def _finish(processes: list[subprocess.Popen]) -> None:
+def _finish(processes: list[preloaded.Process]) -> None:
   """Waits for the processes of a run and checks what they print."""
   try:
     outputs = [p.communicate(timeout=900) for p in processes]
@@ -355,7 +353,7 @@ _LONGER = (
 )
 
 
-def _read_until(process: subprocess.Popen, text: str) -> None:
+def _read_until(process: preloaded.Process, text: str) -> None:
   for line in process.stdout:
     if text in line:
       return

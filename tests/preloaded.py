@@ -1,88 +1,195 @@
 """Runs commands in forks of a process that has already imported their modules.
 
-Each command behaves as in a process of its own, without the import time. The
-program reads JSON from stdin: a list of [script, flags, variables]. It prints
-one line of JSON per command: exit status, output and used resources. Times are
-CPU seconds, because other processes may be using the machine.
+A command behaves as in a process of its own, without the import time of about
+three seconds. `run` and `Process` start one such server per test process. The
+server gets a command with one end of a socket and the files for the command's
+output, forks, and answers with the process id and, at the end, the status.
 """
 
+import atexit
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
 import gc
 import json
-import multiprocessing.process
 import os
-import pathlib
+import resource
 import runpy
 import signal
 import socket
+import subprocess
 import sys
-import tempfile
 import time
-import traceback
 
-_LIMIT_SECS = 60
+from programs import PROJECT
 
-
-def _child(script: str, flags: list[str], variables: dict) -> dict:
-  import jax
-
-  os.environ.update(variables)
-  sys.argv = [script, *flags]
-  addresses: list[str] = []
-
-  def connect(self, address) -> None:
-    addresses.append(str(address))
-    raise OSError('no network in this test')
-
-  socket.socket.connect = connect
-  started: list[str] = []
-  start = multiprocessing.process.BaseProcess.start
-
-  def start_recorded(self) -> None:
-    started.append(self.name)
-    start(self)
-
-  multiprocessing.process.BaseProcess.start = start_recorded
-  status: object = 0
-  try:
-    runpy.run_path(script, run_name='__main__')
-  except SystemExit as exit_:
-    status = exit_.code
-  from jax._src import xla_bridge
-
-  initialized = xla_bridge.backends_are_initialized()
-  return {
-    'status': status,
-    'devices': initialized,
-    'arrays': len(jax.live_arrays()) if initialized else 0,
-    'workers': started,
-    'addresses': addresses,
-  }
+_MESSAGE_BYTES = 2**20
+# JAX reads these when a run starts, and all others when it is imported.
+_READ_LATE = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
 
 
-def _run(script: str, flags: list[str], variables: dict) -> dict:
-  with tempfile.TemporaryDirectory() as folder:
-    paths = [pathlib.Path(folder, name) for name in ('out', 'err', 'result')]
-    child = os.fork()
-    if not child:
-      signal.alarm(_LIMIT_SECS)
-      for descriptor, path in enumerate(paths[:2], start=1):
-        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), descriptor)
-      try:
-        result = _child(script, flags, variables)
-        paths[2].write_text(json.dumps(result))
-      except BaseException:
-        traceback.print_exc()
-      sys.stdout.flush()
-      sys.stderr.flush()
-      os._exit(0)
-    _, _, used = os.wait4(child, 0)
-    result = {'out': paths[0].read_text(), 'err': paths[1].read_text()}
-    # A status of None: the command timed out, was killed or raised.
-    result |= json.loads(paths[2].read_text()) if paths[2].exists() else {}
-    return {'status': None} | result | {'secs': used.ru_utime + used.ru_stime}
+class Process:
+  """A command in a fork, with the methods of `subprocess.Popen`.
+
+  Attributes:
+    pid: process id.
+    stdout: reader of the output.
+    stderr: reader of the errors.
+    returncode: exit status, negative for a signal; None while it runs.
+    secs: CPU seconds of the process and of its children that have ended, and
+      of importing the modules.
+  """
+
+  def __init__(self, command: list[str], **variables: str):
+    """Starts a command in the folder of the project.
+
+    Args:
+      command: Python, a script and flags.
+      **variables: added to the environment.
+    """
+    changed = [n for n in variables if n.startswith('JAX_')]
+    if early := set(changed) - set(_READ_LATE):
+      raise ValueError(f'{early}: needs a process of its own')
+    python, *arguments = command
+    assert python == sys.executable
+    connection, self._status = socket.socketpair()
+    (stdout, out), (stderr, err) = os.pipe(), os.pipe()
+    self.stdout, self.stderr = open(stdout), open(stderr)  # noqa: SIM115
+    request = json.dumps([arguments, dict(os.environ) | variables])
+    ends = [connection.fileno(), out, err]
+    server = _server()
+    socket.send_fds(server.socket, [request.encode()], ends)
+    connection.close()
+    os.close(out)
+    os.close(err)
+    self._import_secs = server.import_secs
+    self.pid = self._receive()['pid']
+    self.returncode = None
+
+  def _receive(self) -> dict:
+    return json.loads(self._status.recv(_MESSAGE_BYTES))
+
+  def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+    """Waits for the end; returns the output and the errors."""
+    pool = concurrent.futures.ThreadPoolExecutor(2)
+    reading = [pool.submit(file.read) for file in (self.stdout, self.stderr)]
+    try:
+      texts = [reader.result(timeout) for reader in reading]
+    except TimeoutError:
+      self.kill()
+      raise
+    finally:
+      pool.shutdown()
+    self.wait()
+    self.stdout.close()
+    self.stderr.close()
+    return texts[0], texts[1]
+
+  def send_signal(self, signum: int) -> None:
+    """Sends a signal to the process if it is running."""
+    if self.returncode is None:
+      with contextlib.suppress(ProcessLookupError):  # It has ended.
+        os.kill(self.pid, signum)
+
+  def kill(self) -> None:
+    """Kills the process if it is running."""
+    self.send_signal(signal.SIGKILL)
+
+  def wait(self) -> int:
+    """Waits for the end and returns the exit status."""
+    if self.returncode is None:
+      ended = self._receive()
+      self.returncode = ended['status']
+      self.secs = ended['secs'] + self._import_secs
+      self._status.close()
+    return self.returncode
 
 
-if __name__ == '__main__':
+def run(command: list[str], *, timeout: float = 400, **variables: str) -> str:
+  """Runs a command of the project, which must succeed; returns its output."""
+  process = Process(command, **variables)
+  out, errors = process.communicate(timeout)
+  assert process.returncode == 0, out + errors
+  return out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Server:
+  """Connection to the process that forks, and its CPU seconds of imports."""
+
+  socket: socket.socket
+  import_secs: float
+
+
+@functools.cache
+def _server() -> _Server:
+  ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+  process = subprocess.Popen(
+    [sys.executable, __file__, str(theirs.fileno())],
+    pass_fds=[theirs.fileno()],
+    cwd=PROJECT,
+    stdin=subprocess.DEVNULL,
+  )
+  theirs.close()
+  atexit.register(process.wait)
+  atexit.register(ours.close)  # First: the server then exits.
+  return _Server(ours, json.loads(ours.recv(_MESSAGE_BYTES)))
+
+
+def _serve(requests: socket.socket) -> list[str]:
+  """Forks for every request; returns in the process that runs a command."""
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
+  signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nothing waits for forks.
+  while True:
+    message, files, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, 3)
+    if not message:
+      os._exit(0)  # The test process has ended.
+    if not os.fork():
+      requests.close()
+      signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+      return _fork_command(*json.loads(message), *files)
+    for file in files:
+      os.close(file)
+
+
+def _fork_command(
+  arguments: list[str],
+  variables: dict[str, str],
+  status: int,
+  out: int,
+  err: int,
+) -> list[str]:
+  """Waits for a fork; returns the command's arguments in the fork."""
+  child = os.fork()
+  if not child:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for file, target in ((out, 1), (err, 2)):
+      os.dup2(file, target)
+    for file in (status, out, err):
+      os.close(file)
+    os.environ.clear()
+    os.environ.update(variables)
+    return arguments
+  os.close(out)
+  os.close(err)
+  with socket.socket(fileno=status) as connection:
+    connection.send(json.dumps({'pid': child}).encode())
+    _, code = os.waitpid(child, 0)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    connection.send(
+      json.dumps(
+        {
+          'status': os.waitstatus_to_exitcode(code),
+          'secs': used.ru_utime + used.ru_stime,
+        }
+      ).encode()
+    )
+  os._exit(0)
+
+
+def _import() -> None:
+  """Imports the modules that the commands use."""
   import transformers
 
   from envs.alfworld import env as alfworld_env  # noqa: F401
@@ -92,8 +199,34 @@ if __name__ == '__main__':
 
   # transformers imports these when they are first used.
   _ = transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast
-  gc.freeze()  # Collections in children do not copy these objects.
 
-  print(json.dumps(time.process_time()), flush=True)
-  for case in json.load(sys.stdin):
-    print(json.dumps(_run(*case)), flush=True)
+
+def _run_program(arguments: list[str], status: list[int]) -> None:
+  """Runs a program; sets the exit status that the interpreter will have."""
+  sys.argv[:] = arguments
+  sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
+  status[:] = [1]  # Of an exception.
+  try:
+    runpy.run_path(arguments[0], run_name='__main__')
+    status[:] = [0]
+  except SystemExit as end:
+    status[:] = [end.code if isinstance(end.code, int) else bool(end.code)]
+    raise
+
+
+def _exit(status: list[int]) -> None:
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(*status)
+
+
+if __name__ == '__main__':
+  status_: list[int] = []
+  # Called last, so that forks skip the deletion of all modules.
+  atexit.register(_exit, status_)
+  with socket.socket(fileno=int(sys.argv[1])) as connection_:
+    _import()
+    gc.freeze()  # Collections in forks do not copy these objects.
+    connection_.send(json.dumps(time.process_time()).encode())
+    arguments_ = _serve(connection_)
+  _run_program(arguments_, status_)

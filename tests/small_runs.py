@@ -1,17 +1,16 @@
-"""Small training runs in processes of their own, and what they write."""
+"""Small training runs and what they write."""
 
 import json
 import pathlib
 import re
 import signal
-import subprocess
 import sys
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import preloaded
 import safetensors.numpy
-from programs import PROJECT
 
 from gigpo_jax import episodes, metrics
 from gigpo_jax.tools import metric_list
@@ -108,29 +107,17 @@ def interrupt(
 ) -> str:
   """Runs a command until it gets a signal at a moment; returns its output."""
   python, *rest = command
-  done = subprocess.run(
-    [python, 'tests/moments.py', moment, *rest],
-    cwd=PROJECT,
-    capture_output=True,
-    text=True,
-    timeout=400,
-    check=False,
-  )
-  assert done.returncode == status, f'{moment}: {done.stdout}{done.stderr}'
-  return done.stderr + done.stdout
+  process = preloaded.Process([python, 'tests/moments.py', moment, *rest])
+  out, errors = process.communicate(timeout=400)
+  assert process.returncode == status, f'{moment}: {out}{errors}'
+  return errors + out
 
 
 def stopped_run(workdir: pathlib.Path, *flags: str) -> str:
   """Runs until the run stops with an error; returns its line."""
-  done = subprocess.run(
-    small(workdir, *flags),
-    cwd=PROJECT,
-    capture_output=True,
-    text=True,
-    timeout=400,
-    check=False,
-  )
-  assert done.returncode == 1, done.stdout + done.stderr
-  line = ORBAX.sub('', done.stderr)
-  assert len(line.splitlines()) == 1, done.stderr
+  process = preloaded.Process(small(workdir, *flags))
+  out, errors = process.communicate(timeout=400)
+  assert process.returncode == 1, out + errors
+  line = ORBAX.sub('', errors)
+  assert len(line.splitlines()) == 1, errors
   return line

@@ -7,6 +7,7 @@ import subprocess
 
 import filelock
 import numpy as np
+import preloaded
 import programs
 import pytest
 import small_runs
@@ -92,7 +93,7 @@ def test_an_evaluation_inside_the_rollout_has_the_same_metrics(
   uninterrupted, tmp_path
 ):
   expected, _ = uninterrupted
-  programs.run(
+  preloaded.run(
     small_runs.small(tmp_path, '--config.evaluation.inside_rollout=True')
   )
   small_runs.assert_same_end(tmp_path, expected)
@@ -123,7 +124,7 @@ def test_killed_and_started_again_the_run_ends_the_same(
   # And what was written last is lost.
   newest = small_runs.newest_checkpoint(tmp_path)
   (newest / 'host' / 'metadata').write_text('torn')
-  printed = programs.run(small_runs.small(tmp_path))
+  printed = preloaded.run(small_runs.small(tmp_path))
   assert newest.name == '2'
   assert f'{newest}: damaged, skipped: host/metadata has' in printed
   assert f'resuming {tmp_path} after iteration 1' in printed
@@ -156,7 +157,7 @@ def test_episodes_hold_what_the_metrics_say(uninterrupted):
 def test_successful_episodes_are_trained_on(uninterrupted, tmp_path):
   """Rejection-sampling fine-tuning, as the README has it."""
   workdir, _ = uninterrupted
-  programs.run(
+  preloaded.run(
     small_runs.command(
       'sft',
       *small_runs.small(tmp_path)[2:],
@@ -169,7 +170,7 @@ def test_successful_episodes_are_trained_on(uninterrupted, tmp_path):
   lines = small_runs.read_lines(tmp_path)
   assert lines[-1]['loss/total'] < lines[0]['loss/total']
   # From the warm start on, whose tokenizer it keeps.
-  start = small_runs.PROJECT / 'configs' / 'warm_starts' / 'alfworld_tiny'
+  start = programs.PROJECT / 'configs' / 'warm_starts' / 'alfworld_tiny'
   text = tokenizer.Tokenizer(str(tmp_path / 'policy'))
   assert text.fingerprint == tokenizer.Tokenizer(str(start)).fingerprint
 
@@ -216,10 +217,10 @@ def test_killed_at_any_moment_the_run_ends_the_same(tmp_path):
     '--config.checkpoint.every=2',
   )
   whole, parts = tmp_path / 'whole', tmp_path / 'parts'
-  programs.run(small_runs.small(whole, *flags))
+  preloaded.run(small_runs.small(whole, *flags))
   for moment in MOMENTS:
     small_runs.interrupt(moment, small_runs.small(parts, *flags))
-  programs.run(small_runs.small(parts, *flags))
+  preloaded.run(small_runs.small(parts, *flags))
   small_runs.assert_same_end(parts, whole)
 
 
@@ -228,7 +229,7 @@ def test_a_run_that_has_to_leave_saves_the_iteration_before(
 ):
   expected, _ = uninterrupted
   # Nothing would be saved before the end of the run.
-  flags = ('--config.checkpoint.every=9', '--grace_secs=20')
+  flags = ('--config.checkpoint.every=9', '--grace_secs=14')
   printed = small_runs.interrupt(
     'train:collect@2,sampler:Sampler.step@3~15:60',
     small_runs.small(tmp_path, *flags),
@@ -238,7 +239,9 @@ def test_a_run_that_has_to_leave_saves_the_iteration_before(
     'SIGTERM: iteration 0 is saved; rerun the same command to resume\n'
   )
   assert len(small_runs.read_lines(tmp_path)) == 1
-  assert 'after iteration 0' in programs.run(small_runs.small(tmp_path, *flags))
+  assert 'after iteration 0' in preloaded.run(
+    small_runs.small(tmp_path, *flags)
+  )
   small_runs.assert_same_end(tmp_path, expected)
 
 
@@ -292,7 +295,7 @@ def test_what_a_run_that_has_to_leave_has_saved(
     moment, small_runs.small(tmp_path, *flags), status=0
   )
   assert f'SIGTERM: {saved}' in printed
-  programs.run(small_runs.small(tmp_path, *flags))
+  preloaded.run(small_runs.small(tmp_path, *flags))
   small_runs.assert_same_end(tmp_path, expected)
 
 
@@ -316,12 +319,12 @@ def test_a_full_disk_stops_the_run_which_then_goes_on(uninterrupted, tmp_path):
     assert 'cannot be written' in line and 'No space left' in line
     assert 'rerun the same command' in line
     subprocess.run(['mount', '-o', 'remount,size=80m', disk], check=True)
-    assert 'resuming' in programs.run(small_runs.small(disk / 'run'))
+    assert 'resuming' in preloaded.run(small_runs.small(disk / 'run'))
     small_runs.assert_same_end(disk / 'run', expected)
     subprocess.run(['mount', '-o', 'remount,ro', disk], check=True)
     done = subprocess.run(
       small_runs.small(disk / 'run'),
-      cwd=small_runs.PROJECT,
+      cwd=programs.PROJECT,
       capture_output=True,
       check=False,
     )
@@ -333,7 +336,7 @@ def test_a_full_disk_stops_the_run_which_then_goes_on(uninterrupted, tmp_path):
 
 def test_checkpoints_and_exports_are_evaluated(uninterrupted, tmp_path):
   workdir, _ = uninterrupted
-  printed = programs.run(
+  printed = preloaded.run(
     small_runs.command(
       'evaluate',
       *small_runs.small(tmp_path)[2:],

@@ -5,7 +5,7 @@ import types
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import programs
+import preloaded
 import pytest
 import small_runs
 
@@ -49,7 +49,7 @@ def test_damaged_games_end_their_own_episodes(tmp_path, bad):
     assert line.startswith('pool.max_failed_share=0.25: ')
     assert 'episodes failed: ' in line and 'raised, such as train/' in line
     return
-  printed = programs.run(small_runs.small(workdir, *flags))
+  printed = preloaded.run(small_runs.small(workdir, *flags))
   lines = small_runs.read_lines(workdir)[:3]
   # Every game is played once.
   assert sum(line['train/failed_episodes'] for line in lines) == 4
@@ -90,7 +90,7 @@ def test_what_a_run_knows_of_its_past_is_kept(tmp_path, variant, flags):
 
   def run(workdir, *more):
     flags_ = (*flags, '--config.evaluation.every=0', *more)
-    return programs.run(small_runs.small(workdir, *flags_, variant=variant))
+    return preloaded.run(small_runs.small(workdir, *flags_, variant=variant))
 
   run(whole)
   run(parts, '--config.num_iterations=2')
@@ -144,7 +144,7 @@ def test_nothing_is_learnt_where_no_group_has_spread(tmp_path, variant):
       '--config.checkpoint.keep=3',
       '--config.evaluation.every=0',
     )
-    return programs.run(
+    return preloaded.run(
       small_runs.small(workdir, *flags, *more, variant=variant)
     )
 

@@ -3,7 +3,7 @@
 import json
 import sys
 
-import programs
+import preloaded
 
 SMALL = (
   '--config=configs/webshop.py:smoke',
@@ -18,7 +18,7 @@ SMALL = (
 
 
 def _run(script: str, *flags: str) -> str:
-  return programs.run([sys.executable, f'launch/{script}.py', *SMALL, *flags])
+  return preloaded.run([sys.executable, f'launch/{script}.py', *SMALL, *flags])
 
 
 def test_a_warm_start_and_two_iterations(tmp_path):
