@@ -62,6 +62,7 @@ setuptools.setup(
     'rapidfuzz>=3.10,<4',
     'regex>=2025.10.22',
     'safetensors>=0.8,<1',
+    'scipy>=1.14,<2',
     'tensorflow-datasets>=4.9.10,<5',
     'tensorboardX>=2.6.2,<3',
     'textblob>=0.19,<1',

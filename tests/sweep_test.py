@@ -48,6 +48,12 @@ RUNS = [
 ]
 
 
+def _entry(run):
+  """Returns a run as an entry of a sweep's file."""
+  entry = dataclasses.asdict(run) | {'overrides': dict(run.overrides)}
+  return {name: value for name, value in entry.items() if name != 'test'}
+
+
 def test_finished_runs_are_gathered_and_not_rerun(tmp_path):
   write_run(tmp_path / 'alfworld-a-0', [(0, 0.2), (100, 0.4)])
   write_run(tmp_path / 'alfworld-a-1', [(0, 0.2), (120, 0.8)])
@@ -92,6 +98,55 @@ def test_failed_runs_are_reported_and_others_continue(tmp_path):
   assert 'seed=-2' in (tmp_path / 'webshop-worse-0.log').read_text()
 
 
+def _write_outcomes(successes: str) -> list[str]:
+  """Returns a command that writes its last argument's evaluation.json."""
+  code = f"""
+import json, os, sys
+folder, = (x[10:] for x in sys.argv if x.startswith('--workdir='))
+os.mkdir(folder)
+episodes = [{{'task': str(n), 'success': s == '1'}}
+            for n, s in enumerate('{successes}')]
+report = {{'policies': {{'policy': {{'episodes': episodes}}}}}}
+with open(folder + '/evaluation.json', 'w') as file:
+  json.dump(report, file)
+"""
+  return [sys.executable, '-c', code]
+
+
+def test_trained_policies_are_tested_and_compared(
+  tmp_path, monkeypatch, capsys
+):
+  file = tmp_path / 'list.py'
+  entries = [{**_entry(run), 'overrides': {}} for run in RUNS]
+  file.write_text(f'RUNS = {entries}\nTEST = {{"evaluation.num_tasks": 4}}')
+  for name in ('a-0', 'a-1', 'b-0'):
+    write_run(tmp_path / f'alfworld-{name}', [(0, 0.2), (100, 0.4)])
+  command = sweep.Run.test_command
+  successes = {'a': '0100', 'b': '0111'}
+
+  def test_command(run, root):
+    given = command(run, root)
+    assert '--config.evaluation.num_tasks=4' in given
+    assert f'--model={root / run.folder / "policy"}' in given
+    if (run.name, run.seed) == ('a', 1) and not fixed:
+      return [sys.executable, '-c', 'raise SystemExit(3)']
+    return [*_write_outcomes(successes[run.name]), *given[2:]]
+
+  monkeypatch.setattr(sweep.Run, 'test_command', test_command)
+  options = {'at_once': 1, 'only_gather': False}
+  fixed = False
+  assert sweep.main(str(file), str(tmp_path), **options) == 1
+  assert 'alfworld-a-1: failed' in capsys.readouterr().out
+  result = tmp_path / 'alfworld-a-0' / 'test' / 'evaluation.json'
+  written = result.stat().st_mtime_ns
+  fixed = True
+  assert sweep.main(str(file), str(tmp_path), **options) == 0
+  assert result.stat().st_mtime_ns == written
+  printed = capsys.readouterr().out
+  assert '| a | 2 | 25.0 | 25.0 |  |  |  |' in printed
+  assert '| b | 1 | 75.0 | 75.0 | +50.0 [' in printed
+
+
 @pytest.mark.parametrize(
   ('config', 'overrides'),
   [('configs/alfworld.py:huge', ()), ('configs/alfworld.py', (('sed', 1),))],
@@ -110,10 +165,7 @@ def test_known_runs_are_gathered_and_not_rerun(tmp_path, monkeypatch):
   table = str(tmp_path / 'first/results.csv')
   assert sweep.read_table(table) == known
   file = tmp_path / 'list.py'
-  runs = [dataclasses.asdict(run) for run in RUNS]
-  file.write_text(
-    'RUNS = ' + repr([r | {'overrides': dict(r['overrides'])} for r in runs])
-  )
+  file.write_text(f'RUNS = {[_entry(run) for run in RUNS]}')
   started = []
   monkeypatch.setattr(
     sweep, 'run_all', lambda runs, *_, **__: started.extend(runs) or []
@@ -192,7 +244,7 @@ def _wait_for(condition) -> None:
 
 def test_locked_sweep_is_refused(tmp_path):
   file = tmp_path / 'list.py'
-  file.write_text(f'RUNS = [{dataclasses.asdict(RUNS[0]) | {"overrides": {}}}]')
+  file.write_text(f'RUNS = [{_entry(RUNS[0])}]')
   with files.lock(tmp_path), pytest.raises(ValueError, match='in use by'):
     sweep.main(str(file), str(tmp_path), at_once=1, only_gather=False)
 

@@ -22,7 +22,7 @@ from envs import worker
 from gigpo_jax import deprecated, metrics
 from gigpo_jax.run import run_config
 from gigpo_jax.runtime import files
-from gigpo_jax.tools import plots
+from gigpo_jax.tools import paired, plots
 
 _ROOT = pathlib.Path(__file__).parents[2]
 # Columns of the CSV, after experiment, name and seed.
@@ -73,12 +73,15 @@ class Run:
     config: value of the --config flag.
     seed: seed of everything random.
     overrides: (config field, value) pairs.
+    test: (config field, value) pairs for the evaluation of the trained policy;
+      empty for no such evaluation.
   """
 
   name: str
   config: str
   seed: int
   overrides: tuple[tuple[str, object], ...] = ()
+  test: tuple[tuple[str, object], ...] = ()
 
   @property
   def experiment(self) -> str:
@@ -115,13 +118,40 @@ class Run:
 
   def command(self, root: pathlib.Path) -> list[str]:
     """Returns the command that trains the run in a folder under `root`."""
+    return self._launch('train', self.overrides, root / self.folder)
+
+  def test_command(self, root: pathlib.Path) -> list[str]:
+    """Returns the command that evaluates the trained policy."""
+    policy, result = root / self.folder / 'policy', self.test_result(root)
+    fields = (*self.overrides, *self.test)
+    command = self._launch('evaluate', fields, result.parent)
+    return [*command, f'--model={policy}']
+
+  def test_result(self, root: pathlib.Path) -> pathlib.Path:
+    """Returns the file that `test_command` writes."""
+    return root / self.folder / 'test' / 'evaluation.json'
+
+  def next_command(self, root: pathlib.Path) -> list[str] | None:
+    """Returns the command to run next, or None if the run is complete."""
+    if not finished(self, root):
+      return self.command(root)
+    if self.test and not self.test_result(root).is_file():
+      return self.test_command(root)
+    return None
+
+  def _launch(
+    self,
+    script: str,
+    fields: Sequence[tuple[str, object]],
+    workdir: pathlib.Path,
+  ) -> list[str]:
     return [
       sys.executable,
-      str(_ROOT / 'launch' / 'train.py'),
+      str(_ROOT / 'launch' / f'{script}.py'),
       f'--config={self.config}',
       f'--config.seed={self.seed}',
-      *(f'--config.{field}={value}' for field, value in self.overrides),
-      f'--workdir={root / self.folder}',
+      *(f'--config.{field}={value}' for field, value in fields),
+      f'--workdir={workdir}',
     ]
 
 
@@ -129,7 +159,9 @@ def read(given: str | pathlib.Path) -> list[Run]:
   """Returns the runs that a file lists in RUNS, a list of dictionaries.
 
   Each dictionary has the keys name, config and seed, and optionally overrides,
-  a dictionary of config fields.
+  a dictionary of config fields. If the file defines TEST, also a dictionary of
+  config fields, the trained policies are evaluated with these fields, and their
+  outcomes are compared task by task.
 
   Args:
     given: path of the file; a path within the project works from any folder.
@@ -143,7 +175,8 @@ def read(given: str | pathlib.Path) -> list[Run]:
     raise ValueError(
       f'--sweep={given}: no such file; must be a Python file that defines RUNS'
     )
-  entries = runpy.run_path(str(path)).get('RUNS')
+  defined = runpy.run_path(str(path))
+  entries, test = defined.get('RUNS'), tuple(defined.get('TEST', {}).items())
   if not entries:
     raise ValueError(
       f'--sweep={path}: RUNS is missing or empty; must be a list of runs'
@@ -159,7 +192,8 @@ def read(given: str | pathlib.Path) -> list[Run]:
         'overrides'
       )
     overrides = tuple(entry.get('overrides', {}).items())
-    runs.append(Run(entry['name'], entry['config'], entry['seed'], overrides))
+    run = Run(entry['name'], entry['config'], entry['seed'], overrides, test)
+    runs.append(run)
   folders = [run.folder for run in runs]
   if duplicates := sorted({f for f in folders if folders.count(f) > 1}):
     raise ValueError(
@@ -186,36 +220,43 @@ def finished(run: Run, root: pathlib.Path) -> bool:
 def run_all(
   runs: Sequence[Run], root: pathlib.Path, *, at_once: int
 ) -> list[Run]:
-  """Trains all unfinished runs and returns those that failed.
+  """Completes all runs and returns those that failed.
 
   Each run is pinned to its own core, if there are enough, and writes a log next
   to its folder. The runs end when this process ends.
 
   Args:
-    runs: runs to train.
+    runs: runs to train and to test.
     root: parent of the work directories.
     at_once: maximum number of parallel runs.
   """
-  waiting = [run for run in runs if not finished(run, root)]
+  waiting = [run for run in runs if run.next_command(root)]
   cores = sorted(os.sched_getaffinity(0)) if _can_pin_cores() else []
   free_cores = list(range(at_once))
-  running: dict[subprocess.Popen, tuple[Run, int]] = {}
+  running: dict[subprocess.Popen, tuple[Run, list[str], int]] = {}
   failed = []
   bar = tqdm.tqdm(total=len(runs), initial=len(runs) - len(waiting))
   try:
     while waiting or running:
       while waiting and free_cores:
         run, core = waiting.pop(0), free_cores.pop(0)
-        process = _start(run, root, cores[core : core + 1])
-        running[process] = run, core
-      bar.set_postfix_str(', '.join(run.folder for run, _ in running.values()))
+        command = run.next_command(root)
+        process = _start(run, command, root, cores[core : core + 1])
+        running[process] = run, command, core
+      bar.set_postfix_str(
+        ', '.join(run.folder for run, _, _ in running.values())
+      )
       process = _wait_for_any(running)
-      run, core = running.pop(process)
+      run, command, core = running.pop(process)
       free_cores.append(core)
-      bar.update()
-      if process.returncode or not finished(run, root):
+      following = run.next_command(root)
+      if process.returncode or following == command:
         failed.append(run)
         bar.write(f'{run.folder}: failed, see {root / run.folder}.log')
+      elif following:
+        waiting.insert(0, run)
+        continue
+      bar.update()
   finally:
     for process in running:
       process.terminate()
@@ -230,11 +271,11 @@ def _can_pin_cores() -> bool:
 
 
 def _start(
-  run: Run, root: pathlib.Path, cores: Sequence[int]
+  run: Run, command: list[str], root: pathlib.Path, cores: Sequence[int]
 ) -> subprocess.Popen:
   with open(root / f'{run.folder}.log', 'a', encoding='utf-8') as log:
     process = subprocess.Popen(
-      run.command(root),
+      command,
       cwd=_ROOT,
       stdout=log,
       stderr=subprocess.STDOUT,
@@ -325,6 +366,19 @@ def gather(
     writer.writeheader()
     writer.writerows(evaluations)
   return evaluations
+
+
+def _outcomes(
+  runs: Sequence[Run], root: pathlib.Path, experiment: str
+) -> dict[str, dict[int, dict[str, float]]]:
+  """Returns the outcomes of tests by name, seed and task."""
+  outcomes: dict[str, dict[int, dict[str, float]]] = {}
+  for run in runs:
+    path = run.test_result(root)
+    if run.experiment == experiment and run.test and path.is_file():
+      by_seed = outcomes.setdefault(run.name, {})
+      by_seed[run.seed] = paired.read_outcomes(path)
+  return outcomes
 
 
 def _by_run(evaluations: Sequence[dict]) -> dict[tuple, list[dict]]:
@@ -475,6 +529,8 @@ def main(
   for experiment in dict.fromkeys(line['experiment'] for line in evaluations):
     part = [line for line in evaluations if line['experiment'] == experiment]
     print(f'\n{experiment}\n\n{table(part)}')
+    if outcomes := _outcomes(runs, root, experiment):
+      print(f'\n{paired.table(outcomes)}')
     for x in _X:
       path = root / f'{name}_{experiment}_by_{x.rpartition("/")[2]}.png'
       draw(part, path, x=x)

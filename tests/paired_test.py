@@ -1,0 +1,125 @@
+"""Tests of paired comparisons against hand-worked and published values."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from gigpo_jax.tools import paired
+
+
+def test_a_difference_by_hand():
+  # Seeds differ by 1/2 and 1/4: mean 3/8, t = (3/8) / ((1/4) / 2) = 3.
+  one = [[1, 1, 0, 1], [1, 0, 1, 1]]
+  other = [[0, 1, 0, 0], [1, 0, 0, 1]]
+  found = paired.compare(one, other)
+  assert (found.mean, found.seeds) == (0.375, 2)
+  assert found.deviation == pytest.approx(0.125 * 2**0.5)
+  # With one degree of freedom: 1 - 2 atan(t) / pi.
+  assert found.p == pytest.approx(1 - 2 * np.arctan(3) / np.pi)
+  assert found.low < found.mean < found.high
+
+
+def test_the_interval_has_the_quantiles_of_all_resamples():
+  gaps = np.array([[1, 0, -1], [1, 1, 0]])
+  means = [
+    gaps[np.ix_(seeds, tasks)].mean()
+    for seeds in itertools.product(range(2), repeat=2)
+    for tasks in itertools.product(range(3), repeat=3)
+  ]
+  low, high = np.percentile(means, [2.5, 97.5])
+  found = paired.compare(np.maximum(gaps, 0), np.maximum(-gaps, 0))
+  assert (found.low, found.high) == pytest.approx((low, high), abs=0.05)
+
+
+def test_the_interval_covers_the_true_difference():
+  rng = np.random.default_rng(0)
+  covered = 0
+  for _ in range(60):
+    seed_effects = rng.normal(0.1, 0.05, (8, 1))
+    task_effects = rng.normal(0, 0.2, 40)
+    gaps = seed_effects + task_effects + rng.normal(0, 0.3, (8, 40))
+    found = paired.compare(gaps, np.zeros_like(gaps))
+    covered += found.low <= 0.1 <= found.high
+  assert covered >= 54
+
+
+def test_equal_methods_and_single_seeds():
+  ones = np.ones((3, 4))
+  same = paired.compare(ones, ones)
+  assert same[:5] == (0, 0, 0, 1, 0)
+  single = paired.compare([[1, 1, 0, 1]], [[0, 1, 0, 0]])
+  assert (single.mean, single.p, single.seeds) == (0.5, 1, 1)
+  assert single.low < 0.5 < single.high
+
+
+@pytest.mark.parametrize(
+  ('rates', 'expected'),
+  [
+    ([8, 1, 2, 3, 4, 5, 6, 100], 4.5),  # Without 1, 2, 8 and 100.
+    ([1, 2, 3, 4, 100], 3),
+    ([1, 5], 3),
+  ],
+)
+def test_interquartile_mean(rates, expected):
+  assert paired.interquartile_mean(np.array(rates)) == expected
+
+
+def test_holm_by_hand():
+  # In order .005, .01, .03, .04 times 4, 3, 2, 1, made increasing.
+  adjusted = paired.holm([0.01, 0.04, 0.03, 0.005])
+  assert adjusted == pytest.approx([0.03, 0.06, 0.06, 0.02])
+  assert paired.holm([0.6, 0.7]) == [1, 1]
+
+
+@pytest.mark.parametrize(
+  ('effect', 'expected'), [(0.5, 34), (0.8, 15), (1.0, 10)]
+)
+def test_seeds_needed_are_those_of_tables(effect, expected):
+  # Two-sided paired t-test, 5 %, power 80 %: G*Power gives these numbers.
+  assert paired.seeds_needed(3 * effect, 3.0) == expected
+
+
+def test_seeds_needed_detect_the_difference():
+  seeds = paired.seeds_needed(5, 6)
+  draws = np.random.default_rng(0).normal(5, 6, (20_000, seeds))
+  rejected = scipy.stats.ttest_1samp(draws, 0, axis=1).pvalue < 0.05
+  assert rejected.mean() == pytest.approx(0.8, abs=0.04)
+
+
+def _write(path, outcomes):
+  episodes = [
+    {'task': task, 'success': success}
+    for task, successes in outcomes.items()
+    for success in successes
+  ]
+  path.write_text(json.dumps({'policies': {'p': {'episodes': episodes}}}))
+
+
+def test_outcomes_are_means_over_the_episodes_of_a_task(tmp_path):
+  path = tmp_path / 'evaluation.json'
+  _write(path, {'a': [True, False], 'b': [True]})
+  assert paired.read_outcomes(path) == {'a': 0.5, 'b': 1}
+
+
+def test_the_table_compares_shared_seeds():
+  def outcomes(*successes):
+    return dict(zip('abcd', successes, strict=True))
+
+  methods = {
+    'grpo': {0: outcomes(0, 1, 0, 0), 1: outcomes(1, 0, 0, 1)},
+    'gigpo': {0: outcomes(1, 1, 0, 1), 1: outcomes(1, 0, 1, 1)},
+    'ppo': {1: outcomes(1, 0, 0, 1), 2: outcomes(0, 0, 0, 0)},
+  }
+  lines = paired.table(methods).splitlines()
+  assert 'success, 4 tasks | IQM | minus grpo, 95 %' in lines[0]
+  assert lines[2] == '| grpo | 2 | 37.5 | 37.5 |  |  |  |'
+  assert lines[3].startswith('| gigpo | 2 | 75.0 | 75.0 | +37.5 [')
+  assert lines[3].endswith('| 2 | 0.41 |')  # 2 (1 - 2 atan(3) / pi).
+  assert lines[4].startswith('| ppo | 2 | 25.0 | 25.0 | +0.0 [')
+  assert lines[4].endswith('| 1 | 1 |')
+  methods['ppo'][2] = {'e': 1.0}
+  with pytest.raises(ValueError, match='ppo, seed 2: has other test tasks'):
+    paired.table(methods)
