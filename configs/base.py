@@ -376,7 +376,9 @@ def _algorithm_section() -> ml_collections.ConfigDict:
   algorithm.episode_stats = 'trajectories'  # | rows (code)
   algorithm.penalty_scope = 'reward'  # | row (code)
   algorithm.lone_episode = 'zero'  # | raw (code)
-  # observation (code) | observation_and_actions | similarity | turn
+  # observation (code) | observation_and_actions | state | similarity | turn |
+  # shuffled. state is the anchor by which the environment tells states apart
+  # best; shuffled permutes observations within a group, as a control.
   algorithm.anchor = 'observation'
   # Lowest Ratcliff-Obershelp ratio of equal anchors, for similarity.
   algorithm.similarity_threshold = 0.9

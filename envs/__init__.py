@@ -4,7 +4,8 @@ An environment is a module with a class `Env` and a function
 `tasks(split, **kwargs)`; see `envs.base`. It may also define
 
     ANCHORS: the anchors that its observations offer; default ('observation',).
-      With several, `Env` takes an argument `anchor`.
+      With several, `Env` takes an argument `anchor`. The last one tells states
+      apart best.
     DATA: a `base.Data`, if it reads official data. `Env` takes an argument
       `data_dir`.
     PRESETS: variant -> {config field: value}, the changes of config variants.
@@ -68,6 +69,20 @@ def data_dir(name: str, given: str | None) -> str | None:
 def anchors(name: str) -> tuple[str, ...]:
   """Returns the anchors that an environment's observations offer."""
   return getattr(_module(name), 'ANCHORS', ('observation',))
+
+
+def anchor(name: str, wanted: str) -> str:
+  """Returns the anchor that an environment reports for `algorithm.anchor`.
+
+  Args:
+    name: name of the environment.
+    wanted: an anchor that it offers; 'state' for the one that tells states
+      apart best. Other anchors are derived from the first one.
+  """
+  offered = anchors(name)
+  if wanted in offered:
+    return wanted
+  return offered[-1] if wanted == 'state' else offered[0]
 
 
 def presets(name: str) -> Mapping[str, Mapping[str, Any]]:

@@ -15,10 +15,15 @@ import rapidfuzz
 
 from gigpo_jax import deprecated, options
 
-# Environments report `observation` or `observation_and_actions`. `similarity`
-# merges similar observations; `turn` uses only the turn's index.
+# Environments may report these, and always `state`: the anchor that best tells
+# their states apart. `similarity` merges similar observations, `turn` uses only
+# the turn's index, and `shuffled` permutes the observations of a group.
 REPORTED = ('observation', 'observation_and_actions')
-ANCHORS = (*REPORTED, 'similarity', 'turn')
+ANCHORS = (*REPORTED, 'state', 'similarity', 'turn', 'shuffled')
+
+
+# Separates the permutations from other random streams of a run.
+_SHUFFLING = 1_634_624_371
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +45,7 @@ def assign_ids(
   threshold: float = 0.9,
   history: int = 0,
   has_final_state: bool = False,
+  seed: Sequence[int] = (0,),
 ) -> list[np.ndarray]:
   """Assigns an anchor id to each state of each episode, int32.
 
@@ -52,6 +58,7 @@ def assign_ids(
       before an episode's first one are equal to each other.
     has_final_state: whether the last state of each episode is its final state,
       in which no step was taken; a final state starts no cluster.
+    seed: for `shuffled`: see `shuffle`.
 
   Returns:
     Ids from 0, and -1 for unknown states.
@@ -65,6 +72,13 @@ def assign_ids(
       [group for group, _ in episodes],
       states,
       threshold=threshold,
+      has_final_state=has_final_state,
+    )
+  if anchor == 'shuffled':
+    states = shuffle(
+      [group for group, _ in episodes],
+      states,
+      seed=seed,
       has_final_state=has_final_state,
     )
   ids: dict[tuple, int] = {}
@@ -140,6 +154,41 @@ def merge_similar(
     [None if text is None else first[group, text] for text in states]
     for group, states in zip(groups, episodes, strict=True)
   ]
+
+
+def shuffle(
+  groups: Sequence[int],
+  episodes: Sequence[Sequence[str | None]],
+  *,
+  seed: Sequence[int],
+  has_final_state: bool = False,
+) -> list[list[str | None]]:
+  """Permutes the states of each group among its steps.
+
+  This is a control: sizes of anchor groups stay the same, but the steps of an
+  anchor group have nothing in common.
+
+  Args:
+    groups: group of each episode.
+    episodes: states of each episode.
+    seed: non-negative integers, such as (seed of the run, iteration). The
+      permutation of a group is a function of them and the group.
+    has_final_state: whether an episode's last state is its final state, which
+      stays in place.
+  """
+  shuffled = [list(states) for states in episodes]
+  for group in sorted(set(groups)):
+    steps = [
+      (episode, t)
+      for episode, states in enumerate(episodes)
+      if groups[episode] == group
+      for t in range(len(states) - has_final_state)
+    ]
+    rng = np.random.Generator(np.random.Philox([*seed, _SHUFFLING, group]))
+    for (episode, t), n in zip(steps, rng.permutation(len(steps)), strict=True):
+      source, source_t = steps[n]
+      shuffled[episode][t] = episodes[source][source_t]
+  return shuffled
 
 
 def _is_similar(text: str, member: str, threshold: float) -> bool:

@@ -106,6 +106,7 @@ def from_trajectories(
   similarity_threshold: float = 0.9,
   anchor_history: int = 0,
   components: Sequence[str] = (),
+  seed: Sequence[int] = (0,),
 ) -> Rows:
   """Returns the steps of all episodes as rows.
 
@@ -121,6 +122,7 @@ def from_trajectories(
     anchor_history: number of preceding states that must also be equal.
     components: names of reward components, from COMPONENTS or from the step
       metrics of the environment.
+    seed: for anchor='shuffled': seed of the run and iteration.
 
   Raises:
     ValueError: if no episode holds a step, or no step reports a component.
@@ -149,6 +151,7 @@ def from_trajectories(
     anchor=anchor,
     threshold=similarity_threshold,
     history=anchor_history,
+    seed=seed,
   )
   action_ids: dict[tuple[int, str], int] = {}
   for r, (episode, index, t, step) in enumerate(steps):

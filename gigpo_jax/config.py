@@ -137,9 +137,8 @@ def env_kwargs(config: ml_collections.ConfigDict) -> dict:
   kwargs.pop('name')
   if envs.data(config.env.name):
     kwargs['data_dir'] = _data_dir(config)
-  offered, anchor = envs.anchors(config.env.name), config.algorithm.anchor
-  if len(offered) > 1:
-    kwargs['anchor'] = anchor if anchor in offered else offered[0]
+  if len(envs.anchors(config.env.name)) > 1:
+    kwargs['anchor'] = envs.anchor(config.env.name, config.algorithm.anchor)
   return kwargs
 
 

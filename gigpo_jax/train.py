@@ -172,7 +172,9 @@ def update(
     return state, logs.write_episodes(iteration, groups) | no_update(parts)
   metrics: Metrics = {}
   with run_logs.timed(metrics, 'time/rows_secs'):
-    rows = batch.from_trajectories(groups.kept, **parts.rows_kwargs)
+    rows = batch.from_trajectories(
+      groups.kept, **parts.rows_kwargs, seed=(parts.config.seed, iteration)
+    )
   output, old_values, advantage_metrics = estimate_advantages(
     parts, state, rows
   )

@@ -92,6 +92,58 @@ def test_anchor_modes():
     _env(anchor='x')
 
 
+def _anchors(task: base.Task, commands, anchor: str = 'state') -> list[str]:
+  env = _env(anchor=anchor, max_steps=50)
+  first = env.reset(task).anchor
+  results = [env.step(_respond(command)) for command in commands]
+  return [
+    first,
+    *(
+      r.observation.anchor if r.observation else r.final_anchor for r in results
+    ),
+  ]
+
+
+def test_failed_action_stays_in_its_state():
+  plan = expert.plan(_env().game(TASK))
+  expected = _anchors(TASK, plan)
+  tried = [c for command in plan for c in ('fly to moon 1', command)]
+  actual = _anchors(TASK, tried)
+  assert actual[::2] == expected
+  assert actual[1::2] == expected[:-1]
+  # The anchors of observations cannot tell where the action failed.
+  assert len(set(_anchors(TASK, tried, 'observation')[1::2])) == 1
+
+
+def test_state_tells_what_the_agent_holds():
+  env = _env(anchor='state')
+  plan = list(expert.plan(env.game(TASK)))
+  take = next(n for n, c in enumerate(plan) if c.startswith('take'))
+  for anchor, differs in (('observation', False), ('state', True)):
+    # The same observation with empty hands and with the object.
+    hands = [
+      _anchors(TASK, [*plan[:take], *moves, 'look'], anchor)[-1]
+      for moves in ([], [plan[take]])
+    ]
+    assert (hands[0] != hands[1]) == differs
+
+
+def test_state_remembers_a_hidden_effect():
+  env = _env(anchor='state', max_steps=50)
+  task = next(
+    task
+    for index in range(200)
+    if env.game(task := base.Task('train', index)).goal.task_type
+    == 'pick_heat_then_place_in_recep'
+  )
+  plan = list(expert.plan(env.game(task)))
+  heat = next(n for n, c in enumerate(plan) if c.startswith('heat'))
+  heated = _anchors(task, plan[: heat + 2])[-1]
+  cold = _anchors(task, [*plan[:heat], plan[heat + 1]])[-1]
+  assert heated.startswith('You heat') and heated.endswith(cold)
+  assert heated != cold
+
+
 def test_demonstrations_win_and_are_reproducible():
   env = _env(max_steps=50)
   wins = 0

@@ -31,6 +31,35 @@ def test_turn_ids():
   assert assign(anchor='turn') == [[0, 1, 2, -1], [0, 1, 2, 3], [4, 5, -1]]
 
 
+def test_shuffled_states_are_permuted_within_their_group():
+  episodes = [(0, [*'abcabc', 'x']), (1, [*'ddef', None]), (0, [*'aab', 'y'])]
+  groups, states = zip(*episodes, strict=True)
+  shuffled = anchors.shuffle(groups, states, seed=(3, 5), has_final_state=True)
+  for group in (0, 1):
+    given, permuted = (
+      [s[:-1] for g, s in zip(groups, lists, strict=True) if g == group]
+      for lists in (states, shuffled)
+    )
+    assert sorted(sum(given, [])) == sorted(sum(permuted, []))
+  assert [s[-1] for s in shuffled] == ['x', None, 'y']
+  assert [len(s) for s in shuffled] == [7, 5, 4]
+  assert shuffled != [list(s) for s in states]
+  # A function of the seed and the group alone.
+  other = anchors.shuffle([1], [states[1]], seed=(3, 5), has_final_state=True)
+  assert other == [shuffled[1]]
+  for seed in ((3, 6), (4, 5)):
+    assert shuffled != anchors.shuffle(
+      groups, states, seed=seed, has_final_state=True
+    )
+  ids = anchors.assign_ids(
+    episodes, anchor='shuffled', has_final_state=True, seed=(3, 5)
+  )
+  expected = anchors.assign_ids(
+    list(zip(groups, shuffled, strict=True)), has_final_state=True
+  )
+  assert [x.tolist() for x in ids] == [x.tolist() for x in expected]
+
+
 def test_similar_states_merge_into_the_first():
   # 'abcd' and 'abce' share 3 of 4: ratio 0.75.
   states = [['abcd', 'abce', 'abef'], ['abce', None]]

@@ -105,6 +105,53 @@ def test_similarity_changes_anchor_ids_only():
   np.testing.assert_array_equal(near.tokens, exact.tokens)
 
 
+def test_shuffled_anchors_are_a_function_of_seed_and_iteration():
+  episodes = [
+    make_episode(0, n, *(make_step([1], [2], str(t)) for t in range(5)))
+    for n in range(3)
+  ]
+
+  def anchors(anchor, **seed):
+    rows = batch.from_trajectories(
+      episodes, **SIZES, row_multiple=15, anchor=anchor, **seed
+    )
+    # The state after a step is that of the next step.
+    inside = rows.steps < 4
+    following = rows.anchors[1:][inside[:-1]]
+    np.testing.assert_array_equal(rows.next_anchors[inside], following)
+    return rows.anchors
+
+  shuffled = anchors('shuffled', seed=(7, 3))
+  np.testing.assert_array_equal(shuffled, anchors('shuffled', seed=(7, 3)))
+  assert (shuffled != anchors('shuffled', seed=(7, 4))).any()
+  assert (shuffled != anchors('shuffled', seed=(8, 3))).any()
+  # Three rows each, as before.
+  assert np.unique(shuffled, return_counts=True)[1].tolist() == [3] * 5
+  assert (shuffled != anchors('observation')).any()
+
+
+def test_equal_actions_of_a_group_share_an_id():
+  actions = [('go  North', 'go north', 'go south'), ('go north',)]
+  episodes = [
+    make_episode(
+      group,
+      0,
+      *(
+        dataclasses.replace(
+          make_step([1], [2], 'hall'),
+          result=dataclasses.replace(
+            make_step([1], [2], 'hall').result, action=action
+          ),
+        )
+        for action in texts
+      ),
+    )
+    for group, texts in enumerate(actions)
+  ]
+  rows = batch.from_trajectories(episodes, **SIZES, row_multiple=4)
+  assert rows.actions.tolist() == [0, 0, 1, 2]
+
+
 def test_failed_episodes_only_are_rejected():
   failed = [make_episode(0, 0, make_step([1], [2], 'hall'), failure='hung')]
   with pytest.raises(ValueError, match='all episodes failed.*hung'):

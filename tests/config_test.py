@@ -62,7 +62,7 @@ def _refusal(**changes) -> str:
     ('algorithm.norm', 'std', 'must be one of mean_std, mean'),
     ('algorithm.discount', 1.1, 'between 0 and 1'),
     ('algorithm.penalty_scope', 'row', 'needs episode_stats=rows'),
-    ('algorithm.anchor', 'state', 'must be one of observation'),
+    ('algorithm.anchor', 'room', 'must be one of observation'),
     ('algorithm.history', -1, 'at least 0'),
     ('algorithm.anchor_history', -1, 'at least 0'),
     ('algorithm.graph_discount', 2.0, 'between 0 and 1'),
@@ -343,6 +343,16 @@ def test_env_kwargs_match_the_environment():
   config = alfworld.get_config('tiny,strong')
   kwargs = config_lib.env_kwargs(config)
   assert kwargs['anchor'] == 'observation_and_actions'
+  for name, anchor in (
+    ('state', 'state'),
+    ('shuffled', 'observation'),
+    ('turn', 'observation'),
+  ):
+    config.algorithm.anchor = name
+    assert config_lib.env_kwargs(config)['anchor'] == anchor
+  config = webshop.get_config('tiny,g2po')
+  assert config.algorithm.anchor == 'state'
+  assert config_lib.env_kwargs(config)['anchor'] == 'observation_and_actions'
   config = search_qa.get_config('tiny,strong')
   kwargs = config_lib.env_kwargs(config)
   assert kwargs['data_dir'] is None and 'anchor' not in kwargs
@@ -356,8 +366,8 @@ def test_options_that_an_environment_lacks_are_refused():
   config.algorithm.anchor = 'observation_and_actions'
   assert list(config_lib._environment_conflicts(config)) == [
     'algorithm.anchor=observation_and_actions: env.name=sokoban does not '
-    'list the actions of a state; must be one of observation, similarity, '
-    'turn'
+    'list the actions of a state; must be one of observation, state, '
+    'similarity, turn, shuffled'
   ]
   # The environment sets the order of its goals.
   config = webshop.get_config('tiny,reference_code')

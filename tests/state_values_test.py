@@ -64,6 +64,44 @@ def test_lambda_1_gives_the_step_advantage_without_deviation():
     np.testing.assert_array_equal(actual, exact)
 
 
+def failed_action():
+  """Returns a group with a failed action, by state.
+
+  Episode 0 fails to act in s, goes to b and succeeds; episode 1 goes to c,
+  where it fails to act.
+  """
+  rows = algorithm_rows.golden_rows().take(np.arange(5))
+  rows.episodes[:], rows.steps[:] = [0, 0, 0, 1, 1], [0, 1, 2, 0, 1]
+  rows.anchors[:], rows.next_anchors[:] = [0, 0, 1, 0, 2], [0, 1, -1, 2, 2]
+  rows.rewards[:] = [0, 0, 10, 0, 0]
+  rows.success[:] = rows.rewards > 0
+  return rows
+
+
+# E is 10 and 0, with mean 5 and deviation 7.0711.
+EPISODE = np.repeat([0.7071, -0.7071], [3, 2])
+
+
+def test_g2po_with_a_failed_action():
+  # Discount .5: 1.25, 2.5, 5 and 0, 0. V is 1.25 in s, 5 in b, 0 in c. Values
+  # after the steps: 1.25, 5, 10; 0, 0. In s they have mean 2.0833 and deviation
+  # 2.6021; the gains 0, 3.75, 5, -1.25, 0 have mean 1.5 and deviation 2.7099.
+  output = algorithms.make('g2po', discount=0.5).compute_advantages(
+    failed_action()
+  )
+  step = np.array([-0.3203, 1.1209, 0, -0.8006, 0])
+  step += [-0.5535, 0.8303, 1.2915, -1.0148, -0.5535]
+  np.testing.assert_allclose(output.advantages, EPISODE + step, atol=2e-4)
+
+
+def test_graphgpo_with_a_failed_action():
+  # Steps to success after the steps: 2, 1, 0; c is unreachable: 3, 3. Values
+  # .1, 1, 10 and .01, .01; in s, mean .37 and deviation .5474.
+  output = algorithms.make('graphgpo').compute_advantages(failed_action())
+  step = np.array([-0.4932, 1.1508, 0, -0.6576, 0])
+  np.testing.assert_allclose(output.advantages, EPISODE + step, atol=2e-4)
+
+
 @pytest.mark.parametrize('name', ['gigpo', 'pgpo', 'ecpo'])
 def test_lone_anchors_have_no_step_advantage(name):
   rows = algorithm_rows.golden_rows()

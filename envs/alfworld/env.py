@@ -16,7 +16,11 @@ from envs import base, checks, narrator
 from envs.alfworld import expert, games, pddl, prompts, world
 
 ENGINES = ('textworld', 'native')
-ANCHORS = ('observation', 'observation_and_actions')
+ANCHORS = ('observation', 'observation_and_actions', 'state')
+# Start of the feedback to an action that changes nothing.
+_NO_EFFECT = 'Nothing happens'
+# Starts of feedback to actions whose effect later observations do not show.
+_HIDDEN_EFFECTS = ('You heat', 'You cool', 'You clean', 'You turn on')
 DATA = base.Data('ALFWORLD_DATA', 'no ALFWorld games; run `alfworld-download`')
 PRESETS = {'strong': {'algorithm.anchor': 'observation_and_actions'}}
 SUCCESS_REWARD = 10.0
@@ -81,7 +85,11 @@ class Env:
     prompt_style: one of `narrator.STYLES`.
     require_think: whether a valid response needs a `<think>` part.
     require_admissible: whether an inadmissible action is invalid.
-    anchor: one of ANCHORS; identifies a state (GiGPO, Eq. 6).
+    anchor: one of ANCHORS; identifies a state (GiGPO, Eq. 6). 'state' is the
+      observation after the last action with an effect, with the admissible
+      actions. It includes the observation before if that tells of an effect
+      that later ones do not show: heating, cooling, cleaning, turning on. These
+      are the anchors of G2PO's released code (arXiv:2606.22995).
     expert_order: order in which the expert of `demonstrate` searches; one of
       `expert.ORDERS`.
 
@@ -128,6 +136,7 @@ class Env:
     self._anchor = anchor
     self._expert_order = expert_order
     self._state: world.State
+    self._effects: list[str] = []  # The last two texts with an effect.
     self._task = ''
 
   def game(self, task: base.Task) -> world.World:
@@ -161,7 +170,8 @@ class Env:
   def reset(self, task: base.Task) -> base.Observation:
     """Starts an episode and returns its first observation."""
     self._engine.load(self._engine_input(task))
-    self._state = self._engine.reset()
+    self._effects = []
+    self._set_state(self._engine.reset())
     observation, self._task = prompts.split_task(self._state.feedback)
     self._transcript.reset(self._task)
     return self._observe(observation)
@@ -173,7 +183,7 @@ class Env:
     if self._require_admissible:
       valid = valid and admissible
     self._transcript.record_action(action)
-    self._state = self._engine.step(action)
+    self._set_state(self._engine.step(action))
     done = self._state.won or self._transcript.step >= self._max_steps
     observation = self._state.feedback.strip()
     return base.StepResult(
@@ -214,7 +224,16 @@ class Env:
       yield observation.prompt, response
       observation = self.step(response).observation
 
+  def _set_state(self, state: world.State) -> None:
+    self._state = state
+    if not state.feedback.strip().startswith(_NO_EFFECT):
+      text = '\n'.join((state.feedback, *state.admissible))
+      self._effects = [*self._effects[-1:], text]
+
   def _anchor_text(self) -> str:
+    if self._anchor == 'state':
+      hidden = self._effects[0].strip().startswith(_HIDDEN_EFFECTS)
+      return '\n'.join(self._effects if hidden else self._effects[-1:])
     if self._anchor == 'observation_and_actions':
       return '\n'.join((self._state.feedback, *self._state.admissible))
     return self._state.feedback

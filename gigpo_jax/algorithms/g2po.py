@@ -16,6 +16,9 @@ from jaxtyping import Array, Float, Int
 from gigpo_jax import advantages, arrays, batch, state_values
 from gigpo_jax.algorithms import gigpo
 
+# A failed action stays in its state, and states include what an agent holds.
+PRESETS = {'g2po': {'algorithm.anchor': 'state'}}
+
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(gigpo.Algorithm):

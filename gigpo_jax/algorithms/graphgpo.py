@@ -21,6 +21,10 @@ from gigpo_jax.algorithms import gigpo
 _UNREACHABLE = 2**30
 
 
+# A failed action stays in its state, and states include what an agent holds.
+PRESETS = {'graphgpo': {'algorithm.anchor': 'state'}}
+
+
 @dataclasses.dataclass(frozen=True)
 class Algorithm(gigpo.Algorithm):
   """GiGPO with 10 graph_discount^d - c (1 - v) in place of G.
