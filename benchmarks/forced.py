@@ -136,7 +136,7 @@ class Tokenizer(_Wrapper):
 class Pool(_Wrapper):
   """A pool of environments that ends episodes after given numbers of turns.
 
-  The k-th reset to a task is its member k.
+  The k-th reset to a task is its member k. An episode that resumes is member 0.
 
   Args:
     inner: the pool.
@@ -155,6 +155,13 @@ class Pool(_Wrapper):
     self._remaining[env] = self._turns(task.index, self._resets[task])
     self._resets[task] += 1
     self._inner.reset(env, task)
+
+  def resume(
+    self, env: int, task: base.Task, responses: Sequence[str], replies: Sequence
+  ) -> None:
+    """Continues an episode."""
+    self._remaining[env] = self._turns(task.index, 0) - len(responses)
+    self._inner.resume(env, task, responses, replies)
 
   def receive(self, timeout_secs: float | None = None) -> list[tuple]:
     """Returns replies; the last one of an episode has no observation."""

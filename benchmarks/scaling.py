@@ -11,6 +11,7 @@ as in configs/alfworld.py. See simulate.py.
 import argparse
 
 import simulate
+import workload
 
 HOSTS = (1, 2, 4, 8, 16, 32, 64)
 CHIPS_PER_HOST = 4
@@ -30,7 +31,7 @@ def run(hosts: int, size: int) -> simulate.Iteration:
     simulate.Options(
       packed=True, packed_sequences=chips, minibatch_rows=64 * size
     ),
-    simulate.Workload(groups=4 * size, evaluation_tasks=35 * size),
+    workload.Workload(groups=4 * size, evaluation_tasks=35 * size),
   )
 
 

@@ -21,72 +21,10 @@ import forced
 import numpy as np
 import simulated_update
 import virtual_device
+import workload
 
-from envs import base
-from gigpo_jax import rollout, sampler, trajectory
+from gigpo_jax import carry_over, rollout, sampler
 from gigpo_jax.models import published
-from gigpo_jax.runtime import distributed
-
-_EVALUATION = 10**6  # First index of the evaluation tasks.
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-  """Episodes of an iteration, and their lengths.
-
-  Attributes:
-    groups: groups of an iteration.
-    members: episodes of a group.
-    evaluation_tasks: episodes of an evaluation; ALFWorld's valid_seen has 140.
-    evaluation_every: iterations between two evaluations.
-    lengths: turns, prompt tokens and response tokens.
-  """
-
-  groups: int = 16
-  members: int = 8
-  evaluation_tasks: int = 140
-  evaluation_every: int = 5
-  lengths: forced.Lengths = forced.Lengths()
-
-  def training(self) -> list[base.Task]:
-    """Returns a task per episode; those of a group are consecutive."""
-    return [base.Task('train', n) for n in range(self.groups * self.members)]
-
-  def training_parts(self, limit: int) -> list[base.Task]:
-    """Returns a task per episode that has turns in an iteration.
-
-    Args:
-      limit: turns of an episode in an iteration; 0: all. Episodes that paused
-        in earlier iterations come first; see `part` for their indices.
-    """
-    if not limit:
-      return self.training()
-    count = self.groups * self.members
-    ages = range(-(-self.lengths.max_turns // limit))
-    return [
-      base.Task('train' if n < count else 'continued', n)
-      for n in range(count * len(ages))[::-1]
-      if self.part(n, limit)
-    ]
-
-  def part(self, task: int, limit: int) -> int:
-    """Returns the turns of an episode in this iteration.
-
-    Args:
-      task: index of its task: those of the previous iteration follow those of
-        this one, and so on.
-      limit: turns of an episode in an iteration; 0: all.
-    """
-    turns = self.lengths.turns(task, 0)
-    if not limit or task >= _EVALUATION:
-      return turns
-    played = limit * (task // (self.groups * self.members))
-    return max(0, min(turns - played, limit))
-
-  def evaluation(self) -> list[base.Task]:
-    """Returns the evaluation tasks, which differ from those of training."""
-    count = self.evaluation_tasks
-    return [base.Task('evaluation', _EVALUATION + n) for n in range(count)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +70,9 @@ class Options(simulated_update.Options):
     chunk: `rollout.decode_tokens`.
     tokens_per_step: tokens that a decoding step adds to a completion.
     evaluation_inside: whether evaluation episodes share the training rollout.
-    turns_per_iteration: turns after which an episode pauses and continues in
-      the next iteration; 0: none pauses. A rollout then has episodes of several
-      iterations, in their steady state.
+    carry_over: `rollout.carry_over`, turns of an episode in an iteration; 0:
+      all. Above 0, an iteration is the mean of several in the steady state.
+    max_staleness: `rollout.max_staleness`.
     host: seconds of the host.
   """
 
@@ -143,7 +81,8 @@ class Options(simulated_update.Options):
   chunk: int = 8
   tokens_per_step: float = 1.0
   evaluation_inside: bool = False
-  turns_per_iteration: int = 0
+  carry_over: int = 0
+  max_staleness: int = 4
   host: virtual_device.HostCosts = virtual_device.HostCosts(
     chunk_secs=0.8e-3, slot_secs=4e-6, turn_secs=0.35e-3, env_secs=0.3e-3
   )
@@ -151,20 +90,22 @@ class Options(simulated_update.Options):
 
 @dataclasses.dataclass(frozen=True)
 class RolloutTimes:
-  """A simulated rollout.
+  """A simulated rollout, or the mean of several.
 
   Attributes:
     secs: its duration.
     device_secs: time of the device by program.
     stats: counters of the sampler, summed over hosts.
     steps: decoding steps, of the host with the most.
-    lengths: (prompt, response) tokens of each row.
+    lengths: (prompt, response) tokens of each trained row, of all rollouts.
+    groups: number of trained groups.
   """
 
   secs: float
   device_secs: dict[str, float]
   stats: sampler.Stats
   lengths: np.ndarray
+  groups: float = 0.0
 
   @property
   def occupancy(self) -> float:
@@ -172,57 +113,52 @@ class RolloutTimes:
     return self.stats.decode_tokens / self.stats.slot_steps
 
 
+_COUNTERS = ('prefill_tokens', 'decode_tokens', 'slot_steps', 'padded_tokens')
+
+
+def _sum_stats(parts: Sequence[sampler.Stats]) -> sampler.Stats:
+  return sampler.Stats(
+    **{n: sum(getattr(part, n) for part in parts) for n in _COUNTERS}
+  )
+
+
 def simulate_rollout(
   setting: Setting,
   device: device_costs.Device,
   options: Options,
-  work: Workload,
-  tasks: Sequence[base.Task],
-) -> RolloutTimes:
-  """Returns a rollout of these episodes; its time is the slowest host's.
+  work: workload.Workload,
+  batches: Sequence[rollout.EpisodeBatch],
+) -> tuple[RolloutTimes, list[workload.Trajectories]]:
+  """Returns a rollout, as long as the slowest host's, and its trajectories.
 
   Args:
     setting: model and devices.
     device: rates of a device.
     options: sizes and choices.
     work: lengths of the episodes.
-    tasks: a task per episode.
+    batches: the episodes.
   """
-  parts = [
-    _host_rollout(
-      setting, device, options, work, host_share(tasks, n, setting.hosts)
-    )
-    for n in range(setting.hosts)
-  ]
+  parts, played = [], [[] for _ in batches]
+  for host in range(setting.hosts):
+    share = [workload.host_part(b, host, setting.hosts) for b in batches]
+    part, trajectories = _host_rollout(setting, device, options, work, share)
+    parts.append(part)
+    for all_hosts, one_host in zip(played, trajectories, strict=True):
+      all_hosts += one_host
   slowest = max(parts, key=lambda part: part.secs)
-  names = ('prefill_tokens', 'decode_tokens', 'slot_steps', 'padded_tokens')
-  stats = sampler.Stats(
-    **{n: sum(getattr(part.stats, n) for part in parts) for n in names}
-  )
-  lengths = np.concatenate([part.lengths for part in parts])
-  return dataclasses.replace(slowest, stats=stats, lengths=lengths)
-
-
-def host_share(
-  tasks: Sequence[base.Task], host: int, hosts: int
-) -> list[base.Task]:
-  """Returns the tasks of a host: an equal part of those of each split."""
-  share = []
-  for split in dict.fromkeys(task.split for task in tasks):
-    same = [task for task in tasks if task.split == split]
-    share += [same[n] for n in distributed.equal_slice(len(same), host, hosts)]
-  return share
+  stats = _sum_stats([part.stats for part in parts])
+  return dataclasses.replace(slowest, stats=stats), played
 
 
 def _host_rollout(
   setting: Setting,
   device: device_costs.Device,
   options: Options,
-  work: Workload,
-  tasks: Sequence[base.Task],
-) -> RolloutTimes:
+  work: workload.Workload,
+  batches: Sequence[rollout.EpisodeBatch],
+) -> tuple[RolloutTimes, list[workload.Trajectories]]:
   """Runs the runner and the sampler of one host in virtual time."""
-  clock, limit = virtual_device.Clock(), options.turns_per_iteration
+  clock = virtual_device.Clock()
   copies = setting.devices // setting.hosts // setting.tensor
   with virtual_device.installed(
     clock,
@@ -237,30 +173,25 @@ def _host_rollout(
       max_completion_tokens=options.max_completion,
       decode_tokens=options.chunk,
     )
-    envs = len(tasks)
-    if not options.evaluation_inside:
-      # A separate evaluation has the environments of the training episodes.
-      envs = -(-len(work.training_parts(limit)) // setting.hosts)
+    episodes = sum(len(b.paused or b.tasks) for b in batches)
+    # A separate evaluation has the environments of the training episodes.
+    training = -(-work.groups * work.members // setting.hosts)
+    is_evaluation = any(task.split == 'evaluation' for task in batches[0].tasks)
+    envs = training if is_evaluation else max(1, episodes)
     runner = make_runner(clock, engine, options, work, envs)
-    trajectories = runner.run(
-      {},
-      tasks,
-      episodes_per_group=1,
-      stream=(rollout.TRAIN, 0),
-      sampling=sampler.Sampling(),
-      task_type=str,
-    )
+    trajectories = runner.run_batches({}, batches, task_type=str)
   clock.wait(clock.free)
-  return RolloutTimes(
-    clock.now, dict(clock.secs), runner.stats, row_lengths(trajectories)
+  times = RolloutTimes(
+    clock.now, dict(clock.secs), runner.stats, np.zeros((0, 2), int)
   )
+  return times, trajectories
 
 
 def make_runner(
   clock: virtual_device.Clock,
   engine: sampler.Sampler,
   options: Options,
-  work: Workload,
+  work: workload.Workload,
   num_envs: int,
 ) -> rollout.EpisodeRunner:
   """Returns a runner of episodes of forced lengths in virtual time."""
@@ -269,7 +200,7 @@ def make_runner(
   return rollout.EpisodeRunner(
     forced.Pool(
       pool,
-      lambda task, member: work.part(task, options.turns_per_iteration),
+      lengths.turns,
     ),
     forced.Sampler(engine, lengths.response),
     forced.Tokenizer(virtual_device.VirtualTokenizer(), lengths.prompt),
@@ -278,12 +209,11 @@ def make_runner(
   )
 
 
-def row_lengths(trajectories: list[trajectory.Trajectory]) -> np.ndarray:
-  """Returns (prompt, response) tokens of each row of training episodes."""
+def row_lengths(trajectories: workload.Trajectories) -> np.ndarray:
+  """Returns (prompt, response) tokens of each row."""
   lengths = [
     (len(step.prompt_ids), len(step.completion_ids))
     for t in trajectories
-    if t.task.split != 'evaluation'
     for step in t.steps
   ]
   return np.array(lengths, int).reshape(-1, 2)
@@ -322,7 +252,7 @@ def _costs(
 def roofline_secs(
   setting: Setting,
   device: device_costs.Device,
-  work: Workload,
+  work: workload.Workload,
   lengths: np.ndarray,
 ) -> float:
   """Returns the seconds of an iteration at the rates of the device.
@@ -384,37 +314,88 @@ class Iteration:
     )
 
 
+_WORK = workload.Workload()
+
+
 def simulate(
   setting: Setting,
   options: Options = Options(),
-  work: Workload = Workload(),
+  work: workload.Workload = _WORK,
   device: device_costs.Device | None = None,
 ) -> Iteration:
   """Returns a simulated iteration."""
   device = device or device_costs.DEVICES[setting.device]
   run = functools.partial(simulate_rollout, setting, device, options, work)
-  training = run(work.training_parts(options.turns_per_iteration))
+  training, iterations, count = simulate_training(options, work, run)
   evaluation = 0.0
   if work.evaluation_tasks and work.evaluation_every:
+    batches = [work.evaluation()]
     if options.evaluation_inside:
       # Training episodes start first.
-      parts = work.training_parts(options.turns_per_iteration)
-      evaluation = run(parts + work.evaluation()).secs - training.secs
+      alone, _ = run(iterations.batches())
+      together, _ = run([*iterations.batches(), *batches])
+      evaluation = together.secs - alone.secs
     else:
-      evaluation = run(work.evaluation()).secs
+      evaluation = run(batches)[0].secs
     evaluation /= work.evaluation_every
-  return Iteration(
-    training,
-    evaluation,
-    simulated_update.simulate(
-      device,
-      published.SHAPES[setting.model],
-      options,
-      training.lengths,
-      setting.devices,
-    ),
-    roofline_secs(setting, device, work, training.lengths),
+  update = simulated_update.simulate(
+    device,
+    published.SHAPES[setting.model],
+    options,
+    training.lengths,
+    setting.devices,
   )
+  limit = roofline_secs(setting, device, work, training.lengths)
+  return Iteration(
+    training, evaluation, update.divided_by(count), limit / count
+  )
+
+
+def simulate_training(
+  options: Options,
+  work: workload.Workload,
+  run: Callable[[list[rollout.EpisodeBatch]], tuple[RolloutTimes, list]],
+) -> tuple[RolloutTimes, workload.Iterations, int]:
+  """Returns the mean of rollouts, the iterations after them, and their count.
+
+  Args:
+    options: sizes and choices.
+    work: the episodes.
+    run: returns times and trajectories of batches.
+  """
+  rule = carry_over.CarryOver(options.carry_over, options.max_staleness)
+  iterations = workload.Iterations(work, rule)
+  count, times, lengths, groups = 1, [], [], 0
+
+  def record(batches: list[rollout.EpisodeBatch]) -> list:
+    played, trajectories = run(batches)
+    times.append(played)
+    return trajectories
+
+  if options.carry_over:
+    # From then on, groups of all ages wait. Twice as many are averaged.
+    ages = -(-work.lengths.max_turns // options.carry_over)
+    first = min(ages - 1, options.max_staleness)
+    for _ in range(first):
+      iterations.play(record)
+    times.clear()
+    count = 2 * (first + 1)
+  for _ in range(count):
+    trained = iterations.play(record)
+    lengths.append(row_lengths(trained))
+    groups += len(trained) // work.members
+  names = {name for part in times for name in part.device_secs}
+  mean = RolloutTimes(
+    sum(part.secs for part in times) / count,
+    {
+      name: sum(part.device_secs.get(name, 0.0) for part in times) / count
+      for name in names
+    },
+    _sum_stats([part.stats for part in times]),
+    np.concatenate(lengths),
+    groups / count,
+  )
+  return mean, iterations, count
 
 
 # Seconds of an iteration to reach.
@@ -439,7 +420,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     'row_buckets': (32, 64, 128),
     'prompt_buckets': (768, 1024, 2048),
   },
-  'episodes pause after 20 turns': {'turns_per_iteration': 20},
+  'episodes pause after 20 turns': {'carry_over': 20},
 }
 
 
@@ -521,7 +502,8 @@ def _parser() -> argparse.ArgumentParser:
     'microbatch_rows',
     'sequence_tokens',
     'forward_passes',
-    'turns_per_iteration',
+    'carry_over',
+    'max_staleness',
   ):
     parser.add_argument(f'--{name}', type=int, default=getattr(default, name))
   parser.add_argument('--tokens_per_step', type=float, default=1.0)

@@ -56,6 +56,15 @@ class UpdateTimes:
   exchange_secs: float
   padding: float
 
+  def divided_by(self, count: int) -> 'UpdateTimes':
+    """Returns the mean of several iterations, of which this is the sum."""
+    return UpdateTimes(
+      self.log_prob_secs / count,
+      self.update_secs / count,
+      self.exchange_secs / count,
+      self.padding,
+    )
+
 
 def simulate(
   device: device_costs.Device,

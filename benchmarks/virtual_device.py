@@ -288,6 +288,14 @@ class VirtualPool:
     self._episodes[env] = task, 0
     self._submit(env)
 
+  def resume(
+    self, env: int, task: base.Task, responses: Sequence[str], replies: Sequence
+  ) -> None:
+    """Continues an episode, after its worker has replayed it."""
+    del replies
+    self._episodes[env] = task, len(responses)
+    self._work(env, 1 + len(responses))
+
   def step(self, env: int, response: str) -> None:
     """Takes a turn."""
     del response
@@ -301,10 +309,14 @@ class VirtualPool:
     del self._episodes[env]
 
   def _submit(self, env: int) -> None:
+    heapq.heappush(self._pending, (self._work(env, 1), env))
+
+  def _work(self, env: int, calls: int) -> float:
+    """Lets the worker of an environment work; returns its time at the end."""
     worker = env % len(self._workers)
     start = max(self._clock.now, self._workers[worker])
-    self._workers[worker] = start + self._costs.env_secs
-    heapq.heappush(self._pending, (self._workers[worker], env))
+    self._workers[worker] = start + calls * self._costs.env_secs
+    return self._workers[worker]
 
   def receive(self, timeout_secs: float | None = None) -> list:
     """Returns replies that have arrived, see `EnvPool.receive`."""

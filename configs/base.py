@@ -305,6 +305,13 @@ def _rollout_section() -> ml_collections.ConfigDict:
   # Largest number of turns, by first iteration, such as ((0, 10), (50, 20)).
   # (): the environment's own limit.
   rollout.horizon = ()
+  # Turns of an episode in an iteration. Unfinished episodes pause, and their
+  # group continues in the next iteration; needs loss.tis_clip, such as 2.0. 0:
+  # every episode runs to its end.
+  rollout.carry_over = 0
+  # Largest number of iterations between sampling a turn and training on it; an
+  # episode that was carried so often runs to its end.
+  rollout.max_staleness = 4
   rollout.temperature = 1.0  # paper
   rollout.top_p = 1.0  # paper
   rollout.top_k = 0  # tokens; 0: off
@@ -461,8 +468,9 @@ def _loss_section() -> ml_collections.ConfigDict:
   loss.old_log_probs = 'learner'
   loss.max_log_prob_gap = 0.01  # a twentieth of clip_epsilon
   # Largest weight of truncated importance sampling, which corrects for the
-  # sampler's arithmetic, e.g. 2.0; needs old_log_probs=learner, or auto: then
-  # the weights are 1 in iterations with the sampler's. None: off.
+  # sampler's arithmetic and for rollout.carry_over, e.g. 2.0; needs
+  # old_log_probs=learner, or auto: then the weights are 1 where the sampler's
+  # are used. None: off.
   loss.tis_clip = config_dict.placeholder(float)
   return loss
 

@@ -42,6 +42,7 @@ class Rows:
     success: whether the step accomplished the task.
     components: reward components that an algorithm weighs separately.
     actions: dense id of the action; equal for equal actions of a group.
+    ages: iterations since the row was sampled.
   """
 
   tokens: Int[np.ndarray, 'R L']
@@ -58,6 +59,7 @@ class Rows:
   success: Bool[np.ndarray, ' R']
   components: Float[np.ndarray, 'R K']
   actions: Int[np.ndarray, ' R']
+  ages: Int[np.ndarray, ' R']
 
   @property
   def real(self) -> Bool[np.ndarray, ' R']:
@@ -195,6 +197,7 @@ def _fill_row(
   rows.rewards[r] = step.result.reward
   rows.valid[r] = step.result.valid
   rows.success[r] = step.result.success
+  rows.ages[r] = step.age
   rows.components[r] = [_component(step.result, name) for name in components]
 
 
@@ -255,6 +258,7 @@ def pack(
     success=np.zeros(num_rows, bool),
     components=np.zeros((num_rows, num_components), np.float32),
     actions=np.zeros(num_rows, np.int32),
+    ages=np.zeros(num_rows, np.int32),
   )
   for r, (prompt, completion) in enumerate(
     zip(prompts, completions, strict=True)

@@ -223,6 +223,9 @@ def _sampling_tensor(config, model: qwen.QwenConfig, devices) -> int:
 def make_pool(config: ml_collections.ConfigDict) -> env_pool.EnvPool:
   """Returns the environment pool; starts its workers."""
   episodes = config.rollout.groups * config.rollout.episodes_per_group
+  if config.rollout.carry_over:
+    # Environments are created when they are first used.
+    episodes *= 1 + config.rollout.max_staleness
   episodes = max(1, len(distributed.process_slice(episodes)))
   if config.evaluation.inside_rollout and config.evaluation.every:
     episodes += len(distributed.process_slice(len(make_eval_tasks(config))))

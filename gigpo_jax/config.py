@@ -44,6 +44,7 @@ _DEPENDENT_FIELDS = {
     'uncertain',
     lambda draw: draw == 'uncertain',
   ),
+  'rollout.max_staleness': ('rollout.carry_over', 'above 0', bool),
   **dict.fromkeys(
     ('filter.warmup_iterations', 'filter.max_refills'),
     ('filter.drop_zero_variance', 'True', bool),
@@ -77,7 +78,10 @@ SECTIONS = {
   'model': ('gigpo_jax.models:Options',),
   'optimizer': ('gigpo_jax.optimizer:AdamW',),
   'pool': ('gigpo_jax.env_pool:Options',),
-  'rollout': ('gigpo_jax.rollout:Options',),
+  'rollout': (
+    'gigpo_jax.rollout:Options',
+    'gigpo_jax.carry_over:CarryOver',
+  ),
   'sft': ('gigpo_jax.sft:Options',),
   'sft.model': ('gigpo_jax.sft:ModelShape',),
   'tasks': ('gigpo_jax.tasks:Options',),
@@ -323,6 +327,24 @@ def _collection(config: ml_collections.ConfigDict) -> Iterator[str]:
       'filter.drop_zero_variance=True: one episode has no variance; needs '
       'rollout.episodes_per_group of at least 2'
     )
+  turns, limit = config.rollout.carry_over, config.env.get('max_steps')
+  if not turns:
+    return
+  if config.filter.drop_zero_variance:
+    yield (
+      f'rollout.carry_over={turns}: filter.drop_zero_variance replaces groups '
+      'within an iteration; must be 0, or filter.drop_zero_variance=False'
+    )
+  if limit and turns >= limit:
+    yield (
+      f'rollout.carry_over={turns}: no episode has more turns; must be below '
+      f'env.max_steps={limit}, or 0'
+    )
+  if not config.loss.tis_clip:
+    yield (
+      f'rollout.carry_over={turns}: earlier policies sample some turns; needs '
+      'loss.tis_clip, such as 2.0, and loss.old_log_probs=learner or auto'
+    )
 
 
 def _loss(
@@ -340,6 +362,11 @@ def _loss(
     yield (
       f'loss.name={config.loss.name}: reads {", ".join(sorted(unknown))}; '
       f'must read only {", ".join(losses.TRAINING_COLUMNS)}'
+    )
+  if config.rollout.carry_over and 'importance' not in loss.columns:
+    yield (
+      f'rollout.carry_over={config.rollout.carry_over}: loss.name='
+      f'{config.loss.name} does not read importance weights; must be 0'
     )
 
 

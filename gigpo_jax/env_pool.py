@@ -24,7 +24,7 @@ import os
 import pickle
 import selectors
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import psutil
@@ -192,6 +192,36 @@ class EnvPool:
 
   def reset(self, env: int, task: base.Task) -> None:
     """Starts an episode; `receive` returns its first observation."""
+    self._begin(env, task)
+    self._submit('reset', env, task)
+    self._count_reset(env)
+
+  def resume(
+    self,
+    env: int,
+    task: base.Task,
+    responses: Sequence[str],
+    replies: Sequence[Reply],
+  ) -> None:
+    """Continues a paused episode, in any environment, by replaying it.
+
+    `receive` returns nothing for the replay, unless it fails. The next call can
+    be `step`, also before the replay ends.
+
+    Args:
+      env: index of the environment.
+      task: task of the episode.
+      responses: the responses so far.
+      replies: the replies so far, which the replay must give again: the first
+        observation, and the result of each response.
+    """
+    self._begin(env, task)
+    self._responses[env], self._replies[env] = [*responses], [*replies]
+    self._replay(env)
+    self._count_reset(env)
+
+  def _begin(self, env: int, task: base.Task) -> None:
+    """Makes an environment ready for an episode."""
     self._check_env(env)
     # Drop replies of the previous episode that were not received.
     stale = [reply for reply in self._arrived if reply[0] == env]
@@ -203,7 +233,8 @@ class EnvPool:
     self._episodes[env] += 1
     self._replays[env] = 0
     self._running.add(env)
-    self._submit('reset', env, task)
+
+  def _count_reset(self, env: int) -> None:
     if self._workers:
       self._workers[self._worker_index(env)].resets += 1
 
@@ -410,7 +441,9 @@ class EnvPool:
   ) -> None:
     call_id = next(self._call_ids)
     if not self._workers:
-      call = worker_process.Call(method, env, call_id, b'', self._episodes[env])
+      call = worker_process.Call(
+        method, env, call_id, b'', self._episodes[env], expected
+      )
       reply = self._host.call(call_id, method, env, argument)
       self._handle_reply(call, *self._decode(reply, method))
       return

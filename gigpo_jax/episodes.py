@@ -126,9 +126,10 @@ class EpisodeWriter:
       output: output of the algorithm for the rows.
 
     Returns:
-      The time of the write, as a metric; empty if the iteration is not due.
+      The time of the write, as a metric; empty if the iteration is not due or
+      has no episodes.
     """
-    if iteration % self._every:
+    if iteration % self._every or not collected.episodes:
       return {}
     start = time.monotonic()
     by_episode = (

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from envs import base
-from gigpo_jax import options, tasks, trajectory
+from gigpo_jax import carry_over, options, tasks, trajectory
 
 # Position in the stream of tasks where refills start, beyond all iterations.
 _FIRST_REFILL = 1 << 20
@@ -90,12 +90,14 @@ class CollectedGroups:
       drops every group.
     indices: for each episode of `kept`, its index in `episodes`.
     metrics: metrics named 'filter/...'; empty without a filter.
+    waiting: groups that continue in the next iteration.
   """
 
   episodes: list[trajectory.Trajectory]
   kept: list[trajectory.Trajectory]
   indices: list[int]
   metrics: dict[str, float]
+  waiting: tuple[carry_over.WaitingGroup, ...] = ()
 
   @property
   def outcomes(self) -> list[tuple[base.Task, bool]]:

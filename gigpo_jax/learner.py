@@ -332,6 +332,8 @@ class Learner:
   ) -> dict[str, float]:
     """Returns metrics of the sampler's deviation from the learner's log-probs.
 
+    Rows that an earlier policy sampled do not count.
+
     Args:
       params: the parameters that were sampled from.
       rows: the rows of the iteration.
@@ -343,7 +345,9 @@ class Learner:
       Mean and maximum over tokens of the absolute difference, and mean and
       maximum over rows of the probability ratio of learner to sampler.
     """
-    index = np.flatnonzero(rows.real)
+    index = np.flatnonzero(rows.real & (rows.ages == 0))
+    if not len(index):
+      return {}
     if old_log_probs is rows.sampler_log_probs:
       index = next(self._packer.microbatches(rows, index)).rows
       old_log_probs = self.log_probs(params, rows.take(index))

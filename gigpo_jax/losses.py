@@ -95,16 +95,19 @@ def truncated_importance(
   sampler_log_probs: Float[np.ndarray, 'R C'],
   tis_clip: float,
 ) -> Float[np.ndarray, 'R C']:
-  """Returns importance weights that correct for the sampler's arithmetic.
+  """Returns importance weights that correct for another sampling policy.
 
-  min(pi_learner / pi_sampler, clip) per token, both before the update. The
-  sampler's arithmetic (bf16, int8) differs slightly from the learner's. This
-  is truncated importance sampling as in Yao et al., "Your efficient RL
-  framework secretly brings you off-policy RL training" (2025).
+  min(pi_learner / pi_sampler, clip) per token, with the learner's policy before
+  the update. The sampler's arithmetic (bf16, int8) differs slightly from the
+  learner's. This is truncated importance sampling as in Yao et al., "Your
+  efficient RL framework secretly brings you off-policy RL training" (2025).
+  With `carry_over`, an earlier policy may have sampled the token. Weight and
+  clipped surrogate are then the decoupled objective of Hilton et al.
+  (arXiv:2110.00641), which AReaL (arXiv:2505.24298) uses, with truncation.
 
   Args:
     old_log_probs: log-probs of the learner before the update.
-    sampler_log_probs: log-probs of the sampler.
+    sampler_log_probs: log-probs of the policy that sampled the tokens.
     tis_clip: upper bound of a weight, above 0.
   """
   ratio = np.exp(old_log_probs - sampler_log_probs)

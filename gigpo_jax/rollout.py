@@ -13,6 +13,7 @@ independent of the schedule.
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -106,6 +107,10 @@ class EpisodeBatch:
     sampling: sampling options.
     max_turns: limit of turns per episode, in addition to the environment's own
       limit; None for no limit.
+    pause_after: turns in this rollout after which an episode pauses; None:
+      episodes run to their end.
+    paused: episodes of an earlier rollout to continue. If there are any, no
+      others start, and `tasks` is empty.
   """
 
   tasks: Sequence[base.Task]
@@ -113,6 +118,8 @@ class EpisodeBatch:
   stream: tuple[int, int]
   sampling: sampler.Sampling
   max_turns: int | None = None
+  pause_after: int | None = None
+  paused: Sequence[trajectory.Trajectory] = ()
 
 
 @dataclasses.dataclass(eq=False)
@@ -120,17 +127,17 @@ class _Episode:
   """An episode that waits for an environment or runs in one."""
 
   batch: EpisodeBatch
+  task: base.Task
   group: int
   member: int
+  # Number of turns, including those of earlier rollouts, at which it pauses.
+  pauses_at: float = math.inf
+  first_observation: base.Observation | None = None
   # The current turn without its result, while the environment steps.
   turn: functools.partial | None = None
   failure: str = ''
+  is_paused: bool = False
   steps: list[trajectory.Step] = dataclasses.field(default_factory=list)
-
-  @property
-  def task(self) -> base.Task:
-    """Returns the initial state."""
-    return self.batch.tasks[self.group]
 
   def to_trajectory(self, task_type: str) -> trajectory.Trajectory:
     """Returns the recorded episode."""
@@ -141,6 +148,7 @@ class _Episode:
       member=self.member,
       steps=tuple(self.steps),
       failure=self.failure,
+      first_observation=self.first_observation if self.is_paused else None,
     )
 
 
@@ -265,7 +273,8 @@ class EpisodeRunner:
       label: text of the progress bar; '' shows none.
 
     Returns:
-      For each batch its trajectories, ordered by group and member.
+      For each batch its trajectories, ordered by group and member, or in the
+      order of `paused`.
     """
     local = [_local_episodes(batch) for batch in batches]
     episodes = [episode for part in local for episode in part]
@@ -290,12 +299,20 @@ class EpisodeRunner:
       for n in range(len(batches))
     ]
 
-  def prefetch(self, tasks: Sequence[base.Task], num_members: int) -> None:
-    """Makes the workers load the next tasks while the device is busy."""
+  def prefetch(
+    self, tasks: Sequence[base.Task], num_members: int, num_before: int = 0
+  ) -> None:
+    """Makes the workers load the next tasks while the device is busy.
+
+    Args:
+      tasks: the initial states, one group each.
+      num_members: episodes of a group.
+      num_before: episodes of this process that start before these.
+    """
     episodes = distributed.process_slice(len(tasks) * num_members)
     groups = [n // num_members for n in episodes]
     for group in dict.fromkeys(groups):
-      env = groups.index(group) % self.pool.num_envs
+      env = (num_before + groups.index(group)) % self.pool.num_envs
       self.pool.prepare(env, tasks[group])
 
   def metrics(self) -> dict[str, float]:
@@ -328,11 +345,30 @@ class EpisodeRunner:
 
 def _local_episodes(batch: EpisodeBatch) -> list[_Episode]:
   """Returns the episodes of a batch that this process runs."""
+  limit = math.inf if batch.pause_after is None else batch.pause_after
+  if batch.paused:
+    mine = distributed.process_slice(len(batch.paused))
+    return [_continue_episode(batch, batch.paused[n], limit) for n in mine]
   size = batch.episodes_per_group
   return [
-    _Episode(batch, *divmod(n, size))
+    _Episode(batch, batch.tasks[n // size], *divmod(n, size), pauses_at=limit)
     for n in distributed.process_slice(len(batch.tasks) * size)
   ]
+
+
+def _continue_episode(
+  batch: EpisodeBatch, paused: trajectory.Trajectory, limit: float
+) -> _Episode:
+  """Returns a paused episode that runs for up to `limit` more turns."""
+  return _Episode(
+    batch,
+    paused.task,
+    paused.group,
+    paused.member,
+    pauses_at=len(paused.steps) + limit,
+    first_observation=paused.first_observation,
+    steps=list(paused.steps),
+  )
 
 
 class _Rollout:
@@ -359,7 +395,7 @@ class _Rollout:
     """Runs all episodes to their end."""
     lockstep = self._runner.schedule == 'lockstep'
     while self._waiting or self._running:
-      self._start_episodes()
+      self._submit_requests(self._start_episodes())
       observations = self._receive()
       while lockstep and self._calls:
         observations |= self._receive()
@@ -369,13 +405,29 @@ class _Rollout:
         finished += self._sampler.step()
       self._step_environments(finished)
 
-  def _start_episodes(self) -> None:
-    """Starts waiting episodes in free environments."""
+  def _start_episodes(self) -> dict[int, base.Observation]:
+    """Starts waiting episodes in free environments.
+
+    Returns:
+      The observations of episodes that continue. Their environments are
+      replayed in the meantime.
+    """
+    observations = {}
     while self._waiting and self._free:
       env = self._free.pop()
-      self._running[env] = self._waiting.pop()
-      self._calls[env] = time.monotonic()
-      self._pool.reset(env, self._running[env].task)
+      episode = self._running[env] = self._waiting.pop()
+      if episode.steps:
+        self._pool.resume(
+          env,
+          episode.task,
+          [step.response for step in episode.steps],
+          [episode.first_observation, *(s.result for s in episode.steps)],
+        )
+        observations[env] = episode.steps[-1].result.observation
+      else:
+        self._calls[env] = time.monotonic()
+        self._pool.reset(env, episode.task)
+    return observations
 
   def _receive(self) -> dict[int, base.Observation]:
     """Records replies of environments; returns observations to respond to.
@@ -402,7 +454,7 @@ class _Rollout:
         episode.failure = str(reply)
         observation = None
       elif isinstance(reply, base.Observation):
-        observation = reply
+        observation = episode.first_observation = reply
       else:
         episode.steps.append(episode.turn(result=reply))
         observation = reply.observation
@@ -413,6 +465,9 @@ class _Rollout:
       if observation and (reason := prompt_error(observation, limit)):
         episode.failure = str(self._pool.refuse(env, reason))
         observation = None
+      if observation and len(episode.steps) >= episode.pauses_at:
+        episode.is_paused, observation = True, None
+        self._pool.end(env)
       if observation is None:
         self._end(env)
       else:

@@ -19,6 +19,7 @@ docs/algorithm.md lists differences in formulas and environments.
 """
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
@@ -31,6 +32,7 @@ from gigpo_jax import (
   algorithms,
   batch,
   builders,
+  carry_over,
   checkpoint,
   evaluation,
   group_filter,
@@ -131,14 +133,20 @@ def loop(
         is_evaluated = False
       plot = logs.plot_rollout if iteration == first else None
       groups, rollout_metrics = collect(
-        parts, runner, state, iteration, plot, is_evaluated=is_evaluated
+        parts,
+        runner,
+        state,
+        iteration,
+        plot,
+        is_evaluated=is_evaluated,
+        waiting=history.waiting,
       )
       guard.exit_if_requested()
       # The update donates the state of `last`: no preemption until the new one.
       with guard.defer():
         with run_logs.timed(metrics, 'time/update_secs'):
           tasks.record_outcomes(groups.outcomes)
-          runner.prefetch(tasks.at(iteration + 1), parts.group_size)
+          prefetch(parts, runner, groups.waiting, iteration + 1)
           state, update_metrics = update(
             parts, state, history, groups, iteration, logs
           )
@@ -224,7 +232,8 @@ def choose_old_log_probs(
 ) -> tuple[np.ndarray, Metrics]:
   """Returns the denominators of the ratios, [R, C], and metrics.
 
-  They are the log-probs before the update, as sampled or recomputed. With
+  They are the log-probs before the update, as sampled or recomputed. Those of
+  rows that an earlier policy sampled (`carry_over`) are recomputed. With
   loss.old_log_probs=auto, those of the sampler are used if their mean
   difference from the learner's on one microbatch is small. This depends on the
   parameters and the rows only.
@@ -239,10 +248,16 @@ def choose_old_log_probs(
     gap = metrics.get('sampler/log_prob_difference_mean', np.inf)
     reuse = gap <= options.max_log_prob_gap  # False if the gap is not finite.
     metrics['sampler/log_probs_reused'] = float(reuse)
-  if reuse:
+  if not reuse:
+    old_log_probs = learner.log_probs(params, rows)
+    metrics |= learner.sampler_difference(params, rows, old_log_probs)
+    return old_log_probs, metrics
+  stale = np.flatnonzero(rows.ages)
+  if not len(stale):
     return sampled, metrics
-  old_log_probs = learner.log_probs(params, rows)
-  metrics |= learner.sampler_difference(params, rows, old_log_probs)
+  # Log-probs of an earlier policy are not those before the update.
+  old_log_probs = sampled.copy()
+  old_log_probs[stale] = learner.log_probs(params, rows.take(stale))
   return old_log_probs, metrics
 
 
@@ -343,6 +358,7 @@ def collect(
   plot: Callable[[rollout.EpisodeRunner], None] | None = None,
   *,
   is_evaluated: bool = False,
+  waiting: Sequence[carry_over.WaitingGroup] = (),
 ) -> tuple[group_filter.CollectedGroups, Metrics]:
   """Runs the episodes of an iteration with the current policy.
 
@@ -353,29 +369,41 @@ def collect(
     iteration: index of the iteration.
     plot: draws the timeline of the rollout, which is then traced.
     is_evaluated: whether the evaluation tasks are played in the same rollout.
+    waiting: groups of earlier iterations that continue.
   """
   metrics: Metrics = {}
   evaluated: list[trajectory.Trajectory] = []
+  still_waiting: list[carry_over.WaitingGroup] = []
 
   def run_groups(
     tasks: list[base.Task], position: int
   ) -> list[trajectory.Trajectory]:
-    batches = [train_batch(parts, tasks, position, iteration)]
-    # Refills have other positions; the first rollout includes the evaluation.
-    if is_evaluated and position == iteration:
-      batches.append(
+    # Refills have other positions; the first rollout includes the evaluation
+    # and the groups of earlier iterations.
+    is_first = position == iteration
+    carried = waiting if is_first else ()
+    batches = train_batches(parts, carried, tasks, position, iteration)
+    others = []
+    if is_evaluated and is_first:
+      others.append(
         evaluation.episode_batch(parts.eval_tasks, parts.eval_sampling)
       )
-    episodes, *others = runner.run_batches(
+    played = runner.run_batches(
       state.policy.params,
-      batches,
+      [*batches, *others],
       task_type=parts.task_type,
       base_params=parts.learner.base,
       trace=plot is not None,
       label=f'iteration {iteration}',
     )
-    evaluated.extend(t for batch in others for t in batch)
-    return episodes
+    evaluated.extend(t for part in played[len(batches) :] for t in part)
+    chosen, rest = parts.carry_over.select(
+      carry_over.merge(carried, played[: len(batches)], iteration),
+      parts.config.rollout.groups,
+      iteration,
+    )
+    still_waiting.extend(rest)
+    return carry_over.number_groups(chosen)
 
   with run_logs.timed(metrics, 'time/rollout_secs'):
     groups = group_filter.collect(
@@ -390,36 +418,70 @@ def collect(
     if plot:
       plot(runner)
     runner.sampler.release()  # The update needs the memory.
+  groups = dataclasses.replace(groups, waiting=tuple(still_waiting))
   metrics |= groups.metrics
+  metrics |= parts.carry_over.metrics(groups.episodes, groups.waiting)
   if evaluated:
     stop_if_failed(parts, evaluated)
     metrics |= evaluation.summarize(evaluated)
-  return groups, metrics | metrics_lib.summarize(
-    groups.episodes, prefix='train'
-  )
+  if groups.episodes:  # Not all groups wait.
+    metrics |= metrics_lib.summarize(groups.episodes, prefix='train')
+  return groups, metrics
 
 
-def train_batch(
+def train_batches(
   parts: run_builders.Parts,
+  waiting: Sequence[carry_over.WaitingGroup],
   tasks: list[base.Task],
   position: int,
   iteration: int,
-) -> rollout.EpisodeBatch:
-  """Returns the training episodes of tasks, for a runner.
+) -> list[rollout.EpisodeBatch]:
+  """Returns the training episodes for a runner: paused ones, then new ones.
 
   Args:
     parts: the objects of the run.
-    tasks: one task per group.
+    waiting: groups of earlier iterations that continue.
+    tasks: the tasks at a position, one per group; the first of them start.
     position: position of the tasks in the stream of tasks.
     iteration: index of the iteration.
   """
-  return rollout.EpisodeBatch(
-    tasks,
-    parts.group_size,
-    (rollout.TRAIN, position),
-    parts.sampling,
-    group_filter.max_turns(parts.config.rollout.horizon, iteration),
+  options, rule = parts.config.rollout, parts.carry_over
+
+  def make_batch(
+    tasks: Sequence[base.Task], position: int, start: int
+  ) -> rollout.EpisodeBatch:
+    return rollout.EpisodeBatch(
+      tasks,
+      parts.group_size,
+      (rollout.TRAIN, position),
+      parts.sampling,
+      group_filter.max_turns(options.horizon, start),
+      rule.turns(iteration - start),
+    )
+
+  return [
+    *(
+      dataclasses.replace(make_batch((), start, start), paused=episodes)
+      for start, episodes in carry_over.paused_episodes(waiting).items()
+    ),
+    make_batch(
+      tasks[: rule.num_new(waiting, options.groups)], position, iteration
+    ),
+  ]
+
+
+def prefetch(
+  parts: run_builders.Parts,
+  runner: rollout.EpisodeRunner,
+  waiting: Sequence[carry_over.WaitingGroup],
+  iteration: int,
+) -> None:
+  """Makes the workers load the tasks that start in an iteration."""
+  *others, new = train_batches(
+    parts, waiting, parts.tasks.at(iteration), iteration, iteration
   )
+  before = [len(distributed.process_slice(len(b.paused))) for b in others]
+  runner.prefetch(new.tasks, parts.group_size, sum(before))
 
 
 def evaluate(

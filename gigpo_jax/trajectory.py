@@ -28,6 +28,8 @@ class Step:
     observation: the environment's text before the response.
     response: the decoded response, for display only.
     result: the environment's result for the response.
+    age: iterations since the response was sampled; above 0 in groups that
+      `carry_over` continues.
   """
 
   prompt_ids: np.ndarray
@@ -39,6 +41,7 @@ class Step:
   observation: str
   response: str
   result: base.StepResult
+  age: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Trajectory:
     member: index of the episode within the group, in [0, N).
     steps: the turns in order; only those that the environment answered.
     failure: why the environment failed, as `CAUSE: REASON`; '' if it did not.
+    first_observation: the first observation of an episode that is paused, with
+      which it can be replayed; None if the episode is over.
   """
 
   task: base.Task
@@ -60,6 +65,7 @@ class Trajectory:
   member: int
   steps: tuple[Step, ...]
   failure: str = ''
+  first_observation: base.Observation | None = None
 
   kind = deprecated.attribute('Trajectory.kind', 'task_type')
 
@@ -67,6 +73,11 @@ class Trajectory:
   def cause(self) -> str:
     """The failure's cause, one of `env_pool.CAUSES`; '' without a failure."""
     return self.failure.partition(':')[0]
+
+  @property
+  def is_paused(self) -> bool:
+    """Whether the episode continues in the next iteration."""
+    return self.first_observation is not None
 
   @property
   def success(self) -> bool:

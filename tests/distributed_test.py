@@ -279,6 +279,22 @@ def test_eight_processes_train_like_one_process(tmp_path):
   _assert_equal_runs(one, eight)
 
 
+@pytest.mark.slow
+def test_two_processes_carry_groups_over_like_one_process(tmp_path):
+  flags = (
+    '--config.num_iterations=4',
+    '--config.evaluation.every=3',
+    '--config.evaluation.inside_rollout=True',
+    '--config.rollout.carry_over=2',
+    '--config.loss.tis_clip=2.0',
+  )
+  one, two = tmp_path / 'one', tmp_path / 'two'
+  _finish([_start(one, *flags, devices=2)])
+  _finish(_processes(two, *flags))
+  _assert_equal_runs(one, two)
+  assert metrics.read(two)[3]['carry/staleness_max'] == 2
+
+
 def _finish(processes: list[preloaded.Process]) -> None:
   """Waits for the processes of a run and checks what they print."""
   try:
@@ -294,7 +310,8 @@ def _finish(processes: list[preloaded.Process]) -> None:
 
 def _assert_equal_runs(one: pathlib.Path, other: pathlib.Path) -> None:
   metrics_of_one, metrics_of_other = metrics.read(one), metrics.read(other)
-  assert [line['iteration'] for line in metrics_of_one] == [0, 1]
+  iterations = [line['iteration'] for line in metrics_of_one]
+  assert iterations == list(range(len(iterations))) and len(iterations) > 1
   _assert_equal_metrics(metrics_of_one, metrics_of_other)
   params = [
     safetensors.numpy.load_file(workdir / 'policy/model.safetensors')

@@ -24,13 +24,14 @@ class _Learner:
     return self.subject.log_probs(params, rows)
 
 
-def _choose(name, gap=0.0, *, tis_clip=None):
+def _choose(name, gap=0.0, *, tis_clip=None, stale=()):
   """Returns columns, metrics, passes, rows and the learner's log-probs.
 
   Args:
     name: value of loss.old_log_probs.
     gap: difference between the sampler's and the learner's log-probs.
     tis_clip: value of loss.tis_clip.
+    stale: rows that an earlier policy sampled, with a further gap of 0.25.
   """
   config = base.get_config()
   config.loss.old_log_probs = name
@@ -40,6 +41,9 @@ def _choose(name, gap=0.0, *, tis_clip=None):
   exact = learner.subject.log_probs(params, rows)
   sampled = np.where(rows.completion_mask, exact - np.float32(gap), 0)
   rows = dataclasses.replace(rows, sampler_log_probs=sampled)
+  for row in stale:
+    rows.ages[row] = 1
+    sampled[row] -= np.float32(0.25) * rows.completion_mask[row]
   parts = types.SimpleNamespace(
     config=config,
     learner=learner,
@@ -83,3 +87,41 @@ def test_importance_is_one_with_the_log_probs_of_the_sampler(gap, weight):
   columns, *_, rows, _ = _choose('auto', gap, tis_clip=2.0)
   weights = np.broadcast_to(columns['importance'], rows.completion_mask.shape)
   np.testing.assert_allclose(weights[rows.completion_mask], weight, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ('name', 'gap', 'passes'),
+  [('learner', 0.5, 1), ('auto', 0.5, 1), ('auto', 0.001, 1)],
+)
+def test_rows_of_an_earlier_policy_have_importance_weights(name, gap, passes):
+  columns, metrics, counted, rows, exact = _choose(
+    name, gap, tis_clip=1.5, stale=(1, 3)
+  )
+  reused = metrics.get('sampler/log_probs_reused') == 1.0
+  assert reused == (gap < 0.01) and counted == passes
+  # The sampler is compared on rows of the current policy only.
+  np.testing.assert_allclose(
+    metrics['sampler/log_prob_difference_mean'], gap, atol=1e-5
+  )
+  old, weights = columns['old_log_probs'], columns['importance']
+  mask, is_stale = rows.completion_mask, rows.ages == 1
+  sampled = rows.sampler_log_probs
+  fresh = sampled if reused else exact
+  np.testing.assert_array_equal(old[~is_stale], fresh[~is_stale])
+  np.testing.assert_allclose(old[is_stale], exact[is_stale], atol=1e-6)
+  # min(exp(0.25 + gap), 1.5): exp(0.25) = 1.284, exp(0.75) = 2.117.
+  expected = 1.5 if gap == 0.5 else np.exp(0.25 + gap)
+  np.testing.assert_allclose(weights[is_stale][mask[is_stale]], expected, 1e-5)
+  expected = 1.0 if reused else min(np.exp(gap), 1.5)
+  np.testing.assert_allclose(
+    weights[~is_stale][mask[~is_stale]], expected, 1e-5
+  )
+
+
+@pytest.mark.parametrize('name', ['learner', 'auto'])
+def test_all_rows_may_be_of_earlier_policies(name):
+  columns, metrics, _, rows, exact = _choose(
+    name, 0.1, tis_clip=2.0, stale=range(len(tiny_learner.make_rows().ages))
+  )
+  np.testing.assert_array_equal(columns['old_log_probs'], exact)
+  assert 'sampler/log_prob_difference_mean' not in metrics

@@ -296,8 +296,9 @@ def test_processes_share_the_episodes_of_a_group(text, monkeypatch, processes):
   # 3 groups of 4 episodes on 2 processes of 6 environments each.
   [(0, [(0, 'a'), (4, 'b')]), (1, [(0, 'b'), (2, 'c')])],
 )
+@pytest.mark.parametrize('num_before', [0, 3])
 def test_prefetch_prepares_the_first_environment_of_each_group(
-  monkeypatch, process, prepared
+  monkeypatch, process, prepared, num_before
 ):
   monkeypatch.setattr(jax, 'process_index', lambda: process)
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
@@ -305,8 +306,10 @@ def test_prefetch_prepares_the_first_environment_of_each_group(
   pool = types.SimpleNamespace(
     num_envs=6, prepare=lambda env, task: calls.append((env, task))
   )
-  rollout.EpisodeRunner(pool, None, None, 1, 'error').prefetch(list('abc'), 4)
-  assert calls == prepared
+  rollout.EpisodeRunner(pool, None, None, 1, 'error').prefetch(
+    list('abc'), 4, num_before
+  )
+  assert calls == [((env + num_before) % 6, task) for env, task in prepared]
 
 
 def test_turn_limit_ends_episodes_in_the_pool(text):
@@ -384,6 +387,68 @@ def test_batches_that_run_together_have_the_episodes_of_separate_runs(
   # The evaluation starts before the training episodes end.
   first = next(n for n, stream in enumerate(requests) if stream[0])
   assert any(not stream[0] for stream in list(requests)[first:])
+
+
+def _run_in_parts(text, schedule: str, **pool_options):
+  """Plays two turns of each episode per rollout; returns them and requests."""
+  new = rollout.EpisodeBatch(
+    [base.Task('train', index) for index in (0, 3)],
+    2,
+    (rollout.TRAIN, 6),
+    sampler.Sampling(),
+    pause_after=2,
+  )
+  played, requests, rollouts = {}, {}, 0
+  batch = new
+  while batch.tasks or batch.paused:
+    script = ScriptedSampler(text, at_once=2)
+    with pools.make(**pool_options) as pool:  # A new pool, as after a kill.
+      runner = rollout.EpisodeRunner(pool, script, text, 200, 'error', schedule)
+      (episodes,) = runner.run_batches({}, [batch], task_type=str)
+    assert not requests.keys() & script.requests.keys()
+    requests |= script.requests
+    played |= {(t.group, t.member): t for t in episodes}
+    paused = [t for t in episodes if t.is_paused]
+    batch = dataclasses.replace(new, tasks=(), paused=paused)
+    rollouts += 1
+  assert rollouts == 3
+  return [played[key] for key in sorted(played)], requests
+
+
+@pytest.mark.parametrize('schedule', rollout.SCHEDULES)
+@pytest.mark.parametrize(('num_workers', 'num_envs'), [(0, 4), (0, 1), (1, 3)])
+def test_paused_episodes_continue_as_if_they_had_not_paused(
+  text, schedule, num_workers, num_envs
+):
+  expected, script = _run(text)
+  actual, requests = _run_in_parts(
+    text, schedule, num_workers=num_workers, num_envs=num_envs
+  )
+  _assert_same_episodes(expected, actual)
+  for a, b in zip(expected, actual, strict=True):
+    assert (a.task, a.success, b.is_paused) == (b.task, b.success, False)
+    for one, other in zip(a.steps, b.steps, strict=True):
+      np.testing.assert_array_equal(one.log_probs, other.log_probs)
+  assert requests == script.requests
+
+
+def test_an_episode_that_differs_when_it_continues_fails(text):
+  batch = rollout.EpisodeBatch(
+    [base.Task('train', 0)],
+    2,
+    (rollout.TRAIN, 6),
+    sampler.Sampling(),
+    pause_after=2,
+  )
+  for faults in ({}, {0: 'moody'}):
+    script = ScriptedSampler(text)
+    env = {'faults': faults, 'fault_step': 1}
+    with pools.make(env=env) as pool:
+      runner = rollout.EpisodeRunner(pool, script, text, 200, 'error')
+      (episodes,) = runner.run_batches({}, [batch], task_type=str)
+    batch = dataclasses.replace(batch, tasks=(), paused=episodes)
+  assert [t.cause for t in episodes] == ['differed'] * 2
+  assert not any(t.is_paused for t in episodes)
 
 
 @pytest.mark.parametrize('field', ['prompt', 'short_prompt'])

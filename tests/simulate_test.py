@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from envs import base
-from gigpo_jax import mesh, rollout, sampler
+from gigpo_jax import carry_over, mesh, sampler
 from gigpo_jax.models import parameters, published, qwen
 
 _BENCHMARKS = str(pathlib.Path(__file__).parents[1] / 'benchmarks')
@@ -24,6 +24,7 @@ def fixture_benchmarks():
   import simulate
   import simulated_update
   import virtual_device
+  import workload
 
   sys.path.remove(_BENCHMARKS)
   names = dict(
@@ -32,6 +33,7 @@ def fixture_benchmarks():
     simulate=simulate,
     simulated_update=simulated_update,
     virtual_device=virtual_device,
+    workload=workload,
   )
   return type('Benchmarks', (), names)
 
@@ -103,13 +105,13 @@ def test_small_runs_use_the_measured_share_of_slots(benchmarks, monkeypatch):
       chunk_secs=1e-3, turn_secs=1e-3, env_secs=2e-3, workers=4
     ),
   )
-  work = simulate.Workload(lengths=lengths)
-  played = simulate.simulate_rollout(
+  work = benchmarks.workload.Workload(lengths=lengths)
+  played, _ = simulate.simulate_rollout(
     simulate.Setting('small', 'h100'),
     benchmarks.device_costs.DEVICES['h100'],
     options,
     work,
-    work.training(),
+    [work.training()],
   )
   assert played.occupancy == pytest.approx(0.45, abs=0.03)
 
@@ -142,7 +144,7 @@ _SIZES = {
 
 def test_counters_are_those_of_a_real_rollout(benchmarks):
   virtual, simulate = benchmarks.virtual_device, benchmarks.simulate
-  work = simulate.Workload(
+  work = benchmarks.workload.Workload(
     groups=4,
     members=4,
     lengths=benchmarks.forced.Lengths(
@@ -162,13 +164,8 @@ def test_counters_are_those_of_a_real_rollout(benchmarks):
   def play(engine: sampler.Sampler, params: dict) -> sampler.Stats:
     # 14 environments for 12 slots: requests wait, and episodes start late.
     runner = simulate.make_runner(virtual.Clock(), engine, options, work, 14)
-    trajectories = runner.run(
-      params,
-      work.training(),
-      episodes_per_group=1,
-      stream=(rollout.TRAIN, 0),
-      sampling=sampler.Sampling(),
-      task_type=str,
+    (trajectories,) = runner.run_batches(
+      params, [work.training()], task_type=str
     )
     assert len(simulate.row_lengths(trajectories)) > 48
     return dataclasses.replace(runner.stats, idle_secs=0.0)
@@ -205,7 +202,7 @@ def test_the_host_waits_for_the_device_and_overlaps_with_it(benchmarks):
 def test_speculation_and_reading_used_positions_save_time(benchmarks):
   simulate = benchmarks.simulate
   setting = simulate.SETTINGS['1.5b-h100']
-  work = simulate.Workload(
+  work = benchmarks.workload.Workload(
     groups=2,
     evaluation_tasks=2,
     lengths=benchmarks.forced.Lengths(max_turns=4, short_turns=2),
@@ -266,30 +263,42 @@ def test_virtual_environments_end_after_their_turns(benchmarks):
   assert result.done and clock.now == 3.0
 
 
-def test_episodes_that_pause_have_the_same_turns_in_all(benchmarks):
+def test_hosts_share_the_episodes_of_a_batch(benchmarks):
+  work = benchmarks.workload.Workload(groups=2, members=3)
+  batch = work.training(4)
+  assert [task.index for task in batch.tasks] == list(range(24, 30))
+  parts = [benchmarks.workload.host_part(batch, n, 4) for n in range(4)]
+  assert [len(part.tasks) for part in parts] == [1, 2, 1, 2]
+  assert [task for part in parts for task in part.tasks] == batch.tasks
+  paused = dataclasses.replace(batch, tasks=(), paused=tuple('abc'))
+  parts = [benchmarks.workload.host_part(paused, n, 2) for n in range(2)]
+  assert [part.paused for part in parts] == [['a'], ['b', 'c']]
+
+
+@pytest.mark.parametrize('hosts', [1, 2])
+def test_simulated_episodes_pause_and_have_all_of_their_turns(
+  benchmarks, hosts
+):
   simulate = benchmarks.simulate
   lengths = benchmarks.forced.Lengths(max_turns=7, short_turns=3)
-  work = simulate.Workload(groups=2, members=2, lengths=lengths)
-  # Each of 4 episodes an iteration, in its first, second and third iteration.
-  tasks = work.training_parts(3)
-  assert max(task.index for task in tasks) < 12
-  assert tasks[-4:] == work.training()[::-1]
-  for n in range(12):
-    played = [max(0, min(lengths.turns(n, 0) - 3 * age, 3)) for age in range(3)]
-    assert sum(played) == lengths.turns(n, 0)
-    assert work.part(n, 3) == played[n // 4]
-  shares = [
-    simulate.host_share(tasks + work.evaluation(), n, 2) for n in (0, 1)
-  ]
-  assert sorted(map(str, shares[0] + shares[1])) == sorted(
-    map(str, tasks + work.evaluation())
+  work = benchmarks.workload.Workload(
+    groups=4, members=2, evaluation_tasks=0, lengths=lengths
   )
-  for share in shares:
-    assert [
-      sum(t.split == s for t in share) for s in ('train', 'evaluation')
-    ] == [
-      2,
-      70,
-    ]
-  evaluation = work.evaluation()[0].index
-  assert work.part(evaluation, 3) == lengths.turns(evaluation, 0)
+  iterations = benchmarks.workload.Iterations(work, carry_over.CarryOver(3))
+  setting = simulate.Setting('Qwen2.5-1.5B', 'h100', hosts, hosts=hosts)
+  device = benchmarks.device_costs.DEVICES['h100']
+  options = simulate.Options(row_buckets=(8,), carry_over=3)
+
+  def run(batches):
+    times, played = simulate.simulate_rollout(
+      setting, device, options, work, batches
+    )
+    assert times.secs > 0
+    return played
+
+  trained = [t for _ in range(6) for t in iterations.play(run)]
+  assert len(trained) >= 24
+  for t in trained:
+    assert len(t.steps) == lengths.turns(t.task.index, 0)
+  # Three turns in each iteration.
+  assert {max(step.age for step in t.steps) for t in trained} == {0, 1, 2}

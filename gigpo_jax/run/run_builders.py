@@ -17,6 +17,7 @@ from gigpo_jax import (
   algorithms,
   batch,
   builders,
+  carry_over,
   checkpoint,
   critic,
   group_filter,
@@ -91,6 +92,7 @@ class Parts:
     critic: updates the critic; None for algorithms without one.
     algorithm: computes advantages.
     group_filter: selects the groups to train on.
+    carry_over: decides which groups continue in the next iteration.
     tasks: the stream of training tasks, which may depend on outcomes.
     eval_tasks: the evaluation tasks.
     task_type: returns the type of a task.
@@ -108,6 +110,7 @@ class Parts:
   critic: critic.Critic | None
   algorithm: algorithms.Algorithm
   group_filter: group_filter.GroupFilter
+  carry_over: carry_over.CarryOver
   tasks: tasks.TaskSampler
   eval_tasks: list[base.Task]
   task_type: Callable[[base.Task], str]
@@ -167,6 +170,9 @@ def make_parts(
     else None,
     algorithm=algorithm,
     group_filter=group_filter.GroupFilter(**config.filter),
+    carry_over=carry_over.CarryOver(
+      config.rollout.carry_over, config.rollout.max_staleness
+    ),
     tasks=builders.make_task_sampler(config),
     eval_tasks=builders.make_eval_tasks(config)
     if config.evaluation.every

@@ -11,7 +11,7 @@ from typing import Any
 
 import flax.struct
 
-from gigpo_jax import group_filter, learner
+from gigpo_jax import carry_over, group_filter, learner
 from gigpo_jax.runtime import files
 
 
@@ -47,6 +47,7 @@ class History:
     entropies: mean token entropy of the policy in each update, in nats.
     skipped: number of updates skipped in a row at the end, of the policy
       ('update') and of the critic ('critic').
+    waiting: groups that continue in the next iteration.
   """
 
   iteration: int = -1
@@ -54,6 +55,7 @@ class History:
   counts: group_filter.SampleCounts = group_filter.SampleCounts()
   entropies: tuple[float, ...] = ()
   skipped: dict[str, float] = dataclasses.field(default_factory=dict)
+  waiting: tuple[carry_over.WaitingGroup, ...] = ()
 
   @property
   def next_iteration(self) -> int:
@@ -89,6 +91,7 @@ class History:
       counts=self.counts.plus(groups.episodes),
       entropies=entropies,
       skipped=self.skipped | skipped,
+      waiting=groups.waiting,
     )
 
   def to_json(self) -> dict[str, Any]:
@@ -100,6 +103,7 @@ class History:
       'spent': dataclasses.asdict(self.counts),
       'entropies': list(self.entropies),
       'skipped': dict(self.skipped),
+      'waiting': carry_over.encode(self.waiting),
     }
 
   @classmethod
@@ -127,4 +131,8 @@ class History:
       skipped={
         str(name): float(value) for name, value in values['skipped'].items()
       },
+      # Older checkpoints have none.
+      waiting=carry_over.decode(values['waiting'])
+      if 'waiting' in values
+      else (),
     )

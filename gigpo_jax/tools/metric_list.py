@@ -190,6 +190,25 @@ SECTIONS = (
     ),
   ),
   Section(
+    'Groups carried over',
+    'Only with `rollout.carry_over`. `staleness` counts iterations between '
+    'sampling a step and training on it.',
+    ('carry/',),
+    (
+      Metric(
+        'waiting_groups', 'groups', 'groups that wait for the next iteration'
+      ),
+      Metric(
+        'paused_episodes',
+        'episodes',
+        'their episodes that continue in the next iteration',
+      ),
+      Metric('staleness_mean', 'iterations', 'mean over the trained steps'),
+      Metric('staleness_max', 'iterations', 'largest staleness'),
+      Metric('stale_share', 'share', 'trained steps of an earlier iteration'),
+    ),
+  ),
+  Section(
     'Loss',
     'Means over all trained tokens of the iteration, at the parameters of '
     'each update.',
