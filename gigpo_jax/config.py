@@ -327,9 +327,13 @@ def _collection(config: ml_collections.ConfigDict) -> Iterator[str]:
       'filter.drop_zero_variance=True: one episode has no variance; needs '
       'rollout.episodes_per_group of at least 2'
     )
+  if config.rollout.carry_over > 0:
+    yield from _carry_over(config)
+
+
+def _carry_over(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields conflicts of groups that continue in the next iteration."""
   turns, limit = config.rollout.carry_over, config.env.get('max_steps')
-  if not turns:
-    return
   if config.filter.drop_zero_variance:
     yield (
       f'rollout.carry_over={turns}: filter.drop_zero_variance replaces groups '
@@ -363,7 +367,7 @@ def _loss(
       f'loss.name={config.loss.name}: reads {", ".join(sorted(unknown))}; '
       f'must read only {", ".join(losses.TRAINING_COLUMNS)}'
     )
-  if config.rollout.carry_over and 'importance' not in loss.columns:
+  if config.rollout.carry_over > 0 and 'importance' not in loss.columns:
     yield (
       f'rollout.carry_over={config.rollout.carry_over}: loss.name='
       f'{config.loss.name} does not read importance weights; must be 0'

@@ -88,6 +88,9 @@ def _refusal(**changes) -> str:
     ('critic.warmup_iterations', 3, 'gigpo has no critic'),
     ('rollout.horizon', ((5, 10), (5, 20)), 'rising iterations'),
     ('rollout.horizon', ((0, 0),), 'turns of at least 1'),
+    ('rollout.carry_over', -1, '0 is off'),
+    ('rollout.carry_over', 8, 'needs loss.tis_clip, such as 2.0'),
+    ('rollout.max_staleness', 3, 'needs rollout.carry_over to be above 0'),
     ('loss.old_log_probs', 'none', 'must be one of learner, sampler, auto'),
     ('loss.kl_weight', -0.1, 'at least 0'),
     ('learner.microbatch_tokens', 0, 'at least 1'),
@@ -144,6 +147,26 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
     (
       {'algorithm.name': 'gdpo', 'filter.drop_zero_variance': True},
       'filter.drop_zero_variance=True: filters by the total reward',
+    ),
+    (
+      {
+        'rollout.carry_over': 8,
+        'loss.tis_clip': 2.0,
+        'filter.drop_zero_variance': True,
+      },
+      'rollout.carry_over=8: filter.drop_zero_variance replaces groups',
+    ),
+    (
+      {'rollout.carry_over': 16, 'loss.tis_clip': 2.0},
+      'rollout.carry_over=16: no episode .* below env.max_steps=16, or 0',
+    ),
+    (
+      {
+        'rollout.carry_over': 8,
+        'loss.tis_clip': 2.0,
+        'loss.name': 'gigpo_jax.losses:Supervised',
+      },
+      'rollout.carry_over=8: loss.name=.* does not read importance weights',
     ),
     (
       {'algorithm.name': 'ppo', 'loss.ratio_level': 'row'},
