@@ -65,19 +65,19 @@ class WaitingGroup:
     return dataclasses.replace(
       self,
       episodes=tuple(
-        _aged(next(played), len(t.steps)) if t.is_paused else _aged(t)
+        _aged(next(played) if t.is_paused else t, len(t.steps))
         for t in self.episodes
       ),
     )
 
 
-def _aged(
-  episode: trajectory.Trajectory, count: int | None = None
-) -> trajectory.Trajectory:
-  """Returns an episode whose first turns (None: all) are an iteration older."""
-  old, new = episode.steps[:count], episode.steps[len(episode.steps[:count]) :]
-  aged = tuple(dataclasses.replace(step, age=step.age + 1) for step in old)
-  return dataclasses.replace(episode, steps=aged + new)
+def _aged(episode: trajectory.Trajectory, count: int) -> trajectory.Trajectory:
+  """Returns an episode whose first `count` turns are an iteration older."""
+  aged = tuple(
+    dataclasses.replace(step, age=step.age + 1)
+    for step in episode.steps[:count]
+  )
+  return dataclasses.replace(episode, steps=aged + episode.steps[count:])
 
 
 @dataclasses.dataclass(frozen=True)
