@@ -38,6 +38,7 @@ RESERVED = (
   'prompt_tokens',
   'response_tokens',
   'response_tokens_max',
+  'revisit_rate',
   'score',
   'score_high',
   'score_low',
@@ -115,6 +116,7 @@ def summarize(
   if steps:
     metrics |= {
       'invalid_action_rate': np.mean([not s.result.valid for s in steps]),
+      'revisit_rate': revisit_rate(trajectories),
       'truncated_rate': np.mean([s.truncated for s in steps]),
       'response_tokens': np.mean([len(s.completion_ids) for s in steps]),
       'response_tokens_max': max(len(s.completion_ids) for s in steps),
@@ -126,6 +128,20 @@ def summarize(
       ]
       metrics[_env_metric_name(name)] = np.mean(selected)
   return {f'{prefix}/{name}': float(value) for name, value in metrics.items()}
+
+
+def revisit_rate(trajectories: Sequence[trajectory.Trajectory]) -> float:
+  """Returns the share of steps in a state that their episode visited before.
+
+  States are compared as the environment's anchors, before any option of
+  `algorithm.anchor` merges them.
+
+  Args:
+    trajectories: episodes with at least one step in all.
+  """
+  num_steps = sum(len(t.steps) for t in trajectories)
+  num_states = sum(len({s.anchor for s in t.steps}) for t in trajectories)
+  return 1 - num_states / num_steps
 
 
 def _env_metric_name(name: str) -> str:

@@ -50,6 +50,20 @@ def _step(reward: float, valid: bool, tokens: int) -> trajectory.Step:
   )
 
 
+def test_revisits_by_hand():
+  step = _step(0, True, 2)
+
+  def episode(anchors):
+    steps = [dataclasses.replace(step, anchor=anchor) for anchor in anchors]
+    return trajectory.Trajectory(base.Task('train', 0), '', 0, 0, tuple(steps))
+
+  # abab: two of four; abc: none, although another episode was there; aaa: two.
+  episodes = [episode('abab'), episode('abc'), episode('aaa'), episode('')]
+  assert metrics.revisit_rate(episodes) == pytest.approx(4 / 10)
+  values = metrics.summarize(episodes[:1], prefix='train')
+  assert values['train/revisit_rate'] == 0.5
+
+
 def _episode_with_metrics(
   env_metrics: dict[str, float],
 ) -> list[trajectory.Trajectory]:

@@ -76,6 +76,11 @@ SECTIONS = (
       Metric('episode_length', 'steps', 'mean number of steps'),
       Metric('invalid_action_rate', 'share', 'steps with an invalid response'),
       Metric(
+        'revisit_rate',
+        'share',
+        'steps in a state (anchor) that their episode has visited before',
+      ),
+      Metric(
         'truncated_rate', 'share', 'responses truncated at the token limit'
       ),
       Metric('response_tokens', 'tokens', 'mean length of a response'),

@@ -43,6 +43,7 @@ MEANS = (
   'train/success_rate',
   'train/episode_length',
   'train/invalid_action_rate',
+  'train/revisit_rate',
   'advantage/singleton_anchor_rows',
   'advantage/anchor_group_size_mean',
   'advantage/groups_without_spread',

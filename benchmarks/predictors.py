@@ -1,0 +1,179 @@
+"""Measure what predicts the effect of step advantages, per config.
+
+    python benchmarks/predictors.py --config=configs/keydoor.py:mini \
+        --config=configs/alfworld.py:mini --set rollout.groups=16
+    python benchmarks/predictors.py --config=configs/alfworld.py:mini \
+        --expert_noise=0.5
+
+Plays groups of training episodes with each config's warm start, or with the
+environment's expert, whose actions are replaced by random ones with a given
+probability. Prints one row of a Markdown table per config:
+
+- `success`: successful episodes, with a 95 % interval over episodes;
+- `steps`: mean number of steps of an episode;
+- `revisits`: steps in a state that their episode has visited before;
+- `singletons`: steps whose anchor group has no other step;
+- `correlation`: of the episode advantage A_E and the step advantage A_S, over
+  steps;
+- `zero variance`: groups whose episodes all got the same reward.
+
+The expert needs no weights, so its figures compare environments, such as
+generated games with official ones, under the same behaviour.
+"""
+
+import argparse
+import ast
+from collections.abc import Sequence
+
+import jax
+import ml_collections
+import numpy as np
+
+import envs
+from envs import base
+from gigpo_jax import advantages, batch, builders, metrics, rollout, trajectory
+from gigpo_jax import config as config_lib
+from gigpo_jax.tools import plots, sweep
+
+COLUMNS = (
+  *('config', 'episodes', 'success, 95 %', 'steps', 'revisits', 'singletons'),
+  *('correlation', 'zero variance'),
+)
+_ONE_TOKEN = np.zeros(1, np.int32)
+
+
+def load(config: str, settings: Sequence[str]) -> ml_collections.ConfigDict:
+  """Returns a config with changed fields, given as FIELD=VALUE."""
+  overrides = {'rollout.groups': 16}
+  for setting in settings:
+    field, _, value = setting.partition('=')
+    try:
+      overrides[field] = ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+      overrides[field] = value
+  seed = overrides.pop('seed', 0)
+  return sweep.Run('', config, seed, tuple(overrides.items())).load()
+
+
+def play_policy(
+  config: ml_collections.ConfigDict, tasks: Sequence[base.Task]
+) -> list[trajectory.Trajectory]:
+  """Plays a group of each task with the config's policy."""
+  config_lib.validate(config)
+  policy = builders.make_model_bundle(config)
+  with jax.set_mesh(policy.mesh), builders.make_pool(config) as pool:
+    return builders.make_runner(config, policy, pool).run(
+      policy.load(),
+      tasks,
+      episodes_per_group=config.rollout.episodes_per_group,
+      stream=(rollout.TRAIN, 0),
+      sampling=builders.make_sampling(config),
+      task_type=builders.make_task_type(config),
+    )
+
+
+def play_expert(
+  config: ml_collections.ConfigDict, tasks: Sequence[base.Task], noise: float
+) -> list[trajectory.Trajectory]:
+  """Plays a group of each task with the environment's expert."""
+  kwargs = config_lib.env_kwargs(config)
+  expert, env = (envs.make(config.env.name, **kwargs) for _ in range(2))
+  size = config.rollout.episodes_per_group
+  task_type = builders.make_task_type(config)
+  episodes = []
+  for group, task in enumerate(tasks):
+    for member in range(size):
+      seed = (config.seed * len(tasks) + group) * size + member
+      pairs = expert.demonstrate(task, noise=noise, seed=seed)
+      steps = _replay(env, task, [response for _, response in pairs])
+      episodes.append(
+        trajectory.Trajectory(task, task_type(task), group, member, steps)
+      )
+  return episodes
+
+
+def _replay(
+  env: base.Env, task: base.Task, responses: Sequence[str]
+) -> tuple[trajectory.Step, ...]:
+  """Returns the steps of an episode with given responses, without tokens."""
+  observation, steps = env.reset(task), []
+  for response in responses:
+    result = env.step(response)
+    steps.append(
+      trajectory.Step(
+        prompt_ids=_ONE_TOKEN,
+        completion_ids=_ONE_TOKEN,
+        log_probs=np.zeros(1, np.float32),
+        truncated=False,
+        prompt_shortened=False,
+        anchor=observation.anchor,
+        observation=observation.text,
+        response=response,
+        result=result,
+      )
+    )
+    observation = result.observation
+  return tuple(steps)
+
+
+def measure(
+  config: ml_collections.ConfigDict, episodes: list[trajectory.Trajectory]
+) -> dict[str, float]:
+  """Returns the predictors, as metrics of the names that runs write."""
+  algorithm = config.algorithm
+  rows = batch.from_trajectories(
+    episodes, **builders.rows_kwargs(config) | {'row_multiple': 256}
+  )
+  return metrics.summarize(episodes) | advantages.diagnose(
+    *rows.steps_taken(),
+    discount=algorithm.discount,
+    invalid_penalty=algorithm.invalid_penalty,
+    norm=algorithm.norm,
+  )
+
+
+def table_row(
+  name: str, episodes: list[trajectory.Trajectory], values: dict[str, float]
+) -> list[str]:
+  """Returns the cells of a config's row."""
+  successes = sum(t.success for t in episodes)
+  low, high = metrics.wilson(successes, len(episodes))
+  correlation = values.get('advantage/correlation', float('nan'))
+  return [
+    name,
+    str(len(episodes)),
+    f'{successes / len(episodes):.1%} [{low:.1%}, {high:.1%}]',
+    f'{values["train/episode_length"]:.1f}',
+    f'{values["train/revisit_rate"]:.1%}',
+    f'{values["advantage/singleton_anchor_rows"]:.1%}',
+    f'{correlation:.2f}',
+    f'{values["advantage/groups_without_spread"]:.1%}',
+  ]
+
+
+def main() -> None:
+  """Prints the table."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument('--config', action='append', required=True)
+  parser.add_argument(
+    '--set', action='append', default=[], metavar='FIELD=VALUE',
+    help='a field of all configs; rollout.groups=16 by default',
+  )  # fmt: skip
+  parser.add_argument('--expert_noise', type=float)
+  options = parser.parse_args()
+  cells = []
+  for name in options.config:
+    config = load(name, options.set)
+    tasks = builders.make_task_sampler(config).at(0)
+    if options.expert_noise is None:
+      episodes = play_policy(config, tasks)
+    else:
+      episodes = play_expert(config, tasks, options.expert_noise)
+    cells.append(table_row(name, episodes, measure(config, episodes)))
+  print(plots.table(list(COLUMNS), cells))
+
+
+if __name__ == '__main__':
+  main()

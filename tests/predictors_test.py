@@ -1,0 +1,49 @@
+"""Tests of benchmarks/predictors.py."""
+
+import importlib
+import pathlib
+import sys
+
+import pytest
+
+_BENCHMARKS = str(pathlib.Path(__file__).parents[1] / 'benchmarks')
+
+
+@pytest.fixture(name='predictors')
+def fixture_predictors(monkeypatch):
+  """Imports the module; the folder `benchmarks` is no package."""
+  monkeypatch.syspath_prepend(_BENCHMARKS)
+  module = importlib.import_module('predictors')
+  yield module
+  del sys.modules['predictors']
+
+
+def test_an_expert_without_noise_and_one_with_noise(
+  predictors, monkeypatch, capsys
+):
+  rows = []
+  for noise in ('0', '0.5'):
+    command = ['predictors.py', '--config=configs/keydoor.py:tiny']
+    command += ['--set', 'rollout.groups=4', f'--expert_noise={noise}']
+    monkeypatch.setattr(sys, 'argv', command)
+    predictors.main()
+    *_, row = capsys.readouterr().out.strip().splitlines()
+    rows.append([cell.strip() for cell in row.strip('|').split('|')])
+  perfect, noisy = rows
+  # All 32 episodes succeed along the same way, so nothing is compared.
+  assert perfect[1:3] == ['32', '100.0% [89.3%, 100.0%]']
+  assert perfect[4:] == ['0.0%', '0.0%', 'nan', '100.0%']
+  values = [float(cell.partition('%')[0]) for cell in noisy[2:]]
+  success, steps, revisits, singletons, correlation, zero_variance = values
+  assert 0 < success < 100 and 0 < revisits < 100 and 0 < singletons < 100
+  assert steps > float(perfect[3]) and 0 < correlation <= 1
+  assert zero_variance < 100
+
+
+def test_settings_change_the_config(predictors):
+  config = predictors.load(
+    'configs/keydoor.py:mini',
+    ['env.max_steps=30', 'seed=3', 'env.prompt_style=paper'],
+  )
+  assert (config.env.max_steps, config.seed) == (30, 3)
+  assert config.env.prompt_style == 'paper' and config.rollout.groups == 16
