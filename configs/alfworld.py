@@ -7,7 +7,8 @@
 Variants are joined by commas:
 
 - a size: `1.5b` (default), `0.5b`, `7b`; `small` for one GPU, without a
-  download; `tiny` for two CPU cores; `mini` for sweeps; `smoke` for tests;
+  download; `tiny` for two CPU cores; `mini` for sweeps, `mini_full` for sweeps
+  in rooms of ALFRED's size; `smoke` for tests;
 - an algorithm: `grpo`, `ppo`, ...;
 - other changes, see `base.CHANGES`.
 
@@ -24,7 +25,7 @@ from configs import base, sizes
 # Learning rates of `:mini`; see sizes.use_mini.
 RATES = {'gigpo': 1.5e-4, 'hgpo': 1.5e-4}
 
-SIZES = ('0.5b', '1.5b', '7b', 'small', 'tiny', 'mini', 'smoke')
+SIZES = ('0.5b', '1.5b', '7b', 'small', 'tiny', 'mini', 'mini_full', 'smoke')
 
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
@@ -36,7 +37,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   config = _paper()
   config.variant = ','.join([size, *changes])
   # The other small sizes start from `tiny`.
-  if size in ('small', 'tiny', 'mini', 'smoke'):
+  if size in ('small', 'tiny', 'mini', 'mini_full', 'smoke'):
     _tiny(config)
   if size == 'small':
     _small(config)
@@ -45,6 +46,9 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     sizes.use_mini(config, changes, RATES)
     config.num_iterations = 56
     config.evaluation.every = 28
+  if size == 'mini_full':
+    sizes.use_mini(config, changes, RATES)
+    _full_rooms(config)
   if size == 'smoke':
     sizes.use_smoke(config)
   if size == '7b':
@@ -147,3 +151,16 @@ def _small(config: ml_collections.ConfigDict) -> None:
   config.sft.model.heads = 12
   config.sft.model.kv_heads = 4
   config.sft.model.mlp = 3072
+
+
+def _full_rooms(config: ml_collections.ConfigDict) -> None:
+  """Selects rooms with as many receptacles and objects as ALFRED's have."""
+  config.num_iterations = 24
+  config.env.generator = ml_collections.ConfigDict({'seed': 0})
+  config.env.generator.num_held_out = 512
+  config.env.max_steps = 30
+  config.env.expert_order = 'likely'
+  config.rollout.max_prompt_tokens = 640
+  config.rollout.prompt_buckets = (320, 640)
+  config.learner.length_buckets = (360, 680)
+  config.evaluation.every = 12

@@ -12,8 +12,9 @@ envs/gymnasium_env.py documents. `python launch/sft.py --config=COPY.py:tiny`
 makes its warm start, which the run then finds.
 
 Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
-cores; `smoke`, the tiny path in two minutes), an algorithm (`grpo`, `ppo`, ...)
-and other changes, see `base.CHANGES`.
+cores; `mini`, the slippery lake, for sweeps; `smoke`, the tiny path in two
+minutes), an algorithm (`grpo`, `ppo`, ...) and other changes, see
+`base.CHANGES`.
 
 All tasks, including held-out ones, use the same lake. Success therefore
 measures how well the policy knows this lake, not lakes in general.
@@ -24,7 +25,10 @@ from ml_collections import config_dict
 
 from configs import base, sizes
 
-SIZES = ('1.5b', 'tiny', 'smoke')
+# Learning rates of `:mini`; see sizes.use_mini.
+RATES = {'gigpo': 2.5e-4, 'grpo': 2.5e-4}
+
+SIZES = ('1.5b', 'tiny', 'mini', 'smoke')
 
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
@@ -35,9 +39,12 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   size = size or '1.5b'
   config = _lake()
   config.variant = ','.join([size, *changes])
-  if size in ('tiny', 'smoke'):
+  if size in ('tiny', 'mini', 'smoke'):
     _tiny(config)
     config.model.path = sizes.warm_start(__file__, size)
+  if size == 'mini':
+    sizes.use_mini(config, changes, RATES)
+    _slippery(config)
   if size == 'smoke':
     sizes.use_smoke(config)
   base.apply(config, changes)
@@ -91,3 +98,12 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.learner.length_buckets = (128, 160, 216)
   config.evaluation.every = 15
   config.sft.num_episodes = 2000
+
+
+def _slippery(config: ml_collections.ConfigDict) -> None:
+  """Selects the slippery lake, in which two of three steps go astray."""
+  config.env.options.is_slippery = True
+  config.env.max_steps = 30
+  # Groups stay large, because few episodes succeed at the start.
+  config.rollout.episodes_per_group = 32
+  config.rollout.batch_buckets = (16, 64)

@@ -35,12 +35,11 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   config.variant = ','.join([size, *changes])
   if size in ('tiny', 'mini', 'smoke'):
     _tiny(config)
-    start = 'smoke' if size == 'smoke' else 'tiny'
-    config.model.path = sizes.warm_start(__file__, start)
+    config.model.path = sizes.warm_start(__file__, size)
   if size == 'mini':
     sizes.use_mini(config, changes, RATES)
-    config.num_iterations = 40
-    config.evaluation.every = 20
+    config.num_iterations = 60
+    config.evaluation.every = 30
   if size == 'smoke':
     sizes.use_smoke(config)
   base.apply(config, changes)

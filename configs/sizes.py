@@ -59,13 +59,15 @@ def warm_start(file: str, size: str) -> str:
   """Returns the path of the warm start of a small size.
 
   The path is the default output of `launch/sft.py --config=FILE:SIZE`. If that
-  does not exist, it is the warm start that the project includes, if any.
+  does not exist, it is the warm start that the project includes, if any. `mini`
+  shares the warm start of `tiny`.
 
   Args:
     file: path of the config file.
     size: a small variant, such as 'tiny'.
   """
   name = pathlib.Path(file).stem
+  size = 'tiny' if size == 'mini' else size
   own, included = f'runs/{name}-{size}-sft/policy', f'{INCLUDED}/{name}_tiny'
   if not configs.find(own) and configs.find(included):
     return included

@@ -8,8 +8,9 @@ On a laptop, make a warm start by imitation and train it:
     python launch/train.py --config=configs/sokoban.py:tiny
 
 Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
-cores; `smoke`, the tiny path in two minutes), an algorithm (`grpo`, `ppo`, ...)
-and other changes, see `base.CHANGES`. envs/sokoban.py generates the levels.
+cores; `mini` for sweeps, from the warm start of `tiny`; `smoke`, the tiny path
+in two minutes), an algorithm (`grpo`, `ppo`, ...) and other changes, see
+`base.CHANGES`. envs/sokoban.py generates the levels.
 
 Sizes and weights are those of the released code. Its results are not
 comparable: it shows the room as a picture to Qwen2.5-VL-3B, and this
@@ -20,7 +21,10 @@ import ml_collections
 
 from configs import base, sizes
 
-SIZES = ('1.5b', 'tiny', 'smoke')
+# Learning rates of `:mini`; see sizes.use_mini.
+RATES = {'gigpo': 1.5e-4}
+
+SIZES = ('1.5b', 'tiny', 'mini', 'smoke')
 
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
@@ -31,9 +35,13 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   size = size or '1.5b'
   config = _released()
   config.variant = ','.join([size, *changes])
-  if size in ('tiny', 'smoke'):
+  if size in ('tiny', 'mini', 'smoke'):
     _tiny(config)
     config.model.path = sizes.warm_start(__file__, size)
+  if size == 'mini':
+    sizes.use_mini(config, changes, RATES)
+    config.num_iterations = 60
+    config.evaluation.every = 30
   if size == 'smoke':
     sizes.use_smoke(config)
   base.apply(config, changes)

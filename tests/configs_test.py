@@ -25,7 +25,8 @@ from configs import (
   textworld,
   webshop,
 )
-from configs.sweeps import ablations, main
+from configs.sweeps import ablations, main, tuning_others
+from configs.sweeps import keydoor as keydoor_sweep
 from gigpo_jax import config as config_lib
 from gigpo_jax.algorithms import gigpo
 from gigpo_jax.run import run_config
@@ -113,6 +114,23 @@ def test_a_local_warm_start_is_preferred_to_the_included_one(
   assert sizes.warm_start('guess.py', 'tiny') == 'runs/guess-tiny-sft/policy'
 
 
+@pytest.mark.parametrize('module', [gymnasium, keydoor, sokoban, textworld])
+def test_mini_shares_the_warm_start_of_tiny(module, monkeypatch):
+  monkeypatch.setattr(configs, 'find', lambda path: None)
+  mini, tiny = (module.get_config(size) for size in ('mini', 'tiny'))
+  assert mini.model.path == tiny.model.path
+  assert mini.rollout.groups == 2 and mini.evaluation.num_tasks == 128
+  assert module.get_config('mini,grpo').algorithm.name == 'grpo'
+
+
+def test_the_slippery_lake_and_full_rooms_are_minis_of_their_own():
+  assert gymnasium.get_config('mini').env.options.is_slippery
+  full, mini = (alfworld.get_config(v) for v in ('mini_full', 'mini'))
+  assert 'receptacles' not in full.env.generator
+  assert full.model.path == mini.model.path
+  assert full.env.max_steps > mini.env.max_steps
+
+
 @pytest.mark.parametrize(
   ('module', 'changes', 'rate'),
   [
@@ -149,6 +167,16 @@ def test_sweeps_keep_the_tuned_learning_rates(sweep):
       experiment, ('gigpo', 'grpo', 'rloo', 'strong')
     )
     assert rate == (7.5e-5 if name in lower else 1.5e-4)
+
+
+@pytest.mark.parametrize('sweep', [keydoor_sweep, tuning_others])
+def test_sweeps_of_other_environments_are_valid(sweep):
+  runs = sweep_tool.read(sweep.__file__)
+  for config in (run.load() for run in runs):
+    assert not list(config_lib._values(config))
+    assert not list(config_lib._combinations(config))
+  is_tuning = sweep is tuning_others
+  assert all((run.seed >= 100) == is_tuning for run in runs)
 
 
 @pytest.mark.parametrize('arg', ['huge', 'tiny,smoke', 'tiny;grpo'])

@@ -1,0 +1,33 @@
+r"""Tunes the learning rate of `:mini` for the environments without a table.
+
+    python launch/sweep.py --sweep=configs/sweeps/tuning_others.py \
+        --workdir=runs/tuning
+
+As in tuning.py, with seed 100 and the split that the config does not evaluate.
+All tasks of gymnasium.py are the same lake, so that only the seed differs.
+Needs the warm starts of `:tiny`; see docs/running.md.
+"""
+
+from configs.sweeps import keydoor, tuning
+
+SPLITS = {
+  'keydoor': 'valid',
+  'sokoban': 'test',
+  'textworld': 'test',
+  'gymnasium': 'test',
+}
+
+RUNS = [
+  {
+    'name': f'{method} {rate:g}',
+    'config': f'configs/{env}.py:mini{word}',
+    'seed': 100,
+    'overrides': {
+      'optimizer.learning_rate': rate,
+      'evaluation.split': split,
+    },
+  }
+  for env, split in SPLITS.items()
+  for method, word in keydoor.METHODS.items()
+  for rate in tuning.RATES
+]
