@@ -19,7 +19,7 @@ import numpy as np
 from envs import base, checks, keydoor_levels, narrator, seeds
 from envs.keydoor_levels import ACTIONS, Level, Options, State
 
-ANCHORS = ('observation', 'observation_and_actions')
+ANCHORS = ('observation', 'observation_and_actions', 'state')
 ALIASES = ('position', 'held')
 SUCCESS_REWARD = 10.0
 
@@ -95,7 +95,8 @@ class Env:
     history_length: K, how many past turns the prompt shows.
     prompt_style: one of `narrator.STYLES`.
     require_think: whether a response must contain a `<think>` part.
-    anchor: one of ANCHORS; identifies a state (GiGPO, Eq. 6).
+    anchor: one of ANCHORS; identifies a state (GiGPO, Eq. 6). 'state' is the
+      full state, whatever observations hide.
 
   Raises:
     ValueError: in one line, if an argument is out of range.
@@ -225,15 +226,16 @@ class Env:
     return f'the exit at {level.name(level.exit)}'
 
   def _observe(self) -> base.Observation:
-    hidden = _describe(self._level, self._state, self._aliased)
-    shown = self._aliased if self._alias_prompts else frozenset()
+    full = _describe(self._level, self._state, frozenset())
+    aliased = _describe(self._level, self._state, self._aliased)
     actions = keydoor_levels.admissible(self._level, self._state)
-    anchor = hidden
-    if self._anchor == 'observation_and_actions':
-      anchor = f'{hidden} {", ".join(actions)}'
-    return self._narrator.observe(
-      _describe(self._level, self._state, shown), anchor=anchor, actions=actions
-    )
+    anchor = {
+      'observation': aliased,
+      'observation_and_actions': f'{aliased} {", ".join(actions)}',
+      'state': full,
+    }[self._anchor]
+    text = aliased if self._alias_prompts else full
+    return self._narrator.observe(text, anchor=anchor, actions=actions)
 
   def _final_anchor(self) -> str:
     if not self._level.is_over(self._state):

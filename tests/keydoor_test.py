@@ -145,6 +145,10 @@ def test_aliased_parts_are_hidden(monkeypatch):
   assert both.reset(TASK).anchor == (
     'You are in room 1. Open doors: 0. down, right'
   )
+  full = _make(monkeypatch, aliased=keydoor.ALIASES, anchor='state')
+  seen = full.reset(TASK)
+  assert seen.anchor == 'You are at a1. You hold nothing. Open doors: 0.'
+  assert seen.text == 'You are in room 1. Open doors: 0.'
 
 
 def test_the_room_of_a_door_is_the_room_on_its_left(monkeypatch):
