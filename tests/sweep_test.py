@@ -117,8 +117,8 @@ def test_trained_policies_are_tested_and_compared(
   tmp_path, monkeypatch, capsys
 ):
   file = tmp_path / 'list.py'
-  entries = [{**_entry(run), 'overrides': {}} for run in RUNS]
-  file.write_text(f'RUNS = {entries}\nTEST = {{"evaluation.num_tasks": 4}}')
+  tested = {'overrides': {}, 'test': {'evaluation.num_tasks': 4}}
+  file.write_text(f'RUNS = {[_entry(run) | tested for run in RUNS]}')
   for name in ('a-0', 'a-1', 'b-0'):
     write_run(tmp_path / f'alfworld-{name}', [(0, 0.2), (100, 0.4)])
   command = sweep.Run.test_command
@@ -145,6 +145,9 @@ def test_trained_policies_are_tested_and_compared(
   printed = capsys.readouterr().out
   assert '| a | 2 | 25.0 | 25.0 |  |  |  |' in printed
   assert '| b | 1 | 75.0 | 75.0 | +50.0 [' in printed
+  unknown = dataclasses.replace(RUNS[0], test=(('evaluation.task', 4),))
+  with pytest.raises(ValueError, match=r'run alfworld-a-0: .*"task"'):
+    sweep.run_all([unknown], tmp_path, at_once=1)
 
 
 @pytest.mark.parametrize(

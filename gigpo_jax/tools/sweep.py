@@ -100,14 +100,19 @@ class Run:
     name = self.name.replace(' ', '-')
     return f'{self.experiment}-{name}-{self.seed}'
 
-  def load(self) -> ml_collections.ConfigDict:
+  def load(
+    self, fields: Sequence[tuple[str, object]] = ()
+  ) -> ml_collections.ConfigDict:
     """Returns the run's config.
+
+    Args:
+      fields: further (config field, value) pairs.
 
     Raises:
       ValueError: in one line, if the config or a field does not exist.
     """
     path, _, variant = self.config.partition(':')
-    overrides = {'seed': self.seed, **dict(self.overrides)}
+    overrides = {'seed': self.seed, **dict((*self.overrides, *fields))}
     try:
       config = runpy.run_path(str(_ROOT / path))['get_config'](variant).lock()
       overrides = deprecated.renamed(overrides, config)
@@ -134,6 +139,7 @@ class Run:
 
   def next_command(self, root: pathlib.Path) -> list[str] | None:
     """Returns the command to run next, or None if the run is complete."""
+    self.load(self.test)  # Refuses unknown fields before the training.
     if not finished(self, root):
       return self.command(root)
     if self.test and not self.test_result(root).is_file():
@@ -159,10 +165,9 @@ class Run:
 def read(given: str | pathlib.Path) -> list[Run]:
   """Returns the runs that a file lists in RUNS, a list of dictionaries.
 
-  Each dictionary has the keys name, config and seed, and optionally overrides,
-  a dictionary of config fields. If the file defines TEST, also a dictionary of
-  config fields, the trained policies are evaluated with these fields, and their
-  outcomes are compared task by task.
+  Each dictionary has the keys name, config and seed, and optionally overrides
+  and test, two dictionaries of config fields. The trained policies of runs with
+  test are evaluated with these fields and compared task by task.
 
   Args:
     given: path of the file; a path within the project works from any folder.
@@ -176,25 +181,23 @@ def read(given: str | pathlib.Path) -> list[Run]:
     raise ValueError(
       f'--sweep={given}: no such file; must be a Python file that defines RUNS'
     )
-  defined = runpy.run_path(str(path))
-  entries, test = defined.get('RUNS'), tuple(defined.get('TEST', {}).items())
+  entries = runpy.run_path(str(path)).get('RUNS')
   if not entries:
     raise ValueError(
       f'--sweep={path}: RUNS is missing or empty; must be a list of runs'
     )
   runs = []
   for entry in entries:
-    unknown = set(entry) - {'name', 'config', 'seed', 'overrides'}
+    unknown = set(entry) - {'name', 'config', 'seed', 'overrides', 'test'}
     missing = {'name', 'config', 'seed'} - set(entry)
     if unknown or missing:
       raise ValueError(
         f'--sweep={path}: {entry} has unknown keys {sorted(unknown)} and lacks '
         f'{sorted(missing)}; must have name, config, seed and optionally '
-        'overrides'
+        'overrides and test'
       )
-    overrides = tuple(entry.get('overrides', {}).items())
-    run = Run(entry['name'], entry['config'], entry['seed'], overrides, test)
-    runs.append(run)
+    fields = [tuple(entry.get(k, {}).items()) for k in ('overrides', 'test')]
+    runs.append(Run(entry['name'], entry['config'], entry['seed'], *fields))
   folders = [run.folder for run in runs]
   if duplicates := sorted({f for f in folders if folders.count(f) > 1}):
     raise ValueError(
