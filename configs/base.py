@@ -220,6 +220,7 @@ def get_config() -> ml_collections.ConfigDict:
   config.optimizer = _optimizer_section()
   config.lora = _lora_section()
   config.learner = _learner_section()
+  config.guard = _guard_section()
   config.evaluation = _evaluation_section()
   config.checkpoint = _checkpoint_section()
   config.metrics = _metrics_section()
@@ -518,6 +519,27 @@ def _learner_section() -> ml_collections.ConfigDict:
   # ones are ignored. (): half of this sum and the sum.
   learner.length_buckets = (2560,)
   return learner
+
+
+def _guard_section() -> ml_collections.ConfigDict:
+  """Returns the options of the guards against collapse."""
+  guard = ml_collections.ConfigDict()
+  # warn: a line in the console per alarm, and a metric. shrink: an iteration
+  # with alarms also multiplies all later updates of the policy by
+  # shrink_factor.
+  guard.action = 'warn'
+  guard.shrink_factor = 0.5
+  # Alarm levels; 0: off. Largest ratio/kl in nats and largest share of steps
+  # with an invalid response.
+  guard.max_kl = 0.05
+  guard.max_invalid_rate = 0.4
+  # Smallest and largest entropy and largest mean length of a response, relative
+  # to their means over the first iterations.
+  guard.min_entropy = 0.05
+  guard.max_entropy = 2.0
+  guard.max_response = 1.5
+  guard.start_iterations = 3
+  return guard
 
 
 def _evaluation_section() -> ml_collections.ConfigDict:

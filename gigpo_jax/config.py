@@ -49,6 +49,11 @@ _DEPENDENT_FIELDS = {
     ('filter.warmup_iterations', 'filter.max_refills'),
     ('filter.drop_zero_variance', 'True', bool),
   ),
+  'guard.shrink_factor': (
+    'guard.action',
+    'shrink',
+    lambda action: action == 'shrink',
+  ),
   **dict.fromkeys(
     [f'loss.entropy_band.{name}' for name in ('low', 'high', 'decay')],
     ('loss.entropy_band.weight', 'above 0', bool),
@@ -67,6 +72,7 @@ SECTIONS = {
   'episodes': ('gigpo_jax.episodes:Options',),
   'evaluation': ('gigpo_jax.evaluation:Options',),
   'filter': ('gigpo_jax.group_filter:GroupFilter',),
+  'guard': ('gigpo_jax.guard:Guard',),
   'learner': ('gigpo_jax.learner:Options',),
   'loss': (
     'gigpo_jax.losses:PolicyGradient',

@@ -207,7 +207,7 @@ class Learner:
     with jax.set_mesh(self._mesh):
       for name, shape in self._warm_up_calls(reference is not None):
         if name == 'zeros':
-          grads, sums = run('zeros', state.params, np.float32(0))
+          grads, sums = run('zeros', state.params, np.float32(0), np.float32(1))
         elif name == 'outputs':
           self._run_outputs(state.params, self._packer.empty(shape))
         elif name == 'reference outputs':
@@ -276,6 +276,7 @@ class Learner:
     *old_advantages: np.ndarray,
     iteration: int,
     skipped_before: float = 0.0,
+    step_scale: float = 1.0,
     **columns: np.ndarray | float | None,
   ) -> tuple[TrainState, dict[str, float]]:
     """Trains for one pass over the rows, one optimizer step per mini-batch.
@@ -286,6 +287,7 @@ class Learner:
       *old_advantages: deprecated: the column 'advantages' by position.
       iteration: with the seed, determines the shuffling.
       skipped_before: number of consecutive updates skipped just before.
+      step_scale: factor of the learning rate.
       **columns: the columns that the loss reads: one number per row [R] or per
         completion token [R, C], or one for all tokens.
 
@@ -307,7 +309,12 @@ class Learner:
     self._packer.reset_metrics()
     run = self._programs.run
     with jax.set_mesh(self._mesh):
-      grads, sums = run('zeros', state.params, np.float32(skipped_before))
+      grads, sums = run(
+        'zeros',
+        state.params,
+        np.float32(skipped_before),
+        np.float32(step_scale),
+      )
       for minibatch in minibatches:
         weights = self._weights(rows, minibatch)
         for microbatch in self._packer.microbatches(rows, minibatch):

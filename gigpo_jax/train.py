@@ -40,6 +40,7 @@ from gigpo_jax import (
   rollout,
   trajectory,
 )
+from gigpo_jax import guard as guard_lib
 from gigpo_jax import metrics as metrics_lib
 from gigpo_jax.run import run_builders, run_config, run_logs, run_state
 from gigpo_jax.runtime import console, distributed, errors, preemption
@@ -154,6 +155,8 @@ def loop(
           iteration, groups, tasks.state(), update_metrics
         )
         metrics |= rollout_metrics | update_metrics | history.counts.metrics()
+        history, alarms = check_alarms(parts, history, metrics)
+        metrics |= alarms
         metrics['time/iteration_secs'] = time.monotonic() - start
         logs.write(iteration, metrics)
         last = iteration, state, history
@@ -204,10 +207,24 @@ def update(
     rows,
     iteration=iteration,
     skipped_before=history.skipped.get('update', 0.0),
+    step_scale=history.guard_state.step_scale,
     **{name: columns[name] for name in parts.loss.columns},
   )
   stop_if_skipped(parts, policy_metrics, 'update', rows, columns)
   return state.replace(policy=policy), metrics | policy_metrics
+
+
+def check_alarms(
+  parts: run_builders.Parts, history: run_state.History, metrics: Metrics
+) -> tuple[run_state.History, Metrics]:
+  """Reports the alarms of an iteration; returns the history and metrics."""
+  state, alarms = parts.guard.check(history.guard_state, metrics)
+  for alarm in alarms:
+    console.log(f'alarm: {alarm}')
+  if state.step_scale != history.guard_state.step_scale:
+    console.log(f'later updates have {state.step_scale:g} of their size')
+  history = dataclasses.replace(history, guard_state=state)
+  return history, guard_lib.metrics(state, alarms)
 
 
 def estimate_advantages(

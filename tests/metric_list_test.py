@@ -9,7 +9,7 @@ from programs import PROJECT
 from gigpo_jax.tools import metric_list
 
 # Names of intermediate sums, which no run writes.
-INTERNAL = {'update/objective', 'value/clipped'}
+INTERNAL = {'update/objective', 'update/step_scale', 'value/clipped'}
 PREFIXES = {p for s in metric_list.SECTIONS for p in s.prefixes}
 NAMES = [
   prefix + metric.name

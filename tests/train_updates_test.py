@@ -65,6 +65,9 @@ def test_damaged_games_end_their_own_episodes(tmp_path, bad):
       'smoke,ppo',
       (
         '--config.critic.warmup_iterations=1',
+        # An alarm in each iteration.
+        '--config.guard.action=shrink',
+        '--config.guard.max_kl=1e-12',
         '--config.rollout.groups=8',
         '--config.rollout.episodes_per_group=1',
       ),

@@ -19,6 +19,11 @@ difference that a two-sided t-test at 5 % detects with a probability of 80 %:
 p-values are adjusted for the number of methods in the table of an environment
 (Holm).
 
+A further control is GRPO at the KL of GiGPO, in the environments of
+MATCHED_RATES: with that learning rate, GRPO's updates move the policy as far
+(`ratio/kl`). Run tuning.py or tuning_others.py, find the rate with
+`python -m gigpo_jax.tools.match_rate`, and add it. No rate is measured yet.
+
 There are 480 runs. Estimated at four minutes for a run and one for its test,
 they take 20 hours on two cores. The table has not been run yet.
 """
@@ -41,6 +46,8 @@ METHODS = {
   'gigpo discount 1': ('', {'algorithm.discount': 1.0}),
 }
 SEEDS = {'grpo': 10, 'gigpo': 10, 'gigpo shuffled': 10}
+# Environment: learning rate of GRPO at GiGPO's KL, measured on tuning seeds.
+MATCHED_RATES: dict[str, float] = {}
 _TEST = {'evaluation.num_tasks': 512}
 ENVIRONMENTS = {
   'alfworld': _TEST,
@@ -65,4 +72,15 @@ RUNS = [
   for env, test in ENVIRONMENTS.items()
   for name, (word, overrides) in METHODS.items()
   if seed < SEEDS.get(name, 5)
+]
+RUNS += [
+  {
+    'name': 'grpo at the kl of gigpo',
+    'config': f'configs/{env}.py:mini,grpo',
+    'seed': seed,
+    'overrides': {'optimizer.learning_rate': rate},
+    'test': ENVIRONMENTS[env],
+  }
+  for seed in range(5)
+  for env, rate in MATCHED_RATES.items()
 ]

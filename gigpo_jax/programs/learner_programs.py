@@ -145,9 +145,9 @@ class LearnerPrograms:
     return {
       'init': jax.jit(self._optimizer.init, out_shardings=state.opt_state),
       'zeros': jax.jit(
-        lambda params, skipped: (
+        lambda params, skipped, step_scale: (
           jax.tree.map(jnp.zeros_like, params),
-          self._zero_sums(skipped),
+          self._zero_sums(skipped, step_scale),
         ),
         out_shardings=(grads, self.replicated),
       ),
@@ -339,6 +339,9 @@ class LearnerPrograms:
       parameter_updates, opt_state = self._optimizer.update(
         grads, state.opt_state, state.params
       )
+      parameter_updates = jax.tree.map(
+        lambda x: x * sums['update/step_scale'], parameter_updates
+      )
       params = optax.apply_updates(state.params, parameter_updates)
       return TrainState(params, opt_state, state.updates + 1)
 
@@ -354,7 +357,9 @@ class LearnerPrograms:
     sums['update/objective'] = jnp.zeros_like(norm)
     return state, sums
 
-  def _zero_sums(self, skipped: jax.Array) -> dict[str, jax.Array]:
+  def _zero_sums(
+    self, skipped: jax.Array, step_scale: jax.Array
+  ) -> dict[str, jax.Array]:
     names = (
       *self._metric_names,
       'loss/total',
@@ -369,7 +374,10 @@ class LearnerPrograms:
       name: jnp.full((), -jnp.inf if name.endswith('/max') else 0, jnp.float32)
       for name in names
     }
-    return sums | {'update/skipped_in_row': skipped}
+    return sums | {
+      'update/skipped_in_row': skipped,
+      'update/step_scale': step_scale,
+    }
 
 
 def summarize(sums: dict, updates: int) -> dict[str, float]:
@@ -379,7 +387,7 @@ def summarize(sums: dict, updates: int) -> dict[str, float]:
   skipped = sums.pop('update/skipped')
   in_row = sums.pop('update/skipped_in_row')
   longest_in_row = sums.pop('update/most_skipped_in_row')
-  del sums['update/objective']
+  del sums['update/objective'], sums['update/step_scale']
   grad_norm = sums.pop('update/grad_norm') / max(updates - skipped, 1)
   means = {
     name: value if name.endswith('/max') else value / max(tokens, 1)

@@ -21,6 +21,7 @@ from gigpo_jax import (
   checkpoint,
   critic,
   group_filter,
+  guard,
   learner,
   losses,
   sampler,
@@ -93,6 +94,7 @@ class Parts:
     algorithm: computes advantages.
     group_filter: selects the groups to train on.
     carry_over: decides which groups continue in the next iteration.
+    guard: the guards against collapse.
     tasks: the stream of training tasks, which may depend on outcomes.
     eval_tasks: the evaluation tasks.
     task_type: returns the type of a task.
@@ -111,6 +113,7 @@ class Parts:
   algorithm: algorithms.Algorithm
   group_filter: group_filter.GroupFilter
   carry_over: carry_over.CarryOver
+  guard: guard.Guard
   tasks: tasks.TaskSampler
   eval_tasks: list[base.Task]
   task_type: Callable[[base.Task], str]
@@ -173,6 +176,7 @@ def make_parts(
     carry_over=carry_over.CarryOver(
       config.rollout.carry_over, config.rollout.max_staleness
     ),
+    guard=guard.Guard(**config.guard),
     tasks=builders.make_task_sampler(config),
     eval_tasks=builders.make_eval_tasks(config)
     if config.evaluation.every

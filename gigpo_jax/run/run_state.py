@@ -11,7 +11,7 @@ from typing import Any
 
 import flax.struct
 
-from gigpo_jax import carry_over, group_filter, learner
+from gigpo_jax import carry_over, group_filter, guard, learner
 from gigpo_jax.runtime import files
 
 
@@ -48,6 +48,7 @@ class History:
     skipped: number of updates skipped in a row at the end, of the policy
       ('update') and of the critic ('critic').
     waiting: groups that continue in the next iteration.
+    guard_state: state of the guards against collapse.
   """
 
   iteration: int = -1
@@ -56,6 +57,7 @@ class History:
   entropies: tuple[float, ...] = ()
   skipped: dict[str, float] = dataclasses.field(default_factory=dict)
   waiting: tuple[carry_over.WaitingGroup, ...] = ()
+  guard_state: guard.GuardState = guard.GuardState()
 
   @property
   def next_iteration(self) -> int:
@@ -92,6 +94,7 @@ class History:
       entropies=entropies,
       skipped=self.skipped | skipped,
       waiting=groups.waiting,
+      guard_state=self.guard_state,
     )
 
   def to_json(self) -> dict[str, Any]:
@@ -104,6 +107,7 @@ class History:
       'entropies': list(self.entropies),
       'skipped': dict(self.skipped),
       'waiting': carry_over.encode(self.waiting),
+      'guard': self.guard_state.to_json(),
     }
 
   @classmethod
@@ -135,4 +139,8 @@ class History:
       waiting=carry_over.decode(values['waiting'])
       if 'waiting' in values
       else (),
+      # Older releases have no guards.
+      guard_state=guard.GuardState.from_json(values['guard'])
+      if 'guard' in values
+      else guard.GuardState(),
     )

@@ -296,6 +296,20 @@ SECTIONS = (
     ),
   ),
   Section(
+    'Guards',
+    'Guards against collapse (`guard.*`). Absent without alarms.',
+    ('guard/',),
+    (
+      Metric('alarms', 'alarms', 'metrics beyond their levels'),
+      Metric(
+        'step_scale',
+        '1',
+        'factor of later updates of the policy; only below 1 '
+        '(`guard.action=shrink`)',
+      ),
+    ),
+  ),
+  Section(
     'Critic',
     'Only with PPO.',
     ('critic/',),

@@ -1,0 +1,158 @@
+"""Guards against collapse: alarm levels of metrics, and an answer to alarms.
+
+A policy that collapses moves far in an update (`ratio/kl`), loses or gains
+entropy, writes longer responses, or responses of the wrong form. `Guard.check`
+compares the metrics of an iteration with levels and returns the alarms. Entropy
+and response length depend on model and task; their levels are relative to the
+first iterations of the run.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from gigpo_jax import options
+
+# warn: a line in the console. shrink: smaller steps from then on, too.
+ACTIONS = ('warn', 'shrink')
+
+# Metric: options of its lowest and of its highest value.
+_ABSOLUTE = {
+  'ratio/kl': ('', 'max_kl'),
+  'train/invalid_action_rate': ('', 'max_invalid_rate'),
+}
+_RELATIVE = {
+  'loss/entropy': ('min_entropy', 'max_entropy'),
+  'train/response_tokens': ('', 'max_response'),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GuardState:
+  """What later checks of a run depend on.
+
+  Attributes:
+    start: values of the relative metrics in the first iterations.
+    step_scale: factor of the policy's updates.
+  """
+
+  start: Mapping[str, tuple[float, ...]] = dataclasses.field(
+    default_factory=dict
+  )
+  step_scale: float = 1.0
+
+  def to_json(self) -> dict[str, Any]:
+    """Returns plain values."""
+    start = {name: list(values) for name, values in self.start.items()}
+    return {'start': start, 'step_scale': self.step_scale}
+
+  @classmethod
+  def from_json(cls, values: Mapping[str, Any]) -> 'GuardState':
+    """Returns the state that `to_json` wrote."""
+    start = {k: tuple(map(float, v)) for k, v in values['start'].items()}
+    return cls(start, float(values['step_scale']))
+
+
+@dataclasses.dataclass(frozen=True)
+class Guard:
+  """Options of the guards, `config.guard`; a level of 0 is off.
+
+  Attributes:
+    action: one of ACTIONS.
+    max_kl: largest mean KL to the policy before the update, in nats per token.
+    max_invalid_rate: largest share of steps with an invalid response.
+    min_entropy: smallest entropy, relative to the start.
+    max_entropy: largest entropy, relative to the start.
+    max_response: largest mean length of a response, relative to the start.
+    start_iterations: the start is the mean of this many iterations.
+    shrink_factor: factor of all later updates after an iteration with alarms,
+      for action 'shrink'.
+  """
+
+  action: str = options.choice('warn', ACTIONS)
+  max_kl: float = options.number(0.05, low=0, note='0 is off')
+  max_invalid_rate: float = options.number(0.4, low=0, high=1)
+  min_entropy: float = options.number(0.05, low=0, below=1)
+  max_entropy: float = options.number(2.0, low=0, note='0 is off')
+  max_response: float = options.number(1.5, low=0, note='0 is off')
+  start_iterations: int = options.number(3, low=1)
+  shrink_factor: float = options.number(0.5, above=0, below=1)
+
+  def __post_init__(self):
+    options.check(self)
+
+  def check(
+    self, state: GuardState, metrics: Mapping[str, float]
+  ) -> tuple[GuardState, list[str]]:
+    """Returns the next state, and a line for each alarm.
+
+    Args:
+      state: state after the previous iteration.
+      metrics: metrics of an iteration; metrics that are missing, because there
+        was no update, raise no alarm. A value that is not a number does.
+    """
+    state = self._extend(state, metrics)
+    lines = [
+      line
+      for name, bounds in _ABSOLUTE.items()
+      if name in metrics
+      for line in self._compare(name, metrics[name], bounds)
+    ]
+    for name, bounds in _RELATIVE.items():
+      start = state.start.get(name, ())
+      if name in metrics and len(start) == self.start_iterations:
+        mean = sum(start) / len(start)
+        lines += self._compare(name, metrics[name], bounds, mean)
+    if lines and self.action == 'shrink':
+      scale = state.step_scale * self.shrink_factor
+      state = dataclasses.replace(state, step_scale=scale)
+    return state, lines
+
+  def _extend(
+    self, state: GuardState, metrics: Mapping[str, float]
+  ) -> GuardState:
+    """Returns the state with the values of a first iteration."""
+    start = dict(state.start)
+    for name in _RELATIVE:
+      values = start.get(name, ())
+      value = metrics.get(name, math.nan)
+      if math.isfinite(value) and len(values) < self.start_iterations:
+        start[name] = (*values, value)
+    return dataclasses.replace(state, start=start)
+
+  def _compare(
+    self,
+    name: str,
+    value: float,
+    bounds: tuple[str, str],
+    unit: float | None = None,
+  ) -> list[str]:
+    """Returns a line for each bound that a value exceeds.
+
+    Args:
+      name: name of the metric.
+      value: its value.
+      bounds: options of its lowest and highest value.
+      unit: value at the start, for bounds that are relative to it.
+    """
+    lines = []
+    for option, sign, side in zip(
+      bounds, (1, -1), ('below', 'above'), strict=True
+    ):
+      level = getattr(self, option) if option else 0
+      limit = level * (1 if unit is None else unit)
+      if level and not sign * value >= sign * limit:
+        relative = '' if unit is None else f' of {unit:.3g} at the start'
+        lines.append(
+          f'{name}={value:.3g}: {side} guard.{option}={level:g}{relative}'
+        )
+    return lines
+
+
+def metrics(state: GuardState, alarms: list[str]) -> dict[str, float]:
+  """Returns metrics; none in an iteration without alarms or smaller steps."""
+  values = {'guard/alarms': float(len(alarms))} if alarms else {}
+  if state.step_scale != 1:
+    values['guard/step_scale'] = state.step_scale
+  return values

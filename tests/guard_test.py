@@ -1,0 +1,137 @@
+"""Tests of the guards against collapse."""
+
+import json
+import math
+import types
+
+import jax
+import numpy as np
+import pytest
+from tiny_learner import make_learner, make_rows, params, step
+
+from gigpo_jax import guard, train
+from gigpo_jax.run import run_state
+
+HEALTHY = {
+  'ratio/kl': 1e-4,
+  'train/invalid_action_rate': 0.01,
+  'loss/entropy': 0.1,
+  'train/response_tokens': 20.0,
+}
+
+
+def started(subject: guard.Guard) -> guard.GuardState:
+  """Returns the state after the first iterations: entropy .2, .1, .3."""
+  state = guard.GuardState()
+  for entropy in (0.2, 0.1, 0.3):
+    values = HEALTHY | {'loss/entropy': entropy}
+    state, alarms = subject.check(state, values)
+    assert not alarms
+  return state
+
+
+@pytest.mark.parametrize(
+  ('changes', 'alarm'),
+  [
+    ({}, ''),
+    ({'ratio/kl': 0.06}, 'ratio/kl=0.06: above guard.max_kl=0.05'),
+    (
+      {'train/invalid_action_rate': 0.5},
+      'train/invalid_action_rate=0.5: above guard.max_invalid_rate=0.4',
+    ),
+    # The mean entropy of the first iterations is .2.
+    ({'loss/entropy': 0.0101}, ''),
+    (
+      {'loss/entropy': 0.0099},
+      'loss/entropy=0.0099: below guard.min_entropy=0.05 of 0.2 at the start',
+    ),
+    ({'loss/entropy': 0.399}, ''),
+    (
+      {'loss/entropy': 0.41},
+      'loss/entropy=0.41: above guard.max_entropy=2 of 0.2 at the start',
+    ),
+    (
+      {'train/response_tokens': 31.0},
+      'train/response_tokens=31: above guard.max_response=1.5 of 20 at the '
+      'start',
+    ),
+    ({'ratio/kl': math.nan}, 'ratio/kl=nan: above guard.max_kl=0.05'),
+  ],
+)
+def test_alarms(changes, alarm):
+  subject = guard.Guard()
+  state = started(subject)
+  same, alarms = subject.check(state, HEALTHY | changes)
+  assert alarms == ([alarm] if alarm else [])
+  assert same == state
+  assert guard.metrics(same, alarms) == ({'guard/alarms': 1} if alarm else {})
+
+
+def test_levels_of_0_are_off():
+  names = ('max_kl', 'max_invalid_rate', 'max_response')
+  names += ('min_entropy', 'max_entropy')
+  subject = guard.Guard(**dict.fromkeys(names, 0.0))
+  state = started(subject)
+  for factor in (1e-9, 1e9):
+    assert not subject.check(
+      state, {k: v * factor for k, v in HEALTHY.items()}
+    )[1]
+
+
+def test_an_iteration_without_update_raises_no_alarm():
+  subject = guard.Guard()
+  assert subject.check(guard.GuardState(), {'train/success_rate': 0.0}) == (
+    guard.GuardState(),
+    [],
+  )
+
+
+def test_shrinking_is_cumulative_and_survives_a_checkpoint():
+  subject = guard.Guard(action='shrink', shrink_factor=0.5)
+  state = started(subject)
+  bad = HEALTHY | {'ratio/kl': 1.0}
+  for scale in (0.5, 0.25):
+    state, alarms = subject.check(state, bad)
+    assert guard.metrics(state, alarms) == {
+      'guard/alarms': 1,
+      'guard/step_scale': scale,
+    }
+  state, alarms = subject.check(state, HEALTHY)
+  assert guard.metrics(state, alarms) == {'guard/step_scale': 0.25}
+  history = run_state.History(iteration=4, guard_state=state)
+  stored = json.loads(json.dumps(history.to_json()))
+  assert run_state.History.from_json(stored, 4).guard_state == state
+  # A checkpoint of an older release has no guards.
+  del stored['guard']
+  assert (
+    run_state.History.from_json(stored, 4).guard_state == guard.GuardState()
+  )
+
+
+def test_alarms_are_printed_and_kept(capsys):
+  parts = types.SimpleNamespace(guard=guard.Guard(action='shrink', max_kl=1e-5))
+  history, metrics = train.check_alarms(parts, run_state.History(), HEALTHY)
+  assert metrics == {'guard/alarms': 1, 'guard/step_scale': 0.5}
+  assert history.guard_state.step_scale == 0.5
+  assert capsys.readouterr().out.splitlines() == [
+    'alarm: ratio/kl=0.0001: above guard.max_kl=1e-05',
+    'later updates have 0.5 of their size',
+  ]
+
+
+def test_step_scale_multiplies_the_update():
+  before, rows = params(), make_rows()
+  moved = [
+    jax.tree.map(
+      lambda new, old: np.asarray(new, np.float64) - np.asarray(old),
+      step(make_learner(), rows, **more)[0].params,
+      before,
+    )
+    for more in ({}, {'step_scale': 0.25})
+  ]
+  largest = max(np.abs(x).max() for x in jax.tree.leaves(moved[0]))
+  assert largest > 1e-4
+  jax.tree.map(
+    lambda full, part: np.testing.assert_allclose(part, full / 4, atol=1e-7),
+    *moved,
+  )
