@@ -21,6 +21,7 @@ from gigpo_jax import (
   batch,
   critic,
   env_pool,
+  guard,
   learner,
   losses,
   mesh,
@@ -317,6 +318,7 @@ def make_learner(
     optimizer=optimizer.AdamW(**config.optimizer).make(),
     temperature=config.rollout.temperature,
     aggregation=config.loss.aggregation,
+    scale_updates=guard.Guard(**config.guard).scales_updates,
     **_learner_sizes(config),
   )
 

@@ -82,6 +82,15 @@ class Guard:
   def __post_init__(self):
     options.check(self)
 
+  @property
+  def scales_updates(self) -> bool:
+    """Whether updates may be scaled."""
+    return self.action == 'shrink'
+
+  def step_scale(self, state: GuardState) -> float:
+    """Returns the factor of the policy's updates."""
+    return state.step_scale if self.scales_updates else 1.0
+
   def check(
     self, state: GuardState, metrics: Mapping[str, float]
   ) -> tuple[GuardState, list[str]]:
@@ -104,7 +113,7 @@ class Guard:
       if name in metrics and len(start) == self.start_iterations:
         mean = sum(start) / len(start)
         lines += self._compare(name, metrics[name], bounds, mean)
-    if lines and self.action == 'shrink':
+    if lines and self.scales_updates:
       scale = state.step_scale * self.shrink_factor
       state = dataclasses.replace(state, step_scale=scale)
     return state, lines

@@ -85,6 +85,7 @@ class Learner:
     aggregation: one of `losses.AGGREGATIONS`.
     share_prompts: whether rows with the same prompt are in the same update
       and share its computation.
+    scale_updates: whether `update` accepts a step scale.
     seed: seed of the shuffling.
 
   Attributes:
@@ -109,6 +110,7 @@ class Learner:
     temperature: float = 1.0,
     aggregation: str = 'token_mean',
     share_prompts: bool = False,
+    scale_updates: bool = False,
     seed: int = 0,
   ):
     losses.row_weights(np.ones(1, np.int32), 1, aggregation)
@@ -125,9 +127,15 @@ class Learner:
     )
     self._max_completion = max_completion_tokens
     self._aggregation = aggregation
-    self._seed = seed
+    self._seed, self._scale_updates = seed, scale_updates
     self._programs = learner_programs.LearnerPrograms(
-      config, mesh, loss, optimizer, temperature, tree=share_prompts
+      config,
+      mesh,
+      loss,
+      optimizer,
+      temperature,
+      tree=share_prompts,
+      scaled=scale_updates,
     )
     self.base: dict = {}
 
@@ -287,7 +295,7 @@ class Learner:
       *old_advantages: deprecated: the column 'advantages' by position.
       iteration: with the seed, determines the shuffling.
       skipped_before: number of consecutive updates skipped just before.
-      step_scale: factor of the learning rate.
+      step_scale: factor of the learning rate; needs `scale_updates`.
       **columns: the columns that the loss reads: one number per row [R] or per
         completion token [R, C], or one for all tokens.
 
@@ -299,12 +307,14 @@ class Learner:
       'update/most_skipped_in_row' the longest run of consecutive ones.
 
     Raises:
-      ValueError: if a column is missing or unknown, or a row is longer than the
-        last bucket.
+      ValueError: if a column is missing or unknown, a row is longer than the
+        last bucket, or there is a step scale without `scale_updates`.
     """
     if old_advantages:
       columns = _old_columns(old_advantages[0], columns)
     columns = self._check_columns(rows, columns)
+    if step_scale != 1 and not self._scale_updates:
+      raise ValueError(f'step_scale={step_scale}: needs scale_updates=True')
     minibatches = self._minibatches(rows, iteration)
     self._packer.reset_metrics()
     run = self._programs.run

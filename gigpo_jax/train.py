@@ -207,7 +207,7 @@ def update(
     rows,
     iteration=iteration,
     skipped_before=history.skipped.get('update', 0.0),
-    step_scale=history.guard_state.step_scale,
+    step_scale=parts.guard.step_scale(history.guard_state),
     **{name: columns[name] for name in parts.loss.columns},
   )
   stop_if_skipped(parts, policy_metrics, 'update', rows, columns)

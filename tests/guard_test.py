@@ -124,11 +124,16 @@ def test_step_scale_multiplies_the_update():
   moved = [
     jax.tree.map(
       lambda new, old: np.asarray(new, np.float64) - np.asarray(old),
-      step(make_learner(), rows, **more)[0].params,
+      step(make_learner(**options), rows, **more)[0].params,
       before,
     )
-    for more in ({}, {'step_scale': 0.25})
+    for options, more in (
+      ({}, {}),
+      ({'scale_updates': True}, {'step_scale': 0.25}),
+    )
   ]
+  with pytest.raises(ValueError, match='step_scale=0.25: needs scale_up'):
+    step(make_learner(), rows, step_scale=0.25)
   largest = max(np.abs(x).max() for x in jax.tree.leaves(moved[0]))
   assert largest > 1e-4
   jax.tree.map(

@@ -79,6 +79,8 @@ class LearnerPrograms:
     optimizer: see `optimizer.AdamW`.
     temperature: temperature of log-probs and entropies.
     tree: whether rows share prompts; see `attention.Segments`.
+    scaled: whether updates are multiplied by the step scale that 'zeros' gets;
+      even a scale of 1 may change their last bits.
 
   Attributes:
     param_shardings: shardings of the trained parameters.
@@ -95,8 +97,10 @@ class LearnerPrograms:
     temperature: float,
     *,
     tree: bool = False,
+    scaled: bool = False,
   ):
-    self._config, self._mesh, self._tree = config, mesh, tree
+    self._config, self._mesh = config, mesh
+    self._tree, self._scaled = tree, scaled
     self._loss, self._optimizer = loss, optimizer
     self._temperature = temperature
     self._metric_names = self._find_metric_names()
@@ -339,9 +343,10 @@ class LearnerPrograms:
       parameter_updates, opt_state = self._optimizer.update(
         grads, state.opt_state, state.params
       )
-      parameter_updates = jax.tree.map(
-        lambda x: x * sums['update/step_scale'], parameter_updates
-      )
+      if self._scaled:
+        parameter_updates = jax.tree.map(
+          lambda x: x * sums['update/step_scale'], parameter_updates
+        )
       params = optax.apply_updates(state.params, parameter_updates)
       return TrainState(params, opt_state, state.updates + 1)
 
@@ -374,10 +379,10 @@ class LearnerPrograms:
       name: jnp.full((), -jnp.inf if name.endswith('/max') else 0, jnp.float32)
       for name in names
     }
-    return sums | {
-      'update/skipped_in_row': skipped,
-      'update/step_scale': step_scale,
-    }
+    sums['update/skipped_in_row'] = skipped
+    if self._scaled:
+      sums['update/step_scale'] = step_scale
+    return sums
 
 
 def summarize(sums: dict, updates: int) -> dict[str, float]:
@@ -387,7 +392,8 @@ def summarize(sums: dict, updates: int) -> dict[str, float]:
   skipped = sums.pop('update/skipped')
   in_row = sums.pop('update/skipped_in_row')
   longest_in_row = sums.pop('update/most_skipped_in_row')
-  del sums['update/objective'], sums['update/step_scale']
+  del sums['update/objective']
+  sums.pop('update/step_scale', None)
   grad_norm = sums.pop('update/grad_norm') / max(updates - skipped, 1)
   means = {
     name: value if name.endswith('/max') else value / max(tokens, 1)
