@@ -237,7 +237,8 @@ class LearnerPrograms:
     state, base = self.abstract_state()
     arrays = with_sharding(arrays, self._row_sharding)
     sums = with_sharding(
-      jax.eval_shape(self._zero_sums, np.float32(0)), self.replicated
+      jax.eval_shape(self._zero_sums, np.float32(0), np.float32(1)),
+      self.replicated,
     )
     inputs = {
       name: x
