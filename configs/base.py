@@ -420,6 +420,8 @@ def _algorithm_section() -> ml_collections.ConfigDict:
   algorithm.gae_discount = 1.0  # paper
   algorithm.gae_lambda = 1.0  # paper
   algorithm.whiten_advantages = True
+  # vineppo: episodes that are played from each state to estimate its value.
+  algorithm.continuations = 9  # paper
   return algorithm
 
 

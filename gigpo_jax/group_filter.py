@@ -22,7 +22,7 @@ class SampleCounts:
 
   Attributes:
     episodes: number of training episodes, including dropped ones.
-    env_steps: number of their turns.
+    env_steps: number of their turns, and of those of `continuations`.
     tokens: number of tokens sampled for them.
   """
 
@@ -39,6 +39,14 @@ class SampleCounts:
       self.episodes + len(trajectories),
       self.env_steps + len(steps),
       self.tokens + sum(len(step.completion_ids) for step in steps),
+    )
+
+  def __add__(self, other: 'SampleCounts') -> 'SampleCounts':
+    """Returns the sum of two costs."""
+    return SampleCounts(
+      self.episodes + other.episodes,
+      self.env_steps + other.env_steps,
+      self.tokens + other.tokens,
     )
 
   def metrics(self) -> dict[str, float]:
@@ -91,6 +99,7 @@ class CollectedGroups:
     indices: for each episode of `kept`, its index in `episodes`.
     metrics: metrics named 'filter/...'; empty without a filter.
     waiting: groups that continue in the next iteration.
+    further: cost of what was sampled besides `episodes`.
   """
 
   episodes: list[trajectory.Trajectory]
@@ -98,6 +107,7 @@ class CollectedGroups:
   indices: list[int]
   metrics: dict[str, float]
   waiting: tuple[carry_over.WaitingGroup, ...] = ()
+  further: SampleCounts = SampleCounts()
 
   @property
   def outcomes(self) -> list[tuple[base.Task, bool]]:

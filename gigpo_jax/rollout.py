@@ -30,7 +30,7 @@ from gigpo_jax.models import kv_cache
 from gigpo_jax.runtime import console, distributed
 
 # First component of a request's random stream: the purpose of the tokens.
-TRAIN, EVALUATION = 0, 1
+TRAIN, EVALUATION, CONTINUATION = 0, 1, 2
 
 # Longest wait for environments if other processes share the sampler.
 _SHARED_WAIT_SECS = 0.05
@@ -102,8 +102,8 @@ class EpisodeBatch:
   Attributes:
     tasks: the G initial states, one group each.
     episodes_per_group: N.
-    stream: (TRAIN or EVALUATION, iteration). With the task index, the member
-      and the step, it identifies the random stream of a response.
+    stream: (TRAIN, EVALUATION or CONTINUATION, iteration). With the task index,
+      the member and the step, it identifies the random stream of a response.
     sampling: sampling options.
     max_turns: limit of turns per episode, in addition to the environment's own
       limit; None for no limit.
@@ -148,7 +148,8 @@ class _Episode:
       member=self.member,
       steps=tuple(self.steps),
       failure=self.failure,
-      first_observation=self.first_observation if self.is_paused else None,
+      first_observation=self.first_observation,
+      is_paused=self.is_paused,
     )
 
 

@@ -34,6 +34,7 @@ from gigpo_jax import (
   builders,
   carry_over,
   checkpoint,
+  continuations,
   evaluation,
   group_filter,
   losses,
@@ -434,8 +435,12 @@ def collect(
     metrics |= runner.metrics()
     if plot:
       plot(runner)
-    runner.sampler.release()  # The update needs the memory.
   groups = dataclasses.replace(groups, waiting=tuple(still_waiting))
+  groups, value_metrics = estimate_state_values(
+    parts, runner, state, groups, iteration
+  )
+  metrics |= value_metrics
+  runner.sampler.release()  # The update needs the memory.
   metrics |= groups.metrics
   metrics |= parts.carry_over.metrics(groups.episodes, groups.waiting)
   if evaluated:
@@ -444,6 +449,36 @@ def collect(
   if groups.episodes:  # Not all groups wait.
     metrics |= metrics_lib.summarize(groups.episodes, prefix='train')
   return groups, metrics
+
+
+def estimate_state_values(
+  parts: run_builders.Parts,
+  runner: rollout.EpisodeRunner,
+  state: run_state.RunState,
+  groups: group_filter.CollectedGroups,
+  iteration: int,
+) -> tuple[group_filter.CollectedGroups, Metrics]:
+  """Adds values of states if the algorithm needs them; returns metrics, too."""
+  count = algorithms.num_continuations(parts.algorithm)
+  if not count or not groups.kept:
+    return groups, {}
+  states = continuations.find_states(groups.kept)
+  (like,) = train_batches(parts, (), [], iteration, iteration)
+  metrics: Metrics = {}
+  with run_logs.timed(metrics, 'time/continuations_secs'):
+    (played,) = runner.run_batches(
+      state.policy.params,
+      [continuations.make_batch(states, count, like)],
+      task_type=parts.task_type,
+      base_params=parts.learner.base,
+      label=f'continuations {iteration}',
+    )
+  stop_if_failed(parts, played)
+  options = parts.config.algorithm
+  groups, value_metrics = continuations.add_values(
+    groups, states, played, options.discount, options.invalid_penalty
+  )
+  return groups, metrics | value_metrics
 
 
 def train_batches(

@@ -5,6 +5,7 @@ tokenized again. This module knows neither jax nor any environment.
 """
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -30,6 +31,8 @@ class Step:
     result: the environment's result for the response.
     age: iterations since the response was sampled; above 0 in groups that
       `carry_over` continues.
+    state_value: mean return of episodes that were played from the state in
+      which the turn was taken (`continuations`); NaN if there are none.
   """
 
   prompt_ids: np.ndarray
@@ -42,6 +45,7 @@ class Step:
   response: str
   result: base.StepResult
   age: int = 0
+  state_value: float = math.nan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +59,9 @@ class Trajectory:
     member: index of the episode within the group, in [0, N).
     steps: the turns in order; only those that the environment answered.
     failure: why the environment failed, as `CAUSE: REASON`; '' if it did not.
-    first_observation: the first observation of an episode that is paused, with
-      which it can be replayed; None if the episode is over.
+    first_observation: the first observation, with which the episode can be
+      replayed; None if unknown.
+    is_paused: whether the episode continues in another rollout.
   """
 
   task: base.Task
@@ -66,6 +71,7 @@ class Trajectory:
   steps: tuple[Step, ...]
   failure: str = ''
   first_observation: base.Observation | None = None
+  is_paused: bool = False
 
   kind = deprecated.attribute('Trajectory.kind', 'task_type')
 
@@ -73,11 +79,6 @@ class Trajectory:
   def cause(self) -> str:
     """The failure's cause, one of `env_pool.CAUSES`; '' without a failure."""
     return self.failure.partition(':')[0]
-
-  @property
-  def is_paused(self) -> bool:
-    """Whether the episode continues in the next iteration."""
-    return self.first_observation is not None
 
   @property
   def success(self) -> bool:

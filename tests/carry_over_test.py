@@ -40,7 +40,8 @@ def make_episode(
     group=group,
     member=member,
     steps=tuple(steps),
-    first_observation=None if over else FIRST,
+    first_observation=FIRST,
+    is_paused=not over,
   )
 
 
@@ -54,7 +55,7 @@ def continue_episode(
   return dataclasses.replace(
     episode,
     steps=episode.steps + new,
-    first_observation=None if end == length else FIRST,
+    is_paused=end != length,
   )
 
 

@@ -44,6 +44,7 @@ REGISTRY = {
   'reinforce_pp': 'gigpo_jax.algorithms.reinforce_pp',
   'reinforce_pp_baseline': 'gigpo_jax.algorithms.reinforce_pp_baseline',
   'rloo': 'gigpo_jax.algorithms.rloo',
+  'vineppo': 'gigpo_jax.algorithms.vineppo',
 }
 
 
@@ -76,6 +77,9 @@ class Algorithm(Protocol):
     needs_values: whether it requires a critic's values.
     needs_group: whether it compares episodes of a task, and so requires at
       least two per group.
+
+  An algorithm may also have an attribute `continuations`, the number of
+  episodes to play from each state. Their mean return is `Rows.state_values`.
   """
 
   needs_values: bool
@@ -107,6 +111,11 @@ def make(name: str, **options: object) -> Algorithm:
     _accept_old_method(module.Algorithm, old, new)
   known = defaults(module.Algorithm)
   return module.Algorithm(**{k: v for k, v in options.items() if k in known})
+
+
+def num_continuations(algorithm: Algorithm) -> int:
+  """Returns how many episodes an algorithm needs from each state; 0: none."""
+  return getattr(algorithm, 'continuations', 0)
 
 
 def _module(name: str) -> types.ModuleType:

@@ -105,11 +105,7 @@ class Algorithm:
     if self.gae_level == 'turn':
       advantages = np.where(mask, advantages[:, :1], 0)
     if self.whiten_advantages:
-      sampled = advantages[mask]
-      deviation = sampled.std(ddof=1) if len(sampled) > 1 else 0.0
-      advantages = np.where(
-        mask, (advantages - sampled.mean()) / (deviation + 1e-8), 0
-      )
+      advantages = whiten(advantages, mask)
     metrics['advantage/abs_mean'] = np.abs(advantages[mask]).mean()
     return algorithms.AlgorithmOutput(
       advantages.astype(np.float32),
@@ -117,6 +113,16 @@ class Algorithm:
       targets.astype(np.float32),
       units,
     )
+
+
+def whiten(
+  advantages: Float[np.ndarray, 'R C'], mask: Bool[np.ndarray, 'R C']
+) -> Float[np.ndarray, 'R C']:
+  """Returns advantages with mean 0 and standard deviation 1 over the mask."""
+  sampled = advantages[mask]
+  deviation = sampled.std(ddof=1) if len(sampled) > 1 else 0.0
+  mean = sampled.mean() if len(sampled) else 0.0
+  return np.where(mask, (advantages - mean) / (deviation + 1e-8), 0)
 
 
 def generalized_advantages(

@@ -90,7 +90,7 @@ class History:
     return History(
       iteration=iteration,
       task_outcomes=task_outcomes,
-      counts=self.counts.plus(groups.episodes),
+      counts=self.counts.plus(groups.episodes) + groups.further,
       entropies=entropies,
       skipped=self.skipped | skipped,
       waiting=groups.waiting,

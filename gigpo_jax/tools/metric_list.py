@@ -214,6 +214,23 @@ SECTIONS = (
     ),
   ),
   Section(
+    'Continuations',
+    'Only with algorithms that play several episodes from each state, such as '
+    '`vineppo`.',
+    ('continuations/',),
+    (
+      Metric('states', 'states', 'distinct states of the trained episodes'),
+      Metric(
+        'env_steps', 'steps', 'steps of continuations, with replayed ones'
+      ),
+      Metric('tokens', 'tokens', 'tokens sampled in continuations'),
+      Metric('value_mean', 'reward', 'mean of the values of states'),
+      Metric(
+        'standard_error', 'reward', 'root mean square standard error of a value'
+      ),
+    ),
+  ),
+  Section(
     'Loss',
     'Means over all trained tokens of the iteration, at the parameters of '
     'each update.',
@@ -408,6 +425,9 @@ SECTIONS = (
       Metric('iteration_secs', 's', 'the whole iteration'),
       Metric('rollout_secs', 's', 'playing the episodes'),
       Metric(
+        'continuations_secs', 's', 'playing continuations, if there are any'
+      ),
+      Metric(
         'update_secs',
         's',
         'everything from the end of the rollout to the next rollout',
@@ -432,7 +452,11 @@ SECTIONS = (
       Metric(
         'episodes', 'episodes', 'episodes played, including dropped groups'
       ),
-      Metric('env_steps', 'steps', 'environment steps of these episodes'),
+      Metric(
+        'env_steps',
+        'steps',
+        'environment steps of these episodes and of continuations',
+      ),
       Metric('tokens', 'tokens', 'tokens sampled in these episodes'),
     ),
   ),

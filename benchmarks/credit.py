@@ -1,0 +1,265 @@
+r"""Cosine between the advantages of algorithms and those of an oracle.
+
+    python benchmarks/credit.py --config=configs/alfworld.py:mini
+    python benchmarks/credit.py --config=configs/webshop.py:mini --num_groups=8
+
+Plays groups of episodes with a policy, by default the config's warm start, and
+`--continuations` further episodes from each state, whose mean return is the
+value V of the state. The oracle's advantage of a step is r + V(s') - V(s),
+without a discount and with V = 0 after the last step: VinePPO with many
+continuations. `vineppo` itself gets continuations of its own.
+
+Prints, for each algorithm without a critic and for controls, the cosine of its
+advantages with the oracle's over all steps, unweighted, and the difference of
+this cosine from GiGPO's. Intervals are 95 % bootstrap intervals over groups,
+paired for the difference. They cover neither other seeds of the run nor other
+policies.
+
+The noise of the oracle lowers every cosine by the same factor. `halves` is the
+cosine between two oracles with half of the continuations each, and `ceiling`
+the estimated cosine of the oracle with exact values, sqrt(2 h / (1 + h)).
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+from absl import flags
+
+import envs
+from configs import base
+from gigpo_jax import algorithms, batch, builders, continuations, rollout
+from gigpo_jax import config as config_lib
+from gigpo_jax.algorithms import vineppo
+from launch import command
+
+_RESAMPLES = 2000
+
+
+def main() -> None:
+  """Parses the flags and prints the table."""
+  groups = flags.DEFINE_integer('num_groups', 8, 'Groups to play.')
+  count = flags.DEFINE_integer('continuations', 16, 'Continuations of a state.')
+  output = flags.DEFINE_string('output', '', 'File for all advantages, *.npz.')
+
+  def run(config, workdir: str) -> None:
+    del workdir
+    measure(config, groups.value, count.value, output.value)
+
+  command.run(run)
+
+
+def measure(config, num_groups: int, count: int, output: str = '') -> None:
+  """Plays groups and continuations, and prints the table.
+
+  Args:
+    config: the experiment.
+    num_groups: number of groups.
+    count: continuations of a state for the oracle.
+    output: file for the advantages; '' for none.
+  """
+  config.rollout.groups = num_groups
+  config_lib.validate(config)
+  methods = dict(make_methods(config))
+  most = max(algorithm.continuations for _, algorithm in methods.values()
+             if hasattr(algorithm, 'continuations'))  # fmt: skip
+  episodes, states, played = play(config, count + most)
+  totals = oracle_returns(config, states, played)
+  vines, oracle = totals[:, :most], totals[:, most:]
+  advantages, rows = {}, None
+  for values in (oracle, oracle[:, ::2], oracle[:, 1::2]):
+    rows, found = oracle_advantages(config, episodes, states, values)
+    advantages[f'oracle {len(advantages)}'] = found
+  for label, (changed, algorithm) in methods.items():
+    advantages[label] = method_advantages(
+      config, changed, algorithm, episodes, states, vines
+    )
+  real = rows.real
+  advantages = {label: values[real] for label, values in advantages.items()}
+  if output:
+    np.savez_compressed(output, groups=rows.groups[real], **advantages)
+  report(config, episodes, states, played, count)
+  print_table(rows.groups[real], advantages)
+
+
+def make_methods(config) -> Iterator[tuple[str, tuple]]:
+  """Yields (label, (config, algorithm)) of each method without a critic."""
+  controls = {
+    'gigpo, episode_weight=0': {'episode_weight': 0.0},
+    'gigpo, discount=1': {'discount': 1.0},
+    'gigpo, anchor=shuffled': {'anchor': 'shuffled'},
+    'gigpo, anchor=state': {'anchor': 'state'},
+  }
+  for label in (*algorithms.REGISTRY, *controls):
+    changed = config.copy_and_resolve_references()
+    base.use_algorithm(changed, label.partition(',')[0])
+    changed.rollout.update(config.rollout)
+    changed.algorithm.update(controls.get(label, {}))
+    algorithm = algorithms.make(**config_lib.algorithm_kwargs(changed))
+    if not algorithm.needs_values:
+      if hasattr(algorithm, 'whiten_advantages'):
+        algorithm = dataclasses.replace(algorithm, whiten_advantages=False)
+      yield label, (changed, algorithm)
+
+
+def play(config, count: int) -> tuple:
+  """Returns episodes, their states, and the continuations of the states."""
+  bundle = builders.make_model_bundle(config)
+  with jax.set_mesh(bundle.mesh), builders.make_pool(config) as pool:
+    runner = builders.make_runner(config, bundle, pool)
+    params = bundle.load()
+    bundle.sampler.warm_up(params)
+    task_type = builders.make_task_type(config)
+    groups = rollout.EpisodeBatch(
+      builders.make_task_sampler(config).at(0),
+      config.rollout.episodes_per_group,
+      (rollout.TRAIN, 0),
+      builders.make_sampling(config),
+    )
+    (episodes,) = runner.run_batches(params, [groups], task_type=task_type)
+    states = continuations.find_states(episodes)
+    (played,) = runner.run_batches(
+      params,
+      [continuations.make_batch(states, count, groups)],
+      task_type=task_type,
+      label='continuations',
+    )
+  return episodes, states, played
+
+
+def oracle_returns(config, states, played):
+  """Returns the undiscounted returns of continuations, [S, K]."""
+  penalty = config.algorithm.invalid_penalty
+  return continuations.returns(states, played, 1.0, penalty)
+
+
+def oracle_advantages(config, episodes, states, totals) -> tuple:
+  """Returns rows and their advantages by the mean of given returns."""
+  values = continuations.mean_returns(totals)
+  rows = make_rows(config, continuations.with_values(episodes, states, values))
+  penalty = config.algorithm.invalid_penalty
+  rewards = np.where(rows.valid, rows.rewards, rows.rewards - penalty)
+  return rows, np.nan_to_num(vineppo.value_differences(rows, rewards, 1.0))
+
+
+def make_rows(config, episodes):
+  """Returns the rows of episodes, with the anchors of a config."""
+  kwargs = builders.rows_kwargs(config)
+  return batch.from_trajectories(episodes, **kwargs, seed=(config.seed, 0))
+
+
+def method_advantages(config, changed, algorithm, episodes, states, vines):
+  """Returns the advantage of each row by an algorithm.
+
+  Args:
+    config: the config with which the episodes were played.
+    changed: the algorithm's config.
+    algorithm: the algorithm.
+    episodes: the episodes.
+    states: their states.
+    vines: returns of continuations for algorithms that need them, [S, K].
+  """
+  if config_lib.env_kwargs(changed) != config_lib.env_kwargs(config):
+    episodes = with_anchors(changed, episodes)
+  if algorithms.num_continuations(algorithm):
+    values = continuations.mean_returns(vines)
+    episodes = continuations.with_values(episodes, states, values)
+  rows = make_rows(changed, episodes)
+  found = algorithm.compute_advantages(rows).advantages
+  return found if found.ndim == 1 else found[:, 0]
+
+
+def with_anchors(config, episodes) -> list:
+  """Returns episodes with the anchors that a config's environment reports."""
+  env = envs.make(config.env.name, **config_lib.env_kwargs(config))
+  changed = []
+  for episode in episodes:
+    observation, steps = env.reset(episode.task), []
+    for step in episode.steps:
+      result = env.step(step.response)
+      steps.append(
+        dataclasses.replace(step, anchor=observation.anchor, result=result)
+      )
+      observation = result.observation
+    changed.append(dataclasses.replace(episode, steps=tuple(steps)))
+  env.close()
+  return changed
+
+
+def report(config, episodes, states, played, count: int) -> None:
+  """Prints what was played, with the figures that explain the cosines."""
+  rows = make_rows(config, episodes)
+  default = algorithms.make(**config_lib.algorithm_kwargs(config))
+  metrics = default.compute_advantages(rows).metrics
+  cost = continuations.count_samples(states, played)
+  print(
+    f'{config.env.name} {config.get("variant", "")}, {config.model.path}, '
+    f'seed {config.seed}: {config.rollout.groups} groups of '
+    f'{config.rollout.episodes_per_group} episodes, {rows.real.sum()} steps, '
+    f'{len(states.starts)} states, {count} continuations each for the oracle; '
+    f'{cost.env_steps:,} environment steps with replayed ones, '
+    f'{cost.tokens:,} tokens; {sum(bool(t.failure) for t in played)} failed'
+  )
+  figures = {
+    'success': np.mean([t.success for t in episodes]),
+    'steps of an episode': np.mean([len(t.steps) for t in episodes]),
+    'singleton rows': metrics.get('advantage/singleton_anchor_rows'),
+    'correlation of A_E and A_S': metrics.get('advantage/correlation'),
+  }
+  print(', '.join(f'{k} {v:.3f}' for k, v in figures.items() if v is not None))
+
+
+def cosines(groups, one, other):
+  """Returns the sums (a b, a a, b b) over the rows of each group, [G, 3]."""
+  products = np.stack([one * other, one * one, other * other], axis=1)
+  sums = np.zeros((groups.max() + 1, 3))
+  np.add.at(sums, groups, products.astype(np.float64))
+  return sums
+
+
+def cosine(sums):
+  """Returns the cosine of summed products [..., 3]; 0 for a zero vector."""
+  norms = np.sqrt(sums[..., 1] * sums[..., 2])
+  return np.divide(
+    sums[..., 0], norms, out=np.zeros_like(norms), where=norms > 0
+  )
+
+
+def print_table(groups, advantages: dict) -> None:
+  """Prints the cosines with the oracle, with bootstrap intervals."""
+  oracle, *halves = [v for k, v in advantages.items() if k.startswith('oracle')]
+  agreement = float(cosine(cosines(groups, *halves).sum(axis=0)))
+  ceiling = np.sqrt(2 * agreement / (1 + agreement)) if agreement > 0 else 0.0
+  print(f'halves {agreement:.3f}, ceiling {ceiling:.3f} (estimated)')
+  drawn = np.random.default_rng(0).integers(
+    groups.max() + 1, size=(_RESAMPLES, groups.max() + 1)
+  )
+  found = {}
+  for label, values in advantages.items():
+    if not label.startswith('oracle'):
+      sums = cosines(groups, values, oracle)
+      found[label] = (
+        float(cosine(sums.sum(axis=0))),
+        cosine(sums[drawn].sum(axis=1)),
+      )
+  print('| method | cosine | interval | minus gigpo | interval |')
+  print('|---|---|---|---|---|')
+  base, resampled = found['gigpo']
+  for label, (value, samples) in sorted(
+    found.items(), key=lambda item: -item[1][0]
+  ):
+    print(
+      f'| {label} | {value:.3f} | {_interval(samples)} | {value - base:+.3f} | '
+      f'{_interval(samples - resampled)} |'
+    )
+
+
+def _interval(samples: Sequence[float]) -> str:
+
+  low, high = np.percentile(samples, (2.5, 97.5))
+  return f'{low:.3f} to {high:.3f}'
+
+
+if __name__ == '__main__':
+  main()

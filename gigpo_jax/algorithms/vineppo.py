@@ -1,0 +1,108 @@
+"""VinePPO (arXiv:2410.01679): advantages from continuations, without a critic.
+
+The value V of the state in which a turn is taken is the mean return of K
+episodes that the policy plays from there on (`gigpo_jax.continuations`). With
+the reward r of the turn and its next state s',
+
+    A_t = r + discount V(s') - V(s),                          Section 4, Eq. (8)
+
+where V is 0 after the last turn. All tokens of a turn share its advantage.
+
+# Differs from the paper: a step is a turn of an episode, not a line of a
+# solution.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import ClassVar
+
+import ml_collections
+import numpy as np
+from jaxtyping import Float
+
+from gigpo_jax import algorithms, batch, options
+from gigpo_jax.algorithms import ppo
+
+PRESETS = {'vineppo': {'algorithm.discount': 1.0}}
+
+
+def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a line if turns of earlier policies would be trained on."""
+  if config.rollout.carry_over > 0:
+    yield (
+      f'rollout.carry_over={config.rollout.carry_over}: the values of '
+      f'{config.algorithm.name} are those of one policy; must be 0'
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+  """One-step differences of values; episodes of a group are not compared.
+
+  Attributes:
+    continuations: K, the episodes that are played from each state; 9 in the
+      paper.
+    discount: discount per turn; 1 in the paper.
+    invalid_penalty: subtracted from the reward of an invalid response.
+    whiten_advantages: whether to normalise advantages to mean 0 and standard
+      deviation 1 over the tokens of the iteration.
+  """
+
+  needs_values: ClassVar[bool] = False
+  needs_group: ClassVar[bool] = False
+
+  continuations: int = options.number(9, low=1, high=10_000)
+  discount: float = options.number(0.95, low=0, high=1)
+  invalid_penalty: float = options.number(0.1, low=0, high=1_000_000)
+  whiten_advantages: bool = True
+
+  def __post_init__(self):
+    options.check(self)
+
+  def compute_advantages(
+    self, rows: batch.Rows, values=None
+  ) -> algorithms.AlgorithmOutput:
+    """Returns one advantage per row; 0 for padding and for unknown values."""
+    del values  # There is no critic.
+    differences = value_differences(
+      rows,
+      np.where(rows.valid, rows.rewards, rows.rewards - self.invalid_penalty),
+      self.discount,
+    )
+    known = np.isfinite(differences)
+    advantages = np.where(known, differences, 0)
+    mask = rows.completion_mask & known[:, None]
+    if self.whiten_advantages:
+      advantages = ppo.whiten(np.where(mask, advantages[:, None], 0), mask)[
+        :, 0
+      ]
+    return algorithms.AlgorithmOutput(
+      advantages.astype(np.float32),
+      {'advantage/abs_mean': float(np.abs(advantages).sum() / known.sum())}
+      if known.any()
+      else {'advantage/abs_mean': 0.0},
+    )
+
+
+def value_differences(
+  rows: batch.Rows, rewards: Float[np.ndarray, ' R'], discount: float
+) -> Float[np.ndarray, ' R']:
+  """Returns A_t of each row in reward units, float64.
+
+  NaN for padding, and where the value of the state or of the next one is
+  unknown.
+
+  Args:
+    rows: all steps of each episode.
+    rewards: reward of each row.
+    discount: discount per step.
+  """
+  order = np.lexsort((rows.steps, rows.episodes, rows.groups))
+  following = np.zeros(len(order))
+  before, after = order[:-1], order[1:]
+  same = (rows.groups[before] == rows.groups[after]) & (
+    rows.episodes[before] == rows.episodes[after]
+  )
+  following[before[same]] = rows.state_values[after[same]]
+  differences = rewards + discount * following - rows.state_values
+  return np.where(rows.real, differences, np.nan)
