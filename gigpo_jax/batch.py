@@ -201,7 +201,8 @@ def _fill_row(
   rows.valid[r] = step.result.valid
   rows.success[r] = step.result.success
   rows.ages[r] = step.age
-  rows.state_values[r] = step.state_value
+  if step.state_value is not None:
+    rows.state_values[r] = step.state_value
   rows.components[r] = [_component(step.result, name) for name in components]
 
 

@@ -5,7 +5,6 @@ tokenized again. This module knows neither jax nor any environment.
 """
 
 import dataclasses
-import math
 
 import numpy as np
 
@@ -32,7 +31,7 @@ class Step:
     age: iterations since the response was sampled; above 0 in groups that
       `carry_over` continues.
     state_value: mean return of episodes that were played from the state in
-      which the turn was taken (`continuations`); NaN if there are none.
+      which the turn was taken (`continuations`); None if there are none.
   """
 
   prompt_ids: np.ndarray
@@ -45,7 +44,7 @@ class Step:
   response: str
   result: base.StepResult
   age: int = 0
-  state_value: float = math.nan
+  state_value: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,8 @@ def golden_rows():
   rows.success[[2, 7]] = True
   # In a: to b, to d; in b: to c, stay.
   rows.actions[:8] = [0, 2, 4, 0, 3, 3, 1, 5]
+  # The first two turns of episodes 0 and 1 start with the same responses.
+  rows.state_values[:8] = [5, 6, 10, 5, 6, 2, 5, 8]
   return rows
 
 
@@ -64,4 +66,5 @@ def random_rows(seed, groups=4):
     rows.valid[r] = rng.random() < 0.8
     rows.components[r] = rows.rewards[r], rng.integers(3)
     rows.actions[r] = rng.integers(3)
+  rows.state_values[:] = np.random.default_rng(seed).normal(5, 2, 128)
   return rows

@@ -362,6 +362,8 @@ ROWS = {'episode_stats': 'rows', 'penalty_scope': 'row', 'lone_episode': 'raw'}
     ('hgpo', {'history': 3, 'level_exponent': 2.0, 'norm': 'leave_one_out'}),
     ('reinforce_pp', {}),
     ('reinforce_pp_baseline', {}),
+    ('vineppo', {}),
+    ('vineppo', {'discount': 1.0, 'whiten_advantages': False}),
     ('gdpo', {}),
     ('gdpo', {'component_weights': (1.0, 0.5), 'components': ('reward', 'x')}),
   ],

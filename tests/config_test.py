@@ -157,6 +157,18 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
       'rollout.carry_over=8: filter.drop_zero_variance replaces groups',
     ),
     (
+      {
+        'algorithm.name': 'vineppo',
+        'rollout.carry_over': 8,
+        'loss.tis_clip': 2.0,
+      },
+      'rollout.carry_over=8: the values of vineppo are those of one policy',
+    ),
+    (
+      {'algorithm.continuations': 4},
+      'algorithm.continuations=4: gigpo has no such option; must be 9',
+    ),
+    (
       {'rollout.carry_over': 16, 'loss.tis_clip': 2.0},
       'rollout.carry_over=16: no episode .* below env.max_steps=16, or 0',
     ),

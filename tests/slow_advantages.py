@@ -190,6 +190,22 @@ def gagpo(steps):
   return steps.weigh(_episode_part(steps), step, 0)
 
 
+def vineppo(steps):
+  values, advantages = steps.rows.state_values, {}
+  for chain in steps.chains:
+    for k, r in enumerate(chain):
+      following = values[chain[k + 1]] if k + 1 < len(chain) else 0
+      gain = steps.o.discount * following - values[r]
+      advantages[r] = steps.raw(r) + steps.cost[r] + gain
+  if steps.o.whiten_advantages:
+    tokens = steps.rows.completion_mask.sum(axis=1)
+    sampled = np.repeat([advantages[r] for r in steps.all], tokens[steps.all])
+    for r in steps.all:
+      advantages[r] -= sampled.mean()
+      advantages[r] /= sampled.std(ddof=1)
+  return advantages
+
+
 def ecpo(steps):
   _, returns = steps.returns()
   key = {r: (steps.anchor[r], int(steps.rows.actions[r])) for r in steps.all}

@@ -1,0 +1,281 @@
+"""Tests of values of states, with random walks in the toy corridor."""
+
+import dataclasses
+import functools
+import math
+
+import algorithm_rows
+import numpy as np
+import pools
+import pytest
+
+from envs import base, toy
+from gigpo_jax import (
+  algorithms,
+  batch,
+  continuations,
+  group_filter,
+  rollout,
+  sampler,
+)
+
+ROOMS, MAX_STEPS = 4, 5
+RIGHT = 0.6  # Probability of a step to the right.
+TEXTS = ('<action>left</action>', '<action>right</action>')
+
+
+class Tokenizer:
+  """Prompts of one token; a response is the index of its text."""
+
+  def fit(self, prompts, short_prompts, *, max_tokens, policy):
+    del short_prompts, max_tokens, policy
+    return [(np.zeros(1, np.int32), False) for _ in prompts]
+
+  def decode(self, ids):
+    return [TEXTS[i[0]] for i in ids]
+
+
+class RandomWalk:
+  """A policy that steps to the right with probability RIGHT.
+
+  It answers the latest `at_once` requests first, and records streams.
+  """
+
+  def __init__(self, at_once: int = 100):
+    self._at_once, self._queue, self.streams = at_once, [], []
+    self.stats, self.is_shared, self.compilations = sampler.Stats(), False, 0
+
+  @property
+  def busy(self) -> bool:
+    return bool(self._queue)
+
+  def load(self, params, base=None, *, trace=False):
+    del params, base, trace
+
+  def finish(self):
+    assert not self.busy
+
+  def take_stats(self):
+    return sampler.Stats()
+
+  def submit(self, request) -> int:
+    self.streams.append(request.stream)
+    self._queue.append((len(self.streams), request.stream))
+    return len(self.streams)
+
+  def step(self):
+    done = self._queue[-self._at_once :]
+    del self._queue[-self._at_once :]
+    return [(ticket, self._answer(stream)) for ticket, stream in done]
+
+  def _answer(self, stream) -> sampler.Completion:
+    goes_right = np.random.default_rng((7, *stream)).random() < RIGHT
+    ids = np.array([int(goes_right)], np.int32)
+    return sampler.Completion(ids, np.zeros(1), np.zeros(1), 'stop')
+
+
+def play(batches, *, num_envs: int = 8, at_once: int = 100, **env):
+  """Plays batches; returns their episodes and the streams of requests."""
+  walk = RandomWalk(at_once)
+  kwargs = {'rooms': ROOMS, 'max_steps': MAX_STEPS} | env
+  with pools.make(num_workers=0, num_envs=num_envs, env=kwargs) as pool:
+    runner = rollout.EpisodeRunner(pool, walk, Tokenizer(), 99, 'error')
+    return runner.run_batches({}, batches, task_type=str), walk.streams
+
+
+def make_groups(size: int = 2, num_tasks: int = 2) -> rollout.EpisodeBatch:
+  return rollout.EpisodeBatch(
+    [base.Task('train', n) for n in range(num_tasks)],
+    size,
+    (rollout.TRAIN, 3),
+    sampler.Sampling(),
+  )
+
+
+@functools.cache
+def exact_value(room: int, step: int, discount: float) -> float:
+  """The walk's expected discounted return, by dynamic programming."""
+  if step == MAX_STEPS:
+    return 0.0
+  left, right = max(0, room - 1), room + 1
+  after = 10.0 / discount
+  if right < ROOMS - 1:
+    after = exact_value(right, step + 1, discount)
+  back = exact_value(left, step + 1, discount)
+  return discount * (RIGHT * after + (1 - RIGHT) * back)
+
+
+def exact_values(states, discount: float) -> np.ndarray:
+  values = []
+  for start in states.starts:
+    room = start.task.index % (ROOMS - 1)
+    for step in start.steps:
+      room = max(0, room + (1 if 'right' in step.response else -1))
+    values.append(exact_value(room, len(start.steps), discount))
+  return np.array(values)
+
+
+@pytest.mark.parametrize('discount', [1.0, 0.8])
+def test_values_approach_the_exact_ones(discount):
+  groups = make_groups(size=1)
+  ((episodes,), _) = play([groups])
+  states = continuations.find_states(episodes)
+  exact, errors = exact_values(states, discount), []
+  assert len(exact) == sum(len(t.steps) for t in episodes) > 6
+  for count in (4, 256):
+    continued = continuations.make_batch(states, count, groups)
+    ((played,), _) = play([continued])
+    totals = continuations.returns(states, played, discount, 0.1)
+    assert totals.shape == (len(exact), count)
+    errors.append(continuations.mean_returns(totals) - exact)
+  # A success has a return of at most 10, so a return's deviation is at most 5.
+  assert np.abs(errors[1]).max() < 4 * 5 / math.sqrt(256)
+  assert np.square(errors[1]).mean() < np.square(errors[0]).mean()
+
+
+def test_equal_first_responses_share_a_state():
+  groups = make_groups(size=8)
+  ((episodes,), _) = play([groups])
+  states = continuations.find_states(episodes)
+  prefixes = {
+    (t.group, *(s.response for s in t.steps[:n]))
+    for t in episodes
+    for n in range(len(t.steps))
+  }
+  assert (
+    len(states.starts) == len(prefixes) < sum(len(t.steps) for t in episodes)
+  )
+  # All episodes of a task start in the same state.
+  assert len({indices[0] for indices in states.indices[:8]}) == 1
+  assert states.indices[0][0] != states.indices[8][0]
+  for episode, indices in zip(episodes, states.indices, strict=True):
+    for n, state in enumerate(indices):
+      start = states.starts[state]
+      assert (start.group, len(start.steps)) == (episode.group, n)
+      assert start.is_paused
+
+
+def test_continuations_have_streams_of_their_own():
+  groups = make_groups(size=4)
+  ((episodes,), streams) = play([groups])
+  states = continuations.find_states(episodes)
+  continued = continuations.make_batch(states, 3, groups)
+  ((played,), further) = play([continued])
+  assert len(further) == len(set(further))
+  assert not set(streams) & set(further)
+  assert {stream[:2] for stream in further} == {(rollout.CONTINUATION, 3)}
+  # Neither the schedule nor the number of environments changes them.
+  ((others,), _) = play([continued], num_envs=1, at_once=1)
+  for one, other in zip(played, others, strict=True):
+    assert [s.response for s in one.steps] == [s.response for s in other.steps]
+    assert one.member == other.member
+
+
+def test_costs_are_the_steps_of_environments_and_sampled_tokens(monkeypatch):
+  calls, step = [], toy.Env.step
+  monkeypatch.setattr(
+    toy.Env, 'step', lambda self, text: calls.append(text) or step(self, text)
+  )
+  groups = make_groups()
+  ((episodes,), _) = play([groups])
+  states = continuations.find_states(episodes)
+  del calls[:]
+  ((played,), streams) = play([continuations.make_batch(states, 2, groups)])
+  cost = continuations.count_samples(states, played)
+  assert cost == group_filter.SampleCounts(0, len(calls), len(streams))
+  assert len(calls) > len(streams)
+  kept = group_filter.CollectedGroups(episodes, episodes, [0, 1, 2, 3], {})
+  groups, metrics = continuations.add_values(kept, states, played, 1.0, 0.1)
+  assert groups.further == cost and groups.episodes is episodes
+  assert metrics['continuations/env_steps'] == len(calls)
+  assert metrics['continuations/states'] == len(states.starts)
+
+
+def make_episode(rewards, valid=None, failure='', member=0):
+  """Returns an episode with given rewards."""
+  ((episodes,), _) = play([make_groups(1, 1)])
+  (step, *_) = episodes[0].steps
+  valid = valid or [True] * len(rewards)
+  steps = tuple(
+    dataclasses.replace(
+      step,
+      response=str(n),
+      result=dataclasses.replace(step.result, reward=reward, valid=v),
+    )
+    for n, (reward, v) in enumerate(zip(rewards, valid, strict=True))
+  )
+  return dataclasses.replace(
+    episodes[0], steps=steps, failure=failure, member=member
+  )
+
+
+def test_returns_start_at_the_state_and_have_penalties():
+  episode = make_episode([1, 2])
+  states = continuations.find_states([episode])
+  assert [len(start.steps) for start in states.starts] == [0, 1]
+  played = [
+    make_episode([1, 2, 4]),
+    make_episode([8], valid=[False]),
+    make_episode([100, 2, 4]),  # The first turn is replayed.
+    make_episode([100], failure='raised: no'),
+  ]
+  totals = continuations.returns(states, played, 0.5, 0.25)
+  np.testing.assert_array_equal(totals, [[1 + 1 + 1, 7.75], [2 + 2, np.nan]])
+  np.testing.assert_array_equal(continuations.mean_returns(totals), [5.375, 4])
+
+
+def test_failed_episodes_have_no_states_and_no_values():
+  lone, failed = make_episode([0, 10]), make_episode([0], failure='died: x')
+  states = continuations.find_states([failed, lone])
+  assert [len(indices) for indices in states.indices] == [0, 2]
+  found = continuations.with_values([failed, lone], states, np.array([4, 7.0]))
+  assert [s.state_value for s in found[1].steps] == [4, 7]
+  assert found[0] is failed and failed.steps[0].state_value is None
+
+
+def test_advantages_of_a_lone_episode():
+  # V = 4 before the first turn, 7 before the last one, 0 after it.
+  episode = make_episode([0.5, 10], valid=[False, True])
+  states = continuations.find_states([episode])
+  values = np.array([4, 7.0])
+  for first, (expected, known) in {
+    4.0: ([0.5 - 0.1 + 7 - 4, 10 - 7], 2),
+    # The continuations of the first state failed.
+    math.nan: ([0, 3], 1),
+  }.items():
+    values[0] = first
+    rows = batch.from_trajectories(
+      continuations.with_values([episode], states, values),
+      max_prompt_tokens=1,
+      max_completion_tokens=2,
+      row_multiple=3,
+    )
+    plain = algorithms.make('vineppo', discount=1.0, whiten_advantages=False)
+    output = plain.compute_advantages(rows)
+    np.testing.assert_allclose(output.advantages, [*expected, 0], atol=1e-6)
+    mean = output.metrics['advantage/abs_mean']
+    assert mean == pytest.approx(sum(expected) / known)
+
+
+@pytest.mark.parametrize(
+  ('discount', 'expected'),
+  [
+    (1.0, [6 - 5, 10 - 6, 10 - 10, 6 - 5, 2 - 6, 0 - 2, 8 - 5, 10 - 8]),
+    (0.5, [3 - 5, 5 - 6, 0, 3 - 5, 1 - 6, -2, 4 - 5, 2]),
+  ],
+)
+def test_golden_advantages(discount, expected):
+  rows = algorithm_rows.golden_rows()
+  kwargs = {'discount': discount, 'whiten_advantages': False}
+  output = algorithms.make('vineppo', **kwargs).compute_advantages(rows)
+  np.testing.assert_allclose(output.advantages, [*expected, 0, 0], atol=1e-6)
+  # Rows in another order have the same advantages.
+  order = np.random.default_rng(0).permutation(10)
+  found = algorithms.make('vineppo', **kwargs).compute_advantages(
+    rows.take(order)
+  )
+  np.testing.assert_array_equal(found.advantages, output.advantages[order])
+  whitened = algorithms.make('vineppo', discount=discount)
+  found = whitened.compute_advantages(rows).advantages[:8]
+  z = (expected - np.mean(expected)) / np.std(expected, ddof=1)
+  np.testing.assert_allclose(found, z, atol=1e-5)
