@@ -45,6 +45,7 @@ def main() -> None:
 
   def run(config, workdir: str) -> None:
     del workdir
+    config_lib.validate(config)
     measure(config, groups.value, count.value, output.value)
 
   command.run(run)
@@ -60,10 +61,8 @@ def measure(config, num_groups: int, count: int, output: str = '') -> None:
     output: file for the advantages; '' for none.
   """
   config.rollout.groups = num_groups
-  config_lib.validate(config)
   methods = dict(make_methods(config))
-  most = max(algorithm.continuations for _, algorithm in methods.values()
-             if hasattr(algorithm, 'continuations'))  # fmt: skip
+  most = max(algorithms.num_continuations(a) for _, a in methods.values())
   episodes, states, played = play(config, count + most)
   totals = oracle_returns(config, states, played)
   vines, oracle = totals[:, :most], totals[:, most:]
@@ -210,7 +209,7 @@ def report(config, episodes, states, played, count: int) -> None:
   print(', '.join(f'{k} {v:.3f}' for k, v in figures.items() if v is not None))
 
 
-def cosines(groups, one, other):
+def group_products(groups, one, other):
   """Returns the sums (a b, a a, b b) over the rows of each group, [G, 3]."""
   products = np.stack([one * other, one * one, other * other], axis=1)
   sums = np.zeros((groups.max() + 1, 3))
@@ -229,7 +228,7 @@ def cosine(sums):
 def print_table(groups, advantages: dict) -> None:
   """Prints the cosines with the oracle, with bootstrap intervals."""
   oracle, *halves = [v for k, v in advantages.items() if k.startswith('oracle')]
-  agreement = float(cosine(cosines(groups, *halves).sum(axis=0)))
+  agreement = float(cosine(group_products(groups, *halves).sum(axis=0)))
   ceiling = np.sqrt(2 * agreement / (1 + agreement)) if agreement > 0 else 0.0
   print(f'halves {agreement:.3f}, ceiling {ceiling:.3f} (estimated)')
   drawn = np.random.default_rng(0).integers(
@@ -238,7 +237,7 @@ def print_table(groups, advantages: dict) -> None:
   found = {}
   for label, values in advantages.items():
     if not label.startswith('oracle'):
-      sums = cosines(groups, values, oracle)
+      sums = group_products(groups, values, oracle)
       found[label] = (
         float(cosine(sums.sum(axis=0))),
         cosine(sums[drawn].sum(axis=1)),

@@ -1,130 +1,27 @@
 """Tests of values of states, with random walks in the toy corridor."""
 
 import dataclasses
-import functools
 import math
 
 import algorithm_rows
 import numpy as np
-import pools
 import pytest
+import walks
 
-from envs import base, toy
-from gigpo_jax import (
-  algorithms,
-  batch,
-  continuations,
-  group_filter,
-  rollout,
-  sampler,
-)
-
-ROOMS, MAX_STEPS = 4, 5
-RIGHT = 0.6  # Probability of a step to the right.
-TEXTS = ('<action>left</action>', '<action>right</action>')
-
-
-class Tokenizer:
-  """Prompts of one token; a response is the index of its text."""
-
-  def fit(self, prompts, short_prompts, *, max_tokens, policy):
-    del short_prompts, max_tokens, policy
-    return [(np.zeros(1, np.int32), False) for _ in prompts]
-
-  def decode(self, ids):
-    return [TEXTS[i[0]] for i in ids]
-
-
-class RandomWalk:
-  """A policy that steps to the right with probability RIGHT.
-
-  It answers the latest `at_once` requests first, and records streams.
-  """
-
-  def __init__(self, at_once: int = 100):
-    self._at_once, self._queue, self.streams = at_once, [], []
-    self.stats, self.is_shared, self.compilations = sampler.Stats(), False, 0
-
-  @property
-  def busy(self) -> bool:
-    return bool(self._queue)
-
-  def load(self, params, base=None, *, trace=False):
-    del params, base, trace
-
-  def finish(self):
-    assert not self.busy
-
-  def take_stats(self):
-    return sampler.Stats()
-
-  def submit(self, request) -> int:
-    self.streams.append(request.stream)
-    self._queue.append((len(self.streams), request.stream))
-    return len(self.streams)
-
-  def step(self):
-    done = self._queue[-self._at_once :]
-    del self._queue[-self._at_once :]
-    return [(ticket, self._answer(stream)) for ticket, stream in done]
-
-  def _answer(self, stream) -> sampler.Completion:
-    goes_right = np.random.default_rng((7, *stream)).random() < RIGHT
-    ids = np.array([int(goes_right)], np.int32)
-    return sampler.Completion(ids, np.zeros(1), np.zeros(1), 'stop')
-
-
-def play(batches, *, num_envs: int = 8, at_once: int = 100, **env):
-  """Plays batches; returns their episodes and the streams of requests."""
-  walk = RandomWalk(at_once)
-  kwargs = {'rooms': ROOMS, 'max_steps': MAX_STEPS} | env
-  with pools.make(num_workers=0, num_envs=num_envs, env=kwargs) as pool:
-    runner = rollout.EpisodeRunner(pool, walk, Tokenizer(), 99, 'error')
-    return runner.run_batches({}, batches, task_type=str), walk.streams
-
-
-def make_groups(size: int = 2, num_tasks: int = 2) -> rollout.EpisodeBatch:
-  return rollout.EpisodeBatch(
-    [base.Task('train', n) for n in range(num_tasks)],
-    size,
-    (rollout.TRAIN, 3),
-    sampler.Sampling(),
-  )
-
-
-@functools.cache
-def exact_value(room: int, step: int, discount: float) -> float:
-  """The walk's expected discounted return, by dynamic programming."""
-  if step == MAX_STEPS:
-    return 0.0
-  left, right = max(0, room - 1), room + 1
-  after = 10.0 / discount
-  if right < ROOMS - 1:
-    after = exact_value(right, step + 1, discount)
-  back = exact_value(left, step + 1, discount)
-  return discount * (RIGHT * after + (1 - RIGHT) * back)
-
-
-def exact_values(states, discount: float) -> np.ndarray:
-  values = []
-  for start in states.starts:
-    room = start.task.index % (ROOMS - 1)
-    for step in start.steps:
-      room = max(0, room + (1 if 'right' in step.response else -1))
-    values.append(exact_value(room, len(start.steps), discount))
-  return np.array(values)
+from envs import toy
+from gigpo_jax import algorithms, batch, continuations, group_filter, rollout
 
 
 @pytest.mark.parametrize('discount', [1.0, 0.8])
 def test_values_approach_the_exact_ones(discount):
-  groups = make_groups(size=1)
-  ((episodes,), _) = play([groups])
+  groups = walks.make_groups(size=1)
+  ((episodes,), _) = walks.play([groups])
   states = continuations.find_states(episodes)
-  exact, errors = exact_values(states, discount), []
+  exact, errors = walks.exact_values(states, discount), []
   assert len(exact) == sum(len(t.steps) for t in episodes) > 6
   for count in (4, 256):
     continued = continuations.make_batch(states, count, groups)
-    ((played,), _) = play([continued])
+    ((played,), _) = walks.play([continued])
     totals = continuations.returns(states, played, discount, 0.1)
     assert totals.shape == (len(exact), count)
     errors.append(continuations.mean_returns(totals) - exact)
@@ -134,8 +31,8 @@ def test_values_approach_the_exact_ones(discount):
 
 
 def test_equal_first_responses_share_a_state():
-  groups = make_groups(size=8)
-  ((episodes,), _) = play([groups])
+  groups = walks.make_groups(size=8)
+  ((episodes,), _) = walks.play([groups])
   states = continuations.find_states(episodes)
   prefixes = {
     (t.group, *(s.response for s in t.steps[:n]))
@@ -156,16 +53,16 @@ def test_equal_first_responses_share_a_state():
 
 
 def test_continuations_have_streams_of_their_own():
-  groups = make_groups(size=4)
-  ((episodes,), streams) = play([groups])
+  groups = walks.make_groups(size=4)
+  ((episodes,), streams) = walks.play([groups])
   states = continuations.find_states(episodes)
   continued = continuations.make_batch(states, 3, groups)
-  ((played,), further) = play([continued])
+  ((played,), further) = walks.play([continued])
   assert len(further) == len(set(further))
   assert not set(streams) & set(further)
   assert {stream[:2] for stream in further} == {(rollout.CONTINUATION, 3)}
   # Neither the schedule nor the number of environments changes them.
-  ((others,), _) = play([continued], num_envs=1, at_once=1)
+  ((others,), _) = walks.play([continued], num_envs=1, at_once=1)
   for one, other in zip(played, others, strict=True):
     assert [s.response for s in one.steps] == [s.response for s in other.steps]
     assert one.member == other.member
@@ -176,11 +73,13 @@ def test_costs_are_the_steps_of_environments_and_sampled_tokens(monkeypatch):
   monkeypatch.setattr(
     toy.Env, 'step', lambda self, text: calls.append(text) or step(self, text)
   )
-  groups = make_groups()
-  ((episodes,), _) = play([groups])
+  groups = walks.make_groups()
+  ((episodes,), _) = walks.play([groups])
   states = continuations.find_states(episodes)
   del calls[:]
-  ((played,), streams) = play([continuations.make_batch(states, 2, groups)])
+  ((played,), streams) = walks.play(
+    [continuations.make_batch(states, 2, groups)]
+  )
   cost = continuations.count_samples(states, played)
   assert cost == group_filter.SampleCounts(0, len(calls), len(streams))
   assert len(calls) > len(streams)
@@ -193,7 +92,7 @@ def test_costs_are_the_steps_of_environments_and_sampled_tokens(monkeypatch):
 
 def make_episode(rewards, valid=None, failure='', member=0):
   """Returns an episode with given rewards."""
-  ((episodes,), _) = play([make_groups(1, 1)])
+  ((episodes,), _) = walks.play([walks.make_groups(1, 1)])
   (step, *_) = episodes[0].steps
   valid = valid or [True] * len(rewards)
   steps = tuple(

@@ -1,0 +1,81 @@
+"""Tests of benchmarks/credit.py with random walks instead of a policy."""
+
+import importlib
+import math
+
+import numpy as np
+import programs
+import pytest
+import walks
+
+from configs import keydoor
+from gigpo_jax import algorithms, continuations
+
+
+@pytest.fixture(name='credit')
+def fixture_credit(monkeypatch):
+  monkeypatch.syspath_prepend(str(programs.PROJECT / 'benchmarks'))
+  return importlib.import_module('credit')
+
+
+def test_cosines_add_the_products_of_groups(credit):
+  groups = np.array([0, 0, 1])
+  sums = credit.group_products(
+    groups, np.array([1.0, 2, 3]), np.array([4.0, 5, -6])
+  )
+  np.testing.assert_array_equal(sums, [[14, 5, 41], [-18, 9, 36]])
+  expected = (14 - 18) / math.sqrt((5 + 9) * (41 + 36))
+  assert credit.cosine(sums.sum(axis=0)) == pytest.approx(expected)
+  assert credit.cosine(np.zeros(3)) == 0
+
+
+def test_table_of_random_walks(credit, monkeypatch, capsys, tmp_path):
+  names = ('gigpo', 'grpo', 'vineppo')
+  known = {name: algorithms.REGISTRY[name] for name in names}
+  monkeypatch.setattr(algorithms, 'REGISTRY', known)
+  config = keydoor.get_config('tiny')
+  config.env = {
+    'name': 'toy',
+    'rooms': walks.ROOMS,
+    'max_steps': walks.MAX_STEPS,
+  }
+  config.rollout.episodes_per_group = 4
+
+  def play(config, count):
+    groups = walks.make_groups(4, config.rollout.groups)
+    ((episodes,), _) = walks.play([groups])
+    states = continuations.find_states(episodes)
+    batch = continuations.make_batch(states, count, groups)
+    return episodes, states, walks.play([batch])[0][0]
+
+  monkeypatch.setattr(credit, 'play', play)
+  path = tmp_path / 'advantages.npz'
+  credit.measure(config, 6, 128, str(path))
+  lines = capsys.readouterr().out.splitlines()
+  found = {
+    line.split(' | ')[0].strip('| '): float(line.split(' | ')[1])
+    for line in lines
+    if line.startswith('| ') and 'cosine' not in line
+  }
+  assert found.keys() == {
+    *names,
+    'gigpo, episode_weight=0',
+    'gigpo, discount=1',
+    'gigpo, anchor=shuffled',
+    'gigpo, anchor=state',
+  }
+  assert max(found, key=found.get) == 'vineppo' and found['vineppo'] > 0.6
+  assert found['gigpo'] == found['gigpo, anchor=state'] > found['grpo']
+  # The observation is the state: the oracle approaches the exact advantages.
+  arrays = np.load(path)
+  episodes, states, _ = play(config, 1)
+  values = walks.exact_values(states, 1.0)
+  exact = []
+  for episode, indices in zip(episodes, states.indices, strict=True):
+    before = values[indices]
+    rewards = [step.result.reward for step in episode.steps]
+    exact += list(rewards + np.append(before[1:], 0) - before)
+  sums = credit.group_products(
+    arrays['groups'], arrays['oracle 0'], np.array(exact)
+  )
+  assert credit.cosine(sums.sum(axis=0)) > 0.97
