@@ -431,7 +431,7 @@ def collect(
       groups=parts.config.rollout.groups,
       iteration=iteration,
     )
-    stop_if_failed(parts, groups.episodes)
+    parts.stop_if_failed(groups.episodes)
     metrics |= runner.metrics()
     if plot:
       plot(runner)
@@ -444,7 +444,7 @@ def collect(
   metrics |= groups.metrics
   metrics |= parts.carry_over.metrics(groups.episodes, groups.waiting)
   if evaluated:
-    stop_if_failed(parts, evaluated)
+    parts.stop_if_failed(evaluated)
     metrics |= evaluation.summarize(evaluated)
   if groups.episodes:  # Not all groups wait.
     metrics |= metrics_lib.summarize(groups.episodes, prefix='train')
@@ -473,7 +473,7 @@ def estimate_state_values(
       base_params=parts.learner.base,
       label=f'continuations {iteration}',
     )
-  stop_if_failed(parts, played)
+  parts.stop_if_failed(played)
   options = parts.config.algorithm
   groups, value_metrics = continuations.add_values(
     groups, states, played, options.discount, options.invalid_penalty
@@ -552,26 +552,9 @@ def evaluate(
       task_type=parts.task_type,
       base_params=parts.learner.base,
     )
-    stop_if_failed(parts, episodes)
+    parts.stop_if_failed(episodes)
     metrics |= evaluation.summarize(episodes)
   return metrics
-
-
-def stop_if_failed(
-  parts: run_builders.Parts, episodes: Sequence[trajectory.Trajectory]
-) -> None:
-  """Reports failed episodes; stops the run if there are too many."""
-  report = metrics_lib.failure_report(episodes)
-  if not report:
-    return
-  console.log(report)
-  failed_share = sum(bool(t.failure) for t in episodes) / len(episodes)
-  limit = parts.config.pool.max_failed_share
-  if failed_share > limit or failed_share == 1:
-    raise errors.RunError(
-      f'pool.max_failed_share={limit}: {report}; fix the environment or its '
-      'data, then rerun the same command to resume'
-    )
 
 
 def finish(

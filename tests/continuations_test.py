@@ -2,14 +2,26 @@
 
 import dataclasses
 import math
+import types
 
 import algorithm_rows
 import numpy as np
 import pytest
 import walks
 
+from configs import base as configs_base
 from envs import toy
-from gigpo_jax import algorithms, batch, continuations, group_filter, rollout
+from gigpo_jax import (
+  algorithms,
+  batch,
+  carry_over,
+  continuations,
+  group_filter,
+  rollout,
+  sampler,
+  train,
+)
+from gigpo_jax.run import run_state
 
 
 @pytest.mark.parametrize('discount', [1.0, 0.8])
@@ -178,3 +190,48 @@ def test_golden_advantages(discount, expected):
   found = whitened.compute_advantages(rows).advantages[:8]
   z = (expected - np.mean(expected)) / np.std(expected, ddof=1)
   np.testing.assert_allclose(found, z, atol=1e-5)
+
+
+def test_a_run_plays_continuations_only_for_algorithms_that_need_them():
+  batch_of_groups = walks.make_groups()
+  ((episodes,), _) = walks.play([batch_of_groups])
+  groups = group_filter.CollectedGroups(episodes, episodes, [0, 1, 2, 3], {})
+  calls = []
+
+  def run_batches(params, batches, **kwargs):
+    calls.append((params, kwargs['base_params']))
+    return walks.play(batches)[0]
+
+  for name, options in (('gigpo', {}), ('vineppo', {'continuations': 3})):
+    parts = types.SimpleNamespace(
+      algorithm=algorithms.make(name, **options),
+      config=configs_base.get_config(),
+      carry_over=carry_over.CarryOver(),
+      group_size=2,
+      sampling=sampler.Sampling(),
+      learner=types.SimpleNamespace(base='base'),
+      task_type=str,
+      stop_if_failed=lambda episodes: None,
+    )
+    found, metrics = train.estimate_state_values(
+      parts,
+      types.SimpleNamespace(run_batches=run_batches),
+      types.SimpleNamespace(policy=types.SimpleNamespace(params='params')),
+      groups,
+      3,
+    )
+    if name == 'gigpo':
+      assert found is groups and not metrics and not calls
+  assert calls == [('params', 'base')]
+  states = continuations.find_states(episodes)
+  made = continuations.make_batch(states, 3, batch_of_groups)
+  ((played,), _) = walks.play([made])
+  totals = continuations.returns(states, played, 0.95, 0.1)
+  values = continuations.mean_returns(totals)
+  assert [[s.state_value for s in t.steps] for t in found.kept] == [
+    [values[state] for state in indices] for indices in states.indices
+  ]
+  assert metrics['time/continuations_secs'] > 0
+  history = run_state.History().after(3, found, {}, metrics)
+  base_cost = group_filter.SampleCounts().plus(episodes)
+  assert history.counts == base_cost + found.further

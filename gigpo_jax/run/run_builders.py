@@ -5,7 +5,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,9 +24,11 @@ from gigpo_jax import (
   guard,
   learner,
   losses,
+  metrics,
   sampler,
   tasks,
   token_batch,
+  trajectory,
 )
 from gigpo_jax import config as config_lib
 from gigpo_jax.models import huggingface, lora
@@ -142,6 +144,24 @@ class Parts:
       invalid_penalty=options.invalid_penalty,
       norm=options.norm,
     )
+
+  def stop_if_failed(self, episodes: Sequence[trajectory.Trajectory]) -> None:
+    """Reports failed episodes.
+
+    Raises:
+      errors.RunError: if there are too many.
+    """
+    report = metrics.failure_report(episodes)
+    if not report:
+      return
+    console.log(report)
+    failed_share = sum(bool(t.failure) for t in episodes) / len(episodes)
+    limit = self.config.pool.max_failed_share
+    if failed_share > limit or failed_share == 1:
+      raise errors.RunError(
+        f'pool.max_failed_share={limit}: {report}; fix the environment or its '
+        'data, then rerun the same command to resume'
+      )
 
   def abstract_states(self) -> dict[str, learner.TrainState]:
     """Returns shapes, dtypes and shardings of the states of a checkpoint."""
