@@ -25,7 +25,8 @@ from ml_collections import config_dict
 
 from configs import base, sizes
 
-# Learning rates of `:mini`; see sizes.use_mini.
+# Learning rates of `:mini`; see sizes.use_mini. They are not tuned;
+# configs/sweeps/tuning_others.py does that.
 RATES = {'gigpo': 2.5e-4, 'grpo': 2.5e-4}
 
 SIZES = ('1.5b', 'tiny', 'mini', 'smoke')

@@ -21,7 +21,8 @@ import ml_collections
 
 from configs import base, sizes
 
-# Learning rates of `:mini`; see sizes.use_mini.
+# Learning rates of `:mini`; see sizes.use_mini. They are not tuned;
+# configs/sweeps/tuning_others.py does that.
 RATES = {'gigpo': 1.5e-4}
 
 SIZES = ('1.5b', 'tiny', 'mini', 'smoke')
