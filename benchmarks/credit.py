@@ -28,7 +28,7 @@ import numpy as np
 from absl import flags
 
 import envs
-from configs import base
+from configs import variants
 from gigpo_jax import algorithms, batch, builders, continuations, rollout
 from gigpo_jax import config as config_lib
 from gigpo_jax.algorithms import vineppo
@@ -92,7 +92,7 @@ def make_methods(config) -> Iterator[tuple[str, tuple]]:
   }
   for label in (*algorithms.REGISTRY, *controls):
     changed = config.copy_and_resolve_references()
-    base.use_algorithm(changed, label.partition(',')[0])
+    variants.use_algorithm(changed, label.partition(',')[0])
     changed.rollout.update(config.rollout)
     changed.algorithm.update(controls.get(label, {}))
     algorithm = algorithms.make(**config_lib.algorithm_kwargs(changed))

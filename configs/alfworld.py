@@ -10,7 +10,7 @@ Variants are joined by commas:
   download; `tiny` for two CPU cores; `mini` for sweeps, `mini_full` for sweeps
   in rooms of ALFRED's size; `smoke` for tests;
 - an algorithm: `grpo`, `ppo`, ...;
-- other changes, see `base.CHANGES`.
+- other changes, see `variants.CHANGES`.
 
 Published success on valid_seen, mean of 3 seeds, 150 iterations: 1.5B GiGPO
 86.7 %, GRPO 72.8 %; 7B GiGPO 90.8 %, GRPO 77.6 %. The paper used 2 x H100 for
@@ -20,7 +20,7 @@ docs/results.md.
 
 import ml_collections
 
-from configs import base, sizes
+from configs import base, sizes, variants
 
 # Learning rates of `:mini`; see sizes.use_mini.
 RATES = {'gigpo': 1.5e-4, 'hgpo': 1.5e-4}
@@ -30,8 +30,8 @@ SIZES = ('0.5b', '1.5b', '7b', 'small', 'tiny', 'mini', 'mini_full', 'smoke')
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
   """Returns the experiment; `arg` is a comma-separated list of variants."""
-  size, changes = base.parse_variants(
-    arg, 'alfworld', sizes=SIZES, changes=base.CHANGES
+  size, changes = variants.parse(
+    arg, 'alfworld', sizes=SIZES, changes=variants.CHANGES
   )
   size = size or '1.5b'
   config = _paper()
@@ -53,7 +53,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     sizes.use_smoke(config)
   if size == '7b':
     config.learner.microbatch_tokens = 20_480
-  base.apply(config, changes)
+  variants.apply(config, changes)
   return config
 
 

@@ -14,7 +14,7 @@ makes its warm start, which the run then finds.
 Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
 cores; `mini`, the slippery lake, for sweeps; `smoke`, the tiny path in two
 minutes), an algorithm (`grpo`, `ppo`, ...) and other changes, see
-`base.CHANGES`.
+`variants.CHANGES`.
 
 All tasks, including held-out ones, use the same lake. Success therefore
 measures how well the policy knows this lake, not lakes in general.
@@ -23,7 +23,7 @@ measures how well the policy knows this lake, not lakes in general.
 import ml_collections
 from ml_collections import config_dict
 
-from configs import base, sizes
+from configs import base, sizes, variants
 
 # Learning rates of `:mini`; see sizes.use_mini. They are not tuned;
 # configs/sweeps/tuning_others.py does that.
@@ -34,8 +34,8 @@ SIZES = ('1.5b', 'tiny', 'mini', 'smoke')
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
   """Returns the experiment; `arg` is a comma-separated list of variants."""
-  size, changes = base.parse_variants(
-    arg, 'gymnasium', sizes=SIZES, changes=base.CHANGES
+  size, changes = variants.parse(
+    arg, 'gymnasium', sizes=SIZES, changes=variants.CHANGES
   )
   size = size or '1.5b'
   config = _lake()
@@ -48,7 +48,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     _slippery(config)
   if size == 'smoke':
     sizes.use_smoke(config)
-  base.apply(config, changes)
+  variants.apply(config, changes)
   return config
 
 

@@ -10,14 +10,14 @@ On a laptop, make a warm start by imitation and train it:
 Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
 cores; `mini` for sweeps, from the warm start of `tiny`; `smoke`, the tiny path
 in two minutes), an algorithm (`grpo`, `ppo`, ...) and other changes, see
-`base.CHANGES`. envs/keydoor_levels.py generates the levels.
+`variants.CHANGES`. envs/keydoor_levels.py generates the levels.
 
 grid of settings in which the effect of step advantages is measured.
 """
 
 import ml_collections
 
-from configs import base, sizes
+from configs import base, sizes, variants
 
 # Learning rates of `:mini`; see sizes.use_mini. GiGPO's is the better of 7.5e-5
 # and 1.5e-4 on seed 100 and the split valid; docs/results.md.
@@ -28,8 +28,8 @@ SIZES = ('1.5b', 'tiny', 'mini', 'smoke')
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
   """Returns the experiment; `arg` is a comma-separated list of variants."""
-  size, changes = base.parse_variants(
-    arg, 'keydoor', sizes=SIZES, changes=base.CHANGES
+  size, changes = variants.parse(
+    arg, 'keydoor', sizes=SIZES, changes=variants.CHANGES
   )
   size = size or '1.5b'
   config = _rooms()
@@ -43,7 +43,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     config.evaluation.every = 30
   if size == 'smoke':
     sizes.use_smoke(config)
-  base.apply(config, changes)
+  variants.apply(config, changes)
   return config
 
 

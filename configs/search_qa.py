@@ -11,7 +11,7 @@ imitation on a generated corpus, and train it:
 
 Variants, joined by commas: a size (`3b`, the default, `7b`; `tiny` for two CPU
 cores; `smoke`, the tiny path in two minutes), an algorithm (`grpo`, `ppo`, ...)
-and other changes, see `base.CHANGES`.
+and other changes, see `variants.CHANGES`.
 
 Sizes and weights are those of the released code: Qwen2.5-3B and 7B, 200
 iterations of 256 groups of 5. Its results are not comparable: it searches
@@ -20,15 +20,15 @@ Wikipedia with an embedding model, and this environment uses BM25.
 
 import ml_collections
 
-from configs import base, sizes
+from configs import base, sizes, variants
 
 SIZES = ('3b', '7b', 'tiny', 'smoke')
 
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
   """Returns the experiment; `arg` is a comma-separated list of variants."""
-  size, changes = base.parse_variants(
-    arg, 'search_qa', sizes=SIZES, changes=base.CHANGES
+  size, changes = variants.parse(
+    arg, 'search_qa', sizes=SIZES, changes=variants.CHANGES
   )
   size = size or '3b'
   config = _released()
@@ -40,7 +40,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     sizes.use_smoke(config)
   if size == '7b':
     config.learner.microbatch_tokens = 18_432
-  base.apply(config, changes)
+  variants.apply(config, changes)
   return config
 
 

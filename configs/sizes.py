@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import ml_collections
 
 import configs
-from configs import base
+from configs import base, variants
 
 # Warm starts that are part of the project.
 INCLUDED = 'configs/warm_starts'
@@ -87,7 +87,7 @@ def use_mini(
     rates: tuned learning rate per method, see configs/sweeps/tuning.py. Methods
       without an entry use MINI_RATE.
   """
-  methods = [c for c in changes if c in (*base.ALGORITHMS, 'strong')]
+  methods = [c for c in changes if c in (*variants.ALGORITHMS, 'strong')]
   methods = methods or [base.DEFAULT_ALGORITHM]
   config.optimizer.learning_rate = min(
     rates.get(method, MINI_RATE) for method in methods

@@ -10,7 +10,7 @@ On a laptop, make a warm start by imitation and train it:
 Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
 cores; `mini` for sweeps, from the warm start of `tiny`; `smoke`, the tiny path
 in two minutes), an algorithm (`grpo`, `ppo`, ...) and other changes, see
-`base.CHANGES`. envs/sokoban.py generates the levels.
+`variants.CHANGES`. envs/sokoban.py generates the levels.
 
 Sizes and weights are those of the released code. Its results are not
 comparable: it shows the room as a picture to Qwen2.5-VL-3B, and this
@@ -19,7 +19,7 @@ environment shows it as text.
 
 import ml_collections
 
-from configs import base, sizes
+from configs import base, sizes, variants
 
 # Learning rates of `:mini`; see sizes.use_mini. They are not tuned;
 # configs/sweeps/tuning_others.py does that.
@@ -30,8 +30,8 @@ SIZES = ('1.5b', 'tiny', 'mini', 'smoke')
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
   """Returns the experiment; `arg` is a comma-separated list of variants."""
-  size, changes = base.parse_variants(
-    arg, 'sokoban', sizes=SIZES, changes=base.CHANGES
+  size, changes = variants.parse(
+    arg, 'sokoban', sizes=SIZES, changes=variants.CHANGES
   )
   size = size or '1.5b'
   config = _released()
@@ -45,7 +45,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     config.evaluation.every = 30
   if size == 'smoke':
     sizes.use_smoke(config)
-  base.apply(config, changes)
+  variants.apply(config, changes)
   return config
 
 

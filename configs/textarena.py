@@ -13,7 +13,7 @@ envs/textarena_env.py documents.
 
 Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
 cores; `smoke`, the tiny path in two minutes), an algorithm (`grpo`, `ppo`, ...)
-and other changes, see `base.CHANGES`.
+and other changes, see `variants.CHANGES`.
 
 All tasks, including held-out ones, use the same tower. Success therefore
 measures how well the policy knows this tower, not towers in general.
@@ -21,15 +21,15 @@ measures how well the policy knows this tower, not towers in general.
 
 import ml_collections
 
-from configs import base, sizes
+from configs import base, sizes, variants
 
 SIZES = ('1.5b', 'tiny', 'smoke')
 
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
   """Returns the experiment; `arg` is a comma-separated list of variants."""
-  size, changes = base.parse_variants(
-    arg, 'textarena', sizes=SIZES, changes=base.CHANGES
+  size, changes = variants.parse(
+    arg, 'textarena', sizes=SIZES, changes=variants.CHANGES
   )
   size = size or '1.5b'
   config = _tower()
@@ -39,7 +39,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     config.model.path = sizes.warm_start(__file__, size)
   if size == 'smoke':
     sizes.use_smoke(config)
-  base.apply(config, changes)
+  variants.apply(config, changes)
   return config
 
 

@@ -6,7 +6,7 @@
 
 Variants, joined by commas: a size (`1.5b`, the default, `7b`; `tiny` for two
 CPU cores, `mini` for sweeps, `smoke` for continuous integration), an algorithm
-(`grpo`, `ppo`, ...) and other changes, see `base.CHANGES`.
+(`grpo`, `ppo`, ...) and other changes, see `variants.CHANGES`.
 
 Published score and success, mean of 3 seeds, 150 iterations, 1,000 products:
 1.5B GiGPO 83.5 / 67.4 %, GRPO 75.8 / 56.8 %; 7B GiGPO 86.2 / 75.2 %, GRPO
@@ -16,7 +16,7 @@ docs/results.md.
 
 import ml_collections
 
-from configs import base, sizes
+from configs import base, sizes, variants
 
 # Learning rates of `:mini`; see sizes.use_mini.
 RATES = {'ppo': 1.5e-4}
@@ -26,8 +26,8 @@ SIZES = ('1.5b', '7b', 'tiny', 'mini', 'smoke')
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
   """Returns the experiment; `arg` is a comma-separated list of variants."""
-  size, changes = base.parse_variants(
-    arg, 'webshop', sizes=SIZES, changes=base.CHANGES
+  size, changes = variants.parse(
+    arg, 'webshop', sizes=SIZES, changes=variants.CHANGES
   )
   size = size or '1.5b'
   config = _paper()
@@ -42,7 +42,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     sizes.use_smoke(config)
   if size == '7b':
     config.learner.microbatch_tokens = 18_432
-  base.apply(config, changes)
+  variants.apply(config, changes)
   return config
 
 

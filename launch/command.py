@@ -15,7 +15,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 import configs
-from configs import base
+from configs import variants
 from envs import worker
 from gigpo_jax import deprecated
 from launch import interrupt, lines
@@ -112,7 +112,7 @@ def _help(module: str) -> str:
       '\nConfigs and their sizes:',
       *sizes,
       '\nFurther variants, after the size and joined by commas:',
-      _wrap(', '.join(base.CHANGES), 2),
+      _wrap(', '.join(variants.CHANGES), 2),
     ]
   )
 

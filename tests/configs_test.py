@@ -23,6 +23,7 @@ from configs import (
   sokoban,
   textarena,
   textworld,
+  variants,
   webshop,
 )
 from configs.sweeps import ablations, main, tuning_others
@@ -38,7 +39,7 @@ MODULES = (alfworld, *OTHERS, webshop)
 VARIANTS = [
   (module, ','.join(word for word in words if word))
   for module in MODULES
-  for words in itertools.product(('', *module.SIZES), ('', *base.CHANGES))
+  for words in itertools.product(('', *module.SIZES), ('', *variants.CHANGES))
 ]
 
 
@@ -52,7 +53,7 @@ def test_every_variant_loads_with_valid_values(module, variant: str):
   assert not list(config_lib._values(config))
   assert not list(config_lib._combinations(config))
   name = variant.rpartition(',')[2]
-  expected = name if name in base.ALGORITHMS else 'gigpo'
+  expected = name if name in variants.ALGORITHMS else 'gigpo'
   assert config.algorithm.name == expected
 
 
@@ -284,10 +285,10 @@ def test_variants_change_the_expected_fields():
 
 
 @pytest.mark.parametrize('module', [alfworld, webshop, sokoban])
-@pytest.mark.parametrize('name', base.ALGORITHMS)
+@pytest.mark.parametrize('name', variants.ALGORITHMS)
 def test_reference_code_accepts_the_released_algorithms(module, name):
   variant = f'tiny,reference_code,{name}'
-  if name in base.released():
+  if name in variants.released():
     config = module.get_config(variant)
     # No option is ignored or refused by the algorithm.
     assert not list(config_lib._combinations(config))
@@ -321,9 +322,9 @@ def test_options_of_a_new_algorithm_are_fields(monkeypatch):
   module = types.ModuleType('gigpo_jax.algorithms.mine')
   module.Algorithm = Algorithm
   monkeypatch.setitem(sys.modules, module.__name__, module)
-  monkeypatch.setitem(base._MODULES, 'mine', module.__name__)
+  monkeypatch.setitem(variants._MODULES, 'mine', module.__name__)
   for name in ('ALGORITHMS', 'CHANGES'):
-    monkeypatch.setattr(base, name, (*getattr(base, name), 'mine'))
+    monkeypatch.setattr(variants, name, (*getattr(variants, name), 'mine'))
   config = alfworld.get_config('tiny,mine')
   assert config.algorithm.mixing == 0.5
   assert config.algorithm.to_dict().keys() - {'mixing'} == set(

@@ -11,7 +11,7 @@ import preloaded
 import pytest
 
 import envs
-from configs import alfworld, base, sizes
+from configs import alfworld, base, sizes, variants
 from gigpo_jax import (
   advantages,
   algorithms,
@@ -61,6 +61,8 @@ def test_old_names_of_modules_work_with_a_warning(module, old, new):
 def test_old_names_of_configs_work_with_a_warning(name: str):
   with pytest.warns(DeprecationWarning, match=f'use configs.sizes.{name}'):
     assert getattr(base, name) is getattr(sizes, name)
+  with pytest.warns(DeprecationWarning, match='use configs.variants.parse'):
+    assert base.parse_variants is variants.parse
 
 
 def test_old_parameters_work_with_a_warning():

@@ -11,7 +11,7 @@ import sys
 import programs
 import pytest
 
-from configs import alfworld, base
+from configs import alfworld, variants
 from envs.alfworld import games
 from gigpo_jax import config as config_lib
 
@@ -23,12 +23,12 @@ import envs
 envs.REGISTRY['house'] = 'house.env'
 
 if __name__ == '__main__':
-  from configs import alfworld, base
+  from configs import alfworld, variants
   from gigpo_jax import train
 
   config = alfworld.get_config('smoke')
   config.env.name, config.env.data_dir = 'house', ''
-  base.apply(config, ['strong', 'rloo'])
+  variants.apply(config, ['strong', 'rloo'])
   config.num_iterations, config.evaluation.every = 1, 0
   config.rollout.groups, config.env.max_steps = 2, 3
   config.rollout.prompt_buckets = (320,)
@@ -77,7 +77,7 @@ def test_copied_environment_reports_its_data(monkeypatch, outside):
   monkeypatch.delenv('HOUSE_DATA', raising=False)
   config = alfworld.get_config('smoke')
   config.env.name, config.env.data_dir = 'house.env', ''
-  base.apply(config, ['strong'])
+  variants.apply(config, ['strong'])
   assert list(config_lib._missing_environment(config)) == [
     'env.data_dir=: no ALFWorld games; run `alfworld-download` and set '
     '$HOUSE_DATA or env.data_dir to its folder, or use env.data_dir=generated'

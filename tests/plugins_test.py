@@ -9,7 +9,7 @@ import re
 import pytest
 
 import envs
-from configs import base
+from configs import base, variants
 from gigpo_jax import algorithms
 from gigpo_jax import config as config_lib
 
@@ -17,6 +17,7 @@ PROJECT = pathlib.Path(envs.__file__).parents[1]
 CENTRAL = (
   'configs/base.py',
   'configs/sizes.py',
+  'configs/variants.py',
   'envs/__init__.py',
   'envs/base.py',
   'envs/checks.py',
@@ -101,10 +102,10 @@ def test_registries_are_sorted(registry):
 
 def test_presets_are_for_known_variants():
   for name in envs.REGISTRY:
-    assert envs.presets(name).keys() <= set(base.PRESETS)
+    assert envs.presets(name).keys() <= set(variants.PRESETS)
   for name in algorithms.REGISTRY:
-    presets = getattr(base._algorithm(name), 'PRESETS', {})
-    assert presets.keys() <= {name, *base.PRESETS}
+    presets = getattr(variants._algorithm(name), 'PRESETS', {})
+    assert presets.keys() <= {name, *variants.PRESETS}
 
 
 @pytest.mark.parametrize(
@@ -128,6 +129,6 @@ def test_configs_list_the_defaults_of_algorithms():
   options = base.get_config().algorithm
   for name in algorithms.REGISTRY:
     for option, default in algorithms.defaults(
-      base._algorithm(name).Algorithm
+      variants._algorithm(name).Algorithm
     ).items():
       assert options[option] == default, (name, option)

@@ -1,0 +1,194 @@
+"""Variants of experiments: what the words after the colon change.
+
+`--config=configs/alfworld.py:tiny,grpo` has the variants `tiny` and `grpo`. A
+config file accepts sizes of its own, see `configs.sizes`, and CHANGES.
+"""
+
+import ast
+import dataclasses
+import difflib
+import importlib
+import pathlib
+import types
+from collections.abc import Mapping, Sequence
+
+import ml_collections
+
+from configs import base
+
+
+def parse(
+  arg: str, name: str, *, sizes: Sequence[str], changes: Sequence[str]
+) -> tuple[str, list[str]]:
+  """Returns (size or '', other variants) of `--config=configs/NAME.py:ARG`.
+
+  Args:
+    arg: variants, joined by commas.
+    name: name of the config file, for errors.
+    sizes: accepted sizes.
+    changes: accepted other variants.
+
+  Raises:
+    ValueError: if `arg` contains an unknown variant or two sizes.
+  """
+  variants = [word for word in arg.split(',') if word]
+  known = (*sizes, *changes)
+  unknown = [v for v in variants if v not in known]
+  chosen = [v for v in variants if v in sizes]
+  if unknown or len(chosen) > 1:
+    near = [m for v in unknown for m in difflib.get_close_matches(v, known, 1)]
+    hint = f'; did you mean {", ".join(near)}?' if near else ''
+    raise ValueError(
+      f'--config=configs/{name}.py:{arg}: accepts at most one of '
+      f'{", ".join(sizes)} and {", ".join(changes)}, joined by commas{hint}'
+    )
+  return ''.join(chosen), [b for b in changes if b in variants]
+
+
+def _registered_algorithms() -> dict[str, str]:
+  """Returns the module of each algorithm, by name; imports none of them."""
+  path = pathlib.Path(__file__).parents[1] / 'gigpo_jax/algorithms/__init__.py'
+  for node in ast.parse(path.read_text(encoding='utf-8')).body:
+    if isinstance(node, ast.Assign):
+      if ast.unparse(node.targets[0]) == 'REGISTRY':
+        return ast.literal_eval(node.value)
+  raise LookupError(f'{path}: no REGISTRY')
+
+
+_MODULES = _registered_algorithms()
+# Variants of every experiment: algorithms, presets and adapters.
+ALGORITHMS = tuple(sorted(_MODULES.keys() - {base.DEFAULT_ALGORITHM}))
+PRESETS = ('paper', 'reference_code', 'strong')
+CHANGES = (*PRESETS, *ALGORITHMS, 'lora')
+
+
+def apply(config: ml_collections.ConfigDict, changes: Sequence[str]) -> None:
+  """Applies variants to a config.
+
+  Args:
+    config: the experiment, changed in place.
+    changes: names from CHANGES.
+
+  Raises:
+    ValueError: if there are two algorithms or two presets, or if
+      `reference_code` is combined with an algorithm that the released code
+      does not have.
+  """
+  for names, category in ((ALGORITHMS, 'algorithm'), (PRESETS, 'preset')):
+    chosen = [change for change in changes if change in names]
+    if len(chosen) > 1:
+      raise ValueError(
+        f'--config=...:{",".join(chosen)}: more than one {category}; '
+        'must be at most one'
+      )
+  # Presets depend on the algorithm, whose own changes are applied last.
+  for change in changes:
+    if change in ALGORITHMS:
+      config.algorithm.name = change
+  for change in changes:
+    if change in ALGORITHMS:
+      use_algorithm(config, change)
+    else:
+      {
+        'paper': use_paper,
+        'reference_code': use_reference_code,
+        'strong': use_strong,
+        'lora': use_adapters,
+      }[change](config)
+
+
+def use_algorithm(config: ml_collections.ConfigDict, name: str) -> None:
+  """Selects another algorithm; the number of episodes stays the same."""
+  config.algorithm.name = name
+  module = _algorithm(name)
+  # Options of the algorithm that `get_config` does not list.
+  for field in dataclasses.fields(module.Algorithm):
+    if field.init and field.name not in config.algorithm:
+      config.algorithm[field.name] = field.default
+  _change(config, getattr(module, 'PRESETS', {}).get(name, {}))
+
+
+def released() -> tuple[str, ...]:
+  """Returns the algorithms of the paper's released code."""
+  return tuple(
+    name
+    for name in sorted(_MODULES)
+    if 'reference_code' in getattr(_algorithm(name), 'PRESETS', {})
+  )
+
+
+def _algorithm(name: str) -> types.ModuleType:
+  # Imported by name and on use: configs do not depend on the trainer.
+  return importlib.import_module(_MODULES.get(name, name))
+
+
+def _change(
+  config: ml_collections.ConfigDict, preset: Mapping[str, object]
+) -> None:
+  """Sets fields; a function gets the current value and returns the new value.
+
+  A preset that changes the size of a group keeps the number of episodes.
+  """
+  rollout = config.rollout
+  episodes = rollout.groups * rollout.episodes_per_group
+  for field, value in preset.items():
+    section, _, name = field.rpartition('.')
+    values = config[section]
+    values[name] = value(values[name]) if callable(value) else value
+  rollout.groups = episodes // rollout.episodes_per_group
+
+
+def _change_environment(
+  config: ml_collections.ConfigDict, variant: str
+) -> None:
+  """Applies a variant's changes for the config's environment."""
+  # Imported on use, because only some variants need it.
+  import envs
+
+  _change(config, envs.presets(config.env.name).get(variant, {}))
+
+
+def use_paper(config: ml_collections.ConfigDict) -> None:
+  """Drops the entropy bonus, which the paper does not have."""
+  config.loss.entropy_weight = 0.0
+
+
+def use_reference_code(config: ml_collections.ConfigDict) -> None:
+  """Follows the released code where it differs from the paper, for comparison.
+
+  Raises:
+    ValueError: if the released code does not have the config's algorithm.
+  """
+  name = config.algorithm.name
+  presets = getattr(_algorithm(name), 'PRESETS', {})
+  if 'reference_code' not in presets:
+    raise ValueError(
+      f'--config=...:reference_code,{name}: the released code has no {name}; '
+      f'reference_code accepts {", ".join(released())}'
+    )
+  _change(config, presets['reference_code'])
+  config.loss.dual_clip = 3.0
+  config.loss.kl_clamp = 10.0
+  _change_environment(config, 'reference_code')
+
+
+def use_strong(config: ml_collections.ConfigDict) -> None:
+  """Sets the best settings of one controlled study (SAMPO, arXiv:2602.21534).
+
+  The study reports 92.7 % success on ALFWorld, GiGPO 81.1 %, GRPO 62.4 %.
+  """
+  _change_environment(config, 'strong')
+  config.loss.ratio_level = 'row'
+  config.loss.clip_epsilon = 3e-3
+  config.loss.clip_epsilon_high = 4e-3
+  config.loss.aggregation = 'sequence_mean'
+  config.filter.drop_zero_variance = True
+  config.filter.warmup_iterations = 10
+
+
+def use_adapters(config: ml_collections.ConfigDict) -> None:
+  """Trains low-rank adapters at ten times the learning rate."""
+  config.lora.rank = 32
+  # Merged into bfloat16 matrices, small adapters would be rounded away.
+  config.rollout.weights = 'adapters'
+  config.optimizer.learning_rate *= 10
