@@ -218,16 +218,17 @@ def make_bundle(setup: Setup) -> builders.ModelBundle:
 def compile_all(setup: Setup, parts: run_builders.Parts) -> run_state.RunState:
   """Returns the first state of a run after compiling all its programs."""
   bundle = parts.bundle
-  params = bundle.load()
-  reference = None
-  if parts.loss.needs_reference:
-    reference = builders.make_reference(bundle, params)
-  state = run_state.RunState(parts.learner.init(params), reference=reference)
-  state = run_builders.compile_programs(parts, state)
-  train.estimate_advantages(
-    parts, state, builders.make_dummy_rows(setup.config)
-  )
-  return state
+  with compilation.Compiler() as compiler:
+    programs = run_builders.start_compilation(parts, compiler)
+    params = bundle.load()
+    reference = None
+    if parts.loss.needs_reference:
+      reference = builders.make_reference(bundle, params)
+    state = run_state.RunState(parts.learner.init(params), reference=reference)
+    train.estimate_advantages(
+      parts, state, builders.make_dummy_rows(setup.config)
+    )
+    return run_builders.warm_up(parts, state, programs)
 
 
 def start(setup: Setup, options: argparse.Namespace) -> None:

@@ -27,9 +27,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
-from unittest import mock
 
 import jax
 import numpy as np
@@ -38,8 +35,11 @@ from gigpo_jax import builders, mesh
 from gigpo_jax import learner as learner_lib
 from gigpo_jax import sampler as sampler_lib
 from gigpo_jax.models import huggingface, parameters, published
-from gigpo_jax.programs import learner_programs
+from gigpo_jax.runtime import compilation
 from gigpo_jax.tools import tpu_compile
+
+# The learner's programs that an iteration of the paper's config runs.
+_UPDATE = ('outputs', 'reference outputs', 'accumulate', 'apply')
 
 
 def make_parts(
@@ -70,32 +70,17 @@ def make_parts(
 
 def lowerings(
   engine: sampler_lib.Sampler, learner: learner_lib.Learner
-) -> Iterator[tuple[str, Callable[[], jax.stages.Lowered]]]:
-  """Yields (name, function that lowers the program) of all programs."""
+) -> list[tuple[str, compilation.Lowering]]:
+  """Returns (name, function that lowers the program) of all programs."""
   state, base = learner.abstract_state()
-  for (name, *_), lower in engine.lowerings(state.params, base).items():
-    yield name, lower
-  calls: list[tuple[str, Callable[[], jax.stages.Lowered]]] = []
-
-  def run(self, name: str, *args: Any, **kwargs: Any) -> Any:
-    program = self._programs[name]
-
-    def lower() -> jax.stages.Lowered:
-      with jax.set_mesh(self._mesh):
-        return program.lower(*args, **kwargs)
-
-    calls.append((name, lower))
-    return jax.eval_shape(program, *args, **kwargs)
-
-  # The learner's own warm-up, with programs that only record their arguments.
-  programs = learner_programs.LearnerPrograms
-  with (
-    mock.patch.object(programs, 'run', run),
-    mock.patch.object(jax, 'block_until_ready', lambda x: x),
-  ):
-    learner._programs.run('init', state.params)
-    learner.warm_up(state, learner.abstract_reference())
-  yield from calls
+  return [
+    (name, lower)
+    for programs in (
+      engine.lowerings(state.params, base),
+      learner.lowerings(reference=True),
+    )
+    for (name, *_), lower in programs.items()
+  ]
 
 
 def compile_all(options: argparse.Namespace) -> None:
@@ -121,7 +106,7 @@ def compile_once(options: argparse.Namespace) -> None:
   start = time.monotonic()
   state, base = learner.abstract_state()
   lowered = engine.lower(state.params, base)
-  lowered |= {name: lower() for name, lower in learner.lowerings().items()}
+  lowered |= learner.lower(_UPDATE)
   timings = [f'traced {time.monotonic() - start:.1f}']
   for name, program in lowered.items():
     start = time.monotonic()

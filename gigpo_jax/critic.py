@@ -5,8 +5,8 @@ value of a completion token is computed at the preceding token, so it depends
 only on the prompt and the earlier completion tokens.
 """
 
+import concurrent.futures
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float
 from gigpo_jax import batch, learner, losses, options
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import parameters, qwen
+from gigpo_jax.runtime import compilation
 
 # Metric of the learner -> the name under which the critic reports it.
 _METRICS = {
@@ -91,15 +92,15 @@ class Critic:
     """Returns a state's shapes, dtypes and shardings."""
     return self._learner.abstract_state()[0]
 
-  def num_programs(self) -> int:
-    """Returns the number of programs that `warm_up` compiles."""
-    return self._learner.num_programs()
+  def compile(
+    self, compiler: compilation.Compiler
+  ) -> list[concurrent.futures.Future]:
+    """Starts the compilation of all programs; see `Learner.compile`."""
+    return self._learner.compile(compiler)
 
-  def warm_up(
-    self, state: learner.TrainState, advance: Callable[[], None] = lambda: None
-  ) -> learner.TrainState:
-    """Compiles every program; returns the state unchanged."""
-    return self._learner.warm_up(state, advance=advance)
+  def warm_up(self, state: learner.TrainState) -> learner.TrainState:
+    """Runs the largest programs once; returns the state unchanged."""
+    return self._learner.warm_up(state)
 
   def values(self, params: dict, rows: batch.Rows) -> Float[np.ndarray, 'R C']:
     """Returns the value before each completion token; 0 past the completion."""

@@ -8,9 +8,10 @@ length buckets, the mesh and the sharing of prompts. This module is independent
 of environments, texts and algorithms.
 """
 
+import concurrent.futures
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import optimizer as optimizer_lib
 from gigpo_jax.models import qwen
 from gigpo_jax.programs import learner_programs
+from gigpo_jax.runtime import compilation
 
 TrainState = learner_programs.TrainState
 
@@ -125,6 +127,9 @@ class Learner:
       max_completion_tokens,
       share=share_prompts,
     )
+    self._largest = max(
+      self._packer.shapes, key=lambda shape: (shape.length, shape.sequences)
+    )
     self._max_completion = max_completion_tokens
     self._aggregation = aggregation
     self._seed, self._scale_updates = seed, scale_updates
@@ -134,6 +139,7 @@ class Learner:
       loss,
       optimizer,
       temperature,
+      self._empty_arrays,
       tree=share_prompts,
       scaled=scale_updates,
     )
@@ -142,7 +148,7 @@ class Learner:
   @property
   def compilations(self) -> int:
     """Number of programs compiled so far."""
-    return self._programs.compilations
+    return len(self._programs.table)
 
   def init(self, params: dict) -> TrainState:
     """Returns an initial state.
@@ -170,74 +176,80 @@ class Learner:
     """
     return self._programs.abstract_reference()
 
-  def lowerings(self) -> dict[str, Callable[[], jax.stages.Lowered]]:
-    """Returns functions that lower the programs of an iteration, by name.
+  def lowerings(
+    self, *, reference: bool = False
+  ) -> dict[learner_programs.Key, compilation.Lowering]:
+    """Returns functions that lower all programs; see `LearnerPrograms`.
 
-    See `LearnerPrograms.lowerings`. They are those of the longest bucket. The
-    mesh's devices need not exist.
+    Args:
+      reference: whether there is a reference policy.
     """
-    shape = max(self._packer.shapes, key=lambda s: (s.length, s.sequences))
-    return self._programs.lowerings(self._empty_arrays(shape))
+    return self._programs.lowerings(self._packer.shapes, reference=reference)
 
-  def _warm_up_calls(
-    self, has_reference: bool
-  ) -> list[tuple[str, packing.Shape | None]]:
-    """Returns (call, shape) of each program to compile, in order."""
-    names = ['outputs', 'accumulate']
-    if has_reference:
-      names.insert(1, 'reference outputs')
-    per_shape = [
-      (name, shape) for shape in self._packer.shapes for name in names
-    ]
-    return [('zeros', None), *per_shape, ('apply', None)]
+  def lower(self, names: Sequence[str]) -> dict[str, jax.stages.Lowered]:
+    """Lowers programs by name, those of the longest sequences.
 
-  def num_programs(self, *, reference: bool = False) -> int:
-    """Returns the number of programs that `warm_up` compiles."""
-    return len(self._warm_up_calls(reference))
+    The mesh's devices need not exist.
+
+    Args:
+      names: 'outputs', 'reference outputs' (of a reference policy),
+        'accumulate' or 'apply'.
+    """
+    lowerings = self._programs.lowerings([self._largest], reference=True)
+    outputs = [f for key, f in lowerings.items() if key[0] == 'outputs']
+    by_name = {key[0]: lower for key, lower in lowerings.items()}
+    by_name |= {'outputs': outputs[0], 'reference outputs': outputs[-1]}
+    return {name: by_name[name]() for name in names}
+
+  def compile(
+    self, compiler: compilation.Compiler, *, reference: bool = False
+  ) -> list[concurrent.futures.Future]:
+    """Starts the compilation of all programs, so that none compiles later.
+
+    Args:
+      compiler: compiles in the background.
+      reference: whether there is a reference policy.
+
+    Returns:
+      One future per program.
+    """
+    lowerings = self.lowerings(reference=reference)
+    return self._programs.table.compile(compiler, lowerings)
 
   def warm_up(
-    self,
-    state: TrainState,
-    reference: dict | None = None,
-    advance: Callable[[], None] = lambda: None,
+    self, state: TrainState, reference: dict | None = None
   ) -> TrainState:
-    """Compiles every program, so that none compiles later.
+    """Compiles the programs that are missing and runs the largest ones once.
+
+    This shows whether they fit into memory.
 
     Args:
       state: donated.
-      reference: frozen parameters, if their dtype differs from the state's.
-      advance: called after each of `num_programs` programs.
+      reference: frozen parameters of a reference policy.
 
     Returns:
       The unchanged state.
     """
+    with compilation.Compiler() as compiler:
+      has_reference = reference is not None
+      compilation.wait(self.compile(compiler, reference=has_reference))
     run = self._programs.run
+    empty = self._packer.empty(self._largest)
     with jax.set_mesh(self._mesh):
-      for name, shape in self._warm_up_calls(reference is not None):
-        if name == 'zeros':
-          grads, sums = run('zeros', state.params, np.float32(0), np.float32(1))
-        elif name == 'outputs':
-          self._run_outputs(state.params, self._packer.empty(shape))
-        elif name == 'reference outputs':
-          self._run_outputs(reference, self._packer.empty(shape))
-        elif name == 'accumulate':
-          arrays = mesh_lib.place_rows(self._mesh, self._empty_arrays(shape))
-          grads, sums = run(
-            'accumulate',
-            state.params,
-            self.base,
-            arrays,
-            grads=grads,
-            sums=sums,
-          )
-        else:
-          # An update with NaN gradients is skipped and leaves the state
-          # unchanged.
-          grads = run('fill', grads, np.float32(np.nan))
-          state, _ = run('apply', state=state, grads=grads, sums=sums)
-          jax.block_until_ready(state)
-        advance()
-    return state
+      self._run_outputs(state.params, empty)
+      if reference is not None:
+        self._run_outputs(reference, empty)
+      grads, sums = run('zeros', state.params, np.float32(0), np.float32(1))
+      arrays = mesh_lib.place_rows(
+        self._mesh, self._empty_arrays(self._largest)
+      )
+      grads, sums = run(
+        'accumulate', state.params, self.base, arrays, grads=grads, sums=sums
+      )
+      # An update with NaN gradients is skipped and leaves the state unchanged.
+      grads = run('fill', grads, np.float32(np.nan))
+      state, _ = run('apply', state=state, grads=grads, sums=sums)
+      return jax.block_until_ready(state)
 
   def log_probs(self, params: dict, rows: batch.Rows) -> np.ndarray:
     """Returns log-probs of all completion tokens, [R, C] float32.

@@ -230,7 +230,7 @@ class Packer:
 
   def empty(self, shape: Shape) -> Microbatch:
     """Returns a microbatch of padding."""
-    return self._build(None, [], shape)
+    return self._arrays(shape).microbatch()
 
   def _pack(self, rows: batch.Rows, members: np.ndarray) -> list[list[int]]:
     """Splits rows with the same prompt into packs that fit the last bucket."""
@@ -248,18 +248,21 @@ class Packer:
       used = total
     return packs
 
+  def _arrays(self, shape: Shape) -> '_Arrays':
+    per_shard = shape.sequences // self._shards
+    return _Arrays(
+      shape, self._shards, per_shard * self._max_targets[shape.length]
+    )
+
   def _build(
-    self, rows: batch.Rows | None, sequences: list[list['_Pack']], shape: Shape
+    self, rows: batch.Rows, sequences: list[list['_Pack']], shape: Shape
   ) -> Microbatch:
     """Returns a microbatch of sequences, which may be fewer than the shape's.
 
     The sequences are dealt to the shards in turn, because the first ones hold
     the longest rows.
     """
-    per_shard = shape.sequences // self._shards
-    arrays = _Arrays(
-      shape, self._shards, per_shard * self._max_targets[shape.length]
-    )
+    arrays = self._arrays(shape)
     for n, packs in enumerate(sequences):
       row, shard = divmod(n, self._shards)
       start = 0

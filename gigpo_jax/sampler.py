@@ -15,6 +15,7 @@ decoded in a step.
 """
 
 import collections
+import concurrent.futures
 import dataclasses
 import itertools
 import time
@@ -27,7 +28,7 @@ from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import sampler_types, sampling
 from gigpo_jax.models import qwen
 from gigpo_jax.programs import sampler_cache, sampler_programs
-from gigpo_jax.runtime import distributed
+from gigpo_jax.runtime import compilation, distributed
 
 # Maximum number of prompts that a copy of the model prefills at once. 8 prompts
 # fill an accelerator. On a CPU, activations of more than 4 exceed its caches.
@@ -247,32 +248,35 @@ class Sampler:
     self._params: dict | None = None
     self._cache.release()
 
-  @property
-  def num_programs(self) -> int:
-    """Returns the number of programs that `warm_up` compiles."""
-    return 1 + len(self._program_keys())
+  def compile(
+    self, compiler: compilation.Compiler, params: dict, base: dict | None = None
+  ) -> list[concurrent.futures.Future]:
+    """Starts the compilation of all programs, so that none compiles later.
 
-  def warm_up(
-    self,
-    params: dict,
-    base: dict | None = None,
-    *,
-    on_compiled: Callable[[], None] = lambda: None,
-  ) -> None:
-    """Compiles all programs, so that nothing compiles later.
+    Args:
+      compiler: compiles in the background.
+      params: parameters of the policy, or their shapes and shardings.
+      base: the same of the frozen parameters of a network with adapters; None:
+        no adapters.
 
-    Runs the largest of them once, which shows whether they fit into memory, and
-    frees all memory that it allocates.
+    Returns:
+      One future per program, except for that of `load`.
+    """
+    keys = self._program_keys()
+    return self._programs.compile(compiler, params, base or {}, keys)
+
+  def warm_up(self, params: dict, base: dict | None = None) -> None:
+    """Compiles the programs that are missing and runs the largest ones once.
+
+    This shows whether they fit into memory, all of which is freed.
 
     Args:
       params: parameters of the policy.
       base: frozen parameters of a network with adapters; None: no adapters.
-      on_compiled: called after each of `num_programs` programs.
     """
-    keys = self._program_keys()
-    self._programs.compile(params, base or {}, keys, on_compiled)
+    with compilation.Compiler() as compiler:
+      compilation.wait(self.compile(compiler, params, base))
     self.load(params, base)
-    on_compiled()
     (rows, length), batch = self._sizes()[-1], self._prefill_buckets[-1]
     prompt = np.zeros(self._prompt_buckets[-1], np.int32)
     with jax.set_mesh(self._mesh):

@@ -44,7 +44,13 @@ from gigpo_jax import (
 from gigpo_jax import guard as guard_lib
 from gigpo_jax import metrics as metrics_lib
 from gigpo_jax.run import run_builders, run_config, run_logs, run_state
-from gigpo_jax.runtime import console, distributed, errors, preemption
+from gigpo_jax.runtime import (
+  compilation,
+  console,
+  distributed,
+  errors,
+  preemption,
+)
 
 Metrics = dict[str, float]
 
@@ -121,12 +127,8 @@ def loop(
   config, tasks = parts.config, parts.tasks
   last = None  # (iteration, state, history) of the last finished iteration.
   try:
-    state, history = run_builders.restore_or_init(parts, saver)
+    state, history, logs = prepare(parts, runner, saver)
     first = history.next_iteration
-    logs = run_builders.open_logs(parts, first)
-    state = run_builders.compile_programs(parts, state)
-    # Compiles the advantages for the row shapes of this run.
-    estimate_advantages(parts, state, builders.make_dummy_rows(config))
     for iteration in range(first, config.num_iterations):
       start, metrics = time.monotonic(), {}
       is_evaluated = _is_due(iteration, config.evaluation.every)
@@ -168,6 +170,27 @@ def loop(
   except preemption.Preempted:
     guard.disarm()
     save_last(saver, last)
+
+
+def prepare(
+  parts: run_builders.Parts,
+  runner: rollout.EpisodeRunner,
+  saver: checkpoint.Checkpointer,
+) -> tuple[run_state.RunState, run_state.History, run_logs.RunLogs]:
+  """Returns state, history and logs of a run, all of whose programs compile.
+
+  Programs compile from their shapes, while this process loads the state and the
+  workers load the first tasks.
+  """
+  with compilation.Compiler() as compiler:
+    programs = run_builders.start_compilation(parts, compiler)
+    state, history = run_builders.restore_or_init(parts, saver)
+    first = history.next_iteration
+    runner.prefetch(parts.tasks.at(first), parts.group_size)
+    logs = run_builders.open_logs(parts, first)
+    # Compiles the advantages for the row shapes of this run.
+    estimate_advantages(parts, state, builders.make_dummy_rows(parts.config))
+    return run_builders.warm_up(parts, state, programs), history, logs
 
 
 def update(

@@ -102,34 +102,44 @@ def test_progress_is_printed_in_lines_without_a_terminal(monkeypatch, capsys):
 
 def test_programs_compiled_at_once_give_the_results_of_jit():
   functions = {n: jax.jit(lambda x, n=n: x**n + n) for n in range(6)}
-  x, compiled = jnp.arange(4.0), []
-  table = compilation.ProgramTable()
-  table.compile(
-    {n: functools.partial(f.lower, x) for n, f in functions.items()},
-    lambda: compiled.append(len(table)),
-  )
-  assert compiled == [1, 2, 3, 4, 5, 6]
+  x, table, compiled = jnp.arange(4.0), compilation.ProgramTable(), []
+  lowerings = {n: functools.partial(f.lower, x) for n, f in functions.items()}
+  with compilation.Compiler() as compiler:
+    programs = table.compile(compiler, lowerings)
+    # It waits for the program.
+    np.testing.assert_array_equal(table.run(5, None, x), functions[5](x))
+    compilation.wait(programs, lambda: compiled.append(1))
+    assert table.compile(compiler, lowerings) == programs
+  assert len(compiled) == len(table) == 6
   for n, function in functions.items():
-    np.testing.assert_array_equal(table.run(n, function, x), function(x))
-  assert len(table) == 6
+    np.testing.assert_array_equal(table.run(n, None, x), function(x))
 
 
 def test_a_missing_program_is_compiled_once():
   table, traces = compilation.ProgramTable(), []
-  function = jax.jit(lambda x: traces.append(1) or x + 1)
-  assert [int(table.run('f', function, np.int32(n))) for n in (1, 2)] == [2, 3]
+  lower = functools.partial(
+    jax.jit(lambda x: traces.append(1) or x + 1).lower, np.int32(1)
+  )
+  assert [int(table.run('f', lower, np.int32(n))) for n in (1, 2)] == [2, 3]
   assert traces == [1] and len(table) == 1
 
 
-def test_an_error_of_one_program_ends_the_compilation():
-  class Broken:
-    def compile(self):
-      raise ValueError('out of memory')
+def _fail():
+  raise ValueError('out of memory')
 
+
+class _Broken:
+  compile = staticmethod(_fail)
+
+
+@pytest.mark.parametrize('lower', [_fail, _Broken], ids=['trace', 'compile'])
+def test_an_error_of_one_program_ends_the_compilation(lower):
   table = compilation.ProgramTable()
-  with pytest.raises(ValueError, match='out of memory'):
-    table.compile({n: Broken for n in range(3)})
-  assert len(table) == 0
+  with (
+    compilation.Compiler() as compiler,
+    pytest.raises(ValueError, match='out of memory'),
+  ):
+    compilation.wait(table.compile(compiler, {n: lower for n in range(3)}))
 
 
 _COUNT_EVENTS = """

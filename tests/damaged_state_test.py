@@ -71,7 +71,7 @@ def _small_parts(monkeypatch):
     'make_learner': lambda *_: _Learner(),
     'make_reference': lambda *_: None,
     'make_pool': lambda config: contextlib.nullcontext(),
-    'make_runner': lambda *_: None,
+    'make_runner': lambda *_: types.SimpleNamespace(prefetch=lambda *_: None),
     'make_task_type': lambda config: None,
     'try_environment': lambda *_: None,
   }
@@ -100,12 +100,13 @@ def _start(workdir: pathlib.Path) -> int:
     histories.append(history)
     return state, history
 
-  def compile_programs(*_):
+  def estimate_advantages(*_):
     raise Started
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(run_builders, 'restore_or_init', restore)
-    patch.setattr(run_builders, 'compile_programs', compile_programs)
+    patch.setattr(run_builders, 'start_compilation', lambda *_: {})
+    patch.setattr(train, 'estimate_advantages', estimate_advantages)
     with pytest.raises(Started):
       train.train(_config(), str(workdir))
   return histories[0].iteration

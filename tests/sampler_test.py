@@ -176,10 +176,9 @@ def test_frequencies_match_the_distribution(params, narrow: dict):
 
 def test_nothing_compiles_after_warm_up(params):
   engine = _sampler()
-  counted = []
-  engine.warm_up(params, on_compiled=lambda: counted.append(1))
-  assert len(counted) == engine.num_programs
+  engine.warm_up(params)
   before = engine.compilations
+  assert before == len(engine.lowerings(params, {}))
   for count in (1, 3, 9, 40):
     engine.generate(params, _requests(count, length=3))
     engine.generate(params, _requests(count, length=9, temperature=0.3))
@@ -192,13 +191,13 @@ def test_the_papers_config_needs_few_programs(monkeypatch, platform):
     monkeypatch.setattr(sampler, '_HOST_SELECTS', ('cpu',))
   config, mesh = alfworld.get_config(), mesh_lib.make_mesh(1, -1, 1)
   engine = tpu_compile.make_sampler(config, CONFIG, mesh, 1)
-  # Three numbers of slots, two lengths, four programs for each size.
-  assert engine.num_programs == 1 + 3 * 2 * 4 + 2 * 2
   bundle = builders.ModelBundle(CONFIG, mesh, None, None, None)
   learner = builders.make_learner(config, bundle, builders.make_loss(config))
-  # The learner also has programs for the first state and for gradients.
-  total = engine.num_programs + learner.num_programs(reference=True) + 2
-  assert total <= 40
+  state, base = learner.abstract_state()
+  sampled = engine.lowerings(state.params, base)
+  # Three numbers of slots, two lengths, four programs for each size.
+  assert len(sampled) == 1 + 3 * 2 * 4 + 2 * 2
+  assert len(sampled) + len(learner.lowerings(reference=True)) <= 40
 
 
 def test_a_sampler_without_truncation_samples_the_same_tokens(params):

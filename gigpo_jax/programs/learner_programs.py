@@ -6,17 +6,16 @@ rows that these come from. Each program is traced once per shape of microbatch.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax import token_batch
+from gigpo_jax import packing, token_batch
 from gigpo_jax.models import (
   attention,
   layer_gradients,
@@ -24,11 +23,14 @@ from gigpo_jax.models import (
   parameters,
   qwen,
 )
-from gigpo_jax.runtime import distributed
+from gigpo_jax.runtime import compilation, distributed
 
 # Largest number of completion tokens per shard whose logits are in memory at a
 # time.
 _LOGITS_CHUNK = 512
+
+# (name,) or (name, shape of the microbatch, type of the parameters).
+Key = tuple[str] | tuple[str, packing.Shape, str]
 
 
 def logits_chunk(room: int) -> int:
@@ -71,6 +73,9 @@ class LearnerPrograms:
     added;
   - apply: state and sums of metrics after an optimizer step.
 
+  'outputs' and 'accumulate' exist for each shape of microbatch, and 'outputs'
+  also for each type of parameters.
+
   Args:
     config: shape of the model; with a value head, its outputs are
       `token_batch.ValueOutputs`, else `token_batch.PolicyOutputs`.
@@ -78,6 +83,7 @@ class LearnerPrograms:
     loss: see `token_batch.Loss`.
     optimizer: see `optimizer.AdamW`.
     temperature: temperature of log-probs and entropies.
+    make_arrays: returns the arrays of an empty microbatch of a shape.
     tree: whether rows share prompts; see `attention.Segments`.
     scaled: whether updates are multiplied by the step scale that 'zeros' gets;
       even a scale of 1 may change their last bits.
@@ -86,6 +92,7 @@ class LearnerPrograms:
     param_shardings: shardings of the trained parameters.
     base_shardings: shardings of the frozen parameters.
     replicated: sharding of scalars.
+    table: the compiled programs.
   """
 
   def __init__(
@@ -95,6 +102,7 @@ class LearnerPrograms:
     loss: token_batch.Loss,
     optimizer: optax.GradientTransformation,
     temperature: float,
+    make_arrays: Callable[[packing.Shape], dict[str, Any]],
     *,
     tree: bool = False,
     scaled: bool = False,
@@ -103,13 +111,15 @@ class LearnerPrograms:
     self._tree, self._scaled = tree, scaled
     self._loss, self._optimizer = loss, optimizer
     self._temperature = temperature
+    self._make_arrays = make_arrays
     self._metric_names = self._find_metric_names()
     self._row_sharding = mesh_lib.batch_sharding(mesh)
     self.replicated = jax.NamedSharding(mesh, jax.P())
     shardings = mesh_lib.shardings(mesh, parameters.logical_axes(config))
     self.param_shardings, self.base_shardings = self.split(shardings)
     self._state_shardings = self._find_state_shardings()
-    self._programs = self._make_programs()
+    self._functions = self._make_functions()
+    self.table = compilation.ProgramTable()
 
   def split(self, params: dict) -> tuple[dict, dict]:
     """Returns the trained and the frozen parameters."""
@@ -144,7 +154,7 @@ class LearnerPrograms:
     )
     return TrainState(self.param_shardings, moments, self.replicated)
 
-  def _make_programs(self) -> dict[str, Any]:
+  def _make_functions(self) -> dict[str, Any]:
     state, grads = self._state_shardings, self.param_shardings
     return {
       'init': jax.jit(self._optimizer.init, out_shardings=state.opt_state),
@@ -181,12 +191,13 @@ class LearnerPrograms:
 
   def run(self, name: str, *args: Any, **kwargs: Any) -> Any:
     """Runs a program."""
-    return distributed.block_on_cpu(self._programs[name](*args, **kwargs))
-
-  @property
-  def compilations(self) -> int:
-    """Number of programs compiled so far."""
-    return sum(f._cache_size() for f in self._programs.values())
+    key: Key = (name,)
+    if name in ('outputs', 'accumulate'):
+      params, _, arrays = args
+      shape = packing.Shape(*arrays['tokens'].shape)
+      key = (name, shape, _dtype(params))
+    lower = functools.partial(self._lower, *key)
+    return distributed.block_on_cpu(self.table.run(key, lower, *args, **kwargs))
 
   def abstract_state(self) -> tuple[TrainState, dict]:
     """Returns shapes, dtypes and shardings of a state and of the base."""
@@ -204,30 +215,55 @@ class LearnerPrograms:
       mesh_lib.with_shardings(base, self.base_shardings),
     )
 
+  def _abstract_params(self, dtype: str) -> dict:
+    """Returns shapes and shardings of parameters in a type; {} for ''."""
+    params = self.abstract_state()[0].params if dtype else {}
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding),
+      params,
+    )
+
   def abstract_reference(self) -> dict:
     """Returns shapes, dtypes and shardings of the reference's parameters.
 
     With adapters, these are {}: the frozen parameters are the reference.
     """
-    state, base = self.abstract_state()
-    if base:
-      return {}
-    dtype = self._config.dtype
-    return jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding),
-      state.params,
-    )
+    dtype = '' if self._config.adapters else self._config.dtype
+    return self._abstract_params(dtype)
 
   def lowerings(
-    self, arrays: dict
-  ) -> dict[str, Callable[[], jax.stages.Lowered]]:
-    """Returns functions that lower the programs of an iteration, by name.
+    self, shapes: Sequence[packing.Shape], *, reference: bool
+  ) -> dict[Key, compilation.Lowering]:
+    """Returns functions that lower all programs, by key.
 
-    These are 'outputs', 'reference outputs' (of frozen parameters in the
-    compute type), 'accumulate' and 'apply'.
+    A key is (name,) or (name, shape, type of the parameters). The first state
+    needs 'init'; the others follow from slow to fast.
 
     Args:
-      arrays: the arrays of a microbatch, on the host.
+      shapes: the shapes of microbatches.
+      reference: whether there is a reference policy.
+    """
+    params = [self.abstract_state()[0].params]
+    if reference:
+      params.append(self.abstract_reference())
+    dtypes = list(dict.fromkeys(map(_dtype, params)))
+    keys: list[Key] = [
+      ('init',),
+      *(('accumulate', shape, dtypes[0]) for shape in shapes),
+      *(('outputs', shape, dtype) for dtype in dtypes for shape in shapes),
+      *((name,) for name in ('apply', 'zeros', 'fill')),
+    ]
+    return {key: functools.partial(self._lower, *key) for key in keys}
+
+  def _lower(
+    self, name: str, shape: packing.Shape | None = None, dtype: str = ''
+  ) -> jax.stages.Lowered:
+    """Lowers a program from shapes.
+
+    Args:
+      name: name of the program.
+      shape: shape of the microbatch.
+      dtype: type of the parameters; '' for a network without its adapters.
     """
 
     def with_sharding(tree, sharding):
@@ -235,33 +271,27 @@ class LearnerPrograms:
       return mesh_lib.with_shardings(tree, shardings)
 
     state, base = self.abstract_state()
-    arrays = with_sharding(arrays, self._row_sharding)
+    grads, scalar = state.params, jax.ShapeDtypeStruct((), jnp.float32)
     sums = with_sharding(
-      jax.eval_shape(self._zero_sums, np.float32(0), np.float32(1)),
-      self.replicated,
+      jax.eval_shape(self._zero_sums, scalar, scalar), self.replicated
     )
-    inputs = {
-      name: x
-      for name, x in arrays.items()
-      if name not in ('columns', 'weights')
-    }
-
-    def lowering(name: str, *args: Any, **kwargs: Any) -> Callable:
-      def lower() -> jax.stages.Lowered:
-        with jax.set_mesh(self._mesh):
-          return self._programs[name].lower(*args, **kwargs)
-
-      return lower
-
-    reference = self.abstract_reference()
-    return {
-      'outputs': lowering('outputs', state.params, base, inputs),
-      'reference outputs': lowering('outputs', reference, base, inputs),
-      'accumulate': lowering(
-        'accumulate', state.params, base, arrays, grads=state.params, sums=sums
-      ),
-      'apply': lowering('apply', state=state, grads=state.params, sums=sums),
-    }
+    args: tuple = ()
+    kwargs: dict[str, Any] = {}
+    if shape:
+      arrays = with_sharding(self._make_arrays(shape), self._row_sharding)
+      args = self._abstract_params(dtype), base, arrays
+    if name == 'outputs':
+      del arrays['columns'], arrays['weights']
+    elif name == 'accumulate':
+      kwargs = {'grads': grads, 'sums': sums}
+    elif name == 'apply':
+      kwargs = {'state': state, 'grads': grads, 'sums': sums}
+    elif name == 'init':
+      args = (state.params,)
+    else:
+      args = (grads, scalar, scalar) if name == 'zeros' else (grads, scalar)
+    with jax.set_mesh(self._mesh):
+      return self._functions[name].lower(*args, **kwargs)
 
   # Traced once per shape of microbatch.
 
@@ -384,6 +414,11 @@ class LearnerPrograms:
     if self._scaled:
       sums['update/step_scale'] = step_scale
     return sums
+
+
+def _dtype(params: dict) -> str:
+  """Returns the type of parameters; '' if there are none."""
+  return next((str(x.dtype) for x in jax.tree.leaves(params)), '')
 
 
 def summarize(sums: dict, updates: int) -> dict[str, float]:

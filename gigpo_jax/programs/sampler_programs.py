@@ -4,6 +4,7 @@ Shapes: **B** slots, **R** rows that move together, **P** prompt tokens, **K**
 tokens decoded in a step, **V** vocabulary.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -163,7 +164,8 @@ class Programs:
     return self.prepare._cache_size() + len(self._table)
 
   def _run(self, key: tuple, function: Any, *args: Any) -> Any:
-    outputs = self._table.run(key, function, *args)
+    lower = functools.partial(function.lower, *args)
+    outputs = self._table.run(key, lower, *args)
     if self._blocks and key[0] != 'decode':
       jax.block_until_ready(outputs)
     return distributed.block_on_cpu(outputs)
@@ -211,14 +213,14 @@ class Programs:
 
   def compile(
     self,
+    compiler: compilation.Compiler,
     params: dict,
     base: dict,
     keys: Sequence[tuple],
-    on_compiled: Callable[[], None],
-  ) -> None:
-    """Compiles programs and calls `on_compiled` after each; see `lowerings`."""
+  ) -> list[concurrent.futures.Future]:
+    """Starts the compilation of programs; see `lowerings`."""
     lowerings = self.lowerings(params, base, keys)
-    self._table.compile({key: lowerings[key] for key in keys}, on_compiled)
+    return self._table.compile(compiler, {key: lowerings[key] for key in keys})
 
   def lowerings(
     self, params: dict, base: dict, keys: Sequence[tuple]

@@ -85,7 +85,7 @@ def update_bytes(
   if has_critic:
     resident.append(builders.make_critic(config, bundle).abstract_state())
   try:
-    compiled = learner.lowerings()['accumulate']().compile()
+    compiled = learner.lower(['accumulate'])['accumulate'].compile()
   except jax.errors.JaxRuntimeError as error:
     if 'RESOURCE_EXHAUSTED' not in str(error):
       raise

@@ -3,6 +3,7 @@
 `builders` makes the objects that evaluation and imitation use as well.
 """
 
+import concurrent.futures
 import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
@@ -252,34 +253,62 @@ def restore_or_init(
   return run_state.RunState(**states, reference=reference), history
 
 
-def compile_programs(
-  parts: Parts, state: run_state.RunState
+def start_compilation(
+  parts: Parts, compiler: compilation.Compiler
+) -> dict[concurrent.futures.Future, tuple[str, str]]:
+  """Starts the compilation of a run's programs, from their shapes.
+
+  Args:
+    parts: the objects of the run.
+    compiler: compiles in the background.
+
+  Returns:
+    The programs, each with the config field that controls its memory and a
+    remedy.
+  """
+  console.log(f'compiling for {len(jax.devices())} device(s)')
+  state, base = parts.learner.abstract_state()
+  updates = parts.learner.compile(
+    compiler, reference=parts.loss.needs_reference
+  )
+  if parts.critic:
+    updates += parts.critic.compile(compiler)
+  samples = parts.bundle.sampler.compile(compiler, state.params, base)
+  return dict.fromkeys(updates, _LEARNER_MEMORY) | dict.fromkeys(
+    samples, _SAMPLER_MEMORY
+  )
+
+
+def warm_up(
+  parts: Parts,
+  state: run_state.RunState,
+  programs: dict[concurrent.futures.Future, tuple[str, str]],
 ) -> run_state.RunState:
-  """Compiles the programs of a run; returns the state unchanged.
+  """Waits for the programs of a run and runs the largest ones once.
 
   Args:
     parts: the objects of the run.
     state: donated.
+    programs: the result of `start_compilation`.
+
+  Returns:
+    The unchanged state.
 
   Raises:
     ValueError: in one line, if a program does not fit on the devices.
   """
-  console.log(f'compiling for {len(jax.devices())} device(s)')
-  has_reference = state.reference is not None
-  total = parts.bundle.sampler.num_programs
-  total += parts.learner.num_programs(reference=has_reference)
-  total += parts.critic.num_programs() if parts.critic else 0
-  with compilation.progress(total) as advance:
-    with errors.explain_out_of_memory(*_SAMPLER_MEMORY):
-      parts.bundle.sampler.warm_up(
-        state.policy.params, parts.learner.base, on_compiled=advance
-      )
-    with errors.explain_out_of_memory(*_LEARNER_MEMORY):
-      policy = parts.learner.warm_up(state.policy, state.reference, advance)
-      state = state.replace(policy=policy)
-      if parts.critic:
-        critic_state = parts.critic.warm_up(state.critic, advance)
-        state = state.replace(critic=critic_state)
+  with compilation.progress(len(programs)) as advance:
+    for program in concurrent.futures.as_completed(programs):
+      with errors.explain_out_of_memory(*programs[program]):
+        program.result()
+      advance()
+  with errors.explain_out_of_memory(*_SAMPLER_MEMORY):
+    parts.bundle.sampler.warm_up(state.policy.params, parts.learner.base)
+  with errors.explain_out_of_memory(*_LEARNER_MEMORY):
+    policy = parts.learner.warm_up(state.policy, state.reference)
+    state = state.replace(policy=policy)
+    if parts.critic:
+      state = state.replace(critic=parts.critic.warm_up(state.critic))
   return state
 
 

@@ -6,7 +6,7 @@ import os
 import pathlib
 import platform
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -27,73 +27,123 @@ _LINE_SECS = 10.0
 # Maximum number of programs that compile at once; each needs memory.
 _MAX_THREADS = 16
 
+# Lowers a program, from arrays or from their shapes.
+Lowering = Callable[[], jax.stages.Lowered]
+
+
+class Compiler:
+  """Compiles programs in the background, several at once.
+
+  One thread traces programs in their order, others compile them. Every process
+  starts its programs in the same order, because XLA's autotuning exchanges its
+  results between the processes of a run on GPUs.
+
+  A context manager. On exit, programs that have not started are dropped.
+  """
+
+  def __init__(self):
+    self._tracer = concurrent.futures.ThreadPoolExecutor(1)
+    self._pool = concurrent.futures.ThreadPoolExecutor(_num_threads())
+
+  def __enter__(self) -> 'Compiler':
+    return self
+
+  def __exit__(self, *exception) -> None:
+    for executor in (self._tracer, self._pool):
+      executor.shutdown(wait=False, cancel_futures=True)
+
+  def submit(self, lower: Lowering) -> concurrent.futures.Future:
+    """Starts the compilation of a program.
+
+    Args:
+      lower: lowers the program; called in another thread, so it sets the mesh.
+    """
+    program: concurrent.futures.Future = concurrent.futures.Future()
+
+    def compile_lowered(lowered: jax.stages.Lowered) -> None:
+      with _errors_to(program):
+        program.set_result(lowered.compile())
+
+    def trace() -> None:
+      with _errors_to(program):
+        self._pool.submit(compile_lowered, lower())
+
+    self._tracer.submit(trace)
+    return program
+
+
+@contextlib.contextmanager
+def _errors_to(future: concurrent.futures.Future) -> Iterator[None]:
+  """Stores an exception in a future."""
+  try:
+    yield
+  except BaseException as error:
+    future.set_exception(error)
+
+
+def wait(
+  programs: Iterable[concurrent.futures.Future],
+  on_compiled: Callable[[], None] = lambda: None,
+) -> None:
+  """Waits for programs; raises the first error.
+
+  Args:
+    programs: programs of a `Compiler`.
+    on_compiled: called after each program.
+  """
+  for program in concurrent.futures.as_completed(programs):
+    program.result()
+    on_compiled()
+
 
 class ProgramTable:
   """Compiled programs by key.
 
   A key is the name of a program and everything that its shapes, types and
-  shardings depend on, such as ('decode', 32, 1024). The programs are compiled
-  from shapes alone, so no array has to exist, and several are compiled at once.
+  shardings depend on, such as ('decode', 32, 1024).
   """
 
   def __init__(self):
-    self._programs: dict[Hashable, jax.stages.Compiled] = {}
+    self._programs: dict[Hashable, concurrent.futures.Future] = {}
 
   def __len__(self) -> int:
     return len(self._programs)
 
   def compile(
-    self,
-    lowerings: Mapping[Hashable, Callable[[], jax.stages.Lowered]],
-    on_compiled: Callable[[], None] = lambda: None,
-  ) -> None:
-    """Compiles the programs that are missing.
-
-    This thread traces one program after another, while others compile. Every
-    process starts the programs in the same order, because XLA's autotuning
-    exchanges its results between the processes of a run on GPUs.
+    self, compiler: Compiler, lowerings: Mapping[Hashable, Lowering]
+  ) -> list[concurrent.futures.Future]:
+    """Starts the compilation of the programs that are missing.
 
     Args:
-      lowerings: functions that lower the programs, by key; the slowest programs
-        should come first.
-      on_compiled: called after each program of `lowerings`.
+      compiler: compiles in the background.
+      lowerings: functions that lower the programs from shapes, by key; the
+        slowest programs should come first.
+
+    Returns:
+      One future per program of `lowerings`.
     """
-    pending: dict[concurrent.futures.Future, Hashable] = {}
+    for key, lower in lowerings.items():
+      if key not in self._programs:
+        self._programs[key] = compiler.submit(lower)
+    return [self._programs[key] for key in lowerings]
 
-    def collect(timeout: float | None) -> None:
-      for future in concurrent.futures.wait(
-        pending, timeout, concurrent.futures.FIRST_COMPLETED
-      ).done:
-        self._programs[pending.pop(future)] = future.result()
-        on_compiled()
-
-    pool = concurrent.futures.ThreadPoolExecutor(_num_threads())
-    try:
-      for key, lower in lowerings.items():
-        if key in self._programs:
-          on_compiled()
-          continue
-        pending[pool.submit(lower().compile)] = key
-        collect(0)
-      while pending:
-        collect(None)
-    finally:
-      pool.shutdown(wait=False, cancel_futures=True)
-
-  def run(self, key: Hashable, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs a program; compiles it first if it is missing.
+  def run(
+    self, key: Hashable, lower: Lowering, *args: Any, **kwargs: Any
+  ) -> Any:
+    """Runs a program; waits for its compilation, or compiles it if missing.
 
     Args:
       key: its key.
-      function: the jitted function, without static arguments.
+      lower: lowers the program.
       *args: its arguments.
       **kwargs: further arguments.
     """
     program = self._programs.get(key)
     if program is None:
-      program = function.lower(*args, **kwargs).compile()
+      program = concurrent.futures.Future()
+      program.set_result(lower().compile())
       self._programs[key] = program
-    return program(*args, **kwargs)
+    return program.result()(*args, **kwargs)
 
 
 def _num_threads() -> int:

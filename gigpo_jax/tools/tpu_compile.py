@@ -261,11 +261,12 @@ def _programs(
   lowered |= {
     k: v for k, v in engine.lower(*unsharded).items() if k != 'prepare'
   }
-  lowered |= {name: lower() for name, lower in learner.lowerings().items()}
-  if not config.loss.kl_weight:
-    del lowered['reference outputs']
-  if config.loss.old_log_probs != 'learner':
-    del lowered['outputs']
+  updates = ['accumulate', 'apply']
+  if config.loss.kl_weight:
+    updates.insert(0, 'reference outputs')
+  if config.loss.old_log_probs == 'learner':
+    updates.insert(0, 'outputs')
+  lowered |= learner.lower(updates)
   tokens = _tokens(lowered, len(host) // tensor)
   taken = _branches_taken(lowered, work)
   resident = _resident_bytes(
