@@ -37,7 +37,11 @@ from gigpo_jax.models import published, qwen
 from gigpo_jax.runtime import hardware
 
 QWEN = dataclasses.replace(
-  published.SHAPES['Qwen2.5-0.5B'], num_layers=4, dtype='float32', remat='none'
+  published.SHAPES['Qwen2.5-0.5B'],
+  num_layers=4,
+  dtype='float32',
+  remat='none',
+  attention='blockwise',
 )
 SHAPES = {'tiny': models.TINY, 'qwen05b_4l': QWEN}
 

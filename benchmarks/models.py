@@ -22,6 +22,7 @@ TINY = qwen.QwenConfig(
   head_dim=64,
   dtype='float32',
   remat='none',
+  attention='blockwise',
 )
 
 

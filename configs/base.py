@@ -58,7 +58,8 @@ def _model_section() -> ml_collections.ConfigDict:
   # these whose compiled update fits the memory of a device. Where that memory
   # is unknown, as on CPUs, auto is none up to 8 layers and layer above.
   model.remat = 'auto'
-  # Attention kernel of the update: xla, splash (TPU), cudnn (NVIDIA), auto.
+  # Attention of the update: xla, blockwise (CPU), splash (TPU), cudnn (NVIDIA),
+  # auto.
   model.attention = 'auto'
   # Attention of the sampler over its cache: xla reads all positions; triton
   # (NVIDIA) and paged (TPU) are kernels that read each row up to its position.

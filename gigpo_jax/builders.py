@@ -165,8 +165,10 @@ def model_kwargs(
   choices = qwen.platform_fields(platform)
   if config.model.attention != 'auto':
     choices['attention'] = config.model.attention
-  elif config.model.dtype == 'float32' or config.mesh.sequence != 1:
+  elif config.mesh.sequence != 1:
     choices['attention'] = 'xla'
+  elif config.model.dtype == 'float32' and platform != 'cpu':
+    choices['attention'] = 'xla'  # The kernels are for bfloat16.
   return choices | {
     'dtype': config.model.dtype,
     'remat': 'layer' if config.model.remat == 'auto' else config.model.remat,

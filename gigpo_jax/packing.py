@@ -40,7 +40,7 @@ class Microbatch:
     positions: position of each token in its row.
     ends: index in the sequence at which the pack ends, for tokens of a prompt,
       or at which the completion ends: the tokens before it, after this token,
-      attend to this token. L for padding.
+      attend to this token. Padding attends to itself only.
     before: index of the token that precedes each completion token, into the
       B / S * L tokens of its shard.
     targets: the completion tokens.
@@ -345,7 +345,7 @@ class _Arrays:
     self._per_shard = shape.sequences // shards
     self.tokens = np.zeros((shape.sequences, shape.length), np.int32)
     self._positions = self.tokens.copy()
-    self._ends = np.full_like(self.tokens, shape.length)
+    self._ends = self.tokens + np.arange(1, shape.length + 1, dtype=np.int32)
     # The fields before, targets, row, column and local_rows.
     self._lists = np.zeros((5, shards, capacity), np.int32)
     self._mask = np.zeros((shards, capacity), bool)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax.models import attention
+from gigpo_jax.models import attention, block_attention
 
 
 def _arrays(length: int, *, rows=2, heads=4, kv_heads=2, size=64):
@@ -121,7 +121,7 @@ def _segments(length, *, tree):
 # The longer sequences exceed a block of queries, so that texts start inside it.
 @pytest.mark.parametrize('length', [11, 90, 300])
 @pytest.mark.parametrize('tree', [False, True])
-@pytest.mark.parametrize('implementation', ['xla', 'splash', 'cudnn'])
+@pytest.mark.parametrize('implementation', attention.IMPLEMENTATIONS)
 def test_texts_attend_to_themselves(monkeypatch, implementation, tree, length):
   if jax.default_backend() != 'gpu':
     _fake_cudnn(monkeypatch)
@@ -133,8 +133,21 @@ def test_texts_attend_to_themselves(monkeypatch, implementation, tree, length):
   np.testing.assert_allclose(output, _reference(*arrays, seen), atol=2e-6)
 
 
+def test_blocks_without_pairs_are_skipped(monkeypatch):
+  monkeypatch.setattr(block_attention, '_BLOCK', 2)
+  # Texts of 3 and 2 tokens; a prompt of 2 with completions of 2 and 4.
+  ends = jnp.array([[3, 3, 3, 5, 5, 6, 7, 8], [8, 8, 4, 4, 8, 8, 8, 8]])
+  plan = block_attention._make_plan(ends, 4)
+  np.testing.assert_array_equal(plan.count, [1, 2, 2, 1, 1, 2, 2, 3])
+  seen = [list(k[:n]) for k, n in zip(plan.keys, plan.count, strict=True)]
+  # The blocks of the second sequence are 4 to 7; its completions do not attend
+  # to each other.
+  assert seen == [[0], [0, 1], [1, 2], [3], [4], [4, 5], [4, 6], [4, 6, 7]]
+
+
 @pytest.mark.parametrize('tree', [False, True])
-def test_gradients_of_the_kernel_with_several_texts(tree):
+@pytest.mark.parametrize('implementation', ['splash', 'blockwise'])
+def test_gradients_with_several_texts(implementation, tree):
   arrays = _arrays(140)
   segments, _ = _segments(140, tree=tree)
   weights = jnp.asarray(np.random.default_rng(1).normal(size=arrays[0].shape))
@@ -148,5 +161,5 @@ def test_gradients_of_the_kernel_with_several_texts(tree):
 
     return jax.grad(loss, argnums=(0, 1, 2))(*arrays)
 
-  for a, b in zip(gradients('splash'), gradients('xla'), strict=True):
+  for a, b in zip(gradients(implementation), gradients('xla'), strict=True):
     np.testing.assert_allclose(a, b, atol=1e-5)

@@ -16,10 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from gigpo_jax import mesh
+from gigpo_jax.models import block_attention
 
-# xla: matrix products and a softmax, on any platform. splash: a TPU kernel.
-# cudnn: a kernel for NVIDIA GPUs. The kernels never store a row's scores.
-IMPLEMENTATIONS = ('xla', 'splash', 'cudnn')
+# xla: matrix products and a softmax, on any platform. blockwise: the same in
+# loops that skip blocks without pairs, for CPUs. splash: a TPU kernel. cudnn: a
+# kernel for NVIDIA GPUs. All but xla never store a row's scores.
+IMPLEMENTATIONS = ('xla', 'blockwise', 'splash', 'cudnn')
 
 # Score of a masked position, before the softmax.
 _MASKED = -1e30
@@ -53,7 +55,7 @@ class Segments:
 
 def default_implementation(platform: str) -> str:
   """Returns the implementation for a platform: 'cpu', 'gpu' or 'tpu'."""
-  return {'tpu': 'splash', 'gpu': 'cudnn'}.get(platform, 'xla')
+  return {'tpu': 'splash', 'gpu': 'cudnn'}.get(platform, 'blockwise')
 
 
 def self_attention(
@@ -72,18 +74,21 @@ def self_attention(
     k_BLKE: keys.
     v_BLKE: values.
     segments: the texts of each sequence; None: each sequence is one text.
-    implementation: one of IMPLEMENTATIONS.
+    implementation: one of IMPLEMENTATIONS; without segments, blockwise is xla.
     interpret: whether to interpret the TPU kernel, which is slow but needs no
       TPU.
   """
-  if implementation == 'xla':
+  no_blocks = implementation == 'blockwise' and segments is None
+  if implementation == 'xla' or no_blocks:
     return _by_xla(q_BLHE, k_BLKE, v_BLKE, segments)
   if implementation == 'cudnn':
     return _by_cudnn(q_BLHE, k_BLKE, v_BLKE, segments)
   axes = (mesh.BATCH, None, mesh.RULES['heads'])
-  kernel = functools.partial(
-    _by_splash, tree=segments is not None and segments.tree, interpret=interpret
-  )
+  if implementation == 'blockwise':
+    kernel = block_attention.attend
+  else:
+    tree = segments is not None and segments.tree
+    kernel = functools.partial(_by_splash, tree=tree, interpret=interpret)
   if segments is None:
     return mesh.shard_map(kernel, (axes,) * 3, axes)(q_BLHE, k_BLKE, v_BLKE)
   return mesh.shard_map(kernel, (*(axes,) * 3, (mesh.BATCH,)), axes)(
