@@ -184,7 +184,9 @@ class Learner:
     Args:
       reference: whether there is a reference policy.
     """
-    return self._programs.lowerings(self._packer.shapes, reference=reference)
+    return self._programs.lowerings(
+      self._packer.shapes, self._packer.largest_shapes, reference=reference
+    )
 
   def lower(self, names: Sequence[str]) -> dict[str, jax.stages.Lowered]:
     """Lowers programs by name, those of the longest sequences.
@@ -195,7 +197,8 @@ class Learner:
       names: 'outputs', 'reference outputs' (of a reference policy),
         'accumulate' or 'apply'.
     """
-    lowerings = self._programs.lowerings([self._largest], reference=True)
+    largest = [self._largest]
+    lowerings = self._programs.lowerings(largest, largest, reference=True)
     outputs = [f for key, f in lowerings.items() if key[0] == 'outputs']
     by_name = {key[0]: lower for key, lower in lowerings.items()}
     by_name |= {'outputs': outputs[0], 'reference outputs': outputs[-1]}
@@ -277,7 +280,7 @@ class Learner:
     with jax.set_mesh(self._mesh):
       pending = [
         (microbatch, self._run_outputs(params, microbatch))
-        for microbatch in self._packer.microbatches(rows, index)
+        for microbatch in self._packer.microbatches(rows, index, largest=True)
       ]
     for microbatch, outputs in pending:
       microbatch.scatter(mesh_lib.to_host(outputs), result)

@@ -136,6 +136,7 @@ class Packer:
 
   Attributes:
     shapes: the shapes of microbatches; see `shapes`.
+    largest_shapes: the largest of each length.
   """
 
   def __init__(
@@ -159,17 +160,21 @@ class Packer:
       _SHARED_COMPLETIONS if share else _COMPLETIONS
     )
     self._max_targets = {length: min(limit, length) for length in self._buckets}
+    self.largest_shapes = tuple(
+      Shape(sizes[0], length) for length, sizes in self._sizes.items()
+    )
     self._share = share
     self.reset_metrics()
 
   def microbatches(
-    self, rows: batch.Rows, index: np.ndarray
+    self, rows: batch.Rows, index: np.ndarray, *, largest: bool = False
   ) -> Iterator[Microbatch]:
     """Yields microbatches of the rows, the longest rows first.
 
     Args:
       rows: rows of an iteration.
       index: indices of the rows to pack.
+      largest: whether to use the largest shape of each length only.
 
     Raises:
       ValueError: if a row is longer than the last bucket.
@@ -189,7 +194,7 @@ class Packer:
     )
     while packs:
       length = next(b for b in self._buckets if b >= packs.longest)
-      sizes = self._sizes[length]
+      sizes = self._sizes[length][: 1 if largest else None]
       sequences = []
       while packs and len(sequences) < sizes[0]:
         sequences.append(packs.take(length, self._max_targets[length]))

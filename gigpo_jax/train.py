@@ -186,7 +186,7 @@ def prepare(
     programs = run_builders.start_compilation(parts, compiler)
     state, history = run_builders.restore_or_init(parts, saver)
     first = history.next_iteration
-    runner.prefetch(parts.tasks.at(first), parts.group_size)
+    prefetch(parts, runner, history.waiting, first)
     logs = run_builders.open_logs(parts, first)
     # Compiles the advantages for the row shapes of this run.
     estimate_advantages(parts, state, builders.make_dummy_rows(parts.config))

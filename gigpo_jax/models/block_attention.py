@@ -17,6 +17,7 @@ from collections.abc import Callable
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 # Largest number of tokens of a block.
 _BLOCK = 128
@@ -33,11 +34,13 @@ class _Plan:
     keys: indices of blocks of keys in [0, T), the ones to compare with first,
       [T, N].
     count: number of blocks of keys to compare with, [T].
+    starts: index in its sequence of the first token of each block, [T].
     ends: `attention.Segments.ends` of the tokens of each block, [T, S].
   """
 
   keys: jax.Array
   count: jax.Array
+  starts: jax.Array
   ends: jax.Array
 
 
@@ -91,36 +94,53 @@ def _make_plan(ends_BL: jax.Array, n: int) -> _Plan:
   return _Plan(
     keys_BNN.reshape(b * n, n).astype(jnp.int32),
     jnp.sum(seen_BNN, axis=2, dtype=jnp.int32).reshape(-1),
+    jnp.tile(starts, b),
     ends_BNS.reshape(b * n, -1),
   )
 
 
 def _scores(
-  q_KXE: jax.Array, k_KSE: jax.Array, plan: _Plan, t: jax.Array, u: jax.Array
+  q_KXE: jax.Array, k_TKSE: jax.Array, plan: _Plan, t: jax.Array, u: jax.Array
 ) -> jax.Array:
   """Returns the scaled scores of a block of queries and one of keys, float32.
 
   Args:
     q_KXE: the queries.
-    k_KSE: the keys.
+    k_TKSE: keys of all blocks.
     plan: the plan.
     t: index of the queries' block in [0, T).
     u: index of the keys' block in [0, T), of the same sequence.
   """
-  n, s = plan.keys.shape[1], k_KSE.shape[1]
-  query = (t % n) * s + jnp.arange(q_KXE.shape[1]) % s
-  key = (u % n) * s + jnp.arange(s)
-  seen_XS = (key <= query[:, None]) & (query[:, None] < plan.ends[u])
+  tokens_S = np.arange(k_TKSE.shape[2])
+  queries = q_KXE.shape[1] // len(tokens_S)
+  query_X = _at(plan.starts, t) + np.tile(tokens_S, queries)
+  key_S = _at(plan.starts, u) + tokens_S
+  seen_XS = (key_S <= query_X[:, None]) & (query_X[:, None] < _at(plan.ends, u))
   scores_KXS = jnp.einsum(
-    'KXE,KSE->KXS', q_KXE, k_KSE, preferred_element_type=jnp.float32
+    'KXE,KSE->KXS', q_KXE, _at(k_TKSE, u), preferred_element_type=jnp.float32
   )
   return jnp.where(seen_XS, scores_KXS * q_KXE.shape[-1] ** -0.5, _MASKED)
 
 
+def _at(x: jax.Array, index: jax.Array) -> jax.Array:
+  """Returns x[index] for an index in range."""
+  return jax.lax.dynamic_index_in_dim(
+    x, index, keepdims=False, allow_negative_indices=False
+  )
+
+
+def _add_at(x: jax.Array, index: jax.Array, y: jax.Array) -> jax.Array:
+  """Returns x.at[index].add(y) for an index in range."""
+  return jax.lax.dynamic_update_index_in_dim(
+    x, _at(x, index) + y, index, 0, allow_negative_indices=False
+  )
+
+
 def _loop(plan: _Plan, t: jax.Array, body: Callable, start: tuple) -> tuple:
   """Runs body(block of keys, carry) for the blocks that queries attend to."""
+  keys_N = _at(plan.keys, t)
   return jax.lax.fori_loop(
-    0, plan.count[t], lambda i, carry: body(plan.keys[t, i], carry), start
+    0, _at(plan.count, t), lambda i, x: body(_at(keys_N, i), x), start
   )
 
 
@@ -132,14 +152,14 @@ def _forward(q_TKXE, k_TKSE, v_TKSE, plan: _Plan):
 
     def add(u: jax.Array, carry: tuple) -> tuple:
       out_KXE, largest_KX, total_KX = carry
-      scores_KXS = _scores(q_KXE, k_TKSE[u], plan, t, u)
+      scores_KXS = _scores(q_KXE, k_TKSE, plan, t, u)
       new_KX = jnp.maximum(largest_KX, jnp.max(scores_KXS, axis=2))
       weights_KXS = jnp.exp(scores_KXS - new_KX[..., None])
       decay_KX = jnp.exp(largest_KX - new_KX)
       product_KXE = jnp.einsum(
         'KXS,KSE->KXE',
         weights_KXS.astype(dtype),
-        v_TKSE[u],
+        _at(v_TKSE, u),
         preferred_element_type=jnp.float32,
       )
       return (
@@ -172,17 +192,17 @@ def _backward(saved: tuple, grad_TKXE: jax.Array) -> tuple:
 
     def add(u: jax.Array, carry: tuple) -> tuple:
       dq_KXE, dk_TKSE, dv_TKSE = carry
-      scores_KXS = _scores(q_KXE, k_TKSE[u], plan, t, u)
+      scores_KXS = _scores(q_KXE, k_TKSE, plan, t, u)
       weights_KXS = jnp.exp(scores_KXS - lse_KX[..., None])
-      dweights_KXS = dot('KXE,KSE->KXS', grad_KXE, v_TKSE[u])
+      dweights_KXS = dot('KXE,KSE->KXS', grad_KXE, _at(v_TKSE, u))
       dscores_KXS = weights_KXS * (dweights_KXS - mean_KX[..., None]) * scale
       dscores_KXS = dscores_KXS.astype(dtype)
       dk_KSE = dot('KXS,KXE->KSE', dscores_KXS, q_KXE)
       dv_KSE = dot('KXS,KXE->KSE', weights_KXS.astype(dtype), grad_KXE)
       return (
-        dq_KXE + dot('KXS,KSE->KXE', dscores_KXS, k_TKSE[u]),
-        dk_TKSE.at[u].add(dk_KSE),
-        dv_TKSE.at[u].add(dv_KSE),
+        dq_KXE + dot('KXS,KSE->KXE', dscores_KXS, _at(k_TKSE, u)),
+        _add_at(dk_TKSE, u, dk_KSE),
+        _add_at(dv_TKSE, u, dv_KSE),
       )
 
     start = jnp.zeros(q_KXE.shape, jnp.float32), *carry

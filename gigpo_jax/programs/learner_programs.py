@@ -232,7 +232,11 @@ class LearnerPrograms:
     return self._abstract_params(dtype)
 
   def lowerings(
-    self, shapes: Sequence[packing.Shape], *, reference: bool
+    self,
+    shapes: Sequence[packing.Shape],
+    output_shapes: Sequence[packing.Shape],
+    *,
+    reference: bool,
   ) -> dict[Key, compilation.Lowering]:
     """Returns functions that lower all programs, by key.
 
@@ -240,7 +244,8 @@ class LearnerPrograms:
     needs 'init'; the others follow from slow to fast.
 
     Args:
-      shapes: the shapes of microbatches.
+      shapes: the shapes of microbatches of updates.
+      output_shapes: those of microbatches whose outputs are computed.
       reference: whether there is a reference policy.
     """
     params = [self.abstract_state()[0].params]
@@ -250,7 +255,9 @@ class LearnerPrograms:
     keys: list[Key] = [
       ('init',),
       *(('accumulate', shape, dtypes[0]) for shape in shapes),
-      *(('outputs', shape, dtype) for dtype in dtypes for shape in shapes),
+      *(
+        ('outputs', shape, dtype) for dtype in dtypes for shape in output_shapes
+      ),
       *((name,) for name in ('apply', 'zeros', 'fill')),
     ]
     return {key: functools.partial(self._lower, *key) for key in keys}
