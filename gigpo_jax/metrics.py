@@ -271,6 +271,14 @@ class Writer:
       self._wandb.finish()
 
 
+def no_update(*, has_critic: bool) -> dict[str, float]:
+  """Returns the metrics of an iteration without an update."""
+  metrics = effective_tokens(np.zeros(0), np.zeros((0, 0), bool))
+  names = ['update/count', 'update/tokens', 'update/grad_norm']
+  names += ['critic/count'] if has_critic else []
+  return metrics | dict.fromkeys(names, 0.0)
+
+
 def _open_wandb(
   workdir: pathlib.Path, project: str, config: dict[str, Any] | None
 ) -> Any:

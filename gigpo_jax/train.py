@@ -169,7 +169,7 @@ def loop(
     finish(parts, runner, state, history, logs, saver)
   except preemption.Preempted:
     guard.disarm()
-    save_last(saver, last)
+    run_builders.save_last(saver, last)
 
 
 def prepare(
@@ -177,17 +177,12 @@ def prepare(
   runner: rollout.EpisodeRunner,
   saver: checkpoint.Checkpointer,
 ) -> tuple[run_state.RunState, run_state.History, run_logs.RunLogs]:
-  """Returns state, history and logs of a run, all of whose programs compile.
-
-  Programs compile from their shapes, while this process loads the state and the
-  workers load the first tasks.
-  """
+  """Loads the state and starts environments while all programs compile."""
   with compilation.Compiler() as compiler:
     programs = run_builders.start_compilation(parts, compiler)
     state, history = run_builders.restore_or_init(parts, saver)
-    first = history.next_iteration
-    prefetch(parts, runner, history.waiting, first)
-    logs = run_builders.open_logs(parts, first)
+    prefetch(parts, runner, history.waiting, history.next_iteration)
+    logs = run_builders.open_logs(parts, history.next_iteration)
     # Compiles the advantages for the row shapes of this run.
     estimate_advantages(parts, state, builders.make_dummy_rows(parts.config))
     return run_builders.warm_up(parts, state, programs), history, logs
@@ -204,8 +199,11 @@ def update(
   """Learns from the episodes of an iteration; returns state and metrics."""
   if not groups.kept:
     # Entropy bonus, KL and weight decay would still move the policy.
-    return state, logs.write_episodes(iteration, groups) | no_update(parts)
-  metrics: Metrics = {}
+    metrics: Metrics = metrics_lib.no_update(
+      has_critic=parts.critic is not None
+    )
+    return state, logs.write_episodes(iteration, groups) | metrics
+  metrics = {}
   with run_logs.timed(metrics, 'time/rows_secs'):
     rows = batch.from_trajectories(
       groups.kept, **parts.rows_kwargs, seed=(parts.config.seed, iteration)
@@ -351,14 +349,6 @@ def update_critic(
   arrays = {'values': old_values, 'targets': output.value_targets}
   stop_if_skipped(parts, metrics, 'critic', rows, arrays)
   return state.replace(critic=critic), metrics
-
-
-def no_update(parts: run_builders.Parts) -> Metrics:
-  """Returns the metrics of an iteration without an update."""
-  metrics = metrics_lib.effective_tokens(np.zeros(0), np.zeros((0, 0), bool))
-  names = ['update/count', 'update/tokens', 'update/grad_norm']
-  names += ['critic/count'] if parts.critic else []
-  return metrics | dict.fromkeys(names, 0.0)
 
 
 def stop_if_skipped(
@@ -598,19 +588,6 @@ def finish(
   run_builders.export(parts, state)
   if distributed.is_main_process():
     print(f'learning curve: {metrics_lib.plot(str(parts.workdir))}', flush=True)
-
-
-def save_last(
-  saver: checkpoint.Checkpointer,
-  last: tuple[int, run_state.RunState, run_state.History] | None,
-) -> None:
-  """Saves the last finished iteration of a preempted run."""
-  if last and last[0] != saver.newest:
-    iteration, state, history = last
-    saver.save(iteration, state.to_dict(), history.to_json())
-  saver.wait()
-  saved = 'nothing' if saver.newest is None else f'iteration {saver.newest}'
-  console.log(f'SIGTERM: {saved} is saved; rerun the same command to resume')
 
 
 def _is_checkpoint(config: ml_collections.ConfigDict, iteration: int) -> bool:

@@ -253,6 +253,19 @@ def restore_or_init(
   return run_state.RunState(**states, reference=reference), history
 
 
+def save_last(
+  saver: checkpoint.Checkpointer,
+  last: tuple[int, run_state.RunState, run_state.History] | None,
+) -> None:
+  """Saves the last finished iteration of a preempted run."""
+  if last and last[0] != saver.newest:
+    iteration, state, history = last
+    saver.save(iteration, state.to_dict(), history.to_json())
+  saver.wait()
+  saved = 'nothing' if saver.newest is None else f'iteration {saver.newest}'
+  console.log(f'SIGTERM: {saved} is saved; rerun the same command to resume')
+
+
 def start_compilation(
   parts: Parts, compiler: compilation.Compiler
 ) -> dict[concurrent.futures.Future, tuple[str, str]]:
