@@ -41,7 +41,6 @@ QWEN = dataclasses.replace(
   num_layers=4,
   dtype='float32',
   remat='none',
-  attention='blockwise',
 )
 SHAPES = {'tiny': models.TINY, 'qwen05b_4l': QWEN}
 

@@ -22,7 +22,6 @@ TINY = qwen.QwenConfig(
   head_dim=64,
   dtype='float32',
   remat='none',
-  attention='blockwise',
 )
 
 

@@ -55,7 +55,7 @@ class Segments:
 
 def default_implementation(platform: str) -> str:
   """Returns the implementation for a platform: 'cpu', 'gpu' or 'tpu'."""
-  return {'tpu': 'splash', 'gpu': 'cudnn'}.get(platform, 'blockwise')
+  return {'tpu': 'splash', 'gpu': 'cudnn'}.get(platform, 'xla')
 
 
 def self_attention(
