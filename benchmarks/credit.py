@@ -68,8 +68,8 @@ def measure(config, num_groups: int, count: int, output: str = '') -> None:
   vines, oracle = totals[:, :most], totals[:, most:]
   advantages, rows = {}, None
   for values in (oracle, oracle[:, ::2], oracle[:, 1::2]):
-    rows, found = oracle_advantages(config, episodes, states, values)
-    advantages[f'oracle {len(advantages)}'] = found
+    rows, expected = oracle_advantages(config, episodes, states, values)
+    advantages[f'oracle {len(advantages)}'] = expected
   for label, (changed, algorithm) in methods.items():
     advantages[label] = method_advantages(
       config, changed, algorithm, episodes, states, vines
@@ -165,8 +165,8 @@ def method_advantages(config, changed, algorithm, episodes, states, vines):
     values = continuations.mean_returns(vines)
     episodes = continuations.with_values(episodes, states, values)
   rows = make_rows(changed, episodes)
-  found = algorithm.compute_advantages(rows).advantages
-  return found if found.ndim == 1 else found[:, 0]
+  advantages = algorithm.compute_advantages(rows).advantages
+  return advantages if advantages.ndim == 1 else advantages[:, 0]
 
 
 def with_anchors(config, episodes) -> list:
@@ -234,19 +234,19 @@ def print_table(groups, advantages: dict) -> None:
   drawn = np.random.default_rng(0).integers(
     groups.max() + 1, size=(_RESAMPLES, groups.max() + 1)
   )
-  found = {}
+  cosines = {}
   for label, values in advantages.items():
     if not label.startswith('oracle'):
       sums = group_products(groups, values, oracle)
-      found[label] = (
+      cosines[label] = (
         float(cosine(sums.sum(axis=0))),
         cosine(sums[drawn].sum(axis=1)),
       )
   print('| method | cosine | interval | minus gigpo | interval |')
   print('|---|---|---|---|---|')
-  base, resampled = found['gigpo']
+  base, resampled = cosines['gigpo']
   for label, (value, samples) in sorted(
-    found.items(), key=lambda item: -item[1][0]
+    cosines.items(), key=lambda item: -item[1][0]
   ):
     print(
       f'| {label} | {value:.3f} | {_interval(samples)} | {value - base:+.3f} | '

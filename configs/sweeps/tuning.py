@@ -8,22 +8,35 @@ mean success over the evaluations after the start; the last evaluation breaks
 ties.
 """
 
+from collections.abc import Mapping
+
 from configs.sweeps import main
 
 RATES = (7.5e-5, 1.5e-4, 3e-4)
 SPLITS = {'alfworld': 'valid_seen', 'webshop': 'valid'}
 
-RUNS = [
-  {
-    'name': f'{method} {rate:g}',
-    'config': f'configs/{env}.py:mini{word}',
-    'seed': 100,
-    'overrides': {
-      'optimizer.learning_rate': rate,
-      'evaluation.split': SPLITS[env],
-    },
-  }
-  for env in ('alfworld', 'webshop')
-  for method, word in main.METHODS.items()
-  for rate in RATES
-]
+
+def runs(methods: Mapping[str, str], splits: Mapping[str, str]) -> list[dict]:
+  """Returns a run for each environment, method and rate.
+
+  Args:
+    methods: word in the config's variant, by method.
+    splits: evaluated split, by environment.
+  """
+  return [
+    {
+      'name': f'{method} {rate:g}',
+      'config': f'configs/{env}.py:mini{word}',
+      'seed': 100,
+      'overrides': {
+        'optimizer.learning_rate': rate,
+        'evaluation.split': split,
+      },
+    }
+    for env, split in splits.items()
+    for method, word in methods.items()
+    for rate in RATES
+  ]
+
+
+RUNS = runs(main.METHODS, SPLITS)

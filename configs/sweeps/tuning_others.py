@@ -17,17 +17,4 @@ SPLITS = {
   'gymnasium': 'test',
 }
 
-RUNS = [
-  {
-    'name': f'{method} {rate:g}',
-    'config': f'configs/{env}.py:mini{word}',
-    'seed': 100,
-    'overrides': {
-      'optimizer.learning_rate': rate,
-      'evaluation.split': split,
-    },
-  }
-  for env, split in SPLITS.items()
-  for method, word in keydoor.METHODS.items()
-  for rate in tuning.RATES
-]
+RUNS = tuning.runs(keydoor.METHODS, SPLITS)
