@@ -387,7 +387,7 @@ def test_env_kwargs_match_the_environment():
     assert config_lib.env_kwargs(config)['anchor'] == anchor
   config = webshop.get_config('tiny,g2po')
   assert config.algorithm.anchor == 'state'
-  assert config_lib.env_kwargs(config)['anchor'] == 'observation_and_actions'
+  assert config_lib.env_kwargs(config)['anchor'] == 'state'
   config = search_qa.get_config('tiny,strong')
   kwargs = config_lib.env_kwargs(config)
   assert kwargs['data_dir'] is None and 'anchor' not in kwargs

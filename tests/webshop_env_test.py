@@ -143,6 +143,21 @@ def test_anchors():
     _env(anchor='x')
 
 
+def test_the_state_has_the_chosen_options():
+  plan, options = _plan(_env()), _env().goal(TASK).goal_options
+  by_action = {f'click[{v}]': f'{k}: {v}' for k, v in options.items()}
+  first = next(n for n, action in enumerate(plan) if action in by_action)
+  # Choose an option twice, then read the description.
+  actions = [*plan[: first + 1], plan[first], 'click[description]']
+  pages, states = (
+    [result.observation.anchor for result in _play(env, *actions)][first - 1 :]
+    for env in (_env(), _env(anchor='state'))
+  )
+  assert pages[0] == pages[1] == pages[2]
+  chosen = f'\n{by_action[plan[first]]}'
+  assert states == [pages[0], *(f'{page}{chosen}' for page in pages[1:])]
+
+
 def test_splits_are_ranges_of_one_list():
   sizes = {
     split: len(webshop_env.tasks(split, generator=SMALL))

@@ -37,6 +37,7 @@ class Page:
     reward_parts: parts of the reward; None before a purchase. See
       `reward.score`.
     url: URL of the page in the original.
+    options: chosen options, by name, of the product that is looked at.
   """
 
   text: str
@@ -46,6 +47,7 @@ class Page:
   done: bool = False
   reward_parts: dict | None = None
   url: str = ''
+  options: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,6 +346,7 @@ class Session:
       done=done,
       reward_parts=self._reward_parts if done else None,
       url=url,
+      options=self._options,
     )
 
   def _rich_text(self, pieces: list[_Piece], url: str) -> str:

@@ -25,7 +25,7 @@ from envs.webshop import (
   titles,
 )
 
-ANCHORS = ('observation', 'observation_and_actions')
+ANCHORS = ('observation', 'observation_and_actions', 'state')
 DATA = base.Data(
   'WEBSHOP_DATA', 'no WebShop files; run `python -m envs.webshop.download`'
 )
@@ -245,8 +245,9 @@ class Env:
     prompt_style: one of `narrator.STYLES`.
     require_think: whether a response must contain a `<think>` part.
     require_admissible: whether an inadmissible action counts as invalid.
-    anchor: state by which steps are grouped (GiGPO, Eq. 6); one of ANCHORS. It
-      does not contain the chosen options: the page does not show them.
+    anchor: state by which steps are grouped (GiGPO, Eq. 6); one of ANCHORS.
+      'state' adds the chosen options, which the page does not show, to the
+      page. The query is no part of it; it only matters for the way back.
 
   Raises:
     ValueError: in one line, if an argument or the data is not valid.
@@ -393,6 +394,9 @@ class Env:
     anchor = prompts.describe(self._parts, self._page.clickables)
     if self._anchor_type == 'observation_and_actions':
       return '\n'.join((anchor, *self._actions()))
+    if self._anchor_type == 'state':
+      chosen = sorted(self._page.options.items())
+      return '\n'.join((anchor, *(f'{k}: {v}' for k, v in chosen)))
     return anchor
 
   def _observe(self) -> base.Observation:
