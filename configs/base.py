@@ -330,7 +330,8 @@ def _learner_section() -> ml_collections.ConfigDict:
   # An update with a non-finite loss or gradient is skipped. The run stops after
   # this many skipped updates in a row.
   learner.max_skipped_in_row = 5
-  # Put rows with the same prompt into one update and compute the prompt once.
+  # Put rows that begin with the same prompt into one update and compute the
+  # tokens that they share once: prompts, and turns of growing conversations.
   learner.share_prompts = False
   # Lengths of sequences that the update is compiled for. A sequence holds
   # several rows, and has the smallest length that fits the longest of them. The

@@ -4,7 +4,7 @@ Rows on the host are shuffled and split into mini-batches, with one optimizer
 step each. Mini-batches are split into microbatches of few shapes, whose
 gradients are summed in float32. The loss's normaliser is computed before the
 first microbatch. The loss is therefore independent of the microbatch size, the
-length buckets, the mesh and the sharing of prompts. This module is independent
+length buckets, the mesh and the sharing of tokens. This module is independent
 of environments, texts and algorithms.
 """
 
@@ -77,7 +77,7 @@ class Learner:
     loss: the loss of each token; see `token_batch.Loss`.
     optimizer: the optimizer; see `optimizer.AdamW`.
     minibatch_rows: maximum number of rows of an update; with shared prompts,
-      the rows of the last prompt may exceed it.
+      the rows of the last group may exceed it.
     microbatch_tokens: tokens of a microbatch, over all devices; see
       `packing.shapes`.
     length_buckets: increasing lengths of sequences. Rows are packed into
@@ -85,8 +85,9 @@ class Learner:
     max_completion_tokens: C.
     temperature: temperature of log-probs and entropies.
     aggregation: one of `losses.AGGREGATIONS`.
-    share_prompts: whether rows with the same prompt are in the same update
-      and share its computation.
+    share_prompts: whether rows that begin with the same prompt are in the same
+      update and share its computation.
+    turns: largest number of completions in a row; see `packing.Packer`.
     scale_updates: whether `update` accepts a step scale.
     seed: seed of the shuffling.
 
@@ -112,6 +113,7 @@ class Learner:
     temperature: float = 1.0,
     aggregation: str = 'token_mean',
     share_prompts: bool = False,
+    turns: int = 1,
     scale_updates: bool = False,
     seed: int = 0,
   ):
@@ -126,6 +128,7 @@ class Learner:
       length_buckets,
       max_completion_tokens,
       share=share_prompts,
+      turns=turns,
     )
     self._largest = max(
       self._packer.shapes, key=lambda shape: (shape.length, shape.sequences)
@@ -429,12 +432,12 @@ class Learner:
     if not len(index):
       raise ValueError('rows: all are padding; at least one must be real')
     rng = np.random.default_rng((self._seed, iteration))
-    groups = self._packer.prompt_groups(rows, index)
+    groups = self._packer.prompt_groups(rows, index, self._minibatch_rows)
     groups = [groups[n] for n in rng.permutation(len(groups))]
     count = math.ceil(len(index) / self._minibatch_rows)
     edges = np.cumsum([len(x) for x in np.array_split(index, count)])
     starts = np.cumsum([0, *map(len, groups)])[:-1]
-    # Rows of a prompt belong to the mini-batch that contains the first of them.
+    # Rows of a group belong to the mini-batch that contains the first of them.
     minibatches = np.searchsorted(edges, starts, side='right')
     return [
       np.concatenate(

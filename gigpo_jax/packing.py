@@ -1,13 +1,15 @@
 """Pack rows into microbatches: arrays of few shapes for compiled programs.
 
 A sequence of a microbatch holds several packs, one after another. A pack is a
-prompt and some of its completions: [prompt, completion, ..]. Without sharing, a
-pack is one row. With sharing, rows with the same prompt form one pack, so the
-prompt is computed once. Tokens of different packs, and of different completions
-of a pack, do not attend to each other; see `attention.Segments`. The completion
-tokens, on which losses are computed, are also listed separately, without gaps
-within each shard of the sequences. Logits are computed for these tokens only.
-This module uses numpy only.
+tree of rows. Without sharing, it is one row. With sharing, rows whose texts
+begin with the same tokens form a tree, in which these tokens are computed once:
+a prompt with several completions, or a conversation, in which the prompt of a
+turn begins with the prompt and the completion of the turn before. The tokens of
+a pack are in depth-first order. A token attends to those before it in its row;
+see `attention.Segments`. The completion tokens, on which losses are computed,
+are also listed separately, without gaps within each shard of the sequences.
+Logits are computed for these tokens only. A token that several rows share may
+be listed for each of them. This module uses numpy only.
 
 Shapes: **R** rows, **B** sequences, **L** tokens of a sequence, **S** shards of
 the sequences, **N** completion tokens of a shard.
@@ -38,9 +40,9 @@ class Microbatch:
     rows: indices of the rows in the batch.
     tokens: tokens of the sequences, padded right.
     positions: position of each token in its row.
-    ends: index in the sequence at which the pack ends, for tokens of a prompt,
-      or at which the completion ends: the tokens before it, after this token,
-      attend to this token. Padding attends to itself only.
+    ends: index in the sequence at which the last row that contains the token
+      ends: the tokens before it, after this token, attend to this token.
+      Padding attends to itself only.
     before: index of the token that precedes each completion token, into the
       B / S * L tokens of its shard.
     targets: the completion tokens.
@@ -132,7 +134,9 @@ class Packer:
     shards: S.
     length_buckets: accepted values of L, ascending.
     max_completion_tokens: longest completion of a row.
-    share: whether rows with the same prompt form one pack.
+    share: whether rows that begin with the same prompt form one pack.
+    turns: largest number of completions in a row of a conversation, which may
+      contain those of earlier turns; 1 if every turn has its own prompt.
 
   Attributes:
     shapes: the shapes of microbatches; see `shapes`.
@@ -147,6 +151,7 @@ class Packer:
     max_completion_tokens: int,
     *,
     share: bool = False,
+    turns: int = 1,
   ):
     self.shapes = shapes(max_tokens, shards, length_buckets)
     self._shards = shards
@@ -156,9 +161,8 @@ class Packer:
       length: [s.sequences for s in self.shapes if s.length == length]
       for length in self._buckets
     }
-    limit = max_completion_tokens * (
-      _SHARED_COMPLETIONS if share else _COMPLETIONS
-    )
+    completions = max(turns, _SHARED_COMPLETIONS) if share else _COMPLETIONS
+    limit = max_completion_tokens * completions
     self._max_targets = {length: min(limit, length) for length in self._buckets}
     self.largest_shapes = tuple(
       Shape(sizes[0], length) for length, sizes in self._sizes.items()
@@ -187,7 +191,7 @@ class Packer:
       )
     packs = _Packs(
       [
-        _measure(rows, pack)
+        pack
         for members in self.prompt_groups(rows, index)
         for pack in self._pack(rows, members)
       ]
@@ -204,16 +208,36 @@ class Packer:
         yield self._build(rows, chosen, Shape(count, length))
 
   def prompt_groups(
-    self, rows: batch.Rows, index: np.ndarray
+    self, rows: batch.Rows, index: np.ndarray, most: int | None = None
   ) -> list[np.ndarray]:
-    """Groups rows that may share a pack, in order of their first rows."""
+    """Groups rows that may share a pack, in order of their first rows.
+
+    These are the rows whose prompts begin with the shortest prompt of a group.
+
+    Args:
+      rows: rows of an iteration.
+      index: indices of the rows to group.
+      most: largest number of rows of a group; larger groups are divided between
+        episodes. None: no limit.
+    """
     if not self._share:
       return [index[n : n + 1] for n in range(len(index))]
-    by_prompt: dict[bytes, list[int]] = {}
-    for r in index:
-      prompt = rows.tokens[r, : rows.prompt_lengths[r]].tobytes()
-      by_prompt.setdefault(prompt, []).append(r)
-    return [np.array(members) for members in by_prompt.values()]
+    prompts = [
+      rows.tokens[r, : rows.prompt_lengths[r]].tobytes() for r in index
+    ]
+    root, roots = None, {}
+    # Sorted, a prompt is directly followed by those that begin with it.
+    for prompt in sorted(set(prompts)):
+      root = prompt if root is None or not prompt.startswith(root) else root
+      roots[prompt] = root
+    groups: dict[bytes, list[int]] = {}
+    for r, prompt in zip(index, prompts, strict=True):
+      groups.setdefault(roots[prompt], []).append(r)
+    return [
+      part
+      for members in groups.values()
+      for part in _divide(np.array(members), rows.episodes, most)
+    ]
 
   def reset_metrics(self) -> None:
     """Resets the metrics."""
@@ -223,7 +247,7 @@ class Packer:
     """Returns metrics of the packs since the last call, and resets them.
 
     The metrics are the number of tokens, the fraction of padding, and the
-    number of prompt tokens saved by sharing.
+    number of tokens saved by sharing.
     """
     metrics = {
       'packs/tokens': float(self._tokens),
@@ -237,20 +261,26 @@ class Packer:
     """Returns a microbatch of padding."""
     return self._arrays(shape).microbatch()
 
-  def _pack(self, rows: batch.Rows, members: np.ndarray) -> list[list[int]]:
-    """Splits rows with the same prompt into packs that fit the last bucket."""
-    prompt = int(rows.prompt_lengths[members[0]])
+  def _pack(self, rows: batch.Rows, members: np.ndarray) -> list['_Pack']:
+    """Divides rows that may share a pack into packs that fit the last bucket.
+
+    Rows of a conversation are in the same pack if they fit.
+    """
     longest = self._buckets[-1]
-    capacity = min(longest - prompt, self._max_targets[longest])
-    packs, used = [[]], 0
-    for r in members:
-      completion = int(rows.lengths[r]) - prompt
-      total = used + completion
-      if packs[-1] and total > capacity:
-        packs.append([])
-        total = completion
-      packs[-1].append(int(r))
-      used = total
+    most_targets = self._max_targets[longest]
+    packs: list[_Pack] = []
+    for chain in _chains(rows, members):
+      whole = packs and packs[-1].join(rows, chain)
+      if whole and whole.length <= longest and whole.targets <= most_targets:
+        packs[-1] = whole
+        continue
+      packs.append(_Pack.of(rows, chain[:1]))
+      for r in chain[1:]:
+        pack = packs[-1].join(rows, [r])
+        if pack.targets <= most_targets:
+          packs[-1] = pack
+        else:
+          packs.append(_Pack.of(rows, [r]))
     return packs
 
   def _arrays(self, shape: Shape) -> '_Arrays':
@@ -274,8 +304,7 @@ class Packer:
       for pack in packs:
         arrays.add(rows, pack, shard, row, start)
         start += pack.length
-        prompt = rows.prompt_lengths[pack.rows[0]]
-        self._saved += int(prompt) * (len(pack.rows) - 1)
+        self._saved += int(rows.lengths[pack.rows].sum()) - pack.length
       self._tokens += start
     self._padded += arrays.tokens.size
     return arrays.microbatch()
@@ -283,17 +312,76 @@ class Packer:
 
 @dataclasses.dataclass(frozen=True)
 class _Pack:
-  """Rows that share a prompt, with the pack's tokens and completion tokens."""
+  """Rows that share tokens, in depth-first order.
+
+  Attributes:
+    rows: indices of the rows; a row follows those that it begins with.
+    length: number of different tokens.
+    targets: completion tokens of all rows.
+  """
 
   rows: list[int]
   length: int
   targets: int
 
+  @classmethod
+  def of(cls, rows: batch.Rows, chain: list[int]) -> '_Pack':
+    """Returns a pack of rows, each of which begins with the one before."""
+    completions = rows.lengths[chain] - rows.prompt_lengths[chain]
+    return cls(chain, int(rows.lengths[chain[-1]]), int(completions.sum()))
 
-def _measure(rows: batch.Rows, pack: list[int]) -> _Pack:
-  prompt = int(rows.prompt_lengths[pack[0]])
-  targets = int((rows.lengths[pack] - prompt).sum())
-  return _Pack(pack, prompt + targets, targets)
+  def join(self, rows: batch.Rows, chain: list[int]) -> '_Pack':
+    """Returns this pack with further rows; see `of`."""
+    added = _Pack.of(rows, chain)
+    shared = _common_prefix(rows, self.rows[-1], chain[0])
+    return _Pack(
+      self.rows + chain,
+      self.length + added.length - shared,
+      self.targets + added.targets,
+    )
+
+
+def _common_prefix(rows: batch.Rows, a: int, b: int) -> int:
+  """Returns the number of tokens with which two rows begin alike."""
+  length = min(rows.lengths[a], rows.lengths[b])
+  differs = rows.tokens[a, :length] != rows.tokens[b, :length]
+  return int(np.argmax(differs)) if differs.any() else int(length)
+
+
+def _chains(rows: batch.Rows, members: np.ndarray) -> list[list[int]]:
+  """Returns rows in depth-first order, divided where one is not continued."""
+  # The order of the bytes is arbitrary, but rows precede their continuations.
+  # It is stable, for equal rows.
+  members = sorted(
+    map(int, members), key=lambda r: rows.tokens[r, : rows.lengths[r]].tobytes()
+  )
+  chains = [[members[0]]]
+  for before, r in zip(members, members[1:], strict=False):
+    if _common_prefix(rows, before, r) == rows.lengths[before]:
+      chains[-1].append(r)
+    else:
+      chains.append([r])
+  return chains
+
+
+def _divide(
+  members: np.ndarray, episodes: np.ndarray, most: int | None
+) -> list[np.ndarray]:
+  """Divides rows between episodes, into parts of at most `most` rows.
+
+  An episode with more rows is a part of its own.
+  """
+  if most is None or len(members) <= most:
+    return [members]
+  starts = np.flatnonzero(np.diff(episodes[members])) + 1
+  first, *others = np.split(members, starts)
+  parts = [first]
+  for episode in others:
+    if len(parts[-1]) + len(episode) <= most:
+      parts[-1] = np.concatenate([parts[-1], episode])
+    else:
+      parts.append(episode)
+  return parts
 
 
 class _Packs:
@@ -363,32 +451,35 @@ class _Arrays:
   ) -> None:
     """Writes a pack into sequence `row` of a shard, from index `start` on."""
     b, offset = shard * self._per_shard + row, row * self.tokens.shape[1]
-    first = pack.rows[0]
-    prompt = int(rows.prompt_lengths[first])
-    end = start + prompt
-    self.tokens[b, start:end] = rows.tokens[first, :prompt]
-    self._positions[b, start:end] = np.arange(prompt)
-    self._ends[b, start:end] = start + pack.length
-    for r in pack.rows:
-      count = int(rows.lengths[r]) - prompt
-      ids = rows.tokens[r, prompt : prompt + count]
-      columns = np.arange(count)
-      here = slice(end, end + count)
-      self.tokens[b, here] = ids
-      self._positions[b, here] = prompt + columns
-      self._ends[b, here] = end + count
-      before = offset + end + columns - 1
-      # The first token follows the prompt, not the previous completion.
-      before[:1] = offset + start + prompt - 1
-      n = self._num_targets[shard]
-      entries = (before, ids, r, columns, self._num_rows[shard])
-      for array, values in zip(self._lists, entries, strict=True):
-        array[shard, n : n + count] = values
-      self._mask[shard, n : n + count] = True
-      self._num_targets[shard] += count
-      self._num_rows[shard] += 1
-      self._rows.append(r)
-      end += count
+    # Index in the sequence of each token of the row that was written last.
+    path = np.zeros(0, np.int64)
+    for n, r in enumerate(pack.rows):
+      shared = _common_prefix(rows, pack.rows[n - 1], r) if n else 0
+      self._ends[b, path[shared:]] = start
+      added = int(rows.lengths[r]) - shared
+      path = np.append(path[:shared], np.arange(start, start + added))
+      self.tokens[b, path[shared:]] = rows.tokens[r, shared : shared + added]
+      self._positions[b, path[shared:]] = np.arange(shared, shared + added)
+      start += added
+      self._add_targets(rows, r, shard, offset + path)
+    self._ends[b, path] = start
+
+  def _add_targets(
+    self, rows: batch.Rows, r: int, shard: int, path: np.ndarray
+  ) -> None:
+    """Lists the completion tokens of row r, whose tokens are at `path`."""
+    prompt = int(rows.prompt_lengths[r])
+    count = len(path) - prompt
+    ids = rows.tokens[r, prompt : prompt + count]
+    n = self._num_targets[shard]
+    before = path[prompt - 1 : prompt - 1 + count]
+    entries = (before, ids, r, np.arange(count), self._num_rows[shard])
+    for array, values in zip(self._lists, entries, strict=True):
+      array[shard, n : n + count] = values
+    self._mask[shard, n : n + count] = True
+    self._num_targets[shard] += count
+    self._num_rows[shard] += 1
+    self._rows.append(r)
 
   def microbatch(self) -> Microbatch:
     """Returns the microbatch."""

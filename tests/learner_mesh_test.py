@@ -8,7 +8,9 @@ import pytest
 from tiny_learner import (
   CONFIG,
   EXPERTS,
+  LOSS,
   ROW_LOSS,
+  C,
   assert_trees_close,
   make_learner,
   make_mesh,
@@ -17,6 +19,8 @@ from tiny_learner import (
   start,
   step,
 )
+
+from gigpo_jax import batch
 
 RECOMPUTED = dataclasses.replace(CONFIG, remat='layer')
 
@@ -97,6 +101,47 @@ def test_shared_prompts_give_the_same_update_with_fewer_tokens(devices):
     sgd().log_probs(expected.params, rows),
     atol=1e-5,
   )
+
+
+def rows_of_conversations(*, episodes=4, turns=3):
+  """Returns rows whose prompts begin with the row before, of two first ones."""
+  rng = np.random.default_rng(0)
+  prompts, completions = [], []
+  for episode in range(episodes):
+    text = np.array([3, 1, 4 + episode % 2])
+    for _ in range(turns):
+      prompts.append(text)
+      completions.append(rng.integers(32, size=rng.integers(1, 3)))
+      text = np.concatenate([text, completions[-1], rng.integers(32, size=2)])
+  rows = batch.pack(
+    prompts,
+    completions,
+    max_prompt_tokens=11,
+    max_completion_tokens=C,
+    row_multiple=16,
+  )
+  # Log-probs of a policy that differs from the current one in each turn.
+  noise = rng.normal(size=rows.sampler_log_probs.shape)
+  old = np.where(rows.completion_mask, -3.4 + 0.3 * noise, 0)
+  return dataclasses.replace(
+    rows,
+    sampler_log_probs=old.astype(np.float32),
+    episodes=rows.episodes // turns,
+  )
+
+
+@pytest.mark.parametrize('loss', [LOSS, ROW_LOSS], ids=['token', 'row'])
+def test_a_conversation_gives_the_gradient_of_one_row_per_turn(loss):
+  rows = rows_of_conversations()
+  expected, plain = step(sgd(loss=loss), rows)
+  subject = sgd(loss=loss, share_prompts=True, length_buckets=(16, 32))
+  # Every turn has its own advantage, so a mixed-up span changes the gradient.
+  actual, metrics = step(subject, rows)
+  assert_trees_close(
+    jax.device_get(actual.params), jax.device_get(expected.params), 1e-6
+  )
+  assert metrics['loss/total'] == pytest.approx(plain['loss/total'], abs=1e-6)
+  assert metrics['packs/tokens'] < 0.6 * plain['packs/tokens']
 
 
 def test_row_ratios_do_not_depend_on_packing():

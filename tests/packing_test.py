@@ -73,6 +73,94 @@ def test_shared_prompts_by_hand():
   assert (microbatch.gather(values)[~microbatch.mask] == 0).all()
 
 
+def test_a_conversation_is_one_text_by_hand():
+  # Turns [5] -> [1], then [7] -> [2, 3]; another episode answers [4] first.
+  rows = _rows([[5], [5, 1, 7], [5]], [[1], [2, 3], [4]])
+  packer = packing.Packer(8, 1, (8,), 4, share=True, turns=2)
+  (microbatch,) = packer.microbatches(rows, np.arange(3))
+  np.testing.assert_array_equal(microbatch.rows, [0, 1, 2])
+  np.testing.assert_array_equal(microbatch.tokens, [[5, 1, 7, 2, 3, 4, 0, 0]])
+  np.testing.assert_array_equal(
+    microbatch.positions[0], [0, 1, 2, 3, 4, 1, 0, 0]
+  )
+  np.testing.assert_array_equal(microbatch.ends[0], [6, 5, 5, 5, 5, 6, 7, 8])
+  mask = microbatch.mask
+  # Only completions are trained; the environment's 7 is not.
+  np.testing.assert_array_equal(microbatch.targets[mask], [1, 2, 3, 4])
+  np.testing.assert_array_equal(microbatch.before[mask], [0, 2, 3, 0])
+  np.testing.assert_array_equal(microbatch.row[mask], [0, 1, 1, 2])
+  np.testing.assert_array_equal(microbatch.column[mask], [0, 0, 1, 0])
+  # Row 1 adds 3 of its 5 tokens, and row 2 one of two.
+  assert packer.take_metrics()['packs/shared_tokens'] == 3
+
+
+def _conversations(rng, *, episodes, turns, alphabet=9):
+  """Returns rows of episodes that grow from few first prompts."""
+  firsts = [[8, 8, n] for n in range(2)]
+  prompts, completions, owners = [], [], []
+  for episode in range(episodes):
+    text = firsts[episode % 2]
+    for _ in range(turns):
+      prompts.append(list(text))
+      completions.append([*rng.integers(alphabet, size=rng.integers(1, 5))])
+      owners.append(episode)
+      text = [*text, *completions[-1], *rng.integers(alphabet, size=2)]
+  rows = _rows(prompts, completions, longest_prompt=3 + 6 * turns)
+  rows.episodes[: len(owners)] = owners
+  return rows
+
+
+@pytest.mark.parametrize('alphabet', [2, 9])
+def test_conversations_are_packed_once(alphabet):
+  rng = np.random.default_rng(0)
+  rows = _conversations(rng, episodes=6, turns=4, alphabet=alphabet)
+  index = np.flatnonzero(rows.real)
+  packer = packing.Packer(60, 1, (31, 60), 4, share=True, turns=4)
+  count = np.zeros((len(rows.groups), 4))
+  for microbatch in packer.microbatches(rows, index):
+    microbatch.scatter(
+      np.ones(microbatch.mask.shape), into := np.zeros_like(count)
+    )
+    count += into
+    for shard, n in zip(*np.nonzero(microbatch.mask), strict=True):
+      _check_text(rows, microbatch, shard, n)
+  np.testing.assert_array_equal(count, rows.completion_mask)
+
+
+@pytest.mark.parametrize('turns', [5, 10, 20])
+def test_tokens_of_a_conversation_grow_linearly(turns):
+  rng = np.random.default_rng(0)
+  rows = _conversations(rng, episodes=1, turns=turns)
+  index = np.flatnonzero(rows.real)
+  tokens = {}
+  for share in (False, True):
+    packer = packing.Packer(256, 1, (256,), 4, share=share, turns=turns)
+    list(packer.microbatches(rows, index))
+    tokens[share] = packer.take_metrics()['packs/tokens']
+  # One row per turn repeats all earlier turns.
+  assert tokens[False] == rows.lengths.sum()
+  assert tokens[True] == rows.lengths.max() <= 3 + 6 * turns
+  assert tokens[False] > tokens[True] * turns / 3
+
+
+def test_conversations_longer_than_a_sequence_are_divided_between_episodes():
+  rows = _conversations(np.random.default_rng(0), episodes=4, turns=3)
+  index = np.flatnonzero(rows.real)
+  packer = packing.Packer(25, 1, (25,), 4, share=True, turns=3)
+  packs = [set(rows.episodes[m.rows]) for m in packer.microbatches(rows, index)]
+  assert sorted(map(len, packs)) == [1, 1, 1, 1]
+  # Without room for the completions, an episode's later turns are apart.
+  packer = packing.Packer(25, 1, (25,), 4, share=True)
+  (index,) = np.nonzero(rows.episodes == 0)
+  index = index[rows.real[index]]
+  assert len(list(packer.microbatches(rows, index))) == 1
+  # Groups of more rows than a mini-batch are divided between episodes.
+  index = np.flatnonzero(rows.real)
+  for most, sizes in ((None, [6, 6]), (6, [6, 6]), (5, [3] * 4), (1, [3] * 4)):
+    groups = packer.prompt_groups(rows, index, most)
+    assert [len(group) for group in groups] == sizes
+
+
 @pytest.mark.parametrize('share', [False, True])
 @pytest.mark.parametrize(
   ('max_tokens', 'shards'), [(48, 1), (48, 2), (1, 2), (12, 1), (200, 1)]

@@ -358,7 +358,7 @@ SECTIONS = (
       Metric(
         'shared_tokens',
         'tokens',
-        'prompt tokens saved because several rows share them',
+        'tokens saved because several rows share them',
       ),
     ),
   ),
