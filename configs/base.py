@@ -182,6 +182,24 @@ def _filter_section() -> ml_collections.ConfigDict:
   filter.drop_zero_variance = False
   filter.warmup_iterations = 0
   filter.max_refills = 2
+  # Chain of selectors of rows and tokens: names in selectors.REGISTRY, or
+  # module:function. (): an update trains on all rows. Options of selectors:
+  filter.select = ()
+  filter.kept_episodes = 4  # best_and_worst: per group
+  filter.group_share = 0.25  # snr: share of the groups
+  # d3s: rows are compared in the batch or in their group; share of rows, and of
+  # their tokens, in the first and in the last iteration (not published).
+  filter.variance_scope = 'batch'
+  filter.variance_rows = (0.25, 0.5)
+  filter.variance_tokens = (0.2, 0.5)
+  # s_grpo: first tokens that are always trained on, and the probability of each
+  # later token (not published).
+  filter.early_tokens = 8
+  filter.token_probability = 0.5
+  # mismatch: unit, token | row | row_mean; bounds of learner / sampler.
+  filter.mismatch_level = 'token'
+  filter.mismatch_low = 0.5
+  filter.mismatch_high = 2.0
   return filter
 
 
@@ -195,8 +213,8 @@ def _algorithm_section() -> ml_collections.ConfigDict:
   # or 0 for algorithms whose paper has no episode advantage.
   algorithm.episode_weight = config_dict.placeholder(float)
   algorithm.invalid_penalty = 0.1  # paper
-  # mean_std | mean | leave_one_out, for algorithms that compare within a group;
-  # rloo, dr_grpo and gdpo have fixed norms.
+  # mean_std | mean | leave_one_out | mean_abs, for algorithms that compare
+  # within a group; rloo, dr_grpo and gdpo have fixed norms.
   algorithm.norm = 'mean_std'
   algorithm.episode_stats = 'trajectories'  # | rows (code)
   algorithm.penalty_scope = 'reward'  # | row (code)
@@ -239,7 +257,33 @@ def _algorithm_section() -> ml_collections.ConfigDict:
   algorithm.whiten_advantages = True
   # vineppo: episodes that are played from each state to estimate its value.
   algorithm.continuations = 9  # paper
+  _modulator_options(algorithm)
   return algorithm
+
+
+def _modulator_options(algorithm: ml_collections.ConfigDict) -> None:
+  """Adds the options of modulators of advantages."""
+  # Chain of modulators: names in modulators.REGISTRY, or module:function. ():
+  # the algorithm's advantages. Options of modulators:
+  algorithm.modulators = ()
+  algorithm.accuracy_temperature = 2.0  # dgpo; code
+  # adora: weight of groups whose successes are not longer (code); unit of
+  # length, turns | tokens.
+  algorithm.short_weight = 0.1
+  algorithm.length_unit = 'turns'
+  # progrpo: alpha (not published); share of the least likely tokens (paper).
+  algorithm.confidence_weight = 0.1
+  algorithm.confidence_share = 0.2
+  # egpo: weight of the entropy; the bonus is at most |A| over the bound.
+  algorithm.entropy_bonus = 0.4
+  algorithm.entropy_bound = 2.0
+  # empg: k, k' and zeta (not found).
+  algorithm.confidence_rate = 1.0
+  algorithm.clarity_rate = 1.0
+  algorithm.clarity_weight = 0.1
+  # dcpo: target entropy in nats (code); largest distance from it that counts.
+  algorithm.target_entropy = 0.5
+  algorithm.target_limit = 0.1
 
 
 def _critic_section() -> ml_collections.ConfigDict:

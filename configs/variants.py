@@ -45,9 +45,9 @@ def parse(
   return ''.join(chosen), [b for b in changes if b in variants]
 
 
-def _registered_algorithms() -> dict[str, str]:
-  """Returns the module of each algorithm, by name; imports none of them."""
-  path = pathlib.Path(__file__).parents[1] / 'gigpo_jax/algorithms/__init__.py'
+def _registered(folder: str) -> dict[str, str]:
+  """Returns the module of each plug-in of a folder, by name; imports none."""
+  path = pathlib.Path(__file__).parents[1] / f'gigpo_jax/{folder}/__init__.py'
   for node in ast.parse(path.read_text(encoding='utf-8')).body:
     if isinstance(node, ast.Assign):
       if ast.unparse(node.targets[0]) == 'REGISTRY':
@@ -55,11 +55,17 @@ def _registered_algorithms() -> dict[str, str]:
   raise LookupError(f'{path}: no REGISTRY')
 
 
-_MODULES = _registered_algorithms()
-# Variants of every experiment: algorithms, presets and adapters.
+_MODULES = _registered('algorithms')
+# Plug-ins that are added to a chain: (section, field) of their names.
+_CHAINS = {
+  ('algorithm', 'modulators'): _registered('modulators'),
+  ('filter', 'select'): _registered('selectors'),
+}
+# Variants of every experiment: algorithms, presets, adapters and plug-ins.
 ALGORITHMS = tuple(sorted(_MODULES.keys() - {base.DEFAULT_ALGORITHM}))
 PRESETS = ('paper', 'reference_code', 'strong')
-CHANGES = (*PRESETS, *ALGORITHMS, 'lora')
+PLUGINS = tuple(name for modules in _CHAINS.values() for name in modules)
+CHANGES = (*PRESETS, *ALGORITHMS, 'lora', *PLUGINS)
 
 
 def apply(config: ml_collections.ConfigDict, changes: Sequence[str]) -> None:
@@ -88,6 +94,8 @@ def apply(config: ml_collections.ConfigDict, changes: Sequence[str]) -> None:
   for change in changes:
     if change in ALGORITHMS:
       use_algorithm(config, change)
+    elif change in PLUGINS:
+      use_plugin(config, change)
     else:
       {
         'paper': use_paper,
@@ -106,6 +114,15 @@ def use_algorithm(config: ml_collections.ConfigDict, name: str) -> None:
     if field.init and field.name not in config.algorithm:
       config.algorithm[field.name] = field.default
   _change(config, getattr(module, 'PRESETS', {}).get(name, {}))
+
+
+def use_plugin(config: ml_collections.ConfigDict, name: str) -> None:
+  """Adds a modulator or a selector to its chain."""
+  for (section, field), modules in _CHAINS.items():
+    if name in modules:
+      config[section][field] = (*config[section][field], name)
+      module = importlib.import_module(modules[name])
+      _change(config, getattr(module, 'PRESETS', {}).get(name, {}))
 
 
 def released() -> tuple[str, ...]:

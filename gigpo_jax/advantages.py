@@ -36,7 +36,10 @@ EPSILON = 1e-6
 # rounding error is smaller, and the difference is negligible against EPSILON.
 _EQUAL_WITHIN = 2.0**-42
 
-NORMS = ('mean_std', 'mean', 'leave_one_out')
+NORMS = ('mean_std', 'mean', 'leave_one_out', 'mean_abs')
+
+# Added to the sum of absolute deviations by the norm mean_abs.
+_ABS_EPSILON = 1e-4
 
 OPTIONS = {
   'norm': NORMS,
@@ -102,7 +105,9 @@ def gigpo(  # noqa: PLR0913
     episode_weight: weight of A_E; the paper has 1, 0 leaves A_S alone.
     invalid_penalty: c, in reward units; subtracted for an invalid response.
     norm: 'mean_std' divides by the standard deviation (ddof 1) + 1e-6; 'mean'
-      does not divide; 'leave_one_out' subtracts the mean of the other entries.
+      does not divide; 'leave_one_out' subtracts the mean of the other entries;
+      'mean_abs' divides by the mean absolute deviation (DGPO,
+      arXiv:2601.20614).
     episode_stats: mean and standard deviation of A_E over 'trajectories', with
       one entry per episode (Eq. 3), or over 'rows', so that long episodes
       weigh more (the authors' code).
@@ -437,7 +442,8 @@ def group_normalize(
   """Returns each value relative to its segment's mean, Eqs. (3) and (7).
 
   (x - mean) / (std + epsilon), or (x - mean) alone, or x minus the mean of the
-  segment's other entries, which is (x - mean) n / (n - 1).
+  segment's other entries, which is (x - mean) n / (n - 1), or (x - mean) n /
+  (sum of |x - mean| + 1e-4).
   Equal values give exactly 0: one member of the segment is first subtracted
   exactly from each value. The float32 mean of equal numbers can be off by one
   unit in the last place, which 1e-6 would magnify to a full-sized advantage.
@@ -469,6 +475,9 @@ def group_normalize(
     squares = arrays.segment_sum(deviation**2, segments, entries)
     spread = jnp.sqrt(squares / jnp.maximum(count - ddof, 1)) + epsilon
     deviation = deviation / spread
+  elif norm == 'mean_abs':
+    total = arrays.segment_sum(jnp.abs(deviation), segments, entries)
+    deviation = deviation * count / (total + _ABS_EPSILON)
   elif norm == 'leave_one_out':
     deviation = deviation * count / jnp.maximum(count - 1, 1)
   singleton = values[0] if keep_singletons else jnp.zeros_like(deviation)

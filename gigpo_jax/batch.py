@@ -43,6 +43,7 @@ class Rows:
     components: reward components that an algorithm weighs separately.
     actions: dense id of the action; equal for equal actions of a group.
     ages: iterations since the row was sampled.
+    truncated: whether the response reached the token limit before a stop token.
     state_values: mean return of episodes played from the state in which the
       turn was taken (`continuations`); NaN if unknown.
   """
@@ -62,6 +63,7 @@ class Rows:
   components: Float[np.ndarray, 'R K']
   actions: Int[np.ndarray, ' R']
   ages: Int[np.ndarray, ' R']
+  truncated: Bool[np.ndarray, ' R']
   state_values: Float[np.ndarray, ' R']
 
   @property
@@ -201,6 +203,7 @@ def _fill_row(
   rows.valid[r] = step.result.valid
   rows.success[r] = step.result.success
   rows.ages[r] = step.age
+  rows.truncated[r] = step.truncated
   if step.state_value is not None:
     rows.state_values[r] = step.state_value
   rows.components[r] = [_component(step.result, name) for name in components]
@@ -264,6 +267,7 @@ def pack(
     components=np.zeros((num_rows, num_components), np.float32),
     actions=np.zeros(num_rows, np.int32),
     ages=np.zeros(num_rows, np.int32),
+    truncated=np.zeros(num_rows, bool),
     state_values=np.full(num_rows, np.nan),
   )
   for r, (prompt, completion) in enumerate(

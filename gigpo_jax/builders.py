@@ -21,15 +21,19 @@ from gigpo_jax import (
   batch,
   critic,
   env_pool,
+  group_filter,
   guard,
   learner,
   losses,
   mesh,
   metrics,
   models,
+  modulators,
   optimizer,
+  plugins,
   rollout,
   sampler,
+  selectors,
   tasks,
   token_batch,
   tokenizer,
@@ -321,7 +325,28 @@ def make_learner(
     temperature=config.rollout.temperature,
     aggregation=config.loss.aggregation,
     scale_updates=guard.Guard(**config.guard).scales_updates,
+    signals=signal_names(config),
     **_learner_sizes(config),
+  )
+
+
+def signal_names(config: ml_collections.ConfigDict) -> tuple[str, ...]:
+  """Returns the outputs of the learner that the chains of plug-ins need."""
+  chains = (
+    *modulators.FAMILY.make(config.algorithm),
+    *selectors.FAMILY.make(config.filter),
+  )
+  needed = plugins.needed_outputs(chains)
+  return ('log_probs', *needed) if needed else ()
+
+
+def make_group_filter(
+  config: ml_collections.ConfigDict,
+) -> group_filter.GroupFilter:
+  """Returns the filter of groups; selectors have options of their own."""
+  fields = dataclasses.fields(group_filter.GroupFilter)
+  return group_filter.GroupFilter(
+    **{field.name: config.filter[field.name] for field in fields}
   )
 
 

@@ -15,7 +15,15 @@ import ml_collections
 import configs
 import envs
 from configs import base
-from gigpo_jax import algorithms, anchors, deprecated, losses, options
+from gigpo_jax import (
+  algorithms,
+  anchors,
+  deprecated,
+  losses,
+  modulators,
+  options,
+  selectors,
+)
 from gigpo_jax.models import decode_attention
 from gigpo_jax.run import model_check
 
@@ -29,6 +37,7 @@ _SHARED_OPTIONS = (
   'anchor',
   'similarity_threshold',
   'anchor_history',
+  'modulators',
 )
 
 # Fields that have an effect only if another field has a certain value: (other
@@ -192,8 +201,13 @@ def _values(config: ml_collections.ConfigDict) -> Iterator[str]:
     for path in paths:
       for line in _problems(path, values):
         yield prefix + line.removeprefix(own_name)
-  for problem in algorithms.problems(config.algorithm):
-    yield f'algorithm.{problem}'
+  for section, owner in (
+    ('algorithm', algorithms),
+    ('algorithm', modulators.FAMILY),
+    ('filter', selectors.FAMILY),
+  ):
+    for problem in owner.problems(config[section]):
+      yield f'{section}.{problem}'
 
 
 def _problems(path: str, values: Mapping[str, object]) -> list[str]:
@@ -217,6 +231,7 @@ def _combinations(
 ) -> Iterator[str]:
   """Yields a line for each conflict between fields that are not `refused`."""
   yield from _algorithm(config, refused)
+  yield from _plugins(config, refused)
   yield from _collection(config)
   yield from _loss(config, refused)
   yield from _attention(config)
@@ -271,7 +286,10 @@ def _ignored_options(
 ) -> Iterator[str]:
   """Yields options that are set but have no effect."""
   name = config.algorithm.name
-  own = algorithms.defaults(algorithm)
+  own = {
+    *algorithms.defaults(algorithm),
+    *modulators.FAMILY.options(),
+  }
   for field, value, default in _non_default(
     config,
     [
@@ -286,6 +304,28 @@ def _ignored_options(
     for field, value, default in _non_default(config, options):
       yield f'{field}={value}: {name} has no critic; must be {default}'
   yield from _unmet_dependencies(config, refused)
+
+
+def _plugins(
+  config: ml_collections.ConfigDict, refused: Set[str]
+) -> Iterator[str]:
+  """Yields the conflicts of modulators and selectors."""
+  for family in (modulators.FAMILY, selectors.FAMILY):
+    section = family.field.partition('.')[0]
+    if any(field.startswith(f'{section}.') for field in refused):
+      continue
+    try:
+      yield from family.conflicts(config)
+    except ValueError as error:
+      yield f'{section}.{str(error).removeprefix(f"{section}.")}'
+      continue
+    chosen = tuple(_get(config, family.field))
+    others = family.options() - family.options(chosen)
+    fields = sorted(f'{section}.{option}' for option in others)
+    for field, value, default in _non_default(config, fields):
+      yield (
+        f'{field}={value}: not of {family.field}={chosen}; must be {default}'
+      )
 
 
 def _non_default(

@@ -10,6 +10,7 @@ of environments, texts and algorithms.
 
 import concurrent.futures
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,9 @@ from gigpo_jax.programs import learner_programs
 from gigpo_jax.runtime import compilation
 
 TrainState = learner_programs.TrainState
+
+# The signal that needs log-probs of prompts.
+_PROMPTS = 'prompt_log_probs'
 
 
 def adamw(learning_rate: float, **values: Any) -> optax.GradientTransformation:
@@ -89,6 +93,7 @@ class Learner:
       update and share its computation.
     turns: largest number of completions in a row; see `packing.Packer`.
     scale_updates: whether `update` accepts a step scale.
+    signals: names of the outputs of `signals`.
     seed: seed of the shuffling.
 
   Attributes:
@@ -115,6 +120,7 @@ class Learner:
     share_prompts: bool = False,
     turns: int = 1,
     scale_updates: bool = False,
+    signals: Sequence[str] = (),
     seed: int = 0,
   ):
     losses.row_weights(np.ones(1, np.int32), 1, aggregation)
@@ -122,14 +128,20 @@ class Learner:
     self._mesh = mesh
     self.columns = tuple(loss.columns)
     self._minibatch_rows = minibatch_rows
-    self._packer = packing.Packer(
+    make_packer = functools.partial(
+      packing.Packer,
       microbatch_tokens,
       mesh_lib.batch_shards(mesh),
       length_buckets,
-      max_completion_tokens,
-      share=share_prompts,
-      turns=turns,
     )
+    self._packer = make_packer(
+      max_completion_tokens, share=share_prompts, turns=turns
+    )
+    self._signals = tuple(signals)
+    # Prompt tokens are scored like those of a completion.
+    self._signal_packer = self._packer
+    if _PROMPTS in signals:
+      self._signal_packer = make_packer(length_buckets[-1])
     self._largest = max(
       self._packer.shapes, key=lambda shape: (shape.length, shape.sequences)
     )
@@ -145,8 +157,14 @@ class Learner:
       self._empty_arrays,
       tree=share_prompts,
       scaled=scale_updates,
+      signals=[name for name in self._signals if name != _PROMPTS],
     )
     self.base: dict = {}
+
+  @property
+  def has_signals(self) -> bool:
+    """Whether `signals` has outputs."""
+    return bool(self._signals)
 
   @property
   def compilations(self) -> int:
@@ -243,6 +261,9 @@ class Learner:
     empty = self._packer.empty(self._largest)
     with jax.set_mesh(self._mesh):
       self._run_outputs(state.params, empty)
+      if self._signals:
+        scored = self._signal_packer.empty(self._largest)
+        self._run_outputs(state.params, scored, 'signals')
       if reference is not None:
         self._run_outputs(reference, empty)
       grads, sums = run('zeros', state.params, np.float32(0), np.float32(1))
@@ -277,6 +298,40 @@ class Learner:
     """
     return self._outputs(params, rows)
 
+  def signals(self, params: dict, rows: batch.Rows) -> dict[str, np.ndarray]:
+    """Returns the outputs that `signals` of the constructor names.
+
+    All of them come from one forward pass.
+
+    Args:
+      params: the trained parameters.
+      rows: the rows of an iteration.
+
+    Returns:
+      float32 arrays, 0 for padding: 'log_probs' as the method; 'log_probs@X' at
+      X times the temperature; 'entropies' in nats; and 'prompt_log_probs',
+      [R, L - 1], which starts with the prompt's second token. Each other array
+      is [R, C].
+    """
+    has_prompts = _PROMPTS in self._signals
+    scored = _with_scored_prompts(rows) if has_prompts else rows
+    shape = scored.sampler_log_probs.shape
+    results: dict[str, np.ndarray] = {}
+    packer = self._signal_packer
+    index = np.flatnonzero(rows.real)
+    with jax.set_mesh(self._mesh):
+      for microbatch in packer.microbatches(scored, index, largest=True):
+        outputs = self._run_outputs(params, microbatch, 'signals')
+        for name, values in outputs.items():
+          result = results.setdefault(name, np.zeros(shape, np.float32))
+          microbatch.scatter(mesh_lib.to_host(values), result)
+    if not has_prompts:
+      return results
+    prompts = results['log_probs']
+    return {k: _completions(x, rows) for k, x in results.items()} | {
+      _PROMPTS: np.where(_prompt_mask(rows), prompts, 0)
+    }
+
   def _outputs(self, params: dict, rows: batch.Rows) -> np.ndarray:
     result = np.zeros(rows.sampler_log_probs.shape, np.float32)
     index = np.flatnonzero(rows.real)
@@ -290,10 +345,10 @@ class Learner:
     return result
 
   def _run_outputs(
-    self, params: dict, microbatch: packing.Microbatch
-  ) -> jax.Array:
+    self, params: dict, microbatch: packing.Microbatch, name: str = 'outputs'
+  ) -> Any:
     arrays = mesh_lib.place_rows(self._mesh, microbatch.inputs())
-    return self._programs.run('outputs', params, self.base, arrays)
+    return self._programs.run(name, params, self.base, arrays)
 
   def update(
     self,
@@ -303,6 +358,7 @@ class Learner:
     iteration: int,
     skipped_before: float = 0.0,
     step_scale: float = 1.0,
+    trained: np.ndarray | None = None,
     **columns: np.ndarray | float | None,
   ) -> tuple[TrainState, dict[str, float]]:
     """Trains for one pass over the rows, one optimizer step per mini-batch.
@@ -314,6 +370,7 @@ class Learner:
       iteration: with the seed, determines the shuffling.
       skipped_before: number of consecutive updates skipped just before.
       step_scale: factor of the learning rate; needs `scale_updates`.
+      trained: True at the completion tokens to train on, [R, C]; None for all.
       **columns: the columns that the loss reads: one number per row [R] or per
         completion token [R, C], or one for all tokens.
 
@@ -344,7 +401,7 @@ class Learner:
         np.float32(step_scale),
       )
       for minibatch in minibatches:
-        weights = self._weights(rows, minibatch)
+        weights = self._weights(rows, minibatch, trained)
         for microbatch in self._packer.microbatches(rows, minibatch):
           arrays = mesh_lib.place_rows(
             self._mesh, _gather(microbatch, columns, weights)
@@ -446,20 +503,62 @@ class Learner:
       for n in np.unique(minibatches)
     ]
 
-  def _weights(self, rows: batch.Rows, minibatch: np.ndarray) -> np.ndarray:
-    """Returns the weight of each row's tokens; 0 outside of the mini-batch."""
-    weights = np.zeros(len(rows.groups), np.float32)
-    lengths = (rows.lengths - rows.prompt_lengths)[minibatch]
-    weights[minibatch] = losses.row_weights(
-      lengths, self._max_completion, self._aggregation
-    )
-    return weights
+  def _weights(
+    self, rows: batch.Rows, minibatch: np.ndarray, trained: np.ndarray | None
+  ) -> np.ndarray:
+    """Returns the weight of each row's tokens; 0 outside of the mini-batch.
 
-  def _empty_arrays(self, shape: packing.Shape) -> dict[str, Any]:
-    """Returns the arrays of an empty microbatch."""
+    With `trained`, the weight of each token, [R, C].
+    """
+    weights = np.zeros(len(rows.groups), np.float32)
+    lengths = rows.lengths - rows.prompt_lengths
+    if trained is not None:
+      lengths = trained.sum(axis=1, dtype=np.int32)
+    weights[minibatch] = losses.row_weights(
+      lengths[minibatch], self._max_completion, self._aggregation
+    )
+    return weights if trained is None else weights[:, None] * trained
+
+  def _empty_arrays(
+    self, shape: packing.Shape, program: str = ''
+  ) -> dict[str, Any]:
+    """Returns the arrays of an empty microbatch for a program."""
     row = np.zeros(1, np.float32)
     columns = dict.fromkeys(self.columns, row)
-    return _gather(self._packer.empty(shape), columns, row)
+    is_signals = program == 'signals'
+    packer = self._signal_packer if is_signals else self._packer
+    return _gather(packer.empty(shape), columns, row)
+
+
+def _with_scored_prompts(rows: batch.Rows) -> batch.Rows:
+  """Returns rows in which all tokens but the first are the completion."""
+  return dataclasses.replace(
+    rows,
+    prompt_lengths=np.minimum(rows.prompt_lengths, 1),
+    sampler_log_probs=np.zeros(
+      (len(rows.tokens), rows.tokens.shape[1] - 1), np.float32
+    ),
+  )
+
+
+def _prompt_mask(rows: batch.Rows) -> np.ndarray:
+  """Returns True at the prompt's tokens after the first, [R, L - 1]."""
+  positions = np.arange(rows.tokens.shape[1] - 1)
+  return positions < rows.prompt_lengths[:, None] - 1
+
+
+def _completions(values: np.ndarray, rows: batch.Rows) -> np.ndarray:
+  """Returns the values of completion tokens, [R, C], of those of all tokens.
+
+  Args:
+    values: [R, L - 1]; starts with a row's second token.
+    rows: the rows.
+  """
+  columns = np.arange(rows.sampler_log_probs.shape[1])
+  positions = rows.prompt_lengths[:, None] - 1 + columns
+  positions = np.clip(positions, 0, values.shape[1] - 1)
+  taken = np.take_along_axis(values, positions, axis=1)
+  return np.where(rows.completion_mask, taken, 0)
 
 
 def _gather(

@@ -37,13 +37,18 @@ from gigpo_jax import (
   continuations,
   evaluation,
   group_filter,
-  losses,
   rollout,
   trajectory,
 )
 from gigpo_jax import guard as guard_lib
 from gigpo_jax import metrics as metrics_lib
-from gigpo_jax.run import run_builders, run_config, run_logs, run_state
+from gigpo_jax.run import (
+  run_builders,
+  run_config,
+  run_logs,
+  run_state,
+  update_inputs,
+)
 from gigpo_jax.runtime import (
   compilation,
   console,
@@ -208,15 +213,19 @@ def update(
     rows = batch.from_trajectories(
       groups.kept, **parts.rows_kwargs, seed=(parts.config.seed, iteration)
     )
+  signals, old_log_probs, signal_metrics = update_inputs.compute_signals(
+    parts, state, rows, iteration
+  )
   output, old_values, advantage_metrics = estimate_advantages(
     parts, state, rows
   )
-  metrics |= advantage_metrics
-  metrics |= logs.write_episodes(iteration, groups, rows, output)
-  old_log_probs, gap_metrics = choose_old_log_probs(parts, state, rows)
-  metrics |= gap_metrics
-  columns = {'advantages': output.advantages}
-  columns |= loss_columns(parts, state, history, rows, old_log_probs, iteration)
+  metrics |= signal_metrics | advantage_metrics
+  output, trained_rows, trained, plugin_metrics = update_inputs.apply_plugins(
+    parts, rows, output, signals
+  )
+  metrics |= plugin_metrics | logs.write_episodes(
+    iteration, groups, rows, output
+  )
   if parts.critic:
     state, critic_metrics = update_critic(
       parts, state, history, rows, output, old_values, iteration
@@ -224,15 +233,21 @@ def update(
     metrics |= critic_metrics
     if iteration < parts.config.critic.warmup_iterations:
       return state, metrics
+  if not trained_rows.real.any():
+    return state, metrics | metrics_lib.no_update(has_critic=False)
+  columns = {'advantages': output.advantages} | update_inputs.loss_columns(
+    parts, state, history, trained_rows, old_log_probs, iteration
+  )
   policy, policy_metrics = parts.learner.update(
     state.policy,
-    rows,
+    trained_rows,
     iteration=iteration,
     skipped_before=history.skipped.get('update', 0.0),
     step_scale=parts.guard.step_scale(history.guard_state),
+    trained=trained,
     **{name: columns[name] for name in parts.loss.columns},
   )
-  stop_if_skipped(parts, policy_metrics, 'update', rows, columns)
+  stop_if_skipped(parts, policy_metrics, 'update', trained_rows, columns)
   return state.replace(policy=policy), metrics | policy_metrics
 
 
@@ -264,67 +279,6 @@ def estimate_advantages(
     output.advantages, rows.completion_mask
   )
   return output, old_values, metrics
-
-
-def choose_old_log_probs(
-  parts: run_builders.Parts, state: run_state.RunState, rows: batch.Rows
-) -> tuple[np.ndarray, Metrics]:
-  """Returns the denominators of the ratios, [R, C], and metrics.
-
-  They are the log-probs before the update, as sampled or recomputed. Those of
-  rows that an earlier policy sampled (`carry_over`) are recomputed. With
-  loss.old_log_probs=auto, those of the sampler are used if their mean
-  difference from the learner's on one microbatch is small. This depends on the
-  parameters and the rows only.
-  """
-  options, learner = parts.config.loss, parts.learner
-  params, sampled = state.policy.params, rows.sampler_log_probs
-  metrics: Metrics = {}
-  reuse = options.old_log_probs == 'sampler'
-  if options.old_log_probs != 'learner':
-    metrics = learner.sampler_difference(params, rows, sampled)
-  if options.old_log_probs == 'auto':
-    gap = metrics.get('sampler/log_prob_difference_mean', np.inf)
-    reuse = gap <= options.max_log_prob_gap  # False if the gap is not finite.
-    metrics['sampler/log_probs_reused'] = float(reuse)
-  if not reuse:
-    old_log_probs = learner.log_probs(params, rows)
-    metrics |= learner.sampler_difference(params, rows, old_log_probs)
-    return old_log_probs, metrics
-  stale = np.flatnonzero(rows.ages)
-  if not len(stale):
-    return sampled, metrics
-  # Log-probs of an earlier policy are not those before the update.
-  old_log_probs = sampled.copy()
-  old_log_probs[stale] = learner.log_probs(params, rows.take(stale))
-  return old_log_probs, metrics
-
-
-def loss_columns(  # noqa: PLR0913
-  parts: run_builders.Parts,
-  state: run_state.RunState,
-  history: run_state.History,
-  rows: batch.Rows,
-  old_log_probs: np.ndarray,
-  iteration: int,
-) -> dict[str, np.ndarray | float]:
-  """Returns all columns that a loss can read, except for the advantages.
-
-  See `token_batch.TokenBatch` and `losses.EntropyBand`. A number applies to all
-  tokens.
-  """
-  options, learner = parts.config.loss, parts.learner
-  columns = {'old_log_probs': old_log_probs, 'importance': 1.0}
-  # With the sampler's own log-probs, all weights are 1.
-  if options.tis_clip and old_log_probs is not rows.sampler_log_probs:
-    columns['importance'] = losses.truncated_importance(
-      old_log_probs, rows.sampler_log_probs, options.tis_clip
-    )
-  if parts.loss.needs_reference:
-    columns['ref_log_probs'] = learner.log_probs(state.reference, rows)
-  return columns | parts.entropy_band.make_columns(
-    history.entropies, iteration, parts.config.num_iterations
-  )
 
 
 def update_critic(

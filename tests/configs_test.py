@@ -40,6 +40,8 @@ VARIANTS = [
   (module, ','.join(word for word in words if word))
   for module in MODULES
   for words in itertools.product(('', *module.SIZES), ('', *variants.CHANGES))
+  # Plug-ins do not depend on the experiment.
+  if words[1] not in variants.PLUGINS or (module, words[0]) == (alfworld, '')
 ]
 
 

@@ -244,6 +244,38 @@ def test_log_probs_match_the_model_at_the_temperature():
     np.testing.assert_allclose(actual[r, : len(expected)], expected, atol=1e-5)
 
 
+def test_signals_come_from_one_pass():
+  names = ('log_probs', 'entropies', 'log_probs@0.8', 'prompt_log_probs')
+  rows = make_rows()
+  subject = make_learner(signals=names)
+  outputs = subject.signals(params(), rows)
+  assert sorted(outputs) == sorted(names)
+  mask = rows.completion_mask
+  np.testing.assert_allclose(
+    outputs['log_probs'], make_learner().log_probs(params(), rows), atol=1e-5
+  )
+  for r in range(8):
+    tokens = jnp.asarray(rows.tokens[r : r + 1, : rows.lengths[r]])
+    hidden = reference.hidden_states(CONFIG, params(), tokens)
+    logits = reference.logits(CONFIG, params(), hidden)[0]
+    table, cool = (jax.nn.log_softmax(x) for x in (logits, logits / 0.8))
+    first, last = rows.prompt_lengths[r], rows.lengths[r]
+    prompt = [table[p - 1, rows.tokens[r, p]] for p in range(1, first)]
+    entropies = -jnp.sum(jnp.exp(table) * table, axis=-1)[first - 1 : last - 1]
+    expected = {
+      'prompt_log_probs': prompt,
+      'entropies': entropies,
+      'log_probs@0.8': [
+        cool[p - 1, rows.tokens[r, p]] for p in range(first, last)
+      ],
+    }
+    for name, values in expected.items():
+      actual = outputs[name][r]
+      np.testing.assert_allclose(actual[: len(values)], values, atol=1e-5)
+      np.testing.assert_array_equal(actual[len(values) :], 0)
+  assert not outputs['entropies'][~mask].any()
+
+
 def test_shuffling_is_a_function_of_seed_and_iteration():
   rows = make_rows(13)
   first, _ = step(make_learner(minibatch_rows=4), rows, iteration=3)

@@ -8,7 +8,8 @@ import pytest
 import tiny_learner
 
 from configs import base
-from gigpo_jax import losses, train
+from gigpo_jax import losses
+from gigpo_jax.run import update_inputs
 
 
 class _Learner:
@@ -52,8 +53,8 @@ def _choose(name, gap=0.0, *, tis_clip=None, stale=()):
   )
   state = types.SimpleNamespace(policy=types.SimpleNamespace(params=params))
   history = types.SimpleNamespace(entropies=())
-  old, metrics = train.choose_old_log_probs(parts, state, rows)
-  columns = train.loss_columns(parts, state, history, rows, old, 0)
+  old, metrics = update_inputs.choose_old_log_probs(parts, state, rows)
+  columns = update_inputs.loss_columns(parts, state, history, rows, old, 0)
   assert columns['old_log_probs'] is old
   return columns, metrics, learner.passes, rows, exact
 

@@ -10,7 +10,7 @@ import pytest
 
 import envs
 from configs import base, variants
-from gigpo_jax import algorithms
+from gigpo_jax import algorithms, modulators, plugins, selectors
 from gigpo_jax import config as config_lib
 
 PROJECT = pathlib.Path(envs.__file__).parents[1]
@@ -27,7 +27,14 @@ CENTRAL = (
     for path in sorted(PROJECT.glob(f'gigpo_jax/{room}*.py'))
   ),
 )
-NAMES = envs.REGISTRY.keys() | algorithms.REGISTRY.keys()
+FAMILIES = (modulators.FAMILY, selectors.FAMILY)
+REGISTRIES = [
+  envs.REGISTRY,
+  algorithms.REGISTRY,
+  *(family.registry for family in FAMILIES),
+]
+# `truncated` is also a word of rows and metrics.
+NAMES = set().union(*REGISTRIES) - {'truncated', 'mismatch'}
 
 
 def _strings_and_names(tree: ast.Module) -> list[str]:
@@ -95,7 +102,7 @@ def test_configs_do_not_import_the_trainer(path: pathlib.Path):
     assert not any(module.startswith('gigpo_jax') for module in modules)
 
 
-@pytest.mark.parametrize('registry', [envs.REGISTRY, algorithms.REGISTRY])
+@pytest.mark.parametrize('registry', REGISTRIES)
 def test_registries_are_sorted(registry):
   assert list(registry) == sorted(registry)
 
@@ -132,3 +139,20 @@ def test_configs_list_the_defaults_of_algorithms():
       variants._algorithm(name).Algorithm
     ).items():
       assert options[option] == default, (name, option)
+
+
+@pytest.mark.parametrize('family', FAMILIES, ids=lambda family: family.field)
+def test_configs_list_the_defaults_of_plugins(family: plugins.Family):
+  section, _, field = family.field.partition('.')
+  values = base.get_config()[section]
+  assert values[field] == ()
+  owners = {}
+  for name in family.registry:
+    for option in dataclasses.fields(family._find(name)):
+      assert values[option.name] == option.default, (name, option.name)
+      assert owners.setdefault(option.name, name) == name
+  others = set()
+  if section == 'algorithm':
+    modules = map(variants._algorithm, algorithms.REGISTRY)
+    others = {o for m in modules for o in algorithms.defaults(m.Algorithm)}
+  assert not others & set(owners)

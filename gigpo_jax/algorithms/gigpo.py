@@ -43,7 +43,8 @@ class Algorithm:
     episode_weight: weight of A_E; None for `default_episode_weight`.
     invalid_penalty: subtracted from the reward of an invalid response.
     norm: mean_std as above; mean does not divide; leave_one_out compares with
-      the mean of the other entries, without dividing.
+      the mean of the other entries, without dividing; mean_abs divides by the
+      mean absolute deviation.
     episode_stats: whether mean and deviation of E have one entry per episode
       (trajectories) or per row (rows, the authors' code).
     penalty_scope: whether the penalty changes the reward, or E and G of that

@@ -69,6 +69,7 @@ class LearnerPrograms:
   - zeros: gradients and sums of metrics before the first microbatch;
   - fill: gradients with a given value;
   - outputs: log-prob, or value, of each token;
+  - signals: further outputs of a policy for each token, by name;
   - accumulate: gradients and sums of metrics, with those of a microbatch
     added;
   - apply: state and sums of metrics after an optimizer step.
@@ -83,7 +84,10 @@ class LearnerPrograms:
     loss: see `token_batch.Loss`.
     optimizer: see `optimizer.AdamW`.
     temperature: temperature of log-probs and entropies.
-    make_arrays: returns the arrays of an empty microbatch of a shape.
+    make_arrays: returns the arrays of an empty microbatch of a shape, for a
+      program of a given name.
+    signals: names of the outputs of 'signals': 'log_probs', 'entropies', or
+      'log_probs@X' at X times the temperature. (): there is no such program.
     tree: whether rows share prompts; see `attention.Segments`.
     scaled: whether updates are multiplied by the step scale that 'zeros' gets;
       even a scale of 1 may change their last bits.
@@ -102,8 +106,9 @@ class LearnerPrograms:
     loss: token_batch.Loss,
     optimizer: optax.GradientTransformation,
     temperature: float,
-    make_arrays: Callable[[packing.Shape], dict[str, Any]],
+    make_arrays: Callable[[packing.Shape, str], dict[str, Any]],
     *,
+    signals: Sequence[str] = (),
     tree: bool = False,
     scaled: bool = False,
   ):
@@ -112,6 +117,7 @@ class LearnerPrograms:
     self._loss, self._optimizer = loss, optimizer
     self._temperature = temperature
     self._make_arrays = make_arrays
+    self._signals = tuple(signals)
     self._metric_names = self._find_metric_names()
     self._row_sharding = mesh_lib.batch_sharding(mesh)
     self.replicated = jax.NamedSharding(mesh, jax.P())
@@ -177,6 +183,9 @@ class LearnerPrograms:
       'outputs': jax.jit(
         self._log_probs_or_values, out_shardings=self._row_sharding
       ),
+      'signals': jax.jit(
+        self._further_outputs, out_shardings=self._row_sharding
+      ),
       'accumulate': jax.jit(
         self._accumulate,
         donate_argnames=('grads', 'sums'),
@@ -192,7 +201,7 @@ class LearnerPrograms:
   def run(self, name: str, *args: Any, **kwargs: Any) -> Any:
     """Runs a program."""
     key: Key = (name,)
-    if name in ('outputs', 'accumulate'):
+    if name in ('outputs', 'signals', 'accumulate'):
       params, _, arrays = args
       shape = packing.Shape(*arrays['tokens'].shape)
       key = (name, shape, _dtype(params))
@@ -258,6 +267,10 @@ class LearnerPrograms:
       *(
         ('outputs', shape, dtype) for dtype in dtypes for shape in output_shapes
       ),
+      *(
+        ('signals', shape, dtypes[0])
+        for shape in (output_shapes if self._signals else ())
+      ),
       *((name,) for name in ('apply', 'zeros', 'fill')),
     ]
     return {key: functools.partial(self._lower, *key) for key in keys}
@@ -285,9 +298,9 @@ class LearnerPrograms:
     args: tuple = ()
     kwargs: dict[str, Any] = {}
     if shape:
-      arrays = with_sharding(self._make_arrays(shape), self._row_sharding)
+      arrays = with_sharding(self._make_arrays(shape, name), self._row_sharding)
       args = self._abstract_params(dtype), base, arrays
-    if name == 'outputs':
+    if name in ('outputs', 'signals'):
       del arrays['columns'], arrays['weights']
     elif name == 'accumulate':
       kwargs = {'grads': grads, 'sums': sums}
@@ -302,9 +315,10 @@ class LearnerPrograms:
 
   # Traced once per shape of microbatch.
 
-  def _forward(
+  def _hidden(
     self, params, base, arrays, grad_accumulators=None
-  ) -> token_batch.PolicyOutputs | token_batch.ValueOutputs:
+  ) -> tuple[qwen.QwenConfig, dict, jax.Array]:
+    """Returns the network, its parameters and its hidden states."""
     config = self._config
     if config.adapters and not params:
       config = dataclasses.replace(config, adapters=None)
@@ -327,22 +341,48 @@ class LearnerPrograms:
       arrays['before'],
       sums=layer_accumulators,
     )
-    if config.value_head:
-      return token_batch.ValueOutputs(qwen.values(params, hidden_SND))
+    return config, params, hidden_SND
+
+  def _policy_outputs(
+    self, config, params, hidden_SND, arrays, factor=1.0
+  ) -> token_batch.PolicyOutputs:
+    """Returns the outputs at a multiple of the temperature."""
     log_probs, entropies = qwen.token_log_probs(
       config,
       params,
       hidden_SND,
       arrays['targets'],
       count=jnp.max(jnp.sum(arrays['mask'], axis=1)),
-      temperature=self._temperature,
+      temperature=self._temperature * factor,
       chunk=logits_chunk(arrays['targets'].shape[1]),
     )
     return token_batch.PolicyOutputs(log_probs, entropies)
 
+  def _forward(
+    self, params, base, arrays, grad_accumulators=None
+  ) -> token_batch.PolicyOutputs | token_batch.ValueOutputs:
+    config, params, hidden_SND = self._hidden(
+      params, base, arrays, grad_accumulators
+    )
+    if config.value_head:
+      return token_batch.ValueOutputs(qwen.values(params, hidden_SND))
+    return self._policy_outputs(config, params, hidden_SND, arrays)
+
   def _log_probs_or_values(self, params, base, arrays):
     outputs = self._forward(params, base, arrays)
     return outputs.values if self._config.value_head else outputs.log_probs
+
+  def _further_outputs(self, params, base, arrays):
+    hidden = self._hidden(params, base, arrays)
+    outputs = vars(self._policy_outputs(*hidden, arrays))
+    return {
+      name: self._policy_outputs(
+        *hidden, arrays, float(name.partition('@')[2])
+      ).log_probs
+      if '@' in name
+      else outputs[name]
+      for name in self._signals
+    }
 
   def _accumulate(self, params, base, arrays, *, grads, sums):
     mask = arrays['mask']
@@ -363,13 +403,14 @@ class LearnerPrograms:
     )
     grads = new_grads if in_place else jax.tree.map(jnp.add, grads, new_grads)
     sums = dict(sums)
+    trained = mask & (arrays['weights'] > 0)
     for name, values in metrics.items():
       if name.endswith('/max'):
-        largest = jnp.max(jnp.where(mask, values, -jnp.inf))
+        largest = jnp.max(jnp.where(trained, values, -jnp.inf))
         sums[name] = jnp.maximum(sums[name], largest)
       else:
-        sums[name] += jnp.sum(jnp.where(mask, values, 0))
-    sums['update/tokens'] += jnp.sum(mask, dtype=jnp.float32)
+        sums[name] += jnp.sum(jnp.where(trained, values, 0))
+    sums['update/tokens'] += jnp.sum(trained, dtype=jnp.float32)
     sums['update/objective'] += total
     return grads, sums
 

@@ -26,7 +26,9 @@ from gigpo_jax import (
   learner,
   losses,
   metrics,
+  modulators,
   sampler,
+  selectors,
   tasks,
   token_batch,
   trajectory,
@@ -95,6 +97,8 @@ class Parts:
     learner: updates the policy.
     critic: updates the critic; None for algorithms without one.
     algorithm: computes advantages.
+    modulators: change the advantages.
+    selectors: choose the rows and tokens to train on.
     group_filter: selects the groups to train on.
     carry_over: decides which groups continue in the next iteration.
     guard: the guards against collapse.
@@ -114,6 +118,8 @@ class Parts:
   learner: learner.Learner
   critic: critic.Critic | None
   algorithm: algorithms.Algorithm
+  modulators: tuple[modulators.Modulator, ...]
+  selectors: tuple[selectors.Selector, ...]
   group_filter: group_filter.GroupFilter
   carry_over: carry_over.CarryOver
   guard: guard.Guard
@@ -193,7 +199,9 @@ def make_parts(
     if algorithm.needs_values
     else None,
     algorithm=algorithm,
-    group_filter=group_filter.GroupFilter(**config.filter),
+    modulators=modulators.FAMILY.make(config.algorithm),
+    selectors=selectors.FAMILY.make(config.filter),
+    group_filter=builders.make_group_filter(config),
     carry_over=carry_over.CarryOver(
       config.rollout.carry_over, config.rollout.max_staleness
     ),

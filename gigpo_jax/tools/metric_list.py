@@ -192,6 +192,12 @@ SECTIONS = (
         'share',
         'played groups whose episodes differ in reward',
       ),
+      Metric('rows_share', 'share', 'rows that `filter.select` keeps'),
+      Metric(
+        'tokens_share',
+        'share',
+        'completion tokens that `filter.select` keeps',
+      ),
     ),
   ),
   Section(

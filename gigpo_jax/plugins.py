@@ -1,0 +1,149 @@
+"""Chains of small plug-ins: modulators of advantages and selectors of rows.
+
+A folder such as gigpo_jax/modulators holds one module per plug-in, and its
+REGISTRY maps names to modules. A module defines a frozen dataclass. Its fields
+are its options and have the names of fields of a section of the config. A
+module may also define PRESETS and `conflicts`, as an algorithm does. A plug-in
+of another project is 'module:function', or 'module:Class' for one with options.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import ml_collections
+import numpy as np
+
+from gigpo_jax import options as options_lib
+
+_PAIR = 2  # Minimum number of episodes for a comparison.
+
+
+@dataclasses.dataclass(frozen=True)
+class Signals:
+  """What plug-ins read besides advantages and rows.
+
+  Attributes:
+    outputs: the learner's outputs before the update, by name; the plug-ins of
+      a chain list the names that they need (`Learner.signals`).
+    progress: share of the run's iterations that are done, in [0, 1).
+    seed: seed of the run and iteration, for random choices.
+  """
+
+  outputs: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+  progress: float = 0.0
+  seed: tuple[int, ...] = (0,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+  """A function of (advantages, rows, signals) as a plug-in without options."""
+
+  function: Callable[..., np.ndarray]
+
+  needs = ()
+  needs_group = False
+
+  def __call__(self, *args: Any) -> np.ndarray:
+    """Returns the function's result."""
+    return self.function(*args)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+  """The plug-ins of one kind.
+
+  Attributes:
+    field: the field of the config with the chain's names.
+    registry: module of each plug-in, by name.
+    class_name: name of the dataclass in these modules.
+  """
+
+  field: str
+  registry: Mapping[str, str]
+  class_name: str
+
+  def make(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns the plug-ins of a chain, in order.
+
+    Args:
+      values: the section of the config. A plug-in takes its own options.
+
+    Raises:
+      ValueError: if a name is unknown or occurs twice, or an option is wrong.
+    """
+    names = self._names(values)
+    if len(set(names)) < len(names):
+      raise ValueError(
+        f'{self.field}={names}: names one twice; must be different names'
+      )
+    chain = []
+    for name in names:
+      factory = self._find(name)
+      known = _options(factory)
+      chain.append(factory(**{k: values[k] for k in known if k in values}))
+    return tuple(chain)
+
+  def options(self, names: Sequence[str] | None = None) -> set[str]:
+    """Returns the names of all options of plug-ins; None: of all known ones."""
+    names = self.registry if names is None else names
+    return {o for name in names for o in _options(self._find(name))}
+
+  def problems(self, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a line for each option of a known plug-in with a wrong value."""
+    lines = {}
+    for name in self.registry:
+      lines |= dict.fromkeys(options_lib.problems(self._find(name), values))
+    yield from lines
+
+  def conflicts(self, config: ml_collections.ConfigDict) -> Iterator[str]:
+    """Yields a line for each option that a plug-in of the chain rejects."""
+    values = config[self.field.partition('.')[0]]
+    members = config.rollout.episodes_per_group
+    for name, plugin in zip(
+      self._names(values), self.make(values), strict=True
+    ):
+      if plugin.needs_group and members < _PAIR:
+        yield (
+          f'rollout.episodes_per_group={members}: {name} compares the episodes '
+          'of a group; must be at least 2'
+        )
+      module = importlib.import_module(type(plugin).__module__)
+      if hasattr(module, 'conflicts'):
+        yield from module.conflicts(config)
+
+  def _names(self, values: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(values[self.field.rpartition('.')[2]])
+
+  def _find(self, name: str) -> Callable[..., Any]:
+    """Returns what makes a plug-in from its options."""
+    path = f'{self.registry.get(name, name)}'
+    if name in self.registry:
+      path += f':{self.class_name}'
+    module, _, attribute = path.partition(':')
+    try:
+      found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+      raise ValueError(
+        f'{self.field}={name}: unknown ({error}); must be of '
+        f'{", ".join(self.registry)}, or module:function'
+      ) from error
+    return found if isinstance(found, type) else _constant(Function(found))
+
+
+def _constant(plugin: Function) -> Callable[[], Function]:
+  return lambda: plugin
+
+
+def _options(factory: Callable[..., Any]) -> tuple[str, ...]:
+  if not dataclasses.is_dataclass(factory):
+    return ()
+  return tuple(f.name for f in dataclasses.fields(factory) if f.init)
+
+
+def needed_outputs(chain: Sequence[Any]) -> tuple[str, ...]:
+  """Returns the learner's outputs that plug-ins need besides old log-probs."""
+  names = dict.fromkeys(name for plugin in chain for name in plugin.needs)
+  names.pop('log_probs', None)
+  return tuple(names)

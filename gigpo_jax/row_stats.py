@@ -1,0 +1,156 @@
+"""Statistics of episodes, groups and tokens of rows, in numpy and float64.
+
+Plug-ins of `modulators` and `selectors` share these functions. All of them
+ignore padding rows.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from gigpo_jax import batch
+
+
+class Episodes(NamedTuple):
+  """The episodes of rows; E episodes in G groups.
+
+  Attributes:
+    index: index of each row's episode, in [0, E); -1 for padding.
+    groups: index of each episode's group, in [0, G).
+    returns: undiscounted sum of each episode's rewards.
+    success: whether the episode accomplished its task.
+    turns: number of rows.
+    tokens: number of completion tokens.
+    truncated: whether any response reached the token limit.
+  """
+
+  index: Int[np.ndarray, ' R']
+  groups: Int[np.ndarray, ' E']
+  returns: Float[np.ndarray, ' E']
+  success: Bool[np.ndarray, ' E']
+  turns: Int[np.ndarray, ' E']
+  tokens: Int[np.ndarray, ' E']
+  truncated: Bool[np.ndarray, ' E']
+
+  @property
+  def num_groups(self) -> int:
+    """G."""
+    return int(self.groups.max(initial=-1)) + 1
+
+  def group_means(self, values: Float[np.ndarray, ' E']) -> np.ndarray:
+    """Returns the mean over each group's episodes, [G]."""
+    counts = np.bincount(self.groups)
+    return np.bincount(self.groups, weights=values) / counts
+
+  def has_spread(self) -> Bool[np.ndarray, ' G']:
+    """Returns whether episodes of a group have different returns."""
+    low = np.full(self.num_groups, np.inf)
+    high = -low
+    np.minimum.at(low, self.groups, self.returns)
+    np.maximum.at(high, self.groups, self.returns)
+    return ~np.isclose(low, high, rtol=1e-9, atol=0)
+
+  def to_rows(self, values: np.ndarray, fill: float = 0) -> np.ndarray:
+    """Returns each row's value, given one per episode; `fill` for padding."""
+    result = np.full(len(self.index), fill, np.result_type(values, fill))
+    real = self.index >= 0
+    result[real] = values[self.index[real]]
+    return result
+
+  def groups_to_rows(self, values: np.ndarray, fill: float = 0) -> np.ndarray:
+    """Returns each row's value, given one per group; `fill` for padding."""
+    return self.to_rows(values[self.groups], fill)
+
+
+def episodes(rows: batch.Rows) -> Episodes:
+  """Returns the episodes of rows."""
+  real = rows.real
+  keys = np.stack([rows.groups[real], rows.episodes[real]], axis=1)
+  unique, own = np.unique(keys, axis=0, return_inverse=True)
+  own = own.reshape(-1)
+  index = np.full(len(real), -1)
+  index[real] = own
+  lengths = (rows.lengths - rows.prompt_lengths)[real]
+
+  def total(values: np.ndarray) -> np.ndarray:
+    return np.bincount(own, weights=values[real], minlength=len(unique))
+
+  return Episodes(
+    index=index,
+    groups=np.unique(unique[:, 0], return_inverse=True)[1].reshape(-1),
+    returns=total(rows.rewards.astype(np.float64)),
+    success=total(rows.success) > 0,
+    turns=np.bincount(own, minlength=len(unique)),
+    tokens=np.bincount(own, weights=lengths).astype(int),
+    truncated=total(rows.truncated) > 0,
+  )
+
+
+def next_rows(rows: batch.Rows) -> Int[np.ndarray, ' R']:
+  """Returns the row of each row's next step; -1 for a last step or padding."""
+  order = np.lexsort((rows.steps, rows.episodes, rows.groups))
+  following = np.full(len(order), -1)
+  one, other = order[:-1], order[1:]
+  same = (
+    (rows.groups[one] == rows.groups[other])
+    & (rows.episodes[one] == rows.episodes[other])
+    & rows.real[one]
+  )
+  following[one[same]] = other[same]
+  return following
+
+
+def token_means(
+  values: Float[np.ndarray, 'R C'], mask: Bool[np.ndarray, 'R C']
+) -> Float[np.ndarray, ' R']:
+  """Returns the mean over each row's tokens; 0 for a row without any."""
+  sums = np.where(mask, values, 0).astype(np.float64).sum(axis=1)
+  return sums / np.maximum(mask.sum(axis=1), 1)
+
+
+def lowest_means(
+  values: Float[np.ndarray, 'R C'], mask: Bool[np.ndarray, 'R C'], share: float
+) -> Float[np.ndarray, ' R']:
+  """Returns the mean over the lowest of each row's values.
+
+  Args:
+    values: values of tokens.
+    mask: True for the tokens that count.
+    share: share of the tokens, in (0, 1]; rounded up, so at least one.
+
+  Returns:
+    The mean; 0 for a row without tokens.
+  """
+  ordered = np.sort(np.where(mask, values, np.inf), axis=1)
+  counts = share_count(share, mask.sum(axis=1))
+  chosen = np.arange(values.shape[1]) < counts[:, None]
+  return token_means(ordered, chosen)
+
+
+def share_count(share: float, size: np.ndarray | int) -> np.ndarray | int:
+  """Returns share * size, rounded up."""
+  # The subtraction absorbs the rounding of the product.
+  return np.ceil(share * size - 1e-9).astype(int)
+
+
+def scale(
+  advantages: np.ndarray, factors: Float[np.ndarray, ' R']
+) -> np.ndarray:
+  """Returns advantages, [R] or [R, C], times a factor per row."""
+  return advantages * like(factors, advantages)
+
+
+def add(
+  advantages: np.ndarray,
+  values: Float[np.ndarray, ' R'],
+  mask: Bool[np.ndarray, 'R C'],
+) -> np.ndarray:
+  """Returns advantages, [R] or [R, C], plus a value per row; 0 for padding."""
+  real = mask if advantages.ndim > 1 else mask.any(axis=1)
+  return np.where(real, advantages + like(values, advantages), 0)
+
+
+def like(values: np.ndarray, advantages: np.ndarray) -> np.ndarray:
+  """Returns values of rows that broadcast to advantages."""
+  return values[:, None] if advantages.ndim > 1 else values

@@ -1,0 +1,150 @@
+"""What an update reads besides rows: log-probs, final advantages, columns."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gigpo_jax import (
+  algorithms,
+  batch,
+  losses,
+  metrics,
+  modulators,
+  plugins,
+  selectors,
+)
+from gigpo_jax.run import run_state
+
+if TYPE_CHECKING:
+  from gigpo_jax.run import run_builders
+
+Metrics = dict[str, float]
+
+
+def compute_signals(
+  parts: 'run_builders.Parts',
+  state: run_state.RunState,
+  rows: batch.Rows,
+  iteration: int,
+) -> tuple[plugins.Signals, np.ndarray, Metrics]:
+  """Returns what plug-ins read, the old log-probs [R, C], and metrics.
+
+  One pass over the rows computes both, if plug-ins need outputs of the learner.
+  """
+  outputs = {}
+  if parts.learner.has_signals:
+    outputs = parts.learner.signals(state.policy.params, rows)
+  old_log_probs, gap_metrics = choose_old_log_probs(
+    parts, state, rows, outputs.get('log_probs')
+  )
+  signals = plugins.Signals(
+    {'log_probs': old_log_probs} | outputs,
+    progress=iteration / parts.config.num_iterations,
+    seed=(parts.config.seed, iteration),
+  )
+  return signals, old_log_probs, gap_metrics
+
+
+def apply_plugins(
+  parts: 'run_builders.Parts',
+  rows: batch.Rows,
+  output: algorithms.AlgorithmOutput,
+  signals: plugins.Signals,
+) -> tuple[algorithms.AlgorithmOutput, batch.Rows, np.ndarray | None, Metrics]:
+  """Applies modulators and selectors to the advantages of an algorithm.
+
+  Returns:
+    The final advantages; the rows to train on, where others are padding; their
+    trained tokens [R, C], or None for all; and metrics.
+  """
+  values: Metrics = {}
+  if parts.modulators:
+    output = output._replace(
+      advantages=modulators.apply(
+        parts.modulators, output.advantages, rows, signals
+      )
+    )
+    values = metrics.effective_tokens(output.advantages, rows.completion_mask)
+  if not parts.selectors:
+    return output, rows, None, values
+  kept, trained, select_metrics = selectors.apply(
+    parts.selectors, output.advantages, rows, signals
+  )
+  return output, kept, trained, values | select_metrics
+
+
+def choose_old_log_probs(
+  parts: 'run_builders.Parts',
+  state: run_state.RunState,
+  rows: batch.Rows,
+  computed: np.ndarray | None = None,
+) -> tuple[np.ndarray, Metrics]:
+  """Returns the denominators of the ratios, [R, C], and metrics.
+
+  They are the log-probs before the update, as sampled or recomputed. Those of
+  rows that an earlier policy sampled (`carry_over`) are recomputed. With
+  loss.old_log_probs=auto, those of the sampler are used if their mean
+  difference from the learner's on one microbatch is small. This depends on the
+  parameters and the rows only.
+
+  Args:
+    parts: the objects of the run.
+    state: its parameters.
+    rows: the rows of the iteration.
+    computed: the learner's log-probs, if they are known.
+  """
+
+  def compute(index: np.ndarray | slice) -> np.ndarray:
+    if computed is not None:
+      return computed[index]
+    is_all = isinstance(index, slice)
+    return learner.log_probs(params, rows if is_all else rows.take(index))
+
+  options, learner = parts.config.loss, parts.learner
+  params, sampled = state.policy.params, rows.sampler_log_probs
+  metrics: Metrics = {}
+  reuse = options.old_log_probs == 'sampler'
+  if options.old_log_probs != 'learner':
+    metrics = learner.sampler_difference(params, rows, sampled)
+  if options.old_log_probs == 'auto':
+    gap = metrics.get('sampler/log_prob_difference_mean', np.inf)
+    reuse = gap <= options.max_log_prob_gap  # False if the gap is not finite.
+    metrics['sampler/log_probs_reused'] = float(reuse)
+  if not reuse:
+    old_log_probs = compute(slice(None))
+    metrics |= learner.sampler_difference(params, rows, old_log_probs)
+    return old_log_probs, metrics
+  stale = np.flatnonzero(rows.ages)
+  if not len(stale):
+    return sampled, metrics
+  # Log-probs of an earlier policy are not those before the update.
+  old_log_probs = sampled.copy()
+  old_log_probs[stale] = compute(stale)
+  return old_log_probs, metrics
+
+
+def loss_columns(  # noqa: PLR0913
+  parts: 'run_builders.Parts',
+  state: run_state.RunState,
+  history: run_state.History,
+  rows: batch.Rows,
+  old_log_probs: np.ndarray,
+  iteration: int,
+) -> dict[str, np.ndarray | float]:
+  """Returns all columns that a loss can read, except for the advantages.
+
+  See `token_batch.TokenBatch` and `losses.EntropyBand`. A number applies to all
+  tokens.
+  """
+  options, learner = parts.config.loss, parts.learner
+  columns = {'old_log_probs': old_log_probs, 'importance': 1.0}
+  # With the sampler's own log-probs, all weights are 1.
+  if options.tis_clip and old_log_probs is not rows.sampler_log_probs:
+    columns['importance'] = losses.truncated_importance(
+      old_log_probs, rows.sampler_log_probs, options.tis_clip
+    )
+  if parts.loss.needs_reference:
+    columns['ref_log_probs'] = learner.log_probs(state.reference, rows)
+  return columns | parts.entropy_band.make_columns(
+    history.entropies, iteration, parts.config.num_iterations
+  )

@@ -1,0 +1,83 @@
+"""Registry of selectors, which choose the tokens that an update trains on.
+
+`filter.select` names a chain. Each selector is a pure function of advantages,
+rows and signals, and a module with a frozen dataclass `Selector`; see
+`plugins`. To add one, add a module and a line of REGISTRY. Rows without a
+chosen token are not computed, which saves time. The other rows are computed in
+full, but the other tokens neither count in the loss nor in its normaliser.
+Advantages stay those of all rows.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from gigpo_jax import batch, plugins
+
+# name: module that holds `Selector`.
+REGISTRY = {
+  'best_and_worst': 'gigpo_jax.selectors.best_and_worst',
+  'd3s': 'gigpo_jax.selectors.d3s',
+  'mismatch': 'gigpo_jax.selectors.mismatch',
+  's_grpo': 'gigpo_jax.selectors.s_grpo',
+  'snr': 'gigpo_jax.selectors.snr',
+  'truncated': 'gigpo_jax.selectors.truncated',
+}
+
+FAMILY = plugins.Family('filter.select', REGISTRY, 'Selector')
+
+
+class Selector(Protocol):
+  """Chooses rows or tokens; for attributes see `modulators.Modulator`."""
+
+  needs: tuple[str, ...]
+  needs_group: bool
+
+  def __call__(
+    self,
+    advantages: Float[np.ndarray, ' R'] | Float[np.ndarray, 'R C'],
+    rows: batch.Rows,
+    signals: plugins.Signals,
+  ) -> Bool[np.ndarray, ' R'] | Bool[np.ndarray, 'R C']:
+    """Returns True for the rows or completion tokens to train on.
+
+    Args:
+      advantages: the final advantages.
+      rows: the rows of the iteration; those without a chosen token are padding.
+      signals: the outputs that it needs.
+    """
+
+
+def apply(
+  chain: Sequence[Selector],
+  advantages: np.ndarray,
+  rows: batch.Rows,
+  signals: plugins.Signals,
+) -> tuple[batch.Rows, Bool[np.ndarray, 'R C'], dict[str, float]]:
+  """Returns the rows that a chain keeps, their chosen tokens, and metrics."""
+  chosen = rows.completion_mask
+  num_rows, num_tokens = rows.real.sum(), chosen.sum()
+  for selector in chain:
+    mask = selector(advantages, rows, signals)
+    chosen &= mask if mask.ndim > 1 else mask[:, None]
+    rows = keep(rows, chosen.any(axis=1))
+  metrics = {
+    'filter/rows_share': float(rows.real.sum() / max(num_rows, 1)),
+    'filter/tokens_share': float(chosen.sum() / max(num_tokens, 1)),
+  }
+  return rows, chosen, metrics if chain else {}
+
+
+def keep(rows: batch.Rows, mask: Bool[np.ndarray, ' R']) -> batch.Rows:
+  """Returns rows in which those outside of the mask are padding."""
+  return dataclasses.replace(
+    rows,
+    groups=np.where(mask, rows.groups, -1).astype(rows.groups.dtype),
+    lengths=np.where(mask, rows.lengths, 0).astype(rows.lengths.dtype),
+    prompt_lengths=np.where(mask, rows.prompt_lengths, 0).astype(
+      rows.prompt_lengths.dtype
+    ),
+  )

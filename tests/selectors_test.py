@@ -1,0 +1,167 @@
+"""Tests of selectors of rows and tokens."""
+
+import algorithm_rows
+import modulators_test
+import numpy as np
+import pytest
+import slow_plugins
+from tiny_learner import (
+  assert_trees_close,
+  make_learner,
+  make_rows,
+  step,
+)
+
+from gigpo_jax import plugins, selectors
+from gigpo_jax.selectors import best_and_worst, d3s, mismatch, s_grpo, snr
+
+NAMES = tuple(selectors.REGISTRY)
+
+
+def make(name, **options):
+  (selector,) = selectors.FAMILY.make({'select': (name,)} | options)
+  return selector
+
+
+@pytest.mark.parametrize(
+  ('name', 'options'),
+  [
+    ('truncated', {}),
+    ('snr', {}),
+    ('snr', {'group_share': 0.5}),
+    ('best_and_worst', {'kept_episodes': 2}),
+    ('best_and_worst', {'kept_episodes': 3}),
+    ('mismatch', {}),
+    ('mismatch', {'mismatch_level': 'row', 'mismatch_high': 3.0}),
+    ('mismatch', {'mismatch_level': 'row_mean', 'mismatch_low': 0.8}),
+    ('d3s', {'variance_scope': 'group', 'variance_rows': (0.1, 0.2)}),
+    ('d3s', {'variance_rows': (0.1, 0.2), 'variance_tokens': (0.5, 1.0)}),
+  ],
+  ids=str,
+)
+def test_selectors_match_a_slow_reference(name, options):
+  for seed in range(2 if name == 'd3s' else 4):
+    groups = 1 if options.get('variance_tokens') else 3
+    rows, advantages, signals = modulators_test.random_case(seed, groups)
+    kept, chosen, metrics = selectors.apply(
+      [make(name, **options)], advantages, rows, signals
+    )
+    table = slow_plugins.Table(rows, advantages, signals)
+    expected = getattr(slow_plugins, name)(table, **options)
+    assert set(zip(*np.nonzero(chosen), strict=True)) == expected
+    np.testing.assert_array_equal(kept.real, chosen.any(axis=1))
+    share = len(expected) / rows.completion_mask.sum()
+    assert metrics['filter/tokens_share'] == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+  ('count', 'expected'),
+  [(1, [-3]), (2, [2, -3]), (3, [2, 1, -3]), (4, [2, 1, -1, -3])],
+)
+def test_the_largest_variance_by_hand(count, expected):
+  values = np.array([2.0, 1, 0, -1, -3])
+  chosen = d3s.largest_variance(values, count)
+  np.testing.assert_array_equal(values[chosen], expected)
+
+
+def test_the_share_of_d3s_grows():
+  rows, advantages, _ = modulators_test.random_case(0)
+  outputs = {'entropies': np.ones(rows.completion_mask.shape)}
+  shares = [
+    selectors.apply(
+      [d3s.Selector()], advantages, rows, plugins.Signals(outputs, progress)
+    )[2]['filter/rows_share']
+    for progress in (0.0, 0.5)
+  ]
+  # .25 and .375 of the rows, then .2 and .35 of their tokens: at most those.
+  assert 0 < shares[0] < shares[1] <= 0.4
+
+
+def test_early_tokens_are_always_kept():
+  rows = algorithm_rows.random_rows(0)
+  mask = rows.completion_mask
+  subject = s_grpo.Selector(early_tokens=2, token_probability=0.5)
+  advantages = np.ones(len(mask))
+  one, same, other = (
+    subject(advantages, rows, plugins.Signals(seed=(0, k))) for k in (0, 0, 1)
+  )
+  np.testing.assert_array_equal(one, same)
+  assert (one != other).any()
+  np.testing.assert_array_equal(one[:, :2], mask[:, :2])
+  assert 0.3 < one[:, 2:].sum() / mask[:, 2:].sum() < 0.7
+  assert not one[~mask].any()
+
+
+def test_a_chain_drops_rows_one_after_another():
+  # Group 0 has both outcomes, and its best and worst episodes are the first of
+  # each; truncated rows then vanish from these.
+  rows = algorithm_rows.golden_rows()
+  rows.truncated[[1, 6]] = True
+  chain = (
+    snr.Selector(group_share=1.0),
+    best_and_worst.Selector(kept_episodes=2),
+    make('truncated'),
+  )
+  kept, chosen, metrics = selectors.apply(
+    chain, np.ones(10), rows, plugins.Signals()
+  )
+  # Returns 10, 0, 10: the worst is episode 1, the best the last of equal ones.
+  np.testing.assert_array_equal(np.flatnonzero(kept.real), [3, 4, 5, 7])
+  assert chosen.sum() == 4
+  assert metrics == {'filter/rows_share': 0.5, 'filter/tokens_share': 0.5}
+  assert kept.sampler_log_probs is rows.sampler_log_probs
+
+
+def test_nothing_may_be_left():
+  rows = algorithm_rows.golden_rows()
+  rows.truncated[:] = True
+  kept, chosen, metrics = selectors.apply(
+    [make('truncated'), snr.Selector()], np.ones(10), rows, plugins.Signals()
+  )
+  assert not kept.real.any() and not chosen.any()
+  assert metrics['filter/rows_share'] == 0
+
+
+def test_levels_of_mismatch_by_hand():
+  # Ratios 4 and .5 of two tokens: product 2, geometric mean 1.414.
+  rows = modulators_test.random_case(0)[0].take(np.array([0]))
+  rows.lengths[:], rows.prompt_lengths[:] = 4, 2
+  rows.sampler_log_probs[:] = 0
+  outputs = {'log_probs': np.log([[4, 0.5, 1, 1, 1, 1]])}
+  signals = plugins.Signals(outputs)
+
+  def keeps(level, high):
+    subject = mismatch.Selector(mismatch_level=level, mismatch_high=high)
+    return subject(np.ones(1), rows, signals)
+
+  np.testing.assert_array_equal(keeps('token', 3.0)[0, :2], [False, True])
+  assert not keeps('row', 1.9)[0] and keeps('row', 2.1)[0]
+  assert not keeps('row_mean', 1.4)[0] and keeps('row_mean', 1.5)[0]
+
+
+def test_dropped_tokens_do_not_count_in_the_update():
+  rows = make_rows()
+  subject = make_learner()
+  mask = rows.completion_mask
+  trained = mask & (np.arange(mask.shape[1]) < 1)
+  state, metrics = step(subject, rows, trained=trained)
+  assert metrics['update/tokens'] == trained.sum()
+  # The same as with the first tokens only, whose later tokens do not exist.
+  short = selectors.keep(rows, rows.real)
+  short.lengths[:] = short.prompt_lengths + trained.sum(axis=1)
+  expected, expected_metrics = step(subject, short)
+  assert_trees_close(state.params, expected.params, 2e-6)
+  for name in ('loss/total', 'ratio/kl', 'loss/entropy'):
+    assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-4)
+  # All tokens.
+  all_tokens, _ = step(subject, rows, trained=mask)
+  expected, _ = step(subject, rows)
+  assert_trees_close(all_tokens.params, expected.params, 1e-7)
+
+
+def test_dropped_rows_are_not_computed():
+  rows = make_rows()
+  kept = selectors.keep(rows, np.arange(16) % 2 == 0)
+  _, metrics = step(make_learner(), kept)
+  assert metrics['update/tokens'] == rows.completion_mask[:8:2].sum()
+  assert metrics['packs/tokens'] == rows.lengths[:8:2].sum()
