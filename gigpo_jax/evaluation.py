@@ -27,7 +27,7 @@ from gigpo_jax import (
 )
 from gigpo_jax import config as config_lib
 from gigpo_jax.run import run_config
-from gigpo_jax.runtime import console, distributed, errors
+from gigpo_jax.runtime import console, distributed, errors, files
 from gigpo_jax.tools import plots
 
 _RESAMPLES = 10_000
@@ -442,6 +442,7 @@ def _write(
 ) -> None:
   folder.mkdir(parents=True, exist_ok=True)
   report = {
+    'version': files.VERSION,
     'policies': {
       name: {
         'rates': summarize(episodes),
@@ -454,7 +455,9 @@ def _write(
       for name, measures in comparisons.items()
     },
   }
-  (folder / 'evaluation.json').write_text(json.dumps(report, indent=1) + '\n')
+  files.write_atomic(
+    folder / 'evaluation.json', json.dumps(report, indent=1) + '\n'
+  )
   draw(episodes_by_policy, folder / 'evaluation.png')
   print(f'\n{folder}/evaluation.json, {folder}/evaluation.png')
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import secrets
 import shutil
 import time
@@ -21,7 +22,7 @@ from gigpo_jax import trajectory
 from gigpo_jax.runtime import files
 from gigpo_jax.tools import plots
 
-_FILE = 'metrics.jsonl'
+_FILE, _WANDB_RUN_ID = 'metrics.jsonl', 'wandb_run_id'
 
 # Metrics with these prefixes depend on timing and on which requests are decoded
 # together. All other metrics are the same when a run is repeated or resumed.
@@ -291,20 +292,42 @@ def _open_wandb(
   # wandb is an optional dependency and slow to import.
   import wandb
 
-  name = workdir / 'wandb_run_id'
-  if not name.exists():
-    name.write_text(secrets.token_hex(4))
+  run_id = read_wandb_run_id(workdir)
+  if run_id is None:
+    run_id = secrets.token_hex(4)
+    files.write_atomic(workdir / _WANDB_RUN_ID, run_id)
   mode = os.environ.get('WANDB_MODE')
   return wandb.init(
     project=project,
     name=workdir.name,
-    id=name.read_text().strip(),
+    id=run_id,
     resume='allow',
     dir=str(workdir),
     config=config,
     mode=mode or ('online' if wandb.api.api_key else 'offline'),
     settings=wandb.Settings(console='off', silent=True),
   )
+
+
+def read_wandb_run_id(workdir: str | pathlib.Path) -> str | None:
+  """Returns the id of a work directory's wandb run; None if it has none.
+
+  Raises:
+    ValueError: in one line, if the file with the id is damaged.
+  """
+  path = pathlib.Path(workdir) / _WANDB_RUN_ID
+  if not path.exists():
+    return None
+  try:
+    run_id = path.read_text(encoding='utf-8').strip()
+  except (OSError, UnicodeError) as error:
+    raise ValueError(f'{path}: cannot be read ({error})') from error
+  if not re.fullmatch(r'[\w-]{1,64}', run_id, re.ASCII):
+    raise ValueError(
+      f'{path}: not the id of a wandb run ({run_id!r:.80}); must be letters, '
+      'digits, - and _; delete the file to start another wandb run'
+    )
+  return run_id
 
 
 class _Board:

@@ -112,10 +112,10 @@ def train(
         jax.set_mesh(bundle.mesh),
         run_builders.open_checkpoints(config, workdir) as saver,
       ):
-        parts = run_builders.make_parts(config, workdir, bundle)
-        saver.check(parts.abstract_states())
         with builders.make_pool(config) as pool:
           builders.try_environment(config, pool, 'train', bundle.tokenizer)
+          parts = run_builders.make_parts(config, workdir, bundle)
+          saver.check(parts.abstract_states())
           if distributed.is_main_process():
             run_config.save(config, workdir)
           runner = builders.make_runner(config, bundle, pool)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import pytest
 
 from configs import alfworld
+from envs import base
 from gigpo_jax import (
   builders,
   checkpoint,
@@ -30,7 +31,7 @@ from gigpo_jax import (
 from gigpo_jax import config as config_lib
 from gigpo_jax.run import run_builders
 from gigpo_jax.runtime import errors, files
-from gigpo_jax.tools import compare, sweep, viewer
+from gigpo_jax.tools import compare, paired, sweep, viewer
 
 ITERATIONS = 4
 
@@ -261,8 +262,12 @@ def test_damaged_metrics_are_kept_and_reported(workdir, capsys, damage):
   assert all(x['iteration'] < ITERATIONS for x in metrics.read(workdir))
 
 
-def test_metrics_and_episodes_outlive_their_checkpoints(workdir, capsys):
-  (workdir / 'policy').mkdir()  # The run was finished.
+@pytest.mark.parametrize('is_finished', [False, True])
+def test_metrics_and_episodes_outlive_their_checkpoints(
+  workdir, capsys, is_finished
+):
+  if is_finished:
+    (workdir / 'policy').mkdir()
   before = (workdir / 'metrics.jsonl').read_text()
   shutil.rmtree(workdir / 'checkpoints')
   assert _start(workdir) == -1
@@ -334,6 +339,50 @@ def test_a_host_state_of_another_release_is_refused(workdir, change):
   _write_run(workdir, **change)
   with pytest.raises(ValueError, match=rf'/{ITERATIONS - 1}/host: ') as error:
     _start(workdir)
+  assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('damage', [*DAMAGES, 'two', 'success'])
+def test_a_damaged_evaluation_is_made_again(tmp_path, monkeypatch, damage):
+  monkeypatch.setattr(sweep, 'finished', lambda *_: True)
+  tested = (('evaluation.num_tasks', 4),)
+  run = sweep.Run('a', 'configs/alfworld.py:smoke', 0, test=tested)
+  played = [
+    types.SimpleNamespace(
+      task=base.Task('test', 0),
+      task_type='',
+      member=0,
+      success=True,
+      score=None,
+      reward=1.0,
+      steps=(),
+      failure='',
+    )
+  ]
+  monkeypatch.setattr(evaluation, 'draw', lambda *_: None)
+  path = run.test_result(tmp_path)
+  evaluation._write(path.parent, {'policy': played}, {})
+  assert paired.read_outcomes(path) == {'test/0': 1.0}
+  assert run.next_command(tmp_path) is None
+  if damage in DAMAGES:
+    DAMAGES[damage](path)
+  elif damage == 'two':
+    evaluation._write(path.parent, {'a': played, 'b': played}, {})
+  else:
+    path.write_text(path.read_text().replace('true', '"true"'))
+  with pytest.raises(ValueError, match=f'{path}: ') as error:
+    paired.read_outcomes(path)
+  assert '\n' not in str(error.value)
+  assert run.next_command(tmp_path) == run.test_command(tmp_path)
+
+
+@pytest.mark.parametrize('damage', ['empty', 'object', 'garbage', 'deep'])
+def test_a_damaged_wandb_run_id_is_refused(tmp_path, damage):
+  DAMAGES[damage](tmp_path / 'wandb_run_id')
+  config = _config()
+  config.metrics.wandb = 'mine'
+  with pytest.raises(ValueError, match='/wandb_run_id: ') as error:
+    run_builders.check_run(config, str(tmp_path), allow_config_change=False)
   assert '\n' not in str(error.value)
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from configs import base as base_config
 from envs import base
-from gigpo_jax import builders, env_pool, train
+from gigpo_jax import builders, env_pool, mesh, train
 from gigpo_jax import config as config_lib
-from gigpo_jax.run import trial
+from gigpo_jax.run import remat, trial
 
 TASKS = [base.Task('train', index) for index in range(3)]
 
@@ -92,6 +92,7 @@ def _config(**env):
   config = base_config.get_config()
   base_config.use_tiny_policy(config)
   config.variant = ''
+  config.model.remat = 'auto'
   config.env.name = 'broken_env'
   config.env.update(env)
   config.pool.num_workers = 0
@@ -104,15 +105,17 @@ def _config(**env):
 def test_failing_environment_ends_the_run_before_compilation(
   tmp_path, monkeypatch
 ):
-  def loop(*args):
-    raise AssertionError('the run has started')
+  def update_bytes(*_):
+    raise AssertionError('compiles')
 
-  monkeypatch.setattr(train, 'loop', loop)
+  # As on a GPU, where model.remat=auto compiles a program.
+  monkeypatch.setattr(mesh, 'device_bytes', lambda: 2**40)
+  monkeypatch.setattr(remat, 'update_bytes', update_bytes)
   message = 'env.name=broken_env: cannot be played: train/0 raised: JSONDecode'
   with pytest.raises(ValueError, match=message):
     train.train(_config(fails='step'), str(tmp_path))
   # The fixed config counts as the same experiment.
-  with pytest.raises(AssertionError, match='started'):
+  with pytest.raises(AssertionError, match='compiles'):
     train.train(_config(fails=''), str(tmp_path))
 
 

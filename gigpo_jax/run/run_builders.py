@@ -62,6 +62,8 @@ def check_run(
   run_config.check_resume(config, workdir, allow_change=allow_config_change)
   run_config.check_workdir(workdir)
   checkpoint.check_folder(pathlib.Path(workdir) / 'checkpoints')
+  if config.metrics.wandb:
+    metrics.read_wandb_run_id(workdir)
   policy = (pathlib.Path(workdir) / 'policy').resolve()
   if pathlib.Path(config.model.path).resolve() == policy:
     raise ValueError(
@@ -336,7 +338,7 @@ def warm_up(
 def open_logs(parts: Parts, first_iteration: int) -> run_logs.RunLogs:
   """Returns the logs of a run; those of other processes write nothing."""
   config, workdir = parts.config, str(parts.workdir)
-  max_repeated = _max_repeated(config, workdir, first_iteration)
+  max_repeated = _max_repeated(config, first_iteration)
   return run_logs.RunLogs(
     builders.make_writer(config, workdir, first_iteration, max_repeated),
     builders.make_episode_writer(
@@ -347,14 +349,15 @@ def open_logs(parts: Parts, first_iteration: int) -> run_logs.RunLogs:
 
 
 def _max_repeated(
-  config: ml_collections.ConfigDict, workdir: str, first_iteration: int
+  config: ml_collections.ConfigDict, first_iteration: int
 ) -> int:
   """Returns how many iterations a resumed run may repeat after a kill.
 
-  More repeated iterations mean that checkpoints were deleted.
+  More repeated iterations mean that checkpoints were deleted. Without any
+  checkpoint, a kill and a deletion look the same: nothing may be dropped.
   """
-  if not first_iteration and (pathlib.Path(workdir) / 'policy').exists():
-    return 0  # The run was finished.
+  if not first_iteration:
+    return 0
   # Allow for damaged checkpoints, one being written, and the last evaluation.
   return (config.checkpoint.keep + 2) * config.checkpoint.every + 1
 

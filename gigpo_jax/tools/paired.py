@@ -5,7 +5,6 @@ outcomes of a method are an array [S, T] of seeds and tasks, so that two methods
 are compared entry by entry.
 """
 
-import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -14,6 +13,7 @@ import numpy as np
 import scipy.stats
 from jaxtyping import Float
 
+from gigpo_jax.runtime import files
 from gigpo_jax.tools import plots
 
 _RESAMPLES = 10_000
@@ -143,11 +143,24 @@ def read_outcomes(path: pathlib.Path) -> dict[str, float]:
 
   Args:
     path: file of `launch/evaluate.py` for one policy.
+
+  Raises:
+    ValueError: in one line with the file's name, if the file is damaged, of a
+      newer release, or about several policies.
   """
-  (policy,) = json.loads(path.read_text())['policies'].values()
+  stored = files.read_stored(path)
   by_task: dict[str, list[float]] = {}
-  for episode in policy['episodes']:
-    by_task.setdefault(episode['task'], []).append(episode['success'])
+  try:
+    (policy,) = stored['policies'].values()
+    for episode in policy['episodes']:
+      task, success = episode['task'], episode['success']
+      if not isinstance(task, str) or not isinstance(success, bool):
+        raise TypeError(f'task {task!r} has success {success!r}')
+      by_task.setdefault(task, []).append(success)
+  except (AttributeError, KeyError, TypeError, ValueError) as error:
+    raise ValueError(
+      f'{path}: not an evaluation of one policy ({error!r:.200})'
+    ) from error
   return {task: float(np.mean(x)) for task, x in by_task.items()}
 
 

@@ -142,7 +142,7 @@ class Run:
     self.load(self.test)  # Refuses unknown fields before the training.
     if not finished(self, root):
       return self.command(root)
-    if self.test and not self.test_result(root).is_file():
+    if self.test and not _is_tested(self, root):
       return self.test_command(root)
     return None
 
@@ -219,6 +219,14 @@ def finished(run: Run, root: pathlib.Path) -> bool:
   # A finished run can be resumed with more iterations.
   lines = metrics.read(folder)
   return bool(lines) and lines[-1]['iteration'] >= config.num_iterations - 1
+
+
+def _is_tested(run: Run, root: pathlib.Path) -> bool:
+  """Returns whether the result of a run's test can be read."""
+  try:
+    return bool(paired.read_outcomes(run.test_result(root)))
+  except ValueError:  # Missing or damaged.
+    return False
 
 
 def run_all(
