@@ -1,6 +1,7 @@
 """Tests of fused matrices: columns, logits, shards and number of products."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -37,13 +38,10 @@ def _params(config: qwen.QwenConfig) -> dict:
   leaves, treedef = jax.tree.flatten(
     parameters.shapes(config), is_leaf=lambda x: isinstance(x, tuple)
   )
-  keys = jax.random.split(jax.random.key(0), len(leaves))
+  rng = np.random.default_rng(0)
   return jax.tree.unflatten(
     treedef,
-    [
-      0.3 * jax.random.normal(key, shape)
-      for key, shape in zip(keys, leaves, strict=True)
-    ],
+    [jnp.asarray(rng.normal(0, 0.3, shape), jnp.float32) for shape in leaves],
   )
 
 
@@ -73,8 +71,9 @@ def test_fused_parameters_decode_the_same_logits(shape):
   for c, p in ((config, params), (fused, parameters.fuse(fused, params))):
     assert jax.tree.map(np.shape, p) == parameters.shapes(c)
     unstacked = parameters.unstack_layers(c, p)
-    cache = kv_cache.resize(qwen.prefill(c, unstacked, tokens), 3, 9)
-    decoded, _ = qwen.decode(c, unstacked, cache, tokens[:, -1], np.full(3, 6))
+    cache = kv_cache.resize(reference.prefill(c, unstacked, tokens), 3, 9)
+    decode = jax.jit(functools.partial(qwen.decode, c))
+    decoded, _ = decode(unstacked, cache, tokens[:, -1], np.full(3, 6))
     logits.append(decoded)
   np.testing.assert_allclose(
     logits[1], logits[0], rtol=0, atol=2e-6 * np.abs(logits[0]).max()
@@ -89,7 +88,7 @@ def test_fused_parameters_decode_the_same_logits(shape):
 
 def _decode_text(config: qwen.QwenConfig, mesh: jax.sharding.Mesh) -> str:
   """Returns the optimized program of a decoding step of four slots."""
-  params = parameters.init(CONFIG, jax.random.key(0))
+  params = reference.init(CONFIG, jax.random.key(0))
   if config.fused:
     params = parameters.fuse(config, params)
   axes = parameters.unstack_axes(config, parameters.logical_axes(config))

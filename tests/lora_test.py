@@ -36,13 +36,11 @@ def _params(*, trained: bool, config=CONFIG) -> dict:
   if not trained:
     return params
   adapters, base = lora.split(params)
-  leaves, treedef = jax.tree.flatten(adapters)
-  keys = jax.random.split(jax.random.key(1), len(leaves))
-  leaves = [
-    0.3 * jax.random.normal(key, leaf.shape)
-    for key, leaf in zip(keys, leaves, strict=True)
-  ]
-  return lora.combine(base, jax.tree.unflatten(treedef, leaves))
+  rng = np.random.default_rng(1)
+  adapters = jax.tree.map(
+    lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), jnp.float32), adapters
+  )
+  return lora.combine(base, adapters)
 
 
 def _logits(config, params, tokens):

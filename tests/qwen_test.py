@@ -41,13 +41,13 @@ def _tokens(rows: int, length: int, seed: int = 0) -> np.ndarray:
 def _params(config: qwen.QwenConfig, scale: float = 4.0) -> dict:
   """Returns random weights, large enough that attention is not uniform."""
   params = reference.init(config, jax.random.key(0))
-  noise = jax.random.split(jax.random.key(1), len(jax.tree.leaves(params)))
-  leaves, treedef = jax.tree.flatten(params)
-  leaves = [
-    scale * x + 0.1 * jax.random.normal(key, x.shape)
-    for x, key in zip(leaves, noise, strict=True)
-  ]
-  return jax.tree.unflatten(treedef, leaves)
+  rng = np.random.default_rng(1)
+  return jax.tree.map(
+    lambda x: jnp.asarray(
+      scale * np.asarray(x) + 0.1 * rng.standard_normal(x.shape, np.float32)
+    ),
+    params,
+  )
 
 
 @pytest.fixture(name='torch')
@@ -145,7 +145,7 @@ def test_logits_agree_with_transformers(  # noqa: PLR0913
   # step processes a prompt's last token again.
   lengths = np.array([5, 9, 12], np.int32)
   params = parameters.unstack_layers(config, params)
-  cache = qwen.prefill(config, params, tokens[:, :12])
+  cache = reference.prefill(config, params, tokens[:, :12])
   cache = kv_cache.resize(cache, 3, 24)
   decode = jax.jit(lambda c, t, p: qwen.decode(config, params, c, t, p))
   for step in range(12):
@@ -283,7 +283,7 @@ def test_decoding_equals_one_forward_pass(monkeypatch, unrolled, dtype):
   # The rows are in other slots of a longer cache, and one row is a copy.
   cache = kv_cache.insert(
     kv_cache.new(config, 6, 20),
-    qwen.prefill(config, params, tokens[:, :12]),
+    reference.prefill(config, params, tokens[:, :12]),
     jnp.array([4, 0, 5]),
   )
   rows = kv_cache.take_rows(cache, jnp.array([4, 9]))

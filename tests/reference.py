@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from gigpo_jax.models import parameters, qwen
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def init(config: qwen.QwenConfig, key: jax.Array) -> dict:
   """Returns random parameters, computed by a single program."""
-  return jax.jit(functools.partial(parameters.init, config))(key)
+  return parameters.init(config, key)
 
 
 def hidden_states(config: qwen.QwenConfig, params: dict, tokens, **kwargs):
@@ -25,6 +26,11 @@ def hidden_states(config: qwen.QwenConfig, params: dict, tokens, **kwargs):
 def logits(config: qwen.QwenConfig, params: dict, hidden) -> jax.Array:
   """Returns the logits of hidden states, computed by a single program."""
   return jax.jit(functools.partial(qwen.logits, config))(params, hidden)
+
+
+def prefill(config: qwen.QwenConfig, params: dict, tokens) -> tuple:
+  """Returns the cache of prompts, computed by a single program."""
+  return jax.jit(functools.partial(qwen.prefill, config))(params, tokens)
 
 
 @functools.partial(

@@ -23,7 +23,6 @@ CONFIG = qwen.QwenConfig(
   head_dim=8,
   dtype='float32',
   remat='none',
-  attention='blockwise',
 )
 EXPERTS = dataclasses.replace(
   CONFIG,
@@ -32,7 +31,6 @@ EXPERTS = dataclasses.replace(
   intermediate_size=8,
   qkv_bias=False,
   qk_norm=True,
-  attention='xla',
 )
 LOSS = losses.PolicyGradient(dual_clip=3.0)
 ROW_LOSS = dataclasses.replace(LOSS, ratio_level='row')

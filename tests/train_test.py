@@ -74,6 +74,15 @@ def test_lines_have_the_durations_of_their_parts(uninterrupted):
   }
 
 
+def test_the_second_start_compiles_nothing(uninterrupted, tmp_path):
+  del uninterrupted  # The first start.
+  result = tmp_path / 'used.json'
+  python, *command = small_runs.small(tmp_path / 'run')
+  preloaded.run([python, 'tests/observe.py', str(result), *command])
+  cache = json.loads(result.read_text())['cache']
+  assert cache['hits'] == cache['requests'] > 10
+
+
 def test_a_change_that_is_refused_leaves_the_config(tmp_path, monkeypatch):
   config = alfworld.get_config('smoke')
   run_config.save(config, str(tmp_path))

@@ -60,17 +60,18 @@ def build(texts):
 
 def reference_search(texts, names, query, k):
   documents = [collections.Counter(text.split()) for text in texts]
-  total = sum(sum(document.values()) for document in documents)
-  average = total / len(texts)
+  lengths = [sum(document.values()) for document in documents]
+  average = sum(lengths) / len(texts)
+  boosts = collections.Counter(query.split())
+  frequencies = {w: sum(w in document for document in documents) for w in boosts}
   f = np.float32
   scores = {}
   for n, document in enumerate(documents):
-    length = sum(document.values())
-    norm = f(1 / (0.9 * (0.6 + 0.4 * length / average)))
+    norm = f(1 / (0.9 * (0.6 + 0.4 * lengths[n] / average)))
     score = 0.0
-    for word, boost in collections.Counter(query.split()).items():
-      df = sum(word in other for other in documents)
+    for word, boost in boosts.items():
       if word in document:
+        df = frequencies[word]
         idf = math.log(1 + (len(texts) - df + 0.5) / (df + 0.5))
         weight = f(f(boost) * f(idf))
         score += float(weight - weight / (f(1) + f(document[word]) * norm))
