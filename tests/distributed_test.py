@@ -34,39 +34,6 @@ CONFIG = qwen.QwenConfig(
   dtype='float32',
   remat='none',
 )
-_PROGRAM = """
-import sys
-import jax
-jax.config.update('jax_enable_preemption_service', False)
-index, port, tensor = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-jax.distributed.initialize(f'127.0.0.1:{port}', 2, index)
-import numpy as np
-from gigpo_jax import mesh as mesh_lib
-from gigpo_jax import sampler
-from gigpo_jax.models import parameters
-sys.path.insert(0, 'tests')
-import distributed_test
-mesh = mesh_lib.make_mesh(1, 2, 1)
-axes = mesh_lib.shardings(
-  mesh, parameters.logical_axes(distributed_test.CONFIG))
-host = distributed_test.make_params()
-params = jax.tree.map(
-  lambda x, s: jax.make_array_from_callback(x.shape, s, lambda i: x[i]),
-  host, axes)
-assert not params['embed'].is_fully_addressable
-engine = distributed_test.make_sampler(mesh, tensor=tensor)
-assert engine.is_shared == (tensor == 2)
-engine.warm_up(params)
-compiled = engine.compilations
-requests = distributed_test.make_requests()[index::2]
-for completion in engine.generate(params, requests[:4 - index]):
-  print('ids', *completion.ids)
-# The first call has unequal numbers of requests; two per process remain.
-for request in requests[4 - index:]:
-  for completion in engine.generate(params, [request]):
-    print('ids', *completion.ids)
-assert engine.compilations == compiled, engine.compilations - compiled
-"""
 
 
 def make_params() -> dict:
@@ -105,15 +72,13 @@ def test_two_processes_sample_the_tokens_of_one_process(tensor):
     make_params(), make_requests()
   )
   port = str(_free_port())
+  command = [sys.executable, 'tests/sample_together.py']
   running = [
-    subprocess.Popen(
-      [sys.executable, '-c', _PROGRAM, str(index), port, str(tensor)],
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-      cwd=ROOT,
-      env=os.environ
-      | {'PATH': '', 'HOME': str(ROOT), 'XLA_FLAGS': programs.QUICK},
+    preloaded.Process(
+      [*command, str(index), port, str(tensor)],
+      PATH='',
+      HOME=str(ROOT),
+      XLA_FLAGS=programs.QUICK,
     )
     for index in range(2)
   ]

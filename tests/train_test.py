@@ -174,7 +174,8 @@ def test_successful_episodes_are_trained_on(uninterrupted, tmp_path):
       f'--config.sft.data={workdir / "episodes"}',
       '--config.sft.only_successful=False',
       '--config.sft.epochs=2',
-    )
+    ),
+    XLA_FLAGS=programs.QUICK,
   )
   lines = small_runs.read_lines(tmp_path)
   assert lines[-1]['loss/total'] < lines[0]['loss/total']
@@ -353,6 +354,7 @@ def test_checkpoints_and_exports_are_evaluated(uninterrupted, tmp_path):
       f'--checkpoint={workdir}/checkpoints/2',
       f'--model={workdir / "policy"}',
       '--repeats=2',
+      '--config.evaluation.num_tasks=4',
     )
   )
   assert f'{workdir} minus {workdir / "policy"}' in printed
@@ -361,7 +363,7 @@ def test_checkpoints_and_exports_are_evaluated(uninterrupted, tmp_path):
   newest, same, _ = told['policies'].values()
   assert newest == same
   for found in told['policies'].values():
-    assert len(found['episodes']) == 16
+    assert len(found['episodes']) == 8
     successes = [episode['success'] for episode in found['episodes']]
     assert found['rates']['eval/success_rate'] == np.mean(successes)
   assert (tmp_path / 'evaluation.png').is_file()

@@ -63,7 +63,9 @@ def reference_search(texts, names, query, k):
   lengths = [sum(document.values()) for document in documents]
   average = sum(lengths) / len(texts)
   boosts = collections.Counter(query.split())
-  frequencies = {w: sum(w in document for document in documents) for w in boosts}
+  frequencies = {
+    word: sum(word in document for document in documents) for word in boosts
+  }
   f = np.float32
   scores = {}
   for n, document in enumerate(documents):

@@ -4,6 +4,7 @@ import json
 import sys
 
 import preloaded
+import programs
 
 SMALL = (
   '--config=configs/webshop.py:smoke',
@@ -18,7 +19,11 @@ SMALL = (
 
 
 def _run(script: str, *flags: str) -> str:
-  return preloaded.run([sys.executable, f'launch/{script}.py', *SMALL, *flags])
+  # Compilation takes longer than the run.
+  return preloaded.run(
+    [sys.executable, f'launch/{script}.py', *SMALL, *flags],
+    XLA_FLAGS=programs.QUICK,
+  )
 
 
 def test_a_warm_start_and_two_iterations(tmp_path):
