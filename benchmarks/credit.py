@@ -7,7 +7,7 @@ Plays groups of episodes with a policy, by default the config's warm start, and
 `--continuations` further episodes from each state, whose mean return is the
 value V of the state. The oracle's advantage of a step is r + V(s') - V(s),
 without a discount and with V = 0 after the last step: VinePPO with many
-continuations. `vineppo` itself gets continuations of its own.
+continuations.
 
 Prints, for each algorithm without a critic and for controls, the cosine of its
 advantages with the oracle's over all steps, unweighted, and the difference of
@@ -16,8 +16,13 @@ paired for the difference. They cover neither other seeds of the run nor other
 policies.
 
 The noise of the oracle lowers every cosine by the same factor. `halves` is the
-cosine between two oracles with half of the continuations each, and `ceiling`
-the estimated cosine of the oracle with exact values, sqrt(2 h / (1 + h)).
+cosine h between two oracles with half of the continuations each. From it follow
+the estimated cosines with exact values: of the oracle, sqrt(2 h / (1 + h)), the
+`ceiling`; of VinePPO with half of the continuations, sqrt(h); and of a method,
+its cosine divided by the ceiling, in the column `exact`.
+
+More groups need more environments at once, which keep the sampler busier: with
+two groups, most slots of a batch are empty.
 """
 
 import dataclasses
@@ -32,6 +37,7 @@ from configs import variants
 from gigpo_jax import algorithms, batch, builders, continuations, rollout
 from gigpo_jax import config as config_lib
 from gigpo_jax.algorithms import vineppo
+from gigpo_jax.tools import plots
 from launch import command
 
 _RESAMPLES = 2000
@@ -40,7 +46,7 @@ _RESAMPLES = 2000
 def main() -> None:
   """Parses the flags and prints the table."""
   groups = flags.DEFINE_integer('num_groups', 8, 'Groups to play.')
-  count = flags.DEFINE_integer('continuations', 16, 'Continuations of a state.')
+  count = flags.DEFINE_integer('continuations', 8, 'Continuations of a state.')
   output = flags.DEFINE_string('output', '', 'File for all advantages, *.npz.')
 
   def run(config, workdir: str) -> None:
@@ -61,19 +67,14 @@ def measure(config, num_groups: int, count: int, output: str = '') -> None:
     output: file for the advantages; '' for none.
   """
   config.rollout.groups = num_groups
-  methods = dict(make_methods(config))
-  most = max(algorithms.num_continuations(a) for _, a in methods.values())
-  episodes, states, played = play(config, count + most)
+  episodes, states, played = play(config, count)
   totals = oracle_returns(config, states, played)
-  vines, oracle = totals[:, :most], totals[:, most:]
   advantages, rows = {}, None
-  for values in (oracle, oracle[:, ::2], oracle[:, 1::2]):
+  for values in (totals, totals[:, ::2], totals[:, 1::2]):
     rows, expected = oracle_advantages(config, episodes, states, values)
     advantages[f'oracle {len(advantages)}'] = expected
-  for label, (changed, algorithm) in methods.items():
-    advantages[label] = method_advantages(
-      config, changed, algorithm, episodes, states, vines
-    )
+  for label, (changed, algorithm) in make_methods(config):
+    advantages[label] = method_advantages(config, changed, algorithm, episodes)
   real = rows.real
   advantages = {label: values[real] for label, values in advantages.items()}
   if output:
@@ -83,7 +84,10 @@ def measure(config, num_groups: int, count: int, output: str = '') -> None:
 
 
 def make_methods(config) -> Iterator[tuple[str, tuple]]:
-  """Yields (label, (config, algorithm)) of each method without a critic."""
+  """Yields (label, (config, algorithm)) of each method without a critic.
+
+  VinePPO is left out: it is the oracle with fewer continuations.
+  """
   controls = {
     'gigpo, episode_weight=0': {'episode_weight': 0.0},
     'gigpo, discount=1': {'discount': 1.0},
@@ -96,7 +100,7 @@ def make_methods(config) -> Iterator[tuple[str, tuple]]:
     changed.rollout.update(config.rollout)
     changed.algorithm.update(controls.get(label, {}))
     algorithm = algorithms.make(**config_lib.algorithm_kwargs(changed))
-    if not algorithm.needs_values:
+    if not (algorithm.needs_values or algorithms.num_continuations(algorithm)):
       if hasattr(algorithm, 'whiten_advantages'):
         algorithm = dataclasses.replace(algorithm, whiten_advantages=False)
       yield label, (changed, algorithm)
@@ -148,7 +152,7 @@ def make_rows(config, episodes):
   return batch.from_trajectories(episodes, **kwargs, seed=(config.seed, 0))
 
 
-def method_advantages(config, changed, algorithm, episodes, states, vines):
+def method_advantages(config, changed, algorithm, episodes):
   """Returns the advantage of each row by an algorithm.
 
   Args:
@@ -156,14 +160,9 @@ def method_advantages(config, changed, algorithm, episodes, states, vines):
     changed: the algorithm's config.
     algorithm: the algorithm.
     episodes: the episodes.
-    states: their states.
-    vines: returns of continuations for algorithms that need them, [S, K].
   """
   if config_lib.env_kwargs(changed) != config_lib.env_kwargs(config):
     episodes = with_anchors(changed, episodes)
-  if algorithms.num_continuations(algorithm):
-    values = continuations.mean_returns(vines)
-    episodes = continuations.with_values(episodes, states, values)
   rows = make_rows(changed, episodes)
   advantages = algorithm.compute_advantages(rows).advantages
   return advantages if advantages.ndim == 1 else advantages[:, 0]
@@ -225,15 +224,35 @@ def cosine(sums):
   )
 
 
+def find_ceiling(halves):
+  """Returns the estimated cosine of an oracle with exact values.
+
+  By the Spearman-Brown formula, two independent oracles of K continuations have
+  the cosine 2 h / (1 + h), which is the square of that with exact values.
+
+  Args:
+    halves: h, the cosine of two oracles of K / 2 continuations each; NaN is
+      returned where it is not above 0.
+  """
+  known = np.where(np.asarray(halves) > 0, halves, np.nan)
+  return np.sqrt(2 * known / (1 + known))
+
+
 def print_table(groups, advantages: dict) -> None:
   """Prints the cosines with the oracle, with bootstrap intervals."""
   oracle, *halves = [v for k, v in advantages.items() if k.startswith('oracle')]
-  agreement = float(cosine(group_products(groups, *halves).sum(axis=0)))
-  ceiling = np.sqrt(2 * agreement / (1 + agreement)) if agreement > 0 else 0.0
-  print(f'halves {agreement:.3f}, ceiling {ceiling:.3f} (estimated)')
+  sums = group_products(groups, *halves)
+  agreement = cosine(sums.sum(axis=0))
+  ceiling = float(find_ceiling(agreement))
+  print(
+    f'halves {agreement:.3f}; estimated cosines with exact values: ceiling '
+    f'{ceiling:.3f}, VinePPO with half of the continuations '
+    f'{np.sqrt(max(agreement, 0)):.3f}'
+  )
   drawn = np.random.default_rng(0).integers(
     groups.max() + 1, size=(_RESAMPLES, groups.max() + 1)
   )
+  ceilings = find_ceiling(cosine(sums[drawn].sum(axis=1)))
   cosines = {}
   for label, values in advantages.items():
     if not label.startswith('oracle'):
@@ -242,22 +261,24 @@ def print_table(groups, advantages: dict) -> None:
         float(cosine(sums.sum(axis=0))),
         cosine(sums[drawn].sum(axis=1)),
       )
-  print('| method | cosine | interval | minus gigpo | interval |')
-  print('|---|---|---|---|---|')
   base, resampled = cosines['gigpo']
-  for label, (value, samples) in sorted(
-    cosines.items(), key=lambda item: -item[1][0]
-  ):
-    print(
-      f'| {label} | {value:.3f} | {_interval(samples)} | {value - base:+.3f} | '
-      f'{_interval(samples - resampled)} |'
+  lines = [
+    (
+      label,
+      f'{value:.3f} [{_interval(samples)}]',
+      f'{value - base:+.3f} [{_interval(samples - resampled)}]',
+      f'{value / ceiling:.2f} [{_interval(samples / ceilings)}]',
     )
+    for label, (value, samples) in sorted(
+      cosines.items(), key=lambda item: -item[1][0]
+    )
+  ]
+  print(plots.table(('method', 'cosine', 'minus gigpo', 'exact'), lines))
 
 
 def _interval(samples: Sequence[float]) -> str:
-
-  low, high = np.percentile(samples, (2.5, 97.5))
-  return f'{low:.3f} to {high:.3f}'
+  low, high = np.nanpercentile(samples, (2.5, 97.5))
+  return f'{low:.2f}, {high:.2f}'
 
 
 if __name__ == '__main__':

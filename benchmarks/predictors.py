@@ -4,6 +4,8 @@
         --config=configs/alfworld.py:mini --set rollout.groups=16
     python benchmarks/predictors.py --config=configs/alfworld.py:mini \
         --expert_noise=0.5
+    python benchmarks/predictors.py --sweep=configs/sweeps/keydoor.py \
+        --output=runs/dial/predictors.json
 
 Plays groups of training episodes with each config's warm start, or with the
 environment's expert, whose actions are replaced by random ones with a given
@@ -19,10 +21,15 @@ probability. Prints one row of a Markdown table per config:
 
 The expert needs no weights, so its figures compare environments, such as
 generated games with official ones, under the same behaviour.
+
+`--sweep` adds the settings of a sweep's GiGPO runs. `--output` also writes the
+metrics by setting, as JSON, for `python -m gigpo_jax.tools.law`.
 """
 
 import argparse
 import ast
+import json
+import pathlib
 from collections.abc import Sequence
 
 import jax
@@ -33,17 +40,44 @@ import envs
 from envs import base
 from gigpo_jax import advantages, batch, builders, metrics, rollout, trajectory
 from gigpo_jax import config as config_lib
-from gigpo_jax.tools import plots, sweep
+from gigpo_jax.tools import law, plots, sweep
 
 COLUMNS = (
-  *('config', 'episodes', 'success, 95 %', 'steps', 'revisits', 'singletons'),
+  *('setting', 'episodes', 'success, 95 %', 'steps', 'revisits', 'singletons'),
   *('correlation', 'zero variance'),
 )
 _ONE_TOKEN = np.zeros(1, np.int32)
 
 
-def load(config: str, settings: Sequence[str]) -> ml_collections.ConfigDict:
-  """Returns a config with changed fields, given as FIELD=VALUE."""
+def find_runs(
+  names: Sequence[str], sweep_file: str | None, settings: Sequence[str]
+) -> dict[str, sweep.Run]:
+  """Returns what to measure by setting: configs, and settings of a sweep.
+
+  Args:
+    names: values of --config.
+    sweep_file: value of --sweep.
+    settings: changed fields, as FIELD=VALUE.
+  """
+  changes = _parse(settings)
+  seed = changes.pop('seed', 0)
+  runs = {}
+  for name in names:
+    runs[law.setting_of_config(name)] = sweep.Run(
+      '', name, seed, tuple(changes.items())
+    )
+  for run in sweep.read(sweep_file) if sweep_file else ():
+    setting, method = law.split_name(run.experiment, run.name)
+    if method == 'gigpo':
+      fields = dict(run.overrides) | changes
+      runs.setdefault(
+        setting, sweep.Run('', run.config, seed, tuple(fields.items()))
+      )
+  return runs
+
+
+def _parse(settings: Sequence[str]) -> dict[str, object]:
+  """Returns fields that are given as FIELD=VALUE."""
   overrides = {'rollout.groups': 16}
   for setting in settings:
     field, _, value = setting.partition('=')
@@ -51,8 +85,7 @@ def load(config: str, settings: Sequence[str]) -> ml_collections.ConfigDict:
       overrides[field] = ast.literal_eval(value)
     except (SyntaxError, ValueError):
       overrides[field] = value
-  seed = overrides.pop('seed', 0)
-  return sweep.Run('', config, seed, tuple(overrides.items())).load()
+  return overrides
 
 
 def play_policy(
@@ -156,22 +189,28 @@ def main() -> None:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument('--config', action='append', required=True)
+  parser.add_argument('--config', action='append', default=[])
+  parser.add_argument('--sweep', help='file of a sweep')
+  parser.add_argument('--output', help='JSON file for the metrics')
   parser.add_argument(
     '--set', action='append', default=[], metavar='FIELD=VALUE',
     help='a field of all configs; rollout.groups=16 by default',
   )  # fmt: skip
   parser.add_argument('--expert_noise', type=float)
   options = parser.parse_args()
-  cells = []
-  for name in options.config:
-    config = load(name, options.set)
+  runs = find_runs(options.config, options.sweep, options.set)
+  cells, measured = [], {}
+  for name, run in runs.items():
+    config = run.load()
     tasks = builders.make_task_sampler(config).at(0)
     if options.expert_noise is None:
       episodes = play_policy(config, tasks)
     else:
       episodes = play_expert(config, tasks, options.expert_noise)
-    cells.append(table_row(name, episodes, measure(config, episodes)))
+    measured[name] = measure(config, episodes)
+    cells.append(table_row(name, episodes, measured[name]))
+  if options.output:
+    pathlib.Path(options.output).write_text(json.dumps(measured, indent=2))
   print(plots.table(list(COLUMNS), cells))
 
 

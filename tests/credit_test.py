@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import re
 
 import numpy as np
 import programs
@@ -50,21 +51,20 @@ def test_table_of_random_walks(credit, monkeypatch, capsys, tmp_path):
 
   monkeypatch.setattr(credit, 'play', play)
   path = tmp_path / 'advantages.npz'
-  credit.measure(config, 6, 128, str(path))
+  credit.measure(config, 6, 32, str(path))
   lines = capsys.readouterr().out.splitlines()
   found = {
-    line.split(' | ')[0].strip('| '): float(line.split(' | ')[1])
+    line.split(' | ')[0].strip('| '): float(line.split(' | ')[1].split()[0])
     for line in lines
     if line.startswith('| ') and 'cosine' not in line
   }
   assert found.keys() == {
-    *names,
+    *('gigpo', 'grpo'),
     'gigpo, episode_weight=0',
     'gigpo, discount=1',
     'gigpo, anchor=shuffled',
     'gigpo, anchor=state',
   }
-  assert max(found, key=found.get) == 'vineppo' and found['vineppo'] > 0.6
   assert found['gigpo'] == found['gigpo, anchor=state'] > found['grpo']
   # The observation is the state: the oracle approaches the exact advantages.
   arrays = np.load(path)
@@ -75,7 +75,15 @@ def test_table_of_random_walks(credit, monkeypatch, capsys, tmp_path):
     before = values[indices]
     rewards = [step.result.reward for step in episode.steps]
     exact += list(rewards + np.append(before[1:], 0) - before)
-  sums = credit.group_products(
-    arrays['groups'], arrays['oracle 0'], np.array(exact)
-  )
-  assert credit.cosine(sums.sum(axis=0)) > 0.97
+  cosines = [
+    credit.cosine(
+      credit.group_products(
+        arrays['groups'], arrays[f'oracle {n}'], np.array(exact)
+      ).sum(axis=0)
+    )
+    for n in range(3)
+  ]
+  (line,) = (line for line in lines if line.startswith('halves'))
+  ceiling, half = re.search(r'ceiling (.*), VinePPO .* (.*)', line).groups()
+  assert float(ceiling) == pytest.approx(cosines[0], abs=0.02)
+  assert float(half) == pytest.approx(np.mean(cosines[1:]), abs=0.02)

@@ -40,10 +40,17 @@ def test_an_expert_without_noise_and_one_with_noise(
   assert zero_variance < 100
 
 
-def test_settings_change_the_config(predictors):
-  config = predictors.load(
-    'configs/keydoor.py:mini',
-    ['env.max_steps=30', 'seed=3', 'env.prompt_style=paper'],
+def test_settings_of_configs_and_sweeps(predictors):
+  runs = predictors.find_runs(
+    ['configs/keydoor.py:mini', 'configs/keydoor.py:mini,grpo'],
+    'configs/sweeps/keydoor.py',
+    ['env.history_length=3', 'seed=3', 'env.prompt_style=paper'],
   )
-  assert (config.env.max_steps, config.seed) == (30, 3)
-  assert config.env.prompt_style == 'paper' and config.rollout.groups == 16
+  assert list(runs)[:4] == [
+    *('keydoor', 'keydoor mini,grpo', 'keydoor mini', 'keydoor horizon 16')
+  ]
+  assert len(runs) == 12
+  config = runs['keydoor horizon 16'].load()
+  assert (config.env.max_steps, config.env.history_length) == (16, 3)
+  assert (config.seed, config.env.prompt_style) == (3, 'paper')
+  assert config.rollout.groups == 16 and config.algorithm.name == 'gigpo'

@@ -1,0 +1,181 @@
+r"""Advise whether a run's data support step advantages (GiGPO) or not (GRPO).
+
+    python -m gigpo_jax.tools.advise runs/alfworld --law=law.json
+
+Reads the metrics of a run's first iterations and prints the numbers that the
+advice depends on. Some statements hold for any run:
+
+- If no step shares its anchor (`advantage/singleton_anchor_rows` is 1), A_S is
+  0 and GiGPO is GRPO.
+- If all groups have zero variance, A_E is 0 and GRPO learns nothing.
+- The cosine between the advantages of GRPO, A_E, and of GiGPO, A_E + w A_S,
+  follows from their standard deviations and correlation. At 1 both methods
+  differ only in the size of their steps.
+
+Whether the difference helps is an empirical question. `--law` names a file of
+`python -m gigpo_jax.tools.law fit`, which predicts GiGPO - GRPO from runs in
+other settings. Without it, the advice is limited to these statements.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from gigpo_jax import metrics
+from gigpo_jax.tools import law as law_lib
+
+# Further metrics that the statements use.
+_METRICS = {
+  'advantage/groups_without_spread': 'zero-variance groups',
+  'advantage/episode_std': 'standard deviation of A_E',
+  'advantage/step_std': 'standard deviation of A_S',
+}
+_DIGITS = 3
+
+
+def first_iterations(
+  lines: Sequence[Mapping[str, float]], count: int
+) -> dict[str, float]:
+  """Returns the mean of each metric over a run's first iterations.
+
+  Metrics that no line has are absent.
+
+  Args:
+    lines: lines of `metrics.read`.
+    count: number of iterations.
+  """
+  found = {}
+  for name in (*law_lib.PREDICTORS, *_METRICS):
+    values = [line[name] for line in lines[:count] if name in line]
+    values = [v for v in values if v is not None and math.isfinite(v)]
+    if values:
+      found[name] = float(np.mean(values))
+  return found
+
+
+def cosine(correlation: float, ratio: float) -> float:
+  """Returns the cosine between x and x + y.
+
+  Args:
+    correlation: of x and y, which have mean 0.
+    ratio: standard deviation of y, divided by that of x.
+  """
+  length = 1 + 2 * correlation * ratio + ratio**2
+  return (1 + correlation * ratio) / math.sqrt(length) if length > 0 else 0.0
+
+
+def statements(values: Mapping[str, float], step_weight: float) -> list[str]:
+  """Returns what follows from the metrics, without a law.
+
+  Args:
+    values: means over the first iterations.
+    step_weight: w, the weight of A_S.
+  """
+  lines = []
+  singletons = values.get('advantage/singleton_anchor_rows')
+  if singletons == 1:
+    lines.append('no step shares its anchor: A_S is 0, GiGPO equals GRPO')
+  elif singletons is not None:
+    lines.append(f'A_S is 0 in {singletons:.1%} of steps, at least')
+  if values.get('advantage/groups_without_spread') == 1:
+    lines.append('A_E is 0 in all steps: GRPO learns nothing')
+  if values.get('train/success_rate') == 0:
+    lines.append(
+      'no episode succeeded: unless the environment has partial rewards, no '
+      'method of this kind learns more than to avoid invalid actions'
+    )
+  spread = values.get('advantage/episode_std', 0.0)
+  if spread and 'advantage/correlation' in values:
+    ratio = step_weight * values.get('advantage/step_std', 0.0) / spread
+    similarity = cosine(values['advantage/correlation'], ratio)
+    lines.append(
+      f'cosine between the advantages of GRPO and GiGPO: {similarity:.3f} '
+      f'(standard deviation of w A_S / A_E: {ratio:.2f}, w={step_weight:g})'
+    )
+    if round(similarity, _DIGITS) == 1:
+      lines.append(
+        'GiGPO and GRPO agree but for the size of their steps: tune '
+        'optimizer.learning_rate instead'
+      )
+  return lines
+
+
+def advise(
+  values: Mapping[str, float], law: law_lib.Law | None
+) -> tuple[str, list[str]]:
+  """Returns the advice and the numbers of the law that it uses.
+
+  Args:
+    values: means over the first iterations.
+    law: a fitted law, if any.
+  """
+  if values.get('advantage/singleton_anchor_rows') == 1:
+    return 'grpo: GiGPO equals it here', []
+  if law is None:
+    return (
+      'not known: no law is given (--law); train both on a few seeds and tasks '
+      'that you do not report',
+      [],
+    )
+  law_lib.check_predictors({'the run': values}, law.coefficients)
+  effect, half = law.predict(values), law.half_width
+  low, high = effect - half, effect + half
+  numbers = [
+    law_lib.describe(law),
+    f'here: {effect:+.1f} points, 95 % [{low:+.1f}, {high:+.1f}]',
+  ]
+  if outside := law.outside(values):
+    numbers.append(f'outside the range of the law: {", ".join(outside)}')
+  if outside or law.error >= law.constant_error or low <= 0 <= high:
+    return 'not known: the law does not decide', numbers
+  name = law.method if low > 0 else law_lib.BASELINE
+  return f'{name}: the interval excludes 0', numbers
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Prints numbers and advice; returns 2 on errors."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument('run', help='work directory of launch/train.py')
+  parser.add_argument('--law', help='file of `gigpo_jax.tools.law fit`')
+  parser.add_argument('--iterations', type=int, default=10, help='default 10')
+  options = parser.parse_args(argv)
+  try:
+    folder = pathlib.Path(options.run)
+    lines = metrics.read(folder) if folder.is_dir() else []
+    values = first_iterations(lines, options.iterations)
+    if 'train/success_rate' not in values:
+      raise ValueError(
+        f'{options.run}: has no metrics of an iteration; must be the work '
+        'directory of a run'
+      )
+    law = law_lib.Law.read(options.law) if options.law else None
+    advice, numbers = advise(values, law)
+    numbers = statements(values, _step_weight(folder)) + numbers
+  except ValueError as error:
+    sys.stderr.write(f'{error}\n')
+    return 2
+  print(f'means over {min(len(lines), options.iterations)} iterations:')
+  for name, words in (law_lib.PREDICTORS | _METRICS).items():
+    if name in values:
+      print(f'  {words}: {values[name]:.3f} ({name})')
+  print('\n'.join(numbers))
+  print(f'advice: {advice}')
+  return 0
+
+
+def _step_weight(folder: pathlib.Path) -> float:
+  """Returns the weight of A_S in a run's config; 1 without a config."""
+  path = folder / 'config.json'
+  config = json.loads(path.read_text()) if path.is_file() else {}
+  return float(config.get('algorithm', {}).get('step_weight', 1.0))
+
+
+if __name__ == '__main__':
+  sys.exit(main())

@@ -1,0 +1,419 @@
+r"""Predict the effect of step advantages from properties of an experiment.
+
+    python -m gigpo_jax.tools.law fit runs/dial/keydoor.csv \
+        runs/dial/predictors.json --output=law.json
+    python -m gigpo_jax.tools.law predict law.json predictors.json \
+        --output=predictions.json
+    python -m gigpo_jax.tools.law compare predictions.json \
+        runs/credit/credit.csv --plot=law.png
+
+`fit` reads the CSV of a sweep and the predictors of its settings, from
+`benchmarks/predictors.py --output`. The effect in a setting is the final
+success of a method minus that of GRPO, paired by seed. The law is a line in no,
+one or two predictors: the one with the smallest leave-one-setting-out error.
+The error that `fit` reports is that of the whole procedure, selection included:
+each setting is predicted by the law that is selected and fitted without it.
+
+`predict` writes predictions for other settings, before their results are known;
+it never overwrites a file. `compare` shows predicted and measured effects.
+
+With `--method=best`, the effect of a seed is that of the method which is best
+on the other seeds, so that the selection does not favour it.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import pathlib
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import scipy.stats
+from jaxtyping import Float
+
+from gigpo_jax.tools import plots, sweep
+
+BASELINE = 'grpo'
+BEST = 'best'
+# Metric: what it is. The first iterations of every run have them.
+PREDICTORS = {
+  'train/success_rate': 'success at the start',
+  'train/episode_length': 'steps of an episode',
+  'train/revisit_rate': 'revisits',
+  'advantage/singleton_anchor_rows': 'singletons',
+  'advantage/correlation': 'correlation of A_E and A_S',
+}
+_MOST_PREDICTORS = 2
+
+
+class Effect(NamedTuple):
+  """Final success of a method minus GRPO's in a setting, in points.
+
+  Attributes:
+    mean: mean over seeds.
+    error: its standard error over seeds; NaN for a single seed.
+    seeds: number of seeds.
+  """
+
+  mean: float
+  error: float
+  seeds: int
+
+
+def split_name(experiment: str, name: str) -> tuple[str, str]:
+  """Returns the setting and the method of a sweep's run.
+
+  Args:
+    experiment: name of the config file.
+    name: name of the run: the method, in some sweeps after a setting.
+  """
+  for method in ('gigpo', BASELINE):
+    if name == method or name.endswith(f' {method}'):
+      setting = name.removesuffix(method).strip()
+      return f'{experiment} {setting}'.strip(), method
+  return experiment, name
+
+
+def setting_of_config(config: str) -> str:
+  """Returns the setting of a config in sweeps; `:mini` is the usual size."""
+  path, _, variant = config.partition(':')
+  variant = '' if variant == 'mini' else f' {variant}'
+  return f'{pathlib.Path(path).stem}{variant}'
+
+
+def effects(rows: Sequence[Mapping], method: str = 'gigpo') -> dict:
+  """Returns the effect by setting, with seeds that both methods have.
+
+  Args:
+    rows: rows of `sweep.read_table`.
+    method: name of a method, or BEST.
+  """
+  final: dict[str, dict[str, dict[int, float]]] = {}
+  for row in rows:  # The last row of a run is its last evaluation.
+    setting, name = split_name(row['experiment'], row['name'])
+    rates = final.setdefault(setting, {}).setdefault(name, {})
+    rates[row['seed']] = 100 * row['eval/success_rate']
+  found = {}
+  for setting, by_method in final.items():
+    baseline = by_method.pop(BASELINE, {})
+    if method == BEST:
+      rates = _best_on_other_seeds(by_method)
+    else:
+      rates = by_method.get(method, {})
+    gaps = [rates[seed] - baseline[seed] for seed in rates if seed in baseline]
+    if gaps:
+      error = np.std(gaps, ddof=1) / len(gaps) ** 0.5 if gaps[1:] else np.nan
+      found[setting] = Effect(float(np.mean(gaps)), float(error), len(gaps))
+  return found
+
+
+def _best_on_other_seeds(
+  by_method: Mapping[str, Mapping[int, float]],
+) -> dict[int, float]:
+  """Returns by seed the success of the method that is best on the others."""
+  rates = {}
+  for seed in {seed for by_seed in by_method.values() for seed in by_seed}:
+    means = {
+      method: np.mean([x for s, x in by_seed.items() if s != seed])
+      for method, by_seed in by_method.items()
+      if seed in by_seed and len(by_seed) > 1
+    }
+    if means:
+      rates[seed] = by_method[max(means, key=means.get)][seed]
+  return rates
+
+
+def _fit_line(
+  x_SP: Float[np.ndarray, 'S P'], y_S: Float[np.ndarray, ' S']
+) -> tuple[Float[np.ndarray, ' 1+P'], float]:
+  """Returns coefficients, the intercept first, and leave-one-out RMSE."""
+  design = np.column_stack([np.ones(len(y_S)), x_SP])
+  inverse = np.linalg.pinv(design)
+  leverage = np.sum(design * inverse.T, axis=1)
+  coefficients = inverse @ y_S
+  # The error at a setting of the fit without it; infinite if only that setting
+  # determines a coefficient.
+  left_out = (y_S - design @ coefficients) / np.maximum(1 - leverage, 1e-9)
+  return coefficients, float(np.sqrt(np.mean(left_out**2)))
+
+
+def _select(
+  x_SP: Float[np.ndarray, 'S P'], y_S: Float[np.ndarray, ' S']
+) -> tuple[tuple[int, ...], Float[np.ndarray, ' 1+Q']]:
+  """Returns the predictors with the smallest error, and the coefficients."""
+  # Two settings more than coefficients, or the errors mean nothing.
+  most = min(_MOST_PREDICTORS, len(y_S) - 3)
+  candidates = [
+    columns
+    for count in range(max(most, 0) + 1)
+    for columns in itertools.combinations(range(x_SP.shape[1]), count)
+  ]
+  fits = {c: _fit_line(x_SP[:, list(c)], y_S) for c in candidates}
+  best = min(fits, key=lambda columns: fits[columns][1])
+  return best, fits[best][0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Law:
+  """A fitted line; effects are in points of success.
+
+  Attributes:
+    method: method whose success, minus GRPO's, it predicts.
+    intercept: effect where all predictors are 0.
+    coefficients: by predictor, in points per unit of the metric.
+    error: root-mean-square error at settings left out of selection and fit.
+    constant_error: the same error for the mean effect, without predictors.
+    settings: number of settings.
+    ranges: smallest and largest value of each predictor in these settings.
+  """
+
+  method: str
+  intercept: float
+  coefficients: Mapping[str, float]
+  error: float
+  constant_error: float
+  settings: int
+  ranges: Mapping[str, tuple[float, float]]
+
+  def predict(self, values: Mapping[str, float]) -> float:
+    """Returns the effect that metrics predict, in points."""
+    return self.intercept + sum(
+      slope * values[name] for name, slope in self.coefficients.items()
+    )
+
+  @property
+  def half_width(self) -> float:
+    """Half the approximate 95 % interval of an effect in a new setting."""
+    freedom = max(self.settings - 1 - len(self.coefficients), 1)
+    return float(scipy.stats.t.ppf(0.975, freedom) * self.error)
+
+  def outside(self, values: Mapping[str, float]) -> list[str]:
+    """Returns the predictors of the law that are outside the fitted range."""
+    return [
+      name
+      for name in self.coefficients
+      if not self.ranges[name][0] <= values[name] <= self.ranges[name][1]
+    ]
+
+  @classmethod
+  def read(cls, path: str) -> 'Law':
+    """Returns the law in a file that `fit` wrote.
+
+    Raises:
+      ValueError: in one line, if the file is not such a file.
+    """
+    try:
+      return cls(**_read_json(path)['law'])
+    except (KeyError, TypeError) as error:
+      raise ValueError(
+        f'{path}: not a law ({error!r}); must be a file that '
+        '`python -m gigpo_jax.tools.law fit` wrote'
+      ) from error
+
+
+def fit(
+  measured: Mapping[str, Effect],
+  predictors: Mapping[str, Mapping[str, float]],
+  method: str = 'gigpo',
+) -> Law:
+  """Selects and fits a law.
+
+  Args:
+    measured: effect by setting.
+    predictors: metrics by setting.
+    method: the method of the effects.
+
+  Raises:
+    ValueError: in one line, with fewer than four settings.
+  """
+  settings = [name for name in measured if name in predictors]
+  if len(settings) < 4:
+    raise ValueError(
+      f'{len(settings)} settings have both effects and predictors; must be at '
+      'least 4'
+    )
+  check_predictors(predictors, PREDICTORS)
+  x_SP = np.array(
+    [[predictors[name][p] for p in PREDICTORS] for name in settings]
+  )
+  y_S = np.array([measured[name].mean for name in settings])
+  gaps = []
+  for n in range(len(settings)):
+    rest = np.arange(len(settings)) != n
+    columns, (first, *slopes) = _select(x_SP[rest], y_S[rest])
+    gaps.append(y_S[n] - first - x_SP[n, list(columns)] @ np.array(slopes))
+  columns, (first, *slopes) = _select(x_SP, y_S)
+  names = list(PREDICTORS)
+  return Law(
+    method=method,
+    intercept=float(first),
+    coefficients={
+      names[c]: float(slope) for c, slope in zip(columns, slopes, strict=True)
+    },
+    error=float(np.sqrt(np.mean(np.square(gaps)))),
+    constant_error=_fit_line(x_SP[:, :0], y_S)[1],
+    settings=len(settings),
+    ranges={
+      name: (float(column.min()), float(column.max()))
+      for name, column in zip(names, x_SP.T, strict=True)
+    },
+  )
+
+
+def check_predictors(
+  predictors: Mapping[str, Mapping[str, float]], names: Iterable[str]
+) -> None:
+  """Checks that all settings have the predictors of given names.
+
+  Raises:
+    ValueError: in one line, if they do not.
+  """
+  for setting, values in predictors.items():
+    missing = [n for n in names if not np.isfinite(values.get(n, np.nan))]
+    if missing:
+      raise ValueError(
+        f'{setting}: has no {", ".join(missing)}; play more groups, or leave '
+        'this setting out'
+      )
+
+
+def describe(law: Law) -> str:
+  """Returns the law and its errors in words."""
+  terms = [
+    f'{slope:+.3g} x {PREDICTORS[name]}'
+    for name, slope in law.coefficients.items()
+  ]
+  verdict = (
+    'better than no predictor'
+    if law.error < law.constant_error
+    else 'NO better than no predictor: do not rely on it'
+  )
+  return (
+    f'{law.method} - {BASELINE} = {" ".join([f"{law.intercept:.3g}", *terms])} '
+    f'points, from {law.settings} settings\n'
+    f'error at a setting left out: {law.error:.1f} points; of the mean effect '
+    f'alone: {law.constant_error:.1f} ({verdict})'
+  )
+
+
+def predict_all(
+  law: Law, predictors: Mapping[str, Mapping[str, float]]
+) -> dict[str, dict]:
+  """Returns the predicted effect of each setting, as plain values."""
+  check_predictors(predictors, law.coefficients)
+  return {
+    name: {
+      'effect': law.predict(values),
+      'half_width': law.half_width,
+      'outside': law.outside(values),
+    }
+    for name, values in predictors.items()
+  }
+
+
+def table(
+  predictions: Mapping[str, Mapping], measured: Mapping[str, Effect]
+) -> str:
+  """Returns a Markdown table of predicted and measured effects."""
+  rows = []
+  for name, values in predictions.items():
+    low, high = (values['effect'] + s * values['half_width'] for s in (-1, 1))
+    outside = ', '.join(PREDICTORS[p] for p in values['outside'])
+    cells = ['', '']
+    if name in measured:
+      mean, error, seeds = measured[name]
+      cells = [f'{mean:+.1f} ± {error:.1f}', str(seeds)]
+    predicted = f'{values["effect"]:+.1f} [{low:+.1f}, {high:+.1f}]'
+    rows.append((name, predicted, outside, *cells))
+  columns = 'setting', 'predicted, 95 %', 'outside the fitted range'
+  return plots.table((*columns, 'measured', 'seeds'), rows)
+
+
+def draw(
+  path: str, predictions: Mapping[str, Mapping], measured: Mapping[str, Effect]
+) -> None:
+  """Draws measured by predicted effects, with standard errors."""
+  names = [name for name in predictions if name in measured]
+  xs = [predictions[name]['effect'] for name in names]
+  ys, errors = zip(*(measured[name][:2] for name in names), strict=True)
+  with plots.image(path, figsize=(5, 5)) as (_, axes):
+    axes.errorbar(xs, ys, np.nan_to_num(errors), fmt='o')
+    for name, x, y in zip(names, xs, ys, strict=True):
+      axes.annotate(name, (x, y), xytext=(4, 4), textcoords='offset points')
+    axes.axline((0, 0), slope=1, color='grey', linewidth=0.8)
+    axes.set(xlabel='predicted (points)', ylabel='measured (points)')
+    axes.grid(alpha=0.3)
+
+
+def _read_json(path: str) -> dict:
+  try:
+    return json.loads(pathlib.Path(path).read_text())
+  except (OSError, ValueError) as error:
+    raise ValueError(f'{path}: cannot be read as JSON ({error})') from error
+
+
+def _write_new(path: str, values: dict) -> None:
+  """Writes JSON to a file that must not exist: predictions are not revised."""
+  try:
+    with open(path, 'x', encoding='utf-8') as file:
+      json.dump(values, file, indent=2)
+  except FileExistsError as error:
+    raise ValueError(f'--output={path}: exists; give another name') from error
+
+
+def _run(options: argparse.Namespace) -> None:
+  if options.command == 'fit':
+    measured = effects(sweep.read_table(options.table), options.method)
+    predictors = _read_json(options.predictors)
+    law = fit(measured, predictors, options.method)
+    print(describe(law))
+    print(table(predict_all(law, predictors), measured))
+    _write_new(options.output, {'law': dataclasses.asdict(law)})
+  elif options.command == 'predict':
+    law = Law.read(options.law)
+    predictions = predict_all(law, _read_json(options.predictors))
+    print(describe(law))
+    print(table(predictions, {}))
+    values = {'method': law.method, 'predictions': predictions}
+    _write_new(options.output, values)
+  else:
+    values = _read_json(options.predictions)
+    measured = effects(sweep.read_table(options.table), values['method'])
+    print(table(values['predictions'], measured))
+    if options.plot:
+      draw(options.plot, values['predictions'], measured)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Fits, predicts or compares; returns 2 on errors."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  commands = parser.add_subparsers(dest='command', required=True)
+  for name, files in (
+    ('fit', ('table', 'predictors')),
+    ('predict', ('law', 'predictors')),
+    ('compare', ('predictions', 'table')),
+  ):
+    command = commands.add_parser(name)
+    for file in files:
+      command.add_argument(file)
+    if name == 'compare':
+      command.add_argument('--plot', help='image file')
+    else:
+      command.add_argument('--output', required=True, help='new JSON file')
+    if name == 'fit':
+      command.add_argument('--method', default='gigpo', help='or best')
+  try:
+    _run(parser.parse_args(argv))
+  except ValueError as error:
+    sys.stderr.write(f'{error}\n')
+    return 2
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(main())

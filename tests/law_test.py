@@ -1,0 +1,228 @@
+"""Tests of the law of step advantages, and of the advice from it."""
+
+import csv
+import json
+import math
+
+import numpy as np
+import pytest
+
+from gigpo_jax.tools import advise, law, sweep
+
+REVISITS = 'train/revisit_rate'
+CORRELATION = 'advantage/correlation'
+
+
+def write_table(path, runs):
+  """Writes (experiment, name, seed, success) as the CSV of a sweep."""
+  names = ('experiment', 'name', 'seed', *sweep.COLUMNS, *sweep.MEANS)
+  with open(path, 'w', newline='', encoding='utf-8') as file:
+    writer = csv.DictWriter(file, names, restval='')
+    writer.writeheader()
+    for experiment, name, seed, success in runs:
+      row = {'experiment': experiment, 'name': name, 'seed': seed}
+      for iteration, rate in ((0, 0.1), (9, success)):
+        rates = {'iteration': iteration, 'eval/success_rate': rate}
+        writer.writerow(row | rates)
+
+
+def predictors(seed, **known):
+  rng = np.random.default_rng(seed)
+  return {name: rng.random() for name in law.PREDICTORS} | known
+
+
+def test_effects_are_paired_by_seed(tmp_path):
+  runs = [
+    ('keydoor', 'mini gigpo', 0, 0.50),
+    ('keydoor', 'mini gigpo', 1, 0.62),
+    ('keydoor', 'mini gigpo', 2, 0.9),  # GRPO has no seed 2.
+    ('keydoor', 'mini grpo', 1, 0.52),
+    ('keydoor', 'mini grpo', 0, 0.46),
+    ('webshop', 'gigpo', 0, 0.6),
+    ('webshop', 'grpo', 0, 0.7),
+    ('sokoban', 'gigpo', 0, 0.7),
+  ]
+  write_table(tmp_path / 't.csv', runs)
+  found = law.effects(sweep.read_table(tmp_path / 't.csv'))
+  # Differences 4 and 10: their standard deviation is 3 sqrt(2).
+  assert found['keydoor mini'] == pytest.approx((7, 3, 2))
+  assert found['webshop'][0] == pytest.approx(-10)
+  assert math.isnan(found['webshop'].error) and 'sokoban' not in found
+
+
+def test_the_best_method_is_chosen_on_other_seeds(tmp_path):
+  # On seed 1 alone `b` is best, on seed 0 alone `a`: each is taken on the
+  # seed on which it is worse.
+  rates = {'a': (0.8, 0.5), 'b': (0.6, 0.9), 'grpo': (0.4, 0.4)}
+  runs = [
+    ('toy', name, n, x) for name in rates for n, x in enumerate(rates[name])
+  ]
+  write_table(tmp_path / 't.csv', runs)
+  found = law.effects(sweep.read_table(tmp_path / 't.csv'), law.BEST)
+  assert found['toy'] == pytest.approx((15, 5, 2))
+
+
+def test_leave_one_out_errors():
+  # Without predictors: 0 - 4.5, 3 - 3 and 6 - 1.5.
+  y = np.array([0.0, 3.0, 6.0])
+  line, error = law._fit_line(np.zeros((3, 0)), y)
+  assert line.tolist() == [3] and error == pytest.approx(math.sqrt(13.5))
+  rng = np.random.default_rng(0)
+  x, y = rng.normal(size=(7, 2)), rng.normal(size=7)
+  gaps = []
+  for n in range(7):
+    rest = np.arange(7) != n
+    design = np.column_stack([np.ones(6), x[rest]])
+    slopes = np.linalg.lstsq(design, y[rest], rcond=None)[0]
+    gaps.append(y[n] - [1, *x[n]] @ slopes)
+  _, error = law._fit_line(x, y)
+  assert error == pytest.approx(math.sqrt(np.mean(np.square(gaps))))
+
+
+def test_a_line_is_found_and_noise_is_not():
+  settings = {str(n): predictors(n) for n in range(8)}
+  measured = {
+    name: law.Effect(2 + 30 * values[REVISITS], 1.0, 5)
+    for name, values in settings.items()
+  }
+  found = law.fit(measured, settings)
+  assert REVISITS in found.coefficients and found.error < 1e-6
+  assert found.predict(settings['3']) == pytest.approx(measured['3'].mean)
+  assert 'better than no' in law.describe(found)
+  inside = dict(settings['3'])
+  assert not found.outside(inside)
+  assert found.outside(inside | {REVISITS: 1.5}) == [REVISITS]
+  # Selection alone fits some of this noise; the reported error counts it.
+  rng = np.random.default_rng(5)
+  noise = {n: law.Effect(float(rng.normal()), 1.0, 5) for n in settings}
+  found = law.fit(noise, settings)
+  columns = [list(law.PREDICTORS).index(p) for p in found.coefficients]
+  x = np.array([[v[p] for p in law.PREDICTORS] for v in settings.values()])
+  y = np.array([effect.mean for effect in noise.values()])
+  assert found.error > law._fit_line(x[:, columns], y)[1]
+  assert 'do not rely on it' in law.describe(found)
+  with pytest.raises(ValueError, match='3 settings have both'):
+    law.fit({n: noise[n] for n in '012'}, settings)
+  del settings['1'][CORRELATION]
+  with pytest.raises(ValueError, match='1: has no advantage/correlation'):
+    law.fit(noise, settings)
+
+
+def test_predictions_are_written_once_and_compared(tmp_path, capsys):
+  runs, settings = [], {}
+  for n in range(6):
+    settings[f'keydoor {n}'] = values = predictors(n)
+    gain = 0.3 * values[REVISITS]
+    runs += [('keydoor', f'{n} grpo', s, 0.2) for s in (0, 1)]
+    runs += [('keydoor', f'{n} gigpo', s, 0.2 + gain) for s in (0, 1)]
+  write_table(tmp_path / 'dial.csv', runs)
+  write_table(
+    tmp_path / 'credit.csv',
+    [
+      ('webshop', m, s, x)
+      for m, x in (('grpo', 0.5), ('gigpo', 0.65))
+      for s in (0, 1)
+    ],
+  )
+  paths = {
+    name: str(tmp_path / name)
+    for name in ('p.json', 'law.json', 'new.json', 'out.json', 'law.png')
+  }
+  (tmp_path / 'p.json').write_text(json.dumps(settings))
+  new = {'webshop': predictors(9, **{REVISITS: 0.5})}
+  (tmp_path / 'new.json').write_text(json.dumps(new))
+  fit = ['fit', str(tmp_path / 'dial.csv'), paths['p.json']]
+  assert law.main([*fit, f'--output={paths["law.json"]}']) == 0
+  predict = ['predict', paths['law.json'], paths['new.json']]
+  predict.append(f'--output={paths["out.json"]}')
+  assert law.main(predict) == 0
+  assert law.main(predict) == 2
+  assert 'out.json: exists' in capsys.readouterr().err
+  compare = ['compare', paths['out.json'], str(tmp_path / 'credit.csv')]
+  assert law.main([*compare, f'--plot={paths["law.png"]}']) == 0
+  row = capsys.readouterr().out.splitlines()[-1]
+  assert row.startswith('| webshop | +15.0 [') and '| +15.0 ± 0.0 | 2 |' in row
+  assert (tmp_path / 'law.png').stat().st_size > 1000
+
+
+def test_cosine_of_advantages():
+  assert advise.cosine(0.0, 1.0) == pytest.approx(math.sqrt(0.5))
+  assert advise.cosine(0.5, 1.0) == pytest.approx(1.5 / math.sqrt(3))
+  assert advise.cosine(-1.0, 1.0) == 0
+  rng = np.random.default_rng(0)
+  x, y = rng.normal(size=(2, 50))
+  x, y = x - x.mean(), y - y.mean()
+  expected = x @ (x + y) / np.linalg.norm(x) / np.linalg.norm(x + y)
+  correlation = np.corrcoef(x, y)[0, 1]
+  assert advise.cosine(correlation, y.std() / x.std()) == pytest.approx(
+    expected
+  )
+
+
+def write_run(folder, **metrics):
+  values = predictors(0) | {
+    'advantage/groups_without_spread': 0.5,
+    'advantage/episode_std': 0.8,
+    'advantage/step_std': 0.8,
+  }
+  values |= {name.replace('__', '/'): x for name, x in metrics.items()}
+  lines = [{'iteration': n} | values for n in range(3)]
+  lines.append({'iteration': 3} | {name: 1e9 for name in values})
+  text = ''.join(json.dumps(line) + '\n' for line in lines)
+  (folder / 'metrics.jsonl').write_text(text)
+  return values
+
+
+def advice(folder, capsys, *flags):
+  assert advise.main([str(folder), '--iterations=3', *flags]) == 0
+  return capsys.readouterr().out
+
+
+def test_advice_without_a_law(tmp_path, capsys):
+  write_run(tmp_path, advantage__singleton_anchor_rows=1.0)
+  out = advice(tmp_path, capsys)
+  assert 'no step shares its anchor' in out
+  assert out.endswith('advice: grpo: GiGPO equals it here\n')
+  write_run(tmp_path, advantage__correlation=1.0)
+  out = advice(tmp_path, capsys)
+  assert 'GRPO and GiGPO: 1.000 (standard deviation of w A_S / A_E: 1.00' in out
+  assert 'tune optimizer.learning_rate' in out and 'not known' in out
+  # The weight of A_S is the run's.
+  (tmp_path / 'config.json').write_text('{"algorithm": {"step_weight": 0.5}}')
+  write_run(tmp_path, advantage__correlation=0.5)
+  out = advice(tmp_path, capsys)
+  assert f'{1.25 / math.sqrt(1.75):.3f}' in out and 'tune' not in out
+  assert advise.main([str(tmp_path / 'none')]) == 2
+  assert 'none: has no metrics of an iteration' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ('intercept', 'error', 'expected'),
+  [
+    (10.0, 1.0, 'advice: gigpo: the interval excludes 0'),
+    (-10.0, 1.0, 'advice: grpo: the interval excludes 0'),
+    (1.0, 1.0, 'advice: not known'),
+    (10.0, 3.0, 'advice: not known'),  # No better than the mean effect.
+    (40.0, 1.0, 'advice: gigpo'),
+  ],
+)
+def test_advice_of_a_law(tmp_path, capsys, intercept, error, expected):
+  values = write_run(tmp_path)
+  fitted = {
+    'method': 'gigpo',
+    'intercept': intercept - 10 * values[REVISITS],
+    'coefficients': {REVISITS: 10.0},
+    'error': error,
+    'constant_error': 2.0,
+    'settings': 10,
+    'ranges': {REVISITS: [0.0, 1.0]},
+  }
+  path = tmp_path / 'law.json'
+  path.write_text(json.dumps({'law': fitted}))
+  out = advice(tmp_path, capsys, f'--law={path}')
+  assert f'here: {intercept:+.1f} points' in out and expected in out
+  fitted['ranges'] = {REVISITS: [2.0, 3.0]}
+  path.write_text(json.dumps({'law': fitted}))
+  out = advice(tmp_path, capsys, f'--law={path}')
+  assert 'outside the range of the law: train/revisit_rate' in out
+  assert 'advice: not known' in out
