@@ -22,8 +22,8 @@ probability. Prints one row of a Markdown table per config:
 The expert needs no weights, so its figures compare environments, such as
 generated games with official ones, under the same behaviour.
 
-`--sweep` adds the settings of a sweep's GiGPO runs. `--output` also writes the
-metrics by setting, as JSON, for `python -m gigpo_jax.tools.law`.
+`--sweep` adds the settings of a sweep's GiGPO runs. `--output` adds the metrics
+by setting to a JSON file, for `python -m gigpo_jax.tools.law`.
 """
 
 import argparse
@@ -184,6 +184,12 @@ def table_row(
   ]
 
 
+def save(path: pathlib.Path, measured: dict[str, dict[str, float]]) -> None:
+  """Writes metrics by setting; other settings of an earlier file stay."""
+  known = json.loads(path.read_text()) if path.exists() else {}
+  path.write_text(json.dumps(known | measured, indent=2) + '\n')
+
+
 def main() -> None:
   """Prints the table."""
   parser = argparse.ArgumentParser(
@@ -210,7 +216,7 @@ def main() -> None:
     measured[name] = measure(config, episodes)
     cells.append(table_row(name, episodes, measured[name]))
   if options.output:
-    pathlib.Path(options.output).write_text(json.dumps(measured, indent=2))
+    save(pathlib.Path(options.output), measured)
   print(plots.table(list(COLUMNS), cells))
 
 
