@@ -390,9 +390,11 @@ def _guard_section() -> ml_collections.ConfigDict:
   guard = ml_collections.ConfigDict()
   # warn: a line in the console per alarm, and a metric. shrink: an iteration
   # with alarms also multiplies all later updates of the policy by
-  # shrink_factor.
+  # shrink_factor. rollback: it also restores policy, critic and optimizers from
+  # the last good checkpoint, at most max_rollbacks times; docs/running.md.
   guard.action = 'warn'
   guard.shrink_factor = 0.5
+  guard.max_rollbacks = 3
   # Alarm levels; 0: off. Largest ratio/kl in nats and largest share of steps
   # with an invalid response.
   guard.max_kl = 0.05

@@ -13,7 +13,7 @@ import hashlib
 import json
 import pathlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -208,6 +208,27 @@ class _Unfinished(ocp.path.atomicity.AtomicRenameTemporaryPath):
     await super().finalize()
 
 
+class _Retention:
+  """Orbax's policy that keeps the newest checkpoints and another one.
+
+  Attributes:
+    other: iteration of the other one; None for none.
+  """
+
+  def __init__(self, keep: int):
+    self.other: int | None = None
+    self._newest = ocp.checkpoint_managers.LatestN(keep)
+
+  def should_preserve(
+    self, checkpoints: Sequence[Any], *, context: Any
+  ) -> list:
+    newest = self._newest.should_preserve(checkpoints, context=context)
+    return [
+      is_new or info.step == self.other
+      for info, is_new in zip(checkpoints, newest, strict=True)
+    ]
+
+
 class Checkpointer:
   """The checkpoints of a run; a context manager.
 
@@ -244,6 +265,7 @@ class Checkpointer:
         _restore_metadata(self._directory / str(iteration))
     if distributed.is_multi_process():
       distributed.all_gather_objects(None)  # Barrier: the files are restored.
+    self._retention = _Retention(keep)
     self._manager = ocp.CheckpointManager(
       str(self._directory),
       # With handlers, a new process can read metadata before it restores.
@@ -252,7 +274,7 @@ class Checkpointer:
         'host': ocp.JsonCheckpointHandler(),
       },
       options=ocp.CheckpointManagerOptions(
-        max_to_keep=keep,
+        preservation_policy=self._retention,
         read_only=read_only,
         cleanup_tmp_directories=not read_only,
         temporary_path_class=_Unfinished,
@@ -270,13 +292,16 @@ class Checkpointer:
     with contextlib.suppress(Exception):
       self.close()
 
-  def save(self, iteration: int, state: Any, host: dict) -> None:
+  def save(
+    self, iteration: int, state: Any, host: dict, *, other: int | None = None
+  ) -> None:
     """Starts to write the state after an iteration.
 
     Args:
       iteration: index of the iteration.
       state: tree of arrays; may be donated as soon as this returns.
       host: plain values, written as JSON.
+      other: iteration of a checkpoint to keep besides the newest ones.
 
     Raises:
       errors.RunError: in one line, if this checkpoint or the previous one
@@ -284,6 +309,7 @@ class Checkpointer:
     """
     self._clear(iteration)
     host = host | {_CHECKSUMS: _find_checksums(state)}
+    self._retention.other = other
     with self._explain_errors():
       self._manager.save(
         iteration,

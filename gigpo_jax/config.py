@@ -60,8 +60,13 @@ _DEPENDENT_FIELDS = {
   ),
   'guard.shrink_factor': (
     'guard.action',
-    'shrink',
-    lambda action: action == 'shrink',
+    'shrink or rollback',
+    lambda action: action != 'warn',
+  ),
+  'guard.max_rollbacks': (
+    'guard.action',
+    'rollback',
+    lambda action: action == 'rollback',
   ),
   **dict.fromkeys(
     [f'loss.entropy_band.{name}' for name in ('low', 'high', 'decay')],

@@ -15,7 +15,8 @@ from typing import Any
 from gigpo_jax import options
 
 # warn: a line in the console. shrink: smaller steps from then on, too.
-ACTIONS = ('warn', 'shrink')
+# rollback: smaller steps, from the last good checkpoint.
+ACTIONS = ('warn', 'shrink', 'rollback')
 
 # Metric: options of its lowest and of its highest value.
 _ABSOLUTE = {
@@ -35,23 +36,34 @@ class GuardState:
   Attributes:
     start: values of the relative metrics in the first iterations.
     step_scale: factor of the policy's updates.
+    rollbacks: number of rollbacks so far.
+    good: iteration of the newest checkpoint whose policy raised no alarm in the
+      iteration after it; -1 for the initial policy. Kept for rollbacks only.
   """
 
   start: Mapping[str, tuple[float, ...]] = dataclasses.field(
     default_factory=dict
   )
   step_scale: float = 1.0
+  rollbacks: int = 0
+  good: int = -1
 
   def to_json(self) -> dict[str, Any]:
     """Returns plain values."""
     start = {name: list(values) for name, values in self.start.items()}
-    return {'start': start, 'step_scale': self.step_scale}
+    return vars(self) | {'start': start}
 
   @classmethod
   def from_json(cls, values: Mapping[str, Any]) -> 'GuardState':
     """Returns the state that `to_json` wrote."""
     start = {k: tuple(map(float, v)) for k, v in values['start'].items()}
-    return cls(start, float(values['step_scale']))
+    return cls(
+      start,
+      float(values['step_scale']),
+      # Older releases have no rollbacks.
+      int(values.get('rollbacks', 0)),
+      int(values.get('good', -1)),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +79,8 @@ class Guard:
     max_response: largest mean length of a response, relative to the start.
     start_iterations: the start is the mean of this many iterations.
     shrink_factor: factor of all later updates after an iteration with alarms,
-      for action 'shrink'.
+      for actions 'shrink' and 'rollback'.
+    max_rollbacks: number of rollbacks of a run; later alarms only shrink.
   """
 
   action: str = options.choice('warn', ACTIONS)
@@ -78,6 +91,7 @@ class Guard:
   max_response: float = options.number(1.5, low=0, note='0 is off')
   start_iterations: int = options.number(3, low=1)
   shrink_factor: float = options.number(0.5, above=0, below=1)
+  max_rollbacks: int = options.number(3, low=1)
 
   def __post_init__(self):
     options.check(self)
@@ -85,7 +99,12 @@ class Guard:
   @property
   def scales_updates(self) -> bool:
     """Whether updates may be scaled."""
-    return self.action == 'shrink'
+    return self.action != 'warn'
+
+  @property
+  def rolls_back(self) -> bool:
+    """Whether alarms restore a checkpoint."""
+    return self.action == 'rollback'
 
   def step_scale(self, state: GuardState) -> float:
     """Returns the factor of the policy's updates."""
@@ -95,6 +114,8 @@ class Guard:
     self, state: GuardState, metrics: Mapping[str, float]
   ) -> tuple[GuardState, list[str]]:
     """Returns the next state, and a line for each alarm.
+
+    A state with one more rollback asks for it.
 
     Args:
       state: state after the previous iteration.
@@ -116,6 +137,8 @@ class Guard:
     if lines and self.scales_updates:
       scale = state.step_scale * self.shrink_factor
       state = dataclasses.replace(state, step_scale=scale)
+    if lines and self.rolls_back and state.rollbacks < self.max_rollbacks:
+      state = dataclasses.replace(state, rollbacks=state.rollbacks + 1)
     return state, lines
 
   def _extend(
@@ -160,8 +183,10 @@ class Guard:
 
 
 def metrics(state: GuardState, alarms: list[str]) -> dict[str, float]:
-  """Returns metrics; none in an iteration without alarms or smaller steps."""
+  """Returns metrics; none before the first alarm."""
   values = {'guard/alarms': float(len(alarms))} if alarms else {}
   if state.step_scale != 1:
     values['guard/step_scale'] = state.step_scale
+  if state.rollbacks:
+    values['guard/rollbacks'] = float(state.rollbacks)
   return values

@@ -40,9 +40,9 @@ from gigpo_jax import (
   rollout,
   trajectory,
 )
-from gigpo_jax import guard as guard_lib
 from gigpo_jax import metrics as metrics_lib
 from gigpo_jax.run import (
+  rollback,
   run_builders,
   run_config,
   run_logs,
@@ -51,7 +51,6 @@ from gigpo_jax.run import (
 )
 from gigpo_jax.runtime import (
   compilation,
-  console,
   distributed,
   errors,
   preemption,
@@ -163,13 +162,16 @@ def loop(
           iteration, groups, tasks.state(), update_metrics
         )
         metrics |= rollout_metrics | update_metrics | history.counts.metrics()
-        history, alarms = check_alarms(parts, history, metrics)
+        state, history, alarms = rollback.check_alarms(
+          parts, saver, state, history, metrics
+        )
         metrics |= alarms
         metrics['time/iteration_secs'] = time.monotonic() - start
         logs.write(iteration, metrics)
         last = iteration, state, history
-        if _is_checkpoint(config, iteration):
-          saver.save(iteration, state.to_dict(), history.to_json())
+        is_rolled_back = history.guard_state.good == iteration
+        if is_rolled_back or _is_checkpoint(config, iteration):
+          run_builders.save(saver, iteration, state, history)
       guard.exit_if_requested()
     finish(parts, runner, state, history, logs, saver)
   except preemption.Preempted:
@@ -249,19 +251,6 @@ def update(
   )
   stop_if_skipped(parts, policy_metrics, 'update', trained_rows, columns)
   return state.replace(policy=policy), metrics | policy_metrics
-
-
-def check_alarms(
-  parts: run_builders.Parts, history: run_state.History, metrics: Metrics
-) -> tuple[run_state.History, Metrics]:
-  """Reports the alarms of an iteration; returns the history and metrics."""
-  state, alarms = parts.guard.check(history.guard_state, metrics)
-  for alarm in alarms:
-    console.log(f'alarm: {alarm}')
-  if state.step_scale != history.guard_state.step_scale:
-    console.log(f'later updates have {state.step_scale:g} of their size')
-  history = dataclasses.replace(history, guard_state=state)
-  return history, guard_lib.metrics(state, alarms)
 
 
 def estimate_advantages(

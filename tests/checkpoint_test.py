@@ -47,6 +47,16 @@ def test_restored_state_is_equal(tmp_path):
   assert sorted(p.name for p in (tmp_path / 'c').iterdir()) == ['1', '2']
 
 
+def test_another_checkpoint_is_kept_while_it_is_wanted(tmp_path):
+  names = []
+  with checkpoint.Checkpointer(tmp_path, keep=1) as saved:
+    for iteration, other in enumerate((None, 0, 0, 2, None)):
+      saved.save(iteration, {'x': jnp.zeros(4)}, {}, other=other)
+      saved.wait()
+      names.append(sorted(p.name for p in tmp_path.iterdir()))
+  assert names == [['0'], ['0', '1'], ['0', '2'], ['2', '3'], ['4']]
+
+
 def test_another_model_is_refused_by_name(tmp_path):
   with checkpoint.Checkpointer(tmp_path) as saved:
     saved.save(0, _state(), {})

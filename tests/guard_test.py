@@ -1,5 +1,6 @@
 """Tests of the guards against collapse."""
 
+import dataclasses
 import json
 import math
 import types
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 from tiny_learner import make_learner, make_rows, params, step
 
-from gigpo_jax import guard, train
-from gigpo_jax.run import run_state
+from gigpo_jax import guard
+from gigpo_jax.run import rollback, run_state
 
 HEALTHY = {
   'ratio/kl': 1e-4,
@@ -110,13 +111,59 @@ def test_shrinking_is_cumulative_and_survives_a_checkpoint():
 
 def test_alarms_are_printed_and_kept(capsys):
   parts = types.SimpleNamespace(guard=guard.Guard(action='shrink', max_kl=1e-5))
-  history, metrics = train.check_alarms(parts, run_state.History(), HEALTHY)
+  state, history, metrics = rollback.check_alarms(
+    parts, None, 'state', run_state.History(), HEALTHY
+  )
+  assert state == 'state'
   assert metrics == {'guard/alarms': 1, 'guard/step_scale': 0.5}
   assert history.guard_state.step_scale == 0.5
   assert capsys.readouterr().out.splitlines() == [
     'alarm: ratio/kl=0.0001: above guard.max_kl=1e-05',
     'later updates have 0.5 of their size',
   ]
+
+
+def test_rollbacks_restore_good_checkpoints(monkeypatch):
+  monkeypatch.setattr(
+    rollback, 'restore', lambda parts, saver, state, n: f'state {n}'
+  )
+  checkpoints = types.SimpleNamespace(every=3)
+  parts = types.SimpleNamespace(
+    guard=guard.Guard(action='rollback', max_rollbacks=4),
+    config=types.SimpleNamespace(checkpoint=checkpoints),
+  )
+  history, found = run_state.History(), []
+  # Regular checkpoints: after iterations 2, 5 and 8.
+  bad = (1, 3, 7, 8, 10)
+  for n in range(11):
+    metrics = HEALTHY | ({'ratio/kl': 1.0} if n in bad else {})
+    history = dataclasses.replace(history, iteration=n)
+    state, history, values = rollback.check_alarms(
+      parts, None, 'same', history, metrics
+    )
+    found.append((state, history.guard_state.good))
+  assert found == [
+    ('same', -1),
+    ('state -1', 1),  # There is no good checkpoint yet.
+    ('same', 1),
+    # The policy of checkpoint 2 played iteration 3.
+    ('state 1', 3),
+    ('same', 3),
+    ('same', 3),
+    ('same', 5),  # Iteration 6 was good.
+    ('state 5', 7),
+    ('state 7', 8),
+    ('same', 8),
+    ('same', 8),  # No more than four rollbacks.
+  ]
+  assert values == {
+    'guard/alarms': 1,
+    'guard/rollbacks': 4,
+    'guard/step_scale': 0.5**5,
+  }
+  stored = json.loads(json.dumps(history.to_json()))
+  again = run_state.History.from_json(stored, 10)
+  assert again.guard_state == history.guard_state
 
 
 def test_step_scale_multiplies_the_update():

@@ -245,8 +245,7 @@ def restore_or_init(
     # With adapters, this sets the parameters that are not trained.
     policy = parts.learner.init(params)
     if saver.latest() is None:
-      critic_state = parts.critic and parts.critic.init(parts.bundle.load())
-      state = run_state.RunState(policy, critic_state, reference)
+      state = run_state.RunState(policy, init_critic(parts), reference)
       return state, run_state.History()
     del params, policy  # The restored state needs the memory.
     iteration, states, values = saver.restore(parts.abstract_states())
@@ -263,14 +262,29 @@ def restore_or_init(
   return run_state.RunState(**states, reference=reference), history
 
 
+def init_critic(parts: Parts) -> learner.TrainState | None:
+  """Returns the critic's state before the first iteration, if there is one."""
+  return parts.critic and parts.critic.init(parts.bundle.load())
+
+
+def save(
+  saver: checkpoint.Checkpointer,
+  iteration: int,
+  state: run_state.RunState,
+  history: run_state.History,
+) -> None:
+  """Starts to write the state after an iteration."""
+  good = history.guard_state.good
+  saver.save(iteration, state.to_dict(), history.to_json(), other=good)
+
+
 def save_last(
   saver: checkpoint.Checkpointer,
   last: tuple[int, run_state.RunState, run_state.History] | None,
 ) -> None:
   """Saves the last finished iteration of a preempted run."""
   if last and last[0] != saver.newest:
-    iteration, state, history = last
-    saver.save(iteration, state.to_dict(), history.to_json())
+    save(saver, *last)
   saver.wait()
   saved = 'nothing' if saver.newest is None else f'iteration {saver.newest}'
   console.log(f'SIGTERM: {saved} is saved; rerun the same command to resume')

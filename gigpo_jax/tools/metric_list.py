@@ -328,7 +328,12 @@ SECTIONS = (
         'step_scale',
         '1',
         'factor of later updates of the policy; only below 1 '
-        '(`guard.action=shrink`)',
+        '(`guard.action=shrink` or `rollback`)',
+      ),
+      Metric(
+        'rollbacks',
+        'rollbacks',
+        'total number of rollbacks (`guard.action=rollback`)',
       ),
     ),
   ),
