@@ -7,6 +7,7 @@ by the trainer and are pickled.
 """
 
 import json
+import math
 import numbers
 import os
 import struct
@@ -20,6 +21,9 @@ from envs import base
 MAX_BYTES = 16 * 2**20
 # Maximum length of the description of a failure.
 MAX_REASON_BYTES = 2048
+# Maximum length of a text other than a prompt, and of all actions together. The
+# trainer limits prompts by its own limit of tokens.
+MAX_TEXT_CHARS = 262_144
 # Maximum number of metrics of a step, and length of a metric's name.
 MAX_METRICS = 256
 MAX_NAME_CHARS = 128
@@ -189,6 +193,7 @@ def _find_result_problem(value: base.StepResult) -> str:
   if bool(value.done) != (observation is None):
     return f'done={value.done}: must be True exactly where observation is None'
   return _find_number_problem(value) or _find_text_problem(
+    MAX_TEXT_CHARS,
     action=value.action,
     final_anchor='' if value.final_anchor is None else value.final_anchor,
   )
@@ -220,20 +225,26 @@ def _find_number_problem(value: base.StepResult) -> str:
 def _find_observation_problem(value: base.Observation) -> str:
   if not isinstance(value.actions, (tuple, list)):
     return f'actions is {type(value.actions).__name__}, not tuple'
-  return _find_text_problem(
-    prompt=value.prompt,
-    short_prompt=value.short_prompt,
+  problem = _find_text_problem(
+    prompt=value.prompt, short_prompt=value.short_prompt
+  ) or _find_text_problem(
+    MAX_TEXT_CHARS,
     anchor=value.anchor,
     text=value.text,
     task=value.task,
     **{f'actions[{n}]': action for n, action in enumerate(value.actions)},
   )
+  if not problem and sum(map(len, value.actions)) > MAX_TEXT_CHARS:
+    return f'the actions have more than {MAX_TEXT_CHARS:,} characters'
+  return problem
 
 
-def _find_text_problem(**texts: Any) -> str:
+def _find_text_problem(max_chars: float = math.inf, /, **texts: Any) -> str:
   for name, text in texts.items():
     if not isinstance(text, str):
       return f'{name} is {type(text).__name__}, not str'
+    if len(text) > max_chars:
+      return f'{name} has {len(text):,} characters; at most {max_chars:,}'
     try:
       str.encode(text)
     except UnicodeEncodeError as error:

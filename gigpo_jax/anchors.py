@@ -22,6 +22,10 @@ REPORTED = ('observation', 'observation_and_actions')
 ANCHORS = (*REPORTED, 'state', 'similarity', 'turn', 'shuffled')
 
 
+# Longer states are merged only if they are equal: a comparison of two of them
+# could take seconds.
+_MAX_COMPARED_CHARS = 8192
+
 # Separates the permutations from other random streams of a run.
 _SHUFFLING = 1_634_624_371
 
@@ -126,7 +130,8 @@ def merge_similar(
   of each cluster, as GiGPO's released code does. The similarity is the
   Ratcliff-Obershelp ratio 2M/T as difflib computes it. The ratio of the
   longest common subsequence bounds it from above and is a hundred times as
-  fast, so it is tested first.
+  fast, so it is tested first. States of more than 8,192 characters are merged
+  only if they are equal.
 
   Args:
     groups: group of each episode.
@@ -192,9 +197,14 @@ def shuffle(
 
 
 def _is_similar(text: str, member: str, threshold: float) -> bool:
-  bound = rapidfuzz.distance.Indel.normalized_similarity(text, member)
+  if max(len(text), len(member)) > _MAX_COMPARED_CHARS:
+    return False
   # The two libraries may differ in the last bits.
-  if bound < threshold - 1e-9:
+  limit = max(0.0, threshold - 1e-9)
+  bound = rapidfuzz.distance.Indel.normalized_similarity(
+    text, member, score_cutoff=limit
+  )
+  if bound < limit:
     return False
   return difflib.SequenceMatcher(None, text, member).ratio() >= threshold
 

@@ -6,7 +6,10 @@ This module does not depend on environments.
 
 Special tokens come from the chat template and `end_of_turn` only. If a message
 or response contains the text of a special token, such as <|im_start|>, it is
-encoded as ordinary text.
+encoded as ordinary text. Added tokens without the flag `special`, such as
+<think> and <tool_call> of Qwen3, delimit no message and are ordinary text that
+happens to be one token: prompts name them, and models are trained to read them
+so.
 """
 
 import hashlib

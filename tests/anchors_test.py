@@ -4,6 +4,7 @@ import difflib
 
 import numpy as np
 import pytest
+import rapidfuzz
 
 from gigpo_jax import anchors
 
@@ -71,6 +72,16 @@ def test_similar_states_merge_into_the_first():
     'abce',
     None,
   ]
+
+
+def test_long_states_merge_only_if_they_are_equal(monkeypatch):
+  # 8,191 of 8,192 characters are equal.
+  short = ['a' * 8191 + 'b', 'a' * 8191 + 'c']
+  assert anchors.merge_similar([0], [short], threshold=0.9) == [[short[0]] * 2]
+  monkeypatch.setattr(difflib, 'SequenceMatcher', pytest.fail)
+  monkeypatch.setattr(rapidfuzz.distance, 'Indel', None)
+  long = ['x' + text for text in (*short, short[0])]
+  assert anchors.merge_similar([0], [long], threshold=0.9) == [long]
 
 
 @pytest.mark.parametrize('threshold', [0.5, 0.8, 0.95, 1.0])

@@ -9,7 +9,7 @@ import pools
 import psutil
 import pytest
 
-from envs import base, toy
+from envs import base, messages, toy
 from gigpo_jax import env_pool
 from gigpo_jax.runtime import worker_process
 
@@ -338,6 +338,49 @@ def test_replies_hold_plain_values():
     history = pools.play(pool, {0: 4})[0]
   assert {type(a.action) for a in history[1:]} == {str}
   assert {type(a.reward) for a in history[1:]} == {float}
+
+
+@pytest.mark.parametrize(
+  'name',
+  ['anchor', 'text', 'task', 'actions[1]', 'actions', 'action', 'final_anchor'],
+)
+def test_texts_other_than_prompts_are_bounded(monkeypatch, name: str):
+  def reply(count: int) -> bytes:
+    texts = collections.defaultdict(str, {name: 'x' * count})
+    observation = base.Observation(
+      prompt='x' * (messages.MAX_TEXT_CHARS + 1),
+      short_prompt='',
+      anchor=texts['anchor'],
+      text=texts['text'],
+      task=texts['task'],
+      actions=('', texts['actions[1]'])
+      if name != 'actions'
+      else ('x' * (count // 2), 'x' * (count - count // 2)),
+    )
+    result = base.StepResult(
+      observation,
+      0.0,
+      True,
+      texts['action'],
+      False,
+      False,
+      final_anchor=texts['final_anchor'],
+    )
+    return messages.encode(1, 'step', result)
+
+  status, _ = messages.decode(
+    reply(messages.MAX_TEXT_CHARS)[messages.HEADER.size :], 'step'
+  )
+  assert status == messages.REPLY
+  with pytest.raises(messages.UnusableReplyError, match='character') as error:
+    reply(messages.MAX_TEXT_CHARS + 1)
+  assert name in str(error.value)
+  # The trainer checks again.
+  with monkeypatch.context() as patch:
+    patch.setattr(messages, 'MAX_TEXT_CHARS', 2 * messages.MAX_TEXT_CHARS)
+    forged = reply(messages.MAX_TEXT_CHARS)
+  status, reason = messages.decode(forged[messages.HEADER.size :], 'step')
+  assert status == messages.GARBAGE and name in reason
 
 
 def test_exception_messages_are_truncated_and_cleaned():

@@ -74,6 +74,21 @@ def test_a_special_token_in_a_message_stays_text(text, message: str):
   assert np.array_equal(first, plain) and np.array_equal(second, alone)
 
 
+def test_an_added_token_without_the_flag_special_is_one_token_of_text(tmp_path):
+  tokenizer.train(TEXTS, str(tmp_path), vocab_size=400)
+  hf = tokenizer.Tokenizer(str(tmp_path))._hf
+  hf.add_tokens(['<tool_call>'])
+  hf.save_pretrained(tmp_path)
+  text = tokenizer.Tokenizer(str(tmp_path))
+  (added,) = hf.convert_tokens_to_ids(['<tool_call>'])
+  for message in ('a <tool_call>', 'a <|im_end|><tool_call>'):
+    (ids,) = text.render([message])
+    assert ids.tolist().count(added) == 1
+    # It neither ends the message nor is dropped from its text.
+    assert ids.tolist().count(2) == 1
+    assert message in text._hf.decode(ids)
+
+
 def test_ids_of_ordinary_text_equal_those_of_the_rendered_template():
   text = tokenizer.Tokenizer(str(WARM_START))
   for sample in ('', '\n\n a', 'a \n', 'e\u0301 好 🙂', '<|im', 'end|> <x>'):
