@@ -10,6 +10,7 @@ Variants are joined by commas:
   download; `tiny` for two CPU cores; `mini` for sweeps, `mini_full` for sweeps
   in rooms of ALFRED's size; `smoke` for tests;
 - an algorithm: `grpo`, `ppo`, ...;
+- `conversation`: an episode is one growing conversation;
 - other changes, see `variants.CHANGES`.
 
 Published success on valid_seen, mean of 3 seeds, 150 iterations: 1.5B GiGPO
@@ -31,7 +32,7 @@ SIZES = ('0.5b', '1.5b', '7b', 'small', 'tiny', 'mini', 'mini_full', 'smoke')
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
   """Returns the experiment; `arg` is a comma-separated list of variants."""
   size, changes = variants.parse(
-    arg, 'alfworld', sizes=SIZES, changes=variants.CHANGES
+    arg, 'alfworld', sizes=SIZES, changes=variants.CONVERSATION_CHANGES
   )
   size = size or '1.5b'
   config = _paper()
@@ -54,6 +55,8 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   if size == '7b':
     config.learner.microbatch_tokens = 20_480
   variants.apply(config, changes)
+  if 'conversation' in changes:
+    _make_room_for_turns(config)
   return config
 
 
@@ -151,6 +154,24 @@ def _small(config: ml_collections.ConfigDict) -> None:
   config.sft.model.heads = 12
   config.sft.model.kv_heads = 4
   config.sft.model.mlp = 3072
+
+
+def _make_room_for_turns(config: ml_collections.ConfigDict) -> None:
+  """Sets limits of tokens that hold the turns of a conversation."""
+  if config.env.prompt_style == 'brief':  # Up to 120 tokens per turn.
+    config.rollout.max_prompt_tokens = 120 * config.env.max_steps
+    config.rollout.prompt_buckets = ()
+    config.learner.length_buckets = ()
+    config.learner.microbatch_tokens = 6_000
+    config.sft.minibatch_rows = 4  # Episodes.
+  else:
+    config.rollout.max_prompt_tokens = 16_384
+    config.rollout.prompt_buckets = (2048, 4096, 8192, 16_384)
+    config.learner.length_buckets = (16_896,)
+  # From the warm start for prompts with history.
+  config.sft.init = ''
+  config.sft.num_episodes = 1000
+  config.sft.learning_rate = 1e-3
 
 
 def _full_rooms(config: ml_collections.ConfigDict) -> None:

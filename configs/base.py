@@ -73,6 +73,10 @@ def _env_section() -> ml_collections.ConfigDict:
   """Returns the options of the environment; its config file adds others."""
   env = ml_collections.ConfigDict()
   env.name = config_dict.placeholder(str)
+  # history: every turn has a prompt of its own, with the last turns.
+  # conversation: an episode is one growing conversation; each turn adds
+  # messages and a response.
+  env.context = 'history'
   return env
 
 
@@ -118,8 +122,14 @@ def _rollout_section() -> ml_collections.ConfigDict:
   rollout.episodes_per_group = 8  # N; paper
   rollout.max_prompt_tokens = 2048  # paper, ALFWorld
   rollout.max_completion_tokens = 512  # paper
-  # For prompts over the limit: error | drop_history | truncate_left.
+  # For prompts over the limit: error | drop_history | truncate_left | end (of
+  # the episode). In a conversation, drop_history drops the oldest turns until
+  # half of the limit is free, and truncate_left is refused.
   rollout.prompt_overflow = 'drop_history'
+  # Thinking in earlier turns of a conversation. keep: stays as sampled.
+  # template: dropped where the chat template drops it (Qwen3: before the last
+  # user message).
+  rollout.earlier_thinking = 'keep'
   # Largest number of turns, by first iteration, such as ((0, 10), (50, 20)).
   # (): the environment's own limit.
   rollout.horizon = ()

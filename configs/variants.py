@@ -1,7 +1,8 @@
 """Variants of experiments: what the words after the colon change.
 
 `--config=configs/alfworld.py:tiny,grpo` has the variants `tiny` and `grpo`. A
-config file accepts sizes of its own, see `configs.sizes`, and CHANGES.
+config file accepts sizes of its own, see `configs.sizes`, and CHANGES or
+CONVERSATION_CHANGES.
 """
 
 import ast
@@ -66,6 +67,8 @@ ALGORITHMS = tuple(sorted(_MODULES.keys() - {base.DEFAULT_ALGORITHM}))
 PRESETS = ('paper', 'reference_code', 'strong')
 PLUGINS = tuple(name for modules in _CHAINS.values() for name in modules)
 CHANGES = (*PRESETS, *ALGORITHMS, 'lora', *PLUGINS)
+# Variants of experiments whose environment also offers conversations.
+CONVERSATION_CHANGES = (*CHANGES, 'conversation')
 
 
 def apply(config: ml_collections.ConfigDict, changes: Sequence[str]) -> None:
@@ -73,7 +76,7 @@ def apply(config: ml_collections.ConfigDict, changes: Sequence[str]) -> None:
 
   Args:
     config: the experiment, changed in place.
-    changes: names from CHANGES.
+    changes: names from CONVERSATION_CHANGES.
 
   Raises:
     ValueError: if there are two algorithms or two presets, or if
@@ -102,6 +105,7 @@ def apply(config: ml_collections.ConfigDict, changes: Sequence[str]) -> None:
         'reference_code': use_reference_code,
         'strong': use_strong,
         'lora': use_adapters,
+        'conversation': use_conversation,
       }[change](config)
 
 
@@ -209,3 +213,10 @@ def use_adapters(config: ml_collections.ConfigDict) -> None:
   # Merged into bfloat16 matrices, small adapters would be rounded away.
   config.rollout.weights = 'adapters'
   config.optimizer.learning_rate *= 10
+
+
+def use_conversation(config: ml_collections.ConfigDict) -> None:
+  """Makes each episode one growing conversation."""
+  config.env.context = 'conversation'
+  config.rollout.prompt_overflow = 'end'
+  config.learner.share_prompts = True

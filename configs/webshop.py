@@ -6,7 +6,8 @@
 
 Variants, joined by commas: a size (`1.5b`, the default, `7b`; `tiny` for two
 CPU cores, `mini` for sweeps, `smoke` for continuous integration), an algorithm
-(`grpo`, `ppo`, ...) and other changes, see `variants.CHANGES`.
+(`grpo`, `ppo`, ...), `conversation` (an episode is one growing conversation)
+and other changes, see `variants.CHANGES`.
 
 Published score and success, mean of 3 seeds, 150 iterations, 1,000 products:
 1.5B GiGPO 83.5 / 67.4 %, GRPO 75.8 / 56.8 %; 7B GiGPO 86.2 / 75.2 %, GRPO
@@ -27,7 +28,7 @@ SIZES = ('1.5b', '7b', 'tiny', 'mini', 'smoke')
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
   """Returns the experiment; `arg` is a comma-separated list of variants."""
   size, changes = variants.parse(
-    arg, 'webshop', sizes=SIZES, changes=variants.CHANGES
+    arg, 'webshop', sizes=SIZES, changes=variants.CONVERSATION_CHANGES
   )
   size = size or '1.5b'
   config = _paper()
@@ -43,6 +44,8 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   if size == '7b':
     config.learner.microbatch_tokens = 18_432
   variants.apply(config, changes)
+  if 'conversation' in changes:
+    _make_room_for_turns(config)
   return config
 
 
@@ -74,6 +77,23 @@ def _paper() -> ml_collections.ConfigDict:
   config.evaluation.split = 'test'  # goals 0 to 499
   config.sft.init = ''
   return config
+
+
+def _make_room_for_turns(config: ml_collections.ConfigDict) -> None:
+  """Sets limits of tokens that hold the turns of a conversation."""
+  if config.env.prompt_style == 'brief':  # Up to 160 tokens per turn.
+    config.rollout.max_prompt_tokens = 160 * config.env.max_steps
+    config.rollout.prompt_buckets = ()
+    config.learner.length_buckets = ()
+    config.sft.minibatch_rows = 4  # Episodes.
+  else:
+    config.rollout.max_prompt_tokens = 16_384
+    config.rollout.prompt_buckets = (2048, 4096, 8192, 16_384)
+    config.learner.length_buckets = (16_896,)
+  # From the warm start for prompts with history.
+  config.sft.init = ''
+  config.sft.num_episodes = 1000
+  config.sft.learning_rate = 1e-3
 
 
 def _tiny(config: ml_collections.ConfigDict) -> None:

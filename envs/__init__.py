@@ -6,9 +6,12 @@ An environment is a module with a class `Env` and a function
     ANCHORS: the anchors that its observations offer; default ('observation',).
       With several, `Env` takes an argument `anchor`. The last one tells states
       apart best.
+    CONTEXTS: the contexts that it offers; default ('history',). With several,
+      `Env` takes an argument `context`; see `envs.narrator`.
     DATA: a `base.Data`, if it reads official data. `Env` takes an argument
       `data_dir`.
     PRESETS: variant -> {config field: value}, the changes of config variants.
+    uses_tools(kwargs): whether its conversations have tools; default False.
     check_options(kwargs): yields a line for each wrong option.
     check_installation(kwargs): yields a line for each missing requirement.
     conflicts(config): yields a line for each option outside `config.env` that
@@ -83,6 +86,17 @@ def anchor(name: str, wanted: str) -> str:
   if wanted in offered:
     return wanted
   return offered[-1] if wanted == 'state' else offered[0]
+
+
+def contexts(name: str) -> tuple[str, ...]:
+  """Returns the contexts that an environment offers."""
+  return getattr(_module(name), 'CONTEXTS', ('history',))
+
+
+def uses_tools(name: str, kwargs: Mapping[str, Any]) -> bool:
+  """Returns whether the conversations of an environment have tools."""
+  own = getattr(_module(name), 'uses_tools', None)
+  return bool(own and own(kwargs))
 
 
 def presets(name: str) -> Mapping[str, Mapping[str, Any]]:

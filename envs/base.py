@@ -1,11 +1,11 @@
 """The interface between environments and the trainer.
 
 An environment works with text. It builds the complete prompt of a turn
-(instruction, task, history, current observation) and parses the model's
-response. The trainer is therefore independent of environments, and adding an
-environment changes a single folder. Environments run in worker processes: this
-package imports the standard library, numpy and simulators, never jax or
-gigpo_jax.
+(instruction, task, history, current observation), or in a conversation the new
+messages of the turn, and parses the model's response. The trainer is therefore
+independent of environments, and adding an environment changes a single folder.
+Environments run in worker processes: this package imports the standard library,
+numpy and simulators, never jax or gigpo_jax.
 """
 
 import dataclasses
@@ -28,17 +28,48 @@ class Task:
     return f'{self.split}/{self.index}'
 
 
+# Roles of the messages that an environment sends.
+ROLES = ('system', 'user', 'tool')
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+  """A message to the policy in a conversation.
+
+  Attributes:
+    role: one of ROLES.
+    text: the content.
+    call_id: id of the tool call that a tool message answers; '' if it has none.
+  """
+
+  role: str
+  text: str
+  call_id: str = ''
+
+
+# What a turn adds to the input of the policy: a prompt of its own, or messages.
+Input = str | tuple[Message, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Observation:
   """The input of the policy in a turn.
 
+  It is either a prompt of its own, or in a conversation some messages that are
+  added to the messages and responses so far.
+
   Attributes:
-    prompt: the user message of this turn, before the chat template.
+    prompt: the user message of this turn, before the chat template; in a
+      conversation, for display only.
     short_prompt: the same without history, used if `prompt` is too long.
     anchor: the state by which steps are grouped (GiGPO, Eq. 6); any string.
     text: the environment's own text, for logs and display.
     task: the task description in `prompt`, for display.
     actions: the admissible actions that `prompt` lists, for display.
+    messages: the new messages of a conversation; empty if every turn has a
+      prompt of its own.
+    tools: tools of a conversation, in its first observation only. Each is the
+      JSON text of a function: name, description, parameters.
   """
 
   prompt: str
@@ -47,6 +78,8 @@ class Observation:
   text: str
   task: str = ''
   actions: tuple[str, ...] = ()
+  messages: tuple[Message, ...] = ()
+  tools: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,9 @@ MAX_REASON_BYTES = 2048
 # Maximum length of a text other than a prompt, and of all actions together. The
 # trainer limits prompts by its own limit of tokens.
 MAX_TEXT_CHARS = 262_144
+# Maximum numbers of messages and of tools of an observation.
+MAX_MESSAGES = 64
+MAX_TOOLS = 256
 # Maximum number of metrics of a step, and length of a metric's name.
 MAX_METRICS = 256
 MAX_NAME_CHARS = 128
@@ -41,6 +44,7 @@ REPLY, ERROR, GARBAGE = STATUSES = ('reply', 'error', 'garbage')
 
 _REPLY_TYPES = {'reset': base.Observation, 'step': base.StepResult}
 _TEXTS = ('prompt', 'short_prompt', 'anchor', 'text', 'task')
+_MESSAGE = ('role', 'text', 'call_id')
 _RESULT = (
   'observation reward valid action success done metrics score final_anchor'
 ).split()
@@ -129,6 +133,11 @@ def _plain_observation(value: base.Observation) -> dict[str, Any]:
   return {
     **{name: getattr(value, name) for name in _TEXTS},
     'actions': list(value.actions),
+    'messages': [
+      {name: getattr(message, name) for name in _MESSAGE}
+      for message in value.messages
+    ],
+    'tools': list(value.tools),
   }
 
 
@@ -149,12 +158,12 @@ def _plain_result(value: base.StepResult) -> dict[str, Any]:
 
 def _value(call: str, plain: Any) -> base.Observation | base.StepResult | None:
   if call == 'reset':
-    value = _observation(plain)
+    value = make_observation(plain)
   elif call == 'step':
     fields = {name: plain[name] for name in _RESULT}
     observation = fields['observation']
     if observation is not None:
-      fields['observation'] = _observation(observation)
+      fields['observation'] = make_observation(observation)
     value = base.StepResult(**fields)
   else:
     return None
@@ -163,9 +172,18 @@ def _value(call: str, plain: Any) -> base.Observation | base.StepResult | None:
   return value
 
 
-def _observation(plain: dict[str, Any]) -> base.Observation:
-  texts = {name: plain[name] for name in _TEXTS}
-  return base.Observation(**texts, actions=tuple(plain['actions']))
+def make_observation(plain: dict[str, Any]) -> base.Observation:
+  """Returns an observation from plain values."""
+  return base.Observation(
+    **{name: plain[name] for name in _TEXTS},
+    actions=tuple(plain['actions']),
+    messages=tuple(
+      base.Message(**{name: message[name] for name in _MESSAGE})
+      # Waiting groups of earlier releases have neither messages nor tools.
+      for message in plain.get('messages', ())
+    ),
+    tools=tuple(plain.get('tools', ())),
+  )
 
 
 def _find_problem(call: str, value: Any) -> str:
@@ -225,6 +243,8 @@ def _find_number_problem(value: base.StepResult) -> str:
 def _find_observation_problem(value: base.Observation) -> str:
   if not isinstance(value.actions, (tuple, list)):
     return f'actions is {type(value.actions).__name__}, not tuple'
+  if problem := _find_message_problem(value) or _find_tool_problem(value):
+    return problem
   problem = _find_text_problem(
     prompt=value.prompt, short_prompt=value.short_prompt
   ) or _find_text_problem(
@@ -237,6 +257,44 @@ def _find_observation_problem(value: base.Observation) -> str:
   if not problem and sum(map(len, value.actions)) > MAX_TEXT_CHARS:
     return f'the actions have more than {MAX_TEXT_CHARS:,} characters'
   return problem
+
+
+def _find_message_problem(value: base.Observation) -> str:
+  if not isinstance(value.messages, (tuple, list)):
+    return f'messages is {type(value.messages).__name__}, not tuple'
+  if len(value.messages) > MAX_MESSAGES:
+    return f'{len(value.messages)} messages of a turn; at most {MAX_MESSAGES}'
+  for n, message in enumerate(value.messages):
+    if not isinstance(message, base.Message):
+      return f'messages[{n}] is {type(message).__name__}, not Message'
+    if message.role not in base.ROLES:
+      return (
+        f'messages[{n}] has role={message.role!r:.80}; must be one of '
+        f'{", ".join(base.ROLES)}'
+      )
+    problem = _find_text_problem(
+      **{f'messages[{n}].{name}': getattr(message, name) for name in _MESSAGE}
+    )
+    if problem:
+      return problem
+  return ''
+
+
+def _find_tool_problem(value: base.Observation) -> str:
+  if not isinstance(value.tools, (tuple, list)):
+    return f'tools is {type(value.tools).__name__}, not tuple'
+  if len(value.tools) > MAX_TOOLS:
+    return f'{len(value.tools)} tools; at most {MAX_TOOLS}'
+  for n, tool in enumerate(value.tools):
+    if problem := _find_text_problem(**{f'tools[{n}]': tool}):
+      return problem
+    try:
+      name = json.loads(tool)['name']
+    except (TypeError, ValueError, KeyError, RecursionError):
+      name = None
+    if not isinstance(name, str) or not name:
+      return f'tools[{n}]={tool!r:.80}: must be a JSON object with a name'
+  return ''
 
 
 def _find_text_problem(max_chars: float = math.inf, /, **texts: Any) -> str:

@@ -16,6 +16,10 @@ from envs import base, turns
 
 STYLES = ('paper', 'brief')
 
+# history: every turn has a prompt of its own, with the last turns.
+# conversation: the first message states the task, and each turn adds a message.
+CONTEXTS = ('history', 'conversation')
+
 # Length of the end of an invalid response that is used as its action.
 UNPARSED_CHARACTERS = 30
 
@@ -35,10 +39,13 @@ class Transcript:
   Args:
     build: returns the user message of a turn. It is called with keyword
       arguments: task, observation, actions, history (the turns to show, oldest
-      first), step (number of turns taken so far), style and require_think.
+      first), step (number of turns taken so far), style and require_think. In a
+      conversation, it is also called with continues: whether an earlier message
+      states the task and the instruction; then the history is empty.
     history_length: K, how many past turns a prompt shows.
     prompt_style: one of STYLES.
     require_think: whether a response must contain a `<think>` part.
+    context: one of CONTEXTS.
     unparsed_characters: length of the end of an invalid response that is used
       as its action.
     short_history_length: how many past turns the short prompt shows.
@@ -47,7 +54,7 @@ class Transcript:
     step: number of turns taken so far in the episode.
 
   Raises:
-    ValueError: if the prompt style is unknown.
+    ValueError: if the prompt style or the context is unknown.
   """
 
   def __init__(
@@ -57,10 +64,16 @@ class Transcript:
     history_length: int = 2,
     prompt_style: str = 'paper',
     require_think: bool = True,
+    context: str = 'history',
     unparsed_characters: int = UNPARSED_CHARACTERS,
     short_history_length: int = 0,
   ):
     check_style(prompt_style)
+    if context not in CONTEXTS:
+      raise ValueError(
+        f'env.context={context}: must be one of {", ".join(CONTEXTS)}'
+      )
+    self._is_conversation = context == 'conversation'
     self._build = functools.partial(
       build, style=prompt_style, require_think=require_think
     )
@@ -99,19 +112,26 @@ class Transcript:
       shown: the text in the form that prompts show; None for `text` itself.
     """
     self._prompt_text = text if shown is None else shown
-    history = tuple(self._history)
-    recent = history[len(history) - self._short_history_length :]
+    messages: tuple[base.Message, ...] = ()
+    if self._is_conversation:
+      prompt = short = self._prompt((), actions, continues=self.step > 0)
+      messages = (base.Message('user', prompt),)
+    else:
+      history = tuple(self._history)
+      recent = history[len(history) - self._short_history_length :]
+      prompt, short = (self._prompt(h, actions) for h in (history, recent))
     return base.Observation(
-      prompt=self._prompt(history, actions),
-      short_prompt=self._prompt(recent, actions),
+      prompt=prompt,
+      short_prompt=short,
       anchor=anchor,
       text=text,
       task=self._task,
       actions=tuple(actions),
+      messages=messages,
     )
 
   def _prompt(
-    self, history: Sequence[turns.Turn], actions: Sequence[str]
+    self, history: Sequence[turns.Turn], actions: Sequence[str], **kwargs: bool
   ) -> str:
     return self._build(
       task=self._task,
@@ -119,6 +139,7 @@ class Transcript:
       actions=actions,
       history=history,
       step=self.step,
+      **kwargs,
     )
 
   def record_action(self, action: str) -> None:
@@ -159,6 +180,7 @@ class Narrator(Transcript):
     history_length: K, how many past turns a prompt shows.
     prompt_style: one of STYLES.
     require_think: whether a response must contain a `<think>` part.
+    context: one of CONTEXTS.
     brief_observations: whether the `brief` style shows the observations of past
       turns, or their actions only.
     act: last sentences of the instruction; `paper` style only.
@@ -175,6 +197,7 @@ class Narrator(Transcript):
     history_length: int = 2,
     prompt_style: str = 'paper',
     require_think: bool = True,
+    context: str = 'history',
     brief_observations: bool = False,
     act: str = _ACT,
   ):
@@ -185,6 +208,7 @@ class Narrator(Transcript):
       history_length=history_length,
       prompt_style=prompt_style,
       require_think=require_think,
+      context=context,
     )
 
   def _build_prompt(self, *, style: str, **turn) -> str:
@@ -199,12 +223,14 @@ class Narrator(Transcript):
     history: Sequence[turns.Turn],
     step: int,
     require_think: bool,
+    continues: bool = False,
   ) -> str:
-    lines = [self._role]
-    if self._rules:
+    lines = [] if continues else [self._role]
+    if self._rules and not continues:
       lines.append(f'\n{self._rules}\n')
-    lines.append(f'Your task is to: {task}')
-    if step:
+    if not continues:
+      lines.append(f'Your task is to: {task}')
+    if step and not continues:
       lines.append(f'Before this step, you have already taken {step} step(s).')
       if history:
         lines.append(turns.recall(history, step))
@@ -218,8 +244,9 @@ class Narrator(Transcript):
     lines += [
       observation,
       f'Your admissible actions of the current situation are: [{quoted}].',
-      f'\nNow it is your turn to act. {think}{self._act}',
     ]
+    if not continues:
+      lines.append(f'\nNow it is your turn to act. {think}{self._act}')
     return '\n'.join(lines)
 
   def _brief(
@@ -229,10 +256,11 @@ class Narrator(Transcript):
     observation: str,
     actions: Sequence[str],
     history: Sequence[turns.Turn],
+    continues: bool = False,
     **unused,
   ) -> str:
     del unused
-    lines = [f'Task: {task}']
+    lines = [] if continues else [f'Task: {task}']
     for turn in history:
       if self._brief_observations:
         lines.append(turn.observation)

@@ -19,6 +19,7 @@ import envs
 from envs import base, turns
 from gigpo_jax import (
   batch,
+  conversation,
   critic,
   env_pool,
   group_filter,
@@ -275,8 +276,14 @@ def try_environment(
     console.log(f'env.name={name}: {failure.task} {failure}')
   limit = config.rollout.max_prompt_tokens
   for observation in observations:
-    if reason := rollout.prompt_error(observation, limit):
+    if reason := conversation.prompt_error(observation, limit):
       raise ValueError(f'env.name={name}: {reason}')
+  if text is not None and observations[0].messages:
+    try:
+      conversation.Conversations(text, limit, 'end').prompt(observations[0], ())
+    except tokenizer.TemplateError as error:
+      raise ValueError(f'model.path={config.model.path}: {error}') from error
+    return
   if text is None or config_lib.has_own_buckets(config):
     return
   longest = max(map(len, text.render([o.prompt for o in observations])))
@@ -295,6 +302,7 @@ def make_runner(
     max_prompt_tokens=config.rollout.max_prompt_tokens,
     prompt_overflow=config.rollout.prompt_overflow,
     schedule=config.rollout.schedule,
+    earlier_thinking=config.rollout.earlier_thinking,
   )
 
 
@@ -361,6 +369,7 @@ def _learner_sizes(config: ml_collections.ConfigDict) -> dict[str, Any]:
     ),
     'max_completion_tokens': rollouts.max_completion_tokens,
     'share_prompts': config.learner.share_prompts,
+    'turns': config_lib.conversation_turns(config),
     'seed': config.seed,
   }
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from envs import base
+from envs import base, messages
 from gigpo_jax import options, trajectory
 
 
@@ -248,7 +248,7 @@ def _episode(plain: dict[str, Any]) -> trajectory.Trajectory:
     | {
       'task': base.Task(**plain['task']),
       'steps': tuple(map(_step, plain['steps'])),
-      'first_observation': first and _observation(first),
+      'first_observation': first and messages.make_observation(first),
     }
   )
 
@@ -262,11 +262,7 @@ def _step(plain: dict[str, Any]) -> trajectory.Step:
   }
   result = dict(plain['result'])
   if result['observation'] is not None:
-    result['observation'] = _observation(result['observation'])
+    result['observation'] = messages.make_observation(result['observation'])
   return trajectory.Step(
     **plain | arrays | {'result': base.StepResult(**result)}
   )
-
-
-def _observation(plain: dict[str, Any]) -> base.Observation:
-  return base.Observation(**plain | {'actions': tuple(plain['actions'])})

@@ -54,6 +54,11 @@ _DEPENDENT_FIELDS = {
     lambda draw: draw == 'uncertain',
   ),
   'rollout.max_staleness': ('rollout.carry_over', 'above 0', bool),
+  'rollout.earlier_thinking': (
+    'env.context',
+    'conversation',
+    lambda context: context == 'conversation',
+  ),
   **dict.fromkeys(
     ('filter.warmup_iterations', 'filter.max_refills'),
     ('filter.drop_zero_variance', 'True', bool),
@@ -75,6 +80,10 @@ _DEPENDENT_FIELDS = {
 }
 
 _PAIR = 2  # Minimum number of episodes for a comparison.
+
+# Turns of a conversation whose environment has no limit: any number of trained
+# tokens fits into a sequence.
+_MANY_TURNS = 1_000
 
 # Section of the config: the dataclasses of its options. They are imported on
 # use, because some of their modules import this one.
@@ -159,11 +168,25 @@ def env_kwargs(config: ml_collections.ConfigDict) -> dict:
   """Returns the environment's arguments as plain values."""
   kwargs = config.env.to_dict()
   kwargs.pop('name')
+  if len(envs.contexts(config.env.name)) == 1:
+    kwargs.pop('context', None)
   if envs.data(config.env.name):
     kwargs['data_dir'] = _data_dir(config)
   if len(envs.anchors(config.env.name)) > 1:
     kwargs['anchor'] = envs.anchor(config.env.name, config.algorithm.anchor)
   return kwargs
+
+
+def conversation_turns(config: ml_collections.ConfigDict) -> int:
+  """Returns the number of turns in a prompt; 1 without conversations."""
+  if not is_conversation(config):
+    return 1
+  return config.env.get('max_steps') or _MANY_TURNS
+
+
+def is_conversation(config: ml_collections.ConfigDict) -> bool:
+  """Returns whether episodes are growing conversations."""
+  return config.env.get('context') == 'conversation'
 
 
 def algorithm_kwargs(config: ml_collections.ConfigDict) -> dict:
@@ -360,6 +383,7 @@ def _environment_conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
   """Yields options that the environment or its anchors do not support."""
   name, anchor = config.env.name, config.algorithm.anchor
   yield from envs.conflicts(config)
+  yield from _context(config)
   offered = envs.anchors(name)
   if anchor in anchors.REPORTED and anchor not in offered:
     accepted = [
@@ -368,6 +392,23 @@ def _environment_conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
     yield (
       f'algorithm.anchor={anchor}: env.name={name} does not list the actions '
       f'of a state; must be one of {", ".join(accepted)}'
+    )
+
+
+def _context(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields problems of `env.context`."""
+  name, context = config.env.name, config.env.get('context', 'history')
+  offered = envs.contexts(name)
+  if context not in offered:
+    yield (
+      f'env.context={context}: env.name={name} does not offer it; must be '
+      f'{" or ".join(offered)}'
+    )
+  overflow = config.rollout.prompt_overflow
+  if is_conversation(config) and overflow == 'truncate_left':
+    yield (
+      'rollout.prompt_overflow=truncate_left: would cut a message of a '
+      'conversation; must be end, drop_history or error'
     )
 
 

@@ -17,8 +17,11 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from envs import base
 from gigpo_jax import (
+  conversation,
   deprecated,
   env_pool,
   options,
@@ -36,11 +39,6 @@ TRAIN, EVALUATION, CONTINUATION = 0, 1, 2
 _SHARED_WAIT_SECS = 0.05
 
 SCHEDULES = ('async', 'lockstep')
-
-# A longer prompt fails its episode before it is tokenized. No text has so many
-# characters per token; the minimum leaves room to shorten a prompt.
-_CHARS_PER_TOKEN = 64
-_MIN_CHARS = 65_536
 
 
 def _is_horizon(horizon: Sequence) -> bool:
@@ -64,6 +62,7 @@ class Options:
   prompt_overflow: str = options.choice(
     'drop_history', tokenizer.OVERFLOW_POLICIES
   )
+  earlier_thinking: str = options.choice('keep', conversation.THINKING)
   horizon: tuple[tuple[int, int], ...] = options.field(
     (),
     _is_horizon,
@@ -183,6 +182,8 @@ class EpisodeRunner:
     prompt_overflow: treatment of longer prompts, one of
       `tokenizer.OVERFLOW_POLICIES`.
     schedule: one of SCHEDULES.
+    earlier_thinking: thinking in earlier turns of a conversation, one of
+      `conversation.THINKING`.
     clock: timing of the last rollout.
     stats: statistics of the sampler in the last rollout.
   """
@@ -193,6 +194,7 @@ class EpisodeRunner:
   max_prompt_tokens: int
   prompt_overflow: str
   schedule: str = 'async'
+  earlier_thinking: str = 'keep'
   clock: RolloutClock = dataclasses.field(default_factory=RolloutClock)
   stats: sampler.Stats = dataclasses.field(default_factory=sampler.Stats)
 
@@ -384,6 +386,12 @@ class _Rollout:
     self._runner, self._pool = runner, runner.pool
     self._sampler, self._clock = runner.sampler, runner.clock
     self._on_finished = on_finished
+    self._conversations = conversation.Conversations(
+      runner.tokenizer,
+      runner.max_prompt_tokens,
+      runner.prompt_overflow,
+      runner.earlier_thinking,
+    )
     self._waiting: list[_Episode] = list(reversed(episodes))
     self._running: dict[int, _Episode] = {}
     self._free = list(reversed(range(runner.pool.num_envs)))
@@ -462,8 +470,10 @@ class _Rollout:
         if observation and len(episode.steps) == episode.batch.max_turns:
           self._pool.end(env)
           observation = None
-      limit = self._runner.max_prompt_tokens
-      if observation and (reason := prompt_error(observation, limit)):
+      limit, first = self._runner.max_prompt_tokens, episode.first_observation
+      if observation and (
+        reason := conversation.prompt_error(observation, limit, first)
+      ):
         episode.failure = str(self._pool.refuse(env, reason))
         observation = None
       if observation and len(episode.steps) >= episode.pauses_at:
@@ -486,14 +496,12 @@ class _Rollout:
     envs = sorted(env for env in observations if env in self._running)
     if not envs:
       return
-    fitted = self._runner.tokenizer.fit(
-      [observations[env].prompt for env in envs],
-      [observations[env].short_prompt for env in envs],
-      max_tokens=self._runner.max_prompt_tokens,
-      policy=self._runner.prompt_overflow,
-    )
-    for env, (ids, shortened) in zip(envs, fitted, strict=True):
+    prompts = self._render({env: observations[env] for env in envs})
+    for env, (ids, shortened) in sorted(prompts.items()):
       episode, observation = self._running[env], observations[env]
+      if ids is None:
+        self._end_at_limit(env)
+        continue
       request = sampler.Request(
         prompt_ids=ids,
         stream=(
@@ -512,6 +520,44 @@ class _Rollout:
         observation=observation.text,
       )
       self._requests[self._sampler.submit(request)] = (env, episode, turn)
+
+  def _render(
+    self, observations: dict[int, base.Observation]
+  ) -> dict[int, tuple[np.ndarray | None, bool]]:
+    """Returns (ids, whether shortened) of the prompt of each environment.
+
+    The ids are None if the episode ends because of the limit. An episode whose
+    messages cannot be rendered fails and is left out.
+    """
+    runner = self._runner
+    own = {env: o for env, o in observations.items() if not o.messages}
+    fitted = runner.tokenizer.fit(
+      [observation.prompt for observation in own.values()],
+      [observation.short_prompt for observation in own.values()],
+      max_tokens=runner.max_prompt_tokens,
+      policy=runner.prompt_overflow,
+    )
+    prompts = dict(zip(own, fitted, strict=True))
+    for env in observations.keys() - own.keys():
+      episode = self._running[env]
+      try:
+        prompts[env] = self._conversations.prompt(
+          episode.first_observation, conversation.earlier_turns(episode.steps)
+        )
+      except tokenizer.TemplateError as error:
+        episode.failure = str(self._pool.refuse(env, str(error)))
+        self._end(env)
+    return prompts
+
+  def _end_at_limit(self, env: int) -> None:
+    """Ends an episode whose next prompt is too long."""
+    episode, limit = self._running[env], self._runner.max_prompt_tokens
+    if episode.steps:
+      self._pool.end(env)
+    else:
+      reason = f'the first prompt exceeds rollout.max_prompt_tokens={limit}'
+      episode.failure = str(self._pool.refuse(env, reason))
+    self._end(env)
 
   def _step_environments(
     self, finished: list[tuple[int, sampler.Completion]]
@@ -535,18 +581,6 @@ class _Rollout:
       )
       self._calls[env] = time.monotonic()
       self._pool.step(env, response)
-
-
-def prompt_error(observation: base.Observation, max_prompt_tokens: int) -> str:
-  """Returns why a prompt is too long to be tokenized; '' if it is not."""
-  limit = max(_MIN_CHARS, _CHARS_PER_TOKEN * max_prompt_tokens)
-  longest = max(len(observation.prompt), len(observation.short_prompt))
-  if longest <= limit:
-    return ''
-  return (
-    f'a prompt of {longest:,} characters; rollout.max_prompt_tokens='
-    f'{max_prompt_tokens} allows at most {limit:,}'
-  )
 
 
 __getattr__ = deprecated.names(

@@ -8,6 +8,7 @@ only successful ones, this is rejection-sampling fine-tuning.
 """
 
 import dataclasses
+import itertools
 import pathlib
 import shutil
 import time
@@ -20,7 +21,14 @@ import numpy as np
 
 import envs
 from envs import base
-from gigpo_jax import batch, builders, losses, options, tokenizer
+from gigpo_jax import (
+  batch,
+  builders,
+  conversation,
+  losses,
+  options,
+  tokenizer,
+)
 from gigpo_jax import config as config_lib
 from gigpo_jax.models import huggingface, lora, parameters, qwen
 from gigpo_jax.run import remat, run_config
@@ -28,6 +36,9 @@ from gigpo_jax.runtime import console, distributed, errors
 
 if TYPE_CHECKING:
   from gigpo_jax import episodes
+
+# (input, response) of each step of an episode.
+Demonstration = list[tuple[base.Input, str]]
 
 _REPORT_SECS = 10.0  # Interval of progress reports on expert episodes.
 
@@ -107,14 +118,14 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
     )
   distributed.initialize()
   with distributed.lock(workdir), errors.explain_disk_errors(workdir):
-    pairs = [] if episode_set else demonstrations(config)
-    _warm_start(config, workdir, pairs, episode_set)
+    shown = [] if episode_set else demonstrations(config)
+    _warm_start(config, workdir, shown, episode_set)
 
 
 def _warm_start(
   config: ml_collections.ConfigDict,
   workdir: str,
-  pairs: list[tuple[str, str]],
+  shown: list[Demonstration],
   episode_set: 'episodes.EpisodeDataset | None',
 ) -> None:
   directory = pathlib.Path(workdir) / 'policy'
@@ -124,15 +135,16 @@ def _warm_start(
     with config.unlocked():
       config.model.path = str(start)
     if distributed.is_main_process():
-      texts = (text for pair in pairs for text in pair)
-      tokenizer.train(texts, str(start), vocab_size=config.sft.vocab_size)
+      tokenizer.train(
+        _texts(shown), str(start), vocab_size=config.sft.vocab_size
+      )
       _write_random_model(config, str(start))
     distributed.all_gather_objects(None)  # Barrier: wait until the files exist.
   policy = builders.make_model_bundle(config)
   if episode_set:
     rows = episode_rows(config, policy.tokenizer, episode_set)
   else:
-    rows = demonstration_rows(config, policy.tokenizer, pairs)
+    rows = demonstration_rows(config, policy.tokenizer, shown)
   console.log(
     f'{rows.real.sum()} steps to imitate, {rows.lengths.sum()} tokens'
   )
@@ -150,22 +162,23 @@ def _warm_start(
   console.log(f'warm start: {directory}')
 
 
-def demonstrations(config: ml_collections.ConfigDict) -> list[tuple[str, str]]:
-  """Returns (prompt, response) of each step of the expert's episodes."""
+def demonstrations(config: ml_collections.ConfigDict) -> list[Demonstration]:
+  """Returns the expert's episodes."""
   env = envs.make(config.env.name, **config_lib.env_kwargs(config))
   if not hasattr(env, 'demonstrate'):
     raise ValueError(f'env.name={config.env.name}: has no expert to imitate')
   available = len(
     envs.tasks(config.env.name, 'train', **config_lib.env_kwargs(config))
   )
-  pairs = []
+  shown = []
   total = config.sft.num_episodes
   start = reported = time.monotonic()
   for episode in console.progress_bar(range(total), desc='expert episodes'):
     # Tasks from the end of the split overlap little with those that RL draws
     # first.
     task = base.Task('train', available - 1 - episode % available)
-    pairs += env.demonstrate(task, noise=config.sft.noise, seed=config.seed)
+    steps = env.demonstrate(task, noise=config.sft.noise, seed=config.seed)
+    shown.append(list(steps))
     now = time.monotonic()
     if now - reported >= _REPORT_SECS:
       reported = now
@@ -173,37 +186,62 @@ def demonstrations(config: ml_collections.ConfigDict) -> list[tuple[str, str]]:
         f'{episode + 1} of {total} expert episodes, {now - start:.0f} s'
       )
   env.close()
-  return pairs
+  return shown
+
+
+def _texts(shown: list[Demonstration]) -> Iterator[str]:
+  """Yields the texts of demonstrations."""
+  for step_input, response in itertools.chain.from_iterable(shown):
+    if isinstance(step_input, str):
+      yield step_input
+    else:
+      yield from (message.text for message in step_input)
+    yield response
 
 
 def demonstration_rows(
   config: ml_collections.ConfigDict,
   text: tokenizer.Tokenizer,
-  pairs: list[tuple[str, str]],
+  shown: list[Demonstration],
 ) -> batch.Rows:
   """Returns demonstrations as rows, each step its own episode.
 
   Without `sft.completion_only`, everything but a row's first token is its
-  completion.
+  completion, and a conversation is one row.
 
   Args:
     config: the experiment.
     text: the tokenizer.
-    pairs: (prompt, response) of each step.
+    shown: the expert's episodes.
 
   Raises:
     ValueError: in one line, if a response exceeds the token limit.
   """
-  prompts = text.fit(
-    [prompt for prompt, _ in pairs],
-    [prompt for prompt, _ in pairs],
-    max_tokens=config.rollout.max_prompt_tokens,
-    policy='truncate_left',
-  )
-  end = text.end_of_turn
+  if config_lib.is_conversation(config):
+    prompts, responses = _conversations(config, text, shown)
+  else:
+    pairs = list(itertools.chain.from_iterable(shown))
+    inputs = [prompt for prompt, _ in pairs]
+    fitted = text.fit(
+      inputs,
+      inputs,
+      max_tokens=config.rollout.max_prompt_tokens,
+      policy='truncate_left',
+    )
+    prompts = [ids for ids, _ in fitted]
+    responses = _encode_responses(config, text, pairs)
+  return _pack_rows(config, prompts, responses)
+
+
+def _encode_responses(
+  config: ml_collections.ConfigDict,
+  text: tokenizer.Tokenizer,
+  steps: Demonstration,
+) -> list[np.ndarray]:
+  """Returns the completions of steps."""
   responses = [
-    np.concatenate([ids, end])
-    for ids in text.encode([response for _, response in pairs])
+    np.concatenate([ids, text.end_of_turn])
+    for ids in text.encode([response for _, response in steps])
   ]
   limit = config.rollout.max_completion_tokens
   longest = max(len(ids) for ids in responses)
@@ -212,7 +250,56 @@ def demonstration_rows(
       f'rollout.max_completion_tokens={limit}: an expert response has '
       f'{longest} tokens; must be at least that'
     )
-  return _pack_rows(config, [ids for ids, _ in prompts], responses)
+  return responses
+
+
+def _conversations(
+  config: ml_collections.ConfigDict,
+  text: tokenizer.Tokenizer,
+  shown: list[Demonstration],
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+  """Returns the prompts and the completions of demonstrated conversations.
+
+  Turns beyond the limit of a prompt are left out. Without
+  `sft.completion_only`, only the last turn of a conversation is returned: it
+  contains the others.
+  """
+  limit = config.rollout.max_prompt_tokens
+  chat = conversation.Conversations(text, limit, 'end')
+  prompts, completions = [], []
+  for steps in shown:
+    own = _encode_responses(config, text, steps)
+    ids = _conversation_prompts(chat, steps, own)
+    start = 0 if config.sft.completion_only else max(len(ids) - 1, 0)
+    prompts += ids[start:]
+    completions += own[start : len(ids)]
+  if not prompts:
+    raise ValueError(
+      f'rollout.max_prompt_tokens={limit}: the first message of every '
+      'conversation is longer; must be larger'
+    )
+  return prompts, completions
+
+
+def _conversation_prompts(
+  chat: conversation.Conversations,
+  steps: Demonstration,
+  completions: list[np.ndarray],
+) -> list[np.ndarray]:
+  """Returns the prompts of the turns within the limit of a conversation."""
+  prompts, turns = [], []
+  first = base.Observation('', '', '', '', messages=steps[0][0])
+  for n, (messages, _) in enumerate(steps):
+    if n:
+      _, response = steps[n - 1]
+      turns.append(
+        conversation.Turn(prompts[-1], completions[n - 1], response, messages)
+      )
+    ids, _ = chat.prompt(first, turns)
+    if ids is None:
+      break
+    prompts.append(ids)
+  return prompts
 
 
 def episode_rows(

@@ -18,13 +18,14 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import tokenizers
 import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-OVERFLOW_POLICIES = ('error', 'drop_history', 'truncate_left')
+OVERFLOW_POLICIES = ('error', 'drop_history', 'truncate_left', 'end')
 
 END_OF_TURN = '<|im_end|>'
 SPECIAL_TOKENS = ('<|endoftext|>', '<|im_start|>', END_OF_TURN)
@@ -50,6 +51,18 @@ _GENERATION = 'generation_config.json'
 
 # A message that the output of a chat template must contain.
 _PROBE = 'probe 123'
+
+
+class TemplateError(ValueError):
+  """Raised if the chat template cannot render messages; in one line."""
+
+
+def unique_text(texts: Iterable[str]) -> str:
+  """Returns a text of 64 hexadecimal digits that none of the texts contains."""
+  digest = hashlib.sha256()
+  for text in texts:
+    digest.update(text.encode(errors='backslashreplace'))
+  return digest.hexdigest()
 
 
 def _one_line(error: Exception) -> str:
@@ -192,30 +205,69 @@ class Tokenizer:
     ]
 
   def _template(self, prompt: str) -> str:
+    return self._apply([{'role': 'user', 'content': prompt}])
+
+  def _apply(self, messages: list[dict[str, str]], **options: Any) -> str:
     return self._hf.apply_chat_template(
-      [{'role': 'user', 'content': prompt}],
+      messages,
       tokenize=False,
       add_generation_prompt=True,
       enable_thinking=self._enable_thinking,
+      **options,
     )
 
   def _render_as_text(self, prompt: str) -> np.ndarray:
-    """Renders a message whose text contains special tokens, as plain text.
+    """Renders a message whose text contains special tokens, as plain text."""
+    message = {'role': 'user', 'content': prompt}
+    return self.encode_rendered(*self.render_messages([message]))
 
-    Placeholders replace them in the message, so every special token in the
-    output of the template belongs to the template.
+  def render_messages(
+    self, messages: Sequence[dict[str, str]], tools: Sequence[str] = ()
+  ) -> tuple[str, dict[str, str]]:
+    """Renders a conversation up to the start of the next response.
+
+    Placeholders replace special tokens in the messages, so every special token
+    in the output of the template belongs to the template.
+
+    Args:
+      messages: fields of each message for the chat template, such as role and
+        content.
+      tools: functions that the policy can call, as JSON texts.
+
+    Returns:
+      The text, and the placeholders: special token -> placeholder.
+
+    Raises:
+      TemplateError: if the template raises an error.
     """
-    # Placeholders contain a hash of the message, so it cannot contain them.
-    digest = hashlib.sha256(prompt.encode(errors='backslashreplace'))
-    contained = sorted(set(self._special.findall(prompt)))
-    placeholders = {
-      s: f'{digest.hexdigest()}{n:06}' for n, s in enumerate(contained)
-    }
-    rendered = self._template(
-      self._special.sub(lambda match: placeholders[match[0]], prompt)
-    )
-    ids = []
-    for segment in re.split(f'({self._special.pattern})', rendered):
+    texts = [*tools, *(text for m in messages for text in m.values())]
+    contained = sorted({s for t in texts for s in self._special.findall(t)})
+    unique = unique_text(texts)
+    placeholders = {s: f'{unique}{n:06}' for n, s in enumerate(contained)}
+
+    def replace(text: str) -> str:
+      return self._special.sub(lambda match: placeholders[match[0]], text)
+
+    functions = [
+      {'type': 'function', 'function': json.loads(replace(t))} for t in tools
+    ]
+    try:
+      text = self._apply(
+        [{k: replace(v) for k, v in m.items()} for m in messages],
+        tools=functions or None,
+      )
+    except Exception as error:  # A template may raise any error.
+      raise TemplateError(
+        f'the chat template cannot render the messages ({_one_line(error)})'
+      ) from error
+    return text, placeholders
+
+  def encode_rendered(
+    self, text: str, placeholders: dict[str, str]
+  ) -> np.ndarray:
+    """Returns the int32 ids of a text from `render_messages`, or of a part."""
+    ids = [np.zeros(0, np.int32)]
+    for segment in re.split(f'({self._special.pattern})', text):
       if self._special.fullmatch(segment):
         ids += self._encode([segment])
         continue
@@ -289,7 +341,7 @@ class Tokenizer:
     *,
     max_tokens: int,
     policy: str,
-  ) -> list[tuple[np.ndarray, bool]]:
+  ) -> list[tuple[np.ndarray | None, bool]]:
     """Renders prompts within a limit; returns a list of (ids, was shortened).
 
     Args:
@@ -299,12 +351,13 @@ class Tokenizer:
       policy: treatment of prompts that are too long. 'error' raises an
         error. 'truncate_left' removes tokens from the start of the message and
         keeps the head of the template. 'drop_history' uses the short prompt,
-        and truncates it in the same way if it is still too long.
+        and truncates it in the same way if it is still too long. 'end' returns
+        None instead of ids.
 
     Raises:
       ValueError: if a prompt is too long under 'error', with both lengths.
     """
-    fitted = []
+    fitted: list[tuple[np.ndarray | None, bool]] = []
     for index, ids in enumerate(self.render(prompts)):
       shortened = len(ids) > max_tokens
       if shortened and policy == 'error':
@@ -313,6 +366,9 @@ class Tokenizer:
           'tokens; raise the limit or set rollout.prompt_overflow to '
           'drop_history or truncate_left'
         )
+      if shortened and policy == 'end':
+        fitted.append((None, True))
+        continue
       if shortened and policy == 'drop_history':
         (ids,) = self.render([short_prompts[index]])
       if len(ids) > max_tokens:

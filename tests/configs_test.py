@@ -59,6 +59,41 @@ def test_every_variant_loads_with_valid_values(module, variant: str):
   assert config.algorithm.name == expected
 
 
+@pytest.mark.parametrize('module', [alfworld, webshop])
+@pytest.mark.parametrize('size', ['', 'tiny', 'smoke', 'tiny,grpo'])
+def test_conversations_have_room_for_several_turns(module, size: str):
+  config = module.get_config(f'{size},conversation')
+  assert not list(config_lib._values(config))
+  assert not list(config_lib._combinations(config))
+  assert config_lib.env_kwargs(config)['context'] == 'conversation'
+  plain = module.get_config(size)
+  assert 'context' in config_lib.env_kwargs(plain)
+  limit = config.rollout.max_prompt_tokens
+  assert limit >= 4 * plain.rollout.max_prompt_tokens
+  length = limit + config.rollout.max_completion_tokens
+  assert config.learner.microbatch_tokens >= 2 * length
+
+
+def test_environments_without_conversations_refuse_them():
+  config = sokoban.get_config('tiny')
+  assert 'context' not in config_lib.env_kwargs(config)
+  config.env.context = 'conversation'
+  assert list(config_lib._combinations(config)) == [
+    'env.context=conversation: env.name=sokoban does not offer it; must be '
+    'history'
+  ]
+  config = alfworld.get_config('tiny,conversation')
+  config.rollout.prompt_overflow = 'truncate_left'
+  (line,) = config_lib._combinations(config)
+  assert line.startswith('rollout.prompt_overflow=truncate_left: would cut')
+  config = alfworld.get_config('tiny')
+  config.rollout.earlier_thinking = 'template'
+  (line,) = config_lib._combinations(config)
+  assert line.startswith('rollout.earlier_thinking=template: has no effect')
+  with pytest.raises(ValueError, match='sokoban.py:tiny,conversation: accepts'):
+    sokoban.get_config('tiny,conversation')
+
+
 @pytest.mark.parametrize('variant', ['tiny', 'smoke', 'tiny,grpo'])
 def test_small_variants_run_on_this_machine(variant: str):
   config_lib.validate(alfworld.get_config(variant))
@@ -325,7 +360,7 @@ def test_options_of_a_new_algorithm_are_fields(monkeypatch):
   module.Algorithm = Algorithm
   monkeypatch.setitem(sys.modules, module.__name__, module)
   monkeypatch.setitem(variants._MODULES, 'mine', module.__name__)
-  for name in ('ALGORITHMS', 'CHANGES'):
+  for name in ('ALGORITHMS', 'CONVERSATION_CHANGES'):
     monkeypatch.setattr(variants, name, (*getattr(variants, name), 'mine'))
   config = alfworld.get_config('tiny,mine')
   assert config.algorithm.mixing == 0.5

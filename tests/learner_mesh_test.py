@@ -142,6 +142,12 @@ def test_a_conversation_gives_the_gradient_of_one_row_per_turn(loss):
   )
   assert metrics['loss/total'] == pytest.approx(plain['loss/total'], abs=1e-6)
   assert metrics['packs/tokens'] < 0.6 * plain['packs/tokens']
+  if loss is LOSS:
+    np.testing.assert_allclose(
+      subject.log_probs(actual.params, rows),
+      sgd().log_probs(expected.params, rows),
+      atol=1e-5,
+    )
 
 
 def test_row_ratios_do_not_depend_on_packing():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from configs import alfworld
+from envs import base
 from gigpo_jax import sft, tokenizer
 
 
@@ -63,7 +64,7 @@ def test_trained_tokens_of_a_row(tmp_path, completion_only):
   pairs = [('look around', 'go'), ('and again', 'stop here')]
   tokenizer.train([t for p in pairs for t in p], str(tmp_path), vocab_size=300)
   text = tokenizer.Tokenizer(str(tmp_path))
-  rows = sft.demonstration_rows(config, text, pairs)
+  rows = sft.demonstration_rows(config, text, [pairs])
   prompts = [
     ids
     for ids, _ in text.fit(
@@ -81,6 +82,39 @@ def test_trained_tokens_of_a_row(tmp_path, completion_only):
     # No token precedes the first, so it is never trained on.
     num_prompt_tokens = len(prompt) if completion_only else 1
     assert rows.prompt_lengths[r] == num_prompt_tokens
+
+
+@pytest.mark.parametrize('completion_only', [True, False])
+def test_trained_tokens_of_a_conversation(tmp_path, completion_only):
+  config = _config()
+  config.env.context = 'conversation'
+  config.sft.completion_only = completion_only
+  steps = [
+    ((base.Message('user', 'look around'),), 'go'),
+    ((base.Message('user', 'and again'),), 'stop here'),
+    ((base.Message('user', 'again ' * 400),), 'too long'),
+  ]
+  texts = ['look around', 'and again', 'go', 'stop here', '<think>']
+  tokenizer.train(texts, str(tmp_path), vocab_size=300)
+  text = tokenizer.Tokenizer(str(tmp_path))
+  rows = sft.demonstration_rows(config, text, [steps, steps[:1]])
+  raw = [
+    text._hf.decode(rows.tokens[r, : rows.lengths[r]])
+    for r in np.flatnonzero(rows.real)
+  ]
+  first = (
+    '<|im_start|>user\nlook around<|im_end|>\n<|im_start|>assistant\n'
+    'go<|im_end|>'
+  )
+  second = first + (
+    '\n<|im_start|>user\nand again<|im_end|>\n<|im_start|>assistant\n'
+    'stop here<|im_end|>'
+  )
+  # The third turn is beyond the limit.
+  assert raw == ([first] if completion_only else []) + [second, first]
+  assert list(sft._texts([steps[:1]])) == ['look around', 'go']
+  if not completion_only:
+    assert set(rows.prompt_lengths[rows.real]) == {1}
 
 
 def test_environment_without_expert_is_refused(tmp_path):

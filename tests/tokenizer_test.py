@@ -183,6 +183,9 @@ def test_overflow_policies(text):
     [short], [short], max_tokens=limit, policy='error'
   )
   assert not shortened
+  assert text.fit([long], [short], max_tokens=limit, policy='end') == [
+    (None, True)
+  ]
 
 
 def test_a_directory_without_tokenizer_is_refused(tmp_path):

@@ -575,3 +575,15 @@ def test_groups_are_usable_on_a_phone(served, workdir):
   assert page.evaluate('document.documentElement.scrollWidth') == 390
   buttons.nth(1).click()
   page.wait_for_selector('.episode.broken')
+
+
+def test_a_turn_of_a_conversation_shows_its_new_messages():
+  first = {
+    'prompt_ids': np.array([1, 2]),
+    'completion_ids': np.array([3]),
+  }
+  grown = {'prompt_ids': np.array([1, 2, 3, 4])}
+  other = {'prompt_ids': np.array([1, 2, 5, 4])}
+  assert viewer._new_ids(first, None).tolist() == [1, 2]
+  assert viewer._new_ids(grown, first).tolist() == [4]
+  assert viewer._new_ids(other, first).tolist() == [1, 2, 5, 4]

@@ -23,6 +23,7 @@ _NO_EFFECT = 'Nothing happens'
 _HIDDEN_EFFECTS = ('You heat', 'You cool', 'You clean', 'You turn on')
 DATA = base.Data('ALFWORLD_DATA', 'no ALFWorld games; run `alfworld-download`')
 PRESETS = {'strong': {'algorithm.anchor': 'observation_and_actions'}}
+CONTEXTS = narrator.CONTEXTS
 SUCCESS_REWARD = 10.0
 
 
@@ -84,6 +85,7 @@ class Env:
     history_length: K, the number of past turns in the prompt.
     prompt_style: one of `narrator.STYLES`.
     require_think: whether a valid response needs a `<think>` part.
+    context: one of `narrator.CONTEXTS`.
     require_admissible: whether an inadmissible action is invalid.
     anchor: one of ANCHORS; identifies a state (GiGPO, Eq. 6). 'state' is the
       observation after the last action with an effect, with the admissible
@@ -108,6 +110,7 @@ class Env:
     history_length: int = 2,
     prompt_style: str = 'paper',
     require_think: bool = True,
+    context: str = 'history',
     require_admissible: bool = False,
     anchor: str = 'observation',
     expert_order: str = 'random',
@@ -130,6 +133,7 @@ class Env:
       history_length=history_length,
       prompt_style=prompt_style,
       require_think=require_think,
+      context=context,
       unparsed_characters=prompts.UNPARSED_CHARACTERS,
     )
     self._require_admissible = require_admissible
@@ -203,8 +207,8 @@ class Env:
 
   def demonstrate(
     self, task: base.Task, *, noise: float, seed: int
-  ) -> Iterator[tuple[str, str]]:
-    """Yields (prompt, response) of an expert that errs with some probability.
+  ) -> Iterator[tuple[base.Input, str]]:
+    """Yields (input, response) of an expert that errs with some probability.
 
     Args:
       task: the game to play.
@@ -221,7 +225,7 @@ class Env:
       if rng.random() < noise:
         command = choices[rng.integers(len(choices))]
       response = self._transcript.format_response(thought, command)
-      yield observation.prompt, response
+      yield observation.messages or observation.prompt, response
       observation = self.step(response).observation
 
   def _set_state(self, state: world.State) -> None:

@@ -54,11 +54,14 @@ def _paper(
   history: Sequence[turns.Turn],
   step: int,
   require_think: bool,
+  continues: bool,
 ) -> str:
   lines = [
     'You are an expert agent operating in the ALFRED embodied environment.'
   ]
-  if step == 0:
+  if continues:
+    lines = [f'Your current observation is: {observation}']
+  elif step == 0:
     lines.append(f'Your current observation is: {observation}')
     lines.append(f'Your task is to: {task}')
   else:
@@ -74,6 +77,8 @@ def _paper(
   lines.append(
     f'Your admissible actions of the current situation are: [{quoted}].'
   )
+  if continues:
+    return '\n'.join(lines)
   think = _PAPER_THINK if require_think else ''
   lines.append(f'\nNow it is your turn to act. {think}{_PAPER_ACTION}')
   return '\n'.join(lines)
@@ -84,8 +89,9 @@ def _brief(
   observation: str,
   actions: Sequence[str],
   history: Sequence[turns.Turn],
+  continues: bool,
 ) -> str:
-  lines = [f'Task: {task}']
+  lines = [] if continues else [f'Task: {task}']
   for turn in history:
     lines.append(turn.observation)
     lines.append(f'> {turn.action}')
@@ -103,6 +109,7 @@ def build(
   step: int,
   style: str = 'paper',
   require_think: bool = True,
+  continues: bool = False,
 ) -> str:
   """Returns the user message of a turn.
 
@@ -114,7 +121,11 @@ def build(
     step: number of turns taken so far in the episode.
     style: one of `narrator.STYLES`.
     require_think: whether the instruction asks for a `<think>` part.
+    continues: whether an earlier message of a conversation states the task and
+      the instruction.
   """
   if style == 'brief':
-    return _brief(task, observation, actions, history)
-  return _paper(task, observation, actions, history, step, require_think)
+    return _brief(task, observation, actions, history, continues)
+  return _paper(
+    task, observation, actions, history, step, require_think, continues
+  )

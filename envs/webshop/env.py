@@ -29,6 +29,7 @@ ANCHORS = ('observation', 'observation_and_actions', 'state')
 DATA = base.Data(
   'WEBSHOP_DATA', 'no WebShop files; run `python -m envs.webshop.download`'
 )
+CONTEXTS = narrator.CONTEXTS
 SUCCESS_REWARD = 10.0
 
 # Split of the environment -> split of `goals.SPLITS`.
@@ -244,6 +245,7 @@ class Env:
     history_length: K, how many past turns the prompt shows.
     prompt_style: one of `narrator.STYLES`.
     require_think: whether a response must contain a `<think>` part.
+    context: one of `narrator.CONTEXTS`.
     require_admissible: whether an inadmissible action counts as invalid.
     anchor: state by which steps are grouped (GiGPO, Eq. 6); one of ANCHORS.
       'state' adds the chosen options, which the page does not show, to the
@@ -265,6 +267,7 @@ class Env:
     history_length: int = 2,
     prompt_style: str = 'paper',
     require_think: bool = True,
+    context: str = 'history',
     require_admissible: bool = False,
     anchor: str = 'observation',
   ):
@@ -286,6 +289,7 @@ class Env:
       history_length=history_length,
       prompt_style=prompt_style,
       require_think=require_think,
+      context=context,
       unparsed_characters=prompts.UNPARSED_CHARACTERS,
     )
     self._require_admissible = require_admissible
@@ -354,7 +358,7 @@ class Env:
 
   def demonstrate(
     self, task: base.Task, *, noise: float, seed: int
-  ) -> Iterator[tuple[str, str]]:
+  ) -> Iterator[tuple[base.Input, str]]:
     """Plays the oracle with random mistakes; yields each step.
 
     Args:
@@ -365,7 +369,7 @@ class Env:
       seed: seed of the noise.
 
     Yields:
-      (prompt, response) of a step.
+      (input, response) of a step.
     """
     rng = np.random.default_rng([seed, task.index])
     observation: base.Observation | None = self.reset(task)
@@ -380,7 +384,7 @@ class Env:
           action = f'search[{words[rng.integers(len(words))]}]'
       shopper.record(action)
       response = self._transcript.format_response(thought, action)
-      yield observation.prompt, response
+      yield observation.messages or observation.prompt, response
       observation = self.step(response).observation
 
   def _set_page(self, page: engine.Page) -> None:

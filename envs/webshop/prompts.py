@@ -120,12 +120,15 @@ def _paper(
   history: Sequence[turns.Turn],
   step: int,
   require_think: bool,
+  continues: bool,
 ) -> str:
   lines = [
     'You are an expert autonomous agent operating in the WebShop e-commerce '
     'environment.',
     f'Your task is to: {task}.',
   ]
+  if continues:
+    lines = []
   if step == 0 or not history:
     lines.append(f'Your current observation is: {observation}.')
   else:
@@ -141,12 +144,21 @@ def _paper(
   lines.append(
     f'Your admissible actions of the current situation are:\n[\n{quoted}\n].'
   )
+  if continues:
+    return '\n'.join(lines)
   think = _PAPER_THINK if require_think else ''
   lines.append(f'\nNow it is your turn to act. {think}{_PAPER_ACTION}')
   return '\n'.join(lines)
 
 
-def _brief(task: str, observation: str, history: Sequence[turns.Turn]) -> str:
+def _brief(
+  task: str,
+  observation: str,
+  history: Sequence[turns.Turn],
+  continues: bool,
+) -> str:
+  if continues:
+    return observation
   past_actions = [f'> {turn.action}' for turn in history]
   return '\n'.join([f'Task: {task}', *past_actions, observation])
 
@@ -160,6 +172,7 @@ def build(
   step: int,
   style: str = 'paper',
   require_think: bool = True,
+  continues: bool = False,
 ) -> str:
   """Returns the user message of a turn.
 
@@ -172,12 +185,16 @@ def build(
     step: number of turns taken so far in the episode.
     style: one of `narrator.STYLES`.
     require_think: whether the instruction asks for a `<think>` part.
+    continues: whether an earlier message of a conversation states the task and
+      the instruction.
   """
 
   def text(history: Sequence[turns.Turn]) -> str:
     if style == 'brief':
-      return _brief(task, observation, history)
-    return _paper(task, observation, actions, history, step, require_think)
+      return _brief(task, observation, history, continues)
+    return _paper(
+      task, observation, actions, history, step, require_think, continues
+    )
 
   full = text(history)
   return full if len(full) <= MAX_CHARACTERS else text(())

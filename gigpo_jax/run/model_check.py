@@ -10,8 +10,9 @@ import ml_collections
 import psutil
 
 import configs
+import envs
 from configs import sizes
-from gigpo_jax import algorithms, models, tokenizer
+from gigpo_jax import algorithms, conversation, models, tokenizer
 from gigpo_jax.models import decode_attention, huggingface, published, qwen
 from gigpo_jax.runtime import hardware
 
@@ -91,12 +92,27 @@ def _invalid_files(
       f'model.path={config.model.path}: its tokenizer has {text.vocab_size} '
       f'tokens, but its embedding only {model.vocab_size} rows'
     )
+  yield from _no_conversations(config, text)
   limit, template = config.rollout.max_prompt_tokens, text.template_tokens()
   if limit <= template:
     yield (
       f'rollout.max_prompt_tokens={limit}: the chat template alone takes '
       f'{template} tokens; must be larger'
     )
+
+
+def _no_conversations(
+  config: ml_collections.ConfigDict, text: tokenizer.Tokenizer
+) -> Iterator[str]:
+  """Yields a problem if the chat template does not support conversations."""
+  if config.env.get('context') != 'conversation':
+    return
+  try:
+    conversation.Conversations(text, 0, 'end').check(
+      has_tools=envs.uses_tools(config.env.name, config.env)
+    )
+  except tokenizer.TemplateError as error:
+    yield f'model.path={config.model.path}: {error}'
 
 
 def _published(config: ml_collections.ConfigDict) -> qwen.QwenConfig | None:

@@ -14,6 +14,7 @@ import functools
 import gzip
 import hashlib
 import ipaddress
+import itertools
 import json
 import math
 import pathlib
@@ -24,6 +25,7 @@ from urllib import parse
 
 import flask
 import jinja2
+import numpy as np
 import tokenizers
 import tqdm
 from markupsafe import Markup
@@ -143,7 +145,10 @@ def _steps(
   piece: _Decode,
 ) -> list[list[dict[str, Any]]]:
   return [
-    [_step(step, decode, piece) for step in record['steps'][:-1]]
+    [
+      _step(step, before, decode, piece)
+      for before, step in itertools.pairwise([None, *record['steps'][:-1]])
+    ]
     for record in records
   ]
 
@@ -201,22 +206,35 @@ def _episode_outline(record: dict[str, Any]) -> dict[str, Any]:
 
 def _step(
   step: dict[str, Any],
+  before: dict[str, Any] | None,
   decode: _Decode,
   piece: _Decode,
 ) -> dict[str, Any]:
+  """Returns what the page shows of a step, given the step before it."""
+  new_ids = _new_ids(step, before)
   return (
     {name: step[name] for name in _TEXTS}
     | {name: bool(step[name]) for name in _FLAGS}
     | {name: _finite_or_none(step[name]) for name in _NUMBERS}
     | {
       'state': int(step['anchor_group']),
-      'prompt': decode(step['prompt_ids'].tolist()),
+      'prompt': decode(new_ids.tolist()),
+      'new_tokens': len(new_ids),
       'prompt_tokens': len(step['prompt_ids']),
       'tokens': spans(
         piece, step['completion_ids'].tolist(), step['log_probs'].tolist()
       ),
     }
   )
+
+
+def _new_ids(step: dict[str, Any], before: dict[str, Any] | None) -> np.ndarray:
+  """Returns a prompt without the conversation up to the step before, if any."""
+  ids = step['prompt_ids']
+  if before is None:
+    return ids
+  start = np.concatenate([before['prompt_ids'], before['completion_ids']])
+  return ids[len(start) * np.array_equal(ids[: len(start)], start) :]
 
 
 def spans(

@@ -315,7 +315,9 @@ function drawStep(episode, step, n, states) {
   response.textContent = ' ';
   response.tokens = step.tokens;
   seen.observe(response);
-  const prompt = make('details', { class: 'prompt' }, make('summary', {}, `prompt · ${step.prompt_tokens} tokens`));
+  const prompt = make('details', { class: 'prompt' }, make('summary', {}, step.new_tokens < step.prompt_tokens
+    ? `messages · ${step.new_tokens} of ${step.prompt_tokens} prompt tokens`
+    : `prompt · ${step.prompt_tokens} tokens`));
   prompt.addEventListener('toggle', () => {
     if (prompt.open && prompt.children.length < 2) prompt.append(make('pre', {}, words(step.prompt)));
   });

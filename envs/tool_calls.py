@@ -1,0 +1,83 @@
+"""Tool calls in a response, in the format of Qwen2.5 and Qwen3.
+
+A call is `<tool_call>{"name": .., "arguments": {..}}</tool_call>`. A response
+may hold several, before, between and after text. Malformed calls raise no
+error: an environment treats such a response as an invalid action.
+"""
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+_CALL = re.compile(r'<tool_call>(.*?)</tool_call>', re.DOTALL)
+_TAG = re.compile(r'</?tool_call>')
+_THINKING = re.compile(r'^.*</think>', re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+  """A call of a tool.
+
+  Attributes:
+    name: name of the tool.
+    arguments: arguments by name; plain JSON values.
+  """
+
+  name: str
+  arguments: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+  """A response of the policy.
+
+  Attributes:
+    text: the response without thinking and tool calls.
+    calls: its tool calls in order; empty if one of them is malformed.
+    problem: why a call is malformed, in one line; '' if none is.
+  """
+
+  text: str
+  calls: tuple[Call, ...] = ()
+  problem: str = ''
+
+
+def parse(response: str) -> Response:
+  """Returns the text and the tool calls of a response.
+
+  Thinking, everything up to the last `</think>`, is ignored.
+
+  Args:
+    response: the response of the policy, verbatim.
+  """
+  answer = _THINKING.sub('', response)
+  text = _CALL.sub('', answer)
+  bodies = _CALL.findall(answer)
+  if _TAG.search(text) or any(map(_TAG.search, bodies)):
+    return Response(text.strip(), problem='a <tool_call> tag has no partner')
+  calls = []
+  for body in bodies:
+    try:
+      calls.append(_call(json.loads(body)))
+    # Invalid JSON, also too deep nesting and numbers with too many digits.
+    except (ValueError, RecursionError) as error:
+      reason = ' '.join(str(error).split())[:200]
+      return Response(text.strip(), problem=f'a malformed tool call: {reason}')
+  return Response(text.strip(), tuple(calls))
+
+
+def _call(value: Any) -> Call:
+  """Returns a decoded call.
+
+  Raises:
+    ValueError: if it is not one.
+  """
+  if not isinstance(value, dict):
+    raise ValueError('must be a JSON object with name and arguments')
+  name, arguments = value.get('name'), value.get('arguments', {})
+  if not isinstance(name, str) or not name:
+    raise ValueError('name must be a non-empty string')
+  if not isinstance(arguments, dict):
+    raise ValueError('arguments must be a JSON object')
+  return Call(name, arguments)
