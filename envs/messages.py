@@ -27,7 +27,8 @@ MAX_TEXT_CHARS = 262_144
 # Maximum numbers of messages and of tools of an observation.
 MAX_MESSAGES = 64
 MAX_TOOLS = 256
-# Maximum number of metrics of a step, and length of a metric's name.
+# Maximum number of metrics of a step, and length of a metric's name or the id
+# of a tool call.
 MAX_METRICS = 256
 MAX_NAME_CHARS = 128
 
@@ -273,7 +274,9 @@ def _find_message_problem(value: base.Observation) -> str:
         f'{", ".join(base.ROLES)}'
       )
     problem = _find_text_problem(
-      **{f'messages[{n}].{name}': getattr(message, name) for name in _MESSAGE}
+      **{f'messages[{n}].text': message.text}
+    ) or _find_text_problem(
+      MAX_NAME_CHARS, **{f'messages[{n}].call_id': message.call_id}
     )
     if problem:
       return problem

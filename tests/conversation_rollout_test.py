@@ -171,6 +171,7 @@ def test_messages_of_environments_are_checked():
     ({'messages': (base.Message('assistant', 'x'),)}, "role='assistant'"),
     ({'messages': (base.Message('user', None),)}, 'text is NoneType'),
     ({'messages': (base.Message('user', 'x', 3),)}, 'call_id is int'),
+    ({'messages': (base.Message('user', 'x', 'c' * 129),)}, 'at most 128'),
     ({'messages': (user,) * 65}, '65 messages of a turn; at most 64'),
     ({'tools': ('add',)}, r"tools\[0\]='add': must be a JSON object"),
     ({'tools': ('[' * 10**5,)}, 'must be a JSON object with a name'),
