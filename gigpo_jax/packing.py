@@ -266,22 +266,28 @@ class Packer:
 
     Rows of a conversation are in the same pack if they fit.
     """
-    longest = self._buckets[-1]
-    most_targets = self._max_targets[longest]
     packs: list[_Pack] = []
     for chain in _chains(rows, members):
       whole = packs and packs[-1].join(rows, chain)
-      if whole and whole.length <= longest and whole.targets <= most_targets:
+      if whole and self._fits(whole):
         packs[-1] = whole
         continue
       packs.append(_Pack.of(rows, chain[:1]))
       for r in chain[1:]:
         pack = packs[-1].join(rows, [r])
-        if pack.targets <= most_targets:
+        if self._fits(pack):
           packs[-1] = pack
         else:
           packs.append(_Pack.of(rows, [r]))
     return packs
+
+  def _fits(self, pack: '_Pack') -> bool:
+    """Returns whether the shortest sequence for a pack has room for its targets.
+
+    Rows with equal completions have more targets than tokens.
+    """
+    length = next((b for b in self._buckets if b >= pack.length), None)
+    return length is not None and pack.targets <= self._max_targets[length]
 
   def _arrays(self, shape: Shape) -> '_Arrays':
     per_shard = shape.sequences // self._shards

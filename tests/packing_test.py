@@ -94,6 +94,14 @@ def test_a_conversation_is_one_text_by_hand():
   assert packer.take_metrics()['packs/shared_tokens'] == 3
 
 
+def test_equal_completions_of_many_rows_fit_their_sequence():
+  # The 16 targets of four rows are more than the tokens of their sequence.
+  rows = _rows([[5]] * 4, [[1, 2, 3, 4]] * 4)
+  packer = packing.Packer(16, 1, (6, 16), 4, share=True)
+  counts = [m.mask.sum() for m in packer.microbatches(rows, np.arange(4))]
+  assert sum(counts) == 16 and max(counts) <= 12
+
+
 def _conversations(rng, *, episodes, turns, alphabet=9):
   """Returns rows of episodes that grow from few first prompts."""
   firsts = [[8, 8, n] for n in range(2)]
