@@ -282,7 +282,7 @@ class Packer:
     return packs
 
   def _fits(self, pack: '_Pack') -> bool:
-    """Returns whether the shortest sequence for a pack has room for its targets.
+    """Returns whether the shortest sequence of a pack has room for its targets.
 
     Rows with equal completions have more targets than tokens.
     """
