@@ -13,6 +13,7 @@ README = pathlib.Path(__file__).parent / 'README.md'
 # The reference ALFWorld engine, and with it TextWorld, which breaks on Python
 # 3.13 (its text generator writes into locals()); the native engine runs there.
 ALFWORLD = ['alfworld==0.4.2; python_version < "3.13"']
+JAX = '>=0.10.2,<0.13'
 GYMNASIUM = ['gymnasium>=1.0,<2']
 TEXTARENA = ['textarena>=0.7,<0.8']
 # BM25 over a corpus of any size, without jax in the workers.
@@ -49,7 +50,7 @@ setuptools.setup(
     'flask>=3.1,<4',
     'flax>=0.12.8,<0.13',
     'huggingface_hub>=1.5,<3',
-    'jax>=0.10.2,<0.13',
+    f'jax{JAX}',
     'jaxtyping>=0.3,<1',
     'jinja2>=3.1.4,<4',
     'matplotlib>=3.10,<4',
@@ -83,16 +84,16 @@ setuptools.setup(
   },
   extras_require={
     'alfworld': ALFWORLD,
-    'cuda': ['jax[cuda13]'],
+    'cuda': [f'jax[cuda13]{JAX}'],
     'docs': DOCS,
     'gymnasium': GYMNASIUM,
     'parity': [
-      'peft; python_version < "3.12"',
+      'peft>=0.21,<1; python_version < "3.12"',
       'torch==2.13.0; python_version < "3.12"',
     ],
     'search': SEARCH,
     'textarena': TEXTARENA,
-    'tpu': ['jax[tpu]'],
+    'tpu': [f'jax[tpu]{JAX}'],
     'wandb': ['wandb>=0.19,<1'],
     'test': [
       *ALFWORLD,

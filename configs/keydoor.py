@@ -11,8 +11,8 @@ Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
 cores; `mini` for sweeps, from the warm start of `tiny`; `smoke`, the tiny path
 in two minutes), an algorithm (`grpo`, `ppo`, ...) and other changes, see
 `variants.CHANGES`. envs/keydoor_levels.py generates the levels.
-
-grid of settings in which the effect of step advantages is measured.
+configs/sweeps/keydoor.py changes their properties one at a time, to measure
+when step advantages help.
 """
 
 import ml_collections
