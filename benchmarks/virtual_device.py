@@ -161,6 +161,18 @@ class Programs:
     del params
     self._clock.dispatch('prefill', self._costs.prefill(*tokens.shape))
 
+  def extend(
+    self,
+    params: dict,
+    rows: np.ndarray,
+    tokens: np.ndarray,
+    starts: np.ndarray,
+  ) -> np.ndarray:
+    """Prefills a part of prompts; returns the rows."""
+    del params, starts
+    self._clock.dispatch('prefill', self._costs.prefill(*tokens.shape))
+    return rows
+
   def take(self, slots: Slots, indices: np.ndarray) -> np.ndarray:
     """Returns the state of some rows; the time includes that of `put`."""
     (_, length), state_BX = slots

@@ -162,6 +162,15 @@ def _rollout_section() -> ml_collections.ConfigDict:
   # or more if the copy takes over a quarter of a device's memory. If each copy
   # lies within one host, the hosts sample independently.
   rollout.tensor = 0
+  # Keys and values that later turns reuse. none: of identical prompts. prompts:
+  # of the prompts that a prompt continues; changes no sampled token. all: also
+  # of responses, which decoding rounds differently.
+  rollout.reuse_cache = 'none'
+  # Tokens of a prompt that are prefilled together. 0: the whole prompt, or 64
+  # with rollout.reuse_cache. Only changes rounding.
+  rollout.prefill_chunk = 0
+  # Rows of the cache, besides the slots, that hold conversations between turns.
+  rollout.parked_slots = 0
   # Tokens decoded between two checks for finished responses.
   rollout.decode_tokens = 8
   # Sizes that the sampler is compiled for. max_prompt_tokens is always the last

@@ -150,6 +150,9 @@ def sampler_kwargs(config: ml_collections.ConfigDict) -> dict[str, Any]:
     'max_completion_tokens': rollouts.max_completion_tokens,
     'decode_tokens': rollouts.decode_tokens,
     'weights': rollouts.weights,
+    'reuse': rollouts.reuse_cache,
+    'prefill_chunk': rollouts.prefill_chunk,
+    'parked': rollouts.parked_slots,
   }
 
 

@@ -59,6 +59,11 @@ _DEPENDENT_FIELDS = {
     'conversation',
     lambda context: context == 'conversation',
   ),
+  'rollout.parked_slots': (
+    'rollout.reuse_cache',
+    'prompts or all',
+    lambda reuse: reuse != 'none',
+  ),
   **dict.fromkeys(
     ('filter.warmup_iterations', 'filter.max_refills'),
     ('filter.drop_zero_variance', 'True', bool),

@@ -85,6 +85,9 @@ class Options:
     0, low=0, note='0 is the smallest that fits the memory'
   )
   decode_tokens: int = options.number(8, low=1)
+  reuse_cache: str = options.choice('none', sampler.REUSE)
+  prefill_chunk: int = options.number(0, low=0, note='0 is the whole prompt')
+  parked_slots: int = options.number(0, low=0)
   prompt_buckets: tuple[int, ...] = options.sizes(
     (512, 1024, 2048), or_none=True
   )
@@ -137,6 +140,11 @@ class _Episode:
   failure: str = ''
   is_paused: bool = False
   steps: list[trajectory.Step] = dataclasses.field(default_factory=list)
+
+  @property
+  def conversation(self) -> tuple[int, ...]:
+    """Returns the streams of its requests, without the step."""
+    return (*self.batch.stream, self.task.index, self.member)
 
   def to_trajectory(self, task_type: str) -> trajectory.Trajectory:
     """Returns the recorded episode."""
@@ -328,11 +336,13 @@ class EpisodeRunner:
     stats, clock = self.stats, self.clock
     seconds = max(clock.total_secs, 1e-9)
     values = {
+      'prefill_tokens': stats.prefill_tokens,
+      'reused_tokens': stats.reused_tokens,
       'prefill_tokens_per_sec': stats.prefill_tokens / seconds,
       'decode_tokens_per_sec': stats.decode_tokens / seconds,
       'slot_occupancy': stats.decode_tokens / max(stats.slot_steps, 1),
-      'shared_prompt_share': stats.shared_tokens
-      / max(stats.shared_tokens + stats.prefill_tokens, 1),
+      'shared_prompt_share': stats.reused_tokens
+      / max(stats.reused_tokens + stats.prefill_tokens, 1),
       'prefill_padding_share': 1
       - stats.prefill_tokens / max(stats.padded_tokens, 1),
       'host_wait_share': stats.idle_secs / seconds,
@@ -486,7 +496,7 @@ class _Rollout:
     return observations
 
   def _end(self, env: int) -> None:
-    del self._running[env]
+    self._sampler.end_conversation(self._running.pop(env).conversation)
     self._free.append(env)
     self._on_finished(1)
 
@@ -504,13 +514,9 @@ class _Rollout:
         continue
       request = sampler.Request(
         prompt_ids=ids,
-        stream=(
-          *episode.batch.stream,
-          episode.task.index,
-          episode.member,
-          len(episode.steps),
-        ),
+        stream=(*episode.conversation, len(episode.steps)),
         sampling=episode.batch.sampling,
+        conversation=episode.conversation,
       )
       turn = functools.partial(
         trajectory.Step,

@@ -19,13 +19,13 @@ import concurrent.futures
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 import numpy as np
 
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax import sampler_types, sampling
+from gigpo_jax import prefix_cache, sampler_types, sampling
 from gigpo_jax.models import qwen
 from gigpo_jax.programs import sampler_cache, sampler_programs
 from gigpo_jax.runtime import compilation, distributed
@@ -33,37 +33,20 @@ from gigpo_jax.runtime import compilation, distributed
 # Maximum number of prompts that a copy of the model prefills at once. 8 prompts
 # fill an accelerator. On a CPU, activations of more than 4 exceed its caches.
 _PREFILL_ROWS, _DEFAULT_PREFILL_ROWS = {'cpu': 4}, 8
+# Tokens of a prompt that are prefilled together where later turns continue it.
+# With 8 prompts, they fill an accelerator.
+_CHUNK = 64
 # Platforms on which a conditional in a program makes the host wait for the
 # program. On these, the host selects a program without conditionals.
 _HOST_SELECTS = ('gpu',)
 
-WEIGHTS = sampler_programs.WEIGHTS
+WEIGHTS, REUSE = sampler_programs.WEIGHTS, prefix_cache.REUSE
 parameter_bytes = sampler_programs.parameter_bytes
 Request = sampler_types.Request
 Completion = sampler_types.Completion
+Entry = sampler_types.Entry
 Stats = sampler_types.Stats
 Sampling = sampling.Sampling
-
-
-@dataclasses.dataclass(eq=False)
-class _Entry:
-  """A request that waits or has a slot.
-
-  Attributes:
-    request_id: the caller's id of it; None for a request of another process.
-    request: the request.
-    limit: maximum number of tokens.
-    is_new: whether no step has decoded it yet.
-    outputs: ids, log-probs and sampled log-probs of each step so far.
-  """
-
-  request_id: int | None
-  request: Request
-  limit: int
-  is_new: bool = True
-  outputs: list[tuple[np.ndarray, ...]] = dataclasses.field(
-    default_factory=list
-  )
 
 
 @dataclasses.dataclass
@@ -77,7 +60,7 @@ class _Step:
   """
 
   outputs: tuple
-  entries: list[tuple[int, _Entry]]
+  entries: list[tuple[int, Entry]]
   start: float
 
 
@@ -114,6 +97,10 @@ class Sampler:
     tensor: devices that a copy of the model is sharded over; 0: the size of the
       mesh's axis `tensor`.
     truncates: whether requests may use top-k, top-p or min-p.
+    reuse: positions of the cache that later requests reuse, one of REUSE.
+    prefill_chunk: tokens of a prompt that are prefilled together. 0: all, or
+      64 if `reuse` is not none.
+    parked: rows, besides the slots, that hold conversations between turns.
     find_stop: for stop strings; a function of (ids of a completion so far,
       number of new ids) that returns the number of tokens to keep if the
       completion ends, else None.
@@ -138,6 +125,9 @@ class Sampler:
     weights: str = 'model',
     tensor: int = 0,
     truncates: bool = True,
+    reuse: str = 'none',
+    prefill_chunk: int = 0,
+    parked: int = 0,
     find_stop: Callable[[np.ndarray, int], int | None] | None = None,
   ):
     _check_sizes(config, prompt_buckets, batch_buckets, weights, vocab_size)
@@ -181,21 +171,30 @@ class Sampler:
       max_length=self._lengths[-1],
       conditionals=conditionals,
     )
+    self._reuse = reuse
+    self._chunk = prefill_chunk or (reuse != 'none') * _CHUNK
+    # The copies of the model share the parked rows.
+    self._parked = -(-parked // shards) * shards
     self._cache = sampler_cache.SlotCache(
       self._programs,
       mesh,
       num_slots=batch_buckets[-1],
+      num_parked=self._parked,
+      max_length=self._lengths[-1],
       prompt_buckets=self._prompt_buckets,
       batch_buckets=self._prefill_buckets,
+      reuse=reuse,
+      chunk=self._chunk,
     )
     self._num_submitted = 0
     self.stats = Stats()
     self.release()
 
   def _clear(self) -> None:
-    self._submitted: list[_Entry] = []
-    self._waiting: collections.deque[_Entry] = collections.deque()
-    self._slots: list[_Entry | None] = [None] * self._row_buckets[-1]
+    self._submitted: list[Entry] = []
+    self._ended: list[Hashable] = []
+    self._waiting: collections.deque[Entry] = collections.deque()
+    self._slots: list[Entry | None] = [None] * self._row_buckets[-1]
     self._cache.clear()
     self._in_flight: _Step | None = None
     self._last_return = time.monotonic()
@@ -281,7 +280,9 @@ class Sampler:
     prompt = np.zeros(self._prompt_buckets[-1], np.int32)
     with jax.set_mesh(self._mesh):
       self._cache.allocate(rows, length)
-      self._cache.fill(self._params, [(n, prompt) for n in range(batch)], [])
+      for n in range(batch):
+        self._cache.prefixes.place(prompt + n)
+      self._cache.fill(self._params, self._cache.prefixes.take_moves())
       inputs = _step_inputs([], rows)
       truncated = self._truncations[-1]
       outputs = self._cache.decode(self._params, *inputs, truncated)
@@ -292,10 +293,22 @@ class Sampler:
     """Returns the sizes of the cache, ascending."""
     return list(itertools.product(self._row_buckets, self._lengths))
 
+  def _prefills(self) -> list[tuple]:
+    """Returns the programs that prefill, ascending in size."""
+    rows = self._prefill_buckets
+    if self._chunk:
+      return [('extend', rows[-1], self._chunk)]
+    return list(itertools.product(['prefill'], rows, self._prompt_buckets))
+
   def _program_keys(self) -> list[tuple]:
-    prefills = itertools.product(self._prefill_buckets, self._prompt_buckets)
-    sizes, truncations = self._sizes(), self._truncations
-    return sampler_programs.keys(sizes, list(prefills), truncations)
+    sizes = self._sizes()
+    parked = [(self._parked, self._lengths[-1])] if self._parked else []
+    return sampler_programs.keys(
+      sizes,
+      self._prefills(),
+      self._truncations,
+      [size for size in parked if size not in sizes],
+    )
 
   def lowerings(
     self, params: dict, base: dict
@@ -310,13 +323,13 @@ class Sampler:
 
   def lower(self, params: dict, base: dict) -> dict[str, jax.stages.Lowered]:
     """Lowers the largest programs, by name; see `lowerings`."""
-    sizes = {
-      'prepare': (),
-      'prefill': (self._prefill_buckets[-1], self._prompt_buckets[-1]),
-      'decode': (*self._sizes()[-1], self._truncations[0]),
+    keys = {
+      'prepare': ('prepare',),
+      'prefill': self._prefills()[-1],
+      'decode': ('decode', *self._sizes()[-1], self._truncations[0]),
     }
     lowerings = self.lowerings(params, base)
-    return {name: lowerings[name, *size]() for name, size in sizes.items()}
+    return {name: lowerings[key]() for name, key in keys.items()}
 
   def generate(
     self, params: dict, requests: Sequence[Request], base: dict | None = None
@@ -371,8 +384,18 @@ class Sampler:
         'the sampler accepts them with truncates=True'
       )
     self._num_submitted += 1
-    self._submitted.append(_Entry(self._num_submitted, request, limit))
+    self._submitted.append(
+      Entry(self._num_submitted, request, limit, request.conversation)
+    )
     return self._num_submitted
+
+  def end_conversation(self, conversation: Hashable) -> None:
+    """Frees the slot of a conversation for other requests.
+
+    A request of the conversation that is not finished is still sampled.
+    """
+    if self._reuse != 'none':
+      self._ended.append(conversation)
 
   def step(self) -> list[tuple[int, Completion]]:
     """Dispatches a step; returns (id, completion) of finished requests.
@@ -394,17 +417,25 @@ class Sampler:
 
   def _enqueue(self, *, done: bool) -> bool:
     """Queues submitted requests; returns whether all processes are `done`."""
-    entries, self._submitted = self._submitted, []
-    if not self.is_shared:
-      self._waiting += entries
-      return done
-    gathered = distributed.all_gather_objects((entries, done))
-    for process, (submitted, _) in enumerate(gathered):
+    mine = self._submitted, self._ended, done
+    self._submitted, self._ended = [], []
+    gathered = [mine]
+    if self.is_shared:
+      gathered = distributed.all_gather_objects(mine)
+    for process, (submitted, ended, _) in enumerate(gathered):
       for entry in submitted:
-        if process != jax.process_index():
+        if self.is_shared and process != jax.process_index():
           entry.request_id = None
-        self._waiting.append(entry)
-    return all(done for _, done in gathered)
+      self._waiting += submitted
+      for conversation in ended:
+        self._end(conversation)
+    return all(done for *_, done in gathered)
+
+  def _end(self, conversation: Hashable) -> None:
+    self._cache.prefixes.forget(conversation)
+    for entry in self._waiting:
+      if entry.conversation == conversation:
+        entry.conversation = None
 
   def _record_idle_time(self) -> None:
     if self._in_flight and self._in_flight.outputs[-1].is_ready():
@@ -427,50 +458,43 @@ class Sampler:
     self._last_return = time.monotonic()
     return finished
 
-  def _admit(self) -> list[tuple[int, _Entry]]:
-    """Assigns free slots to waiting requests and fills in their prompts.
+  def _admit(self) -> list[tuple[int, Entry]]:
+    """Assigns slots to waiting requests and fills in their prompts.
 
     Returns:
       (slot, entry) of each slot in use.
     """
-    free = [n for n, entry in enumerate(self._slots) if entry is None]
-    new: list[tuple[int, _Entry]] = []
-    copies: list[tuple[int, int]] = []
-    while self._waiting and free:
-      entry = self._waiting.popleft()
-      prompt = entry.request.prompt_ids.tobytes()
-      source = self._cache.slot_of(prompt)
-      slot = source if source in free else free[0]
-      free.remove(slot)
-      self._slots[slot] = entry
-      if source is None:
-        new.append((slot, entry))
-      else:
-        self.stats.shared_tokens += len(entry.request.prompt_ids)
-        if slot != source:
-          copies.append((source, slot))
-      self._cache.set_prompt(slot, prompt)
+    prefixes, start = self._cache.prefixes, time.monotonic()
+    while self._waiting:
+      entry = self._waiting[0]
+      placed = prefixes.place(entry.request.prompt_ids, entry.conversation)
+      if placed is None:
+        break
+      slot, reused = placed
+      self._slots[slot] = self._waiting.popleft()
+      self.stats.reused_tokens += reused
     used = [(n, entry) for n, entry in enumerate(self._slots) if entry]
     if not used:
       return used
-    rows = used[-1][0] + 1
-    longest = max(len(entry.request.prompt_ids) for _, entry in used)
+    moves = prefixes.take_moves()
+    rows, longest = prefixes.needed(moves)
+    prompt = max(len(entry.request.prompt_ids) for _, entry in used)
     bucket = sampler_cache.bucket
-    length = bucket(self._lengths, longest + self._max_tokens)
-    is_used = [entry is not None for entry in self._slots]
-    self._cache.fit(bucket(self._row_buckets, rows), length, is_used)
-    start = time.monotonic()
-    prompts = [(slot, entry.request.prompt_ids) for slot, entry in new]
-    self.stats.prefill_tokens += sum(len(ids) for _, ids in prompts)
-    self.stats.padded_tokens += self._cache.fill(self._params, prompts, copies)
+    self._cache.fit(
+      bucket(self._row_buckets, rows),
+      bucket(self._lengths, max(longest, prompt + self._max_tokens)),
+    )
+    self.stats.prefill_tokens += sum(len(move.tokens) for move in moves)
+    self.stats.padded_tokens += self._cache.fill(self._params, moves)
     end = time.monotonic()
     if self._trace:
-      self.stats.spans += [(slot, 'prefill', start, end) for slot, _ in new]
+      prefilled = [move.row for move in moves if len(move.tokens)]
+      self.stats.spans += [(slot, 'prefill', start, end) for slot in prefilled]
     return used
 
   def _dispatch(
     self,
-    entries: list[tuple[int, _Entry]],
+    entries: list[tuple[int, Entry]],
     rows: int,
     truncated: bool | None,
   ) -> _Step:
@@ -506,35 +530,15 @@ class Sampler:
       entry.outputs.append(
         tuple(x[:count, slot] for x in (ids_KB, log_probs_KB, sampled_KB))
       )
-      completion = self._completion(entry, int(count), bool(active_B[slot]))
+      completion = entry.completion(
+        int(count), bool(active_B[slot]), self._stop_ids, self._find_stop
+      )
       if completion is not None:
         self._slots[slot] = None
+        self._cache.prefixes.finish(slot, completion.ids)
         if entry.request_id is not None:
           finished.append((entry.request_id, completion))
     return finished
-
-  def _completion(
-    self, entry: _Entry, count: int, active: bool
-  ) -> Completion | None:
-    """Returns the completion of an entry, or None if it is not finished.
-
-    Args:
-      entry: the request with its outputs so far.
-      count: number of new tokens.
-      active: whether it has no stop token and is below its limit.
-    """
-    keep = None
-    if self._find_stop is not None:
-      ids = np.concatenate([output[0] for output in entry.outputs])
-      keep = self._find_stop(ids, count)
-    if active and keep is None:
-      return None
-    ids, log_probs, sampled = (
-      np.concatenate(arrays)[:keep]
-      for arrays in zip(*entry.outputs, strict=True)
-    )
-    stopped = keep is not None or int(ids[-1]) in self._stop_ids
-    return Completion(ids, log_probs, sampled, 'stop' if stopped else 'length')
 
 
 def _check_sizes(
@@ -573,7 +577,7 @@ def _check_shards(batch_buckets: Sequence[int], shards: int) -> None:
 
 
 def _step_inputs(
-  entries: list[tuple[int, _Entry]], rows: int
+  entries: list[tuple[int, Entry]], rows: int
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns `sampler_programs` INTEGERS with the stream, and FLOATS, [B, X]."""
   num_integers = len(sampler_programs.INTEGERS)

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+from collections.abc import Callable, Hashable
 
 import numpy as np
 
@@ -22,12 +23,15 @@ class Request:
       member, step).
     sampling: options of sampling.
     max_tokens: maximum length of the completion; None: the sampler's maximum.
+    conversation: id of the conversation whose next turn this is; the slot keeps
+      its keys and values until `Sampler.end_conversation`. None: it has none.
   """
 
   prompt_ids: np.ndarray
   stream: tuple[int, int, int, int, int]
   sampling: Sampling = Sampling()
   max_tokens: int | None = None
+  conversation: Hashable | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +54,57 @@ class Completion:
   finish_reason: str
 
 
+@dataclasses.dataclass(eq=False)
+class Entry:
+  """A request that waits or has a slot.
+
+  Attributes:
+    request_id: the caller's id of it; None for a request of another process.
+    request: the request.
+    limit: maximum number of tokens.
+    conversation: id of its conversation, unless it has ended.
+    is_new: whether no step has decoded it yet.
+    outputs: ids, log-probs and sampled log-probs of each step so far.
+  """
+
+  request_id: int | None
+  request: Request
+  limit: int
+  conversation: Hashable | None
+  is_new: bool = True
+  outputs: list[tuple[np.ndarray, ...]] = dataclasses.field(
+    default_factory=list
+  )
+
+  def completion(
+    self,
+    count: int,
+    active: bool,
+    stop_ids: frozenset[int],
+    find_stop: Callable[[np.ndarray, int], int | None] | None,
+  ) -> Completion | None:
+    """Returns the completion, or None if it is not finished.
+
+    Args:
+      count: number of new tokens.
+      active: whether it has no stop token and is below its limit.
+      stop_ids: tokens that end a completion.
+      find_stop: see `sampler.Sampler`.
+    """
+    keep = None
+    if find_stop is not None:
+      ids = np.concatenate([output[0] for output in self.outputs])
+      keep = find_stop(ids, count)
+    if active and keep is None:
+      return None
+    ids, log_probs, sampled = (
+      np.concatenate(arrays)[:keep]
+      for arrays in zip(*self.outputs, strict=True)
+    )
+    stopped = keep is not None or int(ids[-1]) in stop_ids
+    return Completion(ids, log_probs, sampled, 'stop' if stopped else 'length')
+
+
 @dataclasses.dataclass
 class Stats:
   """Counters of a sampler since the last `take_stats`.
@@ -57,7 +112,7 @@ class Stats:
   Attributes:
     prefill_tokens: prompt tokens prefilled, without padding.
     padded_tokens: prompt tokens prefilled, with padding.
-    shared_tokens: prompt tokens that needed no prefill because a slot already
+    reused_tokens: prompt tokens that needed no prefill because a row already
       held their keys and values.
     decode_tokens: tokens sampled.
     slot_steps: decoding steps of one token, summed over all slots, including
@@ -70,7 +125,7 @@ class Stats:
 
   prefill_tokens: int = 0
   padded_tokens: int = 0
-  shared_tokens: int = 0
+  reused_tokens: int = 0
   decode_tokens: int = 0
   slot_steps: int = 0
   idle_secs: float = 0.0

@@ -128,14 +128,15 @@ def test_int8_keys_and_values_are_rounded_by_half_a_step():
 @pytest.mark.parametrize('cache', kv_cache.TYPES)
 def test_heads_are_written_one_by_one(cache):
   _, stack = _inputs(size=16, length=8, cache=cache)
-  token = jax.random.normal(jax.random.key(3), (2, 3, 1, 2, 16))
-  args = (stack, jnp.int32(1), jnp.array([[2], [7], [9]]), *token)
+  tokens = jax.random.normal(jax.random.key(3), (2, 3, 2, 2, 16))
+  slots = jnp.array([[2, 3], [7, 8], [9, 10]])
+  args = (stack, jnp.int32(1), slots, *tokens)
   written = kv_cache.write(*args)
   by_head = kv_cache.write(*args, by_head=True)
   jax.tree.map(np.testing.assert_array_equal, by_head, written)
   changed = np.argwhere(np.asarray(written['k'] != stack['k']).any((2, 3)))
-  # (layer, row, slot); the third row's slot does not exist.
-  np.testing.assert_array_equal(changed, [[1, 0, 2], [1, 1, 7]])
+  # (layer, row, slot); slots from 8 on do not exist.
+  np.testing.assert_array_equal(changed, [[1, 0, 2], [1, 0, 3], [1, 1, 7]])
 
 
 def _sampler(mesh=None, **options) -> sampler.Sampler:

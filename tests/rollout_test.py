@@ -46,6 +46,9 @@ class ScriptedSampler:
   def finish(self):
     assert not self.busy
 
+  def end_conversation(self, conversation):
+    del conversation
+
   def take_stats(self):
     return sampler.Stats()
 

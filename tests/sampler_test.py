@@ -392,7 +392,7 @@ def test_identical_prompts_share_one_prefill(params):
   assert engine.stats.prefill_tokens == sum(
     len(request.prompt_ids) for request in (first, second)
   )
-  assert engine.stats.shared_tokens == 5 * len(first.prompt_ids)
+  assert engine.stats.reused_tokens == 5 * len(first.prompt_ids)
   for request, completion in zip(copies, completions[2:], strict=True):
     (alone,) = engine.generate(params, [request])
     np.testing.assert_array_equal(alone.ids, completion.ids)

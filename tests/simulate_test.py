@@ -183,7 +183,7 @@ def test_counters_are_those_of_a_real_rollout(benchmarks):
   with virtual.installed(virtual.Clock(), virtual.Costs(), prefill_rows=4):
     actual = play(virtual.make_sampler(**_SIZES), {})
   assert actual == expected
-  assert 0 < expected.shared_tokens
+  assert 0 < expected.reused_tokens
   assert expected.decode_tokens < expected.slot_steps
 
 

@@ -44,6 +44,9 @@ class RandomWalk:
   def finish(self):
     assert not self.busy
 
+  def end_conversation(self, conversation):
+    del conversation
+
   def take_stats(self):
     return sampler.Stats()
 

@@ -1,4 +1,4 @@
-"""Causal attention within a sequence, and of one query over a cache.
+"""Causal attention within a sequence, and of queries over a cache.
 
 A sequence may hold several texts, and texts may branch: a prompt with several
 completions, each of which attends to the prompt and to itself. `Segments` says
@@ -97,42 +97,44 @@ def self_attention(
 
 
 def cached_attention(
-  q_B1HE: jax.Array,
+  q_BLHE: jax.Array,
   k_BKES: jax.Array,
   v_BKSE: jax.Array,
-  seen_BS: jax.Array,
+  seen_BLS: jax.Array,
   scales_BKS: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-  """Returns attention of one query per row over a cache, [B, 1, H, E].
+  """Returns attention of L queries per row over a cache, [B, L, H, E].
 
   Args:
-    q_B1HE: queries.
+    q_BLHE: queries.
     k_BKES: cached keys.
     v_BKSE: cached values.
-    seen_BS: whether the query attends to each slot.
+    seen_BLS: whether each query attends to each slot.
     scales_BKS: scales of int8 keys and values; None: they have the queries'
       type.
   """
-  b, _, h, e = q_B1HE.shape
-  k, dtype = k_BKES.shape[1], q_B1HE.dtype
-  scores_BKQS = jnp.einsum(
-    'BKQE,BKES->BKQS',
-    q_B1HE.reshape(b, k, h // k, e),
+  b, length, h, e = q_BLHE.shape
+  k, dtype = k_BKES.shape[1], q_BLHE.dtype
+  q_BKQLE = q_BLHE.reshape(b, length, k, h // k, e).transpose(0, 2, 3, 1, 4)
+  scores_BKQLS = jnp.einsum(
+    'BKQLE,BKES->BKQLS',
+    q_BKQLE,
     k_BKES.astype(dtype),
     preferred_element_type=jnp.float32,
   )
   if scales_BKS is not None:
-    scores_BKQS *= scales_BKS[0][:, :, None]
-  weights_BKQS, total = _weigh(scores_BKQS, seen_BS[:, None, None], e**-0.5)
+    scores_BKQLS *= scales_BKS[0][:, :, None, None]
+  weights_BKQLS, total = _weigh(scores_BKQLS, seen_BLS[:, None, None], e**-0.5)
   if scales_BKS is not None:
-    weights_BKQS *= scales_BKS[1][:, :, None]
-  out_BKQE = jnp.einsum(
-    'BKQS,BKSE->BKQE',
-    weights_BKQS.astype(dtype),
+    weights_BKQLS *= scales_BKS[1][:, :, None, None]
+  out_BKQLE = jnp.einsum(
+    'BKQLS,BKSE->BKQLE',
+    weights_BKQLS.astype(dtype),
     v_BKSE.astype(dtype),
     preferred_element_type=jnp.float32,
   )
-  return (out_BKQE / total).astype(dtype).reshape(b, 1, h, e)
+  out_BKQLE = (out_BKQLE / total).astype(dtype)
+  return out_BKQLE.transpose(0, 3, 1, 2, 4).reshape(b, length, h, e)
 
 
 def _weigh(

@@ -53,29 +53,30 @@ def reads_heads(implementation: str) -> bool:
 
 
 def attend(
-  q_B1HE: jax.Array,
+  q_BLHE: jax.Array,
   stack: dict[str, jax.Array],
   layer: jax.Array,
-  positions_B1: jax.Array,
+  positions_BL: jax.Array,
   *,
   implementation: str = 'xla',
   interpret: bool = False,
 ) -> jax.Array:
-  """Returns attention of one query per row over a cache, [B, 1, H, E].
+  """Returns attention of L queries per row over a cache, [B, L, H, E].
 
   Args:
-    q_B1HE: queries.
+    q_BLHE: queries.
     stack: keys and values of several layers; see `kv_cache`.
     layer: index of the layer in the stack.
-    positions_B1: position of each query; it attends to the slots up to it.
-    implementation: one of IMPLEMENTATIONS.
+    positions_BL: position of each query; it attends to the slots up to it.
+    implementation: one of IMPLEMENTATIONS; kernels are for one query per row,
+      more queries use xla.
     interpret: whether to interpret the GPU kernel, which needs no GPU.
   """
-  if implementation == 'xla':
-    seen_BS = jnp.arange(stack['k'].shape[-1]) <= positions_B1
+  if implementation == 'xla' or q_BLHE.shape[1] > 1:
+    seen_BLS = jnp.arange(stack['k'].shape[-1]) <= positions_BL[..., None]
     scales = [stack[name][layer] for name in _SCALES if name in stack]
     return attention.cached_attention(
-      q_B1HE, stack['k'][layer], stack['v'][layer], seen_BS, scales or None
+      q_BLHE, stack['k'][layer], stack['v'][layer], seen_BLS, scales or None
     )
   kernel = {
     'triton': functools.partial(_by_triton, interpret=interpret),
@@ -86,7 +87,7 @@ def attend(
   arrays = [stack[name] for name in ('k', 'v', *_SCALES) if name in stack]
   axes = (heads, (), (mesh.BATCH,), *[cache] * len(arrays))
   return mesh.shard_map(kernel, axes, heads)(
-    q_B1HE, layer, positions_B1[:, 0], *arrays
+    q_BLHE, layer, positions_BL[:, 0], *arrays
   )
 
 

@@ -1,7 +1,8 @@
 """The key/value cache of a network: rows of slots, one slot per position.
 
-Shapes: **B** rows, **S** slots of a row, **P** prompt tokens, **K** key/value
-heads, **E** head size, **N** layers of a stack.
+Shapes: **B** rows, **S** slots of a row, **P** prompt tokens, **L** new tokens
+of a row, **T** = B L, **K** key/value heads, **E** head size, **N** layers of a
+stack.
 """
 
 import functools
@@ -69,47 +70,47 @@ def _quantize(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
 def write(
   stack: dict,
   layer: jax.Array,
-  positions_B1: jax.Array,
-  k_B1KE: jax.Array,
-  v_B1KE: jax.Array,
+  positions_BL: jax.Array,
+  k_BLKE: jax.Array,
+  v_BLKE: jax.Array,
   *,
   by_head: bool = False,
 ) -> dict[str, jax.Array]:
-  """Returns a stack with one token of each row written into a layer.
+  """Returns a stack with L tokens of each row written into a layer.
 
   Args:
     stack: keys and values of several layers.
     layer: index of the layer in the stack.
-    positions_B1: slot to write in each row.
-    k_B1KE: keys of the tokens.
-    v_B1KE: values of the tokens.
+    positions_BL: slots to write in each row; slots past the end are dropped.
+    k_BLKE: keys of the tokens.
+    v_BLKE: values of the tokens.
     by_head: whether the heads are written one by one. A TPU does this in place
       if each head's slots are adjacent in memory.
   """
-  arrays = {'k': k_B1KE[:, 0], 'v': v_B1KE[:, 0]}
+  arrays = {'k': k_BLKE, 'v': v_BLKE}
   if 'k_scale' in stack:
     arrays = _quantize(arrays)
-  token, slots_B = (mesh.BATCH, mesh.RULES['kv_heads']), positions_B1[:, 0]
-  cache, written = (None, *token), {}
+  tokens = (mesh.BATCH, None, mesh.RULES['kv_heads'])
+  cache, written = (None, mesh.BATCH, mesh.RULES['kv_heads']), {}
   for name, x in arrays.items():
-    put = functools.partial(_put_token, _SLOTS[name], by_head)
+    put = functools.partial(_put_tokens, _SLOTS[name], by_head)
     if by_head:
-      put = mesh.shard_map(put, (cache, (), token[:1], token), cache)
-    written[name] = put(stack[name], layer, slots_B, x)
+      put = mesh.shard_map(put, (cache, (), tokens[:1], tokens), cache)
+    written[name] = put(stack[name], layer, positions_BL, x)
   return written
 
 
-def _put_token(
+def _put_tokens(
   dimension: int,
   by_head: bool,
   cache: jax.Array,
   layer: jax.Array,
-  slots_B: jax.Array,
-  token_BK: jax.Array,
+  slots_BL: jax.Array,
+  tokens_BLK: jax.Array,
 ) -> jax.Array:
-  """Writes one token of each row into an array of the cache.
+  """Writes L tokens of each row into an array of the cache.
 
-  Each row writes at its own position. XLA does this scatter in place; a slice
+  Each row writes at its own positions. XLA does this scatter in place; a slice
   update at a traced layer would copy the cache.
 
   Args:
@@ -117,17 +118,20 @@ def _put_token(
     by_head: see `write`.
     cache: array of the cache.
     layer: see `write`.
-    slots_B: slot to write in each row.
-    token_BK: the new values, [B, K] or [B, K, E].
+    slots_BL: slots to write in each row.
+    tokens_BLK: the new values, [B, L, K] or [B, L, K, E].
   """
-  rows_B, each = jnp.arange(slots_B.shape[0]), slice(None)
+  # All tokens of all rows, in one list.
+  slots_T, each = slots_BL.reshape(-1), slice(None)
+  tokens_TK = tokens_BLK.reshape(-1, *tokens_BLK.shape[2:])
+  rows_T = jnp.arange(slots_T.shape[0]) // slots_BL.shape[1]
   if not by_head:
-    where = (layer, rows_B, *[each] * (dimension - 2), slots_B)
+    where = (layer, rows_T, *[each] * (dimension - 2), slots_T)
   else:
-    heads = jnp.arange(token_BK.shape[1])
+    heads = jnp.arange(tokens_TK.shape[1])
     between = [each] * (dimension - 3)
-    where = (layer, rows_B[:, None], heads, *between, slots_B[:, None])
-  return cache.at[where].set(token_BK)
+    where = (layer, rows_T[:, None], heads, *between, slots_T[:, None])
+  return cache.at[where].set(tokens_TK)
 
 
 def resize(cache: Cache, num_rows: int, length: int) -> Cache:

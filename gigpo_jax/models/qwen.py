@@ -547,6 +547,43 @@ def prefill(
   return tuple(cache)
 
 
+def extend(
+  config: QwenConfig,
+  params: dict,
+  cache: kv_cache.Cache,
+  tokens_BL: jax.Array,
+  positions_BL: jax.Array,
+) -> kv_cache.Cache:
+  """Prefills L tokens of each row at an offset; returns the cache.
+
+  Each token attends to the cache up to its own position.
+
+  Args:
+    config: shape of the network.
+    params: parameters of the network; see `parameters.unstack_layers`.
+    cache: keys and values of the earlier positions.
+    tokens_BL: the tokens at each row's positions.
+    positions_BL: positions of these tokens in their row; positions past the end
+      of the cache are dropped.
+  """
+  return _cached_layers(config, params, cache, tokens_BL, positions_BL)[1]
+
+
+def _cached_layers(
+  config: QwenConfig,
+  params: dict,
+  cache: kv_cache.Cache,
+  tokens_BL: jax.Array,
+  positions_BL: jax.Array,
+) -> tuple[jax.Array, kv_cache.Cache]:
+  """Applies the layers over a cache; returns (output [B, L, D], cache)."""
+  x_BLD, stacks = _embed(config, params, tokens_BL), []
+  for layers, stack in zip(params['layers'], cache, strict=True):
+    x_BLD, stack, _ = _layers(config, layers, x_BLD, positions_BL, cache=stack)
+    stacks.append(stack)
+  return x_BLD, tuple(stacks)
+
+
 def decode(
   config: QwenConfig,
   params: dict,
@@ -563,12 +600,8 @@ def decode(
     tokens_B: the token at each row's position.
     positions_B: position of that token in its row.
   """
-  x_B1D = _embed(config, params, tokens_B[:, None])
-  stacks = []
-  for layers, stack in zip(params['layers'], cache, strict=True):
-    x_B1D, stack, _ = _layers(
-      config, layers, x_B1D, positions_B[:, None], cache=stack
-    )
-    stacks.append(stack)
+  x_B1D, cache = _cached_layers(
+    config, params, cache, tokens_B[:, None], positions_B[:, None]
+  )
   x_BD = _rms_norm(x_B1D[:, 0], params['norm'], config.rms_norm_eps)
-  return logits(config, params, x_BD), tuple(stacks)
+  return logits(config, params, x_BD), cache

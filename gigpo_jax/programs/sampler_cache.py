@@ -1,7 +1,7 @@
-"""The key/value cache of a sampler: its size, and the prompts that it holds.
+"""The key/value cache of a sampler on the devices: its size and its moves.
 
-A row of the cache is a slot. A slot keeps its prompt after its request has
-finished, so that later requests with the same prompt need no prefill.
+A row of the cache is a slot. `prefix_cache` knows which tokens the rows hold
+and decides which row a request gets; this module moves and prefills them.
 """
 
 import collections
@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from gigpo_jax import mesh as mesh_lib
+from gigpo_jax import prefix_cache
 from gigpo_jax.programs import sampler_programs
 
 # Consecutive steps with an oversized cache after which it shrinks.
@@ -24,11 +25,16 @@ class SlotCache:
     programs: the sampler's programs.
     mesh: the devices that sample.
     num_slots: largest number of slots.
+    num_parked: rows that hold conversations but are not decoded.
+    max_length: positions of the longest slot.
     prompt_buckets: ascending lengths that prompts are padded to.
     batch_buckets: ascending numbers of prompts that are prefilled together; the
       last is the number of rows that move together.
+    reuse: one of `prefix_cache.REUSE`.
+    chunk: tokens of a prompt that are prefilled together; 0: all.
 
   Attributes:
+    prefixes: the tokens that the rows hold.
     slots: keys, values and state of the slots; None: not allocated.
     rows: allocated slots.
     length: allocated positions of a slot.
@@ -40,89 +46,132 @@ class SlotCache:
     mesh: jax.sharding.Mesh,
     *,
     num_slots: int,
+    num_parked: int,
+    max_length: int,
     prompt_buckets: tuple[int, ...],
     batch_buckets: tuple[int, ...],
+    reuse: str,
+    chunk: int,
   ):
     self._programs, self._mesh = programs, mesh
     self._num_slots = num_slots
+    self._parked_size = num_parked, max_length
     self._prompt_buckets = prompt_buckets
     self._batch_buckets = batch_buckets
+    self._chunk = chunk
+    self.prefixes = prefix_cache.PrefixCache(
+      num_slots, num_parked, max_length, reuse
+    )
     self.clear()
     self.release()
 
   def clear(self) -> None:
-    """Forgets the prompts."""
-    # The prompt whose keys and values each slot holds, and the inverse map.
-    self._prompts: list[bytes | None] = [None] * self._num_slots
-    self._slot_of_prompt: dict[bytes, int] = {}
+    """Forgets all tokens."""
+    self.prefixes.clear()
     self._oversized_steps = 0
 
   def release(self) -> None:
     """Frees the memory."""
     self.slots: sampler_programs.Slots | None = None
+    self._parked: sampler_programs.Slots | None = None
 
-  def slot_of(self, prompt: bytes) -> int | None:
-    """Returns a slot that holds a prompt, or None."""
-    return self._slot_of_prompt.get(prompt)
-
-  def set_prompt(self, slot: int, prompt: bytes | None) -> None:
-    """Records the prompt whose keys and values a slot holds."""
-    old = self._prompts[slot]
-    if old is not None and self._slot_of_prompt.get(old) == slot:
-      del self._slot_of_prompt[old]
-    self._prompts[slot] = prompt
-    if prompt is not None:
-      self._slot_of_prompt.setdefault(prompt, slot)
-
-  def fill(
-    self,
-    params: dict,
-    prompts: list[tuple[int, np.ndarray]],
-    copies: list[tuple[int, int]],
-  ) -> int:
-    """Prefills prompts, then copies slots; returns the tokens with padding.
+  def fill(self, params: dict, moves: list[prefix_cache.Move]) -> int:
+    """Executes moves; returns the number of prefilled tokens with padding.
 
     Args:
       params: prepared parameters.
-      prompts: (slot, prompt) to prefill.
-      copies: (source slot, slot) of equal prompts.
+      moves: see `PrefixCache.take_moves`.
     """
+    levels = collections.defaultdict(list)
+    for move in moves:
+      levels[move.level].append(move)
     padded_tokens = 0
-    for batch, size in self._prefill_batches(prompts):
-      padded_tokens += self._prefill_prompts(params, batch, size)
-    self._copy(copies)
+    for _, level in sorted(levels.items()):
+      copies = [move for move in level if not len(move.tokens)]
+      prefills = [move for move in level if len(move.tokens)]
+      if self._chunk:
+        padded_tokens += self._prefill_chunks(params, prefills)
+      else:
+        for batch, size in self._prefill_batches(prefills):
+          padded_tokens += self._prefill_prompts(params, batch, size)
+      self._copy_rows(copies)
     return padded_tokens
 
-  def _copy(
-    self,
-    pairs: list[tuple[int, int]],
-    source: sampler_programs.Slots | None = None,
-  ) -> None:
-    """Copies rows.
+  def _copy_rows(self, moves: list[prefix_cache.Move]) -> None:
+    for batch in self._row_batches(moves):
+      self._put(self._take(batch), batch)
 
-    Args:
-      pairs: (row of the source, slot).
-      source: other slots to copy from; None: the slots themselves.
-    """
+  def _prefill_chunks(
+    self, params: dict, moves: list[prefix_cache.Move]
+  ) -> int:
+    """Prefills tokens at an offset; returns their number with padding."""
+    padded_tokens, size = 0, self._chunk
+    # Moves of a batch have similar numbers of chunks.
+    ordered = sorted(moves, key=lambda move: -len(move.tokens))
+    for batch in self._row_batches(ordered):
+      rows = self._take(batch)
+      for first in range(0, len(batch[0].tokens), size):
+        tokens = np.zeros((self._batch_buckets[-1], size), np.int32)
+        # Positions past the end of a row are not written.
+        starts = np.full(len(tokens), self._parked_size[1], np.int32)
+        for n, move in enumerate(batch):
+          chunk = move.tokens[first : first + size]
+          if len(chunk):
+            tokens[n, : len(chunk)], starts[n] = chunk, move.start + first
+        rows = self._programs.extend(
+          params, rows, self._place(tokens), self._place(starts)
+        )
+        padded_tokens += tokens.size
+      self._put(rows, batch)
+    return padded_tokens
+
+  def _row_batches(
+    self, moves: list[prefix_cache.Move]
+  ) -> Iterator[list[prefix_cache.Move]]:
+    """Yields moves in batches whose rows move together, in their order."""
+    groups = collections.defaultdict(list)
+    for move in moves:
+      is_parked = (move.source or 0) >= self._num_slots
+      groups[is_parked, move.row >= self._num_slots].append(move)
     size = self._batch_buckets[-1]
-    for start in range(0, len(pairs), size):
-      batch = pairs[start : start + size]
-      # Padding copies to slots that do not exist.
-      batch = batch + [(0, self.rows)] * (size - len(batch))
-      rows, slots = (
-        self._place(np.array(column, np.int32))
-        for column in zip(*batch, strict=True)
-      )
-      moved = self._programs.take(source or self.slots, rows)
-      self.slots = self._programs.put(self.slots, moved, slots)
+    for group in groups.values():
+      for start in range(0, len(group), size):
+        yield group[start : start + size]
+
+  def _take(self, moves: list[prefix_cache.Move]) -> sampler_programs.Slots:
+    """Returns copies of the sources; moves without a source get any row."""
+    first = self._num_slots
+    sources = [move.source or 0 for move in moves]
+    is_parked = sources[0] >= first
+    return self._programs.take(
+      self._parked if is_parked else self.slots,
+      self._indices([n - first * is_parked for n in sources], 0),
+    )
+
+  def _put(
+    self, rows: sampler_programs.Slots, moves: list[prefix_cache.Move]
+  ) -> None:
+    """Writes rows to the rows of moves."""
+    first, targets = self._num_slots, [move.row for move in moves]
+    if targets[0] < first:
+      indices = self._indices(targets, self.rows)
+      self.slots = self._programs.put(self.slots, rows, indices)
+      return
+    indices = self._indices([n - first for n in targets], self._parked_size[0])
+    self._parked = self._programs.put(self._parked, rows, indices)
+
+  def _indices(self, rows: list[int], padding: int) -> jax.Array:
+    indices = np.full(self._batch_buckets[-1], padding, np.int32)
+    indices[: len(rows)] = rows
+    return self._place(indices)
 
   def _prefill_batches(
-    self, prompts: list[tuple[int, np.ndarray]]
-  ) -> Iterator[tuple[list[tuple[int, np.ndarray]], int]]:
+    self, moves: list[prefix_cache.Move]
+  ) -> Iterator[tuple[list[prefix_cache.Move], int]]:
     """Yields prompts to prefill together, and their bucket."""
     by_length = collections.defaultdict(list)
-    for slot, ids in prompts:
-      by_length[bucket(self._prompt_buckets, len(ids))].append((slot, ids))
+    for move in moves:
+      by_length[bucket(self._prompt_buckets, len(move.tokens))].append(move)
     for length, group in sorted(by_length.items()):
       for batch in self._batches(group):
         yield batch, length
@@ -138,16 +187,15 @@ class SlotCache:
       items = items[size:]
 
   def _prefill_prompts(
-    self, params: dict, batch: list[tuple[int, np.ndarray]], length: int
+    self, params: dict, batch: list[prefix_cache.Move], length: int
   ) -> int:
+    """Prefills whole prompts; returns their number of tokens with padding."""
     tokens = np.zeros(
       (bucket(self._batch_buckets, len(batch)), length), np.int32
     )
-    slots = np.full(self._batch_buckets[-1], self.rows, np.int32)
-    for n, (slot, ids) in enumerate(batch):
-      tokens[n, : len(ids)], slots[n] = ids, slot
-    rows = self._programs.prefill(params, self._place(tokens))
-    self.slots = self._programs.put(self.slots, rows, self._place(slots))
+    for n, move in enumerate(batch):
+      tokens[n, : len(move.tokens)] = move.tokens
+    self._put(self._programs.prefill(params, self._place(tokens)), batch)
     return tokens.size
 
   def decode(
@@ -179,16 +227,17 @@ class SlotCache:
 
   def allocate(self, rows: int, length: int) -> None:
     """Replaces the slots by empty slots of another size."""
+    if self._parked is None and self._parked_size[0]:
+      self._parked = self._programs.new_slots(*self._parked_size)
     self.rows, self.length = rows, length
     self.slots = self._programs.new_slots(rows, length)
 
-  def fit(self, rows: int, length: int, is_used: Sequence[bool]) -> None:
+  def fit(self, rows: int, length: int) -> None:
     """Grows the cache to a size, or shrinks it after `_SHRINK_AFTER` steps.
 
     Args:
-      rows: rows that are needed.
-      length: slots of a row that are needed.
-      is_used: whether each row belongs to a request in progress.
+      rows: slots that are needed.
+      length: positions of a slot that are needed.
     """
     if self.slots is None:
       self.allocate(rows, length)
@@ -203,15 +252,15 @@ class SlotCache:
     else:
       rows, length = max(rows, self.rows), max(length, self.length)
     self._oversized_steps = 0
-    for slot, prompt in enumerate(self._prompts):
-      # A token of a prompt has 4 bytes.
-      is_lost = slot >= rows or (prompt and len(prompt) // 4 > length)
-      if is_lost and not is_used[slot]:
-        self.set_prompt(slot, None)
-    old, old_rows = self.slots, self.rows
+    held = [n for n in self.prefixes.drop(rows, length) if n < self.rows]
+    old = self.slots
     self.allocate(rows, length)
-    held = [n for n, prompt in enumerate(self._prompts[:old_rows]) if prompt]
-    self._copy([(n, n) for n in held], old)
+    size = self._batch_buckets[-1]
+    for start in range(0, len(held), size):
+      batch = held[start : start + size]
+      moved = self._programs.take(old, self._indices(batch, 0))
+      indices = self._indices(batch, self.rows)
+      self.slots = self._programs.put(self.slots, moved, indices)
 
 
 def bucket(sizes: Sequence[int], needed: int) -> int:

@@ -1,7 +1,7 @@
 """The compiled programs of a sampler.
 
-Shapes: **B** slots, **R** rows that move together, **P** prompt tokens, **K**
-tokens decoded in a step, **V** vocabulary.
+Shapes: **B** slots, **R** rows that move together, **P** prompt tokens, **L**
+tokens of a chunk, **K** tokens decoded in a step, **V** vocabulary.
 """
 
 import concurrent.futures
@@ -137,6 +137,9 @@ class Programs:
     self._prefill = self._jit(
       functools.partial(_prefill, config, self._row_size)
     )
+    self._extend = self._jit(
+      functools.partial(_extend, config), donate_argnums=1
+    )
     self._take = self._jit(functools.partial(_take, self._row_size))
     self._put = self._jit(_put, donate_argnums=0)
     self._decode = {
@@ -178,6 +181,25 @@ class Programs:
     """Prefills prompts; returns rows to `put`, of which the first are used."""
     key = ('prefill', *tokens_RP.shape)
     return self._run(key, self._prefill, params, tokens_RP)
+
+  def extend(
+    self,
+    params: dict,
+    rows: Slots,
+    tokens_RL: jax.Array,
+    starts_R: jax.Array,
+  ) -> Slots:
+    """Prefills tokens of taken rows at an offset; donates the rows.
+
+    Args:
+      params: prepared parameters.
+      rows: the rows, with keys and values of all earlier positions.
+      tokens_RL: the tokens; padding follows them.
+      starts_R: position of the first token; the length of the rows if a row has
+        no tokens.
+    """
+    key = ('extend', *tokens_RL.shape)
+    return self._run(key, self._extend, params, rows, tokens_RL, starts_R)
 
   def take(self, slots: Slots, indices: jax.Array) -> Slots:
     """Returns a copy of some rows."""
@@ -256,9 +278,9 @@ class Programs:
 
     Args:
       prepared: shapes and shardings of the prepared parameters.
-      name: 'new', 'prefill', 'take', 'put' or 'decode'.
+      name: 'new', 'prefill', 'extend', 'take', 'put' or 'decode'.
       rows: slots, or prompts of a prefill.
-      length: length of a slot or of the prompts.
+      length: length of a slot, of the prompts or of a chunk.
       *static: `truncated` of 'decode'.
     """
     sharding = mesh_lib.batch_sharding(self._mesh)
@@ -277,6 +299,10 @@ class Programs:
         return self._new(rows, length).lower()
       if name == 'prefill':
         return self._prefill.lower(prepared, array(rows, length))
+      if name == 'extend':
+        taken = shapes(*self._row_size)
+        chunk = array(rows, length), array(rows)
+        return self._extend.lower(prepared, taken, *chunk)
       if name == 'take':
         return self._take.lower(shapes(rows, length), indices)
       if name == 'put':
@@ -293,15 +319,17 @@ class Programs:
 
 def keys(
   sizes: Sequence[tuple[int, int]],
-  prefill_sizes: Sequence[tuple[int, int]],
+  prefills: Sequence[tuple],
   truncations: Sequence[bool | None],
+  parked: Sequence[tuple[int, int]] = (),
 ) -> list[tuple]:
   """Returns (name, sizes) of all programs but `prepare`, the slowest first.
 
   Args:
     sizes: rows and length of each cache.
-    prefill_sizes: rows and length of the prompts of each prefill.
+    prefills: 'prefill' or 'extend', rows and tokens of each prefill.
     truncations: `truncated` of each program of a step.
+    parked: rows and length of caches that are not decoded.
   """
   return [
     *(
@@ -309,8 +337,12 @@ def keys(
       for size in sizes
       for truncated in truncations
     ),
-    *(('prefill', *size) for size in prefill_sizes),
-    *((name, *size) for name in ('put', 'take', 'new') for size in sizes),
+    *prefills,
+    *(
+      (name, *size)
+      for name in ('put', 'take', 'new')
+      for size in (*sizes, *parked)
+    ),
   ]
 
 
@@ -398,6 +430,18 @@ def _prefill(
   cache = qwen.prefill(config, params, tokens_RP)
   state_RX = jnp.zeros((tokens_RP.shape[0], len(STATE)), jnp.int32)
   return _resize((cache, state_RX), *row_size)
+
+
+def _extend(
+  config: qwen.QwenConfig,
+  params: dict,
+  rows: Slots,
+  tokens_RL: jax.Array,
+  starts_R: jax.Array,
+) -> Slots:
+  cache, state_RX = rows
+  positions_RL = starts_R[:, None] + jnp.arange(tokens_RL.shape[1])
+  return qwen.extend(config, params, cache, tokens_RL, positions_RL), state_RX
 
 
 def _take(

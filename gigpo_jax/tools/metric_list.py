@@ -401,6 +401,12 @@ SECTIONS = (
     'Speed and scheduling of the last rollout, in the main process.',
     ('rollout/',),
     (
+      Metric('prefill_tokens', 'tokens', 'prompt tokens prefilled'),
+      Metric(
+        'reused_tokens',
+        'tokens',
+        'prompt tokens whose keys and values were in the cache',
+      ),
       Metric('prefill_tokens_per_sec', 'tokens/s', 'prefill speed'),
       Metric('decode_tokens_per_sec', 'tokens/s', 'decode speed'),
       Metric(

@@ -1,0 +1,257 @@
+"""Which tokens each row of the key/value cache holds, and which row is next.
+
+A request reuses the longest prefix of its prompt that any row holds, and only
+the rest is prefilled. After a request of a conversation, its row keeps the keys
+and values for the next turn. If other requests need the row, they are moved to
+a parked row, which is not decoded, or lost. Plain NumPy on the host: the arrays
+on the devices belong to `sampler_cache`, which executes the moves.
+
+Which positions are reused decides whether samples depend on reuse. Keys and
+values are equal bit for bit if the same program prefilled them. A decoding step
+computes other products, which differ in the last bit, so REUSE has a form
+without the positions that decoding wrote.
+
+Shapes: **N** rows, **S** positions of a row.
+"""
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+# Positions that later requests reuse. none: of identical prompts. prompts:
+# of prompts, as far as their tokens agree. all: also of completions.
+REUSE = ('none', 'prompts', 'all')
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+  """A row to write: positions of another row, then prefilled tokens.
+
+  Attributes:
+    row: the row to write.
+    source: the row to copy first; None: nothing is copied.
+    start: position of the first token.
+    tokens: tokens to prefill, possibly none.
+    level: a move needs all moves of lower levels and none of its own level.
+  """
+
+  row: int
+  source: int | None
+  start: int
+  tokens: np.ndarray
+  level: int
+
+
+class PrefixCache:
+  """The tokens of each row; chooses rows for requests.
+
+  Rows from `num_slots` on are parked: they hold keys and values only.
+
+  Args:
+    num_slots: number of rows that are decoded.
+    num_parked: number of other rows.
+    length: S, positions of a row.
+    reuse: one of REUSE.
+  """
+
+  def __init__(self, num_slots: int, num_parked: int, length: int, reuse: str):
+    self._num_slots, self._reuse = num_slots, reuse
+    self._tokens_NS = np.zeros((num_slots + num_parked, length), np.int32)
+    self.clear()
+
+  def clear(self) -> None:
+    """Forgets all tokens and conversations."""
+    count = len(self._tokens_NS)
+    # Number of tokens of each row whose keys and values may be reused; -1: the
+    # row is empty.
+    self._valid_N = np.full(count, -1)
+    self._running_N = np.zeros(count, bool)
+    # Whether a row belongs to a conversation that is not running.
+    self._waiting_N = np.zeros(count, bool)
+    # Order in which requests finished.
+    self._finished_N = np.zeros(count, int)
+    self._num_finished = 0
+    self._conversations: list[Hashable | None] = [None] * count
+    self._row_of: dict[Hashable, int] = {}
+    self._start_moves()
+
+  def _start_moves(self) -> None:
+    self._moves: list[Move] = []
+    # Highest level of the moves that write and that read a row.
+    self._written: dict[int, int] = {}
+    self._read: dict[int, int] = {}
+
+  def take_moves(self) -> list[Move]:
+    """Returns the moves since the last call, in their order."""
+    moves = self._moves
+    self._start_moves()
+    return moves
+
+  def place(
+    self, prompt: np.ndarray, conversation: Hashable | None = None
+  ) -> tuple[int, int] | None:
+    """Places a request; returns its slot and the number of reused tokens.
+
+    Args:
+      prompt: its tokens.
+      conversation: id of its conversation, whose next turn begins with this
+        prompt; None: it has none.
+
+    Returns:
+      None if all slots are running.
+    """
+    if self._reuse == 'none':
+      conversation = None
+    own = self._row_of.get(conversation)
+    source, start = self._find(prompt, own)
+    slot = self._choose_slot(own)
+    if slot is None:
+      return None
+    if own is not None:
+      self._release(own)
+    last, reused = len(prompt) - 1, start
+    if self._reuse != 'none':
+      # The first decoding step computes the last token.
+      tokens = prompt[start:last]
+    else:
+      tokens = prompt[:0] if source is not None else prompt
+      reused = len(prompt) - len(tokens)
+    if len(tokens) or source not in (None, slot):
+      self._move(slot, source, start, tokens)
+    self._tokens_NS[slot, : len(prompt)] = prompt
+    self._valid_N[slot] = last
+    self._running_N[slot] = True
+    self._conversations[slot] = conversation
+    if conversation is not None:
+      self._row_of[conversation] = slot
+    return slot, reused
+
+  def finish(self, slot: int, completion: np.ndarray) -> None:
+    """Marks the request of a slot as finished, with the ids it sampled."""
+    self._running_N[slot] = False
+    self._waiting_N[slot] = self._conversations[slot] is not None
+    self._num_finished += 1
+    self._finished_N[slot] = self._num_finished
+    if self._reuse == 'all':
+      # No step computed the last token.
+      start = self._valid_N[slot] + 1
+      end = start + len(completion) - 1
+      self._tokens_NS[slot, start:end] = completion[:-1]
+      self._valid_N[slot] = end
+
+  def forget(self, conversation: Hashable) -> None:
+    """Ends a conversation: no later request continues it."""
+    row = self._row_of.get(conversation)
+    if row is not None:
+      self._release(row)
+
+  def needed(self, moves: Sequence[Move] = ()) -> tuple[int, int]:
+    """Returns the number of slots in use and their number of positions.
+
+    Args:
+      moves: moves that are not executed yet.
+    """
+    used_N = self._running_N | self._waiting_N
+    used_N[[move.source for move in moves if move.source is not None]] = True
+    used = np.flatnonzero(used_N[: self._num_slots])
+    if not len(used):
+      return 0, 0
+    return int(used[-1]) + 1, int(self._valid_N[used].max()) + 1
+
+  def drop(self, rows: int, length: int) -> list[int]:
+    """Forgets slots beyond a size; returns the slots that hold tokens."""
+    slots = np.arange(self._num_slots)
+    valid = self._valid_N[: self._num_slots]
+    lost = (slots >= rows) | (valid > length)
+    used = (self._running_N | self._waiting_N)[: self._num_slots]
+    valid[lost & ~used] = -1
+    return np.flatnonzero(valid >= 0).tolist()
+
+  def _find(
+    self, prompt: np.ndarray, own: int | None
+  ) -> tuple[int | None, int]:
+    """Returns the row with the longest prefix of a prompt, and its length.
+
+    Args:
+      prompt: its tokens.
+      own: row of the request's conversation, which is compared first.
+    """
+    last = len(prompt) - 1
+    if self._reuse == 'none':
+      rows = np.flatnonzero(self._valid_N == last)
+      same = (self._tokens_NS[rows, : last + 1] == prompt).all(axis=1)
+      return (int(rows[same.argmax()]), last) if same.any() else (None, 0)
+    if own is not None:
+      valid = self._valid_N[own]
+      if (
+        valid <= last and (self._tokens_NS[own, :valid] == prompt[:valid]).all()
+      ):
+        return own, int(valid)
+    # The first difference; the column after the last one always differs.
+    different_NS = np.ones((len(self._tokens_NS), last + 1), bool)
+    np.not_equal(
+      self._tokens_NS[:, :last], prompt[:last], out=different_NS[:, :last]
+    )
+    common_N = np.minimum(different_NS.argmax(axis=1), self._valid_N)
+    row = int(common_N.argmax())
+    length = int(common_N[row])
+    return (row, length) if length > 0 else (None, 0)
+
+  def _choose_slot(self, own: int | None) -> int | None:
+    """Returns the slot of a request; None: all slots are running.
+
+    The lowest slot, so that the cache can be small. If all slots belong to
+    waiting conversations, the one that waits for the shortest time moves: its
+    next turn is likely to be the last.
+
+    Args:
+      own: row of the request's conversation.
+    """
+    slots = slice(self._num_slots)
+    free = ~self._running_N[slots]
+    unused = free & ~self._waiting_N[slots]
+    if own is not None and own < self._num_slots:
+      unused[own] = free[own]
+    if unused.any():
+      return int(unused.argmax())
+    if not free.any():
+      return None
+    slot = int(np.where(free, self._finished_N[slots], -1).argmax())
+    self._park(slot)
+    return slot
+
+  def _park(self, slot: int) -> None:
+    """Moves a waiting conversation to a parked row, or ends it if none is."""
+    conversation = self._conversations[slot]
+    self._release(slot)
+    unused = ~self._waiting_N[self._num_slots :]
+    if not unused.any():
+      return
+    row = self._num_slots + int(unused.argmax())
+    length = self._valid_N[slot]
+    self._move(row, slot, int(length), self._tokens_NS[slot, :0])
+    self._tokens_NS[row] = self._tokens_NS[slot]
+    self._valid_N[row] = length
+    self._conversations[row] = conversation
+    self._waiting_N[row] = True
+    self._row_of[conversation] = row
+
+  def _release(self, row: int) -> None:
+    """Lets other requests have a row; it keeps its tokens until then."""
+    self._row_of.pop(self._conversations[row], None)
+    self._conversations[row] = None
+    self._waiting_N[row] = False
+
+  def _move(
+    self, row: int, source: int | None, start: int, tokens: np.ndarray
+  ) -> None:
+    level = 1 + max(
+      self._written.get(source, -1),
+      self._written.get(row, -1),
+      self._read.get(row, -1),
+    )
+    self._written[row] = level
+    if source is not None:
+      self._read[source] = max(level, self._read.get(source, -1))
+    self._moves.append(Move(row, source, start, tokens, level))

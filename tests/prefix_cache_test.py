@@ -1,0 +1,170 @@
+"""Tests of the bookkeeping of cached tokens, without a model."""
+
+import numpy as np
+import pytest
+
+from gigpo_jax import prefix_cache
+
+GARBAGE = -7
+
+
+def _ids(*tokens: int) -> np.ndarray:
+  return np.array(tokens, np.int32)
+
+
+def _moves(cache: prefix_cache.PrefixCache) -> list[tuple]:
+  return [
+    (m.row, m.source, m.start, m.tokens.tolist(), m.level)
+    for m in cache.take_moves()
+  ]
+
+
+def test_a_conversation_by_hand():
+  cache = prefix_cache.PrefixCache(3, 0, 16, 'prompts')
+  assert cache.place(_ids(1, 2, 3), 'a') == (0, 0)
+  # The sibling's prompt is the same: a copy, after the prefill.
+  assert cache.place(_ids(1, 2, 3), 'b') == (1, 2)
+  assert _moves(cache) == [(0, None, 0, [1, 2], 0), (1, 0, 2, [], 1)]
+  cache.finish(0, _ids(4, 5))
+  assert cache.needed() == (2, 3)  # The slot of 'a' waits for its next turn.
+  # 3 and 4 were computed by decoding steps. 9 will be.
+  assert cache.place(_ids(1, 2, 3, 4, 5, 8, 9), 'a') == (0, 2)
+  assert _moves(cache) == [(0, 0, 2, [3, 4, 5, 8], 0)]
+  cache.finish(0, _ids(4))
+  cache.forget('a')
+  assert cache.needed() == (2, 3)  # 'b' is still running.
+
+
+def test_all_reuses_completions():
+  cache = prefix_cache.PrefixCache(1, 0, 16, 'all')
+  cache.place(_ids(1, 2, 3), 'a')
+  cache.take_moves()
+  cache.finish(0, _ids(4, 5))
+  # No step computed 5, the last sampled token.
+  assert cache.place(_ids(1, 2, 3, 4, 5, 8, 9), 'a') == (0, 4)
+  assert _moves(cache) == [(0, 0, 4, [5, 8], 0)]
+
+
+def test_none_reuses_identical_prompts_only():
+  cache = prefix_cache.PrefixCache(2, 0, 16, 'none')
+  assert cache.place(_ids(1, 2, 3), 'a') == (0, 0)
+  assert cache.place(_ids(1, 2, 3), 'b') == (1, 3)
+  assert _moves(cache) == [(0, None, 0, [1, 2, 3], 0), (1, 0, 2, [], 1)]
+  cache.finish(0, _ids(4))
+  assert cache.needed() == (2, 3)
+  cache.finish(1, _ids(4))
+  assert cache.needed() == (0, 0)  # No slot waits.
+  assert cache.place(_ids(1, 2, 3, 4), 'a') == (0, 0)
+
+
+def test_the_last_to_finish_is_parked_then_lost():
+  cache = prefix_cache.PrefixCache(2, 1, 16, 'prompts')
+  for n, name in enumerate('ab'):
+    cache.place(_ids(n, 2, 3), name)
+  assert cache.place(_ids(5, 2, 3), 'c') is None
+  cache.finish(1, _ids(4))
+  cache.finish(0, _ids(4))
+  cache.take_moves()
+  assert cache.place(_ids(5, 2, 3), 'c') == (0, 0)
+  assert cache.place(_ids(6, 2, 3), 'd') == (1, 0)
+  # 'a' is parked before its slot is written; there is no row left for 'b'.
+  assert _moves(cache) == [
+    (2, 0, 2, [], 0),
+    (0, None, 0, [5, 2], 1),
+    (1, None, 0, [6, 2], 0),
+  ]
+  cache.finish(0, _ids(4))
+  cache.forget('c')
+  assert cache.place(_ids(0, 2, 3, 4, 9), 'a') == (0, 2)
+  assert _moves(cache) == [(0, 2, 2, [3, 4], 0)]
+  cache.finish(1, _ids(4))
+  assert cache.place(_ids(1, 2, 3, 4, 9), 'b')[1] == 0
+
+
+def test_a_wrong_conversation_never_changes_the_prompt():
+  cache = prefix_cache.PrefixCache(2, 0, 16, 'prompts')
+  cache.place(_ids(1, 2, 3, 4), 'a')
+  cache.finish(0, _ids(4))
+  cache.take_moves()
+  assert cache.place(_ids(1, 9, 3, 4, 5), 'a') == (0, 1)
+  assert _moves(cache) == [(0, 0, 1, [9, 3, 4], 0)]
+  # A running request keeps its slot.
+  assert cache.place(_ids(1, 9, 3, 4, 5), 'a') == (1, 4)
+  assert cache.place(_ids(1, 9, 3, 4, 5), 'a') is None
+
+
+class _Rows:
+  """Executes moves on an array of tokens, in any order within a level."""
+
+  def __init__(self, count: int, length: int, rng: np.random.Generator):
+    self.tokens = np.full((count, length), GARBAGE, np.int32)
+    self._rng = rng
+
+  def fill(self, moves: list[prefix_cache.Move]) -> None:
+    for level in sorted({move.level for move in moves}):
+      batch = [move for move in moves if move.level == level]
+      for n in self._rng.permutation(len(batch)):
+        move = batch[n]
+        row = np.full(self.tokens.shape[1], GARBAGE, np.int32)
+        if move.source is not None:
+          row[:] = self.tokens[move.source]
+        end = move.start + len(move.tokens)
+        row[move.start : end] = move.tokens
+        row[end:] = GARBAGE  # Padding of the prefill.
+        self.tokens[move.row] = row
+
+
+@pytest.mark.parametrize('reuse', prefix_cache.REUSE)
+@pytest.mark.parametrize('seed', range(4))
+def test_random_conversations_find_their_tokens(reuse, seed):
+  rng = np.random.default_rng(seed)
+  slots, parked = 4, (0, 2, 6)[seed % 3]
+  cache = prefix_cache.PrefixCache(slots, parked, 64, reuse)
+  rows = _Rows(slots + parked, 64, rng)
+  # Few different tokens, so that prompts share prefixes by chance.
+  texts = [rng.integers(0, 2, 3).astype(np.int32) for _ in range(10)]
+  waiting, running = list(range(10)), {}
+  reused = 0
+  for _ in range(120):
+    for name in list(waiting):
+      placed = cache.place(texts[name], name)
+      if placed is None:
+        break
+      running[placed[0]] = name
+      reused += placed[1]
+      waiting.remove(name)
+    rows.fill(cache.take_moves())
+    for slot, name in running.items():
+      last = len(texts[name]) - 1
+      np.testing.assert_array_equal(
+        rows.tokens[slot, :last], texts[name][:last]
+      )
+    for slot in rng.permutation(list(running))[: rng.integers(1, 4)].tolist():
+      name = running.pop(slot)
+      completion = rng.integers(0, 2, rng.integers(1, 4)).astype(np.int32)
+      # Decoding wrote all but the last token, and anything after them.
+      start, end = len(texts[name]), len(texts[name]) + len(completion)
+      rows.tokens[slot, start - 1] = texts[name][-1]
+      rows.tokens[slot, start : end - 1] = completion[:-1]
+      cache.finish(slot, completion)
+      new = rng.integers(0, 2, rng.integers(0, 4)).astype(np.int32)
+      texts[name] = np.concatenate([texts[name], completion, new])
+      if len(texts[name]) > 50 or rng.random() < 0.1:
+        cache.forget(name)
+        texts[name] = rng.integers(0, 2, 3).astype(np.int32)
+      waiting.append(name)
+  assert reused > 0
+
+
+def test_a_smaller_cache_loses_rows_that_nobody_needs():
+  cache = prefix_cache.PrefixCache(4, 0, 16, 'prompts')
+  for n in range(4):
+    cache.place(_ids(n, 2, 3, 4), n if n == 1 else None)
+  cache.take_moves()
+  for n in range(4):
+    cache.finish(n, _ids(5))
+  assert cache.needed() == (2, 4)
+  assert cache.drop(3, 8) == [0, 1, 2]
+  assert cache.drop(2, 2) == [1]
+  assert cache.place(_ids(0, 2, 3, 4)) == (0, 0)
+  assert cache.place(_ids(1, 2, 3, 4, 5), 1) == (1, 3)
