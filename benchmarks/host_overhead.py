@@ -215,7 +215,7 @@ def _timed(watch: Stopwatch) -> Iterator[None]:
   ]
   methods += [
     (_DEVICE, virtual_device.Programs, name)
-    for name in ('new_slots', 'prefill', 'take', 'put', 'decode')
+    for name in ('new_slots', 'prefill', 'extend', 'take', 'put', 'decode')
   ]
   with contextlib.ExitStack() as stack:
     for part, owner, name in methods:

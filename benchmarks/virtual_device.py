@@ -164,9 +164,9 @@ class Programs:
   def extend(
     self,
     params: dict,
-    rows: np.ndarray,
     tokens: np.ndarray,
     starts: np.ndarray,
+    rows: np.ndarray,
   ) -> np.ndarray:
     """Prefills a part of prompts; returns the rows."""
     del params, starts

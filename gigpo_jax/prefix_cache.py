@@ -101,13 +101,13 @@ class PrefixCache:
     Returns:
       None if all slots are running.
     """
+    if self._running_N[: self._num_slots].all():
+      return None
     if self._reuse == 'none':
       conversation = None
     own = self._row_of.get(conversation)
     source, start = self._find(prompt, own)
     slot = self._choose_slot(own)
-    if slot is None:
-      return None
     if own is not None:
       self._release(own)
     last, reused = len(prompt) - 1, start
@@ -198,8 +198,8 @@ class PrefixCache:
     length = int(common_N[row])
     return (row, length) if length > 0 else (None, 0)
 
-  def _choose_slot(self, own: int | None) -> int | None:
-    """Returns the slot of a request; None: all slots are running.
+  def _choose_slot(self, own: int | None) -> int:
+    """Returns the slot of a request, which is not running.
 
     The lowest slot, so that the cache can be small. If all slots belong to
     waiting conversations, the one that waits for the shortest time moves: its
@@ -215,8 +215,6 @@ class PrefixCache:
       unused[own] = free[own]
     if unused.any():
       return int(unused.argmax())
-    if not free.any():
-      return None
     slot = int(np.where(free, self._finished_N[slots], -1).argmax())
     self._park(slot)
     return slot

@@ -119,7 +119,7 @@ class SlotCache:
           if len(chunk):
             tokens[n, : len(chunk)], starts[n] = chunk, move.start + first
         rows = self._programs.extend(
-          params, rows, self._place(tokens), self._place(starts)
+          params, self._place(tokens), self._place(starts), rows
         )
         padded_tokens += tokens.size
       self._put(rows, batch)

@@ -138,7 +138,7 @@ class Programs:
       functools.partial(_prefill, config, self._row_size)
     )
     self._extend = self._jit(
-      functools.partial(_extend, config), donate_argnums=1
+      functools.partial(_extend, config), donate_argnums=3
     )
     self._take = self._jit(functools.partial(_take, self._row_size))
     self._put = self._jit(_put, donate_argnums=0)
@@ -185,21 +185,21 @@ class Programs:
   def extend(
     self,
     params: dict,
-    rows: Slots,
     tokens_RL: jax.Array,
     starts_R: jax.Array,
+    rows: Slots,
   ) -> Slots:
     """Prefills tokens of taken rows at an offset; donates the rows.
 
     Args:
       params: prepared parameters.
-      rows: the rows, with keys and values of all earlier positions.
       tokens_RL: the tokens; padding follows them.
       starts_R: position of the first token; the length of the rows if a row has
         no tokens.
+      rows: the rows, with keys and values of all earlier positions.
     """
     key = ('extend', *tokens_RL.shape)
-    return self._run(key, self._extend, params, rows, tokens_RL, starts_R)
+    return self._run(key, self._extend, params, tokens_RL, starts_R, rows)
 
   def take(self, slots: Slots, indices: jax.Array) -> Slots:
     """Returns a copy of some rows."""
@@ -302,7 +302,7 @@ class Programs:
       if name == 'extend':
         taken = shapes(*self._row_size)
         chunk = array(rows, length), array(rows)
-        return self._extend.lower(prepared, taken, *chunk)
+        return self._extend.lower(prepared, *chunk, taken)
       if name == 'take':
         return self._take.lower(shapes(rows, length), indices)
       if name == 'put':
@@ -435,9 +435,9 @@ def _prefill(
 def _extend(
   config: qwen.QwenConfig,
   params: dict,
-  rows: Slots,
   tokens_RL: jax.Array,
   starts_R: jax.Array,
+  rows: Slots,
 ) -> Slots:
   cache, state_RX = rows
   positions_RL = starts_R[:, None] + jnp.arange(tokens_RL.shape[1])

@@ -310,7 +310,7 @@ def _branches_taken(lowered: dict, work: tpu_time.Workload) -> dict[str, float]:
 
 def _tokens(lowered: dict, copies: int) -> dict[str, int]:
   """Returns the tokens of one run of each program; see `tpu_time.Runs`."""
-  (_, prompts), _ = lowered['prefill'].args_info
+  (_, prompts, *_), _ = lowered['prefill'].args_info
   (_, _, state, *_), _ = lowered['decode'].args_info
   outputs = lowered['decode'].out_info[-1]
   tokens = {
