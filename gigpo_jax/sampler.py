@@ -419,23 +419,20 @@ class Sampler:
     """Queues submitted requests; returns whether all processes are `done`."""
     mine = self._submitted, self._ended, done
     self._submitted, self._ended = [], []
-    gathered = [mine]
-    if self.is_shared:
-      gathered = distributed.all_gather_objects(mine)
+    gathered = (
+      distributed.all_gather_objects(mine) if self.is_shared else [mine]
+    )
     for process, (submitted, ended, _) in enumerate(gathered):
       for entry in submitted:
         if self.is_shared and process != jax.process_index():
           entry.request_id = None
       self._waiting += submitted
       for conversation in ended:
-        self._end(conversation)
+        self._cache.prefixes.forget(conversation)
+      for entry in self._waiting:
+        if entry.conversation in ended:
+          entry.conversation = None
     return all(done for *_, done in gathered)
-
-  def _end(self, conversation: Hashable) -> None:
-    self._cache.prefixes.forget(conversation)
-    for entry in self._waiting:
-      if entry.conversation == conversation:
-        entry.conversation = None
 
   def _record_idle_time(self) -> None:
     if self._in_flight and self._in_flight.outputs[-1].is_ready():
