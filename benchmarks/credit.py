@@ -38,11 +38,12 @@ from gigpo_jax import algorithms, batch, builders, continuations, rollout
 from gigpo_jax import config as config_lib
 from gigpo_jax.algorithms import vineppo
 from gigpo_jax.tools import plots
-from launch import command
+from launch import command, interrupt
 
 _RESAMPLES = 2000
 
 
+@interrupt.handle()
 def main() -> None:
   """Parses the flags and prints the table."""
   groups = flags.DEFINE_integer('num_groups', 8, 'Groups to play.')

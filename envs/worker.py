@@ -109,6 +109,8 @@ def main(pipe: Connection, name: str, kwargs: dict, parent: int) -> None:
   # All processes get Ctrl-C, and SIGTERM on preemption; the parent decides
   # when the worker ends.
   signal.signal(signal.SIGINT, signal.SIG_IGN)
+  # The parent has blocked it until here.
+  signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
   signal.signal(signal.SIGTERM, signal.SIG_IGN)
   # Simulators print, also from C; stdout is reserved for results of commands.
   os.dup2(sys.stderr.fileno(), 1)

@@ -6,7 +6,6 @@ import pathlib
 import re
 import runpy
 import sys
-import textwrap
 import traceback
 from collections.abc import Callable
 
@@ -36,6 +35,8 @@ def run(
 ) -> None:
   """Parses the flags and calls main(config, workdir).
 
+  Call it within `interrupt.handle`.
+
   An error of the user (ValueError) is printed without a traceback, and the
   process ends with status 2. An error that ends a run (`errors.RunError`) is
   printed in the same way, and the process ends with status 1.
@@ -46,17 +47,11 @@ def run(
   """
   worker.end_with_sweep()
   parse = functools.partial(_parse, module=main.__module__)
-  with interrupt.handle():
-    app.run(lambda _: _call(main, ending), flags_parser=parse)
-
-
-_HELP = ('--help', '-h', '-help', '--helpshort', '--helpfull')
+  app.run(lambda _: _call(main, ending), flags_parser=parse)
 
 
 def _parse(argv: list[str], *, module: str) -> list[str]:
-  if set(_HELP) & set(argv[1:]):
-    print(_help(module))
-    sys.exit(0)
+  lines.show_help(argv, lambda: _help(module))
   try:
     deprecated.show_warnings()
     argv = [_find_config(argument) for argument in argv]
@@ -86,19 +81,6 @@ def _parse(argv: list[str], *, module: str) -> list[str]:
 
 def _help(module: str) -> str:
   """Returns the docstring of a command's module, its flags and the configs."""
-  # absl lists a script's flags under its path.
-  key = sys.argv[0] if module == '__main__' else module
-  main_flags = flags.FLAGS.flags_by_module_dict().get(key, ())
-  shown = [flags.FLAGS[name] for name in ('config', 'workdir')]
-  shown += [flag for flag in main_flags if flag not in shown]
-  listed = []
-  for flag in shown:
-    default = '' if flag.default in (None, '', []) else f' ({flag.default})'
-    listed += [f'  --{flag.name}{default}', _wrap(flag.help, 6)]
-  listed += [
-    '  --config.FIELD=VALUE',
-    _wrap('Any field of the config; configs/base.py lists the fields.', 6),
-  ]
   sizes = [
     f'  configs/{path.name}:{"|".join(names)}'
     for path in sorted(pathlib.Path(configs.__file__).parent.glob('*.py'))
@@ -106,21 +88,16 @@ def _help(module: str) -> str:
   ]
   return '\n'.join(
     [
-      (sys.modules[module].__doc__ or '').strip(),
-      '\nFlags:',
-      *listed,
+      lines.describe(module, ('config', 'workdir')),
+      '  --config.FIELD=VALUE',
+      lines.wrap(
+        'Any field of the config; configs/base.py lists the fields.', 6
+      ),
       '\nConfigs and their sizes:',
       *sizes,
       '\nFurther variants, after the size and joined by commas:',
-      _wrap(', '.join(variants.CHANGES), 2),
+      lines.wrap(', '.join(variants.CHANGES), 2),
     ]
-  )
-
-
-def _wrap(text: str, indent: int) -> str:
-  margin = ' ' * indent
-  return textwrap.fill(
-    text, 79, initial_indent=margin, subsequent_indent=margin
   )
 
 

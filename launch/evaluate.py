@@ -12,7 +12,10 @@ needed. The first policy, checkpoints before models, is compared with each other
 policy, task by task.
 """
 
+from launch import interrupt
 
+
+@interrupt.handle()
 def main() -> None:
   """Parses the flags and evaluates."""
   from absl import flags

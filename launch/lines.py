@@ -1,19 +1,65 @@
-"""Parsing of flags, with errors of the user in one line."""
+"""Parsing of flags: help, and errors of the user in one line."""
 
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Sequence
 
 from absl import flags
 
+_HELP = ('--help', '-h', '-help', '--helpshort', '--helpfull')
 
-def parse(argv: list[str]) -> list[str]:
-  """Parses the flags, for `app.run`; an error ends the process in one line."""
+
+def parse(argv: list[str], *, module: str) -> list[str]:
+  """Parses the flags, for `app.run`; an error ends the process in one line.
+
+  Args:
+    argv: the command line.
+    module: module of the command; `--help` prints its docstring.
+  """
+  show_help(argv, lambda: describe(module))
   try:
     rest = flags.FLAGS(argv)
     check_arguments(rest)
   except (flags.Error, ValueError) as error:
     exit_with_error(' '.join(str(error).split()))
   return rest
+
+
+def show_help(argv: list[str], text: Callable[[], str]) -> None:
+  """Prints a text and ends the process if the flags ask for help."""
+  if set(_HELP) & set(argv[1:]):
+    print(text())
+    sys.exit(0)
+
+
+def describe(module: str, shared: Sequence[str] = ()) -> str:
+  """Returns the docstring of a command's module and its flags.
+
+  Args:
+    module: name of the module.
+    shared: names of flags of other modules, which come first.
+  """
+  # absl lists a script's flags under its path.
+  key = sys.argv[0] if module == '__main__' else module
+  shown = [flags.FLAGS[name] for name in shared]
+  shown += [
+    flag
+    for flag in flags.FLAGS.flags_by_module_dict().get(key, ())
+    if flag not in shown
+  ]
+  listed = [(sys.modules[module].__doc__ or '').strip(), '\nFlags:']
+  for flag in shown:
+    default = '' if flag.default in (None, '', []) else f' ({flag.default})'
+    listed += [f'  --{flag.name}{default}', wrap(flag.help, 6)]
+  return '\n'.join(listed)
+
+
+def wrap(text: str, indent: int) -> str:
+  """Returns a text in lines of at most 79 characters with an indent."""
+  margin = ' ' * indent
+  return textwrap.fill(
+    text, 79, initial_indent=margin, subsequent_indent=margin
+  )
 
 
 def check_arguments(rest: list[str]) -> None:

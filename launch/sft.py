@@ -9,7 +9,10 @@ The third command imitates the successful episodes of a run. Writes
 WORKDIR/policy, a Hugging Face directory for `--config.model.path`.
 """
 
+from launch import interrupt
 
+
+@interrupt.handle()
 def main() -> None:
   """Parses the flags and trains by imitation."""
   from launch import command

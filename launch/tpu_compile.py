@@ -5,7 +5,10 @@ python launch/tpu_compile.py --config=configs/alfworld.py:7b --topology=v5e:4x4
 
 import os
 
+from launch import interrupt
 
+
+@interrupt.handle()
 def main() -> None:
   """Parses the flags and compiles."""
   # libtpu's compiler needs no chip. This keeps jax off the chips of a TPU host.

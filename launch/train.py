@@ -8,12 +8,15 @@ Rerun a command to resume its run. After installation, `gigpo-train` is a short
 form of `python launch/train.py`.
 """
 
+from launch import interrupt
 
+
+@interrupt.handle()
 def main() -> None:
   """Parses the flags and trains."""
   from absl import flags
 
-  from launch import command, interrupt
+  from launch import command
 
   allow_config_change = flags.DEFINE_bool(
     'allow_config_change',

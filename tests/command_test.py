@@ -1,5 +1,6 @@
 """Tests of all commands: help, suggestions, Ctrl-C, file permissions."""
 
+import os
 import pathlib
 import re
 import signal
@@ -36,6 +37,14 @@ def test_help_shows_flags_variants_and_examples(script):
   assert done.stdout.count(f'    python launch/{script}.py --config=') == 3
   for size in alfworld.SIZES:
     assert re.search(rf'alfworld.py:.*\b{size}\b', done.stdout), size
+
+
+@pytest.mark.parametrize('script', ['sweep', 'view'])
+def test_help_shows_usage_flags_and_examples(script):
+  done = _launch(script, '--help')
+  assert done.returncode == 0 and not done.stderr
+  for words in (f'    python launch/{script}.py --', '  --workdir\n      '):
+    assert words in done.stdout, words
 
 
 @pytest.mark.parametrize(
@@ -84,6 +93,67 @@ def test_an_interrupt_does_not_wait_for_a_running_call():
     'interrupted; the same command resumes after iteration 12\n'
   )
   assert time.monotonic() - start < 60
+
+
+_IMPORTING = """
+import os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Finder:
+  def find_spec(self, name, *_):
+    if name == 'absl':
+      os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+sys.argv = ['launch/' + sys.argv[1] + '.py', '--help']
+runpy.run_path(sys.argv[0], run_name='__main__')
+"""
+
+
+@pytest.mark.parametrize(
+  'script', ['evaluate', 'sft', 'sweep', 'tpu_compile', 'train', 'view']
+)
+def test_an_interrupt_while_importing_is_one_line(script):
+  done = subprocess.run(
+    [sys.executable, '-c', _IMPORTING, script],
+    cwd=PROJECT,
+    capture_output=True,
+    text=True,
+    check=False,
+    timeout=300,
+  )
+  assert done.returncode == 130
+  assert done.stderr == 'interrupted; nothing was started\n'
+
+
+_GROUP = """
+import os, signal, sys, time
+from launch import interrupt
+if __name__ == '__main__':
+  signal.signal(signal.SIGINT, signal.default_int_handler)
+  with interrupt.handle():
+    from gigpo_jax.runtime import worker_process
+    clock = worker_process.Clock()
+    workers = [worker_process.start('toy', {}, clock) for _ in range(2)]
+    time.sleep(0.5)
+    os.killpg(0, signal.SIGINT)
+    time.sleep(60)
+time.sleep(1)  # In the workers, which import this file.
+"""
+
+
+def test_ctrl_c_on_a_terminal_prints_one_line_while_workers_import(tmp_path):
+  script = tmp_path / 'trainer.py'
+  script.write_text(_GROUP)
+  done = subprocess.run(
+    [sys.executable, str(script)],
+    env=os.environ | {'PYTHONPATH': str(PROJECT)},
+    capture_output=True,
+    text=True,
+    check=False,
+    start_new_session=True,
+    timeout=300,
+  )
+  assert done.returncode == 130
+  assert done.stderr == 'interrupted; nothing was started\n'
 
 
 def test_resume_message_without_a_complete_checkpoint(tmp_path):

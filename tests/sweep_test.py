@@ -201,9 +201,11 @@ def test_folder_with_another_config_is_refused(tmp_path):
 _RUN_SWEEP = """
 import pathlib, sys
 from gigpo_jax.tools import sweep
+# launch/train.py up to the point at which it parses its flags.
 code = (
-  'import os, time; from envs import worker; worker.end_with_sweep(); '
-  'print(os.getpid(), flush=True); time.sleep(600)'
+  'import os, runpy, time; from absl import app; '
+  'app.run = lambda *_, **__: print(os.getpid(), flush=True) or time.sleep(99);'
+  'runpy.run_path("launch/train.py", run_name="__main__")'
 )
 sweep.Run.command = lambda *_: [sys.executable, '-c', code]
 run = sweep.Run('a', 'configs/alfworld.py:smoke', 0)

@@ -316,8 +316,10 @@ def test_view_command_serves_until_interrupted(workdir):
     with urllib.request.urlopen(f'{address}run.json', timeout=60) as answer:
       assert json.load(answer)['iterations'] == [0, 2]
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-  assert process.returncode == 0
+    _, stderr = process.communicate(timeout=60)
+  assert process.returncode == 130
+  line = 'interrupted; the same command shows the page again'
+  assert stderr.splitlines()[-1] == line
 
 
 def test_view_command_error_is_one_line(tmp_path):

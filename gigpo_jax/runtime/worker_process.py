@@ -7,9 +7,10 @@ import collections
 import dataclasses
 import multiprocessing
 import os
+import signal
 import threading
 import time
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 
 from envs import base, worker
 
@@ -128,12 +129,18 @@ def start(name: str, kwargs: dict, clock: Clock) -> WorkerProcess:
     args=(worker_end, name, kwargs, os.getpid()),
     daemon=True,
   )
+  # Ctrl-C on a terminal reaches all processes. The worker inherits the mask, so
+  # that its imports are not interrupted. The tracker, which resets the mask,
+  # starts before.
+  resource_tracker.ensure_running()
+  mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
   # Set here and not in the worker, whose libraries read them on import.
   original = {key: os.environ.get(key) for key in _WORKER_ENVIRON}
   os.environ.update(_WORKER_ENVIRON)
   try:
     process.start()
   finally:
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     for key, value in original.items():
       if value is None:
         del os.environ[key]
