@@ -1,7 +1,8 @@
 """Benchmark conversations: the cache across turns against other loops.
 
-    python benchmarks/conversation.py                # a small model, measured
+    python benchmarks/conversation.py  # a small model, measured
     python benchmarks/conversation.py --what parked  # counts without a model
+    python benchmarks/conversation.py --what simulated  # virtual time
 
 Groups of episodes of 10 turns. The first prompt of a group is shared. A turn
 adds a response and the observation that follows it, of random tokens and of
@@ -16,12 +17,15 @@ prompts, all: the same with `rollout.reuse_cache`.
 
 import argparse
 import dataclasses
+import functools
 import statistics
 import time
 
+import device_costs
 import jax
 import models
 import numpy as np
+import simulate
 import virtual_device
 
 from gigpo_jax import mesh, sampler
@@ -218,36 +222,82 @@ def _print_differences(played: dict[str, list[sampler.Completion]]) -> None:
     print(f'| {form} | {len(same)} of {len(pairs)} | {largest:.1e} |')
 
 
+def run_virtual(
+  options: argparse.Namespace,
+  lengths: Lengths,
+  form: str,
+  costs: virtual_device.Costs | None = None,
+  **kwargs,
+) -> tuple[sampler.Stats, float]:
+  """Returns counters and seconds of a form in virtual time."""
+  clock, longest = virtual_device.Clock(), _longest(lengths)
+  with virtual_device.installed(clock, costs or virtual_device.Costs()):
+    engine = virtual_device.make_sampler(
+      prompt_buckets=(longest // 2, longest),
+      batch_buckets=(options.slots,),
+      max_completion_tokens=3 * lengths.response // 2,
+      **(FORMS[form] | kwargs),
+    )
+    episodes = _episodes(form, options.groups, options.members, lengths)
+    stats = play(engine, {}, episodes)
+  clock.wait(clock.free)
+  return stats, clock.now
+
+
+def _print_setting(options: argparse.Namespace, lengths: Lengths) -> None:
+  print(
+    f'{options.groups * options.members} episodes in groups of '
+    f'{options.members}, {_TURNS} turns, {options.slots} slots, {lengths}.\n'
+  )
+
+
 def count_parked(options: argparse.Namespace, lengths: Lengths) -> None:
   """Prints the prefilled tokens of more conversations than slots."""
-  count, slots = options.groups * options.members, options.slots
-  print(
-    f'{count} episodes in groups of {options.members}, {_TURNS} turns, '
-    f'{slots} slots, {lengths}. Scheduling without a model.\n'
-  )
+  _print_setting(options, lengths)
   print('| parked slots | prefilled tokens | reused tokens |')
   print('|---' * 3 + '|')
-  for parked in (None, 0, count - slots, count):
-    reuse = {'reuse': 'prompts', 'parked': parked}
-    with virtual_device.installed(
-      virtual_device.Clock(), virtual_device.Costs()
-    ):
-      engine = virtual_device.make_sampler(
-        prompt_buckets=(_longest(lengths),),
-        batch_buckets=(slots,),
-        max_completion_tokens=_MAX_RESPONSE,
-        **({} if parked is None else reuse),
-      )
-    episodes = _episodes('all', options.groups, options.members, lengths)
-    stats = play(engine, {}, episodes)
-    name = 'no reuse' if parked is None else parked
+  others = options.groups * options.members - options.slots
+  cases = {'no reuse': ('chunks', 0)} | {
+    str(parked): ('prompts', parked)
+    for parked in (0, others, others + options.slots)
+  }
+  for name, (form, parked) in cases.items():
+    stats, _ = run_virtual(options, lengths, form, parked=parked)
     print(f'| {name} | {stats.prefill_tokens:,} | {stats.reused_tokens:,} |')
+
+
+def simulate_forms(options: argparse.Namespace, lengths: Lengths) -> None:
+  """Prints the simulated episodes/s of the forms with 1.5B on an H100."""
+  _print_setting(options, lengths)
+  setting = simulate.SETTINGS['1.5b-h100']
+  costs = simulate.make_costs(
+    setting, device_costs.DEVICES[setting.device], simulate.Options(), 1
+  )
+  run = functools.partial(run_virtual, options, lengths, costs=costs)
+  results = {form: run(form) for form in FORMS}
+  for chunk in (128, 256):
+    name = f'prompts, chunks of {chunk}'
+    results[name] = run('prompts', prefill_chunk=chunk)
+  print('| form | prefilled tokens | episodes/s | / history | / whole |')
+  print('|---' * 5 + '|')
+  for form, (stats, secs) in results.items():
+    speed = options.groups * options.members / secs
+    ratios = (results[name][1] / secs for name in ('history', 'whole'))
+    cells = ' | '.join(f'{ratio:.2f}' for ratio in ratios)
+    print(f'| {form} | {stats.prefill_tokens:,} | {speed:.2f} | {cells} |')
+
+
+_MEASUREMENTS = {
+  'forms': measure,
+  'parked': count_parked,
+  'simulated': simulate_forms,
+}
 
 
 def main() -> None:
   """Runs the command line."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--what', choices=('forms', 'parked'), default='forms')
+  parser.add_argument('--what', choices=tuple(_MEASUREMENTS), default='forms')
   for name, default in (
     ('slots', 16),
     ('groups', 4),
@@ -260,7 +310,7 @@ def main() -> None:
     parser.add_argument(f'--{name}', type=int, default=default)
   options = parser.parse_args()
   lengths = Lengths(options.first, options.observation, options.response)
-  {'forms': measure, 'parked': count_parked}[options.what](options, lengths)
+  _MEASUREMENTS[options.what](options, lengths)
 
 
 if __name__ == '__main__':

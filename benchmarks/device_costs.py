@@ -234,6 +234,39 @@ def prefill_secs(
   )
 
 
+def extend_secs(
+  device: Device,
+  model: qwen.QwenConfig,
+  *,
+  rows: float,
+  tokens: int,
+  length: int,
+  tensor: int = 1,
+  kernels: Kernels = Kernels(),
+) -> float:
+  """Returns the seconds of a chunk that attends to all positions of its rows.
+
+  Args:
+    device: the device.
+    model: shape of the model.
+    rows: rows of a copy of the model.
+    tokens: tokens of a row.
+    length: positions of a row.
+    tensor: devices of a copy.
+    kernels: forms of the programs.
+  """
+  # Each token attends to `length` positions: without a mask, twice the pairs.
+  flops = forward_flops(model, rows * tokens, 2 * length, 0) / tensor
+  # Scores are written and read twice, in float32.
+  scores = 16 * rows * tokens * length * model.num_heads * model.num_layers
+  return (
+    flops / (device.matmul_rate * device.prefill_share)
+    + scores / tensor / device.copy_rate
+    + _overhead(device, model, tensor, kernels)
+    + device.program_secs
+  )
+
+
 def microbatch_secs(
   device: Device,
   model: qwen.QwenConfig,

@@ -162,7 +162,7 @@ def _host_rollout(
   copies = setting.devices // setting.hosts // setting.tensor
   with virtual_device.installed(
     clock,
-    _costs(setting, device, options, copies),
+    make_costs(setting, device, options, copies),
     copies=copies,
     tokens_per_step=options.tokens_per_step,
     ends_early=not setting.device.startswith('h'),
@@ -219,7 +219,7 @@ def row_lengths(trajectories: workload.Trajectories) -> np.ndarray:
   return np.array(lengths, int).reshape(-1, 2)
 
 
-def _costs(
+def make_costs(
   setting: Setting,
   device: device_costs.Device,
   options: Options,
@@ -241,12 +241,17 @@ def _costs(
       device, model, rows=rows / copies, length=length, **sizes
     )
 
+  def extend(rows: int, tokens: int, length: int) -> float:
+    return device_costs.extend_secs(
+      device, model, rows=rows / copies, tokens=tokens, length=length, **sizes
+    )
+
   def copy(rows: int, length: int) -> float:
     moved = rows * length * device_costs.cache_numbers(model)
     moved *= 2 * kernels.cache_bytes / copies / setting.tensor
     return moved / device.copy_rate + device.program_secs
 
-  return virtual_device.Costs(prefill, decode, copy, options.host)
+  return virtual_device.Costs(prefill, decode, copy, extend, options.host)
 
 
 def roofline_secs(

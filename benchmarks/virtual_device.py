@@ -101,12 +101,14 @@ class Costs:
     prefill: (prompts, padded length) -> seconds.
     decode: (steps, slots, length of a slot, positions in use) -> seconds.
     copy: (slots, length of a slot) -> seconds of moving a part of the cache.
+    extend: (prompts, tokens, length of a slot) -> seconds of a chunk.
     host: seconds of the host.
   """
 
   prefill: Callable[[int, int], float] = lambda rows, length: 0.0
   decode: Callable[[int, int, int, float], float] = lambda *sizes: 0.0
   copy: Callable[[int, int], float] = lambda rows, length: 0.0
+  extend: Callable[[int, int, int], float] = lambda *sizes: 0.0
   host: HostCosts = HostCosts()
 
 
@@ -140,9 +142,11 @@ class Programs:
     ends_early: bool,
     *unused,
     decode_chunk: int,
+    max_length: int,
     **unused_kwargs,
   ):
     del unused, unused_kwargs
+    self._max_length = max_length
     self._clock, self._costs = clock, costs
     self._speed, self._ends_early = tokens_per_step, ends_early
     self._chunk = decode_chunk
@@ -170,7 +174,8 @@ class Programs:
   ) -> np.ndarray:
     """Prefills a part of prompts; returns the rows."""
     del params, starts
-    self._clock.dispatch('prefill', self._costs.prefill(*tokens.shape))
+    secs = self._costs.extend(*tokens.shape, self._max_length)
+    self._clock.dispatch('prefill', secs)
     return rows
 
   def take(self, slots: Slots, indices: np.ndarray) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Tests of the simulated iterations: measured figures and a real rollout."""
 
+import argparse
 import dataclasses
 import pathlib
 import sys
@@ -19,6 +20,7 @@ _BENCHMARKS = str(pathlib.Path(__file__).parents[1] / 'benchmarks')
 def fixture_benchmarks():
   """Imports modules of the folder `benchmarks`, which is no package."""
   sys.path.insert(0, _BENCHMARKS)
+  import conversation
   import device_costs
   import forced
   import simulate
@@ -28,6 +30,7 @@ def fixture_benchmarks():
 
   sys.path.remove(_BENCHMARKS)
   names = dict(
+    conversation=conversation,
     device_costs=device_costs,
     forced=forced,
     simulate=simulate,
@@ -185,6 +188,18 @@ def test_counters_are_those_of_a_real_rollout(benchmarks):
   assert actual == expected
   assert 0 < expected.reused_tokens
   assert expected.decode_tokens < expected.slot_steps
+
+
+def test_reuse_prefills_a_fifth_of_the_tokens_of_ten_turns(benchmarks):
+  options = argparse.Namespace(groups=2, members=3, slots=6)
+  lengths = benchmarks.conversation.Lengths(30, 8, 8)
+  whole, prompts, everything = (
+    benchmarks.conversation.run_virtual(options, lengths, form)[0]
+    for form in ('whole', 'prompts', 'all')
+  )
+  # 10 turns have 45 times the tokens of a turn; 9 of them are new once.
+  assert whole.prefill_tokens > 5 * prompts.prefill_tokens
+  assert prompts.prefill_tokens > 1.5 * everything.prefill_tokens
 
 
 def test_the_host_waits_for_the_device_and_overlaps_with_it(benchmarks):
