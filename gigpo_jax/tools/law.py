@@ -18,7 +18,8 @@ each setting is predicted by the law that is selected and fitted without it.
 it never overwrites a file. `compare` shows predicted and measured effects.
 
 With `--method=best`, the effect of a seed is that of the method which is best
-on the other seeds, so that the selection does not favour it.
+on the other seeds, so that the selection does not favour it. All names of the
+sweep except GRPO take part, also controls.
 """
 
 import argparse
