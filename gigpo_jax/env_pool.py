@@ -11,8 +11,9 @@ because of other environments.
 Environments are not trusted. Messages of workers hold only data (see
 `envs.messages`), are bounded in size, and are checked. A reply of another
 process, or to no pending call, is never used. The environments of a worker
-share its memory, so a malicious environment can affect its own worker only.
-Calls to workers are pickled, because this process creates them.
+share its memory, so a running malicious environment can affect its own worker
+only. This process also imports its module, for its tasks. Calls to workers are
+pickled, because this process creates them.
 """
 
 import atexit

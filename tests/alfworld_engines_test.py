@@ -479,6 +479,30 @@ def test_games_with_code_in_their_grammar_are_refused(tmp_path, change):
     used.close()
 
 
+@pytest.mark.parametrize(
+  ('expression', 'is_allowed'),
+  [
+    ("o.indefinite + ' ' + o.name", True),
+    ("o.name or r.name and ''", True),
+    ('o.__class__', False),
+    ('_x', False),
+    ('open(o.name)', False),
+    ("'%s' % r.indefinite", False),
+    ('[o.name]', False),
+    ('o[0]', False),
+    ('lambda: o', False),
+    ("f'{o.name}'", False),
+    ('(x := o.name)', False),
+    ('1', False),
+    ('o.name; o', False),
+    ('(' * 10_000, False),
+  ],
+  ids=lambda x: str(x)[:30],
+)
+def test_a_grammar_may_only_join_names_and_texts(expression, is_allowed):
+  assert textworld._is_allowed(expression) == is_allowed
+
+
 @needs_alfworld
 def test_trust_games_is_a_config_field(tmp_path):
   world = houses.generate('train', 0, seed=1)
