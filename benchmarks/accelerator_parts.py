@@ -222,7 +222,7 @@ def compile_all(setup: Setup, parts: run_builders.Parts) -> run_state.RunState:
     programs = run_builders.start_compilation(parts, compiler)
     params = bundle.load()
     reference = None
-    if parts.loss.needs_reference:
+    if parts.needs_reference:
       reference = builders.make_reference(bundle, params)
     state = run_state.RunState(parts.learner.init(params), reference=reference)
     train.estimate_advantages(

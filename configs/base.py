@@ -28,6 +28,7 @@ def get_config() -> ml_collections.ConfigDict:
   config.pool = _pool_section()
   config.mesh = _mesh_section()
   config.rollout = _rollout_section()
+  config.reward = _reward_section()
   config.tasks = _tasks_section()
   config.filter = _filter_section()
   config.algorithm = _algorithm_section()
@@ -182,6 +183,20 @@ def _rollout_section() -> ml_collections.ConfigDict:
   return rollout
 
 
+def _reward_section() -> ml_collections.ConfigDict:
+  """Returns the options that change rewards before advantages."""
+  reward = ml_collections.ConfigDict()
+  # Weight of the KL to the reference policy in the reward of a turn; 0: off.
+  # Estimator: k1 | k2 | k3 | abs.
+  reward.kl_weight = 0.0
+  reward.kl_estimator = 'k1'
+  # Tokens before the limit of a response in which a penalty grows from 0 to
+  # overlong_penalty (DAPO); 0: off.
+  reward.overlong_buffer = 0
+  reward.overlong_penalty = 1.0
+  return reward
+
+
 def _tasks_section() -> ml_collections.ConfigDict:
   """Returns the options of the order of training tasks."""
   tasks = ml_collections.ConfigDict()
@@ -274,6 +289,8 @@ def _algorithm_section() -> ml_collections.ConfigDict:
   algorithm.gae_discount = 1.0  # paper
   algorithm.gae_lambda = 1.0  # paper
   algorithm.whiten_advantages = True
+  # pass_at_k: episodes of a set.
+  algorithm.set_size = 2
   # vineppo: episodes that are played from each state to estimate its value.
   algorithm.continuations = 9  # paper
   _modulator_options(algorithm)
@@ -322,6 +339,8 @@ def _loss_section() -> ml_collections.ConfigDict:
   loss = ml_collections.ConfigDict()
   # A name in losses.REGISTRY, or module:function of an importable module.
   loss.name = 'policy_gradient'
+  # clipped: PPO's clipped surrogate; cispo: clipped ratios as constant weights.
+  loss.surrogate = 'clipped'
   # token: one ratio per token; row: their geometric mean per row (GSPO).
   loss.ratio_level = 'token'
   loss.clip_epsilon = 0.2  # code
@@ -329,7 +348,12 @@ def _loss_section() -> ml_collections.ConfigDict:
   loss.clip_epsilon_high = config_dict.placeholder(float)
   # Bound of the ratio for negative advantages, e.g. 3.0. None: off (paper).
   loss.dual_clip = config_dict.placeholder(float)
-  loss.kl_weight = 0.01  # beta; paper. 0: no reference policy
+  loss.kl_weight = 0.01  # beta; paper. 0: no KL term
+  loss.kl_estimator = 'k3'  # | k2 | abs
+  # Target of the mean KL per token, to which the weight of the KL in the loss,
+  # or in the reward, adapts over kl_horizon rows. None: a constant weight.
+  loss.kl_target = config_dict.placeholder(float)
+  loss.kl_horizon = 10_000
   # Largest KL estimate of a token; above it, the KL has no gradient. The
   # released code has 10.0. None: off (paper).
   loss.kl_clamp = config_dict.placeholder(float)
@@ -342,7 +366,7 @@ def _loss_section() -> ml_collections.ConfigDict:
   loss.entropy_band.low = 0.8
   loss.entropy_band.high = 1.2
   loss.entropy_band.decay = 1.0
-  # token_mean | sequence_mean | fixed_length
+  # token_mean | sequence_mean | sequence_sum | fixed_length
   loss.aggregation = 'token_mean'
   # learner: recomputed before the first update. sampler: as sampled, which is
   # cheaper, but the last bits depend on the scheduling of requests. auto: the
@@ -355,6 +379,7 @@ def _loss_section() -> ml_collections.ConfigDict:
   # old_log_probs=learner, or auto: then the weights are 1 where the sampler's
   # are used. None: off.
   loss.tis_clip = config_dict.placeholder(float)
+  loss.tis_level = 'token'  # | row: the product over a row's tokens
   return loss
 
 
@@ -362,13 +387,22 @@ def _optimizer_section() -> ml_collections.ConfigDict:
   """Returns the options of AdamW."""
   optimizer = ml_collections.ConfigDict()
   optimizer.learning_rate = 1e-6  # paper
+  # Warm-up: a number of updates, or a share of decay_updates.
   optimizer.warmup_updates = 0
-  optimizer.decay_updates = 0  # linear, to zero; 0: constant
+  optimizer.warmup_ratio = 0.0
+  optimizer.decay_updates = 0  # 0: constant
+  # linear, from the first update; cosine, after the warm-up. final_rate: share
+  # of the learning rate that remains.
+  optimizer.decay = 'linear'
+  optimizer.final_rate = 0.0
   optimizer.b1 = 0.9
   optimizer.b2 = 0.999
+  optimizer.eps = 1e-8
   # Type of the first moment; bfloat16 saves 2 of 16 bytes per parameter.
   optimizer.mu_dtype = 'float32'
   optimizer.weight_decay = 0.01  # code
+  # Words in the names of parameters without decay, such as ('norm', 'bias').
+  optimizer.no_decay = ()
   optimizer.max_grad_norm = 1.0  # code
   return optimizer
 
@@ -386,6 +420,7 @@ def _lora_section() -> ml_collections.ConfigDict:
 def _learner_section() -> ml_collections.ConfigDict:
   """Returns the options of the updates."""
   learner = ml_collections.ConfigDict()
+  learner.epochs = 1  # passes over the rows of an iteration; paper
   learner.minibatch_rows = 256  # rows per update; paper, ALFWorld
   # Tokens of a microbatch, the rows in memory at once, over all devices. At
   # least one sequence per shard of the mesh's batch axes.
@@ -433,6 +468,8 @@ def _evaluation_section() -> ml_collections.ConfigDict:
   evaluation.split = config_dict.placeholder(str)
   # Evaluation tasks: the first ones of the split. 0: all.
   evaluation.num_tasks = 0
+  # Episodes per task; above 1, also pass@k: the best of k = 2, 4, ... episodes.
+  evaluation.repeats = 1
   evaluation.every = 5  # iterations; code. 0: never
   # Whether evaluation episodes are played together with the training episodes
   # of the same policy. They fill the slots that the last training episodes

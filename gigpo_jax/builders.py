@@ -239,7 +239,8 @@ def make_pool(config: ml_collections.ConfigDict) -> env_pool.EnvPool:
     episodes *= 1 + config.rollout.max_staleness
   episodes = max(1, len(distributed.process_slice(episodes)))
   if config.evaluation.inside_rollout and config.evaluation.every:
-    episodes += len(distributed.process_slice(len(make_eval_tasks(config))))
+    evaluated = len(make_eval_tasks(config)) * config.evaluation.repeats
+    episodes += len(distributed.process_slice(evaluated))
   return env_pool.EnvPool(
     config.env.name,
     config_lib.env_kwargs(config),
@@ -365,6 +366,7 @@ def _learner_sizes(config: ml_collections.ConfigDict) -> dict[str, Any]:
   rollouts = config.rollout
   length = rollouts.max_prompt_tokens + rollouts.max_completion_tokens
   return {
+    'epochs': config.learner.epochs,
     'minibatch_rows': config.learner.minibatch_rows,
     'microbatch_tokens': config.learner.microbatch_tokens,
     'length_buckets': config_lib.buckets_up_to(

@@ -53,6 +53,15 @@ _DEPENDENT_FIELDS = {
     'uncertain',
     lambda draw: draw == 'uncertain',
   ),
+  'reward.kl_estimator': ('reward.kl_weight', 'above 0', bool),
+  'reward.overlong_penalty': ('reward.overlong_buffer', 'above 0', bool),
+  'loss.tis_level': ('loss.tis_clip', 'set', bool),
+  'loss.kl_horizon': ('loss.kl_target', 'set', bool),
+  'loss.kl_estimator': ('loss.kl_weight', 'above 0', bool),
+  **dict.fromkeys(
+    ('optimizer.warmup_ratio', 'optimizer.decay', 'optimizer.final_rate'),
+    ('optimizer.decay_updates', 'above 0', bool),
+  ),
   'rollout.max_staleness': ('rollout.carry_over', 'above 0', bool),
   'rollout.earlier_thinking': (
     'env.context',
@@ -105,6 +114,7 @@ SECTIONS = {
   'loss': (
     'gigpo_jax.losses:PolicyGradient',
     'gigpo_jax.learner:LossOptions',
+    'gigpo_jax.kl:Control',
   ),
   'loss.entropy_band': ('gigpo_jax.losses:EntropyBand',),
   'lora': ('gigpo_jax.models.lora:Lora',),
@@ -112,6 +122,7 @@ SECTIONS = {
   'model': ('gigpo_jax.models:Options',),
   'optimizer': ('gigpo_jax.optimizer:AdamW',),
   'pool': ('gigpo_jax.env_pool:Options',),
+  'reward': ('gigpo_jax.reward_shaping:RewardShaping',),
   'rollout': (
     'gigpo_jax.rollout:Options',
     'gigpo_jax.carry_over:CarryOver',
@@ -265,6 +276,7 @@ def _combinations(
   """Yields a line for each conflict between fields that are not `refused`."""
   yield from _algorithm(config, refused)
   yield from _plugins(config, refused)
+  yield from _reward(config)
   yield from _collection(config)
   yield from _loss(config, refused)
   yield from _attention(config)
@@ -468,6 +480,23 @@ def _loss(
     yield (
       f'rollout.carry_over={config.rollout.carry_over}: loss.name='
       f'{config.loss.name} does not read importance weights; must be 0'
+    )
+
+
+def _reward(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields conflicts of the KL and of the length of responses."""
+  in_loss, in_reward = config.loss.kl_weight, config.reward.kl_weight
+  target, buffer = config.loss.kl_target, config.reward.overlong_buffer
+  if target is not None and bool(in_loss) == bool(in_reward):
+    yield (
+      f'loss.kl_target={target}: adapts one KL; needs either loss.kl_weight or '
+      'reward.kl_weight above 0'
+    )
+  limit = config.rollout.max_completion_tokens
+  if buffer > limit:
+    yield (
+      f'reward.overlong_buffer={buffer}: a response has at most rollout.'
+      f'max_completion_tokens={limit}; must be at most that'
     )
 
 

@@ -41,6 +41,7 @@ class Options:
   split: str | None = None
   num_tasks: int = options.number(0, low=0, note='0 is all')
   every: int = options.number(5, low=0, note='0 is never')
+  repeats: int = options.number(1, low=1)
   inside_rollout: bool = False
   temperature: float = options.number(0.4, low=0, note='0 is greedy')
   top_p: float = options.number(1.0, above=0, high=1)
@@ -115,7 +116,43 @@ def summarize(
       [np.mean(scores) for scores in _by_task(trajectories, _score).values()]
     )
     values |= {'eval/score_low': low, 'eval/score_high': high}
+    for k, best in _best_of(trajectories, _score).items():
+      values[f'eval/score_best_of_{k}'] = best
+  for k, best in _best_of(trajectories, _success).items():
+    values[f'eval/pass_at_{k}'] = best
   return values
+
+
+def _best_of(
+  trajectories: Sequence[trajectory.Trajectory],
+  value: Callable[[trajectory.Trajectory], float],
+) -> dict[int, float]:
+  """Returns the mean over tasks of the best of k episodes, by k.
+
+  k is 2, 4, 8, ..., up to the smallest number of episodes of a task.
+  """
+  tasks = list(_by_task(trajectories, value).values())
+  sizes = [2**n for n in range(1, min(map(len, tasks)).bit_length())]
+  return {
+    k: float(np.mean([best_at_k(values, k) for values in tasks])) for k in sizes
+  }
+
+
+def best_at_k(values: Sequence[float], k: int) -> float:
+  """Returns the mean over all subsets of k values of their largest one.
+
+  For successes (1) and failures (0), this is the unbiased estimate of pass@k
+  (arXiv:2107.03374, Eq. 1), 1 - C(failures, k) / C(n, k).
+
+  Args:
+    values: values of the n episodes of a task.
+    k: size of the subsets, in [1, n].
+  """
+  # The i-th smallest value is the largest of C(i - 1, k - 1) subsets.
+  return sum(
+    math.comb(smaller, k - 1) * value
+    for smaller, value in enumerate(sorted(values))
+  ) / math.comb(len(values), k)
 
 
 def success_interval(

@@ -42,6 +42,7 @@ def adamw(learning_rate: float, **values: Any) -> optax.GradientTransformation:
 class Options:
   """Options of updates, `config.learner`; see configs/base.py."""
 
+  epochs: int = options.number(1, low=1)
   minibatch_rows: int = options.number(256, low=1)
   microbatch_tokens: int = options.number(40960, low=1)
   max_skipped_in_row: int = options.number(5, low=1)
@@ -60,6 +61,7 @@ class LossOptions:
   old_log_probs: str = options.choice('learner', ('learner', 'sampler', 'auto'))
   max_log_prob_gap: float = options.number(0.01, low=0)
   tis_clip: float | None = options.number(None, above=0, note='None is off')
+  tis_level: str = options.choice('token', losses.RATIO_LEVELS)
 
   def __post_init__(self):
     options.check(self)
@@ -80,6 +82,7 @@ class Learner:
     mesh: device mesh; sequences of a microbatch are sharded over `mesh.BATCH`.
     loss: the loss of each token; see `token_batch.Loss`.
     optimizer: the optimizer; see `optimizer.AdamW`.
+    epochs: number of passes over the rows of `update`.
     minibatch_rows: maximum number of rows of an update; with shared prompts,
       the rows of the last group may exceed it.
     microbatch_tokens: tokens of a microbatch, over all devices; see
@@ -119,6 +122,7 @@ class Learner:
     aggregation: str = 'token_mean',
     share_prompts: bool = False,
     turns: int = 1,
+    epochs: int = 1,
     scale_updates: bool = False,
     signals: Sequence[str] = (),
     seed: int = 0,
@@ -127,7 +131,7 @@ class Learner:
     loss = losses.replace_old(loss)
     self._mesh = mesh
     self.columns = tuple(loss.columns)
-    self._minibatch_rows = minibatch_rows
+    self._minibatch_rows, self._epochs = minibatch_rows, epochs
     make_packer = functools.partial(
       packing.Packer,
       microbatch_tokens,
@@ -361,7 +365,7 @@ class Learner:
     trained: np.ndarray | None = None,
     **columns: np.ndarray | float | None,
   ) -> tuple[TrainState, dict[str, float]]:
-    """Trains for one pass over the rows, one optimizer step per mini-batch.
+    """Trains on the rows, one optimizer step per mini-batch.
 
     Args:
       state: donated.
@@ -390,7 +394,11 @@ class Learner:
     columns = self._check_columns(rows, columns)
     if step_scale != 1 and not self._scale_updates:
       raise ValueError(f'step_scale={step_scale}: needs scale_updates=True')
-    minibatches = self._minibatches(rows, iteration)
+    minibatches = [
+      minibatch
+      for epoch in range(self._epochs)
+      for minibatch in self._minibatches(rows, iteration, epoch)
+    ]
     self._packer.reset_metrics()
     run = self._programs.run
     with jax.set_mesh(self._mesh):
@@ -483,12 +491,15 @@ class Learner:
       arrays[name] = array
     return arrays
 
-  def _minibatches(self, rows: batch.Rows, iteration: int) -> list[np.ndarray]:
+  def _minibatches(
+    self, rows: batch.Rows, iteration: int, epoch: int
+  ) -> list[np.ndarray]:
     """Returns the row indices of each mini-batch, in random order."""
     index = np.flatnonzero(rows.real)
     if not len(index):
       raise ValueError('rows: all are padding; at least one must be real')
-    rng = np.random.default_rng((self._seed, iteration))
+    seed = (self._seed, iteration, epoch) if epoch else (self._seed, iteration)
+    rng = np.random.default_rng(seed)
     groups = self._packer.prompt_groups(rows, index, self._minibatch_rows)
     groups = [groups[n] for n in rng.permutation(len(groups))]
     count = math.ceil(len(index) / self._minibatch_rows)

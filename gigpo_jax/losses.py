@@ -17,44 +17,29 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from gigpo_jax import deprecated, options, token_batch
+from gigpo_jax import deprecated, kl, options, token_batch
 from gigpo_jax.arrays import typechecked
 
 RATIO_LEVELS = ('token', 'row')
-AGGREGATIONS = ('token_mean', 'sequence_mean', 'fixed_length')
+SURROGATES = ('clipped', 'cispo')
+AGGREGATIONS = (
+  'token_mean',
+  'sequence_mean',
+  'sequence_sum',
+  'fixed_length',
+)
 
 # Columns that every loss of a policy can read.
 POLICY_COLUMNS = ('advantages', 'old_log_probs', 'importance')
+KL_COLUMN = 'kl_factor'
 BAND_COLUMNS = ('entropy_low', 'entropy_high', 'entropy_band_weight')
 # All columns that a run provides to the losses that list them.
-TRAINING_COLUMNS = (*POLICY_COLUMNS, 'ref_log_probs', *BAND_COLUMNS)
-
-
-@typechecked
-def k3(
-  log_probs: Float[Array, '...'],
-  ref_log_probs: Float[Array, '...'],
-  clamp: float | None = None,
-) -> Float[Array, '...']:
-  """Returns a non-negative estimate of KL(policy || reference) per token.
-
-  exp(d) - d - 1 with d = ref_log_probs - log_probs, which is unbiased for
-  samples of the policy. This is k3 of http://joschu.net/blog/kl-approx.html,
-  used by GRPO (arXiv:2402.03300, Eq. 4). Its gradient is 1 - exp(d).
-
-  Args:
-    log_probs: log-probs under the policy.
-    ref_log_probs: log-probs under the reference.
-    clamp: upper bound of the estimate. Above it the gradient is 0. None
-      disables the bound.
-  """
-  difference = ref_log_probs - log_probs
-  if clamp is None:
-    return jnp.expm1(difference) - difference
-  # |d| > clamp + 2 implies an estimate above the clamp. Clipping d avoids an
-  # infinite exp(d), whose gradient would be NaN.
-  difference = jnp.clip(difference, -clamp - 2, clamp + 2)
-  return jnp.minimum(jnp.expm1(difference) - difference, clamp)
+TRAINING_COLUMNS = (
+  *POLICY_COLUMNS,
+  'ref_log_probs',
+  KL_COLUMN,
+  *BAND_COLUMNS,
+)
 
 
 @typechecked
@@ -90,16 +75,38 @@ def clipped_surrogate(
 
 
 @typechecked
+def cispo(
+  log_ratios: Float[Array, '...'],
+  log_probs: Float[Array, '...'],
+  advantages: Float[Array, '...'],
+  *,
+  clip_epsilon: float = 0.2,
+  clip_epsilon_high: float | None = None,
+) -> Float[Array, '...']:
+  """Returns the negated objective of CISPO (MiniMax-M1, arXiv:2506.13585).
+
+  -clip(rho, 1 - low, 1 + high) A log pi, in which the clipped ratio is a
+  constant: clipping limits the weight of a token, but drops none. Arguments as
+  for `clipped_surrogate`; low of 1 leaves ratios unbounded below, as in the
+  paper.
+  """
+  high = clip_epsilon if clip_epsilon_high is None else clip_epsilon_high
+  weights = jnp.clip(jnp.exp(log_ratios), 1 - clip_epsilon, 1 + high)
+  return -jax.lax.stop_gradient(weights) * advantages * log_probs
+
+
+@typechecked
 def truncated_importance(
   old_log_probs: Float[np.ndarray, 'R C'],
   sampler_log_probs: Float[np.ndarray, 'R C'],
   tis_clip: float,
+  tis_level: str = 'token',
 ) -> Float[np.ndarray, 'R C']:
   """Returns importance weights that correct for another sampling policy.
 
-  min(pi_learner / pi_sampler, clip) per token, with the learner's policy before
-  the update. The sampler's arithmetic (bf16, int8) differs slightly from the
-  learner's. This is truncated importance sampling as in Yao et al., "Your
+  min(pi_learner / pi_sampler, clip) per token or row, with the learner's policy
+  before the update. The sampler's arithmetic (bf16, int8) differs slightly from
+  the learner's. This is truncated importance sampling as in Yao et al., "Your
   efficient RL framework secretly brings you off-policy RL training" (2025).
   With `carry_over`, an earlier policy may have sampled the token. Weight and
   clipped surrogate are then the decoupled objective of Hilton et al.
@@ -109,8 +116,15 @@ def truncated_importance(
     old_log_probs: log-probs of the learner before the update.
     sampler_log_probs: log-probs of the policy that sampled the tokens.
     tis_clip: upper bound of a weight, above 0.
+    tis_level: 'token', or 'row' for the product over a row's tokens; both
+      log-probs are 0 past the completion.
   """
-  ratio = np.exp(old_log_probs - sampler_log_probs)
+  difference = old_log_probs - sampler_log_probs
+  if tis_level == 'row':
+    total = np.sum(difference, axis=1, keepdims=True)
+    difference = np.broadcast_to(total, difference.shape)
+  # exp(80) is still finite in float32.
+  ratio = np.exp(np.minimum(difference, np.float32(80)))
   return np.minimum(ratio, np.float32(tis_clip)).astype(np.float32)
 
 
@@ -210,8 +224,8 @@ class EntropyBand:
 class PolicyGradient:
   """The loss of GiGPO (arXiv:2505.10978, Eq. 9) and GRPO: `config.loss`.
 
-  Clipped surrogate + kl_weight * k3 - entropy_weight * (entropy - penalty of
-  the entropy band).
+  Surrogate + kl_weight * KL - entropy_weight * (entropy - penalty of the
+  entropy band).
 
   A token's surrogate uses the ratio of that token or of its row. The ratio of
   a row is the geometric mean of its tokens' ratios, as in GSPO
@@ -223,16 +237,20 @@ class PolicyGradient:
   Differs from the paper: adds an entropy bonus, as the authors' code does.
 
   Attributes:
+    surrogate: `clipped_surrogate`, or `cispo`.
     ratio_level: one of RATIO_LEVELS.
     clip_epsilon: see `clipped_surrogate`.
     clip_epsilon_high: see `clipped_surrogate`.
     dual_clip: see `clipped_surrogate`.
     kl_weight: beta; 0 disables the KL term and needs no reference policy.
-    kl_clamp: see `k3`.
+    kl_estimator: one of `kl.ESTIMATORS`.
+    kl_clamp: see `kl.estimate`.
+    kl_target: not None if `kl.Control` scales the KL term.
     entropy_weight: weight of the entropy bonus; 0 disables it.
     entropy_band: penalty on entropy outside a band; see `EntropyBand`.
   """
 
+  surrogate: str = options.choice('clipped', SURROGATES)
   ratio_level: str = options.choice('token', RATIO_LEVELS)
   clip_epsilon: float = options.number(0.2, low=0, high=1)
   clip_epsilon_high: float | None = options.number(None, low=0)
@@ -240,14 +258,24 @@ class PolicyGradient:
   kl_weight: float = options.number(
     0.01, low=0, note='0 drops the reference policy'
   )
+  kl_estimator: str = options.choice('k3', kl.ESTIMATORS)
   kl_clamp: float | None = options.number(
     None, above=0, high=80, note='None is off'
   )
+  kl_target: float | None = None
   entropy_weight: float = options.number(0.001, low=0)
   entropy_band: EntropyBand = EntropyBand()
 
   def __post_init__(self):
     options.check(self)
+    if self.kl_weight and self.kl_estimator == 'k1':
+      raise ValueError(
+        'kl_estimator=k1: its gradient is 0 on average; must be k2, k3 or abs'
+      )
+    if self.surrogate == 'cispo' and self.dual_clip is not None:
+      raise ValueError(
+        f'dual_clip={self.dual_clip}: surrogate=cispo has none; must be None'
+      )
     if self.entropy_band.weight and not self.entropy_weight:
       raise ValueError(
         f'entropy_band.weight={self.entropy_band.weight}: is a multiple of '
@@ -263,6 +291,8 @@ class PolicyGradient:
   def columns(self) -> tuple[str, ...]:
     """Names of the columns that the loss reads."""
     reference = ('ref_log_probs',) if self.needs_reference else ()
+    if self.needs_reference and self.kl_target is not None:
+      reference += (KL_COLUMN,)
     band = BAND_COLUMNS if self.entropy_band.weight else ()
     return (*POLICY_COLUMNS, *reference, *band)
 
@@ -278,12 +308,8 @@ class PolicyGradient:
     log_ratios = self._surrogate_log_ratios(token_log_ratios, tokens)
     # The surrogate is linear in the advantage, so the weight can scale that.
     advantages = jnp.where(mask, tokens.advantages * tokens.importance, 0)
-    surrogate = clipped_surrogate(
-      log_ratios,
-      advantages,
-      clip_epsilon=self.clip_epsilon,
-      clip_epsilon_high=self.clip_epsilon_high,
-      dual_clip=self.dual_clip,
+    surrogate = self._surrogate(
+      log_ratios, jnp.where(mask, outputs.log_probs, 0), advantages
     )
     entropy = jnp.where(mask, outputs.entropies, 0)
     penalty = jnp.zeros_like(entropy)
@@ -296,15 +322,34 @@ class PolicyGradient:
     metrics['ratio/kl'] = jnp.expm1(token_log_ratios) - token_log_ratios
     metrics |= self._ratio_metrics(jnp.exp(log_ratios), advantages)
     if self.kl_weight:
-      kl = k3(
+      estimates = kl.estimate(
         jnp.where(mask, outputs.log_probs, 0),
         jnp.where(mask, tokens.ref_log_probs, 0),
+        self.kl_estimator,
         self.kl_clamp,
       )
-      loss += self.kl_weight * kl
-      metrics['loss/kl'] = kl
+      metrics['loss/kl'] = estimates
+      if self.kl_target is not None:
+        estimates *= tokens.extras[KL_COLUMN]
+      loss += self.kl_weight * estimates
     metrics = {k: v.astype(jnp.float32) for k, v in metrics.items()}
     return loss, jax.lax.stop_gradient(metrics)
+
+  def _surrogate(
+    self,
+    log_ratios: Float[Array, 'S T'],
+    log_probs: Float[Array, 'S T'],
+    advantages: Float[Array, 'S T'],
+  ) -> Float[Array, 'S T']:
+    clip = {
+      'clip_epsilon': self.clip_epsilon,
+      'clip_epsilon_high': self.clip_epsilon_high,
+    }
+    if self.surrogate == 'cispo':
+      return cispo(log_ratios, log_probs, advantages, **clip)
+    return clipped_surrogate(
+      log_ratios, advantages, dual_clip=self.dual_clip, **clip
+    )
 
   def _surrogate_log_ratios(
     self, log_ratios: Float[Array, 'S T'], tokens: token_batch.TokenBatch
@@ -478,6 +523,7 @@ def row_weights(
 
   - token_mean: the mean over all tokens (DAPO, arXiv:2503.14476);
   - sequence_mean: the mean over rows of the mean over a row's tokens (GRPO);
+  - sequence_sum: the mean over rows of the sum over a row's tokens;
   - fixed_length: the mean over rows of the sum over a row's tokens divided by
     the longest possible length (Dr. GRPO, arXiv:2503.20783).
 
@@ -494,6 +540,8 @@ def row_weights(
     divisors = np.full(len(lengths), max(lengths.sum(), 1), np.float64)
   elif aggregation == 'sequence_mean':
     divisors = np.maximum(lengths, 1).astype(np.float64) * num_rows
+  elif aggregation == 'sequence_sum':
+    divisors = np.full(len(lengths), num_rows, np.float64)
   elif aggregation == 'fixed_length':
     divisors = np.full(len(lengths), max_length * num_rows, np.float64)
   else:

@@ -1,4 +1,4 @@
-"""AdamW with warm-up, linear decay and a clip of the global gradient norm."""
+"""AdamW with warm-up, decay and a clip of the global gradient norm."""
 
 import dataclasses
 
@@ -9,6 +9,7 @@ import optax
 from gigpo_jax import options
 
 MU_DTYPES = ('bfloat16', 'float32')
+DECAYS = ('linear', 'cosine')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,35 +20,66 @@ class AdamW:
     learning_rate: learning rate after the warm-up.
     warmup_updates: number of warm-up updates; update k, from 1, uses
       k / warmup_updates of the learning rate. 0 disables the warm-up.
-    decay_updates: number of updates after which the learning rate reaches 0
-      by linear decay; 0 keeps it constant.
+    warmup_ratio: number of warm-up updates as a share of decay_updates, rounded
+      up; 0 uses warmup_updates.
+    decay_updates: number of updates after which the learning rate reaches
+      final_rate; 0 keeps it constant.
+    decay: linear, from the first update on; or cosine, after the warm-up.
+    final_rate: share of the learning rate that remains after the decay.
     b1: decay rate of the gradient's mean.
     b2: decay rate of the squared gradient's mean.
-    weight_decay: decay of all parameters per update, relative to the learning
-      rate.
+    eps: added to the root of the squared gradient's mean.
+    weight_decay: decay of parameters per update, relative to the learning rate.
+    no_decay: parameters whose path contains one of these words do not decay.
     max_grad_norm: larger gradients are scaled down to this global norm.
     mu_dtype: dtype of the gradient's mean.
   """
 
   learning_rate: float = options.number(1e-6, low=0)
   warmup_updates: int = options.number(0, low=0)
+  warmup_ratio: float = options.number(0.0, low=0, high=1)
   decay_updates: int = options.number(0, low=0, note='0 keeps it constant')
+  decay: str = options.choice('linear', DECAYS)
+  final_rate: float = options.number(0.0, low=0, high=1)
   b1: float = options.number(0.9, low=0, below=1)
   b2: float = options.number(0.999, low=0, below=1)
+  eps: float = options.number(1e-8, above=0)
   weight_decay: float = options.number(0.01, low=0)
+  no_decay: tuple[str, ...] = ()
   max_grad_norm: float = options.number(1.0, above=0)
   mu_dtype: str = options.choice('float32', MU_DTYPES)
 
   def __post_init__(self):
     options.check(self)
+    if self.warmup_ratio and self.warmup_updates:
+      raise ValueError(
+        f'warmup_ratio={self.warmup_ratio}: warmup_updates='
+        f'{self.warmup_updates} sets the warm-up; one of them must be 0'
+      )
+
+  @property
+  def num_warmup_updates(self) -> int:
+    """The number of warm-up updates."""
+    # The subtraction absorbs the rounding of the product.
+    share = self.warmup_ratio * self.decay_updates - 1e-9
+    return self.warmup_updates or max(int(-(-share // 1)), 0)
 
   def schedule(self, count: jax.Array) -> jax.Array:
     """Returns the learning rate of the update after `count` updates."""
-    warmup = jnp.minimum(1, (count + 1) / (self.warmup_updates or 1))
+    warmup_updates = self.num_warmup_updates
+    warmup = jnp.minimum(1, (count + 1) / (warmup_updates or 1))
     rate = self.learning_rate * warmup
-    if self.decay_updates:
-      rate *= jnp.maximum(0, 1 - count / self.decay_updates)
-    return rate
+    if not self.decay_updates:
+      return rate
+    if self.decay == 'linear':
+      remaining = jnp.maximum(0, 1 - count / self.decay_updates)
+    else:
+      length = max(self.decay_updates - warmup_updates, 1)
+      done = jnp.clip((count - warmup_updates) / length, 0, 1)
+      remaining = (1 + jnp.cos(jnp.pi * done)) / 2
+    if self.final_rate:
+      remaining = self.final_rate + (1 - self.final_rate) * remaining
+    return rate * remaining
 
   def make(self) -> optax.GradientTransformation:
     """Returns AdamW after a clip of the global gradient norm."""
@@ -65,7 +97,18 @@ class AdamW:
         self.schedule,
         b1=self.b1,
         b2=self.b2,
+        eps=self.eps,
         weight_decay=self.weight_decay,
         mu_dtype=self.mu_dtype,
+        mask=self._decays if self.no_decay else None,
       ),
+    )
+
+  def _decays(self, params: optax.Params) -> optax.Params:
+    """Returns whether each parameter decays."""
+    return jax.tree_util.tree_map_with_path(
+      lambda path, _: (
+        not any(word in jax.tree_util.keystr(path) for word in self.no_decay)
+      ),
+      params,
     )

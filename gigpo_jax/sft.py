@@ -433,6 +433,7 @@ def _imitate(
     if config.sft.decay:
       config.optimizer.decay_updates = config.sft.epochs * updates
     config.learner.minibatch_rows = config.sft.minibatch_rows
+    config.learner.epochs = 1
     widths = _widths(config)
     config.rollout.max_prompt_tokens = widths[0]
     config.rollout.max_completion_tokens = widths[1]

@@ -218,10 +218,13 @@ def update(
   signals, old_log_probs, signal_metrics = update_inputs.compute_signals(
     parts, state, rows, iteration
   )
+  rows, ref_log_probs, reward_metrics = update_inputs.shape_rewards(
+    parts, state, history, rows, old_log_probs
+  )
   output, old_values, advantage_metrics = estimate_advantages(
     parts, state, rows
   )
-  metrics |= signal_metrics | advantage_metrics
+  metrics |= signal_metrics | reward_metrics | advantage_metrics
   output, trained_rows, trained, plugin_metrics = update_inputs.apply_plugins(
     parts, rows, output, signals
   )
@@ -238,7 +241,13 @@ def update(
   if not trained_rows.real.any():
     return state, metrics | metrics_lib.no_update(has_critic=False)
   columns = {'advantages': output.advantages} | update_inputs.loss_columns(
-    parts, state, history, trained_rows, old_log_probs, iteration
+    parts,
+    state,
+    history,
+    trained_rows,
+    old_log_probs,
+    iteration,
+    ref_log_probs,
   )
   policy, policy_metrics = parts.learner.update(
     state.policy,
@@ -250,7 +259,9 @@ def update(
     **{name: columns[name] for name in parts.loss.columns},
   )
   stop_if_skipped(parts, policy_metrics, 'update', trained_rows, columns)
-  return state.replace(policy=policy), metrics | policy_metrics
+  metrics |= policy_metrics
+  metrics |= update_inputs.adapt_kl(parts, history, trained_rows, metrics)
+  return state.replace(policy=policy), metrics
 
 
 def estimate_advantages(
@@ -360,7 +371,9 @@ def collect(
     others = []
     if is_evaluated and is_first:
       others.append(
-        evaluation.episode_batch(parts.eval_tasks, parts.eval_sampling)
+        evaluation.episode_batch(
+          parts.eval_tasks, parts.eval_sampling, parts.eval_repeats
+        )
       )
     played = runner.run_batches(
       state.policy.params,
@@ -505,6 +518,7 @@ def evaluate(
       state.policy.params,
       parts.eval_tasks,
       sampling=parts.eval_sampling,
+      repeats=parts.eval_repeats,
       task_type=parts.task_type,
       base_params=parts.learner.base,
     )

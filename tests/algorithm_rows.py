@@ -66,5 +66,7 @@ def random_rows(seed, groups=4):
     rows.valid[r] = rng.random() < 0.8
     rows.components[r] = rows.rewards[r], rng.integers(3)
     rows.actions[r] = rng.integers(3)
+    words = np.random.default_rng((seed, r)).integers(1, 3, 5)
+    rows.tokens[r, 1 : rows.lengths[r]] = words[: rows.lengths[r] - 1]
   rows.state_values[:] = np.random.default_rng(seed).normal(5, 2, 128)
   return rows

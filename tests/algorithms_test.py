@@ -8,6 +8,7 @@ from configs import alfworld
 from envs import messages
 from gigpo_jax import advantages, algorithms, batch, builders
 from gigpo_jax import config as config_lib
+from gigpo_jax.algorithms import pass_at_k, t_spmo
 
 
 @pytest.mark.parametrize('name', algorithms.REGISTRY)
@@ -146,6 +147,14 @@ E_STD = np.repeat([0.57735, -1.15470, 0.57735], [3, 3, 2])
       'ecpo',
       {},
       E_STD + [-0.2750, 0.7334, 0, -0.2750, -0.3667, -0.3667, 0.5501, 0],
+    ),
+    # Sets of 2 of 2 successes and a failure: all succeed, so no signal. Sets of
+    # 1: m = 2/3, s = .4714; (1 - m) / s = .7071, (1 - m - 1) / s = -1.4142.
+    ('pass_at_k', {}, np.zeros(8)),
+    (
+      'pass_at_k',
+      {'set_size': 1},
+      np.repeat([0.7071, -1.4142, 0.7071], [3, 3, 2]),
     ),
     # Rows of one token each: returns 10 five times and 0 three times, mean
     # 6.25, variance (5 * 3.75^2 + 3 * 6.25^2) / 7 = 26.7857.
@@ -364,6 +373,8 @@ ROWS = {'episode_stats': 'rows', 'penalty_scope': 'row', 'lone_episode': 'raw'}
     ('reinforce_pp_baseline', {}),
     ('vineppo', {}),
     ('vineppo', {'discount': 1.0, 'whiten_advantages': False}),
+    ('pass_at_k', {}),
+    ('pass_at_k', {'set_size': 3}),
     ('gdpo', {}),
     ('gdpo', {'component_weights': (1.0, 0.5), 'components': ('reward', 'x')}),
   ],
@@ -380,6 +391,18 @@ def test_advantages_match_a_slow_reference(name, options):
     by_row = getattr(slow_advantages, name)(steps)
     expected = [by_row.get(r, 0.0) for r in range(len(actual))]
     np.testing.assert_allclose(actual, expected, atol=5e-5, err_msg=str(seed))
+
+
+@pytest.mark.parametrize('discount', [0.95, 0.5])
+def test_prefixes_match_a_slow_reference(discount):
+  options = {'discount': discount}
+  for seed in range(2):
+    rows = algorithm_rows.random_rows(seed)
+    actual = algorithms.make('t_spmo', **options).compute_advantages(rows)
+    steps = slow_advantages.Steps(rows, slow_advantages.Options(**options))
+    expected = slow_advantages.t_spmo(steps)
+    np.testing.assert_allclose(actual.advantages, expected, atol=2e-5)
+    assert np.abs(expected).max() > 1
 
 
 @pytest.mark.parametrize('level', ['token', 'turn'])
@@ -459,3 +482,32 @@ def test_rejected_options():
     algorithms.make('gigpo', penalty_scope='row')
   with pytest.raises(ValueError, match='episode_weight=0: with step_weight=0'):
     algorithms.make('gigpo', episode_weight=0.0, step_weight=0.0)
+
+
+def test_sets_of_two_by_hand():
+  # One success of four: C(3, 2) / C(4, 2) = 1/2, m = s = 1/2. The success is 1;
+  # a failure (1/2 - C(2, 1) / C(3, 1)) / .5 = -1/3, which sum to 0.
+  assert pass_at_k.set_advantages(4, 3, 2) == pytest.approx((1, -1 / 3))
+  assert pass_at_k.set_advantages(4, 4, 2) == (0, 0)
+  assert pass_at_k.set_advantages(1, 0, 2) == (0, 0)
+
+
+def test_prefixes_by_hand():
+  # Three first turns with the same prompt. Responses x y, x z and w: after the
+  # prompt, x has returns 10 and 10, w 0: 10 and -10. After x, y and z are
+  # equal: 0. The row of another prompt, and of another group, is alone.
+  rows = batch.pack(
+    [[1], [1], [1], [2], [1]],
+    [[5, 6], [5, 7], [8], [8], [9]],
+    max_prompt_tokens=1,
+    max_completion_tokens=2,
+    row_multiple=6,
+  )
+  rows.groups[:5] = [0, 0, 0, 0, 1]
+  actual = t_spmo.token_advantages(rows, np.array([10.0, 10, 0, 5, 5, 0]))
+  expected = [[10, 0], [10, 0], [-10, 0], [0, 0], [0, 0], [0, 0]]
+  np.testing.assert_array_equal(actual, expected)
+  # The paper's example: x has returns 1 and 1, y has 0.
+  rows.tokens[:3, 1] = [5, 5, 6]
+  actual = t_spmo.token_advantages(rows, np.array([1.0, 1, 0, 0, 0, 0]))
+  np.testing.assert_array_equal(actual[:3, 0], [1, 1, -1])

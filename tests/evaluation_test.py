@@ -45,6 +45,26 @@ def test_repeats_of_a_task_are_not_independent():
   assert 0.15 <= low <= 0.25 and 0.75 <= high <= 0.85
 
 
+def test_pass_at_k_by_hand():
+  # One success of 4: 1 - C(3, 2) / C(4, 2) = 1/2; all four: 1. Scores .2, .6
+  # and .2 have three pairs, with the largest scores .6, .2 and .6.
+  assert evaluation.best_at_k([0, 0, 1, 0], 2) == pytest.approx(0.5)
+  assert evaluation.best_at_k([0, 0, 1, 0], 4) == 1
+  assert evaluation.best_at_k([0.2, 0.6, 0.2], 2) == pytest.approx(1.4 / 3)
+  assert evaluation.best_at_k([0.2, 0.6], 1) == pytest.approx(0.4)
+  outcomes = {0: (1, 0, 0, 0), 1: (0, 0, 0, 0), 2: (1, 1, 1, 0)}
+  metrics = evaluation.summarize(
+    [
+      episode(task, success, member)
+      for task, successes in outcomes.items()
+      for member, success in enumerate(successes)
+    ]
+  )
+  assert metrics['eval/pass_at_2'] == pytest.approx((0.5 + 0 + 1) / 3)
+  assert metrics['eval/pass_at_4'] == pytest.approx(2 / 3)
+  assert 'eval/pass_at_8' not in metrics
+
+
 def test_equal_outcomes_give_wilson_interval_over_tasks():
   episodes = [episode(n, True, m) for n in range(10) for m in range(50)]
   assert evaluation.success_interval(episodes) == metrics.wilson(10, 10)

@@ -244,6 +244,29 @@ def test_log_probs_match_the_model_at_the_temperature():
     np.testing.assert_allclose(actual[r, : len(expected)], expected, atol=1e-5)
 
 
+def test_epochs_repeat_the_rows_in_another_order():
+  rows = make_rows(13)
+  subject = make_learner.__wrapped__(minibatch_rows=4, epochs=2)
+  first, second = (subject._minibatches(rows, 3, epoch) for epoch in range(2))
+  assert [len(m) for m in first] == [len(m) for m in second]
+  assert [m.tolist() for m in first] != [m.tolist() for m in second]
+  assert sorted(np.concatenate(second)) == list(range(13))
+  once = make_learner.__wrapped__(minibatch_rows=4)
+  for one, other in zip(first, once._minibatches(rows, 3, 0), strict=True):
+    np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow
+def test_two_epochs_are_two_passes():
+  rows = make_rows()
+  state, metrics = step(make_learner.__wrapped__(epochs=2), rows)
+  assert metrics['update/count'] == 2
+  assert metrics['update/tokens'] == 2 * rows.completion_mask.sum()
+  expected, _ = step(make_learner(), rows)
+  expected, _ = step(make_learner(), rows, state=expected)
+  assert_trees_close(state.params, expected.params, 1e-5)
+
+
 def test_signals_come_from_one_pass():
   names = ('log_probs', 'entropies', 'log_probs@0.8', 'prompt_log_probs')
   rows = make_rows()

@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 import slow_losses
 
-from gigpo_jax import losses, token_batch
+from gigpo_jax import kl, losses, token_batch
 
 
 def test_k3_by_hand():
   # d = 0: 0. d = ln 2: 2 - ln 2 - 1 = 0.306853. d = -1: 1/e + 1 - 1 = 0.367879.
   log_probs = jnp.array([-1.0, -1.0, -1.0])
   reference = jnp.array([-1.0, -1.0 + math.log(2), -2.0])
-  actual = losses.k3(log_probs, reference)
+  actual = kl.k3(log_probs, reference)
   np.testing.assert_allclose(actual, [0, 0.306853, 0.367879], atol=1e-6)
   # Gradient 1 - exp(d): 0, 1 - 2, 1 - 1/e.
-  gradient = jax.grad(lambda x: jnp.sum(losses.k3(x, reference)))(log_probs)
+  gradient = jax.grad(lambda x: jnp.sum(kl.k3(x, reference)))(log_probs)
   np.testing.assert_allclose(gradient, [0, -1, 0.632121], atol=1e-6)
 
 
@@ -28,7 +28,7 @@ def test_clamped_k3_by_hand():
   reference = jnp.array([-0.5, -1.0, -12.5, -0.5, -500.0])
 
   def total(x, clamp):
-    values = losses.k3(x, reference, clamp)
+    values = kl.k3(x, reference, clamp)
     return jnp.sum(values), values
 
   gradient_of = jax.grad(total, has_aux=True)
@@ -36,8 +36,8 @@ def test_clamped_k3_by_hand():
   np.testing.assert_allclose(values, [10, 4.38906, 10, 10, 10], rtol=1e-5)
   np.testing.assert_allclose(gradient, [0, -6.38906, 0, 0, 0], rtol=1e-5)
   # The first token without a clamp.
-  values = losses.k3(log_probs[:1], reference[:1])
-  gradient = jax.grad(lambda x: losses.k3(x, reference[0]))(log_probs[0])
+  values = kl.k3(log_probs[:1], reference[:1])
+  gradient = jax.grad(lambda x: kl.k3(x, reference[0]))(log_probs[0])
   np.testing.assert_allclose(values, [4905.27], rtol=1e-5)
   np.testing.assert_allclose(gradient, -4913.77, rtol=1e-5)
 
@@ -108,6 +108,29 @@ def test_importance_by_hand():
   np.testing.assert_allclose(
     losses.truncated_importance(learner, sampler, 2.0), [[2.0, 0.5]], rtol=1e-6
   )
+
+
+def test_importance_of_rows_by_hand():
+  # Products 2 * .5 = 1 and 3 * 2 = 6, which is truncated.
+  learner = np.log(np.array([[2, 0.5], [3, 2]], np.float32))
+  actual = losses.truncated_importance(learner, 0 * learner, 4.0, 'row')
+  np.testing.assert_allclose(actual, [[1, 1], [4, 4]], rtol=1e-6)
+
+
+def test_cispo_by_hand():
+  # Ratios 1.5 and .5 are clipped to 1.2 and .8: -1.2 * 2 * -.7, -.8 * -1 * -.1;
+  # slopes -1.2 * 2 and .8, although both ratios are out of bounds.
+  log_ratios = jnp.log(jnp.array([1.5, 0.5]))
+  advantages, log_probs = jnp.array([2.0, -1.0]), jnp.array([-0.7, -0.1])
+
+  def total(x):
+    moved = log_ratios + x - jax.lax.stop_gradient(x)
+    values = losses.cispo(moved, x, advantages)
+    return jnp.sum(values), values
+
+  slopes, values = jax.grad(total, has_aux=True)(log_probs)
+  np.testing.assert_allclose(values, [1.68, -0.08], rtol=1e-6)
+  np.testing.assert_allclose(slopes, [-2.4, 0.8], rtol=1e-6)
 
 
 def test_policy_gradient_by_hand():

@@ -34,6 +34,19 @@ def test_linear_decay_by_hand():
   assert rates == [0.25, 0.375, 0.25, 0.125, 0]
 
 
+def test_cosine_decay_by_hand():
+  # The warm-up takes 2 of 6 updates; then 1 + cos of 0, pi/4, pi/2, 3 pi/4, pi.
+  adamw = optimizer.AdamW(
+    1.0, warmup_ratio=0.3, decay_updates=6, decay='cosine', final_rate=0.5
+  )
+  rates = [float(adamw.schedule(jnp.array(k))) for k in range(8)]
+  expected = [0.5, 1, 1, 0.926777, 0.75, 0.573223, 0.5, 0.5]
+  np.testing.assert_allclose(rates, expected, atol=1e-5)
+  assert (
+    optimizer.AdamW(warmup_ratio=0.1, decay_updates=30).num_warmup_updates == 3
+  )
+
+
 @pytest.mark.parametrize(
   ('values', 'message'),
   [

@@ -5,6 +5,7 @@ in dictionaries and use numpy's statistics.
 """
 
 import dataclasses
+import itertools
 
 import numpy as np
 
@@ -35,6 +36,7 @@ class Options:
   gae_discount: float = 1.0
   gae_lambda: float = 1.0
   whiten_advantages: bool = True
+  set_size: int = 2
 
 
 class Steps:
@@ -307,6 +309,44 @@ def hgpo(steps):
         weights[r] += weight
   step = {r: total[r] / (weights[r] or 1) for r in steps.all}
   return steps.weigh(_episode_part(steps), step, 0)
+
+
+def pass_at_k(steps):
+  """Averages over all sets of k episodes of a group."""
+  k, advantages = steps.o.set_size, {}
+  wins = {c[0]: any(steps.rows.success[r] for r in c) for c in steps.chains}
+  for chain in steps.chains:
+    members = [f for f in wins if steps.group[f] == steps.group[chain[0]]]
+    sets = list(itertools.combinations(members, k))
+    scores = [float(any(wins[f] for f in chosen)) for chosen in sets]
+    value = 0.0
+    if sets and np.std(scores) > 0:
+      own = [x for s, x in zip(sets, scores, strict=True) if chain[0] in s]
+      value = (np.mean(own) - np.mean(scores)) / np.std(scores)
+    advantages |= dict.fromkeys(chain, value)
+  return advantages
+
+
+def t_spmo(steps):
+  """Compares every two rows, token by token; returns [R, C]."""
+  rows, returns = steps.rows, steps.returns()[1]
+  advantages = np.zeros(rows.completion_mask.shape)
+  for r in steps.all:
+    prompt, ids = int(rows.prompt_lengths[r]), list(rows.tokens[r])
+    for end in range(prompt, int(rows.lengths[r])):
+      same, others = [], []
+      for s in steps.all:
+        other = list(rows.tokens[s])
+        if (
+          steps.group[s] == steps.group[r]
+          and rows.prompt_lengths[s] == prompt
+          and rows.lengths[s] > end
+          and other[:end] == ids[:end]
+        ):
+          (same if other[end] == ids[end] else others).append(returns[s])
+      if others:
+        advantages[r, end - prompt] = np.mean(same) - np.mean(others)
+  return advantages
 
 
 def reinforce_pp(steps, baseline=False):

@@ -39,11 +39,13 @@ REGISTRY = {
   'graphgpo': 'gigpo_jax.algorithms.graphgpo',
   'grpo': 'gigpo_jax.algorithms.grpo',
   'hgpo': 'gigpo_jax.algorithms.hgpo',
+  'pass_at_k': 'gigpo_jax.algorithms.pass_at_k',
   'pgpo': 'gigpo_jax.algorithms.pgpo',
   'ppo': 'gigpo_jax.algorithms.ppo',
   'reinforce_pp': 'gigpo_jax.algorithms.reinforce_pp',
   'reinforce_pp_baseline': 'gigpo_jax.algorithms.reinforce_pp_baseline',
   'rloo': 'gigpo_jax.algorithms.rloo',
+  't_spmo': 'gigpo_jax.algorithms.t_spmo',
   'vineppo': 'gigpo_jax.algorithms.vineppo',
 }
 

@@ -32,7 +32,9 @@ PRESETS = {
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-  """Options and advantages of GiGPO; a base class of variants.
+  """A = episode_weight A_E + step_weight A_S.
+
+  A base class of variants.
 
   Attributes:
     needs_values: whether the algorithm needs a critic.

@@ -41,7 +41,9 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-  """Generalized advantage estimates; episodes of a group are not compared.
+  """A = r + discount V' - V + discount lambda A'.
+
+  V' and A' are those of the next unit. Episodes of a group are not compared.
 
   Attributes:
     gae_level: one of LEVELS.

@@ -21,7 +21,7 @@ PRESETS = {'reference_code': {}}
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-  """A = (E - b - mean) / (std + 1e-6), mean and std over the batch's tokens.
+  """A = (E - b - mean) / (std + 1e-6) over the tokens of the batch.
 
   Attributes:
     baseline: b; 'none' for 0, or 'group' for the mean of a group's episodes.

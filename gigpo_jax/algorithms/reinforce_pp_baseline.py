@@ -13,7 +13,7 @@ PRESETS = reinforce_pp.PRESETS
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(reinforce_pp.Algorithm):
-  """A = (E - mean of the group), whitened over the batch's tokens."""
+  """A = E - mean of the group, whitened over the tokens."""
 
   needs_group: ClassVar[bool] = True
   baseline: ClassVar[str] = 'group'

@@ -13,6 +13,9 @@ PRESETS = {'reference_code': grpo.PRESETS['reference_code']}
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(grpo.Algorithm):
-  """A = E - mean of the group's other episodes = (E - mean) N / (N - 1)."""
+  """A = E - mean of the group's other episodes.
+
+  This is (E - mean) N / (N - 1).
+  """
 
   norm: str = dataclasses.field(default='leave_one_out', init=False)

@@ -37,7 +37,9 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-  """One-step differences of values; episodes of a group are not compared.
+  """A = r + discount V of the next state - V.
+
+  Episodes of a group are not compared.
 
   Attributes:
     continuations: K, the episodes that are played from each state; 9 in the

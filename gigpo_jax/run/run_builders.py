@@ -23,10 +23,12 @@ from gigpo_jax import (
   critic,
   group_filter,
   guard,
+  kl,
   learner,
   losses,
   metrics,
   modulators,
+  reward_shaping,
   sampler,
   selectors,
   tasks,
@@ -96,6 +98,8 @@ class Parts:
     bundle: the model with its mesh, tokenizer and sampler.
     loss: the policy's loss.
     entropy_band: its entropy band.
+    kl_control: adapts the weight of the KL.
+    reward: changes rewards.
     learner: updates the policy.
     critic: updates the critic; None for algorithms without one.
     algorithm: computes advantages.
@@ -117,6 +121,8 @@ class Parts:
   bundle: builders.ModelBundle
   loss: token_batch.Loss
   entropy_band: losses.EntropyBand
+  kl_control: kl.Control
+  reward: reward_shaping.RewardShaping
   learner: learner.Learner
   critic: critic.Critic | None
   algorithm: algorithms.Algorithm
@@ -131,6 +137,16 @@ class Parts:
   sampling: sampler.Sampling
   eval_sampling: sampler.Sampling
   rows_kwargs: dict[str, Any]
+
+  @property
+  def needs_reference(self) -> bool:
+    """Whether a reference policy is needed."""
+    return self.loss.needs_reference or self.reward.needs_reference
+
+  @property
+  def eval_repeats(self) -> int:
+    """Number of evaluation episodes per task."""
+    return self.config.evaluation.repeats
 
   @property
   def group_size(self) -> int:
@@ -196,6 +212,8 @@ def make_parts(
     bundle=bundle,
     loss=loss,
     entropy_band=losses.EntropyBand(**config.loss.entropy_band),
+    kl_control=kl.Control(config.loss.kl_target, config.loss.kl_horizon),
+    reward=reward_shaping.RewardShaping(**config.reward),
     learner=builders.make_learner(config, bundle, loss),
     critic=builders.make_critic(config, bundle)
     if algorithm.needs_values
@@ -240,7 +258,7 @@ def restore_or_init(
   with errors.explain_out_of_memory('model.path', 'use a smaller model'):
     params = parts.bundle.load()
     reference = None
-    if parts.loss.needs_reference:
+    if parts.needs_reference:
       reference = builders.make_reference(parts.bundle, params)
     # With adapters, this sets the parameters that are not trained.
     policy = parts.learner.init(params)
@@ -305,9 +323,7 @@ def start_compilation(
   """
   console.log(f'compiling for {len(jax.devices())} device(s)')
   state, base = parts.learner.abstract_state()
-  updates = parts.learner.compile(
-    compiler, reference=parts.loss.needs_reference
-  )
+  updates = parts.learner.compile(compiler, reference=parts.needs_reference)
   if parts.critic:
     updates += parts.critic.compile(compiler)
   samples = parts.bundle.sampler.compile(compiler, state.params, base)

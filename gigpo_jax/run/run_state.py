@@ -49,6 +49,7 @@ class History:
       ('update') and of the critic ('critic').
     waiting: groups that continue in the next iteration.
     guard_state: state of the guards against collapse.
+    kl_factor: factor of the KL's weight; see `kl.Control`.
   """
 
   iteration: int = -1
@@ -58,6 +59,7 @@ class History:
   skipped: dict[str, float] = dataclasses.field(default_factory=dict)
   waiting: tuple[carry_over.WaitingGroup, ...] = ()
   guard_state: guard.GuardState = guard.GuardState()
+  kl_factor: float = 1.0
 
   @property
   def next_iteration(self) -> int:
@@ -95,6 +97,7 @@ class History:
       skipped=self.skipped | skipped,
       waiting=groups.waiting,
       guard_state=self.guard_state,
+      kl_factor=metrics.get('update/next_kl_factor', self.kl_factor),
     )
 
   def to_json(self) -> dict[str, Any]:
@@ -108,6 +111,7 @@ class History:
       'skipped': dict(self.skipped),
       'waiting': carry_over.encode(self.waiting),
       'guard': self.guard_state.to_json(),
+      'kl_factor': self.kl_factor,
     }
 
   @classmethod
@@ -143,4 +147,5 @@ class History:
       guard_state=guard.GuardState.from_json(values['guard'])
       if 'guard' in values
       else guard.GuardState(),
+      kl_factor=float(values.get('kl_factor', 1.0)),
     )

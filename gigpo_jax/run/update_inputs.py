@@ -45,6 +45,49 @@ def compute_signals(
   return signals, old_log_probs, gap_metrics
 
 
+def shape_rewards(
+  parts: 'run_builders.Parts',
+  state: run_state.RunState,
+  history: run_state.History,
+  rows: batch.Rows,
+  old_log_probs: np.ndarray,
+) -> tuple[batch.Rows, np.ndarray | None, Metrics]:
+  """Returns rows with the final rewards, reference log-probs, and metrics.
+
+  The reference's log-probs, [R, C], are None without a KL penalty.
+  """
+  ref_log_probs = None
+  if parts.reward.needs_reference:
+    ref_log_probs = parts.learner.log_probs(state.reference, rows)
+  rows, values = parts.reward.shape(
+    rows, old_log_probs, ref_log_probs, history.kl_factor
+  )
+  return rows, ref_log_probs, values
+
+
+def adapt_kl(
+  parts: 'run_builders.Parts',
+  history: run_state.History,
+  rows: batch.Rows,
+  values: Metrics,
+) -> Metrics:
+  """Returns the factor of the KL's weight in the next iteration, as a metric.
+
+  Args:
+    parts: the objects of the run.
+    history: the factor of this iteration.
+    rows: the rows of the update.
+    values: metrics of the update, with the KL to the reference policy.
+  """
+  if parts.kl_control.kl_target is None:
+    return {}
+  measured = values.get('reward/kl', values.get('loss/kl'))
+  factor = parts.kl_control.next_factor(
+    history.kl_factor, measured, int(rows.real.sum())
+  )
+  return {'update/next_kl_factor': factor}
+
+
 def apply_plugins(
   parts: 'run_builders.Parts',
   rows: batch.Rows,
@@ -130,6 +173,7 @@ def loss_columns(  # noqa: PLR0913
   rows: batch.Rows,
   old_log_probs: np.ndarray,
   iteration: int,
+  ref_log_probs: np.ndarray | None = None,
 ) -> dict[str, np.ndarray | float]:
   """Returns all columns that a loss can read, except for the advantages.
 
@@ -137,14 +181,23 @@ def loss_columns(  # noqa: PLR0913
   tokens.
   """
   options, learner = parts.config.loss, parts.learner
-  columns = {'old_log_probs': old_log_probs, 'importance': 1.0}
+  columns = {
+    'old_log_probs': old_log_probs,
+    'importance': 1.0,
+    losses.KL_COLUMN: history.kl_factor,
+  }
   # With the sampler's own log-probs, all weights are 1.
   if options.tis_clip and old_log_probs is not rows.sampler_log_probs:
     columns['importance'] = losses.truncated_importance(
-      old_log_probs, rows.sampler_log_probs, options.tis_clip
+      old_log_probs,
+      rows.sampler_log_probs,
+      options.tis_clip,
+      options.tis_level,
     )
   if parts.loss.needs_reference:
-    columns['ref_log_probs'] = learner.log_probs(state.reference, rows)
+    if ref_log_probs is None:
+      ref_log_probs = learner.log_probs(state.reference, rows)
+    columns['ref_log_probs'] = ref_log_probs
   return columns | parts.entropy_band.make_columns(
     history.entropies, iteration, parts.config.num_iterations
   )

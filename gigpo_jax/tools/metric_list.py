@@ -125,6 +125,12 @@ SECTIONS = (
       ),
       Metric('success_high', 'share', 'upper end of that interval'),
       Metric(
+        'pass_at_<k>',
+        'share',
+        'tasks solved by one of k episodes (`evaluation.repeats`)',
+      ),
+      Metric('score_best_of_<k>', 'share', 'mean best score of k episodes'),
+      Metric(
         'score_low',
         'share',
         'lower end of the 95 % bootstrap interval of score',
@@ -178,6 +184,19 @@ SECTIONS = (
         'tokens',
         'effective sample size: (sum of |A|)^2 / (sum of A^2) over tokens',
       ),
+    ),
+  ),
+  Section(
+    'Rewards',
+    'Only with the options of `reward` that produce them.',
+    ('reward/',),
+    (
+      Metric(
+        'kl',
+        'nats',
+        'mean estimate per token of the KL to the reference policy',
+      ),
+      Metric('overlong', '1', 'mean share of the largest length penalty'),
     ),
   ),
   Section(
@@ -314,6 +333,11 @@ SECTIONS = (
         'most_skipped_in_row',
         'updates',
         'most consecutive skipped updates in the iteration',
+      ),
+      Metric(
+        'next_kl_factor',
+        '1',
+        "factor of the KL's weight in the next iteration (`loss.kl_target`)",
       ),
       Metric('epoch', 'epochs', 'epoch of the data (only `launch/sft.py`)'),
     ),

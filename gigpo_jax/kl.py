@@ -1,0 +1,116 @@
+"""Estimates of the KL to a reference policy, and an adaptive weight.
+
+The estimators are those of http://joschu.net/blog/kl-approx.html. With d the
+log-prob under the reference minus that under the policy, of a sample of the
+policy:
+
+- k1 = -d: unbiased; negative for some samples;
+- k2 = d^2 / 2: biased, but its mean gradient is that of the KL;
+- k3 = exp(d) - d - 1: unbiased, non-negative; GRPO (arXiv:2402.03300, Eq. 4);
+- abs = |d|.
+"""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Array, Float
+
+from gigpo_jax import options
+from gigpo_jax.arrays import typechecked
+
+ESTIMATORS = ('k1', 'k2', 'k3', 'abs')
+
+# Largest relative error of the KL that changes its weight.
+_MAX_ERROR = 0.2
+
+Tokens = Float[Array, '...'] | Float[np.ndarray, '...']
+
+
+@typechecked
+def estimate(
+  log_probs: Tokens,
+  ref_log_probs: Tokens,
+  estimator: str = 'k3',
+  clamp: float | None = None,
+) -> Tokens:
+  """Returns an estimate of KL(policy || reference) per token, in nats.
+
+  Accepts numpy and jax arrays.
+
+  Args:
+    log_probs: log-probs under the policy.
+    ref_log_probs: log-probs under the reference.
+    estimator: one of ESTIMATORS.
+    clamp: upper bound of the estimate. Above it the gradient is 0. None
+      disables the bound.
+  """
+  if estimator == 'k3':
+    return k3(log_probs, ref_log_probs, clamp)
+  difference = ref_log_probs - log_probs
+  if estimator == 'k2':
+    values = difference**2 / 2
+  else:
+    values = abs(difference) if estimator == 'abs' else -difference
+  if clamp is None:
+    return values
+  return values.__array_namespace__().minimum(values, clamp)
+
+
+@typechecked
+def k3(
+  log_probs: Tokens,
+  ref_log_probs: Tokens,
+  clamp: float | None = None,
+) -> Tokens:
+  """Returns a non-negative estimate of KL(policy || reference) per token.
+
+  exp(d) - d - 1 with d = ref_log_probs - log_probs. Its gradient is
+  1 - exp(d).
+
+  Args:
+    log_probs: log-probs under the policy.
+    ref_log_probs: log-probs under the reference.
+    clamp: upper bound of the estimate. Above it the gradient is 0. None
+      disables the bound.
+  """
+  difference = ref_log_probs - log_probs
+  jnp = difference.__array_namespace__()
+  if clamp is None:
+    return jnp.expm1(difference) - difference
+  # |d| > clamp + 2 implies an estimate above the clamp. Clipping d avoids an
+  # infinite exp(d), whose gradient would be NaN.
+  difference = jnp.clip(difference, -clamp - 2, clamp + 2)
+  return jnp.minimum(jnp.expm1(difference) - difference, clamp)
+
+
+@dataclasses.dataclass(frozen=True)
+class Control:
+  """Adapts the weight of the KL to a target (arXiv:1909.08593, Section 2.2).
+
+  After an update on n rows with a mean KL of k per token, the weight is
+  multiplied by 1 + clip(k / target - 1, -0.2, 0.2) n / horizon.
+
+  Attributes:
+    kl_target: target, in nats per token; None keeps the weight.
+    kl_horizon: horizon, in rows.
+  """
+
+  kl_target: float | None = options.number(None, above=0, note='None is off')
+  kl_horizon: int = options.number(10_000, low=1)
+
+  def __post_init__(self):
+    options.check(self)
+
+  def next_factor(self, factor: float, kl: float | None, rows: int) -> float:
+    """Returns the factor of the weight after an update.
+
+    Args:
+      factor: the factor before.
+      kl: mean estimate of the KL per token; None if it was not computed.
+      rows: number of rows of the update.
+    """
+    if self.kl_target is None or kl is None:
+      return factor
+    error = kl / self.kl_target - 1
+    error = min(max(error, -_MAX_ERROR), _MAX_ERROR)
+    return factor * (1 + error * rows / self.kl_horizon)

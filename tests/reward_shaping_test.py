@@ -1,0 +1,143 @@
+"""Tests of the KL, its estimators and its adaptive weight, and of rewards."""
+
+import math
+
+import algorithm_rows
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import alfworld
+from gigpo_jax import config as config_lib
+from gigpo_jax import kl, reward_shaping
+
+
+def test_estimators_by_hand():
+  # d = ln 2, -1: k1 is -d, k2 d^2 / 2, k3 e^d - d - 1, abs |d|.
+  log_probs = np.array([-1.0, -1.0])
+  reference = np.array([-1 + math.log(2), -2.0])
+  expected = {
+    'k1': [-0.693147, 1],
+    'k2': [0.240227, 0.5],
+    'k3': [0.306853, 0.367879],
+    'abs': [0.693147, 1],
+  }
+  assert tuple(expected) == kl.ESTIMATORS
+  for name, values in expected.items():
+    for array in (np.asarray, jnp.asarray):
+      actual = kl.estimate(array(log_probs), array(reference), name)
+      np.testing.assert_allclose(actual, values, atol=1e-6)
+    clamped = kl.estimate(log_probs, reference, name, clamp=0.3)
+    np.testing.assert_allclose(clamped, np.minimum(values, 0.3), atol=1e-6)
+
+
+def test_estimators_agree_with_the_exact_kl():
+  # Means over all tokens of a vocabulary, weighted by the policy.
+  rng = np.random.default_rng(0)
+  policy, reference = rng.dirichlet(np.ones(9), 2)
+  exact = np.sum(policy * np.log(policy / reference))
+  for name in ('k1', 'k3'):
+    values = kl.estimate(np.log(policy), np.log(reference), name)
+    assert np.sum(policy * values) == pytest.approx(exact)
+
+
+def test_the_weight_adapts_to_the_target():
+  control = kl.Control(kl_target=0.1, kl_horizon=100)
+  # Errors +.1 and -.5, which is limited to -.2, over 50 rows.
+  assert control.next_factor(2.0, 0.11, 50) == pytest.approx(2 * 1.05)
+  assert control.next_factor(2.0, 0.05, 50) == pytest.approx(2 * 0.9)
+  assert control.next_factor(2.0, None, 50) == 2
+  assert kl.Control().next_factor(2.0, 9.0, 50) == 2
+
+
+def test_long_responses_by_hand():
+  # Limit 10, buffer 4: 0 up to 6 tokens, a quarter per token after that.
+  actual = reward_shaping.overlong(np.array([0, 6, 7, 9, 10]), 10, 4)
+  np.testing.assert_allclose(actual, [0, 0, 0.25, 0.75, 1])
+
+
+def test_rewards_lose_the_kl_and_the_length_penalty():
+  rows = algorithm_rows.random_rows(0)
+  rng = np.random.default_rng(0)
+  old, reference = rng.normal(size=(2, *rows.completion_mask.shape))
+  old, reference = np.float32(old), np.float32(reference)
+  shaping = reward_shaping.RewardShaping(
+    kl_weight=0.5, overlong_buffer=4, overlong_penalty=2.0
+  )
+  shaped, metrics = shaping.shape(rows, old, reference, kl_factor=3.0)
+  total, count = 0.0, 0
+  for r in range(len(rows.groups)):
+    length = int(rows.lengths[r] - rows.prompt_lengths[r])
+    gaps = [float(old[r, c] - reference[r, c]) for c in range(length)]
+    penalty = 0.5 * 3 * sum(gaps) + 2 * max(0, (length - 2) / 4)
+    expected = float(rows.rewards[r]) - penalty
+    assert shaped.rewards[r] == pytest.approx(expected, abs=1e-5)
+    total, count = total + sum(gaps), count + length
+  assert metrics['reward/kl'] == pytest.approx(total / count, abs=1e-6)
+  assert shaped.tokens is rows.tokens and shaped.rewards.dtype == np.float32
+
+
+def test_without_options_rows_stay():
+  rows = algorithm_rows.golden_rows()
+  shaped, metrics = reward_shaping.RewardShaping().shape(
+    rows, rows.sampler_log_probs, None
+  )
+  assert shaped is rows and not metrics
+
+
+@pytest.mark.parametrize(
+  ('changes', 'line'),
+  [
+    (
+      {'loss.kl_target': 0.1},
+      'loss.kl_target=0.1: adapts one KL; needs either loss.kl_weight or',
+    ),
+    (
+      {
+        'loss.kl_target': 0.1,
+        'loss.kl_weight': 0.1,
+        'reward.kl_weight': 0.1,
+      },
+      'loss.kl_target=0.1: adapts one KL',
+    ),
+    (
+      {'reward.overlong_buffer': 10**6},
+      'reward.overlong_buffer=1000000: .*; must be at most that',
+    ),
+    (
+      {'reward.kl_estimator': 'k2'},
+      'reward.kl_estimator=k2: has no effect; needs reward.kl_weight',
+    ),
+    (
+      {'loss.kl_weight': 0.1, 'loss.kl_estimator': 'k1'},
+      'loss.kl_estimator=k1: its gradient is 0 on average; must be k2',
+    ),
+    (
+      {'loss.surrogate': 'cispo', 'loss.dual_clip': 3.0},
+      'loss.dual_clip=3.0: surrogate=cispo has none; must be None',
+    ),
+    ({'loss.tis_level': 'row'}, 'loss.tis_level=row: has no effect'),
+    (
+      {'optimizer.warmup_ratio': 0.1},
+      'optimizer.warmup_ratio=0.1: has no effect; needs optimizer.decay_up',
+    ),
+    (
+      {
+        'optimizer.warmup_ratio': 0.1,
+        'optimizer.warmup_updates': 3,
+        'optimizer.decay_updates': 9,
+      },
+      'optimizer.warmup_ratio=0.1: warmup_updates=3 sets the warm-up',
+    ),
+    (
+      {'algorithm.name': 'pass_at_k', 'algorithm.set_size': 99},
+      'algorithm.set_size=99: a group has rollout.episodes_per_group=8',
+    ),
+  ],
+)
+def test_refused_options(changes, line):
+  config = alfworld.get_config('mini')
+  with config.ignore_type():
+    config.update_from_flattened_dict(changes)
+  with pytest.raises(ValueError, match=line):
+    config_lib.validate(config)
