@@ -116,26 +116,26 @@ def summarize(
       [np.mean(scores) for scores in _by_task(trajectories, _score).values()]
     )
     values |= {'eval/score_low': low, 'eval/score_high': high}
-    for k, best in _best_of(trajectories, _score).items():
-      values[f'eval/score_best_of_{k}'] = best
-  for k, best in _best_of(trajectories, _success).items():
-    values[f'eval/pass_at_{k}'] = best
-  return values
+    values |= _best_of(trajectories, 'score_best_of', _score)
+  return values | _best_of(trajectories, 'pass_at', _success)
 
 
 def _best_of(
   trajectories: Sequence[trajectory.Trajectory],
+  name: str,
   value: Callable[[trajectory.Trajectory], float],
-) -> dict[int, float]:
-  """Returns the mean over tasks of the best of k episodes, by k.
+) -> dict[str, float]:
+  """Returns the mean over tasks of the best of k episodes, as 'eval/NAME/k'.
 
   k is 2, 4, 8, ..., up to the smallest number of episodes of a task.
   """
   tasks = list(_by_task(trajectories, value).values())
   sizes = [2**n for n in range(1, min(map(len, tasks)).bit_length())]
-  return {
-    k: float(np.mean([best_at_k(values, k) for values in tasks])) for k in sizes
+  means = {
+    f'{name}/{k}': np.mean([best_at_k(values, k) for values in tasks])
+    for k in sizes
   }
+  return {f'eval/{name}': float(mean) for name, mean in means.items()}
 
 
 def best_at_k(values: Sequence[float], k: int) -> float:

@@ -60,9 +60,9 @@ def test_pass_at_k_by_hand():
       for member, success in enumerate(successes)
     ]
   )
-  assert metrics['eval/pass_at_2'] == pytest.approx((0.5 + 0 + 1) / 3)
-  assert metrics['eval/pass_at_4'] == pytest.approx(2 / 3)
-  assert 'eval/pass_at_8' not in metrics
+  assert metrics['eval/pass_at/2'] == pytest.approx((0.5 + 0 + 1) / 3)
+  assert metrics['eval/pass_at/4'] == pytest.approx(2 / 3)
+  assert 'eval/pass_at/8' not in metrics
 
 
 def test_equal_outcomes_give_wilson_interval_over_tasks():

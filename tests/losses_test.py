@@ -448,7 +448,9 @@ def test_losses_are_made_by_name():
   )
   band = losses.EntropyBand(weight=2.0)
   assert loss == losses.PolicyGradient(clip_epsilon=0.1, entropy_band=band)
-  assert set(loss.columns) == set(losses.TRAINING_COLUMNS)
+  adaptive = dataclasses.replace(loss, kl_target=0.1)
+  assert set(adaptive.columns) == set(losses.TRAINING_COLUMNS)
+  assert set(adaptive.columns) - set(loss.columns) == {losses.KL_COLUMN}
   own = losses.make(f'{__name__}:Reinforce', clip_epsilon=0.1, kl_weight=0.5)
   assert own == Reinforce(kl_weight=0.5)
   function = losses.make(f'{__name__}:reinforce', clip_epsilon=0.1)

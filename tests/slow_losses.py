@@ -90,6 +90,8 @@ def aggregated(sums, lengths, max_length, aggregation):
     return sum(s for s, _ in real) / sum(n for _, n in real)
   if aggregation == 'sequence_mean':
     return sum(s / n for s, n in real) / len(real)
+  if aggregation == 'sequence_sum':
+    return sum(s for s, _ in real) / len(real)
   return sum(s / max_length for s, _ in real) / len(real)
 
 

@@ -125,11 +125,11 @@ SECTIONS = (
       ),
       Metric('success_high', 'share', 'upper end of that interval'),
       Metric(
-        'pass_at_<k>',
+        'pass_at/<k>',
         'share',
         'tasks solved by one of k episodes (`evaluation.repeats`)',
       ),
-      Metric('score_best_of_<k>', 'share', 'mean best score of k episodes'),
+      Metric('score_best_of/<k>', 'share', 'mean best score of k episodes'),
       Metric(
         'score_low',
         'share',
