@@ -202,9 +202,12 @@ def _tasks_section() -> ml_collections.ConfigDict:
   tasks = ml_collections.ConfigDict()
   # epochs: all tasks, shuffled in each epoch. uncertain: tasks with an
   # intermediate success rate more often; the share `uniform` of the
-  # probability is uniform.
+  # probability is uniform. stages: only some types of tasks at first.
   tasks.draw = 'epochs'
   tasks.uniform = 0.5
+  # (first iteration, types of tasks), such as ((0, ('pick',)), (50, ())); ():
+  # all types.
+  tasks.stages = ()
   return tasks
 
 

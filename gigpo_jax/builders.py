@@ -460,6 +460,13 @@ def make_task_sampler(config: ml_collections.ConfigDict) -> tasks.TaskSampler:
   sizes = 'train', len(available), config.rollout.groups, config.seed
   if config.tasks.draw == 'uncertain':
     return tasks.UncertaintySampler(*sizes, uniform=config.tasks.uniform)
+  if config.tasks.draw == 'stages':
+    return tasks.StageSampler(
+      'train',
+      [available.task_type(index) for index in range(len(available))],
+      *sizes[2:],
+      config.tasks.stages,
+    )
   return tasks.TaskSampler(*sizes, draw=getattr(available, 'draw', None))
 
 

@@ -23,6 +23,7 @@ from gigpo_jax import (
   modulators,
   options,
   selectors,
+  tasks,
 )
 from gigpo_jax.models import decode_attention
 from gigpo_jax.run import model_check
@@ -61,6 +62,11 @@ _DEPENDENT_FIELDS = {
   **dict.fromkeys(
     ('optimizer.warmup_ratio', 'optimizer.decay', 'optimizer.final_rate'),
     ('optimizer.decay_updates', 'above 0', bool),
+  ),
+  'tasks.stages': (
+    'tasks.draw',
+    'stages',
+    lambda draw: draw == 'stages',
   ),
   'rollout.max_staleness': ('rollout.carry_over', 'above 0', bool),
   'rollout.earlier_thinking': (
@@ -436,6 +442,11 @@ def _collection(config: ml_collections.ConfigDict) -> Iterator[str]:
       'filter.drop_zero_variance=True: one episode has no variance; needs '
       'rollout.episodes_per_group of at least 2'
     )
+  if config.filter.drop_zero_variance and config.tasks.draw == 'stages':
+    yield (
+      'filter.drop_zero_variance=True: refills belong to no iteration; must be '
+      'False with tasks.draw=stages'
+    )
   if config.rollout.carry_over > 0:
     yield from _carry_over(config)
 
@@ -588,6 +599,9 @@ def _too_few_tasks(
         f'rollout.groups={groups}: more groups than tasks; split train has '
         f'{available}'
       )
+    elif config.tasks.draw == 'stages':
+      types = [tasks_of_split.task_type(index) for index in range(available)]
+      tasks.StageSampler(split, types, groups, 0, config.tasks.stages)
   elif available < config.evaluation.num_tasks:
     yield (
       f'evaluation.num_tasks={config.evaluation.num_tasks}: split {split} has '
@@ -599,7 +613,7 @@ def _with_field(config: ml_collections.ConfigDict, text: str) -> str:
   """Returns an error message of an environment, prefixed with the field."""
   if text.startswith('split='):
     return f'evaluation.{text}'
-  if text.startswith(('env.', 'rollout.')):
+  if text.startswith(('env.', 'rollout.', 'tasks.')):
     return text
   field = 'data_dir' if config.env.get('data_dir') else 'name'
   return f'env.{field}={config.env[field]}: {text}'

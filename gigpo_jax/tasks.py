@@ -13,8 +13,9 @@ import numpy as np
 from envs import base
 from gigpo_jax import options
 
-# epochs: shuffled, without replacement; uncertain: see `UncertaintySampler`.
-DRAWS = ('epochs', 'uncertain')
+# epochs: shuffled, without replacement; uncertain: see `UncertaintySampler`;
+# stages: see `StageSampler`.
+DRAWS = ('epochs', 'uncertain', 'stages')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Options:
 
   draw: str = options.choice('epochs', DRAWS)
   uniform: float = options.number(0.5, low=0, high=1)
+  stages: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
   def __post_init__(self):
     options.check(self)
@@ -132,6 +134,67 @@ class UncertaintySampler(TaskSampler):
     # weighted sample without replacement.
     arrivals = rng.exponential(size=self._num_tasks) / self.chances()
     return np.argsort(arrivals, kind='stable')[:groups]
+
+
+class StageSampler(TaskSampler):
+  """Draws tasks of some types in each stage (CRAFT-GUI, arXiv:2508.11360).
+
+  Within a stage, tasks come in shuffled epochs without replacement. The paper
+  orders its stages by difficulty.
+
+  Args:
+    split: name of the split.
+    task_types: type of each task of the split.
+    groups: G, as for `TaskSampler`.
+    seed: seed of the shuffling.
+    stages: (first iteration, types), by increasing iteration from 0; the types
+      () are all types.
+
+  Raises:
+    ValueError: if the stages are not such, a type is unknown, or a stage has
+      fewer tasks than groups.
+  """
+
+  def __init__(
+    self,
+    split: str,
+    task_types: Sequence[str],
+    groups: int,
+    seed: int,
+    stages: Sequence[tuple[int, Sequence[str]]],
+  ):
+    super().__init__(split, len(task_types), groups, seed, self._staged)
+    starts = [start for start, _ in stages]
+    if not starts or starts[0] != 0 or starts != sorted(set(starts)):
+      raise ValueError(
+        f'tasks.stages={tuple(stages)}: must be (first iteration, types), by '
+        'increasing iteration from 0'
+      )
+    known = set(task_types)
+    self._stages = []
+    for start, types in stages:
+      chosen = set(types) or known
+      if unknown := sorted(chosen - known):
+        raise ValueError(
+          f'tasks.stages={tuple(stages)}: no task has the type '
+          f'{", ".join(unknown)}; must be of {", ".join(sorted(known))}'
+        )
+      indices = [n for n, name in enumerate(task_types) if name in chosen]
+      if len(indices) < groups:
+        raise ValueError(
+          f'tasks.stages={tuple(stages)}: the stage from {start} on has '
+          f'{len(indices)} tasks; must have rollout.groups={groups} or more'
+        )
+      self._stages.append((start, np.array(indices)))
+
+  def _staged(self, iteration: int, groups: int) -> np.ndarray:
+    start, indices = next(
+      stage for stage in reversed(self._stages) if stage[0] <= iteration
+    )
+    epoch, position = divmod(iteration - start, len(indices) // groups)
+    rng = np.random.Generator(np.random.Philox([self._seed, start, epoch]))
+    order = rng.permutation(indices)
+    return order[position * groups : (position + 1) * groups]
 
 
 def first_tasks(split: str, num_tasks: int) -> list[base.Task]:

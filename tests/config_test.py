@@ -82,7 +82,8 @@ def _refusal(**changes) -> str:
       3,
       'needs filter.drop_zero_variance to be True',
     ),
-    ('tasks.draw', 'hard', 'must be one of epochs, uncertain'),
+    ('tasks.draw', 'hard', 'must be one of epochs, uncertain, stages'),
+    ('tasks.stages', ((0, ()),), 'needs tasks.draw to be stages'),
     ('tasks.uniform', 2.0, 'between 0 and 1'),
     ('filter.max_refills', -1, 'at least 0'),
     ('critic.warmup_iterations', 3, 'gigpo has no critic'),
@@ -119,6 +120,10 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
+    (
+      {'tasks.draw': 'stages'},
+      'tasks.stages=.*: must be .first iteration, types., by increasing',
+    ),
     (
       {'algorithm.name': 'gdpo', 'algorithm.component_weights': (1.0,)},
       'algorithm.component_weights=(1.0,): components=',

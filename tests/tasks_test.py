@@ -68,6 +68,35 @@ def test_uncertain_tasks_are_drawn_more_often():
   np.testing.assert_allclose(frequencies, weights / weights.sum(), atol=0.03)
 
 
+TYPES = ['easy', 'hard', 'easy', 'easy', 'hard', 'easy']
+
+
+def test_stages_draw_their_types_in_epochs():
+  stages = ((0, ('easy',)), (4, ()))
+  stream = tasks.StageSampler('train', TYPES, 2, 0, stages)
+  drawn = [[task.index for task in stream.at(i)] for i in range(7)]
+  for epoch in (drawn[:2], drawn[2:4]):
+    assert sorted(sum(epoch, [])) == [0, 2, 3, 5]
+  assert sorted(sum(drawn[4:], [])) == list(range(6))
+  again = tasks.StageSampler('train', TYPES, 2, 0, stages)
+  assert [task.index for task in again.at(5)] == drawn[5]
+
+
+@pytest.mark.parametrize(
+  ('stages', 'message'),
+  [
+    ((), 'must be .first iteration, types., by increasing iteration from 0'),
+    (((1, ()),), 'by increasing iteration from 0'),
+    (((0, ()), (0, ())), 'by increasing iteration from 0'),
+    (((0, ('odd',)),), 'no task has the type odd; must be of easy, hard'),
+    (((0, ('hard',)),), 'from 0 on has 2 tasks; must have rollout.groups=3'),
+  ],
+)
+def test_refused_stages(stages, message):
+  with pytest.raises(ValueError, match=message):
+    tasks.StageSampler('train', TYPES, 3, 0, stages)
+
+
 def test_outcomes_are_restored():
   first, second = (
     tasks.UncertaintySampler('train', 20, 3, 0) for _ in range(2)

@@ -161,6 +161,7 @@ OPTIONS = {
       ),
       Option('rollout.horizon', '2509.08755', 'limit of turns by iteration'),
       Option('tasks.draw=uncertain', _NONE, 'chance of a task ~ p (1 - p)'),
+      Option('tasks.draw=stages', '2508.11360', 'task types by iteration'),
       Option(
         'evaluation.repeats',
         '2107.03374',
