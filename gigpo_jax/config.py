@@ -8,7 +8,7 @@ hub, it downloads only config.json until everything else is valid.
 import dataclasses
 import importlib
 import importlib.util
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 
 import ml_collections
 
@@ -26,7 +26,7 @@ from gigpo_jax import (
   tasks,
 )
 from gigpo_jax.models import decode_attention
-from gigpo_jax.run import model_check
+from gigpo_jax.run import config_fields, model_check
 
 # Options of the algorithm section that are not passed to algorithms, or that
 # apply to all of them.
@@ -40,64 +40,6 @@ _SHARED_OPTIONS = (
   'anchor_history',
   'modulators',
 )
-
-# Fields that have an effect only if another field has a certain value: (other
-# field, accepted value in words, predicate).
-_DEPENDENT_FIELDS = {
-  'algorithm.similarity_threshold': (
-    'algorithm.anchor',
-    'similarity',
-    lambda anchor: anchor == 'similarity',
-  ),
-  'tasks.uniform': (
-    'tasks.draw',
-    'uncertain',
-    lambda draw: draw == 'uncertain',
-  ),
-  'reward.kl_estimator': ('reward.kl_weight', 'above 0', bool),
-  'reward.overlong_penalty': ('reward.overlong_buffer', 'above 0', bool),
-  'loss.tis_level': ('loss.tis_clip', 'set', bool),
-  'loss.kl_horizon': ('loss.kl_target', 'set', bool),
-  'loss.kl_estimator': ('loss.kl_weight', 'above 0', bool),
-  **dict.fromkeys(
-    ('optimizer.warmup_ratio', 'optimizer.decay', 'optimizer.final_rate'),
-    ('optimizer.decay_updates', 'above 0', bool),
-  ),
-  'tasks.stages': (
-    'tasks.draw',
-    'stages',
-    lambda draw: draw == 'stages',
-  ),
-  'rollout.max_staleness': ('rollout.carry_over', 'above 0', bool),
-  'rollout.earlier_thinking': (
-    'env.context',
-    'conversation',
-    lambda context: context == 'conversation',
-  ),
-  'rollout.parked_slots': (
-    'rollout.reuse_cache',
-    'prompts or all',
-    lambda reuse: reuse != 'none',
-  ),
-  **dict.fromkeys(
-    ('filter.warmup_iterations', 'filter.max_refills'),
-    ('filter.drop_zero_variance', 'True', bool),
-  ),
-  'guard.shrink_factor': (
-    'guard.action',
-    'shrink or rollback',
-    lambda action: action != 'warn',
-  ),
-  'guard.max_rollbacks': (
-    'guard.action',
-    'rollback',
-    lambda action: action == 'rollback',
-  ),
-  **dict.fromkeys(
-    [f'loss.entropy_band.{name}' for name in ('low', 'high', 'decay')],
-    ('loss.entropy_band.weight', 'above 0', bool),
-  ),
-}
 
 _PAIR = 2  # Minimum number of episodes for a comparison.
 
@@ -233,14 +175,6 @@ def has_own_buckets(config: ml_collections.ConfigDict) -> bool:
   )
 
 
-def _get(config: ml_collections.ConfigDict, field: str):
-  for name in field.split('.'):
-    if name not in config:
-      return None
-    config = config[name]
-  return config
-
-
 def _values(config: ml_collections.ConfigDict) -> Iterator[str]:
   """Yields a line for each problem within a section."""
   for name, paths in SECTIONS.items():
@@ -341,7 +275,7 @@ def _ignored_options(
     *algorithms.defaults(algorithm),
     *modulators.FAMILY.options(),
   }
-  for field, value, default in _non_default(
+  for field, value, default in config_fields.non_default(
     config,
     [
       f'algorithm.{option}'
@@ -352,9 +286,9 @@ def _ignored_options(
     yield f'{field}={value}: {name} has no such option; must be {default}'
   if not algorithm.needs_values:
     options = [f'critic.{option}' for option in config.critic]
-    for field, value, default in _non_default(config, options):
+    for field, value, default in config_fields.non_default(config, options):
       yield f'{field}={value}: {name} has no critic; must be {default}'
-  yield from _unmet_dependencies(config, refused)
+  yield from config_fields.unmet(config, refused)
 
 
 def _plugins(
@@ -370,35 +304,12 @@ def _plugins(
     except ValueError as error:
       yield f'{section}.{str(error).removeprefix(f"{section}.")}'
       continue
-    chosen = tuple(_get(config, family.field))
+    chosen = tuple(config_fields.get(config, family.field))
     others = family.options() - family.options(chosen)
     fields = sorted(f'{section}.{option}' for option in others)
-    for field, value, default in _non_default(config, fields):
+    for field, value, default in config_fields.non_default(config, fields):
       yield (
         f'{field}={value}: not of {family.field}={chosen}; must be {default}'
-      )
-
-
-def _non_default(
-  config: ml_collections.ConfigDict, fields: Iterable[str]
-) -> Iterator[tuple[str, object, object]]:
-  """Yields (field, value, default) of fields that differ from the default."""
-  defaults = base.get_config()
-  for field in fields:
-    value, default = _get(config, field), _get(defaults, field)
-    if value != default:
-      yield field, value, default
-
-
-def _unmet_dependencies(
-  config: ml_collections.ConfigDict, refused: Set[str]
-) -> Iterator[str]:
-  for field, value, default in _non_default(config, _DEPENDENT_FIELDS):
-    switch, accepted, is_on = _DEPENDENT_FIELDS[field]
-    if field not in refused and not is_on(_get(config, switch)):
-      yield (
-        f'{field}={value}: has no effect; needs {switch} to be {accepted}, or '
-        f'must be {default}'
       )
 
 

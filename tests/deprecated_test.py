@@ -22,7 +22,7 @@ from gigpo_jax import (
 )
 from gigpo_jax import config as config_lib
 from gigpo_jax.algorithms import gigpo
-from gigpo_jax.run import run_config
+from gigpo_jax.run import config_fields, run_config
 from gigpo_jax.tools import sweep
 
 OLD, NEW = 'filter.without_spread', 'filter.drop_zero_variance'
@@ -264,8 +264,8 @@ def test_every_old_field_has_a_new_one(old: str, new: str):
   with pytest.warns(deprecated.RenamedWarning, match=f'{old} .* use {new}'):
     assert deprecated.renamed({old: 1}, config) == {new: 1}
   section, _, name = old.rpartition('.')
-  value = not config_lib._get(config, new)
-  config[section][name] = type(config_lib._get(config, new))(value)
+  value = not config_fields.get(config, new)
+  config[section][name] = type(config_fields.get(config, new))(value)
   with pytest.warns(deprecated.RenamedWarning, match=f'{old} .* use {new}'):
     deprecated.update(config)
-  assert config_lib._get(config, new) == value
+  assert config_fields.get(config, new) == value

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from configs import base
-from gigpo_jax import config as config_lib
+from gigpo_jax.run import config_fields
 from gigpo_jax.tools import method_table
 
 PAGE = method_table.PROJECT / 'docs' / 'methods.md'
@@ -23,7 +23,7 @@ def test_the_fields_of_the_page_exist():
   missing = object()
   for field in method_table.config_fields():
     section, _, name = field.rpartition('.')
-    assert config_lib._get(config, section).get(name, missing) is not missing
+    assert config_fields.get(config, section).get(name, missing) is not missing
 
 
 @pytest.mark.parametrize('title', method_table.FAMILIES)

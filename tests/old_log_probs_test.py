@@ -52,7 +52,7 @@ def _choose(name, gap=0.0, *, tis_clip=None, stale=()):
     entropy_band=losses.EntropyBand(),
   )
   state = types.SimpleNamespace(policy=types.SimpleNamespace(params=params))
-  history = types.SimpleNamespace(entropies=())
+  history = types.SimpleNamespace(entropies=(), kl_factor=1.0)
   old, metrics = update_inputs.choose_old_log_probs(parts, state, rows)
   columns = update_inputs.loss_columns(parts, state, history, rows, old, 0)
   assert columns['old_log_probs'] is old

@@ -12,6 +12,7 @@ import envs
 from configs import base, variants
 from gigpo_jax import algorithms, modulators, plugins, selectors
 from gigpo_jax import config as config_lib
+from gigpo_jax.run import config_fields
 
 PROJECT = pathlib.Path(envs.__file__).parents[1]
 CENTRAL = (
@@ -122,7 +123,7 @@ def test_presets_are_for_known_variants():
 def test_configs_list_the_defaults_of_options(section: str, path: str):
   module, _, name = path.partition(':')
   config = base.get_config()
-  values = config_lib._get(config, section) if section else config
+  values = config_fields.get(config, section) if section else config
   for field in dataclasses.fields(
     getattr(importlib.import_module(module), name)
   ):

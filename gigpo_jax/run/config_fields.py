@@ -1,0 +1,99 @@
+"""Fields of a config: values, changed fields, fields that need other fields."""
+
+from collections.abc import Iterable, Iterator, Set
+from typing import Any
+
+import ml_collections
+
+from configs import base
+
+# Fields that have an effect only if another field has a certain value: (other
+# field, accepted value in words, predicate).
+_DEPENDENT = {
+  'algorithm.similarity_threshold': (
+    'algorithm.anchor',
+    'similarity',
+    lambda anchor: anchor == 'similarity',
+  ),
+  'tasks.uniform': (
+    'tasks.draw',
+    'uncertain',
+    lambda draw: draw == 'uncertain',
+  ),
+  'reward.kl_estimator': ('reward.kl_weight', 'above 0', bool),
+  'reward.overlong_penalty': ('reward.overlong_buffer', 'above 0', bool),
+  'loss.tis_level': ('loss.tis_clip', 'set', bool),
+  'loss.kl_horizon': ('loss.kl_target', 'set', bool),
+  'loss.kl_estimator': ('loss.kl_weight', 'above 0', bool),
+  **dict.fromkeys(
+    ('optimizer.warmup_ratio', 'optimizer.decay', 'optimizer.final_rate'),
+    ('optimizer.decay_updates', 'above 0', bool),
+  ),
+  'tasks.stages': (
+    'tasks.draw',
+    'stages',
+    lambda draw: draw == 'stages',
+  ),
+  'rollout.max_staleness': ('rollout.carry_over', 'above 0', bool),
+  'rollout.earlier_thinking': (
+    'env.context',
+    'conversation',
+    lambda context: context == 'conversation',
+  ),
+  'rollout.parked_slots': (
+    'rollout.reuse_cache',
+    'prompts or all',
+    lambda reuse: reuse != 'none',
+  ),
+  **dict.fromkeys(
+    ('filter.warmup_iterations', 'filter.max_refills'),
+    ('filter.drop_zero_variance', 'True', bool),
+  ),
+  'guard.shrink_factor': (
+    'guard.action',
+    'shrink or rollback',
+    lambda action: action != 'warn',
+  ),
+  'guard.max_rollbacks': (
+    'guard.action',
+    'rollback',
+    lambda action: action == 'rollback',
+  ),
+  **dict.fromkeys(
+    [f'loss.entropy_band.{name}' for name in ('low', 'high', 'decay')],
+    ('loss.entropy_band.weight', 'above 0', bool),
+  ),
+}
+
+
+def get(config: ml_collections.ConfigDict, field: str) -> Any:
+  """Returns the value of a field such as 'loss.name'; None if it is missing."""
+  for name in field.split('.'):
+    if name not in config:
+      return None
+    config = config[name]
+  return config
+
+
+def non_default(
+  config: ml_collections.ConfigDict, fields: Iterable[str]
+) -> Iterator[tuple[str, object, object]]:
+  """Yields (field, value, default) of fields that differ from the default."""
+  defaults = base.get_config()
+  for field in fields:
+    value, default = get(config, field), get(defaults, field)
+    if value != default:
+      yield field, value, default
+
+
+def unmet(
+  config: ml_collections.ConfigDict, refused: Set[str]
+) -> Iterator[str]:
+  """Yields a line for each set field without effect that is not `refused`."""
+  for field, value, default in non_default(config, _DEPENDENT):
+    switch, accepted, is_on = _DEPENDENT[field]
+    if field not in refused and not is_on(get(config, switch)):
+      yield (
+        f'{field}={value}: has no effect; needs {switch} to be {accepted}, or '
+        f'must be {default}'
+      )
