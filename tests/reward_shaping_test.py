@@ -3,6 +3,7 @@
 import math
 
 import algorithm_rows
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -29,6 +30,38 @@ def test_estimators_by_hand():
       np.testing.assert_allclose(actual, values, atol=1e-6)
     clamped = kl.estimate(log_probs, reference, name, clamp=0.3)
     np.testing.assert_allclose(clamped, np.minimum(values, 0.3), atol=1e-6)
+
+
+def test_k3_by_hand():
+  # d = 0: 0. d = ln 2: 2 - ln 2 - 1 = 0.306853. d = -1: 1/e + 1 - 1 = 0.367879.
+  log_probs = jnp.array([-1.0, -1.0, -1.0])
+  reference = jnp.array([-1.0, -1.0 + math.log(2), -2.0])
+  actual = kl.k3(log_probs, reference)
+  np.testing.assert_allclose(actual, [0, 0.306853, 0.367879], atol=1e-6)
+  # Gradient 1 - exp(d): 0, 1 - 2, 1 - 1/e.
+  gradient = jax.grad(lambda x: jnp.sum(kl.k3(x, reference)))(log_probs)
+  np.testing.assert_allclose(gradient, [0, -1, 0.632121], atol=1e-6)
+
+
+def test_clamped_k3_by_hand():
+  # d = 8.5: e^8.5 - 9.5 = 4905.27, slope 1 - e^8.5 = -4913.77. d = 2: e^2 - 3 =
+  # 4.38906, slope 1 - e^2. d = -12: 11 + e^-12. The others would overflow.
+  log_probs = jnp.array([-9.0, -3.0, -0.5, -200.0, -0.5])
+  reference = jnp.array([-0.5, -1.0, -12.5, -0.5, -500.0])
+
+  def total(x, clamp):
+    values = kl.k3(x, reference, clamp)
+    return jnp.sum(values), values
+
+  gradient_of = jax.grad(total, has_aux=True)
+  gradient, values = gradient_of(log_probs, 10.0)
+  np.testing.assert_allclose(values, [10, 4.38906, 10, 10, 10], rtol=1e-5)
+  np.testing.assert_allclose(gradient, [0, -6.38906, 0, 0, 0], rtol=1e-5)
+  # The first token without a clamp.
+  values = kl.k3(log_probs[:1], reference[:1])
+  gradient = jax.grad(lambda x: kl.k3(x, reference[0]))(log_probs[0])
+  np.testing.assert_allclose(values, [4905.27], rtol=1e-5)
+  np.testing.assert_allclose(gradient, -4913.77, rtol=1e-5)
 
 
 def test_estimators_agree_with_the_exact_kl():
