@@ -219,4 +219,5 @@ def use_conversation(config: ml_collections.ConfigDict) -> None:
   """Makes each episode one growing conversation."""
   config.env.context = 'conversation'
   config.rollout.prompt_overflow = 'end'
+  config.rollout.reuse_cache = 'prompts'
   config.learner.share_prompts = True
