@@ -159,6 +159,8 @@ def _small(config: ml_collections.ConfigDict) -> None:
 def _make_room_for_turns(config: ml_collections.ConfigDict) -> None:
   """Sets limits of tokens that hold the turns of a conversation."""
   if config.env.prompt_style == 'brief':  # Up to 120 tokens per turn.
+    if config.model.path == 'configs/warm_starts/alfworld_tiny':
+      config.model.path += '_conversation'
     config.rollout.max_prompt_tokens = 120 * config.env.max_steps
     config.rollout.prompt_buckets = ()
     config.learner.length_buckets = ()
