@@ -29,7 +29,7 @@ import virtual_device
 
 from envs import base
 from gigpo_jax import env_pool, mesh, rollout, sampler, tokenizer
-from gigpo_jax.models import kv_cache, parameters, published, qwen
+from gigpo_jax.models import kv_cache, parameters, published, qwen_config
 
 _TOKENIZER = 'configs/warm_starts/alfworld_tiny'
 _PROMPT_BUCKETS = (512, 1024, 2048)
@@ -182,7 +182,7 @@ def dispatch_secs(repeats: int = 200) -> float:
   The program does nothing, but takes as many arrays as a decoding step.
   """
   model = dataclasses.replace(
-    published.SHAPES['Qwen2.5-1.5B'], **qwen.platform_fields('gpu')
+    published.SHAPES['Qwen2.5-1.5B'], **qwen_config.platform_fields('gpu')
   )
 
   def inputs() -> tuple:

@@ -46,6 +46,7 @@ from gigpo_jax.models import (
   lora,
   parameters,
   qwen,
+  qwen_config,
 )
 from gigpo_jax.run import model_check, trial
 from gigpo_jax.runtime import console, distributed
@@ -170,7 +171,7 @@ def model_kwargs(
       f'model.decode_attention={kernel}: is for '
       f'{decode_attention.PLATFORMS[kernel]}s, not for {platform}s; must be xla'
     )
-  choices = qwen.platform_fields(platform)
+  choices = qwen_config.platform_fields(platform)
   if config.model.attention != 'auto':
     choices['attention'] = config.model.attention
   elif config.mesh.sequence != 1:

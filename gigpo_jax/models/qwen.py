@@ -38,23 +38,6 @@ from gigpo_jax.models.qwen_config import QwenConfig, Yarn
 
 __all__ = ['QwenConfig', 'Yarn']
 
-# Maximum depth at which the sampler unstacks the layers, by platform. On a GPU,
-# compiling a layer is cheap, and a loop's copies out of the stacks would
-# dominate the time of a decoding step.
-_MAX_SPLIT = {'gpu': 128}
-
-
-def platform_fields(platform: str) -> dict[str, Any]:
-  """Returns the fields of a bfloat16 network that suit a platform.
-
-  Args:
-    platform: 'cpu', 'gpu' or 'tpu'.
-  """
-  return {
-    'attention': attention.default_implementation(platform),
-    'max_split': _MAX_SPLIT.get(platform, qwen_config.MAX_UNROLLED),
-  }
-
 
 class _Parameters(nn.Module):
   """A named group of Flax parameters."""

@@ -1,8 +1,9 @@
 """The shape of a Qwen network and the choices of its computation."""
 
 import dataclasses
+from typing import Any
 
-from gigpo_jax.models import lora
+from gigpo_jax.models import attention, lora
 
 # Activations that the backward pass recomputes, fastest first. none: no
 # activations; matrices: all except the products with parameters; layer: all
@@ -11,6 +12,10 @@ REMATS = ('none', 'matrices', 'layer')
 
 # Deeper networks run their layers in a loop, which compiles one layer only.
 MAX_UNROLLED = 8
+# Maximum depth at which the sampler unstacks the layers, by platform. On a GPU,
+# compiling a layer is cheap, and a loop's copies out of the stacks would
+# dominate the time of a decoding step.
+_MAX_SPLIT = {'gpu': 128}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,3 +97,15 @@ class QwenConfig:
   decode_attention: str = 'xla'
   cache: str = 'model'
   max_split: int = MAX_UNROLLED
+
+
+def platform_fields(platform: str) -> dict[str, Any]:
+  """Returns the fields of a bfloat16 network that suit a platform.
+
+  Args:
+    platform: 'cpu', 'gpu' or 'tpu'.
+  """
+  return {
+    'attention': attention.default_implementation(platform),
+    'max_split': _MAX_SPLIT.get(platform, MAX_UNROLLED),
+  }
