@@ -12,8 +12,7 @@ Departures from the paper (GiGPO, arXiv:2505.10978):
    prompts), and padding rows have weight 0. The authors' code makes all
    mini-batches full by duplicating random rows.
 3. Episodes whose environment failed are counted but not trained on.
-4. An iteration without any row to train on, or in which all advantages are 0,
-   makes no update of the policy.
+4. An iteration without any row to train on makes no update.
 5. The evaluation tasks are fixed, and success has a 95 % interval.
 
 docs/algorithm.md lists differences in formulas and environments.
@@ -206,6 +205,7 @@ def update(
 ) -> tuple[run_state.RunState, Metrics]:
   """Learns from the episodes of an iteration; returns state and metrics."""
   if not groups.kept:
+    # Entropy bonus, KL and weight decay would still move the policy.
     metrics: Metrics = metrics_lib.no_update(
       has_critic=parts.critic is not None
     )
@@ -238,11 +238,7 @@ def update(
     metrics |= critic_metrics
     if iteration < parts.config.critic.warmup_iterations:
       return state, metrics
-  # Without a signal, entropy bonus, KL and weight decay would still move the
-  # policy. The learner reports a policy that is not finite.
-  is_finite = np.isfinite(old_log_probs).all()
-  has_signal = output.advantages.any() or not is_finite
-  if not (has_signal and trained_rows.real.any()):
+  if not trained_rows.real.any():
     return state, metrics | metrics_lib.no_update(has_critic=False)
   columns = {'advantages': output.advantages} | update_inputs.loss_columns(
     parts,

@@ -3,7 +3,6 @@
 import types
 
 import jax
-import ml_collections
 import numpy as np
 import orbax.checkpoint as ocp
 import preloaded
@@ -126,63 +125,6 @@ def test_an_iteration_without_signal_calls_no_learner():
     'critic/count': 0,
   }
   assert 'loss' not in metrics.console_line(3, values)
-
-
-class _UpdateError(Exception):
-  """Raised where the policy would be updated."""
-
-
-@pytest.mark.parametrize(
-  ('advantage', 'log_prob'), [(0.0, -0.5), (1.0, -0.5), (0.0, np.nan)]
-)
-def test_advantages_of_zero_update_only_the_critic(
-  monkeypatch, advantage, log_prob
-):
-  rows = types.SimpleNamespace(real=np.ones(2, bool))
-  output = types.SimpleNamespace(advantages=np.array([0.0, advantage]))
-
-  def update_critic(parts, state, *_):
-    return state.replace(critic='updated'), {'critic/count': 1.0}
-
-  def loss_columns(*_):
-    raise _UpdateError
-
-  replaced = {
-    (train.batch, 'from_trajectories'): lambda *_, **__: rows,
-    (train.update_inputs, 'compute_signals'): lambda *_: (
-      {},
-      np.array([0.0, log_prob]),
-      {},
-    ),
-    (train.update_inputs, 'shape_rewards'): lambda *_: (rows, None, {}),
-    (train.update_inputs, 'loss_columns'): loss_columns,
-    (train.update_inputs, 'apply_plugins'): lambda *_: (output, rows, None, {}),
-    (train, 'estimate_advantages'): lambda *_: (output, None, {}),
-    (train, 'update_critic'): update_critic,
-  }
-  for (module, name), function in replaced.items():
-    monkeypatch.setattr(module, name, function)
-  parts = types.SimpleNamespace(
-    config=ml_collections.ConfigDict(
-      {'seed': 0, 'critic': {'warmup_iterations': 0}}
-    ),
-    rows_kwargs={},
-    critic=object(),
-  )
-  state = run_state.RunState('policy', 'critic')
-  groups = group_filter.CollectedGroups([], [None], [0], {})
-  logs = run_logs.RunLogs(metrics.NullWriter())
-
-  def update():
-    return train.update(parts, state, run_state.History(), groups, 3, logs)
-
-  if advantage or np.isnan(log_prob):
-    with pytest.raises(_UpdateError):
-      update()
-    return
-  state, values = update()
-  assert (state.policy, state.critic) == ('policy', 'updated')
-  assert (values['update/count'], values['critic/count']) == (0, 1)
 
 
 @pytest.mark.slow
