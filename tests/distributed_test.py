@@ -221,7 +221,8 @@ def fixture_alone(tmp_path_factory):
 @pytest.mark.parametrize(
   ('flag', 'devices'),
   [
-    ('--config.rollout.tensor=0', 1),
+    # Slow, and a part of continuous integration.
+    pytest.param('--config.rollout.tensor=0', 1, marks=pytest.mark.slow),
     # Two minutes; the sampling of both processes together is tested above.
     pytest.param('--config.rollout.tensor=2', 1, marks=pytest.mark.slow),
     # Several devices per process.

@@ -230,7 +230,7 @@ def test_large_messages_in_both_directions_do_not_deadlock():
     for env in envs:
       pool.step(env, pools.RIGHT + 'x' * 100_000)
     answers = pools.gather(pool, envs)
-  assert all(len(a.observation.text) > 1_000_000 for a in answers.values())
+  assert all(len(a.observation.text) > 200_000 for a in answers.values())
 
 
 def test_time_limit_excludes_queueing():

@@ -28,12 +28,16 @@ RECOMPUTED = dataclasses.replace(CONFIG, remat='layer')
 @pytest.mark.parametrize(
   ('config', 'axes'),
   [
-    (CONFIG, {'data': 8}),
-    (CONFIG, {'data': 2, 'fsdp': 4}),
+    pytest.param(CONFIG, {'data': 8}, marks=pytest.mark.slow),
+    pytest.param(CONFIG, {'data': 2, 'fsdp': 4}, marks=pytest.mark.slow),
     (CONFIG, {'data': 2, 'fsdp': 2, 'tensor': 2}),
     (CONFIG, {'fsdp': 2, 'sequence': 2, 'tensor': 2}),
     (RECOMPUTED, {'data': 2, 'fsdp': 2, 'tensor': 2}),
-    (EXPERTS, {'data': 2, 'fsdp': 2, 'tensor': 2}),
+    pytest.param(
+      EXPERTS,
+      {'data': 2, 'fsdp': 2, 'tensor': 2},
+      marks=pytest.mark.slow,
+    ),
     (EXPERTS, {'fsdp': 2, 'expert': 4}),
     (EXPERTS, {'fsdp': 2, 'expert': 2, 'sequence': 2}),
   ],
@@ -168,13 +172,13 @@ def test_rows_of_a_prompt_share_an_update():
   rows = rows_of_few_prompts(prompts=4)
   # 6 rows per mini-batch would split a prompt; instead there are 8, 4 and 4.
   subject = make_learner(share_prompts=True, minibatch_rows=6)
-  minibatches = subject._minibatches(rows, 0)
+  minibatches = subject._minibatches(rows, 0, 0)
   all_rows = np.sort(np.concatenate(minibatches))
   np.testing.assert_array_equal(all_rows, np.flatnonzero(rows.real))
   prompts = [{r % 4 for r in index} for index in minibatches]
   assert sorted(map(len, prompts)) == [1, 1, 2]
   subject = make_learner(share_prompts=True, minibatch_rows=4)
-  for index in subject._minibatches(rows, 0):
+  for index in subject._minibatches(rows, 0, 0):
     prompts = rows.tokens[index, : rows.prompt_lengths[index].max()]
     assert len(set(rows.prompt_lengths[index])) == 1
     assert (prompts == prompts[0]).all()

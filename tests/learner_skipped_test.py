@@ -58,7 +58,7 @@ def test_consecutive_skipped_updates_are_counted():
     loss=INFINITE_LOSS, minibatch_rows=2, microbatch_tokens=32
   )
   rows = make_rows()
-  order = np.concatenate(subject._minibatches(rows, 0))
+  order = np.concatenate(subject._minibatches(rows, 0, 0))
   zeros = np.zeros(16, np.float32)
   for positions, before, skipped, in_row, longest in (
     ([0, 1], 0, 1, 0, 1),

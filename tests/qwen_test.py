@@ -109,9 +109,9 @@ def _reference(  # noqa: PLR0913
   ('tied', 'heads', 'kv_heads', 'family', 'rope'),
   [
     (True, 4, 2, 'Qwen2', None),
-    (False, 4, 4, 'Qwen2', None),
+    pytest.param(False, 4, 4, 'Qwen2', None, marks=pytest.mark.slow),
     (False, 7, 1, 'Qwen2', YARN),
-    (True, 4, 2, 'Qwen3', None),
+    pytest.param(True, 4, 2, 'Qwen3', None, marks=pytest.mark.slow),
     (False, 5, 5, 'Qwen3', YARN | {'attention_factor': 0.7}),
     (False, 4, 1, 'Qwen3', YARN | {'beta_fast': 8.0, 'beta_slow': 2.0}),
     (False, 4, 2, 'Qwen3Moe', None),
@@ -161,7 +161,12 @@ def test_logits_agree_with_transformers(  # noqa: PLR0913
 
 
 @pytest.mark.parametrize(
-  ('seed', 'family'), [(0, 'Qwen2'), (1, 'Qwen2'), (2, 'Qwen3')]
+  ('seed', 'family'),
+  [
+    (0, 'Qwen2'),
+    pytest.param(1, 'Qwen2', marks=pytest.mark.slow),
+    (2, 'Qwen3'),
+  ],
 )
 def test_greedy_sampling_equals_generate(torch, tmp_path, seed, family):
   from gigpo_jax import sampler
