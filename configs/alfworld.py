@@ -157,23 +157,12 @@ def _small(config: ml_collections.ConfigDict) -> None:
 
 
 def _make_room_for_turns(config: ml_collections.ConfigDict) -> None:
-  """Sets limits of tokens that hold the turns of a conversation."""
-  if config.env.prompt_style == 'brief':  # Up to 120 tokens per turn.
+  """Sets limits of tokens, and a warm start, for a conversation's turns."""
+  sizes.make_room_for_turns(config, brief_tokens=120)
+  if config.env.prompt_style == 'brief':
     if config.model.path == 'configs/warm_starts/alfworld_tiny':
       config.model.path += '_conversation'
-    config.rollout.max_prompt_tokens = 120 * config.env.max_steps
-    config.rollout.prompt_buckets = ()
-    config.learner.length_buckets = ()
     config.learner.microbatch_tokens = 6_000
-    config.sft.minibatch_rows = 4  # Episodes.
-  else:
-    config.rollout.max_prompt_tokens = 16_384
-    config.rollout.prompt_buckets = (2048, 4096, 8192, 16_384)
-    config.learner.length_buckets = (16_896,)
-  # From the warm start for prompts with history.
-  config.sft.init = ''
-  config.sft.num_episodes = 1000
-  config.sft.learning_rate = 1e-3
 
 
 def _full_rooms(config: ml_collections.ConfigDict) -> None:

@@ -112,3 +112,27 @@ def use_smoke(config: ml_collections.ConfigDict) -> None:
   config.evaluation.every = 2
   config.checkpoint.every = 1
   config.sft.num_episodes = 200
+
+
+def make_room_for_turns(
+  config: ml_collections.ConfigDict, *, brief_tokens: int
+) -> None:
+  """Sets limits of tokens that hold the turns of a conversation.
+
+  Args:
+    config: config of an environment with `env.prompt_style`.
+    brief_tokens: upper bound of a turn's tokens with brief prompts.
+  """
+  if config.env.prompt_style == 'brief':
+    config.rollout.max_prompt_tokens = brief_tokens * config.env.max_steps
+    config.rollout.prompt_buckets = ()
+    config.learner.length_buckets = ()
+    config.sft.minibatch_rows = 4  # Episodes.
+  else:
+    config.rollout.max_prompt_tokens = 16_384
+    config.rollout.prompt_buckets = (2048, 4096, 8192, 16_384)
+    config.learner.length_buckets = (16_896,)
+  # From the warm start for prompts with history.
+  config.sft.init = ''
+  config.sft.num_episodes = 1000
+  config.sft.learning_rate = 1e-3

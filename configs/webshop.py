@@ -45,7 +45,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     config.learner.microbatch_tokens = 18_432
   variants.apply(config, changes)
   if 'conversation' in changes:
-    _make_room_for_turns(config)
+    sizes.make_room_for_turns(config, brief_tokens=160)
   return config
 
 
@@ -77,23 +77,6 @@ def _paper() -> ml_collections.ConfigDict:
   config.evaluation.split = 'test'  # goals 0 to 499
   config.sft.init = ''
   return config
-
-
-def _make_room_for_turns(config: ml_collections.ConfigDict) -> None:
-  """Sets limits of tokens that hold the turns of a conversation."""
-  if config.env.prompt_style == 'brief':  # Up to 160 tokens per turn.
-    config.rollout.max_prompt_tokens = 160 * config.env.max_steps
-    config.rollout.prompt_buckets = ()
-    config.learner.length_buckets = ()
-    config.sft.minibatch_rows = 4  # Episodes.
-  else:
-    config.rollout.max_prompt_tokens = 16_384
-    config.rollout.prompt_buckets = (2048, 4096, 8192, 16_384)
-    config.learner.length_buckets = (16_896,)
-  # From the warm start for prompts with history.
-  config.sft.init = ''
-  config.sft.num_episodes = 1000
-  config.sft.learning_rate = 1e-3
 
 
 def _tiny(config: ml_collections.ConfigDict) -> None:

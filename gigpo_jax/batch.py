@@ -77,6 +77,12 @@ class Rows:
     position = np.arange(self.sampler_log_probs.shape[1])
     return position < (self.lengths - self.prompt_lengths)[:, None]
 
+  @property
+  def prompt_mask(self) -> Bool[np.ndarray, 'R L-1']:
+    """True for the prompt's tokens after the first, from the second token."""
+    positions = np.arange(self.tokens.shape[1] - 1)
+    return positions < self.prompt_lengths[:, None] - 1
+
   def steps_taken(self) -> tuple[np.ndarray, ...]:
     """Returns the first arguments of `advantages.gigpo`."""
     return (

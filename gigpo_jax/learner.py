@@ -319,34 +319,35 @@ class Learner:
     """
     has_prompts = _PROMPTS in self._signals
     scored = _with_scored_prompts(rows) if has_prompts else rows
-    shape = scored.sampler_log_probs.shape
     results: dict[str, np.ndarray] = {}
-    packer = self._signal_packer
-    index = np.flatnonzero(rows.real)
-    with jax.set_mesh(self._mesh):
-      for microbatch in packer.microbatches(scored, index, largest=True):
-        outputs = self._run_outputs(params, microbatch, 'signals')
-        for name, values in outputs.items():
-          result = results.setdefault(name, np.zeros(shape, np.float32))
-          microbatch.scatter(mesh_lib.to_host(values), result)
+    for microbatch, outputs in self._score(params, scored, 'signals'):
+      for name, values in outputs.items():
+        result = results.setdefault(name, _zeros(scored))
+        microbatch.scatter(mesh_lib.to_host(values), result)
     if not has_prompts:
       return results
     prompts = results['log_probs']
     return {k: _completions(x, rows) for k, x in results.items()} | {
-      _PROMPTS: np.where(_prompt_mask(rows), prompts, 0)
+      _PROMPTS: np.where(rows.prompt_mask, prompts, 0)
     }
 
   def _outputs(self, params: dict, rows: batch.Rows) -> np.ndarray:
-    result = np.zeros(rows.sampler_log_probs.shape, np.float32)
-    index = np.flatnonzero(rows.real)
-    with jax.set_mesh(self._mesh):
-      pending = [
-        (microbatch, self._run_outputs(params, microbatch))
-        for microbatch in self._packer.microbatches(rows, index, largest=True)
-      ]
-    for microbatch, outputs in pending:
+    result = _zeros(rows)
+    for microbatch, outputs in self._score(params, rows, 'outputs'):
       microbatch.scatter(mesh_lib.to_host(outputs), result)
     return result
+
+  def _score(
+    self, params: dict, rows: batch.Rows, name: str
+  ) -> list[tuple[packing.Microbatch, Any]]:
+    """Dispatches a program for all rows; returns outputs by microbatch."""
+    packer = self._signal_packer if name == 'signals' else self._packer
+    index = np.flatnonzero(rows.real)
+    with jax.set_mesh(self._mesh):
+      return [
+        (microbatch, self._run_outputs(params, microbatch, name))
+        for microbatch in packer.microbatches(rows, index, largest=True)
+      ]
 
   def _run_outputs(
     self, params: dict, microbatch: packing.Microbatch, name: str = 'outputs'
@@ -541,6 +542,11 @@ class Learner:
     return _gather(packer.empty(shape), columns, row)
 
 
+def _zeros(rows: batch.Rows) -> np.ndarray:
+  """Returns a zero per completion token, [R, C]."""
+  return np.zeros(rows.sampler_log_probs.shape, np.float32)
+
+
 def _with_scored_prompts(rows: batch.Rows) -> batch.Rows:
   """Returns rows in which all tokens but the first are the completion."""
   return dataclasses.replace(
@@ -550,12 +556,6 @@ def _with_scored_prompts(rows: batch.Rows) -> batch.Rows:
       (len(rows.tokens), rows.tokens.shape[1] - 1), np.float32
     ),
   )
-
-
-def _prompt_mask(rows: batch.Rows) -> np.ndarray:
-  """Returns True at the prompt's tokens after the first, [R, L - 1]."""
-  positions = np.arange(rows.tokens.shape[1] - 1)
-  return positions < rows.prompt_lengths[:, None] - 1
 
 
 def _completions(values: np.ndarray, rows: batch.Rows) -> np.ndarray:

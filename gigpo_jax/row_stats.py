@@ -151,6 +151,14 @@ def add(
   return np.where(real, advantages + like(values, advantages), 0)
 
 
+def per_token(
+  advantages: np.ndarray, mask: Bool[np.ndarray, 'R C']
+) -> Float[np.ndarray, 'R C']:
+  """Returns advantages, [R] or [R, C], as one per token."""
+  column = advantages if advantages.ndim > 1 else advantages[:, None]
+  return np.broadcast_to(column, mask.shape)
+
+
 def like(values: np.ndarray, advantages: np.ndarray) -> np.ndarray:
   """Returns values of rows that broadcast to advantages."""
   return values[:, None] if advantages.ndim > 1 else values

@@ -48,9 +48,7 @@ class Modulator:
   ) -> np.ndarray:
     """Returns one advantage per token."""
     mask, outputs = rows.completion_mask, signals.outputs
-    advantages = np.broadcast_to(
-      advantages if advantages.ndim > 1 else advantages[:, None], mask.shape
-    )
+    advantages = row_stats.per_token(advantages, mask)
     episodes = row_stats.episodes(rows)
     rate = episodes.success.mean()
     if not rate:

@@ -40,14 +40,11 @@ class Modulator:
   ) -> np.ndarray:
     """Returns the changed advantages."""
     mask = rows.completion_mask
-    prompt = signals.outputs['prompt_log_probs']
-    positions = np.arange(prompt.shape[1])
-    prompt_mask = positions < rows.prompt_lengths[:, None] - 1
     share = self.confidence_share
     prompts, responses = (
       np.exp(row_stats.lowest_means(values, where, share))
       for values, where in (
-        (prompt, prompt_mask),
+        (signals.outputs['prompt_log_probs'], rows.prompt_mask),
         (signals.outputs['log_probs'], mask),
       )
     )

@@ -52,8 +52,7 @@ class Selector:
   ) -> np.ndarray:
     """Returns True for the chosen tokens."""
     mask = rows.completion_mask
-    tokens = advantages if advantages.ndim > 1 else advantages[:, None]
-    tokens = np.broadcast_to(tokens, mask.shape)
+    tokens = row_stats.per_token(advantages, mask)
     row_values = row_stats.token_means(tokens, mask)
     share, token_share = (
       np.interp(signals.progress, (0, 1), pair)
