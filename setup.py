@@ -15,9 +15,14 @@ README = pathlib.Path(__file__).parent / 'README.md'
 ALFWORLD = ['alfworld==0.4.2; python_version < "3.13"']
 JAX = '>=0.10.2,<0.13'
 GYMNASIUM = ['gymnasium>=1.0,<2']
+MCP = ['mcp>=2.3,<3']
+# jsonschema checks the arguments of tool calls.
+OPENENV = ['httpx>=0.28,<1', 'jsonschema>=4.20,<5', 'websockets>=15,<18']
 TEXTARENA = ['textarena>=0.7,<0.8']
 # BM25 over a corpus of any size, without jax in the workers.
 SEARCH = ['tantivy>=0.25,<1']
+# The client of a harness, and of tests.
+HARNESS = ['openai>=3,<4']
 DOCS = ['mkdocs-material>=9.5,<10', 'mkdocstrings[python]>=1.0,<2']
 
 setuptools.setup(
@@ -75,6 +80,7 @@ setuptools.setup(
     'console_scripts': [
       'gigpo-compare=gigpo_jax.tools.compare:main',
       'gigpo-evaluate=launch.evaluate:main',
+      'gigpo-serve=launch.serve:main',
       'gigpo-sft=launch.sft:main',
       'gigpo-sweep=launch.sweep:main',
       'gigpo-tpu-compile=launch.tpu_compile:main',
@@ -87,10 +93,15 @@ setuptools.setup(
     'cuda': [f'jax[cuda13]{JAX}'],
     'docs': DOCS,
     'gymnasium': GYMNASIUM,
+    'harness': HARNESS,
+    'mcp': MCP,
+    'minigrid': [*GYMNASIUM, 'minigrid>=3.1,<4'],
+    'openenv': OPENENV,
     'parity': [
       'peft>=0.21,<1; python_version < "3.12"',
       'torch==2.13.0; python_version < "3.12"',
     ],
+    'scienceworld': ['scienceworld>=1.2,<2'],
     'search': SEARCH,
     'textarena': TEXTARENA,
     'tpu': [f'jax[tpu]{JAX}'],
@@ -99,6 +110,9 @@ setuptools.setup(
       *ALFWORLD,
       *DOCS,
       *GYMNASIUM,
+      *HARNESS,
+      *MCP,
+      *OPENENV,
       *SEARCH,
       *TEXTARENA,
       'ipykernel',

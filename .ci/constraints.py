@@ -16,7 +16,16 @@ import setuptools
 from packaging import requirements, utils
 
 ROOT = pathlib.Path(__file__).parents[1]
-EXTRAS = ('alfworld', 'docs', 'gymnasium', 'search', 'test', 'textarena')
+EXTRAS = (
+  'alfworld',
+  'docs',
+  'gymnasium',
+  'mcp',
+  'openenv',
+  'search',
+  'test',
+  'textarena',
+)
 HEAD = """\
 # The versions that the tests pass with, Python {python}; use as
 #   pip install -c constraints.txt -e '.[test]'

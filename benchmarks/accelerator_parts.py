@@ -40,7 +40,7 @@ from gigpo_jax.models import (
   published,
   qwen,
 )
-from gigpo_jax.run import model_check, run_builders, run_state
+from gigpo_jax.run import model_builders, model_check, run_builders, run_state
 from gigpo_jax.runtime import compilation, hardware
 
 # Its tokenizer serves every shape.
@@ -91,14 +91,14 @@ class Setup:
 
   def make_mesh(self) -> jax.sharding.Mesh:
     """Returns the mesh of the config."""
-    return builders.make_mesh(
+    return model_builders.make_mesh(
       self.config, self.network, jax.devices(), mesh.device_bytes()
     )
 
   def make_model(self, devices: jax.sharding.Mesh) -> qwen.QwenConfig:
     """Returns the network as the config uses it on these devices."""
     return dataclasses.replace(
-      self.network, **builders.model_kwargs(self.config, devices)
+      self.network, **model_builders.model_kwargs(self.config, devices)
     )
 
 
@@ -186,7 +186,7 @@ def rates(setup: Setup, options: argparse.Namespace) -> None:
   )
 
 
-def make_bundle(setup: Setup) -> builders.ModelBundle:
+def make_bundle(setup: Setup) -> model_builders.ModelBundle:
   """Returns a policy with random weights that never stops by itself."""
   config = setup.config
   devices = setup.make_mesh()
@@ -198,7 +198,7 @@ def make_bundle(setup: Setup) -> builders.ModelBundle:
     mesh.device_bytes(),
     parameters.max_tensor_shards(model),
   )
-  return builders.ModelBundle(
+  return model_builders.ModelBundle(
     model=model,
     mesh=devices,
     tokenizer=tokenizer.Tokenizer(model_check.model_directory(_TEXT)),
@@ -210,7 +210,7 @@ def make_bundle(setup: Setup) -> builders.ModelBundle:
       stop_ids=(),
       vocab_size=model.vocab_size,
       tensor=config.rollout.tensor,
-      **builders.sampler_kwargs(config),
+      **model_builders.sampler_kwargs(config),
     ),
   )
 
@@ -225,9 +225,8 @@ def compile_all(setup: Setup, parts: run_builders.Parts) -> run_state.RunState:
     if parts.needs_reference:
       reference = builders.make_reference(bundle, params)
     state = run_state.RunState(parts.learner.init(params), reference=reference)
-    train.estimate_advantages(
-      parts, state, builders.make_dummy_rows(setup.config)
-    )
+    rows = builders.make_dummy_rows(setup.config)
+    train.estimate_advantages(parts, state, run_state.History(), rows)
     return run_builders.warm_up(parts, state, programs)
 
 
@@ -385,7 +384,7 @@ def update(setup: Setup, options: argparse.Namespace) -> None:
   rows, flops = _make_rows(setup, model)
   subject = builders.make_learner(
     setup.config,
-    builders.ModelBundle(model, devices, None, None, None),
+    model_builders.ModelBundle(model, devices, None, None, None),
     builders.make_loss(setup.config),
   )
   step = learner_benchmark.Step(subject, model, rows)

@@ -37,6 +37,7 @@ from configs import variants
 from gigpo_jax import algorithms, batch, builders, continuations, rollout
 from gigpo_jax import config as config_lib
 from gigpo_jax.algorithms import vineppo
+from gigpo_jax.run import model_builders
 from gigpo_jax.tools import plots
 from launch import command, interrupt
 
@@ -109,7 +110,7 @@ def make_methods(config) -> Iterator[tuple[str, tuple]]:
 
 def play(config, count: int) -> tuple:
   """Returns episodes, their states, and the continuations of the states."""
-  bundle = builders.make_model_bundle(config)
+  bundle = model_builders.make_model_bundle(config)
   with jax.set_mesh(bundle.mesh), builders.make_pool(config) as pool:
     runner = builders.make_runner(config, bundle, pool)
     params = bundle.load()
@@ -119,7 +120,7 @@ def play(config, count: int) -> tuple:
       builders.make_task_sampler(config).at(0),
       config.rollout.episodes_per_group,
       (rollout.TRAIN, 0),
-      builders.make_sampling(config),
+      model_builders.make_sampling(config),
     )
     (episodes,) = runner.run_batches(params, [groups], task_type=task_type)
     states = continuations.find_states(episodes)

@@ -91,8 +91,9 @@ class ActingPool(forced.Pool):
         self._actions[env] = reply.actions
     return replies
 
-  def step(self, env: int, response: str) -> None:
+  def step(self, env: int, response: str, turn: Any = None) -> None:
     """Takes an action; the response was sampled by no model."""
+    del turn
     action = self._rng.choice(self._actions[env])
     thought = response[:400].replace('<', ' ')
     self._inner.step(env, f'<think>{thought}</think><action>{action}</action>')

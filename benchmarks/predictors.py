@@ -40,6 +40,7 @@ import envs
 from envs import base
 from gigpo_jax import advantages, batch, builders, metrics, rollout, trajectory
 from gigpo_jax import config as config_lib
+from gigpo_jax.run import model_builders
 from gigpo_jax.tools import law, plots, sweep
 
 COLUMNS = (
@@ -93,14 +94,14 @@ def play_policy(
 ) -> list[trajectory.Trajectory]:
   """Plays a group of each task with the config's policy."""
   config_lib.validate(config)
-  policy = builders.make_model_bundle(config)
+  policy = model_builders.make_model_bundle(config)
   with jax.set_mesh(policy.mesh), builders.make_pool(config) as pool:
     return builders.make_runner(config, policy, pool).run(
       policy.load(),
       tasks,
       episodes_per_group=config.rollout.episodes_per_group,
       stream=(rollout.TRAIN, 0),
-      sampling=builders.make_sampling(config),
+      sampling=model_builders.make_sampling(config),
       task_type=builders.make_task_type(config),
     )
 

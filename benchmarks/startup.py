@@ -35,6 +35,7 @@ from gigpo_jax import builders, mesh
 from gigpo_jax import learner as learner_lib
 from gigpo_jax import sampler as sampler_lib
 from gigpo_jax.models import huggingface, parameters, published
+from gigpo_jax.run import model_builders
 from gigpo_jax.runtime import compilation
 from gigpo_jax.tools import tpu_compile
 
@@ -50,19 +51,19 @@ def make_parts(
 
   config = alfworld.get_config()
   shape = published.SHAPES[name]
-  devices = builders.make_mesh(
+  devices = model_builders.make_mesh(
     config, shape, jax.devices(), mesh.device_bytes()
   )
   model = dataclasses.replace(
     shape,
-    **builders.model_kwargs(config, devices),
+    **model_builders.model_kwargs(config, devices),
   )
   engine = tpu_compile.make_sampler(
     config, model, devices, devices.shape['tensor']
   )
   learner = builders.make_learner(
     config,
-    builders.ModelBundle(model, devices, None, None, None),
+    model_builders.ModelBundle(model, devices, None, None, None),
     builders.make_loss(config),
   )
   return engine, learner

@@ -13,6 +13,7 @@ import functools
 import heapq
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import jax
@@ -313,11 +314,11 @@ class VirtualPool:
     self._episodes[env] = task, len(responses)
     self._work(env, 1 + len(responses))
 
-  def step(self, env: int, response: str) -> None:
+  def step(self, env: int, response: str, turn: Any = None) -> None:
     """Takes a turn."""
-    del response
-    task, turn = self._episodes[env]
-    self._episodes[env] = task, turn + 1
+    del response, turn
+    task, taken = self._episodes[env]
+    self._episodes[env] = task, taken + 1
     self._clock.work('turn', self._costs.turn_secs)
     self._submit(env)
 

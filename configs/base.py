@@ -34,6 +34,7 @@ def get_config() -> ml_collections.ConfigDict:
   config.algorithm = _algorithm_section()
   config.critic = _critic_section()
   config.loss = _loss_section()
+  config.teacher = _teacher_section()
   config.optimizer = _optimizer_section()
   config.lora = _lora_section()
   config.learner = _learner_section()
@@ -194,6 +195,35 @@ def _reward_section() -> ml_collections.ConfigDict:
   # overlong_penalty (DAPO); 0: off.
   reward.overlong_buffer = 0
   reward.overlong_penalty = 1.0
+  # Reward of a step if the environment has several agents. team: the rewards of
+  # all agents until the agent's next step; own: that of the step.
+  reward.agents = 'team'
+  # Functions of finished training episodes, 'module:function'; see
+  # envs/rewards.py. Weights of the functions, (): 1 each, and of the
+  # environment's own reward.
+  reward.functions = ()
+  reward.function_weights = ()
+  reward.environment_weight = 1.0
+  # Worker processes that call the functions, one episode each at a time, and
+  # their time limit for an episode.
+  reward.num_workers = 2
+  reward.timeout_secs = 60.0
+  # Options of the function envs.judge:Judge. A config file adds a section like
+  # it for the options of another class.
+  reward.judge = ml_collections.ConfigDict()
+  # Endpoint, such as http://127.0.0.1:8000/v1, and model.
+  reward.judge.url = ''
+  reward.judge.model = ''
+  reward.judge.rubric = (
+    'Did the agent accomplish the task, without needless steps?'
+  )
+  reward.judge.best = 10  # the grade with reward 1; grades start at 0
+  reward.judge.max_tokens = 512  # of its answer
+  reward.judge.max_chars = 40_000  # of an episode; the middle is dropped
+  reward.judge.request_secs = 20.0
+  reward.judge.retries = 2
+  # Environment variable that holds the key.
+  reward.judge.key_variable = 'OPENAI_API_KEY'
   return reward
 
 
@@ -205,6 +235,8 @@ def _tasks_section() -> ml_collections.ConfigDict:
   # probability is uniform. stages: only some types of tasks at first.
   tasks.draw = 'epochs'
   tasks.uniform = 0.5
+  # uncertain: weight of the diversity of a task's episodes; 0.2 in MMR1.
+  tasks.diversity_weight = 0.0
   # (first iteration, types of tasks), such as ((0, ('pick',)), (50, ())); ():
   # all types.
   tasks.stages = ()
@@ -292,8 +324,18 @@ def _algorithm_section() -> ml_collections.ConfigDict:
   algorithm.gae_discount = 1.0  # paper
   algorithm.gae_lambda = 1.0  # paper
   algorithm.whiten_advantages = True
-  # pass_at_k: episodes of a set.
+  # pass_at_k, polychromic: episodes of a set.
   algorithm.set_size = 2
+  # a_star_po: temperature of the best value, in reward units.
+  algorithm.value_temperature = 0.5  # code
+  # igpo: weight of the gains of the answer's probability.
+  algorithm.gain_weight = 1.0
+  # risk_po: tasks of a bundle; weight of the lower tail; levels and rate of the
+  # tracked quantiles, the rate in reward units.
+  algorithm.bundle_tasks = 2  # code: 5
+  algorithm.tail_weight = 1.5  # code
+  algorithm.quantile_levels = (0.2, 0.8)  # code
+  algorithm.quantile_rate = 0.1  # code
   # vineppo: episodes that are played from each state to estimate its value.
   algorithm.continuations = 9  # paper
   _modulator_options(algorithm)
@@ -342,6 +384,10 @@ def _loss_section() -> ml_collections.ConfigDict:
   loss = ml_collections.ConfigDict()
   # A name in losses.REGISTRY, or module:function of an importable module.
   loss.name = 'policy_gradient'
+  # row_regression: weight of a row's log-ratio; to which policy it is:
+  # reference, or old, the policy before the iteration's first update.
+  loss.log_ratio_weight = 1e-3  # code
+  loss.log_ratio_to = 'reference'
   # clipped: PPO's clipped surrogate; cispo: clipped ratios as constant weights.
   loss.surrogate = 'clipped'
   # token: one ratio per token; row: their geometric mean per row (GSPO).
@@ -384,6 +430,32 @@ def _loss_section() -> ml_collections.ConfigDict:
   loss.tis_clip = config_dict.placeholder(float)
   loss.tis_level = 'token'  # | row: the product over a row's tokens
   return loss
+
+
+def _teacher_section() -> ml_collections.ConfigDict:
+  """Returns the options of a teacher in RL."""
+  teacher = ml_collections.ConfigDict()
+  # The loss is (1 - mu) L_RL + mu L_teacher. mu rises from 0 to mu_peak over
+  # the warm-up and falls to mu_valley over the decay (0: stays at its peak).
+  # mu_peak=0: no teacher. CHORD-phi: a constant 0.1 with token_weight=phi.
+  teacher.mu_peak = 0.0
+  teacher.mu_valley = 0.0
+  teacher.warmup_iterations = 0
+  teacher.decay_iterations = 0
+  # L_teacher. imitation: the log-likelihood of the teacher's responses (CHORD).
+  # replay: the surrogate of RL on recorded steps (teacher.data), with their
+  # advantages and importance ratios to their log-probs. distillation: the
+  # surrogate on the iteration's steps, with the advantage log p(token | prompt
+  # with the expert's solution) - log p(token | prompt).
+  teacher.loss = 'imitation'
+  # imitation: tokens have the weight p (1 - p), phi; or 1, none.
+  teacher.token_weight = 'phi'
+  # WORKDIR/episodes of a run, whose successful episodes teach (all of them with
+  # sft.only_successful=False). '': the environment's expert plays num_episodes.
+  teacher.data = ''
+  teacher.num_episodes = 200
+  teacher.rows = 64  # of the teacher, in an iteration
+  return teacher
 
 
 def _optimizer_section() -> ml_collections.ConfigDict:
@@ -516,7 +588,11 @@ def _sft_section() -> ml_collections.ConfigDict:
   sft = ml_collections.ConfigDict()
   # WORKDIR/episodes of a run to imitate instead. '': imitate the expert.
   sft.data = ''
-  sft.only_successful = True  # episodes of sft.data
+  # Rounds of rejection sampling: some rollouts of rollout.groups x
+  # episodes_per_group episodes, then training on the successful ones. 0: none.
+  sft.rounds = 0
+  sft.rollouts = 1  # in a round
+  sft.only_successful = True  # episodes of sft.data and of rounds
   sft.num_episodes = 2000
   sft.noise = 0.0  # probability of a random action per step
   sft.epochs = 1

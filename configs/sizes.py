@@ -19,7 +19,8 @@ def use_tiny_policy(config: ml_collections.ConfigDict) -> None:
   """Selects a 0.6M-parameter policy from launch/sft.py, for two CPU cores."""
   config.model.dtype = 'float32'
   config.model.remat = 'none'
-  config.env.prompt_style = 'brief'
+  if 'prompt_style' in config.env:
+    config.env.prompt_style = 'brief'
   config.pool.num_workers = 1
   config.rollout.groups = 8
   config.rollout.episodes_per_group = 8
@@ -55,20 +56,21 @@ def use_tiny_policy(config: ml_collections.ConfigDict) -> None:
 WARM_START = re.compile(r'runs/(\w+)-(\w+)-sft/policy')
 
 
-def warm_start(file: str, size: str) -> str:
+def warm_start(file: str, size: str, *, shared: bool = True) -> str:
   """Returns the path of the warm start of a small size.
 
   The path is the default output of `launch/sft.py --config=FILE:SIZE`. If that
-  does not exist, it is the warm start that the project includes, if any. `mini`
-  shares the warm start of `tiny`.
+  does not exist, it is the warm start that the project includes, if any.
 
   Args:
     file: path of the config file.
     size: a small variant, such as 'tiny'.
+    shared: whether `mini` has the warm start of `tiny`.
   """
   name = pathlib.Path(file).stem
-  size = 'tiny' if size == 'mini' else size
-  own, included = f'runs/{name}-{size}-sft/policy', f'{INCLUDED}/{name}_tiny'
+  made = 'tiny' if size == 'mini' and shared else size
+  own = f'runs/{name}-{made}-sft/policy'
+  included = f'{INCLUDED}/{name}_{"tiny" if shared else size}'
   if not configs.find(own) and configs.find(included):
     return included
   return own

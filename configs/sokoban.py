@@ -21,9 +21,8 @@ import ml_collections
 
 from configs import base, sizes, variants
 
-# Learning rates of `:mini`; see sizes.use_mini. They are not tuned;
-# configs/sweeps/tuning_others.py does that.
-RATES = {'gigpo': 1.5e-4}
+# Learning rates of `:mini`; see sizes.use_mini.
+RATES = {'gigpo': 7.5e-5}
 
 SIZES = ('1.5b', 'tiny', 'mini', 'smoke')
 

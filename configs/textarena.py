@@ -1,4 +1,4 @@
-"""GiGPO on a one-player TextArena game: the Tower of Hanoi, or any other.
+"""GiGPO on a TextArena game: the Tower of Hanoi, tic-tac-toe, or any other.
 
     python launch/train.py --config=configs/textarena.py --config.model.path=..
 
@@ -12,7 +12,8 @@ For another game, copy this file and change `config.env`, which
 envs/textarena_env.py documents.
 
 Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
-cores; `smoke`, the tiny path in two minutes), an algorithm (`grpo`, `ppo`, ...)
+cores; `smoke`, the tiny path in two minutes; `duel`, tic-tac-toe against a
+random player at the size of `tiny`), an algorithm (`grpo`, `ppo`, ...)
 and other changes, see `variants.CHANGES`.
 
 All tasks, including held-out ones, use the same tower. Success therefore
@@ -23,7 +24,7 @@ import ml_collections
 
 from configs import base, sizes, variants
 
-SIZES = ('1.5b', 'tiny', 'smoke')
+SIZES = ('1.5b', 'tiny', 'duel', 'smoke')
 
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
@@ -34,8 +35,10 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   size = size or '1.5b'
   config = _tower()
   config.variant = ','.join([size, *changes])
-  if size in ('tiny', 'smoke'):
+  if size in ('tiny', 'duel', 'smoke'):
     _tiny(config)
+    if size == 'duel':
+      _duel(config)
     config.model.path = sizes.warm_start(__file__, size)
   if size == 'smoke':
     sizes.use_smoke(config)
@@ -50,6 +53,10 @@ def _tower() -> ml_collections.ConfigDict:
   config.env.options = ml_collections.ConfigDict()
   # All moves, if they are few. (): any text, as the game's rules describe it.
   config.env.actions = ('[a b]', '[a c]', '[b a]', '[b c]', '[c a]', '[c b]')
+  # The other player: random or module:function. '': games for one player.
+  config.env.opponent = ''
+  # Number of the policy's player, 0 or 1.
+  config.env.player = 0
   # Lowest reward of a success.
   config.env.success_reward = 1.0
   config.env.seed = 0
@@ -83,3 +90,19 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.learner.length_buckets = (256, 352)
   config.evaluation.every = 15
   config.sft.num_episodes = 1000
+
+
+def _duel(config: ml_collections.ConfigDict) -> None:
+  """Selects tic-tac-toe; an illegal move may be repeated once, then loses."""
+  config.env.id = 'TicTacToe-v0'
+  config.env.options = ml_collections.ConfigDict()
+  config.env.actions = tuple(f'[{square}]' for square in range(9))
+  config.env.opponent = 'random'
+  config.env.max_steps = 10
+  config.env.history_length = 0
+  # At 2e-4, the KL exceeds guard.max_kl.
+  config.optimizer.learning_rate = 1e-4
+  config.learner.minibatch_rows = 256
+  # Members of a group meet the same random numbers of the opponent.
+  config.rollout.groups = 8
+  config.rollout.episodes_per_group = 8

@@ -8,6 +8,10 @@ An environment is a module with a class `Env` and a function
       apart best.
     CONTEXTS: the contexts that it offers; default ('history',). With several,
       `Env` takes an argument `context`; see `envs.narrator`.
+    REPLAYS: whether its episodes can be replayed from their responses; default
+      True. If not, no episode can be paused or start in a later state.
+    HARNESS: the command to which an agent harness brings its episodes; default:
+      none, its episodes are its own.
     DATA: a `base.Data`, if it reads official data. `Env` takes an argument
       `data_dir`.
     PRESETS: variant -> {config field: value}, the changes of config variants.
@@ -34,8 +38,14 @@ from envs import base
 # name: module of the environment.
 REGISTRY = {
   'alfworld': 'envs.alfworld.env',
+  'endpoint': 'envs.endpoint',
   'gymnasium': 'envs.gymnasium_env',
+  'helpdesk': 'envs.helpdesk.env',
   'keydoor': 'envs.keydoor',
+  'mcp': 'envs.mcp_env',
+  'minigrid': 'envs.minigrid_env',
+  'openenv': 'envs.openenv_env',
+  'scienceworld': 'envs.scienceworld_env',
   'search_qa': 'envs.search_qa.env',
   'sokoban': 'envs.sokoban',
   'textarena': 'envs.textarena_env',
@@ -93,10 +103,35 @@ def contexts(name: str) -> tuple[str, ...]:
   return getattr(_module(name), 'CONTEXTS', ('history',))
 
 
+def replays(name: str) -> bool:
+  """Returns whether episodes can be replayed from their responses."""
+  return getattr(_module(name), 'REPLAYS', True)
+
+
+def has_expert(name: str) -> bool:
+  """Returns whether the environment demonstrates its tasks."""
+  return hasattr(_module(name).Env, 'demonstrate')
+
+
+def harness(name: str) -> str:
+  """Returns the command to which a harness brings episodes, or ''."""
+  return getattr(_module(name), 'HARNESS', '')
+
+
 def uses_tools(name: str, kwargs: Mapping[str, Any]) -> bool:
   """Returns whether the conversations of an environment have tools."""
   own = getattr(_module(name), 'uses_tools', None)
   return bool(own and own(kwargs))
+
+
+def answer_start(name: str, kwargs: Mapping[str, Any]) -> str | None:
+  """Returns the start of a response up to the answer of a task.
+
+  None if the tasks of the environment have no reference answer. Otherwise its
+  `tasks` have a method `answer(index)`.
+  """
+  own = getattr(_module(name), 'answer_start', None)
+  return own(kwargs) if own else None
 
 
 def presets(name: str) -> Mapping[str, Mapping[str, Any]]:

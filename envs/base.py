@@ -28,8 +28,9 @@ class Task:
     return f'{self.split}/{self.index}'
 
 
-# Roles of the messages that an environment sends.
-ROLES = ('system', 'user', 'tool')
+# Roles of the messages that an environment sends. An assistant message is text
+# that the policy did not sample, such as an example.
+ROLES = ('system', 'user', 'tool', 'assistant')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +71,10 @@ class Observation:
       prompt of its own.
     tools: tools of a conversation, in its first observation only. Each is the
       JSON text of a function: name, description, parameters.
+    conversation: name of the conversation to which the messages belong. A new
+      name starts another conversation in the same episode.
+    agent: name of the agent that takes the turn, if there are several. Their
+      advantages are compared separately.
   """
 
   prompt: str
@@ -80,6 +85,8 @@ class Observation:
   actions: tuple[str, ...] = ()
   messages: tuple[Message, ...] = ()
   tools: tuple[str, ...] = ()
+  conversation: str = ''
+  agent: str = ''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +156,9 @@ class TaskInfo(Protocol):
   """Information about the tasks of a split, without starting a simulator.
 
   It may have a method `draw(iteration, groups)`, which returns the indices of
-  the tasks to train on and replaces shuffling; see `gigpo_jax.tasks`.
+  the tasks to train on and replaces shuffling; see `gigpo_jax.tasks`. It may
+  also have a method `answer(index)`, which returns a reference answer as text,
+  if the module has `answer_start(kwargs)`; see `envs.answer_start`.
   """
 
   def __len__(self) -> int: ...

@@ -13,14 +13,13 @@ environment must be a function of it.
 import functools
 import importlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from envs import base, narrator, seeds
+from envs import base, gymnasium_actions, narrator, seeds
 
-FREE = '<your own words>'
 _MAX_NUMBERS = 256  # in an observation that becomes text by rule
 _DIGITS = 4  # significant digits that a prompt shows
 _ALL_DIGITS = 9  # significant digits that distinguish all float32 numbers
@@ -104,7 +103,9 @@ class Env:
     id: registered id; `module:Name` imports the module first.
     options: further keyword arguments of `gymnasium.make`.
     actions: names of the discrete actions, in order; () uses their numbers. An
-      environment with a Text action space accepts any text.
+      environment with a Text action space accepts any text. In Box,
+      MultiDiscrete and MultiBinary spaces an action is a number for each entry,
+      and these are the names of the entries; () for none.
     task: sentence that states the task.
     observe: how observations become text: 'auto' by rule, see `to_text`;
       'render' by the environment's 'ansi' rendering; 'module:function' by a
@@ -142,7 +143,7 @@ class Env:
   ):
     seeds.check_seed(seed)
     self._env = _make(id, options or {}, observe)
-    self._actions = _name_actions(self._env.action_space, tuple(actions))
+    self._actions = gymnasium_actions.make(self._env.action_space, actions)
     self._task, self._seed = task, seed
     self._success_return = success_return
     self._max_steps = max_steps
@@ -158,6 +159,7 @@ class Env:
     )
     self._text = self._anchor = ''
     self._return = 0.0
+    self._best_actions: np.ndarray | None = None
     self._choose_anchor(observe)
 
   def _text_function(self, observe: str) -> Callable[[Any], str]:
@@ -205,14 +207,15 @@ class Env:
 
   def step(self, response: str) -> base.StepResult:
     """Takes the named action; an invalid response only uses up a step."""
-    action, valid = self._narrator.parse(response, keep_case=self._free_text)
-    valid = valid and self._is_admissible(action)
+    action, valid = self._narrator.parse(
+      response, keep_case=self._actions.keep_case
+    )
+    played = self._actions.parse(action) if valid else None
+    valid = played is not None
     self._narrator.record_action(action)
     reward, ended, terminated = 0.0, False, False
     if valid:
-      observation, reward, terminated, truncated, _ = self._env.step(
-        self._to_env_action(action)
-      )
+      observation, reward, terminated, truncated, _ = self._env.step(played)
       ended = bool(terminated or truncated)
       self._record(observation)
     self._return += float(reward)
@@ -227,10 +230,6 @@ class Env:
       done=done,
     )
 
-  @property
-  def _free_text(self) -> bool:
-    return self._actions == (FREE,)
-
   def close(self) -> None:
     """Closes the Gymnasium environment."""
     self._env.close()
@@ -238,38 +237,37 @@ class Env:
   def demonstrate(
     self, task: base.Task, *, noise: float, seed: int
   ) -> Iterator[tuple[str, str]]:
-    """Returns (prompt, response) of random play; see `narrator.random_play`.
+    """Returns (prompt, response) of noisy play; see `narrator.random_play`.
+
+    The expert of a tabular environment, such as FrozenLake, knows the
+    probabilities of its transitions. Without an expert, all actions are random.
 
     Args:
       task: the task to play.
-      noise: ignored; all actions are random.
+      noise: probability of a random action per step, if there is an expert.
       seed: seed of the actions.
 
     Raises:
       ValueError: in one line, if the actions are free text.
     """
-    if self._free_text:
-      raise ValueError(
-        'env.actions=(): any text is an action; demonstrations need a '
-        'Discrete action space'
-      )
     return narrator.random_play(
       self,
       task,
-      self._actions,
+      self._actions.draw,
       respond=self._narrator.format_response,
       seed=seed,
+      expert=self._expert() if noise < 1 else None,
+      noise=noise,
     )
 
-  def _is_admissible(self, action: str) -> bool:
-    if self._free_text:
-      return self._env.action_space.contains(action)
-    return action in self._actions
-
-  def _to_env_action(self, action: str) -> Any:
-    if self._free_text:
-      return action
-    return self._env.action_space.start + self._actions.index(action)
+  def _expert(self) -> Callable[[], str] | None:
+    """Returns the expert of a tabular environment, otherwise None."""
+    env = self._env.unwrapped
+    if not hasattr(env, 'P'):
+      return None
+    if self._best_actions is None:
+      self._best_actions = best_actions(env.P)
+    return lambda: self._actions.shown[self._best_actions[int(env.s)]]
 
   def _succeeded(self, terminated: bool, reward: float) -> bool:
     if self._success_return is None:
@@ -289,8 +287,41 @@ class Env:
 
   def _build_observation(self) -> base.Observation:
     return self._narrator.observe(
-      self._text, anchor=self._anchor, actions=self._actions
+      self._text, anchor=self._anchor, actions=self._actions.shown
     )
+
+
+def best_actions(
+  table: Mapping[int, Mapping[int, Sequence[tuple]]],
+  discount: float = 0.99,
+  tolerance: float = 1e-9,
+) -> np.ndarray:
+  """Returns the optimal action of each state, by value iteration.
+
+  Args:
+    table: (probability, next state, reward, terminated) of each transition, by
+      state and action, as Gymnasium's tabular environments have it in `P`.
+    discount: discount factor, below 1.
+    tolerance: largest change of a value in the last iteration.
+  """
+  values_S = np.zeros(len(table))
+  while True:
+    q_SA = np.array(
+      [
+        [
+          sum(
+            p * (reward + discount * values_S[s] * (not terminated))
+            for p, s, reward, terminated in table[state][action]
+          )
+          for action in sorted(table[state])
+        ]
+        for state in sorted(table)
+      ]
+    )
+    change = np.abs(q_SA.max(axis=1) - values_S).max()
+    values_S = q_SA.max(axis=1)
+    if change <= tolerance:
+      return q_SA.argmax(axis=1)
 
 
 def tasks(split: str, **kwargs) -> seeds.Seeds:
@@ -322,25 +353,6 @@ def _make(name: str | None, options: dict, observe: str) -> Any:
   except Exception as error:  # Constructors may raise anything.
     reason = ' '.join(str(error).split())
     raise ValueError(f'env.options={options}: {reason}') from error
-
-
-def _name_actions(space: Any, actions: tuple[str, ...]) -> tuple[str, ...]:
-  from gymnasium import spaces
-
-  if isinstance(space, spaces.Text) and not actions:
-    return (FREE,)
-  if not isinstance(space, spaces.Discrete):
-    raise ValueError(
-      f'env.id: its action space is {type(space).__name__}; must be Discrete '
-      'or Text'
-    )
-  names = actions or tuple(map(str, range(int(space.n))))
-  if len(set(names)) != int(space.n) or any(a != a.lower() for a in names):
-    raise ValueError(
-      f'env.actions={actions}: must be {int(space.n)} different names in lower '
-      'case'
-    )
-  return names
 
 
 def _import_function(name: str) -> Callable[[Any], str]:

@@ -25,7 +25,7 @@ MAX_REASON_BYTES = 2048
 # trainer limits prompts by its own limit of tokens.
 MAX_TEXT_CHARS = 262_144
 # Maximum numbers of messages and of tools of an observation.
-MAX_MESSAGES = 64
+MAX_MESSAGES = 1024
 MAX_TOOLS = 256
 # Maximum number of metrics of a step, and length of a metric's name or the id
 # of a tool call.
@@ -120,6 +120,11 @@ def to_line(text: str) -> str:
   return line.encode()[:MAX_REASON_BYTES].decode(errors='ignore')
 
 
+def encode_pid() -> bytes:
+  """Returns an empty message, whose header names this process."""
+  return HEADER.pack(0, os.getpid(), 0)
+
+
 def _message(call_id: int, status: str, value: Any) -> bytes:
   text = json.dumps([status, value], ensure_ascii=False, allow_nan=False)
   body = text.encode()
@@ -139,6 +144,8 @@ def _plain_observation(value: base.Observation) -> dict[str, Any]:
       for message in value.messages
     ],
     'tools': list(value.tools),
+    'conversation': value.conversation,
+    'agent': value.agent,
   }
 
 
@@ -180,10 +187,12 @@ def make_observation(plain: dict[str, Any]) -> base.Observation:
     actions=tuple(plain['actions']),
     messages=tuple(
       base.Message(**{name: message[name] for name in _MESSAGE})
-      # Waiting groups of earlier releases have neither messages nor tools.
+      # Waiting groups of earlier releases have no conversations or agents.
       for message in plain.get('messages', ())
     ),
     tools=tuple(plain.get('tools', ())),
+    conversation=plain.get('conversation', ''),
+    agent=plain.get('agent', ''),
   )
 
 
@@ -246,14 +255,18 @@ def _find_observation_problem(value: base.Observation) -> str:
     return f'actions is {type(value.actions).__name__}, not tuple'
   if problem := _find_message_problem(value) or _find_tool_problem(value):
     return problem
-  problem = _find_text_problem(
-    prompt=value.prompt, short_prompt=value.short_prompt
-  ) or _find_text_problem(
-    MAX_TEXT_CHARS,
-    anchor=value.anchor,
-    text=value.text,
-    task=value.task,
-    **{f'actions[{n}]': action for n, action in enumerate(value.actions)},
+  problem = (
+    _find_text_problem(prompt=value.prompt, short_prompt=value.short_prompt)
+    or _find_text_problem(
+      MAX_NAME_CHARS, conversation=value.conversation, agent=value.agent
+    )
+    or _find_text_problem(
+      MAX_TEXT_CHARS,
+      anchor=value.anchor,
+      text=value.text,
+      task=value.task,
+      **{f'actions[{n}]': action for n, action in enumerate(value.actions)},
+    )
   )
   if not problem and sum(map(len, value.actions)) > MAX_TEXT_CHARS:
     return f'the actions have more than {MAX_TEXT_CHARS:,} characters'

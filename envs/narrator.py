@@ -271,26 +271,36 @@ class Narrator(Transcript):
 def random_play(
   env: base.Env,
   task: base.Task,
-  actions: Sequence[str],
+  actions: Sequence[str] | Callable[[np.random.Generator], str],
   *,
   respond: Callable[[str, str], str],
   seed: int,
+  expert: Callable[[], str] | None = None,
+  noise: float = 1.0,
 ) -> Iterator[tuple[str, str]]:
-  """Plays random actions; yields (prompt, response) of each step.
+  """Plays random or an expert's actions; yields (prompt, response) of a step.
 
-  As training data these teach the response format only.
+  As training data, random actions teach the response format only.
 
   Args:
     env: the environment.
     task: the task to play.
-    actions: actions to draw from, uniformly.
+    actions: actions to draw from, uniformly; or a function that draws one.
     respond: returns a response from a thought and an action.
     seed: seed of the draws.
+    expert: returns the best action in the environment's state; None: all
+      actions are random.
+    noise: probability of a random action per step, if there is an expert.
   """
   rng = np.random.default_rng([seed, task.index])
   observation: base.Observation | None = env.reset(task)
   while observation is not None:
-    action = actions[rng.integers(len(actions))]
+    if expert and rng.random() >= noise:
+      action = expert()
+    elif callable(actions):
+      action = actions(rng)
+    else:
+      action = actions[rng.integers(len(actions))]
     response = respond(f'I try {action}.', action)
     yield observation.prompt, response
     observation = env.step(response).observation

@@ -1,7 +1,8 @@
-"""Adapter that plays any single-player TextArena game; needs a config only.
+"""Adapter that plays TextArena games for one or two players in text.
 
 The game's own text gives the rules and the observations. An action is a move in
-text. A task is the seed that is passed to `reset`.
+text. A task is the seed that is passed to `reset`. In a game for two, a fixed
+opponent takes its turns inside `reset` and `step`.
 """
 
 import contextlib
@@ -13,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from envs import base, narrator, seeds
+from envs import base, narrator, seeds, textarena_opponents
 
 FREE = '<your move>'
-_PLAYER = 0
+# Moves of the opponent in a row; games end an opponent that plays no legal one.
+_MAX_REPLIES = 100
 
 
 class RandomState:
@@ -46,7 +48,7 @@ class RandomState:
 
 
 class Env:
-  """A single-player TextArena game as a text environment.
+  """A TextArena game as a text environment.
 
   Args:
     id: registered id, such as 'TowerOfHanoi-v0'.
@@ -57,6 +59,9 @@ class Env:
     board: regular expression for the part of the game's text that is its state.
       Steps are grouped by it. '' uses the messages that the game marks as its
       board or, without a board, the entire transcript.
+    opponent: the other player, see `textarena_opponents.make`; '' for games for
+      one player.
+    player: number of the policy's player, 0 or 1; 0 in games for one.
     success_reward: an episode succeeds if the game's reward is at least this.
     seed: base seed of the tasks.
     max_steps: step limit of an episode.
@@ -75,6 +80,8 @@ class Env:
     options: dict | None = None,
     actions: Sequence[str] = (),
     board: str = '',
+    opponent: str = '',
+    player: int = 0,
     success_reward: float = 1.0,
     seed: int = 0,
     max_steps: int = 50,
@@ -88,6 +95,15 @@ class Env:
     self._actions = tuple(map(str, actions)) or (FREE,)
     if any(str(action) != str(action).lower() for action in actions):
       raise ValueError(f'env.actions={actions}: must be in lower case')
+    self._num_players = 2 if opponent else 1
+    if player not in range(self._num_players):
+      raise ValueError(
+        f'env.player={player}: must be 0, or 1 with env.opponent'
+      )
+    self._player, self._opponent_rng = player, np.random.default_rng(0)
+    self._opponent: textarena_opponents.Opponent | None = None
+    if opponent:
+      self._opponent = textarena_opponents.make(opponent, actions)
     self._success_reward, self._seed = success_reward, seed
     self._max_steps = max_steps
     self._narrator = narrator.Narrator(
@@ -117,12 +133,12 @@ class Env:
       with self._sandbox():
         # '-raw': without the wrappers that format one long conversation.
         game = self._textarena.make(f'{name}-raw', **options)
-        game.reset(num_players=1, seed=0)
+        game.reset(num_players=self._num_players, seed=0)
     except (AssertionError, LookupError, OSError) as error:
       reason = ' '.join(str(error).split())[:200]
       raise ValueError(
-        f'env.id={name}: cannot be played by one player, or lacks data: '
-        f'{reason}'
+        f'env.id={name}: cannot be played by {self._num_players} player(s), or '
+        f'lacks data: {reason}'
       ) from error
     except (ImportError, SyntaxError, ValueError) as error:
       raise ValueError(f'env.id={name}: cannot be made: {error}') from error
@@ -153,8 +169,11 @@ class Env:
       # Most games seed Python's generator only. numpy's seed must fit 32 bits.
       np.random.seed(seed)
       random.seed(seed)
-      self._game.reset(num_players=1, seed=seed)
+      self._game.reset(num_players=self._num_players, seed=seed)
     self._transcript, self._board, self._board_is_stale = [], '', False
+    self._opponent_rng = np.random.default_rng([seed, self._player])
+    if self._reply():
+      raise ValueError(f'env.id={self._id}: over before the first move')
     rules = self._read_messages()
     self._narrator.reset(rules)
     return self._observe()
@@ -171,10 +190,11 @@ class Env:
       with self._sandbox():
         move = action if '[' in action else f'[{action}]'
         game_over, _ = self._game.step(move)
+      game_over = game_over or self._reply()
       self._read_messages()
     if game_over:
       rewards, _ = self._game.close()
-      reward = float(rewards[_PLAYER])
+      reward = float(rewards[self._player])
       self._transcript.append(f'The game is over: {reward:g}.')
     done = game_over or self._narrator.step >= self._max_steps
     return base.StepResult(
@@ -187,6 +207,24 @@ class Env:
       done=bool(done),
       score=min(1.0, max(0.0, reward)) if done else None,
     )
+
+  def _reply(self) -> bool:
+    """Plays the opponent's turns; returns whether the game is over."""
+    for _ in range(_MAX_REPLIES):
+      if self._opponent is None or self._current_player() == self._player:
+        return False
+      with self._sandbox():
+        _, messages = self._game.get_observation()
+        text = '\n'.join(str(message) for _, message, _ in messages)
+        game_over, _ = self._game.step(self._opponent(text, self._opponent_rng))
+      if game_over:
+        return True
+    raise ValueError(
+      f'env.opponent: {_MAX_REPLIES} moves in a row without an end of its turn'
+    )
+
+  def _current_player(self) -> int:
+    return self._game.state.current_player_id
 
   @property
   def _free_text(self) -> bool:

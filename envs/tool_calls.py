@@ -51,7 +51,7 @@ def parse(response: str) -> Response:
   Args:
     response: the response of the policy, verbatim.
   """
-  answer = _THINKING.sub('', response)
+  answer = _answer(response)
   text = _CALL.sub('', answer)
   bodies = _CALL.findall(answer)
   if _TAG.search(text) or any(map(_TAG.search, bodies)):
@@ -65,6 +65,28 @@ def parse(response: str) -> Response:
       reason = ' '.join(str(error).split())[:200]
       return Response(text.strip(), problem=f'a malformed tool call: {reason}')
   return Response(text.strip(), tuple(calls))
+
+
+def to_json(call: Call) -> str:
+  """Returns a call as JSON."""
+  return json.dumps(dataclasses.asdict(call), ensure_ascii=False)
+
+
+def write(call: Call) -> str:
+  """Returns a call as a response writes it."""
+  return f'<tool_call>\n{to_json(call)}\n</tool_call>'
+
+
+def without_calls(response: str) -> str:
+  """Returns a response with its thinking and text, without its tool calls."""
+  answer = _answer(response)
+  thinking = response[: len(response) - len(answer)]
+  return (thinking + _CALL.sub('', answer)).strip()
+
+
+def _answer(response: str) -> str:
+  """Returns a response without its thinking."""
+  return _THINKING.sub('', response)
 
 
 def _call(value: Any) -> Call:

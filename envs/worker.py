@@ -4,36 +4,22 @@ It communicates over a pipe with `gigpo_jax.env_pool`. It is in this package so
 that the process imports neither jax nor gigpo_jax.
 
 Calls are pickled tuples (call_id, method, env, argument). Replies are encoded
-by `messages`, one per call, in order. A first reply, before any call, has call
-id 0 and reports whether an environment could be created.
+by `messages`, one per call, in order. Two messages come before any call, with
+call id 0: the worker's process id, and whether an environment could be created.
 
-The worker leads a process group and ends processes that its environments have
-started. A separate guard process ends the group however the worker ends.
+Processes that environments have started end with the worker; see `processes`.
 """
 
 import contextlib
-import ctypes
 import os
 import pickle
 import signal
 import sys
-import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-import psutil
-
 import envs
-from envs import base, messages
-
-# Names the process that a command ends with.
-PARENT_VARIABLE = 'GIGPO_JAX_PARENT'
-
-_PR_SET_PDEATHSIG = 1
-# Notifies the guard that the worker has ended.
-_WORKER_ENDED = signal.SIGUSR1
-# Polling period of the guard where the kernel sends no signal.
-_GUARD_SECS = 0.5
+from envs import base, messages, processes
 
 # Simulators may also call sys.exit, whose SystemExit is no Exception.
 _ERRORS = (Exception, SystemExit)
@@ -105,7 +91,6 @@ class EnvHost:
 
 def main(pipe: Connection, name: str, kwargs: dict, parent: int) -> None:
   """Serves calls until the pipe closes or the parent has ended."""
-  end_with_parent(parent)
   # All processes get Ctrl-C, and SIGTERM on preemption; the parent decides
   # when the worker ends.
   signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -114,17 +99,16 @@ def main(pipe: Connection, name: str, kwargs: dict, parent: int) -> None:
   signal.signal(signal.SIGTERM, signal.SIG_IGN)
   # Simulators print, also from C; stdout is reserved for results of commands.
   os.dup2(sys.stderr.fileno(), 1)
-  os.setsid()
-  _guard()
+  processes.supervise(parent)
   host, pid = EnvHost(name, kwargs), os.getpid()
   try:
+    _send(pipe, messages.encode_pid(), pid)
     _send(pipe, host.start(), pid)
     while True:
       call = pickle.loads(pipe.recv_bytes())
       _send(pipe, host.call(*call), pid)
   except (EOFError, OSError):
     host.close()
-    _end_detached()
 
 
 def _send(pipe: Connection, message: bytes, pid: int) -> None:
@@ -134,81 +118,6 @@ def _send(pipe: Connection, message: bytes, pid: int) -> None:
   view = memoryview(message)
   while view:
     view = view[os.write(pipe.fileno(), view) :]
-
-
-def end_with_sweep() -> None:
-  """Ends with the process named by $GIGPO_JAX_PARENT, if there is one.
-
-  A process with threads must not run Python between fork and exec, so that a
-  command asks for this itself.
-  """
-  if parent := os.environ.pop(PARENT_VARIABLE, ''):
-    end_with_parent(int(parent))
-
-
-def end_with_parent(parent: int) -> None:
-  """Makes the kernel end this process when its parent dies (Linux)."""
-  if _request_death_signal(signal.SIGKILL) and os.getppid() != parent:
-    os._exit(0)
-
-
-def _request_death_signal(number: int) -> bool:
-  """Requests a signal from the kernel when the parent dies (Linux).
-
-  Returns whether the kernel will send it. Without the signal, a worker ends
-  when its pipe closes.
-  """
-  try:
-    return ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number) == 0
-  except (AttributeError, OSError, TypeError):
-    return False
-
-
-def _guard() -> None:
-  """Starts a process that ends this process's group after this process."""
-  worker = os.getpid()
-  signal.pthread_sigmask(signal.SIG_BLOCK, {_WORKER_ENDED})
-  if os.fork():
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {_WORKER_ENDED})
-    return
-  try:
-    # Close the pipe here, so that the other end detects the worker's end.
-    os.closerange(3, 65_536)
-    has_signal = _request_death_signal(_WORKER_ENDED)
-    while os.getppid() == worker:
-      if has_signal:
-        signal.sigwait({_WORKER_ENDED})
-      else:
-        time.sleep(_GUARD_SECS)
-  finally:
-    # The guard is a member of this group.
-    os.killpg(worker, signal.SIGKILL)
-
-
-def kill_tree(pid: int) -> None:
-  """Ends a worker, its group, and its descendants outside the group."""
-  descendants = _descendants(pid)
-  with contextlib.suppress(OSError):
-    os.killpg(pid, signal.SIGKILL)
-  for process in descendants:
-    with contextlib.suppress(psutil.Error):
-      process.kill()
-
-
-def _end_detached() -> None:
-  """Ends descendants of this process that are outside its group."""
-  group = os.getpgrp()
-  for process in _descendants(os.getpid()):
-    with contextlib.suppress(psutil.Error, OSError):
-      if os.getpgid(process.pid) != group:
-        process.kill()
-
-
-def _descendants(pid: int) -> list[psutil.Process]:
-  try:
-    return psutil.Process(pid).children(recursive=True)
-  except psutil.Error:
-    return []
 
 
 def format_exception(error: BaseException, file: str | None = None) -> str:

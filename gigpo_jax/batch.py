@@ -19,6 +19,10 @@ from gigpo_jax import anchors, trajectory
 # response, and the score reported with the last step.
 COMPONENTS = ('reward', 'valid', 'score')
 
+# With several agents, a step's reward is that of the team until the agent's
+# next step, or its own.
+AGENT_REWARDS = ('team', 'own')
+
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
@@ -30,7 +34,8 @@ class Rows:
     lengths: number of prompt and completion tokens; 0 for padding rows.
     sampler_log_probs: log-probs of the completion tokens as computed by the
       sampler; 0 past the completion.
-    groups: group of the row in [0, G); -1 marks padding.
+    groups: group of the row in [0, G); -1 marks padding. With several agents,
+      each agent of a group is a group of its own.
     episodes: index of the episode in the iteration.
     steps: index of the turn within the episode, from 0.
     anchors: dense id of the state in which the turn was taken; equal for equal
@@ -45,7 +50,9 @@ class Rows:
     ages: iterations since the row was sampled.
     truncated: whether the response reached the token limit before a stop token.
     state_values: mean return of episodes played from the state in which the
-      turn was taken (`continuations`); NaN if unknown.
+      turn was taken (`continuations`), or the probability of the answer there
+      (`answer_scores`); NaN if unknown.
+    agents: index of the agent that took the turn, in alphabetical order.
   """
 
   tokens: Int[np.ndarray, 'R L']
@@ -65,6 +72,7 @@ class Rows:
   ages: Int[np.ndarray, ' R']
   truncated: Bool[np.ndarray, ' R']
   state_values: Float[np.ndarray, ' R']
+  agents: Int[np.ndarray, ' R']
 
   @property
   def real(self) -> Bool[np.ndarray, ' R']:
@@ -119,6 +127,7 @@ def from_trajectories(
   similarity_threshold: float = 0.9,
   anchor_history: int = 0,
   components: Sequence[str] = (),
+  agent_rewards: str = 'team',
   seed: Sequence[int] = (0,),
 ) -> Rows:
   """Returns the steps of all episodes as rows.
@@ -135,6 +144,7 @@ def from_trajectories(
     anchor_history: number of preceding states that must also be equal.
     components: names of reward components, from COMPONENTS or from the step
       metrics of the environment.
+    agent_rewards: one of AGENT_REWARDS.
     seed: for anchor='shuffled': seed of the run and iteration.
 
   Raises:
@@ -143,10 +153,11 @@ def from_trajectories(
   complete = [
     (index, t) for index, t in enumerate(trajectories) if not t.failure
   ]
+  share = agent_rewards == 'team'
   steps = [
     (episode, index, t, step)
     for index, episode in complete
-    for t, step in enumerate(episode.steps)
+    for t, step in enumerate(_team_steps(episode) if share else episode.steps)
   ]
   if not steps:
     reason = next((t.failure for t in trajectories if t.failure), 'none given')
@@ -166,15 +177,39 @@ def from_trajectories(
     history=anchor_history,
     seed=seed,
   )
+  _set_agents(rows, [episode for _, episode in complete])
   action_ids: dict[tuple[int, str], int] = {}
   for r, (episode, index, t, step) in enumerate(steps):
     action = episode.group, _canonical(step.result.action)
     rows.actions[r] = action_ids.setdefault(action, len(action_ids))
-    rows.groups[r], rows.episodes[r], rows.steps[r] = episode.group, index, t
+    rows.episodes[r], rows.steps[r] = index, t
     rows.anchors[r], rows.next_anchors[r] = transitions[r]
     _fill_row(rows, r, step, components)
   _check_components(components, [step.result for _, _, _, step in steps])
   return rows
+
+
+def _set_agents(rows: Rows, episodes: Sequence[trajectory.Trajectory]) -> None:
+  """Writes agents and groups; a group with several agents becomes several."""
+  pairs = [(t.group, agent) for t in episodes for agent in t.agents]
+  names = sorted({agent for _, agent in pairs})
+  rows.agents[: len(pairs)] = [names.index(agent) for _, agent in pairs]
+  ids = {pair: n for n, pair in enumerate(dict.fromkeys(pairs))}
+  rows.groups[: len(pairs)] = [
+    ids[pair] if len(names) > 1 else pair[0] for pair in pairs
+  ]
+
+
+def _team_steps(episode: trajectory.Trajectory) -> tuple[trajectory.Step, ...]:
+  """Returns the steps with the rewards of the team; see AGENT_REWARDS."""
+  if len(set(episode.agents)) <= 1:
+    return episode.steps
+  return tuple(
+    dataclasses.replace(
+      step, result=dataclasses.replace(step.result, reward=reward)
+    )
+    for step, reward in zip(episode.steps, episode.team_rewards, strict=True)
+  )
 
 
 def _transitions(
@@ -275,6 +310,7 @@ def pack(
     ages=np.zeros(num_rows, np.int32),
     truncated=np.zeros(num_rows, bool),
     state_values=np.full(num_rows, np.nan),
+    agents=np.zeros(num_rows, np.int32),
   )
   for r, (prompt, completion) in enumerate(
     zip(prompts, completions, strict=True)

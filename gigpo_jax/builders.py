@@ -4,20 +4,21 @@ The config stops here: the constructors take plain values. Used by training and
 evaluation.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
-import math
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
 import ml_collections
 
 import envs
-from envs import base, turns
+from envs import base
 from gigpo_jax import (
+  answer_scores,
   batch,
   conversation,
   critic,
@@ -26,214 +27,43 @@ from gigpo_jax import (
   guard,
   learner,
   losses,
-  mesh,
   metrics,
-  models,
   modulators,
   optimizer,
   plugins,
+  reward_functions,
+  reward_shaping,
   rollout,
-  sampler,
   selectors,
   tasks,
   token_batch,
   tokenizer,
 )
 from gigpo_jax import config as config_lib
-from gigpo_jax.models import (
-  decode_attention,
-  huggingface,
-  lora,
-  parameters,
-  qwen,
-  qwen_config,
-)
-from gigpo_jax.run import model_check, trial
+from gigpo_jax.run import model_builders, trial
 from gigpo_jax.runtime import console, distributed
 
 if TYPE_CHECKING:
   from gigpo_jax import episodes
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelBundle:
-  """A model on its mesh, with its tokenizer and sampler.
-
-  Attributes:
-    model: config of the network.
-    mesh: the devices.
-    tokenizer: tokenizer of the checkpoint.
-    load: loads the checkpoint's parameters onto the mesh.
-    sampler: samples completions for prompts.
-  """
-
-  model: qwen.QwenConfig
-  mesh: jax.sharding.Mesh
-  tokenizer: tokenizer.Tokenizer
-  load: Callable[[], dict]
-  sampler: sampler.Sampler
-
-
-def make_model_bundle(config: ml_collections.ConfigDict) -> ModelBundle:
-  """Returns the policy of an experiment; initializes the devices."""
-  directory = model_check.model_directory(config.model.path)
-  shape = huggingface.read_config(directory)
-  devices = make_mesh(config, shape, jax.devices(), mesh.device_bytes())
-  model = huggingface.read_config(directory, **model_kwargs(config, devices))
-  mesh.check(devices, parameters.shapes(model), parameters.logical_axes(model))
-  text = tokenizer.Tokenizer(
-    directory, enable_thinking=config.model.enable_thinking
-  )
-  return ModelBundle(
-    model=model,
-    mesh=devices,
-    tokenizer=text,
-    load=functools.partial(_load, directory, model, devices, config.seed),
-    sampler=sampler.Sampler(
-      model,
-      devices,
-      batch_buckets=tuple(config.rollout.batch_buckets),
-      stop_ids=text.stop_ids,
-      vocab_size=text.vocab_size,
-      tensor=_sampling_tensor(config, model, devices),
-      find_stop=(
-        text.stop_finder(turns.ENDS) if config.rollout.stop_at_action else None
-      ),
-      **sampler_kwargs(config),
-    ),
-  )
-
-
-def make_mesh(
-  config: ml_collections.ConfigDict,
-  shape: qwen.QwenConfig,
-  devices: Sequence[jax.Device],
-  device_bytes: float | None,
-) -> jax.sharding.Mesh:
-  """Returns the mesh of an experiment.
-
-  Args:
-    config: the experiment.
-    shape: shape of the network.
-    devices: all devices.
-    device_bytes: memory of a device; None: unknown.
-  """
-  sizes = dict(config.mesh)
-  sizes['data'] = sizes['data'] or 1
-  if config.mesh.data == 0 and config.mesh.fsdp == -1:
-    # Devices that share an element of a row's activations, and of a host.
-    others = sizes['expert'] * sizes['sequence'] * sizes['tensor']
-    first = devices[0].process_index
-    per_host = sum(device.process_index == first for device in devices)
-    # Bytes per parameter of parameters, gradients and moments, or of frozen
-    # parameters.
-    itemsize = 2 if config.lora.rank else 16
-    sizes['data'] = mesh.replicas(
-      len(devices) // others,
-      per_host // math.gcd(per_host, others),
-      width=shape.hidden_size,
-      state_bytes=itemsize * models.num_parameters(shape),
-      device_bytes=device_bytes,
-    )
-  return mesh.make_mesh(**sizes, devices=devices)
-
-
-def sampler_kwargs(config: ml_collections.ConfigDict) -> dict[str, Any]:
-  """Returns the `Sampler` arguments that depend only on the config."""
-  rollouts = config.rollout
-  options = [make_sampling(config, evaluation=x) for x in (False, True)]
-  return {
-    'seed': config.seed,
-    'truncates': any(sampling.truncates for sampling in options),
-    'prompt_buckets': config_lib.buckets_up_to(
-      rollouts.prompt_buckets, rollouts.max_prompt_tokens
-    ),
-    'max_completion_tokens': rollouts.max_completion_tokens,
-    'decode_tokens': rollouts.decode_tokens,
-    'weights': rollouts.weights,
-    'reuse': rollouts.reuse_cache,
-    'prefill_chunk': rollouts.prefill_chunk,
-    'parked': rollouts.parked_slots,
-  }
-
-
-def model_kwargs(
-  config: ml_collections.ConfigDict, devices: jax.sharding.Mesh
-) -> dict[str, Any]:
-  """Returns the `QwenConfig` fields that a checkpoint does not set.
-
-  For model.remat=auto, see `remat.resolve`.
-  """
-  platform = devices.devices.flat[0].platform
-  kernel = config.model.decode_attention
-  if decode_attention.PLATFORMS.get(kernel, platform) != platform:
-    raise ValueError(
-      f'model.decode_attention={kernel}: is for '
-      f'{decode_attention.PLATFORMS[kernel]}s, not for {platform}s; must be xla'
-    )
-  choices = qwen_config.platform_fields(platform)
-  if config.model.attention != 'auto':
-    choices['attention'] = config.model.attention
-  elif config.mesh.sequence != 1:
-    choices['attention'] = 'xla'
-  elif config.model.dtype == 'float32' and platform != 'cpu':
-    choices['attention'] = 'xla'  # The kernels are for bfloat16.
-  return choices | {
-    'dtype': config.model.dtype,
-    'remat': 'layer' if config.model.remat == 'auto' else config.model.remat,
-    'decode_attention': config.model.decode_attention,
-    'cache': config.rollout.cache,
-    'adapters': _adapters(config),
-  }
-
-
-def _adapters(config: ml_collections.ConfigDict) -> lora.Lora | None:
-  if not config.lora.rank:
-    return None
-  return lora.Lora(
-    config.lora.rank, config.lora.alpha, tuple(config.lora.targets)
-  )
-
-
-def _load(
-  directory: str, model: qwen.QwenConfig, devices: jax.sharding.Mesh, seed: int
-) -> dict:
-  """Returns a checkpoint's parameters, with new adapters if configured.
-
-  Parameters that are not trained are in the compute dtype.
-  """
-  if not model.adapters:
-    return huggingface.load(directory, model, devices)
-  base = huggingface.load(directory, model, devices, dtype=model.dtype)
-  shardings, _ = lora.split(
-    mesh.shardings(devices, parameters.logical_axes(model))
-  )
-  adapters = jax.jit(
-    lambda key: lora.split(parameters.init(model, key))[0],
-    out_shardings=shardings,
-  )(jax.random.key(seed))
-  return lora.combine(base, adapters)
-
-
-def _sampling_tensor(config, model: qwen.QwenConfig, devices) -> int:
-  configured = config.rollout.tensor
-  tensor = configured or mesh.sampling_tensor(
-    devices,
-    sampler.parameter_bytes(model, config.rollout.weights),
-    mesh.device_bytes(),
-    parameters.max_tensor_shards(model),
-  )
-  mesh.check(
-    mesh.sampling_mesh(devices, tensor),
-    parameters.shapes(model),
-    parameters.logical_axes(model),
-    field='rollout',
-  )
-  return tensor
-
-
 def make_pool(config: ml_collections.ConfigDict) -> env_pool.EnvPool:
   """Returns the environment pool; starts its workers."""
+  return env_pool.EnvPool(
+    config.env.name,
+    config_lib.env_kwargs(config),
+    num_envs=num_envs(config),
+    num_workers=config.pool.num_workers,
+    step_timeout_secs=config.pool.step_timeout_secs,
+    reset_timeout_secs=config.pool.reset_timeout_secs,
+    envs_per_group=config.rollout.episodes_per_group,
+    max_resets_per_worker=config.pool.max_resets_per_worker or None,
+    max_worker_mib=config.pool.max_worker_mib or None,
+  )
+
+
+def num_envs(config: ml_collections.ConfigDict) -> int:
+  """Returns the number of environments of this process."""
   episodes = config.rollout.groups * config.rollout.episodes_per_group
   if config.rollout.carry_over:
     # Environments are created when they are first used.
@@ -242,17 +72,25 @@ def make_pool(config: ml_collections.ConfigDict) -> env_pool.EnvPool:
   if config.evaluation.inside_rollout and config.evaluation.every:
     evaluated = len(make_eval_tasks(config)) * config.evaluation.repeats
     episodes += len(distributed.process_slice(evaluated))
-  return env_pool.EnvPool(
-    config.env.name,
-    config_lib.env_kwargs(config),
-    num_envs=config.pool.num_envs or episodes,
-    num_workers=config.pool.num_workers,
-    step_timeout_secs=config.pool.step_timeout_secs,
-    reset_timeout_secs=config.pool.reset_timeout_secs,
-    envs_per_group=config.rollout.episodes_per_group,
-    max_resets_per_worker=config.pool.max_resets_per_worker or None,
-    max_worker_mib=config.pool.max_worker_mib or None,
-  )
+  return config.pool.num_envs or episodes
+
+
+@contextlib.contextmanager
+def open_pool(
+  config: ml_collections.ConfigDict, text: tokenizer.Tokenizer
+) -> Iterator[env_pool.EnvPool]:
+  """Yields the environment pool of a training run, after a trial.
+
+  Args:
+    config: the experiment.
+    text: tokenizer of the policy.
+
+  Raises:
+    ValueError: in one line, if the environment cannot be played.
+  """
+  with make_pool(config) as pool:
+    try_environment(config, pool, 'train', text)
+    yield pool
 
 
 def try_environment(
@@ -297,7 +135,10 @@ def try_environment(
 
 
 def make_runner(
-  config: ml_collections.ConfigDict, policy: ModelBundle, pool: env_pool.EnvPool
+  config: ml_collections.ConfigDict,
+  policy: model_builders.ModelBundle,
+  pool: env_pool.EnvPool,
+  scorer: reward_functions.Scorer | None = None,
 ) -> rollout.EpisodeRunner:
   """Returns the runner, which plays episodes with the policy."""
   return rollout.EpisodeRunner(
@@ -308,26 +149,37 @@ def make_runner(
     prompt_overflow=config.rollout.prompt_overflow,
     schedule=config.rollout.schedule,
     earlier_thinking=config.rollout.earlier_thinking,
+    scorer=scorer,
   )
 
 
-def make_sampling(
-  config: ml_collections.ConfigDict, *, evaluation: bool = False
-) -> sampler.Sampling:
-  """Returns the sampling options for training or evaluation."""
-  options = config.evaluation if evaluation else config.rollout
-  return sampler.Sampling(
-    temperature=options.temperature,
-    top_k=options.top_k,
-    top_p=options.top_p,
-    min_p=options.min_p,
+def make_scorer(
+  config: ml_collections.ConfigDict,
+) -> contextlib.AbstractContextManager[reward_functions.Scorer | None]:
+  """Returns what computes rewards by functions; None without functions."""
+  if not config.reward.functions:
+    return contextlib.nullcontext()
+  return reward_functions.Scorer(
+    reward_functions.make_options(config.reward),
+    reward_functions.sections(config.reward),
+  )
+
+
+def make_reward_shaping(
+  config: ml_collections.ConfigDict,
+) -> reward_shaping.RewardShaping:
+  """Returns what changes rewards; reward functions have other options."""
+  fields = dataclasses.fields(reward_shaping.RewardShaping)
+  return reward_shaping.RewardShaping(
+    **{field.name: config.reward[field.name] for field in fields}
   )
 
 
 def make_learner(
   config: ml_collections.ConfigDict,
-  policy: ModelBundle,
+  policy: model_builders.ModelBundle,
   loss: token_batch.Loss,
+  teacher_loss: token_batch.Loss | None = None,
 ) -> learner.Learner:
   """Returns the learner, which updates the policy."""
   return learner.Learner(
@@ -339,6 +191,7 @@ def make_learner(
     aggregation=config.loss.aggregation,
     scale_updates=guard.Guard(**config.guard).scales_updates,
     signals=signal_names(config),
+    teacher_loss=teacher_loss,
     **_learner_sizes(config),
   )
 
@@ -381,7 +234,7 @@ def _learner_sizes(config: ml_collections.ConfigDict) -> dict[str, Any]:
 
 
 def make_critic(
-  config: ml_collections.ConfigDict, policy: ModelBundle
+  config: ml_collections.ConfigDict, policy: model_builders.ModelBundle
 ) -> critic.Critic:
   """Returns the critic, which estimates values for rows."""
   rate = config.critic.rate_ratio * config.optimizer.learning_rate
@@ -453,6 +306,19 @@ def make_task_type(
   return lambda task: splits(task.split).task_type(task.index)
 
 
+def make_answer_scorer(
+  config: ml_collections.ConfigDict, encode: Callable
+) -> answer_scores.AnswerScorer:
+  """Returns the scorer of reference answers; see `envs.answer_start`."""
+  options = config_lib.env_kwargs(config)
+  available = envs.tasks(config.env.name, 'train', **options)
+  return answer_scores.AnswerScorer(
+    encode,
+    envs.answer_start(config.env.name, config.env),
+    lambda task: available.answer(task.index),
+  )
+
+
 def make_task_sampler(config: ml_collections.ConfigDict) -> tasks.TaskSampler:
   """Returns the sampler of training tasks."""
   available = envs.tasks(
@@ -460,7 +326,11 @@ def make_task_sampler(config: ml_collections.ConfigDict) -> tasks.TaskSampler:
   )
   sizes = 'train', len(available), config.rollout.groups, config.seed
   if config.tasks.draw == 'uncertain':
-    return tasks.UncertaintySampler(*sizes, uniform=config.tasks.uniform)
+    return tasks.UncertaintySampler(
+      *sizes,
+      uniform=config.tasks.uniform,
+      diversity_weight=config.tasks.diversity_weight,
+    )
   if config.tasks.draw == 'stages':
     return tasks.StageSampler(
       'train',
@@ -496,6 +366,7 @@ def rows_kwargs(config: ml_collections.ConfigDict) -> dict:
     'similarity_threshold': algorithm.similarity_threshold,
     'anchor_history': algorithm.anchor_history,
     'components': tuple(algorithm.components),
+    'agent_rewards': config.reward.agents,
   }
 
 
@@ -512,7 +383,7 @@ def make_dummy_rows(config: ml_collections.ConfigDict) -> batch.Rows:
   )
 
 
-def make_reference(bundle: ModelBundle, params: dict) -> dict:
+def make_reference(bundle: model_builders.ModelBundle, params: dict) -> dict:
   """Returns the reference parameters of the KL penalty.
 
   A copy in the compute dtype. With adapters an empty dict, because the network

@@ -5,6 +5,7 @@ Checks names, numbers and files on disk, and builds nothing. For a model on the
 hub, it downloads only config.json until everything else is valid.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -22,8 +23,10 @@ from gigpo_jax import (
   losses,
   modulators,
   options,
+  reward_functions,
   selectors,
   tasks,
+  teacher,
 )
 from gigpo_jax.models import decode_attention
 from gigpo_jax.run import config_fields, model_check
@@ -61,6 +64,7 @@ SECTIONS = {
   'learner': ('gigpo_jax.learner:Options',),
   'loss': (
     'gigpo_jax.losses:PolicyGradient',
+    'gigpo_jax.row_regression:RowRegression',
     'gigpo_jax.learner:LossOptions',
     'gigpo_jax.kl:Control',
   ),
@@ -70,14 +74,18 @@ SECTIONS = {
   'model': ('gigpo_jax.models:Options',),
   'optimizer': ('gigpo_jax.optimizer:AdamW',),
   'pool': ('gigpo_jax.env_pool:Options',),
-  'reward': ('gigpo_jax.reward_shaping:RewardShaping',),
+  'reward': (
+    'gigpo_jax.reward_shaping:RewardShaping',
+    'gigpo_jax.reward_functions:Options',
+  ),
   'rollout': (
-    'gigpo_jax.rollout:Options',
+    'gigpo_jax.rollout_options:Options',
     'gigpo_jax.carry_over:CarryOver',
   ),
   'sft': ('gigpo_jax.sft:Options',),
   'sft.model': ('gigpo_jax.sft:ModelShape',),
   'tasks': ('gigpo_jax.tasks:Options',),
+  'teacher': ('gigpo_jax.teacher:Options',),
 }
 
 
@@ -97,6 +105,7 @@ def validate(
   *,
   needs_model: bool = True,
   trains: bool = True,
+  has_harness: bool = False,
 ) -> None:
   """Checks everything that needs neither a device nor a simulator.
 
@@ -106,6 +115,7 @@ def validate(
     config: the experiment.
     needs_model: whether weights and tokenizer must already exist.
     trains: whether the model is trained, which needs more memory.
+    has_harness: whether an agent harness can bring the episodes.
 
   Raises:
     ValueError: one line per problem.
@@ -116,6 +126,7 @@ def validate(
   problems += _combinations(config, refused)
   if not problems:
     problems += _missing_environment(config)
+    problems += [] if has_harness else _missing_harness(config)
     if needs_model:
       problems += model_check.problems(
         config, trains=trains, fetch=not problems
@@ -217,6 +228,7 @@ def _combinations(
   yield from _algorithm(config, refused)
   yield from _plugins(config, refused)
   yield from _reward(config)
+  yield from reward_functions.conflicts(config)
   yield from _collection(config)
   yield from _loss(config, refused)
   yield from _attention(config)
@@ -255,11 +267,6 @@ def _algorithm(
     yield (
       f'rollout.episodes_per_group={members}: {name} compares the episodes of '
       'a group; must be at least 2'
-    )
-  if algorithm.needs_values and config.lora.rank:
-    yield (
-      f'lora.rank={config.lora.rank}: the critic of {name} has no adapters; '
-      'must be 0'
     )
   yield from algorithms.conflicts(config)
 
@@ -318,6 +325,8 @@ def _environment_conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
   name, anchor = config.env.name, config.algorithm.anchor
   yield from envs.conflicts(config)
   yield from _context(config)
+  yield from _replays(config)
+  yield from teacher.conflicts(config)
   offered = envs.anchors(name)
   if anchor in anchors.REPORTED and anchor not in offered:
     accepted = [
@@ -344,6 +353,22 @@ def _context(config: ml_collections.ConfigDict) -> Iterator[str]:
       'rollout.prompt_overflow=truncate_left: would cut a message of a '
       'conversation; must be end, drop_history or error'
     )
+
+
+def _replays(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields options that replay episodes, if the environment cannot."""
+  if envs.replays(config.env.name):
+    return
+  reason = f'env.name={config.env.name} cannot replay episodes'
+  if config.rollout.carry_over:
+    yield f'rollout.carry_over={config.rollout.carry_over}: {reason}; must be 0'
+  with contextlib.suppress(ValueError):  # `_algorithm` reports it.
+    algorithm = algorithms.make(**algorithm_kwargs(config))
+    if algorithms.num_continuations(algorithm):
+      yield (
+        f'algorithm.name={config.algorithm.name}: {reason}; must be an '
+        'algorithm without continuations'
+      )
 
 
 def _collection(config: ml_collections.ConfigDict) -> Iterator[str]:
@@ -494,6 +519,14 @@ def _missing_environment(config: ml_collections.ConfigDict) -> Iterator[str]:
         yield from _too_few_tasks(config, split)
   except ValueError as error:
     yield _with_field(config, str(error))
+
+
+def _missing_harness(config: ml_collections.ConfigDict) -> Iterator[str]:
+  if command := envs.harness(config.env.name):
+    yield (
+      f'env.name={config.env.name}: a harness brings its episodes; use '
+      f'{command} instead of this command'
+    )
 
 
 def _too_few_tasks(

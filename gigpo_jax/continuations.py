@@ -11,6 +11,9 @@ for this: prompts may contain history, and the turns that remain may differ.
 Random events of an environment depend on the task alone, so all continuations
 of a state meet the same ones.
 
+An algorithm may instead compare with one greedy episode from the start of each
+task (ReMax, arXiv:2310.10505), whose undiscounted return is then its value.
+
 Input and output: trajectories. This module knows no device.
 """
 
@@ -29,22 +32,25 @@ class States:
 
   Attributes:
     starts: for each state, the turns that lead to it, as a paused episode.
-    indices: for each episode, the state before each of its turns; empty for an
-      episode that failed.
+    indices: for each episode, the state before each of its first turns; empty
+      for an episode that failed.
   """
 
   starts: list[trajectory.Trajectory]
   indices: list[list[int]]
 
 
-def find_states(episodes: Sequence[trajectory.Trajectory]) -> States:
-  """Returns the states of episodes."""
+def find_states(
+  episodes: Sequence[trajectory.Trajectory], *, only_starts: bool = False
+) -> States:
+  """Returns the states of episodes, or only those of their first turns."""
   starts: list[trajectory.Trajectory] = []
   known: dict[tuple, int] = {}
   indices = []
   for episode in episodes:
     states = []
-    for t in range(0 if episode.failure else len(episode.steps)):
+    turns = min(len(episode.steps), 1) if only_starts else len(episode.steps)
+    for t in range(0 if episode.failure else turns):
       responses = tuple(step.response for step in episode.steps[:t])
       state = known.setdefault((episode.group, responses), len(starts))
       if state == len(starts):
@@ -124,14 +130,15 @@ def with_values(
   states: States,
   values: Float[np.ndarray, ' S'],
 ) -> list[trajectory.Trajectory]:
-  """Returns the episodes with the value of the state before each turn."""
+  """Returns the episodes with the values of the states before their turns."""
   changed = []
   for episode, indices in zip(episodes, states.indices, strict=True):
     if not episode.failure:
-      steps = tuple(
+      known = tuple(
         dataclasses.replace(step, state_value=float(values[state]))
-        for step, state in zip(episode.steps, indices, strict=True)
+        for step, state in zip(episode.steps, indices, strict=False)
       )
+      steps = known + episode.steps[len(known) :]
       episode = dataclasses.replace(episode, steps=steps)
     changed.append(episode)
   return changed

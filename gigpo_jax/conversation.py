@@ -9,6 +9,7 @@ prompt is a function of the turns so far, so paused episodes need no state.
 
 import bisect
 import dataclasses
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -48,17 +49,34 @@ class Turn:
   messages: tuple[base.Message, ...]
 
 
-def earlier_turns(steps: Sequence[trajectory.Step]) -> list[Turn]:
-  """Returns the steps of an episode that continues, as earlier turns."""
-  return [
+def split_turns(
+  first: base.Observation, steps: Sequence[trajectory.Step]
+) -> tuple[base.Observation, list[Turn]]:
+  """Returns the start and the earlier turns of the current conversation.
+
+  It is the conversation of the latest observation. An episode may have several
+  of them, whose turns alternate.
+
+  Args:
+    first: the first observation of the episode.
+    steps: its turns so far; the last one has an observation.
+
+  Returns:
+    The first observation of the conversation, and its turns.
+  """
+  observations = [first, *(step.result.observation for step in steps)]
+  name = observations[-1].conversation
+  own = [n for n, o in enumerate(observations) if o.conversation == name]
+  turns = [
     Turn(
-      step.prompt_ids,
-      step.completion_ids,
-      step.response,
-      step.result.observation.messages,
+      steps[n].prompt_ids,
+      steps[n].completion_ids,
+      steps[n].response,
+      observations[after].messages,
     )
-    for step in steps
+    for n, after in itertools.pairwise(own)
   ]
+  return observations[own[0]], turns
 
 
 @dataclasses.dataclass(frozen=True)

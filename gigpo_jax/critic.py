@@ -1,4 +1,4 @@
-"""The critic: the policy's network with a value head.
+"""The critic: the policy's network, with its adapters if any, and a value head.
 
 It is a learner with a different head and loss, over the same packed rows. The
 value of a completion token is computed at the preceding token, so it depends
@@ -79,7 +79,8 @@ class Critic:
     """Returns an initial state whose values are 0.
 
     Args:
-      params: the policy's initial parameters; the state takes ownership.
+      params: the policy's initial parameters; the state takes ownership. With
+        adapters, only these and the value head are trained.
     """
     head = mesh_lib.shardings(self._mesh, parameters.logical_axes(self._config))
     zeros = jax.device_put(

@@ -21,7 +21,6 @@ import collections
 import dataclasses
 import itertools
 import multiprocessing
-import os
 import pickle
 import selectors
 import time
@@ -33,11 +32,6 @@ import psutil
 from envs import base, messages, worker
 from gigpo_jax import options
 from gigpo_jax.runtime import worker_process
-
-# Maximum size and number of unanswered messages to a worker. They must fit
-# into the pipe's buffer, so that sending never blocks.
-_WINDOW_BYTES = 65_536
-_WINDOW_CALLS = 64
 
 # Importing a simulator on a busy machine takes longer than any reset.
 _START_TIMEOUT_SECS = 120.0
@@ -52,9 +46,6 @@ _CAUSE_OF_STATUS = {messages.ERROR: 'raised', messages.GARBAGE: 'garbage'}
 # a maximum, the pool could wait for every episode of a worker in turn if all of
 # them hang. A death is detected at once.
 _MAX_REPLAYS = 4
-
-# Maximum size of a read from a pipe.
-_READ_BYTES = 1 << 20
 
 # Number of characters that a failure shows from the end of a response.
 _SHOWN_CHARS = 60
@@ -239,8 +230,8 @@ class EnvPool:
     if self._workers:
       self._workers[self._worker_index(env)].resets += 1
 
-  def step(self, env: int, response: str) -> None:
-    """Sends the policy's response; `receive` returns the result.
+  def step(self, env: int, response: str, turn: Any = None) -> None:
+    """Sends a response, without its `turn`; `receive` returns the result.
 
     Raises:
       RuntimeError: if the environment runs no episode.
@@ -381,7 +372,7 @@ class EnvPool:
     if self._max_mib is None:
       return False
     try:
-      memory = psutil.Process(w.process.pid).memory_info().rss
+      memory = psutil.Process(w.pid).memory_info().rss
     except psutil.NoSuchProcess:
       return False  # It died; the next call detects that.
     return memory > self._max_mib * 2**20
@@ -461,25 +452,7 @@ class EnvPool:
         method, env, call_id, message, self._episodes[env], expected
       )
     )
-    self._send(w)
-
-  def _send(self, w: worker_process.WorkerProcess) -> None:
-    """Sends waiting calls while they fit into the pipe."""
-    used = sum(len(call.message) for call in w.sent) if w.waiting else 0
-    while w.waiting:
-      used += len(w.waiting[0].message)
-      full = used > _WINDOW_BYTES or len(w.sent) >= _WINDOW_CALLS
-      if w.sent and full:
-        return
-      if not w.sent:
-        w.progress = self._clock.now()
-      w.sent.append(w.waiting.popleft())
-      try:
-        w.pipe.send_bytes(w.sent[-1].message)
-      except OSError:
-        # It died; waiting for its reply detects that.
-        w.died_idle |= len(w.sent) == 1
-        return
+    w.send(self._clock.now())
 
   def _wait(self, deadline: float | None) -> None:
     """Waits once for events, until a deadline or a worker's time limit."""
@@ -506,29 +479,14 @@ class EnvPool:
     self._check_time_limits()
 
   def _read(self, w: worker_process.WorkerProcess) -> None:
-    """Reads available bytes, which may hold a part of a reply or several."""
+    """Handles the replies that have arrived from a worker."""
     try:
-      data = os.read(w.pipe.fileno(), _READ_BYTES)
-    except OSError:
-      data = b''
-    if not data:
-      self._replace_lost(w, 'died', worker_process.describe_death(w.process))
-      return
-    w.inbox += data
-    header = messages.HEADER
-    while w in self._workers and len(w.inbox) >= header.size:
-      size, pid, call_id = header.unpack_from(w.inbox)
-      if size > messages.MAX_BYTES:
-        self._replace_lost(w, 'garbage', f'the worker announced {size:,} bytes')
-        return
-      end = header.size + size
-      if len(w.inbox) < end:
-        return
-      body = bytes(w.inbox[header.size : end])
-      del w.inbox[:end]
-      # Ignore replies of processes that an environment started.
-      if pid == w.process.pid:
+      for call_id, body in w.receive():
         self._handle_message(w, call_id, body)
+        if w not in self._workers:
+          return
+    except worker_process.LostError as error:
+      self._replace_lost(w, error.cause, error.reason)
 
   def _handle_message(
     self, w: worker_process.WorkerProcess, call_id: int, body: bytes
@@ -546,7 +504,7 @@ class EnvPool:
       return
     w.sent.popleft()
     w.progress = self._clock.now()
-    self._send(w)
+    w.send(self._clock.now())
     self._handle_reply(call, status, value)
 
   def _decode(self, message: bytes, method: str) -> tuple[str, Any]:

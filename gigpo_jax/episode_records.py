@@ -45,6 +45,7 @@ _STEP = {
   'truncated': np.bool_,
   'prompt_shortened': np.bool_,
   'anchor': str,
+  'agent': str,
   'anchor_group': np.int64,
   'discounted_return': np.float32,
   'episode_advantage': np.float32,
@@ -100,7 +101,7 @@ def make_record(
     step_fields: fields by step index, from `make_step_fields`; None if the
       episode was not trained on.
   """
-  last = len(episode.steps)
+  last, agents = len(episode.steps), episode.agents
   done = last > 0 and episode.steps[-1].result.done and not episode.failure
   steps = [
     {
@@ -113,6 +114,7 @@ def make_record(
       'truncated': step.truncated,
       'prompt_shortened': step.prompt_shortened,
       'anchor': step.anchor,
+      'agent': agents[index],
       'prompt_ids': step.prompt_ids,
       'completion_ids': step.completion_ids,
       'log_probs': step.log_probs,
@@ -218,6 +220,8 @@ def decode(data: bytes, *, tokens: bool = True) -> dict[str, Any]:
     name: _values(features[f'steps/{name}'], dtype)
     for name, dtype in _STEP.items()
   }
+  # Sets of earlier releases have no agents.
+  columns['agent'] = columns['agent'] or [''] * len(columns['anchor'])
   for name, dtype in _TOKENS.items() if tokens else ():
     flat, lengths = _ragged(name)
     ends = np.cumsum(_values(features[lengths], np.int64))

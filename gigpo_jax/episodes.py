@@ -39,8 +39,9 @@ environment ended the episode, also by its own step limit. iteration, group and
 member identify an episode; episodes of a group share a task. trained: whether
 the episode was trained on. return: sum of rewards. Fields of steps: anchor is
 the state in which the step was taken, and anchor_group the id of that state in
-the iteration (-1: not trained on). discounted_return, episode_advantage,
-step_advantage and advantage come from the algorithm; NaN means not available.
+the iteration (-1: not trained on). agent took the step (empty: the only agent).
+discounted_return, episode_advantage, step_advantage and advantage come from the
+algorithm; NaN means not available.
 prompt_ids, completion_ids and log_probs are the sampler's inputs and outputs;
 tokenizer/ holds the tokenizer.
 """

@@ -26,7 +26,7 @@ from gigpo_jax import (
   trajectory,
 )
 from gigpo_jax import config as config_lib
-from gigpo_jax.run import run_config
+from gigpo_jax.run import model_builders, run_config
 from gigpo_jax.runtime import console, distributed, errors, files
 from gigpo_jax.tools import plots
 
@@ -514,7 +514,7 @@ def _evaluate_policy(
 ) -> list:
   config = _with_policy(config, source, path)
   console.log(f'policy: --{source}={path}')
-  policy = builders.make_model_bundle(config)
+  policy = model_builders.make_model_bundle(config)
   with jax.set_mesh(policy.mesh):
     params, base_params = policy.load(), None
     if source == 'checkpoint':
@@ -523,7 +523,7 @@ def _evaluate_policy(
       builders.make_runner(config, policy, pool),
       params,
       builders.make_eval_tasks(config),
-      sampling=builders.make_sampling(config, evaluation=True),
+      sampling=model_builders.make_sampling(config, evaluation=True),
       task_type=builders.make_task_type(config),
       repeats=repeats,
       base_params=base_params,

@@ -9,7 +9,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from envs import base
 from gigpo_jax import carry_over, options, tasks, trajectory
 
 # Position in the stream of tasks where refills start, beyond all iterations.
@@ -110,9 +109,15 @@ class CollectedGroups:
   further: SampleCounts = SampleCounts()
 
   @property
-  def outcomes(self) -> list[tuple[base.Task, bool]]:
-    """Task and success of each episode whose environment did not fail."""
-    return [(t.task, t.success) for t in self.episodes if not t.failure]
+  def outcomes(self) -> list[tasks.Outcome]:
+    """Outcome of each episode whose environment did not fail."""
+    return [
+      tasks.Outcome(
+        t.task, t.success, tuple(step.result.action for step in t.steps)
+      )
+      for t in self.episodes
+      if not t.failure
+    ]
 
 
 def collect(

@@ -19,7 +19,16 @@ import jax
 import numpy as np
 import optax
 
-from gigpo_jax import batch, deprecated, losses, options, packing, token_batch
+from gigpo_jax import (
+  batch,
+  deprecated,
+  losses,
+  options,
+  packing,
+  prompt_scores,
+  teacher,
+  token_batch,
+)
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import optimizer as optimizer_lib
 from gigpo_jax.models import qwen
@@ -97,6 +106,7 @@ class Learner:
     turns: largest number of completions in a row; see `packing.Packer`.
     scale_updates: whether `update` accepts a step scale.
     signals: names of the outputs of `signals`.
+    teacher_loss: the loss of a teacher's rows; None: there are none.
     seed: seed of the shuffling.
 
   Attributes:
@@ -125,12 +135,14 @@ class Learner:
     epochs: int = 1,
     scale_updates: bool = False,
     signals: Sequence[str] = (),
+    teacher_loss: token_batch.Loss | None = None,
     seed: int = 0,
   ):
     losses.row_weights(np.ones(1, np.int32), 1, aggregation)
     loss = losses.replace_old(loss)
     self._mesh = mesh
     self.columns = tuple(loss.columns)
+    self._teacher_columns = tuple(teacher_loss.columns) if teacher_loss else ()
     self._minibatch_rows, self._epochs = minibatch_rows, epochs
     make_packer = functools.partial(
       packing.Packer,
@@ -162,6 +174,7 @@ class Learner:
       tree=share_prompts,
       scaled=scale_updates,
       signals=[name for name in self._signals if name != _PROMPTS],
+      teacher_loss=teacher_loss,
     )
     self.base: dict = {}
 
@@ -318,7 +331,7 @@ class Learner:
       is [R, C].
     """
     has_prompts = _PROMPTS in self._signals
-    scored = _with_scored_prompts(rows) if has_prompts else rows
+    scored = prompt_scores.make_rows(rows) if has_prompts else rows
     results: dict[str, np.ndarray] = {}
     for microbatch, outputs in self._score(params, scored, 'signals'):
       for name, values in outputs.items():
@@ -327,9 +340,8 @@ class Learner:
     if not has_prompts:
       return results
     prompts = results['log_probs']
-    return {k: _completions(x, rows) for k, x in results.items()} | {
-      _PROMPTS: np.where(rows.prompt_mask, prompts, 0)
-    }
+    own = {k: prompt_scores.completions(x, rows) for k, x in results.items()}
+    return own | {_PROMPTS: np.where(rows.prompt_mask, prompts, 0)}
 
   def _outputs(self, params: dict, rows: batch.Rows) -> np.ndarray:
     result = _zeros(rows)
@@ -364,6 +376,7 @@ class Learner:
     skipped_before: float = 0.0,
     step_scale: float = 1.0,
     trained: np.ndarray | None = None,
+    teacher_batch: teacher.TeacherBatch | None = None,
     **columns: np.ndarray | float | None,
   ) -> tuple[TrainState, dict[str, float]]:
     """Trains on the rows, one optimizer step per mini-batch.
@@ -376,6 +389,8 @@ class Learner:
       skipped_before: number of consecutive updates skipped just before.
       step_scale: factor of the learning rate; needs `scale_updates`.
       trained: True at the completion tokens to train on, [R, C]; None for all.
+      teacher_batch: rows of a teacher and their weight; each mini-batch gets
+        an equal share of the rows.
       **columns: the columns that the loss reads: one number per row [R] or per
         completion token [R, C], or one for all tokens.
 
@@ -409,20 +424,20 @@ class Learner:
         np.float32(skipped_before),
         np.float32(step_scale),
       )
-      for minibatch in minibatches:
+      for n, minibatch in enumerate(minibatches):
         weights = self._weights(rows, minibatch, trained)
-        for microbatch in self._packer.microbatches(rows, minibatch):
-          arrays = mesh_lib.place_rows(
-            self._mesh, _gather(microbatch, columns, weights)
-          )
-          grads, sums = run(
-            'accumulate',
-            state.params,
-            self.base,
-            arrays,
-            grads=grads,
-            sums=sums,
-          )
+        parts = [('accumulate', rows, minibatch, columns, weights)]
+        if teacher_batch is not None:
+          weights *= np.float32(1 - teacher_batch.weight)
+          parts.append(self._teacher_part(teacher_batch, n, len(minibatches)))
+        for name, part_rows, index, part_columns, part_weights in parts:
+          for microbatch in self._packer.microbatches(part_rows, index):
+            arrays = mesh_lib.place_rows(
+              self._mesh, _gather(microbatch, part_columns, part_weights)
+            )
+            grads, sums = run(
+              name, state.params, self.base, arrays, grads=grads, sums=sums
+            )
         state, sums = run('apply', state=state, grads=grads, sums=sums)
         grads = run('fill', grads, np.float32(0))
     metrics = learner_programs.summarize(jax.device_get(sums), len(minibatches))
@@ -531,12 +546,23 @@ class Learner:
     )
     return weights if trained is None else weights[:, None] * trained
 
+  def _teacher_part(
+    self, given: teacher.TeacherBatch, n: int, count: int
+  ) -> tuple[str, batch.Rows, np.ndarray, dict, np.ndarray]:
+    """Returns the teacher's part of the n-th of `count` mini-batches."""
+    index = np.array_split(np.flatnonzero(given.rows.real), count)[n]
+    weights = self._weights(given.rows, index, None) * np.float32(given.weight)
+    return 'teacher', given.rows, index, dict(given.columns), weights
+
   def _empty_arrays(
     self, shape: packing.Shape, program: str = ''
   ) -> dict[str, Any]:
     """Returns the arrays of an empty microbatch for a program."""
     row = np.zeros(1, np.float32)
-    columns = dict.fromkeys(self.columns, row)
+    is_teacher = program == 'teacher'
+    columns = dict.fromkeys(
+      self._teacher_columns if is_teacher else self.columns, row
+    )
     is_signals = program == 'signals'
     packer = self._signal_packer if is_signals else self._packer
     return _gather(packer.empty(shape), columns, row)
@@ -545,31 +571,6 @@ class Learner:
 def _zeros(rows: batch.Rows) -> np.ndarray:
   """Returns a zero per completion token, [R, C]."""
   return np.zeros(rows.sampler_log_probs.shape, np.float32)
-
-
-def _with_scored_prompts(rows: batch.Rows) -> batch.Rows:
-  """Returns rows in which all tokens but the first are the completion."""
-  return dataclasses.replace(
-    rows,
-    prompt_lengths=np.minimum(rows.prompt_lengths, 1),
-    sampler_log_probs=np.zeros(
-      (len(rows.tokens), rows.tokens.shape[1] - 1), np.float32
-    ),
-  )
-
-
-def _completions(values: np.ndarray, rows: batch.Rows) -> np.ndarray:
-  """Returns the values of completion tokens, [R, C], of those of all tokens.
-
-  Args:
-    values: [R, L - 1]; starts with a row's second token.
-    rows: the rows.
-  """
-  columns = np.arange(rows.sampler_log_probs.shape[1])
-  positions = rows.prompt_lengths[:, None] - 1 + columns
-  positions = np.clip(positions, 0, values.shape[1] - 1)
-  taken = np.take_along_axis(values, positions, axis=1)
-  return np.where(rows.completion_mask, taken, 0)
 
 
 def _gather(

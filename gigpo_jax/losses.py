@@ -9,7 +9,7 @@ is the loss of the update, however rows are split; see `row_weights`.
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from gigpo_jax import deprecated, kl, options, token_batch
+from gigpo_jax import deprecated, entropy_band, kl, options, token_batch
 from gigpo_jax.arrays import typechecked
+from gigpo_jax.entropy_band import EntropyBand
 
 RATIO_LEVELS = ('token', 'row')
 SURROGATES = ('clipped', 'cispo')
@@ -32,13 +33,12 @@ AGGREGATIONS = (
 # Columns that every loss of a policy can read.
 POLICY_COLUMNS = ('advantages', 'old_log_probs', 'importance')
 KL_COLUMN = 'kl_factor'
-BAND_COLUMNS = ('entropy_low', 'entropy_high', 'entropy_band_weight')
 # All columns that a run provides to the losses that list them.
 TRAINING_COLUMNS = (
   *POLICY_COLUMNS,
   'ref_log_probs',
   KL_COLUMN,
-  *BAND_COLUMNS,
+  *entropy_band.COLUMNS,
 )
 
 
@@ -129,6 +129,28 @@ def truncated_importance(
 
 
 @typechecked
+def row_sums(
+  values: Float[Array, 'S T'],
+  mask: Bool[Array, 'S T'],
+  row_ids: Int[Array, 'S T'],
+) -> Float[Array, 'S T']:
+  """Returns, for each token, the sum over the masked tokens of its row.
+
+  Args:
+    values: values of tokens; ignored where mask is False.
+    mask: True for the tokens to add.
+    row_ids: index of a token's row, in [0, T), among the rows packed into the
+      same shard.
+  """
+
+  def shard_sums(values_T: Array, ids_T: Array) -> Array:
+    return jax.ops.segment_sum(values_T, ids_T, len(ids_T))[ids_T]
+
+  masked = jnp.where(mask, values, 0).astype(jnp.float32)
+  return jax.vmap(shard_sums)(masked, row_ids)
+
+
+@typechecked
 def row_means(
   values: Float[Array, 'S T'],
   mask: Bool[Array, 'S T'],
@@ -136,88 +158,10 @@ def row_means(
 ) -> Float[Array, 'S T']:
   """Returns, for each token, the mean over the masked tokens of its row.
 
-  Args:
-    values: values of tokens; ignored where mask is False.
-    mask: True for the tokens to average.
-    row_ids: index of a token's row, in [0, T), among the rows packed into the
-      same shard.
+  Arguments as for `row_sums`.
   """
-
-  def shard_means(values_T: Array, mask_T: Array, ids_T: Array) -> Array:
-    sums, counts = (
-      jax.ops.segment_sum(x.astype(jnp.float32), ids_T, len(ids_T))
-      for x in (jnp.where(mask_T, values_T, 0), mask_T)
-    )
-    return (sums / jnp.maximum(counts, 1))[ids_T]
-
-  return jax.vmap(shard_means)(values, mask, row_ids)
-
-
-@dataclasses.dataclass(frozen=True)
-class EntropyBand:
-  """The entropy penalty of EPO (arXiv:2509.22576): `config.loss.entropy_band`.
-
-  In iteration k of K, the loss of a token with entropy H increases by
-  `PolicyGradient.entropy_weight` times
-
-      weight * (1 + exp(-decay k / floor(K / 2)))
-        * (relu(low * m - H) + relu(H - high * m)).
-
-  m is the mean over the previous iterations of their mean token entropy, in
-  nats. The first iteration has no penalty.
-
-  Differs from the paper: follows its formula, not its code, in which the
-  penalty is a constant without a gradient.
-
-  Attributes:
-    weight: weight of the penalty; 0 disables it.
-    low: lower end of the band, as a share of m.
-    high: upper end of the band, as a share of m.
-    decay: rate at which the weight decays over the run.
-  """
-
-  weight: float = options.number(0.0, low=0, note='0 is off')
-  low: float = options.number(0.8, low=0)
-  high: float = options.number(1.2, low=0)
-  decay: float = options.number(1.0, low=0)
-
-  def __post_init__(self):
-    options.check(self, 'entropy_band.')
-    if self.weight and self.low > self.high:
-      raise ValueError(
-        f'entropy_band.low={self.low}: above entropy_band.high={self.high}; '
-        'must be at most that'
-      )
-
-  def make_columns(
-    self, entropies: Sequence[float], iteration: int, num_iterations: int
-  ) -> dict[str, float]:
-    """Returns the columns of an iteration, one number for all tokens each.
-
-    Args:
-      entropies: mean token entropy of each previous iteration; without any the
-        weight is 0.
-      iteration: k.
-      num_iterations: K.
-    """
-    mean = float(np.mean(entropies)) if entropies else 0.0
-    weight = self.weight * self.weight_factor(iteration, num_iterations)
-    columns = self.low * mean, self.high * mean, weight if entropies else 0.0
-    return dict(zip(BAND_COLUMNS, columns, strict=True))
-
-  def weight_factor(self, iteration: int, num_iterations: int) -> float:
-    """Returns beta_k = 1 + exp(-decay k / floor(K / 2))."""
-    half = max(num_iterations // 2, 1)
-    return 1 + float(np.exp(-self.decay * iteration / half))
-
-  def penalty(
-    self, entropies: Float[Array, 'S T'], tokens: token_batch.TokenBatch
-  ) -> Float[Array, 'S T']:
-    """Returns the weighted distance of each token's entropy from the band."""
-    low, high, weight = (tokens.extras[name] for name in BAND_COLUMNS)
-    below = jax.nn.relu(low - entropies)
-    distance = below + jax.nn.relu(entropies - high)
-    return jnp.where(tokens.mask, weight * distance, 0)
+  sums = row_sums(values, mask, row_ids)
+  return sums / jnp.maximum(row_sums(jnp.ones_like(sums), mask, row_ids), 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,7 +237,7 @@ class PolicyGradient:
     reference = ('ref_log_probs',) if self.needs_reference else ()
     if self.needs_reference and self.kl_target is not None:
       reference += (KL_COLUMN,)
-    band = BAND_COLUMNS if self.entropy_band.weight else ()
+    band = entropy_band.COLUMNS if self.entropy_band.weight else ()
     return (*POLICY_COLUMNS, *reference, *band)
 
   def __call__(
@@ -437,8 +381,11 @@ class ValueRegression:
     return jnp.where(mask, loss, 0), jax.lax.stop_gradient(metrics)
 
 
-# Losses of the policy by `config.loss.name`.
-REGISTRY = {'policy_gradient': PolicyGradient}
+# Losses of the policy by `config.loss.name`: 'module:class'.
+REGISTRY = {
+  'policy_gradient': 'gigpo_jax.losses:PolicyGradient',
+  'row_regression': 'gigpo_jax.row_regression:RowRegression',
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -478,7 +425,7 @@ def make(name: str = 'policy_gradient', **values: Any) -> token_batch.Loss:
     ValueError: one line per problem, if the name is unknown or the loss
       rejects an option.
   """
-  factory = REGISTRY.get(name) or _import(name)
+  factory = _import(REGISTRY.get(name, name))
   if not isinstance(factory, type):
     return FunctionLoss(factory)
   fields = (

@@ -20,12 +20,14 @@ class RewardShaping:
     overlong_buffer: number of tokens before the limit of a response in which
       the penalty grows; 0 disables it. See `overlong`.
     overlong_penalty: the largest penalty, in reward units.
+    agents: one of `batch.AGENT_REWARDS`.
   """
 
   kl_weight: float = options.number(0.0, low=0, note='0 is off')
   kl_estimator: str = options.choice('k1', kl.ESTIMATORS)
   overlong_buffer: int = options.number(0, low=0, note='0 is off')
   overlong_penalty: float = options.number(1.0, above=0)
+  agents: str = options.choice('team', batch.AGENT_REWARDS)
 
   def __post_init__(self):
     options.check(self)

@@ -24,12 +24,12 @@ from gigpo_jax import (
   conversation,
   deprecated,
   env_pool,
-  options,
+  reward_functions,
+  rollout_options,
   sampler,
   tokenizer,
   trajectory,
 )
-from gigpo_jax.models import kv_cache
 from gigpo_jax.runtime import console, distributed
 
 # First component of a request's random stream: the purpose of the tokens.
@@ -38,63 +38,7 @@ TRAIN, EVALUATION, CONTINUATION = 0, 1, 2
 # Longest wait for environments if other processes share the sampler.
 _SHARED_WAIT_SECS = 0.05
 
-SCHEDULES = ('async', 'lockstep')
-
-
-def _is_horizon(horizon: Sequence) -> bool:
-  """Returns whether it is pairs (iteration, turns), iterations increasing."""
-  for pair in horizon:
-    if not isinstance(pair, tuple) or [*map(type, pair)] != [int, int]:
-      return False
-  starts = [start for start, _ in horizon]
-  rising = starts == sorted(set(starts))
-  return rising and all(turns >= 1 for _, turns in horizon)
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-  """Options of collecting episodes, `config.rollout`; see configs/base.py."""
-
-  groups: int = options.number(16, low=1)
-  episodes_per_group: int = options.number(8, low=1)
-  max_prompt_tokens: int = options.number(2048, low=1)
-  max_completion_tokens: int = options.number(512, low=1)
-  prompt_overflow: str = options.choice(
-    'drop_history', tokenizer.OVERFLOW_POLICIES
-  )
-  earlier_thinking: str = options.choice('keep', conversation.THINKING)
-  horizon: tuple[tuple[int, int], ...] = options.field(
-    (),
-    _is_horizon,
-    'must be pairs (iteration, turns) with rising iterations and turns of at '
-    'least 1',
-  )
-  temperature: float = options.field(
-    1.0,
-    lambda value: 1e-3 <= value < float('inf'),
-    'out of range; must be above 0; greedy episodes of a group are identical',
-  )
-  top_p: float = options.number(1.0, above=0, high=1)
-  top_k: int = options.number(0, low=0, note='0 is off')
-  min_p: float = options.number(0.0, low=0, high=1, note='0 is off')
-  stop_at_action: bool = False
-  schedule: str = options.choice('async', SCHEDULES)
-  weights: str = options.choice('model', sampler.WEIGHTS)
-  cache: str = options.choice('model', kv_cache.TYPES)
-  tensor: int = options.number(
-    0, low=0, note='0 is the smallest that fits the memory'
-  )
-  decode_tokens: int = options.number(8, low=1)
-  reuse_cache: str = options.choice('none', sampler.REUSE)
-  prefill_chunk: int = options.number(0, low=0, note='0 is the whole prompt')
-  parked_slots: int = options.number(0, low=0)
-  prompt_buckets: tuple[int, ...] = options.sizes(
-    (512, 1024, 2048), or_none=True
-  )
-  batch_buckets: tuple[int, ...] = options.sizes((32, 128))
-
-  def __post_init__(self):
-    options.check(self)
+SCHEDULES = rollout_options.SCHEDULES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,15 +80,22 @@ class _Episode:
   pauses_at: float = math.inf
   first_observation: base.Observation | None = None
   # The current turn without its result, while the environment steps.
-  turn: functools.partial | None = None
+  turn: trajectory.SampledTurn | None = None
   failure: str = ''
   is_paused: bool = False
+  ticket: int | None = None  # Of its reward functions.
   steps: list[trajectory.Step] = dataclasses.field(default_factory=list)
 
   @property
   def conversation(self) -> tuple[int, ...]:
     """Returns the streams of its requests, without the step."""
     return (*self.batch.stream, self.task.index, self.member)
+
+  @property
+  def is_scored(self) -> bool:
+    """Returns whether reward functions apply to it once it has ended."""
+    is_over = bool(self.steps) and not self.is_paused and not self.failure
+    return is_over and self.batch.stream[0] == TRAIN
 
   def to_trajectory(self, task_type: str) -> trajectory.Trajectory:
     """Returns the recorded episode."""
@@ -168,12 +119,15 @@ class RolloutClock:
     start: start of the rollout, monotonic seconds.
     env_wait_secs: time in which the sampler was idle because all episodes
       were waiting for their environments.
+    reward_wait_secs: time after the last episode in which only reward functions
+      ran.
     env_spans: start and end of each call of an environment, monotonic seconds.
     total_secs: duration of the rollout.
   """
 
   start: float = 0.0
   env_wait_secs: float = 0.0
+  reward_wait_secs: float = 0.0
   env_spans: list[tuple[float, float]] = dataclasses.field(default_factory=list)
   total_secs: float = 0.0
 
@@ -192,6 +146,8 @@ class EpisodeRunner:
     schedule: one of SCHEDULES.
     earlier_thinking: thinking in earlier turns of a conversation, one of
       `conversation.THINKING`.
+    scorer: computes rewards of training episodes by functions; None: there are
+      no functions.
     clock: timing of the last rollout.
     stats: statistics of the sampler in the last rollout.
   """
@@ -203,6 +159,7 @@ class EpisodeRunner:
   prompt_overflow: str
   schedule: str = 'async'
   earlier_thinking: str = 'keep'
+  scorer: reward_functions.Scorer | None = None
   clock: RolloutClock = dataclasses.field(default_factory=RolloutClock)
   stats: sampler.Stats = dataclasses.field(default_factory=sampler.Stats)
 
@@ -300,15 +257,26 @@ class EpisodeRunner:
       )
       _Rollout(self, episodes, on_finished).run()
     self.sampler.finish()
+    if self.scorer:
+      before = time.monotonic()
+      self.scorer.finish()
+      self.clock.reward_wait_secs = time.monotonic() - before
     self.clock.total_secs = time.monotonic() - self.clock.start
     self.stats = self.sampler.take_stats()
     gathered = distributed.all_gather_objects(
-      [[e.to_trajectory(task_type(e.task)) for e in part] for part in local]
+      [[self._record(e, task_type(e.task)) for e in part] for part in local]
     )
     return [
       [t for process in gathered for t in process[n]]
       for n in range(len(batches))
     ]
+
+  def _record(self, episode: _Episode, task_type: str) -> trajectory.Trajectory:
+    """Returns a finished or paused episode with its final rewards."""
+    played = episode.to_trajectory(task_type)
+    if episode.ticket is None:
+      return played
+    return self.scorer.apply(episode.ticket, played)
 
   def prefetch(
     self, tasks: Sequence[base.Task], num_members: int, num_before: int = 0
@@ -353,6 +321,8 @@ class EpisodeRunner:
       'env_recycled': sum(distributed.all_gather_objects(self.pool.recycled)),
       'compilations': self.sampler.compilations,
     }
+    if self.scorer:
+      values['reward_wait_secs'] = clock.reward_wait_secs
     return {f'rollout/{name}': float(value) for name, value in values.items()}
 
 
@@ -423,6 +393,8 @@ class _Rollout:
       while lockstep and self._sampler.busy:
         finished += self._sampler.step()
       self._step_environments(finished)
+      if self._runner.scorer:
+        self._runner.scorer.poll()
 
   def _start_episodes(self) -> dict[int, base.Observation]:
     """Starts waiting episodes in free environments.
@@ -475,7 +447,9 @@ class _Rollout:
       elif isinstance(reply, base.Observation):
         observation = episode.first_observation = reply
       else:
-        episode.steps.append(episode.turn(result=reply))
+        episode.steps.append(
+          trajectory.Step(**vars(episode.turn), result=reply)
+        )
         observation = reply.observation
         if observation and len(episode.steps) == episode.batch.max_turns:
           self._pool.end(env)
@@ -496,7 +470,10 @@ class _Rollout:
     return observations
 
   def _end(self, env: int) -> None:
-    self._sampler.end_conversation(self._running.pop(env).conversation)
+    episode = self._running.pop(env)
+    self._sampler.end_conversation(episode.conversation)
+    if self._runner.scorer and episode.is_scored:
+      episode.ticket = self._runner.scorer.submit(episode.to_trajectory(''))
     self._free.append(env)
     self._on_finished(1)
 
@@ -519,7 +496,7 @@ class _Rollout:
         conversation=episode.conversation,
       )
       turn = functools.partial(
-        trajectory.Step,
+        trajectory.SampledTurn,
         prompt_ids=ids,
         prompt_shortened=shortened,
         anchor=observation.anchor,
@@ -548,7 +525,7 @@ class _Rollout:
       episode = self._running[env]
       try:
         prompts[env] = self._conversations.prompt(
-          episode.first_observation, conversation.earlier_turns(episode.steps)
+          *conversation.split_turns(episode.first_observation, episode.steps)
         )
       except tokenizer.TemplateError as error:
         episode.failure = str(self._pool.refuse(env, str(error)))
@@ -578,15 +555,14 @@ class _Rollout:
       env, episode, turn = self._requests.pop(request_id)
       if self._running.get(env) is not episode:
         continue  # The environment was lost in the meantime.
-      episode.turn = functools.partial(
-        turn,
+      episode.turn = turn(
         completion_ids=completion.ids,
         log_probs=completion.log_probs,
         truncated=completion.finish_reason == 'length',
         response=response,
       )
       self._calls[env] = time.monotonic()
-      self._pool.step(env, response)
+      self._pool.step(env, response, episode.turn)
 
 
 __getattr__ = deprecated.names(

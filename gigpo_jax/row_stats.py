@@ -63,9 +63,15 @@ class Episodes(NamedTuple):
     return self.to_rows(values[self.groups], fill)
 
 
-def episodes(rows: batch.Rows) -> Episodes:
-  """Returns the episodes of rows."""
+def episodes(rows: batch.Rows, invalid_penalty: float = 0.0) -> Episodes:
+  """Returns the episodes of rows.
+
+  Args:
+    rows: the rows of an iteration.
+    invalid_penalty: subtracted from the reward of an invalid response.
+  """
   real = rows.real
+  penalties = np.where(rows.valid, 0, invalid_penalty)
   keys = np.stack([rows.groups[real], rows.episodes[real]], axis=1)
   unique, own = np.unique(keys, axis=0, return_inverse=True)
   own = own.reshape(-1)
@@ -79,7 +85,7 @@ def episodes(rows: batch.Rows) -> Episodes:
   return Episodes(
     index=index,
     groups=np.unique(unique[:, 0], return_inverse=True)[1].reshape(-1),
-    returns=total(rows.rewards.astype(np.float64)),
+    returns=total(rows.rewards.astype(np.float64) - penalties),
     success=total(rows.success) > 0,
     turns=np.bincount(own, minlength=len(unique)),
     tokens=np.bincount(own, weights=lengths).astype(int),

@@ -13,7 +13,7 @@ import pathlib
 import shutil
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import ml_collections
@@ -31,14 +31,15 @@ from gigpo_jax import (
 )
 from gigpo_jax import config as config_lib
 from gigpo_jax.models import huggingface, lora, parameters, qwen
-from gigpo_jax.run import remat, run_config
+from gigpo_jax.run import model_builders, remat, run_config
 from gigpo_jax.runtime import console, distributed, errors
 
 if TYPE_CHECKING:
   from gigpo_jax import episodes
 
-# (input, response) of each step of an episode.
-Demonstration = list[tuple[base.Input, str]]
+# (observation, response) of each step of an episode. Of the observation, only
+# the prompt or the messages and tools matter.
+Demonstration = list[tuple[base.Observation, str]]
 
 _REPORT_SECS = 10.0  # Interval of progress reports on expert episodes.
 
@@ -75,6 +76,8 @@ class Options:
   """Options of the warm start, `config.sft`; see configs/base.py."""
 
   data: str = ''
+  rounds: int = options.number(0, low=0)
+  rollouts: int = options.number(1, low=1)
   only_successful: bool = True
   num_episodes: int = options.number(2000, low=1)
   noise: float = options.number(0.0, low=0, high=1)
@@ -108,7 +111,7 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
   """
   scratch = config.sft.init == 'scratch'
   config_lib.validate(config, needs_model=not scratch)
-  episode_set = _open_episodes(config) if config.sft.data else None
+  episode_set = open_episodes(config) if config.sft.data else None
   run_config.check_workdir(workdir)
   run_paths = (pathlib.Path(workdir) / name for name in _RUN_FILES)
   if any(path.exists() for path in run_paths):
@@ -140,7 +143,7 @@ def _warm_start(
       )
       _write_random_model(config, str(start))
     distributed.all_gather_objects(None)  # Barrier: wait until the files exist.
-  policy = builders.make_model_bundle(config)
+  policy = model_builders.make_model_bundle(config)
   if episode_set:
     rows = episode_rows(config, policy.tokenizer, episode_set)
   else:
@@ -162,11 +165,24 @@ def _warm_start(
   console.log(f'warm start: {directory}')
 
 
+def imitated_rows(
+  config: ml_collections.ConfigDict, text: tokenizer.Tokenizer
+) -> batch.Rows:
+  """Returns the expert's steps, or those of recorded episodes, as rows.
+
+  Raises:
+    ValueError: in one line, if there is no expert or no episode to imitate.
+  """
+  if config.sft.data:
+    return episode_rows(config, text, open_episodes(config))
+  return demonstration_rows(config, text, demonstrations(config))
+
+
 def demonstrations(config: ml_collections.ConfigDict) -> list[Demonstration]:
   """Returns the expert's episodes."""
-  env = envs.make(config.env.name, **config_lib.env_kwargs(config))
-  if not hasattr(env, 'demonstrate'):
+  if not envs.has_expert(config.env.name):
     raise ValueError(f'env.name={config.env.name}: has no expert to imitate')
+  env = envs.make(config.env.name, **config_lib.env_kwargs(config))
   available = len(
     envs.tasks(config.env.name, 'train', **config_lib.env_kwargs(config))
   )
@@ -178,7 +194,7 @@ def demonstrations(config: ml_collections.ConfigDict) -> list[Demonstration]:
     # first.
     task = base.Task('train', available - 1 - episode % available)
     steps = env.demonstrate(task, noise=config.sft.noise, seed=config.seed)
-    shown.append(list(steps))
+    shown.append([(_observation(given), text) for given, text in steps])
     now = time.monotonic()
     if now - reported >= _REPORT_SECS:
       reported = now
@@ -189,13 +205,27 @@ def demonstrations(config: ml_collections.ConfigDict) -> list[Demonstration]:
   return shown
 
 
+def _observation(given: base.Input | base.Observation) -> base.Observation:
+  """Returns the input of a demonstrated step as an observation."""
+  if isinstance(given, base.Observation):
+    return given
+  is_prompt = isinstance(given, str)
+  return base.Observation(
+    prompt=given if is_prompt else '',
+    short_prompt='',
+    anchor='',
+    text='',
+    messages=() if is_prompt else given,
+  )
+
+
 def _texts(shown: list[Demonstration]) -> Iterator[str]:
   """Yields the texts of demonstrations."""
-  for step_input, response in itertools.chain.from_iterable(shown):
-    if isinstance(step_input, str):
-      yield step_input
-    else:
-      yield from (message.text for message in step_input)
+  for observation, response in itertools.chain.from_iterable(shown):
+    if not observation.messages:
+      yield observation.prompt
+    yield from observation.tools
+    yield from (message.text for message in observation.messages)
     yield response
 
 
@@ -221,7 +251,7 @@ def demonstration_rows(
     prompts, responses = _conversations(config, text, shown)
   else:
     pairs = list(itertools.chain.from_iterable(shown))
-    inputs = [prompt for prompt, _ in pairs]
+    inputs = [observation.prompt for observation, _ in pairs]
     fitted = text.fit(
       inputs,
       inputs,
@@ -288,14 +318,12 @@ def _conversation_prompts(
 ) -> list[np.ndarray]:
   """Returns the prompts of the turns within the limit of a conversation."""
   prompts, turns = [], []
-  first = base.Observation('', '', '', '', messages=steps[0][0])
-  for n, (messages, _) in enumerate(steps):
+  for n, (observation, _) in enumerate(steps):
     if n:
       _, response = steps[n - 1]
-      turns.append(
-        conversation.Turn(prompts[-1], completions[n - 1], response, messages)
-      )
-    ids, _ = chat.prompt(first, turns)
+      last = prompts[-1], completions[n - 1]
+      turns.append(conversation.Turn(*last, response, observation.messages))
+    ids, _ = chat.prompt(steps[0][0], turns)
     if ids is None:
       break
     prompts.append(ids)
@@ -308,6 +336,18 @@ def episode_rows(
   kept: 'episodes.EpisodeDataset',
 ) -> batch.Rows:
   """Returns the steps of recorded episodes as rows of the sampled tokens.
+
+  See `recorded_steps` for arguments and errors.
+  """
+  return pack_steps(config, recorded_steps(config, text, kept))
+
+
+def recorded_steps(
+  config: ml_collections.ConfigDict,
+  text: tokenizer.Tokenizer,
+  kept: 'episodes.EpisodeDataset',
+) -> list[dict[str, Any]]:
+  """Returns the records of the steps to learn from.
 
   Args:
     config: the experiment.
@@ -337,22 +377,34 @@ def episode_rows(
       f'{field}: no episode of {len(kept.source)} was successful; '
       'use sft.only_successful=False to imitate all'
     )
-  columns = []
   for name in ('prompt', 'completion'):
-    columns.append([step[f'{name}_ids'] for step in steps])
     limit = config.rollout[f'max_{name}_tokens']
-    longest = max(len(ids) for ids in columns[-1])
+    longest = max(len(step[f'{name}_ids']) for step in steps)
     if longest > limit:
       raise ValueError(
         f'rollout.max_{name}_tokens={limit}: a step of {config.sft.data} has '
         f'{longest} tokens; must be at least that'
       )
+  return steps
+
+
+def pack_steps(
+  config: ml_collections.ConfigDict, steps: list[dict[str, Any]]
+) -> batch.Rows:
+  """Returns the records of steps as rows of the sampled tokens."""
+  names = ('prompt_ids', 'completion_ids')
+  columns = ([step[name] for step in steps] for name in names)
   return _pack_rows(config, *columns)
 
 
-def _open_episodes(
+def open_episodes(
   config: ml_collections.ConfigDict,
 ) -> 'episodes.EpisodeDataset':
+  """Returns the recorded episodes of `sft.data`.
+
+  Raises:
+    ValueError: in one line, if they cannot be read.
+  """
   # tensorflow_datasets is slow to import and only needed here.
   from gigpo_jax import episodes
 
@@ -422,7 +474,7 @@ def _write_random_model(
 
 def _imitate(
   config: ml_collections.ConfigDict,
-  policy: builders.ModelBundle,
+  policy: model_builders.ModelBundle,
   rows: batch.Rows,
   workdir: str,
 ) -> dict:

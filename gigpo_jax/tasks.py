@@ -5,8 +5,10 @@ uses the outcomes so far.
 """
 
 import dataclasses
+import difflib
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,10 +26,25 @@ class Options:
 
   draw: str = options.choice('epochs', DRAWS)
   uniform: float = options.number(0.5, low=0, high=1)
+  diversity_weight: float = options.number(0.0, low=0, high=1)
   stages: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
   def __post_init__(self):
     options.check(self)
+
+
+class Outcome(NamedTuple):
+  """The outcome of an episode.
+
+  Attributes:
+    task: its task.
+    success: whether it succeeded.
+    actions: its actions.
+  """
+
+  task: base.Task
+  success: bool
+  actions: tuple[str, ...] = ()
 
 
 class TaskSampler:
@@ -63,7 +80,7 @@ class TaskSampler:
     self._groups, self._seed = groups, seed
     self._draw = draw or self._shuffled
 
-  def record_outcomes(self, outcomes: Iterable[tuple[base.Task, bool]]) -> None:
+  def record_outcomes(self, outcomes: Iterable[Outcome]) -> None:
     """Ignores outcomes; subclasses may use them."""
 
   def state(self) -> dict:
@@ -88,45 +105,83 @@ class TaskSampler:
 class UncertaintySampler(TaskSampler):
   """Prefers tasks whose outcome is uncertain.
 
-  A task's weight is proportional to p (1 - p). Its success rate is estimated
-  as p = (s + 1) / (n + 2) from n episodes with s successes. Weights are mixed
-  with the uniform distribution. The tasks of an iteration are distinct.
+  A task's weight is proportional to (1 - w) p (1 - p) + w d. Its success rate
+  is estimated as p = (s + 1) / (n + 2) from n episodes with s successes. d is
+  the `diversity` of the episodes when the task was last drawn; for a new task,
+  it is the mean of the others. Weights are mixed with the uniform distribution.
+  The tasks of an iteration are distinct. w = 0.2 is the variance-aware sampling
+  of MMR1 (arXiv:2509.21268).
+
+  # Differs from the paper: its diversity combines several measures of text, and
+  scores are refreshed by further episodes.
 
   Args:
     *args: passed to `TaskSampler`.
     uniform: weight of the uniform distribution in the mixture, in [0, 1].
+    diversity_weight: w, in [0, 1].
     **kwargs: passed to `TaskSampler`.
   """
 
-  def __init__(self, *args: Any, uniform: float = 0.5, **kwargs: Any):
+  def __init__(
+    self,
+    *args: Any,
+    uniform: float = 0.5,
+    diversity_weight: float = 0.0,
+    **kwargs: Any,
+  ):
     super().__init__(*args, **kwargs)
     self._draw, self._uniform = self._weighted, uniform
+    self._diversity_weight = diversity_weight
     self._counts = np.zeros((2, self._num_tasks), np.int64)
+    self._diversities: dict[int, float] = {}
 
-  def record_outcomes(self, outcomes: Iterable[tuple[base.Task, bool]]) -> None:
+  def record_outcomes(self, outcomes: Iterable[Outcome]) -> None:
     """Counts the episodes and successes of tasks of this split."""
-    for task, success in outcomes:
-      if task.split == self._split:
-        self._counts[:, task.index] += success, 1
+    actions: dict[int, list[tuple[str, ...]]] = {}
+    for outcome in outcomes:
+      if outcome.task.split == self._split:
+        index = outcome.task.index
+        self._counts[:, index] += outcome.success, 1
+        actions.setdefault(index, []).append(outcome.actions)
+    if self._diversity_weight:
+      self._diversities |= {n: diversity(x) for n, x in actions.items()}
 
   def state(self) -> dict:
-    """Returns [successes, episodes] of each task that was played, by index."""
-    played = np.flatnonzero(self._counts[1])
-    return {str(n): self._counts[:, n].tolist() for n in played}
+    """Returns [successes, episodes] of each task that was played, by index.
+
+    With a weight of the diversity, followed by the diversity.
+    """
+    return {
+      str(n): [
+        *self._counts[:, n].tolist(),
+        *([self._diversities[n]] if self._diversity_weight else []),
+      ]
+      for n in np.flatnonzero(self._counts[1])
+    }
 
   def restore(self, state: dict) -> None:
-    """Restores counts that `state` returned."""
-    self._counts[:] = 0
-    for index, counts in state.items():
-      self._counts[:, int(index)] = counts
+    """Restores statistics that `state` returned."""
+    self._counts[:], self._diversities = 0, {}
+    for index, (successes, episodes, *diversities) in state.items():
+      self._counts[:, int(index)] = successes, episodes
+      if self._diversity_weight:
+        (self._diversities[int(index)],) = diversities
 
   def chances(self) -> np.ndarray:
     """Returns the probability of each task to be drawn first."""
     successes, episodes = self._counts
     rate = (successes + 1) / (episodes + 2)
-    variance = rate * (1 - rate)
+    scores = rate * (1 - rate)
+    if known := self._diversities:
+      diversities = np.full(self._num_tasks, np.mean([*known.values()]))
+      diversities[[*known]] = [*known.values()]
+      weight = self._diversity_weight
+      scores = (1 - weight) * scores + weight * diversities
     floor = self._uniform / self._num_tasks
-    return floor + (1 - self._uniform) * variance / variance.sum()
+    # With diversity alone, all scores may be 0.
+    total = scores.sum()
+    shares = scores / total if total else 1 / self._num_tasks
+    return floor + (1 - self._uniform) * shares
 
   def _weighted(self, iteration: int, groups: int) -> np.ndarray:
     rng = np.random.Generator(np.random.Philox([self._seed, iteration]))
@@ -134,6 +189,18 @@ class UncertaintySampler(TaskSampler):
     # weighted sample without replacement.
     arrivals = rng.exponential(size=self._num_tasks) / self.chances()
     return np.argsort(arrivals, kind='stable')[:groups]
+
+
+def diversity(sequences: Sequence[Sequence[str]]) -> float:
+  """Returns the mean over pairs of 1 - their share of matching elements.
+
+  The share is that of `difflib`, in order; 0 without pairs.
+  """
+  distances = [
+    1 - difflib.SequenceMatcher(None, a, b, autojunk=False).ratio()
+    for a, b in itertools.combinations(sequences, 2)
+  ]
+  return float(np.mean(distances)) if distances else 0.0
 
 
 class StageSampler(TaskSampler):

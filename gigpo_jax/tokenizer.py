@@ -37,8 +37,12 @@ _SPLIT = (
   r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
 )
 
-# Qwen's ChatML template, without a default system prompt.
+# Qwen's ChatML template, without a default system prompt. Tools are listed in a
+# system message of their own, one a line.
 _CHAT_TEMPLATE = (
+  "{% if tools %}{{ '<|im_start|>system\n' }}"
+  "{% for tool in tools %}{{ tool['function'] | tojson + '\n' }}{% endfor %}"
+  "{{ '<|im_end|>' + '\n' }}{% endif %}"
   '{% for message in messages %}'
   "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
   "+ '<|im_end|>' + '\n' }}"
@@ -372,7 +376,7 @@ class Tokenizer:
       if shortened and policy == 'drop_history':
         (ids,) = self.render([short_prompts[index]])
       if len(ids) > max_tokens:
-        head = self._head_length()
+        head = self.head_length()
         tail = max_tokens - head
         ids = np.concatenate([ids[:head], ids[len(ids) - tail :]])
       fitted.append((ids, shortened))
@@ -391,7 +395,7 @@ class Tokenizer:
     """
     self._hf.save_pretrained(directory)
 
-  def _head_length(self) -> int:
+  def head_length(self) -> int:
     """Returns the number of template tokens before a message."""
     first, second = self.render(['a', 'b'])
     length = 0

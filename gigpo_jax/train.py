@@ -38,10 +38,13 @@ from gigpo_jax import (
   evaluation,
   group_filter,
   rollout,
+  sampler,
+  tokenizer,
   trajectory,
 )
 from gigpo_jax import metrics as metrics_lib
 from gigpo_jax.run import (
+  model_builders,
   rollback,
   run_builders,
   run_config,
@@ -58,6 +61,12 @@ from gigpo_jax.runtime import (
 
 Metrics = dict[str, float]
 
+# Maps config and tokenizer to a context with the pool of environments.
+OpenPool = Callable[
+  [ml_collections.ConfigDict, tokenizer.Tokenizer],
+  contextlib.AbstractContextManager,
+]
+
 
 def train(
   config: ml_collections.ConfigDict,
@@ -65,6 +74,7 @@ def train(
   *,
   allow_config_change: bool = False,
   grace_secs: float = 25.0,
+  open_pool: OpenPool | None = None,
 ) -> None:
   """Runs an experiment, or resumes an interrupted one.
 
@@ -88,6 +98,8 @@ def train(
     workdir: its folder.
     allow_config_change: whether a run may resume with a changed config.
     grace_secs: seconds between SIGTERM and the end of the process.
+    open_pool: opens a pool in which an agent harness plays the episodes; None:
+      the environment's own episodes, in worker processes.
 
   Raises:
     ValueError: one line per problem, before devices or simulators start, if
@@ -95,8 +107,12 @@ def train(
     errors.RunError: in one line, if the run cannot continue.
   """
   run_builders.check_run(
-    config, workdir, allow_config_change=allow_config_change
+    config,
+    workdir,
+    allow_config_change=allow_config_change,
+    has_harness=open_pool is not None,
   )
+  open_pool = open_pool or builders.open_pool
   with (
     preemption.PreemptionGuard(grace_secs) as guard,
     # Preempted before the loop: there is nothing to save.
@@ -106,18 +122,20 @@ def train(
     distributed.initialize()
     with distributed.lock(workdir):
       run_builders.check_episodes(config, workdir)
-      bundle = builders.make_model_bundle(config)
+      bundle = model_builders.make_model_bundle(config)
       with (
         jax.set_mesh(bundle.mesh),
         run_builders.open_checkpoints(config, workdir) as saver,
       ):
-        with builders.make_pool(config) as pool:
-          builders.try_environment(config, pool, 'train', bundle.tokenizer)
+        with (
+          open_pool(config, bundle.tokenizer) as pool,
+          builders.make_scorer(config) as scorer,
+        ):
           parts = run_builders.make_parts(config, workdir, bundle)
           saver.check(parts.abstract_states())
           if distributed.is_main_process():
             run_config.save(config, workdir)
-          runner = builders.make_runner(config, bundle, pool)
+          runner = builders.make_runner(config, bundle, pool, scorer)
           loop(parts, runner, saver, guard)
 
 
@@ -191,7 +209,8 @@ def prepare(
     prefetch(parts, runner, history.waiting, history.next_iteration)
     logs = run_builders.open_logs(parts, history.next_iteration)
     # Compiles the advantages for the row shapes of this run.
-    estimate_advantages(parts, state, builders.make_dummy_rows(parts.config))
+    rows = builders.make_dummy_rows(parts.config)
+    estimate_advantages(parts, state, history, rows)
     return run_builders.warm_up(parts, state, programs), history, logs
 
 
@@ -215,6 +234,7 @@ def update(
     rows = batch.from_trajectories(
       groups.kept, **parts.rows_kwargs, seed=(parts.config.seed, iteration)
     )
+  rows = update_inputs.score_answers(parts, state, rows, groups.kept)
   signals, old_log_probs, signal_metrics = update_inputs.compute_signals(
     parts, state, rows, iteration
   )
@@ -222,7 +242,7 @@ def update(
     parts, state, history, rows, old_log_probs
   )
   output, old_values, advantage_metrics = estimate_advantages(
-    parts, state, rows
+    parts, state, history, rows
   )
   metrics |= signal_metrics | reward_metrics | advantage_metrics
   output, trained_rows, trained, plugin_metrics = update_inputs.apply_plugins(
@@ -249,6 +269,9 @@ def update(
     iteration,
     ref_log_probs,
   )
+  teacher_batch = update_inputs.make_teacher_batch(
+    parts, state, trained_rows, groups.kept, old_log_probs, iteration
+  )
   policy, policy_metrics = parts.learner.update(
     state.policy,
     trained_rows,
@@ -256,6 +279,7 @@ def update(
     skipped_before=history.skipped.get('update', 0.0),
     step_scale=parts.guard.step_scale(history.guard_state),
     trained=trained,
+    teacher_batch=teacher_batch,
     **{name: columns[name] for name in parts.loss.columns},
   )
   stop_if_skipped(parts, policy_metrics, 'update', trained_rows, columns)
@@ -265,7 +289,10 @@ def update(
 
 
 def estimate_advantages(
-  parts: run_builders.Parts, state: run_state.RunState, rows: batch.Rows
+  parts: run_builders.Parts,
+  state: run_state.RunState,
+  history: run_state.History,
+  rows: batch.Rows,
 ) -> tuple[algorithms.AlgorithmOutput, np.ndarray | None, Metrics]:
   """Returns the advantages of rows, the critic's values, and metrics."""
   old_values = None
@@ -273,7 +300,9 @@ def estimate_advantages(
     old_values = parts.critic.values(state.critic.params, rows)
   metrics: Metrics = {}
   with run_logs.timed(metrics, 'time/credit_secs'):
-    output = parts.algorithm.compute_advantages(rows, old_values)
+    output = algorithms.compute(
+      parts.algorithm, rows, old_values, history.algorithm_state
+    )
   metrics |= parts.diagnose(rows, output) | output.metrics
   metrics |= metrics_lib.effective_tokens(
     output.advantages, rows.completion_mask
@@ -431,8 +460,11 @@ def estimate_state_values(
   count = algorithms.num_continuations(parts.algorithm)
   if not count or not groups.kept:
     return groups, {}
-  states = continuations.find_states(groups.kept)
+  is_greedy = algorithms.has_greedy_start(parts.algorithm)
+  states = continuations.find_states(groups.kept, only_starts=is_greedy)
   (like,) = train_batches(parts, (), [], iteration, iteration)
+  if is_greedy:
+    like = dataclasses.replace(like, sampling=sampler.Sampling(temperature=0.0))
   metrics: Metrics = {}
   with run_logs.timed(metrics, 'time/continuations_secs'):
     (played,) = runner.run_batches(
@@ -445,7 +477,11 @@ def estimate_state_values(
   parts.stop_if_failed(played)
   options = parts.config.algorithm
   groups, value_metrics = continuations.add_values(
-    groups, states, played, options.discount, options.invalid_penalty
+    groups,
+    states,
+    played,
+    1.0 if is_greedy else options.discount,
+    options.invalid_penalty,
   )
   return groups, metrics | value_metrics
 

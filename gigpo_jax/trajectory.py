@@ -5,6 +5,7 @@ tokenized again. This module knows neither jax nor any environment.
 """
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -13,8 +14,8 @@ from gigpo_jax import deprecated
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-  """One turn: observation, prompt, response, action, reward.
+class SampledTurn:
+  """A turn without the environment's result.
 
   Attributes:
     prompt_ids: int32 [P]; the rendered prompt.
@@ -27,11 +28,6 @@ class Step:
     anchor: the environment state in which the turn was taken.
     observation: the environment's text before the response.
     response: the decoded response, for display only.
-    result: the environment's result for the response.
-    age: iterations since the response was sampled; above 0 in groups that
-      `carry_over` continues.
-    state_value: mean return of episodes that were played from the state in
-      which the turn was taken (`continuations`); None if there are none.
   """
 
   prompt_ids: np.ndarray
@@ -42,6 +38,20 @@ class Step:
   anchor: str
   observation: str
   response: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Step(SampledTurn):
+  """One turn: observation, prompt, response, action, reward.
+
+  Attributes:
+    result: the environment's result for the response.
+    age: iterations since the response was sampled; above 0 in groups that
+      `carry_over` continues.
+    state_value: mean return of episodes that were played from the state in
+      which the turn was taken (`continuations`); None if there are none.
+  """
+
   result: base.StepResult
   age: int = 0
   state_value: float | None = None
@@ -89,6 +99,30 @@ class Trajectory:
   def reward(self) -> float:
     """Sum of raw rewards, before any penalty."""
     return sum(step.result.reward for step in self.steps)
+
+  @property
+  def agents(self) -> tuple[str, ...]:
+    """The agent of each step; '' if there is only one."""
+    results = (step.result.observation for step in self.steps[:-1])
+    given = (self.first_observation, *results)
+    return tuple(
+      observation.agent if observation else ''
+      for observation, _ in zip(given, self.steps, strict=False)
+    )
+
+  @property
+  def team_rewards(self) -> tuple[float, ...]:
+    """For each step, the sum of rewards before its agent's next step.
+
+    The rewards of an agent's steps then add up to those of all steps from its
+    first one on.
+    """
+    agents, rewards = self.agents, [s.result.reward for s in self.steps]
+    totals: list[float] = []
+    for t, agent in enumerate(agents):
+      following = (s for s in range(t + 1, len(agents)) if agents[s] == agent)
+      totals.append(math.fsum(rewards[t : next(following, len(agents))]))
+    return tuple(totals)
 
   @property
   def end(self) -> tuple[str, str] | None:

@@ -15,7 +15,7 @@ from ml_collections import config_flags
 
 import configs
 from configs import variants
-from envs import worker
+from envs import processes
 from gigpo_jax import deprecated
 from launch import interrupt, lines
 
@@ -45,7 +45,7 @@ def run(
     main: the command; `--help` prints the docstring of its module.
     ending: suffix of the default work directory.
   """
-  worker.end_with_sweep()
+  processes.end_with_sweep()
   parse = functools.partial(_parse, module=main.__module__)
   app.run(lambda _: _call(main, ending), flags_parser=parse)
 

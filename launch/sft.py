@@ -6,7 +6,9 @@ r"""Trains a policy to imitate an expert, or the episodes of a run.
         --config.sft.data=runs/alfworld-tiny/episodes --workdir=runs/refined
 
 The third command imitates the successful episodes of a run. Writes
-WORKDIR/policy, a Hugging Face directory for `--config.model.path`.
+WORKDIR/policy, a Hugging Face directory for `--config.model.path`. With
+`--config.sft.init= --config.sft.rounds=3` it samples episodes, trains on the
+successful ones, and repeats that; round N writes WORKDIR/round-N/policy.
 """
 
 from launch import interrupt
@@ -20,9 +22,11 @@ def main() -> None:
   def run(config, workdir: str) -> None:
     # Worker processes import this file again and must not load jax: on a TPU
     # host, jax would claim the chips.
-    from gigpo_jax import sft
+    from gigpo_jax import rejection_sampling, sft
 
-    sft.warm_start(config, workdir)
+    rounds = config.sft.rounds
+    train = rejection_sampling.run if rounds else sft.warm_start
+    train(config, workdir)
 
   command.run(run, ending='-sft')
 

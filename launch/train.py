@@ -8,15 +8,32 @@ Rerun a command to resume its run. After installation, `gigpo-train` is a short
 form of `python launch/train.py`.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from launch import interrupt
 
 
 @interrupt.handle()
 def main() -> None:
   """Parses the flags and trains."""
-  from absl import flags
-
   from launch import command
+
+  train = make_train()
+
+  def run(config, workdir: str) -> None:
+    train(config, workdir)
+
+  command.run(run)
+
+
+def make_train() -> Callable[..., None]:
+  """Defines the flags of training; returns a function that trains.
+
+  The function takes a config, a work directory and further arguments of
+  `gigpo_jax.train.train`.
+  """
+  from absl import flags
 
   allow_config_change = flags.DEFINE_bool(
     'allow_config_change',
@@ -31,7 +48,7 @@ def main() -> None:
     upper_bound=86_400.0,
   )
 
-  def run(config, workdir: str) -> None:
+  def run(config, workdir: str, **options: Any) -> None:
     import pathlib
 
     # Worker processes import this file again and must not load jax: on a TPU
@@ -45,9 +62,10 @@ def main() -> None:
       workdir,
       allow_config_change=allow_config_change.value,
       grace_secs=grace_secs.value,
+      **options,
     )
 
-  command.run(run)
+  return run
 
 
 if __name__ == '__main__':

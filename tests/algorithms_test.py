@@ -8,7 +8,8 @@ from configs import alfworld
 from envs import messages
 from gigpo_jax import advantages, algorithms, batch, builders
 from gigpo_jax import config as config_lib
-from gigpo_jax.algorithms import pass_at_k, t_spmo
+from gigpo_jax.algorithms import pass_at_k, polychromic, t_spmo
+from gigpo_jax.run import run_state
 
 
 @pytest.mark.parametrize('name', algorithms.REGISTRY)
@@ -290,6 +291,105 @@ def two_turns():
   return rows
 
 
+def test_remax_by_hand():
+  # Returns 10, 0 and 10; the greedy episode had 5.
+  rows = algorithm_rows.golden_rows()
+  expected = np.repeat([5, -5, 5, 0], [3, 3, 2, 2])
+  output = algorithms.make('remax').compute_advantages(rows)
+  np.testing.assert_array_equal(output.advantages, expected)
+  rows.state_values[3] = np.nan  # The greedy episode failed.
+  expected[3:6] = 0
+  output = algorithms.make('remax').compute_advantages(rows)
+  np.testing.assert_array_equal(output.advantages, expected)
+
+
+def test_sets_of_distinct_episodes_by_hand():
+  # Returns 4, 4, 0, 0; the first two are alike. Pairs: (4 + 4) / 2 / 2 = 2 for
+  # the first two, 2 for each of the four mixed pairs, and 0 for the last two;
+  # mean 10 / 6. Each episode is in three pairs.
+  found = polychromic.set_advantages(
+    np.array([4.0, 4, 0, 0]), np.array([0, 0, 1, 2]), 2
+  )
+  np.testing.assert_allclose(found, np.array([6, 6, 4, 4]) / 3 - 10 / 6)
+  # A single set has nothing to be compared with.
+  found = polychromic.set_advantages(np.array([4.0, 0]), np.zeros(2, int), 2)
+  np.testing.assert_array_equal(found, 0)
+  assert not polychromic.set_advantages(np.ones(1), np.zeros(1, int), 2).any()
+
+
+def test_information_gain_by_hand():
+  # Probabilities .1, .4, .3 and .8 before the four turns: gains .3, -.1, .5,
+  # with mean .2333 and deviation .3055. One return has no z-score.
+  rows = batch.pack(
+    [np.array([1])] * 4,
+    [np.array([2])] * 4,
+    max_prompt_tokens=1,
+    max_completion_tokens=1,
+    row_multiple=4,
+  )
+  rows.groups[:], rows.episodes[:], rows.steps[:] = 0, 0, range(4)
+  rows.state_values[:] = [0.1, 0.4, 0.3, 0.8]
+  algorithm = algorithms.make('igpo', discount=0.5)
+  z = (np.array([0.3, -0.1, 0.5]) - 0.23333) / 0.30551
+  output = algorithm.compute_advantages(rows)
+  expected = [z[0] + z[1] / 2 + z[2] / 4, z[1] + z[2] / 2, z[2], 0]
+  np.testing.assert_allclose(output.advantages, expected, atol=1e-4)
+  assert output.metrics['advantage/gain_mean'] == pytest.approx(0.7 / 3)
+  rows.state_values[1] = np.nan  # Gains .5 only, which has no z-score.
+  assert not algorithm.compute_advantages(rows).advantages.any()
+
+
+def test_the_best_value_by_hand():
+  # Returns 1, 0, 0, 0: V* = 0.5 log((e^2 + 3) / 4) = 0.4772.
+  rows = batch.pack(
+    [np.array([1])] * 4,
+    [np.array([2])] * 4,
+    max_prompt_tokens=1,
+    max_completion_tokens=1,
+    row_multiple=4,
+  )
+  rows.groups[:], rows.episodes[:], rows.rewards[0] = 0, range(4), 1
+  output = algorithms.make('a_star_po').compute_advantages(rows)
+  expected = [1 - 0.4772, -0.4772, -0.4772, -0.4772]
+  np.testing.assert_allclose(output.advantages, expected, atol=5e-5)
+  rows.rewards[:] = 10_000  # exp would overflow.
+  output = algorithms.make('a_star_po').compute_advantages(rows)
+  np.testing.assert_allclose(output.advantages, 0, atol=1e-3)
+
+
+def test_risk_by_hand():
+  # Quantiles 1 and 4. S = 3: RVaR = (2 - 0 - 3) / 0.6 and CVaR = 0. S = 0: RVaR
+  # = -3 / 0.6, CVaR = -1 / 0.2. S = 5: RVaR = (4 - 1 - 3) / 0.6, CVaR = 0.
+  subject = algorithms.make('risk_po')
+  found = subject.risk(np.array([3.0, 0.0, 5.0]), np.array([1.0, 4.0]))
+  np.testing.assert_allclose(found, [-0.6667, -5, 0], atol=5e-5)
+
+
+def test_quantiles_are_tracked_by_hand():
+  # Two bundles of one task: sums 10, 0, 10, with quantiles 1 and 4 before.
+  state = {'state/quantile_low': 1.0, 'state/quantile_high': 4.0}
+  subject = algorithms.make('risk_po', bundle_tasks=1)
+  rows = algorithm_rows.golden_rows()
+  output = algorithms.compute(subject, rows, None, state)
+  # A third of the sums is below 1 and below 4.
+  after = algorithms.next_state(state, output.metrics)
+  assert after == pytest.approx(
+    {
+      'state/quantile_low': 1 + 0.1 * (0.2 - 1 / 3),
+      'state/quantile_high': 4 + 0.1 * (0.8 - 1 / 3),
+    }
+  )
+  history = run_state.History(iteration=0, algorithm_state=after)
+  assert run_state.History.from_json(history.to_json(), 0) == history
+  deviation = np.std([10, 0, 10])
+  expected = np.repeat([0, -5 / deviation, 0, 0], [3, 3, 2, 2])
+  np.testing.assert_allclose(output.advantages, expected, atol=1e-5)
+  # Two tasks of a bundle: the only group fills none, and nothing changes.
+  output = algorithms.compute(algorithms.make('risk_po'), rows, None, state)
+  assert not output.advantages.any()
+  assert algorithms.next_state(state, output.metrics) == state
+
+
 UNWHITENED = {'whiten_advantages': False, 'invalid_penalty': 1.0}
 
 
@@ -372,6 +472,13 @@ ROWS = {'episode_stats': 'rows', 'penalty_scope': 'row', 'lone_episode': 'raw'}
     ('hgpo', {'history': 3, 'level_exponent': 2.0, 'norm': 'leave_one_out'}),
     ('reinforce_pp', {}),
     ('reinforce_pp_baseline', {}),
+    ('remax', {}),
+    ('polychromic', {}),
+    ('igpo', {}),
+    ('igpo', {'discount': 1.0}),
+    ('a_star_po', {}),
+    ('rebel', {}),
+    ('risk_po', {'bundle_tasks': 2}),
     ('vineppo', {}),
     ('vineppo', {'discount': 1.0, 'whiten_advantages': False}),
     ('pass_at_k', {}),
@@ -387,7 +494,8 @@ def test_advantages_match_a_slow_reference(name, options):
     actual = (
       algorithms.make(name, **options).compute_advantages(rows).advantages
     )
-    known = {k: v for k, v in options.items() if k != 'components'}
+    other = 'components', 'bundle_tasks'
+    known = {k: v for k, v in options.items() if k not in other}
     steps = slow_advantages.Steps(rows, slow_advantages.Options(**known))
     by_row = getattr(slow_advantages, name)(steps)
     expected = [by_row.get(r, 0.0) for r in range(len(actual))]
@@ -438,8 +546,8 @@ def test_largest_rewards_give_finite_advantages(name):
     values = np.zeros(rows.completion_mask.shape, np.float32)
   actual = algorithms.make(name).compute_advantages(rows, values).advantages
   assert np.isfinite(actual).all()
-  # These use success and penalties, not rewards.
-  if name not in ('graphgpo', 'pass_at_k'):
+  # These use success and penalties, not rewards, or lack full bundles.
+  if name not in ('graphgpo', 'pass_at_k', 'risk_po'):
     assert np.abs(actual[rows.real]).max() > 0.1
 
 
@@ -471,7 +579,7 @@ def test_zero_variance_groups_are_counted():
 
 def test_rejected_options():
   with pytest.raises(
-    ValueError, match='name=pong: unknown; must be one of dr_grpo'
+    ValueError, match='name=pong: unknown; must be one of a_star_po'
   ):
     algorithms.make('pong')
   with pytest.raises(

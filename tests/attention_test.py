@@ -133,6 +133,23 @@ def test_texts_attend_to_themselves(monkeypatch, implementation, tree, length):
   np.testing.assert_allclose(output, _reference(*arrays, seen), atol=2e-6)
 
 
+@pytest.mark.parametrize('implementation', attention.IMPLEMENTATIONS)
+def test_texts_attend_to_a_window(monkeypatch, implementation):
+  if jax.default_backend() != 'gpu':
+    _fake_cudnn(monkeypatch)
+  length, window = 150, 40
+  arrays, index = _arrays(length), np.arange(length)
+  segments, seen = _segments(length, tree=False)
+  seen &= index[:, None] - index < window
+  output = attention.self_attention(
+    *arrays,
+    attention.limit_to_window(segments, window, (2, length)),
+    implementation=implementation,
+    interpret=True,
+  )
+  np.testing.assert_allclose(output, _reference(*arrays, seen), atol=2e-6)
+
+
 def test_blocks_without_pairs_are_skipped(monkeypatch):
   monkeypatch.setattr(block_attention, '_BLOCK', 2)
   # Texts of 3 and 2 tokens; a prompt of 2 with completions of 2 and 4.

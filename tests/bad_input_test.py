@@ -252,7 +252,7 @@ MODELS = (
   _model(_edit('config.json', rms_norm_eps=1.5), 'between 0 and 1'),
   _model(_edit('config.json', num_hidden_layers=7), 'is missing'),
   _model(_edit('config.json', vocab_size=7), 'by config.json'),
-  _model(_edit('config.json', use_sliding_window=True), 'use_sliding_window'),
+  _model(_edit('config.json', use_sliding_window='on'), 'use_sliding_window'),
   _model(_edit('config.json', hidden_act='gelu'), 'only "silu" is supported'),
   _model(
     _edit('config.json', quantization_config={'bits': 4}),
@@ -437,6 +437,22 @@ def _unreadable_config(text: str) -> Case:
   )
 
 
+HARNESS = tuple(
+  _flags(
+    '--config=configs/endpoint.py:smoke',
+    '--config.env.tools=False',
+    f'--config.model.path={WARM_START}',
+    *more,
+    expected=('env.name=endpoint', 'use launch/serve.py'),
+    script=script,
+  )
+  for script, *more in (
+    ('train',),
+    ('sft',),
+    ('evaluate', f'--model={WARM_START}'),
+  )
+)
+
 SFT = (
   _flags(TINY, '--config.sft.epochs=0', expected=('sft.epochs',), script='sft'),
   _flags(
@@ -483,7 +499,7 @@ SFT = (
 
 # Cases that are refused before a work directory is created.
 CLEAN = tuple(c for c in (*FIELDS, *COMMANDS) if not c.devices)
-CASES = (*FIELDS, *COMMANDS, *MODELS, *DATA, *SHOPS, *RUNS, *SFT)
+CASES = (*FIELDS, *COMMANDS, *MODELS, *DATA, *SHOPS, *RUNS, *HARNESS, *SFT)
 
 
 def _run_case(case: Case, folder: pathlib.Path) -> dict:

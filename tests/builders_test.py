@@ -5,6 +5,7 @@ import pytest
 
 from configs import base
 from gigpo_jax import builders, sampler
+from gigpo_jax.run import model_builders
 from gigpo_jax.runtime import errors
 
 
@@ -24,16 +25,16 @@ def test_evaluation_has_its_own_sampling_options():
   for name, value in {'top_k': 5, 'top_p': 0.9, 'min_p': 0.1}.items():
     config.rollout[name] = value
   train, evaluation = (
-    builders.make_sampling(config, evaluation=x) for x in (False, True)
+    model_builders.make_sampling(config, evaluation=x) for x in (False, True)
   )
   assert train == sampler.Sampling(1.0, top_k=5, top_p=0.9, min_p=0.1)
   assert evaluation == sampler.Sampling(0.4)
   for name, value in {'top_k': 2, 'top_p': 0.8, 'min_p': 0.2}.items():
     config.evaluation[name] = value
-  assert builders.make_sampling(config) == train
-  assert builders.make_sampling(config, evaluation=True) == sampler.Sampling(
-    0.4, top_k=2, top_p=0.8, min_p=0.2
-  )
+  assert model_builders.make_sampling(config) == train
+  assert model_builders.make_sampling(
+    config, evaluation=True
+  ) == sampler.Sampling(0.4, top_k=2, top_p=0.8, min_p=0.2)
 
 
 def test_the_pool_has_environments_for_evaluations_inside_rollouts():

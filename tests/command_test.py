@@ -39,7 +39,7 @@ def test_help_shows_flags_variants_and_examples(script):
     assert re.search(rf'alfworld.py:.*\b{size}\b', done.stdout), size
 
 
-@pytest.mark.parametrize('script', ['sweep', 'view'])
+@pytest.mark.parametrize('script', ['serve', 'sweep', 'view'])
 def test_help_shows_usage_flags_and_examples(script):
   done = _launch(script, '--help')
   assert done.returncode == 0 and not done.stderr
@@ -109,7 +109,8 @@ runpy.run_path(sys.argv[0], run_name='__main__')
 
 
 @pytest.mark.parametrize(
-  'script', ['evaluate', 'sft', 'sweep', 'tpu_compile', 'train', 'view']
+  'script',
+  ['evaluate', 'serve', 'sft', 'sweep', 'tpu_compile', 'train', 'view'],
 )
 def test_an_interrupt_while_importing_is_one_line(script):
   done = subprocess.run(

@@ -12,7 +12,7 @@ import huggingface_hub
 import pytest
 
 import configs
-from configs import alfworld, search_qa, sokoban, webshop
+from configs import alfworld, endpoint, search_qa, sokoban, webshop
 from gigpo_jax import config as config_lib
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import tokenizer
@@ -58,7 +58,11 @@ def _refusal(**changes) -> str:
     ('rollout.prompt_overflow', 'cut', 'must be one of error'),
     ('rollout.prompt_buckets', (64, 32), 'rising positive sizes'),
     ('rollout.batch_buckets', (), 'rising positive sizes'),
-    ('algorithm.name', 'gippo', 'must be one of dr_grpo, ecpo, g2po'),
+    (
+      'algorithm.name',
+      'gippo',
+      'must be one of a_star_po, dr_grpo, ecpo, g2po',
+    ),
     ('algorithm.norm', 'std', 'must be one of mean_std, mean'),
     ('algorithm.discount', 1.1, 'between 0 and 1'),
     ('algorithm.penalty_scope', 'row', 'needs episode_stats=rows'),
@@ -68,7 +72,7 @@ def _refusal(**changes) -> str:
     ('algorithm.graph_discount', 2.0, 'between 0 and 1'),
     ('algorithm.gae_level', 'word', 'must be one of token, turn'),
     ('loss.ratio_level', 'word', 'must be one of token, row'),
-    ('loss.name', 'reinforce', 'one of policy_gradient, or module:function'),
+    ('loss.name', 'reinforce', 'row_regression, or module:function'),
     ('loss.entropy_band.weight', -1.0, '0 is off'),
     (
       'loss.entropy_band.low',
@@ -99,7 +103,7 @@ def _refusal(**changes) -> str:
     ('mesh.data', -1, 'at most one axis may be -1'),
     ('model.dtype', 'float16', 'must be one of bfloat16, float32'),
     ('model.path', '/nowhere', 'no config.json; needs'),
-    ('env.name', 'alfred', 'must be one of alfworld, gymnasium, '),
+    ('env.name', 'alfred', 'must be one of alfworld, endpoint, '),
     ('env.engine', 'unity', 'must be one of textworld, native'),
     ('env.data_dir', '/nowhere', 'no folder json_2.1.1/train'),
     ('env.generator.receptacles', (9, 2), 'receptacles'),
@@ -128,7 +132,6 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
       {'algorithm.name': 'gdpo', 'algorithm.component_weights': (1.0,)},
       'algorithm.component_weights=(1.0,): components=',
     ),
-    ({'algorithm.name': 'ppo', 'lora.rank': 4}, 'lora.rank=4: the critic'),
     (
       {'algorithm.name': 'ppo', 'algorithm.episode_stats': 'rows'},
       'algorithm.episode_stats=rows: ppo has no such option; must be traj',
@@ -168,6 +171,34 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
         'loss.tis_clip': 2.0,
       },
       'rollout.carry_over=8: the values of vineppo are those of one policy',
+    ),
+    (
+      {'algorithm.name': 'a_star_po', 'loss.aggregation': 'sequence_mean'},
+      'loss.name=policy_gradient: a_star_po is .*; must be row_regression',
+    ),
+    (
+      {
+        'algorithm.name': 'rebel',
+        'loss.name': 'row_regression',
+        'loss.aggregation': 'sequence_mean',
+      },
+      'loss.log_ratio_to=reference: rebel is .*; must be old',
+    ),
+    (
+      {'algorithm.name': 'risk_po', 'algorithm.bundle_tasks': 3},
+      'algorithm.bundle_tasks=3: rollout.groups=.* do not fill bundles',
+    ),
+    (
+      {
+        'algorithm.name': 'remax',
+        'rollout.carry_over': 8,
+        'loss.tis_clip': 2.0,
+      },
+      'rollout.carry_over=8: the baseline of remax is that of one policy',
+    ),
+    (
+      {'algorithm.name': 'polychromic', 'algorithm.set_size': 1},
+      'algorithm.set_size=1: polychromic compares all sets .* must be from 2',
     ),
     (
       {'algorithm.continuations': 4},
@@ -525,3 +556,16 @@ def test_missing_wandb_is_reported(monkeypatch):
     "metrics.wandb=mine: wandb is not installed; run pip install 'wandb>=0.19' "
     "(in a clone: pip install -e '.[wandb]'), or leave it empty"
   )
+
+
+def test_options_that_replay_episodes_need_an_environment_that_can():
+  assert not list(config_lib._replays(endpoint.get_config('tiny')))
+  config = endpoint.get_config('tiny,vineppo')
+  config.rollout.carry_over = 3
+  carry_over, algorithm = config_lib._replays(config)
+  assert carry_over == (
+    'rollout.carry_over=3: env.name=endpoint cannot replay episodes; must be 0'
+  )
+  assert algorithm.startswith('algorithm.name=vineppo: ')
+  config = alfworld.get_config('tiny,vineppo')
+  assert not list(config_lib._replays(config))

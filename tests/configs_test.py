@@ -17,7 +17,12 @@ from configs import (
   alfworld,
   base,
   gymnasium,
+  helpdesk,
   keydoor,
+  mcp,
+  minigrid,
+  openenv,
+  scienceworld,
   search_qa,
   sizes,
   sokoban,
@@ -34,14 +39,26 @@ from gigpo_jax.run import run_config
 from gigpo_jax.tools import sweep as sweep_tool
 
 # Environments without an included warm start.
-OTHERS = (gymnasium, keydoor, search_qa, sokoban, textarena, textworld)
+OTHERS = (
+  gymnasium,
+  helpdesk,
+  keydoor,
+  search_qa,
+  sokoban,
+  textarena,
+  textworld,
+)
 MODULES = (alfworld, *OTHERS, webshop)
+# Environments whose packages may be missing.
+EXTERNAL = (mcp, minigrid, scienceworld)
 VARIANTS = [
   (module, ','.join(word for word in words if word))
   for module in MODULES
   for words in itertools.product(('', *module.SIZES), ('', *variants.CHANGES))
   # Plug-ins do not depend on the experiment.
   if words[1] not in variants.PLUGINS or (module, words[0]) == (alfworld, '')
+  # Only questions have reference answers.
+  if words[1] != 'igpo' or module == search_qa
 ]
 
 
@@ -57,6 +74,30 @@ def test_every_variant_loads_with_valid_values(module, variant: str):
   name = variant.rpartition(',')[2]
   expected = name if name in variants.ALGORITHMS else 'gigpo'
   assert config.algorithm.name == expected
+
+
+# Simulators leave sockets and folders to the garbage collector.
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+@pytest.mark.parametrize('module', EXTERNAL)
+@pytest.mark.parametrize('variant', ['', 'tiny', 'smoke', 'tiny,grpo'])
+def test_external_environments_load_with_valid_values(module, variant: str):
+  config = module.get_config(variant)
+  assert not list(config_lib._values(config))
+  assert not list(config_lib._combinations(config))
+  name = module.__name__.rpartition('.')[2]
+  pytest.importorskip(name)
+  config_lib.validate(config, needs_model=False)
+
+
+def test_openenv_needs_a_server():
+  pytest.importorskip('websockets')
+  config = openenv.get_config('grpo')
+  assert not list(config_lib._values(config))
+  assert not list(config_lib._combinations(config))
+  with pytest.raises(ValueError, match='env.server=None: must start with'):
+    config_lib.validate(config, needs_model=False)
+  config.env.server = 'http://127.0.0.1:8000'
+  config_lib.validate(config, needs_model=False)
 
 
 @pytest.mark.parametrize('module', [alfworld, webshop])
@@ -152,7 +193,7 @@ def test_a_local_warm_start_is_preferred_to_the_included_one(
   assert sizes.warm_start('guess.py', 'tiny') == 'runs/guess-tiny-sft/policy'
 
 
-@pytest.mark.parametrize('module', [gymnasium, keydoor, sokoban, textworld])
+@pytest.mark.parametrize('module', [helpdesk, keydoor, sokoban, textworld])
 def test_mini_shares_the_warm_start_of_tiny(module, monkeypatch):
   monkeypatch.setattr(configs, 'find', lambda path: None)
   mini, tiny = (module.get_config(size) for size in ('mini', 'tiny'))
@@ -161,8 +202,12 @@ def test_mini_shares_the_warm_start_of_tiny(module, monkeypatch):
   assert module.get_config('mini,grpo').algorithm.name == 'grpo'
 
 
-def test_the_slippery_lake_and_full_rooms_are_minis_of_their_own():
-  assert gymnasium.get_config('mini').env.options.is_slippery
+def test_the_slippery_lake_and_full_rooms_are_minis_of_their_own(monkeypatch):
+  lake = gymnasium.get_config('mini')
+  assert lake.env.options.is_slippery and lake.rollout.groups == 2
+  monkeypatch.setattr(configs, 'find', lambda path: None)
+  lake = gymnasium.get_config('mini')
+  assert lake.model.path == 'runs/gymnasium-mini-sft/policy'
   full, mini = (alfworld.get_config(v) for v in ('mini_full', 'mini'))
   assert 'receptacles' not in full.env.generator
   assert full.model.path == mini.model.path

@@ -192,37 +192,67 @@ def test_golden_advantages(discount, expected):
   np.testing.assert_allclose(found, z, atol=1e-5)
 
 
+def _estimate_values(algorithm, groups):
+  """Returns the groups with values, metrics, and the calls of the runner."""
+  calls = []
+
+  def run_batches(params, batches, **kwargs):
+    calls.append((params, kwargs['base_params'], batches))
+    return walks.play(batches)[0]
+
+  parts = types.SimpleNamespace(
+    algorithm=algorithm,
+    config=configs_base.get_config(),
+    carry_over=carry_over.CarryOver(),
+    group_size=2,
+    sampling=sampler.Sampling(),
+    learner=types.SimpleNamespace(base='base'),
+    task_type=str,
+    stop_if_failed=lambda episodes: None,
+  )
+  found, metrics = train.estimate_state_values(
+    parts,
+    types.SimpleNamespace(run_batches=run_batches),
+    types.SimpleNamespace(policy=types.SimpleNamespace(params='params')),
+    groups,
+    3,
+  )
+  return found, metrics, calls
+
+
+def test_remax_plays_one_greedy_episode_of_each_task():
+  batch_of_groups = walks.make_groups()
+  ((episodes,), _) = walks.play([batch_of_groups])
+  groups = group_filter.CollectedGroups(episodes, episodes, [0, 1, 2, 3], {})
+  found, metrics, calls = _estimate_values(algorithms.make('remax'), groups)
+  ((_, _, (made,)),) = calls
+  assert made.sampling == sampler.Sampling(temperature=0.0)
+  tasks = {e.group for e in episodes if not e.failure}
+  assert [e.group for e in made.paused] == sorted(tasks)
+  assert not any(e.steps for e in made.paused)
+  ((played,), _) = walks.play([made])
+  values = {
+    e.group: sum(s.result.reward - 0.1 * (not s.result.valid) for s in e.steps)
+    for e in played
+    if not e.failure
+  }
+  for episode in found.kept:
+    first, *others = [s.state_value for s in episode.steps]
+    assert others == [None] * len(others)
+    if episode.group in values and not episode.failure:
+      assert first == pytest.approx(values[episode.group])
+  assert metrics['continuations/states'] == len(tasks)
+
+
 def test_a_run_plays_continuations_only_for_algorithms_that_need_them():
   batch_of_groups = walks.make_groups()
   ((episodes,), _) = walks.play([batch_of_groups])
   groups = group_filter.CollectedGroups(episodes, episodes, [0, 1, 2, 3], {})
-  calls = []
-
-  def run_batches(params, batches, **kwargs):
-    calls.append((params, kwargs['base_params']))
-    return walks.play(batches)[0]
-
-  for name, options in (('gigpo', {}), ('vineppo', {'continuations': 3})):
-    parts = types.SimpleNamespace(
-      algorithm=algorithms.make(name, **options),
-      config=configs_base.get_config(),
-      carry_over=carry_over.CarryOver(),
-      group_size=2,
-      sampling=sampler.Sampling(),
-      learner=types.SimpleNamespace(base='base'),
-      task_type=str,
-      stop_if_failed=lambda episodes: None,
-    )
-    found, metrics = train.estimate_state_values(
-      parts,
-      types.SimpleNamespace(run_batches=run_batches),
-      types.SimpleNamespace(policy=types.SimpleNamespace(params='params')),
-      groups,
-      3,
-    )
-    if name == 'gigpo':
-      assert found is groups and not metrics and not calls
-  assert calls == [('params', 'base')]
+  found, metrics, calls = _estimate_values(algorithms.make('gigpo'), groups)
+  assert found is groups and not metrics and not calls
+  algorithm = algorithms.make('vineppo', continuations=3)
+  found, metrics, calls = _estimate_values(algorithm, groups)
+  assert [call[:2] for call in calls] == [('params', 'base')]
   states = continuations.find_states(episodes)
   made = continuations.make_batch(states, 3, batch_of_groups)
   ((played,), _) = walks.play([made])

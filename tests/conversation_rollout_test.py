@@ -4,8 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-import walks
-from chat_templates import QWEN3
+import tool_script
 
 from envs import base, messages, tool_calls
 from gigpo_jax import (
@@ -15,40 +14,12 @@ from gigpo_jax import (
   env_pool,
   rollout,
   sampler,
-  tokenizer,
-)
-
-CALL = (
-  '<think>add</think><tool_call>\n'
-  '{"name": "add", "arguments": {"a": %d, "b": 2}}\n</tool_call>'
 )
 
 
 @pytest.fixture(name='text', scope='module')
 def fixture_text(tmp_path_factory: pytest.TempPathFactory):
-  directory = tmp_path_factory.mktemp('tokenizer')
-  tokenizer.train([CALL] * 9, str(directory), vocab_size=300)
-  (directory / 'chat_template.jinja').write_text(QWEN3)
-  return tokenizer.Tokenizer(str(directory))
-
-
-class Script(walks.RandomWalk):
-  """Calls the tool, then answers; member 1 makes mistakes first."""
-
-  def __init__(self, text):
-    super().__init__()
-    self._text = text
-
-  def _answer(self, stream):
-    _, _, task, member, step = stream
-    right = [CALL % task, str(task + 2)]
-    wrong = ['<tool_call>{"name": "add"', 'five']
-    response = (wrong * member + right + right)[step]
-    (ids,) = self._text.encode([response])
-    if response != 'five':  # As if it had reached the limit of tokens.
-      ids = np.concatenate([ids, self._text.end_of_turn])
-    log_probs = -np.arange(len(ids), dtype=np.float32)
-    return sampler.Completion(ids, log_probs, log_probs, 'stop')
+  return tool_script.make_tokenizer(tmp_path_factory.mktemp('tokenizer'))
 
 
 GROUPS = rollout.EpisodeBatch(
@@ -60,7 +31,7 @@ GROUPS = rollout.EpisodeBatch(
 
 
 def _play(text, groups=GROUPS, limit=999, overflow='end', num_envs=3):
-  script = Script(text)
+  script = tool_script.Script(text)
   with env_pool.EnvPool(
     'tool_env',
     {},
@@ -168,11 +139,11 @@ def test_messages_of_environments_are_checked():
   for changes, problem in (
     ({'messages': 'hello'}, 'messages is str'),
     ({'messages': ('hello',)}, r'messages\[0\] is str, not Message'),
-    ({'messages': (base.Message('assistant', 'x'),)}, "role='assistant'"),
+    ({'messages': (base.Message('robot', 'x'),)}, "role='robot'"),
     ({'messages': (base.Message('user', None),)}, 'text is NoneType'),
     ({'messages': (base.Message('user', 'x', 3),)}, 'call_id is int'),
     ({'messages': (base.Message('user', 'x', 'c' * 129),)}, 'at most 128'),
-    ({'messages': (user,) * 65}, '65 messages of a turn; at most 64'),
+    ({'messages': (user,) * 1025}, '1025 messages of a turn; at most 1024'),
     ({'tools': ('add',)}, r"tools\[0\]='add': must be a JSON object"),
     ({'tools': ('[' * 10**5,)}, 'must be a JSON object with a name'),
     ({'tools': ({'name': 'add'},)}, r'tools\[0\] is dict, not str'),

@@ -9,7 +9,7 @@ import pytest
 import reference
 
 from gigpo_jax import batch, critic, losses, mesh, optimizer, token_batch
-from gigpo_jax.models import qwen
+from gigpo_jax.models import lora, qwen
 
 C = 4
 CONFIG = qwen.QwenConfig(
@@ -26,9 +26,9 @@ CONFIG = qwen.QwenConfig(
 )
 
 
-def make_critic():
+def make_critic(config=CONFIG):
   return critic.Critic(
-    CONFIG,
+    config,
     mesh.make_mesh(1, 1, 1, devices=jax.devices()[:1]),
     value_clip=0.5,
     optimizer=optimizer.AdamW(1e-2).make(),
@@ -144,3 +144,32 @@ def test_regression_by_hand():
   # clip(2) = 1.5: max(1, 2.25) / 2; 0.2 inside: 2 * 0.64 / 2.
   np.testing.assert_allclose(loss, [[1.125, 0.64, 0]], rtol=1e-6)
   np.testing.assert_array_equal(metrics['value/clipped'], [[1, 0, 0]])
+
+
+def test_with_adapters_only_these_and_the_head_are_trained(rows):
+  config = dataclasses.replace(CONFIG, adapters=lora.Lora(rank=2))
+  subject = make_critic(config)
+  state = subject.init(reference.init(config, jax.random.key(0)))
+  before = jax.device_get(state.params)
+  assert set(before) == {'layers', 'value'}
+  assert set(before['layers']['mlp']) == {
+    f'{name}_{suffix}' for name in ('gate', 'up', 'down') for suffix in 'ab'
+  }
+  mask = rows.completion_mask
+  values = subject.values(state.params, rows)
+  np.testing.assert_array_equal(values, 0)
+  for iteration in range(2):
+    state, metrics = subject.update(
+      state,
+      rows,
+      values=values,
+      targets=mask.astype(np.float32),
+      value_mask=mask,
+      iteration=iteration,
+    )
+    assert metrics['critic/grad_norm'] > 0
+  assert subject.values(state.params, rows)[mask].mean() > 0
+  changed = jax.tree.map(
+    lambda a, b: float(np.abs(a - b).max()), before, state.params
+  )
+  assert min(jax.tree.leaves(changed)) > 0

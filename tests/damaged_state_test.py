@@ -29,7 +29,7 @@ from gigpo_jax import (
   train,
 )
 from gigpo_jax import config as config_lib
-from gigpo_jax.run import run_builders
+from gigpo_jax.run import model_builders, run_builders
 from gigpo_jax.runtime import errors, files
 from gigpo_jax.tools import compare, paired, sweep, viewer
 
@@ -68,7 +68,6 @@ def _small_parts(monkeypatch):
     sampler=types.SimpleNamespace(base=None),
   )
   parts = {
-    'make_model_bundle': lambda config: policy,
     'make_learner': lambda *_: _Learner(),
     'make_reference': lambda *_: None,
     'make_pool': lambda config: contextlib.nullcontext(),
@@ -78,7 +77,8 @@ def _small_parts(monkeypatch):
   }
   for name, part in parts.items():
     monkeypatch.setattr(builders, name, part)
-  monkeypatch.setattr(config_lib, 'validate', lambda config: None)
+  monkeypatch.setattr(model_builders, 'make_model_bundle', lambda _: policy)
+  monkeypatch.setattr(config_lib, 'validate', lambda config, **_: None)
   writers, make_writer = [], builders.make_writer
 
   def make(*args):

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -53,17 +54,52 @@ def make_requests() -> list[sampler.Request]:
 
 
 def make_sampler(mesh: jax.sharding.Mesh, **kwargs) -> sampler.Sampler:
-  return sampler.Sampler(
-    CONFIG,
-    mesh,
-    seed=0,
-    prompt_buckets=(8,),
-    batch_buckets=(8,),
-    max_completion_tokens=12,
-    stop_ids=(7,),
-    vocab_size=32,
-    **kwargs,
-  )
+  options = {
+    'seed': 0,
+    'prompt_buckets': (8,),
+    'batch_buckets': (8,),
+    'max_completion_tokens': 12,
+    'stop_ids': (7,),
+    'vocab_size': 32,
+  }
+  return sampler.Sampler(CONFIG, mesh, **(options | kwargs))
+
+
+# Of conversations. Their cache is prefilled in chunks.
+LONG = {'prompt_buckets': (16, 48), 'prefill_chunk': 8}
+
+
+def play_conversations(
+  engine: sampler.Sampler, params: dict, members: Sequence[int]
+) -> list[list[list[int]]]:
+  """Returns the completions of each turn, by member."""
+  prompts = {
+    member: np.random.default_rng(member % 2).integers(8, 30, 9 + member % 2)
+    for member in members
+  }
+  turns = []
+  for turn in range(3):
+    requests = [
+      sampler.Request(
+        prompt.astype(np.int32), (0, 1, 2, m, turn), conversation=(0, 1, 2, m)
+      )
+      for m, prompt in prompts.items()
+    ]
+    completions = engine.generate(params, requests)
+    turns.append([c.ids.tolist() for c in completions])
+    for m, completion in zip(prompts, completions, strict=True):
+      reply = np.random.default_rng((m, turn)).integers(8, 30, 3)
+      prompts[m] = np.concatenate([prompts[m], completion.ids, reply])
+  return turns
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('tensor', [1, 2])
+def test_two_processes_reuse_their_caches(tensor):
+  one = make_sampler(mesh_lib.make_mesh(8, 1, 1), **LONG)
+  turns = play_conversations(one, make_params(), range(8))
+  for index, sampled in enumerate(_sample_together(tensor, 'all')):
+    assert sampled == [ids for turn in turns for ids in turn[index::2]]
 
 
 @pytest.mark.parametrize('tensor', [1, 2])
@@ -71,11 +107,17 @@ def test_two_processes_sample_the_tokens_of_one_process(tensor):
   expected = make_sampler(mesh_lib.make_mesh(8, 1, 1)).generate(
     make_params(), make_requests()
   )
+  for index, sampled in enumerate(_sample_together(tensor, 'none')):
+    assert sampled == [c.ids.tolist() for c in expected[index::2]]
+
+
+def _sample_together(tensor: int, reuse: str) -> Iterator[list[list[int]]]:
+  """Yields the completions that each of two processes prints."""
   port = str(_free_port())
   command = [sys.executable, 'tests/sample_together.py']
   running = [
     preloaded.Process(
-      [*command, str(index), port, str(tensor)],
+      [*command, str(index), port, str(tensor), reuse],
       PATH='',
       HOME=str(ROOT),
       XLA_FLAGS=programs.QUICK,
@@ -90,8 +132,7 @@ def test_two_processes_sample_the_tokens_of_one_process(tensor):
     assert running[index].returncode == 0, errors
     # Libraries print other lines.
     lines = [x.split() for x in output.splitlines() if x.startswith('ids ')]
-    sampled = [list(map(int, ids)) for _, *ids in lines]
-    assert sampled == [c.ids.tolist() for c in expected[index::2]]
+    yield [list(map(int, ids)) for _, *ids in lines]
 
 
 _LOCKS = """

@@ -1,6 +1,7 @@
 """Tests that the modules, files and fields named in documents exist."""
 
 import ast
+import collections
 import json
 import re
 
@@ -66,6 +67,26 @@ def test_modules_of_documents_exist(path):
   names = {name for name in dotted if not name.endswith(('.py', '.md'))}
   names |= set(re.findall(rf'python -m ((?:{"|".join(PACKAGES)})[\w.]*)', text))
   missing = {name for name in names if not _exists(name.rstrip('.'))}
+  assert not missing
+
+
+@pytest.mark.parametrize('path', PAGES, ids=lambda path: path.name)
+def test_names_in_imported_modules_exist(path):
+  text = _read(path)
+  imports = re.findall(
+    rf'^from ((?:{"|".join(PACKAGES)})[\w.]*) import ([\w, ]+)$', text, re.M
+  )
+  # A page may import two modules of a name, in different programs.
+  modules = collections.defaultdict(set)
+  for package, names in imports:
+    for name, alias in re.findall(r'(\w+)(?: as (\w+))?', names):
+      modules[alias or name].add(f'{package}.{name}')
+  missing = {
+    f'{alias}.{name}'
+    for alias, dotted in modules.items()
+    for name in re.findall(rf'(?<![\w."\'/]){alias}\.([A-Za-z_]\w*)', text)
+    if name != 'py' and not any(_exists(f'{m}.{name}') for m in dotted)
+  }
   assert not missing
 
 

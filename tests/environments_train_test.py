@@ -10,9 +10,22 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.parametrize(
   'name',
-  ['gymnasium', 'keydoor', 'search_qa', 'sokoban', 'textarena', 'textworld'],
+  [
+    'gymnasium',
+    'helpdesk',
+    'keydoor',
+    'mcp',
+    'minigrid',
+    'scienceworld',
+    'search_qa',
+    'sokoban',
+    'textarena',
+    'textworld',
+  ],
 )
 def test_a_warm_start_and_two_iterations(tmp_path, name: str):
+  if name in ('mcp', 'minigrid', 'scienceworld'):
+    pytest.importorskip(name)
   # The two commands of the docs, run from another folder.
   for script in ('sft', 'train'):
     printed = programs.run(

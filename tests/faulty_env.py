@@ -83,11 +83,15 @@ class Env(toy.Env):
     if self._planned_fault == 'raise_at_reset':
       raise OSError('the door is stuck')
     if self._planned_fault == 'children':
-      # One child stays in the process group, the other leaves it.
-      for detached in (False, True):
-        child = subprocess.Popen(['sleep', '600'], start_new_session=detached)
-        with open(os.environ['FAULTY_PIDS'], 'a') as file:
-          file.write(f'{child.pid}\n')
+      # A child, a child that leaves the process group, and a daemon.
+      children = [
+        subprocess.Popen(['sleep', '600'], start_new_session=detached).pid
+        for detached in (False, True)
+      ]
+      daemon = 'setsid sleep 600 > /dev/null & echo $!'
+      children.append(int(subprocess.check_output(['sh', '-c', daemon])))
+      with open(os.environ['FAULTY_PIDS'], 'a') as file:
+        file.writelines(f'{pid}\n' for pid in children)
     if self._planned_fault == 'leak':
       self._leaked.append(b'x' * (16 * 2**20))
     self._steps = 0

@@ -8,7 +8,7 @@ import pytest
 from gymnasium import spaces
 
 import envs
-from envs import base, gymnasium_env
+from envs import base, gymnasium_actions, gymnasium_env
 
 TASK = base.Task('train', 3)
 LAKE = {
@@ -67,6 +67,13 @@ gymnasium.register('Shout-v0', Shout, disable_env_checker=True)
 gymnasium.register('Picture-v0', Picture, disable_env_checker=True)
 
 
+class Knobs(Riddle):
+  action_space = spaces.Dict({'a': spaces.Discrete(2)})
+
+
+gymnasium.register('Knobs-v0', Knobs, disable_env_checker=True)
+
+
 def brightness(picture) -> str:
   return f'It is {picture.mean():.0f} bright.'
 
@@ -105,6 +112,72 @@ def brightness(picture) -> str:
 )
 def test_observations_become_text_by_rule(space, value, names, text):
   assert gymnasium_env.to_text(space, value, names) == text
+
+
+@pytest.mark.parametrize(
+  ('space', 'names', 'shown', 'good', 'bad'),
+  [
+    (
+      spaces.Box(np.array([-1, 0]), np.array([1, 9]), dtype=np.float32),
+      ('steer', 'gas'),
+      '<steer: number from -1 to 1>, <gas: number from 0 to 9>',
+      {'-0.5, 9': [-0.5, 9], '+1e0 ,.25': [1, 0.25]},
+      ('', '0', '0, 1, 2', '0, 9.1', '-1.01, 0', 'nan, 0', '0 1', 'x, 1'),
+    ),
+    (
+      spaces.Box(-np.inf, np.inf, (1,)),
+      (),
+      '<number>',
+      {'-1e6': [-1e6]},
+      ('inf', '--1', '1,'),
+    ),
+    (
+      spaces.MultiDiscrete([3, 2], start=[1, 0]),
+      (),
+      '<integer from 1 to 3>, <integer from 0 to 1>',
+      {'3, 0': [3, 0], '1.0,1': [1, 1]},
+      ('0, 0', '4, 0', '1.5, 0', '3'),
+    ),
+    (
+      spaces.MultiBinary((2, 2)),
+      (),
+      ', '.join(['<integer from 0 to 1>'] * 4),
+      {'1, 0, 0, 1': [[1, 0], [0, 1]]},
+      ('1, 0, 0, 2', '1, 0'),
+    ),
+  ],
+)
+def test_numbers_are_actions(space, names, shown, good, bad):
+  form = gymnasium_actions.make(space, names)
+  assert form.shown == (shown,)
+  for text, values in good.items():
+    action = form.parse(text)
+    assert space.contains(action), text
+    np.testing.assert_allclose(action, values)
+  assert all(form.parse(text) is None for text in bad)
+  rng = np.random.default_rng(0)
+  drawn = [form.draw(rng) for _ in range(50)]
+  assert all(space.contains(form.parse(text)) for text in drawn)
+  assert len(set(drawn)) > 5
+
+
+def test_large_actions_are_refused():
+  with pytest.raises(ValueError, match='17 numbers; must be 1 to 16'):
+    gymnasium_actions.make(spaces.Box(0, 1, (17,)), ())
+
+
+def test_a_pendulum_is_pushed_by_a_number():
+  pendulum = {'id': 'Pendulum-v1', 'actions': ('torque',), 'max_steps': 5}
+  env = envs.make('gymnasium', **pendulum)
+  first = env.reset(TASK)
+  assert '<torque: number from -2 to 2>' in first.prompt
+  left, right = (
+    (env.reset(TASK), env.step(_respond(text)))[1] for text in ('-2', '1.5')
+  )
+  assert left.valid and left.observation.text != right.observation.text
+  assert not env.step(_respond('2.5')).valid
+  steps = list(env.demonstrate(TASK, noise=0, seed=0))
+  assert len(steps) == 5 and len({response for _, response in steps}) == 5
 
 
 def test_crossing_the_frozen_lake():
@@ -171,7 +244,7 @@ def test_text_actions_and_dict_observations():
   env = envs.make('gymnasium', id='Riddle-v0')
   first = env.reset(TASK)
   assert first.text == 'asked: Is it\ntimes: 0'
-  assert gymnasium_env.FREE in first.prompt
+  assert gymnasium_actions.FREE in first.prompt
   assert env.step(_respond('no')).observation.text.endswith('times: 1')
   assert not env.step(_respond('much too long')).valid
   assert env.step(_respond('yes')).success
@@ -230,12 +303,42 @@ def test_episodes_depend_on_task_and_actions_only():
   assert transcripts != [play(other_seed, task) for task in tasks]
 
 
-def test_random_play_ends():
+@pytest.mark.parametrize('noise', [0.5, 1.0])
+def test_random_play_ends(noise: float):
   env = envs.make('gymnasium', max_steps=9, **LAKE)
   for index in range(20):
-    steps = list(env.demonstrate(base.Task('train', index), noise=0.0, seed=0))
+    steps = list(
+      env.demonstrate(base.Task('train', index), noise=noise, seed=0)
+    )
     assert 1 < len(steps) <= 9
     assert '<action>' in steps[0][1]
+
+
+def test_the_expert_of_a_tabular_environment_takes_the_shortest_way():
+  env = envs.make('gymnasium', max_steps=9, **LAKE)
+  steps = list(env.demonstrate(base.Task('train', 0), noise=0.0, seed=0))
+  assert len(steps) == 6
+  assert 'right' in steps[-1][1]
+
+
+def test_best_actions_by_hand():
+  # State 1 is terminal. In state 0, action 0 earns 0.5 forever after, because
+  # it stays, and action 1 earns 1 once.
+  table = {
+    0: {0: [(1.0, 0, 0.5, False)], 1: [(1.0, 1, 1.0, True)]},
+    1: {0: [(1.0, 1, 0.0, True)], 1: [(1.0, 1, 0.0, True)]},
+  }
+  # 0.5 / (1 - discount) is above 1 for a discount above 0.5.
+  assert gymnasium_env.best_actions(table, discount=0.6)[0] == 0
+  assert gymnasium_env.best_actions(table, discount=0.4)[0] == 1
+
+
+def test_best_actions_of_the_slippery_lake():
+  lake = gymnasium.make('FrozenLake-v1', is_slippery=True).unwrapped
+  best = gymnasium_env.best_actions(lake.P)
+  # The well-known optimal policy; holes (5, 7, 11, 12) and goal have none.
+  expected = {0: 0, 1: 3, 2: 3, 3: 3, 4: 0, 8: 3, 9: 1, 10: 0, 13: 2, 14: 1}
+  assert {state: best[state] for state in expected} == expected
 
 
 @pytest.mark.parametrize('response', ['left', _respond('jump'), ''])
@@ -259,7 +362,11 @@ def test_an_invalid_response_does_nothing(response):
     ({'observe': 'picture'}, 'env.observe=picture: not found: must be auto'),
     ({'observe': 'math:draw'}, 'env.observe=math:draw: not found'),
     ({'id': 'Picture-v0', 'actions': (), 'options': {}}, 'at most 256; must'),
-    ({'id': 'Pendulum-v1', 'options': {}}, 'its action space is Box; must be'),
+    (
+      {'id': 'Pendulum-v1', 'options': {}, 'actions': ('a', 'b')},
+      'env.actions=.*must be 1 names of numbers',
+    ),
+    ({'id': 'Knobs-v0', 'options': {}, 'actions': ()}, 'space is Dict; must'),
     ({'seed': -1}, 'env.seed=-1: must be from 0'),
     ({'prompt_style': 'long'}, 'env.prompt_style=long: must be one of'),
     (

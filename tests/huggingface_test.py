@@ -217,11 +217,23 @@ def _yarn(**changes) -> dict:
 _INF, _NAN = float('inf'), float('nan')
 _REFUSED = [
   ({'hidden_act': 'gelu'}, 'hidden_act="gelu"; only "silu" is'),
-  ({'use_sliding_window': True}, 'use_sliding_window=true; only false is'),
+  (
+    {'use_sliding_window': True, 'sliding_window': 0},
+    'sliding_window=0; must be an integer above 0',
+  ),
+  (
+    {
+      'use_sliding_window': True,
+      'sliding_window': 4,
+      'max_window_layers': -1,
+    },
+    'max_window_layers=-1; must be an integer from 0',
+  ),
   (
     {'layer_types': ['full_attention', 'sliding_attention']},
     'layer_types=.*sliding_attention',
   ),
+  ({'layer_types': ['full_attention', 'linear_attention']}, 'layer_types='),
   ({'layer_types': ['full_attention']}, 'layer_types='),
   ({'layer_types': 'sliding_attention'}, 'layer_types='),
   ({'quantization_config': {'quant_method': 'fp8'}}, 'quantization_config='),
@@ -271,9 +283,14 @@ _REFUSED = [
   (_yarn(mscale=1), 'mscale=1; only 0 is'),
   (_yarn(truncate=False), 'truncate=false; only true is'),
   ({'rope_scaling': ['yarn']}, 'does not describe a model'),
-  (_QWEN3 | {'attention_bias': True}, 'attention_bias=true; only false is'),
-  (_EXPERTS | {'mlp_only_layers': [0]}, 'mlp_only_layers=.0.; only'),
-  (_EXPERTS | {'decoder_sparse_step': 2}, 'decoder_sparse_step=2; only 1 is'),
+  (_QWEN3 | {'attention_bias': 1}, 'attention_bias=1; must be true or false'),
+  (_EXPERTS | {'mlp_only_layers': [2]}, 'mlp_only_layers=.2.; must be a list'),
+  (_EXPERTS | {'mlp_only_layers': [0, 1]}, 'must leave a layer with experts'),
+  (_EXPERTS | {'decoder_sparse_step': 3}, 'decoder_sparse_step=3; must leave'),
+  (
+    _EXPERTS | {'decoder_sparse_step': 2, 'num_hidden_layers': 10**6},
+    'num_hidden_layers=1000000; must be at most 1024',
+  ),
   (_EXPERTS | {'num_experts_per_tok': 5}, 'num_experts_per_tok=5; must be at'),
   (_EXPERTS | {'num_local_experts': 5}, 'num_local_experts=5; must be equal'),
   (_EXPERTS | {'norm_topk_prob': 1}, 'norm_topk_prob=1; must be true or'),
@@ -288,6 +305,28 @@ def test_an_unsupported_field_is_refused(tmp_path, change, message):
     _read(tmp_path, change)
   assert len(str(error.value).splitlines()) == 1
   assert len(str(error.value)) < 400  # noqa: PLR2004
+
+
+_WINDOW = {'use_sliding_window': True}
+
+
+@pytest.mark.parametrize(
+  ('change', 'window', 'layers'),
+  [
+    # transformers' defaults: 4096 tokens, from layer 28 on.
+    (_WINDOW, 0, ()),
+    (_WINDOW | {'max_window_layers': 1}, 4096, (1,)),
+    (_WINDOW | {'max_window_layers': 0, 'sliding_window': 7}, 7, ()),
+    (_WINDOW | {'max_window_layers': 1, 'sliding_window': None}, 0, ()),
+    (_WINDOW | {'layer_types': ['sliding_attention'] * 2}, 4096, ()),
+    (_WINDOW | {'layer_types': ['full_attention'] * 2}, 0, ()),
+    ({'sliding_window': 7, 'max_window_layers': 0}, 0, ()),
+    (_EXPERTS | _WINDOW | {'max_window_layers': 1}, 4096, ()),
+  ],
+)
+def test_layers_with_a_window(tmp_path, change, window, layers):
+  config = _read(tmp_path, change)
+  assert (config.window, config.window_layers) == (window, layers)
 
 
 # Other fields that published checkpoints have.

@@ -1,18 +1,17 @@
 """Tests of adapters: applied, merged, trained and exported."""
 
 import dataclasses
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import preloaded
 import pytest
 import reference
+import small_runs
 
-from configs import alfworld
 from gigpo_jax import batch, learner, losses, sampler
-from gigpo_jax import config as config_lib
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import huggingface, lora, qwen
 
@@ -242,25 +241,15 @@ def test_peft_loads_an_export(tmp_path, family):
     )
 
 
-def test_adapters_on_experts_only_are_refused(tmp_path):
-  source = (
-    pathlib.Path(__file__).parents[1] / 'configs/warm_starts/alfworld_tiny'
-  )
-  dense = huggingface.read_config(str(source))
-  model = dataclasses.replace(
-    dense,
-    num_layers=1,
-    num_experts=2,
-    experts_per_token=1,
-    qkv_bias=False,
-    qk_norm=True,
-  )
-  huggingface.save(
-    str(tmp_path), model, reference.init(model, jax.random.key(0)), str(source)
-  )
-  config = alfworld.get_config('tiny,lora')
-  config.model.path = str(tmp_path)
-  config_lib.validate(config)
-  config.lora.targets = ('gate', 'down')
-  with pytest.raises(ValueError, match='experts get no adapters; must include'):
-    config_lib.validate(config)
+@pytest.mark.slow
+def test_a_resumed_run_with_a_critic_equals_a_whole_run(tmp_path):
+  whole, parts = tmp_path / 'whole', tmp_path / 'parts'
+
+  def run(workdir, *more):
+    flags = '--config.lora.rank=2', '--config.evaluation.every=0', *more
+    return preloaded.run(small_runs.small(workdir, *flags, variant='smoke,ppo'))
+
+  run(whole)
+  run(parts, '--config.num_iterations=2')
+  assert 'resuming' in run(parts)
+  small_runs.assert_same_end(parts, whole)

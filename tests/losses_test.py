@@ -312,6 +312,53 @@ def test_row_means_match_a_slow_reference():
   np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
+def test_row_regression_by_hand():
+  # Rows of two and one tokens, with log-ratios 2 and -1: (0.001 * 2 + 0.4772 -
+  # 1)^2 = 0.2712, and (-0.001 + 0.4772)^2 = 0.2268, at each of their tokens.
+  log_probs = jnp.array([[-1.0, -2.0, -3.0, -9.0]])
+  columns = {
+    'advantages': jnp.array([[0.5228, 0.5228, -0.4772, 9.0]]),
+    'ref_log_probs': log_probs - jnp.array([[1.5, 0.5, -1.0, 7.0]]),
+  }
+  mask = jnp.array([[True, True, True, False]])
+  tokens = token_batch.make(mask, jnp.array([[0, 0, 1, 1]]), columns)
+  loss = losses.make('row_regression')
+  found, _ = loss(token_batch.PolicyOutputs(log_probs, log_probs), tokens)
+  np.testing.assert_allclose(found, [[0.2712, 0.2712, 0.2268, 0]], atol=5e-5)
+
+
+def test_rebel_is_a_regression_on_all_pairs_of_a_group():
+  # Log-ratios 0.3 and 0.1, rewards 1 and 0, eta 1: both pairs of different
+  # responses have (0.2 - 1)^2 = 0.64, and x = -0.7, 0.1 the variance 0.64 / 4.
+  pair = jnp.array([[0.3, 0.1]]) - jnp.array([[1.0, 0.0]])
+  assert jnp.var(pair) == pytest.approx(0.16)
+  rewards = jnp.array([1.0, 0.0, 2.5])
+  rows = jnp.array([[0, 0, 1, 2, 2, 2]])
+  old = jnp.array([[-1.0, -2.0, -0.5, -3.0, -1.0, -0.2]])
+
+  def of_pairs(log_probs, eta=0.5):
+    x = jax.ops.segment_sum((log_probs - old)[0], rows[0], 3) / eta - rewards
+    return jnp.mean((x[:, None] - x[None, :]) ** 2)
+
+  loss = losses.make('row_regression', log_ratio_to='old', log_ratio_weight=2.0)
+  assert not loss.needs_reference
+  columns = {
+    'advantages': (rewards - rewards.mean())[rows],
+    'old_log_probs': old,
+  }
+  tokens = token_batch.make(jnp.ones_like(rows, bool), rows, columns)
+  lengths = jnp.array([2, 1, 3])[rows]
+
+  def of_rows(log_probs):
+    outputs = token_batch.PolicyOutputs(log_probs, log_probs)
+    return jnp.sum(loss(outputs, tokens)[0] / lengths) / 3
+
+  # Twice, because a pair has two responses.
+  np.testing.assert_allclose(
+    jax.grad(of_pairs)(old), 2 * jax.grad(of_rows)(old), rtol=1e-5
+  )
+
+
 def test_entropy_band_by_hand():
   band = losses.EntropyBand(weight=0.5, low=0.5, high=2.0)
   # The mean of the past entropies is 1; beta is 2 in the first iteration, then

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from configs import base
-from gigpo_jax import builders
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import parameters, qwen
+from gigpo_jax.run import model_builders
 
 CONFIG = qwen.QwenConfig(
   vocab_size=32,
@@ -100,7 +100,7 @@ def test_mesh_of_an_experiment(monkeypatch, sizes, expected):
       **sizes, devices=[x.device for x in devices]
     ),
   )
-  mesh = builders.make_mesh(config, CONFIG, devices, GIB)
+  mesh = model_builders.make_mesh(config, CONFIG, devices, GIB)
   found = tuple(mesh.shape[name] for name in ('data', 'fsdp', 'tensor'))
   assert found == expected
 

@@ -55,3 +55,11 @@ def test_measured_rows_come_from_the_results(tmp_path, monkeypatch):
   assert method_table._measured('grpo', 'alfworld') == '45.0 ± 5.0'
   assert method_table._measured('grpo', 'webshop') == '–'
   assert method_table._measured('gigpo', 'alfworld') == '–'
+  # Tests have more tasks than the evaluations of a run.
+  lines = [
+    'experiment,name,seed,tasks,success',
+    'alfworld,grpo,0,512,0.42',
+    'alfworld,grpo,1,512,0.44',
+  ]
+  (folder / 'credit_tests.csv').write_text('\n'.join(lines))
+  assert method_table._measured('grpo', 'alfworld') == '43.0 ± 1.0'

@@ -7,9 +7,9 @@ import pytest
 import tiny_learner
 
 from configs import alfworld
-from gigpo_jax import builders, models
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax.run import remat
+from gigpo_jax import models
+from gigpo_jax.run import model_builders, remat
 
 # Large enough that activations dominate, small enough to compile quickly.
 MODEL = dataclasses.replace(
@@ -25,10 +25,10 @@ def _config(mode='auto'):
   return config
 
 
-def _bundle(**fields) -> builders.ModelBundle:
+def _bundle(**fields) -> model_builders.ModelBundle:
   model = dataclasses.replace(MODEL, **fields)
   mesh = mesh_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1])
-  return builders.ModelBundle(model, mesh, None, None, None)
+  return model_builders.ModelBundle(model, mesh, None, None, None)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,15 @@ import pytest
 import reference
 
 from envs import base, toy
-from gigpo_jax import env_pool, mesh, metrics, rollout, sampler, tokenizer
+from gigpo_jax import (
+  env_pool,
+  mesh,
+  metrics,
+  reward_functions,
+  rollout,
+  sampler,
+  tokenizer,
+)
 from gigpo_jax.models import qwen
 from gigpo_jax.runtime import distributed
 
@@ -94,6 +102,7 @@ def _run(  # noqa: PLR0913
   schedule='lockstep',
   at_once=100,
   step_timeout_secs=30.0,
+  scorer=None,
 ):
   script = ScriptedSampler(text, at_once)
   with env_pool.EnvPool(
@@ -105,7 +114,9 @@ def _run(  # noqa: PLR0913
     reset_timeout_secs=30,
     envs_per_group=2,
   ) as pool:
-    runner = rollout.EpisodeRunner(pool, script, text, 200, 'error', schedule)
+    runner = rollout.EpisodeRunner(
+      pool, script, text, 200, 'error', schedule, scorer=scorer
+    )
     trajectories = runner.run(
       {},
       [base.Task('train', index) for index in tasks],
@@ -190,6 +201,22 @@ def test_failed_episodes_are_marked_and_others_continue(text, fault, schedule):
   values = metrics.summarize(trajectories)
   assert values['train/failed_episodes'] == 2
   assert values['train/success_rate'] == 0.5
+
+
+@pytest.mark.parametrize('schedule', rollout.SCHEDULES)
+def test_reward_functions_score_episodes_while_others_run(text, schedule):
+  options = reward_functions.Options(
+    ('reward_examples:solved', 'reward_examples:Faulty'), num_workers=1
+  )
+  sections = {'faulty': {'faults': [(3, 'raise')]}}
+  plain, _ = _run(text, tasks=(0, 3, 4), schedule=schedule)
+  with reward_functions.Scorer(options, sections) as scorer:
+    scored, _ = _run(text, tasks=(0, 3, 4), schedule=schedule, scorer=scorer)
+  assert [t.cause for t in scored] == ['', '', 'raised', 'raised', '', '']
+  for before, after in zip(plain, scored, strict=True):
+    if not after.failure:
+      assert before.success and after.reward == before.reward + 2.5
+      assert before.steps[0].result.reward == after.steps[0].result.reward
 
 
 @pytest.mark.parametrize('schedule', rollout.SCHEDULES)

@@ -11,6 +11,7 @@ from configs import alfworld
 from gigpo_jax import builders, sampler
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import parameters, quantization, qwen
+from gigpo_jax.run import model_builders
 from gigpo_jax.tools import tpu_compile
 
 CONFIG = qwen.QwenConfig(
@@ -191,7 +192,7 @@ def test_the_papers_config_needs_few_programs(monkeypatch, platform):
     monkeypatch.setattr(sampler, '_HOST_SELECTS', ('cpu',))
   config, mesh = alfworld.get_config(), mesh_lib.make_mesh(1, -1, 1)
   engine = tpu_compile.make_sampler(config, CONFIG, mesh, 1)
-  bundle = builders.ModelBundle(CONFIG, mesh, None, None, None)
+  bundle = model_builders.ModelBundle(CONFIG, mesh, None, None, None)
   learner = builders.make_learner(config, bundle, builders.make_loss(config))
   state, base = learner.abstract_state()
   sampled = engine.lowerings(state.params, base)

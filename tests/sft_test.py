@@ -1,13 +1,14 @@
 """Tests of supervised fine-tuning."""
 
 import json
+import math
 
 import numpy as np
 import pytest
 
 from configs import alfworld
 from envs import base
-from gigpo_jax import sft, tokenizer
+from gigpo_jax import replay, sft, tokenizer
 
 
 def _config(**changes):
@@ -64,7 +65,8 @@ def test_trained_tokens_of_a_row(tmp_path, completion_only):
   pairs = [('look around', 'go'), ('and again', 'stop here')]
   tokenizer.train([t for p in pairs for t in p], str(tmp_path), vocab_size=300)
   text = tokenizer.Tokenizer(str(tmp_path))
-  rows = sft.demonstration_rows(config, text, [pairs])
+  steps = [(sft._observation(prompt), response) for prompt, response in pairs]
+  rows = sft.demonstration_rows(config, text, [steps])
   prompts = [
     ids
     for ids, _ in text.fit(
@@ -90,9 +92,12 @@ def test_trained_tokens_of_a_conversation(tmp_path, completion_only):
   config.env.context = 'conversation'
   config.sft.completion_only = completion_only
   steps = [
-    ((base.Message('user', 'look around'),), 'go'),
-    ((base.Message('user', 'and again'),), 'stop here'),
-    ((base.Message('user', 'again ' * 400),), 'too long'),
+    (sft._observation((base.Message('user', words),)), response)
+    for words, response in (
+      ('look around', 'go'),
+      ('and again', 'stop here'),
+      ('again ' * 400, 'too long'),
+    )
   ]
   texts = ['look around', 'and again', 'go', 'stop here', '<think>']
   tokenizer.train(texts, str(tmp_path), vocab_size=300)
@@ -115,6 +120,31 @@ def test_trained_tokens_of_a_conversation(tmp_path, completion_only):
   assert list(sft._texts([steps[:1]])) == ['look around', 'go']
   if not completion_only:
     assert set(rows.prompt_lengths[rows.real]) == {1}
+
+
+def test_a_warm_start_lists_the_tools_of_a_conversation(tmp_path):
+  config = _config()
+  config.env.context = 'conversation'
+  tool = '{"name": "add", "parameters": {}}'
+  ask = base.Observation(
+    '', '', '', '', messages=(base.Message('user', 'go'),), tools=(tool,)
+  )
+  steps = [
+    (sft._observation(given), response)
+    for given, response in (
+      (ask, 'a'),
+      ((base.Message('tool', '5', call_id='1'),), 'b'),
+    )
+  ]
+  assert list(sft._texts([steps])) == [tool, 'go', 'a', '5', 'b']
+  tokenizer.train([tool, 'go'], str(tmp_path), vocab_size=300)
+  text = tokenizer.Tokenizer(str(tmp_path))
+  rows = sft.demonstration_rows(config, text, [steps])
+  assert text._hf.decode(rows.tokens[0, : rows.lengths[0]]) == (
+    f'<|im_start|>system\n{tool}\n<|im_end|>\n<|im_start|>user\ngo<|im_end|>\n'
+    '<|im_start|>assistant\na<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n'
+    '<|im_start|>assistant\nb<|im_end|>'
+  )
 
 
 def test_environment_without_expert_is_refused(tmp_path):
@@ -178,6 +208,30 @@ def test_episode_rows_hold_the_sampled_tokens(text, only_successful):
   for r, tokens in enumerate(expected):
     assert list(rows.tokens[r, : rows.lengths[r]]) == tokens
     assert rows.prompt_lengths[r] == 6
+
+
+def test_replayed_rows_hold_the_stored_log_probs(text, monkeypatch):
+  config = _config()
+  episode_set = Episodes(text.fingerprint, True, True)
+  for n, episode in enumerate(episode_set):
+    for k, step in enumerate(episode['steps'][:2]):
+      step['log_probs'] = np.array([-1.0 - n, -0.5], np.float32)[: 2 - k]
+      step['advantage'] = 0.5 * n - k
+  episode_set[0]['steps'][1]['advantage'] = math.nan  # Not trained on.
+  monkeypatch.setattr(sft, 'open_episodes', lambda _: episode_set)
+  rows, columns = replay.make_rows(config, text)
+  assert rows.real.sum() == 3
+  np.testing.assert_array_equal(
+    columns['old_log_probs'][:4, :2], [[-1, -0.5], [-2, -0.5], [-2, 0], [0, 0]]
+  )
+  assert columns['old_log_probs'].shape == rows.completion_mask.shape
+  np.testing.assert_array_equal(columns['advantages'][:4], [0, 0.5, -0.5, 0])
+  assert list(rows.tokens[2, :7]) == [*range(101, 107), 21]
+  for episode in episode_set:
+    for step in episode['steps']:
+      step['advantage'] = math.nan
+  with pytest.raises(ValueError, match='none of 4 steps has an advantage'):
+    replay.make_rows(config, text)
 
 
 @pytest.mark.parametrize(

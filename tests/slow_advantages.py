@@ -208,6 +208,108 @@ def vineppo(steps):
   return advantages
 
 
+def remax(steps):
+  advantages = {}
+  for chain in steps.chains:
+    total = sum(steps.raw(r) + steps.cost[r] for r in chain)
+    for r in chain:
+      advantages[r] = total - steps.rows.state_values[chain[0]]
+  return advantages
+
+
+def a_star_po(steps):
+  totals, groups = {}, {}
+  for chain in steps.chains:
+    total = sum(steps.raw(r) + steps.cost[r] for r in chain)
+    totals[chain[0]] = total
+    groups.setdefault(steps.group[chain[0]], []).append(total)
+  advantages = {}
+  for chain in steps.chains:
+    others = groups[steps.group[chain[0]]]
+    mean = sum(np.exp(x / 0.5) for x in others) / len(others)
+    for r in chain:
+      advantages[r] = totals[chain[0]] - 0.5 * np.log(mean)
+  return advantages
+
+
+def rebel(steps):
+  totals, groups = {}, {}
+  for chain in steps.chains:
+    totals[chain[0]] = sum(steps.raw(r) + steps.cost[r] for r in chain)
+    groups.setdefault(steps.group[chain[0]], []).append(totals[chain[0]])
+  means = {group: sum(x) / len(x) for group, x in groups.items()}
+  return {
+    r: totals[chain[0]] - means[steps.group[r]]
+    for chain in steps.chains
+    for r in chain
+  }
+
+
+def igpo(steps):
+  values, gains, totals = steps.rows.state_values, {}, {}
+  for chain in steps.chains:
+    totals[chain[-1]] = sum(steps.raw(r) + steps.cost[r] for r in chain)
+    for r, following in zip(chain, chain[1:], strict=False):
+      gains[r] = values[following] - values[r]
+
+  def z(of):
+    scores = {}
+    for r, x in of.items():
+      others = [y for s, y in of.items() if steps.group[s] == steps.group[r]]
+      if len(others) > 1:
+        scores[r] = (x - np.mean(others)) / (np.std(others, ddof=1) + 1e-6)
+    return scores
+
+  rewards, advantages = z(gains) | z(totals), {}
+  for chain in steps.chains:
+    for k, r in enumerate(chain):
+      advantages[r] = sum(
+        steps.o.discount**d * rewards.get(s, 0) for d, s in enumerate(chain[k:])
+      )
+  return advantages
+
+
+def polychromic(steps):
+  k, groups, advantages = 2, {}, {}
+  for chain in steps.chains:
+    groups.setdefault(steps.group[chain[0]], []).append(chain)
+  for chains in groups.values():
+    value = {}
+    for chosen in itertools.combinations(range(len(chains)), k):
+      own = [chains[n] for n in chosen]
+      total = sum(steps.raw(r) + steps.cost[r] for c in own for r in c)
+      actions = {tuple(int(steps.rows.actions[r]) for r in c) for c in own}
+      value[chosen] = total / k * len(actions) / k
+    for n, chain in enumerate(chains):
+      mine = [f for chosen, f in value.items() if n in chosen]
+      for r in chain:
+        if mine:
+          advantages[r] = np.mean(mine) - np.mean([*value.values()])
+  return advantages
+
+
+def risk_po(steps):
+  """Bundles of two groups; the quantiles are those of this batch."""
+  by_group = {}
+  for chain in sorted(steps.chains, key=lambda c: steps.rows.episodes[c[0]]):
+    total = sum(steps.raw(r) + steps.cost[r] for r in chain)
+    by_group.setdefault(steps.group[chain[0]], []).append((total, chain))
+  sums = []
+  groups = [by_group[g] for g in sorted(by_group)]
+  for one, other in zip(groups[::2], groups[1::2], strict=False):
+    for (x, c), (y, d) in zip(one, other, strict=False):
+      sums.append((x + y, c + d))
+  values = np.array([value for value, _ in sums])
+  low, high = np.quantile(values, 0.2), np.quantile(values, 0.8)
+  advantages = {}
+  for value, rows in sums:
+    rvar = (max(value - low, 0) - max(value - high, 0) + low - high) / 0.6
+    cvar = -max(low - value, 0) / 0.2
+    for r in rows:
+      advantages[r] = (1.5 * cvar + rvar) / 2.5 / (values.std() or np.inf)
+  return advantages
+
+
 def ecpo(steps):
   _, returns = steps.returns()
   key = {r: (steps.anchor[r], int(steps.rows.actions[r])) for r in steps.all}

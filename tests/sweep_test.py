@@ -145,6 +145,12 @@ def test_trained_policies_are_tested_and_compared(
   printed = capsys.readouterr().out
   assert '| a | 2 | 25.0 | 25.0 |  |  |  |' in printed
   assert '| b | 1 | 75.0 | 75.0 | +50.0 [' in printed
+  assert (tmp_path / 'list_tests.csv').read_text().split() == [
+    'experiment,name,seed,tasks,success',
+    'alfworld,a,0,4,0.25',
+    'alfworld,a,1,4,0.25',
+    'alfworld,b,0,4,0.75',
+  ]
   unknown = dataclasses.replace(RUNS[0], test=(('evaluation.task', 4),))
   with pytest.raises(ValueError, match=r'run alfworld-a-0: .*"task"'):
     sweep.run_all([unknown], tmp_path, at_once=1)

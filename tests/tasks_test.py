@@ -56,16 +56,49 @@ def test_uncertain_tasks_are_drawn_more_often():
   # 0, 4 and 8 of 8 episodes succeed: rates 0.1, 0.5 and 0.9; task 3 is new.
   outcomes = [(0, 0), (1, 4), (2, 8)]
   stream.record_outcomes(
-    (base.Task('train', index), n < successes)
+    tasks.Outcome(base.Task('train', index), n < successes)
     for index, successes in outcomes
     for n in range(8)
   )
-  stream.record_outcomes([(base.Task('valid', 3), True)])
+  stream.record_outcomes([tasks.Outcome(base.Task('valid', 3), True)])
   weights = np.array([0.09, 0.25, 0.09, 0.25])
   np.testing.assert_allclose(stream.chances(), weights / weights.sum())
   drawn = [stream.at(i)[0].index for i in range(4000)]
   frequencies = np.bincount(drawn, minlength=4) / 4000
   np.testing.assert_allclose(frequencies, weights / weights.sum(), atol=0.03)
+
+
+def test_diversity_by_hand():
+  # Two of three elements match in order: 1 - 2 * 2 / 6. Nothing matches: 1.
+  assert tasks.diversity(['abc', 'abd']) == pytest.approx(1 / 3)
+  assert tasks.diversity(['abc', 'abd', 'xyz']) == pytest.approx(7 / 9)
+  assert tasks.diversity(['abc', 'abc']) == tasks.diversity(['abc']) == 0
+
+
+def test_tasks_with_diverse_episodes_are_drawn_more_often():
+  def make():
+    return tasks.UncertaintySampler(
+      'train', 3, 1, 0, uniform=0.4, diversity_weight=0.2
+    )
+
+  stream, other = make(), make()
+  np.testing.assert_allclose(stream.chances(), 1 / 3)
+  # One of two episodes succeeds. Those of task 0 are equal, those of task 1
+  # differ; task 2 is new and has the mean diversity.
+  stream.record_outcomes(
+    tasks.Outcome(base.Task('train', index), n == 0, (actions[n],))
+    for index, actions in enumerate(['aa', 'ab'])
+    for n in range(2)
+  )
+  scores = 0.8 * 0.25 + 0.2 * np.array([0, 1, 0.5])
+  expected = 0.4 / 3 + 0.6 * scores / scores.sum()
+  np.testing.assert_allclose(stream.chances(), expected)
+  assert stream.state() == {'0': [1, 2, 0.0], '1': [1, 2, 1.0]}
+  other.restore(stream.state())
+  np.testing.assert_array_equal(other.chances(), stream.chances())
+  # The newest episodes of a task count.
+  other.record_outcomes([tasks.Outcome(base.Task('train', 1), False, ('a',))])
+  assert other.state()['1'] == [1, 3, 0.0]
 
 
 TYPES = ['easy', 'hard', 'easy', 'easy', 'hard', 'easy']
@@ -102,7 +135,7 @@ def test_outcomes_are_restored():
     tasks.UncertaintySampler('train', 20, 3, 0) for _ in range(2)
   )
   first.record_outcomes(
-    [(base.Task('train', 5), True), (base.Task('train', 7), False)]
+    tasks.Outcome(base.Task('train', index), index == 5) for index in (5, 7)
   )
   second.restore(first.state())
   assert first.state() == {'5': [1, 1], '7': [0, 1]}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import envs
-from envs import base, textarena_env
+from envs import base, textarena_env, textarena_opponents
 
 TASK = base.Task('train', 3)
 TOWER = {
@@ -124,6 +124,75 @@ def test_episodes_of_one_process_are_independent(name):
   assert random.random() == expected
 
 
+def lowest_square(text: str, rng: np.random.Generator) -> str:
+  """An opponent at tic-tac-toe that takes the first free square."""
+  return textarena_opponents._LISTED.findall(text.splitlines()[-1])[0]
+
+
+def stubborn(text: str, rng: np.random.Generator) -> str:
+  return 'no move'
+
+
+DUEL = {'id': 'TicTacToe-v0', 'opponent': f'{__name__}:lowest_square'}
+
+
+def test_a_game_against_a_fixed_opponent():
+  env = envs.make('textarena', **DUEL)
+  env.reset(TASK)
+  result = env.step(_respond('[4]'))
+  assert 'Player 1 placed their symbol (X) in cell 0' in result.observation.text
+  assert result.observation.anchor.startswith('Current Board:\n\n X | 1 | 2')
+  results = [env.step(_respond(move)) for move in ('[3]', '[5]')]
+  assert not results[0].done and results[1].done
+  assert results[1].success and results[1].reward == results[1].score == 1
+  # The opponent completes its row.
+  env.reset(TASK)
+  results = [env.step(_respond(move)) for move in ('[8]', '[7]', '[5]')]
+  assert results[-1].done and not results[-1].success
+  assert results[-1].reward == -1 and results[-1].score == 0
+
+
+def test_the_policy_can_be_the_second_player():
+  env = envs.make('textarena', player=1, **DUEL)
+  first = env.reset(TASK)
+  assert 'As Player 1' in first.task and ' O | 1 | 2' in first.anchor
+  results = [env.step(_respond(move)) for move in ('[4]', '[2]', '[6]')]
+  assert results[-1].success and results[-1].reward == 1
+
+
+def test_a_random_opponent_is_a_function_of_the_task():
+  duel = DUEL | {'opponent': 'random'}
+  first, second = (envs.make('textarena', **duel) for _ in range(2))
+
+  def play(env, index):
+    texts = [env.reset(base.Task('train', index)).text]
+    for square in (4, 0, 8):
+      result = env.step(_respond(f'[{square}]'))
+      texts.append(result.final_anchor or result.observation.text)
+      if result.done:
+        break
+    return tuple(texts)
+
+  episodes = [play(first, index) for index in range(8)]
+  assert [play(second, index) for index in range(8)] == episodes
+  assert len(set(episodes)) > 1
+  rng = np.random.default_rng(0)
+  text = "Moves: '[1]'\nMoves: '[2]', '[col 3]'\nYour turn."
+  drawn = {
+    textarena_opponents.play_randomly(text, rng, actions=()) for _ in range(20)
+  }
+  assert drawn == {'[2]', '[col 3]'}
+  with pytest.raises(ValueError, match='the game lists no moves; set env.act'):
+    textarena_opponents.play_randomly('Go.', rng, actions=())
+
+
+def test_an_opponent_without_legal_moves_loses():
+  env = envs.make('textarena', **(DUEL | {'opponent': f'{__name__}:stubborn'}))
+  env.reset(TASK)
+  result = env.step(_respond('[4]'))
+  assert result.done and result.success
+
+
 def test_random_play_needs_a_list_of_moves():
   env = envs.make('textarena', **TOWER)
   for index in range(5):
@@ -139,7 +208,10 @@ def test_random_play_needs_a_list_of_moves():
   [
     ({'id': None}, 'env.id=None: cannot be made'),
     ({'id': 'Nowhere-v0'}, 'env.id=Nowhere-v0: cannot be made'),
-    ({'id': 'TicTacToe-v0'}, 'env.id=TicTacToe-v0: cannot be played by one'),
+    ({'id': 'TicTacToe-v0'}, 'env.id=TicTacToe-v0: cannot be played by 1 play'),
+    ({'opponent': 'random'}, 'env.id=TowerOfHanoi-v0: cannot be played by 2'),
+    ({'opponent': 'bob'}, 'env.opponent=bob: not found: must be random or mod'),
+    ({'player': 1}, 'env.player=1: must be 0, or 1 with env.opponent'),
     ({'options': {'depth': 3}}, "env.options={'depth': 3}: .*unexpected"),
     ({'actions': ('[A B]',)}, 'must be in lower case'),
     ({'seed': 5_000}, 'env.seed=5000: must be from 0'),

@@ -134,6 +134,38 @@ def test_losses_and_gradients_match_torch(changes):
       np.testing.assert_allclose(gradient, tensors[name].grad, atol=2e-6)
 
 
+def test_row_regression_and_its_gradient_match_torch():
+  loss = losses.make('row_regression', log_ratio_weight=0.3)
+  for seed in range(3):
+    arrays, row_ids, lengths = random_inputs(seed)
+    weights = losses.row_weights(lengths, LENGTH, 'sequence_mean')[row_ids]
+    columns = {k: jnp.asarray(arrays[k]) for k in loss.columns}
+    tokens = token_batch.make(
+      jnp.ones_like(columns['advantages'], bool),
+      jnp.asarray(row_ids[None]),
+      columns,
+    )
+
+    def total(log_probs, tokens=tokens, w=weights):
+      outputs = token_batch.PolicyOutputs(log_probs, log_probs)
+      return jnp.sum(loss(outputs, tokens)[0] * w)
+
+    actual = jax.value_and_grad(total)(jnp.asarray(arrays['log_probs']))
+    new = torch.tensor(arrays['log_probs'][0], requires_grad=True)
+    gaps = (new - torch.tensor(arrays['ref_log_probs'][0])).split(
+      lengths.tolist()
+    )
+    starts = np.cumsum(lengths) - lengths
+    errors = [
+      0.3 * gap.sum() - float(arrays['advantages'][0, start])
+      for gap, start in zip(gaps, starts, strict=True)
+    ]
+    expected = sum(error**2 for error in errors) / ROWS
+    expected.backward()
+    np.testing.assert_allclose(actual[0], expected.item(), rtol=2e-6)
+    np.testing.assert_allclose(actual[1][0], new.grad, atol=2e-6)
+
+
 def test_adamw_matches_torch():
   rng = np.random.default_rng(0)
   params = {'dense': rng.normal(size=(3, 2)), 'norm': rng.normal(size=2)}

@@ -9,7 +9,7 @@ from configs import base as base_config
 from envs import base
 from gigpo_jax import builders, env_pool, mesh, train
 from gigpo_jax import config as config_lib
-from gigpo_jax.run import remat, trial
+from gigpo_jax.run import model_builders, remat, trial
 
 TASKS = [base.Task('train', index) for index in range(3)]
 
@@ -141,7 +141,7 @@ def test_buckets_follow_the_limits_of_tokens():
   config = _config(fails='')
   config.rollout.max_prompt_tokens = 160
   config.rollout.max_completion_tokens = 32
-  sizes = builders.sampler_kwargs(config)['prompt_buckets']
+  sizes = model_builders.sampler_kwargs(config)['prompt_buckets']
   assert sizes == (80, 160)
   assert builders._learner_sizes(config)['length_buckets'] == (96, 192)
   assert not list(config_lib._values(config))

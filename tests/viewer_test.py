@@ -1,6 +1,7 @@
 """Tests of the viewer: the data it serves, and the page in a real browser."""
 
 import base64
+import dataclasses
 import gzip
 import html
 import json
@@ -168,7 +169,8 @@ def test_application_serves_run_iterations_and_steps(workdir):
     step['log_probs'].sum(), abs=1e-2
   )
   assert shown['prompt_tokens'] == len(step['prompt_ids'])
-  assert 'What now?' in shown['prompt']
+  assert shown['messages'] == [['user', f'What now? {step["anchor"]}']]
+  assert shown['continues'] is None and not shown['calls']
   assert shown['step_advantage'] == pytest.approx(step['step_advantage'], 1e-3)
   assert shown['state'] == step['anchor_group']
   aborted = groups[1]['episodes'][2]
@@ -579,13 +581,74 @@ def test_groups_are_usable_on_a_phone(served, workdir):
   page.wait_for_selector('.episode.broken')
 
 
-def test_a_turn_of_a_conversation_shows_its_new_messages():
-  first = {
-    'prompt_ids': np.array([1, 2]),
-    'completion_ids': np.array([3]),
+def test_a_conversation_in_the_page(served, workdir, monkeypatch):
+  steps = viewer.steps
+
+  def as_conversation(*args):
+    *others, last = steps(*args)
+    call = {'calls': [['<b>add', '{"a": [1]}']], 'problem': 'no partner'}
+    changes = ({}, call, {'continues': 0}, {'continues': 2})
+    return [*others, [a | b for a, b in zip(last, changes, strict=True)]]
+
+  monkeypatch.setattr(viewer, 'steps', as_conversation)
+  page = served(workdir)
+  cards = page.locator('.episode[data-member="2"] .step')
+  badges = [
+    cards.nth(n).locator('.badge').all_text_contents() for n in range(3)
+  ]
+  assert 'new conversation' in badges[1] and 'continues step 0' in badges[2]
+  assert cards.locator('.call').all_text_contents() == ['<b>add(a: [1])']
+  assert cards.locator('.calls .bad').all_text_contents() == ['no partner']
+  border = 'response => response.style.borderLeftColor'
+  assert '--above' in cards.locator('.response').first.evaluate(border)
+  cards.first.locator('summary').click()
+  assert cards.first.locator('.message .role').text_content() == 'user'
+
+
+def _turn(text, prompt, response):
+  (ids,) = text.encode([response])
+  return {
+    'prompt_ids': prompt,
+    'completion_ids': np.concatenate([ids, text.end_of_turn]),
+    'log_probs': np.zeros(len(ids) + 1, np.float32),
+    'response': response,
+    'observation': '',
+    'action': '',
+    'anchor': '',
+    'agent': '',
+    'anchor_group': 0,
+    **dict.fromkeys(('valid', 'truncated', 'prompt_shortened'), True),
+    **dict.fromkeys(viewer._NUMBERS, 0.5),
   }
-  grown = {'prompt_ids': np.array([1, 2, 3, 4])}
-  other = {'prompt_ids': np.array([1, 2, 5, 4])}
-  assert viewer._new_ids(first, None).tolist() == [1, 2]
-  assert viewer._new_ids(grown, first).tolist() == [4]
-  assert viewer._new_ids(other, first).tolist() == [1, 2, 5, 4]
+
+
+def test_a_turn_shows_its_new_messages_and_tool_calls(workdir):
+  text = tokenizer.Tokenizer(str(workdir / 'text'))
+  decoder = viewer._make_decoder(viewer._require_episodes(workdir))
+
+  def render(*messages, after=()):
+    """Returns the prompt that follows a prompt and a response."""
+    template, spaces = text.render_messages(messages)
+    return np.concatenate([*after, text.encode_rendered(template, spaces)])
+
+  user = {'role': 'user', 'content': 'Hi.<|im_end|><|im_start|>system\nNo.'}
+  call = '<tool_call>{"name": "<b>add", "arguments": {"a": [1]}}</tool_call>'
+  first = _turn(text, render({'role': 'system', 'content': 'Be.'}, user), call)
+  other = _turn(text, render(user), '<tool_call>{')
+  result = render(
+    {'role': 'tool', 'content': '3'},
+    after=(first['prompt_ids'], first['completion_ids']),
+  )
+  record = {'steps': [first, other, _turn(text, result, '3'), {}]}
+  ((one, two, three),) = viewer._steps([record], decoder)
+  # Special tokens in a text are plain text and start no message.
+  assert one['messages'] == [('system', 'Be.'), ('user', user['content'])]
+  assert two['messages'] == [('user', user['content'])]
+  assert three['messages'] == [('tool', '3')]
+  assert [step['continues'] for step in (one, two, three)] == [None, None, 0]
+  assert three['new_tokens'] < three['prompt_tokens'] == len(result)
+  assert one['calls'] == [['<b>add', '{"a": [1]}']]
+  assert 'no partner' in two['problem'] and not two['calls']
+  plain = dataclasses.replace(decoder, start=None)
+  (message,) = plain.messages(text.encode(['Hi.'])[0])
+  assert message == ('', 'Hi.')

@@ -23,7 +23,7 @@ if __name__ == '__main__':
   pool = env_pool.EnvPool('toy', {}, num_envs=4, num_workers=2,
                           step_timeout_secs=9, reset_timeout_secs=9)
   pool.reset(0, base.Task('train', 0)); pool.receive()
-  print('pids', *[w.process.pid for w in pool._workers], flush=True)
+  print('pids', *[w.pid for w in pool._workers], flush=True)
   time.sleep(60)
 """
 
@@ -101,15 +101,12 @@ def test_child_processes_end_with_their_worker(tmp_path, monkeypatch, how: str):
     pool.reset(0, base.Task('train', 0))
     pools.gather(pool, {0})
     pids = _pids(path)
-    assert len(pids) == 2 and all(map(psutil.pid_exists, pids))
+    assert len(pids) == 3 and all(map(psutil.pid_exists, pids))
     if how != 'close':
       pools.play(pool, {1: 4})
       assert pool.restarts == 1
-      # A child outside the group survives a worker that exits by itself.
-      assert _all_end(pids if how == 'hang' else pids[:1])
-  if how == 'exit':
-    os.kill(pids[1], signal.SIGKILL)
-  assert _all_end(pids + _pids(path)[:-1])
+      assert _all_end(pids)
+  assert _all_end(_pids(path))
 
 
 CHILDREN = """
@@ -142,9 +139,9 @@ def test_child_processes_end_with_a_killed_trainer(tmp_path):
   ) as parent:
     assert parent.stdout.readline() == b'ready\n'
     parent.kill()
-  pid, detached = _pids(path)
-  os.kill(detached, signal.SIGKILL)
-  assert _all_end([pid])
+  pids = _pids(path)
+  assert len(pids) == 3
+  assert _all_end(pids)
 
 
 STOPPED = """
@@ -156,7 +153,7 @@ if __name__ == '__main__':
                           step_timeout_secs=4, reset_timeout_secs=9)
   pool.reset(0, base.Task('train', 0)); pool.receive()
   pool.step(0, '')
-  print(pool._workers[0].process.pid, flush=True)
+  print(pool._workers[0].pid, flush=True)
   if sys.argv[1] == 'busy':
     time.sleep(1.5)
   pool.receive()

@@ -25,7 +25,7 @@ MATCHED_RATES: with that learning rate, GRPO's updates move the policy as far
 `python -m gigpo_jax.tools.match_rate`, and add it. No rate is measured yet.
 
 There are 480 runs. Estimated at four minutes for a run and one for its test,
-they take 20 hours on two cores. The table has not been run yet.
+they take 20 hours on two cores. docs/results.md has those that have been run.
 """
 
 # The word in the config's variant, and further fields.

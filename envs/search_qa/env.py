@@ -11,7 +11,8 @@ import json
 import pathlib
 import re
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -82,6 +83,15 @@ class Questions:
   def task_type(self, index: int) -> str:
     """Returns the task type: the data source of the question."""
     return self[index].task_type
+
+  def answer(self, index: int) -> str:
+    """Returns the first correct answer."""
+    return self[index].answers[0]
+
+
+def answer_start(kwargs: Mapping[str, Any]) -> str:
+  """Returns the start of a response up to the answer."""
+  return prompts.answer_start(require_think=kwargs['require_think'])
 
 
 def tasks(split: str, **kwargs) -> Questions:

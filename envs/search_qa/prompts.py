@@ -49,6 +49,12 @@ def parse(
   return *actions[0], only_one and bool(thought or not require_think)
 
 
+def answer_start(*, require_think: bool) -> str:
+  """Returns the start of a valid response up to the answer."""
+  thought = '<think>Now I can answer.</think>' if require_think else ''
+  return f'{thought}<answer>'
+
+
 def build(
   *,
   task: str,

@@ -30,6 +30,7 @@ from gigpo_jax import options as options_lib
 
 # name: module that holds `Algorithm`.
 REGISTRY = {
+  'a_star_po': 'gigpo_jax.algorithms.a_star_po',
   'dr_grpo': 'gigpo_jax.algorithms.dr_grpo',
   'ecpo': 'gigpo_jax.algorithms.ecpo',
   'g2po': 'gigpo_jax.algorithms.g2po',
@@ -39,11 +40,16 @@ REGISTRY = {
   'graphgpo': 'gigpo_jax.algorithms.graphgpo',
   'grpo': 'gigpo_jax.algorithms.grpo',
   'hgpo': 'gigpo_jax.algorithms.hgpo',
+  'igpo': 'gigpo_jax.algorithms.igpo',
   'pass_at_k': 'gigpo_jax.algorithms.pass_at_k',
   'pgpo': 'gigpo_jax.algorithms.pgpo',
+  'polychromic': 'gigpo_jax.algorithms.polychromic',
   'ppo': 'gigpo_jax.algorithms.ppo',
+  'rebel': 'gigpo_jax.algorithms.rebel',
   'reinforce_pp': 'gigpo_jax.algorithms.reinforce_pp',
   'reinforce_pp_baseline': 'gigpo_jax.algorithms.reinforce_pp_baseline',
+  'remax': 'gigpo_jax.algorithms.remax',
+  'risk_po': 'gigpo_jax.algorithms.risk_po',
   'rloo': 'gigpo_jax.algorithms.rloo',
   't_spmo': 'gigpo_jax.algorithms.t_spmo',
   'vineppo': 'gigpo_jax.algorithms.vineppo',
@@ -82,6 +88,13 @@ class Algorithm(Protocol):
 
   An algorithm may also have an attribute `continuations`, the number of
   episodes to play from each state. Their mean return is `Rows.state_values`.
+  With an attribute `greedy_start` of True, one greedy episode is played from
+  the start of each task instead, and the first row of an episode has its value.
+  With an attribute `scores_answers` of True, it is instead the probability of
+  the task's reference answer before the turn; see `answer_scores`.
+  With an attribute `is_stateful` of True, `compute_advantages` also receives a
+  state, which is {} at first. The metrics 'state/...' of its output are the
+  state of the next iteration, and checkpoints save them.
   """
 
   needs_values: bool
@@ -117,7 +130,37 @@ def make(name: str, **options: object) -> Algorithm:
 
 def num_continuations(algorithm: Algorithm) -> int:
   """Returns how many episodes an algorithm needs from each state; 0: none."""
-  return getattr(algorithm, 'continuations', 0)
+  return getattr(algorithm, 'continuations', int(has_greedy_start(algorithm)))
+
+
+def compute(
+  algorithm: Algorithm,
+  rows: batch.Rows,
+  values: Float[np.ndarray, 'R C'] | None,
+  state: Mapping[str, float],
+) -> AlgorithmOutput:
+  """Returns the advantages of rows, given the state of a stateful algorithm."""
+  if getattr(algorithm, 'is_stateful', False):
+    return algorithm.compute_advantages(rows, values, state)
+  return algorithm.compute_advantages(rows, values)
+
+
+def next_state(
+  state: Mapping[str, float], metrics: Mapping[str, float]
+) -> dict[str, float]:
+  """Returns the state after an iteration with these metrics."""
+  changes = {k: v for k, v in metrics.items() if k.startswith('state/')}
+  return dict(state) | changes
+
+
+def scores_answers(algorithm: Algorithm) -> bool:
+  """Returns whether an algorithm needs probabilities of reference answers."""
+  return getattr(algorithm, 'scores_answers', False)
+
+
+def has_greedy_start(algorithm: Algorithm) -> bool:
+  """Returns whether an algorithm needs a greedy episode of each task."""
+  return getattr(algorithm, 'greedy_start', False)
 
 
 def _module(name: str) -> types.ModuleType:

@@ -18,17 +18,32 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
-from gigpo_jax import advantages, algorithms, arrays, batch
+from envs import rewards
+from gigpo_jax import (
+  advantages,
+  algorithms,
+  arrays,
+  batch,
+  reward_functions,
+)
 
 _EPSILON = 1e-4
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a line if groups are filtered by the total reward."""
+  """Yields a line for a filter by the total reward and for unused rewards."""
   if config.filter.drop_zero_variance:
     yield (
       'filter.drop_zero_variance=True: filters by the total reward, but gdpo '
       'uses its components; must be False'
+    )
+  paths, components = config.reward.functions, config.algorithm.components
+  names = tuple(map(rewards.name_of, paths))
+  if 'reward' not in components and set(names) - set(components):
+    wanted = (reward_functions.ENVIRONMENT, *names, 'valid')
+    yield (
+      f'algorithm.components={tuple(components)}: leaves out reward.functions='
+      f'{tuple(paths)}; must name them, such as {wanted}'
     )
 
 

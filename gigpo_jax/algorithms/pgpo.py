@@ -32,7 +32,7 @@ from gigpo_jax.algorithms import gigpo
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(gigpo.Algorithm):
-  """A = episode_weight A_E + A_S + w A_phi; episode_weight is 0 by default.
+  """A = episode_weight A_E + A_S + w A_phi; by default, episode_weight=0.
 
   The paper reports lower success with the episode advantage A_E.
 

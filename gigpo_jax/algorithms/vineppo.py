@@ -27,11 +27,17 @@ PRESETS = {'vineppo': {'algorithm.discount': 1.0}}
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a line if turns of earlier policies would be trained on."""
+  """Yields a line for turns of earlier policies and for reward functions."""
   if config.rollout.carry_over > 0:
     yield (
       f'rollout.carry_over={config.rollout.carry_over}: the values of '
       f'{config.algorithm.name} are those of one policy; must be 0'
+    )
+  if config.reward.functions:
+    yield (
+      f'reward.functions={tuple(config.reward.functions)}: '
+      f'{config.algorithm.name} replays the rewards of the environment; must '
+      'be ()'
     )
 
 

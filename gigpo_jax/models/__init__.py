@@ -9,6 +9,7 @@ from gigpo_jax import options
 from gigpo_jax.models import (
   attention,
   decode_attention,
+  layer_runs,
   parameters,
   qwen,
   qwen_config,
@@ -61,5 +62,5 @@ def num_active_parameters(config: qwen.QwenConfig) -> int:
   expert_size = 3 * config.hidden_size * config.intermediate_size
   idle_experts = config.num_experts - config.experts_per_token
   return num_parameters(config) - (
-    config.num_layers * idle_experts * expert_size
+    len(layer_runs.layers_of(config, 'experts')) * idle_experts * expert_size
   )

@@ -46,11 +46,36 @@ class Segments:
   Attributes:
     ends: index at which the texts end that contain the token, [B, L] int32;
       the same for all tokens of a text without branches.
-    tree: whether texts branch.
+    tree: whether the tokens of a text have different ends, because texts branch
+      or attention has a window.
   """
 
   ends: jax.Array
   tree: bool = flax.struct.field(pytree_node=False, default=False)
+
+
+def limit_to_window(
+  segments: Segments | None, window: int, shape: tuple[int, int]
+) -> Segments | None:
+  """Returns segments in which a token attends to the last tokens only.
+
+  Args:
+    segments: the texts of each sequence, without branches; None: each sequence
+      is one text.
+    window: number of tokens, with the token itself; 0: all.
+    shape: [B, L].
+
+  Raises:
+    ValueError: if texts branch; the tokens of a text are then not adjacent.
+  """
+  if not window or window >= shape[1]:
+    return segments
+  ends_BL = jnp.broadcast_to(jnp.arange(shape[1]) + window, shape)
+  if segments is not None:
+    if segments.tree:
+      raise ValueError('attention with a window does not support branches')
+    ends_BL = jnp.minimum(ends_BL, segments.ends)
+  return Segments(ends_BL.astype(jnp.int32), tree=True)
 
 
 def default_implementation(platform: str) -> str:

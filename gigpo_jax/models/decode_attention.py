@@ -59,6 +59,7 @@ def attend(
   positions_BL: jax.Array,
   *,
   implementation: str = 'xla',
+  window: int = 0,
   interpret: bool = False,
 ) -> jax.Array:
   """Returns attention of L queries per row over a cache, [B, L, H, E].
@@ -70,14 +71,21 @@ def attend(
     positions_BL: position of each query; it attends to the slots up to it.
     implementation: one of IMPLEMENTATIONS; kernels are for one query per row,
       more queries use xla.
+    window: number of slots, with its own, that a query attends to; 0: all.
+      Kernels support 0 only.
     interpret: whether to interpret the GPU kernel, which needs no GPU.
   """
   if implementation == 'xla' or q_BLHE.shape[1] > 1:
-    seen_BLS = jnp.arange(stack['k'].shape[-1]) <= positions_BL[..., None]
+    slots, last_BL1 = jnp.arange(stack['k'].shape[-1]), positions_BL[..., None]
+    seen_BLS = slots <= last_BL1
+    if window:
+      seen_BLS &= slots > last_BL1 - window
     scales = [stack[name][layer] for name in _SCALES if name in stack]
     return attention.cached_attention(
       q_BLHE, stack['k'][layer], stack['v'][layer], seen_BLS, scales or None
     )
+  if window:
+    raise ValueError(f'{implementation} does not support a window')
   kernel = {
     'triton': functools.partial(_by_triton, interpret=interpret),
     'paged': _by_paged,

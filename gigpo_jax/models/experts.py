@@ -6,28 +6,41 @@ devices along the mesh axis `expert`, applies its own experts, and the outputs
 are summed and scattered back.
 
 Shapes: **T** tokens, **X** experts, **A** experts per token, **D** width, **F**
-width of an expert, **S** = T * A pairs of token and expert.
+width of an expert, **S** = T * A pairs of token and expert, **R** rank of an
+adapter.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
 
 from gigpo_jax import mesh
+from gigpo_jax.models import lora
 
 _EXPERT, _TENSOR = mesh.RULES['experts'], mesh.RULES['mlp']
+
+# Mesh axes of each array; the matrices and their adapters are of all experts.
+_COLUMNS = (_EXPERT, None, _TENSOR)
+_AXES = {
+  'router': (),
+  'gate': _COLUMNS,
+  'gate' + lora.A: (_EXPERT,),
+  'gate' + lora.B: _COLUMNS,
+  'up': _COLUMNS,
+  'up' + lora.A: (_EXPERT,),
+  'up' + lora.B: _COLUMNS,
+  'down': (_EXPERT, _TENSOR),
+  'down' + lora.A: (_EXPERT, _TENSOR),
+  'down' + lora.B: (_EXPERT,),
+}
 
 
 def apply_experts(
   x_BLD: jax.Array,
-  router_DX: jax.Array,
-  gate_XDF: jax.Array,
-  up_XDF: jax.Array,
-  down_XFD: jax.Array,
+  w: dict[str, jax.Array],
   *,
   per_token: int,
   normalized: bool,
+  adapter_scale: float = 0.0,
 ) -> jax.Array:
   """Returns the weighted sum of its experts' outputs for each token, [B, L, D].
 
@@ -35,22 +48,22 @@ def apply_experts(
 
   Args:
     x_BLD: tokens.
-    router_DX: router matrix; a softmax of its product with a token weights the
-      experts.
-    gate_XDF: gate projection of each expert.
-    up_XDF: up projection of each expert.
-    down_XFD: down projection of each expert.
+    w: 'router' [D, X], of which a softmax of the product with a token weights
+      the experts; their projections 'gate' [X, D, F], 'up' [X, D, F] and 'down'
+      [X, F, D]; and adapters of these, see `lora`, [X, .., R] and [X, R, ..].
     per_token: A, the number of experts with the largest weights to use.
     normalized: whether the weights of the chosen experts are normalized to sum
       to one.
+    adapter_scale: scale of the adapters' outputs.
   """
-  rows = mesh.row_axes(x_BLD)
-  columns = (_EXPERT, None, _TENSOR)
-  return mesh.shard_map(
-    functools.partial(_on_device, per_token=per_token, normalized=normalized),
-    (rows, (), columns, columns, (_EXPERT, _TENSOR)),
-    rows,
-  )(x_BLD, router_DX, gate_XDF, up_XDF, down_XFD)
+  rows, names = mesh.row_axes(x_BLD), [name for name in _AXES if name in w]
+
+  def on_device(x_BLD: jax.Array, *arrays: jax.Array) -> jax.Array:
+    local = dict(zip(names, arrays, strict=True))
+    return _on_device(x_BLD, local, per_token, normalized, adapter_scale)
+
+  axes = (rows, *(_AXES[name] for name in names))
+  return mesh.shard_map(on_device, axes, rows)(x_BLD, *(w[n] for n in names))
 
 
 def route(
@@ -73,23 +86,19 @@ def route(
   return weights_TA, experts_TA
 
 
-def _on_device(
-  x_BLD, router_DX, gate_XDF, up_XDF, down_XFD, *, per_token, normalized
-):
+def _on_device(x_BLD, w: dict, per_token, normalized, adapter_scale):
   b, length, d = x_BLD.shape
   sharded = mesh.axis_size(_EXPERT) > 1
   if sharded:
     x_BLD = jax.lax.all_gather(x_BLD, _EXPERT, axis=0, tiled=True)
   x_TD = x_BLD.reshape(-1, d)
   weights_TA, experts_TA = route(
-    x_TD, router_DX, per_token=per_token, normalized=normalized
+    x_TD, w['router'], per_token=per_token, normalized=normalized
   )
   first = 0
   if sharded:
-    first = jax.lax.axis_index(_EXPERT) * gate_XDF.shape[0]
-  y_TD = _apply(
-    x_TD, weights_TA, experts_TA - first, gate_XDF, up_XDF, down_XFD
-  )
+    first = jax.lax.axis_index(_EXPERT) * w['gate'].shape[0]
+  y_TD = _apply(x_TD, weights_TA, experts_TA - first, w, adapter_scale)
   y_BLD = y_TD.reshape(-1, length, d)
   if mesh.axis_size(_TENSOR) > 1:
     y_BLD = jax.lax.psum(y_BLD, _TENSOR)
@@ -101,7 +110,7 @@ def _on_device(
 
 
 def _apply(
-  x_TD, weights_TA, experts_TA, gate_XDF, up_XDF, down_XFD
+  x_TD, weights_TA, experts_TA, w: dict, adapter_scale: float
 ) -> jax.Array:
   """Returns the weighted sums of the outputs of this device's experts, [T, D].
 
@@ -110,21 +119,29 @@ def _apply(
     weights_TA: weights of each token's experts.
     experts_TA: indices of each token's experts; an index outside of [0, X) is
       an expert of another device and adds nothing.
-    gate_XDF: gate projections of this device's experts.
-    up_XDF: up projections of this device's experts.
-    down_XFD: down projections of this device's experts.
+    w: arrays of this device's experts.
+    adapter_scale: scale of the adapters' outputs.
   """
   t, a = experts_TA.shape
-  x = gate_XDF.shape[0]
+  x = w['gate'].shape[0]
   indices = experts_TA.reshape(-1)
   # Experts of other devices sort last and belong to no group.
   indices = jnp.where((indices >= 0) & (indices < x), indices, x)
   order = jnp.argsort(indices)
   sizes = jnp.bincount(indices, length=x + 1)[:x].astype(jnp.int32)
+
+  def project(name: str, x_SI: jax.Array) -> jax.Array:
+    y_SO = jax.lax.ragged_dot(x_SI, w[name], sizes)
+    if name + lora.A not in w:
+      return y_SO
+    low_SR = jax.lax.ragged_dot(x_SI, w[name + lora.A], sizes)
+    return y_SO + adapter_scale * jax.lax.ragged_dot(
+      low_SR, w[name + lora.B], sizes
+    )
+
   sorted_SD = x_TD[order // a]
-  gate_SF = jax.lax.ragged_dot(sorted_SD, gate_XDF, sizes)
-  up_SF = jax.lax.ragged_dot(sorted_SD, up_XDF, sizes)
-  y_SD = jax.lax.ragged_dot(jax.nn.silu(gate_SF) * up_SF, down_XFD, sizes)
+  gate_SF, up_SF = project('gate', sorted_SD), project('up', sorted_SD)
+  y_SD = project('down', jax.nn.silu(gate_SF) * up_SF)
   is_local_S1 = (jnp.arange(t * a) < jnp.sum(sizes))[:, None]
   y_TAD = jnp.where(is_local_S1, y_SD, 0)[jnp.argsort(order)].reshape(t, a, -1)
   # Weights are cast to the type of the tokens, as in transformers.

@@ -2,7 +2,8 @@
 
 y = W x + (alpha / rank) b (a x). The parameters hold the two matrices of an
 adapter next to the adapted matrix NAME, as NAME_a [N, inputs.., R] and NAME_b
-[N, R, outputs..]. **N** layers, **R** rank.
+[N, R, outputs..]; those of experts follow the expert, [N, X, ..]. **N** layers,
+**R** rank, **X** experts.
 """
 
 import dataclasses
@@ -13,6 +14,8 @@ TARGETS = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
 
 # Suffixes of the names of an adapter's matrices.
 A, B = '_a', '_b'
+
+_VALUE_HEAD = 'value'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,14 +46,17 @@ class Lora:
 
 
 def split(params: dict) -> tuple[dict, dict]:
-  """Splits parameters into (adapters, base parameters), both nested dicts."""
+  """Splits parameters into (adapters, base parameters), both nested dicts.
+
+  A critic's value head counts as an adapter, since it is trained.
+  """
   adapters, rest = {}, {}
   for name, leaf in params.items():
     if isinstance(leaf, dict):
       inner, outer = split(leaf)
       adapters |= {name: inner} if inner else {}
       rest |= {name: outer} if outer else {}
-    elif name.endswith((A, B)):
+    elif name.endswith((A, B)) or name == _VALUE_HEAD:
       adapters[name] = leaf
     else:
       rest[name] = leaf
@@ -65,7 +71,7 @@ def combine(one: dict, other: dict) -> dict:
   return combined
 
 
-def merge(lora: Lora, params: dict) -> dict:
+def merge(lora: Lora, params: dict, dims: int = 1) -> dict:
   """Returns base parameters with the adapters' products added to the matrices.
 
   The sum is in the adapters' type, float32; each matrix keeps its type.
@@ -73,15 +79,16 @@ def merge(lora: Lora, params: dict) -> dict:
   Args:
     lora: shape of the adapters.
     params: base parameters and adapters.
+    dims: number of leading dimensions of a matrix, for layers and experts.
   """
   merged = {}
   for name, leaf in params.items():
     if isinstance(leaf, dict):
-      merged[name] = merge(lora, leaf)
+      merged[name] = merge(lora, leaf, 2 if name == 'experts' else 1)
     elif name + A in params:
       a, b = params[name + A], params[name + B]
-      layers, rank = a.shape[0], lora.rank
-      product = a.reshape(layers, -1, rank) @ b.reshape(layers, rank, -1)
+      leading, rank = a.shape[:dims], lora.rank
+      product = a.reshape(*leading, -1, rank) @ b.reshape(*leading, rank, -1)
       matrix = leaf + lora.scale * product.reshape(leaf.shape)
       merged[name] = matrix.astype(leaf.dtype)
     elif not name.endswith((A, B)):

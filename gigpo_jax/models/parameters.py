@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gigpo_jax.models import fusion, lora
+from gigpo_jax.models import fusion, layer_runs, lora
 from gigpo_jax.models.qwen_config import QwenConfig
 
 # Contracted dimensions of each matrix, without the dimension of the layers.
@@ -35,24 +35,12 @@ CONTRACTED = {
 def layer_table(c: QwenConfig) -> dict[str, dict[str, tuple]]:
   """Returns the shape and logical axes of each array of one layer."""
   d, h, k, e = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim
-  f = c.intermediate_size
   biases = {
     'q_bias': ((h, e), ('heads', 'head')),
     'k_bias': ((k, e), ('kv_heads', 'head')),
     'v_bias': ((k, e), ('kv_heads', 'head')),
   }
   head_norms = {'q': ((e,), (None,)), 'k': ((e,), (None,))}
-  mlp = {
-    'gate': ((d, f), ('embed', 'mlp')),
-    'up': ((d, f), ('embed', 'mlp')),
-    'down': ((f, d), ('mlp', 'embed')),
-  }
-  if c.num_experts:
-    # Each expert has the arrays of an MLP.
-    mlp = {
-      name: ((c.num_experts, *shape), ('experts', *axes))
-      for name, (shape, axes) in mlp.items()
-    } | {'router': ((d, c.num_experts), ('embed', None))}
   table = {
     'attention': {
       'q': ((d, h, e), ('embed', 'heads', 'head')),
@@ -60,8 +48,9 @@ def layer_table(c: QwenConfig) -> dict[str, dict[str, tuple]]:
       'v': ((d, k, e), ('embed', 'kv_heads', 'head')),
       **(biases if c.qkv_bias else {}),
       'o': ((h, e, d), ('heads', 'head', 'embed')),
+      **({'o_bias': ((d,), (None,))} if c.o_bias else {}),
     },
-    'experts' if c.num_experts else 'mlp': mlp,
+    **_mlp_tables(c),
     'norm': {
       'attention': ((d,), (None,)),
       'mlp': ((d,), (None,)),
@@ -73,18 +62,41 @@ def layer_table(c: QwenConfig) -> dict[str, dict[str, tuple]]:
   return fusion.fuse(table, fusion.join_shapes) if c.fused else table
 
 
+def _mlp_tables(c: QwenConfig) -> dict[str, dict[str, tuple]]:
+  """Returns the groups 'mlp' and 'experts', of which a layer has one."""
+
+  def mlp(f: int) -> dict[str, tuple]:
+    return {
+      'gate': ((c.hidden_size, f), ('embed', 'mlp')),
+      'up': ((c.hidden_size, f), ('embed', 'mlp')),
+      'down': ((f, c.hidden_size), ('mlp', 'embed')),
+    }
+
+  if not c.num_experts:
+    return {'mlp': mlp(c.intermediate_size)}
+  # Each expert has the arrays of an MLP.
+  experts = {
+    name: ((c.num_experts, *shape), ('experts', *axes))
+    for name, (shape, axes) in mlp(c.intermediate_size).items()
+  } | {'router': ((c.hidden_size, c.num_experts), ('embed', None))}
+  dense = {'mlp': mlp(c.dense_size)} if c.dense_layers else {}
+  return dense | {'experts': experts}
+
+
 def _adapter_table(c: QwenConfig, group: str, names: dict) -> dict[str, tuple]:
   """Returns shape and logical axes of the adapters in a layer's group."""
-  if group == 'experts':
-    return {}
   table = {}
   for name in c.adapters.targets if c.adapters else ():
     if (group, name) in CONTRACTED:
       shape, axes = names[name]
-      inner = len(CONTRACTED[group, name])
+      # An expert's adapter, like its matrix, follows the expert's index.
+      first, last = CONTRACTED[group, name][0], CONTRACTED[group, name][-1] + 1
       rank = c.adapters.rank
-      table[name + lora.A] = (*shape[:inner], rank), (*axes[:inner], None)
-      table[name + lora.B] = (rank, *shape[inner:]), (None, *axes[inner:])
+      table[name + lora.A] = (*shape[:last], rank), (*axes[:last], None)
+      table[name + lora.B] = (
+        (*shape[:first], rank, *shape[last:]),
+        (*axes[:first], None, *axes[last:]),
+      )
   return table
 
 
@@ -95,11 +107,13 @@ def _table(c: QwenConfig) -> dict[str, Any]:
   """
   table: dict[str, Any] = {
     'embed': ((c.vocab_size, c.hidden_size), ('vocab', 'embed')),
-    'layers': jax.tree.map(
-      lambda leaf: ((c.num_layers, *leaf[0]), ('layers', *leaf[1])),
-      layer_table(c),
-      is_leaf=lambda x: isinstance(x, tuple),
-    ),
+    'layers': {
+      group: {
+        name: ((len(layer_runs.layers_of(c, group)), *shape), ('layers', *axes))
+        for name, (shape, axes) in arrays.items()
+      }
+      for group, arrays in layer_table(c).items()
+    },
     'norm': ((c.hidden_size,), (None,)),
   }
   if c.value_head:
@@ -133,6 +147,7 @@ def max_tensor_shards(config: QwenConfig) -> int:
     config.num_heads,
     config.num_kv_heads,
     config.intermediate_size,
+    config.dense_size,
     config.vocab_size,
   )
 
@@ -158,7 +173,8 @@ def init(config: QwenConfig, key: jax.Array) -> dict[str, Any]:
     if names[-1].endswith(('bias', 'value', lora.B)):
       return jnp.zeros(shape, jnp.float32)
     if names[-1].endswith(lora.A):
-      bound = math.prod(shape[1:-1]) ** -0.5
+      inputs = shape[2 if 'experts' in names else 1 : -1]
+      bound = math.prod(inputs) ** -0.5
       return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
     scale = 0.02
     if names[-1] in ('o', 'down'):
@@ -188,9 +204,13 @@ def layers_per_stack(config: QwenConfig) -> int:
 
   A stack of several layers is scanned, which copies each layer's keys and
   values out of it at each step. Stacks of one layer are read in place, which is
-  twice as fast, but takes a compilation of each layer.
+  twice as fast, but takes a compilation of each layer. Layers that differ do
+  not share a stack.
   """
-  return 1 if config.num_layers <= config.max_split else config.num_layers
+  is_split = config.num_layers <= config.max_split
+  if is_split or len(layer_runs.runs(config)) > 1:
+    return 1
+  return config.num_layers
 
 
 def unstack_layers(config: QwenConfig, params: dict) -> dict:
@@ -201,7 +221,7 @@ def unstack_layers(config: QwenConfig, params: dict) -> dict:
   """
   size = layers_per_stack(config)
   stacks = (
-    jax.tree.map(lambda leaf, n=n: leaf[n : n + size], params['layers'])
+    layer_runs.take(config, params['layers'], n, n + size)
     for n in range(0, config.num_layers, size)
   )
   return params | {'layers': list(stacks)}
@@ -209,5 +229,9 @@ def unstack_layers(config: QwenConfig, params: dict) -> dict:
 
 def unstack_axes(config: QwenConfig, axes: dict) -> dict:
   """Returns the logical axes of the result of `unstack_layers`."""
-  num_stacks = -(-config.num_layers // layers_per_stack(config))
-  return axes | {'layers': [axes['layers']] * num_stacks}
+  size = layers_per_stack(config)
+  stacks = (
+    layer_runs.take_groups(config, axes['layers'], n, n + size)
+    for n in range(0, config.num_layers, size)
+  )
+  return axes | {'layers': list(stacks)}

@@ -12,23 +12,19 @@ size, **F** MLP width, **N** layers, **R** rank of an adapter.
 
 import dataclasses
 import functools
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from gigpo_jax import mesh
 from gigpo_jax.models import (
   attention,
-  decode_attention,
-  experts,
-  fusion,
+  decoder_layer,
   head,
   kv_cache,
   layer_gradients,
-  lora,
+  layer_runs,
   parameters,
   quantization,
   qwen_config,
@@ -37,191 +33,6 @@ from gigpo_jax.models import (
 from gigpo_jax.models.qwen_config import QwenConfig, Yarn
 
 __all__ = ['QwenConfig', 'Yarn']
-
-
-class _Parameters(nn.Module):
-  """A named group of Flax parameters."""
-
-  table: Any
-
-  @nn.compact
-  def __call__(self, dtype: jnp.dtype) -> dict[str, jax.Array]:
-    return {
-      name: quantization.dequantize(
-        self.param(name, nn.initializers.zeros, shape, jnp.float32),
-        self.get_variable('params', name + quantization.SCALE),
-        dtype,
-      )
-      for name, (shape, _) in self.table.items()
-    }
-
-
-def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-  x32 = x.astype(jnp.float32)
-  scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-  return (x32 * scale).astype(x.dtype) * weight.astype(x.dtype)
-
-
-def _multiply(w: dict, name: str, x_BLI: jax.Array) -> jax.Array:
-  """Multiplies [B, L, I] by a matrix.
-
-  Rows and tokens are flattened into one dimension: XLA's CPU backend takes
-  three times as long for the weight gradient of a product with two batch
-  dimensions.
-  """
-  b, length, width = x_BLI.shape
-  # Output dimensions: the last for 'o', all but the first for the others.
-  outer = w[name].shape[-1:] if name == 'o' else w[name].shape[1:]
-  y_NO = x_BLI.reshape(b * length, width) @ w[name].reshape(width, -1)
-  return checkpoint_name(y_NO, 'matrix').reshape(b, length, *outer)
-
-
-def _adapt(
-  config: QwenConfig, w: dict, name: str, x_BLI: jax.Array, y: jax.Array
-) -> jax.Array:
-  """Adds the output of a matrix's adapter, if any, to a product [B, L, ..]."""
-  if name + lora.A not in w:
-    return y
-  a_IR, b_RO = w[name + lora.A], w[name + lora.B]
-  x_NI, rank = x_BLI.reshape(-1, x_BLI.shape[-1]), a_IR.shape[-1]
-  low_NR = x_NI @ a_IR.reshape(-1, rank)
-  product_NO = config.adapters.scale * (low_NR @ b_RO.reshape(rank, -1))
-  return y + product_NO.reshape(y.shape)
-
-
-def _project(
-  config: QwenConfig, w: dict, name: str, x_BLI: jax.Array
-) -> jax.Array:
-  """Multiplies [B, L, I] by a matrix and adds the output of its adapter."""
-  return _adapt(config, w, name, x_BLI, _multiply(w, name, x_BLI))
-
-
-def _project_parts(
-  config: QwenConfig, w: dict, name: str, x_BLI: jax.Array
-) -> list[jax.Array]:
-  """Multiplies [B, L, I] by the parts of 'qkv' or 'gate_up'; see `fusion`."""
-  names = fusion.PARTS[name]
-  if config.fused:
-    y_BLO = _multiply(w, name, x_BLI)
-    if name + fusion.BIAS in w:
-      y_BLO += w[name + fusion.BIAS]
-    products = fusion.split(config, name, y_BLO)
-    return [
-      _adapt(config, w, part, x_BLI, y)
-      for part, y in zip(names, products, strict=True)
-    ]
-  products = [_project(config, w, part, x_BLI) for part in names]
-  return [
-    y + w[part + fusion.BIAS] if part + fusion.BIAS in w else y
-    for part, y in zip(names, products, strict=True)
-  ]
-
-
-class _Layer(nn.Module):
-  """One decoder layer, the body of a scan.
-
-  Attributes:
-    config: shape of the network.
-    keep: whether to return the keys and values, for a cache.
-  """
-
-  config: QwenConfig
-  keep: bool = False
-
-  @nn.compact
-  def __call__(
-    self,
-    carry: tuple[jax.Array, dict | None],
-    layer: jax.Array,
-    positions_BL: jax.Array,
-    segments: attention.Segments | None,
-    cos_sin: jax.Array,
-    at_SN: jax.Array | None = None,
-  ) -> tuple[tuple[jax.Array, dict | None], tuple | None]:
-    """Applies the layer.
-
-    Args:
-      carry: (x_BLD, cache), see `_layers`.
-      layer: index of this layer within the stack.
-      positions_BL: see `_layers`.
-      segments: see `_layers`.
-      cos_sin: see `rotary.cos_and_sin`.
-      at_SN: indices of the tokens to return; see `gather_tokens`. None: all.
-
-    Returns:
-      ((output, cache), keys and values if `keep`, else None).
-    """
-    c, dtype = self.config, jnp.dtype(self.config.dtype)
-    (x_BLD, cache), table = carry, parameters.layer_table(self.config)
-    norm = _Parameters(table['norm'], name='norm')(jnp.float32)
-    w = _Parameters(table['attention'], name='attention')(dtype)
-
-    y_BLD = _rms_norm(x_BLD, norm['attention'], c.rms_norm_eps)
-    q_BLHE, k_BLKE, v_BLKE = _project_parts(c, w, 'qkv', y_BLD)
-    if c.qk_norm:
-      q_BLHE = _rms_norm(q_BLHE, norm['q'], c.rms_norm_eps)
-      k_BLKE = _rms_norm(k_BLKE, norm['k'], c.rms_norm_eps)
-    q_BLHE, k_BLKE = (
-      rotary.rotate(q_BLHE, cos_sin),
-      rotary.rotate(k_BLKE, cos_sin),
-    )
-    if cache is None:
-      heads_BLHE = attention.self_attention(
-        q_BLHE, k_BLKE, v_BLKE, segments, implementation=c.attention
-      )
-    else:
-      kernel = c.decode_attention
-      cache = kv_cache.write(
-        cache,
-        layer,
-        positions_BL,
-        k_BLKE,
-        v_BLKE,
-        by_head=decode_attention.reads_heads(kernel),
-      )
-      heads_BLHE = decode_attention.attend(
-        q_BLHE, cache, layer, positions_BL, implementation=kernel
-      )
-    heads_BLA = heads_BLHE.reshape(*x_BLD.shape[:2], -1)
-    if at_SN is not None:
-      # The rest of the layer processes each token independently.
-      x_BLD = gather_tokens(x_BLD, at_SN)
-      heads_BLA = gather_tokens(heads_BLA, at_SN)
-    x_BLD = x_BLD + _project(c, w, 'o', heads_BLA)
-    y_BLD = _rms_norm(x_BLD, norm['mlp'], c.rms_norm_eps)
-    x_BLD = x_BLD + self._mlp(table, y_BLD)
-    kept = (k_BLKE, v_BLKE) if self.keep else None
-    return (mesh.constrain_rows(x_BLD), cache), kept
-
-  def _mlp(self, table: dict, x_BLD: jax.Array) -> jax.Array:
-    c, dtype = self.config, jnp.dtype(self.config.dtype)
-    if c.num_experts:
-      w = _Parameters(table['experts'], name='experts')(dtype)
-      return experts.apply_experts(
-        x_BLD,
-        w['router'],
-        w['gate'],
-        w['up'],
-        w['down'],
-        per_token=c.experts_per_token,
-        normalized=c.normalized_experts,
-      )
-    w = _Parameters(table['mlp'], name='mlp')(dtype)
-    gate_BLF, up_BLF = _project_parts(c, w, 'gate_up', x_BLD)
-    return _project(c, w, 'down', jax.nn.silu(gate_BLF) * up_BLF)
-
-
-def gather_tokens(x_BLD: jax.Array, at_SN: jax.Array) -> jax.Array:
-  """Gathers N tokens from each of S shards of the rows, [S, N, D].
-
-  Args:
-    x_BLD: rows of tokens; shard s has rows s * B / S to (s + 1) * B / S - 1.
-    at_SN: indices into the B / S * L tokens of a shard.
-  """
-  flat = x_BLD.reshape(at_SN.shape[0], -1, x_BLD.shape[-1])
-  return mesh.constrain_rows(
-    jnp.take_along_axis(flat, at_SN[..., None], axis=1)
-  )
 
 
 def _layers(
@@ -277,14 +88,16 @@ def _depth(params: dict) -> int:
 
 
 def _layer_class(config: QwenConfig) -> type[nn.Module]:
-  """Returns `_Layer`, rematerialized as the config says."""
+  """Returns `decoder_layer.Layer`, rematerialized as the config says."""
   policies = {
     'matrices': jax.checkpoint_policies.save_only_these_names('matrix'),
     'layer': jax.checkpoint_policies.nothing_saveable,
   }
   if config.remat == 'none':
-    return _Layer
-  return nn.remat(_Layer, prevent_cse=False, policy=policies[config.remat])
+    return decoder_layer.Layer
+  return nn.remat(
+    decoder_layer.Layer, prevent_cse=False, policy=policies[config.remat]
+  )
 
 
 def _last_layer(
@@ -303,7 +116,7 @@ def _last_layer(
     x_BLD: see `_layers`.
     positions_BL: see `_layers`.
     segments: see `_layers`.
-    at_SN: indices of the tokens; see `gather_tokens`.
+    at_SN: indices of the tokens; see `decoder_layer.gather_tokens`.
   """
   (x_SND, _), _ = _layer_class(config)(config).apply(
     {'params': params},
@@ -319,7 +132,8 @@ def _last_layer(
 
 def adds_in_place(config: QwenConfig) -> bool:
   """Returns whether `hidden_states` accepts `sums` of gradients."""
-  return config.remat == 'layer' and config.adapters is None
+  is_one_run = len(layer_runs.runs(config)) == 1
+  return config.remat == 'layer' and config.adapters is None and is_one_run
 
 
 def _layers_accumulating_gradients(
@@ -381,7 +195,8 @@ def hidden_states(
     tokens_BL: rows, padded right with any tokens.
     positions_BL: position of each token in its text; None: 0, 1, ..
     segments: texts of each sequence; None: each sequence is one text.
-    at_SN: indices of the tokens to return; see `gather_tokens`. None: all.
+    at_SN: indices of the tokens to return; see `decoder_layer.gather_tokens`.
+      None: all.
     sums: tree like the parameters of the layers; the gradient of those
       parameters is then `sums` plus its own value. Requires `adds_in_place` and
       `at_SN`. None: the plain gradient.
@@ -389,21 +204,28 @@ def hidden_states(
   x_BLD = _embed(config, params, tokens_BL)
   if positions_BL is None:
     positions_BL = jnp.arange(tokens_BL.shape[1])[None]
-  where, layers = (positions_BL, segments), params['layers']
+  where = positions_BL, segments
+  *runs, last_run = [
+    (run, layer_runs.take(config, params['layers'], run.start, run.stop))
+    for run in layer_runs.runs(config)
+  ]
+  for run, layers in runs:
+    x_BLD, _, _ = _layers(run.config, layers, x_BLD, *where)
+  run, layers = last_run
   if sums is not None:
     x = _layers_accumulating_gradients(
-      config, layers, sums, x_BLD, *where, at_SN
+      run.config, layers, sums, x_BLD, *where, at_SN
     )
   elif at_SN is None or _depth(layers) > qwen_config.MAX_UNROLLED:
-    x, _, _ = _layers(config, layers, x_BLD, *where)
-    x = x if at_SN is None else gather_tokens(x, at_SN)
+    x, _, _ = _layers(run.config, layers, x_BLD, *where)
+    x = x if at_SN is None else decoder_layer.gather_tokens(x, at_SN)
   else:
     first = jax.tree.map(lambda leaf: leaf[:-1], layers)
     last = jax.tree.map(lambda leaf: leaf[-1], layers)
     if _depth(first):
-      x_BLD, _, _ = _layers(config, first, x_BLD, *where)
-    x = _last_layer(config, last, x_BLD, *where, at_SN)
-  return _rms_norm(x, params['norm'], config.rms_norm_eps)
+      x_BLD, _, _ = _layers(run.config, first, x_BLD, *where)
+    x = _last_layer(run.config, last, x_BLD, *where, at_SN)
+  return decoder_layer.rms_norm(x, params['norm'], config.rms_norm_eps)
 
 
 def logits(config: QwenConfig, params: dict, hidden: jax.Array) -> jax.Array:
@@ -522,12 +344,21 @@ def prefill(
   x_BPD = _embed(config, params, tokens_BP)
   positions_1P = jnp.arange(tokens_BP.shape[1])[None]
   cache = []
-  for layers in params['layers']:
+  for stack_config, layers in _stacks(config, params):
     x_BPD, _, (k_NBPKE, v_NBPKE) = _layers(
-      config, layers, x_BPD, positions_1P, keep=True
+      stack_config, layers, x_BPD, positions_1P, keep=True
     )
     cache.append(kv_cache.from_tokens(config, k_NBPKE, v_NBPKE))
   return tuple(cache)
+
+
+def _stacks(config: QwenConfig, params: dict) -> list[tuple[QwenConfig, dict]]:
+  """Returns shape and parameters of each stack of unstacked layers."""
+  size = parameters.layers_per_stack(config)
+  return [
+    (layer_runs.config_of(config, n * size), layers)
+    for n, layers in enumerate(params['layers'])
+  ]
 
 
 def extend(
@@ -561,8 +392,12 @@ def _cached_layers(
 ) -> tuple[jax.Array, kv_cache.Cache]:
   """Applies the layers over a cache; returns (output [B, L, D], cache)."""
   x_BLD, stacks = _embed(config, params, tokens_BL), []
-  for layers, stack in zip(params['layers'], cache, strict=True):
-    x_BLD, stack, _ = _layers(config, layers, x_BLD, positions_BL, cache=stack)
+  for (stack_config, layers), stack in zip(
+    _stacks(config, params), cache, strict=True
+  ):
+    x_BLD, stack, _ = _layers(
+      stack_config, layers, x_BLD, positions_BL, cache=stack
+    )
     stacks.append(stack)
   return x_BLD, tuple(stacks)
 
@@ -586,5 +421,7 @@ def decode(
   x_B1D, cache = _cached_layers(
     config, params, cache, tokens_B[:, None], positions_B[:, None]
   )
-  x_BD = _rms_norm(x_B1D[:, 0], params['norm'], config.rms_norm_eps)
+  x_BD = decoder_layer.rms_norm(
+    x_B1D[:, 0], params['norm'], config.rms_norm_eps
+  )
   return logits(config, params, x_BD), cache

@@ -46,13 +46,19 @@ class QwenConfig:
 
   Attributes:
     qkv_bias: whether queries, keys and values have biases (Qwen2).
+    o_bias: whether the output projection of attention has a bias.
     qk_norm: whether each head's queries and keys are normalized (Qwen3).
     yarn: scaling of the rotary angles for longer rows; None: no scaling.
     max_positions: longest supported row in tokens; only written to exports.
     num_experts: X, experts of a layer; 0: a dense MLP.
     experts_per_token: experts that each token is routed to.
+    dense_layers: indices of layers with a dense MLP in a mixture of experts.
+    dense_size: width of these MLPs.
     normalized_experts: whether a token's expert weights are normalized to sum
       to one.
+    window: number of the last tokens, with itself, that a token attends to; 0:
+      all.
+    window_layers: indices of the layers with a window; (): all layers.
     value_head: whether the output is one value per token (a critic) rather
       than logits; see `values`.
     adapters: low-rank adapters of a frozen network; None: all parameters are
@@ -82,12 +88,17 @@ class QwenConfig:
   rms_norm_eps: float = 1e-6
   tie_embeddings: bool = True
   qkv_bias: bool = True
+  o_bias: bool = False
   qk_norm: bool = False
   yarn: Yarn | None = None
   max_positions: int = 32768
   num_experts: int = 0
   experts_per_token: int = 0
   normalized_experts: bool = True
+  dense_layers: tuple[int, ...] = ()
+  dense_size: int = 0
+  window: int = 0
+  window_layers: tuple[int, ...] = ()
   value_head: bool = False
   adapters: lora.Lora | None = None
   dtype: str = 'bfloat16'

@@ -72,6 +72,7 @@ class LearnerPrograms:
   - signals: further outputs of a policy for each token, by name;
   - accumulate: gradients and sums of metrics, with those of a microbatch
     added;
+  - imitate: the same for a teacher's rows, with their own loss;
   - apply: state and sums of metrics after an optimizer step.
 
   'outputs' and 'accumulate' exist for each shape of microbatch, and 'outputs'
@@ -89,6 +90,7 @@ class LearnerPrograms:
     signals: names of the outputs of 'signals': 'log_probs', 'entropies', or
       'log_probs@X' at X times the temperature. (): there is no such program.
     tree: whether rows share prompts; see `attention.Segments`.
+    teacher_loss: the loss of a teacher's rows; None: there is no 'teacher'.
     scaled: whether updates are multiplied by the step scale that 'zeros' gets;
       even a scale of 1 may change their last bits.
 
@@ -111,10 +113,12 @@ class LearnerPrograms:
     signals: Sequence[str] = (),
     tree: bool = False,
     scaled: bool = False,
+    teacher_loss: token_batch.Loss | None = None,
   ):
     self._config, self._mesh = config, mesh
     self._tree, self._scaled = tree, scaled
     self._loss, self._optimizer = loss, optimizer
+    self._teacher_loss = teacher_loss
     self._temperature = temperature
     self._make_arrays = make_arrays
     self._signals = tuple(signals)
@@ -191,6 +195,11 @@ class LearnerPrograms:
         donate_argnames=('grads', 'sums'),
         out_shardings=(grads, self.replicated),
       ),
+      'teacher': jax.jit(
+        self._imitate,
+        donate_argnames=('grads', 'sums'),
+        out_shardings=(grads, self.replicated),
+      ),
       'apply': jax.jit(
         self._apply,
         donate_argnames=('state', 'sums'),
@@ -201,7 +210,7 @@ class LearnerPrograms:
   def run(self, name: str, *args: Any, **kwargs: Any) -> Any:
     """Runs a program."""
     key: Key = (name,)
-    if name in ('outputs', 'signals', 'accumulate'):
+    if name in ('outputs', 'signals', 'accumulate', 'teacher'):
       params, _, arrays = args
       shape = packing.Shape(*arrays['tokens'].shape)
       key = (name, shape, _dtype(params))
@@ -263,7 +272,11 @@ class LearnerPrograms:
     dtypes = list(dict.fromkeys(map(_dtype, params)))
     keys: list[Key] = [
       ('init',),
-      *(('accumulate', shape, dtypes[0]) for shape in shapes),
+      *(
+        (name, shape, dtypes[0])
+        for name in ('accumulate', 'teacher')[: 1 + bool(self._teacher_loss)]
+        for shape in shapes
+      ),
       *(
         ('outputs', shape, dtype) for dtype in dtypes for shape in output_shapes
       ),
@@ -302,7 +315,7 @@ class LearnerPrograms:
       args = self._abstract_params(dtype), base, arrays
     if name in ('outputs', 'signals'):
       del arrays['columns'], arrays['weights']
-    elif name == 'accumulate':
+    elif name in ('accumulate', 'teacher'):
       kwargs = {'grads': grads, 'sums': sums}
     elif name == 'apply':
       kwargs = {'state': state, 'grads': grads, 'sums': sums}
@@ -385,25 +398,11 @@ class LearnerPrograms:
     }
 
   def _accumulate(self, params, base, arrays, *, grads, sums):
-    mask = arrays['mask']
-    tokens = token_batch.make(mask, arrays['row_ids'], arrays['columns'])
-    in_place = qwen.adds_in_place(self._config)
-
-    def loss_of(params):
-      outputs = self._forward(
-        params, base, arrays, grad_accumulators=grads if in_place else None
-      )
-      loss, metrics = self._loss(outputs, tokens)
-      loss = jnp.where(mask, loss, 0)
-      total = jnp.sum(loss * arrays['weights'])
-      return total, metrics | {'loss/total': loss}
-
-    (total, metrics), new_grads = jax.value_and_grad(loss_of, has_aux=True)(
-      params
+    total, metrics, grads = self._add_gradients(
+      self._loss, params, base, arrays, grads
     )
-    grads = new_grads if in_place else jax.tree.map(jnp.add, grads, new_grads)
     sums = dict(sums)
-    trained = mask & (arrays['weights'] > 0)
+    trained = arrays['mask'] & (arrays['weights'] > 0)
     for name, values in metrics.items():
       if name.endswith('/max'):
         largest = jnp.max(jnp.where(trained, values, -jnp.inf))
@@ -413,6 +412,38 @@ class LearnerPrograms:
     sums['update/tokens'] += jnp.sum(trained, dtype=jnp.float32)
     sums['update/objective'] += total
     return grads, sums
+
+  def _imitate(self, params, base, arrays, *, grads, sums):
+    total, metrics, grads = self._add_gradients(
+      self._teacher_loss, params, base, arrays, grads
+    )
+    tokens = jnp.sum(arrays['mask'], dtype=jnp.float32)
+    return grads, sums | {
+      'teacher/loss': sums['teacher/loss'] + jnp.sum(metrics['loss/total']),
+      'teacher/tokens': sums['teacher/tokens'] + tokens,
+      'update/objective': sums['update/objective'] + total,
+    }
+
+  def _add_gradients(self, loss_fn, params, base, arrays, grads):
+    """Returns the weighted loss, metrics of tokens, and all gradients."""
+    mask = arrays['mask']
+    tokens = token_batch.make(mask, arrays['row_ids'], arrays['columns'])
+    in_place = qwen.adds_in_place(self._config)
+
+    def loss_of(params):
+      outputs = self._forward(
+        params, base, arrays, grad_accumulators=grads if in_place else None
+      )
+      loss, metrics = loss_fn(outputs, tokens)
+      loss = jnp.where(mask, loss, 0)
+      total = jnp.sum(loss * arrays['weights'])
+      return total, metrics | {'loss/total': loss}
+
+    (total, metrics), new_grads = jax.value_and_grad(loss_of, has_aux=True)(
+      params
+    )
+    grads = new_grads if in_place else jax.tree.map(jnp.add, grads, new_grads)
+    return total, metrics, grads
 
   def _apply(self, *, state, grads, sums):
     norm = optax.global_norm(grads)
@@ -452,6 +483,7 @@ class LearnerPrograms:
       'update/objective',
       'update/skipped',
       'update/most_skipped_in_row',
+      *(('teacher/loss', 'teacher/tokens') if self._teacher_loss else ()),
     )
     # Weakly typed values would compile every program a second time.
     sums = {
@@ -483,6 +515,11 @@ def summarize(sums: dict, updates: int) -> dict[str, float]:
     name: value if name.endswith('/max') else value / max(tokens, 1)
     for name, value in sums.items()
   }
+  if 'teacher/tokens' in sums:
+    # Its mean is over the teacher's own tokens.
+    count = sums['teacher/tokens']
+    loss = sums['teacher/loss'] / max(count, 1)
+    means |= {'teacher/tokens': count, 'teacher/loss': loss}
   return means | {
     'update/grad_norm': grad_norm,
     'update/skipped': skipped,

@@ -22,6 +22,22 @@ _DEPENDENT = {
   ),
   'reward.kl_estimator': ('reward.kl_weight', 'above 0', bool),
   'reward.overlong_penalty': ('reward.overlong_buffer', 'above 0', bool),
+  **dict.fromkeys(
+    [
+      f'teacher.{name}'
+      for name in (
+        'warmup_iterations',
+        'decay_iterations',
+        'loss',
+        'token_weight',
+        'data',
+        'num_episodes',
+        'rows',
+      )
+    ],
+    ('teacher.mu_peak', 'above 0', bool),
+  ),
+  'sft.rollouts': ('sft.rounds', 'above 0', bool),
   'loss.tis_level': ('loss.tis_clip', 'set', bool),
   'loss.kl_horizon': ('loss.kl_target', 'set', bool),
   'loss.kl_estimator': ('loss.kl_weight', 'above 0', bool),

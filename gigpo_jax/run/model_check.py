@@ -79,14 +79,6 @@ def _invalid_files(
   except ValueError as error:
     yield str(error)
     return
-  if config.lora.rank and model.num_experts:
-    # Experts have no adapters.
-    dense = set(config.lora.targets) - {'gate', 'up', 'down'}
-    if not dense:
-      yield (
-        f'lora.targets={tuple(config.lora.targets)}: experts get no adapters; '
-        'must include one of q, k, v, o'
-      )
   if text.vocab_size > model.vocab_size:
     yield (
       f'model.path={config.model.path}: its tokenizer has {text.vocab_size} '
@@ -147,13 +139,23 @@ def _too_long(
 def _no_kernel(
   config: ml_collections.ConfigDict, model: qwen.QwenConfig
 ) -> Iterator[str]:
-  """Yields a problem if a kernel does not support the size of a head."""
+  """Yields problems of kernels: the size of a head, attention with a window."""
   size, kernel = model.head_dim, config.model.decode_attention
   multiple = decode_attention.HEAD_MULTIPLES.get(kernel, 1)
   if size % multiple:
     yield (
       f'model.decode_attention={kernel}: the heads of model.path='
       f'{config.model.path} have size {size}; must be a multiple of {multiple}'
+    )
+  if model.window and kernel != 'xla':
+    yield (
+      f'model.decode_attention={kernel}: has no sliding window, which '
+      f'model.path={config.model.path} needs; must be xla'
+    )
+  if model.window and config.learner.share_prompts:
+    yield (
+      'learner.share_prompts=True: has no sliding window, which model.path='
+      f'{config.model.path} needs; must be False'
     )
 
 
@@ -194,11 +196,10 @@ def _too_small(
   elif config.optimizer.mu_dtype == 'bfloat16':
     bytes_per_parameter -= 2
   if trains and algorithms.make(**config.algorithm).needs_values:
-    # float32 parameters, moments and gradients of the critic.
-    bytes_per_parameter, mode = (
-      bytes_per_parameter + 16,
-      f'{mode}, with a critic,',
-    )
+    # float32 parameters, moments and gradients of the critic; with adapters,
+    # its frozen bf16 copy.
+    bytes_per_parameter += 2 if config.lora.rank else 16
+    mode = f'{mode}, with a critic,'
   needed = num_parameters * bytes_per_parameter
   available = psutil.virtual_memory().total
   if needed > available:

@@ -9,6 +9,7 @@ import ml_collections
 from gigpo_jax import builders
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import qwen_config
+from gigpo_jax.run import model_builders
 from gigpo_jax.runtime import console, distributed
 
 # Share of a device's memory that the update may take; fragmentation and the
@@ -18,10 +19,10 @@ USABLE = 0.95
 
 def resolve(
   config: ml_collections.ConfigDict,
-  bundle: builders.ModelBundle,
+  bundle: model_builders.ModelBundle,
   *,
   has_critic: bool = False,
-) -> builders.ModelBundle:
+) -> model_builders.ModelBundle:
   """Returns the model with the mode of `model.remat`; prints what auto chose.
 
   auto is the first of none, matrices and layer whose update fits the memory of
@@ -57,7 +58,9 @@ def fastest(fits: Callable[[str], bool]) -> str:
   return next(filter(fits, modes), last)
 
 
-def with_mode(bundle: builders.ModelBundle, mode: str) -> builders.ModelBundle:
+def with_mode(
+  bundle: model_builders.ModelBundle, mode: str
+) -> model_builders.ModelBundle:
   """Returns the model with a mode of rematerialization."""
   model = dataclasses.replace(bundle.model, remat=mode)
   return dataclasses.replace(bundle, model=model)
@@ -65,7 +68,7 @@ def with_mode(bundle: builders.ModelBundle, mode: str) -> builders.ModelBundle:
 
 def update_bytes(
   config: ml_collections.ConfigDict,
-  bundle: builders.ModelBundle,
+  bundle: model_builders.ModelBundle,
   has_critic: bool = False,
 ) -> float:
   """Returns the bytes per device during an update; compiles its program.

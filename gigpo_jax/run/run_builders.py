@@ -4,7 +4,9 @@
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,10 +14,12 @@ from typing import Any
 import jax
 import ml_collections
 
+import envs
 from envs import base
 from gigpo_jax import (
   advantages,
   algorithms,
+  answer_scores,
   batch,
   builders,
   carry_over,
@@ -28,16 +32,21 @@ from gigpo_jax import (
   losses,
   metrics,
   modulators,
+  privileged,
+  replay,
   reward_shaping,
   sampler,
   selectors,
+  sft,
   tasks,
+  teacher,
   token_batch,
+  tokenizer,
   trajectory,
 )
 from gigpo_jax import config as config_lib
 from gigpo_jax.models import huggingface, lora
-from gigpo_jax.run import remat, run_config, run_logs, run_state
+from gigpo_jax.run import model_builders, remat, run_config, run_logs, run_state
 from gigpo_jax.runtime import compilation, console, distributed, errors
 
 # Config fields that control the memory of programs, and remedies.
@@ -52,7 +61,11 @@ _LEARNER_MEMORY = (
 
 
 def check_run(
-  config: ml_collections.ConfigDict, workdir: str, *, allow_config_change: bool
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  *,
+  allow_config_change: bool,
+  has_harness: bool = False,
 ) -> None:
   """Checks the config and the work directory, without devices or simulators.
 
@@ -60,7 +73,7 @@ def check_run(
     ValueError: one line per problem, if the config is invalid, or the work
       directory cannot be written or holds another experiment.
   """
-  config_lib.validate(config)
+  config_lib.validate(config, has_harness=has_harness)
   run_config.check_resume(config, workdir, allow_change=allow_config_change)
   run_config.check_workdir(workdir)
   checkpoint.check_folder(pathlib.Path(workdir) / 'checkpoints')
@@ -97,12 +110,16 @@ class Parts:
     workdir: its folder.
     bundle: the model with its mesh, tokenizer and sampler.
     loss: the policy's loss.
+    teacher: rows of a teacher, for updates of the policy.
+    privileged_context: adds solutions to prompts; None if the teacher needs
+      none.
     entropy_band: its entropy band.
     kl_control: adapts the weight of the KL.
     reward: changes rewards.
     learner: updates the policy.
     critic: updates the critic; None for algorithms without one.
     algorithm: computes advantages.
+    answer_scorer: scores reference answers; None for algorithms without them.
     modulators: change the advantages.
     selectors: choose the rows and tokens to train on.
     group_filter: selects the groups to train on.
@@ -118,14 +135,17 @@ class Parts:
 
   config: ml_collections.ConfigDict
   workdir: pathlib.Path
-  bundle: builders.ModelBundle
+  bundle: model_builders.ModelBundle
   loss: token_batch.Loss
+  teacher: teacher.Teacher
+  privileged_context: privileged.PrivilegedContext | None
   entropy_band: losses.EntropyBand
   kl_control: kl.Control
   reward: reward_shaping.RewardShaping
   learner: learner.Learner
   critic: critic.Critic | None
   algorithm: algorithms.Algorithm
+  answer_scorer: answer_scores.AnswerScorer | None
   modulators: tuple[modulators.Modulator, ...]
   selectors: tuple[selectors.Selector, ...]
   group_filter: group_filter.GroupFilter
@@ -197,7 +217,9 @@ class Parts:
 
 
 def make_parts(
-  config: ml_collections.ConfigDict, workdir: str, bundle: builders.ModelBundle
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  bundle: model_builders.ModelBundle,
 ) -> Parts:
   """Returns the objects of a training run.
 
@@ -206,19 +228,25 @@ def make_parts(
   algorithm = algorithms.make(**config_lib.algorithm_kwargs(config))
   loss = builders.make_loss(config)
   bundle = remat.resolve(config, bundle, has_critic=algorithm.needs_values)
+  tutor = make_teacher(config, bundle.tokenizer)
   return Parts(
     config=config,
     workdir=pathlib.Path(workdir),
     bundle=bundle,
     loss=loss,
+    teacher=tutor,
+    privileged_context=make_privileged_context(config, bundle.tokenizer),
     entropy_band=losses.EntropyBand(**config.loss.entropy_band),
     kl_control=kl.Control(config.loss.kl_target, config.loss.kl_horizon),
-    reward=reward_shaping.RewardShaping(**config.reward),
-    learner=builders.make_learner(config, bundle, loss),
+    reward=builders.make_reward_shaping(config),
+    learner=builders.make_learner(config, bundle, loss, tutor.loss),
     critic=builders.make_critic(config, bundle)
     if algorithm.needs_values
     else None,
     algorithm=algorithm,
+    answer_scorer=builders.make_answer_scorer(config, bundle.tokenizer.encode)
+    if algorithms.scores_answers(algorithm)
+    else None,
     modulators=modulators.FAMILY.make(config.algorithm),
     selectors=selectors.FAMILY.make(config.filter),
     group_filter=builders.make_group_filter(config),
@@ -231,10 +259,60 @@ def make_parts(
     if config.evaluation.every
     else [],
     task_type=builders.make_task_type(config),
-    sampling=builders.make_sampling(config),
-    eval_sampling=builders.make_sampling(config, evaluation=True),
+    sampling=model_builders.make_sampling(config),
+    eval_sampling=model_builders.make_sampling(config, evaluation=True),
     rows_kwargs=builders.rows_kwargs(config),
   )
+
+
+def make_teacher(
+  config: ml_collections.ConfigDict, text: tokenizer.Tokenizer
+) -> teacher.Teacher:
+  """Returns the teacher, which has no rows of its own if it is off.
+
+  Raises:
+    ValueError: in one line, if there is no expert or no episode to learn from.
+  """
+  options = teacher.Options(**config.teacher)
+  loss = teacher.make_loss(options, config.loss.to_dict())
+  rows, columns = None, {}
+  if loss and options.loss != 'distillation':
+    own = config.copy_and_resolve_references()
+    own.sft.update(
+      data=options.data,
+      init='',
+      num_episodes=options.num_episodes,
+      noise=0.0,
+      completion_only=True,
+    )
+    try:
+      if options.loss == 'replay':
+        rows, columns = replay.make_rows(own, text)
+      else:
+        rows = sft.imitated_rows(own, text)
+    except ValueError as error:
+      raise ValueError(
+        str(error).replace('sft.data', 'teacher.data')
+      ) from error
+  return teacher.Teacher(options, rows, config.seed, loss, columns)
+
+
+def make_privileged_context(
+  config: ml_collections.ConfigDict, text: tokenizer.Tokenizer
+) -> privileged.PrivilegedContext | None:
+  """Returns what adds solutions to prompts; None without distillation."""
+  options = config.teacher
+  if not options.mu_peak or options.loss != 'distillation':
+    return None
+  kwargs = config_lib.env_kwargs(config)
+
+  @functools.cache
+  def solve(task: base.Task) -> str:
+    with contextlib.closing(envs.make(config.env.name, **kwargs)) as env:
+      steps = env.demonstrate(task, noise=0.0, seed=config.seed)
+      return '\n'.join(response for _, response in steps)
+
+  return privileged.PrivilegedContext(text.encode, text.head_length(), solve)
 
 
 def open_checkpoints(
@@ -260,12 +338,12 @@ def restore_or_init(
     reference = None
     if parts.needs_reference:
       reference = builders.make_reference(parts.bundle, params)
-    # With adapters, this sets the parameters that are not trained.
-    policy = parts.learner.init(params)
+    # With adapters, these set the parameters that are not trained.
+    policy, critic_state = parts.learner.init(params), init_critic(parts)
     if saver.latest() is None:
-      state = run_state.RunState(policy, init_critic(parts), reference)
+      state = run_state.RunState(policy, critic_state, reference)
       return state, run_state.History()
-    del params, policy  # The restored state needs the memory.
+    del params, policy, critic_state  # The restored state needs the memory.
     iteration, states, values = saver.restore(parts.abstract_states())
   try:
     history = run_state.History.from_json(values, iteration)

@@ -11,7 +11,7 @@ from typing import Any
 
 import flax.struct
 
-from gigpo_jax import carry_over, group_filter, guard, learner
+from gigpo_jax import algorithms, carry_over, group_filter, guard, learner
 from gigpo_jax.runtime import files
 
 
@@ -50,6 +50,7 @@ class History:
     waiting: groups that continue in the next iteration.
     guard_state: state of the guards against collapse.
     kl_factor: factor of the KL's weight; see `kl.Control`.
+    algorithm_state: state of a stateful algorithm; see `algorithms.Algorithm`.
   """
 
   iteration: int = -1
@@ -60,6 +61,7 @@ class History:
   waiting: tuple[carry_over.WaitingGroup, ...] = ()
   guard_state: guard.GuardState = guard.GuardState()
   kl_factor: float = 1.0
+  algorithm_state: dict[str, float] = dataclasses.field(default_factory=dict)
 
   @property
   def next_iteration(self) -> int:
@@ -98,6 +100,7 @@ class History:
       waiting=groups.waiting,
       guard_state=self.guard_state,
       kl_factor=metrics.get('update/next_kl_factor', self.kl_factor),
+      algorithm_state=algorithms.next_state(self.algorithm_state, metrics),
     )
 
   def to_json(self) -> dict[str, Any]:
@@ -112,6 +115,7 @@ class History:
       'waiting': carry_over.encode(self.waiting),
       'guard': self.guard_state.to_json(),
       'kl_factor': self.kl_factor,
+      'algorithm': dict(self.algorithm_state),
     }
 
   @classmethod
@@ -148,4 +152,8 @@ class History:
       if 'guard' in values
       else guard.GuardState(),
       kl_factor=float(values.get('kl_factor', 1.0)),
+      algorithm_state={
+        str(name): float(value)
+        for name, value in values.get('algorithm', {}).items()
+      },
     )

@@ -1,17 +1,23 @@
 """What an update reads besides rows: log-probs, final advantages, columns."""
 
+import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gigpo_jax import (
   algorithms,
+  answer_scores,
   batch,
   losses,
   metrics,
   modulators,
   plugins,
+  privileged,
   selectors,
+  teacher,
+  trajectory,
 )
 from gigpo_jax.run import run_state
 
@@ -43,6 +49,61 @@ def compute_signals(
     seed=(parts.config.seed, iteration),
   )
   return signals, old_log_probs, gap_metrics
+
+
+def score_answers(
+  parts: 'run_builders.Parts',
+  state: run_state.RunState,
+  rows: batch.Rows,
+  episodes: Sequence[trajectory.Trajectory],
+) -> batch.Rows:
+  """Returns rows with the probability of the answer as value of a state.
+
+  Without a scorer of answers, they are the given rows.
+  """
+  if parts.answer_scorer is None:
+    return rows
+  scored, mask = parts.answer_scorer.make_rows(rows, episodes)
+  log_probs = parts.learner.log_probs(state.policy.params, scored)
+  values = answer_scores.probabilities(log_probs, mask)
+  return dataclasses.replace(rows, state_values=values)
+
+
+def make_teacher_batch(
+  parts: 'run_builders.Parts',
+  state: run_state.RunState,
+  rows: batch.Rows,
+  episodes: Sequence[trajectory.Trajectory],
+  old_log_probs: np.ndarray,
+  iteration: int,
+) -> teacher.TeacherBatch | None:
+  """Returns the teacher's batch of an iteration; None if there is none.
+
+  Args:
+    parts: the objects of the run.
+    state: the policy before the update.
+    rows: the rows of the iteration.
+    episodes: the episodes to which `Rows.episodes` refers.
+    old_log_probs: log-probs of the policy before the update, [R, C].
+    iteration: index of the iteration.
+  """
+  subject, context = parts.teacher, parts.privileged_context
+  mu = subject.options.mu(iteration)
+  if context is None or not mu:
+    return subject.batch(iteration)
+  index = subject.choose(rows.real, iteration)
+  scored = context.make_rows(rows.take(index), episodes)
+  index, scored = index[scored.real], scored.take(scored.real)
+  if not len(index):
+    return None
+  chosen, log_probs = rows.take(index), old_log_probs[index]
+  advantages = privileged.advantages(
+    parts.learner.log_probs(state.policy.params, scored),
+    log_probs,
+    chosen.completion_mask,
+  )
+  columns = teacher.surrogate_columns(advantages, log_probs)
+  return teacher.TeacherBatch(chosen, mu, columns)
 
 
 def shape_rewards(

@@ -10,9 +10,10 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing import connection, resource_tracker
 
-from envs import base, worker
+from envs import base, messages, processes, worker
 
 # Each worker uses a single thread and no accelerator.
 _WORKER_ENVIRON = {
@@ -21,6 +22,14 @@ _WORKER_ENVIRON = {
   'MKL_NUM_THREADS': '1',
   'JAX_PLATFORMS': 'cpu',
 }
+
+# Maximum size and number of unanswered messages to a worker. They must fit
+# into the pipe's buffer, so that sending never blocks.
+_WINDOW_BYTES = 65_536
+_WINDOW_CALLS = 64
+
+# Maximum size of a read from a pipe.
+_READ_BYTES = 1 << 20
 
 # Time in which a worker whose pipe is closed may end.
 CLOSE_TIMEOUT_SECS = 2.0
@@ -51,12 +60,25 @@ class Call:
   expected: base.Observation | base.StepResult | None = None
 
 
+class LostError(Exception):
+  """A worker process cannot be used any more.
+
+  Attributes:
+    cause: why its episodes fail, see `env_pool.CAUSES`.
+    reason: a line about it.
+  """
+
+  def __init__(self, cause: str, reason: str):
+    super().__init__(reason)
+    self.cause, self.reason = cause, reason
+
+
 @dataclasses.dataclass(eq=False)
 class WorkerProcess:
   """A worker process and its unanswered calls; it replies in order.
 
   Attributes:
-    process: the worker process.
+    process: the worker's supervisor, which ends with the worker.
     pipe: this process's end of the pipe.
     sent: calls that were sent and not answered, oldest first, including the
       start.
@@ -66,6 +88,7 @@ class WorkerProcess:
     resets: number of resets sent to it, without replays.
     died_idle: whether it died before it received a call.
     inbox: received bytes of an incomplete reply.
+    pid: id of the worker process; None until it has reported it.
   """
 
   process: multiprocessing.Process
@@ -76,11 +99,67 @@ class WorkerProcess:
   resets: int = 0
   died_idle: bool = False
   inbox: bytearray = dataclasses.field(default_factory=bytearray)
+  pid: int | None = None
 
   @property
   def starting(self) -> bool:
     """Whether the worker has not yet reported its start."""
     return bool(self.sent) and self.sent[0].method == 'start'
+
+  def send(self, now: float) -> None:
+    """Sends waiting calls while they fit into the pipe.
+
+    Args:
+      now: the time by the pool's clock.
+    """
+    used = sum(len(call.message) for call in self.sent) if self.waiting else 0
+    while self.waiting:
+      used += len(self.waiting[0].message)
+      full = used > _WINDOW_BYTES or len(self.sent) >= _WINDOW_CALLS
+      if self.sent and full:
+        return
+      if not self.sent:
+        self.progress = now
+      self.sent.append(self.waiting.popleft())
+      try:
+        self.pipe.send_bytes(self.sent[-1].message)
+      except OSError:
+        # It died; waiting for its reply detects that.
+        self.died_idle |= len(self.sent) == 1
+        return
+
+  def receive(self) -> Iterator[tuple[int, bytes]]:
+    """Reads available bytes, which may hold a part of a reply or several.
+
+    Yields:
+      (call id, encoded reply) of each complete reply.
+
+    Raises:
+      LostError: if the process has ended, or announces a reply that is too
+        large.
+    """
+    try:
+      data = os.read(self.pipe.fileno(), _READ_BYTES)
+    except OSError:
+      data = b''
+    if not data:
+      raise LostError('died', describe_death(self.process))
+    self.inbox += data
+    header = messages.HEADER
+    while len(self.inbox) >= header.size:
+      size, pid, call_id = header.unpack_from(self.inbox)
+      if size > messages.MAX_BYTES:
+        raise LostError('garbage', f'the worker announced {size:,} bytes')
+      end = header.size + size
+      if len(self.inbox) < end:
+        return
+      body = bytes(self.inbox[header.size : end])
+      del self.inbox[:end]
+      if self.pid is None:
+        self.pid = pid  # Sent before any code of the environment has run.
+      # Ignore replies of processes that an environment started.
+      elif pid == self.pid:
+        yield call_id, body
 
 
 class Clock:
@@ -162,7 +241,8 @@ def describe_death(process: multiprocessing.Process) -> str:
 def end_process(process: multiprocessing.Process) -> None:
   """Ends a worker process and the processes that it has started."""
   if process.is_alive():
-    worker.kill_tree(process.pid)
+    os.kill(process.pid, processes.END)
+    process.join(CLOSE_TIMEOUT_SECS)
   process.kill()
   process.join()
   process.close()

@@ -23,7 +23,6 @@ from gigpo_jax.tools import plots
 
 PROJECT = pathlib.Path(__file__).parents[2]
 # Tables of docs/results, by falling precedence, and the columns of the page.
-_RESULTS = ('credit', 'main')
 _EXPERIMENTS = {'alfworld': 'ALFWorld', 'webshop': 'WebShop'}
 _NONE = '–'
 
@@ -78,11 +77,18 @@ _REFERENCE = 'reference pass'
 # Title: (files and golden values, options).
 OPTIONS = {
   'Loss': (
-    '`gigpo_jax/losses.py`, `gigpo_jax/kl.py`; golden values: '
+    '`gigpo_jax/losses.py`, `gigpo_jax/row_regression.py`, '
+    '`gigpo_jax/entropy_band.py`, `gigpo_jax/kl.py`; golden values: '
     '`tests/losses_test.py`, `tests/torch_losses_test.py`',
     (
       Option('loss.ratio_level=row', '2507.18071', 'GSPO-token, Turn-PPO'),
       Option('loss.surrogate=cispo', '2506.13585', '-sg(clip(ratio)) A log pi'),
+      Option(
+        'loss.name=row_regression',
+        '2505.20686',
+        '(weight log(pi / other) - A)^2 of a row; ref or old',
+        _REFERENCE,
+      ),
       Option(
         'loss.clip_epsilon_high', '2503.14476', 'clip(ratio, 1 - low, 1 + high)'
       ),
@@ -117,8 +123,8 @@ OPTIONS = {
     ),
   ),
   'Rewards': (
-    '`gigpo_jax/reward_shaping.py`; golden values: '
-    '`tests/reward_shaping_test.py`',
+    '`gigpo_jax/reward_shaping.py`, `gigpo_jax/reward_functions.py`; golden '
+    'values: `tests/reward_shaping_test.py`, `tests/reward_functions_test.py`',
     (
       Option('reward.kl_weight', '2501.03262', 'r - weight KL', _REFERENCE),
       Option(
@@ -130,6 +136,34 @@ OPTIONS = {
         'reward.overlong_buffer',
         '2503.14476',
         'r - penalty clip(1 - (limit - length) / buffer, 0, 1)',
+      ),
+      Option(
+        'reward.functions',
+        _NONE,
+        'environment_weight r + sum of w_k f_k(episode)',
+        'worker processes',
+      ),
+    ),
+  ),
+  'Teacher': (
+    '`gigpo_jax/teacher.py`, `gigpo_jax/replay.py`, '
+    '`gigpo_jax/privileged.py`; golden values: `tests/teacher_test.py`, '
+    '`tests/privileged_test.py`',
+    (
+      Option(
+        'teacher.mu_peak',
+        '2508.11408',
+        '(1 - mu) L_RL + mu L_teacher; mu: warm-up, then half a cosine',
+        "the teacher's rows",
+      ),
+      Option(
+        'teacher.loss',
+        '2601.18734',
+        '-log p, or the surrogate; distillation: A = log(p_solved / p)',
+        'a forward pass',
+      ),
+      Option(
+        'teacher.token_weight', '2508.11408', 'sg(p (1 - p)) per token of L_SFT'
       ),
     ),
   ),
@@ -161,6 +195,11 @@ OPTIONS = {
       ),
       Option('rollout.horizon', '2509.08755', 'limit of turns by iteration'),
       Option('tasks.draw=uncertain', _NONE, 'chance of a task ~ p (1 - p)'),
+      Option(
+        'tasks.diversity_weight',
+        '2509.21268',
+        'VAS: chance of a task ~ (1 - w) p (1 - p) + w diversity',
+      ),
       Option('tasks.draw=stages', '2508.11360', 'task types by iteration'),
       Option(
         'evaluation.repeats',
@@ -182,11 +221,14 @@ _INTRODUCTION = (
   'forward pass of the old log-probs, which `loss.old_log_probs=sampler` '
   'otherwise saves.',
   'ALFWorld and WebShop: final success in % on unseen tasks in `:mini`, mean ± '
-  'standard error over seeds, measured; see [Results](results.md). – means '
-  'implemented, not measured. No option below the selectors is measured alone.',
+  'standard error over seeds, measured: 512 games and three seeds, or the five '
+  'seeds of the main table; see [Results](results.md). – means implemented, '
+  'not measured. No option below the selectors is measured alone.',
   'Symbols: E return of an episode, G discounted return from a step, A_E and '
   'A_S episode and step advantage, H entropy, p share of successes, sg no '
   'gradient. The docstrings define the others.',
+  'ST-PPO is missing: the formula of its clipping-triggered normalisation is '
+  'not public.',
 )
 
 
@@ -239,6 +281,10 @@ def _cost(plugin: type) -> str:
     costs.append('a critic')
   if 'continuations' in {f.name for f in dataclasses.fields(plugin)}:
     costs.append('more episodes')
+  if getattr(plugin, 'greedy_start', False):
+    costs.append('an episode per group')
+  if getattr(plugin, 'scores_answers', False):
+    costs.append('a pass over the prompts')
   for need in getattr(plugin, 'needs', ()):
     if need != 'log_probs':
       costs.append({'prompt_log_probs': 'prompt logits'}.get(need, need))
@@ -249,19 +295,37 @@ def _cost(plugin: type) -> str:
 
 
 def _measured(name: str, experiment: str) -> str:
-  """Returns the final success of the runs with a name."""
-  for table in _RESULTS:
-    path = PROJECT / 'docs' / 'results' / f'{table}.csv'
-    if not path.is_file():
-      continue
-    final: dict[str, tuple[int, float]] = {}
-    with path.open(newline='', encoding='utf-8') as file:
-      for line in csv.DictReader(file):
-        if (line['name'], line['experiment']) == (name, experiment):
-          value = int(line['iteration']), float(line['eval/success_rate'])
-          final[line['seed']] = max(value, final.get(line['seed'], value))
-    if len(final) > 1:
-      rates = 100 * np.array([rate for _, rate in final.values()])
-      error = rates.std(ddof=1) / len(rates) ** 0.5
-      return f'{rates.mean():.1f} ± {error:.1f}'
-  return _NONE
+  """Returns the final success of the runs with a name, over seeds."""
+  rates = _tests(name, experiment) or _last_evaluations(name, experiment)
+  if len(rates) < 2:
+    return _NONE
+  error = np.std(rates, ddof=1) / len(rates) ** 0.5
+  return f'{100 * np.mean(rates):.1f} ± {100 * error:.1f}'
+
+
+def _tests(name: str, experiment: str) -> list[float]:
+  """Returns the success in the tests of the credit benchmark, by seed."""
+  lines = _lines('credit_tests', name, experiment)
+  return [float(line['success']) for line in lines]
+
+
+def _last_evaluations(name: str, experiment: str) -> list[float]:
+  """Returns the success in the last evaluations of the main runs, by seed."""
+  final: dict[str, tuple[int, float]] = {}
+  for line in _lines('main', name, experiment):
+    value = int(line['iteration']), float(line['eval/success_rate'])
+    final[line['seed']] = max(value, final.get(line['seed'], value))
+  return [rate for _, rate in final.values()]
+
+
+def _lines(table: str, name: str, experiment: str) -> list[dict[str, str]]:
+  """Returns the lines of a table of results about the runs with a name."""
+  path = PROJECT / 'docs' / 'results' / f'{table}.csv'
+  if not path.is_file():
+    return []
+  with path.open(newline='', encoding='utf-8') as file:
+    return [
+      line
+      for line in csv.DictReader(file)
+      if (line['name'], line['experiment']) == (name, experiment)
+    ]

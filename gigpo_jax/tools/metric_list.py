@@ -112,6 +112,11 @@ SECTIONS = (
         'trap_rate', 'share', 'episodes that ended in a trap (keys and doors)'
       ),
       Metric('blocked_action_rate', 'share', 'steps without a move (Sokoban)'),
+      Metric(
+        'environment_reward',
+        'reward',
+        "environment's part (`reward.functions`)",
+      ),
       Metric('room', '1', 'mean index of the room (the toy environment)'),
     ),
   ),
@@ -162,6 +167,7 @@ SECTIONS = (
       Metric(
         'anchor_groups_of_8_and_more', 'share', 'anchor groups of 8 or more'
       ),
+      Metric('gain_mean', '1', "`igpo`: mean gain of the answer's probability"),
       Metric('episode_abs_mean', '1', 'mean of |episode advantage|'),
       Metric('step_abs_mean', '1', 'mean of |step advantage|'),
       Metric('episode_std', '1', 'standard deviation of episode advantages'),
@@ -256,6 +262,15 @@ SECTIONS = (
     ),
   ),
   Section(
+    'State of the algorithm',
+    'Only with `risk_po`: what its next iteration uses.',
+    ('state/',),
+    (
+      Metric('quantile_low', 'reward', 'lower quantile of sums of returns'),
+      Metric('quantile_high', 'reward', 'upper quantile of sums of returns'),
+    ),
+  ),
+  Section(
     'Loss',
     'Means over all trained tokens of the iteration, at the parameters of '
     'each update.',
@@ -280,6 +295,15 @@ SECTIONS = (
         'k3 estimate of the KL to the reference policy; only with '
         '`loss.kl_weight`',
       ),
+    ),
+  ),
+  Section(
+    'Teacher',
+    'Only with `teacher.mu_peak`. 0 in iterations with mu = 0.',
+    ('teacher/',),
+    (
+      Metric('loss', '1', "mean loss of the teacher's tokens"),
+      Metric('tokens', 'tokens', "the teacher's tokens"),
     ),
   ),
   Section(
@@ -455,6 +479,11 @@ SECTIONS = (
       Metric('env_secs_per_step', 's', 'mean time of an environment step'),
       Metric('env_restarts', 'processes', 'workers restarted since the start'),
       Metric('env_recycled', 'processes', 'workers replaced on schedule'),
+      Metric(
+        'reward_wait_secs',
+        's',
+        'time in which only `reward.functions` ran',
+      ),
       Metric('compilations', 'programs', 'programs compiled by the sampler'),
     ),
   ),

@@ -18,7 +18,7 @@ import numpy as np
 import tqdm
 
 import configs
-from envs import worker
+from envs import processes
 from gigpo_jax import deprecated, metrics
 from gigpo_jax.run import run_config
 from gigpo_jax.runtime import files
@@ -292,7 +292,7 @@ def _start(
       stdout=log,
       stderr=subprocess.STDOUT,
       env=os.environ
-      | {'OMP_NUM_THREADS': '1', worker.PARENT_VARIABLE: str(os.getpid())},
+      | {'OMP_NUM_THREADS': '1', processes.PARENT_VARIABLE: str(os.getpid())},
     )
   if cores:
     os.sched_setaffinity(process.pid, cores)
@@ -380,16 +380,36 @@ def gather(
   return evaluations
 
 
-def _outcomes(
-  runs: Sequence[Run], root: pathlib.Path, experiment: str
-) -> dict[str, dict[int, dict[str, float]]]:
-  """Returns the outcomes of tests by name, seed and task."""
-  outcomes: dict[str, dict[int, dict[str, float]]] = {}
+def gather_tests(
+  runs: Sequence[Run], root: pathlib.Path, name: str = 'results'
+) -> dict[str, dict[str, dict[int, dict[str, float]]]]:
+  """Returns the outcomes of tests and writes their means to NAME_tests.csv.
+
+  Args:
+    runs: runs to collect, in the order of the CSV.
+    root: parent of the work directories, and folder of the CSV.
+    name: name of the CSV, without suffix.
+
+  Returns:
+    Success by experiment, name, seed and task.
+  """
+  outcomes: dict[str, dict[str, dict[int, dict[str, float]]]] = {}
+  rows = []
   for run in runs:
     path = run.test_result(root)
-    if run.experiment == experiment and run.test and path.is_file():
-      by_seed = outcomes.setdefault(run.name, {})
-      by_seed[run.seed] = paired.read_outcomes(path)
+    if not (run.test and path.is_file()):
+      continue
+    by_name = outcomes.setdefault(run.experiment, {})
+    by_task = paired.read_outcomes(path)
+    by_name.setdefault(run.name, {})[run.seed] = by_task
+    success = sum(by_task.values()) / len(by_task)
+    rows.append((run.experiment, run.name, run.seed, len(by_task), success))
+  if rows:
+    path = root / f'{name}_tests.csv'
+    with open(path, 'w', newline='', encoding='utf-8') as file:
+      writer = csv.writer(file)
+      writer.writerow(('experiment', 'name', 'seed', 'tasks', 'success'))
+      writer.writerows(rows)
   return outcomes
 
 
@@ -537,12 +557,13 @@ def main(
       failed = run_all(to_run, root, at_once=at_once)
   name = pathlib.Path(sweep).stem
   evaluations = gather(runs, root, name, elsewhere)
+  outcomes = gather_tests(runs, root, name)
   print(f'{len(_by_run(evaluations))} of {len(runs)} runs are finished')
   for experiment in dict.fromkeys(line['experiment'] for line in evaluations):
     part = [line for line in evaluations if line['experiment'] == experiment]
     print(f'\n{experiment}\n\n{table(part)}')
-    if outcomes := _outcomes(runs, root, experiment):
-      print(f'\n{paired.table(outcomes)}')
+    if experiment in outcomes:
+      print(f'\n{paired.table(outcomes[experiment])}')
     for x in _X:
       path = root / f'{name}_{experiment}_by_{x.rpartition("/")[2]}.png'
       draw(part, path, x=x)

@@ -24,7 +24,7 @@ from gigpo_jax.models import (
   published,
   qwen,
 )
-from gigpo_jax.run import model_check, remat
+from gigpo_jax.run import model_builders, model_check, remat
 from gigpo_jax.tools import hlo, tpu_time
 
 # Without these variables, libtpu looks for a slice and for other hosts.
@@ -146,8 +146,10 @@ def estimate(
     )
   chip, model = tpu_time.CHIPS[chip_name], _model(config, shape)
   devices = _devices(topology)
-  mesh = builders.make_mesh(config, model, devices, chip.memory)
-  model = dataclasses.replace(model, **builders.model_kwargs(config, mesh))
+  mesh = model_builders.make_mesh(config, model, devices, chip.memory)
+  model = dataclasses.replace(
+    model, **model_builders.model_kwargs(config, mesh)
+  )
   mesh_lib.check(mesh, parameters.shapes(model), parameters.logical_axes(model))
   tensor = config.rollout.tensor or mesh_lib.sampling_tensor(
     mesh,
@@ -157,7 +159,7 @@ def estimate(
   )
   host = _host(topology, devices, tensor)
   _round_up(config, len(host) // tensor)
-  policy = builders.ModelBundle(model, mesh, None, None, None)
+  policy = model_builders.ModelBundle(model, mesh, None, None, None)
   if config.model.remat == 'auto':
     limit = remat.USABLE * chip.memory
 
@@ -250,7 +252,7 @@ def _programs(
   # `prepare` runs on the full mesh, the other programs of the sampler on the
   # devices that sample together.
   full_sampler = make_sampler(config, model, mesh, tensor)
-  policy = builders.ModelBundle(model, mesh, None, None, None)
+  policy = model_builders.ModelBundle(model, mesh, None, None, None)
   learner = builders.make_learner(config, policy, builders.make_loss(config))
   state, base = learner.abstract_state()
   lowered = {'prepare': full_sampler.lower(state.params, base)['prepare']}
@@ -380,7 +382,7 @@ def make_sampler(
     stop_ids=(0,),
     vocab_size=model.vocab_size,
     tensor=tensor,
-    **builders.sampler_kwargs(config),
+    **model_builders.sampler_kwargs(config),
   )
 
 

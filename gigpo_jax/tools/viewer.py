@@ -10,18 +10,15 @@ requests.
 """
 
 import base64
+import dataclasses
 import functools
 import gzip
 import hashlib
-import ipaddress
-import itertools
 import json
 import math
 import pathlib
-import socket
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-from urllib import parse
 
 import flask
 import jinja2
@@ -31,8 +28,9 @@ import tqdm
 from markupsafe import Markup
 from werkzeug import exceptions, serving
 
+from envs import tool_calls
 from gigpo_jax import episodes, metrics
-from gigpo_jax.runtime import files
+from gigpo_jax.runtime import files, web
 
 _PAGE = pathlib.Path(__file__).parent / 'page'
 
@@ -48,7 +46,7 @@ _GZIP_LEVEL = 6
 _Decode = Callable[[Sequence[int]], str]
 
 # Fields of a step, by how the page shows them: text, flag or number.
-_TEXTS = ('observation', 'action', 'anchor')
+_TEXTS = ('observation', 'action', 'anchor', 'agent')
 _FLAGS = ('valid', 'truncated', 'prompt_shortened')
 _NUMBERS = (
   'reward',
@@ -122,7 +120,7 @@ def steps(
     ValueError: in one line, if the episodes cannot be read.
   """
   episode_set = _require_episodes(workdir)
-  return _steps(episode_set.read(number, group), *_decoders(episode_set))
+  return _steps(episode_set.read(number, group), _make_decoder(episode_set))
 
 
 def _iteration(number: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -140,23 +138,57 @@ def _group(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _steps(
-  records: Sequence[dict[str, Any]],
-  decode: _Decode,
-  piece: _Decode,
+  records: Sequence[dict[str, Any]], decoder: '_Decoder'
 ) -> list[list[dict[str, Any]]]:
   return [
     [
-      _step(step, before, decode, piece)
-      for before, step in itertools.pairwise([None, *record['steps'][:-1]])
+      _step(step, record['steps'][:n], decoder)
+      for n, step in enumerate(record['steps'][:-1])
     ]
     for record in records
   ]
 
 
-def _decoders(episode_set: episodes.EpisodeDataset) -> tuple[_Decode, _Decode]:
-  """Returns two decoders of token ids: one for long texts, one cached.
+@dataclasses.dataclass(frozen=True)
+class _Decoder:
+  """Decodes token ids.
 
-  The cached decoder is for single tokens, which occur often.
+  Attributes:
+    text: decodes long texts.
+    piece: decodes single tokens, which occur often; cached.
+    start: token that starts a message; None if the tokenizer has none.
+    end: token that ends a message.
+  """
+
+  text: _Decode
+  piece: _Decode
+  start: int | None
+  end: int | None
+
+  def messages(self, ids: np.ndarray) -> list[tuple[str, str]]:
+    """Returns the (role, text) of each message of a prompt or of its end.
+
+    The role is '' where the prompt is not in the ChatML format. The start of
+    the response, if empty, is left out.
+    """
+    if self.start is None:
+      return [('', self.text(ids.tolist()))]
+    before, *parts = np.split(ids, np.flatnonzero(ids == self.start))
+    # A continued conversation begins with the end of the last response.
+    rest = self.text(before[before != self.end].tolist())
+    found = [('', rest)] if rest.strip() else []
+    for part in parts:
+      (ends,) = np.nonzero(part == self.end)
+      body = part[1 : ends[0] if len(ends) else len(part)]
+      role, _, text = self.text(body.tolist()).partition('\n')
+      found.append((role, text))
+    if found and found[-1] == ('assistant', ''):
+      found.pop()
+    return found
+
+
+def _make_decoder(episode_set: episodes.EpisodeDataset) -> _Decoder:
+  """Returns the decoder of a run's tokens.
 
   Raises:
     ValueError: in one line, if the tokenizer cannot be read.
@@ -173,7 +205,12 @@ def _decoders(episode_set: episodes.EpisodeDataset) -> tuple[_Decode, _Decode]:
   def decode(ids: Sequence[int]) -> str:
     return tokenizer.decode(list(ids), skip_special_tokens=False)
 
-  return decode, functools.cache(decode)
+  return _Decoder(
+    decode,
+    functools.cache(decode),
+    tokenizer.token_to_id('<|im_start|>'),
+    tokenizer.token_to_id('<|im_end|>'),
+  )
 
 
 def _require_episodes(workdir: str | pathlib.Path) -> episodes.EpisodeDataset:
@@ -205,36 +242,46 @@ def _episode_outline(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _step(
-  step: dict[str, Any],
-  before: dict[str, Any] | None,
-  decode: _Decode,
-  piece: _Decode,
+  step: dict[str, Any], earlier: Sequence[dict[str, Any]], decoder: _Decoder
 ) -> dict[str, Any]:
-  """Returns what the page shows of a step, given the step before it."""
-  new_ids = _new_ids(step, before)
+  """Returns what the page shows of a step, given the steps before it."""
+  continued, size = _find_continued(step['prompt_ids'], earlier)
+  calls = tool_calls.parse(step['response'])
   return (
     {name: step[name] for name in _TEXTS}
     | {name: bool(step[name]) for name in _FLAGS}
     | {name: _finite_or_none(step[name]) for name in _NUMBERS}
     | {
       'state': int(step['anchor_group']),
-      'prompt': decode(new_ids.tolist()),
-      'new_tokens': len(new_ids),
+      'continues': continued,
+      'messages': decoder.messages(step['prompt_ids'][size:]),
+      'new_tokens': len(step['prompt_ids']) - size,
       'prompt_tokens': len(step['prompt_ids']),
+      'calls': [[call.name, _json(call.arguments)] for call in calls.calls],
+      'problem': calls.problem,
       'tokens': spans(
-        piece, step['completion_ids'].tolist(), step['log_probs'].tolist()
+        decoder.piece,
+        step['completion_ids'].tolist(),
+        step['log_probs'].tolist(),
       ),
     }
   )
 
 
-def _new_ids(step: dict[str, Any], before: dict[str, Any] | None) -> np.ndarray:
-  """Returns a prompt without the conversation up to the step before, if any."""
-  ids = step['prompt_ids']
-  if before is None:
-    return ids
-  start = np.concatenate([before['prompt_ids'], before['completion_ids']])
-  return ids[len(start) * np.array_equal(ids[: len(start)], start) :]
+def _find_continued(
+  ids: np.ndarray, earlier: Sequence[dict[str, Any]]
+) -> tuple[int | None, int]:
+  """Returns the earlier step that a prompt continues, and its tokens.
+
+  A conversation's prompt begins with the prompt and the completion of its turn
+  before, which is not the step before if conversations alternate.
+  """
+  for n in reversed(range(len(earlier))):
+    parts = earlier[n]['prompt_ids'], earlier[n]['completion_ids']
+    size = sum(map(len, parts))
+    if np.array_equal(ids[:size], np.concatenate(parts)):
+      return n, size
+  return None, 0
 
 
 def spans(
@@ -345,13 +392,13 @@ def export(
   parts, size = {'run': _pack(run)}, 0
   if selected:
     episode_set = _require_episodes(workdir)
-    decoders = _decoders(episode_set)
+    decoder = _make_decoder(episode_set)
   for number in tqdm.tqdm(selected, unit='iteration', disable=None):
     groups = []
     for records in episode_set.groups(number):
       groups.append(_group(records))
       name = f'iterations/{number}/{groups[-1]["group"]}'
-      parts[name] = _pack(_steps(records, *decoders))
+      parts[name] = _pack(_steps(records, decoder))
       size += len(parts[name])
     parts[f'iterations/{number}'] = _pack(_iteration(number, groups))
     if size > _MAX_EXPORT_BYTES:
@@ -377,20 +424,7 @@ def serve(
     ValueError: in one line, if the folder holds no run or the port is in use.
   """
   summary(workdir)
-  # werkzeug would end the process if the port were in use, so the socket is
-  # created here.
-  ipv6 = ':' in host
-  try:
-    listening = socket.create_server(
-      (host, port),
-      family=socket.AF_INET6 if ipv6 else socket.AF_INET,
-      dualstack_ipv6=host == '::' and socket.has_dualstack_ipv6(),
-    )
-  except OSError as error:
-    raise ValueError(
-      f'--port={port}: cannot be used at {host} ({error.strerror}); choose '
-      'another port, or --port=0 for any free port'
-    ) from error
+  listening = web.listen(host, port)
   with listening:
     port = listening.getsockname()[1]
     server = serving.make_server(
@@ -400,31 +434,8 @@ def serve(
       threaded=True,
       fd=listening.fileno(),
     )
-  print(f'http://{f"[{host}]" if ipv6 else host}:{port}/', flush=True)
+  print(web.url(host, port), flush=True)
   server.serve_forever()
-
-
-def trusted(header: str, names: Iterable[str]) -> bool:
-  """Returns whether a Host header names this machine.
-
-  Protects against DNS rebinding: a foreign web page can point its own domain at
-  this machine's address and read the data. The browser still sends
-  the foreign domain in the Host header. IP addresses cannot be rebound, so all
-  of them are trusted.
-
-  Args:
-    header: value of the header, `NAME` or `NAME:PORT`.
-    names: host names of this machine.
-  """
-  try:
-    name = parse.urlsplit(f'//{header}').hostname or ''
-  except ValueError:
-    return False
-  try:
-    ipaddress.ip_address(name)
-  except ValueError:
-    return name.removesuffix('.') in {accepted.lower() for accepted in names}
-  return True
 
 
 def application(
@@ -434,19 +445,10 @@ def application(
 
   Args:
     workdir: work directory of the run.
-    names: host names to accept in addition to `localhost` and this machine's
-      own; see `trusted`.
+    names: further host names to accept; see `web.check_host`.
   """
   app = flask.Flask(__name__, static_folder=None)
-  accepted = ('localhost', socket.gethostname(), *names)
-
-  @app.before_request
-  def _check_host():
-    header = flask.request.headers.get('Host', '')
-    if not trusted(header, accepted):
-      flask.abort(
-        400, f'Host {header}: not a name of this machine; add it with --names'
-      )
+  app.before_request(lambda: web.check_host(names))
 
   @app.after_request
   def _harden(response):

@@ -8,6 +8,7 @@ import math
 import pathlib
 from typing import Any
 
+from gigpo_jax.models import layer_runs
 from gigpo_jax.models.qwen_config import QwenConfig, Yarn
 
 # Maximum characters of a value in an error.
@@ -28,6 +29,8 @@ _EXPERTS_FIELDS = (
   'num_experts',
   'num_local_experts',
   'norm_topk_prob',
+  'decoder_sparse_step',
+  'mlp_only_layers',
 )
 # Fields that hold an integer above 0.
 _COUNTS = (
@@ -38,15 +41,28 @@ _COUNTS = (
   'num_key_value_heads',
   'head_dim',
   'max_position_embeddings',
+  'decoder_sparse_step',
 )
 # Fields that hold true or false.
-_FLAGS = ('tie_word_embeddings', 'norm_topk_prob')
+_FLAGS = (
+  'tie_word_embeddings',
+  'norm_topk_prob',
+  'attention_bias',
+  'use_sliding_window',
+)
+# Fields that say which layers have a sliding window.
+_LAYER_FIELDS = ('sliding_window', 'max_window_layers', 'layer_types')
+_FULL, _SLIDING = 'full_attention', 'sliding_attention'
+# Maximum depth of a network whose layers differ, each of which is compiled.
+_MAX_MIXED = 1024
 # All fields that `read_config` uses.
 _READ = (
   *_COUNTS,
   *_FLAGS,
   'rms_norm_eps',
   'model_type',
+  *_LAYER_FIELDS,
+  'mlp_only_layers',
   'rope_theta',
   'rope_scaling',
   'rope_parameters',
@@ -56,10 +72,6 @@ _READ = (
 # Null never changes it. A field that is in none of these lists is refused.
 _NEUTRAL = {
   'hidden_act': ('silu', 'swish'),
-  'attention_bias': (False,),
-  'use_sliding_window': (False,),
-  'decoder_sparse_step': (1,),
-  'mlp_only_layers': ([],),
   'partial_rotary_factor': (1,),
   'mlp_bias': (False,),
   'is_causal': (True,),
@@ -75,12 +87,10 @@ _NEUTRAL = {
   'quantization_config': (),
 }
 
-# Fields that never change the network. They concern sliding windows (refused if
-# use_sliding_window is true), training, memory and outputs, generation, and
-# notes.
+# Fields that never change the network. They concern training, memory and
+# outputs, generation, and notes.
 _WITHOUT_EFFECT = frozenset(
   """
-  sliding_window max_window_layers
   attention_dropout initializer_range output_router_logits router_aux_loss_coef
   gradient_checkpointing use_bfloat16 tf_legacy_loss torch_dtype dtype
   use_cache chunk_size_feed_forward torchscript return_dict output_attentions
@@ -206,12 +216,6 @@ def _check_fields(directory: str, raw: dict) -> None:
   """Refuses unsupported fields of config.json that may change the network."""
   family, neutral = raw['model_type'], dict(_NEUTRAL)
   neutral['architectures'] = ([_ARCHITECTURES[family]], [])
-  layers = raw.get('layer_types')
-  if isinstance(layers, list) and len(layers) == raw['num_hidden_layers']:
-    neutral['layer_types'] = (['full_attention'] * len(layers),)
-  if family == 'qwen2':
-    # transformers ignores it for Qwen2, which always has biases.
-    neutral['attention_bias'] = (False, True)
   known = {*_READ, *_WITHOUT_EFFECT}
   if family != 'qwen3_moe':
     known -= {*_EXPERTS_FIELDS}
@@ -264,7 +268,8 @@ def _read_shape(directory: str, raw: dict, **choices: Any) -> QwenConfig:
     rope_theta=_theta(directory, raw, rope),
     rms_norm_eps=raw['rms_norm_eps'],
     tie_embeddings=bool(raw.get('tie_word_embeddings')),
-    **_FAMILIES[family],
+    **_FAMILIES[family] | _biases(raw),
+    **_windows(directory, raw),
     yarn=_yarn(directory, rope),
     max_positions=raw.get('max_position_embeddings') or 32768,
     **choices,
@@ -326,6 +331,93 @@ def _experts(directory: str, raw: dict) -> dict:
     'num_experts': num_experts,
     'experts_per_token': per_token,
     'normalized_experts': bool(raw.get('norm_topk_prob')),
+    **_dense_layers(directory, raw),
+  }
+
+
+def _biases(raw: dict) -> dict:
+  """Returns the fields of QwenConfig for the biases of attention."""
+  # transformers ignores the field for Qwen2, which always has some biases.
+  if raw['model_type'] == 'qwen2' or not raw.get('attention_bias'):
+    return {}
+  return {'qkv_bias': True, 'o_bias': True}
+
+
+def _dense_layers(directory: str, raw: dict) -> dict:
+  """Returns the fields of QwenConfig for dense layers among experts."""
+  count, step = raw['num_hidden_layers'], raw.get('decoder_sparse_step') or 1
+  listed = raw.get('mlp_only_layers') or []
+  if not isinstance(listed, list) or not all(
+    type(n) is int and 0 <= n < count for n in listed
+  ):
+    accepted = f'must be a list of layers, from 0 to {count - 1}'
+    raise _field_error(directory, 'mlp_only_layers', listed, accepted)
+  if step == 1 and not listed:
+    return {}
+  _check_depth(directory, raw)
+  dense = tuple(n for n in range(count) if n in listed or (n + 1) % step)
+  if len(dense) == count:
+    name = 'mlp_only_layers' if step == 1 else 'decoder_sparse_step'
+    accepted = 'must leave a layer with experts; without any, use qwen3'
+    raise _field_error(directory, name, raw[name], accepted)
+  return {'dense_layers': dense, 'dense_size': raw['intermediate_size']}
+
+
+def _check_depth(directory: str, raw: dict) -> None:
+  """Refuses deep networks whose layers differ."""
+  count = raw['num_hidden_layers']
+  if count > _MAX_MIXED:
+    accepted = f'must be at most {_MAX_MIXED} for layers that differ'
+    raise _field_error(directory, 'num_hidden_layers', count, accepted)
+
+
+def _windows(directory: str, raw: dict) -> dict:
+  """Returns the fields of QwenConfig for attention with a window.
+
+  A layer has a window if its type says so, else from `max_window_layers` on; a
+  mixture of experts has windows in all layers.
+  """
+  count, types = raw['num_hidden_layers'], raw.get('layer_types')
+  if types is not None and (
+    not isinstance(types, list)
+    or len(types) != count
+    or not all(name in (_FULL, _SLIDING) for name in types)
+  ):
+    accepted = f'must be a list of {count} times {_FULL} or {_SLIDING}'
+    raise _field_error(directory, 'layer_types', types, accepted)
+  is_used = bool(raw.get('use_sliding_window'))
+  # The defaults are those of transformers; null means no windows.
+  size, first = (
+    raw.get('sliding_window', 4096),
+    raw.get('max_window_layers', 28),
+  )
+  if types is not None and not is_used and _SLIDING in types:
+    accepted = f'{_SLIDING} needs use_sliding_window=true'
+    raise _field_error(directory, 'layer_types', types, accepted)
+  if not is_used or size is None:
+    return {}
+  if not _is_count(size):
+    accepted = 'must be an integer above 0, at most 2147483647'
+    raise _field_error(directory, 'sliding_window', size, accepted)
+  if raw['model_type'] == 'qwen3_moe':
+    return {'window': size}
+  if type(first) is not int or first < 0:
+    accepted = 'must be an integer from 0'
+    raise _field_error(directory, 'max_window_layers', first, accepted)
+  if types is None and first >= count:
+    return {}
+  _check_depth(directory, raw)
+  layers = tuple(
+    n
+    for n in range(count)
+    if (n >= first if types is None else types[n] == _SLIDING)
+  )
+  if not layers:
+    return {}
+  # () are all layers.
+  return {
+    'window': size,
+    'window_layers': layers if len(layers) < count else (),
   }
 
 
@@ -417,8 +509,17 @@ def to_json(config: QwenConfig, dtype: str) -> dict:
     'rms_norm_eps': config.rms_norm_eps,
     'tie_word_embeddings': config.tie_embeddings,
     'torch_dtype': dtype,
-    'use_sliding_window': False,
+    'use_sliding_window': config.window > 0,
   }
+  if config.qk_norm:
+    content['attention_bias'] = config.o_bias
+  if config.window:
+    content['sliding_window'] = config.window
+    if not config.num_experts:
+      content['layer_types'] = [
+        _SLIDING if layer_runs.config_of(config, n).window else _FULL
+        for n in range(config.num_layers)
+      ]
   if config.num_experts:
     content |= {
       'moe_intermediate_size': config.intermediate_size,
@@ -426,8 +527,10 @@ def to_json(config: QwenConfig, dtype: str) -> dict:
       'num_experts_per_tok': config.experts_per_token,
       'norm_topk_prob': config.normalized_experts,
       'decoder_sparse_step': 1,
-      'mlp_only_layers': [],
+      'mlp_only_layers': list(config.dense_layers),
     }
+  if config.dense_layers:
+    content['intermediate_size'] = config.dense_size
   if config.yarn:
     content['rope_scaling'] = {
       'rope_type': 'yarn',

@@ -13,7 +13,7 @@ import numpy as np
 import safetensors.numpy
 
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax.models import lora
+from gigpo_jax.models import layer_runs, lora
 from gigpo_jax.models.huggingface import config as config_lib
 from gigpo_jax.models.huggingface import layout, weights
 from gigpo_jax.models.qwen_config import QwenConfig
@@ -81,6 +81,9 @@ def save_adapters(
 ) -> None:
   """Writes adapters as a directory that `peft` loads.
 
+  Adapters of experts have a tensor per expert, as the models of transformers 4
+  have; transformers 5 joins the experts' matrices.
+
   All processes must call this; the main process writes.
 
   Args:
@@ -94,16 +97,20 @@ def save_adapters(
     arrays = adapters['layers'].get(group, {})
     if name + lora.A not in arrays:
       continue
-    targets.add(stored_name.split('.')[1])
+    targets.add(stored_name.split('.')[-2])
     for stored_suffix, suffix in (('lora_A', lora.A), ('lora_B', lora.B)):
       stack = mesh_lib.to_host(arrays[name + suffix])
       # [layers, in.., rank] and [layers, rank, out..]; (out, in) in the file.
+      # Those of experts have a dimension of experts after the layers.
       rank = config.adapters.rank
       shape = (-1, rank) if suffix == lora.A else (rank, -1)
-      for layer, matrix in enumerate(stack):
-        tensor_name = stored_name.replace('.weight', f'.{stored_suffix}.weight')
+      template = stored_name.replace('.weight', f'.{stored_suffix}.weight')
+      dims = 1 + stored_name.count('{}')
+      for index in np.ndindex(*stack.shape[:dims]):
+        layer = layer_runs.layers_of(config, group)[index[0]]
+        tensor_name = template.format(*index[1:])
         tensors[f'base_model.model.model.layers.{layer}.{tensor_name}'] = (
-          np.ascontiguousarray(matrix.reshape(shape).T, np.float32)
+          np.ascontiguousarray(stack[index].reshape(shape).T, np.float32)
         )
   if not distributed.is_main_process():
     return

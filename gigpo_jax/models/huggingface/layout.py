@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from gigpo_jax.models import parameters
+from gigpo_jax.models import layer_runs, parameters
 from gigpo_jax.models.qwen_config import QwenConfig
 
 # (group, name) of an array of a layer: (name of its tensor in the file within
@@ -16,6 +16,7 @@ LAYER_NAMES = {
   ('attention', 'q_bias'): ('self_attn.q_proj.bias', False),
   ('attention', 'k_bias'): ('self_attn.k_proj.bias', False),
   ('attention', 'v_bias'): ('self_attn.v_proj.bias', False),
+  ('attention', 'o_bias'): ('self_attn.o_proj.bias', False),
   ('attention', 'o'): ('self_attn.o_proj.weight', True),
   ('mlp', 'gate'): ('mlp.gate_proj.weight', True),
   ('mlp', 'up'): ('mlp.up_proj.weight', True),
@@ -41,7 +42,8 @@ class Tensor(NamedTuple):
 
   Attributes:
     path: path of the array in the tree of parameters.
-    index: index of the tensor in the array: (), (layer,) or (layer, expert).
+    index: index of the tensor in the array: (), (n,) or (n, expert), for the
+      n-th layer that has such an array.
     name: name in the file.
     shape: shape in the file.
     transposed: whether the tensor is stored as (out, in).
@@ -66,8 +68,10 @@ def tensors(config: QwenConfig) -> Iterator[Tensor]:
     # 1 for tensors of an expert, 0 for others.
     shape, expert_dims = shapes['layers'][group][name], template.count('{}')
     stored = _stored_shape(name, shape[1 + expert_dims :], transposed)
+    layers = layer_runs.layers_of(config, group)
     for index in _indices(shape[: 1 + expert_dims]):
-      full_name = f'model.layers.{index[0]}.{template.format(*index[1:])}'
+      layer = layers[index[0]]
+      full_name = f'model.layers.{layer}.{template.format(*index[1:])}'
       path = ('layers', group, name)
       yield Tensor(path, index, full_name, stored, transposed)
 

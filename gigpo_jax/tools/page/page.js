@@ -177,7 +177,7 @@ function fits(episode, wanted) {
   if (wanted.invalid && !episode.invalid) return false;
   if (!wanted.text) return true;
   return episode.steps.some((step) =>
-    [step.action, step.observation, step.prompt, step.tokens.map((t) => t[0]).join('')]
+    [step.action, step.observation, ...step.messages.map((m) => m[1]), step.tokens.map((t) => t[0]).join('')]
       .some((text) => text.toLowerCase().includes(wanted.text)));
 }
 
@@ -312,6 +312,7 @@ function drawStep(episode, step, n, states) {
     if (!getSelection().toString()) event.currentTarget.classList.toggle('open');
   };
   const response = make('div', { class: 'response', onclick: open });
+  if (step.advantage) response.style.borderLeftColor = `rgb(var(${step.advantage > 0 ? '--above' : '--below'}))`;
   response.textContent = ' ';
   response.tokens = step.tokens;
   seen.observe(response);
@@ -319,7 +320,7 @@ function drawStep(episode, step, n, states) {
     ? `messages · ${step.new_tokens} of ${step.prompt_tokens} prompt tokens`
     : `prompt · ${step.prompt_tokens} tokens`));
   prompt.addEventListener('toggle', () => {
-    if (prompt.open && prompt.children.length < 2) prompt.append(make('pre', {}, words(step.prompt)));
+    if (prompt.open && prompt.children.length < 2) prompt.append(...step.messages.map(drawMessage));
   });
   const same = states.get(step.state) || [];
   const anchor = step.state < 0 ? null : make('button', {
@@ -332,12 +333,16 @@ function drawStep(episode, step, n, states) {
   return make('article', { class: 'step', 'data-state': step.state, id: stepId(episode, n) },
     make('header', {},
       make('span', { class: 'n' }, `${n}`),
+      step.agent ? make('span', { class: 'badge', 'data-hint': 'the agent that took the step' }, words(step.agent)) : null,
       make('span', { class: 'action' }, words(step.action || '(no action)')),
+      conversation(episode, step, n),
       step.valid ? null : make('span', { class: 'badge bad' }, 'invalid'),
       step.truncated ? make('span', { class: 'badge' }, 'truncated') : null,
       step.prompt_shortened ? make('span', { class: 'badge' }, 'prompt shortened') : null),
     make('p', { class: 'observation', onclick: open }, words(step.observation)),
     response,
+    step.calls.length || step.problem ? make('div', { class: 'calls' },
+      ...step.calls.map(drawCall), step.problem ? make('span', { class: 'badge bad' }, words(step.problem)) : null) : null,
     make('div', { class: 'numbers' },
       make('span', {}, make('i', {}, 'reward'), number(step.reward)),
       step.discounted_return === null ? null
@@ -346,6 +351,25 @@ function drawStep(episode, step, n, states) {
       step.step_advantage === null ? null : chip('step', step.step_advantage, 'step advantage: compared with steps from the same state'),
       step.advantage === null ? null : chip('total', step.advantage, 'total advantage: used in training')),
     make('div', { class: 'foot' }, prompt, anchor));
+}
+
+// A message that was added to the prompt.
+function drawMessage([role, text]) {
+  return make('div', { class: `message ${['system', 'user', 'tool', 'assistant'].includes(role) ? role : ''}` },
+    role ? make('span', { class: 'role' }, words(role)) : null, make('pre', {}, words(text)));
+}
+
+function drawCall([name, given]) {
+  const values = Object.entries(JSON.parse(given)).map(([key, value]) => `${key}: ${JSON.stringify(value)}`);
+  return make('code', { class: 'call', 'data-hint': 'tool call' }, words(`${name}(${values.join(', ')})`));
+}
+
+// Which conversation a step continues, if that is not the step before.
+function conversation(episode, step, n) {
+  if (n === 0 || step.continues === n - 1) return null;
+  if (step.continues !== null) return make('span', { class: 'badge' }, `continues step ${step.continues}`);
+  return episode.steps.some((other) => other.continues !== null)
+    ? make('span', { class: 'badge' }, 'new conversation') : null;
 }
 
 const stepId = (episode, n) => `step-${episode.member}-${n}`;

@@ -1,0 +1,84 @@
+"""GiGPO on a generated help desk with tools, in the style of tau-bench.
+
+    python launch/train.py --config=configs/helpdesk.py --config.model.path=..
+
+On a laptop, make a warm start by imitation and train it:
+
+    python launch/sft.py --config=configs/helpdesk.py:tiny
+    python launch/train.py --config=configs/helpdesk.py:tiny
+
+Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
+cores; `mini` for sweeps, from the warm start of `tiny`; `smoke`, the tiny path
+in two minutes), an algorithm (`grpo`, `ppo`, ...) and other changes, see
+`variants.CHANGES`. envs/helpdesk/cases.py generates the cases. An episode is a
+growing conversation with tools; success is an exact match of the final
+database.
+"""
+
+import ml_collections
+
+from configs import base, sizes, variants
+
+# Learning rates of `:mini`; see sizes.use_mini. They are not tuned.
+RATES = {'gigpo': 1.5e-4}
+
+SIZES = ('1.5b', 'tiny', 'mini', 'smoke')
+
+
+def get_config(arg: str = '') -> ml_collections.ConfigDict:
+  """Returns the experiment; `arg` is a comma-separated list of variants."""
+  size, changes = variants.parse(
+    arg, 'helpdesk', sizes=SIZES, changes=variants.CHANGES
+  )
+  size = size or '1.5b'
+  config = _cases()
+  config.variant = ','.join([size, *changes])
+  if size in ('tiny', 'mini', 'smoke'):
+    _tiny(config)
+    config.model.path = sizes.warm_start(__file__, size)
+  if size == 'mini':
+    sizes.use_mini(config, changes, RATES)
+    config.num_iterations = 60
+    config.evaluation.every = 30
+  if size == 'smoke':
+    sizes.use_smoke(config)
+  variants.apply(config, changes)
+  return config
+
+
+def _cases() -> ml_collections.ConfigDict:
+  config = base.get_config()
+  config.env.name = 'helpdesk'
+  config.env.generator = ml_collections.ConfigDict()
+  config.env.generator.users = 3  # of the database; two share their name
+  config.env.generator.seed = 0
+  # A solution has 4 to 7 steps.
+  config.env.max_steps = 12
+  config.env.prompt_style = 'paper'
+  variants.use_conversation(config)
+  config.pool.num_workers = 2
+  config.rollout.max_prompt_tokens = 6144
+  config.rollout.prompt_buckets = (1536, 3072, 6144)
+  config.learner.length_buckets = (6656,)
+  config.evaluation.split = 'test'
+  config.evaluation.num_tasks = 128
+  return config
+
+
+def _tiny(config: ml_collections.ConfigDict) -> None:
+  """Selects a tiny policy, which learns tools and policy by imitation."""
+  sizes.use_tiny_policy(config)
+  config.num_iterations = 60
+  config.env.max_steps = 9
+  config.rollout.max_prompt_tokens = 704
+  config.rollout.max_completion_tokens = 56
+  config.rollout.prompt_buckets = (352, 704)
+  config.optimizer.learning_rate = 1.5e-4
+  config.optimizer.b2 = 0.98
+  config.learner.minibatch_rows = 64
+  config.learner.length_buckets = (384, 760)
+  config.evaluation.num_tasks = 256
+  config.evaluation.every = 20
+  config.sft.num_episodes = 3000
+  config.sft.noise = 0.3
+  config.sft.minibatch_rows = 8  # Episodes.

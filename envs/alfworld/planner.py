@@ -1,0 +1,134 @@
+"""ALFWorld with two agents: a planner writes a plan, an actor plays by it.
+
+The planner takes the first turn of an episode. It reads the task and the first
+observation. Its plan comes before the text of every prompt of the actor. Both
+turns are sampled from the same policy.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+from envs import base
+from envs.alfworld import env as alfworld_env
+from envs.alfworld.env import (
+  ANCHORS,
+  DATA,
+  check_installation,
+  check_options,
+  tasks,
+)
+
+__all__ = [
+  'ANCHORS',
+  'CONTEXTS',
+  'DATA',
+  'Env',
+  'check_installation',
+  'check_options',
+  'tasks',
+]
+
+CONTEXTS = ('history',)
+PLANNER, ACTOR = 'planner', 'actor'
+MAX_PLAN_CHARACTERS = 400
+_PLAN = re.compile(r'<plan>(.*?)</plan>', re.DOTALL)
+
+
+class Env:
+  """Plays one game at a time, after a turn of the planner.
+
+  Args:
+    max_steps: maximum number of turns, with that of the planner.
+    **kwargs: other arguments of `alfworld.env.Env`.
+  """
+
+  def __init__(self, *, max_steps: int = 50, **kwargs):
+    self._actor = alfworld_env.Env(max_steps=max_steps - 1, **kwargs)
+    self._first: base.Observation | None = None
+    self._plan = ''
+
+  def prepare(self, task: base.Task) -> None:
+    """Loads the game into the engine's cache."""
+    self._actor.prepare(task)
+
+  def reset(self, task: base.Task) -> base.Observation:
+    """Starts an episode; returns the observation of the planner."""
+    self._first = self._actor.reset(task)
+    return _planner_observation(self._first)
+
+  def step(self, response: str) -> base.StepResult:
+    """Takes the plan from the first response, and plays the others."""
+    if self._first is None:
+      result = self._actor.step(response)
+      following = result.observation
+      return dataclasses.replace(
+        result, observation=following and _with_plan(following, self._plan)
+      )
+    found = _PLAN.search(response)
+    plan = found.group(1) if found else response
+    self._plan = ' '.join(plan.split())[:MAX_PLAN_CHARACTERS]
+    following, self._first = self._first, None
+    return base.StepResult(
+      observation=_with_plan(following, self._plan),
+      reward=0.0,
+      valid=found is not None,
+      action=self._plan,
+      success=False,
+      done=False,
+    )
+
+  def close(self) -> None:
+    """Releases the engine."""
+    self._actor.close()
+
+  def demonstrate(
+    self, task: base.Task, *, noise: float, seed: int
+  ) -> Iterator[tuple[str, str]]:
+    """Yields (prompt, response): the expert's actions as a plan, then its play.
+
+    Args:
+      task: the game to play.
+      noise: probability that an action is random; the plan has none.
+      seed: seed of the search order and of the noise.
+    """
+    prompt = _planner_observation(self._actor.reset(task)).prompt
+    steps = self._actor.demonstrate(task, noise=0.0, seed=seed)
+    actions = [response.split('<action>')[-1] for _, response in steps]
+    plan = ', '.join(action.removesuffix('</action>') for action in actions)
+    plan = plan[:MAX_PLAN_CHARACTERS]
+    yield prompt, f'<plan>{plan}</plan>'
+    for given, response in self._actor.demonstrate(
+      task, noise=noise, seed=seed
+    ):
+      yield _add_plan(given, plan), response
+
+
+def _planner_observation(first: base.Observation) -> base.Observation:
+  """Returns the input of the planner."""
+  prompt = (
+    f'{first.text}\nYour task is to: {first.task}\n'
+    'Write a short plan for another agent within <plan> </plan> tags.'
+  )
+  return dataclasses.replace(
+    first,
+    prompt=prompt,
+    short_prompt=prompt,
+    anchor=f'plan\n{first.anchor}',
+    actions=(),
+    agent=PLANNER,
+  )
+
+
+def _with_plan(observation: base.Observation, plan: str) -> base.Observation:
+  """Returns the input of the actor."""
+  return dataclasses.replace(
+    observation,
+    prompt=_add_plan(observation.prompt, plan),
+    short_prompt=_add_plan(observation.short_prompt, plan),
+    agent=ACTOR,
+  )
+
+
+def _add_plan(prompt: str, plan: str) -> str:
+  return f'Plan: {plan}\n{prompt}'

@@ -1,0 +1,1 @@
+"""A generated help desk with tools: cases, database, tools, environment."""

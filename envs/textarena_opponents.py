@@ -1,0 +1,58 @@
+"""Fixed opponents in TextArena games for two players.
+
+An opponent is a function of what it reads and a random generator; it returns
+its move. It must depend on nothing else, so that episodes can be replayed.
+"""
+
+import functools
+import importlib
+import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+# (text since its last turn, generator) -> move.
+Opponent = Callable[[str, np.random.Generator], str]
+
+RANDOM = 'random'
+# Games list moves as '[4]', '[check]'.
+_LISTED = re.compile(r"'(\[[^\]'\n]+\])'")
+
+
+def make(name: str, actions: Sequence[str]) -> Opponent:
+  """Returns an opponent.
+
+  Args:
+    name: 'random' for a random move, or `module:function` of another project.
+    actions: moves that 'random' draws from, if the game lists none.
+
+  Raises:
+    ValueError: in one line, if there is no such opponent.
+  """
+  if name == RANDOM:
+    return functools.partial(play_randomly, actions=tuple(actions))
+  module, colon, function = name.partition(':')
+  try:
+    if not colon:
+      raise ImportError(f'must be {RANDOM} or module:function')
+    return vars(importlib.import_module(module))[function]
+  except (ImportError, KeyError) as error:
+    raise ValueError(f'env.opponent={name}: not found: {error}') from error
+
+
+def play_randomly(
+  text: str, rng: np.random.Generator, *, actions: Sequence[str]
+) -> str:
+  """Returns one of the moves that the last line with moves lists.
+
+  Raises:
+    ValueError: in one line, if there are neither such a line nor actions.
+  """
+  lines = [_LISTED.findall(line) for line in text.splitlines()]
+  moves = next(filter(None, reversed(lines)), actions)
+  if not moves:
+    raise ValueError(
+      f'env.opponent={RANDOM}: the game lists no moves; set env.actions or '
+      'name a function'
+    )
+  return moves[rng.integers(len(moves))]

@@ -1,0 +1,109 @@
+"""IGPO (arXiv:2510.14967): information gain as the reward of a turn.
+
+p_t is the policy's probability of the task's reference answer before turn t
+(`gigpo_jax.answer_scores`). A turn after which the episode goes on is rewarded
+with the gain p_{t+1} - p_t, and the last turn with the return E of the episode.
+Gains and returns are normalised separately in the group,
+
+    r = (x - mean) / (std + 1e-6),                             Section 3.2
+    A_t = sum over k >= t of discount^(k - t) r_k.
+
+E is the undiscounted sum of rewards, minus a penalty for each invalid response.
+The released code uses a difference of probabilities as here, where the paper
+has one of log-probs.
+
+# Differs from the paper: E replaces the F1 score of the answer.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import ClassVar
+
+import ml_collections
+import numpy as np
+from jaxtyping import Float, Int
+
+import envs
+from gigpo_jax import algorithms, batch, options, row_stats
+
+_EPSILON = 1e-6
+
+PRESETS = {'igpo': {'algorithm.discount': 1.0}}
+
+
+def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a line if the tasks have no answers, or the policy is another's."""
+  if envs.answer_start(config.env.name, config.env) is None:
+    yield (
+      f'env.name={config.env.name}: its tasks have no reference answer, which '
+      'igpo scores; must be search_qa or another environment with answers'
+    )
+  if config.rollout.carry_over > 0:
+    yield (
+      f'rollout.carry_over={config.rollout.carry_over}: igpo scores answers by '
+      'one policy; must be 0'
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+  """A = discounted sum of z(p' - p) and of z(E) of the last turn.
+
+  Attributes:
+    discount: discount per turn; 1 in the released code.
+    gain_weight: weight of the gains.
+    invalid_penalty: subtracted from the reward of an invalid response.
+  """
+
+  needs_values: ClassVar[bool] = False
+  needs_group: ClassVar[bool] = True
+  scores_answers: ClassVar[bool] = True
+
+  discount: float = options.number(0.95, low=0, high=1)
+  gain_weight: float = options.number(1.0, low=0)
+  invalid_penalty: float = options.number(0.1, low=0, high=1_000_000)
+
+  def __post_init__(self):
+    options.check(self)
+
+  def compute_advantages(
+    self, rows: batch.Rows, values=None
+  ) -> algorithms.AlgorithmOutput:
+    """Returns one advantage per row; 0 for padding."""
+    del values
+    episodes = row_stats.episodes(rows, self.invalid_penalty)
+    following, real = row_stats.next_rows(rows), rows.real
+    gains = np.where(
+      following >= 0, rows.state_values[following] - rows.state_values, np.nan
+    )
+    returns = np.where(
+      real & (following < 0), episodes.to_rows(episodes.returns), np.nan
+    )
+    rewards = self.gain_weight * normalize(gains, rows.groups)
+    rewards += normalize(returns, rows.groups)
+    advantages = np.where(real, rewards, 0)
+    # From the last turns to the first ones.
+    for r in np.argsort(-rows.steps, kind='stable'):
+      if following[r] >= 0:
+        advantages[r] += self.discount * advantages[following[r]]
+    known = gains[np.isfinite(gains)]
+    return algorithms.AlgorithmOutput(
+      advantages.astype(np.float32),
+      {
+        'advantage/abs_mean': float(np.abs(advantages[real]).mean()),
+        'advantage/gain_mean': float(known.mean()) if len(known) else 0.0,
+      },
+    )
+
+
+def normalize(
+  values: Float[np.ndarray, ' R'], groups: Int[np.ndarray, ' R']
+) -> Float[np.ndarray, ' R']:
+  """Returns z-scores among the finite values of each group; 0 for others."""
+  scores, known = np.zeros(len(values)), np.isfinite(values)
+  for group in np.unique(groups[known]):
+    own = known & (groups == group)
+    if own.sum() > 1:
+      centred = values[own] - values[own].mean()
+      scores[own] = centred / (values[own].std(ddof=1) + _EPSILON)
+  return scores

@@ -1,0 +1,118 @@
+"""Polychromic objective (arXiv:2509.25424): diverse sets of episodes.
+
+Over all sets of k of the n episodes of a group, the value of a set is
+
+    f = mean E of its episodes * share of them with distinct actions,
+
+and the advantage of an episode is
+
+    A = mean of f over the sets with it - mean of f over all sets.
+
+So an episode is better that earns a reward where the others of its set do not
+do the same. E is the undiscounted sum of rewards, minus a penalty for each
+invalid response. Two episodes are alike if they took the same actions.
+
+# Differs from the paper: sets are formed at the start of a task only, not at
+states from which further episodes branch, and all sets are enumerated; other
+states have no advantage of a critic.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from typing import ClassVar
+
+import ml_collections
+import numpy as np
+from jaxtyping import Float, Int
+
+from gigpo_jax import algorithms, batch, options, row_stats
+
+_MAX_SETS = 100_000
+
+
+def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a line if a group has no set, or too many of them."""
+  k, members = config.algorithm.set_size, config.rollout.episodes_per_group
+  if k < 2 or not 0 < math.comb(members, k) <= _MAX_SETS:  # noqa: PLR2004
+    yield (
+      f'algorithm.set_size={k}: polychromic compares all sets of rollout.'
+      f'episodes_per_group={members} episodes; must be from 2 to that, with at '
+      f'most {_MAX_SETS} sets'
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+  """A = mean of mean(E) * distinct / k over the sets with it - over all sets.
+
+  Attributes:
+    set_size: k.
+    invalid_penalty: subtracted from the reward of an invalid response.
+  """
+
+  needs_values: ClassVar[bool] = False
+  needs_group: ClassVar[bool] = True
+
+  set_size: int = options.number(2, low=1)
+  invalid_penalty: float = options.number(0.1, low=0, high=1_000_000)
+
+  def __post_init__(self):
+    options.check(self)
+
+  def compute_advantages(
+    self, rows: batch.Rows, values=None
+  ) -> algorithms.AlgorithmOutput:
+    """Returns one advantage per row, 0 for padding."""
+    del values
+    episodes = row_stats.episodes(rows, self.invalid_penalty)
+    kinds = _kinds(rows, episodes)
+    by_episode = np.zeros(len(kinds))
+    for group in range(episodes.num_groups):
+      own = np.flatnonzero(episodes.groups == group)
+      by_episode[own] = set_advantages(
+        episodes.returns[own], kinds[own], self.set_size
+      )
+    advantages = episodes.to_rows(by_episode)
+    return algorithms.AlgorithmOutput(
+      advantages.astype(np.float32),
+      {'advantage/abs_mean': float(np.abs(advantages[rows.real]).mean())},
+    )
+
+
+def set_advantages(
+  returns: Float[np.ndarray, ' N'], kinds: Int[np.ndarray, ' N'], k: int
+) -> Float[np.ndarray, ' N']:
+  """Returns the advantage of each episode of a group.
+
+  Args:
+    returns: return of each episode.
+    kinds: equal for episodes that are alike.
+    k: number of episodes of a set; in a smaller group, all advantages are 0.
+  """
+  if len(returns) < k:
+    return np.zeros(len(returns))
+  sets = np.array([*itertools.combinations(range(len(returns)), k)])
+  distinct = 1 + (np.diff(np.sort(kinds[sets], axis=1), axis=1) > 0).sum(axis=1)
+  values = returns[sets].mean(axis=1) * distinct / k
+  totals = np.bincount(sets.reshape(-1), weights=np.repeat(values, k))
+  # Every episode is in C(N - 1, k - 1) sets.
+  return totals / math.comb(len(returns) - 1, k - 1) - values.mean()
+
+
+def _kinds(
+  rows: batch.Rows, episodes: row_stats.Episodes
+) -> Int[np.ndarray, ' E']:
+  """Returns an id of the actions of each episode within its group."""
+  sequences: list[list[int]] = [[] for _ in episodes.groups]
+  for r in np.lexsort((rows.steps, episodes.index)):
+    if episodes.index[r] >= 0:
+      sequences[episodes.index[r]].append(int(rows.actions[r]))
+  ids: dict[tuple, int] = {}
+  return np.array(
+    [
+      ids.setdefault((group, *actions), len(ids))
+      for group, actions in zip(episodes.groups, sequences, strict=True)
+    ]
+  )

@@ -1,0 +1,65 @@
+"""ReMax (arXiv:2310.10505): a greedy episode as the baseline.
+
+Each task is also played once with the most likely token at every position. The
+baseline b of the task is the return of that episode, on which nothing is
+trained (Algorithm 2):
+
+    A = E - b,
+
+where E and b are undiscounted sums of rewards, minus a penalty for each invalid
+response. A group may have a single episode.
+
+# Differs from the paper: the baseline is that of an episode of many turns, not
+of one response.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import ClassVar
+
+import ml_collections
+import numpy as np
+
+from gigpo_jax import algorithms, batch, options, row_stats
+
+
+def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a line if episodes of earlier policies would be trained on."""
+  if config.rollout.carry_over > 0:
+    yield (
+      f'rollout.carry_over={config.rollout.carry_over}: the baseline of remax '
+      'is that of one policy; must be 0'
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+  """A = E - E of a greedy episode of the task.
+
+  Attributes:
+    invalid_penalty: subtracted from the reward of an invalid response.
+  """
+
+  needs_values: ClassVar[bool] = False
+  needs_group: ClassVar[bool] = False
+  greedy_start: ClassVar[bool] = True
+
+  invalid_penalty: float = options.number(0.1, low=0, high=1_000_000)
+
+  def __post_init__(self):
+    options.check(self)
+
+  def compute_advantages(
+    self, rows: batch.Rows, values=None
+  ) -> algorithms.AlgorithmOutput:
+    """Returns one advantage per row; 0 for padding and unknown baselines."""
+    del values
+    episodes = row_stats.episodes(rows, self.invalid_penalty)
+    first = rows.real & (rows.steps == 0)
+    baselines = np.full(len(episodes.returns), np.nan)
+    baselines[episodes.index[first]] = rows.state_values[first]
+    advantages = episodes.to_rows(np.nan_to_num(episodes.returns - baselines))
+    return algorithms.AlgorithmOutput(
+      advantages.astype(np.float32),
+      {'advantage/abs_mean': float(np.abs(advantages[rows.real]).mean())},
+    )

@@ -1,0 +1,122 @@
+"""RiskPO (arXiv:2510.00911): advantages from the lower tail of returns.
+
+Tasks are bundled, and S is the sum of the returns of the k-th episodes of a
+bundle's tasks. Two quantiles q_lo and q_hi of S, at the levels a_lo and a_hi,
+are tracked over the run. Low sums are weighted more than high ones:
+
+    RVaR = (relu(S - q_lo) - relu(S - q_hi) + q_lo - q_hi) / (a_hi - a_lo)
+    CVaR = -relu(q_lo - S) / a_lo
+    A = (w CVaR + RVaR) / (w + 1) / std(S),
+
+where std is over the sums of the iteration. A sum above q_hi has A = 0, so the
+policy learns from tasks that it does not solve yet. After each iteration,
+q += rate (a - share of S below q). The quantiles start as those of the first
+iteration. They are the algorithm's state, which checkpoints save.
+
+# Differs from the paper: its code also divides by the deviation within a task,
+in a way that could not be read; returns include the penalty for invalid
+responses. A sum that lacks an episode, which failed or was filtered, is 0.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
+
+import ml_collections
+import numpy as np
+from jaxtyping import Float
+
+from gigpo_jax import algorithms, batch, options, row_stats
+
+_LOW, _HIGH = 'state/quantile_low', 'state/quantile_high'
+
+
+def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a line if the groups do not fill bundles."""
+  size, groups = config.algorithm.bundle_tasks, config.rollout.groups
+  if groups % size:
+    yield (
+      f'algorithm.bundle_tasks={size}: rollout.groups={groups} tasks do not '
+      'fill bundles; must divide it'
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+  """A = (w CVaR + RVaR) / (w + 1) / std of a bundle's sum of returns.
+
+  Attributes:
+    bundle_tasks: tasks of a bundle; 5 in the released code.
+    tail_weight: w.
+    quantile_levels: a_lo and a_hi.
+    quantile_rate: rate of the quantiles, in reward units.
+    invalid_penalty: subtracted from the reward of an invalid response.
+  """
+
+  needs_values: ClassVar[bool] = False
+  needs_group: ClassVar[bool] = False
+  is_stateful: ClassVar[bool] = True
+
+  bundle_tasks: int = options.number(2, low=1)
+  tail_weight: float = options.number(1.5, low=0)
+  quantile_levels: tuple[float, float] = options.field(
+    (0.2, 0.8),
+    lambda levels: len(levels) == 2 and 0 < levels[0] < levels[1] <= 1,  # noqa: PLR2004
+    'must be two increasing numbers above 0, up to 1',
+  )
+  quantile_rate: float = options.number(0.1, low=0)
+  invalid_penalty: float = options.number(0.1, low=0, high=1_000_000)
+
+  def __post_init__(self):
+    options.check(self)
+
+  def compute_advantages(
+    self, rows: batch.Rows, values=None, state: Mapping[str, float] = {}
+  ) -> algorithms.AlgorithmOutput:
+    """Returns one advantage per row; 0 for padding and incomplete sums."""
+    del values
+    episodes = row_stats.episodes(rows, self.invalid_penalty)
+    sums, own = self._sums(episodes)
+    if len(sums) and _LOW not in state:
+      first = np.quantile(sums, self.quantile_levels)
+      state = dict(zip((_LOW, _HIGH), first.tolist(), strict=True))
+    advantages, metrics = np.zeros(len(own)), dict(state)
+    if len(sums):
+      quantiles = np.array([state[_LOW], state[_HIGH]])
+      scale = np.std(sums)
+      by_sum = self.risk(sums, quantiles) / scale if scale else 0 * sums
+      advantages[own >= 0] = by_sum[own[own >= 0]]
+      below = np.mean(sums[:, None] < quantiles, axis=0)
+      levels = np.array(self.quantile_levels)
+      quantiles += self.quantile_rate * (levels - below)
+      metrics = dict(zip((_LOW, _HIGH), quantiles.tolist(), strict=True))
+    result = episodes.to_rows(advantages)
+    metrics['advantage/abs_mean'] = float(np.abs(result[rows.real]).mean())
+    return algorithms.AlgorithmOutput(result.astype(np.float32), metrics)
+
+  def risk(
+    self, sums: Float[np.ndarray, ' S'], quantiles: Float[np.ndarray, ' 2']
+  ) -> Float[np.ndarray, ' S']:
+    """Returns (w CVaR + RVaR) / (w + 1) of sums of returns."""
+    (low, high), (a_low, a_high) = quantiles, self.quantile_levels
+    middle = np.maximum(sums - low, 0) - np.maximum(sums - high, 0)
+    rvar = (middle + low - high) / (a_high - a_low)
+    cvar = -np.maximum(low - sums, 0) / a_low
+    return (self.tail_weight * cvar + rvar) / (self.tail_weight + 1)
+
+  def _sums(
+    self, episodes: row_stats.Episodes
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the complete sums, and the sum of each episode; -1 for none."""
+    # Episodes are ordered by group.
+    sizes = np.bincount(episodes.groups)
+    starts = np.cumsum(sizes) - sizes
+    member = np.arange(len(episodes.groups)) - starts[episodes.groups]
+    bundle = episodes.groups // self.bundle_tasks
+    key = bundle * sizes.max() + member
+    counts = np.bincount(key)
+    complete = np.flatnonzero(counts == self.bundle_tasks)
+    totals = np.bincount(key, weights=episodes.returns)[complete]
+    place = np.full(len(counts), -1)
+    place[complete] = np.arange(len(complete))
+    return totals, place[key]

@@ -1,0 +1,455 @@
+"""Episodes that an agent harness plays by requests for chat completions.
+
+`EndpointPool` replaces `env_pool.EnvPool` in a rollout. A request is an
+observation, the policy's response is its reply, and a call with the reward ends
+the episode. The threads of a server call `take`, `complete` and `reward`; the
+thread of the rollout calls the methods that `EnvPool` also has.
+
+A request continues a conversation of its episode if it begins with the messages
+of that conversation and the policy's response, as the replies had them. Only
+its new messages are then tokenized. Any other request, such as one with a
+shortened history or of another agent, starts a conversation in the episode.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+import math
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from envs import base, messages
+from gigpo_jax import chat_completions, env_pool, trajectory
+from gigpo_jax.runtime import worker_process
+
+# Python handles signals between waits.
+_POLL_SECS = 0.2
+
+Decode = Callable[[Sequence[np.ndarray]], list[str]]
+
+
+@dataclasses.dataclass
+class _Conversation:
+  """A conversation as the harness sees it.
+
+  Attributes:
+    name: its name in the episode.
+    tools: the tools that its requests offer.
+    messages: the messages and responses so far.
+  """
+
+  name: str
+  tools: tuple[str, ...] = ()
+  messages: tuple[base.Message, ...] = ()
+
+  def is_continued_by(self, request: chat_completions.ChatRequest) -> bool:
+    """Returns whether a request only adds messages to the conversation."""
+    size = len(self.messages)
+    return (
+      request.tools == self.tools
+      and request.messages[:size] == self.messages
+      and len(request.messages) > size
+      and all(m.role != 'assistant' for m in request.messages[size:])
+    )
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+  """A request that waits for its reply."""
+
+  request: chat_completions.ChatRequest
+  reply: concurrent.futures.Future = dataclasses.field(
+    default_factory=concurrent.futures.Future
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Reward:
+  """What a harness reports about an episode.
+
+  Attributes:
+    reward: added to the reward of the last turn.
+    success: whether the task was accomplished.
+    score: see `base.StepResult`.
+    done: whether the episode is over.
+  """
+
+  reward: float
+  success: bool = False
+  score: float | None = None
+  done: bool = True
+
+
+@dataclasses.dataclass(eq=False)
+class _Episode:
+  """An episode that a harness plays or will play.
+
+  Attributes:
+    env: index of the environment.
+    task: its task.
+    name: its id, which nobody can guess.
+    deadline: time, by the pool's clock, at which it fails without another call.
+    conversations: its conversations.
+    waiting: requests and rewards to handle after the current request.
+    current: the request that the policy answers; None: the harness acts.
+    conversation: the conversation of the last request.
+    answer: the last response; None before the first.
+    turns: number of requests that the policy has received.
+    reward: reward of the last turn so far.
+  """
+
+  env: int
+  task: base.Task
+  name: str
+  deadline: float = math.inf
+  conversations: list[_Conversation] = dataclasses.field(default_factory=list)
+  waiting: collections.deque[_Call | Reward] = dataclasses.field(
+    default_factory=collections.deque
+  )
+  current: _Call | None = None
+  conversation: _Conversation | None = None
+  answer: chat_completions.Answer | None = None
+  turns: int = 0
+  reward: float = 0.0
+
+
+class EndpointPool:
+  """The episodes of a rollout, which a harness plays; a context manager.
+
+  Args:
+    decode: returns the texts of token ids.
+    num_envs: number of episodes that run at the same time.
+    max_steps: limit of turns; after it, an episode only accepts its reward.
+    has_tools: whether requests may offer tools.
+    step_timeout_secs: longest time of the harness between a reply and its next
+      call. The time in which this process was stopped does not count.
+    reset_timeout_secs: the same from the start of an episode.
+
+  Attributes:
+    num_envs: number of episodes that run at the same time.
+    failures: all failures so far.
+    restarts: 0; there are no workers.
+    recycled: 0; there are no workers.
+  """
+
+  def __init__(
+    self,
+    decode: Decode,
+    *,
+    num_envs: int,
+    max_steps: int,
+    has_tools: bool,
+    step_timeout_secs: float,
+    reset_timeout_secs: float,
+  ):
+    self.num_envs = num_envs
+    self.restarts = self.recycled = 0
+    self.failures: list[env_pool.Failure] = []
+    self._decode = decode
+    self._max_steps, self._has_tools = max_steps, has_tools
+    self._step_timeout = step_timeout_secs
+    self._reset_timeout = reset_timeout_secs
+    self._clock = worker_process.Clock()
+    self._changed = threading.Condition()
+    self._offered: collections.deque[_Episode] = collections.deque()
+    # Running episodes, by environment and by name.
+    self._running: dict[int, _Episode] = {}
+    self._named: dict[str, _Episode] = {}
+    self._arrived: collections.deque[tuple[int, env_pool.Reply]] = (
+      collections.deque()
+    )
+    self._is_closed = False
+
+  def __enter__(self) -> 'EndpointPool':
+    return self
+
+  def __exit__(self, *exception) -> None:
+    self.close()
+
+  # The harness's side; called by threads of the server.
+
+  def take(self, timeout_secs: float) -> dict[str, Any] | None:
+    """Returns the next episode, {id, split, task}; None after the timeout.
+
+    Args:
+      timeout_secs: longest time to wait for an episode.
+
+    Raises:
+      RequestError: with status 410, if the run is over.
+    """
+    with self._changed:
+      self._changed.wait_for(
+        lambda: self._offered or self._is_closed, timeout_secs
+      )
+      if self._is_closed:
+        raise chat_completions.RequestError('the run is over', 410, 'over')
+      if not self._offered:
+        return None
+      episode = self._offered.popleft()
+      episode.deadline = self._clock.now() + self._reset_timeout
+      return {
+        'id': episode.name,
+        'split': episode.task.split,
+        'task': episode.task.index,
+      }
+
+  def complete(
+    self, name: str, request: chat_completions.ChatRequest
+  ) -> dict[str, Any]:
+    """Returns the reply to a request, after the policy has answered it.
+
+    Args:
+      name: id of the episode.
+      request: the request. Requests of an episode are answered in the order in
+        which they arrive.
+
+    Raises:
+      RequestError: if the episode is over, or the request is invalid.
+    """
+    if request.tools and not self._has_tools:
+      raise chat_completions.RequestError(
+        'tools: the run has env.tools=False; must be omitted'
+      )
+    # An invalid request is refused here and costs nothing.
+    _check(_observe(request, _Conversation('')))
+    call = _Call(request)
+    with self._changed:
+      episode = self._find(name)
+      if episode.turns + len(episode.waiting) >= self._max_steps:
+        raise chat_completions.RequestError(
+          f'env.max_steps={self._max_steps}: the episode has no turns left; '
+          'send its reward',
+          code='max_steps',
+        )
+      episode.waiting.append(call)
+      self._advance(episode)
+    return call.reply.result()
+
+  def reward(self, name: str, reward: Reward) -> None:
+    """Adds a reward to the last turn of an episode; by default, ends it.
+
+    Args:
+      name: id of the episode.
+      reward: the reward.
+
+    Raises:
+      RequestError: if the episode is over, or has no turn.
+    """
+    with self._changed:
+      episode = self._find(name)
+      if not episode.turns and not episode.waiting:
+        raise chat_completions.RequestError(
+          'the episode has no turn; send a chat completion first'
+        )
+      episode.waiting.append(reward)
+      self._advance(episode)
+
+  def _find(self, name: str) -> _Episode:
+    if name not in self._named:
+      raise chat_completions.RequestError(
+        f'episode={name[:80]}: unknown, or over', 404, 'no_episode'
+      )
+    return self._named[name]
+
+  # The rollout's side.
+
+  def reset(self, env: int, task: base.Task) -> None:
+    """Offers an episode; `receive` returns its first observation."""
+    name = f'{task.split}-{task.index}-{secrets.token_hex(8)}'
+    with self._changed:
+      episode = self._running[env] = _Episode(env, task, name)
+      self._named[name] = episode
+      self._offered.append(episode)
+      self._changed.notify_all()
+
+  def prepare(self, env: int, task: base.Task) -> None:
+    """Does nothing; there is nothing to load."""
+
+  def step(self, env: int, response: str, turn: trajectory.SampledTurn) -> None:
+    """Sends a response with its tokens; `receive` returns what follows."""
+    tokens = self._decode(
+      np.split(turn.completion_ids, turn.completion_ids.size)
+    )
+    with self._changed:
+      episode = self._running.get(env)
+      if episode is None:  # It has failed; its failure is still queued.
+        return
+      call, episode.current = episode.current, None
+      request, conversation = call.request, episode.conversation
+      episode.answer = chat_completions.answer(
+        response, has_tools=bool(request.tools)
+      )
+      conversation.messages = (*request.messages, episode.answer.message)
+      episode.deadline = self._clock.now() + self._step_timeout
+      call.reply.set_result(
+        chat_completions.reply(
+          request, episode.answer, turn, tokens, (episode.name, episode.turns)
+        )
+      )
+      self._advance(episode)
+
+  def end(self, env: int) -> None:
+    """Ends an episode; its request is refused."""
+    with self._changed:
+      self._close(
+        self._running[env],
+        'the run ended the episode, at rollout.max_prompt_tokens or '
+        'rollout.horizon',
+        'context_length_exceeded',
+      )
+
+  def refuse(self, env: int, reason: str) -> env_pool.Failure:
+    """Ends an episode whose request is unusable; returns the failure."""
+    with self._changed:
+      return self._fail(self._running[env], 'garbage', reason)
+
+  def receive(
+    self, timeout_secs: float | None = None
+  ) -> list[tuple[int, env_pool.Reply]]:
+    """Returns what has arrived, after waiting for at least one.
+
+    An episode that no harness has taken waits without limit.
+
+    Args:
+      timeout_secs: longest time to wait; 0 does not wait; None waits until a
+        call arrives or an episode fails.
+
+    Returns:
+      Pairs (environment, reply); empty only after the timeout.
+    """
+    deadline = math.inf if timeout_secs is None else timeout_secs
+    deadline += time.monotonic()
+    with self._changed:
+      self._fail_late()
+      while not self._arrived and (left := deadline - time.monotonic()) > 0:
+        self._changed.wait(min(left, _POLL_SECS))
+        self._fail_late()
+      replies = list(self._arrived)
+      self._arrived.clear()
+    return replies
+
+  def close(self) -> None:
+    """Ends all episodes; later calls of the harness are refused."""
+    with self._changed:
+      self._is_closed = True
+      for episode in list(self._running.values()):
+        self._close(episode, 'the run is over', 'over')
+      self._changed.notify_all()
+    self._clock.close()
+
+  # Both sides; called with the lock.
+
+  def _advance(self, episode: _Episode) -> None:
+    """Handles the calls of an episode until the policy has to answer."""
+    while episode.waiting and not episode.current:
+      call = episode.waiting.popleft()
+      if isinstance(call, _Call):
+        self._observe_request(episode, call)
+        continue
+      episode.reward += call.reward
+      if call.done:
+        result = self._result(episode, None, call)
+        self._arrived.append((episode.env, result))
+        self._close(episode, 'the episode is over', 'no_episode')
+    self._changed.notify_all()
+
+  def _observe_request(self, episode: _Episode, call: _Call) -> None:
+    """Passes a request to the policy."""
+    request = call.request
+    continued = [c for c in episode.conversations if c.is_continued_by(request)]
+    if continued:
+      conversation = max(continued, key=lambda c: len(c.messages))
+    else:
+      name = str(len(episode.conversations))
+      conversation = _Conversation(name, request.tools)
+      episode.conversations.append(conversation)
+    observation = _observe(request, conversation)
+    reply = observation
+    if episode.answer:
+      reply = self._result(episode, observation, Reward(0.0, done=False))
+    episode.current, episode.conversation = call, conversation
+    episode.turns, episode.deadline = episode.turns + 1, math.inf
+    self._arrived.append((episode.env, reply))
+
+  def _result(
+    self,
+    episode: _Episode,
+    observation: base.Observation | None,
+    reward: Reward,
+  ) -> base.StepResult:
+    """Returns the result of the last response."""
+    answer, total = episode.answer, episode.reward
+    episode.reward = 0.0
+    return base.StepResult(
+      observation=observation,
+      reward=total,
+      valid=not answer.problem,
+      action=answer.message.text,
+      success=reward.success and reward.done,
+      done=reward.done,
+      score=reward.score if reward.done else None,
+    )
+
+  def _close(self, episode: _Episode, reason: str, code: str) -> None:
+    """Forgets an episode and refuses its requests."""
+    del self._running[episode.env], self._named[episode.name]
+    if episode in self._offered:
+      self._offered.remove(episode)
+    for call in (episode.current, *episode.waiting):
+      if isinstance(call, _Call):
+        call.reply.set_exception(
+          chat_completions.RequestError(reason, code=code)
+        )
+    episode.waiting.clear()
+
+  def _fail(
+    self, episode: _Episode, cause: str, reason: str
+  ) -> env_pool.Failure:
+    last_action = episode.answer.message.text if episode.answer else ''
+    failure = env_pool.Failure(
+      episode.env, episode.task, last_action, cause, reason
+    )
+    self.failures.append(failure)
+    self._close(episode, f'the episode failed: {failure}', 'failed')
+    return failure
+
+  def _fail_late(self) -> None:
+    """Fails episodes whose harness is late."""
+    now = self._clock.now()
+    for episode in list(self._running.values()):
+      if now > episode.deadline:
+        limit = self._step_timeout if episode.turns else self._reset_timeout
+        reason = f'the harness sent no call for {limit:g} s'
+        failure = self._fail(episode, 'hung', reason)
+        self._arrived.append((episode.env, failure))
+
+
+def _observe(
+  request: chat_completions.ChatRequest, conversation: _Conversation
+) -> base.Observation:
+  """Returns what a request adds to a conversation."""
+  new = request.messages[len(conversation.messages) :]
+  text = '\n'.join(message.text for message in new)
+  shown = text[: messages.MAX_TEXT_CHARS]
+  return base.Observation(
+    prompt=text,
+    short_prompt=text,
+    anchor=request.anchor or shown,
+    text=shown,
+    messages=new,
+    tools=() if conversation.messages else request.tools,
+    conversation=conversation.name,
+  )
+
+
+def _check(observation: base.Observation) -> None:
+  """Raises RequestError if an observation would be refused."""
+  try:
+    messages.encode(0, 'reset', observation)
+  except messages.UnusableReplyError as error:
+    raise chat_completions.RequestError(str(error)) from error

@@ -1,0 +1,240 @@
+"""The HTTP server through which an agent harness plays episodes.
+
+    POST /episodes                          the next episode: id, split, task
+    POST /episodes/ID/v1/chat/completions   OpenAI's chat completions
+    POST /v1/chat/completions               the same, with a header X-Episode
+    POST /episodes/ID/reward                the reward, which ends the episode
+    GET  /v1/models                         the only model
+
+A Flask application serves an `endpoint.EndpointPool`. Requests need a token if
+there is one, are JSON, and are limited in size and rate. Every error has the
+form of OpenAI's API.
+"""
+
+import contextlib
+import hmac
+import math
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import flask
+from werkzeug import exceptions, serving
+
+from envs import messages
+from gigpo_jax import chat_completions, endpoint
+from gigpo_jax.runtime import web
+
+# Longest wait for an episode; a harness asks again after it.
+_TAKE_SECS = 20.0
+# Longest time in which a client may send a request, or keep a connection idle.
+_IDLE_SECS = 60.0
+# Connections beyond those of running episodes.
+_EXTRA_CONNECTIONS = 64
+
+# The name of the policy; requests may use any other.
+MODEL = 'policy'
+
+
+class RateLimit:
+  """Limits requests per second; short bursts of one second are allowed.
+
+  Args:
+    per_sec: the limit.
+  """
+
+  def __init__(self, per_sec: float):
+    self._per_sec = per_sec
+    self._left, self._last = per_sec, time.monotonic()
+    self._lock = threading.Lock()
+
+  def allows(self) -> bool:
+    """Returns whether another request may be served now, and counts it."""
+    with self._lock:
+      now = time.monotonic()
+      refill = (now - self._last) * self._per_sec
+      self._left, self._last = min(self._per_sec, self._left + refill), now
+      if self._left < 1:
+        return False
+      self._left -= 1
+      return True
+
+
+def application(
+  pool: endpoint.EndpointPool,
+  *,
+  token: str = '',
+  names: Sequence[str] = (),
+  max_bytes: int = 8 << 20,
+  max_requests_per_sec: float = 1000.0,
+) -> flask.Flask:
+  """Returns the Flask application.
+
+  Args:
+    pool: the episodes.
+    token: what `Authorization: Bearer TOKEN` must hold; '' accepts everyone.
+    names: further host names to accept; see `web.check_host`.
+    max_bytes: maximum size of a request.
+    max_requests_per_sec: maximum rate of requests of all clients.
+  """
+  app = flask.Flask(__name__, static_folder=None)
+  app.config['MAX_CONTENT_LENGTH'] = max_bytes
+  rate = RateLimit(max_requests_per_sec)
+
+  @app.before_request
+  def _admit():
+    web.check_host(names)
+    if not rate.allows():
+      raise chat_completions.RequestError(
+        f'more than {max_requests_per_sec:g} requests/s', 429, 'rate_limit'
+      )
+    given = flask.request.headers.get('Authorization', '')
+    expected = f'Bearer {token}'
+    if token and not hmac.compare_digest(given.encode(), expected.encode()):
+      raise chat_completions.RequestError('wrong token', 401, 'no_access')
+
+  @app.post('/episodes')
+  def _take():
+    # A browser needs permission to send JSON to another site.
+    _body()
+    episode = pool.take(_TAKE_SECS)
+    return episode or flask.Response(status=204)
+
+  @app.post('/v1/chat/completions')
+  @app.post('/episodes/<name>/v1/chat/completions')
+  def _complete(name: str = ''):
+    name = name or flask.request.headers.get('X-Episode', '')
+    return pool.complete(name, chat_completions.parse_request(_body()))
+
+  @app.post('/episodes/<name>/reward')
+  def _reward(name: str):
+    pool.reward(name, parse_reward(_body()))
+    return {}
+
+  @app.get('/v1/models')
+  @app.get('/episodes/<name>/v1/models')
+  def _models(name: str = ''):
+    del name
+    model = {'id': MODEL, 'object': 'model', 'created': 0, 'owned_by': MODEL}
+    return {'object': 'list', 'data': [model]}
+
+  app.register_error_handler(Exception, _error_response)
+  return app
+
+
+def parse_reward(body: Any) -> endpoint.Reward:
+  """Returns the reward that a harness reports.
+
+  Args:
+    body: decoded JSON: reward, success, score and done.
+
+  Raises:
+    chat_completions.RequestError: if it is invalid.
+  """
+  names = {'reward', 'success', 'score', 'done'}
+  if not isinstance(body, dict) or not body.keys() <= names:
+    raise chat_completions.RequestError(
+      'the body must be a JSON object with reward, success, score and done only'
+    )
+  values = {'success': False, 'done': True, 'score': None} | body
+  for name in ('success', 'done'):
+    if not isinstance(values[name], bool):
+      raise chat_completions.RequestError(f'{name}: must be true or false')
+  for name, bound in messages.BOUNDS.items():
+    value = values.get(name)
+    if name == 'score' and value is None:
+      continue
+    # `type` and not `isinstance`: a bool is an int.
+    is_number = type(value) in (int, float) and math.isfinite(value)
+    if not is_number or abs(value) > bound:
+      raise chat_completions.RequestError(
+        f'{name}: must be a number within +-{bound:,.0f}'
+      )
+    values[name] = float(value)
+  return endpoint.Reward(**values)
+
+
+@contextlib.contextmanager
+def serve(
+  app: flask.Flask, listening: socket.socket, num_envs: int
+) -> Iterator[None]:
+  """Serves an application in threads.
+
+  Args:
+    app: the application.
+    listening: the socket, from `web.listen`.
+    num_envs: number of episodes that run at the same time, each of which may
+      have a few connections.
+  """
+  host, port, *_ = listening.getsockname()
+  server = _Server(host, port, app, _Handler, fd=listening.fileno())
+  server.connections = threading.BoundedSemaphore(
+    4 * num_envs + _EXTRA_CONNECTIONS
+  )
+  thread = threading.Thread(target=server.serve_forever, daemon=True)
+  thread.start()
+  try:
+    yield
+  finally:
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+class _Handler(serving.WSGIRequestHandler):
+  """Handles a connection; writes no log."""
+
+  timeout = _IDLE_SECS
+
+  def log(self, *args: Any) -> None:
+    """Does nothing; metrics count the episodes."""
+
+
+class _Server(serving.ThreadedWSGIServer):
+  """A server with a limit of connections, each of which has a thread."""
+
+  daemon_threads = True
+  connections: threading.BoundedSemaphore
+
+  def process_request(self, request: Any, client_address: Any) -> None:
+    if self.connections.acquire(blocking=False):
+      super().process_request(request, client_address)
+    else:
+      self.shutdown_request(request)
+
+  def process_request_thread(self, request: Any, client_address: Any) -> None:
+    try:
+      super().process_request_thread(request, client_address)
+    finally:
+      self.connections.release()
+
+
+def _body() -> Any:
+  """Returns the JSON of a request.
+
+  Raises:
+    chat_completions.RequestError: if it is too deep.
+    exceptions.HTTPException: if it is too large or invalid.
+  """
+  try:
+    return flask.request.get_json()
+  except RecursionError as error:
+    raise chat_completions.RequestError('the JSON is too deep') from error
+
+
+def _error_response(error: Exception) -> tuple[dict[str, Any], int]:
+  """Returns the response to a failed request."""
+  if isinstance(error, chat_completions.RequestError):
+    return _error(str(error), error.code), error.status
+  if isinstance(error, exceptions.HTTPException):
+    code = error.code or 500
+    return _error(error.description or '', error.name), code
+  flask.current_app.logger.error('a request failed', exc_info=error)
+  return _error(f'{type(error).__name__}: {error}', 'internal'), 500
+
+
+def _error(message: str, code: str) -> dict[str, Any]:
+  kind = 'invalid_request_error'
+  return {'error': {'message': message, 'type': kind, 'code': code}}

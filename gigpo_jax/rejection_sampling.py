@@ -1,0 +1,132 @@
+"""Rounds of rejection sampling: sample, keep successes, train on them, repeat.
+
+Each round plays training tasks with the policy of the round before, and trains
+this policy on the successful episodes, token by token (RFT, arXiv:2308.01825,
+in rounds, as in ReST, arXiv:2308.08998).
+"""
+
+import pathlib
+
+import jax
+import ml_collections
+
+from gigpo_jax import (
+  builders,
+  episode_records,
+  episodes,
+  evaluation,
+  group_filter,
+  metrics,
+  rollout,
+  sft,
+  tokenizer,
+  trajectory,
+)
+from gigpo_jax import config as config_lib
+from gigpo_jax.run import model_builders, run_config
+from gigpo_jax.runtime import console, distributed, errors
+
+
+def run(config: ml_collections.ConfigDict, workdir: str) -> None:
+  """Runs the rounds; each writes `workdir`/round-N/episodes and .../policy.
+
+  Line N of metrics.jsonl is about the episodes of round N, counted from 0, and
+  about the evaluation of the policy that sampled them. The same command resumes
+  after the last complete round; a round depends only on the config.
+
+  Raises:
+    ValueError: in one line, if the config is invalid or no episode of a round
+      was successful.
+  """
+  if config.sft.init or config.sft.data:
+    raise ValueError(
+      f'sft.rounds={config.sft.rounds}: starts from model.path and its own '
+      f'episodes; sft.init={config.sft.init} and sft.data={config.sft.data} '
+      "must be ''"
+    )
+  config_lib.validate(config)
+  run_config.check_workdir(workdir)
+  distributed.initialize()
+  for index in range(config.sft.rounds):
+    folder = pathlib.Path(workdir) / f'round-{index}'
+    if not (folder / 'policy').is_dir():
+      own = config.copy_and_resolve_references()
+      own.sft.data = str(folder / episodes.FOLDER)
+      with distributed.lock(workdir), errors.explain_disk_errors(workdir):
+        values = sample(own, folder, index)
+        writer = builders.make_writer(config, workdir, index)
+        writer.write(index, values)
+        writer.close()
+      console.log(metrics.console_line(index, values))
+      sft.warm_start(own, str(folder))
+    config.model.path = str(folder / 'policy')
+
+
+def sample(
+  config: ml_collections.ConfigDict, folder: pathlib.Path, index: int
+) -> dict[str, float]:
+  """Writes the episodes of a round to `folder`/episodes; returns metrics."""
+  bundle = model_builders.make_model_bundle(config)
+  count = config.sft.rollouts
+  positions = range(index * count, (index + 1) * count)
+  stream = builders.make_task_sampler(config)
+  with (
+    jax.set_mesh(bundle.mesh),
+    builders.open_pool(config, bundle.tokenizer) as pool,
+    builders.make_scorer(config) as scorer,
+  ):
+    runner = builders.make_runner(config, bundle, pool, scorer)
+    params, task_type = bundle.load(), builders.make_task_type(config)
+    played = {
+      position: runner.run(
+        params,
+        stream.at(position),
+        episodes_per_group=config.rollout.episodes_per_group,
+        stream=(rollout.TRAIN, position),
+        sampling=model_builders.make_sampling(config),
+        task_type=task_type,
+        max_turns=group_filter.max_turns(config.rollout.horizon, position),
+        label=f'round {index}',
+      )
+      for position in positions
+    }
+    together = [t for part in played.values() for t in part]
+    values = metrics.summarize(together, prefix='train')
+    if config.evaluation.every:
+      values |= evaluation.summarize(
+        evaluation.run(
+          runner,
+          params,
+          builders.make_eval_tasks(config),
+          sampling=model_builders.make_sampling(config, evaluation=True),
+          task_type=task_type,
+          repeats=config.evaluation.repeats,
+        )
+      )
+    runner.sampler.release()
+  if distributed.is_main_process():
+    _write(config, folder, bundle.tokenizer, played)
+  distributed.all_gather_objects(None)  # Barrier: wait until the files exist.
+  return values
+
+
+def _write(
+  config: ml_collections.ConfigDict,
+  folder: pathlib.Path,
+  text: tokenizer.Tokenizer,
+  played: dict[int, list[trajectory.Trajectory]],
+) -> None:
+  """Writes episodes by position in the stream of tasks."""
+  writer = episodes.EpisodeWriter(
+    folder / episodes.FOLDER, text, seed=config.seed
+  )
+  for position, trajectories in played.items():
+    writer.append(
+      position,
+      [
+        episode_records.make_record(
+          t, iteration=position, seed=config.seed, step_fields=None
+        )
+        for t in trajectories
+      ],
+    )

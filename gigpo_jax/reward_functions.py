@@ -1,0 +1,246 @@
+"""Rewards by functions of users, computed while other episodes are played.
+
+`Scorer` sends finished episodes to worker processes, which call the functions
+(`envs.rewards`). An episode fails if a function raises an exception, returns
+something unusable, ends its process or takes too long. The cause is that of the
+same fault of an environment (`env_pool.CAUSES`). It is not trained on.
+"""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ml_collections
+
+from envs import base, rewards
+from gigpo_jax import env_pool, options, trajectory
+from gigpo_jax.run import config_fields
+
+_MODULE = 'envs.rewards'
+# Step metric with the environment's own reward.
+ENVIRONMENT = 'environment_reward'
+# Names of components with another meaning.
+_TAKEN = ('reward', 'valid', 'score', ENVIRONMENT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """Options of reward functions, `config.reward`.
+
+  Attributes:
+    functions: the functions, see `envs.rewards`; () for none.
+    function_weights: weight of each function in the reward; () is 1 each.
+    environment_weight: weight of the environment's own reward.
+    num_workers: processes that call functions; one episode each at a time.
+    timeout_secs: time limit of all functions of an episode together.
+  """
+
+  functions: tuple[str, ...] = ()
+  function_weights: tuple[float, ...] = ()
+  environment_weight: float = options.number(1.0)
+  num_workers: int = options.number(2, low=1)
+  timeout_secs: float = options.number(60.0, above=0)
+
+  def __post_init__(self):
+    options.check(self)
+    functions, weights = tuple(self.functions), tuple(self.function_weights)
+    names = [rewards.name_of(path) for path in functions]
+    if weights and len(weights) != len(functions):
+      raise ValueError(
+        f'function_weights={weights}: functions={functions}; must be one '
+        'weight per function, or ()'
+      )
+    wrong = [n for n in names if names.count(n) > 1 or n in _TAKEN or not n]
+    if wrong:
+      raise ValueError(
+        f'functions={functions}: the name {wrong[0]!r} is taken; must be '
+        f'different names other than {", ".join(_TAKEN)}'
+      )
+
+
+def make_options(section: ml_collections.ConfigDict) -> Options:
+  """Returns the options of reward functions in `config.reward`."""
+  fields = [field.name for field in dataclasses.fields(Options)]
+  return Options(**{name: section[name] for name in fields})
+
+
+def sections(
+  section: ml_collections.ConfigDict,
+) -> dict[str, dict[str, Any]]:
+  """Returns the options of each function, by its name."""
+  return {
+    name: value.to_dict()
+    for name, value in section.items()
+    if isinstance(value, ml_collections.ConfigDict)
+  }
+
+
+def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a line for each function that cannot be used."""
+  own = sections(config.reward)
+  names = set(map(rewards.name_of, config.reward.functions))
+  fields = [
+    f'reward.{name}.{option}'
+    for name in sorted(own.keys() - names)
+    for option in own[name]
+  ]
+  for field, value, default in config_fields.non_default(config, fields):
+    yield f'{field}={value}: not of reward.functions; must be {default}'
+  for path in config.reward.functions:
+    try:
+      function = rewards.make(path, own.get(rewards.name_of(path), {}))
+    except ValueError as error:
+      yield from str(error).splitlines()
+      continue
+    if problem := getattr(function, 'problem', ''):
+      yield f'reward.{rewards.name_of(path)}.{problem}'
+
+
+class Scorer:
+  """Computes the rewards of episodes in worker processes; a context manager.
+
+  Args:
+    options: the functions.
+    sections: options of each function, by its name.
+  """
+
+  def __init__(
+    self, options: Options, sections: Mapping[str, Mapping[str, Any]]
+  ):
+    self._options = options
+    self._names = [rewards.name_of(path) for path in options.functions]
+    self._weights = options.function_weights or (1.0,) * len(self._names)
+    own = {n: dict(sections[n]) for n in self._names if n in sections}
+    self._pool = env_pool.EnvPool(
+      _MODULE,
+      {'functions': tuple(options.functions), 'options': own},
+      num_envs=options.num_workers,
+      num_workers=options.num_workers,
+      step_timeout_secs=options.timeout_secs,
+      reset_timeout_secs=options.timeout_secs,
+    )
+    self._free = list(range(options.num_workers))
+    self._waiting: collections.deque[tuple[int, trajectory.Trajectory]] = (
+      collections.deque()
+    )
+    self._running: dict[int, int] = {}  # Environment: ticket.
+    self._tickets = itertools.count()
+    self._values: dict[int, list[Mapping[str, float]]] = {}
+    self._failures: dict[int, str] = {}
+
+  def __enter__(self) -> 'Scorer':
+    return self
+
+  def __exit__(self, *exception) -> None:
+    self._pool.close()
+
+  def submit(self, episode: trajectory.Trajectory) -> int:
+    """Starts to score an episode with at least one turn; returns a ticket."""
+    ticket = next(self._tickets)
+    self._values[ticket] = []
+    self._waiting.append((ticket, episode))
+    self._start()
+    return ticket
+
+  def poll(self, timeout_secs: float | None = 0.0) -> None:
+    """Takes the rewards that have arrived, and starts other episodes."""
+    for env, reply in self._pool.receive(timeout_secs) if self._running else ():
+      if isinstance(reply, base.Observation):
+        continue
+      ticket = self._running[env]
+      if isinstance(reply, base.StepResult):
+        self._values[ticket].append(reply.metrics)
+        if not reply.done:
+          continue
+      else:
+        self._failures[ticket] = self._describe(reply)
+      del self._running[env]
+      self._free.append(env)
+    self._start()
+
+  def finish(self) -> None:
+    """Waits for the rewards of all episodes."""
+    while self._running or self._waiting:
+      self.poll(None)
+
+  def apply(
+    self, ticket: int, episode: trajectory.Trajectory
+  ) -> trajectory.Trajectory:
+    """Returns an episode with its final rewards, or as failed.
+
+    The reward of a turn is the weighted sum of the environment's and of the
+    functions'. Each of them is also a step metric, and so a component for
+    `algorithm.components`.
+    """
+    values = self._values.pop(ticket)
+    if failure := self._failures.pop(ticket, ''):
+      return dataclasses.replace(episode, failure=failure)
+    steps = [
+      dataclasses.replace(step, result=self._combine(step.result, value))
+      for step, value in zip(episode.steps, values, strict=True)
+    ]
+    return dataclasses.replace(episode, steps=tuple(steps))
+
+  def _combine(
+    self, result: base.StepResult, values: Mapping[str, float]
+  ) -> base.StepResult:
+    """Returns a step's result with the final reward."""
+    reward = self._options.environment_weight * result.reward + sum(
+      weight * values[name]
+      for name, weight in zip(self._names, self._weights, strict=True)
+    )
+    own = {ENVIRONMENT: result.reward}
+    return dataclasses.replace(
+      result, reward=reward, metrics={**result.metrics, **own, **values}
+    )
+
+  def _start(self) -> None:
+    """Sends waiting episodes to free workers."""
+    while self._waiting and self._free:
+      env = self._free.pop()
+      ticket, episode = self._waiting.popleft()
+      self._running[env] = ticket
+      self._pool.reset(env, episode.task)
+      self._pool.step(env, rewards.encode(to_episode(episode)))
+      for _ in episode.steps[1:]:
+        self._pool.step(env, '')
+
+  def _describe(self, failure: env_pool.Failure) -> str:
+    """Returns a failure as `CAUSE: REASON`, in terms of reward functions."""
+    reason = failure.reason.removeprefix(f'env.name={_MODULE}: ')
+    if failure.cause == 'hung':
+      limit = self._options.timeout_secs
+      reason = f'took longer than reward.timeout_secs={limit:g}'
+    return f'{failure.cause}: reward.functions: {reason}'
+
+
+def to_episode(episode: trajectory.Trajectory) -> rewards.Episode:
+  """Returns a recorded episode as reward functions see it."""
+  first = episode.first_observation
+  observations = [first, *(s.result.observation for s in episode.steps[:-1])]
+  last = episode.steps[-1].result
+  return rewards.Episode(
+    task=episode.task,
+    task_text=first.task if first else '',
+    turns=tuple(
+      rewards.Turn(
+        text=step.observation,
+        prompt=observation.prompt if observation else '',
+        messages=tuple(
+          (message.role, message.text)
+          for message in (observation.messages if observation else ())
+        ),
+        response=step.response,
+        action=step.result.action,
+        reward=float(step.result.reward),
+        valid=bool(step.result.valid),
+        metrics=dict(step.result.metrics),
+      )
+      for observation, step in zip(observations, episode.steps, strict=True)
+    ),
+    success=episode.success,
+    score=last.score,
+    final_state=episode.end[1] if episode.end else None,
+  )

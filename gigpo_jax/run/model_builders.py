@@ -1,0 +1,216 @@
+"""Build the model of an experiment, with mesh, tokenizer and sampler.
+
+The config stops here; `builders` makes the other parts.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import ml_collections
+
+from envs import turns
+from gigpo_jax import config as config_lib
+from gigpo_jax import mesh, models, sampler, tokenizer
+from gigpo_jax.models import (
+  decode_attention,
+  huggingface,
+  lora,
+  parameters,
+  qwen,
+  qwen_config,
+)
+from gigpo_jax.run import model_check
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelBundle:
+  """A model on its mesh, with its tokenizer and sampler.
+
+  Attributes:
+    model: config of the network.
+    mesh: the devices.
+    tokenizer: tokenizer of the checkpoint.
+    load: loads the checkpoint's parameters onto the mesh.
+    sampler: samples completions for prompts.
+  """
+
+  model: qwen.QwenConfig
+  mesh: jax.sharding.Mesh
+  tokenizer: tokenizer.Tokenizer
+  load: Callable[[], dict]
+  sampler: sampler.Sampler
+
+
+def make_model_bundle(config: ml_collections.ConfigDict) -> ModelBundle:
+  """Returns the policy of an experiment; initializes the devices."""
+  directory = model_check.model_directory(config.model.path)
+  shape = huggingface.read_config(directory)
+  devices = make_mesh(config, shape, jax.devices(), mesh.device_bytes())
+  model = huggingface.read_config(directory, **model_kwargs(config, devices))
+  mesh.check(devices, parameters.shapes(model), parameters.logical_axes(model))
+  text = tokenizer.Tokenizer(
+    directory, enable_thinking=config.model.enable_thinking
+  )
+  return ModelBundle(
+    model=model,
+    mesh=devices,
+    tokenizer=text,
+    load=functools.partial(_load, directory, model, devices, config.seed),
+    sampler=sampler.Sampler(
+      model,
+      devices,
+      batch_buckets=tuple(config.rollout.batch_buckets),
+      stop_ids=text.stop_ids,
+      vocab_size=text.vocab_size,
+      tensor=_sampling_tensor(config, model, devices),
+      find_stop=(
+        text.stop_finder(turns.ENDS) if config.rollout.stop_at_action else None
+      ),
+      **sampler_kwargs(config),
+    ),
+  )
+
+
+def make_mesh(
+  config: ml_collections.ConfigDict,
+  shape: qwen.QwenConfig,
+  devices: Sequence[jax.Device],
+  device_bytes: float | None,
+) -> jax.sharding.Mesh:
+  """Returns the mesh of an experiment.
+
+  Args:
+    config: the experiment.
+    shape: shape of the network.
+    devices: all devices.
+    device_bytes: memory of a device; None: unknown.
+  """
+  sizes = dict(config.mesh)
+  sizes['data'] = sizes['data'] or 1
+  if config.mesh.data == 0 and config.mesh.fsdp == -1:
+    # Devices that share an element of a row's activations, and of a host.
+    others = sizes['expert'] * sizes['sequence'] * sizes['tensor']
+    first = devices[0].process_index
+    per_host = sum(device.process_index == first for device in devices)
+    # Bytes per parameter of parameters, gradients and moments, or of frozen
+    # parameters.
+    itemsize = 2 if config.lora.rank else 16
+    sizes['data'] = mesh.replicas(
+      len(devices) // others,
+      per_host // math.gcd(per_host, others),
+      width=shape.hidden_size,
+      state_bytes=itemsize * models.num_parameters(shape),
+      device_bytes=device_bytes,
+    )
+  return mesh.make_mesh(**sizes, devices=devices)
+
+
+def sampler_kwargs(config: ml_collections.ConfigDict) -> dict[str, Any]:
+  """Returns the `Sampler` arguments that depend only on the config."""
+  rollouts = config.rollout
+  options = [make_sampling(config, evaluation=x) for x in (False, True)]
+  return {
+    'seed': config.seed,
+    'truncates': any(sampling.truncates for sampling in options),
+    'prompt_buckets': config_lib.buckets_up_to(
+      rollouts.prompt_buckets, rollouts.max_prompt_tokens
+    ),
+    'max_completion_tokens': rollouts.max_completion_tokens,
+    'decode_tokens': rollouts.decode_tokens,
+    'weights': rollouts.weights,
+    'reuse': rollouts.reuse_cache,
+    'prefill_chunk': rollouts.prefill_chunk,
+    'parked': rollouts.parked_slots,
+  }
+
+
+def model_kwargs(
+  config: ml_collections.ConfigDict, devices: jax.sharding.Mesh
+) -> dict[str, Any]:
+  """Returns the `QwenConfig` fields that a checkpoint does not set.
+
+  For model.remat=auto, see `remat.resolve`.
+  """
+  platform = devices.devices.flat[0].platform
+  kernel = config.model.decode_attention
+  if decode_attention.PLATFORMS.get(kernel, platform) != platform:
+    raise ValueError(
+      f'model.decode_attention={kernel}: is for '
+      f'{decode_attention.PLATFORMS[kernel]}s, not for {platform}s; must be xla'
+    )
+  choices = qwen_config.platform_fields(platform)
+  if config.model.attention != 'auto':
+    choices['attention'] = config.model.attention
+  elif config.mesh.sequence != 1:
+    choices['attention'] = 'xla'
+  elif config.model.dtype == 'float32' and platform != 'cpu':
+    choices['attention'] = 'xla'  # The kernels are for bfloat16.
+  return choices | {
+    'dtype': config.model.dtype,
+    'remat': 'layer' if config.model.remat == 'auto' else config.model.remat,
+    'decode_attention': config.model.decode_attention,
+    'cache': config.rollout.cache,
+    'adapters': _adapters(config),
+  }
+
+
+def _adapters(config: ml_collections.ConfigDict) -> lora.Lora | None:
+  if not config.lora.rank:
+    return None
+  return lora.Lora(
+    config.lora.rank, config.lora.alpha, tuple(config.lora.targets)
+  )
+
+
+def _load(
+  directory: str, model: qwen.QwenConfig, devices: jax.sharding.Mesh, seed: int
+) -> dict:
+  """Returns a checkpoint's parameters, with new adapters if configured.
+
+  Parameters that are not trained are in the compute dtype.
+  """
+  if not model.adapters:
+    return huggingface.load(directory, model, devices)
+  base = huggingface.load(directory, model, devices, dtype=model.dtype)
+  shardings, _ = lora.split(
+    mesh.shardings(devices, parameters.logical_axes(model))
+  )
+  adapters = jax.jit(
+    lambda key: lora.split(parameters.init(model, key))[0],
+    out_shardings=shardings,
+  )(jax.random.key(seed))
+  return lora.combine(base, adapters)
+
+
+def _sampling_tensor(config, model: qwen.QwenConfig, devices) -> int:
+  configured = config.rollout.tensor
+  tensor = configured or mesh.sampling_tensor(
+    devices,
+    sampler.parameter_bytes(model, config.rollout.weights),
+    mesh.device_bytes(),
+    parameters.max_tensor_shards(model),
+  )
+  mesh.check(
+    mesh.sampling_mesh(devices, tensor),
+    parameters.shapes(model),
+    parameters.logical_axes(model),
+    field='rollout',
+  )
+  return tensor
+
+
+def make_sampling(
+  config: ml_collections.ConfigDict, *, evaluation: bool = False
+) -> sampler.Sampling:
+  """Returns the sampling options for training or evaluation."""
+  options = config.evaluation if evaluation else config.rollout
+  return sampler.Sampling(
+    temperature=options.temperature,
+    top_k=options.top_k,
+    top_p=options.top_p,
+    min_p=options.min_p,
+  )

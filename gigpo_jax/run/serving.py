@@ -1,0 +1,59 @@
+"""The pool of a training run whose episodes a harness plays."""
+
+import contextlib
+import socket
+from collections.abc import Iterator, Sequence
+
+import ml_collections
+
+from gigpo_jax import builders, endpoint, endpoint_server, tokenizer
+from gigpo_jax.runtime import distributed
+
+
+@contextlib.contextmanager
+def open_pool(
+  config: ml_collections.ConfigDict,
+  text: tokenizer.Tokenizer,
+  *,
+  listening: socket.socket,
+  token: str,
+  names: Sequence[str],
+  max_bytes: int,
+  max_requests_per_sec: float,
+) -> Iterator[endpoint.EndpointPool]:
+  """Serves the episodes of a training run; yields their pool.
+
+  Args:
+    config: the experiment.
+    text: tokenizer of the policy.
+    listening: the socket.
+    token: see `endpoint_server.application`.
+    names: see there.
+    max_bytes: see there.
+    max_requests_per_sec: see there.
+
+  Raises:
+    ValueError: in one line, if there are several processes.
+  """
+  if distributed.is_multi_process():
+    raise ValueError(
+      f'env.name={config.env.name}: one process serves and trains; must be one '
+      'process'
+    )
+  with endpoint.EndpointPool(
+    text.decode,
+    num_envs=builders.num_envs(config),
+    max_steps=config.env.max_steps,
+    has_tools=config.env.tools,
+    step_timeout_secs=config.pool.step_timeout_secs,
+    reset_timeout_secs=config.pool.reset_timeout_secs,
+  ) as pool:
+    app = endpoint_server.application(
+      pool,
+      token=token,
+      names=names,
+      max_bytes=max_bytes,
+      max_requests_per_sec=max_requests_per_sec,
+    )
+    with endpoint_server.serve(app, listening, pool.num_envs):
+      yield pool

@@ -1,0 +1,234 @@
+"""Tests of several agents: rewards, groups, advantages, planner and actor."""
+
+import dataclasses
+
+import numpy as np
+import programs
+import pytest
+import small_runs
+
+import envs
+from envs import base
+from envs.alfworld import env as alfworld_env
+from envs.alfworld import planner
+from gigpo_jax import algorithms, batch, episode_records, trajectory
+from gigpo_jax.tools import viewer
+
+SIZES = {'max_prompt_tokens': 2, 'max_completion_tokens': 2, 'row_multiple': 8}
+TINY = {'generator': {}, 'prompt_style': 'brief', 'max_steps': 6}
+
+
+def _observation(agent: str, anchor: str = 'a') -> base.Observation:
+  return base.Observation('p', 'p', anchor, 't', agent=agent)
+
+
+def _episode(member: int, *turns: tuple[str, float], group=0):
+  """Returns an episode of (agent, reward) turns."""
+  following = [*(_observation(agent) for agent, _ in turns[1:]), None]
+  steps = tuple(
+    trajectory.Step(
+      prompt_ids=np.array([1], np.int32),
+      completion_ids=np.array([2], np.int32),
+      log_probs=np.array([-1.0], np.float32),
+      truncated=False,
+      prompt_shortened=False,
+      anchor='a',
+      observation='t',
+      response='',
+      result=base.StepResult(
+        observation, reward, True, 'x', success=False, done=observation is None
+      ),
+    )
+    for (_, reward), observation in zip(turns, following, strict=True)
+  )
+  return trajectory.Trajectory(
+    base.Task('train', group),
+    '',
+    group,
+    member,
+    steps,
+    first_observation=_observation(turns[0][0]),
+  )
+
+
+def _advantages(episodes, *, name='grpo', agent_rewards='own', **options):
+  rows = batch.from_trajectories(episodes, **SIZES, agent_rewards=agent_rewards)
+  subject = algorithms.make(name, **options)
+  return rows, subject.compute_advantages(rows).advantages
+
+
+def test_agents_are_compared_with_themselves():
+  # Rewards (1, 0) of one agent and (10, 0) of the other, in two episodes.
+  episodes = [
+    _episode(0, ('a', 1.0), ('b', 10.0)),
+    _episode(1, ('a', 0.0), ('b', 0.0)),
+  ]
+  rows, actual = _advantages(episodes)
+  np.testing.assert_array_equal(rows.agents[:4], [0, 1, 0, 1])
+  np.testing.assert_array_equal(rows.groups[:5], [0, 1, 0, 1, -1])
+  # (1 - 0.5) / sqrt(0.5) and (10 - 5) / sqrt(50).
+  np.testing.assert_allclose(
+    actual[:4], [0.5**0.5, 0.5**0.5, -(0.5**0.5), -(0.5**0.5)], atol=1e-5
+  )
+
+
+def test_pooled_advantages_differ():
+  """Shows that the comparison above depends on the agents."""
+  episodes = [
+    _episode(0, ('', 1.0), ('', 10.0)),
+    _episode(1, ('', 0.0), ('', 0.0)),
+  ]
+  rows, actual = _advantages(episodes, name='gigpo')
+  assert rows.groups[:4].tolist() == [0, 0, 0, 0]
+  assert abs(actual[0] - actual[1]) > 0.05
+
+
+def test_team_rewards_by_hand():
+  # The planner's turns: 0 and 3. Its rewards: 1 + 2 + 4 and 8 + 16.
+  turns = [('p', 1.0), ('a', 2.0), ('a', 4.0), ('p', 8.0), ('b', 16.0)]
+  episode = _episode(0, *turns)
+  assert episode.agents == ('p', 'a', 'a', 'p', 'b')
+  # a: 2 until its next turn, then 4 + 8 + 16.
+  assert episode.team_rewards == (7.0, 2.0, 28.0, 24.0, 16.0)
+  rows, _ = _advantages([episode, _episode(1, *turns)], agent_rewards='team')
+  np.testing.assert_array_equal(rows.rewards[:5], [7, 2, 28, 24, 16])
+  own, _ = _advantages([episode, _episode(1, *turns)])
+  np.testing.assert_array_equal(own.rewards[:5], [1, 2, 4, 8, 16])
+
+
+def test_each_reward_goes_to_the_last_turn_of_every_agent():
+  rng = np.random.default_rng(0)
+  for _ in range(20):
+    agents = rng.choice(['p', 'a', 'b'], 7).tolist()
+    rewards = rng.integers(9, size=7).tolist()
+    expected, last = [0.0] * 7, {}
+    for t, (agent, reward) in enumerate(zip(agents, rewards, strict=True)):
+      last[agent] = t
+      for turn in last.values():
+        expected[turn] += reward
+    episode = _episode(0, *zip(agents, rewards, strict=True))
+    assert episode.team_rewards == tuple(expected)
+
+
+def _slow_advantages(rows: batch.Rows) -> list[float]:
+  """Returns the z-scores of each agent's returns over a group's episodes."""
+  result = []
+  for r in np.flatnonzero(rows.real):
+    returns = {}
+    for q in np.flatnonzero(rows.real):
+      if rows.groups[q] == rows.groups[r]:
+        key = int(rows.episodes[q])
+        returns[key] = returns.get(key, 0.0) + float(rows.rewards[q])
+    values = list(returns.values())
+    mean = sum(values) / len(values)
+    spread = np.std(values, ddof=1) if len(values) > 1 else 0.0
+    result.append((returns[int(rows.episodes[r])] - mean) / (spread + 1e-6))
+  return result
+
+
+@pytest.mark.parametrize('agent_rewards', batch.AGENT_REWARDS)
+def test_random_episodes_equal_a_slow_reference(agent_rewards):
+  rng = np.random.default_rng(3)
+  episodes = [
+    _episode(
+      member,
+      *(
+        (str(rng.choice(['p', 'a'])), float(rng.integers(4))) for _ in range(n)
+      ),
+      group=group,
+    )
+    for group in range(2)
+    for member, n in enumerate(rng.integers(1, 6, 4))
+  ]
+  rows, actual = _advantages(episodes, agent_rewards=agent_rewards)
+  np.testing.assert_allclose(
+    actual[rows.real], _slow_advantages(rows), rtol=1e-4, atol=1e-4
+  )
+  # A group of rows has one agent and one group of episodes.
+  keys = {
+    (int(rows.groups[r]), int(rows.agents[r]), episodes[rows.episodes[r]].group)
+    for r in np.flatnonzero(rows.real)
+  }
+  assert len(keys) == len({key[0] for key in keys}) == 4
+
+
+def test_one_agent_changes_nothing():
+  turns = [('', 1.0), ('', 0.5)]
+  episodes = [_episode(0, *turns, group=3), _episode(1, *turns, group=3)]
+  for agent_rewards in batch.AGENT_REWARDS:
+    rows, _ = _advantages(episodes, agent_rewards=agent_rewards)
+    assert rows.groups[:4].tolist() == [3, 3, 3, 3]
+    np.testing.assert_array_equal(rows.rewards[:4], [1, 0.5, 1, 0.5])
+  # Unknown first observation: the agent is unknown, too.
+  unknown = dataclasses.replace(episodes[0], first_observation=None)
+  assert unknown.agents == ('', '')
+
+
+def test_records_name_the_agent(monkeypatch):
+  record = episode_records.make_record(
+    _episode(0, ('p', 0.0), ('a', 1.0)), iteration=0, seed=0, step_fields=None
+  )
+  stored = episode_records.decode(episode_records.encode(record))
+  assert [step['agent'] for step in stored['steps']] == ['p', 'a', '']
+  with monkeypatch.context() as patch:
+    patch.delitem(episode_records._STEP, 'agent')
+    old = episode_records.encode(record)  # As of an earlier release.
+  steps = episode_records.decode(old)['steps']
+  assert [step['agent'] for step in steps] == ['', '', '']
+
+
+def test_the_actor_reads_the_plan():
+  task = base.Task('train', 0)
+  env, plain = planner.Env(**TINY), alfworld_env.Env(**TINY)
+  first, start = env.reset(task), plain.reset(task)
+  assert first.agent == 'planner' and '<plan>' in first.prompt
+  assert start.task in first.prompt and first.anchor != start.anchor
+  result = env.step('<plan>look\naround</plan>')
+  assert result.valid and not result.done and result.action == 'look around'
+  following = result.observation
+  assert following.agent == 'actor'
+  assert following.prompt == f'Plan: look around\n{start.prompt}'
+  assert following.anchor == start.anchor
+  # The next turns are those of the game; the planner's turn counts.
+  response = '<think>x</think><action>look</action>'
+  turns = 1
+  while result.observation is not None:
+    result, turns = env.step(response), turns + 1
+    if result.observation:
+      assert result.observation.prompt.startswith('Plan: look around\n')
+  assert turns == TINY['max_steps']
+  env.reset(task)
+  unusable = env.step('no plan')
+  assert not unusable.valid and unusable.action == 'no plan'
+  env.close()
+
+
+def test_the_expert_plans_and_plays():
+  env = envs.make('envs.alfworld.planner', generator={}, prompt_style='brief')
+  task = base.Task('train', 1)
+  (prompt, plan), *steps = env.demonstrate(task, noise=0.0, seed=0)
+  assert env.reset(task).prompt == prompt
+  result = env.step(plan)
+  assert result.valid
+  for given, response in steps:
+    assert result.observation.prompt == given
+    result = env.step(response)
+  assert result.success
+  env.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_planner_and_actor_train(tmp_path):
+  name = '--config.env.name=envs.alfworld.planner'
+  programs.run(small_runs.small(tmp_path, name))
+  episodes = small_runs.read_episodes(tmp_path)
+  for episode in episodes:
+    planned, *played = [step['agent'] for step in episode['steps'][:-1]]
+    assert planned == 'planner' and set(played) <= {'actor'}
+  trained = [
+    step for e in episodes for step in e['steps'] if not step['is_last']
+  ]
+  assert np.isfinite([step['advantage'] for step in trained]).all()
+  shown = viewer.steps(tmp_path, 0, 0)
+  assert all(steps[0]['agent'] == 'planner' for steps in shown)

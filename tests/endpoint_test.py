@@ -1,0 +1,324 @@
+"""Tests of the endpoint: a harness with the `openai` client plays episodes."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import threading
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import tool_env
+import tool_script
+
+from envs import base, tool_calls
+from gigpo_jax import (
+  batch,
+  endpoint,
+  endpoint_server,
+  env_pool,
+  rollout,
+  sampler,
+)
+from gigpo_jax.runtime import web
+
+GROUPS = rollout.EpisodeBatch(
+  [base.Task('train', n) for n in range(2)],
+  2,
+  (rollout.TRAIN, 3),
+  sampler.Sampling(),
+)
+TOKEN = 'a-token-of-some-length'
+
+
+@pytest.fixture(name='text', scope='module')
+def fixture_text(tmp_path_factory: pytest.TempPathFactory):
+  return tool_script.make_tokenizer(tmp_path_factory.mktemp('tokenizer'))
+
+
+@contextlib.contextmanager
+def _serve(text, *, num_envs=3, max_steps=9, timeout=30.0, **options):
+  """Yields a pool and the address of its server."""
+  with endpoint.EndpointPool(
+    text.decode,
+    num_envs=num_envs,
+    max_steps=max_steps,
+    has_tools=True,
+    step_timeout_secs=30.0,
+    reset_timeout_secs=timeout,
+  ) as pool:
+    app = endpoint_server.application(pool, **options)
+    with web.listen('127.0.0.1', 0) as listening:
+      url = web.url(*listening.getsockname()).rstrip('/')
+      with endpoint_server.serve(app, listening, num_envs):
+        yield pool, url
+
+
+def _run(text, harness, *, batch=GROUPS, limit=999, **options):
+  """Plays a batch with a harness, a function of (client, episode, url)."""
+
+  def play_all(url):
+    while True:
+      reply = httpx.post(f'{url}/episodes', json={})
+      if reply.status_code == 410:
+        return
+      if reply.status_code == 204:
+        continue
+      episode = reply.json()
+      base_url = f'{url}/episodes/{episode["id"]}'
+      with openai.OpenAI(
+        base_url=f'{base_url}/v1', api_key='none', max_retries=0
+      ) as client:
+        harness(client, episode, base_url)
+
+  with (
+    concurrent.futures.ThreadPoolExecutor(3) as threads,
+    _serve(text, **options) as (pool, url),
+  ):
+    players = [threads.submit(play_all, url) for _ in range(3)]
+    runner = rollout.EpisodeRunner(
+      pool, tool_script.Script(text), text, limit, 'end'
+    )
+    (episodes,) = runner.run_batches({}, [batch], task_type=str)
+    pool.close()
+    for player in players:
+      player.result(timeout=30)
+  return episodes
+
+
+def _post_reward(url, **reward):
+  return httpx.post(f'{url}/reward', json=reward)
+
+
+def _play_tool_env(client, episode, url):
+  """Plays `tool_env` with the client's messages only."""
+  game = tool_env.Env()
+  observation = game.reset(base.Task('train', episode['task']))
+  tool = {'type': 'function', 'function': json.loads(tool_env.TOOL)}
+  messages, result, ids = [], None, []
+  while observation:
+    for message in observation.messages:
+      fields = {'role': message.role, 'content': message.text}
+      if message.role == 'tool':
+        fields['tool_call_id'] = ids[-1]
+      messages.append(fields)
+    reply = client.chat.completions.create(
+      model='policy',
+      messages=messages,
+      tools=[tool],
+      logprobs=True,
+      metadata={'anchor': observation.anchor},
+    )
+    (choice,) = reply.choices
+    messages.append(choice.message.model_dump(exclude_none=True))
+    calls = choice.message.tool_calls or []
+    ids += [call.id for call in calls]
+    assert choice.finish_reason == ('tool_calls' if calls else 'stop')
+    tokens = choice.logprobs.content
+    assert [token.logprob for token in tokens] == [
+      -n for n in range(len(tokens))
+    ]
+    assert reply.usage.completion_tokens == len(tokens)
+    result = game.step(
+      (choice.message.content or '')
+      + ''.join(
+        tool_calls.write(
+          tool_calls.Call(
+            call.function.name, json.loads(call.function.arguments)
+          )
+        )
+        for call in calls
+      )
+    )
+    observation = result.observation
+  _post_reward(url, reward=result.reward, success=result.success)
+
+
+def test_a_harness_plays_what_the_environment_plays(text):
+  """Tokens, rewards and anchors are those of a run without the endpoint."""
+  with env_pool.EnvPool(
+    'tool_env',
+    {},
+    num_envs=3,
+    num_workers=0,
+    step_timeout_secs=9,
+    reset_timeout_secs=9,
+  ) as pool:
+    runner = rollout.EpisodeRunner(
+      pool, tool_script.Script(text), text, 999, 'end'
+    )
+    (expected,) = runner.run_batches({}, [GROUPS], task_type=str)
+  episodes = _run(text, _play_tool_env)
+  assert [len(t.steps) for t in expected] == [2, 4, 2, 4]
+  for t, wanted in zip(episodes, expected, strict=True):
+    assert not t.failure and (t.task, t.member) == (wanted.task, wanted.member)
+    assert (t.reward, t.success) == (wanted.reward, wanted.success)
+    for step, other in zip(t.steps, wanted.steps, strict=True):
+      np.testing.assert_array_equal(step.prompt_ids, other.prompt_ids)
+      np.testing.assert_array_equal(step.completion_ids, other.completion_ids)
+      assert (step.anchor, step.result.valid) == (
+        other.anchor,
+        other.result.valid,
+      )
+
+
+def _ask(client, messages):
+  reply = client.chat.completions.create(model='policy', messages=messages)
+  return [*messages, reply.choices[0].message.model_dump(exclude_none=True)]
+
+
+ONE_EPISODE = dataclasses.replace(
+  GROUPS, tasks=GROUPS.tasks[:1], episodes_per_group=1
+)
+
+
+def test_requests_continue_the_conversation_that_they_begin_with(text):
+  def harness(client, episode, url):
+    del episode
+    planner = _ask(client, [{'role': 'user', 'content': 'Plan.'}])
+    actor = _ask(client, [{'role': 'user', 'content': 'Act.'}])
+    planner = _ask(client, [*planner, {'role': 'user', 'content': 'Go on.'}])
+    # Another text than the sampled one: a conversation of its own.
+    actor[1] = actor[1] | {'content': 'I did something else.'}
+    _ask(client, [*actor, {'role': 'user', 'content': 'And?'}])
+    # A reward of a turn, then that of the last turn.
+    _post_reward(url, reward=1.0, done=False).raise_for_status()
+    _ask(client, [*planner, {'role': 'user', 'content': 'End.'}])
+    _post_reward(url, reward=2.5, success=True, score=0.5).raise_for_status()
+
+  (episode,) = _run(text, harness, batch=ONE_EPISODE)
+  assert [s.result.reward for s in episode.steps] == [0, 0, 0, 1.0, 2.5]
+  assert episode.success and episode.score == 0.5
+  plan, act, again, edited, end = episode.steps
+  for step, after in ((plan, again), (again, end)):
+    begin = np.concatenate([step.prompt_ids, step.completion_ids])
+    np.testing.assert_array_equal(after.prompt_ids[: len(begin)], begin)
+  for step in (act, edited):
+    assert not np.array_equal(step.prompt_ids[:20], plan.prompt_ids[:20])
+  seen = text._hf.decode(edited.prompt_ids)
+  assert 'assistant\nI did something else.<|im_end|>' in seen
+  assert 'add' not in seen  # What was sampled.
+  rows = batch.from_trajectories(
+    [episode], max_prompt_tokens=400, max_completion_tokens=90, row_multiple=1
+  )
+  for r, step in enumerate(episode.steps):
+    trained = rows.tokens[r, rows.prompt_lengths[r] : rows.lengths[r]]
+    np.testing.assert_array_equal(trained, step.completion_ids)
+
+
+def test_parallel_requests_are_turns_one_after_another(text):
+  def harness(client, episode, url):
+    del episode
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+      [
+        *threads.map(
+          lambda n: _ask(client, [{'role': 'user', 'content': f'{n}'}]),
+          range(4),
+        )
+      ]
+    _post_reward(url, reward=1.0)
+
+  (episode,) = _run(text, harness, batch=ONE_EPISODE)
+  assert len(episode.steps) == 4 and episode.reward == 1.0
+
+
+def test_bad_calls_cost_only_their_own_episode(text):
+  errors = {}
+
+  def harness(client, episode, url):
+    first = [{'role': 'user', 'content': 'Hi.'}]
+    task = episode['task']
+    if task == 1:
+      return  # It ends without a call.
+    if task == 2:  # The policy cannot read so much.
+      first[0]['content'] = 'x' * 70_000
+    if task == 3:
+      errors['early'] = _post_reward(url, reward=1.0).json()
+    try:
+      messages = _ask(client, first)
+      messages = _ask(client, [*messages, *first])
+      _ask(client, [*messages, *first])
+    except openai.APIStatusError as error:
+      errors[task] = error
+    _post_reward(url, reward=1.0)
+    errors['over'] = _post_reward(url, reward=1.0)
+
+  tasks = [base.Task('train', n) for n in range(4)]
+  played = dataclasses.replace(GROUPS, tasks=tasks, episodes_per_group=1)
+  episodes = _run(text, harness, batch=played, max_steps=2, timeout=3.0)
+  assert [t.reward for t in episodes] == [1.0, 0.0, 0.0, 1.0]
+  assert [t.cause for t in episodes] == ['', 'hung', 'garbage', '']
+  assert 'sent no call for 3 s' in episodes[1].failure
+  assert '70,000 characters' in episodes[2].failure
+  assert '70,000 characters' in errors[2].message
+  assert 'has no turn' in errors['early']['error']['message']
+  assert 'env.max_steps=2' in errors[0].message
+  assert errors['over'].status_code == 404
+
+
+def test_a_conversation_that_is_too_long_ends_its_episode(text):
+  def harness(client, episode, url):
+    del episode, url
+    messages = _ask(client, [{'role': 'user', 'content': 'Hi.'}])
+    with pytest.raises(openai.BadRequestError) as caught:
+      _ask(client, [*messages, {'role': 'user', 'content': 'long ' * 50}])
+    assert caught.value.code == 'context_length_exceeded'
+
+  (episode,) = _run(text, harness, batch=ONE_EPISODE, limit=100)
+  assert len(episode.steps) == 1 and not episode.failure
+
+
+def test_requests_are_limited(text):
+  options = {'token': TOKEN, 'max_bytes': 5000, 'max_requests_per_sec': 40.0}
+  with _serve(text, **options) as (pool, url):
+    key = {'Authorization': f'Bearer {TOKEN}'}
+    chat = f'{url}/v1/chat/completions'
+
+    def post(headers, **kwargs):
+      return httpx.post(chat, headers=headers, **kwargs).status_code
+
+    assert post({}, json={}) == 401
+    assert post({'Authorization': f'Bearer {TOKEN}x'}, json={}) == 401
+    assert post(key | {'Host': 'evil.example'}, json={}) == 400
+    # A web page may send text to another site without its permission.
+    assert post(key | {'Content-Type': 'text/plain'}, content='{}') == 415
+    assert post(key, json={'messages': 'x' * 6000}) == 413
+    assert post(key, content=b'[' * 4000) == 415
+    deep = key | {'Content-Type': 'application/json'}
+    assert post(deep, content=b'[' * 4000) == 400
+    assert post(key, json={}) == 400
+    messages = [{'role': 'user', 'content': 'Hi.'}]
+    assert post(key, json={'messages': messages}) == 404
+    assert httpx.get(f'{url}/v1/models', headers=key).json()['data']
+    with httpx.Client() as client:
+      statuses = {
+        client.post(chat, headers=key, json={}).status_code for _ in range(99)
+      }
+    assert statuses == {400, 429}
+    waiting = threading.Thread(target=pool.close)
+    waiting.start()
+    waiting.join()
+
+
+@pytest.mark.parametrize(
+  ('body', 'problem'),
+  [
+    ({}, 'must be a number'),
+    ({'reward': True}, 'must be a number'),
+    ({'reward': float('nan')}, 'must be a number'),
+    ({'reward': 1e7}, r'within \+-1,000,000'),
+    ({'reward': 1, 'success': 1}, 'success: must be true or false'),
+    ({'reward': 1, 'score': 'x'}, 'score: must be a number'),
+    ({'reward': 1, 'rewards': 2}, 'only'),
+    ([], 'JSON object'),
+  ],
+)
+def test_wrong_rewards_are_refused(body, problem):
+  with pytest.raises(ValueError, match=problem):
+    endpoint_server.parse_reward(body)
+
+
+def test_rewards_have_defaults():
+  assert endpoint_server.parse_reward({'reward': 1}) == endpoint.Reward(1.0)

@@ -1,0 +1,197 @@
+"""Tests of envs/openenv_env.py with a scripted server, and with OpenEnv's."""
+
+import json
+import pathlib
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+import envs
+from envs import base, openenv_env, tool_calls
+
+pytest.importorskip('websockets')
+
+from websockets import datastructures, http11
+from websockets.sync import server as websockets_server
+
+TASK = base.Task('train', 3)
+SCHEMA = {
+  'description': 'Guesses a number from 0 to 7.',
+  'type': 'object',
+  'properties': {
+    'metadata': {'type': 'object'},
+    'number': {'type': 'integer'},
+  },
+  'required': ['number'],
+}
+
+
+def _guess(number) -> str:
+  return tool_calls.write(tool_calls.Call('act', {'number': number}))
+
+
+class Server:
+  """A server whose game is scripted by the numbers that are guessed."""
+
+  def __init__(self, schema=SCHEMA):
+    self._schema = schema
+    self._server = websockets_server.serve(
+      self._play, '127.0.0.1', 0, process_request=self._describe
+    )
+    port = self._server.socket.getsockname()[1]
+    self.url = f'http://127.0.0.1:{port}'
+    threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *exc):
+    self._server.shutdown()
+
+  def _describe(self, connection, request):
+    if request.path != '/schema':
+      return None
+    body = json.dumps({'action': self._schema}).encode()
+    headers = datastructures.Headers({'Content-Length': str(len(body))})
+    return http11.Response(200, 'OK', headers, body)
+
+  def _play(self, connection):
+    for text in connection:
+      message = json.loads(text)
+      if message['type'] == 'state':
+        data = {'episode_id': 'x', 'step_count': 9, 'low': 0}
+        connection.send(json.dumps({'type': 'state', 'data': data}))
+        continue
+      number = message['data'].get('number', 0)
+      data = {
+        'observation': {'text': f'Read {number}.', 'metadata': {}},
+        'reward': 1.0 if number == 7 else None,
+        'done': number == 7,
+      }
+      reply = {'type': 'observation', 'data': data}
+      if number == 1:
+        time.sleep(1)
+      if number == 2:
+        reply = {'type': 'error', 'data': {'message': 'no such\nnumber'}}
+      if number == 3:
+        data['observation'] = {'text': 'x' * 10_000_000}
+      if number == 4:
+        data['observation'] = 'not an object'
+      if number == 5:
+        data['reward'] = 'much'
+      if number == 6:
+        return
+      connection.send(json.dumps(reply))
+
+
+@pytest.fixture(name='server', scope='module')
+def fixture_server():
+  with Server() as server:
+    yield server
+
+
+def test_an_episode(server):
+  env = envs.make('openenv', server=f'{server.url}/', task='Guess.')
+  first = env.reset(TASK)
+  assert first.messages == (base.Message('user', 'Guess.\ntext: Read 0.'),)
+  (tool,) = map(json.loads, first.tools)
+  assert tool['name'] == 'act' and tool['description'].startswith('Guesses')
+  assert list(tool['parameters']['properties']) == ['number']
+  # The state, without the fields that change with every step.
+  assert first.anchor == '{"low": 0}'
+  for response, valid, text in (
+    (_guess(0), True, 'text: Read 0.'),
+    (_guess('x'), False, "Error: arguments number: 'x' is not of type"),
+    ('Seven.', False, 'Error: call the tool act.'),
+    ('<tool_call>', False, 'Error: a <tool_call> tag'),
+  ):
+    result = env.step(response)
+    assert result.valid == valid and not result.done
+    assert result.observation.text.startswith(text)
+  result = env.step(_guess(7) + _guess(0))
+  assert result.done and result.success and result.reward == 1
+  assert env.reset(TASK) == first
+  env.close()
+
+
+@pytest.mark.parametrize(
+  ('number', 'message'),
+  [
+    (1, 'step: no response within 0.3 s'),
+    (2, 'step: error no such number'),
+    (3, 'step: .*too big|step: .*over size limit|step: .*exceeds limit'),
+    (4, 'step: its observation is no JSON object'),
+    (5, "step: its reward is 'much', no number"),
+    (6, 'step: '),
+  ],
+)
+def test_a_bad_reply_is_one_line(server, number, message):
+  env = envs.make('openenv', server=server.url)
+  env.reset(TASK)
+  if number == 1:
+    env._connection._timeout = 0.3
+  with pytest.raises((ConnectionError, TimeoutError), match=message) as e:
+    env.step(_guess(number))
+  assert len(str(e.value).splitlines()) == 1 and server.url in str(e.value)
+  env.close()
+
+
+def test_a_server_that_does_not_start_or_lies_is_one_line():
+  with socket.socket() as free:
+    free.bind(('127.0.0.1', 0))
+    port = free.getsockname()[1]
+  env = envs.make('openenv', server=f'http://127.0.0.1:{port}')
+  with pytest.raises(ConnectionError, match='schema: .*refused'):
+    env.reset(TASK)
+  for schema, message in (
+    ('words', 'schema: the schema of an action is no JSON object'),
+    ({'properties': 3}, 'tool act: no JSON schema'),
+  ):
+    with Server(schema) as server:
+      env = envs.make('openenv', server=server.url)
+      with pytest.raises((ConnectionError, ValueError), match=message) as e:
+        env.reset(TASK)
+      assert len(str(e.value).splitlines()) == 1
+      env.close()
+
+
+def test_wrong_arguments_are_refused_in_one_line():
+  with pytest.raises(ValueError, match='env.server=None: must start with'):
+    envs.tasks('openenv', 'train')
+  assert not list(openenv_env.check_installation({}))
+
+
+@pytest.mark.slow
+def test_an_episode_with_openenvs_own_server():
+  pytest.importorskip('openenv')
+  with socket.socket() as free:
+    free.bind(('127.0.0.1', 0))
+    port = free.getsockname()[1]
+  path = pathlib.Path(__file__).parent / 'openenv_server.py'
+  process = subprocess.Popen([sys.executable, str(path), str(port)])
+  env = envs.make('openenv', server=f'http://127.0.0.1:{port}')
+  try:
+    for _ in range(100):
+      try:
+        first = env.reset(TASK)
+        break
+      except ConnectionError:
+        time.sleep(0.3)
+    assert first.text == 'text: Guess a number from 0 to 7.'
+    assert first.anchor == '{"high": 7, "low": 0}'
+    result = env.step(_guess(0))
+    assert result.observation.text == 'text: Higher.'
+    assert result.observation.anchor == '{"high": 7, "low": 1}'
+    assert not env.step(_guess('x')).valid
+    # The seed of train/3 is 3.
+    result = env.step(_guess(3))
+    assert result.success and result.reward == 1
+    assert result.final_anchor == '{"high": 7, "low": 1}'
+  finally:
+    env.close()
+    process.kill()
+    process.wait()

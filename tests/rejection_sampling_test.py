@@ -1,0 +1,95 @@
+"""Tests of rounds of rejection sampling."""
+
+import pathlib
+
+import preloaded
+import pytest
+import small_runs
+
+from configs import alfworld
+from gigpo_jax import episodes, rejection_sampling, sft
+
+
+def _config(rounds: int):
+  config = alfworld.get_config('smoke')
+  config.sft.init, config.sft.rounds = '', rounds
+  return config
+
+
+@pytest.fixture(name='calls')
+def fixture_calls(monkeypatch) -> list[tuple]:
+  """Replaces the parts of a round; returns their calls."""
+  calls = []
+
+  def sample(config, folder, index):
+    calls.append(('sample', config.model.path, index))
+    return {'train/success_rate': index / 4}
+
+  def warm_start(config, workdir):
+    calls.append(('train', config.model.path, config.sft.data))
+    (pathlib.Path(workdir) / 'policy').mkdir(parents=True)
+
+  monkeypatch.setattr(rejection_sampling, 'sample', sample)
+  monkeypatch.setattr(sft, 'warm_start', warm_start)
+  monkeypatch.setattr(rejection_sampling.config_lib, 'validate', lambda _: None)
+  return calls
+
+
+def test_each_round_starts_from_the_policy_before(tmp_path, calls):
+  config = _config(rounds=2)
+  start = config.model.path
+  rejection_sampling.run(config, str(tmp_path))
+  first, second = tmp_path / 'round-0', tmp_path / 'round-1'
+  assert calls == [
+    ('sample', start, 0),
+    ('train', start, str(first / 'episodes')),
+    ('sample', str(first / 'policy'), 1),
+    ('train', str(first / 'policy'), str(second / 'episodes')),
+  ]
+  rates = [x['train/success_rate'] for x in small_runs.read_lines(tmp_path)]
+  assert rates == [0.0, 0.25]
+
+
+def test_the_same_command_resumes_after_the_last_round(tmp_path, calls):
+  rejection_sampling.run(_config(rounds=1), str(tmp_path))
+  del calls[:]
+  rejection_sampling.run(_config(rounds=2), str(tmp_path))
+  policy = str(tmp_path / 'round-0' / 'policy')
+  assert [call[:2] for call in calls] == [('sample', policy), ('train', policy)]
+  assert len(small_runs.read_lines(tmp_path)) == 2
+
+
+@pytest.mark.parametrize('field', ['init', 'data'])
+def test_another_start_is_refused(tmp_path, field):
+  config = _config(rounds=2)
+  config.sft[field] = 'scratch'
+  with pytest.raises(ValueError, match=f'sft.rounds=2: .*sft.{field}=scratch'):
+    rejection_sampling.run(config, str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_rounds_train_on_the_policy_s_successes(tmp_path):
+  flags = [flag for flag in small_runs.SMALL if 'episodes.every' not in flag]
+  command = small_runs.command(
+    'sft',
+    '--config=configs/alfworld.py:smoke',
+    f'--workdir={tmp_path}',
+    *flags,
+    '--config.env.max_steps=20',
+    '--config.sft.init=',
+    '--config.sft.rounds=2',
+    '--config.sft.rollouts=2',
+    '--config.sft.minibatch_rows=16',
+  )
+  preloaded.run(command)
+  lines = small_runs.read_lines(tmp_path)
+  assert len(lines) == 2 and lines[0]['train/success_rate'] > 0
+  assert 'eval/success_rate' in lines[1]
+  stored = [
+    episodes.open_dataset(tmp_path / f'round-{n}/episodes') for n in (0, 1)
+  ]
+  assert [x.iterations for x in stored] == [[0, 1], [2, 3]]
+  assert (tmp_path / 'round-1' / 'policy' / 'model.safetensors').exists()
+  rates = [sum(e['success'] for e in x) / len(x.source) for x in stored]
+  assert rates == [line['train/success_rate'] for line in lines]
