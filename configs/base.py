@@ -256,6 +256,11 @@ def _filter_section() -> ml_collections.ConfigDict:
   filter.select = ()
   filter.kept_episodes = 4  # best_and_worst: per group
   filter.group_share = 0.25  # snr: share of the groups
+  # capo: bounds of the gain and of the KL of a token's own step. The paper's
+  # code has (0, 1e-2) and 1e-4 with GRPO. Large bounds only measure.
+  filter.gain_low = 0.0
+  filter.gain_high = 1e-2
+  filter.fisher_high = 1e-4
   # d3s: rows are compared in the batch or in their group; share of rows, and of
   # their tokens, in the first and in the last iteration (not published).
   filter.variance_scope = 'batch'
@@ -524,9 +529,10 @@ def _guard_section() -> ml_collections.ConfigDict:
   guard.action = 'warn'
   guard.shrink_factor = 0.5
   guard.max_rollbacks = 3
-  # Alarm levels; 0: off. Largest ratio/kl in nats and largest share of steps
-  # with an invalid response.
+  # Alarm levels; 0: off. Largest ratio/kl and filter/fisher_mean in nats, and
+  # largest share of steps with an invalid response.
   guard.max_kl = 0.05
+  guard.max_fisher = 0.0
   guard.max_invalid_rate = 0.4
   # Smallest and largest entropy and largest mean length of a response, relative
   # to their means over the first iterations.

@@ -1,10 +1,10 @@
 """Guards against collapse: alarm levels of metrics, and an answer to alarms.
 
-A policy that collapses moves far in an update (`ratio/kl`), loses or gains
-entropy, writes longer responses, or responses of the wrong form. `Guard.check`
-compares the metrics of an iteration with levels and returns the alarms. Entropy
-and response length depend on model and task; their levels are relative to the
-first iterations of the run.
+A policy that collapses moves far in an update (`ratio/kl`), is about to
+(`filter/fisher_mean`), loses or gains entropy, writes longer responses, or
+responses of the wrong form. `Guard.check` compares the metrics of an iteration
+with levels and returns the alarms. Entropy and response length depend on model
+and task; their levels are relative to the first iterations of the run.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ ACTIONS = ('warn', 'shrink', 'rollback')
 # Metric: options of its lowest and of its highest value.
 _ABSOLUTE = {
   'ratio/kl': ('', 'max_kl'),
+  'filter/fisher_mean': ('', 'max_fisher'),
   'train/invalid_action_rate': ('', 'max_invalid_rate'),
 }
 _RELATIVE = {
@@ -73,6 +74,8 @@ class Guard:
   Attributes:
     action: one of ACTIONS.
     max_kl: largest mean KL to the policy before the update, in nats per token.
+    max_fisher: largest mean of `filter/fisher_mean`, in nats per token, which a
+      selector measures before the update.
     max_invalid_rate: largest share of steps with an invalid response.
     min_entropy: smallest entropy, relative to the start.
     max_entropy: largest entropy, relative to the start.
@@ -85,6 +88,7 @@ class Guard:
 
   action: str = options.choice('warn', ACTIONS)
   max_kl: float = options.number(0.05, low=0, note='0 is off')
+  max_fisher: float = options.number(0.0, low=0, note='0 is off')
   max_invalid_rate: float = options.number(0.4, low=0, high=1)
   min_entropy: float = options.number(0.05, low=0, below=1)
   max_entropy: float = options.number(2.0, low=0, note='0 is off')

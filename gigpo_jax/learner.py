@@ -325,10 +325,11 @@ class Learner:
       rows: the rows of an iteration.
 
     Returns:
-      float32 arrays, 0 for padding: 'log_probs' as the method; 'log_probs@X' at
-      X times the temperature; 'entropies' in nats; and 'prompt_log_probs',
-      [R, L - 1], which starts with the prompt's second token. Each other array
-      is [R, C].
+      float32 arrays, 0 for padding: 'log_probs' as the method; 'entropies' in
+      nats; 'feature_squares', the squared norm of the last hidden state over
+      the temperature; 'NAME@X' for one of these at X times the temperature; and
+      'prompt_log_probs', [R, L - 1], which starts with the prompt's second
+      token. Each other array is [R, C].
     """
     has_prompts = _PROMPTS in self._signals
     scored = prompt_scores.make_rows(rows) if has_prompts else rows

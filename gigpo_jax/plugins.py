@@ -3,8 +3,9 @@
 A folder such as gigpo_jax/modulators holds one module per plug-in, and its
 REGISTRY maps names to modules. A module defines a frozen dataclass. Its fields
 are its options and have the names of fields of a section of the config. A
-module may also define PRESETS and `conflicts`, as an algorithm does. A plug-in
-of another project is 'module:function', or 'module:Class' for one with options.
+module may also define PRESETS and `conflicts`, as an algorithm does. A selector
+may have a method `metrics` with the arguments of a call. A plug-in of another
+project is 'module:function', or 'module:Class' for one with options.
 """
 
 import dataclasses
@@ -29,11 +30,14 @@ class Signals:
       a chain list the names that they need (`Learner.signals`).
     progress: share of the run's iterations that are done, in [0, 1).
     seed: seed of the run and iteration, for random choices.
+    learning_rate: learning rate of the iteration's first update, without the
+      step scale of the guards.
   """
 
   outputs: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
   progress: float = 0.0
   seed: tuple[int, ...] = (0,)
+  learning_rate: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +144,11 @@ def _options(factory: Callable[..., Any]) -> tuple[str, ...]:
   if not dataclasses.is_dataclass(factory):
     return ()
   return tuple(f.name for f in dataclasses.fields(factory) if f.init)
+
+
+def metrics(plugin: Any, *args: Any) -> dict[str, float]:
+  """Returns the metrics of a plug-in for the arguments of a call."""
+  return plugin.metrics(*args) if hasattr(plugin, 'metrics') else {}
 
 
 def needed_outputs(chain: Sequence[Any]) -> tuple[str, ...]:

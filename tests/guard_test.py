@@ -57,10 +57,14 @@ def started(subject: guard.Guard) -> guard.GuardState:
       'start',
     ),
     ({'ratio/kl': math.nan}, 'ratio/kl=nan: above guard.max_kl=0.05'),
+    (
+      {'filter/fisher_mean': 0.003},
+      'filter/fisher_mean=0.003: above guard.max_fisher=0.002',
+    ),
   ],
 )
 def test_alarms(changes, alarm):
-  subject = guard.Guard()
+  subject = guard.Guard(max_fisher=0.002)
   state = started(subject)
   same, alarms = subject.check(state, HEALTHY | changes)
   assert alarms == ([alarm] if alarm else [])

@@ -269,23 +269,28 @@ def test_two_epochs_are_two_passes():
 
 def test_signals_come_from_one_pass():
   names = ('log_probs', 'entropies', 'log_probs@0.8', 'prompt_log_probs')
+  names += ('feature_squares', 'feature_squares@0.5')
   rows = make_rows()
-  subject = make_learner(signals=names)
+  subject = make_learner(signals=names, temperature=0.7)
   outputs = subject.signals(params(), rows)
   assert sorted(outputs) == sorted(names)
   mask = rows.completion_mask
-  np.testing.assert_allclose(
-    outputs['log_probs'], make_learner().log_probs(params(), rows), atol=1e-5
-  )
   for r in range(8):
     tokens = jnp.asarray(rows.tokens[r : r + 1, : rows.lengths[r]])
     hidden = reference.hidden_states(CONFIG, params(), tokens)
-    logits = reference.logits(CONFIG, params(), hidden)[0]
+    logits = reference.logits(CONFIG, params(), hidden)[0] / 0.7
     table, cool = (jax.nn.log_softmax(x) for x in (logits, logits / 0.8))
     first, last = rows.prompt_lengths[r], rows.lengths[r]
     prompt = [table[p - 1, rows.tokens[r, p]] for p in range(1, first)]
-    entropies = -jnp.sum(jnp.exp(table) * table, axis=-1)[first - 1 : last - 1]
+    before = slice(first - 1, last - 1)
+    entropies = -jnp.sum(jnp.exp(table) * table, axis=-1)[before]
+    squares = jnp.sum(hidden[0, before] ** 2, axis=-1) / 0.7**2
     expected = {
+      'log_probs': [
+        table[p - 1, rows.tokens[r, p]] for p in range(first, last)
+      ],
+      'feature_squares': squares,
+      'feature_squares@0.5': squares * 4,
       'prompt_log_probs': prompt,
       'entropies': entropies,
       'log_probs@0.8': [
@@ -294,7 +299,9 @@ def test_signals_come_from_one_pass():
     }
     for name, values in expected.items():
       actual = outputs[name][r]
-      np.testing.assert_allclose(actual[: len(values)], values, atol=1e-5)
+      np.testing.assert_allclose(
+        actual[: len(values)], values, rtol=1e-6, atol=1e-5
+      )
       np.testing.assert_array_equal(actual[len(values) :], 0)
   assert not outputs['entropies'][~mask].any()
 

@@ -24,9 +24,18 @@ def random_signals(rows, seed):
     for name in ('log_probs', 'log_probs@0.8', 'log_probs@1.2')
   }
   outputs['entropies'] = -rng.uniform(0.1, 1) * outputs['log_probs']
+  # A vocabulary of two tokens, whose powers are p^k and (1 - p)^k.
+  log_probs = outputs['log_probs']
+  for k in (2, 3):
+    probs = np.exp(log_probs)
+    sums = np.log(probs**k + (1 - probs) ** k)
+    outputs[f'log_probs@{1 / k}'] = np.where(mask, k * log_probs - sums, 0)
+  outputs['feature_squares'] = np.where(mask, rng.uniform(0, 9, mask.shape), 0)
   shape = len(mask), rows.tokens.shape[1] - 1
   outputs['prompt_log_probs'] = -rng.exponential(size=shape)
-  return plugins.Signals(outputs, progress=0.5, seed=(1, seed))
+  return plugins.Signals(
+    outputs, progress=0.5, seed=(1, seed), learning_rate=0.1
+  )
 
 
 def random_case(seed, groups=4):

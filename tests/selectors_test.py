@@ -13,7 +13,14 @@ from tiny_learner import (
 )
 
 from gigpo_jax import plugins, selectors
-from gigpo_jax.selectors import best_and_worst, d3s, mismatch, s_grpo, snr
+from gigpo_jax.selectors import (
+  best_and_worst,
+  capo,
+  d3s,
+  mismatch,
+  s_grpo,
+  snr,
+)
 
 NAMES = tuple(selectors.REGISTRY)
 
@@ -31,6 +38,9 @@ def make(name, **options):
     ('snr', {'group_share': 0.5}),
     ('best_and_worst', {'kept_episodes': 2}),
     ('best_and_worst', {'kept_episodes': 3}),
+    ('capo', {}),
+    ('capo', {'gain_high': 0.5, 'fisher_high': 0.1}),
+    ('capo', {'gain_low': -0.01, 'gain_high': 9.0, 'fisher_high': 0.02}),
     ('mismatch', {}),
     ('mismatch', {'mismatch_level': 'row', 'mismatch_high': 3.0}),
     ('mismatch', {'mismatch_level': 'row_mean', 'mismatch_low': 0.8}),
@@ -137,6 +147,97 @@ def test_levels_of_mismatch_by_hand():
   np.testing.assert_array_equal(keeps('token', 3.0)[0, :2], [False, True])
   assert not keeps('row', 1.9)[0] and keeps('row', 2.1)[0]
   assert not keeps('row_mean', 1.4)[0] and keeps('row_mean', 1.5)[0]
+
+
+def token_signals(probs, features, sampled, learning_rate):
+  """Returns one row with a token for each of `probs`, and its signals."""
+  rows = modulators_test.random_case(0)[0].take(np.array([0]))
+  rows.prompt_lengths[:], rows.lengths[:] = 2, 2 + len(probs)
+  width = rows.completion_mask.shape[1]
+
+  def pad(values):
+    return np.pad(values, (0, width - len(values)), constant_values=9)[None]
+
+  outputs = {'feature_squares': pad(np.sum(np.square(features), axis=-1))}
+  for k in (1, 2, 3):
+    powers = probs**k / np.sum(probs**k, axis=-1, keepdims=True)
+    name = f'log_probs@{1 / k}' if k > 1 else 'log_probs'
+    outputs[name] = pad(np.log(powers[np.arange(len(probs)), sampled]))
+  return rows, plugins.Signals(outputs, learning_rate=learning_rate)
+
+
+def test_curvature_by_hand():
+  # p .5 .3 .2, x.x = 5, A = 2, eta .1: s = .25 + .09 + .04, eta A n = 1,
+  # c = .125 + .027 + .008 - .12^2 = .1456; .1 * 4 * 5 * .38 + (.38^2 - c).
+  rows, signals = token_signals(
+    np.array([[0.5, 0.3, 0.2]]), np.array([[1.0, 2.0]]), [0], 0.1
+  )
+  gain, fisher = capo.measure(np.array([2.0]), rows, signals)
+  np.testing.assert_allclose(gain[0, 0], 0.7588)
+  np.testing.assert_allclose(fisher[0, 0], 0.0722)
+  assert not gain[0, 1:].any() and not fisher[0, 1:].any()
+  subject = make('capo', gain_high=0.76, fisher_high=0.0723)
+  assert subject(np.array([2.0]), rows, signals)[0].sum() == 1
+  assert subject.metrics(np.array([2.0]), rows, signals) == {
+    'filter/fisher_mean': pytest.approx(0.0722),
+    'filter/fisher_max': pytest.approx(0.0722),
+  }
+
+
+def differences(function, point, size=1e-4):
+  """Returns the gradient of a function, by central differences."""
+  steps = size * np.eye(point.size).reshape(-1, *point.shape)
+  values = [function(point + d) - function(point - d) for d in steps]
+  return np.array(values).reshape(point.shape) / (2 * size)
+
+
+@pytest.mark.parametrize('advantage', [1.5, -0.7])
+def test_curvature_equals_finite_differences_of_softmax_regression(advantage):
+  rng = np.random.default_rng(3)
+  weights, features = rng.normal(size=(3, 2)), rng.normal(size=(2, 2))
+
+  def log_prob(weights, x, y):
+    logits = weights @ x
+    return logits[y] - np.log(np.sum(np.exp(logits)))
+
+  sampled, rate = [0, 2], 0.3
+  probs = np.exp(
+    [[log_prob(weights, x, y) for y in range(3)] for x in features]
+  )
+  rows, signals = token_signals(probs, features, sampled, rate)
+  gain, fisher = capo.measure(np.array([advantage]), rows, signals)
+  for n, (x, y) in enumerate(zip(features, sampled, strict=True)):
+    old = log_prob(weights, x, y)
+
+    def surrogate(flat, x=x, y=y, old=old):
+      new = log_prob(flat.reshape(3, 2), x, y)
+      return advantage * np.exp(new - old)
+
+    flat = weights.ravel()
+    grad = differences(surrogate, flat)
+    step = rate * grad
+    along = differences(
+      lambda flat: differences(surrogate, flat) @ step,  # noqa: B023
+      flat,
+    )
+    score = differences(lambda w, x=x, y=y: log_prob(w, x, y), weights).ravel()
+    expected = grad @ step + step @ along / 2
+    np.testing.assert_allclose(gain[0, n], expected, rtol=1e-5)
+    information = np.outer(score, score)
+    expected = step @ information @ step / 2
+    np.testing.assert_allclose(fisher[0, n], expected, rtol=1e-5)
+
+
+def test_certain_tokens_are_kept():
+  # Rounded log-probs of near-certain tokens must not yield a negative gain.
+  rng = np.random.default_rng(0)
+  rest = 10.0 ** rng.uniform(-9, -3, 6)
+  probs = np.stack([1 - rest, rest], axis=1)
+  rows, signals = token_signals(probs, np.ones((6, 4)), [0] * 6, 1e-4)
+  rounded = {k: x.astype(np.float32) for k, x in signals.outputs.items()}
+  signals = plugins.Signals(rounded, learning_rate=1e-4)
+  for advantage in (1.0, -1.0):
+    assert make('capo')(np.array([advantage]), rows, signals).all()
 
 
 def test_dropped_tokens_do_not_count_in_the_update():

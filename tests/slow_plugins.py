@@ -45,6 +45,7 @@ class Table:
       for name, values in signals.outputs.items()
     }
     self.progress = signals.progress
+    self.learning_rate = signals.learning_rate
 
   def episodes(self, group):
     return [e for e in self.members if e[0] == group]
@@ -179,6 +180,30 @@ def best_and_worst(t, kept_episodes=4):
     worst = kept_episodes // 2
     kept |= {*order[:worst], *order[-(kept_episodes - worst) :]}
   return t.pairs(r for r in t.rows if t.episode[r] in kept)
+
+
+def capo(t, gain_low=0.0, gain_high=1e-2, fisher_high=1e-4):
+  chosen = set()
+  for r in t.rows:
+    log_probs = t.tokens('log_probs', r)
+    norms = t.tokens('feature_squares', r)
+    for n, (log_prob, norm) in enumerate(zip(log_probs, norms, strict=True)):
+      # Of two tokens, the first was sampled. x is (norm^.5, 0, ..).
+      probs = [math.exp(log_prob), 1 - math.exp(log_prob)]
+      score = [(1 - probs[0]) * norm**0.5, -probs[1] * norm**0.5]
+      grad = [t.advantage[r] * x for x in score]
+      step = [t.learning_rate * x for x in grad]
+      logits = [x * norm**0.5 for x in step]
+      mean = probs[0] * logits[0] + probs[1] * logits[1]
+      variance = sum(
+        p * (u - mean) ** 2 for p, u in zip(probs, logits, strict=True)
+      )
+      first = sum(a * b for a, b in zip(score, step, strict=True))
+      second = t.advantage[r] * (first**2 - variance)
+      gain = sum(a * b for a, b in zip(grad, step, strict=True)) + second / 2
+      if gain_low <= gain <= gain_high and first**2 / 2 <= fisher_high:
+        chosen.add((r, n))
+  return chosen
 
 
 def d3s(

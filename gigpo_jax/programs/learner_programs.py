@@ -87,8 +87,9 @@ class LearnerPrograms:
     temperature: temperature of log-probs and entropies.
     make_arrays: returns the arrays of an empty microbatch of a shape, for a
       program of a given name.
-    signals: names of the outputs of 'signals': 'log_probs', 'entropies', or
-      'log_probs@X' at X times the temperature. (): there is no such program.
+    signals: names of the outputs of 'signals': 'log_probs', 'entropies',
+      'feature_squares', or 'NAME@X' for an output at X times the temperature.
+      (): there is no such program.
     tree: whether rows share prompts; see `attention.Segments`.
     teacher_loss: the loss of a teacher's rows; None: there is no 'teacher'.
     scaled: whether updates are multiplied by the step scale that 'zeros' gets;
@@ -387,15 +388,20 @@ class LearnerPrograms:
 
   def _further_outputs(self, params, base, arrays):
     hidden = self._hidden(params, base, arrays)
-    outputs = vars(self._policy_outputs(*hidden, arrays))
-    return {
-      name: self._policy_outputs(
-        *hidden, arrays, float(name.partition('@')[2])
-      ).log_probs
-      if '@' in name
-      else outputs[name]
-      for name in self._signals
-    }
+
+    @functools.cache
+    def outputs_at(factor: float) -> dict[str, jax.Array]:
+      outputs = self._policy_outputs(*hidden, arrays, factor)
+      features_SND = hidden[-1].astype(jnp.float32)
+      features_SND /= self._temperature * factor
+      squares_SN = jnp.sum(jnp.square(features_SND), axis=-1)
+      return vars(outputs) | {'feature_squares': squares_SN}
+
+    results = {}
+    for signal in self._signals:
+      name, _, factor = signal.partition('@')
+      results[signal] = outputs_at(float(factor or 1))[name]
+    return results
 
   def _accumulate(self, params, base, arrays, *, grads, sums):
     total, metrics, grads = self._add_gradients(

@@ -13,12 +13,14 @@ from gigpo_jax import (
   losses,
   metrics,
   modulators,
+  optimizer,
   plugins,
   privileged,
   selectors,
   teacher,
   trajectory,
 )
+from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.run import run_state
 
 if TYPE_CHECKING:
@@ -43,10 +45,12 @@ def compute_signals(
   old_log_probs, gap_metrics = choose_old_log_probs(
     parts, state, rows, outputs.get('log_probs')
   )
+  schedule = optimizer.AdamW(**parts.config.optimizer).schedule
   signals = plugins.Signals(
     {'log_probs': old_log_probs} | outputs,
     progress=iteration / parts.config.num_iterations,
     seed=(parts.config.seed, iteration),
+    learning_rate=float(schedule(mesh_lib.to_host(state.policy.updates))),
   )
   return signals, old_log_probs, gap_metrics
 

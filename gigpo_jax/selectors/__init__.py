@@ -20,6 +20,7 @@ from gigpo_jax import batch, plugins
 # name: module that holds `Selector`.
 REGISTRY = {
   'best_and_worst': 'gigpo_jax.selectors.best_and_worst',
+  'capo': 'gigpo_jax.selectors.capo',
   'd3s': 'gigpo_jax.selectors.d3s',
   'mismatch': 'gigpo_jax.selectors.mismatch',
   's_grpo': 'gigpo_jax.selectors.s_grpo',
@@ -31,7 +32,11 @@ FAMILY = plugins.Family('filter.select', REGISTRY, 'Selector')
 
 
 class Selector(Protocol):
-  """Chooses rows or tokens; for attributes see `modulators.Modulator`."""
+  """Chooses rows or tokens; for attributes see `modulators.Modulator`.
+
+  A selector may also have `metrics`, which returns metrics by name; see
+  `plugins.metrics`.
+  """
 
   needs: tuple[str, ...]
   needs_group: bool
@@ -60,11 +65,13 @@ def apply(
   """Returns the rows that a chain keeps, their chosen tokens, and metrics."""
   chosen = rows.completion_mask
   num_rows, num_tokens = rows.real.sum(), chosen.sum()
+  metrics: dict[str, float] = {}
   for selector in chain:
+    metrics |= plugins.metrics(selector, advantages, rows, signals)
     mask = selector(advantages, rows, signals)
     chosen &= mask if mask.ndim > 1 else mask[:, None]
     rows = keep(rows, chosen.any(axis=1))
-  metrics = {
+  metrics |= {
     'filter/rows_share': float(rows.real.sum() / max(num_rows, 1)),
     'filter/tokens_share': float(chosen.sum() / max(num_tokens, 1)),
   }

@@ -217,7 +217,8 @@ _INTRODUCTION = (
   'compares them.',
   'A method in the first column is a word after the colon, as in '
   '`--config=configs/alfworld.py:mini,hgpo,dgpo,snr`. The cost is what a '
-  'method computes in addition to GRPO. Entropies and logits come from the '
+  'method computes in addition to GRPO. Entropies, logits and '
+  '`feature_squares`, the squared norm of the last hidden state, come from the '
   'forward pass of the old log-probs, which `loss.old_log_probs=sampler` '
   'otherwise saves.',
   'ALFWorld and WebShop: final success in % on unseen tasks in `:mini`, mean ± '

@@ -223,6 +223,13 @@ SECTIONS = (
         'share',
         'completion tokens that `filter.select` keeps',
       ),
+      Metric(
+        'fisher_mean',
+        'nats',
+        "mean of half the squared change of a token's log-prob by its own "
+        'step (`capo`)',
+      ),
+      Metric('fisher_max', 'nats', 'largest such value of a token'),
     ),
   ),
   Section(
