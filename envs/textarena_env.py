@@ -21,6 +21,9 @@ from envs import base, narrator, seeds, textarena_opponents
 FREE = '<your move>'
 # Moves of the opponent in a row; games end an opponent that plays no legal one.
 _MAX_REPLIES = 100
+# Stands for an invalid response in games for two. The game treats it as any
+# illegal move; otherwise a player could delay a loss until the limit of turns.
+_NO_MOVE = 'no move'
 
 
 def conflicts(config: Any) -> Iterator[str]:
@@ -284,17 +287,18 @@ class Env:
   def step(self, response: str) -> base.StepResult:
     """Passes the move to the game; the game itself judges whether it is legal.
 
-    An invalid response is not passed on.
+    An invalid response is not passed on, or as `_NO_MOVE` in a game for two.
     """
     player = self._current_player()
     seat = self._seats[player]
     action, valid = seat.narrator.parse(response, keep_case=self._free_text)
     seat.narrator.record_action(action)
     game_over, rewards = False, dict.fromkeys(self._own_players, 0.0)
-    if valid:
+    is_move = valid or self._num_players > 1
+    if is_move:
+      move = action if '[' in action else f'[{action}]'
       with self._sandbox():
-        move = action if '[' in action else f'[{action}]'
-        game_over, _ = self._game.step(move)
+        game_over, _ = self._game.step(move if valid else _NO_MOVE)
       game_over = game_over or self._reply()
     if game_over:
       seat.read(self._game.get_observation()[1])
@@ -303,7 +307,7 @@ class Env:
       seat.transcript.append(f'The game is over: {rewards[player]:g}.')
     steps = sum(seat.narrator.step for seat in self._seats)
     done = bool(game_over) or steps >= self._max_steps
-    observation = None if game_over else self._observe(is_new=valid)
+    observation = None if game_over else self._observe(is_new=is_move)
     anchor = observation.anchor if observation else seat.anchor(game_over=True)
     result = rewards[self._player]
     return base.StepResult(

@@ -226,16 +226,22 @@ def test_self_play_has_two_agents_with_opposite_rewards():
   assert 'Player 1 placed their symbol (X) in cell 0' in result.observation.text
 
 
-def test_an_invalid_response_in_self_play_keeps_the_turn():
+def test_an_invalid_response_in_a_game_for_two_is_an_illegal_move():
   env = envs.make('textarena', max_steps=3, **(DUEL | {'opponent': 'self'}))
   env.reset(TASK)
   env.step(_respond('[4]'))
   result = env.step('[0]')
   assert not result.valid and result.observation.agent == 'player 1'
+  assert 'invalid move' in result.observation.text
   last = env.step(_respond('[0]'))
   # The limit of turns ends the game without rewards.
   assert last.done and last.reward == 0 and last.other_rewards == {}
   assert ' X | 1 | 2' in last.final_anchor and ' 3 | O | 5' in last.final_anchor
+  # The second illegal move in a row loses, as in the game's rules.
+  env = envs.make('textarena', **DUEL)
+  env.reset(TASK)
+  results = [env.step('[0]') for _ in range(2)]
+  assert results[-1].done and results[-1].reward == -1
 
 
 def test_random_play_uses_the_moves_that_the_game_lists():
