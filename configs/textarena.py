@@ -43,7 +43,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     if size == 'self_play':
       config.env.opponent = 'self'
       config.reward.agents = 'own'
-      config.env.max_steps = 14
+      config.env.max_steps = 18
     config.model.path = sizes.warm_start(__file__, size)
   if size == 'smoke':
     sizes.use_smoke(config)
