@@ -204,8 +204,8 @@ def test_a_mesh_gives_the_update_of_one_device():
 
 # transformers and peft warn about each other's deprecations.
 @pytest.mark.filterwarnings('ignore::FutureWarning')
-# peft gives joined experts their rank by parameter, not by module.
-@pytest.mark.filterwarnings('ignore:The following rank_pattern keys')
+# peft gives joined experts their rank by parameter, not by module, and warns.
+@pytest.mark.filterwarnings('ignore:The following (rank|alpha)_pattern keys')
 @pytest.mark.parametrize('family', ['qwen2', 'qwen3', 'qwen3_moe'])
 def test_peft_loads_an_export(tmp_path, family):
   torch = pytest.importorskip('torch', reason='parity needs PyTorch')
