@@ -13,8 +13,9 @@ envs/textarena_env.py documents.
 
 Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
 cores; `smoke`, the tiny path in two minutes; `duel`, tic-tac-toe against a
-random player at the size of `tiny`), an algorithm (`grpo`, `ppo`, ...)
-and other changes, see `variants.CHANGES`.
+random player at the size of `tiny`; `self_play`, the same against itself, but
+evaluated against a random player), an algorithm (`grpo`, `ppo`, ...) and other
+changes, see `variants.CHANGES`.
 
 All tasks, including held-out ones, use the same tower. Success therefore
 measures how well the policy knows this tower, not towers in general.
@@ -24,7 +25,7 @@ import ml_collections
 
 from configs import base, sizes, variants
 
-SIZES = ('1.5b', 'tiny', 'duel', 'smoke')
+SIZES = ('1.5b', 'tiny', 'duel', 'self_play', 'smoke')
 
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
@@ -35,10 +36,14 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   size = size or '1.5b'
   config = _tower()
   config.variant = ','.join([size, *changes])
-  if size in ('tiny', 'duel', 'smoke'):
+  if size != '1.5b':
     _tiny(config)
-    if size == 'duel':
+    if size in ('duel', 'self_play'):
       _duel(config)
+    if size == 'self_play':
+      config.env.opponent = 'self'
+      config.reward.agents = 'own'
+      config.env.max_steps = 18
     config.model.path = sizes.warm_start(__file__, size)
   if size == 'smoke':
     sizes.use_smoke(config)
@@ -53,7 +58,8 @@ def _tower() -> ml_collections.ConfigDict:
   config.env.options = ml_collections.ConfigDict()
   # All moves, if they are few. (): any text, as the game's rules describe it.
   config.env.actions = ('[a b]', '[a c]', '[b a]', '[b c]', '[c a]', '[c b]')
-  # The other player: random or module:function. '': games for one player.
+  # The other player: random or module:function. '': games for one player. self:
+  # self-play, evaluated against random; self:NAME: evaluated against NAME.
   config.env.opponent = ''
   # Number of the policy's player, 0 or 1.
   config.env.player = 0

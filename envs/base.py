@@ -119,6 +119,8 @@ class StepResult:
       during an episode, and if the environment has no score.
     final_anchor: the final state of the episode, reported with its last step.
       None during an episode, and if the state is unknown.
+    other_rewards: raw rewards of agents that did not take this step, by name.
+      Each is added to the reward of the agent's latest step.
   """
 
   observation: Observation | None
@@ -130,6 +132,7 @@ class StepResult:
   metrics: dict[str, float] = dataclasses.field(default_factory=dict)
   score: float | None = None
   final_anchor: str | None = None
+  other_rewards: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Env(Protocol):

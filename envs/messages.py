@@ -27,8 +27,8 @@ MAX_TEXT_CHARS = 262_144
 # Maximum numbers of messages and of tools of an observation.
 MAX_MESSAGES = 1024
 MAX_TOOLS = 256
-# Maximum number of metrics of a step, and length of a metric's name or the id
-# of a tool call.
+# Maximum numbers of metrics and of other rewards of a step, and length of their
+# names or the id of a tool call.
 MAX_METRICS = 256
 MAX_NAME_CHARS = 128
 
@@ -161,6 +161,9 @@ def _plain_result(value: base.StepResult) -> dict[str, Any]:
     'metrics': {name: float(x) for name, x in value.metrics.items()},
     'score': None if value.score is None else float(value.score),
     'final_anchor': value.final_anchor,
+    'other_rewards': {
+      agent: float(x) for agent, x in value.other_rewards.items()
+    },
   }
 
 
@@ -172,6 +175,8 @@ def _value(call: str, plain: Any) -> base.Observation | base.StepResult | None:
     observation = fields['observation']
     if observation is not None:
       fields['observation'] = make_observation(observation)
+    # Waiting groups of earlier releases lack it.
+    fields['other_rewards'] = plain.get('other_rewards', {})
     value = base.StepResult(**fields)
   else:
     return None
@@ -228,25 +233,36 @@ def _find_result_problem(value: base.StepResult) -> str:
 
 
 def _find_number_problem(value: base.StepResult) -> str:
-  if not isinstance(value.metrics, dict):
-    return f'metrics is {type(value.metrics).__name__}, not dict'
-  if len(value.metrics) > MAX_METRICS:
-    return f'{len(value.metrics)} metrics of a step; at most {MAX_METRICS}'
   bounded = [('reward', value.reward, BOUNDS['reward'])]
   if value.score is not None:
     bounded.append(('score', value.score, BOUNDS['score']))
-  for name, x in value.metrics.items():
-    if not isinstance(name, str):
-      return f'a metric has the name {name!r:.80}; must be a str'
-    if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
-      return (
-        f'a metric has the name {name!r:.80}; must be 1 to {MAX_NAME_CHARS} '
-        'printable characters'
-      )
-    bounded.append((name, x, LARGEST_METRIC))
+  for field, bound in (
+    ('metrics', LARGEST_METRIC),
+    ('other_rewards', BOUNDS['reward']),
+  ):
+    values = getattr(value, field)
+    if problem := _find_name_problem(field, values):
+      return problem
+    bounded += [(name, x, bound) for name, x in values.items()]
   for name, x, bound in bounded:
     if not isinstance(x, numbers.Real) or not abs(x) <= bound:
       return f'{name}={x!r:.80}: must be a number within +-{bound:,.0f}'
+  return ''
+
+
+def _find_name_problem(field: str, values: Any) -> str:
+  if not isinstance(values, dict):
+    return f'{field} is {type(values).__name__}, not dict'
+  if len(values) > MAX_METRICS:
+    return f'{len(values)} {field} of a step; at most {MAX_METRICS}'
+  for name in values:
+    if not isinstance(name, str):
+      return f'{field} has the name {name!r:.80}; must be a str'
+    if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
+      return (
+        f'{field} has the name {name!r:.80}; must be 1 to {MAX_NAME_CHARS} '
+        'printable characters'
+      )
   return ''
 
 

@@ -2,10 +2,12 @@
 
 The game's own text gives the rules and the observations. An action is a move in
 text. A task is the seed that is passed to `reset`. In a game for two, a fixed
-opponent takes its turns inside `reset` and `step`.
+opponent takes its turns inside `reset` and `step`; in self-play, the policy
+takes the turns of both players, which are two agents.
 """
 
 import contextlib
+import dataclasses
 import io
 import random
 import re
@@ -19,6 +21,20 @@ from envs import base, narrator, seeds, textarena_opponents
 FREE = '<your move>'
 # Moves of the opponent in a row; games end an opponent that plays no legal one.
 _MAX_REPLIES = 100
+# Stands for an invalid response in games for two. The game treats it as any
+# illegal move; otherwise a player could delay a loss until the limit of turns.
+_NO_MOVE = 'no move'
+
+
+def conflicts(config: Any) -> Iterator[str]:
+  """Yields a line if self-play adds up the rewards of both players."""
+  opponent = config.env.get('opponent', '')
+  self_play, _ = textarena_opponents.split_self(opponent)
+  if self_play and config.reward.agents != 'own':
+    yield (
+      f'reward.agents={config.reward.agents}: the players of env.opponent='
+      f'{opponent} have opposite rewards; must be own'
+    )
 
 
 class RandomState:
@@ -47,6 +63,86 @@ class RandomState:
     np.random.set_state(states[1])
 
 
+class Seat:
+  """What one player of a game reads, and the prompts made of it.
+
+  Args:
+    narrator: writes the prompts.
+    board_pattern: see `Env`; '' for the messages that the game marks.
+    types: the game's types of messages.
+
+  Attributes:
+    narrator: writes the prompts.
+    transcript: all texts of the game that the player has read.
+    text: what the game has said since the player's last turn.
+  """
+
+  def __init__(
+    self, narrator: narrator.Narrator, board_pattern: re.Pattern, types: Any
+  ):
+    self.narrator = narrator
+    self._board_pattern, self._types = board_pattern, types
+    self.clear()
+
+  def clear(self) -> None:
+    """Forgets the game."""
+    self.transcript: list[str] = []
+    self.text = self._board = ''
+    # Whether the game's latest text did not contain the board.
+    self._board_is_stale = self._has_rules = False
+
+  def read(self, messages: Sequence[tuple[Any, str, Any]]) -> None:
+    """Reads (sender, text, type) of new messages, the game's rules first."""
+    rules, texts, board = [], [], ''
+    for sender, message, message_type in messages:
+      message = str(message).strip()
+      if message_type == self._types.PROMPT:
+        rules.append(message)
+      # Some games swap the sender and the type.
+      elif self._types.PLAYER_ACTION in (sender, message_type):
+        self.transcript.append(f'> {message}')
+      else:
+        texts.append(message)
+      if (
+        message_type == self._types.GAME_BOARD
+        and not self._board_pattern.pattern
+      ):
+        board = message
+    self.transcript += texts
+    if self._board_pattern.pattern:
+      match = self._board_pattern.search('\n'.join([*rules, *texts]))
+      board = match[0].strip() if match else ''
+    # Games do not show the board again after an illegal move.
+    self._board_is_stale = not board
+    self._board = board or self._board
+    if self._board and not any(
+      self._board in text for text in (*texts, *rules)
+    ):
+      texts.append(self._board)
+    self.text = '\n'.join(texts) or 'The game begins.'
+    if not self._has_rules:
+      self.narrator.reset('\n'.join(rules))
+      self._has_rules = True
+
+  def anchor(self, *, game_over: bool = False) -> str:
+    """Returns the latest board, or the transcript if the game has no board."""
+    if not self._board:
+      return '\n'.join(self.transcript)
+    notes = [self.transcript[-1]] if game_over else []
+    # After an illegal move the state differs although the board does not: a
+    # second illegal move may end the game.
+    if self._board_is_stale and not game_over:
+      notes = ['(not shown again)']
+    return '\n'.join([self._board, *notes])
+
+  def observe(self, actions: Sequence[str], agent: str) -> base.Observation:
+    """Returns the observation of the player's turn."""
+    observation = self.narrator.observe(
+      self.text, anchor=self.anchor(), actions=actions
+    )
+    return dataclasses.replace(observation, agent=agent)
+
+
 class Env:
   """A TextArena game as a text environment.
 
@@ -60,8 +156,10 @@ class Env:
       Steps are grouped by it. '' uses the messages that the game marks as its
       board or, without a board, the entire transcript.
     opponent: the other player, see `textarena_opponents.make`; '' for games for
-      one player.
-    player: number of the policy's player, 0 or 1; 0 in games for one.
+      one player. 'self' is self-play in the split 'train' and 'random' in
+      other splits; 'self:NAME' is NAME there.
+    player: number of the policy's player, 0 or 1; 0 in games for one. In
+      self-play, the player whose success and score are reported.
     success_reward: an episode succeeds if the game's reward is at least this.
     seed: base seed of the tasks.
     max_steps: step limit of an episode.
@@ -101,30 +199,37 @@ class Env:
         f'env.player={player}: must be 0, or 1 with env.opponent'
       )
     self._player, self._opponent_rng = player, np.random.default_rng(0)
+    self._self_play, fixed = textarena_opponents.split_self(opponent)
     self._opponent: textarena_opponents.Opponent | None = None
     if opponent:
-      self._opponent = textarena_opponents.make(opponent, actions)
+      self._opponent = textarena_opponents.make(fixed, actions)
     self._success_reward, self._seed = success_reward, seed
     self._max_steps = max_steps
-    self._narrator = narrator.Narrator(
-      'You are an expert player of text games.',
-      history_length=history_length,
-      prompt_style=prompt_style,
-      require_think=require_think,
-      brief_observations=True,
-    )
     try:
-      self._board_pattern = re.compile(board, re.DOTALL)
+      board_pattern = re.compile(board, re.DOTALL)
     except re.error as error:
       raise ValueError(
         f'env.board={board}: {error}; must be a regular expression'
       ) from error
+
+    def make_seat() -> Seat:
+      return Seat(
+        narrator.Narrator(
+          'You are an expert player of text games.',
+          history_length=history_length,
+          prompt_style=prompt_style,
+          require_think=require_think,
+          brief_observations=True,
+        ),
+        board_pattern,
+        self._textarena.ObservationType,
+      )
+
+    self._seats = tuple(make_seat() for _ in range(self._num_players))
+    # The players of the policy in this episode.
+    self._own_players: tuple[int, ...] = (player,)
     self._id, self._options = id, options or {}
     self._game = self._make()
-    self._text = self._board = ''
-    # Whether the game's latest text did not contain the board.
-    self._board_is_stale = False
-    self._transcript: list[str] = []
 
   def _make(self) -> Any:
     """Makes a game and resets it once, so that errors surface here."""
@@ -170,48 +275,75 @@ class Env:
       np.random.seed(seed)
       random.seed(seed)
       self._game.reset(num_players=self._num_players, seed=seed)
-    self._transcript, self._board, self._board_is_stale = [], '', False
+    both = self._self_play and task.split == 'train'
+    self._own_players = tuple(range(2)) if both else (self._player,)
     self._opponent_rng = np.random.default_rng([seed, self._player])
+    for seat in self._seats:
+      seat.clear()
     if self._reply():
       raise ValueError(f'env.id={self._id}: over before the first move')
-    rules = self._read_messages()
-    self._narrator.reset(rules)
     return self._observe()
 
   def step(self, response: str) -> base.StepResult:
     """Passes the move to the game; the game itself judges whether it is legal.
 
-    An invalid response is not passed on.
+    An invalid response is not passed on, or as `_NO_MOVE` in a game for two.
     """
-    action, valid = self._narrator.parse(response, keep_case=self._free_text)
-    self._narrator.record_action(action)
-    game_over, reward = False, 0.0
-    if valid:
+    player = self._current_player()
+    seat = self._seats[player]
+    action, valid = seat.narrator.parse(response, keep_case=self._free_text)
+    seat.narrator.record_action(action)
+    game_over, rewards = False, dict.fromkeys(self._own_players, 0.0)
+    is_move = valid or self._num_players > 1
+    if is_move:
+      move = action if '[' in action else f'[{action}]'
       with self._sandbox():
-        move = action if '[' in action else f'[{action}]'
-        game_over, _ = self._game.step(move)
+        game_over, _ = self._game.step(move if valid else _NO_MOVE)
       game_over = game_over or self._reply()
-      self._read_messages()
     if game_over:
-      rewards, _ = self._game.close()
-      reward = float(rewards[self._player])
-      self._transcript.append(f'The game is over: {reward:g}.')
-    done = game_over or self._narrator.step >= self._max_steps
+      seat.read(self._game.get_observation()[1])
+      given, _ = self._game.close()
+      rewards = {number: float(given[number]) for number in rewards}
+      seat.transcript.append(f'The game is over: {rewards[player]:g}.')
+    steps = sum(seat.narrator.step for seat in self._seats)
+    done = bool(game_over) or steps >= self._max_steps
+    observation = None if game_over else self._observe(is_new=is_move)
+    anchor = observation.anchor if observation else seat.anchor(game_over=True)
+    result = rewards[self._player]
     return base.StepResult(
-      observation=None if done else self._observe(),
-      final_anchor=self._anchor(game_over=bool(game_over)) if done else None,
-      reward=reward,
+      observation=None if done else observation,
+      final_anchor=anchor if done else None,
+      reward=rewards.pop(player),
       valid=valid,
       action=action,
-      success=bool(game_over) and reward >= self._success_reward,
-      done=bool(done),
-      score=min(1.0, max(0.0, reward)) if done else None,
+      success=bool(game_over) and result >= self._success_reward,
+      done=done,
+      score=min(1.0, max(0.0, result)) if done else None,
+      other_rewards={self._agent(n): x for n, x in rewards.items()}
+      if game_over
+      else {},
     )
+
+  def _observe(self, *, is_new: bool = True) -> base.Observation:
+    """Returns the observation of the player whose turn it is.
+
+    Args:
+      is_new: whether the game went on since the last observation.
+    """
+    player = self._current_player()
+    seat = self._seats[player]
+    if is_new:
+      seat.read(self._game.get_observation()[1])
+    return seat.observe(self._actions, self._agent(player))
+
+  def _agent(self, player: int) -> str:
+    """Returns the name of a player as an agent; '' if there is only one."""
+    return f'player {player}' if len(self._own_players) > 1 else ''
 
   def _reply(self) -> bool:
     """Plays the opponent's turns; returns whether the game is over."""
     for _ in range(_MAX_REPLIES):
-      if self._opponent is None or self._current_player() == self._player:
+      if self._opponent is None or self._current_player() in self._own_players:
         return False
       with self._sandbox():
         _, messages = self._game.get_observation()
@@ -238,6 +370,8 @@ class Env:
   ) -> Iterator[tuple[str, str]]:
     """Returns (prompt, response) of random play; see `narrator.random_play`.
 
+    Moves are drawn from those that the game lists, otherwise from `actions`.
+
     Args:
       task: the task to play.
       noise: ignored; all moves are random.
@@ -251,62 +385,17 @@ class Env:
         'env.actions=(): moves are not listed; demonstrations need a list of '
         'moves to draw from'
       )
+
+    def draw(rng: np.random.Generator) -> str:
+      text = self._seats[self._current_player()].text
+      return textarena_opponents.play_randomly(text, rng, actions=self._actions)
+
     return narrator.random_play(
       self,
       task,
-      self._actions,
-      respond=self._narrator.format_response,
+      draw,
+      respond=self._seats[0].narrator.format_response,
       seed=seed,
-    )
-
-  def _read_messages(self) -> str:
-    """Reads the game's new messages; returns its rules, '' if not among them.
-
-    Updates the observation text, the board and the transcript.
-    """
-    types = self._textarena.ObservationType
-    rules, texts = [], []
-    _, messages = self._game.get_observation()
-    board = ''
-    for sender, message, message_type in messages:
-      message = str(message).strip()
-      if message_type == types.PROMPT:
-        rules.append(message)
-      # Some games swap the sender and the type.
-      elif types.PLAYER_ACTION in (sender, message_type):
-        self._transcript.append(f'> {message}')
-      else:
-        texts.append(message)
-      if message_type == types.GAME_BOARD and not self._board_pattern.pattern:
-        board = message
-    self._transcript += texts
-    if self._board_pattern.pattern:
-      match = self._board_pattern.search('\n'.join([*rules, *texts]))
-      board = match[0].strip() if match else ''
-    # Games do not show the board again after an illegal move.
-    self._board_is_stale = not board
-    self._board = board or self._board
-    if self._board and not any(
-      self._board in text for text in (*texts, *rules)
-    ):
-      texts.append(self._board)
-    self._text = '\n'.join(texts) or 'The game begins.'
-    return '\n'.join(rules)
-
-  def _anchor(self, *, game_over: bool = False) -> str:
-    """Returns the latest board, or the transcript if the game has no board."""
-    if not self._board:
-      return '\n'.join(self._transcript)
-    notes = [self._transcript[-1]] if game_over else []
-    # After an illegal move the state differs although the board does not: a
-    # second illegal move may end the game.
-    if self._board_is_stale and not game_over:
-      notes = ['(not shown again)']
-    return '\n'.join([self._board, *notes])
-
-  def _observe(self) -> base.Observation:
-    return self._narrator.observe(
-      self._text, anchor=self._anchor(), actions=self._actions
     )
 
 

@@ -15,8 +15,16 @@ import numpy as np
 Opponent = Callable[[str, np.random.Generator], str]
 
 RANDOM = 'random'
+# The policy itself; 'self:NAME' if it is evaluated against NAME.
+SELF = 'self'
 # Games list moves as '[4]', '[check]'.
 _LISTED = re.compile(r"'(\[[^\]'\n]+\])'")
+
+
+def split_self(name: str) -> tuple[bool, str]:
+  """Returns whether a name asks for self-play, and the fixed opponent."""
+  own, _, fixed = name.partition(':')
+  return (True, fixed or RANDOM) if own == SELF else (False, name)
 
 
 def make(name: str, actions: Sequence[str]) -> Opponent:
@@ -34,7 +42,7 @@ def make(name: str, actions: Sequence[str]) -> Opponent:
   module, colon, function = name.partition(':')
   try:
     if not colon:
-      raise ImportError(f'must be {RANDOM} or module:function')
+      raise ImportError(f'must be {RANDOM}, {SELF} or module:function')
     return vars(importlib.import_module(module))[function]
   except (ImportError, KeyError) as error:
     raise ValueError(f'env.opponent={name}: not found: {error}') from error

@@ -20,7 +20,7 @@ from gigpo_jax import anchors, trajectory
 COMPONENTS = ('reward', 'valid', 'score')
 
 # With several agents, a step's reward is that of the team until the agent's
-# next step, or its own.
+# next step, or the agent's own until then.
 AGENT_REWARDS = ('team', 'own')
 
 
@@ -153,11 +153,10 @@ def from_trajectories(
   complete = [
     (index, t) for index, t in enumerate(trajectories) if not t.failure
   ]
-  share = agent_rewards == 'team'
   steps = [
     (episode, index, t, step)
     for index, episode in complete
-    for t, step in enumerate(_team_steps(episode) if share else episode.steps)
+    for t, step in enumerate(_rewarded_steps(episode, agent_rewards))
   ]
   if not steps:
     reason = next((t.failure for t in trajectories if t.failure), 'none given')
@@ -200,15 +199,19 @@ def _set_agents(rows: Rows, episodes: Sequence[trajectory.Trajectory]) -> None:
   ]
 
 
-def _team_steps(episode: trajectory.Trajectory) -> tuple[trajectory.Step, ...]:
-  """Returns the steps with the rewards of the team; see AGENT_REWARDS."""
+def _rewarded_steps(
+  episode: trajectory.Trajectory, agent_rewards: str
+) -> tuple[trajectory.Step, ...]:
+  """Returns the steps with the rewards of their agents; see AGENT_REWARDS."""
   if len(set(episode.agents)) <= 1:
     return episode.steps
+  is_team = agent_rewards == 'team'
+  rewards = episode.team_rewards if is_team else episode.own_rewards
   return tuple(
     dataclasses.replace(
       step, result=dataclasses.replace(step.result, reward=reward)
     )
-    for step, reward in zip(episode.steps, episode.team_rewards, strict=True)
+    for step, reward in zip(episode.steps, rewards, strict=True)
   )
 
 

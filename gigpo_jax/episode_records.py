@@ -102,12 +102,13 @@ def make_record(
       episode was not trained on.
   """
   last, agents = len(episode.steps), episode.agents
+  rewards = episode.own_rewards
   done = last > 0 and episode.steps[-1].result.done and not episode.failure
   steps = [
     {
       'observation': step.observation,
       'action': step.result.action,
-      'reward': step.result.reward,
+      'reward': rewards[index],
       'discount': 0.0 if done and index == last - 1 else 1.0,
       'response': step.response,
       'valid': step.result.valid,

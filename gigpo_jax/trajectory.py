@@ -6,6 +6,7 @@ tokenized again. This module knows neither jax nor any environment.
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -112,17 +113,38 @@ class Trajectory:
 
   @property
   def team_rewards(self) -> tuple[float, ...]:
-    """For each step, the sum of rewards before its agent's next step.
+    """For each step, all agents' rewards before its agent's next step.
 
     The rewards of an agent's steps then add up to those of all steps from its
     first one on.
     """
-    agents, rewards = self.agents, [s.result.reward for s in self.steps]
-    totals: list[float] = []
+    rewards = [
+      math.fsum([s.result.reward, *s.result.other_rewards.values()])
+      for s in self.steps
+    ]
+    return tuple(math.fsum(rewards[t:end]) for t, end in self._next_turns)
+
+  @property
+  def own_rewards(self) -> tuple[float, ...]:
+    """For each step, its agent's rewards before the agent's next step."""
+    agents, results = self.agents, [s.result for s in self.steps]
+    return tuple(
+      math.fsum(
+        [
+          results[t].reward,
+          *(r.other_rewards.get(agents[t], 0) for r in results[t + 1 : end]),
+        ]
+      )
+      for t, end in self._next_turns
+    )
+
+  @property
+  def _next_turns(self) -> Iterator[tuple[int, int]]:
+    """Yields each step with its agent's next one, or the number of steps."""
+    agents = self.agents
     for t, agent in enumerate(agents):
       following = (s for s in range(t + 1, len(agents)) if agents[s] == agent)
-      totals.append(math.fsum(rewards[t : next(following, len(agents))]))
-    return tuple(totals)
+      yield t, next(following, len(agents))
 
   @property
   def end(self) -> tuple[str, str] | None:

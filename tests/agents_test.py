@@ -110,6 +110,55 @@ def test_each_reward_goes_to_the_last_turn_of_every_agent():
     assert episode.team_rewards == tuple(expected)
 
 
+def _zero_sum(member: int, reward: float) -> trajectory.Trajectory:
+  """Returns a game of two players whose last mover gets the reward."""
+  episode = _episode(member, ('p', 0.0), ('q', 0.0), ('p', reward))
+  result = dataclasses.replace(
+    episode.steps[-1].result, other_rewards={'q': -reward}
+  )
+  last = dataclasses.replace(episode.steps[-1], result=result)
+  return dataclasses.replace(episode, steps=(*episode.steps[:-1], last))
+
+
+def test_rewards_of_other_agents_by_hand():
+  games = [_zero_sum(0, 1.0), _zero_sum(1, -1.0)]
+  assert games[0].own_rewards == (0.0, -1.0, 1.0)
+  # Opposite rewards cancel in the team.
+  assert games[0].team_rewards == (0.0, 0.0, 0.0)
+  rows, actual = _advantages(games)
+  np.testing.assert_array_equal(rows.rewards[:6], [0, -1, 1, 0, 1, -1])
+  # (1 - 0) / sqrt(2) for the winner of each game.
+  score = 0.5**0.5
+  np.testing.assert_allclose(
+    actual[:6],
+    [score, -score, score, -score, score, -score],
+    atol=1e-5,
+  )
+  record = episode_records.make_record(
+    games[0], iteration=0, seed=0, step_fields=None
+  )
+  assert [s['reward'] for s in record['steps'][:3]] == [0.0, -1.0, 1.0]
+
+
+def test_rewards_of_other_agents_equal_a_slow_reference():
+  rng = np.random.default_rng(1)
+  for _ in range(20):
+    agents = rng.choice(['p', 'a', 'b'], 7).tolist()
+    episode = _episode(0, *((agent, 0.0) for agent in agents))
+    expected, last, steps = [0.0] * 7, {}, []
+    for t, step in enumerate(episode.steps):
+      last[agents[t]] = t
+      given = {a: float(rng.integers(9)) for a in 'pab' if rng.random() < 0.5}
+      own = given.pop(agents[t], 0.0)
+      for agent, reward in (given | {agents[t]: own}).items():
+        if agent in last:
+          expected[last[agent]] += reward
+      result = dataclasses.replace(step.result, reward=own, other_rewards=given)
+      steps.append(dataclasses.replace(step, result=result))
+    episode = dataclasses.replace(episode, steps=tuple(steps))
+    assert episode.own_rewards == tuple(expected)
+
+
 def _slow_advantages(rows: batch.Rows) -> list[float]:
   """Returns the z-scores of each agent's returns over a group's episodes."""
   result = []

@@ -3,6 +3,7 @@
 import random
 import sys
 
+import ml_collections
 import numpy as np
 import pytest
 
@@ -193,6 +194,75 @@ def test_an_opponent_without_legal_moves_loses():
   assert result.done and result.success
 
 
+def test_self_play_has_two_agents_with_opposite_rewards():
+  duel = DUEL | {'opponent': f'self:{__name__}:lowest_square'}
+  env = envs.make('textarena', **duel)
+  first = env.reset(TASK)
+  results = [env.step(_respond(f'[{n}]')) for n in (4, 0, 3, 1, 5)]
+  observations = [first, *(r.observation for r in results[:-1])]
+  assert [o.agent for o in observations] == ['player 0', 'player 1'] * 2 + [
+    'player 0'
+  ]
+  assert 'As Player 0' in first.task
+  assert 'As Player 1' in observations[1].task
+  assert observations[1].anchor.startswith('Current Board:\n\n 0 | 1 | 2')
+  assert ' 3 | O | 5' in observations[1].anchor
+  # Each player's history has its own moves only.
+  assert '[0]' in observations[3].prompt.split('admissible')[0]
+  last = results[-1]
+  assert last.done and last.success and last.score == 1
+  assert last.reward == 1 and last.other_rewards == {'player 1': -1}
+  assert not any(r.other_rewards for r in results[:-1])
+  # The second player wins.
+  env.reset(TASK)
+  results = [env.step(_respond(f'[{n}]')) for n in (4, 0, 3, 1, 8, 2)]
+  assert results[-1].done and not results[-1].success
+  assert results[-1].reward == 1 and results[-1].score == 0
+  assert results[-1].other_rewards == {'player 0': -1}
+  # On held-out tasks, the fixed opponent takes the first free square.
+  held_out = env.reset(base.Task('valid', 3))
+  assert held_out.agent == ''
+  result = env.step(_respond('[4]'))
+  assert 'Player 1 placed their symbol (X) in cell 0' in result.observation.text
+
+
+def test_an_invalid_response_in_a_game_for_two_is_an_illegal_move():
+  env = envs.make('textarena', max_steps=3, **(DUEL | {'opponent': 'self'}))
+  env.reset(TASK)
+  env.step(_respond('[4]'))
+  result = env.step('[0]')
+  assert not result.valid and result.observation.agent == 'player 1'
+  assert 'invalid move' in result.observation.text
+  last = env.step(_respond('[0]'))
+  # The limit of turns ends the game without rewards.
+  assert last.done and last.reward == 0 and last.other_rewards == {}
+  assert ' X | 1 | 2' in last.final_anchor and ' 3 | O | 5' in last.final_anchor
+  # The second illegal move in a row loses, as in the game's rules.
+  env = envs.make('textarena', **DUEL)
+  env.reset(TASK)
+  results = [env.step('[0]') for _ in range(2)]
+  assert results[-1].done and results[-1].reward == -1
+
+
+def test_random_play_uses_the_moves_that_the_game_lists():
+  squares = tuple(f'[{n}]' for n in range(9))
+  env = envs.make('textarena', actions=squares, id=DUEL['id'], opponent='self')
+  play = list(env.demonstrate(TASK, noise=1, seed=0))
+  moves = [response.split('action>')[1][:-2] for _, response in play]
+  assert len(set(moves)) == len(moves) >= 5
+
+
+def test_self_play_with_shared_rewards_is_refused():
+  config = ml_collections.ConfigDict(
+    {'env': {'name': 'textarena', 'opponent': 'self'}, 'reward': {}}
+  )
+  config.reward.agents = 'own'
+  assert not list(envs.conflicts(config))
+  config.reward.agents = 'team'
+  (line,) = envs.conflicts(config)
+  assert line.startswith('reward.agents=team: ') and 'must be own' in line
+
+
 def test_random_play_needs_a_list_of_moves():
   env = envs.make('textarena', **TOWER)
   for index in range(5):
@@ -210,7 +280,7 @@ def test_random_play_needs_a_list_of_moves():
     ({'id': 'Nowhere-v0'}, 'env.id=Nowhere-v0: cannot be made'),
     ({'id': 'TicTacToe-v0'}, 'env.id=TicTacToe-v0: cannot be played by 1 play'),
     ({'opponent': 'random'}, 'env.id=TowerOfHanoi-v0: cannot be played by 2'),
-    ({'opponent': 'bob'}, 'env.opponent=bob: not found: must be random or mod'),
+    ({'opponent': 'bob'}, 'env.opponent=bob: not found: must be random, self'),
     ({'player': 1}, 'env.player=1: must be 0, or 1 with env.opponent'),
     ({'options': {'depth': 3}}, "env.options={'depth': 3}: .*unexpected"),
     ({'actions': ('[A B]',)}, 'must be in lower case'),

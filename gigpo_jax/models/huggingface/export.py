@@ -82,7 +82,7 @@ def save_adapters(
   """Writes adapters as a directory that `peft` loads.
 
   Adapters of experts have a tensor per expert, as the models of transformers 4
-  have; transformers 5 joins the experts' matrices.
+  have. With transformers 5, peft joins them; it refuses 'gate' without 'up'.
 
   All processes must call this; the main process writes.
 
