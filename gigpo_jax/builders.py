@@ -272,15 +272,25 @@ def make_episode_writer(
   text: tokenizer.Tokenizer,
   first_iteration: int,
   most_repeated: int,
+  *,
+  of_teacher: bool = False,
 ) -> 'episodes.EpisodeWriter | None':
-  """Returns the episode writer; None if off or not the main process."""
-  if not config.episodes.every or not distributed.is_main_process():
+  """Returns the writer of episodes, or of the rows of a teacher.
+
+  It is None if episodes are not kept, if the run has no teacher, and in all but
+  the main process.
+  """
+  is_kept = config.teacher.mu_peak if of_teacher else True
+  if not config.episodes.every or not is_kept:
+    return None
+  if not distributed.is_main_process():
     return None
   # tensorflow_datasets is slow to import, and only some runs need it.
   from gigpo_jax import episodes
 
   return episodes.EpisodeWriter(
-    pathlib.Path(workdir) / episodes.FOLDER,
+    pathlib.Path(workdir)
+    / (episodes.TEACHER_FOLDER if of_teacher else episodes.FOLDER),
     text,
     seed=config.seed,
     every=config.episodes.every,

@@ -6,7 +6,7 @@ needed.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,6 +58,9 @@ _TOKENS = {
   'completion_ids': np.int32,
   'log_probs': np.float32,
 }
+
+# Group of the rows of a teacher, which have no group.
+TEACHER = -1
 
 # Values of a step for which the algorithm returned no advantages.
 _NO_ADVANTAGES = {
@@ -145,6 +148,60 @@ def make_record(
   }
 
 
+def make_teacher_records(
+  rows: 'batch.Rows',
+  columns: Mapping[str, np.ndarray],
+  responses: Sequence[str],
+  *,
+  iteration: int,
+  seed: int,
+) -> list[dict[str, Any]]:
+  """Returns the rows of a teacher as records of one step each.
+
+  Log-probs and advantages are NaN for a teacher without them.
+
+  Args:
+    rows: the rows.
+    columns: columns that the teacher's loss reads, [R] or [R, C].
+    responses: text of each real row's response.
+    iteration: iteration in which the rows are trained on.
+    seed: seed of the run.
+  """
+  unknown = np.full(rows.completion_mask.shape, math.nan, np.float32)
+  log_probs = columns.get('old_log_probs', unknown)
+  advantages = _row_means(
+    columns.get('advantages', unknown), rows.completion_mask
+  )
+  records = []
+  for member, r in enumerate(np.flatnonzero(rows.real)):
+    start, end = rows.prompt_lengths[r], rows.lengths[r]
+    closing = _closing_step('', '', done=True)
+    step = closing | {
+      'response': responses[member],
+      'valid': True,
+      'discount': 1.0,
+      'is_first': True,
+      'prompt_ids': rows.tokens[r, :start],
+      'completion_ids': rows.tokens[r, start:end],
+      'log_probs': log_probs[r, : end - start],
+      'advantage': float(advantages[r]),
+    }
+    neutral = {name: dtype() for name, dtype in _EPISODE.items()}
+    own = {'iteration': iteration, 'group': TEACHER, 'member': member}
+    own |= {'kind': 'teacher', 'trained': True, 'seed': seed}
+    steps = [step, closing | {'is_last': True}]
+    records.append(neutral | own | {'steps': steps})
+  return records
+
+
+def _row_means(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+  """Returns values [R], or the means over the tokens of values [R, C]."""
+  if values.ndim == 1:
+    return values
+  counts = np.maximum(mask.sum(axis=1), 1)
+  return np.where(mask, values, 0).sum(axis=1) / counts
+
+
 def _closing_step(observation: str, anchor: str, done: bool) -> dict[str, Any]:
   """Returns the last step, which holds only the final observation."""
   empty = {name: np.zeros(0, dtype) for name, dtype in _TOKENS.items()}
@@ -169,11 +226,7 @@ def make_step_fields(
     rows: rows of an iteration.
     output: output of the algorithm for the rows.
   """
-  advantages = output.advantages
-  if advantages.ndim > 1:
-    mask = rows.completion_mask
-    counts = np.maximum(mask.sum(axis=1), 1)
-    advantages = np.where(mask, advantages, 0).sum(axis=1) / counts
+  advantages = _row_means(output.advantages, rows.completion_mask)
   columns = {'anchor_group': rows.anchors, 'advantage': advantages}
   if output.components is not None:
     columns |= {

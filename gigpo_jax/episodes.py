@@ -15,9 +15,10 @@ import itertools
 import pathlib
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tensorflow_datasets as tfds
 from array_record.python import array_record_module
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
   from gigpo_jax import algorithms, batch, group_filter, tokenizer
 
 FOLDER = 'episodes'  # Folder in a work directory.
+TEACHER_FOLDER = 'teacher'  # Folder of the rows of a teacher.
 INFO = 'dataset_info.json'
 _SPLIT = 'train'
 
@@ -83,7 +85,7 @@ class EpisodeWriter:
     most_repeated: int | None = None,
   ):
     self._directory = pathlib.Path(directory)
-    self._seed, self._every = seed, every
+    self._text, self._seed, self._every = text, seed, every
     self._metadata = {
       'version': files.VERSION,
       'tokenizer': text.fingerprint,
@@ -154,6 +156,36 @@ class EpisodeWriter:
       ],
     )
     return {'time/episodes_secs': time.monotonic() - start}
+
+  def write_teacher(
+    self,
+    iteration: int,
+    rows: 'batch.Rows',
+    columns: Mapping[str, np.ndarray],
+  ) -> None:
+    """Writes the rows of a teacher to disk if the iteration is due.
+
+    Args:
+      iteration: index of the iteration.
+      rows: the rows.
+      columns: columns that the teacher's loss reads, [R] or [R, C].
+    """
+    if iteration % self._every:
+      return
+    responses = [
+      rows.tokens[r, rows.prompt_lengths[r] : rows.lengths[r]]
+      for r in np.flatnonzero(rows.real)
+    ]
+    self.append(
+      iteration,
+      episode_records.make_teacher_records(
+        rows,
+        columns,
+        self._text.decode(responses),
+        iteration=iteration,
+        seed=self._seed,
+      ),
+    )
 
   def append(self, iteration: int, records: Sequence[dict[str, Any]]) -> None:
     """Appends the records of an iteration as a new file."""

@@ -272,6 +272,7 @@ def update(
   teacher_batch = update_inputs.make_teacher_batch(
     parts, state, trained_rows, groups.kept, old_log_probs, iteration
   )
+  logs.write_teacher(iteration, teacher_batch)
   policy, policy_metrics = parts.learner.update(
     state.policy,
     trained_rows,

@@ -12,7 +12,7 @@ from tiny_learner import assert_trees_close, make_rows, sgd, step
 
 from configs import alfworld
 from gigpo_jax import config as config_lib
-from gigpo_jax import losses, teacher, token_batch
+from gigpo_jax import episodes, losses, teacher, token_batch
 
 LOSS = losses.PolicyGradient(kl_weight=0.0)
 PLAIN = losses.PolicyGradient(kl_weight=0.0, entropy_weight=0.0)
@@ -255,6 +255,7 @@ def test_runs_with_the_expert_and_with_recorded_episodes(tmp_path):
   # mu is 0 in the first iteration.
   tokens = [x['teacher/tokens'] for x in small_runs.read_lines(first)[:3]]
   assert tokens[0] == 0 < min(tokens[1:])
+  assert episodes.open_dataset(first / 'teacher').iterations == [1, 2]
   won = any(episode['success'] for episode in small_runs.read_episodes(first))
   data = f'--config.teacher.data={first / "episodes"}'
   for loss in ('imitation', 'replay'):
@@ -283,5 +284,7 @@ def test_distillation_resumes_exactly(tmp_path):
   programs.run(small_runs.small(parts, *flags, '--config.num_iterations=1'))
   programs.run(small_runs.small(parts, *flags))
   small_runs.assert_same_end(parts, whole)
+  stored = [[*episodes.open_dataset(x / 'teacher')] for x in (parts, whole)]
+  np.testing.assert_equal(*stored)
   lines = small_runs.read_lines(whole)[:3]
   assert all(line['teacher/tokens'] > 0 for line in lines)

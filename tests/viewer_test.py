@@ -605,6 +605,61 @@ def test_a_conversation_in_the_page(served, workdir, monkeypatch):
   assert cards.first.locator('.message .role').text_content() == 'user'
 
 
+@pytest.fixture(name='taught', scope='module')
+def fixture_taught(workdir, tmp_path_factory):
+  """Returns a run with rows of a teacher in iterations 1 and 2."""
+  root = tmp_path_factory.mktemp('taught') / 'run'
+  shutil.copytree(workdir, root)
+  text = tokenizer.Tokenizer(str(root / 'text'))
+  rows = batch.from_trajectories(
+    [_episode(text, 0, 0)],
+    max_prompt_tokens=20_000,
+    max_completion_tokens=800,
+    row_multiple=2,
+  )
+  log = episodes.EpisodeWriter(root / 'teacher', text, seed=3)
+  log.write_teacher(1, rows, {})
+  advantages = np.where(rows.completion_mask, [[2.0], [-1.0]], np.nan)
+  columns = {
+    'advantages': advantages,
+    'old_log_probs': rows.sampler_log_probs,
+  }
+  log.write_teacher(2, rows, columns)
+  return root, [step.response for step in _episode(text, 0, 0).steps]
+
+
+def test_rows_of_a_teacher_are_a_group_of_their_own(taught):
+  root, responses = taught
+  client = viewer.application(root).test_client()
+  assert client.get('/run.json').json['iterations'] == [0, 1, 2]
+  *played, group = client.get('/iterations/2.json').json['groups']
+  assert not any(other['teacher'] for other in played) and len(played) == 2
+  assert group['teacher'] and group['group'] == -1
+  assert group['task'] == '2 rows' and len(group['episodes']) == 2
+  ((first,), (second,)) = client.get('/iterations/2/-1.json').json
+  assert (first['advantage'], second['advantage']) == (2, -1)
+  assert ''.join(x for x, _, _ in first['tokens']) == responses[0]
+  # A demonstration has neither advantages nor log-probs.
+  ((first,), _) = client.get('/iterations/1/-1.json').json
+  assert first['advantage'] is None
+  assert all(log_prob is None for _, log_prob, _ in first['tokens'])
+  assert client.get('/iterations/1/0.json').status_code == 404
+
+
+def test_rows_of_a_teacher_in_the_page(browser, taught, tmp_path):
+  path = tmp_path / 'run.html'
+  viewer.export(taught[0], path)
+  page = browser.new_page()
+  page.goto(f'{path.as_uri()}#iteration=2&group=-1')
+  page.wait_for_selector('body[data-ready]')
+  assert 'Rows of the teacher' in page.locator('#group h2').text_content()
+  rows = page.locator('.episode')
+  assert rows.locator('header b').all_text_contents() == ['Row 0', 'Row 1']
+  assert 'total+2.00' in rows.first.locator('.numbers').text_content()
+  assert 'success' not in rows.first.text_content()
+  page.close()
+
+
 def _turn(text, prompt, response):
   (ids,) = text.encode([response])
   return {
@@ -624,7 +679,7 @@ def _turn(text, prompt, response):
 
 def test_a_turn_shows_its_new_messages_and_tool_calls(workdir):
   text = tokenizer.Tokenizer(str(workdir / 'text'))
-  decoder = viewer._make_decoder(viewer._require_episodes(workdir))
+  decoder = viewer._make_decoder(viewer._episode_sets(workdir)[0])
 
   def render(*messages, after=()):
     """Returns the prompt that follows a prompt and a response."""

@@ -93,12 +93,13 @@ def check_episodes(config: ml_collections.ConfigDict, workdir: str) -> None:
   Raises:
     ValueError: in one line, if they cannot.
   """
-  folder = pathlib.Path(workdir) / 'episodes'
-  if config.episodes.every and folder.is_dir():
+  folders = [pathlib.Path(workdir) / name for name in ('episodes', 'teacher')]
+  if config.episodes.every and any(folder.is_dir() for folder in folders):
     # tensorflow_datasets is slow to import.
     from gigpo_jax import episodes
 
-    episodes.check_folder(folder)
+    for folder in folders:
+      episodes.check_folder(folder)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -447,11 +448,18 @@ def open_logs(parts: Parts, first_iteration: int) -> run_logs.RunLogs:
   """Returns the logs of a run; those of other processes write nothing."""
   config, workdir = parts.config, str(parts.workdir)
   max_repeated = _max_repeated(config, first_iteration)
+  make_writer = functools.partial(
+    builders.make_episode_writer,
+    config,
+    workdir,
+    parts.bundle.tokenizer,
+    first_iteration,
+    max_repeated,
+  )
   return run_logs.RunLogs(
     builders.make_writer(config, workdir, first_iteration, max_repeated),
-    builders.make_episode_writer(
-      config, workdir, parts.bundle.tokenizer, first_iteration, max_repeated
-    ),
+    make_writer(),
+    make_writer(of_teacher=True),
     parts.workdir if distributed.is_main_process() else None,
   )
 

@@ -7,7 +7,14 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from gigpo_jax import algorithms, batch, group_filter, metrics, rollout
+from gigpo_jax import (
+  algorithms,
+  batch,
+  group_filter,
+  metrics,
+  rollout,
+  teacher,
+)
 from gigpo_jax.runtime import console
 from gigpo_jax.tools import timeline
 
@@ -23,11 +30,13 @@ class RunLogs:
     writer: writes metrics; a `NullWriter` in all but the main process.
     episode_writer: writes training episodes; None if they are not kept, and in
       all but the main process.
+    teacher_writer: the same for the rows of a teacher.
     folder: folder for pictures; None in all but the main process.
   """
 
   writer: metrics.Writer | metrics.NullWriter
   episode_writer: 'episodes.EpisodeWriter | None' = None
+  teacher_writer: 'episodes.EpisodeWriter | None' = None
   folder: pathlib.Path | None = None
 
   def write(self, iteration: int, values: dict[str, float]) -> None:
@@ -53,6 +62,15 @@ class RunLogs:
     if self.episode_writer is None:
       return {}
     return self.episode_writer.write(iteration, groups, rows, output)
+
+  def write_teacher(
+    self, iteration: int, teacher_batch: teacher.TeacherBatch | None
+  ) -> None:
+    """Writes the rows of a teacher in an iteration, if it has any."""
+    if self.teacher_writer is not None and teacher_batch is not None:
+      self.teacher_writer.write_teacher(
+        iteration, teacher_batch.rows, teacher_batch.columns
+      )
 
   def plot_rollout(self, runner: rollout.EpisodeRunner) -> None:
     """Draws the timeline of the last rollout."""

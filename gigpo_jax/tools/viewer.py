@@ -10,6 +10,7 @@ requests.
 """
 
 import base64
+import contextlib
 import dataclasses
 import functools
 import gzip
@@ -29,7 +30,7 @@ from markupsafe import Markup
 from werkzeug import exceptions, serving
 
 from envs import tool_calls
-from gigpo_jax import episodes, metrics
+from gigpo_jax import episode_records, episodes, metrics
 from gigpo_jax.runtime import files, web
 
 _PAGE = pathlib.Path(__file__).parent / 'page'
@@ -64,8 +65,8 @@ def summary(workdir: str | pathlib.Path) -> dict[str, Any]:
     ValueError: in one line, if the folder holds no run.
   """
   root = pathlib.Path(workdir)
-  metric_lines, episode_set = metrics.read(root), _episodes(root)
-  if not metric_lines and episode_set is None:
+  metric_lines, episode_sets = metrics.read(root), _episode_sets(root)
+  if not metric_lines and not episode_sets:
     raise ValueError(
       f'--workdir={workdir}: holds no run; must have metrics.jsonl or episodes/'
     )
@@ -95,7 +96,7 @@ def summary(workdir: str | pathlib.Path) -> dict[str, Any]:
       name: value for name, value in facts.items() if value is not None
     },
     'metrics': metric_lines,
-    'iterations': episode_set.iterations if episode_set else [],
+    'iterations': sorted({n for kept in episode_sets for n in kept.iterations}),
   }
 
 
@@ -106,8 +107,12 @@ def iteration(workdir: str | pathlib.Path, number: int) -> dict[str, Any]:
     KeyError: if the run did not keep the iteration's episodes.
     ValueError: in one line, if the episodes cannot be read.
   """
-  groups = _require_episodes(workdir).groups(number, tokens=False)
-  return _iteration(number, [_group(records) for records in groups])
+  groups = [
+    _group(records)
+    for episode_set in _sets_with(workdir, number)
+    for records in episode_set.groups(number, tokens=False)
+  ]
+  return _iteration(number, groups)
 
 
 def steps(
@@ -119,8 +124,11 @@ def steps(
     KeyError: if the run did not keep the group's episodes.
     ValueError: in one line, if the episodes cannot be read.
   """
-  episode_set = _require_episodes(workdir)
-  return _steps(episode_set.read(number, group), _make_decoder(episode_set))
+  for episode_set in _sets_with(workdir, number):
+    with contextlib.suppress(KeyError):
+      records = episode_set.read(number, group)
+      return _steps(records, _make_decoder(episode_set))
+  raise KeyError(group)
 
 
 def _iteration(number: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -129,9 +137,12 @@ def _iteration(number: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _group(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
   first = records[0]
+  is_teacher = int(first['group']) == episode_records.TEACHER
+  task = f'{first["task_split"]}/{first["task_index"]}'
   return {
     'group': int(first['group']),
-    'task': f'{first["task_split"]}/{first["task_index"]}',
+    'teacher': is_teacher,
+    'task': f'{len(records)} rows' if is_teacher else task,
     'kind': first['kind'],
     'episodes': [_episode_outline(record) for record in records],
   }
@@ -213,17 +224,32 @@ def _make_decoder(episode_set: episodes.EpisodeDataset) -> _Decoder:
   )
 
 
-def _require_episodes(workdir: str | pathlib.Path) -> episodes.EpisodeDataset:
-  episode_set = _episodes(pathlib.Path(workdir))
-  if episode_set is None:
-    raise KeyError(workdir)
-  return episode_set
+def _sets_with(
+  workdir: str | pathlib.Path, number: int
+) -> list[episodes.EpisodeDataset]:
+  """Returns the sets that hold an iteration.
+
+  Raises:
+    KeyError: if there is none.
+  """
+  sets = [
+    episode_set
+    for episode_set in _episode_sets(pathlib.Path(workdir))
+    if number in episode_set.iterations
+  ]
+  if not sets:
+    raise KeyError(number)
+  return sets
 
 
-def _episodes(root: pathlib.Path) -> episodes.EpisodeDataset | None:
-  directory = root / episodes.FOLDER
-  exists = (directory / episodes.INFO).is_file()
-  return episodes.open_dataset(directory) if exists else None
+def _episode_sets(root: pathlib.Path) -> list[episodes.EpisodeDataset]:
+  """Returns the sets of a run: its episodes, and the rows of a teacher."""
+  folders = [root / episodes.FOLDER, root / episodes.TEACHER_FOLDER]
+  return [
+    episodes.open_dataset(folder)
+    for folder in folders
+    if (folder / episodes.INFO).is_file()
+  ]
 
 
 def _episode_outline(record: dict[str, Any]) -> dict[str, Any]:
@@ -390,16 +416,18 @@ def export(
       )
   run['iterations'] = selected
   parts, size = {'run': _pack(run)}, 0
-  if selected:
-    episode_set = _require_episodes(workdir)
-    decoder = _make_decoder(episode_set)
+  episode_sets = _episode_sets(pathlib.Path(workdir)) if selected else []
+  decoders = [_make_decoder(episode_set) for episode_set in episode_sets]
   for number in tqdm.tqdm(selected, unit='iteration', disable=None):
     groups = []
-    for records in episode_set.groups(number):
-      groups.append(_group(records))
-      name = f'iterations/{number}/{groups[-1]["group"]}'
-      parts[name] = _pack(_steps(records, decoder))
-      size += len(parts[name])
+    for episode_set, decoder in zip(episode_sets, decoders, strict=True):
+      if number not in episode_set.iterations:
+        continue
+      for records in episode_set.groups(number):
+        groups.append(_group(records))
+        name = f'iterations/{number}/{groups[-1]["group"]}'
+        parts[name] = _pack(_steps(records, decoder))
+        size += len(parts[name])
     parts[f'iterations/{number}'] = _pack(_iteration(number, groups))
     if size > _MAX_EXPORT_BYTES:
       raise ValueError(
@@ -467,7 +495,7 @@ def application(
   def _iteration_data(number: int):
     return _json_response(iteration(workdir, number))
 
-  @app.get('/iterations/<int:number>/<int:group>.json')
+  @app.get('/iterations/<int:number>/<int(signed=True):group>.json')
   def _group_data(number: int, group: int):
     return _json_response(steps(workdir, number, group))
 

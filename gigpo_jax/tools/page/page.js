@@ -249,12 +249,13 @@ function drawGroup(group, wanted) {
     });
   }
   find('group').replaceChildren(
-    make('h2', {}, make('span', {}, `Group ${group.group}`), words(group.kind),
+    make('h2', {}, make('span', {}, group.teacher ? 'Rows of the teacher' : `Group ${group.group}`), words(group.kind),
       make('small', {}, words(group.task),
-        ` · ${won} of ${group.episodes.length} succeeded`,
+        group.teacher ? '' : ` · ${won} of ${group.episodes.length} succeeded`,
         shown.length < group.episodes.length ? ` · ${shown.length} shown` : '',
-        ` · ${states.size} states`)),
-    make('div', { class: 'episodes' }, ...shown.map((episode) => drawEpisode(episode, states))));
+        group.teacher ? '' : ` · ${states.size} states`)),
+    make('div', { class: 'episodes' }, ...shown.map((episode) =>
+      group.teacher ? drawTeacherRow(episode, states) : drawEpisode(episode, states))));
 }
 
 function drawEpisode(episode, states) {
@@ -271,6 +272,16 @@ function drawEpisode(episode, states) {
     ended ? make('div', { class: 'end' }, episode.failure ? '✕ ' : '■ ', words(ended)) : null);
 }
 
+// A row of a teacher has no environment: no outcome, action, reward or state.
+// Demonstrations have no log-probs.
+function drawTeacherRow(row, states) {
+  const [given] = row.steps;
+  const tokens = given.tokens.map(([text, logProb, count]) => [text, logProb ?? undefined, count]);
+  return make('section', { class: 'episode', 'data-member': row.member },
+    make('header', {}, make('b', {}, `Row ${row.member}`)),
+    drawStep(row, { ...given, tokens, action: 'response', reward: null }, 0, states));
+}
+
 const shade = (value, colours) => {
   const strength = Math.min(Math.abs(value) / 2, 1) * 0.72;
   return `rgba(var(${colours}), ${strength.toFixed(3)})`;
@@ -284,13 +295,14 @@ function chip(label, value, hint) {
 
 function drawTokens(tokens) {
   return tokens.map(([text, logProb, count]) => {
-    const hint = logProb === null ? 'log-prob not finite'
+    const hint = logProb === undefined ? 'no log-prob'
+      : logProb === null ? 'log-prob not finite'
       : `log-prob ${number(logProb, 3)} · ${(100 * Math.exp(logProb)).toPrecision(3)} %`;
     const element = make('span', {
       class: 'token',
       'data-hint': hint + (count > 1 ? ` · ${count} tokens` : ''),
     }, words(text));
-    const strength = (logProb === null ? 1 : Math.min(-logProb / 4, 1)) * 0.85;
+    const strength = (logProb === null ? 1 : Math.min(-(logProb ?? 0) / 4, 1)) * 0.85;
     if (strength > 0.01) element.style.background = `rgba(var(--surprise), ${strength.toFixed(3)})`;
     return element;
   });
