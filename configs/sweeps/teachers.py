@@ -41,7 +41,7 @@ ENVIRONMENTS = {
 
 
 def _overrides(env: str, method: str) -> dict[str, object]:
-  recorded = {'teacher.data': f'runs/recorded/{env}'}
+  recorded = {'teacher.data': f'runs/recorded/{env}/episodes'}
   return METHODS[method] | (recorded if method == 'replay' else {})
 
 
