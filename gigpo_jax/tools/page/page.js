@@ -231,7 +231,7 @@ function listGroups(shown) {
     make('span', { class: 'title' },
       make('span', { class: 'kind' }, words(group.kind || group.task)),
       make('small', {}, words(group.task))),
-    make('span', { class: 'dots' }, ...group.episodes.map(dot))))));
+    make('span', { class: 'dots' }, ...(group.teacher ? [] : group.episodes.map(dot)))))));
   if (!shown.length) find('groups').append(make('li', { class: 'none' }, 'No episode matches the filters.'));
 }
 
@@ -249,7 +249,7 @@ function drawGroup(group, wanted) {
     });
   }
   find('group').replaceChildren(
-    make('h2', {}, make('span', {}, group.teacher ? 'Rows of the teacher' : `Group ${group.group}`), words(group.kind),
+    make('h2', {}, make('span', {}, group.teacher ? 'Rows of the teacher' : `Group ${group.group}`), group.teacher ? '' : words(group.kind),
       make('small', {}, words(group.task),
         group.teacher ? '' : ` · ${won} of ${group.episodes.length} succeeded`,
         shown.length < group.episodes.length ? ` · ${shown.length} shown` : '',
@@ -277,7 +277,7 @@ function drawEpisode(episode, states) {
 function drawTeacherRow(row, states) {
   const [given] = row.steps;
   const tokens = given.tokens.map(([text, logProb, count]) => [text, logProb ?? undefined, count]);
-  return make('section', { class: 'episode', 'data-member': row.member },
+  return make('section', { class: 'episode teacher', 'data-member': row.member },
     make('header', {}, make('b', {}, `Row ${row.member}`)),
     drawStep(row, { ...given, tokens, action: 'response', reward: null }, 0, states));
 }
