@@ -170,7 +170,7 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
         'rollout.carry_over': 8,
         'loss.tis_clip': 2.0,
       },
-      'rollout.carry_over=8: the values of vineppo are those of one policy',
+      'rollout.carry_over=8: the episodes of vineppo are those of one policy',
     ),
     (
       {'algorithm.name': 'a_star_po', 'loss.aggregation': 'sequence_mean'},
