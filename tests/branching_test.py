@@ -48,7 +48,9 @@ def make_episode(entropies, rewards=None, *, member=0, **fields):
   return trajectory.Trajectory(task, '', 0, member, steps, **fields)
 
 
-def grow(name='tree_grpo', *, size=6, num_envs=8, at_once=100, **options):
+def grow(
+  name='tree_grpo', *, size=6, num_tasks=2, num_envs=8, at_once=100, **options
+):
   """Returns groups of random walks, their roots, and streams of requests."""
   rule, streams, rounds = algorithms.make(name, **options), [], []
 
@@ -60,7 +62,7 @@ def grow(name='tree_grpo', *, size=6, num_envs=8, at_once=100, **options):
     rounds.append(episodes)
     return played
 
-  like = walks.make_groups(algorithms.num_roots(rule, size))
+  like = walks.make_groups(algorithms.num_roots(rule, size), num_tasks)
   episodes = branching.grow(
     play(like), rule, like, members=size, seed=5, play=play
   )
@@ -105,6 +107,17 @@ def test_forced_entropies_decide_the_branches(change, expected):
     assert start.is_paused
     parent = roots[start.parent or 0]
     assert start.steps == parent.steps[: start.num_repeated]
+  # A branch that repeats two turns has branches from turn 3 on.
+  branch = make_episode([1] + [1 + change] * 4, member=1, num_repeated=2)
+  starts = branching.next_starts(
+    [roots[0], branch],
+    [branch],
+    algorithms.make('arpo'),
+    members=9,
+    seed=(0, 0),
+  )
+  turns = [s.num_repeated for s in starts if s.parent is not None]
+  assert turns == ([3, 4] if change > 0 else [])
   failed = [dataclasses.replace(e, failure='died: x') for e in roots]
   starts = branching.next_starts(
     failed, failed, algorithms.make('arpo'), members=3, seed=(0, 0)
@@ -264,10 +277,12 @@ def test_an_update_trains_on_each_response_once():
   ('name', 'root_share'), [('arpo', 0.2), ('arpo', 0.5), ('tree_grpo', 0.3)]
 )
 def test_advantages_match_a_slow_reference(name, root_share):
-  episodes, *_ = grow(name, size=8, root_share=root_share)
-  rows = batch.from_trajectories(episodes, **PADDED, row_multiple=128)
+  episodes, *_ = grow(name, size=8, num_tasks=5, root_share=root_share)
+  rows = batch.from_trajectories(episodes, **PADDED, row_multiple=256)
   algorithm = algorithms.make(name, root_share=root_share)
-  merged = branching.merge(algorithm.compute_advantages(rows).advantages, rows)
+  advantages = algorithm.compute_advantages(rows).advantages
+  merged = branching.merge(advantages, rows)
+  assert np.abs(merged - advantages).max() > 0.1
   expected = slow_advantages.branches(episodes, is_tree=name == 'tree_grpo')
   for r in np.flatnonzero(rows.real):
     key = rows.episodes[r], rows.steps[r]

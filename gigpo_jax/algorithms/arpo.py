@@ -35,7 +35,7 @@ conflicts = branching.conflicts
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(grpo.Algorithm):
-  """GRPO; branches where u - w (H_t - H_0) <= p, shared turns with the mean A.
+  """GRPO; branches where u - w (H_t - H_0) <= p; mean A of shared turns.
 
   Attributes:
     root_share: share of a group's episodes that are roots; 8 of 16 in the

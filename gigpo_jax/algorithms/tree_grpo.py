@@ -29,7 +29,7 @@ conflicts = branching.conflicts
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-  """A = z(E) in the tree + z(E) in the group; branches at random turns.
+  """A = z(E) in the tree + z(E) in the group; branches at random.
 
   Attributes:
     root_share: share of a group's episodes that are roots.
