@@ -88,7 +88,8 @@ def measure(config, num_groups: int, count: int, output: str = '') -> None:
 def make_methods(config) -> Iterator[tuple[str, tuple]]:
   """Yields (label, (config, algorithm)) of each method without a critic.
 
-  VinePPO is left out: it is the oracle with fewer continuations.
+  VinePPO is left out, because it is the oracle with fewer continuations, and
+  so are algorithms with branches, because these episodes have none.
   """
   controls = {
     'gigpo, episode_weight=0': {'episode_weight': 0.0},
@@ -102,7 +103,11 @@ def make_methods(config) -> Iterator[tuple[str, tuple]]:
     changed.rollout.update(config.rollout)
     changed.algorithm.update(controls.get(label, {}))
     algorithm = algorithms.make(**config_lib.algorithm_kwargs(changed))
-    if not (algorithm.needs_values or algorithms.num_continuations(algorithm)):
+    if not (
+      algorithm.needs_values
+      or algorithms.num_continuations(algorithm)
+      or algorithms.branches(algorithm)
+    ):
       if hasattr(algorithm, 'whiten_advantages'):
         algorithm = dataclasses.replace(algorithm, whiten_advantages=False)
       yield label, (changed, algorithm)

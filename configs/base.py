@@ -343,6 +343,14 @@ def _algorithm_section() -> ml_collections.ConfigDict:
   algorithm.quantile_rate = 0.1  # code
   # vineppo: episodes that are played from each state to estimate its value.
   algorithm.continuations = 9  # paper
+  # arpo, tree_grpo: share of a group's episodes that are played from the start;
+  # the others branch from them (arpo: paper).
+  algorithm.root_share = 0.5
+  # arpo: probability of a branch at a turn without a change of entropy; weight
+  # of the change, per nat; first tokens of a turn whose entropy counts (code).
+  algorithm.branch_probability = 0.5
+  algorithm.branch_entropy_weight = 0.2
+  algorithm.branch_tokens = 20
   _modulator_options(algorithm)
   return algorithm
 

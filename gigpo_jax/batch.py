@@ -53,6 +53,8 @@ class Rows:
       turn was taken (`continuations`), or the probability of the answer there
       (`answer_scores`); NaN if unknown.
     agents: index of the agent that took the turn, in alphabetical order.
+    responses: dense id of the sampled response. A branch (`branching`) has the
+      responses of the turns that it repeats; all others are distinct.
   """
 
   tokens: Int[np.ndarray, 'R L']
@@ -73,11 +75,19 @@ class Rows:
   truncated: Bool[np.ndarray, ' R']
   state_values: Float[np.ndarray, ' R']
   agents: Int[np.ndarray, ' R']
+  responses: Int[np.ndarray, ' R']
 
   @property
   def real(self) -> Bool[np.ndarray, ' R']:
     """False for padding rows."""
     return self.groups >= 0
+
+  @property
+  def repeated(self) -> Bool[np.ndarray, ' R']:
+    """True for rows whose response is that of an earlier row."""
+    mask = np.ones(len(self.responses), bool)
+    mask[np.unique(self.responses, return_index=True)[1]] = False
+    return mask
 
   @property
   def completion_mask(self) -> Bool[np.ndarray, 'R C']:
@@ -177,6 +187,7 @@ def from_trajectories(
     seed=seed,
   )
   _set_agents(rows, [episode for _, episode in complete])
+  rows.responses[: len(steps)] = _response_ids([e for _, e in complete])
   action_ids: dict[tuple[int, str], int] = {}
   for r, (episode, index, t, step) in enumerate(steps):
     action = episode.group, _canonical(step.result.action)
@@ -197,6 +208,25 @@ def _set_agents(rows: Rows, episodes: Sequence[trajectory.Trajectory]) -> None:
   rows.groups[: len(pairs)] = [
     ids[pair] if len(names) > 1 else pair[0] for pair in pairs
   ]
+
+
+def _response_ids(episodes: Sequence[trajectory.Trajectory]) -> list[int]:
+  """Returns the id of the response of each step, equal for repeated ones.
+
+  Args:
+    episodes: each after its parent.
+  """
+  by_member: dict[tuple[int, int | None], list[int]] = {}
+  all_ids, count = [], 0
+  for episode in episodes:
+    parent = by_member.get((episode.group, episode.parent), [])
+    ids = parent[: episode.num_repeated]
+    num_new = len(episode.steps) - len(ids)
+    ids = [*ids, *range(count, count + num_new)]
+    count += num_new
+    by_member[episode.group, episode.member] = ids
+    all_ids += ids
+  return all_ids
 
 
 def _rewarded_steps(
@@ -314,6 +344,7 @@ def pack(
     truncated=np.zeros(num_rows, bool),
     state_values=np.full(num_rows, np.nan),
     agents=np.zeros(num_rows, np.int32),
+    responses=np.arange(num_rows, dtype=np.int32),
   )
   for r, (prompt, completion) in enumerate(
     zip(prompts, completions, strict=True)

@@ -21,7 +21,8 @@ class SampleCounts:
 
   Attributes:
     episodes: number of training episodes, including dropped ones.
-    env_steps: number of their turns, and of those of `continuations`.
+    env_steps: number of their turns, and of those of `continuations`,
+      including replayed ones.
     tokens: number of tokens sampled for them.
   """
 
@@ -37,7 +38,12 @@ class SampleCounts:
     return SampleCounts(
       self.episodes + len(trajectories),
       self.env_steps + len(steps),
-      self.tokens + sum(len(step.completion_ids) for step in steps),
+      self.tokens
+      + sum(
+        len(step.completion_ids)
+        for t in trajectories
+        for step in t.steps[t.num_repeated :]
+      ),
     )
 
   def __add__(self, other: 'SampleCounts') -> 'SampleCounts':

@@ -223,6 +223,7 @@ class EpisodeRunner:
     base_params: dict | None = None,
     trace: bool = False,
     label: str = '',
+    is_continued: bool = False,
   ) -> list[list[trajectory.Trajectory]]:
     """Runs the episodes of several batches together to the end.
 
@@ -239,6 +240,7 @@ class EpisodeRunner:
         adapters.
       trace: whether to record `sampler.Stats.spans`.
       label: text of the progress bar; '' shows none.
+      is_continued: whether clock and statistics include the previous call.
 
     Returns:
       For each batch its trajectories, ordered by group and member, or in the
@@ -246,7 +248,8 @@ class EpisodeRunner:
     """
     local = [_local_episodes(batch) for batch in batches]
     episodes = [episode for part in local for episode in part]
-    self.clock = RolloutClock(start=time.monotonic())
+    if not is_continued:
+      self.clock, self.stats = RolloutClock(time.monotonic()), sampler.Stats()
     self.sampler.load(params, base_params, trace=trace)
     self.sampler.take_stats()
     with console.progress_bar(
@@ -260,9 +263,9 @@ class EpisodeRunner:
     if self.scorer:
       before = time.monotonic()
       self.scorer.finish()
-      self.clock.reward_wait_secs = time.monotonic() - before
+      self.clock.reward_wait_secs += time.monotonic() - before
     self.clock.total_secs = time.monotonic() - self.clock.start
-    self.stats = self.sampler.take_stats()
+    self.stats += self.sampler.take_stats()
     gathered = distributed.all_gather_objects(
       [[self._record(e, task_type(e.task)) for e in part] for part in local]
     )

@@ -11,6 +11,9 @@ from jaxtyping import Bool, Float, Int
 
 from gigpo_jax import batch
 
+# Added to a standard deviation before dividing by it.
+_EPSILON = 1e-6
+
 
 class Episodes(NamedTuple):
   """The episodes of rows; E episodes in G groups.
@@ -105,6 +108,23 @@ def next_rows(rows: batch.Rows) -> Int[np.ndarray, ' R']:
   )
   following[one[same]] = other[same]
   return following
+
+
+def z_scores(
+  values: Float[np.ndarray, ' K'], groups: Int[np.ndarray, ' K']
+) -> Float[np.ndarray, ' K']:
+  """Returns (x - mean) / (std + 1e-6) among the finite values of each group.
+
+  The standard deviation has ddof 1. A lone value and one that is not finite
+  have 0.
+  """
+  scores, known = np.zeros(len(values)), np.isfinite(values)
+  for group in np.unique(groups[known]):
+    own = known & (groups == group)
+    if own.sum() > 1:
+      centred = values[own] - values[own].mean()
+      scores[own] = centred / (values[own].std(ddof=1) + _EPSILON)
+  return scores
 
 
 def token_means(

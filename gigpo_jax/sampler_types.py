@@ -132,3 +132,8 @@ class Stats:
   spans: list[tuple[int, str, float, float]] = dataclasses.field(
     default_factory=list
   )
+
+  def __add__(self, other: 'Stats') -> 'Stats':
+    """Returns the statistics of two parts of a rollout."""
+    own, added = vars(self), vars(other)
+    return Stats(**{name: own[name] + added[name] for name in own})

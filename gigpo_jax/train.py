@@ -20,6 +20,7 @@ docs/algorithm.md lists differences in formulas and environments.
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -31,6 +32,7 @@ from envs import base
 from gigpo_jax import (
   algorithms,
   batch,
+  branching,
   builders,
   carry_over,
   checkpoint,
@@ -249,7 +251,7 @@ def update(
     parts, rows, output, signals
   )
   metrics |= plugin_metrics | logs.write_episodes(
-    iteration, groups, rows, output
+    iteration, groups, branching.drop_repeated(rows), output
   )
   if parts.critic:
     state, critic_metrics = update_critic(
@@ -389,6 +391,14 @@ def collect(
   metrics: Metrics = {}
   evaluated: list[trajectory.Trajectory] = []
   still_waiting: list[carry_over.WaitingGroup] = []
+  play = functools.partial(
+    runner.run_batches,
+    state.policy.params,
+    task_type=parts.task_type,
+    base_params=parts.learner.base,
+    trace=plot is not None,
+    label=f'iteration {iteration}',
+  )
 
   def run_groups(
     tasks: list[base.Task], position: int
@@ -405,14 +415,7 @@ def collect(
           parts.eval_tasks, parts.eval_sampling, parts.eval_repeats
         )
       )
-    played = runner.run_batches(
-      state.policy.params,
-      [*batches, *others],
-      task_type=parts.task_type,
-      base_params=parts.learner.base,
-      trace=plot is not None,
-      label=f'iteration {iteration}',
-    )
+    played = play([*batches, *others])
     evaluated.extend(t for part in played[len(batches) :] for t in part)
     chosen, rest = parts.carry_over.select(
       carry_over.merge(carried, played[: len(batches)], iteration),
@@ -420,7 +423,8 @@ def collect(
       iteration,
     )
     still_waiting.extend(rest)
-    return carry_over.number_groups(chosen)
+    roots = carry_over.number_groups(chosen)
+    return parts.add_branches(roots, batches[-1], play)
 
   with run_logs.timed(metrics, 'time/rollout_secs'):
     groups = group_filter.collect(
@@ -442,6 +446,8 @@ def collect(
   runner.sampler.release()  # The update needs the memory.
   metrics |= groups.metrics
   metrics |= parts.carry_over.metrics(groups.episodes, groups.waiting)
+  if algorithms.branches(parts.algorithm):
+    metrics |= branching.metrics(groups.episodes)
   if evaluated:
     parts.stop_if_failed(evaluated)
     metrics |= evaluation.summarize(evaluated)

@@ -72,6 +72,9 @@ class Trajectory:
     first_observation: the first observation, with which the episode can be
       replayed; None if unknown.
     is_paused: whether the episode continues in another rollout.
+    parent: the member of the group whose first turns the episode repeats
+      (`branching`); None if it repeats none.
+    num_repeated: number of these turns.
   """
 
   task: base.Task
@@ -82,6 +85,8 @@ class Trajectory:
   failure: str = ''
   first_observation: base.Observation | None = None
   is_paused: bool = False
+  parent: int | None = None
+  num_repeated: int = 0
 
   kind = deprecated.attribute('Trajectory.kind', 'task_type')
 

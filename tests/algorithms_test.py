@@ -474,6 +474,8 @@ ROWS = {'episode_stats': 'rows', 'penalty_scope': 'row', 'lone_episode': 'raw'}
     ('reinforce_pp_baseline', {}),
     ('remax', {}),
     ('polychromic', {}),
+    ('arpo', {}),
+    ('tree_grpo', {}),
     ('igpo', {}),
     ('igpo', {'discount': 1.0}),
     ('a_star_po', {}),

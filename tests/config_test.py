@@ -12,7 +12,14 @@ import huggingface_hub
 import pytest
 
 import configs
-from configs import alfworld, endpoint, search_qa, sokoban, webshop
+from configs import (
+  alfworld,
+  endpoint,
+  scienceworld,
+  search_qa,
+  sokoban,
+  webshop,
+)
 from gigpo_jax import config as config_lib
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import tokenizer
@@ -61,7 +68,7 @@ def _refusal(**changes) -> str:
     (
       'algorithm.name',
       'gippo',
-      'must be one of a_star_po, dr_grpo, ecpo, g2po',
+      'must be one of a_star_po, arpo, dr_grpo, ecpo, g2po',
     ),
     ('algorithm.norm', 'std', 'must be one of mean_std, mean'),
     ('algorithm.discount', 1.1, 'between 0 and 1'),
@@ -170,7 +177,23 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
         'rollout.carry_over': 8,
         'loss.tis_clip': 2.0,
       },
-      'rollout.carry_over=8: the values of vineppo are those of one policy',
+      'rollout.carry_over=8: the episodes of vineppo are those of one policy',
+    ),
+    (
+      {'algorithm.name': 'arpo', 'rollout.carry_over': 8, 'loss.tis_clip': 2.0},
+      'rollout.carry_over=8: the episodes of arpo are those of one policy',
+    ),
+    (
+      {'algorithm.name': 'arpo', 'rollout.episodes_per_group': 1},
+      'rollout.episodes_per_group=1: arpo compares .* at least 2',
+    ),
+    (
+      {'algorithm.name': 'arpo', 'algorithm.root_share': 0.0},
+      'algorithm.root_share=0.0: out of range; must be above 0, at most 1',
+    ),
+    (
+      {'algorithm.branch_tokens': 4},
+      'algorithm.branch_tokens=4: gigpo has no such option; must be 20',
     ),
     (
       {'algorithm.name': 'a_star_po', 'loss.aggregation': 'sequence_mean'},
@@ -567,5 +590,13 @@ def test_options_that_replay_episodes_need_an_environment_that_can():
     'rollout.carry_over=3: env.name=endpoint cannot replay episodes; must be 0'
   )
   assert algorithm.startswith('algorithm.name=vineppo: ')
+  for name in ('arpo', 'tree_grpo'):
+    for module in (endpoint, scienceworld):
+      (line,) = config_lib._replays(module.get_config(f'tiny,{name}'))
+      assert re.fullmatch(
+        f'algorithm.name={name}: env.name=.* cannot replay episodes; must be '
+        'an algorithm without continuations or branches',
+        line,
+      )
   config = alfworld.get_config('tiny,vineppo')
   assert not list(config_lib._replays(config))

@@ -528,3 +528,53 @@ def ppo(steps, values):
     sampled = advantages[mask]
     advantages = (advantages - sampled.mean()) / (sampled.std(ddof=1) + 1e-8)
   return np.where(mask, advantages, 0)
+
+
+def arpo(steps):
+  return _episode_part(steps)
+
+
+def tree_grpo(steps):
+  # Without branches, each episode is a tree of its own.
+  steps.o = dataclasses.replace(steps.o, lone_episode='zero')
+  return _episode_part(steps)
+
+
+def branches(episodes, *, is_tree, invalid_penalty=0.1):
+  """Returns the advantage of each (episode, turn) of groups with branches.
+
+  A response belongs to the member that sampled it, which the parents tell.
+  """
+  members = {(e.group, e.member): e for e in episodes}
+
+  def owner(e, t):
+    while t < e.num_repeated:
+      e = members[e.group, e.parent]
+    return e.group, e.member, t
+
+  def z(e, others):
+    values = [returns[o.group, o.member] for o in others]
+    if len(values) < 2:
+      return 0.0
+    difference = returns[e.group, e.member] - np.mean(values)
+    return difference / (np.std(values, ddof=1) + 1e-6)
+
+  returns = {
+    key: sum(
+      s.result.reward - invalid_penalty * (not s.result.valid) for s in e.steps
+    )
+    for key, e in members.items()
+  }
+  leaves = {}
+  for e in episodes:
+    group = [o for o in episodes if o.group == e.group]
+    advantage = z(e, group)
+    if is_tree:
+      advantage += z(e, [o for o in group if owner(o, 0) == owner(e, 0)])
+    for t in range(len(e.steps)):
+      leaves.setdefault(owner(e, t), []).append(advantage)
+  return {
+    (n, t): np.mean(leaves[owner(e, t)])
+    for n, e in enumerate(episodes)
+    for t in range(len(e.steps))
+  }

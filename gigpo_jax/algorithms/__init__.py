@@ -31,6 +31,7 @@ from gigpo_jax import options as options_lib
 # name: module that holds `Algorithm`.
 REGISTRY = {
   'a_star_po': 'gigpo_jax.algorithms.a_star_po',
+  'arpo': 'gigpo_jax.algorithms.arpo',
   'dr_grpo': 'gigpo_jax.algorithms.dr_grpo',
   'ecpo': 'gigpo_jax.algorithms.ecpo',
   'g2po': 'gigpo_jax.algorithms.g2po',
@@ -52,6 +53,7 @@ REGISTRY = {
   'risk_po': 'gigpo_jax.algorithms.risk_po',
   'rloo': 'gigpo_jax.algorithms.rloo',
   't_spmo': 'gigpo_jax.algorithms.t_spmo',
+  'tree_grpo': 'gigpo_jax.algorithms.tree_grpo',
   'vineppo': 'gigpo_jax.algorithms.vineppo',
 }
 
@@ -92,6 +94,8 @@ class Algorithm(Protocol):
   the start of each task instead, and the first row of an episode has its value.
   With an attribute `scores_answers` of True, it is instead the probability of
   the task's reference answer before the turn; see `answer_scores`.
+  With a method `branch_order` and an attribute `root_share`, groups grow by
+  branches, which repeat the first turns of other episodes; see `branching`.
   With an attribute `is_stateful` of True, `compute_advantages` also receives a
   state, which is {} at first. The metrics 'state/...' of its output are the
   state of the next iteration, and checkpoints save them.
@@ -151,6 +155,18 @@ def next_state(
   """Returns the state after an iteration with these metrics."""
   changes = {k: v for k, v in metrics.items() if k.startswith('state/')}
   return dict(state) | changes
+
+
+def branches(algorithm: Algorithm) -> bool:
+  """Returns whether groups of an algorithm grow by branches."""
+  return hasattr(algorithm, 'branch_order')
+
+
+def num_roots(algorithm: Algorithm, members: int) -> int:
+  """Returns how many of the episodes of a group start with the group."""
+  if not branches(algorithm):
+    return members
+  return max(1, round(algorithm.root_share * members))
 
 
 def scores_answers(algorithm: Algorithm) -> bool:

@@ -13,32 +13,16 @@ where V is 0 after the last turn. All tokens of a turn share its advantage.
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import ClassVar
 
-import ml_collections
 import numpy as np
 from jaxtyping import Float
 
-from gigpo_jax import algorithms, batch, options
+from gigpo_jax import algorithms, batch, branching, options
 from gigpo_jax.algorithms import ppo
 
 PRESETS = {'vineppo': {'algorithm.discount': 1.0}}
-
-
-def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a line for turns of earlier policies and for reward functions."""
-  if config.rollout.carry_over > 0:
-    yield (
-      f'rollout.carry_over={config.rollout.carry_over}: the values of '
-      f'{config.algorithm.name} are those of one policy; must be 0'
-    )
-  if config.reward.functions:
-    yield (
-      f'reward.functions={tuple(config.reward.functions)}: '
-      f'{config.algorithm.name} replays the rewards of the environment; must '
-      'be ()'
-    )
+conflicts = branching.conflicts
 
 
 @dataclasses.dataclass(frozen=True)

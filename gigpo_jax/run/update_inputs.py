@@ -10,6 +10,7 @@ from gigpo_jax import (
   algorithms,
   answer_scores,
   batch,
+  branching,
   losses,
   metrics,
   modulators,
@@ -161,17 +162,21 @@ def apply_plugins(
 ) -> tuple[algorithms.AlgorithmOutput, batch.Rows, np.ndarray | None, Metrics]:
   """Applies modulators and selectors to the advantages of an algorithm.
 
+  Between them, the rows of branches that repeat a response become padding.
+
   Returns:
     The final advantages; the rows to train on, where others are padding; their
     trained tokens [R, C], or None for all; and metrics.
   """
   values: Metrics = {}
+  advantages, has_branches = output.advantages, rows.repeated.any()
   if parts.modulators:
-    output = output._replace(
-      advantages=modulators.apply(
-        parts.modulators, output.advantages, rows, signals
-      )
-    )
+    advantages = modulators.apply(parts.modulators, advantages, rows, signals)
+  if has_branches:
+    advantages = branching.merge(advantages, rows)
+    rows = branching.drop_repeated(rows)
+  if parts.modulators or has_branches:
+    output = output._replace(advantages=advantages)
     values = metrics.effective_tokens(output.advantages, rows.completion_mask)
   if not parts.selectors:
     return output, rows, None, values

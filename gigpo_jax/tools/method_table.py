@@ -282,6 +282,8 @@ def _cost(plugin: type) -> str:
     costs.append('a critic')
   if 'continuations' in {f.name for f in dataclasses.fields(plugin)}:
     costs.append('more episodes')
+  if hasattr(plugin, 'branch_order'):
+    costs.append('replayed turns')
   if getattr(plugin, 'greedy_start', False):
     costs.append('an episode per group')
   if getattr(plugin, 'scores_answers', False):

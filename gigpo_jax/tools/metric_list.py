@@ -269,6 +269,19 @@ SECTIONS = (
     ),
   ),
   Section(
+    'Branches',
+    'Only with algorithms whose groups grow by branches, such as `arpo`.',
+    ('branching/',),
+    (
+      Metric(
+        'branches_share', 'share', 'episodes that repeat turns of another one'
+      ),
+      Metric('turn_mean', 'turns', 'mean number of turns that they repeat'),
+      Metric('repeated_steps', 'steps', 'environment steps that are replayed'),
+      Metric('new_steps', 'steps', 'environment steps with a sampled response'),
+    ),
+  ),
+  Section(
     'State of the algorithm',
     'Only with `risk_po`: what its next iteration uses.',
     ('state/',),
@@ -532,7 +545,8 @@ SECTIONS = (
       Metric(
         'env_steps',
         'steps',
-        'environment steps of these episodes and of continuations',
+        'environment steps of these episodes and of continuations, with '
+        'replayed ones',
       ),
       Metric('tokens', 'tokens', 'tokens sampled in these episodes'),
     ),

@@ -1,0 +1,75 @@
+"""Tree-GRPO (arXiv:2509.21240): trees of episodes, compared within and across.
+
+A group consists of trees: a root and the episodes that branch from it at random
+turns (`branching`). All turns of an episode are equally likely, and every tree
+of a group gets a branch before any gets the next one. With E the return of an
+episode, z(E) = (E - mean) / (std + 1e-6), and
+
+    A = z(E) over the episodes of its tree + z(E) over those of its group.
+
+A tree of one episode has no first term. A turn that several episodes share has
+the mean of their advantages.
+
+# Differs from the paper: one round of expansion. A shared turn is trained on
+once. The share of roots is this project's.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+from jaxtyping import Float
+
+from gigpo_jax import algorithms, batch, branching, options, row_stats
+from gigpo_jax import trajectory as trajectory_lib
+
+PRESETS = {'tree_grpo': {'algorithm.root_share': 0.25}}
+conflicts = branching.conflicts
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+  """A = z(E) in the tree + z(E) in the group; branches at random.
+
+  Attributes:
+    root_share: share of a group's episodes that are roots.
+    invalid_penalty: subtracted from the reward of an invalid response.
+  """
+
+  needs_values: ClassVar[bool] = False
+  needs_group: ClassVar[bool] = True
+
+  root_share: float = options.number(0.5, above=0, high=1, note='1 is GRPO')
+  invalid_penalty: float = options.number(0.1, low=0, high=1_000_000)
+
+  def __post_init__(self):
+    options.check(self)
+
+  def branch_order(
+    self, episode: trajectory_lib.Trajectory, draws: Float[np.ndarray, ' T']
+  ) -> Float[np.ndarray, ' T']:
+    """Returns each turn's rank among the possible ones, plus its number."""
+    order = np.full(len(draws), np.inf)
+    own = draws[episode.num_repeated + 1 :]
+    ranks = np.argsort(np.argsort(own))
+    order[episode.num_repeated + 1 :] = ranks + own
+    return order
+
+  def compute_advantages(
+    self, rows: batch.Rows, values=None
+  ) -> algorithms.AlgorithmOutput:
+    """Returns one advantage per row, 0 for padding."""
+    del values
+    episodes = row_stats.episodes(rows, self.invalid_penalty)
+    first = rows.real & (rows.steps == 0)
+    trees = np.zeros(len(episodes.groups), int)
+    # Episodes of a tree share the response of the first turn.
+    trees[episodes.index[first]] = rows.responses[first]
+    advantages = episodes.to_rows(
+      row_stats.z_scores(episodes.returns, trees)
+      + row_stats.z_scores(episodes.returns, episodes.groups)
+    )
+    return algorithms.AlgorithmOutput(
+      advantages.astype(np.float32),
+      {'advantage/abs_mean': float(np.abs(advantages[rows.real]).mean())},
+    )
