@@ -592,6 +592,11 @@ def _episodes_section() -> ml_collections.ConfigDict:
 def _sft_section() -> ml_collections.ConfigDict:
   """Returns the options of the supervised warm start (launch/sft.py)."""
   sft = ml_collections.ConfigDict()
+  # imitation: negative log-likelihood. dpo: segment DPO (arXiv:2501.01821) on
+  # pairs of recorded episodes that reach the same state; uses failures too.
+  sft.loss = 'imitation'
+  sft.beta = 0.1  # of DPO; origin: the paper
+  sft.segment_turns = 3  # of each episode of a pair
   # WORKDIR/episodes of a run to imitate instead. '': imitate the expert.
   sft.data = ''
   # Rounds of rejection sampling: some rollouts of rollout.groups x
@@ -606,7 +611,8 @@ def _sft_section() -> ml_collections.ConfigDict:
   sft.warmup_updates = 0
   sft.decay = True  # linear, of the learning rate to zero
   sft.minibatch_rows = 128
-  sft.report_rows = 6400  # rows between two lines of metrics
+  # Rows between two lines of metrics; with dpo, every update has a line.
+  sft.report_rows = 6400
   # True trains on responses only; False also trains on prompts.
   sft.completion_only = True
   # '': start from model.path. 'scratch': new tokenizer and weights.

@@ -314,6 +314,15 @@ SECTIONS = (
     ),
   ),
   Section(
+    'Preferences',
+    'Only with `sft.loss=dpo` (`launch/sft.py`): pairs before their update.',
+    ('preference/',),
+    (
+      Metric('margin', '1', "mean margin of the pairs, DPO's implicit reward"),
+      Metric('accuracy', 'share', 'pairs with a margin above 0'),
+    ),
+  ),
+  Section(
     'Probability ratios',
     'Ratios of the updated policy to the policy before the update, over '
     'trained tokens. With `loss.ratio_level=row` each token has the ratio of '
