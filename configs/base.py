@@ -135,6 +135,13 @@ def _rollout_section() -> ml_collections.ConfigDict:
   # Largest number of turns, by first iteration, such as ((0, 10), (50, 20)).
   # (): the environment's own limit.
   rollout.horizon = ()
+  # Texts with which responses may begin, such as ('<answer>', '<think>'): modes
+  # of a policy, the cheapest first.
+  rollout.prefixes = ()
+  # Members of a group whose responses are forced to begin with each of them, in
+  # this order; the other members are free. A forced prefix is part of the
+  # prompt and not trained on.
+  rollout.forced_members = 0
   # Turns of an episode in an iteration. Unfinished episodes pause, and their
   # group continues in the next iteration; needs loss.tis_clip, such as 2.0. 0:
   # every episode runs to its end.

@@ -11,6 +11,8 @@ from jaxtyping import Bool, Float, Int
 
 from gigpo_jax import batch
 
+_EPSILON = 1e-6  # Added to standard deviations.
+
 
 class Episodes(NamedTuple):
   """The episodes of rows; E episodes in G groups.
@@ -42,6 +44,14 @@ class Episodes(NamedTuple):
     """Returns the mean over each group's episodes, [G]."""
     counts = np.bincount(self.groups)
     return np.bincount(self.groups, weights=values) / counts
+
+  def any(self, values: Bool[np.ndarray, ' R']) -> Bool[np.ndarray, ' E']:
+    """Returns whether a value of any of an episode's rows is True."""
+    own = self.index >= 0
+    counts = np.bincount(
+      self.index[own], weights=values[own], minlength=len(self.groups)
+    )
+    return counts > 0
 
   def has_spread(self) -> Bool[np.ndarray, ' G']:
     """Returns whether episodes of a group have different returns."""
@@ -91,6 +101,22 @@ def episodes(rows: batch.Rows, invalid_penalty: float = 0.0) -> Episodes:
     tokens=np.bincount(own, weights=lengths).astype(int),
     truncated=total(rows.truncated) > 0,
   )
+
+
+def z_scores(
+  values: Float[np.ndarray, ' N'], groups: Int[np.ndarray, ' N']
+) -> Float[np.ndarray, ' N']:
+  """Returns (x - mean) / (std + 1e-6) in each group; 0 for a group of one.
+
+  Values that are not finite do not count, and get 0.
+  """
+  scores, known = np.zeros(len(values)), np.isfinite(values)
+  for group in np.unique(groups[known]):
+    own = known & (groups == group)
+    if own.sum() > 1:
+      centred = values[own] - values[own].mean()
+      scores[own] = centred / (values[own].std(ddof=1) + _EPSILON)
+  return scores
 
 
 def next_rows(rows: batch.Rows) -> Int[np.ndarray, ' R']:

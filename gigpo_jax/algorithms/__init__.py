@@ -30,6 +30,7 @@ from gigpo_jax import options as options_lib
 
 # name: module that holds `Algorithm`.
 REGISTRY = {
+  'a2fm': 'gigpo_jax.algorithms.a2fm',
   'a_star_po': 'gigpo_jax.algorithms.a_star_po',
   'dr_grpo': 'gigpo_jax.algorithms.dr_grpo',
   'ecpo': 'gigpo_jax.algorithms.ecpo',
@@ -156,6 +157,11 @@ def next_state(
 def scores_answers(algorithm: Algorithm) -> bool:
   """Returns whether an algorithm needs probabilities of reference answers."""
   return getattr(algorithm, 'scores_answers', False)
+
+
+def uses_free_policy(algorithm: Algorithm) -> bool:
+  """Returns whether values come from prompts without forced prefixes."""
+  return num_continuations(algorithm) > 0 or scores_answers(algorithm)
 
 
 def has_greedy_start(algorithm: Algorithm) -> bool:

@@ -21,12 +21,9 @@ from typing import ClassVar
 
 import ml_collections
 import numpy as np
-from jaxtyping import Float, Int
 
 import envs
 from gigpo_jax import algorithms, batch, options, row_stats
-
-_EPSILON = 1e-6
 
 PRESETS = {'igpo': {'algorithm.discount': 1.0}}
 
@@ -79,8 +76,8 @@ class Algorithm:
     returns = np.where(
       real & (following < 0), episodes.to_rows(episodes.returns), np.nan
     )
-    rewards = self.gain_weight * normalize(gains, rows.groups)
-    rewards += normalize(returns, rows.groups)
+    rewards = self.gain_weight * row_stats.z_scores(gains, rows.groups)
+    rewards += row_stats.z_scores(returns, rows.groups)
     advantages = np.where(real, rewards, 0)
     # From the last turns to the first ones.
     for r in np.argsort(-rows.steps, kind='stable'):
@@ -94,16 +91,3 @@ class Algorithm:
         'advantage/gain_mean': float(known.mean()) if len(known) else 0.0,
       },
     )
-
-
-def normalize(
-  values: Float[np.ndarray, ' R'], groups: Int[np.ndarray, ' R']
-) -> Float[np.ndarray, ' R']:
-  """Returns z-scores among the finite values of each group; 0 for others."""
-  scores, known = np.zeros(len(values)), np.isfinite(values)
-  for group in np.unique(groups[known]):
-    own = known & (groups == group)
-    if own.sum() > 1:
-      centred = values[own] - values[own].mean()
-      scores[own] = centred / (values[own].std(ddof=1) + _EPSILON)
-  return scores

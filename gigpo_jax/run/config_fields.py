@@ -54,6 +54,7 @@ _DEPENDENT = {
     'stages',
     lambda draw: draw == 'stages',
   ),
+  'rollout.forced_members': ('rollout.prefixes', 'set', bool),
   'rollout.max_staleness': ('rollout.carry_over', 'above 0', bool),
   'rollout.earlier_thinking': (
     'env.context',
