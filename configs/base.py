@@ -337,6 +337,10 @@ def _algorithm_section() -> ml_collections.ConfigDict:
   algorithm.gae_lambda = 1.0  # paper
   algorithm.whiten_advantages = True
   # pass_at_k, polychromic: episodes of a set.
+  # a2fm: power of the success that a dear mode costs, and the success in the
+  # cheapest mode from which on a task is easy.
+  algorithm.cost_power = 2.0
+  algorithm.easy_rate = 0.5
   algorithm.set_size = 2
   # a_star_po: temperature of the best value, in reward units.
   algorithm.value_temperature = 0.5  # code

@@ -579,7 +579,7 @@ def test_zero_variance_groups_are_counted():
 
 def test_rejected_options():
   with pytest.raises(
-    ValueError, match='name=pong: unknown; must be one of a_star_po'
+    ValueError, match='name=pong: unknown; must be one of a2fm, a_star_po'
   ):
     algorithms.make('pong')
   with pytest.raises(

@@ -79,6 +79,23 @@ class AlgorithmOutput(NamedTuple):
   parts = deprecated.attribute('AlgorithmOutput.parts', 'components')
 
 
+def make_output(
+  advantages: Float[np.ndarray, ' R'],
+  rows: batch.Rows,
+  metrics: Mapping[str, float] | None = None,
+) -> AlgorithmOutput:
+  """Returns one advantage per row with their mean absolute value.
+
+  Args:
+    advantages: one per row; 0 for padding.
+    rows: the rows.
+    metrics: further metrics.
+  """
+  mean = float(np.abs(advantages[rows.real]).mean())
+  values = {'advantage/abs_mean': mean, **(metrics or {})}
+  return AlgorithmOutput(advantages.astype(np.float32), values)
+
+
 class Algorithm(Protocol):
   """Computes the advantages of rows.
 

@@ -88,9 +88,7 @@ class Algorithm:
     episodes = row_stats.episodes(rows)
     rewards, metrics = self.rewards(rows, episodes)
     by_episode = row_stats.z_scores(rewards, episodes.groups)
-    advantages = episodes.to_rows(by_episode)
-    metrics['advantage/abs_mean'] = float(np.abs(advantages[rows.real]).mean())
-    return algorithms.AlgorithmOutput(advantages.astype(np.float32), metrics)
+    return algorithms.make_output(episodes.to_rows(by_episode), rows, metrics)
 
   def rewards(
     self, rows: batch.Rows, episodes: row_stats.Episodes
