@@ -135,6 +135,13 @@ def _rollout_section() -> ml_collections.ConfigDict:
   # Largest number of turns, by first iteration, such as ((0, 10), (50, 20)).
   # (): the environment's own limit.
   rollout.horizon = ()
+  # Texts with which responses may begin, such as ('<answer>', '<think>'): modes
+  # of a policy, the cheapest first.
+  rollout.prefixes = ()
+  # Members of a group whose responses are forced to begin with each of them, in
+  # this order; the other members are free. A forced prefix is part of the
+  # prompt and not trained on.
+  rollout.forced_members = 0
   # Turns of an episode in an iteration. Unfinished episodes pause, and their
   # group continues in the next iteration; needs loss.tis_clip, such as 2.0. 0:
   # every episode runs to its end.
@@ -330,6 +337,10 @@ def _algorithm_section() -> ml_collections.ConfigDict:
   algorithm.gae_lambda = 1.0  # paper
   algorithm.whiten_advantages = True
   # pass_at_k, polychromic: episodes of a set.
+  # a2fm: power of the success that a dear mode costs, and the success in the
+  # cheapest mode from which on a task is easy.
+  algorithm.cost_power = 2.0
+  algorithm.easy_rate = 0.5
   algorithm.set_size = 2
   # a_star_po: temperature of the best value, in reward units.
   algorithm.value_temperature = 0.5  # code
@@ -600,6 +611,11 @@ def _episodes_section() -> ml_collections.ConfigDict:
 def _sft_section() -> ml_collections.ConfigDict:
   """Returns the options of the supervised warm start (launch/sft.py)."""
   sft = ml_collections.ConfigDict()
+  # imitation: negative log-likelihood. dpo: segment DPO (arXiv:2501.01821) on
+  # pairs of recorded episodes that reach the same state; uses failures too.
+  sft.loss = 'imitation'
+  sft.beta = 0.1  # of DPO; origin: the paper
+  sft.segment_turns = 3  # of each episode of a pair
   # WORKDIR/episodes of a run to imitate instead. '': imitate the expert.
   sft.data = ''
   # Rounds of rejection sampling: some rollouts of rollout.groups x
@@ -614,7 +630,8 @@ def _sft_section() -> ml_collections.ConfigDict:
   sft.warmup_updates = 0
   sft.decay = True  # linear, of the learning rate to zero
   sft.minibatch_rows = 128
-  sft.report_rows = 6400  # rows between two lines of metrics
+  # Rows between two lines of metrics; with dpo, every update has a line.
+  sft.report_rows = 6400
   # True trains on responses only; False also trains on prompts.
   sft.completion_only = True
   # '': start from model.path. 'scratch': new tokenizer and weights.

@@ -148,13 +148,16 @@ def _change(
 ) -> None:
   """Sets fields; a function gets the current value and returns the new value.
 
-  A preset that changes the size of a group keeps the number of episodes.
+  A preset that changes the size of a group keeps the number of episodes. A
+  field of `env` is for the environments that have it.
   """
   rollout = config.rollout
   episodes = rollout.groups * rollout.episodes_per_group
   for field, value in preset.items():
     section, _, name = field.rpartition('.')
     values = config[section]
+    if section == 'env' and name not in values:
+      continue
     values[name] = value(values[name]) if callable(value) else value
   rollout.groups = episodes // rollout.episodes_per_group
 

@@ -229,10 +229,12 @@ def device_inputs(  # noqa: PLR0913
   )
 
 
-@functools.partial(
-  jax.jit,
-  static_argnames=('norm', 'episode_stats', 'penalty_scope', 'lone_episode'),
-)
+# Options of `make_components`, which are constants of a program.
+STATISTICS = ('norm', 'episode_stats', 'penalty_scope', 'lone_episode')
+jit = functools.partial(jax.jit, static_argnames=STATISTICS)
+
+
+@jit
 def _components(inputs, *, norm, episode_stats, penalty_scope, lone_episode):
   row_segments = segment_rows(inputs, penalty_scope=penalty_scope)
   return make_components(

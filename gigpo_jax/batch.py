@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from envs import base
-from gigpo_jax import anchors, trajectory
+from gigpo_jax import anchors, forced_prefixes, trajectory
 
 # Reward components of every environment: the reward, -1 for each invalid
 # response, and the score reported with the last step.
@@ -55,6 +55,9 @@ class Rows:
     agents: index of the agent that took the turn, in alphabetical order.
     responses: dense id of the sampled response. A branch (`branching`) has the
       responses of the turns that it repeats; all others are distinct.
+    prefixes: index of the prefix of `rollout.prefixes` with which the response
+      begins; -1 for none.
+    forced: whether that prefix was forced.
   """
 
   tokens: Int[np.ndarray, 'R L']
@@ -76,6 +79,8 @@ class Rows:
   state_values: Float[np.ndarray, ' R']
   agents: Int[np.ndarray, ' R']
   responses: Int[np.ndarray, ' R']
+  prefixes: Int[np.ndarray, ' R']
+  forced: Bool[np.ndarray, ' R']
 
   @property
   def real(self) -> Bool[np.ndarray, ' R']:
@@ -138,6 +143,7 @@ def from_trajectories(
   anchor_history: int = 0,
   components: Sequence[str] = (),
   agent_rewards: str = 'team',
+  prefixes: Sequence[str] = (),
   seed: Sequence[int] = (0,),
 ) -> Rows:
   """Returns the steps of all episodes as rows.
@@ -155,6 +161,7 @@ def from_trajectories(
     components: names of reward components, from COMPONENTS or from the step
       metrics of the environment.
     agent_rewards: one of AGENT_REWARDS.
+    prefixes: texts with which responses may begin; see `Rows.prefixes`.
     seed: for anchor='shuffled': seed of the run and iteration.
 
   Raises:
@@ -194,6 +201,7 @@ def from_trajectories(
     rows.actions[r] = action_ids.setdefault(action, len(action_ids))
     rows.episodes[r], rows.steps[r] = index, t
     rows.anchors[r], rows.next_anchors[r] = transitions[r]
+    rows.prefixes[r] = forced_prefixes.find(step.response, prefixes)
     _fill_row(rows, r, step, components)
   _check_components(components, [step.result for _, _, _, step in steps])
   return rows
@@ -278,6 +286,7 @@ def _fill_row(
   rows.success[r] = step.result.success
   rows.ages[r] = step.age
   rows.truncated[r] = step.truncated
+  rows.forced[r] = step.forced_tokens > 0
   if step.state_value is not None:
     rows.state_values[r] = step.state_value
   rows.components[r] = [_component(step.result, name) for name in components]
@@ -345,6 +354,8 @@ def pack(
     state_values=np.full(num_rows, np.nan),
     agents=np.zeros(num_rows, np.int32),
     responses=np.arange(num_rows, dtype=np.int32),
+    prefixes=np.full(num_rows, -1, np.int32),
+    forced=np.zeros(num_rows, bool),
   )
   for r, (prompt, completion) in enumerate(
     zip(prompts, completions, strict=True)

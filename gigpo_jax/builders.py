@@ -23,6 +23,7 @@ from gigpo_jax import (
   conversation,
   critic,
   env_pool,
+  forced_prefixes,
   group_filter,
   guard,
   learner,
@@ -150,7 +151,26 @@ def make_runner(
     schedule=config.rollout.schedule,
     earlier_thinking=config.rollout.earlier_thinking,
     scorer=scorer,
+    prefixes=_make_prefixes(config, policy.tokenizer),
   )
+
+
+def _make_prefixes(
+  config: ml_collections.ConfigDict, text: tokenizer.Tokenizer
+) -> forced_prefixes.ForcedPrefixes:
+  """Returns the forced prefixes of responses.
+
+  Raises:
+    ValueError: in one line, if a prefix leaves no room for a prompt.
+  """
+  texts, limit = config.rollout.prefixes, config.rollout.max_prompt_tokens
+  forced = forced_prefixes.make(texts, config.rollout.forced_members, text)
+  if forced.longest >= limit:
+    raise ValueError(
+      f'rollout.prefixes={tuple(texts)}: one has {forced.longest} tokens; must '
+      f'leave room for a prompt in rollout.max_prompt_tokens={limit}'
+    )
+  return forced
 
 
 def make_scorer(
@@ -377,6 +397,7 @@ def rows_kwargs(config: ml_collections.ConfigDict) -> dict:
     'anchor_history': algorithm.anchor_history,
     'components': tuple(algorithm.components),
     'agent_rewards': config.reward.agents,
+    'prefixes': tuple(rollouts.prefixes),
   }
 
 

@@ -268,6 +268,12 @@ def _algorithm(
       f'rollout.episodes_per_group={members}: {name} compares the episodes of '
       'a group; must be at least 2'
     )
+  forced = config.rollout.forced_members
+  if forced and algorithms.uses_free_policy(algorithm):
+    yield (
+      f'rollout.forced_members={forced}: {name} needs the free policy in all '
+      'members of a group; must be 0'
+    )
   yield from algorithms.conflicts(config)
 
 

@@ -36,9 +36,9 @@ class Turn:
   """An earlier turn, and the messages that followed it.
 
   Attributes:
-    prompt_ids: int32 [P]; its prompt.
-    completion_ids: int32 [C]; the sampled tokens; they may end with the token
-      that ends a turn.
+    prompt_ids: int32 [P]; its prompt, without a forced prefix.
+    completion_ids: int32 [C]; the forced prefix and the sampled tokens, which
+      may end with the token that ends a turn.
     response: their text.
     messages: the environment's messages after the response.
   """
@@ -67,15 +67,14 @@ def split_turns(
   observations = [first, *(step.result.observation for step in steps)]
   name = observations[-1].conversation
   own = [n for n, o in enumerate(observations) if o.conversation == name]
-  turns = [
-    Turn(
-      steps[n].prompt_ids,
-      steps[n].completion_ids,
-      steps[n].response,
-      observations[after].messages,
-    )
-    for n, after in itertools.pairwise(own)
-  ]
+  turns = []
+  for n, after in itertools.pairwise(own):
+    step = steps[n]
+    start = len(step.prompt_ids) - step.forced_tokens
+    prompt, prefix = step.prompt_ids[:start], step.prompt_ids[start:]
+    completion = np.concatenate([prefix, step.completion_ids])
+    messages = observations[after].messages
+    turns.append(Turn(prompt, completion, step.response, messages))
   return observations[own[0]], turns
 
 

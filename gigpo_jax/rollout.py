@@ -24,6 +24,7 @@ from gigpo_jax import (
   conversation,
   deprecated,
   env_pool,
+  forced_prefixes,
   reward_functions,
   rollout_options,
   sampler,
@@ -148,6 +149,7 @@ class EpisodeRunner:
       `conversation.THINKING`.
     scorer: computes rewards of training episodes by functions; None: there are
       no functions.
+    prefixes: forced prefixes of training episodes.
     clock: timing of the last rollout.
     stats: statistics of the sampler in the last rollout.
   """
@@ -160,6 +162,7 @@ class EpisodeRunner:
   schedule: str = 'async'
   earlier_thinking: str = 'keep'
   scorer: reward_functions.Scorer | None = None
+  prefixes: forced_prefixes.ForcedPrefixes = forced_prefixes.ForcedPrefixes()
   clock: RolloutClock = dataclasses.field(default_factory=RolloutClock)
   stats: sampler.Stats = dataclasses.field(default_factory=sampler.Stats)
 
@@ -369,9 +372,11 @@ class _Rollout:
     self._runner, self._pool = runner, runner.pool
     self._sampler, self._clock = runner.sampler, runner.clock
     self._on_finished = on_finished
+    # Room for a forced prefix in every prompt.
+    self._max_prompt = runner.max_prompt_tokens - runner.prefixes.longest
     self._conversations = conversation.Conversations(
       runner.tokenizer,
-      runner.max_prompt_tokens,
+      self._max_prompt,
       runner.prompt_overflow,
       runner.earlier_thinking,
     )
@@ -457,7 +462,7 @@ class _Rollout:
         if observation and len(episode.steps) == episode.batch.max_turns:
           self._pool.end(env)
           observation = None
-      limit, first = self._runner.max_prompt_tokens, episode.first_observation
+      limit, first = self._max_prompt, episode.first_observation
       if observation and (
         reason := conversation.prompt_error(observation, limit, first)
       ):
@@ -492,6 +497,8 @@ class _Rollout:
       if ids is None:
         self._end_at_limit(env)
         continue
+      prefix = self._prefix(episode)
+      ids = np.concatenate([ids, prefix.ids])
       request = sampler.Request(
         prompt_ids=ids,
         stream=(*episode.conversation, len(episode.steps)),
@@ -502,10 +509,17 @@ class _Rollout:
         trajectory.SampledTurn,
         prompt_ids=ids,
         prompt_shortened=shortened,
+        forced_tokens=len(prefix.ids),
         anchor=observation.anchor,
         observation=observation.text,
       )
       self._requests[self._sampler.submit(request)] = (env, episode, turn)
+
+  def _prefix(self, episode: _Episode) -> forced_prefixes.Prefix:
+    """Returns the forced begin of an episode's responses."""
+    if episode.batch.stream[0] != TRAIN:
+      return forced_prefixes.NONE
+    return self._runner.prefixes.of(episode.member)
 
   def _render(
     self, observations: dict[int, base.Observation]
@@ -520,7 +534,7 @@ class _Rollout:
     fitted = runner.tokenizer.fit(
       [observation.prompt for observation in own.values()],
       [observation.short_prompt for observation in own.values()],
-      max_tokens=runner.max_prompt_tokens,
+      max_tokens=self._max_prompt,
       policy=runner.prompt_overflow,
     )
     prompts = dict(zip(own, fitted, strict=True))
@@ -537,7 +551,7 @@ class _Rollout:
 
   def _end_at_limit(self, env: int) -> None:
     """Ends an episode whose next prompt is too long."""
-    episode, limit = self._running[env], self._runner.max_prompt_tokens
+    episode, limit = self._running[env], self._max_prompt
     if episode.steps:
       self._pool.end(env)
     else:
@@ -558,6 +572,7 @@ class _Rollout:
       env, episode, turn = self._requests.pop(request_id)
       if self._running.get(env) is not episode:
         continue  # The environment was lost in the meantime.
+      response = self._prefix(episode).text + response
       episode.turn = turn(
         completion_ids=completion.ids,
         log_probs=completion.log_probs,

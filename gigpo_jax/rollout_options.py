@@ -31,6 +31,12 @@ class Options:
     'drop_history', tokenizer.OVERFLOW_POLICIES
   )
   earlier_thinking: str = options.choice('keep', conversation.THINKING)
+  prefixes: tuple[str, ...] = options.field(
+    (),
+    lambda texts: all(texts) and len(set(texts)) == len(texts),
+    'must be different texts that are not empty',
+  )
+  forced_members: int = options.number(0, low=0)
   horizon: tuple[tuple[int, int], ...] = options.field(
     (),
     _is_horizon,
@@ -63,3 +69,10 @@ class Options:
 
   def __post_init__(self):
     options.check(self)
+    forced = self.forced_members * len(self.prefixes)
+    if forced > self.episodes_per_group:
+      raise ValueError(
+        f'forced_members={self.forced_members}: {len(self.prefixes)} prefixes '
+        f'need {forced} members of a group; rollout.episodes_per_group='
+        f'{self.episodes_per_group} must be at least that'
+      )

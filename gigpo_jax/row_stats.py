@@ -11,8 +11,7 @@ from jaxtyping import Bool, Float, Int
 
 from gigpo_jax import batch
 
-# Added to a standard deviation before dividing by it.
-_EPSILON = 1e-6
+_EPSILON = 1e-6  # Added to standard deviations.
 
 
 class Episodes(NamedTuple):
@@ -45,6 +44,14 @@ class Episodes(NamedTuple):
     """Returns the mean over each group's episodes, [G]."""
     counts = np.bincount(self.groups)
     return np.bincount(self.groups, weights=values) / counts
+
+  def any(self, values: Bool[np.ndarray, ' R']) -> Bool[np.ndarray, ' E']:
+    """Returns whether a value of any of an episode's rows is True."""
+    own = self.index >= 0
+    counts = np.bincount(
+      self.index[own], weights=values[own], minlength=len(self.groups)
+    )
+    return counts > 0
 
   def has_spread(self) -> Bool[np.ndarray, ' G']:
     """Returns whether episodes of a group have different returns."""
@@ -96,6 +103,22 @@ def episodes(rows: batch.Rows, invalid_penalty: float = 0.0) -> Episodes:
   )
 
 
+def z_scores(
+  values: Float[np.ndarray, ' N'], groups: Int[np.ndarray, ' N']
+) -> Float[np.ndarray, ' N']:
+  """Returns (x - mean) / (std + 1e-6) in each group; 0 for a group of one.
+
+  Values that are not finite do not count, and get 0.
+  """
+  scores, known = np.zeros(len(values)), np.isfinite(values)
+  for group in np.unique(groups[known]):
+    own = known & (groups == group)
+    if own.sum() > 1:
+      centred = values[own] - values[own].mean()
+      scores[own] = centred / (values[own].std(ddof=1) + _EPSILON)
+  return scores
+
+
 def next_rows(rows: batch.Rows) -> Int[np.ndarray, ' R']:
   """Returns the row of each row's next step; -1 for a last step or padding."""
   order = np.lexsort((rows.steps, rows.episodes, rows.groups))
@@ -108,23 +131,6 @@ def next_rows(rows: batch.Rows) -> Int[np.ndarray, ' R']:
   )
   following[one[same]] = other[same]
   return following
-
-
-def z_scores(
-  values: Float[np.ndarray, ' K'], groups: Int[np.ndarray, ' K']
-) -> Float[np.ndarray, ' K']:
-  """Returns (x - mean) / (std + 1e-6) among the finite values of each group.
-
-  The standard deviation has ddof 1. A lone value and one that is not finite
-  have 0.
-  """
-  scores, known = np.zeros(len(values)), np.isfinite(values)
-  for group in np.unique(groups[known]):
-    own = known & (groups == group)
-    if own.sum() > 1:
-      centred = values[own] - values[own].mean()
-      scores[own] = centred / (values[own].std(ddof=1) + _EPSILON)
-  return scores
 
 
 def token_means(
@@ -188,3 +194,52 @@ def per_token(
 def like(values: np.ndarray, advantages: np.ndarray) -> np.ndarray:
   """Returns values of rows that broadcast to advantages."""
   return values[:, None] if advantages.ndim > 1 else values
+
+
+def whiten(
+  advantages: Float[np.ndarray, 'R C'], mask: Bool[np.ndarray, 'R C']
+) -> Float[np.ndarray, 'R C']:
+  """Returns advantages with mean 0 and standard deviation 1 over the mask."""
+  sampled = advantages[mask]
+  deviation = sampled.std(ddof=1) if len(sampled) > 1 else 0.0
+  mean = sampled.mean() if len(sampled) else 0.0
+  return np.where(mask, (advantages - mean) / (deviation + 1e-8), 0)
+
+
+def generalized_advantages(
+  rows: batch.Rows,
+  rewards: Float[np.ndarray, ' R'],
+  values: Float[np.ndarray, 'R C'],
+  units: Bool[np.ndarray, 'R C'],
+  *,
+  discount: float,
+  decay: float,
+) -> Float[np.ndarray, 'R C']:
+  """Returns the advantage of each unit, 0 elsewhere, float64.
+
+  Args:
+    rows: rows with their groups, episodes and steps.
+    rewards: reward of each row, given at its last unit.
+    values: value before each unit.
+    units: True at units, which are the first positions of each row.
+    discount: discount per unit.
+    decay: lambda.
+  """
+  advantages = np.zeros(values.shape)
+  num_units = units.sum(axis=1)
+  order = np.lexsort((rows.steps, rows.episodes, rows.groups))
+  next_value, previous = 0.0, (-1, -1)
+  advantage = 0.0
+  for r in order[::-1]:
+    if rows.groups[r] < 0 or not num_units[r]:
+      continue
+    episode = (rows.groups[r], rows.episodes[r])
+    if episode != previous:
+      next_value, advantage, previous = 0.0, 0.0, episode
+    reward = rewards[r]
+    for c in range(num_units[r] - 1, -1, -1):
+      delta = reward + discount * next_value - values[r, c]
+      advantage = delta + discount * decay * advantage
+      advantages[r, c] = advantage
+      next_value, reward = values[r, c], 0.0
+  return advantages

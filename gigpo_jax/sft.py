@@ -4,7 +4,8 @@ Starts from a checkpoint, or from scratch: then it trains a tokenizer and
 initializes weights on the environment's text. With `sft.noise` the expert errs
 at a given rate, which yields a policy of a chosen strength that RL can improve.
 With `sft.data` the run imitates recorded episodes, token by token. If it uses
-only successful ones, this is rejection-sampling fine-tuning.
+only successful ones, this is rejection-sampling fine-tuning. With
+`sft.loss=dpo` it learns from pairs of recorded episodes; see `preference`.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ from gigpo_jax import (
   conversation,
   losses,
   options,
+  preference,
   tokenizer,
 )
 from gigpo_jax import config as config_lib
@@ -43,6 +45,9 @@ Demonstration = list[tuple[base.Observation, str]]
 
 _REPORT_SECS = 10.0  # Interval of progress reports on expert episodes.
 
+
+# Imitation; segment DPO.
+LOSSES = ('imitation', 'dpo')
 
 # Files that mark a work directory of launch/train.py.
 _RUN_FILES = ('checkpoints', 'config.json')
@@ -75,6 +80,9 @@ class ModelShape:
 class Options:
   """Options of the warm start, `config.sft`; see configs/base.py."""
 
+  loss: str = options.choice('imitation', LOSSES)
+  beta: float = options.number(0.1, above=0)
+  segment_turns: int = options.number(3, low=1)
   data: str = ''
   rounds: int = options.number(0, low=0)
   rollouts: int = options.number(1, low=1)
@@ -96,6 +104,8 @@ class Options:
 
   def __post_init__(self):
     options.check(self)
+    if self.loss == 'dpo':
+      preference.check(vars(self))
 
 
 def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
@@ -144,15 +154,22 @@ def _warm_start(
       _write_random_model(config, str(start))
     distributed.all_gather_objects(None)  # Barrier: wait until the files exist.
   policy = model_builders.make_model_bundle(config)
-  if episode_set:
-    rows = episode_rows(config, policy.tokenizer, episode_set)
+  pairs = None
+  if config.sft.loss == 'dpo':
+    pairs = pair_rows(config, policy.tokenizer, episode_set)
+    rows = pairs.rows
+    console.log(f'{pairs.count} pairs, {rows.lengths.sum()} tokens')
   else:
-    rows = demonstration_rows(config, policy.tokenizer, shown)
-  console.log(
-    f'{rows.real.sum()} steps to imitate, {rows.lengths.sum()} tokens'
-  )
+    rows = (
+      episode_rows(config, policy.tokenizer, episode_set)
+      if episode_set
+      else demonstration_rows(config, policy.tokenizer, shown)
+    )
+    console.log(
+      f'{rows.real.sum()} steps to imitate, {rows.lengths.sum()} tokens'
+    )
   with jax.set_mesh(policy.mesh):
-    params = _imitate(config, policy, rows, workdir)
+    params = _fit(config, policy, rows, pairs, workdir)
     with distributed.atomic_directory(directory) as folder:
       huggingface.save(
         folder,
@@ -358,13 +375,6 @@ def recorded_steps(
     ValueError: in one line, if the tokens are from another tokenizer, a step
       exceeds the token limits, or no episode was successful.
   """
-  field = f'sft.data={config.sft.data}'
-  if kept.fingerprint != text.fingerprint:
-    raise ValueError(
-      f'{field}: made with another tokenizer ({kept.fingerprint}) than that of '
-      f'model.path={config.model.path} ({text.fingerprint}); must be the same, '
-      'because the sampled tokens are used unchanged'
-    )
   steps = [
     step
     for episode in kept
@@ -374,8 +384,50 @@ def recorded_steps(
   ]
   if not steps:
     raise ValueError(
-      f'{field}: no episode of {len(kept.source)} was successful; '
-      'use sft.only_successful=False to imitate all'
+      f'sft.data={config.sft.data}: no episode of {len(kept.source)} was '
+      'successful; use sft.only_successful=False to imitate all'
+    )
+  _check_tokens(config, text, kept, steps)
+  return steps
+
+
+def pair_rows(
+  config: ml_collections.ConfigDict,
+  text: tokenizer.Tokenizer,
+  kept: 'episodes.EpisodeDataset',
+) -> preference.PairRows:
+  """Returns pairs of continuations in recorded episodes as rows.
+
+  Raises:
+    ValueError: in one line, if there is no pair, the tokens are from another
+      tokenizer, or a step exceeds the token limits.
+  """
+  pairs = preference.make_pairs(kept, config.sft.segment_turns)
+  if not pairs:
+    raise ValueError(
+      f'sft.data={config.sft.data}: no two of {len(kept.source)} episodes '
+      'differ in reward and response after the same state; must be several '
+      'episodes of each task'
+    )
+  steps = [step for pair in pairs for step in (*pair.better, *pair.worse)]
+  _check_tokens(config, text, kept, steps)
+  rows = pack_steps(config, steps)
+  return preference.PairRows.of(pairs, rows, config.sft.beta)
+
+
+def _check_tokens(
+  config: ml_collections.ConfigDict,
+  text: tokenizer.Tokenizer,
+  kept: 'episodes.EpisodeDataset',
+  steps: list[dict[str, Any]],
+) -> None:
+  """Raises ValueError if steps of recorded episodes cannot be used."""
+  if kept.fingerprint != text.fingerprint:
+    raise ValueError(
+      f'sft.data={config.sft.data}: made with another tokenizer ('
+      f'{kept.fingerprint}) than that of model.path={config.model.path} ('
+      f'{text.fingerprint}); must be the same, because the sampled tokens are '
+      'used unchanged'
     )
   for name in ('prompt', 'completion'):
     limit = config.rollout[f'max_{name}_tokens']
@@ -385,7 +437,6 @@ def recorded_steps(
         f'rollout.max_{name}_tokens={limit}: a step of {config.sft.data} has '
         f'{longest} tokens; must be at least that'
       )
-  return steps
 
 
 def pack_steps(
@@ -472,40 +523,67 @@ def _write_random_model(
   huggingface.save(directory, model, params, dtype='float32')
 
 
-def _imitate(
+def _fit(
   config: ml_collections.ConfigDict,
   policy: model_builders.ModelBundle,
   rows: batch.Rows,
+  pairs: preference.PairRows | None,
   workdir: str,
 ) -> dict:
-  with config.unlocked():
-    config.optimizer.learning_rate = config.sft.learning_rate
-    config.optimizer.warmup_updates = config.sft.warmup_updates
-    updates = -(-int(rows.real.sum()) // config.sft.minibatch_rows)
-    if config.sft.decay:
-      config.optimizer.decay_updates = config.sft.epochs * updates
-    config.learner.minibatch_rows = config.sft.minibatch_rows
-    config.learner.epochs = 1
-    widths = _widths(config)
-    config.rollout.max_prompt_tokens = widths[0]
-    config.rollout.max_completion_tokens = widths[1]
+  """Trains on rows, or on pairs of them; returns all parameters."""
+  if pairs:
+    chunks = [*pairs.updates(config.sft.epochs, config.sft.minibatch_rows)]
+    updates, loss = len(chunks), preference.FirstOrder()
+  else:
+    chunks = list(_report_chunks(config, rows))
+    per_epoch = -(-int(rows.real.sum()) // config.sft.minibatch_rows)
+    updates, loss = config.sft.epochs * per_epoch, losses.Supervised()
+  _set_learner_options(config, updates)
   policy = remat.resolve(config, policy)
-  learner = builders.make_learner(config, policy, losses.Supervised())
+  learner = builders.make_learner(config, policy, loss)
   state = learner.init(policy.load())
+  if pairs:
+    reference = learner.log_probs(state.params, rows)
+    pairs = dataclasses.replace(pairs, ref_log_probs=reference)
   writer = builders.make_writer(config, workdir)
-  chunks = list(_report_chunks(config, rows))
   for chunk_index, (epoch, row_ids) in enumerate(
     console.progress_bar(chunks, desc='imitation')
   ):
     chunk = rows.take(row_ids)
-    state, metrics = learner.update(state, chunk, iteration=chunk_index)
-    writer.write(chunk_index, metrics | {'update/epoch': float(epoch)})
+    columns, own_metrics = {}, {}
+    if pairs:
+      columns, own_metrics = pairs.columns(
+        row_ids, learner.log_probs(state.params, chunk)
+      )
+    state, metrics = learner.update(
+      state, chunk, iteration=chunk_index, **columns
+    )
+    metrics |= own_metrics | {'update/epoch': float(epoch)}
+    writer.write(chunk_index, metrics)
     console.log(
       f'chunk {chunk_index + 1} of {len(chunks)}: '
       f'loss {metrics["loss/total"]:.4f}'
     )
   writer.close()
   return lora.combine(learner.base, state.params)
+
+
+def _set_learner_options(
+  config: ml_collections.ConfigDict, updates: int
+) -> None:
+  """Replaces options of RL by those of the warm start, in place."""
+  with config.unlocked():
+    config.optimizer.learning_rate = config.sft.learning_rate
+    config.optimizer.warmup_updates = config.sft.warmup_updates
+    if config.sft.decay:
+      config.optimizer.decay_updates = updates
+    config.learner.minibatch_rows = config.sft.minibatch_rows
+    config.learner.epochs = 1
+    if config.sft.loss == 'dpo':
+      config.loss.aggregation = 'token_mean'  # See `preference.PairRows`.
+    widths = _widths(config)
+    config.rollout.max_prompt_tokens = widths[0]
+    config.rollout.max_completion_tokens = widths[1]
 
 
 def _report_chunks(

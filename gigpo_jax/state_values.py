@@ -53,3 +53,48 @@ def anchor_means(
   anchors = row_segments.anchors
   total = arrays.segment_sum(values, anchors, all_rows)
   return total / arrays.segment_count(anchors, all_rows)
+
+
+def generalized_advantages(
+  inputs: advantages.Inputs,
+  row_segments: advantages.RowSegments,
+  decay: arrays.TwoFloat,
+  *,
+  penalty_scope: str,
+) -> Float[Array, ' R']:
+  """Returns A_t of each row, before normalisation, in reward units.
+
+  A_t is the lambda-return minus V. The lambda-return is a return with discount
+  `decay` of rewards to which the rest of the next value is added. With lambda =
+  1 nothing is added, and A_t = G - V to the last bit.
+
+  Args:
+    inputs: the rows.
+    row_segments: their segments.
+    decay: discount times lambda, two-float scalar.
+    penalty_scope: as for `advantages.gigpo`.
+  """
+  values = estimate(row_segments.returns[0], row_segments)
+  following = inputs.steps.at[row_segments.previous].set(
+    inputs.steps, mode='drop'
+  )
+  gap = jnp.where(values.ends, 0, following - inputs.steps)
+  kept = arrays.two_power(decay, gap)
+  rest, _ = arrays.two_add(
+    arrays.two_power(inputs.discount, gap), tuple(-half for half in kept)
+  )
+  added = rest * values.after
+  lambda_returns = advantages.segment_rows(
+    inputs._replace(
+      rewards=arrays.two_add(inputs.rewards, (added, 0 * added)),
+      discount=decay,
+    ),
+    penalty_scope=penalty_scope,
+  ).returns
+  returns = row_segments.returns
+  difference, _ = arrays.two_add(
+    lambda_returns, tuple(-half for half in returns)
+  )
+  return difference + advantages.step_advantages(
+    returns, row_segments.anchors, norm='mean'
+  )

@@ -28,7 +28,9 @@ class SampledTurn:
       was too long.
     anchor: the environment state in which the turn was taken.
     observation: the environment's text before the response.
-    response: the decoded response, for display only.
+    response: the text of the response, which the environment gets.
+    forced_tokens: number of tokens at the end of `prompt_ids` that begin the
+      response. They were not sampled and are not trained on.
   """
 
   prompt_ids: np.ndarray
@@ -39,6 +41,7 @@ class SampledTurn:
   anchor: str
   observation: str
   response: str
+  forced_tokens: int = dataclasses.field(default=0, kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -549,7 +549,7 @@ def test_largest_rewards_give_finite_advantages(name):
   actual = algorithms.make(name).compute_advantages(rows, values).advantages
   assert np.isfinite(actual).all()
   # These use success and penalties, not rewards, or lack full bundles.
-  if name not in ('graphgpo', 'pass_at_k', 'risk_po'):
+  if name not in ('a2fm', 'graphgpo', 'pass_at_k', 'risk_po'):
     assert np.abs(actual[rows.real]).max() > 0.1
 
 
@@ -581,7 +581,7 @@ def test_zero_variance_groups_are_counted():
 
 def test_rejected_options():
   with pytest.raises(
-    ValueError, match='name=pong: unknown; must be one of a_star_po'
+    ValueError, match='name=pong: unknown; must be one of a2fm, a_star_po'
   ):
     algorithms.make('pong')
   with pytest.raises(

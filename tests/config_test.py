@@ -68,7 +68,7 @@ def _refusal(**changes) -> str:
     (
       'algorithm.name',
       'gippo',
-      'must be one of a_star_po, arpo, dr_grpo, ecpo, g2po',
+      'must be one of a2fm, a_star_po, arpo, dr_grpo, ecpo',
     ),
     ('algorithm.norm', 'std', 'must be one of mean_std, mean'),
     ('algorithm.discount', 1.1, 'between 0 and 1'),

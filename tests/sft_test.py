@@ -49,7 +49,7 @@ def test_demonstrations_report_progress(capsys, monkeypatch):
 def test_interrupted_warm_start_leaves_no_policy(tmp_path, monkeypatch):
   with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
     patch.setattr(
-      sft, '_imitate', lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+      sft, '_fit', lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
     )
     sft.warm_start(_config(), str(tmp_path))
   assert not (tmp_path / 'policy').exists()

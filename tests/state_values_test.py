@@ -4,8 +4,7 @@ import algorithm_rows
 import numpy as np
 import pytest
 
-from gigpo_jax import advantages, algorithms, arrays
-from gigpo_jax.algorithms import gagpo
+from gigpo_jax import advantages, algorithms, arrays, state_values
 
 
 def generalized(rows, step_lambda):
@@ -14,7 +13,7 @@ def generalized(rows, step_lambda):
   inputs = algorithm.inputs(rows)
   row_segments = advantages.segment_rows(inputs, penalty_scope='reward')
   decay = arrays.two_float(0.5 * step_lambda)
-  estimates = gagpo.generalized_advantages(
+  estimates = state_values.generalized_advantages(
     inputs, row_segments, decay, penalty_scope='reward'
   )
   return estimates, row_segments

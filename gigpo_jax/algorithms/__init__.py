@@ -30,6 +30,7 @@ from gigpo_jax import options as options_lib
 
 # name: module that holds `Algorithm`.
 REGISTRY = {
+  'a2fm': 'gigpo_jax.algorithms.a2fm',
   'a_star_po': 'gigpo_jax.algorithms.a_star_po',
   'arpo': 'gigpo_jax.algorithms.arpo',
   'dr_grpo': 'gigpo_jax.algorithms.dr_grpo',
@@ -78,6 +79,23 @@ class AlgorithmOutput(NamedTuple):
 
   links = deprecated.attribute('Credit.links', 'value_mask')
   parts = deprecated.attribute('AlgorithmOutput.parts', 'components')
+
+
+def make_output(
+  advantages: Float[np.ndarray, ' R'],
+  rows: batch.Rows,
+  metrics: Mapping[str, float] | None = None,
+) -> AlgorithmOutput:
+  """Returns one advantage per row with their mean absolute value.
+
+  Args:
+    advantages: one per row; 0 for padding.
+    rows: the rows.
+    metrics: further metrics.
+  """
+  mean = float(np.abs(advantages[rows.real]).mean())
+  values = {'advantage/abs_mean': mean, **(metrics or {})}
+  return AlgorithmOutput(advantages.astype(np.float32), values)
 
 
 class Algorithm(Protocol):
@@ -172,6 +190,12 @@ def num_roots(algorithm: Algorithm, members: int) -> int:
 def scores_answers(algorithm: Algorithm) -> bool:
   """Returns whether an algorithm needs probabilities of reference answers."""
   return getattr(algorithm, 'scores_answers', False)
+
+
+def uses_free_policy(algorithm: Algorithm) -> bool:
+  """Returns whether an algorithm needs prompts without forced prefixes."""
+  has_values = num_continuations(algorithm) > 0 or scores_answers(algorithm)
+  return has_values or branches(algorithm)
 
 
 def has_greedy_start(algorithm: Algorithm) -> bool:

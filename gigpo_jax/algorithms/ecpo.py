@@ -21,9 +21,7 @@ white space. The normalisation counts each step of an action, not each action.
 """
 
 import dataclasses
-import functools
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -54,10 +52,7 @@ class Algorithm(gigpo.Algorithm):
     )
 
 
-@functools.partial(
-  jax.jit,
-  static_argnames=('norm', 'episode_stats', 'penalty_scope', 'lone_episode'),
-)
+@advantages.jit
 def _components(
   inputs, actions, prior_steps, evidence_steps, *, norm, penalty_scope, **others
 ):

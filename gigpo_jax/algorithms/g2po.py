@@ -7,7 +7,6 @@ in the step advantage A_S. The episode advantage A_E is GiGPO's.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +34,7 @@ class Algorithm(gigpo.Algorithm):
     return _components(self.inputs(rows), **self.statistics())
 
 
-@functools.partial(
-  jax.jit,
-  static_argnames=('norm', 'episode_stats', 'penalty_scope', 'lone_episode'),
-)
+@advantages.jit
 def _components(inputs, *, norm, penalty_scope, **statistics):
   row_segments = advantages.segment_rows(inputs, penalty_scope=penalty_scope)
   before, after = values(

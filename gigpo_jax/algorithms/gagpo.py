@@ -16,12 +16,7 @@ advantage without the division by the deviation.
 """
 
 import dataclasses
-import functools
 from typing import ClassVar
-
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from gigpo_jax import advantages, arrays, batch, options, state_values
 from gigpo_jax.algorithms import gigpo
@@ -55,13 +50,10 @@ class Algorithm(gigpo.Algorithm):
     )
 
 
-@functools.partial(
-  jax.jit,
-  static_argnames=('norm', 'episode_stats', 'penalty_scope', 'lone_episode'),
-)
+@advantages.jit
 def _components(inputs, decay, *, norm, penalty_scope, **others):
   row_segments = advantages.segment_rows(inputs, penalty_scope=penalty_scope)
-  estimates = generalized_advantages(
+  estimates = state_values.generalized_advantages(
     inputs, row_segments, decay, penalty_scope=penalty_scope
   )
   step_advantage = advantages.group_normalize(
@@ -73,49 +65,4 @@ def _components(inputs, decay, *, norm, penalty_scope, **others):
   )
   return advantages.make_components(
     row_segments, step_advantage, norm=norm, **others
-  )
-
-
-def generalized_advantages(
-  inputs: advantages.Inputs,
-  row_segments: advantages.RowSegments,
-  decay: arrays.TwoFloat,
-  *,
-  penalty_scope: str,
-) -> Float[Array, ' R']:
-  """Returns A_t of each row, before normalisation, in reward units.
-
-  A_t is the lambda-return minus V. The lambda-return is a return with discount
-  `decay` of rewards to which the rest of the next value is added. With lambda =
-  1 nothing is added, and A_t = G - V to the last bit.
-
-  Args:
-    inputs: the rows.
-    row_segments: their segments.
-    decay: discount times lambda, two-float scalar.
-    penalty_scope: as for `advantages.gigpo`.
-  """
-  values = state_values.estimate(row_segments.returns[0], row_segments)
-  following = inputs.steps.at[row_segments.previous].set(
-    inputs.steps, mode='drop'
-  )
-  gap = jnp.where(values.ends, 0, following - inputs.steps)
-  kept = arrays.two_power(decay, gap)
-  rest, _ = arrays.two_add(
-    arrays.two_power(inputs.discount, gap), tuple(-half for half in kept)
-  )
-  added = rest * values.after
-  lambda_returns = advantages.segment_rows(
-    inputs._replace(
-      rewards=arrays.two_add(inputs.rewards, (added, 0 * added)),
-      discount=decay,
-    ),
-    penalty_scope=penalty_scope,
-  ).returns
-  returns = row_segments.returns
-  difference, _ = arrays.two_add(
-    lambda_returns, tuple(-half for half in returns)
-  )
-  return difference + advantages.step_advantages(
-    returns, row_segments.anchors, norm='mean'
   )

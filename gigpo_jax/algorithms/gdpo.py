@@ -88,11 +88,7 @@ class Algorithm:
       jnp.asarray(rows.steps),
       jnp.asarray(weights, jnp.float32),
     )
-    advantages_R = np.asarray(advantages_R)
-    return algorithms.AlgorithmOutput(
-      advantages_R,
-      {'advantage/abs_mean': float(np.abs(advantages_R[rows.real]).mean())},
-    )
+    return algorithms.make_output(np.asarray(advantages_R), rows)
 
 
 @functools.partial(jax.jit)

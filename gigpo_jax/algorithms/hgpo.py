@@ -65,13 +65,7 @@ class Algorithm(gigpo.Algorithm):
 
 @functools.partial(
   jax.jit,
-  static_argnames=(
-    'history',
-    'norm',
-    'episode_stats',
-    'penalty_scope',
-    'lone_episode',
-  ),
+  static_argnames=('history', *advantages.STATISTICS),
 )
 def _components(
   inputs, level_exponent, *, history, norm, penalty_scope, **statistics

@@ -84,10 +84,6 @@ class Algorithm:
       if following[r] >= 0:
         advantages[r] += self.discount * advantages[following[r]]
     known = gains[np.isfinite(gains)]
-    return algorithms.AlgorithmOutput(
-      advantages.astype(np.float32),
-      {
-        'advantage/abs_mean': float(np.abs(advantages[real]).mean()),
-        'advantage/gain_mean': float(known.mean()) if len(known) else 0.0,
-      },
-    )
+    mean = float(known.mean()) if len(known) else 0.0
+    metrics = {'advantage/gain_mean': mean}
+    return algorithms.make_output(advantages, rows, metrics)

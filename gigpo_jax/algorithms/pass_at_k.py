@@ -65,10 +65,7 @@ class Algorithm:
     ).reshape(-1, 2)
     right, wrong = by_group[episodes.groups].T
     advantages = episodes.to_rows(np.where(episodes.success, right, wrong))
-    return algorithms.AlgorithmOutput(
-      advantages.astype(np.float32),
-      {'advantage/abs_mean': float(np.abs(advantages[rows.real]).mean())},
-    )
+    return algorithms.make_output(advantages, rows)
 
 
 def set_advantages(n: int, failures: int, k: int) -> tuple[float, float]:

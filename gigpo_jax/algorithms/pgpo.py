@@ -19,10 +19,8 @@ invalid response, which the published formula does not mention.
 """
 
 import dataclasses
-import functools
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
@@ -61,10 +59,7 @@ class Algorithm(gigpo.Algorithm):
     )
 
 
-@functools.partial(
-  jax.jit,
-  static_argnames=('norm', 'episode_stats', 'penalty_scope', 'lone_episode'),
-)
+@advantages.jit
 def _components(  # noqa: PLR0913
   inputs, success, weight, exponent, discount, *, norm, penalty_scope, **others
 ):

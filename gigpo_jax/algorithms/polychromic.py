@@ -74,11 +74,7 @@ class Algorithm:
       by_episode[own] = set_advantages(
         episodes.returns[own], kinds[own], self.set_size
       )
-    advantages = episodes.to_rows(by_episode)
-    return algorithms.AlgorithmOutput(
-      advantages.astype(np.float32),
-      {'advantage/abs_mean': float(np.abs(advantages[rows.real]).mean())},
-    )
+    return algorithms.make_output(episodes.to_rows(by_episode), rows)
 
 
 def set_advantages(
@@ -110,9 +106,5 @@ def _kinds(
     if episodes.index[r] >= 0:
       sequences[episodes.index[r]].append(int(rows.actions[r]))
   ids: dict[tuple, int] = {}
-  return np.array(
-    [
-      ids.setdefault((group, *actions), len(ids))
-      for group, actions in zip(episodes.groups, sequences, strict=True)
-    ]
-  )
+  keys = zip(episodes.groups, map(tuple, sequences), strict=True)
+  return np.array([ids.setdefault(key, len(ids)) for key in keys])

@@ -19,7 +19,7 @@ import ml_collections
 import numpy as np
 from jaxtyping import Bool, Float
 
-from gigpo_jax import algorithms, batch, options
+from gigpo_jax import algorithms, batch, options, row_stats
 
 LEVELS = ('token', 'turn')
 
@@ -89,7 +89,7 @@ class Algorithm:
     rewards = np.where(
       rows.valid, rows.rewards, rows.rewards - self.invalid_penalty
     )
-    advantages = generalized_advantages(
+    advantages = row_stats.generalized_advantages(
       rows,
       rewards,
       values.astype(np.float64),
@@ -107,7 +107,7 @@ class Algorithm:
     if self.gae_level == 'turn':
       advantages = np.where(mask, advantages[:, :1], 0)
     if self.whiten_advantages:
-      advantages = whiten(advantages, mask)
+      advantages = row_stats.whiten(advantages, mask)
     metrics['advantage/abs_mean'] = np.abs(advantages[mask]).mean()
     return algorithms.AlgorithmOutput(
       advantages.astype(np.float32),
@@ -115,52 +115,3 @@ class Algorithm:
       targets.astype(np.float32),
       units,
     )
-
-
-def whiten(
-  advantages: Float[np.ndarray, 'R C'], mask: Bool[np.ndarray, 'R C']
-) -> Float[np.ndarray, 'R C']:
-  """Returns advantages with mean 0 and standard deviation 1 over the mask."""
-  sampled = advantages[mask]
-  deviation = sampled.std(ddof=1) if len(sampled) > 1 else 0.0
-  mean = sampled.mean() if len(sampled) else 0.0
-  return np.where(mask, (advantages - mean) / (deviation + 1e-8), 0)
-
-
-def generalized_advantages(
-  rows: batch.Rows,
-  rewards: Float[np.ndarray, ' R'],
-  values: Float[np.ndarray, 'R C'],
-  units: Bool[np.ndarray, 'R C'],
-  *,
-  discount: float,
-  decay: float,
-) -> Float[np.ndarray, 'R C']:
-  """Returns the advantage of each unit, 0 elsewhere, float64.
-
-  Args:
-    rows: rows with their groups, episodes and steps.
-    rewards: reward of each row, given at its last unit.
-    values: value before each unit.
-    units: True at units, which are the first positions of each row.
-    discount: discount per unit.
-    decay: lambda.
-  """
-  advantages = np.zeros(values.shape)
-  num_units = units.sum(axis=1)
-  order = np.lexsort((rows.steps, rows.episodes, rows.groups))
-  next_value, previous = 0.0, (-1, -1)
-  advantage = 0.0
-  for r in order[::-1]:
-    if rows.groups[r] < 0 or not num_units[r]:
-      continue
-    episode = (rows.groups[r], rows.episodes[r])
-    if episode != previous:
-      next_value, advantage, previous = 0.0, 0.0, episode
-    reward = rewards[r]
-    for c in range(num_units[r] - 1, -1, -1):
-      delta = reward + discount * next_value - values[r, c]
-      advantage = delta + discount * decay * advantage
-      advantages[r, c] = advantage
-      next_value, reward = values[r, c], 0.0
-  return advantages

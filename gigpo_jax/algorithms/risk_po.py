@@ -77,12 +77,10 @@ class Algorithm:
     del values
     episodes = row_stats.episodes(rows, self.invalid_penalty)
     sums, own = self._sums(episodes)
-    if len(sums) and _LOW not in state:
-      first = np.quantile(sums, self.quantile_levels)
-      state = dict(zip((_LOW, _HIGH), first.tolist(), strict=True))
     advantages, metrics = np.zeros(len(own)), dict(state)
     if len(sums):
-      quantiles = np.array([state[_LOW], state[_HIGH]])
+      low, high = np.quantile(sums, self.quantile_levels)
+      quantiles = np.array([state.get(_LOW, low), state.get(_HIGH, high)])
       scale = np.std(sums)
       by_sum = self.risk(sums, quantiles) / scale if scale else 0 * sums
       advantages[own >= 0] = by_sum[own[own >= 0]]
@@ -90,9 +88,7 @@ class Algorithm:
       levels = np.array(self.quantile_levels)
       quantiles += self.quantile_rate * (levels - below)
       metrics = dict(zip((_LOW, _HIGH), quantiles.tolist(), strict=True))
-    result = episodes.to_rows(advantages)
-    metrics['advantage/abs_mean'] = float(np.abs(result[rows.real]).mean())
-    return algorithms.AlgorithmOutput(result.astype(np.float32), metrics)
+    return algorithms.make_output(episodes.to_rows(advantages), rows, metrics)
 
   def risk(
     self, sums: Float[np.ndarray, ' S'], quantiles: Float[np.ndarray, ' 2']

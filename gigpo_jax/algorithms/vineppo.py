@@ -18,8 +18,7 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Float
 
-from gigpo_jax import algorithms, batch, branching, options
-from gigpo_jax.algorithms import ppo
+from gigpo_jax import algorithms, batch, branching, options, row_stats
 
 PRESETS = {'vineppo': {'algorithm.discount': 1.0}}
 conflicts = branching.conflicts
@@ -65,14 +64,11 @@ class Algorithm:
     advantages = np.where(known, differences, 0)
     mask = rows.completion_mask & known[:, None]
     if self.whiten_advantages:
-      advantages = ppo.whiten(np.where(mask, advantages[:, None], 0), mask)[
-        :, 0
-      ]
+      by_token = np.where(mask, advantages[:, None], 0)
+      advantages = row_stats.whiten(by_token, mask)[:, 0]
+    mean = float(np.abs(advantages).sum() / max(known.sum(), 1))
     return algorithms.AlgorithmOutput(
-      advantages.astype(np.float32),
-      {'advantage/abs_mean': float(np.abs(advantages).sum() / known.sum())}
-      if known.any()
-      else {'advantage/abs_mean': 0.0},
+      advantages.astype(np.float32), {'advantage/abs_mean': mean}
     )
 
 
@@ -89,12 +85,7 @@ def value_differences(
     rewards: reward of each row.
     discount: discount per step.
   """
-  order = np.lexsort((rows.steps, rows.episodes, rows.groups))
-  following = np.zeros(len(order))
-  before, after = order[:-1], order[1:]
-  same = (rows.groups[before] == rows.groups[after]) & (
-    rows.episodes[before] == rows.episodes[after]
-  )
-  following[before[same]] = rows.state_values[after[same]]
+  index = row_stats.next_rows(rows)
+  following = np.where(index >= 0, rows.state_values[index], 0)
   differences = rewards + discount * following - rows.state_values
   return np.where(rows.real, differences, np.nan)

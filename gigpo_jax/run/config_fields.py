@@ -37,6 +37,10 @@ _DEPENDENT = {
     ],
     ('teacher.mu_peak', 'above 0', bool),
   ),
+  **dict.fromkeys(
+    ('sft.beta', 'sft.segment_turns'),
+    ('sft.loss', 'dpo', lambda loss: loss == 'dpo'),
+  ),
   'sft.rollouts': ('sft.rounds', 'above 0', bool),
   'loss.tis_level': ('loss.tis_clip', 'set', bool),
   'loss.kl_horizon': ('loss.kl_target', 'set', bool),
@@ -50,6 +54,7 @@ _DEPENDENT = {
     'stages',
     lambda draw: draw == 'stages',
   ),
+  'rollout.forced_members': ('rollout.prefixes', 'set', bool),
   'rollout.max_staleness': ('rollout.carry_over', 'above 0', bool),
   'rollout.earlier_thinking': (
     'env.context',

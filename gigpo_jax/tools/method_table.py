@@ -167,6 +167,21 @@ OPTIONS = {
       ),
     ),
   ),
+  'Pairs': (
+    '`gigpo_jax/preference.py`, `gigpo_jax/sft.py` (`launch/sft.py`); golden '
+    'values: `tests/preference_test.py`',
+    (
+      Option(
+        'sft.loss=dpo',
+        '2501.01821',
+        '-log sigmoid(beta (log-ratios of better - of worse turns))',
+        'a forward pass',
+      ),
+      Option(
+        'sft.segment_turns', '2501.01821', 'turns of each episode of a pair'
+      ),
+    ),
+  ),
   'Updates': (
     '`gigpo_jax/optimizer.py`, `gigpo_jax/learner.py`; golden values: '
     '`tests/optimizer_test.py`, `tests/torch_losses_test.py`, '
@@ -185,7 +200,8 @@ OPTIONS = {
   ),
   'Tasks, groups and evaluation': (
     '`gigpo_jax/group_filter.py`, `gigpo_jax/tasks.py`, '
-    '`gigpo_jax/evaluation.py`; golden values in the tests of the same names',
+    '`gigpo_jax/forced_prefixes.py`, `gigpo_jax/evaluation.py`; golden values '
+    'in the tests of the same names',
     (
       Option(
         'filter.drop_zero_variance',
@@ -194,6 +210,11 @@ OPTIONS = {
         'more episodes',
       ),
       Option('rollout.horizon', '2509.08755', 'limit of turns by iteration'),
+      Option(
+        'rollout.forced_members',
+        '2510.12838',
+        'members whose responses begin with each of rollout.prefixes',
+      ),
       Option('tasks.draw=uncertain', _NONE, 'chance of a task ~ p (1 - p)'),
       Option(
         'tasks.diversity_weight',
@@ -228,8 +249,10 @@ _INTRODUCTION = (
   'Symbols: E return of an episode, G discounted return from a step, A_E and '
   'A_S episode and step advantage, H entropy, p share of successes, sg no '
   'gradient. The docstrings define the others.',
-  'ST-PPO is missing: the formula of its clipping-triggered normalisation is '
-  'not public.',
+  'Of ST-PPO (2511.20718), only the ratios of turns are there, as '
+  '`loss.ratio_level=row`. Its clipping-triggered normalisation divides the '
+  'gradient by the norm of a term of the clipped tokens. The equations could '
+  'not be read, and public summaries of them contradict each other.',
 )
 
 

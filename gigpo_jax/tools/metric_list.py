@@ -168,6 +168,16 @@ SECTIONS = (
         'anchor_groups_of_8_and_more', 'share', 'anchor groups of 8 or more'
       ),
       Metric('gain_mean', '1', "`igpo`: mean gain of the answer's probability"),
+      Metric(
+        'cheap_success',
+        'share',
+        '`a2fm`: successes of members forced into the cheapest mode',
+      ),
+      Metric(
+        'dear_share',
+        'share',
+        '`a2fm`: free members that chose a dearer mode',
+      ),
       Metric('episode_abs_mean', '1', 'mean of |episode advantage|'),
       Metric('step_abs_mean', '1', 'mean of |step advantage|'),
       Metric('episode_std', '1', 'standard deviation of episode advantages'),
@@ -324,6 +334,15 @@ SECTIONS = (
     (
       Metric('loss', '1', "mean loss of the teacher's tokens"),
       Metric('tokens', 'tokens', "the teacher's tokens"),
+    ),
+  ),
+  Section(
+    'Preferences',
+    'Only with `sft.loss=dpo` (`launch/sft.py`): pairs before their update.',
+    ('preference/',),
+    (
+      Metric('margin', '1', "mean margin of the pairs, DPO's implicit reward"),
+      Metric('accuracy', 'share', 'pairs with a margin above 0'),
     ),
   ),
   Section(

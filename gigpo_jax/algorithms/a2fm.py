@@ -1,0 +1,112 @@
+"""A2FM (arXiv:2510.12838): the reward of APO, which teaches cheap modes.
+
+The paper's name is Adaptive Policy Optimization. A response begins with one of
+`rollout.prefixes`, its mode; the first one is the cheapest. The same number of
+members of a group is forced into each mode, and the others choose one. With p
+the share of successes of the members that are forced into the cheapest mode,
+the reward of an episode is
+
+    r = acc adapt fmt,
+    adapt = 1 - p^alpha if the task is easy and a dearer mode was chosen,
+    acc = 1 for a success, fmt = 1 if all responses are valid and have a mode;
+
+adapt is 1 and the other factors are 0 otherwise. The advantage is (r - mean) /
+(std + 1e-6) over the group. A task is easy if p is at least `easy_rate`. Forced
+members have chosen nothing, and so have adapt = 1.
+
+# Differs from the paper: the bound of easy tasks is not public, so `easy_rate`
+is an option; success and the validity of responses take the place of the
+judge's verdict and the paper's format.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import ClassVar
+
+import ml_collections
+import numpy as np
+from jaxtyping import Float
+
+from gigpo_jax import algorithms, batch, options, row_stats
+
+PRESETS = {
+  'a2fm': {
+    'rollout.prefixes': ('<action>', '<think>'),
+    'rollout.forced_members': 2,
+    'env.require_think': False,
+  }
+}
+
+_PAIR = 2  # Modes to choose from.
+
+
+def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a line if there are no modes, or no member that shows p."""
+  texts, forced = config.rollout.prefixes, config.rollout.forced_members
+  if len(texts) < _PAIR:
+    yield (
+      f'rollout.prefixes={tuple(texts)}: a2fm chooses between modes; must be '
+      'at least two texts, the cheapest mode first'
+    )
+  elif not forced:
+    yield (
+      f'rollout.forced_members={forced}: a2fm needs the success of the '
+      'cheapest mode; must be at least 1'
+    )
+  thoughtless = [text for text in texts if '<think>' not in text]
+  if config.env.get('require_think') and thoughtless:
+    yield (
+      f'env.require_think=True: a response that begins with {thoughtless[0]} '
+      'is invalid; must be False for a2fm with this mode'
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+  """A = z(success * valid * (1 - p^alpha if an easy task was costly)).
+
+  Attributes:
+    cost_power: alpha.
+    easy_rate: share of successes in the cheapest mode from which on a task is
+      easy.
+  """
+
+  needs_values: ClassVar[bool] = False
+  needs_group: ClassVar[bool] = True
+
+  cost_power: float = options.number(2.0, above=0)
+  easy_rate: float = options.number(0.5, above=0, high=1)
+
+  def __post_init__(self):
+    options.check(self)
+
+  def compute_advantages(
+    self, rows: batch.Rows, values=None
+  ) -> algorithms.AlgorithmOutput:
+    """Returns one advantage per row, 0 for padding."""
+    del values
+    episodes = row_stats.episodes(rows)
+    rewards, metrics = self.rewards(rows, episodes)
+    by_episode = row_stats.z_scores(rewards, episodes.groups)
+    return algorithms.make_output(episodes.to_rows(by_episode), rows, metrics)
+
+  def rewards(
+    self, rows: batch.Rows, episodes: row_stats.Episodes
+  ) -> tuple[Float[np.ndarray, ' E'], dict[str, float]]:
+    """Returns the reward r of each episode, and metrics."""
+    forced = episodes.any(rows.forced)
+    dear = episodes.any(rows.prefixes > 0)
+    wrong = episodes.any(~rows.valid | (rows.prefixes < 0))
+    shows = forced & ~dear  # Forced into the cheapest mode.
+    counts = np.bincount(episodes.groups, weights=shows)
+    wins = np.bincount(episodes.groups, weights=shows & episodes.success)
+    p = (wins / np.maximum(counts, 1))[episodes.groups]
+    costly = ~forced & dear & (p >= self.easy_rate)
+    adapt = np.where(costly, 1 - p**self.cost_power, 1)
+    metrics = {
+      'advantage/cheap_success': float(wins.sum() / max(counts.sum(), 1))
+    }
+    if not forced.all():
+      free_dear = dear[~forced].mean()
+      metrics['advantage/dear_share'] = float(free_dear)
+    return episodes.success * adapt * ~wrong, metrics
