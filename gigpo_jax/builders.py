@@ -150,6 +150,7 @@ def make_runner(
     schedule=config.rollout.schedule,
     earlier_thinking=config.rollout.earlier_thinking,
     scorer=scorer,
+    agents=tuple(config.lora.agents),
   )
 
 
@@ -367,6 +368,7 @@ def rows_kwargs(config: ml_collections.ConfigDict) -> dict:
     'anchor_history': algorithm.anchor_history,
     'components': tuple(algorithm.components),
     'agent_rewards': config.reward.agents,
+    'agents': tuple(config.lora.agents),
   }
 
 

@@ -148,6 +148,7 @@ class EpisodeRunner:
       `conversation.THINKING`.
     scorer: computes rewards of training episodes by functions; None: there are
       no functions.
+    agents: names of the agents that have adapters of their own; (): none has.
     clock: timing of the last rollout.
     stats: statistics of the sampler in the last rollout.
   """
@@ -160,6 +161,7 @@ class EpisodeRunner:
   schedule: str = 'async'
   earlier_thinking: str = 'keep'
   scorer: reward_functions.Scorer | None = None
+  agents: Sequence[str] = ()
   clock: RolloutClock = dataclasses.field(default_factory=RolloutClock)
   stats: sampler.Stats = dataclasses.field(default_factory=sampler.Stats)
 
@@ -277,6 +279,16 @@ class EpisodeRunner:
     if episode.ticket is None:
       return played
     return self.scorer.apply(episode.ticket, played)
+
+  def agent_error(self, observation: base.Observation) -> str:
+    """Returns why an observation's agent has no adapter; '' if it has one."""
+    if not self.agents or observation.agent in self.agents:
+      return ''
+    return f'agent {observation.agent!r} is not in lora.agents={self.agents}'
+
+  def agent_index(self, observation: base.Observation) -> int:
+    """Returns the index of the adapter of an observation's agent."""
+    return self.agents.index(observation.agent) if self.agents else 0
 
   def prefetch(
     self, tasks: Sequence[base.Task], num_members: int, num_before: int = 0
@@ -457,6 +469,7 @@ class _Rollout:
       limit, first = self._runner.max_prompt_tokens, episode.first_observation
       if observation and (
         reason := conversation.prompt_error(observation, limit, first)
+        or self._runner.agent_error(observation)
       ):
         episode.failure = str(self._pool.refuse(env, reason))
         observation = None
@@ -494,6 +507,7 @@ class _Rollout:
         stream=(*episode.conversation, len(episode.steps)),
         sampling=episode.batch.sampling,
         conversation=episode.conversation,
+        agent=self._runner.agent_index(observation),
       )
       turn = functools.partial(
         trajectory.SampledTurn,
