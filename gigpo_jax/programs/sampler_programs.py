@@ -366,7 +366,7 @@ def parameter_bytes(config: qwen.QwenConfig, weights: str) -> int:
     config: shape of the model.
     weights: one of WEIGHTS.
   """
-  copy = _sampled(config, True)
+  copy = _sampled(config, weights != 'adapters')
   prepare = functools.partial(_prepare, config, copy, weights == 'int8')
   params = jax.eval_shape(
     lambda: prepare(parameters.init(config, jax.random.key(0)), {})
