@@ -11,6 +11,7 @@ Variants are joined by commas:
   in rooms of ALFRED's size; `smoke` for tests;
 - an algorithm: `grpo`, `ppo`, ...;
 - `conversation`: an episode is one growing conversation;
+- `planner`: a planner takes the first turn, an actor all others;
 - other changes, see `variants.CHANGES`.
 
 Published success on valid_seen, mean of 3 seeds, 150 iterations: 1.5B GiGPO
@@ -26,14 +27,13 @@ from configs import base, sizes, variants
 # Learning rates of `:mini`; see sizes.use_mini.
 RATES = {'gigpo': 1.5e-4, 'hgpo': 1.5e-4}
 
+CHANGES = (*variants.CONVERSATION_CHANGES, 'planner')
 SIZES = ('0.5b', '1.5b', '7b', 'small', 'tiny', 'mini', 'mini_full', 'smoke')
 
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
   """Returns the experiment; `arg` is a comma-separated list of variants."""
-  size, changes = variants.parse(
-    arg, 'alfworld', sizes=SIZES, changes=variants.CONVERSATION_CHANGES
-  )
+  size, changes = variants.parse(arg, 'alfworld', sizes=SIZES, changes=CHANGES)
   size = size or '1.5b'
   config = _paper()
   config.variant = ','.join([size, *changes])
@@ -54,7 +54,9 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     sizes.use_smoke(config)
   if size == '7b':
     config.learner.microbatch_tokens = 20_480
-  variants.apply(config, changes)
+  variants.apply(config, [c for c in changes if c != 'planner'])
+  if 'planner' in changes:
+    _use_planner(config)
   if 'conversation' in changes:
     _make_room_for_turns(config)
   return config
@@ -163,6 +165,23 @@ def _make_room_for_turns(config: ml_collections.ConfigDict) -> None:
     if config.model.path == 'configs/warm_starts/alfworld_tiny':
       config.model.path += '_conversation'
     config.learner.microbatch_tokens = 6_000
+
+
+def _use_planner(config: ml_collections.ConfigDict) -> None:
+  """Selects two agents; a small planner has room for five or six actions."""
+  config.env.name = 'envs.alfworld.planner'
+  if config.env.prompt_style != 'brief':
+    return
+  config.env.max_plan_chars = 120
+  if config.model.path == 'configs/warm_starts/alfworld_tiny':
+    config.model.path += '_planner'
+  config.rollout.max_completion_tokens = 72
+  config.learner.length_buckets = (160, 192, 224, 256, 392)
+  config.learner.microbatch_tokens = 3136
+  # From the warm start without a planner.
+  config.sft.init = ''
+  config.sft.num_episodes = 400
+  config.sft.learning_rate = 2e-3
 
 
 def _full_rooms(config: ml_collections.ConfigDict) -> None:

@@ -513,6 +513,9 @@ def _lora_section() -> ml_collections.ConfigDict:
   lora.rank = 0
   lora.alpha = 32.0
   lora.targets = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
+  # Agents of the environment, such as ('planner', 'actor'), that have an
+  # adapter each. (): one adapter for all.
+  lora.agents = ()
   return lora
 
 

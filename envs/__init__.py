@@ -15,6 +15,7 @@ An environment is a module with a class `Env` and a function
     DATA: a `base.Data`, if it reads official data. `Env` takes an argument
       `data_dir`.
     PRESETS: variant -> {config field: value}, the changes of config variants.
+    agents(kwargs): names of its agents, if there are several; default: ().
     uses_tools(kwargs): whether its conversations have tools; default False.
     check_options(kwargs): yields a line for each wrong option.
     check_installation(kwargs): yields a line for each missing requirement.
@@ -122,6 +123,12 @@ def uses_tools(name: str, kwargs: Mapping[str, Any]) -> bool:
   """Returns whether the conversations of an environment have tools."""
   own = getattr(_module(name), 'uses_tools', None)
   return bool(own and own(kwargs))
+
+
+def agents(name: str, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+  """Returns the names of an environment's agents; () if there is only one."""
+  own = getattr(_module(name), 'agents', None)
+  return tuple(own(kwargs)) if own else ()
 
 
 def answer_start(name: str, kwargs: Mapping[str, Any]) -> str | None:

@@ -11,7 +11,7 @@ import dataclasses
 import io
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,12 @@ def conflicts(config: Any) -> Iterator[str]:
       f'reward.agents={config.reward.agents}: the players of env.opponent='
       f'{opponent} have opposite rewards; must be own'
     )
+
+
+def agents(kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+  """Returns the names of the players that the policy plays."""
+  self_play, _ = textarena_opponents.split_self(kwargs.get('opponent', ''))
+  return ('player 0', 'player 1') if self_play else ()
 
 
 class RandomState:
@@ -337,8 +343,8 @@ class Env:
     return seat.observe(self._actions, self._agent(player))
 
   def _agent(self, player: int) -> str:
-    """Returns the name of a player as an agent; '' if there is only one."""
-    return f'player {player}' if len(self._own_players) > 1 else ''
+    """Returns the name of a player as an agent; '' without self-play."""
+    return f'player {player}' if self._self_play else ''
 
   def _reply(self) -> bool:
     """Plays the opponent's turns; returns whether the game is over."""

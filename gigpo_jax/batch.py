@@ -52,7 +52,8 @@ class Rows:
     state_values: mean return of episodes played from the state in which the
       turn was taken (`continuations`), or the probability of the answer there
       (`answer_scores`); NaN if unknown.
-    agents: index of the agent that took the turn, in alphabetical order.
+    agents: index of the agent that took the turn, in the order of
+      `lora.agents`, otherwise in alphabetical order.
     responses: dense id of the sampled response. A branch (`branching`) has the
       responses of the turns that it repeats; all others are distinct.
     prefixes: index of the prefix of `rollout.prefixes` with which the response
@@ -144,6 +145,7 @@ def from_trajectories(
   components: Sequence[str] = (),
   agent_rewards: str = 'team',
   prefixes: Sequence[str] = (),
+  agents: Sequence[str] = (),
   seed: Sequence[int] = (0,),
 ) -> Rows:
   """Returns the steps of all episodes as rows.
@@ -162,6 +164,7 @@ def from_trajectories(
       metrics of the environment.
     agent_rewards: one of AGENT_REWARDS.
     prefixes: texts with which responses may begin; see `Rows.prefixes`.
+    agents: names of the agents that have adapters of their own; (): none has.
     seed: for anchor='shuffled': seed of the run and iteration.
 
   Raises:
@@ -193,7 +196,7 @@ def from_trajectories(
     history=anchor_history,
     seed=seed,
   )
-  _set_agents(rows, [episode for _, episode in complete])
+  _set_agents(rows, [episode for _, episode in complete], agents)
   rows.responses[: len(steps)] = _response_ids([e for _, e in complete])
   action_ids: dict[tuple[int, str], int] = {}
   for r, (episode, index, t, step) in enumerate(steps):
@@ -207,10 +210,14 @@ def from_trajectories(
   return rows
 
 
-def _set_agents(rows: Rows, episodes: Sequence[trajectory.Trajectory]) -> None:
+def _set_agents(
+  rows: Rows,
+  episodes: Sequence[trajectory.Trajectory],
+  agents: Sequence[str],
+) -> None:
   """Writes agents and groups; a group with several agents becomes several."""
   pairs = [(t.group, agent) for t in episodes for agent in t.agents]
-  names = sorted({agent for _, agent in pairs})
+  names = list(agents) or sorted({agent for _, agent in pairs})
   rows.agents[: len(pairs)] = [names.index(agent) for _, agent in pairs]
   ids = {pair: n for n, pair in enumerate(dict.fromkeys(pairs))}
   rows.groups[: len(pairs)] = [

@@ -152,6 +152,7 @@ def make_runner(
     earlier_thinking=config.rollout.earlier_thinking,
     scorer=scorer,
     prefixes=_make_prefixes(config, policy.tokenizer),
+    agents=tuple(config.lora.agents),
   )
 
 
@@ -398,6 +399,7 @@ def rows_kwargs(config: ml_collections.ConfigDict) -> dict:
     'components': tuple(algorithm.components),
     'agent_rewards': config.reward.agents,
     'prefixes': tuple(rollouts.prefixes),
+    'agents': tuple(config.lora.agents),
   }
 
 

@@ -149,6 +149,7 @@ class Learner:
       microbatch_tokens,
       mesh_lib.batch_shards(mesh),
       length_buckets,
+      by_agent=bool(config.adapters and config.adapters.agents),
     )
     self._packer = make_packer(
       max_completion_tokens, share=share_prompts, turns=turns
@@ -560,13 +561,9 @@ class Learner:
   ) -> dict[str, Any]:
     """Returns the arrays of an empty microbatch for a program."""
     row = np.zeros(1, np.float32)
-    is_teacher = program == 'teacher'
-    columns = dict.fromkeys(
-      self._teacher_columns if is_teacher else self.columns, row
-    )
-    is_signals = program == 'signals'
-    packer = self._signal_packer if is_signals else self._packer
-    return _gather(packer.empty(shape), columns, row)
+    names = {'teacher': self._teacher_columns}.get(program, self.columns)
+    packer = {'signals': self._signal_packer}.get(program, self._packer)
+    return _gather(packer.empty(shape), dict.fromkeys(names, row), row)
 
 
 def _zeros(rows: batch.Rows) -> np.ndarray:

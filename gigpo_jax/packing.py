@@ -50,6 +50,7 @@ class Microbatch:
     column: index of each completion token in its completion.
     mask: true for completion tokens, false for padding at the end of a shard.
     local_rows: index of each completion token's row among its shard's rows.
+    agents: agent of each token; None if one adapter, or none, is for all.
   """
 
   rows: Int[np.ndarray, ' R']
@@ -62,10 +63,12 @@ class Microbatch:
   column: Int[np.ndarray, 'S N']
   mask: Bool[np.ndarray, 'S N']
   local_rows: Int[np.ndarray, 'S N']
+  agents: Int[np.ndarray, 'B L'] | None = None
 
   def inputs(self) -> dict[str, np.ndarray]:
     """Returns the arrays that a compiled program takes."""
-    return {
+    arrays = {} if self.agents is None else {'agents': self.agents}
+    return arrays | {
       'tokens': self.tokens,
       'positions': self.positions,
       'ends': self.ends,
@@ -137,6 +140,8 @@ class Packer:
     share: whether rows that begin with the same prompt form one pack.
     turns: largest number of completions in a row of a conversation, which may
       contain those of earlier turns; 1 if every turn has its own prompt.
+    by_agent: whether each agent has an adapter of its own; then rows of
+      different agents share nothing, and microbatches have `agents`.
 
   Attributes:
     shapes: the shapes of microbatches; see `shapes`.
@@ -152,6 +157,7 @@ class Packer:
     *,
     share: bool = False,
     turns: int = 1,
+    by_agent: bool = False,
   ):
     self.shapes = shapes(max_tokens, shards, length_buckets)
     self._shards = shards
@@ -167,7 +173,7 @@ class Packer:
     self.largest_shapes = tuple(
       Shape(sizes[0], length) for length, sizes in self._sizes.items()
     )
-    self._share = share
+    self._share, self._by_agent = share, by_agent
     self.reset_metrics()
 
   def microbatches(
@@ -212,7 +218,8 @@ class Packer:
   ) -> list[np.ndarray]:
     """Groups rows that may share a pack, in order of their first rows.
 
-    These are the rows whose prompts begin with the shortest prompt of a group.
+    These are the rows whose prompts begin with the shortest prompt of a group;
+    with adapters of agents, only rows of one agent.
 
     Args:
       rows: rows of an iteration.
@@ -222,8 +229,11 @@ class Packer:
     """
     if not self._share:
       return [index[n : n + 1] for n in range(len(index))]
+    # The agent counts as the first token.
+    keys = rows.agents * self._by_agent
     prompts = [
-      rows.tokens[r, : rows.prompt_lengths[r]].tobytes() for r in index
+      keys[r].tobytes() + rows.tokens[r, : rows.prompt_lengths[r]].tobytes()
+      for r in index
     ]
     root, roots = None, {}
     # Sorted, a prompt is directly followed by those that begin with it.
@@ -292,7 +302,10 @@ class Packer:
   def _arrays(self, shape: Shape) -> '_Arrays':
     per_shard = shape.sequences // self._shards
     return _Arrays(
-      shape, self._shards, per_shard * self._max_targets[shape.length]
+      shape,
+      self._shards,
+      per_shard * self._max_targets[shape.length],
+      by_agent=self._by_agent,
     )
 
   def _build(
@@ -440,10 +453,13 @@ def _next_size(sizes: Sequence[int], count: int) -> int:
 class _Arrays:
   """The arrays of a microbatch, filled one pack at a time."""
 
-  def __init__(self, shape: Shape, shards: int, capacity: int):
+  def __init__(
+    self, shape: Shape, shards: int, capacity: int, *, by_agent: bool
+  ):
     self._per_shard = shape.sequences // shards
     self.tokens = np.zeros((shape.sequences, shape.length), np.int32)
     self._positions = self.tokens.copy()
+    self._agents = self.tokens.copy() if by_agent else None
     self._ends = self.tokens + np.arange(1, shape.length + 1, dtype=np.int32)
     # The fields before, targets, row, column and local_rows.
     self._lists = np.zeros((5, shards, capacity), np.int32)
@@ -459,6 +475,8 @@ class _Arrays:
     b, offset = shard * self._per_shard + row, row * self.tokens.shape[1]
     # Index in the sequence of each token of the row that was written last.
     path = np.zeros(0, np.int64)
+    if self._agents is not None:
+      self._agents[b, start : start + pack.length] = rows.agents[pack.rows[0]]
     for n, r in enumerate(pack.rows):
       shared = _common_prefix(rows, pack.rows[n - 1], r) if n else 0
       self._ends[b, path[shared:]] = start
@@ -498,4 +516,5 @@ class _Arrays:
       *lists,
       self._mask,
       local_rows,
+      self._agents,
     )

@@ -1,10 +1,11 @@
 """Which tokens each row of the key/value cache holds, and which row is next.
 
-A request reuses the longest prefix of its prompt that any row holds, and only
-the rest is prefilled. After a request of a conversation, its row keeps the keys
-and values for the next turn. If other requests need the row, they are moved to
-a parked row, which is not decoded, or lost. Plain NumPy on the host: the arrays
-on the devices belong to `sampler_cache`, which executes the moves.
+A request reuses the longest prefix of its prompt that any row of its agent
+holds, and only the rest is prefilled. After a request of a conversation, its
+row keeps the keys and values for the next turn. If other requests need the row,
+they are moved to a parked row, which is not decoded, or lost. Plain NumPy on
+the host: the arrays on the devices belong to `sampler_cache`, which executes
+the moves.
 
 Which positions are reused decides whether samples depend on reuse. Keys and
 values are equal bit for bit if the same program prefilled them. A decoding step
@@ -34,6 +35,7 @@ class Move:
     start: position of the first token.
     tokens: tokens to prefill, possibly none.
     level: a move needs all moves of lower levels and none of its own level.
+    agent: index of the adapter that computes the tokens.
   """
 
   row: int
@@ -41,6 +43,7 @@ class Move:
   start: int
   tokens: np.ndarray
   level: int
+  agent: int = 0
 
 
 class PrefixCache:
@@ -66,6 +69,8 @@ class PrefixCache:
     # Number of tokens of each row whose keys and values may be reused; -1: the
     # row is empty.
     self._valid_N = np.full(count, -1)
+    # The agent whose adapter computed them.
+    self._agents_N = np.zeros(count, int)
     self._running_N = np.zeros(count, bool)
     # Whether a row belongs to a conversation that is not running.
     self._waiting_N = np.zeros(count, bool)
@@ -89,7 +94,10 @@ class PrefixCache:
     return moves
 
   def place(
-    self, prompt: np.ndarray, conversation: Hashable | None = None
+    self,
+    prompt: np.ndarray,
+    conversation: Hashable | None = None,
+    agent: int = 0,
   ) -> tuple[int, int] | None:
     """Places a request; returns its slot and the number of reused tokens.
 
@@ -97,6 +105,7 @@ class PrefixCache:
       prompt: its tokens.
       conversation: id of its conversation, whose next turn begins with this
         prompt; None: it has none.
+      agent: index of its adapter; rows of other agents are not reused.
 
     Returns:
       None if all slots are running.
@@ -106,7 +115,7 @@ class PrefixCache:
     if self._reuse == 'none':
       conversation = None
     own = self._row_of.get(conversation)
-    source, start = self._find(prompt, own)
+    source, start = self._find(prompt, own, agent)
     slot = self._choose_slot(own)
     if own is not None:
       self._release(own)
@@ -118,8 +127,9 @@ class PrefixCache:
       tokens = prompt[:0] if source is not None else prompt
       reused = len(prompt) - len(tokens)
     if len(tokens) or source not in (None, slot):
-      self._move(slot, source, start, tokens)
+      self._move(slot, source, start, tokens, agent)
     self._tokens_NS[slot, : len(prompt)] = prompt
+    self._agents_N[slot] = agent
     self._valid_N[slot] = last
     self._running_N[slot] = True
     self._conversations[slot] = conversation
@@ -169,20 +179,22 @@ class PrefixCache:
     return np.flatnonzero(valid >= 0).tolist()
 
   def _find(
-    self, prompt: np.ndarray, own: int | None
+    self, prompt: np.ndarray, own: int | None, agent: int
   ) -> tuple[int | None, int]:
     """Returns the row with the longest prefix of a prompt, and its length.
 
     Args:
       prompt: its tokens.
       own: row of the request's conversation, which is compared first.
+      agent: the agent of the row.
     """
     last = len(prompt) - 1
+    valid_N = np.where(self._agents_N == agent, self._valid_N, -1)
     if self._reuse == 'none':
-      rows = np.flatnonzero(self._valid_N == last)
+      rows = np.flatnonzero(valid_N == last)
       same = (self._tokens_NS[rows, : last + 1] == prompt).all(axis=1)
       return (int(rows[same.argmax()]), last) if same.any() else (None, 0)
-    if own is not None:
+    if own is not None and self._agents_N[own] == agent:
       valid = self._valid_N[own]
       if (
         valid <= last and (self._tokens_NS[own, :valid] == prompt[:valid]).all()
@@ -193,7 +205,7 @@ class PrefixCache:
     np.not_equal(
       self._tokens_NS[:, :last], prompt[:last], out=different_NS[:, :last]
     )
-    common_N = np.minimum(different_NS.argmax(axis=1), self._valid_N)
+    common_N = np.minimum(different_NS.argmax(axis=1), valid_N)
     row = int(common_N.argmax())
     length = int(common_N[row])
     return (row, length) if length > 0 else (None, 0)
@@ -230,6 +242,7 @@ class PrefixCache:
     length = self._valid_N[slot]
     self._move(row, slot, int(length), self._tokens_NS[slot, :0])
     self._tokens_NS[row] = self._tokens_NS[slot]
+    self._agents_N[row] = self._agents_N[slot]
     self._valid_N[row] = length
     self._conversations[row] = conversation
     self._waiting_N[row] = True
@@ -242,7 +255,12 @@ class PrefixCache:
     self._waiting_N[row] = False
 
   def _move(
-    self, row: int, source: int | None, start: int, tokens: np.ndarray
+    self,
+    row: int,
+    source: int | None,
+    start: int,
+    tokens: np.ndarray,
+    agent: int = 0,
   ) -> None:
     level = 1 + max(
       self._written.get(source, -1),
@@ -252,4 +270,4 @@ class PrefixCache:
     self._written[row] = level
     if source is not None:
       self._read[source] = max(level, self._read.get(source, -1))
-    self._moves.append(Move(row, source, start, tokens, level))
+    self._moves.append(Move(row, source, start, tokens, level, agent))

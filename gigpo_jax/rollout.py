@@ -150,6 +150,7 @@ class EpisodeRunner:
     scorer: computes rewards of training episodes by functions; None: there are
       no functions.
     prefixes: forced prefixes of training episodes.
+    agents: names of the agents that have adapters of their own; (): none has.
     clock: timing of the last rollout.
     stats: statistics of the sampler in the last rollout.
   """
@@ -163,6 +164,7 @@ class EpisodeRunner:
   earlier_thinking: str = 'keep'
   scorer: reward_functions.Scorer | None = None
   prefixes: forced_prefixes.ForcedPrefixes = forced_prefixes.ForcedPrefixes()
+  agents: Sequence[str] = ()
   clock: RolloutClock = dataclasses.field(default_factory=RolloutClock)
   stats: sampler.Stats = dataclasses.field(default_factory=sampler.Stats)
 
@@ -283,6 +285,16 @@ class EpisodeRunner:
     if episode.ticket is None:
       return played
     return self.scorer.apply(episode.ticket, played)
+
+  def agent_error(self, observation: base.Observation) -> str:
+    """Returns why an observation's agent has no adapter; '' if it has one."""
+    if not self.agents or observation.agent in self.agents:
+      return ''
+    return f'agent {observation.agent!r} is not in lora.agents={self.agents}'
+
+  def agent_index(self, observation: base.Observation) -> int:
+    """Returns the index of the adapter of an observation's agent."""
+    return self.agents.index(observation.agent) if self.agents else 0
 
   def prefetch(
     self, tasks: Sequence[base.Task], num_members: int, num_before: int = 0
@@ -465,6 +477,7 @@ class _Rollout:
       limit, first = self._max_prompt, episode.first_observation
       if observation and (
         reason := conversation.prompt_error(observation, limit, first)
+        or self._runner.agent_error(observation)
       ):
         episode.failure = str(self._pool.refuse(env, reason))
         observation = None
@@ -504,6 +517,7 @@ class _Rollout:
         stream=(*episode.conversation, len(episode.steps)),
         sampling=episode.batch.sampling,
         conversation=episode.conversation,
+        agent=self._runner.agent_index(observation),
       )
       turn = functools.partial(
         trajectory.SampledTurn,

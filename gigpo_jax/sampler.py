@@ -384,9 +384,8 @@ class Sampler:
         'the sampler accepts them with truncates=True'
       )
     self._num_submitted += 1
-    self._submitted.append(
-      Entry(self._num_submitted, request, limit, request.conversation)
-    )
+    entry = Entry(self._num_submitted, request, limit, request.conversation)
+    self._submitted.append(entry)
     return self._num_submitted
 
   def end_conversation(self, conversation: Hashable) -> None:
@@ -464,7 +463,10 @@ class Sampler:
     prefixes, start = self._cache.prefixes, time.monotonic()
     while self._waiting:
       entry = self._waiting[0]
-      placed = prefixes.place(entry.request.prompt_ids, entry.conversation)
+      request = entry.request
+      placed = prefixes.place(
+        request.prompt_ids, entry.conversation, request.agent
+      )
       if placed is None:
         break
       slot, reused = placed
@@ -578,9 +580,8 @@ def _step_inputs(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns `sampler_programs` INTEGERS with the stream, and FLOATS, [B, X]."""
   num_integers = len(sampler_programs.INTEGERS)
-  integers = np.zeros(
-    (rows, num_integers + sampler_programs.STREAM_SIZE), np.int32
-  )
+  width = num_integers + sampler_programs.STREAM_SIZE
+  integers = np.zeros((rows, width), np.int32)
   floats = np.ones((rows, len(sampler_programs.FLOATS)), np.float32)
   for slot, entry in entries:
     request, options = entry.request, entry.request.sampling
@@ -590,10 +591,10 @@ def _step_inputs(
       request.prompt_ids[-1],
       len(request.prompt_ids) - 1,
       entry.limit,
+      request.agent,
       options.top_k,
     )
-    integers[slot, num_integers:] = np.array(request.stream, np.uint32).view(
-      np.int32
-    )
+    stream = np.array(request.stream, np.uint32)
+    integers[slot, num_integers:] = stream.view(np.int32)
     floats[slot] = options.temperature, options.top_p, options.min_p
   return integers, floats

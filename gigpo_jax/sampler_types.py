@@ -25,6 +25,7 @@ class Request:
     max_tokens: maximum length of the completion; None: the sampler's maximum.
     conversation: id of the conversation whose next turn this is; the slot keeps
       its keys and values until `Sampler.end_conversation`. None: it has none.
+    agent: index of the agent's adapter; 0 if one adapter, or none, is for all.
   """
 
   prompt_ids: np.ndarray
@@ -32,6 +33,7 @@ class Request:
   sampling: Sampling = Sampling()
   max_tokens: int | None = None
   conversation: Hashable | None = None
+  agent: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -121,6 +121,11 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
   """
   scratch = config.sft.init == 'scratch'
   config_lib.validate(config, needs_model=not scratch)
+  if config.lora.agents:
+    raise ValueError(
+      f'lora.agents={tuple(config.lora.agents)}: the steps to imitate name no '
+      'agent; must be () for a warm start'
+    )
   episode_set = open_episodes(config) if config.sft.data else None
   run_config.check_workdir(workdir)
   run_paths = (pathlib.Path(workdir) / name for name in _RUN_FILES)

@@ -1,8 +1,11 @@
 """Tests of several agents: rewards, groups, advantages, planner and actor."""
 
 import dataclasses
+import json
 
+import jax
 import numpy as np
+import preloaded
 import programs
 import pytest
 import small_runs
@@ -70,6 +73,16 @@ def test_agents_are_compared_with_themselves():
   np.testing.assert_allclose(
     actual[:4], [0.5**0.5, 0.5**0.5, -(0.5**0.5), -(0.5**0.5)], atol=1e-5
   )
+
+
+def test_agents_with_adapters_have_a_fixed_order():
+  episodes = [_episode(0, ('b', 1.0)), _episode(1, ('b', 0.0), ('a', 2.0))]
+  options = {'agent_rewards': 'own', 'agents': ('a', 'b', 'c')}
+  rows = batch.from_trajectories(episodes[:1], **SIZES, **options)
+  assert rows.agents[0] == 1
+  rows = batch.from_trajectories(episodes, **SIZES, **options)
+  assert rows.agents[:3].tolist() == [1, 1, 0]
+  assert rows.groups[:4].tolist() == [0, 0, 1, -1]
 
 
 def test_pooled_advantages_differ():
@@ -252,6 +265,24 @@ def test_the_actor_reads_the_plan():
   env.close()
 
 
+def test_a_plan_has_whole_actions():
+  assert envs.agents('envs.alfworld.planner', {}) == ('planner', 'actor')
+  assert envs.agents('alfworld', {}) == ()
+  task, plans = base.Task('train', 1), []
+  for limit in (400, 40):
+    env = planner.Env(**TINY, max_plan_chars=limit)
+    plan = next(env.demonstrate(task, noise=0.0, seed=0))[1]
+    plans.append(
+      plan.removeprefix('<plan>').removesuffix('</plan>').split(', ')
+    )
+    assert len(', '.join(plans[-1])) <= limit
+    env.reset(task)
+    assert len(env.step('x' * 500).action) == limit
+    env.close()
+  whole, short = plans
+  assert 0 < len(short) < len(whole) and short == whole[: len(short)]
+
+
 def test_the_expert_plans_and_plays():
   env = envs.make('envs.alfworld.planner', generator={}, prompt_style='brief')
   task = base.Task('train', 1)
@@ -264,6 +295,47 @@ def test_the_expert_plans_and_plays():
     result = env.step(response)
   assert result.success
   env.close()
+
+
+ADAPTERS = (
+  "--config.lora.agents=('planner','actor')",
+  '--config.lora.rank=2',
+  '--config.learner.share_prompts=True',
+  '--config.rollout.prompt_buckets=(320,)',
+  '--config.learner.length_buckets=(392,)',
+  '--config.model.path=configs/warm_starts/alfworld_tiny',
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_with_an_adapter_per_agent_resumes(tmp_path):
+  whole, parts = tmp_path / 'whole', tmp_path / 'parts'
+  variant = 'smoke,planner,lora'
+
+  def run(workdir, *more):
+    return preloaded.run(
+      small_runs.small(workdir, *ADAPTERS, *more, variant=variant)
+    )
+
+  run(whole)
+  run(parts, '--config.num_iterations=2')
+  assert 'resuming' in run(parts)
+  assert small_runs.read_lines(parts) == small_runs.read_lines(whole)
+  states = [small_runs.read_state(path) for path in (parts, whole)]
+  jax.tree.map(np.testing.assert_array_equal, *states)
+  for folder in ('policy', 'adapters'):
+    names = sorted(path.name for path in (whole / folder).iterdir())
+    assert names == ['actor', 'planner']
+  config = json.loads(
+    (whole / 'adapters/actor/adapter_config.json').read_text()
+  )
+  assert config['r'] == 2
+  # The number of adapters must be that of the checkpoint.
+  command = small_runs.small(parts, *ADAPTERS, '--config.lora.agents=()')
+  refused = preloaded.Process([*command, '--allow_config_change'])
+  _, errors = refused.communicate(timeout=400)
+  assert refused.returncode and 'lora' in errors or 'shape' in errors
 
 
 @pytest.mark.slow

@@ -103,6 +103,7 @@ FIELDS = (
   _field('learner.max_skipped_in_row', 0, 'at least 1'),
   _field('lora.rank', -1, 'at least 0'),
   _field('lora.targets', ('q', 'w'), 'must be one or more of'),
+  _field('lora.agents', ('a', 'a'), 'must be two or more different names'),
   _field('mesh.tensor', 0, 'at least 1, or -1'),
   _field('mesh.data', -1, 'at most one axis'),
   dataclasses.replace(

@@ -19,6 +19,24 @@ def _moves(cache: prefix_cache.PrefixCache) -> list[tuple]:
   ]
 
 
+@pytest.mark.parametrize('reuse', prefix_cache.REUSE)
+def test_agents_share_no_rows(reuse):
+  cache = prefix_cache.PrefixCache(3, 0, 16, reuse)
+  prompt = _ids(1, 2, 3)
+  assert cache.place(prompt, 'a', 0) == (0, 0)
+  assert cache.place(prompt, 'b', 1) == (1, 0)
+  # The row of the same agent is copied.
+  slot, reused = cache.place(prompt, 'c', 1)
+  assert slot == 2 and reused >= 2
+  moves = cache.take_moves()
+  assert [(m.source, m.agent) for m in moves] == [(None, 0), (None, 1), (1, 1)]
+  # The next turn of a conversation is of another agent.
+  cache.finish(0, _ids(4))
+  slot, reused = cache.place(_ids(1, 2, 3, 4, 5), 'a', 1)
+  assert slot == 0 and reused == (0 if reuse == 'none' else 2)
+  assert [m.source for m in cache.take_moves()] in ([None], [1], [2])
+
+
 def test_a_conversation_by_hand():
   cache = prefix_cache.PrefixCache(3, 0, 16, 'prompts')
   assert cache.place(_ids(1, 2, 3), 'a') == (0, 0)

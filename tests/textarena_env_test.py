@@ -221,7 +221,7 @@ def test_self_play_has_two_agents_with_opposite_rewards():
   assert results[-1].other_rewards == {'player 0': -1}
   # On held-out tasks, the fixed opponent takes the first free square.
   held_out = env.reset(base.Task('valid', 3))
-  assert held_out.agent == ''
+  assert held_out.agent == 'player 0'
   result = env.step(_respond('[4]'))
   assert 'Player 1 placed their symbol (X) in cell 0' in result.observation.text
 

@@ -2,12 +2,14 @@
 
 The planner takes the first turn of an episode. It reads the task and the first
 observation. Its plan comes before the text of every prompt of the actor. Both
-turns are sampled from the same policy.
+turns are sampled from the same policy, or from an adapter of each agent
+(`lora.agents`).
 """
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from envs import base
 from envs.alfworld import env as alfworld_env
@@ -24,6 +26,7 @@ __all__ = [
   'CONTEXTS',
   'DATA',
   'Env',
+  'agents',
   'check_installation',
   'check_options',
   'tasks',
@@ -31,8 +34,13 @@ __all__ = [
 
 CONTEXTS = ('history',)
 PLANNER, ACTOR = 'planner', 'actor'
-MAX_PLAN_CHARACTERS = 400
 _PLAN = re.compile(r'<plan>(.*?)</plan>', re.DOTALL)
+
+
+def agents(kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+  """Returns the names of the agents."""
+  del kwargs
+  return PLANNER, ACTOR
 
 
 class Env:
@@ -40,11 +48,15 @@ class Env:
 
   Args:
     max_steps: maximum number of turns, with that of the planner.
+    max_plan_chars: characters of a plan; the rest is cut off.
     **kwargs: other arguments of `alfworld.env.Env`.
   """
 
-  def __init__(self, *, max_steps: int = 50, **kwargs):
+  def __init__(
+    self, *, max_steps: int = 50, max_plan_chars: int = 400, **kwargs
+  ):
     self._actor = alfworld_env.Env(max_steps=max_steps - 1, **kwargs)
+    self._max_plan_chars = max_plan_chars
     self._first: base.Observation | None = None
     self._plan = ''
 
@@ -67,7 +79,7 @@ class Env:
       )
     found = _PLAN.search(response)
     plan = found.group(1) if found else response
-    self._plan = ' '.join(plan.split())[:MAX_PLAN_CHARACTERS]
+    self._plan = ' '.join(plan.split())[: self._max_plan_chars]
     following, self._first = self._first, None
     return base.StepResult(
       observation=_with_plan(following, self._plan),
@@ -95,8 +107,10 @@ class Env:
     prompt = _planner_observation(self._actor.reset(task)).prompt
     steps = self._actor.demonstrate(task, noise=0.0, seed=seed)
     actions = [response.split('<action>')[-1] for _, response in steps]
-    plan = ', '.join(action.removesuffix('</action>') for action in actions)
-    plan = plan[:MAX_PLAN_CHARACTERS]
+    plan = _join(
+      [action.removesuffix('</action>') for action in actions],
+      self._max_plan_chars,
+    )
     yield prompt, f'<plan>{plan}</plan>'
     for given, response in self._actor.demonstrate(
       task, noise=noise, seed=seed
@@ -128,6 +142,16 @@ def _with_plan(observation: base.Observation, plan: str) -> base.Observation:
     short_prompt=_add_plan(observation.short_prompt, plan),
     agent=ACTOR,
   )
+
+
+def _join(actions: list[str], limit: int) -> str:
+  """Returns the first actions whose list is not longer than a limit."""
+  plan = actions[0][:limit]
+  for action in actions[1:]:
+    if len(plan) + len(', ' + action) > limit:
+      break
+    plan += ', ' + action
+  return plan
 
 
 def _add_plan(prompt: str, plan: str) -> str:

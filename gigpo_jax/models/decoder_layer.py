@@ -64,28 +64,42 @@ def _multiply(w: dict, name: str, x_BLI: jax.Array) -> jax.Array:
 
 
 def _adapt(
-  config: QwenConfig, w: dict, name: str, x_BLI: jax.Array, y: jax.Array
+  config: QwenConfig,
+  w: dict,
+  name: str,
+  x_BLI: jax.Array,
+  y: jax.Array,
+  agents_BL: jax.Array | None,
 ) -> jax.Array:
   """Adds the output of a matrix's adapter, if any, to a product [B, L, ..]."""
   if name + lora.A not in w:
     return y
   a_IR, b_RO = w[name + lora.A], w[name + lora.B]
   x_NI, rank = x_BLI.reshape(-1, x_BLI.shape[-1]), a_IR.shape[-1]
-  low_NR = x_NI @ a_IR.reshape(-1, rank)
+  agents_N = None if agents_BL is None else agents_BL.reshape(-1)
+  low_NR = lora.select(config.adapters, x_NI @ a_IR.reshape(-1, rank), agents_N)
   product_NO = config.adapters.scale * (low_NR @ b_RO.reshape(rank, -1))
   return y + product_NO.reshape(y.shape)
 
 
 def _project(
-  config: QwenConfig, w: dict, name: str, x_BLI: jax.Array
+  config: QwenConfig,
+  w: dict,
+  name: str,
+  x_BLI: jax.Array,
+  agents_BL: jax.Array | None,
 ) -> jax.Array:
   """Multiplies [B, L, I] by a matrix and adds its adapter's output and bias."""
-  y = _adapt(config, w, name, x_BLI, _multiply(w, name, x_BLI))
+  y = _adapt(config, w, name, x_BLI, _multiply(w, name, x_BLI), agents_BL)
   return y + w[name + fusion.BIAS] if name + fusion.BIAS in w else y
 
 
 def _project_parts(
-  config: QwenConfig, w: dict, name: str, x_BLI: jax.Array
+  config: QwenConfig,
+  w: dict,
+  name: str,
+  x_BLI: jax.Array,
+  agents_BL: jax.Array | None,
 ) -> list[jax.Array]:
   """Multiplies [B, L, I] by the parts of 'qkv' or 'gate_up'; see `fusion`."""
   names = fusion.PARTS[name]
@@ -95,10 +109,10 @@ def _project_parts(
       y_BLO += w[name + fusion.BIAS]
     products = fusion.split(config, name, y_BLO)
     return [
-      _adapt(config, w, part, x_BLI, y)
+      _adapt(config, w, part, x_BLI, y, agents_BL)
       for part, y in zip(names, products, strict=True)
     ]
-  return [_project(config, w, part, x_BLI) for part in names]
+  return [_project(config, w, part, x_BLI, agents_BL) for part in names]
 
 
 class Layer(nn.Module):
@@ -120,6 +134,7 @@ class Layer(nn.Module):
     positions_BL: jax.Array,
     segments: attention.Segments | None,
     cos_sin: jax.Array,
+    agents_BL: jax.Array | None,
     at_SN: jax.Array | None = None,
   ) -> tuple[tuple[jax.Array, dict | None], tuple | None]:
     """Applies the layer.
@@ -130,6 +145,7 @@ class Layer(nn.Module):
       positions_BL: position of each token in its text.
       segments: see `attention.self_attention`.
       cos_sin: see `rotary.cos_and_sin`.
+      agents_BL: agent of each token; None without adapters of agents.
       at_SN: indices of the tokens to return; see `gather_tokens`. None: all.
 
     Returns:
@@ -141,7 +157,7 @@ class Layer(nn.Module):
     w = _Arrays(table['attention'], name='attention')(dtype)
 
     y_BLD = rms_norm(x_BLD, norm['attention'], c.rms_norm_eps)
-    q_BLHE, k_BLKE, v_BLKE = _project_parts(c, w, 'qkv', y_BLD)
+    q_BLHE, k_BLKE, v_BLKE = _project_parts(c, w, 'qkv', y_BLD, agents_BL)
     if c.qk_norm:
       q_BLHE = rms_norm(q_BLHE, norm['q'], c.rms_norm_eps)
       k_BLKE = rms_norm(k_BLKE, norm['k'], c.rms_norm_eps)
@@ -177,13 +193,17 @@ class Layer(nn.Module):
       # The rest of the layer processes each token independently.
       x_BLD = gather_tokens(x_BLD, at_SN)
       heads_BLA = gather_tokens(heads_BLA, at_SN)
-    x_BLD = x_BLD + _project(c, w, 'o', heads_BLA)
+      if agents_BL is not None:
+        agents_BL = gather_tokens(agents_BL[..., None], at_SN)[..., 0]
+    x_BLD = x_BLD + _project(c, w, 'o', heads_BLA, agents_BL)
     y_BLD = rms_norm(x_BLD, norm['mlp'], c.rms_norm_eps)
-    x_BLD = x_BLD + self._mlp(table, y_BLD)
+    x_BLD = x_BLD + self._mlp(table, y_BLD, agents_BL)
     kept = (k_BLKE, v_BLKE) if self.keep else None
     return (mesh.constrain_rows(x_BLD), cache), kept
 
-  def _mlp(self, table: dict, x_BLD: jax.Array) -> jax.Array:
+  def _mlp(
+    self, table: dict, x_BLD: jax.Array, agents_BL: jax.Array | None
+  ) -> jax.Array:
     c, dtype = self.config, jnp.dtype(self.config.dtype)
     if c.num_experts:
       return experts.apply_experts(
@@ -191,11 +211,12 @@ class Layer(nn.Module):
         _Arrays(table['experts'], name='experts')(dtype),
         per_token=c.experts_per_token,
         normalized=c.normalized_experts,
-        adapter_scale=c.adapters.scale if c.adapters else 0.0,
+        adapters=c.adapters,
+        agents_BL=agents_BL,
       )
     w = _Arrays(table['mlp'], name='mlp')(dtype)
-    gate_BLF, up_BLF = _project_parts(c, w, 'gate_up', x_BLD)
-    return _project(c, w, 'down', jax.nn.silu(gate_BLF) * up_BLF)
+    gate_BLF, up_BLF = _project_parts(c, w, 'gate_up', x_BLD, agents_BL)
+    return _project(c, w, 'down', jax.nn.silu(gate_BLF) * up_BLF, agents_BL)
 
 
 def gather_tokens(x_BLD: jax.Array, at_SN: jax.Array) -> jax.Array:

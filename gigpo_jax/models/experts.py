@@ -40,7 +40,8 @@ def apply_experts(
   *,
   per_token: int,
   normalized: bool,
-  adapter_scale: float = 0.0,
+  adapters: lora.Lora | None = None,
+  agents_BL: jax.Array | None = None,
 ) -> jax.Array:
   """Returns the weighted sum of its experts' outputs for each token, [B, L, D].
 
@@ -54,16 +55,20 @@ def apply_experts(
     per_token: A, the number of experts with the largest weights to use.
     normalized: whether the weights of the chosen experts are normalized to sum
       to one.
-    adapter_scale: scale of the adapters' outputs.
+    adapters: shape of the adapters; None: there are none.
+    agents_BL: agent of each token; None without adapters of agents.
   """
   rows, names = mesh.row_axes(x_BLD), [name for name in _AXES if name in w]
+  tokens = (x_BLD,) if agents_BL is None else (x_BLD, agents_BL)
 
-  def on_device(x_BLD: jax.Array, *arrays: jax.Array) -> jax.Array:
-    local = dict(zip(names, arrays, strict=True))
-    return _on_device(x_BLD, local, per_token, normalized, adapter_scale)
+  def on_device(*arrays: jax.Array) -> jax.Array:
+    local = dict(zip(names, arrays[len(tokens) :], strict=True))
+    own = arrays[: len(tokens)]
+    return _on_device(own, local, per_token, normalized, adapters)
 
-  axes = (rows, *(_AXES[name] for name in names))
-  return mesh.shard_map(on_device, axes, rows)(x_BLD, *(w[n] for n in names))
+  axes = (*(rows for _ in tokens), *(_AXES[name] for name in names))
+  arrays = (*tokens, *(w[name] for name in names))
+  return mesh.shard_map(on_device, axes, rows)(*arrays)
 
 
 def route(
@@ -86,19 +91,24 @@ def route(
   return weights_TA, experts_TA
 
 
-def _on_device(x_BLD, w: dict, per_token, normalized, adapter_scale):
-  b, length, d = x_BLD.shape
+def _on_device(tokens, w: dict, per_token, normalized, adapters):
+  """Returns the outputs [B, L, D] of (x_BLD,) or of (x_BLD, agents_BL)."""
+  b, length, d = tokens[0].shape
   sharded = mesh.axis_size(_EXPERT) > 1
   if sharded:
-    x_BLD = jax.lax.all_gather(x_BLD, _EXPERT, axis=0, tiled=True)
-  x_TD = x_BLD.reshape(-1, d)
+    tokens = [
+      jax.lax.all_gather(x, _EXPERT, axis=0, tiled=True) for x in tokens
+    ]
+  x_TD = tokens[0].reshape(-1, d)
+  agents_T = tokens[1].reshape(-1) if tokens[1:] else None
   weights_TA, experts_TA = route(
     x_TD, w['router'], per_token=per_token, normalized=normalized
   )
   first = 0
   if sharded:
     first = jax.lax.axis_index(_EXPERT) * w['gate'].shape[0]
-  y_TD = _apply(x_TD, weights_TA, experts_TA - first, w, adapter_scale)
+  chosen = weights_TA, experts_TA - first
+  y_TD = _apply(x_TD, chosen, w, adapters, agents_T)
   y_BLD = y_TD.reshape(-1, length, d)
   if mesh.axis_size(_TENSOR) > 1:
     y_BLD = jax.lax.psum(y_BLD, _TENSOR)
@@ -110,18 +120,23 @@ def _on_device(x_BLD, w: dict, per_token, normalized, adapter_scale):
 
 
 def _apply(
-  x_TD, weights_TA, experts_TA, w: dict, adapter_scale: float
+  x_TD: jax.Array,
+  chosen: tuple[jax.Array, jax.Array],
+  w: dict,
+  adapters: lora.Lora | None,
+  agents_T: jax.Array | None,
 ) -> jax.Array:
   """Returns the weighted sums of the outputs of this device's experts, [T, D].
 
   Args:
     x_TD: tokens.
-    weights_TA: weights of each token's experts.
-    experts_TA: indices of each token's experts; an index outside of [0, X) is
-      an expert of another device and adds nothing.
+    chosen: weights and indices of each token's experts, [T, A]; an index
+      outside of [0, X) is an expert of another device and adds nothing.
     w: arrays of this device's experts.
-    adapter_scale: scale of the adapters' outputs.
+    adapters: shape of the adapters.
+    agents_T: agent of each token.
   """
+  weights_TA, experts_TA = chosen
   t, a = experts_TA.shape
   x = w['gate'].shape[0]
   indices = experts_TA.reshape(-1)
@@ -135,11 +150,13 @@ def _apply(
     if name + lora.A not in w:
       return y_SO
     low_SR = jax.lax.ragged_dot(x_SI, w[name + lora.A], sizes)
-    return y_SO + adapter_scale * jax.lax.ragged_dot(
+    low_SR = lora.select(adapters, low_SR, agents_S)
+    return y_SO + adapters.scale * jax.lax.ragged_dot(
       low_SR, w[name + lora.B], sizes
     )
 
   sorted_SD = x_TD[order // a]
+  agents_S = None if agents_T is None else agents_T[order // a]
   gate_SF, up_SF = project('gate', sorted_SD), project('up', sorted_SD)
   y_SD = project('down', jax.nn.silu(gate_SF) * up_SF)
   is_local_S1 = (jnp.arange(t * a) < jnp.sum(sizes))[:, None]

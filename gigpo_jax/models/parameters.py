@@ -91,7 +91,7 @@ def _adapter_table(c: QwenConfig, group: str, names: dict) -> dict[str, tuple]:
       shape, axes = names[name]
       # An expert's adapter, like its matrix, follows the expert's index.
       first, last = CONTRACTED[group, name][0], CONTRACTED[group, name][-1] + 1
-      rank = c.adapters.rank
+      rank = c.adapters.width
       table[name + lora.A] = (*shape[:last], rank), (*axes[:last], None)
       table[name + lora.B] = (
         (*shape[:first], rank, *shape[last:]),

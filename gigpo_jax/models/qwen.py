@@ -41,6 +41,7 @@ def _layers(
   x_BLD: jax.Array,
   positions_BL: jax.Array,
   segments: attention.Segments | None = None,
+  agents_BL: jax.Array | None = None,
   *,
   cache: dict | None = None,
   keep: bool = False,
@@ -55,6 +56,7 @@ def _layers(
     positions_BL: position of each token in its row and in the cache, [B, L],
       or [1, L] for the same positions in all rows.
     segments: texts of each sequence; see `attention.self_attention`.
+    agents_BL: agent of each token; None without adapters of agents.
     cache: keys and values of these layers; None: attention within the row.
     keep: whether to return the keys and values of the tokens.
 
@@ -67,7 +69,7 @@ def _layers(
     _layer_class(config),
     variable_axes={'params': 0},
     split_rngs={'params': True},
-    in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
+    in_axes=(0, *[nn.broadcast] * 4),
     length=length,
     # A loop copies its residuals into stacks and back.
     unroll=length if length <= qwen_config.MAX_UNROLLED else 1,
@@ -79,6 +81,7 @@ def _layers(
     positions_BL,
     segments,
     rotary.cos_and_sin(positions_BL, config),
+    agents_BL,
   )
   return x_BLD, cache, kept
 
@@ -106,6 +109,7 @@ def _last_layer(
   x_BLD: jax.Array,
   positions_BL: jax.Array,
   segments: attention.Segments | None,
+  agents_BL: jax.Array | None,
   at_SN: jax.Array,
 ) -> jax.Array:
   """Applies a layer and returns its output for some tokens only, [S, N, D].
@@ -116,6 +120,7 @@ def _last_layer(
     x_BLD: see `_layers`.
     positions_BL: see `_layers`.
     segments: see `_layers`.
+    agents_BL: see `_layers`.
     at_SN: indices of the tokens; see `decoder_layer.gather_tokens`.
   """
   (x_SND, _), _ = _layer_class(config)(config).apply(
@@ -125,6 +130,7 @@ def _last_layer(
     positions_BL,
     segments,
     rotary.cos_and_sin(positions_BL, config),
+    agents_BL,
     at_SN,
   )
   return x_SND
@@ -152,14 +158,14 @@ def _layers_accumulating_gradients(
     params: stacked parameters of all layers.
     sums: tree like `params`.
     x_BLD: see `_layers`.
-    *where: positions_BL, segments and at_SN of `_last_layer`.
+    *where: positions_BL, segments, agents_BL and at_SN of `_last_layer`.
   """
   # This loop saves the input of each layer and recomputes the rest.
   config = dataclasses.replace(config, remat='none')
 
-  def inner(layer: dict, x_BLD: jax.Array, positions_BL, segments, _):
+  def inner(layer: dict, x_BLD: jax.Array, *where):
     stack = jax.tree.map(lambda leaf: leaf[None], layer)
-    return _layers(config, stack, x_BLD, positions_BL, segments)[0]
+    return _layers(config, stack, x_BLD, *where[:-1])[0]
 
   outer = functools.partial(_last_layer, config)
   return layer_gradients.apply_layers(inner, outer, params, sums, x_BLD, *where)
@@ -182,6 +188,7 @@ def hidden_states(
   segments: attention.Segments | None = None,
   at_SN: jax.Array | None = None,
   *,
+  agents_BL: jax.Array | None = None,
   sums: dict | None = None,
 ) -> jax.Array:
   """Returns the last layer's normalized output, [B, L, D] in the compute type.
@@ -197,6 +204,7 @@ def hidden_states(
     segments: texts of each sequence; None: each sequence is one text.
     at_SN: indices of the tokens to return; see `decoder_layer.gather_tokens`.
       None: all.
+    agents_BL: agent of each token; None without adapters of agents.
     sums: tree like the parameters of the layers; the gradient of those
       parameters is then `sums` plus its own value. Requires `adds_in_place` and
       `at_SN`. None: the plain gradient.
@@ -204,7 +212,7 @@ def hidden_states(
   x_BLD = _embed(config, params, tokens_BL)
   if positions_BL is None:
     positions_BL = jnp.arange(tokens_BL.shape[1])[None]
-  where = positions_BL, segments
+  where = positions_BL, segments, agents_BL
   *runs, last_run = [
     (run, layer_runs.take(config, params['layers'], run.start, run.stop))
     for run in layer_runs.runs(config)
@@ -329,7 +337,10 @@ def token_log_probs(
 
 
 def prefill(
-  config: QwenConfig, params: dict, tokens_BP: jax.Array
+  config: QwenConfig,
+  params: dict,
+  tokens_BP: jax.Array,
+  agents_B: jax.Array | None = None,
 ) -> kv_cache.Cache:
   """Prefills prompts; returns a cache of B rows with P slots.
 
@@ -340,13 +351,15 @@ def prefill(
     config: shape of the network.
     params: parameters of the network; see `parameters.unstack_layers`.
     tokens_BP: prompts from position 0, padded right.
+    agents_B: agent of each row; None without adapters of agents.
   """
+  agents_BP = _per_token(agents_B, tokens_BP)
   x_BPD = _embed(config, params, tokens_BP)
   positions_1P = jnp.arange(tokens_BP.shape[1])[None]
   cache = []
   for stack_config, layers in _stacks(config, params):
     x_BPD, _, (k_NBPKE, v_NBPKE) = _layers(
-      stack_config, layers, x_BPD, positions_1P, keep=True
+      stack_config, layers, x_BPD, positions_1P, None, agents_BP, keep=True
     )
     cache.append(kv_cache.from_tokens(config, k_NBPKE, v_NBPKE))
   return tuple(cache)
@@ -361,12 +374,20 @@ def _stacks(config: QwenConfig, params: dict) -> list[tuple[QwenConfig, dict]]:
   ]
 
 
+def _per_token(agents_B: jax.Array | None, tokens_BL: jax.Array):
+  """Returns the agent of each token, [B, L]; None without agents."""
+  if agents_B is None:
+    return None
+  return jnp.broadcast_to(agents_B[:, None], tokens_BL.shape)
+
+
 def extend(
   config: QwenConfig,
   params: dict,
   cache: kv_cache.Cache,
   tokens_BL: jax.Array,
   positions_BL: jax.Array,
+  agents_B: jax.Array | None = None,
 ) -> kv_cache.Cache:
   """Prefills L tokens of each row at an offset; returns the cache.
 
@@ -379,8 +400,10 @@ def extend(
     tokens_BL: the tokens at each row's positions.
     positions_BL: positions of these tokens in their row; positions past the end
       of the cache are dropped.
+    agents_B: agent of each row; None without adapters of agents.
   """
-  return _cached_layers(config, params, cache, tokens_BL, positions_BL)[1]
+  where = positions_BL, _per_token(agents_B, tokens_BL)
+  return _cached_layers(config, params, cache, tokens_BL, *where)[1]
 
 
 def _cached_layers(
@@ -389,6 +412,7 @@ def _cached_layers(
   cache: kv_cache.Cache,
   tokens_BL: jax.Array,
   positions_BL: jax.Array,
+  agents_BL: jax.Array | None,
 ) -> tuple[jax.Array, kv_cache.Cache]:
   """Applies the layers over a cache; returns (output [B, L, D], cache)."""
   x_BLD, stacks = _embed(config, params, tokens_BL), []
@@ -396,7 +420,7 @@ def _cached_layers(
     _stacks(config, params), cache, strict=True
   ):
     x_BLD, stack, _ = _layers(
-      stack_config, layers, x_BLD, positions_BL, cache=stack
+      stack_config, layers, x_BLD, positions_BL, None, agents_BL, cache=stack
     )
     stacks.append(stack)
   return x_BLD, tuple(stacks)
@@ -408,6 +432,7 @@ def decode(
   cache: kv_cache.Cache,
   tokens_B: jax.Array,
   positions_B: jax.Array,
+  agents_B: jax.Array | None = None,
 ) -> tuple[jax.Array, kv_cache.Cache]:
   """Decodes one token of each row; returns (logits [B, V], cache).
 
@@ -417,9 +442,11 @@ def decode(
     cache: keys and values of the earlier positions.
     tokens_B: the token at each row's position.
     positions_B: position of that token in its row.
+    agents_B: agent of each row; None without adapters of agents.
   """
+  agents_B1 = None if agents_B is None else agents_B[:, None]
   x_B1D, cache = _cached_layers(
-    config, params, cache, tokens_B[:, None], positions_B[:, None]
+    config, params, cache, tokens_B[:, None], positions_B[:, None], agents_B1
   )
   x_BD = decoder_layer.rms_norm(
     x_B1D[:, 0], params['norm'], config.rms_norm_eps

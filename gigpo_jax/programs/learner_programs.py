@@ -353,6 +353,7 @@ class LearnerPrograms:
       arrays['positions'],
       attention.Segments(arrays['ends'], tree=self._tree),
       arrays['before'],
+      agents_BL=arrays.get('agents'),
       sums=layer_accumulators,
     )
     return config, params, hidden_SND

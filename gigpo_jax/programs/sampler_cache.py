@@ -114,13 +114,13 @@ class SlotCache:
         tokens = np.zeros((self._batch_buckets[-1], size), np.int32)
         # Positions past the end of a row are not written.
         starts = np.full(len(tokens), self._parked_size[1], np.int32)
+        agents = _agents(batch, len(tokens))
         for n, move in enumerate(batch):
           chunk = move.tokens[first : first + size]
           if len(chunk):
             tokens[n, : len(chunk)], starts[n] = chunk, move.start + first
-        rows = self._programs.extend(
-          params, self._place(tokens), self._place(starts), rows
-        )
+        inputs = map(self._place, (tokens, starts, agents))
+        rows = self._programs.extend(params, *inputs, rows)
         padded_tokens += tokens.size
       self._put(rows, batch)
     return padded_tokens
@@ -195,7 +195,8 @@ class SlotCache:
     )
     for n, move in enumerate(batch):
       tokens[n, : len(move.tokens)] = move.tokens
-    self._put(self._programs.prefill(params, self._place(tokens)), batch)
+    inputs = map(self._place, (tokens, _agents(batch, len(tokens))))
+    self._put(self._programs.prefill(params, *inputs), batch)
     return tokens.size
 
   def decode(
@@ -261,6 +262,13 @@ class SlotCache:
       moved = self._programs.take(old, self._indices(batch, 0))
       indices = self._indices(batch, self.rows)
       self.slots = self._programs.put(self.slots, moved, indices)
+
+
+def _agents(moves: list[prefix_cache.Move], count: int) -> np.ndarray:
+  """Returns the agent of each move, padded to `count`."""
+  agents = np.zeros(count, np.int32)
+  agents[: len(moves)] = [move.agent for move in moves]
+  return agents
 
 
 def bucket(sizes: Sequence[int], needed: int) -> int:

@@ -31,7 +31,15 @@ WEIGHTS = ('model', 'int8', 'adapters')
 
 # Inputs of a step for each slot, without the stream, and the state that a step
 # passes to the next.
-INTEGERS = ('in_use', 'is_new', 'token', 'position', 'limit', 'top_k')
+INTEGERS = (
+  'in_use',
+  'is_new',
+  'token',
+  'position',
+  'limit',
+  'agent',
+  'top_k',
+)
 FLOATS = ('temperature', 'top_p', 'min_p')
 STATE = ('active', 'token', 'position', 'count')
 # Integers of a stream.
@@ -138,7 +146,7 @@ class Programs:
       functools.partial(_prefill, config, self._row_size)
     )
     self._extend = self._jit(
-      functools.partial(_extend, config), donate_argnums=3
+      functools.partial(_extend, config), donate_argnums=4
     )
     self._take = self._jit(functools.partial(_take, self._row_size))
     self._put = self._jit(_put, donate_argnums=0)
@@ -177,16 +185,19 @@ class Programs:
     """Returns empty slots."""
     return self._run(('new', rows, length), self._new(rows, length))
 
-  def prefill(self, params: dict, tokens_RP: jax.Array) -> Slots:
+  def prefill(
+    self, params: dict, tokens_RP: jax.Array, agents_R: jax.Array
+  ) -> Slots:
     """Prefills prompts; returns rows to `put`, of which the first are used."""
     key = ('prefill', *tokens_RP.shape)
-    return self._run(key, self._prefill, params, tokens_RP)
+    return self._run(key, self._prefill, params, tokens_RP, agents_R)
 
   def extend(
     self,
     params: dict,
     tokens_RL: jax.Array,
     starts_R: jax.Array,
+    agents_R: jax.Array,
     rows: Slots,
   ) -> Slots:
     """Prefills tokens of taken rows at an offset; donates the rows.
@@ -196,10 +207,12 @@ class Programs:
       tokens_RL: the tokens; padding follows them.
       starts_R: position of the first token; the length of the rows if a row has
         no tokens.
+      agents_R: the agent of each row.
       rows: the rows, with keys and values of all earlier positions.
     """
     key = ('extend', *tokens_RL.shape)
-    return self._run(key, self._extend, params, tokens_RL, starts_R, rows)
+    chunk = tokens_RL, starts_R, agents_R
+    return self._run(key, self._extend, params, *chunk, rows)
 
   def take(self, slots: Slots, indices: jax.Array) -> Slots:
     """Returns a copy of some rows."""
@@ -298,10 +311,10 @@ class Programs:
       if name == 'new':
         return self._new(rows, length).lower()
       if name == 'prefill':
-        return self._prefill.lower(prepared, array(rows, length))
+        return self._prefill.lower(prepared, array(rows, length), array(rows))
       if name == 'extend':
         taken = shapes(*self._row_size)
-        chunk = array(rows, length), array(rows)
+        chunk = array(rows, length), array(rows), array(rows)
         return self._extend.lower(prepared, *chunk, taken)
       if name == 'take':
         return self._take.lower(shapes(rows, length), indices)
@@ -353,7 +366,7 @@ def parameter_bytes(config: qwen.QwenConfig, weights: str) -> int:
     config: shape of the model.
     weights: one of WEIGHTS.
   """
-  copy = _sampled(config, True)
+  copy = _sampled(config, weights != 'adapters')
   prepare = functools.partial(_prepare, config, copy, weights == 'int8')
   params = jax.eval_shape(
     lambda: prepare(parameters.init(config, jax.random.key(0)), {})
@@ -426,8 +439,9 @@ def _prefill(
   row_size: tuple[int, int],
   params: dict,
   tokens_RP: jax.Array,
+  agents_R: jax.Array,
 ) -> Slots:
-  cache = qwen.prefill(config, params, tokens_RP)
+  cache = qwen.prefill(config, params, tokens_RP, _used(config, agents_R))
   state_RX = jnp.zeros((tokens_RP.shape[0], len(STATE)), jnp.int32)
   return _resize((cache, state_RX), *row_size)
 
@@ -437,11 +451,19 @@ def _extend(
   params: dict,
   tokens_RL: jax.Array,
   starts_R: jax.Array,
+  agents_R: jax.Array,
   rows: Slots,
 ) -> Slots:
   cache, state_RX = rows
   positions_RL = starts_R[:, None] + jnp.arange(tokens_RL.shape[1])
-  return qwen.extend(config, params, cache, tokens_RL, positions_RL), state_RX
+  agents_R = _used(config, agents_R)
+  cache = qwen.extend(config, params, cache, tokens_RL, positions_RL, agents_R)
+  return cache, state_RX
+
+
+def _used(config: qwen.QwenConfig, agents_R: jax.Array) -> jax.Array | None:
+  """Returns agents if they have adapters of their own, else None."""
+  return agents_R if config.adapters and config.adapters.agents else None
 
 
 def _take(
@@ -482,7 +504,7 @@ def _decode(
     active [B].
   """
   cache, state_BX = slots
-  *_, limit_B, top_k_B = integers_BX[:, : len(INTEGERS)].T
+  *_, limit_B, agents_B, top_k_B = integers_BX[:, : len(INTEGERS)].T
   streams = integers_BX[:, len(INTEGERS) :].astype(jnp.uint32)
   keys_B = sampling.row_keys(static.seed, streams)
   start = _start(state_BX, integers_BX)
@@ -492,7 +514,7 @@ def _decode(
     _decode_token,
     static,
     params,
-    (keys_B, limit_B, floats_BX, top_k_B),
+    (keys_B, limit_B, floats_BX, top_k_B, _used(static.model, agents_B)),
     truncated,
   )
 
@@ -518,7 +540,7 @@ def _decode(
 def _decode_token(
   static: _DecodeConfig,
   params: dict,
-  inputs: tuple[jax.Array, ...],
+  inputs: tuple[jax.Array | None, ...],
   truncated: bool | None,
   loop: tuple,
 ) -> tuple:
@@ -527,14 +549,15 @@ def _decode_token(
   Args:
     static: static inputs of all steps.
     params: parameters; see `_prepare`.
-    inputs: key, limit, FLOATS and top_k of each slot.
+    inputs: key, limit, FLOATS, top_k and agent of each slot; without adapters
+      of agents, the agents are None.
     truncated: see `sampling.sample_tokens`; static.
     loop: (index of the token in the step, cache, STATE, outputs).
   """
-  keys_B, limit_B, floats_BX, top_k_B = inputs
+  keys_B, limit_B, floats_BX, top_k_B, agents_B = inputs
   c, cache, (active_B, last_B, position_B, count_B), outputs = loop
   logits_BV, cache = qwen.decode(
-    static.model, params, cache, last_B, position_B
+    static.model, params, cache, last_B, position_B, agents_B
   )
   ids_B, *log_probs = sampling.sample_tokens(
     keys_B,

@@ -15,6 +15,7 @@ _DEPENDENT = {
     'similarity',
     lambda anchor: anchor == 'similarity',
   ),
+  'lora.agents': ('lora.rank', 'above 0', bool),
   'tasks.uniform': (
     'tasks.draw',
     'uncertain',

@@ -162,7 +162,10 @@ def _adapters(config: ml_collections.ConfigDict) -> lora.Lora | None:
   if not config.lora.rank:
     return None
   return lora.Lora(
-    config.lora.rank, config.lora.alpha, tuple(config.lora.targets)
+    config.lora.rank,
+    config.lora.alpha,
+    tuple(config.lora.targets),
+    tuple(config.lora.agents),
   )
 
 

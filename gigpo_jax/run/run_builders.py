@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import os
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -506,16 +507,27 @@ def _max_repeated(
 
 
 def export(parts: Parts, state: run_state.RunState) -> None:
-  """Writes the policy, and adapters also separately, as Hugging Face files."""
-  model, params = parts.bundle.model, state.policy.params
-  with distributed.atomic_directory(parts.workdir / 'policy') as folder:
-    huggingface.save(
-      folder,
-      model,
-      lora.combine(parts.learner.base, params),
-      tokenizer_directory=parts.bundle.tokenizer.directory,
-    )
+  """Writes the policy, and adapters also separately, as Hugging Face files.
+
+  If agents have adapters of their own, each agent has a folder.
+  """
+  model = parts.bundle.model
+  policies = lora.by_agent(model.adapters, state.policy.params)
   if model.adapters:
-    path = parts.config.model.path
-    with distributed.atomic_directory(parts.workdir / 'adapters') as folder:
-      huggingface.save_adapters(folder, model, params, path)
+    single = lora.for_agent(model.adapters)
+    model = dataclasses.replace(model, adapters=single)
+  with distributed.atomic_directory(parts.workdir / 'policy') as folder:
+    for agent, params in policies.items():
+      huggingface.save(
+        os.path.join(folder, agent),
+        model,
+        lora.combine(parts.learner.base, params),
+        tokenizer_directory=parts.bundle.tokenizer.directory,
+      )
+  if not model.adapters:
+    return
+  with distributed.atomic_directory(parts.workdir / 'adapters') as folder:
+    for agent, params in policies.items():
+      huggingface.save_adapters(
+        os.path.join(folder, agent), model, params, parts.config.model.path
+      )
