@@ -101,7 +101,8 @@ class Env:
     demonstrator: play for a warm start, see `demonstrators`; '' for none.
 
   Raises:
-    ValueError: in one line, if an argument is not valid.
+    ValueError: in one line, if an argument is not valid or the environment
+      cannot be loaded. A process loads it once.
   """
 
   def __init__(
@@ -121,7 +122,8 @@ class Env:
         f'env.environment={environment}: must name a module or a package with '
         'load_environment'
       )
-    self._name, self._options = environment, options
+    self._name = environment
+    self._environment = verifiers_session.load(environment, options)
     self._fields, self._success_reward = tuple(state_fields), success_reward
     self._timeout, self._max_chars = timeout_secs, max_result_chars
     self._max_steps, self._demonstrator = max_steps, demonstrator
@@ -133,17 +135,16 @@ class Env:
     self._conversation, self._task = -1, ''
 
   def prepare(self, task: base.Task) -> None:
-    """Does nothing; `reset` loads the environment once per process."""
+    """Does nothing; there is nothing to load."""
 
   def reset(self, task: base.Task) -> base.Observation:
     """Starts a rollout of the task's row."""
     self.close()
-    environment = verifiers_session.load(self._name, self._options)
     self._seen, self._conversation = [], -1
     self._rollout = verifiers_session.Rollout(
       self._name,
-      environment,
-      Tasks(environment, task.split)[task.index],
+      self._environment,
+      Tasks(self._environment, task.split)[task.index],
       max_steps=self._max_steps,
       timeout_secs=self._timeout,
     )

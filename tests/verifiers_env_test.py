@@ -72,7 +72,7 @@ def test_several_turns(package):
     'You said forget.',
   ]
   observation = env.step('and').observation
-  assert observation.conversation == '2' and len(observation.messages) == 9
+  assert observation.conversation == '1' and len(observation.messages) == 1
   result = env.step('right')
   # 2 * right + 0.25 * words.
   assert result.done and result.reward == 2 + 0.25 * 6
@@ -88,6 +88,7 @@ def test_the_step_limit_ends_and_scores_an_episode(package):
   result = env.step('b')
   assert result.done and result.reward == 0.5 and not result.success
   assert result.final_anchor is None
+  env.close()
 
 
 def test_tools(package):
@@ -127,7 +128,7 @@ def test_tools(package):
   [
     ('chat', 'hang', 'turn 1: no response within 0.5 s'),
     ('chat', 'raise', "KeyError: 'no.*such thing'"),
-    ('chat', 'stop', 'ToolCallError.*the tool is broken'),
+    ('chat', 'stop', 'ToolCallError.*is broken'),
     ('chat', 'image', "a part of type 'image_url'; must be text"),
     ('chat', 'odd', 'TypeError|ValueError'),
     ('chat', 'unfair', 'Error calling reward function words: no judge'),
@@ -136,7 +137,8 @@ def test_tools(package):
 )
 def test_a_failure_is_one_line(package, kind, response, message):
   env = _make(kind, timeout_secs=0.5, max_steps=1 + (response != 'unfair'))
-  with pytest.raises((RuntimeError, TimeoutError, ValueError), match=message) as e:
+  errors = (RuntimeError, TimeoutError, ValueError)
+  with pytest.raises(errors, match=message) as e:
     env.reset(TASK)
     env.step(response)
   assert len(str(e.value).splitlines()) == 1
