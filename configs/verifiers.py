@@ -3,8 +3,8 @@
     python launch/train.py --config=configs/verifiers.py --config.model.path=..
       --config.env.environment=MODULE
 
-On a laptop, make a warm start from random play of envs/verifiers_letters.py and
-train it:
+On a laptop, make a warm start for envs/verifiers_letters.py, by imitation of an
+expert that plays at random in 80 % of its steps, and train it:
 
     python launch/sft.py --config=configs/verifiers.py:tiny
     python launch/train.py --config=configs/verifiers.py:tiny
@@ -57,7 +57,7 @@ def _letters() -> ml_collections.ConfigDict:
   config.env.success_reward = 1.0
   config.env.timeout_secs = 20.0
   config.env.max_result_chars = 8000
-  config.env.max_steps = 8
+  config.env.max_steps = 6
   # Play for a warm start, module:function; see envs/demonstrators.py.
   config.env.demonstrator = 'envs.verifiers_letters:demonstrate'
   variants.use_conversation(config)
@@ -72,7 +72,7 @@ def _letters() -> ml_collections.ConfigDict:
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
   sizes.use_tiny_policy(config)
-  config.num_iterations = 30
+  config.num_iterations = 20
   config.rollout.groups = 4
   config.rollout.episodes_per_group = 16
   config.rollout.max_prompt_tokens = 512
@@ -80,6 +80,8 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.learner.minibatch_rows = 64
   # Few episodes succeed at first; a larger penalty would outweigh them.
   config.algorithm.invalid_penalty = 0.01
-  config.evaluation.every = 15
+  config.evaluation.every = 20
   config.sft.num_episodes = 1000
+  config.sft.noise = 0.8
   config.sft.minibatch_rows = 4  # Episodes.
+  config.sft.model.layers = 2

@@ -8,6 +8,9 @@ lamps that are on at the start. The server needs openenv-core; the demonstrator,
 for the warm start of a tiny policy, needs nothing.
 """
 
+import functools
+import itertools
+import json
 import sys
 from typing import Any
 
@@ -36,13 +39,28 @@ def show(lamps: list[bool]) -> str:
   return ' '.join('on' if on else 'off' for on in lamps)
 
 
+def solve(lamps: list[bool]) -> list[int]:
+  """Returns the buttons that switch all lamps off, in rising order."""
+  for size in range(NUM_LAMPS + 1):
+    for buttons in itertools.combinations(range(1, NUM_LAMPS + 1), size):
+      if not any(functools.reduce(press, buttons, lamps)):
+        return list(buttons)
+  raise ValueError(f'{show(lamps)}: no solution')
+
+
 def demonstrate(
   observation: base.Observation, noise: float, rng: np.random.Generator
 ) -> str:
-  """Returns a press of a random button: it teaches the form only."""
-  del observation, noise
-  button = int(rng.integers(NUM_LAMPS)) + 1
-  return tool_calls.write(tool_calls.Call('act', {'button': button}))
+  """Returns a press of a button that helps, or of a random one."""
+  lamps = [
+    word == 'on' for word in json.loads(observation.anchor)['lamps'].split()
+  ]
+  buttons = solve(lamps)
+  if rng.random() < noise:
+    buttons = range(1, NUM_LAMPS + 1)
+  return tool_calls.write(
+    tool_calls.Call('act', {'button': int(rng.choice(buttons))})
+  )
 
 
 def make_app() -> Any:

@@ -6,11 +6,11 @@ its datasets are the tasks. `verifiers_session` plays its rollouts.
 """
 
 import dataclasses
-import importlib.util
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import envs
 from envs import (
   base,
   demonstrators,
@@ -36,10 +36,11 @@ def uses_tools(kwargs: Mapping[str, Any]) -> bool:
 def check_installation(kwargs: Mapping[str, Any]) -> Iterator[str]:
   """Yields a line if a package is missing."""
   del kwargs
-  for name in ('jsonschema', 'verifiers'):
-    if not importlib.util.find_spec(name):
+  # Release 0.4 has no `legacy`, in which 0.3 has load_environment.
+  for name in ('jsonschema', 'verifiers.legacy'):
+    if not envs.can_import(name):
       yield (
-        f'env.name=verifiers: {name} is not installed; run pip install -e '
+        f'env.name=verifiers: cannot import {name}; run pip install -e '
         "'.[verifiers]'"
       )
 

@@ -6,6 +6,7 @@ verifiers; the demonstrator, for the warm start of a tiny policy, needs nothing.
 """
 
 import itertools
+import json
 import random
 from typing import Any
 
@@ -45,13 +46,16 @@ def rows() -> list[dict[str, Any]]:
 def demonstrate(
   observation: base.Observation, noise: float, rng: np.random.Generator
 ) -> str:
-  """Returns a random swap: it teaches the form only."""
-  del observation, noise
-  position = int(rng.integers(1, len(LETTERS)))
+  """Returns a swap that helps, or a random one."""
+  row = json.loads(observation.anchor)['letters'].split()
+  positions = [n for n in range(1, len(row)) if row[n - 1] > row[n]]
+  if rng.random() < noise:
+    positions = range(1, len(row))
+  position = int(rng.choice(positions))
   return tool_calls.write(tool_calls.Call('swap', {'position': position}))
 
 
-def load_environment(max_turns: int = 8) -> Any:
+def load_environment(max_turns: int = 6) -> Any:
   """Returns the environment.
 
   Args:

@@ -273,4 +273,6 @@ def _make_response(
     finish_reason='tool_calls' if calls else 'stop',
     is_truncated=False,
   )
-  return types.Response(id=str(turn), created=0, model='policy', message=message)
+  return types.Response(
+    id=str(turn), created=0, model='policy', message=message
+  )

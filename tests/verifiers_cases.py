@@ -7,7 +7,9 @@ import types
 import datasets
 import verifiers
 
-QUESTIONS = [{'question': f'Double {n}.', 'answer': str(2 * n)} for n in range(4)]
+QUESTIONS = [
+  {'question': f'Double {n}.', 'answer': str(2 * n)} for n in range(4)
+]
 
 
 def _table():
