@@ -18,6 +18,12 @@ GYMNASIUM = ['gymnasium>=1.0,<2']
 MCP = ['mcp>=2.3,<3']
 # jsonschema checks the arguments of tool calls.
 OPENENV = ['httpx>=0.28,<1', 'jsonschema>=4.20,<5', 'websockets>=15,<18']
+# Its own requirements exclude those of the extras mcp and harness, so it is not
+# part of the extra test; its tests run where it is installed.
+VERIFIERS = [
+  'jsonschema>=4.20,<5',
+  'verifiers>=0.3,<0.4; python_version < "3.14"',
+]
 TEXTARENA = ['textarena>=0.7,<0.8']
 # BM25 over a corpus of any size, without jax in the workers.
 SEARCH = ['tantivy>=0.25,<1']
@@ -105,6 +111,7 @@ setuptools.setup(
     'search': SEARCH,
     'textarena': TEXTARENA,
     'tpu': [f'jax[tpu]{JAX}'],
+    'verifiers': VERIFIERS,
     'wandb': ['wandb>=0.19,<1'],
     'test': [
       *ALFWORLD,

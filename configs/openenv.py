@@ -3,19 +3,31 @@
     python launch/train.py --config=configs/openenv.py --config.model.path=..
       --config.env.server=http://127.0.0.1:8000 --config.env.task='..'
 
-envs/openenv_env.py documents `config.env`. There is no expert, so the policy
-must know how to call tools; any instruct model of Qwen2.5 or Qwen3 does.
+envs/openenv_env.py documents `config.env`. The policy must know how to call
+tools; any instruct model of Qwen2.5 or Qwen3 does.
 
-Variants, joined by commas: an algorithm (`grpo`, `ppo`, ...) and other changes,
-see `variants.CHANGES`.
+On a laptop, start the server of an example, a row of lamps, in another
+terminal. Then make a warm start by imitation of an expert that plays at random
+in 80 % of its steps, and train it:
+
+    python -m envs.lamps_server 8000
+    python launch/sft.py --config=configs/openenv.py:tiny
+    python launch/train.py --config=configs/openenv.py:tiny
+
+Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
+cores; `smoke`, the tiny path in two minutes), an algorithm (`grpo`, `ppo`, ...)
+and other changes, see `variants.CHANGES`.
+
+The four lamps have 15 initial states, which training and held-out tasks share.
+Success therefore measures how well the policy knows these lamps.
 """
 
 import ml_collections
 from ml_collections import config_dict
 
-from configs import base, variants
+from configs import base, sizes, variants
 
-SIZES = ('1.5b',)
+SIZES = ('1.5b', 'tiny', 'smoke')
 
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
@@ -23,8 +35,14 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   size, changes = variants.parse(
     arg, 'openenv', sizes=SIZES, changes=variants.CHANGES
   )
+  size = size or '1.5b'
   config = _server()
-  config.variant = ','.join([size or '1.5b', *changes])
+  config.variant = ','.join([size, *changes])
+  if size in ('tiny', 'smoke'):
+    _tiny(config)
+    config.model.path = sizes.warm_start(__file__, size)
+  if size == 'smoke':
+    sizes.use_smoke(config)
   variants.apply(config, changes)
   return config
 
@@ -44,6 +62,8 @@ def _server() -> ml_collections.ConfigDict:
   config.env.timeout_secs = 20.0
   config.env.max_result_chars = 8000
   config.env.max_steps = 20
+  # Play for a warm start, module:function; see envs/demonstrators.py.
+  config.env.demonstrator = ''
   variants.use_conversation(config)
   config.pool.num_workers = 4
   config.rollout.max_prompt_tokens = 8192
@@ -52,3 +72,24 @@ def _server() -> ml_collections.ConfigDict:
   config.evaluation.split = 'valid'
   config.evaluation.num_tasks = 128
   return config
+
+
+def _tiny(config: ml_collections.ConfigDict) -> None:
+  """Selects a tiny policy and the lamps of envs/lamps_server.py."""
+  sizes.use_tiny_policy(config)
+  config.num_iterations = 20
+  config.env.server = 'http://127.0.0.1:8000'
+  config.env.task = 'Switch all lamps off.'
+  config.env.max_steps = 5
+  config.env.demonstrator = 'envs.lamps_server:demonstrate'
+  config.rollout.groups = 4
+  config.rollout.episodes_per_group = 16
+  config.rollout.max_prompt_tokens = 384
+  config.rollout.max_completion_tokens = 32
+  config.learner.minibatch_rows = 64
+  config.algorithm.invalid_penalty = 0.01
+  config.evaluation.every = 20
+  config.sft.num_episodes = 1000
+  config.sft.noise = 0.8
+  config.sft.minibatch_rows = 4  # Episodes.
+  config.sft.model.layers = 2

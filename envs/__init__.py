@@ -52,6 +52,7 @@ REGISTRY = {
   'textarena': 'envs.textarena_env',
   'textworld': 'envs.textworld_games',
   'toy': 'envs.toy',
+  'verifiers': 'envs.verifiers_env',
   'webshop': 'envs.webshop.env',
 }
 

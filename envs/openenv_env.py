@@ -17,7 +17,7 @@ import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from envs import base, messages, seeds, tool_turns
+from envs import base, demonstrators, messages, seeds, tool_turns
 
 CONTEXTS = ('conversation',)
 TOOL = 'act'
@@ -158,6 +158,7 @@ class Env:
     max_result_chars: length limit of an observation's text. Of a longer one,
       the policy reads the length only.
     max_steps: step limit of an episode.
+    demonstrator: play for a warm start, see `demonstrators`; '' for none.
 
   Raises:
     ValueError: in one line, if an argument is not valid.
@@ -174,6 +175,7 @@ class Env:
     timeout_secs: float = 20.0,
     max_result_chars: int = 8000,
     max_steps: int = 20,
+    demonstrator: str = '',
   ):
     if not (server or '').startswith(('http://', 'https://')):
       raise ValueError(
@@ -183,7 +185,7 @@ class Env:
     self._server, self._task, self._options = server, task, dict(options or {})
     self._success_return, self._seed = success_return, seed
     self._timeout, self._max_chars = timeout_secs, max_result_chars
-    self._max_steps = max_steps
+    self._max_steps, self._demonstrator = max_steps, demonstrator
     self._connection: Connection | None = None
     self._tools: tool_turns.Tools
     self._last: dict[str, Any] = {}
@@ -230,6 +232,14 @@ class Env:
     if self._connection is not None:
       self._connection.close()
       self._connection = None
+
+  def demonstrate(
+    self, task: base.Task, *, noise: float, seed: int
+  ) -> Iterator[tuple[base.Observation, str]]:
+    """Yields (observation, response) of each step of `env.demonstrator`."""
+    yield from demonstrators.play(
+      self, task, self._demonstrator, noise=noise, seed=seed
+    )
 
   def _connect(self) -> None:
     self._connection = Connection(self._server, timeout_secs=self._timeout)

@@ -92,7 +92,7 @@ class Tools:
       return Turn(parsed.text, bool(parsed.text), answer=parsed.text)
     valid, errors, messages = True, 0, []
     for n, call in enumerate(parsed.calls):
-      result = self._misuse(call)
+      result = self.misuse(call)
       valid = valid and result is None
       result = result or self._run(call)
       errors += result.is_error
@@ -100,7 +100,7 @@ class Tools:
     action = '; '.join(map(tool_calls.to_json, parsed.calls))
     return Turn(action, valid, messages=tuple(messages), errors=errors)
 
-  def _misuse(self, call: tool_calls.Call) -> Result | None:
+  def misuse(self, call: tool_calls.Call) -> Result | None:
     """Returns what is wrong with a call; None if nothing is."""
     if call.name not in self._validators:
       known = ', '.join(self._validators)

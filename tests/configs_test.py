@@ -29,6 +29,7 @@ from configs import (
   textarena,
   textworld,
   variants,
+  verifiers,
   webshop,
 )
 from configs.sweeps import ablations, main, tuning_others
@@ -50,7 +51,7 @@ OTHERS = (
 )
 MODULES = (alfworld, *OTHERS, webshop)
 # Environments whose packages may be missing.
-EXTERNAL = (mcp, minigrid, scienceworld)
+EXTERNAL = (mcp, minigrid, scienceworld, verifiers)
 VARIANTS = [
   (module, ','.join(word for word in words if word))
   for module in MODULES
@@ -98,6 +99,8 @@ def test_openenv_needs_a_server():
     config_lib.validate(config, needs_model=False)
   config.env.server = 'http://127.0.0.1:8000'
   config_lib.validate(config, needs_model=False)
+  for size in ('tiny', 'smoke', 'tiny,grpo'):
+    config_lib.validate(openenv.get_config(size), needs_model=False)
 
 
 @pytest.mark.parametrize('module', [alfworld, webshop])

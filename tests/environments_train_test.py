@@ -21,10 +21,11 @@ import pytest
     'sokoban',
     'textarena',
     'textworld',
+    'verifiers',
   ],
 )
 def test_a_warm_start_and_two_iterations(tmp_path, name: str):
-  if name in ('mcp', 'minigrid', 'scienceworld'):
+  if name in ('mcp', 'minigrid', 'scienceworld', 'verifiers'):
     pytest.importorskip(name)
   # The two commands of the docs, run from another folder.
   for script in ('sft', 'train'):

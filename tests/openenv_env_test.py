@@ -1,5 +1,6 @@
 """Tests of envs/openenv_env.py with a scripted server, and with OpenEnv's."""
 
+import contextlib
 import json
 import pathlib
 import socket
@@ -8,10 +9,11 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 
 import envs
-from envs import base, openenv_env, tool_calls
+from envs import base, lamps_server, openenv_env, tool_calls
 
 pytest.importorskip('websockets')
 
@@ -159,20 +161,64 @@ def test_a_server_that_does_not_start_or_lies_is_one_line():
       env.close()
 
 
+def guess_high(observation, noise, rng):
+  """Guesses 0 at random, else the winning number."""
+  del observation
+  return _guess(0 if rng.random() < noise else 7)
+
+
+def test_a_demonstrator_plays_for_a_warm_start(server):
+  def make(name: str):
+    return envs.make('openenv', server=server.url, demonstrator=name)
+
+  env = make('openenv_env_test:guess_high')
+  (only,) = env.demonstrate(TASK, noise=0.0, seed=0)
+  assert only == (env.reset(TASK), _guess(7))
+  noisy = list(env.demonstrate(TASK, noise=0.7, seed=1))
+  assert len(noisy) > 1 and noisy[-1][1] == _guess(7)
+  assert noisy == list(env.demonstrate(TASK, noise=0.7, seed=1))
+  env.close()
+  for name, reason in (
+    ('', 'must be module:function'),
+    ('openenv_env_test:none', "'none'"),
+    ('no_such_module:play', 'No module named'),
+  ):
+    with pytest.raises(ValueError, match=f'env.demonstrator={name}: {reason}'):
+      next(make(name).demonstrate(TASK, noise=0.0, seed=0))
+
+
+def test_lamps():
+  lamps = [True, False, False, True]
+  assert lamps_server.press(lamps, 2) == [False, True, True, True]
+  assert lamps_server.press(lamps, 4) == [True, False, True, False]
+  # Buttons 2 and 3 change lamps 1 to 3 and 2 to 4: together 1 and 4.
+  assert lamps_server.solve(lamps) == [2, 3]
+  assert lamps_server.solve([True, True, True, False]) == [2]
+  starts = {tuple(lamps_server.start(seed)) for seed in range(200)}
+  assert len(starts) == 15
+  rng = np.random.default_rng(0)
+  anchor = '{"lamps": "on on on off"}'
+  observation = base.Observation('', '', anchor, '')
+  response = lamps_server.demonstrate(observation, 0.0, rng)
+  assert tool_calls.parse(response).calls[0].arguments == {'button': 2}
+  random = {lamps_server.demonstrate(observation, 1.0, rng) for _ in range(60)}
+  assert len(random) == 4
+
+
 def test_wrong_arguments_are_refused_in_one_line():
   with pytest.raises(ValueError, match='env.server=None: must start with'):
     envs.tasks('openenv', 'train')
   assert not list(openenv_env.check_installation({}))
 
 
-@pytest.mark.slow
-def test_an_episode_with_openenvs_own_server():
+@contextlib.contextmanager
+def _openenv_server(*command: str):
+  """Starts a server of openenv-core; yields an environment and its reset."""
   pytest.importorskip('openenv')
   with socket.socket() as free:
     free.bind(('127.0.0.1', 0))
     port = free.getsockname()[1]
-  path = pathlib.Path(__file__).parent / 'openenv_server.py'
-  process = subprocess.Popen([sys.executable, str(path), str(port)])
+  process = subprocess.Popen([sys.executable, *command, str(port)])
   env = envs.make('openenv', server=f'http://127.0.0.1:{port}')
   try:
     for _ in range(100):
@@ -181,6 +227,17 @@ def test_an_episode_with_openenvs_own_server():
         break
       except ConnectionError:
         time.sleep(0.3)
+    yield env, first
+  finally:
+    env.close()
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.slow
+def test_an_episode_with_openenvs_own_server():
+  path = pathlib.Path(__file__).parent / 'openenv_server.py'
+  with _openenv_server(str(path)) as (env, first):
     assert first.text == 'text: Guess a number from 0 to 7.'
     assert first.anchor == '{"high": 7, "low": 0}'
     result = env.step(_guess(0))
@@ -191,7 +248,18 @@ def test_an_episode_with_openenvs_own_server():
     result = env.step(_guess(3))
     assert result.success and result.reward == 1
     assert result.final_anchor == '{"high": 7, "low": 1}'
-  finally:
-    env.close()
-    process.kill()
-    process.wait()
+
+
+@pytest.mark.slow
+def test_the_example_with_openenvs_own_server():
+  def press(button: int) -> str:
+    return tool_calls.write(tool_calls.Call('act', {'button': button}))
+
+  with _openenv_server('-m', 'envs.lamps_server') as (env, first):
+    lamps = lamps_server.start(3)
+    assert first.text == f'lamps: {lamps_server.show(lamps)}'
+    assert first.anchor == f'{{"lamps": "{lamps_server.show(lamps)}"}}'
+    assert not env.step(press(5)).valid
+    for button in lamps_server.solve(lamps):
+      result = env.step(press(button))
+    assert result.success and result.reward == 1
