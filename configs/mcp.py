@@ -83,6 +83,6 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.algorithm.invalid_penalty = 0.01
   config.evaluation.every = 10
   config.sft.num_episodes = 1000
-  config.sft.noise = 0.1
+  config.sft.noise = 0.5
   config.sft.minibatch_rows = 4  # Episodes.
   config.sft.epochs = 4

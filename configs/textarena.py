@@ -43,7 +43,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     if size == 'self_play':
       config.env.opponent = 'self'
       config.reward.agents = 'own'
-      config.env.max_steps = 18
+      config.env.max_steps = 24
     config.model.path = sizes.warm_start(__file__, size)
   if size == 'smoke':
     sizes.use_smoke(config)
@@ -99,16 +99,16 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
 
 
 def _duel(config: ml_collections.ConfigDict) -> None:
-  """Selects tic-tac-toe; an illegal move may be repeated once, then loses."""
-  config.env.id = 'TicTacToe-v0'
+  """Selects Nim; an illegal move may be repeated once, then loses."""
+  config.env.id = 'Nim-v0'  # piles of 3, 4 and 5 objects
   config.env.options = ml_collections.ConfigDict()
-  config.env.actions = tuple(f'[{square}]' for square in range(9))
+  config.env.actions = tuple(
+    f'[{pile} {quantity}]'
+    for pile, size in enumerate((3, 4, 5))
+    for quantity in range(1, size + 1)
+  )
   config.env.opponent = 'random'
-  config.env.max_steps = 10
+  config.env.max_steps = 12
   config.env.history_length = 0
-  # At 2e-4, the KL exceeds guard.max_kl.
-  config.optimizer.learning_rate = 1e-4
-  config.learner.minibatch_rows = 256
-  # Members of a group meet the same random numbers of the opponent.
-  config.rollout.groups = 8
-  config.rollout.episodes_per_group = 8
+  config.env.require_think = False
+  config.rollout.max_completion_tokens = 16
