@@ -65,11 +65,13 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.env.max_steps = 6
   config.rollout.max_prompt_tokens = 384
   config.rollout.max_completion_tokens = 32
-  config.rollout.prompt_buckets = ()
-  config.rollout.batch_buckets = (16, 64)
+  config.rollout.prompt_buckets = (384,)
+  config.rollout.batch_buckets = (32,)
   config.optimizer.learning_rate = 2e-4
   config.learner.minibatch_rows = 64
-  config.learner.length_buckets = ()
+  config.learner.microbatch_tokens = 1664
+  config.learner.length_buckets = (416,)
+  config.evaluation.num_tasks = 128
   config.evaluation.every = 10
   config.sft.num_episodes = 1000
   config.sft.minibatch_rows = 4  # Episodes.
