@@ -3,8 +3,8 @@
     python launch/serve.py --config=configs/endpoint.py --config.model.path=..
 
 The harness brings tasks, tools and rewards; docs/endpoint.md describes its
-requests. On a laptop, the tiny policy of examples/guess_start.py plays the
-harness examples/guess_harness.py; the page has the commands.
+requests. On a laptop, the tiny policy of examples/walk_start.py plays the
+harness examples/walk_harness.py; the page has the commands.
 
 Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
 cores; `smoke`, the tiny path in two minutes), an algorithm (`grpo`, `ppo`, ...)
@@ -59,18 +59,20 @@ def _harness() -> ml_collections.ConfigDict:
 
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
-  """Selects a tiny policy, for the harness examples/guess_harness.py."""
+  """Selects a tiny policy, for the harness examples/walk_harness.py."""
   sizes.use_tiny_policy(config)
   config.num_iterations = 20
-  config.env.max_steps = 4
-  config.rollout.max_prompt_tokens = 256
+  config.env.max_steps = 6
+  config.rollout.max_prompt_tokens = 384
   config.rollout.max_completion_tokens = 32
-  config.rollout.prompt_buckets = ()
-  config.rollout.batch_buckets = (16, 64)
+  config.rollout.prompt_buckets = (384,)
+  config.rollout.batch_buckets = (32,)
   config.optimizer.learning_rate = 2e-4
-  config.learner.minibatch_rows = 128
-  config.learner.length_buckets = ()
-  config.evaluation.every = 0
-  config.sft.num_episodes = 2000
+  config.learner.minibatch_rows = 64
+  config.learner.microbatch_tokens = 1664
+  config.learner.length_buckets = (416,)
+  config.evaluation.num_tasks = 128
+  config.evaluation.every = 10
+  config.sft.num_episodes = 1000
   config.sft.minibatch_rows = 4  # Episodes.
   config.sft.model.layers = 2

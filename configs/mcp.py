@@ -77,12 +77,14 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.rollout.groups = 4
   config.rollout.max_prompt_tokens = 384
   config.rollout.max_completion_tokens = 32
-  config.rollout.batch_buckets = (16, 32)
-  config.learner.minibatch_rows = 64
-  # Few episodes succeed at first; a larger penalty would outweigh them.
-  config.algorithm.invalid_penalty = 0.01
+  config.rollout.prompt_buckets = (384,)
+  config.rollout.batch_buckets = (32,)
+  config.learner.minibatch_rows = 32
+  config.learner.microbatch_tokens = 1664
+  config.learner.length_buckets = (416,)
+  config.evaluation.num_tasks = 128
   config.evaluation.every = 10
   config.sft.num_episodes = 1000
-  config.sft.noise = 0.1
+  config.sft.noise = 0.5
   config.sft.minibatch_rows = 4  # Episodes.
   config.sft.epochs = 4

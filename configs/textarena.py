@@ -1,4 +1,4 @@
-"""GiGPO on a TextArena game: the Tower of Hanoi, tic-tac-toe, or any other.
+"""GiGPO on a TextArena game: the Tower of Hanoi, Nim, or any other.
 
     python launch/train.py --config=configs/textarena.py --config.model.path=..
 
@@ -8,17 +8,25 @@ play, and train it:
     python launch/sft.py --config=configs/textarena.py:tiny
     python launch/train.py --config=configs/textarena.py:tiny
 
+Nim for two, against a random player or against itself; both variants start from
+random play of both players:
+
+    python launch/sft.py --config=configs/textarena.py:self_play
+    python launch/train.py --config=configs/textarena.py:duel
+    python launch/train.py --config=configs/textarena.py:self_play
+
 For another game, copy this file and change `config.env`, which
 envs/textarena_env.py documents.
 
 Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
-cores; `smoke`, the tiny path in two minutes; `duel`, tic-tac-toe against a
-random player at the size of `tiny`; `self_play`, the same against itself, but
+cores; `smoke`, the tiny path in two minutes; `duel`, Nim against a random
+player at the size of `tiny`; `self_play`, the same against itself, but
 evaluated against a random player), an algorithm (`grpo`, `ppo`, ...) and other
 changes, see `variants.CHANGES`.
 
-All tasks, including held-out ones, use the same tower. Success therefore
-measures how well the policy knows this tower, not towers in general.
+All tasks, including held-out ones, use the same tower, or the same piles with
+other moves of the random player. Success therefore measures how well the policy
+knows this tower or these piles, not such games in general.
 """
 
 import ml_collections
@@ -43,8 +51,9 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     if size == 'self_play':
       config.env.opponent = 'self'
       config.reward.agents = 'own'
-      config.env.max_steps = 18
-    config.model.path = sizes.warm_start(__file__, size)
+      config.env.max_steps = 24
+    start = 'self_play' if size == 'duel' else size
+    config.model.path = sizes.warm_start(__file__, start)
   if size == 'smoke':
     sizes.use_smoke(config)
   variants.apply(config, changes)
@@ -99,16 +108,23 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
 
 
 def _duel(config: ml_collections.ConfigDict) -> None:
-  """Selects tic-tac-toe; an illegal move may be repeated once, then loses."""
-  config.env.id = 'TicTacToe-v0'
+  """Selects Nim; an illegal move may be repeated once, then loses."""
+  config.env.id = 'Nim-v0'  # piles of 3, 4 and 5 objects
   config.env.options = ml_collections.ConfigDict()
-  config.env.actions = tuple(f'[{square}]' for square in range(9))
+  config.env.actions = tuple(
+    f'[{pile} {quantity}]'
+    for pile, size in enumerate((3, 4, 5))
+    for quantity in range(1, size + 1)
+  )
   config.env.opponent = 'random'
-  config.env.max_steps = 10
+  config.env.max_steps = 12
   config.env.history_length = 0
-  # At 2e-4, the KL exceeds guard.max_kl.
-  config.optimizer.learning_rate = 1e-4
-  config.learner.minibatch_rows = 256
-  # Members of a group meet the same random numbers of the opponent.
-  config.rollout.groups = 8
-  config.rollout.episodes_per_group = 8
+  config.env.require_think = False
+  config.rollout.max_prompt_tokens = 288
+  config.rollout.max_completion_tokens = 16
+  config.rollout.prompt_buckets = (288,)
+  config.rollout.batch_buckets = (64,)
+  config.learner.microbatch_tokens = 3648
+  config.learner.length_buckets = (224, 304)
+  config.evaluation.num_tasks = 128
+  config.sft.num_episodes = 600

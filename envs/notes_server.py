@@ -1,10 +1,13 @@
-"""A small MCP server: a safe whose code is found by following notes.
+"""A small MCP server: a safe whose password is found by following notes.
 
     python -m envs.notes_server
 
-Each drawer holds a note that names the next drawer; the last note holds the
-code of the safe. `tasks` returns tasks for `envs.mcp_env`: they name the first
-drawer. Only the SDK's server is needed to serve; to read the tasks, nothing.
+Two of six drawers hold a note: the first names the second, which holds the
+password of the safe. `tasks` returns tasks for `envs.mcp_env`: they name the
+first drawer. Drawers and passwords are words of a short list, each of which is
+one token for a tokenizer that was trained on them; a small policy learns to
+repeat them. Only the SDK's server is needed to serve; to read the tasks,
+nothing.
 """
 
 from typing import Any
@@ -13,29 +16,29 @@ import numpy as np
 
 from envs import seeds
 
-NUM_DRAWERS = 6
-NUM_NOTES = 1  # before the code
+DRAWERS = ('red', 'blue', 'green', 'white', 'black', 'brown')
+PASSWORDS = ('apple', 'tiger', 'river', 'candle', 'piano', 'cloud')
 
 
-def _lay_out(seed: int) -> tuple[list[int], str]:
-  """Returns the drawers on the way to the code, and the code."""
+def _lay_out(seed: int) -> tuple[list[str], str]:
+  """Returns the drawers on the way to the password, and the password."""
   rng = np.random.default_rng(seed)
-  way = rng.choice(NUM_DRAWERS, NUM_NOTES + 1, replace=False) + 1
-  return way.tolist(), ''.join(map(str, rng.integers(1, 10, 2)))
+  way = rng.choice(DRAWERS, 2, replace=False)
+  return way.tolist(), str(rng.choice(PASSWORDS))
 
 
 def tasks(split: str) -> list[dict[str, Any]]:
   """Returns the tasks of a split."""
   listed = []
   for seed in map(seeds.Seeds(split).__getitem__, range(1000)):
-    way, code = _lay_out(seed)
+    way, password = _lay_out(seed)
     solution = [
       {'name': 'open', 'arguments': {'drawer': drawer}} for drawer in way
     ]
     listed.append(
       {
-        'task': f'Find the code. Start at drawer {way[0]}.',
-        'answer': code,
+        'task': f'Find the password. Start at the {way[0]} drawer.',
+        'answer': password,
         'arguments': {'seed': seed},
         'solution': solution,
       }
@@ -51,29 +54,28 @@ class Room:
 
   def reset(self, seed: int) -> str:
     """Starts an episode."""
-    self._way, self._code = _lay_out(seed)
-    self._read: set[int] = set()
+    self._way, self._password = _lay_out(seed)
+    self._read: set[str] = set()
     return ''
 
-  def open(self, drawer: int) -> str:
+  def open(self, drawer: str) -> str:
     """Opens a drawer and reads its note."""
-    if not 1 <= drawer <= NUM_DRAWERS:
-      return f'There are drawers 1 to {NUM_DRAWERS}.'
+    if drawer not in DRAWERS:
+      return f'The drawers are {", ".join(DRAWERS)}.'
     self._read.add(drawer)
     if drawer not in self._way:
       return 'Empty.'
-    place = self._way.index(drawer)
-    if place == NUM_NOTES:
-      return f'Code {self._code}.'
-    return f'Look in drawer {self._way[place + 1]}.'
+    if drawer == self._way[-1]:
+      return f'The password is {self._password}.'
+    return f'Look in the {self._way[-1]} drawer.'
 
   def state(self) -> str:
     """Returns the drawers that have been opened."""
-    return f'opened: {sorted(self._read)}'
+    return f'opened: {", ".join(sorted(self._read)) or "none"}'
 
   def score(self, answer: str) -> float:
-    """Returns 1 for the code, else 0."""
-    return float(answer.strip() == self._code)
+    """Returns 1 for the password, else 0."""
+    return float(answer.strip() == self._password)
 
 
 def serve() -> None:

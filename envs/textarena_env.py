@@ -7,11 +7,13 @@ takes the turns of both players, which are two agents.
 """
 
 import contextlib
+import copy
 import dataclasses
+import functools
 import io
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,8 @@ from envs import base, narrator, seeds, textarena_opponents
 FREE = '<your move>'
 # Moves of the opponent in a row; games end an opponent that plays no legal one.
 _MAX_REPLIES = 100
+# Draws of a random player for a legal move, if the game lists none.
+_MAX_DRAWS = 200
 # Stands for an invalid response in games for two. The game treats it as any
 # illegal move; otherwise a player could delay a loss until the limit of turns.
 _NO_MOVE = 'no move'
@@ -209,6 +213,7 @@ class Env:
     self._opponent: textarena_opponents.Opponent | None = None
     if opponent:
       self._opponent = textarena_opponents.make(fixed, actions)
+    self._opponent_is_random = fixed == textarena_opponents.RANDOM
     self._success_reward, self._seed = success_reward, seed
     self._max_steps = max_steps
     try:
@@ -353,13 +358,39 @@ class Env:
         return False
       with self._sandbox():
         _, messages = self._game.get_observation()
-        text = '\n'.join(str(message) for _, message, _ in messages)
-        game_over, _ = self._game.step(self._opponent(text, self._opponent_rng))
+        game_over, _ = self._game.step(self._opponent_move(messages))
       if game_over:
         return True
     raise ValueError(
       f'env.opponent: {_MAX_REPLIES} moves in a row without an end of its turn'
     )
+
+  def _opponent_move(self, messages: Sequence[tuple[Any, str, Any]]) -> str:
+    """Returns the opponent's move; a random opponent draws a legal one."""
+    # Rules may contain examples that look like a list of moves.
+    skips_rules = self._opponent_is_random and not self._free_text
+    rules = self._textarena.ObservationType.PROMPT if skips_rules else None
+    text = '\n'.join(str(text) for _, text, kind in messages if kind != rules)
+
+    def draw() -> str:
+      return self._opponent(text, self._opponent_rng)
+
+    return self._draw_legal(draw) if self._opponent_is_random else draw()
+
+  def _draw_legal(self, draw: Callable[[], str]) -> str:
+    """Returns the first legal move that is drawn; the last one if none is."""
+    for _ in range(_MAX_DRAWS):
+      move = draw()
+      if self._is_legal(move):
+        break
+    return move
+
+  def _is_legal(self, move: str) -> bool:
+    """Returns whether the game accepts a move; plays it in a copy."""
+    game, random_state = copy.deepcopy((self._game, self._random_state))
+    with random_state.active(), contextlib.redirect_stdout(io.StringIO()):
+      game.step(move)
+    return not getattr(game.state, 'error_count', 0)
 
   def _current_player(self) -> int:
     return self._game.state.current_player_id
@@ -376,7 +407,8 @@ class Env:
   ) -> Iterator[tuple[str, str]]:
     """Returns (prompt, response) of random play; see `narrator.random_play`.
 
-    Moves are drawn from those that the game lists, otherwise from `actions`.
+    Moves are drawn from those that the game lists, otherwise from `actions`; in
+    a game for two, from the legal ones.
 
     Args:
       task: the task to play.
@@ -394,7 +426,10 @@ class Env:
 
     def draw(rng: np.random.Generator) -> str:
       text = self._seats[self._current_player()].text
-      return textarena_opponents.play_randomly(text, rng, actions=self._actions)
+      play = functools.partial(
+        textarena_opponents.play_randomly, text, rng, actions=self._actions
+      )
+      return self._draw_legal(play) if self._num_players > 1 else play()
 
     return narrator.random_play(
       self,

@@ -252,6 +252,46 @@ def test_random_play_uses_the_moves_that_the_game_lists():
   assert len(set(moves)) == len(moves) >= 5
 
 
+NIM = {
+  'id': 'Nim-v0',
+  'options': {'piles': [1, 2]},
+  # Two of the five moves are legal at first, and fewer later.
+  'actions': ('[0 1]', '[0 2]', '[1 1]', '[1 3]', '[1 4]'),
+}
+
+
+def test_random_players_draw_legal_moves_if_the_game_lists_none():
+  env = envs.make('textarena', opponent='random', **NIM)
+  answers = set()
+  for index in range(12):
+    env.reset(base.Task('train', index))
+    # Player 0 takes an object of pile 1, of which one is left; only player 0
+    # makes an illegal move.
+    result = env.step(_respond('[1 1]'))
+    assert 'invalid' not in result.observation.text
+    answers.add(result.observation.text)
+  # Both legal answers occur.
+  assert len(answers) == 2
+  for index in range(12):
+    task = base.Task('train', index)
+    play = list(env.demonstrate(task, noise=1, seed=0))
+    assert 1 <= len(play) <= 3
+    assert not any('invalid' in prompt for prompt, _ in play)
+
+
+def test_trials_of_moves_do_not_change_the_game():
+  env = envs.make('textarena', opponent='random', **NIM)
+  env.reset(TASK)
+  before = env._game.state.game_state, env._random_state._states
+  assert env._is_legal('[1 2]') and not env._is_legal('[0 2]')
+  assert before == (env._game.state.game_state, env._random_state._states)
+  assert before[0] == {'piles': [1, 2]} and not env._game.state.error_count
+  # A player without a legal move plays the last one that is drawn.
+  drawn = iter(range(10_000))
+  move = env._draw_legal(lambda: f'[5 {next(drawn)}]')
+  assert move == f'[5 {textarena_env._MAX_DRAWS - 1}]'
+
+
 def test_self_play_with_shared_rewards_is_refused():
   config = ml_collections.ConfigDict(
     {'env': {'name': 'textarena', 'opponent': 'self'}, 'reward': {}}

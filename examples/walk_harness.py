@@ -1,9 +1,12 @@
-r"""An agent harness: a model guesses a number with a tool.
+r"""An agent harness: a model looks for the garden of a house with a tool.
 
 It uses the `openai` package and knows nothing about training, except that it
 asks for episodes and reports rewards:
 
-    python examples/guess_harness.py http://127.0.0.1:8020 --episodes-at-once=16
+    python examples/walk_harness.py http://127.0.0.1:8020 --episodes-at-once=16
+
+The house is always the same, and the task names the first room. The model has
+no map: it has to learn which door leads where.
 """
 
 import argparse
@@ -14,44 +17,63 @@ import time
 import urllib.error
 import urllib.request
 
-MAX_NUMBER, MAX_GUESSES = 8, 4
+# Where the doors of each room lead. The longest way has five steps.
+HOUSE = {
+  'hall': {'north': 'study'},
+  'study': {'south': 'hall', 'east': 'library'},
+  'library': {'west': 'study', 'east': 'attic', 'south': 'kitchen'},
+  'attic': {'west': 'library'},
+  'kitchen': {'north': 'library', 'east': 'pantry', 'south': 'cellar'},
+  'cellar': {'north': 'kitchen', 'west': 'garage'},
+  'garage': {'east': 'cellar'},
+  'pantry': {'west': 'kitchen', 'south': 'garden'},
+}
+GOAL = 'garden'
+DIRECTIONS = ('north', 'east', 'south', 'west')
+MAX_STEPS = 6
 OVER = 410  # HTTP status at the end of a run.
 TOOL = {
-  'name': 'guess',
-  'description': 'Guesses the number.',
+  'name': 'go',
+  'description': 'Goes through a door.',
   'parameters': {
     'type': 'object',
-    'properties': {'number': {'type': 'integer'}},
+    'properties': {
+      'direction': {'type': 'string', 'enum': list(DIRECTIONS)},
+    },
+    'required': ['direction'],
   },
 }
 
 
-def first_messages() -> list[dict]:
-  """Returns the messages before the first guess."""
-  text = f'Find the number from 1 to {MAX_NUMBER} in {MAX_GUESSES} guesses.'
+def first_room(task: int) -> str:
+  """Returns the room in which a task begins."""
+  return list(HOUSE)[task % len(HOUSE)]
+
+
+def first_messages(room: str) -> list[dict]:
+  """Returns the messages before the first step."""
+  text = f'Find the {GOAL} in {MAX_STEPS} steps. You are in the {room}.'
   return [{'role': 'user', 'content': text}]
 
 
-def judge(secret: int, number: object) -> str:
-  """Returns the answer of the tool."""
-  if not isinstance(number, int):
-    return 'not a number'
-  if number == secret:
-    return 'right'
-  return 'higher' if number < secret else 'lower'
+def walk(room: str, direction: object) -> tuple[str, str]:
+  """Returns the next room and the answer of the tool."""
+  after = HOUSE[room].get(str(direction))
+  if after is None:
+    return room, f'There is no door. You are in the {room}.'
+  return after, f'You are in the {after}.'
 
 
-def play(client, secret: int) -> bool:
-  """Plays a game; returns whether the model found the number."""
-  messages = first_messages()
+def play(client, room: str) -> bool:
+  """Plays an episode; returns whether the model found the garden."""
+  messages = first_messages(room)
   tools = [{'type': 'function', 'function': TOOL}]
-  low, high = 1, MAX_NUMBER
-  for _ in range(MAX_GUESSES):
+  for _ in range(MAX_STEPS):
     reply = client.chat.completions.create(
       model='policy',
       messages=messages,
       tools=tools,
-      metadata={'anchor': f'{low} to {high}'},
+      metadata={'anchor': room},
     )
     message = reply.choices[0].message
     messages.append(message.model_dump(exclude_none=True))
@@ -59,17 +81,13 @@ def play(client, secret: int) -> bool:
       messages.append({'role': 'user', 'content': 'Use the tool.'})
       continue
     for call in message.tool_calls:
-      number = json.loads(call.function.arguments).get('number')
-      answer = judge(secret, number)
+      direction = json.loads(call.function.arguments).get('direction')
+      room, answer = walk(room, direction)
       messages.append(
         {'role': 'tool', 'tool_call_id': call.id, 'content': answer}
       )
-      if answer == 'right':
+      if room == GOAL:
         return True
-      if answer == 'higher':
-        low = max(low, number + 1)
-      elif answer == 'lower':
-        high = min(high, number - 1)
   return False
 
 
@@ -102,7 +120,7 @@ def play_episodes(url: str, key: str) -> None:
     base = f'{url}/episodes/{episode["id"]}'
     client = openai.OpenAI(base_url=f'{base}/v1', api_key=key)
     try:
-      success = play(client, episode['task'] % MAX_NUMBER + 1)
+      success = play(client, first_room(episode['task']))
       reward = {'reward': 10.0 * success, 'success': success}
       post(f'{base}/reward', reward, key)
     except (openai.APIStatusError, urllib.error.HTTPError) as error:
@@ -124,7 +142,7 @@ def wait_for(url: str) -> None:
 
 def main() -> None:
   """Plays several episodes at once."""
-  parser = argparse.ArgumentParser(description='Plays guessing games.')
+  parser = argparse.ArgumentParser(description='Walks through a house.')
   parser.add_argument('url', help='address of the server')
   parser.add_argument('--episodes-at-once', type=int, default=16)
   args = parser.parse_args()

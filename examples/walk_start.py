@@ -1,8 +1,8 @@
-"""Random games of guess_harness.py, for the warm start of a tiny policy.
+"""Random walks of walk_harness.py, for the warm start of a tiny policy.
 
     export PYTHONPATH=examples:$PYTHONPATH
     python launch/sft.py --config=configs/endpoint.py:tiny \
-      --config.env.name=guess_start
+      --config.env.name=walk_start
 
 They teach the form of a tool call only.
 """
@@ -10,8 +10,8 @@ They teach the form of a tool call only.
 import json
 from collections.abc import Iterator
 
-import guess_harness
 import numpy as np
+import walk_harness
 
 from envs import base, endpoint, tool_calls
 
@@ -20,7 +20,7 @@ tasks = endpoint.tasks
 
 
 class Env:
-  """Demonstrates games; takes the options of the environment `endpoint`.
+  """Demonstrates walks; takes the options of the environment `endpoint`.
 
   Args:
     **options: ignored.
@@ -32,19 +32,17 @@ class Env:
   def demonstrate(
     self, task: base.Task, *, noise: float, seed: int
   ) -> Iterator[tuple[base.Observation, str]]:
-    """Yields (observation, response) of a game with random guesses."""
+    """Yields (observation, response) of a random walk."""
     del noise
     rng = np.random.default_rng([seed, task.index])
-    secret = task.index % guess_harness.MAX_NUMBER + 1
-    observation = _observe(guess_harness.first_messages())
-    for _ in range(guess_harness.MAX_GUESSES):
-      number = int(rng.integers(guess_harness.MAX_NUMBER)) + 1
-      yield (
-        observation,
-        tool_calls.write(tool_calls.Call('guess', {'number': number})),
-      )
-      answer = guess_harness.judge(secret, number)
-      if answer == 'right':
+    room = walk_harness.first_room(task.index)
+    observation = _observe(walk_harness.first_messages(room))
+    for _ in range(walk_harness.MAX_STEPS):
+      direction = str(rng.choice(walk_harness.DIRECTIONS))
+      call = tool_calls.Call('go', {'direction': direction})
+      yield observation, tool_calls.write(call)
+      room, answer = walk_harness.walk(room, direction)
+      if room == walk_harness.GOAL:
         return
       observation = _observe([{'role': 'tool', 'content': answer}])
 
@@ -59,5 +57,5 @@ def _observe(messages: list[dict]) -> base.Observation:
     anchor='',
     text='',
     messages=tuple(base.Message(m['role'], m['content']) for m in messages),
-    tools=(json.dumps(guess_harness.TOOL),),
+    tools=(json.dumps(walk_harness.TOOL),),
   )
