@@ -264,10 +264,3 @@ def test_the_tpu_kernel_uses_the_cache_in_place(monkeypatch, layers, heads):
   cache = 2 * layers * 64 * 1024 * (heads // 2) * 128 * 2 // mesh.size
   assert memory.argument_size_in_bytes > cache
   assert memory.temp_size_in_bytes < cache / 8
-
-
-def test_moving_bfloat16_rows_converts_nothing():
-  config = dataclasses.replace(CONFIG, dtype='bfloat16')
-  cache, rows = kv_cache.new(config, 6, 20), kv_cache.new(config, 2, 12)
-  insert = jax.jit(kv_cache.insert).lower(cache, rows, jnp.array([4, 9]))
-  assert 'f32' not in insert.compile().as_text()

@@ -173,30 +173,12 @@ def insert(cache: Cache, rows: Cache, slots_B: jax.Array) -> Cache:
   def put(name: str, x: jax.Array, new: jax.Array) -> jax.Array:
     each = (slice(None),) * (_SLOTS[name] - 2)
     new = jax.lax.slice_in_dim(new, 0, length, axis=_SLOTS[name])
-    return _from_bits(
-      _bits(x).at[:, slots_B, *each, :length].set(_bits(new), mode='drop'),
-      x.dtype,
-    )
+    return x.at[:, slots_B, *each, :length].set(new, mode='drop')
 
   return tuple(
     {name: put(name, x, new[name]) for name, x in stack.items()}
     for stack, new in zip(cache, rows, strict=True)
   )
-
-
-def _bits(x: jax.Array) -> jax.Array:
-  """Returns the bits of bfloat16 as integers, other types unchanged.
-
-  A CPU would convert a whole bfloat16 array to float32 and back for a scatter.
-  """
-  if x.dtype != jnp.bfloat16:
-    return x
-  return jax.lax.bitcast_convert_type(x, jnp.uint16)
-
-
-def _from_bits(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-  """Returns the array of which `_bits` are given."""
-  return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
 def take_rows(cache: Cache, slots_B: jax.Array) -> Cache:
