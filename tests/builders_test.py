@@ -3,8 +3,9 @@
 import jax
 import pytest
 
-from configs import base
+from configs import alfworld, base
 from gigpo_jax import builders, sampler
+from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.run import model_builders
 from gigpo_jax.runtime import errors
 
@@ -64,3 +65,19 @@ def test_other_runtime_errors_are_not_changed():
     errors.explain_out_of_memory('rollout.batch_buckets', 'lower it'),
   ):
     raise other
+
+
+@pytest.mark.parametrize(
+  ('dtype', 'option', 'expected'),
+  [
+    ('bfloat16', 'auto', 'blockwise'),
+    ('float32', 'auto', 'xla'),
+    ('bfloat16', 'xla', 'xla'),
+  ],
+)
+def test_attention_on_a_cpu_follows_the_type(dtype, option, expected):
+  config = alfworld.get_config('smoke')
+  config.model.dtype, config.model.attention = dtype, option
+  mesh = mesh_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1])
+  choices = model_builders.model_kwargs(config, mesh)
+  assert choices['attention'] == expected

@@ -79,8 +79,8 @@ def limit_to_window(
 
 
 def default_implementation(platform: str) -> str:
-  """Returns the implementation for a platform: 'cpu', 'gpu' or 'tpu'."""
-  return {'tpu': 'splash', 'gpu': 'cudnn'}.get(platform, 'xla')
+  """Returns the implementation for bfloat16 on 'cpu', 'gpu' or 'tpu'."""
+  return {'cpu': 'blockwise', 'gpu': 'cudnn', 'tpu': 'splash'}[platform]
 
 
 def self_attention(
