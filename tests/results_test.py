@@ -96,7 +96,8 @@ def test_effects_prefer_tests_to_evaluations(tmp_path):
     for seed, rate in enumerate(rates)
   ]
   found = results.measured_effects({}, rows, 'gigpo')
-  assert found == {'toy': paired.compare_seeds([0.2, 0.7 - 0.3])}
+  gap = paired.compare_seeds([0.2, 0.4])
+  assert found['toy'] == pytest.approx([100 * x for x in gap[:3]])
   tests = {
     'toy': {
       name: {
@@ -106,11 +107,11 @@ def test_effects_prefer_tests_to_evaluations(tmp_path):
     }
   }
   found = results.measured_effects(tests, rows, 'gigpo')
-  assert found['toy'].mean == 0.25
+  assert found['toy'] == (25, 25, 25)
   # One pair has no interval.
   tests['toy']['grpo'].pop(1)
   found = results.measured_effects(tests, rows, 'gigpo')
-  assert found['toy'].mean == pytest.approx(0.3)
+  assert found['toy'][0] == pytest.approx(30)
   values = dict.fromkeys(law.PREDICTORS, 0.5)
   path = tmp_path / 'effects.png'
   results.draw_effects(path, {'toy': values, 'x': values}, {'gigpo': found})

@@ -18,6 +18,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -241,94 +242,92 @@ def measured_effects(
   tests: Mapping[str, outcomes.Results],
   evaluations: Sequence[Mapping],
   method: str,
-) -> dict[str, paired.Difference]:
-  """Returns the difference of a method from GRPO by environment.
+) -> dict[str, tuple[float, float, float]]:
+  """Returns the difference of a method from GRPO by environment, in points.
 
   Args:
     tests: results by experiment, name and seed.
     evaluations: rows of `sweep.read_table`; the last ones of their runs count
       where `tests` has fewer than two pairs.
     method: name of the method.
+
+  Returns:
+    (difference, low, high) with a 95 % interval.
   """
-  found = {}
-  for experiment in dict.fromkeys(row['experiment'] for row in evaluations):
-    rates = [
-      {r['seed']: r['eval/success_rate'] for r in rows}
-      for rows in (
-        _rows_of(evaluations, experiment, name)
-        for name in (method, law.BASELINE)
-      )
-    ]
-    seeds = sorted(rates[0].keys() & rates[1].keys())
-    if len(seeds) > 1:
-      gaps = [rates[0][seed] - rates[1][seed] for seed in seeds]
-      found[experiment] = paired.compare_seeds(np.array(gaps))
+  found = {
+    setting: (effect.mean, *effect.interval)
+    for setting, effect in law.effects(evaluations, method).items()
+    if effect.seeds > 1
+  }
   for experiment, results in tests.items():
-    if {method, law.BASELINE} <= results.keys():
-      gap = paired.compare_results(results[method], results[law.BASELINE])
-      if gap is not None and gap.seeds > 1:
-        found[experiment] = gap
+    one, other = (results.get(name, {}) for name in (method, law.BASELINE))
+    gap = paired.compare_results(one, other)
+    if gap is not None and gap.seeds > 1:
+      found[experiment] = tuple(100 * x for x in gap[:3])
   return found
 
 
 def draw_effects(
   path: pathlib.Path,
   predictors: Mapping[str, Mapping[str, float]],
-  effects: Mapping[str, Mapping[str, paired.Difference]],
+  effects: Mapping[str, Mapping[str, tuple[float, float, float]]],
 ) -> None:
   """Draws effects by each predictor, with 95 % intervals.
 
   Args:
     path: path of the image.
     predictors: metrics by setting.
-    effects: by method and setting, the difference from GRPO.
+    effects: by method and setting, as `measured_effects` returns them.
   """
   count = len(law.PREDICTORS)
   with plots.image(
     path, figsize=(3 * count, 3.4), ncols=count, sharey=True
-  ) as (
-    figure,
-    panels,
-  ):
+  ) as (figure, panels):
     for axes, (metric, words) in zip(
       panels, law.PREDICTORS.items(), strict=True
     ):
-      values = [p[metric] for name, p in predictors.items()]
-      shift = 0.012 * np.ptp(values)
-      for n, (method, by_setting) in enumerate(effects.items()):
-        known = [name for name in by_setting if name in predictors]
-        xs = [predictors[name][metric] + n * shift for name in known]
-        gaps = [by_setting[name] for name in known]
-        ends = [(100 * (g.mean - g.low), 100 * (g.high - g.mean)) for g in gaps]
-        axes.errorbar(
-          xs,
-          [100 * g.mean for g in gaps],
-          np.array(ends).T,
-          fmt='os^D'[n % 4],
-          color=f'C{n}',
-          label=method,
-          capsize=2,
-        )
-        if n == 0:
-          for name, x, gap in zip(known, xs, gaps, strict=True):
-            axes.annotate(
-              name,
-              (x, 100 * gap.mean),
-              xytext=(-4, 4),
-              textcoords='offset points',
-              fontsize='small',
-              ha='right',
-            )
-      axes.axhline(0, color='grey', linewidth=0.8)
-      axes.margins(x=0.25)
+      by_setting = {name: x[metric] for name, x in predictors.items()}
+      _draw_panel(axes, by_setting, effects)
       axes.set(xlabel=words)
-      axes.grid(alpha=0.3)
     panels[0].set(ylabel='minus GRPO (points)')
-    figure.legend(
-      *panels[0].get_legend_handles_labels(),
-      loc='outside upper center',
-      ncols=4,
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, loc='outside upper center', ncols=len(effects))
+
+
+def _draw_panel(
+  axes: Any,
+  predictor: Mapping[str, float],
+  effects: Mapping[str, Mapping[str, tuple[float, float, float]]],
+) -> None:
+  """Draws effects by one predictor; the methods are next to each other."""
+  known = [name for name in predictor if name in effects[GIGPO]]
+  shift = 0.04 * np.ptp([predictor[name] for name in known])
+  for n, (method, by_setting) in enumerate(effects.items()):
+    names = [name for name in known if name in by_setting]
+    xs = [predictor[name] + n * shift for name in names]
+    means, lows, highs = np.array([by_setting[x] for x in names]).T
+    axes.errorbar(
+      xs,
+      means,
+      [means - lows, highs - means],
+      fmt='os^D'[n % 4],
+      color=f'C{n}',
+      label=method,
+      capsize=2,
     )
+  for name in known:
+    end = max(x[name][2] for x in effects.values() if name in x)
+    axes.annotate(
+      name,
+      (predictor[name], end),
+      xytext=(0, 4),
+      textcoords='offset points',
+      fontsize='small',
+      ha='center',
+    )
+  axes.axhline(0, color='grey', linewidth=0.8)
+  axes.margins(x=0.3, y=0.15)
+  axes.grid(alpha=0.3)
 
 
 def draw_oracle(path: pathlib.Path, measured: Mapping[str, Mapping]) -> None:
@@ -378,7 +377,9 @@ def draw_all() -> None:
   """Draws the plots of docs/results.md."""
   evaluations = [*_evaluations('main'), *_evaluations('credit')]
   effects = {
-    method: measured_effects(_tests(), evaluations, method) for method in _SHOWN
+    method: found
+    for method in _SHOWN
+    if (found := measured_effects(_tests(), evaluations, method))
   }
   draw_effects(_FOLDER / 'effects.png', read_json('predictors'), effects)
   draw_oracle(_FOLDER / 'oracle.png', read_json('oracle'))

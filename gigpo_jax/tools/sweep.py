@@ -323,8 +323,10 @@ def read_table(path: str) -> list[dict[str, float | str | None]]:
       | {'seed': int(line['seed']), 'iteration': int(line['iteration'])}
       | {
         column: float(line[column]) if line[column] else None
-        for column in (*COLUMNS[1:], *MEANS)
+        for column in COLUMNS[1:]
       }
+      # Tables of earlier releases lack some of these columns.
+      | {name: float(line[name]) if line.get(name) else None for name in MEANS}
       for line in lines
     ]
   except (OSError, KeyError, ValueError) as error:
