@@ -21,11 +21,16 @@ the estimated cosines with exact values: of the oracle, sqrt(2 h / (1 + h)), the
 `ceiling`; of VinePPO with half of the continuations, sqrt(h); and of a method,
 its cosine divided by the ceiling, in the column `exact`.
 
+`--summary=docs/results/oracle.json` stores the table for the plot of
+`python -m gigpo_jax.tools.results`.
+
 More groups need more environments at once, which keep the sampler busier: with
 two groups, most slots of a batch are empty.
 """
 
 import dataclasses
+import json
+import pathlib
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -38,7 +43,7 @@ from gigpo_jax import algorithms, batch, builders, continuations, rollout
 from gigpo_jax import config as config_lib
 from gigpo_jax.algorithms import vineppo
 from gigpo_jax.run import model_builders
-from gigpo_jax.tools import plots
+from gigpo_jax.tools import law, plots
 from launch import command, interrupt
 
 _RESAMPLES = 2000
@@ -50,17 +55,26 @@ def main() -> None:
   groups = flags.DEFINE_integer('num_groups', 8, 'Groups to play.')
   count = flags.DEFINE_integer('continuations', 8, 'Continuations of a state.')
   output = flags.DEFINE_string('output', '', 'File for all advantages, *.npz.')
+  summary = flags.DEFINE_string(
+    'summary',
+    '',
+    'JSON file for the cosines; it keeps those of other settings.',
+  )
 
   def run(config, workdir: str) -> None:
     del workdir
     config_lib.validate(config)
-    measure(config, groups.value, count.value, output.value)
+    compared = measure(config, groups.value, count.value, output.value)
+    if summary.value:
+      name, variant = config.env.name, config.get('variant', '')
+      setting = law.setting_of_config(f'{name}:{variant}')
+      save(pathlib.Path(summary.value), setting, compared)
 
   command.run(run)
 
 
-def measure(config, num_groups: int, count: int, output: str = '') -> None:
-  """Plays groups and continuations, and prints the table.
+def measure(config, num_groups: int, count: int, output: str = '') -> dict:
+  """Plays groups and continuations, prints the table and returns its figures.
 
   Args:
     config: the experiment.
@@ -82,7 +96,9 @@ def measure(config, num_groups: int, count: int, output: str = '') -> None:
   if output:
     np.savez_compressed(output, groups=rows.groups[real], **advantages)
   report(config, episodes, states, played, count)
-  print_table(rows.groups[real], advantages)
+  compared = compare(rows.groups[real], advantages)
+  print_table(compared)
+  return compared
 
 
 def make_methods(config) -> Iterator[tuple[str, tuple]]:
@@ -245,17 +261,22 @@ def find_ceiling(halves):
   return np.sqrt(2 * known / (1 + known))
 
 
-def print_table(groups, advantages: dict) -> None:
-  """Prints the cosines with the oracle, with bootstrap intervals."""
+def compare(groups, advantages: dict) -> dict:
+  """Returns the cosines with the oracle, with bootstrap intervals.
+
+  Args:
+    groups: group of each row.
+    advantages: advantages of each row by label; the labels of the oracle and of
+      its halves start with `oracle`.
+
+  Returns:
+    `halves`, `ceiling`, and `methods`: by label, (value, low, high) of the
+    cosine, of its difference from GiGPO's, and of the cosine with exact values.
+  """
   oracle, *halves = [v for k, v in advantages.items() if k.startswith('oracle')]
   sums = group_products(groups, *halves)
-  agreement = cosine(sums.sum(axis=0))
+  agreement = float(cosine(sums.sum(axis=0)))
   ceiling = float(find_ceiling(agreement))
-  print(
-    f'halves {agreement:.3f}; estimated cosines with exact values: ceiling '
-    f'{ceiling:.3f}, VinePPO with half of the continuations '
-    f'{np.sqrt(max(agreement, 0)):.3f}'
-  )
   drawn = np.random.default_rng(0).integers(
     groups.max() + 1, size=(_RESAMPLES, groups.max() + 1)
   )
@@ -269,23 +290,46 @@ def print_table(groups, advantages: dict) -> None:
         cosine(sums[drawn].sum(axis=1)),
       )
   base, resampled = cosines['gigpo']
-  lines = [
-    (
-      label,
-      f'{value:.3f} [{_interval(samples)}]',
-      f'{value - base:+.3f} [{_interval(samples - resampled)}]',
-      f'{value / ceiling:.2f} [{_interval(samples / ceilings)}]',
-    )
+  methods = {
+    label: {
+      'cosine': (value, *_interval(samples)),
+      'minus gigpo': (value - base, *_interval(samples - resampled)),
+      'exact': (value / ceiling, *_interval(samples / ceilings)),
+    }
     for label, (value, samples) in sorted(
       cosines.items(), key=lambda item: -item[1][0]
     )
-  ]
+  }
+  return {'halves': agreement, 'ceiling': ceiling, 'methods': methods}
+
+
+def print_table(compared: dict) -> None:
+  """Prints the cosines that `compare` returns."""
+  print(
+    f'halves {compared["halves"]:.3f}; estimated cosines with exact values: '
+    f'ceiling {compared["ceiling"]:.3f}, VinePPO with half of the '
+    f'continuations {np.sqrt(max(compared["halves"], 0)):.3f}'
+  )
+  lines = []
+  for label, cells in compared['methods'].items():
+    digits = {'cosine': '.3f', 'minus gigpo': '+.3f', 'exact': '.2f'}
+    texts = [
+      f'{value:{digits[name]}} [{low:.2f}, {high:.2f}]'
+      for name, (value, low, high) in cells.items()
+    ]
+    lines.append((label, *texts))
   print(plots.table(('method', 'cosine', 'minus gigpo', 'exact'), lines))
 
 
-def _interval(samples: Sequence[float]) -> str:
+def save(path: pathlib.Path, setting: str, compared: dict) -> None:
+  """Writes cosines by setting; other settings of an earlier file stay."""
+  known = json.loads(path.read_text()) if path.exists() else {}
+  path.write_text(json.dumps(known | {setting: compared}, indent=1) + '\n')
+
+
+def _interval(samples: Sequence[float]) -> tuple[float, float]:
   low, high = np.nanpercentile(samples, (2.5, 97.5))
-  return f'{low:.2f}, {high:.2f}'
+  return float(low), float(high)
 
 
 if __name__ == '__main__':

@@ -1,6 +1,7 @@
 """Tests of benchmarks/credit.py with random walks instead of a policy."""
 
 import importlib
+import json
 import math
 import re
 
@@ -51,7 +52,7 @@ def test_table_of_random_walks(credit, monkeypatch, capsys, tmp_path):
 
   monkeypatch.setattr(credit, 'play', play)
   path = tmp_path / 'advantages.npz'
-  credit.measure(config, 6, 32, str(path))
+  compared = credit.measure(config, 6, 32, str(path))
   lines = capsys.readouterr().out.splitlines()
   found = {
     line.split(' | ')[0].strip('| '): float(line.split(' | ')[1].split()[0])
@@ -66,6 +67,17 @@ def test_table_of_random_walks(credit, monkeypatch, capsys, tmp_path):
     'gigpo, anchor=state',
   }
   assert found['gigpo'] == found['gigpo, anchor=state'] > found['grpo']
+  assert found == {
+    name: pytest.approx(cells['cosine'][0], abs=5e-4)
+    for name, cells in compared['methods'].items()
+  }
+  assert compared['methods']['gigpo']['minus gigpo'] == (0, 0, 0)
+  summary = tmp_path / 'oracle.json'
+  credit.save(summary, 'toy', compared)
+  credit.save(summary, 'other', {})
+  stored = json.loads(summary.read_text())
+  assert list(stored) == ['toy', 'other']
+  assert stored['toy']['ceiling'] == compared['ceiling']
   # The observation is the state: the oracle approaches the exact advantages.
   arrays = np.load(path)
   episodes, states, _ = play(config, 1)

@@ -31,7 +31,7 @@ from gigpo_jax import (
 from gigpo_jax import config as config_lib
 from gigpo_jax.run import model_builders, run_builders
 from gigpo_jax.runtime import errors, files
-from gigpo_jax.tools import compare, paired, sweep, viewer
+from gigpo_jax.tools import compare, outcomes, sweep, viewer
 
 ITERATIONS = 4
 
@@ -362,7 +362,7 @@ def test_a_damaged_evaluation_is_made_again(tmp_path, monkeypatch, damage):
   monkeypatch.setattr(evaluation, 'draw', lambda *_: None)
   path = run.test_result(tmp_path)
   evaluation._write(path.parent, {'policy': played}, {})
-  assert paired.read_outcomes(path) == {'test/0': 1.0}
+  assert outcomes.read_evaluation(path) == {'test/0': [True]}
   assert run.next_command(tmp_path) is None
   if damage in DAMAGES:
     DAMAGES[damage](path)
@@ -371,7 +371,7 @@ def test_a_damaged_evaluation_is_made_again(tmp_path, monkeypatch, damage):
   else:
     path.write_text(path.read_text().replace('true', '"true"'))
   with pytest.raises(ValueError, match=f'{path}: ') as error:
-    paired.read_outcomes(path)
+    outcomes.read_evaluation(path)
   assert '\n' not in str(error.value)
   assert run.next_command(tmp_path) == run.test_command(tmp_path)
 

@@ -14,7 +14,7 @@ from configs import base
 PACKAGES = ('benchmarks', 'configs', 'envs', 'gigpo_jax', 'launch')
 PAGES = [
   *(PROJECT / name for name in ('README.md', 'CONTRIBUTING.md')),
-  *(PROJECT / 'docs').glob('*.md'),
+  *(PROJECT / 'docs').rglob('*.md'),
   *(PROJECT / 'notebooks').glob('*.ipynb'),
 ]
 # The table of old names, which are not checked.
@@ -140,7 +140,7 @@ def _is_module(name: str) -> bool:
 
 
 def test_lines_of_documents_are_short():
-  paths = [*PROJECT.glob('*.md'), *PROJECT.glob('docs/*.md')]
+  paths = [*PROJECT.glob('*.md'), *PROJECT.glob('docs/**/*.md')]
   paths += [*PROJECT.glob('benchmarks/*/*.md'), *PROJECT.glob('tests/*/*.md')]
   assert paths
   long = [

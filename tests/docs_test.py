@@ -74,7 +74,7 @@ def test_example_of_an_own_loop_runs():
 
 
 def test_links_between_pages_and_files_exist():
-  for path in [PROJECT / 'README.md', *(PROJECT / 'docs').glob('*.md')]:
+  for path in [PROJECT / 'README.md', *(PROJECT / 'docs').rglob('*.md')]:
     for target in re.findall(r'\]\(([^)#\s]+)', path.read_text()):
       if '://' not in target:
         assert (path.parent / target).exists(), f'{path.name}: {target}'

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from gigpo_jax.tools import advise, law, sweep
+from gigpo_jax.tools import advise, law, outcomes, sweep
 
 REVISITS = 'train/revisit_rate'
 CORRELATION = 'advantage/correlation'
@@ -48,6 +48,32 @@ def test_effects_are_paired_by_seed(tmp_path):
   assert found['keydoor mini'] == pytest.approx((7, 3, 2))
   assert found['webshop'][0] == pytest.approx(-10)
   assert math.isnan(found['webshop'].error) and 'sokoban' not in found
+
+
+def test_tests_replace_evaluations(tmp_path):
+  runs = [
+    (env, name, seed, rate)
+    for env in ('alfworld', 'webshop')
+    for name, rate in (('grpo', 0.3), ('gigpo', 0.5))
+    for seed in (0, 1)
+  ]
+  path = str(tmp_path / 't.csv')
+  write_table(path, runs)
+  assert law.read_effects(path)['webshop'].mean == pytest.approx(20)
+  tests = [
+    outcomes.Result('alfworld', name, seed, 4, rate)
+    for name, rates in (('grpo', (0.25, 0.5)), ('gigpo', (0.5, 1.0)))
+    for seed, rate in enumerate(rates)
+  ]
+  # A single pair is no reason to ignore the evaluations of two.
+  single = [outcomes.Result('webshop', n, 0, 4, 0.5) for n in ('grpo', 'gigpo')]
+  outcomes.write(tmp_path / 't_tests.csv', [*tests, *single])
+  found = law.read_effects(path)
+  assert found['webshop'].mean == pytest.approx(20)
+  # Differences 25 and 50: standard error 12.5; t quantile 12.706.
+  assert found['alfworld'] == pytest.approx((37.5, 12.5, 2))
+  ends = (37.5 - 12.706 * 12.5, 37.5 + 12.706 * 12.5)
+  assert found['alfworld'].interval == pytest.approx(ends, rel=1e-4)
 
 
 def test_the_best_method_is_chosen_on_other_seeds(tmp_path):
@@ -185,7 +211,9 @@ def test_advice_without_a_law(tmp_path, capsys):
   assert out.endswith('advice: grpo: GiGPO equals it here\n')
   write_run(tmp_path, advantage__correlation=1.0)
   out = advice(tmp_path, capsys)
-  assert 'GRPO and GiGPO: 1.000 (standard deviation of w A_S / A_E: 1.00' in out
+  assert (
+    'GRPO and GiGPO: 1.000, an angle of 0 degrees (w A_S is 1.00 times' in out
+  )
   assert 'tune optimizer.learning_rate' in out and 'not known' in out
   # The weight of A_S is the run's.
   (tmp_path / 'config.json').write_text('{"algorithm": {"step_weight": 0.5}}')

@@ -1,13 +1,13 @@
 """Tests of paired comparisons against hand-worked and published values."""
 
+import dataclasses
 import itertools
-import json
 
 import numpy as np
 import pytest
 import scipy.stats
 
-from gigpo_jax.tools import paired
+from gigpo_jax.tools import outcomes, paired
 
 
 def test_a_difference_by_hand():
@@ -89,37 +89,61 @@ def test_seeds_needed_detect_the_difference():
   assert rejected.mean() == pytest.approx(0.8, abs=0.04)
 
 
-def _write(path, outcomes):
-  episodes = [
-    {'task': task, 'success': success}
-    for task, successes in outcomes.items()
-    for success in successes
-  ]
-  path.write_text(json.dumps({'policies': {'p': {'episodes': episodes}}}))
+def test_seeds_alone_by_hand():
+  # Differences 1/2 and 1/4: mean 3/8, deviation sqrt(2)/8. The quantile of t
+  # with one degree of freedom is tan(0.475 pi) = 12.706.
+  found = paired.compare_seeds([0.5, 0.25])
+  half = 12.706 * 0.125
+  expected = (0.375, 0.375 - half, 0.375 + half)
+  assert found[:3] == pytest.approx(expected, rel=1e-4)
+  assert found.p == pytest.approx(1 - 2 * np.arctan(3) / np.pi)
+  assert str(found) == '+37.5 [-121.3, +196.3]*'
+  rng = np.random.default_rng(0)
+  gaps = rng.normal(size=7)
+  found = paired.compare_seeds(gaps)
+  interval = scipy.stats.ttest_1samp(gaps, 0).confidence_interval()
+  assert found[1:3] == pytest.approx((interval.low, interval.high))
+  single = paired.compare_seeds([0.5])
+  assert (str(single), single.p, single.deviation) == ('+50.0', 1, 0)
 
 
-def test_outcomes_are_means_over_the_episodes_of_a_task(tmp_path):
-  path = tmp_path / 'evaluation.json'
-  _write(path, {'a': [True, False], 'b': [True]})
-  assert paired.read_outcomes(path) == {'a': 0.5, 'b': 1}
+def _result(name, seed, successes, tasks='abcd', known=True):
+  by_task = {t: [bool(s)] for t, s in zip(tasks, successes, strict=True)}
+  result = outcomes.make_result(('toy', name, seed), by_task)
+  if not known:
+    result = dataclasses.replace(result, outcomes_T=None, task_list='')
+  return result
+
+
+def test_unknown_outcomes_are_compared_by_seed():
+  one = {n: _result('a', n, s) for n, s in enumerate(((1, 1, 0, 1), (1,) * 4))}
+  other = {0: _result('b', 0, (0, 1, 0, 0)), 1: _result('b', 1, (1, 0, 0, 1))}
+  by_task = paired.compare_results(one, other)
+  assert by_task.by_task and by_task.mean == 0.5
+  other[1] = _result('b', 1, (1, 0, 0, 1), known=False)
+  by_seed = paired.compare_results(one, other)
+  assert by_seed == paired.compare_seeds([0.5, 0.5]) and not by_seed.by_task
+  assert paired.compare_results(one, {2: other[1]}) is None
 
 
 def test_the_table_compares_shared_seeds():
-  def outcomes(*successes):
-    return dict(zip('abcd', successes, strict=True))
-
+  successes = {
+    'grpo': {0: (0, 1, 0, 0), 1: (1, 0, 0, 1)},
+    'gigpo': {0: (1, 1, 0, 1), 1: (1, 0, 1, 1)},
+    'ppo': {1: (1, 0, 0, 1), 2: (0, 0, 0, 0)},
+  }
   methods = {
-    'grpo': {0: outcomes(0, 1, 0, 0), 1: outcomes(1, 0, 0, 1)},
-    'gigpo': {0: outcomes(1, 1, 0, 1), 1: outcomes(1, 0, 1, 1)},
-    'ppo': {1: outcomes(1, 0, 0, 1), 2: outcomes(0, 0, 0, 0)},
+    name: {seed: _result(name, seed, x) for seed, x in by_seed.items()}
+    for name, by_seed in successes.items()
   }
   lines = paired.table(methods).splitlines()
   assert 'success, 4 tasks | IQM | minus grpo, 95 %' in lines[0]
   assert lines[2] == '| grpo | 2 | 37.5 | 37.5 |  |  |  |'
   assert lines[3].startswith('| gigpo | 2 | 75.0 | 75.0 | +37.5 [')
-  assert lines[3].endswith('| 2 | 0.41 |')  # 2 (1 - 2 atan(3) / pi).
+  assert lines[3].endswith('] | 2 | 0.41 |')  # 2 (1 - 2 atan(3) / pi).
   assert lines[4].startswith('| ppo | 2 | 25.0 | 25.0 | +0.0 [')
   assert lines[4].endswith('| 1 | 1 |')
-  methods['ppo'][2] = {'e': 1.0}
-  with pytest.raises(ValueError, match='ppo, seed 2: has other test tasks'):
-    paired.table(methods)
+  for wrong in (_result('ppo', 2, (0,) * 4, 'abce'), _result('', 2, (1,), 'a')):
+    methods['ppo'][2] = wrong
+    with pytest.raises(ValueError, match='ppo, seed 2: has other test tasks'):
+      paired.table(methods)

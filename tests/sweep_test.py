@@ -13,7 +13,7 @@ import pytest
 
 from gigpo_jax.run import run_config
 from gigpo_jax.runtime import files
-from gigpo_jax.tools import sweep
+from gigpo_jax.tools import outcomes, paired, sweep
 
 PROJECT = pathlib.Path(sweep.__file__).parents[2]
 
@@ -145,15 +145,39 @@ def test_trained_policies_are_tested_and_compared(
   printed = capsys.readouterr().out
   assert '| a | 2 | 25.0 | 25.0 |  |  |  |' in printed
   assert '| b | 1 | 75.0 | 75.0 | +50.0 [' in printed
-  assert (tmp_path / 'list_tests.csv').read_text().split() == [
-    'experiment,name,seed,tasks,success',
-    'alfworld,a,0,4,0.25',
-    'alfworld,a,1,4,0.25',
-    'alfworld,b,0,4,0.75',
-  ]
+  lines = (tmp_path / 'list_tests.csv').read_text().split()
+  # Outcomes 0100 and 0111, in hexadecimal digits.
+  for line, start, end in zip(
+    lines[1:],
+    ('alfworld,a,0,4,0.25,4,', 'alfworld,a,1,4,0.25,4,', 'alfworld,b,0,4,0.75'),
+    (',40', ',40', ',70'),
+    strict=True,
+  ):
+    assert line.startswith(start) and line.endswith(end)
   unknown = dataclasses.replace(RUNS[0], test=(('evaluation.task', 4),))
   with pytest.raises(ValueError, match=r'run alfworld-a-0: .*"task"'):
     sweep.run_all([unknown], tmp_path, at_once=1)
+
+
+def test_known_tests_join_those_of_this_machine(tmp_path):
+  known = [
+    outcomes.make_result(run.key, {'x': [True], 'y': [run.seed == 1]})
+    for run in RUNS[:2]
+  ]
+  tested = [dataclasses.replace(run, test=(('seed', 0),)) for run in RUNS]
+  path = tested[2].test_result(tmp_path)
+  path.parent.mkdir(parents=True)
+  episodes = [{'task': t, 'success': t == 'y'} for t in 'yx']
+  path.write_text(json.dumps({'policies': {'p': {'episodes': episodes}}}))
+  results = sweep.gather_tests(tested, tmp_path, 'all', known)
+  assert results[:2] == known and results[2].outcomes_T.tolist() == [0, 1]
+  stored = sweep.read_tests(tmp_path / 'all.csv')
+  assert [r.key for r in stored] == [run.key for run in RUNS]
+  assert {r.task_list for r in stored} == {known[0].task_list}
+  assert paired.table(outcomes.group(results)['alfworld']) == paired.table(
+    outcomes.group(stored)['alfworld']
+  )
+  assert sweep.read_tests(tmp_path / 'none.csv') == []
 
 
 @pytest.mark.parametrize(
@@ -206,7 +230,7 @@ def test_folder_with_another_config_is_refused(tmp_path):
 
 _RUN_SWEEP = """
 import pathlib, sys
-from gigpo_jax.tools import sweep
+from gigpo_jax.tools import outcomes, paired, sweep
 # launch/train.py up to the point at which it parses its flags.
 code = (
   'import os, runpy, time; from absl import app; '

@@ -81,7 +81,9 @@ def statements(values: Mapping[str, float], step_weight: float) -> list[str]:
   if singletons == 1:
     lines.append('no step shares its anchor: A_S is 0, GiGPO equals GRPO')
   elif singletons is not None:
-    lines.append(f'A_S is 0 in {singletons:.1%} of steps, at least')
+    lines.append(
+      f'A_S is 0 in at least {singletons:.1%} of steps, the singletons'
+    )
   if values.get('advantage/groups_without_spread') == 1:
     lines.append('A_E is 0 in all steps: GRPO learns nothing')
   if values.get('train/success_rate') == 0:
@@ -94,8 +96,9 @@ def statements(values: Mapping[str, float], step_weight: float) -> list[str]:
     ratio = step_weight * values.get('advantage/step_std', 0.0) / spread
     similarity = cosine(values['advantage/correlation'], ratio)
     lines.append(
-      f'cosine between the advantages of GRPO and GiGPO: {similarity:.3f} '
-      f'(standard deviation of w A_S / A_E: {ratio:.2f}, w={step_weight:g})'
+      f'cosine between the advantages of GRPO and GiGPO: {similarity:.3f}, an '
+      f'angle of {math.degrees(math.acos(min(similarity, 1))):.0f} degrees '
+      f'(w A_S is {ratio:.2f} times as large as A_E, with w={step_weight:g})'
     )
     if round(similarity, _DIGITS) == 1:
       lines.append(
@@ -118,8 +121,8 @@ def advise(
     return 'grpo: GiGPO equals it here', []
   if law is None:
     return (
-      'not known: no law is given (--law); train both on a few seeds and tasks '
-      'that you do not report',
+      'not known: these numbers alone do not decide, and --law gives no law; '
+      'train both on a few seeds and tasks that you do not report',
       [],
     )
   law_lib.check_predictors({'the run': values}, law.coefficients)

@@ -63,6 +63,12 @@ class Effect(NamedTuple):
   error: float
   seeds: int
 
+  @property
+  def interval(self) -> tuple[float, float]:
+    """The 95 % interval of the paired t-test; NaN for a single seed."""
+    half = scipy.stats.t.ppf(0.975, max(self.seeds - 1, 1)) * self.error
+    return float(self.mean - half), float(self.mean + half)
+
 
 def split_name(experiment: str, name: str) -> tuple[str, str]:
   """Returns the setting and the method of a sweep's run.
@@ -109,6 +115,27 @@ def effects(rows: Sequence[Mapping], method: str = 'gigpo') -> dict:
       error = np.std(gaps, ddof=1) / len(gaps) ** 0.5 if gaps[1:] else np.nan
       found[setting] = Effect(float(np.mean(gaps)), float(error), len(gaps))
   return found
+
+
+def read_effects(path: str, method: str = 'gigpo') -> dict[str, Effect]:
+  """Returns the effects in a sweep's CSV.
+
+  Tests of final policies, in the CSV next to it, have more tasks than the last
+  evaluations and replace them in settings with at least two pairs of tests.
+
+  Args:
+    path: CSV that launch/sweep.py wrote.
+    method: name of a method, or BEST.
+  """
+  tests = [
+    {'experiment': result.experiment, 'name': result.name}
+    | {'seed': result.seed, 'eval/success_rate': result.success}
+    for result in sweep.read_tests(path)
+  ]
+  tested = effects(tests, method)
+  return effects(sweep.read_table(path), method) | {
+    setting: effect for setting, effect in tested.items() if effect.seeds > 1
+  }
 
 
 def _best_on_other_seeds(
@@ -367,7 +394,7 @@ def _write_new(path: str, values: dict) -> None:
 
 def _run(options: argparse.Namespace) -> None:
   if options.command == 'fit':
-    measured = effects(sweep.read_table(options.table), options.method)
+    measured = read_effects(options.table, options.method)
     predictors = _read_json(options.predictors)
     law = fit(measured, predictors, options.method)
     print(describe(law))
@@ -382,7 +409,7 @@ def _run(options: argparse.Namespace) -> None:
     _write_new(options.output, values)
   else:
     values = _read_json(options.predictions)
-    measured = effects(sweep.read_table(options.table), values['method'])
+    measured = read_effects(options.table, values['method'])
     print(table(values['predictions'], measured))
     if options.plot:
       draw(options.plot, values['predictions'], measured)

@@ -2,10 +2,10 @@
 
 A method has one policy per seed, and each policy has played the same tasks. The
 outcomes of a method are an array [S, T] of seeds and tasks, so that two methods
-are compared entry by entry.
+are compared entry by entry. Where the outcomes of tasks are not known, the mean
+success of the policies is compared seed by seed.
 """
 
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,10 +13,10 @@ import numpy as np
 import scipy.stats
 from jaxtyping import Float
 
-from gigpo_jax.runtime import files
-from gigpo_jax.tools import plots
+from gigpo_jax.tools import outcomes, plots
 
 _RESAMPLES = 10_000
+BY_SEED = '*'  # Mark of an interval that covers other seeds only.
 
 
 class Difference(NamedTuple):
@@ -24,11 +24,12 @@ class Difference(NamedTuple):
 
   Attributes:
     mean: mean difference over seeds and tasks.
-    low: lower end of its 95 % interval.
+    low: lower end of its 95 % interval; NaN if it is not known.
     high: upper end.
     p: two-sided p-value of the paired t-test over seeds; 1 for a single seed.
     deviation: standard deviation of the differences of seeds.
     seeds: number of seeds that both methods have.
+    by_task: whether tasks were compared, so that the interval covers them.
   """
 
   mean: float
@@ -37,6 +38,15 @@ class Difference(NamedTuple):
   p: float
   deviation: float
   seeds: int
+  by_task: bool = True
+
+  def __str__(self) -> str:
+    """Returns the difference and its interval in points."""
+    low, mean, high = (100 * x for x in (self.low, self.mean, self.high))
+    if np.isnan(low):
+      return f'{mean:+.1f}'
+    mark = '' if self.by_task else BY_SEED
+    return f'{mean:+.1f} [{low:+.1f}, {high:+.1f}]{mark}'
 
 
 def compare(
@@ -68,6 +78,26 @@ def compare(
     _paired_p(by_seed_S),
     float(by_seed_S.std(ddof=1)) if seeds > 1 else 0.0,
     seeds,
+  )
+
+
+def compare_seeds(gaps_S: Float[np.ndarray, ' S']) -> Difference:
+  """Compares two methods whose outcomes by task are not known.
+
+  The interval is that of the paired t-test over seeds. A single seed has none.
+
+  Args:
+    gaps_S: by seed, the first method's mean outcome minus the other's.
+  """
+  gaps_S = np.asarray(gaps_S, float)
+  mean, seeds = float(gaps_S.mean()), len(gaps_S)
+  deviation = float(gaps_S.std(ddof=1)) if seeds > 1 else 0.0
+  half = np.nan
+  if seeds > 1:
+    half = float(scipy.stats.t.ppf(0.975, seeds - 1)) * deviation / seeds**0.5
+  p = _paired_p(gaps_S)
+  return Difference(
+    mean, mean - half, mean + half, p, deviation, seeds, by_task=False
   )
 
 
@@ -138,98 +168,96 @@ def seeds_needed(
   )
 
 
-def read_outcomes(path: pathlib.Path) -> dict[str, float]:
-  """Returns the mean success of each task in a file evaluation.json.
+def compare_results(
+  one: Mapping[int, outcomes.Result], other: Mapping[int, outcomes.Result]
+) -> Difference | None:
+  """Compares two methods on the seeds that both have; None without any.
+
+  Tasks are compared if the outcomes of all these policies are known.
 
   Args:
-    path: file of `launch/evaluate.py` for one policy.
+    one: results of the first method, by seed.
+    other: results of the other method, by seed.
+  """
+  seeds = sorted(one.keys() & other.keys())
+  if not seeds:
+    return None
+  pairs = [(one[seed], other[seed]) for seed in seeds]
+  if any(r.outcomes_T is None for pair in pairs for r in pair):
+    return compare_seeds(np.array([a.success - b.success for a, b in pairs]))
+  return compare(
+    np.array([a.outcomes_T for a, _ in pairs]),
+    np.array([b.outcomes_T for _, b in pairs]),
+  )
+
+
+def compare_all(
+  results: outcomes.Results, first: str
+) -> dict[str, tuple[Difference, float]]:
+  """Returns the difference of each method from one of them, and its p-value.
+
+  The p-values are adjusted for the number of methods.
+
+  Args:
+    results: results by method and seed.
+    first: the method with which the others are compared.
 
   Raises:
-    ValueError: in one line with the file's name, if the file is damaged, of a
-      newer release, or about several policies.
+    ValueError: in one line, if policies have played different tasks.
   """
-  stored = files.read_stored(path)
-  by_task: dict[str, list[float]] = {}
-  try:
-    (policy,) = stored['policies'].values()
-    for episode in policy['episodes']:
-      task, success = episode['task'], episode['success']
-      if not isinstance(task, str) or not isinstance(success, bool):
-        raise TypeError(f'task {task!r} has success {success!r}')
-      by_task.setdefault(task, []).append(success)
-  except (AttributeError, KeyError, TypeError, ValueError) as error:
-    raise ValueError(
-      f'{path}: not an evaluation of one policy ({error!r:.200})'
-    ) from error
-  return {task: float(np.mean(x)) for task, x in by_task.items()}
+  check_tasks(results)
+  gaps = {
+    name: compare_results(by_seed, results[first])
+    for name, by_seed in results.items()
+    if name != first
+  }
+  gaps = {name: gap for name, gap in gaps.items() if gap is not None}
+  adjusted = holm([gap.p for gap in gaps.values()])
+  return dict(zip(gaps, zip(gaps.values(), adjusted, strict=True), strict=True))
 
 
-def table(outcomes: Mapping[str, Mapping[int, Mapping[str, float]]]) -> str:
+def summarize(by_seed: Mapping[int, outcomes.Result]) -> tuple[str, str]:
+  """Returns mean and interquartile mean of success over seeds, in percent."""
+  rates_S = np.array([100 * result.success for result in by_seed.values()])
+  return f'{rates_S.mean():.1f}', f'{interquartile_mean(rates_S):.1f}'
+
+
+def table(results: outcomes.Results) -> str:
   """Returns a Markdown table of methods, each compared with the first.
 
-  The p-values are adjusted for the number of methods in the table.
-
   Args:
-    outcomes: outcomes by method, seed and task; the first method has all seeds
-      with which another one is compared.
+    results: results by method and seed.
 
   Raises:
-    ValueError: if policies have played different tasks.
+    ValueError: in one line, if policies have played different tasks.
   """
-  tasks = _shared_tasks(outcomes)
-  first, *others = outcomes
-  differences = {
-    name: compare(*_arrays(outcomes[name], outcomes[first], tasks))
-    for name in others
-    if outcomes[name].keys() & outcomes[first].keys()
-  }
-  adjusted = dict(
-    zip(differences, holm([d.p for d in differences.values()]), strict=True)
-  )
+  first, *_ = results
+  differences = compare_all(results, first)
   rows = []
-  for name, by_seed in outcomes.items():
-    rates = [100 * np.mean(list(by_seed[seed].values())) for seed in by_seed]
+  for name, by_seed in results.items():
     cells = ['', '', '']
     if name in differences:
-      gap = differences[name]
-      low, mean, high = (100 * x for x in (gap.low, gap.mean, gap.high))
-      cells = [
-        f'{mean:+.1f} [{low:+.1f}, {high:+.1f}]',
-        gap.seeds,
-        f'{adjusted[name]:.2g}',
-      ]
-    iqm = interquartile_mean(np.array(rates))
-    rows.append(
-      (name, len(rates), f'{np.mean(rates):.1f}', f'{iqm:.1f}', *cells)
-    )
-  columns = 'method', 'seeds', f'success, {len(tasks)} tasks', 'IQM'
+      gap, adjusted = differences[name]
+      cells = [str(gap), gap.seeds, f'{adjusted:.2g}']
+    rows.append((name, len(by_seed), *summarize(by_seed), *cells))
+  tasks = max(result.tasks for result in results[first].values())
+  columns = 'method', 'seeds', f'success, {tasks} tasks', 'IQM'
   gaps = f'minus {first}, 95 %', 'pairs', 'p (Holm)'
   return plots.table((*columns, *gaps), rows)
 
 
-def _shared_tasks(
-  outcomes: Mapping[str, Mapping[int, Mapping[str, float]]],
-) -> list[str]:
-  expected: list[str] = []
-  for name, by_seed in outcomes.items():
-    for seed, by_task in by_seed.items():
-      expected = expected or sorted(by_task)
-      if sorted(by_task) != expected:
+def check_tasks(results: outcomes.Results) -> None:
+  """Checks that all policies have played the same tasks, as far as is known.
+
+  Raises:
+    ValueError: in one line, if they have not.
+  """
+  tasks, task_list = 0, ''
+  for name, by_seed in results.items():
+    for seed, result in by_seed.items():
+      tasks, task_list = tasks or result.tasks, task_list or result.task_list
+      if result.tasks != tasks or result.task_list not in ('', task_list):
         raise ValueError(
           f'{name}, seed {seed}: has other test tasks than the runs before it; '
           'delete its folder test/ and rerun the sweep'
         )
-  return expected
-
-
-def _arrays(
-  one: Mapping[int, Mapping[str, float]],
-  other: Mapping[int, Mapping[str, float]],
-  tasks: Sequence[str],
-) -> list[Float[np.ndarray, 'S T']]:
-  """Returns the outcomes of both methods on the seeds that both have."""
-  seeds = sorted(one.keys() & other.keys())
-  return [
-    np.array([[method[seed][task] for task in tasks] for seed in seeds])
-    for method in (one, other)
-  ]

@@ -22,7 +22,7 @@ from envs import processes
 from gigpo_jax import deprecated, metrics
 from gigpo_jax.run import run_config
 from gigpo_jax.runtime import files
-from gigpo_jax.tools import paired, plots
+from gigpo_jax.tools import outcomes, paired, plots
 
 _ROOT = pathlib.Path(__file__).parents[2]
 # Columns of the CSV, after experiment, name and seed.
@@ -224,7 +224,7 @@ def finished(run: Run, root: pathlib.Path) -> bool:
 def _is_tested(run: Run, root: pathlib.Path) -> bool:
   """Returns whether the result of a run's test can be read."""
   try:
-    return bool(paired.read_outcomes(run.test_result(root)))
+    return bool(outcomes.read_evaluation(run.test_result(root)))
   except ValueError:  # Missing or damaged.
     return False
 
@@ -323,8 +323,10 @@ def read_table(path: str) -> list[dict[str, float | str | None]]:
       | {'seed': int(line['seed']), 'iteration': int(line['iteration'])}
       | {
         column: float(line[column]) if line[column] else None
-        for column in (*COLUMNS[1:], *MEANS)
+        for column in COLUMNS[1:]
       }
+      # Tables of earlier releases lack some of these columns.
+      | {name: float(line[name]) if line.get(name) else None for name in MEANS}
       for line in lines
     ]
   except (OSError, KeyError, ValueError) as error:
@@ -381,36 +383,43 @@ def gather(
 
 
 def gather_tests(
-  runs: Sequence[Run], root: pathlib.Path, name: str = 'results'
-) -> dict[str, dict[str, dict[int, dict[str, float]]]]:
-  """Returns the outcomes of tests and writes their means to NAME_tests.csv.
+  runs: Sequence[Run],
+  root: pathlib.Path,
+  name: str = 'results',
+  known: Sequence[outcomes.Result] = (),
+) -> list[outcomes.Result]:
+  """Returns the results of tests and writes them to NAME_tests.csv.
 
   Args:
     runs: runs to collect, in the order of the CSV.
     root: parent of the work directories, and folder of the CSV.
     name: name of the CSV, without suffix.
-
-  Returns:
-    Success by experiment, name, seed and task.
+    known: results of runs that are stored elsewhere.
   """
-  outcomes: dict[str, dict[str, dict[int, dict[str, float]]]] = {}
-  rows = []
+  by_key = {result.key: result for result in known}
+  results = []
   for run in runs:
     path = run.test_result(root)
-    if not (run.test and path.is_file()):
-      continue
-    by_name = outcomes.setdefault(run.experiment, {})
-    by_task = paired.read_outcomes(path)
-    by_name.setdefault(run.name, {})[run.seed] = by_task
-    success = sum(by_task.values()) / len(by_task)
-    rows.append((run.experiment, run.name, run.seed, len(by_task), success))
-  if rows:
-    path = root / f'{name}_tests.csv'
-    with open(path, 'w', newline='', encoding='utf-8') as file:
-      writer = csv.writer(file)
-      writer.writerow(('experiment', 'name', 'seed', 'tasks', 'success'))
-      writer.writerows(rows)
-  return outcomes
+    if run.key in by_key:
+      results.append(by_key[run.key])
+    elif run.test and path.is_file():
+      by_task = outcomes.read_evaluation(path)
+      results.append(outcomes.make_result(run.key, by_task))
+  if results:
+    outcomes.write(tests_path(root / f'{name}.csv'), results)
+  return results
+
+
+def tests_path(path: str | pathlib.Path) -> pathlib.Path:
+  """Returns the CSV of tests that belongs to a sweep's CSV."""
+  path = pathlib.Path(path)
+  return path.with_name(f'{path.stem}_tests.csv')
+
+
+def read_tests(path: str | pathlib.Path) -> list[outcomes.Result]:
+  """Returns the tests next to a sweep's CSV; none without such a file."""
+  path = tests_path(path)
+  return outcomes.read(path) if path.is_file() else []
 
 
 def _by_run(evaluations: Sequence[dict]) -> dict[tuple, list[dict]]:
@@ -544,7 +553,8 @@ def main(
     workdir: parent of the work directories.
     at_once: maximum number of parallel runs.
     only_gather: whether to skip training and only gather results.
-    known: CSVs of runs that are stored elsewhere; these runs are skipped.
+    known: CSVs of runs that are stored elsewhere; these runs are skipped. Their
+      tests are read from NAME_tests.csv next to NAME.csv.
   """
   runs, root = read(sweep), pathlib.Path(workdir).resolve()
   elsewhere = [line for path in known for line in read_table(path)]
@@ -557,13 +567,14 @@ def main(
       failed = run_all(to_run, root, at_once=at_once)
   name = pathlib.Path(sweep).stem
   evaluations = gather(runs, root, name, elsewhere)
-  outcomes = gather_tests(runs, root, name)
+  tested = [result for path in known for result in read_tests(path)]
+  tests = outcomes.group(gather_tests(runs, root, name, tested))
   print(f'{len(_by_run(evaluations))} of {len(runs)} runs are finished')
   for experiment in dict.fromkeys(line['experiment'] for line in evaluations):
     part = [line for line in evaluations if line['experiment'] == experiment]
     print(f'\n{experiment}\n\n{table(part)}')
-    if experiment in outcomes:
-      print(f'\n{paired.table(outcomes[experiment])}')
+    if experiment in tests:
+      print(f'\n{paired.table(tests[experiment])}')
     for x in _X:
       path = root / f'{name}_{experiment}_by_{x.rpartition("/")[2]}.png'
       draw(part, path, x=x)

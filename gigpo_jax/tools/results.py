@@ -1,0 +1,402 @@
+"""Write the tables and plots of docs/results.md from docs/results.
+
+    python -m gigpo_jax.tools.results
+
+replaces the lines between `<!-- begin NAME -->` and `<!-- end NAME -->` in
+docs/results.md and README.md, and draws docs/results/effects.png and
+docs/results/oracle.png. It reads
+
+- credit.csv and credit_tests.csv, from configs/sweeps/credit.py;
+- main.csv, whose effects are drawn where credit_tests.csv has none;
+- predictors.json, from benchmarks/predictors.py;
+- oracle.json, from benchmarks/credit.py.
+"""
+
+import functools
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gigpo_jax.tools import law, outcomes, paired, plots, sweep
+
+PROJECT = pathlib.Path(__file__).parents[2]
+_FOLDER = PROJECT / 'docs' / 'results'
+_SWEEP = 'configs/sweeps/credit.py'
+_BLOCK = re.compile(
+  r'(<!-- begin (\w+) -->\n).*?(\n<!-- end \2 -->)', re.DOTALL
+)
+GIGPO = 'gigpo'
+# Methods of the README and of the plot of effects: credit from equal states,
+# the control without them, and the method that compares successive states.
+_SHOWN = (GIGPO, 'gigpo shuffled', 'g2po')
+_COST = ('spent/env_steps', 'spent/tokens')
+
+
+@functools.cache
+def _evaluations(name: str) -> tuple[dict, ...]:
+  return tuple(sweep.read_table(str(_FOLDER / f'{name}.csv')))
+
+
+@functools.cache
+def _tests() -> dict[str, dict[str, dict[int, outcomes.Result]]]:
+  """Returns the results of the credit benchmark by experiment, name, seed."""
+  return outcomes.group(sweep.read_tests(_FOLDER / 'credit.csv'))
+
+
+def _rows_of(
+  evaluations: Iterable[Mapping], experiment: str, name: str
+) -> list:
+  return [
+    row
+    for row in evaluations
+    if (row['experiment'], row['name']) == (experiment, name)
+  ]
+
+
+def cost(rows: Sequence[Mapping]) -> list[str]:
+  """Returns environment steps and tokens of a run, and seconds per iteration.
+
+  Steps and tokens, in thousands, are means over runs. The seconds are a median
+  over the periods between evaluations of all runs, as other work slows some.
+
+  Args:
+    rows: evaluations of the runs of a method.
+  """
+  last = {row['seed']: row for row in rows}.values()
+  totals = [np.mean([row[name] for row in last]) / 1000 for name in _COST]
+  cells = [f'{x:,.1f}' if x < 100 else f'{x:,.0f}' for x in totals]
+  secs = [row['time/iteration_secs'] for row in rows]
+  secs = [x for x in secs if x is not None]
+  return [*cells, f'{np.median(secs):.1f}' if secs else '']
+
+
+def credit_table(
+  tests: Mapping[str, outcomes.Results], evaluations: Sequence[Mapping]
+) -> str:
+  """Returns the table of methods and environments.
+
+  Args:
+    tests: results by experiment, name and seed.
+    evaluations: rows of `sweep.read_table` of the same runs.
+  """
+  rows = []
+  for experiment, results in tests.items():
+    gaps = {
+      base: paired.compare_all(results, base) if base in results else {}
+      for base in (law.BASELINE, GIGPO)
+    }
+    for name, by_seed in results.items():
+      minus_grpo, p = gaps[law.BASELINE].get(name, ('', ''))
+      minus_gigpo, _ = gaps[GIGPO].get(name, ('', ''))
+      rows.append(
+        (
+          *(experiment, name, len(by_seed), *paired.summarize(by_seed)),
+          *(minus_grpo, p if p == '' else f'{p:.2g}', minus_gigpo),
+          *cost(_rows_of(evaluations, experiment, name)),
+        )
+      )
+  columns = (
+    *('environment', 'method', 'seeds', '%', 'IQM', 'minus grpo', 'p'),
+    *('minus gigpo', 'k steps', 'k tokens', 's'),
+  )
+  return plots.table(columns, rows)
+
+
+def data_table(evaluations: Sequence[Mapping]) -> str:
+  """Returns the table of what GiGPO's runs were trained on.
+
+  Success at the start is that of the first evaluation. The other columns are
+  means over the iterations before the second one.
+
+  Args:
+    evaluations: rows of `sweep.read_table`.
+  """
+  rows = []
+  for experiment in dict.fromkeys(row['experiment'] for row in evaluations):
+    runs = _rows_of(evaluations, experiment, GIGPO)
+    first = [row for row in runs if row['iteration'] == 0]
+    early = {}
+    for row in runs:
+      if row['iteration']:
+        early.setdefault(row['seed'], row)
+    if not early:
+      continue
+
+    def mean(name: str, early=early) -> float:
+      return float(np.mean([row[name] for row in early.values()]))
+
+    rows.append(
+      (
+        experiment,
+        len(first),
+        f'{100 * np.mean([row["eval/success_rate"] for row in first]):.1f} %',
+        f'{mean("train/episode_length"):.1f}',
+        f'{mean("train/revisit_rate"):.1%}',
+        f'{mean("advantage/singleton_anchor_rows"):.1%}',
+        f'{mean("advantage/correlation"):.2f}',
+        f'{mean("advantage/groups_without_spread"):.1%}',
+      )
+    )
+  columns = (
+    *('environment', 'seeds', 'success at the start', 'steps', 'revisits'),
+    *('singletons', 'correlation', 'zero variance'),
+  )
+  return plots.table(columns, rows)
+
+
+# Question: the methods whose difference answers it.
+QUESTIONS = {
+  'Does step-level credit help?': (GIGPO, law.BASELINE),
+  'Does it help without equal states?': ('gigpo shuffled', law.BASELINE),
+  'Do equal states add to it?': (GIGPO, 'gigpo shuffled'),
+  'Does the discount matter?': (GIGPO, 'gigpo discount 1'),
+  'Does the episode advantage matter?': (GIGPO, 'gigpo steps only'),
+  'Are larger updates the reason?': (GIGPO, 'grpo at the kl of gigpo'),
+  'Does comparing successive states help more?': ('g2po', GIGPO),
+}
+
+
+def controls_table(tests: Mapping[str, outcomes.Results]) -> str:
+  """Returns the differences that answer the questions, by environment.
+
+  Args:
+    tests: results by experiment, name and seed.
+  """
+  rows = []
+  for question, (one, other) in QUESTIONS.items():
+    gaps = [
+      paired.compare_results(results.get(one, {}), results.get(other, {}))
+      for results in tests.values()
+    ]
+    if any(gaps):
+      cells = [str(gap) if gap else '–' for gap in gaps]
+      rows.append((question, f'{one} minus {other}', *cells))
+  return plots.table(('question', 'difference', *tests), rows)
+
+
+def credit_block() -> str:
+  """Returns the state of the benchmark and its table."""
+  tests, total = _tests(), len(sweep.read(_SWEEP))
+  done = sum(len(runs) for x in tests.values() for runs in x.values())
+  table = credit_table(tests, _evaluations('credit'))
+  lines = [f'{done} of {total} runs are finished.']
+  if f']{paired.BY_SEED}' in table:
+    lines.append(
+      f'Intervals with {paired.BY_SEED} are t-intervals and cover other seeds '
+      'only: outcomes of single tasks were not kept.'
+    )
+  return '\n'.join([*lines, '', table])
+
+
+def readme_block() -> str:
+  """Returns the table of the README: a row for each environment."""
+  rows = []
+  for experiment, results in _tests().items():
+    if {law.BASELINE, GIGPO} <= results.keys():
+      names = [law.BASELINE, *_SHOWN]
+      cells = [
+        f'{paired.summarize(results[n])[0]} ({len(results[n])})'
+        if n in results
+        else '–'
+        for n in names
+      ]
+      gap, _ = paired.compare_all(results, law.BASELINE)[GIGPO]
+      rows.append((experiment, *cells, str(gap).rstrip(paired.BY_SEED)))
+  columns = '`:mini`', law.BASELINE, *_SHOWN, 'gigpo minus grpo, 95 %'
+  return plots.table(columns, rows)
+
+
+BLOCKS = {
+  'credit': credit_block,
+  'controls': lambda: controls_table(_tests()),
+  'data': lambda: data_table(_evaluations('credit')),
+  'readme': readme_block,
+}
+PAGES = PROJECT / 'docs' / 'results.md', PROJECT / 'README.md'
+
+
+def with_blocks(text: str) -> str:
+  """Returns a page with current blocks.
+
+  Raises:
+    ValueError: in one line, if a block has an unknown name.
+  """
+
+  def block(match: re.Match) -> str:
+    begin, name, end = match.groups()
+    if name not in BLOCKS:
+      raise ValueError(
+        f'block {name}: unknown; must be one of {", ".join(BLOCKS)}'
+      )
+    return f'{begin}\n{BLOCKS[name]()}\n{end}'
+
+  return _BLOCK.sub(block, text)
+
+
+def measured_effects(
+  tests: Mapping[str, outcomes.Results],
+  evaluations: Sequence[Mapping],
+  method: str,
+) -> dict[str, tuple[float, float, float]]:
+  """Returns the difference of a method from GRPO by environment, in points.
+
+  Args:
+    tests: results by experiment, name and seed.
+    evaluations: rows of `sweep.read_table`; the last ones of their runs count
+      where `tests` has fewer than two pairs.
+    method: name of the method.
+
+  Returns:
+    (difference, low, high) with a 95 % interval.
+  """
+  found = {
+    setting: (effect.mean, *effect.interval)
+    for setting, effect in law.effects(evaluations, method).items()
+    if effect.seeds > 1
+  }
+  for experiment, results in tests.items():
+    one, other = (results.get(name, {}) for name in (method, law.BASELINE))
+    gap = paired.compare_results(one, other)
+    if gap is not None and gap.seeds > 1:
+      found[experiment] = tuple(100 * x for x in gap[:3])
+  return found
+
+
+def draw_effects(
+  path: pathlib.Path,
+  predictors: Mapping[str, Mapping[str, float]],
+  effects: Mapping[str, Mapping[str, tuple[float, float, float]]],
+) -> None:
+  """Draws effects by each predictor, with 95 % intervals.
+
+  Args:
+    path: path of the image.
+    predictors: metrics by setting.
+    effects: by method and setting, as `measured_effects` returns them.
+  """
+  count = len(law.PREDICTORS)
+  with plots.image(
+    path, figsize=(3 * count, 3.4), ncols=count, sharey=True
+  ) as (figure, panels):
+    for axes, (metric, words) in zip(
+      panels, law.PREDICTORS.items(), strict=True
+    ):
+      by_setting = {name: x[metric] for name, x in predictors.items()}
+      _draw_panel(axes, by_setting, effects)
+      axes.set(xlabel=words)
+    panels[0].set(ylabel='minus GRPO (points)')
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, loc='outside upper center', ncols=len(effects))
+
+
+def _draw_panel(
+  axes: Any,
+  predictor: Mapping[str, float],
+  effects: Mapping[str, Mapping[str, tuple[float, float, float]]],
+) -> None:
+  """Draws effects by one predictor; the methods are next to each other."""
+  known = [name for name in predictor if name in effects[GIGPO]]
+  shift = 0.04 * np.ptp([predictor[name] for name in known])
+  for n, (method, by_setting) in enumerate(effects.items()):
+    names = [name for name in known if name in by_setting]
+    xs = [predictor[name] + n * shift for name in names]
+    means, lows, highs = np.array([by_setting[x] for x in names]).T
+    axes.errorbar(
+      xs,
+      means,
+      [means - lows, highs - means],
+      fmt='os^D'[n % 4],
+      color=f'C{n}',
+      label=method,
+      capsize=2,
+    )
+  for name in known:
+    end = max(x[name][2] for x in effects.values() if name in x)
+    axes.annotate(
+      name,
+      (predictor[name], end),
+      xytext=(0, 4),
+      textcoords='offset points',
+      fontsize='small',
+      ha='center',
+    )
+  axes.axhline(0, color='grey', linewidth=0.8)
+  axes.margins(x=0.3, y=0.15)
+  axes.grid(alpha=0.3)
+
+
+def draw_oracle(path: pathlib.Path, measured: Mapping[str, Mapping]) -> None:
+  """Draws the cosines of methods with the oracle, a panel per setting.
+
+  Args:
+    path: path of the image.
+    measured: by setting, a dictionary with `methods`, which has (cosine, low,
+      high) by method, as benchmarks/credit.py writes it.
+  """
+  settings = list(measured)
+  first = measured[settings[0]]['methods']
+  names = sorted(first, key=lambda name: first[name]['cosine'][0])
+  with plots.image(
+    path,
+    figsize=(2 + 3 * len(settings), 0.27 * len(names) + 1),
+    ncols=len(settings),
+    sharey=True,
+    squeeze=False,
+  ) as (_, panels):
+    for axes, setting in zip(panels[0], settings, strict=True):
+      methods = measured[setting]['methods']
+      for n, name in enumerate(names):
+        if name not in methods:
+          continue
+        value, low, high = methods[name]['cosine']
+        axes.errorbar(
+          value,
+          n,
+          xerr=[[value - low], [high - value]],
+          fmt='o',
+          color='C0' if methods[name]['minus gigpo'][1] <= 0 else 'C1',
+          capsize=2,
+        )
+      axes.axvline(methods[GIGPO]['cosine'][0], color='grey', linewidth=0.8)
+      axes.set(title=setting, xlabel='cosine with the oracle')
+      axes.set_yticks(range(len(names)), names)
+      axes.grid(alpha=0.3, axis='x')
+
+
+def read_json(name: str) -> dict:
+  """Returns a JSON file of docs/results."""
+  return json.loads((_FOLDER / f'{name}.json').read_text(encoding='utf-8'))
+
+
+def draw_all() -> None:
+  """Draws the plots of docs/results.md."""
+  evaluations = [*_evaluations('main'), *_evaluations('credit')]
+  effects = {
+    method: found
+    for method in _SHOWN
+    if (found := measured_effects(_tests(), evaluations, method))
+  }
+  draw_effects(_FOLDER / 'effects.png', read_json('predictors'), effects)
+  draw_oracle(_FOLDER / 'oracle.png', read_json('oracle'))
+
+
+def main() -> int:
+  """Rewrites the pages and the plots; returns 2 on errors."""
+  try:
+    for path in PAGES:
+      text = with_blocks(path.read_text(encoding='utf-8'))
+      path.write_text(text, encoding='utf-8')
+    draw_all()
+  except ValueError as error:
+    sys.stderr.write(f'{error}\n')
+    return 2
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(main())

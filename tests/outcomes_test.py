@@ -1,0 +1,71 @@
+"""Tests of the outcomes of tests and of the CSV that stores them."""
+
+import json
+
+import numpy as np
+import pytest
+
+from gigpo_jax.tools import outcomes
+
+
+def test_successes_of_an_evaluation(tmp_path):
+  path = tmp_path / 'evaluation.json'
+  episodes = [
+    {'task': task, 'success': success}
+    for task, success in (('a', True), ('b', True), ('a', False))
+  ]
+  path.write_text(json.dumps({'policies': {'p': {'episodes': episodes}}}))
+  assert outcomes.read_evaluation(path) == {'a': [True, False], 'b': [True]}
+
+
+def test_bits_by_hand():
+  # Tasks in the order of their names: 1 of 2, 0 of 2, 2 of 2: 10 00 11.
+  by_task = {'b': [False, False], 'a': [False, True], 'c': [True, True]}
+  result = outcomes.make_result(('toy', 'gigpo', 3), by_task)
+  assert outcomes.encode(result) == '8c'
+  assert (result.tasks, result.episodes, result.success) == (3, 6, 0.5)
+  assert result.outcomes_T.tolist() == [0.5, 0, 1]
+  # Tasks that do not have the same number of episodes are not stored.
+  uneven = outcomes.make_result(('', '', 0), {'a': [True], 'b': [True, False]})
+  assert outcomes.encode(uneven) == '' and uneven.success == 0.75
+
+
+@pytest.mark.parametrize('repeats', [1, 3])
+def test_stored_results_are_equal(tmp_path, repeats):
+  rng = np.random.default_rng(repeats)
+  results = [
+    outcomes.make_result(
+      ('toy', name, seed),
+      {str(t): (rng.random(repeats) < 0.4).tolist() for t in range(21)},
+    )
+    for name in ('grpo', 'gigpo')
+    for seed in (0, 1)
+  ]
+  path = tmp_path / 'x_tests.csv'
+  outcomes.write(path, results)
+  read = outcomes.read(path)
+  for one, other in zip(results, read, strict=True):
+    assert one.key == other.key and one.task_list == other.task_list
+    assert one.success == other.success
+    np.testing.assert_allclose(one.outcomes_T, other.outcomes_T)
+  assert list(outcomes.group(read)['toy']['gigpo']) == [0, 1]
+
+
+def test_tables_of_earlier_releases_have_no_outcomes(tmp_path):
+  path = tmp_path / 'x_tests.csv'
+  path.write_text('experiment,name,seed,tasks,success\nalfworld,a,1,512,0.5\n')
+  (result,) = outcomes.read(path)
+  assert (result.success, result.outcomes_T, result.task_list) == (
+    0.5,
+    None,
+    '',
+  )
+  for damaged in ('experiment,name\na,b\n', path.read_text() + 'a,b,c,4,0.5\n'):
+    path.write_text(damaged)
+    with pytest.raises(ValueError, match='not a table of tests') as error:
+      outcomes.read(path)
+    assert '\n' not in str(error.value)
+  header = ','.join(outcomes.COLUMNS)
+  path.write_text(f'{header}\ntoy,a,0,9,0.5,9,x,ff\n')
+  with pytest.raises(ValueError, match='1 bytes of outcomes, 9 episodes'):
+    outcomes.read(path)

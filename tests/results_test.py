@@ -1,0 +1,129 @@
+"""Tests of the generated parts of docs/results.md and README.md."""
+
+import re
+
+import numpy as np
+import pytest
+
+from gigpo_jax.tools import law, outcomes, paired, results, sweep
+
+
+@pytest.mark.parametrize('path', results.PAGES, ids=lambda path: path.name)
+def test_the_page_is_current(path):
+  text = path.read_text(encoding='utf-8')
+  assert '<!-- begin ' in text
+  assert text == results.with_blocks(text), (
+    'run python -m gigpo_jax.tools.results'
+  )
+
+
+def test_every_block_is_on_a_page():
+  text = ''.join(path.read_text(encoding='utf-8') for path in results.PAGES)
+  begun = re.findall(r'<!-- begin (\w+) -->', text)
+  assert sorted(begun) == sorted(results.BLOCKS)
+  assert re.findall(r'<!-- end (\w+) -->', text) == begun
+
+
+def test_only_blocks_are_replaced(monkeypatch):
+  monkeypatch.setattr(results, 'BLOCKS', {'one': lambda: '| x |'})
+  text = 'a\n<!-- begin one -->\nold\n<!-- end one -->\nb\n'
+  expected = 'a\n<!-- begin one -->\n\n| x |\n\n<!-- end one -->\nb\n'
+  assert results.with_blocks(text) == expected
+  assert results.with_blocks(expected) == expected
+  with pytest.raises(ValueError, match='block two: unknown; must be one of on'):
+    results.with_blocks(text.replace('one', 'two'))
+
+
+def _row(name, seed, iteration, rate, steps=0.0, **known):
+  row = dict.fromkeys((*sweep.COLUMNS, *sweep.MEANS))
+  row |= {'experiment': 'toy', 'name': name, 'seed': seed}
+  row |= {'spent/env_steps': steps, 'spent/tokens': 10 * steps}
+  row |= {name.replace('__', '/'): x for name, x in known.items()}
+  return row | {'iteration': iteration, 'eval/success_rate': rate}
+
+
+def test_the_table_by_hand():
+  successes = {'grpo': [(0, 1), (0, 0)], 'gigpo': [(1, 1), (0, 1)]}
+  tests = outcomes.group(
+    [
+      outcomes.make_result(
+        ('toy', name, seed),
+        {t: [bool(x)] for t, x in zip('ab', by_task, strict=True)},
+      )
+      for name, by_seed in successes.items()
+      for seed, by_task in enumerate(by_seed)
+    ]
+  )
+  evaluations = []
+  for name, secs in (('grpo', (1, 9, 2)), ('gigpo', (4, 4, 4))):
+    for seed, steps in ((0, 2000), (1, 4000)):
+      evaluations.append(_row(name, seed, 0, 0.1))
+      for n, x in enumerate(secs, 1):
+        evaluations.append(
+          _row(name, seed, n, 0.2, steps * n / 3, time__iteration_secs=x)
+        )
+  lines = results.credit_table(tests, evaluations).splitlines()
+  # Success 25 and 75; each seed differs by 50 points. Steps: 3,000 on average.
+  one, other = np.array([[1, 1], [0, 1]]), np.array([[0, 1], [0, 0]])
+  gap, reverse = paired.compare(one, other), paired.compare(other, one)
+  assert gap.mean == 0.5 and gap.p == 0
+  start = f'| toy | grpo | 2 | 25.0 | 25.0 |  |  | {reverse} |'
+  assert lines[2] == f'{start} 3.0 | 30.0 | 2.0 |'
+  start = f'| toy | gigpo | 2 | 75.0 | 75.0 | {gap} | 0 |  |'
+  assert lines[3] == f'{start} 3.0 | 30.0 | 4.0 |'
+
+
+def test_data_are_those_of_the_first_period():
+  early = {
+    'train__episode_length': 8.0,
+    'train__revisit_rate': 0.5,
+    'advantage__singleton_anchor_rows': 0.25,
+    'advantage__correlation': 0.75,
+    'advantage__groups_without_spread': 0.125,
+  }
+  late = dict.fromkeys(early, 1.0)
+  rows = [_row('gigpo', 0, 0, 0.1), _row('gigpo', 0, 5, 0.9, **early)]
+  rows += [_row('gigpo', 0, 9, 0.9, **late), _row('grpo', 0, 0, 0.3)]
+  assert results.data_table(rows).splitlines()[2:] == [
+    '| toy | 1 | 10.0 % | 8.0 | 50.0% | 25.0% | 0.75 | 12.5% |'
+  ]
+
+
+def test_effects_prefer_tests_to_evaluations(tmp_path):
+  rows = [
+    _row(name, seed, 9, rate)
+    for name, rates in (('grpo', (0.2, 0.3)), ('gigpo', (0.4, 0.7)))
+    for seed, rate in enumerate(rates)
+  ]
+  found = results.measured_effects({}, rows, 'gigpo')
+  gap = paired.compare_seeds([0.2, 0.4])
+  assert found['toy'] == pytest.approx([100 * x for x in gap[:3]])
+  tests = {
+    'toy': {
+      name: {
+        seed: outcomes.Result('toy', name, seed, 4, rate) for seed in (0, 1)
+      }
+      for name, rate in (('grpo', 0.25), ('gigpo', 0.5))
+    }
+  }
+  found = results.measured_effects(tests, rows, 'gigpo')
+  assert found['toy'] == (25, 25, 25)
+  # One pair has no interval.
+  tests['toy']['grpo'].pop(1)
+  found = results.measured_effects(tests, rows, 'gigpo')
+  assert found['toy'][0] == pytest.approx(30)
+  values = dict.fromkeys(law.PREDICTORS, 0.5)
+  path = tmp_path / 'effects.png'
+  results.draw_effects(path, {'toy': values, 'x': values}, {'gigpo': found})
+  assert path.stat().st_size > 5000
+
+
+def test_the_oracle_is_drawn(tmp_path):
+  cells = {'cosine': [0.3, 0.2, 0.4], 'minus gigpo': [0, 0, 0]}
+  measured = {
+    'one': {'methods': {'gigpo': cells, 'grpo': cells}},
+    'two': {'methods': {'gigpo': cells}},
+  }
+  path = tmp_path / 'oracle.png'
+  results.draw_oracle(path, measured)
+  assert path.stat().st_size > 5000
