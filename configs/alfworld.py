@@ -183,7 +183,7 @@ def _use_planner(config: ml_collections.ConfigDict) -> None:
   config.learner.microbatch_tokens = 3136
   # From the warm start without a planner.
   config.sft.init = ''
-  config.sft.num_episodes = 400
+  config.sft.num_episodes = min(config.sft.num_episodes, 400)
   config.sft.learning_rate = 2e-3
 
 
