@@ -161,9 +161,11 @@ class Programs:
     """Returns empty slots."""
     return (rows, length), np.zeros((rows, _STATE_SIZE), np.int32)
 
-  def prefill(self, params: dict, tokens: np.ndarray) -> None:
+  def prefill(
+    self, params: dict, tokens: np.ndarray, agents: np.ndarray
+  ) -> None:
     """Returns no rows."""
-    del params
+    del params, agents
     self._clock.dispatch('prefill', self._costs.prefill(*tokens.shape))
 
   def extend(
@@ -171,10 +173,11 @@ class Programs:
     params: dict,
     tokens: np.ndarray,
     starts: np.ndarray,
+    agents: np.ndarray,
     rows: np.ndarray,
   ) -> np.ndarray:
     """Prefills a part of prompts; returns the rows."""
-    del params, starts
+    del params, starts, agents
     secs = self._costs.extend(*tokens.shape, self._max_length)
     self._clock.dispatch('prefill', secs)
     return rows

@@ -22,6 +22,7 @@ docs/results.md.
 
 import ml_collections
 
+import configs
 from configs import base, sizes, variants
 
 # Learning rates of `:mini`; see sizes.use_mini.
@@ -173,14 +174,16 @@ def _use_planner(config: ml_collections.ConfigDict) -> None:
   if config.env.prompt_style != 'brief':
     return
   config.env.max_plan_chars = 120
-  if config.model.path == 'configs/warm_starts/alfworld_tiny':
-    config.model.path += '_planner'
+  # Made by configs/warm_starts/make_alfworld_tiny_planner.sh.
+  own = 'configs/warm_starts/alfworld_tiny_planner'
+  if configs.find(own):
+    config.model.path = own
   config.rollout.max_completion_tokens = 72
   config.learner.length_buckets = (160, 192, 224, 256, 392)
   config.learner.microbatch_tokens = 3136
   # From the warm start without a planner.
   config.sft.init = ''
-  config.sft.num_episodes = 400
+  config.sft.num_episodes = min(config.sft.num_episodes, 400)
   config.sft.learning_rate = 2e-3
 
 
