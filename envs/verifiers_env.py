@@ -248,7 +248,13 @@ class Env:
     text = '\n'.join(message.text for message in new)
     if self._fields:
       state = self._rollout.state
-      text = json.dumps({f: state.get(f) for f in self._fields}, default=str)
+      for field in self._fields:
+        if field not in state:
+          raise ValueError(
+            f'env.state_fields={self._fields}: the state has no {field}; has '
+            f'{", ".join(sorted(state))}'
+          )
+      text = json.dumps({f: state[f] for f in self._fields}, default=str)
     return text[: messages.MAX_TEXT_CHARS]
 
 

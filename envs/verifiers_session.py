@@ -212,7 +212,7 @@ def load(name: str | None, options: Mapping[str, Any] | None) -> Any:
     options: its further arguments.
 
   Raises:
-    ValueError: in one line, if it cannot be loaded.
+    ValueError: in one line, if it cannot be loaded or used.
   """
   return _load(name, json.dumps(dict(options or {}), sort_keys=True))
 
@@ -227,11 +227,17 @@ def _load(name: str, options: str) -> Any:
   datasets.disable_progress_bars()
   try:
     with _kept_signals():
-      return verifiers.load_environment(name, **json.loads(options))
+      environment = verifiers.load_environment(name, **json.loads(options))
   # Code of others may raise anything.
   except Exception as error:
     line = messages.to_line(str(error))[:300]
     raise ValueError(f'env.environment={name}: {line}') from error
+  if environment.requires_group_rollouts:
+    raise ValueError(
+      f'env.environment={name}: its rubric compares the rollouts of a group; '
+      'must score each on its own'
+    )
+  return environment
 
 
 @contextlib.contextmanager

@@ -113,6 +113,15 @@ def _bad_schema():
   return environment
 
 
+def _rank(states) -> list[float]:
+  return [float(n) for n in range(len(states))]
+
+
+def _compare():
+  rubric = verifiers.Rubric(funcs=[_exact, _rank])
+  return verifiers.SingleTurnEnv(dataset=_table(), rubric=rubric)
+
+
 def _no_rows():
   return verifiers.SingleTurnEnv(
     dataset=datasets.Dataset.from_list(QUESTIONS).select([])
@@ -123,13 +132,14 @@ def load_environment(kind: str = 'once'):
   """Returns an environment.
 
   Args:
-    kind: once, chat, tools, schema, empty; another raises an error.
+    kind: once, chat, tools, schema, group, empty; another raises an error.
   """
   makers = {
     'once': _answer_once,
     'chat': lambda: _Chat(dataset=_table(), rubric=_judge(kind)),
     'tools': _tools,
     'schema': _bad_schema,
+    'group': _compare,
     'empty': _no_rows,
   }
   return types.MappingProxyType(makers)[kind]()

@@ -83,6 +83,13 @@ def test_several_turns(package):
   env.close()
 
 
+def test_an_unknown_field_of_the_state_is_refused(package):
+  env = _make('chat', state_fields=('seen', 'heard'))
+  with pytest.raises(ValueError, match='the state has no heard; has .*, seen'):
+    env.reset(TASK)
+  env.close()
+
+
 def test_the_step_limit_ends_and_scores_an_episode(package):
   env = _make('chat', max_steps=2)
   first = env.reset(TASK)
@@ -185,6 +192,7 @@ def test_loading(package):
     ({'environment': None}, 'env.environment=None: must name'),
     ({'environment': 'no_such_thing'}, 'Could not import .no_such_thing.'),
     ({'options': {'kind': 'none'}}, "Failed to load .*'none'"),
+    ({'options': {'kind': 'group'}}, 'its rubric compares the rollouts'),
     ({'options': {'kind': 'empty'}}, 'no task of the split train'),
   ):
     with pytest.raises(ValueError, match=message) as e:
