@@ -188,10 +188,6 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
       'rollout.episodes_per_group=1: arpo compares .* at least 2',
     ),
     (
-      {'algorithm.name': 'arpo', 'algorithm.root_share': 0.0},
-      'algorithm.root_share=0.0: out of range; must be above 0, at most 1',
-    ),
-    (
       {'algorithm.branch_tokens': 4},
       'algorithm.branch_tokens=4: gigpo has no such option; must be 20',
     ),
