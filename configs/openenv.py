@@ -8,7 +8,7 @@ tools; any instruct model of Qwen2.5 or Qwen3 does.
 
 On a laptop, start the server of an example, a row of lamps, in another
 terminal. Then make a warm start by imitation of an expert that plays at random
-in 80 % of its steps, and train it:
+in 70 % of its steps, and train it:
 
     python -m envs.lamps_server 8000
     python launch/sft.py --config=configs/openenv.py:tiny
@@ -90,6 +90,7 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.algorithm.invalid_penalty = 0.01
   config.evaluation.every = 20
   config.sft.num_episodes = 1000
-  config.sft.noise = 0.8
+  config.sft.noise = 0.7
   config.sft.minibatch_rows = 4  # Episodes.
+  config.sft.epochs = 4
   config.sft.model.layers = 2

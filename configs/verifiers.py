@@ -4,7 +4,7 @@
       --config.env.environment=MODULE
 
 On a laptop, make a warm start for envs/verifiers_letters.py, by imitation of an
-expert that plays at random in 80 % of its steps, and train it:
+expert that plays at random in 70 % of its steps, and train it:
 
     python launch/sft.py --config=configs/verifiers.py:tiny
     python launch/train.py --config=configs/verifiers.py:tiny
@@ -82,6 +82,7 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.algorithm.invalid_penalty = 0.01
   config.evaluation.every = 20
   config.sft.num_episodes = 1000
-  config.sft.noise = 0.8
+  config.sft.noise = 0.7
   config.sft.minibatch_rows = 4  # Episodes.
+  config.sft.epochs = 4
   config.sft.model.layers = 2
