@@ -215,6 +215,10 @@ def _reward_section() -> ml_collections.ConfigDict:
   # their time limit for an episode.
   reward.num_workers = 2
   reward.timeout_secs = 60.0
+  # Functions that read probabilities of texts under the policy; see
+  # gigpo_jax/scored_rewards.py. Their weights, (): 1 each.
+  reward.scored = ()
+  reward.scored_weights = ()
   # Options of the function envs.judge:Judge. A config file adds a section like
   # it for the options of another class.
   reward.judge = ml_collections.ConfigDict()

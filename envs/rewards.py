@@ -76,17 +76,20 @@ def name_of(path: str) -> str:
   return path.rpartition(':')[2].lower()
 
 
-def make(path: str, options: Mapping[str, Any]) -> RewardFunction:
+def make(
+  path: str, options: Mapping[str, Any], *, field: str = 'reward.functions'
+) -> RewardFunction:
   """Returns a reward function.
 
   Args:
     path: 'module:function', or 'module:Class' for a dataclass.
     options: fields of the dataclass.
+    field: config field that names the function, for errors.
 
   Raises:
     ValueError: in one line, if there is no such function or an option is wrong.
   """
-  field = f'reward.functions={path}'
+  field = f'{field}={path}'
   module, _, attribute = path.partition(':')
   try:
     found = getattr(importlib.import_module(module), attribute)

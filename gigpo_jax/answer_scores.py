@@ -15,6 +15,9 @@ from jaxtyping import Bool, Float
 from envs import base
 from gigpo_jax import batch, row_stats, trajectory
 
+# A response that is scored; see `respond`.
+Response = str | tuple[str, str] | None
+
 
 @dataclasses.dataclass(frozen=True)
 class AnswerScorer:
@@ -42,24 +45,44 @@ class AnswerScorer:
       rows: the rows of an iteration.
       episodes: the episodes to which `Rows.episodes` refers.
     """
-    real = np.flatnonzero(rows.real)
-    tasks = [episodes[index].task for index in rows.episodes[real]]
-    texts = {task: self.answer(task) for task in dict.fromkeys(tasks)}
-    (start,), answers = (
-      self.encode([self.start]),
-      self.encode([*texts.values()]),
-    )
-    completions = dict(zip(texts, answers, strict=True))
-    limit = rows.completion_mask.shape[1]
-    mask = np.zeros(rows.completion_mask.shape, bool)
-    tokens, lengths = rows.tokens.copy(), rows.lengths.copy()
-    for r, task in zip(real, tasks, strict=True):
-      completion = np.concatenate([start, completions[task]])[:limit]
-      first = rows.prompt_lengths[r]
-      lengths[r] = first + len(completion)
-      tokens[r, first : lengths[r]] = completion
-      mask[r, len(start) : len(completion)] = True
-    return dataclasses.replace(rows, tokens=tokens, lengths=lengths), mask
+    texts: list[Response] = [None] * len(rows.tokens)
+    for r in np.flatnonzero(rows.real):
+      task = episodes[rows.episodes[r]].task
+      texts[r] = (self.start, self.answer(task))
+    return respond(rows, texts, self.encode)
+
+
+def respond(
+  rows: batch.Rows,
+  texts: Sequence[Response],
+  encode: Callable[[Sequence[str]], list[np.ndarray]],
+) -> tuple[batch.Rows, Bool[np.ndarray, 'R C']]:
+  """Returns rows with other completions, and a mask of the tokens that count.
+
+  The rows have the order and shapes of `rows`. A text that does not fit into a
+  completion is cut.
+
+  Args:
+    rows: the rows of an iteration.
+    texts: for each row a text; or (start, rest), of which only the rest counts;
+      or None, which leaves the row alone, and none of its tokens counts.
+    encode: returns the token ids of texts.
+  """
+  pairs = [('', t) if isinstance(t, str) else t for t in texts]
+  unique = [*dict.fromkeys(text for pair in pairs if pair for text in pair)]
+  ids = dict(zip(unique, encode(unique), strict=True)) if unique else {}
+  mask = np.zeros(rows.completion_mask.shape, bool)
+  tokens, lengths = rows.tokens.copy(), rows.lengths.copy()
+  for r, pair in enumerate(pairs):
+    if pair is None:
+      continue
+    start, rest = (ids[text] for text in pair)
+    completion = np.concatenate([start, rest])[: mask.shape[1]]
+    first = rows.prompt_lengths[r]
+    lengths[r] = first + len(completion)
+    tokens[r, first : lengths[r]] = completion
+    mask[r, len(start) : len(completion)] = True
+  return dataclasses.replace(rows, tokens=tokens, lengths=lengths), mask
 
 
 def probabilities(

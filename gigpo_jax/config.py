@@ -24,6 +24,7 @@ from gigpo_jax import (
   modulators,
   options,
   reward_functions,
+  scored_rewards,
   selectors,
   tasks,
   teacher,
@@ -77,6 +78,7 @@ SECTIONS = {
   'reward': (
     'gigpo_jax.reward_shaping:RewardShaping',
     'gigpo_jax.reward_functions:Options',
+    'gigpo_jax.scored_rewards:Options',
   ),
   'rollout': (
     'gigpo_jax.rollout_options:Options',
@@ -229,6 +231,7 @@ def _combinations(
   yield from _plugins(config, refused)
   yield from _reward(config)
   yield from reward_functions.conflicts(config)
+  yield from scored_rewards.conflicts(config)
   yield from _collection(config)
   yield from _loss(config, refused)
   yield from _attention(config)

@@ -236,7 +236,7 @@ def update(
     rows = batch.from_trajectories(
       groups.kept, **parts.rows_kwargs, seed=(parts.config.seed, iteration)
     )
-  rows = update_inputs.score_answers(parts, state, rows, groups.kept)
+  rows, scores = update_inputs.score_texts(parts, state, rows, groups.kept)
   signals, old_log_probs, signal_metrics = update_inputs.compute_signals(
     parts, state, rows, iteration
   )
@@ -246,7 +246,7 @@ def update(
   output, old_values, advantage_metrics = estimate_advantages(
     parts, state, history, rows
   )
-  metrics |= signal_metrics | reward_metrics | advantage_metrics
+  metrics |= scores | signal_metrics | reward_metrics | advantage_metrics
   output, trained_rows, trained, plugin_metrics = update_inputs.apply_plugins(
     parts, rows, output, signals
   )

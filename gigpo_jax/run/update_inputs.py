@@ -56,22 +56,26 @@ def compute_signals(
   return signals, old_log_probs, gap_metrics
 
 
-def score_answers(
+def score_texts(
   parts: 'run_builders.Parts',
   state: run_state.RunState,
   rows: batch.Rows,
   episodes: Sequence[trajectory.Trajectory],
-) -> batch.Rows:
-  """Returns rows with the probability of the answer as value of a state.
+) -> tuple[batch.Rows, Metrics]:
+  """Returns rows with what the policy's probabilities of texts define.
 
-  Without a scorer of answers, they are the given rows.
+  These are the probability of the answer as value of a state, if the algorithm
+  needs it, and rewards of users; with metrics of the latter.
   """
-  if parts.answer_scorer is None:
-    return rows
-  scored, mask = parts.answer_scorer.make_rows(rows, episodes)
-  log_probs = parts.learner.log_probs(state.policy.params, scored)
-  values = answer_scores.probabilities(log_probs, mask)
-  return dataclasses.replace(rows, state_values=values)
+
+  def log_probs(scored: batch.Rows) -> np.ndarray:
+    return parts.learner.log_probs(state.policy.params, scored)
+
+  if parts.answer_scorer is not None:
+    scored, mask = parts.answer_scorer.make_rows(rows, episodes)
+    values = answer_scores.probabilities(log_probs(scored), mask)
+    rows = dataclasses.replace(rows, state_values=values)
+  return parts.scored_rewards.add(rows, episodes, log_probs)
 
 
 def make_teacher_batch(

@@ -213,6 +213,7 @@ SECTIONS = (
         'mean estimate per token of the KL to the reference policy',
       ),
       Metric('overlong', '1', 'mean share of the largest length penalty'),
+      Metric('scored/<function>', '1', 'mean per row, of reward.scored'),
     ),
   ),
   Section(

@@ -1,0 +1,203 @@
+"""Tests of rewards from probabilities of the policy."""
+
+import dataclasses
+import itertools
+import math
+import sys
+import types
+
+import numpy as np
+import programs
+import pytest
+import small_runs
+
+from configs import alfworld
+from envs import base
+from gigpo_jax import algorithms, batch, scored_rewards, trajectory
+from gigpo_jax import config as config_lib
+from gigpo_jax.runtime import errors
+
+SEEN = []
+
+
+def gain(episode):
+  """IGPO's gains: the answer 'ab' after '<', and 0 in the last turn."""
+  p = yield [('<', 'ab')] * len(episode.turns)
+  SEEN.append(p)
+  return [b - a for a, b in itertools.pairwise(p)] + [0.0]
+
+
+def last(episode):
+  """Scores the last turn only."""
+  p = yield [None] * (len(episode.turns) - 1) + ['a']
+  SEEN.append(p)
+  return p[-1]
+
+
+def short(episode):
+  yield ['a']
+
+
+def twice(episode):
+  yield ['a'] * len(episode.turns)
+  yield ['a'] * len(episode.turns)
+
+
+def broken(episode):
+  yield ['a'] * len(episode.turns)
+  raise KeyError('no\nanswer')
+
+
+def huge(episode):
+  yield ['a'] * len(episode.turns)
+  return 1e30
+
+
+@pytest.fixture(autouse=True)
+def fixture_module(monkeypatch):
+  module = types.ModuleType('my_scores')
+  vars(module).update(globals())
+  monkeypatch.setitem(sys.modules, 'my_scores', module)
+  SEEN.clear()
+
+
+def _encode(texts):
+  return [np.array([ord(c) for c in text], np.int32) for text in texts]
+
+
+def _episode(member, turns):
+  steps = tuple(
+    trajectory.Step(
+      prompt_ids=np.arange(1 + member + t, dtype=np.int32),
+      completion_ids=np.array([5], np.int32),
+      log_probs=np.zeros(1, np.float32),
+      truncated=False,
+      prompt_shortened=False,
+      anchor=f'state {t}',
+      observation='',
+      response='r',
+      result=base.StepResult(None, 1.0, True, 'a', False, t == turns - 1),
+    )
+    for t in range(turns)
+  )
+  return trajectory.Trajectory(base.Task('train', 0), 'x', 0, member, steps)
+
+
+def _rows(episodes):
+  return batch.from_trajectories(
+    episodes, max_prompt_tokens=8, max_completion_tokens=3, row_multiple=4
+  )
+
+
+def _log_probs(rows):
+  """The policy is surer after a longer prompt: log(P / 16) per token."""
+  each = np.log(np.maximum(rows.prompt_lengths, 1)[:, None] / 16)
+  return np.where(rows.completion_mask, each, 0)
+
+
+def _add(*names, episodes, weights=()):
+  options = scored_rewards.Options(
+    tuple(f'my_scores:{name}' for name in names), weights
+  )
+  return scored_rewards.ScoredRewards(options, _encode).add(
+    _rows(episodes), episodes, _log_probs
+  )
+
+
+def test_gains_by_hand():
+  episodes = [_episode(0, 3), _episode(1, 2)]
+  rows, metrics = _add('gain', episodes=episodes, weights=(16.0,))
+  # Prompts of 1, 2, 3 and of 2, 3 tokens: each gain is 1 / 16, the last 0.
+  assert rows.rewards[:5].tolist() == pytest.approx([2, 2, 1, 2, 1])
+  assert not rows.rewards[5:].any()
+  assert SEEN == [
+    pytest.approx([1 / 16, 2 / 16, 3 / 16]),
+    pytest.approx([2 / 16, 3 / 16]),
+  ]
+  assert metrics == {'reward/scored/gain': pytest.approx(3 / 16 / 5)}
+
+
+def test_one_number_is_the_reward_of_the_last_turn():
+  rows, metrics = _add('last', 'gain', episodes=[_episode(0, 2)])
+  assert all(map(math.isnan, SEEN[0][:1]))
+  assert rows.rewards[:2].tolist() == pytest.approx([1 + 1 / 16, 1 + 2 / 16])
+  assert set(metrics) == {'reward/scored/last', 'reward/scored/gain'}
+
+
+def test_order_of_rows_does_not_matter():
+  episodes = [_episode(0, 3), _episode(1, 2)]
+  plain, _ = _add('gain', episodes=episodes)
+  rows = _rows(episodes)
+  order = np.random.default_rng(0).permutation(len(rows.tokens))
+  options = scored_rewards.Options(('my_scores:gain',))
+  scorer = scored_rewards.ScoredRewards(options, _encode)
+  shuffled, _ = scorer.add(rows.take(order), episodes, _log_probs)
+  np.testing.assert_array_equal(shuffled.rewards, plain.rewards[order])
+
+
+def test_equals_the_gains_of_igpo():
+  episodes = [_episode(0, 3), _episode(1, 2)]
+  rows, _ = _add('gain', episodes=episodes)
+  own = rows.rewards - _rows(episodes).rewards
+  values = np.where(rows.real, rows.prompt_lengths / 16, np.nan)
+  known = dataclasses.replace(_rows(episodes), state_values=values)
+  output = algorithms.make('igpo').compute_advantages(known)
+  expected = own[:5][own[:5] > 0].mean()
+  assert output.metrics['advantage/gain_mean'] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+  ('name', 'reason'),
+  [
+    ('short', 'yields 1 texts; must be one per turn .2.'),
+    ('twice', 'yields twice'),
+    ('broken', "KeyError: 'no.*answer'"),
+    ('huge', 'must be within'),
+  ],
+)
+def test_a_faulty_function_ends_the_run_with_one_line(name, reason):
+  with pytest.raises(errors.RunError, match=reason) as error:
+    _add(name, episodes=[_episode(0, 2)])
+  assert str(error.value).startswith(f'reward.scored=my_scores:{name}: ')
+  assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize(
+  ('fields', 'message'),
+  [
+    (
+      {'scored': ('my_scores:other',)},
+      'reward.scored=my_scores:other: unknown',
+    ),
+    (
+      {'scored': ('my_scores:gain',), 'scored_weights': (1.0, 2.0)},
+      'reward.scored_weights=.*one weight per function',
+    ),
+    ({'scored': ('a:gain', 'b:gain')}, 'reward.scored=.*different names'),
+  ],
+)
+def test_refused_options(fields, message):
+  config = alfworld.get_config('smoke')
+  config.update_from_flattened_dict(
+    {f'reward.{name}': value for name, value in fields.items()}
+  )
+  with pytest.raises(ValueError, match=message):
+    config_lib.validate(config, needs_model=False)
+
+
+@pytest.mark.slow
+def test_a_run_adds_rewards_and_resumes_exactly(tmp_path, monkeypatch):
+  (tmp_path / 'found_rewards.py').write_text(
+    'def sure(episode):\n'
+    "  p = yield ['<think>'] * len(episode.turns)\n"
+    '  return p\n'
+  )
+  monkeypatch.setenv('PYTHONPATH', str(tmp_path), prepend=':')
+  flags = ("--config.reward.scored=('found_rewards:sure',)",)
+  whole, parts = tmp_path / 'whole', tmp_path / 'parts'
+  programs.run(small_runs.small(whole, *flags))
+  programs.run(small_runs.small(parts, *flags, '--config.num_iterations=1'))
+  programs.run(small_runs.small(parts, *flags))
+  small_runs.assert_same_end(parts, whole)
+  lines = small_runs.read_lines(whole)[:3]
+  assert all(0 < line['reward/scored/sure'] <= 1 for line in lines)
