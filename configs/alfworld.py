@@ -28,13 +28,13 @@ from configs import base, sizes, variants
 # Learning rates of `:mini`; see sizes.use_mini.
 RATES = {'gigpo': 1.5e-4, 'hgpo': 1.5e-4}
 
-CHANGES = (*variants.CONVERSATION_CHANGES, 'planner')
 SIZES = ('0.5b', '1.5b', '7b', 'small', 'tiny', 'mini', 'mini_full', 'smoke')
 
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
   """Returns the experiment; `arg` is a comma-separated list of variants."""
-  size, changes = variants.parse(arg, 'alfworld', sizes=SIZES, changes=CHANGES)
+  known = (*variants.CONVERSATION_CHANGES, 'planner')
+  size, changes = variants.parse(arg, 'alfworld', sizes=SIZES, changes=known)
   size = size or '1.5b'
   config = _paper()
   config.variant = ','.join([size, *changes])
