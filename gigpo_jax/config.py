@@ -30,7 +30,7 @@ from gigpo_jax import (
   teacher,
 )
 from gigpo_jax.models import decode_attention
-from gigpo_jax.run import config_fields, model_check
+from gigpo_jax.run import adapter_check, config_fields, model_check
 
 # Options of the algorithm section that are not passed to algorithms, or that
 # apply to all of them.
@@ -235,7 +235,7 @@ def _combinations(
   yield from _collection(config)
   yield from _loss(config, refused)
   yield from _attention(config)
-  yield from _adapters(config)
+  yield from adapter_check.without_rank(config)
   if config.metrics.wandb and not _installed('wandb'):
     yield (
       f'metrics.wandb={config.metrics.wandb}: wandb is not installed; run pip '
@@ -251,7 +251,7 @@ def _combinations(
     yield str(error)
     return
   yield from envs.check_options(config.env.name, config.env)
-  yield from _agents(config)
+  yield from adapter_check.of_agents(config)
   yield from _environment_conflicts(config)
 
 
@@ -496,36 +496,6 @@ def _decode_attention(config: ml_collections.ConfigDict) -> Iterator[str]:
         f'model.decode_attention=paged needs a multiple of {multiple}'
       )
       return
-
-
-def _adapters(config: ml_collections.ConfigDict) -> Iterator[str]:
-  if config.rollout.weights == 'adapters' and not config.lora.rank:
-    yield (
-      'rollout.weights=adapters: there are no adapters; needs lora.rank above 0'
-    )
-
-
-def _agents(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields the conflicts of adapters of agents."""
-  agents, weights = tuple(config.lora.agents), config.rollout.weights
-  if not agents:
-    return
-  if weights != 'adapters':
-    yield (
-      f'rollout.weights={weights}: one matrix cannot hold the adapters of '
-      f'lora.agents={agents}; must be adapters'
-    )
-  if config.teacher.mu_peak and config.teacher.loss != 'distillation':
-    yield (
-      f'teacher.mu_peak={config.teacher.mu_peak}: the rows of the teacher name '
-      f'no agent of lora.agents={agents}; must be 0'
-    )
-  known = envs.agents(config.env.name, config.env)
-  if set(agents) != set(known):
-    yield (
-      f'lora.agents={agents}: the agents of env.name={config.env.name} are '
-      f'{known}; must be {"these" if known else "()"}'
-    )
 
 
 def _installed(package: str) -> bool:

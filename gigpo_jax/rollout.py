@@ -288,9 +288,9 @@ class EpisodeRunner:
 
   def agent_error(self, observation: base.Observation) -> str:
     """Returns why an observation's agent has no adapter; '' if it has one."""
-    if not self.agents or observation.agent in self.agents:
-      return ''
-    return f'agent {observation.agent!r} is not in lora.agents={self.agents}'
+    unknown = self.agents and observation.agent not in self.agents
+    text = f'agent {observation.agent!r} is not in lora.agents={self.agents}'
+    return text if unknown else ''
 
   def agent_index(self, observation: base.Observation) -> int:
     """Returns the index of the adapter of an observation's agent."""

@@ -44,11 +44,7 @@ if TYPE_CHECKING:
 Demonstration = list[tuple[base.Observation, str]]
 
 _REPORT_SECS = 10.0  # Interval of progress reports on expert episodes.
-
-
-# Imitation; segment DPO.
-LOSSES = ('imitation', 'dpo')
-
+LOSSES = ('imitation', 'dpo')  # dpo: segment DPO
 # Files that mark a work directory of launch/train.py.
 _RUN_FILES = ('checkpoints', 'config.json')
 

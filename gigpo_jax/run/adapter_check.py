@@ -1,0 +1,38 @@
+"""Checks of the low-rank adapters of a config."""
+
+from collections.abc import Iterator
+
+import ml_collections
+
+import envs
+
+
+def without_rank(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a line if the sampler is to read adapters that do not exist."""
+  if config.rollout.weights == 'adapters' and not config.lora.rank:
+    yield (
+      'rollout.weights=adapters: there are no adapters; needs lora.rank above 0'
+    )
+
+
+def of_agents(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields the conflicts of adapters of agents."""
+  agents, weights = tuple(config.lora.agents), config.rollout.weights
+  if not agents:
+    return
+  if weights != 'adapters':
+    yield (
+      f'rollout.weights={weights}: one matrix cannot hold the adapters of '
+      f'lora.agents={agents}; must be adapters'
+    )
+  if config.teacher.mu_peak and config.teacher.loss != 'distillation':
+    yield (
+      f'teacher.mu_peak={config.teacher.mu_peak}: the rows of the teacher name '
+      f'no agent of lora.agents={agents}; must be 0'
+    )
+  known = envs.agents(config.env.name, config.env)
+  if set(agents) != set(known):
+    yield (
+      f'lora.agents={agents}: the agents of env.name={config.env.name} are '
+      f'{known}; must be {"these" if known else "()"}'
+    )
