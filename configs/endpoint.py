@@ -67,12 +67,16 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.rollout.max_completion_tokens = 32
   config.rollout.prompt_buckets = (384,)
   config.rollout.batch_buckets = (32,)
-  config.optimizer.learning_rate = 2e-4
+  config.loss.old_log_probs = 'sampler'  # as in `:mini` of other configs
+  config.optimizer.b2 = 0.98
+  config.optimizer.warmup_updates = 10
   config.learner.minibatch_rows = 64
   config.learner.microbatch_tokens = 1664
   config.learner.length_buckets = (416,)
   config.evaluation.num_tasks = 128
   config.evaluation.every = 10
   config.sft.num_episodes = 1000
+  # A start that is less sure of the form forgets it in the first updates.
+  config.sft.epochs = 3
   config.sft.minibatch_rows = 4  # Episodes.
   config.sft.model.layers = 2

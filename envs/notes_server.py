@@ -6,8 +6,8 @@ Two of six drawers hold a note: the first names the second, which holds the
 password of the safe. `tasks` returns tasks for `envs.mcp_env`: they name the
 first drawer. Drawers and passwords are words of a short list, each of which is
 one token for a tokenizer that was trained on them; a small policy learns to
-repeat them. Only the SDK's server is needed to serve; to read the tasks,
-nothing.
+repeat them. A password that is guessed without its note scores 0. Only the
+SDK's server is needed to serve; to read the tasks, nothing.
 """
 
 from typing import Any
@@ -74,8 +74,9 @@ class Room:
     return f'opened: {", ".join(sorted(self._read)) or "none"}'
 
   def score(self, answer: str) -> float:
-    """Returns 1 for the password, else 0."""
-    return float(answer.strip() == self._password)
+    """Returns 1 for the password if its note has been read, else 0."""
+    is_read = self._way[-1] in self._read
+    return float(is_read and answer.strip() == self._password)
 
 
 def serve() -> None:

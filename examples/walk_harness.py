@@ -106,6 +106,8 @@ def play_episodes(url: str, key: str) -> None:
   """Plays episodes until the run is over."""
   import openai
 
+  # Copies share its connections.
+  client = openai.OpenAI(base_url=f'{url}/v1', api_key=key)
   while True:
     try:
       episode = post(f'{url}/episodes', {}, key)
@@ -118,9 +120,9 @@ def play_episodes(url: str, key: str) -> None:
     if episode is None:
       continue
     base = f'{url}/episodes/{episode["id"]}'
-    client = openai.OpenAI(base_url=f'{base}/v1', api_key=key)
     try:
-      success = play(client, first_room(episode['task']))
+      own = client.with_options(base_url=f'{base}/v1')
+      success = play(own, first_room(episode['task']))
       reward = {'reward': 10.0 * success, 'success': success}
       post(f'{base}/reward', reward, key)
     except (openai.APIStatusError, urllib.error.HTTPError) as error:

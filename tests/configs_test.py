@@ -205,6 +205,17 @@ def test_mini_shares_the_warm_start_of_tiny(module, monkeypatch):
   assert module.get_config('mini,grpo').algorithm.name == 'grpo'
 
 
+def test_duel_and_self_play_are_the_same_game(monkeypatch):
+  monkeypatch.setattr(configs, 'find', lambda path: None)
+  duel, own = (textarena.get_config(size) for size in ('duel', 'self_play'))
+  assert duel.model.path == 'runs/textarena-self_play-sft/policy'
+  assert duel.model.path == own.model.path
+  assert (duel.env.id, duel.env.actions) == (own.env.id, own.env.actions)
+  assert own.env.opponent == 'self' and own.reward.agents == 'own'
+  for config in (duel, own):
+    config_lib.validate(config, needs_model=False)
+
+
 def test_the_slippery_lake_and_full_rooms_are_minis_of_their_own(monkeypatch):
   lake = gymnasium.get_config('mini')
   assert lake.env.options.is_slippery and lake.rollout.groups == 2

@@ -80,6 +80,17 @@ def test_an_episode_with_a_real_server(notes):
   assert result.final_anchor == 'opened: ' + ', '.join(sorted(way))
 
 
+def test_a_guessed_password_scores_nothing(notes):
+  arguments = notes_server.tasks('train')[3]['arguments']
+  way, password = notes_server._lay_out(arguments['seed'])
+  notes.reset(TASK)
+  assert notes.step(password).score == 0
+  notes.reset(TASK)
+  notes.step(_call('open', drawer=way[0]))
+  result = notes.step(password)
+  assert result.done and not result.success and result.reward == 0
+
+
 def test_wrong_calls_are_answered_and_episodes_are_equal(notes):
   responses = [
     '<tool_call>',
