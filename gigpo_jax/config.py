@@ -251,7 +251,7 @@ def _combinations(
     yield str(error)
     return
   yield from envs.check_options(config.env.name, config.env)
-  yield from adapter_check.of_agents(config)
+  yield from adapter_check.of_agents(config, refused)
   yield from _environment_conflicts(config)
 
 

@@ -1,6 +1,6 @@
 """Checks of the low-rank adapters of a config."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 import ml_collections
 
@@ -15,10 +15,12 @@ def without_rank(config: ml_collections.ConfigDict) -> Iterator[str]:
     )
 
 
-def of_agents(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields the conflicts of adapters of agents."""
+def of_agents(
+  config: ml_collections.ConfigDict, refused: Set[str]
+) -> Iterator[str]:
+  """Yields the conflicts of adapters of agents, if they are not `refused`."""
   agents, weights = tuple(config.lora.agents), config.rollout.weights
-  if not agents:
+  if not agents or 'lora.agents' in refused:
     return
   if weights != 'adapters':
     yield (
