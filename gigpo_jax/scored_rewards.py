@@ -26,7 +26,7 @@ import numpy as np
 from jaxtyping import Float
 
 from envs import messages, rewards
-from gigpo_jax import answer_scores, batch, options, trajectory
+from gigpo_jax import answer_scores, batch, options, tokenizer, trajectory
 from gigpo_jax.reward_functions import to_episode
 from gigpo_jax.runtime import errors
 
@@ -55,12 +55,6 @@ class Options:
       )
     if len(set(map(rewards.name_of, paths))) < len(paths):
       raise ValueError(f'scored={paths}: must have different names')
-
-
-def make_options(section: ml_collections.ConfigDict) -> Options:
-  """Returns the options of scored rewards in `config.reward`."""
-  fields = [field.name for field in dataclasses.fields(Options)]
-  return Options(**{name: section[name] for name in fields})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +125,17 @@ class ScoredRewards:
         name = rewards.name_of(path)
         values[own] = rewards.per_turn(name, returned, len(own))
     return values
+
+
+def make(
+  section: ml_collections.ConfigDict, text: tokenizer.Tokenizer
+) -> ScoredRewards | None:
+  """Returns the scored rewards of `config.reward`; None if there are none."""
+  if not section.scored:
+    return None
+  fields = [field.name for field in dataclasses.fields(Options)]
+  own = Options(**{name: section[name] for name in fields})
+  return ScoredRewards(own, text.encode)
 
 
 def _rows_by_episode(rows: batch.Rows) -> dict[int, np.ndarray]:

@@ -11,13 +11,7 @@ import small_runs
 import envs
 from configs import search_qa
 from envs import base
-from gigpo_jax import (
-  answer_scores,
-  batch,
-  builders,
-  scored_rewards,
-  trajectory,
-)
+from gigpo_jax import answer_scores, batch, builders, trajectory
 from gigpo_jax import config as config_lib
 from gigpo_jax.run import update_inputs
 
@@ -73,11 +67,10 @@ def test_rows_get_the_probability_of_their_answer():
     each = np.log(scored.prompt_lengths[:, None] / 4 + 1e-9)
     return np.where(scored.completion_mask, each, 0).astype(np.float32)
 
-  nothing = scored_rewards.ScoredRewards(scored_rewards.Options(), list)
   found, _ = update_inputs.score_texts(
     types.SimpleNamespace(
       answer_scorer=_scorer(),
-      scored_rewards=nothing,
+      scored_rewards=None,
       learner=types.SimpleNamespace(log_probs=log_probs),
     ),
     types.SimpleNamespace(policy=types.SimpleNamespace(params='params')),

@@ -125,7 +125,7 @@ class Parts:
     critic: updates the critic; None for algorithms without one.
     algorithm: computes advantages.
     answer_scorer: scores reference answers; None for algorithms without them.
-    scored_rewards: rewards from probabilities of the policy.
+    scored_rewards: rewards from probabilities of the policy; None for none.
     modulators: change the advantages.
     selectors: choose the rows and tokens to train on.
     group_filter: selects the groups to train on.
@@ -152,7 +152,7 @@ class Parts:
   critic: critic.Critic | None
   algorithm: algorithms.Algorithm
   answer_scorer: answer_scores.AnswerScorer | None
-  scored_rewards: scored_rewards.ScoredRewards
+  scored_rewards: scored_rewards.ScoredRewards | None
   modulators: tuple[modulators.Modulator, ...]
   selectors: tuple[selectors.Selector, ...]
   group_filter: group_filter.GroupFilter
@@ -279,9 +279,7 @@ def make_parts(
     answer_scorer=builders.make_answer_scorer(config, bundle.tokenizer.encode)
     if algorithms.scores_answers(algorithm)
     else None,
-    scored_rewards=scored_rewards.ScoredRewards(
-      scored_rewards.make_options(config.reward), bundle.tokenizer.encode
-    ),
+    scored_rewards=scored_rewards.make(config.reward, bundle.tokenizer),
     modulators=modulators.FAMILY.make(config.algorithm),
     selectors=selectors.FAMILY.make(config.filter),
     group_filter=builders.make_group_filter(config),

@@ -75,6 +75,8 @@ def score_texts(
     scored, mask = parts.answer_scorer.make_rows(rows, episodes)
     values = answer_scores.probabilities(log_probs(scored), mask)
     rows = dataclasses.replace(rows, state_values=values)
+  if parts.scored_rewards is None:
+    return rows, {}
   return parts.scored_rewards.add(rows, episodes, log_probs)
 
 
