@@ -13,7 +13,7 @@ NO_UPPER_BOUND = {'regex'}
 # Extras of tools, which a user of the package does not install.
 TOOLS = {'docs', 'test'}
 # They are not in constraints.txt, because the tests pass without them.
-NOT_PINNED = {'minigrid', 'peft', 'scienceworld', 'torch', 'wandb'}
+NOT_PINNED = {'minigrid', 'peft', 'scienceworld', 'torch', 'verifiers', 'wandb'}
 
 
 def _metadata(monkeypatch) -> dict:
