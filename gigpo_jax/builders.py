@@ -5,7 +5,6 @@ evaluation.
 """
 
 import contextlib
-import dataclasses
 import functools
 import json
 import pathlib
@@ -31,6 +30,7 @@ from gigpo_jax import (
   metrics,
   modulators,
   optimizer,
+  options,
   plugins,
   reward_functions,
   reward_shaping,
@@ -181,7 +181,7 @@ def make_scorer(
   if not config.reward.functions:
     return contextlib.nullcontext()
   return reward_functions.Scorer(
-    reward_functions.make_options(config.reward),
+    options.of_section(reward_functions.Options, config.reward),
     reward_functions.sections(config.reward),
   )
 
@@ -190,10 +190,7 @@ def make_reward_shaping(
   config: ml_collections.ConfigDict,
 ) -> reward_shaping.RewardShaping:
   """Returns what changes rewards; reward functions have other options."""
-  fields = dataclasses.fields(reward_shaping.RewardShaping)
-  return reward_shaping.RewardShaping(
-    **{field.name: config.reward[field.name] for field in fields}
-  )
+  return options.of_section(reward_shaping.RewardShaping, config.reward)
 
 
 def make_learner(
@@ -231,10 +228,7 @@ def make_group_filter(
   config: ml_collections.ConfigDict,
 ) -> group_filter.GroupFilter:
   """Returns the filter of groups; selectors have options of their own."""
-  fields = dataclasses.fields(group_filter.GroupFilter)
-  return group_filter.GroupFilter(
-    **{field.name: config.filter[field.name] for field in fields}
-  )
+  return options.of_section(group_filter.GroupFilter, config.filter)
 
 
 def _learner_sizes(config: ml_collections.ConfigDict) -> dict[str, Any]:
@@ -293,25 +287,16 @@ def make_episode_writer(
   text: tokenizer.Tokenizer,
   first_iteration: int,
   most_repeated: int,
-  *,
-  of_teacher: bool = False,
+  folder: str,
 ) -> 'episodes.EpisodeWriter | None':
-  """Returns the writer of episodes, or of the rows of a teacher.
-
-  It is None if episodes are not kept, if the run has no teacher, and in all but
-  the main process.
-  """
-  is_kept = config.teacher.mu_peak if of_teacher else True
-  if not config.episodes.every or not is_kept:
-    return None
-  if not distributed.is_main_process():
+  """Returns a writer of episodes; None if off or not the main process."""
+  if not config.episodes.every or not distributed.is_main_process():
     return None
   # tensorflow_datasets is slow to import, and only some runs need it.
   from gigpo_jax import episodes
 
   return episodes.EpisodeWriter(
-    pathlib.Path(workdir)
-    / (episodes.TEACHER_FOLDER if of_teacher else episodes.FOLDER),
+    pathlib.Path(workdir) / folder,
     text,
     seed=config.seed,
     every=config.episodes.every,

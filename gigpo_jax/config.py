@@ -374,8 +374,7 @@ def _replays(config: ml_collections.ConfigDict) -> Iterator[str]:
     yield f'rollout.carry_over={config.rollout.carry_over}: {reason}; must be 0'
   with contextlib.suppress(ValueError):  # `_algorithm` reports it.
     algorithm = algorithms.make(**algorithm_kwargs(config))
-    needs = algorithms.num_continuations(algorithm)
-    if needs or algorithms.branches(algorithm):
+    if algorithms.replays(algorithm):
       yield (
         f'algorithm.name={config.algorithm.name}: {reason}; must be an '
         'algorithm without continuations or branches'

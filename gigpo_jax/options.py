@@ -17,7 +17,9 @@ A value of None is accepted by every field: the option is not set.
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+_T = TypeVar('_T')
 
 _ACCEPTS = 'accepts'
 _IS_VALID = 'is_valid'
@@ -116,6 +118,17 @@ def field(
   """
   metadata = {_IS_VALID: is_valid, _ACCEPTS: accepts}
   return dataclasses.field(default=default, metadata=metadata, **kwargs)
+
+
+def of_section(options: type[_T], section: Mapping[str, Any]) -> _T:
+  """Returns the options that a dataclass has in a section of several.
+
+  Args:
+    options: a dataclass of options.
+    section: the section of the config.
+  """
+  fields = dataclasses.fields(options)
+  return options(**{field.name: section[field.name] for field in fields})
 
 
 def problems(options: type, values: Mapping[str, Any]) -> Iterator[str]:

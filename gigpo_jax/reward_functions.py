@@ -60,12 +60,6 @@ class Options:
       )
 
 
-def make_options(section: ml_collections.ConfigDict) -> Options:
-  """Returns the options of reward functions in `config.reward`."""
-  fields = [field.name for field in dataclasses.fields(Options)]
-  return Options(**{name: section[name] for name in fields})
-
-
 def sections(
   section: ml_collections.ConfigDict,
 ) -> dict[str, dict[str, Any]]:

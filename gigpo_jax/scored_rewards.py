@@ -133,9 +133,7 @@ def make(
   """Returns the scored rewards of `config.reward`; None if there are none."""
   if not section.scored:
     return None
-  fields = [field.name for field in dataclasses.fields(Options)]
-  own = Options(**{name: section[name] for name in fields})
-  return ScoredRewards(own, text.encode)
+  return ScoredRewards(options.of_section(Options, section), text.encode)
 
 
 def _rows_by_episode(rows: batch.Rows) -> dict[int, np.ndarray]:

@@ -192,10 +192,14 @@ def scores_answers(algorithm: Algorithm) -> bool:
   return getattr(algorithm, 'scores_answers', False)
 
 
+def replays(algorithm: Algorithm) -> bool:
+  """Returns whether an algorithm replays the first turns of episodes."""
+  return num_continuations(algorithm) > 0 or branches(algorithm)
+
+
 def uses_free_policy(algorithm: Algorithm) -> bool:
   """Returns whether an algorithm needs prompts without forced prefixes."""
-  has_values = num_continuations(algorithm) > 0 or scores_answers(algorithm)
-  return has_values or branches(algorithm)
+  return replays(algorithm) or scores_answers(algorithm)
 
 
 def has_greedy_start(algorithm: Algorithm) -> bool:

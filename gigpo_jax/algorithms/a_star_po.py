@@ -68,9 +68,4 @@ class Algorithm:
     means = episodes.group_means(np.exp(scaled - largest[episodes.groups]))
     best = self.value_temperature * (np.log(means) + largest)
     advantages = episodes.to_rows(episodes.returns - best[episodes.groups])
-    return algorithms.AlgorithmOutput(
-      advantages.astype(np.float32),
-      {
-        'advantage/abs_mean': float(np.abs(advantages[rows.real]).mean()),
-      },
-    )
+    return algorithms.make_output(advantages, rows)

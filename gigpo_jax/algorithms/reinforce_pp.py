@@ -49,11 +49,7 @@ class Algorithm:
       jnp.asarray(rows.lengths - rows.prompt_lengths, jnp.float32),
       baseline=self.baseline,
     )
-    advantages_R = np.asarray(advantages_R)
-    return algorithms.AlgorithmOutput(
-      advantages_R,
-      {'advantage/abs_mean': float(np.abs(advantages_R[rows.real]).mean())},
-    )
+    return algorithms.make_output(np.asarray(advantages_R), rows)
 
 
 @functools.partial(jax.jit, static_argnames='baseline')

@@ -59,7 +59,4 @@ class Algorithm:
     baselines = np.full(len(episodes.returns), np.nan)
     baselines[episodes.index[first]] = rows.state_values[first]
     advantages = episodes.to_rows(np.nan_to_num(episodes.returns - baselines))
-    return algorithms.AlgorithmOutput(
-      advantages.astype(np.float32),
-      {'advantage/abs_mean': float(np.abs(advantages[rows.real]).mean())},
-    )
+    return algorithms.make_output(advantages, rows)

@@ -69,7 +69,4 @@ class Algorithm:
       row_stats.z_scores(episodes.returns, trees)
       + row_stats.z_scores(episodes.returns, episodes.groups)
     )
-    return algorithms.AlgorithmOutput(
-      advantages.astype(np.float32),
-      {'advantage/abs_mean': float(np.abs(advantages[rows.real]).mean())},
-    )
+    return algorithms.make_output(advantages, rows)

@@ -444,10 +444,9 @@ def decode(
     positions_B: position of that token in its row.
     agents_B: agent of each row; None without adapters of agents.
   """
-  agents_B1 = None if agents_B is None else agents_B[:, None]
-  x_B1D, cache = _cached_layers(
-    config, params, cache, tokens_B[:, None], positions_B[:, None], agents_B1
-  )
+  tokens_B1 = tokens_B[:, None]
+  where = positions_B[:, None], _per_token(agents_B, tokens_B1)
+  x_B1D, cache = _cached_layers(config, params, cache, tokens_B1, *where)
   x_BD = decoder_layer.rms_norm(
     x_B1D[:, 0], params['norm'], config.rms_norm_eps
   )

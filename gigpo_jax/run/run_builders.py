@@ -53,6 +53,10 @@ from gigpo_jax.models import huggingface, lora
 from gigpo_jax.run import model_builders, remat, run_config, run_logs, run_state
 from gigpo_jax.runtime import compilation, console, distributed, errors
 
+# Folders of episodes and of the rows of a teacher: `episodes.FOLDER` and
+# `TEACHER_FOLDER`, whose module is slow to import.
+_EPISODES, _TEACHER = 'episodes', 'teacher'
+
 # Config fields that control the memory of programs, and remedies.
 _SAMPLER_MEMORY = (
   'rollout.batch_buckets',
@@ -97,7 +101,7 @@ def check_episodes(config: ml_collections.ConfigDict, workdir: str) -> None:
   Raises:
     ValueError: in one line, if they cannot.
   """
-  folders = [pathlib.Path(workdir) / name for name in ('episodes', 'teacher')]
+  folders = [pathlib.Path(workdir) / name for name in (_EPISODES, _TEACHER)]
   if config.episodes.every and any(folder.is_dir() for folder in folders):
     # tensorflow_datasets is slow to import.
     from gigpo_jax import episodes
@@ -490,8 +494,8 @@ def open_logs(parts: Parts, first_iteration: int) -> run_logs.RunLogs:
   )
   return run_logs.RunLogs(
     builders.make_writer(config, workdir, first_iteration, max_repeated),
-    make_writer(),
-    make_writer(of_teacher=True),
+    make_writer(_EPISODES),
+    make_writer(_TEACHER) if parts.teacher.loss else None,
     parts.workdir if distributed.is_main_process() else None,
   )
 
