@@ -331,8 +331,8 @@ def _algorithm_section() -> ml_collections.ConfigDict:
   algorithm.evidence_steps = 4.0
   # graphgpo: discount per step that remains to success.
   algorithm.graph_discount = 0.1
-  # gdpo: components of the reward, from batch.COMPONENTS or the environment's
-  # metrics; weights of the components. (): 1 each.
+  # gdpo, igpo: components of the reward, from batch.COMPONENTS or the
+  # environment's metrics; weights of the components. (): 1 each.
   algorithm.components = ('reward', 'valid')
   algorithm.component_weights = ()
   # ppo: unit of generalized advantage estimation, token | turn.
@@ -340,11 +340,11 @@ def _algorithm_section() -> ml_collections.ConfigDict:
   algorithm.gae_discount = 1.0  # paper
   algorithm.gae_lambda = 1.0  # paper
   algorithm.whiten_advantages = True
-  # pass_at_k, polychromic: episodes of a set.
   # a2fm: power of the success that a dear mode costs, and the success in the
   # cheapest mode from which on a task is easy.
   algorithm.cost_power = 2.0
   algorithm.easy_rate = 0.5
+  # pass_at_k, polychromic, polychromic_vine: episodes of a set.
   algorithm.set_size = 2
   # a_star_po: temperature of the best value, in reward units.
   algorithm.value_temperature = 0.5  # code
@@ -358,9 +358,11 @@ def _algorithm_section() -> ml_collections.ConfigDict:
   algorithm.quantile_rate = 0.1  # code
   # vineppo: episodes that are played from each state to estimate its value.
   algorithm.continuations = 9  # paper
-  # arpo, tree_grpo: share of a group's episodes that are played from the start;
-  # the others branch from them (arpo: paper).
+  # arpo, polychromic_vine, tree_grpo: share of a group's episodes that are
+  # played from the start; the others branch from them (arpo: paper).
   algorithm.root_share = 0.5
+  # polychromic_vine: episodes that branch at each chosen turn.
+  algorithm.branches_per_turn = 3
   # arpo: probability of a branch at a turn without a change of entropy; weight
   # of the change, per nat; first tokens of a turn whose entropy counts (code).
   algorithm.branch_probability = 0.5

@@ -10,8 +10,9 @@ The roots run to their end. Then branches start in rounds:
 
 1. The algorithm orders the turns of the episodes of the last round. The order
    is a function of an episode and of one uniform random number per turn.
-2. Each group branches before the first of these turns, until it has N episodes.
-   Equal places in the order go to earlier members.
+2. Each group branches before the first of these turns, until it has N episodes:
+   once before each, or as often as the algorithm says. Equal places in the
+   order go to earlier members.
 3. A group without a turn to branch at gets further roots.
 
 The order of the turns, not time or scheduling, decides which episodes branch. A
@@ -45,6 +46,9 @@ class Rule(Protocol):
 
   Attributes:
     root_share: share of a group's episodes that are roots.
+
+  With an attribute `branches_per_turn`, each chosen turn has that many branches
+  instead of one.
   """
 
   root_share: float
@@ -75,6 +79,24 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'{config.algorithm.name} replays the rewards of the environment; must '
       'be ()'
     )
+
+
+def random_order(
+  episode: trajectory.Trajectory, draws: Float[np.ndarray, ' T']
+) -> Float[np.ndarray, ' T']:
+  """Returns a `branch_order` in which all turns with a branch are equal.
+
+  The order is a turn's rank among those of the episode, plus its number, so
+  every episode of a round gets a branch before any gets the next one.
+
+  Args:
+    episode: an episode that is over, with T turns.
+    draws: uniform random numbers in [0, 1).
+  """
+  order = np.full(len(draws), np.inf)
+  own = draws[episode.num_repeated + 1 :]
+  order[episode.num_repeated + 1 :] = np.argsort(np.argsort(own)) + own
+  return order
 
 
 def grow(
@@ -136,10 +158,11 @@ def next_starts(
   turns: dict[int, list[tuple]] = {group: [] for group in sizes}
   for episode in newest:
     turns[episode.group] += _ordered_turns(episode, rule, seed)
-  starts = []
+  starts, count = [], getattr(rule, 'branches_per_turn', 1)
   for group, size in sizes.items():
-    chosen = sorted(turns[group], key=lambda turn: turn[:3])[: members - size]
-    parents = [(parent, t) for *_, t, parent in chosen]
+    chosen = sorted(turns[group], key=lambda turn: turn[:3])
+    parents = [(parent, t) for *_, t, parent in chosen for _ in range(count)]
+    parents = parents[: members - size]
     # Without a turn to branch at, the rest of the group are roots.
     parents = parents or [(first[group], 0)] * (members - size)
     starts += [

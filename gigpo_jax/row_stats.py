@@ -103,6 +103,18 @@ def episodes(rows: batch.Rows, invalid_penalty: float = 0.0) -> Episodes:
   )
 
 
+def chains(rows: batch.Rows) -> list[Int[np.ndarray, ' T']]:
+  """Returns the T rows of each episode in the order of its turns.
+
+  Episodes are in the order of `episodes`.
+  """
+  order = np.lexsort((rows.steps, rows.episodes, rows.groups))
+  order = order[rows.real[order]]
+  keys = np.stack([rows.groups[order], rows.episodes[order]])
+  starts = np.flatnonzero((np.diff(keys) != 0).any(axis=0)) + 1
+  return np.split(order, starts) if len(order) else []
+
+
 def z_scores(
   values: Float[np.ndarray, ' N'], groups: Int[np.ndarray, ' N']
 ) -> Float[np.ndarray, ' N']:

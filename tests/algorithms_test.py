@@ -1,3 +1,5 @@
+import dataclasses
+
 import algorithm_rows
 import jax
 import numpy as np
@@ -308,13 +310,13 @@ def test_sets_of_distinct_episodes_by_hand():
   # the first two, 2 for each of the four mixed pairs, and 0 for the last two;
   # mean 10 / 6. Each episode is in three pairs.
   found = polychromic.set_advantages(
-    np.array([4.0, 4, 0, 0]), np.array([0, 0, 1, 2]), 2
+    np.array([4.0, 4, 0, 0]), [(7, 7), (7, 7), (7,), (8,)], 2
   )
   np.testing.assert_allclose(found, np.array([6, 6, 4, 4]) / 3 - 10 / 6)
   # A single set has nothing to be compared with.
-  found = polychromic.set_advantages(np.array([4.0, 0]), np.zeros(2, int), 2)
+  found = polychromic.set_advantages(np.array([4.0, 0]), [(1,), (1,)], 2)
   np.testing.assert_array_equal(found, 0)
-  assert not polychromic.set_advantages(np.ones(1), np.zeros(1, int), 2).any()
+  assert not polychromic.set_advantages(np.ones(1), [(1,)], 2).any()
 
 
 def test_information_gain_by_hand():
@@ -329,12 +331,24 @@ def test_information_gain_by_hand():
   )
   rows.groups[:], rows.episodes[:], rows.steps[:] = 0, 0, range(4)
   rows.state_values[:] = [0.1, 0.4, 0.3, 0.8]
-  algorithm = algorithms.make('igpo', discount=0.5)
+  algorithm = algorithms.make('igpo', discount=0.5, components=())
   z = (np.array([0.3, -0.1, 0.5]) - 0.23333) / 0.30551
   output = algorithm.compute_advantages(rows)
   expected = [z[0] + z[1] / 2 + z[2] / 4, z[1] + z[2] / 2, z[2], 0]
   np.testing.assert_allclose(output.advantages, expected, atol=1e-4)
   assert output.metrics['advantage/gain_mean'] == pytest.approx(0.7 / 3)
+  # Two episodes of two turns: gains .3 and .5 have z = -+.7071. The sums of the
+  # components are 4 and 0, and 1 and 3: z = +-.7071 and -+.7071.
+  pair = dataclasses.replace(rows, components=np.zeros((4, 2), np.float32))
+  pair.episodes[:], pair.steps[:] = [0, 0, 1, 1], [0, 1, 0, 1]
+  pair.components[:] = [[1, 1], [3, 0], [0, 1], [0, 2]]
+  decoupled = algorithms.make(
+    'igpo', discount=0.5, components=('reward', 'x'), component_weights=(1, 3)
+  )
+  output = decoupled.compute_advantages(pair)
+  expected = 0.70711 * np.array([-1 - 1, -2, 1 + 1, 2])
+  np.testing.assert_allclose(output.advantages, expected, atol=1e-4)
+  rows.episodes[:], rows.steps[:] = 0, range(4)
   rows.state_values[1] = np.nan  # Gains .5 only, which has no z-score.
   assert not algorithm.compute_advantages(rows).advantages.any()
 
@@ -474,10 +488,12 @@ ROWS = {'episode_stats': 'rows', 'penalty_scope': 'row', 'lone_episode': 'raw'}
     ('reinforce_pp_baseline', {}),
     ('remax', {}),
     ('polychromic', {}),
+    ('polychromic_vine', {}),
     ('arpo', {}),
     ('tree_grpo', {}),
-    ('igpo', {}),
-    ('igpo', {'discount': 1.0}),
+    ('igpo', {'components': ()}),
+    ('igpo', {'components': (), 'discount': 1.0}),
+    ('igpo', {'component_weights': (0.5, 2.0), 'components': ('reward', 'x')}),
     ('a_star_po', {}),
     ('rebel', {}),
     ('risk_po', {'bundle_tasks': 2}),

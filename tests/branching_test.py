@@ -251,6 +251,54 @@ def test_shared_turns_have_the_mean_of_their_leaves_by_hand():
   np.testing.assert_allclose(output.advantages, [*leaves, 0], atol=1e-4)
 
 
+def test_vines_by_hand():
+  # Two roots and, at turn 1 of the first one, two branches.
+  one = make_episode([0] * 3, [0, 0, 8])
+  two = make_episode([0] * 2, [0, 0], member=1)
+  others = [
+    make_episode([0] * 2, [0, reward], member=member)
+    for member, reward in ((2, 4), (3, 0))
+  ]
+  vines = [
+    dataclasses.replace(
+      e, steps=one.steps[:1] + e.steps[1:], parent=0, num_repeated=1
+    )
+    for e in others
+  ]
+  rows = batch.from_trajectories([one, two, *vines], **PADDED, row_multiple=10)
+  # Roots: a single pair. At turn 1, returns 8, 4, 0; the last two took the same
+  # actions. Pairs: 6 distinct, 4 distinct, 2 alike: f = 6, 4, 1, mean 11 / 3.
+  rows.actions[:9] = [0, 1, 2, 0, 1, 0, 3, 0, 3]
+  output = algorithms.make('polychromic_vine').compute_advantages(rows)
+  a, b, c = 5 - 11 / 3, 3.5 - 11 / 3, 2.5 - 11 / 3
+  expected = [0, a, a, 0, 0, 0, b, 0, c, 0]
+  np.testing.assert_allclose(output.advantages, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(('count', 'share'), [(1, 0.5), (2, 0.4), (3, 0.25)])
+def test_vines_match_a_slow_reference(count, share):
+  options = {'root_share': share, 'branches_per_turn': count}
+  episodes, *_ = grow('polychromic_vine', size=10, num_tasks=8, **options)
+  rows = batch.from_trajectories(episodes, **PADDED, row_multiple=256)
+  found = algorithms.make('polychromic_vine', **options).compute_advantages(
+    rows
+  )
+  expected = slow_advantages.vines(episodes)
+  new = rows.real & ~rows.repeated
+  for r in np.flatnonzero(new):
+    e = episodes[rows.episodes[r]]
+    value = expected.get((e.group, e.member, rows.steps[r]), 0.0)
+    assert found.advantages[r] == pytest.approx(value, abs=1e-5)
+  # One branch makes a single pair with its parent, which counts for nothing.
+  by_episode = {}
+  for (group, member, _), value in expected.items():
+    by_episode.setdefault((group, member), set()).add(value)
+  assert (max(map(len, by_episode.values())) > 1) == (count > 1)
+  np.testing.assert_array_equal(
+    found.advantages, branching.merge(found.advantages, rows)
+  )
+
+
 def test_an_update_trains_on_each_response_once():
   rows = batch.from_trajectories(make_tree(), **PADDED, row_multiple=10)
   output = algorithms.make('arpo').compute_advantages(rows)

@@ -220,6 +220,10 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
       'algorithm.set_size=1: polychromic compares all sets .* must be from 2',
     ),
     (
+      {'algorithm.name': 'polychromic_vine', 'algorithm.set_size': 4},
+      'algorithm.set_size=4: a state has .* = 4 episodes, .* must be at most 3',
+    ),
+    (
       {'algorithm.continuations': 4},
       'algorithm.continuations=4: gigpo has no such option; must be 9',
     ),
@@ -586,7 +590,7 @@ def test_options_that_replay_episodes_need_an_environment_that_can():
     'rollout.carry_over=3: env.name=endpoint cannot replay episodes; must be 0'
   )
   assert algorithm.startswith('algorithm.name=vineppo: ')
-  for name in ('arpo', 'tree_grpo'):
+  for name in ('arpo', 'polychromic_vine', 'tree_grpo'):
     for module in (endpoint, scienceworld):
       (line,) = config_lib._replays(module.get_config(f'tiny,{name}'))
       assert re.fullmatch(

@@ -245,22 +245,29 @@ def rebel(steps):
   }
 
 
+def _z_by_group(steps, of):
+  scores = {}
+  for r, x in of.items():
+    others = [y for s, y in of.items() if steps.group[s] == steps.group[r]]
+    if len(others) > 1:
+      scores[r] = (x - np.mean(others)) / (np.std(others, ddof=1) + 1e-6)
+  return scores
+
+
 def igpo(steps):
-  values, gains, totals = steps.rows.state_values, {}, {}
+  values, gains = steps.rows.state_values, {}
   for chain in steps.chains:
-    totals[chain[-1]] = sum(steps.raw(r) + steps.cost[r] for r in chain)
     for r, following in zip(chain, chain[1:], strict=False):
       gains[r] = values[following] - values[r]
-
-  def z(of):
-    scores = {}
-    for r, x in of.items():
-      others = [y for s, y in of.items() if steps.group[s] == steps.group[r]]
-      if len(others) > 1:
-        scores[r] = (x - np.mean(others)) / (np.std(others, ddof=1) + 1e-6)
-    return scores
-
-  rewards, advantages = z(gains) | z(totals), {}
+  rewards = _z_by_group(steps, gains)
+  for k, weight in enumerate(steps.o.component_weights or (1.0,)):
+    given = {r: steps.raw(r) + steps.cost[r] for r in steps.all}
+    if steps.o.component_weights:
+      given = {r: float(steps.rows.components[r, k]) for r in steps.all}
+    sums = {c[-1]: sum(given[r] for r in c) for c in steps.chains}
+    for r, score in _z_by_group(steps, sums).items():
+      rewards[r] = rewards.get(r, 0) + weight * score
+  advantages = {}
   for chain in steps.chains:
     for k, r in enumerate(chain):
       advantages[r] = sum(
@@ -285,6 +292,48 @@ def polychromic(steps):
       for r in chain:
         if mine:
           advantages[r] = np.mean(mine) - np.mean([*value.values()])
+  return advantages
+
+
+def polychromic_vine(steps):
+  # Without branches, all sets are formed at the start.
+  return polychromic(steps)
+
+
+def vines(episodes, k=2):
+  """Returns the advantage of each (group, member, turn) that was sampled.
+
+  All responses are valid.
+  """
+
+  def before(e, t):
+    return e.group, tuple(id(s) for s in e.steps[:t])
+
+  def value(tails):
+    distinct = len({tuple(s.result.action for s in tail) for tail in tails})
+    returns = [sum(s.result.reward for s in tail) for tail in tails]
+    return np.mean(returns) * distinct / k
+
+  advantages = {}
+  for t in range(max(len(e.steps) for e in episodes)):
+    states = {}
+    for e in episodes:
+      if e.num_repeated == t:
+        states.setdefault(before(e, t), []).append(e)
+    for state, own in states.items():
+      parents = (
+        e for e in episodes if e.num_repeated < t and before(e, t) == state
+      )
+      own = [*itertools.islice(parents, 1), *own]
+      values = {
+        chosen: value([own[n].steps[t:] for n in chosen])
+        for chosen in itertools.combinations(range(len(own)), k)
+      }
+      for n, e in enumerate(own if len(own) > k else ()):
+        mine = np.mean([f for chosen, f in values.items() if n in chosen])
+        for turn in range(t, len(e.steps)):
+          key = e.group, e.member, turn
+          advantages[key] = mine - np.mean([*values.values()])
   return advantages
 
 

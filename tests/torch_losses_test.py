@@ -166,6 +166,57 @@ def test_row_regression_and_its_gradient_match_torch():
     np.testing.assert_allclose(actual[1][0], new.grad, atol=2e-6)
 
 
+def test_entropy_band_and_its_gradient_match_torch():
+  band = losses.EntropyBand(weight=0.7, low=0.9, high=1.1, decay=2.0)
+  for seed in range(3):
+    rng = np.random.default_rng(seed)
+    past, k, count = [*rng.uniform(0.5, 1.5, 4)], 4, 9
+    columns = {
+      name: jnp.full((2, 5), value)
+      for name, value in band.make_columns(past, k, count).items()
+    }
+    mask = rng.random((2, 5)) < 0.8
+    ids = jnp.zeros((2, 5), jnp.int32)
+    tokens = token_batch.make(jnp.asarray(mask), ids, columns)
+    entropies = rng.uniform(0.2, 2, (2, 5)).astype(np.float32)
+    actual, gradient = jax.value_and_grad(
+      lambda x, t=tokens: band.penalty(x, t).sum()
+    )(jnp.asarray(entropies))
+    h = torch.tensor(entropies, requires_grad=True)
+    mean, beta = np.mean(past), 1 + np.exp(-2.0 * k / 4)
+    outside = torch.relu(0.9 * mean - h) + torch.relu(h - 1.1 * mean)
+    expected = (0.7 * beta * outside)[torch.tensor(mask)].sum()
+    expected.backward()
+    assert expected > 0.1
+    np.testing.assert_allclose(actual, expected.item(), rtol=2e-6)
+    np.testing.assert_allclose(gradient, h.grad, atol=2e-6)
+
+
+@pytest.mark.parametrize('decay', ['linear', 'cosine'])
+@pytest.mark.parametrize('final_rate', [0.0, 0.1])
+def test_schedules_match_torch(decay, final_rate):
+  updates, base = 12, 3e-4
+  adamw = optimizer.AdamW(
+    base, decay=decay, decay_updates=updates, final_rate=final_rate
+  )
+  parameter = torch.nn.Parameter(torch.zeros(1))
+  other = torch.optim.SGD([parameter], lr=base)
+  schedules = torch.optim.lr_scheduler
+  if decay == 'cosine':
+    schedule = schedules.CosineAnnealingLR(
+      other, updates, eta_min=final_rate * base
+    )
+  else:
+    schedule = schedules.LinearLR(
+      other, start_factor=1.0, end_factor=final_rate, total_iters=updates
+    )
+  for k in range(updates + 1):
+    rate = float(adamw.schedule(jnp.asarray(k)))
+    np.testing.assert_allclose(rate, other.param_groups[0]['lr'], atol=1e-10)
+    other.step()
+    schedule.step()
+
+
 def test_adamw_matches_torch():
   rng = np.random.default_rng(0)
   params = {'dense': rng.normal(size=(3, 2)), 'norm': rng.normal(size=2)}

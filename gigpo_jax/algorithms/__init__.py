@@ -46,6 +46,7 @@ REGISTRY = {
   'pass_at_k': 'gigpo_jax.algorithms.pass_at_k',
   'pgpo': 'gigpo_jax.algorithms.pgpo',
   'polychromic': 'gigpo_jax.algorithms.polychromic',
+  'polychromic_vine': 'gigpo_jax.algorithms.polychromic_vine',
   'ppo': 'gigpo_jax.algorithms.ppo',
   'rebel': 'gigpo_jax.algorithms.rebel',
   'reinforce_pp': 'gigpo_jax.algorithms.reinforce_pp',

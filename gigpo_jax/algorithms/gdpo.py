@@ -37,6 +37,11 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
       'filter.drop_zero_variance=True: filters by the total reward, but gdpo '
       'uses its components; must be False'
     )
+  yield from unused_rewards(config)
+
+
+def unused_rewards(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a line if the components leave out functions of the user."""
   paths, components = config.reward.functions, config.algorithm.components
   names = tuple(map(rewards.name_of, paths))
   if 'reward' not in components and set(names) - set(components):
@@ -44,6 +49,15 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
     yield (
       f'algorithm.components={tuple(components)}: leaves out reward.functions='
       f'{tuple(paths)}; must name them, such as {wanted}'
+    )
+
+
+def check_weights(names: tuple[str, ...], weights: tuple[float, ...]) -> None:
+  """Raises ValueError unless each component has a weight, or none has."""
+  if not names or (weights and len(weights) != len(names)):
+    raise ValueError(
+      f'component_weights={tuple(weights)}: components={tuple(names)}; must '
+      'be one weight per component, with at least one component'
     )
 
 
@@ -66,12 +80,7 @@ class Algorithm:
   component_weights: tuple[float, ...] = ()
 
   def __post_init__(self):
-    weights, names = self.component_weights, self.components
-    if not names or (weights and len(weights) != len(names)):
-      raise ValueError(
-        f'component_weights={tuple(weights)}: components={tuple(names)}; must '
-        'be one weight per component, with at least one component'
-      )
+    check_weights(self.components, self.component_weights)
 
   credit = algorithms.credit
 

@@ -9,8 +9,10 @@ Gains and returns are normalised separately in the group,
     A_t = sum over k >= t of discount^(k - t) r_k.
 
 E is the undiscounted sum of rewards, minus a penalty for each invalid response.
-The released code uses a difference of probabilities as here, where the paper
-has one of log-probs.
+With `components`, the last turn has the sum of w_k z(E_k) instead, where E_k is
+an episode's sum of the k-th reward component, as in `gdpo`. The released code
+uses a difference of probabilities as here, where the paper has one of
+log-probs.
 
 # Differs from the paper: E replaces the F1 score of the answer.
 """
@@ -24,8 +26,9 @@ import numpy as np
 
 import envs
 from gigpo_jax import algorithms, batch, options, row_stats
+from gigpo_jax.algorithms import gdpo
 
-PRESETS = {'igpo': {'algorithm.discount': 1.0}}
+PRESETS = {'igpo': {'algorithm.discount': 1.0, 'algorithm.components': ()}}
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
@@ -40,6 +43,8 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'rollout.carry_over={config.rollout.carry_over}: igpo scores answers by '
       'one policy; must be 0'
     )
+  if config.algorithm.components:
+    yield from gdpo.unused_rewards(config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +54,8 @@ class Algorithm:
   Attributes:
     discount: discount per turn; 1 in the released code.
     gain_weight: weight of the gains.
+    components: names of the components; () uses E. See `gdpo`.
+    component_weights: w; () gives each component the weight 1.
     invalid_penalty: subtracted from the reward of an invalid response.
   """
 
@@ -58,10 +65,14 @@ class Algorithm:
 
   discount: float = options.number(0.95, low=0, high=1)
   gain_weight: float = options.number(1.0, low=0)
+  components: tuple[str, ...] = ('reward', 'valid')
+  component_weights: tuple[float, ...] = ()
   invalid_penalty: float = options.number(0.1, low=0, high=1_000_000)
 
   def __post_init__(self):
     options.check(self)
+    if self.components:
+      gdpo.check_weights(self.components, self.component_weights)
 
   def compute_advantages(
     self, rows: batch.Rows, values=None
@@ -73,11 +84,12 @@ class Algorithm:
     gains = np.where(
       following >= 0, rows.state_values[following] - rows.state_values, np.nan
     )
-    returns = np.where(
-      real & (following < 0), episodes.to_rows(episodes.returns), np.nan
-    )
     rewards = self.gain_weight * row_stats.z_scores(gains, rows.groups)
-    rewards += row_stats.z_scores(returns, rows.groups)
+    for weight, values_E in self._sums(rows, episodes):
+      last = np.where(
+        real & (following < 0), episodes.to_rows(values_E), np.nan
+      )
+      rewards += weight * row_stats.z_scores(last, rows.groups)
     advantages = np.where(real, rewards, 0)
     # From the last turns to the first ones.
     for r in np.argsort(-rows.steps, kind='stable'):
@@ -87,3 +99,16 @@ class Algorithm:
     mean = float(known.mean()) if len(known) else 0.0
     metrics = {'advantage/gain_mean': mean}
     return algorithms.make_output(advantages, rows, metrics)
+
+  def _sums(
+    self, rows: batch.Rows, episodes: row_stats.Episodes
+  ) -> list[tuple[float, np.ndarray]]:
+    """Returns the weight of each component and its sum over each episode."""
+    if not self.components:
+      return [(1.0, episodes.returns)]
+    weights = self.component_weights or (1.0,) * len(self.components)
+    sums = [
+      np.bincount(episodes.index[rows.real], rows.components[rows.real, k])
+      for k in range(len(weights))
+    ]
+    return list(zip(weights, sums, strict=True))

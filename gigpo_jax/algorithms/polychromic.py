@@ -12,20 +12,19 @@ So an episode is better that earns a reward where the others of its set do not
 do the same. E is the undiscounted sum of rewards, minus a penalty for each
 invalid response. Two episodes are alike if they took the same actions.
 
-# Differs from the paper: sets are formed at the start of a task only, not at
-states from which further episodes branch, and all sets are enumerated; other
-states have no advantage of a critic.
+# Differs from the paper: sets are formed at the start of a task only, and all
+sets are enumerated. `polychromic_vine` also forms them at later states.
 """
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import ml_collections
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from gigpo_jax import algorithms, batch, options, row_stats
 
@@ -67,44 +66,32 @@ class Algorithm:
     """Returns one advantage per row, 0 for padding."""
     del values
     episodes = row_stats.episodes(rows, self.invalid_penalty)
-    kinds = _kinds(rows, episodes)
-    by_episode = np.zeros(len(kinds))
+    by_episode, chains = np.zeros(len(episodes.groups)), row_stats.chains(rows)
     for group in range(episodes.num_groups):
       own = np.flatnonzero(episodes.groups == group)
+      actions = [tuple(rows.actions[chains[e]]) for e in own]
       by_episode[own] = set_advantages(
-        episodes.returns[own], kinds[own], self.set_size
+        episodes.returns[own], actions, self.set_size
       )
     return algorithms.make_output(episodes.to_rows(by_episode), rows)
 
 
 def set_advantages(
-  returns: Float[np.ndarray, ' N'], kinds: Int[np.ndarray, ' N'], k: int
+  returns: Float[np.ndarray, ' N'], actions: Sequence[tuple[int, ...]], k: int
 ) -> Float[np.ndarray, ' N']:
-  """Returns the advantage of each episode of a group.
+  """Returns the advantage of each of N episodes that start in one state.
 
   Args:
     returns: return of each episode.
-    kinds: equal for episodes that are alike.
-    k: number of episodes of a set; in a smaller group, all advantages are 0.
+    actions: actions of each episode; episodes with equal ones are alike.
+    k: number of episodes of a set; with fewer, all advantages are 0.
   """
   if len(returns) < k:
     return np.zeros(len(returns))
+  kinds = np.array([actions.index(own) for own in actions])
   sets = np.array([*itertools.combinations(range(len(returns)), k)])
   distinct = 1 + (np.diff(np.sort(kinds[sets], axis=1), axis=1) > 0).sum(axis=1)
   values = returns[sets].mean(axis=1) * distinct / k
   totals = np.bincount(sets.reshape(-1), weights=np.repeat(values, k))
   # Every episode is in C(N - 1, k - 1) sets.
   return totals / math.comb(len(returns) - 1, k - 1) - values.mean()
-
-
-def _kinds(
-  rows: batch.Rows, episodes: row_stats.Episodes
-) -> Int[np.ndarray, ' E']:
-  """Returns an id of the actions of each episode within its group."""
-  sequences: list[list[int]] = [[] for _ in episodes.groups]
-  for r in np.lexsort((rows.steps, episodes.index)):
-    if episodes.index[r] >= 0:
-      sequences[episodes.index[r]].append(int(rows.actions[r]))
-  ids: dict[tuple, int] = {}
-  keys = zip(episodes.groups, map(tuple, sequences), strict=True)
-  return np.array([ids.setdefault(key, len(ids)) for key in keys])

@@ -20,8 +20,14 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Float
 
-from gigpo_jax import algorithms, batch, branching, options, row_stats
-from gigpo_jax import trajectory as trajectory_lib
+from gigpo_jax import (
+  algorithms,
+  batch,
+  branching,
+  options,
+  row_stats,
+  trajectory,
+)
 
 PRESETS = {'tree_grpo': {'algorithm.root_share': 0.25}}
 conflicts = branching.conflicts
@@ -46,14 +52,10 @@ class Algorithm:
     options.check(self)
 
   def branch_order(
-    self, episode: trajectory_lib.Trajectory, draws: Float[np.ndarray, ' T']
+    self, episode: trajectory.Trajectory, draws: Float[np.ndarray, ' T']
   ) -> Float[np.ndarray, ' T']:
-    """Returns each turn's rank among the possible ones, plus its number."""
-    order = np.full(len(draws), np.inf)
-    own = draws[episode.num_repeated + 1 :]
-    ranks = np.argsort(np.argsort(own))
-    order[episode.num_repeated + 1 :] = ranks + own
-    return order
+    """Returns a random order."""
+    return branching.random_order(episode, draws)
 
   def compute_advantages(
     self, rows: batch.Rows, values=None
