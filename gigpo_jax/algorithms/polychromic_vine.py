@@ -52,7 +52,7 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(polychromic.Algorithm):
-  """A of `polychromic`, at the last state with several branches.
+  """A of `polychromic` at the last state with several vines.
 
   Attributes:
     root_share: share of a group's episodes that are roots.
