@@ -2,6 +2,7 @@
 
     python benchmarks/rollout.py                     # both schedules
     python benchmarks/rollout.py --what steps --plot steps.png
+    python benchmarks/rollout.py --what shares
     python benchmarks/rollout.py --what differences
 
 Uses a random model of 5.0M parameters (4 layers of width 256, 4,096 tokens) on
@@ -15,6 +16,9 @@ Reports medians over alternating rounds.
 
 steps: time of a decode step by number of slots and by cache length.
 
+shares: operations per CPU second of decode and prefill, and their share of the
+rate of products of matrices on the same core. Pin the process to one core.
+
 differences: number of tokens that change with the batch they are decoded in.
 
 benchmarks/accelerator.py measures decode and prefill on an accelerator.
@@ -26,6 +30,7 @@ import functools
 import statistics
 import time
 import zlib
+from collections.abc import Callable
 
 import forced
 import jax
@@ -189,15 +194,38 @@ def steps(options: argparse.Namespace) -> None:
     _plot(options.plot, by_slots, by_fill)
 
 
+def shares(options: argparse.Namespace) -> None:
+  """Prints the operations per CPU second of decode and prefill."""
+  del options
+  params, steps = parameters.init(models.TINY, jax.random.key(0)), 64
+  print('| slots | path | GFLOP/CPU s | share of matmul |\n|---|---|---|---|')
+  for slots in (8, 32, 128):
+    before = models.core_matmul_rate()
+    step, prefill = step_and_prefill_secs(
+      make_sampler(slots), params, slots, _PROMPT, steps, time.process_time
+    )
+    rate = (before + models.core_matmul_rate()) / 2
+    # The measured steps start after 8 others.
+    decode = models.decode_flops(models.TINY, _PROMPT + 8 + steps // 2) / step
+    fill = models.forward_flops(models.TINY, _PROMPT, 1) / prefill
+    for path, flops in (('decode', slots * decode), ('prefill', slots * fill)):
+      print(f'| {slots} | {path} | {flops / 1e9:.1f} | {flops / rate:.0%} |')
+
+
 def step_and_prefill_secs(
-  engine, params, slots: int, prompt: int, steps: int = 64
+  engine: sampler.Sampler,
+  params: dict,
+  slots: int,
+  prompt: int,
+  steps: int = 64,
+  clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[float, float]:
   """Returns the median seconds of a decode step and of the prefill."""
 
   def measure(limit: int) -> float:
-    start = time.perf_counter()
+    start = clock()
     sample(engine, params, slots, prompt, limit)
-    return time.perf_counter() - start
+    return clock() - start
 
   short, long = 8, 8 + steps
   measure(long)
@@ -283,6 +311,7 @@ def _plot(path: str, by_slots: dict, by_fill: dict) -> None:
 _MEASUREMENTS = {
   'schedules': schedules,
   'steps': steps,
+  'shares': shares,
   'differences': differences,
 }
 

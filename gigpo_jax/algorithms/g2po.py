@@ -21,7 +21,7 @@ PRESETS = {'g2po': {'algorithm.anchor': 'state'}}
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(gigpo.Algorithm):
-  """A_S = z(V' - c (1 - v)) of the anchor group + z(V' - V) of the group.
+  """A_S = z(V' - c (1 - v)) by anchor group + z(V' - V) by group.
 
   z normalises by the mean and the standard deviation, as option `norm` says.
   c is `invalid_penalty`, and v is 1 for a valid response, else 0. V' is the

@@ -243,9 +243,10 @@ _INTRODUCTION = (
   'forward pass of the old log-probs, which `loss.old_log_probs=sampler` '
   'otherwise saves.',
   'ALFWorld and WebShop: final success in % on unseen tasks in `:mini`, mean ± '
-  'standard error over seeds, measured: 512 games and three seeds, or the five '
-  'seeds of the main table; see [Results](results.md). – means implemented, '
-  'not measured. No option below the selectors is measured alone.',
+  'standard error over seeds, measured: at least three seeds and 500 tasks, or '
+  'the five seeds of an earlier table on 128; see [Results](results.md). – '
+  'means implemented, not measured. No option below the selectors is measured '
+  'alone.',
   'Symbols: E return of an episode, G discounted return from a step, A_E and '
   'A_S episode and step advantage, H entropy, p share of successes, sg no '
   'gradient. The docstrings define the others.',
