@@ -188,7 +188,7 @@ def test_a_call_that_hangs_is_one_line(tmp_path):
 
 
 def test_a_bad_call_costs_its_own_episode_only(tmp_path):
-  kwargs = _bad(tmp_path, score_tool='score', timeout_secs=5.0)
+  kwargs = _bad(tmp_path, score_tool='score', timeout_secs=60.0)
   responses = {
     0: _call('do', what='good'),
     1: _call('do', what='huge'),
