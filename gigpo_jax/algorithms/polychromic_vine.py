@@ -22,16 +22,9 @@ from collections.abc import Iterator
 
 import ml_collections
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
-from gigpo_jax import (
-  algorithms,
-  batch,
-  branching,
-  options,
-  row_stats,
-  trajectory,
-)
+from gigpo_jax import algorithms, batch, branching, options, row_stats
 from gigpo_jax.algorithms import polychromic
 
 PRESETS = {'polychromic_vine': {'algorithm.root_share': 0.25}}
@@ -64,11 +57,7 @@ class Algorithm(polychromic.Algorithm):
   )
   branches_per_turn: int = options.number(3, low=1)
 
-  def branch_order(
-    self, episode: trajectory.Trajectory, draws: Float[np.ndarray, ' T']
-  ) -> Float[np.ndarray, ' T']:
-    """Returns a random order."""
-    return branching.random_order(episode, draws)
+  branch_order = staticmethod(branching.random_order)
 
   def compute_advantages(
     self, rows: batch.Rows, values=None

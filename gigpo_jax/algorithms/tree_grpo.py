@@ -18,16 +18,8 @@ import dataclasses
 from typing import ClassVar
 
 import numpy as np
-from jaxtyping import Float
 
-from gigpo_jax import (
-  algorithms,
-  batch,
-  branching,
-  options,
-  row_stats,
-  trajectory,
-)
+from gigpo_jax import algorithms, batch, branching, options, row_stats
 
 PRESETS = {'tree_grpo': {'algorithm.root_share': 0.25}}
 conflicts = branching.conflicts
@@ -51,11 +43,7 @@ class Algorithm:
   def __post_init__(self):
     options.check(self)
 
-  def branch_order(
-    self, episode: trajectory.Trajectory, draws: Float[np.ndarray, ' T']
-  ) -> Float[np.ndarray, ' T']:
-    """Returns a random order."""
-    return branching.random_order(episode, draws)
+  branch_order = staticmethod(branching.random_order)
 
   def compute_advantages(
     self, rows: batch.Rows, values=None
