@@ -92,6 +92,34 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
       yield f'reward.{rewards.name_of(path)}.{problem}'
 
 
+def unused(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a line if an algorithm's components leave out a function."""
+  paths, components = config.reward.functions, config.algorithm.components
+  names = tuple(map(rewards.name_of, paths))
+  if 'reward' not in components and set(names) - set(components):
+    wanted = (ENVIRONMENT, *names, 'valid')
+    yield (
+      f'algorithm.components={tuple(components)}: leaves out reward.functions='
+      f'{tuple(paths)}; must name them, such as {wanted}'
+    )
+
+
+def check_weights(
+  components: tuple[str, ...], weights: tuple[float, ...]
+) -> None:
+  """Raises ValueError unless each of an algorithm's components has a weight.
+
+  Args:
+    components: names of the components.
+    weights: their weights; () gives each the weight 1.
+  """
+  if not components or (weights and len(weights) != len(components)):
+    raise ValueError(
+      f'component_weights={tuple(weights)}: components={tuple(components)}; '
+      'must be one weight per component, with at least one component'
+    )
+
+
 class Scorer:
   """Computes the rewards of episodes in worker processes; a context manager.
 

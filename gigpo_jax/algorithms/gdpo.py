@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
-from envs import rewards
 from gigpo_jax import (
   advantages,
   algorithms,
@@ -37,28 +36,7 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
       'filter.drop_zero_variance=True: filters by the total reward, but gdpo '
       'uses its components; must be False'
     )
-  yield from unused_rewards(config)
-
-
-def unused_rewards(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a line if the components leave out functions of the user."""
-  paths, components = config.reward.functions, config.algorithm.components
-  names = tuple(map(rewards.name_of, paths))
-  if 'reward' not in components and set(names) - set(components):
-    wanted = (reward_functions.ENVIRONMENT, *names, 'valid')
-    yield (
-      f'algorithm.components={tuple(components)}: leaves out reward.functions='
-      f'{tuple(paths)}; must name them, such as {wanted}'
-    )
-
-
-def check_weights(names: tuple[str, ...], weights: tuple[float, ...]) -> None:
-  """Raises ValueError unless each component has a weight, or none has."""
-  if not names or (weights and len(weights) != len(names)):
-    raise ValueError(
-      f'component_weights={tuple(weights)}: components={tuple(names)}; must '
-      'be one weight per component, with at least one component'
-    )
+  yield from reward_functions.unused(config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +58,7 @@ class Algorithm:
   component_weights: tuple[float, ...] = ()
 
   def __post_init__(self):
-    check_weights(self.components, self.component_weights)
+    reward_functions.check_weights(self.components, self.component_weights)
 
   credit = algorithms.credit
 

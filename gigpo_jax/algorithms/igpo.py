@@ -25,8 +25,7 @@ import ml_collections
 import numpy as np
 
 import envs
-from gigpo_jax import algorithms, batch, options, row_stats
-from gigpo_jax.algorithms import gdpo
+from gigpo_jax import algorithms, batch, options, reward_functions, row_stats
 
 PRESETS = {'igpo': {'algorithm.discount': 1.0, 'algorithm.components': ()}}
 
@@ -44,7 +43,7 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
       'one policy; must be 0'
     )
   if config.algorithm.components:
-    yield from gdpo.unused_rewards(config)
+    yield from reward_functions.unused(config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Algorithm:
   def __post_init__(self):
     options.check(self)
     if self.components:
-      gdpo.check_weights(self.components, self.component_weights)
+      reward_functions.check_weights(self.components, self.component_weights)
 
   def compute_advantages(
     self, rows: batch.Rows, values=None
