@@ -75,7 +75,7 @@ RUNS = [
 ]
 RUNS += [
   {
-    'name': 'grpo at the kl of gigpo',
+    'name': 'grpo at matched kl',
     'config': f'configs/{env}.py:mini,grpo',
     'seed': seed,
     'overrides': {'optimizer.learning_rate': rate},

@@ -156,7 +156,7 @@ QUESTIONS = {
   'Do equal states add to it?': (GIGPO, 'gigpo shuffled'),
   'Does the discount matter?': (GIGPO, 'gigpo discount 1'),
   'Does the episode advantage matter?': (GIGPO, 'gigpo steps only'),
-  'Are larger updates the reason?': (GIGPO, 'grpo at the kl of gigpo'),
+  'Are larger updates the reason?': (GIGPO, 'grpo at matched kl'),
   'Does comparing successive states help more?': ('g2po', GIGPO),
 }
 
