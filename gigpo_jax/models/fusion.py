@@ -97,8 +97,8 @@ def split(
     y_BLO: the product.
 
   Returns:
-    [B, L, H, E], [B, L, K, E] and [B, L, K, E] for 'qkv'; [B, L, F] twice for
-    'gate_up'.
+    [B, L, H, E], [B, L, K, E] and [B, L, K, E] for 'qkv', with [B, L, 2 H, E]
+    if each query has a gate; [B, L, F] twice for 'gate_up'.
   """
   y_BLGI = y_BLO.reshape(*y_BLO.shape[:-1], config.fused, -1)
   if name == 'gate_up':
@@ -106,6 +106,7 @@ def split(
     outputs = (config.intermediate_size,)
   else:
     queries = config.num_heads * config.head_dim // config.fused
+    queries *= 1 + config.attention_gate
     keys = config.num_kv_heads * config.head_dim // config.fused
     parts = jnp.split(y_BLGI, (queries, queries + keys), axis=-1)
     outputs = (-1, config.head_dim)
