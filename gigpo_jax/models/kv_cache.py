@@ -74,6 +74,21 @@ def has_state(config: QwenConfig) -> bool:
   return config.delta is not None
 
 
+def reuse_problem(config: QwenConfig, reuse: str) -> str | None:
+  """Returns why rows cannot be reused in a way; None: they can.
+
+  Args:
+    config: shape of the network.
+    reuse: one of `prefix_cache.REUSE`.
+  """
+  if not has_state(config) or reuse != 'all':
+    return None
+  return (
+    'rollout.reuse_cache=all: the model has layers with a state, which is kept '
+    'for prompts only; must be prompts or none'
+  )
+
+
 def slots(cache: Cache) -> int:
   """Returns the number of slots of a row."""
   return next(

@@ -72,6 +72,15 @@ def _only(
   return dataclasses.replace(config, **changes)
 
 
+def can_branch(config: QwenConfig) -> bool:
+  """Returns whether texts of a sequence may branch.
+
+  A window and a state reach back to the tokens just before, which belong to
+  another branch.
+  """
+  return not (config.window or config.delta)
+
+
 def config_of(config: QwenConfig, layer: int) -> QwenConfig:
   """Returns the shape of a network whose layers are all like one layer."""
   return next(run.config for run in runs(config) if layer < run.stop)

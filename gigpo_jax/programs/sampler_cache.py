@@ -12,6 +12,7 @@ import numpy as np
 
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import prefix_cache
+from gigpo_jax.models import kv_cache
 from gigpo_jax.programs import sampler_programs
 
 # Consecutive steps with an oversized cache after which it shrinks.
@@ -38,6 +39,9 @@ class SlotCache:
     slots: keys, values and state of the slots; None: not allocated.
     rows: allocated slots.
     length: allocated positions of a slot.
+
+  Raises:
+    ValueError: if the model's rows cannot be reused like this.
   """
 
   def __init__(
@@ -53,6 +57,8 @@ class SlotCache:
     reuse: str,
     chunk: int,
   ):
+    if problem := kv_cache.reuse_problem(programs.model, reuse):
+      raise ValueError(problem)
     self._programs, self._mesh = programs, mesh
     self._num_slots = num_slots
     self._parked_size = num_parked, max_length
@@ -60,7 +66,11 @@ class SlotCache:
     self._batch_buckets = batch_buckets
     self._chunk = chunk
     self.prefixes = prefix_cache.PrefixCache(
-      num_slots, num_parked, max_length, reuse, whole=programs.has_state
+      num_slots,
+      num_parked,
+      max_length,
+      reuse,
+      whole=kv_cache.has_state(programs.model),
     )
     self.clear()
     self.release()

@@ -93,7 +93,7 @@ class Programs:
 
   Attributes:
     prepare: (params, base) -> parameters for the other programs.
-    has_state: whether rows have a state besides keys and values.
+    model: shape of the sampler's copy of the model.
   """
 
   def __init__(
@@ -122,7 +122,7 @@ class Programs:
       functools.partial(sampler_weights.prepare, trained, config, int8),
       out_shardings=mesh_lib.shardings(full_mesh, self._param_axes),
     )
-    self._config, self.has_state = config, kv_cache.has_state(config)
+    self.model = config
     self._row_size = row_batch, max_length
     static = _DecodeConfig(
       config,
@@ -168,7 +168,7 @@ class Programs:
     return jax.jit(function, out_shardings=self._slot_formats, **kwargs)
 
   def _new(self, rows: int, length: int) -> Any:
-    return self._jit(functools.partial(_new_slots, self._config, rows, length))
+    return self._jit(functools.partial(_new_slots, self.model, rows, length))
 
   @property
   def compilations(self) -> int:
