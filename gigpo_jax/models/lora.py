@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from gigpo_jax import options
 
-TARGETS = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
+TARGETS = ('q', 'k', 'v', 'qkvz', 'o', 'gate', 'up', 'down')
 
 # Suffixes of the names of an adapter's matrices.
 A, B = '_a', '_b'
