@@ -1,0 +1,56 @@
+"""Training runs of a network that mixes attention with a state."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import programs
+import pytest
+import small_runs
+from hybrid_test import CONFIG
+
+from gigpo_jax import tokenizer
+from gigpo_jax.models import huggingface, parameters
+
+TOKENIZER = 'configs/warm_starts/alfworld_tiny'
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_killed_run_ends_the_same(tmp_path):
+  policy, whole, parts = (tmp_path / n for n in ('policy', 'whole', 'parts'))
+  text = tokenizer.Tokenizer(TOKENIZER)
+  config = dataclasses.replace(
+    CONFIG, vocab_size=text.vocab_size, max_positions=512
+  )
+  params = parameters.init(config, jax.random.key(0))
+  huggingface.save(str(policy), config, params, TOKENIZER, dtype='float32')
+  flags = (
+    f'--config.model.path={policy}',
+    '--config.num_iterations=2',
+    '--config.evaluation.every=2',
+    '--config.checkpoint.every=1',
+    # Requests are always decoded together in the same way.
+    '--config.rollout.schedule=lockstep',
+    '--config.optimizer.learning_rate=1e-3',
+  )
+  programs.run(small_runs.small(whole, *flags))
+  for moment in (
+    'checkpoint:_write_manifest+',
+    'learner:Learner.update@1',
+  ):
+    small_runs.interrupt(moment, small_runs.small(parts, *flags))
+  programs.run(small_runs.small(parts, *flags))
+  small_runs.assert_same_end(parts, whole)
+  # The export is trained, and of the same shape.
+  exported = huggingface.read_config(str(whole / 'policy'), dtype='float32')
+  assert exported == dataclasses.replace(config, dtype='float32')
+  before = small_runs.safetensors.numpy.load_file(policy / 'model.safetensors')
+  after = small_runs.read_policy(whole)
+  assert before.keys() == after.keys()
+  # The export is bfloat16, in which small changes of vectors round away.
+  for name, weights in before.items():
+    assert weights.ndim == 1 or np.any(weights != after[name]), name
+  *lines, _ = small_runs.read_lines(whole)
+  for line in lines:
+    assert line['sampler/log_prob_difference_max'] < 1e-4  # noqa: PLR2004
