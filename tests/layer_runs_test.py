@@ -73,6 +73,24 @@ CASES = {
     },
   ),
 }
+_HYBRID = {
+  'linear_num_key_heads': 2,
+  'linear_num_value_heads': 4,
+  'linear_key_head_dim': 8,
+  'linear_value_head_dim': 6,
+  'num_experts': 4,
+  'num_experts_per_tok': 2,
+  'moe_intermediate_size': 16,
+  'shared_expert_intermediate_size': 12,
+  'initializer_range': 0.05,
+}
+CASES |= {
+  'hybrid experts': ('Qwen3_5MoeText', _HYBRID),
+  'next': (
+    'Qwen3Next',
+    _HYBRID | {'mlp_only_layers': [1], 'norm_topk_prob': False},
+  ),
+}
 SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in CASES if n != 'mixed']
 
 

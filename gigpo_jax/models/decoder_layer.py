@@ -300,18 +300,26 @@ class Layer(nn.Module):
     self, table: dict, x_BLD: jax.Array, agents_BL: jax.Array | None
   ) -> jax.Array:
     c, dtype = self.config, jnp.dtype(self.config.dtype)
-    if c.num_experts:
-      return experts.apply_experts(
-        x_BLD,
-        _Arrays(table['experts'], name='experts')(dtype),
-        per_token=c.experts_per_token,
-        normalized=c.normalized_experts,
-        adapters=c.adapters,
-        agents_BL=agents_BL,
-      )
-    w = _Arrays(table['mlp'], name='mlp')(dtype)
-    gate_BLF, up_BLF = _project_parts(c, w, 'gate_up', x_BLD, agents_BL)
-    return _project(c, w, 'down', jax.nn.silu(gate_BLF) * up_BLF, agents_BL)
+
+    def apply_mlp(w: dict) -> jax.Array:
+      gate_BLF, up_BLF = _project_parts(c, w, 'gate_up', x_BLD, agents_BL)
+      return _project(c, w, 'down', jax.nn.silu(gate_BLF) * up_BLF, agents_BL)
+
+    if not c.num_experts:
+      return apply_mlp(_Arrays(table['mlp'], name='mlp')(dtype))
+    y_BLD = experts.apply_experts(
+      x_BLD,
+      _Arrays(table['experts'], name='experts')(dtype),
+      per_token=c.experts_per_token,
+      normalized=c.normalized_experts,
+      adapters=c.adapters,
+      agents_BL=agents_BL,
+    )
+    if c.shared_size:
+      w = _Arrays(table['shared'], name='shared')(dtype)
+      weight_BL1 = jax.nn.sigmoid(_multiply(w, 'mix', x_BLD))
+      y_BLD += weight_BL1 * apply_mlp(w)
+    return y_BLD
 
 
 def gather_tokens(x_BLD: jax.Array, at_SN: jax.Array) -> jax.Array:

@@ -64,7 +64,8 @@ def _only(
     'delta_layers': (),
   }
   if is_dense:
-    changes |= {'num_experts': 0, 'intermediate_size': config.dense_size}
+    changes |= {'num_experts': 0, 'shared_size': 0}
+    changes['intermediate_size'] = config.dense_size
   if not has_window:
     changes['window'] = 0
   if not has_state:
@@ -95,7 +96,7 @@ def layers_of(config: QwenConfig, group: str, name: str = '') -> Sequence[int]:
     name: its name; '' for a group whose arrays are all in the same layers.
   """
   every = range(config.num_layers)
-  if group in ('mlp', 'experts') and config.dense_layers:
+  if group in ('mlp', 'experts', 'shared') and config.dense_layers:
     is_dense = group == 'mlp'
     return tuple(n for n in every if (n in config.dense_layers) == is_dense)
   of_attention = group == 'attention' or (group, name) in _HEAD_NORMS

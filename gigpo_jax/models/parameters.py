@@ -28,6 +28,10 @@ CONTRACTED = {
   ('mlp', 'up'): (0,),
   ('mlp', 'gate_up'): (0,),
   ('mlp', 'down'): (0,),
+  ('shared', 'gate'): (0,),
+  ('shared', 'up'): (0,),
+  ('shared', 'gate_up'): (0,),
+  ('shared', 'down'): (0,),
   ('experts', 'gate'): (1,),
   ('experts', 'up'): (1,),
   ('experts', 'down'): (1,),
@@ -94,7 +98,7 @@ def _delta_table(c: QwenConfig) -> dict[str, dict[str, tuple]]:
 
 
 def _mlp_tables(c: QwenConfig) -> dict[str, dict[str, tuple]]:
-  """Returns the groups 'mlp' and 'experts', of which a layer has one."""
+  """Returns the groups of dense layers and of layers with experts."""
 
   def mlp(f: int) -> dict[str, tuple]:
     return {
@@ -110,8 +114,13 @@ def _mlp_tables(c: QwenConfig) -> dict[str, dict[str, tuple]]:
     name: ((c.num_experts, *shape), ('experts', *axes))
     for name, (shape, axes) in mlp(c.intermediate_size).items()
   } | {'router': ((c.hidden_size, c.num_experts), ('embed', None))}
-  dense = {'mlp': mlp(c.dense_size)} if c.dense_layers else {}
-  return dense | {'experts': experts}
+  groups = {'mlp': mlp(c.dense_size)} if c.dense_layers else {}
+  groups['experts'] = experts
+  if c.shared_size:
+    # The output is multiplied by a sigmoid of the product with 'mix'.
+    mix = {'mix': ((c.hidden_size, 1), ('embed', None))}
+    groups['shared'] = mlp(c.shared_size) | mix
+  return groups
 
 
 def _adapter_table(c: QwenConfig, group: str, names: dict) -> dict[str, tuple]:
@@ -182,6 +191,7 @@ def max_tensor_shards(config: QwenConfig) -> int:
     config.num_kv_heads,
     config.intermediate_size,
     config.dense_size,
+    config.shared_size,
     config.delta.key_heads if config.delta else 0,
     config.vocab_size,
   )

@@ -50,6 +50,8 @@ class Delta:
     key_size: size of a query and of a key.
     value_size: size of a value.
     kernel: tokens of the convolution, with the token itself.
+    joined: whether files hold all projections of a key head together; only
+      their layout differs (Qwen3-Next).
   """
 
   key_heads: int
@@ -57,6 +59,7 @@ class Delta:
   key_size: int
   value_size: int
   kernel: int = 4
+  joined: bool = False
 
   @property
   def ratio(self) -> int:
@@ -93,6 +96,8 @@ class QwenConfig:
     max_positions: longest supported row in tokens; only written to exports.
     num_experts: X, experts of a layer; 0: a dense MLP.
     experts_per_token: experts that each token is routed to.
+    shared_size: width of an MLP next to the experts, which processes every
+      token; 0: there is none.
     dense_layers: indices of layers with a dense MLP in a mixture of experts.
     dense_size: width of these MLPs.
     normalized_experts: whether a token's expert weights are normalized to sum
@@ -142,6 +147,7 @@ class QwenConfig:
   num_experts: int = 0
   experts_per_token: int = 0
   normalized_experts: bool = True
+  shared_size: int = 0
   dense_layers: tuple[int, ...] = ()
   dense_size: int = 0
   window: int = 0

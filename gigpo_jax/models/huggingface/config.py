@@ -130,6 +130,8 @@ _FAMILIES = {
   'qwen3_moe': {'qkv_bias': False, 'qk_norm': True},
   **hybrid.FAMILIES,
 }
+# Families with experts.
+_MIXTURES = ('qwen3_moe', *hybrid.EXPERTS)
 _ARCHITECTURES = {
   'qwen2': 'Qwen2ForCausalLM',
   'qwen3': 'Qwen3ForCausalLM',
@@ -179,7 +181,8 @@ def read_config(
   if not isinstance(family, str) or family not in _FAMILIES:
     raise ValueError(
       f'model.path={directory}: model_type {family} is not supported; must be '
-      'qwen2 (Qwen2, Qwen2.5), qwen3, qwen3_moe or qwen3_5'
+      'qwen2 (Qwen2, Qwen2.5), qwen3, qwen3_moe, qwen3_next, qwen3_5 or '
+      'qwen3_5_moe'
     )
   _check_numbers(directory, raw)
   _check_fields(directory, raw)
@@ -197,20 +200,26 @@ def _check_fields(directory: str, raw: dict) -> None:
   family, neutral = raw['model_type'], dict(_NEUTRAL)
   neutral['architectures'] = ([_ARCHITECTURES[family]], [])
   known = {*_READ, *_WITHOUT_EFFECT}
-  if family != 'qwen3_moe':
+  if family not in _MIXTURES:
     known -= {*_EXPERTS_FIELDS}
   if family in hybrid.FAMILIES:
-    known |= hybrid.FIELDS
-    neutral |= hybrid.NEUTRAL
+    more = hybrid.neutral(family)
+    known = (known | hybrid.FIELDS) - {*more}
+    neutral |= more
+  if family in hybrid.EXPERTS:
+    known |= hybrid.EXPERTS_FIELDS
   rest = {name: raw[name] for name in raw if name not in known}
   fields.check_neutral(directory, rest, neutral)
 
 
 def _read_shape(directory: str, raw: dict, **choices: Any) -> QwenConfig:
   family, heads = raw['model_type'], raw['num_attention_heads']
-  mlp = {'intermediate_size': raw['intermediate_size']}
-  if family == 'qwen3_moe':
+  if family in _MIXTURES:
     mlp = _experts(directory, raw)
+  else:
+    mlp = {'intermediate_size': raw['intermediate_size']}
+  if family in hybrid.EXPERTS:
+    mlp |= hybrid.experts(directory, raw)
   is_hybrid = family in hybrid.FAMILIES
   rope = _rope(directory, raw, hybrid.ROPE if is_hybrid else ())
   kv_heads = raw['num_key_value_heads'] or heads
@@ -248,7 +257,8 @@ def _read_shape(directory: str, raw: dict, **choices: Any) -> QwenConfig:
 
 def _check_numbers(directory: str, raw: dict) -> None:
   path = pathlib.Path(directory) / 'config.json'
-  missing = [name for name in _REQUIRED if raw.get(name) is None]
+  required = {*_REQUIRED} - {*hybrid.MISSING.get(raw['model_type'], ())}
+  missing = [n for n in _REQUIRED if n in required and raw.get(n) is None]
   # Null means num_attention_heads.
   if 'num_key_value_heads' not in raw:
     missing.append('num_key_value_heads')
@@ -478,8 +488,6 @@ def to_json(config: QwenConfig, dtype: str) -> dict:
   }
   if config.qk_norm:
     content['attention_bias'] = config.o_bias
-  if config.delta:
-    return content | hybrid.to_json(config)
   if config.window:
     content['sliding_window'] = config.window
     if not config.num_experts:
@@ -508,4 +516,6 @@ def to_json(config: QwenConfig, dtype: str) -> dict:
     }
     if config.yarn.attention_factor is not None:
       content['rope_scaling']['attention_factor'] = config.yarn.attention_factor
+  if config.delta:
+    return hybrid.to_json(config, content)
   return content

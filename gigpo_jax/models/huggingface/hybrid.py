@@ -1,4 +1,4 @@
-"""config.json of networks that mix attention with a state: Qwen3.5.
+"""config.json of networks with layers that have a state: Qwen3-Next, Qwen3.5.
 
 Published checkpoints also have a vision tower and layers that predict several
 tokens (MTP). Only the text part is read, and exports have only that part.
@@ -17,12 +17,28 @@ _HYBRID = {
   'attention_gate': True,
   'centered_norms': True,
 }
-FAMILIES: dict[str, dict[str, Any]] = {'qwen3_5_text': _HYBRID}
-ARCHITECTURES = {'qwen3_5_text': 'Qwen3_5ForCausalLM'}
+_TEXT, _MOE, _NEXT = 'qwen3_5_text', 'qwen3_5_moe_text', 'qwen3_next'
+FAMILIES: dict[str, dict[str, Any]] = dict.fromkeys(
+  (_TEXT, _MOE, _NEXT), _HYBRID
+)
+ARCHITECTURES = {
+  _TEXT: 'Qwen3_5ForCausalLM',
+  _MOE: 'Qwen3_5MoeForCausalLM',
+  _NEXT: 'Qwen3NextForCausalLM',
+}
+# Families with experts in all layers, and in most layers.
+EXPERTS = (_MOE, _NEXT)
+# Fields that a family has not.
+MISSING = {
+  _MOE: ('intermediate_size', 'decoder_sparse_step', 'mlp_only_layers')
+}
 
 # model_type of a checkpoint with a vision tower: (that of its text part, its
 # class).
-_WITH_VISION = {'qwen3_5': ('qwen3_5_text', 'Qwen3_5ForConditionalGeneration')}
+_WITH_VISION = {
+  'qwen3_5': (_TEXT, 'Qwen3_5ForConditionalGeneration'),
+  'qwen3_5_moe': (_MOE, 'Qwen3_5MoeForConditionalGeneration'),
+}
 _VISION_FIELDS = (
   *('text_config', 'vision_config', 'model_type', 'tie_word_embeddings'),
   *('image_token_id', 'video_token_id'),
@@ -51,14 +67,20 @@ FIELDS = frozenset(
     *('mtp_num_hidden_layers', 'mtp_use_dedicated_embeddings'),
   )
 )
+# Default width of the MLP next to the experts.
+_SHARED, _SHARED_SIZE = 'shared_expert_intermediate_size', 512
+EXPERTS_FIELDS = frozenset((_SHARED,))
 # Fields that may change the network, with their accepted values.
-NEUTRAL = {
-  'attn_output_gate': (True,),
-  'output_gate_type': ('swish', 'silu'),
-  'mlp_only_layers': ([],),
-}
+_NEUTRAL = {'attn_output_gate': (True,), 'output_gate_type': ('swish', 'silu')}
+# Only Qwen3-Next may have dense layers among experts.
+_NO_DENSE_LAYERS = {'mlp_only_layers': ([],), 'decoder_sparse_step': (1,)}
 # Fields of the rotary angles. The sections only matter for images.
 ROPE = ('partial_rotary_factor', 'mrope_section', 'mrope_interleaved')
+
+
+def neutral(family: str) -> dict[str, tuple]:
+  """Returns the fields of a family that must have one of some values."""
+  return _NEUTRAL | ({} if family == _NEXT else _NO_DENSE_LAYERS)
 
 
 def text_part(
@@ -77,8 +99,8 @@ def text_part(
   text_family, architecture = _WITH_VISION[family]
   known = {*_VISION_FIELDS, *without_effect}
   rest = {name: raw[name] for name in raw if name not in known}
-  neutral = {'architectures': ([architecture],)}
-  fields.check_neutral(directory, rest, neutral)
+  accepted = {'architectures': ([architecture],)}
+  fields.check_neutral(directory, rest, accepted)
   if not isinstance(text, dict):
     accepted = f'must be the fields of {text_family}'
     raise fields.error(directory, 'text_config', text, accepted)
@@ -115,10 +137,22 @@ def layers(
   types = _layer_types(directory, raw)
   indices = tuple(n for n, name in enumerate(types) if name == _LINEAR)
   return {
-    'delta': Delta(*sizes) if indices else None,
+    'delta': Delta(*sizes, joined=raw['model_type'] == _NEXT)
+    if indices
+    else None,
     'delta_layers': indices,
     'rotary_dim': _rotary_dim(directory, raw, rope, head_dim),
   }
+
+
+def experts(directory: str, raw: dict) -> dict[str, Any]:
+  """Returns the fields of QwenConfig for experts that those of Qwen3 lack."""
+  size = _SHARED_SIZE if raw.get(_SHARED) is None else raw[_SHARED]
+  if not fields.is_count(size):
+    raise fields.error(directory, _SHARED, size, 'must be an integer above 0')
+  normalized = raw.get('norm_topk_prob')
+  is_normalized = raw['model_type'] == _MOE or normalized in (None, True)
+  return {'shared_size': size, 'normalized_experts': is_normalized}
 
 
 def _layer_types(directory: str, raw: dict) -> list[str]:
@@ -157,24 +191,34 @@ def _rotary_dim(directory: str, raw: dict, rope: dict, head_dim: int) -> int:
   return size
 
 
-def to_json(config: QwenConfig) -> dict[str, Any]:
-  """Returns the fields of config.json that differ from those of Qwen3."""
-  family, delta = 'qwen3_5_text', config.delta
+def to_json(config: QwenConfig, content: dict[str, Any]) -> dict[str, Any]:
+  """Returns the config.json of a network with a state.
+
+  Args:
+    config: shape of the network.
+    content: the fields that Qwen3 would have.
+  """
+  delta, family = config.delta, _MOE if config.num_experts else _TEXT
+  family = _NEXT if delta.joined else family
   sizes = (
     *(delta.key_heads, delta.value_heads),
     *(delta.key_size, delta.value_size, delta.kernel),
   )
   rotated = (config.rotary_dim or config.head_dim) / config.head_dim
-  return {
+  shared = {_SHARED: config.shared_size} if config.num_experts else {}
+  missing = (*MISSING.get(family, ()), 'rope_scaling')
+  rope = content.get('rope_scaling', {'rope_type': 'default'})
+  return {name: x for name, x in content.items() if name not in missing} | {
     'architectures': [ARCHITECTURES[family]],
     'model_type': family,
+    **shared,
     **dict(zip(_SIZES, sizes, strict=True)),
     'layer_types': [
       _LINEAR if n in config.delta_layers else _FULL
       for n in range(config.num_layers)
     ],
-    'rope_parameters': {
-      'rope_type': 'default',
+    'rope_parameters': rope
+    | {
       'rope_theta': config.rope_theta,
       'partial_rotary_factor': rotated,
     },

@@ -46,6 +46,10 @@ _NAMES = {
   ('experts', 'gate'): Stored('mlp.experts.{}.gate_proj.weight'),
   ('experts', 'up'): Stored('mlp.experts.{}.up_proj.weight'),
   ('experts', 'down'): Stored('mlp.experts.{}.down_proj.weight'),
+  ('shared', 'gate'): Stored('mlp.shared_expert.gate_proj.weight'),
+  ('shared', 'up'): Stored('mlp.shared_expert.up_proj.weight'),
+  ('shared', 'down'): Stored('mlp.shared_expert.down_proj.weight'),
+  ('shared', 'mix'): Stored('mlp.shared_expert_gate.weight'),
   ('norm', 'attention'): Stored('input_layernorm.weight', False),
   ('norm', 'mlp'): Stored('post_attention_layernorm.weight', False),
   ('norm', 'q'): Stored('self_attn.q_norm.weight', False),
@@ -67,7 +71,12 @@ _PARTS = {
   ),
   ('delta', 'conv'): (Stored('linear_attn.conv1d.weight', parts=_QKV),),
 }
-LAYER_NAMES = {key: (stored,) for key, stored in _NAMES.items()} | _PARTS
+# The same where a file has the columns of a head together.
+_JOINED = {
+  ('delta', 'qkvz'): (Stored('linear_attn.in_proj_qkvz.weight'),),
+  ('delta', 'ba'): (Stored('linear_attn.in_proj_ba.weight'),),
+}
+_LAYER_NAMES = {key: (stored,) for key, stored in _NAMES.items()} | _PARTS
 TOP_NAMES = {
   'embed': 'model.embed_tokens.weight',
   'norm': 'model.norm.weight',
@@ -78,6 +87,37 @@ TOP_NAMES = {
 # ours; prefixes of other parts, which are not loaded.
 _TEXT, _MODEL = 'model.language_model.', 'model.'
 _OTHER_PARTS = ('model.visual.', 'mtp.')
+
+
+# Parts of a tensor that holds a matrix of all experts: [experts, out, in].
+_OF_ALL_EXPERTS = {
+  'gate_up_proj': ('gate_proj', 'up_proj'),
+  'down_proj': ('down_proj',),
+}
+
+
+def split_experts(
+  name: str, shape: tuple[int, ...]
+) -> Iterator[tuple[str, tuple[int, ...], tuple[slice, ...]]]:
+  """Yields (name, shape, place in the tensor) of each expert's matrices.
+
+  Other tensors are yielded as they are, with the place ().
+
+  Args:
+    name: name of a tensor in a file.
+    shape: its shape.
+  """
+  prefix, _, last = name.rpartition('.experts.')
+  if not prefix or last not in _OF_ALL_EXPERTS or len(shape) != 3:  # noqa: PLR2004
+    yield name, shape, ()
+    return
+  (count, rows, columns), parts = shape, _OF_ALL_EXPERTS[last]
+  size = rows // len(parts)
+  for expert in range(count):
+    for n, part in enumerate(parts):
+      place = slice(expert, expert + 1), slice(n * size, (n + 1) * size)
+      full_name = f'{prefix}.experts.{expert}.{part}.weight'
+      yield full_name, (size, columns), place
 
 
 def text_name(name: str) -> str:
@@ -157,7 +197,10 @@ def tensors(config: QwenConfig) -> Iterator[Tensor]:
   for name, stored_name in TOP_NAMES.items():
     if name in shapes:
       yield Tensor((name,), (), stored_name, shapes[name], False)
-  for (group, name), all_stored in LAYER_NAMES.items():
+  names = _LAYER_NAMES
+  if config.delta and config.delta.joined:
+    names = names | _JOINED
+  for (group, name), all_stored in names.items():
     if name not in shapes['layers'].get(group, {}):
       continue
     shape, layers = (

@@ -94,6 +94,14 @@ class _Stored(NamedTuple):
   name: str
   dtype: str
   shape: tuple[int, ...]
+  place: tuple[slice, ...]
+
+  def read(self) -> np.ndarray:
+    """Returns the tensor, or the part of it at `place`."""
+    with _open(self.path) as file:
+      if self.place:
+        return file.get_slice(self.name)[self.place][0]
+      return file.get_tensor(self.name)
 
 
 def _stored_tensors(directory: str) -> dict[str, _Stored]:
@@ -102,15 +110,18 @@ def _stored_tensors(directory: str) -> dict[str, _Stored]:
   for path in _files(directory):
     with _open(path) as tensors:
       for full_name in tensors.keys():  # noqa: SIM118  (not a dict)
-        name = layout.text_name(full_name)
-        if name in stored:
-          raise ValueError(
-            f'model.path={directory}: {name} is in {stored[name].path.name} '
-            f'and in {path.name}; must be in one file'
-          )
         entry = tensors.get_slice(full_name)
-        shape = tuple(entry.get_shape())
-        stored[name] = _Stored(path, full_name, entry.get_dtype(), shape)
+        for name, shape, place in layout.split_experts(
+          layout.text_name(full_name), tuple(entry.get_shape())
+        ):
+          if name in stored:
+            raise ValueError(
+              f'model.path={directory}: {name} is in {stored[name].path.name} '
+              f'and in {path.name}; must be in one file'
+            )
+          stored[name] = _Stored(
+            path, full_name, entry.get_dtype(), shape, place
+          )
   return stored
 
 
@@ -168,7 +179,7 @@ def _differences(
       yield f'{tensor.name} {tensor.shape} is missing'
   if config.tie_embeddings and layout.TOP_NAMES['unembed'] in stored:
     expected[layout.TOP_NAMES['unembed']] = expected[layout.TOP_NAMES['embed']]
-  for name, (_, _, dtype, shape) in stored.items():
+  for name, (_, _, dtype, shape, _) in stored.items():
     if layout.is_other_part(config, name):
       continue
     if name not in expected:
@@ -247,10 +258,7 @@ def load(
     )
     depth = len(tensor.index)
     part_sharding = jax.NamedSharding(mesh, jax.P(*sharding.spec[depth:]))
-    entry = stored[tensor.name]
-    with _open(entry.path) as file:
-      values = file.get_tensor(entry.name)
-    values = tensor.to_ours(values, shape[depth:])
+    values = tensor.to_ours(stored[tensor.name].read(), shape[depth:])
     part = mesh_lib.place(values, part_sharding)
     if not depth:
       node[last], finite = _cast(part, sharding, dtype)
