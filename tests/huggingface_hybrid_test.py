@@ -82,6 +82,31 @@ def test_the_text_part_of_a_published_config(tmp_path):
   assert config.delta_layers == (0, 2)
 
 
+def test_the_text_part_of_a_published_mixture(tmp_path):
+  mixture = {
+    'model_type': 'qwen3_5_moe_text',
+    'num_experts': 8,
+    'num_experts_per_tok': 2,
+    'moe_intermediate_size': 12,
+    'shared_expert_intermediate_size': 20,
+    'router_aux_loss_coef': 0.001,
+  }
+  text = TEXT | PUBLISHED | mixture
+  del text['intermediate_size']
+  vision = VISION | {
+    'model_type': 'qwen3_5_moe',
+    'architectures': ['Qwen3_5MoeForConditionalGeneration'],
+  }
+  config = _read(tmp_path, vision | {'text_config': text})
+  assert (config.intermediate_size, config.shared_size) == (12, 20)
+  assert config.normalized_experts and not config.dense_layers
+  text |= {'model_type': 'qwen3_next', 'intermediate_size': 24}
+  text |= {'mlp_only_layers': [1], 'norm_topk_prob': False}
+  config = _read(tmp_path, text)
+  assert config.delta.joined and not config.normalized_experts
+  assert (config.dense_layers, config.dense_size) == ((1,), 24)
+
+
 REFUSED = [
   (TEXT | {'attn_output_gate': False}, 'attn_output_gate=false; only true'),
   (
@@ -97,6 +122,12 @@ REFUSED = [
   (TEXT | {'partial_rotary_factor': 2}, 'partial_rotary_factor=2; must be'),
   (TEXT | {'num_hidden_layers': 2000}, 'num_hidden_layers=2000; must be at'),
   (TEXT | {'logit_scale': 2}, 'logit_scale=2; unknown field'),
+  (TEXT | {'mlp_only_layers': [1]}, 'mlp_only_layers=.1.; only .. is'),
+  (TEXT | {'num_experts': 4}, 'num_experts=4; unknown field'),
+  (
+    TEXT | {'model_type': 'qwen3_5_moe_text'},
+    'lacks moe_intermediate_size; a mixture',
+  ),
   (VISION, 'text_config=null; must be the fields of qwen3_5_text'),
   (VISION | {'text_config': TEXT, 'fusion': 1}, 'fusion=1; unknown field'),
   ({'model_type': 'qwen4_exp'}, 'qwen4_exp is not supported; must be'),
@@ -187,6 +218,30 @@ def test_a_saved_network_is_loaded_exactly(tmp_path):
     stored['model.layers.2.linear_attn.in_proj_qkv.weight'][24:32],
     np.asarray(params['layers']['delta']['qkvz'])[1, :, 1, 8:16].T,
   )
+
+
+def test_matrices_of_all_experts_are_read(tmp_path):
+  config = dataclasses.replace(
+    CONFIG, num_experts=3, experts_per_token=2, shared_size=20
+  )
+  params = reference.init(config, jax.random.key(0))
+  huggingface.save(str(tmp_path), config, params, dtype='float32')
+  path = tmp_path / 'model.safetensors'
+  tensors = safetensors.numpy.load_file(path)
+  # The form of the published files: one tensor for all experts of a layer.
+  for layer in range(3):
+    prefix = f'model.layers.{layer}.mlp.experts.'
+    taken = [
+      [tensors.pop(f'{prefix}{x}.{name}_proj.weight') for x in range(3)]
+      for name in ('gate', 'up', 'down')
+    ]
+    gate_up = [np.concatenate(pair) for pair in zip(*taken[:2], strict=True)]
+    tensors[f'{prefix}gate_up_proj'] = np.stack(gate_up)
+    tensors[f'{prefix}down_proj'] = np.stack(taken[2])
+  safetensors.numpy.save_file(tensors, path)
+  loaded_config, loaded = _load(tmp_path)
+  assert loaded_config == config
+  jax.tree.map(np.testing.assert_array_equal, loaded, params)
 
 
 def test_adapters_of_the_projections_are_exported(tmp_path):

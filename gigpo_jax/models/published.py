@@ -74,6 +74,14 @@ SHAPES = {
     '2048 768 48 32 4 128 151936', **_QWEN3, **_UNTIED, **_EXPERTS
   ),
   'Qwen3.5-9B': _hybrid('4096 12288 32 16 4 256 248320', 32, **_UNTIED),
+  'Qwen3.5-35B-A3B': _hybrid(
+    '2048 512 40 16 2 256 248320',
+    32,
+    **_UNTIED,
+    num_experts=256,
+    experts_per_token=8,
+    shared_size=512,
+  ),
   'Qwen3.5-27B': _hybrid('5120 17408 64 24 4 256 248320', 48, **_UNTIED),
 }
 
