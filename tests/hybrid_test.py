@@ -126,6 +126,21 @@ def test_reuse_across_turns_changes_no_bit(params, prompts):
 
 
 @pytest.mark.slow
+def test_a_cache_that_changes_its_size_changes_no_token(params, whole):
+  requests = _requests((3, 2, 4, 9, 1, 33, 16, 2, 5, 3, 30, 2))
+  engine = _sampler(
+    prefill_chunk=0, batch_buckets=(2, 4, 8), prompt_buckets=(4, 16, 40)
+  )
+  for a, b in zip(
+    engine.generate(params, requests),
+    whole.generate(params, requests),
+    strict=True,
+  ):
+    np.testing.assert_array_equal(a.ids, b.ids)
+    np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_parked_conversations_change_no_bit(params, prompts):
   expected = conversations._separate_turns(prompts, params)
   parked = _sampler(reuse='prompts', parked=3)
@@ -230,10 +245,20 @@ def test_a_mesh_does_not_change_the_update(single, axes):
   tiny_learner.assert_trees_close(jax.device_get(state.params), expected, 1e-5)
 
 
-def test_a_conversation_is_computed_once():
+WINDOWS = dataclasses.replace(tiny_learner.CONFIG, window=3, window_layers=(0,))
+
+
+@pytest.mark.parametrize(
+  'config',
+  [CONFIG, pytest.param(WINDOWS, marks=pytest.mark.slow)],
+  ids=['state', 'window'],
+)
+def test_a_conversation_is_computed_once(config):
   rows = rows_of_conversations()
-  expected, plain = _update(rows)
-  actual, shared = _update(rows, share_prompts=True, length_buckets=(16, 32))
+  expected, plain = _update(rows, config)
+  actual, shared = _update(
+    rows, config, share_prompts=True, length_buckets=(16, 32)
+  )
   tiny_learner.assert_trees_close(
     jax.device_get(actual.params), jax.device_get(expected.params), 1e-5
   )

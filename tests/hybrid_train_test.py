@@ -1,6 +1,8 @@
 """Training runs of a network that mixes attention with a state."""
 
 import dataclasses
+import functools
+import pathlib
 
 import jax
 import numpy as np
@@ -9,22 +11,47 @@ import pytest
 import small_runs
 from hybrid_test import CONFIG
 
+from configs import alfworld
 from gigpo_jax import tokenizer
-from gigpo_jax.models import huggingface, parameters
+from gigpo_jax.models import huggingface, parameters, qwen
+from gigpo_jax.run import model_check
 
 TOKENIZER = 'configs/warm_starts/alfworld_tiny'
+
+
+def _save(directory: pathlib.Path) -> qwen.QwenConfig:
+  """Writes random weights and a tokenizer."""
+  text = tokenizer.Tokenizer(TOKENIZER)
+  config = dataclasses.replace(
+    CONFIG, vocab_size=text.vocab_size, max_positions=512
+  )
+  params = parameters.init(config, jax.random.key(0))
+  huggingface.save(str(directory), config, params, TOKENIZER, dtype='float32')
+  return config
+
+
+def test_what_a_state_does_not_support_is_refused(tmp_path):
+  _save(tmp_path)
+  config = alfworld.get_config('smoke')
+  config.model.path = str(tmp_path)
+  config.learner.share_prompts = True
+  check = functools.partial(
+    model_check.problems, config, trains=True, fetch=False
+  )
+  for reuse in ('none', 'prompts'):
+    config.rollout.reuse_cache = reuse
+    assert not list(check())
+  config.rollout.reuse_cache = 'all'
+  (problem,) = check()
+  assert problem.startswith('rollout.reuse_cache=all: ')
+  assert problem.endswith('must be prompts or none')
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_killed_run_ends_the_same(tmp_path):
   policy, whole, parts = (tmp_path / n for n in ('policy', 'whole', 'parts'))
-  text = tokenizer.Tokenizer(TOKENIZER)
-  config = dataclasses.replace(
-    CONFIG, vocab_size=text.vocab_size, max_positions=512
-  )
-  params = parameters.init(config, jax.random.key(0))
-  huggingface.save(str(policy), config, params, TOKENIZER, dtype='float32')
+  config = _save(policy)
   flags = (
     f'--config.model.path={policy}',
     '--config.num_iterations=2',
