@@ -516,8 +516,7 @@ def _lora_section() -> ml_collections.ConfigDict:
   # Above 0, adapters of this rank are trained instead of the model.
   lora.rank = 0
   lora.alpha = 32.0
-  # qkvz are the joint projections of layers with a state (Qwen3.5).
-  lora.targets = ('q', 'k', 'v', 'qkvz', 'o', 'gate', 'up', 'down')
+  lora.targets = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
   # Agents of the environment, such as ('planner', 'actor'), that have an
   # adapter each. (): one adapter for all.
   lora.agents = ()

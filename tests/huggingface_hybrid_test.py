@@ -246,7 +246,7 @@ def test_matrices_of_all_experts_are_read(tmp_path):
 
 def test_adapters_of_the_projections_are_exported(tmp_path):
   config = dataclasses.replace(
-    CONFIG, adapters=lora.Lora(rank=2, targets=('qkvz', 'o'))
+    CONFIG, adapters=lora.Lora(rank=2, targets=('q', 'k', 'v', 'o'))
   )
   adapters, _ = lora.split(reference.init(config, jax.random.key(0)))
   rng = np.random.default_rng(0)
@@ -264,5 +264,6 @@ def test_adapters_of_the_projections_are_exported(tmp_path):
   np.testing.assert_allclose((z @ a).T, product.reshape(16, -1), atol=1e-5)
   named = json.loads((tmp_path / 'adapter_config.json').read_text())
   assert named['target_modules'] == [
-    *('in_proj_qkv', 'in_proj_z', 'o_proj', 'out_proj')
+    *('in_proj_qkv', 'in_proj_z', 'k_proj', 'o_proj', 'out_proj'),
+    *('q_proj', 'v_proj'),
   ]

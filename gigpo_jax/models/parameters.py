@@ -126,9 +126,8 @@ def _mlp_tables(c: QwenConfig) -> dict[str, dict[str, tuple]]:
 def _adapter_table(c: QwenConfig, group: str, names: dict) -> dict[str, tuple]:
   """Returns shape and logical axes of the adapters in a layer's group."""
   table = {}
-  for name in c.adapters.targets if c.adapters else ():
-    if (group, name) in CONTRACTED:
-      shape, axes = names[name]
+  for name, (shape, axes) in names.items() if c.adapters else ():
+    if (group, name) in CONTRACTED and c.adapters.adapts(name):
       # An expert's adapter, like its matrix, follows the expert's index.
       first, last = CONTRACTED[group, name][0], CONTRACTED[group, name][-1] + 1
       rank = c.adapters.width
