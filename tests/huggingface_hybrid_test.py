@@ -43,6 +43,7 @@ PUBLISHED = {
   'mlp_only_layers': [],
   'mtp_num_hidden_layers': 1,
   'mtp_use_dedicated_embeddings': False,
+  'partial_rotary_factor': 0.25,
   'rope_parameters': {
     'mrope_interleaved': True,
     'mrope_section': [11, 11, 10],
@@ -55,6 +56,7 @@ VISION = {
   'architectures': ['Qwen3_5ForConditionalGeneration'],
   'model_type': 'qwen3_5',
   'image_token_id': 248056,
+  'language_model_only': False,
   'video_token_id': 248057,
   'vision_start_token_id': 248053,
   'vision_end_token_id': 248054,

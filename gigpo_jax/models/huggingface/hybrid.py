@@ -41,7 +41,7 @@ _WITH_VISION = {
 }
 _VISION_FIELDS = (
   *('text_config', 'vision_config', 'model_type', 'tie_word_embeddings'),
-  *('image_token_id', 'video_token_id'),
+  *('image_token_id', 'video_token_id', 'language_model_only'),
   *('vision_start_token_id', 'vision_end_token_id'),
 )
 
