@@ -141,13 +141,14 @@ class Programs:
     costs: Costs,
     tokens_per_step: float,
     ends_early: bool,
+    model: qwen.QwenConfig,
     *unused,
     decode_chunk: int,
     max_length: int,
     **unused_kwargs,
   ):
     del unused, unused_kwargs
-    self._max_length = max_length
+    self.model, self._max_length = model, max_length
     self._clock, self._costs = clock, costs
     self._speed, self._ends_early = tokens_per_step, ends_early
     self._chunk = decode_chunk
@@ -162,10 +163,14 @@ class Programs:
     return (rows, length), np.zeros((rows, _STATE_SIZE), np.int32)
 
   def prefill(
-    self, params: dict, tokens: np.ndarray, agents: np.ndarray
+    self,
+    params: dict,
+    tokens: np.ndarray,
+    counts: np.ndarray,
+    agents: np.ndarray,
   ) -> None:
     """Returns no rows."""
-    del params, agents
+    del params, counts, agents
     self._clock.dispatch('prefill', self._costs.prefill(*tokens.shape))
 
   def extend(
@@ -173,11 +178,12 @@ class Programs:
     params: dict,
     tokens: np.ndarray,
     starts: np.ndarray,
+    counts: np.ndarray,
     agents: np.ndarray,
     rows: np.ndarray,
   ) -> np.ndarray:
     """Prefills a part of prompts; returns the rows."""
-    del params, starts, agents
+    del params, starts, counts, agents
     secs = self._costs.extend(*tokens.shape, self._max_length)
     self._clock.dispatch('prefill', secs)
     return rows

@@ -31,7 +31,7 @@ from gigpo_jax import (
 )
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import optimizer as optimizer_lib
-from gigpo_jax.models import qwen
+from gigpo_jax.models import layer_runs, qwen
 from gigpo_jax.programs import learner_programs
 from gigpo_jax.runtime import compilation
 
@@ -144,6 +144,7 @@ class Learner:
     self.columns = tuple(loss.columns)
     self._teacher_columns = tuple(teacher_loss.columns) if teacher_loss else ()
     self._minibatch_rows, self._epochs = minibatch_rows, epochs
+    branches = layer_runs.can_branch(config)
     make_packer = functools.partial(
       packing.Packer,
       microbatch_tokens,
@@ -152,7 +153,10 @@ class Learner:
       by_agent=bool(config.adapters and config.adapters.agents),
     )
     self._packer = make_packer(
-      max_completion_tokens, share=share_prompts, turns=turns
+      max_completion_tokens,
+      share=share_prompts,
+      branches=branches,
+      turns=turns,
     )
     self._signals = tuple(signals)
     # Prompt tokens are scored like those of a completion.
@@ -172,7 +176,7 @@ class Learner:
       optimizer,
       temperature,
       self._empty_arrays,
-      tree=share_prompts,
+      tree=share_prompts and branches,
       scaled=scale_updates,
       signals=[name for name in self._signals if name != _PROMPTS],
       teacher_loss=teacher_loss,

@@ -362,8 +362,8 @@ def cache_formats(
 
   Args:
     mesh: the devices that sample.
-    cache: tree of {'k': [N, B, K, E, S], 'v': [N, B, K, S, E]}, and of scales
-      [N, B, K, S].
+    cache: tree of {'k': [N, B, K, E, S], 'v': [N, B, K, S, E]}, and of other
+      arrays [N, B, K, ..].
     by_head: whether the slots of a head are adjacent, for a kernel.
   """
   sharding = cache_sharding(mesh)
@@ -371,7 +371,7 @@ def cache_formats(
     return jax.tree.map(lambda _: sharding, cache)
 
   def format_of(path: tuple, array: jax.Array) -> Format:
-    if array.ndim < 5:  # noqa: PLR2004
+    if path[-1].key not in ('k', 'v'):
       return sharding
     heads = array.shape[2] // mesh.shape[RULES['kv_heads']]
     slots, head = (4, 3) if path[-1].key == 'k' else (3, 4)

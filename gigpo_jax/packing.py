@@ -138,6 +138,8 @@ class Packer:
     length_buckets: accepted values of L, ascending.
     max_completion_tokens: longest completion of a row.
     share: whether rows that begin with the same prompt form one pack.
+    branches: whether a pack may have branches; otherwise only a row and those
+      that continue it share tokens.
     turns: largest number of completions in a row of a conversation, which may
       contain those of earlier turns; 1 if every turn has its own prompt.
     by_agent: whether each agent has an adapter of its own; then rows of
@@ -156,6 +158,7 @@ class Packer:
     max_completion_tokens: int,
     *,
     share: bool = False,
+    branches: bool = True,
     turns: int = 1,
     by_agent: bool = False,
   ):
@@ -173,7 +176,7 @@ class Packer:
     self.largest_shapes = tuple(
       Shape(sizes[0], length) for length, sizes in self._sizes.items()
     )
-    self._share, self._by_agent = share, by_agent
+    self._share, self._branches, self._by_agent = share, branches, by_agent
     self.reset_metrics()
 
   def microbatches(
@@ -278,7 +281,8 @@ class Packer:
     """
     packs: list[_Pack] = []
     for chain in _chains(rows, members):
-      whole = packs and packs[-1].join(rows, chain)
+      may_join = packs and self._branches
+      whole = packs[-1].join(rows, chain) if may_join else None
       if whole and self._fits(whole):
         packs[-1] = whole
         continue

@@ -10,7 +10,8 @@ the moves.
 Which positions are reused decides whether samples depend on reuse. Keys and
 values are equal bit for bit if the same program prefilled them. A decoding step
 computes other products, which differ in the last bit, so REUSE has a form
-without the positions that decoding wrote.
+without the positions that decoding wrote. A row with a state, which cannot be
+cut back, is reused as a whole or not at all.
 
 Shapes: **N** rows, **S** positions of a row.
 """
@@ -34,6 +35,8 @@ class Move:
     source: the row to copy first; None: nothing is copied.
     start: position of the first token.
     tokens: tokens to prefill, possibly none.
+    count: number of these before the last token of the prompt, which the first
+      decoding step computes.
     level: a move needs all moves of lower levels and none of its own level.
     agent: index of the adapter that computes the tokens.
   """
@@ -44,6 +47,7 @@ class Move:
   tokens: np.ndarray
   level: int
   agent: int = 0
+  count: int = 0
 
 
 class PrefixCache:
@@ -56,10 +60,19 @@ class PrefixCache:
     num_parked: number of other rows.
     length: S, positions of a row.
     reuse: one of REUSE.
+    whole: whether only all valid tokens of a row can be reused together.
   """
 
-  def __init__(self, num_slots: int, num_parked: int, length: int, reuse: str):
-    self._num_slots, self._reuse = num_slots, reuse
+  def __init__(
+    self,
+    num_slots: int,
+    num_parked: int,
+    length: int,
+    reuse: str,
+    *,
+    whole: bool = False,
+  ):
+    self._num_slots, self._reuse, self._whole = num_slots, reuse, whole
     self._tokens_NS = np.zeros((num_slots + num_parked, length), np.int32)
     self.clear()
 
@@ -127,7 +140,8 @@ class PrefixCache:
       tokens = prompt[:0] if source is not None else prompt
       reused = len(prompt) - len(tokens)
     if len(tokens) or source not in (None, slot):
-      self._move(slot, source, start, tokens, agent)
+      count = min(last - start, len(tokens))
+      self._move(slot, source, start, tokens, agent, count)
     self._tokens_NS[slot, : len(prompt)] = prompt
     self._agents_N[slot] = agent
     self._valid_N[slot] = last
@@ -206,6 +220,8 @@ class PrefixCache:
       self._tokens_NS[:, :last], prompt[:last], out=different_NS[:, :last]
     )
     common_N = np.minimum(different_NS.argmax(axis=1), valid_N)
+    if self._whole:
+      common_N = np.where(common_N == valid_N, common_N, 0)
     row = int(common_N.argmax())
     length = int(common_N[row])
     return (row, length) if length > 0 else (None, 0)
@@ -261,6 +277,7 @@ class PrefixCache:
     start: int,
     tokens: np.ndarray,
     agent: int = 0,
+    count: int = 0,
   ) -> None:
     level = 1 + max(
       self._written.get(source, -1),
@@ -270,4 +287,5 @@ class PrefixCache:
     self._written[row] = level
     if source is not None:
       self._read[source] = max(level, self._read.get(source, -1))
-    self._moves.append(Move(row, source, start, tokens, level, agent))
+    move = Move(row, source, start, tokens, level, agent, count)
+    self._moves.append(move)

@@ -28,9 +28,10 @@ def logits(config: qwen.QwenConfig, params: dict, hidden) -> jax.Array:
   return jax.jit(functools.partial(qwen.logits, config))(params, hidden)
 
 
-def prefill(config: qwen.QwenConfig, params: dict, tokens) -> tuple:
+def prefill(config: qwen.QwenConfig, params: dict, tokens, **kwargs) -> tuple:
   """Returns the cache of prompts, computed by a single program."""
-  return jax.jit(functools.partial(qwen.prefill, config))(params, tokens)
+  run = jax.jit(functools.partial(qwen.prefill, config))
+  return run(params, tokens, **kwargs)
 
 
 @functools.partial(

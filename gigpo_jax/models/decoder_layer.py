@@ -1,6 +1,6 @@
-"""One decoder layer: attention, and an MLP or a mixture of experts.
+"""One decoder layer: attention or a state, and an MLP or a mixture of experts.
 
-Shapes: as in `qwen`; **I** inputs of a matrix.
+Shapes: as in `qwen`; **A** outputs of all heads, **I** inputs of a matrix.
 """
 
 from typing import Any
@@ -14,10 +14,12 @@ from gigpo_jax import mesh
 from gigpo_jax.models import (
   attention,
   decode_attention,
+  delta_net,
   experts,
   fusion,
   kv_cache,
   lora,
+  normalization,
   parameters,
   quantization,
   rotary,
@@ -40,13 +42,6 @@ class _Arrays(nn.Module):
       )
       for name, (shape, _) in self.table.items()
     }
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-  """Returns x / root mean square of its last dimension * weight."""
-  x32 = x.astype(jnp.float32)
-  scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-  return (x32 * scale).astype(x.dtype) * weight.astype(x.dtype)
 
 
 def _multiply(w: dict, name: str, x_BLI: jax.Array) -> jax.Array:
@@ -115,12 +110,128 @@ def _project_parts(
   return [_project(config, w, part, x_BLI, agents_BL) for part in names]
 
 
+def _normalize(
+  config: QwenConfig, weight: jax.Array, x: jax.Array
+) -> jax.Array:
+  return normalization.rms_norm(
+    x, weight, config.rms_norm_eps, centered=config.centered_norms
+  )
+
+
+def _queries_keys_values(
+  config: QwenConfig,
+  w: dict,
+  norm: dict,
+  x_BLD: jax.Array,
+  cos_sin: jax.Array,
+  agents_BL: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+  """Returns queries, keys, values, and the gates [B, L, A] of outputs or None.
+
+  Args:
+    config: shape of the network.
+    w: arrays of the group 'attention'.
+    norm: arrays of the group 'norm'.
+    x_BLD: normalized input.
+    cos_sin: see `rotary.cos_and_sin`.
+    agents_BL: agent of each token; None without adapters of agents.
+  """
+  q_BLHE, k_BLKE, v_BLKE = _project_parts(config, w, 'qkv', x_BLD, agents_BL)
+  gate_BLA = None
+  if config.attention_gate:
+    rows = *x_BLD.shape[:2], config.num_heads
+    q_BLHE, gate = jnp.split(q_BLHE.reshape(*rows, -1), 2, axis=-1)
+    gate_BLA = gate.reshape(*x_BLD.shape[:2], -1)
+  if config.qk_norm:
+    q_BLHE = _normalize(config, norm['q'], q_BLHE)
+    k_BLKE = _normalize(config, norm['k'], k_BLKE)
+  q_BLHE, k_BLKE = (rotary.rotate(x, cos_sin) for x in (q_BLHE, k_BLKE))
+  return q_BLHE, k_BLKE, v_BLKE, gate_BLA
+
+
+def _attend(
+  config: QwenConfig,
+  q_BLHE: jax.Array,
+  k_BLKE: jax.Array,
+  v_BLKE: jax.Array,
+  cache: dict | None,
+  layer: jax.Array,
+  positions_BL: jax.Array,
+  segments: attention.Segments | None,
+) -> tuple[jax.Array, dict | None]:
+  """Returns the outputs of attention [B, L, A], and the cache; see `Layer`."""
+  rows = q_BLHE.shape[:2]
+  if cache is None:
+    segments = attention.limit_to_window(segments, config.window, rows)
+    heads_BLHE = attention.self_attention(
+      q_BLHE, k_BLKE, v_BLKE, segments, implementation=config.attention
+    )
+    return heads_BLHE.reshape(*rows, -1), None
+  kernel = config.decode_attention
+  cache = kv_cache.write(
+    cache,
+    layer,
+    positions_BL,
+    k_BLKE,
+    v_BLKE,
+    by_head=decode_attention.reads_heads(kernel),
+  )
+  heads_BLHE = decode_attention.attend(
+    q_BLHE,
+    cache,
+    layer,
+    positions_BL,
+    implementation=kernel,
+    window=config.window,
+  )
+  return heads_BLHE.reshape(*rows, -1), cache
+
+
+def _mix(
+  config: QwenConfig,
+  w: dict,
+  x_BLD: jax.Array,
+  cache: dict | None,
+  layer: jax.Array,
+  positions_BL: jax.Array,
+  agents_BL: jax.Array | None,
+  counts_B: jax.Array | None,
+) -> tuple[jax.Array, dict | None, dict]:
+  """Returns the outputs of a `delta_net` [B, L, A], the cache, and the state.
+
+  Args:
+    config: shape of the network.
+    w: arrays of the group 'delta'.
+    x_BLD: normalized input.
+    cache: see `Layer`.
+    layer: see `Layer`.
+    positions_BL: see `Layer`.
+    agents_BL: see `Layer`.
+    counts_B: see `Layer`.
+  """
+  projected = tuple(
+    _project(config, w, name, x_BLD, agents_BL) for name in ('qkvz', 'ba')
+  )
+  heads, state = delta_net.mix(
+    config.delta,
+    w,
+    projected,
+    positions_BL,
+    eps=config.rms_norm_eps,
+    counts_B=counts_B,
+    state=None if cache is None else kv_cache.read_state(cache, layer),
+  )
+  if cache is not None:
+    cache = kv_cache.write_state(cache, layer, state)
+  return heads.reshape(*x_BLD.shape[:2], -1), cache, state
+
+
 class Layer(nn.Module):
   """One decoder layer, the body of a scan.
 
   Attributes:
     config: shape of the network.
-    keep: whether to return the keys and values, for a cache.
+    keep: whether to return what a cache holds of the tokens.
   """
 
   config: QwenConfig
@@ -135,8 +246,9 @@ class Layer(nn.Module):
     segments: attention.Segments | None,
     cos_sin: jax.Array,
     agents_BL: jax.Array | None,
+    counts_B: jax.Array | None,
     at_SN: jax.Array | None = None,
-  ) -> tuple[tuple[jax.Array, dict | None], tuple | None]:
+  ) -> tuple[tuple[jax.Array, dict | None], dict | None]:
     """Applies the layer.
 
     Args:
@@ -146,49 +258,33 @@ class Layer(nn.Module):
       segments: see `attention.self_attention`.
       cos_sin: see `rotary.cos_and_sin`.
       agents_BL: agent of each token; None without adapters of agents.
+      counts_B: number of tokens of each row that change its state; None: all.
       at_SN: indices of the tokens to return; see `gather_tokens`. None: all.
 
     Returns:
-      ((output, cache), keys and values if `keep`, else None).
+      ((output, cache), arrays of `kv_cache.from_kept` if `keep`, else None).
     """
     c, dtype = self.config, jnp.dtype(self.config.dtype)
     (x_BLD, cache), table = carry, parameters.layer_table(self.config)
     norm = _Arrays(table['norm'], name='norm')(jnp.float32)
-    w = _Arrays(table['attention'], name='attention')(dtype)
+    group = 'delta' if c.delta else 'attention'
+    w = _Arrays(table[group], name=group)(dtype)
 
-    y_BLD = rms_norm(x_BLD, norm['attention'], c.rms_norm_eps)
-    q_BLHE, k_BLKE, v_BLKE = _project_parts(c, w, 'qkv', y_BLD, agents_BL)
-    if c.qk_norm:
-      q_BLHE = rms_norm(q_BLHE, norm['q'], c.rms_norm_eps)
-      k_BLKE = rms_norm(k_BLKE, norm['k'], c.rms_norm_eps)
-    q_BLHE, k_BLKE = (
-      rotary.rotate(q_BLHE, cos_sin),
-      rotary.rotate(k_BLKE, cos_sin),
-    )
-    if cache is None:
-      segments = attention.limit_to_window(segments, c.window, x_BLD.shape[:2])
-      heads_BLHE = attention.self_attention(
-        q_BLHE, k_BLKE, v_BLKE, segments, implementation=c.attention
+    y_BLD = _normalize(c, norm['attention'], x_BLD)
+    if c.delta:
+      heads_BLA, cache, kept = _mix(
+        c, w, y_BLD, cache, layer, positions_BL, agents_BL, counts_B
       )
     else:
-      kernel = c.decode_attention
-      cache = kv_cache.write(
-        cache,
-        layer,
-        positions_BL,
-        k_BLKE,
-        v_BLKE,
-        by_head=decode_attention.reads_heads(kernel),
+      q_BLHE, k_BLKE, v_BLKE, gate = _queries_keys_values(
+        c, w, norm, y_BLD, cos_sin, agents_BL
       )
-      heads_BLHE = decode_attention.attend(
-        q_BLHE,
-        cache,
-        layer,
-        positions_BL,
-        implementation=kernel,
-        window=c.window,
+      heads_BLA, cache = _attend(
+        c, q_BLHE, k_BLKE, v_BLKE, cache, layer, positions_BL, segments
       )
-    heads_BLA = heads_BLHE.reshape(*x_BLD.shape[:2], -1)
+      kept = {'k': k_BLKE, 'v': v_BLKE}
+      if gate is not None:
+        heads_BLA *= jax.nn.sigmoid(gate)
     if at_SN is not None:
       # The rest of the layer processes each token independently.
       x_BLD = gather_tokens(x_BLD, at_SN)
@@ -196,27 +292,34 @@ class Layer(nn.Module):
       if agents_BL is not None:
         agents_BL = gather_tokens(agents_BL[..., None], at_SN)[..., 0]
     x_BLD = x_BLD + _project(c, w, 'o', heads_BLA, agents_BL)
-    y_BLD = rms_norm(x_BLD, norm['mlp'], c.rms_norm_eps)
+    y_BLD = _normalize(c, norm['mlp'], x_BLD)
     x_BLD = x_BLD + self._mlp(table, y_BLD, agents_BL)
-    kept = (k_BLKE, v_BLKE) if self.keep else None
-    return (mesh.constrain_rows(x_BLD), cache), kept
+    return (mesh.constrain_rows(x_BLD), cache), kept if self.keep else None
 
   def _mlp(
     self, table: dict, x_BLD: jax.Array, agents_BL: jax.Array | None
   ) -> jax.Array:
     c, dtype = self.config, jnp.dtype(self.config.dtype)
-    if c.num_experts:
-      return experts.apply_experts(
-        x_BLD,
-        _Arrays(table['experts'], name='experts')(dtype),
-        per_token=c.experts_per_token,
-        normalized=c.normalized_experts,
-        adapters=c.adapters,
-        agents_BL=agents_BL,
-      )
-    w = _Arrays(table['mlp'], name='mlp')(dtype)
-    gate_BLF, up_BLF = _project_parts(c, w, 'gate_up', x_BLD, agents_BL)
-    return _project(c, w, 'down', jax.nn.silu(gate_BLF) * up_BLF, agents_BL)
+
+    def apply_mlp(w: dict) -> jax.Array:
+      gate_BLF, up_BLF = _project_parts(c, w, 'gate_up', x_BLD, agents_BL)
+      return _project(c, w, 'down', jax.nn.silu(gate_BLF) * up_BLF, agents_BL)
+
+    if not c.num_experts:
+      return apply_mlp(_Arrays(table['mlp'], name='mlp')(dtype))
+    y_BLD = experts.apply_experts(
+      x_BLD,
+      _Arrays(table['experts'], name='experts')(dtype),
+      per_token=c.experts_per_token,
+      normalized=c.normalized_experts,
+      adapters=c.adapters,
+      agents_BL=agents_BL,
+    )
+    if c.shared_size:
+      w = _Arrays(table['shared'], name='shared')(dtype)
+      weight_BL1 = jax.nn.sigmoid(_multiply(w, 'mix', x_BLD))
+      y_BLD += weight_BL1 * apply_mlp(w)
+    return y_BLD
 
 
 def gather_tokens(x_BLD: jax.Array, at_SN: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ from gigpo_jax.models.qwen_config import QwenConfig
 
 # The parts of each fused matrix, and the group of a layer that has it.
 PARTS = {'qkv': ('q', 'k', 'v'), 'gate_up': ('gate', 'up')}
-_GROUPS = {'attention': 'qkv', 'mlp': 'gate_up'}
+_GROUPS = {'attention': 'qkv', 'mlp': 'gate_up', 'shared': 'gate_up'}
 
 # Suffix of the names of biases.
 BIAS = '_bias'
@@ -97,15 +97,16 @@ def split(
     y_BLO: the product.
 
   Returns:
-    [B, L, H, E], [B, L, K, E] and [B, L, K, E] for 'qkv'; [B, L, F] twice for
-    'gate_up'.
+    [B, L, H, E], [B, L, K, E] and [B, L, K, E] for 'qkv', with [B, L, 2 H, E]
+    if each query has a gate; [B, L, F] twice for 'gate_up'.
   """
   y_BLGI = y_BLO.reshape(*y_BLO.shape[:-1], config.fused, -1)
   if name == 'gate_up':
     parts = jnp.split(y_BLGI, 2, axis=-1)
-    outputs = (config.intermediate_size,)
+    outputs = (-1,)
   else:
     queries = config.num_heads * config.head_dim // config.fused
+    queries *= 1 + config.attention_gate
     keys = config.num_kv_heads * config.head_dim // config.fused
     parts = jnp.split(y_BLGI, (queries, queries + keys), axis=-1)
     outputs = (-1, config.head_dim)

@@ -1,4 +1,10 @@
-"""The key/value cache of a network: rows of slots, one slot per position.
+"""The cache of a network: rows of slots, one slot per position.
+
+A layer with attention has the keys and values of each position. A layer with a
+`delta_net` has a state of fixed size instead: the current one, and the one
+before the last token of the prompt. The prompt's is what other rows may copy
+and what the next turn of a conversation continues, because a state cannot be
+cut back to an earlier position.
 
 Shapes: **B** rows, **S** slots of a row, **P** prompt tokens, **L** new tokens
 of a row, **T** = B L, **K** key/value heads, **E** head size, **N** layers of a
@@ -6,12 +12,13 @@ stack.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from gigpo_jax import mesh
-from gigpo_jax.models import parameters
+from gigpo_jax.models import delta_net, layer_runs, parameters
 from gigpo_jax.models.qwen_config import QwenConfig
 
 # model: the model's compute type. int8: keys and values with a scale for each
@@ -26,24 +33,152 @@ Cache = tuple[dict[str, jax.Array], ...]
 # Dimension of the slots of each array.
 _SLOTS = {'k': 4, 'v': 3, 'k_scale': 3, 'v_scale': 3}
 
+# Prefix of the names of the prompt's state.
+_PROMPT = 'prompt_'
+
 
 def new(config: QwenConfig, num_rows: int, length: int) -> Cache:
   """Returns an empty cache of `num_rows` rows with `length` slots each."""
   size = parameters.layers_per_stack(config)
-  tokens = jax.ShapeDtypeStruct(
-    (size, num_rows, length, config.num_kv_heads, config.head_dim), config.dtype
+  stacks = []
+  for n in range(0, config.num_layers, size):
+    shapes = _stack_shapes(
+      layer_runs.config_of(config, n), size, num_rows, length
+    )
+    stacks.append({k: jnp.zeros(x.shape, x.dtype) for k, x in shapes.items()})
+  return tuple(stacks)
+
+
+def _stack_shapes(
+  config: QwenConfig, size: int, num_rows: int, length: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns the shapes of a stack of equal layers."""
+  if config.delta:
+    kept = {
+      name: jax.ShapeDtypeStruct((size, *x.shape), x.dtype)
+      for name, x in delta_net.state_shapes(
+        config.delta, num_rows, config.dtype
+      ).items()
+    }
+  else:
+    tokens = jax.ShapeDtypeStruct(
+      (size, num_rows, length, config.num_kv_heads, config.head_dim),
+      config.dtype,
+    )
+    kept = {'k': tokens, 'v': tokens}
+  return jax.eval_shape(functools.partial(from_kept, config), kept)
+
+
+def has_state(config: QwenConfig) -> bool:
+  """Returns whether rows have a state besides keys and values."""
+  return config.delta is not None
+
+
+def reuse_problem(config: QwenConfig, reuse: str) -> str | None:
+  """Returns why rows cannot be reused in a way; None: they can.
+
+  Args:
+    config: shape of the network.
+    reuse: one of `prefix_cache.REUSE`.
+  """
+  if not has_state(config) or reuse != 'all':
+    return None
+  return (
+    'rollout.reuse_cache=all: the model has layers with a state, which is kept '
+    'for prompts only; must be prompts or none'
   )
-  shapes = jax.eval_shape(
-    functools.partial(from_tokens, config), tokens, tokens
+
+
+def slots(cache: Cache) -> int:
+  """Returns the number of slots of a row."""
+  return next(
+    x.shape[_SLOTS[name]]
+    for stack in cache
+    for name, x in stack.items()
+    if name in _SLOTS
   )
-  stack = {name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()}
-  return tuple(stack for _ in range(0, config.num_layers, size))
 
 
 def token_bytes(config: QwenConfig) -> int:
   """Returns the bytes of one token in the cache of all layers."""
-  cache = jax.eval_shape(lambda: new(config, 1, 1))
+  return _bytes(config, 2) - _bytes(config, 1)
+
+
+def state_bytes(config: QwenConfig) -> int:
+  """Returns the bytes of a row that do not depend on its length."""
+  return _bytes(config, 1) - token_bytes(config)
+
+
+def _bytes(config: QwenConfig, length: int) -> int:
+  cache = jax.eval_shape(lambda: new(config, 1, length))
   return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+
+
+def from_kept(
+  config: QwenConfig, kept: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+  """Returns a stack of the prompts that a prefill computed.
+
+  Args:
+    config: shape of a network of such layers.
+    kept: {'k', 'v'} of the tokens, see `from_tokens`; or the state [N, B, ..]
+      before the last token.
+  """
+  if config.delta:
+    return kept | {_PROMPT + name: x for name, x in kept.items()}
+  return from_tokens(config, kept['k'], kept['v'])
+
+
+def read_state(stack: dict, layer: jax.Array) -> dict[str, jax.Array]:
+  """Returns the current state of a layer of a stack."""
+  return {name: stack[name][layer] for name in delta_net.STATE}
+
+
+def write_state(
+  stack: dict, layer: jax.Array, state: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+  """Returns a stack with another current state of a layer."""
+  return stack | {
+    name: stack[name].at[layer].set(x.astype(stack[name].dtype))
+    for name, x in state.items()
+  }
+
+
+def start(cache: Cache, rows_B: jax.Array | None = None) -> Cache:
+  """Returns the cache with the prompt's state as the current one.
+
+  Args:
+    cache: the cache.
+    rows_B: whether to change each row; None: all.
+  """
+
+  def choose(x: jax.Array, prompt: jax.Array) -> jax.Array:
+    if rows_B is None:
+      return prompt
+    chosen = rows_B.reshape(1, -1, *[1] * (x.ndim - 2))
+    return jnp.where(chosen, prompt, x)
+
+  return _map_states(
+    cache,
+    lambda stack, name: {name: choose(stack[name], stack[_PROMPT + name])},
+  )
+
+
+def keep_prompt(cache: Cache) -> Cache:
+  """Returns the cache with the current state as the prompt's."""
+  return _map_states(cache, lambda stack, name: {_PROMPT + name: stack[name]})
+
+
+def _map_states(cache: Cache, change: Callable) -> Cache:
+  """Returns the cache with arrays change(stack, name) of each state's array."""
+  stacks = []
+  for stack in cache:
+    changed = {}
+    for name in delta_net.STATE:
+      if name in stack:
+        changed |= change(stack, name)
+    stacks.append(stack | changed)
+  return tuple(stacks)
 
 
 def from_tokens(
@@ -150,11 +285,12 @@ def resize(cache: Cache, num_rows: int, length: int) -> Cache:
     widths[axis] = (0, size - x.shape[axis])
     return jnp.pad(x, widths)
 
+  def resize_array(name: str, x: jax.Array) -> jax.Array:
+    x = resize_axis(x, 1, num_rows)
+    return resize_axis(x, _SLOTS[name], length) if name in _SLOTS else x
+
   return tuple(
-    {
-      name: resize_axis(resize_axis(x, 1, num_rows), _SLOTS[name], length)
-      for name, x in stack.items()
-    }
+    {name: resize_array(name, x) for name, x in stack.items()}
     for stack in cache
   )
 
@@ -168,9 +304,11 @@ def insert(cache: Cache, rows: Cache, slots_B: jax.Array) -> Cache:
       length of the cache are dropped.
     slots_B: row of the cache for each of `rows`; rows past the end are dropped.
   """
-  length = min(cache[0]['k'].shape[-1], rows[0]['k'].shape[-1])
+  length = min(slots(cache), slots(rows))
 
   def put(name: str, x: jax.Array, new: jax.Array) -> jax.Array:
+    if name not in _SLOTS:
+      return x.at[:, slots_B].set(new, mode='drop')
     each = (slice(None),) * (_SLOTS[name] - 2)
     new = jax.lax.slice_in_dim(new, 0, length, axis=_SLOTS[name])
     return x.at[:, slots_B, *each, :length].set(new, mode='drop')

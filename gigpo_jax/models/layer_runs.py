@@ -1,18 +1,20 @@
-"""Layers of one network that differ: dense MLPs among experts, and windows.
+"""Layers of one network that differ, in attention or MLP.
 
-The parameters of a group ('attention', 'mlp', ..) are stacked over the layers
-that have it. Consecutive layers of the same shape are a run, which one scan
-applies.
+A layer may have a window, a dense MLP among experts, or a state instead of
+attention (`delta_net`). An array of a group ('attention', 'mlp', ..) is stacked
+over the layers that have it. Consecutive layers of the same shape are a run,
+which one scan applies.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 from gigpo_jax.models.qwen_config import QwenConfig
+
+# Arrays that only layers with attention have, besides those of 'attention'.
+_HEAD_NORMS = (('norm', 'q'), ('norm', 'k'))
 
 
 class Run(NamedTuple):
@@ -33,10 +35,9 @@ class Run(NamedTuple):
 def runs(config: QwenConfig) -> tuple[Run, ...]:
   """Returns the runs of a network, in the order of its layers."""
   count = config.num_layers
-  if not (config.dense_layers or config.window_layers):
+  if not (config.dense_layers or config.window_layers or config.delta_layers):
     return (Run(config, 0, count),)
-  windowed = config.window_layers or range(count)
-  kinds = [(n in config.dense_layers, n in windowed) for n in range(count)]
+  kinds = [_kind(config, n) for n in range(count)]
   starts = [n for n in range(count) if not n or kinds[n] != kinds[n - 1]]
   return tuple(
     Run(_only(config, *kinds[start]), start, stop)
@@ -44,14 +45,41 @@ def runs(config: QwenConfig) -> tuple[Run, ...]:
   )
 
 
-def _only(config: QwenConfig, is_dense: bool, is_windowed: bool) -> QwenConfig:
+def _kind(config: QwenConfig, n: int) -> tuple[bool, bool, bool]:
+  """Returns whether a layer is dense, has a window, and has a state."""
+  has_state = config.delta is not None and (
+    not config.delta_layers or n in config.delta_layers
+  )
+  has_window = not config.window_layers or n in config.window_layers
+  return n in config.dense_layers, has_window and not has_state, has_state
+
+
+def _only(
+  config: QwenConfig, is_dense: bool, has_window: bool, has_state: bool
+) -> QwenConfig:
   """Returns the shape of a network whose layers are all of one kind."""
-  changes: dict[str, Any] = {'dense_layers': (), 'window_layers': ()}
+  changes: dict[str, Any] = {
+    'dense_layers': (),
+    'window_layers': (),
+    'delta_layers': (),
+  }
   if is_dense:
-    changes |= {'num_experts': 0, 'intermediate_size': config.dense_size}
-  if not is_windowed:
+    changes |= {'num_experts': 0, 'shared_size': 0}
+    changes['intermediate_size'] = config.dense_size
+  if not has_window:
     changes['window'] = 0
+  if not has_state:
+    changes['delta'] = None
   return dataclasses.replace(config, **changes)
+
+
+def can_branch(config: QwenConfig) -> bool:
+  """Returns whether texts of a sequence may branch.
+
+  A window and a state reach back to the tokens just before, which belong to
+  another branch.
+  """
+  return not (config.window or config.delta)
 
 
 def config_of(config: QwenConfig, layer: int) -> QwenConfig:
@@ -59,13 +87,23 @@ def config_of(config: QwenConfig, layer: int) -> QwenConfig:
   return next(run.config for run in runs(config) if layer < run.stop)
 
 
-def layers_of(config: QwenConfig, group: str) -> Sequence[int]:
-  """Returns the indices of the layers with a group of parameters."""
+def layers_of(config: QwenConfig, group: str, name: str = '') -> Sequence[int]:
+  """Returns the indices of the layers with an array.
+
+  Args:
+    config: shape of the network.
+    group: group of the array.
+    name: its name; '' for a group whose arrays are all in the same layers.
+  """
   every = range(config.num_layers)
-  if not config.dense_layers or group not in ('mlp', 'experts'):
-    return every
-  is_dense = group == 'mlp'
-  return tuple(n for n in every if (n in config.dense_layers) == is_dense)
+  if group in ('mlp', 'experts', 'shared') and config.dense_layers:
+    is_dense = group == 'mlp'
+    return tuple(n for n in every if (n in config.dense_layers) == is_dense)
+  of_attention = group == 'attention' or (group, name) in _HEAD_NORMS
+  if config.delta_layers and (of_attention or group == 'delta'):
+    has_state = group == 'delta'
+    return tuple(n for n in every if (n in config.delta_layers) == has_state)
+  return every
 
 
 def take(
@@ -79,28 +117,34 @@ def take(
     start: index of the first layer.
     stop: index after the last layer, of the same run.
   """
-  taken = {}
-  for group, arrays in layers.items():
-    part = _indices(config, group, start, stop)
-    if part.stop > part.start:
-      taken[group] = jax.tree.map(lambda leaf, p=part: leaf[p], arrays)
-  return taken
+  return _select(config, layers, start, stop, lambda leaf, part: leaf[part])
 
 
 def take_groups(
   config: QwenConfig, layers: dict[str, Any], start: int, stop: int
 ) -> dict[str, Any]:
-  """Returns the groups of the layers from `start` to `stop`, not sliced."""
-  return {
-    group: leaves
-    for group, leaves in layers.items()
-    if (part := _indices(config, group, start, stop)).stop > part.start
-  }
+  """Returns the arrays of the layers from `start` to `stop`, not sliced."""
+  return _select(config, layers, start, stop, lambda leaf, _: leaf)
 
 
-def _indices(config: QwenConfig, group: str, start: int, stop: int) -> slice:
-  """Returns where a group's stack holds the layers from `start` to `stop`."""
-  layers = layers_of(config, group)
+def _select(
+  config: QwenConfig, layers: dict, start: int, stop: int, use: Callable
+) -> dict[str, Any]:
+  """Returns use(leaf, slice of its stack) of all arrays of some layers."""
+  selected: dict[str, Any] = {}
+  for group, arrays in layers.items():
+    for name, leaf in arrays.items():
+      part = _indices(config, group, name, start, stop)
+      if part.stop > part.start:
+        selected.setdefault(group, {})[name] = use(leaf, part)
+  return selected
+
+
+def _indices(
+  config: QwenConfig, group: str, name: str, start: int, stop: int
+) -> slice:
+  """Returns where an array's stack holds the layers from `start` to `stop`."""
+  layers = layers_of(config, group, name)
   if isinstance(layers, range):
     return slice(start, stop)
   return slice(*(sum(n < end for n in layers) for end in (start, stop)))

@@ -18,6 +18,9 @@ from gigpo_jax import options
 
 TARGETS = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
 
+# Targets that all together also stand for a joint matrix of other layers.
+_JOINT = {'qkvz': ('q', 'k', 'v')}
+
 # Suffixes of the names of an adapter's matrices.
 A, B = '_a', '_b'
 
@@ -58,6 +61,10 @@ class Lora:
 
   def __post_init__(self):
     options.check(self)
+
+  def adapts(self, name: str) -> bool:
+    """Returns whether a matrix has an adapter, by its name."""
+    return {*_JOINT.get(name, (name,))} <= {*self.targets}
 
   @property
   def scale(self) -> float:

@@ -22,10 +22,16 @@ CONTRACTED = {
   ('attention', 'v'): (0,),
   ('attention', 'qkv'): (0,),
   ('attention', 'o'): (0, 1),
+  ('delta', 'qkvz'): (0,),
+  ('delta', 'o'): (0, 1),
   ('mlp', 'gate'): (0,),
   ('mlp', 'up'): (0,),
   ('mlp', 'gate_up'): (0,),
   ('mlp', 'down'): (0,),
+  ('shared', 'gate'): (0,),
+  ('shared', 'up'): (0,),
+  ('shared', 'gate_up'): (0,),
+  ('shared', 'down'): (0,),
   ('experts', 'gate'): (1,),
   ('experts', 'up'): (1,),
   ('experts', 'down'): (1,),
@@ -35,26 +41,33 @@ CONTRACTED = {
 def layer_table(c: QwenConfig) -> dict[str, dict[str, tuple]]:
   """Returns the shape and logical axes of each array of one layer."""
   d, h, k, e = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim
+  # Queries, and a gate for each output of a head.
+  q = 2 * e if c.attention_gate else e
   biases = {
-    'q_bias': ((h, e), ('heads', 'head')),
+    'q_bias': ((h, q), ('heads', 'head')),
     'k_bias': ((k, e), ('kv_heads', 'head')),
     'v_bias': ((k, e), ('kv_heads', 'head')),
   }
   head_norms = {'q': ((e,), (None,)), 'k': ((e,), (None,))}
-  table = {
+  attention = {
     'attention': {
-      'q': ((d, h, e), ('embed', 'heads', 'head')),
+      'q': ((d, h, q), ('embed', 'heads', 'head')),
       'k': ((d, k, e), ('embed', 'kv_heads', 'head')),
       'v': ((d, k, e), ('embed', 'kv_heads', 'head')),
       **(biases if c.qkv_bias else {}),
       'o': ((h, e, d), ('heads', 'head', 'embed')),
       **({'o_bias': ((d,), (None,))} if c.o_bias else {}),
     },
+  }
+  has_attention = not c.delta or bool(c.delta_layers)
+  table = {
+    **(attention if has_attention else {}),
+    **_delta_table(c),
     **_mlp_tables(c),
     'norm': {
       'attention': ((d,), (None,)),
       'mlp': ((d,), (None,)),
-      **(head_norms if c.qk_norm else {}),
+      **(head_norms if c.qk_norm and has_attention else {}),
     },
   }
   for group, names in table.items():
@@ -62,8 +75,30 @@ def layer_table(c: QwenConfig) -> dict[str, dict[str, tuple]]:
   return fusion.fuse(table, fusion.join_shapes) if c.fused else table
 
 
+def _delta_table(c: QwenConfig) -> dict[str, dict[str, tuple]]:
+  """Returns the group 'delta' of layers that have a state; see `delta_net`."""
+  if not c.delta:
+    return {}
+  heads, width = c.delta.key_heads, c.delta.widths
+  values, per_head = width['v'], ((heads, c.delta.ratio), ('heads', None))
+  inputs = ('embed', 'heads', 'head')
+  group = {
+    'qkvz': ((c.hidden_size, heads, c.delta.mixed_size + values), inputs),
+    'ba': ((c.hidden_size, heads, width['b'] + width['a']), inputs),
+    'conv': (
+      (c.delta.kernel, heads, c.delta.mixed_size),
+      (None, 'heads', 'head'),
+    ),
+    'log_rate': per_head,
+    'step_bias': per_head,
+    'norm': ((c.delta.value_size,), (None,)),
+    'o': ((heads, values, c.hidden_size), ('heads', 'head', 'embed')),
+  }
+  return {'delta': group}
+
+
 def _mlp_tables(c: QwenConfig) -> dict[str, dict[str, tuple]]:
-  """Returns the groups 'mlp' and 'experts', of which a layer has one."""
+  """Returns the groups of dense layers and of layers with experts."""
 
   def mlp(f: int) -> dict[str, tuple]:
     return {
@@ -79,16 +114,20 @@ def _mlp_tables(c: QwenConfig) -> dict[str, dict[str, tuple]]:
     name: ((c.num_experts, *shape), ('experts', *axes))
     for name, (shape, axes) in mlp(c.intermediate_size).items()
   } | {'router': ((c.hidden_size, c.num_experts), ('embed', None))}
-  dense = {'mlp': mlp(c.dense_size)} if c.dense_layers else {}
-  return dense | {'experts': experts}
+  groups = {'mlp': mlp(c.dense_size)} if c.dense_layers else {}
+  groups['experts'] = experts
+  if c.shared_size:
+    # The output is multiplied by a sigmoid of the product with 'mix'.
+    mix = {'mix': ((c.hidden_size, 1), ('embed', None))}
+    groups['shared'] = mlp(c.shared_size) | mix
+  return groups
 
 
 def _adapter_table(c: QwenConfig, group: str, names: dict) -> dict[str, tuple]:
   """Returns shape and logical axes of the adapters in a layer's group."""
   table = {}
-  for name in c.adapters.targets if c.adapters else ():
-    if (group, name) in CONTRACTED:
-      shape, axes = names[name]
+  for name, (shape, axes) in names.items() if c.adapters else ():
+    if (group, name) in CONTRACTED and c.adapters.adapts(name):
       # An expert's adapter, like its matrix, follows the expert's index.
       first, last = CONTRACTED[group, name][0], CONTRACTED[group, name][-1] + 1
       rank = c.adapters.width
@@ -109,7 +148,10 @@ def _table(c: QwenConfig) -> dict[str, Any]:
     'embed': ((c.vocab_size, c.hidden_size), ('vocab', 'embed')),
     'layers': {
       group: {
-        name: ((len(layer_runs.layers_of(c, group)), *shape), ('layers', *axes))
+        name: (
+          (len(layer_runs.layers_of(c, group, name)), *shape),
+          ('layers', *axes),
+        )
         for name, (shape, axes) in arrays.items()
       }
       for group, arrays in layer_table(c).items()
@@ -148,6 +190,8 @@ def max_tensor_shards(config: QwenConfig) -> int:
     config.num_kv_heads,
     config.intermediate_size,
     config.dense_size,
+    config.shared_size,
+    config.delta.key_heads if config.delta else 0,
     config.vocab_size,
   )
 
@@ -157,7 +201,8 @@ def init(config: QwenConfig, key: jax.Array) -> dict[str, Any]:
 
   Weights are normally distributed with standard deviation 0.02, as in Qwen.
   Output projections are divided by the square root of twice the depth. Norms
-  are one; biases and a critic's value head are zero. An adapter's first matrix
+  are one, or zero if they are centered; biases and a critic's value head are
+  zero. An adapter's first matrix
   is uniform with standard deviation (3 * inputs)^(-1/2), its second matrix
   zero.
   """
@@ -169,6 +214,12 @@ def init(config: QwenConfig, key: jax.Array) -> dict[str, Any]:
   def make(path: tuple, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
     names = [entry.key for entry in path]
     if 'norm' in names:
+      is_centered = config.centered_norms and 'delta' not in names
+      return jnp.full(shape, 0.0 if is_centered else 1.0, jnp.float32)
+    if names[-1] == 'log_rate':
+      # The decay of the state takes between 1/16 token and 100 tokens.
+      return jnp.log(jax.random.uniform(key, shape, jnp.float32, 0.01, 16))
+    if names[-1] == 'step_bias':
       return jnp.ones(shape, jnp.float32)
     if names[-1].endswith(('bias', 'value', lora.B)):
       return jnp.zeros(shape, jnp.float32)

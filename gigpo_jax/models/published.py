@@ -1,6 +1,8 @@
 """Shapes of published checkpoints, for estimates without a download."""
 
-from gigpo_jax.models import qwen
+import dataclasses
+
+from gigpo_jax.models import qwen, qwen_config
 
 
 def _shape(sizes: str, **kwargs) -> qwen.QwenConfig:
@@ -26,6 +28,30 @@ def _shape(sizes: str, **kwargs) -> qwen.QwenConfig:
   )
 
 
+def _hybrid(sizes: str, value_heads: int, **kwargs) -> qwen.QwenConfig:
+  """Returns the shape of a Qwen3.5 network: every fourth layer has attention.
+
+  Args:
+    sizes: see `_shape`.
+    value_heads: heads of values in the other layers.
+    **kwargs: other fields of the config.
+  """
+  shape = _shape(
+    sizes,
+    **_QWEN3,
+    attention_gate=True,
+    centered_norms=True,
+    rope_theta=1e7,
+    delta=qwen_config.Delta(16, value_heads, key_size=128, value_size=128),
+    **kwargs,
+  )
+  return dataclasses.replace(
+    shape,
+    rotary_dim=shape.head_dim // 4,
+    delta_layers=tuple(n for n in range(shape.num_layers) if (n + 1) % 4),
+  )
+
+
 _UNTIED = {'tie_embeddings': False}
 _QWEN3 = {'qkv_bias': False, 'qk_norm': True}
 _EXPERTS = {'num_experts': 128, 'experts_per_token': 8}
@@ -47,6 +73,16 @@ SHAPES = {
   'Qwen3-30B-A3B': _shape(
     '2048 768 48 32 4 128 151936', **_QWEN3, **_UNTIED, **_EXPERTS
   ),
+  'Qwen3.5-9B': _hybrid('4096 12288 32 16 4 256 248320', 32, **_UNTIED),
+  'Qwen3.5-35B-A3B': _hybrid(
+    '2048 512 40 16 2 256 248320',
+    32,
+    **_UNTIED,
+    num_experts=256,
+    experts_per_token=8,
+    shared_size=512,
+  ),
+  'Qwen3.5-27B': _hybrid('5120 17408 64 24 4 256 248320', 48, **_UNTIED),
 }
 
 

@@ -25,6 +25,7 @@ from gigpo_jax.models import (
   kv_cache,
   layer_gradients,
   layer_runs,
+  normalization,
   parameters,
   quantization,
   qwen_config,
@@ -43,9 +44,10 @@ def _layers(
   segments: attention.Segments | None = None,
   agents_BL: jax.Array | None = None,
   *,
+  counts_B: jax.Array | None = None,
   cache: dict | None = None,
   keep: bool = False,
-) -> tuple[jax.Array, dict | None, tuple | None]:
+) -> tuple[jax.Array, dict | None, dict | None]:
   """Applies a stack of layers by one scan.
 
   Args:
@@ -57,19 +59,20 @@ def _layers(
       or [1, L] for the same positions in all rows.
     segments: texts of each sequence; see `attention.self_attention`.
     agents_BL: agent of each token; None without adapters of agents.
-    cache: keys and values of these layers; None: attention within the row.
-    keep: whether to return the keys and values of the tokens.
+    counts_B: number of tokens of each row that change its state; None: all.
+    cache: cache of these layers; None: attention within the row.
+    keep: whether to return what a cache holds of the tokens.
 
   Returns:
-    (output [B, L, D], the cache with the tokens' keys and values written, keys
-    and values [N, B, L, K, E] each, or None).
+    (output [B, L, D], the cache with the tokens written, arrays of
+    `kv_cache.from_kept` or None).
   """
   length = _depth(params)
   stack = nn.scan(
     _layer_class(config),
     variable_axes={'params': 0},
     split_rngs={'params': True},
-    in_axes=(0, *[nn.broadcast] * 4),
+    in_axes=(0, *[nn.broadcast] * 5),
     length=length,
     # A loop copies its residuals into stacks and back.
     unroll=length if length <= qwen_config.MAX_UNROLLED else 1,
@@ -82,6 +85,7 @@ def _layers(
     segments,
     rotary.cos_and_sin(positions_BL, config),
     agents_BL,
+    counts_B,
   )
   return x_BLD, cache, kept
 
@@ -131,6 +135,7 @@ def _last_layer(
     segments,
     rotary.cos_and_sin(positions_BL, config),
     agents_BL,
+    None,
     at_SN,
   )
   return x_SND
@@ -178,6 +183,12 @@ def _embed(config: QwenConfig, params: dict, tokens_BL: jax.Array) -> jax.Array:
     params['embed'][tokens_BL], scale, config.dtype
   )
   return mesh.constrain_rows(x_BLD)
+
+
+def _final_norm(config: QwenConfig, params: dict, x: jax.Array) -> jax.Array:
+  return normalization.rms_norm(
+    x, params['norm'], config.rms_norm_eps, centered=config.centered_norms
+  )
 
 
 def hidden_states(
@@ -233,7 +244,7 @@ def hidden_states(
     if _depth(first):
       x_BLD, _, _ = _layers(run.config, first, x_BLD, *where)
     x = _last_layer(run.config, last, x_BLD, *where, at_SN)
-  return decoder_layer.rms_norm(x, params['norm'], config.rms_norm_eps)
+  return _final_norm(config, params, x)
 
 
 def logits(config: QwenConfig, params: dict, hidden: jax.Array) -> jax.Array:
@@ -341,6 +352,8 @@ def prefill(
   params: dict,
   tokens_BP: jax.Array,
   agents_B: jax.Array | None = None,
+  *,
+  counts_B: jax.Array | None = None,
 ) -> kv_cache.Cache:
   """Prefills prompts; returns a cache of B rows with P slots.
 
@@ -352,16 +365,26 @@ def prefill(
     params: parameters of the network; see `parameters.unstack_layers`.
     tokens_BP: prompts from position 0, padded right.
     agents_B: agent of each row; None without adapters of agents.
+    counts_B: number of tokens before a prompt's last; None: P - 1.
   """
+  if counts_B is None:
+    counts_B = jnp.full(tokens_BP.shape[0], tokens_BP.shape[1] - 1)
   agents_BP = _per_token(agents_B, tokens_BP)
   x_BPD = _embed(config, params, tokens_BP)
   positions_1P = jnp.arange(tokens_BP.shape[1])[None]
   cache = []
   for stack_config, layers in _stacks(config, params):
-    x_BPD, _, (k_NBPKE, v_NBPKE) = _layers(
-      stack_config, layers, x_BPD, positions_1P, None, agents_BP, keep=True
+    x_BPD, _, kept = _layers(
+      stack_config,
+      layers,
+      x_BPD,
+      positions_1P,
+      None,
+      agents_BP,
+      counts_B=counts_B,
+      keep=True,
     )
-    cache.append(kv_cache.from_tokens(config, k_NBPKE, v_NBPKE))
+    cache.append(kv_cache.from_kept(stack_config, kept))
   return tuple(cache)
 
 
@@ -388,10 +411,13 @@ def extend(
   tokens_BL: jax.Array,
   positions_BL: jax.Array,
   agents_B: jax.Array | None = None,
+  *,
+  counts_B: jax.Array | None = None,
 ) -> kv_cache.Cache:
   """Prefills L tokens of each row at an offset; returns the cache.
 
-  Each token attends to the cache up to its own position.
+  Each token attends to the cache up to its own position. A state continues
+  that of the prompt, which is replaced.
 
   Args:
     config: shape of the network.
@@ -401,9 +427,13 @@ def extend(
     positions_BL: positions of these tokens in their row; positions past the end
       of the cache are dropped.
     agents_B: agent of each row; None without adapters of agents.
+    counts_B: number of leading tokens of each row to prefill; None: all.
   """
-  where = positions_BL, _per_token(agents_B, tokens_BL)
-  return _cached_layers(config, params, cache, tokens_BL, *where)[1]
+  cache = kv_cache.start(cache)
+  where = positions_BL, _per_token(agents_B, tokens_BL), counts_B
+  return kv_cache.keep_prompt(
+    _cached_layers(config, params, cache, tokens_BL, *where)[1]
+  )
 
 
 def _cached_layers(
@@ -413,6 +443,7 @@ def _cached_layers(
   tokens_BL: jax.Array,
   positions_BL: jax.Array,
   agents_BL: jax.Array | None,
+  counts_B: jax.Array | None = None,
 ) -> tuple[jax.Array, kv_cache.Cache]:
   """Applies the layers over a cache; returns (output [B, L, D], cache)."""
   x_BLD, stacks = _embed(config, params, tokens_BL), []
@@ -420,7 +451,14 @@ def _cached_layers(
     _stacks(config, params), cache, strict=True
   ):
     x_BLD, stack, _ = _layers(
-      stack_config, layers, x_BLD, positions_BL, None, agents_BL, cache=stack
+      stack_config,
+      layers,
+      x_BLD,
+      positions_BL,
+      None,
+      agents_BL,
+      counts_B=counts_B,
+      cache=stack,
     )
     stacks.append(stack)
   return x_BLD, tuple(stacks)
@@ -447,7 +485,5 @@ def decode(
   tokens_B1 = tokens_B[:, None]
   where = positions_B[:, None], _per_token(agents_B, tokens_B1)
   x_B1D, cache = _cached_layers(config, params, cache, tokens_B1, *where)
-  x_BD = decoder_layer.rms_norm(
-    x_B1D[:, 0], params['norm'], config.rms_norm_eps
-  )
+  x_BD = _final_norm(config, params, x_B1D[:, 0])
   return logits(config, params, x_BD), cache

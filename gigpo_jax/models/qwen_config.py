@@ -41,6 +41,45 @@ class Yarn:
 
 
 @dataclasses.dataclass(frozen=True)
+class Delta:
+  """Shape of a layer that mixes tokens by a state; see `delta_net`.
+
+  Attributes:
+    key_heads: number of heads of queries and keys.
+    value_heads: number of heads of values, a multiple of `key_heads`.
+    key_size: size of a query and of a key.
+    value_size: size of a value.
+    kernel: tokens of the convolution, with the token itself.
+    joined: whether files hold all projections of a key head together; only
+      their layout differs (Qwen3-Next).
+  """
+
+  key_heads: int
+  value_heads: int
+  key_size: int
+  value_size: int
+  kernel: int = 4
+  joined: bool = False
+
+  @property
+  def ratio(self) -> int:
+    """Returns the number of value heads of a key head."""
+    return self.value_heads // self.key_heads
+
+  @property
+  def widths(self) -> dict[str, int]:
+    """Returns the columns of each part of a key head's projections."""
+    values = self.ratio * self.value_size
+    keys = {'q': self.key_size, 'k': self.key_size, 'v': values}
+    return keys | {'z': values, 'b': self.ratio, 'a': self.ratio}
+
+  @property
+  def mixed_size(self) -> int:
+    """Returns the inputs of the convolution for a key head."""
+    return 2 * self.key_size + self.ratio * self.value_size
+
+
+@dataclasses.dataclass(frozen=True)
 class QwenConfig:
   """Shape of a network; names follow Hugging Face's config.json.
 
@@ -48,10 +87,17 @@ class QwenConfig:
     qkv_bias: whether queries, keys and values have biases (Qwen2).
     o_bias: whether the output projection of attention has a bias.
     qk_norm: whether each head's queries and keys are normalized (Qwen3).
+    attention_gate: whether the queries' matrix also has a gate for each output
+      of a head.
+    centered_norms: whether norms multiply by 1 + weight; the norm within
+      `delta` does not.
+    rotary_dim: leading elements of a head that are rotated; 0: all.
     yarn: scaling of the rotary angles for longer rows; None: no scaling.
     max_positions: longest supported row in tokens; only written to exports.
     num_experts: X, experts of a layer; 0: a dense MLP.
     experts_per_token: experts that each token is routed to.
+    shared_size: width of an MLP next to the experts, which processes every
+      token; 0: there is none.
     dense_layers: indices of layers with a dense MLP in a mixture of experts.
     dense_size: width of these MLPs.
     normalized_experts: whether a token's expert weights are normalized to sum
@@ -59,6 +105,9 @@ class QwenConfig:
     window: number of the last tokens, with itself, that a token attends to; 0:
       all.
     window_layers: indices of the layers with a window; (): all layers.
+    delta: shape of layers that mix tokens by a state instead of attention;
+      None: there are none.
+    delta_layers: indices of these layers; (): all layers.
     value_head: whether the output is one value per token (a critic) rather
       than logits; see `values`.
     adapters: low-rank adapters of a frozen network; None: all parameters are
@@ -90,15 +139,21 @@ class QwenConfig:
   qkv_bias: bool = True
   o_bias: bool = False
   qk_norm: bool = False
+  attention_gate: bool = False
+  centered_norms: bool = False
+  rotary_dim: int = 0
   yarn: Yarn | None = None
   max_positions: int = 32768
   num_experts: int = 0
   experts_per_token: int = 0
   normalized_experts: bool = True
+  shared_size: int = 0
   dense_layers: tuple[int, ...] = ()
   dense_size: int = 0
   window: int = 0
   window_layers: tuple[int, ...] = ()
+  delta: Delta | None = None
+  delta_layers: tuple[int, ...] = ()
   value_head: bool = False
   adapters: lora.Lora | None = None
   dtype: str = 'bfloat16'

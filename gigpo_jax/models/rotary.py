@@ -12,8 +12,11 @@ from gigpo_jax.models.qwen_config import QwenConfig
 
 
 def cos_and_sin(positions_BL: jax.Array, config: QwenConfig) -> jax.Array:
-  """Returns cos and sin of a head's rotary angles, float32 [2, B, L, 1, E]."""
-  half, yarn = config.head_dim // 2, config.yarn
+  """Returns cos and sin of a head's rotary angles, float32 [2, B, L, 1, E].
+
+  E is the number of elements that are rotated.
+  """
+  half, yarn = _size(config) // 2, config.yarn
   powers = jnp.arange(half, dtype=jnp.float32) / half
   periods, factor = config.rope_theta**powers, 1.0
   if yarn:
@@ -27,9 +30,14 @@ def cos_and_sin(positions_BL: jax.Array, config: QwenConfig) -> jax.Array:
   return jnp.concatenate([rotary, rotary], axis=-1)
 
 
+def _size(config: QwenConfig) -> int:
+  """Returns the number of elements of a head that are rotated."""
+  return config.rotary_dim or config.head_dim
+
+
 def _yarn_ramp(config: QwenConfig) -> jax.Array:
   """Returns YaRN's weight of the divided angle in [0, 1], [E/2]."""
-  yarn, half = config.yarn, config.head_dim // 2
+  yarn, half = config.yarn, _size(config) // 2
 
   def dimension(turns: float) -> float:
     """Returns the dimension that makes `turns` turns in `original_length`."""
@@ -37,15 +45,16 @@ def _yarn_ramp(config: QwenConfig) -> jax.Array:
     return half * math.log(period) / math.log(config.rope_theta)
 
   low = max(math.floor(dimension(yarn.beta_fast)), 0)
-  high = min(math.ceil(dimension(yarn.beta_slow)), config.head_dim - 1)
+  high = min(math.ceil(dimension(yarn.beta_slow)), _size(config) - 1)
   ramp = (jnp.arange(half, dtype=jnp.float32) - low) / max(high - low, 1e-3)
   return jnp.clip(ramp, 0, 1)
 
 
 def rotate(x_BLHE: jax.Array, rotary: jax.Array) -> jax.Array:
-  """Applies rotary position embeddings to queries or keys."""
-  (cos, sin), half = rotary, x_BLHE.shape[-1] // 2
-  x = x_BLHE.astype(jnp.float32)
+  """Applies rotary position embeddings to the leading elements of heads."""
+  (cos, sin), half = rotary, rotary.shape[-1] // 2
+  x, rest = jnp.split(x_BLHE, [2 * half], axis=-1)
+  x = x.astype(jnp.float32)
 
   def concatenate(x: jax.Array) -> jax.Array:
     return jnp.concatenate([-x[..., half:], x[..., :half]], axis=-1)
@@ -58,4 +67,5 @@ def rotate(x_BLHE: jax.Array, rotary: jax.Array) -> jax.Array:
   # XLA's CPU backend concatenates one element at a time, which is slower than
   # a product with a matrix of 0 and 1.
   rotated = jax.lax.platform_dependent(x, cpu=multiply, default=concatenate)
-  return (x * cos + rotated * sin).astype(x_BLHE.dtype)
+  x = (x * cos + rotated * sin).astype(x_BLHE.dtype)
+  return jnp.concatenate([x, rest], axis=-1) if rest.shape[-1] else x

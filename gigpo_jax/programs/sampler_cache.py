@@ -12,6 +12,7 @@ import numpy as np
 
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import prefix_cache
+from gigpo_jax.models import kv_cache
 from gigpo_jax.programs import sampler_programs
 
 # Consecutive steps with an oversized cache after which it shrinks.
@@ -38,6 +39,9 @@ class SlotCache:
     slots: keys, values and state of the slots; None: not allocated.
     rows: allocated slots.
     length: allocated positions of a slot.
+
+  Raises:
+    ValueError: if the model's rows cannot be reused like this.
   """
 
   def __init__(
@@ -53,6 +57,8 @@ class SlotCache:
     reuse: str,
     chunk: int,
   ):
+    if problem := kv_cache.reuse_problem(programs.model, reuse):
+      raise ValueError(problem)
     self._programs, self._mesh = programs, mesh
     self._num_slots = num_slots
     self._parked_size = num_parked, max_length
@@ -60,7 +66,11 @@ class SlotCache:
     self._batch_buckets = batch_buckets
     self._chunk = chunk
     self.prefixes = prefix_cache.PrefixCache(
-      num_slots, num_parked, max_length, reuse
+      num_slots,
+      num_parked,
+      max_length,
+      reuse,
+      whole=kv_cache.has_state(programs.model),
     )
     self.clear()
     self.release()
@@ -114,12 +124,13 @@ class SlotCache:
         tokens = np.zeros((self._batch_buckets[-1], size), np.int32)
         # Positions past the end of a row are not written.
         starts = np.full(len(tokens), self._parked_size[1], np.int32)
-        agents = _agents(batch, len(tokens))
+        counts, agents = np.zeros_like(starts), _agents(batch, len(tokens))
         for n, move in enumerate(batch):
           chunk = move.tokens[first : first + size]
           if len(chunk):
             tokens[n, : len(chunk)], starts[n] = chunk, move.start + first
-        inputs = map(self._place, (tokens, starts, agents))
+            counts[n] = np.clip(move.count - first, 0, size)
+        inputs = map(self._place, (tokens, starts, counts, agents))
         rows = self._programs.extend(params, *inputs, rows)
         padded_tokens += tokens.size
       self._put(rows, batch)
@@ -193,9 +204,12 @@ class SlotCache:
     tokens = np.zeros(
       (bucket(self._batch_buckets, len(batch)), length), np.int32
     )
+    counts = np.zeros(len(tokens), np.int32)
     for n, move in enumerate(batch):
       tokens[n, : len(move.tokens)] = move.tokens
-    inputs = map(self._place, (tokens, _agents(batch, len(tokens))))
+      counts[n] = move.count
+    inputs = (tokens, counts, _agents(batch, len(tokens)))
+    inputs = map(self._place, inputs)
     self._put(self._programs.prefill(params, *inputs), batch)
     return tokens.size
 

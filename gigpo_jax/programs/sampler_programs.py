@@ -19,15 +19,15 @@ from gigpo_jax import sampling
 from gigpo_jax.models import (
   decode_attention,
   kv_cache,
-  lora,
   parameters,
   quantization,
   qwen,
 )
+from gigpo_jax.programs import sampler_weights
 from gigpo_jax.runtime import compilation, distributed
 
-# Forms of the parameters; see `sampler.Sampler`.
-WEIGHTS = ('model', 'int8', 'adapters')
+WEIGHTS = sampler_weights.WEIGHTS
+parameter_bytes = sampler_weights.parameter_bytes
 
 # Inputs of a step for each slot, without the stream, and the state that a step
 # passes to the next.
@@ -93,6 +93,7 @@ class Programs:
 
   Attributes:
     prepare: (params, base) -> parameters for the other programs.
+    model: shape of the sampler's copy of the model.
   """
 
   def __init__(
@@ -112,16 +113,16 @@ class Programs:
   ):
     self._mesh, self._full_mesh = mesh, full_mesh
     int8, merge, trained = weights == 'int8', weights != 'adapters', config
-    config = _sampled(config, merge, mesh.shape['tensor'])
+    config = sampler_weights.sampled(config, merge, mesh.shape['tensor'])
     axes = (quantization.quantized_axes if int8 else parameters.logical_axes)(
       config
     )
     self._param_axes = parameters.unstack_axes(config, axes)
     self.prepare = jax.jit(
-      functools.partial(_prepare, trained, config, int8),
+      functools.partial(sampler_weights.prepare, trained, config, int8),
       out_shardings=mesh_lib.shardings(full_mesh, self._param_axes),
     )
-    self._config = config
+    self.model = config
     self._row_size = row_batch, max_length
     static = _DecodeConfig(
       config,
@@ -146,7 +147,7 @@ class Programs:
       functools.partial(_prefill, config, self._row_size)
     )
     self._extend = self._jit(
-      functools.partial(_extend, config), donate_argnums=4
+      functools.partial(_extend, config), donate_argnums=5
     )
     self._take = self._jit(functools.partial(_take, self._row_size))
     self._put = self._jit(_put, donate_argnums=0)
@@ -167,7 +168,7 @@ class Programs:
     return jax.jit(function, out_shardings=self._slot_formats, **kwargs)
 
   def _new(self, rows: int, length: int) -> Any:
-    return self._jit(functools.partial(_new_slots, self._config, rows, length))
+    return self._jit(functools.partial(_new_slots, self.model, rows, length))
 
   @property
   def compilations(self) -> int:
@@ -186,17 +187,30 @@ class Programs:
     return self._run(('new', rows, length), self._new(rows, length))
 
   def prefill(
-    self, params: dict, tokens_RP: jax.Array, agents_R: jax.Array
+    self,
+    params: dict,
+    tokens_RP: jax.Array,
+    counts_R: jax.Array,
+    agents_R: jax.Array,
   ) -> Slots:
-    """Prefills prompts; returns rows to `put`, of which the first are used."""
+    """Prefills prompts; returns rows to `put`, of which the first are used.
+
+    Args:
+      params: prepared parameters.
+      tokens_RP: the prompts; padding follows them.
+      counts_R: number of tokens before the last of each prompt.
+      agents_R: the agent of each row.
+    """
     key = ('prefill', *tokens_RP.shape)
-    return self._run(key, self._prefill, params, tokens_RP, agents_R)
+    prompts = tokens_RP, counts_R, agents_R
+    return self._run(key, self._prefill, params, *prompts)
 
   def extend(
     self,
     params: dict,
     tokens_RL: jax.Array,
     starts_R: jax.Array,
+    counts_R: jax.Array,
     agents_R: jax.Array,
     rows: Slots,
   ) -> Slots:
@@ -207,11 +221,12 @@ class Programs:
       tokens_RL: the tokens; padding follows them.
       starts_R: position of the first token; the length of the rows if a row has
         no tokens.
+      counts_R: number of tokens of each row.
       agents_R: the agent of each row.
       rows: the rows, with keys and values of all earlier positions.
     """
     key = ('extend', *tokens_RL.shape)
-    chunk = tokens_RL, starts_R, agents_R
+    chunk = tokens_RL, starts_R, counts_R, agents_R
     return self._run(key, self._extend, params, *chunk, rows)
 
   def take(self, slots: Slots, indices: jax.Array) -> Slots:
@@ -311,10 +326,11 @@ class Programs:
       if name == 'new':
         return self._new(rows, length).lower()
       if name == 'prefill':
-        return self._prefill.lower(prepared, array(rows, length), array(rows))
+        prompts = array(rows, length), array(rows), array(rows)
+        return self._prefill.lower(prepared, *prompts)
       if name == 'extend':
         taken = shapes(*self._row_size)
-        chunk = array(rows, length), array(rows), array(rows)
+        chunk = array(rows, length), *[array(rows)] * 3
         return self._extend.lower(prepared, *chunk, taken)
       if name == 'take':
         return self._take.lower(shapes(rows, length), indices)
@@ -359,66 +375,10 @@ def keys(
   ]
 
 
-def parameter_bytes(config: qwen.QwenConfig, weights: str) -> int:
-  """Returns the bytes of a model's parameters in the sampler.
-
-  Args:
-    config: shape of the model.
-    weights: one of WEIGHTS.
-  """
-  copy = _sampled(config, weights != 'adapters')
-  prepare = functools.partial(_prepare, config, copy, weights == 'int8')
-  params = jax.eval_shape(
-    lambda: prepare(parameters.init(config, jax.random.key(0)), {})
-  )
-  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
-
-
-def _sampled(
-  config: qwen.QwenConfig, merge: bool, tensor: int = 1
-) -> qwen.QwenConfig:
-  """Returns the shape of the sampler's copy of the model.
-
-  Args:
-    config: shape of the model.
-    merge: whether adapters are merged into the matrices.
-    tensor: devices that a copy is sharded over.
-  """
-  adapters = None if merge else config.adapters
-  return dataclasses.replace(config, adapters=adapters, fused=tensor)
-
-
-def _prepare(
-  trained: qwen.QwenConfig,
-  config: qwen.QwenConfig,
-  int8: bool,
-  params: dict,
-  base: dict,
-) -> dict:
-  """Returns parameters in the form that `qwen.prefill` and `decode` take.
-
-  Args:
-    trained: shape of the learner's model.
-    config: shape of the sampler's copy; see `_sampled`.
-    int8: whether to quantize the matrices.
-    params: the learner's parameters.
-    base: frozen parameters of a network with adapters, else {}.
-  """
-  params = lora.combine(base, params)
-  if trained.adapters and not config.adapters:
-    params = lora.merge(trained.adapters, params)
-  params = parameters.fuse(config, params)
-  if int8:
-    params = quantization.quantize(config, params)
-  else:
-    params = jax.tree.map(lambda x: x.astype(config.dtype), params)
-  return parameters.unstack_layers(config, params)
-
-
 def _size(slots: Slots) -> tuple[int, int]:
   """Returns the number of rows of slots, and their length."""
   cache, state_BX = slots
-  return state_BX.shape[0], cache[0]['k'].shape[-1]
+  return state_BX.shape[0], kv_cache.slots(cache)
 
 
 def _new_slots(config: qwen.QwenConfig, rows: int, length: int) -> Slots:
@@ -439,9 +399,12 @@ def _prefill(
   row_size: tuple[int, int],
   params: dict,
   tokens_RP: jax.Array,
+  counts_R: jax.Array,
   agents_R: jax.Array,
 ) -> Slots:
-  cache = qwen.prefill(config, params, tokens_RP, _used(config, agents_R))
+  cache = qwen.prefill(
+    config, params, tokens_RP, _used(config, agents_R), counts_B=counts_R
+  )
   state_RX = jnp.zeros((tokens_RP.shape[0], len(STATE)), jnp.int32)
   return _resize((cache, state_RX), *row_size)
 
@@ -451,13 +414,21 @@ def _extend(
   params: dict,
   tokens_RL: jax.Array,
   starts_R: jax.Array,
+  counts_R: jax.Array,
   agents_R: jax.Array,
   rows: Slots,
 ) -> Slots:
   cache, state_RX = rows
   positions_RL = starts_R[:, None] + jnp.arange(tokens_RL.shape[1])
-  agents_R = _used(config, agents_R)
-  cache = qwen.extend(config, params, cache, tokens_RL, positions_RL, agents_R)
+  cache = qwen.extend(
+    config,
+    params,
+    cache,
+    tokens_RL,
+    positions_RL,
+    _used(config, agents_R),
+    counts_B=counts_R,
+  )
   return cache, state_RX
 
 
@@ -493,7 +464,7 @@ def _decode(
   Args:
     static: static inputs of all steps.
     truncated: see `sampling.sample_tokens`; static.
-    params: parameters; see `_prepare`.
+    params: parameters; see `sampler_weights.prepare`.
     slots: keys and values, and the fields of `STATE` from the previous step.
     integers_BX: the fields of `INTEGERS` and the stream of each slot.
     floats_BX: the fields of `FLOATS` of each slot.
@@ -508,6 +479,8 @@ def _decode(
   streams = integers_BX[:, len(INTEGERS) :].astype(jnp.uint32)
   keys_B = sampling.row_keys(static.seed, streams)
   start = _start(state_BX, integers_BX)
+  is_new = INTEGERS.index('is_new')
+  cache = kv_cache.start(cache, integers_BX[:, is_new] > 0)
   b, chunk = state_BX.shape[0], static.chunk
   zeros_KB = jnp.zeros((chunk, b), jnp.float32)
   advance = functools.partial(
@@ -548,7 +521,7 @@ def _decode_token(
 
   Args:
     static: static inputs of all steps.
-    params: parameters; see `_prepare`.
+    params: parameters; see `sampler_weights.prepare`.
     inputs: key, limit, FLOATS, top_k and agent of each slot; without adapters
       of agents, the agents are None.
     truncated: see `sampling.sample_tokens`; static.

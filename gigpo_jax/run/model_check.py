@@ -13,7 +13,13 @@ import configs
 import envs
 from configs import sizes
 from gigpo_jax import algorithms, conversation, models, tokenizer
-from gigpo_jax.models import decode_attention, huggingface, published, qwen
+from gigpo_jax.models import (
+  decode_attention,
+  huggingface,
+  kv_cache,
+  published,
+  qwen,
+)
 from gigpo_jax.runtime import hardware
 
 # float32 parameters, two AdamW moments and a gradient accumulator, and one bf16
@@ -139,7 +145,7 @@ def _too_long(
 def _no_kernel(
   config: ml_collections.ConfigDict, model: qwen.QwenConfig
 ) -> Iterator[str]:
-  """Yields problems of kernels: the size of a head, attention with a window."""
+  """Yields problems of kernels and of the cache."""
   size, kernel = model.head_dim, config.model.decode_attention
   multiple = decode_attention.HEAD_MULTIPLES.get(kernel, 1)
   if size % multiple:
@@ -152,11 +158,8 @@ def _no_kernel(
       f'model.decode_attention={kernel}: has no sliding window, which '
       f'model.path={config.model.path} needs; must be xla'
     )
-  if model.window and config.learner.share_prompts:
-    yield (
-      'learner.share_prompts=True: has no sliding window, which model.path='
-      f'{config.model.path} needs; must be False'
-    )
+  if problem := kv_cache.reuse_problem(model, config.rollout.reuse_cache):
+    yield problem
 
 
 def _missing_warm_start(config: ml_collections.ConfigDict) -> str | None:

@@ -350,13 +350,14 @@ def _resident_bytes(
   rollouts = config.rollout
   length = rollouts.max_prompt_tokens + rollouts.max_completion_tokens
   slots = rollouts.batch_buckets[-1]
+  row = length * kv_cache.token_bytes(model) + kv_cache.state_bytes(model)
   return {
     'masters': masters,
     'frozen': frozen,
     'moments': moments,
     'reference': reference if config.loss.kl_weight else 0,
     'copy': sampler.parameter_bytes(model, rollouts.weights) / tensor,
-    'cache': slots * length * kv_cache.token_bytes(model) / copies / tensor,
+    'cache': slots * row / copies / tensor,
   }
 
 

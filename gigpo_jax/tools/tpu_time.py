@@ -222,6 +222,8 @@ def _decode(sizes: _Sizes, tensor: int, run: Runs) -> Phase:
   weights = sampler.parameter_bytes(model, sizes.config.rollout.weights)
   slot_tokens = work.prompt_tokens + work.response_tokens / 2
   slot_bytes = slot_tokens * kv_cache.token_bytes(model)
+  # A step reads and writes the state; the cache holds two of them.
+  slot_bytes += kv_cache.state_bytes(model)
   return Phase(
     'decode',
     2 * (sizes.body + sizes.head) * decoded / sizes.chips,

@@ -4,15 +4,13 @@ A field that may change the network and is not supported is an error.
 """
 
 import json
-import math
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 from gigpo_jax.models import layer_runs
+from gigpo_jax.models.huggingface import fields, hybrid
 from gigpo_jax.models.qwen_config import QwenConfig, Yarn
-
-# Maximum characters of a value in an error.
-_MAX_SHOWN = 80
 
 # Required fields of config.json, for any network and for a mixture of experts.
 _REQUIRED = (
@@ -53,8 +51,6 @@ _FLAGS = (
 # Fields that say which layers have a sliding window.
 _LAYER_FIELDS = ('sliding_window', 'max_window_layers', 'layer_types')
 _FULL, _SLIDING = 'full_attention', 'sliding_attention'
-# Maximum depth of a network whose layers differ, each of which is compiled.
-_MAX_MIXED = 1024
 # All fields that `read_config` uses.
 _READ = (
   *_COUNTS,
@@ -108,9 +104,6 @@ _WITHOUT_EFFECT = frozenset(
   unsloth_fixed unsloth_version
   """.split()
 )
-# Prefix of the private fields of transformers.
-_PRIVATE = '_'
-
 # Required and accepted fields of the rotary angles, by rope_type.
 _YARN_REQUIRED = ('factor', 'original_max_position_embeddings')
 _ROPE = {
@@ -127,19 +120,23 @@ _NEUTRAL_ROPE = {
   'partial_rotary_factor': (1,),
 }
 
-# Largest count (int32) and largest base of the rotary angles (float32).
-_MAX_COUNT, _MAX_THETA = 2**31 - 1, 1e38
+# Largest base of the rotary angles (float32).
+_MAX_THETA = 1e38
 
 # Fields of QwenConfig that depend on model_type.
 _FAMILIES = {
   'qwen2': {'qkv_bias': True, 'qk_norm': False},
   'qwen3': {'qkv_bias': False, 'qk_norm': True},
   'qwen3_moe': {'qkv_bias': False, 'qk_norm': True},
+  **hybrid.FAMILIES,
 }
+# Families with experts.
+_MIXTURES = ('qwen3_moe', *hybrid.EXPERTS)
 _ARCHITECTURES = {
   'qwen2': 'Qwen2ForCausalLM',
   'qwen3': 'Qwen3ForCausalLM',
   'qwen3_moe': 'Qwen3MoeForCausalLM',
+  **hybrid.ARCHITECTURES,
 }
 
 
@@ -179,11 +176,13 @@ def read_config(
     raise ValueError(f'{path}: not JSON: {error}') from error
   if not isinstance(raw, dict):
     raise ValueError(f'{path}: not a JSON object; must be a config.json')
+  raw = hybrid.text_part(directory, raw, _WITHOUT_EFFECT)
   family = raw.get('model_type')
   if not isinstance(family, str) or family not in _FAMILIES:
     raise ValueError(
       f'model.path={directory}: model_type {family} is not supported; must be '
-      'qwen2 (Qwen2, Qwen2.5), qwen3 or qwen3_moe'
+      'qwen2 (Qwen2, Qwen2.5), qwen3, qwen3_moe, qwen3_next, qwen3_5 or '
+      'qwen3_5_moe'
     )
   _check_numbers(directory, raw)
   _check_fields(directory, raw)
@@ -196,67 +195,47 @@ def read_config(
     ) from error
 
 
-def _field_error(
-  directory: str, name: str, value: object, accepted: str
-) -> ValueError:
-  """Returns the one-line error for a field of config.json."""
-  field = f'{json.dumps(name)[1:-1]}={_abbreviated(value)}'
-  return ValueError(
-    f'model.path={directory}: config.json has {field}; {accepted}'
-  )
-
-
-def _abbreviated(value: object) -> str:
-  """Returns a value as JSON on one line, truncated."""
-  text = json.dumps(value)
-  return text if len(text) <= _MAX_SHOWN else f'{text[:_MAX_SHOWN]}..'
-
-
 def _check_fields(directory: str, raw: dict) -> None:
   """Refuses unsupported fields of config.json that may change the network."""
   family, neutral = raw['model_type'], dict(_NEUTRAL)
   neutral['architectures'] = ([_ARCHITECTURES[family]], [])
   known = {*_READ, *_WITHOUT_EFFECT}
-  if family != 'qwen3_moe':
+  if family not in _MIXTURES:
     known -= {*_EXPERTS_FIELDS}
+  if family in hybrid.FAMILIES:
+    more = hybrid.neutral(family)
+    known = (known | hybrid.FIELDS) - {*more}
+    neutral |= more
+  if family in hybrid.EXPERTS:
+    known |= hybrid.EXPERTS_FIELDS
   rest = {name: raw[name] for name in raw if name not in known}
-  _check_neutral(directory, rest, neutral)
-
-
-def _check_neutral(directory: str, fields: dict, neutral: dict) -> None:
-  """Refuses fields whose value is not one that leaves the network unchanged."""
-  for name, value in fields.items():
-    if value is None or name.startswith(_PRIVATE):
-      continue
-    if name not in neutral:
-      raise _field_error(
-        directory,
-        name,
-        value,
-        'unknown field that may change the network; remove it if it does not',
-      )
-    if value not in neutral[name]:
-      accepted = _abbreviated(neutral[name][0] if neutral[name] else None)
-      raise _field_error(
-        directory, name, value, f'only {accepted} is supported'
-      )
+  fields.check_neutral(directory, rest, neutral)
 
 
 def _read_shape(directory: str, raw: dict, **choices: Any) -> QwenConfig:
   family, heads = raw['model_type'], raw['num_attention_heads']
-  mlp = {'intermediate_size': raw['intermediate_size']}
-  if family == 'qwen3_moe':
+  if family in _MIXTURES:
     mlp = _experts(directory, raw)
-  rope = _rope(directory, raw)
+  else:
+    mlp = {'intermediate_size': raw['intermediate_size']}
+  if family in hybrid.EXPERTS:
+    mlp |= hybrid.experts(directory, raw)
+  is_hybrid = family in hybrid.FAMILIES
+  rope = _rope(directory, raw, hybrid.ROPE if is_hybrid else ())
   kv_heads = raw['num_key_value_heads'] or heads
   if heads % kv_heads:
     accepted = f'must divide into num_attention_heads={heads}'
-    raise _field_error(directory, 'num_key_value_heads', kv_heads, accepted)
-  head_dim = 128 if family == 'qwen3' else raw['hidden_size'] // heads
-  head_dim = raw.get('head_dim') or head_dim
+    raise fields.error(directory, 'num_key_value_heads', kv_heads, accepted)
+  default = hybrid.HEAD_DIM if is_hybrid else raw['hidden_size'] // heads
+  default = 128 if family == 'qwen3' else default
+  head_dim = raw.get('head_dim') or default
   if not head_dim or head_dim % 2:
     accepted = 'must be even, for rotary positions'
-    raise _field_error(directory, 'head_dim', head_dim, accepted)
+    raise fields.error(directory, 'head_dim', head_dim, accepted)
+  if is_hybrid:
+    layers = hybrid.layers(directory, raw, rope, head_dim)
+  else:
+    layers = _windows(directory, raw)
   return QwenConfig(
     vocab_size=raw['vocab_size'],
     hidden_size=raw['hidden_size'],
@@ -269,7 +248,7 @@ def _read_shape(directory: str, raw: dict, **choices: Any) -> QwenConfig:
     rms_norm_eps=raw['rms_norm_eps'],
     tie_embeddings=bool(raw.get('tie_word_embeddings')),
     **_FAMILIES[family] | _biases(raw),
-    **_windows(directory, raw),
+    **layers,
     yarn=_yarn(directory, rope),
     max_positions=raw.get('max_position_embeddings') or 32768,
     **choices,
@@ -278,33 +257,25 @@ def _read_shape(directory: str, raw: dict, **choices: Any) -> QwenConfig:
 
 def _check_numbers(directory: str, raw: dict) -> None:
   path = pathlib.Path(directory) / 'config.json'
-  missing = [name for name in _REQUIRED if raw.get(name) is None]
+  required = {*_REQUIRED} - {*hybrid.MISSING.get(raw['model_type'], ())}
+  missing = [n for n in _REQUIRED if n in required and raw.get(n) is None]
   # Null means num_attention_heads.
   if 'num_key_value_heads' not in raw:
     missing.append('num_key_value_heads')
   if missing:
     raise ValueError(f'{path}: lacks {", ".join(missing)}; all are required')
   for names, is_valid, accepted in (
-    (_COUNTS, _is_count, 'an integer above 0, at most 2147483647'),
+    (_COUNTS, fields.is_count, 'an integer above 0, at most 2147483647'),
     (_FLAGS, lambda value: isinstance(value, bool), 'true or false'),
     (
       ['rms_norm_eps'],
-      lambda value: _is_number(value) and 0 < value < 1,
+      lambda value: fields.is_number(value) and 0 < value < 1,
       'a number between 0 and 1',
     ),
   ):
     for name in names:
       if raw.get(name) is not None and not is_valid(raw[name]):
-        raise _field_error(directory, name, raw[name], f'must be {accepted}')
-
-
-def _is_number(value: object) -> bool:
-  """Returns whether a value is a finite number; booleans are not."""
-  return type(value) in (int, float) and -math.inf < value < math.inf
-
-
-def _is_count(value: object) -> bool:
-  return type(value) is int and 0 < value <= _MAX_COUNT
+        raise fields.error(directory, name, raw[name], f'must be {accepted}')
 
 
 def _experts(directory: str, raw: dict) -> dict:
@@ -322,10 +293,10 @@ def _experts(directory: str, raw: dict) -> dict:
   num_experts, per_token = given[0], raw['num_experts_per_tok']
   if given[-1] != num_experts:
     accepted = f'must be equal to num_experts={num_experts}'
-    raise _field_error(directory, 'num_local_experts', given[-1], accepted)
+    raise fields.error(directory, 'num_local_experts', given[-1], accepted)
   if per_token > num_experts:
     accepted = f'must be at most num_experts={num_experts}'
-    raise _field_error(directory, 'num_experts_per_tok', per_token, accepted)
+    raise fields.error(directory, 'num_experts_per_tok', per_token, accepted)
   return {
     'intermediate_size': raw['moe_intermediate_size'],
     'num_experts': num_experts,
@@ -351,24 +322,16 @@ def _dense_layers(directory: str, raw: dict) -> dict:
     type(n) is int and 0 <= n < count for n in listed
   ):
     accepted = f'must be a list of layers, from 0 to {count - 1}'
-    raise _field_error(directory, 'mlp_only_layers', listed, accepted)
+    raise fields.error(directory, 'mlp_only_layers', listed, accepted)
   if step == 1 and not listed:
     return {}
-  _check_depth(directory, raw)
+  fields.check_depth(directory, raw)
   dense = tuple(n for n in range(count) if n in listed or (n + 1) % step)
   if len(dense) == count:
     name = 'mlp_only_layers' if step == 1 else 'decoder_sparse_step'
     accepted = 'must leave a layer with experts; without any, use qwen3'
-    raise _field_error(directory, name, raw[name], accepted)
+    raise fields.error(directory, name, raw[name], accepted)
   return {'dense_layers': dense, 'dense_size': raw['intermediate_size']}
-
-
-def _check_depth(directory: str, raw: dict) -> None:
-  """Refuses deep networks whose layers differ."""
-  count = raw['num_hidden_layers']
-  if count > _MAX_MIXED:
-    accepted = f'must be at most {_MAX_MIXED} for layers that differ'
-    raise _field_error(directory, 'num_hidden_layers', count, accepted)
 
 
 def _windows(directory: str, raw: dict) -> dict:
@@ -384,7 +347,7 @@ def _windows(directory: str, raw: dict) -> dict:
     or not all(name in (_FULL, _SLIDING) for name in types)
   ):
     accepted = f'must be a list of {count} times {_FULL} or {_SLIDING}'
-    raise _field_error(directory, 'layer_types', types, accepted)
+    raise fields.error(directory, 'layer_types', types, accepted)
   is_used = bool(raw.get('use_sliding_window'))
   # The defaults are those of transformers; null means no windows.
   size, first = (
@@ -393,20 +356,20 @@ def _windows(directory: str, raw: dict) -> dict:
   )
   if types is not None and not is_used and _SLIDING in types:
     accepted = f'{_SLIDING} needs use_sliding_window=true'
-    raise _field_error(directory, 'layer_types', types, accepted)
+    raise fields.error(directory, 'layer_types', types, accepted)
   if not is_used or size is None:
     return {}
-  if not _is_count(size):
+  if not fields.is_count(size):
     accepted = 'must be an integer above 0, at most 2147483647'
-    raise _field_error(directory, 'sliding_window', size, accepted)
+    raise fields.error(directory, 'sliding_window', size, accepted)
   if raw['model_type'] == 'qwen3_moe':
     return {'window': size}
   if type(first) is not int or first < 0:
     accepted = 'must be an integer from 0'
-    raise _field_error(directory, 'max_window_layers', first, accepted)
+    raise fields.error(directory, 'max_window_layers', first, accepted)
   if types is None and first >= count:
     return {}
-  _check_depth(directory, raw)
+  fields.check_depth(directory, raw)
   layers = tuple(
     n
     for n in range(count)
@@ -421,39 +384,46 @@ def _windows(directory: str, raw: dict) -> dict:
   }
 
 
-def _rope(directory: str, raw: dict) -> dict:
-  """Returns the fields of config.json for the rotary angles."""
+def _rope(directory: str, raw: dict, more: Sequence[str]) -> dict:
+  """Returns the fields of config.json for the rotary angles.
+
+  Args:
+    directory: the checkpoint.
+    raw: fields of config.json.
+    more: fields that the family accepts besides _ROPE.
+  """
   # Files of 2024 and 2025 have rope_scaling, later files rope_parameters.
   given = [raw[n] for n in ('rope_scaling', 'rope_parameters') if raw.get(n)]
   rope = given[0] if given else {}
   if given[1:] and given[1] != rope:
     accepted = 'must be equal to rope_parameters'
-    raise _field_error(directory, 'rope_scaling', rope, accepted)
+    raise fields.error(directory, 'rope_scaling', rope, accepted)
   rope_type = rope.get('rope_type', rope.get('type', 'default'))
   if rope_type not in list(_ROPE):
-    raise _field_error(
+    raise fields.error(
       directory,
       'rope_type',
       rope_type,
       f'only {" and ".join(_ROPE)} are supported',
     )
-  rest = {name: rope[name] for name in rope if name not in _ROPE[rope_type]}
-  _check_neutral(directory, rest, _NEUTRAL_ROPE)
+  known = {*_ROPE[rope_type], *more}
+  rest = {name: rope[name] for name in rope if name not in known}
+  fields.check_neutral(directory, rest, _NEUTRAL_ROPE)
   return rope | {'rope_type': rope_type}
 
 
 def _theta(directory: str, raw: dict, rope: dict) -> float:
   """Returns the base of the rotary angles."""
   # Later files have rope_theta within rope_parameters.
-  given = [fields.get('rope_theta') for fields in (rope, raw)]
+  given = [values.get('rope_theta') for values in (rope, raw)]
   given = [theta for theta in given if theta is not None] or [1e4]
   theta = given[0]
-  if not _is_number(theta) or not 1 < theta < _MAX_THETA:
+  if not fields.is_number(theta) or not 1 < theta < _MAX_THETA:
     accepted = 'must be a finite number above 1'
-    raise _field_error(directory, 'rope_theta', theta, accepted)
+    raise fields.error(directory, 'rope_theta', theta, accepted)
   if given[-1] != theta:
     accepted = f'must be equal to rope_theta={theta} in the rotary parameters'
-    raise _field_error(directory, 'rope_theta', given[-1], accepted)
+    raise fields.error(directory, 'rope_theta', given[-1], accepted)
   return float(theta)
 
 
@@ -465,19 +435,24 @@ def _yarn(directory: str, rope: dict) -> Yarn | None:
   fast, slow = rope.get('beta_fast') or 32, rope.get('beta_slow') or 1
   scale = rope.get('attention_factor')
   for name, value, is_valid, accepted in (
-    ('factor', factor, _is_number(factor) and factor >= 1, 'at least 1'),
-    (_YARN_REQUIRED[1], length, _is_count(length), 'an integer above 0'),
-    ('beta_slow', slow, _is_number(slow) and slow > 0, 'above 0'),
-    ('beta_fast', fast, _is_number(fast) and fast > slow, 'above beta_slow'),
+    ('factor', factor, fields.is_number(factor) and factor >= 1, 'at least 1'),
+    (_YARN_REQUIRED[1], length, fields.is_count(length), 'an integer above 0'),
+    ('beta_slow', slow, fields.is_number(slow) and slow > 0, 'above 0'),
+    (
+      'beta_fast',
+      fast,
+      fields.is_number(fast) and fast > slow,
+      'above beta_slow',
+    ),
     (
       'attention_factor',
       scale,
-      scale is None or (_is_number(scale) and scale > 0),
+      scale is None or (fields.is_number(scale) and scale > 0),
       'above 0',
     ),
   ):
     if not is_valid:
-      raise _field_error(directory, name, value, f'of yarn must be {accepted}')
+      raise fields.error(directory, name, value, f'of yarn must be {accepted}')
   return Yarn(
     factor=float(factor),
     original_length=length,
@@ -541,4 +516,6 @@ def to_json(config: QwenConfig, dtype: str) -> dict:
     }
     if config.yarn.attention_factor is not None:
       content['rope_scaling']['attention_factor'] = config.yarn.attention_factor
+  if config.delta:
+    return hybrid.to_json(config, content)
   return content

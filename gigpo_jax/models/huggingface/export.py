@@ -13,7 +13,7 @@ import numpy as np
 import safetensors.numpy
 
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax.models import layer_runs, lora
+from gigpo_jax.models import lora
 from gigpo_jax.models.huggingface import config as config_lib
 from gigpo_jax.models.huggingface import layout, weights
 from gigpo_jax.models.qwen_config import QwenConfig
@@ -93,25 +93,31 @@ def save_adapters(
     base: the base model, a folder or a name on the hub.
   """
   tensors, targets = {}, set()
-  for (group, name), (stored_name, _) in layout.LAYER_NAMES.items():
-    arrays = adapters['layers'].get(group, {})
+  on_host: dict[tuple, tuple[np.ndarray, ...]] = {}
+  plain = dataclasses.replace(config, adapters=None)
+  for tensor in layout.tensors(plain):
+    *groups, name = tensor.path
+    arrays = adapters
+    for group in groups:
+      arrays = arrays.get(group, {})
     if name + lora.A not in arrays:
       continue
-    targets.add(stored_name.split('.')[-2])
-    for stored_suffix, suffix in (('lora_A', lora.A), ('lora_B', lora.B)):
-      stack = mesh_lib.to_host(arrays[name + suffix])
-      # [layers, in.., rank] and [layers, rank, out..]; (out, in) in the file.
-      # Those of experts have a dimension of experts after the layers.
-      rank = config.adapters.rank
-      shape = (-1, rank) if suffix == lora.A else (rank, -1)
-      template = stored_name.replace('.weight', f'.{stored_suffix}.weight')
-      dims = 1 + stored_name.count('{}')
-      for index in np.ndindex(*stack.shape[:dims]):
-        layer = layer_runs.layers_of(config, group)[index[0]]
-        tensor_name = template.format(*index[1:])
-        tensors[f'base_model.model.model.layers.{layer}.{tensor_name}'] = (
-          np.ascontiguousarray(stack[index].reshape(shape).T, np.float32)
-        )
+    if tensor.path not in on_host:
+      on_host[tensor.path] = tuple(
+        mesh_lib.to_host(arrays[name + suffix]) for suffix in (lora.A, lora.B)
+      )
+    module = tensor.name.removesuffix('.weight')
+    targets.add(module.rpartition('.')[2])
+    a, b = (stack[tensor.index] for stack in on_host[tensor.path])
+    # [in.., rank] and [rank, out..]; (rank, in) and (out, rank) in the file.
+    rank, prefix = config.adapters.rank, f'base_model.model.{module}'
+    for suffix, values in (
+      ('lora_A', a.reshape(-1, rank).T),
+      ('lora_B', tensor.outputs(b).T),
+    ):
+      tensors[f'{prefix}.{suffix}.weight'] = np.ascontiguousarray(
+        values, np.float32
+      )
   if not distributed.is_main_process():
     return
   root = pathlib.Path(directory)
@@ -191,7 +197,7 @@ def _export(
 ) -> np.ndarray:
   """Returns a tensor in the file's layout, with its adapter merged."""
   *groups, name = tensor.path
-  group, shape = layout.leaf(params, groups), tensor.shape
+  group = layout.leaf(params, groups)
   names = (name, name + lora.A, name + lora.B)
   if adapters and names[1] in group:
     # One layer at a time, in float32.
@@ -199,7 +205,5 @@ def _export(
     leaf = _merge(adapters, part)[name][0]
   else:
     leaf = group[name][tensor.index] if tensor.index else group[name]
-  host = mesh_lib.to_host(leaf)
-  if tensor.transposed:
-    host = host.reshape(shape[::-1]).T
-  return np.ascontiguousarray(host.reshape(shape), dtype)
+  values = tensor.to_file(mesh_lib.to_host(leaf))
+  return np.ascontiguousarray(values, dtype)

@@ -91,8 +91,17 @@ class _Stored(NamedTuple):
   """A tensor's entry in the header of a safetensors file."""
 
   path: pathlib.Path
+  name: str
   dtype: str
   shape: tuple[int, ...]
+  place: tuple[slice, ...]
+
+  def read(self) -> np.ndarray:
+    """Returns the tensor, or the part of it at `place`."""
+    with _open(self.path) as file:
+      if self.place:
+        return file.get_slice(self.name)[self.place][0]
+      return file.get_tensor(self.name)
 
 
 def _stored_tensors(directory: str) -> dict[str, _Stored]:
@@ -100,15 +109,19 @@ def _stored_tensors(directory: str) -> dict[str, _Stored]:
   stored: dict[str, _Stored] = {}
   for path in _files(directory):
     with _open(path) as tensors:
-      for name in tensors.keys():  # noqa: SIM118  (not a dict)
-        if name in stored:
-          raise ValueError(
-            f'model.path={directory}: {name} is in {stored[name].path.name} '
-            f'and in {path.name}; must be in one file'
+      for full_name in tensors.keys():  # noqa: SIM118  (not a dict)
+        entry = tensors.get_slice(full_name)
+        for name, shape, place in layout.split_experts(
+          layout.text_name(full_name), tuple(entry.get_shape())
+        ):
+          if name in stored:
+            raise ValueError(
+              f'model.path={directory}: {name} is in {stored[name].path.name} '
+              f'and in {path.name}; must be in one file'
+            )
+          stored[name] = _Stored(
+            path, full_name, entry.get_dtype(), shape, place
           )
-        entry = tensors.get_slice(name)
-        shape = tuple(entry.get_shape())
-        stored[name] = _Stored(path, entry.get_dtype(), shape)
   return stored
 
 
@@ -166,7 +179,9 @@ def _differences(
       yield f'{tensor.name} {tensor.shape} is missing'
   if config.tie_embeddings and layout.TOP_NAMES['unembed'] in stored:
     expected[layout.TOP_NAMES['unembed']] = expected[layout.TOP_NAMES['embed']]
-  for name, (_, dtype, shape) in stored.items():
+  for name, (_, _, dtype, shape, _) in stored.items():
+    if layout.is_other_part(config, name):
+      continue
     if name not in expected:
       if not name.endswith('rotary_emb.inv_freq'):
         yield f'{json.dumps(name)[1:-1]} is unknown'
@@ -189,8 +204,8 @@ def _check_tied(directory: str, stored: dict[str, _Stored]) -> None:
     _open(entries[1].path) as unembed_file,
   ):
     slices = [
-      embed_file.get_slice(names[0]),
-      unembed_file.get_slice(names[1]),
+      embed_file.get_slice(entries[0].name),
+      unembed_file.get_slice(entries[1].name),
     ]
     # Both are large, so they are compared in blocks of rows.
     num_rows = entries[0].shape[0]
@@ -243,16 +258,17 @@ def load(
     )
     depth = len(tensor.index)
     part_sharding = jax.NamedSharding(mesh, jax.P(*sharding.spec[depth:]))
-    with _open(stored[tensor.name].path) as file:
-      values = file.get_tensor(tensor.name)
-    values = values.T if tensor.transposed else values
-    part = mesh_lib.place(values.reshape(shape[depth:]), part_sharding)
+    values = tensor.to_ours(stored[tensor.name].read(), shape[depth:])
+    part = mesh_lib.place(values, part_sharding)
     if not depth:
       node[last], finite = _cast(part, sharding, dtype)
     else:
       if last not in node:
         node[last] = _zeros(shape, sharding, dtype)
-      node[last], finite = _insert(node[last], part, tensor.index, sharding)
+      first_column = tensor.columns[0] if tensor.columns else 0
+      node[last], finite = _insert(
+        node[last], part, tensor.index, first_column, sharding
+      )
     # Fetching blocks until the tensor is written; otherwise tensors would
     # accumulate in memory.
     if not mesh_lib.to_host(finite):
@@ -287,15 +303,20 @@ def _zeros(
   return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
 
 
-@functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
+@functools.partial(jax.jit, static_argnums=(3, 4), donate_argnums=0)
 def _insert(
   stack: jax.Array,
   part: jax.Array,
   index: tuple[int, ...],
+  first_column: int,
   sharding: jax.NamedSharding,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the stack with `part` at `index`, and whether `part` is finite."""
   part = part.astype(stack.dtype)
-  stack = stack.at[index].set(part)
+  if part.ndim:
+    columns = slice(first_column, first_column + part.shape[-1])
+    stack = stack.at[(*index, ..., columns)].set(part)
+  else:
+    stack = stack.at[index].set(part)
   stack = jax.lax.with_sharding_constraint(stack, sharding)
   return stack, _is_finite(part, sharding)
