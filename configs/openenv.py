@@ -8,7 +8,7 @@ tools; any instruct model of Qwen2.5 or Qwen3 does.
 
 On a laptop, start the server of an example, a row of lamps, in another
 terminal. Then make a warm start by imitation of an expert that plays at random
-in 70 % of its steps, and train it:
+in 60 % of its steps, and train it:
 
     python -m envs.lamps_server 8000
     python launch/sft.py --config=configs/openenv.py:tiny
@@ -18,7 +18,7 @@ Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
 cores; `smoke`, the tiny path in two minutes), an algorithm (`grpo`, `ppo`, ...)
 and other changes, see `variants.CHANGES`.
 
-The four lamps have 15 initial states, which training and held-out tasks share.
+The five lamps have 31 initial states, which training and held-out tasks share.
 Success therefore measures how well the policy knows these lamps.
 """
 

@@ -78,7 +78,8 @@ def use_tool_policy(
   config.loss.old_log_probs = 'sampler'
   # Few episodes succeed at first; a larger penalty would outweigh them.
   config.algorithm.invalid_penalty = 0.01
-  config.optimizer.learning_rate = 4e-4
+  # At 8e-4, the form of the calls was lost within eight iterations.
+  config.optimizer.learning_rate = 3e-4
   config.optimizer.b2 = 0.98
   config.learner.minibatch_rows = 64
   config.learner.microbatch_tokens = 8 * length
@@ -86,7 +87,7 @@ def use_tool_policy(
   config.evaluation.every = 15
   config.sft.num_episodes = 3000
   config.sft.noise = 0.5
-  config.sft.minibatch_rows = 16  # Episodes.
+  config.sft.minibatch_rows = 8  # Episodes.
   config.sft.epochs = 2
   config.sft.model.layers = 2
   config.sft.model.width = 64

@@ -122,7 +122,7 @@ def _duel(config: ml_collections.ConfigDict) -> None:
   config.rollout.prompt_buckets = (240,)
   config.rollout.batch_buckets = (64,)
   config.loss.old_log_probs = 'sampler'  # as in `:mini` of other configs
-  config.optimizer.learning_rate = 4e-4
+  config.optimizer.learning_rate = 3e-4
   config.optimizer.b2 = 0.98
   config.learner.microbatch_tokens = 4096
   config.learner.length_buckets = (256,)

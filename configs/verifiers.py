@@ -1,10 +1,10 @@
-"""GiGPO on an environment of the package verifiers: sorting, or any other.
+"""GiGPO on an environment of the package verifiers: letters, or any other.
 
     python launch/train.py --config=configs/verifiers.py --config.model.path=..
       --config.env.environment=MODULE
 
 On a laptop, make a warm start for envs/verifiers_letters.py, by imitation of an
-expert that plays at random in 70 % of its steps, and train it:
+expert that takes a random letter in 50 % of its steps, and train it:
 
     python launch/sft.py --config=configs/verifiers.py:tiny
     python launch/train.py --config=configs/verifiers.py:tiny
@@ -15,9 +15,6 @@ envs/verifiers_env.py documents the other fields.
 Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
 cores; `smoke`, the tiny path in two minutes), an algorithm (`grpo`, `ppo`, ...)
 and other changes, see `variants.CHANGES`.
-
-The four letters have 23 unsorted orders, which training and held-out tasks
-share. Success therefore measures how well the policy knows these orders.
 """
 
 import ml_collections
@@ -36,7 +33,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   config = _letters()
   config.variant = ','.join([size, *changes])
   if size in ('tiny', 'smoke'):
-    sizes.use_tool_policy(config, prompt_tokens=320)
+    sizes.use_tool_policy(config, prompt_tokens=352)
     config.model.path = sizes.warm_start(__file__, size)
   if size == 'smoke':
     sizes.use_smoke(config)
@@ -68,4 +65,3 @@ def _letters() -> ml_collections.ConfigDict:
   config.evaluation.split = 'valid'
   config.evaluation.num_tasks = 128
   return config
-

@@ -1,10 +1,9 @@
 """A small environment of the package `verifiers`: take letters in order.
 
-A tool takes a letter from a row of four. A wrong letter ends the episode; a
-letter that is not in the row costs a turn. The rubric rewards a row that was
-taken in alphabetical order, and a little each letter before the first mistake.
-`load_environment` needs verifiers; the demonstrator, for the warm start of a
-tiny policy, needs nothing.
+A tool takes the first letter of a row of four; any other letter costs a turn.
+The rubric rewards a row that is taken within the limit of turns, and a little
+each letter. `load_environment` needs verifiers; the demonstrator, for the warm
+start of a tiny policy, needs nothing.
 """
 
 import itertools
@@ -59,25 +58,23 @@ def load_environment(max_turns: int = 6) -> Any:
   import verifiers
 
   def take(letter: str, state: dict) -> str:
-    """Takes a letter from the row."""
-    if letter not in state['left']:
-      raise ValueError(f'{letter} is not among {show(state["left"])}')
-    state['in_order'] = letter == min(state['left'])
-    state['taken'] += state['in_order']
+    """Takes the first letter of the row."""
+    if letter != min(state['left']):
+      return f'Not the first. Left: {show(state["left"])}'
     state['left'] = [other for other in state['left'] if other != letter]
     return f'Left: {show(state["left"])}'
 
-  async def in_order(state) -> float:
-    return float(state['taken'] == ROW)
+  async def all_taken(state) -> float:
+    return float(not state['left'])
 
   async def share(state) -> float:
-    return state['taken'] / ROW
+    return 1 - len(state['left']) / ROW
 
   class Letters(verifiers.StatefulToolEnv):
     """Keeps the letters in the rollout's state."""
 
     async def setup_state(self, state, **kwargs):
-      state.update(left=state['info']['row'], taken=0, in_order=True)
+      state['left'] = state['info']['row']
       return state
 
     def update_tool_args(self, tool_name, tool_args, messages, state, **kwargs):
@@ -85,7 +82,7 @@ def load_environment(max_turns: int = 6) -> Any:
 
     async def env_response(self, messages, state, **kwargs):
       replies = await super().env_response(messages, state, **kwargs)
-      if not state['left'] or not state['in_order']:
+      if not state['left']:
         state['final_env_response'] = replies  # Ends the episode.
       return replies
 
@@ -93,7 +90,7 @@ def load_environment(max_turns: int = 6) -> Any:
   environment = Letters(
     dataset=datasets.Dataset.from_list(table[NUM_HELD_OUT:]),
     eval_dataset=datasets.Dataset.from_list(table[:NUM_HELD_OUT]),
-    rubric=verifiers.Rubric(funcs=[in_order, share], weights=[1.0, 0.2]),
+    rubric=verifiers.Rubric(funcs=[all_taken, share], weights=[1.0, 0.2]),
     max_turns=max_turns,
   )
   environment.add_tool(take, args_to_skip=['state'])

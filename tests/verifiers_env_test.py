@@ -216,12 +216,15 @@ def test_the_example(package):
   assert len(played) == 4 and result.success
   assert result.final_anchor == '{"left": []}'
   assert result.reward == pytest.approx(1.2)
-  # A letter that is not there costs a turn, a wrong one ends the episode.
+  # Any other letter costs a turn, up to the limit of six.
   env.reset(TASK)
-  first, last = min(row), max(row)
-  assert not env.step(_take('x')).done
-  assert not env.step(_take(first)).done
-  result = env.step(_take(last))
+  left = json.dumps(row)
+  for letter in ('x', max(row), max(row), max(row)):
+    result = env.step(_take(letter))
+    assert result.valid and not result.done
+    assert result.observation.text == f'Not the first. Left: {left}'
+  env.step(_take(min(row)))
+  result = env.step(_take('x'))
   assert result.done and not result.success
   assert result.reward == pytest.approx(0.2 / 4)
   env.close()
