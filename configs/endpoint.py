@@ -61,6 +61,8 @@ def _harness() -> ml_collections.ConfigDict:
 def _tiny(config: ml_collections.ConfigDict) -> None:
   """Selects a tiny policy, for the harness examples/walk_harness.py."""
   sizes.use_tool_policy(config, prompt_tokens=352)
+  config.num_iterations = 30
   config.env.max_steps = 6
   config.rollout.batch_buckets = (16,)  # Episodes that the harness plays.
+  config.sft.num_episodes = 2000
   config.sft.noise = 0.6

@@ -75,5 +75,6 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   sizes.use_tool_policy(config, prompt_tokens=320)
   config.pool.num_envs = 16  # Each has a server, which takes a second to start.
   config.rollout.batch_buckets = (16,)
-  config.sft.num_episodes = 1200
-  config.sft.epochs = 5
+  config.sft.num_episodes = 1500
+  config.sft.epochs = 6
+  config.sft.noise = 0.4

@@ -67,7 +67,7 @@ def use_tool_policy(
   """
   use_tiny_policy(config)
   length = prompt_tokens + 32
-  config.num_iterations = 30
+  config.num_iterations = 15
   config.rollout.groups = 4
   config.rollout.episodes_per_group = 16
   config.rollout.max_prompt_tokens = prompt_tokens

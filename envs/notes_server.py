@@ -2,12 +2,13 @@
 
     python -m envs.notes_server
 
-Three of six drawers hold a note. The task and each result list the drawers with
+Two of six drawers hold a note. The task and each result list the drawers with
 unread notes, and the last note holds the password of the safe. `tasks` returns
 tasks for `envs.mcp_env`. Drawers and passwords are digits, each of which is one
-token wherever it occurs, so that a small policy learns to repeat it. A password
-that is guessed before all notes are read scores 0. Only the SDK's server is
-needed to serve; to read the tasks, nothing.
+token wherever it occurs, so that a small policy learns to repeat it. Without
+the password, an episode scores a quarter for each note that has been read; a
+guess does not help. Only the SDK's server is needed to serve; to read the
+tasks, nothing.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ from envs import seeds
 
 DRAWERS = range(1, 7)
 PASSWORDS = range(1, 10)
-NUM_NOTES = 3
+NUM_NOTES = 2
 
 
 def _lay_out(seed: int) -> tuple[list[int], str]:
@@ -77,8 +78,10 @@ class Room:
     return f'unread: {_list(self._unread) or "none"}'
 
   def score(self, answer: str) -> float:
-    """Returns 1 for the password if all notes have been read, else 0."""
-    return float(not self._unread and answer.strip() == self._password)
+    """Returns 1 for the password if all notes were read, at most half else."""
+    if not self._unread and answer.strip() == self._password:
+      return 1.0
+    return (NUM_NOTES - len(self._unread)) / (2 * NUM_NOTES)
 
 
 def serve() -> None:

@@ -64,17 +64,17 @@ def test_an_episode_with_a_real_server(notes):
   assert tool['parameters']['required'] == ['drawer']
   arguments = notes_server.tasks('train')[3]['arguments']
   drawers, password = notes_server._lay_out(arguments['seed'])
-  one, two, three = drawers
+  one, two = drawers
   (message,) = first.messages
   assert message.role == 'user'
-  assert message.text.endswith(f'Notes: {one} {two} {three}')
-  assert first.anchor == f'unread: {one} {two} {three}'
+  assert message.text.endswith(f'Notes: {one} {two}')
+  assert first.anchor == f'unread: {one} {two}'
   result = notes.step(_call('open', drawer=two))
   (message,) = result.observation.messages
-  assert message == base.Message('tool', f'Notes: {one} {three}', '1')
-  assert result.valid and result.observation.anchor == f'unread: {one} {three}'
+  assert message == base.Message('tool', f'Notes: {one}', '1')
+  assert result.valid and result.observation.anchor == f'unread: {one}'
   assert not result.observation.tools
-  both = _call('open', drawer=one) + _call('open', drawer=three)
+  both = _call('open', drawer=two) + _call('open', drawer=one)
   result = notes.step(both)
   assert [m.call_id for m in result.observation.messages] == ['1', '2']
   assert result.observation.messages[1].text == f'Password: {password}'
@@ -83,16 +83,17 @@ def test_an_episode_with_a_real_server(notes):
   assert result.final_anchor == 'unread: none'
 
 
-def test_a_guessed_password_scores_nothing(notes):
+def test_a_guessed_password_does_not_help(notes):
   arguments = notes_server.tasks('train')[3]['arguments']
   drawers, password = notes_server._lay_out(arguments['seed'])
   notes.reset(TASK)
   assert notes.step(password).score == 0
-  notes.reset(TASK)
-  for drawer in drawers[:2]:
-    notes.step(_call('open', drawer=drawer))
-  result = notes.step(password)
-  assert result.done and not result.success and result.reward == 0
+  for answer in (password, 'no idea'):
+    notes.reset(TASK)
+    notes.step(_call('open', drawer=drawers[1]))
+    result = notes.step(answer)
+    assert result.done and not result.success
+    assert result.reward == result.score == 0.25
 
 
 def test_wrong_calls_are_answered_and_episodes_are_equal(notes):
@@ -124,7 +125,7 @@ def test_the_solution_solves_every_task(notes):
   for index in range(5):
     task = base.Task('valid', index)
     steps = list(notes.demonstrate(task, noise=0.0, seed=0))
-    assert len(steps) == 4 and steps[0][0].tools
+    assert len(steps) == 3 and steps[0][0].tools
     known = [steps[n][0].anchor for n in range(len(steps))]
     assert len(set(known)) == len(known)
     assert (
