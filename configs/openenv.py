@@ -77,7 +77,6 @@ def _server() -> ml_collections.ConfigDict:
 def _tiny(config: ml_collections.ConfigDict) -> None:
   """Selects a tiny policy and the lamps of envs/lamps_server.py."""
   sizes.use_tool_policy(config, prompt_tokens=288)
-  config.num_iterations = 30
   config.env.server = 'http://127.0.0.1:8000'
   config.env.task = 'Switch all lamps off.'
   config.env.max_steps = 5

@@ -128,6 +128,7 @@ def _duel(config: ml_collections.ConfigDict) -> None:
   config.learner.length_buckets = (256,)
   config.evaluation.num_tasks = 256
   config.sft.num_episodes = 1000
+  config.sft.epochs = 4
   config.sft.model.layers = 2
   config.sft.model.width = 64
   config.sft.model.mlp = 128
