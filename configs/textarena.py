@@ -117,16 +117,22 @@ def _duel(config: ml_collections.ConfigDict) -> None:
   config.env.max_steps = 10
   config.env.history_length = 0
   config.env.require_think = False
+  # Members of a group meet the same moves of the opponent: many groups, so that
+  # an update does not adapt to a few of them.
+  config.num_iterations = 60
+  config.rollout.groups = 8
+  config.rollout.episodes_per_group = 8
   config.rollout.max_prompt_tokens = 240
   config.rollout.max_completion_tokens = 16
   config.rollout.prompt_buckets = (240,)
   config.rollout.batch_buckets = (64,)
   config.loss.old_log_probs = 'sampler'  # as in `:mini` of other configs
-  config.optimizer.learning_rate = 3e-4
+  config.optimizer.learning_rate = 2e-4
   config.optimizer.b2 = 0.98
   config.learner.microbatch_tokens = 4096
   config.learner.length_buckets = (256,)
   config.evaluation.num_tasks = 256
+  config.evaluation.every = 30
   config.sft.num_episodes = 1000
   config.sft.epochs = 4
   config.sft.model.layers = 2
