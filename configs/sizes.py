@@ -58,8 +58,8 @@ def use_tool_policy(
   """Selects a 0.1M-parameter policy for short conversations with tools.
 
   It suits tasks in which a few tokens of the last message decide what to do.
-  Imitation takes many small updates: with fewer, or with an expert that errs
-  more often, the policy learns the form of a response but does not read.
+  Imitation takes about a thousand small updates; after fewer, the policy knows
+  the form of a response but does not read.
 
   Args:
     config: the experiment, changed in place.
