@@ -60,23 +60,9 @@ def _harness() -> ml_collections.ConfigDict:
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
   """Selects a tiny policy, for the harness examples/walk_harness.py."""
-  sizes.use_tiny_policy(config)
-  config.num_iterations = 20
+  sizes.use_tool_policy(config, prompt_tokens=352)
+  config.num_iterations = 30
   config.env.max_steps = 6
-  config.rollout.max_prompt_tokens = 384
-  config.rollout.max_completion_tokens = 32
-  config.rollout.prompt_buckets = (384,)
-  config.rollout.batch_buckets = (32,)
-  config.loss.old_log_probs = 'sampler'  # as in `:mini` of other configs
-  config.optimizer.b2 = 0.98
-  config.optimizer.warmup_updates = 10
-  config.learner.minibatch_rows = 64
-  config.learner.microbatch_tokens = 1664
-  config.learner.length_buckets = (416,)
-  config.evaluation.num_tasks = 128
-  config.evaluation.every = 10
-  config.sft.num_episodes = 1000
-  # A start that is less sure of the form forgets it in the first updates.
-  config.sft.epochs = 3
-  config.sft.minibatch_rows = 4  # Episodes.
-  config.sft.model.layers = 2
+  config.rollout.batch_buckets = (16,)  # Episodes that the harness plays.
+  config.sft.num_episodes = 2000
+  config.sft.noise = 0.6

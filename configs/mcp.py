@@ -72,24 +72,9 @@ def _notes() -> ml_collections.ConfigDict:
 
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
-  sizes.use_tiny_policy(config)
-  config.num_iterations = 30
+  sizes.use_tool_policy(config, prompt_tokens=320)
   config.pool.num_envs = 16  # Each has a server, which takes a second to start.
-  config.rollout.groups = 4
-  config.rollout.max_prompt_tokens = 384
-  config.rollout.max_completion_tokens = 32
-  config.rollout.prompt_buckets = (384,)
-  config.rollout.batch_buckets = (32,)
-  config.loss.old_log_probs = 'sampler'  # as in `:mini` of other configs
-  config.optimizer.learning_rate = 2e-4
-  config.optimizer.b2 = 0.98
-  config.optimizer.warmup_updates = 10
-  config.learner.minibatch_rows = 32
-  config.learner.microbatch_tokens = 1664
-  config.learner.length_buckets = (416,)
-  config.evaluation.num_tasks = 128
-  config.evaluation.every = 10
-  config.sft.num_episodes = 1000
-  config.sft.noise = 0.3
-  config.sft.minibatch_rows = 4  # Episodes.
-  config.sft.epochs = 4
+  config.rollout.batch_buckets = (16,)
+  config.sft.num_episodes = 1500
+  config.sft.epochs = 6
+  config.sft.noise = 0.4

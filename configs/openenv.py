@@ -8,7 +8,7 @@ tools; any instruct model of Qwen2.5 or Qwen3 does.
 
 On a laptop, start the server of an example, a row of lamps, in another
 terminal. Then make a warm start by imitation of an expert that plays at random
-in 70 % of its steps, and train it:
+in 60 % of its steps, and train it:
 
     python -m envs.lamps_server 8000
     python launch/sft.py --config=configs/openenv.py:tiny
@@ -18,7 +18,7 @@ Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
 cores; `smoke`, the tiny path in two minutes), an algorithm (`grpo`, `ppo`, ...)
 and other changes, see `variants.CHANGES`.
 
-The four lamps have 15 initial states, which training and held-out tasks share.
+The five lamps have 31 initial states, which training and held-out tasks share.
 Success therefore measures how well the policy knows these lamps.
 """
 
@@ -76,21 +76,9 @@ def _server() -> ml_collections.ConfigDict:
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
   """Selects a tiny policy and the lamps of envs/lamps_server.py."""
-  sizes.use_tiny_policy(config)
-  config.num_iterations = 20
+  sizes.use_tool_policy(config, prompt_tokens=288)
   config.env.server = 'http://127.0.0.1:8000'
   config.env.task = 'Switch all lamps off.'
   config.env.max_steps = 5
   config.env.demonstrator = 'envs.lamps_server:demonstrate'
-  config.rollout.groups = 4
-  config.rollout.episodes_per_group = 16
-  config.rollout.max_prompt_tokens = 384
-  config.rollout.max_completion_tokens = 32
-  config.learner.minibatch_rows = 64
-  config.algorithm.invalid_penalty = 0.01
-  config.evaluation.every = 20
-  config.sft.num_episodes = 1000
-  config.sft.noise = 0.7
-  config.sft.minibatch_rows = 4  # Episodes.
-  config.sft.epochs = 4
-  config.sft.model.layers = 2
+  config.sft.noise = 0.6

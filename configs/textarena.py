@@ -109,22 +109,32 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
 
 def _duel(config: ml_collections.ConfigDict) -> None:
   """Selects Nim; an illegal move may be repeated once, then loses."""
-  config.env.id = 'Nim-v0'  # piles of 3, 4 and 5 objects
+  config.env.id = 'Nim-v0'
   config.env.options = ml_collections.ConfigDict()
-  config.env.actions = tuple(
-    f'[{pile} {quantity}]'
-    for pile, size in enumerate((3, 4, 5))
-    for quantity in range(1, size + 1)
-  )
+  config.env.options.piles = [2, 3]
+  config.env.actions = ('[0 1]', '[0 2]', '[1 1]', '[1 2]', '[1 3]')
   config.env.opponent = 'random'
-  config.env.max_steps = 12
+  config.env.max_steps = 10
   config.env.history_length = 0
   config.env.require_think = False
-  config.rollout.max_prompt_tokens = 288
+  # Members of a group meet the same moves of the opponent: many groups, so that
+  # an update does not adapt to a few of them.
+  config.num_iterations = 60
+  config.rollout.groups = 8
+  config.rollout.episodes_per_group = 8
+  config.rollout.max_prompt_tokens = 240
   config.rollout.max_completion_tokens = 16
-  config.rollout.prompt_buckets = (288,)
+  config.rollout.prompt_buckets = (240,)
   config.rollout.batch_buckets = (64,)
-  config.learner.microbatch_tokens = 3648
-  config.learner.length_buckets = (224, 304)
-  config.evaluation.num_tasks = 128
-  config.sft.num_episodes = 600
+  config.loss.old_log_probs = 'sampler'  # as in `:mini` of other configs
+  config.optimizer.learning_rate = 2e-4
+  config.optimizer.b2 = 0.98
+  config.learner.microbatch_tokens = 4096
+  config.learner.length_buckets = (256,)
+  config.evaluation.num_tasks = 256
+  config.evaluation.every = 30
+  config.sft.num_episodes = 1000
+  config.sft.epochs = 4
+  config.sft.model.layers = 2
+  config.sft.model.width = 64
+  config.sft.model.mlp = 128

@@ -1,10 +1,10 @@
-"""GiGPO on an environment of the package verifiers: sorting, or any other.
+"""GiGPO on an environment of the package verifiers: letters, or any other.
 
     python launch/train.py --config=configs/verifiers.py --config.model.path=..
       --config.env.environment=MODULE
 
 On a laptop, make a warm start for envs/verifiers_letters.py, by imitation of an
-expert that plays at random in 70 % of its steps, and train it:
+expert that takes a random letter in 50 % of its steps, and train it:
 
     python launch/sft.py --config=configs/verifiers.py:tiny
     python launch/train.py --config=configs/verifiers.py:tiny
@@ -15,9 +15,6 @@ envs/verifiers_env.py documents the other fields.
 Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
 cores; `smoke`, the tiny path in two minutes), an algorithm (`grpo`, `ppo`, ...)
 and other changes, see `variants.CHANGES`.
-
-The four letters have 23 unsorted orders, which training and held-out tasks
-share. Success therefore measures how well the policy knows these orders.
 """
 
 import ml_collections
@@ -36,7 +33,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   config = _letters()
   config.variant = ','.join([size, *changes])
   if size in ('tiny', 'smoke'):
-    _tiny(config)
+    sizes.use_tool_policy(config, prompt_tokens=352)
     config.model.path = sizes.warm_start(__file__, size)
   if size == 'smoke':
     sizes.use_smoke(config)
@@ -52,7 +49,7 @@ def _letters() -> ml_collections.ConfigDict:
   # Arguments of load_environment.
   config.env.options = ml_collections.ConfigDict()
   # Fields of the rollout's state by which steps are grouped. (): the messages.
-  config.env.state_fields = ('letters',)
+  config.env.state_fields = ('left',)
   # Lowest reward of a success.
   config.env.success_reward = 1.0
   config.env.timeout_secs = 20.0
@@ -68,21 +65,3 @@ def _letters() -> ml_collections.ConfigDict:
   config.evaluation.split = 'valid'
   config.evaluation.num_tasks = 128
   return config
-
-
-def _tiny(config: ml_collections.ConfigDict) -> None:
-  sizes.use_tiny_policy(config)
-  config.num_iterations = 20
-  config.rollout.groups = 4
-  config.rollout.episodes_per_group = 16
-  config.rollout.max_prompt_tokens = 512
-  config.rollout.max_completion_tokens = 32
-  config.learner.minibatch_rows = 64
-  # Few episodes succeed at first; a larger penalty would outweigh them.
-  config.algorithm.invalid_penalty = 0.01
-  config.evaluation.every = 20
-  config.sft.num_episodes = 1000
-  config.sft.noise = 0.7
-  config.sft.minibatch_rows = 4  # Episodes.
-  config.sft.epochs = 4
-  config.sft.model.layers = 2

@@ -3,13 +3,11 @@
     pip install openenv-core
     python -m envs.lamps_server 8000
 
-Pressing the button of a lamp switches it and its neighbours. A task is the
-lamps that are on at the start. The server needs openenv-core; the demonstrator,
-for the warm start of a tiny policy, needs nothing.
+The button of a lamp switches it. An observation lists the lamps that are on,
+and a task is the lamps that are on at the start. The server needs openenv-core;
+the demonstrator, for the warm start of a tiny policy, needs nothing.
 """
 
-import functools
-import itertools
 import json
 import sys
 from typing import Any
@@ -18,7 +16,7 @@ import numpy as np
 
 from envs import base, tool_calls
 
-NUM_LAMPS = 4
+NUM_LAMPS = 5
 # Episodes at a time.
 _MAX_SESSIONS = 256
 
@@ -31,31 +29,19 @@ def start(seed: int) -> list[bool]:
 
 def press(lamps: list[bool], button: int) -> list[bool]:
   """Returns the lamps after a button is pressed, from 1."""
-  return [on != (abs(n + 1 - button) <= 1) for n, on in enumerate(lamps)]
+  return [on != (n + 1 == button) for n, on in enumerate(lamps)]
 
 
 def show(lamps: list[bool]) -> str:
-  """Returns the lamps as text, such as `on off off on`."""
-  return ' '.join('on' if on else 'off' for on in lamps)
-
-
-def solve(lamps: list[bool]) -> list[int]:
-  """Returns the buttons that switch all lamps off, in rising order."""
-  for size in range(NUM_LAMPS + 1):
-    for buttons in itertools.combinations(range(1, NUM_LAMPS + 1), size):
-      if not any(functools.reduce(press, buttons, lamps)):
-        return list(buttons)
-  raise ValueError(f'{show(lamps)}: no solution')
+  """Returns the lamps that are on as text, such as `1 4`."""
+  return ' '.join(str(n + 1) for n, on in enumerate(lamps) if on) or 'none'
 
 
 def demonstrate(
   observation: base.Observation, noise: float, rng: np.random.Generator
 ) -> str:
-  """Returns a press of a button that helps, or of a random one."""
-  lamps = [
-    word == 'on' for word in json.loads(observation.anchor)['lamps'].split()
-  ]
-  buttons = solve(lamps)
+  """Returns a press of the button of a lamp that is on, or of a random one."""
+  buttons = [int(name) for name in json.loads(observation.anchor)['on'].split()]
   if rng.random() < noise:
     buttons = range(1, NUM_LAMPS + 1)
   return tool_calls.write(
@@ -76,9 +62,9 @@ def make_app() -> Any:
     button=(int, pydantic.Field(ge=1, le=NUM_LAMPS)),
   )
   Lamps = pydantic.create_model(
-    'Lamps', __base__=types.Observation, lamps=(str, ...)
+    'Lamps', __base__=types.Observation, on=(str, ...)
   )
-  Row = pydantic.create_model('Row', __base__=types.State, lamps=(str, ''))
+  Row = pydantic.create_model('Row', __base__=types.State, on=(str, ''))
 
   class Game(interfaces.Environment):
     """Episodes of a session."""
@@ -87,16 +73,16 @@ def make_app() -> Any:
 
     def reset(self, seed=None, episode_id=None, **kwargs):
       self._lamps = start(seed or 0)
-      return Lamps(lamps=show(self._lamps), done=False)
+      return Lamps(on=show(self._lamps), done=False)
 
     def step(self, action, timeout_s=None, **kwargs):
       self._lamps = press(self._lamps, action.button)
       off = not any(self._lamps)
-      return Lamps(lamps=show(self._lamps), reward=float(off), done=off)
+      return Lamps(on=show(self._lamps), reward=float(off), done=off)
 
     @property
     def state(self):
-      return Row(lamps=show(self._lamps))
+      return Row(on=show(self._lamps))
 
   return env_server.create_fastapi_app(
     Game, Button, Lamps, max_concurrent_envs=_MAX_SESSIONS

@@ -1,13 +1,14 @@
-"""A small MCP server: a safe whose password is found by following notes.
+"""A small MCP server: a safe whose password is found by reading notes.
 
     python -m envs.notes_server
 
-Two of six drawers hold a note: the first names the second, which holds the
-password of the safe. `tasks` returns tasks for `envs.mcp_env`: they name the
-first drawer. Drawers and passwords are words of a short list, each of which is
-one token for a tokenizer that was trained on them; a small policy learns to
-repeat them. A password that is guessed without its note scores 0. Only the
-SDK's server is needed to serve; to read the tasks, nothing.
+Two of six drawers hold a note. The task and each result list the drawers with
+unread notes, and the last note holds the password of the safe. `tasks` returns
+tasks for `envs.mcp_env`. Drawers and passwords are digits, each of which is one
+token wherever it occurs, so that a small policy learns to repeat it. Without
+the password, an episode scores a quarter for each note that has been read; a
+guess does not help. Only the SDK's server is needed to serve; to read the
+tasks, nothing.
 """
 
 from typing import Any
@@ -16,28 +17,33 @@ import numpy as np
 
 from envs import seeds
 
-DRAWERS = ('red', 'blue', 'green', 'white', 'black', 'brown')
-PASSWORDS = ('apple', 'tiger', 'river', 'candle', 'piano', 'cloud')
+DRAWERS = range(1, 7)
+PASSWORDS = range(1, 10)
+NUM_NOTES = 2
 
 
-def _lay_out(seed: int) -> tuple[list[str], str]:
-  """Returns the drawers on the way to the password, and the password."""
+def _lay_out(seed: int) -> tuple[list[int], str]:
+  """Returns the drawers with notes, in order, and the password."""
   rng = np.random.default_rng(seed)
-  way = rng.choice(DRAWERS, 2, replace=False)
-  return way.tolist(), str(rng.choice(PASSWORDS))
+  notes = rng.choice(DRAWERS, NUM_NOTES, replace=False)
+  return sorted(notes.tolist()), str(rng.choice(PASSWORDS))
+
+
+def _list(drawers: list[int]) -> str:
+  return ' '.join(map(str, drawers))
 
 
 def tasks(split: str) -> list[dict[str, Any]]:
   """Returns the tasks of a split."""
   listed = []
   for seed in map(seeds.Seeds(split).__getitem__, range(1000)):
-    way, password = _lay_out(seed)
+    notes, password = _lay_out(seed)
     solution = [
-      {'name': 'open', 'arguments': {'drawer': drawer}} for drawer in way
+      {'name': 'open', 'arguments': {'drawer': drawer}} for drawer in notes
     ]
     listed.append(
       {
-        'task': f'Find the password. Start at the {way[0]} drawer.',
+        'task': f'Find the password. Notes: {_list(notes)}',
         'answer': password,
         'arguments': {'seed': seed},
         'solution': solution,
@@ -47,36 +53,35 @@ def tasks(split: str) -> list[dict[str, Any]]:
 
 
 class Room:
-  """The drawers, and those that have been opened."""
+  """The drawers, and those with unread notes."""
 
   def __init__(self):
     self.reset(0)
 
   def reset(self, seed: int) -> str:
     """Starts an episode."""
-    self._way, self._password = _lay_out(seed)
-    self._read: set[str] = set()
+    self._unread, self._password = _lay_out(seed)
     return ''
 
-  def open(self, drawer: str) -> str:
+  def open(self, drawer: int) -> str:
     """Opens a drawer and reads its note."""
     if drawer not in DRAWERS:
-      return f'The drawers are {", ".join(DRAWERS)}.'
-    self._read.add(drawer)
-    if drawer not in self._way:
-      return 'Empty.'
-    if drawer == self._way[-1]:
-      return f'The password is {self._password}.'
-    return f'Look in the {self._way[-1]} drawer.'
+      return f'The drawers are {DRAWERS[0]} to {DRAWERS[-1]}.'
+    if drawer in self._unread:
+      self._unread.remove(drawer)
+    if self._unread:
+      return f'Notes: {_list(self._unread)}'
+    return f'Password: {self._password}'
 
   def state(self) -> str:
-    """Returns the drawers that have been opened."""
-    return f'opened: {", ".join(sorted(self._read)) or "none"}'
+    """Returns the drawers with unread notes."""
+    return f'unread: {_list(self._unread) or "none"}'
 
   def score(self, answer: str) -> float:
-    """Returns 1 for the password if its note has been read, else 0."""
-    is_read = self._way[-1] in self._read
-    return float(is_read and answer.strip() == self._password)
+    """Returns 1 for the password if all notes were read, at most half else."""
+    if not self._unread and answer.strip() == self._password:
+      return 1.0
+    return (NUM_NOTES - len(self._unread)) / (2 * NUM_NOTES)
 
 
 def serve() -> None:

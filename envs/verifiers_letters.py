@@ -1,8 +1,9 @@
-"""A small environment of the package `verifiers`: sort letters by swapping.
+"""A small environment of the package `verifiers`: take letters in order.
 
-A tool swaps two neighbouring letters. The rubric rewards sorted letters, and a
-little those that are sorted with few swaps. `load_environment` needs
-verifiers; the demonstrator, for the warm start of a tiny policy, needs nothing.
+A tool takes the first letter of a row of four; any other letter costs a turn.
+The rubric rewards a row that is taken within the limit of turns, and a little
+each letter. `load_environment` needs verifiers; the demonstrator, for the warm
+start of a tiny policy, needs nothing.
 """
 
 import itertools
@@ -14,45 +15,37 @@ import numpy as np
 
 from envs import base, tool_calls
 
-LETTERS = 'abcd'
-SORTED = ' '.join(LETTERS)
+LETTERS = 'abcdefg'
+ROW = 4  # letters in a row
+NUM_HELD_OUT = 256  # rows, of 840
 
 
-def swap_letters(letters: str, position: int) -> str:
-  """Returns letters, such as `b a c`, with two neighbours swapped.
+def show(row: list[str]) -> str:
+  """Returns letters as JSON.
 
-  Args:
-    letters: the letters.
-    position: place of the first of the two, from 1.
+  A letter between quotation marks is the same token as in a tool call, so that
+  a small policy learns to repeat it.
   """
-  if not 1 <= position < len(LETTERS):
-    raise ValueError(f'the position must be from 1 to {len(LETTERS) - 1}')
-  row = letters.split()
-  row[position - 1 : position + 1] = row[position], row[position - 1]
-  return ' '.join(row)
+  return json.dumps(row)
 
 
 def rows() -> list[dict[str, Any]]:
-  """Returns a row for each order of the letters that is not sorted."""
-  orders = list(map(' '.join, itertools.permutations(LETTERS)))
-  orders.remove(SORTED)
+  """Returns a row for each order of four letters, in random order."""
+  orders = list(map(list, itertools.permutations(LETTERS, ROW)))
   random.Random(0).shuffle(orders)
   return [
-    {'question': f'Sort: {letters}', 'answer': SORTED, 'info': {'row': letters}}
-    for letters in orders
+    {'question': f'Take: {show(row)}', 'answer': '', 'info': {'row': row}}
+    for row in orders
   ]
 
 
 def demonstrate(
   observation: base.Observation, noise: float, rng: np.random.Generator
 ) -> str:
-  """Returns a swap that helps, or a random one."""
-  row = json.loads(observation.anchor)['letters'].split()
-  positions = [n for n in range(1, len(row)) if row[n - 1] > row[n]]
-  if rng.random() < noise:
-    positions = range(1, len(row))
-  position = int(rng.choice(positions))
-  return tool_calls.write(tool_calls.Call('swap', {'position': position}))
+  """Returns a call that takes the first letter, or a random one."""
+  row = json.loads(observation.anchor)['left']
+  letter = str(rng.choice(row)) if rng.random() < noise else min(row)
+  return tool_calls.write(tool_calls.Call('take', {'letter': letter}))
 
 
 def load_environment(max_turns: int = 6) -> Any:
@@ -64,23 +57,24 @@ def load_environment(max_turns: int = 6) -> Any:
   import datasets
   import verifiers
 
-  def swap(position: int, state: dict) -> str:
-    """Swaps the letter at a position, from 1, with the next one."""
-    state['letters'] = swap_letters(state['letters'], position)
-    return state['letters']
+  def take(letter: str, state: dict) -> str:
+    """Takes the first letter of the row."""
+    if letter != min(state['left']):
+      return f'Not the first. Left: {show(state["left"])}'
+    state['left'] = [other for other in state['left'] if other != letter]
+    return f'Left: {show(state["left"])}'
 
-  async def is_sorted(state, answer) -> float:
-    return float(state['letters'] == answer)
+  async def all_taken(state) -> float:
+    return float(not state['left'])
 
-  async def brevity(state, answer) -> float:
-    spared = 1 - len(state['trajectory']) / max_turns
-    return spared * (state['letters'] == answer)
+  async def share(state) -> float:
+    return 1 - len(state['left']) / ROW
 
   class Letters(verifiers.StatefulToolEnv):
     """Keeps the letters in the rollout's state."""
 
     async def setup_state(self, state, **kwargs):
-      state['letters'] = state['info']['row']
+      state['left'] = state['info']['row']
       return state
 
     def update_tool_args(self, tool_name, tool_args, messages, state, **kwargs):
@@ -88,17 +82,16 @@ def load_environment(max_turns: int = 6) -> Any:
 
     async def env_response(self, messages, state, **kwargs):
       replies = await super().env_response(messages, state, **kwargs)
-      if state['letters'] == SORTED:
+      if not state['left']:
         state['final_env_response'] = replies  # Ends the episode.
       return replies
 
-  # Several episodes of each order belong to an evaluation.
-  table = datasets.Dataset.from_list(12 * rows())
+  table = rows()
   environment = Letters(
-    dataset=table,
-    eval_dataset=table,
-    rubric=verifiers.Rubric(funcs=[is_sorted, brevity], weights=[1.0, 0.2]),
+    dataset=datasets.Dataset.from_list(table[NUM_HELD_OUT:]),
+    eval_dataset=datasets.Dataset.from_list(table[:NUM_HELD_OUT]),
+    rubric=verifiers.Rubric(funcs=[all_taken, share], weights=[1.0, 0.2]),
     max_turns=max_turns,
   )
-  environment.add_tool(swap, args_to_skip=['state'])
+  environment.add_tool(take, args_to_skip=['state'])
   return environment

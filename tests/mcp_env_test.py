@@ -62,43 +62,48 @@ def test_an_episode_with_a_real_server(notes):
   (tool,) = map(json.loads, first.tools)
   assert tool['name'] == 'open' and 'note' in tool['description']
   assert tool['parameters']['required'] == ['drawer']
-  assert first.messages[0].role == 'user' and first.anchor == 'opened: none'
-  way, password = notes_server._lay_out(
-    notes_server.tasks('train')[3]['arguments']['seed']
-  )
-  result = notes.step(_call('open', drawer=way[0]))
+  arguments = notes_server.tasks('train')[3]['arguments']
+  drawers, password = notes_server._lay_out(arguments['seed'])
+  one, two = drawers
+  (message,) = first.messages
+  assert message.role == 'user'
+  assert message.text.endswith(f'Notes: {one} {two}')
+  assert first.anchor == f'unread: {one} {two}'
+  result = notes.step(_call('open', drawer=two))
   (message,) = result.observation.messages
-  assert message == base.Message('tool', f'Look in the {way[1]} drawer.', '1')
-  assert result.valid and result.observation.anchor == f'opened: {way[0]}'
+  assert message == base.Message('tool', f'Notes: {one}', '1')
+  assert result.valid and result.observation.anchor == f'unread: {one}'
   assert not result.observation.tools
-  both = _call('open', drawer=way[0]) + _call('open', drawer=way[1])
+  both = _call('open', drawer=two) + _call('open', drawer=one)
   result = notes.step(both)
   assert [m.call_id for m in result.observation.messages] == ['1', '2']
-  assert result.observation.messages[1].text == (f'The password is {password}.')
+  assert result.observation.messages[1].text == f'Password: {password}'
   result = notes.step(f'<think>so</think>{password}')
   assert result.done and result.success and result.reward == result.score == 1
-  assert result.final_anchor == 'opened: ' + ', '.join(sorted(way))
+  assert result.final_anchor == 'unread: none'
 
 
-def test_a_guessed_password_scores_nothing(notes):
+def test_a_guessed_password_does_not_help(notes):
   arguments = notes_server.tasks('train')[3]['arguments']
-  way, password = notes_server._lay_out(arguments['seed'])
+  drawers, password = notes_server._lay_out(arguments['seed'])
   notes.reset(TASK)
   assert notes.step(password).score == 0
-  notes.reset(TASK)
-  notes.step(_call('open', drawer=way[0]))
-  result = notes.step(password)
-  assert result.done and not result.success and result.reward == 0
+  for answer in (password, 'no idea'):
+    notes.reset(TASK)
+    notes.step(_call('open', drawer=drawers[1]))
+    result = notes.step(answer)
+    assert result.done and not result.success
+    assert result.reward == result.score == 0.25
 
 
 def test_wrong_calls_are_answered_and_episodes_are_equal(notes):
   responses = [
     '<tool_call>',
-    _call('close', drawer='red'),
-    _call('open', drawer=3),
+    _call('close', drawer=1),
+    _call('open', drawer='red'),
     _call('open'),
-    _call('open', drawer='x'),
-    _call('open', drawer='red') * 9,
+    _call('open', drawer=7),
+    _call('open', drawer=1) * 9,
   ]
 
   def play():
@@ -108,9 +113,9 @@ def test_wrong_calls_are_answered_and_episodes_are_equal(notes):
   assert play() == [first, *results]
   texts = [r.observation.text for r in results[:-1]]
   assert 'no partner' in texts[0] and 'must be one of open' in texts[1]
-  assert "drawer: 3 is not of type 'string'" in texts[2]
+  assert "drawer: 'red' is not of type 'integer'" in texts[2]
   assert "'drawer' is a required property" in texts[3]
-  assert texts[4].startswith('The drawers are red, blue, ')
+  assert texts[4] == 'The drawers are 1 to 6.'
   assert [r.valid for r in results] == [False] * 4 + [True, False]
   last = results[-1]
   assert last.done and not last.success and last.score == 0

@@ -188,21 +188,26 @@ def test_a_demonstrator_plays_for_a_warm_start(server):
 
 
 def test_lamps():
-  lamps = [True, False, False, True]
-  assert lamps_server.press(lamps, 2) == [False, True, True, True]
-  assert lamps_server.press(lamps, 4) == [True, False, True, False]
-  # Buttons 2 and 3 change lamps 1 to 3 and 2 to 4: together 1 and 4.
-  assert lamps_server.solve(lamps) == [2, 3]
-  assert lamps_server.solve([True, True, True, False]) == [2]
-  starts = {tuple(lamps_server.start(seed)) for seed in range(200)}
-  assert len(starts) == 15
+  lamps = [True, False, False, True, False]
+  assert lamps_server.show(lamps) == '1 4'
+  assert lamps_server.press(lamps, 2) == [True, True, False, True, False]
+  assert lamps_server.press(lamps, 4) == [True, False, False, False, False]
+  assert lamps_server.show([False] * 5) == 'none'
+  starts = {tuple(lamps_server.start(seed)) for seed in range(400)}
+  assert len(starts) == 31
   rng = np.random.default_rng(0)
-  anchor = '{"lamps": "on on on off"}'
-  observation = base.Observation('', '', anchor, '')
-  response = lamps_server.demonstrate(observation, 0.0, rng)
-  assert tool_calls.parse(response).calls[0].arguments == {'button': 2}
-  random = {lamps_server.demonstrate(observation, 1.0, rng) for _ in range(60)}
-  assert len(random) == 4
+  observation = base.Observation('', '', '{"on": "2 5"}', '')
+
+  def buttons(noise: float) -> set[int]:
+    played = [
+      lamps_server.demonstrate(observation, noise, rng) for _ in range(60)
+    ]
+    return {
+      tool_calls.parse(response).calls[0].arguments['button']
+      for response in played
+    }
+
+  assert buttons(0.0) == {2, 5} and buttons(1.0) == {1, 2, 3, 4, 5}
 
 
 def test_wrong_arguments_are_refused_in_one_line():
@@ -257,9 +262,9 @@ def test_the_example_with_openenvs_own_server():
 
   with _openenv_server('-m', 'envs.lamps_server') as (env, first):
     lamps = lamps_server.start(3)
-    assert first.text == f'lamps: {lamps_server.show(lamps)}'
-    assert first.anchor == f'{{"lamps": "{lamps_server.show(lamps)}"}}'
-    assert not env.step(press(5)).valid
-    for button in lamps_server.solve(lamps):
+    assert first.text == f'on: {lamps_server.show(lamps)}'
+    assert first.anchor == f'{{"on": "{lamps_server.show(lamps)}"}}'
+    assert not env.step(press(6)).valid
+    for button in map(int, lamps_server.show(lamps).split()):
       result = env.step(press(button))
     assert result.success and result.reward == 1

@@ -1,6 +1,5 @@
 """Tests of envs/verifiers_env.py with environments of the package verifiers."""
 
-import itertools
 import json
 import signal
 
@@ -204,31 +203,41 @@ def test_the_example(package):
   env = envs.make(
     'verifiers',
     environment='envs.verifiers_letters',
-    state_fields=('letters',),
+    state_fields=('left',),
     demonstrator='envs.verifiers_letters:demonstrate',
   )
   noisy = list(env.demonstrate(TASK, noise=1.0, seed=0))
   assert noisy == list(env.demonstrate(TASK, noise=1.0, seed=0))
-  for index in range(6):
-    task = base.Task('train', index)
-    # The expert removes an inversion with each swap.
-    letters = json.loads(env.reset(task).anchor)['letters'].split()
-    inversions = sum(a > b for a, b in itertools.combinations(letters, 2))
-    played = list(env.demonstrate(task, noise=0.0, seed=0))
-    assert len(played) == inversions
-    env.reset(task)
-    *_, result = [env.step(response) for _, response in played]
-    assert result.success and result.final_anchor == '{"letters": "a b c d"}'
-    assert result.metrics['num_turns'] == inversions
-    assert result.reward == pytest.approx(1 + 0.2 * (1 - inversions / 6))
+  row = json.loads(env.reset(TASK).anchor)['left']
+  # The expert takes all letters in order.
+  played = list(env.demonstrate(TASK, noise=0.0, seed=0))
+  env.reset(TASK)
+  *_, result = [env.step(response) for _, response in played]
+  assert len(played) == 4 and result.success
+  assert result.final_anchor == '{"left": []}'
+  assert result.reward == pytest.approx(1.2)
+  # Any other letter costs a turn, up to the limit of six.
+  env.reset(TASK)
+  left = json.dumps(row)
+  for letter in ('x', max(row), max(row), max(row)):
+    result = env.step(_take(letter))
+    assert result.valid and not result.done
+    assert result.observation.text == f'Not the first. Left: {left}'
+  env.step(_take(min(row)))
+  result = env.step(_take('x'))
+  assert result.done and not result.success
+  assert result.reward == pytest.approx(0.2 / 4)
   env.close()
 
 
-def test_swaps():
-  assert verifiers_letters.swap_letters('d b c a', 3) == 'd b a c'
-  assert len(verifiers_letters.rows()) == 23
-  with pytest.raises(ValueError, match='from 1 to 3'):
-    verifiers_letters.swap_letters('d b c a', 4)
+def _take(letter: str) -> str:
+  return tool_calls.write(tool_calls.Call('take', {'letter': letter}))
+
+
+def test_rows_of_letters():
+  rows = verifiers_letters.rows()
+  assert len(rows) == 7 * 6 * 5 * 4 == len({r['question'] for r in rows})
+  assert rows == verifiers_letters.rows()
 
 
 def test_a_missing_package_is_reported(monkeypatch):

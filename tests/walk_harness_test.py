@@ -1,6 +1,7 @@
 """Tests of the example of an agent harness: its house, its play, its start."""
 
 import importlib
+import itertools
 import json
 import pathlib
 import types
@@ -85,19 +86,21 @@ def test_walls_and_words_cost_a_step(harness):
     assert client.anchors == ['hall'] * harness.MAX_STEPS
 
 
-def test_the_warm_start_walks_at_random(harness, monkeypatch):
+def test_the_warm_start_walks_with_detours(harness, monkeypatch):
   monkeypatch.syspath_prepend(EXAMPLES)
   start = importlib.import_module('walk_start')
-  env, used = start.Env(max_steps=6), set()
-  for index in range(20):
+  assert {room: start.shortest_way(room) for room in TO_GARDEN} == TO_GARDEN
+  env, used = start.Env(max_steps=6), {0.0: set(), 1.0: set()}
+  for index, noise in itertools.product(range(20), used):
     task = base.Task('train', index)
-    steps = list(env.demonstrate(task, noise=0.0, seed=0))
-    assert steps == list(env.demonstrate(task, noise=1.0, seed=0))
+    steps = list(env.demonstrate(task, noise=noise, seed=0))
+    assert steps == list(env.demonstrate(task, noise=noise, seed=0))
     assert 1 <= len(steps) <= harness.MAX_STEPS
     room = harness.first_room(index)
     for observation, response in steps:
       assert observation.messages[0].text.endswith(f'You are in the {room}.')
       (call,) = tool_calls.parse(response).calls
+      used[noise].add((room, call.arguments['direction']))
       room, _ = harness.walk(room, call.arguments['direction'])
-      used.add(call.arguments['direction'])
-  assert used == set(harness.DIRECTIONS)
+  assert used[0.0] == set(TO_GARDEN.items())
+  assert {direction for _, direction in used[1.0]} == set(harness.DIRECTIONS)
