@@ -89,6 +89,11 @@ def use_tool_policy(
   config.sft.noise = 0.5
   config.sft.minibatch_rows = 8  # Episodes.
   config.sft.epochs = 2
+  use_two_layers(config)
+
+
+def use_two_layers(config: ml_collections.ConfigDict) -> None:
+  """Gives the warm start a network of 0.1M parameters."""
   config.sft.model.layers = 2
   config.sft.model.width = 64
   config.sft.model.mlp = 128

@@ -135,6 +135,4 @@ def _duel(config: ml_collections.ConfigDict) -> None:
   config.evaluation.every = 30
   config.sft.num_episodes = 1000
   config.sft.epochs = 4
-  config.sft.model.layers = 2
-  config.sft.model.width = 64
-  config.sft.model.mlp = 128
+  sizes.use_two_layers(config)

@@ -47,11 +47,14 @@ class Episodes(NamedTuple):
 
   def any(self, values: Bool[np.ndarray, ' R']) -> Bool[np.ndarray, ' E']:
     """Returns whether a value of any of an episode's rows is True."""
+    return self.sum(values) > 0
+
+  def sum(self, values: Float[np.ndarray, ' R']) -> Float[np.ndarray, ' E']:
+    """Returns the sum of the values of each episode's rows."""
     own = self.index >= 0
-    counts = np.bincount(
+    return np.bincount(
       self.index[own], weights=values[own], minlength=len(self.groups)
     )
-    return counts > 0
 
   def has_spread(self) -> Bool[np.ndarray, ' G']:
     """Returns whether episodes of a group have different returns."""
@@ -81,7 +84,6 @@ def episodes(rows: batch.Rows, invalid_penalty: float = 0.0) -> Episodes:
     invalid_penalty: subtracted from the reward of an invalid response.
   """
   real = rows.real
-  penalties = np.where(rows.valid, 0, invalid_penalty)
   keys = np.stack([rows.groups[real], rows.episodes[real]], axis=1)
   unique, own = np.unique(keys, axis=0, return_inverse=True)
   own = own.reshape(-1)
@@ -95,12 +97,20 @@ def episodes(rows: batch.Rows, invalid_penalty: float = 0.0) -> Episodes:
   return Episodes(
     index=index,
     groups=np.unique(unique[:, 0], return_inverse=True)[1].reshape(-1),
-    returns=total(rows.rewards.astype(np.float64) - penalties),
+    returns=total(penalized_rewards(rows, invalid_penalty)),
     success=total(rows.success) > 0,
     turns=np.bincount(own, minlength=len(unique)),
     tokens=np.bincount(own, weights=lengths).astype(int),
     truncated=total(rows.truncated) > 0,
   )
+
+
+def penalized_rewards(
+  rows: batch.Rows, invalid_penalty: float
+) -> Float[np.ndarray, ' R']:
+  """Returns rewards minus a penalty for each invalid response, float64."""
+  penalties = np.where(rows.valid, 0, invalid_penalty)
+  return rows.rewards.astype(np.float64) - penalties
 
 
 def chains(rows: batch.Rows) -> list[Int[np.ndarray, ' T']]:

@@ -27,7 +27,7 @@ import numpy as np
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import prefix_cache, sampler_types, sampling
 from gigpo_jax.models import qwen
-from gigpo_jax.programs import sampler_cache, sampler_programs
+from gigpo_jax.programs import sampler_cache, sampler_programs, sampler_weights
 from gigpo_jax.runtime import compilation, distributed
 
 # Maximum number of prompts that a copy of the model prefills at once. 8 prompts
@@ -40,8 +40,8 @@ _CHUNK = 64
 # program. On these, the host selects a program without conditionals.
 _HOST_SELECTS = ('gpu',)
 
-WEIGHTS, REUSE = sampler_programs.WEIGHTS, prefix_cache.REUSE
-parameter_bytes = sampler_programs.parameter_bytes
+WEIGHTS, REUSE = sampler_weights.WEIGHTS, prefix_cache.REUSE
+parameter_bytes = sampler_weights.parameter_bytes
 Request = sampler_types.Request
 Completion = sampler_types.Completion
 Entry = sampler_types.Entry

@@ -309,13 +309,13 @@ def test_sets_of_distinct_episodes_by_hand():
   # Returns 4, 4, 0, 0; the first two are alike. Pairs: (4 + 4) / 2 / 2 = 2 for
   # the first two, 2 for each of the four mixed pairs, and 0 for the last two;
   # mean 10 / 6. Each episode is in three pairs.
-  found = polychromic.set_advantages(
+  advantages = polychromic.set_advantages(
     np.array([4.0, 4, 0, 0]), [(7, 7), (7, 7), (7,), (8,)], 2
   )
-  np.testing.assert_allclose(found, np.array([6, 6, 4, 4]) / 3 - 10 / 6)
+  np.testing.assert_allclose(advantages, np.array([6, 6, 4, 4]) / 3 - 10 / 6)
   # A single set has nothing to be compared with.
-  found = polychromic.set_advantages(np.array([4.0, 0]), [(1,), (1,)], 2)
-  np.testing.assert_array_equal(found, 0)
+  advantages = polychromic.set_advantages(np.array([4.0, 0]), [(1,), (1,)], 2)
+  np.testing.assert_array_equal(advantages, 0)
   assert not polychromic.set_advantages(np.ones(1), [(1,)], 2).any()
 
 

@@ -280,23 +280,20 @@ def test_vines_match_a_slow_reference(count, share):
   options = {'root_share': share, 'branches_per_turn': count}
   episodes, *_ = grow('polychromic_vine', size=10, num_tasks=8, **options)
   rows = batch.from_trajectories(episodes, **PADDED, row_multiple=256)
-  found = algorithms.make('polychromic_vine', **options).compute_advantages(
-    rows
-  )
+  vine = algorithms.make('polychromic_vine', **options)
+  advantages = vine.compute_advantages(rows).advantages
   expected = slow_advantages.vines(episodes)
   new = rows.real & ~rows.repeated
   for r in np.flatnonzero(new):
     e = episodes[rows.episodes[r]]
     value = expected.get((e.group, e.member, rows.steps[r]), 0.0)
-    assert found.advantages[r] == pytest.approx(value, abs=1e-5)
+    assert advantages[r] == pytest.approx(value, abs=1e-5)
   # One branch makes a single pair with its parent, which counts for nothing.
   by_episode = {}
   for (group, member, _), value in expected.items():
     by_episode.setdefault((group, member), set()).add(value)
   assert (max(map(len, by_episode.values())) > 1) == (count > 1)
-  np.testing.assert_array_equal(
-    found.advantages, branching.merge(found.advantages, rows)
-  )
+  np.testing.assert_array_equal(advantages, branching.merge(advantages, rows))
 
 
 def test_an_update_trains_on_each_response_once():

@@ -66,6 +66,21 @@ def _learner_log_probs(
   return log_probs[0, : len(ids)]
 
 
+def _assert_learner_log_probs(engine, params, requests, atol, config=CONFIG):
+  """Asserts that samples have the log-probs that the learner computes."""
+  for prompt, done in zip(
+    requests, engine.generate(params, requests), strict=True
+  ):
+    expected = _learner_log_probs(params, prompt, done.ids, config)
+    np.testing.assert_allclose(done.log_probs, expected, atol=atol)
+
+
+def _assert_same_samples(samples, expected, atol):
+  for a, b in zip(samples, expected, strict=True):
+    np.testing.assert_array_equal(a.ids, b.ids)
+    np.testing.assert_allclose(a.log_probs, b.log_probs, atol=atol)
+
+
 def _requests(lengths) -> list[sampler.Request]:
   rng = np.random.default_rng(0)
   return [
@@ -81,11 +96,7 @@ def test_the_sampler_reports_the_log_probs_of_the_learner(
   engine = request.getfixturevalue(name)
   # More requests than slots: a slot's state must not survive its request.
   requests = _requests((9, 1, 16, 2, 33, 1, 8))
-  for prompt, done in zip(
-    requests, engine.generate(params, requests), strict=True
-  ):
-    expected = _learner_log_probs(params, prompt, done.ids)
-    np.testing.assert_allclose(done.log_probs, expected, atol=1e-5)
+  _assert_learner_log_probs(engine, params, requests, 1e-5)
 
 
 @pytest.mark.slow
@@ -94,12 +105,8 @@ def test_the_sampler_has_the_experts_of_the_learner(weights):
   params = reference.init(EXPERTS, jax.random.key(0))
   requests = _requests((9, 5))
   engine = conversations._sampler(config=EXPERTS, weights=weights)
-  for prompt, done in zip(
-    requests, engine.generate(params, requests), strict=True
-  ):
-    expected = _learner_log_probs(params, prompt, done.ids, EXPERTS)
-    atol = 1e-5 if weights == 'model' else 0.05
-    np.testing.assert_allclose(done.log_probs, expected, atol=atol)
+  atol = 1e-5 if weights == 'model' else 0.05
+  _assert_learner_log_probs(engine, params, requests, atol, EXPERTS)
 
 
 def test_members_with_one_prompt_equal_separate_prompts(params, whole):
@@ -110,10 +117,8 @@ def test_members_with_one_prompt_equal_separate_prompts(params, whole):
   stats = whole.take_stats()
   # Two members wait for a slot; the state of the prompt is still there.
   assert stats.prefill_tokens == 11  # noqa: PLR2004
-  for member, done in zip(group, together, strict=True):
-    (alone,) = whole.generate(params, [member])
-    np.testing.assert_array_equal(done.ids, alone.ids)
-    np.testing.assert_allclose(done.log_probs, alone.log_probs, atol=1e-6)
+  alone = [whole.generate(params, [member])[0] for member in group]
+  _assert_same_samples(together, alone, 1e-6)
 
 
 def test_reuse_across_turns_changes_no_bit(params, prompts):
@@ -131,13 +136,9 @@ def test_a_cache_that_changes_its_size_changes_no_token(params, whole):
   engine = _sampler(
     prefill_chunk=0, batch_buckets=(2, 4, 8), prompt_buckets=(4, 16, 40)
   )
-  for a, b in zip(
-    engine.generate(params, requests),
-    whole.generate(params, requests),
-    strict=True,
-  ):
-    np.testing.assert_array_equal(a.ids, b.ids)
-    np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-5)
+  _assert_same_samples(
+    engine.generate(params, requests), whole.generate(params, requests), 1e-5
+  )
 
 
 @pytest.mark.slow
@@ -170,11 +171,7 @@ def test_int8_weights_and_an_int8_cache_are_close(params):
   requests = _requests((9, 5))
   config = dataclasses.replace(CONFIG, cache='int8')
   engine = conversations._sampler(config=config, weights='int8')
-  for prompt, done in zip(
-    requests, engine.generate(params, requests), strict=True
-  ):
-    expected = _learner_log_probs(params, prompt, done.ids)
-    np.testing.assert_allclose(done.log_probs, expected, atol=0.1)
+  _assert_learner_log_probs(engine, params, requests, 0.1)
 
 
 @pytest.mark.slow
@@ -185,13 +182,9 @@ def test_a_mesh_does_not_change_samples(params, whole):
   )
   requests = _requests((9, 1, 16, 2, 33))
   engine = _sampler(mesh, prefill_chunk=0)
-  for a, b in zip(
-    engine.generate(placed, requests),
-    whole.generate(params, requests),
-    strict=True,
-  ):
-    np.testing.assert_array_equal(a.ids, b.ids)
-    np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
+  _assert_same_samples(
+    engine.generate(placed, requests), whole.generate(params, requests), 1e-4
+  )
 
 
 def test_bytes_of_a_row_by_hand():

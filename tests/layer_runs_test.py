@@ -307,34 +307,11 @@ def test_the_sampler_reports_the_log_probs_of_the_learner(weights):
 @pytest.mark.parametrize('name', ['types', 'hybrid', 'hybrid experts', 'next'])
 def test_greedy_sampling_equals_generate(name, tmp_path):
   model, config, params = _model(name, tmp_path)
-  torch = pytest.importorskip('torch')
-  greedy = sampler.Sampler(
-    config,
-    mesh_lib.make_mesh(1, -1, 1),
-    seed=0,
-    prompt_buckets=(8, 16),
-    batch_buckets=(8,),
-    max_completion_tokens=12,
-    stop_ids=(),
-    vocab_size=48,
-  )
-  rng, argmax = np.random.default_rng(0), sampler.Sampling(temperature=0.0)
+  rng = np.random.default_rng(0)
   prompts = [rng.integers(0, 48, n).astype(np.int32) for n in (1, 4, 9, 16)]
-  requests = [
-    sampler.Request(p, (0, 0, 0, i, 0), argmax) for i, p in enumerate(prompts)
-  ]
-  answers = greedy.generate(params, requests)
-  for prompt, answer in zip(prompts, answers, strict=True):
-    tokens = torch.tensor(prompt[None], dtype=torch.long)
-    expected = model.generate(
-      tokens,
-      attention_mask=torch.ones_like(tokens),
-      max_new_tokens=12,
-      do_sample=False,
-      eos_token_id=None,
-      pad_token_id=0,
-    )[0, len(prompt) :].numpy()
-    np.testing.assert_array_equal(answer.ids, expected)
+  reference.assert_greedy_equals_generate(
+    model, config, params, prompts, tokens=12
+  )
 
 
 def test_shared_prompts_have_no_window():

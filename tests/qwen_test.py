@@ -169,38 +169,15 @@ def test_logits_agree_with_transformers(  # noqa: PLR0913
   ],
 )
 def test_greedy_sampling_equals_generate(torch, tmp_path, seed, family):
-  from gigpo_jax import sampler
-
   model = _reference(torch, seed != 1, 4, 2, seed, family)
   model.save_pretrained(tmp_path)
   config = huggingface.read_config(str(tmp_path), dtype='float32')
   mesh = mesh_lib.make_mesh(1, -1, 1)
   params = huggingface.load(str(tmp_path), config, mesh)
-  greedy = sampler.Sampler(
-    config,
-    mesh,
-    seed=0,
-    prompt_buckets=(8, 16),
-    batch_buckets=(8,),
-    max_completion_tokens=20,
-    stop_ids=(3,),
-    vocab_size=97,
-  )
   prompts = [_tokens(1, 4 + 3 * i, seed + i)[0] for i in range(4)]
-  argmax = sampler.Sampling(temperature=0.0)
-  requests = [
-    sampler.Request(p, (0, 0, 0, i, 0), argmax) for i, p in enumerate(prompts)
-  ]
-  answers = greedy.generate(params, requests)
-  for prompt, answer in zip(prompts, answers, strict=True):
-    expected = model.generate(
-      torch.tensor(prompt[None], dtype=torch.long),
-      max_new_tokens=20,
-      do_sample=False,
-      eos_token_id=3,
-      pad_token_id=0,
-    )[0, len(prompt) :].numpy()
-    np.testing.assert_array_equal(answer.ids, expected)
+  reference.assert_greedy_equals_generate(
+    model, config, params, prompts, tokens=20, stop_id=3
+  )
 
 
 def test_logits_agree_with_stored_logits_of_transformers():

@@ -4,7 +4,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from gigpo_jax import mesh, sampler
 from gigpo_jax.models import parameters, qwen
 
 
@@ -67,3 +69,46 @@ def completion_log_probs(
   return qwen.token_log_probs(
     config, params, hidden_BCD, targets_BC, temperature=temperature
   )
+
+
+def assert_greedy_equals_generate(
+  model, config: qwen.QwenConfig, params, prompts, *, tokens: int, stop_id=None
+):
+  """Asserts that greedy samples are those of transformers' `generate`.
+
+  Args:
+    model: the model of transformers.
+    config: shape of our network.
+    params: our parameters.
+    prompts: token ids of each prompt, at most 16.
+    tokens: most tokens of a completion.
+    stop_id: id that ends a completion; None for none.
+  """
+  import torch
+
+  engine = sampler.Sampler(
+    config,
+    mesh.make_mesh(1, -1, 1),
+    seed=0,
+    prompt_buckets=(8, 16),
+    batch_buckets=(8,),
+    max_completion_tokens=tokens,
+    stop_ids=() if stop_id is None else (stop_id,),
+    vocab_size=config.vocab_size,
+  )
+  argmax = sampler.Sampling(temperature=0.0)
+  requests = [
+    sampler.Request(p, (0, 0, 0, i, 0), argmax) for i, p in enumerate(prompts)
+  ]
+  answers = engine.generate(params, requests)
+  for prompt, answer in zip(prompts, answers, strict=True):
+    ids = torch.tensor(prompt[None], dtype=torch.long)
+    expected = model.generate(
+      ids,
+      attention_mask=torch.ones_like(ids),
+      max_new_tokens=tokens,
+      do_sample=False,
+      eos_token_id=stop_id,
+      pad_token_id=0,
+    )[0, len(prompt) :].numpy()
+    np.testing.assert_array_equal(answer.ids, expected)

@@ -106,8 +106,5 @@ class Algorithm:
     if not self.components:
       return [(1.0, episodes.returns)]
     weights = self.component_weights or (1.0,) * len(self.components)
-    sums = [
-      np.bincount(episodes.index[rows.real], rows.components[rows.real, k])
-      for k in range(len(weights))
-    ]
+    sums = map(episodes.sum, rows.components.T)
     return list(zip(weights, sums, strict=True))

@@ -64,17 +64,17 @@ class Algorithm(polychromic.Algorithm):
   ) -> algorithms.AlgorithmOutput:
     """Returns one advantage per row, 0 for padding."""
     del values
-    rewards = rows.rewards - np.where(rows.valid, 0.0, self.invalid_penalty)
+    rewards = row_stats.penalized_rewards(rows, self.invalid_penalty)
     advantages = np.zeros(len(rewards))
     # Later states replace the advantages of earlier ones.
     for chains in _by_state(rows):
       if len(chains) > self.set_size:
-        found = polychromic.set_advantages(
+        by_chain = polychromic.set_advantages(
           np.array([rewards[chain].sum() for chain in chains]),
           [tuple(rows.actions[chain]) for chain in chains],
           self.set_size,
         )
-        for chain, advantage in zip(chains, found, strict=True):
+        for chain, advantage in zip(chains, by_chain, strict=True):
           advantages[chain] = advantage
     # A repeated turn has the advantage of the episode that sampled it.
     _, first, own = np.unique(
@@ -91,8 +91,9 @@ def _by_state(rows: batch.Rows) -> list[list[Int[np.ndarray, ' T']]]:
   """
   sampled: dict[int, np.ndarray] = {}  # By response: the rows after it.
   states: dict[tuple[int, int], list[np.ndarray]] = {}
+  repeated = rows.repeated
   for chain in row_stats.chains(rows):
-    t = int(rows.repeated[chain].sum())
+    t = int(repeated[chain].sum())
     last = rows.responses[chain[t - 1]] if t else -1 - rows.groups[chain[0]]
     own = states.setdefault((t, int(last)), [sampled[int(last)]] if t else [])
     own.append(chain[t:])

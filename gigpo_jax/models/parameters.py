@@ -202,9 +202,8 @@ def init(config: QwenConfig, key: jax.Array) -> dict[str, Any]:
   Weights are normally distributed with standard deviation 0.02, as in Qwen.
   Output projections are divided by the square root of twice the depth. Norms
   are one, or zero if they are centered; biases and a critic's value head are
-  zero. An adapter's first matrix
-  is uniform with standard deviation (3 * inputs)^(-1/2), its second matrix
-  zero.
+  zero. An adapter's first matrix is uniform with standard deviation
+  (3 * inputs)^(-1/2), its second matrix zero.
   """
   leaves, treedef = jax.tree_util.tree_flatten_with_path(
     shapes(config), is_leaf=lambda x: isinstance(x, tuple)

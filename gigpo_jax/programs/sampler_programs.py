@@ -26,9 +26,6 @@ from gigpo_jax.models import (
 from gigpo_jax.programs import sampler_weights
 from gigpo_jax.runtime import compilation, distributed
 
-WEIGHTS = sampler_weights.WEIGHTS
-parameter_bytes = sampler_weights.parameter_bytes
-
 # Inputs of a step for each slot, without the stream, and the state that a step
 # passes to the next.
 INTEGERS = (

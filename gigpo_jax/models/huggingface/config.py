@@ -130,6 +130,8 @@ _FAMILIES = {
   'qwen3_moe': {'qkv_bias': False, 'qk_norm': True},
   **hybrid.FAMILIES,
 }
+# Default size of a head, by model_type; others divide hidden_size.
+_HEAD_DIMS = {'qwen3': 128, **dict.fromkeys(hybrid.FAMILIES, hybrid.HEAD_DIM)}
 # Families with experts.
 _MIXTURES = ('qwen3_moe', *hybrid.EXPERTS)
 _ARCHITECTURES = {
@@ -226,8 +228,7 @@ def _read_shape(directory: str, raw: dict, **choices: Any) -> QwenConfig:
   if heads % kv_heads:
     accepted = f'must divide into num_attention_heads={heads}'
     raise fields.error(directory, 'num_key_value_heads', kv_heads, accepted)
-  default = hybrid.HEAD_DIM if is_hybrid else raw['hidden_size'] // heads
-  default = 128 if family == 'qwen3' else default
+  default = _HEAD_DIMS.get(family, raw['hidden_size'] // heads)
   head_dim = raw.get('head_dim') or default
   if not head_dim or head_dim % 2:
     accepted = 'must be even, for rotary positions'
@@ -257,8 +258,8 @@ def _read_shape(directory: str, raw: dict, **choices: Any) -> QwenConfig:
 
 def _check_numbers(directory: str, raw: dict) -> None:
   path = pathlib.Path(directory) / 'config.json'
-  required = {*_REQUIRED} - {*hybrid.MISSING.get(raw['model_type'], ())}
-  missing = [n for n in _REQUIRED if n in required and raw.get(n) is None]
+  others = hybrid.MISSING.get(raw['model_type'], ())
+  missing = [n for n in _REQUIRED if n not in others and raw.get(n) is None]
   # Null means num_attention_heads.
   if 'num_key_value_heads' not in raw:
     missing.append('num_key_value_heads')

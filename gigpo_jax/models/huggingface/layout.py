@@ -99,9 +99,9 @@ _OF_ALL_EXPERTS = {
 def split_experts(
   name: str, shape: tuple[int, ...]
 ) -> Iterator[tuple[str, tuple[int, ...], tuple[slice, ...]]]:
-  """Yields (name, shape, place in the tensor) of each expert's matrices.
+  """Yields (name, shape, slices of the tensor) of each expert's matrices.
 
-  Other tensors are yielded as they are, with the place ().
+  Other tensors are yielded as they are, with the slices ().
 
   Args:
     name: name of a tensor in a file.
@@ -115,9 +115,9 @@ def split_experts(
   size = rows // len(parts)
   for expert in range(count):
     for n, part in enumerate(parts):
-      place = slice(expert, expert + 1), slice(n * size, (n + 1) * size)
+      slices = slice(expert, expert + 1), slice(n * size, (n + 1) * size)
       full_name = f'{prefix}.experts.{expert}.{part}.weight'
-      yield full_name, (size, columns), place
+      yield full_name, (size, columns), slices
 
 
 def text_name(name: str) -> str:

@@ -94,13 +94,13 @@ class _Stored(NamedTuple):
   name: str
   dtype: str
   shape: tuple[int, ...]
-  place: tuple[slice, ...]
+  slices: tuple[slice, ...]
 
   def read(self) -> np.ndarray:
-    """Returns the tensor, or the part of it at `place`."""
+    """Returns the tensor, or the part of it at `slices`."""
     with _open(self.path) as file:
-      if self.place:
-        return file.get_slice(self.name)[self.place][0]
+      if self.slices:
+        return file.get_slice(self.name)[self.slices][0]
       return file.get_tensor(self.name)
 
 
@@ -111,7 +111,7 @@ def _stored_tensors(directory: str) -> dict[str, _Stored]:
     with _open(path) as tensors:
       for full_name in tensors.keys():  # noqa: SIM118  (not a dict)
         entry = tensors.get_slice(full_name)
-        for name, shape, place in layout.split_experts(
+        for name, shape, slices in layout.split_experts(
           layout.text_name(full_name), tuple(entry.get_shape())
         ):
           if name in stored:
@@ -120,7 +120,7 @@ def _stored_tensors(directory: str) -> dict[str, _Stored]:
               f'and in {path.name}; must be in one file'
             )
           stored[name] = _Stored(
-            path, full_name, entry.get_dtype(), shape, place
+            path, full_name, entry.get_dtype(), shape, slices
           )
   return stored
 
