@@ -136,7 +136,7 @@ def use_mini(
     rates: tuned learning rate per method, see configs/sweeps/tuning.py. Methods
       without an entry use MINI_RATE.
   """
-  methods = [c for c in changes if c in (*variants.ALGORITHMS, 'strong')]
+  methods = [c for c in changes if c in (*variants.ALGORITHMS, 'sampo')]
   methods = methods or [base.DEFAULT_ALGORITHM]
   config.optimizer.learning_rate = min(
     rates.get(method, MINI_RATE) for method in methods

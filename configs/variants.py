@@ -64,7 +64,7 @@ _CHAINS = {
 }
 # Variants of every experiment: algorithms, presets, adapters and plug-ins.
 ALGORITHMS = tuple(sorted(_MODULES.keys() - {base.DEFAULT_ALGORITHM}))
-PRESETS = ('paper', 'reference_code', 'strong')
+PRESETS = ('paper', 'reference_code', 'sampo')
 PLUGINS = tuple(name for modules in _CHAINS.values() for name in modules)
 CHANGES = (*PRESETS, *ALGORITHMS, 'lora', *PLUGINS)
 # Variants of experiments whose environment also offers conversations.
@@ -103,7 +103,7 @@ def apply(config: ml_collections.ConfigDict, changes: Sequence[str]) -> None:
       {
         'paper': use_paper,
         'reference_code': use_reference_code,
-        'strong': use_strong,
+        'sampo': use_sampo,
         'lora': use_adapters,
         'conversation': use_conversation,
       }[change](config)
@@ -196,12 +196,12 @@ def use_reference_code(config: ml_collections.ConfigDict) -> None:
   _change_environment(config, 'reference_code')
 
 
-def use_strong(config: ml_collections.ConfigDict) -> None:
-  """Sets the best settings of one controlled study (SAMPO, arXiv:2602.21534).
+def use_sampo(config: ml_collections.ConfigDict) -> None:
+  """Selects SAMPO, the best of one controlled study (arXiv:2602.21534).
 
   The study reports 92.7 % success on ALFWorld, GiGPO 81.1 %, GRPO 62.4 %.
   """
-  _change_environment(config, 'strong')
+  _change_environment(config, 'sampo')
   config.loss.ratio_level = 'row'
   config.loss.clip_epsilon = 3e-3
   config.loss.clip_epsilon_high = 4e-3

@@ -434,7 +434,7 @@ def test_missing_webshop_files_name_the_download(monkeypatch):
 
 
 def test_env_kwargs_match_the_environment():
-  config = alfworld.get_config('tiny,strong')
+  config = alfworld.get_config('tiny,sampo')
   kwargs = config_lib.env_kwargs(config)
   assert kwargs['anchor'] == 'observation_and_actions'
   for name, anchor in (
@@ -447,7 +447,7 @@ def test_env_kwargs_match_the_environment():
   config = webshop.get_config('tiny,g2po')
   assert config.algorithm.anchor == 'state'
   assert config_lib.env_kwargs(config)['anchor'] == 'state'
-  config = search_qa.get_config('tiny,strong')
+  config = search_qa.get_config('tiny,sampo')
   kwargs = config_lib.env_kwargs(config)
   assert kwargs['data_dir'] is None and 'anchor' not in kwargs
   assert not {'data_dir', 'anchor'} & set(

@@ -158,7 +158,7 @@ def test_tiny_is_evaluated_on_enough_tasks(module):
 
 
 @pytest.mark.parametrize('module', OTHERS)
-@pytest.mark.parametrize('variant', ['tiny', 'smoke', 'tiny,strong'])
+@pytest.mark.parametrize('variant', ['tiny', 'smoke', 'tiny,sampo'])
 def test_small_variants_need_a_model_only(module, variant: str):
   config_lib.validate(module.get_config(variant), needs_model=False)
 
@@ -236,13 +236,13 @@ def test_the_slippery_lake_and_full_rooms_are_minis_of_their_own(monkeypatch):
     (alfworld, ',grpo', 7.5e-5),
     (alfworld, ',rloo', 7.5e-5),
     (alfworld, ',ppo', 7.5e-5),
-    (alfworld, ',strong', 7.5e-5),
-    (alfworld, ',strong,hgpo', 7.5e-5),
+    (alfworld, ',sampo', 7.5e-5),
+    (alfworld, ',sampo,hgpo', 7.5e-5),
     (alfworld, ',lora', 1.5e-3),
     (webshop, '', 7.5e-5),
     (webshop, ',grpo', 7.5e-5),
     (webshop, ',ppo', 1.5e-4),
-    (webshop, ',strong', 7.5e-5),
+    (webshop, ',sampo', 7.5e-5),
   ],
 )
 def test_mini_has_the_tuned_learning_rates(module, changes, rate):
@@ -260,8 +260,8 @@ def test_sweeps_keep_the_tuned_learning_rates(sweep):
     for run in sweep_tool.read(sweep.__file__)
   }
   for (experiment, name), rate in rates.items():
-    lower = {'alfworld': ('grpo', 'rloo', 'ppo', 'strong')}.get(
-      experiment, ('gigpo', 'grpo', 'rloo', 'strong')
+    lower = {'alfworld': ('grpo', 'rloo', 'ppo', 'sampo')}.get(
+      experiment, ('gigpo', 'grpo', 'rloo', 'sampo')
     )
     assert rate == (7.5e-5 if name in lower else 1.5e-4)
 
@@ -369,7 +369,7 @@ def test_variants_change_the_expected_fields():
     'loss.dual_clip': 3.0,
     'loss.kl_clamp': 10.0,
   }
-  assert changed('strong') == {
+  assert changed('sampo') == {
     'algorithm.anchor': 'observation_and_actions',
     'loss.ratio_level': 'row',
     'loss.clip_epsilon': 3e-3,

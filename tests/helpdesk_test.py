@@ -29,7 +29,7 @@ EXCHANGE = cases.Case(
   allowed=True,
   tables=TABLES,
   request='I want my lamp in another option.',
-  facts={'identity': 'I am Ann Bell, zip code 111.', 'option': 'blue'},
+  facts={'identity': 'Ann Bell, zip code 111', 'option': 'blue'},
   user_id='U1',
   name='Ann Bell',
   zip_code='111',
@@ -43,7 +43,7 @@ LATE = cases.Case(
   allowed=False,
   tables=TABLES,
   request='I want to return my chair.',
-  facts={'identity': 'I am Ann Bell, zip code 111.'},
+  facts={'identity': 'Ann Bell, zip code 111'},
   user_id='U1',
   name='Ann Bell',
   zip_code='111',
@@ -86,11 +86,11 @@ def test_a_case_worked_out_by_hand(start):
   ]
   results = [env.step(response) for response in responses]
   assert [r.observation.messages[0].text for r in results] == [
-    'I am Ann Bell, zip code 111.',
+    'Ann Bell, zip code 111',
     'U1',
-    '[["W1", "lamp", "pending"], ["W2", "chair", "delivered"]]',
+    '[["lamp", "W1", "pending"], ["chair", "W2", "delivered"]]',
     'blue',
-    '[["P1", "red", 3], ["P2", "blue", 3]]',
+    '[["red", "P1", 3], ["blue", "P2", 3]]',
     'exchanged',
   ]
   roles = [r.observation.messages[0].role for r in results]
@@ -214,7 +214,7 @@ def test_the_user_answers_what_is_asked(start):
     for question in ('Your zip code, please.', 'Which colour?', 'Where to?')
   ]
   assert answers == [
-    'I am Ann Bell, zip code 111.',
+    'Ann Bell, zip code 111',
     'blue',
     'I have told you: I want my lamp in another option.',
   ]
@@ -280,7 +280,9 @@ def test_cases_depend_on_split_index_and_seed_only():
   assert envs.make('helpdesk').reset(TASK) == first
   rows = {
     split: {
-      frozenset(helpdesk._case(envs.tasks('helpdesk', split)[n], 3).goal())
+      frozenset(
+        helpdesk._case(envs.tasks('helpdesk', split)[n], cases.Size()).goal()
+      )
       for n in range(40)
     }
     for split in ('train', 'valid', 'test')
@@ -291,7 +293,7 @@ def test_cases_depend_on_split_index_and_seed_only():
 
 def test_two_users_share_their_name():
   for seed in range(20):
-    case = cases.generate(seed, 4)
+    case = cases.generate(seed, cases.Size(users=4))
     users = case.tables['users']
     assert len(users) == 4 and users[0][1] == users[1][1] == case.name
     assert len({user[2] for user in users}) == 4
@@ -305,6 +307,15 @@ def test_two_users_share_their_name():
   ('options', 'line'),
   [
     ({'generator': {'users': 1}}, 'env.generator.users=1: out of range; must'),
+    (
+      {'generator': {'users': 4, 'digits': 1, 'products': 3}},
+      'env.generator.users=4: out of range; must be from 2 to 3 with digits=1',
+    ),
+    (
+      {'generator': {'digits': 0}},
+      'env.generator.digits=0: out of range; must',
+    ),
+    ({'generator': {'products': 7}}, 'env.generator.products=7: out of range'),
     ({'generator': {'colour': 1}}, 'env.generator.colour=1: unknown; must be'),
     ({'generator': {'seed': 1001}}, 'env.generator.seed=1001: out of range'),
     ({'max_steps': 1}, 'env.max_steps=1: out of range; must be at least 2'),

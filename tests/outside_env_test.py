@@ -28,7 +28,7 @@ if __name__ == '__main__':
 
   config = alfworld.get_config('smoke')
   config.env.name, config.env.data_dir = 'house', ''
-  variants.apply(config, ['strong', 'rloo'])
+  variants.apply(config, ['sampo', 'rloo'])
   config.num_iterations, config.evaluation.every = 1, 0
   config.rollout.groups, config.env.max_steps = 2, 3
   config.rollout.prompt_buckets = (320,)
@@ -66,7 +66,7 @@ def test_copied_environment_trains(tmp_path, outside):
   stored = json.loads((tmp_path / 'run' / 'config.json').read_text())
   assert stored['env']['name'] == 'house'
   assert stored['algorithm']['name'] == 'rloo'
-  # The environment's own preset of the variant `strong`.
+  # The environment's own preset of the variant `sampo`.
   assert stored['algorithm']['anchor'] == 'observation_and_actions'
   lines = (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()
   assert json.loads(lines[0])['train/failed_episodes'] == 0
@@ -77,7 +77,7 @@ def test_copied_environment_reports_its_data(monkeypatch, outside):
   monkeypatch.delenv('HOUSE_DATA', raising=False)
   config = alfworld.get_config('smoke')
   config.env.name, config.env.data_dir = 'house.env', ''
-  variants.apply(config, ['strong'])
+  variants.apply(config, ['sampo'])
   assert list(config_lib._missing_environment(config)) == [
     'env.data_dir=: no ALFWorld games; run `alfworld-download` and set '
     '$HOUSE_DATA or env.data_dir to its folder, or use env.data_dir=generated'

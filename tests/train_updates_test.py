@@ -73,7 +73,7 @@ def test_damaged_games_end_their_own_episodes(tmp_path, bad):
       ),
     ),
     (
-      'smoke,strong',
+      'smoke,sampo',
       (
         '--config.filter.warmup_iterations=0',
         '--config.filter.max_refills=1',

@@ -1,17 +1,19 @@
 r"""GiGPO and GRPO on keys and doors, changing one property at a time.
 
     python launch/sft.py --config=configs/keydoor.py:tiny
-    python launch/sweep.py --sweep=configs/sweeps/keydoor.py --workdir=runs/dial
+    python launch/sweep.py --sweep=configs/sweeps/keydoor.py \
+        --workdir=runs/credit
 
 All runs start from the same policy. The levels are those of `:mini`, except for
 the settings of decoys and traps. The settings of aliasing hide parts of the
-state from anchors only, so that the policy's task stays the same.
-benchmarks/predictors.py measures each setting's predictors.
+state from anchors only, so that the policy's task stays the same. The work
+directory of credit.py has the runs of the unchanged levels, which are part of
+both sweeps. benchmarks/predictors.py measures each setting's predictors.
 """
 
 METHODS = {'gigpo': '', 'grpo': ',grpo'}
 SETTINGS = {
-  'mini': {},
+  '': {},
   'horizon 16': {'env.max_steps': 16},
   'horizon 48': {'env.max_steps': 48},
   'decoys 0': {'env.generator.decoys': 0},
@@ -28,10 +30,11 @@ SETTINGS = {
 
 RUNS = [
   {
-    'name': f'{setting} {method}',
+    'name': f'{setting} {method}'.strip(),
     'config': f'configs/keydoor.py:mini{word}',
     'seed': seed,
     'overrides': overrides,
+    'test': {'evaluation.num_tasks': 512},
   }
   for seed in range(5)
   for setting, overrides in SETTINGS.items()

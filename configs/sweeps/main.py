@@ -11,7 +11,7 @@ METHODS = {
   'grpo': ',grpo',
   'rloo': ',rloo',
   'ppo': ',ppo',
-  'strong': ',strong',
+  'sampo': ',sampo',
 }
 RUNS = [
   {'name': name, 'config': f'configs/{env}.py:mini{word}', 'seed': seed}

@@ -22,7 +22,7 @@ _NO_EFFECT = 'Nothing happens'
 # Starts of feedback to actions whose effect later observations do not show.
 _HIDDEN_EFFECTS = ('You heat', 'You cool', 'You clean', 'You turn on')
 DATA = base.Data('ALFWORLD_DATA', 'no ALFWorld games; run `alfworld-download`')
-PRESETS = {'strong': {'algorithm.anchor': 'observation_and_actions'}}
+PRESETS = {'sampo': {'algorithm.anchor': 'observation_and_actions'}}
 CONTEXTS = narrator.CONTEXTS
 SUCCESS_REWARD = 10.0
 

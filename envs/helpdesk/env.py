@@ -9,6 +9,7 @@ The anchor is what the next turn depends on: the changes of the database, what
 the user has told, and what tools have shown; not the order of these.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,8 +23,7 @@ CONTEXTS = ('conversation',)
 SUCCESS_REWARD = 10.0
 # Calls of a response that are executed; the others are ignored.
 _MAX_CALLS = 8
-_MIN_USERS, _MAX_USERS = 2, 9
-_DEFAULTS = {'seed': 0, 'users': 3}
+_DEFAULTS = {'seed': 0} | dataclasses.asdict(cases.Size())
 
 
 def uses_tools(kwargs: Mapping[str, Any]) -> bool:
@@ -40,15 +40,13 @@ def check_options(kwargs: Mapping[str, Any]) -> Iterator[str]:
       f'env.generator.{unknown[0]}={generator[unknown[0]]}: unknown; must be '
       f'of {", ".join(_DEFAULTS)}'
     )
-  users, seed = generator.get('users'), generator.get('seed')
-  if users is not None and not _MIN_USERS <= users <= _MAX_USERS:
+  options = _DEFAULTS | {k: v for k, v in generator.items() if k in _DEFAULTS}
+  for field, accepted in _size(options).problems():
+    value = options[field]
+    yield f'env.generator.{field}={value}: out of range; must be {accepted}'
+  if options['seed'] > seeds.MAX_SEED:
     yield (
-      f'env.generator.users={users}: out of range; must be from {_MIN_USERS} '
-      f'to {_MAX_USERS}'
-    )
-  if seed is not None and seed > seeds.MAX_SEED:
-    yield (
-      f'env.generator.seed={seed}: out of range; must be at most '
+      f'env.generator.seed={options["seed"]}: out of range; must be at most '
       f'{seeds.MAX_SEED:,}'
     )
   yield from checks.at_least(kwargs, max_steps=2)
@@ -59,16 +57,21 @@ class Tasks(seeds.Seeds):
 
   def __init__(self, split: str, options: Mapping[str, Any]):
     super().__init__(split, options['seed'])
-    self._users = options['users']
+    self._db_size = _size(options)
 
   def task_type(self, index: int) -> str:
     """Returns the kind of the request, or 'refuse'."""
-    return _case(self[index], self._users).task_type
+    return _case(self[index], self._db_size).task_type
 
 
 @functools.lru_cache(maxsize=4096)
-def _case(seed: int, num_users: int) -> cases.Case:
-  return cases.generate(seed, num_users)
+def _case(seed: int, size: cases.Size) -> cases.Case:
+  return cases.generate(seed, size)
+
+
+def _size(options: Mapping[str, Any]) -> cases.Size:
+  """Returns the options that are not the seed."""
+  return cases.Size(**{k: v for k, v in options.items() if k != 'seed'})
 
 
 def tasks(split: str, **kwargs: Any) -> Tasks:
@@ -81,9 +84,9 @@ class Env:
 
   Args:
     max_steps: step limit of an episode.
-    prompt_style: 'paper': with the policy and descriptions of tools; 'brief':
+    prompt_style: 'paper': with the policy and definitions of tools; 'brief':
       without, for very small policies that have learned them.
-    generator: options of the generator: seed, and users of a database.
+    generator: options of the generator: seed, and those of `cases.Size`.
   """
 
   def __init__(
@@ -96,6 +99,7 @@ class Env:
     self._max_steps = max_steps
     self._is_brief = prompt_style == 'brief'
     self._options = _DEFAULTS | dict(generator or {})
+    self._size = _size(self._options)
     self._db = database.Database({})
 
   def prepare(self, task: base.Task) -> None:
@@ -104,18 +108,18 @@ class Env:
   def reset(self, task: base.Task) -> base.Observation:
     """Starts a case."""
     seed = Tasks(task.split, self._options)[task.index]
-    self._case = _case(seed, self._options['users'])
+    self._case = _case(seed, self._size)
     self._db.close()
     self._db = database.Database(self._case.tables)
     self._start, self._goal = self._db.rows(), self._case.goal()
     self._steps = 0
     # What the policy knows: facts of the user, results of calls that read.
     self._known: dict[str, str] = {}
-    first = [base.Message('user', self._case.request)]
-    if not self._is_brief:
-      first.insert(0, base.Message('system', cases.POLICY))
-    definitions = tools.definitions(described=not self._is_brief)
-    return self._observe(first, definitions)
+    request = base.Message('user', self._case.request)
+    if self._is_brief:
+      return self._observe([request])
+    policy = base.Message('system', cases.POLICY)
+    return self._observe([policy, request], tools.definitions())
 
   def step(self, response: str) -> base.StepResult:
     """Answers a question, or executes the tool calls of a response."""

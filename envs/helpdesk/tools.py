@@ -71,7 +71,7 @@ def _list_orders(db: database.Database, user_id: str) -> Any:
   shown = []
   for order in db.find('orders', user_id=user_id):
     product = _get(db, 'products', product_id=order['product_id'])
-    shown.append([order['order_id'], product['name'], order['status']])
+    shown.append([product['name'], order['order_id'], order['status']])
   return shown
 
 
@@ -89,7 +89,7 @@ def _get_order(db: database.Database, order_id: str) -> Any:
 def _find_product(db: database.Database, name: str) -> Any:
   _get(db, 'products', name=name)
   return [
-    [row['product_id'], row['option'], row['stock']]
+    [row['option'], row['product_id'], row['stock']]
     for row in db.find('products', name=name)
   ]
 
@@ -144,7 +144,7 @@ TOOLS = {
     _find_user,
   ),
   'list_orders': Tool(
-    "Returns id, product and status of a user's orders.",
+    "Returns product, id and status of a user's orders.",
     {'user_id': 'id of the user'},
     _list_orders,
   ),
@@ -154,7 +154,7 @@ TOOLS = {
     _get_order,
   ),
   'find_product': Tool(
-    'Returns id, option and stock of the options of a product.',
+    'Returns option, id and stock of the options of a product.',
     {'name': 'name of the product'},
     _find_product,
   ),
@@ -188,21 +188,12 @@ TOOLS = {
 }
 
 
-def definitions(*, described: bool) -> tuple[str, ...]:
-  """Returns the tools as JSON texts.
-
-  Args:
-    described: whether tools and parameters have descriptions.
-  """
-  return tuple(
-    json.dumps(_definition(name, tool, described=described))
-    for name, tool in TOOLS.items()
-  )
+def definitions() -> tuple[str, ...]:
+  """Returns the tools as JSON texts."""
+  return tuple(json.dumps(_definition(*item)) for item in TOOLS.items())
 
 
-def _definition(name: str, tool: Tool, *, described: bool) -> dict[str, Any]:
-  if not described:
-    return {'name': name, 'parameters': list(tool.parameters)}
+def _definition(name: str, tool: Tool) -> dict[str, Any]:
   return {
     'name': name,
     'description': tool.description,

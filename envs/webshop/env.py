@@ -45,7 +45,7 @@ _GLOBAL_SEED = 0  # of the one list without reference_sampling
 _PACKAGE = pathlib.Path(__file__).parent
 
 PRESETS = {
-  'strong': {'algorithm.anchor': 'observation_and_actions'},
+  'sampo': {'algorithm.anchor': 'observation_and_actions'},
   # The released code validates on 128 goals that it also trains on. 0: all.
   'reference_code': {
     'env.reference_sampling': True,

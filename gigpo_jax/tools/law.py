@@ -121,7 +121,7 @@ def read_effects(path: str, method: str = 'gigpo') -> dict[str, Effect]:
   """Returns the effects in a sweep's CSV.
 
   Tests of final policies, in the CSV next to it, have more tasks than the last
-  evaluations and replace them in settings with at least two pairs of tests.
+  evaluations and replace them in settings where no pair of runs lacks a test.
 
   Args:
     path: CSV that launch/sweep.py wrote.
@@ -132,9 +132,11 @@ def read_effects(path: str, method: str = 'gigpo') -> dict[str, Effect]:
     | {'seed': result.seed, 'eval/success_rate': result.success}
     for result in sweep.read_tests(path)
   ]
-  tested = effects(tests, method)
-  return effects(sweep.read_table(path), method) | {
-    setting: effect for setting, effect in tested.items() if effect.seeds > 1
+  evaluated = effects(sweep.read_table(path), method)
+  return evaluated | {
+    setting: effect
+    for setting, effect in effects(tests, method).items()
+    if effect.seeds >= evaluated.get(setting, effect).seeds
   }
 
 
