@@ -38,6 +38,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     config.model.path = sizes.warm_start(__file__, size)
   if size == 'mini':
     sizes.use_mini(config, changes, RATES)
+    config.rollout.batch_buckets = (32,)
     config.num_iterations = 60
     config.evaluation.every = 30
   if size == 'smoke':
@@ -51,8 +52,6 @@ def _cases() -> ml_collections.ConfigDict:
   config.env.name = 'helpdesk'
   config.env.generator = ml_collections.ConfigDict()
   config.env.generator.users = 3  # of the database; two share their name
-  config.env.generator.products = 6
-  config.env.generator.digits = 2  # of ids
   config.env.generator.seed = 0
   # A solution has 4 to 7 steps.
   config.env.max_steps = 12
@@ -68,22 +67,11 @@ def _cases() -> ml_collections.ConfigDict:
 
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
-  """Selects a tiny policy, which learns tools and policy by imitation."""
-  sizes.use_tiny_policy(config)
-  config.num_iterations = 60
-  config.env.generator.users = 2
-  config.env.generator.products = 3
-  config.env.generator.digits = 1
+  """Selects a tiny policy, which learns the tools by imitation."""
+  sizes.use_tool_policy(config, prompt_tokens=704)
+  config.num_iterations = 20
+  config.evaluation.every = 10
   config.env.max_steps = 9
-  config.rollout.max_prompt_tokens = 552
-  config.rollout.max_completion_tokens = 56
-  config.rollout.prompt_buckets = (256, 552)
-  config.optimizer.learning_rate = 1.5e-4
-  config.optimizer.b2 = 0.98
-  config.learner.minibatch_rows = 64
-  config.learner.length_buckets = (320, 608)
-  config.evaluation.num_tasks = 256
-  config.evaluation.every = 20
-  config.sft.num_episodes = 8000
-  config.sft.noise = 0.1
-  config.sft.minibatch_rows = 8  # Episodes.
+  config.learner.microbatch_tokens = 2 * 736  # Two conversations share 736.
+  config.sft.num_episodes = 4000
+  config.sft.noise = 0.2

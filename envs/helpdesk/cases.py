@@ -6,7 +6,7 @@ is against it; then the solution is to refuse it.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -91,6 +91,12 @@ class Case:
         return fact, self.facts[fact]
     return '', f'I have told you: {self.request}'
 
+  def arguments(self, fact: str) -> dict[str, str]:
+    """Returns the arguments of calls that a fact of the user is or contains."""
+    if fact == 'identity':
+      return {'name': self.name, 'zip_code': self.zip_code}
+    return {fact: self.facts[fact]}
+
   def goal(self) -> frozenset[tuple[str, database.Row]]:
     """Returns the rows of the database after the solution."""
     db = database.Database(self.tables)
@@ -101,43 +107,19 @@ class Case:
     return rows
 
 
-@dataclasses.dataclass(frozen=True)
-class Size:
-  """The size of a database.
+def generate(seed: int, num_users: int = 3) -> Case:
+  """Returns the case of a seed.
 
-  Attributes:
-    users: number of users; two share their name.
-    products: number of products; each has three options.
-    digits: number of digits of ids; zip codes have one more.
+  Args:
+    seed: the seed.
+    num_users: number of users; two share their name.
   """
-
-  users: int = 3
-  products: int = 6
-  digits: int = 2
-
-  def problems(self) -> Iterator[tuple[str, str]]:
-    """Yields (field, what is accepted) for each wrong value."""
-    if self.digits not in (1, 2):
-      yield 'digits', '1 or 2'
-      return
-    ids = 9 * 10 ** (self.digits - 1)
-    limits = {
-      'users': (2, min(ids // _ORDERS[1], 9)),
-      'products': (_ORDERS[1], min(ids // len(_OPTIONS), len(_PRODUCTS))),
-    }
-    for field, (low, high) in limits.items():
-      if not low <= getattr(self, field) <= high:
-        yield field, f'from {low} to {high} with digits={self.digits}'
-
-
-def generate(seed: int, size: Size = Size()) -> Case:
-  """Returns the case of a seed."""
   rng = np.random.default_rng(seed)
   kind = str(rng.choice(KINDS))
   allowed = kind == 'address' or bool(rng.random() < 0.6)
-  users = _users(rng, size)
-  products = _products(rng, size)
-  orders = _orders(rng, users, products, size)
+  users = _users(rng, num_users)
+  products = _products(rng)
+  orders = _orders(rng, users, products)
   mine = [order for order in orders if order[1] == users[0][0]]
   order = mine[rng.integers(len(mine))]
   wanted = _fit(rng, kind, order, products, allowed=allowed)
@@ -153,7 +135,7 @@ def generate(seed: int, size: Size = Size()) -> Case:
       'orders': [tuple(row) for row in orders],
     },
     request=request,
-    facts={'identity': f'{name}, zip code {zip_code}'} | fact,
+    facts={'identity': f'I am {name}, zip code {zip_code}.'} | fact,
     user_id=user_id,
     name=name,
     zip_code=zip_code,
@@ -162,30 +144,22 @@ def generate(seed: int, size: Size = Size()) -> Case:
   )
 
 
-def _draw_ids(rng: np.random.Generator, count: int, digits: int) -> np.ndarray:
-  """Returns different numbers with so many digits, in random order."""
-  first = 10 ** (digits - 1)
-  return rng.choice(np.arange(first, 10 * first), count, replace=False)
-
-
-def _users(rng: np.random.Generator, size: Size) -> list[database.Row]:
+def _users(rng: np.random.Generator, count: int) -> list[database.Row]:
   """Returns users; the first is the user of the case."""
-  count = size.users
   names = [f'{rng.choice(_FIRST)} {rng.choice(_LAST)}' for _ in range(count)]
   names[1:2] = names[:1]
-  zips = _draw_ids(rng, count, size.digits + 1)
-  ids = _draw_ids(rng, count, size.digits)
+  zips = rng.choice(np.arange(100, 1000), count, replace=False)
+  ids = rng.choice(np.arange(10, 100), count, replace=False)
   return [
     (f'U{ids[n]}', names[n], f'{zips[n]}', int(rng.integers(0, 50)))
     for n in range(count)
   ]
 
 
-def _products(rng: np.random.Generator, size: Size) -> list[list]:
+def _products(rng: np.random.Generator) -> list[list]:
   """Returns all options of all products."""
-  products = _PRODUCTS[: size.products]
-  names = [(name, option) for name in products for option in _OPTIONS]
-  ids = _draw_ids(rng, len(names), size.digits)
+  names = [(name, option) for name in _PRODUCTS for option in _OPTIONS]
+  ids = rng.choice(np.arange(10, 100), len(names), replace=False)
   return [
     [f'P{ids[n]}', *names[n], int(rng.integers(10, 99)), 3]
     for n in range(len(names))
@@ -193,17 +167,15 @@ def _products(rng: np.random.Generator, size: Size) -> list[list]:
 
 
 def _orders(
-  rng: np.random.Generator,
-  users: list[database.Row],
-  products: list[list],
-  size: Size,
+  rng: np.random.Generator, users: list[database.Row], products: list[list]
 ) -> list[list]:
   """Returns the orders of all users; those of a user differ in product."""
-  ids = iter(_draw_ids(rng, _ORDERS[1] * size.users, size.digits))
+  total = _ORDERS[1] * len(users)
+  ids = iter(rng.choice(np.arange(10, 100), total, replace=False))
   orders = []
   for user in users:
     count = rng.integers(_ORDERS[0], _ORDERS[1] + 1)
-    for name in rng.choice(_PRODUCTS[: size.products], count, replace=False):
+    for name in rng.choice(_PRODUCTS, count, replace=False):
       options = [row for row in products if row[1] == name]
       chosen = options[rng.integers(len(options))]
       status = str(rng.choice(_STATUSES))

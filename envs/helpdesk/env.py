@@ -9,7 +9,6 @@ The anchor is what the next turn depends on: the changes of the database, what
 the user has told, and what tools have shown; not the order of these.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,7 +22,8 @@ CONTEXTS = ('conversation',)
 SUCCESS_REWARD = 10.0
 # Calls of a response that are executed; the others are ignored.
 _MAX_CALLS = 8
-_DEFAULTS = {'seed': 0} | dataclasses.asdict(cases.Size())
+_MIN_USERS, _MAX_USERS = 2, 9
+_DEFAULTS = {'seed': 0, 'users': 3}
 
 
 def uses_tools(kwargs: Mapping[str, Any]) -> bool:
@@ -40,13 +40,15 @@ def check_options(kwargs: Mapping[str, Any]) -> Iterator[str]:
       f'env.generator.{unknown[0]}={generator[unknown[0]]}: unknown; must be '
       f'of {", ".join(_DEFAULTS)}'
     )
-  options = _DEFAULTS | {k: v for k, v in generator.items() if k in _DEFAULTS}
-  for field, accepted in _size(options).problems():
-    value = options[field]
-    yield f'env.generator.{field}={value}: out of range; must be {accepted}'
-  if options['seed'] > seeds.MAX_SEED:
+  users, seed = generator.get('users'), generator.get('seed')
+  if users is not None and not _MIN_USERS <= users <= _MAX_USERS:
     yield (
-      f'env.generator.seed={options["seed"]}: out of range; must be at most '
+      f'env.generator.users={users}: out of range; must be from {_MIN_USERS} '
+      f'to {_MAX_USERS}'
+    )
+  if seed is not None and seed > seeds.MAX_SEED:
+    yield (
+      f'env.generator.seed={seed}: out of range; must be at most '
       f'{seeds.MAX_SEED:,}'
     )
   yield from checks.at_least(kwargs, max_steps=2)
@@ -57,21 +59,16 @@ class Tasks(seeds.Seeds):
 
   def __init__(self, split: str, options: Mapping[str, Any]):
     super().__init__(split, options['seed'])
-    self._db_size = _size(options)
+    self._users = options['users']
 
   def task_type(self, index: int) -> str:
     """Returns the kind of the request, or 'refuse'."""
-    return _case(self[index], self._db_size).task_type
+    return _case(self[index], self._users).task_type
 
 
 @functools.lru_cache(maxsize=4096)
-def _case(seed: int, size: cases.Size) -> cases.Case:
-  return cases.generate(seed, size)
-
-
-def _size(options: Mapping[str, Any]) -> cases.Size:
-  """Returns the options that are not the seed."""
-  return cases.Size(**{k: v for k, v in options.items() if k != 'seed'})
+def _case(seed: int, num_users: int) -> cases.Case:
+  return cases.generate(seed, num_users)
 
 
 def tasks(split: str, **kwargs: Any) -> Tasks:
@@ -84,9 +81,10 @@ class Env:
 
   Args:
     max_steps: step limit of an episode.
-    prompt_style: 'paper': with the policy and definitions of tools; 'brief':
-      without, for very small policies that have learned them.
-    generator: options of the generator: seed, and those of `cases.Size`.
+    prompt_style: 'paper': with the policy and definitions of tools; 'brief', for
+      very small policies: without; each message repeats what is known; and what
+      a call leaves out is taken from it.
+    generator: options of the generator: seed, and users of a database.
   """
 
   def __init__(
@@ -99,7 +97,6 @@ class Env:
     self._max_steps = max_steps
     self._is_brief = prompt_style == 'brief'
     self._options = _DEFAULTS | dict(generator or {})
-    self._size = _size(self._options)
     self._db = database.Database({})
 
   def prepare(self, task: base.Task) -> None:
@@ -108,13 +105,15 @@ class Env:
   def reset(self, task: base.Task) -> base.Observation:
     """Starts a case."""
     seed = Tasks(task.split, self._options)[task.index]
-    self._case = _case(seed, self._size)
+    self._case = _case(seed, self._options['users'])
     self._db.close()
     self._db = database.Database(self._case.tables)
     self._start, self._goal = self._db.rows(), self._case.goal()
     self._steps = 0
     # What the policy knows: facts of the user, results of calls that read.
     self._known: dict[str, str] = {}
+    # The arguments of calls that follow from it.
+    self._arguments = {'product': self._case.product}
     request = base.Message('user', self._case.request)
     if self._is_brief:
       return self._observe([request])
@@ -125,22 +124,19 @@ class Env:
     """Answers a question, or executes the tool calls of a response."""
     self._steps += 1
     parsed = tool_calls.parse(response)
-    problem = parsed.problem or ''.join(
-      map(tools.call_problem, parsed.calls[:1])
-    )
-    if problem or not (parsed.calls or parsed.text):
+    calls = [self._complete(call) for call in parsed.calls[:_MAX_CALLS]]
+    problem = parsed.problem or ''.join(map(tools.call_problem, calls[:1]))
+    if problem or not (calls or parsed.text):
       valid, action = False, response[-narrator.UNPARSED_CHARACTERS :]
       replies = [base.Message('user', f'Error: {problem or "no response"}')]
-    elif parsed.calls:
-      valid, action = (
-        True,
-        '; '.join(map(expert.describe, parsed.calls[:_MAX_CALLS])),
-      )
-      replies = [self._run(call) for call in parsed.calls[:_MAX_CALLS]]
+    elif calls:
+      valid, action = True, '; '.join(map(expert.describe, calls))
+      replies = [self._run(call) for call in calls]
     else:
       fact, text = self._case.answer(parsed.text)
       if fact:
         self._known[expert.told(fact)] = text
+        self._arguments |= self._case.arguments(fact)
       valid, action = True, f'ask {fact or "nothing"}'
       replies = [base.Message('user', text)]
     return self._result(replies, valid=valid, action=action)
@@ -158,7 +154,19 @@ class Env:
     text = tools.run(self._db, call)
     if not tools.TOOLS[call.name].writes:
       self._known[expert.describe(call)] = text
+      self._arguments |= tools.ids(text)
     return base.Message('tool', text)
+
+  def _complete(self, call: tool_calls.Call) -> tool_calls.Call:
+    """Returns a call with the arguments that it may leave out."""
+    if not self._is_brief or call.name not in tools.TOOLS:
+      return call
+    known = {
+      parameter: self._arguments[parameter]
+      for parameter in tools.TOOLS[call.name].parameters
+      if parameter in self._arguments
+    }
+    return tool_calls.Call(call.name, known | call.arguments)
 
   @property
   def _is_closed(self) -> bool:
@@ -182,6 +190,8 @@ class Env:
   def _observe(
     self, replies: Sequence[base.Message], definitions: tuple[str, ...] = ()
   ) -> base.Observation:
+    if self._is_brief:
+      replies = [self._repeat_what_is_known(replies)]
     text = '\n'.join(message.text for message in replies)
     return base.Observation(
       prompt=text,
@@ -192,6 +202,14 @@ class Env:
       messages=tuple(replies),
       tools=definitions,
     )
+
+  def _repeat_what_is_known(
+    self, replies: Sequence[base.Message]
+  ) -> base.Message:
+    """Returns what is known, and then what is new, in one message."""
+    known = [self._case.request, *self._known.values()]
+    new = [message.text for message in replies if message.text not in known]
+    return base.Message(replies[-1].role, '\n'.join([*known, *new]))
 
   def _anchor(self) -> str:
     """Returns the state: changes of the database, and what is known."""
@@ -220,11 +238,16 @@ class Env:
       changes = self._db.rows() - self._start
       if changes - self._goal:
         return
-      response = expert.next_response(
+      choice = expert.next_step(
         self._case, self._known, is_changed=bool(changes)
       )
       if rng.random() < noise:
         choices = expert.choices(self._case, self._known)
-        response = choices[rng.integers(len(choices))]
+        choice = choices[rng.integers(len(choices))]
+      response = (
+        choice
+        if isinstance(choice, str)
+        else expert.respond(choice, is_brief=self._is_brief)
+      )
       yield observation, response
       observation = self.step(response).observation

@@ -24,16 +24,23 @@ def told(fact: str) -> str:
   return f'told {fact}'
 
 
-def respond(call: tool_calls.Call) -> str:
-  """Returns a call as a response."""
-  body = json.dumps({'name': call.name, 'arguments': call.arguments})
+def respond(call: tool_calls.Call, *, is_brief: bool = False) -> str:
+  """Returns a call as a response.
+
+  Args:
+    call: the call.
+    is_brief: whether to leave out arguments that the environment knows.
+  """
+  leave_out = is_brief and call.name != tools.CLOSE
+  arguments = {} if leave_out else call.arguments
+  body = json.dumps({'name': call.name, 'arguments': arguments})
   return f'<tool_call>\n{body}\n</tool_call>'
 
 
-def next_response(
+def next_step(
   case: cases.Case, known: Mapping[str, str], *, is_changed: bool
-) -> str:
-  """Returns the next response of a shortest solution.
+) -> str | tool_calls.Call:
+  """Returns the next question or call of a shortest solution.
 
   Args:
     case: the case.
@@ -41,38 +48,41 @@ def next_response(
       `describe`.
     is_changed: whether the call that fulfils the request has been made.
   """
-  for key, response in _inquiries(case):
+  for key, step in _inquiries(case):
     if key not in known:
-      return response
-  return respond(case.solution[-1 if is_changed else 0])
+      return step
+  return case.solution[-1 if is_changed else 0]
 
 
-def _inquiries(case: cases.Case) -> list[tuple[str, str]]:
-  """Returns what must be known before the solution, with its responses."""
+def _inquiries(case: cases.Case) -> list[tuple[str, str | tool_calls.Call]]:
+  """Returns what must be known before the solution, and how to learn it."""
 
   def ask(fact: str) -> tuple[str, str]:
     return told(fact), _ASK[fact]
 
-  def call(tool: str, /, **arguments: str) -> tuple[str, str]:
+  def call(tool: str, /, **arguments: str) -> tuple[str, tool_calls.Call]:
     read = tool_calls.Call(tool, arguments)
-    return describe(read), respond(read)
+    return describe(read), read
 
   steps = [
     ask('identity'),
     call('find_user', name=case.name, zip_code=case.zip_code),
-    call('list_orders', user_id=case.user_id),
+    call('find_order', user_id=case.user_id, product=case.product),
   ]
   if case.kind == 'cancel' and not case.allowed:
-    return steps  # The list shows that the order is not pending.
+    return steps  # The order is not pending.
   steps += [ask(fact) for fact in case.facts if fact != 'identity']
   if case.kind == 'return':
     steps.append(call('get_order', order_id=case.call.arguments['order_id']))
   if case.kind == 'exchange':
-    steps.append(call('find_product', name=case.product))
+    option = case.facts['option']
+    steps.append(call('find_product', product=case.product, option=option))
   return steps
 
 
-def choices(case: cases.Case, known: Mapping[str, str]) -> list[str]:
+def choices(
+  case: cases.Case, known: Mapping[str, str]
+) -> list[str | tool_calls.Call]:
   """Returns questions, and calls with what is known."""
   seen = '\n'.join(known.values())
   calls = [
@@ -80,7 +90,7 @@ def choices(case: cases.Case, known: Mapping[str, str]) -> list[str]:
     for outcome in tools.OUTCOMES
   ]
   calls += [
-    tool_calls.Call('list_orders', {'user_id': user[0]})
+    tool_calls.Call('find_order', {'user_id': user[0], 'product': case.product})
     for user in case.tables['users']
     if user[0] in seen
   ]
@@ -90,5 +100,9 @@ def choices(case: cases.Case, known: Mapping[str, str]) -> list[str]:
     if order[0] in seen
     for name in ('get_order', 'return_order')
   ]
-  calls.append(tool_calls.Call('find_product', {'name': case.product}))
-  return [*_ASK.values(), *map(respond, calls)]
+  calls += [
+    tool_calls.Call('find_product', {'product': case.product, 'option': option})
+    for option in {row[2] for row in case.tables['products']}
+    if option in seen
+  ]
+  return [*_ASK.values(), *calls]

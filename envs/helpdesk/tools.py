@@ -63,16 +63,17 @@ def _restock(db: database.Database, product_id: str, count: int) -> int:
 
 
 def _find_user(db: database.Database, name: str, zip_code: str) -> Any:
-  return _get(db, 'users', name=name, zip_code=zip_code)['user_id']
+  user = _get(db, 'users', name=name, zip_code=zip_code)
+  return {'user_id': user['user_id']}
 
 
-def _list_orders(db: database.Database, user_id: str) -> Any:
+def _find_order(db: database.Database, user_id: str, product: str) -> Any:
   _get(db, 'users', user_id=user_id)
-  shown = []
   for order in db.find('orders', user_id=user_id):
-    product = _get(db, 'products', product_id=order['product_id'])
-    shown.append([product['name'], order['order_id'], order['status']])
-  return shown
+    bought = _get(db, 'products', product_id=order['product_id'])
+    if bought['name'] == product:
+      return {'order_id': order['order_id'], 'status': order['status']}
+  raise ToolError(f'no such row in orders: {user_id}, {product}')
 
 
 def _get_order(db: database.Database, order_id: str) -> Any:
@@ -86,12 +87,9 @@ def _get_order(db: database.Database, order_id: str) -> Any:
   }
 
 
-def _find_product(db: database.Database, name: str) -> Any:
-  _get(db, 'products', name=name)
-  return [
-    [row['option'], row['product_id'], row['stock']]
-    for row in db.find('products', name=name)
-  ]
+def _find_product(db: database.Database, product: str, option: str) -> Any:
+  row = _get(db, 'products', name=product, option=option)
+  return {'product_id': row['product_id'], 'stock': row['stock']}
 
 
 def _cancel_order(db: database.Database, order_id: str, reason: str) -> Any:
@@ -137,16 +135,17 @@ def _close(db: database.Database, outcome: str) -> Any:
 
 
 _ORDER = {'order_id': 'id of the order'}
+_PRODUCT = {'product': 'name of the product'}
 TOOLS = {
   'find_user': Tool(
     'Returns the id of a user.',
     {'name': 'full name', 'zip_code': 'zip code'},
     _find_user,
   ),
-  'list_orders': Tool(
-    "Returns product, id and status of a user's orders.",
-    {'user_id': 'id of the user'},
-    _list_orders,
+  'find_order': Tool(
+    "Returns id and status of a user's order.",
+    {'user_id': 'id of the user'} | _PRODUCT,
+    _find_order,
   ),
   'get_order': Tool(
     'Returns product, option, status and days since delivery of an order.',
@@ -154,8 +153,8 @@ TOOLS = {
     _get_order,
   ),
   'find_product': Tool(
-    'Returns option, id and stock of the options of a product.',
-    {'name': 'name of the product'},
+    'Returns id and stock of an option of a product.',
+    _PRODUCT | {'option': 'the option'},
     _find_product,
   ),
   'cancel_order': Tool(
@@ -221,9 +220,15 @@ def call_problem(call: tool_calls.Call) -> str:
 
 
 def run(db: database.Database, call: tool_calls.Call) -> str:
-  """Returns the result of a call without a problem, as JSON or an error."""
+  """Returns the result of a call without a problem: JSON, a word or an error."""
   try:
     value = TOOLS[call.name].function(db, **call.arguments)
   except ToolError as error:
     return f'Error: {str(error)[:200]}'
   return value if isinstance(value, str) else json.dumps(value)
+
+
+def ids(text: str) -> dict[str, str]:
+  """Returns the ids in the result of a call; none in an error."""
+  result = json.loads(text) if text.startswith('{') else {}
+  return {key: value for key, value in result.items() if key.endswith('_id')}
