@@ -5,7 +5,7 @@
     python benchmarks/predictors.py --config=configs/alfworld.py:mini \
         --expert_noise=0.5
     python benchmarks/predictors.py --sweep=configs/sweeps/keydoor.py \
-        --output=runs/dial/predictors.json
+        --output=runs/dial.json
 
 Plays groups of training episodes with each config's warm start, or with the
 environment's expert, whose actions are replaced by random ones with a given

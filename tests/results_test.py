@@ -34,6 +34,29 @@ def test_only_blocks_are_replaced(monkeypatch):
     results.with_blocks(text.replace('one', 'two'))
 
 
+def test_the_dial_compares_two_methods_by_setting():
+  tests = {
+    name: {s: outcomes.Result('keydoor', name, s, 4, r) for s, r in rates}
+    for name, rates in (
+      ('gigpo', [(0, 0.5), (1, 0.75)]),
+      ('grpo', [(0, 0.25), (1, 0.25)]),
+      ('alias held gigpo', [(0, 0.5)]),
+      ('alias held grpo', [(0, 0.25)]),
+    )
+  }
+  values = dict(zip(law.PREDICTORS, (0.2, 12.25, 0.4, 0.05, 0.5), strict=True))
+  settings = 'keydoor', 'keydoor alias held'
+  table = results.dial_table(tests, dict.fromkeys(settings, values))
+  rows = [line.strip('| ').split(' | ') for line in table.splitlines()[2:]]
+  start = ['20.0%', '12.2', '40.0%', '5.0%', '0.50']
+  assert [row[:6] for row in rows] == [[name, *start] for name in settings]
+  assert rows[0][6:9] == ['2', '25.0', '62.5']
+  assert rows[1][6:9] == ['1', '25.0', '50.0']
+  # Differences 25 and 50.
+  assert rows[0][9].startswith('+37.5')
+  assert rows[1][9].startswith('+25.0')
+
+
 def _row(name, seed, iteration, rate, steps=0.0, **known):
   row = dict.fromkeys((*sweep.COLUMNS, *sweep.MEANS))
   row |= {'experiment': 'toy', 'name': name, 'seed': seed}

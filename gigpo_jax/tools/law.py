@@ -1,7 +1,7 @@
 r"""Predict the effect of step advantages from properties of an experiment.
 
-    python -m gigpo_jax.tools.law fit runs/dial/keydoor.csv \
-        runs/dial/predictors.json --output=law.json
+    python -m gigpo_jax.tools.law fit runs/credit/keydoor.csv \
+        runs/dial.json --output=law.json
     python -m gigpo_jax.tools.law predict law.json predictors.json \
         --output=predictions.json
     python -m gigpo_jax.tools.law compare predictions.json \

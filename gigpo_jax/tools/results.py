@@ -8,6 +8,8 @@ docs/results/oracle.png. It reads
 
 - credit.csv and credit_tests.csv, from configs/sweeps/credit.py;
 - main.csv, whose effects are drawn where credit_tests.csv has none;
+- keydoor.csv and keydoor_tests.csv, from configs/sweeps/keydoor.py, and
+  dial_predictors.json, from benchmarks/predictors.py with that sweep;
 - predictors.json, from benchmarks/predictors.py;
 - oracle.json, from benchmarks/credit.py.
 """
@@ -179,6 +181,41 @@ def controls_table(tests: Mapping[str, outcomes.Results]) -> str:
   return plots.table(('question', 'difference', *tests), rows)
 
 
+def dial_table(
+  results: outcomes.Results, predictors: Mapping[str, Mapping[str, float]]
+) -> str:
+  """Returns the difference of GiGPO and GRPO by setting of keys and doors.
+
+  Args:
+    results: results by name, such as 'decoys 4 gigpo', and seed.
+    predictors: metrics by setting.
+  """
+  by_setting: dict[str, dict[str, Mapping[int, outcomes.Result]]] = {}
+  for name, by_seed in results.items():
+    setting, method = law.split_name('keydoor', name)
+    by_setting.setdefault(setting, {})[method] = by_seed
+  rows = []
+  for setting, by_method in by_setting.items():
+    ends = [by_method[method] for method in (law.BASELINE, GIGPO)]
+    success, steps, *shares, correlation = (
+      predictors[setting][metric] for metric in law.PREDICTORS
+    )
+    rows.append(
+      (
+        *(setting, f'{success:.1%}', f'{steps:.1f}'),
+        *(f'{share:.1%}' for share in shares),
+        *(f'{correlation:.2f}', len(ends[0])),
+        *(paired.summarize(by_seed)[0] for by_seed in ends),
+        str(paired.compare_results(*reversed(ends))),
+      )
+    )
+  columns = (
+    *('setting', 'start', 'steps', 'revisits', 'singletons', 'correlation'),
+    *('seeds', law.BASELINE, GIGPO, f'{GIGPO} minus {law.BASELINE}'),
+  )
+  return plots.table(columns, rows)
+
+
 def credit_block() -> str:
   """Returns the state of the benchmark and its table."""
   tests, total = _tests(), len(sweep.read(_SWEEP))
@@ -191,6 +228,13 @@ def credit_block() -> str:
       'only: outcomes of single tasks were not kept.'
     )
   return '\n'.join([*lines, '', table])
+
+
+def dial_block() -> str:
+  """Returns the table of the dial."""
+  tests = outcomes.group(sweep.read_tests(_FOLDER / 'keydoor.csv'))
+  predictors = (_FOLDER / 'dial_predictors.json').read_text(encoding='utf-8')
+  return dial_table(tests['keydoor'], json.loads(predictors))
 
 
 def readme_block() -> str:
@@ -215,6 +259,7 @@ BLOCKS = {
   'credit': credit_block,
   'controls': lambda: controls_table(_tests()),
   'data': lambda: data_table(_evaluations('credit')),
+  'dial': dial_block,
   'readme': readme_block,
 }
 PAGES = PROJECT / 'docs' / 'results.md', PROJECT / 'README.md'
