@@ -136,6 +136,7 @@ def _car(config: ml_collections.ConfigDict) -> None:
   flag pays 100, and a step of force x costs x^2 / 10. Full force takes too many
   steps and ends below 90.
   """
+  config.num_iterations = 15
   config.env.id = 'MountainCarContinuous-v0'
   config.env.options = ml_collections.ConfigDict()
   config.env.wrappers = (

@@ -192,6 +192,8 @@ def test_wrappers_apply_from_the_inside_out():
       'gymnasium.wrappers:DiscretizeObservation',
       {'bins': (9, 6), 'multidiscrete': True},
     ),
+    # Counts the actions, not the three steps of each.
+    ('gymnasium.wrappers:TimeLimit', {'max_episode_steps': 2}),
   )
   car = {'id': 'MountainCarContinuous-v0', 'names': ('position', 'speed')}
   env = envs.make('gymnasium', **car, wrappers=wrappers)
@@ -209,6 +211,7 @@ def test_wrappers_apply_from_the_inside_out():
     result = env.step(_respond('-0.5'))
     assert result.reward == pytest.approx(-3 * 0.025)
     assert result.observation.text.endswith('speed: 2')
+    assert env.step(_respond('-0.5')).done
 
 
 @pytest.mark.parametrize(
