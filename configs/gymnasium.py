@@ -12,17 +12,23 @@ The slippery lake, `:mini`, starts by imitation of a noisy expert instead:
     python launch/sft.py --config=configs/gymnasium.py:mini
     python launch/train.py --config=configs/gymnasium.py:mini
 
+A car that is pushed uphill by a continuous force starts by imitation, too:
+
+    python launch/sft.py --config=configs/gymnasium.py:car
+    python launch/train.py --config=configs/gymnasium.py:car
+
 For another environment, copy this file and change `config.env`, which
 envs/gymnasium_env.py documents. `python launch/sft.py --config=COPY.py:tiny`
 makes its warm start, which the run then finds.
 
 Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
-cores; `mini`, the slippery lake, for sweeps; `smoke`, the tiny path in two
-minutes), an algorithm (`grpo`, `ppo`, ...) and other changes, see
-`variants.CHANGES`.
+cores; `mini`, the slippery lake, for sweeps; `car`, MountainCarContinuous for
+one core; `smoke`, the tiny path in two minutes), an algorithm (`grpo`, `ppo`,
+...) and other changes, see `variants.CHANGES`.
 
 All tasks, including held-out ones, use the same lake. Success therefore
-measures how well the policy knows this lake, not lakes in general.
+measures how well the policy knows this lake, not lakes in general. Tasks of the
+car differ in its position at the start.
 """
 
 import ml_collections
@@ -33,7 +39,7 @@ from configs import base, sizes, variants
 # Learning rates of `:mini`; see sizes.use_mini.
 RATES = {'gigpo': 7.5e-5}
 
-SIZES = ('1.5b', 'tiny', 'mini', 'smoke')
+SIZES = ('1.5b', 'tiny', 'mini', 'car', 'smoke')
 
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
@@ -44,12 +50,15 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   size = size or '1.5b'
   config = _lake()
   config.variant = ','.join([size, *changes])
-  if size in ('tiny', 'mini', 'smoke'):
+  if size in ('tiny', 'mini', 'car', 'smoke'):
     _tiny(config)
-    config.model.path = sizes.warm_start(__file__, size, shared=size != 'mini')
+    shared = size not in ('mini', 'car')
+    config.model.path = sizes.warm_start(__file__, size, shared=shared)
   if size == 'mini':
     sizes.use_mini(config, changes, RATES)
     _slippery(config)
+  if size == 'car':
+    _car(config)
   if size == 'smoke':
     sizes.use_smoke(config)
   variants.apply(config, changes)
@@ -63,6 +72,8 @@ def _lake() -> ml_collections.ConfigDict:
   config.env.options = ml_collections.ConfigDict()
   config.env.options.is_slippery = False
   config.env.options.map_name = '4x4'
+  # The innermost first; each is ('module:Class', {argument: value}).
+  config.env.wrappers = ()
   config.env.actions = ('left', 'down', 'right', 'up')
   config.env.task = (
     'walk from the start S to the goal G over frozen cells F, around the holes '
@@ -80,6 +91,8 @@ def _lake() -> ml_collections.ConfigDict:
   config.env.history_length = 2
   config.env.prompt_style = 'paper'
   config.env.require_think = True
+  # Play for a warm start, module:function; see envs/demonstrators.py.
+  config.env.demonstrator = ''
   config.pool.num_workers = 4
   config.rollout.max_prompt_tokens = 1024
   config.rollout.prompt_buckets = (512, 1024)
@@ -114,3 +127,45 @@ def _slippery(config: ml_collections.ConfigDict) -> None:
   config.rollout.episodes_per_group = 16
   config.rollout.batch_buckets = (32,)
   config.sft.noise = 0.4
+
+
+def _car(config: ml_collections.ConfigDict) -> None:
+  """Selects a car that is too weak to climb a hill in one go.
+
+  An episode succeeds at the environment's own threshold, a return of 90: the
+  flag pays 100, and a step of force x costs x^2 / 10. Full force takes too many
+  steps and ends below 90.
+  """
+  config.num_iterations = 15
+  config.env.id = 'MountainCarContinuous-v0'
+  config.env.options = ml_collections.ConfigDict()
+  config.env.wrappers = (
+    ('gymnasium.wrappers:RepeatAction', {'num_repeats': 15}),
+    (
+      'gymnasium.wrappers:DiscretizeObservation',
+      {'bins': (9, 6), 'multidiscrete': True},
+    ),
+  )
+  config.env.actions = ('force',)
+  config.env.names = ('position', 'speed')
+  config.env.task = 'reach the flag with little force.'
+  config.env.observe = 'auto'
+  config.env.success_return = 90.0
+  config.env.max_steps = 10
+  config.env.history_length = 0
+  config.env.require_think = False
+  config.env.demonstrator = 'envs.mountain_car:demonstrate'
+  config.rollout.max_prompt_tokens = 64
+  config.rollout.max_completion_tokens = 16
+  config.rollout.prompt_buckets = (64,)
+  config.rollout.batch_buckets = (64,)
+  config.learner.length_buckets = (80,)
+  # Divided by their deviation, returns of groups without success would teach to
+  # save force above all.
+  config.algorithm.norm = 'mean'
+  config.algorithm.discount = 1.0  # Success is a matter of the entire return.
+  config.algorithm.invalid_penalty = 1.0
+  config.evaluation.num_tasks = 256
+  config.sft.num_episodes = 1500
+  config.sft.noise = 0.2
+  sizes.use_two_layers(config)

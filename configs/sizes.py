@@ -161,6 +161,7 @@ def use_smoke(config: ml_collections.ConfigDict) -> None:
   config.evaluation.every = 2
   config.checkpoint.every = 1
   config.sft.num_episodes = 200
+  config.sft.epochs = 1
 
 
 def make_room_for_turns(

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from envs import base, gymnasium_actions, narrator, seeds
+from envs import base, demonstrators, gymnasium_actions, narrator, seeds
 
 _MAX_NUMBERS = 256  # in an observation that becomes text by rule
 _DIGITS = 4  # significant digits that a prompt shows
@@ -102,6 +102,9 @@ class Env:
   Args:
     id: registered id; `module:Name` imports the module first.
     options: further keyword arguments of `gymnasium.make`.
+    wrappers: wrappers of the environment, the innermost first. Each is a pair:
+      'module:Class' and a dict of the keyword arguments that follow the
+      environment.
     actions: names of the discrete actions, in order; () uses their numbers. An
       environment with a Text action space accepts any text. In Box,
       MultiDiscrete and MultiBinary spaces an action is a number for each entry,
@@ -120,16 +123,19 @@ class Env:
     history_length: K, how many past turns the prompt shows.
     prompt_style: one of `narrator.STYLES`.
     require_think: whether a response must contain a `<think>` part.
+    demonstrator: play for a warm start, see `demonstrators`; '' for the expert
+      of a tabular environment, or random actions.
 
   Raises:
     ValueError: in one line, if an argument is not valid.
   """
 
-  def __init__(
+  def __init__(  # noqa: PLR0913
     self,
     *,
     id: str | None = None,
     options: dict | None = None,
+    wrappers: Sequence[tuple[str, dict]] = (),
     actions: Sequence[str] = (),
     task: str = 'reach the goal.',
     observe: str = 'auto',
@@ -140,13 +146,14 @@ class Env:
     history_length: int = 2,
     prompt_style: str = 'paper',
     require_think: bool = True,
+    demonstrator: str = '',
   ):
     seeds.check_seed(seed)
-    self._env = _make(id, options or {}, observe)
+    self._env = _wrap(_make(id, options or {}, observe), wrappers)
     self._actions = gymnasium_actions.make(self._env.action_space, actions)
     self._task, self._seed = task, seed
     self._success_return = success_return
-    self._max_steps = max_steps
+    self._max_steps, self._demonstrator = max_steps, demonstrator
     self._names = tuple(names)
     self._to_text = self._text_function(observe)
     self._to_anchor: Callable[[Any], str]
@@ -168,7 +175,7 @@ class Env:
       return functools.partial(to_text, space, names=self._names)
     if observe == 'render':
       return lambda _: strip_colours(str(self._env.render()))
-    return _import_function(observe)
+    return _import('env.observe', observe, other='auto, render or ')
 
   def _choose_anchor(self, observe: str) -> None:
     """Sets the anchor function; tries both on a first observation.
@@ -236,8 +243,10 @@ class Env:
 
   def demonstrate(
     self, task: base.Task, *, noise: float, seed: int
-  ) -> Iterator[tuple[str, str]]:
-    """Returns (prompt, response) of noisy play; see `narrator.random_play`.
+  ) -> Iterator[tuple[str | base.Observation, str]]:
+    """Returns (prompt or observation, response) of noisy play.
+
+    Without `env.demonstrator`, see `narrator.random_play`.
 
     The expert of a tabular environment, such as FrozenLake, knows the
     probabilities of its transitions. Without an expert, all actions are random.
@@ -248,8 +257,13 @@ class Env:
       seed: seed of the actions.
 
     Raises:
-      ValueError: in one line, if the actions are free text.
+      ValueError: in one line, if the actions are free text or there is no such
+        demonstrator.
     """
+    if self._demonstrator:
+      return demonstrators.play(
+        self, task, self._demonstrator, noise=noise, seed=seed
+      )
     return narrator.random_play(
       self,
       task,
@@ -355,11 +369,30 @@ def _make(name: str | None, options: dict, observe: str) -> Any:
     raise ValueError(f'env.options={options}: {reason}') from error
 
 
-def _import_function(name: str) -> Callable[[Any], str]:
-  module, colon, function = name.partition(':')
+def _wrap(env: Any, wrappers: Sequence[tuple[str, dict]]) -> Any:
+  for wrapper in wrappers:
+    match wrapper:
+      case [str(name), Mapping() as arguments]:
+        make = _import('env.wrappers', name)
+      case _:
+        raise ValueError(
+          f"env.wrappers={tuple(wrappers)}: must be pairs of 'module:Class' "
+          'and a dict of arguments'
+        )
+    try:
+      env = make(env, **arguments)
+    except Exception as error:  # Constructors may raise anything.
+      reason = ' '.join(str(error).split())
+      raise ValueError(f'env.wrappers={name}: {reason}') from error
+  return env
+
+
+def _import(field: str, name: str, *, other: str = '') -> Callable[..., Any]:
+  """Returns `module:name`; `other` is what else the field accepts."""
+  module, colon, attribute = name.partition(':')
   try:
     if not colon:
-      raise ImportError('must be auto, render or module:function')
-    return vars(importlib.import_module(module))[function]
+      raise ImportError(f'must be {other}module:name')
+    return vars(importlib.import_module(module))[attribute]
   except (ImportError, KeyError) as error:
-    raise ValueError(f'env.observe={name}: not found: {error}') from error
+    raise ValueError(f'{field}={name}: not found: {error}') from error

@@ -34,6 +34,7 @@ from configs import (
 )
 from configs.sweeps import ablations, main, tuning_others
 from configs.sweeps import keydoor as keydoor_sweep
+from envs import base as base_env
 from gigpo_jax import config as config_lib
 from gigpo_jax.algorithms import gigpo
 from gigpo_jax.run import run_config
@@ -214,6 +215,16 @@ def test_duel_and_self_play_are_the_same_game(monkeypatch):
   assert own.env.opponent == 'self' and own.reward.agents == 'own'
   for config in (duel, own):
     config_lib.validate(config, needs_model=False)
+
+
+def test_the_car_is_pushed_by_a_number_and_has_its_own_warm_start(monkeypatch):
+  monkeypatch.setattr(configs, 'find', lambda path: None)
+  car = gymnasium.get_config('car')
+  config_lib.validate(car, needs_model=False)
+  assert car.model.path == 'runs/gymnasium-car-sft/policy'
+  env = envs.make('gymnasium', **config_lib.env_kwargs(car))
+  (step, *_) = env.demonstrate(base_env.Task('train', 0), noise=0.0, seed=0)
+  assert step[0].actions == ('<force: number from -1 to 1>',)
 
 
 def test_the_slippery_lake_and_full_rooms_are_minis_of_their_own(monkeypatch):

@@ -1,5 +1,6 @@
 """Tests of envs/gymnasium_env.py: text rules, episodes, invalid arguments."""
 
+import re
 import sys
 
 import gymnasium
@@ -8,7 +9,7 @@ import pytest
 from gymnasium import spaces
 
 import envs
-from envs import base, gymnasium_actions, gymnasium_env
+from envs import base, gymnasium_actions, gymnasium_env, mountain_car
 
 TASK = base.Task('train', 3)
 LAKE = {
@@ -72,6 +73,10 @@ class Knobs(Riddle):
 
 
 gymnasium.register('Knobs-v0', Knobs, disable_env_checker=True)
+
+
+def push_by_one(observation, noise, rng) -> str:
+  return _respond('1')
 
 
 def brightness(picture) -> str:
@@ -178,6 +183,72 @@ def test_a_pendulum_is_pushed_by_a_number():
   assert not env.step(_respond('2.5')).valid
   steps = list(env.demonstrate(TASK, noise=0, seed=0))
   assert len(steps) == 5 and len({response for _, response in steps}) == 5
+
+
+def test_wrappers_apply_from_the_inside_out():
+  wrappers = (
+    ('gymnasium.wrappers:RepeatAction', {'num_repeats': 3}),
+    (
+      'gymnasium.wrappers:DiscretizeObservation',
+      {'bins': (9, 6), 'multidiscrete': True},
+    ),
+    # Counts the actions, not the three steps of each.
+    ('gymnasium.wrappers:TimeLimit', {'max_episode_steps': 2}),
+  )
+  car = {'id': 'MountainCarContinuous-v0', 'names': ('position', 'speed')}
+  env = envs.make('gymnasium', **car, wrappers=wrappers)
+  plain = envs.make('gymnasium', **car)
+  # Bins of 0.2 from -1.2 and of 7/300 from -0.07.
+  for index in range(3):
+    task = base.Task('train', index)
+    first = env.reset(task)
+    position, speed = map(float, plain.reset(task).text.split()[1::2])
+    assert speed == 0
+    number = int((position + 1.2) / 0.2)
+    assert first.text == f'position: {number}\nspeed: 3'
+    assert first.anchor == f'{number}, 3'
+    # A step with the force x costs x^2 / 10, and speeds below 0 are in bin 2.
+    result = env.step(_respond('-0.5'))
+    assert result.reward == pytest.approx(-3 * 0.025)
+    assert result.observation.text.endswith('speed: 2')
+    assert env.step(_respond('-0.5')).done
+
+
+@pytest.mark.parametrize(
+  ('text', 'noise', 'right'),
+  [
+    ('position: 3\nspeed: 3', 0.0, 1.0),
+    ('position: 8\nspeed: 2', 0.0, 0.0),
+    ('position: 8\nspeed: 2', 0.5, 0.25),
+  ],
+)
+def test_a_demonstrator_pushes_along_the_motion(text, noise, right):
+  observation = base.Observation(text, text, text, text)
+  rng = np.random.default_rng(0)
+  pushes = [
+    mountain_car.demonstrate(observation, noise, rng) for _ in range(400)
+  ]
+  matches = [
+    re.fullmatch(r'<action>(-?)([01]\.\d)</action>', push) for push in pushes
+  ]
+  strengths = [float(match[2]) for match in matches]
+  assert np.mean(strengths) == pytest.approx(0.5, abs=0.05)
+  assert max(strengths) == 1
+  assert np.mean([not match[1] for match in matches]) == pytest.approx(
+    right, abs=0.06
+  )
+
+
+def test_a_demonstrator_plays_instead_of_random_actions():
+  env = envs.make(
+    'gymnasium',
+    id='Pendulum-v1',
+    max_steps=3,
+    demonstrator=f'{__name__}:push_by_one',
+  )
+  steps = list(env.demonstrate(TASK, noise=0.0, seed=0))
+  assert [response for _, response in steps] == [_respond('1')] * 3
+  assert steps[0][0] == env.reset(TASK)
 
 
 def test_crossing_the_frozen_lake():
@@ -359,7 +430,15 @@ def test_an_invalid_response_does_nothing(response):
     ({'options': {'depth': 3}}, "env.options={'depth': 3}: .*unexpected"),
     ({'actions': ('a', 'b')}, 'env.actions=.*must be 4 different names'),
     ({'actions': ('Left', 'b', 'c', 'd')}, 'in lower case'),
-    ({'observe': 'picture'}, 'env.observe=picture: not found: must be auto'),
+    ({'observe': 'picture'}, 'env.observe=picture: not found: must be auto, r'),
+    ({'wrappers': ('a:B',)}, "env.wrappers=.*must be pairs of 'module:Class'"),
+    ({'wrappers': (('a', {}),)}, 'env.wrappers=a: not found: must be module'),
+    ({'wrappers': (('math:Cosine', {}),)}, 'env.wrappers=math:Cosine: not'),
+    (
+      {'wrappers': (('gymnasium.wrappers:RepeatAction', {'often': 3}),)},
+      'env.wrappers=gymnasium.wrappers:RepeatAction: .*often',
+    ),
+    ({'wrappers': (('gymnasium:make', 3),)}, 'must be pairs of'),
     ({'observe': 'math:draw'}, 'env.observe=math:draw: not found'),
     ({'id': 'Picture-v0', 'actions': (), 'options': {}}, 'at most 256; must'),
     (

@@ -64,6 +64,12 @@ def test_states_and_actions(env):
   assert back.text != looked.observation.text
 
 
+def test_steps_do_not_list_all_valid_actions(env):
+  env.reset(TASK)
+  *_, info = env._simulator.step('look around')
+  assert info['valid'] == [] and info['look'] and info['inv']
+
+
 def test_splits_and_unknown_tasks():
   pytest.importorskip('scienceworld')
   splits = [
