@@ -81,9 +81,9 @@ class Env:
 
   Args:
     max_steps: step limit of an episode.
-    prompt_style: 'paper': with the policy and definitions of tools; 'brief', for
-      very small policies: without; each message repeats what is known; and what
-      a call leaves out is taken from it.
+    prompt_style: 'paper': with the policy and definitions of tools; 'brief':
+      without, for very small policies. Then each message repeats what is known,
+      and what a call leaves out is taken from it.
     generator: options of the generator: seed, and users of a database.
   """
 

@@ -220,7 +220,7 @@ def call_problem(call: tool_calls.Call) -> str:
 
 
 def run(db: database.Database, call: tool_calls.Call) -> str:
-  """Returns the result of a call without a problem: JSON, a word or an error."""
+  """Returns the result of a valid call: JSON, a word or an error."""
   try:
     value = TOOLS[call.name].function(db, **call.arguments)
   except ToolError as error:
