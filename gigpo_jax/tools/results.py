@@ -154,7 +154,7 @@ def data_table(evaluations: Sequence[Mapping]) -> str:
 # Question: the methods whose difference answers it.
 QUESTIONS = {
   'Does step-level credit help?': (GIGPO, law.BASELINE),
-  'Does it help without equal states?': ('gigpo shuffled', law.BASELINE),
+  'And without equal states?': ('gigpo shuffled', law.BASELINE),
   'Do equal states add to it?': (GIGPO, 'gigpo shuffled'),
   'Does the discount matter?': (GIGPO, 'gigpo discount 1'),
   'Does the episode advantage matter?': (GIGPO, 'gigpo steps only'),
@@ -177,7 +177,7 @@ def controls_table(tests: Mapping[str, outcomes.Results]) -> str:
     ]
     if any(gaps):
       cells = [str(gap) if gap else '–' for gap in gaps]
-      rows.append((question, f'{one} minus {other}', *cells))
+      rows.append((question, f'{one} - {other}', *cells))
   return plots.table(('question', 'difference', *tests), rows)
 
 
