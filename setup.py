@@ -14,7 +14,7 @@ README = pathlib.Path(__file__).parent / 'README.md'
 # 3.13 (its text generator writes into locals()); the native engine runs there.
 ALFWORLD = ['alfworld==0.4.2; python_version < "3.13"']
 JAX = '>=0.10.2,<0.13'
-GYMNASIUM = ['gymnasium>=1.0,<2']
+GYMNASIUM = ['gymnasium>=1.3,<2']
 MCP = ['mcp>=2.3,<3']
 # jsonschema checks the arguments of tool calls.
 OPENENV = ['httpx>=0.28,<1', 'jsonschema>=4.20,<5', 'websockets>=15,<18']

@@ -313,6 +313,16 @@ def test_a_noisy_expert_errs_and_stops_after_a_wrong_change():
   assert 5 < sum(won) < 25
 
 
+def test_mistakes_have_a_fixed_order():
+  known = {'told option': 'blue', 'get_order': '"option": "red"'}
+  found = [
+    choice.arguments['option']
+    for choice in expert.choices(EXCHANGE, known)
+    if isinstance(choice, tool_calls.Call) and choice.name == 'find_product'
+  ]
+  assert found == ['red', 'blue']  # As in the table.
+
+
 def test_cases_depend_on_split_index_and_seed_only():
   first = envs.make('helpdesk').reset(TASK)
   used = envs.make('helpdesk')

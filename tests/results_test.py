@@ -42,6 +42,7 @@ def test_the_dial_compares_two_methods_by_setting():
       ('grpo', [(0, 0.25), (1, 0.25)]),
       ('alias held gigpo', [(0, 0.5)]),
       ('alias held grpo', [(0, 0.25)]),
+      ('traps 0 gigpo', [(0, 0.5)]),  # No pair.
     )
   }
   values = dict(zip(law.PREDICTORS, (0.2, 12.25, 0.4, 0.05, 0.5), strict=True))

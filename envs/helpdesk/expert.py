@@ -102,7 +102,7 @@ def choices(
   ]
   calls += [
     tool_calls.Call('find_product', {'product': case.product, 'option': option})
-    for option in {row[2] for row in case.tables['products']}
+    for option in dict.fromkeys(row[2] for row in case.tables['products'])
     if option in seen
   ]
   return [*_ASK.values(), *calls]

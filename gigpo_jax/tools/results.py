@@ -186,6 +186,8 @@ def dial_table(
 ) -> str:
   """Returns the difference of GiGPO and GRPO by setting of keys and doors.
 
+  Settings without a pair of runs are left out.
+
   Args:
     results: results by name, such as 'decoys 4 gigpo', and seed.
     predictors: metrics by setting.
@@ -196,7 +198,10 @@ def dial_table(
     by_setting.setdefault(setting, {})[method] = by_seed
   rows = []
   for setting, by_method in by_setting.items():
-    ends = [by_method[method] for method in (law.BASELINE, GIGPO)]
+    grpo, gigpo = (by_method.get(name, {}) for name in (law.BASELINE, GIGPO))
+    gap = paired.compare_results(gigpo, grpo)
+    if gap is None:
+      continue
     success, steps, *shares, correlation = (
       predictors[setting][metric] for metric in law.PREDICTORS
     )
@@ -204,9 +209,9 @@ def dial_table(
       (
         *(setting, f'{success:.1%}', f'{steps:.1f}'),
         *(f'{share:.1%}' for share in shares),
-        *(f'{correlation:.2f}', len(ends[0])),
-        *(paired.summarize(by_seed)[0] for by_seed in ends),
-        str(paired.compare_results(*reversed(ends))),
+        *(f'{correlation:.2f}', gap.seeds),
+        *(paired.summarize(by_seed)[0] for by_seed in (grpo, gigpo)),
+        str(gap),
       )
     )
   columns = (
