@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import tempfile
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
@@ -12,6 +13,10 @@ os.environ.setdefault(
   os.path.join(tempfile.gettempdir(), 'gigpo_jax_test_cache'),
 )
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
+# A shell lets commands in the background ignore Ctrl-C. Their processes would
+# inherit that, and tests of Ctrl-C would wait for ever.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+  signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import jax
 import programs
