@@ -172,15 +172,11 @@ def table_row(
   """Returns the cells of a config's row."""
   successes = sum(t.success for t in episodes)
   low, high = metrics.wilson(successes, len(episodes))
-  correlation = values.get('advantage/correlation', float('nan'))
   return [
     name,
     str(len(episodes)),
     f'{successes / len(episodes):.1%} [{low:.1%}, {high:.1%}]',
-    f'{values["train/episode_length"]:.1f}',
-    f'{values["train/revisit_rate"]:.1%}',
-    f'{values["advantage/singleton_anchor_rows"]:.1%}',
-    f'{correlation:.2f}',
+    *law.predictor_cells(values)[1:],
     f'{values["advantage/groups_without_spread"]:.1%}',
   ]
 

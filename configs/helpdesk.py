@@ -72,6 +72,7 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.num_iterations = 20
   config.evaluation.every = 10
   config.env.max_steps = 9
-  config.learner.microbatch_tokens = 2 * 736  # Two conversations share 736.
+  # Two conversations share a sequence.
+  config.learner.microbatch_tokens = 2 * config.learner.length_buckets[-1]
   config.sft.num_episodes = 4000
   config.sft.noise = 0.2

@@ -1,5 +1,6 @@
-"""Checks of an environment's options; each yields `env.OPTION=VALUE: ...`."""
+"""Checks of an environment's options; most yield `env.OPTION=VALUE: ...`."""
 
+import importlib
 import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -33,6 +34,29 @@ def one_of(
     value = options.get(name)
     if value is not None and value not in values:
       yield f'env.{name}={value}: unknown; must be one of {", ".join(values)}'
+
+
+def import_named(
+  field: str, name: str, *, accepted: str, problem: str = 'not found: '
+) -> Any:
+  """Returns what an option names as `module:function` or `module:Class`.
+
+  Args:
+    field: the option.
+    name: its value.
+    accepted: what the option accepts, for the error.
+    problem: what the reason in the error begins with.
+
+  Raises:
+    ValueError: in one line, if it names nothing.
+  """
+  module, colon, attribute = name.partition(':')
+  try:
+    if not colon:
+      raise ImportError(f'must be {accepted}')
+    return vars(importlib.import_module(module))[attribute]
+  except (ImportError, KeyError) as error:
+    raise ValueError(f'{field}={name}: {problem}{error}') from error
 
 
 def shared(options: Mapping[str, Any]) -> Iterator[str]:

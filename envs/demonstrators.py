@@ -4,12 +4,11 @@ A demonstrator is `module:function`, a function of (observation, noise, rng)
 that returns the next response. It plays at random with probability `noise`.
 """
 
-import importlib
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from envs import base
+from envs import base, checks
 
 Demonstrator = Callable[[base.Observation, float, np.random.Generator], str]
 
@@ -29,20 +28,15 @@ def play(
   Raises:
     ValueError: in one line, if there is no such demonstrator.
   """
-  respond = _find(name)
+  respond: Demonstrator = checks.import_named(
+    'env.demonstrator',
+    name,
+    accepted='module:function; needed for a warm start only',
+    problem='',
+  )
   rng = np.random.default_rng([seed, task.index])
   observation: base.Observation | None = env.reset(task)
   while observation is not None:
     response = respond(observation, noise, rng)
     yield observation, response
     observation = env.step(response).observation
-
-
-def _find(name: str) -> Demonstrator:
-  module, colon, function = name.partition(':')
-  try:
-    if not colon:
-      raise ImportError('must be module:function; needed for a warm start only')
-    return vars(importlib.import_module(module))[function]
-  except (ImportError, KeyError) as error:
-    raise ValueError(f'env.demonstrator={name}: {error}') from error

@@ -11,14 +11,20 @@ environment must be a function of it.
 """
 
 import functools
-import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from envs import base, demonstrators, gymnasium_actions, narrator, seeds
+from envs import (
+  base,
+  checks,
+  demonstrators,
+  gymnasium_actions,
+  narrator,
+  seeds,
+)
 
 _MAX_NUMBERS = 256  # in an observation that becomes text by rule
 _DIGITS = 4  # significant digits that a prompt shows
@@ -175,7 +181,9 @@ class Env:
       return functools.partial(to_text, space, names=self._names)
     if observe == 'render':
       return lambda _: strip_colours(str(self._env.render()))
-    return _import('env.observe', observe, other='auto, render or ')
+    return checks.import_named(
+      'env.observe', observe, accepted='auto, render or module:function'
+    )
 
   def _choose_anchor(self, observe: str) -> None:
     """Sets the anchor function; tries both on a first observation.
@@ -373,7 +381,9 @@ def _wrap(env: Any, wrappers: Sequence[tuple[str, dict]]) -> Any:
   for wrapper in wrappers:
     match wrapper:
       case [str(name), Mapping() as arguments]:
-        make = _import('env.wrappers', name)
+        make = checks.import_named(
+          'env.wrappers', name, accepted='module:Class'
+        )
       case _:
         raise ValueError(
           f"env.wrappers={tuple(wrappers)}: must be pairs of 'module:Class' "
@@ -385,14 +395,3 @@ def _wrap(env: Any, wrappers: Sequence[tuple[str, dict]]) -> Any:
       reason = ' '.join(str(error).split())
       raise ValueError(f'env.wrappers={name}: {reason}') from error
   return env
-
-
-def _import(field: str, name: str, *, other: str = '') -> Callable[..., Any]:
-  """Returns `module:name`; `other` is what else the field accepts."""
-  module, colon, attribute = name.partition(':')
-  try:
-    if not colon:
-      raise ImportError(f'must be {other}module:name')
-    return vars(importlib.import_module(module))[attribute]
-  except (ImportError, KeyError) as error:
-    raise ValueError(f'{field}={name}: not found: {error}') from error

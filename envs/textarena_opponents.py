@@ -5,11 +5,12 @@ its move. It must depend on nothing else, so that episodes can be replayed.
 """
 
 import functools
-import importlib
 import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
+
+from envs import checks
 
 # (text since its last turn, generator) -> move.
 Opponent = Callable[[str, np.random.Generator], str]
@@ -39,13 +40,9 @@ def make(name: str, actions: Sequence[str]) -> Opponent:
   """
   if name == RANDOM:
     return functools.partial(play_randomly, actions=tuple(actions))
-  module, colon, function = name.partition(':')
-  try:
-    if not colon:
-      raise ImportError(f'must be {RANDOM}, {SELF} or module:function')
-    return vars(importlib.import_module(module))[function]
-  except (ImportError, KeyError) as error:
-    raise ValueError(f'env.opponent={name}: not found: {error}') from error
+  return checks.import_named(
+    'env.opponent', name, accepted=f'{RANDOM}, {SELF} or module:function'
+  )
 
 
 def play_randomly(

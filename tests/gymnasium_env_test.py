@@ -204,9 +204,9 @@ def test_wrappers_apply_from_the_inside_out():
     first = env.reset(task)
     position, speed = map(float, plain.reset(task).text.split()[1::2])
     assert speed == 0
-    number = int((position + 1.2) / 0.2)
-    assert first.text == f'position: {number}\nspeed: 3'
-    assert first.anchor == f'{number}, 3'
+    index_of_bin = int((position + 1.2) / 0.2)
+    assert first.text == f'position: {index_of_bin}\nspeed: 3'
+    assert first.anchor == f'{index_of_bin}, 3'
     # A step with the force x costs x^2 / 10, and speeds below 0 are in bin 2.
     result = env.step(_respond('-0.5'))
     assert result.reward == pytest.approx(-3 * 0.025)

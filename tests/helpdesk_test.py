@@ -251,13 +251,13 @@ def test_brief_messages_repeat_what_is_known(start):
     env.step(response).observation.text
     for response in ('Who are you?', 'Why?', FIND, FIND, _call('fly'))
   ]
-  told = f'{EXCHANGE.request}\nI am Ann Bell, zip code 111.'
-  seen = f'{told}\n{{"user_id": "U1"}}'
+  asked = f'{EXCHANGE.request}\nI am Ann Bell, zip code 111.'
+  with_user = f'{asked}\n{{"user_id": "U1"}}'
   assert texts == [
-    told,
-    f'{told}\nI have told you: {EXCHANGE.request}',
-    *(seen, seen),
-    f'{seen}\nError: there is no tool fly',
+    asked,
+    f'{asked}\nI have told you: {EXCHANGE.request}',
+    *(with_user, with_user),
+    f'{with_user}\nError: there is no tool fly',
   ]
 
 
@@ -315,12 +315,12 @@ def test_a_noisy_expert_errs_and_stops_after_a_wrong_change():
 
 def test_mistakes_have_a_fixed_order():
   known = {'told option': 'blue', 'get_order': '"option": "red"'}
-  found = [
+  options = [
     choice.arguments['option']
     for choice in expert.choices(EXCHANGE, known)
     if isinstance(choice, tool_calls.Call) and choice.name == 'find_product'
   ]
-  assert found == ['red', 'blue']  # As in the table.
+  assert options == ['red', 'blue']  # As in the table.
 
 
 def test_cases_depend_on_split_index_and_seed_only():

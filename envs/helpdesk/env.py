@@ -238,16 +238,10 @@ class Env:
       changes = self._db.rows() - self._start
       if changes - self._goal:
         return
-      choice = expert.next_step(
-        self._case, self._known, is_changed=bool(changes)
-      )
+      step = expert.next_step(self._case, self._known, is_changed=bool(changes))
       if rng.random() < noise:
         choices = expert.choices(self._case, self._known)
-        choice = choices[rng.integers(len(choices))]
-      response = (
-        choice
-        if isinstance(choice, str)
-        else expert.respond(choice, is_brief=self._is_brief)
-      )
+        step = choices[rng.integers(len(choices))]
+      response = expert.respond(step, is_brief=self._is_brief)
       yield observation, response
       observation = self.step(response).observation

@@ -24,16 +24,18 @@ def told(fact: str) -> str:
   return f'told {fact}'
 
 
-def respond(call: tool_calls.Call, *, is_brief: bool = False) -> str:
-  """Returns a call as a response.
+def respond(step: str | tool_calls.Call, *, is_brief: bool = False) -> str:
+  """Returns a question or a call as a response.
 
   Args:
-    call: the call.
+    step: the question or the call.
     is_brief: whether to leave out arguments that the environment knows.
   """
-  leave_out = is_brief and call.name != tools.CLOSE
-  arguments = {} if leave_out else call.arguments
-  body = json.dumps({'name': call.name, 'arguments': arguments})
+  if isinstance(step, str):
+    return step
+  leave_out = is_brief and step.name != tools.CLOSE
+  arguments = {} if leave_out else step.arguments
+  body = json.dumps({'name': step.name, 'arguments': arguments})
   return f'<tool_call>\n{body}\n</tool_call>'
 
 

@@ -47,6 +47,7 @@ PREDICTORS = {
   'advantage/singleton_anchor_rows': 'singletons',
   'advantage/correlation': 'correlation of A_E and A_S',
 }
+_FORMATS = ('.1%', '.1f', '.1%', '.1%', '.2f')
 _MOST_PREDICTORS = 2
 
 
@@ -68,6 +69,14 @@ class Effect(NamedTuple):
     """The 95 % interval of the paired t-test; NaN for a single seed."""
     half = scipy.stats.t.ppf(0.975, max(self.seeds - 1, 1)) * self.error
     return float(self.mean - half), float(self.mean + half)
+
+
+def predictor_cells(values: Mapping[str, float]) -> list[str]:
+  """Returns the cells of a table for each of PREDICTORS; 'nan' if missing."""
+  return [
+    format(values.get(name, np.nan), spec)
+    for name, spec in zip(PREDICTORS, _FORMATS, strict=True)
+  ]
 
 
 def split_name(experiment: str, name: str) -> tuple[str, str]:

@@ -36,6 +36,8 @@ GIGPO = 'gigpo'
 # Methods of the README and of the plot of effects: credit from equal states,
 # the control without them, and the method that compares successive states.
 _SHOWN = (GIGPO, 'gigpo shuffled', 'g2po')
+# Success at the start has a column of its own, from evaluations.
+_OTHER_PREDICTORS = tuple(law.PREDICTORS)[1:]
 _COST = ('spent/env_steps', 'spent/tokens')
 
 
@@ -137,10 +139,7 @@ def data_table(evaluations: Sequence[Mapping]) -> str:
         experiment,
         len(first),
         f'{100 * np.mean([row["eval/success_rate"] for row in first]):.1f} %',
-        f'{mean("train/episode_length"):.1f}',
-        f'{mean("train/revisit_rate"):.1%}',
-        f'{mean("advantage/singleton_anchor_rows"):.1%}',
-        f'{mean("advantage/correlation"):.2f}',
+        *law.predictor_cells({p: mean(p) for p in _OTHER_PREDICTORS})[1:],
         f'{mean("advantage/groups_without_spread"):.1%}',
       )
     )
@@ -202,14 +201,9 @@ def dial_table(
     gap = paired.compare_results(gigpo, grpo)
     if gap is None:
       continue
-    success, steps, *shares, correlation = (
-      predictors[setting][metric] for metric in law.PREDICTORS
-    )
     rows.append(
       (
-        *(setting, f'{success:.1%}', f'{steps:.1f}'),
-        *(f'{share:.1%}' for share in shares),
-        *(f'{correlation:.2f}', gap.seeds),
+        *(setting, *law.predictor_cells(predictors[setting]), gap.seeds),
         *(paired.summarize(by_seed)[0] for by_seed in (grpo, gigpo)),
         str(gap),
       )
