@@ -1,7 +1,7 @@
 """Measure what predicts the effect of step advantages, per config.
 
     python benchmarks/predictors.py --config=configs/keydoor.py:mini \
-        --config=configs/alfworld.py:mini --set rollout.groups=16
+        --config=configs/alfworld.py:mini --set rollout.groups=128
     python benchmarks/predictors.py --config=configs/alfworld.py:mini \
         --expert_noise=0.5
     python benchmarks/predictors.py --sweep=configs/sweeps/keydoor.py \
@@ -11,7 +11,7 @@ Plays groups of training episodes with each config's warm start, or with the
 environment's expert, whose actions are replaced by random ones with a given
 probability. Prints one row of a Markdown table per config:
 
-- `success`: successful episodes, with a 95 % interval over episodes;
+- `success`: successful episodes, with a 95 % interval over groups;
 - `steps`: mean number of steps of an episode;
 - `revisits`: steps in a state that their episode has visited before;
 - `singletons`: steps whose anchor group has no other step;
@@ -35,6 +35,7 @@ from collections.abc import Sequence
 import jax
 import ml_collections
 import numpy as np
+from jaxtyping import Bool
 
 import envs
 from envs import base
@@ -79,7 +80,7 @@ def find_runs(
 
 def _parse(settings: Sequence[str]) -> dict[str, object]:
   """Returns fields that are given as FIELD=VALUE."""
-  overrides = {'rollout.groups': 16}
+  overrides = {'rollout.groups': 64}
   for setting in settings:
     field, _, value = setting.partition('=')
     try:
@@ -170,15 +171,38 @@ def table_row(
   name: str, episodes: list[trajectory.Trajectory], values: dict[str, float]
 ) -> list[str]:
   """Returns the cells of a config's row."""
-  successes = sum(t.success for t in episodes)
-  low, high = metrics.wilson(successes, len(episodes))
+  groups: dict[int, list[bool]] = {}
+  for episode in episodes:
+    groups.setdefault(episode.group, []).append(episode.success)
+  successes = np.array(list(groups.values()))
+  low, high = success_interval(successes)
   return [
     name,
     str(len(episodes)),
-    f'{successes / len(episodes):.1%} [{low:.1%}, {high:.1%}]',
+    f'{successes.mean():.1%} [{low:.1%}, {high:.1%}]',
     *law.predictor_cells(values)[1:],
     f'{values["advantage/groups_without_spread"]:.1%}',
   ]
+
+
+def success_interval(
+  successes: Bool[np.ndarray, 'G M'],
+) -> tuple[float, float]:
+  """Returns a 95 % interval of the mean success, over groups.
+
+  It is Wilson's interval for the effective number of episodes: for as many
+  independent ones as give the variance of the mean that the groups show. This
+  is at least G, at which episodes of a group are copies, and at most G M.
+
+  Args:
+    successes: successes of the M episodes of each of at least two groups.
+  """
+  groups, size = successes.shape
+  mean = successes.mean()
+  variance = successes.mean(axis=1).var(ddof=1) / groups
+  independent = mean * (1 - mean) / max(variance, 1e-12)
+  independent = float(np.clip(independent, groups, groups * size))
+  return metrics.wilson(float(mean) * independent, independent)
 
 
 def save(path: pathlib.Path, measured: dict[str, dict[str, float]]) -> None:
@@ -197,7 +221,7 @@ def main() -> None:
   parser.add_argument('--output', help='JSON file for the metrics')
   parser.add_argument(
     '--set', action='append', default=[], metavar='FIELD=VALUE',
-    help='a field of all configs; rollout.groups=16 by default',
+    help='a field of all configs; rollout.groups=64 by default',
   )  # fmt: skip
   parser.add_argument('--expert_noise', type=float)
   options = parser.parse_args()

@@ -7,9 +7,9 @@ response from random play of FrozenLake:
 
     python launch/train.py --config=configs/gymnasium.py:tiny
 
-The slippery lake, `:mini`, starts by imitation of a noisy expert instead:
+The slippery lake, `:mini`, starts from an included policy, too, which imitates
+a noisy expert:
 
-    python launch/sft.py --config=configs/gymnasium.py:mini
     python launch/train.py --config=configs/gymnasium.py:mini
 
 A car that is pushed uphill by a continuous force starts by imitation, too:

@@ -2,9 +2,9 @@
 
     python launch/train.py --config=configs/sokoban.py --config.model.path=..
 
-On a laptop, make a warm start by imitation and train it:
+On a laptop, train from the included warm start, which imitates an expert that
+makes mistakes (configs/warm_starts/make.sh):
 
-    python launch/sft.py --config=configs/sokoban.py:tiny
     python launch/train.py --config=configs/sokoban.py:tiny
 
 Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU

@@ -68,12 +68,14 @@ _CONSOLE = {
 _INTERVAL = ('eval/success_low', 'eval/success_high')
 
 
-def wilson(successes: int, n: int, z: float = 1.959964) -> tuple[float, float]:
+def wilson(
+  successes: float, n: float, z: float = 1.959964
+) -> tuple[float, float]:
   """Returns the Wilson score interval of a rate (E. B. Wilson, 1927).
 
   Args:
     successes: number of successes, in [0, n].
-    n: number of trials; 0 gives (0, 1).
+    n: number of trials, or of independent ones; 0 gives (0, 1).
     z: quantile of the normal distribution; the default gives 95 %.
   """
   if n == 0:

@@ -40,7 +40,7 @@ from gigpo_jax.algorithms import gigpo
 from gigpo_jax.run import run_config
 from gigpo_jax.tools import sweep as sweep_tool
 
-# Environments without an included warm start.
+# Environments whose warm starts are looked up by `sizes.warm_start`.
 OTHERS = (
   gymnasium,
   helpdesk,

@@ -1,7 +1,5 @@
 r"""The benchmark of step-level credit: methods and controls, environments.
 
-    python launch/sft.py --config=configs/ENV.py:tiny  # keydoor, sokoban,
-                                                       # textworld
     python launch/sweep.py --sweep=configs/sweeps/credit.py \
         --workdir=runs/credit
 

@@ -1,6 +1,5 @@
 r"""GiGPO and GRPO on keys and doors, changing one property at a time.
 
-    python launch/sft.py --config=configs/keydoor.py:tiny
     python launch/sweep.py --sweep=configs/sweeps/keydoor.py \
         --workdir=runs/credit
 
