@@ -123,6 +123,34 @@ def test_each_reward_goes_to_the_last_turn_of_every_agent():
     assert episode.team_rewards == tuple(expected)
 
 
+def _play(member: int, score: float, *agents: str, group=0):
+  """Returns a team's episode with a score, whose 1 is a success."""
+  turns = [(agent, 0.0) for agent in agents[:-1]]
+  episode = _episode(member, *turns, (agents[-1], 10 * score), group=group)
+  result = dataclasses.replace(
+    episode.steps[-1].result, success=score == 1, score=score
+  )
+  last = dataclasses.replace(episode.steps[-1], result=result)
+  return dataclasses.replace(episode, steps=(*episode.steps[:-1], last))
+
+
+def test_a_team_shares_success_and_score():
+  episodes = [_play(n, n / 2, 'p', 'a', 'p', 'a') for n in (2, 1)]
+  for agent_rewards, expected in (
+    ('team', [0, 0, 1, 1, 0, 0, 0.5, 0.5]),
+    ('own', [0, 0, 0, 1, 0, 0, 0, 0.5]),
+  ):
+    rows = batch.from_trajectories(
+      episodes, **SIZES, agent_rewards=agent_rewards, components=('score',)
+    )
+    np.testing.assert_array_equal(rows.components[:, 0], expected)
+    np.testing.assert_array_equal(rows.success, np.array(expected) == 1)
+  # Sets of one episode: (1 - 0.5) / 0.5 for a success, for both agents.
+  options = {'name': 'pass_at_k', 'agent_rewards': 'team', 'set_size': 1}
+  rows, actual = _advantages(episodes, **options)
+  np.testing.assert_allclose(actual, [1] * 4 + [-1] * 4)
+
+
 def _zero_sum(member: int, reward: float) -> trajectory.Trajectory:
   """Returns a game of two players whose last mover gets the reward."""
   episode = _episode(member, ('p', 0.0), ('q', 0.0), ('p', reward))
