@@ -151,6 +151,28 @@ def test_a_team_shares_success_and_score():
   np.testing.assert_allclose(actual, [1] * 4 + [-1] * 4)
 
 
+def test_trees_of_several_agents_by_hand():
+  # Two roots; a branch of the first one repeats the planner's turn.
+  roots = [_play(n, score, 'p', 'a') for n, score in ((0, 1), (1, 0))]
+  branch = _play(2, 0, 'p', 'a')
+  branch = dataclasses.replace(branch, parent=0, num_repeated=1)
+  rows, actual = _advantages(
+    [*roots, branch], name='tree_grpo', agent_rewards='team'
+  )
+  # z of 10 and 0 in the tree: +-0.7071; of 10, 0, 0: 1.1547 and -0.5774.
+  expected = np.repeat([1.8618, -0.5774, -1.2845], 2)
+  np.testing.assert_allclose(actual[:6], expected, atol=1e-4)
+
+
+def test_all_agents_have_the_greedy_baseline():
+  episodes = [_play(n, score, 'p', 'a') for n, score in ((0, 1), (1, 0))]
+  rows = batch.from_trajectories(episodes, **SIZES)
+  rows.state_values[[0, 2]] = 4  # Of the first turns.
+  output = algorithms.make('remax').compute_advantages(rows)
+  expected = [6, 6, -4, -4, 0, 0, 0, 0]
+  np.testing.assert_array_equal(output.advantages, expected)
+
+
 def _zero_sum(member: int, reward: float) -> trajectory.Trajectory:
   """Returns a game of two players whose last mover gets the reward."""
   episode = _episode(member, ('p', 0.0), ('q', 0.0), ('p', reward))

@@ -55,8 +55,6 @@ class Algorithm:
     """Returns one advantage per row; 0 for padding and unknown baselines."""
     del values
     episodes = row_stats.episodes(rows, self.invalid_penalty)
-    first = rows.real & (rows.steps == 0)
-    baselines = np.full(len(episodes.returns), np.nan)
-    baselines[episodes.index[first]] = rows.state_values[first]
+    baselines = rows.state_values[row_stats.first_rows(rows, episodes)]
     advantages = episodes.to_rows(np.nan_to_num(episodes.returns - baselines))
     return algorithms.make_output(advantages, rows)
