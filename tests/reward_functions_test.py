@@ -314,6 +314,10 @@ def test_only_finished_training_episodes_are_scored():
       'reward.functions=.*: vineppo replays the rewards of the environment',
     ),
     (
+      {'reward.functions': (RUBRIC,), 'algorithm.name': 'remax'},
+      'reward.functions=.*: remax replays the rewards of the environment',
+    ),
+    (
       {'reward.functions': (RUBRIC,), 'algorithm.name': 'tree_grpo'},
       'reward.functions=.*: tree_grpo replays the rewards of the environment',
     ),

@@ -14,22 +14,13 @@ of one response.
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import ClassVar
 
-import ml_collections
 import numpy as np
 
-from gigpo_jax import algorithms, batch, options, row_stats
+from gigpo_jax import algorithms, batch, continuations, options, row_stats
 
-
-def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a line if episodes of earlier policies would be trained on."""
-  if config.rollout.carry_over > 0:
-    yield (
-      f'rollout.carry_over={config.rollout.carry_over}: the baseline of remax '
-      'is that of one policy; must be 0'
-    )
+conflicts = continuations.conflicts
 
 
 @dataclasses.dataclass(frozen=True)
