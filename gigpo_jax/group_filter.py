@@ -182,10 +182,18 @@ def collect(
 def has_variance(group: Sequence[trajectory.Trajectory]) -> bool:
   """Returns whether the episodes of a group have different rewards.
 
-  Episodes whose environment failed do not count.
+  Episodes whose environment failed do not count. With several agents, the
+  rewards of one of them must differ.
   """
-  rewards = [t.reward for t in group if not t.failure]
-  return bool(rewards) and not math.isclose(min(rewards), max(rewards))
+  by_agent: dict[str, list[float]] = {}
+  for t in group:
+    if not t.failure:
+      for agent, reward in t.agent_rewards.items():
+        by_agent.setdefault(agent, []).append(reward)
+  return any(
+    not math.isclose(min(rewards), max(rewards))
+    for rewards in by_agent.values()
+  )
 
 
 def max_turns(

@@ -147,6 +147,14 @@ class Trajectory:
     )
 
   @property
+  def agent_rewards(self) -> dict[str, float]:
+    """Sum of the own rewards of each agent that took a step."""
+    totals: dict[str, float] = {}
+    for agent, reward in zip(self.agents, self.own_rewards, strict=True):
+      totals[agent] = totals.get(agent, 0.0) + reward
+    return totals
+
+  @property
   def _next_turns(self) -> Iterator[tuple[int, int]]:
     """Yields each step with its agent's next one, or the number of steps."""
     agents = self.agents

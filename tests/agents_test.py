@@ -14,7 +14,13 @@ import envs
 from envs import base
 from envs.alfworld import env as alfworld_env
 from envs.alfworld import planner
-from gigpo_jax import algorithms, batch, episode_records, trajectory
+from gigpo_jax import (
+  algorithms,
+  batch,
+  episode_records,
+  group_filter,
+  trajectory,
+)
 from gigpo_jax.tools import viewer
 
 SIZES = {'max_prompt_tokens': 2, 'max_completion_tokens': 2, 'row_multiple': 8}
@@ -149,6 +155,23 @@ def test_a_team_shares_success_and_score():
   options = {'name': 'pass_at_k', 'agent_rewards': 'team', 'set_size': 1}
   rows, actual = _advantages(episodes, **options)
   np.testing.assert_allclose(actual, [1] * 4 + [-1] * 4)
+
+
+def test_a_game_that_either_player_wins_has_variance():
+  # Both winners move last, so the rewards of the steps are equal.
+  one, other = (
+    _zero_sum(0, 1.0),
+    _episode(1, ('q', 0.0), ('p', 0.0), ('q', 1.0)),
+  )
+  result = dataclasses.replace(
+    other.steps[-1].result, other_rewards={'p': -1.0}
+  )
+  last = dataclasses.replace(other.steps[-1], result=result)
+  other = dataclasses.replace(other, steps=(*other.steps[:-1], last))
+  assert one.reward == other.reward
+  assert one.agent_rewards == {'p': 1, 'q': -1}
+  assert group_filter.has_variance([one, other])
+  assert not group_filter.has_variance([one, one])
 
 
 def test_trees_of_several_agents_by_hand():
