@@ -213,13 +213,17 @@ class Scorer:
     self, result: base.StepResult, values: Mapping[str, float]
   ) -> base.StepResult:
     """Returns a step's result with the final reward."""
-    reward = self._options.environment_weight * result.reward + sum(
+    scale = self._options.environment_weight
+    reward = scale * result.reward + sum(
       weight * values[name]
       for name, weight in zip(self._names, self._weights, strict=True)
     )
     own = {ENVIRONMENT: result.reward}
     return dataclasses.replace(
-      result, reward=reward, metrics={**result.metrics, **own, **values}
+      result,
+      reward=reward,
+      metrics={**result.metrics, **own, **values},
+      other_rewards={k: scale * x for k, x in result.other_rewards.items()},
     )
 
   def _start(self) -> None:
