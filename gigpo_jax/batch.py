@@ -250,8 +250,8 @@ def _rewarded_steps(
 ) -> tuple[trajectory.Step, ...]:
   """Returns the steps with the rewards of their agents; see AGENT_REWARDS.
 
-  In a team, the last step of each agent also has the success and the score of
-  the episode.
+  In a team, so are the step metrics, which may be components of the reward, and
+  the last step of each agent has the success and the score of the episode.
   """
   if len(set(episode.agents)) <= 1:
     return episode.steps
@@ -259,6 +259,8 @@ def _rewarded_steps(
   rewards = episode.team_rewards if is_team else episode.own_rewards
   changes: list[dict[str, Any]] = [{'reward': reward} for reward in rewards]
   if is_team:
+    for change, shared in zip(changes, _shared_metrics(episode), strict=True):
+      change['metrics'] = shared
     end = episode.steps[-1].result
     for t in {agent: t for t, agent in enumerate(episode.agents)}.values():
       changes[t] |= {'success': end.success, 'score': end.score}
@@ -266,6 +268,17 @@ def _rewarded_steps(
     dataclasses.replace(step, result=dataclasses.replace(step.result, **change))
     for step, change in zip(episode.steps, changes, strict=True)
   )
+
+
+def _shared_metrics(episode: trajectory.Trajectory) -> list[dict[str, float]]:
+  """Returns, for each step, sums of metrics before its agent's next step."""
+  metrics = [step.result.metrics for step in episode.steps]
+  shared: list[dict[str, float]] = [{} for _ in metrics]
+  for name in sorted({name for own in metrics for name in own}):
+    sums = episode.until_next_turn([own.get(name, 0.0) for own in metrics])
+    for result, total in zip(shared, sums, strict=True):
+      result[name] = total
+  return shared
 
 
 def _transitions(

@@ -151,6 +151,9 @@ def test_a_team_shares_success_and_score():
     )
     np.testing.assert_array_equal(rows.components[:, 0], expected)
     np.testing.assert_array_equal(rows.success, np.array(expected) == 1)
+  episodes[0].steps[3].result.metrics['x'] = 2.0
+  rows = batch.from_trajectories(episodes, **SIZES, components=('x',))
+  np.testing.assert_array_equal(rows.components[2:5, 0], [2, 2, 0])
   # Sets of one episode: (1 - 0.5) / 0.5 for a success, for both agents.
   options = {'name': 'pass_at_k', 'agent_rewards': 'team', 'set_size': 1}
   rows, actual = _advantages(episodes, **options)
