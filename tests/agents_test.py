@@ -190,6 +190,22 @@ def test_trees_of_several_agents_by_hand():
   np.testing.assert_allclose(actual[:6], expected, atol=1e-4)
 
 
+def test_bundles_have_tasks_of_one_agent():
+  # Returns 10 and 0 in the first task, 10 and 5 in the second.
+  episodes = [
+    _play(n, score, 'p', 'a', group=group)
+    for group, scores in enumerate([(1, 0), (1, 0.5)])
+    for n, score in enumerate(scores)
+  ]
+  rows = batch.from_trajectories(episodes, **SIZES)
+  subject = algorithms.make('risk_po', bundle_tasks=2)
+  actual = subject.compute_advantages(rows).advantages[:8].reshape(4, 2)
+  # Sums of 20 and 5 for either agent, whose advantages are equal.
+  np.testing.assert_allclose(actual[:, 0], actual[:, 1])
+  np.testing.assert_allclose(actual[:2], actual[2:])
+  assert actual[0, 0] > actual[1, 0]
+
+
 def test_all_agents_have_the_greedy_baseline():
   episodes = [_play(n, score, 'p', 'a') for n, score in ((0, 1), (1, 0))]
   rows = batch.from_trajectories(episodes, **SIZES)
