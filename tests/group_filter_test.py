@@ -170,6 +170,21 @@ def test_empty_schedule_has_no_limit():
   assert group_filter.max_turns(((10, 5),), 9) is None
 
 
+def test_rounding_is_no_variance():
+  # 0.1 + 0.2 - 0.3 is 6e-17.
+  first, *_ = episode(base.Task('train', 0), 0, 0, 0.0).steps
+  steps = [
+    dataclasses.replace(
+      first, result=dataclasses.replace(first.result, reward=r)
+    )
+    for r in (0.1, 0.2, -0.3)
+  ]
+  group = [episode(base.Task('train', 0), 0, n, 0.0) for n in range(2)]
+  group[0] = dataclasses.replace(group[0], steps=tuple(steps))
+  assert group[0].reward != 0
+  assert not group_filter.has_variance(group)
+
+
 def test_the_statistics_of_a_rollout_include_its_refills():
   calls = []
 
