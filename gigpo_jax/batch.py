@@ -20,7 +20,7 @@ from gigpo_jax import anchors, forced_prefixes, trajectory
 COMPONENTS = ('reward', 'valid', 'score')
 
 # With several agents, a step's reward is that of the team until the agent's
-# next step, or the agent's own until then.
+# next step, or the agent's own until then. A team shares success and score.
 AGENT_REWARDS = ('team', 'own')
 
 
@@ -44,7 +44,8 @@ class Rows:
     valid: whether the response had the required form.
     next_anchors: id of the state after the step, as in `anchors`; -1 if that
       state is unknown.
-    success: whether the step accomplished the task.
+    success: whether the step accomplished the task; in a team, the last step of
+      each agent did if the episode did.
     components: reward components that an algorithm weighs separately.
     actions: dense id of the action; equal for equal actions of a group.
     ages: iterations since the row was sampled.
@@ -247,17 +248,37 @@ def _response_ids(episodes: Sequence[trajectory.Trajectory]) -> list[int]:
 def _rewarded_steps(
   episode: trajectory.Trajectory, agent_rewards: str
 ) -> tuple[trajectory.Step, ...]:
-  """Returns the steps with the rewards of their agents; see AGENT_REWARDS."""
+  """Returns the steps with the rewards of their agents; see AGENT_REWARDS.
+
+  In a team, so are the step metrics, which may be components of the reward, and
+  the last step of each agent has the success and the score of the episode.
+  """
   if len(set(episode.agents)) <= 1:
     return episode.steps
   is_team = agent_rewards == 'team'
   rewards = episode.team_rewards if is_team else episode.own_rewards
+  changes: list[dict[str, Any]] = [{'reward': reward} for reward in rewards]
+  if is_team:
+    for change, shared in zip(changes, _shared_metrics(episode), strict=True):
+      change['metrics'] = shared
+    end = episode.steps[-1].result
+    for t in {agent: t for t, agent in enumerate(episode.agents)}.values():
+      changes[t] |= {'success': end.success, 'score': end.score}
   return tuple(
-    dataclasses.replace(
-      step, result=dataclasses.replace(step.result, reward=reward)
-    )
-    for step, reward in zip(episode.steps, rewards, strict=True)
+    dataclasses.replace(step, result=dataclasses.replace(step.result, **change))
+    for step, change in zip(episode.steps, changes, strict=True)
   )
+
+
+def _shared_metrics(episode: trajectory.Trajectory) -> list[dict[str, float]]:
+  """Returns, for each step, sums of metrics before its agent's next step."""
+  metrics = [step.result.metrics for step in episode.steps]
+  shared: list[dict[str, float]] = [{} for _ in metrics]
+  for name in sorted({name for own in metrics for name in own}):
+    sums = episode.until_next_turn([own.get(name, 0.0) for own in metrics])
+    for result, total in zip(shared, sums, strict=True):
+      result[name] = total
+  return shared
 
 
 def _transitions(

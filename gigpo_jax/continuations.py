@@ -18,12 +18,29 @@ Input and output: trajectories. This module knows no device.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import ml_collections
 import numpy as np
 from jaxtyping import Float
 
-from gigpo_jax import group_filter, rollout, trajectory
+from gigpo_jax import (
+  branching,
+  group_filter,
+  reward_shaping,
+  rollout,
+  trajectory,
+)
+
+
+def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a line for options whose policies or rewards continuations lack."""
+  yield from branching.conflicts(config)
+  yield from reward_shaping.refuse_later(
+    config,
+    f'the further episodes of {config.algorithm.name} have the rewards of the '
+    'environment only',
+  )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

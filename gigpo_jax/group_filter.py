@@ -14,6 +14,9 @@ from gigpo_jax import carry_over, options, tasks, trajectory
 # Position in the stream of tasks where refills start, beyond all iterations.
 _FIRST_REFILL = 1 << 20
 
+# Smaller differences of sums of rewards are rounding errors: a sum may be 0.
+_ROUNDING = 1e-9
+
 
 @dataclasses.dataclass(frozen=True)
 class SampleCounts:
@@ -182,10 +185,18 @@ def collect(
 def has_variance(group: Sequence[trajectory.Trajectory]) -> bool:
   """Returns whether the episodes of a group have different rewards.
 
-  Episodes whose environment failed do not count.
+  Episodes whose environment failed do not count. With several agents, the
+  rewards of one of them must differ.
   """
-  rewards = [t.reward for t in group if not t.failure]
-  return bool(rewards) and not math.isclose(min(rewards), max(rewards))
+  by_agent: dict[str, list[float]] = {}
+  for t in group:
+    if not t.failure:
+      for agent, reward in t.agent_rewards.items():
+        by_agent.setdefault(agent, []).append(reward)
+  return any(
+    not math.isclose(min(rewards), max(rewards), abs_tol=_ROUNDING)
+    for rewards in by_agent.values()
+  )
 
 
 def max_turns(

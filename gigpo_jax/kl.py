@@ -88,7 +88,8 @@ class Control:
   """Adapts the weight of the KL to a target (arXiv:1909.08593, Section 2.2).
 
   After an update on n rows with a mean KL of k per token, the weight is
-  multiplied by 1 + clip(k / target - 1, -0.2, 0.2) n / horizon.
+  multiplied by 1 + clip(k / target - 1, -0.2, 0.2) min(n / horizon, 1), which
+  is positive for any number of rows.
 
   Attributes:
     kl_target: target, in nats per token; None keeps the weight.
@@ -113,4 +114,5 @@ class Control:
       return factor
     error = kl / self.kl_target - 1
     error = min(max(error, -_MAX_ERROR), _MAX_ERROR)
-    return factor * (1 + error * rows / self.kl_horizon)
+    # More rows than the horizon could change the sign of the weight.
+    return factor * (1 + error * min(rows / self.kl_horizon, 1))

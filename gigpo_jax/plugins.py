@@ -16,6 +16,7 @@ from typing import Any
 import ml_collections
 import numpy as np
 
+from gigpo_jax import batch
 from gigpo_jax import options as options_lib
 
 _PAIR = 2  # Minimum number of episodes for a comparison.
@@ -32,12 +33,15 @@ class Signals:
     seed: seed of the run and iteration, for random choices.
     learning_rate: learning rate of the iteration's first update, without the
       step scale of the guards.
+    rows: rows of whole episodes, in the order of the rows of a call, which lack
+      those that other selectors dropped; None: the rows of a call.
   """
 
   outputs: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
   progress: float = 0.0
   seed: tuple[int, ...] = (0,)
   learning_rate: float = 0.0
+  rows: batch.Rows | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import ml_collections
 
 from envs import base, rewards
-from gigpo_jax import env_pool, options, trajectory
+from gigpo_jax import env_pool, options, reward_shaping, trajectory
 from gigpo_jax.run import config_fields
 
 _MODULE = 'envs.rewards'
@@ -93,7 +93,11 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
 
 
 def unused(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a line if an algorithm's components leave out a function."""
+  """Yields a line for each reward that an algorithm's components leave out."""
+  name = config.algorithm.name
+  yield from reward_shaping.refuse_later(
+    config, f'changes the total reward, but {name} uses its components'
+  )
   paths, components = config.reward.functions, config.algorithm.components
   names = tuple(map(rewards.name_of, paths))
   if 'reward' not in components and set(names) - set(components):
@@ -209,13 +213,17 @@ class Scorer:
     self, result: base.StepResult, values: Mapping[str, float]
   ) -> base.StepResult:
     """Returns a step's result with the final reward."""
-    reward = self._options.environment_weight * result.reward + sum(
+    scale = self._options.environment_weight
+    reward = scale * result.reward + sum(
       weight * values[name]
       for name, weight in zip(self._names, self._weights, strict=True)
     )
     own = {ENVIRONMENT: result.reward}
     return dataclasses.replace(
-      result, reward=reward, metrics={**result.metrics, **own, **values}
+      result,
+      reward=reward,
+      metrics={**result.metrics, **own, **values},
+      other_rewards={k: scale * x for k, x in result.other_rewards.items()},
     )
 
   def _start(self) -> None:

@@ -1,11 +1,17 @@
 """Changes of rewards before advantages: a KL penalty, a penalty on length."""
 
 import dataclasses
+from collections.abc import Iterator
 
+import ml_collections
 import numpy as np
 from jaxtyping import Float, Int
 
 from gigpo_jax import batch, kl, options
+from gigpo_jax.run import config_fields
+
+# Options that change the rewards of rows after the rollout.
+_LATER = ('reward.kl_weight', 'reward.overlong_buffer', 'reward.scored')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +74,19 @@ class RewardShaping:
     if rewards is rows.rewards:
       return rows, metrics
     return dataclasses.replace(rows, rewards=np.float32(rewards)), metrics
+
+
+def refuse_later(
+  config: ml_collections.ConfigDict, reason: str
+) -> Iterator[str]:
+  """Yields a line for each option that changes rewards after the rollout.
+
+  Args:
+    config: the experiment.
+    reason: why the algorithm does not support it.
+  """
+  for field, value, default in config_fields.non_default(config, _LATER):
+    yield f'{field}={value}: {reason}; must be {default}'
 
 
 def overlong(

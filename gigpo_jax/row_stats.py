@@ -105,6 +105,43 @@ def episodes(rows: batch.Rows, invalid_penalty: float = 0.0) -> Episodes:
   )
 
 
+def first_rows(rows: batch.Rows, by_episode: Episodes) -> Int[np.ndarray, ' E']:
+  """Returns the row of each episode's first turn.
+
+  With several agents, the episodes of all agents begin with the turn of the
+  first one.
+
+  Args:
+    rows: rows of whole episodes.
+    by_episode: `episodes(rows)`.
+  """
+  first = np.flatnonzero(rows.real & (rows.steps == 0))
+  by_id = np.full(rows.episodes.max(initial=-1) + 1, -1)
+  by_id[rows.episodes[first]] = first
+  found = np.full(len(by_episode.groups), -1)
+  found[by_episode.index[rows.real]] = by_id[rows.episodes[rows.real]]
+  # Ids of episodes may repeat between groups.
+  found[by_episode.index[first]] = first
+  return found
+
+
+def whole_returns(
+  remaining: Episodes, rows: batch.Rows | None
+) -> Float[np.ndarray, ' E']:
+  """Returns the returns of episodes of which some rows may be dropped.
+
+  Args:
+    remaining: the episodes of the remaining rows.
+    rows: rows of whole episodes, in the same order; None: nothing is dropped.
+  """
+  if rows is None:
+    return remaining.returns
+  whole, own = episodes(rows), remaining.index >= 0
+  returns = np.zeros(len(remaining.returns))
+  returns[remaining.index[own]] = whole.to_rows(whole.returns)[own]
+  return returns
+
+
 def penalized_rewards(
   rows: batch.Rows, invalid_penalty: float
 ) -> Float[np.ndarray, ' R']:

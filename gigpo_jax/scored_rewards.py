@@ -64,10 +64,12 @@ class ScoredRewards:
   Attributes:
     options: the functions and their weights.
     encode: returns the token ids of texts.
+    agent_rewards: one of `batch.AGENT_REWARDS`.
   """
 
   options: Options
   encode: Callable[[Sequence[str]], list[np.ndarray]]
+  agent_rewards: str = 'team'
 
   def add(
     self,
@@ -123,7 +125,10 @@ class ScoredRewards:
       with _explain(path):
         returned = _last_value(running[index], probabilities[own].tolist())
         name = rewards.name_of(path)
-        values[own] = rewards.per_turn(name, returned, len(own))
+        by_turn = rewards.per_turn(name, returned, len(own))
+        if self.agent_rewards == 'team':
+          by_turn = episodes[index].until_next_turn(by_turn)
+        values[own] = by_turn
     return values
 
 
@@ -133,7 +138,9 @@ def make(
   """Returns the scored rewards of `config.reward`; None if there are none."""
   if not section.scored:
     return None
-  return ScoredRewards(options.of_section(Options, section), text.encode)
+  return ScoredRewards(
+    options.of_section(Options, section), text.encode, section.agents
+  )
 
 
 def _rows_by_episode(rows: batch.Rows) -> dict[int, np.ndarray]:

@@ -172,7 +172,8 @@ class UncertaintySampler(TaskSampler):
     successes, episodes = self._counts
     rate = (successes + 1) / (episodes + 2)
     scores = rate * (1 - rate)
-    if known := self._diversities:
+    # In the order of a restored state: a sum depends on it in its last bits.
+    if known := dict(sorted(self._diversities.items())):
       diversities = np.full(self._num_tasks, np.mean([*known.values()]))
       diversities[[*known]] = [*known.values()]
       weight = self._diversity_weight

@@ -415,7 +415,7 @@ def collect(
           parts.eval_tasks, parts.eval_sampling, parts.eval_repeats
         )
       )
-    played = play([*batches, *others])
+    played = play([*batches, *others], is_continued=not is_first)
     evaluated.extend(t for part in played[len(batches) :] for t in part)
     chosen, rest = parts.carry_over.select(
       carry_over.merge(carried, played[: len(batches)], iteration),

@@ -6,7 +6,7 @@ tokenized again. This module knows neither jax nor any environment.
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -130,7 +130,15 @@ class Trajectory:
       math.fsum([s.result.reward, *s.result.other_rewards.values()])
       for s in self.steps
     ]
-    return tuple(math.fsum(rewards[t:end]) for t, end in self._next_turns)
+    return self.until_next_turn(rewards)
+
+  def until_next_turn(self, values: Sequence[float]) -> tuple[float, ...]:
+    """Returns, for each step, the sum of values before its agent's next step.
+
+    Args:
+      values: one value per step, which the agents share.
+    """
+    return tuple(math.fsum(values[t:end]) for t, end in self._next_turns)
 
   @property
   def own_rewards(self) -> tuple[float, ...]:
@@ -145,6 +153,14 @@ class Trajectory:
       )
       for t, end in self._next_turns
     )
+
+  @property
+  def agent_rewards(self) -> dict[str, float]:
+    """Sum of the own rewards of each agent that took a step."""
+    totals: dict[str, float] = {}
+    for agent, reward in zip(self.agents, self.own_rewards, strict=True):
+      totals[agent] = totals.get(agent, 0.0) + reward
+    return totals
 
   @property
   def _next_turns(self) -> Iterator[tuple[int, int]]:

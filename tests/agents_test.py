@@ -14,7 +14,13 @@ import envs
 from envs import base
 from envs.alfworld import env as alfworld_env
 from envs.alfworld import planner
-from gigpo_jax import algorithms, batch, episode_records, trajectory
+from gigpo_jax import (
+  algorithms,
+  batch,
+  episode_records,
+  group_filter,
+  trajectory,
+)
 from gigpo_jax.tools import viewer
 
 SIZES = {'max_prompt_tokens': 2, 'max_completion_tokens': 2, 'row_multiple': 8}
@@ -121,6 +127,92 @@ def test_each_reward_goes_to_the_last_turn_of_every_agent():
         expected[turn] += reward
     episode = _episode(0, *zip(agents, rewards, strict=True))
     assert episode.team_rewards == tuple(expected)
+
+
+def _play(member: int, score: float, *agents: str, group=0):
+  """Returns a team's episode with a score, whose 1 is a success."""
+  turns = [(agent, 0.0) for agent in agents[:-1]]
+  episode = _episode(member, *turns, (agents[-1], 10 * score), group=group)
+  result = dataclasses.replace(
+    episode.steps[-1].result, success=score == 1, score=score
+  )
+  last = dataclasses.replace(episode.steps[-1], result=result)
+  return dataclasses.replace(episode, steps=(*episode.steps[:-1], last))
+
+
+def test_a_team_shares_success_and_score():
+  episodes = [_play(n, n / 2, 'p', 'a', 'p', 'a') for n in (2, 1)]
+  for agent_rewards, expected in (
+    ('team', [0, 0, 1, 1, 0, 0, 0.5, 0.5]),
+    ('own', [0, 0, 0, 1, 0, 0, 0, 0.5]),
+  ):
+    rows = batch.from_trajectories(
+      episodes, **SIZES, agent_rewards=agent_rewards, components=('score',)
+    )
+    np.testing.assert_array_equal(rows.components[:, 0], expected)
+    np.testing.assert_array_equal(rows.success, np.array(expected) == 1)
+  episodes[0].steps[3].result.metrics['x'] = 2.0
+  rows = batch.from_trajectories(episodes, **SIZES, components=('x',))
+  np.testing.assert_array_equal(rows.components[2:5, 0], [2, 2, 0])
+  # Sets of one episode: (1 - 0.5) / 0.5 for a success, for both agents.
+  options = {'name': 'pass_at_k', 'agent_rewards': 'team', 'set_size': 1}
+  rows, actual = _advantages(episodes, **options)
+  np.testing.assert_allclose(actual, [1] * 4 + [-1] * 4)
+
+
+def test_a_game_that_either_player_wins_has_variance():
+  # Both winners move last, so the rewards of the steps are equal.
+  one, other = (
+    _zero_sum(0, 1.0),
+    _episode(1, ('q', 0.0), ('p', 0.0), ('q', 1.0)),
+  )
+  result = dataclasses.replace(
+    other.steps[-1].result, other_rewards={'p': -1.0}
+  )
+  last = dataclasses.replace(other.steps[-1], result=result)
+  other = dataclasses.replace(other, steps=(*other.steps[:-1], last))
+  assert one.reward == other.reward
+  assert one.agent_rewards == {'p': 1, 'q': -1}
+  assert group_filter.has_variance([one, other])
+  assert not group_filter.has_variance([one, one])
+
+
+def test_trees_of_several_agents_by_hand():
+  # Two roots; a branch of the first one repeats the planner's turn.
+  roots = [_play(n, score, 'p', 'a') for n, score in ((0, 1), (1, 0))]
+  branch = _play(2, 0, 'p', 'a')
+  branch = dataclasses.replace(branch, parent=0, num_repeated=1)
+  rows, actual = _advantages(
+    [*roots, branch], name='tree_grpo', agent_rewards='team'
+  )
+  # z of 10 and 0 in the tree: +-0.7071; of 10, 0, 0: 1.1547 and -0.5774.
+  expected = np.repeat([1.8618, -0.5774, -1.2845], 2)
+  np.testing.assert_allclose(actual[:6], expected, atol=1e-4)
+
+
+def test_bundles_have_tasks_of_one_agent():
+  # Returns 10 and 0 in the first task, 10 and 5 in the second.
+  episodes = [
+    _play(n, score, 'p', 'a', group=group)
+    for group, scores in enumerate([(1, 0), (1, 0.5)])
+    for n, score in enumerate(scores)
+  ]
+  rows = batch.from_trajectories(episodes, **SIZES)
+  subject = algorithms.make('risk_po', bundle_tasks=2)
+  actual = subject.compute_advantages(rows).advantages[:8].reshape(4, 2)
+  # Sums of 20 and 5 for either agent, whose advantages are equal.
+  np.testing.assert_allclose(actual[:, 0], actual[:, 1])
+  np.testing.assert_allclose(actual[:2], actual[2:])
+  assert actual[0, 0] > actual[1, 0]
+
+
+def test_all_agents_have_the_greedy_baseline():
+  episodes = [_play(n, score, 'p', 'a') for n, score in ((0, 1), (1, 0))]
+  rows = batch.from_trajectories(episodes, **SIZES)
+  rows.state_values[[0, 2]] = 4  # Of the first turns.
+  output = algorithms.make('remax').compute_advantages(rows)
+  expected = [6, 6, -4, -4, 0, 0, 0, 0]
+  np.testing.assert_array_equal(output.advantages, expected)
 
 
 def _zero_sum(member: int, reward: float) -> trajectory.Trajectory:

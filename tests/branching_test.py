@@ -20,6 +20,7 @@ from gigpo_jax import (
   trajectory,
 )
 from gigpo_jax.run import run_builders, update_inputs
+from gigpo_jax.selectors import best_and_worst
 
 PADDED = {'max_prompt_tokens': 1, 'max_completion_tokens': 3}
 # Every turn, or no turn, has a branch.
@@ -316,6 +317,22 @@ def test_an_update_trains_on_each_response_once():
   total, squares = 2 * high - 3 * low, 2 * high**2 + 3 * low**2
   tokens = metrics['advantage/effective_tokens']
   assert tokens == pytest.approx(3 * total**2 / squares, rel=1e-4)
+
+
+def test_repeated_rows_keep_their_reward():
+  # The branch repeats turn 0 with its reward: returns 5, 4 and 6.
+  one = make_episode([0] * 2, [5, 0])
+  two = make_episode([0] * 2, [4, 0], member=1)
+  branch = make_episode([0] * 2, [5, 1], member=2)
+  branch = dataclasses.replace(branch, parent=0, num_repeated=1)
+  rows = batch.from_trajectories([one, two, branch], **PADDED, row_multiple=8)
+  chain = (best_and_worst.Selector(kept_episodes=2),)
+  parts = types.SimpleNamespace(modulators=(), selectors=chain)
+  output = algorithms.make('arpo').compute_advantages(rows)
+  _, kept, *_ = update_inputs.apply_plugins(
+    parts, rows, output, plugins.Signals()
+  )
+  np.testing.assert_array_equal(np.flatnonzero(kept.real), [2, 3, 5])
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,19 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
         'rollout.carry_over': 8,
         'loss.tis_clip': 2.0,
       },
-      'rollout.carry_over=8: the baseline of remax is that of one policy',
+      'rollout.carry_over=8: the episodes of remax are those of one policy',
+    ),
+    (
+      {'algorithm.name': 'remax', 'reward.kl_weight': 0.1},
+      'reward.kl_weight=0.1: the further episodes of remax have the rewards of',
+    ),
+    (
+      {'algorithm.name': 'vineppo', 'reward.overlong_buffer': 2},
+      'reward.overlong_buffer=2: the further episodes of vineppo have the rew',
+    ),
+    (
+      {'algorithm.name': 'gdpo', 'reward.kl_weight': 0.1},
+      'reward.kl_weight=0.1: changes the total reward, but gdpo uses its comp',
     ),
     (
       {'algorithm.name': 'polychromic', 'algorithm.set_size': 1},

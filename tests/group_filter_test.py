@@ -1,12 +1,20 @@
 """Tests of the group filter, its refills and the counts of samples."""
 
 import dataclasses
+import types
 
 import numpy as np
 import pytest
 
 from envs import base
-from gigpo_jax import group_filter, tasks, trajectory
+from gigpo_jax import (
+  algorithms,
+  carry_over,
+  group_filter,
+  tasks,
+  train,
+  trajectory,
+)
 
 
 def episode(task, group, member, reward, turns=2):
@@ -160,3 +168,54 @@ def test_turn_limit_schedule(iteration, turns):
 def test_empty_schedule_has_no_limit():
   assert group_filter.max_turns((), 5) is None
   assert group_filter.max_turns(((10, 5),), 9) is None
+
+
+def test_rounding_is_no_variance():
+  # 0.1 + 0.2 - 0.3 is 6e-17.
+  first, *_ = episode(base.Task('train', 0), 0, 0, 0.0).steps
+  steps = [
+    dataclasses.replace(
+      first, result=dataclasses.replace(first.result, reward=r)
+    )
+    for r in (0.1, 0.2, -0.3)
+  ]
+  group = [episode(base.Task('train', 0), 0, n, 0.0) for n in range(2)]
+  group[0] = dataclasses.replace(group[0], steps=tuple(steps))
+  assert group[0].reward != 0
+  assert not group_filter.has_variance(group)
+
+
+def test_the_statistics_of_a_rollout_include_its_refills():
+  calls = []
+
+  def run_batches(params, batches, *, is_continued, **options):
+    del params, options
+    calls.append(is_continued)
+    (made,) = batches
+    rewards = {task.index: (0, 10 * (len(calls) > 2)) for task in made.tasks}
+    return [make_play(rewards)(made.tasks, 0)]
+
+  sections = {'groups': 2, 'horizon': ()}
+  parts = types.SimpleNamespace(
+    config=types.SimpleNamespace(rollout=types.SimpleNamespace(**sections)),
+    task_type=str,
+    learner=types.SimpleNamespace(base={}),
+    group_size=2,
+    sampling=None,
+    carry_over=carry_over.CarryOver(),
+    group_filter=group_filter.GroupFilter(drop_zero_variance=True),
+    tasks=STREAM,
+    algorithm=algorithms.make('grpo'),
+    add_branches=lambda roots, like, play: roots,
+    stop_if_failed=lambda episodes: None,
+  )
+  runner = types.SimpleNamespace(
+    run_batches=run_batches,
+    metrics=dict,
+    sampler=types.SimpleNamespace(release=lambda: None),
+  )
+  state = types.SimpleNamespace(policy=types.SimpleNamespace(params={}))
+  groups, metrics = train.collect(parts, runner, state, 0)
+  # Without variance in the first two batches, the third one is kept.
+  assert calls == [False, True, True]
+  assert len(groups.kept) == 4 and metrics['filter/refills'] == 2

@@ -175,6 +175,8 @@ def test_cosine_of_advantages():
   assert advise.cosine(0.0, 1.0) == pytest.approx(math.sqrt(0.5))
   assert advise.cosine(0.5, 1.0) == pytest.approx(1.5 / math.sqrt(3))
   assert advise.cosine(-1.0, 1.0) == 0
+  # Rounding alone would give -1 - 2e-16, which has no angle.
+  assert advise.cosine(-1.0, 1.01) == -1
   rng = np.random.default_rng(0)
   x, y = rng.normal(size=(2, 50))
   x, y = x - x.mean(), y - y.mean()

@@ -50,6 +50,12 @@ def test_equal_methods_and_single_seeds():
   ones = np.ones((3, 4))
   same = paired.compare(ones, ones)
   assert same[:5] == (0, 0, 0, 1, 0)
+  # Ties in thirds: sums of floats differ in their last bits.
+  one = np.array([[2, 0, 2, 2], [0, 3, 1, 1]]) / 3
+  other = np.array([[1, 2, 0, 3], [0, 0, 3, 2]]) / 3
+  assert paired.compare(one, other).p == 1
+  assert paired.compare_seeds(np.full(3, 1e-17)).p == 1
+  assert paired.compare_seeds(np.full(3, 0.1)).p == 0
   single = paired.compare([[1, 1, 0, 1]], [[0, 1, 0, 0]])
   assert (single.mean, single.p, single.seeds) == (0.5, 1, 1)
   assert single.low < 0.5 < single.high

@@ -89,6 +89,21 @@ def test_rewards_by_hand():
   assert won.steps[0].prompt_ids is not None and won.success
 
 
+def test_the_weight_of_the_environment_is_that_of_all_agents():
+  episode = _episode()
+  result = dataclasses.replace(
+    episode.steps[-1].result, other_rewards={'q': -10.0}
+  )
+  last = dataclasses.replace(episode.steps[-1], result=result)
+  episode = dataclasses.replace(episode, steps=(episode.steps[0], last))
+  options = reward_functions.Options(
+    (PER_TURN,), environment_weight=0.5, num_workers=1
+  )
+  (scored,) = _score(options, [episode])
+  assert scored.steps[-1].result.reward == 0.5 * 10 + 1
+  assert scored.steps[-1].result.other_rewards == {'q': -5}
+
+
 def test_functions_see_the_episode():
   episode = _episode(7)
   seen = reward_functions.to_episode(episode)
@@ -312,6 +327,10 @@ def test_only_finished_training_episodes_are_scored():
     (
       {'reward.functions': (RUBRIC,), 'algorithm.name': 'vineppo'},
       'reward.functions=.*: vineppo replays the rewards of the environment',
+    ),
+    (
+      {'reward.functions': (RUBRIC,), 'algorithm.name': 'remax'},
+      'reward.functions=.*: remax replays the rewards of the environment',
     ),
     (
       {'reward.functions': (RUBRIC,), 'algorithm.name': 'tree_grpo'},

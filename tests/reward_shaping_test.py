@@ -80,6 +80,8 @@ def test_the_weight_adapts_to_the_target():
   assert control.next_factor(2.0, 0.11, 50) == pytest.approx(2 * 1.05)
   assert control.next_factor(2.0, 0.05, 50) == pytest.approx(2 * 0.9)
   assert control.next_factor(2.0, None, 50) == 2
+  # 600 rows count as the 100 of the horizon: 1 - 0.2 * 6 would be negative.
+  assert control.next_factor(2.0, 0.05, 600) == pytest.approx(2 * 0.8)
   assert kl.Control().next_factor(2.0, 9.0, 50) == 2
 
 

@@ -34,6 +34,12 @@ def last(episode):
   return p[-1]
 
 
+def powers(episode):
+  """Powers of 2, whatever the policy."""
+  yield ['a'] * len(episode.turns)
+  return [2.0**t for t in range(len(episode.turns))]
+
+
 def short(episode):
   yield ['a']
 
@@ -122,6 +128,37 @@ def test_one_number_is_the_reward_of_the_last_turn():
   assert all(map(math.isnan, SEEN[0][:1]))
   assert rows.rewards[:2].tolist() == pytest.approx([1 + 1 / 16, 1 + 2 / 16])
   assert set(metrics) == {'reward/scored/last', 'reward/scored/gain'}
+
+
+@pytest.mark.parametrize(
+  ('agent_rewards', 'expected'), [('team', [7, 2, 4]), ('own', [1, 2, 4])]
+)
+def test_a_team_shares_scored_rewards(agent_rewards, expected):
+  # The planner takes the first turn only: 1 + 2 + 4.
+  episode = _episode(0, 3)
+  agents = [base.Observation('', '', '', '', agent=name) for name in 'paa']
+  steps = tuple(
+    dataclasses.replace(
+      step, result=dataclasses.replace(step.result, observation=following)
+    )
+    for step, following in zip(episode.steps, [*agents[1:], None], strict=True)
+  )
+  episode = dataclasses.replace(
+    episode, first_observation=agents[0], steps=steps
+  )
+  options = scored_rewards.Options(('my_scores:powers',))
+  rows = batch.from_trajectories(
+    [episode],
+    max_prompt_tokens=8,
+    max_completion_tokens=3,
+    row_multiple=4,
+    agent_rewards='own',
+  )
+  rows.rewards[:] = 0
+  rows, _ = scored_rewards.ScoredRewards(options, _encode, agent_rewards).add(
+    rows, [episode], _log_probs
+  )
+  np.testing.assert_array_equal(rows.rewards[:3], expected)
 
 
 def test_order_of_rows_does_not_matter():

@@ -122,6 +122,23 @@ def test_a_chain_drops_rows_one_after_another():
   assert kept.sampler_log_probs is rows.sampler_log_probs
 
 
+def test_dropped_rows_keep_their_reward():
+  # The rows with the rewards of episodes 0 and 2 are truncated.
+  rows = algorithm_rows.golden_rows()
+  rows.truncated[[2, 7]] = True
+  chain = make('truncated'), best_and_worst.Selector(kept_episodes=2)
+  kept, *_ = selectors.apply(chain, np.ones(10), rows, plugins.Signals())
+  # Returns 10, 0, 10 as above.
+  np.testing.assert_array_equal(np.flatnonzero(kept.real), [3, 4, 5, 6])
+  # Group 0 has the returns 10 and 0, group 1 has 0 and 4.
+  rows = algorithm_rows.golden_rows()
+  rows.groups[6:8], rows.episodes[7], rows.rewards[7] = 1, 3, 4
+  rows.truncated[2] = True
+  chain = make('truncated'), snr.Selector(group_share=0.5)
+  kept, *_ = selectors.apply(chain, np.ones(10), rows, plugins.Signals())
+  np.testing.assert_array_equal(np.flatnonzero(kept.real), [0, 1, 3, 4, 5])
+
+
 def test_nothing_may_be_left():
   rows = algorithm_rows.golden_rows()
   rows.truncated[:] = True

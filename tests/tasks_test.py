@@ -1,5 +1,7 @@
 """Tests of task sampling: pure, without replacement, distinct per iteration."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -99,6 +101,24 @@ def test_tasks_with_diverse_episodes_are_drawn_more_often():
   # The newest episodes of a task count.
   other.record_outcomes([tasks.Outcome(base.Task('train', 1), False, ('a',))])
   assert other.state()['1'] == [1, 3, 0.0]
+
+
+def test_chances_do_not_depend_on_the_order_of_the_first_draws():
+  def make():
+    return tasks.UncertaintySampler('train', 4, 1, 0, diversity_weight=0.2)
+
+  # Diversities 2/5, 3/5 and 2/3, whose sum rounds by order.
+  actions = {0: ('abcde', 'abcxy'), 1: ('axy', 'ab'), 2: ('axyzw', 'a')}
+  for order in itertools.permutations(actions):
+    stream = make()
+    for index in order:
+      stream.record_outcomes(
+        tasks.Outcome(base.Task('train', index), n == 0, tuple(texts))
+        for n, texts in enumerate(actions[index])
+      )
+    restored = make()
+    restored.restore(stream.state())
+    np.testing.assert_array_equal(stream.chances(), restored.chances())
 
 
 TYPES = ['easy', 'hard', 'easy', 'easy', 'hard', 'easy']

@@ -14,22 +14,13 @@ of one response.
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import ClassVar
 
-import ml_collections
 import numpy as np
 
-from gigpo_jax import algorithms, batch, options, row_stats
+from gigpo_jax import algorithms, batch, continuations, options, row_stats
 
-
-def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a line if episodes of earlier policies would be trained on."""
-  if config.rollout.carry_over > 0:
-    yield (
-      f'rollout.carry_over={config.rollout.carry_over}: the baseline of remax '
-      'is that of one policy; must be 0'
-    )
+conflicts = continuations.conflicts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +46,6 @@ class Algorithm:
     """Returns one advantage per row; 0 for padding and unknown baselines."""
     del values
     episodes = row_stats.episodes(rows, self.invalid_penalty)
-    first = rows.real & (rows.steps == 0)
-    baselines = np.full(len(episodes.returns), np.nan)
-    baselines[episodes.index[first]] = rows.state_values[first]
+    baselines = rows.state_values[row_stats.first_rows(rows, episodes)]
     advantages = episodes.to_rows(np.nan_to_num(episodes.returns - baselines))
     return algorithms.make_output(advantages, rows)

@@ -24,7 +24,7 @@ from typing import ClassVar
 
 import ml_collections
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from gigpo_jax import algorithms, batch, options, row_stats
 
@@ -76,7 +76,9 @@ class Algorithm:
     """Returns one advantage per row; 0 for padding and incomplete sums."""
     del values
     episodes = row_stats.episodes(rows, self.invalid_penalty)
-    sums, own = self._sums(episodes)
+    sums, own = self._sums(
+      episodes, _bundles(rows, episodes, self.bundle_tasks)
+    )
     advantages, metrics = np.zeros(len(own)), dict(state)
     if len(sums):
       low, high = np.quantile(sums, self.quantile_levels)
@@ -101,18 +103,31 @@ class Algorithm:
     return (self.tail_weight * cvar + rvar) / (self.tail_weight + 1)
 
   def _sums(
-    self, episodes: row_stats.Episodes
+    self, episodes: row_stats.Episodes, bundles: Int[np.ndarray, ' G']
   ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the complete sums, and the sum of each episode; -1 for none."""
     # Episodes are ordered by group.
     sizes = np.bincount(episodes.groups)
     starts = np.cumsum(sizes) - sizes
     member = np.arange(len(episodes.groups)) - starts[episodes.groups]
-    bundle = episodes.groups // self.bundle_tasks
-    key = bundle * sizes.max() + member
+    key = bundles[episodes.groups] * sizes.max() + member
     counts = np.bincount(key)
     complete = np.flatnonzero(counts == self.bundle_tasks)
     totals = np.bincount(key, weights=episodes.returns)[complete]
     place = np.full(len(counts), -1)
     place[complete] = np.arange(len(complete))
     return totals, place[key]
+
+
+def _bundles(
+  rows: batch.Rows, episodes: row_stats.Episodes, size: int
+) -> Int[np.ndarray, ' G']:
+  """Returns the bundle of each group: `size` tasks, of one agent."""
+  agents = np.zeros(episodes.num_groups, int)
+  agents[episodes.groups[episodes.index[rows.real]]] = rows.agents[rows.real]
+  bundles = np.zeros(len(agents), int)
+  for agent in np.unique(agents):
+    own = np.flatnonzero(agents == agent)
+    # There are at most as many bundles of an agent as groups.
+    bundles[own] = agent * len(agents) + np.arange(len(own)) // size
+  return bundles

@@ -17,8 +17,6 @@ once. The share of roots is this project's.
 import dataclasses
 from typing import ClassVar
 
-import numpy as np
-
 from gigpo_jax import algorithms, batch, branching, options, row_stats
 
 PRESETS = {'tree_grpo': {'algorithm.root_share': 0.25}}
@@ -51,10 +49,10 @@ class Algorithm:
     """Returns one advantage per row, 0 for padding."""
     del values
     episodes = row_stats.episodes(rows, self.invalid_penalty)
-    first = rows.real & (rows.steps == 0)
-    trees = np.zeros(len(episodes.groups), int)
     # Episodes of a tree share the response of the first turn.
-    trees[episodes.index[first]] = rows.responses[first]
+    roots = rows.responses[row_stats.first_rows(rows, episodes)].astype(int)
+    # An agent's episodes are compared with each other only.
+    trees = roots * episodes.num_groups + episodes.groups
     advantages = episodes.to_rows(
       row_stats.z_scores(episodes.returns, trees)
       + row_stats.z_scores(episodes.returns, episodes.groups)

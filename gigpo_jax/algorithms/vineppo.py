@@ -18,10 +18,10 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Float
 
-from gigpo_jax import algorithms, batch, branching, options, row_stats
+from gigpo_jax import algorithms, batch, continuations, options, row_stats
 
 PRESETS = {'vineppo': {'algorithm.discount': 1.0}}
-conflicts = branching.conflicts
+conflicts = continuations.conflicts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -175,6 +175,7 @@ def apply_plugins(
     trained tokens [R, C], or None for all; and metrics.
   """
   values: Metrics = {}
+  signals = dataclasses.replace(signals, rows=rows)
   advantages, has_branches = output.advantages, rows.repeated.any()
   if parts.modulators:
     advantages = modulators.apply(parts.modulators, advantages, rows, signals)

@@ -64,6 +64,8 @@ def apply(
 ) -> tuple[batch.Rows, Bool[np.ndarray, 'R C'], dict[str, float]]:
   """Returns the rows that a chain keeps, their chosen tokens, and metrics."""
   chosen = rows.completion_mask
+  if signals.rows is None:
+    signals = dataclasses.replace(signals, rows=rows)
   num_rows, num_tokens = rows.real.sum(), chosen.sum()
   metrics: dict[str, float] = {}
   for selector in chain:

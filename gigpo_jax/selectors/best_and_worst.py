@@ -36,13 +36,14 @@ class Selector:
     self, advantages: np.ndarray, rows: batch.Rows, signals: plugins.Signals
   ) -> np.ndarray:
     """Returns True for the rows of the kept episodes."""
-    del advantages, signals
+    del advantages
     episodes = row_stats.episodes(rows)
-    kept = np.zeros(len(episodes.returns), bool)
+    returns = row_stats.whole_returns(episodes, signals.rows)
+    kept = np.zeros(len(returns), bool)
     worst = self.kept_episodes // 2
     for group in range(episodes.num_groups):
       members = np.flatnonzero(episodes.groups == group)
-      order = members[np.argsort(episodes.returns[members], kind='stable')]
+      order = members[np.argsort(returns[members], kind='stable')]
       kept[order[:worst]] = True
       kept[order[worst - self.kept_episodes :]] = True
     return episodes.to_rows(kept) > 0

@@ -33,10 +33,11 @@ class Selector:
     self, advantages: np.ndarray, rows: batch.Rows, signals: plugins.Signals
   ) -> np.ndarray:
     """Returns True for the rows of the kept groups."""
-    del advantages, signals
+    del advantages
     episodes = row_stats.episodes(rows)
-    means = episodes.group_means(episodes.returns)[episodes.groups]
-    deviations = np.sqrt(episodes.group_means((episodes.returns - means) ** 2))
+    returns = row_stats.whole_returns(episodes, signals.rows)
+    means = episodes.group_means(returns)[episodes.groups]
+    deviations = np.sqrt(episodes.group_means((returns - means) ** 2))
     count = row_stats.share_count(self.group_share, len(deviations))
     kept = np.zeros(len(deviations), bool)
     kept[np.argsort(-deviations, kind='stable')[:count]] = True

@@ -66,7 +66,10 @@ def cosine(correlation: float, ratio: float) -> float:
     ratio: standard deviation of y, divided by that of x.
   """
   length = 1 + 2 * correlation * ratio + ratio**2
-  return (1 + correlation * ratio) / math.sqrt(length) if length > 0 else 0.0
+  if length <= 0:
+    return 0.0
+  value = (1 + correlation * ratio) / math.sqrt(length)
+  return min(max(value, -1.0), 1.0)  # Rounding can exceed the interval.
 
 
 def statements(values: Mapping[str, float], step_weight: float) -> list[str]:
@@ -97,7 +100,7 @@ def statements(values: Mapping[str, float], step_weight: float) -> list[str]:
     similarity = cosine(values['advantage/correlation'], ratio)
     lines.append(
       f'cosine between the advantages of GRPO and GiGPO: {similarity:.3f}, an '
-      f'angle of {math.degrees(math.acos(min(similarity, 1))):.0f} degrees '
+      f'angle of {math.degrees(math.acos(similarity)):.0f} degrees '
       f'(w A_S is {ratio:.2f} times as large as A_E, with w={step_weight:g})'
     )
     if round(similarity, _DIGITS) == 1:
