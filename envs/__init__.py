@@ -240,14 +240,14 @@ def tasks(name: str, split: str, **kwargs: Any) -> base.TaskInfo:
   Raises:
     ValueError: in one line, if the environment cannot list them.
   """
-  # Imported here, because it imports this package.
-  from envs import worker
-
   try:
     info = _module(name).tasks(split, **kwargs)
   except ValueError:
     raise
   except Exception as error:  # An environment may raise anything.
+    # Imported here, because it imports this package.
+    from envs import worker
+
     file = getattr(sys.modules.get(name), '__file__', None)
     problem = worker.format_exception(error, file)
     raise ValueError(
