@@ -39,9 +39,15 @@ def parse(
   if unknown or len(chosen) > 1:
     near = [m for v in unknown for m in difflib.get_close_matches(v, known, 1)]
     hint = f'; did you mean {", ".join(near)}?' if near else ''
+    if base.DEFAULT_ALGORITHM in unknown:
+      hint = f'; {base.DEFAULT_ALGORITHM} is the default and has no variant'
+    problem = (
+      f'unknown {", ".join(unknown)}' if unknown else 'more than one size'
+    )
+    others = f' and {", ".join(changes)}, joined by commas' if changes else ''
     raise ValueError(
-      f'--config=configs/{name}.py:{arg}: accepts at most one of '
-      f'{", ".join(sizes)} and {", ".join(changes)}, joined by commas{hint}'
+      f'--config=configs/{name}.py:{arg}: {problem}; accepts at most one of '
+      f'{", ".join(sizes)}{others}{hint}'
     )
   return ''.join(chosen), [b for b in changes if b in variants]
 

@@ -29,6 +29,7 @@ importable module of another project.
 import importlib
 import importlib.util
 import os
+import sys
 import types
 import warnings
 from collections.abc import Iterator, Mapping
@@ -177,13 +178,38 @@ def _module(name: str) -> types.ModuleType:
       f'env.name={name}: unknown environment; must be one of '
       f'{", ".join(sorted(REGISTRY))}, or a module that Python finds'
     )
-  module = importlib.import_module(name)
+  try:
+    module = import_module(name)
+  except ImportError as error:
+    raise ValueError(
+      f'env.name={name}: cannot be imported ({error}); must be a module that '
+      'Python imports'
+    ) from error
   for wanted in ('Env', 'tasks'):
     if not hasattr(module, wanted):
       raise ValueError(
         f'env.name={name}: the module has no {wanted}; must have Env and tasks'
       )
   return module
+
+
+def import_module(name: str) -> types.ModuleType:
+  """Returns a module that an option names.
+
+  Raises:
+    ImportError: whatever the code of the module raises, in one line.
+  """
+  try:
+    return importlib.import_module(name)
+  except ImportError:
+    raise
+  except SyntaxError as error:  # Its text has the file and the line.
+    raise ImportError(f'SyntaxError: {error}') from error
+  except (Exception, SystemExit) as error:
+    # Imported here, because it imports this package.
+    from envs import worker
+
+    raise ImportError(worker.format_exception(error)) from error
 
 
 def can_import(name: str) -> bool:
@@ -209,8 +235,25 @@ def make(name: str, **kwargs: Any) -> base.Env:
 
 
 def tasks(name: str, split: str, **kwargs: Any) -> base.TaskInfo:
-  """Returns the tasks of a split; takes the same kwargs as `make`."""
-  info = _module(name).tasks(split, **kwargs)
+  """Returns the tasks of a split; takes the same kwargs as `make`.
+
+  Raises:
+    ValueError: in one line, if the environment cannot list them.
+  """
+  try:
+    info = _module(name).tasks(split, **kwargs)
+  except ValueError:
+    raise
+  except Exception as error:  # An environment may raise anything.
+    # Imported here, because it imports this package.
+    from envs import worker
+
+    file = getattr(sys.modules.get(name), '__file__', None)
+    problem = worker.format_exception(error, file)
+    raise ValueError(
+      f'env.name={name}: tasks raises {problem}; it must return the tasks of '
+      'a split'
+    ) from error
   if not hasattr(info, 'task_type') and hasattr(info, 'kind'):
     warnings.warn(
       f'env.name={name}: the method kind of its tasks is deprecated; rename it '
@@ -219,4 +262,10 @@ def tasks(name: str, split: str, **kwargs: Any) -> base.TaskInfo:
       stacklevel=2,
     )
     type(info).task_type = type(info).kind
+  for wanted in ('__len__', 'task_type'):
+    if not hasattr(info, wanted):
+      raise ValueError(
+        f'env.name={name}: its tasks, a {type(info).__name__}, have no '
+        f'{wanted}; must have __len__() and task_type(index)'
+      )
   return info

@@ -1,10 +1,10 @@
 """Checks of an environment's options; most yield `env.OPTION=VALUE: ...`."""
 
-import importlib
 import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+import envs
 from envs import narrator
 
 _MAX_SEED = 2**31 - 1
@@ -54,7 +54,7 @@ def import_named(
   try:
     if not colon:
       raise ImportError(f'must be {accepted}')
-    return vars(importlib.import_module(module))[attribute]
+    return vars(envs.import_module(module))[attribute]
   except (ImportError, KeyError) as error:
     raise ValueError(f'{field}={name}: {problem}{error}') from error
 

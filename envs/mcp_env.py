@@ -17,7 +17,6 @@ A task is a dict:
 """
 
 import functools
-import importlib
 import importlib.util
 import json
 import pathlib
@@ -28,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+import envs
 from envs import base, mcp_session, tool_calls, tool_turns
 
 CONTEXTS = ('conversation',)
@@ -328,6 +328,6 @@ def _read_tasks(source: str | None, split: str) -> tuple[dict[str, Any], ...]:
       return tuple(t for t in listed if t.get('split', 'train') == split)
     if not colon:
       raise ValueError('no such file; must be a file or module:function')
-    return tuple(vars(importlib.import_module(module))[function](split))
+    return tuple(vars(envs.import_module(module))[function](split))
   except (AttributeError, ImportError, KeyError, OSError, ValueError) as error:
     raise ValueError(f'env.tasks={source}: {error}') from error

@@ -12,13 +12,13 @@ exceptions, unusable values and dead processes as it does for environments.
 """
 
 import dataclasses
-import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+import envs
 from envs import base, messages
 
 
@@ -92,7 +92,7 @@ def make(
   field = f'{field}={path}'
   module, _, attribute = path.partition(':')
   try:
-    found = getattr(importlib.import_module(module), attribute)
+    found = getattr(envs.import_module(module), attribute)
   except (ImportError, AttributeError, ValueError) as error:
     raise ValueError(
       f'{field}: unknown ({error}); must be module:function'

@@ -8,7 +8,6 @@ is the loss of the update, however rows are split; see `row_weights`.
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+import envs
 from gigpo_jax import deprecated, entropy_band, kl, options, token_batch
 from gigpo_jax.arrays import typechecked
 from gigpo_jax.entropy_band import EntropyBand
@@ -450,7 +450,7 @@ def make(name: str = 'policy_gradient', **values: Any) -> token_batch.Loss:
 def _import(name: str) -> Any:
   module, _, attribute = name.partition(':')
   try:
-    return getattr(importlib.import_module(module), attribute)
+    return getattr(envs.import_module(module), attribute)
   except (ImportError, AttributeError, ValueError) as error:
     raise ValueError(
       f'name={name}: unknown ({error}); must be one of '

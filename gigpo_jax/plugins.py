@@ -16,6 +16,7 @@ from typing import Any
 import ml_collections
 import numpy as np
 
+import envs
 from gigpo_jax import batch
 from gigpo_jax import options as options_lib
 
@@ -131,7 +132,7 @@ class Family:
       path += f':{self.class_name}'
     module, _, attribute = path.partition(':')
     try:
-      found = getattr(importlib.import_module(module), attribute)
+      found = getattr(envs.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
       raise ValueError(
         f'{self.field}={name}: unknown ({error}); must be of '

@@ -1,13 +1,14 @@
 """Common parts of all commands: flags, help, one-line errors, Ctrl-C."""
 
 import ast
+import difflib
 import functools
 import pathlib
 import re
 import runpy
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import ml_collections
 from absl import app, flags, logging
@@ -28,6 +29,22 @@ _WORKDIR = flags.DEFINE_string(
   'Work directory; default runs/<config>-<variant>. The same command with the '
   'same directory resumes.',
 )
+
+# Errors that a wrong command line causes.
+_MISTAKES = (
+  flags.Error,
+  ValueError,
+  TypeError,
+  OSError,
+  AttributeError,
+  KeyError,
+)
+_TYPES = {
+  bool: 'True or False',
+  int: 'an integer',
+  float: 'a number',
+  tuple: 'a tuple, such as "(1, 2)"',
+}
 
 
 def run(
@@ -52,11 +69,14 @@ def run(
 
 def _parse(argv: list[str], *, module: str) -> list[str]:
   lines.show_help(argv, lambda: _help(module))
+  config = ml_collections.ConfigDict()
   try:
     deprecated.show_warnings()
-    argv = [_find_config(argument) for argument in argv]
+    argv = [_find_config(argument) for argument in _join_config(argv)]
     config = _check_config_file(argv)
     argv = [deprecated.flag(argument, config) for argument in argv]
+    if config:
+      _check_fields(argv, config)
     # The config flag reads the overrides from sys.argv.
     sys.argv = argv
     rest = flags.FLAGS(argv, known_only=False)
@@ -67,15 +87,12 @@ def _parse(argv: list[str], *, module: str) -> list[str]:
       )
     given = config_flags.get_override_values(flags.FLAGS['config'])
     deprecated.update(_CONFIG.value, given)
-  except (flags.Error, ValueError, TypeError, OSError) as error:
+  except flags.IllegalFlagValueError as error:
+    lines.exit_with_error(_wrong_type(' '.join(str(error).split()), config))
+  except flags.UnrecognizedFlagError as error:
+    lines.exit_with_error(f'{error}; a field is set by --config.FIELD=VALUE')
+  except _MISTAKES as error:
     lines.exit_with_error(' '.join(str(error).split()))
-  except (AttributeError, KeyError) as error:
-    # The text is a quoted name, an escaped newline and a suggestion.
-    name, _, hint = re.sub(r"['\\\\]", '', str(error)).partition('nDid')
-    hint = f'; did{hint}' if hint else ''
-    lines.exit_with_error(
-      f'--config...{name.strip()}: no such field in the config{hint}'
-    )
   return rest
 
 
@@ -107,6 +124,17 @@ def _sizes(path: pathlib.Path) -> tuple[str, ...]:
     if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == 'SIZES':
       return ast.literal_eval(node.value)
   return ()
+
+
+def _join_config(argv: list[str]) -> list[str]:
+  """Returns the flags with `--config=FILE` instead of `--config FILE`."""
+  joined = argv[:1]
+  for argument in argv[1:]:
+    if joined[-1] in ('-config', '--config'):
+      joined[-1] = f'--config={argument}'
+    else:
+      joined.append(re.sub(r'^-(?=config\b.)', '--', argument))
+  return joined
 
 
 def _find_config(argument: str) -> str:
@@ -143,6 +171,62 @@ def _check_config_file(argv: list[str]) -> ml_collections.ConfigDict:
           f'{error}); must be like one of configs/*.py'
         ) from error
   return config
+
+
+def _check_fields(argv: list[str], config: ml_collections.ConfigDict) -> None:
+  """Raises ValueError if a flag sets a field that the config lacks."""
+  for argument in argv:
+    match = re.fullmatch(r'--config\.([\w.]+).*', argument, re.DOTALL)
+    values = config
+    for name in match[1].split('.') if match else ():
+      if not isinstance(values, ml_collections.ConfigDict):
+        break  # An entry of a field.
+      if name not in values:
+        raise ValueError(
+          f'{argument.removeprefix("--config.")}: no such field; '
+          f'{_suggest(match[1], config)}'
+        )
+      values = values[name]
+
+
+def _suggest(field: str, config: ml_collections.ConfigDict) -> str:
+  """Returns the fields that a wrong name may mean, or where to find them."""
+  fields = list(_fields(config))
+  last = field.rpartition('.')[2]
+  near = [name for name in fields if name.rpartition('.')[2] == last]
+  near = near or difflib.get_close_matches(field, fields, cutoff=0.85)
+  if near:
+    return f'did you mean {", ".join(near)}?'
+  return 'must be one of configs/base.py or of the config file'
+
+
+def _fields(
+  config: ml_collections.ConfigDict, prefix: str = ''
+) -> Iterator[str]:
+  """Yields the names of all fields, such as `rollout.groups`."""
+  for name, value in config.items():
+    if isinstance(value, ml_collections.ConfigDict):
+      yield from _fields(value, f'{prefix}{name}.')
+    else:
+      yield prefix + name
+
+
+def _wrong_type(text: str, config: ml_collections.ConfigDict) -> str:
+  """Returns the error of a flag whose value cannot be parsed."""
+  match = re.match(r'flag --config\.([\w.]+)=(.*?): ', text)
+  if not match:
+    return text
+  *sections, name = match[1].split('.')
+  for section in sections:
+    config = config[section]
+  accepted = _TYPES.get(config.get_type(name))
+  if isinstance(config[name], ml_collections.ConfigDict):
+    accepted = f'one of its fields, {", ".join(_fields(config[name]))}'
+  return (
+    f'{match[1]}={match[2]}: wrong type; must be {accepted}'
+    if accepted
+    else text
+  )
 
 
 def _call(

@@ -152,6 +152,9 @@ def test_output_has_its_components_as_parts():
 
 def test_environment_with_kind_works(monkeypatch):
   class Tasks:
+    def __len__(self):
+      return 9
+
     def kind(self, index):
       return f'kind {index}'
 

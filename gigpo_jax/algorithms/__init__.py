@@ -14,7 +14,6 @@ another project. A module may also define
 """
 
 import dataclasses
-import importlib
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, Protocol
@@ -214,7 +213,13 @@ def _module(name: str) -> types.ModuleType:
       f'algorithm.name={name}: unknown; must be one of {", ".join(REGISTRY)}, '
       'or an importable module'
     )
-  return importlib.import_module(REGISTRY.get(name, name))
+  try:
+    return envs.import_module(REGISTRY.get(name, name))
+  except ImportError as error:
+    raise ValueError(
+      f'algorithm.name={name}: cannot be imported ({error}); must be a module '
+      'that Python imports'
+    ) from error
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:

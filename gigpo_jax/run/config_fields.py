@@ -15,7 +15,10 @@ _DEPENDENT = {
     'similarity',
     lambda anchor: anchor == 'similarity',
   ),
-  'lora.agents': ('lora.rank', 'above 0', bool),
+  **dict.fromkeys(
+    ('lora.alpha', 'lora.targets', 'lora.agents'),
+    ('lora.rank', 'above 0', bool),
+  ),
   'tasks.uniform': (
     'tasks.draw',
     'uncertain',

@@ -165,7 +165,8 @@ def read_config(
   if not path.is_file():
     raise ValueError(
       f'model.path={directory}: no config.json; needs a Hugging Face '
-      'directory with config.json, *.safetensors and a tokenizer'
+      'directory with config.json, *.safetensors and a tokenizer, or a name on '
+      'the hub: organisation/name'
     )
   try:
     raw = json.loads(path.read_text(encoding='utf-8'))
