@@ -135,7 +135,9 @@ def test_environments_without_conversations_refuse_them():
   config.rollout.earlier_thinking = 'template'
   (line,) = config_lib._combinations(config)
   assert line.startswith('rollout.earlier_thinking=template: has no effect')
-  with pytest.raises(ValueError, match='sokoban.py:tiny,conversation: accepts'):
+  with pytest.raises(
+    ValueError, match='tiny,conversation: unknown conversation; accepts'
+  ):
     sokoban.get_config('tiny,conversation')
 
 

@@ -11,7 +11,19 @@ import gigpo_jax
 from gigpo_jax import algorithms
 
 PROJECT = pathlib.Path(gigpo_jax.__file__).parents[1]
-ENV = 'class Env:\n  pass\n\n\ndef tasks(split):\n  return [split]\n'
+ENV = """
+class Env:
+  pass
+
+
+class Tasks(list):
+  def task_type(self, index):
+    return 'all'
+
+
+def tasks(split):
+  return Tasks([split])
+"""
 ALGORITHM = (
   'import dataclasses\n\n\n@dataclasses.dataclass(frozen=True)\n'
   'class Algorithm:\n  weight: float = 1.0\n'
