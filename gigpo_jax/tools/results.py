@@ -165,19 +165,21 @@ QUESTIONS = {
 def controls_table(tests: Mapping[str, outcomes.Results]) -> str:
   """Returns the differences that answer the questions, by environment.
 
+  A question has a line for each environment with a pair of runs.
+
   Args:
     tests: results by experiment, name and seed.
   """
   rows = []
   for question, (one, other) in QUESTIONS.items():
-    gaps = [
-      paired.compare_results(results.get(one, {}), results.get(other, {}))
-      for results in tests.values()
-    ]
-    if any(gaps):
-      cells = [str(gap) if gap else '–' for gap in gaps]
-      rows.append((question, f'{one} - {other}', *cells))
-  return plots.table(('question', 'difference', *tests), rows)
+    labels = (question, f'{one} - {other}')
+    for environment, results in tests.items():
+      gap = paired.compare_results(results.get(one, {}), results.get(other, {}))
+      if gap:
+        rows.append((*labels, environment, str(gap)))
+        labels = ('', '')
+  columns = ('question', 'difference', 'environment', 'points, 95 %')
+  return plots.table(columns, rows)
 
 
 def dial_table(
