@@ -118,11 +118,11 @@ def first_rows(rows: batch.Rows, by_episode: Episodes) -> Int[np.ndarray, ' E']:
   first = np.flatnonzero(rows.real & (rows.steps == 0))
   by_id = np.full(rows.episodes.max(initial=-1) + 1, -1)
   by_id[rows.episodes[first]] = first
-  found = np.full(len(by_episode.groups), -1)
-  found[by_episode.index[rows.real]] = by_id[rows.episodes[rows.real]]
+  by_index = np.full(len(by_episode.groups), -1)
+  by_index[by_episode.index[rows.real]] = by_id[rows.episodes[rows.real]]
   # Ids of episodes may repeat between groups.
-  found[by_episode.index[first]] = first
-  return found
+  by_index[by_episode.index[first]] = first
+  return by_index
 
 
 def whole_returns(
