@@ -212,6 +212,21 @@ def import_module(name: str) -> types.ModuleType:
     raise ImportError(worker.format_exception(error)) from error
 
 
+def import_attribute(path: str) -> Any:
+  """Returns what an option names as `module:attribute`.
+
+  Raises:
+    ImportError: in one line, if it names nothing.
+  """
+  module, _, attribute = path.partition(':')
+  if not module or not attribute:
+    raise ImportError('not of the form module:name')
+  try:
+    return getattr(import_module(module), attribute)
+  except AttributeError as error:
+    raise ImportError(str(error)) from error
+
+
 def can_import(name: str) -> bool:
   """Returns whether a module of this name exists."""
   try:

@@ -36,27 +36,23 @@ def one_of(
       yield f'env.{name}={value}: unknown; must be one of {", ".join(values)}'
 
 
-def import_named(
-  field: str, name: str, *, accepted: str, problem: str = 'not found: '
-) -> Any:
+def import_named(field: str, name: str, *, accepted: str) -> Any:
   """Returns what an option names as `module:function` or `module:Class`.
 
   Args:
     field: the option.
     name: its value.
     accepted: what the option accepts, for the error.
-    problem: what the reason in the error begins with.
 
   Raises:
     ValueError: in one line, if it names nothing.
   """
-  module, colon, attribute = name.partition(':')
   try:
-    if not colon:
-      raise ImportError(f'must be {accepted}')
-    return vars(envs.import_module(module))[attribute]
-  except (ImportError, KeyError) as error:
-    raise ValueError(f'{field}={name}: {problem}{error}') from error
+    return envs.import_attribute(name)
+  except ImportError as error:
+    raise ValueError(
+      f'{field}={name}: unknown ({error}); must be {accepted}'
+    ) from error
 
 
 def shared(options: Mapping[str, Any]) -> Iterator[str]:

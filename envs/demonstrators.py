@@ -32,7 +32,6 @@ def play(
     'env.demonstrator',
     name,
     accepted='module:function; needed for a warm start only',
-    problem='',
   )
   rng = np.random.default_rng([seed, task.index])
   observation: base.Observation | None = env.reset(task)

@@ -320,14 +320,13 @@ def _responses(source: str | None, task: dict[str, Any]) -> list[str]:
 @functools.lru_cache(maxsize=8)
 def _read_tasks(source: str | None, split: str) -> tuple[dict[str, Any], ...]:
   path = pathlib.Path(source or '').expanduser()
-  module, colon, function = (source or '').partition(':')
   try:
     if path.is_file():
       lines = path.read_text(encoding='utf-8').splitlines()
       listed = [json.loads(line) for line in lines if line.strip()]
       return tuple(t for t in listed if t.get('split', 'train') == split)
-    if not colon:
+    if ':' not in (source or ''):
       raise ValueError('no such file; must be a file or module:function')
-    return tuple(vars(envs.import_module(module))[function](split))
+    return tuple(envs.import_attribute(source)(split))
   except (AttributeError, ImportError, KeyError, OSError, ValueError) as error:
     raise ValueError(f'env.tasks={source}: {error}') from error

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-import envs
-from envs import base, messages
+from envs import base, checks, messages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,14 +88,8 @@ def make(
   Raises:
     ValueError: in one line, if there is no such function or an option is wrong.
   """
+  found = checks.import_named(field, path, accepted='module:function')
   field = f'{field}={path}'
-  module, _, attribute = path.partition(':')
-  try:
-    found = getattr(envs.import_module(module), attribute)
-  except (ImportError, AttributeError, ValueError) as error:
-    raise ValueError(
-      f'{field}: unknown ({error}); must be module:function'
-    ) from error
   if not isinstance(found, type):
     known = ()
   elif dataclasses.is_dataclass(found):

@@ -433,22 +433,48 @@ def _loss(
       f'loss.name={config.loss.name}: reads {", ".join(sorted(unknown))}; '
       f'must read only {", ".join(losses.TRAINING_COLUMNS)}'
     )
-  if config.rollout.carry_over > 0 and 'importance' not in loss.columns:
-    yield (
-      f'rollout.carry_over={config.rollout.carry_over}: loss.name='
-      f'{config.loss.name} does not read importance weights; must be 0'
-    )
+  if 'importance' not in loss.columns:
+    for field in ('rollout.carry_over', 'loss.tis_clip'):
+      if value := config_fields.get(config, field):
+        off = config_fields.get(base.get_config(), field)
+        yield (
+          f'{field}={value}: loss.name={config.loss.name} does not read '
+          f'importance weights; must be {off}'
+        )
+        break  # carry_over needs tis_clip.
+  yield from _options_of_losses(config)
 
 
-def _reward(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields conflicts of the KL and of the length of responses."""
-  in_loss, in_reward = config.loss.kl_weight, config.reward.kl_weight
-  target, buffer = config.loss.kl_target, config.reward.overlong_buffer
-  if target is not None and bool(in_loss) == bool(in_reward):
+def _options_of_losses(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a target that adapts no single KL, and options of other losses."""
+  own = losses.options_of(config.loss.name)
+  in_loss = 'kl_weight' in own and config.loss.kl_weight > 0
+  in_reward = config.reward.kl_weight > 0
+  target = config.loss.kl_target
+  if target is not None and in_loss == in_reward:
     yield (
       f'loss.kl_target={target}: adapts one KL; needs either loss.kl_weight or '
       'reward.kl_weight above 0'
     )
+  # Configs of environments set kl_weight for any loss.
+  ignored = losses.all_options() - own - {'kl_target', 'kl_weight'}
+  fields = [
+    f'loss.{option}.weight'
+    if _is_section(config.loss[option])
+    else f'loss.{option}'
+    for option in sorted(ignored)
+  ]
+  for field, value, default in config_fields.non_default(config, fields):
+    if value:
+      yield (
+        f'{field}={value}: loss.name={config.loss.name} has no such option; '
+        f'must be {default}'
+      )
+
+
+def _reward(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields conflicts of the length of responses."""
+  buffer = config.reward.overlong_buffer
   limit = config.rollout.max_completion_tokens
   if buffer > limit:
     yield (

@@ -428,16 +428,10 @@ def make(name: str = 'policy_gradient', **values: Any) -> token_batch.Loss:
   factory = _import(REGISTRY.get(name, name))
   if not isinstance(factory, type):
     return FunctionLoss(factory)
-  fields = (
-    dataclasses.fields(factory) if dataclasses.is_dataclass(factory) else ()
-  )
-  chosen = {}
-  for field in fields:
-    if field.name in values:
-      value = values[field.name]
-      if isinstance(value, Mapping):  # A group of options.
-        value = type(field.default)(**value)
-      chosen[field.name] = value
+  chosen = {k: v for k, v in values.items() if k in options_of(name)}
+  for option, value in chosen.items():
+    if isinstance(value, Mapping):  # A group of options.
+      chosen[option] = type(getattr(factory, option))(**value)
   loss = factory(**chosen)
   if loss.needs_reference != ('ref_log_probs' in loss.columns):
     raise ValueError(
@@ -447,11 +441,27 @@ def make(name: str = 'policy_gradient', **values: Any) -> token_batch.Loss:
   return loss
 
 
+def options_of(name: str) -> set[str]:
+  """Returns the names of the options that a loss has.
+
+  Raises:
+    ValueError: in one line, if the name is unknown.
+  """
+  factory = _import(REGISTRY.get(name, name))
+  if not dataclasses.is_dataclass(factory):
+    return set()
+  return {field.name for field in dataclasses.fields(factory)}
+
+
+def all_options() -> set[str]:
+  """Returns the names of the options of all losses of REGISTRY."""
+  return set().union(*map(options_of, REGISTRY))
+
+
 def _import(name: str) -> Any:
-  module, _, attribute = name.partition(':')
   try:
-    return getattr(envs.import_module(module), attribute)
-  except (ImportError, AttributeError, ValueError) as error:
+    return envs.import_attribute(name)
+  except ImportError as error:
     raise ValueError(
       f'name={name}: unknown ({error}); must be one of '
       f'{", ".join(REGISTRY)}, or module:function'

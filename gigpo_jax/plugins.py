@@ -130,10 +130,9 @@ class Family:
     path = f'{self.registry.get(name, name)}'
     if name in self.registry:
       path += f':{self.class_name}'
-    module, _, attribute = path.partition(':')
     try:
-      found = getattr(envs.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+      found = envs.import_attribute(path)
+    except ImportError as error:
       raise ValueError(
         f'{self.field}={name}: unknown ({error}); must be of '
         f'{", ".join(self.registry)}, or module:function'

@@ -240,6 +240,28 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
       'algorithm.continuations=4: gigpo has no such option; must be 9',
     ),
     (
+      {'loss.name': 'row_regression', 'loss.dual_clip': 3.0},
+      'loss.dual_clip=3.0: loss.name=row_regression has no such option; must '
+      'be None',
+    ),
+    (
+      {'loss.name': 'row_regression', 'loss.entropy_band.weight': 0.5},
+      'loss.entropy_band.weight=0.5: loss.name=row_regression has no such',
+    ),
+    (
+      {'loss.name': 'row_regression', 'loss.kl_target': 0.1},
+      'loss.kl_target=0.1: adapts one KL; needs either loss.kl_weight or',
+    ),
+    (
+      {'loss.name': 'row_regression', 'loss.tis_clip': 2.0},
+      'loss.tis_clip=2.0: loss.name=row_regression does not read importance '
+      'weights; must be None',
+    ),
+    (
+      {'loss.log_ratio_weight': 0.5},
+      'loss.log_ratio_weight=0.5: loss.name=policy_gradient has no such option',
+    ),
+    (
       {'rollout.carry_over': 16, 'loss.tis_clip': 2.0},
       'rollout.carry_over=16: no episode .* below env.max_steps=16, or 0',
     ),

@@ -430,16 +430,25 @@ def test_an_invalid_response_does_nothing(response):
     ({'options': {'depth': 3}}, "env.options={'depth': 3}: .*unexpected"),
     ({'actions': ('a', 'b')}, 'env.actions=.*must be 4 different names'),
     ({'actions': ('Left', 'b', 'c', 'd')}, 'in lower case'),
-    ({'observe': 'picture'}, 'env.observe=picture: not found: must be auto, r'),
+    (
+      {'observe': 'picture'},
+      'env.observe=picture: unknown .*; must be auto, r',
+    ),
     ({'wrappers': ('a:B',)}, "env.wrappers=.*must be pairs of 'module:Class'"),
-    ({'wrappers': (('a', {}),)}, 'env.wrappers=a: not found: must be module'),
-    ({'wrappers': (('math:Cosine', {}),)}, 'env.wrappers=math:Cosine: not'),
+    (
+      {'wrappers': (('a', {}),)},
+      'wrappers=a: unknown .*; must be module:Class',
+    ),
+    ({'wrappers': (('math:Cosine', {}),)}, 'env.wrappers=math:Cosine: unknown'),
     (
       {'wrappers': (('gymnasium.wrappers:RepeatAction', {'often': 3}),)},
       'env.wrappers=gymnasium.wrappers:RepeatAction: .*often',
     ),
     ({'wrappers': (('gymnasium:make', 3),)}, 'must be pairs of'),
-    ({'observe': 'math:draw'}, 'env.observe=math:draw: not found'),
+    (
+      {'observe': 'math:draw'},
+      'observe=math:draw: unknown .*no attribute .draw.',
+    ),
     ({'id': 'Picture-v0', 'actions': (), 'options': {}}, 'at most 256; must'),
     (
       {'id': 'Pendulum-v1', 'options': {}, 'actions': ('a', 'b')},

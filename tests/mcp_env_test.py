@@ -223,7 +223,10 @@ def test_a_bad_call_costs_its_own_episode_only(tmp_path):
   [
     ({'server': None}, 'env.server=None: must be a URL or a command'),
     ({'tasks': None}, 'env.tasks=None: no such file'),
-    ({'tasks': 'envs.toy:nothing'}, "env.tasks=envs.toy:nothing: 'nothing'"),
+    (
+      {'tasks': 'envs.toy:nothing'},
+      'env.tasks=envs.toy:nothing: .*no attribute',
+    ),
     ({'tasks': 'json:dumps'}, "task 0 of train is no dict with a text 'task'"),
   ],
 )

@@ -320,7 +320,7 @@ def test_random_play_needs_a_list_of_moves():
     ({'id': 'Nowhere-v0'}, 'env.id=Nowhere-v0: cannot be made'),
     ({'id': 'TicTacToe-v0'}, 'env.id=TicTacToe-v0: cannot be played by 1 play'),
     ({'opponent': 'random'}, 'env.id=TowerOfHanoi-v0: cannot be played by 2'),
-    ({'opponent': 'bob'}, 'env.opponent=bob: not found: must be random, self'),
+    ({'opponent': 'bob'}, 'env.opponent=bob: unknown .*; must be random, self'),
     ({'player': 1}, 'env.player=1: must be 0, or 1 with env.opponent'),
     ({'options': {'depth': 3}}, "env.options={'depth': 3}: .*unexpected"),
     ({'actions': ('[A B]',)}, 'must be in lower case'),
