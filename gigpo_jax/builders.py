@@ -310,6 +310,12 @@ def make_loss(config: ml_collections.ConfigDict) -> token_batch.Loss:
   return losses.make(**config.loss.to_dict())
 
 
+def needs_reference(config: ml_collections.ConfigDict) -> bool:
+  """Returns whether the loss or the reward needs a reference policy."""
+  loss, reward = make_loss(config), make_reward_shaping(config)
+  return loss.needs_reference or reward.needs_reference
+
+
 def make_task_type(
   config: ml_collections.ConfigDict,
 ) -> Callable[[base.Task], str]:

@@ -83,7 +83,7 @@ def update_bytes(
   learner = builders.make_learner(config, bundle, builders.make_loss(config))
   state, _ = learner.abstract_state()
   resident = [state.opt_state]
-  if config.loss.kl_weight:
+  if builders.needs_reference(config):
     resident.append(learner.abstract_reference())
   if has_critic:
     resident.append(builders.make_critic(config, bundle).abstract_state())

@@ -264,7 +264,7 @@ def _programs(
     k: v for k, v in engine.lower(*unsharded).items() if k != 'prepare'
   }
   updates = ['accumulate', 'apply']
-  if config.loss.kl_weight:
+  if builders.needs_reference(config):
     updates.insert(0, 'reference outputs')
   if config.loss.old_log_probs == 'learner':
     updates.insert(0, 'outputs')
@@ -355,7 +355,7 @@ def _resident_bytes(
     'masters': masters,
     'frozen': frozen,
     'moments': moments,
-    'reference': reference if config.loss.kl_weight else 0,
+    'reference': reference if builders.needs_reference(config) else 0,
     'copy': sampler.parameter_bytes(model, rollouts.weights) / tensor,
     'cache': slots * row / copies / tensor,
   }

@@ -12,7 +12,7 @@ import math
 import jax
 import ml_collections
 
-from gigpo_jax import models, sampler
+from gigpo_jax import builders, models, sampler
 from gigpo_jax.models import kv_cache, qwen
 from gigpo_jax.programs import learner_programs
 
@@ -180,7 +180,7 @@ def phases(
   learner = [_learner_phase(sizes, 'update', 'accumulate', runs)]
   if config.loss.old_log_probs == 'learner':
     learner.insert(0, _learner_phase(sizes, 'log-probs', 'outputs', runs))
-  if config.loss.kl_weight:
+  if builders.needs_reference(config):
     phase = _learner_phase(
       sizes, 'reference log-probs', 'reference outputs', runs
     )
