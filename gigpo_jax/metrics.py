@@ -376,6 +376,12 @@ def read(workdir: str | pathlib.Path) -> list[dict]:
   return _read(pathlib.Path(workdir) / _FILE)[0]
 
 
+def is_older(path: pathlib.Path, workdir: str | pathlib.Path) -> bool:
+  """Returns whether a file is older than the last line of metrics.jsonl."""
+  last = (pathlib.Path(workdir) / _FILE).stat().st_mtime_ns
+  return path.stat().st_mtime_ns < last
+
+
 def _read(path: pathlib.Path) -> tuple[list[dict], int]:
   """Returns the valid lines and the number of damaged lines.
 

@@ -21,7 +21,6 @@ PROJECT = pathlib.Path(sweep.__file__).parents[2]
 def write_run(folder, curve):
   """Writes a finished run with (environment steps, success) evaluations."""
   (folder / 'policy').mkdir(parents=True)
-  (folder / 'policy' / 'config.json').write_text('{}')
   # A line counts steps up to the end of its iteration; the last line is only an
   # evaluation.
   after = [steps for steps, _ in curve[1:]] + [curve[-1][0]]
@@ -39,6 +38,7 @@ def write_run(folder, curve):
   (folder / 'metrics.jsonl').write_text(
     ''.join(json.dumps(line) + '\n' for line in lines)
   )
+  (folder / 'policy' / 'config.json').write_text('{}')
 
 
 RUNS = [
@@ -287,7 +287,11 @@ def test_locked_sweep_is_refused(tmp_path):
 def test_unfinished_runs_are_not_gathered(tmp_path):
   write_run(tmp_path / 'alfworld-a-0', [(0, 0.2), (100, 0.4)])
   write_run(tmp_path / 'alfworld-a-1', [(0, 0.2)])
-  (tmp_path / 'alfworld-a-1' / 'policy' / 'config.json').unlink()
+  policy = tmp_path / 'alfworld-a-1' / 'policy' / 'config.json'
+  # A policy from before the run was extended.
+  os.utime(policy, (0, 0))
+  assert {line['seed'] for line in sweep.gather(RUNS[:2], tmp_path)} == {0}
+  policy.unlink()
   assert {line['seed'] for line in sweep.gather(RUNS[:2], tmp_path)} == {0}
 
 

@@ -214,11 +214,14 @@ def finished(run: Run, root: pathlib.Path) -> bool:
   """
   folder, config = root / run.folder, run.load()
   run_config.check_resume(config, str(folder))
-  if not (folder / 'policy' / 'config.json').is_file():
-    return False
-  # A finished run can be resumed with more iterations.
+  policy = folder / 'policy' / 'config.json'
   lines = metrics.read(folder)
-  return bool(lines) and lines[-1]['iteration'] >= config.num_iterations - 1
+  if not lines or not policy.is_file():
+    return False
+  # A finished run can be resumed with more iterations, and then be killed
+  # before it writes its policy again.
+  is_last = lines[-1]['iteration'] >= config.num_iterations - 1
+  return is_last and not metrics.is_older(policy, folder)
 
 
 def _is_tested(run: Run, root: pathlib.Path) -> bool:
