@@ -8,14 +8,15 @@ import re
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
 
 import configs
-from configs import variants
+from configs import base, variants
 from envs import processes
 from gigpo_jax import deprecated
 from launch import interrupt, lines
@@ -77,6 +78,7 @@ def _parse(argv: list[str], *, module: str) -> list[str]:
     argv = [deprecated.flag(argument, config) for argument in argv]
     if config:
       _check_fields(argv, config)
+    argv, empty = _split_none(argv, config)
     # The config flag reads the overrides from sys.argv.
     sys.argv = argv
     rest = flags.FLAGS(argv, known_only=False)
@@ -87,6 +89,7 @@ def _parse(argv: list[str], *, module: str) -> list[str]:
       )
     given = config_flags.get_override_values(flags.FLAGS['config'])
     deprecated.update(_CONFIG.value, given)
+    _CONFIG.value.update_from_flattened_dict(dict.fromkeys(empty))
   except flags.IllegalFlagValueError as error:
     lines.exit_with_error(_wrong_type(' '.join(str(error).split()), config))
   except flags.UnrecognizedFlagError as error:
@@ -189,9 +192,31 @@ def _check_fields(argv: list[str], config: ml_collections.ConfigDict) -> None:
       values = values[name]
 
 
+def _split_none(
+  argv: list[str], config: ml_collections.ConfigDict
+) -> tuple[list[str], list[str]]:
+  """Returns the flags without `--config.FIELD=None`, and these fields.
+
+  The config's flag cannot parse None for an optional number. A field is
+  optional if it is None in the config or in configs/base.py.
+  """
+  fields = [*_fields(base.get_config()).items(), *_fields(config).items()]
+  optional = {
+    f'--config.{field}=None' for field, value in fields if value is None
+  }
+  rest = [argument for argument in argv if argument not in optional]
+  last = {argument.partition('=')[0]: argument for argument in argv}
+  empty = [
+    name.removeprefix('--config.')
+    for name, argument in last.items()
+    if argument in optional
+  ]
+  return rest, empty
+
+
 def _suggest(field: str, config: ml_collections.ConfigDict) -> str:
   """Returns the fields that a wrong name may mean, or where to find them."""
-  fields = list(_fields(config))
+  fields = _fields(config)
   last = field.rpartition('.')[2]
   near = [name for name in fields if name.rpartition('.')[2] == last]
   near = near or difflib.get_close_matches(field, fields, cutoff=0.85)
@@ -200,15 +225,15 @@ def _suggest(field: str, config: ml_collections.ConfigDict) -> str:
   return 'must be one of configs/base.py or of the config file'
 
 
-def _fields(
-  config: ml_collections.ConfigDict, prefix: str = ''
-) -> Iterator[str]:
-  """Yields the names of all fields, such as `rollout.groups`."""
+def _fields(config: ml_collections.ConfigDict) -> dict[str, Any]:
+  """Returns the values of all fields by name, such as `rollout.groups`."""
+  fields = {}
   for name, value in config.items():
     if isinstance(value, ml_collections.ConfigDict):
-      yield from _fields(value, f'{prefix}{name}.')
+      fields |= {f'{name}.{k}': v for k, v in _fields(value).items()}
     else:
-      yield prefix + name
+      fields[name] = value
+  return fields
 
 
 def _wrong_type(text: str, config: ml_collections.ConfigDict) -> str:

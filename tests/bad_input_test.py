@@ -63,6 +63,7 @@ FIELDS = (
   _field('num_iterations', 0, 'at least 1'),
   _field('rollout.groups', 0, 'at least 1'),
   _field('rollout.groups', 'many', 'many: wrong type; must be an integer'),
+  _field('rollout.groups', None, 'None: wrong type; must be an integer'),
   _field('rollout.groups', 1.5, '1.5: wrong type; must be an integer'),
   _field('lora', True, 'must be one of its fields', 'rank'),
   _field('learning_rate', 1, 'no such field', 'optimizer.learning_rate'),

@@ -55,6 +55,31 @@ def test_an_unknown_variant_gets_a_suggestion(variant, suggestion):
     alfworld.get_config(variant)
 
 
+_PRINT_LOSS = """
+from launch import command
+def main(config, workdir):
+  print(config.loss.dual_clip, config.loss.kl_clamp)
+command.run(main)
+"""
+
+
+def test_none_unsets_an_optional_field():
+  done = subprocess.run(
+    [
+      sys.executable,
+      *('-c', _PRINT_LOSS),
+      '--config=configs/alfworld.py:tiny,reference_code',
+      *('--config.loss.kl_clamp=None', '--config.loss.kl_clamp=2.5'),
+      *('--config.loss.dual_clip=4.0', '--config.loss.dual_clip=None'),
+    ],
+    cwd=PROJECT,
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  assert done.stdout == 'None 2.5\n'
+
+
 def test_a_used_port_suggests_port_zero(tmp_path):
   (tmp_path / 'metrics.jsonl').write_text('{"iteration": 0}\n')
   with socket.create_server(('127.0.0.1', 0)) as server:
