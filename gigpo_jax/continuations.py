@@ -85,21 +85,28 @@ def make_batch(
   """Returns the continuations of states for a runner, ordered by state.
 
   The random stream of a token is a function of the seed, the iteration, the
-  task, the member and turn of the state, the continuation and the token.
+  task, the member and turn of the state, the continuation and the token. Groups
+  of the same task, which refills may draw again, have different streams.
 
   Args:
     states: the states.
     count: K, the continuations of each state.
     like: the batch in which their episodes were played.
   """
-  size = like.episodes_per_group
-  paused = [
-    dataclasses.replace(
-      start, member=(len(start.steps) * size + start.member) * count + k
-    )
-    for start in states.starts
-    for k in range(count)
-  ]
+  groups: dict[int, list[int]] = {}  # By task, in order.
+  for start in states.starts:
+    known = groups.setdefault(start.task.index, [])
+    if start.group not in known:
+      known.append(start.group)
+  turns = 1 + max((len(start.steps) for start in states.starts), default=0)
+  paused = []
+  for start in states.starts:
+    earlier = groups[start.task.index].index(start.group)
+    turn = earlier * turns + len(start.steps)
+    first = (turn * like.episodes_per_group + start.member) * count
+    paused += [
+      dataclasses.replace(start, member=first + k) for k in range(count)
+    ]
   stream = rollout.CONTINUATION, like.stream[1]
   return dataclasses.replace(like, tasks=(), stream=stream, paused=paused)
 

@@ -80,6 +80,20 @@ def test_continuations_have_streams_of_their_own():
     assert one.member == other.member
 
 
+def test_groups_of_the_same_task_have_continuations_of_their_own():
+  groups = walks.make_groups(size=4)
+  ((episodes,), _) = walks.play([groups])
+  again = [dataclasses.replace(t, group=t.group + 10) for t in episodes]
+  states = continuations.find_states([*episodes, *again])
+  (paused, alone) = (
+    continuations.make_batch(s, 3, groups).paused
+    for s in (states, continuations.find_states(episodes))
+  )
+  streams = [(t.task.index, t.member) for t in paused]
+  assert len(streams) == 2 * len(alone) == len(set(streams))
+  assert streams[: len(alone)] == [(t.task.index, t.member) for t in alone]
+
+
 def test_costs_are_the_steps_of_environments_and_sampled_tokens(monkeypatch):
   calls, step = [], toy.Env.step
   monkeypatch.setattr(
