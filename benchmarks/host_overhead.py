@@ -183,7 +183,8 @@ def dispatch_secs(repeats: int = 200) -> float:
   The program does nothing, but takes as many arrays as a decoding step.
   """
   model = dataclasses.replace(
-    published.SHAPES['Qwen2.5-1.5B'], **qwen_config.platform_fields('gpu')
+    published.SHAPES['Qwen2.5-1.5B'],
+    **qwen_config.platform_fields('gpu', 'bfloat16'),
   )
 
   def inputs() -> tuple:

@@ -61,7 +61,7 @@ def _model_section() -> ml_collections.ConfigDict:
   # is unknown, as on CPUs, auto is none up to 8 layers and layer above.
   model.remat = 'auto'
   # Attention of the update: xla, blockwise (CPU), splash (TPU), cudnn (NVIDIA),
-  # auto: the platform's with bfloat16, xla with float32.
+  # auto: the platform's; splash and cudnn with bfloat16 only, otherwise xla.
   model.attention = 'auto'
   # Attention of the sampler over its cache: xla reads all positions; triton
   # (NVIDIA) and paged (TPU) are kernels that read each row up to its position.

@@ -180,3 +180,9 @@ def test_gradients_with_several_texts(implementation, tree):
 
   for a, b in zip(gradients(implementation), gradients('xla'), strict=True):
     np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_kernels_of_accelerators_need_bfloat16():
+  assert attention.default_implementation('tpu', 'bfloat16') == 'splash'
+  assert attention.default_implementation('tpu', 'float32') == 'xla'
+  assert attention.default_implementation('gpu', 'float32') == 'xla'

@@ -78,8 +78,10 @@ def limit_to_window(
   return Segments(ends_BL.astype(jnp.int32), tree=True)
 
 
-def default_implementation(platform: str) -> str:
-  """Returns the implementation for bfloat16 on 'cpu', 'gpu' or 'tpu'."""
+def default_implementation(platform: str, dtype: str) -> str:
+  """Returns the implementation for 'cpu', 'gpu' or 'tpu' and a type."""
+  if platform != 'cpu' and dtype == 'float32':
+    return 'xla'  # The kernels are for bfloat16.
   return {'cpu': 'blockwise', 'gpu': 'cudnn', 'tpu': 'splash'}[platform]
 
 

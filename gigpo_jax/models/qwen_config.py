@@ -165,13 +165,14 @@ class QwenConfig:
   max_split: int = MAX_UNROLLED
 
 
-def platform_fields(platform: str) -> dict[str, Any]:
-  """Returns the fields of a bfloat16 network that suit a platform.
+def platform_fields(platform: str, dtype: str) -> dict[str, Any]:
+  """Returns the fields of a network that suit a platform.
 
   Args:
     platform: 'cpu', 'gpu' or 'tpu'.
+    dtype: type of the activations.
   """
   return {
-    'attention': attention.default_implementation(platform),
+    'attention': attention.default_implementation(platform, dtype),
     'max_split': _MAX_SPLIT.get(platform, MAX_UNROLLED),
   }

@@ -142,12 +142,11 @@ def model_kwargs(
       f'model.decode_attention={kernel}: is for '
       f'{decode_attention.PLATFORMS[kernel]}s, not for {platform}s; must be xla'
     )
-  choices = qwen_config.platform_fields(platform)
+  choices = qwen_config.platform_fields(platform, config.model.dtype)
   if config.model.attention != 'auto':
     choices['attention'] = config.model.attention
-  elif config.mesh.sequence != 1 or config.model.dtype == 'float32':
-    # The kernels are for bfloat16; on a CPU, blocks do not speed up float32.
-    choices['attention'] = 'xla'
+  elif config.mesh.sequence != 1:
+    choices['attention'] = 'xla'  # The others cannot shard rows.
   return choices | {
     'dtype': config.model.dtype,
     'remat': 'layer' if config.model.remat == 'auto' else config.model.remat,
