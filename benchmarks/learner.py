@@ -33,7 +33,7 @@ import numpy as np
 import torch_peer
 
 from gigpo_jax import batch, learner, losses, mesh, optimizer
-from gigpo_jax.models import published, qwen
+from gigpo_jax.models import published, qwen, qwen_config
 from gigpo_jax.runtime import hardware
 
 QWEN = dataclasses.replace(
@@ -43,6 +43,12 @@ QWEN = dataclasses.replace(
   remat='none',
 )
 SHAPES = {'tiny': models.TINY, 'qwen05b_4l': QWEN}
+
+
+def choose_shape(name: str) -> qwen.QwenConfig:
+  """Returns a shape with the options that a run would choose."""
+  fields = qwen_config.platform_fields(jax.default_backend(), 'float32')
+  return dataclasses.replace(SHAPES[name], **fields)
 
 
 def make_learner(
@@ -109,7 +115,7 @@ def train(options: argparse.Namespace) -> None:
   """Times an update for the comparison in benchmarks/peers."""
   import shapes
 
-  model = SHAPES[options.shape]
+  model = choose_shape(options.shape)
   ids = shapes.prompts(
     shapes.SHAPES[options.shape], options.batch, shapes.PROMPT + shapes.NEW
   )
@@ -162,7 +168,7 @@ def _alternate(steps: dict[str, Step], repeats: int) -> dict[str, float]:
 
 def spread(options: argparse.Namespace) -> None:
   """Compares length buckets with padding to the maximum."""
-  model, longest, completion = SHAPES[options.shape], 1024, 128
+  model, longest, completion = choose_shape(options.shape), 1024, 128
   rng = np.random.default_rng(0)
   rows = 8 * options.batch
   lengths = np.clip(rng.gamma(2.0, longest / 6, rows), 48, longest).astype(int)
@@ -206,7 +212,7 @@ def spread(options: argparse.Namespace) -> None:
 
 def prompts(options: argparse.Namespace) -> None:
   """Compares shared prompts with separate ones, eight rows per prompt."""
-  model = SHAPES[options.shape]
+  model = choose_shape(options.shape)
   rng = np.random.default_rng(0)
   draw = functools.partial(rng.integers, 2, model.vocab_size)
   prompt_ids = [draw(size=rng.integers(200, 320)) for _ in range(options.batch)]
