@@ -40,7 +40,7 @@ class Rows:
     steps: index of the turn within the episode, from 0.
     anchors: dense id of the state in which the turn was taken; equal for equal
       anchors of a group.
-    rewards: raw reward of the step.
+    rewards: raw reward of the step, float64: equal returns stay equal.
     valid: whether the response had the required form.
     next_anchors: id of the state after the step, as in `anchors`; -1 if that
       state is unknown.
@@ -371,11 +371,11 @@ def pack(
     episodes=indices,
     steps=np.zeros(num_rows, np.int32),
     anchors=np.zeros(num_rows, np.int32),
-    rewards=np.zeros(num_rows, np.float32),
+    rewards=np.zeros(num_rows),
     valid=np.ones(num_rows, bool),
     next_anchors=np.full(num_rows, -1, np.int32),
     success=np.zeros(num_rows, bool),
-    components=np.zeros((num_rows, num_components), np.float32),
+    components=np.zeros((num_rows, num_components)),
     actions=np.zeros(num_rows, np.int32),
     ages=np.zeros(num_rows, np.int32),
     truncated=np.zeros(num_rows, bool),

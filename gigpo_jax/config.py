@@ -20,7 +20,6 @@ from gigpo_jax import (
   algorithms,
   anchors,
   deprecated,
-  losses,
   modulators,
   options,
   reward_functions,
@@ -30,7 +29,12 @@ from gigpo_jax import (
   teacher,
 )
 from gigpo_jax.models import decode_attention
-from gigpo_jax.run import adapter_check, config_fields, model_check
+from gigpo_jax.run import (
+  adapter_check,
+  config_fields,
+  loss_check,
+  model_check,
+)
 
 # Options of the algorithm section that are not passed to algorithms, or that
 # apply to all of them.
@@ -233,7 +237,8 @@ def _combinations(
   yield from reward_functions.conflicts(config)
   yield from scored_rewards.conflicts(config)
   yield from _collection(config)
-  yield from _loss(config, refused)
+  if not any(field.startswith('loss.') for field in refused):
+    yield from loss_check.conflicts(config)
   yield from _attention(config)
   yield from adapter_check.without_rank(config)
   if config.metrics.wandb and not _installed('wandb'):
@@ -336,6 +341,7 @@ def _environment_conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
   yield from envs.conflicts(config)
   yield from _context(config)
   yield from _replays(config)
+  yield from _several_agents(config)
   yield from teacher.conflicts(config)
   offered = envs.anchors(name)
   if anchor in anchors.REPORTED and anchor not in offered:
@@ -363,6 +369,25 @@ def _context(config: ml_collections.ConfigDict) -> Iterator[str]:
       'rollout.prompt_overflow=truncate_left: would cut a message of a '
       'conversation; must be end, drop_history or error'
     )
+
+
+def _several_agents(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields options that mix the agents of an environment."""
+  if len(envs.agents(config.env.name, config.env)) <= 1:
+    return
+  reason = f'env.name={config.env.name} has several agents'
+  if config.algorithm.anchor == 'shuffled':
+    yield (
+      f'algorithm.anchor=shuffled: {reason}, whose states it would mix; must '
+      'be another anchor'
+    )
+  with contextlib.suppress(ValueError):  # `_algorithm` reports it.
+    algorithm = algorithms.make(**algorithm_kwargs(config))
+    if algorithms.num_continuations(algorithm):
+      yield (
+        f'algorithm.name={config.algorithm.name}: {reason}, and a state has '
+        'one value; must be an algorithm without continuations'
+      )
 
 
 def _replays(config: ml_collections.ConfigDict) -> Iterator[str]:
@@ -415,61 +440,6 @@ def _carry_over(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'rollout.carry_over={turns}: earlier policies sample some turns; needs '
       'loss.tis_clip, such as 2.0, and loss.old_log_probs=learner or auto'
     )
-
-
-def _loss(
-  config: ml_collections.ConfigDict, refused: Set[str]
-) -> Iterator[str]:
-  if any(field.startswith('loss.') for field in refused):
-    return
-  try:
-    loss = losses.make(**config.loss.to_dict())
-  except ValueError as error:
-    yield from (f'loss.{problem}' for problem in str(error).splitlines())
-    return
-  unknown = set(loss.columns) - set(losses.TRAINING_COLUMNS)
-  if unknown:
-    yield (
-      f'loss.name={config.loss.name}: reads {", ".join(sorted(unknown))}; '
-      f'must read only {", ".join(losses.TRAINING_COLUMNS)}'
-    )
-  if 'importance' not in loss.columns:
-    for field in ('rollout.carry_over', 'loss.tis_clip'):
-      if value := config_fields.get(config, field):
-        off = config_fields.get(base.get_config(), field)
-        yield (
-          f'{field}={value}: loss.name={config.loss.name} does not read '
-          f'importance weights; must be {off}'
-        )
-        break  # carry_over needs tis_clip.
-  yield from _options_of_losses(config)
-
-
-def _options_of_losses(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a target that adapts no single KL, and options of other losses."""
-  own = losses.options_of(config.loss.name)
-  in_loss = 'kl_weight' in own and config.loss.kl_weight > 0
-  in_reward = config.reward.kl_weight > 0
-  target = config.loss.kl_target
-  if target is not None and in_loss == in_reward:
-    yield (
-      f'loss.kl_target={target}: adapts one KL; needs either loss.kl_weight or '
-      'reward.kl_weight above 0'
-    )
-  # Configs of environments set kl_weight for any loss.
-  ignored = losses.all_options() - own - {'kl_target', 'kl_weight'}
-  fields = [
-    f'loss.{option}.weight'
-    if _is_section(config.loss[option])
-    else f'loss.{option}'
-    for option in sorted(ignored)
-  ]
-  for field, value, default in config_fields.non_default(config, fields):
-    if value:
-      yield (
-        f'{field}={value}: loss.name={config.loss.name} has no such option; '
-        f'must be {default}'
-      )
 
 
 def _reward(config: ml_collections.ConfigDict) -> Iterator[str]:

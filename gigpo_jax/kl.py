@@ -11,6 +11,7 @@ policy:
 """
 
 import dataclasses
+import math
 
 import numpy as np
 from jaxtyping import Array, Float
@@ -107,10 +108,11 @@ class Control:
 
     Args:
       factor: the factor before.
-      kl: mean estimate of the KL per token; None if it was not computed.
+      kl: mean estimate of the KL per token; None if it was not computed, NaN
+        after a skipped update.
       rows: number of rows of the update.
     """
-    if self.kl_target is None or kl is None:
+    if self.kl_target is None or kl is None or math.isnan(kl):
       return factor
     error = kl / self.kl_target - 1
     error = min(max(error, -_MAX_ERROR), _MAX_ERROR)

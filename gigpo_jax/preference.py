@@ -25,6 +25,7 @@ a fixed number of turns that of the segment which the model selects.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,8 @@ from jaxtyping import Float, Int
 from gigpo_jax import batch, token_batch
 
 _SEGMENTS = 2  # of a pair
+# Largest relative difference of equal returns, whose sums are rounded.
+_ROUNDING = 1e-6
 
 Step = dict[str, Any]  # The record of a turn; see `episode_records`.
 
@@ -109,7 +112,10 @@ def make_pairs(
       better, worse = ranked[n], ranked[-1 - n]
       length = min(segment_turns, len(better.steps), len(worse.steps))
       one, other = (c.steps[0]['completion_ids'] for c in (better, worse))
-      if better.value > worse.value and not np.array_equal(one, other):
+      is_tie = math.isclose(
+        better.value, worse.value, rel_tol=_ROUNDING, abs_tol=_ROUNDING
+      )
+      if not is_tie and not np.array_equal(one, other):
         pairs.append(Pair(better.steps[:length], worse.steps[:length]))
   return pairs
 

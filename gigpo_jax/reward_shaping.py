@@ -73,7 +73,7 @@ class RewardShaping:
       metrics['reward/overlong'] = float(penalties[rows.real].mean())
     if rewards is rows.rewards:
       return rows, metrics
-    return dataclasses.replace(rows, rewards=np.float32(rewards)), metrics
+    return dataclasses.replace(rows, rewards=rewards), metrics
 
 
 def refuse_later(

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import algorithm_rows
 import jax
 import numpy as np
 import preloaded
@@ -158,6 +159,34 @@ def test_a_team_shares_success_and_score():
   options = {'name': 'pass_at_k', 'agent_rewards': 'team', 'set_size': 1}
   rows, actual = _advantages(episodes, **options)
   np.testing.assert_allclose(actual, [1] * 4 + [-1] * 4)
+
+
+def test_graphs_have_the_states_of_one_agent():
+  rows = algorithm_rows.golden_rows().take(np.arange(7))
+  # Agent p goes from state 0 over 1 to success, and in another episode stays
+  # in 0 for a turn. The state after its turns is that of agent q, 8 or 9.
+  rows.episodes[:] = [0, 0, 1, 1, 1, 2, 3]
+  rows.groups[:], rows.agents[:] = [0] * 5 + [1] * 2, [0] * 5 + [1] * 2
+  rows.steps[:] = [0, 2, 0, 2, 4, 1, 1]
+  rows.anchors[:] = [0, 1, 0, 0, 1, 8, 8]
+  rows.next_anchors[:] = [8, -1, 8, 9, -1, 1, 0]
+  rows.success[:] = [0, 1, 0, 0, 1, 0, 0]
+  rows.rewards[:] = 10 * rows.success
+  subject = algorithms.make('graphgpo', norm='mean', episode_weight=0.0)
+  # Distances 1, 0, 2, 1, 0. In state 0 the values 1, 0.1, 1 have mean 0.7.
+  expected = [0.3, 0, -0.6, 0.3, 0, 0, 0]
+  output = subject.compute_advantages(rows)
+  np.testing.assert_allclose(output.advantages, expected, atol=1e-5)
+
+
+def test_equal_returns_of_inexact_rewards_have_no_advantage():
+  episodes = [
+    _episode(0, ('a', 33.3), ('a', 66.7)),
+    _episode(1, ('a', 100.0)),
+  ]
+  rows, actual = _advantages(episodes)
+  np.testing.assert_array_equal(actual[:3], 0)
+  assert not group_filter.has_variance(episodes)
 
 
 def test_a_game_that_either_player_wins_has_variance():

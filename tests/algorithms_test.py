@@ -404,6 +404,18 @@ def test_quantiles_are_tracked_by_hand():
   assert algorithms.next_state(state, output.metrics) == state
 
 
+@pytest.mark.parametrize('count', [3, 7, 22])
+def test_equal_sums_have_no_risk(count):
+  # The computed deviation of these sums is above 0.
+  rows = algorithm_rows.golden_rows().take(np.zeros(count, int))
+  rows.groups[:], rows.episodes[:] = range(count), range(count)
+  rows.rewards[:], rows.success[:] = -1.4, False
+  state = {'state/quantile_low': -3.0, 'state/quantile_high': 8.0}
+  subject = algorithms.make('risk_po', bundle_tasks=1)
+  output = algorithms.compute(subject, rows, None, state)
+  np.testing.assert_array_equal(output.advantages, 0)
+
+
 UNWHITENED = {'whiten_advantages': False, 'invalid_penalty': 1.0}
 
 

@@ -489,6 +489,19 @@ def test_env_kwargs_match_the_environment():
   )
 
 
+@pytest.mark.parametrize('name', ['vineppo', 'remax'])
+def test_options_that_mix_agents_are_refused(name):
+  config = alfworld.get_config(f'mini,planner,{name}')
+  config.algorithm.anchor = 'shuffled'
+  problems = list(config_lib._several_agents(config))
+  assert [problem.partition(':')[0] for problem in problems] == [
+    'algorithm.anchor=shuffled',
+    f'algorithm.name={name}',
+  ]
+  config = alfworld.get_config(f'mini,{name}')
+  assert not list(config_lib._several_agents(config))
+
+
 def test_options_that_an_environment_lacks_are_refused():
   config = sokoban.get_config('tiny')
   config.algorithm.anchor = 'observation_and_actions'

@@ -75,6 +75,15 @@ def test_pairs_of_equal_rewards_or_responses_are_left_out():
   assert responses(preference.make_pairs(episodes, 9)) == [([2], [3])]
 
 
+def test_rounding_errors_of_equal_returns_make_no_pair():
+  # 0.7 and 0.7000000000000001, in the order of the turns.
+  episodes = [
+    episode(step('a', 1, -0.1), step('b', 2, -0.1), step('c', 3, 0.9)),
+    episode(step('a', 4, 0.9), step('d', 2, -0.1), step('e', 3, -0.1)),
+  ]
+  assert preference.make_pairs(episodes, 9) == []
+
+
 def test_agents_are_compared_with_themselves():
   episodes = [
     episode(step('a', 1, 1.0, 'x'), step('a', 2, 0.0, 'y')),

@@ -80,6 +80,7 @@ def test_the_weight_adapts_to_the_target():
   assert control.next_factor(2.0, 0.11, 50) == pytest.approx(2 * 1.05)
   assert control.next_factor(2.0, 0.05, 50) == pytest.approx(2 * 0.9)
   assert control.next_factor(2.0, None, 50) == 2
+  assert control.next_factor(2.0, math.nan, 50) == 2  # A skipped update.
   # 600 rows count as the 100 of the horizon: 1 - 0.2 * 6 would be negative.
   assert control.next_factor(2.0, 0.05, 600) == pytest.approx(2 * 0.8)
   assert kl.Control().next_factor(2.0, 9.0, 50) == 2
@@ -109,7 +110,7 @@ def test_rewards_lose_the_kl_and_the_length_penalty():
     assert shaped.rewards[r] == pytest.approx(expected, abs=1e-5)
     total, count = total + sum(gaps), count + length
   assert metrics['reward/kl'] == pytest.approx(total / count, abs=1e-6)
-  assert shaped.tokens is rows.tokens and shaped.rewards.dtype == np.float32
+  assert shaped.tokens is rows.tokens and shaped.rewards.dtype == np.float64
 
 
 def test_without_options_rows_stay():

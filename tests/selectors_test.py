@@ -64,13 +64,14 @@ def test_selectors_match_a_slow_reference(name, options):
     assert metrics['filter/tokens_share'] == pytest.approx(share)
 
 
+@pytest.mark.parametrize('scale', [1, 1e-5, 1e-8, 1e4])
 @pytest.mark.parametrize(
   ('count', 'expected'),
   [(1, [-3]), (2, [2, -3]), (3, [2, 1, -3]), (4, [2, 1, -1, -3])],
 )
-def test_the_largest_variance_by_hand(count, expected):
+def test_the_largest_variance_by_hand(count, expected, scale):
   values = np.array([2.0, 1, 0, -1, -3])
-  chosen = d3s.largest_variance(values, count)
+  chosen = d3s.largest_variance(scale * values, count)
   np.testing.assert_array_equal(values[chosen], expected)
 
 

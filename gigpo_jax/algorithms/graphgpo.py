@@ -11,8 +11,16 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from gigpo_jax import advantages, arrays, batch, options, state_graph
+from gigpo_jax import (
+  advantages,
+  arrays,
+  batch,
+  options,
+  row_stats,
+  state_graph,
+)
 from gigpo_jax.algorithms import gigpo
 
 # A failed action stays in its state, and states include what an agent holds.
@@ -44,10 +52,15 @@ class Algorithm(gigpo.Algorithm):
 
 
 def nodes(rows: batch.Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns each step's (next anchor, whether it is known, success)."""
-  known = rows.next_anchors >= 0
-  following = jnp.asarray(jnp.maximum(rows.next_anchors, 0), jnp.int32)
-  return following, jnp.asarray(known), jnp.asarray(rows.success)
+  """Returns each step's (next anchor, whether it is known, success).
+
+  With several agents, the next state is that of the agent's own next step.
+  """
+  index = row_stats.next_rows(rows)
+  following = np.where(index >= 0, rows.anchors[index], rows.next_anchors)
+  return tuple(
+    map(jnp.asarray, (np.maximum(following, 0), following >= 0, rows.success))
+  )
 
 
 @advantages.jit

@@ -62,7 +62,11 @@ class Algorithm(polychromic.Algorithm):
   def compute_advantages(
     self, rows: batch.Rows, values=None
   ) -> algorithms.AlgorithmOutput:
-    """Returns one advantage per row, 0 for padding."""
+    """Returns one advantage per row, 0 for padding.
+
+    The rows of an episode come after those of the episode from which it
+    branches.
+    """
     del values
     rewards = row_stats.penalized_rewards(rows, self.invalid_penalty)
     advantages = np.zeros(len(rewards))

@@ -28,6 +28,8 @@ from jaxtyping import Float, Int
 
 from gigpo_jax import algorithms, batch, options, row_stats
 
+# Largest relative difference of sums that are equal up to rounding.
+_ROUNDING = 1e-9
 _LOW, _HIGH = 'state/quantile_low', 'state/quantile_high'
 
 
@@ -83,8 +85,10 @@ class Algorithm:
     if len(sums):
       low, high = np.quantile(sums, self.quantile_levels)
       quantiles = np.array([state.get(_LOW, low), state.get(_HIGH, high)])
-      scale = np.std(sums)
-      by_sum = self.risk(sums, quantiles) / scale if scale else 0 * sums
+      # The deviation of equal sums may be a rounding error instead of 0.
+      is_equal = np.ptp(sums) <= _ROUNDING * max(1, np.abs(sums).max())
+      scale = np.inf if is_equal else np.std(sums)
+      by_sum = self.risk(sums, quantiles) / scale
       advantages[own >= 0] = by_sum[own[own >= 0]]
       below = np.mean(sums[:, None] < quantiles, axis=0)
       levels = np.array(self.quantile_levels)

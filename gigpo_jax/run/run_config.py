@@ -72,7 +72,14 @@ def check_resume(
       'another --workdir, or --allow_config_change to resume with this config'
     ) from error
   # These fields and a larger num_iterations do not change the experiment.
-  may_change = {'checkpoint.keep', 'episodes.every', 'metrics.wandb'}
+  may_change = {
+    'checkpoint.keep',
+    'episodes.every',
+    'metrics.wandb',
+    'pool.num_workers',
+    'pool.max_resets_per_worker',
+    'pool.max_worker_mib',
+  }
   if current['num_iterations'] >= stored['num_iterations']:
     may_change.add('num_iterations')
   changed = [

@@ -91,7 +91,8 @@ def largest_variance(
     return prefix[count - k] + prefix[-1] - prefix[len(values) - k]
 
   variances = total(squares) - total(sums) ** 2 / count
-  best = int(np.argmax(np.round(variances, 9)))
+  # Relative to the squares: rounding errors do not depend on the scale.
+  best = int(np.argmax(np.round(variances / max(squares[-1], 1e-300), 9)))
   chosen = np.zeros(len(values), bool)
   chosen[order[: count - best]] = True
   chosen[order[len(values) - best :]] = True

@@ -1,0 +1,61 @@
+"""Checks of the loss of a config."""
+
+from collections.abc import Iterator
+
+import ml_collections
+
+from configs import base
+from gigpo_jax import losses
+from gigpo_jax.run import config_fields
+
+
+def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a line for each option that the loss rejects or does not have."""
+  try:
+    loss = losses.make(**config.loss.to_dict())
+  except ValueError as error:
+    yield from (f'loss.{problem}' for problem in str(error).splitlines())
+    return
+  unknown = set(loss.columns) - set(losses.TRAINING_COLUMNS)
+  if unknown:
+    yield (
+      f'loss.name={config.loss.name}: reads {", ".join(sorted(unknown))}; '
+      f'must read only {", ".join(losses.TRAINING_COLUMNS)}'
+    )
+  if 'importance' not in loss.columns:
+    for field in ('rollout.carry_over', 'loss.tis_clip'):
+      if value := config_fields.get(config, field):
+        off = config_fields.get(base.get_config(), field)
+        yield (
+          f'{field}={value}: loss.name={config.loss.name} does not read '
+          f'importance weights; must be {off}'
+        )
+        break  # carry_over needs tis_clip.
+  yield from _options_of_losses(config)
+
+
+def _options_of_losses(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a target that adapts no single KL, and options of other losses."""
+  own = losses.options_of(config.loss.name)
+  in_loss = 'kl_weight' in own and config.loss.kl_weight > 0
+  in_reward = config.reward.kl_weight > 0
+  target = config.loss.kl_target
+  if target is not None and in_loss == in_reward:
+    yield (
+      f'loss.kl_target={target}: adapts one KL; needs either loss.kl_weight or '
+      'reward.kl_weight above 0'
+    )
+  # Configs of environments set kl_weight for any loss.
+  ignored = losses.all_options() - own - {'kl_target', 'kl_weight'}
+  fields = [
+    f'loss.{option}.weight'
+    if isinstance(config.loss[option], ml_collections.ConfigDict)
+    else f'loss.{option}'
+    for option in sorted(ignored)
+  ]
+  for field, value, default in config_fields.non_default(config, fields):
+    if value:
+      yield (
+        f'{field}={value}: loss.name={config.loss.name} has no such option; '
+        f'must be {default}'
+      )
