@@ -7,6 +7,7 @@ log-probs as the learner does. The table has the metrics `sampler/...` of
 training: differences of tokens, and ratios of responses, learner to sampler.
 """
 
+import argparse
 import dataclasses
 
 import jax
@@ -65,6 +66,7 @@ def log_probs(model: qwen.QwenConfig, params: dict, rows: list) -> list:
 
 def main() -> None:
   """Prints a row for each choice of types and each seed."""
+  argparse.ArgumentParser(description=__doc__).parse_args()
   text, devices = Tokenizer(_PATH), mesh.make_mesh(1, -1, 1)
   inputs = prompts(text)
   print(

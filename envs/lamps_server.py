@@ -8,8 +8,8 @@ and a task is the lamps that are on at the start. The server needs openenv-core;
 the demonstrator, for the warm start of a tiny policy, needs nothing.
 """
 
+import argparse
 import json
-import sys
 from typing import Any
 
 import numpy as np
@@ -97,4 +97,6 @@ def serve(port: int) -> None:
 
 
 if __name__ == '__main__':
-  serve(int(sys.argv[1]))
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument('port', type=int)
+  serve(parser.parse_args().port)

@@ -5,6 +5,7 @@ list. Tests compare the list with the page, with the metrics that runs write,
 and with the names in the code.
 """
 
+import argparse
 import dataclasses
 import pathlib
 import re
@@ -617,4 +618,5 @@ def page() -> str:
 
 
 if __name__ == '__main__':
+  argparse.ArgumentParser(description=__doc__).parse_args()
   _PAGE.write_text(page(), encoding='utf-8')

@@ -14,6 +14,7 @@ docs/results/oracle.png. It reads
 - oracle.json, from benchmarks/credit.py.
 """
 
+import argparse
 import functools
 import json
 import pathlib
@@ -155,7 +156,10 @@ def data_table(evaluations: Sequence[Mapping]) -> str:
 # Question: the methods whose difference answers it.
 QUESTIONS = {
   'Does step-level credit help?': (GIGPO, law.BASELINE),
-  'Does the gain remain with shuffled states?': ('gigpo shuffled', law.BASELINE),
+  'Does it remain with shuffled states?': (
+    'gigpo shuffled',
+    law.BASELINE,
+  ),
   'Are true states better than shuffled ones?': (GIGPO, 'gigpo shuffled'),
   'Does the discount matter?': (GIGPO, 'gigpo discount 1'),
   'Does the episode advantage matter?': (GIGPO, 'gigpo steps only'),
@@ -438,6 +442,7 @@ def draw_all() -> None:
 
 def main() -> int:
   """Rewrites the pages and the plots; returns 2 on errors."""
+  argparse.ArgumentParser(description=__doc__).parse_args()
   try:
     for path in PAGES:
       text = with_blocks(path.read_text(encoding='utf-8'))
