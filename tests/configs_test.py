@@ -61,6 +61,8 @@ VARIANTS = [
   if words[1] not in variants.PLUGINS or (module, words[0]) == (alfworld, '')
   # Only questions have reference answers.
   if words[1] != 'igpo' or module == search_qa
+  # Continuations need a single agent.
+  if words[0] != 'self_play' or words[1] not in ('remax', 'vineppo')
 ]
 
 

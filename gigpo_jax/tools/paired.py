@@ -6,12 +6,13 @@ are compared entry by entry. Where the outcomes of tasks are not known, the mean
 success of the policies is compared seed by seed.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import scipy.stats
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from gigpo_jax.tools import outcomes, plots
 
@@ -67,9 +68,7 @@ def compare(
   """
   gaps_ST = np.asarray(one_ST, float) - np.asarray(other_ST, float)
   seeds, tasks = gaps_ST.shape
-  rng = np.random.default_rng(0)
-  seed_share_BS = rng.multinomial(seeds, [1 / seeds] * seeds, _RESAMPLES)
-  task_share_BT = rng.multinomial(tasks, [1 / tasks] * tasks, _RESAMPLES)
+  seed_share_BS, task_share_BT = _resamples(seeds, tasks)
   means_B = np.einsum('bt,bt->b', seed_share_BS @ gaps_ST, task_share_BT)
   low, high = np.percentile(means_B / (seeds * tasks), [2.5, 97.5])
   by_seed_S = gaps_ST.mean(axis=1)
@@ -80,6 +79,17 @@ def compare(
     _paired_p(by_seed_S),
     float(by_seed_S.std(ddof=1)) if seeds > 1 else 0.0,
     seeds,
+  )
+
+
+@functools.lru_cache(maxsize=2)  # Tens of MB each; a table has few sizes.
+def _resamples(
+  seeds: int, tasks: int
+) -> tuple[Int[np.ndarray, 'B S'], Int[np.ndarray, 'B T']]:
+  """Returns how often each resample has each seed and each task."""
+  rng = np.random.default_rng(0)
+  return tuple(
+    rng.multinomial(n, [1 / n] * n, _RESAMPLES) for n in (seeds, tasks)
   )
 
 

@@ -11,7 +11,8 @@ docs/results/oracle.png. It reads
 - keydoor.csv and keydoor_tests.csv, from configs/sweeps/keydoor.py, and
   dial_predictors.json, from benchmarks/predictors.py with that sweep;
 - predictors.json, from benchmarks/predictors.py;
-- oracle.json, from benchmarks/credit.py.
+- oracle.json, from benchmarks/credit.py;
+- predictions.json, from `gigpo_jax.tools.law predict`, written before the runs.
 """
 
 import argparse
@@ -244,6 +245,13 @@ def dial_block() -> str:
   return dial_table(tests['keydoor'], json.loads(predictors))
 
 
+def law_block() -> str:
+  """Returns the table of predicted and measured effects."""
+  predictions = read_json('predictions')['predictions']
+  measured = law.read_effects(str(_FOLDER / 'credit.csv'))
+  return law.table(predictions, measured)
+
+
 def readme_block() -> str:
   """Returns the table of the README: a row for each environment."""
   rows = []
@@ -270,6 +278,7 @@ BLOCKS = {
   'controls': lambda: controls_table(_tests()),
   'data': lambda: data_table(_evaluations('credit')),
   'dial': dial_block,
+  'law': law_block,
   'readme': readme_block,
 }
 PAGES = PROJECT / 'docs' / 'results.md', PROJECT / 'README.md'
