@@ -26,7 +26,7 @@ from gigpo_jax import (
   trajectory,
 )
 from gigpo_jax import config as config_lib
-from gigpo_jax.run import model_builders, run_config
+from gigpo_jax.run import model_builders, policy_files, run_config
 from gigpo_jax.runtime import console, distributed, errors, files
 from gigpo_jax.tools import plots
 
@@ -402,6 +402,7 @@ def main(
   models: Sequence[str] = (),
   checkpoints: Sequence[str] = (),
   repeats: int = 1,
+  export: str = '',
 ) -> None:
   """Evaluates policies on the evaluation tasks of a config.
 
@@ -416,10 +417,13 @@ def main(
     checkpoints: work directories, of which the newest checkpoint is used, or
       single checkpoints, WORKDIR/checkpoints/ITERATION.
     repeats: episodes per task.
+    export: folder to which the only checkpoint is written as Hugging Face
+      files, `policy/`; '' for none.
 
   Raises:
     ValueError: one line per problem, if the config is invalid.
   """
+  policy_files.check_export(export, checkpoints)
   policies = _check_policies(config, models, checkpoints, repeats)
   run_config.check_workdir(workdir)
   distributed.initialize()
@@ -427,7 +431,9 @@ def main(
   with builders.make_pool(config) as pool:
     builders.try_environment(config, pool, config.evaluation.split)
     for source, path in policies:
-      episodes[path] = _evaluate_policy(config, source, path, pool, repeats)
+      episodes[path] = _evaluate_policy(
+        config, source, path, pool, repeats, export
+      )
   if not distributed.is_main_process():
     return
   names = list(episodes)
@@ -509,8 +515,8 @@ def _with_policy(
   return config
 
 
-def _evaluate_policy(
-  config, source: str, path: str, pool, repeats: int
+def _evaluate_policy(  # noqa: PLR0913
+  config, source: str, path: str, pool, repeats: int, export: str
 ) -> list:
   config = _with_policy(config, source, path)
   console.log(f'policy: --{source}={path}')
@@ -519,6 +525,10 @@ def _evaluate_policy(
     params, base_params = policy.load(), None
     if source == 'checkpoint':
       params, base_params = _restore_params(config, policy, params, path)
+      if export:
+        start = config.model.path
+        folder = pathlib.Path(export)
+        policy_files.export(folder, policy, base_params, params, start)
     return run(
       builders.make_runner(config, policy, pool),
       params,

@@ -32,6 +32,11 @@ def main() -> None:
     'WORKDIR/checkpoints/ITERATION; may be repeated.',
   )
   repeats = flags.DEFINE_integer('repeats', 1, 'Episodes per task.')
+  export = flags.DEFINE_string(
+    'export',
+    '',
+    'Folder to which the only --checkpoint is written as Hugging Face files.',
+  )
 
   def run(config, workdir: str) -> None:
     # Worker processes import this file again and must not load jax: on a TPU
@@ -44,6 +49,7 @@ def main() -> None:
       models=models.value,
       checkpoints=checkpoints.value,
       repeats=repeats.value,
+      export=export.value,
     )
 
   command.run(run)

@@ -14,7 +14,7 @@ import small_runs
 
 from configs import alfworld
 from gigpo_jax import checkpoint, tokenizer, train
-from gigpo_jax.run import run_config
+from gigpo_jax.run import policy_files, run_config
 
 
 @pytest.fixture(name='uninterrupted', scope='module')
@@ -367,3 +367,26 @@ def test_checkpoints_and_exports_are_evaluated(uninterrupted, tmp_path):
     successes = [episode['success'] for episode in found['episodes']]
     assert found['rates']['eval/success_rate'] == np.mean(successes)
   assert (tmp_path / 'evaluation.png').is_file()
+
+
+def test_a_checkpoint_is_exported(uninterrupted, tmp_path):
+  workdir, _ = uninterrupted
+  export = tmp_path / 'export'
+  preloaded.run(
+    small_runs.command(
+      'evaluate',
+      *small_runs.small(tmp_path)[2:],
+      f'--checkpoint={workdir}/checkpoints/2',
+      f'--export={export}',
+      '--config.evaluation.num_tasks=1',
+    )
+  )
+  for name in ('model.safetensors', 'config.json', 'tokenizer.json'):
+    one, other = (folder / 'policy' / name for folder in (workdir, export))
+    assert one.read_bytes() == other.read_bytes(), name
+  for checkpoints, reason in (
+    ([str(workdir)], 'already has a folder policy'),
+    ([], 'needs exactly one --checkpoint'),
+  ):
+    with pytest.raises(ValueError, match=f'--export={export}: .*{reason}'):
+      policy_files.check_export(str(export), checkpoints)

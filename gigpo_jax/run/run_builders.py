@@ -7,7 +7,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import os
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,8 +48,14 @@ from gigpo_jax import (
   trajectory,
 )
 from gigpo_jax import config as config_lib
-from gigpo_jax.models import huggingface, lora
-from gigpo_jax.run import model_builders, remat, run_config, run_logs, run_state
+from gigpo_jax.run import (
+  model_builders,
+  policy_files,
+  remat,
+  run_config,
+  run_logs,
+  run_state,
+)
 from gigpo_jax.runtime import compilation, console, distributed, errors
 
 # Folders of episodes and of the rows of a teacher: `episodes.FOLDER` and
@@ -515,27 +520,11 @@ def _max_repeated(
 
 
 def export(parts: Parts, state: run_state.RunState) -> None:
-  """Writes the policy, and adapters also separately, as Hugging Face files.
-
-  If agents have adapters of their own, each agent has a folder.
-  """
-  model = parts.bundle.model
-  policies = lora.by_agent(model.adapters, state.policy.params)
-  if model.adapters:
-    single = lora.for_agent(model.adapters)
-    model = dataclasses.replace(model, adapters=single)
-  with distributed.atomic_directory(parts.workdir / 'policy') as folder:
-    for agent, params in policies.items():
-      huggingface.save(
-        os.path.join(folder, agent),
-        model,
-        lora.combine(parts.learner.base, params),
-        tokenizer_directory=parts.bundle.tokenizer.directory,
-      )
-  if not model.adapters:
-    return
-  with distributed.atomic_directory(parts.workdir / 'adapters') as folder:
-    for agent, params in policies.items():
-      huggingface.save_adapters(
-        os.path.join(folder, agent), model, params, parts.config.model.path
-      )
+  """Writes the policy of a run; see `policy_files.export`."""
+  policy_files.export(
+    parts.workdir,
+    parts.bundle,
+    parts.learner.base,
+    state.policy.params,
+    parts.config.model.path,
+  )
