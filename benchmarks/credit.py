@@ -116,7 +116,9 @@ def make_methods(config) -> Iterator[tuple[str, tuple]]:
   for label in (*algorithms.REGISTRY, *controls):
     changed = config.copy_and_resolve_references()
     variants.use_algorithm(changed, label.partition(',')[0])
+    # The episodes are those of `config`.
     changed.rollout.update(config.rollout)
+    changed.env.update(config.env)
     changed.algorithm.update(controls.get(label, {}))
     algorithm = algorithms.make(**config_lib.algorithm_kwargs(changed))
     if not (
