@@ -560,7 +560,9 @@ def test_workdir_of_another_config_is_refused(tmp_path):
   config = alfworld.get_config('tiny')
   run_config.check_resume(config, str(tmp_path))
   run_config.save(config, str(tmp_path))
-  config.num_iterations += 10  # Running longer is the same experiment.
+  # Running longer, or with other workers, is the same experiment.
+  config.num_iterations += 10
+  config.pool.num_workers += 1
   run_config.check_resume(config, str(tmp_path))
   config.seed, config.algorithm.discount = 1, 0.9
   with pytest.raises(ValueError) as error:
