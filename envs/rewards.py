@@ -88,12 +88,12 @@ def make(
   Raises:
     ValueError: in one line, if there is no such function or an option is wrong.
   """
-  found = checks.import_named(field, path, accepted='module:function')
+  target = checks.import_named(field, path, accepted='module:function')
   field = f'{field}={path}'
-  if not isinstance(found, type):
+  if not isinstance(target, type):
     known = ()
-  elif dataclasses.is_dataclass(found):
-    known = tuple(f.name for f in dataclasses.fields(found) if f.init)
+  elif dataclasses.is_dataclass(target):
+    known = tuple(f.name for f in dataclasses.fields(target) if f.init)
   else:
     raise ValueError(f'{field}: a class must be a dataclass')
   if unknown := sorted(set(options) - set(known)):
@@ -102,7 +102,7 @@ def make(
       f'no such option; must be of {", ".join(known) or "none"}'
     )
   try:
-    function = found(**options) if isinstance(found, type) else found
+    function = target(**options) if isinstance(target, type) else target
   except ValueError as error:
     prefix = f'reward.{name_of(path)}.'
     lines = [prefix + line for line in str(error).splitlines()]

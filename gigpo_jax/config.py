@@ -5,11 +5,10 @@ Checks names, numbers and files on disk, and builds nothing. For a model on the
 hub, it downloads only config.json until everything else is valid.
 """
 
-import contextlib
 import dataclasses
 import importlib
 import importlib.util
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 
 import ml_collections
 
@@ -215,7 +214,7 @@ def _problems(path: str, values: Mapping[str, object]) -> list[str]:
   """Returns the problems of the values that a dataclass of options has."""
   module, _, name = path.partition(':')
   options_class = getattr(importlib.import_module(module), name)
-  known = {field.name for field in dataclasses.fields(options_class)}
+  known = options.names(options_class)
   try:
     options_class(**{k: v for k, v in values.items() if k in known})
   except ValueError as error:
@@ -381,13 +380,11 @@ def _several_agents(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'algorithm.anchor=shuffled: {reason}, whose states it would mix; must '
       'be another anchor'
     )
-  with contextlib.suppress(ValueError):  # `_algorithm` reports it.
-    algorithm = algorithms.make(**algorithm_kwargs(config))
-    if algorithms.num_continuations(algorithm):
-      yield (
-        f'algorithm.name={config.algorithm.name}: {reason}, and a state has '
-        'one value; must be an algorithm without continuations'
-      )
+  if _has(config, algorithms.num_continuations):
+    yield (
+      f'algorithm.name={config.algorithm.name}: {reason}, and a state has one '
+      'value; must be an algorithm without continuations'
+    )
 
 
 def _replays(config: ml_collections.ConfigDict) -> Iterator[str]:
@@ -397,13 +394,22 @@ def _replays(config: ml_collections.ConfigDict) -> Iterator[str]:
   reason = f'env.name={config.env.name} cannot replay episodes'
   if config.rollout.carry_over:
     yield f'rollout.carry_over={config.rollout.carry_over}: {reason}; must be 0'
-  with contextlib.suppress(ValueError):  # `_algorithm` reports it.
-    algorithm = algorithms.make(**algorithm_kwargs(config))
-    if algorithms.replays(algorithm):
-      yield (
-        f'algorithm.name={config.algorithm.name}: {reason}; must be an '
-        'algorithm without continuations or branches'
-      )
+  if _has(config, algorithms.replays):
+    yield (
+      f'algorithm.name={config.algorithm.name}: {reason}; must be an algorithm '
+      'without continuations or branches'
+    )
+
+
+def _has(
+  config: ml_collections.ConfigDict,
+  trait: Callable[[algorithms.Algorithm], object],
+) -> bool:
+  """Returns whether a config's algorithm has a trait; not if it is invalid."""
+  try:
+    return bool(trait(algorithms.make(**algorithm_kwargs(config))))
+  except ValueError:  # `_algorithm` reports it.
+    return False
 
 
 def _collection(config: ml_collections.ConfigDict) -> Iterator[str]:

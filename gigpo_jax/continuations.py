@@ -17,6 +17,7 @@ task (ReMax, arXiv:2310.10505), whose undiscounted return is then its value.
 Input and output: trajectories. This module knows no device.
 """
 
+import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
 
@@ -93,16 +94,17 @@ def make_batch(
     count: K, the continuations of each state.
     like: the batch in which their episodes were played.
   """
-  groups: dict[int, list[int]] = {}  # By task, in order.
-  for start in states.starts:
-    known = groups.setdefault(start.task.index, [])
-    if start.group not in known:
-      known.append(start.group)
+  counts: collections.Counter[int] = collections.Counter()
+  earlier = {}  # By group: the number of earlier groups of its task.
+  for group, task in dict.fromkeys(
+    (s.group, s.task.index) for s in states.starts
+  ):
+    earlier[group] = counts[task]
+    counts[task] += 1
   turns = 1 + max((len(start.steps) for start in states.starts), default=0)
   paused = []
   for start in states.starts:
-    earlier = groups[start.task.index].index(start.group)
-    turn = earlier * turns + len(start.steps)
+    turn = earlier[start.group] * turns + len(start.steps)
     first = (turn * like.episodes_per_group + start.member) * count
     paused += [
       dataclasses.replace(start, member=first + k) for k in range(count)

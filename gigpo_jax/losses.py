@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-import envs
+from envs import checks
 from gigpo_jax import deprecated, entropy_band, kl, options, token_batch
 from gigpo_jax.arrays import typechecked
 from gigpo_jax.entropy_band import EntropyBand
@@ -425,10 +425,11 @@ def make(name: str = 'policy_gradient', **values: Any) -> token_batch.Loss:
     ValueError: one line per problem, if the name is unknown or the loss
       rejects an option.
   """
-  factory = _import(REGISTRY.get(name, name))
+  factory = _import(name)
   if not isinstance(factory, type):
     return FunctionLoss(factory)
-  chosen = {k: v for k, v in values.items() if k in options_of(name)}
+  known = options.names(factory)
+  chosen = {k: v for k, v in values.items() if k in known}
   for option, value in chosen.items():
     if isinstance(value, Mapping):  # A group of options.
       chosen[option] = type(getattr(factory, option))(**value)
@@ -447,10 +448,7 @@ def options_of(name: str) -> set[str]:
   Raises:
     ValueError: in one line, if the name is unknown.
   """
-  factory = _import(REGISTRY.get(name, name))
-  if not dataclasses.is_dataclass(factory):
-    return set()
-  return {field.name for field in dataclasses.fields(factory)}
+  return set(options.names(_import(name)))
 
 
 def all_options() -> set[str]:
@@ -459,13 +457,11 @@ def all_options() -> set[str]:
 
 
 def _import(name: str) -> Any:
-  try:
-    return envs.import_attribute(name)
-  except ImportError as error:
-    raise ValueError(
-      f'name={name}: unknown ({error}); must be one of '
-      f'{", ".join(REGISTRY)}, or module:function'
-    ) from error
+  return checks.import_named(
+    'name',
+    REGISTRY.get(name, name),
+    accepted=f'one of {", ".join(REGISTRY)}, or module:function',
+  )
 
 
 @typechecked

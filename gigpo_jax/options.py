@@ -120,6 +120,13 @@ def field(
   return dataclasses.field(default=default, metadata=metadata, **kwargs)
 
 
+def names(factory: Any) -> tuple[str, ...]:
+  """Returns the names of a dataclass's options; () if it is no dataclass."""
+  if not dataclasses.is_dataclass(factory):
+    return ()
+  return tuple(f.name for f in dataclasses.fields(factory) if f.init)
+
+
 def of_section(options: type[_T], section: Mapping[str, Any]) -> _T:
   """Returns the options that a dataclass has in a section of several.
 

@@ -16,7 +16,7 @@ from typing import Any
 import ml_collections
 import numpy as np
 
-import envs
+from envs import checks
 from gigpo_jax import batch
 from gigpo_jax import options as options_lib
 
@@ -90,14 +90,14 @@ class Family:
     chain = []
     for name in names:
       factory = self._find(name)
-      known = _options(factory)
+      known = options_lib.names(factory)
       chain.append(factory(**{k: values[k] for k in known if k in values}))
     return tuple(chain)
 
   def options(self, names: Sequence[str] | None = None) -> set[str]:
     """Returns the names of all options of plug-ins; None: of all known ones."""
     names = self.registry if names is None else names
-    return {o for name in names for o in _options(self._find(name))}
+    return {o for name in names for o in options_lib.names(self._find(name))}
 
   def problems(self, values: Mapping[str, Any]) -> Iterator[str]:
     """Yields a line for each option of a known plug-in with a wrong value."""
@@ -130,24 +130,18 @@ class Family:
     path = f'{self.registry.get(name, name)}'
     if name in self.registry:
       path += f':{self.class_name}'
-    try:
-      found = envs.import_attribute(path)
-    except ImportError as error:
-      raise ValueError(
-        f'{self.field}={name}: unknown ({error}); must be of '
-        f'{", ".join(self.registry)}, or module:function'
-      ) from error
-    return found if isinstance(found, type) else _constant(Function(found))
+    factory = checks.import_named(
+      self.field,
+      path,
+      accepted=f'of {", ".join(self.registry)}, or module:function',
+    )
+    if isinstance(factory, type):
+      return factory
+    return _constant(Function(factory))
 
 
 def _constant(plugin: Function) -> Callable[[], Function]:
   return lambda: plugin
-
-
-def _options(factory: Callable[..., Any]) -> tuple[str, ...]:
-  if not dataclasses.is_dataclass(factory):
-    return ()
-  return tuple(f.name for f in dataclasses.fields(factory) if f.init)
 
 
 def metrics(plugin: Any, *args: Any) -> dict[str, float]:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import ml_collections
 
-from configs import base
 from gigpo_jax import losses
 from gigpo_jax.run import config_fields
 
@@ -23,14 +22,14 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'must read only {", ".join(losses.TRAINING_COLUMNS)}'
     )
   if 'importance' not in loss.columns:
-    for field in ('rollout.carry_over', 'loss.tis_clip'):
-      if value := config_fields.get(config, field):
-        off = config_fields.get(base.get_config(), field)
-        yield (
-          f'{field}={value}: loss.name={config.loss.name} does not read '
-          f'importance weights; must be {off}'
-        )
-        break  # carry_over needs tis_clip.
+    for field, value, off in config_fields.non_default(
+      config, ('rollout.carry_over', 'loss.tis_clip')
+    ):
+      yield (
+        f'{field}={value}: loss.name={config.loss.name} does not read '
+        f'importance weights; must be {off}'
+      )
+      break  # carry_over needs tis_clip.
   yield from _options_of_losses(config)
 
 

@@ -177,7 +177,7 @@ class Parts:
   @property
   def needs_reference(self) -> bool:
     """Whether a reference policy is needed."""
-    return self.loss.needs_reference or self.reward.needs_reference
+    return builders.needs_reference(self.config)
 
   @property
   def eval_repeats(self) -> int:

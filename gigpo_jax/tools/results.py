@@ -264,11 +264,10 @@ def readme_block() -> str:
         else '–'
         for n in names
       ]
-      gap = str(paired.compare_all(results, law.BASELINE)[GIGPO][0])
-      pairs = len(results[law.BASELINE].keys() & results[GIGPO].keys())
-      if pairs < _FEW_PAIRS:  # An interval would be too narrow.
-        gap = gap.partition(' [')[0]
-      rows.append((experiment, *cells, f'{gap} ({pairs})'))
+      gap = paired.compare_results(results[GIGPO], results[law.BASELINE])
+      if gap.seeds < _FEW_PAIRS:  # An interval would be too narrow.
+        gap = gap._replace(low=np.nan, high=np.nan)
+      rows.append((experiment, *cells, f'{gap} ({gap.seeds})'))
   columns = '`:mini`', law.BASELINE, *_SHOWN, 'gigpo minus grpo, 95 %'
   return plots.table(columns, rows)
 
