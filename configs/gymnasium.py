@@ -125,7 +125,8 @@ def _slippery(config: ml_collections.ConfigDict) -> None:
   config.env.max_steps = 50
   # Larger groups than elsewhere, because few episodes succeed at the start.
   config.rollout.episodes_per_group = 16
-  config.rollout.batch_buckets = (32,)
+  # Few of the 32 episodes are left in the last turns.
+  config.rollout.batch_buckets = (8, 32)
   config.sft.noise = 0.4
 
 
