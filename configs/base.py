@@ -1,10 +1,12 @@
 """Lists every config field with its default, unit and source.
 
 The dataclass that uses an option declares the same default and the accepted
-values; `gigpo_jax.config.SECTIONS` lists these dataclasses. Experiments start
-from `get_config` and change a few fields. "paper" marks values from the
-hyper-parameter tables of GiGPO (arXiv:2505.10978), "code" values from its
-authors' release. A run is refused if a required path is empty.
+values; `gigpo_jax.config.SECTIONS` lists these dataclasses. docs/methods.md
+explains the options of algorithms, modulators, selectors and losses. Its text
+is that of their docstrings. Experiments start from `get_config` and change a
+few fields. "paper" marks values from the hyper-parameter tables of GiGPO
+(arXiv:2505.10978), "code" values from its authors' release. A run is refused if
+a required path is empty.
 """
 
 import importlib
@@ -255,33 +257,27 @@ def _tasks_section() -> ml_collections.ConfigDict:
 
 
 def _filter_section() -> ml_collections.ConfigDict:
-  """Returns the options of dynamic sampling (DAPO)."""
+  """Returns the options of dynamic sampling (DAPO), and of selectors.
+
+  docs/methods.md explains them.
+  """
   filter = ml_collections.ConfigDict()
-  # Whether zero-variance groups are dropped, the iterations before the first
-  # drop, and how often groups are replaced.
   filter.drop_zero_variance = False
   filter.warmup_iterations = 0
   filter.max_refills = 2
   # Chain of selectors of rows and tokens: names in selectors.REGISTRY, or
   # module:function. (): an update trains on all rows. Options of selectors:
   filter.select = ()
-  filter.kept_episodes = 4  # best_and_worst: per group
-  filter.group_share = 0.25  # snr: share of the groups
-  # capo: bounds of the gain and of the KL of a token's own step. The paper's
-  # code has (0, 1e-2) and 1e-4 with GRPO. Large bounds only measure.
+  filter.kept_episodes = 4
+  filter.group_share = 0.25
   filter.gain_low = 0.0
   filter.gain_high = 1e-2
   filter.fisher_high = 1e-4
-  # d3s: rows are compared in the batch or in their group; share of rows, and of
-  # their tokens, in the first and in the last iteration (not published).
   filter.variance_scope = 'batch'
   filter.variance_rows = (0.25, 0.5)
   filter.variance_tokens = (0.2, 0.5)
-  # s_grpo: first tokens that are always trained on, and the probability of each
-  # later token (not published).
   filter.early_tokens = 8
   filter.token_probability = 0.5
-  # mismatch: unit, token | row | row_mean; bounds of learner / sampler.
   filter.mismatch_level = 'token'
   filter.mismatch_low = 0.5
   filter.mismatch_high = 2.0
@@ -289,82 +285,47 @@ def _filter_section() -> ml_collections.ConfigDict:
 
 
 def _algorithm_section() -> ml_collections.ConfigDict:
-  """Returns the options of all algorithms."""
+  """Returns the options of all algorithms; docs/methods.md explains them."""
   algorithm = ml_collections.ConfigDict()
   algorithm.name = DEFAULT_ALGORITHM
-  algorithm.discount = 0.95  # gamma; paper
-  algorithm.step_weight = 1.0  # omega; paper
-  # Weight of the episode advantage; 0 leaves the step advantage alone. None: 1,
-  # or 0 for algorithms whose paper has no episode advantage.
+  algorithm.discount = 0.95
+  algorithm.step_weight = 1.0
   algorithm.episode_weight = config_dict.placeholder(float)
-  algorithm.invalid_penalty = 0.1  # paper
-  # mean_std | mean | leave_one_out | mean_abs, for algorithms that compare
-  # within a group; rloo, dr_grpo and gdpo have fixed norms.
+  algorithm.invalid_penalty = 0.1
   algorithm.norm = 'mean_std'
-  algorithm.episode_stats = 'trajectories'  # | rows (code)
-  algorithm.penalty_scope = 'reward'  # | row (code)
-  algorithm.lone_episode = 'zero'  # | raw (code)
-  # observation (code) | observation_and_actions | state | similarity | turn |
-  # shuffled. state is the anchor by which the environment tells states apart
-  # best; shuffled permutes observations within a group, as a control.
+  algorithm.episode_stats = 'trajectories'
+  algorithm.penalty_scope = 'reward'
+  algorithm.lone_episode = 'zero'
   algorithm.anchor = 'observation'
-  # Lowest Ratcliff-Obershelp ratio of equal anchors, for similarity.
   algorithm.similarity_threshold = 0.9
-  # Number of earlier anchors that must also be equal.
   algorithm.anchor_history = 0
-  # hgpo: number of earlier anchors; exponent of the weight of level k,
-  # (k + 1) ** level_exponent.
   algorithm.history = 2
   algorithm.level_exponent = 1.0
-  # pgpo: largest weight of the differences of potentials (paper); exponent of
-  # the failure rate in that weight (paper); discount of the next potential
-  # (paper).
   algorithm.potential_weight = 1.0
   algorithm.failure_exponent = 2.0
   algorithm.potential_discount = 1.0
-  # gagpo: lambda of generalized advantage estimation over steps; not published.
   algorithm.step_lambda = 0.9
-  # ecpo: number of steps with the anchor's mean return that are added to those
-  # of an action (kappa, paper); number of steps of an anchor group at which its
-  # weight is tanh(1) = 0.76 (tau, not published).
   algorithm.prior_steps = 2.0
   algorithm.evidence_steps = 4.0
-  # graphgpo: discount per step that remains to success.
   algorithm.graph_discount = 0.1
-  # gdpo, igpo: components of the reward, from batch.COMPONENTS or the
-  # environment's metrics; weights of the components. (): 1 each.
   algorithm.components = ('reward', 'valid')
   algorithm.component_weights = ()
-  # ppo: unit of generalized advantage estimation, token | turn.
   algorithm.gae_level = 'token'
-  algorithm.gae_discount = 1.0  # paper
-  algorithm.gae_lambda = 1.0  # paper
+  algorithm.gae_discount = 1.0
+  algorithm.gae_lambda = 1.0
   algorithm.whiten_advantages = True
-  # a2fm: power of the success that a dear mode costs, and the success in the
-  # cheapest mode from which on a task is easy.
   algorithm.cost_power = 2.0
   algorithm.easy_rate = 0.5
-  # pass_at_k, polychromic, polychromic_vine: episodes of a set.
   algorithm.set_size = 2
-  # a_star_po: temperature of the best value, in reward units.
-  algorithm.value_temperature = 0.5  # code
-  # igpo: weight of the gains of the answer's probability.
+  algorithm.value_temperature = 0.5
   algorithm.gain_weight = 1.0
-  # risk_po: tasks of a bundle; weight of the lower tail; levels and rate of the
-  # tracked quantiles, the rate in reward units.
-  algorithm.bundle_tasks = 2  # code: 5
-  algorithm.tail_weight = 1.5  # code
-  algorithm.quantile_levels = (0.2, 0.8)  # code
-  algorithm.quantile_rate = 0.1  # code
-  # vineppo: episodes that are played from each state to estimate its value.
-  algorithm.continuations = 9  # paper
-  # arpo, polychromic_vine, tree_grpo: share of a group's episodes that are
-  # played from the start; the others branch from them (arpo: paper).
+  algorithm.bundle_tasks = 2
+  algorithm.tail_weight = 1.5
+  algorithm.quantile_levels = (0.2, 0.8)
+  algorithm.quantile_rate = 0.1
+  algorithm.continuations = 9
   algorithm.root_share = 0.5
-  # polychromic_vine: episodes that branch at each chosen turn.
   algorithm.branches_per_turn = 3
-  # arpo: probability of a branch at a turn without a change of entropy; weight
-  # of the change, per nat; first tokens of a turn whose entropy counts (code).
   algorithm.branch_probability = 0.5
   algorithm.branch_entropy_weight = 0.2
   algorithm.branch_tokens = 20
@@ -377,22 +338,16 @@ def _modulator_options(algorithm: ml_collections.ConfigDict) -> None:
   # Chain of modulators: names in modulators.REGISTRY, or module:function. ():
   # the algorithm's advantages. Options of modulators:
   algorithm.modulators = ()
-  algorithm.accuracy_temperature = 2.0  # dgpo; code
-  # adora: weight of groups whose successes are not longer (code); unit of
-  # length, turns | tokens.
+  algorithm.accuracy_temperature = 2.0
   algorithm.short_weight = 0.1
   algorithm.length_unit = 'turns'
-  # progrpo: alpha (not published); share of the least likely tokens (paper).
   algorithm.confidence_weight = 0.1
   algorithm.confidence_share = 0.2
-  # egpo: weight of the entropy; the bonus is at most |A| over the bound.
   algorithm.entropy_bonus = 0.4
   algorithm.entropy_bound = 2.0
-  # empg: k, k' and zeta (not found).
   algorithm.confidence_rate = 1.0
   algorithm.clarity_rate = 1.0
   algorithm.clarity_weight = 0.1
-  # dcpo: target entropy in nats (code); largest distance from it that counts.
   algorithm.target_entropy = 0.5
   algorithm.target_limit = 0.1
 
@@ -410,55 +365,33 @@ def _critic_section() -> ml_collections.ConfigDict:
 
 
 def _loss_section() -> ml_collections.ConfigDict:
-  """Returns the options of the loss."""
+  """Returns the options of the loss; docs/methods.md explains them."""
   loss = ml_collections.ConfigDict()
   # A name in losses.REGISTRY, or module:function of an importable module.
   loss.name = 'policy_gradient'
-  # row_regression: weight of a row's log-ratio; to which policy it is:
-  # reference, or old, the policy before the iteration's first update.
-  loss.log_ratio_weight = 1e-3  # code
+  loss.log_ratio_weight = 1e-3
   loss.log_ratio_to = 'reference'
-  # clipped: PPO's clipped surrogate; cispo: clipped ratios as constant weights.
   loss.surrogate = 'clipped'
-  # token: one ratio per token; row: their geometric mean per row (GSPO).
   loss.ratio_level = 'token'
-  loss.clip_epsilon = 0.2  # code
-  # Upper clipping bound ("clip-higher", e.g. 0.28). None: clip_epsilon.
+  loss.clip_epsilon = 0.2
   loss.clip_epsilon_high = config_dict.placeholder(float)
-  # Bound of the ratio for negative advantages, e.g. 3.0. None: off (paper).
   loss.dual_clip = config_dict.placeholder(float)
-  loss.kl_weight = 0.01  # beta; paper. 0: no KL term
-  loss.kl_estimator = 'k3'  # | k2 | abs
-  # Target of the mean KL per token, to which the weight of the KL in the loss,
-  # or in the reward, adapts over kl_horizon rows. None: a constant weight.
+  loss.kl_weight = 0.01
+  loss.kl_estimator = 'k3'
   loss.kl_target = config_dict.placeholder(float)
   loss.kl_horizon = 10_000
-  # Largest KL estimate of a token; above it, the KL has no gradient. The
-  # released code has 10.0. None: off (paper).
   loss.kl_clamp = config_dict.placeholder(float)
-  loss.entropy_weight = 0.001  # code
-  # EPO: weight, relative to entropy_weight, of the entropy outside a band. 0:
-  # off. The bounds are shares of the mean entropy of earlier iterations. In
-  # iteration k of K the weight is multiplied by 1 + exp(-decay k / (K / 2)).
+  loss.entropy_weight = 0.001
   loss.entropy_band = ml_collections.ConfigDict()
   loss.entropy_band.weight = 0.0
   loss.entropy_band.low = 0.8
   loss.entropy_band.high = 1.2
   loss.entropy_band.decay = 1.0
-  # token_mean | sequence_mean | sequence_sum | fixed_length
   loss.aggregation = 'token_mean'
-  # learner: recomputed before the first update. sampler: as sampled, which is
-  # cheaper, but the last bits depend on the scheduling of requests. auto: the
-  # sampler's in iterations in which they differ from the learner's, on one
-  # microbatch, by at most max_log_prob_gap nats per token on average.
   loss.old_log_probs = 'learner'
-  loss.max_log_prob_gap = 0.01  # a twentieth of clip_epsilon
-  # Largest weight of truncated importance sampling, which corrects for the
-  # sampler's arithmetic and for rollout.carry_over, e.g. 2.0; needs
-  # old_log_probs=learner, or auto: then the weights are 1 where the sampler's
-  # are used. None: off.
+  loss.max_log_prob_gap = 0.01
   loss.tis_clip = config_dict.placeholder(float)
-  loss.tis_level = 'token'  # | row: the product over a row's tokens
+  loss.tis_level = 'token'
   return loss
 
 

@@ -32,7 +32,17 @@ _SHUFFLING = 1_634_624_371
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """Options of anchors, in `config.algorithm`; see configs/base.py."""
+  """Options of anchors, for all algorithms.
+
+  Attributes:
+    anchor: observation (released code), observation_and_actions, state,
+      similarity, turn or shuffled. state is the anchor by which the environment
+      tells states apart best; shuffled permutes observations within a group, as
+      a control.
+    similarity_threshold: lowest Ratcliff-Obershelp ratio of equal anchors, for
+      similarity.
+    anchor_history: number of earlier anchors that must also be equal.
+  """
 
   anchor: str = options.choice('observation', ANCHORS)
   similarity_threshold: float = options.number(0.9, low=0, high=1)

@@ -214,7 +214,7 @@ def _problems(path: str, values: Mapping[str, object]) -> list[str]:
   """Returns the problems of the values that a dataclass of options has."""
   module, _, name = path.partition(':')
   options_class = getattr(importlib.import_module(module), name)
-  known = options.names(options_class)
+  known = options.defaults(options_class)
   try:
     options_class(**{k: v for k, v in values.items() if k in known})
   except ValueError as error:
@@ -292,10 +292,7 @@ def _ignored_options(
 ) -> Iterator[str]:
   """Yields options that are set but have no effect."""
   name = config.algorithm.name
-  own = {
-    *algorithms.defaults(algorithm),
-    *modulators.FAMILY.options(),
-  }
+  own = {*options.defaults(algorithm), *modulators.FAMILY.options()}
   for field, value, default in config_fields.non_default(
     config,
     [
@@ -306,8 +303,8 @@ def _ignored_options(
   ):
     yield f'{field}={value}: {name} has no such option; must be {default}'
   if not algorithm.needs_values:
-    options = [f'critic.{option}' for option in config.critic]
-    for field, value, default in config_fields.non_default(config, options):
+    fields = [f'critic.{option}' for option in config.critic]
+    for field, value, default in config_fields.non_default(config, fields):
       yield f'{field}={value}: {name} has no critic; must be {default}'
   yield from config_fields.unmet(config, refused)
 

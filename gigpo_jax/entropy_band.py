@@ -16,7 +16,7 @@ COLUMNS = ('entropy_low', 'entropy_high', 'entropy_band_weight')
 
 @dataclasses.dataclass(frozen=True)
 class EntropyBand:
-  """The entropy penalty of EPO (arXiv:2509.22576): `config.loss.entropy_band`.
+  """The entropy penalty of EPO (arXiv:2509.22576).
 
   In iteration k of K, the loss of a token with entropy H increases by
   `losses.PolicyGradient.entropy_weight` times
@@ -31,8 +31,9 @@ class EntropyBand:
   penalty is a constant without a gradient.
 
   Attributes:
-    weight: weight of the penalty; 0 disables it.
-    low: lower end of the band, as a share of m.
+    weight: weight of the penalty, relative to `entropy_weight`; 0 disables it.
+    low: lower end of the band, as a share of the mean entropy m of earlier
+      iterations.
     high: upper end of the band, as a share of m.
     decay: rate at which the weight decays over the run.
   """

@@ -93,8 +93,9 @@ class Control:
   is positive for any number of rows.
 
   Attributes:
-    kl_target: target, in nats per token; None keeps the weight.
-    kl_horizon: horizon, in rows.
+    kl_target: target of the mean KL, in nats per token, to which the weight of
+      the KL in the loss, or in the reward, adapts. None: a constant weight.
+    kl_horizon: horizon of the adaptation, in rows.
   """
 
   kl_target: float | None = options.number(None, above=0, note='None is off')

@@ -64,7 +64,25 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class LossOptions:
-  """Options of any loss, in `config.loss`; see configs/base.py."""
+  """Options of all losses.
+
+  Attributes:
+    aggregation: token_mean, sequence_mean, sequence_sum or fixed_length; see
+      `losses.row_weights`.
+    old_log_probs: learner recomputes them before the first update. sampler has
+      them as sampled, which is cheaper, but the last bits depend on the
+      scheduling of requests. auto has the sampler's in iterations in which they
+      differ from the learner's, on one microbatch, by at most
+      `max_log_prob_gap`.
+    max_log_prob_gap: largest mean difference for auto, in nats per token; a
+      twentieth of `clip_epsilon`.
+    tis_clip: largest weight of truncated importance sampling, such as 2, which
+      corrects for the sampler's arithmetic and for `rollout.carry_over`. Needs
+      old_log_probs=learner, or auto: then the weights are 1 where the sampler's
+      are used. None: off.
+    tis_level: unit of these weights: token, or row for the product over a row's
+      tokens.
+  """
 
   aggregation: str = options.choice('token_mean', losses.AGGREGATIONS)
   old_log_probs: str = options.choice('learner', ('learner', 'sampler', 'auto'))

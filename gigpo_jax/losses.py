@@ -166,7 +166,7 @@ def row_means(
 
 @dataclasses.dataclass(frozen=True)
 class PolicyGradient:
-  """The loss of GiGPO (arXiv:2505.10978, Eq. 9) and GRPO: `config.loss`.
+  """`policy_gradient`, the loss of GiGPO (arXiv:2505.10978, Eq. 9) and GRPO.
 
   Surrogate + kl_weight * KL - entropy_weight * (entropy - penalty of the
   entropy band).
@@ -181,16 +181,23 @@ class PolicyGradient:
   Differs from the paper: adds an entropy bonus, as the authors' code does.
 
   Attributes:
-    surrogate: `clipped_surrogate`, or `cispo`.
-    ratio_level: one of RATIO_LEVELS.
-    clip_epsilon: see `clipped_surrogate`.
-    clip_epsilon_high: see `clipped_surrogate`.
-    dual_clip: see `clipped_surrogate`.
-    kl_weight: beta; 0 disables the KL term and needs no reference policy.
-    kl_estimator: one of `kl.ESTIMATORS`.
-    kl_clamp: see `kl.estimate`.
-    kl_target: not None if `kl.Control` scales the KL term.
-    entropy_weight: weight of the entropy bonus; 0 disables it.
+    surrogate: clipped is PPO's clipped surrogate; cispo has clipped ratios as
+      constant weights.
+    ratio_level: token has one ratio per token; row has their geometric mean per
+      row (GSPO).
+    clip_epsilon: clipping bound of ratios; 0.2 in the released code.
+    clip_epsilon_high: upper clipping bound ("clip-higher", such as 0.28). None:
+      `clip_epsilon`.
+    dual_clip: bound of the ratio for negative advantages, such as 3. None: off,
+      as in the paper.
+    kl_weight: beta, the weight of the KL, 0.01 in the paper; 0 disables the KL
+      term and needs no reference policy.
+    kl_estimator: k3, k2 or abs; see `gigpo_jax/kl.py`.
+    kl_clamp: largest KL estimate of a token, above which the KL has no
+      gradient; 10 in the released code. None: off, as in the paper.
+    kl_target: not None if `kl.Control` adapts the weight of the KL.
+    entropy_weight: weight of the entropy bonus, 0.001 in the released code; 0
+      disables it.
     entropy_band: penalty on entropy outside a band; see `EntropyBand`.
   """
 
@@ -428,7 +435,7 @@ def make(name: str = 'policy_gradient', **values: Any) -> token_batch.Loss:
   factory = _import(name)
   if not isinstance(factory, type):
     return FunctionLoss(factory)
-  known = options.names(factory)
+  known = options.defaults(factory)
   chosen = {k: v for k, v in values.items() if k in known}
   for option, value in chosen.items():
     if isinstance(value, Mapping):  # A group of options.
@@ -448,7 +455,7 @@ def options_of(name: str) -> set[str]:
   Raises:
     ValueError: in one line, if the name is unknown.
   """
-  return set(options.names(_import(name)))
+  return set(options.defaults(_import(name)))
 
 
 def all_options() -> set[str]:

@@ -120,11 +120,11 @@ def field(
   return dataclasses.field(default=default, metadata=metadata, **kwargs)
 
 
-def names(factory: Any) -> tuple[str, ...]:
-  """Returns the names of a dataclass's options; () if it is no dataclass."""
+def defaults(factory: Any) -> dict[str, Any]:
+  """Returns a dataclass's options and defaults; {} if it is no dataclass."""
   if not dataclasses.is_dataclass(factory):
-    return ()
-  return tuple(f.name for f in dataclasses.fields(factory) if f.init)
+    return {}
+  return {f.name: f.default for f in dataclasses.fields(factory) if f.init}
 
 
 def of_section(options: type[_T], section: Mapping[str, Any]) -> _T:

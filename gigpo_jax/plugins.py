@@ -90,14 +90,15 @@ class Family:
     chain = []
     for name in names:
       factory = self._find(name)
-      known = options_lib.names(factory)
+      known = options_lib.defaults(factory)
       chain.append(factory(**{k: values[k] for k in known if k in values}))
     return tuple(chain)
 
   def options(self, names: Sequence[str] | None = None) -> set[str]:
     """Returns the names of all options of plug-ins; None: of all known ones."""
     names = self.registry if names is None else names
-    return {o for name in names for o in options_lib.names(self._find(name))}
+    factories = map(self._find, names)
+    return {o for f in factories for o in options_lib.defaults(f)}
 
   def problems(self, values: Mapping[str, Any]) -> Iterator[str]:
     """Yields a line for each option of a known plug-in with a wrong value."""

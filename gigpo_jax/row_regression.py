@@ -28,14 +28,15 @@ from gigpo_jax import kl, losses, options, token_batch
 
 @dataclasses.dataclass(frozen=True)
 class RowRegression:
-  """(weight * sum of log(pi / other) over the row - A)^2, for each row.
+  """`row_regression`: (weight * sum of log(pi / other) of a row - A)^2.
 
   Every token of a row has the row's loss, so that with
   loss.aggregation=sequence_mean the loss of an update is the mean over rows. A
   row's advantage is the mean over its tokens.
 
   Attributes:
-    log_ratio_weight: beta; 1e-3 in the released code of A*-PO.
+    log_ratio_weight: weight of a row's log-ratio; 1e-3 in the released code of
+      A*-PO.
     log_ratio_to: the other policy: reference, or old, the policy before the
       iteration's first update.
   """

@@ -12,6 +12,8 @@ from jaxtyping import Bool, Float, Int
 from gigpo_jax import batch
 
 _EPSILON = 1e-6  # Added to standard deviations.
+# Returns are equal up to this, absolute or relative; as in `group_filter`.
+_EQUAL_WITHIN = 1e-9
 
 
 class Episodes(NamedTuple):
@@ -62,7 +64,7 @@ class Episodes(NamedTuple):
     high = -low
     np.minimum.at(low, self.groups, self.returns)
     np.maximum.at(high, self.groups, self.returns)
-    return ~np.isclose(low, high, rtol=1e-9, atol=0)
+    return ~np.isclose(low, high, rtol=_EQUAL_WITHIN, atol=_EQUAL_WITHIN)
 
   def to_rows(self, values: np.ndarray, fill: float = 0) -> np.ndarray:
     """Returns each row's value, given one per episode; `fill` for padding."""

@@ -39,6 +39,35 @@ def test_every_method_has_a_formula_and_a_test(title: str):
     assert re.search(rf'\b{name}\b', tests), name
 
 
+def test_docstrings_explain_options():
+  class Base:
+    """One line.
+
+    Attributes:
+      first: of the base.
+      second: of the base.
+    """
+
+  class Derived(Base):
+    """One line.
+
+    A paragraph.
+
+    Attributes:
+      second: of the class,
+        in two lines.
+      third: last.
+
+    Another paragraph: not an attribute.
+    """
+
+  assert method_table.explanations(Derived) == {
+    'first': 'of the base.',
+    'second': 'of the class, in two lines.',
+    'third': 'last.',
+  }
+
+
 def test_measured_rows_come_from_the_results(tmp_path, monkeypatch):
   folder = tmp_path / 'docs' / 'results'
   folder.mkdir(parents=True)

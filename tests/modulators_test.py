@@ -141,6 +141,15 @@ def test_dgpo_by_hand():
   np.testing.assert_allclose(actual[:8], [8 / 6] * 6 + [1] * 2)
 
 
+def test_sums_that_cancel_are_equal():
+  rows = algorithm_rows.golden_rows()
+  # Group 0 has the returns .1 + .2 - .3 = 5.6e-17 and 0, and so no signal.
+  rows.rewards[:8] = [0.1, 0.2, -0.3, 0, 0, 0, 0, 10]
+  rows.groups[6:8], rows.episodes[7] = 1, 3
+  actual = dgpo.Modulator()(np.ones(10), rows, plugins.Signals())
+  np.testing.assert_allclose(actual[:8], [1] * 6 + [8 / 2] * 2)
+
+
 @pytest.mark.parametrize(
   ('right', 'wrong', 'weight'),
   [((5, 9), (6, 7), 1.0), ((5,), (6, 7), 0.1), ((), (3,), 0.1), ((3,), (), 1)],

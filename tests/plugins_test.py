@@ -10,7 +10,7 @@ import pytest
 
 import envs
 from configs import base, variants
-from gigpo_jax import algorithms, modulators, plugins, selectors
+from gigpo_jax import algorithms, modulators, options, plugins, selectors
 from gigpo_jax import config as config_lib
 from gigpo_jax.run import config_fields
 
@@ -134,12 +134,12 @@ def test_configs_list_the_defaults_of_options(section: str, path: str):
 
 
 def test_configs_list_the_defaults_of_algorithms():
-  options = base.get_config().algorithm
+  values = base.get_config().algorithm
   for name in algorithms.REGISTRY:
-    for option, default in algorithms.defaults(
+    for option, default in options.defaults(
       variants._algorithm(name).Algorithm
     ).items():
-      assert options[option] == default, (name, option)
+      assert values[option] == default, (name, option)
 
 
 @pytest.mark.parametrize('family', FAMILIES, ids=lambda family: family.field)
@@ -155,5 +155,5 @@ def test_configs_list_the_defaults_of_plugins(family: plugins.Family):
   others = set()
   if section == 'algorithm':
     modules = map(variants._algorithm, algorithms.REGISTRY)
-    others = {o for m in modules for o in algorithms.defaults(m.Algorithm)}
+    others = {o for m in modules for o in options.defaults(m.Algorithm)}
   assert not others & set(owners)

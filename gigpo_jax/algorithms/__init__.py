@@ -13,7 +13,6 @@ another project. A module may also define
       algorithm does not support.
 """
 
-import dataclasses
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, Protocol
@@ -146,7 +145,7 @@ def make(name: str, **options: object) -> Algorithm:
     )
   for old, new in _OLD_METHODS.items():
     _accept_old_method(module.Algorithm, old, new)
-  known = defaults(module.Algorithm)
+  known = options_lib.defaults(module.Algorithm)
   return module.Algorithm(**{k: v for k, v in options.items() if k in known})
 
 
@@ -245,12 +244,6 @@ def problems(values: Mapping[str, object]) -> Iterator[str]:
     known = dict.fromkeys(options_lib.problems(algorithm, values))
     lines.update(known)
   yield from lines
-
-
-def defaults(algorithm: type[Algorithm] | Algorithm) -> dict[str, object]:
-  """Returns an algorithm's options and their default values."""
-  fields = dataclasses.fields(algorithm)
-  return {field.name: field.default for field in fields if field.init}
 
 
 def old_method(old: str, new: str) -> Callable:

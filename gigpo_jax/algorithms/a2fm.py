@@ -66,7 +66,8 @@ class Algorithm:
   """A = z(success * valid * (1 - p^alpha if an easy task was costly)).
 
   Attributes:
-    cost_power: alpha.
+    cost_power: alpha, the power of the success in the cheapest mode that a
+      dearer mode costs on an easy task; 2 in the paper.
     easy_rate: share of successes in the cheapest mode from which on a task is
       easy.
   """

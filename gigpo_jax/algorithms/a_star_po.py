@@ -1,8 +1,8 @@
 """A*-PO (arXiv:2505.20686): the advantage over the best regularized policy.
 
-With a penalty beta_1 KL(pi || ref) on the reward, the best policy has the value
+With a penalty beta KL(pi || ref) on the reward, the best policy has the value
 
-    V* = beta_1 log mean exp(E / beta_1)                      (Eq. 3)
+    V* = beta log mean exp(E / beta)                          (Eq. 3)
 
 at the start of a task, where the mean is over episodes of the reference policy
 and E is the undiscounted sum of an episode's rewards, minus a penalty for each
@@ -43,7 +43,8 @@ class Algorithm:
   """A = E - beta log mean exp(E / beta) of the group.
 
   Attributes:
-    value_temperature: beta_1, in reward units; 0.5 in the released code.
+    value_temperature: beta, the temperature of the best value, in reward units;
+      0.5 in the released code.
     invalid_penalty: subtracted from the reward of an invalid response.
   """
 

@@ -38,11 +38,14 @@ class Algorithm(grpo.Algorithm):
   """GRPO; branches where u - w (H_t - H_0) <= p; mean A of shared turns.
 
   Attributes:
-    root_share: share of a group's episodes that are roots; 8 of 16 in the
-      paper.
-    branch_probability: p.
-    branch_entropy_weight: w, per nat.
-    branch_tokens: number of first tokens of a turn whose entropy counts.
+    root_share: share of a group's episodes that are played from the start; the
+      others branch from them; 8 of 16 in the paper.
+    branch_probability: p, the probability of a branch at a turn without a
+      change of entropy; 0.5 in the released code.
+    branch_entropy_weight: w, the weight of the change of entropy, per nat; 0.2
+      in the released code.
+    branch_tokens: number of first tokens of a turn whose entropy counts; 20 in
+      the released code.
   """
 
   root_share: float = options.number(0.5, above=0, high=1, note='1 is GRPO')

@@ -34,8 +34,10 @@ class Algorithm(gigpo.Algorithm):
   """A = A_E + step_weight rho A_a.
 
   Attributes:
-    prior_steps: kappa.
-    evidence_steps: tau.
+    prior_steps: kappa, the number of steps with the anchor's mean return that
+      are added to those of an action; 2 in the paper.
+    evidence_steps: tau, the number of steps of an anchor group at which its
+      weight is tanh(1) = 0.76; not published.
   """
 
   prior_steps: float = options.number(2.0, low=0)

@@ -33,7 +33,8 @@ class Algorithm(gigpo.Algorithm):
   reports lower success with the episode advantage A_E.
 
   Attributes:
-    step_lambda: lambda, in [0, 1]; 0 gives one-step differences.
+    step_lambda: lambda of the estimation over steps; 0 gives one-step
+      differences; not published.
   """
 
   default_episode_weight: ClassVar[float] = 0.0

@@ -47,7 +47,8 @@ class Algorithm:
   k-th reward component.
 
   Attributes:
-    components: names of the components; see `batch.from_trajectories`.
+    components: names of the components, from `batch.COMPONENTS` or the
+      environment's metrics.
     component_weights: w; () gives each component the weight 1.
   """
 

@@ -40,13 +40,15 @@ class Algorithm:
     needs_values: whether the algorithm needs a critic.
     needs_group: whether it compares episodes, and needs two per group.
     default_episode_weight: weight of A_E if the option is not set.
-    discount: gamma per step; for G only.
-    step_weight: omega.
-    episode_weight: weight of A_E; None for `default_episode_weight`.
-    invalid_penalty: subtracted from the reward of an invalid response.
-    norm: mean_std as above; mean does not divide; leave_one_out compares with
-      the mean of the other entries, without dividing; mean_abs divides by the
-      mean absolute deviation.
+    discount: gamma per step, for G only; 0.95 in the paper.
+    step_weight: omega, the weight of A_S; 1 in the paper.
+    episode_weight: weight of A_E; 0 leaves A_S alone. None: 1, or 0 for
+      algorithms whose paper has no episode advantage.
+    invalid_penalty: subtracted from the reward of an invalid response; 0.1 in
+      the paper.
+    norm: mean_std divides by the standard deviation; mean does not divide;
+      leave_one_out compares with the mean of the other entries, without
+      dividing; mean_abs divides by the mean absolute deviation.
     episode_stats: whether mean and deviation of E have one entry per episode
       (trajectories) or per row (rows, the authors' code).
     penalty_scope: whether the penalty changes the reward, or E and G of that

@@ -36,7 +36,8 @@ class Algorithm(gigpo.Algorithm):
   success, d is one more than the group's largest finite distance.
 
   Attributes:
-    graph_discount: discount per step of distance, in [0, 1].
+    graph_discount: discount per step that remains to success; 0.1 in
+      the released code.
   """
 
   graph_discount: float = options.number(0.1, low=0, high=1)

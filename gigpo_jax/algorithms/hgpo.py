@@ -44,7 +44,8 @@ class Algorithm(gigpo.Algorithm):
 
   Attributes:
     history: K, the number of preceding anchors to compare.
-    level_exponent: alpha.
+    level_exponent: alpha, the exponent of the weight of level k,
+      (k + 1)^alpha; 1 in the paper.
   """
 
   default_episode_weight: ClassVar[float] = 0.0

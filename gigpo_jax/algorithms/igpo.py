@@ -52,8 +52,9 @@ class Algorithm:
 
   Attributes:
     discount: discount per turn; 1 in the released code.
-    gain_weight: weight of the gains.
-    components: names of the components; () uses E. See `gdpo`.
+    gain_weight: weight of the gains of the answer's probability.
+    components: names of the components of the last turn's reward, as in `gdpo`;
+      () uses E.
     component_weights: w; () gives each component the weight 1.
     invalid_penalty: subtracted from the reward of an invalid response.
   """

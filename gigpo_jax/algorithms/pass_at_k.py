@@ -39,7 +39,7 @@ class Algorithm:
   """A = mean over sets of k episodes of (any success - mean) / std.
 
   Attributes:
-    set_size: k.
+    set_size: k, the episodes of a set.
   """
 
   needs_values: ClassVar[bool] = False

@@ -35,9 +35,12 @@ class Algorithm(gigpo.Algorithm):
   The paper reports lower success with the episode advantage A_E.
 
   Attributes:
-    potential_weight: beta, the weight w of A_phi if no episode succeeds.
-    failure_exponent: alpha, the exponent of the failure rate in w.
-    potential_discount: gamma of the difference of potentials.
+    potential_weight: beta, the weight w of A_phi if no episode succeeds; 1 in
+      the paper.
+    failure_exponent: alpha, the exponent of the failure rate in w; 2 in the
+      paper.
+    potential_discount: gamma, the discount of the next potential; 1 in the
+      paper.
   """
 
   default_episode_weight: ClassVar[float] = 0.0

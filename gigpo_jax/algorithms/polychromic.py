@@ -47,7 +47,7 @@ class Algorithm:
   """A = mean of mean(E) * distinct / k over the sets with it - over all sets.
 
   Attributes:
-    set_size: k.
+    set_size: k, the episodes of a set.
     invalid_penalty: subtracted from the reward of an invalid response.
   """
 

@@ -48,8 +48,10 @@ class Algorithm(polychromic.Algorithm):
   """A of `polychromic` at the last state with several vines.
 
   Attributes:
-    root_share: share of a group's episodes that are roots.
-    branches_per_turn: vines of a state.
+    root_share: share of a group's episodes that are played from the start; the
+      others branch from them.
+    branches_per_turn: vines of a state, the episodes that branch at each chosen
+      turn.
   """
 
   root_share: float = options.number(

@@ -46,9 +46,9 @@ class Algorithm:
   V' and A' are those of the next unit. Episodes of a group are not compared.
 
   Attributes:
-    gae_level: one of LEVELS.
-    gae_discount: discount per unit.
-    gae_lambda: lambda; 1 gives the return minus the value.
+    gae_level: unit of the estimation, token or turn.
+    gae_discount: discount per unit; 1 in the paper.
+    gae_lambda: lambda; 1, as in the paper, gives the return minus the value.
     whiten_advantages: whether to normalise advantages to mean 0 and standard
       deviation 1 over the tokens of the batch, as most implementations do.
     invalid_penalty: subtracted from the reward of an invalid turn.

@@ -25,7 +25,7 @@ class Algorithm:
 
   Attributes:
     baseline: b; 'none' for 0, or 'group' for the mean of a group's episodes.
-    invalid_penalty: as for `advantages.gigpo`.
+    invalid_penalty: subtracted from the reward of an invalid response.
   """
 
   needs_values: ClassVar[bool] = False

@@ -49,9 +49,11 @@ class Algorithm:
 
   Attributes:
     bundle_tasks: tasks of a bundle; 5 in the released code.
-    tail_weight: w.
-    quantile_levels: a_lo and a_hi.
-    quantile_rate: rate of the quantiles, in reward units.
+    tail_weight: w, the weight of the lower tail; 1.5 in the released code.
+    quantile_levels: a_lo and a_hi, the levels of the tracked quantiles; as in
+      the released code.
+    quantile_rate: rate of the quantiles, in reward units; 0.1 in the released
+      code.
     invalid_penalty: subtracted from the reward of an invalid response.
   """
 

@@ -28,7 +28,8 @@ class Algorithm:
   """A = z(E) in the tree + z(E) in the group; branches at random.
 
   Attributes:
-    root_share: share of a group's episodes that are roots.
+    root_share: share of a group's episodes that are played from the start; the
+      others branch from them.
     invalid_penalty: subtracted from the reward of an invalid response.
   """
 

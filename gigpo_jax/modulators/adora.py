@@ -24,8 +24,9 @@ class Modulator:
   """A w, w = 1 if max length(right) > mean length(wrong), else 0.1.
 
   Attributes:
-    short_weight: weight of a group whose successful episodes are not longer.
-    length_unit: one of UNITS.
+    short_weight: weight of a group whose successful episodes are not longer;
+      0.1 in the released code.
+    length_unit: unit of length, turns or tokens.
   """
 
   needs: ClassVar[tuple[str, ...]] = ()

@@ -30,8 +30,9 @@ class Modulator:
   """(1 - alpha) A + alpha [success] exp(l_T - l) per token.
 
   Attributes:
-    target_entropy: the target of H, in nats.
-    target_limit: the largest distance that counts.
+    target_entropy: the target of H, in nats; 0.5 in the released code.
+    target_limit: the largest distance of H from its target that counts; 0.1 in
+      the released code.
   """
 
   needs: ClassVar[tuple[str, ...]] = ('log_probs', 'entropies', _WARM, _COOL)

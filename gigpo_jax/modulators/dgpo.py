@@ -26,7 +26,8 @@ class Modulator:
   """A w, w = tokens / tokens with a signal * n softmax(-success / T).
 
   Attributes:
-    accuracy_temperature: T.
+    accuracy_temperature: T, the temperature of the softmax over groups; 2 in
+      the released code.
   """
 
   needs: ClassVar[tuple[str, ...]] = ()

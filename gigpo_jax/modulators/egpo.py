@@ -22,7 +22,7 @@ class Modulator:
 
   Attributes:
     entropy_bonus: weight of the entropy.
-    entropy_bound: the bonus is at most |A| over this.
+    entropy_bound: bound; the bonus is at most |A| over it.
   """
 
   needs: ClassVar[tuple[str, ...]] = ('entropies',)

@@ -25,9 +25,9 @@ class Modulator:
   """A exp(-k H) / mean + zeta exp(-k' H of the next step), centred.
 
   Attributes:
-    confidence_rate: k.
-    clarity_rate: k'.
-    clarity_weight: zeta.
+    confidence_rate: k, the rate of the factor of A; not published.
+    clarity_rate: k', the rate of the bonus; not published.
+    clarity_weight: zeta, the weight of the bonus; not published.
   """
 
   needs: ClassVar[tuple[str, ...]] = ('entropies',)

@@ -22,8 +22,9 @@ class Modulator:
   """A + alpha (c(q) - c(o)) if an episode of the group succeeds, else A.
 
   Attributes:
-    confidence_weight: alpha.
-    confidence_share: share of the least likely tokens.
+    confidence_weight: alpha; not published.
+    confidence_share: share of the least likely tokens, whose mean is c; 0.2 in
+      the paper.
   """
 
   needs: ClassVar[tuple[str, ...]] = ('log_probs', 'prompt_log_probs')

@@ -43,9 +43,11 @@ class Selector:
   """Keeps low <= g.D + D.H.D / 2 <= high, D.F.D / 2 <= f.
 
   Attributes:
-    gain_low: smallest m_H; a negative level is for symmetric bounds.
-    gain_high: largest m_H, in units of the advantage.
-    fisher_high: f, the largest m_F, in nats.
+    gain_low: low, the smallest gain m_H of a token's own step; a negative level
+      is for symmetric bounds.
+    gain_high: high, the largest gain, in units of the advantage. Large bounds
+      only measure.
+    fisher_high: f, the largest m_F, the KL of a token's own step, in nats.
   """
 
   needs: ClassVar[tuple[str, ...]] = (

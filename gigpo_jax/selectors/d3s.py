@@ -32,9 +32,10 @@ class Selector:
   """Keeps the subset with the largest variance of A, then large |A| H.
 
   Attributes:
-    variance_scope: rows are compared in the batch or within their group.
-    variance_rows: share of the rows, rounded up, at the start and at the end.
-    variance_tokens: share of these rows' tokens, likewise.
+    variance_scope: batch or group, in which rows are compared.
+    variance_rows: share of the rows, rounded up, in the first and in the last
+      iteration; not published.
+    variance_tokens: share of these rows' tokens, likewise; not published.
   """
 
   needs: ClassVar[tuple[str, ...]] = ('entropies',)

@@ -32,10 +32,10 @@ class Selector:
   """Keeps low <= pi_learner / pi_sampler <= high.
 
   Attributes:
-    mismatch_level: token; row for the product of a row's ratios; row_mean for
-      their geometric mean.
-    mismatch_low: low.
-    mismatch_high: high.
+    mismatch_level: unit that is kept: token; row, by the product of its
+      tokens' ratios; or row_mean, by their geometric mean.
+    mismatch_low: low, the smallest kept ratio.
+    mismatch_high: high, the largest kept ratio.
   """
 
   needs: ClassVar[tuple[str, ...]] = ('log_probs',)

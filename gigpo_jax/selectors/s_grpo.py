@@ -20,8 +20,8 @@ class Selector:
   """Keeps the first tokens, and each later one with a probability.
 
   Attributes:
-    early_tokens: number of first tokens that are always kept.
-    token_probability: probability of each later token.
+    early_tokens: number of first tokens that are always kept; not published.
+    token_probability: probability of each later token; not published.
   """
 
   needs: ClassVar[tuple[str, ...]] = ()

@@ -1,9 +1,9 @@
 """The table of methods and options: docs/methods.md.
 
 Algorithms, modulators and selectors are read from their registries: the first
-line of a module's docstring has the paper, that of its class the formula.
-Results are read from docs/results. `python -m gigpo_jax.algorithms` prints the
-page.
+line of a module's docstring has the paper, that of its class the formula. The
+section `Attributes` of the class explains its options. Results are read from
+docs/results. `python -m gigpo_jax.algorithms` prints the page.
 """
 
 import csv
@@ -11,14 +11,16 @@ import dataclasses
 import importlib
 import inspect
 import pathlib
+import pkgutil
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from gigpo_jax import algorithms, modulators, selectors
+from gigpo_jax import algorithms, modulators, options, selectors
+from gigpo_jax import config as config_lib
 from gigpo_jax.tools import plots
 
 PROJECT = pathlib.Path(__file__).parents[2]
@@ -34,30 +36,42 @@ class Family:
   Attributes:
     registry: module of each plug-in, by name.
     class_name: the class whose docstring has the formula.
+    section: section of the config that has their options.
     text: what the page says about all of them.
   """
 
   registry: Mapping[str, str]
   class_name: str
+  section: str
   text: str
+
+  def plugins(self) -> dict[str, type]:
+    """Returns the class of each plug-in, by name."""
+    return {
+      name: pkgutil.resolve_name(f'{module}:{self.class_name}')
+      for name, module in self.registry.items()
+    }
 
 
 FAMILIES = {
   'Algorithms': Family(
     algorithms.REGISTRY,
     'Algorithm',
+    'algorithm',
     'At most one, with its options in `algorithm`. Files: '
     '`gigpo_jax/algorithms/NAME.py`; golden values: `tests/algorithms_test.py`',
   ),
   'Modulators': Family(
     modulators.REGISTRY,
     'Modulator',
+    'algorithm',
     'A chain, `algorithm.modulators`, with options in `algorithm`. Files: '
     '`gigpo_jax/modulators/NAME.py`; golden values: `tests/modulators_test.py`',
   ),
   'Selectors': Family(
     selectors.REGISTRY,
     'Selector',
+    'filter',
     'A chain, `filter.select`, with options in `filter`. Files: '
     '`gigpo_jax/selectors/NAME.py`; golden values: `tests/selectors_test.py`',
   ),
@@ -73,6 +87,12 @@ class Option(NamedTuple):
   cost: str = 'none'
 
 
+# Title: sections of the config whose own options the page explains.
+_SECTIONS = {
+  'Algorithms': ('algorithm',),
+  'Loss': ('loss', 'loss.entropy_band'),
+  'Tasks, groups and evaluation': ('filter',),
+}
 _REFERENCE = 'reference pass'
 # Title: (files and golden values, options).
 OPTIONS = {
@@ -250,6 +270,8 @@ _INTRODUCTION = (
   'Symbols: E return of an episode, G discounted return from a step, A_E and '
   'A_S episode and step advantage, H entropy, p share of successes, sg no '
   'gradient. The docstrings define the others.',
+  'The lists of options show their defaults. `--config.FIELD=VALUE` sets an '
+  'option.',
   'Of ST-PPO (2511.20718), only the ratios of turns are there, as '
   '`loss.ratio_level=row`. Its clipping-triggered normalisation divides the '
   'gradient by the norm of a term of the clipped tokens. The equations could '
@@ -262,29 +284,95 @@ def page() -> str:
   parts = ['# Methods', *map(_paragraph, _INTRODUCTION)]
   columns = ['config', 'paper', 'formula', 'cost', *_EXPERIMENTS.values()]
   for title, family in FAMILIES.items():
-    rows = [_plugin_row(family, name) for name in family.registry]
+    rows = [_plugin_row(name, p) for name, p in family.plugins().items()]
     parts += [f'## {title}', _paragraph(f'{family.text}.')]
-    parts.append(plots.table(columns, rows))
-  for title, (files, options) in OPTIONS.items():
-    rows = [(f'`{field}`', *others) for field, *others in options]
+    parts += [plots.table(columns, rows), '### Options']
+    parts += [*_shared_options(title), *_method_options(family)]
+  for title, (files, fields) in OPTIONS.items():
+    rows = [(f'`{field}`', *others) for field, *others in fields]
     parts += [f'## {title}', _paragraph(f'Files: {files}.')]
     parts.append(plots.table(columns[:4], rows))
+    shared = [*_shared_options(title)]
+    parts += ['### Options', *shared] if shared else []
   return '\n\n'.join(parts) + '\n'
 
 
 def config_fields() -> Iterator[str]:
   """Yields the fields of the config that the page names."""
-  for _, options in OPTIONS.values():
-    yield from (option.field.partition('=')[0] for option in options)
+  for _, fields in OPTIONS.values():
+    yield from (option.field.partition('=')[0] for option in fields)
 
 
-def _paragraph(text: str) -> str:
-  return textwrap.fill(text, 120, break_on_hyphens=False)
+def _shared_options(title: str) -> Iterator[str]:
+  """Yields the options of the sections of a title that are no plug-in's."""
+  for section in _SECTIONS.get(title, ()):
+    for path in config_lib.SECTIONS[section]:
+      owner = pkgutil.resolve_name(path)
+      yield _paragraph(_first_line(owner))
+      yield _bullets(_option_lines(section, owner, options.defaults(owner)))
 
 
-def _plugin_row(family: Family, name: str) -> list[str]:
-  module = importlib.import_module(family.registry[name])
-  plugin = getattr(module, family.class_name)
+def _method_options(family: Family) -> Iterator[str]:
+  """Yields the options of each method, and what its variant sets."""
+  names = {plugin: name for name, plugin in family.plugins().items()}
+  for plugin, name in names.items():
+    parent = next((p for p in plugin.__mro__[1:] if p in names), None)
+    own, inherited = options.defaults(plugin), options.defaults(parent)
+    lines = _option_lines(
+      family.section,
+      plugin,
+      {o: v for o, v in own.items() if (o, v) not in inherited.items()},
+    )
+    module = importlib.import_module(plugin.__module__)
+    preset = getattr(module, 'PRESETS', {}).get(name)
+    if preset:
+      fields = ', '.join(f'`{f}={value}`' for f, value in preset.items())
+      lines.append(f'The variant `:{name}` sets {fields}.')
+    title = f'**`{name}`**'
+    if parent:
+      fixed = ', '.join(f'`{o}`' for o in inherited if o not in own)
+      title += f': the options of `{names[parent]}`'
+      title += f' except {fixed}' if fixed else ''
+    if lines or parent:
+      yield _paragraph(title)
+    if lines:
+      yield _bullets(lines)
+
+
+def _option_lines(
+  section: str, owner: type, defaults: Mapping[str, Any]
+) -> list[str]:
+  """Returns a line for each of some options of a dataclass."""
+  texts = explanations(owner)
+  return [
+    f'`{section}.{option}={value}`: {texts[option]}'
+    for option, value in defaults.items()
+    if not dataclasses.is_dataclass(value)  # A section of its own.
+  ]
+
+
+def explanations(owner: type) -> dict[str, str]:
+  """Returns what docstrings of a class and its bases say on its attributes."""
+  texts = {}
+  for part in reversed(owner.__mro__):
+    section = inspect.cleandoc(part.__doc__ or '').partition('Attributes:\n')[2]
+    for name, text in re.findall(
+      r'^  (\w+): (.*(?:\n    .*)*)', section, re.MULTILINE
+    ):
+      texts[name] = ' '.join(text.split())
+  return texts
+
+
+def _paragraph(text: str, **kwargs: str) -> str:
+  return textwrap.fill(text, 120, break_on_hyphens=False, **kwargs)
+
+
+def _bullets(lines: Iterable[str]) -> str:
+  return '\n'.join(_paragraph(f'- {x}', subsequent_indent='  ') for x in lines)
+
+
+def _plugin_row(name: str, plugin: type) -> list[str]:
+  module = importlib.import_module(plugin.__module__)
   paper = re.search(r'arXiv:([\d.]+\d)', _first_line(module))
   formula = _first_line(plugin).rstrip('.').replace('|', '\\|')
   return [
