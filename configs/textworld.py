@@ -9,8 +9,8 @@ makes mistakes (configs/warm_starts/make.sh):
 
 Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
 cores; `mini` for sweeps, chains twice as long from the warm start of `tiny`;
-`smoke`, the tiny path in two minutes), an algorithm (`grpo`, `ppo`, ...) and other changes, see
-`variants.CHANGES`.
+`smoke`, the tiny path in two minutes), an algorithm (`grpo`, `ppo`, ...) and
+other changes, see `variants.CHANGES`.
 
 Needs Python 3.11 or 3.12. Each game is compiled into the cache when it is first
 played, which takes half a second of one core. For other games, copy this file

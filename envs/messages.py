@@ -225,6 +225,8 @@ def _find_result_problem(value: base.StepResult) -> str:
       return f'{name}={getattr(value, name)!r:.80}: must be True or False'
   if bool(value.done) != (observation is None):
     return f'done={value.done}: must be True exactly where observation is None'
+  if value.success and not value.done:
+    return 'success=True: must be False before the last step'
   return _find_number_problem(value) or _find_text_problem(
     MAX_TEXT_CHARS,
     action=value.action,
