@@ -8,9 +8,9 @@ makes mistakes (configs/warm_starts/make.sh):
     python launch/train.py --config=configs/textworld.py:tiny
 
 Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
-cores; `mini` for sweeps, chains twice as long from the warm start of `tiny`;
-`smoke`, the tiny path in two minutes), an algorithm (`grpo`, `ppo`, ...) and
-other changes, see `variants.CHANGES`.
+cores; `mini` for sweeps, from the warm start of `tiny`; `smoke`, the tiny path
+in two minutes), an algorithm (`grpo`, `ppo`, ...) and other changes, see
+`variants.CHANGES`.
 
 Needs Python 3.11 or 3.12. Each game is compiled into the cache when it is first
 played, which takes half a second of one core. For other games, copy this file
@@ -40,7 +40,8 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     config.model.path = sizes.warm_start(__file__, size)
   if size == 'mini':
     sizes.use_mini(config, changes, RATES)
-    _long_chain(config)
+    config.num_iterations = 40
+    config.evaluation.every = 20
   if size == 'smoke':
     sizes.use_smoke(config)
     config.env.num_games = 40
@@ -94,11 +95,3 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   # the exits.
   config.sft.num_episodes = 2000
   config.sft.noise = 0.2
-
-
-def _long_chain(config: ml_collections.ConfigDict) -> None:
-  """Selects a coin in the tenth room, which the warm start seldom reaches."""
-  config.num_iterations = 40
-  config.evaluation.every = 20
-  config.env.settings.level = 10
-  config.env.max_steps = 15
