@@ -128,8 +128,9 @@ class PrefixCache:
     if self._reuse == 'none':
       conversation = None
     own = self._row_of.get(conversation)
-    source, start = self._find(prompt, own, agent)
+    # First the slot: parking its conversation may overwrite another row.
     slot = self._choose_slot(own)
+    source, start = self._find(prompt, own, agent)
     if own is not None:
       self._release(own)
     last, reused = len(prompt) - 1, start

@@ -99,6 +99,19 @@ def test_the_last_to_finish_is_parked_then_lost():
   assert cache.place(_ids(1, 2, 3, 4, 9), 'b')[1] == 0
 
 
+def test_a_row_that_parking_overwrites_is_not_reused():
+  cache = prefix_cache.PrefixCache(1, 1, 16, 'prompts')
+  cache.place(_ids(1, 2, 3), 'a')
+  cache.finish(0, _ids(4))
+  cache.place(_ids(5, 2, 3), 'b')
+  cache.finish(0, _ids(4))
+  cache.forget('a')  # Its row still holds 1, 2.
+  cache.take_moves()
+  assert cache.place(_ids(1, 2, 9), 'c') == (0, 0)
+  # 'b' is parked there.
+  assert _moves(cache) == [(1, 0, 2, [], 0), (0, None, 0, [1, 2], 1)]
+
+
 def test_a_wrong_conversation_never_changes_the_prompt():
   cache = prefix_cache.PrefixCache(2, 0, 16, 'prompts')
   cache.place(_ids(1, 2, 3, 4), 'a')
@@ -133,7 +146,7 @@ class _Rows:
 
 
 @pytest.mark.parametrize('reuse', prefix_cache.REUSE)
-@pytest.mark.parametrize('seed', range(4))
+@pytest.mark.parametrize('seed', range(12))
 def test_random_conversations_find_their_tokens(reuse, seed):
   rng = np.random.default_rng(seed)
   slots, parked = 4, (0, 2, 6)[seed % 3]
