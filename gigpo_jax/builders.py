@@ -166,10 +166,12 @@ def _make_prefixes(
   """
   texts, limit = config.rollout.prefixes, config.rollout.max_prompt_tokens
   forced = forced_prefixes.make(texts, config.rollout.forced_members, text)
-  if forced.longest >= limit:
+  template = text.template_tokens()
+  if forced.longest and forced.longest + template >= limit:
     raise ValueError(
-      f'rollout.prefixes={tuple(texts)}: one has {forced.longest} tokens; must '
-      f'leave room for a prompt in rollout.max_prompt_tokens={limit}'
+      f'rollout.prefixes={tuple(texts)}: one has {forced.longest} tokens, the '
+      f'chat template {template}; must leave room for a prompt in '
+      f'rollout.max_prompt_tokens={limit}'
     )
   return forced
 

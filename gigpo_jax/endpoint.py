@@ -220,7 +220,8 @@ class EndpointPool:
     call = _Call(request)
     with self._changed:
       episode = self._find(name)
-      if episode.turns + len(episode.waiting) >= self._max_steps:
+      queued = sum(isinstance(other, _Call) for other in episode.waiting)
+      if episode.turns + queued >= self._max_steps:
         raise chat_completions.RequestError(
           f'env.max_steps={self._max_steps}: the episode has no turns left; '
           'send its reward',

@@ -421,9 +421,11 @@ class Learner:
     Returns:
       The new state and metrics. Metrics of the loss are means over all trained
       tokens, or maxima if their names end in '/max'. An update is skipped if
-      its loss or gradient is not finite: 'update/skipped' counts these updates,
-      'update/skipped_in_row' the consecutive ones at the end, and
-      'update/most_skipped_in_row' the longest run of consecutive ones.
+      its loss or gradient is not finite, and its tokens do not count:
+      'update/skipped' counts these updates, 'update/skipped_in_row' the
+      consecutive ones at the end, and 'update/most_skipped_in_row' the longest
+      run of consecutive ones. If all updates are skipped, means and maxima are
+      NaN.
 
     Raises:
       ValueError: if a column is missing or unknown, a row is longer than the

@@ -128,8 +128,9 @@ class PrefixCache:
     if self._reuse == 'none':
       conversation = None
     own = self._row_of.get(conversation)
-    source, start = self._find(prompt, own, agent)
+    # First the slot: parking its conversation may overwrite another row.
     slot = self._choose_slot(own)
+    source, start = self._find(prompt, own, agent)
     if own is not None:
       self._release(own)
     last, reused = len(prompt) - 1, start
@@ -176,12 +177,16 @@ class PrefixCache:
     Args:
       moves: moves that are not executed yet.
     """
-    used_N = self._running_N | self._waiting_N
-    used_N[[move.source for move in moves if move.source is not None]] = True
+    used_N, lengths_N = self._running_N | self._waiting_N, self._valid_N + 1
+    for move in moves:
+      if move.source is not None:
+        used_N[move.source] = True
+        # Later moves may have written the source, with fewer tokens.
+        lengths_N[move.source] = max(lengths_N[move.source], move.start + 1)
     used = np.flatnonzero(used_N[: self._num_slots])
     if not len(used):
       return 0, 0
-    return int(used[-1]) + 1, int(self._valid_N[used].max()) + 1
+    return int(used[-1]) + 1, int(lengths_N[used].max())
 
   def drop(self, rows: int, length: int) -> list[int]:
     """Forgets slots beyond a size; returns the slots that hold tokens."""

@@ -16,6 +16,7 @@ import tool_script
 from envs import base, tool_calls
 from gigpo_jax import (
   batch,
+  chat_completions,
   endpoint,
   endpoint_server,
   env_pool,
@@ -256,6 +257,23 @@ def test_bad_calls_cost_only_their_own_episode(text):
   assert 'has no turn' in errors['early']['error']['message']
   assert 'env.max_steps=2' in errors[0].message
   assert errors['over'].status_code == 404
+
+
+def test_a_reward_that_waits_takes_no_turn(text):
+  request = chat_completions.ChatRequest((base.Message('user', 'hello'),))
+  with (
+    concurrent.futures.ThreadPoolExecutor(2) as threads,
+    _serve(text, max_steps=2) as (pool, _),
+  ):
+    pool.reset(0, base.Task('train', 0))
+    name = pool.take(9.0)['id']
+    calls = [threads.submit(pool.complete, name, request)]
+    assert pool.receive()
+    pool.reward(name, endpoint.Reward(1.0, done=False))
+    calls.append(threads.submit(pool.complete, name, request))
+    concurrent.futures.wait(calls, 0.5, concurrent.futures.FIRST_COMPLETED)
+    pool.close()
+    assert [call.exception(30).code for call in calls] == ['over', 'over']
 
 
 def test_a_conversation_that_is_too_long_ends_its_episode(text):

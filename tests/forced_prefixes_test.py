@@ -367,6 +367,10 @@ def test_senseless_options_are_refused(variant, changes, message):
 
 def test_a_prefix_without_room_for_a_prompt_is_refused(text):
   own = alfworld.get_config('tiny,a2fm')
-  own.rollout.max_prompt_tokens = 1
+  longest = forced_prefixes.make(own.rollout.prefixes, 1, text).longest
+  # One token of a message is the least.
+  own.rollout.max_prompt_tokens = longest + text.template_tokens() + 1
+  builders._make_prefixes(own, text)
+  own.rollout.max_prompt_tokens -= 1
   with pytest.raises(ValueError, match='rollout.prefixes=.*room for a prompt'):
     builders._make_prefixes(own, text)

@@ -1,7 +1,10 @@
 """Tests of updates whose loss or gradient is not finite."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from tiny_learner import (
   assert_trees_close,
   make_learner,
@@ -51,6 +54,30 @@ def test_non_finite_loss_with_finite_gradient_is_skipped():
   )
   assert metrics['update/skipped'] == 0
   assert metrics['update/grad_norm'] > 0
+
+
+def test_a_skipped_update_leaves_no_trace_in_the_metrics():
+  subject = make_learner(minibatch_rows=4)
+  rows = make_rows()
+  one, other = subject._minibatches(rows, 0, 0)
+  advantages = np.linspace(-1, 1, 16, dtype=np.float32)
+  advantages[one[0]] = np.nan
+  _, metrics = step(subject, rows, advantages=advantages)
+  own = dataclasses.replace(
+    rows, groups=np.where(np.isin(np.arange(16), other), rows.groups, -1)
+  )
+  _, expected = step(subject, own, advantages=advantages)
+  assert (metrics['update/count'], metrics['update/skipped']) == (2, 1)
+  assert expected['update/skipped'] == 0 < expected['update/tokens']
+  for name, value in expected.items():
+    if not name.startswith(('packs/', 'update/')):
+      assert metrics[name] == pytest.approx(value, rel=1e-6), name
+  assert metrics['update/tokens'] == expected['update/tokens']
+  # Without another update, they are unknown.
+  _, metrics = step(subject, rows, advantages=np.full(16, np.nan, np.float32))
+  assert (metrics['update/skipped'], metrics['update/tokens']) == (2, 0)
+  for name in ('loss/total', 'loss/entropy', 'ratio/max', 'ratio/kl'):
+    assert np.isnan(metrics[name])
 
 
 def test_consecutive_skipped_updates_are_counted():

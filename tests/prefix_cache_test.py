@@ -99,6 +99,29 @@ def test_the_last_to_finish_is_parked_then_lost():
   assert cache.place(_ids(1, 2, 3, 4, 9), 'b')[1] == 0
 
 
+def test_a_row_that_parking_overwrites_is_not_reused():
+  cache = prefix_cache.PrefixCache(1, 1, 16, 'prompts')
+  cache.place(_ids(1, 2, 3), 'a')
+  cache.finish(0, _ids(4))
+  cache.place(_ids(5, 2, 3), 'b')
+  cache.finish(0, _ids(4))
+  cache.forget('a')  # Its row still holds 1, 2.
+  cache.take_moves()
+  assert cache.place(_ids(1, 2, 9), 'c') == (0, 0)
+  # 'b' is parked there.
+  assert _moves(cache) == [(1, 0, 2, [], 0), (0, None, 0, [1, 2], 1)]
+
+
+def test_a_conversation_that_is_parked_needs_all_its_positions():
+  cache = prefix_cache.PrefixCache(1, 1, 16, 'prompts')
+  cache.place(_ids(1, 2, 3, 4, 5, 6), 'a')
+  cache.finish(0, _ids(4))
+  cache.take_moves()
+  assert cache.place(_ids(7, 8), 'b') == (0, 0)
+  # 5 positions of 'a' are copied before those of 'b' are written.
+  assert cache.needed(cache.take_moves()) == (1, 6)
+
+
 def test_a_wrong_conversation_never_changes_the_prompt():
   cache = prefix_cache.PrefixCache(2, 0, 16, 'prompts')
   cache.place(_ids(1, 2, 3, 4), 'a')
@@ -118,6 +141,12 @@ class _Rows:
     self.tokens = np.full((count, length), GARBAGE, np.int32)
     self._rng = rng
 
+  def shrink(self, held: list[int], slots: int, length: int) -> None:
+    """Keeps the first positions of the slots that are held."""
+    tokens = np.full_like(self.tokens[:slots], GARBAGE)
+    tokens[held, :length] = self.tokens[held, :length]
+    self.tokens[:slots] = tokens
+
   def fill(self, moves: list[prefix_cache.Move]) -> None:
     for level in sorted({move.level for move in moves}):
       batch = [move for move in moves if move.level == level]
@@ -133,7 +162,7 @@ class _Rows:
 
 
 @pytest.mark.parametrize('reuse', prefix_cache.REUSE)
-@pytest.mark.parametrize('seed', range(4))
+@pytest.mark.parametrize('seed', range(12))
 def test_random_conversations_find_their_tokens(reuse, seed):
   rng = np.random.default_rng(seed)
   slots, parked = 4, (0, 2, 6)[seed % 3]
@@ -151,7 +180,10 @@ def test_random_conversations_find_their_tokens(reuse, seed):
       running[placed[0]] = name
       reused += placed[1]
       waiting.remove(name)
-    rows.fill(cache.take_moves())
+    moves = cache.take_moves()
+    size = cache.needed(moves)
+    rows.shrink(cache.drop(*size), slots, size[1])
+    rows.fill(moves)
     for slot, name in running.items():
       last = len(texts[name]) - 1
       np.testing.assert_array_equal(

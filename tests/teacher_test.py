@@ -87,6 +87,9 @@ def test_mu_1_is_supervised_learning():
   assert_trees_close(actual.params, expected.params, 1e-7)
   assert taught['teacher/loss'] == pytest.approx(metrics['loss/total'])
   assert taught['teacher/tokens'] == metrics['update/tokens']
+  # No token of RL is trained, so that there are no means over them.
+  assert taught['update/tokens'] == 0
+  assert not {'loss/entropy', 'loss/total', 'ratio/max'} & taught.keys()
 
 
 def test_gradients_are_added_with_their_weights():

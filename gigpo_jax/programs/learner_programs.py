@@ -6,6 +6,7 @@ rows that these come from. Each program is traced once per shape of microbatch.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -469,7 +470,12 @@ class LearnerPrograms:
 
     # `jnp.where` on each element would keep the old state next to the new.
     state = jax.lax.cond(finite, step, lambda state, _: state, state, grads)
-    sums = dict(sums)
+    sums, applied = dict(sums), sums['applied']
+    # Metrics of a skipped update are not finite either.
+    applied = {
+      name: jnp.where(finite, sums[name], x) for name, x in applied.items()
+    }
+    sums |= applied | {'applied': applied}
     sums['update/grad_norm'] += jnp.where(finite, norm, 0)
     sums['update/skipped'] += 1.0 - finite
     in_row = jnp.where(finite, 0.0, sums['update/skipped_in_row'] + 1)
@@ -482,21 +488,26 @@ class LearnerPrograms:
   def _zero_sums(
     self, skipped: jax.Array, step_scale: jax.Array
   ) -> dict[str, jax.Array]:
-    names = (
+    of_tokens = (
       *self._metric_names,
       'loss/total',
       'update/tokens',
+      *(('teacher/loss', 'teacher/tokens') if self._teacher_loss else ()),
+    )
+    names = (
+      *of_tokens,
       'update/grad_norm',
       'update/objective',
       'update/skipped',
       'update/most_skipped_in_row',
-      *(('teacher/loss', 'teacher/tokens') if self._teacher_loss else ()),
     )
     # Weakly typed values would compile every program a second time.
     sums = {
       name: jnp.full((), -jnp.inf if name.endswith('/max') else 0, jnp.float32)
       for name in names
     }
+    # The sums over the tokens of the updates that were not skipped.
+    sums['applied'] = {name: sums[name] for name in of_tokens}
     sums['update/skipped_in_row'] = skipped
     if self._scaled:
       sums['update/step_scale'] = step_scale
@@ -509,8 +520,16 @@ def _dtype(params: dict) -> str:
 
 
 def summarize(sums: dict, updates: int) -> dict[str, float]:
-  """Returns the metrics of an iteration from the sums over its updates."""
-  sums = {name: float(value) for name, value in sums.items()}
+  """Returns the metrics of an iteration from the sums over its updates.
+
+  The tokens of skipped updates do not count. Without others, means and maxima
+  are NaN; without any trained token, there are none.
+
+  Args:
+    sums: see `LearnerPrograms`.
+    updates: number of updates.
+  """
+  sums = {k: float(value) for k, value in sums.items() if k != 'applied'}
   tokens = sums.pop('update/tokens')
   skipped = sums.pop('update/skipped')
   in_row = sums.pop('update/skipped_in_row')
@@ -518,15 +537,16 @@ def summarize(sums: dict, updates: int) -> dict[str, float]:
   del sums['update/objective']
   sums.pop('update/step_scale', None)
   grad_norm = sums.pop('update/grad_norm') / max(updates - skipped, 1)
-  means = {
-    name: value if name.endswith('/max') else value / max(tokens, 1)
-    for name, value in sums.items()
-  }
-  if 'teacher/tokens' in sums:
+  means = {k: sums.pop(k) for k in [*sums] if k.startswith('teacher/')}
+  if means:
     # Its mean is over the teacher's own tokens.
-    count = sums['teacher/tokens']
-    loss = sums['teacher/loss'] / max(count, 1)
-    means |= {'teacher/tokens': count, 'teacher/loss': loss}
+    means['teacher/loss'] /= max(means['teacher/tokens'], 1)
+  if tokens:
+    means |= {
+      k: x if k.endswith('/max') else x / tokens for k, x in sums.items()
+    }
+  elif skipped:
+    means |= dict.fromkeys(sums, math.nan)
   return means | {
     'update/grad_norm': grad_norm,
     'update/skipped': skipped,

@@ -382,7 +382,7 @@ SECTIONS = (
     ('update/',),
     (
       Metric('count', 'updates', 'optimizer steps, skipped ones included'),
-      Metric('tokens', 'tokens', 'trained tokens'),
+      Metric('tokens', 'tokens', 'trained tokens, skipped updates excluded'),
       Metric('grad_norm', '1', 'mean norm of the gradient before clipping'),
       Metric(
         'skipped',
