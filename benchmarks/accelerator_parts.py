@@ -40,7 +40,13 @@ from gigpo_jax.models import (
   published,
   qwen,
 )
-from gigpo_jax.run import model_builders, model_check, run_builders, run_state
+from gigpo_jax.run import (
+  collection,
+  model_builders,
+  model_check,
+  run_builders,
+  run_state,
+)
 from gigpo_jax.runtime import compilation, hardware
 
 # Its tokenizer serves every shape.
@@ -271,7 +277,7 @@ def iteration(setup: Setup, options: argparse.Namespace) -> None:
       tokenizer=forced.Tokenizer(bundle.tokenizer, setup.lengths.prompt),
     )
     begin = time.perf_counter()
-    groups, metrics = train.collect(parts, runner, state, 0)
+    groups, metrics = collection.collect(parts, runner, state, 0)
     secs = time.perf_counter() - begin
     record(
       setup,

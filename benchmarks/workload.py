@@ -85,7 +85,7 @@ class Iterations:
   waiting: tuple[carry_over.WaitingGroup, ...] = ()
 
   def batches(self) -> list[rollout.EpisodeBatch]:
-    """Returns the episodes of the next iteration, as `train.train_batches`."""
+    """Returns the next iteration's episodes, as `collection.train_batches`."""
     new = self.work.training(self.iteration)
     num_new = self.rule.num_new(self.waiting, self.work.groups)
     started = new.tasks[: num_new * self.work.members]

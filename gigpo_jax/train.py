@@ -1,8 +1,9 @@
 """Train a policy: run episodes, compute advantages, update, repeat.
 
 `train` builds what a run needs, `loop` is the run, and `update` learns from the
-episodes of an iteration. The rest of the algorithm is in algorithms/gigpo.py
-(advantages), token_batch.py (what a loss reads) and losses.py.
+episodes of an iteration. The rest of the algorithm is in run/collection.py
+(which episodes are played), algorithms/gigpo.py (advantages), token_batch.py
+(what a loss reads) and losses.py.
 
 Departures from the paper (GiGPO, arXiv:2505.10978):
 
@@ -19,33 +20,27 @@ docs/algorithm.md lists differences in formulas and environments.
 """
 
 import contextlib
-import dataclasses
-import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import ml_collections
 import numpy as np
 
-from envs import base
 from gigpo_jax import (
   algorithms,
   batch,
   branching,
   builders,
-  carry_over,
   checkpoint,
-  continuations,
   evaluation,
   group_filter,
   rollout,
-  sampler,
   tokenizer,
-  trajectory,
 )
 from gigpo_jax import metrics as metrics_lib
 from gigpo_jax.run import (
+  collection,
   model_builders,
   rollback,
   run_builders,
@@ -160,7 +155,7 @@ def loop(
         metrics |= evaluate(parts, runner, state)
         is_evaluated = False
       plot = logs.plot_rollout if iteration == first else None
-      groups, rollout_metrics = collect(
+      groups, rollout_metrics = collection.collect(
         parts,
         runner,
         state,
@@ -174,7 +169,7 @@ def loop(
       with guard.defer():
         with run_logs.timed(metrics, 'time/update_secs'):
           tasks.record_outcomes(groups.outcomes)
-          prefetch(parts, runner, groups.waiting, iteration + 1)
+          collection.prefetch(parts, runner, groups.waiting, iteration + 1)
           state, update_metrics = update(
             parts, state, history, groups, iteration, logs
           )
@@ -208,7 +203,7 @@ def prepare(
   with compilation.Compiler() as compiler:
     programs = run_builders.start_compilation(parts, compiler)
     state, history = run_builders.restore_or_init(parts, saver)
-    prefetch(parts, runner, history.waiting, history.next_iteration)
+    collection.prefetch(parts, runner, history.waiting, history.next_iteration)
     logs = run_builders.open_logs(parts, history.next_iteration)
     # Compiles the advantages for the row shapes of this run.
     rows = builders.make_dummy_rows(parts.config)
@@ -365,187 +360,6 @@ def stop_if_skipped(
     'finite in so many updates (learner.max_skipped_in_row); the rows of this '
     f'iteration are in {path}; try a lower optimizer.learning_rate'
   )
-
-
-def collect(
-  parts: run_builders.Parts,
-  runner: rollout.EpisodeRunner,
-  state: run_state.RunState,
-  iteration: int,
-  plot: Callable[[rollout.EpisodeRunner], None] | None = None,
-  *,
-  is_evaluated: bool = False,
-  waiting: Sequence[carry_over.WaitingGroup] = (),
-) -> tuple[group_filter.CollectedGroups, Metrics]:
-  """Runs the episodes of an iteration with the current policy.
-
-  Args:
-    parts: the objects of the run.
-    runner: runs the episodes.
-    state: parameters of the policy.
-    iteration: index of the iteration.
-    plot: draws the timeline of the rollout, which is then traced.
-    is_evaluated: whether the evaluation tasks are played in the same rollout.
-    waiting: groups of earlier iterations that continue.
-  """
-  metrics: Metrics = {}
-  evaluated: list[trajectory.Trajectory] = []
-  still_waiting: list[carry_over.WaitingGroup] = []
-  play = functools.partial(
-    runner.run_batches,
-    state.policy.params,
-    task_type=parts.task_type,
-    base_params=parts.learner.base,
-    trace=plot is not None,
-    label=f'iteration {iteration}',
-  )
-
-  def run_groups(
-    tasks: list[base.Task], position: int
-  ) -> list[trajectory.Trajectory]:
-    # Refills have other positions; the first rollout includes the evaluation
-    # and the groups of earlier iterations.
-    is_first = position == iteration
-    carried = waiting if is_first else ()
-    batches = train_batches(parts, carried, tasks, position, iteration)
-    others = []
-    if is_evaluated and is_first:
-      others.append(
-        evaluation.episode_batch(
-          parts.eval_tasks, parts.eval_sampling, parts.eval_repeats
-        )
-      )
-    played = play([*batches, *others], is_continued=not is_first)
-    evaluated.extend(t for part in played[len(batches) :] for t in part)
-    chosen, rest = parts.carry_over.select(
-      carry_over.merge(carried, played[: len(batches)], iteration),
-      parts.config.rollout.groups,
-      iteration,
-    )
-    still_waiting.extend(rest)
-    roots = carry_over.number_groups(chosen)
-    return parts.add_branches(roots, batches[-1], play)
-
-  with run_logs.timed(metrics, 'time/rollout_secs'):
-    groups = group_filter.collect(
-      run_groups,
-      parts.tasks,
-      parts.group_filter,
-      groups=parts.config.rollout.groups,
-      iteration=iteration,
-    )
-    parts.stop_if_failed(groups.episodes)
-    metrics |= runner.metrics()
-    if plot:
-      plot(runner)
-  groups = dataclasses.replace(groups, waiting=tuple(still_waiting))
-  groups, value_metrics = estimate_state_values(
-    parts, runner, state, groups, iteration
-  )
-  metrics |= value_metrics
-  runner.sampler.release()  # The update needs the memory.
-  metrics |= groups.metrics
-  metrics |= parts.carry_over.metrics(groups.episodes, groups.waiting)
-  if algorithms.branches(parts.algorithm):
-    metrics |= branching.metrics(groups.episodes)
-  if evaluated:
-    parts.stop_if_failed(evaluated)
-    metrics |= evaluation.summarize(evaluated)
-  if groups.episodes:  # Not all groups wait.
-    metrics |= metrics_lib.summarize(groups.episodes, prefix='train')
-  return groups, metrics
-
-
-def estimate_state_values(
-  parts: run_builders.Parts,
-  runner: rollout.EpisodeRunner,
-  state: run_state.RunState,
-  groups: group_filter.CollectedGroups,
-  iteration: int,
-) -> tuple[group_filter.CollectedGroups, Metrics]:
-  """Adds values of states if the algorithm needs them; returns metrics, too."""
-  count = algorithms.num_continuations(parts.algorithm)
-  if not count or not groups.kept:
-    return groups, {}
-  is_greedy = algorithms.has_greedy_start(parts.algorithm)
-  states = continuations.find_states(groups.kept, only_starts=is_greedy)
-  (like,) = train_batches(parts, (), [], iteration, iteration)
-  if is_greedy:
-    like = dataclasses.replace(like, sampling=sampler.Sampling(temperature=0.0))
-  metrics: Metrics = {}
-  with run_logs.timed(metrics, 'time/continuations_secs'):
-    (played,) = runner.run_batches(
-      state.policy.params,
-      [continuations.make_batch(states, count, like)],
-      task_type=parts.task_type,
-      base_params=parts.learner.base,
-      label=f'continuations {iteration}',
-    )
-  parts.stop_if_failed(played)
-  options = parts.config.algorithm
-  groups, value_metrics = continuations.add_values(
-    groups,
-    states,
-    played,
-    1.0 if is_greedy else options.discount,
-    options.invalid_penalty,
-  )
-  return groups, metrics | value_metrics
-
-
-def train_batches(
-  parts: run_builders.Parts,
-  waiting: Sequence[carry_over.WaitingGroup],
-  tasks: list[base.Task],
-  position: int,
-  iteration: int,
-) -> list[rollout.EpisodeBatch]:
-  """Returns the training episodes for a runner: paused ones, then new ones.
-
-  Args:
-    parts: the objects of the run.
-    waiting: groups of earlier iterations that continue.
-    tasks: the tasks at a position, one per group; the first of them start.
-    position: position of the tasks in the stream of tasks.
-    iteration: index of the iteration.
-  """
-  options, rule = parts.config.rollout, parts.carry_over
-
-  def make_batch(
-    tasks: Sequence[base.Task], position: int, start: int
-  ) -> rollout.EpisodeBatch:
-    return rollout.EpisodeBatch(
-      tasks,
-      parts.group_size,
-      (rollout.TRAIN, position),
-      parts.sampling,
-      group_filter.max_turns(options.horizon, start),
-      rule.turns(iteration - start),
-    )
-
-  return [
-    *(
-      dataclasses.replace(make_batch((), start, start), paused=episodes)
-      for start, episodes in carry_over.paused_episodes(waiting).items()
-    ),
-    make_batch(
-      tasks[: rule.num_new(waiting, options.groups)], position, iteration
-    ),
-  ]
-
-
-def prefetch(
-  parts: run_builders.Parts,
-  runner: rollout.EpisodeRunner,
-  waiting: Sequence[carry_over.WaitingGroup],
-  iteration: int,
-) -> None:
-  """Makes the workers load the tasks that start in an iteration."""
-  *others, new = train_batches(
-    parts, waiting, parts.tasks.at(iteration), iteration, iteration
-  )
-  before = [len(distributed.process_slice(len(b.paused))) for b in others]
-  runner.prefetch(new.tasks, parts.group_size, sum(before))
 
 
 def evaluate(

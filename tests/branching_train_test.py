@@ -24,7 +24,9 @@ def test_a_killed_run_with_branches_ends_the_same(tmp_path, name):
     command = small_runs.small(workdir, *FLAGS, variant=f'smoke,{name}')
     if workdir == parts:
       # In the second iteration, after the roots.
-      moment = 'train:collect@2,branching:next_starts,sampler:Sampler.step@2'
+      moment = (
+        'run.collection:collect@2,branching:next_starts,sampler:Sampler.step@2'
+      )
       small_runs.interrupt(moment, command)
     programs.run(command)
   small_runs.assert_same_end(parts, whole)

@@ -24,7 +24,7 @@ def test_a_killed_run_with_waiting_groups_ends_the_same(tmp_path):
   programs.run(small_runs.small(whole, *FLAGS))
   for moment in (
     'checkpoint:_write_manifest+',  # All groups wait, in the first iteration.
-    'train:collect@2,sampler:Sampler.step@3',
+    'run.collection:collect@2,sampler:Sampler.step@3',
     'learner:Learner.update@2',
   ):
     small_runs.interrupt(moment, small_runs.small(parts, *FLAGS))

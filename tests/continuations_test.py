@@ -19,9 +19,8 @@ from gigpo_jax import (
   group_filter,
   rollout,
   sampler,
-  train,
 )
-from gigpo_jax.run import run_state
+from gigpo_jax.run import collection, run_state
 
 
 @pytest.mark.parametrize('discount', [1.0, 0.8])
@@ -224,7 +223,7 @@ def _estimate_values(algorithm, groups):
     task_type=str,
     stop_if_failed=lambda episodes: None,
   )
-  found, metrics = train.estimate_state_values(
+  found, metrics = collection.estimate_state_values(
     parts,
     types.SimpleNamespace(run_batches=run_batches),
     types.SimpleNamespace(policy=types.SimpleNamespace(params='params')),

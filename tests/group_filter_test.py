@@ -12,9 +12,9 @@ from gigpo_jax import (
   carry_over,
   group_filter,
   tasks,
-  train,
   trajectory,
 )
+from gigpo_jax.run import collection
 
 
 def episode(task, group, member, reward, turns=2):
@@ -215,7 +215,7 @@ def test_the_statistics_of_a_rollout_include_its_refills():
     sampler=types.SimpleNamespace(release=lambda: None),
   )
   state = types.SimpleNamespace(policy=types.SimpleNamespace(params={}))
-  groups, metrics = train.collect(parts, runner, state, 0)
+  groups, metrics = collection.collect(parts, runner, state, 0)
   # Without variance in the first two batches, the third one is kept.
   assert calls == [False, True, True]
   assert len(groups.kept) == 4 and metrics['filter/refills'] == 2

@@ -192,8 +192,8 @@ MOMENTS = (
   'metrics:Writer.__init__',
   'learner:Learner.warm_up',
   'train:evaluate,sampler:Sampler.step@4',
-  'train:collect,sampler:Sampler.step@3',
-  'train:collect,sampler:Sampler.step@20',
+  'run.collection:collect,sampler:Sampler.step@3',
+  'run.collection:collect,sampler:Sampler.step@20',
   'env_pool:EnvPool.prepare',
   'learner:Learner.update',
   'learner:Learner.update,programs.learner_programs:LearnerPrograms.run@3',
@@ -241,7 +241,7 @@ def test_a_run_that_has_to_leave_saves_the_iteration_before(
   # Nothing would be saved before the end of the run.
   flags = ('--config.checkpoint.every=9', '--grace_secs=14')
   printed = small_runs.interrupt(
-    'train:collect@2,sampler:Sampler.step@3~15:60',
+    'run.collection:collect@2,sampler:Sampler.step@3~15:60',
     small_runs.small(tmp_path, *flags),
     status=0,
   )
@@ -263,7 +263,7 @@ def test_a_run_that_has_to_leave_saves_the_iteration_before(
       'there is no checkpoint yet; the same command starts again$',
     ),
     pytest.param(
-      'train:collect@3,sampler:Sampler.step@3',
+      'run.collection:collect@3,sampler:Sampler.step@3',
       # The second may still be being written.
       'the same command resumes after iteration [01]$',
       marks=pytest.mark.slow,
@@ -283,7 +283,11 @@ def test_an_interrupt_ends_a_run_in_one_line(tmp_path, moment, said):
   ('moment', 'grace', 'saved'),
   [
     ('learner:Learner.warm_up~15', 120, 'nothing is'),
-    ('train:collect@2,sampler:Sampler.step@3~15', 120, 'iteration 0 is'),
+    (
+      'run.collection:collect@2,sampler:Sampler.step@3~15',
+      120,
+      'iteration 0 is',
+    ),
     (
       'learner:Learner.update@2,programs.learner_programs:LearnerPrograms.run@2~15',
       120,

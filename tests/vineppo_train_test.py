@@ -21,7 +21,7 @@ def test_a_killed_run_with_continuations_ends_the_same(tmp_path):
   for workdir in (whole, parts):
     command = small_runs.small(workdir, *FLAGS, variant='smoke,vineppo')
     if workdir == parts:
-      moment = 'train:estimate_state_values@2,sampler:Sampler.step@3'
+      moment = 'run.collection:estimate_state_values@2,sampler:Sampler.step@3'
       small_runs.interrupt(moment, command)
     programs.run(command)
   small_runs.assert_same_end(parts, whole)
