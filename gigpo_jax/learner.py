@@ -466,7 +466,7 @@ class Learner:
             )
         state, sums = run('apply', state=state, grads=grads, sums=sums)
         grads = run('fill', grads, np.float32(0))
-    metrics = learner_programs.summarize(jax.device_get(sums), len(minibatches))
+    metrics = jax.device_get(sums).metrics(len(minibatches))
     return state, metrics | self._packer.take_metrics()
 
   def sampler_difference(

@@ -8,8 +8,8 @@ from programs import PROJECT
 
 from gigpo_jax.tools import metric_list
 
-# Names of intermediate sums, which no run writes, and a media type.
-INTERNAL = {'update/objective', 'update/step_scale', 'value/clipped'}
+# A metric inside a loss, which no run writes, and a media type.
+INTERNAL = {'value/clipped'}
 OTHERS = INTERNAL | {'application/json'}
 NAMES = [
   prefix + metric.name

@@ -6,7 +6,6 @@ rows that these come from. Each program is traced once per shape of microbatch.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from gigpo_jax.models import (
   parameters,
   qwen,
 )
+from gigpo_jax.programs import update_sums
 from gigpo_jax.runtime import compilation, distributed
 
 # Largest number of completion tokens per shard whose logits are in memory at a
@@ -409,28 +409,17 @@ class LearnerPrograms:
     total, metrics, grads = self._add_gradients(
       self._loss, params, base, arrays, grads
     )
-    sums = dict(sums)
     trained = arrays['mask'] & (arrays['weights'] > 0)
-    for name, values in metrics.items():
-      if name.endswith('/max'):
-        largest = jnp.max(jnp.where(trained, values, -jnp.inf))
-        sums[name] = jnp.maximum(sums[name], largest)
-      else:
-        sums[name] += jnp.sum(jnp.where(trained, values, 0))
-    sums['update/tokens'] += jnp.sum(trained, dtype=jnp.float32)
-    sums['update/objective'] += total
-    return grads, sums
+    return grads, sums.add(metrics, trained, total)
 
   def _imitate(self, params, base, arrays, *, grads, sums):
     total, metrics, grads = self._add_gradients(
       self._teacher_loss, params, base, arrays, grads
     )
-    tokens = jnp.sum(arrays['mask'], dtype=jnp.float32)
-    return grads, sums | {
-      'teacher/loss': sums['teacher/loss'] + jnp.sum(metrics['loss/total']),
-      'teacher/tokens': sums['teacher/tokens'] + tokens,
-      'update/objective': sums['update/objective'] + total,
-    }
+    losses = {'teacher/loss': metrics['loss/total']}
+    return grads, sums.add(
+      losses, arrays['mask'], total, count='teacher/tokens'
+    )
 
   def _add_gradients(self, loss_fn, params, base, arrays, grads):
     """Returns the weighted loss, metrics of tokens, and all gradients."""
@@ -455,103 +444,34 @@ class LearnerPrograms:
 
   def _apply(self, *, state, grads, sums):
     norm = optax.global_norm(grads)
-    finite = jnp.isfinite(norm) & jnp.isfinite(sums['update/objective'])
+    finite = jnp.isfinite(norm) & jnp.isfinite(sums.objective)
 
     def step(state, grads):
       parameter_updates, opt_state = self._optimizer.update(
         grads, state.opt_state, state.params
       )
-      if self._scaled:
+      if sums.step_scale is not None:
         parameter_updates = jax.tree.map(
-          lambda x: x * sums['update/step_scale'], parameter_updates
+          lambda x: x * sums.step_scale, parameter_updates
         )
       params = optax.apply_updates(state.params, parameter_updates)
       return TrainState(params, opt_state, state.updates + 1)
 
     # `jnp.where` on each element would keep the old state next to the new.
     state = jax.lax.cond(finite, step, lambda state, _: state, state, grads)
-    sums, applied = dict(sums), sums['applied']
-    # Metrics of a skipped update are not finite either.
-    applied = {
-      name: jnp.where(finite, sums[name], x) for name, x in applied.items()
-    }
-    sums |= applied | {'applied': applied}
-    sums['update/grad_norm'] += jnp.where(finite, norm, 0)
-    sums['update/skipped'] += 1.0 - finite
-    in_row = jnp.where(finite, 0.0, sums['update/skipped_in_row'] + 1)
-    longest = jnp.maximum(sums['update/most_skipped_in_row'], in_row)
-    sums['update/skipped_in_row'] = in_row
-    sums['update/most_skipped_in_row'] = longest
-    sums['update/objective'] = jnp.zeros_like(norm)
-    return state, sums
+    return state, sums.end_update(finite, norm)
 
   def _zero_sums(
     self, skipped: jax.Array, step_scale: jax.Array
-  ) -> dict[str, jax.Array]:
-    of_tokens = (
-      *self._metric_names,
-      'loss/total',
-      'update/tokens',
-      *(('teacher/loss', 'teacher/tokens') if self._teacher_loss else ()),
+  ) -> update_sums.UpdateSums:
+    names = [*self._metric_names, 'loss/total', 'update/tokens']
+    if self._teacher_loss:
+      names += ['teacher/loss', 'teacher/tokens']
+    return update_sums.zeros(
+      names, skipped, step_scale if self._scaled else None
     )
-    names = (
-      *of_tokens,
-      'update/grad_norm',
-      'update/objective',
-      'update/skipped',
-      'update/most_skipped_in_row',
-    )
-    # Weakly typed values would compile every program a second time.
-    sums = {
-      name: jnp.full((), -jnp.inf if name.endswith('/max') else 0, jnp.float32)
-      for name in names
-    }
-    # The sums over the tokens of the updates that were not skipped.
-    sums['applied'] = {name: sums[name] for name in of_tokens}
-    sums['update/skipped_in_row'] = skipped
-    if self._scaled:
-      sums['update/step_scale'] = step_scale
-    return sums
 
 
 def _dtype(params: dict) -> str:
   """Returns the type of parameters; '' if there are none."""
   return next((str(x.dtype) for x in jax.tree.leaves(params)), '')
-
-
-def summarize(sums: dict, updates: int) -> dict[str, float]:
-  """Returns the metrics of an iteration from the sums over its updates.
-
-  The tokens of skipped updates do not count. Without others, means and maxima
-  are NaN; without any trained token, there are none.
-
-  Args:
-    sums: see `LearnerPrograms`.
-    updates: number of updates.
-  """
-  sums = {k: float(value) for k, value in sums.items() if k != 'applied'}
-  tokens = sums.pop('update/tokens')
-  skipped = sums.pop('update/skipped')
-  in_row = sums.pop('update/skipped_in_row')
-  longest_in_row = sums.pop('update/most_skipped_in_row')
-  del sums['update/objective']
-  sums.pop('update/step_scale', None)
-  grad_norm = sums.pop('update/grad_norm') / max(updates - skipped, 1)
-  means = {k: sums.pop(k) for k in [*sums] if k.startswith('teacher/')}
-  if means:
-    # Its mean is over the teacher's own tokens.
-    means['teacher/loss'] /= max(means['teacher/tokens'], 1)
-  if tokens:
-    means |= {
-      k: x if k.endswith('/max') else x / tokens for k, x in sums.items()
-    }
-  elif skipped:
-    means |= dict.fromkeys(sums, math.nan)
-  return means | {
-    'update/grad_norm': grad_norm,
-    'update/skipped': skipped,
-    'update/skipped_in_row': in_row,
-    'update/most_skipped_in_row': longest_in_row,
-    'update/count': float(updates),
-    'update/tokens': tokens,
-  }
