@@ -426,6 +426,8 @@ def main(
   policy_files.check_export(export, checkpoints)
   policies = _check_policies(config, models, checkpoints, repeats)
   run_config.check_workdir(workdir)
+  if export:
+    run_config.check_workdir(export, '--export')
   distributed.initialize()
   episodes = {}
   with builders.make_pool(config) as pool:
@@ -528,7 +530,8 @@ def _evaluate_policy(  # noqa: PLR0913
       if export:
         start = config.model.path
         folder = pathlib.Path(export)
-        policy_files.export(folder, policy, base_params, params, start)
+        with errors.explain_disk_errors(export):
+          policy_files.export(folder, policy, base_params, params, start)
     return run(
       builders.make_runner(config, policy, pool),
       params,

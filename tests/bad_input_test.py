@@ -431,6 +431,11 @@ RUNS = (
     'all checkpoints are damaged ([4])',
     'another --workdir',
   ),
+  _run(
+    lambda run: (run / 'policy').mkdir(parents=True),
+    '--workdir=',
+    'its policy/ is of another command',
+  ),
 )
 
 
@@ -463,6 +468,7 @@ HARNESS = tuple(
   )
 )
 
+_ROUNDS = (TINY, '--config.sft.init=', '--config.sft.rounds=1')
 SFT = (
   _flags(TINY, '--config.sft.epochs=0', expected=('sft.epochs',), script='sft'),
   _flags(
@@ -495,6 +501,29 @@ SFT = (
     expected=('--workdir', 'another folder'),
     script='sft',
     prepare=lambda folder: _write_config('{}')(folder / 'run'),
+  ),
+  _flags(
+    *_ROUNDS,
+    expected=('--workdir', 'another folder'),
+    script='sft',
+    prepare=lambda folder: _write_config('{}')(folder / 'run'),
+  ),
+  _flags(
+    *_ROUNDS,
+    '--config.lora.rank=4',
+    "--config.lora.agents=('planner','actor')",
+    '--config.rollout.weights=adapters',
+    '--config.env.name=envs.alfworld.planner',
+    expected=('lora.agents=', 'must be () for a warm start'),
+    script='sft',
+  ),
+  _flags(
+    TINY,
+    '--config.sft.init=',
+    '--config.model.path={dir}/run/policy',
+    expected=('its policy/ is model.path', 'another folder'),
+    script='sft',
+    prepare=lambda folder: shutil.copytree(WARM_START, folder / 'run/policy'),
   ),
   _unreadable_config('{'),
   _unreadable_config('[]'),
