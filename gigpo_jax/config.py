@@ -232,9 +232,10 @@ def _combinations(
   """Yields a line for each conflict between fields that are not `refused`."""
   yield from _algorithm(config, refused)
   yield from _plugins(config, refused)
-  yield from _reward(config)
-  yield from reward_functions.conflicts(config)
-  yield from scored_rewards.conflicts(config)
+  if not any(field.startswith('reward.') for field in refused):
+    yield from _reward(config)
+    yield from reward_functions.conflicts(config)
+    yield from scored_rewards.conflicts(config)
   yield from _collection(config)
   if not any(field.startswith('loss.') for field in refused):
     yield from loss_check.conflicts(config)
