@@ -511,7 +511,8 @@ def _data_dir(config: ml_collections.ConfigDict) -> str | None:
 
 
 def _missing_environment(config: ml_collections.ConfigDict) -> Iterator[str]:
-  yield from envs.check_installation(config.env.name, config.env)
+  missing = list(envs.check_installation(config.env.name, config.env))
+  yield from missing
   data = envs.data(config.env.name)
   if data and _data_dir(config) == '':
     yield (
@@ -519,12 +520,18 @@ def _missing_environment(config: ml_collections.ConfigDict) -> Iterator[str]:
       'its folder, or use env.data_dir=generated'
     )
     return
+  if config.evaluation.split is None and config.evaluation.every:
+    yield (
+      'evaluation.split=None: not set; must be a split of the tasks, or '
+      'evaluation.every=0'
+    )
   try:
     for split in ('train', config.evaluation.split):
       if split is not None:
         yield from _too_few_tasks(config, split)
   except ValueError as error:
-    yield _with_field(config, str(error))
+    if (line := _with_field(config, str(error))) not in missing:
+      yield line
 
 
 def _missing_harness(config: ml_collections.ConfigDict) -> Iterator[str]:

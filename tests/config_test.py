@@ -123,6 +123,7 @@ def _refusal(**changes) -> str:
     ('env.data_dir', '/nowhere', 'no folder json_2.1.1/train'),
     ('env.generator.receptacles', (9, 2), 'receptacles'),
     ('evaluation.split', 'test', 'must be one of train'),
+    ('evaluation.split', None, 'must be a split'),
     ('evaluation.num_tasks', 10**6, 'at most that, or 0 for all'),
     ('pool.num_workers', -1, 'at least 0'),
     ('checkpoint.every', 0, 'at least 1'),
@@ -657,3 +658,16 @@ def test_options_that_replay_episodes_need_an_environment_that_can():
       )
   config = alfworld.get_config('tiny,vineppo')
   assert not list(config_lib._replays(config))
+
+
+def test_a_missing_package_is_reported_once(monkeypatch):
+  line = 'env.name=sokoban: sokoban is not installed'
+
+  def refuse(*args, **kwargs):
+    raise ValueError(line)
+
+  monkeypatch.setattr(config_lib.envs, 'check_installation', lambda *_: [line])
+  monkeypatch.setattr(config_lib.envs, 'tasks', refuse)
+  with pytest.raises(ValueError) as error:
+    config_lib.validate(sokoban.get_config('tiny'))
+  assert str(error.value).splitlines().count(line) == 1
