@@ -30,6 +30,7 @@ from gigpo_jax import (
 from gigpo_jax.models import decode_attention
 from gigpo_jax.run import (
   adapter_check,
+  agent_check,
   config_fields,
   loss_check,
   model_check,
@@ -341,7 +342,7 @@ def _environment_conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
   yield from envs.conflicts(config)
   yield from _context(config)
   yield from _replays(config)
-  yield from _several_agents(config)
+  yield from agent_check.conflicts(config)
   yield from teacher.conflicts(config)
   offered = envs.anchors(name)
   if anchor in anchors.REPORTED and anchor not in offered:
@@ -368,23 +369,6 @@ def _context(config: ml_collections.ConfigDict) -> Iterator[str]:
     yield (
       'rollout.prompt_overflow=truncate_left: would cut a message of a '
       'conversation; must be end, drop_history or error'
-    )
-
-
-def _several_agents(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields options that mix the agents of an environment."""
-  if len(envs.agents(config.env.name, config.env)) <= 1:
-    return
-  reason = f'env.name={config.env.name} has several agents'
-  if config.algorithm.anchor == 'shuffled':
-    yield (
-      f'algorithm.anchor=shuffled: {reason}, whose states it would mix; must '
-      'be another anchor'
-    )
-  if _has(config, algorithms.num_continuations):
-    yield (
-      f'algorithm.name={config.algorithm.name}: {reason}, and a state has one '
-      'value; must be an algorithm without continuations'
     )
 
 

@@ -1,5 +1,7 @@
 """Tests that invalid input is refused in one line that names the field."""
 
+import importlib
+import inspect
 import itertools
 import json
 import os
@@ -20,11 +22,11 @@ from configs import (
   sokoban,
   webshop,
 )
+from gigpo_jax import algorithms, modulators, selectors, tokenizer
 from gigpo_jax import config as config_lib
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax import tokenizer
 from gigpo_jax.models import huggingface
-from gigpo_jax.run import model_check, run_config
+from gigpo_jax.run import agent_check, model_check, run_config
 from gigpo_jax.runtime import hardware
 
 PROJECT = pathlib.Path(config_lib.__file__).parents[1]
@@ -502,13 +504,40 @@ def test_env_kwargs_match_the_environment():
 def test_options_that_mix_agents_are_refused(name):
   config = alfworld.get_config(f'mini,planner,{name}')
   config.algorithm.anchor = 'shuffled'
-  problems = list(config_lib._several_agents(config))
+  problems = list(agent_check.conflicts(config))
   assert [problem.partition(':')[0] for problem in problems] == [
     'algorithm.anchor=shuffled',
     f'algorithm.name={name}',
   ]
   config = alfworld.get_config(f'mini,{name}')
-  assert not list(config_lib._several_agents(config))
+  assert not list(agent_check.conflicts(config))
+
+
+def test_success_of_one_agent_is_unknown():
+  config = alfworld.get_config('mini,planner,pass_at_k')
+  config.algorithm.modulators = ('empg', 'dgpo')
+  config.algorithm.components = ('reward', 'score')
+  assert not list(agent_check.conflicts(config))
+  config.reward.agents = 'own'
+  problems = list(agent_check.conflicts(config))
+  assert [problem.partition(':')[0] for problem in problems] == [
+    'algorithm.name=pass_at_k',
+    "algorithm.modulators=('empg', 'dgpo')",
+    "algorithm.components=('reward', 'score')",
+  ]
+  assert 'dgpo reads' in problems[1]
+  config = alfworld.get_config('mini,pass_at_k')
+  config.reward.agents = 'own'
+  assert not list(agent_check.conflicts(config))
+
+
+@pytest.mark.parametrize('family', [algorithms, modulators, selectors])
+def test_plug_ins_that_read_success_say_so(family):
+  for path in family.REGISTRY.values():
+    module = importlib.import_module(path)
+    source = inspect.getsource(module)
+    reads = re.search(r'\b(rows|episodes)\.success\b', source)
+    assert bool(reads) == ('reads_success' in source), path
 
 
 def test_options_that_an_environment_lacks_are_refused():
