@@ -500,7 +500,7 @@ def test_env_kwargs_match_the_environment():
   )
 
 
-@pytest.mark.parametrize('name', ['vineppo', 'remax'])
+@pytest.mark.parametrize('name', ['vineppo', 'remax', 'polychromic_vine'])
 def test_options_that_mix_agents_are_refused(name):
   config = alfworld.get_config(f'mini,planner,{name}')
   config.algorithm.anchor = 'shuffled'

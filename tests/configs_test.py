@@ -53,8 +53,11 @@ OTHERS = (
 MODULES = (alfworld, *OTHERS, webshop)
 # Environments whose packages may be missing.
 EXTERNAL = (mcp, minigrid, scienceworld, verifiers)
-# They need continuations, or the success of each agent.
-OF_ONE_AGENT = ('a2fm', 'graphgpo', 'pass_at_k', 'pgpo', 'remax', 'vineppo')
+# They need continuations, vines, or the success of each agent.
+OF_ONE_AGENT = (
+  *('a2fm', 'graphgpo', 'pass_at_k', 'pgpo'),
+  *('polychromic_vine', 'remax', 'vineppo'),
+)
 VARIANTS = [
   (module, ','.join(word for word in words if word))
   for module in MODULES

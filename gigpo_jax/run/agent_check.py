@@ -29,6 +29,12 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'algorithm.name={config.algorithm.name}: {reason}, and a state has one '
       'value; must be an algorithm without continuations'
     )
+  if hasattr(algorithm, 'branches_per_turn'):
+    yield (
+      f'algorithm.name={config.algorithm.name}: {reason}, and vines of a state '
+      'are those of one; must be an algorithm without '
+      'algorithm.branches_per_turn'
+    )
   if config.reward.agents == 'own':
     reason += ', of which reward.agents=own knows only the rewards'
     yield from _own_success(config, reason, algorithm, chain)
