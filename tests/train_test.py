@@ -353,7 +353,7 @@ def test_checkpoints_and_exports_are_evaluated(uninterrupted, tmp_path):
       f'--checkpoint={workdir}',
       f'--checkpoint={workdir}/checkpoints/2',
       f'--model={workdir / "policy"}',
-      '--repeats=2',
+      '--config.evaluation.repeats=2',
       '--config.evaluation.num_tasks=4',
     )
   )
