@@ -517,6 +517,7 @@ def test_success_of_one_agent_is_unknown():
   config = alfworld.get_config('mini,planner,pass_at_k')
   config.algorithm.modulators = ('empg', 'dgpo')
   config.algorithm.components = ('reward', 'score')
+  config.sft.rounds = 1
   assert not list(agent_check.conflicts(config))
   config.reward.agents = 'own'
   problems = list(agent_check.conflicts(config))
@@ -524,6 +525,7 @@ def test_success_of_one_agent_is_unknown():
     'algorithm.name=pass_at_k',
     "algorithm.modulators=('empg', 'dgpo')",
     "algorithm.components=('reward', 'score')",
+    'sft.only_successful=True',
   ]
   assert 'dgpo reads' in problems[1]
   config = alfworld.get_config('mini,pass_at_k')

@@ -63,3 +63,7 @@ def _own_success(
       f'algorithm.components={tuple(config.algorithm.components)}: {reason}; '
       'must not have score'
     )
+  sft = config.sft
+  imitates = sft.loss == 'imitation' and (sft.data or sft.rounds)
+  if sft.only_successful and (imitates or config.teacher.data):
+    yield f'sft.only_successful=True: {reason}; must be False'
