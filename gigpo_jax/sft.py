@@ -583,10 +583,14 @@ def _set_learner_options(
 ) -> None:
   """Replaces options of RL by those of the warm start, in place."""
   with config.unlocked():
-    config.optimizer.learning_rate = config.sft.learning_rate
-    config.optimizer.warmup_updates = config.sft.warmup_updates
-    if config.sft.decay:
-      config.optimizer.decay_updates = updates
+    config.optimizer.update(
+      learning_rate=config.sft.learning_rate,
+      warmup_updates=config.sft.warmup_updates,
+      warmup_ratio=0.0,
+      decay_updates=updates if config.sft.decay else 0,
+      decay='linear',
+      final_rate=0.0,
+    )
     config.learner.minibatch_rows = config.sft.minibatch_rows
     config.learner.epochs = 1
     if config.sft.loss == 'dpo':
