@@ -439,6 +439,11 @@ RUNS = (
 )
 
 
+def _write_run(folder: pathlib.Path) -> None:
+  _write_config('{"seed": 0}')(folder / 'run')
+  shutil.copytree(WARM_START, folder / 'run/policy')
+
+
 def _unreadable_config(text: str) -> Case:
   def prepare(folder: pathlib.Path) -> None:
     _write_config(text)(folder / 'run')
@@ -524,6 +529,13 @@ SFT = (
     expected=('its policy/ is model.path', 'another folder'),
     script='sft',
     prepare=lambda folder: shutil.copytree(WARM_START, folder / 'run/policy'),
+  ),
+  _flags(
+    TINY,
+    '--model={dir}/run',
+    expected=('model.path=', 'a folder of a run; must be', 'run/policy'),
+    script='evaluate',
+    prepare=_write_run,
   ),
   _unreadable_config('{'),
   _unreadable_config('[]'),
