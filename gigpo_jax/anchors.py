@@ -59,6 +59,7 @@ def assign_ids(
   threshold: float = 0.9,
   history: int = 0,
   has_final_state: bool = False,
+  agents: Sequence[Sequence[str]] | None = None,
   seed: Sequence[int] = (0,),
 ) -> list[np.ndarray]:
   """Assigns an anchor id to each state of each episode, int32.
@@ -72,6 +73,7 @@ def assign_ids(
       before an episode's first one are equal to each other.
     has_final_state: whether the last state of each episode is its final state,
       in which no step was taken; a final state starts no cluster.
+    agents: for `similarity`: see `merge_similar`.
     seed: for `shuffled`: see `shuffle`.
 
   Returns:
@@ -87,6 +89,7 @@ def assign_ids(
       states,
       threshold=threshold,
       has_final_state=has_final_state,
+      agents=agents,
     )
   if anchor == 'shuffled':
     states = shuffle(
@@ -133,8 +136,9 @@ def merge_similar(
   *,
   threshold: float,
   has_final_state: bool = False,
+  agents: Sequence[Sequence[str]] | None = None,
 ) -> list[list[str | None]]:
-  """Replaces each state by the first similar state of its group.
+  """Replaces each state by the first similar state of its group and agent.
 
   Clustering is greedy, in order, and compares a state with the first member
   of each cluster, as GiGPO's released code does. The similarity is the
@@ -149,26 +153,28 @@ def merge_similar(
     threshold: ratio at or above which two states are merged, at most 1.
     has_final_state: whether an episode's last state is its final state, which
       starts no cluster.
+    agents: agent of each state of each episode; None: there is only one.
   """
-  clusters: dict[int, list[str]] = {}
-  first: dict[tuple[int, str], str] = {}
-  grouped = list(zip(groups, episodes, strict=True))
-  visited = [
-    (g, text) for g, s in grouped for text in (s[:-1] if has_final_state else s)
+  agents = agents or [[''] * len(states) for states in episodes]
+  keyed = [
+    [(group, agent, text) for agent, text in zip(own, states, strict=True)]
+    for group, own, states in zip(groups, agents, episodes, strict=True)
   ]
-  final = [(g, s[-1]) for g, s in grouped if s] if has_final_state else []
-  for n, (group, text) in enumerate(visited + final):
-    if text is None or (group, text) in first:
+  clusters: dict[tuple[int, str], list[str]] = {}
+  first: dict[tuple[int, str, str | None], str] = {}
+  end = -1 if has_final_state else None
+  visited = [key for keys in keyed for key in keys[:end]]
+  final = [keys[-1] for keys in keyed if keys] if has_final_state else []
+  for n, key in enumerate(visited + final):
+    group, agent, text = key
+    if text is None or key in first:
       continue
-    members = clusters.setdefault(group, [])
+    members = clusters.setdefault((group, agent), [])
     match = next((m for m in members if _is_similar(text, m, threshold)), None)
     if match is None and n < len(visited):
       members.append(text)
-    first[group, text] = text if match is None else match
-  return [
-    [None if text is None else first[group, text] for text in states]
-    for group, states in zip(groups, episodes, strict=True)
-  ]
+    first[key] = text if match is None else match
+  return [[first.get(key) for key in keys] for keys in keyed]
 
 
 def shuffle(

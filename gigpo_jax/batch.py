@@ -286,7 +286,10 @@ def _transitions(
 ) -> list[tuple[int, int]]:
   """Returns the ids of the states before and after each step."""
   states = anchors.assign_ids(
-    [(t.group, _states(t)) for t in episodes], has_final_state=True, **options
+    [(t.group, _states(t)) for t in episodes],
+    has_final_state=True,
+    agents=[_state_agents(t) for t in episodes],
+    **options,
   )
   return [pair for ids in states for pair in zip(ids, ids[1:], strict=False)]
 
@@ -297,6 +300,13 @@ def _states(episode: trajectory.Trajectory) -> list[str | None]:
     *(step.anchor for step in episode.steps),
     episode.end[1] if episode.end else None,
   ]
+
+
+def _state_agents(episode: trajectory.Trajectory) -> list[str]:
+  """Returns the agent that acts in each state; the last one acted before."""
+  end = episode.steps[-1].result.observation if episode.steps else None
+  agents = episode.agents
+  return [*agents, end.agent if end else ''.join(agents[-1:])]
 
 
 def _canonical(action: str) -> str:

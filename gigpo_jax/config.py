@@ -30,6 +30,7 @@ from gigpo_jax import (
 from gigpo_jax.models import decode_attention
 from gigpo_jax.run import (
   adapter_check,
+  agent_check,
   config_fields,
   loss_check,
   model_check,
@@ -232,9 +233,10 @@ def _combinations(
   """Yields a line for each conflict between fields that are not `refused`."""
   yield from _algorithm(config, refused)
   yield from _plugins(config, refused)
-  yield from _reward(config)
-  yield from reward_functions.conflicts(config)
-  yield from scored_rewards.conflicts(config)
+  if not any(field.startswith('reward.') for field in refused):
+    yield from _reward(config)
+    yield from reward_functions.conflicts(config)
+    yield from scored_rewards.conflicts(config)
   yield from _collection(config)
   if not any(field.startswith('loss.') for field in refused):
     yield from loss_check.conflicts(config)
@@ -337,7 +339,7 @@ def _environment_conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
   yield from envs.conflicts(config)
   yield from _context(config)
   yield from _replays(config)
-  yield from _several_agents(config)
+  yield from agent_check.conflicts(config)
   yield from teacher.conflicts(config)
   offered = envs.anchors(name)
   if anchor in anchors.REPORTED and anchor not in offered:
@@ -364,23 +366,6 @@ def _context(config: ml_collections.ConfigDict) -> Iterator[str]:
     yield (
       'rollout.prompt_overflow=truncate_left: would cut a message of a '
       'conversation; must be end, drop_history or error'
-    )
-
-
-def _several_agents(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields options that mix the agents of an environment."""
-  if len(envs.agents(config.env.name, config.env)) <= 1:
-    return
-  reason = f'env.name={config.env.name} has several agents'
-  if config.algorithm.anchor == 'shuffled':
-    yield (
-      f'algorithm.anchor=shuffled: {reason}, whose states it would mix; must '
-      'be another anchor'
-    )
-  if _has(config, algorithms.num_continuations):
-    yield (
-      f'algorithm.name={config.algorithm.name}: {reason}, and a state has one '
-      'value; must be an algorithm without continuations'
     )
 
 
@@ -507,7 +492,8 @@ def _data_dir(config: ml_collections.ConfigDict) -> str | None:
 
 
 def _missing_environment(config: ml_collections.ConfigDict) -> Iterator[str]:
-  yield from envs.check_installation(config.env.name, config.env)
+  missing = list(envs.check_installation(config.env.name, config.env))
+  yield from missing
   data = envs.data(config.env.name)
   if data and _data_dir(config) == '':
     yield (
@@ -515,12 +501,18 @@ def _missing_environment(config: ml_collections.ConfigDict) -> Iterator[str]:
       'its folder, or use env.data_dir=generated'
     )
     return
+  if config.evaluation.split is None and config.evaluation.every:
+    yield (
+      'evaluation.split=None: not set; must be a split of the tasks, or '
+      'evaluation.every=0'
+    )
   try:
     for split in ('train', config.evaluation.split):
       if split is not None:
         yield from _too_few_tasks(config, split)
   except ValueError as error:
-    yield _with_field(config, str(error))
+    if (line := _with_field(config, str(error))) not in missing:
+      yield line
 
 
 def _missing_harness(config: ml_collections.ConfigDict) -> Iterator[str]:

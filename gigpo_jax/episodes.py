@@ -33,6 +33,7 @@ FOLDER = 'episodes'  # Folder in a work directory.
 TEACHER_FOLDER = 'teacher'  # Folder of the rows of a teacher.
 INFO = 'dataset_info.json'
 _SPLIT = 'train'
+_SHARDS = f'{FOLDER}-*.array_record-*'  # Pattern of the names of files.
 
 _DESCRIPTION = """\
 Training episodes of a language-model policy, in RLDS format. The last step of
@@ -109,7 +110,7 @@ class EpisodeWriter:
       text.save(str(self._directory / 'tokenizer'))
     self._list_shards()
     listed = {_path(self._directory, n).name for n in range(len(self._shards))}
-    for path in self._directory.glob('episodes-*'):
+    for path in self._directory.glob(_SHARDS):
       if path.name not in listed:
         path.unlink()
 
@@ -247,7 +248,7 @@ def _shards_before(
 
   The reason is empty if the writer can continue the set.
   """
-  paths = set(directory.glob(f'{FOLDER}-*.array_record-*'))
+  paths = set(directory.glob(_SHARDS))
   paths = {path for path in paths if path.suffix != '.tmp'}
   if not (directory / INFO).exists():
     return [], f'has {len(paths)} files but no {INFO}' if paths else ''

@@ -401,7 +401,6 @@ def main(
   *,
   models: Sequence[str] = (),
   checkpoints: Sequence[str] = (),
-  repeats: int = 1,
   export: str = '',
 ) -> None:
   """Evaluates policies on the evaluation tasks of a config.
@@ -416,7 +415,6 @@ def main(
     models: Hugging Face folders or names on the hub.
     checkpoints: work directories, of which the newest checkpoint is used, or
       single checkpoints, WORKDIR/checkpoints/ITERATION.
-    repeats: episodes per task.
     export: folder to which the only checkpoint is written as Hugging Face
       files, `policy/`; '' for none.
 
@@ -424,16 +422,16 @@ def main(
     ValueError: one line per problem, if the config is invalid.
   """
   policy_files.check_export(export, checkpoints)
-  policies = _check_policies(config, models, checkpoints, repeats)
+  policies = _check_policies(config, models, checkpoints)
   run_config.check_workdir(workdir)
+  if export:
+    run_config.check_workdir(export, '--export')
   distributed.initialize()
   episodes = {}
   with builders.make_pool(config) as pool:
     builders.try_environment(config, pool, config.evaluation.split)
     for source, path in policies:
-      episodes[path] = _evaluate_policy(
-        config, source, path, pool, repeats, export
-      )
+      episodes[path] = _evaluate_policy(config, source, path, pool, export)
   if not distributed.is_main_process():
     return
   names = list(episodes)
@@ -452,15 +450,12 @@ def _check_policies(
   config: ml_collections.ConfigDict,
   models: Sequence[str],
   checkpoints: Sequence[str],
-  repeats: int,
 ) -> list[tuple[str, str]]:
   """Returns ('checkpoint' or 'model', path) of each policy to evaluate.
 
   Raises:
     ValueError: one line per problem, if one of them cannot be evaluated.
   """
-  if repeats < 1:
-    raise ValueError(f'--repeats={repeats}: must be at least 1')
   policies = [('checkpoint', c) for c in checkpoints]
   policies += [('model', m) for m in models]
   if not policies:
@@ -515,9 +510,7 @@ def _with_policy(
   return config
 
 
-def _evaluate_policy(  # noqa: PLR0913
-  config, source: str, path: str, pool, repeats: int, export: str
-) -> list:
+def _evaluate_policy(config, source: str, path: str, pool, export: str) -> list:
   config = _with_policy(config, source, path)
   console.log(f'policy: --{source}={path}')
   policy = model_builders.make_model_bundle(config)
@@ -528,14 +521,15 @@ def _evaluate_policy(  # noqa: PLR0913
       if export:
         start = config.model.path
         folder = pathlib.Path(export)
-        policy_files.export(folder, policy, base_params, params, start)
+        with errors.explain_disk_errors(export):
+          policy_files.export(folder, policy, base_params, params, start)
     return run(
       builders.make_runner(config, policy, pool),
       params,
       builders.make_eval_tasks(config),
       sampling=model_builders.make_sampling(config, evaluation=True),
       task_type=builders.make_task_type(config),
-      repeats=repeats,
+      repeats=config.evaluation.repeats,
       base_params=base_params,
     )
 

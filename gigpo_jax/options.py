@@ -15,7 +15,9 @@ A value of None is accepted by every field: the option is not set.
 """
 
 import dataclasses
+import itertools
 import math
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -147,12 +149,28 @@ def problems(options: type, values: Mapping[str, Any]) -> Iterator[str]:
   """
   for option in dataclasses.fields(options):
     value = values.get(option.name)
-    is_valid = option.metadata.get(_IS_VALID)
-    if is_valid and value is not None and not is_valid(value):
-      accepts = option.metadata[_ACCEPTS]
+    if value is None:
+      continue
+    # The config checks other types.
+    is_tuple = typing.get_origin(option.type) is tuple
+    has_type = not is_tuple or _has_type(value, option.type)
+    is_valid = option.metadata.get(_IS_VALID, lambda _: True)
+    if not has_type or not is_valid(value):
+      wrong_type = f'wrong type; must be {option.type}'
+      accepts = option.metadata.get(_ACCEPTS, wrong_type)
       if isinstance(value, float) and not math.isfinite(value):
         accepts = accepts.replace('out of range; must be', 'must be finite and')
       yield f'{option.name}={value}: {accepts}'
+
+
+def _has_type(value: Any, annotation: Any) -> bool:
+  """Returns whether a value, or each element of a tuple, has a type."""
+  if typing.get_origin(annotation) is tuple:
+    first, *others = typing.get_args(annotation)
+    types = itertools.repeat(first) if others == [...] else (first, *others)
+    is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
+    return is_sequence and all(map(_has_type, value, types))
+  return isinstance(value, int | float if annotation is float else annotation)
 
 
 def check(instance: Any, prefix: str = '') -> None:

@@ -150,6 +150,14 @@ def metrics(plugin: Any, *args: Any) -> dict[str, float]:
   return plugin.metrics(*args) if hasattr(plugin, 'metrics') else {}
 
 
+def reads_success(plugin: Any) -> bool:
+  """Returns whether an algorithm or a plug-in reads `Rows.success`.
+
+  With several agents, this is the success of the team.
+  """
+  return getattr(plugin, 'reads_success', False)
+
+
 def needed_outputs(chain: Sequence[Any]) -> tuple[str, ...]:
   """Returns the learner's outputs that plug-ins need besides old log-probs."""
   names = dict.fromkeys(name for plugin in chain for name in plugin.needs)

@@ -23,7 +23,7 @@ from gigpo_jax import (
   trajectory,
 )
 from gigpo_jax import config as config_lib
-from gigpo_jax.run import model_builders, run_config
+from gigpo_jax.run import model_builders
 from gigpo_jax.runtime import console, distributed, errors
 
 
@@ -45,7 +45,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
       "must be ''"
     )
   config_lib.validate(config)
-  run_config.check_workdir(workdir)
+  sft.check_run(config, workdir)
   distributed.initialize()
   for index in range(config.sft.rounds):
     folder = pathlib.Path(workdir) / f'round-{index}'

@@ -33,7 +33,7 @@ from gigpo_jax import (
 )
 from gigpo_jax import config as config_lib
 from gigpo_jax.models import huggingface, lora, parameters, qwen
-from gigpo_jax.run import model_builders, remat, run_config
+from gigpo_jax.run import model_builders, policy_files, remat, run_config
 from gigpo_jax.runtime import console, distributed, errors
 
 if TYPE_CHECKING:
@@ -45,8 +45,6 @@ Demonstration = list[tuple[base.Observation, str]]
 
 _REPORT_SECS = 10.0  # Interval of progress reports on expert episodes.
 LOSSES = ('imitation', 'dpo')  # dpo: segment DPO
-# Files that mark a work directory of launch/train.py.
-_RUN_FILES = ('checkpoints', 'config.json')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,23 +115,33 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
   """
   scratch = config.sft.init == 'scratch'
   config_lib.validate(config, needs_model=not scratch)
+  episode_set = open_episodes(config) if config.sft.data else None
+  check_run(config, workdir)
+  distributed.initialize()
+  with distributed.lock(workdir), errors.explain_disk_errors(workdir):
+    shown = [] if episode_set else demonstrations(config)
+    _warm_start(config, workdir, shown, episode_set)
+
+
+def check_run(config: ml_collections.ConfigDict, workdir: str) -> None:
+  """Checks that a warm start can be trained in a work directory.
+
+  Raises:
+    ValueError: in one line, if it cannot.
+  """
   if config.lora.agents:
     raise ValueError(
       f'lora.agents={tuple(config.lora.agents)}: the steps to imitate name no '
       'agent; must be () for a warm start'
     )
-  episode_set = open_episodes(config) if config.sft.data else None
   run_config.check_workdir(workdir)
-  run_paths = (pathlib.Path(workdir) / name for name in _RUN_FILES)
-  if any(path.exists() for path in run_paths):
+  if run_config.holds_run(workdir):
     raise ValueError(
       f'--workdir={workdir}: holds a run of launch/train.py; must be another '
       'folder'
     )
-  distributed.initialize()
-  with distributed.lock(workdir), errors.explain_disk_errors(workdir):
-    shown = [] if episode_set else demonstrations(config)
-    _warm_start(config, workdir, shown, episode_set)
+  if not config.sft.init:
+    policy_files.check_target(config.model.path, workdir)
 
 
 def _warm_start(
@@ -143,7 +151,8 @@ def _warm_start(
   episode_set: 'episodes.EpisodeDataset | None',
 ) -> None:
   directory = pathlib.Path(workdir) / 'policy'
-  start = pathlib.Path(workdir) / 'start'
+  # Hidden, because it is deleted at the end.
+  start = pathlib.Path(workdir) / '.start'
   scratch = config.sft.init == 'scratch'
   if scratch:
     with config.unlocked():
@@ -574,10 +583,14 @@ def _set_learner_options(
 ) -> None:
   """Replaces options of RL by those of the warm start, in place."""
   with config.unlocked():
-    config.optimizer.learning_rate = config.sft.learning_rate
-    config.optimizer.warmup_updates = config.sft.warmup_updates
-    if config.sft.decay:
-      config.optimizer.decay_updates = updates
+    config.optimizer.update(
+      learning_rate=config.sft.learning_rate,
+      warmup_updates=config.sft.warmup_updates,
+      warmup_ratio=0.0,
+      decay_updates=updates if config.sft.decay else 0,
+      decay='linear',
+      final_rate=0.0,
+    )
     config.learner.minibatch_rows = config.sft.minibatch_rows
     config.learner.epochs = 1
     if config.sft.loss == 'dpo':

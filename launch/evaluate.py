@@ -31,7 +31,12 @@ def main() -> None:
     'Work directory of a run, for its newest checkpoint, or '
     'WORKDIR/checkpoints/ITERATION; may be repeated.',
   )
-  repeats = flags.DEFINE_integer('repeats', 1, 'Episodes per task.')
+  repeats = flags.DEFINE_integer(
+    'repeats',
+    None,
+    'Episodes per task; default: evaluation.repeats.',
+    lower_bound=1,
+  )
   export = flags.DEFINE_string(
     'export',
     '',
@@ -43,12 +48,12 @@ def main() -> None:
     # host, jax would claim the chips.
     from gigpo_jax import evaluation
 
+    config.evaluation.repeats = repeats.value or config.evaluation.repeats
     evaluation.main(
       config,
       workdir,
       models=models.value,
       checkpoints=checkpoints.value,
-      repeats=repeats.value,
       export=export.value,
     )
 

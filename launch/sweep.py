@@ -34,6 +34,7 @@ def main() -> None:
   def run(argv: list[str]) -> None:
     """Exits with 2 after a mistake of the user, with 1 if a run failed."""
     del argv
+    from gigpo_jax.runtime import errors
     from gigpo_jax.tools import sweep as sweep_lib
 
     interrupt.set_outlook(lambda: 'the same command resumes the sweep')
@@ -43,15 +44,18 @@ def main() -> None:
       for flag in (sweep, workdir):
         if not flag.value:
           raise ValueError(f'--{flag.name}: missing; must be set')
-      code = sweep_lib.main(
-        sweep.value,
-        workdir.value,
-        at_once=at_once.value,
-        only_gather=gather.value,
-        known=known.value,
-      )
+      with errors.explain_disk_errors(workdir.value):
+        code = sweep_lib.main(
+          sweep.value,
+          workdir.value,
+          at_once=at_once.value,
+          only_gather=gather.value,
+          known=known.value,
+        )
     except ValueError as error:
       lines.exit_with_error(str(error))
+    except errors.RunError as error:
+      lines.exit_with_error(str(error), status=1)
     sys.exit(code)
 
   app.run(run, flags_parser=functools.partial(lines.parse, module=__name__))

@@ -92,6 +92,29 @@ def test_agents_with_adapters_have_a_fixed_order():
   assert rows.groups[:4].tolist() == [0, 0, 1, -1]
 
 
+@pytest.mark.parametrize('final', ['', 'abcx'])
+def test_similar_states_of_two_agents_are_not_merged(final):
+  # Both states of a are similar to p's, but not to each other.
+  states = {'p': ['abcd'], 'a': ['abxx', 'yycd']}
+  expected = [0, 1, 2, -1 if not final else 0]
+  turns = [('p', 0.0), ('a', 0.0), ('a', 0.0)]
+  episode = _episode(0, *turns)
+  steps = [
+    dataclasses.replace(step, anchor=states[agent].pop(0))
+    for step, (agent, _) in zip(episode.steps, turns, strict=True)
+  ]
+  if final:  # A limit of turns ends the episode.
+    end = _observation('p', final)
+    result = dataclasses.replace(steps[-1].result, observation=end)
+    steps[-1] = dataclasses.replace(steps[-1], result=result)
+  episode = dataclasses.replace(episode, steps=tuple(steps))
+  rows = batch.from_trajectories(
+    [episode], **SIZES, anchor='similarity', similarity_threshold=0.5
+  )
+  np.testing.assert_array_equal(rows.anchors[:3], expected[:3])
+  np.testing.assert_array_equal(rows.next_anchors[:3], expected[1:])
+
+
 def test_pooled_advantages_differ():
   """Shows that the comparison above depends on the agents."""
   episodes = [

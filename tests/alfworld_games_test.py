@@ -332,6 +332,10 @@ def test_written_games_are_read_by_open_split(tmp_path, capsys):
   with pytest.raises(SystemExit):
     write_games(tmp_path, capsys, 3)
   assert 'is not empty' in capsys.readouterr().err
+  with pytest.raises(SystemExit):
+    games.main(['--out', '/dev/null/x', '--num', '2'])
+  error = capsys.readouterr().err
+  assert 'error: --out=/dev/null/x: cannot be written' in error
 
 
 # Runs in its own process: the planner's library fails if it is loaded next to

@@ -431,7 +431,17 @@ RUNS = (
     'all checkpoints are damaged ([4])',
     'another --workdir',
   ),
+  _run(
+    lambda run: (run / 'policy').mkdir(parents=True),
+    '--workdir=',
+    'its policy/ is of another command',
+  ),
 )
+
+
+def _write_run(folder: pathlib.Path) -> None:
+  _write_config('{"seed": 0}')(folder / 'run')
+  shutil.copytree(WARM_START, folder / 'run/policy')
 
 
 def _unreadable_config(text: str) -> Case:
@@ -463,6 +473,7 @@ HARNESS = tuple(
   )
 )
 
+_ROUNDS = (TINY, '--config.sft.init=', '--config.sft.rounds=1')
 SFT = (
   _flags(TINY, '--config.sft.epochs=0', expected=('sft.epochs',), script='sft'),
   _flags(
@@ -495,6 +506,36 @@ SFT = (
     expected=('--workdir', 'another folder'),
     script='sft',
     prepare=lambda folder: _write_config('{}')(folder / 'run'),
+  ),
+  _flags(
+    *_ROUNDS,
+    expected=('--workdir', 'another folder'),
+    script='sft',
+    prepare=lambda folder: _write_config('{}')(folder / 'run'),
+  ),
+  _flags(
+    *_ROUNDS,
+    '--config.lora.rank=4',
+    "--config.lora.agents=('planner','actor')",
+    '--config.rollout.weights=adapters',
+    '--config.env.name=envs.alfworld.planner',
+    expected=('lora.agents=', 'must be () for a warm start'),
+    script='sft',
+  ),
+  _flags(
+    TINY,
+    '--config.sft.init=',
+    '--config.model.path={dir}/run/policy',
+    expected=('its policy/ is model.path', 'another folder'),
+    script='sft',
+    prepare=lambda folder: shutil.copytree(WARM_START, folder / 'run/policy'),
+  ),
+  _flags(
+    TINY,
+    '--model={dir}/run',
+    expected=('model.path=', 'a folder of a run; must be', 'run/policy'),
+    script='evaluate',
+    prepare=_write_run,
   ),
   _unreadable_config('{'),
   _unreadable_config('[]'),

@@ -66,6 +66,15 @@ def test_non_run_folder_is_refused_in_one_line(tmp_path, capsys):
   assert 'no eval/success_rate in 2 iterations' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize('name', ['curves.foo', 'none/curves.png'])
+def test_a_plot_that_cannot_be_written_is_one_line(tmp_path, capsys, name):
+  run = _run(tmp_path / 'a', variant='tiny', seed=0, rates=[0.5, 0.5])
+  assert compare.main([run, f'--out={tmp_path / name}']) == 2
+  error = capsys.readouterr().err
+  assert error.startswith(f'--out={tmp_path / name}: cannot be written')
+  assert len(error.splitlines()) == 1
+
+
 def test_run_without_evaluation_is_refused():
   with pytest.raises(ValueError, match='the run must evaluate'):
     compare.evaluations([{'iteration': 0}])

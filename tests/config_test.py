@@ -1,5 +1,7 @@
 """Tests that invalid input is refused in one line that names the field."""
 
+import importlib
+import inspect
 import itertools
 import json
 import os
@@ -20,11 +22,11 @@ from configs import (
   sokoban,
   webshop,
 )
+from gigpo_jax import algorithms, modulators, selectors, tokenizer
 from gigpo_jax import config as config_lib
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax import tokenizer
 from gigpo_jax.models import huggingface
-from gigpo_jax.run import model_check, run_config
+from gigpo_jax.run import agent_check, model_check, run_config
 from gigpo_jax.runtime import hardware
 
 PROJECT = pathlib.Path(config_lib.__file__).parents[1]
@@ -55,6 +57,14 @@ def _refusal(**changes) -> str:
     ('rollout.groups', 0, 'at least 1'),
     ('rollout.groups', 10**6, 'more groups than tasks; split train has'),
     ('rollout.temperature', 0.0, 'above 0'),
+    ('rollout.prefixes', (1,), 'different texts'),
+    ('filter.variance_rows', ('a', 'b'), 'two shares'),
+    ('reward.functions', (3,), 'wrong type; must be tuple[str, ...]'),
+    ('reward.function_weights', ('a',), 'must be tuple[float, ...]'),
+    ('algorithm.components', (1,), 'must be tuple[str, ...]'),
+    ('algorithm.component_weights', ('a', 'b'), 'must be tuple[float, ...]'),
+    ('optimizer.no_decay', (1,), 'must be tuple[str, ...]'),
+    ('tasks.stages', ((0, 'pick'),), 'must be tuple[tuple[int, tuple['),
     ('rollout.top_p', 1.5, 'at most 1'),
     ('rollout.top_k', -1, '0 is off'),
     ('evaluation.top_p', 0.0, 'above 0'),
@@ -115,6 +125,7 @@ def _refusal(**changes) -> str:
     ('env.data_dir', '/nowhere', 'no folder json_2.1.1/train'),
     ('env.generator.receptacles', (9, 2), 'receptacles'),
     ('evaluation.split', 'test', 'must be one of train'),
+    ('evaluation.split', None, 'must be a split'),
     ('evaluation.num_tasks', 10**6, 'at most that, or 0 for all'),
     ('pool.num_workers', -1, 'at least 0'),
     ('checkpoint.every', 0, 'at least 1'),
@@ -489,17 +500,46 @@ def test_env_kwargs_match_the_environment():
   )
 
 
-@pytest.mark.parametrize('name', ['vineppo', 'remax'])
+@pytest.mark.parametrize('name', ['vineppo', 'remax', 'polychromic_vine'])
 def test_options_that_mix_agents_are_refused(name):
   config = alfworld.get_config(f'mini,planner,{name}')
   config.algorithm.anchor = 'shuffled'
-  problems = list(config_lib._several_agents(config))
+  problems = list(agent_check.conflicts(config))
   assert [problem.partition(':')[0] for problem in problems] == [
     'algorithm.anchor=shuffled',
     f'algorithm.name={name}',
   ]
   config = alfworld.get_config(f'mini,{name}')
-  assert not list(config_lib._several_agents(config))
+  assert not list(agent_check.conflicts(config))
+
+
+def test_success_of_one_agent_is_unknown():
+  config = alfworld.get_config('mini,planner,pass_at_k')
+  config.algorithm.modulators = ('empg', 'dgpo')
+  config.algorithm.components = ('reward', 'score')
+  config.sft.rounds = 1
+  assert not list(agent_check.conflicts(config))
+  config.reward.agents = 'own'
+  problems = list(agent_check.conflicts(config))
+  assert [problem.partition(':')[0] for problem in problems] == [
+    'algorithm.name=pass_at_k',
+    "algorithm.modulators=('empg', 'dgpo')",
+    "algorithm.components=('reward', 'score')",
+    'sft.only_successful=True',
+  ]
+  assert 'dgpo reads' in problems[1]
+  config = alfworld.get_config('mini,pass_at_k')
+  config.reward.agents = 'own'
+  assert not list(agent_check.conflicts(config))
+
+
+@pytest.mark.parametrize('family', [algorithms, modulators, selectors])
+def test_plug_ins_that_read_success_say_so(family):
+  for path in family.REGISTRY.values():
+    module = importlib.import_module(path)
+    source = inspect.getsource(module)
+    reads = re.search(r'\b(rows|episodes)\.success\b', source)
+    assert bool(reads) == ('reads_success' in source), path
 
 
 def test_options_that_an_environment_lacks_are_refused():
@@ -649,3 +689,16 @@ def test_options_that_replay_episodes_need_an_environment_that_can():
       )
   config = alfworld.get_config('tiny,vineppo')
   assert not list(config_lib._replays(config))
+
+
+def test_a_missing_package_is_reported_once(monkeypatch):
+  line = 'env.name=sokoban: sokoban is not installed'
+
+  def refuse(*args, **kwargs):
+    raise ValueError(line)
+
+  monkeypatch.setattr(config_lib.envs, 'check_installation', lambda *_: [line])
+  monkeypatch.setattr(config_lib.envs, 'tasks', refuse)
+  with pytest.raises(ValueError) as error:
+    config_lib.validate(sokoban.get_config('tiny'))
+  assert str(error.value).splitlines().count(line) == 1

@@ -53,6 +53,11 @@ OTHERS = (
 MODULES = (alfworld, *OTHERS, webshop)
 # Environments whose packages may be missing.
 EXTERNAL = (mcp, minigrid, scienceworld, verifiers)
+# They need continuations, vines, or the success of each agent.
+OF_ONE_AGENT = (
+  *('a2fm', 'graphgpo', 'pass_at_k', 'pgpo'),
+  *('polychromic_vine', 'remax', 'vineppo'),
+)
 VARIANTS = [
   (module, ','.join(word for word in words if word))
   for module in MODULES
@@ -61,8 +66,7 @@ VARIANTS = [
   if words[1] not in variants.PLUGINS or (module, words[0]) == (alfworld, '')
   # Only questions have reference answers.
   if words[1] != 'igpo' or module == search_qa
-  # Continuations need a single agent.
-  if words[0] != 'self_play' or words[1] not in ('remax', 'vineppo')
+  if words[0] != 'self_play' or words[1] not in OF_ONE_AGENT
 ]
 
 

@@ -203,6 +203,14 @@ def test_after_a_kill_each_iteration_is_stored_once(tmp_path, first):
   assert len(list(tmp_path.glob('episodes-*'))) == 5
 
 
+def test_files_of_the_user_stay(tmp_path):
+  write(episodes.EpisodeWriter(tmp_path, Text(), seed=0), 0)
+  (tmp_path / 'episodes-notes.txt').write_text('mine')
+  write(episodes.EpisodeWriter(tmp_path, Text(), seed=0, first_iteration=1), 1)
+  assert (tmp_path / 'episodes-notes.txt').read_text() == 'mine'
+  assert episodes.open_dataset(tmp_path).iterations == [0, 1]
+
+
 def test_kill_between_index_writes_leaves_a_readable_set(tmp_path):
   log = episodes.EpisodeWriter(tmp_path, Text(), seed=0)
   write(log, 0)

@@ -8,7 +8,7 @@ import pytest
 
 from configs import alfworld
 from envs import base
-from gigpo_jax import replay, sft, tokenizer
+from gigpo_jax import optimizer, replay, sft, tokenizer
 
 
 def _config(**changes):
@@ -36,6 +36,21 @@ def test_same_config_gives_same_policy(tmp_path):
     assert lines[-1]['loss/total'] < lines[0]['loss/total']
     files.append((workdir / 'policy' / 'model.safetensors').read_bytes())
   assert files[0] == files[1]
+
+
+@pytest.mark.parametrize('decay', [True, False])
+def test_the_schedule_of_rl_does_not_apply(decay):
+  config = _config()
+  config.optimizer.update(
+    warmup_ratio=0.5, decay_updates=10, decay='cosine', final_rate=0.1
+  )
+  config.sft.update(warmup_updates=3, decay=decay, learning_rate=1e-3)
+  sft._set_learner_options(config, 40)
+  schedule = optimizer.AdamW(**config.optimizer).schedule
+  assert float(schedule(0)) == pytest.approx(1e-3 / 3)
+  expected = [1e-3 / 2, 0] if decay else [1e-3, 1e-3]
+  actual = [float(schedule(n)) for n in (20, 40)]
+  np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
 def test_demonstrations_report_progress(capsys, monkeypatch):

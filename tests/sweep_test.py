@@ -299,6 +299,7 @@ def test_unfinished_runs_are_not_gathered(tmp_path):
   ('text', 'message'),
   [
     ('RUNS = []', 'RUNS is missing or empty'),
+    ('RUNS = [', 'cannot be loaded .SyntaxError: '),
     ('RUNS = [{"name": "a"}]', "lacks .'config', 'seed'."),
     (
       'RUNS = 2 * [{"name": "a", "config": "x", "seed": 0}]',
@@ -315,13 +316,42 @@ def test_invalid_sweep_files_are_refused(tmp_path, text, message):
     sweep.read(tmp_path / 'nowhere.py')
 
 
-def test_command_error_is_one_line(tmp_path):
-  done = subprocess.run(
-    [sys.executable, 'launch/sweep.py', f'--workdir={tmp_path}'],
+def _command(*flags: str) -> subprocess.CompletedProcess:
+  return subprocess.run(
+    [sys.executable, 'launch/sweep.py', *flags],
     cwd=PROJECT,
     capture_output=True,
     text=True,
     check=False,
   )
+
+
+def test_command_error_is_one_line(tmp_path):
+  done = _command(f'--workdir={tmp_path}')
   assert done.returncode == 2
   assert done.stderr.strip() == '--sweep: missing; must be set'
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+  runs = '--sweep=configs/sweeps/main.py'
+  (tmp_path / 'file').touch()
+  done = _command(runs, '--gather', f'--workdir={tmp_path / "file"}')
+  assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+  assert f'--workdir={tmp_path / "file"}: cannot be written' in done.stderr
+  (tmp_path / 'main.csv').symlink_to('/dev/full')
+  done = _command(runs, '--gather', f'--workdir={tmp_path}')
+  assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+  assert f'{tmp_path}: cannot be written' in done.stderr
+
+
+def test_a_name_with_a_slash_is_one_folder():
+  run = sweep.Run('a/b c', 'configs/alfworld.py', 0)
+  assert run.folder == 'alfworld-a-b-c-0'
+
+
+def test_a_table_of_another_kind_is_one_short_line(tmp_path):
+  path = tmp_path / 'picture.csv'
+  path.write_bytes(bytes(range(256)) * 9)
+  with pytest.raises(ValueError, match='not a table of a sweep') as error:
+    sweep.read_table(str(path))
+  assert len(str(error.value)) < 400 and '\n' not in str(error.value)

@@ -357,7 +357,7 @@ def test_checkpoints_and_exports_are_evaluated(uninterrupted, tmp_path):
       f'--checkpoint={workdir}',
       f'--checkpoint={workdir}/checkpoints/2',
       f'--model={workdir / "policy"}',
-      '--repeats=2',
+      '--config.evaluation.repeats=2',
       '--config.evaluation.num_tasks=4',
     )
   )
@@ -373,21 +373,48 @@ def test_checkpoints_and_exports_are_evaluated(uninterrupted, tmp_path):
   assert (tmp_path / 'evaluation.png').is_file()
 
 
+def _export_command(
+  workdir: pathlib.Path, export: pathlib.Path, results: pathlib.Path
+) -> list[str]:
+  return small_runs.command(
+    'evaluate',
+    *small_runs.small(results)[2:],
+    f'--checkpoint={workdir}/checkpoints/2',
+    f'--export={export}',
+    '--config.evaluation.num_tasks=1',
+  )
+
+
+def test_an_export_to_a_full_disk_is_one_line(uninterrupted, tmp_path):
+  workdir, _ = uninterrupted
+  # Enough for the check before the start, but not for the weights.
+  if not _mount(tmp_path / 'disk', 'size=100k'):
+    pytest.skip('needs to be allowed to mount')
+  try:
+    for export, status in ((tmp_path / 'disk/x', 1), ('/proc/none', 2)):
+      process = preloaded.Process(
+        _export_command(workdir, export, tmp_path / 'results')
+      )
+      _, errors = process.communicate(timeout=400)
+      assert process.returncode == status
+      assert f'{export}: cannot be written' in errors
+      assert 'Traceback' not in errors
+  finally:
+    subprocess.run(['umount', tmp_path / 'disk'], check=True)
+
+
 def test_a_checkpoint_is_exported(uninterrupted, tmp_path):
   workdir, _ = uninterrupted
   export = tmp_path / 'export'
-  preloaded.run(
-    small_runs.command(
-      'evaluate',
-      *small_runs.small(tmp_path)[2:],
-      f'--checkpoint={workdir}/checkpoints/2',
-      f'--export={export}',
-      '--config.evaluation.num_tasks=1',
-    )
-  )
+  preloaded.run(_export_command(workdir, export, tmp_path))
   for name in ('model.safetensors', 'config.json', 'tokenizer.json'):
     one, other = (folder / 'policy' / name for folder in (workdir, export))
     assert one.read_bytes() == other.read_bytes(), name
+  for folder in policy_files.FOLDERS:
+    (tmp_path / 'own' / folder).mkdir(parents=True)
+    with pytest.raises(ValueError, match=f'already has a folder {folder}'):
+      policy_files.check_export(str(tmp_path / 'own'), [str(workdir)])
+    (tmp_path / 'own' / folder).rmdir()
   for checkpoints, reason in (
     ([str(workdir)], 'already has a folder policy'),
     ([], 'needs exactly one --checkpoint'),

@@ -295,6 +295,8 @@ def test_export_of_selected_iterations(workdir, tmp_path):
   assert 'iterations/2' in html and 'iterations/0' not in html
   with pytest.raises(ValueError, match='iterations=1: .* kept: 0, 2'):
     viewer.export(workdir, tmp_path / 'run.html', [1])
+  with pytest.raises(ValueError, match='--export=/dev/full: cannot be written'):
+    viewer.export(workdir, '/dev/full', [2])
 
 
 def test_summary_refuses_a_folder_without_a_run(tmp_path):

@@ -366,6 +366,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = write_split(out, split, games, options)
   except ValueError as error:
     parser.error(str(error))
+  except OSError as error:
+    parser.error(f'--out={out}: cannot be written ({error})')
   print(f'{len(games)} games in {folder}')
 
 

@@ -116,6 +116,8 @@ class Algorithm(Protocol):
   With an attribute `is_stateful` of True, `compute_advantages` also receives a
   state, which is {} at first. The metrics 'state/...' of its output are the
   state of the next iteration, and checkpoints save them.
+  `reads_success` must be True if it reads `Rows.success`; see
+  `plugins.reads_success`.
   """
 
   needs_values: bool

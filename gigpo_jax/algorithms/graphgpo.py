@@ -8,6 +8,7 @@ step advantage A_S. The episode advantage A_E is GiGPO's.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,8 @@ class Algorithm(gigpo.Algorithm):
     graph_discount: discount per step that remains to success; 0.1 in
       the released code.
   """
+
+  reads_success: ClassVar[bool] = True
 
   graph_discount: float = options.number(0.1, low=0, high=1)
 

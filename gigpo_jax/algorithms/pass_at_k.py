@@ -44,6 +44,7 @@ class Algorithm:
 
   needs_values: ClassVar[bool] = False
   needs_group: ClassVar[bool] = True
+  reads_success: ClassVar[bool] = True
 
   set_size: int = options.number(2, low=1)
 

@@ -44,6 +44,7 @@ class Algorithm(gigpo.Algorithm):
   """
 
   default_episode_weight: ClassVar[float] = 0.0
+  reads_success: ClassVar[bool] = True
 
   step_weight: float = dataclasses.field(default=1.0, init=False)
   potential_weight: float = options.number(1.0, low=0)

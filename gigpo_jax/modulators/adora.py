@@ -31,6 +31,7 @@ class Modulator:
 
   needs: ClassVar[tuple[str, ...]] = ()
   needs_group: ClassVar[bool] = True
+  reads_success: ClassVar[bool] = True
 
   short_weight: float = options.number(0.1, low=0)
   length_unit: str = options.choice('turns', UNITS)

@@ -37,6 +37,7 @@ class Modulator:
 
   needs: ClassVar[tuple[str, ...]] = ('log_probs', 'entropies', _WARM, _COOL)
   needs_group: ClassVar[bool] = False
+  reads_success: ClassVar[bool] = True
 
   target_entropy: float = options.number(0.5, low=0)
   target_limit: float = options.number(0.1, low=0)

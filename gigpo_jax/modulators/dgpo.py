@@ -32,6 +32,7 @@ class Modulator:
 
   needs: ClassVar[tuple[str, ...]] = ()
   needs_group: ClassVar[bool] = True
+  reads_success: ClassVar[bool] = True
 
   accuracy_temperature: float = options.number(2.0, above=0)
 

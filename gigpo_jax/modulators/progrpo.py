@@ -29,6 +29,7 @@ class Modulator:
 
   needs: ClassVar[tuple[str, ...]] = ('log_probs', 'prompt_log_probs')
   needs_group: ClassVar[bool] = True
+  reads_success: ClassVar[bool] = True
 
   confidence_weight: float = options.number(0.1, low=0)
   confidence_share: float = options.number(0.2, above=0, high=1)

@@ -4,6 +4,7 @@ For a model on the hub, only config.json is downloaded until everything else is
 valid.
 """
 
+import pathlib
 from collections.abc import Iterator
 
 import ml_collections
@@ -60,6 +61,9 @@ def problems(
     )
     model = huggingface.read_config(directory, dtype=config.model.dtype)
   except ValueError as error:
+    if path and (policy := pathlib.Path(path, 'policy')).is_dir():
+      yield f'model.path={path}: a folder of a run; must be {policy}'
+      return
     yield str(error)
     if model := _published(config):
       yield from _too_small(config, models.num_parameters(model), trains)

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from gigpo_jax.models import huggingface, lora
-from gigpo_jax.run import model_builders
+from gigpo_jax.run import model_builders, run_config
 from gigpo_jax.runtime import distributed
+
+# The folders that `export` replaces.
+FOLDERS = ('policy', 'adapters')
 
 
 def check_export(export: str, checkpoints: Sequence[str]) -> None:
@@ -17,15 +20,52 @@ def check_export(export: str, checkpoints: Sequence[str]) -> None:
   Raises:
     ValueError: in one line, if the policy cannot be written.
   """
-  if export and len(checkpoints) != 1:
+  if not export:
+    return
+  if len(checkpoints) != 1:
     raise ValueError(
       f'--export={export}: writes the policy of one checkpoint; needs exactly '
       'one --checkpoint'
     )
-  if export and (pathlib.Path(export) / 'policy').exists():
+  for name in FOLDERS:
+    if (pathlib.Path(export) / name).exists():
+      raise ValueError(
+        f'--export={export}: already has a folder {name}; must be a new folder'
+      )
+
+
+def check_target(start: str | None, workdir: str) -> None:
+  """Checks that the policy to write is not the one to start from.
+
+  Args:
+    start: `config.model.path`.
+    workdir: folder in which the new policy is written.
+
+  Raises:
+    ValueError: in one line, if it is.
+  """
+  policy = (pathlib.Path(workdir) / 'policy').resolve()
+  if start and pathlib.Path(start).resolve() == policy:
     raise ValueError(
-      f'--export={export}: already has a folder policy; must be a new folder'
+      f'--workdir={workdir}: its policy/ is model.path, which the run would '
+      'overwrite at its end; must be another folder'
     )
+
+
+def check_owner(workdir: str) -> None:
+  """Checks that a policy in the work directory of a run is the run's own.
+
+  Raises:
+    ValueError: in one line, if the run would overwrite another one.
+  """
+  if run_config.holds_run(workdir):
+    return
+  for name in FOLDERS:
+    if (pathlib.Path(workdir) / name).exists():
+      raise ValueError(
+        f'--workdir={workdir}: its {name}/ is of another command, and the run '
+        'would overwrite it at its end; must be another folder'
+      )
 
 
 def export(

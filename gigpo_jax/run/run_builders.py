@@ -92,12 +92,8 @@ def check_run(
   checkpoint.check_folder(pathlib.Path(workdir) / 'checkpoints')
   if config.metrics.wandb:
     metrics.read_wandb_run_id(workdir)
-  policy = (pathlib.Path(workdir) / 'policy').resolve()
-  if pathlib.Path(config.model.path).resolve() == policy:
-    raise ValueError(
-      f'--workdir={workdir}: its policy/ is model.path, which the run would '
-      'overwrite at its end; must be another folder'
-    )
+  policy_files.check_target(config.model.path, workdir)
+  policy_files.check_owner(workdir)
 
 
 def check_episodes(config: ml_collections.ConfigDict, workdir: str) -> None:

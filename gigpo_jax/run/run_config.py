@@ -22,8 +22,18 @@ def save(config: ml_collections.ConfigDict, workdir: str) -> None:
   files.write_atomic(pathlib.Path(workdir) / _STORED, text + '\n')
 
 
-def check_workdir(workdir: str) -> None:
+def holds_run(workdir: str) -> bool:
+  """Returns whether a folder is the work directory of launch/train.py."""
+  root = pathlib.Path(workdir)
+  return any((root / name).exists() for name in (_STORED, 'checkpoints'))
+
+
+def check_workdir(workdir: str, flag: str = '--workdir') -> None:
   """Creates a work directory and checks that it is writable.
+
+  Args:
+    workdir: the folder.
+    flag: the flag that names it.
 
   Raises:
     ValueError: in one line, if it is not.
@@ -36,7 +46,7 @@ def check_workdir(workdir: str) -> None:
       file.flush()
   except OSError as error:
     raise ValueError(
-      f'--workdir={workdir}: cannot be written ({error.strerror}); must be a '
+      f'{flag}={workdir}: cannot be written ({error.strerror}); must be a '
       'writable folder with free space'
     ) from error
 

@@ -140,14 +140,27 @@ def main(argv: Sequence[str] | None = None) -> int:
   options = parser.parse_args(argv)
   try:
     runs = [load(workdir) for workdir in options.workdirs]
+    print(table(runs))
+    if options.out:
+      _draw_file(runs, options.out)
   except ValueError as error:
     sys.stderr.write(f'{error}\n')
     return 2
-  print(table(runs))
-  if options.out:
-    draw(runs, options.out)
-    print(f'\ncurves: {options.out}')
   return 0
+
+
+def _draw_file(
+  runs: Sequence[tuple[str, int, Sequence[dict]]], path: str
+) -> None:
+  """Draws the learning curves, or raises ValueError in one line."""
+  try:
+    draw(runs, path)
+  except (OSError, ValueError) as error:
+    raise ValueError(
+      f'--out={path}: cannot be written ({error}); must be an image file, such '
+      'as curves.png, in a writable folder'
+    ) from error
+  print(f'\ncurves: {path}')
 
 
 if __name__ == '__main__':

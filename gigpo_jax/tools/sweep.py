@@ -8,6 +8,7 @@ import csv
 import dataclasses
 import os
 import pathlib
+import re
 import runpy
 import subprocess
 import sys
@@ -97,7 +98,7 @@ class Run:
   @property
   def folder(self) -> str:
     """Name of the work directory."""
-    name = self.name.replace(' ', '-')
+    name = re.sub('[ /]', '-', self.name)
     return f'{self.experiment}-{name}-{self.seed}'
 
   def load(
@@ -181,7 +182,13 @@ def read(given: str | pathlib.Path) -> list[Run]:
     raise ValueError(
       f'--sweep={given}: no such file; must be a Python file that defines RUNS'
     )
-  entries = runpy.run_path(str(path)).get('RUNS')
+  try:
+    entries = runpy.run_path(str(path)).get('RUNS')
+  except Exception as error:  # A file may raise anything.
+    raise ValueError(
+      f'--sweep={path}: cannot be loaded ({type(error).__name__}: {error}); '
+      'must be a Python file that defines RUNS'
+    ) from error
   if not entries:
     raise ValueError(
       f'--sweep={path}: RUNS is missing or empty; must be a list of runs'
@@ -334,8 +341,8 @@ def read_table(path: str) -> list[dict[str, float | str | None]]:
     ]
   except (OSError, KeyError, ValueError) as error:
     raise ValueError(
-      f'--known={path}: not a table of a sweep ({error!r}); must be the CSV '
-      'that launch/sweep.py writes'
+      f'--known={path}: not a table of a sweep ({type(error).__name__}: '
+      f'{error}); must be the CSV that launch/sweep.py writes'
     ) from error
 
 
@@ -563,7 +570,7 @@ def main(
   elsewhere = [line for path in known for line in read_table(path)]
   known_keys = _by_run(elsewhere).keys()
   to_run = [run for run in runs if run.key not in known_keys]
-  root.mkdir(parents=True, exist_ok=True)
+  run_config.check_workdir(workdir)
   failed = []
   if not only_gather:
     with files.lock(root):

@@ -434,7 +434,13 @@ def export(
         f'--export={path}: exceeds {_MAX_EXPORT_BYTES >> 20} MiB at '
         f'iteration {number}; select fewer with --iterations'
       )
-  pathlib.Path(path).write_text(page(run['name'], parts), encoding='utf-8')
+  try:
+    pathlib.Path(path).write_text(page(run['name'], parts), encoding='utf-8')
+  except OSError as error:
+    raise ValueError(
+      f'--export={path}: cannot be written ({error.strerror}); must be a file '
+      'in a writable folder with free space'
+    ) from error
 
 
 def serve(
