@@ -458,11 +458,16 @@ def _check_policies(
   """
   policies = [('checkpoint', c) for c in checkpoints]
   policies += [('model', m) for m in models]
+  policies = list(dict.fromkeys(policies))
   if not policies:
     raise ValueError(
       '--model, --checkpoint: missing; name the policy to evaluate, such as '
       '--checkpoint=RUN or --model=RUN/policy'
       + (f' or --model={config.model.path}' if config.model.path else '')
+    )
+  if config.evaluation.split is None:
+    raise ValueError(
+      'evaluation.split=None: not set; must be a split of the tasks'
     )
   for source, path in policies:
     if source == 'checkpoint':

@@ -23,8 +23,10 @@ from gigpo_jax import (
   trajectory,
 )
 from gigpo_jax import config as config_lib
-from gigpo_jax.run import model_builders
+from gigpo_jax.run import model_builders, run_config
 from gigpo_jax.runtime import console, distributed, errors
+
+_STORED = 'rounds.json'  # The config of the rounds.
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
@@ -32,11 +34,12 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
 
   Line N of metrics.jsonl is about the episodes of round N, counted from 0, and
   about the evaluation of the policy that sampled them. The same command resumes
-  after the last complete round; a round depends only on the config.
+  after the last complete round; a round depends only on the config, which is in
+  rounds.json.
 
   Raises:
-    ValueError: in one line, if the config is invalid or no episode of a round
-      was successful.
+    ValueError: in one line, if the config is invalid, the folder holds rounds
+      of another config, or no episode of a round was successful.
   """
   if config.sft.init or config.sft.data:
     raise ValueError(
@@ -46,7 +49,10 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     )
   config_lib.validate(config)
   sft.check_run(config, workdir)
+  run_config.check_resume(config, workdir, name=_STORED, length='sft.rounds')
   distributed.initialize()
+  if distributed.is_main_process():
+    run_config.save(config, workdir, _STORED)
   for index in range(config.sft.rounds):
     folder = pathlib.Path(workdir) / f'round-{index}'
     if not (folder / 'policy').is_dir():

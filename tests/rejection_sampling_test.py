@@ -59,6 +59,21 @@ def test_the_same_command_resumes_after_the_last_round(tmp_path, calls):
   assert len(small_runs.read_lines(tmp_path)) == 2
 
 
+def test_rounds_of_another_config_are_refused(tmp_path, calls):
+  rejection_sampling.run(_config(rounds=1), str(tmp_path))
+  del calls[:]
+  other = _config(rounds=2)
+  other.seed = 1
+  with pytest.raises(
+    ValueError, match=r'seed=1 \(was 0\); use another'
+  ) as info:
+    rejection_sampling.run(other, str(tmp_path))
+  assert '--allow_config_change' not in str(info.value)
+  with pytest.raises(ValueError, match=r'sft.rounds=0 \(was 1\)'):
+    rejection_sampling.run(_config(rounds=0), str(tmp_path))
+  assert not calls
+
+
 @pytest.mark.parametrize('field', ['init', 'data'])
 def test_another_start_is_refused(tmp_path, field):
   config = _config(rounds=2)

@@ -153,7 +153,7 @@ def main() -> None:
   try:
     new = download(arguments.out, full=arguments.full)
     size = len(products.load(arguments.out))
-  except ValueError as error:
+  except (OSError, ValueError) as error:
     sys.exit(str(error))
   if new:
     print(f'no published digest; recorded in {SUMS}: {", ".join(new)}')

@@ -14,12 +14,14 @@ from gigpo_jax.runtime import files
 _STORED = 'config.json'
 
 
-def save(config: ml_collections.ConfigDict, workdir: str) -> None:
+def save(
+  config: ml_collections.ConfigDict, workdir: str, name: str = _STORED
+) -> None:
   """Stores the config in a work directory."""
   content = json.loads(config.to_json_best_effort())
   stored = content | {'version': files.VERSION}
   text = json.dumps(stored, indent=2, sort_keys=True)
-  files.write_atomic(pathlib.Path(workdir) / _STORED, text + '\n')
+  files.write_atomic(pathlib.Path(workdir) / name, text + '\n')
 
 
 def holds_run(workdir: str) -> bool:
@@ -52,7 +54,12 @@ def check_workdir(workdir: str, flag: str = '--workdir') -> None:
 
 
 def check_resume(
-  config: ml_collections.ConfigDict, workdir: str, *, allow_change: bool = False
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  *,
+  allow_change: bool = False,
+  name: str = _STORED,
+  length: str = 'num_iterations',
 ) -> None:
   """Compares the config with the one in a work directory, if it has one.
 
@@ -60,17 +67,22 @@ def check_resume(
     config: the experiment.
     workdir: work directory of the run.
     allow_change: whether the run may resume with another config.
+    name: name of the file with the config.
+    length: the field with the length of the run, which may grow.
 
   Raises:
     ValueError: in one line with the differing fields, if the work directory
       holds a run of another config.
   """
-  path = pathlib.Path(workdir) / _STORED
+  path = pathlib.Path(workdir) / name
   current = json.loads(config.to_json_best_effort())
   checkpoints = (path.parent / 'checkpoints').glob('[0-9]*')
   started = path.exists() or any(checkpoints)
   if allow_change or not started:
     return
+  advice = 'use another --workdir'
+  if name == _STORED:
+    advice += ', or --allow_config_change to resume with this config'
   try:
     stored = files.read_stored(path)
     if not isinstance(stored.get('num_iterations'), int):
@@ -78,10 +90,9 @@ def check_resume(
     deprecated.update_stored(stored, current)
   except ValueError as error:
     raise ValueError(
-      f'--workdir={workdir}: its {_STORED} cannot be read ({error}); use '
-      'another --workdir, or --allow_config_change to resume with this config'
+      f'--workdir={workdir}: its {name} cannot be read ({error}); {advice}'
     ) from error
-  # These fields and a larger num_iterations do not change the experiment.
+  # These fields and a larger length do not change the experiment.
   may_change = {
     'checkpoint.keep',
     'episodes.every',
@@ -90,18 +101,17 @@ def check_resume(
     'pool.max_resets_per_worker',
     'pool.max_worker_mib',
   }
-  if current['num_iterations'] >= stored['num_iterations']:
-    may_change.add('num_iterations')
   changed = [
-    f'{name}={new} (was {old})'
-    for name, (old, new) in _differences(stored, current)
-    if name not in may_change and not (old is None and _is_default(name, new))
+    f'{field}={new} (was {old})'
+    for field, (old, new) in _differences(stored, current)
+    if field not in may_change
+    and not (field == length and new >= old)
+    and not (old is None and _is_default(field, new))
   ]
   if changed:
     raise ValueError(
       f'--workdir={workdir}: holds a run of another config: '
-      f'{", ".join(changed)}; use another --workdir, or '
-      '--allow_config_change to resume with this config'
+      f'{", ".join(changed)}; {advice}'
     )
 
 
