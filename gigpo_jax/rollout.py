@@ -460,35 +460,44 @@ class _Rollout:
       # A worker lost while the policy samples replies without a pending call.
       start = self._calls.pop(env, now)
       self._clock.env_spans.append((start, now))
-      episode = self._running[env]
-      if isinstance(reply, env_pool.Failure):
-        episode.failure = str(reply)
-        observation = None
-      elif isinstance(reply, base.Observation):
-        observation = episode.first_observation = reply
-      else:
-        episode.steps.append(
-          trajectory.Step(**vars(episode.turn), result=reply)
-        )
-        observation = reply.observation
-        if observation and len(episode.steps) == episode.batch.max_turns:
-          self._pool.end(env)
-          observation = None
-      limit, first = self._max_prompt, episode.first_observation
-      if observation and (
-        reason := conversation.prompt_error(observation, limit, first)
-        or self._runner.agent_error(observation)
-      ):
-        episode.failure = str(self._pool.refuse(env, reason))
-        observation = None
-      if observation and len(episode.steps) >= episode.pauses_at:
-        episode.is_paused, observation = True, None
-        self._pool.end(env)
+      observation = self._record(env, reply)
       if observation is None:
         self._end(env)
       else:
         observations[env] = observation
     return observations
+
+  def _record(
+    self, env: int, reply: base.Observation | base.StepResult | env_pool.Failure
+  ) -> base.Observation | None:
+    """Records a reply; returns the observation to respond to.
+
+    It is None if the episode ends or pauses.
+    """
+    episode = self._running[env]
+    if isinstance(reply, env_pool.Failure):
+      episode.failure = str(reply)
+      return None
+    if isinstance(reply, base.Observation):
+      observation = episode.first_observation = reply
+    else:
+      episode.steps.append(trajectory.Step(**vars(episode.turn), result=reply))
+      observation = reply.observation
+    if observation is None:
+      return None
+    if len(episode.steps) == episode.batch.max_turns:
+      self._pool.end(env)
+      return None
+    limit, first = self._max_prompt, episode.first_observation
+    reason = conversation.prompt_error(observation, limit, first)
+    if reason := reason or self._runner.agent_error(observation):
+      episode.failure = str(self._pool.refuse(env, reason))
+      return None
+    if len(episode.steps) >= episode.pauses_at:
+      episode.is_paused = True
+      self._pool.end(env)
+      return None
+    return observation
 
   def _end(self, env: int) -> None:
     episode = self._running.pop(env)
