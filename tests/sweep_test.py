@@ -223,6 +223,10 @@ def test_known_runs_are_gathered_and_not_rerun(tmp_path, monkeypatch):
   evaluations = sweep.read_table(str(tmp_path / 'second/list.csv'))
   assert evaluations[:4] == known
   assert [line['name'] for line in evaluations[4:]] == ['b', 'b']
+  for line in ('alfworld,a', 'alfworld,a,0,5,16'):  # An interrupted copy.
+    file.write_text(pathlib.Path(table).read_text() + line)
+    with pytest.raises(ValueError, match=r'--known=.*must be the CSV'):
+      sweep.read_table(str(file))
   file.write_text('experiment,name\nalfworld,a\n')
   with pytest.raises(ValueError, match=r'--known=.*must be the CSV'):
     sweep.read_table(str(file))

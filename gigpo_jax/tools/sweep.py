@@ -338,14 +338,14 @@ def read_table(path: str) -> list[dict[str, float | str | None]]:
       {'experiment': line['experiment'], 'name': line['name']}
       | {'seed': int(line['seed']), 'iteration': int(line['iteration'])}
       | {
-        column: float(line[column]) if line[column] else None
+        column: None if line[column] == '' else float(line[column])
         for column in COLUMNS[1:]
       }
       # Tables of earlier releases lack some of these columns.
       | {name: float(line[name]) if line.get(name) else None for name in MEANS}
       for line in lines
     ]
-  except (OSError, KeyError, ValueError) as error:
+  except (OSError, KeyError, TypeError, ValueError) as error:
     raise ValueError(
       f'--known={path}: not a table of a sweep ({type(error).__name__}: '
       f'{error}); must be the CSV that launch/sweep.py writes'
