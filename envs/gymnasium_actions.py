@@ -13,7 +13,7 @@ import numpy as np
 
 FREE = '<your own words>'
 _MAX_ENTRIES = 16
-_DIGITS = 4  # significant digits of bounds in prompts, and of drawn numbers
+_DIGITS = 4  # significant digits of drawn numbers
 _NUMBER = re.compile(r'[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?', re.IGNORECASE)
 
 
@@ -120,7 +120,13 @@ class Numbers:
     word = 'integer' if self._is_integer else 'number'
     if not np.isfinite([low, high]).all():
       return word
-    return f'{word} from {low:.{_DIGITS}g} to {high:.{_DIGITS}g}'
+    return f'{word} from {self._shortest(low)} to {self._shortest(high)}'
+
+  def _shortest(self, value: float) -> str:
+    """Returns the shortest text that is read as the value."""
+    if self._is_integer:
+      return f'{value:.0f}'
+    return str(self._dtype.type(value)).removesuffix('.0')
 
   def parse(self, text: str) -> Any:
     """Returns the numbers, if there are as many and within their bounds."""
@@ -128,9 +134,14 @@ class Numbers:
     if len(parts) != self._low.size or not all(map(_NUMBER.fullmatch, parts)):
       return None
     values = np.array(parts, np.float64)
-    if not ((self._low <= values) & (values <= self._high)).all():
-      return None
     if self._is_integer and (values != np.round(values)).any():
+      return None
+    if not self._is_integer:
+      # Bounds are numbers of this precision. Too large numbers become infinite.
+      with np.errstate(over='ignore'):
+        values = values.astype(self._dtype)
+    inside = (self._low <= values) & (values <= self._high)
+    if not (inside & np.isfinite(values)).all():
       return None
     return values.astype(self._dtype).reshape(self._shape)
 
@@ -146,7 +157,7 @@ class Numbers:
     )
     rounded = [float(f'{value:.{_DIGITS}g}') for value in drawn]
     inside = np.clip(rounded, self._low, self._high)
-    return ', '.join(f'{value:g}' for value in inside)
+    return ', '.join(map(self._shortest, inside))
 
 
 def _bounds(space: Any) -> tuple[np.ndarray, np.ndarray]:

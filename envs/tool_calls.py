@@ -59,8 +59,11 @@ def parse(response: str) -> Response:
   calls = []
   for body in bodies:
     try:
-      calls.append(_call(json.loads(body)))
-    # Invalid JSON, also too deep nesting and numbers with too many digits.
+      call = _call(json.loads(body))
+      to_json(call).encode()
+      calls.append(call)
+    # Invalid JSON, also too deep nesting, numbers with too many digits or
+    # without a value (NaN), and halves of surrogate pairs.
     except (ValueError, RecursionError) as error:
       reason = ' '.join(str(error).split())[:200]
       return Response(text.strip(), problem=f'a malformed tool call: {reason}')
@@ -69,7 +72,9 @@ def parse(response: str) -> Response:
 
 def to_json(call: Call) -> str:
   """Returns a call as JSON."""
-  return json.dumps(dataclasses.asdict(call), ensure_ascii=False)
+  return json.dumps(
+    dataclasses.asdict(call), ensure_ascii=False, allow_nan=False
+  )
 
 
 def write(call: Call) -> str:

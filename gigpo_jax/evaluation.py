@@ -31,6 +31,7 @@ from gigpo_jax.runtime import console, distributed, errors, files
 from gigpo_jax.tools import plots
 
 _RESAMPLES = 10_000
+_DECIMALS = 12  # Further ones of a mean depend on the order of summation.
 _MAX_LABEL = 60  # Characters of a policy's name in the plot.
 
 
@@ -166,7 +167,7 @@ def success_interval(
   """
   shares = [np.mean(outcomes) for outcomes in _by_task(trajectories).values()]
   if len(shares) == len(trajectories) or min(shares) == max(shares):
-    return metrics.wilson(round(sum(shares)), len(shares))
+    return metrics.wilson(float(sum(shares)), len(shares))
   return _bootstrap(shares)
 
 
@@ -263,6 +264,7 @@ def _compare_tasks(
   gaps = np.array(
     [np.mean(first[task]) - np.mean(second[task]) for task in first]
   )
+  gaps = gaps.round(_DECIMALS)
   better, worse = int((gaps > 0).sum()), int((gaps < 0).sum())
   if better or worse:
     low, high = _bootstrap(gaps)

@@ -4,7 +4,7 @@ import pytest
 
 from envs import base
 from envs.alfworld import env as alfworld_env
-from envs.alfworld import expert
+from envs.alfworld import expert, games
 
 SMALL = {'receptacles': (5, 8)}
 TASK = base.Task('train', 3)
@@ -177,3 +177,24 @@ def test_noise_makes_the_expert_err():
 def test_unknown_engine_is_refused():
   with pytest.raises(ValueError, match='env.engine=x: unknown engine; known'):
     alfworld_env.Env(engine='x')
+
+
+def test_preparing_a_game_of_an_older_release_keeps_the_episode(tmp_path):
+  env = _env()
+  for index in range(2):
+    game = env.game(base.Task('train', index))
+    path = games.write_game(game, tmp_path / 'train' / str(index))
+    if index:
+      old = path.read_text().replace(
+        r'\"move {o} to {r}\"', r'\"put {o} in/on {r}\"'
+      )
+      path.write_text(old)
+  env = alfworld_env.Env(
+    data_dir=str(tmp_path), generator={'expected_counts': False}
+  )
+  tasks = [base.Task('train', index) for index in range(2)]
+  listed = env.reset(tasks[0]).actions
+  env.prepare(tasks[1])
+  assert env.step(_respond('help')).observation.actions == listed
+  env.reset(tasks[1])
+  assert env.step(_respond('help')).observation.text == 'Nothing happens.'

@@ -180,6 +180,11 @@ def test_all_turns_have_messages_or_none():
     ('<tool_call>{"name": "a", "arguments": []}</tool_call>', 'arguments must'),
     ('<tool_call>' + '[' * 10**5 + '</tool_call>', 'malformed tool call'),
     ('<tool_call>{"name": ' + '9' * 5000 + '}</tool_call>', 'malformed'),
+    ('<tool_call>{"name": "\\ud800"}</tool_call>', 'surrogates not allowed'),
+    (
+      '<tool_call>{"name": "a", "arguments": {"x": [NaN]}}</tool_call>',
+      'not JSON compliant',
+    ),
   ],
 )
 def test_malformed_tool_calls_are_reported(response, problem):

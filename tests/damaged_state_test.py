@@ -361,6 +361,8 @@ def test_a_damaged_evaluation_is_made_again(tmp_path, monkeypatch, damage):
   ]
   monkeypatch.setattr(evaluation, 'draw', lambda *_: None)
   path = run.test_result(tmp_path)
+  path.parent.mkdir(parents=True)
+  (tmp_path / run.folder / 'metrics.jsonl').touch()
   evaluation._write(path.parent, {'policy': played}, {})
   assert outcomes.read_evaluation(path) == {'test/0': [True]}
   assert run.next_command(tmp_path) is None

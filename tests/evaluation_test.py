@@ -68,6 +68,9 @@ def test_pass_at_k_by_hand():
 def test_equal_outcomes_give_wilson_interval_over_tasks():
   episodes = [episode(n, True, m) for n in range(10) for m in range(50)]
   assert evaluation.success_interval(episodes) == metrics.wilson(10, 10)
+  # Half of the episodes of the only task: not rounded to a failure.
+  episodes = [episode(0, m < 2, m) for m in range(4)]
+  assert evaluation.success_interval(episodes) == metrics.wilson(0.5, 1)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +106,18 @@ def test_scores_are_compared_if_reported():
   assert comparisons['success'].difference == 0
   assert comparisons['success'].high == pytest.approx(0.48990, abs=1e-5)
   assert comparisons['success'].low == -comparisons['success'].high
+
+
+def test_equal_mean_scores_are_ties_whatever_the_order_of_episodes():
+  scores = 0.1, 0.2, 0.3  # The rounded sums of both orders differ.
+  one = [episode(0, False, m, score=x) for m, x in enumerate(scores)]
+  other = [episode(0, False, m, score=x) for m, x in enumerate(scores[::-1])]
+  comparison = evaluation.compare(one, other)['score']
+  assert (comparison.difference, comparison.better, comparison.worse) == (
+    0,
+    0,
+    0,
+  )
 
 
 def test_table_has_a_row_per_task_type(tmp_path):

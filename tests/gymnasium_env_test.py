@@ -134,7 +134,16 @@ def test_observations_become_text_by_rule(space, value, names, text):
       (),
       '<number>',
       {'-1e6': [-1e6]},
-      ('inf', '--1', '1,'),
+      # float32 has no 1e39, and float64 no 1e999.
+      ('inf', '--1', '1,', '1e39', '1e999'),
+    ),
+    (
+      # In float32, 0.7 is a little smaller. Bounds have all their digits.
+      spaces.Box(-np.pi, 0.7, (1,)),
+      (),
+      '<number from -3.1415927 to 0.7>',
+      {'0.7': [0.7], '-3.1415927': [-np.pi]},
+      ('0.7001', '-3.142'),
     ),
     (
       spaces.MultiDiscrete([3, 2], start=[1, 0]),

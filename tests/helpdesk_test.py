@@ -198,6 +198,7 @@ _WRITES = ('cancel_order', 'return_order', 'change_address', 'exchange_order')
     (_call('get_order'), 'Error: get_order needs order_id'),
     (_call('get_order', order_id='W1', x='1'), 'Error: get_order needs order'),
     (_call('get_order', order_id=1), 'Error: the arguments of get_order must'),
+    (_call('get_order', order_id='\ud800'), 'Error: a malformed tool call'),
   ],
 )
 def test_invalid_responses_change_nothing(start, response, text):

@@ -171,19 +171,18 @@ def test_predictions_are_written_once_and_compared(tmp_path, capsys):
   assert (tmp_path / 'law.png').stat().st_size > 1000
 
 
-def test_cosine_of_advantages():
-  assert advise.cosine(0.0, 1.0) == pytest.approx(math.sqrt(0.5))
-  assert advise.cosine(0.5, 1.0) == pytest.approx(1.5 / math.sqrt(3))
-  assert advise.cosine(-1.0, 1.0) == 0
-  # Rounding alone would give -1 - 2e-16, which has no angle.
-  assert advise.cosine(-1.0, 1.01) == -1
-  rng = np.random.default_rng(0)
-  x, y = rng.normal(size=(2, 50))
-  x, y = x - x.mean(), y - y.mean()
-  expected = x @ (x + y) / np.linalg.norm(x) / np.linalg.norm(x + y)
+def test_correlation_of_advantages():
+  similarity = advise.correlation_with_sum
+  assert similarity(0.0, 1.0) == pytest.approx(math.sqrt(0.5))
+  assert similarity(0.5, 1.0) == pytest.approx(1.5 / math.sqrt(3))
+  assert similarity(-1.0, 1.0) == 0
+  # Rounding alone would give -1 - 2e-16.
+  assert similarity(-1.0, 1.01) == -1
+  # Failed episodes are longer, so the mean of A_E over steps is not 0.
+  x, y = np.random.default_rng(0).normal(size=(2, 50)) - [[2], [0]]
   correlation = np.corrcoef(x, y)[0, 1]
-  assert advise.cosine(correlation, y.std() / x.std()) == pytest.approx(
-    expected
+  assert similarity(correlation, y.std() / x.std()) == pytest.approx(
+    np.corrcoef(x, x + y)[0, 1]
   )
 
 
@@ -214,7 +213,8 @@ def test_advice_without_a_law(tmp_path, capsys):
   write_run(tmp_path, advantage__correlation=1.0)
   out = advice(tmp_path, capsys)
   assert (
-    'GRPO and GiGPO: 1.000, an angle of 0 degrees (w A_S is 1.00 times' in out
+    'correlation of the advantages of GRPO and GiGPO: 1.000 (w A_S is 1.00 '
+    'times' in out
   )
   assert 'tune optimizer.learning_rate' in out and 'not known' in out
   # The weight of A_S is the run's.

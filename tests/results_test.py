@@ -151,3 +151,18 @@ def test_the_oracle_is_drawn(tmp_path):
   path = tmp_path / 'oracle.png'
   results.draw_oracle(path, measured)
   assert path.stat().st_size > 5000
+
+
+def test_an_environment_without_a_pair_of_seeds_has_no_row(monkeypatch):
+  tests = {
+    'toy': {
+      name: {seed: outcomes.Result('toy', name, seed, 4, 0.5)}
+      for seed, name in enumerate(('grpo', 'gigpo'))
+    }
+  }
+  monkeypatch.setattr(results, '_tests', lambda: tests)
+  assert 'toy' not in results.readme_block()
+  tests['toy']['gigpo'][0] = outcomes.Result('toy', 'gigpo', 0, 4, 0.75)
+  assert '| toy | 50.0 (1) | 62.5 (2) | – | – | +25.0 (1) |' in (
+    results.readme_block()
+  )

@@ -41,6 +41,14 @@ def write_run(folder, curve):
   (folder / 'policy' / 'config.json').write_text('{}')
 
 
+def write_test(run, root):
+  """Writes the test of a run: it fails the task x and solves y."""
+  path = run.test_result(root)
+  path.parent.mkdir()
+  episodes = [{'task': t, 'success': t == 'y'} for t in 'yx']
+  path.write_text(json.dumps({'policies': {'p': {'episodes': episodes}}}))
+
+
 RUNS = [
   sweep.Run('a', 'configs/alfworld.py:smoke', 0),
   sweep.Run('a', 'configs/alfworld.py:smoke', 1),
@@ -165,10 +173,8 @@ def test_known_tests_join_those_of_this_machine(tmp_path):
     for run in RUNS[:2]
   ]
   tested = [dataclasses.replace(run, test=(('seed', 0),)) for run in RUNS]
-  path = tested[2].test_result(tmp_path)
-  path.parent.mkdir(parents=True)
-  episodes = [{'task': t, 'success': t == 'y'} for t in 'yx']
-  path.write_text(json.dumps({'policies': {'p': {'episodes': episodes}}}))
+  write_run(tmp_path / tested[2].folder, [(0, 0.2), (100, 0.4)])
+  write_test(tested[2], tmp_path)
   results = sweep.gather_tests(tested, tmp_path, 'all', known)
   assert results[:2] == known and results[2].outcomes_T.tolist() == [0, 1]
   stored = sweep.read_tests(tmp_path / 'all.csv')
@@ -196,6 +202,9 @@ def test_known_runs_are_gathered_and_not_rerun(tmp_path, monkeypatch):
   write_run(tmp_path / 'second/alfworld-b-0', [(0, 0.2), (110, 0.5)])
   known = sweep.gather(RUNS, tmp_path / 'first')
   table = str(tmp_path / 'first/results.csv')
+  # A table of another machine that already contains the other one.
+  sweep.gather(RUNS, tmp_path / 'third', known=known)
+  copy = str(tmp_path / 'third/results.csv')
   assert sweep.read_table(table) == known
   file = tmp_path / 'list.py'
   file.write_text(f'RUNS = {[_entry(run) for run in RUNS]}')
@@ -208,12 +217,16 @@ def test_known_runs_are_gathered_and_not_rerun(tmp_path, monkeypatch):
     str(tmp_path / 'second'),
     at_once=1,
     only_gather=False,
-    known=[table],
+    known=[table, copy],
   )
   assert (code, [run.name for run in started]) == (0, ['b'])
   evaluations = sweep.read_table(str(tmp_path / 'second/list.csv'))
   assert evaluations[:4] == known
   assert [line['name'] for line in evaluations[4:]] == ['b', 'b']
+  for line in ('alfworld,a', 'alfworld,a,0,5,16'):  # An interrupted copy.
+    file.write_text(pathlib.Path(table).read_text() + line)
+    with pytest.raises(ValueError, match=r'--known=.*must be the CSV'):
+      sweep.read_table(str(file))
   file.write_text('experiment,name\nalfworld,a\n')
   with pytest.raises(ValueError, match=r'--known=.*must be the CSV'):
     sweep.read_table(str(file))
@@ -293,6 +306,24 @@ def test_unfinished_runs_are_not_gathered(tmp_path):
   assert {line['seed'] for line in sweep.gather(RUNS[:2], tmp_path)} == {0}
   policy.unlink()
   assert {line['seed'] for line in sweep.gather(RUNS[:2], tmp_path)} == {0}
+
+
+def test_an_extended_run_is_tested_again(tmp_path):
+  run = dataclasses.replace(RUNS[0], test=(('evaluation.num_tasks', 4),))
+  folder = tmp_path / run.folder
+  write_run(folder, [(0, 0.2), (100, 0.4)])
+  write_test(run, tmp_path)
+  assert run.next_command(tmp_path) is None
+  assert len(sweep.gather_tests([run], tmp_path)) == 1
+  # The extended run has written metrics, and then also its policy.
+  path = run.test_result(tmp_path)
+  os.utime(path, (0, 0))
+  os.utime(folder / 'policy' / 'config.json', (1, 1))
+  assert run.next_command(tmp_path) == run.command(tmp_path)
+  assert sweep.gather_tests([run], tmp_path) == []
+  os.utime(folder / 'policy' / 'config.json')
+  assert run.next_command(tmp_path) == run.test_command(tmp_path)
+  assert sweep.gather_tests([run], tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,16 @@ def test_parsing_pages():
   )
 
 
+def test_a_bullet_point_may_read_like_a_button():
+  page = _read(f'{SUB_PAGE} [SEP] Buy Now', SUB_PAGE_CLICKABLES)
+  assert page.page_type == 'sub_page'
+  assert page.lines == ('Soft and sweet.', 'Buy Now')
+
+
+def test_blanks_around_an_instruction_do_not_matter():
+  assert pages.split(INDEX, f' {TASK} ') == ['Search']
+
+
 def test_parsing_products_without_a_title():
   title = 'Alder Lip Balm with a title of more than ten words, Gift Box [SEP] '
   untitled = RESULTS.replace(title, '').replace('Brisk Balm [SEP] ', '')

@@ -155,17 +155,22 @@ class Env:
   def _engine_input(self, task: base.Task) -> world.World | str:
     """Returns the input of the engine: TextWorld reads game files itself."""
     path = self._split(task).path(task.index)
-    if path is None:
-      return self.game(task)
-    if self._engine_name == 'textworld':
+    if path is not None and self._engine_name == 'textworld':
       return path
-    # Older releases of ALFWorld write `put X in/on Y`, newer ones `move X to
-    # Y`.
+    return self.game(task)
+
+  def _use_spelling(self, task: base.Task) -> None:
+    """Makes the native engine write the commands of a game's release.
+
+    Older releases of ALFWorld write `put X in/on Y`, newer ones `move X to Y`.
+    """
+    path = self._split(task).path(task.index)
+    if path is None or self._engine_name == 'textworld':
+      return
     spelling = pddl.spelling(pddl.load_game(path))
     if spelling != self._spelling:
       self._engine = _make_engine(self._engine_name, spelling)
       self._spelling = spelling
-    return self.game(task)
 
   def prepare(self, task: base.Task) -> None:
     """Loads the game into the engine's cache."""
@@ -173,6 +178,7 @@ class Env:
 
   def reset(self, task: base.Task) -> base.Observation:
     """Starts an episode and returns its first observation."""
+    self._use_spelling(task)
     self._engine.load(self._engine_input(task))
     self._effects = []
     self._set_state(self._engine.reset())

@@ -50,6 +50,7 @@ def split(text: str, task: str) -> list[str]:
     task: the instruction.
   """
   parts = text.split(SEPARATOR)
+  task = task.strip()  # Like the strings of a page.
   return parts[parts.index(task) + 1 :] if task in parts else parts
 
 
@@ -62,7 +63,7 @@ def read(parts: Sequence[str], clickables: Sequence[str]) -> View:
   """
   if list(parts) == ['Search']:
     return View(INDEX)
-  if 'Buy Now' in parts:
+  if 'buy now' in clickables:
     return _item(parts, clickables)
   if len(parts) > 1 and 'Total results' in parts[1]:
     return _results(parts, clickables)

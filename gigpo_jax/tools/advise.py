@@ -8,9 +8,9 @@ advice depends on. Some statements hold for any run:
 - If no step shares its anchor (`advantage/singleton_anchor_rows` is 1), A_S is
   0 and GiGPO is GRPO.
 - If all groups have zero variance, A_E is 0 and GRPO learns nothing.
-- The cosine between the advantages of GRPO, A_E, and of GiGPO, A_E + w A_S,
-  follows from their standard deviations and correlation. At 1 both methods
-  differ only in the size of their steps.
+- The correlation of the advantages of GRPO, A_E, and of GiGPO, A_E + w A_S,
+  follows from the standard deviations and the correlation of A_E and A_S. At 1
+  both methods differ only in a factor and a constant.
 
 Whether the difference helps is an empirical question. `--law` names a file of
 `python -m gigpo_jax.tools.law fit`, which predicts GiGPO - GRPO from runs in
@@ -58,11 +58,11 @@ def first_iterations(
   return found
 
 
-def cosine(correlation: float, ratio: float) -> float:
-  """Returns the cosine between x and x + y.
+def correlation_with_sum(correlation: float, ratio: float) -> float:
+  """Returns the correlation of x and x + y.
 
   Args:
-    correlation: of x and y, which have mean 0.
+    correlation: of x and y.
     ratio: standard deviation of y, divided by that of x.
   """
   length = 1 + 2 * correlation * ratio + ratio**2
@@ -97,10 +97,9 @@ def statements(values: Mapping[str, float], step_weight: float) -> list[str]:
   spread = values.get('advantage/episode_std', 0.0)
   if spread and 'advantage/correlation' in values:
     ratio = step_weight * values.get('advantage/step_std', 0.0) / spread
-    similarity = cosine(values['advantage/correlation'], ratio)
+    similarity = correlation_with_sum(values['advantage/correlation'], ratio)
     lines.append(
-      f'cosine between the advantages of GRPO and GiGPO: {similarity:.3f}, an '
-      f'angle of {math.degrees(math.acos(similarity)):.0f} degrees '
+      f'correlation of the advantages of GRPO and GiGPO: {similarity:.3f} '
       f'(w A_S is {ratio:.2f} times as large as A_E, with w={step_weight:g})'
     )
     if round(similarity, _DIGITS) == 1:

@@ -232,11 +232,17 @@ def finished(run: Run, root: pathlib.Path) -> bool:
 
 
 def _is_tested(run: Run, root: pathlib.Path) -> bool:
-  """Returns whether the result of a run's test can be read."""
+  """Returns whether the result of a run's test can be read and is current."""
   try:
-    return bool(outcomes.read_evaluation(run.test_result(root)))
+    outcomes.read_evaluation(run.test_result(root))
   except ValueError:  # Missing or damaged.
     return False
+  return _is_current(run, root)
+
+
+def _is_current(run: Run, root: pathlib.Path) -> bool:
+  """Returns whether a test is later than all iterations of its run."""
+  return not metrics.is_older(run.test_result(root), root / run.folder)
 
 
 def run_all(
@@ -332,14 +338,14 @@ def read_table(path: str) -> list[dict[str, float | str | None]]:
       {'experiment': line['experiment'], 'name': line['name']}
       | {'seed': int(line['seed']), 'iteration': int(line['iteration'])}
       | {
-        column: float(line[column]) if line[column] else None
+        column: None if line[column] == '' else float(line[column])
         for column in COLUMNS[1:]
       }
       # Tables of earlier releases lack some of these columns.
       | {name: float(line[name]) if line.get(name) else None for name in MEANS}
       for line in lines
     ]
-  except (OSError, KeyError, ValueError) as error:
+  except (OSError, KeyError, TypeError, ValueError) as error:
     raise ValueError(
       f'--known={path}: not a table of a sweep ({type(error).__name__}: '
       f'{error}); must be the CSV that launch/sweep.py writes'
@@ -398,7 +404,7 @@ def gather_tests(
   name: str = 'results',
   known: Sequence[outcomes.Result] = (),
 ) -> list[outcomes.Result]:
-  """Returns the results of tests and writes them to NAME_tests.csv.
+  """Returns the results of finished runs and writes them to NAME_tests.csv.
 
   Args:
     runs: runs to collect, in the order of the CSV.
@@ -412,7 +418,12 @@ def gather_tests(
     path = run.test_result(root)
     if run.key in by_key:
       results.append(by_key[run.key])
-    elif run.test and path.is_file():
+    elif (
+      run.test
+      and path.is_file()
+      and finished(run, root)
+      and _is_current(run, root)
+    ):
       by_task = outcomes.read_evaluation(path)
       results.append(outcomes.make_result(run.key, by_task))
   if results:
@@ -564,12 +575,15 @@ def main(
     at_once: maximum number of parallel runs.
     only_gather: whether to skip training and only gather results.
     known: CSVs of runs that are stored elsewhere; these runs are skipped. Their
-      tests are read from NAME_tests.csv next to NAME.csv.
+      tests are read from NAME_tests.csv next to NAME.csv. Of a run in several
+      CSVs, the last one counts.
   """
   runs, root = read(sweep), pathlib.Path(workdir).resolve()
-  elsewhere = [line for path in known for line in read_table(path)]
-  known_keys = _by_run(elsewhere).keys()
-  to_run = [run for run in runs if run.key not in known_keys]
+  known_runs: dict[tuple, list[dict]] = {}
+  for path in known:
+    known_runs |= _by_run(read_table(path))
+  elsewhere = [line for lines in known_runs.values() for line in lines]
+  to_run = [run for run in runs if run.key not in known_runs]
   run_config.check_workdir(workdir)
   failed = []
   if not only_gather:
