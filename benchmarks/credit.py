@@ -64,6 +64,11 @@ def main() -> None:
   def run(config, workdir: str) -> None:
     del workdir
     config_lib.validate(config)
+    if count.value < 2 or count.value % 2:
+      raise ValueError(
+        f'--continuations={count.value}: two halves are compared; must be even '
+        'and above 0'
+      )
     compared = measure(config, groups.value, count.value, output.value)
     if summary.value:
       name, variant = config.env.name, config.get('variant', '')

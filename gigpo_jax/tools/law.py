@@ -377,7 +377,8 @@ def draw(
   """Draws measured by predicted effects, with standard errors."""
   names = [name for name in predictions if name in measured]
   xs = [predictions[name]['effect'] for name in names]
-  ys, errors = zip(*(measured[name][:2] for name in names), strict=True)
+  ys = [measured[name][0] for name in names]
+  errors = [measured[name][1] for name in names]
   with plots.image(path, figsize=(5, 5)) as (_, axes):
     axes.errorbar(xs, ys, np.nan_to_num(errors), fmt='o')
     for name, x, y in zip(names, xs, ys, strict=True):
