@@ -83,6 +83,13 @@ def test_levels_of_0_are_off():
     )[1]
 
 
+def test_a_shorter_start_keeps_the_alarms():
+  state = started(guard.Guard())
+  subject = guard.Guard(start_iterations=2)
+  _, alarms = subject.check(state, HEALTHY | {'loss/entropy': 9.0})
+  assert len(alarms) == 1
+
+
 def test_an_iteration_without_update_raises_no_alarm():
   subject = guard.Guard()
   assert subject.check(guard.GuardState(), {'train/success_rate': 0.0}) == (
