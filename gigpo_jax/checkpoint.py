@@ -370,6 +370,14 @@ class Checkpointer:
       raise _all_damaged(self._directory, saved)
     return None
 
+  def newest_until(self, iteration: int) -> int:
+    """Returns the newest checkpoint up to an iteration; -1 if there is none.
+
+    Damaged checkpoints count, and one that is being written.
+    """
+    saved = self._manager.all_steps()
+    return max((n for n in saved if n <= iteration), default=-1)
+
   def _report_damage(self, iteration: int, reason: str) -> None:
     """Records whether a checkpoint is damaged, and prints how."""
     self._damage[iteration] = reason

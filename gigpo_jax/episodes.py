@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 FOLDER = 'episodes'  # Folder in a work directory.
 TEACHER_FOLDER = 'teacher'  # Folder of the rows of a teacher.
 INFO = 'dataset_info.json'
+_METADATA = 'metadata.json'
 _SPLIT = 'train'
 _SHARDS = f'{FOLDER}-*.array_record-*'  # Pattern of the names of files.
 
@@ -93,7 +94,7 @@ class EpisodeWriter:
       'seed': seed,
     }
     self._shards: list[tuple[int, int]] = []
-    shards, problem = _shards_before(
+    shards, problem = _stored_shards(
       self._directory, text, first_iteration, most_repeated
     )
     if problem:
@@ -108,11 +109,16 @@ class EpisodeWriter:
     self._directory.mkdir(parents=True, exist_ok=True)
     with files.as_os_errors(self._directory):
       text.save(str(self._directory / 'tokenizer'))
-    self._list_shards()
     listed = {_path(self._directory, n).name for n in range(len(self._shards))}
     for path in self._directory.glob(_SHARDS):
       if path.name not in listed:
         path.unlink()
+    # One by one: after a kill, the index lacks one file at most.
+    while self._shards and self._shards[-1][0] >= first_iteration:
+      self._shards.pop()
+      self._list_shards((INFO, _METADATA))
+      _path(self._directory, len(self._shards)).unlink()
+    self._list_shards()
 
   def write(
     self,
@@ -203,8 +209,13 @@ class EpisodeWriter:
     self._shards.append((iteration, len(records)))
     self._list_shards()
 
-  def _list_shards(self) -> None:
-    """Writes the index files that tfds needs."""
+  def _list_shards(self, order: Sequence[str] = (_METADATA, INFO)) -> None:
+    """Writes the index files that tfds needs.
+
+    Args:
+      order: the files with an entry for each shard, in the order of the writes.
+        A kill must not leave the index with more iterations than the metadata.
+    """
     paths = [_path(self._directory, n) for n in range(len(self._shards))]
     info = tfds.core.DatasetInfo(
       builder=tfds.core.DatasetIdentity(
@@ -233,18 +244,18 @@ class EpisodeWriter:
     info.write_to_directory(str(temporary))
     # A kill between the renames leaves metadata.json with one iteration more
     # than the index; `open_dataset` accepts that.
-    for name in ('features.json', 'metadata.json', INFO):
+    for name in ('features.json', *order):
       files.rename_synced(temporary / name, self._directory / name)
     temporary.rmdir()
 
 
-def _shards_before(
+def _stored_shards(
   directory: pathlib.Path,
   text: 'tokenizer.Tokenizer',
   first_iteration: int,
   most_repeated: int | None,
 ) -> tuple[list[tuple[int, int]], str]:
-  """Returns the shards before an iteration, and why they are unusable.
+  """Returns the shards of a set, and why they are unusable.
 
   The reason is empty if the writer can continue the set.
   """
@@ -265,7 +276,7 @@ def _shards_before(
       f'has {len(repeated)} iterations from {first_iteration} on, '
       'but no checkpoint of them'
     )
-  return [s for s in stored.shards if s[0] < first_iteration], ''
+  return stored.shards, ''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -441,11 +452,11 @@ def open_dataset(directory: str | pathlib.Path) -> EpisodeDataset:
   except Exception as error:  # protobuf, json or tfds.
     reason = ' '.join(str(error).split())[:200]
     raise ValueError(f'{directory}: cannot be read: {reason}') from error
-  metadata = files.read_stored(directory / 'metadata.json')
+  metadata = files.read_stored(directory / _METADATA)
   iterations = metadata.get('iterations')
   if 'tokenizer' not in metadata or not _is_increasing(iterations):
     raise ValueError(
-      f'{directory}/metadata.json: lacks the tokenizer or the iterations; '
+      f'{directory}/{_METADATA}: lacks the tokenizer or the iterations; '
       'needs a set that a run wrote with --config.episodes.every'
     )
   splits = builder.info.splits

@@ -135,7 +135,7 @@ class Guard:
     ]
     for name, bounds in _RELATIVE.items():
       start = state.start.get(name, ())
-      if name in metrics and len(start) == self.start_iterations:
+      if name in metrics and len(start) >= self.start_iterations:
         mean = sum(start) / len(start)
         lines += self._compare(name, metrics[name], bounds, mean)
     if lines and self.scales_updates:

@@ -156,9 +156,11 @@ class Tokenizer:
 
     They come from the tokenizer and from generation_config.json.
     """
-    named = self._hf.convert_tokens_to_ids([END_OF_TURN, '<|endoftext|>'])
-    # Tokens that are not in the vocabulary get the unknown id.
-    ids = {*named} - {self._hf.unk_token_id}
+    ids = {
+      n
+      for n, token in self._hf.added_tokens_decoder.items()
+      if token.content in (END_OF_TURN, '<|endoftext|>')
+    }
     ids |= {self._hf.eos_token_id, *self._more_stop_ids}
     ids.discard(None)
     return tuple(sorted(ids))

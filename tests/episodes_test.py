@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import pathlib
 import subprocess
 import sys
 
@@ -224,6 +225,40 @@ def test_kill_between_index_writes_leaves_a_readable_set(tmp_path):
   write(resumed, 1)
   episode_set = episodes.open_dataset(tmp_path)
   assert episode_set.iterations == [0, 1] and len(list(episode_set)) == 8
+
+
+@pytest.mark.parametrize('moment', range(13))
+def test_killed_while_it_drops_iterations_a_set_is_dropped_again(
+  tmp_path, monkeypatch, moment
+):
+  log = episodes.EpisodeWriter(tmp_path, Text(), seed=0)
+  for iteration in range(4):
+    write(log, iteration)
+  changes = []
+
+  def until_killed(change):
+    def call(*args, **kwargs):
+      if len(changes) == moment:
+        raise KeyboardInterrupt
+      changes.append(change)
+      return change(*args, **kwargs)
+
+    return call
+
+  options = {'seed': 0, 'first_iteration': 1}
+  with monkeypatch.context() as patch:
+    for owner, name in (
+      (episodes.files, 'rename_synced'),
+      (pathlib.Path, 'unlink'),
+    ):
+      patch.setattr(owner, name, until_killed(getattr(owner, name)))
+    with pytest.raises(KeyboardInterrupt):
+      episodes.EpisodeWriter(tmp_path, Text(), **options)
+  episodes.check_folder(tmp_path)
+  episodes.EpisodeWriter(tmp_path, Text(), **options)
+  assert episodes.open_dataset(tmp_path).iterations == [0]
+  assert len(list(tmp_path.glob('episodes-*'))) == 1
+  assert not list(tmp_path.parent.glob('*.bak'))
 
 
 def test_check_folder_reports_damaged_sets(tmp_path):

@@ -6,11 +6,12 @@ import math
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_learner import make_learner, make_rows, params, step
 
-from gigpo_jax import guard
+from gigpo_jax import checkpoint, guard
 from gigpo_jax.run import rollback, run_state
 
 HEALTHY = {
@@ -83,6 +84,13 @@ def test_levels_of_0_are_off():
     )[1]
 
 
+def test_a_shorter_start_keeps_the_alarms():
+  state = started(guard.Guard())
+  subject = guard.Guard(start_iterations=2)
+  _, alarms = subject.check(state, HEALTHY | {'loss/entropy': 9.0})
+  assert len(alarms) == 1
+
+
 def test_an_iteration_without_update_raises_no_alarm():
   subject = guard.Guard()
   assert subject.check(guard.GuardState(), {'train/success_rate': 0.0}) == (
@@ -137,13 +145,15 @@ def test_rollbacks_restore_good_checkpoints(monkeypatch):
     config=types.SimpleNamespace(checkpoint=checkpoints),
   )
   history, found = run_state.History(), []
+  # All checkpoints exist.
+  saver = types.SimpleNamespace(newest_until=lambda n: n)
   # Regular checkpoints: after iterations 2, 5 and 8.
   bad = (1, 3, 7, 8, 10)
   for n in range(11):
     metrics = HEALTHY | ({'ratio/kl': 1.0} if n in bad else {})
     history = dataclasses.replace(history, iteration=n)
     state, history, values = rollback.check_alarms(
-      parts, None, 'same', history, metrics
+      parts, saver, 'same', history, metrics
     )
     found.append((state, history.guard_state.good))
   assert found == [
@@ -168,6 +178,36 @@ def test_rollbacks_restore_good_checkpoints(monkeypatch):
   stored = json.loads(json.dumps(history.to_json()))
   again = run_state.History.from_json(stored, 10)
   assert again.guard_state == history.guard_state
+
+
+@pytest.mark.parametrize(
+  ('saved', 'good'),
+  [
+    ([0, 3, 5], 3),  # The run had checkpoint.every=2 before.
+    ([0, 3, 4], 4),
+    ([5], -1),  # It had no rollbacks before.
+  ],
+)
+def test_a_good_checkpoint_exists(tmp_path, saved, good):
+  parts = types.SimpleNamespace(
+    guard=guard.Guard(action='rollback'),
+    config=types.SimpleNamespace(checkpoint=types.SimpleNamespace(every=5)),
+    abstract_states=lambda: checkpoint.abstract_state({'policy': jnp.ones(2)}),
+  )
+  history = run_state.History(iteration=6)
+  with checkpoint.Checkpointer(tmp_path, keep=9) as saver:
+    for n in saved:
+      saver.save(n, {'policy': jnp.full(2, float(n))}, {})
+    _, history, _ = rollback.check_alarms(parts, saver, None, history, HEALTHY)
+    assert history.guard_state.good == good
+    if good < 0:
+      return
+    # It may be gone when it is needed, if later ones were damaged.
+    saver.wait()
+    for limit in (good, good + 1):
+      state = run_state.RunState({'x': jnp.ones(1)})
+      state = rollback.restore(parts, saver, state, limit)
+      np.testing.assert_array_equal(state.policy, [good, good])
 
 
 def test_step_scale_multiplies_the_update():

@@ -118,6 +118,7 @@ REFUSED = [
   (TEXT | {'linear_conv_kernel_dim': 0}, 'linear_conv_kernel_dim=0; must be'),
   (TEXT | {'layer_types': ['linear_attention'] * 4}, 'layer_types='),
   (TEXT | {'layer_types': ['sliding_attention'] * 4}, 'layer_types='),
+  (TEXT | {'layer_types': ['full_attention'] * 4}, 'layer_types='),
   (TEXT | {'full_attention_interval': 9}, 'layer_types='),
   (TEXT | {'full_attention_interval': 'x'}, 'full_attention_interval="x"'),
   (TEXT | {'partial_rotary_factor': 0.4}, 'partial_rotary_factor=0.4; must'),

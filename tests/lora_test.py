@@ -1,6 +1,8 @@
 """Tests of adapters: applied, merged, trained and exported."""
 
 import dataclasses
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -249,6 +251,22 @@ def test_peft_loads_an_export(tmp_path, family):
     np.testing.assert_allclose(
       logits, expected, atol=2e-5 * np.abs(expected).max()
     )
+
+
+def test_adapters_name_their_base_model(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  folder = pathlib.Path('runs/first@2')
+  folder.mkdir(parents=True)
+  adapters, _ = lora.split(_params(trained=True))
+  for base, expected in (
+    ('Qwen/Qwen3-4B', ('Qwen/Qwen3-4B', None)),
+    ('Qwen/Qwen3-4B@abc', ('Qwen/Qwen3-4B', 'abc')),
+    (str(folder), (str(folder), None)),
+  ):
+    huggingface.save_adapters('adapters', CONFIG, adapters, base)
+    text = pathlib.Path('adapters/adapter_config.json').read_text()
+    stored = json.loads(text)
+    assert (stored['base_model_name_or_path'], stored['revision']) == expected
 
 
 @pytest.mark.slow

@@ -152,6 +152,16 @@ def test_stop_ids_include_those_of_generation_config(tmp_path):
     assert len(str(error.value).splitlines()) == 1
 
 
+def test_the_unknown_token_may_be_a_stop_token(tmp_path):
+  tokenizer.train(TEXTS, str(tmp_path), vocab_size=400)
+  before = tokenizer.Tokenizer(str(tmp_path)).stop_ids
+  path = tmp_path / 'tokenizer_config.json'
+  # Its unknown token is <|endoftext|> by default.
+  changed = {'tokenizer_class': 'Qwen2Tokenizer'}
+  path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+  assert tokenizer.Tokenizer(str(tmp_path)).stop_ids == before
+
+
 def test_training_is_deterministic(tmp_path):
   files = []
   for name in ('a', 'b'):

@@ -50,8 +50,9 @@ def check_alarms(
     after = dataclasses.replace(after, good=history.iteration)
   elif parts.guard.rolls_back and not alarms:
     every = parts.config.checkpoint.every
-    # The newest regular checkpoint before this iteration.
-    newest = history.iteration // every * every - 1
+    # The newest regular checkpoint before this iteration. It may be missing if
+    # the options of checkpoints or of guards changed.
+    newest = saver.newest_until(history.iteration // every * every - 1)
     after = dataclasses.replace(after, good=max(before.good, newest))
   if after.step_scale != before.step_scale:
     console.log(f'later updates have {after.step_scale:g} of their size')
@@ -72,8 +73,10 @@ def restore(
     saver: the checkpoints.
     state: current state, which is deleted, because the other one needs the
       memory.
-    iteration: iteration of a checkpoint.
+    iteration: iteration of a checkpoint. If it is gone, the newest one before
+      it is restored.
   """
+  iteration = saver.newest_until(iteration)
   jax.tree.map(lambda x: x.delete(), state.to_dict())
   if iteration < 0:
     console.log('rolled back to the initial policy')

@@ -125,7 +125,9 @@ def save_adapters(
   path = root / 'adapter_model.safetensors'
   with files.as_os_errors(path):
     safetensors.numpy.save_file(tensors, path, metadata={'format': 'pt'})
-  base, _, revision = base.partition('@')
+  revision = ''
+  if not os.path.exists(base):
+    base, _, revision = base.partition('@')
   content = {
     'peft_type': 'LORA',
     'task_type': 'CAUSAL_LM',

@@ -166,10 +166,9 @@ def _layer_types(directory: str, raw: dict) -> list[str]:
   if (
     not isinstance(types, list)
     or len(types) != count
-    or not all(name in (_FULL, _LINEAR) for name in types)
-    or _FULL not in types
+    or {*types} != {_FULL, _LINEAR}
   ):
-    accepted = f'must be {count} times {_LINEAR} or {_FULL}, the latter once'
+    accepted = f'must be {count} times {_LINEAR} or {_FULL}, each at least once'
     raise fields.error(directory, 'layer_types', types, accepted)
   return types
 
