@@ -1,16 +1,18 @@
 r"""GiGPO and GRPO on keys and doors, changing one property at a time.
 
     python launch/sweep.py --sweep=configs/sweeps/keydoor.py \
-        --workdir=runs/credit
+        --workdir=runs/keydoor
 
 All runs start from the same policy. The levels are those of `:mini`, except for
 the settings of decoys and traps. The settings of aliasing hide parts of the
-state from anchors only, so that the policy's task stays the same. The work
-directory of credit.py has the runs of the unchanged levels, which are part of
-both sweeps. benchmarks/predictors.py measures each setting's predictors.
+state from anchors only, so that the policy's task stays the same. GRPO has the
+learning rate of the first runs, which is half of the one that was tuned later
+and that credit.py has; the sweeps therefore need different work directories.
+benchmarks/predictors.py measures each setting's predictors.
 """
 
 METHODS = {'gigpo': '', 'grpo': ',grpo'}
+RATES = {'grpo': {'optimizer.learning_rate': 7.5e-5}}
 SETTINGS = {
   '': {},
   'horizon 16': {'env.max_steps': 16},
@@ -32,7 +34,7 @@ RUNS = [
     'name': f'{setting} {method}'.strip(),
     'config': f'configs/keydoor.py:mini{word}',
     'seed': seed,
-    'overrides': overrides,
+    'overrides': overrides | RATES.get(method, {}),
     'test': {'evaluation.num_tasks': 512},
   }
   for seed in range(5)

@@ -8,7 +8,7 @@ mean success over the evaluations after the start; the last evaluation breaks
 ties.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from configs.sweeps import main
 
@@ -16,12 +16,17 @@ RATES = (7.5e-5, 1.5e-4, 3e-4)
 SPLITS = {'alfworld': 'valid_seen', 'webshop': 'valid'}
 
 
-def runs(methods: Mapping[str, str], splits: Mapping[str, str]) -> list[dict]:
+def runs(
+  methods: Mapping[str, str],
+  splits: Mapping[str, str],
+  rates: Sequence[float] = RATES,
+) -> list[dict]:
   """Returns a run for each environment, method and rate.
 
   Args:
     methods: word in the config's variant, by method.
     splits: evaluated split, by environment.
+    rates: the learning rates.
   """
   return [
     {
@@ -35,7 +40,7 @@ def runs(methods: Mapping[str, str], splits: Mapping[str, str]) -> list[dict]:
     }
     for env, split in splits.items()
     for method, word in methods.items()
-    for rate in RATES
+    for rate in rates
   ]
 
 

@@ -1,6 +1,6 @@
 r"""Predict the effect of step advantages from properties of an experiment.
 
-    python -m gigpo_jax.tools.law fit runs/credit/keydoor.csv \
+    python -m gigpo_jax.tools.law fit runs/keydoor/keydoor.csv \
         runs/dial.json --output=law.json
     python -m gigpo_jax.tools.law predict law.json predictors.json \
         --output=predictions.json
