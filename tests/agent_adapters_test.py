@@ -112,7 +112,9 @@ def _assert_close(actual, expected, atol=1e-6):
   )
 
 
-@pytest.mark.parametrize('share', [False, True])
+@pytest.mark.parametrize(
+  'share', [pytest.param(False, marks=pytest.mark.slow), True]
+)
 @pytest.mark.parametrize('name', CONFIGS)
 def test_loss_and_gradients_equal_models_with_one_adapter(name, share):
   config, rows = CONFIGS[name], _rows()
@@ -246,7 +248,14 @@ def _requests() -> list[sampler.Request]:
   ]
 
 
-@pytest.mark.parametrize('reuse', sampler.REUSE)
+@pytest.mark.parametrize(
+  'reuse',
+  [
+    pytest.param('none', marks=pytest.mark.slow),
+    'prompts',
+    pytest.param('all', marks=pytest.mark.slow),
+  ],
+)
 def test_samples_equal_those_of_models_with_one_adapter(reuse):
   """Requests with equal prompts, also of one conversation."""
   params, requests = _params(CONFIG), _requests()

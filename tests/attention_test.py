@@ -162,7 +162,9 @@ def test_blocks_without_pairs_are_skipped(monkeypatch):
   assert seen == [[0], [0, 1], [1, 2], [3], [4], [4, 5], [4, 6], [4, 6, 7]]
 
 
-@pytest.mark.parametrize('tree', [False, True])
+@pytest.mark.parametrize(
+  'tree', [pytest.param(False, marks=pytest.mark.slow), True]
+)
 @pytest.mark.parametrize('implementation', ['splash', 'blockwise'])
 def test_gradients_with_several_texts(implementation, tree):
   arrays = _arrays(140)

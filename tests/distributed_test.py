@@ -102,7 +102,7 @@ def test_two_processes_reuse_their_caches(tensor):
     assert sampled == [ids for turn in turns for ids in turn[index::2]]
 
 
-@pytest.mark.parametrize('tensor', [1, 2])
+@pytest.mark.parametrize('tensor', [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_processes_sample_the_tokens_of_one_process(tensor):
   expected = make_sampler(mesh_lib.make_mesh(8, 1, 1)).generate(
     make_params(), make_requests()
@@ -342,6 +342,7 @@ def _assert_equal_metrics(one: list[dict], two: list[dict]) -> None:
       )
 
 
+@pytest.mark.slow
 def test_two_processes_warm_start_like_one_process(tmp_path):
   alone = _start(tmp_path / 'one', program=_SFT, devices=2)
   together = _processes(tmp_path / 'two', program=_SFT)

@@ -573,6 +573,7 @@ print('above', peak() - before - size)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
   not os.path.exists('/proc/self/status'), reason='reads Linux /proc'
 )

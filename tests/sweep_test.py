@@ -366,9 +366,10 @@ def test_command_error_is_one_line(tmp_path):
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
   runs = '--sweep=configs/sweeps/main.py'
   (tmp_path / 'file').touch()
-  done = _command(runs, '--gather', f'--workdir={tmp_path / "file"}')
-  assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-  assert f'--workdir={tmp_path / "file"}: cannot be written' in done.stderr
+  with pytest.raises(ValueError, match=r'--workdir=.*file: cannot be written'):
+    sweep.main(
+      'configs/sweeps/main.py', f'{tmp_path}/file', at_once=1, only_gather=True
+    )
   (tmp_path / 'main.csv').symlink_to('/dev/full')
   done = _command(runs, '--gather', f'--workdir={tmp_path}')
   assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
