@@ -171,7 +171,7 @@ def test_a_demonstrator_plays_for_a_warm_start(server):
   def make(name: str):
     return envs.make('openenv', server=server.url, demonstrator=name)
 
-  env = make('openenv_env_test:guess_high')
+  env = make(f'{__name__}:guess_high')
   (only,) = env.demonstrate(TASK, noise=0.0, seed=0)
   assert only == (env.reset(TASK), _guess(7))
   noisy = list(env.demonstrate(TASK, noise=0.7, seed=1))
@@ -180,7 +180,7 @@ def test_a_demonstrator_plays_for_a_warm_start(server):
   env.close()
   for name, reason in (
     ('', 'not of the form module:name'),
-    ('openenv_env_test:none', "no attribute 'none'"),
+    (f'{__name__}:none', "no attribute 'none'"),
     ('no_such_module:play', 'No module named'),
   ):
     message = f'env.demonstrator={name}: unknown .*{reason}.*module:function'
