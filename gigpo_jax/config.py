@@ -5,10 +5,11 @@ Checks names, numbers and files on disk, and builds nothing. For a model on the
 hub, it downloads only config.json until everything else is valid.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 
 import ml_collections
 
@@ -376,22 +377,12 @@ def _replays(config: ml_collections.ConfigDict) -> Iterator[str]:
   reason = f'env.name={config.env.name} cannot replay episodes'
   if config.rollout.carry_over:
     yield f'rollout.carry_over={config.rollout.carry_over}: {reason}; must be 0'
-  if _has(config, algorithms.replays):
-    yield (
-      f'algorithm.name={config.algorithm.name}: {reason}; must be an algorithm '
-      'without continuations or branches'
-    )
-
-
-def _has(
-  config: ml_collections.ConfigDict,
-  trait: Callable[[algorithms.Algorithm], object],
-) -> bool:
-  """Returns whether a config's algorithm has a trait; not if it is invalid."""
-  try:
-    return bool(trait(algorithms.make(**algorithm_kwargs(config))))
-  except ValueError:  # `_algorithm` reports it.
-    return False
+  with contextlib.suppress(ValueError):  # `_algorithm` reports it.
+    if algorithms.replays(algorithms.make(**algorithm_kwargs(config))):
+      yield (
+        f'algorithm.name={config.algorithm.name}: {reason}; must be an '
+        'algorithm without continuations or branches'
+      )
 
 
 def _collection(config: ml_collections.ConfigDict) -> Iterator[str]:

@@ -14,9 +14,6 @@ from gigpo_jax import carry_over, options, tasks, trajectory
 # Position in the stream of tasks where refills start, beyond all iterations.
 _FIRST_REFILL = 1 << 20
 
-# Smaller differences of sums of rewards are rounding errors: a sum may be 0.
-_ROUNDING = 1e-9
-
 
 @dataclasses.dataclass(frozen=True)
 class SampleCounts:
@@ -194,7 +191,7 @@ def has_variance(group: Sequence[trajectory.Trajectory]) -> bool:
       for agent, reward in t.agent_rewards.items():
         by_agent.setdefault(agent, []).append(reward)
   return any(
-    not math.isclose(min(rewards), max(rewards), abs_tol=_ROUNDING)
+    not math.isclose(min(rewards), max(rewards), abs_tol=trajectory.ROUNDING)
     for rewards in by_agent.values()
   )
 

@@ -9,11 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from gigpo_jax import batch
+from gigpo_jax import batch, trajectory
 
 _EPSILON = 1e-6  # Added to standard deviations.
-# Returns are equal up to this, absolute or relative; as in `group_filter`.
-_EQUAL_WITHIN = 1e-9
 
 
 class Episodes(NamedTuple):
@@ -64,7 +62,8 @@ class Episodes(NamedTuple):
     high = -low
     np.minimum.at(low, self.groups, self.returns)
     np.maximum.at(high, self.groups, self.returns)
-    return ~np.isclose(low, high, rtol=_EQUAL_WITHIN, atol=_EQUAL_WITHIN)
+    rounding = trajectory.ROUNDING
+    return ~np.isclose(low, high, rtol=rounding, atol=rounding)
 
   def to_rows(self, values: np.ndarray, fill: float = 0) -> np.ndarray:
     """Returns each row's value, given one per episode; `fill` for padding."""

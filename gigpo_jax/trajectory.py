@@ -13,6 +13,9 @@ import numpy as np
 from envs import base
 from gigpo_jax import deprecated
 
+# Sums of rewards are equal up to this, absolute or relative.
+ROUNDING = 1e-9
+
 
 @dataclasses.dataclass(frozen=True)
 class SampledTurn:

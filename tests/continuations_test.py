@@ -223,14 +223,14 @@ def _estimate_values(algorithm, groups):
     task_type=str,
     stop_if_failed=lambda episodes: None,
   )
-  found, metrics = collection.estimate_state_values(
+  kept, metrics = collection.estimate_state_values(
     parts,
     types.SimpleNamespace(run_batches=run_batches),
     types.SimpleNamespace(policy=types.SimpleNamespace(params='params')),
     groups,
     3,
   )
-  return found, metrics, calls
+  return kept, metrics, calls
 
 
 def test_remax_plays_one_greedy_episode_of_each_task():

@@ -26,10 +26,8 @@ import ml_collections
 import numpy as np
 from jaxtyping import Float, Int
 
-from gigpo_jax import algorithms, batch, options, row_stats
+from gigpo_jax import algorithms, batch, options, row_stats, trajectory
 
-# Largest relative difference of sums that are equal up to rounding.
-_ROUNDING = 1e-9
 _LOW, _HIGH = 'state/quantile_low', 'state/quantile_high'
 
 
@@ -88,7 +86,8 @@ class Algorithm:
       low, high = np.quantile(sums, self.quantile_levels)
       quantiles = np.array([state.get(_LOW, low), state.get(_HIGH, high)])
       # The deviation of equal sums may be a rounding error instead of 0.
-      is_equal = np.ptp(sums) <= _ROUNDING * max(1, np.abs(sums).max())
+      largest = max(1, np.abs(sums).max())
+      is_equal = np.ptp(sums) <= trajectory.ROUNDING * largest
       scale = np.inf if is_equal else np.std(sums)
       by_sum = self.risk(sums, quantiles) / scale
       advantages[own >= 0] = by_sum[own[own >= 0]]
