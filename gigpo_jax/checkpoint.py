@@ -350,13 +350,16 @@ class Checkpointer:
         + (f'iteration {saved[-1]}' if saved else 'the start')
       ) from error
 
-  def latest(self) -> int | None:
+  def latest(self, until: int | None = None) -> int | None:
     """Returns the iteration of the newest intact checkpoint, if any.
+
+    Args:
+      until: the last iteration that counts; None for all.
 
     Raises:
       ValueError: in one line, if there are checkpoints and all are damaged.
     """
-    saved = sorted(self._manager.all_steps(), reverse=True)
+    saved = self._saved(until)
     for iteration in saved:
       if iteration not in self._damage:
         folder = self._directory / str(iteration)
@@ -375,8 +378,12 @@ class Checkpointer:
 
     Damaged checkpoints count, and one that is being written.
     """
-    saved = self._manager.all_steps()
-    return max((n for n in saved if n <= iteration), default=-1)
+    return next(iter(self._saved(iteration)), -1)
+
+  def _saved(self, until: int | None) -> list[int]:
+    """Returns the iterations of checkpoints up to one, newest first."""
+    saved = sorted(self._manager.all_steps(), reverse=True)
+    return [n for n in saved if until is None or n <= until]
 
   def _report_damage(self, iteration: int, reason: str) -> None:
     """Records whether a checkpoint is damaged, and prints how."""
@@ -398,32 +405,29 @@ class Checkpointer:
     self,
     abstract_state: Any,
     *,
-    iteration: int | None = None,
+    until: int | None = None,
     partial: bool = False,
   ) -> tuple[int, Any, dict]:
-    """Returns (iteration, state, host) of a checkpoint.
+    """Returns (iteration, state, host) of the newest intact checkpoint.
 
     Args:
       abstract_state: shapes, dtypes and shardings, see the function
         `abstract_state`; the mesh may differ from that of the saved state.
-      iteration: iteration of the checkpoint; None for the newest intact one.
+      until: see `latest`.
       partial: whether to ignore further top-level entries of the checkpoint.
 
     Raises:
       ValueError: in one line, if there is no checkpoint, or it is of another
         model.
     """
-    wanted = iteration
     while True:
-      iteration = self.latest() if wanted is None else wanted
+      iteration = self.latest(until)
       if iteration is None:
         raise ValueError(f'{self._directory}: has no checkpoint')
       state, host, reason = self._read(iteration, abstract_state, partial)
       if not reason:
         break
       del state  # The next one needs the memory.
-      if wanted is not None:
-        raise ValueError(f'{self._directory}/{wanted}: damaged: {reason}')
       self._report_damage(iteration, reason)
     self.newest = iteration
     return iteration, state, host

@@ -56,6 +56,11 @@ class AdamW:
         f'warmup_ratio={self.warmup_ratio}: warmup_updates='
         f'{self.warmup_updates} sets the warm-up; one of them must be 0'
       )
+    if 0 < self.decay_updates < self.warmup_updates:
+      raise ValueError(
+        f'warmup_updates={self.warmup_updates}: the learning rate reaches its '
+        f'end before; must be at most decay_updates={self.decay_updates}'
+      )
 
   @property
   def num_warmup_updates(self) -> int:

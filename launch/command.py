@@ -259,7 +259,11 @@ def _call(
 ) -> None:
   # The checkpoint library logs a lot. Its errors are raised, too.
   logging.set_verbosity(logging.FATAL)
-  workdir = _WORKDIR.value or _default_workdir() + ending
+  workdir = _WORKDIR.value
+  if workdir is None:
+    workdir = _default_workdir() + ending
+  if not workdir:
+    lines.exit_with_error('--workdir=: empty; must be a folder')
   if '://' in workdir:
     lines.exit_with_error(
       f'--workdir={workdir}: cannot write to a bucket; must be a local or '

@@ -58,13 +58,12 @@ def main() -> None:
     from gigpo_jax.runtime import web
 
     with web.listen(host.value, port.value) as listening:
-      address = web.url(host.value, listening.getsockname()[1])
-      print(f'a harness plays at {address}', flush=True)
       open_pool = functools.partial(
         serving.open_pool,
         listening=listening,
+        host=host.value,
+        names=names.value,
         token=token,
-        names=(host.value, *names.value),
         max_bytes=max_mib.value << 20,
         max_requests_per_sec=max_rate.value,
       )

@@ -210,6 +210,20 @@ def test_a_good_checkpoint_exists(tmp_path, saved, good):
       np.testing.assert_array_equal(state.policy, [good, good])
 
 
+def test_a_rollback_skips_damaged_checkpoints(tmp_path):
+  parts = types.SimpleNamespace(
+    abstract_states=lambda: checkpoint.abstract_state({'policy': jnp.ones(2)})
+  )
+  with checkpoint.Checkpointer(tmp_path, keep=9) as saver:
+    for n in range(3):
+      saver.save(n, {'policy': jnp.full(2, float(n))}, {})
+    saver.wait()
+    (tmp_path / '1' / checkpoint._MANIFEST).write_text('damaged')
+    state = run_state.RunState({'x': jnp.ones(1)})
+    state = rollback.restore(parts, saver, state, 1)
+    np.testing.assert_array_equal(state.policy, [0, 0])
+
+
 def test_step_scale_multiplies_the_update():
   before, rows = params(), make_rows()
   moved = [

@@ -51,6 +51,10 @@ def test_cosine_decay_by_hand():
   ('values', 'message'),
   [
     ({'b1': 1.0}, 'b1=1.0: .* at least 0, below 1'),
+    (
+      {'warmup_updates': 9, 'decay_updates': 8},
+      'warmup_updates=9: .* at most decay_updates=8',
+    ),
     ({'mu_dtype': 'float16'}, 'mu_dtype=float16: unknown; must be one of'),
   ],
 )

@@ -95,6 +95,14 @@ def test_seeds_needed_detect_the_difference():
   assert rejected.mean() == pytest.approx(0.8, abs=0.04)
 
 
+def test_seeds_needed_without_a_deviation_or_a_difference():
+  assert paired.seeds_needed(5, 0) == 2
+  with pytest.raises(ValueError, match='difference=0: too small'):
+    paired.seeds_needed(0, 6)
+  with pytest.raises(ValueError, match='difference=0: too small'):
+    paired.seeds_needed(0, 0)
+
+
 def test_seeds_alone_by_hand():
   # Differences 1/2 and 1/4: mean 3/8, deviation sqrt(2)/8. The quantile of t
   # with one degree of freedom is tan(0.475 pi) = 12.706.

@@ -73,17 +73,19 @@ def restore(
     saver: the checkpoints.
     state: current state, which is deleted, because the other one needs the
       memory.
-    iteration: iteration of a checkpoint. If it is gone, the newest one before
-      it is restored.
+    iteration: iteration of a checkpoint. If it is gone or damaged, the newest
+      intact one before it is restored.
+
+  Raises:
+    ValueError: in one line, if all of these checkpoints are damaged.
   """
-  iteration = saver.newest_until(iteration)
   jax.tree.map(lambda x: x.delete(), state.to_dict())
-  if iteration < 0:
+  if saver.newest_until(iteration) < 0:
     console.log('rolled back to the initial policy')
     policy = parts.learner.init(parts.bundle.load())
     critic = run_builders.init_critic(parts)
     return state.replace(policy=policy, critic=critic)
   saver.wait()
-  _, states, _ = saver.restore(parts.abstract_states(), iteration=iteration)
-  console.log(f'rolled back to the checkpoint of iteration {iteration}')
+  restored, states, _ = saver.restore(parts.abstract_states(), until=iteration)
+  console.log(f'rolled back to the checkpoint of iteration {restored}')
   return state.replace(**states)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import ml_collections
 
 from gigpo_jax import builders, endpoint, endpoint_server, tokenizer
-from gigpo_jax.runtime import distributed
+from gigpo_jax.runtime import distributed, web
 
 
 @contextlib.contextmanager
@@ -16,19 +16,23 @@ def open_pool(
   text: tokenizer.Tokenizer,
   *,
   listening: socket.socket,
-  token: str,
+  host: str,
   names: Sequence[str],
+  token: str,
   max_bytes: int,
   max_requests_per_sec: float,
 ) -> Iterator[endpoint.EndpointPool]:
   """Serves the episodes of a training run; yields their pool.
 
+  Prints the address.
+
   Args:
     config: the experiment.
     text: tokenizer of the policy.
     listening: the socket.
+    host: the host name or address that it listens on.
+    names: further host names that requests may use.
     token: see `endpoint_server.application`.
-    names: see there.
     max_bytes: see there.
     max_requests_per_sec: see there.
 
@@ -51,9 +55,11 @@ def open_pool(
     app = endpoint_server.application(
       pool,
       token=token,
-      names=names,
+      names=(host, *names),
       max_bytes=max_bytes,
       max_requests_per_sec=max_requests_per_sec,
     )
     with endpoint_server.serve(app, listening, pool.num_envs):
+      address = web.url(host, listening.getsockname()[1])
+      print(f'a harness plays at {address}', flush=True)
       yield pool

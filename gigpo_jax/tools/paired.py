@@ -167,8 +167,13 @@ def seeds_needed(
     deviation: standard deviation of the differences of seeds; same unit.
     power: probability of rejecting.
     level: significance level of the test.
+
+  Raises:
+    ValueError: if no number of seeds is sufficient.
   """
-  for seeds in range(2, 10_000):
+  if difference and not deviation:
+    return 2
+  for seeds in range(2, 10_000 if difference else 0):
     critical = scipy.stats.t.ppf(1 - level / 2, seeds - 1)
     shift = abs(difference) / deviation * seeds**0.5
     # The other tail is negligible at the powers that one asks for.
