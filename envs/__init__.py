@@ -213,18 +213,21 @@ def import_module(name: str) -> types.ModuleType:
 
 
 def import_attribute(path: str) -> Any:
-  """Returns what an option names as `module:attribute`.
+  """Returns the function or class that an option names as `module:attribute`.
 
   Raises:
-    ImportError: in one line, if it names nothing.
+    ImportError: in one line, if it names nothing that can be called.
   """
   module, _, attribute = path.partition(':')
   if not module or not attribute:
     raise ImportError('not of the form module:name')
   try:
-    return getattr(import_module(module), attribute)
+    value = getattr(import_module(module), attribute)
   except AttributeError as error:
     raise ImportError(str(error)) from error
+  if not callable(value):
+    raise ImportError(f'a {type(value).__name__}, not a function or class')
+  return value
 
 
 def can_import(name: str) -> bool:

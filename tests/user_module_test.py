@@ -48,6 +48,19 @@ def test_a_module_that_cannot_be_imported(tmp_path, monkeypatch, name, field):
   assert len(text.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+  'field', ('name', 'reward.functions', 'filter.select', 'env.observe')
+)
+def test_a_name_that_is_no_function(tmp_path, monkeypatch, field):
+  (tmp_path / 'not_callable.py').write_text(
+    'import os\nloss = reward = select = observe = os.path\n'
+  )
+  monkeypatch.syspath_prepend(str(tmp_path))
+  with pytest.raises(ValueError, match=f'^{field}=not_callable') as raised:
+    IMPORTERS[field]('not_callable')
+  assert len(str(raised.value).splitlines()) == 1
+
+
 @pytest.mark.parametrize('name', TASKS)
 def test_tasks_that_cannot_be_listed(tmp_path, monkeypatch, name):
   code, *expected = TASKS[name]
