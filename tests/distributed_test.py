@@ -277,6 +277,33 @@ def test_two_processes_train_like_one_process(alone, tmp_path, flag, devices):
   _assert_equal_runs(alone, tmp_path)
 
 
+def test_hosts_with_different_configs_are_refused(tmp_path):
+  address = f'127.0.0.1:{_free_port()}'
+  processes = [
+    _start(
+      tmp_path,
+      f'--config.optimizer.learning_rate={rate}',
+      f'--config.pool.num_workers={1 + index}',  # Not of the experiment.
+      devices=1,
+      JAX_COORDINATOR_ADDRESS=address,
+      JAX_NUM_PROCESSES=2,
+      JAX_PROCESS_ID=index,
+    )
+    for index, rate in enumerate((0.5, 0.25))
+  ]
+  try:
+    outputs = [process.communicate(timeout=300) for process in processes]
+  finally:
+    _kill(*processes)
+  for process, (_, errors) in zip(processes, outputs, strict=True):
+    assert process.returncode == 2, errors
+    assert errors.splitlines()[-1] == (
+      'optimizer.learning_rate=0.5: is 0.25 in process 1; must be the same on '
+      'every host'
+    )
+  assert not (tmp_path / 'config.json').exists()
+
+
 @pytest.mark.slow
 def test_eight_processes_train_like_one_process(tmp_path):
   # 12 episodes of 3 groups: most processes play a part of a group.

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import time
@@ -623,6 +624,35 @@ def test_a_name_on_the_hub_is_looked_up_in_the_cache(
     model_check.model_directory('team/other')
   assert len(str(e.value).splitlines()) == 1
   assert model_check.model_directory('a/b/c') == 'a/b/c'
+
+
+def test_fingerprints_differ_between_models_and_revisions(
+  saved, tmp_path_factory
+):
+  root = tmp_path_factory.mktemp('folders')
+  folders = {
+    name: root / name
+    for name in (
+      'one',
+      'copy',
+      'config',
+      'weights',
+      'snapshots/a',
+      'snapshots/b',
+    )
+  }
+  for folder in folders.values():
+    shutil.copytree(saved[0], folder)
+  with (folders['config'] / 'config.json').open('a') as file:
+    file.write(' ')
+  with (folders['weights'] / 'model.safetensors').open('ab') as file:
+    file.write(b' ')
+  found = {
+    name: huggingface.fingerprint(str(folder))
+    for name, folder in folders.items()
+  }
+  assert found['one'] == found['copy']
+  assert len(set(found.values())) == len(found) - 1
 
 
 def test_an_unsupported_cached_model_is_refused_by_its_config(

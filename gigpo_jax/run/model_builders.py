@@ -23,7 +23,8 @@ from gigpo_jax.models import (
   qwen,
   qwen_config,
 )
-from gigpo_jax.run import model_check
+from gigpo_jax.run import model_check, run_config
+from gigpo_jax.runtime import distributed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +47,17 @@ class ModelBundle:
 
 
 def make_model_bundle(config: ml_collections.ConfigDict) -> ModelBundle:
-  """Returns the policy of an experiment; initializes the devices."""
+  """Returns the policy of an experiment; initializes the devices.
+
+  Raises:
+    ValueError: in one line, if the hosts of a run differ in config or model.
+  """
   directory = model_check.model_directory(config.model.path)
+  files = huggingface.fingerprint(directory)
+  distributed.check_same(
+    run_config.experiment(config)
+    | {'model.path': f'{config.model.path} (files {files})'}
+  )
   shape = huggingface.read_config(directory)
   devices = make_mesh(config, shape, jax.devices(), mesh.device_bytes())
   model = huggingface.read_config(directory, **model_kwargs(config, devices))

@@ -3,6 +3,8 @@
 import json
 import pathlib
 import tempfile
+from collections.abc import Iterator
+from typing import Any
 
 import ml_collections
 
@@ -12,6 +14,15 @@ from gigpo_jax.runtime import files
 
 # File name of the config in a work directory.
 _STORED = 'config.json'
+# Fields that do not change the experiment.
+_MAY_DIFFER = frozenset({
+  'checkpoint.keep',
+  'episodes.every',
+  'metrics.wandb',
+  'pool.num_workers',
+  'pool.max_resets_per_worker',
+  'pool.max_worker_mib',
+})
 
 
 def save(
@@ -92,19 +103,11 @@ def check_resume(
     raise ValueError(
       f'--workdir={workdir}: its {name} cannot be read ({error}); {advice}'
     ) from error
-  # These fields and a larger length do not change the experiment.
-  may_change = {
-    'checkpoint.keep',
-    'episodes.every',
-    'metrics.wandb',
-    'pool.num_workers',
-    'pool.max_resets_per_worker',
-    'pool.max_worker_mib',
-  }
   changed = [
     f'{field}={new} (was {old})'
-    for field, (old, new) in _differences(stored, current)
-    if field not in may_change
+    for field, old, new in _differences(stored, current)
+    if field not in _MAY_DIFFER
+    # A longer run is the same experiment.
     and not (field == length and new >= old)
     and not (old is None and _is_default(field, new))
   ]
@@ -126,10 +129,26 @@ def _is_default(field: str, value: object) -> bool:
   return not value if default is None else value == default
 
 
-def _differences(old: dict, new: dict, prefix: str = ''):
-  for name in sorted(old.keys() | new.keys()):
-    a, b = old.get(name), new.get(name)
-    if isinstance(a, dict) and isinstance(b, dict):
-      yield from _differences(a, b, f'{prefix}{name}.')
-    elif a != b:
-      yield prefix + name, (a, b)
+def experiment(config: ml_collections.ConfigDict) -> dict[str, Any]:
+  """Returns the fields that define an experiment, such as 'env.name'."""
+  fields = _flat(json.loads(config.to_json_best_effort()))
+  return {k: v for k, v in fields.items() if k not in _MAY_DIFFER}
+
+
+def _differences(old: dict, new: dict) -> Iterator[tuple[str, Any, Any]]:
+  """Yields each field that differs, with both values; None if it is missing."""
+  old, new = _flat(old), _flat(new)
+  for field in sorted(old.keys() | new.keys()):
+    if old.get(field) != new.get(field):
+      yield field, old.get(field), new.get(field)
+
+
+def _flat(values: dict, prefix: str = '') -> dict[str, Any]:
+  """Returns the values of nested dicts by the names of their fields."""
+  flat = {}
+  for name, value in values.items():
+    if isinstance(value, dict):
+      flat |= _flat(value, f'{prefix}{name}.')
+    else:
+      flat[prefix + name] = value
+  return flat

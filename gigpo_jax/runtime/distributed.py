@@ -11,7 +11,7 @@ import pathlib
 import pickle
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -151,6 +151,25 @@ def all_gather_objects(value: Any) -> list[Any]:
     pickle.loads(row[: int(size)].tobytes())
     for row, size in zip(rows, sizes, strict=True)
   ]
+
+
+def check_same(values: Mapping[str, Any]) -> None:
+  """Checks that all processes have the same values; all of them must call it.
+
+  Args:
+    values: picklable values by the names of their options.
+
+  Raises:
+    ValueError: in one line, in every process, if they differ.
+  """
+  first, *others = all_gather_objects(dict(values))
+  for process, other in enumerate(others, 1):
+    for name in sorted(first.keys() | other.keys()):
+      if first.get(name) != other.get(name):
+        raise ValueError(
+          f'{name}={first.get(name)}: is {other.get(name)} in process {process}'
+          '; must be the same on every host'
+        )
 
 
 def exit_process(status: int) -> NoReturn:

@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import hashlib
+import json
 import pathlib
 import re
 
@@ -67,3 +69,21 @@ def download(name: str, *, only_config: bool = False) -> str:
       f'({type(error).__name__}: {reason}); must be a folder, or a name on the '
       'hub with a connection to it (HF_HUB_OFFLINE unset)'
     ) from error
+
+
+def fingerprint(directory: str) -> str:
+  """Returns a short text that differs between models and revisions.
+
+  Of the weights, it reads names and sizes only.
+
+  Args:
+    directory: local folder of a model. In the hub's cache, its name is the
+      revision.
+  """
+  folder = pathlib.Path(directory)
+  revision = folder.name if folder.parent.name == 'snapshots' else ''
+  files = sorted(folder.glob('*.safetensors'))
+  sizes = [(file.name, file.stat().st_size) for file in files]
+  config = (folder / 'config.json').read_text(encoding='utf-8')
+  content = json.dumps([revision, sizes, config])
+  return hashlib.sha256(content.encode()).hexdigest()[:12]
