@@ -311,19 +311,19 @@ class Env:
       with self._sandbox():
         game_over, _ = self._game.step(move if valid else _NO_MOVE)
       game_over = game_over or self._reply()
+    steps = sum(seat.narrator.step for seat in self._seats)
+    done = bool(game_over) or steps >= self._max_steps
+    if done and is_move:
+      # `get_observation` is that of another player if it is the other's turn.
+      seat.read(self._game.state.observations[player])
     if game_over:
-      seat.read(self._game.get_observation()[1])
       given, _ = self._game.close()
       rewards = {number: float(given[number]) for number in rewards}
       seat.transcript.append(f'The game is over: {rewards[player]:g}.')
-    steps = sum(seat.narrator.step for seat in self._seats)
-    done = bool(game_over) or steps >= self._max_steps
-    observation = None if game_over else self._observe(is_new=is_move)
-    anchor = observation.anchor if observation else seat.anchor(game_over=True)
     result = rewards[self._player]
     return base.StepResult(
-      observation=None if done else observation,
-      final_anchor=anchor if done else None,
+      observation=None if done else self._observe(is_new=is_move),
+      final_anchor=seat.anchor(game_over=bool(game_over)) if done else None,
       reward=rewards.pop(player),
       valid=valid,
       action=action,

@@ -151,6 +151,23 @@ def test_a_game_against_a_fixed_opponent():
   results = [env.step(_respond(move)) for move in ('[8]', '[7]', '[5]')]
   assert results[-1].done and not results[-1].success
   assert results[-1].reward == -1 and results[-1].score == 0
+  assert '6 | O | O' in results[-1].final_anchor
+
+
+def test_the_final_state_is_that_of_the_policys_player(monkeypatch):
+  env = envs.make('textarena', **DUEL)
+  env.reset(TASK)
+  # Only the opponent learns what the last moves were.
+  state, add = env._game.state, env._game.state.add_observation
+
+  def hide(message, *args, **kwargs):
+    add(*args, message=message, **(kwargs | {'to_id': 1}))
+
+  for move in ('[8]', '[7]'):
+    env.step(_respond(move))
+  monkeypatch.setattr(state, 'add_observation', hide)
+  last = env.step(_respond('[5]'))
+  assert last.done and 'X | X | 2' in last.final_anchor
 
 
 def test_the_policy_can_be_the_second_player():
