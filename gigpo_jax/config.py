@@ -414,10 +414,10 @@ def _carry_over(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'rollout.carry_over={turns}: no episode has more turns; must be below '
       f'env.max_steps={limit}, or 0'
     )
-  if not config.loss.tis_clip:
+  if not config.loss.tis_clip and config.loss.old_log_probs != 'sampler':
     yield (
       f'rollout.carry_over={turns}: earlier policies sample some turns; needs '
-      'loss.tis_clip, such as 2.0, and loss.old_log_probs=learner or auto'
+      'loss.old_log_probs=sampler, or loss.tis_clip, such as 2.0'
     )
 
 

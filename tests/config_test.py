@@ -111,7 +111,7 @@ def _refusal(**changes) -> str:
     ('rollout.horizon', ((5, 10), (5, 20)), 'rising iterations'),
     ('rollout.horizon', ((0, 0),), 'turns of at least 1'),
     ('rollout.carry_over', -1, '0 is off'),
-    ('rollout.carry_over', 8, 'needs loss.tis_clip, such as 2.0'),
+    ('rollout.carry_over', 8, 'needs loss.old_log_probs=sampler, or loss.tis'),
     ('rollout.max_staleness', 3, 'needs rollout.carry_over to be above 0'),
     ('loss.old_log_probs', 'none', 'must be one of learner, sampler, auto'),
     ('loss.kl_weight', -0.1, 'at least 0'),

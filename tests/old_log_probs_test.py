@@ -119,6 +119,12 @@ def test_rows_of_an_earlier_policy_have_importance_weights(name, gap, passes):
   )
 
 
+def test_without_importance_weights_ratios_are_to_the_policy_that_sampled():
+  columns, _, counted, rows, _ = _choose('sampler', 0.001, stale=(1, 3))
+  assert columns['old_log_probs'] is rows.sampler_log_probs
+  assert columns['importance'] == 1.0 and counted == 0
+
+
 @pytest.mark.parametrize('name', ['learner', 'auto'])
 def test_all_rows_may_be_of_earlier_policies(name):
   columns, metrics, _, rows, exact = _choose(

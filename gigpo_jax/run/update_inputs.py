@@ -201,11 +201,12 @@ def choose_old_log_probs(
 ) -> tuple[np.ndarray, Metrics]:
   """Returns the denominators of the ratios, [R, C], and metrics.
 
-  They are the log-probs before the update, as sampled or recomputed. Those of
-  rows that an earlier policy sampled (`carry_over`) are recomputed. With
+  They are the log-probs before the update, as sampled or recomputed. With
   loss.old_log_probs=auto, those of the sampler are used if their mean
   difference from the learner's on one microbatch is small. This depends on the
-  parameters and the rows only.
+  parameters and the rows only. An earlier policy may have sampled a row
+  (`carry_over`). Its log-probs are recomputed for the weights of loss.tis_clip;
+  without these, the ratio is to the policy that sampled it.
 
   Args:
     parts: the objects of the run.
@@ -235,9 +236,8 @@ def choose_old_log_probs(
     metrics |= learner.sampler_difference(params, rows, old_log_probs)
     return old_log_probs, metrics
   stale = np.flatnonzero(rows.ages)
-  if not len(stale):
+  if not len(stale) or not options.tis_clip:
     return sampled, metrics
-  # Log-probs of an earlier policy are not those before the update.
   old_log_probs = sampled.copy()
   old_log_probs[stale] = compute(stale)
   return old_log_probs, metrics
