@@ -24,6 +24,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -37,6 +38,8 @@ SHAPES = ('tiny', '0.5b', '1.5b', '7b')
 _PART = 'part'
 # Seconds from SIGTERM to SIGKILL of a part; a training run saves its state.
 _GRACE_SECS = 20.0
+# The line of an exception; notes and further lines may follow it.
+_ERROR = re.compile(r'[\w.]+(Error|Exception)\b')
 # Statuses after which a part is not repeated.
 _FINAL = ('done', 'failed', 'too long')
 _GPU_FLAGS = {
@@ -151,8 +154,8 @@ def run(
 ) -> dict:
   """Runs a part in its own process; returns its name, status and seconds.
 
-  The status is 'done', 'failed' or 'too long'. The last line of its output is
-  returned too.
+  The status is 'done', 'failed' or 'too long'. The line of its last error, or
+  the last line of its output, is returned too.
   """
   log = out / 'logs' / f'{name}.log'
   log.parent.mkdir(parents=True, exist_ok=True)
@@ -172,7 +175,10 @@ def run(
     finally:
       _end(process)
   lines = log.read_text(errors='replace').split('\n')
-  last = next((line for line in reversed(lines) if line.strip()), '')
+  lines = [line for line in lines if line.strip()]
+  if status == 'failed':
+    lines = [line for line in lines if _ERROR.match(line)] or lines
+  last = lines[-1] if lines else ''
   secs = time.monotonic() - start
   return {'part': name, 'status': status, 'secs': secs, 'last': last[:200]}
 

@@ -195,7 +195,7 @@ def _others(latest: dict) -> Iterator[str]:
 
 
 def _statuses(statuses: dict[str, dict]) -> Iterator[str]:
-  yield from _head('part', 'end', 's', 'last line')
+  yield from _head('part', 'end', 's', 'error or last line')
   for name, s in statuses.items():
     last = '' if s['status'] == 'done' else s['last'].replace('|', '/')
     yield _row(name, s['status'], f'{s["secs"]:.0f}', last)

@@ -103,6 +103,15 @@ def test_a_part_that_fails_reports_its_last_line(tmp_path):
   assert result['last'] == 'MemoryError: no room'
 
 
+def test_an_error_of_a_program_is_reported_without_the_notes_of_jax(tmp_path):
+  result = _run(
+    tmp_path,
+    'error = MemoryError("no room\\nfor it"); error.add_note("a note of jax")\n'
+    'raise error',
+  )
+  assert result['last'] == 'MemoryError: no room'
+
+
 def test_a_part_that_takes_too_long_is_ended(tmp_path):
   result = _run(tmp_path, OVERLONG, 1.0)
   assert result['status'] == 'too long'
