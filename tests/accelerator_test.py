@@ -10,6 +10,7 @@ import pytest
 
 from configs import alfworld
 from envs import base
+from gigpo_jax.models import published
 
 OVERLONG = 'print("started", flush=True); import time; time.sleep(60)'
 
@@ -150,6 +151,16 @@ def test_every_part_has_a_measurement_and_fits_into_nine_minutes(tmp_path):
       config = alfworld.get_config()
       config.update_from_flattened_dict(dict([options.field.split('=')]))
   assert len({part.name for part in parts}) == len(parts)
+
+
+@pytest.mark.parametrize('shape', ['Qwen2.5-1.5B', 'Qwen2.5-7B'])
+def test_a_decode_step_reads_the_head_but_not_all_embeddings(shape):
+  model = published.SHAPES[shape]
+  costs = _module('device_costs')
+  matrices = costs.layer_parameters(model) + costs.head_parameters(model)
+  # Norms and biases are less than a thousandth.
+  read = _module('models').weight_bytes(model)
+  assert read == pytest.approx(2 * matrices, rel=1e-3)
 
 
 RATES = {
