@@ -224,21 +224,29 @@ def make_arguments(part: Part, shape: str, out: pathlib.Path) -> list[str]:
   return [*arguments, *part.arguments]
 
 
-def _measure(part: Part, shape: str, out: pathlib.Path, left: float) -> dict:
-  """Runs a part within the time that is left."""
-  arguments = make_arguments(part, shape, out)
+def make_variables(part: Part, out: pathlib.Path) -> dict[str, str]:
+  """Returns the environment variables of the process of a part."""
   variables = {
     'XLA_FLAGS': f'{os.environ.get("XLA_FLAGS", "")} {part.flags}'.strip(),
     'JAX_COMPILATION_CACHE_DIR': str(out / 'programs'),
   }
   if part.name.startswith('update'):
     variables['JAX_ENABLE_COMPILATION_CACHE'] = 'false'
+  if part.name == 'torch':
+    # jax would reserve most of the memory that PyTorch needs.
+    variables['JAX_PLATFORMS'] = 'cpu'
+  return variables
+
+
+def _measure(part: Part, shape: str, out: pathlib.Path, left: float) -> dict:
+  """Runs a part within the time that is left."""
+  arguments = make_arguments(part, shape, out)
   result = run(
     part.name,
     [sys.executable, __file__, _PART, *arguments],
     out,
     min(part.limit_secs, left),
-    variables,
+    make_variables(part, out),
   )
   if result['status'] == 'too long' and left < part.limit_secs:
     result['status'] = 'out of time'
@@ -253,8 +261,10 @@ def main() -> None:
 
     accelerator_parts.main(sys.argv[2:])
     return
-  # Ends the running part as well.
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+  # Ends the running part as well. After nohup, SIGHUP stays ignored.
+  for number in (signal.SIGTERM, signal.SIGHUP):
+    if signal.getsignal(number) != signal.SIG_IGN:
+      signal.signal(number, lambda number, _: sys.exit(128 + number))
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--shape', choices=SHAPES, default='1.5b')
   parser.add_argument('--out', type=pathlib.Path, required=True)

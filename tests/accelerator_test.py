@@ -2,10 +2,14 @@
 
 import importlib
 import json
+import signal
+import subprocess
 import sys
+import time
 
 import numpy as np
 import programs
+import psutil
 import pytest
 
 from configs import alfworld
@@ -118,6 +122,30 @@ def test_a_part_that_takes_too_long_is_ended(tmp_path):
   assert result['status'] == 'too long'
   assert result['secs'] < 15
   assert _run(tmp_path, 'print(1)')['status'] == 'done'
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGHUP])
+def test_a_lost_terminal_ends_the_running_part(tmp_path, number):
+  if signal.getsignal(number) == signal.SIG_IGN:
+    pytest.skip('the signal is ignored here')
+  command = [sys.executable, 'benchmarks/accelerator.py', '--shape=tiny']
+  with subprocess.Popen(
+    [*command, f'--out={tmp_path}'],
+    cwd=programs.PROJECT,
+    stdout=subprocess.DEVNULL,
+  ) as driver:
+    while not (parts := psutil.Process(driver.pid).children()):
+      time.sleep(0.05)
+    driver.send_signal(number)
+    assert driver.wait(30) == 128 + number
+  assert not parts[0].is_running()
+
+
+def test_the_memory_of_the_device_is_for_pytorch_where_it_is_measured(tmp_path):
+  accelerator = _module('accelerator')
+  part = accelerator.Part('torch', 100)
+  variables = accelerator.make_variables(part, tmp_path)
+  assert variables['JAX_PLATFORMS'] == 'cpu'
 
 
 def test_parts_are_chosen_by_value_time_and_status():
@@ -243,6 +271,9 @@ def test_all_parts_run_on_a_cpu(tmp_path):
     json.loads(x) for x in (out / 'records.jsonl').read_text().split('\n')[:-1]
   ]
   found = {(r['part'], r['name']): r for r in records}
+  # A process reports its highest peak, which is that of the update.
+  update = [r['name'] for r in records if r['part'] == 'update-layer']
+  assert update == ['log-probs', 'update']
   cold, warm = found['cold', 'start'], found['warm', 'start']
   assert cold['cached'] < warm['cached'] == warm['programs']
   assert found['iteration', 'rollout']['compilations'] == 0
