@@ -107,7 +107,6 @@ def make_parts(platform: str, *, quick: bool) -> list[Part]:
   ]
   if quick:
     return parts
-  parts += [update('matrices'), update('none')]
   fields = _DECODE_FIELDS.get(platform, {}) | {
     'int8-cache': 'rollout.cache=int8'
   }
@@ -116,10 +115,12 @@ def make_parts(platform: str, *, quick: bool) -> list[Part]:
     arguments = (*part.arguments, '--field', field)
     parts += [dataclasses.replace(part, arguments=arguments)]
   if platform == 'gpu':
-    parts += [update('layer', *item) for item in _GPU_FLAGS.items()]
     parts += [decode(1024, *item) for item in _GPU_DECODE_FLAGS.items()]
+    parts += [update('layer', *item) for item in _GPU_FLAGS.items()]
     parts += [Part('torch', 300.0, 120.0)]
-  return [*parts, decode(512), decode(2048)]
+  # With default options, the last two need more than 80 GB for 1.5B.
+  others = [decode(512), decode(2048), update('matrices'), update('none')]
+  return parts + others
 
 
 def select_part(

@@ -68,7 +68,11 @@ def _starts(latest: dict) -> Iterator[str]:
   if not found:
     return
   yield from _head(
-    'start', 'programs', 'from the cache', 'compiling s', 'to first rollout s'
+    'start',
+    'programs',
+    'from the cache',
+    'sum of compilations s',
+    'to first rollout s',
   )
   for name, r in found.items():
     yield _row(
