@@ -24,6 +24,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -37,6 +38,8 @@ SHAPES = ('tiny', '0.5b', '1.5b', '7b')
 _PART = 'part'
 # Seconds from SIGTERM to SIGKILL of a part; a training run saves its state.
 _GRACE_SECS = 20.0
+# The line of an exception; notes and further lines may follow it.
+_ERROR = re.compile(r'[\w.]+(Error|Exception)\b')
 # Statuses after which a part is not repeated.
 _FINAL = ('done', 'failed', 'too long')
 _GPU_FLAGS = {
@@ -104,7 +107,6 @@ def make_parts(platform: str, *, quick: bool) -> list[Part]:
   ]
   if quick:
     return parts
-  parts += [update('matrices'), update('none')]
   fields = _DECODE_FIELDS.get(platform, {}) | {
     'int8-cache': 'rollout.cache=int8'
   }
@@ -113,10 +115,12 @@ def make_parts(platform: str, *, quick: bool) -> list[Part]:
     arguments = (*part.arguments, '--field', field)
     parts += [dataclasses.replace(part, arguments=arguments)]
   if platform == 'gpu':
-    parts += [update('layer', *item) for item in _GPU_FLAGS.items()]
     parts += [decode(1024, *item) for item in _GPU_DECODE_FLAGS.items()]
+    parts += [update('layer', *item) for item in _GPU_FLAGS.items()]
     parts += [Part('torch', 300.0, 120.0)]
-  return [*parts, decode(512), decode(2048)]
+  # With default options, the last two need more than 80 GB for 1.5B.
+  others = [decode(512), decode(2048), update('matrices'), update('none')]
+  return parts + others
 
 
 def select_part(
@@ -151,8 +155,8 @@ def run(
 ) -> dict:
   """Runs a part in its own process; returns its name, status and seconds.
 
-  The status is 'done', 'failed' or 'too long'. The last line of its output is
-  returned too.
+  The status is 'done', 'failed' or 'too long'. The line of its last error, or
+  the last line of its output, is returned too.
   """
   log = out / 'logs' / f'{name}.log'
   log.parent.mkdir(parents=True, exist_ok=True)
@@ -172,7 +176,10 @@ def run(
     finally:
       _end(process)
   lines = log.read_text(errors='replace').split('\n')
-  last = next((line for line in reversed(lines) if line.strip()), '')
+  lines = [line for line in lines if line.strip()]
+  if status == 'failed':
+    lines = [line for line in lines if _ERROR.match(line)] or lines
+  last = lines[-1] if lines else ''
   secs = time.monotonic() - start
   return {'part': name, 'status': status, 'secs': secs, 'last': last[:200]}
 
@@ -218,21 +225,29 @@ def make_arguments(part: Part, shape: str, out: pathlib.Path) -> list[str]:
   return [*arguments, *part.arguments]
 
 
-def _measure(part: Part, shape: str, out: pathlib.Path, left: float) -> dict:
-  """Runs a part within the time that is left."""
-  arguments = make_arguments(part, shape, out)
+def make_variables(part: Part, out: pathlib.Path) -> dict[str, str]:
+  """Returns the environment variables of the process of a part."""
   variables = {
     'XLA_FLAGS': f'{os.environ.get("XLA_FLAGS", "")} {part.flags}'.strip(),
     'JAX_COMPILATION_CACHE_DIR': str(out / 'programs'),
   }
   if part.name.startswith('update'):
     variables['JAX_ENABLE_COMPILATION_CACHE'] = 'false'
+  if part.name == 'torch':
+    # jax would reserve most of the memory that PyTorch needs.
+    variables['JAX_PLATFORMS'] = 'cpu'
+  return variables
+
+
+def _measure(part: Part, shape: str, out: pathlib.Path, left: float) -> dict:
+  """Runs a part within the time that is left."""
+  arguments = make_arguments(part, shape, out)
   result = run(
     part.name,
     [sys.executable, __file__, _PART, *arguments],
     out,
     min(part.limit_secs, left),
-    variables,
+    make_variables(part, out),
   )
   if result['status'] == 'too long' and left < part.limit_secs:
     result['status'] = 'out of time'
@@ -247,8 +262,10 @@ def main() -> None:
 
     accelerator_parts.main(sys.argv[2:])
     return
-  # Ends the running part as well.
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+  # Ends the running part as well. After nohup, SIGHUP stays ignored.
+  for number in (signal.SIGTERM, signal.SIGHUP):
+    if signal.getsignal(number) != signal.SIG_IGN:
+      signal.signal(number, lambda number, _: sys.exit(128 + number))
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--shape', choices=SHAPES, default='1.5b')
   parser.add_argument('--out', type=pathlib.Path, required=True)

@@ -68,7 +68,11 @@ def _starts(latest: dict) -> Iterator[str]:
   if not found:
     return
   yield from _head(
-    'start', 'programs', 'from the cache', 'compiling s', 'to first rollout s'
+    'start',
+    'programs',
+    'from the cache',
+    'sum of compilations s',
+    'to first rollout s',
   )
   for name, r in found.items():
     yield _row(
@@ -195,7 +199,7 @@ def _others(latest: dict) -> Iterator[str]:
 
 
 def _statuses(statuses: dict[str, dict]) -> Iterator[str]:
-  yield from _head('part', 'end', 's', 'last line')
+  yield from _head('part', 'end', 's', 'error or last line')
   for name, s in statuses.items():
     last = '' if s['status'] == 'done' else s['last'].replace('|', '/')
     yield _row(name, s['status'], f'{s["secs"]:.0f}', last)

@@ -83,7 +83,12 @@ def forward_flops(
 
 def weight_bytes(model: qwen.QwenConfig) -> int:
   """Returns the bytes that a decode step reads of the parameters."""
-  return sampler.parameter_bytes(model, 'model')
+  stored = sampler.parameter_bytes(model, 'model')
+  if model.tie_embeddings:
+    return stored
+  # A step reads a few rows of the embeddings only.
+  itemsize = jnp.dtype(model.dtype).itemsize
+  return stored - models.num_head_parameters(model) * itemsize
 
 
 def decode_flops(model: qwen.QwenConfig, tokens: int) -> float:

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gigpo_jax import options
@@ -69,19 +70,22 @@ class AdamW:
     share = self.warmup_ratio * self.decay_updates - 1e-9
     return self.warmup_updates or max(int(-(-share // 1)), 0)
 
-  def schedule(self, count: jax.Array) -> jax.Array:
-    """Returns the learning rate of the update after `count` updates."""
-    warmup_updates = self.num_warmup_updates
-    warmup = jnp.minimum(1, (count + 1) / (warmup_updates or 1))
+  def schedule(self, count: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
+    """Returns the learning rate of the update after `count` updates.
+
+    A count on the host gives a rate on the host, which compiles nothing.
+    """
+    warmup_updates, xp = self.num_warmup_updates, count.__array_namespace__()
+    warmup = xp.minimum(1, (count + 1) / (warmup_updates or 1))
     rate = self.learning_rate * warmup
     if not self.decay_updates:
       return rate
     if self.decay == 'linear':
-      remaining = jnp.maximum(0, 1 - count / self.decay_updates)
+      remaining = xp.maximum(0, 1 - count / self.decay_updates)
     else:
       length = max(self.decay_updates - warmup_updates, 1)
-      done = jnp.clip((count - warmup_updates) / length, 0, 1)
-      remaining = (1 + jnp.cos(jnp.pi * done)) / 2
+      done = xp.clip((count - warmup_updates) / length, 0, 1)
+      remaining = (1 + xp.cos(xp.pi * done)) / 2
     if self.final_rate:
       remaining = self.final_rate + (1 - self.final_rate) * remaining
     return rate * remaining

@@ -2,14 +2,19 @@
 
 import importlib
 import json
+import signal
+import subprocess
 import sys
+import time
 
 import numpy as np
 import programs
+import psutil
 import pytest
 
 from configs import alfworld
 from envs import base
+from gigpo_jax.models import published
 
 OVERLONG = 'print("started", flush=True); import time; time.sleep(60)'
 
@@ -103,11 +108,44 @@ def test_a_part_that_fails_reports_its_last_line(tmp_path):
   assert result['last'] == 'MemoryError: no room'
 
 
+def test_an_error_of_a_program_is_reported_without_the_notes_of_jax(tmp_path):
+  result = _run(
+    tmp_path,
+    'error = MemoryError("no room\\nfor it"); error.add_note("a note of jax")\n'
+    'raise error',
+  )
+  assert result['last'] == 'MemoryError: no room'
+
+
 def test_a_part_that_takes_too_long_is_ended(tmp_path):
   result = _run(tmp_path, OVERLONG, 1.0)
   assert result['status'] == 'too long'
   assert result['secs'] < 15
   assert _run(tmp_path, 'print(1)')['status'] == 'done'
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGHUP])
+def test_a_lost_terminal_ends_the_running_part(tmp_path, number):
+  if signal.getsignal(number) == signal.SIG_IGN:
+    pytest.skip('the signal is ignored here')
+  command = [sys.executable, 'benchmarks/accelerator.py', '--shape=tiny']
+  with subprocess.Popen(
+    [*command, f'--out={tmp_path}'],
+    cwd=programs.PROJECT,
+    stdout=subprocess.DEVNULL,
+  ) as driver:
+    while not (parts := psutil.Process(driver.pid).children()):
+      time.sleep(0.05)
+    driver.send_signal(number)
+    assert driver.wait(30) == 128 + number
+  assert not parts[0].is_running()
+
+
+def test_the_memory_of_the_device_is_for_pytorch_where_it_is_measured(tmp_path):
+  accelerator = _module('accelerator')
+  part = accelerator.Part('torch', 100)
+  variables = accelerator.make_variables(part, tmp_path)
+  assert variables['JAX_PLATFORMS'] == 'cpu'
 
 
 def test_parts_are_chosen_by_value_time_and_status():
@@ -141,6 +179,18 @@ def test_every_part_has_a_measurement_and_fits_into_nine_minutes(tmp_path):
       config = alfworld.get_config()
       config.update_from_flattened_dict(dict([options.field.split('=')]))
   assert len({part.name for part in parts}) == len(parts)
+  # Those that may exceed the memory of a GPU come last.
+  assert [p.name for p in parts[-2:]] == ['update-matrices', 'update-none']
+
+
+@pytest.mark.parametrize('shape', ['Qwen2.5-1.5B', 'Qwen2.5-7B'])
+def test_a_decode_step_reads_the_head_but_not_all_embeddings(shape):
+  model = published.SHAPES[shape]
+  costs = _module('device_costs')
+  matrices = costs.layer_parameters(model) + costs.head_parameters(model)
+  # Norms and biases are less than a thousandth.
+  read = _module('models').weight_bytes(model)
+  assert read == pytest.approx(2 * matrices, rel=1e-3)
 
 
 RATES = {
@@ -223,6 +273,9 @@ def test_all_parts_run_on_a_cpu(tmp_path):
     json.loads(x) for x in (out / 'records.jsonl').read_text().split('\n')[:-1]
   ]
   found = {(r['part'], r['name']): r for r in records}
+  # A process reports its highest peak, which is that of the update.
+  update = [r['name'] for r in records if r['part'] == 'update-layer']
+  assert update == ['log-probs', 'update']
   cold, warm = found['cold', 'start'], found['warm', 'start']
   assert cold['cached'] < warm['cached'] == warm['programs']
   assert found['iteration', 'rollout']['compilations'] == 0

@@ -71,6 +71,22 @@ def test_cudnn_attention_is_causal(monkeypatch, length):
   assert on_gpu or requested == ['cudnn']
 
 
+@pytest.mark.parametrize('length', [32, 33])
+def test_gradients_by_cudnn_are_lowered_without_a_gpu(monkeypatch, length):
+  cudnn = 'jax._src.cudnn.fused_attention_stablehlo'
+  monkeypatch.setattr(f'{cudnn}.check_cudnn_version', lambda: 91100)
+  q, k, v = (x.astype(jnp.bfloat16) for x in _arrays(length))
+  segments, _ = _segments(length, tree=False)
+
+  def loss(q, k, v):
+    output = attention.self_attention(q, k, v, segments, implementation='cudnn')
+    return output.astype(jnp.float32).sum()
+
+  gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(q, k, v)
+  text = gradients.lower(lowering_platforms=('cuda',)).as_text()
+  assert '__cudnn$fmhaScaleBiasSoftmaxBackward' in text
+
+
 def test_gradients_of_the_kernel_equal_those_of_xla():
   arrays = _arrays(40, rows=1)
   weights = jnp.asarray(np.random.default_rng(1).normal(size=arrays[0].shape))

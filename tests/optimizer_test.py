@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -45,6 +46,16 @@ def test_cosine_decay_by_hand():
   assert (
     optimizer.AdamW(warmup_ratio=0.1, decay_updates=30).num_warmup_updates == 3
   )
+
+
+def test_a_learning_rate_on_the_host_compiles_nothing():
+  adamw = optimizer.AdamW(
+    3e-6, warmup_updates=7, decay_updates=11, decay='cosine'
+  )
+  rates = [adamw.schedule(np.asarray(k)) for k in range(12)]
+  assert not any(isinstance(rate, jax.Array) for rate in rates)
+  on_device = [float(adamw.schedule(jnp.array(k))) for k in range(12)]
+  np.testing.assert_allclose(rates, on_device, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -222,13 +222,22 @@ def _by_xla(q_BLHE, k_BLKE, v_BLKE, segments: Segments | None) -> jax.Array:
 
 
 def _by_cudnn(q_BLHE, k_BLKE, v_BLKE, segments: Segments | None) -> jax.Array:
-  mask = None
-  if segments is not None:
-    length = q_BLHE.shape[1]
-    mask = jnp.arange(length)[:, None] < segments.ends[:, None, None]
-  return jax.nn.dot_product_attention(
-    q_BLHE, k_BLKE, v_BLKE, mask=mask, is_causal=True, implementation='cudnn'
+  attend = functools.partial(
+    jax.nn.dot_product_attention, is_causal=True, implementation='cudnn'
   )
+  if segments is None:
+    return attend(q_BLHE, k_BLKE, v_BLKE)
+  # With a mask, cuDNN has gradients for even lengths only.
+  length, odd = q_BLHE.shape[1], q_BLHE.shape[1] % 2
+  q_BLHE, k_BLKE, v_BLKE = (
+    jnp.pad(x, ((0, 0), (0, odd), (0, 0), (0, 0)))
+    for x in (q_BLHE, k_BLKE, v_BLKE)
+  )
+  ends_BL = jnp.pad(
+    segments.ends, ((0, 0), (0, odd)), constant_values=length + 1
+  )
+  mask = jnp.arange(length + odd)[:, None] < ends_BL[:, None, None]
+  return attend(q_BLHE, k_BLKE, v_BLKE, mask=mask)[:, :length]
 
 
 def _by_splash(
