@@ -112,6 +112,17 @@ def test_a_kernels_row_depends_neither_on_other_rows_nor_on_the_length():
   assert np.abs(full[0] - other[0]).max() > 0.1
 
 
+@pytest.mark.parametrize('kernel', ['triton', 'paged'])
+def test_an_idle_row_beyond_a_shorter_cache_reads_only_the_cache(kernel):
+  # 320 positions: one of the kernel's parts is incomplete.
+  dtype = 'bfloat16' if kernel == 'paged' else 'float32'
+  q, stack = _inputs(length=320, dtype=dtype)
+  beyond = np.array([[0], [319], [500]])
+  found = _attend_by(kernel, q, stack, beyond)
+  expected = _attend(q, stack, np.minimum(beyond, 319))
+  np.testing.assert_allclose(found, expected, atol=1e-2)
+
+
 def test_int8_keys_and_values_are_rounded_by_half_a_step():
   _, exact = _inputs(size=16, length=40)
   _, rounded = _inputs(size=16, length=40, cache='int8')

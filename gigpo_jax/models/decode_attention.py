@@ -94,8 +94,10 @@ def attend(
   cache = (None, mesh.BATCH, mesh.RULES['kv_heads'])
   arrays = [stack[name] for name in ('k', 'v', *_SCALES) if name in stack]
   axes = (heads, (), (mesh.BATCH,), *[cache] * len(arrays))
+  # An idle slot may keep a position beyond a cache that became shorter.
+  positions_B = jnp.minimum(positions_BL[:, 0], stack['k'].shape[-1] - 1)
   return mesh.shard_map(kernel, axes, heads)(
-    q_BLHE, layer, positions_BL[:, 0], *arrays
+    q_BLHE, layer, positions_B, *arrays
   )
 
 

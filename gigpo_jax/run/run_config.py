@@ -15,14 +15,16 @@ from gigpo_jax.runtime import files
 # File name of the config in a work directory.
 _STORED = 'config.json'
 # Fields that do not change the experiment.
-_MAY_DIFFER = frozenset({
-  'checkpoint.keep',
-  'episodes.every',
-  'metrics.wandb',
-  'pool.num_workers',
-  'pool.max_resets_per_worker',
-  'pool.max_worker_mib',
-})
+_MAY_DIFFER = frozenset(
+  {
+    'checkpoint.keep',
+    'episodes.every',
+    'metrics.wandb',
+    'pool.num_workers',
+    'pool.max_resets_per_worker',
+    'pool.max_worker_mib',
+  }
+)
 
 
 def save(
