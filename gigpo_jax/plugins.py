@@ -145,6 +145,25 @@ def _constant(plugin: Function) -> Callable[[], Function]:
   return lambda: plugin
 
 
+def check_shape(field: str, values: np.ndarray, rows: batch.Rows) -> None:
+  """Checks that there is one value per row or per completion token.
+
+  Args:
+    field: config field that names the code which returned the values.
+    values: the values.
+    rows: the rows.
+
+  Raises:
+    ValueError: in one line, if the shape is another.
+  """
+  per_token = rows.completion_mask.shape
+  if np.shape(values) not in (per_token, per_token[:1]):
+    raise ValueError(
+      f'{field}: returned shape {np.shape(values)}; must be {per_token[:1]}, '
+      f'one per row, or {per_token}, one per completion token'
+    )
+
+
 def metrics(plugin: Any, *args: Any) -> dict[str, float]:
   """Returns the metrics of a plug-in for the arguments of a call."""
   return plugin.metrics(*args) if hasattr(plugin, 'metrics') else {}

@@ -1,10 +1,15 @@
 """Tests that mistakes in a user's module are reported in one line."""
 
+import types
+
+import algorithm_rows
+import numpy as np
 import pytest
 
 import envs
 from envs import checks, rewards
-from gigpo_jax import algorithms, losses, selectors
+from gigpo_jax import algorithms, losses, modulators, plugins, selectors
+from gigpo_jax.runtime import errors
 
 # Code of a module, and what the error of its import says.
 BROKEN = {
@@ -59,3 +64,45 @@ def test_tasks_that_cannot_be_listed(tmp_path, monkeypatch, name):
     envs.tasks(name, 'train')
   assert all(words in str(raised.value) for words in expected)
   assert len(str(raised.value).splitlines()) == 1
+
+
+def _compute(function, rows):
+  def compute_advantages(rows, values):
+    return algorithms.AlgorithmOutput(function(None, rows, values), {})
+
+  algorithm = types.SimpleNamespace(compute_advantages=compute_advantages)
+  algorithms.compute(algorithm, rows, None, {})
+
+
+def _modulate(function, rows):
+  chain = [plugins.Function(function)]
+  modulators.apply(chain, np.ones(10), rows, plugins.Signals())
+
+
+def _select(function, rows):
+  chain = [plugins.Function(function)]
+  selectors.apply(chain, np.ones(10), rows, plugins.Signals())
+
+
+CALLS = {
+  'algorithm.name': _compute,
+  'algorithm.modulators': _modulate,
+  'filter.select': _select,
+}
+
+
+@pytest.mark.parametrize('field', CALLS)
+@pytest.mark.parametrize('result', [None, np.zeros(3, bool), np.zeros((10, 2))])
+def test_results_of_another_shape_are_refused(field, result):
+  rows = algorithm_rows.golden_rows()
+  with pytest.raises(ValueError, match=f'^{field}: returned shape ') as raised:
+    CALLS[field](lambda *_: result, rows)
+  assert str(raised.value).endswith('(10, 1), one per completion token')
+
+
+@pytest.mark.parametrize('field', CALLS)
+def test_a_value_error_of_own_code_is_no_wrong_option(field):
+  # `launch/command.py` prints a ValueError without its traceback.
+  rows = algorithm_rows.golden_rows()
+  with pytest.raises(errors.PluginError, match=f'{field}: .*could not be'):
+    CALLS[field](lambda *_: np.zeros(2) + np.zeros(3), rows)
