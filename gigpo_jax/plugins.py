@@ -20,6 +20,10 @@ from envs import checks
 from gigpo_jax import batch
 from gigpo_jax import options as options_lib
 
+# Outputs of the learner that a plug-in can need; also NAME@X for all but
+# `prompt_log_probs`.
+OUTPUTS = ('log_probs', 'entropies', 'prompt_log_probs', 'feature_squares')
+
 _PAIR = 2  # Minimum number of episodes for a comparison.
 
 
@@ -89,9 +93,13 @@ class Family:
       )
     chain = []
     for name in names:
-      factory = self._find(name)
-      known = options_lib.defaults(factory)
-      chain.append(factory(**{k: values[k] for k in known if k in values}))
+      plugin = options_lib.make(
+        self._find(name),
+        values,
+        field=f'{self.field}={name}',
+        needs=('needs', 'needs_group', '__call__'),
+      )
+      chain.append(plugin)
     return tuple(chain)
 
   def options(self, names: Sequence[str] | None = None) -> set[str]:
@@ -118,6 +126,12 @@ class Family:
         yield (
           f'rollout.episodes_per_group={members}: {name} compares the episodes '
           'of a group; must be at least 2'
+        )
+      needed = {output.partition('@')[0] for output in plugin.needs}
+      if unknown := sorted(needed.difference(OUTPUTS)):
+        yield (
+          f'{self.field}={name}: needs {unknown[0]}; must be of '
+          f'{", ".join(OUTPUTS)}'
         )
       module = importlib.import_module(type(plugin).__module__)
       if hasattr(module, 'conflicts'):

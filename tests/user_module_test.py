@@ -1,5 +1,6 @@
 """Tests that mistakes in a user's module are reported in one line."""
 
+import sys
 import types
 
 import algorithm_rows
@@ -66,6 +67,44 @@ def test_tasks_that_cannot_be_listed(tmp_path, monkeypatch, name):
   assert len(str(raised.value).splitlines()) == 1
 
 
+CLASS = """
+import dataclasses
+
+@dataclasses.dataclass
+class Algorithm:
+  {fields}
+  def __call__(self, *args): ...
+  def compute_advantages(self, rows, values): ...
+"""
+INCOMPLETE = {
+  'algorithm.name=mine: ': lambda: algorithms.make('mine'),
+  'name=mine:Algorithm: ': lambda: losses.make('mine:Algorithm'),
+  'filter.select=mine:Algorithm: ': lambda: selectors.FAMILY.make(
+    {'select': ('mine:Algorithm',)}
+  ),
+}
+
+
+@pytest.mark.parametrize('start', INCOMPLETE)
+@pytest.mark.parametrize(
+  ('fields', 'expected'),
+  [
+    ('scale: float', "missing a required argument: 'scale'; must have a def"),
+    ('scale: float = 1.0', 'has no .*; must have '),
+  ],
+)
+def test_incomplete_classes_are_refused(
+  tmp_path, monkeypatch, start, fields, expected
+):
+  (tmp_path / 'mine.py').write_text(CLASS.format(fields=fields))
+  monkeypatch.syspath_prepend(str(tmp_path))
+  monkeypatch.delitem(sys.modules, 'mine', raising=False)
+  with pytest.raises(ValueError, match=f'^{start}{expected}') as raised:
+    INCOMPLETE[start]()
+  assert len(str(raised.value).splitlines()) == 1
+  sys.modules.pop('mine')
+
+
 def _compute(function, rows):
   def compute_advantages(rows, values):
     return algorithms.AlgorithmOutput(function(None, rows, values), {})
@@ -106,3 +145,8 @@ def test_a_value_error_of_own_code_is_no_wrong_option(field):
   rows = algorithm_rows.golden_rows()
   with pytest.raises(errors.PluginError, match=f'{field}: .*could not be'):
     CALLS[field](lambda *_: np.zeros(2) + np.zeros(3), rows)
+
+
+def test_a_text_instead_of_a_number_is_refused():
+  with pytest.raises(ValueError, match=r'^step_weight=x: out of range; must'):
+    algorithms.make('gigpo', step_weight='x')

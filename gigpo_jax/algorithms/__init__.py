@@ -148,8 +148,12 @@ def make(name: str, **options: object) -> Algorithm:
     )
   for old, new in _OLD_METHODS.items():
     _accept_old_method(module.Algorithm, old, new)
-  known = options_lib.defaults(module.Algorithm)
-  return module.Algorithm(**{k: v for k, v in options.items() if k in known})
+  return options_lib.make(
+    module.Algorithm,
+    options,
+    field=f'algorithm.name={name}',
+    needs=('needs_values', 'needs_group', 'compute_advantages'),
+  )
 
 
 def num_continuations(algorithm: Algorithm) -> int:
