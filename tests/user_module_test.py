@@ -139,6 +139,12 @@ def test_results_of_another_shape_are_refused(field, result):
   assert str(raised.value).endswith('(10, 1), one per completion token')
 
 
+def test_indices_of_rows_are_no_selection():
+  rows = algorithm_rows.golden_rows()
+  with pytest.raises(ValueError, match='^filter.select: returned int64; must'):
+    _select(lambda *_: np.arange(10), rows)
+
+
 @pytest.mark.parametrize('field', CALLS)
 def test_a_value_error_of_own_code_is_no_wrong_option(field):
   # `launch/command.py` prints a ValueError without its traceback.

@@ -72,8 +72,13 @@ def apply(
   for selector in chain:
     with errors.show_traceback(FAMILY.field):
       metrics |= plugins.metrics(selector, advantages, rows, signals)
-      mask = np.asarray(selector(advantages, rows, signals)).astype(bool)
+      mask = np.asarray(selector(advantages, rows, signals))
     plugins.check_shape(FAMILY.field, mask, rows)
+    if mask.dtype != bool:
+      raise ValueError(
+        f'{FAMILY.field}: returned {mask.dtype}; must be bool, True for the '
+        'rows or tokens to train on'
+      )
     chosen &= mask if mask.ndim > 1 else mask[:, None]
     rows = keep(rows, chosen.any(axis=1))
   metrics |= {
