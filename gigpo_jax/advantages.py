@@ -173,6 +173,12 @@ def gigpo_components(  # noqa: PLR0913
     floats, sizes = jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.int32)
     return Components(*4 * [floats], *2 * [sizes])
   columns = rewards, groups, episodes, steps, anchors, valid
+  for name, column in zip(Inputs._fields, columns, strict=False):
+    if np.shape(column)[:1] != np.shape(groups)[:1]:
+      raise ValueError(
+        f'{name}: has shape {np.shape(column)}, and groups {np.shape(groups)}; '
+        'must have one entry per row'
+      )
   return _components(
     device_inputs(*columns, discount, invalid_penalty),
     norm=norm,

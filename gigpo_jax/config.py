@@ -16,10 +16,12 @@ import ml_collections
 import configs
 import envs
 from configs import base
+from envs import rewards
 from gigpo_jax import (
   algorithms,
   anchors,
   deprecated,
+  losses,
   modulators,
   options,
   reward_functions,
@@ -132,6 +134,7 @@ def validate(
   refused = frozenset(problem.partition('=')[0] for problem in problems)
   problems += _combinations(config, refused)
   if not problems:
+    problems += config_fields.unknown(config, _own_fields(config))
     problems += _missing_environment(config)
     problems += [] if has_harness else _missing_harness(config)
     if needs_model:
@@ -310,6 +313,23 @@ def _ignored_options(
     for field, value, default in config_fields.non_default(config, fields):
       yield f'{field}={value}: {name} has no critic; must be {default}'
   yield from config_fields.unmet(config, refused)
+
+
+def _own_fields(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields fields of this config that configs/base.py may lack."""
+  yield from ('env', 'variant')
+  algorithm = algorithms.make(**algorithm_kwargs(config))
+  for option in options.defaults(algorithm):
+    yield f'algorithm.{option}'
+  for option in losses.options_of(config.loss.name):
+    yield f'loss.{option}'
+  for family in (modulators.FAMILY, selectors.FAMILY):
+    section = family.field.partition('.')[0]
+    chosen = tuple(config_fields.get(config, family.field))
+    for option in family.options(chosen):
+      yield f'{section}.{option}'
+  for path in config.reward.functions:
+    yield f'reward.{rewards.name_of(path)}'
 
 
 def _plugins(

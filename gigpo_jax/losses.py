@@ -440,7 +440,12 @@ def make(name: str = 'policy_gradient', **values: Any) -> token_batch.Loss:
   for option, value in chosen.items():
     if isinstance(value, Mapping):  # A group of options.
       chosen[option] = type(getattr(factory, option))(**value)
-  loss = factory(**chosen)
+  loss = options.make(
+    factory,
+    chosen,
+    field=f'name={name}',
+    needs=('columns', 'needs_reference', '__call__'),
+  )
   if loss.needs_reference != ('ref_log_probs' in loss.columns):
     raise ValueError(
       f'name={name}: needs_reference={loss.needs_reference}, but columns='

@@ -15,8 +15,10 @@ A value of None is accepted by every field: the option is not set.
 """
 
 import dataclasses
+import inspect
 import itertools
 import math
+import numbers
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -53,7 +55,8 @@ def number(
 
   def is_valid(value: float) -> bool:
     return (
-      math.isfinite(value)
+      isinstance(value, numbers.Real)
+      and math.isfinite(value)
       and (low is None or value >= low)
       and (above is None or value > above)
       and (high is None or value <= high)
@@ -129,6 +132,39 @@ def defaults(factory: Any) -> dict[str, Any]:
   return {f.name: f.default for f in dataclasses.fields(factory) if f.init}
 
 
+def make(
+  factory: Callable[..., _T],
+  values: Mapping[str, Any],
+  *,
+  field: str,
+  needs: Sequence[str],
+) -> _T:
+  """Creates an algorithm, a loss or a plug-in, which a user may have written.
+
+  Args:
+    factory: its class.
+    values: options by name; those that it does not have are ignored.
+    field: the config field that names it, and its value.
+    needs: attributes that it must have.
+
+  Raises:
+    ValueError: in one line, if an option without a default, or an attribute, is
+      missing.
+  """
+  given = {k: values[k] for k in defaults(factory) if k in values}
+  try:
+    inspect.signature(factory).bind(**given)
+  except TypeError as error:
+    raise ValueError(f'{field}: {error}; must have a default') from error
+  instance = factory(**given)
+  missing = [name for name in needs if not hasattr(instance, name)]
+  if missing:
+    raise ValueError(
+      f'{field}: has no {", ".join(missing)}; must have {", ".join(needs)}'
+    )
+  return instance
+
+
 def of_section(options: type[_T], section: Mapping[str, Any]) -> _T:
   """Returns the options that a dataclass has in a section of several.
 
@@ -147,7 +183,8 @@ def problems(options: type, values: Mapping[str, Any]) -> Iterator[str]:
     options: a dataclass of options.
     values: values by name; others than the dataclass has are skipped.
   """
-  for option in dataclasses.fields(options):
+  known = dataclasses.is_dataclass(options)
+  for option in dataclasses.fields(options) if known else ():
     value = values.get(option.name)
     if value is None:
       continue

@@ -20,6 +20,10 @@ from envs import checks
 from gigpo_jax import batch
 from gigpo_jax import options as options_lib
 
+# Outputs of the learner that a plug-in can need; also NAME@X for all but
+# `prompt_log_probs`.
+OUTPUTS = ('log_probs', 'entropies', 'prompt_log_probs', 'feature_squares')
+
 _PAIR = 2  # Minimum number of episodes for a comparison.
 
 
@@ -89,9 +93,13 @@ class Family:
       )
     chain = []
     for name in names:
-      factory = self._find(name)
-      known = options_lib.defaults(factory)
-      chain.append(factory(**{k: values[k] for k in known if k in values}))
+      plugin = options_lib.make(
+        self._find(name),
+        values,
+        field=f'{self.field}={name}',
+        needs=('needs', 'needs_group', '__call__'),
+      )
+      chain.append(plugin)
     return tuple(chain)
 
   def options(self, names: Sequence[str] | None = None) -> set[str]:
@@ -119,6 +127,12 @@ class Family:
           f'rollout.episodes_per_group={members}: {name} compares the episodes '
           'of a group; must be at least 2'
         )
+      needed = {output.partition('@')[0] for output in plugin.needs}
+      if unknown := sorted(needed.difference(OUTPUTS)):
+        yield (
+          f'{self.field}={name}: needs {unknown[0]}; must be of '
+          f'{", ".join(OUTPUTS)}'
+        )
       module = importlib.import_module(type(plugin).__module__)
       if hasattr(module, 'conflicts'):
         yield from module.conflicts(config)
@@ -143,6 +157,25 @@ class Family:
 
 def _constant(plugin: Function) -> Callable[[], Function]:
   return lambda: plugin
+
+
+def check_shape(field: str, values: np.ndarray, rows: batch.Rows) -> None:
+  """Checks that there is one value per row or per completion token.
+
+  Args:
+    field: config field that names the code which returned the values.
+    values: the values.
+    rows: the rows.
+
+  Raises:
+    ValueError: in one line, if the shape is another.
+  """
+  per_token = rows.completion_mask.shape
+  if np.shape(values) not in (per_token, per_token[:1]):
+    raise ValueError(
+      f'{field}: returned shape {np.shape(values)}; must be {per_token[:1]}, '
+      f'one per row, or {per_token}, one per completion token'
+    )
 
 
 def metrics(plugin: Any, *args: Any) -> dict[str, float]:

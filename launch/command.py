@@ -1,7 +1,6 @@
 """Common parts of all commands: flags, help, one-line errors, Ctrl-C."""
 
 import ast
-import difflib
 import functools
 import pathlib
 import re
@@ -9,7 +8,6 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
 
 import ml_collections
 from absl import app, flags, logging
@@ -19,6 +17,7 @@ import configs
 from configs import base, variants
 from envs import processes
 from gigpo_jax import deprecated
+from gigpo_jax.run import config_fields
 from launch import interrupt, lines
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -185,9 +184,11 @@ def _check_fields(argv: list[str], config: ml_collections.ConfigDict) -> None:
       if not isinstance(values, ml_collections.ConfigDict):
         break  # An entry of a field.
       if name not in values:
+        accepted = config_fields.suggest(match[1], config) or (
+          'must be one of configs/base.py or of the config file'
+        )
         raise ValueError(
-          f'{argument.removeprefix("--config.")}: no such field; '
-          f'{_suggest(match[1], config)}'
+          f'{argument.removeprefix("--config.")}: no such field; {accepted}'
         )
       values = values[name]
 
@@ -200,9 +201,11 @@ def _split_none(
   The config's flag cannot parse None for an optional number. A field is
   optional if it is None in the config or in configs/base.py.
   """
-  fields = [*_fields(base.get_config()).items(), *_fields(config).items()]
   optional = {
-    f'--config.{field}=None' for field, value in fields if value is None
+    f'--config.{field}=None'
+    for fields in map(config_fields.flatten, (base.get_config(), config))
+    for field, value in fields.items()
+    if value is None
   }
   rest = [argument for argument in argv if argument not in optional]
   last = {argument.partition('=')[0]: argument for argument in argv}
@@ -212,28 +215,6 @@ def _split_none(
     if argument in optional
   ]
   return rest, empty
-
-
-def _suggest(field: str, config: ml_collections.ConfigDict) -> str:
-  """Returns the fields that a wrong name may mean, or where to find them."""
-  fields = _fields(config)
-  last = field.rpartition('.')[2]
-  near = [name for name in fields if name.rpartition('.')[2] == last]
-  near = near or difflib.get_close_matches(field, fields, cutoff=0.85)
-  if near:
-    return f'did you mean {", ".join(near)}?'
-  return 'must be one of configs/base.py or of the config file'
-
-
-def _fields(config: ml_collections.ConfigDict) -> dict[str, Any]:
-  """Returns the values of all fields by name, such as `rollout.groups`."""
-  fields = {}
-  for name, value in config.items():
-    if isinstance(value, ml_collections.ConfigDict):
-      fields |= {f'{name}.{k}': v for k, v in _fields(value).items()}
-    else:
-      fields[name] = value
-  return fields
 
 
 def _wrong_type(text: str, config: ml_collections.ConfigDict) -> str:
@@ -246,7 +227,8 @@ def _wrong_type(text: str, config: ml_collections.ConfigDict) -> str:
     config = config[section]
   accepted = _TYPES.get(config.get_type(name))
   if isinstance(config[name], ml_collections.ConfigDict):
-    accepted = f'one of its fields, {", ".join(_fields(config[name]))}'
+    names = ', '.join(config_fields.flatten(config[name]))
+    accepted = f'one of its fields, {names}'
   return (
     f'{match[1]}={match[2]}: wrong type; must be {accepted}'
     if accepted

@@ -581,3 +581,19 @@ def test_no_gradient_flows_through():
 def test_rejected_options(options, message):
   with pytest.raises(ValueError, match=message):
     advantages.gigpo(**GOLDEN, **options)
+
+
+@pytest.mark.parametrize('name', ['rewards', 'anchors', 'valid'])
+def test_a_column_of_another_length_is_refused_by_name(name):
+  # Two episodes of two steps.
+  columns = {
+    'rewards': [0, 10, 0, 0],
+    'groups': [0] * 4,
+    'episodes': [0, 0, 1, 1],
+    'steps': [0, 1, 0, 1],
+    'anchors': [1, 2, 1, 1],
+    'valid': [True] * 4,
+  }
+  columns[name] = columns[name][:3]
+  with pytest.raises(ValueError, match=rf'^{name}: has shape \(3,\), and gro'):
+    advantages.gigpo(**columns)

@@ -344,6 +344,14 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
       {'algorithm.name': 'hgpo', 'algorithm.anchor_history': 1},
       'algorithm.anchor_history=1: hgpo compares histories itself',
     ),
+    # Typing errors in a config file, which is not locked.
+    (
+      {'learner.learning_rate': 1e-4},
+      '=0.0001: no such field; did you mean optimizer.learning_rate',
+    ),
+    ({'algorithm.step_wieght': 1.0}, 'no such field; did you mean .*_weight'),
+    ({'groups': 4}, '^groups=4: no such field; did you mean rollout.groups'),
+    ({'loss.gamma': 1.0}, 'no such field; must be one of configs/base.py or'),
   ],
 )
 def test_conflicting_values_are_refused_in_one_line(changes, message):

@@ -37,7 +37,7 @@ from configs.sweeps import keydoor as keydoor_sweep
 from envs import base as base_env
 from gigpo_jax import config as config_lib
 from gigpo_jax.algorithms import gigpo
-from gigpo_jax.run import run_config
+from gigpo_jax.run import config_fields, run_config
 from gigpo_jax.tools import sweep as sweep_tool
 
 # Environments whose warm starts are looked up by `sizes.warm_start`.
@@ -78,6 +78,8 @@ VARIANTS = [
 def test_every_variant_loads_with_valid_values(module, variant: str):
   config = module.get_config(variant)
   assert not list(config_lib._values(config))
+  own = config_lib._own_fields(config)
+  assert not list(config_fields.unknown(config, own))
   assert not list(config_lib._combinations(config))
   name = variant.rpartition(',')[2]
   expected = name if name in variants.ALGORITHMS else 'gigpo'

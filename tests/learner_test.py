@@ -442,6 +442,16 @@ def reinforce(outputs, tokens):
   return loss, {'loss/negative': jnp.where(tokens.mask, loss < 0, 0)}
 
 
+def mean_loss(outputs, tokens):
+  """Returns one loss for all tokens."""
+  return jnp.mean(outputs.log_probs * tokens.advantages), {}
+
+
+def test_a_loss_that_is_not_one_per_token_is_refused():
+  with pytest.raises(ValueError, match=r'^loss.name: returned shape \(\) for'):
+    make_learner(loss=losses.make(f'{__name__}:mean_loss'))
+
+
 def test_a_loss_of_another_module_trains():
   # At ratio 1 the surrogate has the gradient of the log-prob.
   rows = make_rows()

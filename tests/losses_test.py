@@ -432,7 +432,7 @@ def test_rejected_options_are_reported_in_one_line(options, message):
   assert '\n' not in str(error.value)
 
 
-class Inconsistent:
+class Inconsistent(losses.Supervised):
   """A loss that needs a reference and does not read its log-probs."""
 
   columns, needs_reference = (), True

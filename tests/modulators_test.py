@@ -222,6 +222,12 @@ def double(advantages, rows, signals):
   return 2 * advantages
 
 
+class NeedsAnotherName(egpo.Modulator):
+  """Needs an output that the learner does not have."""
+
+  needs = ('entropy',)
+
+
 def test_a_chain_applies_in_order():
   rows, advantages, signals = random_case(0)
   names = ('egpo', 'modulators_test:double')
@@ -244,6 +250,11 @@ def test_a_chain_applies_in_order():
       'mini',
       {'algorithm.modulators': ('dgpo', 'dgpo')},
       'algorithm.modulators=.*: names one twice; must be different names',
+    ),
+    (
+      'mini',
+      {'algorithm.modulators': ('modulators_test:NeedsAnotherName',)},
+      'needs entropy; must be of log_probs, entropies, prompt_log_probs, ',
     ),
     (
       'mini,dgpo',

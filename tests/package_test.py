@@ -27,6 +27,7 @@ def tasks(split):
 ALGORITHM = (
   'import dataclasses\n\n\n@dataclasses.dataclass(frozen=True)\n'
   'class Algorithm:\n  weight: float = 1.0\n'
+  '  needs_values = needs_group = compute_advantages = None\n'
 )
 
 

@@ -1,10 +1,16 @@
 """Tests that mistakes in a user's module are reported in one line."""
 
+import sys
+import types
+
+import algorithm_rows
+import numpy as np
 import pytest
 
 import envs
 from envs import checks, rewards
-from gigpo_jax import algorithms, losses, selectors
+from gigpo_jax import algorithms, losses, modulators, plugins, selectors
+from gigpo_jax.runtime import errors
 
 # Code of a module, and what the error of its import says.
 BROKEN = {
@@ -72,3 +78,94 @@ def test_tasks_that_cannot_be_listed(tmp_path, monkeypatch, name):
     envs.tasks(name, 'train')
   assert all(words in str(raised.value) for words in expected)
   assert len(str(raised.value).splitlines()) == 1
+
+
+CLASS = """
+import dataclasses
+
+@dataclasses.dataclass
+class Algorithm:
+  {fields}
+  def __call__(self, *args): ...
+  def compute_advantages(self, rows, values): ...
+"""
+INCOMPLETE = {
+  'algorithm.name=mine: ': lambda: algorithms.make('mine'),
+  'name=mine:Algorithm: ': lambda: losses.make('mine:Algorithm'),
+  'filter.select=mine:Algorithm: ': lambda: selectors.FAMILY.make(
+    {'select': ('mine:Algorithm',)}
+  ),
+}
+
+
+@pytest.mark.parametrize('start', INCOMPLETE)
+@pytest.mark.parametrize(
+  ('fields', 'expected'),
+  [
+    ('scale: float', "missing a required argument: 'scale'; must have a def"),
+    ('scale: float = 1.0', 'has no .*; must have '),
+  ],
+)
+def test_incomplete_classes_are_refused(
+  tmp_path, monkeypatch, start, fields, expected
+):
+  (tmp_path / 'mine.py').write_text(CLASS.format(fields=fields))
+  monkeypatch.syspath_prepend(str(tmp_path))
+  monkeypatch.delitem(sys.modules, 'mine', raising=False)
+  with pytest.raises(ValueError, match=f'^{start}{expected}') as raised:
+    INCOMPLETE[start]()
+  assert len(str(raised.value).splitlines()) == 1
+  sys.modules.pop('mine')
+
+
+def _compute(function, rows):
+  def compute_advantages(rows, values):
+    return algorithms.AlgorithmOutput(function(None, rows, values), {})
+
+  algorithm = types.SimpleNamespace(compute_advantages=compute_advantages)
+  algorithms.compute(algorithm, rows, None, {})
+
+
+def _modulate(function, rows):
+  chain = [plugins.Function(function)]
+  modulators.apply(chain, np.ones(10), rows, plugins.Signals())
+
+
+def _select(function, rows):
+  chain = [plugins.Function(function)]
+  selectors.apply(chain, np.ones(10), rows, plugins.Signals())
+
+
+CALLS = {
+  'algorithm.name': _compute,
+  'algorithm.modulators': _modulate,
+  'filter.select': _select,
+}
+
+
+@pytest.mark.parametrize('field', CALLS)
+@pytest.mark.parametrize('result', [None, np.zeros(3, bool), np.zeros((10, 2))])
+def test_results_of_another_shape_are_refused(field, result):
+  rows = algorithm_rows.golden_rows()
+  with pytest.raises(ValueError, match=f'^{field}: returned shape ') as raised:
+    CALLS[field](lambda *_: result, rows)
+  assert str(raised.value).endswith('(10, 1), one per completion token')
+
+
+def test_indices_of_rows_are_no_selection():
+  rows = algorithm_rows.golden_rows()
+  with pytest.raises(ValueError, match='^filter.select: returned int64; must'):
+    _select(lambda *_: np.arange(10), rows)
+
+
+@pytest.mark.parametrize('field', CALLS)
+def test_a_value_error_of_own_code_is_no_wrong_option(field):
+  # `launch/command.py` prints a ValueError without its traceback.
+  rows = algorithm_rows.golden_rows()
+  with pytest.raises(errors.PluginError, match=f'{field}: .*could not be'):
+    CALLS[field](lambda *_: np.zeros(2) + np.zeros(3), rows)
+
+
+def test_a_text_instead_of_a_number_is_refused():
+  with pytest.raises(ValueError, match=r'^step_weight=x: out of range; must'):
+    algorithms.make('gigpo', step_weight='x')

@@ -23,8 +23,9 @@ from jaxtyping import Bool, Float
 
 import envs
 from gigpo_jax import advantages as advantages_lib
-from gigpo_jax import batch, deprecated
+from gigpo_jax import batch, deprecated, plugins
 from gigpo_jax import options as options_lib
+from gigpo_jax.runtime import errors
 
 # name: module that holds `Algorithm`.
 REGISTRY = {
@@ -147,8 +148,12 @@ def make(name: str, **options: object) -> Algorithm:
     )
   for old, new in _OLD_METHODS.items():
     _accept_old_method(module.Algorithm, old, new)
-  known = options_lib.defaults(module.Algorithm)
-  return module.Algorithm(**{k: v for k, v in options.items() if k in known})
+  return options_lib.make(
+    module.Algorithm,
+    options,
+    field=f'algorithm.name={name}',
+    needs=('needs_values', 'needs_group', 'compute_advantages'),
+  )
 
 
 def num_continuations(algorithm: Algorithm) -> int:
@@ -163,9 +168,13 @@ def compute(
   state: Mapping[str, float],
 ) -> AlgorithmOutput:
   """Returns the advantages of rows, given the state of a stateful algorithm."""
-  if getattr(algorithm, 'is_stateful', False):
-    return algorithm.compute_advantages(rows, values, state)
-  return algorithm.compute_advantages(rows, values)
+  stateful = getattr(algorithm, 'is_stateful', False)
+  with errors.show_traceback('algorithm.name'):
+    output = algorithm.compute_advantages(
+      rows, values, *([state] if stateful else [])
+    )
+  plugins.check_shape('algorithm.name', output.advantages, rows)
+  return output
 
 
 def next_state(

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from gigpo_jax import batch, plugins
+from gigpo_jax.runtime import errors
 
 # name: module that holds `Modulator`.
 REGISTRY = {
@@ -61,5 +62,7 @@ def apply(
 ) -> np.ndarray:
   """Returns the advantages after all modulators, float32."""
   for modulator in chain:
-    advantages = modulator(advantages, rows, signals)
+    with errors.show_traceback(FAMILY.field):
+      advantages = np.asarray(modulator(advantages, rows, signals), np.float32)
+    plugins.check_shape(FAMILY.field, advantages, rows)
   return np.asarray(advantages, np.float32)

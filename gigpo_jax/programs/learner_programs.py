@@ -24,7 +24,7 @@ from gigpo_jax.models import (
   qwen,
 )
 from gigpo_jax.programs import update_sums
-from gigpo_jax.runtime import compilation, distributed
+from gigpo_jax.runtime import compilation, distributed, errors
 
 # Largest number of completion tokens per shard whose logits are in memory at a
 # time.
@@ -153,7 +153,14 @@ class LearnerPrograms:
       jax.ShapeDtypeStruct((1, 1), jnp.int32),
       dict.fromkeys(self._loss.columns, token),
     )
-    return tuple(jax.eval_shape(self._loss, outputs, tokens)[1])
+    with errors.show_traceback('loss.name'):
+      loss, metrics = jax.eval_shape(self._loss, outputs, tokens)
+    if loss.shape != token.shape:
+      raise ValueError(
+        f'loss.name: returned shape {loss.shape} for a mask of shape '
+        f'{token.shape}; must be the shape of the mask, one loss per token'
+      )
+    return tuple(metrics)
 
   def _find_state_shardings(self) -> TrainState:
     params, _ = self._param_shapes()

@@ -1,5 +1,7 @@
 """Fields of a config: values, changed fields, fields that need other fields."""
 
+import difflib
+import itertools
 from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
@@ -98,6 +100,46 @@ def get(config: ml_collections.ConfigDict, field: str) -> Any:
       return None
     config = config[name]
   return config
+
+
+def flatten(config: ml_collections.ConfigDict) -> dict[str, Any]:
+  """Returns the values of all fields by name, such as `rollout.groups`."""
+  fields = {}
+  for name, value in config.items():
+    if isinstance(value, ml_collections.ConfigDict):
+      fields |= {f'{name}.{k}': v for k, v in flatten(value).items()}
+    else:
+      fields[name] = value
+  return fields
+
+
+def suggest(field: str, config: ml_collections.ConfigDict) -> str:
+  """Returns which fields a wrong name may mean; '' if there are none."""
+  fields = flatten(config)
+  last = field.rpartition('.')[2]
+  near = [name for name in fields if name.rpartition('.')[2] == last]
+  near = near or difflib.get_close_matches(field, fields, cutoff=0.85)
+  return f'did you mean {", ".join(near)}?' if near else ''
+
+
+def unknown(
+  config: ml_collections.ConfigDict, own: Iterable[str]
+) -> Iterator[str]:
+  """Yields a line for each field that nothing reads.
+
+  Args:
+    config: the experiment.
+    own: fields and sections that are known, but not in configs/base.py.
+  """
+  defaults = base.get_config()
+  known = flatten(defaults).keys() | set(own)
+  for field, value in flatten(config).items():
+    sections = itertools.accumulate(field.split('.'), '{}.{}'.format)
+    if known.isdisjoint(sections):
+      accepted = suggest(field, defaults) or (
+        'must be one of configs/base.py or an option of your own module'
+      )
+      yield f'{field}={value}: no such field; {accepted}'
 
 
 def non_default(

@@ -26,6 +26,25 @@ class RunError(Exception):
   """
 
 
+class PluginError(Exception):
+  """An error in the code of an algorithm, a loss or a plug-in."""
+
+
+@contextlib.contextmanager
+def show_traceback(field: str) -> Iterator[None]:
+  """Makes a ValueError of a plug-in one that is printed with its traceback.
+
+  The author of the code needs the line; other ValueErrors are one line.
+
+  Args:
+    field: config field that names the plug-in.
+  """
+  try:
+    yield
+  except ValueError as error:
+    raise PluginError(f'{field}: its code raised {error!r}') from error
+
+
 @contextlib.contextmanager
 def explain_out_of_memory(field: str, remedy: str) -> Iterator[None]:
   """Turns an out-of-memory error into a ValueError with a remedy.

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from gigpo_jax import batch, plugins
+from gigpo_jax.runtime import errors
 
 # name: module that holds `Selector`.
 REGISTRY = {
@@ -69,8 +70,15 @@ def apply(
   num_rows, num_tokens = rows.real.sum(), chosen.sum()
   metrics: dict[str, float] = {}
   for selector in chain:
-    metrics |= plugins.metrics(selector, advantages, rows, signals)
-    mask = selector(advantages, rows, signals)
+    with errors.show_traceback(FAMILY.field):
+      metrics |= plugins.metrics(selector, advantages, rows, signals)
+      mask = np.asarray(selector(advantages, rows, signals))
+    plugins.check_shape(FAMILY.field, mask, rows)
+    if mask.dtype != bool:
+      raise ValueError(
+        f'{FAMILY.field}: returned {mask.dtype}; must be bool, True for the '
+        'rows or tokens to train on'
+      )
     chosen &= mask if mask.ndim > 1 else mask[:, None]
     rows = keep(rows, chosen.any(axis=1))
   metrics |= {
