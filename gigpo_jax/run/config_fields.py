@@ -102,11 +102,11 @@ def get(config: ml_collections.ConfigDict, field: str) -> Any:
   return config
 
 
-def flatten(config: ml_collections.ConfigDict) -> dict[str, Any]:
+def flatten(config: ml_collections.ConfigDict | dict) -> dict[str, Any]:
   """Returns the values of all fields by name, such as `rollout.groups`."""
   fields = {}
   for name, value in config.items():
-    if isinstance(value, ml_collections.ConfigDict):
+    if isinstance(value, ml_collections.ConfigDict | dict):
       fields |= {f'{name}.{k}': v for k, v in flatten(value).items()}
     else:
       fields[name] = value

@@ -10,6 +10,7 @@ import ml_collections
 
 from configs import base
 from gigpo_jax import deprecated
+from gigpo_jax.run import config_fields
 from gigpo_jax.runtime import files
 
 # File name of the config in a work directory.
@@ -107,7 +108,7 @@ def check_resume(
     ) from error
   changed = [
     f'{field}={new} (was {old})'
-    for field, old, new in _differences(stored, current)
+    for field, (old, new) in _differences(stored, current)
     if field not in _MAY_DIFFER
     # A longer run is the same experiment.
     and not (field == length and new >= old)
@@ -133,24 +134,13 @@ def _is_default(field: str, value: object) -> bool:
 
 def experiment(config: ml_collections.ConfigDict) -> dict[str, Any]:
   """Returns the fields that define an experiment, such as 'env.name'."""
-  fields = _flat(json.loads(config.to_json_best_effort()))
+  fields = config_fields.flatten(json.loads(config.to_json_best_effort()))
   return {k: v for k, v in fields.items() if k not in _MAY_DIFFER}
 
 
-def _differences(old: dict, new: dict) -> Iterator[tuple[str, Any, Any]]:
-  """Yields each field that differs, with both values; None if it is missing."""
-  old, new = _flat(old), _flat(new)
+def _differences(old: dict, new: dict) -> Iterator[tuple[str, tuple]]:
+  """Yields each field that differs, and its values; None if it is missing."""
+  old, new = map(config_fields.flatten, (old, new))
   for field in sorted(old.keys() | new.keys()):
     if old.get(field) != new.get(field):
-      yield field, old.get(field), new.get(field)
-
-
-def _flat(values: dict, prefix: str = '') -> dict[str, Any]:
-  """Returns the values of nested dicts by the names of their fields."""
-  flat = {}
-  for name, value in values.items():
-    if isinstance(value, dict):
-      flat |= _flat(value, f'{prefix}{name}.')
-    else:
-      flat[prefix + name] = value
-  return flat
+      yield field, (old.get(field), new.get(field))
