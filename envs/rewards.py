@@ -154,7 +154,7 @@ def per_turn(name: str, value: Any, num_turns: int) -> list[float]:
   bound = messages.BOUNDS['reward']
   if not (np.abs(rewards) <= bound).all():
     raise messages.UnusableReplyError(
-      f'{name} returned {value!r:.80}; must be within +-{bound:,.0f}'
+      f'{name} returned {value!r:.80}; must be numbers within +-{bound:,.0f}'
     )
   return [float(reward) for reward in rewards]
 

@@ -134,7 +134,7 @@ def test_faults_are_failures_of_episodes():
   assert 'faulty returned [1.0]; must be a number, or one per t' in lines[1]
   assert "faulty returned 'good'; must be a number" in lines[3]
   assert 'took longer than reward.timeout_secs=1' in lines[4]
-  assert 'faulty returned nan; must be within +-1,000,000' in lines[5]
+  assert 'faulty returned nan; must be numbers within +-1,000,000' in lines[5]
   summary = metrics.summarize(scored)
   assert summary['train/failed_episodes'] == 6
   assert summary['train/failed_episodes/garbage'] == 3

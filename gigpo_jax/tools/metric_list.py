@@ -357,7 +357,7 @@ SECTIONS = (
       Metric('mean', '1', 'mean ratio'),
       Metric('max', '1', 'largest ratio'),
       Metric(
-        'kl', 'nats', 'k3 estimate of the KL to the policy before the update'
+        'kl', 'nats', 'k3 estimate of the KL to the policy of the old log-probs'
       ),
       Metric(
         'clipped_low',
