@@ -44,4 +44,4 @@ def runs(
   ]
 
 
-RUNS = runs(main.METHODS, SPLITS)
+RUNS = runs(main.METHODS | {'g2po': ',g2po'}, SPLITS)
