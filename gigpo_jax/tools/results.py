@@ -254,22 +254,29 @@ def law_block() -> str:
 
 def readme_block() -> str:
   """Returns the table of the README: a row for each environment with a pair."""
+
+  def difference(results: outcomes.Results, one: str, other: str) -> str:
+    gap = paired.compare_results(results.get(one, {}), results.get(other, {}))
+    if gap is None:
+      return '–'
+    if gap.seeds < _FEW_PAIRS:  # An interval would be too narrow.
+      gap = gap._replace(low=np.nan, high=np.nan)
+    return f'{gap} ({gap.seeds})'
+
+  pairs = (GIGPO, law.BASELINE), ('g2po', GIGPO)
   rows = []
   for experiment, results in _tests().items():
-    pair = (results.get(name, {}) for name in (GIGPO, law.BASELINE))
-    gap = paired.compare_results(*pair)
-    if gap is not None:
-      names = [law.BASELINE, *_SHOWN]
-      cells = [
-        f'{paired.summarize(results[n])[0]} ({len(results[n])})'
-        if n in results
+    if {GIGPO, law.BASELINE} <= results.keys():
+      shares = [
+        f'{paired.summarize(results[name])[0]} ({len(results[name])})'
+        if name in results
         else '–'
-        for n in names
+        for name in (law.BASELINE, *_SHOWN)
       ]
-      if gap.seeds < _FEW_PAIRS:  # An interval would be too narrow.
-        gap = gap._replace(low=np.nan, high=np.nan)
-      rows.append((experiment, *cells, f'{gap} ({gap.seeds})'))
-  columns = '`:mini`', law.BASELINE, *_SHOWN, 'gigpo minus grpo, 95 %'
+      gaps = [difference(results, *pair) for pair in pairs]
+      rows.append((experiment, *shares, *gaps))
+  titles = [f'{one} minus {other}, 95 %' for one, other in pairs]
+  columns = '`:mini`', law.BASELINE, *_SHOWN, *titles
   return plots.table(columns, rows)
 
 
