@@ -244,6 +244,7 @@ def _combinations(
   yield from _collection(config)
   if not any(field.startswith('loss.') for field in refused):
     yield from loss_check.conflicts(config)
+  yield from _optimizer(config)
   yield from _attention(config)
   yield from adapter_check.without_rank(config)
   if config.metrics.wandb and not _installed('wandb'):
@@ -449,6 +450,17 @@ def _reward(config: ml_collections.ConfigDict) -> Iterator[str]:
     yield (
       f'reward.overlong_buffer={buffer}: a response has at most rollout.'
       f'max_completion_tokens={limit}; must be at most that'
+    )
+
+
+def _optimizer(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a warm-up that does not end before the decay."""
+  warmup = config.optimizer.warmup_updates
+  decay = config.optimizer.decay_updates
+  if 0 < decay < warmup:
+    yield (
+      f'optimizer.warmup_updates={warmup}: the learning rate reaches its end '
+      f'before; must be at most optimizer.decay_updates={decay}'
     )
 
 

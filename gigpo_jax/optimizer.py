@@ -57,11 +57,6 @@ class AdamW:
         f'warmup_ratio={self.warmup_ratio}: warmup_updates='
         f'{self.warmup_updates} sets the warm-up; one of them must be 0'
       )
-    if 0 < self.decay_updates < self.warmup_updates:
-      raise ValueError(
-        f'warmup_updates={self.warmup_updates}: the learning rate reaches its '
-        f'end before; must be at most decay_updates={self.decay_updates}'
-      )
 
   @property
   def num_warmup_updates(self) -> int:
@@ -75,7 +70,8 @@ class AdamW:
 
     A count on the host gives a rate on the host, which compiles nothing.
     """
-    warmup_updates, xp = self.num_warmup_updates, count.__array_namespace__()
+    warmup_updates = self.num_warmup_updates
+    xp = jnp if isinstance(count, jax.Array) else np
     warmup = xp.minimum(1, (count + 1) / (warmup_updates or 1))
     rate = self.learning_rate * warmup
     if not self.decay_updates:

@@ -138,7 +138,8 @@ def test_a_lost_terminal_ends_the_running_part(tmp_path, number):
       time.sleep(0.05)
     driver.send_signal(number)
     assert driver.wait(30) == 128 + number
-  assert not parts[0].is_running()
+  part = parts[0]  # Without a parent, it may remain as a zombie.
+  assert not part.is_running() or part.status() == psutil.STATUS_ZOMBIE
 
 
 def test_the_memory_of_the_device_is_for_pytorch_where_it_is_measured(tmp_path):

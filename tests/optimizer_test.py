@@ -62,10 +62,6 @@ def test_a_learning_rate_on_the_host_compiles_nothing():
   ('values', 'message'),
   [
     ({'b1': 1.0}, 'b1=1.0: .* at least 0, below 1'),
-    (
-      {'warmup_updates': 9, 'decay_updates': 8},
-      'warmup_updates=9: .* at most decay_updates=8',
-    ),
     ({'mu_dtype': 'float16'}, 'mu_dtype=float16: unknown; must be one of'),
   ],
 )

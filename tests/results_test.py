@@ -163,6 +163,6 @@ def test_an_environment_without_a_pair_of_seeds_has_no_row(monkeypatch):
   monkeypatch.setattr(results, '_tests', lambda: tests)
   assert 'toy' not in results.readme_block()
   tests['toy']['gigpo'][0] = outcomes.Result('toy', 'gigpo', 0, 4, 0.75)
-  assert '| toy | 50.0 (1) | 62.5 (2) | – | – | +25.0 (1) |' in (
+  assert '| toy | 50.0 (1) | 62.5 (2) | – | – | +25.0 (1) | – |' in (
     results.readme_block()
   )

@@ -166,6 +166,10 @@ def test_without_options_rows_stay():
       'optimizer.warmup_ratio=0.1: warmup_updates=3 sets the warm-up',
     ),
     (
+      {'optimizer.warmup_updates': 9, 'optimizer.decay_updates': 8},
+      'optimizer.warmup_updates=9: the learning rate reaches its end before',
+    ),
+    (
       {'algorithm.name': 'pass_at_k', 'algorithm.set_size': 99},
       'algorithm.set_size=99: a group has rollout.episodes_per_group=8',
     ),
