@@ -254,7 +254,6 @@ def law_block() -> str:
 
 def readme_block() -> str:
   """Returns the table of the README: a row for each environment with a pair."""
-
   missing = '–'
 
   def difference(results: outcomes.Results, one: str, other: str) -> str:
