@@ -263,9 +263,9 @@ def main() -> None:
     accelerator_parts.main(sys.argv[2:])
     return
   # Ends the running part as well. After nohup, SIGHUP stays ignored.
-  for number in (signal.SIGTERM, signal.SIGHUP):
-    if signal.getsignal(number) != signal.SIG_IGN:
-      signal.signal(number, lambda number, _: sys.exit(128 + number))
+  for signum in (signal.SIGTERM, signal.SIGHUP):
+    if signal.getsignal(signum) != signal.SIG_IGN:
+      signal.signal(signum, lambda signum, _: sys.exit(128 + signum))
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--shape', choices=SHAPES, default='1.5b')
   parser.add_argument('--out', type=pathlib.Path, required=True)

@@ -405,29 +405,34 @@ class Checkpointer:
     self,
     abstract_state: Any,
     *,
-    until: int | None = None,
+    iteration: int | None = None,
+    or_earlier: bool = False,
     partial: bool = False,
   ) -> tuple[int, Any, dict]:
-    """Returns (iteration, state, host) of the newest intact checkpoint.
+    """Returns (iteration, state, host) of a checkpoint.
 
     Args:
       abstract_state: shapes, dtypes and shardings, see the function
         `abstract_state`; the mesh may differ from that of the saved state.
-      until: see `latest`.
+      iteration: iteration of the checkpoint; None for the newest intact one.
+      or_earlier: whether the newest intact one up to `iteration` is restored.
       partial: whether to ignore further top-level entries of the checkpoint.
 
     Raises:
-      ValueError: in one line, if there is no checkpoint, or it is of another
-        model.
+      ValueError: in one line, if there is no intact checkpoint, or it is of
+        another model.
     """
+    wanted, is_exact = iteration, iteration is not None and not or_earlier
     while True:
-      iteration = self.latest(until)
+      iteration = wanted if is_exact else self.latest(wanted)
       if iteration is None:
         raise ValueError(f'{self._directory}: has no checkpoint')
       state, host, reason = self._read(iteration, abstract_state, partial)
       if not reason:
         break
       del state  # The next one needs the memory.
+      if is_exact:
+        raise ValueError(f'{self._directory}/{wanted}: damaged: {reason}')
       self._report_damage(iteration, reason)
     self.newest = iteration
     return iteration, state, host

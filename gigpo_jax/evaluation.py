@@ -573,13 +573,11 @@ def _restore_params(
   """Returns the parameters in a checkpoint, and the frozen parameters."""
   learner = builders.make_learner(config, policy, builders.make_loss(config))
   template = {'policy': checkpoint.abstract_state(learner.init(start))}
-  folder, wanted = _checkpoint_path(path)
+  folder, iteration = _checkpoint_path(path)
   with checkpoint.Checkpointer(folder, read_only=True) as checkpointer:
     iteration, states, _ = checkpointer.restore(
-      template, until=wanted, partial=True
+      template, iteration=iteration, partial=True
     )
-  if wanted not in (None, iteration):
-    raise ValueError(f'--checkpoint={path}: damaged; choose another')
   console.log(f'policy after iteration {iteration}')
   return states['policy'].params, learner.base
 

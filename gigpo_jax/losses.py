@@ -435,14 +435,12 @@ def make(name: str = 'policy_gradient', **values: Any) -> token_batch.Loss:
   factory = _import(name)
   if not isinstance(factory, type):
     return FunctionLoss(factory)
-  known = options.defaults(factory)
-  chosen = {k: v for k, v in values.items() if k in known}
-  for option, value in chosen.items():
-    if isinstance(value, Mapping):  # A group of options.
-      chosen[option] = type(getattr(factory, option))(**value)
+  for option, default in options.defaults(factory).items():
+    if isinstance(values.get(option), Mapping):  # A group of options.
+      values[option] = type(default)(**values[option])
   loss = options.make(
     factory,
-    chosen,
+    values,
     field=f'name={name}',
     needs=('columns', 'needs_reference', '__call__'),
   )

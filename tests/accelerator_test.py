@@ -124,9 +124,9 @@ def test_a_part_that_takes_too_long_is_ended(tmp_path):
   assert _run(tmp_path, 'print(1)')['status'] == 'done'
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGHUP])
-def test_a_lost_terminal_ends_the_running_part(tmp_path, number):
-  if signal.getsignal(number) == signal.SIG_IGN:
+@pytest.mark.parametrize('signum', [signal.SIGTERM, signal.SIGHUP])
+def test_a_lost_terminal_ends_the_running_part(tmp_path, signum):
+  if signal.getsignal(signum) == signal.SIG_IGN:
     pytest.skip('the signal is ignored here')
   command = [sys.executable, 'benchmarks/accelerator.py', '--shape=tiny']
   with subprocess.Popen(
@@ -136,8 +136,8 @@ def test_a_lost_terminal_ends_the_running_part(tmp_path, number):
   ) as driver:
     while not (parts := psutil.Process(driver.pid).children()):
       time.sleep(0.05)
-    driver.send_signal(number)
-    assert driver.wait(30) == 128 + number
+    driver.send_signal(signum)
+    assert driver.wait(30) == 128 + signum
   part = parts[0]  # Without a parent, it may remain as a zombie.
   assert not part.is_running() or part.status() == psutil.STATUS_ZOMBIE
 

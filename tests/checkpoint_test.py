@@ -210,8 +210,12 @@ def test_damage_in_large_files_is_found_by_restoring(
     assert (iteration, host, saved.latest()) == (1, {}, 1)
     printed = capsys.readouterr().out
     assert printed.startswith(f'{tmp_path}/3: damaged, skipped: ')
+    with pytest.raises(ValueError, match='3: damaged: '):
+      saved.restore(checkpoint.abstract_state(state), iteration=3)
     with pytest.raises(ValueError, match='has no checkpoint'):
-      saved.restore(checkpoint.abstract_state(state), until=0)
+      saved.restore(
+        checkpoint.abstract_state(state), iteration=0, or_earlier=True
+      )
     saved.save(3, state, {})
   assert (tmp_path / '3.damaged').is_dir()
 

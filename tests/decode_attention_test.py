@@ -118,9 +118,9 @@ def test_an_idle_row_beyond_a_shorter_cache_reads_only_the_cache(kernel):
   dtype = 'bfloat16' if kernel == 'paged' else 'float32'
   q, stack = _inputs(length=320, dtype=dtype)
   beyond = np.array([[0], [319], [500]])
-  found = _attend_by(kernel, q, stack, beyond)
+  output = _attend_by(kernel, q, stack, beyond)
   expected = _attend(q, stack, np.minimum(beyond, 319))
-  np.testing.assert_allclose(found, expected, atol=1e-2)
+  np.testing.assert_allclose(output, expected, atol=1e-2)
 
 
 def test_int8_keys_and_values_are_rounded_by_half_a_step():

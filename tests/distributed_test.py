@@ -124,12 +124,7 @@ def _sample_together(tensor: int, reuse: str) -> Iterator[list[list[int]]]:
     )
     for index in range(2)
   ]
-  try:
-    outputs = [process.communicate(timeout=300) for process in running]
-  finally:
-    _kill(*running)
-  for index, (output, errors) in enumerate(outputs):
-    assert running[index].returncode == 0, errors
+  for output, _ in _wait(*running):
     # Libraries print other lines.
     lines = [x.split() for x in output.splitlines() if x.startswith('ids ')]
     yield [list(map(int, ids)) for _, *ids in lines]
@@ -166,10 +161,7 @@ def test_processes_of_a_run_share_a_lock(tmp_path, held):
       )
       for index in range(2)
     ]
-    try:
-      outputs = [process.communicate(timeout=300) for process in running]
-    finally:
-      _kill(*running)
+    outputs = _wait(*running)
   expected = f'state process {os.getpid()}' if held else 'state held held'
   for output, errors in outputs:
     assert expected in output.splitlines(), errors
@@ -223,6 +215,21 @@ def _kill(*processes: preloaded.Process | subprocess.Popen) -> None:
     process.stderr.close()
 
 
+def _wait(
+  *processes: preloaded.Process | subprocess.Popen,
+  timeout: float = 300,
+  status: int = 0,
+) -> list[tuple[str, str]]:
+  """Returns output and errors of processes that must end with a status."""
+  try:
+    outputs = [process.communicate(timeout=timeout) for process in processes]
+  finally:
+    _kill(*processes)
+  for process, (_, errors) in zip(processes, outputs, strict=True):
+    assert process.returncode == status, errors
+  return outputs
+
+
 def _free_port() -> int:
   with socket.socket() as free:
     free.bind(('127.0.0.1', 0))
@@ -230,13 +237,27 @@ def _free_port() -> int:
 
 
 def _processes(
-  workdir, *flags, count: int = 2, **kwargs
+  workdir,
+  *flags,
+  count: int = 2,
+  own: Sequence[Sequence[str]] | None = None,
+  **kwargs,
 ) -> list[preloaded.Process]:
+  """Starts the processes of a run.
+
+  Args:
+    workdir: its work directory.
+    *flags: flags of all processes.
+    count: number of processes.
+    own: further flags of each process.
+    **kwargs: see `_start`.
+  """
   address = f'127.0.0.1:{_free_port()}'
   return [
     _start(
       workdir,
       *flags,
+      *(own[index] if own else ()),
       **{'devices': 1} | kwargs,
       JAX_COORDINATOR_ADDRESS=address,
       JAX_NUM_PROCESSES=count,
@@ -250,12 +271,7 @@ def _processes(
 def fixture_alone(tmp_path_factory):
   """Returns the work directory of a run of one process with two devices."""
   workdir = tmp_path_factory.mktemp('alone')
-  process = _start(workdir, devices=2)
-  try:
-    _, errors = process.communicate(timeout=500)
-  finally:
-    _kill(process)
-  assert process.returncode == 0, errors
+  _wait(_start(workdir, devices=2), timeout=500)
   return workdir
 
 
@@ -278,25 +294,12 @@ def test_two_processes_train_like_one_process(alone, tmp_path, flag, devices):
 
 
 def test_hosts_with_different_configs_are_refused(tmp_path):
-  address = f'127.0.0.1:{_free_port()}'
-  processes = [
-    _start(
-      tmp_path,
-      f'--config.optimizer.learning_rate={rate}',
-      f'--config.pool.num_workers={1 + index}',  # Not of the experiment.
-      devices=1,
-      JAX_COORDINATOR_ADDRESS=address,
-      JAX_NUM_PROCESSES=2,
-      JAX_PROCESS_ID=index,
-    )
-    for index, rate in enumerate((0.5, 0.25))
+  # The number of workers is no part of the experiment.
+  own = [
+    ('--config.optimizer.learning_rate=0.5', '--config.pool.num_workers=1'),
+    ('--config.optimizer.learning_rate=0.25', '--config.pool.num_workers=2'),
   ]
-  try:
-    outputs = [process.communicate(timeout=300) for process in processes]
-  finally:
-    _kill(*processes)
-  for process, (_, errors) in zip(processes, outputs, strict=True):
-    assert process.returncode == 2, errors
+  for _, errors in _wait(*_processes(tmp_path, own=own), status=2):
     assert errors.splitlines()[-1] == (
       'optimizer.learning_rate=0.5: is 0.25 in process 1; must be the same on '
       'every host'
@@ -331,12 +334,7 @@ def test_two_processes_carry_groups_over_like_one_process(tmp_path):
 
 def _finish(processes: list[preloaded.Process]) -> None:
   """Waits for the processes of a run and checks what they print."""
-  try:
-    outputs = [p.communicate(timeout=900) for p in processes]
-  finally:
-    _kill(*processes)
-  for process, (_, errors) in zip(processes, outputs, strict=True):
-    assert process.returncode == 0, errors
+  outputs = _wait(*processes, timeout=900)
   # Only the main process prints.
   printed = ['iteration    0' in output for output, _ in outputs]
   assert printed == [True] + [False] * (len(processes) - 1)
@@ -373,12 +371,7 @@ def _assert_equal_metrics(one: list[dict], two: list[dict]) -> None:
 def test_two_processes_warm_start_like_one_process(tmp_path):
   alone = _start(tmp_path / 'one', program=_SFT, devices=2)
   together = _processes(tmp_path / 'two', program=_SFT)
-  try:
-    outputs = [p.communicate(timeout=300) for p in (alone, *together)]
-  finally:
-    _kill(alone, *together)
-  for process, (_, errors) in zip((alone, *together), outputs, strict=True):
-    assert process.returncode == 0, errors
+  outputs = _wait(alone, *together)
   assert 'warm start: ' in outputs[1][0] and 'warm start' not in outputs[2][0]
   one, two = (metrics.read(tmp_path / name) for name in ('one', 'two'))
   assert len(one) > 1
@@ -454,11 +447,7 @@ def test_a_run_resumes_with_another_number_of_devices(tmp_path, devices):
         *flags,
         devices=count,
       )
-      try:
-        _, errors = run.communicate(timeout=300)
-      finally:
-        _kill(run)
-      assert run.returncode == 0, errors
+      _wait(run)
   same, changed = (
     metrics.read(tmp_path / name) for name in ('same', 'changed')
   )

@@ -647,12 +647,12 @@ def test_fingerprints_differ_between_models_and_revisions(
     file.write(' ')
   with (folders['weights'] / 'model.safetensors').open('ab') as file:
     file.write(b' ')
-  found = {
+  fingerprints = {
     name: huggingface.fingerprint(str(folder))
     for name, folder in folders.items()
   }
-  assert found['one'] == found['copy']
-  assert len(set(found.values())) == len(found) - 1
+  assert fingerprints['one'] == fingerprints['copy']
+  assert len(set(fingerprints.values())) == len(fingerprints) - 1
 
 
 def test_an_unsupported_cached_model_is_refused_by_its_config(

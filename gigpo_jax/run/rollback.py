@@ -86,6 +86,8 @@ def restore(
     critic = run_builders.init_critic(parts)
     return state.replace(policy=policy, critic=critic)
   saver.wait()
-  restored, states, _ = saver.restore(parts.abstract_states(), until=iteration)
+  restored, states, _ = saver.restore(
+    parts.abstract_states(), iteration=iteration, or_earlier=True
+  )
   console.log(f'rolled back to the checkpoint of iteration {restored}')
   return state.replace(**states)

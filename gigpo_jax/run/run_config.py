@@ -126,16 +126,18 @@ def _is_default(field: str, value: object) -> bool:
 
   The defaults of environment fields are unknown; a falsy value counts as one.
   """
-  default = json.loads(base.get_config().to_json_best_effort())
-  for name in field.split('.'):
-    default = default.get(name) if isinstance(default, dict) else None
+  default = _fields(base.get_config()).get(field)
   return not value if default is None else value == default
 
 
 def experiment(config: ml_collections.ConfigDict) -> dict[str, Any]:
   """Returns the fields that define an experiment, such as 'env.name'."""
-  fields = config_fields.flatten(json.loads(config.to_json_best_effort()))
-  return {k: v for k, v in fields.items() if k not in _MAY_DIFFER}
+  return {k: v for k, v in _fields(config).items() if k not in _MAY_DIFFER}
+
+
+def _fields(config: ml_collections.ConfigDict) -> dict[str, Any]:
+  """Returns the values of all fields as they are stored."""
+  return config_fields.flatten(json.loads(config.to_json_best_effort()))
 
 
 def _differences(old: dict, new: dict) -> Iterator[tuple[str, tuple]]:
