@@ -10,7 +10,8 @@ project is 'module:function', or 'module:Class' for one with options.
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_collections
@@ -19,6 +20,7 @@ import numpy as np
 from envs import checks
 from gigpo_jax import batch
 from gigpo_jax import options as options_lib
+from gigpo_jax.runtime import errors
 
 # Outputs of the learner that a plug-in can need; also NAME@X for all but
 # `prompt_log_probs`.
@@ -134,8 +136,7 @@ class Family:
           f'{", ".join(OUTPUTS)}'
         )
       module = importlib.import_module(type(plugin).__module__)
-      if hasattr(module, 'conflicts'):
-        yield from module.conflicts(config)
+      yield from conflicts(module, config, f'{self.field}={name}')
 
   def _names(self, values: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(values[self.field.rpartition('.')[2]])
@@ -176,6 +177,32 @@ def check_shape(field: str, values: np.ndarray, rows: batch.Rows) -> None:
       f'{field}: returned shape {np.shape(values)}; must be {per_token[:1]}, '
       f'one per row, or {per_token}, one per completion token'
     )
+
+
+def conflicts(
+  module: types.ModuleType, config: ml_collections.ConfigDict, field: str
+) -> Iterator[str]:
+  """Yields the lines of a module's `conflicts`, if it has one.
+
+  Args:
+    module: the module of an algorithm or a plug-in.
+    config: the experiment.
+    field: the config field that names the module, and its value.
+
+  Raises:
+    ValueError: in one line, if `conflicts` returns no lines.
+  """
+  if not hasattr(module, 'conflicts'):
+    return
+  with errors.show_traceback(field):
+    lines = module.conflicts(config)
+    is_iterable = isinstance(lines, Iterable) and not isinstance(lines, str)
+    lines = [*lines] if is_iterable else None
+  if lines is None:
+    raise ValueError(
+      f'{field}: conflicts returned no lines; must yield one per conflict'
+    )
+  yield from lines
 
 
 def metrics(plugin: Any, *args: Any) -> dict[str, float]:

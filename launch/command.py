@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import os
 import pathlib
 import re
 import runpy
@@ -58,11 +59,15 @@ def run(
   process ends with status 2. An error that ends a run (`errors.RunError`) is
   printed in the same way, and the process ends with status 1.
 
+  Modules of the user in the current folder can be named in the config, as with
+  `python -m`; installed ones come first.
+
   Args:
     main: the command; `--help` prints the docstring of its module.
     ending: suffix of the default work directory.
   """
   processes.end_with_sweep()
+  sys.path.append(os.getcwd())
   parse = functools.partial(_parse, module=main.__module__)
   app.run(lambda _: _call(main, ending), flags_parser=parse)
 

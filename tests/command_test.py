@@ -150,6 +150,26 @@ def test_an_interrupt_while_importing_is_one_line(script):
   assert done.stderr == 'interrupted; nothing was started\n'
 
 
+def test_a_config_names_modules_of_the_current_folder(tmp_path):
+  (tmp_path / 'my_algorithm.py').write_text("raise OSError('imported')")
+  done = subprocess.run(
+    [
+      sys.executable,
+      str(PROJECT / 'launch/train.py'),
+      '--config=configs/alfworld.py:smoke',
+      '--config.algorithm.name=my_algorithm',
+    ],
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+    check=False,
+    timeout=120,
+  )
+  assert done.returncode == 2
+  assert 'algorithm.name=my_algorithm: ' in done.stderr
+  assert 'imported (my_algorithm.py:1' in done.stderr
+
+
 _GROUP = """
 import os, signal, sys, time
 from launch import interrupt

@@ -118,6 +118,20 @@ def test_incomplete_classes_are_refused(
   sys.modules.pop('mine')
 
 
+def test_an_algorithm_is_a_class(tmp_path, monkeypatch):
+  (tmp_path / 'instance.py').write_text('Algorithm = object()\n')
+  monkeypatch.syspath_prepend(str(tmp_path))
+  with pytest.raises(ValueError, match='=instance: the module has no class'):
+    algorithms.make('instance')
+
+
+@pytest.mark.parametrize('result', ['a conflict', None])
+def test_conflicts_are_lines(result):
+  module = types.SimpleNamespace(conflicts=lambda config: result)
+  with pytest.raises(ValueError, match='^FIELD: conflicts returned no lines'):
+    list(plugins.conflicts(module, None, 'FIELD'))
+
+
 def _compute(function, rows):
   def compute_advantages(rows, values):
     return algorithms.AlgorithmOutput(function(None, rows, values), {})

@@ -142,9 +142,10 @@ def make(name: str, **options: object) -> Algorithm:
     ValueError: if the name is unknown or the algorithm rejects an option.
   """
   module = _module(name)
-  if not hasattr(module, 'Algorithm'):
+  if not isinstance(getattr(module, 'Algorithm', None), type):
     raise ValueError(
-      f'algorithm.name={name}: the module has no Algorithm; it must define one'
+      f'algorithm.name={name}: the module has no class Algorithm; it must '
+      'define one'
     )
   for old, new in _OLD_METHODS.items():
     _accept_old_method(module.Algorithm, old, new)
@@ -234,9 +235,8 @@ def _module(name: str) -> types.ModuleType:
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
   """Yields a line for each option that the config's algorithm rejects."""
-  module = _module(config.algorithm.name)
-  if hasattr(module, 'conflicts'):
-    yield from module.conflicts(config)
+  name = config.algorithm.name
+  yield from plugins.conflicts(_module(name), config, f'algorithm.name={name}')
 
 
 def problems(values: Mapping[str, object]) -> Iterator[str]:
