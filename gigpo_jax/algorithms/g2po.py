@@ -4,6 +4,10 @@ An anchor is a state; the steps of a group that were taken in it are its anchor
 group. V, the value of an anchor, is the mean over these steps of their
 episode's total reward, discounted by the number of remaining steps. V is used
 in the step advantage A_S. The episode advantage A_E is GiGPO's.
+
+# Differs from the paper: the variant `g2po` has the chosen options in the
+states of WebShop. Those of the released code are observations, as with
+algorithm.anchor=observation; in ALFWorld they are the same as here.
 """
 
 import dataclasses

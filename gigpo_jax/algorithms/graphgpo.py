@@ -5,6 +5,10 @@ states, are its nodes. The value of a step decreases with the length of the
 shortest path from the state after it to success, along edges of any episode of
 the group. This value replaces G, GiGPO's discounted return from a step, in the
 step advantage A_S. The episode advantage A_E is GiGPO's.
+
+# Differs from the paper: as in the released code, the exponent d does not count
+the step itself; Eq. (4) has d + 1. Values are thus larger by 1 /
+graph_discount.
 """
 
 import dataclasses
