@@ -290,12 +290,14 @@ def main() -> None:
       missing = [p.name for p in parts if statuses.get(p.name) not in _FINAL]
       break
     print(f'{part.name} ...', end=' ', flush=True)
-    result = _measure(part, options.shape, out, left)
-    print(f'{result["status"]}, {result["secs"]:.0f} s', flush=True)
-    statuses[part.name] = result['status']
-    with (out / 'parts.jsonl').open('a') as file:
-      file.write(json.dumps(result) + '\n')
-    write_table(out)
+    try:
+      result = _measure(part, options.shape, out, left)
+      print(f'{result["status"]}, {result["secs"]:.0f} s', flush=True)
+      statuses[part.name] = result['status']
+      with (out / 'parts.jsonl').open('a') as file:
+        file.write(json.dumps(result) + '\n')
+    finally:  # Also after SIGTERM, with what the part measured until then.
+      write_table(out)
   print(write_table(out))
   if missing:
     print(f'no time for {", ".join(missing)}: repeat the command to continue')

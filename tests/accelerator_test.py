@@ -138,6 +138,7 @@ def test_a_lost_terminal_ends_the_running_part(tmp_path, signum):
       time.sleep(0.05)
     driver.send_signal(signum)
     assert driver.wait(30) == 128 + signum
+  assert (tmp_path / 'tiny' / 'table.md').exists()
   part = parts[0]  # Without a parent, it may remain as a zombie.
   assert not part.is_running() or part.status() == psutil.STATUS_ZOMBIE
 
