@@ -33,6 +33,8 @@ from collections.abc import Mapping, Sequence
 
 import accelerator_table
 
+from envs import processes
+
 SHAPES = ('tiny', '0.5b', '1.5b', '7b')
 # First argument of the process of a part.
 _PART = 'part'
@@ -230,6 +232,7 @@ def make_variables(part: Part, out: pathlib.Path) -> dict[str, str]:
   variables = {
     'XLA_FLAGS': f'{os.environ.get("XLA_FLAGS", "")} {part.flags}'.strip(),
     'JAX_COMPILATION_CACHE_DIR': str(out / 'programs'),
+    processes.PARENT_VARIABLE: str(os.getpid()),
   }
   if part.name.startswith('update'):
     variables['JAX_ENABLE_COMPILATION_CACHE'] = 'false'
@@ -257,6 +260,8 @@ def _measure(part: Part, shape: str, out: pathlib.Path, left: float) -> dict:
 def main() -> None:
   """Runs the missing parts and prints the table, or runs a part."""
   if sys.argv[1:2] == [_PART]:
+    # A signal may end the driver before it knows the process of this part.
+    processes.end_with_sweep()
     # The other processes, those of environments too, do not import jax.
     import accelerator_parts
 
