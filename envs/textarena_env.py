@@ -96,6 +96,8 @@ class Seat:
 
   def clear(self) -> None:
     """Forgets the game."""
+    # A player may get no turn in the next game.
+    self.narrator.reset('')
     self.transcript: list[str] = []
     self.text = self._board = ''
     # Whether the game's latest text did not contain the board.

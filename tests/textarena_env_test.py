@@ -243,6 +243,20 @@ def test_self_play_has_two_agents_with_opposite_rewards():
   assert 'Player 1 placed their symbol (X) in cell 0' in result.observation.text
 
 
+def test_the_step_limit_counts_the_turns_of_one_game_only():
+  env = envs.make(
+    'textarena',
+    id='IteratedPrisonersDilemma-v0',
+    actions=('[cooperate]', '[defect]'),
+    opponent='self',
+    max_steps=4,
+  )
+  for split in ('train', 'valid', 'train'):
+    env.reset(base.Task(split, 3))
+    results = [env.step(_respond('[defect]')) for _ in range(4)]
+    assert [result.done for result in results] == [False, False, False, True]
+
+
 def test_an_invalid_response_in_a_game_for_two_is_an_illegal_move():
   env = envs.make('textarena', max_steps=3, **(DUEL | {'opponent': 'self'}))
   env.reset(TASK)
