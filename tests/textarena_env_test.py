@@ -94,7 +94,10 @@ def test_board_pattern_selects_the_anchor():
 def test_games_that_swap_sender_and_message_type_can_be_played(name):
   env = envs.make('textarena', id=name)
   env.reset(TASK)
-  assert env.step(_respond('1')).action == '1'
+  results = [env.step(_respond('1')) for _ in range(2)]
+  assert results[0].action == '1'
+  # A second illegal move loses the game. Its reward is swapped, too.
+  assert results[1].done and results[1].reward == 0
 
 
 @pytest.mark.parametrize('name', ['FrozenLake-v0', '2048-v0-easy'])
