@@ -130,7 +130,11 @@ class Rollout:
     )
     self.request: Request | None = None
     self.state: Mapping[str, Any] = {}
-    self._advance()
+    try:
+      self._advance()
+    except TimeoutError:
+      self.close()
+      raise
     if self.request is None:
       self.score()
       raise RuntimeError(f'{self._where}the episode ends before its first turn')

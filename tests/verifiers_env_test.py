@@ -1,5 +1,6 @@
 """Tests of envs/verifiers_env.py with environments of the package verifiers."""
 
+import asyncio
 import json
 import signal
 
@@ -7,7 +8,13 @@ import pools
 import pytest
 
 import envs
-from envs import base, tool_calls, verifiers_env, verifiers_letters
+from envs import (
+  base,
+  tool_calls,
+  verifiers_env,
+  verifiers_letters,
+  verifiers_session,
+)
 
 TASK = base.Task('train', 3)
 
@@ -153,6 +160,13 @@ def test_a_failure_is_one_line(package, kind, response, message):
   assert len(str(e.value).splitlines()) == 1
   assert str(e.value).startswith('env.environment=verifiers_cases: ')
   env.close()
+
+
+def test_a_rollout_that_starts_too_slowly_ends(package):
+  env = _make('slow', timeout_secs=0.1)
+  with pytest.raises(TimeoutError, match='no response within 0.1 s'):
+    env.reset(TASK)
+  assert not asyncio.all_tasks(verifiers_session._loop())
 
 
 @pytest.mark.slow
