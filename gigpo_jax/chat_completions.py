@@ -211,12 +211,10 @@ def _text(value: Any, field: str) -> str:
 
 def _assistant(content: str, calls: Sequence[tool_calls.Call]) -> base.Message:
   # A harness may store arguments in another order.
-  texts = [
-    tool_calls.write(
-      tool_calls.Call(call.name, dict(sorted(call.arguments.items())))
-    )
-    for call in calls
-  ]
+  texts = []
+  for call in calls:
+    arguments = json.loads(json.dumps(call.arguments, sort_keys=True))
+    texts.append(tool_calls.write(tool_calls.Call(call.name, arguments)))
   parts = [content.strip(), *texts]
   return base.Message('assistant', '\n'.join(part for part in parts if part))
 

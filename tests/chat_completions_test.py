@@ -109,6 +109,14 @@ def test_requests_that_cannot_be_served_are_refused(messages, fields, problem):
     chat_completions.parse_request([])
 
 
+def test_the_order_of_arguments_does_not_matter():
+  one, other = (
+    _parse(_calling(text), USER)
+    for text in ('{"b": {"d": 1, "c": 2}, "a": 3}', '{"a":3,"b":{"c":2,"d":1}}')
+  )
+  assert one == other
+
+
 @pytest.mark.parametrize(
   'response',
   [
