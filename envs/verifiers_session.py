@@ -241,6 +241,9 @@ def _load(name: str, options: str) -> Any:
       f'env.environment={name}: its rubric compares the rollouts of a group; '
       'must score each on its own'
     )
+  # Its limit of an episode would count the time in which the policy samples.
+  for part in (environment, *getattr(environment, 'envs', ())):
+    part.timeout_seconds = None
   return environment
 
 

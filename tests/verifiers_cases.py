@@ -140,12 +140,15 @@ def load_environment(kind: str = 'once'):
   """Returns an environment.
 
   Args:
-    kind: once, chat, slow, tools, schema, group, empty; another raises an
-      error.
+    kind: once, chat, slow, timed, tools, schema, group, empty; another raises
+      an error.
   """
   makers = {
     'once': _answer_once,
     'chat': lambda: _Chat(dataset=_table(), rubric=_judge(kind)),
+    'timed': lambda: _Chat(
+      dataset=_table(), rubric=_judge(kind), timeout_seconds=0.2
+    ),
     'slow': lambda: _Slow(dataset=_table(), rubric=_judge(kind)),
     'tools': _tools,
     'schema': _bad_schema,

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import time
 
 import pools
 import pytest
@@ -167,6 +168,14 @@ def test_a_rollout_that_starts_too_slowly_ends(package):
   with pytest.raises(TimeoutError, match='no response within 0.1 s'):
     env.reset(TASK)
   assert not asyncio.all_tasks(verifiers_session._loop())
+
+
+def test_the_time_of_the_policy_does_not_count(package):
+  env = _make('timed')
+  env.reset(TASK)
+  time.sleep(0.3)
+  assert not env.step('hello').done
+  env.close()
 
 
 @pytest.mark.slow
