@@ -133,7 +133,8 @@ class Env:
   def step(self, response: str) -> base.StepResult:
     """Acts; a response without a known action only uses up a step."""
     action, valid = self._narrator.parse(response)
-    valid = valid and action not in _COMMANDS
+    # The simulator ignores further spaces.
+    valid = valid and ' '.join(action.split()) not in _COMMANDS
     self._narrator.record_action(action)
     text, _, ended, info = self._simulator.step(action if valid else '')
     valid = valid and text != _UNKNOWN

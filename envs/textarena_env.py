@@ -96,6 +96,8 @@ class Seat:
 
   def clear(self) -> None:
     """Forgets the game."""
+    # A player may get no turn in the next game.
+    self.narrator.reset('')
     self.transcript: list[str] = []
     self.text = self._board = ''
     # Whether the game's latest text did not contain the board.
@@ -318,7 +320,7 @@ class Env:
       seat.read(self._game.state.observations[player])
     if game_over:
       given, _ = self._game.close()
-      rewards = {number: float(given[number]) for number in rewards}
+      rewards = {number: _number(given[number]) for number in rewards}
       seat.transcript.append(f'The game is over: {rewards[player]:g}.')
     result = rewards[self._player]
     return base.StepResult(
@@ -438,6 +440,11 @@ class Env:
       respond=self._seats[0].narrator.format_response,
       seed=seed,
     )
+
+
+def _number(reward: Any) -> float:
+  """Returns a reward; 0 where a game swaps it with the reason of a loss."""
+  return 0.0 if isinstance(reward, str) else float(reward)
 
 
 def tasks(split: str, **kwargs) -> seeds.Seeds:

@@ -130,7 +130,11 @@ class Rollout:
     )
     self.request: Request | None = None
     self.state: Mapping[str, Any] = {}
-    self._advance()
+    try:
+      self._advance()
+    except TimeoutError:
+      self.close()
+      raise
     if self.request is None:
       self.score()
       raise RuntimeError(f'{self._where}the episode ends before its first turn')
@@ -237,6 +241,9 @@ def _load(name: str, options: str) -> Any:
       f'env.environment={name}: its rubric compares the rollouts of a group; '
       'must score each on its own'
     )
+  # Its limit of an episode would count the time in which the policy samples.
+  for part in (environment, *getattr(environment, 'envs', ())):
+    part.timeout_seconds = None
   return environment
 
 

@@ -211,27 +211,33 @@ def _text(value: Any, field: str) -> str:
 
 def _assistant(content: str, calls: Sequence[tool_calls.Call]) -> base.Message:
   # A harness may store arguments in another order.
-  texts = [
-    tool_calls.write(
-      tool_calls.Call(call.name, dict(sorted(call.arguments.items())))
-    )
-    for call in calls
-  ]
+  texts = []
+  for call in calls:
+    arguments = json.loads(json.dumps(call.arguments, sort_keys=True))
+    texts.append(tool_calls.write(tool_calls.Call(call.name, arguments)))
   parts = [content.strip(), *texts]
   return base.Message('assistant', '\n'.join(part for part in parts if part))
 
 
 def _message(n: int, message: Any) -> base.Message:
   field = f'messages[{n}]'
-  if not isinstance(message, dict) or message.get('role') not in _ROLES:
+  given = message.get('role') if isinstance(message, dict) else None
+  if not isinstance(given, str) or given not in _ROLES:
     raise RequestError(f'{field}.role: must be one of {", ".join(_ROLES)}')
-  role = _ROLES[message['role']]
+  role = _ROLES[given]
   content = _content(message.get('content'), f'{field}.content')
   if role == 'assistant':
     calls = message.get('tool_calls') or []
     if not isinstance(calls, list):
       raise RequestError(f'{field}.tool_calls: must be a list')
-    return _assistant(content, [_call(call, field) for call in calls])
+    try:
+      return _assistant(content, list(map(_call, calls)))
+    # Invalid JSON, also too deep nesting and numbers without a value (NaN).
+    except (TypeError, KeyError, ValueError, RecursionError) as error:
+      raise RequestError(
+        f'{field}.tool_calls: each must have function.name, and '
+        'function.arguments as the JSON text of an object'
+      ) from error
   call_id = message.get('tool_call_id') or '' if role == 'tool' else ''
   return base.Message(role, content, _text(call_id, f'{field}.tool_call_id'))
 
@@ -250,18 +256,11 @@ def _content(content: Any, field: str) -> str:
   return ''.join(texts)
 
 
-def _call(call: Any, field: str) -> tool_calls.Call:
-  try:
-    function = call['function']
-    arguments = json.loads(function['arguments'] or '{}')
-    name = function['name']
-  except (TypeError, KeyError, ValueError, RecursionError):
-    name, arguments = None, None
+def _call(call: Any) -> tool_calls.Call:
+  function = call['function']
+  name, arguments = function['name'], json.loads(function['arguments'] or '{}')
   if not isinstance(name, str) or not isinstance(arguments, dict):
-    raise RequestError(
-      f'{field}.tool_calls: each must have function.name, and '
-      'function.arguments as the JSON text of an object'
-    )
+    raise TypeError('must be a text and a JSON object')
   return tool_calls.Call(name, arguments)
 
 

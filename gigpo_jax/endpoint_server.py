@@ -13,7 +13,6 @@ form of OpenAI's API.
 
 import contextlib
 import hmac
-import math
 import socket
 import threading
 import time
@@ -147,8 +146,7 @@ def parse_reward(body: Any) -> endpoint.Reward:
     if name == 'score' and value is None:
       continue
     # `type` and not `isinstance`: a bool is an int.
-    is_number = type(value) in (int, float) and math.isfinite(value)
-    if not is_number or abs(value) > bound:
+    if type(value) not in (int, float) or not abs(value) <= bound:
       raise chat_completions.RequestError(
         f'{name}: must be a number within +-{bound:,.0f}'
       )

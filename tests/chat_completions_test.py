@@ -16,6 +16,14 @@ CALL = {
 }
 
 
+DEEP = '{"a": %s}' % ('[' * 600 + ']' * 600)
+
+
+def _calling(arguments):
+  call = {'function': {'name': 'add', 'arguments': arguments}}
+  return {'role': 'assistant', 'tool_calls': [call]}
+
+
 def _parse(*messages, **fields):
   return chat_completions.parse_request({'messages': [*messages], **fields})
 
@@ -73,6 +81,7 @@ def test_requests_are_parsed():
     ([USER], {'model': 3}, 'model'),
     (['hi'], {}, r'messages\[0\].role'),
     ([{'role': 'robot'}], {}, r'messages\[0\].role'),
+    ([{'role': ['user']}], {}, r'messages\[0\].role'),
     ([{'role': 'user', 'content': 3}], {}, 'content: must be'),
     (
       [{'role': 'user', 'content': [{'type': 'image_url'}]}],
@@ -85,6 +94,9 @@ def test_requests_are_parsed():
       {},
       'function.arguments',
     ),
+    ([_calling('{"a": NaN}'), USER], {}, 'function.arguments'),
+    ([_calling('{"a": 1e999}'), USER], {}, 'function.arguments'),
+    ([_calling(DEEP), USER], {}, 'function.arguments'),
     ([{'role': 'assistant', 'tool_calls': 3}, USER], {}, 'must be a list'),
     ([{'role': 'tool', 'tool_call_id': 3}], {}, 'tool_call_id'),
   ],
@@ -95,6 +107,14 @@ def test_requests_that_cannot_be_served_are_refused(messages, fields, problem):
   assert len(str(caught.value).splitlines()) == 1
   with pytest.raises(chat_completions.RequestError, match='JSON object'):
     chat_completions.parse_request([])
+
+
+def test_the_order_of_arguments_does_not_matter():
+  one, other = (
+    _parse(_calling(text), USER)
+    for text in ('{"b": {"d": 1, "c": 2}, "a": 3}', '{"a":3,"b":{"c":2,"d":1}}')
+  )
+  assert one == other
 
 
 @pytest.mark.parametrize(

@@ -326,6 +326,7 @@ def test_requests_are_limited(text):
     ({}, 'must be a number'),
     ({'reward': True}, 'must be a number'),
     ({'reward': float('nan')}, 'must be a number'),
+    ({'reward': 10**400}, 'must be a number'),
     ({'reward': 1e7}, r'within \+-1,000,000'),
     ({'reward': 1, 'success': 1}, 'success: must be true or false'),
     ({'reward': 1, 'score': 'x'}, 'score: must be a number'),

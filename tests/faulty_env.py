@@ -141,6 +141,7 @@ class Env(toy.Env):
       'odd_name': {'metrics': {'a\x1b[2Jb': 1.0}},
       'long_name': {'metrics': {'a' * 1000: 1.0}},
       'many_names': {'metrics': {str(n): 1.0 for n in range(1000)}},
+      'hash': {'metrics': {'hash': float(hash('text') % 1000)}},
       'unpicklable': {'action': _Unpicklable(result.action)},
       'unreadable': {'action': _Unreadable(result.action)},
     }.get(self._planned_fault, {})

@@ -52,7 +52,8 @@ def test_states_and_actions(env):
   first = env.reset(TASK)
   assert 'open OBJ' in first.actions and 'reset task' not in first.actions
   assert first.task.startswith('find a(n) non-living thing.')
-  for response in ('no tag', _respond('fly away'), _respond('reset task')):
+  refused = ('fly away', 'reset task', 'reset  task', 'reset\ttask')
+  for response in ('no tag', *map(_respond, refused)):
     assert not env.step(response).valid
   looked = env.step(_respond('look around'))
   assert looked.valid and 'the agent' in looked.observation.text

@@ -94,7 +94,10 @@ def test_board_pattern_selects_the_anchor():
 def test_games_that_swap_sender_and_message_type_can_be_played(name):
   env = envs.make('textarena', id=name)
   env.reset(TASK)
-  assert env.step(_respond('1')).action == '1'
+  results = [env.step(_respond('1')) for _ in range(2)]
+  assert results[0].action == '1'
+  # A second illegal move loses the game. Its reward is swapped, too.
+  assert results[1].done and results[1].reward == 0
 
 
 @pytest.mark.parametrize('name', ['FrozenLake-v0', '2048-v0-easy'])
@@ -241,6 +244,20 @@ def test_self_play_has_two_agents_with_opposite_rewards():
   assert held_out.agent == 'player 0'
   result = env.step(_respond('[4]'))
   assert 'Player 1 placed their symbol (X) in cell 0' in result.observation.text
+
+
+def test_the_step_limit_counts_the_turns_of_one_game_only():
+  env = envs.make(
+    'textarena',
+    id='IteratedPrisonersDilemma-v0',
+    actions=('[cooperate]', '[defect]'),
+    opponent='self',
+    max_steps=4,
+  )
+  for split in ('train', 'valid', 'train'):
+    env.reset(base.Task(split, 3))
+    results = [env.step(_respond('[defect]')) for _ in range(4)]
+    assert [result.done for result in results] == [False, False, False, True]
 
 
 def test_an_invalid_response_in_a_game_for_two_is_an_illegal_move():

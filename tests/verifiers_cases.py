@@ -75,6 +75,14 @@ class _Chat(verifiers.MultiTurnEnv):
     return messages
 
 
+class _Slow(_Chat):
+  """Takes a minute to start."""
+
+  async def setup_state(self, state, **kwargs):
+    await asyncio.sleep(60)
+    return state
+
+
 def _judge(kind: str):
   async def words(state) -> float:
     if 'unfair' in state['seen']:
@@ -132,11 +140,16 @@ def load_environment(kind: str = 'once'):
   """Returns an environment.
 
   Args:
-    kind: once, chat, tools, schema, group, empty; another raises an error.
+    kind: once, chat, slow, timed, tools, schema, group, empty; another raises
+      an error.
   """
   makers = {
     'once': _answer_once,
     'chat': lambda: _Chat(dataset=_table(), rubric=_judge(kind)),
+    'timed': lambda: _Chat(
+      dataset=_table(), rubric=_judge(kind), timeout_seconds=0.2
+    ),
+    'slow': lambda: _Slow(dataset=_table(), rubric=_judge(kind)),
     'tools': _tools,
     'schema': _bad_schema,
     'group': _compare,

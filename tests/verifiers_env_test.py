@@ -1,13 +1,21 @@
 """Tests of envs/verifiers_env.py with environments of the package verifiers."""
 
+import asyncio
 import json
 import signal
+import time
 
 import pools
 import pytest
 
 import envs
-from envs import base, tool_calls, verifiers_env, verifiers_letters
+from envs import (
+  base,
+  tool_calls,
+  verifiers_env,
+  verifiers_letters,
+  verifiers_session,
+)
 
 TASK = base.Task('train', 3)
 
@@ -152,6 +160,21 @@ def test_a_failure_is_one_line(package, kind, response, message):
     env.step(response)
   assert len(str(e.value).splitlines()) == 1
   assert str(e.value).startswith('env.environment=verifiers_cases: ')
+  env.close()
+
+
+def test_a_rollout_that_starts_too_slowly_ends(package):
+  env = _make('slow', timeout_secs=0.1)
+  with pytest.raises(TimeoutError, match='no response within 0.1 s'):
+    env.reset(TASK)
+  assert not asyncio.all_tasks(verifiers_session._loop())
+
+
+def test_the_time_of_the_policy_does_not_count(package):
+  env = _make('timed')
+  env.reset(TASK)
+  time.sleep(0.3)
+  assert not env.step('hello').done
   env.close()
 
 

@@ -73,6 +73,12 @@ def test_output_of_simulators_stays_out_of_stdout(tmp_path: pathlib.Path):
     assert stream in done.stderr
 
 
+def test_sets_have_the_same_order_in_all_workers():
+  with pools.make_faulty({0: 'hash'}, num_envs=2, num_workers=2) as pool:
+    history = pools.play(pool, {0: 0, 1: 0})
+  assert history[0][-1].metrics and history[0] == history[1]
+
+
 def _pids(path: pathlib.Path) -> list[int]:
   return [int(line) for line in path.read_text().split()]
 

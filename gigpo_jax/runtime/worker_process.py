@@ -15,12 +15,14 @@ from multiprocessing import connection, resource_tracker
 
 from envs import base, messages, processes, worker
 
-# Each worker uses a single thread and no accelerator.
+# Each worker uses a single thread and no accelerator. With a fixed hash seed,
+# simulators iterate over sets of texts in the same order in every worker.
 _WORKER_ENVIRON = {
   'OMP_NUM_THREADS': '1',
   'OPENBLAS_NUM_THREADS': '1',
   'MKL_NUM_THREADS': '1',
   'JAX_PLATFORMS': 'cpu',
+  'PYTHONHASHSEED': '0',
 }
 
 # Maximum size and number of unanswered messages to a worker. They must fit
