@@ -20,7 +20,7 @@ from envs import base, narrator, seeds
 
 ANCHORS = ('observation', 'state')
 SUCCESS_REWARD = 10.0
-# MiniGrid's action of each name.
+# MiniGrid's action of each name; `done` is not for BabyAI's levels.
 ACTIONS = {
   'turn left': 0,
   'turn right': 1,
@@ -28,6 +28,7 @@ ACTIONS = {
   'pick up': 3,
   'drop': 4,
   'toggle': 5,
+  'done': 6,
 }
 
 _ROLE = 'You are an expert agent operating in a grid world.'
@@ -37,6 +38,7 @@ turn left, turn right: turn by 90 degrees. go forward: walk one step. pick up: \
 take the object one step in front of you. drop: put what you carry one step in \
 front of you. toggle: open or close the door or the box one step in front of \
 you; a locked door needs the key of its colour."""
+_DONE_RULE = ' done: say that you are where the mission sends you.'
 _DIRECTIONS = ('right', 'down', 'left', 'up')  # by MiniGrid's number
 _DOOR_STATES = ('open', 'closed', 'locked')
 
@@ -78,10 +80,12 @@ class Env:
   ):
     seeds.check_seed(seed)
     self._level, self._id = _make(id), id
+    self._is_baby_ai = hasattr(self._level, 'gen_mission')
+    self._actions = tuple(ACTIONS)[: 6 if self._is_baby_ai else None]
     self._anchor, self._seed, self._max_steps = anchor, seed, max_steps
     self._narrator = narrator.Narrator(
       _ROLE,
-      rules=_RULES,
+      rules=_RULES + ('' if self._is_baby_ai else _DONE_RULE),
       history_length=history_length,
       prompt_style=prompt_style,
       require_think=require_think,
@@ -103,7 +107,7 @@ class Env:
   def step(self, response: str) -> base.StepResult:
     """Acts; a response without an action of the list only uses up a step."""
     action, valid = self._narrator.parse(response)
-    valid = valid and action in ACTIONS
+    valid = valid and action in self._actions
     self._narrator.record_action(action)
     reward, ended = 0.0, False
     if valid:
@@ -147,14 +151,14 @@ class Env:
     from minigrid.utils import baby_ai_bot
 
     observation: base.Observation | None = self.reset(task)
-    if not hasattr(self._level, 'instrs'):
+    if not self._is_baby_ai:
       raise ValueError(
         f'env.id={self._id}: only BabyAI levels have an expert; must be one of '
         'them for a warm start'
       )
     rng = np.random.default_rng([seed, task.index])
     bot, taken = baby_ai_bot.BabyAIBot(self._level), None
-    names = list(ACTIONS)
+    names = self._actions
     while observation is not None:
       try:
         taken = int(bot.replan(taken))
@@ -173,7 +177,7 @@ class Env:
   def _observe(self) -> base.Observation:
     text = describe(self._level)
     anchor = text if self._anchor == 'observation' else state(self._level)
-    return self._narrator.observe(text, anchor=anchor, actions=tuple(ACTIONS))
+    return self._narrator.observe(text, anchor=anchor, actions=self._actions)
 
 
 def tasks(split: str, **kwargs) -> seeds.Seeds:

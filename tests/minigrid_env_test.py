@@ -125,6 +125,23 @@ def test_lava_and_the_step_limit_end_episodes(room):
   assert env.step('').done
 
 
+def test_a_mission_that_the_agent_must_end_succeeds_with_done():
+  env = envs.make('minigrid', id='MiniGrid-GoToDoor-5x5-v0')
+  first = env.reset(TASK)
+  assert 'done: ' in first.prompt
+  x, y = env._level.target_pos
+  last = env._level.width - 1
+  env._level.agent_pos = min(max(x, 1), last - 1), min(max(y, 1), last - 1)
+  result = env.step(_respond('done'))
+  assert result.valid and result.success and result.done
+
+
+def test_levels_of_baby_ai_end_by_themselves():
+  env = envs.make('minigrid', id=LOCAL)
+  assert 'done: ' not in env.reset(TASK).prompt
+  assert not env.step(_respond('done')).valid
+
+
 @pytest.mark.parametrize(
   ('name', 'message'),
   [
