@@ -71,8 +71,9 @@ def num_envs(config: ml_collections.ConfigDict) -> int:
     episodes *= 1 + config.rollout.max_staleness
   episodes = max(1, len(distributed.process_slice(episodes)))
   if config.evaluation.inside_rollout and config.evaluation.every:
-    evaluated = len(make_eval_tasks(config)) * config.evaluation.repeats
-    episodes += len(distributed.process_slice(evaluated))
+    evaluated = make_eval_batch(config)
+    size = len(evaluated.tasks) * evaluated.episodes_per_group
+    episodes += len(distributed.process_slice(size))
   return config.pool.num_envs or episodes
 
 
@@ -365,13 +366,18 @@ def make_task_sampler(config: ml_collections.ConfigDict) -> tasks.TaskSampler:
   return tasks.TaskSampler(*sizes, draw=getattr(available, 'draw', None))
 
 
-def make_eval_tasks(config: ml_collections.ConfigDict) -> list[base.Task]:
-  """Returns the evaluation tasks."""
-  split = config.evaluation.split
+def make_eval_batch(config: ml_collections.ConfigDict) -> rollout.EpisodeBatch:
+  """Returns the episodes of an evaluation."""
+  options = config.evaluation
   available = len(
-    envs.tasks(config.env.name, split, **config_lib.env_kwargs(config))
+    envs.tasks(config.env.name, options.split, **config_lib.env_kwargs(config))
   )
-  return tasks.first_tasks(split, config.evaluation.num_tasks or available)
+  return rollout.EpisodeBatch(
+    tasks.first_tasks(options.split, options.num_tasks or available),
+    options.repeats,
+    (rollout.EVALUATION, 0),
+    model_builders.make_sampling(config, evaluation=True),
+  )
 
 
 def rows_kwargs(config: ml_collections.ConfigDict) -> dict:

@@ -137,10 +137,9 @@ class Parts:
     carry_over: decides which groups continue in the next iteration.
     guard: the guards against collapse.
     tasks: the stream of training tasks, which may depend on outcomes.
-    eval_tasks: the evaluation tasks.
+    eval_batch: the episodes of an evaluation; None if there are none.
     task_type: returns the type of a task.
     sampling: sampling options of training.
-    eval_sampling: sampling options of evaluation.
     rows_kwargs: arguments of `batch.from_trajectories`.
   """
 
@@ -164,21 +163,15 @@ class Parts:
   carry_over: carry_over.CarryOver
   guard: guard.Guard
   tasks: tasks.TaskSampler
-  eval_tasks: list[base.Task]
+  eval_batch: rollout.EpisodeBatch | None
   task_type: Callable[[base.Task], str]
   sampling: sampler.Sampling
-  eval_sampling: sampler.Sampling
   rows_kwargs: dict[str, Any]
 
   @property
   def needs_reference(self) -> bool:
     """Whether a reference policy is needed."""
     return builders.needs_reference(self.config)
-
-  @property
-  def eval_repeats(self) -> int:
-    """Number of evaluation episodes per task."""
-    return self.config.evaluation.repeats
 
   @property
   def group_size(self) -> int:
@@ -293,12 +286,11 @@ def make_parts(
     ),
     guard=guard.Guard(**config.guard),
     tasks=builders.make_task_sampler(config),
-    eval_tasks=builders.make_eval_tasks(config)
+    eval_batch=builders.make_eval_batch(config)
     if config.evaluation.every
-    else [],
+    else None,
     task_type=builders.make_task_type(config),
     sampling=model_builders.make_sampling(config),
-    eval_sampling=model_builders.make_sampling(config, evaluation=True),
     rows_kwargs=builders.rows_kwargs(config),
   )
 
