@@ -255,7 +255,7 @@ def make_parts(
 
   Compiles nothing, except for model.remat=auto.
   """
-  algorithm = algorithms.make(**config_lib.algorithm_kwargs(config))
+  algorithm = algorithms.make(**config.algorithm.to_dict())
   loss = builders.make_loss(config)
   bundle = remat.resolve(config, bundle, has_critic=algorithm.needs_values)
   tutor = make_teacher(config, bundle.tokenizer)
