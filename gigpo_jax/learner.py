@@ -309,7 +309,7 @@ class Learner:
         self._run_outputs(reference, empty)
       grads, sums = run('zeros', state.params, np.float32(0), np.float32(1))
       arrays = mesh_lib.place_rows(
-        self._mesh, self._empty_arrays(self._largest)
+        self._mesh, self._empty_arrays(self._largest, 'accumulate')
       )
       grads, sums = run(
         'accumulate', state.params, self.base, arrays, grads=grads, sums=sums
@@ -442,7 +442,7 @@ class Learner:
       for epoch in range(self._epochs)
       for minibatch in self._minibatches(rows, iteration, epoch)
     ]
-    self._packer.reset_metrics()
+    self._packer.take_metrics()  # Drops those of outputs.
     run = self._programs.run
     with jax.set_mesh(self._mesh):
       grads, sums = run(
@@ -581,13 +581,11 @@ class Learner:
     weights = self._weights(given.rows, index, None) * np.float32(given.weight)
     return 'teacher', given.rows, index, dict(given.columns), weights
 
-  def _empty_arrays(
-    self, shape: packing.Shape, program: str = ''
-  ) -> dict[str, Any]:
+  def _empty_arrays(self, shape: packing.Shape, program: str) -> dict[str, Any]:
     """Returns the arrays of an empty microbatch for a program."""
     row = np.zeros(1, np.float32)
-    names = {'teacher': self._teacher_columns}.get(program, self.columns)
-    packer = {'signals': self._signal_packer}.get(program, self._packer)
+    names = self._teacher_columns if program == 'teacher' else self.columns
+    packer = self._signal_packer if program == 'signals' else self._packer
     return _gather(packer.empty(shape), dict.fromkeys(names, row), row)
 
 
