@@ -109,7 +109,7 @@ def sample(
     runner.sampler.release()
   if distributed.is_main_process():
     _write(config, folder, bundle.tokenizer, played)
-  distributed.all_gather_objects(None)  # Barrier: wait until the files exist.
+  distributed.barrier()
   return values
 
 
