@@ -218,8 +218,7 @@ def choose_old_log_probs(
   def compute(index: np.ndarray | slice) -> np.ndarray:
     if computed is not None:
       return computed[index]
-    is_all = isinstance(index, slice)
-    return learner.log_probs(params, rows if is_all else rows.take(index))
+    return learner.log_probs(params, rows.take(index))
 
   options, learner = parts.config.loss, parts.learner
   params, sampled = state.policy.params, rows.sampler_log_probs
