@@ -203,11 +203,6 @@ class Learner:
     self.base: dict = {}
 
   @property
-  def has_signals(self) -> bool:
-    """Whether `signals` has outputs."""
-    return bool(self._signals)
-
-  @property
   def compilations(self) -> int:
     """Number of programs compiled so far."""
     return len(self._programs.table)
@@ -355,6 +350,8 @@ class Learner:
       'prompt_log_probs', [R, L - 1], which starts with the prompt's second
       token. Each other array is [R, C].
     """
+    if not self._signals:
+      return {}
     has_prompts = _PROMPTS in self._signals
     scored = prompt_scores.make_rows(rows) if has_prompts else rows
     results: dict[str, np.ndarray] = {}

@@ -9,6 +9,7 @@ project is 'module:function', or 'module:Class' for one with options.
 """
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -152,11 +153,7 @@ class Family:
     )
     if isinstance(factory, type):
       return factory
-    return _constant(Function(factory))
-
-
-def _constant(plugin: Function) -> Callable[[], Function]:
-  return lambda: plugin
+    return functools.partial(Function, factory)
 
 
 def check_shape(field: str, values: np.ndarray, rows: batch.Rows) -> None:

@@ -40,9 +40,7 @@ def compute_signals(
 
   One pass over the rows computes both, if plug-ins need outputs of the learner.
   """
-  outputs = {}
-  if parts.learner.has_signals:
-    outputs = parts.learner.signals(state.policy.params, rows)
+  outputs = parts.learner.signals(state.policy.params, rows)
   old_log_probs, gap_metrics = choose_old_log_probs(
     parts, state, rows, outputs.get('log_probs')
   )
