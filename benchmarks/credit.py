@@ -125,7 +125,7 @@ def make_methods(config) -> Iterator[tuple[str, tuple]]:
     changed.rollout.update(config.rollout)
     changed.env.update(config.env)
     changed.algorithm.update(controls.get(label, {}))
-    algorithm = algorithms.make(**config_lib.algorithm_kwargs(changed))
+    algorithm = algorithms.make(**changed.algorithm.to_dict())
     if not (
       algorithm.needs_values
       or algorithms.num_continuations(algorithm)
@@ -218,7 +218,7 @@ def with_anchors(config, episodes) -> list:
 def report(config, episodes, states, played, count: int) -> None:
   """Prints what was played, with the figures that explain the cosines."""
   rows = make_rows(config, episodes)
-  default = algorithms.make(**config_lib.algorithm_kwargs(config))
+  default = algorithms.make(**config.algorithm.to_dict())
   metrics = default.compute_advantages(rows).metrics
   cost = continuations.count_samples(states, played)
   print(

@@ -154,7 +154,6 @@ def gigpo_components(  # noqa: PLR0913
   valid: ArrayLike,
   *,
   discount: float = 0.95,
-  step_weight: float = 1.0,
   invalid_penalty: float = 0.1,
   norm: str = 'mean_std',
   episode_stats: str = 'trajectories',
@@ -162,7 +161,6 @@ def gigpo_components(  # noqa: PLR0913
   lone_episode: str = 'zero',
 ) -> Components:
   """Returns the components of the advantages; see `gigpo` for arguments."""
-  del step_weight  # `combine` applies it.
   check_options(
     norm=norm,
     episode_stats=episode_stats,
@@ -236,7 +234,7 @@ def device_inputs(  # noqa: PLR0913
 
 
 # Options of `make_components`, which are constants of a program.
-STATISTICS = ('norm', 'episode_stats', 'penalty_scope', 'lone_episode')
+STATISTICS = tuple(OPTIONS)
 jit = functools.partial(jax.jit, static_argnames=STATISTICS)
 
 

@@ -124,7 +124,7 @@ class Rows:
     arrays = dataclasses.asdict(self) | further
     np.savez_compressed(path, **{k: x[self.real] for k, x in arrays.items()})
 
-  def take(self, index: np.ndarray) -> 'Rows':
+  def take(self, index: np.ndarray | slice) -> 'Rows':
     """Returns the rows of the given indices, in that order."""
     return Rows(
       **{

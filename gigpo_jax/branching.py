@@ -123,13 +123,7 @@ def grow(
   while starts := next_starts(
     episodes, newest, rule, members=members, seed=(seed, position)
   ):
-    played = play(dataclasses.replace(like, tasks=(), paused=starts))
-    newest = [
-      dataclasses.replace(
-        episode, parent=start.parent, num_repeated=start.num_repeated
-      )
-      for start, episode in zip(starts, played, strict=True)
-    ]
+    newest = play(dataclasses.replace(like, tasks=(), paused=starts))
     episodes += newest
   return sorted(episodes, key=lambda e: (e.group, e.member))
 

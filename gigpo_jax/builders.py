@@ -7,9 +7,8 @@ evaluation.
 import contextlib
 import functools
 import json
-import pathlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import ml_collections
@@ -23,7 +22,6 @@ from gigpo_jax import (
   critic,
   env_pool,
   forced_prefixes,
-  group_filter,
   guard,
   learner,
   losses,
@@ -43,9 +41,6 @@ from gigpo_jax import (
 from gigpo_jax import config as config_lib
 from gigpo_jax.run import model_builders, trial
 from gigpo_jax.runtime import console, distributed
-
-if TYPE_CHECKING:
-  from gigpo_jax import episodes
 
 
 def make_pool(config: ml_collections.ConfigDict) -> env_pool.EnvPool:
@@ -71,8 +66,9 @@ def num_envs(config: ml_collections.ConfigDict) -> int:
     episodes *= 1 + config.rollout.max_staleness
   episodes = max(1, len(distributed.process_slice(episodes)))
   if config.evaluation.inside_rollout and config.evaluation.every:
-    evaluated = len(make_eval_tasks(config)) * config.evaluation.repeats
-    episodes += len(distributed.process_slice(evaluated))
+    evaluated = make_eval_batch(config)
+    size = len(evaluated.tasks) * evaluated.episodes_per_group
+    episodes += len(distributed.process_slice(size))
   return config.pool.num_envs or episodes
 
 
@@ -226,13 +222,6 @@ def signal_names(config: ml_collections.ConfigDict) -> tuple[str, ...]:
   return ('log_probs', *needed) if needed else ()
 
 
-def make_group_filter(
-  config: ml_collections.ConfigDict,
-) -> group_filter.GroupFilter:
-  """Returns the filter of groups; selectors have options of their own."""
-  return options.of_section(group_filter.GroupFilter, config.filter)
-
-
 def _learner_sizes(config: ml_collections.ConfigDict) -> dict[str, Any]:
   rollouts = config.rollout
   length = rollouts.max_prompt_tokens + rollouts.max_completion_tokens
@@ -280,30 +269,6 @@ def make_writer(
     most_repeated=most_repeated,
     wandb=config.metrics.wandb,
     config=json.loads(config.to_json_best_effort()),
-  )
-
-
-def make_episode_writer(
-  config: ml_collections.ConfigDict,
-  workdir: str,
-  text: tokenizer.Tokenizer,
-  first_iteration: int,
-  most_repeated: int,
-  folder: str,
-) -> 'episodes.EpisodeWriter | None':
-  """Returns a writer of episodes; None if off or not the main process."""
-  if not config.episodes.every or not distributed.is_main_process():
-    return None
-  # tensorflow_datasets is slow to import, and only some runs need it.
-  from gigpo_jax import episodes
-
-  return episodes.EpisodeWriter(
-    pathlib.Path(workdir) / folder,
-    text,
-    seed=config.seed,
-    every=config.episodes.every,
-    first_iteration=first_iteration,
-    most_repeated=most_repeated,
   )
 
 
@@ -365,13 +330,18 @@ def make_task_sampler(config: ml_collections.ConfigDict) -> tasks.TaskSampler:
   return tasks.TaskSampler(*sizes, draw=getattr(available, 'draw', None))
 
 
-def make_eval_tasks(config: ml_collections.ConfigDict) -> list[base.Task]:
-  """Returns the evaluation tasks."""
-  split = config.evaluation.split
+def make_eval_batch(config: ml_collections.ConfigDict) -> rollout.EpisodeBatch:
+  """Returns the episodes of an evaluation."""
+  options = config.evaluation
   available = len(
-    envs.tasks(config.env.name, split, **config_lib.env_kwargs(config))
+    envs.tasks(config.env.name, options.split, **config_lib.env_kwargs(config))
   )
-  return tasks.first_tasks(split, config.evaluation.num_tasks or available)
+  return rollout.EpisodeBatch(
+    tasks.first_tasks(options.split, options.num_tasks or available),
+    options.repeats,
+    (rollout.EVALUATION, 0),
+    model_builders.make_sampling(config, evaluation=True),
+  )
 
 
 def rows_kwargs(config: ml_collections.ConfigDict) -> dict:

@@ -263,8 +263,7 @@ class Checkpointer:
     if distributed.is_main_process() and not read_only:
       for iteration in _iterations(self._directory):
         _restore_metadata(self._directory / str(iteration))
-    if distributed.is_multi_process():
-      distributed.all_gather_objects(None)  # Barrier: the files are restored.
+    distributed.barrier()
     self._retention = _Retention(keep)
     self._manager = ocp.CheckpointManager(
       str(self._directory),
@@ -331,7 +330,7 @@ class Checkpointer:
         renamed = self._directory / f'{n}.damaged'
         shutil.rmtree(renamed, ignore_errors=True)
         (self._directory / str(n)).rename(renamed)
-    distributed.all_gather_objects(None)  # Barrier: they are renamed.
+    distributed.barrier()
     self._manager.reload()
     self._damage.clear()
 

@@ -174,11 +174,6 @@ def is_conversation(config: ml_collections.ConfigDict) -> bool:
   return config.env.get('context') == 'conversation'
 
 
-def algorithm_kwargs(config: ml_collections.ConfigDict) -> dict:
-  """Returns the arguments of `algorithms.make` as plain values."""
-  return config.algorithm.to_dict()
-
-
 def buckets_up_to(buckets: tuple[int, ...], limit: int) -> tuple[int, ...]:
   """Returns the buckets below a limit, followed by the limit.
 
@@ -272,7 +267,7 @@ def _algorithm(
   if any(field.startswith('algorithm.') for field in refused):
     return
   try:
-    algorithm = algorithms.make(**algorithm_kwargs(config))
+    algorithm = algorithms.make(**config.algorithm.to_dict())
   except ValueError as error:
     yield f'algorithm.{str(error).removeprefix("algorithm.")}'
     return
@@ -319,7 +314,7 @@ def _ignored_options(
 def _own_fields(config: ml_collections.ConfigDict) -> Iterator[str]:
   """Yields fields of this config that configs/base.py may lack."""
   yield from ('env', 'variant')
-  algorithm = algorithms.make(**algorithm_kwargs(config))
+  algorithm = algorithms.make(**config.algorithm.to_dict())
   for option in options.defaults(algorithm):
     yield f'algorithm.{option}'
   for option in losses.options_of(config.loss.name):
@@ -399,7 +394,7 @@ def _replays(config: ml_collections.ConfigDict) -> Iterator[str]:
   if config.rollout.carry_over:
     yield f'rollout.carry_over={config.rollout.carry_over}: {reason}; must be 0'
   with contextlib.suppress(ValueError):  # `_algorithm` reports it.
-    if algorithms.replays(algorithms.make(**algorithm_kwargs(config))):
+    if algorithms.replays(algorithms.make(**config.algorithm.to_dict())):
       yield (
         f'algorithm.name={config.algorithm.name}: {reason}; must be an '
         'algorithm without continuations or branches'

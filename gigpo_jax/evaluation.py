@@ -21,8 +21,6 @@ from gigpo_jax import (
   checkpoint,
   metrics,
   options,
-  rollout,
-  sampler,
   trajectory,
 )
 from gigpo_jax import config as config_lib
@@ -51,51 +49,6 @@ class Options:
 
   def __post_init__(self):
     options.check(self)
-
-
-def run(
-  runner: rollout.EpisodeRunner,
-  params: dict,
-  tasks: list[base.Task],
-  *,
-  sampling: sampler.Sampling,
-  task_type: Callable[[base.Task], str],
-  repeats: int = 1,
-  base_params: dict | None = None,
-) -> list[trajectory.Trajectory]:
-  """Runs a policy on the evaluation tasks; returns the episodes by task.
-
-  Args:
-    runner: runs the episodes.
-    params: parameters of the policy.
-    tasks: evaluation tasks.
-    sampling: temperature, top-p and top-k.
-    task_type: returns the type of a task.
-    repeats: episodes per task.
-    base_params: frozen parameters of a network with adapters; None: no
-      adapters.
-  """
-  (episodes,) = runner.run_batches(
-    params,
-    [episode_batch(tasks, sampling, repeats)],
-    task_type=task_type,
-    base_params=base_params,
-    label='evaluation',
-  )
-  return episodes
-
-
-def episode_batch(
-  tasks: list[base.Task], sampling: sampler.Sampling, repeats: int = 1
-) -> rollout.EpisodeBatch:
-  """Returns the episodes of an evaluation, for a runner.
-
-  Args:
-    tasks: evaluation tasks.
-    sampling: temperature, top-p and top-k.
-    repeats: episodes per task.
-  """
-  return rollout.EpisodeBatch(tasks, repeats, (rollout.EVALUATION, 0), sampling)
 
 
 def summarize(
@@ -530,15 +483,14 @@ def _evaluate_policy(config, source: str, path: str, pool, export: str) -> list:
         folder = pathlib.Path(export)
         with errors.explain_disk_errors(export):
           policy_files.export(folder, policy, base_params, params, start)
-    return run(
-      builders.make_runner(config, policy, pool),
+    (episodes,) = builders.make_runner(config, policy, pool).run_batches(
       params,
-      builders.make_eval_tasks(config),
-      sampling=model_builders.make_sampling(config, evaluation=True),
+      [builders.make_eval_batch(config)],
       task_type=builders.make_task_type(config),
-      repeats=config.evaluation.repeats,
       base_params=base_params,
+      label='evaluation',
     )
+    return episodes
 
 
 def _checkpoint_path(path: str) -> tuple[pathlib.Path, int | None]:

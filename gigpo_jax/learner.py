@@ -203,11 +203,6 @@ class Learner:
     self.base: dict = {}
 
   @property
-  def has_signals(self) -> bool:
-    """Whether `signals` has outputs."""
-    return bool(self._signals)
-
-  @property
   def compilations(self) -> int:
     """Number of programs compiled so far."""
     return len(self._programs.table)
@@ -309,7 +304,7 @@ class Learner:
         self._run_outputs(reference, empty)
       grads, sums = run('zeros', state.params, np.float32(0), np.float32(1))
       arrays = mesh_lib.place_rows(
-        self._mesh, self._empty_arrays(self._largest)
+        self._mesh, self._empty_arrays(self._largest, 'accumulate')
       )
       grads, sums = run(
         'accumulate', state.params, self.base, arrays, grads=grads, sums=sums
@@ -355,6 +350,8 @@ class Learner:
       'prompt_log_probs', [R, L - 1], which starts with the prompt's second
       token. Each other array is [R, C].
     """
+    if not self._signals:
+      return {}
     has_prompts = _PROMPTS in self._signals
     scored = prompt_scores.make_rows(rows) if has_prompts else rows
     results: dict[str, np.ndarray] = {}
@@ -442,7 +439,7 @@ class Learner:
       for epoch in range(self._epochs)
       for minibatch in self._minibatches(rows, iteration, epoch)
     ]
-    self._packer.reset_metrics()
+    self._packer.take_metrics()  # Drops those of outputs.
     run = self._programs.run
     with jax.set_mesh(self._mesh):
       grads, sums = run(
@@ -581,13 +578,11 @@ class Learner:
     weights = self._weights(given.rows, index, None) * np.float32(given.weight)
     return 'teacher', given.rows, index, dict(given.columns), weights
 
-  def _empty_arrays(
-    self, shape: packing.Shape, program: str = ''
-  ) -> dict[str, Any]:
+  def _empty_arrays(self, shape: packing.Shape, program: str) -> dict[str, Any]:
     """Returns the arrays of an empty microbatch for a program."""
     row = np.zeros(1, np.float32)
-    names = {'teacher': self._teacher_columns}.get(program, self.columns)
-    packer = {'signals': self._signal_packer}.get(program, self._packer)
+    names = self._teacher_columns if program == 'teacher' else self.columns
+    packer = self._signal_packer if program == 'signals' else self._packer
     return _gather(packer.empty(shape), dict.fromkeys(names, row), row)
 
 

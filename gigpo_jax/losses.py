@@ -17,7 +17,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from envs import checks
-from gigpo_jax import deprecated, entropy_band, kl, options, token_batch
+from gigpo_jax import (
+  arrays,
+  deprecated,
+  entropy_band,
+  kl,
+  options,
+  token_batch,
+)
 from gigpo_jax.arrays import typechecked
 from gigpo_jax.entropy_band import EntropyBand
 
@@ -142,12 +149,8 @@ def row_sums(
     row_ids: index of a token's row, in [0, T), among the rows packed into the
       same shard.
   """
-
-  def shard_sums(values_T: Array, ids_T: Array) -> Array:
-    return jax.ops.segment_sum(values_T, ids_T, len(ids_T))[ids_T]
-
-  masked = jnp.where(mask, values, 0).astype(jnp.float32)
-  return jax.vmap(shard_sums)(masked, row_ids)
+  values = values.astype(jnp.float32)
+  return jax.vmap(arrays.segment_sum)(values, row_ids, mask)
 
 
 @typechecked

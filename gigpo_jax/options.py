@@ -39,7 +39,6 @@ def number(
   high: float | None = None,
   below: float | None = None,
   note: str = '',
-  **kwargs: Any,
 ) -> Any:
   """Returns a field for a finite number within bounds.
 
@@ -50,7 +49,6 @@ def number(
     high: largest accepted value.
     below: bound that a value must be smaller than.
     note: added to the error, such as '0 is off'.
-    **kwargs: further arguments of `dataclasses.field`.
   """
 
   def is_valid(value: float) -> bool:
@@ -71,7 +69,7 @@ def number(
       f'{k} {v:g}' for k, v in bounds.items() if v is not None
     )
   accepts = 'out of range; must be ' + (accepts or 'finite')
-  return field(default, is_valid, accepts + (note and f'; {note}'), **kwargs)
+  return field(default, is_valid, accepts + (note and f'; {note}'))
 
 
 def seed(default: int = 0) -> Any:
@@ -83,12 +81,12 @@ def seed(default: int = 0) -> Any:
   )
 
 
-def choice(default: str, values: Sequence[str], **kwargs: Any) -> Any:
+def choice(default: str, values: Sequence[str]) -> Any:
   """Returns a field for one of a few names."""
   accepts = (
     f'unknown; must be one of {", ".join(v or "(empty)" for v in values)}'
   )
-  return field(default, lambda value: value in values, accepts, **kwargs)
+  return field(default, lambda value: value in values, accepts)
 
 
 def sizes(default: tuple[int, ...], *, or_none: bool = False) -> Any:
@@ -110,19 +108,16 @@ def sizes(default: tuple[int, ...], *, or_none: bool = False) -> Any:
   )
 
 
-def field(
-  default: Any, is_valid: Callable[[Any], bool], accepts: str, **kwargs: Any
-) -> Any:
+def field(default: Any, is_valid: Callable[[Any], bool], accepts: str) -> Any:
   """Returns a field for any values.
 
   Args:
     default: its default.
     is_valid: whether a value other than None is accepted.
     accepts: what is wrong with other values; what is accepted.
-    **kwargs: further arguments of `dataclasses.field`.
   """
   metadata = {_IS_VALID: is_valid, _ACCEPTS: accepts}
-  return dataclasses.field(default=default, metadata=metadata, **kwargs)
+  return dataclasses.field(default=default, metadata=metadata)
 
 
 def defaults(factory: Any) -> dict[str, Any]:

@@ -177,7 +177,7 @@ class Packer:
       Shape(sizes[0], length) for length, sizes in self._sizes.items()
     )
     self._share, self._branches, self._by_agent = share, branches, by_agent
-    self.reset_metrics()
+    self._tokens = self._padded = self._saved = 0
 
   def microbatches(
     self, rows: batch.Rows, index: np.ndarray, *, largest: bool = False
@@ -252,10 +252,6 @@ class Packer:
       for part in _divide(np.array(members), rows.episodes, most)
     ]
 
-  def reset_metrics(self) -> None:
-    """Resets the metrics."""
-    self._tokens = self._padded = self._saved = 0
-
   def take_metrics(self) -> dict[str, float]:
     """Returns metrics of the packs since the last call, and resets them.
 
@@ -267,7 +263,7 @@ class Packer:
       'packs/padding': 1 - self._tokens / max(self._padded, 1),
       'packs/shared_tokens': float(self._saved),
     }
-    self.reset_metrics()
+    self._tokens = self._padded = self._saved = 0
     return metrics
 
   def empty(self, shape: Shape) -> Microbatch:

@@ -9,6 +9,7 @@ project is 'module:function', or 'module:Class' for one with options.
 """
 
 import dataclasses
+import functools
 import importlib
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -153,11 +154,7 @@ class Family:
     )
     if isinstance(factory, type):
       return factory
-    return _constant(Function(factory))
-
-
-def _constant(plugin: Function) -> Callable[[], Function]:
-  return lambda: plugin
+    return functools.partial(Function, factory)
 
 
 def check_shape(field: str, values: np.ndarray, rows: batch.Rows) -> None:

@@ -99,20 +99,17 @@ def sample(
     together = [t for part in played.values() for t in part]
     values = metrics.summarize(together, prefix='train')
     if config.evaluation.every:
-      values |= evaluation.summarize(
-        evaluation.run(
-          runner,
-          params,
-          builders.make_eval_tasks(config),
-          sampling=model_builders.make_sampling(config, evaluation=True),
-          task_type=task_type,
-          repeats=config.evaluation.repeats,
-        )
+      (evaluated,) = runner.run_batches(
+        params,
+        [builders.make_eval_batch(config)],
+        task_type=task_type,
+        label='evaluation',
       )
+      values |= evaluation.summarize(evaluated)
     runner.sampler.release()
   if distributed.is_main_process():
     _write(config, folder, bundle.tokenizer, played)
-  distributed.all_gather_objects(None)  # Barrier: wait until the files exist.
+  distributed.barrier()
   return values
 
 

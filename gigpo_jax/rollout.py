@@ -74,23 +74,23 @@ class _Episode:
   """An episode that waits for an environment or runs in one."""
 
   batch: EpisodeBatch
-  task: base.Task
-  group: int
-  member: int
+  start: trajectory.Trajectory  # As it was before this rollout.
   # Number of turns, including those of earlier rollouts, at which it pauses.
   pauses_at: float = math.inf
-  first_observation: base.Observation | None = None
   # The current turn without its result, while the environment steps.
   turn: trajectory.SampledTurn | None = None
   failure: str = ''
   is_paused: bool = False
   ticket: int | None = None  # Of its reward functions.
-  steps: list[trajectory.Step] = dataclasses.field(default_factory=list)
+
+  def __post_init__(self):
+    self.first_observation = self.start.first_observation
+    self.steps = list(self.start.steps)
 
   @property
   def conversation(self) -> tuple[int, ...]:
     """Returns the streams of its requests, without the step."""
-    return (*self.batch.stream, self.task.index, self.member)
+    return (*self.batch.stream, self.start.task.index, self.start.member)
 
   @property
   def is_scored(self) -> bool:
@@ -100,11 +100,9 @@ class _Episode:
 
   def to_trajectory(self, task_type: str) -> trajectory.Trajectory:
     """Returns the recorded episode."""
-    return trajectory.Trajectory(
-      task=self.task,
+    return dataclasses.replace(
+      self.start,
       task_type=task_type,
-      group=self.group,
-      member=self.member,
       steps=tuple(self.steps),
       failure=self.failure,
       first_observation=self.first_observation,
@@ -272,16 +270,18 @@ class EpisodeRunner:
     self.clock.total_secs = time.monotonic() - self.clock.start
     self.stats += self.sampler.take_stats()
     gathered = distributed.all_gather_objects(
-      [[self._record(e, task_type(e.task)) for e in part] for part in local]
+      [[self._record(e, task_type) for e in part] for part in local]
     )
     return [
       [t for process in gathered for t in process[n]]
       for n in range(len(batches))
     ]
 
-  def _record(self, episode: _Episode, task_type: str) -> trajectory.Trajectory:
+  def _record(
+    self, episode: _Episode, task_type: Callable[[base.Task], str]
+  ) -> trajectory.Trajectory:
     """Returns a finished or paused episode with its final rewards."""
-    played = episode.to_trajectory(task_type)
+    played = episode.to_trajectory(task_type(episode.start.task))
     if episode.ticket is None:
       return played
     return self.scorer.apply(episode.ticket, played)
@@ -347,29 +347,16 @@ class EpisodeRunner:
 def _local_episodes(batch: EpisodeBatch) -> list[_Episode]:
   """Returns the episodes of a batch that this process runs."""
   limit = math.inf if batch.pause_after is None else batch.pause_after
-  if batch.paused:
-    mine = distributed.process_slice(len(batch.paused))
-    return [_continue_episode(batch, batch.paused[n], limit) for n in mine]
-  size = batch.episodes_per_group
-  return [
-    _Episode(batch, batch.tasks[n // size], *divmod(n, size), pauses_at=limit)
-    for n in distributed.process_slice(len(batch.tasks) * size)
+  starts = batch.paused or [
+    trajectory.Trajectory(task, '', group, member, ())
+    for group, task in enumerate(batch.tasks)
+    for member in range(batch.episodes_per_group)
   ]
-
-
-def _continue_episode(
-  batch: EpisodeBatch, paused: trajectory.Trajectory, limit: float
-) -> _Episode:
-  """Returns a paused episode that runs for up to `limit` more turns."""
-  return _Episode(
-    batch,
-    paused.task,
-    paused.group,
-    paused.member,
-    pauses_at=len(paused.steps) + limit,
-    first_observation=paused.first_observation,
-    steps=list(paused.steps),
-  )
+  mine = distributed.process_slice(len(starts))
+  return [
+    _Episode(batch, start, len(start.steps) + limit)
+    for start in starts[mine.start : mine.stop]
+  ]
 
 
 class _Rollout:
@@ -430,14 +417,14 @@ class _Rollout:
       if episode.steps:
         self._pool.resume(
           env,
-          episode.task,
+          episode.start.task,
           [step.response for step in episode.steps],
           [episode.first_observation, *(s.result for s in episode.steps)],
         )
         observations[env] = episode.steps[-1].result.observation
       else:
         self._calls[env] = time.monotonic()
-        self._pool.reset(env, episode.task)
+        self._pool.reset(env, episode.start.task)
     return observations
 
   def _receive(self) -> dict[int, base.Observation]:
@@ -542,7 +529,7 @@ class _Rollout:
     """Returns the forced begin of an episode's responses."""
     if episode.batch.stream[0] != TRAIN:
       return forced_prefixes.NONE
-    return self._runner.prefixes.of(episode.member)
+    return self._runner.prefixes.of(episode.start.member)
 
   def _render(
     self, observations: dict[int, base.Observation]

@@ -65,16 +65,16 @@ class Episodes(NamedTuple):
     rounding = trajectory.ROUNDING
     return ~np.isclose(low, high, rtol=rounding, atol=rounding)
 
-  def to_rows(self, values: np.ndarray, fill: float = 0) -> np.ndarray:
-    """Returns each row's value, given one per episode; `fill` for padding."""
-    result = np.full(len(self.index), fill, np.result_type(values, fill))
+  def to_rows(self, values: np.ndarray) -> np.ndarray:
+    """Returns each row's value, given one per episode; 0 for padding."""
+    result = np.zeros(len(self.index), np.result_type(values, 0))
     real = self.index >= 0
     result[real] = values[self.index[real]]
     return result
 
-  def groups_to_rows(self, values: np.ndarray, fill: float = 0) -> np.ndarray:
-    """Returns each row's value, given one per group; `fill` for padding."""
-    return self.to_rows(values[self.groups], fill)
+  def groups_to_rows(self, values: np.ndarray) -> np.ndarray:
+    """Returns each row's value, given one per group; 0 for padding."""
+    return self.to_rows(values[self.groups])
 
 
 def episodes(rows: batch.Rows, invalid_penalty: float = 0.0) -> Episodes:

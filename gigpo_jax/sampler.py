@@ -301,14 +301,16 @@ class Sampler:
     return list(itertools.product(['prefill'], rows, self._prompt_buckets))
 
   def _program_keys(self) -> list[tuple]:
+    """Returns (name, sizes) of all programs but `prepare`, slow ones first."""
     sizes = self._sizes()
-    parked = [(self._parked, self._lengths[-1])] if self._parked else []
-    return sampler_programs.keys(
-      sizes,
-      self._prefills(),
-      self._truncations,
-      [size for size in parked if size not in sizes],
-    )
+    caches = dict.fromkeys(sizes)
+    if self._parked:
+      caches[self._parked, self._lengths[-1]] = None
+    return [
+      *(('decode', *size, x) for size in sizes for x in self._truncations),
+      *self._prefills(),
+      *((name, *size) for name in ('put', 'take', 'new') for size in caches),
+    ]
 
   def lowerings(
     self, params: dict, base: dict
@@ -442,14 +444,7 @@ class Sampler:
     previous = self._in_flight
     with jax.set_mesh(self._mesh):
       entries = self._admit()
-      self._in_flight = None
-      if entries:
-        truncated = any(e.request.sampling.truncates for _, e in entries)
-        self._in_flight = self._dispatch(
-          entries,
-          self._cache.rows,
-          truncated if truncated in self._truncations else None,
-        )
+      self._in_flight = self._dispatch(entries) if entries else None
     finished = self._fetch(previous) if previous else []
     self._last_return = time.monotonic()
     return finished
@@ -491,21 +486,14 @@ class Sampler:
       self.stats.spans += [(slot, 'prefill', start, end) for slot in prefilled]
     return used
 
-  def _dispatch(
-    self,
-    entries: list[tuple[int, Entry]],
-    rows: int,
-    truncated: bool | None,
-  ) -> _Step:
-    """Dispatches a step.
-
-    Args:
-      entries: (slot, entry) of the requests to decode.
-      rows: slots of the cache.
-      truncated: see `sampling.sample_tokens`.
-    """
+  def _dispatch(self, entries: list[tuple[int, Entry]]) -> _Step:
+    """Dispatches a step that decodes the given (slot, entry) of requests."""
+    rows = self._cache.rows
+    truncated = any(e.request.sampling.truncates for _, e in entries)
     outputs = self._cache.decode(
-      self._params, *_step_inputs(entries, rows), truncated
+      self._params,
+      *_step_inputs(entries, rows),
+      truncated if truncated in self._truncations else None,
     )
     for _, entry in entries:
       entry.is_new = False

@@ -162,7 +162,7 @@ def _warm_start(
         _texts(shown), str(start), vocab_size=config.sft.vocab_size
       )
       _write_random_model(config, str(start))
-    distributed.all_gather_objects(None)  # Barrier: wait until the files exist.
+    distributed.barrier()
   policy = model_builders.make_model_bundle(config)
   pairs = None
   if config.sft.loss == 'dpo':

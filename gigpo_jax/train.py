@@ -370,14 +370,12 @@ def evaluate(
   """Returns metrics of the policy on the evaluation tasks."""
   metrics: Metrics = {}
   with run_logs.timed(metrics, 'time/evaluation_secs'):
-    episodes = evaluation.run(
-      runner,
+    (episodes,) = runner.run_batches(
       state.policy.params,
-      parts.eval_tasks,
-      sampling=parts.eval_sampling,
-      repeats=parts.eval_repeats,
+      [parts.eval_batch],
       task_type=parts.task_type,
       base_params=parts.learner.base,
+      label='evaluation',
     )
     parts.stop_if_failed(episodes)
     metrics |= evaluation.summarize(episodes)

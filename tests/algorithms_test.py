@@ -9,7 +9,6 @@ import slow_advantages
 from configs import alfworld
 from envs import messages
 from gigpo_jax import advantages, algorithms, batch, builders
-from gigpo_jax import config as config_lib
 from gigpo_jax.algorithms import pass_at_k, polychromic, t_spmo
 from gigpo_jax.run import run_state
 
@@ -48,7 +47,7 @@ def fixture_compiled():
 def test_dummy_rows_compile_the_programs_of_an_iteration(compiled, name):
   config = alfworld.get_config(f'tiny,{name}' if name != 'gigpo' else 'tiny')
   config.env.max_steps, config.rollout.groups = 3, 1
-  algorithm = algorithms.make(**config_lib.algorithm_kwargs(config))
+  algorithm = algorithms.make(**config.algorithm.to_dict())
   row = builders.make_dummy_rows(config)
   assert len(row.groups) == 3 * config.rollout.episodes_per_group
   assert row.real.sum() == 1

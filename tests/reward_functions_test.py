@@ -281,7 +281,8 @@ def test_only_finished_training_episodes_are_scored():
   ]
 
   def make(batch_, **fields):
-    episode = rollout._Episode(batch_, base.Task('train', 0), 0, 0)
+    start = trajectory.Trajectory(base.Task('train', 0), '', 0, 0, ())
+    episode = rollout._Episode(batch_, start)
     for name, value in ({'steps': [None]} | fields).items():
       setattr(episode, name, value)
     return episode.is_scored

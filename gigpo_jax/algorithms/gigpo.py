@@ -96,12 +96,7 @@ class Algorithm:
 
   def statistics(self) -> dict[str, str]:
     """Returns the options whose values are strings."""
-    return {
-      'norm': self.norm,
-      'episode_stats': self.episode_stats,
-      'penalty_scope': self.penalty_scope,
-      'lone_episode': self.lone_episode,
-    }
+    return {name: getattr(self, name) for name in advantages.STATISTICS}
 
   def inputs(self, rows: batch.Rows) -> advantages.Inputs:
     """Returns the rows as inputs of the functions of `advantages`."""

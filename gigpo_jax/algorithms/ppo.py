@@ -86,12 +86,9 @@ class Algorithm:
     if values is None:
       raise ValueError('values=None: ppo needs the values of a critic')
     mask, units = rows.completion_mask, self._units(rows)
-    rewards = np.where(
-      rows.valid, rows.rewards, rows.rewards - self.invalid_penalty
-    )
     advantages = row_stats.generalized_advantages(
       rows,
-      rewards,
+      row_stats.penalized_rewards(rows, self.invalid_penalty),
       values.astype(np.float64),
       units,
       discount=self.gae_discount,

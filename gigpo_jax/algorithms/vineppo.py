@@ -57,7 +57,7 @@ class Algorithm:
     del values  # There is no critic.
     differences = value_differences(
       rows,
-      np.where(rows.valid, rows.rewards, rows.rewards - self.invalid_penalty),
+      row_stats.penalized_rewards(rows, self.invalid_penalty),
       self.discount,
     )
     known = np.isfinite(differences)

@@ -73,7 +73,7 @@ class LearnerPrograms:
   - signals: further outputs of a policy for each token, by name;
   - accumulate: gradients and sums of metrics, with those of a microbatch
     added;
-  - imitate: the same for a teacher's rows, with their own loss;
+  - teacher: the same for a teacher's rows, with their own loss;
   - apply: state and sums of metrics after an optimizer step.
 
   'outputs' and 'accumulate' exist for each shape of microbatch, and 'outputs'
@@ -205,7 +205,7 @@ class LearnerPrograms:
         out_shardings=(grads, self.replicated),
       ),
       'teacher': jax.jit(
-        self._imitate,
+        self._accumulate_teacher,
         donate_argnames=('grads', 'sums'),
         out_shardings=(grads, self.replicated),
       ),
@@ -419,7 +419,7 @@ class LearnerPrograms:
     trained = arrays['mask'] & (arrays['weights'] > 0)
     return grads, sums.add(metrics, trained, total)
 
-  def _imitate(self, params, base, arrays, *, grads, sums):
+  def _accumulate_teacher(self, params, base, arrays, *, grads, sums):
     total, metrics, grads = self._add_gradients(
       self._teacher_loss, params, base, arrays, grads
     )

@@ -343,35 +343,6 @@ class Programs:
       )
 
 
-def keys(
-  sizes: Sequence[tuple[int, int]],
-  prefills: Sequence[tuple],
-  truncations: Sequence[bool | None],
-  parked: Sequence[tuple[int, int]] = (),
-) -> list[tuple]:
-  """Returns (name, sizes) of all programs but `prepare`, the slowest first.
-
-  Args:
-    sizes: rows and length of each cache.
-    prefills: 'prefill' or 'extend', rows and tokens of each prefill.
-    truncations: `truncated` of each program of a step.
-    parked: rows and length of caches that are not decoded.
-  """
-  return [
-    *(
-      ('decode', *size, truncated)
-      for size in sizes
-      for truncated in truncations
-    ),
-    *prefills,
-    *(
-      (name, *size)
-      for name in ('put', 'take', 'new')
-      for size in (*sizes, *parked)
-    ),
-  ]
-
-
 def _size(slots: Slots) -> tuple[int, int]:
   """Returns the number of rows of slots, and their length."""
   cache, state_BX = slots

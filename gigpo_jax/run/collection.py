@@ -69,13 +69,7 @@ def collect(
     is_first = position == iteration
     carried = waiting if is_first else ()
     batches = train_batches(parts, carried, tasks, position, iteration)
-    others = []
-    if is_evaluated and is_first:
-      others.append(
-        evaluation.episode_batch(
-          parts.eval_tasks, parts.eval_sampling, parts.eval_repeats
-        )
-      )
+    others = [parts.eval_batch] if is_evaluated and is_first else []
     played = play([*batches, *others], is_continued=not is_first)
     evaluated.extend(t for part in played[len(batches) :] for t in part)
     chosen, rest = parts.carry_over.select(

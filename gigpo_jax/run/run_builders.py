@@ -33,6 +33,7 @@ from gigpo_jax import (
   losses,
   metrics,
   modulators,
+  options,
   privileged,
   replay,
   reward_shaping,
@@ -137,10 +138,9 @@ class Parts:
     carry_over: decides which groups continue in the next iteration.
     guard: the guards against collapse.
     tasks: the stream of training tasks, which may depend on outcomes.
-    eval_tasks: the evaluation tasks.
+    eval_batch: the episodes of an evaluation; None if there are none.
     task_type: returns the type of a task.
     sampling: sampling options of training.
-    eval_sampling: sampling options of evaluation.
     rows_kwargs: arguments of `batch.from_trajectories`.
   """
 
@@ -164,21 +164,15 @@ class Parts:
   carry_over: carry_over.CarryOver
   guard: guard.Guard
   tasks: tasks.TaskSampler
-  eval_tasks: list[base.Task]
+  eval_batch: rollout.EpisodeBatch | None
   task_type: Callable[[base.Task], str]
   sampling: sampler.Sampling
-  eval_sampling: sampler.Sampling
   rows_kwargs: dict[str, Any]
 
   @property
   def needs_reference(self) -> bool:
     """Whether a reference policy is needed."""
-    return builders.needs_reference(self.config)
-
-  @property
-  def eval_repeats(self) -> int:
-    """Number of evaluation episodes per task."""
-    return self.config.evaluation.repeats
+    return self.loss.needs_reference or self.reward.needs_reference
 
   @property
   def group_size(self) -> int:
@@ -262,7 +256,7 @@ def make_parts(
 
   Compiles nothing, except for model.remat=auto.
   """
-  algorithm = algorithms.make(**config_lib.algorithm_kwargs(config))
+  algorithm = algorithms.make(**config.algorithm.to_dict())
   loss = builders.make_loss(config)
   bundle = remat.resolve(config, bundle, has_critic=algorithm.needs_values)
   tutor = make_teacher(config, bundle.tokenizer)
@@ -274,7 +268,7 @@ def make_parts(
     teacher=tutor,
     privileged_context=make_privileged_context(config, bundle.tokenizer),
     entropy_band=losses.EntropyBand(**config.loss.entropy_band),
-    kl_control=kl.Control(config.loss.kl_target, config.loss.kl_horizon),
+    kl_control=options.of_section(kl.Control, config.loss),
     reward=builders.make_reward_shaping(config),
     learner=builders.make_learner(config, bundle, loss, tutor.loss),
     critic=builders.make_critic(config, bundle)
@@ -287,18 +281,15 @@ def make_parts(
     scored_rewards=scored_rewards.make(config.reward, bundle.tokenizer),
     modulators=modulators.FAMILY.make(config.algorithm),
     selectors=selectors.FAMILY.make(config.filter),
-    group_filter=builders.make_group_filter(config),
-    carry_over=carry_over.CarryOver(
-      config.rollout.carry_over, config.rollout.max_staleness
-    ),
+    group_filter=options.of_section(group_filter.GroupFilter, config.filter),
+    carry_over=options.of_section(carry_over.CarryOver, config.rollout),
     guard=guard.Guard(**config.guard),
     tasks=builders.make_task_sampler(config),
-    eval_tasks=builders.make_eval_tasks(config)
+    eval_batch=builders.make_eval_batch(config)
     if config.evaluation.every
-    else [],
+    else None,
     task_type=builders.make_task_type(config),
     sampling=model_builders.make_sampling(config),
-    eval_sampling=model_builders.make_sampling(config, evaluation=True),
     rows_kwargs=builders.rows_kwargs(config),
   )
 
@@ -483,21 +474,32 @@ def warm_up(
 
 def open_logs(parts: Parts, first_iteration: int) -> run_logs.RunLogs:
   """Returns the logs of a run; those of other processes write nothing."""
-  config, workdir = parts.config, str(parts.workdir)
+  config, workdir = parts.config, parts.workdir
+  is_main = distributed.is_main_process()
   max_repeated = _max_repeated(config, first_iteration)
-  make_writer = functools.partial(
-    builders.make_episode_writer,
-    config,
-    workdir,
-    parts.bundle.tokenizer,
-    first_iteration,
-    max_repeated,
+  writer = builders.make_writer(
+    config, str(workdir), first_iteration, max_repeated
   )
+  folders = (_EPISODES, _TEACHER) if parts.teacher.loss else (_EPISODES,)
+  episode_writers = {}
+  if config.episodes.every and is_main:
+    # tensorflow_datasets is slow to import, and only some runs need it.
+    from gigpo_jax import episodes
+
+    for folder in folders:
+      episode_writers[folder] = episodes.EpisodeWriter(
+        workdir / folder,
+        parts.bundle.tokenizer,
+        seed=config.seed,
+        every=config.episodes.every,
+        first_iteration=first_iteration,
+        most_repeated=max_repeated,
+      )
   return run_logs.RunLogs(
-    builders.make_writer(config, workdir, first_iteration, max_repeated),
-    make_writer(_EPISODES),
-    make_writer(_TEACHER) if parts.teacher.loss else None,
-    parts.workdir if distributed.is_main_process() else None,
+    writer,
+    episode_writers.get(_EPISODES),
+    episode_writers.get(_TEACHER),
+    workdir if is_main else None,
   )
 
 

@@ -40,9 +40,7 @@ def compute_signals(
 
   One pass over the rows computes both, if plug-ins need outputs of the learner.
   """
-  outputs = {}
-  if parts.learner.has_signals:
-    outputs = parts.learner.signals(state.policy.params, rows)
+  outputs = parts.learner.signals(state.policy.params, rows)
   old_log_probs, gap_metrics = choose_old_log_probs(
     parts, state, rows, outputs.get('log_probs')
   )
@@ -218,8 +216,7 @@ def choose_old_log_probs(
   def compute(index: np.ndarray | slice) -> np.ndarray:
     if computed is not None:
       return computed[index]
-    is_all = isinstance(index, slice)
-    return learner.log_probs(params, rows if is_all else rows.take(index))
+    return learner.log_probs(params, rows.take(index))
 
   options, learner = parts.config.loss, parts.learner
   params, sampled = state.policy.params, rows.sampler_log_probs

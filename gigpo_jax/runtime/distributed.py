@@ -153,6 +153,12 @@ def all_gather_objects(value: Any) -> list[Any]:
   ]
 
 
+def barrier() -> None:
+  """Waits until every process calls it; a single process starts no device."""
+  if is_multi_process():
+    all_gather_objects(None)
+
+
 def check_same(values: Mapping[str, Any]) -> None:
   """Checks that all processes have the same values; all of them must call it.
 
