@@ -20,24 +20,27 @@ def runs(
   methods: Mapping[str, str],
   splits: Mapping[str, str],
   rates: Sequence[float] = RATES,
+  seeds: Sequence[int] = (100,),
 ) -> list[dict]:
-  """Returns a run for each environment, method and rate.
+  """Returns a run for each seed, environment, method and rate.
 
   Args:
     methods: word in the config's variant, by method.
     splits: evaluated split, by environment.
     rates: the learning rates.
+    seeds: the seeds, of which no other table has runs.
   """
   return [
     {
       'name': f'{method} {rate:g}',
       'config': f'configs/{env}.py:mini{word}',
-      'seed': 100,
+      'seed': seed,
       'overrides': {
         'optimizer.learning_rate': rate,
         'evaluation.split': split,
       },
     }
+    for seed in seeds
     for env, split in splits.items()
     for method, word in methods.items()
     for rate in rates
