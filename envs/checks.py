@@ -1,7 +1,14 @@
 """Checks of an environment's options; most yield `env.OPTION=VALUE: ...`."""
 
+import inspect
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import (
+  Callable,
+  Collection,
+  Iterator,
+  Mapping,
+  Sequence,
+)
 from typing import Any
 
 import envs
@@ -36,23 +43,44 @@ def one_of(
       yield f'env.{name}={value}: unknown; must be one of {", ".join(values)}'
 
 
-def import_named(field: str, name: str, *, accepted: str) -> Any:
+def import_named(
+  field: str, name: str, *, accepted: str, takes: Sequence[str] = ()
+) -> Any:
   """Returns what an option names as `module:function` or `module:Class`.
 
   Args:
     field: the option.
     name: its value.
     accepted: what the option accepts, for the error.
+    takes: names of the arguments of a function; (): not checked.
 
   Raises:
-    ValueError: in one line, if it names nothing.
+    ValueError: in one line, if it names nothing, or a function that cannot be
+      called with these arguments.
   """
   try:
-    return envs.import_attribute(name)
+    target = envs.import_attribute(name)
   except ImportError as error:
     raise ValueError(
       f'{field}={name}: unknown ({error}); must be {accepted}'
     ) from error
+  if takes and not isinstance(target, type):
+    try:
+      _bind(target, takes)
+    except TypeError as error:
+      raise ValueError(
+        f'{field}={name}: {error}; must be a function of ({", ".join(takes)})'
+      ) from error
+  return target
+
+
+def _bind(function: Callable[..., Any], arguments: Sequence[str]) -> None:
+  """Raises TypeError if a function does not take so many arguments."""
+  try:
+    signature = inspect.signature(function)
+  except ValueError:  # Some built-in functions have no signature.
+    return
+  signature.bind(*arguments)
 
 
 def shared(options: Mapping[str, Any]) -> Iterator[str]:

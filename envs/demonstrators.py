@@ -32,6 +32,7 @@ def play(
     'env.demonstrator',
     name,
     accepted='module:function; needed for a warm start only',
+    takes=('observation', 'noise', 'rng'),
   )
   rng = np.random.default_rng([seed, task.index])
   observation: base.Observation | None = env.reset(task)

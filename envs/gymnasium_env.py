@@ -182,7 +182,10 @@ class Env:
     if observe == 'render':
       return lambda _: strip_colours(str(self._env.render()))
     return checks.import_named(
-      'env.observe', observe, accepted='auto, render or module:function'
+      'env.observe',
+      observe,
+      accepted='auto, render or module:function',
+      takes=('observation',),
     )
 
   def _choose_anchor(self, observe: str) -> None:

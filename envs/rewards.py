@@ -88,7 +88,9 @@ def make(
   Raises:
     ValueError: in one line, if there is no such function or an option is wrong.
   """
-  target = checks.import_named(field, path, accepted='module:function')
+  target = checks.import_named(
+    field, path, accepted='module:function', takes=('episode',)
+  )
   field = f'{field}={path}'
   if not isinstance(target, type):
     known = ()

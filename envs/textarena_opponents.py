@@ -41,7 +41,10 @@ def make(name: str, actions: Sequence[str]) -> Opponent:
   if name == RANDOM:
     return functools.partial(play_randomly, actions=tuple(actions))
   return checks.import_named(
-    'env.opponent', name, accepted=f'{RANDOM}, {SELF} or module:function'
+    'env.opponent',
+    name,
+    accepted=f'{RANDOM}, {SELF} or module:function',
+    takes=('text', 'rng'),
   )
 
 

@@ -511,7 +511,9 @@ def _data_dir(config: ml_collections.ConfigDict) -> str | None:
 
 def _missing_environment(config: ml_collections.ConfigDict) -> Iterator[str]:
   missing = list(envs.check_installation(config.env.name, config.env))
-  yield from missing
+  if missing:  # The environment cannot list its tasks.
+    yield from missing
+    return
   data = envs.data(config.env.name)
   if data and _data_dir(config) == '':
     yield (
@@ -529,8 +531,7 @@ def _missing_environment(config: ml_collections.ConfigDict) -> Iterator[str]:
       if split is not None:
         yield from _too_few_tasks(config, split)
   except ValueError as error:
-    if (line := _with_field(config, str(error))) not in missing:
-      yield line
+    yield _with_field(config, str(error))
 
 
 def _missing_harness(config: ml_collections.ConfigDict) -> Iterator[str]:

@@ -50,6 +50,9 @@ _MAX_REPLAYS = 4
 # Number of characters that a failure shows from the end of a response.
 _SHOWN_CHARS = 60
 
+# Longest wait for events; the selector refuses more than 24 days.
+_MAX_WAIT_SECS = 3600.0
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -463,7 +466,7 @@ class EnvPool:
       if w and w.sent
     ]
     waits += [] if deadline is None else [deadline - time.monotonic()]
-    timeout = max(0.0, min(waits))
+    timeout = max(0.0, min([*waits, _MAX_WAIT_SECS]))
     while events := self._selector.select(timeout):
       ready = [key.data for key, _ in events]
       for w, handle in ready:

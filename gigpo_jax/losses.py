@@ -474,6 +474,7 @@ def _import(name: str) -> Any:
     'name',
     REGISTRY.get(name, name),
     accepted=f'one of {", ".join(REGISTRY)}, or module:function',
+    takes=('outputs', 'tokens'),
   )
 
 

@@ -151,6 +151,7 @@ class Family:
       self.field,
       path,
       accepted=f'of {", ".join(self.registry)}, or module:function',
+      takes=('advantages', 'rows', 'signals'),
     )
     if isinstance(factory, type):
       return factory

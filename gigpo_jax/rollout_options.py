@@ -15,7 +15,7 @@ def _is_horizon(horizon: Sequence) -> bool:
     if not isinstance(pair, tuple) or [*map(type, pair)] != [int, int]:
       return False
   starts = [start for start, _ in horizon]
-  rising = starts == sorted(set(starts))
+  rising = starts == sorted(set(starts)) and min(starts, default=0) >= 0
   return rising and all(turns >= 1 for _, turns in horizon)
 
 
@@ -40,8 +40,8 @@ class Options:
   horizon: tuple[tuple[int, int], ...] = options.field(
     (),
     _is_horizon,
-    'must be pairs (iteration, turns) with rising iterations and turns of at '
-    'least 1',
+    'must be pairs (iteration, turns) with rising iterations of at least 0 and '
+    'turns of at least 1',
   )
   temperature: float = options.field(
     1.0,

@@ -161,7 +161,7 @@ def _check_config_file(argv: list[str]) -> ml_collections.ConfigDict:
   config = ml_collections.ConfigDict()
   for argument in argv:
     name, _, value = argument.partition('=')
-    if name == '--config' and value:
+    if name == '--config':
       path, _, variant = value.partition(':')
       if not pathlib.Path(path).is_file():
         raise ValueError(

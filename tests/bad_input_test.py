@@ -78,6 +78,10 @@ FIELDS = (
   _field('rollout.batch_buckets', (), 'rising'),
   _field('rollout.horizon', ((5, 10), (5, 20)), 'rising'),
   _field('rollout.horizon', (5, 10), 'pairs'),
+  _field('rollout.horizon', ((-1, 10),), 'iterations of at least 0'),
+  _field('tasks.diversity_weight', 0.2, 'has no effect; needs tasks.draw'),
+  _field('teacher.data', 'runs/a', 'or must be (empty)'),
+  _field('reward.judge.url', 'http://a', 'must be (empty)'),
   _field('rollout.temperature', 0.0, 'above 0'),
   _field('rollout.temperature', 'nan', 'finite'),
   _field('rollout.top_p', 1.5, 'at most 1'),
@@ -140,6 +144,7 @@ COMMANDS = (
   _flags(
     '--config=configs/none.py', expected=('configs/none.py', 'no such file')
   ),
+  _flags('--config=', expected=('--config=: no such file', 'configs/')),
   _flags('--config=README.md', expected=('--config=README.md', 'configs/')),
   _flags('--config=configs/alfworld.py:huge', expected=('huge', 'accepts')),
   _flags('--config=configs/alfworld.py:grpo,ppo', expected=('one algorithm',)),

@@ -172,6 +172,11 @@ def test_timeout_of_receive():
     assert pool.receive(timeout_secs=0.2) == []
 
 
+def test_a_time_limit_of_a_year():
+  with pools.make(step_timeout_secs=3e7, reset_timeout_secs=3e7) as pool:
+    assert len(pools.play(pool, {0: 0})[0]) > 1
+
+
 def test_closing_twice_leaves_no_process():
   pool = pools.make(2)
   pids = [w.pid for w in pool._workers]

@@ -452,6 +452,16 @@ def test_a_loss_that_is_not_one_per_token_is_refused():
     make_learner(loss=losses.make(f'{__name__}:mean_loss'))
 
 
+def loss_alone(outputs, tokens):
+  """Returns no metrics."""
+  return -tokens.advantages * outputs.log_probs
+
+
+def test_a_loss_without_metrics_is_refused():
+  with pytest.raises(ValueError, match=r'^loss.name: returned a .*; must ret'):
+    make_learner(loss=losses.make(f'{__name__}:loss_alone'))
+
+
 def test_a_loss_of_another_module_trains():
   # At ratio 1 the surrogate has the gradient of the log-prob.
   rows = make_rows()

@@ -96,13 +96,14 @@ def test_finished_runs_are_gathered_and_not_rerun(tmp_path):
 @pytest.mark.skipif(
   not hasattr(os, 'sched_setaffinity'), reason='pins processes to cores'
 )
-def test_failed_runs_are_reported_and_others_continue(tmp_path):
+def test_failed_runs_are_reported_and_others_continue(tmp_path, capsys):
   runs = [
     sweep.Run('bad', 'configs/alfworld.py:smoke', 0, (('seed', -1),)),
     sweep.Run('worse', 'configs/webshop.py:smoke', 0, (('seed', -2),)),
   ]
   assert sweep.run_all(runs, tmp_path, at_once=1) == runs
   assert 'seed=-1' in (tmp_path / 'alfworld-bad-0.log').read_text()
+  assert 'alfworld-bad-0.log: seed=-1: out of range' in capsys.readouterr().out
   assert 'seed=-2' in (tmp_path / 'webshop-worse-0.log').read_text()
 
 
@@ -194,6 +195,31 @@ def test_runs_without_a_config_are_refused(tmp_path, config, overrides):
   run = sweep.Run('worse', config, 0, overrides)
   with pytest.raises(ValueError, match='run alfworld-worse-0: .*(huge|sed)'):
     sweep.run_all([run], tmp_path, at_once=1)
+
+
+def test_an_unknown_field_is_named_in_a_short_line():
+  overrides = (('rollout.group', 1),)
+  run = sweep.Run('bad', 'configs/alfworld.py:smoke', 0, overrides)
+  with pytest.raises(ValueError, match=r'-bad-0: rollout.group: no such') as e:
+    run.load()
+  assert str(e.value).endswith('did you mean rollout.groups?')
+
+
+def test_runs_of_own_configs_and_modules(tmp_path, monkeypatch):
+  (tmp_path / 'own.py').write_text(
+    'from configs import alfworld\n'
+    'def get_config(arg=""):\n'
+    '  config = alfworld.get_config("smoke")\n'
+    '  config.env.name = "mine"\n'
+    '  return config\n'
+  )
+  (tmp_path / 'mine.py').write_text('raise RuntimeError("is imported")')
+  monkeypatch.chdir(tmp_path)
+  path = os.pathsep.join(['.', str(PROJECT)])
+  monkeypatch.setenv('PYTHONPATH', path)
+  runs = [sweep.Run('a', 'own.py', 0)]
+  assert sweep.run_all(runs, tmp_path, at_once=1) == runs
+  assert 'is imported (mine.py:1' in (tmp_path / 'own-a-0.log').read_text()
 
 
 def test_known_runs_are_gathered_and_not_rerun(tmp_path, monkeypatch):
@@ -331,6 +357,11 @@ def test_an_extended_run_is_tested_again(tmp_path):
   [
     ('RUNS = []', 'RUNS is missing or empty'),
     ('RUNS = [', 'cannot be loaded .SyntaxError: '),
+    ('RUNS = [("a", "x", 0)]', "'x', 0.: must be a dictionary"),
+    (
+      'RUNS = [{"name": "a", "config": "x", "seed": 0, "overrides": ["b"]}]',
+      'overrides and test must be dictionaries',
+    ),
     ('RUNS = [{"name": "a"}]', "lacks .'config', 'seed'."),
     (
       'RUNS = 2 * [{"name": "a", "config": "x", "seed": 0}]',

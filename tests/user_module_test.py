@@ -67,6 +67,32 @@ def test_a_name_that_is_no_function(tmp_path, monkeypatch, field):
   assert len(str(raised.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+  ('field', 'arguments', 'expected'),
+  [
+    ('name', 'outputs', r'too many .*; must be a function of \(outputs, tok'),
+    ('reward.functions', 'prompts, completions', 'missing .*completions'),
+    ('filter.select', 'advantages, rows', 'too many .*rows, signals'),
+  ],
+)
+def test_a_function_of_other_arguments(
+  tmp_path, monkeypatch, field, arguments, expected
+):
+  (tmp_path / 'of_others.py').write_text(
+    f'def loss({arguments}): ...\nreward = select = loss\n'
+  )
+  monkeypatch.syspath_prepend(str(tmp_path))
+  monkeypatch.delitem(sys.modules, 'of_others', raising=False)
+  with pytest.raises(ValueError, match=f'^{field}=of_others.*: {expected}'):
+    IMPORTERS[field]('of_others')
+
+
+def test_a_function_without_a_signature_is_accepted():
+  assert checks.import_named(
+    'env.observe', 'builtins:max', accepted='', takes=('observation',)
+  )
+
+
 @pytest.mark.parametrize('name', TASKS)
 def test_tasks_that_cannot_be_listed(tmp_path, monkeypatch, name):
   code, *expected = TASKS[name]

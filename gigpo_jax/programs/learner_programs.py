@@ -154,7 +154,15 @@ class LearnerPrograms:
       dict.fromkeys(self._loss.columns, token),
     )
     with errors.show_traceback('loss.name'):
-      loss, metrics = jax.eval_shape(self._loss, outputs, tokens)
+      result = jax.eval_shape(self._loss, outputs, tokens)
+    match result:
+      case loss, dict(metrics):
+        pass
+      case _:
+        raise ValueError(
+          f'loss.name: returned a {type(result).__name__}; must return (loss '
+          'of each token, dict of metrics)'
+        )
     if loss.shape != token.shape:
       raise ValueError(
         f'loss.name: returned shape {loss.shape} for a mask of shape '

@@ -21,10 +21,9 @@ _DEPENDENT = {
     ('lora.alpha', 'lora.targets', 'lora.agents'),
     ('lora.rank', 'above 0', bool),
   ),
-  'tasks.uniform': (
-    'tasks.draw',
-    'uncertain',
-    lambda draw: draw == 'uncertain',
+  **dict.fromkeys(
+    ('tasks.uniform', 'tasks.diversity_weight'),
+    ('tasks.draw', 'uncertain', lambda draw: draw == 'uncertain'),
   ),
   'reward.kl_estimator': ('reward.kl_weight', 'above 0', bool),
   'reward.overlong_penalty': ('reward.overlong_buffer', 'above 0', bool),
@@ -145,12 +144,15 @@ def unknown(
 def non_default(
   config: ml_collections.ConfigDict, fields: Iterable[str]
 ) -> Iterator[tuple[str, object, object]]:
-  """Yields (field, value, default) of fields that differ from the default."""
+  """Yields (field, value, default) of fields that differ from the default.
+
+  An empty default is `(empty)`, for errors.
+  """
   defaults = base.get_config()
   for field in fields:
     value, default = get(config, field), get(defaults, field)
     if value != default:
-      yield field, value, default
+      yield field, value, '(empty)' if default == '' else default
 
 
 def unmet(

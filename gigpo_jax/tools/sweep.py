@@ -21,7 +21,7 @@ import tqdm
 import configs
 from envs import processes
 from gigpo_jax import deprecated, metrics
-from gigpo_jax.run import run_config
+from gigpo_jax.run import config_fields, run_config
 from gigpo_jax.runtime import files
 from gigpo_jax.tools import outcomes, paired, plots
 
@@ -115,8 +115,12 @@ class Run:
     path, _, variant = self.config.partition(':')
     overrides = {'seed': self.seed, **dict((*self.overrides, *fields))}
     try:
-      config = runpy.run_path(str(_ROOT / path))['get_config'](variant).lock()
+      file = configs.find(path) or path
+      config = runpy.run_path(file)['get_config'](variant).lock()
       overrides = deprecated.renamed(overrides, config)
+      for field in overrides.keys() - config_fields.flatten(config).keys():
+        advice = config_fields.suggest(field, config) or 'see configs/base.py'
+        raise ValueError(f'{field}: no such field; {advice}')
       config.update_from_flattened_dict(overrides)
     except (KeyError, OSError, TypeError, ValueError) as error:
       message = ' '.join(str(error).split())
@@ -195,6 +199,8 @@ def read(given: str | pathlib.Path) -> list[Run]:
     )
   runs = []
   for entry in entries:
+    if not isinstance(entry, dict):
+      raise ValueError(f'--sweep={path}: {entry}: must be a dictionary')
     unknown = set(entry) - {'name', 'config', 'seed', 'overrides', 'test'}
     missing = {'name', 'config', 'seed'} - set(entry)
     if unknown or missing:
@@ -203,7 +209,12 @@ def read(given: str | pathlib.Path) -> list[Run]:
         f'{sorted(missing)}; must have name, config, seed and optionally '
         'overrides and test'
       )
-    fields = [tuple(entry.get(k, {}).items()) for k in ('overrides', 'test')]
+    fields = [entry.get(name, {}) for name in ('overrides', 'test')]
+    if not all(isinstance(values, dict) for values in fields):
+      raise ValueError(
+        f'--sweep={path}: {entry}: overrides and test must be dictionaries'
+      )
+    fields = [tuple(values.items()) for values in fields]
     runs.append(Run(entry['name'], entry['config'], entry['seed'], *fields))
   folders = [run.folder for run in runs]
   if duplicates := sorted({f for f in folders if folders.count(f) > 1}):
@@ -280,7 +291,9 @@ def run_all(
       following = run.next_command(root)
       if process.returncode or following == command:
         failed.append(run)
-        bar.write(f'{run.folder}: failed, see {root / run.folder}.log')
+        log = root / f'{run.folder}.log'
+        *_, last = '', *log.read_text(errors='replace').splitlines()
+        bar.write(f'{run.folder}: failed, see {log}: {last}')
       elif following:
         waiting.insert(0, run)
         continue
@@ -304,7 +317,6 @@ def _start(
   with open(root / f'{run.folder}.log', 'a', encoding='utf-8') as log:
     process = subprocess.Popen(
       command,
-      cwd=_ROOT,
       stdout=log,
       stderr=subprocess.STDOUT,
       env=os.environ
