@@ -6,6 +6,7 @@ Rerun the command to resume the sweep.
 """
 
 import functools
+import os
 import signal
 import sys
 
@@ -37,6 +38,8 @@ def main() -> None:
     from gigpo_jax.runtime import errors
     from gigpo_jax.tools import sweep as sweep_lib
 
+    # Configs may name modules there, as in the runs.
+    sys.path.append(os.getcwd())
     interrupt.set_outlook(lambda: 'the same command resumes the sweep')
     # The exit also ends the runs.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

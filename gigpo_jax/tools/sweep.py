@@ -20,6 +20,7 @@ import tqdm
 
 import configs
 from envs import processes
+from gigpo_jax import config as config_lib
 from gigpo_jax import deprecated, metrics
 from gigpo_jax.run import config_fields, run_config
 from gigpo_jax.runtime import files
@@ -305,6 +306,27 @@ def run_all(
       process.wait()  # Until the run has saved its checkpoint.
     bar.close()
   return failed
+
+
+def _validate(runs: Sequence[Run]) -> None:
+  """Checks the configs of runs; those that differ in the seed alone once.
+
+  Raises:
+    ValueError: one line per problem.
+  """
+  different = {(run.config, run.overrides, run.test): run for run in runs}
+  lines: dict[str, None] = {}
+  for run in different.values():
+    for fields in (), run.test:
+      try:
+        config_lib.validate(run.load(fields))
+      except ValueError as error:
+        lines |= dict.fromkeys(
+          f'--sweep: run {run.folder}: {line}'
+          for line in str(error).splitlines()
+        )
+  if lines:
+    raise ValueError('\n'.join(lines))
 
 
 def _can_pin_cores() -> bool:
@@ -600,6 +622,7 @@ def main(
   failed = []
   if not only_gather:
     with files.lock(root):
+      _validate([run for run in to_run if not finished(run, root)])
       failed = run_all(to_run, root, at_once=at_once)
   name = pathlib.Path(sweep).stem
   evaluations = gather(runs, root, name, elsewhere)
