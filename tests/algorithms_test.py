@@ -337,6 +337,10 @@ def test_information_gain_by_hand():
   expected = [z[0] + z[1] / 2 + z[2] / 4, z[1] + z[2] / 2, z[2], 0]
   np.testing.assert_allclose(output.advantages, expected, atol=1e-4)
   assert output.metrics['advantage/gain_mean'] == pytest.approx(0.7 / 3)
+  half = algorithms.make('igpo', discount=0.5, gain_weight=0.5, components=())
+  np.testing.assert_allclose(
+    half.compute_advantages(rows).advantages, np.array(expected) / 2, atol=1e-4
+  )
   # Two episodes of two turns: gains .3 and .5 have z = -+.7071. The sums of the
   # components are 4 and 0, and 1 and 3: z = +-.7071 and -+.7071.
   pair = dataclasses.replace(rows, components=np.zeros((4, 2), np.float32))
@@ -430,6 +434,16 @@ def test_gae_by_hand():
   # A: 4; -1 + 0.25 * 4 = 0; -1 + 0 = -1; 0 - 0.25 = -0.25.
   np.testing.assert_allclose(output.advantages, [[0, 4], [-0.25, -1], [0, 0]])
   np.testing.assert_allclose(output.value_targets, [[4, 10], [0.75, 1], [0, 0]])
+  # Errors 0, 4, -0.25, -1 have the variance 17.0625 / 4 - 2.75^2 / 16; targets
+  # that of 4, 10, 0.75, 1.
+  explained = 1 - 3.79296875 / np.var([4, 10, 0.75, 1])
+  assert output.metrics == pytest.approx(
+    {
+      'critic/value_mean': (4 + 6 + 1 + 2) / 4,
+      'critic/explained': explained,
+      'advantage/abs_mean': (0 + 4 + 0.25 + 1) / 4,
+    }
+  )
 
 
 def test_gae_over_turns_by_hand():
