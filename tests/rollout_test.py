@@ -80,7 +80,8 @@ class ScriptedSampler:
     (ids,) = self._text.encode([response])
     ids = np.concatenate([ids, self._text.end_of_turn])
     log_probs = -np.arange(len(ids), dtype=np.float32)
-    return sampler.Completion(ids, log_probs, log_probs, 'stop')
+    reason = 'length' if response == LEFT else 'stop'
+    return sampler.Completion(ids, log_probs, log_probs, reason)
 
 
 @pytest.fixture(name='text', scope='module')
@@ -144,6 +145,7 @@ def test_tokens_streams_rewards_and_order(text):
   (expected,) = text.encode([LEFT])
   expected = np.concatenate([expected, text.end_of_turn])
   np.testing.assert_array_equal(step.completion_ids, expected)
+  assert [s.truncated for s in trajectories[3].steps] == [True, False, False]
   (prompt,) = text.render(['Step 0. You are in room 3 of 5. Go left or right.'])
   np.testing.assert_array_equal(step.prompt_ids, prompt)
   assert step.anchor == 'You are in room 3 of 5.'
@@ -157,6 +159,26 @@ def test_tokens_streams_rewards_and_order(text):
     (0, 6, 3, 1, 0),
   ]
   assert [len(wave) for wave in script.waves] == [4, 3, 3, 2, 1]
+
+
+def test_steps_record_whether_their_prompt_was_shortened(text):
+  (prompt,) = text.render(['Step 0. You are in room 3 of 5. Go left or right.'])
+  for limit in (len(prompt), len(prompt) - 1):
+    with pools.make(0, 1) as pool:
+      runner = rollout.EpisodeRunner(
+        pool, ScriptedSampler(text), text, limit, 'truncate_left'
+      )
+      (episode,) = runner.run(
+        {},
+        [base.Task('train', 3)],
+        episodes_per_group=1,
+        stream=(rollout.TRAIN, 0),
+        sampling=sampler.Sampling(),
+        task_type=str,
+      )
+    (step,) = episode.steps
+    assert len(step.prompt_ids) == limit
+    assert step.prompt_shortened == (limit < len(prompt))
 
 
 @pytest.mark.parametrize('schedule', rollout.SCHEDULES)
@@ -217,6 +239,32 @@ def test_reward_functions_score_episodes_while_others_run(text, schedule):
     if not after.failure:
       assert before.success and after.reward == before.reward + 2.5
       assert before.steps[0].result.reward == after.steps[0].result.reward
+
+
+@pytest.mark.parametrize(
+  ('purpose', 'expected'),
+  [(rollout.TRAIN, 1), (rollout.EVALUATION, 0), (rollout.CONTINUATION, 0)],
+)
+def test_reward_functions_score_training_episodes_only(text, purpose, expected):
+  submitted = []
+  scorer = types.SimpleNamespace(
+    submit=submitted.append,
+    poll=lambda: None,
+    finish=lambda: None,
+    apply=lambda ticket, episode: episode,
+  )
+  with pools.make(0, 1) as pool:
+    rollout.EpisodeRunner(
+      pool, ScriptedSampler(text), text, 200, 'error', scorer=scorer
+    ).run(
+      {},
+      [base.Task('train', 3)],
+      episodes_per_group=1,
+      stream=(purpose, 0),
+      sampling=sampler.Sampling(),
+      task_type=str,
+    )
+  assert len(submitted) == expected
 
 
 @pytest.mark.parametrize('schedule', rollout.SCHEDULES)
