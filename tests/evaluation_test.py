@@ -1,5 +1,7 @@
 """Tests of evaluation: rates, intervals and comparisons of policies."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from matplotlib import pyplot
@@ -108,6 +110,21 @@ def test_scores_are_compared_if_reported():
   assert comparisons['success'].low == -comparisons['success'].high
 
 
+def test_scores_of_repeats_by_hand():
+  # Each task has the mean 0.5, so an interval over tasks has no width.
+  scores = {0: (0.0, 1.0), 1: (0.5, 0.5)}
+  rates = evaluation.summarize(
+    [
+      episode(task, False, member, score=score)
+      for task, by_member in scores.items()
+      for member, score in enumerate(by_member)
+    ]
+  )
+  assert (rates['eval/score_low'], rates['eval/score_high']) == (0.5, 0.5)
+  assert rates['eval/score_best_of/2'] == (1 + 0.5) / 2
+  assert rates['eval/pass_at/2'] == 0
+
+
 def test_equal_mean_scores_are_ties_whatever_the_order_of_episodes():
   scores = 0.1, 0.2, 0.3  # The rounded sums of both orders differ.
   one = [episode(0, False, m, score=x) for m, x in enumerate(scores)]
@@ -118,6 +135,25 @@ def test_equal_mean_scores_are_ties_whatever_the_order_of_episodes():
     0,
     0,
   )
+
+
+def test_records_count_turns_and_invalid_responses():
+  played = episode(7, True, 1, score=0.25)
+  (step,) = played.steps
+  invalid = dataclasses.replace(
+    step, result=dataclasses.replace(step.result, valid=False)
+  )
+  played = dataclasses.replace(played, steps=(invalid, invalid, step))
+  assert evaluation._record(played) == {
+    'task': str(played.task),
+    'kind': 'pick',
+    'repeat': 1,
+    'success': True,
+    'score': 0.25,
+    'turns': 3,
+    'invalid': 2,
+    'failure': '',
+  }
 
 
 def test_table_has_a_row_per_task_type(tmp_path):
