@@ -370,6 +370,13 @@ def test_the_best_value_by_hand():
   output = algorithms.make('a_star_po').compute_advantages(rows)
   expected = [1 - 0.4772, -0.4772, -0.4772, -0.4772]
   np.testing.assert_allclose(output.advantages, expected, atol=5e-5)
+  # At temperature 1: log((e + 3) / 4) = 0.3574.
+  output = algorithms.make(
+    'a_star_po', value_temperature=1.0
+  ).compute_advantages(rows)
+  np.testing.assert_allclose(
+    output.advantages, [1 - 0.3574, *[-0.3574] * 3], atol=5e-5
+  )
   rows.rewards[:] = 10_000  # exp would overflow.
   output = algorithms.make('a_star_po').compute_advantages(rows)
   np.testing.assert_allclose(output.advantages, 0, atol=1e-3)
@@ -381,20 +388,26 @@ def test_risk_by_hand():
   subject = algorithms.make('risk_po')
   found = subject.risk(np.array([3.0, 0.0, 5.0]), np.array([1.0, 4.0]))
   np.testing.assert_allclose(found, [-0.6667, -5, 0], atol=5e-5)
+  # RVaR: (2 + 1 - 4) / 0.25, -3 / 0.25, 0; CVaR: 0, -1 / 0.5, 0.
+  subject = algorithms.make(
+    'risk_po', tail_weight=3.0, quantile_levels=(0.5, 0.75)
+  )
+  found = subject.risk(np.array([3.0, 0.0, 5.0]), np.array([1.0, 4.0]))
+  np.testing.assert_allclose(found, [-4 / 4, (-6 - 12) / 4, 0])
 
 
 def test_quantiles_are_tracked_by_hand():
   # Two bundles of one task: sums 10, 0, 10, with quantiles 1 and 4 before.
   state = {'state/quantile_low': 1.0, 'state/quantile_high': 4.0}
-  subject = algorithms.make('risk_po', bundle_tasks=1)
+  subject = algorithms.make('risk_po', bundle_tasks=1, quantile_rate=0.3)
   rows = algorithm_rows.golden_rows()
   output = algorithms.compute(subject, rows, None, state)
   # A third of the sums is below 1 and below 4.
   after = algorithms.next_state(state, output.metrics)
   assert after == pytest.approx(
     {
-      'state/quantile_low': 1 + 0.1 * (0.2 - 1 / 3),
-      'state/quantile_high': 4 + 0.1 * (0.8 - 1 / 3),
+      'state/quantile_low': 1 + 0.3 * (0.2 - 1 / 3),
+      'state/quantile_high': 4 + 0.3 * (0.8 - 1 / 3),
     }
   )
   history = run_state.History(iteration=0, algorithm_state=after)
@@ -492,7 +505,10 @@ ROWS = {'episode_stats': 'rows', 'penalty_scope': 'row', 'lone_episode': 'raw'}
     ('gigpo', {'episode_weight': 0.0}),
     ('pgpo', {}),
     ('pgpo', ROWS | {'episode_weight': 0.5, 'failure_exponent': 1.0}),
-    ('pgpo', {'norm': 'mean', 'potential_discount': 0.9}),
+    (
+      'pgpo',
+      {'norm': 'mean', 'potential_discount': 0.9, 'potential_weight': 2},
+    ),
     ('gagpo', {}),
     ('gagpo', ROWS | {'episode_weight': 0.5, 'step_lambda': 0.5}),
     ('gagpo', {'norm': 'mean', 'step_lambda': 0.0, 'discount': 1.0}),
