@@ -135,6 +135,16 @@ def test_similarity_changes_anchor_ids_only():
   np.testing.assert_array_equal(near.tokens, exact.tokens)
 
 
+def test_anchors_may_include_preceding_states():
+  steps = [make_step([1], [2], name) for name in ('hall', 'attic', 'hall')]
+  episodes = [make_episode(0, n, *steps) for n in range(2)]
+  for history, expected in ((0, [0, 1, 0]), (1, [0, 1, 2])):
+    rows = batch.from_trajectories(
+      episodes, **SIZES, row_multiple=6, anchor_history=history
+    )
+    np.testing.assert_array_equal(rows.anchors, expected * 2)
+
+
 def test_shuffled_anchors_are_a_function_of_seed_and_iteration():
   episodes = [
     make_episode(0, n, *(make_step([1], [2], str(t)) for t in range(5)))
