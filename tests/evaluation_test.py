@@ -47,6 +47,14 @@ def test_repeats_of_a_task_are_not_independent():
   assert 0.15 <= low <= 0.25 and 0.75 <= high <= 0.85
 
 
+def test_the_bootstrap_covers_95_percent():
+  # Three draws from 0, 0, 1 have the sums 0 to 3 with the probabilities 8, 12,
+  # 6 and 1 / 27, so that the quantile 0.975 is 3, and 0.95 would be 2.
+  for wins in (1, 2):
+    episodes = [episode(n, n < wins, m) for n in range(3) for m in range(2)]
+    assert evaluation.success_interval(episodes) == (0, 1)
+
+
 def test_pass_at_k_by_hand():
   # One success of 4: 1 - C(3, 2) / C(4, 2) = 1/2; all four: 1. Scores .2, .6
   # and .2 have three pairs, with the largest scores .6, .2 and .6.
