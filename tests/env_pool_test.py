@@ -82,6 +82,8 @@ def test_neighbours_of_a_lost_environment_are_replayed(fault):
     assert pool.restarts == 1
     # The number of replays is limited unless a worker dies.
     assert pool._replays[0] == (fault == 'hang')
+    pool.reset(0, base.Task('train', 0))
+    assert pool._replays[0] == 0
   assert isinstance(history[1][2], env_pool.Failure)
   for env_index in (0, 2, 3):
     assert history[env_index] == expected[env_index]
@@ -148,6 +150,13 @@ def test_numbers_out_of_bounds_name_the_environment(
     assert reason in answer.reason
   else:
     assert isinstance(answer, base.StepResult)
+
+
+def test_an_episode_that_is_over_takes_no_step():
+  with pools.make(0, 1) as pool:
+    assert pools.play(pool, {0: 3})[0][-1].done
+    with pytest.raises(RuntimeError, match='env=0: no episode is running'):
+      pool.step(0, pools.RIGHT)
 
 
 def test_prepare_has_no_reply():

@@ -161,6 +161,41 @@ def test_tokens_streams_rewards_and_order(text):
   assert [len(wave) for wave in script.waves] == [4, 3, 3, 2, 1]
 
 
+def test_metrics_by_hand():
+  pool = types.SimpleNamespace(restarts=1, recycled=2)
+  engine = types.SimpleNamespace(compilations=3)
+  runner = rollout.EpisodeRunner(pool, engine, None, 1, 'error')
+  runner.clock = rollout.RolloutClock(
+    env_wait_secs=1.0, env_spans=[(0.0, 1.0), (1.0, 4.0)], total_secs=10.0
+  )
+  runner.stats = sampler.Stats(
+    prefill_tokens=30,
+    padded_tokens=40,
+    reused_tokens=10,
+    decode_tokens=60,
+    slot_steps=80,
+    idle_secs=0.5,
+  )
+  expected = {
+    'prefill_tokens': 30,
+    'reused_tokens': 10,
+    'prefill_tokens_per_sec': 3,
+    'decode_tokens_per_sec': 6,
+    'slot_occupancy': 0.75,
+    'shared_prompt_share': 0.25,
+    'prefill_padding_share': 0.25,
+    'host_wait_share': 0.05,
+    'env_wait_share': 0.1,
+    'env_secs_per_step': 2,
+    'env_restarts': 1,
+    'env_recycled': 2,
+    'compilations': 3,
+  }
+  assert runner.metrics() == pytest.approx(
+    {f'rollout/{name}': value for name, value in expected.items()}
+  )
+
+
 def test_steps_record_whether_their_prompt_was_shortened(text):
   (prompt,) = text.render(['Step 0. You are in room 3 of 5. Go left or right.'])
   for limit in (len(prompt), len(prompt) - 1):
@@ -483,6 +518,9 @@ def _run_in_parts(text, schedule: str, **pool_options):
     with pools.make(**pool_options) as pool:  # A new pool, as after a kill.
       runner = rollout.EpisodeRunner(pool, script, text, 200, 'error', schedule)
       (episodes,) = runner.run_batches({}, [batch], task_type=str)
+      for env in range(pool.num_envs):
+        with pytest.raises(RuntimeError, match='no episode is running'):
+          pool.step(env, RIGHT)
     assert not requests.keys() & script.requests.keys()
     requests |= script.requests
     played |= {(t.group, t.member): t for t in episodes}
