@@ -42,6 +42,8 @@ def test_special_tokens_stop_and_are_not_decoded(text):
   (ids,) = text.encode(['look'])
   ids = np.concatenate([ids, text.end_of_turn])
   assert ids[-1] in text.stop_ids
+  # <|endoftext|> and <|im_end|>.
+  assert text.stop_ids == (0, 2)
   assert text.decode([ids]) == ['look']
 
 
