@@ -301,6 +301,23 @@ def test_released_memory_is_allocated_again(params):
   assert engine.compilations == compilations
 
 
+def test_parameters_are_prepared_once():
+  engine, calls = _sampler(), []
+  engine._programs.prepare = lambda *args: calls.append(args) or {}
+  params, other = {'w': np.ones(1)}, {'w': np.zeros(1)}
+  for loaded in (
+    (params, None),
+    (params, None),
+    (params, other),
+    (other, other),
+  ):
+    engine.load(*loaded)
+  assert calls == [(params, {}), (params, other), (other, other)]
+  engine.release()
+  engine.load(other, other)
+  assert len(calls) == 4
+
+
 def test_no_requests_give_no_completions(params):
   assert _sampler().generate(params, []) == []
 
