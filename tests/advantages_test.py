@@ -597,3 +597,30 @@ def test_a_column_of_another_length_is_refused_by_name(name):
   columns[name] = columns[name][:3]
   with pytest.raises(ValueError, match=rf'^{name}: has shape \(3,\), and gro'):
     advantages.gigpo(**columns)
+
+
+def test_metrics_of_the_signal_by_hand():
+  # Anchor groups of 1, 2, 3, 4, 7 and 8 rows, and a padding row.
+  sizes = np.repeat([1, 2, 3, 4, 7, 8, 1], [1, 2, 3, 4, 7, 8, 1])
+  episode, step = np.zeros(26), np.zeros(26)
+  episode[:2], step[:2], step[25] = [3, -3], [-1, 1], 9
+  components = advantages.Components(episode, step, None, None, sizes, None)
+  groups = np.repeat([0, 1, -1], [10, 15, 1])
+  metrics = advantages.signal_metrics(components, groups)
+  expected = {
+    'singleton_anchor_rows': 1 / 25,
+    'anchor_group_size_mean': 25 / 6,
+    'anchor_groups_of_1': 1 / 6,
+    'anchor_groups_of_2_to_3': 2 / 6,
+    'anchor_groups_of_4_to_7': 2 / 6,
+    'anchor_groups_of_8_and_more': 1 / 6,
+    'groups_without_spread': 1 / 2,
+    'episode_abs_mean': 6 / 25,
+    'step_abs_mean': 2 / 25,
+    'episode_std': np.sqrt(18 / 25),
+    'step_std': np.sqrt(2 / 25),
+    'correlation': -1,
+  }
+  assert metrics == pytest.approx(
+    {f'advantage/{name}': value for name, value in expected.items()}
+  )

@@ -336,6 +336,10 @@ def test_information_gain_by_hand():
   expected = [z[0] + z[1] / 2 + z[2] / 4, z[1] + z[2] / 2, z[2], 0]
   np.testing.assert_allclose(output.advantages, expected, atol=1e-4)
   assert output.metrics['advantage/gain_mean'] == pytest.approx(0.7 / 3)
+  half = algorithms.make('igpo', discount=0.5, gain_weight=0.5, components=())
+  np.testing.assert_allclose(
+    half.compute_advantages(rows).advantages, np.array(expected) / 2, atol=1e-4
+  )
   # Two episodes of two turns: gains .3 and .5 have z = -+.7071. The sums of the
   # components are 4 and 0, and 1 and 3: z = +-.7071 and -+.7071.
   pair = dataclasses.replace(rows, components=np.zeros((4, 2), np.float32))
@@ -365,6 +369,13 @@ def test_the_best_value_by_hand():
   output = algorithms.make('a_star_po').compute_advantages(rows)
   expected = [1 - 0.4772, -0.4772, -0.4772, -0.4772]
   np.testing.assert_allclose(output.advantages, expected, atol=5e-5)
+  # At temperature 1: log((e + 3) / 4) = 0.3574.
+  output = algorithms.make(
+    'a_star_po', value_temperature=1.0
+  ).compute_advantages(rows)
+  np.testing.assert_allclose(
+    output.advantages, [1 - 0.3574, *[-0.3574] * 3], atol=5e-5
+  )
   rows.rewards[:] = 10_000  # exp would overflow.
   output = algorithms.make('a_star_po').compute_advantages(rows)
   np.testing.assert_allclose(output.advantages, 0, atol=1e-3)
@@ -376,20 +387,26 @@ def test_risk_by_hand():
   subject = algorithms.make('risk_po')
   found = subject.risk(np.array([3.0, 0.0, 5.0]), np.array([1.0, 4.0]))
   np.testing.assert_allclose(found, [-0.6667, -5, 0], atol=5e-5)
+  # RVaR: (2 + 1 - 4) / 0.25, -3 / 0.25, 0; CVaR: 0, -1 / 0.5, 0.
+  subject = algorithms.make(
+    'risk_po', tail_weight=3.0, quantile_levels=(0.5, 0.75)
+  )
+  found = subject.risk(np.array([3.0, 0.0, 5.0]), np.array([1.0, 4.0]))
+  np.testing.assert_allclose(found, [-4 / 4, (-6 - 12) / 4, 0])
 
 
 def test_quantiles_are_tracked_by_hand():
   # Two bundles of one task: sums 10, 0, 10, with quantiles 1 and 4 before.
   state = {'state/quantile_low': 1.0, 'state/quantile_high': 4.0}
-  subject = algorithms.make('risk_po', bundle_tasks=1)
+  subject = algorithms.make('risk_po', bundle_tasks=1, quantile_rate=0.3)
   rows = algorithm_rows.golden_rows()
   output = algorithms.compute(subject, rows, None, state)
   # A third of the sums is below 1 and below 4.
   after = algorithms.next_state(state, output.metrics)
   assert after == pytest.approx(
     {
-      'state/quantile_low': 1 + 0.1 * (0.2 - 1 / 3),
-      'state/quantile_high': 4 + 0.1 * (0.8 - 1 / 3),
+      'state/quantile_low': 1 + 0.3 * (0.2 - 1 / 3),
+      'state/quantile_high': 4 + 0.3 * (0.8 - 1 / 3),
     }
   )
   history = run_state.History(iteration=0, algorithm_state=after)
@@ -429,6 +446,16 @@ def test_gae_by_hand():
   # A: 4; -1 + 0.25 * 4 = 0; -1 + 0 = -1; 0 - 0.25 = -0.25.
   np.testing.assert_allclose(output.advantages, [[0, 4], [-0.25, -1], [0, 0]])
   np.testing.assert_allclose(output.value_targets, [[4, 10], [0.75, 1], [0, 0]])
+  # Errors 0, 4, -0.25, -1 have the variance 17.0625 / 4 - 2.75^2 / 16; targets
+  # that of 4, 10, 0.75, 1.
+  explained = 1 - 3.79296875 / np.var([4, 10, 0.75, 1])
+  assert output.metrics == pytest.approx(
+    {
+      'critic/value_mean': (4 + 6 + 1 + 2) / 4,
+      'critic/explained': explained,
+      'advantage/abs_mean': (0 + 4 + 0.25 + 1) / 4,
+    }
+  )
 
 
 def test_gae_over_turns_by_hand():
@@ -477,7 +504,10 @@ ROWS = {'episode_stats': 'rows', 'penalty_scope': 'row', 'lone_episode': 'raw'}
     ('gigpo', {'episode_weight': 0.0}),
     ('pgpo', {}),
     ('pgpo', ROWS | {'episode_weight': 0.5, 'failure_exponent': 1.0}),
-    ('pgpo', {'norm': 'mean', 'potential_discount': 0.9}),
+    (
+      'pgpo',
+      {'norm': 'mean', 'potential_discount': 0.9, 'potential_weight': 2},
+    ),
     ('gagpo', {}),
     ('gagpo', ROWS | {'episode_weight': 0.5, 'step_lambda': 0.5}),
     ('gagpo', {'norm': 'mean', 'step_lambda': 0.0, 'discount': 1.0}),

@@ -84,6 +84,36 @@ def test_rows_hold_the_steps():
   np.testing.assert_array_equal(rows.valid, [1, 1, 0, 1, 1, 1])
 
 
+def test_rows_hold_the_fields_of_their_steps():
+  plain = make_step([1], [2], 'hall')
+  last = dataclasses.replace(plain.result, valid=False, success=True, score=0.5)
+  changes = [
+    {'age': 2},
+    {'truncated': True},
+    {'forced_tokens': 1},
+    {'state_value': 0.25},
+    {'result': last},
+  ]
+  steps = [dataclasses.replace(plain, **change) for change in changes]
+  rows = batch.from_trajectories(
+    [make_episode(0, 0, *steps)],
+    **SIZES,
+    row_multiple=6,
+    components=('valid', 'score'),
+  )
+  # The sixth row is padding.
+  np.testing.assert_array_equal(rows.ages, [2, 0, 0, 0, 0, 0])
+  np.testing.assert_array_equal(rows.truncated, [0, 1, 0, 0, 0, 0])
+  np.testing.assert_array_equal(rows.forced, [0, 0, 1, 0, 0, 0])
+  np.testing.assert_array_equal(
+    rows.state_values, [*[np.nan] * 3, 0.25, *[np.nan] * 2]
+  )
+  np.testing.assert_array_equal(rows.success, [0, 0, 0, 0, 1, 0])
+  # -1 for an invalid response; steps without a score have 0.
+  np.testing.assert_array_equal(rows.components[:, 0], [0, 0, 0, 0, -1, 0])
+  np.testing.assert_array_equal(rows.components[:, 1], [0, 0, 0, 0, 0.5, 0])
+
+
 @pytest.mark.parametrize(('count', 'size'), [(1, 4), (4, 4), (5, 8), (9, 16)])
 def test_row_counts_are_powers_of_two_times_the_multiple(count, size):
   ids = [np.array([1], np.int32)] * count
@@ -103,6 +133,16 @@ def test_similarity_changes_anchor_ids_only():
   # hall 1, hall 2: 2 * 5 / 12 = 0.83.
   np.testing.assert_array_equal(near.anchors[:3], [0, 0, 1])
   np.testing.assert_array_equal(near.tokens, exact.tokens)
+
+
+def test_anchors_may_include_preceding_states():
+  steps = [make_step([1], [2], name) for name in ('hall', 'attic', 'hall')]
+  episodes = [make_episode(0, n, *steps) for n in range(2)]
+  for history, expected in ((0, [0, 1, 0]), (1, [0, 1, 2])):
+    rows = batch.from_trajectories(
+      episodes, **SIZES, row_multiple=6, anchor_history=history
+    )
+    np.testing.assert_array_equal(rows.anchors, expected * 2)
 
 
 def test_shuffled_anchors_are_a_function_of_seed_and_iteration():

@@ -76,6 +76,11 @@ def test_order_of_branches_by_hand():
   episode = make_episode([1, 1, 3, 0, 1])
   order = rule.branch_order(episode, np.array([0.9, 0.6, 0.8, 0.4, 0.5]))
   np.testing.assert_array_equal(order, [np.inf, np.inf, 2, np.inf, 4])
+  # u - 0.4 change: 0.9, 0.6, 0.15, 0.45, 0.5.
+  doubled = dataclasses.replace(rule, branch_entropy_weight=0.4)
+  draws = np.array([0.9, 0.6, 0.95, 0.05, 0.5])
+  order = doubled.branch_order(episode, draws)
+  np.testing.assert_array_equal(order, [np.inf, np.inf, 2, 3, 4])
   # u - w change is limited to [0, 1].
   sure = dataclasses.replace(rule, branch_probability=1.0)
   assert np.isfinite(sure.branch_order(episode, np.full(5, 0.999))).all()

@@ -38,6 +38,17 @@ def test_evaluation_has_its_own_sampling_options():
   ) == sampler.Sampling(0.4, top_k=2, top_p=0.8, min_p=0.2)
 
 
+@pytest.mark.parametrize('stops', [False, True])
+def test_responses_may_stop_at_the_end_of_an_action(stops):
+  config = alfworld.get_config('tiny')
+  config.rollout.stop_at_action = stops
+  bundle = model_builders.make_model_bundle(config)
+  find = bundle.sampler._find_stop
+  assert (find is not None) == stops
+  (ids,) = bundle.tokenizer.encode(['<action>look</action>.'])
+  assert not stops or 0 < find(ids, len(ids)) < len(ids)
+
+
 def test_the_pool_has_environments_for_evaluations_inside_rollouts():
   config = base.get_config()
   config.env.name = 'toy'

@@ -57,6 +57,20 @@ def test_another_checkpoint_is_kept_while_it_is_wanted(tmp_path):
   assert names == [['0'], ['0', '1'], ['0', '2'], ['2', '3'], ['4']]
 
 
+def test_the_newest_checkpoint_up_to_an_iteration(tmp_path):
+  with checkpoint.Checkpointer(tmp_path) as saved:
+    for iteration in (1, 3):
+      saved.save(iteration, {'x': jnp.full(4, float(iteration))}, {})
+    saved.wait()
+    assert saved.newest == 3
+    assert [saved.newest_until(n) for n in range(5)] == [-1, 1, 1, 3, 3]
+    assert [saved.latest(n) for n in range(5)] == [None, 1, 1, 3, 3]
+    wanted = checkpoint.abstract_state({'x': jnp.zeros(4)})
+    iteration, state, _ = saved.restore(wanted, iteration=2, or_earlier=True)
+    assert (iteration, saved.newest) == (1, 1)
+    np.testing.assert_array_equal(state['x'], np.ones(4))
+
+
 def test_another_model_is_refused_by_name(tmp_path):
   with checkpoint.Checkpointer(tmp_path) as saved:
     saved.save(0, _state(), {})

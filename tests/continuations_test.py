@@ -181,6 +181,17 @@ def test_advantages_of_a_lone_episode():
     assert mean == pytest.approx(sum(expected) / known)
 
 
+def test_unknown_values_do_not_count_when_advantages_are_whitened():
+  # One token per turn. V = 5 before two turns; that of the third is unknown.
+  rows = algorithm_rows.golden_rows().take(np.array([0, 1, 2, 8]))
+  rows.episodes[:3], rows.steps[:3], rows.rewards[:3] = [0, 1, 2], 0, [4, 8, 9]
+  rows.state_values[:] = [5, 5, np.nan, np.nan]
+  # -1 and 3: mean 1, standard deviation sqrt(8).
+  output = algorithms.make('vineppo').compute_advantages(rows)
+  expected = [-np.sqrt(0.5), np.sqrt(0.5), 0, 0]
+  np.testing.assert_allclose(output.advantages, expected, atol=1e-6)
+
+
 @pytest.mark.parametrize(
   ('discount', 'expected'),
   [

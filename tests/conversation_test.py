@@ -9,7 +9,7 @@ from chat_templates import QWEN3
 
 from configs import alfworld
 from envs import base
-from gigpo_jax import conversation, tokenizer
+from gigpo_jax import conversation, tokenizer, trajectory
 from gigpo_jax.run import model_check
 
 TEXTS = ['look at the desk', '<think>\na\n</think>\n\n', 'user assistant'] * 20
@@ -144,6 +144,59 @@ def test_an_empty_thought_of_the_prompt_stays(directory, tmp_path):
   assert _raw(text, turn.prompt_ids).endswith('<think>\n\n</think>\n\n')
   begin = np.concatenate([turn.prompt_ids, ids])
   np.testing.assert_array_equal(prompts[1][0][: len(begin)], begin)
+
+
+def test_only_a_token_that_ends_a_turn_is_not_repeated(directory, tmp_path):
+  # The template ends a response with a line break, as this response does.
+  template = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    'assistant: '
+  )
+  text = _tokenizer(directory, tmp_path, template)
+  chat = conversation.Conversations(text, 999, 'error')
+  response = _sample(text, 'look\n', end=False)
+  _, prompts = _play(chat, _observation('task'), [response], ['a'])
+  assert _raw(text, prompts[1][0]) == (
+    'user: task\nassistant: look\n\nuser: a\nassistant: '
+  )
+
+
+def test_conversations_of_an_episode_alternate():
+  def observation(name, message):
+    messages = (base.Message('user', message),)
+    return base.Observation(
+      '', '', '', '', messages=messages, conversation=name
+    )
+
+  def step(prompt, completion, response, following):
+    result = base.StepResult(following, 0.0, True, '', False, False)
+    ids = np.array([prompt], np.int32), np.array([completion], np.int32)
+    log_probs = np.zeros(1, np.float32)
+    return trajectory.Step(
+      *ids, log_probs, False, False, '', '', response, result=result
+    )
+
+  steps = [
+    step(1, 2, 'plan', observation('actor', 'a1')),
+    step(3, 4, 'act', observation('planner', 'p2')),
+    step(5, 6, 'plan again', observation('actor', 'a2')),
+  ]
+  first = observation('planner', 'p1')
+  start, (turn,) = conversation.split_turns(first, steps)
+  assert [m.text for m in start.messages] == ['a1']
+  assert (turn.prompt_ids.tolist(), turn.completion_ids.tolist()) == ([3], [4])
+  assert (turn.response, [m.text for m in turn.messages]) == ('act', ['a2'])
+  start, (turn,) = conversation.split_turns(first, steps[:2])
+  assert [m.text for m in start.messages] == ['p1']
+  assert (turn.response, [m.text for m in turn.messages]) == ('plan', ['p2'])
+
+
+def test_messages_and_tools_count_for_the_length_of_a_prompt():
+  half = 'a' * 40_000
+  error = conversation.prompt_error(_observation(half, tools=(half,)), 10)
+  assert error.startswith('a prompt of 80,000 characters')
+  for short in (_observation(half), _observation('', tools=(half,))):
+    assert conversation.prompt_error(short, 10) == ''
 
 
 def test_a_special_token_in_a_message_stays_text(text):

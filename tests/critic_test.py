@@ -131,19 +131,19 @@ def test_without_a_value_mask_all_completion_tokens_are_trained(rows):
 
 def test_regression_by_hand():
   tokens = token_batch.make(
-    jnp.array([[True, True, False]]),
-    jnp.zeros((1, 3), jnp.int32),
+    jnp.array([[True, True, True, False]]),
+    jnp.zeros((1, 4), jnp.int32),
     {
-      'old_values': jnp.array([[1.0, 0.0, 0.0]]),
-      'value_targets': jnp.array([[3.0, 1.0, 0.0]]),
-      'value_weights': jnp.array([[1.0, 2.0, 1.0]]),
+      'old_values': jnp.array([[1.0, 0.0, 1.0, 0.0]]),
+      'value_targets': jnp.array([[3.0, 1.0, 3.0, 0.0]]),
+      'value_weights': jnp.array([[1.0, 2.0, 0.0, 1.0]]),
     },
   )
-  outputs = token_batch.ValueOutputs(jnp.array([[2.0, 0.2, 5.0]]))
+  outputs = token_batch.ValueOutputs(jnp.array([[2.0, 0.2, 2.0, 5.0]]))
   loss, metrics = losses.ValueRegression(value_clip=0.5)(outputs, tokens)
-  # clip(2) = 1.5: max(1, 2.25) / 2; 0.2 inside: 2 * 0.64 / 2.
-  np.testing.assert_allclose(loss, [[1.125, 0.64, 0]], rtol=1e-6)
-  np.testing.assert_array_equal(metrics['value/clipped'], [[1, 0, 0]])
+  # clip(2) = 1.5: max(1, 2.25) / 2; 0.2 inside: 2 * 0.64 / 2; weight 0.
+  np.testing.assert_allclose(loss, [[1.125, 0.64, 0, 0]], rtol=1e-6)
+  np.testing.assert_array_equal(metrics['value/clipped'], [[1, 0, 0, 0]])
 
 
 def test_with_adapters_only_these_and_the_head_are_trained(rows):

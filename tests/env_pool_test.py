@@ -80,9 +80,24 @@ def test_neighbours_of_a_lost_environment_are_replayed(fault):
     history = pools.play(pool, tasks)
     assert [f.env for f in pool.failures] == [1]
     assert pool.restarts == 1
+    # The number of replays is limited unless a worker dies.
+    assert pool._replays[0] == (fault == 'hang')
+    pool.reset(0, base.Task('train', 0))
+    assert pool._replays[0] == 0
   assert isinstance(history[1][2], env_pool.Failure)
   for env_index in (0, 2, 3):
     assert history[env_index] == expected[env_index]
+
+
+@pytest.mark.parametrize('num_workers', [0, 1])
+def test_replies_to_an_earlier_episode_are_dropped(num_workers: int):
+  with pools.make(num_workers, 1) as pool:
+    for index in (0, 3):
+      pool.reset(0, base.Task('train', index))
+    ((env, observation),) = pool.receive()
+    assert (env, observation.anchor) == (0, 'You are in room 3 of 5.')
+    pool.step(0, pools.RIGHT)
+    assert pools.gather(pool, {0})[0].success
 
 
 def test_differing_replay_is_a_failure():
@@ -137,6 +152,13 @@ def test_numbers_out_of_bounds_name_the_environment(
     assert isinstance(answer, base.StepResult)
 
 
+def test_an_episode_that_is_over_takes_no_step():
+  with pools.make(0, 1) as pool:
+    assert pools.play(pool, {0: 3})[0][-1].done
+    with pytest.raises(RuntimeError, match='env=0: no episode is running'):
+      pool.step(0, pools.RIGHT)
+
+
 def test_prepare_has_no_reply():
   with pools.make() as pool:
     pool.prepare(0, base.Task('train', 3))
@@ -144,7 +166,8 @@ def test_prepare_has_no_reply():
 
 
 def test_idle_worker_is_recycled():
-  with pools.make(1, 2, max_resets_per_worker=2) as pool:
+  # The number of the worker's environments is a lower bound of the limit.
+  with pools.make(1, 2, max_resets_per_worker=1) as pool:
     first = pool._workers[0].pid
     pools.play(pool, {0: 0, 1: 0})
     assert pool._workers[0].pid == first

@@ -136,6 +136,67 @@ def test_fields_of_a_record(tmp_path):
   assert math.isnan(dropped['steps'][0]['advantage'])
 
 
+def test_records_have_the_score_and_the_limits_that_steps_reached():
+  played = episode(0, [0.0, 1.0])
+  first, second = played.steps
+  scored = dataclasses.replace(second.result, score=0.25)
+  steps = (
+    dataclasses.replace(first, truncated=True),
+    dataclasses.replace(second, prompt_shortened=True, result=scored),
+  )
+  played = dataclasses.replace(played, steps=steps)
+  record = episode_records.make_record(
+    played, iteration=0, seed=0, step_fields=None
+  )
+  assert record['score'] == 0.25
+  fields = 'truncated', 'prompt_shortened'
+  assert [[s[f] for f in fields] for s in record['steps']] == [
+    [True, False],
+    [False, True],
+    [False, False],
+  ]
+
+
+def test_records_of_a_teacher_by_hand():
+  rows = batch.pack(
+    [[1, 2, 3], [4]],
+    [[5, 6], [7]],
+    max_prompt_tokens=3,
+    max_completion_tokens=2,
+    row_multiple=4,
+  )
+  columns = {
+    'old_log_probs': np.array([[-1, -2], [-3, 0], [0, 0], [0, 0]], np.float32),
+    'advantages': np.array([[1, 2], [4, 0], [0, 0], [0, 0]], np.float32),
+  }
+  records = episode_records.make_teacher_records(
+    rows, columns, ['a', 'b'], iteration=3, seed=5
+  )
+  decoded = [
+    episode_records.decode(episode_records.encode(record)) for record in records
+  ]
+  assert [r['group'] for r in decoded] == [episode_records.TEACHER] * 2
+  assert [(r['iteration'], r['seed'], r['member']) for r in decoded] == [
+    (3, 5, 0),
+    (3, 5, 1),
+  ]
+  (one, closing), (other, _) = (record['steps'] for record in decoded)
+  assert (one['response'], other['response']) == ('a', 'b')
+  assert one['prompt_ids'].tolist() == [1, 2, 3]
+  assert one['completion_ids'].tolist() == [5, 6]
+  assert one['log_probs'].tolist() == [-1, -2]
+  assert other['log_probs'].tolist() == [-3]
+  # Means over the tokens of a row.
+  assert (one['advantage'], other['advantage']) == (1.5, 4)
+  assert (one['is_last'], closing['is_last']) == (False, True)
+  # A supervised teacher has neither log-probs nor advantages.
+  (record, _) = episode_records.make_teacher_records(
+    rows, {}, ['a', 'b'], iteration=3, seed=5
+  )
+  assert np.isnan(record['steps'][0]['log_probs']).all()
+  assert math.isnan(record['steps'][0]['advantage'])
+
+
 def test_iteration_without_rows_is_stored_as_not_trained_on(tmp_path):
   dropped = collected().episodes[:2]
   log = episodes.EpisodeWriter(tmp_path, Text(), seed=5)

@@ -1,5 +1,7 @@
 """Tests of evaluation: rates, intervals and comparisons of policies."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from matplotlib import pyplot
@@ -43,6 +45,14 @@ def test_repeats_of_a_task_are_not_independent():
   wilson = metrics.wilson(250, 500)
   assert high - low > 3 * (wilson[1] - wilson[0])
   assert 0.15 <= low <= 0.25 and 0.75 <= high <= 0.85
+
+
+def test_the_bootstrap_covers_95_percent():
+  # Three draws from 0, 0, 1 have the sums 0 to 3 with the probabilities 8, 12,
+  # 6 and 1 / 27, so that the quantile 0.975 is 3, and 0.95 would be 2.
+  for wins in (1, 2):
+    episodes = [episode(n, n < wins, m) for n in range(3) for m in range(2)]
+    assert evaluation.success_interval(episodes) == (0, 1)
 
 
 def test_pass_at_k_by_hand():
@@ -108,6 +118,21 @@ def test_scores_are_compared_if_reported():
   assert comparisons['success'].low == -comparisons['success'].high
 
 
+def test_scores_of_repeats_by_hand():
+  # Each task has the mean 0.5, so an interval over tasks has no width.
+  scores = {0: (0.0, 1.0), 1: (0.5, 0.5)}
+  rates = evaluation.summarize(
+    [
+      episode(task, False, member, score=score)
+      for task, by_member in scores.items()
+      for member, score in enumerate(by_member)
+    ]
+  )
+  assert (rates['eval/score_low'], rates['eval/score_high']) == (0.5, 0.5)
+  assert rates['eval/score_best_of/2'] == (1 + 0.5) / 2
+  assert rates['eval/pass_at/2'] == 0
+
+
 def test_equal_mean_scores_are_ties_whatever_the_order_of_episodes():
   scores = 0.1, 0.2, 0.3  # The rounded sums of both orders differ.
   one = [episode(0, False, m, score=x) for m, x in enumerate(scores)]
@@ -118,6 +143,25 @@ def test_equal_mean_scores_are_ties_whatever_the_order_of_episodes():
     0,
     0,
   )
+
+
+def test_records_count_turns_and_invalid_responses():
+  played = episode(7, True, 1, score=0.25)
+  (step,) = played.steps
+  invalid = dataclasses.replace(
+    step, result=dataclasses.replace(step.result, valid=False)
+  )
+  played = dataclasses.replace(played, steps=(invalid, invalid, step))
+  assert evaluation._record(played) == {
+    'task': str(played.task),
+    'kind': 'pick',
+    'repeat': 1,
+    'success': True,
+    'score': 0.25,
+    'turns': 3,
+    'invalid': 2,
+    'failure': '',
+  }
 
 
 def test_table_has_a_row_per_task_type(tmp_path):

@@ -251,6 +251,10 @@ def test_epochs_repeat_the_rows_in_another_order():
   assert [len(m) for m in first] == [len(m) for m in second]
   assert [m.tolist() for m in first] != [m.tolist() for m in second]
   assert sorted(np.concatenate(second)) == list(range(13))
+  other = make_learner.__wrapped__(minibatch_rows=4, epochs=2, seed=1)
+  for epoch, order in enumerate((first, second)):
+    changed = other._minibatches(rows, 3, epoch)
+    assert [m.tolist() for m in changed] != [m.tolist() for m in order]
   once = make_learner.__wrapped__(minibatch_rows=4)
   for one, other in zip(first, once._minibatches(rows, 3, 0), strict=True):
     np.testing.assert_array_equal(one, other)

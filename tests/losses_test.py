@@ -115,6 +115,16 @@ def test_policy_gradient_by_hand():
   np.testing.assert_array_equal(metrics['ratio/clipped_low'], [[0, 0], [1, 0]])
 
 
+def test_ratios_above_the_dual_clip_are_counted_for_negative_advantages():
+  # Ratios e and 1 of row 0, advantage 1; e and 1 of row 1, advantage -1.
+  log_ratios = jnp.array([[1.0, 0], [1, 0]])
+  inputs = arguments(mask=jnp.ones((2, 2), bool))
+  inputs['old_log_probs'] = inputs['log_probs'] - log_ratios
+  _, metrics = policy_gradient(inputs, dual_clip=2.0)
+  np.testing.assert_array_equal(metrics['ratio/clipped_dual'], [[0, 0], [1, 0]])
+  np.testing.assert_array_equal(metrics['ratio/clipped_high'], [[1, 0], [0, 0]])
+
+
 @pytest.mark.parametrize(
   'loss',
   [losses.PolicyGradient(clip_epsilon=0.5, kl_weight=0.5), losses.Supervised()],

@@ -81,11 +81,18 @@ def test_holm_by_hand():
 
 
 @pytest.mark.parametrize(
-  ('effect', 'expected'), [(0.5, 34), (0.8, 15), (1.0, 10)]
+  ('effect', 'options', 'expected'),
+  [
+    (0.5, {}, 34),
+    (0.8, {}, 15),
+    (1.0, {}, 10),
+    (0.5, {'power': 0.95}, 54),
+    (0.5, {'level': 0.01}, 51),
+  ],
 )
-def test_seeds_needed_are_those_of_tables(effect, expected):
+def test_seeds_needed_are_those_of_tables(effect, options, expected):
   # Two-sided paired t-test, 5 %, power 80 %: G*Power gives these numbers.
-  assert paired.seeds_needed(3 * effect, 3.0) == expected
+  assert paired.seeds_needed(3 * effect, 3.0, **options) == expected
 
 
 def test_seeds_needed_detect_the_difference():

@@ -122,6 +122,19 @@ def test_a_conversation_that_is_parked_needs_all_its_positions():
   assert cache.needed(cache.take_moves()) == (1, 6)
 
 
+def test_a_parked_row_keeps_its_agent():
+  cache = prefix_cache.PrefixCache(1, 1, 16, 'prompts')
+  cache.place(_ids(1, 2, 3), 'a', 1)
+  cache.finish(0, _ids(4))
+  assert cache.place(_ids(5, 6), 'b', 0) == (0, 0)  # 'a' is parked.
+  cache.finish(0, _ids(4))
+  cache.forget('b')
+  assert cache.place(_ids(1, 2, 3), 'c', 0) == (0, 0)
+  cache.finish(0, _ids(4))
+  cache.forget('c')
+  assert cache.place(_ids(1, 2, 3, 4, 9), 'a', 1) == (0, 2)
+
+
 def test_a_wrong_conversation_never_changes_the_prompt():
   cache = prefix_cache.PrefixCache(2, 0, 16, 'prompts')
   cache.place(_ids(1, 2, 3, 4), 'a')

@@ -80,7 +80,8 @@ class ScriptedSampler:
     (ids,) = self._text.encode([response])
     ids = np.concatenate([ids, self._text.end_of_turn])
     log_probs = -np.arange(len(ids), dtype=np.float32)
-    return sampler.Completion(ids, log_probs, log_probs, 'stop')
+    reason = 'length' if response == LEFT else 'stop'
+    return sampler.Completion(ids, log_probs, log_probs, reason)
 
 
 @pytest.fixture(name='text', scope='module')
@@ -144,6 +145,7 @@ def test_tokens_streams_rewards_and_order(text):
   (expected,) = text.encode([LEFT])
   expected = np.concatenate([expected, text.end_of_turn])
   np.testing.assert_array_equal(step.completion_ids, expected)
+  assert [s.truncated for s in trajectories[3].steps] == [True, False, False]
   (prompt,) = text.render(['Step 0. You are in room 3 of 5. Go left or right.'])
   np.testing.assert_array_equal(step.prompt_ids, prompt)
   assert step.anchor == 'You are in room 3 of 5.'
@@ -157,6 +159,61 @@ def test_tokens_streams_rewards_and_order(text):
     (0, 6, 3, 1, 0),
   ]
   assert [len(wave) for wave in script.waves] == [4, 3, 3, 2, 1]
+
+
+def test_metrics_by_hand():
+  pool = types.SimpleNamespace(restarts=1, recycled=2)
+  engine = types.SimpleNamespace(compilations=3)
+  runner = rollout.EpisodeRunner(pool, engine, None, 1, 'error')
+  runner.clock = rollout.RolloutClock(
+    env_wait_secs=1.0, env_spans=[(0.0, 1.0), (1.0, 4.0)], total_secs=10.0
+  )
+  runner.stats = sampler.Stats(
+    prefill_tokens=30,
+    padded_tokens=40,
+    reused_tokens=10,
+    decode_tokens=60,
+    slot_steps=80,
+    idle_secs=0.5,
+  )
+  expected = {
+    'prefill_tokens': 30,
+    'reused_tokens': 10,
+    'prefill_tokens_per_sec': 3,
+    'decode_tokens_per_sec': 6,
+    'slot_occupancy': 0.75,
+    'shared_prompt_share': 0.25,
+    'prefill_padding_share': 0.25,
+    'host_wait_share': 0.05,
+    'env_wait_share': 0.1,
+    'env_secs_per_step': 2,
+    'env_restarts': 1,
+    'env_recycled': 2,
+    'compilations': 3,
+  }
+  assert runner.metrics() == pytest.approx(
+    {f'rollout/{name}': value for name, value in expected.items()}
+  )
+
+
+def test_steps_record_whether_their_prompt_was_shortened(text):
+  (prompt,) = text.render(['Step 0. You are in room 3 of 5. Go left or right.'])
+  for limit in (len(prompt), len(prompt) - 1):
+    with pools.make(0, 1) as pool:
+      runner = rollout.EpisodeRunner(
+        pool, ScriptedSampler(text), text, limit, 'truncate_left'
+      )
+      (episode,) = runner.run(
+        {},
+        [base.Task('train', 3)],
+        episodes_per_group=1,
+        stream=(rollout.TRAIN, 0),
+        sampling=sampler.Sampling(),
+        task_type=str,
+      )
+    (step,) = episode.steps
+    assert len(step.prompt_ids) == limit
+    assert step.prompt_shortened == (limit < len(prompt))
 
 
 @pytest.mark.parametrize('schedule', rollout.SCHEDULES)
@@ -217,6 +274,32 @@ def test_reward_functions_score_episodes_while_others_run(text, schedule):
     if not after.failure:
       assert before.success and after.reward == before.reward + 2.5
       assert before.steps[0].result.reward == after.steps[0].result.reward
+
+
+@pytest.mark.parametrize(
+  ('purpose', 'expected'),
+  [(rollout.TRAIN, 1), (rollout.EVALUATION, 0), (rollout.CONTINUATION, 0)],
+)
+def test_reward_functions_score_training_episodes_only(text, purpose, expected):
+  submitted = []
+  scorer = types.SimpleNamespace(
+    submit=submitted.append,
+    poll=lambda: None,
+    finish=lambda: None,
+    apply=lambda ticket, episode: episode,
+  )
+  with pools.make(0, 1) as pool:
+    rollout.EpisodeRunner(
+      pool, ScriptedSampler(text), text, 200, 'error', scorer=scorer
+    ).run(
+      {},
+      [base.Task('train', 3)],
+      episodes_per_group=1,
+      stream=(purpose, 0),
+      sampling=sampler.Sampling(),
+      task_type=str,
+    )
+  assert len(submitted) == expected
 
 
 @pytest.mark.parametrize('schedule', rollout.SCHEDULES)
@@ -435,6 +518,9 @@ def _run_in_parts(text, schedule: str, **pool_options):
     with pools.make(**pool_options) as pool:  # A new pool, as after a kill.
       runner = rollout.EpisodeRunner(pool, script, text, 200, 'error', schedule)
       (episodes,) = runner.run_batches({}, [batch], task_type=str)
+      for env in range(pool.num_envs):
+        with pytest.raises(RuntimeError, match='no episode is running'):
+          pool.step(env, RIGHT)
     assert not requests.keys() & script.requests.keys()
     requests |= script.requests
     played |= {(t.group, t.member): t for t in episodes}

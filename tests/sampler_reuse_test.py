@@ -245,3 +245,9 @@ def test_an_ended_conversation_frees_its_slot(params):
     engine.end_conversation(_request(m, 0, first[m]).conversation)
   engine.step()
   assert engine._cache.prefixes.needed()[0] == 1
+  # A conversation that ends before its last request has a slot.
+  engine.submit(_request(4, 0, first[4]))
+  engine.end_conversation(_request(4, 0, first[4]).conversation)
+  while engine.busy:
+    engine.step()
+  assert engine._cache.prefixes.needed()[0] == 1

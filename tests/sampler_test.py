@@ -301,6 +301,38 @@ def test_released_memory_is_allocated_again(params):
   assert engine.compilations == compilations
 
 
+def test_parameters_are_prepared_once():
+  engine, calls = _sampler(), []
+  engine._programs.prepare = lambda *args: calls.append(args) or {}
+  params, other = {'w': np.ones(1)}, {'w': np.zeros(1)}
+  for loaded in (
+    (params, None),
+    (params, None),
+    (params, other),
+    (other, other),
+  ):
+    engine.load(*loaded)
+  assert calls == [(params, {}), (params, other), (other, other)]
+  engine.release()
+  engine.load(other, other)
+  assert len(calls) == 4
+
+
+def test_the_cache_grows_at_once_and_shrinks_after_four_steps():
+  cache, sizes = _sampler()._cache, []
+
+  def allocate(rows, length):
+    sizes.append((rows, length))
+    cache.rows, cache.length, cache.slots = rows, length, ()
+
+  cache.allocate = allocate
+  for needed in ((8, 20), (16, 20), (8, 28), *[(8, 20)] * 3):
+    cache.fit(*needed)
+  assert sizes == [(8, 20), (16, 20), (16, 28)]
+  cache.fit(8, 20)
+  assert sizes[3:] == [(8, 20)]
+
+
 def test_no_requests_give_no_completions(params):
   assert _sampler().generate(params, []) == []
 

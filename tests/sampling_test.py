@@ -62,6 +62,20 @@ def test_truncation_equals_sorting():
     np.testing.assert_array_equal(kept[row], expected, err_msg=str(row))
 
 
+@pytest.mark.parametrize(
+  'options', [(1, 1.0, 0.0), (0, 0.5, 0.0), (0, 1.0, 0.5)], ids=str
+)
+def test_unused_ids_do_not_count_for_truncation(options):
+  # Of the ids in use, 0 has a probability of 0.93.
+  logits = np.float32([[5, 9, 1, 2]])
+  usable = np.array([[True, False, True, True]])
+  top_k, top_p, min_p = (np.array([x]) for x in options)
+  kept = sampling.truncate(
+    logits, usable, top_k, top_p.astype('f4'), min_p.astype('f4')
+  )
+  np.testing.assert_array_equal(kept, [[True, False, False, False]])
+
+
 def test_sample_index_by_hand():
   weights = np.float32([[0, 2, 0, 1, 0]] * 4)
   # log 2 + noise against log 1 + noise; others have no weight.

@@ -12,7 +12,7 @@ from tiny_learner import (
   step,
 )
 
-from gigpo_jax import plugins, selectors
+from gigpo_jax import plugins, row_stats, selectors
 from gigpo_jax.selectors import (
   best_and_worst,
   capo,
@@ -62,6 +62,12 @@ def test_selectors_match_a_slow_reference(name, options):
     np.testing.assert_array_equal(kept.real, chosen.any(axis=1))
     share = len(expected) / rows.completion_mask.sum()
     assert metrics['filter/tokens_share'] == pytest.approx(share)
+
+
+def test_a_share_of_a_number_is_rounded_up():
+  # In float64, 0.07 * 100 is above 7.
+  counts = row_stats.share_count(0.07, np.array([0, 1, 15, 100]))
+  np.testing.assert_array_equal(counts, [0, 1, 2, 7])
 
 
 @pytest.mark.parametrize('scale', [1, 1e-5, 1e-8, 1e4])
@@ -276,6 +282,17 @@ def test_dropped_tokens_do_not_count_in_the_update():
   all_tokens, _ = step(subject, rows, trained=mask)
   expected, _ = step(subject, rows)
   assert_trees_close(all_tokens.params, expected.params, 1e-7)
+
+
+def test_dropped_rows_have_no_next_row():
+  rows = algorithm_rows.golden_rows()
+  np.testing.assert_array_equal(
+    row_stats.next_rows(rows), [1, 2, -1, 4, 5, -1, 7, -1, -1, -1]
+  )
+  kept = selectors.keep(rows, rows.episodes != 1)
+  np.testing.assert_array_equal(
+    row_stats.next_rows(kept), [1, 2, -1, -1, -1, -1, 7, -1, -1, -1]
+  )
 
 
 def test_dropped_rows_are_not_computed():

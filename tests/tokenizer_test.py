@@ -42,6 +42,8 @@ def test_special_tokens_stop_and_are_not_decoded(text):
   (ids,) = text.encode(['look'])
   ids = np.concatenate([ids, text.end_of_turn])
   assert ids[-1] in text.stop_ids
+  # <|endoftext|> and <|im_end|>.
+  assert text.stop_ids == (0, 2)
   assert text.decode([ids]) == ['look']
 
 
@@ -189,13 +191,28 @@ def test_overflow_policies(text):
   assert text._hf.decode(ids).endswith(
     'desk 1. <|im_end|>\n<|im_start|>assistant\n'
   )
-  ((ids, shortened),) = text.fit(
-    [short], [short], max_tokens=limit, policy='error'
-  )
-  assert not shortened
+  # A prompt at the limit stays as it is.
+  for policy in tokenizer.OVERFLOW_POLICIES:
+    ((ids, shortened),) = text.fit(
+      [long], [short], max_tokens=len(full), policy=policy
+    )
+    assert np.array_equal(ids, full) and not shortened
   assert text.fit([long], [short], max_tokens=limit, policy='end') == [
     (None, True)
   ]
+
+
+@pytest.mark.parametrize('new', [1, 2, 3, 99])
+def test_a_response_ends_with_the_token_that_completes_a_stop_string(text, new):
+  find = text.stop_finder(('</search>', '</action>'))
+  (kept,) = text.encode(['<action>look</action>'])
+  (ids,) = text.encode(['<action>look</action> and </search>'])
+  np.testing.assert_array_equal(ids[: len(kept)], kept)
+  # The ids so far, unless the ids without the new ones had ended already.
+  for count in range(1, len(ids) + 1):
+    if count - new < len(kept):
+      expected = len(kept) if count >= len(kept) else None
+      assert find(ids[:count], min(new, count)) == expected
 
 
 def test_a_directory_without_tokenizer_is_refused(tmp_path):
