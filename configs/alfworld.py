@@ -70,7 +70,7 @@ def _paper() -> ml_collections.ConfigDict:
   # same output but slower. It executes Python expressions from game files.
   config.env.engine = 'native'
   # Whether textworld may run games whose grammar contains code other than
-  # ALFWorld's. Set it only for games from a trusted source.
+  # ALFWorld's. Set this only for games from a trusted source.
   config.env.trust_games = False
   # Folder of `alfworld-download`. '': $ALFWORLD_DATA. 'generated': generated
   # games (envs/alfworld/houses.py).

@@ -108,9 +108,9 @@ def _pool_section() -> ml_collections.ConfigDict:
 def _mesh_section() -> ml_collections.ConfigDict:
   """Returns the number of devices per axis of the mesh."""
   mesh = ml_collections.ConfigDict()
-  # Devices per mesh axis. -1: all remaining devices. data=0: above 1 on several
-  # hosts if fewer of them hold parameters and optimizer state in an eighth of
-  # their memory (HSDP).
+  # Devices per mesh axis. -1: all remaining devices. data=0: on several hosts,
+  # copies of the parameters (HSDP), as many as fit if each of them, with its
+  # optimizer state, takes at most an eighth of the memory of its devices.
   mesh.data = 0
   mesh.fsdp = -1
   mesh.expert = 1
@@ -144,9 +144,10 @@ def _rollout_section() -> ml_collections.ConfigDict:
   # this order; the other members are free. A forced prefix is part of the
   # prompt and not trained on.
   rollout.forced_members = 0
-  # Turns of an episode in an iteration. Unfinished episodes pause, and their
-  # group continues in the next iteration; needs loss.tis_clip, such as 2.0. 0:
-  # every episode runs to its end.
+  # Largest number of turns of an episode per iteration. Unfinished episodes
+  # pause, and their group continues in the next iteration; needs
+  # loss.old_log_probs=sampler, or loss.tis_clip, such as 2.0. 0: every episode
+  # runs to its end.
   rollout.carry_over = 0
   # Largest number of iterations between sampling a turn and training on it; an
   # episode that was carried so often runs to its end.
@@ -412,7 +413,7 @@ def _teacher_section() -> ml_collections.ConfigDict:
   # surrogate on the iteration's steps, with the advantage log p(token | prompt
   # with the expert's solution) - log p(token | prompt).
   teacher.loss = 'imitation'
-  # imitation: tokens have the weight p (1 - p), phi; or 1, none.
+  # Weight of a token with loss=imitation. phi: p (1 - p). none: 1.
   teacher.token_weight = 'phi'
   # WORKDIR/episodes of a run, whose successful episodes teach (all of them with
   # sft.only_successful=False). '': the environment's expert plays num_episodes.
@@ -487,7 +488,7 @@ def _guard_section() -> ml_collections.ConfigDict:
   # warn: a line in the console per alarm, and a metric. shrink: an iteration
   # with alarms also multiplies all later updates of the policy by
   # shrink_factor. rollback: it also restores policy, critic and optimizers from
-  # the last good checkpoint, at most max_rollbacks times; docs/running.md.
+  # the last good checkpoint, at most max_rollbacks times; see docs/running.md.
   guard.action = 'warn'
   guard.shrink_factor = 0.5
   guard.max_rollbacks = 3

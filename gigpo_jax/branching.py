@@ -11,8 +11,8 @@ The roots run to their end. Then branches start in rounds:
 1. The algorithm orders the turns of the episodes of the last round. The order
    is a function of an episode and of one uniform random number per turn.
 2. Each group branches before the first of these turns, until it has N episodes:
-   once before each, or as often as the algorithm says. Equal places in the
-   order go to earlier members.
+   once before each, or as often as the algorithm says. Ties go to earlier
+   members.
 3. A group without a turn to branch at gets further roots.
 
 The order of the turns, not time or scheduling, decides which episodes branch. A
@@ -67,11 +67,11 @@ class Rule(Protocol):
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a line for options of algorithms that replay episodes."""
+  """Yields a line for each option that excludes replayed episodes."""
   if config.rollout.carry_over > 0:
     yield (
-      f'rollout.carry_over={config.rollout.carry_over}: the episodes of '
-      f'{config.algorithm.name} are those of one policy; must be 0'
+      f'rollout.carry_over={config.rollout.carry_over}: '
+      f'{config.algorithm.name} needs episodes of a single policy; must be 0'
     )
   if config.reward.functions:
     yield (

@@ -165,8 +165,8 @@ def _make_prefixes(
   template = text.template_tokens()
   if forced.longest and forced.longest + template >= limit:
     raise ValueError(
-      f'rollout.prefixes={tuple(texts)}: one has {forced.longest} tokens, the '
-      f'chat template {template}; must leave room for a prompt in '
+      f'rollout.prefixes={tuple(texts)}: the longest has {forced.longest} '
+      f'tokens, the chat template {template}; must leave room for a prompt in '
       f'rollout.max_prompt_tokens={limit}'
     )
   return forced
@@ -175,7 +175,7 @@ def _make_prefixes(
 def make_scorer(
   config: ml_collections.ConfigDict,
 ) -> contextlib.AbstractContextManager[reward_functions.Scorer | None]:
-  """Returns what computes rewards by functions; None without functions."""
+  """Returns the scorer, which calls reward functions; None without any."""
   if not config.reward.functions:
     return contextlib.nullcontext()
   return reward_functions.Scorer(
@@ -187,7 +187,7 @@ def make_scorer(
 def make_reward_shaping(
   config: ml_collections.ConfigDict,
 ) -> reward_shaping.RewardShaping:
-  """Returns what changes rewards; reward functions have other options."""
+  """Returns the reward shaping; reward functions have their own options."""
   return options.of_section(reward_shaping.RewardShaping, config.reward)
 
 

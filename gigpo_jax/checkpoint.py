@@ -105,7 +105,7 @@ def find_damage(folder: pathlib.Path, *, contents: bool = True) -> str:
         return f'{name} has {path.stat().st_size} bytes, not {size}'
       is_hashed = contents and digest and size <= _MAX_HASHED_BYTES
       if is_hashed and _digest(path) != digest:
-        return f'{name} has other contents than at its writing'
+        return f'{name} has changed since it was written'
   except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
     return f'cannot be read ({error})'
   return ''
@@ -466,7 +466,7 @@ class Checkpointer:
     saved = host.pop(_CHECKSUMS, {})
     for name, checksum in _find_checksums(state).items() if saved else ():
       if saved.get(name) != checksum:
-        return None, {}, f'{name} has other contents than at its writing'
+        return None, {}, f'{name} has changed since it was written'
     return state, host, ''
 
   def _all_entries(self, iteration: int) -> dict:
@@ -491,8 +491,8 @@ class Checkpointer:
         leaf[index] if leaf else 'missing' for leaf in (there, here)
       )
       raise ValueError(
-        f'{self._directory}/{iteration}: {name} is {there} there and {here} in '
-        'this model; give another --workdir'
+        f'{self._directory}/{iteration}: {name} is {there} in the checkpoint '
+        f'and {here} in this model; give another --workdir'
       )
 
   def wait(self) -> None:

@@ -346,7 +346,8 @@ def _plugins(
     fields = sorted(f'{section}.{option}' for option in others)
     for field, value, default in config_fields.non_default(config, fields):
       yield (
-        f'{field}={value}: not of {family.field}={chosen}; must be {default}'
+        f'{field}={value}: not an option of {family.field}={chosen}; must be '
+        f'{default}'
       )
 
 
@@ -410,15 +411,15 @@ def _collection(config: ml_collections.ConfigDict) -> Iterator[str]:
     )
   if config.filter.drop_zero_variance and config.tasks.draw == 'stages':
     yield (
-      'filter.drop_zero_variance=True: refills belong to no iteration; must be '
-      'False with tasks.draw=stages'
+      'filter.drop_zero_variance=True: the tasks of refills have no stage; '
+      'must be False with tasks.draw=stages'
     )
   if config.rollout.carry_over > 0:
     yield from _carry_over(config)
 
 
 def _carry_over(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields conflicts of groups that continue in the next iteration."""
+  """Yields conflicts of rollout.carry_over."""
   turns, limit = config.rollout.carry_over, config.env.get('max_steps')
   if config.filter.drop_zero_variance:
     yield (
@@ -449,13 +450,13 @@ def _reward(config: ml_collections.ConfigDict) -> Iterator[str]:
 
 
 def _optimizer(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a warm-up that does not end before the decay."""
+  """Yields a warm-up that ends after the decay."""
   warmup = config.optimizer.warmup_updates
   decay = config.optimizer.decay_updates
   if 0 < decay < warmup:
     yield (
-      f'optimizer.warmup_updates={warmup}: the learning rate reaches its end '
-      f'before; must be at most optimizer.decay_updates={decay}'
+      f'optimizer.warmup_updates={warmup}: ends after the decay; must be at '
+      f'most optimizer.decay_updates={decay}'
     )
 
 
@@ -463,7 +464,7 @@ def _attention(config: ml_collections.ConfigDict) -> Iterator[str]:
   implementation = config.model.attention
   if implementation not in ('auto', 'xla') and config.mesh.sequence != 1:
     yield (
-      f'model.attention={implementation}: cannot shard rows; mesh.sequence='
+      f'model.attention={implementation}: cannot shard tokens; mesh.sequence='
       f'{config.mesh.sequence} needs xla'
     )
   if implementation == 'cudnn' and config.model.dtype == 'float32':
@@ -562,7 +563,7 @@ def _too_few_tasks(
   elif available < config.evaluation.num_tasks:
     yield (
       f'evaluation.num_tasks={config.evaluation.num_tasks}: split {split} has '
-      f'{available} tasks; at most that, or 0 for all'
+      f'{available} tasks; must be at most that, or 0 for all'
     )
 
 

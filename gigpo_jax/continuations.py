@@ -35,7 +35,7 @@ from gigpo_jax import (
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a line for options whose policies or rewards continuations lack."""
+  """Yields a line for each option that continuations do not support."""
   yield from branching.conflicts(config)
   yield from reward_shaping.refuse_later(
     config,

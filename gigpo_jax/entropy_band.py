@@ -1,4 +1,4 @@
-"""A penalty on entropies outside of a band around their past mean (EPO)."""
+"""A penalty on entropies outside a band around their past mean (EPO)."""
 
 import dataclasses
 from collections.abc import Sequence

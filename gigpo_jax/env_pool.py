@@ -497,7 +497,7 @@ class EnvPool:
     """Handles a complete reply of a worker."""
     if not w.sent or call_id != w.sent[0].call_id:
       self._replace_lost(
-        w, 'garbage', 'the worker replied to a call that is not next'
+        w, 'garbage', 'the worker replied to a call other than the oldest'
       )
       return
     call = w.sent[0]

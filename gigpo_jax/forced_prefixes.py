@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-  """The begin of a response.
+  """A text with which responses begin.
 
   Attributes:
     text: the text.

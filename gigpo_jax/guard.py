@@ -1,7 +1,7 @@
-"""Guards against collapse: alarm levels of metrics, and an answer to alarms.
+"""Guards against collapse: alarm levels of metrics, and actions after alarms.
 
-A policy that collapses moves far in an update (`ratio/kl`), is about to
-(`filter/fisher_mean`), loses or gains entropy, writes longer responses, or
+Signs of a collapse are an update that moves the policy far (`ratio/kl`) or is
+expected to (`filter/fisher_mean`), a change of entropy, longer responses, and
 responses of the wrong form. `Guard.check` compares the metrics of an iteration
 with levels and returns the alarms. Entropy and response length depend on model
 and task; their levels are relative to the first iterations of the run.
@@ -119,7 +119,7 @@ class Guard:
   ) -> tuple[GuardState, list[str]]:
     """Returns the next state, and a line for each alarm.
 
-    A state with one more rollback asks for it.
+    If the state counts one more rollback, the caller must roll back.
 
     Args:
       state: state after the previous iteration.

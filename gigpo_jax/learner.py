@@ -69,12 +69,12 @@ class LossOptions:
   Attributes:
     aggregation: token_mean, sequence_mean, sequence_sum or fixed_length; see
       `losses.row_weights`.
-    old_log_probs: learner recomputes them before the first update. sampler has
-      them as sampled, which is cheaper, but the last bits depend on the
-      scheduling of requests; with `rollout.carry_over`, they are those of the
-      policy that sampled the turn. auto has the sampler's in iterations in
-      which they differ from the learner's, on one microbatch, by at most
-      `max_log_prob_gap`.
+    old_log_probs: denominators of the ratios. learner recomputes them before
+      the first update. sampler takes them as sampled, which is cheaper, but
+      their last bits depend on the scheduling of requests; with
+      `rollout.carry_over`, they are those of the policy that sampled the turn.
+      auto takes the sampler's in iterations in which they differ from the
+      learner's, on one microbatch, by at most `max_log_prob_gap`.
     max_log_prob_gap: largest mean difference for auto, in nats per token; a
       twentieth of `clip_epsilon`.
     tis_clip: largest weight of truncated importance sampling, such as 2, which

@@ -41,8 +41,8 @@ class Signals:
     seed: seed of the run and iteration, for random choices.
     learning_rate: learning rate of the iteration's first update, without the
       step scale of the guards.
-    rows: rows of whole episodes, in the order of the rows of a call, which lack
-      those that other selectors dropped; None: the rows of a call.
+    rows: the rows of whole episodes, in the same order as the rows of a call,
+      from which earlier selectors may have dropped some; None: the same rows.
   """
 
   outputs: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)

@@ -2,10 +2,10 @@
 
 A request reuses the longest prefix of its prompt that any row of its agent
 holds, and only the rest is prefilled. After a request of a conversation, its
-row keeps the keys and values for the next turn. If other requests need the row,
-they are moved to a parked row, which is not decoded, or lost. Plain NumPy on
-the host: the arrays on the devices belong to `sampler_cache`, which executes
-the moves.
+row keeps the keys and values for the next turn. If another request needs the
+row, these are moved to a parked row, which is not decoded, or dropped. Plain
+NumPy on the host: the arrays on the devices belong to `sampler_cache`, which
+executes the moves.
 
 Which positions are reused decides whether samples depend on reuse. Keys and
 values are equal bit for bit if the same program prefilled them. A decoding step
@@ -60,7 +60,7 @@ class PrefixCache:
     num_parked: number of other rows.
     length: S, positions of a row.
     reuse: one of REUSE.
-    whole: whether only all valid tokens of a row can be reused together.
+    whole: whether a row can be reused only as a whole.
   """
 
   def __init__(
@@ -270,7 +270,7 @@ class PrefixCache:
     self._row_of[conversation] = row
 
   def _release(self, row: int) -> None:
-    """Lets other requests have a row; it keeps its tokens until then."""
+    """Frees a row for other requests; it keeps its tokens until then."""
     self._row_of.pop(self._conversations[row], None)
     self._conversations[row] = None
     self._waiting_N[row] = False

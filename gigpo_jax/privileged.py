@@ -6,7 +6,7 @@ log p(token | prompt with the solution) - log p(token | prompt): one sample of
 the negative gradient of the reverse KL from the plain to the privileged policy,
 at the policy before the update (OPSD, arXiv:2601.18734, with sampled tokens).
 
-The solution is the play of the environment's expert. It comes before the text
+The solution is an episode of the environment's expert. It comes before the text
 of the prompt, and adds nothing to the shapes of the rows.
 """
 

@@ -2,8 +2,9 @@
 
 `Scorer` sends finished episodes to worker processes, which call the functions
 (`envs.rewards`). An episode fails if a function raises an exception, returns
-something unusable, ends its process or takes too long. The cause is that of the
-same fault of an environment (`env_pool.CAUSES`). It is not trained on.
+something unusable, ends its process or takes too long. The episode is then not
+trained on. Its cause is that of the same fault of an environment
+(`env_pool.CAUSES`).
 """
 
 import collections
@@ -81,7 +82,9 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
     for option in own[name]
   ]
   for field, value, default in config_fields.non_default(config, fields):
-    yield f'{field}={value}: not of reward.functions; must be {default}'
+    yield (
+      f'{field}={value}: not an option of reward.functions; must be {default}'
+    )
   for path in config.reward.functions:
     try:
       function = rewards.make(path, own.get(rewards.name_of(path), {}))

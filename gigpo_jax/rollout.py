@@ -526,7 +526,7 @@ class _Rollout:
       self._requests[self._sampler.submit(request)] = (env, episode, turn)
 
   def _prefix(self, episode: _Episode) -> forced_prefixes.Prefix:
-    """Returns the forced begin of an episode's responses."""
+    """Returns the forced prefix of an episode's responses."""
     if episode.batch.stream[0] != TRAIN:
       return forced_prefixes.NONE
     return self._runner.prefixes.of(episode.start.member)

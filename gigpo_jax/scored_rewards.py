@@ -1,4 +1,4 @@
-"""Rewards of users from probabilities of the policy, computed after a rollout.
+"""Users' rewards from probabilities of the policy, computed after a rollout.
 
 A function, named 'module:function', is a generator. It is called with an
 `envs.rewards.Episode` and yields one text per turn, or None: a response to the

@@ -64,9 +64,9 @@ def generalized_advantages(
 ) -> Float[Array, ' R']:
   """Returns A_t of each row, before normalisation, in reward units.
 
-  A_t is the lambda-return minus V. The lambda-return is a return with discount
-  `decay` of rewards to which the rest of the next value is added. With lambda =
-  1 nothing is added, and A_t = G - V to the last bit.
+  A_t is the lambda-return minus V. The lambda-return is the return, with
+  discount `decay`, of the rewards r + (discount - decay) V', where V' is the
+  value of the next state. With lambda = 1, A_t = G - V to the last bit.
 
   Args:
     inputs: the rows.

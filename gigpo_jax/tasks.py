@@ -219,7 +219,7 @@ class StageSampler(TaskSampler):
       () are all types.
 
   Raises:
-    ValueError: if the stages are not such, a type is unknown, or a stage has
+    ValueError: if the stages are malformed, a type is unknown, or a stage has
       fewer tasks than groups.
   """
 

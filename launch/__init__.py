@@ -1,1 +1,1 @@
-"""launch."""
+"""The commands, as scripts and as entry points of the package."""

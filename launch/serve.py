@@ -22,7 +22,9 @@ def main() -> None:
   from launch import command, train
 
   host = flags.DEFINE_string(
-    'host', '127.0.0.1', 'Address to listen on; others need --token_file.'
+    'host',
+    '127.0.0.1',
+    'Address to listen on; needs --token_file if other machines can connect.',
   )
   port = flags.DEFINE_integer(
     'port',
@@ -73,7 +75,7 @@ def main() -> None:
 
 
 def _check(name: str, host: str, token_file: str | None) -> None:
-  """Raises ValueError, in one line, if the server cannot be started so."""
+  """Raises ValueError, in one line, if these flags do not allow a server."""
   if name != 'endpoint':
     raise ValueError(
       f'env.name={name}: has episodes of its own; must be endpoint, as in '

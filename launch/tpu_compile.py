@@ -21,9 +21,12 @@ def main() -> None:
   from gigpo_jax.tools import tpu_compile
   from launch import command
 
-  topology = flags.DEFINE_string('topology', 'v5e:4x4', 'Name of the slice.')
+  topology = flags.DEFINE_string('topology', 'v5e:4x4', 'TPU type and shape.')
   shape = flags.DEFINE_string(
-    'shape', '', "Model shape; default: the config's."
+    'shape',
+    '',
+    'Published model whose shape to compile, such as Qwen3-30B-A3B; default: '
+    "the config's.",
   )
 
   def run(config, workdir: str) -> None:

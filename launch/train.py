@@ -43,7 +43,8 @@ def make_train() -> Callable[..., None]:
   grace_secs = flags.DEFINE_float(
     'grace_secs',
     25.0,
-    'Seconds from SIGTERM to the end of the machine; the run saves in time.',
+    'Seconds between SIGTERM and the end of the process, in which the run '
+    'saves its state.',
     lower_bound=0.0,
     upper_bound=86_400.0,
   )

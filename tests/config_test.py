@@ -188,11 +188,11 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
         'rollout.carry_over': 8,
         'loss.tis_clip': 2.0,
       },
-      'rollout.carry_over=8: the episodes of vineppo are those of one policy',
+      'rollout.carry_over=8: vineppo needs episodes of a single policy',
     ),
     (
       {'algorithm.name': 'arpo', 'rollout.carry_over': 8, 'loss.tis_clip': 2.0},
-      'rollout.carry_over=8: the episodes of arpo are those of one policy',
+      'rollout.carry_over=8: arpo needs episodes of a single policy',
     ),
     (
       {'algorithm.name': 'arpo', 'rollout.episodes_per_group': 1},
@@ -224,7 +224,7 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
         'rollout.carry_over': 8,
         'loss.tis_clip': 2.0,
       },
-      'rollout.carry_over=8: the episodes of remax are those of one policy',
+      'rollout.carry_over=8: remax needs episodes of a single policy',
     ),
     (
       {'algorithm.name': 'remax', 'reward.kl_weight': 0.1},

@@ -47,7 +47,7 @@ FAULTS = {
 }
 # Faults after which the worker must be replaced: cause, and part of the reason.
 WORKER_FAULTS = {
-  'twice': ('garbage', 'replied to a call that is not next'),
+  'twice': ('garbage', 'replied to a call other than the oldest'),
   'no_bound': ('garbage', 'announced 4,000,000,000 bytes'),
   'half': ('hung', 'took longer than'),
 }

@@ -264,7 +264,7 @@ def test_a_chain_applies_in_order():
     (
       'mini',
       {'algorithm.clarity_weight': 0.5},
-      r'clarity_weight=0.5: not of algorithm.modulators=\(\); must be 0.1',
+      r'clarity_weight=0.5: not an option of .*modulators=\(\); must be 0.1',
     ),
     (
       'mini,snr',
@@ -274,7 +274,7 @@ def test_a_chain_applies_in_order():
     (
       'mini',
       {'filter.kept_episodes': 2},
-      r'filter.kept_episodes=2: not of filter.select=\(\); must be 4',
+      r'filter.kept_episodes=2: not an option of filter.select=\(\); must be 4',
     ),
     (
       'mini,mismatch',

@@ -324,7 +324,10 @@ def test_only_finished_training_episodes_are_scored():
       {'reward.functions': ('envs.judge:Judge',), 'reward.judge.best': 0},
       'reward.judge.best=0: out of range; must be at least 1',
     ),
-    ({'reward.judge.url': URL}, 'reward.judge.url=.*: not of reward.functions'),
+    (
+      {'reward.judge.url': URL},
+      'reward.judge.url=.*: not an option of reward.functions',
+    ),
     (
       {'reward.functions': (RUBRIC,), 'algorithm.name': 'vineppo'},
       'reward.functions=.*: vineppo replays the rewards of the environment',

@@ -167,7 +167,7 @@ def test_without_options_rows_stay():
     ),
     (
       {'optimizer.warmup_updates': 9, 'optimizer.decay_updates': 8},
-      'optimizer.warmup_updates=9: the learning rate reaches its end before',
+      'optimizer.warmup_updates=9: ends after the decay',
     ),
     (
       {'algorithm.name': 'pass_at_k', 'algorithm.set_size': 99},

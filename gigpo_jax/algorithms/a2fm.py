@@ -1,6 +1,6 @@
 """A2FM (arXiv:2510.12838): the reward of APO, which teaches cheap modes.
 
-The paper's name is Adaptive Policy Optimization. A response begins with one of
+APO is the paper's Adaptive Policy Optimization. A response begins with one of
 `rollout.prefixes`, its mode; the first one is the cheapest. The same number of
 members of a group is forced into each mode, and the others choose one. With p
 the share of successes of the members that are forced into the cheapest mode,
@@ -66,10 +66,9 @@ class Algorithm:
   """A = z(success * valid * (1 - p^alpha if an easy task was costly)).
 
   Attributes:
-    cost_power: alpha, the power of the success in the cheapest mode that a
-      dearer mode costs on an easy task; 2 in the paper.
-    easy_rate: share of successes in the cheapest mode from which on a task is
-      easy.
+    cost_power: alpha, the power of p, the share of successes in the cheapest
+      mode; a dearer mode on an easy task earns 1 - p^alpha; 2 in the paper.
+    easy_rate: smallest p of an easy task.
   """
 
   needs_values: ClassVar[bool] = False

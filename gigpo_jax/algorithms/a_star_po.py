@@ -29,7 +29,7 @@ PRESETS = {'a_star_po': {f'loss.{name}': x for name, x in LOSS.items()}}
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a line for each option of the loss that is another's."""
+  """Yields a line for each option of the loss with an unsupported value."""
   for name, needed in LOSS.items():
     if config.loss[name] != needed:
       yield (

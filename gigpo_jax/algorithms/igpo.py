@@ -1,8 +1,8 @@
 """IGPO (arXiv:2510.14967): information gain as the reward of a turn.
 
 p_t is the policy's probability of the task's reference answer before turn t
-(`gigpo_jax.answer_scores`). A turn after which the episode goes on is rewarded
-with the gain p_{t+1} - p_t, and the last turn with the return E of the episode.
+(`gigpo_jax.answer_scores`). A turn other than the last is rewarded with the
+gain p_{t+1} - p_t, and the last turn with the return E of the episode.
 Gains and returns are normalised separately in the group,
 
     r = (x - mean) / (std + 1e-6),                             Section 3.2
@@ -10,9 +10,8 @@ Gains and returns are normalised separately in the group,
 
 E is the undiscounted sum of rewards, minus a penalty for each invalid response.
 With `components`, the last turn has the sum of w_k z(E_k) instead, where E_k is
-an episode's sum of the k-th reward component, as in `gdpo`. The released code
-uses a difference of probabilities as here, where the paper has one of
-log-probs.
+an episode's sum of the k-th reward component, as in `gdpo`. As in the released
+code, the gain is a difference of probabilities; the paper has one of log-probs.
 
 # Differs from the paper: E replaces the F1 score of the answer.
 """
@@ -31,7 +30,7 @@ PRESETS = {'igpo': {'algorithm.discount': 1.0, 'algorithm.components': ()}}
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a line if the tasks have no answers, or the policy is another's."""
+  """Yields a line if tasks have no answers, or turns an earlier policy."""
   if envs.answer_start(config.env.name, config.env) is None:
     yield (
       f'env.name={config.env.name}: its tasks have no reference answer, which '

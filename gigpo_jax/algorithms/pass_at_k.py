@@ -8,9 +8,9 @@ is the mean over the sets with it of (reward - m) / s:
     (1 - m) / s for a success, (1 - m - C(f - 1, k - 1) / C(n - 1, k - 1)) / s
     for a failure,
 
-and 0 if s is 0, where all sets have the same reward. k = 1 is GRPO on success
-with the deviation of the population.
-Rewards other than success, and penalties, do not matter.
+and 0 if all sets have the same reward, so that s is 0. k = 1 is GRPO on success
+with the deviation of the population. Rewards other than success, and penalties,
+do not matter.
 """
 
 import dataclasses

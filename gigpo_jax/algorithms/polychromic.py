@@ -8,8 +8,8 @@ and the advantage of an episode is
 
     A = mean of f over the sets with it - mean of f over all sets.
 
-So an episode is better that earns a reward where the others of its set do not
-do the same. E is the undiscounted sum of rewards, minus a penalty for each
+An episode is thus better if it earns a reward and the other episodes of its set
+act differently. E is the undiscounted sum of rewards, minus a penalty for each
 invalid response. Two episodes are alike if they took the same actions.
 
 # Differs from the paper: sets are formed at the start of a task only, and all

@@ -23,7 +23,7 @@ PRESETS = {'rebel': {f'loss.{name}': x for name, x in _LOSS.items()}}
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a line for each option of the loss that is another's."""
+  """Yields a line for each option of the loss with an unsupported value."""
   for name in (*a_star_po.LOSS, 'log_ratio_to'):
     if config.loss[name] != _LOSS[name]:
       yield (

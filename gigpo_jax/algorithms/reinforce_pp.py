@@ -2,8 +2,9 @@
 
 E is the return of an episode, the undiscounted sum of its rewards.
 
-# Differs from the paper: the KL to the reference is a term of the loss, as for
-every algorithm here (`loss.kl_weight`). It is not subtracted from the reward.
+# Differs from the paper: by default, the KL to the reference is a term of the
+loss (`loss.kl_weight`). `reward.kl_weight` subtracts it from the reward, as the
+paper does.
 """
 
 import dataclasses

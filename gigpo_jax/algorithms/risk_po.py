@@ -15,7 +15,7 @@ iteration. They are the algorithm's state, which checkpoints save.
 
 # Differs from the paper: its code also divides by the deviation within a task,
 in a way that could not be read; returns include the penalty for invalid
-responses. A sum that lacks an episode, which failed or was filtered, is 0.
+responses. If an episode of a sum failed or was filtered, A is 0.
 """
 
 import dataclasses

@@ -9,7 +9,7 @@ the reward r of the turn and its next state s',
 where V is 0 after the last turn. All tokens of a turn share its advantage.
 
 # Differs from the paper: a step is a turn of an episode, not a line of a
-# solution.
+solution.
 """
 
 import dataclasses

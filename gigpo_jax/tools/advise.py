@@ -104,7 +104,7 @@ def statements(values: Mapping[str, float], step_weight: float) -> list[str]:
     )
     if round(similarity, _DIGITS) == 1:
       lines.append(
-        'GiGPO and GRPO agree but for the size of their steps: tune '
+        'GiGPO and GRPO differ only in the size of their steps: tune '
         'optimizer.learning_rate instead'
       )
   return lines

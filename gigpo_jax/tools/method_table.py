@@ -262,17 +262,17 @@ _INTRODUCTION = (
   '`feature_squares`, the squared norm of the last hidden state, come from the '
   'forward pass of the old log-probs, which `loss.old_log_probs=sampler` '
   'otherwise saves.',
-  'ALFWorld and WebShop: final success in % on unseen tasks in `:mini`, mean ± '
-  'standard error over seeds, measured: at least three seeds and 500 tasks, or '
-  'the five seeds of an earlier table on 128; see [Results](results.md). – '
-  'means implemented, not measured. No option below the selectors is measured '
-  'alone.',
+  'The columns ALFWorld and WebShop are the measured final success in % on '
+  'unseen tasks in `:mini`, mean ± standard error over seeds: at least three '
+  'seeds and 500 tasks, or five seeds and 128 tasks of an earlier table; see '
+  '[Results](results.md). – means implemented, not measured. No option below '
+  'the selectors is measured alone.',
   'Symbols: E return of an episode, G discounted return from a step, A_E and '
   'A_S episode and step advantage, H entropy, p share of successes, sg no '
   'gradient. The docstrings define the others.',
   'The lists of options show their defaults. `--config.FIELD=VALUE` sets an '
   'option.',
-  'Of ST-PPO (2511.20718), only the ratios of turns are there, as '
+  'Of ST-PPO (2511.20718), only the ratios of turns are implemented, as '
   '`loss.ratio_level=row`. Its clipping-triggered normalisation divides the '
   'gradient by the norm of a term of the clipped tokens. The equations could '
   'not be read, and public summaries of them contradict each other.',

@@ -569,7 +569,11 @@ SECTIONS = (
         'environment steps of these episodes and of continuations, with '
         'replayed ones',
       ),
-      Metric('tokens', 'tokens', 'tokens sampled in these episodes'),
+      Metric(
+        'tokens',
+        'tokens',
+        'tokens sampled in these episodes and in continuations',
+      ),
     ),
   ),
 )
