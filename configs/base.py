@@ -108,9 +108,10 @@ def _pool_section() -> ml_collections.ConfigDict:
 def _mesh_section() -> ml_collections.ConfigDict:
   """Returns the number of devices per axis of the mesh."""
   mesh = ml_collections.ConfigDict()
-  # Devices per mesh axis. -1: all remaining devices. data=0: on several hosts,
-  # copies of the parameters (HSDP), as many as fit if each of them, with its
-  # optimizer state, takes at most an eighth of the memory of its devices.
+  # Devices per mesh axis. -1: all remaining devices. data=0: all remaining
+  # devices if fsdp is given. Otherwise, on several hosts, copies of the
+  # parameters (HSDP), as many as fit if each of them, with its optimizer state,
+  # takes at most an eighth of the memory of its devices.
   mesh.data = 0
   mesh.fsdp = -1
   mesh.expert = 1

@@ -81,6 +81,8 @@ def test_parts_of_hosts_hold_copies(devices, step, width, state_gib, copies):
     ({}, (2, 2, 1)),
     ({'data': 1}, (1, 4, 1)),
     ({'fsdp': 4}, (1, 4, 1)),
+    ({'fsdp': 2}, (2, 2, 1)),
+    ({'fsdp': 1, 'tensor': -1}, (1, 1, 4)),
     ({'tensor': 2}, (2, 1, 2)),
   ],
 )

@@ -100,8 +100,10 @@ def make_mesh(
     device_bytes: memory of a device; None: unknown.
   """
   sizes = dict(config.mesh)
-  sizes['data'] = sizes['data'] or 1
-  if config.mesh.data == 0 and config.mesh.fsdp == -1:
+  if sizes['data'] == 0 and sizes['fsdp'] != -1:
+    # The remaining devices, unless another axis has them.
+    sizes['data'] = 1 if -1 in sizes.values() else -1
+  elif sizes['data'] == 0:
     # Devices that share an element of a row's activations, and of a host.
     others = sizes['expert'] * sizes['sequence'] * sizes['tensor']
     first = devices[0].process_index
