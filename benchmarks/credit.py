@@ -143,19 +143,17 @@ def play(config, count: int) -> tuple:
     runner = builders.make_runner(config, bundle, pool)
     params = bundle.load()
     bundle.sampler.warm_up(params)
-    task_type = builders.make_task_type(config)
     groups = rollout.EpisodeBatch(
       builders.make_task_sampler(config).at(0),
       config.rollout.episodes_per_group,
       (rollout.TRAIN, 0),
       model_builders.make_sampling(config),
     )
-    (episodes,) = runner.run_batches(params, [groups], task_type=task_type)
+    (episodes,) = runner.run_batches(params, [groups])
     states = continuations.find_states(episodes)
     (played,) = runner.run_batches(
       params,
       [continuations.make_batch(states, count, groups)],
-      task_type=task_type,
       label='continuations',
     )
   return episodes, states, played

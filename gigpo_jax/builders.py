@@ -149,6 +149,7 @@ def make_runner(
     scorer=scorer,
     prefixes=_make_prefixes(config, policy.tokenizer),
     agents=tuple(config.lora.agents),
+    task_type=make_task_type(config),
   )
 
 

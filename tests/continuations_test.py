@@ -220,7 +220,6 @@ def _estimate_values(algorithm, groups):
     group_size=2,
     sampling=sampler.Sampling(),
     learner=types.SimpleNamespace(base='base'),
-    task_type=str,
     stop_if_failed=lambda episodes: None,
   )
   kept, metrics = collection.estimate_state_values(

@@ -198,7 +198,6 @@ def test_the_statistics_of_a_rollout_include_its_refills():
   sections = {'groups': 2, 'horizon': ()}
   parts = types.SimpleNamespace(
     config=types.SimpleNamespace(rollout=types.SimpleNamespace(**sections)),
-    task_type=str,
     learner=types.SimpleNamespace(base={}),
     group_size=2,
     sampling=None,

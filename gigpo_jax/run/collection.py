@@ -55,7 +55,6 @@ def collect(
   play = functools.partial(
     runner.run_batches,
     state.policy.params,
-    task_type=parts.task_type,
     base_params=parts.learner.base,
     trace=plot is not None,
     label=f'iteration {iteration}',
@@ -132,7 +131,6 @@ def estimate_state_values(
     (played,) = runner.run_batches(
       state.policy.params,
       [continuations.make_batch(states, count, like)],
-      task_type=parts.task_type,
       base_params=parts.learner.base,
       label=f'continuations {iteration}',
     )
