@@ -170,7 +170,7 @@ class Parts:
   @property
   def needs_reference(self) -> bool:
     """Whether a reference policy is needed."""
-    return self.loss.needs_reference or self.reward.needs_reference
+    return losses.needs_reference(self.loss) or self.reward.needs_reference
 
   @property
   def group_size(self) -> int:
