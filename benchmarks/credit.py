@@ -39,7 +39,14 @@ from absl import flags
 
 import envs
 from configs import variants
-from gigpo_jax import algorithms, batch, builders, continuations, rollout
+from gigpo_jax import (
+  algorithms,
+  batch,
+  builders,
+  continuations,
+  group_filter,
+  rollout,
+)
 from gigpo_jax import config as config_lib
 from gigpo_jax.algorithms import vineppo
 from gigpo_jax.run import model_builders
@@ -218,7 +225,7 @@ def report(config, episodes, states, played, count: int) -> None:
   rows = make_rows(config, episodes)
   default = algorithms.make(**config.algorithm.to_dict())
   metrics = default.compute_advantages(rows).metrics
-  cost = continuations.count_samples(states, played)
+  cost = group_filter.SampleCounts().plus(played)
   print(
     f'{config.env.name} {config.get("variant", "")}, {config.model.path}, '
     f'seed {config.seed}: {config.rollout.groups} groups of '
