@@ -315,7 +315,8 @@ def make_teacher(
       if options.loss == 'replay':
         rows, columns = replay.make_rows(own, text)
       else:
-        rows = sft.imitated_rows(own, text)
+        load = sft.open_episodes if options.data else sft.demonstrations
+        rows = sft.imitated_rows(own, text, load(own))
     except ValueError as error:
       raise ValueError(
         str(error).replace('sft.data', 'teacher.data')
