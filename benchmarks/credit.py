@@ -39,7 +39,14 @@ from absl import flags
 
 import envs
 from configs import variants
-from gigpo_jax import algorithms, batch, builders, continuations, rollout
+from gigpo_jax import (
+  algorithms,
+  batch,
+  builders,
+  continuations,
+  group_filter,
+  rollout,
+)
 from gigpo_jax import config as config_lib
 from gigpo_jax.algorithms import vineppo
 from gigpo_jax.run import model_builders
@@ -143,19 +150,17 @@ def play(config, count: int) -> tuple:
     runner = builders.make_runner(config, bundle, pool)
     params = bundle.load()
     bundle.sampler.warm_up(params)
-    task_type = builders.make_task_type(config)
     groups = rollout.EpisodeBatch(
       builders.make_task_sampler(config).at(0),
       config.rollout.episodes_per_group,
       (rollout.TRAIN, 0),
       model_builders.make_sampling(config),
     )
-    (episodes,) = runner.run_batches(params, [groups], task_type=task_type)
+    (episodes,) = runner.run_batches(params, [groups])
     states = continuations.find_states(episodes)
     (played,) = runner.run_batches(
       params,
       [continuations.make_batch(states, count, groups)],
-      task_type=task_type,
       label='continuations',
     )
   return episodes, states, played
@@ -220,7 +225,7 @@ def report(config, episodes, states, played, count: int) -> None:
   rows = make_rows(config, episodes)
   default = algorithms.make(**config.algorithm.to_dict())
   metrics = default.compute_advantages(rows).metrics
-  cost = continuations.count_samples(states, played)
+  cost = group_filter.SampleCounts().plus(played)
   print(
     f'{config.env.name} {config.get("variant", "")}, {config.model.path}, '
     f'seed {config.seed}: {config.rollout.groups} groups of '

@@ -164,7 +164,6 @@ def measure(slots: int, turns: int, workers: int, seed: int) -> Measurement:
         episodes_per_group=8,
         stream=(rollout.TRAIN, 0),
         sampling=sampler.Sampling(),
-        task_type=str,
       )
   failures = [t.failure for t in trajectories if t.failure]
   assert not failures, failures[0]

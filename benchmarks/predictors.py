@@ -103,7 +103,6 @@ def play_policy(
       episodes_per_group=config.rollout.episodes_per_group,
       stream=(rollout.TRAIN, 0),
       sampling=model_builders.make_sampling(config),
-      task_type=builders.make_task_type(config),
     )
 
 

@@ -133,7 +133,6 @@ def schedules(options: argparse.Namespace) -> None:
           episodes_per_group=_MEMBERS,
           stream=(rollout.TRAIN, 0),
           sampling=sampler.Sampling(),
-          task_type=str,
         )
         speeds[name].append(len(episodes) / (time.monotonic() - start))
         metrics[name] = runner.metrics()

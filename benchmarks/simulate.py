@@ -179,7 +179,7 @@ def _host_rollout(
     is_evaluation = any(task.split == 'evaluation' for task in batches[0].tasks)
     envs = training if is_evaluation else max(1, episodes)
     runner = make_runner(clock, engine, options, work, envs)
-    trajectories = runner.run_batches({}, batches, task_type=str)
+    trajectories = runner.run_batches({}, batches)
   clock.wait(clock.free)
   times = RolloutTimes(
     clock.now, dict(clock.secs), runner.stats, np.zeros((0, 2), int)

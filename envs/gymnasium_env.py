@@ -317,9 +317,7 @@ class Env:
 
 
 def best_actions(
-  table: Mapping[int, Mapping[int, Sequence[tuple]]],
-  discount: float = 0.99,
-  tolerance: float = 1e-9,
+  table: Mapping[int, Mapping[int, Sequence[tuple]]], discount: float = 0.99
 ) -> np.ndarray:
   """Returns the optimal action of each state, by value iteration.
 
@@ -327,7 +325,6 @@ def best_actions(
     table: (probability, next state, reward, terminated) of each transition, by
       state and action, as Gymnasium's tabular environments have it in `P`.
     discount: discount factor, below 1.
-    tolerance: largest change of a value in the last iteration.
   """
   values_S = np.zeros(len(table))
   while True:
@@ -345,7 +342,7 @@ def best_actions(
     )
     change = np.abs(q_SA.max(axis=1) - values_S).max()
     values_S = q_SA.max(axis=1)
-    if change <= tolerance:
+    if change <= 1e-9:
       return q_SA.argmax(axis=1)
 
 

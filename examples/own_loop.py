@@ -96,7 +96,6 @@ def main(num_iterations: int = 2) -> list[dict[str, float]]:
         episodes_per_group=MEMBERS,
         stream=(gigpo_jax.rollout.TRAIN, iteration),
         sampling=gigpo_jax.sampler.Sampling(temperature=1.0),
-        task_type=lambda task: task.split,
       )
       rows = gigpo_jax.batch.from_trajectories(
         episodes,

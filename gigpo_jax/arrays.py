@@ -32,22 +32,6 @@ _EQUAL_WITHIN = 2.0**-18
 
 
 @typechecked
-def masked_sum(
-  values: Float[Array, '*S'], mask: Bool[Array, '*S']
-) -> Float[Array, '']:
-  """Returns the sum of values where mask is True; the others may be NaN."""
-  return jnp.sum(jnp.where(mask, values, 0))
-
-
-@typechecked
-def masked_mean(
-  values: Float[Array, '*S'], mask: Bool[Array, '*S']
-) -> Float[Array, '']:
-  """Returns the mean of values where mask is True; 0 if it is nowhere True."""
-  return masked_sum(values, mask) / jnp.maximum(jnp.sum(mask), 1)
-
-
-@typechecked
 def segment_sum(
   values: Float[Array, ' R'],
   segments: Int[Array, ' R'],

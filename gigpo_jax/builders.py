@@ -149,6 +149,7 @@ def make_runner(
     scorer=scorer,
     prefixes=_make_prefixes(config, policy.tokenizer),
     agents=tuple(config.lora.agents),
+    task_type=make_task_type(config),
   )
 
 
@@ -280,7 +281,7 @@ def make_loss(config: ml_collections.ConfigDict) -> token_batch.Loss:
 def needs_reference(config: ml_collections.ConfigDict) -> bool:
   """Returns whether the loss or the reward needs a reference policy."""
   loss, reward = make_loss(config), make_reward_shaping(config)
-  return loss.needs_reference or reward.needs_reference
+  return losses.needs_reference(loss) or reward.needs_reference
 
 
 def make_task_type(

@@ -72,9 +72,8 @@ def find_states(
       responses = tuple(step.response for step in episode.steps[:t])
       state = known.setdefault((episode.group, responses), len(starts))
       if state == len(starts):
-        starts.append(
-          dataclasses.replace(episode, steps=episode.steps[:t], is_paused=True)
-        )
+        start = {'steps': episode.steps[:t], 'num_repeated': t}
+        starts.append(dataclasses.replace(episode, **start, is_paused=True))
       states.append(state)
     indices.append(states)
   return States(starts, indices)
@@ -135,7 +134,7 @@ def returns(
     if episode.failure:
       continue
     state, k = divmod(n, count)
-    results = [s.result for s in _new_steps(states, state, episode)]
+    results = [s.result for s in episode.steps[episode.num_repeated :]]
     rewards = [r.reward - invalid_penalty * (not r.valid) for r in results]
     totals[state, k] = np.dot(rewards, discount ** np.arange(len(rewards)))
   return totals
@@ -170,21 +169,6 @@ def with_values(
   return changed
 
 
-def count_samples(
-  states: States, played: Sequence[trajectory.Trajectory]
-) -> group_filter.SampleCounts:
-  """Returns the cost of continuations; replayed steps are steps, too."""
-  count = len(played) // max(len(states.starts), 1)
-  return group_filter.SampleCounts(
-    env_steps=sum(len(episode.steps) for episode in played),
-    tokens=sum(
-      len(step.completion_ids)
-      for n, episode in enumerate(played)
-      for step in _new_steps(states, n // count, episode)
-    ),
-  )
-
-
 def add_values(
   groups: group_filter.CollectedGroups,
   states: States,
@@ -202,7 +186,8 @@ def add_values(
     invalid_penalty: subtracted from the reward of an invalid response.
   """
   totals = returns(states, played, discount, invalid_penalty)
-  values, cost = mean_returns(totals), count_samples(states, played)
+  values, cost = mean_returns(totals), group_filter.SampleCounts().plus(played)
+  cost = dataclasses.replace(cost, episodes=0)
   groups = dataclasses.replace(
     groups, kept=with_values(groups.kept, states, values), further=cost
   )
@@ -216,10 +201,3 @@ def add_values(
     'standard_error': np.sqrt(np.mean(variances)) if variances else 0.0,
   }
   return groups, {f'continuations/{k}': float(v) for k, v in metrics.items()}
-
-
-def _new_steps(
-  states: States, state: int, episode: trajectory.Trajectory
-) -> tuple[trajectory.Step, ...]:
-  """Returns the turns of a continuation that were not replayed."""
-  return episode.steps[len(states.starts[state].steps) :]

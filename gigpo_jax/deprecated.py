@@ -89,19 +89,17 @@ def names(
   return get
 
 
-def method(old: str, new: str, **parameters: str) -> Callable:
+def method(old: str, new: str) -> Callable:
   """Returns a method that calls another one and warns.
 
   Args:
     old: old name, for the warning, such as 'Class.name'.
     new: name of the method to call.
-    **parameters: old parameter=new parameter.
   """
 
   def call(self, *args, **kwargs):
     warn(old, new)
-    renamed_kwargs = {parameters.get(k, k): v for k, v in kwargs.items()}
-    return getattr(self, new)(*args, **renamed_kwargs)
+    return getattr(self, new)(*args, **kwargs)
 
   return call
 

@@ -301,14 +301,13 @@ class EpisodeDataset:
     return [iteration for iteration, _ in self.shards]
 
   def read(
-    self, iteration: int, group: int | None = None, *, tokens: bool = True
+    self, iteration: int, group: int | None = None
   ) -> list[dict[str, Any]]:
     """Returns the records of an iteration, or of one of its groups.
 
     Args:
       iteration: index of the iteration.
       group: index of the group; None: all groups.
-      tokens: whether to decode per-token fields.
 
     Raises:
       KeyError: if the iteration or group is not in the set.
@@ -323,8 +322,8 @@ class EpisodeDataset:
       ]
     if not positions:
       raise KeyError(group)
-    read = functools.partial(episode_records.decode, tokens=tokens)
-    return [self._decode_at(position, read) for position in positions]
+    decode = episode_records.decode
+    return [self._decode_at(position, decode) for position in positions]
 
   def groups(
     self, iteration: int, *, tokens: bool = True

@@ -486,7 +486,6 @@ def _evaluate_policy(config, source: str, path: str, pool, export: str) -> list:
     (episodes,) = builders.make_runner(config, policy, pool).run_batches(
       params,
       [builders.make_eval_batch(config)],
-      task_type=builders.make_task_type(config),
       base_params=base_params,
       label='evaluation',
     )

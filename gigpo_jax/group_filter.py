@@ -6,8 +6,9 @@ Counts the episodes, steps and tokens that were used.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
 from gigpo_jax import carry_over, options, tasks, trajectory
 
@@ -78,15 +79,14 @@ class GroupFilter:
   def __post_init__(self):
     options.check(self)
 
-  def positions(self, iteration: int) -> list[int]:
-    """Returns the positions in the stream of tasks for an iteration.
+  def refills(self, iteration: int) -> range:
+    """Returns the positions of an iteration's refills in the stream of tasks.
 
-    The first is the iteration itself, so that runs with and without a filter
-    start with the same tasks. The others are for refills.
+    Groups start at the position of the iteration, with and without a filter.
     """
     refills = self.max_refills if self.drop_zero_variance else 0
     first = _FIRST_REFILL + iteration * refills
-    return [iteration, *range(first, first + refills)]
+    return range(first, first + refills)
 
   def is_active(self, iteration: int) -> bool:
     """Returns whether groups may be dropped."""
@@ -127,8 +127,8 @@ class CollectedGroups:
 
 
 def collect(
-  run: Callable[[list, int], list[trajectory.Trajectory]],
-  stream: tasks.TaskSampler,
+  first: list[trajectory.Trajectory],
+  refills: Iterable[list[trajectory.Trajectory]],
   group_filter: GroupFilter,
   *,
   groups: int,
@@ -137,20 +137,19 @@ def collect(
   """Runs groups until enough are kept or all refills are used.
 
   Args:
-    run: runs the tasks at a position of the stream; returns their episodes.
-    stream: the stream of tasks.
+    first: the episodes of the groups with which the iteration starts.
+    refills: runs further groups; yields the episodes of a refill.
     group_filter: selects the groups to keep.
     groups: G, the number of groups to keep; any excess is dropped.
     iteration: index of the iteration.
   """
+  if not group_filter.is_active(iteration):
+    return CollectedGroups(first, first, list(range(len(first))), {})
   episodes: list[trajectory.Trajectory] = []
   all_groups: list[list[int]] = []  # Indices into `episodes`.
   kept: list[list[int]] = []
   num_batches = 0
-  for position in group_filter.positions(iteration):
-    batch = run(stream.at(position), position)
-    if not group_filter.is_active(iteration):
-      return CollectedGroups(batch, batch, list(range(len(batch))), {})
+  for batch in itertools.chain([first], refills):
     new_groups = [[] for _ in range(1 + max(t.group for t in batch))]
     for t in batch:
       new_groups[t.group].append(len(episodes))

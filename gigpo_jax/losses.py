@@ -237,15 +237,10 @@ class PolicyGradient:
       )
 
   @property
-  def needs_reference(self) -> bool:
-    """Whether the loss has a KL term."""
-    return self.kl_weight > 0
-
-  @property
   def columns(self) -> tuple[str, ...]:
     """Names of the columns that the loss reads."""
-    reference = ('ref_log_probs',) if self.needs_reference else ()
-    if self.needs_reference and self.kl_target is not None:
+    reference = ('ref_log_probs',) if self.kl_weight else ()
+    if self.kl_weight and self.kl_target is not None:
       reference += (KL_COLUMN,)
     band = entropy_band.COLUMNS if self.entropy_band.weight else ()
     return (*POLICY_COLUMNS, *reference, *band)
@@ -341,7 +336,6 @@ class Supervised:
   """Negative log-likelihood of each token, for SFT."""
 
   columns = ()
-  needs_reference = False
 
   def __call__(
     self, outputs: token_batch.PolicyOutputs, tokens: token_batch.TokenBatch
@@ -367,7 +361,6 @@ class ValueRegression:
   value_clip: float = options.number(0.5, above=0)
 
   columns = ('old_values', 'value_targets', 'value_weights')
-  needs_reference = False
 
   def __post_init__(self):
     options.check(self)
@@ -412,7 +405,6 @@ class FunctionLoss:
   ]
 
   columns = POLICY_COLUMNS
-  needs_reference = False
 
   def __call__(
     self, outputs: token_batch.PolicyOutputs, tokens: token_batch.TokenBatch
@@ -441,18 +433,14 @@ def make(name: str = 'policy_gradient', **values: Any) -> token_batch.Loss:
   for option, default in options.defaults(factory).items():
     if isinstance(values.get(option), Mapping):  # A group of options.
       values[option] = type(default)(**values[option])
-  loss = options.make(
-    factory,
-    values,
-    field=f'name={name}',
-    needs=('columns', 'needs_reference', '__call__'),
+  return options.make(
+    factory, values, field=f'name={name}', needs=('columns', '__call__')
   )
-  if loss.needs_reference != ('ref_log_probs' in loss.columns):
-    raise ValueError(
-      f'name={name}: needs_reference={loss.needs_reference}, but columns='
-      f'{loss.columns}; must include ref_log_probs if and only if it is True'
-    )
-  return loss
+
+
+def needs_reference(loss: token_batch.Loss) -> bool:
+  """Returns whether a loss compares with a reference policy."""
+  return 'ref_log_probs' in loss.columns
 
 
 def options_of(name: str) -> set[str]:
@@ -537,7 +525,7 @@ def policy_gradient(  # noqa: PLR0913
   deprecated.warn('losses.policy_gradient', 'losses.PolicyGradient')
   band = EntropyBand(weight=0.0 if corridor is None else 1.0)
   loss = PolicyGradient(entropy_band=band, **values)
-  if loss.needs_reference and ref_log_probs is None:
+  if needs_reference(loss) and ref_log_probs is None:
     raise ValueError(
       f'kl_weight={loss.kl_weight}: needs ref_log_probs; or set kl_weight to 0'
     )

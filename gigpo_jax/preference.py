@@ -146,7 +146,6 @@ class FirstOrder:
   """
 
   columns = ('values', 'advantages')
-  needs_reference = False
 
   def __call__(
     self, outputs: token_batch.PolicyOutputs, tokens: token_batch.TokenBatch

@@ -82,7 +82,7 @@ def sample(
     builders.make_scorer(config) as scorer,
   ):
     runner = builders.make_runner(config, bundle, pool, scorer)
-    params, task_type = bundle.load(), builders.make_task_type(config)
+    params = bundle.load()
     played = {
       position: runner.run(
         params,
@@ -90,7 +90,6 @@ def sample(
         episodes_per_group=config.rollout.episodes_per_group,
         stream=(rollout.TRAIN, position),
         sampling=model_builders.make_sampling(config),
-        task_type=task_type,
         max_turns=group_filter.max_turns(config.rollout.horizon, position),
         label=f'round {index}',
       )
@@ -102,7 +101,6 @@ def sample(
       (evaluated,) = runner.run_batches(
         params,
         [builders.make_eval_batch(config)],
-        task_type=task_type,
         label='evaluation',
       )
       values |= evaluation.summarize(evaluated)

@@ -14,6 +14,7 @@ independent of the schedule.
 import dataclasses
 import functools
 import math
+import operator
 import time
 from collections.abc import Callable, Sequence
 
@@ -149,6 +150,7 @@ class EpisodeRunner:
       no functions.
     prefixes: forced prefixes of training episodes.
     agents: names of the agents that have adapters of their own; (): none has.
+    task_type: maps a task to its task type; by default its split.
     clock: timing of the last rollout.
     stats: statistics of the sampler in the last rollout.
   """
@@ -163,11 +165,17 @@ class EpisodeRunner:
   scorer: reward_functions.Scorer | None = None
   prefixes: forced_prefixes.ForcedPrefixes = forced_prefixes.ForcedPrefixes()
   agents: Sequence[str] = ()
+  task_type: Callable[[base.Task], str] = operator.attrgetter('split')
   clock: RolloutClock = dataclasses.field(default_factory=RolloutClock)
   stats: sampler.Stats = dataclasses.field(default_factory=sampler.Stats)
 
-  collect = deprecated.method('Roller.collect', 'run', kind='task_type')
   prepare = deprecated.method('Roller.prepare', 'prefetch')
+
+  def collect(self, *args, kind: Callable[[base.Task], str], **kwargs):
+    """Calls `run`, with the task types as an argument, and warns."""
+    deprecated.warn('Roller.collect', 'run')
+    self.task_type = kind
+    return self.run(*args, **kwargs)
 
   def run(
     self,
@@ -177,7 +185,6 @@ class EpisodeRunner:
     episodes_per_group: int,
     stream: tuple[int, int],
     sampling: sampler.Sampling,
-    task_type: Callable[[base.Task], str],
     base_params: dict | None = None,
     trace: bool = False,
     max_turns: int | None = None,
@@ -194,7 +201,6 @@ class EpisodeRunner:
       episodes_per_group: N.
       stream: see `EpisodeBatch`.
       sampling: sampling options.
-      task_type: maps a task to its task type.
       base_params: frozen parameters of a network with adapters; None: no
         adapters.
       trace: whether to record `sampler.Stats.spans`.
@@ -210,7 +216,6 @@ class EpisodeRunner:
     (trajectories,) = self.run_batches(
       params,
       [episodes],
-      task_type=task_type,
       base_params=base_params,
       trace=trace,
       label=label,
@@ -222,7 +227,6 @@ class EpisodeRunner:
     params: dict,
     batches: Sequence[EpisodeBatch],
     *,
-    task_type: Callable[[base.Task], str],
     base_params: dict | None = None,
     trace: bool = False,
     label: str = '',
@@ -238,7 +242,6 @@ class EpisodeRunner:
     Args:
       params: the policy's parameters; not modified.
       batches: the episodes.
-      task_type: maps a task to its task type.
       base_params: frozen parameters of a network with adapters; None: no
         adapters.
       trace: whether to record `sampler.Stats.spans`.
@@ -270,18 +273,16 @@ class EpisodeRunner:
     self.clock.total_secs = time.monotonic() - self.clock.start
     self.stats += self.sampler.take_stats()
     gathered = distributed.all_gather_objects(
-      [[self._record(e, task_type) for e in part] for part in local]
+      [[self._record(e) for e in part] for part in local]
     )
     return [
       [t for process in gathered for t in process[n]]
       for n in range(len(batches))
     ]
 
-  def _record(
-    self, episode: _Episode, task_type: Callable[[base.Task], str]
-  ) -> trajectory.Trajectory:
+  def _record(self, episode: _Episode) -> trajectory.Trajectory:
     """Returns a finished or paused episode with its final rewards."""
-    played = episode.to_trajectory(task_type(episode.start.task))
+    played = episode.to_trajectory(self.task_type(episode.start.task))
     if episode.ticket is None:
       return played
     return self.scorer.apply(episode.ticket, played)

@@ -48,15 +48,10 @@ class RowRegression:
     options.check(self)
 
   @property
-  def needs_reference(self) -> bool:
-    """Whether the log-ratio is that to the reference policy."""
-    return self.log_ratio_to == 'reference'
-
-  @property
   def columns(self) -> tuple[str, ...]:
     """Names of the columns that the loss reads."""
-    other = 'ref_log_probs' if self.needs_reference else 'old_log_probs'
-    return 'advantages', other
+    is_reference = self.log_ratio_to == 'reference'
+    return 'advantages', 'ref_log_probs' if is_reference else 'old_log_probs'
 
   def __call__(
     self, outputs: token_batch.PolicyOutputs, tokens: token_batch.TokenBatch
@@ -71,7 +66,7 @@ class RowRegression:
     advantages = losses.row_means(tokens.advantages, mask, ids)
     error = self.log_ratio_weight * log_ratios - advantages
     loss = jnp.where(mask, error**2, 0)
-    kl_name = 'loss/kl' if self.needs_reference else 'ratio/kl'
+    kl_name = 'loss/kl' if losses.needs_reference(self) else 'ratio/kl'
     metrics = {
       'loss/policy': loss,
       'loss/entropy': jnp.where(mask, outputs.entropies, 0),

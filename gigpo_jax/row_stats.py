@@ -163,7 +163,7 @@ def chains(rows: batch.Rows) -> list[Int[np.ndarray, ' T']]:
   return np.split(order, starts) if len(order) else []
 
 
-def z_scores(
+def group_z_scores(
   values: Float[np.ndarray, ' N'], groups: Int[np.ndarray, ' N']
 ) -> Float[np.ndarray, ' N']:
   """Returns (x - mean) / (std + 1e-6) in each group; 0 for a group of one.
@@ -256,7 +256,7 @@ def like(values: np.ndarray, advantages: np.ndarray) -> np.ndarray:
   return values[:, None] if advantages.ndim > 1 else values
 
 
-def whiten(
+def whiten_tokens(
   advantages: Float[np.ndarray, 'R C'], mask: Bool[np.ndarray, 'R C']
 ) -> Float[np.ndarray, 'R C']:
   """Returns advantages with mean 0 and standard deviation 1 over the mask."""

@@ -119,8 +119,7 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
   check_run(config, workdir)
   distributed.initialize()
   with distributed.lock(workdir), errors.explain_disk_errors(workdir):
-    shown = [] if episode_set else demonstrations(config)
-    _warm_start(config, workdir, shown, episode_set)
+    _warm_start(config, workdir, episode_set or demonstrations(config))
 
 
 def check_run(config: ml_collections.ConfigDict, workdir: str) -> None:
@@ -147,8 +146,7 @@ def check_run(config: ml_collections.ConfigDict, workdir: str) -> None:
 def _warm_start(
   config: ml_collections.ConfigDict,
   workdir: str,
-  shown: list[Demonstration],
-  episode_set: 'episodes.EpisodeDataset | None',
+  source: 'list[Demonstration] | episodes.EpisodeDataset',
 ) -> None:
   directory = pathlib.Path(workdir) / 'policy'
   # Hidden, because it is deleted at the end.
@@ -159,22 +157,18 @@ def _warm_start(
       config.model.path = str(start)
     if distributed.is_main_process():
       tokenizer.train(
-        _texts(shown), str(start), vocab_size=config.sft.vocab_size
+        _texts(source), str(start), vocab_size=config.sft.vocab_size
       )
       _write_random_model(config, str(start))
     distributed.barrier()
   policy = model_builders.make_model_bundle(config)
   pairs = None
   if config.sft.loss == 'dpo':
-    pairs = pair_rows(config, policy.tokenizer, episode_set)
+    pairs = pair_rows(config, policy.tokenizer, source)
     rows = pairs.rows
     console.log(f'{pairs.count} pairs, {rows.lengths.sum()} tokens')
   else:
-    rows = (
-      episode_rows(config, policy.tokenizer, episode_set)
-      if episode_set
-      else demonstration_rows(config, policy.tokenizer, shown)
-    )
+    rows = imitated_rows(config, policy.tokenizer, source)
     console.log(
       f'{rows.real.sum()} steps to imitate, {rows.lengths.sum()} tokens'
     )
@@ -193,16 +187,17 @@ def _warm_start(
 
 
 def imitated_rows(
-  config: ml_collections.ConfigDict, text: tokenizer.Tokenizer
+  config: ml_collections.ConfigDict,
+  text: tokenizer.Tokenizer,
+  source: 'list[Demonstration] | episodes.EpisodeDataset',
 ) -> batch.Rows:
   """Returns the expert's steps, or those of recorded episodes, as rows.
 
-  Raises:
-    ValueError: in one line, if there is no expert or no episode to imitate.
+  See `demonstration_rows` and `recorded_steps` for errors.
   """
   if config.sft.data:
-    return episode_rows(config, text, open_episodes(config))
-  return demonstration_rows(config, text, demonstrations(config))
+    return pack_steps(config, recorded_steps(config, text, source))
+  return demonstration_rows(config, text, source)
 
 
 def demonstrations(config: ml_collections.ConfigDict) -> list[Demonstration]:
@@ -355,18 +350,6 @@ def _conversation_prompts(
       break
     prompts.append(ids)
   return prompts
-
-
-def episode_rows(
-  config: ml_collections.ConfigDict,
-  text: tokenizer.Tokenizer,
-  kept: 'episodes.EpisodeDataset',
-) -> batch.Rows:
-  """Returns the steps of recorded episodes as rows of the sampled tokens.
-
-  See `recorded_steps` for arguments and errors.
-  """
-  return pack_steps(config, recorded_steps(config, text, kept))
 
 
 def recorded_steps(

@@ -55,7 +55,7 @@ def anchor_means(
   return total / arrays.segment_count(anchors, all_rows)
 
 
-def generalized_advantages(
+def lambda_advantages(
   inputs: advantages.Inputs,
   row_segments: advantages.RowSegments,
   decay: arrays.TwoFloat,

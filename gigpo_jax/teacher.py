@@ -96,7 +96,6 @@ class Imitation:
   token_weight: str = 'phi'
 
   columns = ()
-  needs_reference = False
 
   def __call__(
     self, outputs: token_batch.PolicyOutputs, tokens: token_batch.TokenBatch

@@ -91,13 +91,11 @@ class Loss(Protocol):
 
   Attributes:
     columns: names of the columns that the loss reads: fields of `TokenBatch`,
-      or extras. `Learner.update` requires exactly these.
-    needs_reference: whether the loss compares with a reference policy; then
-      'ref_log_probs' is one of the columns.
+      or extras. `Learner.update` requires exactly these. A run with
+      'ref_log_probs' keeps a reference policy.
   """
 
   columns: tuple[str, ...]
-  needs_reference: bool
 
   def __call__(
     self, outputs: PolicyOutputs | ValueOutputs, tokens: TokenBatch

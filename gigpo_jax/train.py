@@ -373,7 +373,6 @@ def evaluate(
     (episodes,) = runner.run_batches(
       state.policy.params,
       [parts.eval_batch],
-      task_type=parts.task_type,
       base_params=parts.learner.base,
       label='evaluation',
     )

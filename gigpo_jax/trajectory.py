@@ -80,7 +80,8 @@ class Trajectory:
     is_paused: whether the episode continues in another rollout.
     parent: the member of the group whose first turns the episode repeats
       (`branching`); None if it repeats none.
-    num_repeated: number of these turns.
+    num_repeated: number of these turns, or of those that lead to the state of a
+      continuation.
   """
 
   task: base.Task

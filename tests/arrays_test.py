@@ -11,13 +11,6 @@ SEGMENTS = jnp.array([2, 0, 2, 0, 2])
 MASK = jnp.array([True, True, False, True, True])
 
 
-def test_masked_reductions_ignore_nan():
-  values = jnp.array([1.0, 2.0, jnp.nan, 3.0, 6.0])
-  assert arrays.masked_sum(values, MASK) == 12
-  assert arrays.masked_mean(values, MASK) == 3
-  assert arrays.masked_mean(values, jnp.zeros(5, bool)) == 0
-
-
 def test_segment_reductions():
   values = jnp.array([1.0, 2.0, jnp.nan, 3.0, 6.0])
   # Segment 2: rows 0 and 4 of 0, 2, 4; segment 0: rows 1 and 3.
@@ -85,4 +78,4 @@ def test_ids32():
 
 def test_typechecked_rejects_wrong_shapes():
   with pytest.raises(Exception, match='Type-check error'):
-    arrays.masked_sum(jnp.zeros(3), jnp.zeros(4, bool))
+    arrays.segment_count(jnp.zeros(3, int), jnp.zeros(4, bool))

@@ -390,12 +390,12 @@ def test_statistics_of_rounds_add_up():
   ) as pool:
     runner = rollout.EpisodeRunner(pool, walk, walks.Tokenizer(), 99, 'error')
     walk.take_stats = lambda: rollout.sampler.Stats(decode_tokens=3)
-    runner.run_batches({}, [first], task_type=str)
+    runner.run_batches({}, [first])
     start, calls = runner.clock.start, len(runner.clock.env_spans)
     assert runner.stats.decode_tokens == 3
-    runner.run_batches({}, [first], task_type=str, is_continued=True)
+    runner.run_batches({}, [first], is_continued=True)
     assert runner.clock.start == start
     assert len(runner.clock.env_spans) == 2 * calls
     assert runner.stats.decode_tokens == 6
-    runner.run_batches({}, [first], task_type=str)
+    runner.run_batches({}, [first])
     assert runner.stats.decode_tokens == 3

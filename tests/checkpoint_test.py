@@ -76,7 +76,9 @@ def test_another_model_is_refused_by_name(tmp_path):
     saved.save(0, _state(), {})
     saved.wait()
     wanted = checkpoint.abstract_state(_state(shape=(8, 5)))
-    with pytest.raises(ValueError, match=r'a/w is \(8, 4\) there and \(8, 5\)'):
+    with pytest.raises(
+      ValueError, match=r'a/w is \(8, 4\) in the checkpoint and \(8, 5\)'
+    ):
       saved.restore(wanted)
 
 
@@ -331,11 +333,14 @@ def test_nothing_to_restore_is_said_in_one_line(tmp_path):
 @pytest.mark.parametrize(
   'other, message',
   [
-    ({'x': jnp.ones(4), 'y': jnp.ones(4)}, 'y is int32 there and float32 in'),
-    ({'x': jnp.ones(4)}, r'y is \(4,\) there and missing in'),
+    (
+      {'x': jnp.ones(4), 'y': jnp.ones(4)},
+      'y is int32 in the checkpoint and float32 in',
+    ),
+    ({'x': jnp.ones(4)}, r'y is \(4,\) in the checkpoint and missing in'),
     (
       {'w': jnp.ones(2), 'x': jnp.ones(4), 'y': jnp.arange(4)},
-      r'w is missing there and \(2,\) in',
+      r'w is missing in the checkpoint and \(2,\) in',
     ),
   ],
   ids=['type', 'missing', 'additional'],

@@ -100,15 +100,16 @@ def test_progress_is_printed_in_lines_without_a_terminal(monkeypatch, capsys):
 
 def test_programs_compiled_at_once_give_the_results_of_jit():
   functions = {n: jax.jit(lambda x, n=n: x**n + n) for n in range(6)}
-  x, table, compiled = jnp.arange(4.0), compilation.ProgramTable(), []
+  x, table = jnp.arange(4.0), compilation.ProgramTable()
   lowerings = {n: functools.partial(f.lower, x) for n, f in functions.items()}
   with compilation.Compiler() as compiler:
     programs = table.compile(compiler, lowerings)
     # It waits for the program.
     np.testing.assert_array_equal(table.run(5, None, x), functions[5](x))
-    compilation.wait(programs, lambda: compiled.append(1))
+    compilation.wait(programs)
+    assert all(program.done() for program in programs)
     assert table.compile(compiler, lowerings) == programs
-  assert len(compiled) == len(table) == 6
+  assert len(programs) == len(table) == 6
   for n, function in functions.items():
     np.testing.assert_array_equal(table.run(n, None, x), function(x))
 

@@ -105,8 +105,7 @@ def test_costs_are_the_steps_of_environments_and_sampled_tokens(monkeypatch):
   ((played,), streams) = walks.play(
     [continuations.make_batch(states, 2, groups)]
   )
-  cost = continuations.count_samples(states, played)
-  assert cost == group_filter.SampleCounts(0, len(calls), len(streams))
+  cost = group_filter.SampleCounts(0, len(calls), len(streams))
   assert len(calls) > len(streams)
   kept = group_filter.CollectedGroups(episodes, episodes, [0, 1, 2, 3], {})
   groups, metrics = continuations.add_values(kept, states, played, 1.0, 0.1)
@@ -115,7 +114,7 @@ def test_costs_are_the_steps_of_environments_and_sampled_tokens(monkeypatch):
   assert metrics['continuations/states'] == len(states.starts)
 
 
-def make_episode(rewards, valid=None, failure='', member=0):
+def make_episode(rewards, valid=None, **fields):
   """Returns an episode with given rewards."""
   ((episodes,), _) = walks.play([walks.make_groups(1, 1)])
   (step, *_) = episodes[0].steps
@@ -128,9 +127,7 @@ def make_episode(rewards, valid=None, failure='', member=0):
     )
     for n, (reward, v) in enumerate(zip(rewards, valid, strict=True))
   )
-  return dataclasses.replace(
-    episodes[0], steps=steps, failure=failure, member=member
-  )
+  return dataclasses.replace(episodes[0], steps=steps, **fields)
 
 
 def test_returns_start_at_the_state_and_have_penalties():
@@ -140,8 +137,8 @@ def test_returns_start_at_the_state_and_have_penalties():
   played = [
     make_episode([1, 2, 4]),
     make_episode([8], valid=[False]),
-    make_episode([100, 2, 4]),  # The first turn is replayed.
-    make_episode([100], failure='raised: no'),
+    make_episode([100, 2, 4], num_repeated=1),
+    make_episode([100], failure='raised: no', num_repeated=1),
   ]
   totals = continuations.returns(states, played, 0.5, 0.25)
   np.testing.assert_array_equal(totals, [[1 + 1 + 1, 7.75], [2 + 2, np.nan]])
@@ -231,7 +228,6 @@ def _estimate_values(algorithm, groups):
     group_size=2,
     sampling=sampler.Sampling(),
     learner=types.SimpleNamespace(base='base'),
-    task_type=str,
     stop_if_failed=lambda episodes: None,
   )
   kept, metrics = collection.estimate_state_values(

@@ -41,7 +41,7 @@ def _play(text, groups=GROUPS, limit=999, overflow='end', num_envs=3):
     reset_timeout_secs=9,
   ) as pool:
     runner = rollout.EpisodeRunner(pool, script, text, limit, overflow)
-    (episodes,) = runner.run_batches({}, [groups], task_type=str)
+    (episodes,) = runner.run_batches({}, [groups])
   return episodes
 
 

@@ -72,7 +72,6 @@ def _small_parts(monkeypatch):
     'make_reference': lambda *_: None,
     'make_pool': lambda config: contextlib.nullcontext(),
     'make_runner': lambda *_: types.SimpleNamespace(prefetch=lambda *_: None),
-    'make_task_type': lambda config: None,
     'try_environment': lambda *_: None,
   }
   for name, part in parts.items():

@@ -82,7 +82,7 @@ def _run(text, harness, *, batch=GROUPS, limit=999, **options):
     runner = rollout.EpisodeRunner(
       pool, tool_script.Script(text), text, limit, 'end'
     )
-    (episodes,) = runner.run_batches({}, [batch], task_type=str)
+    (episodes,) = runner.run_batches({}, [batch])
     pool.close()
     for player in players:
       player.result(timeout=30)
@@ -150,7 +150,7 @@ def test_a_harness_plays_what_the_environment_plays(text):
     runner = rollout.EpisodeRunner(
       pool, tool_script.Script(text), text, 999, 'end'
     )
-    (expected,) = runner.run_batches({}, [GROUPS], task_type=str)
+    (expected,) = runner.run_batches({}, [GROUPS])
   episodes = _run(text, _play_tool_env)
   assert [len(t.steps) for t in expected] == [2, 4, 2, 4]
   for t, wanted in zip(episodes, expected, strict=True):

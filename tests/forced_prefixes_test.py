@@ -76,7 +76,7 @@ def play(text, *, forced=1, limit=200, **changes):
       'error',
       prefixes=forced_prefixes.make(TEXTS, forced, text),
     )
-    (played,) = runner.run_batches({}, [episodes], task_type=str)
+    (played,) = runner.run_batches({}, [episodes])
   return played
 
 
@@ -217,7 +217,7 @@ def test_earlier_prefixes_are_part_of_a_conversation(tmp_path):
       'end',
       prefixes=forced_prefixes.make((prefix,), 1, text),
     )
-    ((forced, _),) = runner.run_batches({}, [groups], task_type=str)
+    ((forced, _),) = runner.run_batches({}, [groups])
   first, second = forced.steps
   assert first.response.startswith('<think>add</think><tool_call>')
   begin = np.concatenate([first.prompt_ids, first.completion_ids])

@@ -66,8 +66,16 @@ STREAM = InOrder('train', 100, 2, 0)
 def run(rewards, refilled=(), iteration=0, **kwargs):
   rules = group_filter.GroupFilter(drop_zero_variance=True, **kwargs)
   by_task = dict(enumerate(rewards)) | dict(enumerate(refilled, 40))
+  return collect(make_play(by_task), rules, iteration)
+
+
+def collect(play, rules, iteration):
   return group_filter.collect(
-    make_play(by_task), STREAM, rules, groups=2, iteration=iteration
+    play(STREAM.at(iteration), iteration),
+    (play(STREAM.at(n), n) for n in rules.refills(iteration)),
+    rules,
+    groups=2,
+    iteration=iteration,
   )
 
 
@@ -113,7 +121,7 @@ def test_failed_refills_do_not_end_the_run():
     return [dataclasses.replace(t, failure='died') for t in episodes]
 
   rules = group_filter.GroupFilter(drop_zero_variance=True)
-  collected = group_filter.collect(play, STREAM, rules, groups=2, iteration=0)
+  collected = collect(play, rules, 0)
   assert len(collected.episodes) == 12 and not collected.kept
 
 
@@ -133,10 +141,9 @@ def test_warmup_iterations_drop_nothing():
 
 def test_refills_use_distinct_positions():
   rules = group_filter.GroupFilter(drop_zero_variance=True, max_refills=2)
-  positions = [position for i in range(9) for position in rules.positions(i)]
-  assert len(set(positions)) == 27
-  assert [rules.positions(i)[0] for i in range(9)] == list(range(9))
-  assert group_filter.GroupFilter().positions(5) == [5]
+  positions = [position for i in range(9) for position in rules.refills(i)]
+  assert len({*positions, *range(9)}) == 27
+  assert not group_filter.GroupFilter().refills(5)
 
 
 def test_failed_episodes_have_no_variance():
@@ -188,7 +195,7 @@ def test_rounding_is_no_variance():
 def test_the_statistics_of_a_rollout_include_its_refills():
   calls = []
 
-  def run_batches(params, batches, *, is_continued, **options):
+  def run_batches(params, batches, *, is_continued=False, **options):
     del params, options
     calls.append(is_continued)
     (made,) = batches
@@ -198,7 +205,6 @@ def test_the_statistics_of_a_rollout_include_its_refills():
   sections = {'groups': 2, 'horizon': ()}
   parts = types.SimpleNamespace(
     config=types.SimpleNamespace(rollout=types.SimpleNamespace(**sections)),
-    task_type=str,
     learner=types.SimpleNamespace(base={}),
     group_size=2,
     sampling=None,

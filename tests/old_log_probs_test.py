@@ -48,7 +48,7 @@ def _choose(name, gap=0.0, *, tis_clip=None, stale=()):
   parts = types.SimpleNamespace(
     config=config,
     learner=learner,
-    loss=types.SimpleNamespace(needs_reference=False),
+    loss=types.SimpleNamespace(columns=()),
     entropy_band=losses.EntropyBand(),
   )
   state = types.SimpleNamespace(policy=types.SimpleNamespace(params=params))

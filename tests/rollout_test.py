@@ -116,7 +116,14 @@ def _run(  # noqa: PLR0913
     envs_per_group=2,
   ) as pool:
     runner = rollout.EpisodeRunner(
-      pool, script, text, 200, 'error', schedule, scorer=scorer
+      pool,
+      script,
+      text,
+      200,
+      'error',
+      schedule,
+      scorer=scorer,
+      task_type=lambda task: f'type{task.index}',
     )
     trajectories = runner.run(
       {},
@@ -124,7 +131,6 @@ def _run(  # noqa: PLR0913
       episodes_per_group=2,
       stream=(rollout.TRAIN, 6),
       sampling=sampler.Sampling(),
-      task_type=lambda task: f'type{task.index}',
     )
   return trajectories, script
 
@@ -209,7 +215,6 @@ def test_steps_record_whether_their_prompt_was_shortened(text):
         episodes_per_group=1,
         stream=(rollout.TRAIN, 0),
         sampling=sampler.Sampling(),
-        task_type=str,
       )
     (step,) = episode.steps
     assert len(step.prompt_ids) == limit
@@ -297,7 +302,6 @@ def test_reward_functions_score_training_episodes_only(text, purpose, expected):
       episodes_per_group=1,
       stream=(purpose, 0),
       sampling=sampler.Sampling(),
-      task_type=str,
     )
   assert len(submitted) == expected
 
@@ -379,7 +383,6 @@ def test_schedules_sample_the_same_tokens_with_a_real_model(text):
         episodes_per_group=4,
         stream=(rollout.TRAIN, 1),
         sampling=sampler.Sampling(),
-        task_type=str,
       )
     values = runner.metrics()
     assert values['rollout/slot_occupancy'] > 0  # Low on a busy machine.
@@ -444,7 +447,6 @@ def test_turn_limit_ends_episodes_in_the_pool(text):
         episodes_per_group=2,
         stream=(rollout.TRAIN, iteration),
         sampling=sampler.Sampling(),
-        task_type=lambda task: '',
         max_turns=2,
       )
       assert max(len(t.steps) for t in trajectories) == 2
@@ -480,7 +482,7 @@ def test_batches_that_run_together_have_the_episodes_of_separate_runs(
     script = ScriptedSampler(text, at_once=2)
     with pools.make(0, 4) as pool:
       runner = rollout.EpisodeRunner(pool, script, text, 200, 'error', schedule)
-      played = runner.run_batches({}, chosen, task_type=str)
+      played = runner.run_batches({}, chosen)
     return played, script.requests
 
   separate = [run(batch) for batch in batches]
@@ -517,7 +519,7 @@ def _run_in_parts(text, schedule: str, **pool_options):
     script = ScriptedSampler(text, at_once=2)
     with pools.make(**pool_options) as pool:  # A new pool, as after a kill.
       runner = rollout.EpisodeRunner(pool, script, text, 200, 'error', schedule)
-      (episodes,) = runner.run_batches({}, [batch], task_type=str)
+      (episodes,) = runner.run_batches({}, [batch])
       for env in range(pool.num_envs):
         with pytest.raises(RuntimeError, match='no episode is running'):
           pool.step(env, RIGHT)
@@ -561,7 +563,7 @@ def test_an_episode_that_differs_when_it_continues_fails(text):
     env = {'faults': faults, 'fault_step': 1}
     with pools.make(env=env) as pool:
       runner = rollout.EpisodeRunner(pool, script, text, 200, 'error')
-      (episodes,) = runner.run_batches({}, [batch], task_type=str)
+      (episodes,) = runner.run_batches({}, [batch])
     batch = dataclasses.replace(batch, tasks=(), paused=episodes)
   assert [t.cause for t in episodes] == ['differed'] * 2
   assert not any(t.is_paused for t in episodes)

@@ -211,9 +211,9 @@ class Episodes(list):
 def test_episode_rows_hold_the_sampled_tokens(text, only_successful):
   config = _config()
   config.sft.completion_only = True
-  config.sft.only_successful = only_successful
+  config.sft.update(data='set', only_successful=only_successful)
   episode_set = Episodes(text.fingerprint, False, True)
-  rows = sft.episode_rows(config, text, episode_set)
+  rows = sft.imitated_rows(config, text, episode_set)
   expected = [
     [*step['prompt_ids'], *step['completion_ids']]
     for n in ([1] if only_successful else [0, 1])
@@ -265,9 +265,10 @@ def test_replayed_rows_hold_the_stored_log_probs(text, monkeypatch):
 def test_unusable_episodes_are_refused(text, successes, changes, message):
   changes = {'fingerprint': text.fingerprint} | changes
   fingerprint = changes.pop('fingerprint')
-  kept = Episodes(fingerprint, *successes, **changes)
+  kept, config = Episodes(fingerprint, *successes, **changes), _config()
+  config.sft.data = 'set'
   with pytest.raises(ValueError, match=message) as error:
-    sft.episode_rows(_config(), text, kept)
+    sft.imitated_rows(config, text, kept)
   assert '\n' not in str(error.value)
 
 

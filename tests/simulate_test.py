@@ -167,9 +167,7 @@ def test_counters_are_those_of_a_real_rollout(benchmarks):
   def play(engine: sampler.Sampler, params: dict) -> sampler.Stats:
     # 14 environments for 12 slots: requests wait, and episodes start late.
     runner = simulate.make_runner(virtual.Clock(), engine, options, work, 14)
-    (trajectories,) = runner.run_batches(
-      params, [work.training()], task_type=str
-    )
+    (trajectories,) = runner.run_batches(params, [work.training()])
     assert len(simulate.row_lengths(trajectories)) > 48
     return dataclasses.replace(runner.stats, idle_secs=0.0)
 

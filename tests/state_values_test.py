@@ -13,7 +13,7 @@ def generalized(rows, step_lambda):
   inputs = algorithm.inputs(rows)
   row_segments = advantages.segment_rows(inputs, penalty_scope='reward')
   decay = arrays.two_float(0.5 * step_lambda)
-  estimates = state_values.generalized_advantages(
+  estimates = state_values.lambda_advantages(
     inputs, row_segments, decay, penalty_scope='reward'
   )
   return estimates, row_segments

@@ -72,7 +72,7 @@ def play(batches, *, num_envs: int = 8, at_once: int = 100, **env):
   kwargs = {'rooms': ROOMS, 'max_steps': MAX_STEPS} | env
   with pools.make(num_workers=0, num_envs=num_envs, env=kwargs) as pool:
     runner = rollout.EpisodeRunner(pool, walk, Tokenizer(), 99, 'error')
-    return runner.run_batches({}, batches, task_type=str), walk.streams
+    return runner.run_batches({}, batches), walk.streams
 
 
 def make_groups(size: int = 2, num_tasks: int = 2) -> rollout.EpisodeBatch:

@@ -88,7 +88,7 @@ class Algorithm:
     del values
     episodes = row_stats.episodes(rows)
     rewards, metrics = self.rewards(rows, episodes)
-    by_episode = row_stats.z_scores(rewards, episodes.groups)
+    by_episode = row_stats.group_z_scores(rewards, episodes.groups)
     return algorithms.make_output(episodes.to_rows(by_episode), rows, metrics)
 
   def rewards(

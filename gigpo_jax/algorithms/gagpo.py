@@ -54,7 +54,7 @@ class Algorithm(gigpo.Algorithm):
 @advantages.jit
 def _components(inputs, decay, *, norm, penalty_scope, **others):
   row_segments = advantages.segment_rows(inputs, penalty_scope=penalty_scope)
-  estimates = state_values.generalized_advantages(
+  estimates = state_values.lambda_advantages(
     inputs, row_segments, decay, penalty_scope=penalty_scope
   )
   step_advantage = advantages.group_normalize(

@@ -83,12 +83,12 @@ class Algorithm:
     gains = np.where(
       following >= 0, rows.state_values[following] - rows.state_values, np.nan
     )
-    rewards = self.gain_weight * row_stats.z_scores(gains, rows.groups)
+    rewards = self.gain_weight * row_stats.group_z_scores(gains, rows.groups)
     for weight, values_E in self._sums(rows, episodes):
       last = np.where(
         real & (following < 0), episodes.to_rows(values_E), np.nan
       )
-      rewards += weight * row_stats.z_scores(last, rows.groups)
+      rewards += weight * row_stats.group_z_scores(last, rows.groups)
     advantages = np.where(real, rewards, 0)
     # From the last turns to the first ones.
     for r in np.argsort(-rows.steps, kind='stable'):

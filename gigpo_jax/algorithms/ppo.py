@@ -104,7 +104,7 @@ class Algorithm:
     if self.gae_level == 'turn':
       advantages = np.where(mask, advantages[:, :1], 0)
     if self.whiten_advantages:
-      advantages = row_stats.whiten(advantages, mask)
+      advantages = row_stats.whiten_tokens(advantages, mask)
     metrics['advantage/abs_mean'] = np.abs(advantages[mask]).mean()
     return algorithms.AlgorithmOutput(
       advantages.astype(np.float32),

@@ -55,7 +55,7 @@ class Algorithm:
     # An agent's episodes are compared with each other only.
     trees = roots * episodes.num_groups + episodes.groups
     advantages = episodes.to_rows(
-      row_stats.z_scores(episodes.returns, trees)
-      + row_stats.z_scores(episodes.returns, episodes.groups)
+      row_stats.group_z_scores(episodes.returns, trees)
+      + row_stats.group_z_scores(episodes.returns, episodes.groups)
     )
     return algorithms.make_output(advantages, rows)

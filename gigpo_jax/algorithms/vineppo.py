@@ -65,7 +65,7 @@ class Algorithm:
     mask = rows.completion_mask & known[:, None]
     if self.whiten_advantages:
       by_token = np.where(mask, advantages[:, None], 0)
-      advantages = row_stats.whiten(by_token, mask)[:, 0]
+      advantages = row_stats.whiten_tokens(by_token, mask)[:, 0]
     mean = float(np.abs(advantages).sum() / max(known.sum(), 1))
     return algorithms.AlgorithmOutput(
       advantages.astype(np.float32), {'advantage/abs_mean': mean}

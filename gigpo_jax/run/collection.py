@@ -50,41 +50,36 @@ def collect(
     waiting: groups of earlier iterations that continue.
   """
   metrics: Metrics = {}
-  evaluated: list[trajectory.Trajectory] = []
-  still_waiting: list[carry_over.WaitingGroup] = []
   play = functools.partial(
     runner.run_batches,
     state.policy.params,
-    task_type=parts.task_type,
     base_params=parts.learner.base,
     trace=plot is not None,
     label=f'iteration {iteration}',
   )
 
-  def run_groups(
-    tasks: list[base.Task], position: int
-  ) -> list[trajectory.Trajectory]:
-    # Refills have other positions; the first rollout includes the evaluation
-    # and the groups of earlier iterations.
-    is_first = position == iteration
-    carried = waiting if is_first else ()
-    batches = train_batches(parts, carried, tasks, position, iteration)
-    others = [parts.eval_batch] if is_evaluated and is_first else []
-    played = play([*batches, *others], is_continued=not is_first)
-    evaluated.extend(t for part in played[len(batches) :] for t in part)
-    chosen, rest = parts.carry_over.select(
-      carry_over.merge(carried, played[: len(batches)], iteration),
+  def refill(position: int) -> Sequence[trajectory.Trajectory]:
+    tasks = parts.tasks.at(position)
+    (like,) = train_batches(parts, (), tasks, position, iteration)
+    (roots,) = play([like], is_continued=True)
+    return parts.add_branches(roots, like, play)
+
+  with run_logs.timed(metrics, 'time/rollout_secs'):
+    tasks = parts.tasks.at(iteration)
+    batches = train_batches(parts, waiting, tasks, iteration, iteration)
+    others = [parts.eval_batch] if is_evaluated else []
+    played = play([*batches, *others])
+    evaluated = played[len(batches) :]
+    chosen, waiting = parts.carry_over.select(
+      carry_over.merge(waiting, played[: len(batches)], iteration),
       parts.config.rollout.groups,
       iteration,
     )
-    still_waiting.extend(rest)
     roots = carry_over.number_groups(chosen)
-    return parts.add_branches(roots, batches[-1], play)
-
-  with run_logs.timed(metrics, 'time/rollout_secs'):
+    first = parts.add_branches(roots, batches[-1], play)
     groups = group_filter.collect(
-      run_groups,
-      parts.tasks,
+      first,
+      map(refill, parts.group_filter.refills(iteration)),
       parts.group_filter,
       groups=parts.config.rollout.groups,
       iteration=iteration,
@@ -93,7 +88,7 @@ def collect(
     metrics |= runner.metrics()
     if plot:
       plot(runner)
-  groups = dataclasses.replace(groups, waiting=tuple(still_waiting))
+  groups = dataclasses.replace(groups, waiting=waiting)
   groups, value_metrics = estimate_state_values(
     parts, runner, state, groups, iteration
   )
@@ -103,9 +98,9 @@ def collect(
   metrics |= parts.carry_over.metrics(groups.episodes, groups.waiting)
   if algorithms.branches(parts.algorithm):
     metrics |= branching.metrics(groups.episodes)
-  if evaluated:
-    parts.stop_if_failed(evaluated)
-    metrics |= evaluation.summarize(evaluated)
+  for episodes in evaluated:
+    parts.stop_if_failed(episodes)
+    metrics |= evaluation.summarize(episodes)
   if groups.episodes:  # Not all groups wait.
     metrics |= metrics_lib.summarize(groups.episodes, prefix='train')
   return groups, metrics
@@ -132,7 +127,6 @@ def estimate_state_values(
     (played,) = runner.run_batches(
       state.policy.params,
       [continuations.make_batch(states, count, like)],
-      task_type=parts.task_type,
       base_params=parts.learner.base,
       label=f'continuations {iteration}',
     )

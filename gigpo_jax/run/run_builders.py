@@ -139,7 +139,6 @@ class Parts:
     guard: the guards against collapse.
     tasks: the stream of training tasks, which may depend on outcomes.
     eval_batch: the episodes of an evaluation; None if there are none.
-    task_type: returns the type of a task.
     sampling: sampling options of training.
     rows_kwargs: arguments of `batch.from_trajectories`.
   """
@@ -165,14 +164,13 @@ class Parts:
   guard: guard.Guard
   tasks: tasks.TaskSampler
   eval_batch: rollout.EpisodeBatch | None
-  task_type: Callable[[base.Task], str]
   sampling: sampler.Sampling
   rows_kwargs: dict[str, Any]
 
   @property
   def needs_reference(self) -> bool:
     """Whether a reference policy is needed."""
-    return self.loss.needs_reference or self.reward.needs_reference
+    return losses.needs_reference(self.loss) or self.reward.needs_reference
 
   @property
   def group_size(self) -> int:
@@ -288,7 +286,6 @@ def make_parts(
     eval_batch=builders.make_eval_batch(config)
     if config.evaluation.every
     else None,
-    task_type=builders.make_task_type(config),
     sampling=model_builders.make_sampling(config),
     rows_kwargs=builders.rows_kwargs(config),
   )
@@ -318,7 +315,8 @@ def make_teacher(
       if options.loss == 'replay':
         rows, columns = replay.make_rows(own, text)
       else:
-        rows = sft.imitated_rows(own, text)
+        load = sft.open_episodes if options.data else sft.demonstrations
+        rows = sft.imitated_rows(own, text, load(own))
     except ValueError as error:
       raise ValueError(
         str(error).replace('sft.data', 'teacher.data')

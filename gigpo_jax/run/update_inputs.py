@@ -268,7 +268,7 @@ def loss_columns(  # noqa: PLR0913
       options.tis_clip,
       options.tis_level,
     )
-  if parts.loss.needs_reference:
+  if losses.needs_reference(parts.loss):
     if ref_log_probs is None:
       ref_log_probs = learner.log_probs(state.reference, rows)
     columns['ref_log_probs'] = ref_log_probs

@@ -81,19 +81,10 @@ def _errors_to(future: concurrent.futures.Future) -> Iterator[None]:
     future.set_exception(error)
 
 
-def wait(
-  programs: Iterable[concurrent.futures.Future],
-  on_compiled: Callable[[], None] = lambda: None,
-) -> None:
-  """Waits for programs; raises the first error.
-
-  Args:
-    programs: programs of a `Compiler`.
-    on_compiled: called after each program.
-  """
+def wait(programs: Iterable[concurrent.futures.Future]) -> None:
+  """Waits for programs of a `Compiler`; raises the first error."""
   for program in concurrent.futures.as_completed(programs):
     program.result()
-    on_compiled()
 
 
 class ProgramTable:
