@@ -52,7 +52,7 @@ class Judge:
   best: int = 10
   max_tokens: int = 512
   max_chars: int = 40_000
-  request_secs: float = 15.0
+  request_secs: float = 20.0
   retries: int = 2
   key_variable: str = 'OPENAI_API_KEY'
 

@@ -48,3 +48,4 @@ def runs(
 
 
 RUNS = runs(main.METHODS | {'g2po': ',g2po'}, SPLITS)
+RUNS += runs({'graphgpo': ',graphgpo'}, {'alfworld': SPLITS['alfworld']})
