@@ -137,7 +137,7 @@ class Family:
           f'{", ".join(OUTPUTS)}'
         )
       module = importlib.import_module(type(plugin).__module__)
-      yield from conflicts(module, config, f'{self.field}={name}')
+      yield from module_conflicts(module, config, f'{self.field}={name}')
 
   def _names(self, values: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(values[self.field.rpartition('.')[2]])
@@ -177,7 +177,7 @@ def check_shape(field: str, values: np.ndarray, rows: batch.Rows) -> None:
     )
 
 
-def conflicts(
+def module_conflicts(
   module: types.ModuleType, config: ml_collections.ConfigDict, field: str
 ) -> Iterator[str]:
   """Yields the lines of a module's `conflicts`, if it has one.

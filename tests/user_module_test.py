@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import envs
+from configs import base
 from envs import checks, rewards
 from gigpo_jax import algorithms, losses, modulators, plugins, selectors
 from gigpo_jax.runtime import errors
@@ -155,7 +156,18 @@ def test_an_algorithm_is_a_class(tmp_path, monkeypatch):
 def test_conflicts_are_lines(result):
   module = types.SimpleNamespace(conflicts=lambda config: result)
   with pytest.raises(ValueError, match='^FIELD: conflicts returned no lines'):
-    list(plugins.conflicts(module, None, 'FIELD'))
+    list(plugins.module_conflicts(module, None, 'FIELD'))
+
+
+@pytest.mark.parametrize('family', [modulators.FAMILY, selectors.FAMILY])
+def test_a_function_has_no_conflicts(tmp_path, monkeypatch, family):
+  (tmp_path / 'plain.py').write_text(
+    'def change(advantages, rows, signals):\n  return advantages\n'
+  )
+  monkeypatch.syspath_prepend(str(tmp_path))
+  config = base.get_config()
+  config.update_from_flattened_dict({family.field: ('plain:change',)})
+  assert not list(family.conflicts(config))
 
 
 def _compute(function, rows):
