@@ -20,7 +20,7 @@ from envs import base, narrator, seeds
 
 ANCHORS = ('observation', 'state')
 SUCCESS_REWARD = 10.0
-# MiniGrid's action of each name; `done` is not for BabyAI's levels.
+# MiniGrid's action of each name.
 ACTIONS = {
   'turn left': 0,
   'turn right': 1,
@@ -28,8 +28,9 @@ ACTIONS = {
   'pick up': 3,
   'drop': 4,
   'toggle': 5,
-  'done': 6,
 }
+# BabyAI's levels end without it.
+_DONE = {'done': 6}
 
 _ROLE = 'You are an expert agent operating in a grid world.'
 _RULES = """\
@@ -81,7 +82,7 @@ class Env:
     seeds.check_seed(seed)
     self._level, self._id = _make(id), id
     self._is_baby_ai = hasattr(self._level, 'gen_mission')
-    self._actions = tuple(ACTIONS)[: 6 if self._is_baby_ai else None]
+    self._actions = ACTIONS if self._is_baby_ai else ACTIONS | _DONE
     self._anchor, self._seed, self._max_steps = anchor, seed, max_steps
     self._narrator = narrator.Narrator(
       _ROLE,
@@ -111,7 +112,9 @@ class Env:
     self._narrator.record_action(action)
     reward, ended = 0.0, False
     if valid:
-      _, reward, terminated, truncated, _ = self._level.step(ACTIONS[action])
+      _, reward, terminated, truncated, _ = self._level.step(
+        self._actions[action]
+      )
       ended = bool(terminated or truncated)
     success = ended and reward > 0
     done = ended or self._narrator.step >= self._max_steps
@@ -158,7 +161,7 @@ class Env:
       )
     rng = np.random.default_rng([seed, task.index])
     bot, taken = baby_ai_bot.BabyAIBot(self._level), None
-    names = self._actions
+    names = list(self._actions)
     while observation is not None:
       try:
         taken = int(bot.replan(taken))
@@ -177,7 +180,9 @@ class Env:
   def _observe(self) -> base.Observation:
     text = describe(self._level)
     anchor = text if self._anchor == 'observation' else state(self._level)
-    return self._narrator.observe(text, anchor=anchor, actions=self._actions)
+    return self._narrator.observe(
+      text, anchor=anchor, actions=tuple(self._actions)
+    )
 
 
 def tasks(split: str, **kwargs) -> seeds.Seeds:

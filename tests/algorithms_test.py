@@ -391,8 +391,8 @@ def test_risk_by_hand():
   subject = algorithms.make(
     'risk_po', tail_weight=3.0, quantile_levels=(0.5, 0.75)
   )
-  found = subject.risk(np.array([3.0, 0.0, 5.0]), np.array([1.0, 4.0]))
-  np.testing.assert_allclose(found, [-4 / 4, (-6 - 12) / 4, 0])
+  risks = subject.risk(np.array([3.0, 0.0, 5.0]), np.array([1.0, 4.0]))
+  np.testing.assert_allclose(risks, [-4 / 4, (-6 - 12) / 4, 0])
 
 
 def test_quantiles_are_tracked_by_hand():

@@ -17,10 +17,12 @@ from gigpo_jax import checkpoint
 from gigpo_jax.runtime import distributed, files, signals
 
 
-def _launch(script: str, *flags: str) -> subprocess.CompletedProcess:
+def _launch(
+  script: str, *flags: str, cwd: pathlib.Path = PROJECT
+) -> subprocess.CompletedProcess:
   return subprocess.run(
-    [sys.executable, f'launch/{script}.py', *flags],
-    cwd=PROJECT,
+    [sys.executable, str(PROJECT / f'launch/{script}.py'), *flags],
+    cwd=cwd,
     capture_output=True,
     text=True,
     timeout=120,
@@ -152,18 +154,11 @@ def test_an_interrupt_while_importing_is_one_line(script):
 
 def test_a_config_names_modules_of_the_current_folder(tmp_path):
   (tmp_path / 'my_algorithm.py').write_text("raise OSError('imported')")
-  done = subprocess.run(
-    [
-      sys.executable,
-      str(PROJECT / 'launch/train.py'),
-      '--config=configs/alfworld.py:smoke',
-      '--config.algorithm.name=my_algorithm',
-    ],
+  done = _launch(
+    'train',
+    '--config=configs/alfworld.py:smoke',
+    '--config.algorithm.name=my_algorithm',
     cwd=tmp_path,
-    capture_output=True,
-    text=True,
-    check=False,
-    timeout=120,
   )
   assert done.returncode == 2
   assert 'algorithm.name=my_algorithm: ' in done.stderr
