@@ -261,7 +261,7 @@ def main() -> None:
   """Runs the missing parts and prints the table, or runs a part."""
   if sys.argv[1:2] == [_PART]:
     # A signal may end the driver before it knows the process of this part.
-    processes.end_with_sweep()
+    processes.end_with_named_parent()
     # The other processes, those of environments too, do not import jax.
     import accelerator_parts
 

@@ -35,7 +35,7 @@ _POLL_SECS = 0.5
 _KILL_SECS = 2.0
 
 
-def end_with_sweep() -> None:
+def end_with_named_parent() -> None:
   """Ends with the process named by $GIGPO_JAX_PARENT, if there is one.
 
   A process with threads must not run Python between fork and exec, so that a

@@ -66,7 +66,7 @@ def run(
     main: the command; `--help` prints the docstring of its module.
     ending: suffix of the default work directory.
   """
-  processes.end_with_sweep()
+  processes.end_with_named_parent()
   sys.path.append(os.getcwd())
   parse = functools.partial(_parse, module=main.__module__)
   app.run(lambda _: _call(main, ending), flags_parser=parse)
