@@ -1,5 +1,6 @@
 """Runs commands of the project in a subprocess, as a user does."""
 
+import importlib.metadata
 import os
 import pathlib
 import subprocess
@@ -8,7 +9,9 @@ import gigpo_jax
 
 # XLA flags that reduce compile time to a third. Results are equally accurate;
 # the programs run more slowly.
-QUICK = '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false'
+QUICK = '--xla_backend_optimization_level=0'
+if importlib.metadata.version('jaxlib').startswith('0.10.'):
+  QUICK += ' --xla_cpu_use_fusion_emitters=false'  # Unknown to later versions.
 PROJECT = pathlib.Path(gigpo_jax.__file__).parents[1]
 
 
