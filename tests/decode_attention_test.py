@@ -229,11 +229,14 @@ def test_an_int8_cache_is_smaller_and_close(params):
 def test_the_gpu_kernel_is_lowered_without_a_gpu(cache):
   q, stack = _inputs(dtype='bfloat16', cache=cache)
   run = functools.partial(decode_attention.attend, implementation='triton')
-  lowered = (
-    jax.jit(run)
-    .trace(q, stack, jnp.int32(1), jnp.asarray(POSITIONS))
-    .lower(lowering_platforms=('cuda',))
-  )
+  device = jax.sharding.AbstractDevice('NVIDIA H100 80GB HBM3', None, 'gpu')
+  mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+  with jax.sharding.use_abstract_mesh(mesh):
+    lowered = (
+      jax.jit(run)
+      .trace(q, stack, jnp.int32(1), jnp.asarray(POSITIONS))
+      .lower(lowering_platforms=('cuda',))
+    )
   assert lowered.as_text().count('@__gpu$xla.gpu.triton(') == 1
 
 

@@ -12,6 +12,7 @@ import collections
 import dataclasses
 import functools
 import math
+import operator
 import random
 from collections.abc import Iterator, Sequence
 
@@ -229,7 +230,9 @@ def _weight(
   """
   if frequencies is None or not attributes:
     return float(frequencies is None)
-  return sum(1 / frequencies[a] for a in attributes) / len(attributes)
+  # From Python 3.12 on, sum() has other last bits than the original.
+  inverses = (1 / frequencies[a] for a in attributes)
+  return functools.reduce(operator.add, inverses) / len(attributes)
 
 
 def _instructions(
