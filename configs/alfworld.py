@@ -26,7 +26,13 @@ import configs
 from configs import base, sizes, variants
 
 # Learning rates of `:mini`; see sizes.use_mini.
-RATES = {'gigpo': 1.5e-4, 'g2po': 1.5e-4, 'hgpo': 1.5e-4}
+RATES = {
+  'gagpo': 1.5e-4,
+  'gigpo': 1.5e-4,
+  'g2po': 1.5e-4,
+  'hgpo': 1.5e-4,
+  'pgpo': 1.5e-4,
+}
 
 SIZES = ('0.5b', '1.5b', '7b', 'small', 'tiny', 'mini', 'mini_full', 'smoke')
 
