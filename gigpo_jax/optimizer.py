@@ -93,7 +93,7 @@ class AdamW:
       # optax's clip divides each element; XLA then keeps a copy of all
       # gradients.
       del params
-      factor = jnp.minimum(1, self.max_grad_norm / optax.global_norm(grads))
+      factor = jnp.minimum(1, self.max_grad_norm / optax.tree.norm(grads))
       return jax.tree.map(lambda x: x * factor, grads)
 
     return optax.chain(

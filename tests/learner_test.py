@@ -67,7 +67,7 @@ def test_update_matches_the_gradient_of_a_reference_loss(token_loss, of_tokens):
   assert_trees_close(state.params, expected, 2e-6)
   assert metrics['loss/total'] == pytest.approx(float(value), abs=2e-6)
   assert metrics['update/grad_norm'] == pytest.approx(
-    float(optax.global_norm(gradient)), rel=1e-5
+    float(optax.tree.norm(gradient)), rel=1e-5
   )
   assert metrics['update/tokens'] == rows.completion_mask.sum()
 

@@ -458,7 +458,7 @@ class LearnerPrograms:
     return total, metrics, grads
 
   def _apply(self, *, state, grads, sums):
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(sums.objective)
 
     def step(state, grads):
