@@ -27,6 +27,7 @@ from configs import base, sizes, variants
 
 # Learning rates of `:mini`; see sizes.use_mini.
 RATES = {
+  'ecpo': 1.5e-4,
   'gagpo': 1.5e-4,
   'gigpo': 1.5e-4,
   'g2po': 1.5e-4,
