@@ -48,4 +48,7 @@ def runs(
 
 
 RUNS = runs(main.METHODS | {'g2po': ',g2po'}, SPLITS)
-RUNS += runs({'graphgpo': ',graphgpo'}, {'alfworld': SPLITS['alfworld']})
+RUNS += runs(
+  {name: f',{name}' for name in ('graphgpo', 'pgpo', 'gagpo', 'ecpo')},
+  {'alfworld': SPLITS['alfworld']},
+)
