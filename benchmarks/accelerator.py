@@ -99,6 +99,7 @@ def make_parts(platform: str, *, quick: bool) -> list[Part]:
     return Part(name, 240.0, 60.0, ('--prompt', str(prompt)), flags)
 
   parts = [
+    Part('check', 120.0, 40.0),
     Part('rates', 120.0, 20.0),
     Part('cold', 500.0, 240.0),
     Part('iteration', 515.0, 300.0),
@@ -220,9 +221,12 @@ def _platform(out: pathlib.Path) -> str:
   return found[-1] if found else ''
 
 
-def make_arguments(part: Part, shape: str, out: pathlib.Path) -> list[str]:
+def make_arguments(
+  part: Part, shape: str, out: pathlib.Path, slots: str = ''
+) -> list[str]:
   """Returns the arguments of the process of a part."""
   arguments = ['--part', part.name, '--shape', shape, '--out', str(out)]
+  arguments += ['--slots', slots] if slots else []
   arguments += ['--started', str(time.time()), f'--flags={part.flags}']
   return [*arguments, *part.arguments]
 
@@ -242,9 +246,11 @@ def make_variables(part: Part, out: pathlib.Path) -> dict[str, str]:
   return variables
 
 
-def _measure(part: Part, shape: str, out: pathlib.Path, left: float) -> dict:
+def _measure(
+  part: Part, options: argparse.Namespace, out: pathlib.Path, left: float
+) -> dict:
   """Runs a part within the time that is left."""
-  arguments = make_arguments(part, shape, out)
+  arguments = make_arguments(part, options.shape, out, options.slots)
   result = run(
     part.name,
     [sys.executable, __file__, _PART, *arguments],
@@ -276,6 +282,7 @@ def main() -> None:
   parser.add_argument('--out', type=pathlib.Path, required=True)
   parser.add_argument('--minutes', type=float, default=40.0)
   parser.add_argument('--parts', default='', help='starts of names: update,…')
+  parser.add_argument('--slots', default='', help='of decode: 128,32,…')
   parser.add_argument('--retry', action='store_true')
   options = parser.parse_args()
   out = (options.out / options.shape).resolve()
@@ -296,7 +303,7 @@ def main() -> None:
       break
     print(f'{part.name} ...', end=' ', flush=True)
     try:
-      result = _measure(part, options.shape, out, left)
+      result = _measure(part, options, out, left)
       print(f'{result["status"]}, {result["secs"]:.0f} s', flush=True)
       statuses[part.name] = result['status']
       with (out / 'parts.jsonl').open('a') as file:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 import forced
 import jax
 import learner as learner_benchmark
+import jax.numpy as jnp
 import ml_collections
 import models
 import numpy as np
@@ -34,6 +35,8 @@ from gigpo_jax import (
   trajectory,
 )
 from gigpo_jax.models import (
+  attention,
+  decode_attention,
   huggingface,
   kv_cache,
   parameters,
@@ -190,6 +193,78 @@ def rates(setup: Setup, options: argparse.Namespace) -> None:
     matmul=models.matmul_rate(dtype, setup.matmul),
     copy=models.copy_rate(setup.copy_mib),
   )
+
+
+def check(setup: Setup, options: argparse.Namespace) -> None:
+  """Compares the kernels of the platform with plain attention in float32."""
+  platform = jax.default_backend()
+  kernel = attention.default_implementation(platform, 'bfloat16')
+  for name, tree in (('texts', False), ('branches', True)):
+    errors = _attention_errors(kernel, tree=tree)
+    record(setup, options.part, f'{kernel}, {name}', errors=errors)
+  for kernel, on_platform in decode_attention.PLATFORMS.items():
+    for cache in kv_cache.TYPES if on_platform == platform else ():
+      errors = [_decode_error(kernel, cache)]
+      record(setup, options.part, f'{kernel}, cache {cache}', errors=errors)
+
+
+def _draw(seed: int, *shape: int) -> jax.Array:
+  return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+def _error(actual: jax.Array, expected: jax.Array) -> float:
+  """Returns the norm of the difference, relative to that of `expected`."""
+  actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
+  return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+
+
+def _attention_errors(kernel: str, *, tree: bool) -> list[float]:
+  """Returns the errors of the output and of three gradients."""
+  length, third = 1536, 512
+  arrays = [_draw(n, 2, length, heads, 128) for n, heads in enumerate((12, 2, 2))]
+  weights = _draw(3, 2, length, 12, 128)
+  # Two texts, or a prompt with two completions; a text and padding.
+  ends = np.full((2, length), length, np.int32)
+  ends[0, : 2 * third] = 2 * third
+  if tree:
+    ends[0, :third] = length
+  ends[1, :700] = 700
+  segments = attention.Segments(jnp.asarray(ends), tree=tree)
+
+  def outputs(kernel: str, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    def loss(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+      output = attention.self_attention(
+        *arrays, segments, implementation=kernel
+      )
+      return jnp.sum(output.astype(jnp.float32) * weights), output
+
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
+    gradients, output = gradient(*arrays)
+    return [output, *gradients]
+
+  with jax.default_matmul_precision('highest'):
+    expected = outputs('xla', [x.astype(jnp.float32) for x in arrays])
+  actual = outputs(kernel, arrays)
+  return [_error(a, e) for a, e in zip(actual, expected, strict=True)]
+
+
+def _decode_error(kernel: str, cache: str) -> float:
+  """Returns the error of a kernel that reads a cache."""
+  model = dataclasses.replace(published.SHAPES['Qwen2.5-1.5B'], cache=cache)
+  rows, length, heads = 16, 1280, model.num_kv_heads
+  k, v = (_draw(n, 2, rows, length, heads, model.head_dim) for n in range(2))
+  positions = jnp.linspace(0, length - 1, rows).astype(jnp.int32)[:, None]
+  q = _draw(2, rows, 1, model.num_heads, model.head_dim)
+  stack = kv_cache.from_tokens(model, k, v)
+
+  def attend(q: jax.Array, kernel: str) -> jax.Array:
+    return jax.jit(
+      functools.partial(decode_attention.attend, implementation=kernel)
+    )(q, stack, jnp.int32(1), positions)
+
+  with jax.default_matmul_precision('highest'):
+    expected = attend(q.astype(jnp.float32), 'xla')
+  return _error(attend(q, kernel), expected)
 
 
 def make_bundle(setup: Setup) -> model_builders.ModelBundle:
@@ -480,6 +555,7 @@ def torch(setup: Setup, options: argparse.Namespace) -> None:
 
 
 PARTS = {
+  'check': check,
   'rates': rates,
   'cold': start,
   'warm': start,
@@ -500,6 +576,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
   parser.add_argument('--started', type=float, required=True)
   parser.add_argument('--remat', default='layer')
   parser.add_argument('--prompt', type=int, default=1024)
+  parser.add_argument('--slots', default='', help='such as 128,32')
   parser.add_argument('--flags', default='')
   parser.add_argument('--field', default='', help='change of the config')
   return parser.parse_args(arguments)
@@ -511,6 +588,9 @@ def main(arguments: Sequence[str]) -> None:
   hardware.keep_freed_memory()
   compilation.enable_cache()
   setup = make_setup(options.shape, options.out)
+  if options.slots:
+    slots = tuple(map(int, options.slots.split(',')))
+    setup = dataclasses.replace(setup, slots=slots)
   if options.field:
     setup.config.update_from_flattened_dict(dict([options.field.split('=')]))
   PARTS[options.part.partition('-')[0]](setup, options)

@@ -21,6 +21,7 @@ def render(
   rates = latest.get(('rates', 'rates'), {})
   sections = [
     list(_limits(rates, shape)),
+    list(_checks(latest)),
     list(_starts(latest)),
     list(_iteration(latest, rates)),
     list(_updates(latest, rates)),
@@ -61,6 +62,16 @@ def _limits(rates: dict, shape: str) -> Iterator[str]:
     f'{rates["dtype"]} matrices, {rates["copy"] / 1e9:.0f} GB/s copied. All '
     'numbers are measured; limits are computed from these two rates.'
   )
+
+
+def _checks(latest: dict) -> Iterator[str]:
+  found = {k[1]: r for k, r in latest.items() if k[0] == 'check'}
+  if not found:
+    return
+  yield from _head('kernel', 'error of the output', 'of gradients (q, k, v)')
+  for name, r in found.items():
+    output, *gradients = (f'{error:.1e}' for error in r['errors'])
+    yield _row(name, output, ', '.join(gradients))
 
 
 def _starts(latest: dict) -> Iterator[str]:

@@ -50,6 +50,7 @@ SEEDS = {
   'gigpo shuffled': 10,
   'g2po': 10,
   'graphgpo': 10,
+  'pgpo': 10,
 }
 # Environment: learning rate of GRPO at GiGPO's KL, measured on tuning seeds.
 MATCHED_RATES = {'alfworld': 1.49e-4}

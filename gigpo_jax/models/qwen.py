@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from gigpo_jax import mesh
 from gigpo_jax.models import (
   attention,
+  chunks,
   decoder_layer,
   head,
   kv_cache,
@@ -249,15 +250,27 @@ def hidden_states(
 
 def logits(config: QwenConfig, params: dict, hidden: jax.Array) -> jax.Array:
   """Returns next-token logits, float32 [..., V], for hidden states [..., D]."""
+  return _logits(hidden, *_head_weights(config, params))
+
+
+def _head_weights(
+  config: QwenConfig, params: dict
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the matrix of the vocabulary, in the compute type and as stored."""
   name = 'embed' if config.tie_embeddings else 'unembed'
-  matrix = quantization.dequantize(
+  matrix_VD = quantization.dequantize(
     params[name], params.get(name + quantization.SCALE), config.dtype
   )
-  # Flattened for the same reason as in `_project`.
-  rows_ND = hidden.reshape(-1, config.hidden_size)
+  return matrix_VD, params[name]
 
-  flat_NV = head.multiply(rows_ND, matrix, params[name])
-  return flat_NV.reshape(*hidden.shape[:-1], config.vocab_size)
+
+def _logits(
+  hidden: jax.Array, matrix_VD: jax.Array, parameter_VD: jax.Array
+) -> jax.Array:
+  # Flattened for the same reason as in `_project`.
+  rows_ND = hidden.reshape(-1, hidden.shape[-1])
+  flat_NV = head.multiply(rows_ND, matrix_VD, parameter_VD)
+  return flat_NV.reshape(*hidden.shape[:-1], matrix_VD.shape[0])
 
 
 def values(params: dict, hidden: jax.Array) -> jax.Array:
@@ -266,18 +279,18 @@ def values(params: dict, hidden: jax.Array) -> jax.Array:
 
 
 def _chunk_log_probs(
-  config: QwenConfig,
-  params: dict,
   temperature: float,
+  parameter_VD: jax.Array,
   x_BID: jax.Array,
+  matrix_VD: jax.Array,
   targets_BI: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the log-probability and entropy of targets, [B, I] each."""
-  scaled_BIV = logits(config, params, x_BID) / temperature
+  scaled_BIV = _logits(x_BID, matrix_VD, parameter_VD) / temperature
   total_BI = jax.nn.logsumexp(scaled_BIV, axis=-1)
   # A comparison instead of a gather: its gradient needs no scatter, and a
   # sharded vocabulary is not gathered.
-  vocabulary = jnp.arange(config.vocab_size)
+  vocabulary = jnp.arange(matrix_VD.shape[0])
   is_target_BIV = targets_BI[..., None] == vocabulary
   chosen_BI = jnp.sum(jnp.where(is_target_BIV, scaled_BIV, 0.0), axis=-1)
   probs_BIV = jnp.exp(scaled_BIV - total_BI[..., None])
@@ -316,34 +329,17 @@ def token_log_probs(
   padding = num_chunks * chunk - c
   hidden = jnp.pad(hidden_BCD, ((0, 0), (0, padding), (0, 0)))
   targets = jnp.pad(targets_BC, ((0, 0), (0, padding)))
-  chunk_log_probs = jax.checkpoint(
-    functools.partial(_chunk_log_probs, config, params, temperature)
-  )
-  if num_chunks == 1:
-    return chunk_log_probs(hidden_BCD, targets_BC)
-
-  def compute_or_skip(args: tuple) -> tuple[jax.Array, jax.Array]:
-    start, x_BID, targets_BI = args
-    if count is None:
-      return chunk_log_probs(x_BID, targets_BI)
-    zeros_BI = jnp.zeros(targets_BI.shape, jnp.float32)
-    return jax.lax.cond(
-      start < count,
-      chunk_log_probs,
-      lambda *_: (zeros_BI, zeros_BI),
-      x_BID,
-      targets_BI,
-    )
-
-  chunks = (
-    jnp.arange(num_chunks) * chunk,
+  count = c if count is None else count
+  matrix_VD, parameter_VD = _head_weights(config, params)
+  outputs = chunks.map_chunks(
+    functools.partial(_chunk_log_probs, temperature),
+    parameter_VD,
     hidden.reshape(b, num_chunks, chunk, d).swapaxes(0, 1),
-    targets.reshape(b, num_chunks, chunk).swapaxes(0, 1),
+    (matrix_VD,),
+    (targets.reshape(b, num_chunks, chunk).swapaxes(0, 1),),
+    jnp.minimum(-(-count // chunk), num_chunks),
   )
-  log_probs, entropies = (
-    x.swapaxes(0, 1).reshape(b, -1)
-    for x in jax.lax.map(compute_or_skip, chunks)
-  )
+  log_probs, entropies = (x.swapaxes(0, 1).reshape(b, -1) for x in outputs)
   return log_probs[:, :c], entropies[:, :c]
 
 
