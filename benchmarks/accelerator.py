@@ -54,7 +54,7 @@ _GPU_FLAGS = {
 }
 # Fields of the config that change a decode step, by platform.
 _DECODE_FIELDS = {
-  'gpu': {'triton': 'model.decode_attention=triton'},
+  'gpu': {'xla': 'model.decode_attention=xla'},
   'tpu': {'paged': 'model.decode_attention=paged'},
 }
 _GPU_DECODE_FLAGS = {

@@ -5,6 +5,7 @@ so that they remain if it fails later. Traces for xprof are in OUT/traces.
 """
 
 import argparse
+import ast
 import collections
 import contextlib
 import dataclasses
@@ -16,8 +17,8 @@ from collections.abc import Iterator, Sequence
 
 import forced
 import jax
+import kernel_check
 import learner as learner_benchmark
-import jax.numpy as jnp
 import ml_collections
 import models
 import numpy as np
@@ -35,8 +36,6 @@ from gigpo_jax import (
   trajectory,
 )
 from gigpo_jax.models import (
-  attention,
-  decode_attention,
   huggingface,
   kv_cache,
   parameters,
@@ -106,9 +105,7 @@ class Setup:
 
   def make_model(self, devices: jax.sharding.Mesh) -> qwen.QwenConfig:
     """Returns the network as the config uses it on these devices."""
-    return dataclasses.replace(
-      self.network, **model_builders.model_kwargs(self.config, devices)
-    )
+    return model_builders.configure_model(self.network, self.config, devices)
 
 
 def make_setup(shape: str, out: pathlib.Path) -> Setup:
@@ -160,6 +157,11 @@ class Compilations:
         print(f'program {self.programs}: {secs:.1f} s', flush=True)
 
 
+def _flags(options: argparse.Namespace) -> str:
+  """Returns the flags and fields with which a part differs."""
+  return ' '.join([options.flags, *options.field]).strip()
+
+
 def peak_gib() -> float | None:
   """Returns the peak memory of the first device, if it reports it."""
   stats = jax.devices()[0].memory_stats() or {}
@@ -197,74 +199,8 @@ def rates(setup: Setup, options: argparse.Namespace) -> None:
 
 def check(setup: Setup, options: argparse.Namespace) -> None:
   """Compares the kernels of the platform with plain attention in float32."""
-  platform = jax.default_backend()
-  kernel = attention.default_implementation(platform, 'bfloat16')
-  for name, tree in (('texts', False), ('branches', True)):
-    errors = _attention_errors(kernel, tree=tree)
-    record(setup, options.part, f'{kernel}, {name}', errors=errors)
-  for kernel, on_platform in decode_attention.PLATFORMS.items():
-    for cache in kv_cache.TYPES if on_platform == platform else ():
-      errors = [_decode_error(kernel, cache)]
-      record(setup, options.part, f'{kernel}, cache {cache}', errors=errors)
-
-
-def _draw(seed: int, *shape: int) -> jax.Array:
-  return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
-
-
-def _error(actual: jax.Array, expected: jax.Array) -> float:
-  """Returns the norm of the difference, relative to that of `expected`."""
-  actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
-  return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
-
-
-def _attention_errors(kernel: str, *, tree: bool) -> list[float]:
-  """Returns the errors of the output and of three gradients."""
-  length, third = 1536, 512
-  arrays = [_draw(n, 2, length, heads, 128) for n, heads in enumerate((12, 2, 2))]
-  weights = _draw(3, 2, length, 12, 128)
-  # Two texts, or a prompt with two completions; a text and padding.
-  ends = np.full((2, length), length, np.int32)
-  ends[0, : 2 * third] = 2 * third
-  if tree:
-    ends[0, :third] = length
-  ends[1, :700] = 700
-  segments = attention.Segments(jnp.asarray(ends), tree=tree)
-
-  def outputs(kernel: str, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    def loss(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-      output = attention.self_attention(
-        *arrays, segments, implementation=kernel
-      )
-      return jnp.sum(output.astype(jnp.float32) * weights), output
-
-    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
-    gradients, output = gradient(*arrays)
-    return [output, *gradients]
-
-  with jax.default_matmul_precision('highest'):
-    expected = outputs('xla', [x.astype(jnp.float32) for x in arrays])
-  actual = outputs(kernel, arrays)
-  return [_error(a, e) for a, e in zip(actual, expected, strict=True)]
-
-
-def _decode_error(kernel: str, cache: str) -> float:
-  """Returns the error of a kernel that reads a cache."""
-  model = dataclasses.replace(published.SHAPES['Qwen2.5-1.5B'], cache=cache)
-  rows, length, heads = 16, 1280, model.num_kv_heads
-  k, v = (_draw(n, 2, rows, length, heads, model.head_dim) for n in range(2))
-  positions = jnp.linspace(0, length - 1, rows).astype(jnp.int32)[:, None]
-  q = _draw(2, rows, 1, model.num_heads, model.head_dim)
-  stack = kv_cache.from_tokens(model, k, v)
-
-  def attend(q: jax.Array, kernel: str) -> jax.Array:
-    return jax.jit(
-      functools.partial(decode_attention.attend, implementation=kernel)
-    )(q, stack, jnp.int32(1), positions)
-
-  with jax.default_matmul_precision('highest'):
-    expected = attend(q.astype(jnp.float32), 'xla')
-  return _error(attend(q, kernel), expected)
+  for name, errors in kernel_check.measure(jax.default_backend()):
+    record(setup, options.part, name, errors=errors)
 
 
 def make_bundle(setup: Setup) -> model_builders.ModelBundle:
@@ -315,10 +251,15 @@ def start(setup: Setup, options: argparse.Namespace) -> None:
   """Measures the time from the start of the process to the first rollout."""
   counts = Compilations()
   bundle = make_bundle(setup)
-  secs_to_devices = time.time() - options.started
   with jax.set_mesh(bundle.mesh):
     parts = run_builders.make_parts(setup.config, str(setup.out), bundle)
     compile_all(setup, parts)
+    _record_start(setup, options, counts)
+
+
+def _record_start(
+  setup: Setup, options: argparse.Namespace, counts: Compilations
+) -> None:
   record(
     setup,
     options.part,
@@ -326,7 +267,6 @@ def start(setup: Setup, options: argparse.Namespace) -> None:
     programs=counts.programs,
     cached=counts.cached,
     compile_secs=counts.secs,
-    secs_to_devices=secs_to_devices,
     secs=time.time() - options.started,
   )
 
@@ -343,7 +283,8 @@ def iteration(setup: Setup, options: argparse.Namespace) -> None:
   ):
     parts = run_builders.make_parts(setup.config, str(folder), bundle)
     state = compile_all(setup, parts)
-    compiled = counts.programs
+    _record_start(setup, options, counts)
+    compiled, flags = counts.programs, _flags(options)
     runner = builders.make_runner(setup.config, bundle, pool)
     runner = dataclasses.replace(
       runner,
@@ -358,6 +299,7 @@ def iteration(setup: Setup, options: argparse.Namespace) -> None:
       setup,
       options.part,
       'rollout',
+      flags=flags,
       secs=secs,
       compilations=counts.programs - compiled,
       episodes=len(groups.kept),
@@ -372,12 +314,14 @@ def iteration(setup: Setup, options: argparse.Namespace) -> None:
       setup,
       options.part,
       'learner',
+      flags=flags,
       secs=time.perf_counter() - begin,
       compilations=counts.programs - compiled,
       flops=_learner_flops(bundle.model, groups.kept),
       peak_gib=peak_gib(),
       padding=metrics.get('packs/padding'),
       remat=parts.bundle.model.remat,
+      gap=metrics.get('sampler/log_prob_difference_mean'),
     )
 
 
@@ -448,7 +392,7 @@ def decode(setup: Setup, options: argparse.Namespace) -> None:
       step_bytes=models.weight_bytes(model) + cached,
       prefill_secs=prefill,
       prefill_flops=flops,
-      flags=options.flags or options.field,
+      flags=_flags(options),
     )
     if slots == setup.slots[0]:
       with trace(setup, options.part):
@@ -484,7 +428,7 @@ def update(setup: Setup, options: argparse.Namespace) -> None:
       options.part,
       name,
       remat=options.remat,
-      flags=options.flags,
+      flags=_flags(options),
       compile_secs=counts.secs - compiled,
       secs=secs,
       tokens=int(rows.lengths.sum()),
@@ -578,8 +522,22 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
   parser.add_argument('--prompt', type=int, default=1024)
   parser.add_argument('--slots', default='', help='such as 128,32')
   parser.add_argument('--flags', default='')
-  parser.add_argument('--field', default='', help='change of the config')
+  parser.add_argument(
+    '--field', action='append', default=[], help='change: field=value'
+  )
   return parser.parse_args(arguments)
+
+
+def change_fields(
+  config: ml_collections.ConfigDict, changes: Sequence[str]
+) -> None:
+  """Sets fields of a config, each given as 'field=value'."""
+  for field, _, text in (change.partition('=') for change in changes):
+    try:
+      value = ast.literal_eval(text)
+    except ValueError:
+      value = text
+    config.update_from_flattened_dict({field: value})
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -591,6 +549,5 @@ def main(arguments: Sequence[str]) -> None:
   if options.slots:
     slots = tuple(map(int, options.slots.split(',')))
     setup = dataclasses.replace(setup, slots=slots)
-  if options.field:
-    setup.config.update_from_flattened_dict(dict([options.field.split('=')]))
+  change_fields(setup.config, options.field)
   PARTS[options.part.partition('-')[0]](setup, options)

@@ -96,11 +96,18 @@ def _starts(latest: dict) -> Iterator[str]:
 
 
 def _iteration(latest: dict, rates: dict) -> Iterator[str]:
-  found = {k[1]: r for k, r in latest.items() if k[0] == 'iteration'}
+  found = [
+    r
+    for k, r in latest.items()
+    if k[0].startswith('iteration') and k[1] != 'start'
+  ]
   if not found:
     return
-  yield from _head('iteration', 's', 'limit s', 'of the limit', 'remarks')
-  for name, r in found.items():
+  yield from _head(
+    'iteration', 'fields', 's', 'limit s', 'of the limit', 'remarks'
+  )
+  for r in found:
+    name = r['name']
     limit, remarks = None, []
     if name == 'rollout':
       prefill = _secs(r['prefill_flops'], rates, 'matmul')
@@ -120,9 +127,12 @@ def _iteration(latest: dict, rates: dict) -> Iterator[str]:
         remarks += [f'padding {r["padding"]:.0%}']
       if r['peak_gib']:
         remarks += [f'peak {r["peak_gib"]:.1f} GiB']
+      if r['gap'] is not None:
+        remarks += [f'log-probs differ by {r["gap"]:.1e} from the sampler']
     remarks += [f'compilations {r["compilations"]}']
     yield _row(
       name,
+      f'`{r["flags"]}`' if r['flags'] else '',
       f'{r["secs"]:.2f}',
       '' if limit is None else f'{limit:.2f}',
       share(limit, r['secs']),

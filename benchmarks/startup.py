@@ -21,7 +21,6 @@ counted.
 
 import argparse
 import collections
-import dataclasses
 import os
 import subprocess
 import sys
@@ -54,10 +53,7 @@ def make_parts(
   devices = model_builders.make_mesh(
     config, shape, jax.devices(), mesh.device_bytes()
   )
-  model = dataclasses.replace(
-    shape,
-    **model_builders.model_kwargs(config, devices),
-  )
+  model = model_builders.configure_model(shape, config, devices)
   engine = tpu_compile.make_sampler(
     config, model, devices, devices.shape['tensor']
   )

@@ -67,7 +67,8 @@ def _model_section() -> ml_collections.ConfigDict:
   model.attention = 'auto'
   # Attention of the sampler over its cache: xla reads all positions; triton
   # (NVIDIA) and paged (TPU) are kernels that read each row up to its position.
-  model.decode_attention = 'xla'
+  # auto: triton with bfloat16 on NVIDIA, otherwise xla.
+  model.decode_attention = 'auto'
   # Switch in the chat template of models that think by default (Qwen3).
   model.enable_thinking = False
   return model

@@ -30,7 +30,6 @@ from gigpo_jax import (
   tasks,
   teacher,
 )
-from gigpo_jax.models import decode_attention
 from gigpo_jax.run import (
   adapter_check,
   agent_check,
@@ -489,15 +488,6 @@ def _decode_attention(config: ml_collections.ConfigDict) -> Iterator[str]:
       'rollout.cache=int8: model.decode_attention=paged has no int8; must be '
       'model'
     )
-  tokens, multiple = config.rollout, decode_attention.SLOT_MULTIPLE
-  limit = tokens.max_completion_tokens
-  for size in buckets_up_to(tokens.prompt_buckets, tokens.max_prompt_tokens):
-    if (size + limit) % multiple:
-      yield (
-        f'rollout.max_completion_tokens={limit}: {size} + {limit} positions; '
-        f'model.decode_attention=paged needs a multiple of {multiple}'
-      )
-      return
 
 
 def _installed(package: str) -> bool:

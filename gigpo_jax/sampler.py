@@ -26,13 +26,13 @@ import numpy as np
 
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import prefix_cache, sampler_types, sampling
-from gigpo_jax.models import qwen
+from gigpo_jax.models import decode_attention, qwen
 from gigpo_jax.programs import sampler_cache, sampler_programs, sampler_weights
 from gigpo_jax.runtime import compilation, distributed
 
-# Maximum number of prompts that a copy of the model prefills at once. 8 prompts
-# fill an accelerator. On a CPU, activations of more than 4 exceed its caches.
-_PREFILL_ROWS, _DEFAULT_PREFILL_ROWS = {'cpu': 4}, 8
+# Maximum number of prompts that a copy of the model prefills at once. 4 prompts
+# fill a GPU. On a CPU, activations of more than 4 exceed its caches.
+_PREFILL_ROWS, _DEFAULT_PREFILL_ROWS = {'cpu': 4, 'gpu': 4}, 8
 # Tokens of a prompt that are prefilled together where later turns continue it.
 # With 8 prompts, they fill an accelerator.
 _CHUNK = 64
@@ -154,8 +154,16 @@ class Sampler:
       sorted({shards, min(max_rows, batch_buckets[-1])})
     )
     self._max_tokens = max_completion_tokens
+    self._prefill_lengths = sampler_cache.prefill_lengths(
+      prompt_buckets, platform
+    )
     # Lengths of a slot, ascending.
-    self._lengths = tuple(n + max_completion_tokens for n in prompt_buckets)
+    self._lengths = tuple(
+      decode_attention.num_slots(
+        config.decode_attention, n + max_completion_tokens
+      )
+      for n in prompt_buckets
+    )
     self._stop_ids, self._find_stop = frozenset(stop_ids), find_stop
     self._decode_chunk = min(decode_tokens, max_completion_tokens)
     self._programs = sampler_programs.Programs(
@@ -181,7 +189,7 @@ class Sampler:
       num_slots=batch_buckets[-1],
       num_parked=self._parked,
       max_length=self._lengths[-1],
-      prompt_buckets=self._prompt_buckets,
+      prefill_lengths=self._prefill_lengths,
       batch_buckets=self._prefill_buckets,
       reuse=reuse,
       chunk=self._chunk,
@@ -298,7 +306,7 @@ class Sampler:
     rows = self._prefill_buckets
     if self._chunk:
       return [('extend', rows[-1], self._chunk)]
-    return list(itertools.product(['prefill'], rows, self._prompt_buckets))
+    return list(itertools.product(['prefill'], rows, self._prefill_lengths))
 
   def _program_keys(self) -> list[tuple]:
     """Returns (name, sizes) of all programs but `prepare`, slow ones first."""

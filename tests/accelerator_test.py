@@ -180,9 +180,7 @@ def test_every_part_has_a_measurement_and_fits_into_nine_minutes(tmp_path):
     options = measurements.parse(arguments)
     assert options.flags == part.flags
     assert options.part.partition('-')[0] in measurements.PARTS
-    if options.field:
-      config = alfworld.get_config()
-      config.update_from_flattened_dict(dict([options.field.split('=')]))
+    measurements.change_fields(alfworld.get_config(), options.field)
   assert len({part.name for part in parts}) == len(parts)
   # Those that may exceed the memory of a GPU come last.
   assert [p.name for p in parts[-2:]] == ['update-matrices', 'update-none']

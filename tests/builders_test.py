@@ -6,6 +6,7 @@ import pytest
 from configs import alfworld, base
 from gigpo_jax import builders, sampler
 from gigpo_jax import mesh as mesh_lib
+from gigpo_jax.models import published
 from gigpo_jax.run import model_builders
 from gigpo_jax.runtime import errors
 
@@ -90,5 +91,7 @@ def test_attention_on_a_cpu_skips_blocks(dtype, option, expected):
   config = alfworld.get_config('smoke')
   config.model.dtype, config.model.attention = dtype, option
   mesh = mesh_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1])
-  choices = model_builders.model_kwargs(config, mesh)
-  assert choices['attention'] == expected
+  shape = published.SHAPES['Qwen2.5-1.5B']
+  model = model_builders.configure_model(shape, config, mesh)
+  assert model.attention == expected
+  assert model.decode_attention == 'xla'

@@ -103,11 +103,11 @@ def test_plain_attention_by_hand():
 def test_a_kernels_row_depends_neither_on_other_rows_nor_on_the_length():
   q, stack = _inputs(size=16)
   short = {
-    'k': stack['k'][..., :400],
-    'v': stack['v'][:, :, :, :400] + 0,
+    'k': stack['k'][..., :448],
+    'v': stack['v'][:, :, :, :448] + 0,
   }
   full = _attend_by('triton', q, stack)
-  other = _attend_by('triton', q, short, positions=[[399], [383], [2]])
+  other = _attend_by('triton', q, short, positions=[[447], [383], [2]])
   np.testing.assert_array_equal(full[1], other[1])
   assert np.abs(full[0] - other[0]).max() > 0.1
 
@@ -278,3 +278,30 @@ def test_the_tpu_kernel_uses_the_cache_in_place(monkeypatch, layers, heads):
   cache = 2 * layers * 64 * 1024 * (heads // 2) * 128 * 2 // mesh.size
   assert memory.argument_size_in_bytes > cache
   assert memory.temp_size_in_bytes < cache / 8
+
+
+def test_parts_of_a_long_cache_add_up(monkeypatch):
+  monkeypatch.setattr(decode_attention, '_PART', 128)
+  q, stack = _inputs(size=16)
+  # Rows with one, three and four parts of the cache.
+  expected = _attend(q, stack)
+  np.testing.assert_allclose(
+    _attend_by('triton', q, stack), expected, rtol=0, atol=2e-6
+  )
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'expected'),
+  [
+    (('gpu', 'bfloat16', 128), 'triton'),
+    (('gpu', 'bfloat16', 80), 'xla'),
+    (('gpu', 'bfloat16', 128, 4096), 'xla'),
+    (('gpu', 'float32', 128), 'xla'),
+    (('tpu', 'bfloat16', 128), 'xla'),
+    (('cpu', 'bfloat16', 128), 'xla'),
+  ],
+)
+def test_the_kernel_for_gpus_is_the_default_where_it_applies(
+  arguments, expected
+):
+  assert decode_attention.default_implementation(*arguments) == expected

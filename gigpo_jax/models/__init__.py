@@ -25,7 +25,7 @@ class Options:
   remat: str = options.choice('auto', ('auto', *qwen_config.REMATS))
   attention: str = options.choice('auto', ('auto', *attention.IMPLEMENTATIONS))
   decode_attention: str = options.choice(
-    'xla', decode_attention.IMPLEMENTATIONS
+    'auto', ('auto', *decode_attention.IMPLEMENTATIONS)
   )
   enable_thinking: bool = False
 

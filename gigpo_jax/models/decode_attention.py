@@ -27,20 +27,23 @@ _SCALES = ('k_scale', 'v_scale')
 
 # Slots that one program of the GPU kernel processes, and the slots and queries
 # of its products.
-_PART, _BLOCK, _MIN_QUERIES = 256, 64, 16
+_PART, _BLOCK, _MIN_QUERIES = 4096, 64, 16
+# Warps of a program, and blocks whose loads overlap.
+_WARPS, _STAGES = 4, 3
 
 # Page sizes of the TPU kernel in slots; it uses the largest size that divides
 # the cache. Smaller pages would not be aligned with tiles of bfloat16.
 _PAGES = (256, 128, 64, 32, 16)
-SLOT_MULTIPLE = _PAGES[-1]
+# The slots of a row are a multiple of this.
+_SLOT_MULTIPLES = {'triton': _BLOCK, 'paged': _PAGES[-1]}
 
 # The platform of each kernel.
 PLATFORMS = {'triton': 'gpu', 'paged': 'tpu'}
-# The size of a head is a multiple of this. Triton needs powers of two from 16.
-HEAD_MULTIPLES = {'triton': 16, 'paged': 128}
 
 # Score of a masked position, before the softmax.
 _MASKED = -1e30
+# Sum of the weights of an empty part.
+_EMPTY = 1e-30
 
 
 def reads_heads(implementation: str) -> bool:
@@ -50,6 +53,50 @@ def reads_heads(implementation: str) -> bool:
     implementation: one of IMPLEMENTATIONS.
   """
   return implementation == 'paged'
+
+
+def default_implementation(
+  platform: str, dtype: str, head_size: int, window: int = 0
+) -> str:
+  """Returns the implementation for a platform and a network.
+
+  The TPU's kernel was never measured and is no default.
+
+  Args:
+    platform: 'cpu', 'gpu' or 'tpu'.
+    dtype: type of the activations.
+    head_size: size of a head.
+    window: see `attend`.
+  """
+  fits = dtype == 'bfloat16' and not window
+  if platform == 'gpu' and fits and not head_problem('triton', head_size):
+    return 'triton'
+  return 'xla'
+
+
+def head_problem(implementation: str, size: int) -> str | None:
+  """Returns which sizes of heads are accepted instead, if this one is not.
+
+  Args:
+    implementation: one of IMPLEMENTATIONS.
+    size: size of a head.
+  """
+  if implementation == 'triton' and (size < 16 or size & (size - 1)):
+    return 'must be a power of two from 16'
+  if implementation == 'paged' and size % 128:
+    return 'must be a multiple of 128'
+  return None
+
+
+def num_slots(implementation: str, positions: int) -> int:
+  """Returns the slots of a row that holds a number of positions.
+
+  Args:
+    implementation: one of IMPLEMENTATIONS.
+    positions: needed positions.
+  """
+  multiple = _SLOT_MULTIPLES.get(implementation, 1)
+  return -(-positions // multiple) * multiple
 
 
 def attend(
@@ -66,7 +113,8 @@ def attend(
 
   Args:
     q_BLHE: queries.
-    stack: keys and values of several layers; see `kv_cache`.
+    stack: keys and values of several layers; see `kv_cache`. Kernels need a
+      multiple of slots, see `num_slots`.
     layer: index of the layer in the stack.
     positions_BL: position of each query; it attends to the slots up to it.
     implementation: one of IMPLEMENTATIONS; kernels are for one query per row,
@@ -104,90 +152,77 @@ def attend(
 def _by_triton(
   q_B1HE, layer, positions_B, k_NBKES, v_NBKSE, *scales_NBKS, interpret: bool
 ) -> jax.Array:
-  """Computes the parts of the cache by a kernel, then adds them up."""
+  """Computes the parts of the cache by a kernel, then their weighted mean."""
   from jax.experimental import pallas as pl
   from jax.experimental.pallas import triton
 
-  _, b, k, e, length = k_NBKES.shape
-  q = q_B1HE.shape[2] // k
+  _, b, k, _, length = k_NBKES.shape
   parts = pl.cdiv(length, _PART)
-  padded = max(_MIN_QUERIES, pl.next_power_of_2(q))
-  q_BKWE = jnp.pad(
-    q_B1HE.reshape(b, k, q, e), ((0, 0), (0, 0), (0, padded - q), (0, 0))
-  )
-  arrays = (k_NBKES, v_NBKSE, *scales_NBKS)
-  shape = (b, k, parts, padded)
-
-  def part(*sizes: int):
-    return pl.BlockSpec(
-      (None, None, None, *sizes), lambda i, j, p: (i, j, p, *[0] * len(sizes))
-    )
-
-  def all_of(x: jax.Array):
-    return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
-
-  out_BKPWE, largest_BKPW, total_BKPW = pl.pallas_call(
-    functools.partial(_triton_kernel, scale=e**-0.5),
+  arrays = (layer.reshape(1), positions_B, q_B1HE[:, 0])
+  arrays += (k_NBKES, v_NBKSE, *scales_NBKS)
+  shape = (parts, *arrays[2].shape)
+  out_PBHE, log_total_PBH = pl.pallas_call(
+    functools.partial(_triton_kernel, scale=q_B1HE.shape[-1] ** -0.5),
     grid=(b, k, parts),
-    in_specs=[
-      pl.BlockSpec((1,), lambda *_: (0,)),
-      pl.BlockSpec((1,), lambda i, j, p: (i,)),
-      pl.BlockSpec((None, None, padded, e), lambda i, j, p: (i, j, 0, 0)),
-      *map(all_of, arrays),
-    ],
-    out_specs=[part(padded, e), part(padded), part(padded)],
     out_shape=[
-      jax.ShapeDtypeStruct((*shape, e), jnp.float32),
-      jax.ShapeDtypeStruct(shape, jnp.float32),
-      jax.ShapeDtypeStruct(shape, jnp.float32),
+      jax.ShapeDtypeStruct(shape, q_B1HE.dtype if parts == 1 else jnp.float32),
+      jax.ShapeDtypeStruct(shape[:-1], jnp.float32),
     ],
-    compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+    compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
     interpret=interpret,
     name='decode_attention',
-  )(layer.reshape(1), positions_B, q_BKWE, *arrays)
-  weights_BKPW = jnp.exp(largest_BKPW - largest_BKPW.max(2, keepdims=True))
-  out_BKWE = jnp.sum(out_BKPWE * weights_BKPW[..., None], axis=2)
-  total_BKW = jnp.sum(total_BKPW * weights_BKPW, axis=2)
-  out_BKQE = (out_BKWE / total_BKW[..., None])[:, :, :q]
-  return out_BKQE.astype(q_B1HE.dtype).reshape(q_B1HE.shape)
+  )(*arrays)
+  if parts == 1:
+    return out_PBHE.reshape(q_B1HE.shape)
+  weights_PBH = jax.nn.softmax(log_total_PBH, axis=0)
+  out_BHE = jnp.sum(out_PBHE * weights_PBH[..., None], axis=0)
+  return out_BHE.astype(q_B1HE.dtype)[:, None]
 
 
-def _triton_kernel(layer_ref, position_ref, q_ref, *refs, scale: float) -> None:
+def _triton_kernel(
+  layer_ref, positions_ref, q_ref, k_ref, v_ref, *refs, scale: float
+) -> None:
   """Attends from the queries of a key/value head to a part of a row's cache.
 
   Args:
     layer_ref: index of the layer, [1].
-    position_ref: the row's position, [1].
-    q_ref: queries, [W, E].
-    *refs: all keys and values, their scales if they are int8; then the outputs:
-      weighted sum of the values [W, E], not normalized, the largest score [W]
-      and the sum of the weights [W].
+    positions_ref: position of each row, [B].
+    q_ref: queries of all rows, [B, H, E].
+    k_ref: all keys, [N, B, K, E, S].
+    v_ref: all values, [N, B, K, S, E].
+    *refs: scales of keys and values if they are int8, [N, B, K, S]; then the
+      outputs: attention over each part [P, B, H, E], and the logarithm of the
+      sum of its weights [P, B, H].
     scale: scale of the scores.
   """
   from jax.experimental import pallas as pl
   from jax.experimental.pallas import triton
 
-  k_ref, v_ref, *scale_refs, out_ref, largest_ref, total_ref = refs
+  *scale_refs, out_ref, log_total_ref = refs
   row, head, part = (pl.program_id(axis) for axis in range(3))
   at = (layer_ref[0], row, head)
   first = part * _PART
-  end = jnp.minimum(first + _PART, position_ref[0] + 1)
-  q_WE = q_ref[...]
+  end = jnp.minimum(first + _PART, positions_ref[row] + 1)
+  # Zeros after the queries, up to the rows that a product needs.
+  q = q_ref.shape[1] // k_ref.shape[2]
+  padded = max(_MIN_QUERIES, pl.next_power_of_2(q))
+  queries, own_W = pl.ds(head * q, padded), jnp.arange(padded) < q
+  q_WE = triton.load(q_ref.at[row, queries, :], mask=own_W[:, None], other=0)
 
   def add_block(i: jax.Array, sums: tuple) -> tuple:
     out_WE, largest_W, total_W = sums
     start = first + i * _BLOCK
-    seen, slots = start + jnp.arange(_BLOCK) < end, pl.ds(start, _BLOCK)
-    load = functools.partial(triton.load, other=0)
-    k_ES = load(k_ref.at[*at, :, slots], mask=seen[None])
-    v_SE = load(v_ref.at[*at, slots, :], mask=seen[:, None])
+    # Without masks, which would split the loads into single elements. Blocks
+    # end inside the cache, and what follows the row's position is finite.
+    slots = pl.ds(start, _BLOCK)
+    k_ES = triton.load(k_ref.at[*at, :, slots])
+    v_SE = triton.load(v_ref.at[*at, slots, :])
     scores_WS = scale * triton.dot(q_WE, k_ES.astype(q_WE.dtype))
     if scale_refs:
-      k_scale_S, v_scale_S = (
-        load(x.at[*at, slots], mask=seen) for x in scale_refs
-      )
+      k_scale_S, v_scale_S = (triton.load(x.at[*at, slots]) for x in scale_refs)
       scores_WS *= k_scale_S
-    scores_WS = jnp.where(seen, scores_WS, _MASKED)
+    seen_S = start + jnp.arange(_BLOCK) < end
+    scores_WS = jnp.where(seen_S, scores_WS, _MASKED)
     new_W = jnp.maximum(largest_W, jnp.max(scores_WS, axis=1))
     weights_WS = jnp.exp(scores_WS - new_W[:, None])
     shrink_W = jnp.exp(largest_W - new_W)
@@ -199,16 +234,24 @@ def _triton_kernel(layer_ref, position_ref, q_ref, *refs, scale: float) -> None:
     )
     return out_WE * shrink_W[:, None] + added_WE, new_W, total_W
 
-  blocks = pl.cdiv(jnp.maximum(end - first, 0), _BLOCK)
-  out_ref[...], largest_ref[...], total_ref[...] = jax.lax.fori_loop(
+  out_WE, largest_W, total_W = jax.lax.fori_loop(
     0,
-    blocks,
+    pl.cdiv(jnp.maximum(end - first, 0), _BLOCK),
     add_block,
     (
       jnp.zeros(q_WE.shape, jnp.float32),
       jnp.full(q_WE.shape[:1], _MASKED, jnp.float32),
       jnp.zeros(q_WE.shape[:1], jnp.float32),
     ),
+  )
+  # A part after the row's position is empty; its weight becomes 0.
+  total_W = jnp.maximum(total_W, _EMPTY)
+  out_WE = (out_WE / total_W[:, None]).astype(out_ref.dtype)
+  triton.store(out_ref.at[part, row, queries, :], out_WE, mask=own_W[:, None])
+  triton.store(
+    log_total_ref.at[part, row, queries],
+    largest_W + jnp.log(total_W),
+    mask=own_W,
   )
 
 

@@ -15,6 +15,8 @@ from gigpo_jax import prefix_cache
 from gigpo_jax.models import kv_cache
 from gigpo_jax.programs import sampler_programs
 
+# Cost of a prefill in addition to its tokens, in tokens; an estimate.
+_PREFILL_COST = 256
 # Consecutive steps with an oversized cache after which it shrinks.
 _SHRINK_AFTER = 4
 
@@ -28,7 +30,7 @@ class SlotCache:
     num_slots: largest number of slots.
     num_parked: rows that hold conversations but are not decoded.
     max_length: positions of the longest slot.
-    prompt_buckets: ascending lengths that prompts are padded to.
+    prefill_lengths: ascending lengths that prompts are padded to.
     batch_buckets: ascending numbers of prompts that are prefilled together; the
       last is the number of rows that move together.
     reuse: one of `prefix_cache.REUSE`.
@@ -52,7 +54,7 @@ class SlotCache:
     num_slots: int,
     num_parked: int,
     max_length: int,
-    prompt_buckets: tuple[int, ...],
+    prefill_lengths: tuple[int, ...],
     batch_buckets: tuple[int, ...],
     reuse: str,
     chunk: int,
@@ -62,7 +64,7 @@ class SlotCache:
     self._programs, self._mesh = programs, mesh
     self._num_slots = num_slots
     self._parked_size = num_parked, max_length
-    self._prompt_buckets = prompt_buckets
+    self._prefill_lengths = prefill_lengths
     self._batch_buckets = batch_buckets
     self._chunk = chunk
     self.prefixes = prefix_cache.PrefixCache(
@@ -179,23 +181,15 @@ class SlotCache:
   def _prefill_batches(
     self, moves: list[prefix_cache.Move]
   ) -> Iterator[tuple[list[prefix_cache.Move], int]]:
-    """Yields prompts to prefill together, and their bucket."""
-    by_length = collections.defaultdict(list)
-    for move in moves:
-      by_length[bucket(self._prompt_buckets, len(move.tokens))].append(move)
-    for length, group in sorted(by_length.items()):
-      for batch in self._batches(group):
-        yield batch, length
-
-  def _batches(self, items: list) -> Iterator[list]:
-    """Yields items in batches for which programs are compiled."""
-    while items:
-      size = bucket(self._batch_buckets, len(items[: self._batch_buckets[-1]]))
-      if size > 2 * len(items) and size > self._batch_buckets[0]:
-        # This batch would be mostly padding; use a smaller size first.
-        size = max(s for s in self._batch_buckets if s < size)
-      yield items[:size]
-      items = items[size:]
+    """Yields prompts to prefill together, and the length of their rows."""
+    ordered = sorted(moves, key=lambda move: len(move.tokens))
+    lengths = [len(move.tokens) for move in ordered]
+    start = 0
+    for stop, length in plan_batches(
+      lengths, self._batch_buckets, self._prefill_lengths
+    ):
+      yield ordered[start:stop], length
+      start = stop
 
   def _prefill_prompts(
     self, params: dict, batch: list[prefix_cache.Move], length: int
@@ -283,6 +277,58 @@ def _agents(moves: list[prefix_cache.Move], count: int) -> np.ndarray:
   agents = np.zeros(count, np.int32)
   agents[: len(moves)] = [move.agent for move in moves]
   return agents
+
+
+def prefill_lengths(
+  prompt_buckets: Sequence[int], platform: str
+) -> tuple[int, ...]:
+  """Returns the ascending lengths that prompts are padded to.
+
+  Accelerators also have three quarters of each bucket, because padding costs
+  more than the compilation of a few programs.
+
+  Args:
+    prompt_buckets: ascending lengths of the longest prompts in a cache.
+    platform: 'cpu', 'gpu' or 'tpu'.
+  """
+  if platform == 'cpu':
+    return tuple(prompt_buckets)
+  between = (3 * size // 4 for size in prompt_buckets)
+  return tuple(sorted({*prompt_buckets, *between} - {0}))
+
+
+def plan_batches(
+  lengths: Sequence[int], batch_sizes: Sequence[int], buckets: Sequence[int]
+) -> list[tuple[int, int]]:
+  """Divides prompts into batches with the least padding.
+
+  A batch has one of a few sizes, and its prompts are padded to one of a few
+  lengths. The cheapest division of the first n prompts follows from those of
+  fewer prompts.
+
+  Args:
+    lengths: ascending numbers of tokens.
+    batch_sizes: numbers of prompts in a batch, which may be padded.
+    buckets: ascending lengths of rows.
+
+  Returns:
+    (index after its last prompt, length of its rows) of each batch, in order.
+  """
+  # Of the first n prompts: (cost, prompts before the last batch, its length).
+  best = [(0, 0, 0)]
+  for stop, longest in enumerate(lengths, start=1):
+    length = bucket(buckets, longest)
+    options = (
+      (max(stop - size, 0), size * length + _PREFILL_COST)
+      for size in batch_sizes
+    )
+    best.append(min((best[n][0] + cost, n, length) for n, cost in options))
+  batches, stop = [], len(lengths)
+  while stop:
+    _, start, length = best[stop]
+    batches.append((stop, length))
+    stop = start
+  return batches[::-1]
 
 
 def bucket(sizes: Sequence[int], needed: int) -> int:

@@ -60,7 +60,7 @@ def make_model_bundle(config: ml_collections.ConfigDict) -> ModelBundle:
   )
   shape = huggingface.read_config(directory)
   devices = make_mesh(config, shape, jax.devices(), mesh.device_bytes())
-  model = huggingface.read_config(directory, **model_kwargs(config, devices))
+  model = configure_model(shape, config, devices)
   mesh.check(devices, parameters.shapes(model), parameters.logical_axes(model))
   text = tokenizer.Tokenizer(
     directory, enable_thinking=config.model.enable_thinking
@@ -140,32 +140,49 @@ def sampler_kwargs(config: ml_collections.ConfigDict) -> dict[str, Any]:
   }
 
 
-def model_kwargs(
-  config: ml_collections.ConfigDict, devices: jax.sharding.Mesh
-) -> dict[str, Any]:
-  """Returns the `QwenConfig` fields that a checkpoint does not set.
+def configure_model(
+  model: qwen.QwenConfig,
+  config: ml_collections.ConfigDict,
+  devices: jax.sharding.Mesh,
+) -> qwen.QwenConfig:
+  """Returns a network with the choices of an experiment for its devices.
 
   For model.remat=auto, see `remat.resolve`.
+
+  Args:
+    model: shape of the network.
+    config: the experiment.
+    devices: the mesh.
+
+  Raises:
+    ValueError: in one line, if a kernel is for another platform.
   """
   platform = devices.devices.flat[0].platform
-  kernel = config.model.decode_attention
-  if decode_attention.PLATFORMS.get(kernel, platform) != platform:
-    raise ValueError(
-      f'model.decode_attention={kernel}: is for '
-      f'{decode_attention.PLATFORMS[kernel]}s, not for {platform}s; must be xla'
-    )
   choices = qwen_config.platform_fields(platform, config.model.dtype)
   if config.model.attention != 'auto':
     choices['attention'] = config.model.attention
   elif config.mesh.sequence != 1:
     choices['attention'] = 'xla'  # The others cannot shard rows.
-  return choices | {
-    'dtype': config.model.dtype,
-    'remat': 'layer' if config.model.remat == 'auto' else config.model.remat,
-    'decode_attention': config.model.decode_attention,
-    'cache': config.rollout.cache,
-    'adapters': _adapters(config),
-  }
+  kernel = config.model.decode_attention
+  if kernel == 'auto':
+    kernel = decode_attention.default_implementation(
+      platform, config.model.dtype, model.head_dim, model.window
+    )
+  if decode_attention.PLATFORMS.get(kernel, platform) != platform:
+    raise ValueError(
+      f'model.decode_attention={kernel}: is for '
+      f'{decode_attention.PLATFORMS[kernel]}s, not for {platform}s; must be '
+      'auto or xla'
+    )
+  return dataclasses.replace(
+    model,
+    **choices,
+    dtype=config.model.dtype,
+    remat='layer' if config.model.remat == 'auto' else config.model.remat,
+    decode_attention=kernel,
+    cache=config.rollout.cache,
+    adapters=_adapters(config),
+  )
 
 
 def _adapters(config: ml_collections.ConfigDict) -> lora.Lora | None:

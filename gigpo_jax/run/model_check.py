@@ -151,13 +151,12 @@ def _no_kernel(
 ) -> Iterator[str]:
   """Yields problems of kernels and of the cache."""
   size, kernel = model.head_dim, config.model.decode_attention
-  multiple = decode_attention.HEAD_MULTIPLES.get(kernel, 1)
-  if size % multiple:
+  if problem := decode_attention.head_problem(kernel, size):
     yield (
       f'model.decode_attention={kernel}: the heads of model.path='
-      f'{config.model.path} have size {size}; must be a multiple of {multiple}'
+      f'{config.model.path} have size {size}; {problem}'
     )
-  if model.window and kernel != 'xla':
+  if model.window and kernel in decode_attention.PLATFORMS:
     yield (
       f'model.decode_attention={kernel}: has no sliding window, which '
       f'model.path={config.model.path} needs; must be xla'

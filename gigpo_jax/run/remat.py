@@ -16,6 +16,10 @@ from gigpo_jax.runtime import console, distributed
 # runtime need the rest.
 USABLE = 0.95
 
+# Options of a compilation that only estimates memory. A GPU does not try out
+# the kernels.
+_COMPILER_OPTIONS = {'gpu': {'xla_gpu_autotune_level': 0}}
+
 
 def resolve(
   config: ml_collections.ConfigDict,
@@ -87,8 +91,10 @@ def update_bytes(
     resident.append(learner.abstract_reference())
   if has_critic:
     resident.append(builders.make_critic(config, bundle).abstract_state())
+  lowered = learner.lower(['accumulate'])['accumulate']
+  platform = bundle.mesh.devices.flat[0].platform
   try:
-    compiled = learner.lower(['accumulate'])['accumulate'].compile()
+    compiled = lowered.compile(_COMPILER_OPTIONS.get(platform))
   except jax.errors.JaxRuntimeError as error:
     if 'RESOURCE_EXHAUSTED' not in str(error):
       raise

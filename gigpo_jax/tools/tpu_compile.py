@@ -147,9 +147,7 @@ def estimate(
   chip, model = tpu_time.CHIPS[chip_name], _model(config, shape)
   devices = _devices(topology)
   mesh = model_builders.make_mesh(config, model, devices, chip.memory)
-  model = dataclasses.replace(
-    model, **model_builders.model_kwargs(config, mesh)
-  )
+  model = model_builders.configure_model(model, config, mesh)
   mesh_lib.check(mesh, parameters.shapes(model), parameters.logical_axes(model))
   tensor = config.rollout.tensor or mesh_lib.sampling_tensor(
     mesh,
