@@ -1,6 +1,7 @@
-"""Compiles an experiment for a TPU slice, without TPUs.
+"""Compiles an experiment for a TPU slice or for GPUs, without any.
 
 python launch/tpu_compile.py --config=configs/alfworld.py:7b --topology=v5e:4x4
+python launch/tpu_compile.py --config=configs/alfworld.py:7b --topology=h100:8
 """
 
 import os
@@ -11,7 +12,7 @@ from launch import interrupt
 @interrupt.handle()
 def main() -> None:
   """Parses the flags and compiles."""
-  # libtpu's compiler needs no chip. This keeps jax off the chips of a TPU host.
+  # The compilers need no chip. This keeps jax off the chips of the host.
   os.environ['JAX_PLATFORMS'] = 'cpu'
   # Programs for absent devices cannot be read back from the cache.
   os.environ.setdefault('JAX_ENABLE_COMPILATION_CACHE', 'false')
@@ -21,7 +22,9 @@ def main() -> None:
   from gigpo_jax.tools import tpu_compile
   from launch import command
 
-  topology = flags.DEFINE_string('topology', 'v5e:4x4', 'TPU type and shape.')
+  topology = flags.DEFINE_string(
+    'topology', 'v5e:4x4', 'Type and number of TPUs or GPUs, such as h100:8.'
+  )
   shape = flags.DEFINE_string(
     'shape',
     '',

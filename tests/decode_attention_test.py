@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import sampler
 from gigpo_jax.models import decode_attention, kv_cache, parameters, qwen
-from gigpo_jax.tools import tpu_compile
+from gigpo_jax.tools import topology
 
 CONFIG = qwen.QwenConfig(
   vocab_size=32,
@@ -247,7 +247,7 @@ def test_the_gpu_kernel_is_lowered_without_a_gpu(cache):
 @pytest.mark.parametrize('layers', [2, 12], ids=['unstacked', 'scanned'])
 @pytest.mark.parametrize('heads', [4, 8])
 def test_the_tpu_kernel_uses_the_cache_in_place(monkeypatch, layers, heads):
-  for name, value in tpu_compile.ENVIRON.items():
+  for name, value in topology.ENVIRON.items():
     monkeypatch.setenv(name, value)
   devices = topologies.get_topology_desc('v5e:2x2', platform='tpu').devices
   model = dataclasses.replace(

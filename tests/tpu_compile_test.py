@@ -24,7 +24,8 @@ _COMMAND = [
 # - a reduce-scatter of 64 to 16 float32;
 # - an asynchronous all-gather of 40 to 160 bfloat16, split over three fusions
 #   with channel 7, one of which is in the loop of 4 trips;
-# - an all-gather of 20 to 80 float32 in one of two branches.
+# - an all-gather of 20 to 80 float32 in one of two branches;
+# - a loop whose limit is data with a permute of one int32.
 _TEXT = """\
 HloModule jit_f
 
@@ -82,6 +83,20 @@ HloModule jit_f
   ROOT %u = f32[80] all-gather(%p.4), channel_id=4, dimensions={0}
 }
 
+%to_limit (p: (u32[], s32[], u32[])) -> pred[] {
+  %q.2 = (u32[], s32[], u32[]) parameter(0)
+  %k.4 = u32[] get-tuple-element(%q.2), index=0
+  %limit = u32[] get-tuple-element(%q.2), index=2
+  ROOT %c.2 = pred[] compare(%k.4, %limit), direction=LT
+}
+
+%by_ones (q: (u32[], s32[], u32[])) -> (u32[], s32[], u32[]) {
+  %q.3 = (u32[], s32[], u32[]) parameter(0)
+  %z.1 = s32[] get-tuple-element(%q.3), index=1
+  %y.1 = s32[] call(%z.1), to_apply=%permute
+  ROOT %t.3 = (u32[], s32[], u32[]) tuple(%k.5, %y.1, %limit.1)
+}
+
 ENTRY %main (a: f32[8]) -> f32[8] {
   %w = (s32[], bf16[2,4]) while(%init), condition=%condition, body=%body, \
 backend_config={"known_trip_count":{"n":"3"}}
@@ -94,6 +109,8 @@ backend_config={"known_trip_count":{"n":"3"}}
   %s.1 = (f32[2], f32[3]) all-reduce(%b, %d), to_apply=%add
   %d = f32[64] parameter(1)
   %e = f32[16] reduce-scatter(%d), dimensions={0}
+  %j.1 = (u32[], s32[], u32[]) tuple(%start, %o, %d)
+  %v.1 = (u32[], s32[], u32[]) while(%j.1), condition=%to_limit, body=%by_ones
   %k.9 = f32[8] conditional(%o, %a, %a), branch_computations={%gathers, %none}
   ROOT %r = f32[8] add(%s, %s)
 }
@@ -104,33 +121,34 @@ def test_a_collective_counts_once_per_trip_of_its_loop():
   # In bytes; a device already has a quarter of each gathered array.
   assert hlo.exchange_bytes(_TEXT) == {
     'all-gather': 3 * (8 - 2) * 2 + (160 - 40) * 2 + (80 - 20) * 4,
-    'collective-permute': 4 * 4,
+    'collective-permute': 4 * 4 + 4,
     'all-reduce': 2 * 8 * 4 + 2 * (2 + 3) * 4,
     'reduce-scatter': (64 - 16) * 4,
   }
 
 
-def test_bytes_of_branches_count_as_often_as_they_are_taken():
-  whole, half = (hlo.exchange_bytes(_TEXT, taken=x) for x in (1.0, 0.5))
-  # The branch gathers 20 to 80 float32.
-  assert whole.pop('all-gather') - half.pop('all-gather') == (80 - 20) * 4 / 2
-  assert whole == half
+def test_a_loop_whose_trips_are_data_counts_as_given():
+  once, thrice = (hlo.exchange_bytes(_TEXT, trips=n) for n in (1, 3))
+  # The loop sends one int32.
+  name = 'collective-permute'
+  assert thrice.pop(name) - once.pop(name) == 2 * 4
+  assert once == thrice
 
 
 @pytest.mark.parametrize(
-  ('tokens', 'targets', 'share'),
+  ('tokens', 'targets', 'chunks'),
   [
     # A seventh of 35,840 tokens are responses: 320 per shard, at most 480.
-    (35_840, (16, 2048), 1 / 4),
+    (35_840, (16, 2048), 1),
     # 640 per shard, at most 960: 2 of 4 chunks.
-    (71_680, (16, 2048), 1 / 2),
-    # One chunk is never skipped.
-    (35_840, (16, 512), 1.0),
+    (71_680, (16, 2048), 2),
+    # Room for 512: two chunks of 256.
+    (35_840, (16, 512), 2),
   ],
 )
-def test_chunks_without_responses_are_skipped(tokens, targets, share):
+def test_chunks_without_responses_are_skipped(tokens, targets, chunks):
   work = tpu_time.Workload(prompt_tokens=600, response_tokens=100)
-  assert tpu_time.share_of_chunks(work, tokens, targets) == share
+  assert tpu_time.num_chunks(work, tokens, targets) == chunks
 
 
 def test_time_ranges_from_the_slowest_part_to_the_sum():
@@ -145,7 +163,7 @@ def test_time_ranges_from_the_slowest_part_to_the_sum():
   ('topology', 'shape', 'message'),
   [
     ('v5e', '', '--topology=v5e: unknown; must be like v5e:4x4'),
-    ('h100:2x2', '', '--topology=h100:2x2: unknown'),
+    ('h100:2x2', '', '--topology=h100:2x2: unknown; must be like v5e:4x4'),
     ('v5e:2x2', 'Qwen9', '--shape=Qwen9: unknown; must be one of Qwen2.5-0.5B'),
   ],
 )
@@ -168,14 +186,27 @@ def _run(*flags: str) -> subprocess.CompletedProcess:
   )
 
 
+def _needs(package: str, extra: str):
+  return pytest.mark.skipif(
+    not importlib.util.find_spec(package),
+    reason=f"needs pip install '.[{extra}]'",
+  )
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(
-  not importlib.util.find_spec('libtpu'), reason="needs pip install '.[tpu]'"
-)
 @pytest.mark.parametrize('share_prompts', [False, True])
-def test_a_small_experiment_fits_a_small_slice(share_prompts):
+@pytest.mark.parametrize(
+  'topology',
+  [
+    pytest.param('v5e:2x2', marks=_needs('libtpu', 'tpu')),
+    pytest.param('h100:2', marks=_needs('jax_cuda13_plugin', 'cuda')),
+  ],
+)
+def test_a_small_experiment_fits_a_few_chips(topology, share_prompts):
   process = _run(
-    '--topology=v5e:2x2', f'--config.learner.share_prompts={share_prompts}'
+    f'--topology={topology}',
+    f'--config.learner.share_prompts={share_prompts}',
+    '--config.model.dtype=bfloat16',
   )
   assert process.returncode == 0, process.stderr
   # This experiment has no reference policy.

@@ -55,7 +55,7 @@ class _Operation:
     return _NAME.findall(self.text)
 
 
-def exchange_bytes(text: str, *, taken: float = 1.0) -> dict[str, float]:
+def exchange_bytes(text: str, *, trips: int = 1) -> dict[str, float]:
   """Returns the bytes that a device receives in one run, by kind.
 
   Kinds are 'all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all' and
@@ -66,10 +66,10 @@ def exchange_bytes(text: str, *, taken: float = 1.0) -> dict[str, float]:
 
   Args:
     text: HLO text of the compiled program.
-    taken: how often a conditional takes its largest branch, at most 1.
+    trips: trips of a loop whose number of trips depends on the data.
   """
   by_kind: dict[str, float] = collections.defaultdict(float)
-  for (kind, _), size in _Program(text, taken).received().items():
+  for (kind, _), size in _Program(text, trips).received().items():
     by_kind[kind] += size
   return dict(by_kind)
 
@@ -77,8 +77,8 @@ def exchange_bytes(text: str, *, taken: float = 1.0) -> dict[str, float]:
 class _Program:
   """The computations of a program."""
 
-  def __init__(self, text: str, taken: float):
-    self._taken = taken
+  def __init__(self, text: str, trips: int):
+    self._default_trips = trips
     self._computations: dict[str, dict[str, _Operation]] = {}
     self._entry, name = '', ''
     for line in text.splitlines():
@@ -134,8 +134,7 @@ class _Program:
     if match := _BRANCHES.search(operation.text):
       names = _NAME.findall(operation.text[match.start() :])
       branches = [self._received(name, False) for name in names]
-      largest = max(branches, key=lambda sizes: sum(sizes.values()))
-      yield {key: self._taken * size for key, size in largest.items()}
+      yield max(branches, key=lambda sizes: sum(sizes.values()))
     trips = self._trips(computation, operation)
     for called in _CALLED.findall(operation.text):
       inner = self._received(called, operation.kind == 'fusion')
@@ -176,8 +175,11 @@ class _Program:
       index = self._tuple_index(condition[1], name)
       counter = index if counter is None else counter
     if limit is None:
-      constants = (self._constant(condition[1], name) for name in limits)
-      limit = max((c for c in constants if c is not None), default=1)
+      constants = [self._constant(condition[1], name) for name in limits]
+      constants = [c for c in constants if c is not None]
+      if not constants:
+        return self._default_trips
+      limit = max(constants)
     step = self._step(body[1], counter)
     start = self._start(computation, operation, counter)
     return max(1, math.ceil((limit - start) / step))

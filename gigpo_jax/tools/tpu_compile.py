@@ -1,7 +1,8 @@
-"""Estimate an experiment's memory and time on a TPU slice without TPUs.
+"""Estimate an experiment's memory and time on TPUs or GPUs without any.
 
-libtpu's compiler needs no chip. It compiles the largest programs of sampler and
-learner for a slice and reports the memory of each and the bytes that a chip
+The compilers of libtpu and of jax's CUDA plugin need no device. They compile
+the largest programs of sampler and learner for a TPU slice or the GPUs of a
+host. The report has the memory of each program and the bytes that a chip
 receives from others, or that it does not fit. `tpu_time` estimates the time.
 """
 
@@ -26,15 +27,10 @@ from gigpo_jax.models import (
 )
 from gigpo_jax.run import model_builders, model_check, remat
 from gigpo_jax.tools import hlo, tpu_time
+from gigpo_jax.tools import topology as topology_lib
 
-# Without these variables, libtpu looks for a slice and for other hosts.
-ENVIRON = {
-  'TPU_SKIP_MDS_QUERY': '1',
-  'TPU_WORKER_HOSTNAMES': 'localhost',
-  'TPU_ACCELERATOR_TYPE': 'v5litepod-16',
-  'TPU_STDERR_LOG_LEVEL': '3',
-  'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
-}
+# Share of a GPU's memory that jax reserves.
+_MEMORY_SHARE = 'XLA_CLIENT_MEM_FRACTION'
 _SHAPES = {'': 'Qwen2.5-1.5B'} | {
   size: f'Qwen2.5-{size.upper()}' for size in ('0.5b', '1.5b', '7b', '32b')
 }
@@ -136,16 +132,9 @@ def estimate(
   Raises:
     ValueError: if the slice or the shape is unknown; in one line.
   """
-  chip_name = topology.partition(':')[0]
-  if chip_name not in tpu_time.CHIPS or not re.fullmatch(
-    r'\w+:\d+(x\d+)+', topology
-  ):
-    raise ValueError(
-      f'--topology={topology}: unknown; must be like v5e:4x4, v5p:2x2x1 or '
-      'v6e:2x4'
-    )
-  chip, model = tpu_time.CHIPS[chip_name], _model(config, shape)
-  devices = _devices(topology)
+  topology_lib.check(topology)
+  chip, model = _chip(topology), _model(config, shape)
+  devices = topology_lib.make_devices(topology)
   mesh = model_builders.make_mesh(config, model, devices, chip.memory)
   model = model_builders.configure_model(model, config, mesh)
   mesh_lib.check(mesh, parameters.shapes(model), parameters.logical_axes(model))
@@ -155,7 +144,7 @@ def estimate(
     int(chip.memory),
     parameters.max_tensor_shards(model),
   )
-  host = _host(topology, devices, tensor)
+  host = topology_lib.host_devices(topology, devices, tensor)
   _round_up(config, len(host) // tensor)
   policy = model_builders.ModelBundle(model, mesh, None, None, None)
   if config.model.remat == 'auto':
@@ -183,6 +172,15 @@ def estimate(
   )
 
 
+def _chip(topology: str) -> tpu_time.Chip:
+  """Returns the chip, of whose memory jax reserves a part on a GPU."""
+  chip = tpu_time.CHIPS[topology.partition(':')[0]]
+  if not topology_lib.is_gpu(topology):
+    return chip
+  share = float(os.environ.get(_MEMORY_SHARE, 0.75))
+  return dataclasses.replace(chip, memory=share * chip.memory)
+
+
 def _model(config: ml_collections.ConfigDict, shape: str) -> qwen.QwenConfig:
   if config.model.path and not shape:
     directory = model_check.model_directory(config.model.path)
@@ -194,42 +192,6 @@ def _model(config: ml_collections.ConfigDict, shape: str) -> qwen.QwenConfig:
       f'--shape={shape}: unknown; must be one of {", ".join(published.SHAPES)}'
     )
   return published.SHAPES[shape]
-
-
-def _devices(topology: str) -> list[jax.Device]:
-  for name, value in ENVIRON.items():
-    os.environ.setdefault(name, value)
-  from jax.experimental import topologies
-
-  small = (
-    {'chips_per_host_bounds': [1, 1, 1]} if topology[-4:] == ':1x1' else {}
-  )
-  try:
-    return list(
-      topologies.get_topology_desc(topology, platform='tpu', **small).devices
-    )
-  except Exception as error:
-    reason = ' '.join(str(error).split())[:160]
-    raise ValueError(
-      f'--topology={topology}: {reason}; must be an existing slice, and libtpu '
-      "must be installed (pip install 'jax[tpu]')"
-    ) from error
-
-
-def _host(
-  topology: str, devices: list[jax.Device], tensor: int
-) -> list[jax.Device]:
-  """Returns the devices that sample together: of one host, or all devices.
-
-  The devices of a host are replaced by a slice of the same size, because the
-  compiler does not accept a part of a slice.
-  """
-  count = sum(d.process_index == devices[0].process_index for d in devices)
-  if count == len(devices) or count % tensor:
-    return devices
-  chip_name, _, sizes = topology.partition(':')
-  host_sizes = {4: '2x2', 8: '2x4'}[count] + 'x1' * (sizes.count('x') - 1)
-  return _devices(f'{chip_name}:{host_sizes}')
 
 
 def _round_up(config, copies: int) -> None:
@@ -268,7 +230,7 @@ def _programs(
     updates.insert(0, 'outputs')
   lowered |= learner.lower(updates)
   tokens = _tokens(lowered, len(host) // tensor)
-  taken = _branches_taken(lowered, work)
+  trips = _chunks_of_logits(lowered, work)
   resident = _resident_bytes(
     config, model, learner, tensor, len(host) // tensor
   )
@@ -289,23 +251,21 @@ def _programs(
       yield Program(name, None, other, run, reason)
       continue
     peak = compiled.memory_analysis().peak_memory_in_bytes
-    received = hlo.exchange_bytes(
-      compiled.as_text(), taken=taken.get(name, 1.0)
-    )
+    received = hlo.exchange_bytes(compiled.as_text(), trips=trips.get(name, 1))
     run = tpu_time.Runs(tokens.get(name, 0), math.fsum(received.values()))
     yield Program(name, peak, other, run)
 
 
-def _branches_taken(lowered: dict, work: tpu_time.Workload) -> dict[str, float]:
-  """Returns how often conditionals of the learner's programs are taken."""
-  shares = {}
+def _chunks_of_logits(lowered: dict, work: tpu_time.Workload) -> dict[str, int]:
+  """Returns how many chunks of logits the learner's programs compute."""
+  chunks = {}
   for name in ('outputs', 'reference outputs', 'accumulate'):
     if name in lowered:
       arrays = lowered[name].args_info[0][2]
       tokens = math.prod(arrays['tokens'].shape)
       targets = arrays['targets'].shape
-      shares[name] = tpu_time.share_of_chunks(work, tokens, targets)
-  return shares
+      chunks[name] = tpu_time.num_chunks(work, tokens, targets)
+  return chunks
 
 
 def _tokens(lowered: dict, copies: int) -> dict[str, int]:
@@ -422,7 +382,10 @@ def _print(report: Report) -> None:
     'apply': 'optimizer.mu_dtype=bfloat16',
   }
   actions = dict.fromkeys(advice[name] for name in report.not_fitting)
-  print(f'does not fit: {"; ".join([*actions, "or use a larger slice"])}')
+  more = 'or use more chips'
+  if topology_lib.is_gpu(report.topology):
+    more += f' or {_MEMORY_SHARE}=0.9'
+  print(f'does not fit: {"; ".join([*actions, more])}')
 
 
 def _print_phases(

@@ -1,4 +1,4 @@
-"""Estimate the time of an iteration on a TPU slice from the work of its chips.
+"""Estimate the time of an iteration from the work of the chips, TPUs or GPUs.
 
 A chip multiplies matrices, reads and writes its memory, and receives data from
 other chips. With perfect overlap, a phase takes as long as the slowest of the
@@ -29,14 +29,15 @@ PADDING = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """A TPU chip.
+  """A TPU chip or a GPU.
 
   Attributes:
     flops: peak bfloat16 FLOP/s.
-    memory: bytes of memory available to programs.
+    memory: bytes of memory; on a TPU, those available to programs.
     memory_rate: memory bandwidth in bytes/s.
-    link_rate: bytes/s that the chip receives from its two neighbors in a ring,
-      which is how XLA gathers over one axis of a mesh.
+    link_rate: bytes/s that the chip receives: on a TPU from its two neighbors
+      in a ring, which is how XLA gathers over one axis of a mesh; on a GPU by
+      NVLink.
   """
 
   flops: float
@@ -47,10 +48,13 @@ class Chip:
 
 # Rates: "How to Scale Your Model", chapter "How to Think About TPUs" (a link in
 # one direction has half of `link_rate`). Memory: reported by XLA's compiler.
+# GPUs: NVIDIA's data sheets, without sparsity; NVLink in one direction.
 CHIPS = {
   'v5e': Chip(1.97e14, 15.75 * 2**30, 8.2e11, 9e10),
   'v5p': Chip(4.59e14, 95.0 * 2**30, 2.8e12, 1.8e11),
   'v6e': Chip(9.2e14, 31.25 * 2**30, 1.6e12, 1.8e11),
+  'h100': Chip(9.89e14, 79.1 * 2**30, 3.35e12, 4.5e11),
+  'h200': Chip(9.89e14, 140.4 * 2**30, 4.8e12, 4.5e11),
 }
 
 
@@ -69,10 +73,8 @@ class Workload:
   response_tokens: float = 120.0
 
 
-def share_of_chunks(
-  work: Workload, tokens: int, targets: tuple[int, int]
-) -> float:
-  """Returns the share of a microbatch's chunks of logits that are computed.
+def num_chunks(work: Workload, tokens: int, targets: tuple[int, int]) -> int:
+  """Returns how many chunks of a microbatch's logits are computed.
 
   Chunks without a response token in any shard are skipped.
 
@@ -85,8 +87,7 @@ def share_of_chunks(
   share = work.response_tokens / (work.prompt_tokens + work.response_tokens)
   most = _MOST_RESPONSES * share * tokens / shards
   chunk = learner_programs.logits_chunk(room)
-  chunks, used = (math.ceil(x / chunk) for x in (room, most))
-  return min(used / chunks, 1.0)
+  return math.ceil(min(most, room) / chunk)
 
 
 @dataclasses.dataclass(frozen=True)
