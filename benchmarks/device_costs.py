@@ -72,24 +72,40 @@ def _tpu(matmul: float, copy: float, links: float) -> Device:
   )
 
 
-DEVICES = {
-  'h100': Device(
-    matmul_rate=652e12,
-    copy_rate=2700e9,
+def _hopper(matmul: float, copy: float, **fitted: float) -> Device:
+  """Returns a GPU with measured rates, and costs fitted to measurements."""
+  return Device(
+    matmul_rate=matmul,
+    copy_rate=copy,
     decode_share=1.0,
-    prefill_share=0.90,
-    update_share=0.5,
-    layer_secs=0.110e-3,
     program_secs=100e-6,
     collective_secs=20e-6,
     exchange_rate=300e9,
+    **fitted,
     sources=_SHARES
     | dict.fromkeys(('matmul_rate', 'copy_rate'), 'measured')
     | dict.fromkeys(
-      ('decode_share', 'layer_secs', 'prefill_share'),
-      'fitted to the measured steps and prefills of results/rollout.md',
+      ('decode_share', *(set(fitted) - {'update_share'})),
+      'fitted to the measurements of results/accelerator.md or rollout.md',
     )
     | {'exchange_rate': _GUESS},
+  )
+
+
+DEVICES = {
+  'h100': _hopper(
+    652e12,
+    2700e9,
+    prefill_share=0.90,
+    update_share=0.5,
+    layer_secs=0.110e-3,
+  ),
+  'h200': _hopper(
+    716e12,
+    3943e9,
+    prefill_share=1.0,
+    update_share=0.67,
+    layer_secs=0.060e-3,
   ),
   'v5e': _tpu(197e12, 819e9, 100e9),
   'v5p': _tpu(459e12, 2765e9, 300e9),

@@ -45,9 +45,15 @@ class Setting:
   hosts: int = 1
   tensor: int = 1
 
+  @property
+  def is_gpu(self) -> bool:
+    """Whether the devices are GPUs."""
+    return self.device.startswith('h')
+
 
 SETTINGS = {
   '1.5b-h100': Setting('Qwen2.5-1.5B', 'h100'),
+  '1.5b-h200': Setting('Qwen2.5-1.5B', 'h200'),
   '1.5b-2xh100': Setting('Qwen2.5-1.5B', 'h100', 2),
   '1.5b-8xh100': Setting('Qwen2.5-1.5B', 'h100', 8),
   '7b-8xh100': Setting('Qwen2.5-7B', 'h100', 8),
@@ -165,7 +171,8 @@ def _host_rollout(
     make_costs(setting, device, options, copies),
     copies=copies,
     tokens_per_step=options.tokens_per_step,
-    ends_early=not setting.device.startswith('h'),
+    ends_early=not setting.is_gpu,
+    platform='gpu' if setting.is_gpu else 'tpu',
   ):
     engine = virtual_device.make_sampler(
       prompt_buckets=options.prompt_buckets,
@@ -506,6 +513,7 @@ def _parser() -> argparse.ArgumentParser:
     'chunk',
     'microbatch_rows',
     'sequence_tokens',
+    'packed_sequences',
     'forward_passes',
     'carry_over',
     'max_staleness',

@@ -22,7 +22,7 @@ import numpy as np
 from envs import base
 from gigpo_jax import mesh, sampler
 from gigpo_jax.models import qwen
-from gigpo_jax.programs import sampler_programs
+from gigpo_jax.programs import sampler_cache, sampler_programs
 
 # Any model: only its shape is read, to make shardings.
 _MODEL = qwen.QwenConfig(
@@ -245,7 +245,7 @@ def installed(
   copies: int = 1,
   tokens_per_step: float = 1.0,
   ends_early: bool = False,
-  prefill_rows: int | None = None,
+  platform: str = 'tpu',
   transfers: bool = False,
 ) -> Iterator[None]:
   """Samplers created inside have virtual programs.
@@ -258,18 +258,23 @@ def installed(
       one with speculation.
     ends_early: whether a program ends when no slot is active, as on a CPU or
       TPU.
-    prefill_rows: prompts that a copy prefills at once; None: as on an
-      accelerator.
+    platform: 'cpu', 'gpu' or 'tpu'; determines the sizes of prefills.
     transfers: whether inputs are moved to the device of this process.
   """
   programs = functools.partial(
     Programs, clock, costs, tokens_per_step, ends_early
   )
-  rows = {} if prefill_rows is None else {'cpu': prefill_rows}
+  rows = sampler.PREFILL_ROWS.get(platform, sampler.DEFAULT_PREFILL_ROWS)
+  lengths = sampler_cache.prefill_lengths
   place = mesh.place_rows if transfers else lambda _, arrays: arrays
   with (
     mock.patch.object(sampler_programs, 'Programs', programs),
-    mock.patch.object(sampler, '_PREFILL_ROWS', rows),
+    mock.patch.object(sampler, 'PREFILL_ROWS', {'cpu': rows}),
+    mock.patch.object(
+      sampler_cache,
+      'prefill_lengths',
+      lambda sizes, _: lengths(sizes, platform),
+    ),
     mock.patch.object(mesh, 'batch_shards', lambda _: copies),
     mock.patch.object(mesh, 'place_rows', place),
   ):

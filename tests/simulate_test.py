@@ -72,6 +72,45 @@ def test_decoding_steps_are_those_measured(
   assert 1e3 * secs == pytest.approx(measured_ms, rel=0.03)
 
 
+# Measurements on an H200 of benchmarks/results/accelerator.md. Plain attention
+# reads all 1,280 positions, the kernel those of the prompt and of 40 tokens.
+@pytest.mark.parametrize(
+  ('positions', 'measured_ms'), [(1280, 3.95), (1064, 3.40)]
+)
+def test_decoding_steps_of_an_h200_are_those_measured(
+  benchmarks, positions, measured_ms
+):
+  costs, model = benchmarks.device_costs, published.SHAPES['Qwen2.5-1.5B']
+  secs = costs.decode_secs(
+    costs.DEVICES['h200'], model, rows=128, positions=128 * positions
+  )
+  assert 1e3 * secs == pytest.approx(measured_ms, rel=0.06)
+
+
+def test_a_complete_iteration_is_the_one_measured(benchmarks):
+  simulate = benchmarks.simulate
+  options = simulate.change(
+    simulate.Options(),
+    {
+      'packed': True,
+      'packed_sequences': 6,
+      'row_buckets': (32, 64, 128),
+      'prompt_buckets': (1024, 2048),
+      'kernels': {'ragged': True, 'recompute': False},
+    },
+  )
+  result = simulate.simulate(simulate.SETTINGS['1.5b-h200'], options)
+  rollout, update = result.rollout, result.update
+  assert rollout.secs == pytest.approx(32.7, rel=0.1)
+  assert rollout.occupancy == pytest.approx(0.627, abs=0.02)
+  stats = rollout.stats
+  padding = 1 - stats.prefill_tokens / stats.padded_tokens
+  assert padding == pytest.approx(0.199, abs=0.03)
+  # Fitted.
+  learner = update.log_prob_secs + update.update_secs
+  assert learner == pytest.approx(81.9, rel=0.05)
+
+
 @pytest.mark.parametrize(
   ('model', 'prompt', 'measured'),
   [
@@ -181,7 +220,7 @@ def test_counters_are_those_of_a_real_rollout(benchmarks):
   )
   expected = play(real, parameters.init(_TINY, jax.random.key(0)))
   # A CPU prefills 4 prompts at once.
-  with virtual.installed(virtual.Clock(), virtual.Costs(), prefill_rows=4):
+  with virtual.installed(virtual.Clock(), virtual.Costs(), platform='cpu'):
     actual = play(virtual.make_sampler(**_SIZES), {})
   assert actual == expected
   assert 0 < expected.reused_tokens
