@@ -147,8 +147,8 @@ def update(config: Any, given: Mapping[str, Any] | None = None) -> None:
         _move(config, old, None if new in (given or ()) else new)
 
 
-# Defaults of older releases and of this one, which differ in speed and memory
-# only.
+# Defaults of older releases and of this one, which differ in speed, memory and
+# rounding only.
 DEFAULTS = {
   'mesh.data': (1, 0),
   'model.remat': ('layer', 'auto'),

@@ -1,6 +1,9 @@
 """Tests of the parts of an experiment."""
 
+import types
+
 import jax
+import numpy as np
 import pytest
 
 from configs import alfworld, base
@@ -95,3 +98,24 @@ def test_attention_on_a_cpu_skips_blocks(dtype, option, expected):
   model = model_builders.configure_model(shape, config, mesh)
   assert model.attention == expected
   assert model.decode_attention == 'xla'
+
+
+@pytest.mark.parametrize(
+  ('capability', 'attention', 'decode_attention'),
+  [
+    ('9.0', 'cudnn', 'triton'),
+    ('8.0', 'cudnn', 'triton'),
+    ('7.5', 'xla', 'xla'),
+  ],
+)
+def test_old_gpus_have_no_kernels_for_bfloat16(
+  capability, attention, decode_attention
+):
+  device = types.SimpleNamespace(platform='gpu', compute_capability=capability)
+  mesh = types.SimpleNamespace(devices=np.array([device]))
+  config = alfworld.get_config('1.5b')
+  shape = published.SHAPES['Qwen2.5-1.5B']
+  model = model_builders.configure_model(shape, config, mesh)
+  assert model.dtype == 'bfloat16'
+  assert model.attention == attention
+  assert model.decode_attention == decode_attention

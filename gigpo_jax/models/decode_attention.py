@@ -28,7 +28,8 @@ _SCALES = ('k_scale', 'v_scale')
 # Slots that one program of the GPU kernel processes, and the slots and queries
 # of its products.
 _PART, _BLOCK, _MIN_QUERIES = 4096, 64, 16
-# Warps of a program, and blocks whose loads overlap.
+# Warps of a program, and blocks whose loads overlap. Two blocks of heads larger
+# than 128 fill the shared memory.
 _WARPS, _STAGES = 4, 3
 
 # Page sizes of the TPU kernel in slots; it uses the largest size that divides
@@ -168,7 +169,9 @@ def _by_triton(
       jax.ShapeDtypeStruct(shape, q_B1HE.dtype if parts == 1 else jnp.float32),
       jax.ShapeDtypeStruct(shape[:-1], jnp.float32),
     ],
-    compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
+    compiler_params=triton.CompilerParams(
+      num_warps=_WARPS, num_stages=_STAGES if q_B1HE.shape[-1] <= 128 else 2
+    ),
     interpret=interpret,
     name='decode_attention',
   )(*arrays)

@@ -26,6 +26,9 @@ from gigpo_jax.models import (
 from gigpo_jax.run import model_check, run_config
 from gigpo_jax.runtime import distributed
 
+# Compute capability of the first GPUs that compute in bfloat16.
+_AMPERE = 8.0
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelBundle:
@@ -157,8 +160,11 @@ def configure_model(
   Raises:
     ValueError: in one line, if a kernel is for another platform.
   """
-  platform = devices.devices.flat[0].platform
-  choices = qwen_config.platform_fields(platform, config.model.dtype)
+  device = devices.devices.flat[0]
+  platform, dtype = device.platform, config.model.dtype
+  if float(getattr(device, 'compute_capability', _AMPERE)) < _AMPERE:
+    dtype = 'float32'  # Older GPUs have no kernels for bfloat16.
+  choices = qwen_config.platform_fields(platform, dtype)
   if config.model.attention != 'auto':
     choices['attention'] = config.model.attention
   elif config.mesh.sequence != 1:
@@ -166,7 +172,7 @@ def configure_model(
   kernel = config.model.decode_attention
   if kernel == 'auto':
     kernel = decode_attention.default_implementation(
-      platform, config.model.dtype, model.head_dim, model.window
+      platform, dtype, model.head_dim, model.window
     )
   if decode_attention.PLATFORMS.get(kernel, platform) != platform:
     raise ValueError(

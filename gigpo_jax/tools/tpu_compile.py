@@ -383,8 +383,8 @@ def _print(report: Report) -> None:
   }
   actions = dict.fromkeys(advice[name] for name in report.not_fitting)
   more = 'or use more chips'
-  if topology_lib.is_gpu(report.topology):
-    more += f' or {_MEMORY_SHARE}=0.9'
+  if topology_lib.is_gpu(report.topology) and _MEMORY_SHARE not in os.environ:
+    more += f', or set {_MEMORY_SHARE}=0.9'
   print(f'does not fit: {"; ".join([*actions, more])}')
 
 
