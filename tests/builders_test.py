@@ -1,5 +1,6 @@
 """Tests of the parts of an experiment."""
 
+import dataclasses
 import types
 
 import jax
@@ -101,20 +102,23 @@ def test_attention_on_a_cpu_skips_blocks(dtype, option, expected):
 
 
 @pytest.mark.parametrize(
-  ('capability', 'attention', 'decode_attention'),
+  ('capability', 'head', 'attention', 'decode_attention'),
   [
-    ('9.0', 'cudnn', 'triton'),
-    ('8.0', 'cudnn', 'triton'),
-    ('7.5', 'xla', 'xla'),
+    ('9.0', 128, 'cudnn', 'triton'),
+    ('9.0', 256, 'cudnn', 'triton'),
+    ('8.0', 128, 'cudnn', 'triton'),
+    ('8.0', 256, 'xla', 'triton'),
+    ('7.5', 128, 'xla', 'xla'),
   ],
 )
-def test_old_gpus_have_no_kernels_for_bfloat16(
-  capability, attention, decode_attention
+def test_gpus_use_the_kernels_that_they_have(
+  capability, head, attention, decode_attention
 ):
   device = types.SimpleNamespace(platform='gpu', compute_capability=capability)
   mesh = types.SimpleNamespace(devices=np.array([device]))
   config = alfworld.get_config('1.5b')
   shape = published.SHAPES['Qwen2.5-1.5B']
+  shape = dataclasses.replace(shape, head_dim=head)
   model = model_builders.configure_model(shape, config, mesh)
   assert model.dtype == 'bfloat16'
   assert model.attention == attention

@@ -26,8 +26,9 @@ from gigpo_jax.models import (
 from gigpo_jax.run import model_check, run_config
 from gigpo_jax.runtime import distributed
 
-# Compute capability of the first GPUs that compute in bfloat16.
-_AMPERE = 8.0
+# Compute capabilities: of the first GPUs that compute in bfloat16, and of the
+# first on which cuDNN's attention has heads of up to 256 instead of 128.
+_AMPERE, _HOPPER = 8.0, 9.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,13 +163,20 @@ def configure_model(
   """
   device = devices.devices.flat[0]
   platform, dtype = device.platform, config.model.dtype
-  if float(getattr(device, 'compute_capability', _AMPERE)) < _AMPERE:
-    dtype = 'float32'  # Older GPUs have no kernels for bfloat16.
+  capability = float(getattr(device, 'compute_capability', _HOPPER))
+  if capability < _AMPERE:
+    dtype = 'float32'  # These GPUs have no kernels for bfloat16.
   choices = qwen_config.platform_fields(platform, dtype)
   if config.model.attention != 'auto':
     choices['attention'] = config.model.attention
   elif config.mesh.sequence != 1:
     choices['attention'] = 'xla'  # The others cannot shard rows.
+  elif (
+    choices['attention'] == 'cudnn'
+    and model.head_dim > 128
+    and (model.head_dim > 256 or capability < _HOPPER)
+  ):
+    choices['attention'] = 'xla'
   kernel = config.model.decode_attention
   if kernel == 'auto':
     kernel = decode_attention.default_implementation(
