@@ -16,9 +16,9 @@ from gigpo_jax.runtime import console, distributed
 # runtime need the rest.
 USABLE = 0.95
 
-# Options of a compilation that only estimates memory. A GPU does not try out
-# the kernels.
-_COMPILER_OPTIONS = {'gpu': {'xla_gpu_autotune_level': 0}}
+# Options of a compilation that only estimates memory, by platform. A GPU does
+# not try out the kernels.
+ESTIMATE_OPTIONS = {'gpu': {'xla_gpu_autotune_level': 0}}
 
 
 def resolve(
@@ -94,7 +94,7 @@ def update_bytes(
   lowered = learner.lower(['accumulate'])['accumulate']
   platform = bundle.mesh.devices.flat[0].platform
   try:
-    compiled = lowered.compile(_COMPILER_OPTIONS.get(platform))
+    compiled = lowered.compile(ESTIMATE_OPTIONS.get(platform))
   except jax.errors.JaxRuntimeError as error:
     if 'RESOURCE_EXHAUSTED' not in str(error):
       raise

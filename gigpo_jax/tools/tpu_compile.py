@@ -234,12 +234,13 @@ def _programs(
   resident = _resident_bytes(
     config, model, learner, tensor, len(host) // tensor
   )
+  platform = host[0].platform
   for name, program in tqdm.tqdm(
     lowered.items(), desc='compiling', leave=False, disable=None
   ):
     other = sum(resident[data] for data in _OTHER_DATA[name])
     try:
-      compiled = program.compile()
+      compiled = program.compile(remat.ESTIMATE_OPTIONS.get(platform))
     except jax.errors.JaxRuntimeError as error:
       if 'RESOURCE_EXHAUSTED' not in str(error):
         raise
