@@ -109,6 +109,7 @@ def test_attention_on_a_cpu_skips_blocks(dtype, option, expected):
     ('8.0', 128, 'cudnn', 'triton'),
     ('8.0', 256, 'xla', 'triton'),
     ('7.5', 128, 'xla', 'xla'),
+    ('gfx942', 128, 'xla', 'xla'),
   ],
 )
 def test_gpus_use_the_kernels_that_they_have(

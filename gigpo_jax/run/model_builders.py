@@ -163,9 +163,9 @@ def configure_model(
   """
   device = devices.devices.flat[0]
   platform, dtype = device.platform, config.model.dtype
-  capability = float(getattr(device, 'compute_capability', _HOPPER))
+  capability = _compute_capability(device)
   if capability < _AMPERE:
-    dtype = 'float32'  # These GPUs have no kernels for bfloat16.
+    dtype = 'float32'  # These have no kernels for bfloat16.
   choices = qwen_config.platform_fields(platform, dtype)
   if config.model.attention != 'auto':
     choices['attention'] = config.model.attention
@@ -197,6 +197,14 @@ def configure_model(
     cache=config.rollout.cache,
     adapters=_adapters(config),
   )
+
+
+def _compute_capability(device: jax.Device) -> float:
+  """Returns the capability of an NVIDIA GPU; 0 for GPUs of other makers."""
+  try:
+    return float(getattr(device, 'compute_capability', _HOPPER))
+  except ValueError:  # 'gfx942'
+    return 0.0
 
 
 def _adapters(config: ml_collections.ConfigDict) -> lora.Lora | None:
