@@ -187,6 +187,7 @@ def test_a_run_with_defaults_of_an_older_release_resumes(tmp_path):
   run_config.save(config, str(tmp_path))
   stored = json.loads((tmp_path / 'config.json').read_text())
   stored['mesh']['data'], stored['model']['remat'] = 1, 'layer'
+  stored['model']['decode_attention'] = 'xla'
   (tmp_path / 'config.json').write_text(json.dumps(stored))
   run_config.check_resume(config, str(tmp_path))
   config.mesh.data = 2
