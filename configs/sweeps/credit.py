@@ -14,7 +14,8 @@ and GRPO on ALFWorld has a standard deviation of 4.5 points between seeds
 difference that a two-sided t-test at 5 % detects with a probability of 80 %:
 7.6 points (5.3) with 5 seeds and 4.5 points (3.2) with 10. SEEDS is therefore
 10 for GRPO, GiGPO and the control with shuffled anchors, and 5 for the others.
-G2PO and GraphGPO have 10 since their first seeds were the best on ALFWorld.
+G2PO, GraphGPO and PGPO have 10 since their first seeds were the best on
+ALFWorld.
 p-values are adjusted for the number of methods in the table of an environment
 (Holm).
 
@@ -23,8 +24,8 @@ MATCHED_RATES: with that learning rate, GRPO's updates move the policy as far
 (`ratio/kl`). Run tuning.py or tuning_others.py, find the rate with
 `python -m gigpo_jax.tools.match_rate`, and add it.
 
-There are 545 runs. Estimated at four minutes for a run and one for its test,
-they take 23 hours on two cores. docs/results.md has those that have been run.
+There are 575 runs. Estimated at four minutes for a run and one for its test,
+they take 24 hours on two cores. docs/results.md has those that have been run.
 """
 
 # The word in the config's variant, and further fields.
