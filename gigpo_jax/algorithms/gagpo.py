@@ -27,7 +27,7 @@ PRESETS = {'gagpo': {'loss.ratio_level': 'row'}}
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(gigpo.Algorithm):
-  """A = episode_weight A_E + z(A_t); by default, episode_weight=0.
+  """A = episode_weight A_E + z(A_t); default weight 0.
 
   z normalises over the steps of a group, as option `norm` says. The paper
   reports lower success with the episode advantage A_E.

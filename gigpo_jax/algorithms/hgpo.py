@@ -36,7 +36,7 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(gigpo.Algorithm):
-  """A = episode_weight A_E + sum of w_k A_k; by default, episode_weight=0.
+  """A = episode_weight A_E + sum of w_k A_k; default weight 0.
 
   The weights w_k are proportional to (k + 1)^alpha and have the sum 1. A_k is
   (G - mean) / (std + 1e-6), or without the division, over level k, with the

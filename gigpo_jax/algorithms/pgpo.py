@@ -30,7 +30,7 @@ from gigpo_jax.algorithms import gigpo
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(gigpo.Algorithm):
-  """A = episode_weight A_E + A_S + w A_phi; by default, episode_weight=0.
+  """A = episode_weight A_E + A_S + w A_phi; default weight 0.
 
   The paper reports lower success with the episode advantage A_E.
 
