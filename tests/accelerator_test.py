@@ -249,8 +249,8 @@ def test_all_parts_run_on_a_cpu(tmp_path):
     '--shape=tiny',
     f'--out={tmp_path}',
   ]
-  first = programs.run([*command, '--parts=rates'], XLA_FLAGS=programs.QUICK)
-  assert 'rates ... done' in first
+  first = programs.run([*command, '--parts=check'], XLA_FLAGS=programs.QUICK)
+  assert 'check ... done' in first
   printed = programs.run(command, timeout=580, XLA_FLAGS=programs.QUICK)
   out = tmp_path / 'tiny'
   ends = [
@@ -262,6 +262,7 @@ def test_all_parts_run_on_a_cpu(tmp_path):
   ], printed
   table = (out / 'table.md').read_text()
   for start in (
+    '| blockwise, texts |',
     '| cold |',
     '| warm |',
     '| rollout |',
@@ -281,6 +282,7 @@ def test_all_parts_run_on_a_cpu(tmp_path):
   assert update == ['log-probs', 'update']
   cold, warm = found['cold', 'start'], found['warm', 'start']
   assert cold['cached'] < warm['cached'] == warm['programs']
+  assert max(found['check', 'blockwise, branches']['errors']) < 4e-3
   assert found['iteration', 'rollout']['compilations'] == 0
   assert found['iteration', 'learner']['compilations'] == 0
   assert list((out / 'traces').glob('*/plugins/profile/*/*.xplane.pb'))
