@@ -65,11 +65,11 @@ def _limits(rates: dict, shape: str) -> Iterator[str]:
 
 
 def _checks(latest: dict) -> Iterator[str]:
-  found = {k[1]: r for k, r in latest.items() if k[0] == 'check'}
-  if not found:
+  checks = {k[1]: r for k, r in latest.items() if k[0] == 'check'}
+  if not checks:
     return
   yield from _head('kernel', 'error of the output', 'of gradients (q, k, v)')
-  for name, r in found.items():
+  for name, r in checks.items():
     output, *gradients = (f'{error:.1e}' for error in r['errors'])
     yield _row(name, output, ', '.join(gradients))
 
@@ -96,17 +96,17 @@ def _starts(latest: dict) -> Iterator[str]:
 
 
 def _iteration(latest: dict, rates: dict) -> Iterator[str]:
-  found = [
+  phases = [
     r
     for k, r in latest.items()
     if k[0].startswith('iteration') and k[1] != 'start'
   ]
-  if not found:
+  if not phases:
     return
   yield from _head(
     'iteration', 'fields', 's', 'limit s', 'of the limit', 'remarks'
   )
-  for r in found:
+  for r in phases:
     name = r['name']
     limit, remarks = None, []
     if name == 'rollout':

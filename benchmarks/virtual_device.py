@@ -264,12 +264,12 @@ def installed(
   programs = functools.partial(
     Programs, clock, costs, tokens_per_step, ends_early
   )
-  rows = sampler.PREFILL_ROWS.get(platform, sampler.DEFAULT_PREFILL_ROWS)
+  rows = sampler_cache.prefill_rows(platform)
   lengths = sampler_cache.prefill_lengths
   place = mesh.place_rows if transfers else lambda _, arrays: arrays
   with (
     mock.patch.object(sampler_programs, 'Programs', programs),
-    mock.patch.object(sampler, 'PREFILL_ROWS', {'cpu': rows}),
+    mock.patch.object(sampler_cache, 'prefill_rows', lambda _: rows),
     mock.patch.object(
       sampler_cache,
       'prefill_lengths',

@@ -30,9 +30,6 @@ from gigpo_jax.models import decode_attention, qwen
 from gigpo_jax.programs import sampler_cache, sampler_programs, sampler_weights
 from gigpo_jax.runtime import compilation, distributed
 
-# Maximum number of prompts that a copy of the model prefills at once. 4 prompts
-# fill a GPU. On a CPU, activations of more than 4 exceed its caches.
-PREFILL_ROWS, DEFAULT_PREFILL_ROWS = {'cpu': 4, 'gpu': 4}, 8
 # Tokens of a prompt that are prefilled together where later turns continue it.
 # With 8 prompts, they fill an accelerator.
 _CHUNK = 64
@@ -149,7 +146,7 @@ class Sampler:
     self._truncations: tuple[bool | None, ...] = (False,)
     if truncates:
       self._truncations = (None,) if conditionals else (False, True)
-    max_rows = shards * PREFILL_ROWS.get(platform, DEFAULT_PREFILL_ROWS)
+    max_rows = shards * sampler_cache.prefill_rows(platform)
     self._prefill_buckets = tuple(
       sorted({shards, min(max_rows, batch_buckets[-1])})
     )

@@ -276,15 +276,15 @@ def test_all_parts_run_on_a_cpu(tmp_path):
   records = [
     json.loads(x) for x in (out / 'records.jsonl').read_text().split('\n')[:-1]
   ]
-  found = {(r['part'], r['name']): r for r in records}
+  results = {(r['part'], r['name']): r for r in records}
   # A process reports its highest peak, which is that of the update.
   update = [r['name'] for r in records if r['part'] == 'update-layer']
   assert update == ['log-probs', 'update']
-  cold, warm = found['cold', 'start'], found['warm', 'start']
+  cold, warm = results['cold', 'start'], results['warm', 'start']
   assert cold['cached'] < warm['cached'] == warm['programs']
-  assert max(found['check', 'blockwise, branches']['errors']) < 4e-3
-  assert found['iteration', 'rollout']['compilations'] == 0
-  assert found['iteration', 'learner']['compilations'] == 0
+  assert max(results['check', 'blockwise, branches']['errors']) < 4e-3
+  assert results['iteration', 'rollout']['compilations'] == 0
+  assert results['iteration', 'learner']['compilations'] == 0
   assert list((out / 'traces').glob('*/plugins/profile/*/*.xplane.pb'))
   # A rerun has nothing to do.
   assert '...' not in programs.run(command)

@@ -36,16 +36,27 @@ def map_chunks(
   """
 
   def add(n: jax.Array, outputs: list[jax.Array]) -> list[jax.Array]:
-    values = function(
-      parameter, chunks[n], *constants, *(array[n] for array in data)
-    )
+    values = _for_chunk(function, constants, data, n)(parameter, chunks[n])
     return [o.at[n].set(v) for o, v in zip(outputs, values, strict=True)]
 
   shapes = jax.eval_shape(
-    function, parameter, chunks[0], *constants, *(array[0] for array in data)
+    _for_chunk(function, constants, data, 0), parameter, chunks[0]
   )
   zeros = [jnp.zeros((len(chunks), *s.shape), s.dtype) for s in shapes]
   return tuple(jax.lax.fori_loop(0, count, add, zeros))
+
+
+def _for_chunk(
+  function: ChunkFunction, constants: tuple, data: tuple, n: jax.Array | int
+) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+  """Returns the function of the parameter and of the n-th chunk."""
+
+  def call(parameter: jax.Array, chunk: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(
+      function(parameter, chunk, *constants, *(array[n] for array in data))
+    )
+
+  return call
 
 
 def _forward(function, *args):
@@ -57,13 +68,7 @@ def _backward(function, saved: tuple, grads: tuple[jax.Array, ...]) -> tuple:
 
   def add(step: jax.Array, sums: tuple) -> tuple:
     n = count - 1 - step
-
-    def of_chunk(parameter, chunk):
-      values = function(
-        parameter, chunk, *constants, *(array[n] for array in data)
-      )
-      return tuple(values)
-
+    of_chunk = _for_chunk(function, constants, data, n)
     _, vjp = jax.vjp(of_chunk, parameter, chunks[n])
     grad, chunk_grad = vjp(tuple(g[n] for g in grads))
     return sums[0] + grad, sums[1].at[n].set(chunk_grad)

@@ -135,6 +135,12 @@ def attend(
     )
   if window:
     raise ValueError(f'{implementation} does not support a window')
+  length = stack['k'].shape[-1]
+  if length != num_slots(implementation, length):
+    raise ValueError(
+      f'{implementation} does not support {length} slots; must be '
+      f'{num_slots(implementation, length)}'
+    )
   kernel = {
     'triton': functools.partial(_by_triton, interpret=interpret),
     'paged': _by_paged,
@@ -144,7 +150,7 @@ def attend(
   arrays = [stack[name] for name in ('k', 'v', *_SCALES) if name in stack]
   axes = (heads, (), (mesh.BATCH,), *[cache] * len(arrays))
   # An idle slot may keep a position beyond a cache that became shorter.
-  positions_B = jnp.minimum(positions_BL[:, 0], stack['k'].shape[-1] - 1)
+  positions_B = jnp.minimum(positions_BL[:, 0], length - 1)
   return mesh.shard_map(kernel, axes, heads)(
     q_BLHE, layer, positions_B, *arrays
   )

@@ -279,6 +279,16 @@ def _agents(moves: list[prefix_cache.Move], count: int) -> np.ndarray:
   return agents
 
 
+def prefill_rows(platform: str) -> int:
+  """Returns how many prompts a copy of the model prefills at once, at most.
+
+  Args:
+    platform: 'cpu', 'gpu' or 'tpu'.
+  """
+  # 4 prompts fill a GPU. On a CPU, activations of more exceed its caches.
+  return 8 if platform == 'tpu' else 4
+
+
 def prefill_lengths(
   prompt_buckets: Sequence[int], platform: str
 ) -> tuple[int, ...]:

@@ -175,11 +175,10 @@ class _Program:
       index = self._tuple_index(condition[1], name)
       counter = index if counter is None else counter
     if limit is None:
-      constants = [self._constant(condition[1], name) for name in limits]
-      constants = [c for c in constants if c is not None]
-      if not constants:
-        return self._default_trips
-      limit = max(constants)
+      constants = (self._constant(condition[1], name) for name in limits)
+      limit = max((c for c in constants if c is not None), default=None)
+    if limit is None:
+      return self._default_trips
     step = self._step(body[1], counter)
     start = self._start(computation, operation, counter)
     return max(1, math.ceil((limit - start) / step))

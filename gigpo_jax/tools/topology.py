@@ -9,6 +9,8 @@ import re
 
 import jax
 
+from gigpo_jax.tools import tpu_time
+
 # Without these variables, libtpu looks for a slice and for other hosts.
 ENVIRON = {
   'TPU_SKIP_MDS_QUERY': '1',
@@ -18,11 +20,10 @@ ENVIRON = {
   'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
 }
 
-_TPUS, _GPUS = ('v5e', 'v5p', 'v6e'), ('h100', 'h200')
-# Name of a GPU, bytes of its memory, bytes/s, and bytes of its cache.
-_DIFFERENCES = {
-  'h100': ('NVIDIA H100 80GB HBM3', 84_942_979_072, 3_352 * 10**9, 50 * 2**20),
-  'h200': ('NVIDIA H200', 150_754_820_096, 4_800 * 10**9, 60 * 2**20),
+# Name of a GPU and bytes of its cache, by chip.
+_GPUS = {
+  'h100': ('NVIDIA H100 80GB HBM3', 50 * 2**20),
+  'h200': ('NVIDIA H200', 60 * 2**20),
 }
 # XLA's GpuTargetConfigProto of Hopper GPUs.
 _TARGET = """\
@@ -65,7 +66,7 @@ def check(topology: str) -> None:
     ValueError: in one line, if it is not like v5e:4x4 or h100:8.
   """
   sizes = r'\d+' if is_gpu(topology) else r'\d+(x\d+)+'
-  if not re.fullmatch(rf'({"|".join(_TPUS + _GPUS)}):{sizes}', topology):
+  if not re.fullmatch(rf'({"|".join(tpu_time.CHIPS)}):{sizes}', topology):
     raise ValueError(
       f'--topology={topology}: unknown; must be like v5e:4x4, v5p:2x2x1, '
       'v6e:2x4, h100:8 or h200:1'
@@ -85,13 +86,14 @@ def make_devices(topology: str) -> list[jax.Device]:
   chip, _, sizes = topology.partition(':')
   if is_gpu(topology):
     platform, package = 'cuda', 'cuda13'
-    name, memory, rate, cache = _DIFFERENCES[chip]
-    options = {
-      'topology': f'1x1x{sizes}',
-      'target_config': _TARGET.format(
-        name=name, memory=memory, rate=rate, cache=cache
-      ),
-    }
+    (name, cache), rates = _GPUS[chip], tpu_time.CHIPS[chip]
+    target = _TARGET.format(
+      name=name,
+      cache=cache,
+      memory=int(rates.memory),
+      rate=int(rates.memory_rate),
+    )
+    options = {'topology': f'1x1x{sizes}', 'target_config': target}
   else:
     platform, package = 'tpu', 'tpu'
     options = {'chips_per_host_bounds': [1, 1, 1]} if sizes == '1x1' else {}
