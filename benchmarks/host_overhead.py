@@ -181,9 +181,9 @@ def dispatch_secs(repeats: int = 200) -> float:
 
   The program does nothing, but takes as many arrays as a decoding step.
   """
+  model = published.SHAPES['Qwen2.5-1.5B']
   model = dataclasses.replace(
-    published.SHAPES['Qwen2.5-1.5B'],
-    **qwen_config.platform_fields('gpu', 'bfloat16'),
+    model, **qwen_config.platform_fields(model, 'gpu')
   )
 
   def inputs() -> tuple:

@@ -24,7 +24,7 @@ def measure(platform: str) -> Iterator[tuple[str, list[float]]]:
   Args:
     platform: 'cpu', 'gpu' or 'tpu'; the platform of this process.
   """
-  kernel = attention.default_implementation(platform, 'bfloat16')
+  kernel = attention.default_implementation(platform, 'bfloat16', 128)
   for name, tree in (('texts', False), ('branches', True)):
     yield f'{kernel}, {name}', _attention_errors(kernel, tree=tree)
   for kernel, on_platform in decode_attention.PLATFORMS.items():

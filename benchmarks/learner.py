@@ -47,8 +47,9 @@ SHAPES = {'tiny': models.TINY, 'qwen05b_4l': QWEN}
 
 def choose_shape(name: str) -> qwen.QwenConfig:
   """Returns a shape with the options that a run would choose."""
-  fields = qwen_config.platform_fields(jax.default_backend(), 'float32')
-  return dataclasses.replace(SHAPES[name], **fields)
+  shape = dataclasses.replace(SHAPES[name], dtype='float32')
+  fields = qwen_config.platform_fields(shape, jax.default_backend())
+  return dataclasses.replace(shape, **fields)
 
 
 def make_learner(

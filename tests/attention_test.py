@@ -201,6 +201,6 @@ def test_gradients_with_several_texts(implementation, tree):
 
 
 def test_kernels_of_accelerators_need_bfloat16():
-  assert attention.default_implementation('tpu', 'bfloat16') == 'splash'
-  assert attention.default_implementation('tpu', 'float32') == 'xla'
-  assert attention.default_implementation('gpu', 'float32') == 'xla'
+  assert attention.default_implementation('tpu', 'bfloat16', 128) == 'splash'
+  assert attention.default_implementation('tpu', 'float32', 128) == 'xla'
+  assert attention.default_implementation('gpu', 'float32', 128) == 'xla'

@@ -295,7 +295,7 @@ def test_parts_of_a_long_cache_add_up(monkeypatch):
   [
     (('gpu', 'bfloat16', 128), 'triton'),
     (('gpu', 'bfloat16', 80), 'xla'),
-    (('gpu', 'bfloat16', 128, 4096), 'xla'),
+    (('gpu', 'bfloat16', 128, 9.0, 4096), 'xla'),
     (('gpu', 'float32', 128), 'xla'),
     (('tpu', 'bfloat16', 128), 'xla'),
     (('cpu', 'bfloat16', 128), 'xla'),

@@ -10,6 +10,7 @@ head size.
 """
 
 import functools
+import math
 
 import flax.struct
 import jax
@@ -22,6 +23,10 @@ from gigpo_jax.models import block_attention
 # loops that skip blocks without pairs, for CPUs. splash: a TPU kernel. cudnn: a
 # kernel for NVIDIA GPUs. All but xla never store a row's scores.
 IMPLEMENTATIONS = ('xla', 'blockwise', 'splash', 'cudnn')
+
+# Compute capabilities: of the first GPUs that compute in bfloat16, and of the
+# first on which cuDNN's attention has heads of up to 256 instead of 128.
+_AMPERE, _HOPPER = 8.0, 9.0
 
 # Score of a masked position, before the softmax.
 _MASKED = -1e30
@@ -78,11 +83,38 @@ def limit_to_window(
   return Segments(ends_BL.astype(jnp.int32), tree=True)
 
 
-def default_implementation(platform: str, dtype: str) -> str:
-  """Returns the implementation for 'cpu', 'gpu' or 'tpu' and a type."""
-  if platform != 'cpu' and dtype == 'float32':
-    return 'xla'  # The kernels are for bfloat16.
-  return {'cpu': 'blockwise', 'gpu': 'cudnn', 'tpu': 'splash'}[platform]
+def has_kernels(platform: str, dtype: str, capability: float) -> bool:
+  """Returns whether an accelerator has kernels for a type of activations.
+
+  Args:
+    platform: 'cpu', 'gpu' or 'tpu'.
+    dtype: type of the activations.
+    capability: compute capability of an NVIDIA GPU; 0 for other GPUs.
+  """
+  is_known = platform == 'tpu' or (platform == 'gpu' and capability >= _AMPERE)
+  return is_known and dtype == 'bfloat16'
+
+
+def default_implementation(
+  platform: str, dtype: str, head_size: int, capability: float = math.inf
+) -> str:
+  """Returns the implementation for a device and a network.
+
+  Args:
+    platform: see `has_kernels`.
+    dtype: see `has_kernels`.
+    head_size: size of a head.
+    capability: see `has_kernels`.
+  """
+  if platform == 'cpu':
+    return 'blockwise'
+  if not has_kernels(platform, dtype, capability):
+    return 'xla'
+  if platform == 'tpu':
+    return 'splash'
+  return (
+    'cudnn' if head_size <= (128 if capability < _HOPPER else 256) else 'xla'
+  )
 
 
 def self_attention(

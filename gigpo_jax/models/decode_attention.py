@@ -11,6 +11,7 @@ of a stack, **P** parts of the cache, **W** padded query heads.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -57,21 +58,26 @@ def reads_heads(implementation: str) -> bool:
 
 
 def default_implementation(
-  platform: str, dtype: str, head_size: int, window: int = 0
+  platform: str,
+  dtype: str,
+  head_size: int,
+  capability: float = math.inf,
+  window: int = 0,
 ) -> str:
-  """Returns the implementation for a platform and a network.
+  """Returns the implementation for a device and a network.
 
   The TPU's kernel was never measured and is no default.
 
   Args:
-    platform: 'cpu', 'gpu' or 'tpu'.
-    dtype: type of the activations.
+    platform: see `attention.has_kernels`.
+    dtype: see `attention.has_kernels`.
     head_size: size of a head.
+    capability: see `attention.has_kernels`.
     window: see `attend`.
   """
-  fits = dtype == 'bfloat16' and not window
-  if platform == 'gpu' and fits and not head_problem('triton', head_size):
-    return 'triton'
+  fits = not window and not head_problem('triton', head_size)
+  if platform == 'gpu' and attention.has_kernels(platform, dtype, capability):
+    return 'triton' if fits else 'xla'
   return 'xla'
 
 

@@ -1,9 +1,10 @@
 """The shape of a Qwen network and the choices of its computation."""
 
 import dataclasses
+import math
 from typing import Any
 
-from gigpo_jax.models import attention, lora
+from gigpo_jax.models import attention, decode_attention, lora
 
 # Activations that the backward pass recomputes, fastest first. none: no
 # activations; matrices: all except the products with parameters; layer: all
@@ -165,14 +166,21 @@ class QwenConfig:
   max_split: int = MAX_UNROLLED
 
 
-def platform_fields(platform: str, dtype: str) -> dict[str, Any]:
-  """Returns the fields of a network that suit a platform.
+def platform_fields(
+  config: QwenConfig, platform: str, capability: float = math.inf
+) -> dict[str, Any]:
+  """Returns the fields of a network that suit a device.
 
   Args:
+    config: shape of the network, with its type of activations.
     platform: 'cpu', 'gpu' or 'tpu'.
-    dtype: type of the activations.
+    capability: see `attention.has_kernels`.
   """
+  device = platform, config.dtype, config.head_dim, capability
   return {
-    'attention': attention.default_implementation(platform, dtype),
+    'attention': attention.default_implementation(*device),
+    'decode_attention': decode_attention.default_implementation(
+      *device, config.window
+    ),
     'max_split': _MAX_SPLIT.get(platform, MAX_UNROLLED),
   }

@@ -26,10 +26,6 @@ from gigpo_jax.models import (
 from gigpo_jax.run import model_check, run_config
 from gigpo_jax.runtime import distributed
 
-# Compute capabilities: of the first GPUs that compute in bfloat16, and of the
-# first on which cuDNN's attention has heads of up to 256 instead of 128.
-_AMPERE, _HOPPER = 8.0, 9.0
-
 
 @dataclasses.dataclass(frozen=True)
 class ModelBundle:
@@ -162,38 +158,26 @@ def configure_model(
     ValueError: in one line, if a kernel is for another platform.
   """
   device = devices.devices.flat[0]
-  platform, dtype = device.platform, config.model.dtype
-  capability = _compute_capability(device)
-  if capability < _AMPERE:
-    dtype = 'float32'  # These have no kernels for bfloat16.
-  choices = qwen_config.platform_fields(platform, dtype)
-  if config.model.attention != 'auto':
-    choices['attention'] = config.model.attention
-  elif config.mesh.sequence != 1:
+  model = dataclasses.replace(model, dtype=config.model.dtype)
+  choices = qwen_config.platform_fields(
+    model, device.platform, _compute_capability(device)
+  )
+  if config.mesh.sequence != 1:
     choices['attention'] = 'xla'  # The others cannot shard rows.
-  elif (
-    choices['attention'] == 'cudnn'
-    and model.head_dim > 128
-    and (model.head_dim > 256 or capability < _HOPPER)
-  ):
-    choices['attention'] = 'xla'
-  kernel = config.model.decode_attention
-  if kernel == 'auto':
-    kernel = decode_attention.default_implementation(
-      platform, dtype, model.head_dim, model.window
-    )
-  if decode_attention.PLATFORMS.get(kernel, platform) != platform:
+  for field in ('attention', 'decode_attention'):
+    if config.model[field] != 'auto':
+      choices[field] = config.model[field]
+  kernel = choices['decode_attention']
+  platform = decode_attention.PLATFORMS.get(kernel, device.platform)
+  if platform != device.platform:
     raise ValueError(
-      f'model.decode_attention={kernel}: is for '
-      f'{decode_attention.PLATFORMS[kernel]}s, not for {platform}s; must be '
-      'auto or xla'
+      f'model.decode_attention={kernel}: is for {platform}s, not for '
+      f'{device.platform}s; must be auto or xla'
     )
   return dataclasses.replace(
     model,
     **choices,
-    dtype=config.model.dtype,
     remat='layer' if config.model.remat == 'auto' else config.model.remat,
-    decode_attention=kernel,
     cache=config.rollout.cache,
     adapters=_adapters(config),
   )
@@ -202,7 +186,7 @@ def configure_model(
 def _compute_capability(device: jax.Device) -> float:
   """Returns the capability of an NVIDIA GPU; 0 for GPUs of other makers."""
   try:
-    return float(getattr(device, 'compute_capability', _HOPPER))
+    return float(getattr(device, 'compute_capability', math.inf))
   except ValueError:  # 'gfx942'
     return 0.0
 
