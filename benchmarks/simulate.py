@@ -174,7 +174,9 @@ def _host_rollout(
     ends_early=not setting.is_gpu,
     platform='gpu' if setting.is_gpu else 'tpu',
   ):
+    kernel = 'triton' if setting.is_gpu else 'paged'
     engine = virtual_device.make_sampler(
+      kernel if options.kernels.ragged else 'xla',
       prompt_buckets=options.prompt_buckets,
       batch_buckets=options.row_buckets,
       max_completion_tokens=options.max_completion,

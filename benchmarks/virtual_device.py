@@ -281,10 +281,15 @@ def installed(
     yield
 
 
-def make_sampler(**kwargs) -> sampler.Sampler:
-  """Returns a sampler of no model; call it inside `installed`."""
+def make_sampler(decode_attention: str = 'xla', **kwargs) -> sampler.Sampler:
+  """Returns a sampler of no model; call it inside `installed`.
+
+  Args:
+    decode_attention: see `QwenConfig`; determines the lengths of slots.
+    **kwargs: further arguments of the sampler.
+  """
   return sampler.Sampler(
-    _MODEL,
+    dataclasses.replace(_MODEL, decode_attention=decode_attention),
     mesh.make_mesh(1, 1, 1, devices=jax.devices()[:1]),
     seed=0,
     stop_ids=(),

@@ -154,12 +154,12 @@ class Sampler:
     self._prefill_lengths = sampler_cache.prefill_lengths(
       prompt_buckets, platform
     )
-    # Lengths of a slot, ascending.
+    # Lengths of a slot, ascending. Shorter slots help plain attention only.
+    kernel = config.decode_attention
+    needs_all = decode_attention.reads_all_slots(kernel)
     self._lengths = tuple(
-      decode_attention.num_slots(
-        config.decode_attention, n + max_completion_tokens
-      )
-      for n in prompt_buckets
+      decode_attention.num_slots(kernel, n + max_completion_tokens)
+      for n in (prompt_buckets if needs_all else prompt_buckets[-1:])
     )
     self._stop_ids, self._find_stop = frozenset(stop_ids), find_stop
     self._decode_chunk = min(decode_tokens, max_completion_tokens)

@@ -103,6 +103,9 @@ def test_leave_one_out_errors():
     gaps.append(y[n] - [1, *x[n]] @ slopes)
   _, error = law._fit_line(x, y)
   assert error == pytest.approx(math.sqrt(np.mean(np.square(gaps))))
+  # Without the last setting, nothing determines the slope.
+  x, y = np.array([[0.0], [0], [0], [0], [1]]), np.array([1.0, 2, 3, 4, 30])
+  assert law._fit_line(x, y)[1] == math.inf
 
 
 def test_a_line_is_found_and_noise_is_not():
@@ -217,11 +220,19 @@ def test_advice_without_a_law(tmp_path, capsys):
     'times' in out
   )
   assert 'tune optimizer.learning_rate' in out and 'not known' in out
-  # The weight of A_S is the run's.
-  (tmp_path / 'config.json').write_text('{"algorithm": {"step_weight": 0.5}}')
+  # The weights are the run's.
   write_run(tmp_path, advantage__correlation=0.5)
-  out = advice(tmp_path, capsys)
-  assert f'{1.25 / math.sqrt(1.75):.3f}' in out and 'tune' not in out
+  for weights, expected in (
+    ({'step_weight': 0.5, 'episode_weight': None}, 1.25 / math.sqrt(1.75)),
+    ({'step_weight': 1.0, 'episode_weight': 2.0}, 1.25 / math.sqrt(1.75)),
+    ({'step_weight': 1.0, 'episode_weight': 0.0}, 0.5),
+  ):
+    config = json.dumps({'algorithm': weights})
+    (tmp_path / 'config.json').write_text(config)
+    out = advice(tmp_path, capsys)
+    assert f'GiGPO: {expected:.3f}' in out and 'tune' not in out
+  (tmp_path / 'config.json').write_text('{"algorithm": {"step_weight": 0.0}}')
+  assert 'correlation of the advantages' not in advice(tmp_path, capsys)
   assert advise.main([str(tmp_path / 'none')]) == 2
   assert 'none: has no metrics of an iteration' in capsys.readouterr().err
 

@@ -186,18 +186,24 @@ def test_nothing_compiles_after_warm_up(params):
   assert engine.compilations == before
 
 
-@pytest.mark.parametrize('platform', ['cpu', 'gpu'])
-def test_the_papers_config_needs_few_programs(monkeypatch, platform):
+@pytest.mark.parametrize(
+  ('platform', 'kernel', 'lengths'),
+  [('cpu', 'xla', 2), ('gpu', 'xla', 2), ('gpu', 'triton', 1)],
+)
+def test_the_papers_config_needs_few_programs(
+  monkeypatch, platform, kernel, lengths
+):
   if platform == 'gpu':
     monkeypatch.setattr(sampler, '_HOST_SELECTS', ('cpu',))
+  model = dataclasses.replace(CONFIG, decode_attention=kernel)
   config, mesh = alfworld.get_config(), mesh_lib.make_mesh(1, -1, 1)
-  engine = tpu_compile.make_sampler(config, CONFIG, mesh, 1)
-  bundle = model_builders.ModelBundle(CONFIG, mesh, None, None, None)
+  engine = tpu_compile.make_sampler(config, model, mesh, 1)
+  bundle = model_builders.ModelBundle(model, mesh, None, None, None)
   learner = builders.make_learner(config, bundle, builders.make_loss(config))
   state, base = learner.abstract_state()
   sampled = engine.lowerings(state.params, base)
-  # Three numbers of slots, two lengths, four programs for each size.
-  assert len(sampled) == 1 + 3 * 2 * 4 + 2 * 2
+  # Three numbers of slots, and four programs for each size of the cache.
+  assert len(sampled) == 1 + 3 * lengths * 4 + 2 * 2
   assert len(sampled) + len(learner.lowerings(reference=True)) <= 40
 
 

@@ -95,6 +95,15 @@ def head_problem(implementation: str, size: int) -> str | None:
   return None
 
 
+def reads_all_slots(implementation: str) -> bool:
+  """Returns whether attention also reads the slots after a row's position.
+
+  Args:
+    implementation: one of IMPLEMENTATIONS.
+  """
+  return implementation == 'xla'
+
+
 def num_slots(implementation: str, positions: int) -> int:
   """Returns the slots of a row that holds a number of positions.
 

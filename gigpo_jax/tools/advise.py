@@ -72,12 +72,15 @@ def correlation_with_sum(correlation: float, ratio: float) -> float:
   return min(max(value, -1.0), 1.0)  # Rounding can exceed the interval.
 
 
-def statements(values: Mapping[str, float], step_weight: float) -> list[str]:
+def statements(
+  values: Mapping[str, float], step_weight: float, episode_weight: float = 1.0
+) -> list[str]:
   """Returns what follows from the metrics, without a law.
 
   Args:
     values: means over the first iterations.
-    step_weight: w, the weight of A_S.
+    step_weight: the weight of A_S; 0: nothing is said about its effect.
+    episode_weight: the weight of A_E.
   """
   lines = []
   singletons = values.get('advantage/singleton_anchor_rows')
@@ -95,12 +98,17 @@ def statements(values: Mapping[str, float], step_weight: float) -> list[str]:
       'method of this kind learns more than to avoid invalid actions'
     )
   spread = values.get('advantage/episode_std', 0.0)
-  if spread and 'advantage/correlation' in values:
-    ratio = step_weight * values.get('advantage/step_std', 0.0) / spread
-    similarity = correlation_with_sum(values['advantage/correlation'], ratio)
+  if spread and step_weight and 'advantage/correlation' in values:
+    similarity = values['advantage/correlation']
+    words = 'without A_E'
+    if episode_weight:
+      weight = step_weight / episode_weight
+      ratio = weight * values.get('advantage/step_std', 0.0) / spread
+      similarity = correlation_with_sum(similarity, ratio)
+      words = f'w A_S is {ratio:.2f} times as large as A_E, with w={weight:g}'
     lines.append(
       f'correlation of the advantages of GRPO and GiGPO: {similarity:.3f} '
-      f'(w A_S is {ratio:.2f} times as large as A_E, with w={step_weight:g})'
+      f'({words})'
     )
     if round(similarity, _DIGITS) == 1:
       lines.append(
@@ -162,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       )
     law = law_lib.Law.read(options.law) if options.law else None
     advice, numbers = advise(values, law)
-    numbers = statements(values, _step_weight(folder)) + numbers
+    numbers = statements(values, *_weights(folder)) + numbers
   except ValueError as error:
     sys.stderr.write(f'{error}\n')
     return 2
@@ -175,11 +183,13 @@ def main(argv: Sequence[str] | None = None) -> int:
   return 0
 
 
-def _step_weight(folder: pathlib.Path) -> float:
-  """Returns the weight of A_S in a run's config; 1 without a config."""
+def _weights(folder: pathlib.Path) -> tuple[float, float]:
+  """Returns the weights of A_S and A_E in a run's config; 1 if not given."""
   path = folder / 'config.json'
   config = json.loads(path.read_text()) if path.is_file() else {}
-  return float(config.get('algorithm', {}).get('step_weight', 1.0))
+  weights = config.get('algorithm', {})
+  step, episode = (weights.get(f'{n}_weight') for n in ('step', 'episode'))
+  return tuple(1.0 if w is None else float(w) for w in (step, episode))
 
 
 if __name__ == '__main__':

@@ -175,7 +175,9 @@ def _fit_line(
   coefficients = inverse @ y_S
   # The error at a setting of the fit without it; infinite if only that setting
   # determines a coefficient.
-  left_out = (y_S - design @ coefficients) / np.maximum(1 - leverage, 1e-9)
+  rest = 1 - leverage
+  left_out = np.full(len(y_S), np.inf)
+  np.divide(y_S - design @ coefficients, rest, out=left_out, where=rest > 1e-9)
   return coefficients, float(np.sqrt(np.mean(left_out**2)))
 
 
@@ -368,7 +370,7 @@ def table(
     predicted = f'{values["effect"]:+.1f} [{low:+.1f}, {high:+.1f}]'
     rows.append((name, predicted, outside, *cells))
   columns = 'setting', 'predicted, 95 %', 'outside the fitted range'
-  return plots.table((*columns, 'measured', 'seeds'), rows)
+  return plots.table((*columns, 'measured ± standard error', 'seeds'), rows)
 
 
 def draw(
