@@ -4,7 +4,8 @@
 
 The harness brings tasks, tools and rewards; docs/endpoint.md describes its
 requests. On a laptop, the tiny policy of examples/walk_start.py plays the
-harness examples/walk_harness.py; the page has the commands.
+harness examples/walk_harness.py; that page also has the commands that make its
+warm start.
 
 Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
 cores; `smoke`, the tiny path in two minutes), an algorithm (`grpo`, `ppo`, ...)

@@ -124,9 +124,17 @@ def try_environment(
     except tokenizer.TemplateError as error:
       raise ValueError(f'model.path={config.model.path}: {error}') from error
     return
-  if text is None or config_lib.has_own_buckets(config):
+  if text is None:
     return
-  longest = max(map(len, text.render([o.prompt for o in observations])))
+  prompts = [o.prompt for o in observations]
+  shortened = [o.short_prompt or o.prompt for o in observations]
+  longest, shortest = (
+    max(map(len, text.render(texts))) for texts in (prompts, shortened)
+  )
+  if line := trial.cut_prompts(name, shortest, limit):
+    console.log(line)
+  if config_lib.has_own_buckets(config):
+    return
   if line := trial.advice(name, longest, limit):
     console.log(line)
 

@@ -492,7 +492,8 @@ class Checkpointer:
       )
       raise ValueError(
         f'{self._directory}/{iteration}: {name} is {there} in the checkpoint '
-        f'and {here} in this model; give another --workdir'
+        f'and {here} in this model; give another folder, or the model of that '
+        'run'
       )
 
   def wait(self) -> None:

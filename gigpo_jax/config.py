@@ -128,12 +128,8 @@ def validate(
   Raises:
     ValueError: one line per problem.
   """
-  deprecated.update(config)
-  problems = list(_values(config))
-  refused = frozenset(problem.partition('=')[0] for problem in problems)
-  problems += _combinations(config, refused)
+  problems = _field_problems(config)
   if not problems:
-    problems += config_fields.unknown(config, _own_fields(config))
     problems += _missing_environment(config)
     problems += [] if has_harness else _missing_harness(config)
     if needs_model:
@@ -146,6 +142,29 @@ def validate(
       )
   if problems:
     raise ValueError('\n'.join(problems))
+
+
+def check_fields(config: ml_collections.ConfigDict) -> None:
+  """Checks the fields alone, without data, weights and memory.
+
+  Renames old fields of the config (deprecated.FIELDS) in place.
+
+  Args:
+    config: the experiment.
+
+  Raises:
+    ValueError: one line per problem.
+  """
+  if problems := _field_problems(config):
+    raise ValueError('\n'.join(problems))
+
+
+def _field_problems(config: ml_collections.ConfigDict) -> list[str]:
+  deprecated.update(config)
+  problems = list(_values(config))
+  refused = frozenset(problem.partition('=')[0] for problem in problems)
+  problems += _combinations(config, refused)
+  return problems or list(config_fields.unknown(config, _own_fields(config)))
 
 
 def env_kwargs(config: ml_collections.ConfigDict) -> dict:
@@ -430,6 +449,12 @@ def _carry_over(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'rollout.carry_over={turns}: no episode has more turns; must be below '
       f'env.max_steps={limit}, or 0'
     )
+  if limit and config.num_iterations * turns < limit:
+    yield (
+      f'rollout.carry_over={turns}: an episode of env.max_steps={limit} turns '
+      f'does not end within num_iterations={config.num_iterations}; must be at '
+      f'least {-(-limit // config.num_iterations)}, or 0'
+    )
   if not config.loss.tis_clip and config.loss.old_log_probs != 'sampler':
     yield (
       f'rollout.carry_over={turns}: earlier policies sample some turns; needs '
@@ -559,7 +584,7 @@ def _too_few_tasks(
 
 def _with_field(config: ml_collections.ConfigDict, text: str) -> str:
   """Returns an error message of an environment, prefixed with the field."""
-  if text.startswith('split='):
+  if text.startswith(f'split={config.evaluation.split}:'):
     return f'evaluation.{text}'
   if text.startswith(('env.', 'rollout.', 'tasks.')):
     return text

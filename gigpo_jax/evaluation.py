@@ -24,7 +24,12 @@ from gigpo_jax import (
   trajectory,
 )
 from gigpo_jax import config as config_lib
-from gigpo_jax.run import model_builders, policy_files, run_config
+from gigpo_jax.run import (
+  config_fields,
+  model_builders,
+  policy_files,
+  run_config,
+)
 from gigpo_jax.runtime import console, distributed, errors, files
 from gigpo_jax.tools import plots
 
@@ -427,6 +432,7 @@ def _check_policies(
   for source, path in policies:
     if source == 'checkpoint':
       _check_checkpoint(path)
+      _check_adapters(config, path)
     config_lib.validate(
       _with_policy(config, source, path), trains=source == 'checkpoint'
     )
@@ -516,6 +522,24 @@ def _check_checkpoint(path: str) -> None:
       f'--checkpoint={path}: has no checkpoints/; must be the --workdir of '
       'a run, or WORKDIR/checkpoints/ITERATION'
     )
+
+
+def _check_adapters(config: ml_collections.ConfigDict, path: str) -> None:
+  """Refuses adapters of another network, or with another scale."""
+  folder, _ = _checkpoint_path(path)
+  stored_path = folder.parent / 'config.json'
+  if not stored_path.is_file():
+    return
+  stored = config_fields.flatten(files.read_stored(stored_path))
+  current = config_fields.flatten(json.loads(config.to_json_best_effort()))
+  if not (stored.get('lora.rank') or config.lora.rank):
+    return
+  for field in ('model.path', *(n for n in current if n.startswith('lora.'))):
+    if field in stored and stored[field] != current[field]:
+      raise ValueError(
+        f'{field}={current[field]}: the adapters of --checkpoint={path} were '
+        f'trained with {stored[field]}; must be the same'
+      )
 
 
 def _restore_params(

@@ -49,23 +49,25 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     )
   config_lib.validate(config)
   sft.check_run(config, workdir)
-  run_config.check_resume(config, workdir, name=_STORED, length='sft.rounds')
+  run_config.check_resume(
+    config, workdir, name=_STORED, length='sft.rounds', results=['round-*']
+  )
   distributed.initialize()
-  if distributed.is_main_process():
-    run_config.save(config, workdir, _STORED)
-  for index in range(config.sft.rounds):
-    folder = pathlib.Path(workdir) / f'round-{index}'
-    if not (folder / 'policy').is_dir():
-      own = config.copy_and_resolve_references()
-      own.sft.data = str(folder / episodes.FOLDER)
-      with distributed.lock(workdir), errors.explain_disk_errors(workdir):
+  with distributed.lock(workdir), errors.explain_disk_errors(workdir):
+    if distributed.is_main_process():
+      run_config.save(config, workdir, _STORED)
+    for index in range(config.sft.rounds):
+      folder = pathlib.Path(workdir) / f'round-{index}'
+      if not (folder / 'policy').is_dir():
+        own = config.copy_and_resolve_references()
+        own.sft.data = str(folder / episodes.FOLDER)
         values = sample(own, folder, index)
         writer = builders.make_writer(config, workdir, index)
         writer.write(index, values)
         writer.close()
-      console.log(metrics.console_line(index, values))
-      sft.warm_start(own, str(folder))
-    config.model.path = str(folder / 'policy')
+        console.log(metrics.console_line(index, values))
+        sft.warm_start(own, str(folder))
+      config.model.path = str(folder / 'policy')
 
 
 def sample(

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 # the prompt or the messages and tools matter.
 Demonstration = list[tuple[base.Observation, str]]
 
+_STORED = 'sft.json'  # The config of the policy.
 _REPORT_SECS = 10.0  # Interval of progress reports on expert episodes.
 LOSSES = ('imitation', 'dpo')  # dpo: segment DPO
 
@@ -110,16 +111,22 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
   by all of them.
 
   Raises:
-    ValueError: in one line, if the config is invalid, or there is no expert or
-      no episode to imitate.
+    ValueError: in one line, if the config is invalid, the folder holds a policy
+      of another config, or there is no expert or no episode to imitate.
   """
   scratch = config.sft.init == 'scratch'
   config_lib.validate(config, needs_model=not scratch)
   episode_set = open_episodes(config) if config.sft.data else None
   check_run(config, workdir)
+  run_config.check_resume(
+    config, workdir, name=_STORED, length='', results=[_STORED]
+  )
+  given = config.copy_and_resolve_references()
   distributed.initialize()
   with distributed.lock(workdir), errors.explain_disk_errors(workdir):
     _warm_start(config, workdir, episode_set or demonstrations(config))
+    if distributed.is_main_process():
+      run_config.save(given, workdir, _STORED)
 
 
 def check_run(config: ml_collections.ConfigDict, workdir: str) -> None:

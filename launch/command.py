@@ -38,7 +38,7 @@ _MISTAKES = (
   TypeError,
   OSError,
   AttributeError,
-  KeyError,
+  LookupError,
 )
 _TYPES = {
   bool: 'True or False',

@@ -480,7 +480,7 @@ def test_a_run_with_an_adapter_per_agent_resumes(tmp_path):
   refused = preloaded.Process([*command, '--allow_config_change'])
   _, errors = refused.communicate(timeout=400)
   assert refused.returncode
-  assert 'in this model; give another --workdir' in errors
+  assert 'in this model; give another folder' in errors
 
 
 @pytest.mark.slow

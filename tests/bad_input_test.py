@@ -85,7 +85,11 @@ FIELDS = (
   _field('rollout.temperature', 0.0, 'above 0'),
   _field('rollout.temperature', 'nan', 'finite'),
   _field('rollout.top_p', 1.5, 'at most 1'),
-  _field('rollout.top_k', -1, '0 is off'),
+  _field('rollout.top_k', -1, 'must be 0, which is off, or at least 2'),
+  _field('rollout.top_k', 1, 'greedy episodes of a group are identical'),
+  _field('rollout.min_p', 1.0, 'below 1'),
+  _field('guard.max_entropy', 0.5, 'above 1, or 0'),
+  _field('guard.max_response', 1.0, 'above 1, or 0'),
   _field('rollout.schedule', 'sync', 'must be one of'),
   _field('loss.dual_clip', 1.0, 'above 1'),
   _field('critic.rate_ratio', 5.0, 'gigpo has no critic'),
@@ -383,10 +387,15 @@ def _run(
   return Case(flags, expected, in_workdir, **kw)
 
 
+def _write_metrics(run: pathlib.Path) -> None:
+  (run / 'metrics.jsonl').write_text('{"iteration": 0}\n')
+
+
 def _write_config(text: str) -> Callable[[pathlib.Path], None]:
   def prepare(run: pathlib.Path) -> None:
     run.mkdir()
     (run / 'config.json').write_text(text)
+    _write_metrics(run)
 
   return prepare
 
@@ -396,6 +405,7 @@ def _write_other_config(run: pathlib.Path) -> None:
   config = alfworld.get_config('tiny')
   config.seed, config.algorithm.discount = 1, 0.9
   run_config.save(config, str(run))
+  _write_metrics(run)
 
 
 def _write_damaged_checkpoint(run: pathlib.Path) -> None:
@@ -453,7 +463,6 @@ def _write_run(folder: pathlib.Path) -> None:
 def _unreadable_config(text: str) -> Case:
   def prepare(folder: pathlib.Path) -> None:
     _write_config(text)(folder / 'run')
-    (folder / 'run' / 'metrics.jsonl').write_text('{"iteration": 0}\n')
 
   return _flags(
     '--workdir={dir}/run',

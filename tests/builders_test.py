@@ -101,6 +101,19 @@ def test_attention_on_a_cpu_skips_blocks(dtype, option, expected):
   assert model.decode_attention == 'xla'
 
 
+@pytest.mark.parametrize('field', ['attention', 'decode_attention'])
+def test_kernels_of_another_platform_are_refused(field):
+  config = alfworld.get_config('smoke')
+  kernel = {'attention': 'splash', 'decode_attention': 'paged'}[field]
+  config.model[field] = kernel
+  mesh = mesh_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1])
+  message = f'model.{field}={kernel}: is for tpus, not for cpus'
+  with pytest.raises(ValueError, match=message):
+    model_builders.configure_model(
+      published.SHAPES['Qwen2.5-1.5B'], config, mesh
+    )
+
+
 @pytest.mark.parametrize(
   ('capability', 'head', 'attention', 'decode_attention'),
   [

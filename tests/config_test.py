@@ -66,7 +66,7 @@ def _refusal(**changes) -> str:
     ('optimizer.no_decay', (1,), 'must be tuple[str, ...]'),
     ('tasks.stages', ((0, 'pick'),), 'must be tuple[tuple[int, tuple['),
     ('rollout.top_p', 1.5, 'at most 1'),
-    ('rollout.top_k', -1, '0 is off'),
+    ('rollout.top_k', -1, 'must be 0, which is off, or at least 2'),
     ('evaluation.top_p', 0.0, 'above 0'),
     ('evaluation.top_k', -1, '0 is off'),
     ('evaluation.min_p', 2.0, 'between 0 and 1'),
@@ -275,6 +275,14 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
     (
       {'rollout.carry_over': 16, 'loss.tis_clip': 2.0},
       'rollout.carry_over=16: no episode .* below env.max_steps=16, or 0',
+    ),
+    (
+      {
+        'rollout.carry_over': 5,
+        'loss.tis_clip': 2.0,
+        'num_iterations': 3,
+      },
+      'rollout.carry_over=5: an episode .* num_iterations=3; .* at least 6',
     ),
     (
       {
@@ -596,10 +604,15 @@ def test_mesh_that_does_not_divide_the_model_is_refused():
     mesh_lib.check(mesh, {'q': (16, 4, 2)}, {'q': ('embed', 'heads', 'head')})
 
 
+def _start_run(config, tmp_path):
+  run_config.save(config, str(tmp_path))
+  (tmp_path / 'metrics.jsonl').write_text('{}\n')
+
+
 def test_workdir_of_another_config_is_refused(tmp_path):
   config = alfworld.get_config('tiny')
   run_config.check_resume(config, str(tmp_path))
-  run_config.save(config, str(tmp_path))
+  _start_run(config, tmp_path)
   # Running longer, or with other workers, is the same experiment.
   config.num_iterations += 10
   config.pool.num_workers += 1
@@ -610,6 +623,12 @@ def test_workdir_of_another_config_is_refused(tmp_path):
   message = str(error.value)
   assert 'algorithm.discount=0.9 (was 0.95), seed=1 (was 0)' in message
   assert len(message.splitlines()) == 1
+  # A run that failed before its first iteration may be corrected.
+  (tmp_path / 'metrics.jsonl').write_text('')
+  run_config.check_resume(config, str(tmp_path))
+  (tmp_path / 'checkpoints' / '0').mkdir(parents=True)
+  with pytest.raises(ValueError, match='another config'):
+    run_config.check_resume(config, str(tmp_path))
 
 
 def test_unwritable_workdir_is_refused(tmp_path):
@@ -632,7 +651,7 @@ def test_unwritable_workdir_is_refused(tmp_path):
 
 def test_older_run_resumes_with_new_fields(tmp_path):
   config = alfworld.get_config('tiny')
-  run_config.save(config, str(tmp_path))
+  _start_run(config, tmp_path)
   stored = json.loads((tmp_path / 'config.json').read_text())
   del stored['evaluation']['top_p'], stored['env']['trust_games']
   del stored['filter']
@@ -646,7 +665,7 @@ def test_older_run_resumes_with_new_fields(tmp_path):
 
 def test_allow_change_accepts_another_config(tmp_path):
   config = alfworld.get_config('tiny')
-  run_config.save(config, str(tmp_path))
+  _start_run(config, tmp_path)
   config.seed = 1
   with pytest.raises(ValueError, match='--allow_config_change to resume'):
     run_config.check_resume(config, str(tmp_path))

@@ -185,6 +185,7 @@ def test_old_field_of_a_config_file_works_with_a_warning(tmp_path):
 def test_a_run_with_defaults_of_an_older_release_resumes(tmp_path):
   config = base.get_config()
   run_config.save(config, str(tmp_path))
+  (tmp_path / 'metrics.jsonl').write_text('{}\n')
   stored = json.loads((tmp_path / 'config.json').read_text())
   stored['mesh']['data'], stored['model']['remat'] = 1, 'layer'
   stored['model']['decode_attention'] = 'xla'
@@ -199,6 +200,7 @@ def test_the_old_default_of_a_weight_is_a_choice_in_new_configs(tmp_path):
   config = base.get_config()
   config.algorithm.episode_weight = 0.0
   run_config.save(config, str(tmp_path))
+  (tmp_path / 'metrics.jsonl').write_text('{}\n')
   config.algorithm.episode_weight = None
   with pytest.raises(ValueError, match=r'episode_weight=None \(was 0.0\)'):
     run_config.check_resume(config, str(tmp_path))
@@ -212,6 +214,7 @@ def test_old_field_of_a_stored_config_equals_the_new_field(tmp_path):
   config = alfworld.get_config('tiny')
   config.filter.drop_zero_variance = True
   run_config.save(config, str(tmp_path))
+  (tmp_path / 'metrics.jsonl').write_text('{}\n')
   stored = json.loads((tmp_path / 'config.json').read_text())
   stored['filter']['without_spread'] = stored['filter'].pop(
     'drop_zero_variance'

@@ -461,6 +461,21 @@ def test_a_partial_set_of_variables_is_refused(monkeypatch):
     distributed.initialize()
 
 
+@pytest.mark.parametrize(
+  ('address', 'index', 'message'),
+  [
+    ('node0', '0', r'\$JAX_COORDINATOR_ADDRESS=node0: has no port'),
+    ('node0:1', '2', r'\$JAX_PROCESS_ID=2: must be below \$JAX_NUM_PROCESSES'),
+  ],
+)
+def test_a_wrong_variable_is_named(monkeypatch, address, index, message):
+  monkeypatch.setenv('JAX_COORDINATOR_ADDRESS', address)
+  monkeypatch.setenv('JAX_NUM_PROCESSES', '2')
+  monkeypatch.setenv('JAX_PROCESS_ID', index)
+  with pytest.raises(ValueError, match=message):
+    distributed.initialize()
+
+
 class Terminal(io.StringIO):
   def isatty(self):
     return True

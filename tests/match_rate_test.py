@@ -51,6 +51,7 @@ def test_rate_is_interpolated_in_logarithms(tmp_path, capsys):
   ('options', 'message'),
   [
     ({'target': 'ppo'}, '--target=ppo: no such run; must be one of gigpo 0.0'),
+    ({'experiment': 'alf'}, '--experiment=alf: not in '),
     ({'method': 'gigpo'}, '--target: its ratio/kl is 0.0004, but the rates'),
   ],
 )

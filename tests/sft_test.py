@@ -36,6 +36,11 @@ def test_same_config_gives_same_policy(tmp_path):
     assert lines[-1]['loss/total'] < lines[0]['loss/total']
     files.append((workdir / 'policy' / 'model.safetensors').read_bytes())
   assert files[0] == files[1]
+  # The folder keeps its policy.
+  other = _config()
+  other.sft.noise = 0.5
+  with pytest.raises(ValueError, match=r'another config: sft.noise=0.5 .was'):
+    sft.warm_start(other, str(tmp_path / 'a'))
 
 
 @pytest.mark.parametrize('decay', [True, False])

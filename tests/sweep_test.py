@@ -265,6 +265,19 @@ def test_known_runs_are_gathered_and_not_rerun(tmp_path, monkeypatch):
   evaluations = sweep.read_table(str(tmp_path / 'second/list.csv'))
   assert evaluations[:4] == known
   assert [line['name'] for line in evaluations[4:]] == ['b', 'b']
+  other = dataclasses.replace(RUNS[0], name='c')
+  file.write_text(f'RUNS = {[_entry(other)]}')
+  with pytest.raises(ValueError, match=r'results.csv: has no run of .*list.py'):
+    sweep.main(
+      str(file),
+      str(tmp_path / 'second'),
+      at_once=1,
+      only_gather=True,
+      known=[table],
+    )
+  file.write_text(f'RUNS = {[_entry(other) | {"name": 1}]}')
+  with pytest.raises(ValueError, match='name=1: must be of type str'):
+    sweep.read(file)
   for line in ('alfworld,a', 'alfworld,a,0,5,16'):  # An interrupted copy.
     file.write_text(pathlib.Path(table).read_text() + line)
     with pytest.raises(ValueError, match=r'--known=.*must be the CSV'):

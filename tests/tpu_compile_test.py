@@ -8,7 +8,8 @@ import sys
 import preloaded
 import pytest
 
-from gigpo_jax.tools import hlo, tpu_time
+from configs import alfworld
+from gigpo_jax.tools import hlo, tpu_compile, tpu_time
 
 ROOT = pathlib.Path(__file__).parents[1]
 _COMMAND = [
@@ -164,6 +165,7 @@ def test_time_ranges_from_the_slowest_part_to_the_sum():
   [
     ('v5e', '', '--topology=v5e: unknown; must be like v5e:4x4'),
     ('h100:2x2', '', '--topology=h100:2x2: unknown; must be like v5e:4x4'),
+    ('v5e:0x4', '', '--topology=v5e:0x4: unknown; must be like v5e:4x4'),
     ('v5e:2x2', 'Qwen9', '--shape=Qwen9: unknown; must be one of Qwen2.5-0.5B'),
   ],
 )
@@ -174,6 +176,13 @@ def test_invalid_flags_are_refused_in_one_line(topology, shape, message):
   assert process.returncode == 2
   assert message in errors
   assert len(errors.splitlines()) == 1
+
+
+def test_invalid_fields_are_refused_before_compilation():
+  config = alfworld.get_config('1.5b')
+  config.rollout.cache = 'fp8'
+  with pytest.raises(ValueError, match='rollout.cache=fp8: unknown'):
+    tpu_compile.estimate(config, 'v5e:2x2')
 
 
 def _run(*flags: str) -> subprocess.CompletedProcess:

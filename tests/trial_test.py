@@ -122,19 +122,24 @@ def test_failing_environment_ends_the_run_before_compilation(
 def test_warning_about_the_limit_has_measured_numbers(capsys):
   class Text:
     def render(self, prompts):
-      assert all(p.startswith('Step ') for p in prompts)
-      return [range(50 + n) for n, _ in enumerate(prompts)]
+      full = all(p.startswith('Step ') for p in prompts)
+      return [range(50 * full + 20 + n) for n, _ in enumerate(prompts)]
 
   config = _config(fails='')
   with builders.make_pool(config) as pool:
     builders.try_environment(config, pool, 'train', Text())
     output = capsys.readouterr().out
     assert 'max_prompt_tokens=512: the first prompts of env.name=brok' in output
-    assert 'have at most 52 tokens; rollout.max_prompt_tokens=128 ' in output
+    assert 'have at most 72 tokens; rollout.max_prompt_tokens=192 ' in output
+    assert 'lose their beginning' not in output
     # Buckets set by the user give no warning.
     config.rollout.prompt_buckets = (512,)
     builders.try_environment(config, pool, 'train', Text())
-  assert not capsys.readouterr().out
+    assert not capsys.readouterr().out
+    # Prompts that are too long even without their history.
+    config.rollout.max_prompt_tokens = 21
+    builders.try_environment(config, pool, 'train', Text())
+  assert 'have 22 tokens without their history' in capsys.readouterr().out
 
 
 def test_buckets_follow_the_limits_of_tokens():

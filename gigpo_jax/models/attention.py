@@ -24,6 +24,9 @@ from gigpo_jax.models import block_attention
 # kernel for NVIDIA GPUs. All but xla never store a row's scores.
 IMPLEMENTATIONS = ('xla', 'blockwise', 'splash', 'cudnn')
 
+# The platform of each kernel.
+PLATFORMS = {'splash': 'tpu', 'cudnn': 'gpu'}
+
 # Compute capabilities: of the first GPUs that compute in bfloat16, and of the
 # first on which cuDNN's attention has heads of up to 256 instead of 128.
 _AMPERE, _HOPPER = 8.0, 9.0

@@ -16,6 +16,7 @@ from envs import turns
 from gigpo_jax import config as config_lib
 from gigpo_jax import mesh, models, sampler, tokenizer
 from gigpo_jax.models import (
+  attention,
   decode_attention,
   huggingface,
   lora,
@@ -25,6 +26,9 @@ from gigpo_jax.models import (
 )
 from gigpo_jax.run import model_check, run_config
 from gigpo_jax.runtime import distributed
+
+# The platform of each kernel of attention.
+_PLATFORMS = attention.PLATFORMS | decode_attention.PLATFORMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,13 +171,13 @@ def configure_model(
   for field in ('attention', 'decode_attention'):
     if config.model[field] != 'auto':
       choices[field] = config.model[field]
-  kernel = choices['decode_attention']
-  platform = decode_attention.PLATFORMS.get(kernel, device.platform)
-  if platform != device.platform:
-    raise ValueError(
-      f'model.decode_attention={kernel}: is for {platform}s, not for '
-      f'{device.platform}s; must be auto or xla'
-    )
+    kernel = choices[field]
+    platform = _PLATFORMS.get(kernel, device.platform)
+    if platform != device.platform:
+      raise ValueError(
+        f'model.{field}={kernel}: is for {platform}s, not for '
+        f'{device.platform}s; must be auto or xla'
+      )
   return dataclasses.replace(
     model,
     **choices,

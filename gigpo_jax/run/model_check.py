@@ -173,6 +173,12 @@ def _missing_warm_start(config: ml_collections.ConfigDict) -> str | None:
       return None
     name, size = match.groups()
     variant = config.get('variant', size)
+    if not envs.has_expert(config.env.name):
+      return (
+        f'model.path={path}: no such warm start yet, and env.name='
+        f'{config.env.name} has no expert to imitate; the header of '
+        f'configs/{name}.py says how to make one'
+      )
     return (
       f'model.path={path}: no such warm start yet; run `python launch/sft.py '
       f'--config=configs/{name}.py:{size}`, then `python launch/train.py '

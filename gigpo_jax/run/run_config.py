@@ -3,7 +3,7 @@
 import json
 import pathlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ml_collections
@@ -74,8 +74,9 @@ def check_resume(
   allow_change: bool = False,
   name: str = _STORED,
   length: str = 'num_iterations',
+  results: Sequence[str] = ('metrics.jsonl',),
 ) -> None:
-  """Compares the config with the one in a work directory, if it has one.
+  """Compares the config with the one in a work directory, if a run started.
 
   Args:
     config: the experiment.
@@ -83,6 +84,8 @@ def check_resume(
     allow_change: whether the run may resume with another config.
     name: name of the file with the config.
     length: the field with the length of the run, which may grow.
+    results: patterns of folders and non-empty files, one of which a run has
+      that got beyond its start. A checkpoint is another.
 
   Raises:
     ValueError: in one line with the differing fields, if the work directory
@@ -90,9 +93,10 @@ def check_resume(
   """
   path = pathlib.Path(workdir) / name
   current = json.loads(config.to_json_best_effort())
-  checkpoints = (path.parent / 'checkpoints').glob('[0-9]*')
-  started = path.exists() or any(checkpoints)
-  if allow_change or not started:
+  found = [file for pattern in results for file in path.parent.glob(pattern)]
+  started = any(file.is_dir() or file.stat().st_size for file in found)
+  checkpoints = any((path.parent / 'checkpoints').glob('[0-9]*'))
+  if allow_change or not (checkpoints or (started and path.exists())):
     return
   advice = 'use another --workdir'
   if name == _STORED:

@@ -74,6 +74,26 @@ def _response(observation: base.Observation, step: int) -> str:
   return f'<think>A trial.</think><action>{action}</action>'
 
 
+def cut_prompts(name: str, prompt_tokens: int, max_prompt_tokens: int) -> str:
+  """Returns a warning if prompts without their history exceed the limit.
+
+  Args:
+    name: name of the environment.
+    prompt_tokens: tokens of the longest prompt of a trial, without history.
+    max_prompt_tokens: the limit.
+
+  Returns:
+    The warning in one line; '' if they fit.
+  """
+  if prompt_tokens <= max_prompt_tokens:
+    return ''
+  return (
+    f'rollout.max_prompt_tokens={max_prompt_tokens}: prompts of env.name='
+    f'{name} have {prompt_tokens} tokens without their history, and lose their '
+    'beginning; raise the limit'
+  )
+
+
 def advice(name: str, prompt_tokens: int, max_prompt_tokens: int) -> str:
   """Returns a warning if the limit is far above an environment's prompts.
 

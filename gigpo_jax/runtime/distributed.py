@@ -9,6 +9,7 @@ import contextlib
 import os
 import pathlib
 import pickle
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -44,7 +45,16 @@ def initialize() -> None:
     for name, value in zip(_VARIABLES[1:], counts, strict=True):
       if not value.isdecimal():
         raise ValueError(f'${name}={value}: must be a number')
-    jax.distributed.initialize(address, *map(int, counts))
+    if not re.fullmatch(r'.+:\d+', address):
+      raise ValueError(
+        f'${_VARIABLES[0]}={address}: has no port; must be HOST:PORT'
+      )
+    count, index = map(int, counts)
+    if index >= count:
+      raise ValueError(
+        f'${_VARIABLES[2]}={index}: must be below ${_VARIABLES[1]}={count}'
+      )
+    jax.distributed.initialize(address, count, index)
   elif len(missing) < len(_VARIABLES):
     raise ValueError(
       f'${missing[0]}=: not set; several hosts need {", ".join(_VARIABLES)}'

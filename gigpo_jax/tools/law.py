@@ -404,6 +404,10 @@ def _write_new(path: str, values: dict) -> None:
       json.dump(values, file, indent=2)
   except FileExistsError as error:
     raise ValueError(f'--output={path}: exists; give another name') from error
+  except OSError as error:
+    raise ValueError(
+      f'--output={path}: cannot be written ({error.strerror})'
+    ) from error
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -423,6 +427,11 @@ def _run(options: argparse.Namespace) -> None:
     _write_new(options.output, values)
   else:
     values = _read_json(options.predictions)
+    if not {'method', 'predictions'} <= set(values):
+      raise ValueError(
+        f'{options.predictions}: has no predictions; must be a file that '
+        '`python -m gigpo_jax.tools.law predict` wrote'
+      )
     measured = read_effects(options.table, values['method'])
     print(table(values['predictions'], measured))
     if options.plot:

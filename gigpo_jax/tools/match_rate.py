@@ -78,6 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     rows = sweep.read_table(options.table)
     by_name = distances(rows, options.experiment)
+    if not by_name:
+      names = {row['experiment'] for row in rows}
+      raise ValueError(
+        f'--experiment={options.experiment}: not in {options.table}; must be '
+        f'one of {", ".join(sorted(names))}'
+      )
     if options.target not in by_name:
       raise ValueError(
         f'--target={options.target}: no such run; must be one of '

@@ -198,31 +198,44 @@ def read(given: str | pathlib.Path) -> list[Run]:
     raise ValueError(
       f'--sweep={path}: RUNS is missing or empty; must be a list of runs'
     )
-  runs = []
-  for entry in entries:
-    if not isinstance(entry, dict):
-      raise ValueError(f'--sweep={path}: {entry}: must be a dictionary')
-    unknown = set(entry) - {'name', 'config', 'seed', 'overrides', 'test'}
-    missing = {'name', 'config', 'seed'} - set(entry)
-    if unknown or missing:
-      raise ValueError(
-        f'--sweep={path}: {entry} has unknown keys {sorted(unknown)} and lacks '
-        f'{sorted(missing)}; must have name, config, seed and optionally '
-        'overrides and test'
-      )
-    fields = [entry.get(name, {}) for name in ('overrides', 'test')]
-    if not all(isinstance(values, dict) for values in fields):
-      raise ValueError(
-        f'--sweep={path}: {entry}: overrides and test must be dictionaries'
-      )
-    fields = [tuple(values.items()) for values in fields]
-    runs.append(Run(entry['name'], entry['config'], entry['seed'], *fields))
+  runs = [_run_of(entry, f'--sweep={path}') for entry in entries]
   folders = [run.folder for run in runs]
   if duplicates := sorted({f for f in folders if folders.count(f) > 1}):
     raise ValueError(
       f'--sweep={path}: {duplicates} are listed twice; runs must be unique'
     )
   return runs
+
+
+def _run_of(entry: object, flag: str) -> Run:
+  """Returns the run that an entry of RUNS describes.
+
+  Raises:
+    ValueError: in one line that begins with the flag, if it describes none.
+  """
+  if not isinstance(entry, dict):
+    raise ValueError(f'{flag}: {entry}: must be a dictionary')
+  unknown = set(entry) - {'name', 'config', 'seed', 'overrides', 'test'}
+  missing = {'name', 'config', 'seed'} - set(entry)
+  if unknown or missing:
+    raise ValueError(
+      f'{flag}: {entry} has unknown keys {sorted(unknown)} and lacks '
+      f'{sorted(missing)}; must have name, config, seed and optionally '
+      'overrides and test'
+    )
+  changes = [entry.get(name, {}) for name in ('overrides', 'test')]
+  if not all(isinstance(fields, dict) for fields in changes):
+    raise ValueError(
+      f'{flag}: {entry}: overrides and test must be dictionaries'
+    )
+  types = {'name': str, 'config': str, 'seed': int}
+  for field, wanted in types.items():
+    if type(entry[field]) is not wanted:
+      raise ValueError(
+        f'{flag}: {field}={entry[field]!r}: must be of type {wanted.__name__}'
+      )
+  changes = [tuple(fields.items()) for fields in changes]
+  return Run(entry['name'], entry['config'], entry['seed'], *changes)
 
 
 def finished(run: Run, root: pathlib.Path) -> bool:
@@ -615,7 +628,15 @@ def main(
   runs, root = read(sweep), pathlib.Path(workdir).resolve()
   known_runs: dict[tuple, list[dict]] = {}
   for path in known:
-    known_runs |= _by_run(read_table(path))
+    by_run = _by_run(read_table(path))
+    count = sum(run.key in by_run for run in runs)
+    if not count:
+      raise ValueError(
+        f'--known={path}: has no run of {sweep}; experiment, name and seed of '
+        'a run must be those of the sweep'
+      )
+    print(f'{count} runs are taken from {path}; their settings are not checked')
+    known_runs |= by_run
   elsewhere = [line for lines in known_runs.values() for line in lines]
   to_run = [run for run in runs if run.key not in known_runs]
   run_config.check_workdir(workdir)

@@ -65,7 +65,7 @@ def check(topology: str) -> None:
   Raises:
     ValueError: in one line, if it is not like v5e:4x4 or h100:8.
   """
-  sizes = r'\d+' if is_gpu(topology) else r'\d+(x\d+)+'
+  sizes = r'[1-9]\d*' if is_gpu(topology) else r'[1-9]\d*(x[1-9]\d*)+'
   if not re.fullmatch(rf'({"|".join(tpu_time.CHIPS)}):{sizes}', topology):
     raise ValueError(
       f'--topology={topology}: unknown; must be like v5e:4x4, v5p:2x2x1, '

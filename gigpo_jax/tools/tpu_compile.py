@@ -17,6 +17,7 @@ import ml_collections
 import tqdm
 
 from gigpo_jax import builders, models, sampler
+from gigpo_jax import config as config_lib
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import (
   huggingface,
@@ -133,6 +134,7 @@ def estimate(
     ValueError: if the slice or the shape is unknown; in one line.
   """
   topology_lib.check(topology)
+  config_lib.check_fields(config)
   chip, model = _chip(topology), _model(config, shape)
   devices = topology_lib.make_devices(topology)
   mesh = model_builders.make_mesh(config, model, devices, chip.memory)
