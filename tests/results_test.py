@@ -93,7 +93,7 @@ def test_the_table_by_hand():
   assert gap.mean == 0.5 and gap.p == 0
   start = f'| toy | grpo | 2 | 25.0 | 25.0 |  |  | {reverse} |'
   assert lines[2] == f'{start} 3.0 | 30.0 | 2.0 |'
-  start = f'| toy | gigpo | 2 | 75.0 | 75.0 | {gap} | 0 |  |'
+  start = f'|  | gigpo | 2 | 75.0 | 75.0 | {gap} | 0 |  |'
   assert lines[3] == f'{start} 3.0 | 30.0 | 4.0 |'
 
 

@@ -98,12 +98,13 @@ def credit_table(
       base: paired.compare_all(results, base) if base in results else {}
       for base in (law.BASELINE, GIGPO)
     }
-    for name, by_seed in results.items():
+    for n, (name, by_seed) in enumerate(results.items()):
       minus_grpo, p = gaps[law.BASELINE].get(name, ('', ''))
       minus_gigpo, _ = gaps[GIGPO].get(name, ('', ''))
       rows.append(
         (
-          *(experiment, name, len(by_seed), *paired.summarize(by_seed)),
+          *('' if n else experiment, name, len(by_seed)),
+          *paired.summarize(by_seed),
           *(minus_grpo, p if p == '' else f'{p:.2g}', minus_gigpo),
           *cost(_rows_of(evaluations, experiment, name)),
         )
