@@ -131,7 +131,7 @@ def try_environment(
   longest, shortest = (
     max(map(len, text.render(texts))) for texts in (prompts, shortened)
   )
-  if line := trial.cut_prompts(name, shortest, limit):
+  if line := trial.too_long(name, shortest, limit):
     console.log(line)
   if config_lib.has_own_buckets(config):
     return

@@ -115,9 +115,8 @@ def default_implementation(
     return 'xla'
   if platform == 'tpu':
     return 'splash'
-  return (
-    'cudnn' if head_size <= (128 if capability < _HOPPER else 256) else 'xla'
-  )
+  largest = 128 if capability < _HOPPER else 256
+  return 'cudnn' if head_size <= largest else 'xla'
 
 
 def self_attention(

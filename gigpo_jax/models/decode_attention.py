@@ -75,10 +75,9 @@ def default_implementation(
     capability: see `attention.has_kernels`.
     window: see `attend`.
   """
+  has_kernel = attention.has_kernels(platform, dtype, capability)
   fits = not window and not head_problem('triton', head_size)
-  if platform == 'gpu' and attention.has_kernels(platform, dtype, capability):
-    return 'triton' if fits else 'xla'
-  return 'xla'
+  return 'triton' if platform == 'gpu' and has_kernel and fits else 'xla'
 
 
 def head_problem(implementation: str, size: int) -> str | None:

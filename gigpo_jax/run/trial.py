@@ -74,7 +74,7 @@ def _response(observation: base.Observation, step: int) -> str:
   return f'<think>A trial.</think><action>{action}</action>'
 
 
-def cut_prompts(name: str, prompt_tokens: int, max_prompt_tokens: int) -> str:
+def too_long(name: str, prompt_tokens: int, max_prompt_tokens: int) -> str:
   """Returns a warning if prompts without their history exceed the limit.
 
   Args:
@@ -89,8 +89,8 @@ def cut_prompts(name: str, prompt_tokens: int, max_prompt_tokens: int) -> str:
     return ''
   return (
     f'rollout.max_prompt_tokens={max_prompt_tokens}: prompts of env.name='
-    f'{name} have {prompt_tokens} tokens without their history, and lose their '
-    'beginning; raise the limit'
+    f'{name} have {prompt_tokens} tokens even without their history; raise the '
+    'limit, or see rollout.prompt_overflow'
   )
 
 
