@@ -67,10 +67,6 @@ class GuardState:
     )
 
 
-def _is_factor(value: float) -> bool:
-  return value == 0 or 1 < value < math.inf
-
-
 @dataclasses.dataclass(frozen=True)
 class Guard:
   """Options of the guards, `config.guard`; a level of 0 is off.
@@ -95,12 +91,8 @@ class Guard:
   max_fisher: float = options.number(0.0, low=0, note='0 is off')
   max_invalid_rate: float = options.number(0.4, low=0, high=1)
   min_entropy: float = options.number(0.05, low=0, below=1)
-  max_entropy: float = options.field(
-    2.0, _is_factor, 'must be above 1, or 0, which is off'
-  )
-  max_response: float = options.field(
-    1.5, _is_factor, 'must be above 1, or 0, which is off'
-  )
+  max_entropy: float = options.number(2.0, low=0, note='0 is off')
+  max_response: float = options.number(1.5, low=0, note='0 is off')
   start_iterations: int = options.number(3, low=1)
   shrink_factor: float = options.number(0.5, above=0, below=1)
   max_rollbacks: int = options.number(3, low=1)

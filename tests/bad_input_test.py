@@ -88,8 +88,6 @@ FIELDS = (
   _field('rollout.top_k', -1, 'must be 0, which is off, or at least 2'),
   _field('rollout.top_k', 1, 'greedy episodes of a group are identical'),
   _field('rollout.min_p', 1.0, 'below 1'),
-  _field('guard.max_entropy', 0.5, 'above 1, or 0'),
-  _field('guard.max_response', 1.0, 'above 1, or 0'),
   _field('rollout.schedule', 'sync', 'must be one of'),
   _field('loss.dual_clip', 1.0, 'above 1'),
   _field('critic.rate_ratio', 5.0, 'gigpo has no critic'),
