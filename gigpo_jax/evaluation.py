@@ -531,7 +531,7 @@ def _check_adapters(config: ml_collections.ConfigDict, path: str) -> None:
   if not stored_path.is_file():
     return
   stored = config_fields.flatten(files.read_stored(stored_path))
-  current = config_fields.flatten(json.loads(config.to_json_best_effort()))
+  current = run_config.experiment(config)
   if not (stored.get('lora.rank') or config.lora.rank):
     return
   for field in ('model.path', *(n for n in current if n.startswith('lora.'))):

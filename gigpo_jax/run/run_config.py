@@ -93,8 +93,8 @@ def check_resume(
   """
   path = pathlib.Path(workdir) / name
   current = json.loads(config.to_json_best_effort())
-  found = [file for pattern in results for file in path.parent.glob(pattern)]
-  started = any(file.is_dir() or file.stat().st_size for file in found)
+  outputs = [file for pattern in results for file in path.parent.glob(pattern)]
+  started = any(file.is_dir() or file.stat().st_size for file in outputs)
   checkpoints = any((path.parent / 'checkpoints').glob('[0-9]*'))
   if allow_change or not (checkpoints or (started and path.exists())):
     return
