@@ -140,6 +140,11 @@ def check_run(config: ml_collections.ConfigDict, workdir: str) -> None:
       f'lora.agents={tuple(config.lora.agents)}: the steps to imitate name no '
       'agent; must be () for a warm start'
     )
+  if config.lora.rank and config.sft.init == 'scratch':
+    raise ValueError(
+      f'lora.rank={config.lora.rank}: random weights under the adapters would '
+      'stay as they are; must be 0 with sft.init=scratch'
+    )
   run_config.check_workdir(workdir)
   if run_config.holds_run(workdir):
     raise ValueError(
@@ -155,6 +160,7 @@ def _warm_start(
   workdir: str,
   source: 'list[Demonstration] | episodes.EpisodeDataset',
 ) -> None:
+  distributed.start_devices()
   directory = pathlib.Path(workdir) / 'policy'
   # Hidden, because it is deleted at the end.
   start = pathlib.Path(workdir) / '.start'

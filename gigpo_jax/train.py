@@ -131,7 +131,7 @@ def train(
           parts = run_builders.make_parts(config, workdir, bundle)
           saver.check(parts.abstract_states())
           if distributed.is_main_process():
-            run_config.save(config, workdir)
+            run_config.save(config, workdir, model_files=bundle.fingerprint)
           runner = builders.make_runner(config, bundle, pool, scorer)
           loop(parts, runner, saver, guard)
 

@@ -77,7 +77,8 @@ def _parse(argv: list[str], *, module: str) -> list[str]:
   config = ml_collections.ConfigDict()
   try:
     deprecated.show_warnings()
-    argv = [_find_config(argument) for argument in _join_config(argv)]
+    argv = _join_config(lines.expand_home(argv))
+    argv = [_find_config(argument) for argument in argv]
     config = _check_config_file(argv)
     argv = [deprecated.flag(argument, config) for argument in argv]
     if config:

@@ -1,5 +1,7 @@
 """Parsing of flags: help, and errors of the user in one line."""
 
+import os
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -18,11 +20,27 @@ def parse(argv: list[str], *, module: str) -> list[str]:
   """
   show_help(argv, lambda: describe(module))
   try:
-    rest = flags.FLAGS(argv)
+    rest = flags.FLAGS(expand_home(argv))
     check_arguments(rest)
   except (flags.Error, ValueError) as error:
     exit_with_error(' '.join(str(error).split()))
   return rest
+
+
+def expand_home(argv: Sequence[str]) -> list[str]:
+  """Returns the flags with the home folder instead of `~`.
+
+  Shells replace it at the start of a word only, not in `--workdir=~/run`.
+  Environments interpret their own fields.
+  """
+  return [
+    re.sub(
+      r'^(--?(?!config\.env\.)[\w.]+=)(~(?:/.*)?)$',
+      lambda match: match[1] + os.path.expanduser(match[2]),
+      argument,
+    )
+    for argument in argv
+  ]
 
 
 def show_help(argv: list[str], text: Callable[[], str]) -> None:

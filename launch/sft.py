@@ -25,6 +25,8 @@ def main() -> None:
     from gigpo_jax import rejection_sampling, sft
 
     rounds = config.sft.rounds
+    if rounds:
+      interrupt.set_outlook(lambda: 'the same command resumes its round')
     train = rejection_sampling.run if rounds else sft.warm_start
     train(config, workdir)
 

@@ -497,6 +497,12 @@ SFT = (
   ),
   _flags(
     TINY,
+    '--config.lora.rank=4',
+    expected=('lora.rank=4', 'must be 0 with sft.init=scratch'),
+    script='sft',
+  ),
+  _flags(
+    TINY,
     '--config.sft.learning_rate=nan',
     expected=('sft.learning_rate', 'finite'),
     script='sft',

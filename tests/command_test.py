@@ -15,6 +15,7 @@ from programs import PROJECT
 from configs import alfworld
 from gigpo_jax import checkpoint
 from gigpo_jax.runtime import distributed, files, signals
+from launch import lines
 
 
 def _launch(
@@ -80,6 +81,23 @@ def test_none_unsets_an_optional_field():
     check=True,
   )
   assert done.stdout == 'None 2.5\n'
+
+
+@pytest.mark.parametrize(
+  ('given', 'expanded'),
+  [
+    ('--workdir=~/run', '--workdir=/home/ada/run'),
+    ('-workdir=~', '-workdir=/home/ada'),
+    ('--config.model.path=~/qwen', '--config.model.path=/home/ada/qwen'),
+    # Environments interpret their own fields.
+    ('--config.env.data_dir=~/games', '--config.env.data_dir=~/games'),
+    ('--config.note=see ~/run', '--config.note=see ~/run'),
+    ('--workdir=run~', '--workdir=run~'),
+  ],
+)
+def test_a_tilde_is_the_home_folder(monkeypatch, given, expanded):
+  monkeypatch.setenv('HOME', '/home/ada')
+  assert lines.expand_home(['train.py', given]) == ['train.py', expanded]
 
 
 def test_a_used_port_suggests_port_zero(tmp_path):

@@ -631,6 +631,21 @@ def test_workdir_of_another_config_is_refused(tmp_path):
     run_config.check_resume(config, str(tmp_path))
 
 
+def test_other_weights_at_the_same_path_are_refused(tmp_path):
+  config, workdir = alfworld.get_config('tiny'), str(tmp_path)
+  run_config.save(config, workdir, model_files='a')
+  (tmp_path / 'metrics.jsonl').write_text('{}\n')
+  for same in (None, 'a'):
+    run_config.check_resume(config, workdir, model_files=same)
+  problem = rf'model.path={config.model.path} \(its files were different\)'
+  with pytest.raises(ValueError, match=problem):
+    run_config.check_resume(config, workdir, model_files='b')
+  run_config.check_resume(config, workdir, model_files='b', allow_change=True)
+  # Runs of older releases have no fingerprint.
+  run_config.save(config, workdir)
+  run_config.check_resume(config, workdir, model_files='b')
+
+
 def test_unwritable_workdir_is_refused(tmp_path):
   run_config.check_workdir(str(tmp_path / 'a' / 'b'))
   assert list((tmp_path / 'a' / 'b').iterdir()) == []

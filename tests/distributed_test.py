@@ -481,6 +481,25 @@ class Terminal(io.StringIO):
     return True
 
 
+@pytest.mark.parametrize('platform', ['cuda', 'abacus'])
+def test_a_missing_platform_is_named(platform):
+  code = 'from gigpo_jax.runtime import distributed as d; d.start_devices()'
+  process = subprocess.run(
+    [sys.executable, '-c', code],
+    capture_output=True,
+    text=True,
+    cwd=ROOT,
+    env=os.environ | {'JAX_PLATFORMS': platform},
+  )
+  if process.returncode == 0:
+    pytest.skip(f'this machine has {platform}')
+  last = process.stderr.splitlines()[-1]
+  assert last.startswith(f'ValueError: $JAX_PLATFORMS={platform}: cannot be us')
+  assert last.endswith(
+    'must be a platform of this machine, such as cpu, or unset'
+  )
+
+
 @pytest.mark.parametrize('terminal', [True, False])
 def test_progress_bar_is_shown_on_a_terminal_only(terminal, monkeypatch):
   out = Terminal() if terminal else io.StringIO()

@@ -637,6 +637,7 @@ def test_fingerprints_differ_between_models_and_revisions(
       'copy',
       'config',
       'weights',
+      'longer',
       'snapshots/a',
       'snapshots/b',
     )
@@ -645,8 +646,13 @@ def test_fingerprints_differ_between_models_and_revisions(
     shutil.copytree(saved[0], folder)
   with (folders['config'] / 'config.json').open('a') as file:
     file.write(' ')
-  with (folders['weights'] / 'model.safetensors').open('ab') as file:
+  with (folders['longer'] / 'model.safetensors').open('ab') as file:
     file.write(b' ')
+  with (folders['weights'] / 'model.safetensors').open('r+b') as file:
+    file.seek(-1, os.SEEK_END)
+    last = file.read(1)
+    file.seek(-1, os.SEEK_END)
+    file.write(bytes([last[0] ^ 1]))
   fingerprints = {
     name: huggingface.fingerprint(str(folder))
     for name, folder in folders.items()

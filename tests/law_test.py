@@ -50,6 +50,22 @@ def test_effects_are_paired_by_seed(tmp_path):
   assert math.isnan(found['webshop'].error) and 'sokoban' not in found
 
 
+def test_settings_with_hidden_anchors_share_the_runs_of_grpo():
+  results = {
+    ('keydoor', 'gigpo'): 1,
+    ('keydoor', 'grpo'): 2,
+    ('keydoor', 'alias held gigpo'): 3,
+    ('keydoor', 'traps 0 gigpo'): 4,
+    ('sokoban', 'alias held gigpo'): 5,
+  }
+  assert law.by_setting(results) == {
+    'keydoor': {'gigpo': 1, 'grpo': 2},
+    'keydoor alias held': {'gigpo': 3, 'grpo': 2},
+    'keydoor traps 0': {'gigpo': 4},
+    'sokoban alias held': {'gigpo': 5},
+  }
+
+
 def test_tests_replace_evaluations(tmp_path):
   runs = [
     (env, name, seed, rate)

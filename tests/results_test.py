@@ -41,7 +41,6 @@ def test_the_dial_compares_two_methods_by_setting():
       ('gigpo', [(0, 0.5), (1, 0.75)]),
       ('grpo', [(0, 0.25), (1, 0.25)]),
       ('alias held gigpo', [(0, 0.5)]),
-      ('alias held grpo', [(0, 0.25)]),
       ('traps 0 gigpo', [(0, 0.5)]),  # No pair.
     )
   }

@@ -280,10 +280,10 @@ def test_known_runs_are_gathered_and_not_rerun(tmp_path, monkeypatch):
     sweep.read(file)
   for line in ('alfworld,a', 'alfworld,a,0,5,16'):  # An interrupted copy.
     file.write_text(pathlib.Path(table).read_text() + line)
-    with pytest.raises(ValueError, match=r'--known=.*must be the CSV'):
+    with pytest.raises(ValueError, match='must be the CSV that'):
       sweep.read_table(str(file))
   file.write_text('experiment,name\nalfworld,a\n')
-  with pytest.raises(ValueError, match=r'--known=.*must be the CSV'):
+  with pytest.raises(ValueError, match='must be the CSV that'):
     sweep.read_table(str(file))
 
 

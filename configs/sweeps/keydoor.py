@@ -4,15 +4,14 @@ r"""GiGPO and GRPO on keys and doors, changing one property at a time.
         --workdir=runs/keydoor
 
 All runs start from the same policy. The levels are those of `:mini`, except for
-the settings of decoys and traps. The settings of aliasing hide parts of the
-state from anchors only, so that the policy's task stays the same. GRPO has the
-learning rate of the first runs, which is half of the one that was tuned later
-and that credit.py has; the sweeps therefore need different work directories.
-benchmarks/predictors.py measures each setting's predictors.
+the settings of decoys and traps. The settings `alias` hide parts of the state
+from anchors only, so that the policy's task stays the same; GRPO, which has no
+anchors, has no runs there. Both methods have the learning rate that was tuned
+on the levels of `:mini`. The runs of the first setting are also runs of
+credit.py. benchmarks/predictors.py measures each setting's predictors.
 """
 
 METHODS = {'gigpo': '', 'grpo': ',grpo'}
-RATES = {'grpo': {'optimizer.learning_rate': 7.5e-5}}
 SETTINGS = {
   '': {},
   'horizon 16': {'env.max_steps': 16},
@@ -34,10 +33,11 @@ RUNS = [
     'name': f'{setting} {method}'.strip(),
     'config': f'configs/keydoor.py:mini{word}',
     'seed': seed,
-    'overrides': overrides | RATES.get(method, {}),
+    'overrides': overrides,
     'test': {'evaluation.num_tasks': 512},
   }
   for seed in range(5)
   for setting, overrides in SETTINGS.items()
   for method, word in METHODS.items()
+  if method == 'gigpo' or 'env.aliased' not in overrides
 ]

@@ -25,6 +25,7 @@ _DEPENDENT = {
     ('tasks.uniform', 'tasks.diversity_weight'),
     ('tasks.draw', 'uncertain', lambda draw: draw == 'uncertain'),
   ),
+  'reward.environment_weight': ('reward.functions', 'set', bool),
   'reward.kl_estimator': ('reward.kl_weight', 'above 0', bool),
   'reward.overlong_penalty': ('reward.overlong_buffer', 'above 0', bool),
   **dict.fromkeys(
@@ -42,6 +43,7 @@ _DEPENDENT = {
     ],
     ('teacher.mu_peak', 'above 0', bool),
   ),
+  'teacher.mu_valley': ('teacher.decay_iterations', 'above 0', bool),
   **dict.fromkeys(
     ('sft.beta', 'sft.segment_turns'),
     ('sft.loss', 'dpo', lambda loss: loss == 'dpo'),

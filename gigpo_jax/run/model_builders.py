@@ -41,6 +41,7 @@ class ModelBundle:
     tokenizer: tokenizer of the checkpoint.
     load: loads the checkpoint's parameters onto the mesh.
     sampler: samples completions for prompts.
+    fingerprint: that of the checkpoint's files, see `huggingface.fingerprint`.
   """
 
   model: qwen.QwenConfig
@@ -48,19 +49,22 @@ class ModelBundle:
   tokenizer: tokenizer.Tokenizer
   load: Callable[[], dict]
   sampler: sampler.Sampler
+  fingerprint: str = ''
 
 
 def make_model_bundle(config: ml_collections.ConfigDict) -> ModelBundle:
   """Returns the policy of an experiment; initializes the devices.
 
   Raises:
-    ValueError: in one line, if the hosts of a run differ in config or model.
+    ValueError: in one line, if JAX_PLATFORMS has no devices, or the hosts of a
+      run differ in config or model.
   """
+  distributed.start_devices()
   directory = model_check.model_directory(config.model.path)
-  files = huggingface.fingerprint(directory)
+  fingerprint = huggingface.fingerprint(directory)
   distributed.check_same(
     run_config.experiment(config)
-    | {'model.path': f'{config.model.path} (files {files})'}
+    | {'model.path': f'{config.model.path} (files {fingerprint})'}
   )
   shape = huggingface.read_config(directory)
   devices = make_mesh(config, shape, jax.devices(), mesh.device_bytes())
@@ -86,6 +90,7 @@ def make_model_bundle(config: ml_collections.ConfigDict) -> ModelBundle:
       ),
       **sampler_kwargs(config),
     ),
+    fingerprint=fingerprint,
   )
 
 

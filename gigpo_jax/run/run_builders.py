@@ -49,8 +49,10 @@ from gigpo_jax import (
   trajectory,
 )
 from gigpo_jax import config as config_lib
+from gigpo_jax.models import huggingface
 from gigpo_jax.run import (
   model_builders,
+  model_check,
   policy_files,
   remat,
   run_config,
@@ -88,7 +90,14 @@ def check_run(
       directory cannot be written or holds another experiment.
   """
   config_lib.validate(config, has_harness=has_harness)
-  run_config.check_resume(config, workdir, allow_change=allow_config_change)
+  run_config.check_resume(
+    config,
+    workdir,
+    allow_change=allow_config_change,
+    model_files=huggingface.fingerprint(
+      model_check.model_directory(config.model.path)
+    ),
+  )
   run_config.check_workdir(workdir)
   checkpoint.check_folder(pathlib.Path(workdir) / 'checkpoints')
   if config.metrics.wandb:

@@ -29,10 +29,23 @@ _MAY_DIFFER = frozenset(
 
 
 def save(
-  config: ml_collections.ConfigDict, workdir: str, name: str = _STORED
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  name: str = _STORED,
+  *,
+  model_files: str | None = None,
 ) -> None:
-  """Stores the config in a work directory."""
+  """Stores the config in a work directory.
+
+  Args:
+    config: the experiment.
+    workdir: the folder.
+    name: name of the file.
+    model_files: fingerprint of the files in model.path, as model.files.
+  """
   content = json.loads(config.to_json_best_effort())
+  if model_files:
+    content['model']['files'] = model_files
   stored = content | {'version': files.VERSION}
   text = json.dumps(stored, indent=2, sort_keys=True)
   files.write_atomic(pathlib.Path(workdir) / name, text + '\n')
@@ -75,6 +88,7 @@ def check_resume(
   name: str = _STORED,
   length: str = 'num_iterations',
   results: Sequence[str] = ('metrics.jsonl',),
+  model_files: str | None = None,
 ) -> None:
   """Compares the config with the one in a work directory, if a run started.
 
@@ -86,6 +100,7 @@ def check_resume(
     length: the field with the length of the run, which may grow.
     results: patterns of folders and non-empty files, one of which a run has
       that got beyond its start. A checkpoint is another.
+    model_files: fingerprint of the files in model.path; None: not compared.
 
   Raises:
     ValueError: in one line with the differing fields, if the work directory
@@ -106,6 +121,7 @@ def check_resume(
     if not isinstance(stored.get('num_iterations'), int):
       raise ValueError('lacks num_iterations')
     deprecated.update_stored(stored, current)
+    old_files = stored.get('model', {}).pop('files', None)
   except ValueError as error:
     raise ValueError(
       f'--workdir={workdir}: its {name} cannot be read ({error}); {advice}'
@@ -118,6 +134,8 @@ def check_resume(
     and not (field == length and new >= old)
     and not (old is None and _is_default(field, new))
   ]
+  if None not in (old_files, model_files) and old_files != model_files:
+    changed.append(f'model.path={config.model.path} (its files were different)')
   if changed:
     raise ValueError(
       f'--workdir={workdir}: holds a run of another config: '

@@ -75,9 +75,32 @@ def _initialize_slice() -> None:
       ) from error
 
 
+def start_devices() -> None:
+  """Starts the devices of this process.
+
+  Raises:
+    ValueError: in one line, if the platforms in JAX_PLATFORMS have none.
+  """
+  try:
+    jax.devices()
+  # Without a plugin for CUDA, jax asserts that there is a device.
+  except (RuntimeError, AssertionError) as error:
+    platforms = os.environ.get('JAX_PLATFORMS')
+    if not platforms:
+      raise
+    reason = str(error).partition(' (set JAX_PLATFORMS')[0] or 'not installed'
+    raise ValueError(
+      f'$JAX_PLATFORMS={platforms}: cannot be used ({reason}); must be a '
+      'platform of this machine, such as cpu, or unset'
+    ) from error
+
+
 def is_main_process() -> bool:
-  """Returns whether this process prints, and writes shared files."""
-  return jax.process_index() == 0
+  """Returns whether this process prints, and writes shared files.
+
+  A single process starts no device for this.
+  """
+  return not is_multi_process() or jax.process_index() == 0
 
 
 def is_multi_process() -> bool:

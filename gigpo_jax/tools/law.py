@@ -29,7 +29,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import scipy.stats
@@ -49,6 +49,7 @@ PREDICTORS = {
 }
 _FORMATS = ('.1%', '.1f', '.1%', '.1%', '.2f')
 _MOST_PREDICTORS = 2
+_T = TypeVar('_T')
 
 
 class Effect(NamedTuple):
@@ -93,6 +94,28 @@ def split_name(experiment: str, name: str) -> tuple[str, str]:
   return experiment, name
 
 
+def by_setting(
+  results: Mapping[tuple[str, str], _T],
+) -> dict[str, dict[str, _T]]:
+  """Returns results by setting and method.
+
+  Settings `alias` hide parts of a state from anchors only. GRPO has no anchors,
+  so its results there are those of the setting without the alias.
+
+  Args:
+    results: by experiment and name of a run.
+  """
+  grouped: dict[str, dict[str, _T]] = {}
+  for (experiment, name), result in results.items():
+    setting, method = split_name(experiment, name)
+    grouped.setdefault(setting, {})[method] = result
+  for setting, by_method in grouped.items():
+    plain, alias, _ = setting.partition(' alias ')
+    if alias and BASELINE in grouped.get(plain, {}):
+      by_method[BASELINE] = grouped[plain][BASELINE]
+  return grouped
+
+
 def setting_of_config(config: str) -> str:
   """Returns the setting of a config in sweeps; `:mini` is the usual size."""
   path, _, variant = config.partition(':')
@@ -107,13 +130,12 @@ def effects(rows: Sequence[Mapping], method: str = 'gigpo') -> dict:
     rows: rows of `sweep.read_table`.
     method: name of a method, or BEST.
   """
-  final: dict[str, dict[str, dict[int, float]]] = {}
+  final: dict[tuple[str, str], dict[int, float]] = {}
   for row in rows:  # The last row of a run is its last evaluation.
-    setting, name = split_name(row['experiment'], row['name'])
-    rates = final.setdefault(setting, {}).setdefault(name, {})
-    rates[row['seed']] = 100 * row['eval/success_rate']
+    by_seed = final.setdefault((row['experiment'], row['name']), {})
+    by_seed[row['seed']] = 100 * row['eval/success_rate']
   found = {}
-  for setting, by_method in final.items():
+  for setting, by_method in by_setting(final).items():
     baseline = by_method.pop(BASELINE, {})
     if method == BEST:
       rates = _best_on_other_seeds(by_method)

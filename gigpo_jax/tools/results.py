@@ -201,12 +201,9 @@ def dial_table(
     results: results by name, such as 'decoys 4 gigpo', and seed.
     predictors: metrics by setting.
   """
-  by_setting: dict[str, dict[str, Mapping[int, outcomes.Result]]] = {}
-  for name, by_seed in results.items():
-    setting, method = law.split_name('keydoor', name)
-    by_setting.setdefault(setting, {})[method] = by_seed
+  named = {('keydoor', name): by_seed for name, by_seed in results.items()}
   rows = []
-  for setting, by_method in by_setting.items():
+  for setting, by_method in law.by_setting(named).items():
     grpo, gigpo = (by_method.get(name, {}) for name in (law.BASELINE, GIGPO))
     gap = paired.compare_results(gigpo, grpo)
     if gap is None:

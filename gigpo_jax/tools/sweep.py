@@ -394,7 +394,7 @@ def read_table(path: str) -> list[dict[str, float | str | None]]:
     ]
   except (OSError, KeyError, TypeError, ValueError) as error:
     raise ValueError(
-      f'--known={path}: not a table of a sweep ({type(error).__name__}: '
+      f'{path}: not a table of a sweep ({type(error).__name__}: '
       f'{error}); must be the CSV that launch/sweep.py writes'
     ) from error
 
