@@ -1,13 +1,12 @@
 """Tests of the law of step advantages, and of the advice from it."""
 
-import csv
 import json
 import math
 
 import numpy as np
 import pytest
 
-from gigpo_jax.tools import advise, law, outcomes, sweep
+from gigpo_jax.tools import advise, law, outcomes, sweep_table
 
 REVISITS = 'train/revisit_rate'
 CORRELATION = 'advantage/correlation'
@@ -15,15 +14,13 @@ CORRELATION = 'advantage/correlation'
 
 def write_table(path, runs):
   """Writes (experiment, name, seed, success) as the CSV of a sweep."""
-  names = ('experiment', 'name', 'seed', *sweep.COLUMNS, *sweep.MEANS)
-  with open(path, 'w', newline='', encoding='utf-8') as file:
-    writer = csv.DictWriter(file, names, restval='')
-    writer.writeheader()
-    for experiment, name, seed, success in runs:
-      row = {'experiment': experiment, 'name': name, 'seed': seed}
-      for iteration, rate in ((0, 0.1), (9, success)):
-        rates = {'iteration': iteration, 'eval/success_rate': rate}
-        writer.writerow(row | rates)
+  rows = [
+    {'experiment': experiment, 'name': name, 'seed': seed}
+    | {'iteration': iteration, 'eval/success_rate': rate}
+    for experiment, name, seed, success in runs
+    for iteration, rate in ((0, 0.1), (9, success))
+  ]
+  sweep_table.write(path, rows)
 
 
 def predictors(seed, **known):
@@ -43,7 +40,7 @@ def test_effects_are_paired_by_seed(tmp_path):
     ('sokoban', 'gigpo', 0, 0.7),
   ]
   write_table(tmp_path / 't.csv', runs)
-  found = law.effects(sweep.read_table(tmp_path / 't.csv'))
+  found = law.effects(sweep_table.read(tmp_path / 't.csv'))
   # Differences 4 and 10: their standard deviation is 3 sqrt(2).
   assert found['keydoor mini'] == pytest.approx((7, 3, 2))
   assert found['webshop'][0] == pytest.approx(-10)
@@ -100,7 +97,7 @@ def test_the_best_method_is_chosen_on_other_seeds(tmp_path):
     ('toy', name, n, x) for name in rates for n, x in enumerate(rates[name])
   ]
   write_table(tmp_path / 't.csv', runs)
-  found = law.effects(sweep.read_table(tmp_path / 't.csv'), law.BEST)
+  found = law.effects(sweep_table.read(tmp_path / 't.csv'), law.BEST)
   assert found['toy'] == pytest.approx((15, 5, 2))
 
 

@@ -1,21 +1,18 @@
 """Tests of matching learning rates by the KL of their updates."""
 
-import csv
-
 import pytest
 
-from gigpo_jax.tools import match_rate, sweep
+from gigpo_jax.tools import match_rate, sweep_table
 
 
 def write_table(path, runs):
   """Writes (name, seed, iteration, ratio/kl) as the CSV of a sweep."""
-  names = ('experiment', 'name', 'seed', *sweep.COLUMNS, *sweep.MEANS)
-  with open(path, 'w', newline='', encoding='utf-8') as file:
-    writer = csv.DictWriter(file, names, restval='')
-    writer.writeheader()
-    for name, seed, iteration, kl in runs:
-      row = {'name': name, 'seed': seed, 'iteration': iteration}
-      writer.writerow(row | {'experiment': 'alfworld', 'ratio/kl': kl})
+  rows = [
+    {'experiment': 'alfworld', 'name': name, 'seed': seed}
+    | {'iteration': iteration, 'ratio/kl': kl}
+    for name, seed, iteration, kl in runs
+  ]
+  sweep_table.write(path, rows)
 
 
 # gigpo: (10 * 1e-4 + 30 * 5e-4) / 40 = 4e-4. grpo: 1e-4 at 1e-4, 16e-4 at 4e-4.

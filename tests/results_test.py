@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from gigpo_jax.tools import law, outcomes, paired, results, sweep
+from gigpo_jax.tools import law, outcomes, paired, results, sweep_table
 
 
 @pytest.mark.parametrize('path', results.PAGES, ids=lambda path: path.name)
@@ -58,7 +58,7 @@ def test_the_dial_compares_two_methods_by_setting():
 
 
 def _row(name, seed, iteration, rate, steps=0.0, **known):
-  row = dict.fromkeys((*sweep.COLUMNS, *sweep.MEANS))
+  row = dict.fromkeys((*sweep_table.COLUMNS, *sweep_table.MEANS))
   row |= {'experiment': 'toy', 'name': name, 'seed': seed}
   row |= {'spent/env_steps': steps, 'spent/tokens': 10 * steps}
   row |= {name.replace('__', '/'): x for name, x in known.items()}

@@ -13,7 +13,7 @@ import pytest
 
 from gigpo_jax.run import run_config
 from gigpo_jax.runtime import files
-from gigpo_jax.tools import outcomes, paired, sweep
+from gigpo_jax.tools import outcomes, paired, sweep, sweep_table
 
 PROJECT = pathlib.Path(sweep.__file__).parents[2]
 
@@ -75,8 +75,8 @@ def test_finished_runs_are_gathered_and_not_rerun(tmp_path):
   assert [line['train/success_rate'] for line in evaluations[:2]] == [None, 0]
   assert evaluations[1]['advantage/correlation'] is None
   header = (tmp_path / 'results.csv').read_text().splitlines()[0]
-  assert header.startswith('experiment,name,seed,iteration,spent/episodes')
-  lines = sweep.table(evaluations).splitlines()
+  assert header.startswith('experiment,name,seed,settings,iteration')
+  lines = sweep_table.table(evaluations).splitlines()
   headers = (
     'minus a, paired | at 100 environment steps | at 700 generated tokens'
   )
@@ -89,7 +89,7 @@ def test_finished_runs_are_gathered_and_not_rerun(tmp_path):
   )
   # Seed 0 of run a has a last rate of 40.
   assert lines[3] == '| b | 1 | 11 | 50.0 | 10.0 | 47.3 | 47.3 | 50.0 |'
-  sweep.draw(evaluations, tmp_path / 'curves.png')
+  sweep_table.draw(evaluations, tmp_path / 'curves.png')
   assert (tmp_path / 'curves.png').stat().st_size > 5000
 
 
@@ -178,13 +178,13 @@ def test_known_tests_join_those_of_this_machine(tmp_path):
   write_test(tested[2], tmp_path)
   results = sweep.gather_tests(tested, tmp_path, 'all', known)
   assert results[:2] == known and results[2].outcomes_T.tolist() == [0, 1]
-  stored = sweep.read_tests(tmp_path / 'all.csv')
+  stored = sweep_table.read_tests(tmp_path / 'all.csv')
   assert [r.key for r in stored] == [run.key for run in RUNS]
   assert {r.task_list for r in stored} == {known[0].task_list}
   assert paired.table(outcomes.group(results)['alfworld']) == paired.table(
     outcomes.group(stored)['alfworld']
   )
-  assert sweep.read_tests(tmp_path / 'none.csv') == []
+  assert sweep_table.read_tests(tmp_path / 'none.csv') == []
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_known_runs_are_gathered_and_not_rerun(tmp_path, monkeypatch):
   # A table of another machine that already contains the other one.
   sweep.gather(RUNS, tmp_path / 'third', known=known)
   copy = str(tmp_path / 'third/results.csv')
-  assert sweep.read_table(table) == known
+  assert sweep_table.read(table) == known
   file = tmp_path / 'list.py'
   file.write_text(f'RUNS = {[_entry(run) for run in RUNS]}')
   started = []
@@ -262,12 +262,12 @@ def test_known_runs_are_gathered_and_not_rerun(tmp_path, monkeypatch):
     known=[table, copy],
   )
   assert (code, [run.name for run in started]) == (0, ['b'])
-  evaluations = sweep.read_table(str(tmp_path / 'second/list.csv'))
+  evaluations = sweep_table.read(str(tmp_path / 'second/list.csv'))
   assert evaluations[:4] == known
   assert [line['name'] for line in evaluations[4:]] == ['b', 'b']
   other = dataclasses.replace(RUNS[0], name='c')
   file.write_text(f'RUNS = {[_entry(other)]}')
-  with pytest.raises(ValueError, match=r'results.csv: has no run of .*list.py'):
+  with pytest.raises(ValueError, match=r'results.csv: has no run of the sweep'):
     sweep.main(
       str(file),
       str(tmp_path / 'second'),
@@ -281,10 +281,32 @@ def test_known_runs_are_gathered_and_not_rerun(tmp_path, monkeypatch):
   for line in ('alfworld,a', 'alfworld,a,0,5,16'):  # An interrupted copy.
     file.write_text(pathlib.Path(table).read_text() + line)
     with pytest.raises(ValueError, match='must be the CSV that'):
-      sweep.read_table(str(file))
+      sweep_table.read(str(file))
   file.write_text('experiment,name\nalfworld,a\n')
   with pytest.raises(ValueError, match='must be the CSV that'):
-    sweep.read_table(str(file))
+    sweep_table.read(str(file))
+
+
+def test_known_runs_with_other_settings_are_refused(tmp_path, capsys):
+  write_run(tmp_path / 'first/alfworld-a-0', [(0, 0.2), (100, 0.4)])
+  changed = dataclasses.replace(RUNS[0], overrides=(('seed', 0),))
+  file, table = tmp_path / 'list.py', tmp_path / 'first/results.csv'
+  sweep.gather(RUNS, tmp_path / 'first')
+
+  def gather(run):
+    file.write_text(f'RUNS = {[_entry(run)]}')
+    options = {'at_once': 1, 'only_gather': True, 'known': [str(table)]}
+    sweep.main(str(file), str(tmp_path / 'second'), **options)
+    return capsys.readouterr().out
+
+  assert f'1 runs are taken from {table}\n' in gather(RUNS[0])
+  problem = f'alfworld-a-0 was made with {RUNS[0].config}, but the sweep has '
+  with pytest.raises(ValueError, match=f'{problem}{RUNS[0].config} seed=0;'):
+    gather(changed)
+  # Tables of older releases have no settings.
+  content = table.read_text()
+  table.write_text(content.replace(RUNS[0].config, ''))
+  assert 'the settings of 1 are not known' in gather(changed)
 
 
 def test_folder_with_another_config_is_refused(tmp_path):
@@ -445,5 +467,5 @@ def test_a_table_of_another_kind_is_one_short_line(tmp_path):
   path = tmp_path / 'picture.csv'
   path.write_bytes(bytes(range(256)) * 9)
   with pytest.raises(ValueError, match='not a table of a sweep') as error:
-    sweep.read_table(str(path))
+    sweep_table.read(str(path))
   assert len(str(error.value)) < 400 and '\n' not in str(error.value)

@@ -35,7 +35,7 @@ import numpy as np
 import scipy.stats
 from jaxtyping import Float
 
-from gigpo_jax.tools import plots, sweep
+from gigpo_jax.tools import plots, sweep_table
 
 BASELINE = 'grpo'
 BEST = 'best'
@@ -127,7 +127,7 @@ def effects(rows: Sequence[Mapping], method: str = 'gigpo') -> dict:
   """Returns the effect by setting, with seeds that both methods have.
 
   Args:
-    rows: rows of `sweep.read_table`.
+    rows: rows of `sweep_table.read`.
     method: name of a method, or BEST.
   """
   final: dict[tuple[str, str], dict[int, float]] = {}
@@ -161,9 +161,9 @@ def read_effects(path: str, method: str = 'gigpo') -> dict[str, Effect]:
   tests = [
     {'experiment': result.experiment, 'name': result.name}
     | {'seed': result.seed, 'eval/success_rate': result.success}
-    for result in sweep.read_tests(path)
+    for result in sweep_table.read_tests(path)
   ]
-  evaluated = effects(sweep.read_table(path), method)
+  evaluated = effects(sweep_table.read(path), method)
   return evaluated | {
     setting: effect
     for setting, effect in effects(tests, method).items()

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from gigpo_jax.tools import sweep
+from gigpo_jax.tools import sweep_table
 
 
 def distances(
@@ -25,7 +25,7 @@ def distances(
   """Returns the mean `ratio/kl` of each run name of an experiment, in nats.
 
   Args:
-    rows: rows of `sweep.read_table`. A row has the means over the iterations
+    rows: rows of `sweep_table.read`. A row has the means over the iterations
       since the previous row of its run; the first row of a run has none.
     experiment: name of the config file.
   """
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--experiment', required=True, help='such as alfworld')
   options = parser.parse_args(argv)
   try:
-    rows = sweep.read_table(options.table)
+    rows = sweep_table.read(options.table)
     by_name = distances(rows, options.experiment)
     if not by_name:
       names = {row['experiment'] for row in rows}

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from gigpo_jax.tools import law, outcomes, paired, plots, sweep
+from gigpo_jax.tools import law, outcomes, paired, plots, sweep, sweep_table
 
 PROJECT = pathlib.Path(__file__).parents[2]
 _FOLDER = PROJECT / 'docs' / 'results'
@@ -47,13 +47,13 @@ _COST = ('spent/env_steps', 'spent/tokens')
 
 @functools.cache
 def _evaluations(name: str) -> tuple[dict, ...]:
-  return tuple(sweep.read_table(str(_FOLDER / f'{name}.csv')))
+  return tuple(sweep_table.read(str(_FOLDER / f'{name}.csv')))
 
 
 @functools.cache
 def _tests() -> dict[str, dict[str, dict[int, outcomes.Result]]]:
   """Returns the results of the credit benchmark by experiment, name, seed."""
-  return outcomes.group(sweep.read_tests(_FOLDER / 'credit.csv'))
+  return outcomes.group(sweep_table.read_tests(_FOLDER / 'credit.csv'))
 
 
 def _rows_of(
@@ -90,7 +90,7 @@ def credit_table(
 
   Args:
     tests: results by experiment, name and seed.
-    evaluations: rows of `sweep.read_table` of the same runs.
+    evaluations: rows of `sweep_table.read` of the same runs.
   """
   rows = []
   for experiment, results in tests.items():
@@ -123,7 +123,7 @@ def data_table(evaluations: Sequence[Mapping]) -> str:
   means over the iterations before the second one.
 
   Args:
-    evaluations: rows of `sweep.read_table`.
+    evaluations: rows of `sweep_table.read`.
   """
   rows = []
   for experiment in dict.fromkeys(row['experiment'] for row in evaluations):
@@ -238,7 +238,7 @@ def credit_block() -> str:
 
 def dial_block() -> str:
   """Returns the table of the dial."""
-  tests = outcomes.group(sweep.read_tests(_FOLDER / 'keydoor.csv'))
+  tests = outcomes.group(sweep_table.read_tests(_FOLDER / 'keydoor.csv'))
   predictors = (_FOLDER / 'dial_predictors.json').read_text(encoding='utf-8')
   return dial_table(tests['keydoor'], json.loads(predictors))
 
@@ -317,7 +317,7 @@ def measured_effects(
 
   Args:
     tests: results by experiment, name and seed.
-    evaluations: rows of `sweep.read_table`; the last ones of their runs count
+    evaluations: rows of `sweep_table.read`; the last ones of their runs count
       where `tests` has fewer than two pairs.
     method: name of the method.
 

@@ -4,7 +4,6 @@ Each run is a work directory of launch/train.py. A rerun of the same command
 skips finished runs and resumes the others.
 """
 
-import csv
 import dataclasses
 import os
 import pathlib
@@ -12,7 +11,7 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import ml_collections
 import numpy as np
@@ -24,47 +23,9 @@ from gigpo_jax import config as config_lib
 from gigpo_jax import deprecated, metrics
 from gigpo_jax.run import config_fields, run_config
 from gigpo_jax.runtime import files
-from gigpo_jax.tools import outcomes, paired, plots
+from gigpo_jax.tools import outcomes, paired, sweep_table
 
 _ROOT = pathlib.Path(__file__).parents[2]
-# Columns of the CSV, after experiment, name and seed.
-COLUMNS = (
-  'iteration',
-  'spent/episodes',
-  'spent/env_steps',
-  'spent/tokens',
-  'eval/success_rate',
-  'eval/success_low',
-  'eval/success_high',
-  'eval/score',
-  'eval/episode_length',
-  'eval/invalid_action_rate',
-)
-# Further CSV columns: means over the iterations since the previous evaluation.
-MEANS = (
-  'train/success_rate',
-  'train/episode_length',
-  'train/invalid_action_rate',
-  'train/revisit_rate',
-  'advantage/singleton_anchor_rows',
-  'advantage/anchor_group_size_mean',
-  'advantage/groups_without_spread',
-  'advantage/episode_std',
-  'advantage/step_std',
-  'advantage/correlation',
-  'advantage/effective_tokens',
-  'ratio/kl',
-  'loss/entropy',
-  'update/grad_norm',
-  'time/iteration_secs',
-  'time/credit_secs',
-)
-_SPENT = tuple(column for column in COLUMNS if column.startswith('spent/'))
-_X = {
-  'spent/env_steps': 'environment steps',
-  'spent/tokens': 'generated tokens',
-  'iteration': 'iteration',
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +56,12 @@ class Run:
   def key(self) -> tuple[str, str, int]:
     """Key of the run in the table: (experiment, name, seed)."""
     return self.experiment, self.name, self.seed
+
+  @property
+  def settings(self) -> str:
+    """What the table keeps of a run's config, such as `config.py env.a=1`."""
+    changes = (f'{field}={value}' for field, value in sorted(self.overrides))
+    return ' '.join((self.config, *changes))
 
   @property
   def folder(self) -> str:
@@ -372,33 +339,6 @@ def _wait_for_any(running: dict) -> subprocess.Popen:
       return process
 
 
-def read_table(path: str) -> list[dict[str, float | str | None]]:
-  """Returns the evaluations in a CSV that `gather` wrote.
-
-  Raises:
-    ValueError: in one line, if the file is not such a CSV.
-  """
-  try:
-    with open(path, newline='', encoding='utf-8') as file:
-      lines = list(csv.DictReader(file))
-    return [
-      {'experiment': line['experiment'], 'name': line['name']}
-      | {'seed': int(line['seed']), 'iteration': int(line['iteration'])}
-      | {
-        column: None if line[column] == '' else float(line[column])
-        for column in COLUMNS[1:]
-      }
-      # Tables of earlier releases lack some of these columns.
-      | {name: float(line[name]) if line.get(name) else None for name in MEANS}
-      for line in lines
-    ]
-  except (OSError, KeyError, TypeError, ValueError) as error:
-    raise ValueError(
-      f'{path}: not a table of a sweep ({type(error).__name__}: '
-      f'{error}); must be the CSV that launch/sweep.py writes'
-    ) from error
-
-
 def gather(
   runs: Sequence[Run],
   root: pathlib.Path,
@@ -414,7 +354,7 @@ def gather(
     known: evaluations of runs that are stored elsewhere.
   """
   root.mkdir(parents=True, exist_ok=True)
-  by_run = _by_run(known)
+  by_run = sweep_table.by_run(known)
   evaluations = []
   for run in runs:
     if run.key in by_run:
@@ -424,24 +364,21 @@ def gather(
       continue
     # An evaluation measures the policy before its iteration trains it, so the
     # totals spent are those before the iteration.
-    spent = dict.fromkeys(_SPENT, 0.0)
+    spent = dict.fromkeys(sweep_table.SPENT, 0.0)
     since: list[dict] = []
     for line in metrics.read(root / run.folder):
       if line.get('eval/success_rate') is not None:
         evaluations.append(
           {'experiment': run.experiment, 'name': run.name, 'seed': run.seed}
-          | {column: line.get(column) for column in COLUMNS}
+          | {'settings': run.settings}
+          | {column: line.get(column) for column in sweep_table.COLUMNS}
           | spent
-          | {column: _mean_of(column, since) for column in MEANS}
+          | {column: _mean_of(column, since) for column in sweep_table.MEANS}
         )
         since = []
       since.append(line)
-      spent = {name: line.get(name, spent[name]) for name in _SPENT}
-  columns = ['experiment', 'name', 'seed', *COLUMNS, *MEANS]
-  with open(root / f'{name}.csv', 'w', newline='', encoding='utf-8') as file:
-    writer = csv.DictWriter(file, columns)
-    writer.writeheader()
-    writer.writerows(evaluations)
+      spent = {name: line.get(name, spent[name]) for name in sweep_table.SPENT}
+  sweep_table.write(root / f'{name}.csv', evaluations)
   return evaluations
 
 
@@ -474,29 +411,8 @@ def gather_tests(
       by_task = outcomes.read_evaluation(path)
       results.append(outcomes.make_result(run.key, by_task))
   if results:
-    outcomes.write(tests_path(root / f'{name}.csv'), results)
+    outcomes.write(sweep_table.tests_path(root / f'{name}.csv'), results)
   return results
-
-
-def tests_path(path: str | pathlib.Path) -> pathlib.Path:
-  """Returns the CSV of tests that belongs to a sweep's CSV."""
-  path = pathlib.Path(path)
-  return path.with_name(f'{path.stem}_tests.csv')
-
-
-def read_tests(path: str | pathlib.Path) -> list[outcomes.Result]:
-  """Returns the tests next to a sweep's CSV; none without such a file."""
-  path = tests_path(path)
-  return outcomes.read(path) if path.is_file() else []
-
-
-def _by_run(evaluations: Sequence[dict]) -> dict[tuple, list[dict]]:
-  """Returns evaluations grouped by `Run.key`."""
-  by_run: dict[tuple, list[dict]] = {}
-  for line in evaluations:
-    key = line['experiment'], line['name'], line['seed']
-    by_run.setdefault(key, []).append(line)
-  return by_run
 
 
 def _mean_of(column: str, lines: Sequence[dict]) -> float | None:
@@ -505,105 +421,35 @@ def _mean_of(column: str, lines: Sequence[dict]) -> float | None:
   return float(np.mean(values)) if values else None
 
 
-def table(evaluations: Sequence[dict]) -> str:
-  """Returns a Markdown table of success rates, with a row for each name.
-
-  Columns: number of seeds; episodes played for training; success at the end as
-  mean and standard error; paired difference from the first name, seed by seed;
-  success at equal environment steps and at equal generated tokens, interpolated
-  at the smallest total of any run; success of each seed at the end.
+def _describe_known(
+  path: str, by_run: Mapping[tuple, Sequence[dict]], runs: Sequence[Run]
+) -> str:
+  """Returns how many runs are taken from a table.
 
   Args:
-    evaluations: evaluations, as `gather` returns them.
+    path: value of --known.
+    by_run: the table's evaluations by `Run.key`.
+    runs: the runs of the sweep.
+
+  Raises:
+    ValueError: in one line, if there are none, or one has other settings.
   """
-  curves = _curves(evaluations)
-  budgets = {
-    x: min(c[-1][x] for by_seed in curves.values() for c in by_seed.values())
-    for x in ('spent/env_steps', 'spent/tokens')
-  }
-  first, *_ = curves
-  headers = [f'minus {first}, paired']
-  headers += [f'at {budget:,.0f} {_X[x]}' for x, budget in budgets.items()]
-  rows = []
-  final = {
-    name: {s: 100 * c[-1]['eval/success_rate'] for s, c in by_seed.items()}
-    for name, by_seed in curves.items()
-  }
-  for name, by_seed in curves.items():
-    final_rates = list(final[name].values())
-    differences = [
-      x - final[first][s] for s, x in final[name].items() if s in final[first]
-    ]
-    cells = [
-      _mean(final_rates),
-      _mean(differences) if differences and name != first else '',
-    ]
-    for x, budget in budgets.items():
-      cells.append(_mean([_at(c, x, budget) for c in by_seed.values()]))
-    each = ', '.join(f'{x:.1f}' for x in final_rates)
-    played = np.mean([c[-1]['spent/episodes'] for c in by_seed.values()])
-    rows.append((name, len(final_rates), f'{played:,.0f}', *cells, each))
-  columns = 'run', 'seeds', 'episodes', 'final success', *headers, 'each seed'
-  return plots.table(columns, rows)
-
-
-def _curves(evaluations: Sequence[dict]) -> dict[str, dict[int, list[dict]]]:
-  """Returns evaluations by name, then by seed."""
-  curves: dict[str, dict[int, list[dict]]] = {}
-  for (_, name, seed), lines in _by_run(evaluations).items():
-    curves.setdefault(name, {})[seed] = lines
-  return curves
-
-
-def _at(curve: Sequence[dict], x: str, budget: float) -> float:
-  """Returns the success in percent at a budget of x, interpolated."""
-  xs = [line[x] for line in curve]
-  ys = [100 * line['eval/success_rate'] for line in curve]
-  return float(np.interp(budget, xs, ys))
-
-
-def _mean(values: Sequence[float]) -> str:
-  """Returns mean ± standard error; for one value, the value alone."""
-  mean = sum(values) / len(values)
-  if len(values) == 1:
-    return f'{mean:.1f}'
-  return f'{mean:.1f} ± {np.std(values, ddof=1) / len(values) ** 0.5:.1f}'
-
-
-def draw(
-  evaluations: Sequence[dict], path: pathlib.Path, *, x: str = 'spent/env_steps'
-) -> None:
-  """Draws learning curves: mean over seeds, with a band from min to max.
-
-  Args:
-    evaluations: evaluations, as `gather` returns them.
-    path: path of the image.
-    x: column of the x axis.
-  """
-  with plots.image(path, figsize=(7, 4.2)) as (_, axes):
-    for n, (name, by_seed) in enumerate(_curves(evaluations).items()):
-      # All curves of a name end where the shortest of them ends.
-      end = min(curve[-1][x] for curve in by_seed.values())
-      xs = np.linspace(0, end, 50)
-      ys = np.array(
-        [[_at(c, x, budget) for budget in xs] for c in by_seed.values()]
+  stored = {r: by_run[r.key][0]['settings'] for r in runs if r.key in by_run}
+  if not stored:
+    raise ValueError(
+      f'--known={path}: has no run of the sweep; experiment, name and seed '
+      'must be those of the sweep'
+    )
+  for run, settings in stored.items():
+    if settings not in (None, run.settings):
+      raise ValueError(
+        f'--known={path}: {run.folder} was made with {settings}, but the sweep '
+        f'has {run.settings}; give one of them another name, or leave out the '
+        'table'
       )
-      played = np.mean([c[-1]['spent/episodes'] for c in by_seed.values()])
-      label = (
-        f'{name}, {len(by_seed)} seed{"s" if len(by_seed) > 1 else ""}, '
-        f'{played:,.0f} episodes'
-      )
-      axes.plot(xs, ys.mean(axis=0), color=f'C{n}', label=label)
-      axes.fill_between(
-        xs,
-        ys.min(axis=0),
-        ys.max(axis=0),
-        color=f'C{n}',
-        alpha=0.15,
-      )
-    axes.set(xlabel=_X[x], ylabel='success, held-out tasks (%)', ylim=(-2, 102))
-    axes.grid(alpha=0.3)
-    axes.legend(loc='best', fontsize='small')
+  unchecked = list(stored.values()).count(None)
+  note = f'; the settings of {unchecked} are not known' if unchecked else ''
+  return f'{len(stored)} runs are taken from {path}{note}'
 
 
 def main(
@@ -628,14 +474,8 @@ def main(
   runs, root = read(sweep), pathlib.Path(workdir).resolve()
   known_runs: dict[tuple, list[dict]] = {}
   for path in known:
-    by_run = _by_run(read_table(path))
-    count = sum(run.key in by_run for run in runs)
-    if not count:
-      raise ValueError(
-        f'--known={path}: has no run of {sweep}; experiment, name and seed of '
-        'a run must be those of the sweep'
-      )
-    print(f'{count} runs are taken from {path}; their settings are not checked')
+    by_run = sweep_table.by_run(sweep_table.read(path))
+    print(_describe_known(path, by_run, runs))
     known_runs |= by_run
   elsewhere = [line for lines in known_runs.values() for line in lines]
   to_run = [run for run in runs if run.key not in known_runs]
@@ -647,16 +487,17 @@ def main(
       failed = run_all(to_run, root, at_once=at_once)
   name = pathlib.Path(sweep).stem
   evaluations = gather(runs, root, name, elsewhere)
-  tested = [result for path in known for result in read_tests(path)]
+  tested = [result for path in known for result in sweep_table.read_tests(path)]
   tests = outcomes.group(gather_tests(runs, root, name, tested))
-  print(f'{len(_by_run(evaluations))} of {len(runs)} runs are finished')
+  done = len(sweep_table.by_run(evaluations))
+  print(f'{done} of {len(runs)} runs are finished')
   for experiment in dict.fromkeys(line['experiment'] for line in evaluations):
     part = [line for line in evaluations if line['experiment'] == experiment]
-    print(f'\n{experiment}\n\n{table(part)}')
+    print(f'\n{experiment}\n\n{sweep_table.table(part)}')
     if experiment in tests:
       print(f'\n{paired.table(tests[experiment])}')
-    for x in _X:
+    for x in sweep_table.AXES:
       path = root / f'{name}_{experiment}_by_{x.rpartition("/")[2]}.png'
-      draw(part, path, x=x)
+      sweep_table.draw(part, path, x=x)
   print(f'\n{root}/{name}.csv')
   return int(bool(failed))
