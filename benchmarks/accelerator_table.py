@@ -1,7 +1,7 @@
 """The table of benchmarks/accelerator.py: measurements next to their limits.
 
 Input: the results of the parts as dictionaries. A limit is computed from the
-measured rates of matrix products and copies, at full use of all devices.
+measured rates of matmuls and copies, at full use of all devices.
 """
 
 from collections.abc import Iterator, Sequence
@@ -58,7 +58,7 @@ def _limits(rates: dict, shape: str) -> Iterator[str]:
     return
   yield (
     f'{rates["devices"]} x {rates["device"]}, jax {rates["jax"]}, shape '
-    f'{shape}. A device: {rates["matmul"] / 1e12:.2f} TFLOP/s for products of '
+    f'{shape}. A device: {rates["matmul"] / 1e12:.2f} TFLOP/s for matmuls of '
     f'{rates["dtype"]} matrices, {rates["copy"] / 1e9:.0f} GB/s copied. All '
     'numbers are measured; limits are computed from these two rates.'
   )

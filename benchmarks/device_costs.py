@@ -23,7 +23,7 @@ class Device:
   """Rates of a device; `sources` says where each number comes from.
 
   Attributes:
-    matmul_rate: operations/s of large bfloat16 products of matrices.
+    matmul_rate: operations/s of large bfloat16 matmuls.
     copy_rate: bytes/s that a copy moves.
     decode_share: share of `copy_rate` that decoding reads memory with.
     prefill_share: share of `matmul_rate` in a prefill.

@@ -98,7 +98,7 @@ def decode_flops(model: qwen.QwenConfig, tokens: int) -> float:
 
 
 def core_matmul_rate(width: int = 1024) -> float:
-  """Returns the float32 operations per CPU second of products of matrices."""
+  """Returns the float32 operations per CPU second of matmuls."""
   x = jax.random.normal(jax.random.key(0), (width, width))
   times = _times(jax.jit(lambda x: x @ x), x, 15, time.process_time)
   return 2 * width**3 / statistics.median(times)

@@ -17,7 +17,7 @@ Reports medians over alternating rounds.
 steps: time of a decode step by number of slots and by cache length.
 
 shares: operations per CPU second of decode and prefill, and their share of the
-rate of products of matrices on the same core. Pin the process to one core.
+matmul rate of the same core. Pin the process to one core.
 
 differences: number of tokens that change with the batch they are decoded in.
 

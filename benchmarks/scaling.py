@@ -38,8 +38,9 @@ def run(hosts: int, size: int) -> simulate.Iteration:
 def table(hosts: list[int], *, weak: bool) -> None:
   """Prints a table with a line for each number of hosts."""
   print(
-    '| hosts | chips | episodes | rollout | evaluation | products | exchange '
-    '| iteration | efficiency |\n|---|---|---|---|---|---|---|---|---|'
+    '| hosts | chips | episodes | rollout | evaluation | matmuls '
+    '| communication | iteration | efficiency |\n'
+    '|---|---|---|---|---|---|---|---|---|'
   )
   first = None
   for count in hosts:

@@ -427,7 +427,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     'kernels': {'recompute': False},
     'forward_passes': 1,
   },
-  'fused products in decoding': {'kernels': {'layer_scale': 0.6}},
+  'fused matmuls in decoding': {'kernels': {'layer_scale': 0.6}},
   'decoding reads used positions only': {'kernels': {'ragged': True}},
   'evaluation inside the rollout; finer buckets': {
     'evaluation_inside': True,

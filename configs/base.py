@@ -58,7 +58,7 @@ def _model_section() -> ml_collections.ConfigDict:
   # Compute type. Parameters and optimizer state are float32.
   model.dtype = 'bfloat16'
   # Activations that the backward pass recomputes to save memory: none, matrices
-  # (all except products with parameters), layer (all), or auto: the first of
+  # (all except matmuls with parameters), layer (all), or auto: the first of
   # these whose compiled update fits the memory of a device. Where that memory
   # is unknown, as on CPUs, auto is none up to 8 layers and layer above.
   model.remat = 'auto'

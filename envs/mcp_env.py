@@ -92,7 +92,15 @@ class Tasks:
 def tasks(split: str, **kwargs) -> Tasks:
   """Returns the tasks of a split; accepts and checks the kwargs of `Env`."""
   Env(**kwargs)
-  return Tasks(kwargs.get('tasks'), split)
+  source = kwargs.get('tasks')
+  known = Tasks(source, split)
+  for n, task in enumerate(known.tasks):
+    if not kwargs.get('score_tool') and not _plain(str(task.get(_ANSWER, ''))):
+      raise ValueError(
+        f"env.tasks={source}: task {n} of {split} has no '{_ANSWER}', which is "
+        'needed without env.score_tool'
+      )
+  return known
 
 
 class Env:
@@ -271,7 +279,7 @@ class Env:
 
   def _score(self, answer: str) -> float:
     if not self._score_tool:
-      return float(_plain(answer) == _plain(str(self._task.get(_ANSWER, ''))))
+      return float(_plain(answer) == _plain(str(self._task[_ANSWER])))
     arguments = {_ANSWER: answer} if _ANSWER in self._score_arguments else {}
     text = self._ask(self._score_tool, arguments)
     try:

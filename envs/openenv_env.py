@@ -279,7 +279,8 @@ class Env:
     """Returns the state's own fields, or else the observation."""
     state = self._connection.state()
     own = {name: state[name] for name in sorted(state.keys() - _COMMON)}
-    return json.dumps(own) if own else self._text()
+    text = json.dumps(own) if own else self._text()
+    return text[: messages.MAX_TEXT_CHARS]
 
   def _observe(
     self, new: Sequence[base.Message], *, tools: tuple[str, ...] = ()
@@ -288,7 +289,7 @@ class Env:
     return base.Observation(
       prompt=text,
       short_prompt=text,
-      anchor=self._anchor()[: messages.MAX_TEXT_CHARS],
+      anchor=self._anchor(),
       text=text,
       task=self._task,
       messages=tuple(new),

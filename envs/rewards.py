@@ -109,6 +109,12 @@ def make(
     prefix = f'reward.{name_of(path)}.'
     lines = [prefix + line for line in str(error).splitlines()]
     raise ValueError('\n'.join(lines)) from error
+  except Exception as error:  # The class of a user may raise anything.
+    reason = ' '.join(str(error).split())
+    raise ValueError(
+      f'reward.{name_of(path)}: {path} refuses its options {dict(options)} '
+      f'({type(error).__name__}: {reason})'
+    ) from error
   if not callable(function):
     raise ValueError(f'{field}: cannot be called; must be a function')
   return function

@@ -443,7 +443,7 @@ def group_normalize(
   keep_singletons: bool = False,
   ddof: int = 1,
   epsilon: float = EPSILON,
-  tolerance: float | Float[Array, ''] = 0.0,
+  tolerance: float | Float[Array, ' R'] = 0.0,
 ) -> Float[Array, ' R']:
   """Returns each value relative to its segment's mean, Eqs. (3) and (7).
 

@@ -89,13 +89,20 @@ def segment_ids(*keys: Int[Array, ' R']) -> Int[Array, ' R']:
 
 
 @typechecked
-def sum_tolerance(values: Float[Array, '*S']) -> Float[Array, '']:
-  """Returns the difference up to which sums of such values count as equal.
+def sum_tolerance(
+  values: Float[Array, ' R'], segments: Int[Array, ' R']
+) -> Float[Array, ' R']:
+  """Returns the difference up to which sums of a segment count as equal.
 
   Equal sums of float32 may differ in their last bits, which the division by a
   standard deviation near 0 would magnify; see `advantages.group_normalize`.
+
+  Args:
+    values: numbers as large as the terms of the sums.
+    segments: in [0, R); values of one segment are compared.
   """
-  return _EQUAL_WITHIN * jnp.max(jnp.abs(values))
+  largest = jax.ops.segment_max(jnp.abs(values), segments, len(segments))
+  return _EQUAL_WITHIN * largest[segments]
 
 
 @typechecked

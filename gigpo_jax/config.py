@@ -427,6 +427,12 @@ def _collection(config: ml_collections.ConfigDict) -> Iterator[str]:
       'filter.drop_zero_variance=True: one episode has no variance; needs '
       'rollout.episodes_per_group of at least 2'
     )
+  if config.filter.drop_zero_variance and config.reward.scored:
+    yield (
+      'filter.drop_zero_variance=True: filters by the rewards of the '
+      f'environment, before reward.scored={tuple(config.reward.scored)}; must '
+      'be False'
+    )
   if config.filter.drop_zero_variance and config.tasks.draw == 'stages':
     yield (
       'filter.drop_zero_variance=True: the tasks of refills have no stage; '

@@ -357,6 +357,8 @@ class EndpointPool:
         result = self._result(episode, None, call)
         self._arrived.append((episode.env, result))
         self._close(episode, 'the episode is over', 'no_episode')
+      else:
+        episode.deadline = self._clock.now() + self._step_timeout
     self._changed.notify_all()
 
   def _observe_request(self, episode: _Episode, call: _Call) -> None:

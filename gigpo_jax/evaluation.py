@@ -403,7 +403,7 @@ def main(
     for measure, comparison in measures.items():
       print(f'\n{names[0]} minus {name}, {measure}: {comparison}')
   with errors.explain_disk_errors(workdir):
-    _write(pathlib.Path(workdir), episodes, comparisons)
+    _write(config, pathlib.Path(workdir), episodes, comparisons)
 
 
 def _check_policies(
@@ -440,6 +440,7 @@ def _check_policies(
 
 
 def _write(
+  config: ml_collections.ConfigDict,
   folder: pathlib.Path,
   episodes_by_policy: dict[str, list[trajectory.Trajectory]],
   comparisons: dict[str, dict[str, Comparison]],
@@ -447,6 +448,7 @@ def _write(
   folder.mkdir(parents=True, exist_ok=True)
   report = {
     'version': files.VERSION,
+    'config': run_config.experiment(config),
     'policies': {
       name: {
         'rates': summarize(episodes),
@@ -495,6 +497,7 @@ def _evaluate_policy(config, source: str, path: str, pool, export: str) -> list:
       base_params=base_params,
       label='evaluation',
     )
+    metrics.stop_if_failed(episodes, config.pool.max_failed_share)
     return episodes
 
 

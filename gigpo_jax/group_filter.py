@@ -182,16 +182,17 @@ def has_variance(group: Sequence[trajectory.Trajectory]) -> bool:
   """Returns whether the episodes of a group have different rewards.
 
   Episodes whose environment failed do not count. With several agents, the
-  rewards of one of them must differ.
+  rewards of one of them must differ, its own or those that it shares.
   """
-  by_agent: dict[str, list[float]] = {}
+  totals: dict[tuple[bool, str], list[float]] = {}
   for t in group:
     if not t.failure:
-      for agent, reward in t.agent_rewards.items():
-        by_agent.setdefault(agent, []).append(reward)
+      for is_team, rewards in enumerate((t.own_rewards, t.team_rewards)):
+        for agent, reward in t.by_agent(rewards).items():
+          totals.setdefault((bool(is_team), agent), []).append(reward)
   return any(
     not math.isclose(min(rewards), max(rewards), abs_tol=trajectory.ROUNDING)
-    for rewards in by_agent.values()
+    for rewards in totals.values()
   )
 
 

@@ -411,8 +411,8 @@ class Learner:
       skipped_before: number of consecutive updates skipped just before.
       step_scale: factor of the learning rate; needs `scale_updates`.
       trained: True at the completion tokens to train on, [R, C]; None for all.
-      teacher_batch: rows of a teacher and their weight; each mini-batch gets
-        an equal share of the rows.
+      teacher_batch: rows of a teacher and their weight; each mini-batch of
+        each epoch gets an equal share of the rows, if there are enough.
       **columns: the columns that the loss reads: one number per row [R] or per
         completion token [R, C], or one for all tokens.
 
@@ -451,9 +451,10 @@ class Learner:
       for n, minibatch in enumerate(minibatches):
         weights = self._weights(rows, minibatch, trained)
         parts = [('accumulate', rows, minibatch, columns, weights)]
-        if teacher_batch is not None:
+        shown = self._teacher_part(teacher_batch, n, len(minibatches))
+        if shown is not None:
           weights *= np.float32(1 - teacher_batch.weight)
-          parts.append(self._teacher_part(teacher_batch, n, len(minibatches)))
+          parts.append(shown)
         for name, part_rows, index, part_columns, part_weights in parts:
           for microbatch in self._packer.microbatches(part_rows, index):
             arrays = mesh_lib.place_rows(
@@ -571,10 +572,17 @@ class Learner:
     return weights if trained is None else weights[:, None] * trained
 
   def _teacher_part(
-    self, given: teacher.TeacherBatch, n: int, count: int
-  ) -> tuple[str, batch.Rows, np.ndarray, dict, np.ndarray]:
-    """Returns the teacher's part of the n-th of `count` mini-batches."""
+    self, given: teacher.TeacherBatch | None, n: int, count: int
+  ) -> tuple[str, batch.Rows, np.ndarray, dict, np.ndarray] | None:
+    """Returns the teacher's part of the n-th of `count` mini-batches.
+
+    None without rows; then the mini-batch has the loss of RL alone.
+    """
+    if given is None:
+      return None
     index = np.array_split(np.flatnonzero(given.rows.real), count)[n]
+    if not len(index):
+      return None
     weights = self._weights(given.rows, index, None) * np.float32(given.weight)
     return 'teacher', given.rows, index, dict(given.columns), weights
 

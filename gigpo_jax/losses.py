@@ -179,7 +179,8 @@ class PolicyGradient:
   (arXiv:2507.18071, Eq. 7); as a row is a turn, this is also Turn-PPO. The
   gradient of a row's ratio flows through each token's own log-prob
   (GSPO-token, section 4.3), so that truncated importance weights stay per
-  token. Without these weights, the gradient is that of GSPO.
+  token. Without these weights, and with loss.aggregation=sequence_mean, the
+  gradient is that of GSPO; token_mean weights rows by their length.
 
   Differs from the paper: adds an entropy bonus, as the authors' code does.
 

@@ -19,7 +19,7 @@ from tensorboardX import event_file_writer, summary
 from tensorboardX.proto import event_pb2
 
 from gigpo_jax import trajectory
-from gigpo_jax.runtime import files
+from gigpo_jax.runtime import console, errors, files
 from gigpo_jax.tools import plots
 
 _FILE, _WANDB_RUN_ID = 'metrics.jsonl', 'wandb_run_id'
@@ -179,6 +179,30 @@ def failure_report(trajectories: Sequence[trajectory.Trajectory]) -> str:
     for cause, episodes in by_cause.items()
   ]
   return f'{total} of {len(trajectories)} episodes failed: {"; ".join(parts)}'
+
+
+def stop_if_failed(
+  trajectories: Sequence[trajectory.Trajectory], max_share: float
+) -> None:
+  """Reports failed episodes.
+
+  Args:
+    trajectories: all episodes.
+    max_share: largest share of failed episodes.
+
+  Raises:
+    errors.RunError: if there are more, or if all episodes failed.
+  """
+  report = failure_report(trajectories)
+  if not report:
+    return
+  console.log(report)
+  failed_share = sum(bool(t.failure) for t in trajectories) / len(trajectories)
+  if failed_share > max_share or failed_share == 1:
+    raise errors.RunError(
+      f'pool.max_failed_share={max_share}: {report}; fix the environment or '
+      'its data, then rerun the same command'
+    )
 
 
 def effective_tokens(

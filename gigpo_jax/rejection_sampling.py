@@ -48,7 +48,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
       "must be ''"
     )
   config_lib.validate(config)
-  sft.check_run(config, workdir)
+  sft.check_run(config, workdir, _STORED)
   run_config.check_resume(
     config, workdir, name=_STORED, length='sft.rounds', results=['round-*']
   )
@@ -98,6 +98,8 @@ def sample(
       for position in positions
     }
     together = [t for part in played.values() for t in part]
+    limit = config.pool.max_failed_share
+    metrics.stop_if_failed(together, limit)
     values = metrics.summarize(together, prefix='train')
     if config.evaluation.every:
       (evaluated,) = runner.run_batches(
@@ -105,6 +107,7 @@ def sample(
         [builders.make_eval_batch(config)],
         label='evaluation',
       )
+      metrics.stop_if_failed(evaluated, limit)
       values |= evaluation.summarize(evaluated)
     runner.sampler.release()
   if distributed.is_main_process():

@@ -117,20 +117,27 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
   scratch = config.sft.init == 'scratch'
   config_lib.validate(config, needs_model=not scratch)
   episode_set = open_episodes(config) if config.sft.data else None
-  check_run(config, workdir)
+  check_run(config, workdir, _STORED)
   run_config.check_resume(
-    config, workdir, name=_STORED, length='', results=[_STORED]
+    config, workdir, name=_STORED, length='', results=['policy']
   )
-  given = config.copy_and_resolve_references()
   distributed.initialize()
   with distributed.lock(workdir), errors.explain_disk_errors(workdir):
-    _warm_start(config, workdir, episode_set or demonstrations(config))
+    shown = episode_set or demonstrations(config)
     if distributed.is_main_process():
-      run_config.save(given, workdir, _STORED)
+      run_config.save(config, workdir, _STORED)
+    _warm_start(config, workdir, shown)
 
 
-def check_run(config: ml_collections.ConfigDict, workdir: str) -> None:
+def check_run(
+  config: ml_collections.ConfigDict, workdir: str, stored: str
+) -> None:
   """Checks that a warm start can be trained in a work directory.
+
+  Args:
+    config: the experiment.
+    workdir: the folder.
+    stored: file with the config of the command, if it ran there before.
 
   Raises:
     ValueError: in one line, if it cannot.
@@ -151,6 +158,9 @@ def check_run(config: ml_collections.ConfigDict, workdir: str) -> None:
       f'--workdir={workdir}: holds a run of launch/train.py; must be another '
       'folder'
     )
+  if not (pathlib.Path(workdir) / stored).exists():
+    names = *policy_files.FOLDERS, 'metrics.jsonl'
+    policy_files.refuse_existing(workdir, names)
   if not config.sft.init:
     policy_files.check_target(config.model.path, workdir)
 
@@ -228,7 +238,9 @@ def demonstrations(config: ml_collections.ConfigDict) -> list[Demonstration]:
     # Tasks from the end of the split overlap little with those that RL draws
     # first.
     task = base.Task('train', available - 1 - episode % available)
-    steps = env.demonstrate(task, noise=config.sft.noise, seed=config.seed)
+    # A task that comes again gets other noise.
+    seed = config.seed + episode // available
+    steps = env.demonstrate(task, noise=config.sft.noise, seed=seed)
     shown.append([(_observation(given), text) for given, text in steps])
     now = time.monotonic()
     if now - reported >= _REPORT_SECS:
@@ -542,8 +554,8 @@ def _fit(
     updates, loss = len(chunks), preference.FirstOrder()
   else:
     chunks = list(_report_chunks(config, rows))
-    per_epoch = -(-int(rows.real.sum()) // config.sft.minibatch_rows)
-    updates, loss = config.sft.epochs * per_epoch, losses.Supervised()
+    size, loss = config.sft.minibatch_rows, losses.Supervised()
+    updates = sum(-(-len(row_ids) // size) for _, row_ids in chunks)
   _set_learner_options(config, updates)
   policy = remat.resolve(config, policy)
   learner = builders.make_learner(config, policy, loss)

@@ -232,6 +232,14 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'teacher.mu_peak={options.mu_peak}: env.name={name} has no expert; must '
       f'be 0{remedy}'
     )
+  log_probs = config.loss.old_log_probs
+  carry_over = config.rollout.carry_over
+  if options.loss == 'distillation' and carry_over and log_probs != 'learner':
+    yield (
+      f'loss.old_log_probs={log_probs}: with rollout.carry_over={carry_over}, '
+      'those of earlier policies, but teacher.loss=distillation compares with '
+      'the current one; must be learner'
+    )
   is_history = config.env.get('context', 'history') == 'history'
   if options.loss == 'distillation' and not is_history:
     yield (

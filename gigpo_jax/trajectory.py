@@ -158,12 +158,15 @@ class Trajectory:
       for t, end in self._next_turns
     )
 
-  @property
-  def agent_rewards(self) -> dict[str, float]:
-    """Sum of the own rewards of each agent that took a step."""
+  def by_agent(self, values: Sequence[float]) -> dict[str, float]:
+    """Returns the sum of values over the steps of each agent.
+
+    Args:
+      values: one value per step, such as `own_rewards`.
+    """
     totals: dict[str, float] = {}
-    for agent, reward in zip(self.agents, self.own_rewards, strict=True):
-      totals[agent] = totals.get(agent, 0.0) + reward
+    for agent, value in zip(self.agents, values, strict=True):
+      totals[agent] = totals.get(agent, 0.0) + value
     return totals
 
   @property

@@ -27,8 +27,8 @@ _CONFIG = config_flags.DEFINE_config_file(
 _WORKDIR = flags.DEFINE_string(
   'workdir',
   None,
-  'Work directory; default runs/<config>-<variant>. The same command with the '
-  'same directory resumes.',
+  'Work directory; default runs/<config>-<variant>. Training resumes the run '
+  'that it holds.',
 )
 
 # Errors that a wrong command line causes.

@@ -1,8 +1,9 @@
-"""Trains a policy.
+r"""Trains a policy.
 
     python launch/train.py --config=configs/alfworld.py:tiny
     python launch/train.py --config=configs/webshop.py:tiny --workdir=runs/shop
-    python launch/train.py --config=configs/alfworld.py:tiny --config.seed=1
+    python launch/train.py --config=configs/alfworld.py:tiny --config.seed=1 \
+        --workdir=runs/alfworld-tiny-1
 
 Rerun a command to resume its run. After installation, `gigpo-train` is a short
 form of `python launch/train.py`.

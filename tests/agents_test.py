@@ -224,9 +224,22 @@ def test_a_game_that_either_player_wins_has_variance():
   last = dataclasses.replace(other.steps[-1], result=result)
   other = dataclasses.replace(other, steps=(*other.steps[:-1], last))
   assert one.reward == other.reward
-  assert one.agent_rewards == {'p': 1, 'q': -1}
+  assert one.by_agent(one.own_rewards) == {'p': 1, 'q': -1}
   assert group_filter.has_variance([one, other])
   assert not group_filter.has_variance([one, one])
+
+
+def test_rewards_that_a_team_shares_are_variance():
+  # `b` is paid before its first turn: in the team's rewards, but not its own.
+  def paid(reward):
+    episode = _episode(0, ('a', 0.0), ('b', 0.0))
+    first, last = episode.steps
+    result = dataclasses.replace(first.result, other_rewards={'b': reward})
+    first = dataclasses.replace(first, result=result)
+    return dataclasses.replace(episode, steps=(first, last))
+
+  assert group_filter.has_variance([paid(1.0), paid(0.0)])
+  assert not group_filter.has_variance([paid(1.0), paid(1.0)])
 
 
 def test_trees_of_several_agents_by_hand():

@@ -448,7 +448,7 @@ RUNS = (
   _run(
     lambda run: (run / 'policy').mkdir(parents=True),
     '--workdir=',
-    'its policy/ is of another command',
+    'its policy is of another command',
   ),
 )
 

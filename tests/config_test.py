@@ -239,8 +239,16 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
       'reward.kl_weight=0.1: changes the total reward, but gdpo uses its comp',
     ),
     (
+      {'algorithm.name': 'pass_at_k', 'algorithm.set_size': 8},
+      'algorithm.set_size=8: a group has .* must be below that',
+    ),
+    (
+      {'algorithm.name': 'polychromic', 'algorithm.set_size': 8},
+      'algorithm.set_size=8: polychromic compares all sets .* and below that',
+    ),
+    (
       {'algorithm.name': 'polychromic', 'algorithm.set_size': 1},
-      'algorithm.set_size=1: polychromic compares all sets .* must be from 2',
+      'algorithm.set_size=1: polychromic compares all sets .* be at least 2',
     ),
     (
       {'algorithm.name': 'polychromic_vine', 'algorithm.set_size': 4},

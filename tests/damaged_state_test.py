@@ -66,6 +66,7 @@ def _small_parts(monkeypatch):
     tokenizer=episodes_test.Text(),
     load=lambda: {'w': jnp.arange(4.0)},
     sampler=types.SimpleNamespace(base=None),
+    fingerprint='',
   )
   parts = {
     'make_learner': lambda *_: _Learner(),
@@ -362,13 +363,14 @@ def test_a_damaged_evaluation_is_made_again(tmp_path, monkeypatch, damage):
   path = run.test_result(tmp_path)
   path.parent.mkdir(parents=True)
   (tmp_path / run.folder / 'metrics.jsonl').touch()
-  evaluation._write(path.parent, {'policy': played}, {})
+  config = run.load(run.test)
+  evaluation._write(config, path.parent, {'policy': played}, {})
   assert outcomes.read_evaluation(path) == {'test/0': [True]}
   assert run.next_command(tmp_path) is None
   if damage in DAMAGES:
     DAMAGES[damage](path)
   elif damage == 'two':
-    evaluation._write(path.parent, {'a': played, 'b': played}, {})
+    evaluation._write(config, path.parent, {'a': played, 'b': played}, {})
   else:
     path.write_text(path.read_text().replace('true', '"true"'))
   with pytest.raises(ValueError, match=f'{path}: ') as error:

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import threading
+import time
 
 import httpx
 import numpy as np
@@ -22,6 +23,7 @@ from gigpo_jax import (
   env_pool,
   rollout,
   sampler,
+  trajectory,
 )
 from gigpo_jax.runtime import web
 
@@ -40,14 +42,16 @@ def fixture_text(tmp_path_factory: pytest.TempPathFactory):
 
 
 @contextlib.contextmanager
-def _serve(text, *, num_envs=3, max_steps=9, timeout=30.0, **options):
+def _serve(
+  text, *, num_envs=3, max_steps=9, timeout=30.0, step_timeout=30.0, **options
+):
   """Yields a pool and the address of its server."""
   with endpoint.EndpointPool(
     text.decode,
     num_envs=num_envs,
     max_steps=max_steps,
     has_tools=True,
-    step_timeout_secs=30.0,
+    step_timeout_secs=step_timeout,
     reset_timeout_secs=timeout,
   ) as pool:
     app = endpoint_server.application(pool, **options)
@@ -274,6 +278,33 @@ def test_a_reward_that_waits_takes_no_turn(text):
     concurrent.futures.wait(calls, 0.5, concurrent.futures.FIRST_COMPLETED)
     pool.close()
     assert [call.exception(30).code for call in calls] == ['over', 'over']
+
+
+def test_a_reward_is_a_call_for_the_time_limit(text):
+  request = chat_completions.ChatRequest((base.Message('user', 'hello'),))
+  with (
+    concurrent.futures.ThreadPoolExecutor(1) as threads,
+    _serve(text, step_timeout=2.0) as (pool, _),
+  ):
+    pool.reset(0, base.Task('train', 0))
+    name = pool.take(9.0)['id']
+    call = threads.submit(pool.complete, name, request)
+    assert pool.receive()
+    (ids,) = text.encode(['Hello.'])
+    log_probs = np.zeros(len(ids), np.float32)
+    pool.step(
+      0,
+      'Hello.',
+      trajectory.SampledTurn(ids, ids, log_probs, False, False, '', '', ''),
+    )
+    call.result(30)
+    for _ in range(4):
+      time.sleep(0.8)
+      pool.reward(name, endpoint.Reward(0.5, done=False))
+    pool.reward(name, endpoint.Reward(1.0, done=True))
+    ((_, result),) = pool.receive()
+    assert result.reward == 3.0
+    pool.close()
 
 
 def test_a_conversation_that_is_too_long_ends_its_episode(text):

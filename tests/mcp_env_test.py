@@ -236,6 +236,15 @@ def test_wrong_arguments_are_refused_in_one_line(changes, message):
   assert len(str(e.value).splitlines()) == 1
 
 
+def test_a_task_needs_an_answer_without_a_score_tool(tmp_path):
+  given = _bad(tmp_path)
+  assert len(envs.tasks('mcp', 'train', **given)) == 1
+  problem = "task 0 of test has no 'answer', which is needed without env.score"
+  with pytest.raises(ValueError, match=problem):
+    envs.tasks('mcp', 'test', **given)
+  assert len(envs.tasks('mcp', 'test', **given, score_tool='score')) == 1
+
+
 def test_missing_requirements_are_reported(monkeypatch):
   check = mcp_env.check_installation
   assert not list(check(NOTES))

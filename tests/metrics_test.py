@@ -15,6 +15,7 @@ from tensorboardX.proto import event_pb2
 
 from envs import base
 from gigpo_jax import evaluation, metrics, trajectory
+from gigpo_jax.runtime import errors
 
 
 def test_wilson_by_hand():
@@ -360,6 +361,11 @@ def test_failed_episodes_are_counted_by_cause_and_reported():
     'such as train/1 (step of env 1 took longer than 60 s)'
   )
   assert metrics.failure_report(episodes[:1]) == ''
+  metrics.stop_if_failed(episodes[:1], 0.0)
+  share = sum(bool(t.failure) for t in episodes) / len(episodes)
+  metrics.stop_if_failed(episodes, share)
+  with pytest.raises(errors.RunError, match='pool.max_failed_share=0.1: '):
+    metrics.stop_if_failed(episodes, 0.1)
 
 
 class _Remote:

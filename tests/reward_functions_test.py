@@ -364,8 +364,15 @@ def test_options_of_a_class_are_a_section():
     config.reward.wrong = ml_collections.ConfigDict({'size': -1})
   (line,) = reward_functions.conflicts(config)
   assert line == 'reward.wrong.size=-1: must not be negative'
+  with config.unlocked():
+    config.reward.wrong = ml_collections.ConfigDict({'size': 'large'})
+  (line,) = reward_functions.conflicts(config)
+  assert line.startswith(
+    "reward.wrong: reward_examples:Wrong refuses its options {'size': 'large'} "
+    '(TypeError: '
+  )
   config.reward.wrong.unlock()
-  config.reward.wrong.colour = 'red'
+  config.reward.wrong.size, config.reward.wrong.colour = '', 'red'
   (line,) = reward_functions.conflicts(config)
   assert line.startswith(
     'reward.wrong.colour=red: reward_examples:Wrong has no'

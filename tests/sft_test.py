@@ -2,10 +2,12 @@
 
 import json
 import math
+import types
 
 import numpy as np
 import pytest
 
+import envs
 from configs import alfworld
 from envs import base
 from gigpo_jax import optimizer, replay, sft, tokenizer
@@ -64,6 +66,39 @@ def test_demonstrations_report_progress(capsys, monkeypatch):
   lines = capsys.readouterr().out.splitlines()
   assert len(lines) == 12
   assert lines[4].startswith('5 of 12 expert episodes, ')
+
+
+def test_a_task_that_comes_again_is_shown_with_other_noise(monkeypatch):
+  monkeypatch.setattr(envs, 'tasks', lambda *_, **__: range(1))
+  config = _config()
+  config.sft.num_episodes, config.sft.noise = 3, 0.5
+  one, *others = sft.demonstrations(config)
+  assert all(shown != one for shown in others)
+
+
+@pytest.mark.parametrize('name', ['policy', 'metrics.jsonl'])
+def test_results_of_another_command_are_kept(tmp_path, name):
+  (tmp_path / name).mkdir()
+  with pytest.raises(ValueError, match=f'its {name} is of another command'):
+    sft.warm_start(_config(), str(tmp_path))
+
+
+@pytest.mark.parametrize(('rows', 'report_rows'), [(10, 4), (10, 100)])
+def test_the_rate_decays_over_all_updates(monkeypatch, rows, report_rows):
+  config = _config()
+  config.sft.report_rows, config.sft.minibatch_rows = report_rows, 3
+  config.sft.epochs, updates = 2, []
+
+  def stop(_, count):
+    updates.append(count)
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(sft, '_set_learner_options', stop)
+  real = types.SimpleNamespace(real=np.ones(rows, bool))
+  with pytest.raises(KeyboardInterrupt):
+    sft._fit(config, None, real, None, '')
+  # Chunks of 4, 4 and 2 rows are 2, 2 and 1 mini-batches of at most 3.
+  assert updates == [2 * {4: 5, 100: 4}[report_rows]]
 
 
 def test_interrupted_warm_start_leaves_no_policy(tmp_path, monkeypatch):

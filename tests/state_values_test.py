@@ -1,5 +1,7 @@
 """Tests of algorithms that use values of states without a critic."""
 
+import dataclasses
+
 import algorithm_rows
 import numpy as np
 import pytest
@@ -108,6 +110,50 @@ def test_lone_anchors_have_no_step_advantage(name):
   output = algorithms.make(name, episode_weight=1.0).compute_advantages(rows)
   episode_only = algorithms.make('grpo').compute_advantages(rows)
   np.testing.assert_array_equal(output.advantages, episode_only.advantages)
+
+
+@pytest.mark.parametrize('name', ['gigpo', 'gagpo', 'pgpo', 'g2po', 'gdpo'])
+def test_large_rewards_elsewhere_do_not_hide_small_ones(name):
+  # One step per episode; the second group has the rewards of the first, times
+  # a million.
+  rows = algorithm_rows.golden_rows().take(np.array([0, 3, 4, 5]))
+  rows.groups[:], rows.episodes[:], rows.steps[:] = (0, 0, 1, 1), range(4), 0
+  rows.rewards[:], rows.anchors[:] = (0, 1, 0, 1e6), (0, 0, 1, 1)
+  rows.valid[:], rows.success[:] = True, rows.rewards > 0
+  kwargs = {}
+  if name == 'gdpo':
+    rows = dataclasses.replace(rows, components=rows.rewards[:, None])
+    kwargs = {'components': ('reward',)}
+  output = algorithms.make(name, **kwargs).compute_advantages(rows)
+  low, high, *others = output.advantages
+  assert high > 0.5 > -0.5 > low
+  np.testing.assert_allclose(others, (low, high), rtol=1e-3)
+
+
+def test_early_states_of_long_episodes_have_potentials():
+  # Two successes and two failures of 300 steps, which share the first state.
+  # With discount 0.95, the returns there are 2e-6 of the last.
+  steps = 300
+  rows = algorithm_rows.golden_rows().take(np.zeros(4 * steps, int))
+  rows.groups[:], rows.success[:] = 0, False
+  rows.episodes[:] = np.repeat(range(4), steps)
+  rows.steps[:] = np.tile(range(steps), 4)
+  rows.anchors[:] = np.arange(4 * steps)
+  rows.anchors[rows.steps == 0] = 0
+  last = rows.steps == steps - 1
+  rows.rewards[:] = 10.0 * (last & (rows.episodes < 2))
+  rows.success[:] = rows.rewards > 0
+  rows.valid[:] = True
+  kwargs = {'discount': 0.95, 'episode_weight': 0.0}
+  subject = algorithms.make('pgpo', **kwargs, potential_weight=1.0)
+  plain = algorithms.make('pgpo', **kwargs, potential_weight=0.0)
+  given, without = (
+    x.compute_advantages(rows).advantages[rows.steps == 0]
+    for x in (subject, plain)
+  )
+  # Potentials of the next states: the returns of their only episodes, half of
+  # which are 0; normalised like the returns themselves, times (1 - 1/2)^2.
+  np.testing.assert_allclose(given - without, without / 4, rtol=0.05)
 
 
 @pytest.mark.parametrize('name', ['pgpo', 'gagpo', 'ecpo'])

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import time
@@ -166,6 +167,54 @@ def test_trained_policies_are_tested_and_compared(
   unknown = dataclasses.replace(RUNS[0], test=(('evaluation.task', 4),))
   with pytest.raises(ValueError, match='-a-0: evaluation.task: no such field'):
     sweep.run_all([unknown], tmp_path, at_once=1)
+
+
+def test_results_stay_if_folders_are_cleaned_up(tmp_path, capsys):
+  runs = [dataclasses.replace(run, test=(('seed', 0),)) for run in RUNS]
+  file = tmp_path / 'list.py'
+  entries = [_entry(run) | {'test': dict(run.test)} for run in runs]
+  file.write_text(f'RUNS = {entries}')
+  for run in runs:
+    write_run(tmp_path / run.folder, [(0, 0.2), (100, 0.4)])
+    write_test(run, tmp_path)
+  options = {'at_once': 1, 'only_gather': True}
+  sweep.main(str(file), str(tmp_path), **options)
+  table, tests = tmp_path / 'list.csv', tmp_path / 'list_tests.csv'
+  contents = sweep_table.read(table), tests.read_text()
+  shutil.rmtree(tmp_path / runs[0].folder)
+  shutil.rmtree(tmp_path / runs[1].folder / 'policy')
+  capsys.readouterr()
+  sweep.main(str(file), str(tmp_path), **options)
+  assert '2 runs of ' in capsys.readouterr().out
+  assert (sweep_table.read(table), tests.read_text()) == contents
+  # Results of other settings do not stay.
+  entries[0]['overrides'] = {'seed': 0}
+  file.write_text(f'RUNS = {entries}')
+  sweep.main(str(file), str(tmp_path), **options)
+  keys = [line['seed'] for line in sweep_table.read(table)]
+  assert keys == [1, 1, 0, 0]
+
+
+def test_a_changed_test_is_repeated(tmp_path):
+  run = dataclasses.replace(RUNS[0], test=(('evaluation.num_tasks', 2),))
+  write_run(tmp_path / run.folder, [(0, 0.2), (100, 0.4)])
+  write_test(run, tmp_path)
+  assert run.next_command(tmp_path) is None  # Older files have no config.
+  path = run.test_result(tmp_path)
+  report = json.loads(path.read_text())
+  for num_tasks, is_current in ((2, True), (4, False)):
+    report['config'] = {'evaluation.num_tasks': num_tasks}
+    path.write_text(json.dumps(report))
+    assert (run.next_command(tmp_path) is None) == is_current
+    assert len(sweep.gather_tests([run], tmp_path)) == is_current
+
+
+def test_policies_of_agents_are_in_folders(tmp_path):
+  write_run(tmp_path / RUNS[0].folder, [(0, 0.2), (100, 0.4)])
+  policy = tmp_path / RUNS[0].folder / 'policy'
+  (policy / 'planner').mkdir()
+  (policy / 'config.json').rename(policy / 'planner' / 'config.json')
+  assert sweep.finished(RUNS[0], tmp_path)
 
 
 def test_known_tests_join_those_of_this_machine(tmp_path):
@@ -452,7 +501,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     sweep.main(
       'configs/sweeps/main.py', f'{tmp_path}/file', at_once=1, only_gather=True
     )
-  (tmp_path / 'main.csv').symlink_to('/dev/full')
+  (tmp_path / 'main.csv.tmp').symlink_to('/dev/full')
   done = _command(runs, '--gather', f'--workdir={tmp_path}')
   assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
   assert f'{tmp_path}: cannot be written' in done.stderr

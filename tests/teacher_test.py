@@ -1,5 +1,6 @@
 """Tests of a teacher in RL (CHORD): schedule, token weights, updates."""
 
+import dataclasses
 import math
 
 import jax
@@ -110,6 +111,18 @@ def test_every_minibatch_gets_a_share_of_the_rows():
   assert metrics['teacher/tokens'] == whole['teacher/tokens'] > 0
 
 
+def test_minibatches_without_rows_of_the_teacher_are_rl():
+  one = _batch(1.0)
+  one = dataclasses.replace(one, rows=one.rows.take(np.array([0])))
+  subject = sgd(
+    loss=LOSS, teacher_loss=teacher.Imitation('none'), minibatch_rows=4
+  )
+  _, metrics = step(subject, make_rows(), teacher_batch=one)
+  # The first of two mini-batches has the teacher's row, with weight 1.
+  assert metrics['update/count'] == 2 and metrics['teacher/tokens'] > 0
+  assert metrics['update/tokens'] > 0
+
+
 def test_replayed_ratios_by_hand():
   # Behaviour .25 and policy .5: ratio 2, clipped at 1.2 for A > 0 only.
   options = teacher.Options(mu_peak=1.0, loss='replay')
@@ -215,6 +228,14 @@ def test_without_a_teacher_there_is_no_batch():
         'teacher.data': 'x',
       },
       'teacher.data=x: teacher.loss=distillation teaches with the iteration',
+    ),
+    (
+      {
+        'teacher.mu_peak': 0.1,
+        'teacher.loss': 'distillation',
+        'rollout.carry_over': 4,
+      },
+      'loss.old_log_probs=sampler: with rollout.carry_over=4, .* be learner',
     ),
     (
       {

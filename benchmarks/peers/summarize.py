@@ -15,7 +15,7 @@ RATES = {
   'new tokens': 'new_tok_per_cpu_s',
   'trained tokens': 'train_tok_per_cpu_s',
 }
-# Shares of the core's rate of matrix products, measured in the same process.
+# Shares of the core's matmul rate, measured in the same process.
 SHARES = {
   'prefill': 'prefill_matmul_share',
   'decode': 'decode_matmul_share',

@@ -65,10 +65,10 @@ def conflicts(config: Any) -> Iterator[str]:
   """Yields options that need an order of tasks of their own."""
   if not config.env.get('reference_sampling'):
     return
-  if config.tasks.draw == 'uncertain':
+  if config.tasks.draw != 'epochs':
     yield (
-      'tasks.draw=uncertain: env.reference_sampling sets the order of tasks; '
-      'must be epochs'
+      f'tasks.draw={config.tasks.draw}: env.reference_sampling sets the order '
+      'of tasks; must be epochs'
     )
   if config.filter.drop_zero_variance:
     yield (

@@ -7,7 +7,7 @@ the share of successes of the members that are forced into the cheapest mode,
 the reward of an episode is
 
     r = acc adapt fmt,
-    adapt = 1 - p^alpha if the task is easy and a dearer mode was chosen,
+    adapt = 1 - p^alpha if the task is easy and a costlier mode was chosen,
     acc = 1 for a success, fmt = 1 if all responses are valid and have a mode;
 
 adapt is 1 and the other factors are 0 otherwise. The advantage is (r - mean) /
@@ -67,7 +67,7 @@ class Algorithm:
 
   Attributes:
     cost_power: alpha, the power of p, the share of successes in the cheapest
-      mode; a dearer mode on an easy task earns 1 - p^alpha; 2 in the paper.
+      mode; a costlier mode on an easy task earns 1 - p^alpha; 2 in the paper.
     easy_rate: smallest p of an easy task.
   """
 

@@ -64,7 +64,9 @@ def _components(
     (means, 0 * means),
     row_segments.anchors,
     norm=norm,
-    tolerance=arrays.sum_tolerance(row_segments.returns[0]),
+    tolerance=arrays.sum_tolerance(
+      row_segments.returns[0], row_segments.anchors
+    ),
   )
   steps = arrays.segment_count(
     row_segments.anchors, jnp.ones_like(row_segments.real)

@@ -44,15 +44,20 @@ def _components(inputs, *, norm, penalty_scope, **statistics):
   before, after = values(
     row_segments, inputs.rewards[0], inputs.steps, inputs.discount[0]
   )
-  stats = {'norm': norm, 'tolerance': arrays.sum_tolerance(before)}
+  size = jnp.maximum(jnp.abs(before), jnp.abs(after))
   step_advantage = advantages.step_advantages(
     arrays.two_add((after, 0 * after), row_segments.cost),
     row_segments.anchors,
-    **stats,
+    norm=norm,
+    tolerance=arrays.sum_tolerance(size, row_segments.anchors),
   )
   gain = after - before
   step_advantage += advantages.group_normalize(
-    (gain, 0 * gain), row_segments.groups, row_segments.real, **stats
+    (gain, 0 * gain),
+    row_segments.groups,
+    row_segments.real,
+    norm=norm,
+    tolerance=arrays.sum_tolerance(size, row_segments.groups),
   )
   return advantages.make_components(
     row_segments, step_advantage, norm=norm, **statistics

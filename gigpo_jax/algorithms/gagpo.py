@@ -62,7 +62,9 @@ def _components(inputs, decay, *, norm, penalty_scope, **others):
     row_segments.groups,
     row_segments.real,
     norm=norm,
-    tolerance=arrays.sum_tolerance(row_segments.returns[0]),
+    tolerance=arrays.sum_tolerance(
+      row_segments.returns[0], row_segments.groups
+    ),
   )
   return advantages.make_components(
     row_segments, step_advantage, norm=norm, **others

@@ -88,14 +88,18 @@ def _decoupled(components_RK, groups, episodes, steps, weights_K):
   starts = steps == first
   total = jnp.zeros(len(groups))
   for k in range(components_RK.shape[1]):
-    sums = arrays.segment_sum(components_RK[:, k], episode_ids, all_rows)
+    component_R = components_RK[:, k]
+    sums, sizes = (
+      arrays.segment_sum(x, episode_ids, all_rows)
+      for x in (component_R, jnp.abs(component_R))
+    )
     normalized = advantages.group_normalize(
       (sums, 0 * sums),
       group_ids,
       starts,
       norm='mean_std',
       epsilon=_EPSILON,
-      tolerance=arrays.sum_tolerance(sums),
+      tolerance=arrays.sum_tolerance(sizes, group_ids),
     )
     total += weights_K[k] * normalized
   whitened = advantages.whiten(

@@ -8,7 +8,8 @@ is the mean over the sets with it of (reward - m) / s:
     (1 - m) / s for a success, (1 - m - C(f - 1, k - 1) / C(n - 1, k - 1)) / s
     for a failure,
 
-and 0 if all sets have the same reward, so that s is 0. k = 1 is GRPO on success
+and 0 if all sets have the same reward, so that s is 0, also in a group that
+failures of environments leave with k members. k = 1 is GRPO on success
 with the deviation of the population. Rewards other than success, and penalties,
 do not matter.
 """
@@ -25,12 +26,12 @@ from gigpo_jax import algorithms, batch, options, row_stats
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a line if a set has more episodes than a group."""
+  """Yields a line if a group has a single set, whose advantages are 0."""
   k, members = config.algorithm.set_size, config.rollout.episodes_per_group
-  if k > members:
+  if k >= members:
     yield (
       f'algorithm.set_size={k}: a group has rollout.episodes_per_group='
-      f'{members} episodes; must be at most that'
+      f'{members} episodes; must be below that'
     )
 
 

@@ -76,7 +76,10 @@ def _components(  # noqa: PLR0913
     (difference, 0 * difference),
     row_segments.anchors,
     norm=norm,
-    tolerance=arrays.sum_tolerance(potentials.before),
+    tolerance=arrays.sum_tolerance(
+      jnp.maximum(jnp.abs(reached), jnp.abs(potentials.before)),
+      row_segments.anchors,
+    ),
   )
   weight *= (1 - success_rates(row_segments, success)) ** exponent
   step_advantage = advantages.step_advantages(

@@ -32,13 +32,13 @@ _MAX_SETS = 100_000
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a line if a group has no set, or too many of them."""
+  """Yields a line if a group has one set, with A = 0, or too many sets."""
   k, members = config.algorithm.set_size, config.rollout.episodes_per_group
-  if k < 2 or not 0 < math.comb(members, k) <= _MAX_SETS:  # noqa: PLR2004
+  if not 2 <= k < members or math.comb(members, k) > _MAX_SETS:  # noqa: PLR2004
     yield (
       f'algorithm.set_size={k}: polychromic compares all sets of rollout.'
-      f'episodes_per_group={members} episodes; must be from 2 to that, with at '
-      f'most {_MAX_SETS} sets'
+      f'episodes_per_group={members} episodes; must be at least 2 and below '
+      f'that, with at most {_MAX_SETS} sets'
     )
 
 

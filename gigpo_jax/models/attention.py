@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from gigpo_jax import mesh
 from gigpo_jax.models import block_attention
 
-# xla: matrix products and a softmax, on any platform. blockwise: the same in
+# xla: matmuls and a softmax, on any platform. blockwise: the same in
 # loops that skip blocks without pairs, for CPUs. splash: a TPU kernel. cudnn: a
 # kernel for NVIDIA GPUs. All but xla never store a row's scores.
 IMPLEMENTATIONS = ('xla', 'blockwise', 'splash', 'cudnn')

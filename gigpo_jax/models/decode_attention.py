@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from gigpo_jax import mesh
 from gigpo_jax.models import attention
 
-# xla: matrix products over all slots, on any platform. triton: our kernel for
+# xla: matmuls over all slots, on any platform. triton: our kernel for
 # GPUs. paged: JAX's paged attention, a kernel for TPUs.
 IMPLEMENTATIONS = ('xla', 'triton', 'paged')
 

@@ -11,7 +11,7 @@ of what S holds for its key k_t by its value v_t, and reads S by its query q_t:
 
 The state before a token that starts a text is 0. `scan` computes one token
 after another; its results do not depend on how tokens are divided into calls.
-`by_chunks` computes the same by matrix products over chunks of tokens. Both
+`by_chunks` computes the same by matmuls over chunks of tokens. Both
 compute in float32.
 
 Shapes: **B** rows, **L** tokens, **K** key heads, **R** value heads of one key
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Tokens of a chunk. A longer chunk has fewer steps and larger products.
+# Tokens of a chunk. A longer chunk has fewer steps and larger matmuls.
 CHUNK = 64
 
 

@@ -1,6 +1,6 @@
 """Matrices with the same input as one matrix, for the sampler.
 
-A decoding step is a sequence of small products, so fewer and wider products are
+A decoding step is a sequence of small matmuls, so fewer and wider matmuls are
 faster. The columns of a fused matrix are ordered by groups, `QwenConfig.fused`
 in number, and each group has the same share of every part: query heads, and the
 keys and values of these heads. A matrix that is sharded over the groups thus

@@ -7,7 +7,7 @@ from typing import Any
 from gigpo_jax.models import attention, decode_attention, lora
 
 # Activations that the backward pass recomputes, fastest first. none: no
-# activations; matrices: all except the products with parameters; layer: all
+# activations; matrices: all except the matmuls with parameters; layer: all
 # activations of a layer.
 REMATS = ('none', 'matrices', 'layer')
 

@@ -58,13 +58,25 @@ def check_owner(workdir: str) -> None:
   Raises:
     ValueError: in one line, if the run would overwrite another one.
   """
-  if run_config.holds_run(workdir):
-    return
-  for name in FOLDERS:
+  if not run_config.holds_run(workdir):
+    refuse_existing(workdir, FOLDERS)
+
+
+def refuse_existing(workdir: str, names: Sequence[str]) -> None:
+  """Checks that a folder has no results of another command.
+
+  Args:
+    workdir: the folder.
+    names: names of files and folders in it that the command would replace.
+
+  Raises:
+    ValueError: in one line, if one of them exists.
+  """
+  for name in names:
     if (pathlib.Path(workdir) / name).exists():
       raise ValueError(
-        f'--workdir={workdir}: its {name}/ is of another command, and the run '
-        'would overwrite it at its end; must be another folder'
+        f'--workdir={workdir}: its {name} is of another command and would be '
+        'overwritten; must be another folder'
       )
 
 

@@ -229,22 +229,8 @@ class Parts:
     )
 
   def stop_if_failed(self, episodes: Sequence[trajectory.Trajectory]) -> None:
-    """Reports failed episodes.
-
-    Raises:
-      errors.RunError: if there are too many.
-    """
-    report = metrics.failure_report(episodes)
-    if not report:
-      return
-    console.log(report)
-    failed_share = sum(bool(t.failure) for t in episodes) / len(episodes)
-    limit = self.config.pool.max_failed_share
-    if failed_share > limit or failed_share == 1:
-      raise errors.RunError(
-        f'pool.max_failed_share={limit}: {report}; fix the environment or its '
-        'data, then rerun the same command to resume'
-      )
+    """Reports failed episodes; see `metrics.stop_if_failed`."""
+    metrics.stop_if_failed(episodes, self.config.pool.max_failed_share)
 
   def abstract_states(self) -> dict[str, learner.TrainState]:
     """Returns shapes, dtypes and shardings of the states of a checkpoint."""

@@ -23,7 +23,7 @@ def _shares(default: tuple[float, float]) -> tuple[float, float]:
   return options.field(
     default,
     lambda pair: len(pair) == 2 and all(0 < share <= 1 for share in pair),
-    'must be two shares above 0 and at most 1, of the first and last iteration',
+    'must be two shares above 0 and at most 1, at the start and end of a run',
   )
 
 
@@ -33,8 +33,8 @@ class Selector:
 
   Attributes:
     variance_scope: batch or group, in which rows are compared.
-    variance_rows: share of the rows, rounded up, in the first and in the last
-      iteration; not published.
+    variance_rows: share of the rows, rounded up, in the first iteration and
+      after the last one; not published.
     variance_tokens: share of these rows' tokens, likewise; not published.
   """
 

@@ -177,7 +177,7 @@ SECTIONS = (
       Metric(
         'dear_share',
         'share',
-        '`a2fm`: free members that chose a dearer mode',
+        '`a2fm`: free members that chose a costlier mode',
       ),
       Metric('episode_abs_mean', '1', 'mean of |episode advantage|'),
       Metric('step_abs_mean', '1', 'mean of |step advantage|'),

@@ -8,6 +8,7 @@ be compared task by task. `task_list` is a digest of the names of the tasks.
 import csv
 import dataclasses
 import hashlib
+import io
 import pathlib
 from collections.abc import Mapping, Sequence
 
@@ -136,12 +137,13 @@ def decode(
 
 def write(path: pathlib.Path, results: Sequence[Result]) -> None:
   """Writes results to a CSV."""
-  with open(path, 'w', newline='', encoding='utf-8') as file:
-    writer = csv.DictWriter(file, COLUMNS)
-    writer.writeheader()
-    for result in results:
-      line = {name: getattr(result, name) for name in COLUMNS[:-1]}
-      writer.writerow(line | {'outcomes': encode(result)})
+  text = io.StringIO(newline='')
+  writer = csv.DictWriter(text, COLUMNS)
+  writer.writeheader()
+  for result in results:
+    line = {name: getattr(result, name) for name in COLUMNS[:-1]}
+    writer.writerow(line | {'outcomes': encode(result)})
+  files.write_atomic(pathlib.Path(path), text.getvalue())
 
 
 def read(path: str | pathlib.Path) -> list[Result]:

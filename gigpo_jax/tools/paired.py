@@ -76,7 +76,7 @@ def compare(
     float(gaps_ST.mean()),
     float(low),
     float(high),
-    _paired_p(by_seed_S),
+    _paired_p(by_seed_S, resolution=1 / tasks),
     float(by_seed_S.std(ddof=1)) if seeds > 1 else 0.0,
     seeds,
   )
@@ -113,12 +113,27 @@ def compare_seeds(gaps_S: Float[np.ndarray, ' S']) -> Difference:
   )
 
 
-def _paired_p(gaps_S: Float[np.ndarray, ' S']) -> float:
-  if len(gaps_S) == 1:
+def _paired_p(
+  gaps_S: Float[np.ndarray, ' S'], resolution: float = 0.0
+) -> float:
+  """Returns the p-value of the paired t-test over seeds.
+
+  Two seeds easily have the same gap, because mean outcomes are multiples of
+  1 / T. Their deviation is at least that of rounding to such multiples; if it
+  is not known and 0, the p-value is 1.
+
+  Args:
+    gaps_S: differences of mean outcomes.
+    resolution: 1 / T; 0 if not known.
+  """
+  seeds = len(gaps_S)
+  if seeds == 1:
     return 1.0
-  if np.ptp(gaps_S) < _ROUNDING:  # The t-test divides by the deviation.
-    return 1.0 if abs(gaps_S[0]) < _ROUNDING else 0.0
-  return float(scipy.stats.ttest_1samp(gaps_S, 0).pvalue)
+  deviation = max(float(gaps_S.std(ddof=1)), resolution / 6**0.5)
+  if deviation < _ROUNDING:
+    return 1.0
+  t = gaps_S.mean() * seeds**0.5 / deviation
+  return float(2 * scipy.stats.t.sf(abs(t), seeds - 1))
 
 
 def interquartile_mean(rates_S: Float[np.ndarray, ' S']) -> float:

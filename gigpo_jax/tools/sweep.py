@@ -5,6 +5,7 @@ skips finished runs and resumes the others.
 """
 
 import dataclasses
+import json
 import os
 import pathlib
 import re
@@ -213,14 +214,15 @@ def finished(run: Run, root: pathlib.Path) -> bool:
   """
   folder, config = root / run.folder, run.load()
   run_config.check_resume(config, str(folder))
-  policy = folder / 'policy' / 'config.json'
   lines = metrics.read(folder)
-  if not lines or not policy.is_file():
+  # Agents with adapters of their own have a policy each.
+  policies = list((folder / 'policy').glob('**/config.json'))
+  if not lines or not policies:
     return False
   # A finished run can be resumed with more iterations, and then be killed
   # before it writes its policy again.
   is_last = lines[-1]['iteration'] >= config.num_iterations - 1
-  return is_last and not metrics.is_older(policy, folder)
+  return is_last and not any(metrics.is_older(p, folder) for p in policies)
 
 
 def _is_tested(run: Run, root: pathlib.Path) -> bool:
@@ -233,8 +235,13 @@ def _is_tested(run: Run, root: pathlib.Path) -> bool:
 
 
 def _is_current(run: Run, root: pathlib.Path) -> bool:
-  """Returns whether a test is later than all iterations of its run."""
-  return not metrics.is_older(run.test_result(root), root / run.folder)
+  """Returns whether a test is later than its run and has the run's fields."""
+  path = run.test_result(root)
+  stored = files.read_stored(path).get('config', {})
+  wanted = json.loads(json.dumps(dict(run.test)))
+  if any(stored.get(field, wanted[field]) != wanted[field] for field in wanted):
+    return False
+  return not metrics.is_older(path, root / run.folder)
 
 
 def run_all(
@@ -472,12 +479,14 @@ def main(
       CSVs, the last one counts.
   """
   runs, root = read(sweep), pathlib.Path(workdir).resolve()
+  table = root / f'{pathlib.Path(sweep).stem}.csv'
+  earlier = sweep_table.by_run(sweep_table.read(table, missing_ok=True))
+  earlier_tests = sweep_table.read_tests(table)
   known_runs: dict[tuple, list[dict]] = {}
   for path in known:
     by_run = sweep_table.by_run(sweep_table.read(path))
     print(_describe_known(path, by_run, runs))
     known_runs |= by_run
-  elsewhere = [line for lines in known_runs.values() for line in lines]
   to_run = [run for run in runs if run.key not in known_runs]
   run_config.check_workdir(workdir)
   failed = []
@@ -485,19 +494,47 @@ def main(
     with files.lock(root):
       _validate([run for run in to_run if not finished(run, root)])
       failed = run_all(to_run, root, at_once=at_once)
-  name = pathlib.Path(sweep).stem
-  evaluations = gather(runs, root, name, elsewhere)
-  tested = [result for path in known for result in sweep_table.read_tests(path)]
-  tests = outcomes.group(gather_tests(runs, root, name, tested))
+  # Results stay in the table if the folders of their runs are cleaned up.
+  kept = {
+    run.key: earlier[run.key]
+    for run in to_run
+    if run.key in earlier
+    and earlier[run.key][0]['settings'] in (None, run.settings)
+    and not finished(run, root)
+  }
+  if kept:
+    print(f'{len(kept)} runs of {table} stay in it without complete folders')
+  tested = [result for result in earlier_tests if result.key in kept]
+  tested += [r for path in known for r in sweep_table.read_tests(path)]
+  elsewhere = [line for x in (known_runs | kept).values() for line in x]
+  evaluations = gather(runs, root, table.stem, elsewhere)
+  tests = outcomes.group(gather_tests(runs, root, table.stem, tested))
+  _report(evaluations, tests, len(runs), table)
+  return int(bool(failed))
+
+
+def _report(
+  evaluations: Sequence[dict],
+  tests: Mapping[str, outcomes.Results],
+  total: int,
+  table: pathlib.Path,
+) -> None:
+  """Prints the results and draws learning curves.
+
+  Args:
+    evaluations: rows of `sweep_table.read`.
+    tests: results of tests by experiment.
+    total: number of runs of the sweep.
+    table: the CSV, next to which the curves are drawn.
+  """
   done = len(sweep_table.by_run(evaluations))
-  print(f'{done} of {len(runs)} runs are finished')
+  print(f'{done} of {total} runs are finished')
   for experiment in dict.fromkeys(line['experiment'] for line in evaluations):
     part = [line for line in evaluations if line['experiment'] == experiment]
     print(f'\n{experiment}\n\n{sweep_table.table(part)}')
     if experiment in tests:
       print(f'\n{paired.table(tests[experiment])}')
     for x in sweep_table.AXES:
-      path = root / f'{name}_{experiment}_by_{x.rpartition("/")[2]}.png'
-      sweep_table.draw(part, path, x=x)
-  print(f'\n{root}/{name}.csv')
-  return int(bool(failed))
+      name = f'{table.stem}_{experiment}_by_{x.rpartition("/")[2]}.png'
+      sweep_table.draw(part, table.with_name(name), x=x)
+  print(f'\n{table}')

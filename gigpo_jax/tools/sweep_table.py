@@ -4,11 +4,13 @@ NAME_tests.csv next to NAME.csv has the tests of the final policies.
 """
 
 import csv
+import io
 import pathlib
 from collections.abc import Sequence
 
 import numpy as np
 
+from gigpo_jax.runtime import files
 from gigpo_jax.tools import outcomes, plots
 
 # Columns of the CSV, after experiment, name, seed and settings.
@@ -52,12 +54,20 @@ AXES = {
 }
 
 
-def read(path: str) -> list[dict[str, float | str | None]]:
+def read(
+  path: str | pathlib.Path, *, missing_ok: bool = False
+) -> list[dict[str, float | str | None]]:
   """Returns the evaluations in a CSV that `write` wrote.
+
+  Args:
+    path: the CSV.
+    missing_ok: whether a missing file is an empty table.
 
   Raises:
     ValueError: in one line, if the file is not such a CSV.
   """
+  if missing_ok and not pathlib.Path(path).is_file():
+    return []
   try:
     with open(path, newline='', encoding='utf-8') as file:
       lines = list(csv.DictReader(file))
@@ -83,10 +93,11 @@ def read(path: str) -> list[dict[str, float | str | None]]:
 def write(path: pathlib.Path, evaluations: Sequence[dict]) -> None:
   """Writes evaluations, dictionaries of columns, as a CSV."""
   columns = ['experiment', 'name', 'seed', 'settings', *COLUMNS, *MEANS]
-  with open(path, 'w', newline='', encoding='utf-8') as file:
-    writer = csv.DictWriter(file, columns)
-    writer.writeheader()
-    writer.writerows(evaluations)
+  text = io.StringIO(newline='')
+  writer = csv.DictWriter(text, columns)
+  writer.writeheader()
+  writer.writerows(evaluations)
+  files.write_atomic(path, text.getvalue())
 
 
 def tests_path(path: str | pathlib.Path) -> pathlib.Path:

@@ -404,7 +404,7 @@ def _print_phases(
     )
   )
   print(
-    '| estimated s | products | memory | exchange | all, overlapped '
+    '| estimated s | matmuls | memory | communication | all, overlapped '
     '| all, in sequence |\n|---|---|---|---|---|---|'
   )
   for name, *secs in rows:
@@ -414,6 +414,6 @@ def _print_phases(
   print(
     f'an iteration of {episodes} episodes of {work.turns:g} turns, '
     f'{work.prompt_tokens:g} + {work.response_tokens:g} tokens each, takes '
-    f'{low:.0f} to {high:.0f} s: from perfect overlap to none, matrix products '
+    f'{low:.0f} to {high:.0f} s: from perfect overlap to none, matmuls '
     f'at {tpu_time.MATMUL_SHARE:.0%} of peak, full slots'
   )

@@ -16,7 +16,7 @@ from gigpo_jax import builders, models, sampler
 from gigpo_jax.models import kv_cache, qwen
 from gigpo_jax.programs import learner_programs
 
-# Share of the peak that products of large matrices reach. MaxText reports 56 to
+# Share of the peak that large matmuls reach. MaxText reports 56 to
 # 67 % for complete training steps on v5e-256 (its README).
 MATMUL_SHARE = 0.75
 
@@ -110,7 +110,7 @@ class Phase:
 
   Attributes:
     name: name of the phase.
-    flops: FLOP of matrix products.
+    flops: FLOP of matmuls.
     memory_bytes: bytes read from and written to its memory.
     received: bytes received from other chips.
   """
@@ -121,7 +121,7 @@ class Phase:
   received: float
 
   def parts(self, chip: Chip) -> tuple[float, float, float]:
-    """Returns seconds of matrix products, memory and exchange, if alone."""
+    """Returns seconds of matmuls, memory and exchange, if alone."""
     return (
       self.flops / (MATMUL_SHARE * chip.flops),
       self.memory_bytes / chip.memory_rate,
