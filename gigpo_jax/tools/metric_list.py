@@ -585,8 +585,8 @@ Every iteration is a line of `metrics.jsonl` in the work directory,
 `{"iteration": n, "NAME": value, ...}`, and a step in `tensorboard/` and, with
 `metrics.wandb`, in Weights & Biases. A value that is not finite is `null`.
 `rollout/`, `sampler/` and `time/` depend on the machine and its load; all other
-metrics are identical whenever a run is repeated or resumed, or nearly equal
-with `loss.old_log_probs=sampler` (as in `:mini`) or `loss.tis_clip`.
+metrics are identical whenever a run is repeated or resumed in float32 on a CPU
+([otherwise](troubleshooting.md#two-runs-of-one-command-differ)).
 
 An environment adds metrics with `StepResult.metrics`. Their means over the
 steps that report them are `train/NAME` and `eval/NAME`, or `train/env_NAME` if
