@@ -451,10 +451,10 @@ class Learner:
       for n, minibatch in enumerate(minibatches):
         weights = self._weights(rows, minibatch, trained)
         parts = [('accumulate', rows, minibatch, columns, weights)]
-        shown = self._teacher_part(teacher_batch, n, len(minibatches))
-        if shown is not None:
+        taught = self._teacher_part(teacher_batch, n, len(minibatches))
+        if taught is not None:
           weights *= np.float32(1 - teacher_batch.weight)
-          parts.append(shown)
+          parts.append(taught)
         for name, part_rows, index, part_columns, part_weights in parts:
           for microbatch in self._packer.microbatches(part_rows, index):
             arrays = mesh_lib.place_rows(
