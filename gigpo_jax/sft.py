@@ -158,11 +158,11 @@ def check_run(
       f'--workdir={workdir}: holds a run of launch/train.py; must be another '
       'folder'
     )
+  if not config.sft.init:
+    policy_files.check_target(config.model.path, workdir)
   if not (pathlib.Path(workdir) / stored).exists():
     names = *policy_files.FOLDERS, 'metrics.jsonl'
     policy_files.refuse_existing(workdir, names)
-  if not config.sft.init:
-    policy_files.check_target(config.model.path, workdir)
 
 
 def _warm_start(

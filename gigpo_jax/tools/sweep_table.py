@@ -90,14 +90,14 @@ def read(
     ) from error
 
 
-def write(path: pathlib.Path, evaluations: Sequence[dict]) -> None:
+def write(path: str | pathlib.Path, evaluations: Sequence[dict]) -> None:
   """Writes evaluations, dictionaries of columns, as a CSV."""
   columns = ['experiment', 'name', 'seed', 'settings', *COLUMNS, *MEANS]
   text = io.StringIO(newline='')
   writer = csv.DictWriter(text, columns)
   writer.writeheader()
   writer.writerows(evaluations)
-  files.write_atomic(path, text.getvalue())
+  files.write_atomic(pathlib.Path(path), text.getvalue())
 
 
 def tests_path(path: str | pathlib.Path) -> pathlib.Path:
