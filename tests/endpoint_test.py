@@ -34,6 +34,7 @@ GROUPS = rollout.EpisodeBatch(
   sampler.Sampling(),
 )
 TOKEN = 'a-token-of-some-length'
+HELLO = chat_completions.ChatRequest((base.Message('user', 'hello'),))
 
 
 @pytest.fixture(name='text', scope='module')
@@ -263,33 +264,34 @@ def test_bad_calls_cost_only_their_own_episode(text):
   assert errors['over'].status_code == 404
 
 
+def _start_episode(pool, threads):
+  """Starts an episode; returns its id and its first request, in a thread."""
+  pool.reset(0, base.Task('train', 0))
+  name = pool.take(9.0)['id']
+  call = threads.submit(pool.complete, name, HELLO)
+  assert pool.receive()
+  return name, call
+
+
 def test_a_reward_that_waits_takes_no_turn(text):
-  request = chat_completions.ChatRequest((base.Message('user', 'hello'),))
   with (
     concurrent.futures.ThreadPoolExecutor(2) as threads,
     _serve(text, max_steps=2) as (pool, _),
   ):
-    pool.reset(0, base.Task('train', 0))
-    name = pool.take(9.0)['id']
-    calls = [threads.submit(pool.complete, name, request)]
-    assert pool.receive()
+    name, *calls = _start_episode(pool, threads)
     pool.reward(name, endpoint.Reward(1.0, done=False))
-    calls.append(threads.submit(pool.complete, name, request))
+    calls.append(threads.submit(pool.complete, name, HELLO))
     concurrent.futures.wait(calls, 0.5, concurrent.futures.FIRST_COMPLETED)
     pool.close()
     assert [call.exception(30).code for call in calls] == ['over', 'over']
 
 
 def test_a_reward_is_a_call_for_the_time_limit(text):
-  request = chat_completions.ChatRequest((base.Message('user', 'hello'),))
   with (
     concurrent.futures.ThreadPoolExecutor(1) as threads,
     _serve(text, step_timeout=2.0) as (pool, _),
   ):
-    pool.reset(0, base.Task('train', 0))
-    name = pool.take(9.0)['id']
-    call = threads.submit(pool.complete, name, request)
-    assert pool.receive()
+    name, call = _start_episode(pool, threads)
     (ids,) = text.encode(['Hello.'])
     log_probs = np.zeros(len(ids), np.float32)
     pool.step(

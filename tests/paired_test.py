@@ -66,8 +66,8 @@ def test_two_tied_seeds_are_no_proof():
   # Gaps of 3 of 4 tasks in both seeds: the deviation of rounding to quarters is
   # 1 / (4 sqrt(6)), so t = 0.75 sqrt(2) 4 sqrt(6) = 6 sqrt(3), with one degree
   # of freedom, whose tails are 1 - 2 atan(t) / pi.
-  found = paired.compare(np.ones((2, 4)), np.eye(4)[:2])
-  assert found.p == pytest.approx(1 - 2 * np.arctan(6 * 3**0.5) / np.pi)
+  gap = paired.compare(np.ones((2, 4)), np.eye(4)[:2])
+  assert gap.p == pytest.approx(1 - 2 * np.arctan(6 * 3**0.5) / np.pi)
   rng = np.random.default_rng(0)
   rates = np.clip(rng.normal(0.5, 0.05, (4000, 2, 2)), 0, 1)
   means = rng.binomial(128, rates) / 128
