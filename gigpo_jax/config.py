@@ -290,6 +290,8 @@ def _algorithm(
     yield f'algorithm.{str(error).removeprefix("algorithm.")}'
     return
   yield from _ignored_options(config, algorithm, refused)
+  if algorithm.needs_values and not refused:
+    yield from _critic(config)
   name, members = config.algorithm.name, config.rollout.episodes_per_group
   if algorithm.needs_group and members < _PAIR:
     yield (
@@ -327,6 +329,16 @@ def _ignored_options(
     for field, value, default in config_fields.non_default(config, fields):
       yield f'{field}={value}: {name} has no critic; must be {default}'
   yield from config_fields.unmet(config, refused)
+
+
+def _critic(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a problem if only the critic would be trained."""
+  warmup, length = config.critic.warmup_iterations, config.num_iterations
+  if warmup >= length:
+    yield (
+      f'critic.warmup_iterations={warmup}: no iteration would train the '
+      f'policy; must be below num_iterations={length}'
+    )
 
 
 def _own_fields(config: ml_collections.ConfigDict) -> Iterator[str]:

@@ -31,7 +31,8 @@ class AdamW:
     b2: decay rate of the squared gradient's mean.
     eps: added to the root of the squared gradient's mean.
     weight_decay: decay of parameters per update, relative to the learning rate.
-    no_decay: parameters whose path contains one of these words do not decay.
+    no_decay: parameters whose name, such as layers.norm.mlp, contains one of
+      these words do not decay.
     max_grad_norm: larger gradients are scaled down to this global norm.
     mu_dtype: dtype of the gradient's mean.
   """
@@ -105,15 +106,15 @@ class AdamW:
         eps=self.eps,
         weight_decay=self.weight_decay,
         mu_dtype=self.mu_dtype,
-        mask=self._decays if self.no_decay else None,
+        mask=self.decays if self.no_decay else None,
       ),
     )
 
-  def _decays(self, params: optax.Params) -> optax.Params:
+  def decays(self, params: optax.Params) -> optax.Params:
     """Returns whether each parameter decays."""
-    return jax.tree_util.tree_map_with_path(
-      lambda path, _: (
-        not any(word in jax.tree_util.keystr(path) for word in self.no_decay)
-      ),
-      params,
-    )
+
+    def decays(path, _):
+      name = jax.tree_util.keystr(path, simple=True, separator='.')
+      return not any(word in name for word in self.no_decay)
+
+    return jax.tree_util.tree_map_with_path(decays, params)

@@ -321,6 +321,25 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
       'loss.entropy_band.low=9.0: above entropy_band.high=1.2',
     ),
     (
+      {
+        'algorithm.name': 'ppo',
+        'critic.warmup_iterations': 2,
+        'num_iterations': 2,
+      },
+      'critic.warmup_iterations=2: .* below num_iterations=2',
+    ),
+    (
+      {
+        'filter.select': ('best_and_worst',),
+        'rollout.episodes_per_group': 4,
+      },
+      'filter.kept_episodes=4: .* below rollout.episodes_per_group=4',
+    ),
+    (
+      {'optimizer.no_decay': ('layernorm', 'scale')},
+      "optimizer.no_decay=.'layernorm', 'scale'.: no parameter has these",
+    ),
+    (
       {'loss.entropy_band.weight': 1.0, 'loss.entropy_weight': 0.0},
       'loss.entropy_band.weight=1.0: is a multiple of entropy_weight',
     ),

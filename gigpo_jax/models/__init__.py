@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from gigpo_jax import options
 from gigpo_jax.models import (
@@ -33,12 +35,18 @@ class Options:
     options.check(self)
 
 
+def shapes(config: qwen.QwenConfig) -> dict[str, Any]:
+  """Returns a jax.ShapeDtypeStruct for each parameter of a network."""
+  return jax.tree.map(
+    lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+    parameters.shapes(config),
+    is_leaf=lambda x: isinstance(x, tuple),
+  )
+
+
 def num_parameters(config: qwen.QwenConfig) -> int:
   """Returns the number of parameters of a network, from its shape alone."""
-  shapes = jax.tree.leaves(
-    parameters.shapes(config), is_leaf=lambda x: isinstance(x, tuple)
-  )
-  return sum(math.prod(shape) for shape in shapes)
+  return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes(config)))
 
 
 def num_head_parameters(config: qwen.QwenConfig) -> int:

@@ -7,13 +7,14 @@ valid.
 import pathlib
 from collections.abc import Iterator
 
+import jax
 import ml_collections
 import psutil
 
 import configs
 import envs
 from configs import sizes
-from gigpo_jax import algorithms, conversation, models, tokenizer
+from gigpo_jax import algorithms, conversation, models, optimizer, tokenizer
 from gigpo_jax.models import (
   decode_attention,
   huggingface,
@@ -72,6 +73,7 @@ def problems(
   if not lines:
     lines += _too_long(config, model)
     lines += _no_kernel(config, model)
+    lines += _no_parameter(config, model) if trains else []
     lines += _too_small(config, models.num_parameters(model), trains)
   if on_hub and fetch and not lines:
     lines += _invalid_files(config, model)
@@ -163,6 +165,21 @@ def _no_kernel(
     )
   if problem := kv_cache.reuse_problem(model, config.rollout.reuse_cache):
     yield problem
+
+
+def _no_parameter(
+  config: ml_collections.ConfigDict, model: qwen.QwenConfig
+) -> Iterator[str]:
+  """Yields a problem if optimizer.no_decay matches no parameter."""
+  words = config.optimizer.no_decay
+  if not words or config.lora.rank:  # Adapters have neither norms nor biases.
+    return
+  decays = optimizer.AdamW(**config.optimizer).decays(models.shapes(model))
+  if all(jax.tree.leaves(decays)):
+    yield (
+      f'optimizer.no_decay={tuple(words)}: no parameter has these words in its '
+      'name; must be parts of names such as layers.norm.mlp, or ()'
+    )
 
 
 def _missing_warm_start(config: ml_collections.ConfigDict) -> str | None:

@@ -9,11 +9,23 @@ within the kept episodes.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import ClassVar
 
+import ml_collections
 import numpy as np
 
 from gigpo_jax import batch, options, plugins, row_stats
+
+
+def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a line if groups have no more episodes than are kept."""
+  kept, members = config.filter.kept_episodes, config.rollout.episodes_per_group
+  if kept >= members:
+    yield (
+      f'filter.kept_episodes={kept}: keeps all episodes of a group; must be '
+      f'below rollout.episodes_per_group={members}'
+    )
 
 
 @dataclasses.dataclass(frozen=True)
