@@ -134,12 +134,13 @@ def use_mini(
     config: the tiny experiment, changed in place.
     changes: variants other than the size.
     rates: tuned learning rate per method, see configs/sweeps/tuning.py. Methods
-      without an entry use MINI_RATE.
+      without an entry use the smallest of these rates and MINI_RATE.
   """
   methods = [c for c in changes if c in (*variants.ALGORITHMS, 'sampo')]
   methods = methods or [base.DEFAULT_ALGORITHM]
+  untuned = min([MINI_RATE, *rates.values()])
   config.optimizer.learning_rate = min(
-    rates.get(method, MINI_RATE) for method in methods
+    rates.get(method, untuned) for method in methods
   )
   config.rollout.groups = 2
   config.rollout.batch_buckets = (16,)

@@ -11,11 +11,28 @@ import difflib
 import importlib
 import pathlib
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import ml_collections
 
 from configs import base
+
+# What to use instead of words that are no variants.
+_HINTS = {
+  base.DEFAULT_ALGORITHM: f'{base.DEFAULT_ALGORITHM} is the default',
+  'dapo': (
+    'DAPO is :grpo with --config.filter.drop_zero_variance=True, '
+    '--config.loss.clip_epsilon_high=0.28 and --config.loss.kl_weight=0'
+  ),
+  'gspo': (
+    'GSPO is :grpo with --config.loss.ratio_level=row and '
+    '--config.loss.aggregation=sequence_mean'
+  ),
+  **dict.fromkeys(
+    ('1.7b', '3b', '4b', '8b', '14b', '32b'),
+    'a size of a pretrained model is that of --config.model.path',
+  ),
+}
 
 
 def parse(
@@ -39,8 +56,7 @@ def parse(
   if unknown or len(chosen) > 1:
     near = [m for v in unknown for m in difflib.get_close_matches(v, known, 1)]
     hint = f'; did you mean {", ".join(near)}?' if near else ''
-    if base.DEFAULT_ALGORITHM in unknown:
-      hint = f'; {base.DEFAULT_ALGORITHM} is the default and has no variant'
+    hint = next((f'; {_HINTS[v]}' for v in unknown if v in _HINTS), hint)
     problem = (
       f'unknown {", ".join(unknown)}' if unknown else 'more than one size'
     )
@@ -133,6 +149,30 @@ def use_plugin(config: ml_collections.ConfigDict, name: str) -> None:
       config[section][field] = (*config[section][field], name)
       module = importlib.import_module(modules[name])
       _change(config, getattr(module, 'PRESETS', {}).get(name, {}))
+
+
+def unapplied(
+  config: ml_collections.ConfigDict,
+) -> Iterator[tuple[str, str, object, object]]:
+  """Yields fields that differ from the presets of algorithm and plug-ins.
+
+  These are set by a variant, such as `:g2po`, and not by a field, such as
+  `algorithm.name=g2po`.
+
+  Yields:
+    (variant, field, the config's value, the variant's value).
+  """
+  modules = {config.algorithm.name: _algorithm(config.algorithm.name)}
+  for (section, field), registered in _CHAINS.items():
+    for name in config[section][field]:
+      if name in registered:
+        modules[name] = importlib.import_module(registered[name])
+  for name, module in modules.items():
+    for field, preset in getattr(module, 'PRESETS', {}).get(name, {}).items():
+      section, _, key = field.rpartition('.')
+      value = config[section].get(key)
+      if not callable(preset) and value != preset:
+        yield name, field, value, preset
 
 
 def released() -> tuple[str, ...]:

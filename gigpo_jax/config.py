@@ -259,7 +259,7 @@ def _combinations(
     yield from loss_check.conflicts(config)
   yield from _optimizer(config)
   yield from _attention(config)
-  yield from adapter_check.without_rank(config)
+  yield from adapter_check.of_sampler(config)
   if config.metrics.wandb and not _installed('wandb'):
     yield (
       f'metrics.wandb={config.metrics.wandb}: wandb is not installed; run pip '

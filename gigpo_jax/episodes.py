@@ -27,7 +27,13 @@ from gigpo_jax.runtime import files
 
 # Only for type annotations: the viewer starts without importing jax.
 if TYPE_CHECKING:
-  from gigpo_jax import algorithms, batch, group_filter, tokenizer
+  from gigpo_jax import (
+    algorithms,
+    batch,
+    group_filter,
+    tokenizer,
+    trajectory,
+  )
 
 FOLDER = 'episodes'  # Folder in a work directory.
 TEACHER_FOLDER = 'teacher'  # Folder of the rows of a teacher.
@@ -59,6 +65,34 @@ class Options:
 
   def __post_init__(self):
     options.check(self)
+
+
+def write(
+  directory: str | pathlib.Path,
+  text: 'tokenizer.Tokenizer',
+  played: Mapping[int, Sequence['trajectory.Trajectory']],
+  *,
+  seed: int,
+) -> None:
+  """Writes episodes that are not trained on; replaces the folder's.
+
+  Args:
+    directory: folder of the set.
+    text: the tokenizer; the set keeps a copy.
+    played: episodes by iteration.
+    seed: seed of the run.
+  """
+  writer = EpisodeWriter(directory, text, seed=seed)
+  for iteration, trajectories in played.items():
+    writer.append(
+      iteration,
+      [
+        episode_records.make_record(
+          t, iteration=iteration, seed=seed, step_fields=None
+        )
+        for t in trajectories
+      ],
+    )
 
 
 class EpisodeWriter:

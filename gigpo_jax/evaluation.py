@@ -18,17 +18,17 @@ import numpy as np
 from envs import base
 from gigpo_jax import (
   builders,
-  checkpoint,
+  env_pool,
   metrics,
   options,
   trajectory,
 )
 from gigpo_jax import config as config_lib
 from gigpo_jax.run import (
-  config_fields,
   model_builders,
   policy_files,
   run_config,
+  saved_checkpoint,
 )
 from gigpo_jax.runtime import console, distributed, errors, files
 from gigpo_jax.tools import plots
@@ -54,6 +54,11 @@ class Options:
 
   def __post_init__(self):
     options.check(self)
+    if self.repeats > 1 and not self.temperature:
+      raise ValueError(
+        f'repeats={self.repeats}: greedy episodes of a task are equal; must be '
+        '1 with temperature=0'
+      )
 
 
 def summarize(
@@ -366,8 +371,9 @@ def main(
   """Evaluates policies on the evaluation tasks of a config.
 
   Prints a table and compares the first policy with each of the others;
-  checkpoints come before models. Writes evaluation.json, with every episode,
-  and evaluation.png.
+  checkpoints come before models. Writes evaluation.json, with the outcome of
+  every episode, and evaluation.png. With `episodes.every`, the episodes of
+  policy N, from 0, are kept in evaluation/N, a folder for the viewer.
 
   Args:
     config: the experiment.
@@ -387,11 +393,15 @@ def main(
   if export:
     run_config.check_workdir(export, '--export')
   distributed.initialize()
+  keeps = config.episodes.every and distributed.is_main_process()
   episodes = {}
   with builders.make_pool(config) as pool:
     builders.try_environment(config, pool, config.evaluation.split)
-    for source, path in policies:
-      episodes[path] = _evaluate_policy(config, source, path, pool, export)
+    for n, (source, path) in enumerate(policies):
+      kept = pathlib.Path(workdir) / 'evaluation' / str(n)
+      episodes[path] = _evaluate_policy(
+        config, source, path, pool, export, kept if keeps else None
+      )
   if not distributed.is_main_process():
     return
   names = list(episodes)
@@ -431,8 +441,8 @@ def _check_policies(
     )
   for source, path in policies:
     if source == 'checkpoint':
-      _check_checkpoint(path)
-      _check_adapters(config, path)
+      saved_checkpoint.check(path)
+      saved_checkpoint.compare(config, path)
     config_lib.validate(
       _with_policy(config, source, path), trains=source == 'checkpoint'
     )
@@ -478,14 +488,24 @@ def _with_policy(
   return config
 
 
-def _evaluate_policy(config, source: str, path: str, pool, export: str) -> list:
+def _evaluate_policy(
+  config: ml_collections.ConfigDict,
+  source: str,
+  path: str,
+  pool: env_pool.EnvPool,
+  export: str,
+  kept: pathlib.Path | None,
+) -> list[trajectory.Trajectory]:
+  """Returns the episodes of a policy; also keeps them in a folder `kept`."""
   config = _with_policy(config, source, path)
   console.log(f'policy: --{source}={path}')
   policy = model_builders.make_model_bundle(config)
   with jax.set_mesh(policy.mesh):
     params, base_params = policy.load(), None
     if source == 'checkpoint':
-      params, base_params = _restore_params(config, policy, params, path)
+      params, base_params = saved_checkpoint.restore(
+        config, policy, params, path
+      )
       if export:
         start = config.model.path
         folder = pathlib.Path(export)
@@ -497,67 +517,20 @@ def _evaluate_policy(config, source: str, path: str, pool, export: str) -> list:
       base_params=base_params,
       label='evaluation',
     )
-    metrics.stop_if_failed(episodes, config.pool.max_failed_share)
-    return episodes
+  metrics.stop_if_failed(episodes, config.pool.max_failed_share)
+  if kept:
+    # tensorflow_datasets is slow to import.
+    from gigpo_jax import episodes as episodes_lib
 
-
-def _checkpoint_path(path: str) -> tuple[pathlib.Path, int | None]:
-  """Returns the checkpoint folder of a run, and the iteration if given."""
-  folder = pathlib.Path(path)
-  if folder.parent.name == 'checkpoints' and folder.name.isdecimal():
-    return folder.parent, int(folder.name)
-  return folder / 'checkpoints', None
-
-
-def _check_checkpoint(path: str) -> None:
-  folder, iteration = _checkpoint_path(path)
-  if iteration is not None:
-    if not (folder / str(iteration)).is_dir():
-      raise ValueError(
-        f'--checkpoint={path}: does not exist; must be a checkpoint'
+    with errors.explain_disk_errors(str(kept)):
+      episodes_lib.write(
+        kept / episodes_lib.FOLDER,
+        policy.tokenizer,
+        {0: episodes},
+        seed=config.seed,
       )
-    if reason := checkpoint.find_damage(folder / str(iteration)):
-      raise ValueError(
-        f'--checkpoint={path}: damaged ({reason}); choose another'
-      )
-  elif not checkpoint.check_folder(folder):
-    raise ValueError(
-      f'--checkpoint={path}: has no checkpoints/; must be the --workdir of '
-      'a run, or WORKDIR/checkpoints/ITERATION'
-    )
-
-
-def _check_adapters(config: ml_collections.ConfigDict, path: str) -> None:
-  """Refuses adapters of another network, or with another scale."""
-  folder, _ = _checkpoint_path(path)
-  stored_path = folder.parent / 'config.json'
-  if not stored_path.is_file():
-    return
-  stored = config_fields.flatten(files.read_stored(stored_path))
-  current = run_config.experiment(config)
-  if not (stored.get('lora.rank') or config.lora.rank):
-    return
-  for field in ('model.path', *(n for n in current if n.startswith('lora.'))):
-    if field in stored and stored[field] != current[field]:
-      raise ValueError(
-        f'{field}={current[field]}: the adapters of --checkpoint={path} were '
-        f'trained with {stored[field]}; must be the same'
-      )
-
-
-def _restore_params(
-  config, policy, start: dict, path: str
-) -> tuple[dict, dict]:
-  """Returns the parameters in a checkpoint, and the frozen parameters."""
-  learner = builders.make_learner(config, policy, builders.make_loss(config))
-  template = {'policy': checkpoint.abstract_state(learner.init(start))}
-  folder, iteration = _checkpoint_path(path)
-  with checkpoint.Checkpointer(folder, read_only=True) as checkpointer:
-    iteration, states, _ = checkpointer.restore(
-      template, iteration=iteration, partial=True
-    )
-  console.log(f'policy after iteration {iteration}')
-  return states['policy'].params, learner.base
+    console.log(f'to see its episodes: python launch/view.py --workdir={kept}')
+  return episodes
 
 
 def _record(t: trajectory.Trajectory) -> dict:

@@ -12,15 +12,12 @@ import ml_collections
 
 from gigpo_jax import (
   builders,
-  episode_records,
   episodes,
   evaluation,
   group_filter,
   metrics,
   rollout,
   sft,
-  tokenizer,
-  trajectory,
 )
 from gigpo_jax import config as config_lib
 from gigpo_jax.run import model_builders, run_config
@@ -111,28 +108,8 @@ def sample(
       values |= evaluation.summarize(evaluated)
     runner.sampler.release()
   if distributed.is_main_process():
-    _write(config, folder, bundle.tokenizer, played)
+    episodes.write(
+      folder / episodes.FOLDER, bundle.tokenizer, played, seed=config.seed
+    )
   distributed.barrier()
   return values
-
-
-def _write(
-  config: ml_collections.ConfigDict,
-  folder: pathlib.Path,
-  text: tokenizer.Tokenizer,
-  played: dict[int, list[trajectory.Trajectory]],
-) -> None:
-  """Writes episodes by position in the stream of tasks."""
-  writer = episodes.EpisodeWriter(
-    folder / episodes.FOLDER, text, seed=config.seed
-  )
-  for position, trajectories in played.items():
-    writer.append(
-      position,
-      [
-        episode_records.make_record(
-          t, iteration=position, seed=config.seed, step_fields=None
-        )
-        for t in trajectories
-      ],
-    )

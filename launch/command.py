@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import logging
 import os
 import pathlib
 import re
@@ -11,7 +12,8 @@ import traceback
 from collections.abc import Callable
 
 import ml_collections
-from absl import app, flags, logging
+from absl import app, flags
+from absl import logging as absl_logging
 from ml_collections import config_flags
 
 import configs
@@ -245,8 +247,11 @@ def _wrong_type(text: str, config: ml_collections.ConfigDict) -> str:
 def _call(
   main: Callable[[ml_collections.ConfigDict, str], None], ending: str
 ) -> None:
-  # The checkpoint library logs a lot. Its errors are raised, too.
-  logging.set_verbosity(logging.FATAL)
+  # The checkpoint library logs a lot. Its errors are raised, too. Warnings of
+  # jax, such as that it uses no GPU, are shown.
+  absl_logging.set_verbosity(absl_logging.FATAL)
+  if 'JAX_LOGGING_LEVEL' not in os.environ:
+    logging.getLogger('jax').setLevel(logging.WARNING)
   workdir = _WORKDIR.value
   if workdir is None:
     workdir = _default_workdir() + ending

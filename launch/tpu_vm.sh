@@ -11,10 +11,13 @@
 #   launch/tpu_vm.sh resume ... same as run: training resumes where it stopped
 #   launch/tpu_vm.sh keep   ... all options of create, setup and run: runs these
 #       commands, and repeats them whenever the slice is preempted or training
-#       stops before it is finished
+#       stops before it is finished; ends after five starts without training of
+#       ten minutes
 #   launch/tpu_vm.sh delete --name=g --zone=us-west4-a
 #
-# --dry-run prints the commands without running them.
+# Further options: --project=P, --version=V of the VM's software, --repository=URL,
+# --extra=alfworld,tpu,wandb for pip, --every=60 seconds between two looks of
+# keep, and --dry-run, which prints the commands without running them.
 
 set -euo pipefail
 
@@ -23,7 +26,7 @@ readonly mount='runs'  # mount point of the bucket, in that folder
 readonly log='train.log'
 
 name='' zone='' type='' version='' project='' bucket='' repository='' then=''
-extra='alfworld,tpu' spot='' dry_run='' seconds=60
+extra='alfworld,tpu' spot='' dry_run='' seconds=60 commit=''
 train=()
 
 die() {
@@ -116,7 +119,10 @@ setup() {
   choose_repository
   local script
   script="set -e; test -d $folder || git clone $(printf '%q' "$repository") $folder"
-  script+="; cd $folder; git pull --ff-only"
+  script+="; cd $folder"
+  # A kept run does not change its code when it is set up again.
+  script+="${commit:+; git fetch -q origin; git checkout -q $commit}"
+  [[ -n "$commit" ]] || script+='; git pull --ff-only'
   # The VM's own Python is too old for jax.
   script+="; export PATH=\"\$HOME/.local/bin:\$PATH\""
   script+='; command -v uv > /dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh'
@@ -188,7 +194,8 @@ state() {
     printf 'ABSENT'
 }
 
-# Trains until the run is finished. It resumes from its checkpoint.
+# Trains until the run is finished. It resumes from its checkpoint. The code is
+# that of the moment when this command starts.
 keep() {
   need name zone type bucket
   ((${#train[@]})) || die '--: missing; after it come the flags of launch/train.py'
@@ -200,7 +207,9 @@ keep() {
     start
     return
   fi
-  local now before=''
+  commit="$(git ls-remote "$repository" HEAD 2> /dev/null | cut -f 1)" || true
+  # Starts since training lasted for ten minutes.
+  local now before='' starts=0 since=$SECONDS
   while true; do
     now=''
     case "$(state)" in
@@ -211,7 +220,19 @@ keep() {
             printf 'finished; to end the costs, run launch/tpu_vm.sh delete\n'
             return
             ;;
-          idle) setup && start || printf 'setup failed; trying again soon\n' ;;
+          idle)
+            ((SECONDS - since < 600)) || starts=0
+            if ((starts == 5)); then
+              printf 'training ends soon after each start; its log ends with\n'
+              tpu ssh --worker=0 --command="tail -n 20 $folder/$log"
+              return 1
+            fi
+            if setup && start; then
+              starts=$((starts + 1)) since=$SECONDS
+            else
+              printf 'setup failed; trying again soon\n'
+            fi
+            ;;
           partial)
             # Hosts do not start and finish in the same second.
             if [[ "$before" == partial ]]; then

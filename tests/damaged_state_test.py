@@ -29,7 +29,7 @@ from gigpo_jax import (
   train,
 )
 from gigpo_jax import config as config_lib
-from gigpo_jax.run import model_builders, run_builders
+from gigpo_jax.run import model_builders, run_builders, saved_checkpoint
 from gigpo_jax.runtime import errors, files
 from gigpo_jax.tools import compare, outcomes, sweep, viewer
 
@@ -395,7 +395,7 @@ READERS = {
   'sweep': lambda workdir: sweep.finished(
     sweep.Run('a', 'configs/alfworld.py:smoke', 0), workdir.parent
   ),
-  'evaluate': lambda workdir: evaluation._check_checkpoint(str(workdir)),
+  'evaluate': lambda workdir: saved_checkpoint.check(str(workdir)),
 }
 
 

@@ -9,7 +9,7 @@ from matplotlib import pyplot
 from configs import alfworld
 from envs import base
 from gigpo_jax import evaluation, metrics, trajectory
-from gigpo_jax.run import run_config
+from gigpo_jax.run import run_config, saved_checkpoint
 
 
 def episode(task, success, member=0, task_type='pick', failure='', score=None):
@@ -204,9 +204,9 @@ def test_adapters_are_evaluated_with_their_own_network(tmp_path):
   config = alfworld.get_config('smoke')
   config.lora.rank, config.lora.alpha = 4, 8.0
   run_config.save(config, str(tmp_path))
-  evaluation._check_adapters(config, str(tmp_path))
+  saved_checkpoint.compare(config, str(tmp_path))
   config.evaluation.num_tasks = 3
-  evaluation._check_adapters(config, str(tmp_path / 'checkpoints' / '3'))
+  saved_checkpoint.compare(config, str(tmp_path / 'checkpoints' / '3'))
   config.lora.alpha = 16.0
   with pytest.raises(ValueError, match='lora.alpha=16.0: .* trained with 8.0'):
-    evaluation._check_adapters(config, str(tmp_path))
+    saved_checkpoint.compare(config, str(tmp_path))

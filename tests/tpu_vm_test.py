@@ -129,7 +129,7 @@ esac
 """
 
 
-def _keep(tmp_path, states: list[str], hosts: list[str]):
+def _keep(tmp_path, states: list[str], hosts: list[str], *, ends: int = 0):
   """Runs keep against the fake; returns what it printed and what it called."""
   (tmp_path / 'gcloud').write_text(_GCLOUD)
   (tmp_path / 'gcloud').chmod(0o755)
@@ -145,14 +145,15 @@ def _keep(tmp_path, states: list[str], hosts: list[str]):
     env=os.environ
     | {'STAGE': str(tmp_path), 'PATH': f'{tmp_path}:{os.environ["PATH"]}'},
   )
-  assert done.returncode == 0, done.stderr
-  assert 'finished' in done.stdout.splitlines()[-1]
+  assert done.returncode == ends, done.stderr
+  assert ('finished' in done.stdout.splitlines()[-1]) == (not ends)
   parts = {
     'describe': 'look',
     'pkill': 'end',
     'pgrep': 'look',
     'uv venv': 'setup',
     'nohup': 'start',
+    'tail -n 20': 'log',
     'tpu-vm create': 'create',
     'tpu-vm delete': 'delete',
   }
@@ -194,6 +195,14 @@ def test_keep_watches_all_hosts(tmp_path):
   start = ['setup', 'start']
   assert calls == [*start, 'end', *start, 'end']
   assert output.count('some hosts do not train') == 2
+
+
+def test_keep_ends_if_training_does_not_start(tmp_path):
+  looks = ['READY'] * 8
+  hosts = ['idle', 'training', 'idle', 'idle', 'idle', 'training', 'idle']
+  output, calls = _keep(tmp_path, looks, [*hosts, 'idle'], ends=1)
+  assert calls == [*['setup', 'start'] * 5, 'log']
+  assert 'training ends soon after each start' in output
 
 
 @pytest.mark.parametrize(

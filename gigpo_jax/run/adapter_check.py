@@ -7,11 +7,18 @@ import ml_collections
 import envs
 
 
-def without_rank(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a line if the sampler is to read adapters that do not exist."""
-  if config.rollout.weights == 'adapters' and not config.lora.rank:
+def of_sampler(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a line if the sampler reads adapters wrongly, or without a need."""
+  weights, rank = config.rollout.weights, config.lora.rank
+  if weights == 'adapters' and not rank:
     yield (
       'rollout.weights=adapters: there are no adapters; needs lora.rank above 0'
+    )
+  if weights == 'model' and rank and config.model.dtype == 'bfloat16':
+    yield (
+      f'rollout.weights=model: would merge adapters (lora.rank={rank}) into '
+      'bfloat16 matrices, which rounds them away; must be adapters, as in the '
+      'variant :lora, which also raises the learning rate'
     )
 
 

@@ -15,6 +15,7 @@ import jax
 import ml_collections
 
 import envs
+from configs import variants
 from envs import base
 from gigpo_jax import (
   advantages,
@@ -408,6 +409,12 @@ def save_last(
   console.log(f'SIGTERM: {saved} is saved; rerun the same command to resume')
 
 
+def print_notes(config: ml_collections.ConfigDict) -> None:
+  """Prints which presets of the algorithm and of plug-ins are not applied."""
+  for name, field, value, preset in variants.unapplied(config):
+    console.log(f'{field}={value}: the variant :{name} has {preset}')
+
+
 def start_compilation(
   parts: Parts, compiler: compilation.Compiler
 ) -> dict[concurrent.futures.Future, tuple[str, str]]:
@@ -421,7 +428,8 @@ def start_compilation(
     The programs, each with the config field that controls its memory and a
     remedy.
   """
-  console.log(f'compiling for {len(jax.devices())} device(s)')
+  devices = jax.devices()
+  console.log(f'compiling for {len(devices)} x {devices[0].device_kind}')
   state, base = parts.learner.abstract_state()
   updates = parts.learner.compile(compiler, reference=parts.needs_reference)
   if parts.critic:

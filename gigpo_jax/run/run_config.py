@@ -15,15 +15,26 @@ from gigpo_jax.runtime import files
 
 # File name of the config in a work directory.
 _STORED = 'config.json'
-# Fields that do not change the experiment.
+# Fields that do not change the experiment: what is kept, and how devices and
+# processes share the work. The latter may change the last bits of a sum.
 _MAY_DIFFER = frozenset(
   {
+    'checkpoint.every',
     'checkpoint.keep',
     'episodes.every',
+    'learner.microbatch_tokens',
+    'mesh.data',
+    'mesh.fsdp',
+    'mesh.sequence',
+    'mesh.tensor',
     'metrics.wandb',
-    'pool.num_workers',
+    'model.remat',
     'pool.max_resets_per_worker',
     'pool.max_worker_mib',
+    'pool.num_workers',
+    'pool.reset_timeout_secs',
+    'pool.step_timeout_secs',
+    'rollout.tensor',
   }
 )
 
@@ -95,7 +106,8 @@ def check_resume(
   Args:
     config: the experiment.
     workdir: work directory of the run.
-    allow_change: whether the run may resume with another config.
+    allow_change: whether the run may resume with another config; the changes
+      are printed.
     name: name of the file with the config.
     length: the field with the length of the run, which may grow.
     results: patterns of folders and non-empty files, one of which a run has
@@ -111,7 +123,7 @@ def check_resume(
   outputs = [file for pattern in results for file in path.parent.glob(pattern)]
   started = any(file.is_dir() or file.stat().st_size for file in outputs)
   checkpoints = any((path.parent / 'checkpoints').glob('[0-9]*'))
-  if allow_change or not (checkpoints or (started and path.exists())):
+  if not (checkpoints or (started and path.exists())):
     return
   advice = 'use another --workdir'
   if name == _STORED:
@@ -123,6 +135,8 @@ def check_resume(
     deprecated.update_stored(stored, current)
     old_files = stored.get('model', {}).pop('files', None)
   except ValueError as error:
+    if allow_change:
+      return
     raise ValueError(
       f'--workdir={workdir}: its {name} cannot be read ({error}); {advice}'
     ) from error
@@ -136,7 +150,9 @@ def check_resume(
   ]
   if None not in (old_files, model_files) and old_files != model_files:
     changed.append(f'model.path={config.model.path} (its files were different)')
-  if changed:
+  if changed and allow_change:
+    print(f'resuming with another config: {", ".join(changed)}', flush=True)
+  elif changed:
     raise ValueError(
       f'--workdir={workdir}: holds a run of another config: '
       f'{", ".join(changed)}; {advice}'

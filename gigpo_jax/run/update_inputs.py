@@ -45,13 +45,15 @@ def compute_signals(
     parts, state, rows, outputs.get('log_probs')
   )
   schedule = optimizer.AdamW(**parts.config.optimizer).schedule
+  learning_rate = float(schedule(mesh_lib.to_host(state.policy.updates)))
   signals = plugins.Signals(
     {'log_probs': old_log_probs} | outputs,
     progress=iteration / parts.config.num_iterations,
     seed=(parts.config.seed, iteration),
-    learning_rate=float(schedule(mesh_lib.to_host(state.policy.updates))),
+    learning_rate=learning_rate,
   )
-  return signals, old_log_probs, gap_metrics
+  metrics = gap_metrics | {'update/learning_rate': learning_rate}
+  return signals, old_log_probs, metrics
 
 
 def score_texts(

@@ -76,13 +76,13 @@ def _initialize_slice() -> None:
 
 
 def start_devices() -> None:
-  """Starts the devices of this process.
+  """Starts the devices of this process; warns if an accelerator is unused.
 
   Raises:
     ValueError: in one line, if the platforms in JAX_PLATFORMS have none.
   """
   try:
-    jax.devices()
+    platform = jax.devices()[0].platform
   # Without a plugin for CUDA, jax asserts that there is a device.
   except (RuntimeError, AssertionError) as error:
     platforms = os.environ.get('JAX_PLATFORMS')
@@ -93,6 +93,12 @@ def start_devices() -> None:
       f'$JAX_PLATFORMS={platforms}: cannot be used ({reason}); must be a '
       'platform of this machine, such as cpu, or unset'
     ) from error
+  if platform == 'cpu' and hardware.has_accelerator():
+    print(
+      'this machine has an accelerator, but jax uses the CPU; install '
+      "'gigpo_jax[cuda]' or 'gigpo_jax[tpu]', or set JAX_PLATFORMS=cpu",
+      flush=True,
+    )
 
 
 def is_main_process() -> bool:

@@ -324,8 +324,8 @@ SECTIONS = (
       Metric(
         'kl',
         'nats',
-        'k3 estimate of the KL to the reference policy; only with '
-        '`loss.kl_weight`',
+        'KL to the reference policy, by `loss.kl_estimator` and clipped at '
+        '`loss.kl_clamp`; only with `loss.kl_weight`',
       ),
     ),
   ),
@@ -384,6 +384,12 @@ SECTIONS = (
       Metric('count', 'updates', 'optimizer steps, skipped ones included'),
       Metric('tokens', 'tokens', 'trained tokens, skipped updates excluded'),
       Metric('grad_norm', '1', 'mean norm of the gradient before clipping'),
+      Metric(
+        'learning_rate',
+        '1',
+        'learning rate of the first step, without the factor of `guard.*`; '
+        'absent without rows to train on',
+      ),
       Metric(
         'skipped',
         'updates',

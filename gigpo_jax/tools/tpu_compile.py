@@ -16,7 +16,7 @@ import jax
 import ml_collections
 import tqdm
 
-from gigpo_jax import builders, models, sampler
+from gigpo_jax import algorithms, builders, models, sampler
 from gigpo_jax import config as config_lib
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import (
@@ -153,7 +153,8 @@ def estimate(
     limit = remat.USABLE * chip.memory
 
     def fits(mode: str) -> bool:
-      return remat.update_bytes(config, remat.with_mode(policy, mode)) <= limit
+      bundle = remat.with_mode(policy, mode)
+      return remat.update_bytes(config, bundle, _has_critic(config)) <= limit
 
     model = dataclasses.replace(model, remat=remat.fastest(fits))
   work = work or tpu_time.Workload()
@@ -172,6 +173,10 @@ def estimate(
     programs,
     tuple(phases),
   )
+
+
+def _has_critic(config: ml_collections.ConfigDict) -> bool:
+  return algorithms.make(**config.algorithm).needs_values
 
 
 def _chip(topology: str) -> tpu_time.Chip:
@@ -228,19 +233,19 @@ def _programs(
   updates = ['accumulate', 'apply']
   if builders.needs_reference(config):
     updates.insert(0, 'reference outputs')
-  if config.loss.old_log_probs == 'learner':
+  if config.loss.old_log_probs != 'sampler':
     updates.insert(0, 'outputs')
   lowered |= learner.lower(updates)
   tokens = _tokens(lowered, len(host) // tensor)
   trips = _chunks_of_logits(lowered, work)
   resident = _resident_bytes(
-    config, model, learner, tensor, len(host) // tensor
+    config, policy, learner, tensor, len(host) // tensor
   )
   platform = host[0].platform
   for name, program in tqdm.tqdm(
     lowered.items(), desc='compiling', leave=False, disable=None
   ):
-    other = sum(resident[data] for data in _OTHER_DATA[name])
+    other = sum(resident[data] for data in (*_OTHER_DATA[name], 'critic'))
     try:
       compiled = program.compile(remat.ESTIMATE_OPTIONS.get(platform))
     except jax.errors.JaxRuntimeError as error:
@@ -300,9 +305,12 @@ _OTHER_DATA = {
 
 
 def _resident_bytes(
-  config, model, learner, tensor: int, copies: int
+  config, policy, learner, tensor: int, copies: int
 ) -> dict[str, float]:
   """Returns the bytes per chip of data kept in memory between programs."""
+  model, critic = policy.model, ()
+  if _has_critic(config):
+    critic = builders.make_critic(config, policy).abstract_state()
   state, base = learner.abstract_state()
   masters, moments, frozen = map(
     mesh_lib.bytes_per_device, (state.params, state.opt_state, base)
@@ -316,6 +324,7 @@ def _resident_bytes(
     'masters': masters,
     'frozen': frozen,
     'moments': moments,
+    'critic': mesh_lib.bytes_per_device(critic),
     'reference': reference if builders.needs_reference(config) else 0,
     'copy': sampler.parameter_bytes(model, rollouts.weights) / tensor,
     'cache': slots * row / copies / tensor,
@@ -417,3 +426,5 @@ def _print_phases(
     f'{low:.0f} to {high:.0f} s: from perfect overlap to none, matmuls '
     f'at {tpu_time.MATMUL_SHARE:.0%} of peak, full slots'
   )
+  if _has_critic(config):
+    print("the critic's updates are not in this time")

@@ -1,0 +1,104 @@
+"""A policy in a checkpoint of a run: `--checkpoint` of an evaluation.
+
+It is the work directory of the run, for its newest checkpoint, or
+WORKDIR/checkpoints/ITERATION.
+"""
+
+import pathlib
+
+import ml_collections
+
+from gigpo_jax import builders, checkpoint
+from gigpo_jax.run import config_fields, model_builders, run_config
+from gigpo_jax.runtime import console, files
+
+# Fields that change what a policy reads and how it answers.
+_PROMPT_FIELDS = ('env.', 'model.', 'rollout.max_', 'rollout.prompt_overflow')
+
+
+def _locate(path: str) -> tuple[pathlib.Path, int | None]:
+  """Returns the checkpoint folder of a run, and the iteration if given."""
+  folder = pathlib.Path(path)
+  if folder.parent.name == 'checkpoints' and folder.name.isdecimal():
+    return folder.parent, int(folder.name)
+  return folder / 'checkpoints', None
+
+
+def check(path: str) -> None:
+  """Checks that a checkpoint, or one of a run, can be read.
+
+  Raises:
+    ValueError: in one line, if it cannot.
+  """
+  folder, iteration = _locate(path)
+  if iteration is not None:
+    if not (folder / str(iteration)).is_dir():
+      raise ValueError(
+        f'--checkpoint={path}: does not exist; must be a checkpoint'
+      )
+    if reason := checkpoint.find_damage(folder / str(iteration)):
+      raise ValueError(
+        f'--checkpoint={path}: damaged ({reason}); choose another'
+      )
+  elif not checkpoint.check_folder(folder):
+    raise ValueError(
+      f'--checkpoint={path}: has no checkpoints/; must be the --workdir of '
+      'a run, or WORKDIR/checkpoints/ITERATION'
+    )
+
+
+def compare(config: ml_collections.ConfigDict, path: str) -> None:
+  """Compares the config with that of the run that saved a checkpoint.
+
+  Prints which fields of the prompts differ.
+
+  Raises:
+    ValueError: in one line, if the checkpoint has adapters of another network,
+      or with another scale.
+  """
+  folder, _ = _locate(path)
+  stored_path = folder.parent / 'config.json'
+  if not stored_path.is_file():
+    return
+  stored = config_fields.flatten(files.read_stored(stored_path))
+  current = run_config.experiment(config)
+  differing = [
+    f'{field}={value} (trained with {stored[field]})'
+    for field, value in current.items()
+    if field.startswith(_PROMPT_FIELDS) and stored.get(field, value) != value
+  ]
+  if differing:
+    console.log(f'--checkpoint={path}: {", ".join(differing)}')
+  if not (stored.get('lora.rank') or config.lora.rank):
+    return
+  for field in ('model.path', *(n for n in current if n.startswith('lora.'))):
+    if field in stored and stored[field] != current[field]:
+      raise ValueError(
+        f'{field}={current[field]}: the adapters of --checkpoint={path} were '
+        f'trained with {stored[field]}; must be the same'
+      )
+
+
+def restore(
+  config: ml_collections.ConfigDict,
+  bundle: model_builders.ModelBundle,
+  start: dict,
+  path: str,
+) -> tuple[dict, dict]:
+  """Returns the parameters in a checkpoint, and the frozen parameters.
+
+  Args:
+    config: the experiment.
+    bundle: its model.
+    start: parameters of the initial policy.
+    path: the checkpoint, or the run whose newest one is meant.
+  """
+  learner = builders.make_learner(config, bundle, builders.make_loss(config))
+  template = {'policy': checkpoint.abstract_state(learner.init(start))}
+  folder, iteration = _locate(path)
+  with checkpoint.Checkpointer(folder, read_only=True) as checkpointer:
+    iteration, states, _ = checkpointer.restore(
+      template, iteration=iteration, partial=True
+    )
+  console.log(f'policy after iteration {iteration}')
+  return states['policy'].params, learner.base
