@@ -66,6 +66,20 @@ def uses_tools(kwargs: Mapping[str, Any]) -> bool:
   return bool(kwargs.get('tools', True))
 
 
+def conflicts(config: Any) -> Iterator[str]:
+  """Yields options with which a harness would wait or lose a reward."""
+  if config.rollout.schedule != 'async':
+    yield (
+      f'rollout.schedule={config.rollout.schedule}: a harness may play fewer '
+      'episodes at once than an iteration has; must be async'
+    )
+  if config.rollout.horizon:
+    yield (
+      f'rollout.horizon={config.rollout.horizon}: the harness ends episodes, '
+      'and would lose their rewards; must be (), see env.max_steps'
+    )
+
+
 def check_options(kwargs: Mapping[str, Any]) -> Iterator[str]:
   """Yields a line for each wrong option."""
   yield from checks.at_least(kwargs, num_tasks=1)

@@ -333,9 +333,13 @@ def _fill_row(
 def _check_components(
   components: Sequence[str], results: Sequence[base.StepResult]
 ) -> None:
-  """Raises ValueError if no step reports a component."""
+  """Raises ValueError if no step reports a component.
+
+  An environment may report it only at its end, which rollout.horizon cuts off.
+  """
+  is_known = any(result.done for result in results)
   for name in set(components) - set(COMPONENTS):
-    if not any(name in result.metrics for result in results):
+    if is_known and not any(name in result.metrics for result in results):
       raise ValueError(
         f'algorithm.components={tuple(components)}: the environment reports no '
         f'metric {name}; must be of {", ".join(COMPONENTS)}, or a step metric'

@@ -462,6 +462,11 @@ def _carry_over(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'rollout.carry_over={turns}: filter.drop_zero_variance replaces groups '
       'within an iteration; must be 0, or filter.drop_zero_variance=False'
     )
+  if config.guard.action == 'rollback':
+    yield (
+      f'rollout.carry_over={turns}: a rollback would continue episodes of the '
+      'policy that it discards; must be 0, or guard.action=shrink'
+    )
   if limit and turns >= limit:
     yield (
       f'rollout.carry_over={turns}: no episode has more turns; must be below '

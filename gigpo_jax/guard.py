@@ -115,7 +115,11 @@ class Guard:
     return state.step_scale if self.scales_updates else 1.0
 
   def check(
-    self, state: GuardState, metrics: Mapping[str, float]
+    self,
+    state: GuardState,
+    metrics: Mapping[str, float],
+    *,
+    only_warn: bool = False,
   ) -> tuple[GuardState, list[str]]:
     """Returns the next state, and a line for each alarm.
 
@@ -125,6 +129,8 @@ class Guard:
       state: state after the previous iteration.
       metrics: metrics of an iteration; metrics that are missing, because there
         was no update, raise no alarm. A value that is not a number does.
+      only_warn: whether alarms have no other effect, because the policy was
+        not updated yet.
     """
     state = self._extend(state, metrics)
     lines = [
@@ -138,6 +144,8 @@ class Guard:
       if name in metrics and len(start) >= self.start_iterations:
         mean = sum(start) / len(start)
         lines += self._compare(name, metrics[name], bounds, mean)
+    if only_warn:
+      return state, lines
     if lines and self.scales_updates:
       scale = state.step_scale * self.shrink_factor
       state = dataclasses.replace(state, step_scale=scale)

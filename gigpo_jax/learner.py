@@ -583,7 +583,8 @@ class Learner:
     index = np.array_split(np.flatnonzero(given.rows.real), count)[n]
     if not len(index):
       return None
-    weights = self._weights(given.rows, index, None) * np.float32(given.weight)
+    weights = self._weights(given.rows, index, given.trained)
+    weights *= np.float32(given.weight)
     return 'teacher', given.rows, index, dict(given.columns), weights
 
   def _empty_arrays(self, shape: packing.Shape, program: str) -> dict[str, Any]:

@@ -44,6 +44,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
       f'episodes; sft.init={config.sft.init} and sft.data={config.sft.data} '
       "must be ''"
     )
+  if config.tasks.draw == 'uncertain':
+    raise ValueError(
+      'tasks.draw=uncertain: depends on outcomes, of which a round has none; '
+      'must be epochs or stages'
+    )
   config_lib.validate(config)
   sft.check_run(config, workdir, _STORED)
   run_config.check_resume(

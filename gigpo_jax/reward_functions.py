@@ -15,6 +15,7 @@ from typing import Any
 
 import ml_collections
 
+import envs
 from envs import base, rewards
 from gigpo_jax import env_pool, options, reward_shaping, trajectory
 from gigpo_jax.run import config_fields
@@ -102,12 +103,30 @@ def unused(config: ml_collections.ConfigDict) -> Iterator[str]:
     config, f'changes the total reward, but {name} uses its components'
   )
   paths, components = config.reward.functions, config.algorithm.components
+  agents = envs.agents(config.env.name, config.env)
+  if ENVIRONMENT in components and len(agents) > 1:
+    yield (
+      f'algorithm.components={tuple(components)}: {ENVIRONMENT} lacks rewards '
+      "for other agents' turns; must use reward"
+    )
   names = tuple(map(rewards.name_of, paths))
   if 'reward' not in components and set(names) - set(components):
     wanted = (ENVIRONMENT, *names, 'valid')
     yield (
       f'algorithm.components={tuple(components)}: leaves out reward.functions='
       f'{tuple(paths)}; must name them, such as {wanted}'
+    )
+
+
+def refuse_success_only(
+  config: ml_collections.ConfigDict,
+) -> Iterator[str]:
+  """Yields a line for each reward that an algorithm of successes ignores."""
+  reason = f'{config.algorithm.name} reads only whether episodes succeed'
+  yield from reward_shaping.refuse_later(config, reason)
+  if config.reward.functions:
+    yield (
+      f'reward.functions={tuple(config.reward.functions)}: {reason}; must be ()'
     )
 
 

@@ -181,3 +181,8 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
       rewards.make(path, {}, field=FIELD)
     except ValueError as error:
       yield str(error)
+  if config.reward.scored and config.rollout.forced_members:
+    yield (
+      f'rollout.forced_members={config.rollout.forced_members}: reward.scored '
+      'would score texts after the forced prefix; must be 0'
+    )

@@ -141,11 +141,13 @@ class TeacherBatch:
     rows: the rows.
     weight: mu, the weight of their loss; that of RL has the rest.
     columns: the columns that their loss reads, [R] or [R, C], float32.
+    trained: True at the completion tokens to train on, [R, C]; None for all.
   """
 
   rows: batch.Rows
   weight: float
   columns: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+  trained: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -268,7 +268,13 @@ def update(
     ref_log_probs,
   )
   teacher_batch = update_inputs.make_teacher_batch(
-    parts, state, trained_rows, groups.kept, old_log_probs, iteration
+    parts,
+    state,
+    trained_rows,
+    groups.kept,
+    old_log_probs,
+    iteration,
+    trained,
   )
   logs.write_teacher(iteration, teacher_batch)
   policy, policy_metrics = parts.learner.update(

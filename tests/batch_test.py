@@ -219,5 +219,13 @@ def test_next_anchor_is_known_after_the_turn_limit():
 
 
 def test_unreported_components_are_rejected():
+  last = EPISODES[0].steps[-1]
+  end = dataclasses.replace(
+    last, result=dataclasses.replace(last.result, done=True)
+  )
+  ended = [dataclasses.replace(EPISODES[0], steps=(end,)), *EPISODES[1:]]
   with pytest.raises(ValueError, match='reports no metric rewrd'):
-    batch.from_trajectories(EPISODES, **SIZES, components=('rewrd', 'valid'))
+    batch.from_trajectories(ended, **SIZES, components=('rewrd', 'valid'))
+  # The last step may be the one that reports it, and was not reached.
+  rows = batch.from_trajectories(EPISODES, **SIZES, components=('rewrd',))
+  assert not rows.components.any()

@@ -324,8 +324,9 @@ def test_an_update_trains_on_each_response_once():
   assert tokens == pytest.approx(3 * total**2 / squares, rel=1e-4)
 
 
-def test_repeated_rows_keep_their_reward():
-  # The branch repeats turn 0 with its reward: returns 5, 4 and 6.
+def test_a_kept_branch_keeps_its_reward_and_its_shared_turns():
+  # The branch repeats turn 0 with its reward: returns 5, 4 and 6. The best and
+  # the worst are episode 1 and the branch, whose first turn is row 0.
   one = make_episode([0] * 2, [5, 0])
   two = make_episode([0] * 2, [4, 0], member=1)
   branch = make_episode([0] * 2, [5, 1], member=2)
@@ -337,7 +338,7 @@ def test_repeated_rows_keep_their_reward():
   _, kept, *_ = update_inputs.apply_plugins(
     parts, rows, output, plugins.Signals()
   )
-  np.testing.assert_array_equal(np.flatnonzero(kept.real), [2, 3, 5])
+  np.testing.assert_array_equal(np.flatnonzero(kept.real), [0, 2, 3, 5])
 
 
 @pytest.mark.parametrize(

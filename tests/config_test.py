@@ -33,6 +33,14 @@ PROJECT = pathlib.Path(config_lib.__file__).parents[1]
 WARM_START = PROJECT / 'configs' / 'warm_starts' / 'alfworld_tiny'
 
 
+A2FM = {
+  'algorithm.name': 'a2fm',
+  'rollout.prefixes': ('<action>', '<think>'),
+  'rollout.forced_members': 2,
+  'env.require_think': False,
+}
+
+
 def _set(config, field: str, value) -> None:
   *sections, name = field.split('.')
   for section in sections:
@@ -370,6 +378,86 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
     (
       {'algorithm.name': 'hgpo', 'algorithm.anchor_history': 1},
       'algorithm.anchor_history=1: hgpo compares histories itself',
+    ),
+    (
+      {'loss.name': 'row_regression', 'filter.select': ('s_grpo',)},
+      'filter.select=s_grpo: chooses tokens, but loss.name=row_regression',
+    ),
+    (
+      {'loss.name': 'row_regression', 'filter.select': ('capo',)},
+      'filter.select=capo: chooses tokens, but loss.name=row_regression',
+    ),
+    (
+      {'loss.name': 'row_regression', 'filter.select': ('d3s',)},
+      'filter.select=d3s: chooses tokens, but loss.name=row_regression',
+    ),
+    (
+      {'loss.name': 'row_regression', 'filter.select': ('mismatch',)},
+      'filter.select=mismatch: chooses tokens, but loss.name=row_regression',
+    ),
+    (
+      {'algorithm.modulators': ('dcpo',), 'loss.ratio_level': 'row'},
+      'loss.ratio_level=row: dcpo gives each token an advantage of its own',
+    ),
+    (
+      {'algorithm.modulators': ('dcpo',), 'loss.name': 'row_regression'},
+      'loss.name=row_regression: dcpo gives each token an advantage',
+    ),
+    (
+      {'algorithm.name': 'pass_at_k', 'reward.overlong_buffer': 2},
+      'reward.overlong_buffer=2: pass_at_k reads only whether',
+    ),
+    (
+      {
+        'algorithm.name': 'pass_at_k',
+        'reward.functions': ('reward_examples:brevity',),
+      },
+      'reward.functions=.*: pass_at_k reads only whether episodes succeed',
+    ),
+    (
+      A2FM | {'reward.kl_weight': 0.1},
+      'reward.kl_weight=0.1: a2fm reads only whether episodes succeed',
+    ),
+    (
+      A2FM | {'filter.drop_zero_variance': True},
+      'filter.drop_zero_variance=True: a2fm also learns from a group',
+    ),
+    (
+      {
+        'algorithm.name': 'risk_po',
+        'algorithm.bundle_tasks': 2,
+        'rollout.carry_over': 8,
+        'loss.tis_clip': 2.0,
+      },
+      'rollout.carry_over=8: the groups that end .* do not fill bundles',
+    ),
+    (
+      {
+        'guard.action': 'rollback',
+        'rollout.carry_over': 8,
+        'loss.tis_clip': 2.0,
+      },
+      'rollout.carry_over=8: a rollback would continue episodes',
+    ),
+    (
+      {'lora.rank': 4, 'model.dtype': 'bfloat16'},
+      'rollout.weights=model: would merge adapters .* into bfloat16 matrices',
+    ),
+    (
+      {'lora.rank': 4, 'rollout.weights': 'int8'},
+      'rollout.weights=int8: would merge adapters .* into int8 matrices',
+    ),
+    (
+      {'guard.max_fisher': 0.1},
+      "guard.max_fisher=0.1: has no effect; needs filter.select to be .'capo'",
+    ),
+    (
+      {'loss.max_log_prob_gap': 0.1},
+      'loss.max_log_prob_gap=0.1: .* needs loss.old_log_probs to be auto',
+    ),
+    (
+      {'evaluation.temperature': 0.0, 'evaluation.repeats': 4},
+      'evaluation.repeats=4: greedy episodes of a task are equal',
     ),
     # Typing errors in a config file, which is not locked.
     (

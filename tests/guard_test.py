@@ -122,7 +122,9 @@ def test_shrinking_is_cumulative_and_survives_a_checkpoint():
 
 
 def test_alarms_are_printed_and_kept(capsys):
-  parts = types.SimpleNamespace(guard=guard.Guard(action='shrink', max_kl=1e-5))
+  parts = types.SimpleNamespace(
+    guard=guard.Guard(action='shrink', max_kl=1e-5), critic=None
+  )
   state, history, metrics = rollback.check_alarms(
     parts, None, 'state', run_state.History(), HEALTHY
   )
@@ -135,6 +137,24 @@ def test_alarms_are_printed_and_kept(capsys):
   ]
 
 
+def test_alarms_only_warn_while_the_critic_alone_is_trained():
+  parts = types.SimpleNamespace(
+    guard=guard.Guard(action='shrink', max_kl=1e-5),
+    critic='a critic',
+    config=types.SimpleNamespace(
+      critic=types.SimpleNamespace(warmup_iterations=2)
+    ),
+  )
+  scales = []
+  for iteration in range(4):
+    _, history, metrics = rollback.check_alarms(
+      parts, None, 'state', run_state.History(iteration=iteration), HEALTHY
+    )
+    assert metrics['guard/alarms'] == 1
+    scales.append(history.guard_state.step_scale)
+  assert scales == [1, 1, 0.5, 0.5]
+
+
 def test_rollbacks_restore_good_checkpoints(monkeypatch):
   monkeypatch.setattr(
     rollback, 'restore', lambda parts, saver, state, n: f'state {n}'
@@ -142,6 +162,7 @@ def test_rollbacks_restore_good_checkpoints(monkeypatch):
   checkpoints = types.SimpleNamespace(every=3)
   parts = types.SimpleNamespace(
     guard=guard.Guard(action='rollback', max_rollbacks=4),
+    critic=None,
     config=types.SimpleNamespace(checkpoint=checkpoints),
   )
   history, found = run_state.History(), []
@@ -191,6 +212,7 @@ def test_rollbacks_restore_good_checkpoints(monkeypatch):
 def test_a_good_checkpoint_exists(tmp_path, saved, good):
   parts = types.SimpleNamespace(
     guard=guard.Guard(action='rollback'),
+    critic=None,
     config=types.SimpleNamespace(checkpoint=types.SimpleNamespace(every=5)),
     abstract_states=lambda: checkpoint.abstract_state({'policy': jnp.ones(2)}),
   )

@@ -112,6 +112,16 @@ def test_batches_are_the_plain_rows():
   assert _batch(0.25) is None
 
 
+def test_a_batch_has_the_trained_tokens_of_its_rows():
+  rows, old = _rows(), np.zeros(_rows().completion_mask.shape, np.float32)
+  trained = rows.completion_mask & (np.arange(old.shape[1]) > 0)
+  state = types.SimpleNamespace(policy=types.SimpleNamespace(params='params'))
+  taught = update_inputs.make_teacher_batch(
+    _parts(0.25, _context()), state, rows, _episodes(), old, 0, trained
+  )
+  np.testing.assert_array_equal(taught.trained, trained[:2])
+
+
 def test_without_room_there_is_no_batch(monkeypatch):
   monkeypatch.setitem(PLANS, 0, list(range(9)))
   monkeypatch.setitem(PLANS, 1, list(range(9)))

@@ -93,6 +93,20 @@ def test_mu_1_is_supervised_learning():
   assert not {'loss/entropy', 'loss/total', 'ratio/max'} & taught.keys()
 
 
+def test_dropped_tokens_of_the_teacher_s_rows_are_not_trained():
+  taught = _batch(1.0)
+  mask = taught.rows.completion_mask
+  trained = mask & (np.arange(mask.shape[1]) % 2 == 0)
+  expected, metrics = step(
+    sgd(loss=losses.Supervised()), taught.rows, trained=trained
+  )
+  taught = dataclasses.replace(taught, trained=trained)
+  subject = sgd(loss=LOSS, teacher_loss=teacher.Imitation('none'))
+  actual, values = step(subject, make_rows(), teacher_batch=taught)
+  assert_trees_close(actual.params, expected.params, 1e-7)
+  assert values['teacher/tokens'] == metrics['update/tokens'] == trained.sum()
+
+
 def test_gradients_are_added_with_their_weights():
   rl, rl_metrics = step(sgd(loss=LOSS), make_rows())
   sft, _ = _supervised()

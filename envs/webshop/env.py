@@ -75,6 +75,11 @@ def conflicts(config: Any) -> Iterator[str]:
       'filter.drop_zero_variance=True: env.reference_sampling sets the order '
       'of tasks, without refills; must be False'
     )
+  if config.rollout.carry_over:
+    yield (
+      f'rollout.carry_over={config.rollout.carry_over}: env.reference_sampling '
+      'starts a task of each list in each iteration; must be 0'
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,13 @@ import ml_collections
 import numpy as np
 from jaxtyping import Float
 
-from gigpo_jax import algorithms, batch, options, row_stats
+from gigpo_jax import (
+  algorithms,
+  batch,
+  options,
+  reward_functions,
+  row_stats,
+)
 
 PRESETS = {
   'a2fm': {
@@ -59,6 +65,12 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'env.require_think=True: a response that begins with {thoughtless[0]} '
       'is invalid; must be False for a2fm with this mode'
     )
+  if config.filter.drop_zero_variance:
+    yield (
+      'filter.drop_zero_variance=True: a2fm also learns from a group in which '
+      'all episodes succeed; must be False'
+    )
+  yield from reward_functions.refuse_success_only(config)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,6 +43,11 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
     )
   if config.algorithm.components:
     yield from reward_functions.unused(config)
+  if config.filter.drop_zero_variance:
+    yield (
+      "filter.drop_zero_variance=True: igpo also learns from the answer's "
+      'probability in groups of equal rewards; must be False'
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,17 +22,24 @@ from typing import ClassVar
 import ml_collections
 import numpy as np
 
-from gigpo_jax import algorithms, batch, options, row_stats
+from gigpo_jax import (
+  algorithms,
+  batch,
+  options,
+  reward_functions,
+  row_stats,
+)
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a line if a group has a single set, whose advantages are 0."""
+  """Yields a line for a single set, with advantages of 0, and for rewards."""
   k, members = config.algorithm.set_size, config.rollout.episodes_per_group
   if k >= members:
     yield (
       f'algorithm.set_size={k}: a group has rollout.episodes_per_group='
       f'{members} episodes; must be below that'
     )
+  yield from reward_functions.refuse_success_only(config)
 
 
 @dataclasses.dataclass(frozen=True)

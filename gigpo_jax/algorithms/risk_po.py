@@ -39,6 +39,11 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'algorithm.bundle_tasks={size}: rollout.groups={groups} tasks do not '
       'fill bundles; must divide it'
     )
+  if config.rollout.carry_over > 0:
+    yield (
+      f'rollout.carry_over={config.rollout.carry_over}: the groups that end in '
+      'an iteration do not fill bundles; must be 0'
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -424,8 +424,7 @@ class LearnerPrograms:
     total, metrics, grads = self._add_gradients(
       self._loss, params, base, arrays, grads
     )
-    trained = arrays['mask'] & (arrays['weights'] > 0)
-    return grads, sums.add(metrics, trained, total)
+    return grads, sums.add(metrics, _trained(arrays), total)
 
   def _accumulate_teacher(self, params, base, arrays, *, grads, sums):
     total, metrics, grads = self._add_gradients(
@@ -433,7 +432,7 @@ class LearnerPrograms:
     )
     losses = {'teacher/loss': metrics['loss/total']}
     return grads, sums.add(
-      losses, arrays['mask'], total, count='teacher/tokens'
+      losses, _trained(arrays), total, count='teacher/tokens'
     )
 
   def _add_gradients(self, loss_fn, params, base, arrays, grads):
@@ -485,6 +484,11 @@ class LearnerPrograms:
     return update_sums.zeros(
       names, skipped, step_scale if self._scaled else None
     )
+
+
+def _trained(arrays: dict[str, Any]) -> jax.Array:
+  """Returns True for the tokens of a microbatch that have a weight."""
+  return arrays['mask'] & (arrays['weights'] > 0)
 
 
 def _dtype(params: dict) -> str:

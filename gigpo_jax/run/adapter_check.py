@@ -14,11 +14,12 @@ def of_sampler(config: ml_collections.ConfigDict) -> Iterator[str]:
     yield (
       'rollout.weights=adapters: there are no adapters; needs lora.rank above 0'
     )
-  if weights == 'model' and rank and config.model.dtype == 'bfloat16':
+  dtype = 'int8' if weights == 'int8' else config.model.dtype
+  if rank and weights != 'adapters' and dtype != 'float32':
     yield (
-      f'rollout.weights=model: would merge adapters (lora.rank={rank}) into '
-      'bfloat16 matrices, which rounds them away; must be adapters, as in the '
-      'variant :lora, which also raises the learning rate'
+      f'rollout.weights={weights}: would merge adapters (lora.rank={rank}) '
+      f'into {dtype} matrices, which rounds them away; must be adapters, as in '
+      'the variant :lora, which also raises the learning rate'
     )
 
 

@@ -44,6 +44,16 @@ _DEPENDENT = {
     ('teacher.mu_peak', 'above 0', bool),
   ),
   'teacher.mu_valley': ('teacher.decay_iterations', 'above 0', bool),
+  'guard.max_fisher': (
+    'filter.select',
+    "('capo',)",
+    lambda chain: 'capo' in chain,
+  ),
+  'loss.max_log_prob_gap': (
+    'loss.old_log_probs',
+    'auto',
+    lambda old: old == 'auto',
+  ),
   **dict.fromkeys(
     ('sft.beta', 'sft.segment_turns'),
     ('sft.loss', 'dpo', lambda loss: loss == 'dpo'),

@@ -42,7 +42,11 @@ def check_alarms(
     `history.guard_state.good` is the iteration, whose state must be saved.
   """
   before = history.guard_state
-  after, alarms = parts.guard.check(before, metrics)
+  warms_up = (
+    parts.critic is not None
+    and history.iteration < parts.config.critic.warmup_iterations
+  )
+  after, alarms = parts.guard.check(before, metrics, only_warn=warms_up)
   for alarm in alarms:
     console.log(f'alarm: {alarm}')
   if after.rollbacks > before.rollbacks:

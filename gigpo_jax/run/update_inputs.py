@@ -87,6 +87,7 @@ def make_teacher_batch(
   episodes: Sequence[trajectory.Trajectory],
   old_log_probs: np.ndarray,
   iteration: int,
+  trained: np.ndarray | None = None,
 ) -> teacher.TeacherBatch | None:
   """Returns the teacher's batch of an iteration; None if there is none.
 
@@ -97,6 +98,7 @@ def make_teacher_batch(
     episodes: the episodes to which `Rows.episodes` refers.
     old_log_probs: log-probs of the policy before the update, [R, C].
     iteration: index of the iteration.
+    trained: the trained tokens of the rows, [R, C]; None for all.
   """
   subject, context = parts.teacher, parts.privileged_context
   mu = subject.options.mu(iteration)
@@ -114,7 +116,8 @@ def make_teacher_batch(
     chosen.completion_mask,
   )
   columns = teacher.surrogate_columns(advantages, log_probs)
-  return teacher.TeacherBatch(chosen, mu, columns)
+  own = None if trained is None else trained[index]
+  return teacher.TeacherBatch(chosen, mu, columns, own)
 
 
 def shape_rewards(

@@ -9,9 +9,10 @@ Advantages stay those of all rows.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+import ml_collections
 import numpy as np
 from jaxtyping import Bool, Float
 
@@ -30,6 +31,17 @@ REGISTRY = {
 }
 
 FAMILY = plugins.Family('filter.select', REGISTRY, 'Selector')
+
+
+def refuse_row_loss(
+  config: ml_collections.ConfigDict, name: str
+) -> Iterator[str]:
+  """Yields a line if a loss of whole rows would ignore the chosen tokens."""
+  if config.loss.name == 'row_regression':
+    yield (
+      f'filter.select={name}: chooses tokens, but loss.name=row_regression '
+      'trains whole rows; must be a selector of rows, or ()'
+    )
 
 
 class Selector(Protocol):

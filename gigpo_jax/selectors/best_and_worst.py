@@ -47,7 +47,11 @@ class Selector:
   def __call__(
     self, advantages: np.ndarray, rows: batch.Rows, signals: plugins.Signals
   ) -> np.ndarray:
-    """Returns True for the rows of the kept episodes."""
+    """Returns True for the rows of the kept episodes.
+
+    The turns that a branch shares with its parent are rows of the parent. They
+    are kept if either of them is.
+    """
     del advantages
     episodes = row_stats.episodes(rows)
     returns = row_stats.whole_returns(episodes, signals.rows)
@@ -58,4 +62,11 @@ class Selector:
       order = members[np.argsort(returns[members], kind='stable')]
       kept[order[:worst]] = True
       kept[order[worst - self.kept_episodes :]] = True
-    return episodes.to_rows(kept) > 0
+    own = np.flatnonzero(episodes.to_rows(kept) > 0)
+    whole = rows if signals.rows is None else signals.rows
+    width = 1 + max(rows.episodes.max(initial=0), whole.episodes.max(initial=0))
+    is_kept = np.isin(
+      whole.groups * width + whole.episodes,
+      rows.groups[own] * width + rows.episodes[own],
+    )
+    return rows.real & np.isin(rows.responses, whole.responses[is_kept])

@@ -28,14 +28,21 @@ tokens are measured once, before the first update of the iteration.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import ClassVar
 
+import ml_collections
 import numpy as np
 from jaxtyping import Float
 
-from gigpo_jax import batch, options, plugins, row_stats
+from gigpo_jax import batch, options, plugins, row_stats, selectors
 
 _SQUARES, _CUBES = f'log_probs@{1 / 2}', f'log_probs@{1 / 3}'
+
+
+def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a line if the loss is one of whole rows."""
+  yield from selectors.refuse_row_loss(config, 'capo')
 
 
 @dataclasses.dataclass(frozen=True)

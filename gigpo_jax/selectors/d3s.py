@@ -9,12 +9,14 @@ project's.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import ClassVar
 
+import ml_collections
 import numpy as np
 from jaxtyping import Bool, Float
 
-from gigpo_jax import batch, options, plugins, row_stats
+from gigpo_jax import batch, options, plugins, row_stats, selectors
 
 SCOPES = ('batch', 'group')
 
@@ -25,6 +27,11 @@ def _shares(default: tuple[float, float]) -> tuple[float, float]:
     lambda pair: len(pair) == 2 and all(0 < share <= 1 for share in pair),
     'must be two shares above 0 and at most 1, at the start and end of a run',
   )
+
+
+def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a line if the loss is one of whole rows."""
+  yield from selectors.refuse_row_loss(config, 'd3s')
 
 
 @dataclasses.dataclass(frozen=True)

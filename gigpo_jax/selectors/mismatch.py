@@ -12,14 +12,16 @@ from typing import ClassVar
 import ml_collections
 import numpy as np
 
-from gigpo_jax import batch, options, plugins, row_stats
+from gigpo_jax import batch, options, plugins, row_stats, selectors
 
 PRESETS = {'mismatch': {'loss.old_log_probs': 'learner'}}
 LEVELS = ('token', 'row', 'row_mean')
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a line if the learner's log-probs may not be computed."""
+  """Yields a line without the learner's log-probs, or if rows are trained."""
+  if config.filter.mismatch_level == 'token':
+    yield from selectors.refuse_row_loss(config, 'mismatch')
   if config.loss.old_log_probs != 'learner':
     yield (
       f'loss.old_log_probs={config.loss.old_log_probs}: mismatch compares with '

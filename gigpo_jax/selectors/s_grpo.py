@@ -8,11 +8,18 @@ project's.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import ClassVar
 
+import ml_collections
 import numpy as np
 
-from gigpo_jax import batch, options, plugins
+from gigpo_jax import batch, options, plugins, selectors
+
+
+def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a line if the loss is one of whole rows."""
+  yield from selectors.refuse_row_loss(config, 's_grpo')
 
 
 @dataclasses.dataclass(frozen=True)
