@@ -478,7 +478,8 @@ def open_dataset(directory: str | pathlib.Path) -> EpisodeDataset:
   if not (directory / INFO).is_file():
     raise ValueError(
       f'{directory}: holds no episodes; a run keeps them with '
-      '--config.episodes.every=1'
+      '--config.episodes.every=1 (chats of your own need an environment with '
+      '`demonstrate`)'
     )
   try:
     builder = tfds.builder_from_directory(str(directory))

@@ -179,7 +179,7 @@ OPTIONS = {
       Option(
         'teacher.loss',
         '2601.18734',
-        '-log p, or the surrogate; distillation: A = log(p_solved / p)',
+        '-log p, or the surrogate; self-distillation: A = log(p_solved / p)',
         'a forward pass',
       ),
       Option(

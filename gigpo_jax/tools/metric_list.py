@@ -324,8 +324,7 @@ SECTIONS = (
       Metric(
         'kl',
         'nats',
-        'KL to the reference policy, by `loss.kl_estimator` and clipped at '
-        '`loss.kl_clamp`; only with `loss.kl_weight`',
+        'estimated KL to the reference policy; only with `loss.kl_weight`',
       ),
     ),
   ),
@@ -387,8 +386,7 @@ SECTIONS = (
       Metric(
         'learning_rate',
         '1',
-        'learning rate of the first step, without the factor of `guard.*`; '
-        'absent without rows to train on',
+        'of the first step, without the factor of `guard.*`',
       ),
       Metric(
         'skipped',
