@@ -50,6 +50,27 @@ def test_help_shows_usage_flags_and_examples(script):
     assert words in done.stdout, words
 
 
+def test_warnings_of_jax_alone_are_shown(tmp_path):
+  script = tmp_path / 'warn.py'
+  script.write_text(
+    'import logging\n'
+    'from launch import command\n'
+    'def main(config, workdir):\n'
+    "  logging.getLogger('jax._src.xla_bridge').warning('no GPU')\n"
+    "  logging.getLogger('absl').warning('saved')\n"
+    'command.run(main)\n'
+  )
+  done = subprocess.run(
+    [sys.executable, script, '--config=configs/alfworld.py:tiny'],
+    capture_output=True,
+    text=True,
+    cwd=PROJECT,
+    env=os.environ | {'PYTHONPATH': str(PROJECT)},
+    check=True,
+  )
+  assert 'no GPU' in done.stderr and 'saved' not in done.stderr
+
+
 @pytest.mark.parametrize(
   ('variant', 'suggestion'), [('tinny', 'tiny'), ('tiny,grop', 'grpo')]
 )

@@ -793,13 +793,28 @@ def test_older_run_resumes_with_new_fields(tmp_path):
   assert 'env.trust_games=True (was None)' in str(error.value)
 
 
-def test_allow_change_accepts_another_config(tmp_path):
+def test_fields_that_share_the_work_may_change(tmp_path):
+  config = alfworld.get_config('tiny')
+  _start_run(config, tmp_path)
+  config.mesh.fsdp, config.learner.microbatch_tokens = 2, 1440
+  config.pool.step_timeout_secs, config.checkpoint.every = 99.0, 3
+  run_config.check_resume(config, str(tmp_path))
+  config.pool.max_failed_share = 0.9
+  with pytest.raises(ValueError, match=': pool.max_failed_share=0.9 .was'):
+    run_config.check_resume(config, str(tmp_path))
+
+
+def test_allow_change_accepts_and_prints_another_config(tmp_path, capsys):
   config = alfworld.get_config('tiny')
   _start_run(config, tmp_path)
   config.seed = 1
   with pytest.raises(ValueError, match='--allow_config_change to resume'):
     run_config.check_resume(config, str(tmp_path))
+  assert not capsys.readouterr().out
   run_config.check_resume(config, str(tmp_path), allow_change=True)
+  assert capsys.readouterr().out == (
+    'resuming with another config: seed=1 (was 0)\n'
+  )
 
 
 def test_local_model_needs_no_network(monkeypatch):

@@ -452,6 +452,39 @@ def test_options_of_a_new_algorithm_are_fields(monkeypatch):
   )
 
 
+@pytest.mark.parametrize(
+  ('variant', 'hint'),
+  [
+    ('gigpo', 'gigpo is the default'),
+    ('dapo', 'DAPO is :grpo with --config.filter.drop_zero_variance=True'),
+    ('gspo', 'GSPO is :grpo with --config.loss.ratio_level=row'),
+    ('3b', 'a size of a pretrained model is that of --config.model.path'),
+  ],
+)
+def test_words_of_other_projects_get_a_hint(variant, hint):
+  with pytest.raises(ValueError, match=f'; {hint}'):
+    alfworld.get_config(variant)
+
+
+def test_presets_that_a_field_does_not_apply_are_named():
+  config = alfworld.get_config('tiny')
+  assert not list(variants.unapplied(config))
+  config.algorithm.name = 'g2po'
+  assert list(variants.unapplied(config)) == [
+    ('g2po', 'algorithm.anchor', 'observation', 'state')
+  ]
+  config.algorithm.modulators = ('dgpo',)
+  assert [name for name, *_ in variants.unapplied(config)] == ['g2po', 'dgpo']
+  for name in (*variants.ALGORITHMS, *variants.PLUGINS):
+    config = alfworld.get_config(f'tiny,{name}')
+    assert not list(variants.unapplied(config)), name
+
+
+def test_methods_without_a_tuned_rate_have_no_more_than_the_tuned_ones():
+  for module, rate in (textworld, 2.5e-5), (sokoban, 7.5e-5), (keydoor, 7.5e-5):
+    assert module.get_config('mini,rloo').optimizer.learning_rate == rate
+
+
 def test_two_algorithms_are_refused():
   with pytest.raises(ValueError, match='grpo,ppo: more than one algorithm'):
     alfworld.get_config('tiny,grpo,ppo')

@@ -481,6 +481,13 @@ class Terminal(io.StringIO):
     return True
 
 
+@pytest.mark.parametrize('exists', [False, True])
+def test_an_unused_accelerator_is_reported(monkeypatch, capsys, exists):
+  monkeypatch.setattr(hardware, 'has_accelerator', lambda: exists)
+  distributed.start_devices()
+  assert ('but jax uses the CPU' in capsys.readouterr().out) == exists
+
+
 @pytest.mark.parametrize('platform', ['cuda', 'abacus'])
 def test_a_missing_platform_is_named(platform):
   code = 'from gigpo_jax.runtime import distributed as d; d.start_devices()'

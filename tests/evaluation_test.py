@@ -200,6 +200,19 @@ def test_plot_has_labels(tmp_path, monkeypatch):
   assert not box.overlaps(axes.get_window_extent())
 
 
+def test_prompts_other_than_in_training_are_reported(tmp_path, capsys):
+  config = alfworld.get_config('smoke')
+  run_config.save(config, str(tmp_path))
+  config.evaluation.num_tasks, config.seed = 3, 5
+  saved_checkpoint.compare(config, str(tmp_path))
+  assert not capsys.readouterr().out
+  config.env.history_length, config.rollout.max_prompt_tokens = 4, 999
+  saved_checkpoint.compare(config, str(tmp_path))
+  line = capsys.readouterr().out
+  assert 'env.history_length=4 (trained with ' in line
+  assert 'rollout.max_prompt_tokens=999 (trained with ' in line
+
+
 def test_adapters_are_evaluated_with_their_own_network(tmp_path):
   config = alfworld.get_config('smoke')
   config.lora.rank, config.lora.alpha = 4, 8.0

@@ -15,6 +15,7 @@ import small_runs
 from configs import alfworld
 from gigpo_jax import checkpoint, tokenizer, train
 from gigpo_jax.run import policy_files, run_config
+from gigpo_jax.tools import viewer
 
 
 @pytest.fixture(name='uninterrupted', scope='module')
@@ -359,6 +360,7 @@ def test_checkpoints_and_exports_are_evaluated(uninterrupted, tmp_path):
       f'--model={workdir / "policy"}',
       '--config.evaluation.repeats=2',
       '--config.evaluation.num_tasks=4',
+      '--config.episodes.every=1',
     )
   )
   assert f'{workdir} minus {workdir / "policy"}' in printed
@@ -370,6 +372,13 @@ def test_checkpoints_and_exports_are_evaluated(uninterrupted, tmp_path):
     assert len(found['episodes']) == 8
     successes = [episode['success'] for episode in found['episodes']]
     assert found['rates']['eval/success_rate'] == np.mean(successes)
+  for n, found in enumerate(told['policies'].values()):
+    groups = viewer.iteration(tmp_path / 'evaluation' / str(n), 0)['groups']
+    assert (
+      len(groups) == 4 and f'--workdir={tmp_path}/evaluation/{n}' in printed
+    )
+    seen = [e['success'] for group in groups for e in group['episodes']]
+    assert sum(seen) == sum(e['success'] for e in found['episodes'])
   assert (tmp_path / 'evaluation.png').is_file()
 
 
