@@ -126,7 +126,9 @@ def test_microbatch_size_does_not_change_the_update(
   [
     pytest.param(CONFIG, marks=pytest.mark.slow),
     EXPERTS,
-    dataclasses.replace(CONFIG, num_layers=1),
+    pytest.param(
+      dataclasses.replace(CONFIG, num_layers=1), marks=pytest.mark.slow
+    ),
   ],
   ids=['dense', 'experts', 'one layer'],
 )

@@ -113,8 +113,11 @@ def _reference(  # noqa: PLR0913
     (False, 7, 1, 'Qwen2', YARN),
     pytest.param(True, 4, 2, 'Qwen3', None, marks=pytest.mark.slow),
     (False, 5, 5, 'Qwen3', YARN | {'attention_factor': 0.7}),
-    (False, 4, 1, 'Qwen3', YARN | {'beta_fast': 8.0, 'beta_slow': 2.0}),
-    (False, 4, 2, 'Qwen3Moe', None),
+    pytest.param(
+      *(False, 4, 1, 'Qwen3', YARN | {'beta_fast': 8.0, 'beta_slow': 2.0}),
+      marks=pytest.mark.slow,
+    ),
+    pytest.param(False, 4, 2, 'Qwen3Moe', None, marks=pytest.mark.slow),
     (True, 3, 1, 'Qwen3Moe', YARN),
   ],
 )
@@ -250,8 +253,15 @@ def test_blocks_of_queries_change_nothing(monkeypatch, min_size, blocks):
   )
 
 
-@pytest.mark.parametrize('unrolled', [0, 8], ids=['scanned', 'unrolled'])
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize(
+  ('dtype', 'unrolled'),
+  [
+    ('float32', 8),
+    ('bfloat16', 0),
+    pytest.param('float32', 0, marks=pytest.mark.slow),
+    pytest.param('bfloat16', 8, marks=pytest.mark.slow),
+  ],
+)
 def test_decoding_equals_one_forward_pass(monkeypatch, unrolled, dtype):
   monkeypatch.setattr(qwen_config, 'MAX_UNROLLED', unrolled)
   config = dataclasses.replace(TINY, dtype=dtype, max_split=unrolled)

@@ -26,6 +26,7 @@ def _config(**changes):
   return config
 
 
+@pytest.mark.slow
 def test_same_config_gives_same_policy(tmp_path):
   files = []
   for name in ('a', 'b'):

@@ -164,6 +164,7 @@ def test_episodes_hold_what_the_metrics_say(uninterrupted):
     assert told == [s['response'] for s in steps]
 
 
+@pytest.mark.slow
 def test_successful_episodes_are_trained_on(uninterrupted, tmp_path):
   """Rejection-sampling fine-tuning, as the README has it."""
   workdir, _ = uninterrupted

@@ -5,6 +5,7 @@ import sys
 
 import preloaded
 import programs
+import pytest
 
 SMALL = (
   '--config=configs/webshop.py:smoke',
@@ -26,6 +27,7 @@ def _run(script: str, *flags: str) -> str:
   )
 
 
+@pytest.mark.slow
 def test_a_warm_start_and_two_iterations(tmp_path):
   _run(
     'sft',
