@@ -33,6 +33,7 @@ from gigpo_jax import (
 from gigpo_jax.run import (
   adapter_check,
   agent_check,
+  collection_check,
   config_fields,
   loss_check,
   model_check,
@@ -254,7 +255,7 @@ def _combinations(
     yield from _reward(config)
     yield from reward_functions.conflicts(config)
     yield from scored_rewards.conflicts(config)
-  yield from _collection(config)
+  yield from collection_check.conflicts(config)
   if not any(field.startswith('loss.') for field in refused):
     yield from loss_check.conflicts(config)
   yield from _optimizer(config)
@@ -430,59 +431,6 @@ def _replays(config: ml_collections.ConfigDict) -> Iterator[str]:
         f'algorithm.name={config.algorithm.name}: {reason}; must be an '
         'algorithm without continuations or branches'
       )
-
-
-def _collection(config: ml_collections.ConfigDict) -> Iterator[str]:
-  members = config.rollout.episodes_per_group
-  if config.filter.drop_zero_variance and members < _PAIR:
-    yield (
-      'filter.drop_zero_variance=True: one episode has no variance; needs '
-      'rollout.episodes_per_group of at least 2'
-    )
-  if config.filter.drop_zero_variance and config.reward.scored:
-    yield (
-      'filter.drop_zero_variance=True: filters by the rewards of the '
-      f'environment, before reward.scored={tuple(config.reward.scored)}; must '
-      'be False'
-    )
-  if config.filter.drop_zero_variance and config.tasks.draw == 'stages':
-    yield (
-      'filter.drop_zero_variance=True: the tasks of refills have no stage; '
-      'must be False with tasks.draw=stages'
-    )
-  if config.rollout.carry_over > 0:
-    yield from _carry_over(config)
-
-
-def _carry_over(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields conflicts of rollout.carry_over."""
-  turns, limit = config.rollout.carry_over, config.env.get('max_steps')
-  if config.filter.drop_zero_variance:
-    yield (
-      f'rollout.carry_over={turns}: filter.drop_zero_variance replaces groups '
-      'within an iteration; must be 0, or filter.drop_zero_variance=False'
-    )
-  if config.guard.action == 'rollback':
-    yield (
-      f'rollout.carry_over={turns}: a rollback would continue episodes of the '
-      'policy that it discards; must be 0, or guard.action=shrink'
-    )
-  if limit and turns >= limit:
-    yield (
-      f'rollout.carry_over={turns}: no episode has more turns; must be below '
-      f'env.max_steps={limit}, or 0'
-    )
-  if limit and config.num_iterations * turns < limit:
-    yield (
-      f'rollout.carry_over={turns}: an episode of env.max_steps={limit} turns '
-      f'does not end within num_iterations={config.num_iterations}; must be at '
-      f'least {-(-limit // config.num_iterations)}, or 0'
-    )
-  if not config.loss.tis_clip and config.loss.old_log_probs != 'sampler':
-    yield (
-      f'rollout.carry_over={turns}: earlier policies sample some turns; needs '
-      'loss.old_log_probs=sampler, or loss.tis_clip, such as 2.0'
-    )
 
 
 def _reward(config: ml_collections.ConfigDict) -> Iterator[str]:
