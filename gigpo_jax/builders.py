@@ -6,6 +6,7 @@ evaluation.
 
 import contextlib
 import functools
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -41,6 +42,9 @@ from gigpo_jax import (
 from gigpo_jax import config as config_lib
 from gigpo_jax.run import model_builders, trial
 from gigpo_jax.runtime import console, distributed
+
+# Tasks whose types are compared between processes.
+_COMPARED_TASKS = 32
 
 
 def make_pool(config: ml_collections.ConfigDict) -> env_pool.EnvPool:
@@ -98,6 +102,8 @@ def try_environment(
 ) -> None:
   """Plays a few turns before compilation and prints warnings.
 
+  All processes must have the same tasks, because each plays its own part.
+
   Args:
     config: the experiment.
     pool: its environments.
@@ -109,7 +115,13 @@ def try_environment(
     ValueError: in one line, if the environment cannot be played.
   """
   name = config.env.name
-  available = len(envs.tasks(name, split, **config_lib.env_kwargs(config)))
+  listed = envs.tasks(name, split, **config_lib.env_kwargs(config))
+  available = len(listed)
+  types = [listed.task_type(n) for n in range(min(available, _COMPARED_TASKS))]
+  digest = hashlib.sha256(repr(types).encode()).hexdigest()[:8]
+  distributed.check_same(
+    {f'env.name={name}: split {split}': f'{available} tasks ({digest})'}
+  )
   tried = tasks.first_tasks(split, min(available, trial.TASKS))
   observations, failures = trial.run(pool, name, tried)
   for failure in failures:

@@ -380,8 +380,13 @@ class Checkpointer:
     return next(iter(self._saved(iteration)), -1)
 
   def _saved(self, until: int | None) -> list[int]:
-    """Returns the iterations of checkpoints up to one, newest first."""
+    """Returns the iterations of checkpoints up to one, newest first.
+
+    They are those that the main process sees: a network file system may show
+    others a new checkpoint late.
+    """
     saved = sorted(self._manager.all_steps(), reverse=True)
+    saved = distributed.all_gather_objects(saved)[0]
     return [n for n in saved if until is None or n <= until]
 
   def _report_damage(self, iteration: int, reason: str) -> None:
@@ -444,7 +449,6 @@ class Checkpointer:
     if partial:
       abstract_state = self._all_entries(iteration) | abstract_state
     self._compare(iteration, abstract_state)
-    state, host, reason = None, {}, ''
     try:
       restored = self._manager.restore(
         iteration,
@@ -456,9 +460,13 @@ class Checkpointer:
       state, host = restored['state'], dict(restored['host'])
     except (OSError, ValueError) as error:  # Disk, tensorstore.
       reason = f'cannot be read ({" ".join(str(error).split())[-120:]})'
-    if distributed.is_multi_process():
-      reason = max(distributed.all_gather_objects(reason))
-    if reason:
+      if distributed.is_multi_process():
+        # The other processes may be waiting in Orbax for this one.
+        raise errors.RunError(
+          f'{self._directory}/{iteration}: {reason} by process '
+          f'{jax.process_index()}; rerun the same command, or rename this '
+          'folder to resume from an earlier checkpoint'
+        ) from error
       return None, {}, reason
     if partial:
       state = {name: state[name] for name in names}
@@ -470,10 +478,10 @@ class Checkpointer:
     return state, host, ''
 
   def _all_entries(self, iteration: int) -> dict:
-    """Returns the abstract state of a checkpoint, on one device."""
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    """Returns the abstract state of a checkpoint, in the host's memory."""
     return jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
+      # Takes no memory; Orbax reads an array for it.
+      lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape),
       dict(self._manager.item_metadata(iteration)['state']),
       is_leaf=lambda x: hasattr(x, 'shape'),
     )

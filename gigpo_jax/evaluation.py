@@ -501,16 +501,22 @@ def _evaluate_policy(
   console.log(f'policy: --{source}={path}')
   policy = model_builders.make_model_bundle(config)
   with jax.set_mesh(policy.mesh):
-    params, base_params = policy.load(), None
     if source == 'checkpoint':
-      params, base_params = saved_checkpoint.restore(
-        config, policy, params, path
-      )
-      if export:
-        start = config.model.path
-        folder = pathlib.Path(export)
-        with errors.explain_disk_errors(export):
-          policy_files.export(folder, policy, base_params, params, start)
+      params, base_params = saved_checkpoint.restore(config, policy, path)
+    else:
+      params, base_params = policy.load(), None
+    if export:
+      with errors.explain_disk_errors(export):
+        policy_files.export(
+          pathlib.Path(export),
+          policy,
+          base_params,
+          params,
+          config.model.path,
+        )
+    if distributed.is_multi_process():
+      # No process compiles while the others do not; see `compilation`.
+      policy.sampler.warm_up(params, base_params)
     (episodes,) = builders.make_runner(config, policy, pool).run_batches(
       params,
       [builders.make_eval_batch(config)],

@@ -87,6 +87,9 @@ def sample(
   ):
     runner = builders.make_runner(config, bundle, pool, scorer)
     params = bundle.load()
+    if distributed.is_multi_process():
+      # No process compiles while the others do not; see `compilation`.
+      bundle.sampler.warm_up(params)
     played = {
       position: runner.run(
         params,

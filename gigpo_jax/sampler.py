@@ -272,7 +272,8 @@ class Sampler:
   def warm_up(self, params: dict, base: dict | None = None) -> None:
     """Compiles the programs that are missing and runs the largest ones once.
 
-    This shows whether they fit into memory, all of which is freed.
+    This shows whether they fit into memory, all of which is freed. If there is
+    no room for a second cache, the cache always has its largest size.
 
     Args:
       params: parameters of the policy.
@@ -292,7 +293,22 @@ class Sampler:
       truncated = self._truncations[-1]
       outputs = self._cache.decode(self._params, *inputs, truncated)
       jax.block_until_ready(outputs)
+      can_resize = self._can_resize()
+    if not all(distributed.all_gather_objects(can_resize)):
+      self._row_buckets = self._row_buckets[-1:]
+      self._lengths = self._lengths[-1:]
     self.release()
+
+  def _can_resize(self) -> bool:
+    """Returns whether the largest two caches fit into memory together."""
+    try:
+      for size in self._sizes()[-2:-1]:
+        jax.block_until_ready(self._programs.new_slots(*size))
+    except jax.errors.JaxRuntimeError as error:
+      if 'RESOURCE_EXHAUSTED' not in str(error):
+        raise
+      return False
+    return True
 
   def _sizes(self) -> list[tuple[int, int]]:
     """Returns the sizes of the cache, ascending."""

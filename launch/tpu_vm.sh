@@ -121,8 +121,7 @@ setup() {
   script="set -e; test -d $folder || git clone $(printf '%q' "$repository") $folder"
   script+="; cd $folder"
   # A kept run does not change its code when it is set up again.
-  script+="${commit:+; git fetch -q origin; git checkout -q $commit}"
-  [[ -n "$commit" ]] || script+='; git pull --ff-only'
+  script+="; git fetch -q origin; git checkout -q ${commit:-origin/HEAD}"
   # The VM's own Python is too old for jax.
   script+="; export PATH=\"\$HOME/.local/bin:\$PATH\""
   script+='; command -v uv > /dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh'
@@ -138,13 +137,22 @@ setup() {
   on_all "$script"
 }
 
+# The first line of the log of a start with these flags, quoted for a shell.
+first_line() {
+  printf '%q' "flags: $(printf '%q ' "${train[@]}")"
+}
+
 start() {
   need name zone
   ((${#train[@]})) || die '--: missing; after it come the flags of launch/train.py'
-  local flags
+  local flags script
   flags="$(printf '%q ' "${train[@]}")"
-  on_all "cd $folder && { nohup .venv/bin/python launch/train.py ${flags% } \
->> $log 2>&1 < /dev/null & } && echo started"
+  # The log of the last start; $log.old has those before.
+  script="cd $folder || exit; touch $log; cat $log >> $log.old; echo $(first_line) > $log"
+  # Compiled programs outlive the slice, too.
+  script+="; mountpoint -q $mount && export JAX_COMPILATION_CACHE_DIR=\$PWD/$mount/.programs"
+  script+="; { nohup .venv/bin/python launch/train.py ${flags% } >> $log 2>&1 < /dev/null & }"
+  on_all "$script; echo started"
 }
 
 # Prints what the hosts do: training (all of them), partial (only some of them),
@@ -152,8 +160,9 @@ start() {
 activity() {
   local hosts
   hosts="$(on_all "cd $folder && { pgrep -f '[l]aunch/train.py' > /dev/null \
-&& echo activity=training || { tail -n 5 $log | grep -q '^learning curve: ' \
-&& echo activity=finished; }; } || echo activity=idle" 2>/dev/null)" || {
+&& echo activity=training || { head -n 1 $log | grep -qxF -- $(first_line) \
+&& tail -n 5 $log | grep -q '^learning curve: ' && echo activity=finished; }; } \
+|| echo activity=idle" 2>/dev/null)" || {
     printf 'unknown'
     return
   }

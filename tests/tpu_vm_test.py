@@ -205,6 +205,44 @@ def test_keep_ends_if_training_does_not_start(tmp_path):
   assert 'training ends soon after each start' in output
 
 
+def test_only_a_run_with_these_flags_is_finished(tmp_path):
+  # A host on which the training ends at once: gcloud runs the commands here.
+  home = tmp_path / 'home' / 'gigpo_jax'
+  programs = {
+    'gcloud': 'all="$*"; case "$all" in *describe*) echo READY;; *uv*) ;; '
+    '*) cd "$STAGE/home"; bash -c "${all#*--command=}";; esac',
+    'pgrep': 'exit 1',
+    'mountpoint': 'exit 1',
+  }
+  (home / '.venv/bin').mkdir(parents=True)
+  paths = {tmp_path / name: code for name, code in programs.items()}
+  paths[home / '.venv/bin/python'] = 'echo "learning curve: $*"'
+  for path, code in paths.items():
+    path.write_text(f'#!/bin/bash\n{code}\n')
+    path.chmod(0o755)
+
+  def keep(*flags):
+    options = ['--type=v5p-8', '--bucket=b', '--repository=u', '--every=0.5']
+    return subprocess.run(
+      ['bash', str(SCRIPT), 'keep', *VM, *options, '--', *flags],
+      capture_output=True,
+      text=True,
+      check=True,
+      timeout=60,
+      env=os.environ
+      | {'STAGE': str(tmp_path), 'PATH': f'{tmp_path}:{os.environ["PATH"]}'},
+    ).stdout
+
+  for flags in (['--config=a'], ['--config=a', '--workdir=runs/b c;d']):
+    assert 'started' in keep(*flags)
+    lines = (home / 'train.log').read_text().splitlines()
+    assert lines[-1] == f'learning curve: launch/train.py {" ".join(flags)}'
+    # The same command again has nothing to do.
+    assert 'started' not in keep(*flags)
+  earlier = (home / 'train.log.old').read_text()
+  assert 'launch/train.py --config=a\n' in earlier
+
+
 @pytest.mark.parametrize(
   'options', [('--type=v9-8',), ('--type=v5p-8', '--repository=')]
 )

@@ -116,7 +116,7 @@ def default_implementation(
   if platform == 'tpu':
     return 'splash'
   largest = 128 if capability < _HOPPER else 256
-  return 'cudnn' if head_size <= largest else 'xla'
+  return 'cudnn' if head_size <= largest and head_size % 8 == 0 else 'xla'
 
 
 def self_attention(

@@ -15,28 +15,31 @@ from gigpo_jax.runtime import files
 
 # File name of the config in a work directory.
 _STORED = 'config.json'
-# Fields that do not change the experiment: what is kept, and how devices and
-# processes share the work. The latter may change the last bits of a sum.
-_MAY_DIFFER = frozenset(
+# Fields that may differ between the processes of a run.
+_LOCAL = frozenset(
   {
-    'checkpoint.every',
     'checkpoint.keep',
     'episodes.every',
-    'learner.microbatch_tokens',
-    'mesh.data',
-    'mesh.fsdp',
-    'mesh.sequence',
-    'mesh.tensor',
     'metrics.wandb',
-    'model.remat',
     'pool.max_resets_per_worker',
     'pool.max_worker_mib',
     'pool.num_workers',
     'pool.reset_timeout_secs',
     'pool.step_timeout_secs',
-    'rollout.tensor',
   }
 )
+# Fields that may differ when a run resumes: these, and how the devices share
+# the work, which may change the last bits of a sum.
+_MAY_DIFFER = _LOCAL | {
+  'checkpoint.every',
+  'learner.microbatch_tokens',
+  'mesh.data',
+  'mesh.fsdp',
+  'mesh.sequence',
+  'mesh.tensor',
+  'model.remat',
+  'rollout.tensor',
+}
 
 
 def save(
@@ -169,8 +172,8 @@ def _is_default(field: str, value: object) -> bool:
 
 
 def experiment(config: ml_collections.ConfigDict) -> dict[str, Any]:
-  """Returns the fields that define an experiment, such as 'env.name'."""
-  return {k: v for k, v in _fields(config).items() if k not in _MAY_DIFFER}
+  """Returns the fields that all processes of a run share, as 'env.name'."""
+  return {k: v for k, v in _fields(config).items() if k not in _LOCAL}
 
 
 def _fields(config: ml_collections.ConfigDict) -> dict[str, Any]:

@@ -82,7 +82,6 @@ def compare(config: ml_collections.ConfigDict, path: str) -> None:
 def restore(
   config: ml_collections.ConfigDict,
   bundle: model_builders.ModelBundle,
-  start: dict,
   path: str,
 ) -> tuple[dict, dict]:
   """Returns the parameters in a checkpoint, and the frozen parameters.
@@ -90,15 +89,18 @@ def restore(
   Args:
     config: the experiment.
     bundle: its model.
-    start: parameters of the initial policy.
     path: the checkpoint, or the run whose newest one is meant.
   """
   learner = builders.make_learner(config, bundle, builders.make_loss(config))
-  template = {'policy': checkpoint.abstract_state(learner.init(start))}
+  state, base = learner.abstract_state()
+  if config.lora.rank:  # Only the adapters are in the checkpoint.
+    state = checkpoint.abstract_state(learner.init(bundle.load()))
+    base = learner.base
+  template = {'policy': state}
   folder, iteration = _locate(path)
   with checkpoint.Checkpointer(folder, read_only=True) as checkpointer:
     iteration, states, _ = checkpointer.restore(
       template, iteration=iteration, partial=True
     )
   console.log(f'policy after iteration {iteration}')
-  return states['policy'].params, learner.base
+  return states['policy'].params, base

@@ -12,6 +12,9 @@ import pickle
 import re
 import shutil
 import sys
+import time
+import uuid
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -20,6 +23,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from gigpo_jax.runtime import files, hardware
+
+# A network file system may show a new file late.
+_SHARED_SECS = 60.0
 
 _VARIABLES = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
 
@@ -121,7 +127,8 @@ def lock(workdir: str | pathlib.Path) -> Iterator[None]:
   The main process holds the lock. A single process starts no device for this.
 
   Raises:
-    ValueError: in one line, in every process, if another experiment holds it.
+    ValueError: in one line, in every process, if another experiment holds it,
+      or the processes do not share the folder.
   """
   alone = not is_multi_process()
   with contextlib.ExitStack() as stack:
@@ -135,7 +142,28 @@ def lock(workdir: str | pathlib.Path) -> Iterator[None]:
       refused = all_gather_objects(refused)[0]
     if refused:
       raise ValueError(refused)
+    if not alone:
+      _check_shared(pathlib.Path(workdir))
     yield
+
+
+def _check_shared(workdir: pathlib.Path) -> None:
+  """Checks that every process sees a file that the main process writes."""
+  file = workdir / f'.shared_{all_gather_objects(uuid.uuid4().hex)[0]}'
+  if is_main_process():
+    file.touch()
+  barrier()
+  deadline = time.monotonic() + _SHARED_SECS
+  while not file.exists() and time.monotonic() < deadline:
+    time.sleep(0.2)
+  found = all_gather_objects(file.exists())
+  if is_main_process():
+    file.unlink()
+  if not all(found):
+    raise ValueError(
+      f'--workdir={workdir}: process {found.index(False)} does not see the '
+      'files of process 0; must be a folder that all hosts share'
+    )
 
 
 @contextlib.contextmanager
@@ -149,6 +177,7 @@ def atomic_directory(path: pathlib.Path) -> Iterator[str]:
     files.open_to_umask(partial)
     shutil.rmtree(path, ignore_errors=True)
     partial.rename(path)
+  barrier()  # The others may read it next.
 
 
 def process_slice(size: int) -> range:
@@ -180,14 +209,15 @@ def all_gather_objects(value: Any) -> list[Any]:
   """
   if jax.process_count() == 1:
     return [value]
-  data = np.frombuffer(pickle.dumps(value), np.uint8)
+  # The gathered arrays pass through the memory of every device.
+  data = np.frombuffer(zlib.compress(pickle.dumps(value), 1), np.uint8)
   sizes = multihost_utils.process_allgather(np.array([len(data)])).ravel()
   # Round the size up, because every size is compiled.
   padded = np.zeros(1 << max(12, int(sizes.max() - 1).bit_length()), np.uint8)
   padded[: len(data)] = data
   rows = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
   return [
-    pickle.loads(row[: int(size)].tobytes())
+    pickle.loads(zlib.decompress(row[: int(size)].tobytes()))
     for row, size in zip(rows, sizes, strict=True)
   ]
 
