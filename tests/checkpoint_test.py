@@ -30,6 +30,19 @@ def _state(shape=(8, 4), axes=('data', None)) -> learner.TrainState:
   )
 
 
+def test_entries_that_are_not_wanted_take_no_device_memory(tmp_path):
+  state = {'policy': {'w': jnp.arange(3.0)}, 'critic': {'w': jnp.ones(5)}}
+  with checkpoint.Checkpointer(tmp_path) as saver:
+    saver.save(4, state, {})
+    saver.wait()
+    (ignored,) = saver._all_entries(4)['critic'].values()
+    assert isinstance(ignored, np.ndarray) and ignored.strides == (0,)
+    wanted = checkpoint.abstract_state({'policy': state['policy']})
+    iteration, restored, _ = saver.restore(wanted, partial=True)
+  assert iteration == 4 and restored.keys() == {'policy'}
+  np.testing.assert_array_equal(restored['policy']['w'], [0, 1, 2])
+
+
 def test_restored_state_is_equal(tmp_path):
   state = _state()
   with checkpoint.Checkpointer(tmp_path / 'c', keep=2) as saved:

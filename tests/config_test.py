@@ -793,6 +793,12 @@ def test_older_run_resumes_with_new_fields(tmp_path):
   assert 'env.trust_games=True (was None)' in str(error.value)
 
 
+def test_hosts_compare_all_that_decides_programs_and_collectives():
+  shared = run_config.experiment(alfworld.get_config('tiny')).keys()
+  assert {'mesh.fsdp', 'model.remat', 'checkpoint.every', 'env.name'} <= shared
+  assert not {'pool.num_workers', 'metrics.wandb', 'episodes.every'} & shared
+
+
 def test_fields_that_share_the_work_may_change(tmp_path):
   config = alfworld.get_config('tiny')
   _start_run(config, tmp_path)

@@ -131,40 +131,68 @@ def _sample_together(tensor: int, reuse: str) -> Iterator[list[list[int]]]:
 
 
 _LOCKS = """
-import sys
+import pathlib, sys, time
 from gigpo_jax.runtime import distributed
+distributed._SHARED_SECS = 1
 distributed.initialize()
+workdir = pathlib.Path(sys.argv[1])
 try:
-  with distributed.lock(sys.argv[1]):
+  with distributed.lock(workdir):
     # The other process is also inside this block.
     print('state', *distributed.all_gather_objects('held'), flush=True)
+    with distributed.atomic_directory(workdir / 'policy') as folder:
+      if distributed.is_main_process():
+        time.sleep(1)
+        pathlib.Path(folder).mkdir()
+    # The other process has finished the directory.
+    print('exists', (workdir / 'policy').is_dir())
 except ValueError as error:
-  print('state', str(error).split('in use by ')[1].split(' on ')[0])
+  print('refused', error)
 """
+
+
+def _lock_together(*workdirs: pathlib.Path) -> Iterator[tuple[str, str]]:
+  """Yields output and errors of processes that run _LOCKS on their folder."""
+  address = f'127.0.0.1:{_free_port()}'
+  names = {
+    'JAX_COORDINATOR_ADDRESS': address,
+    'JAX_NUM_PROCESSES': str(len(workdirs)),
+  }
+  running = [
+    subprocess.Popen(
+      [sys.executable, '-c', _LOCKS, str(workdir)],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+      cwd=ROOT,
+      env=os.environ | names | {'JAX_PROCESS_ID': str(index)},
+    )
+    for index, workdir in enumerate(workdirs)
+  ]
+  yield from _wait(*running)
 
 
 @pytest.mark.parametrize('held', [False, True])
 def test_processes_of_a_run_share_a_lock(tmp_path, held):
-  address = f'127.0.0.1:{_free_port()}'
-  names = {'JAX_COORDINATOR_ADDRESS': address, 'JAX_NUM_PROCESSES': '2'}
   with contextlib.ExitStack() as stack:
     if held:
       stack.enter_context(files.lock(tmp_path))
-    running = [
-      subprocess.Popen(
-        [sys.executable, '-c', _LOCKS, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | names | {'JAX_PROCESS_ID': str(index)},
-      )
-      for index in range(2)
-    ]
-    outputs = _wait(*running)
-  expected = f'state process {os.getpid()}' if held else 'state held held'
+    outputs = list(_lock_together(tmp_path, tmp_path))
   for output, errors in outputs:
-    assert expected in output.splitlines(), errors
+    if held:
+      assert f'in use by process {os.getpid()}' in output, errors
+    else:
+      assert output.splitlines()[-2:] == ['state held held', 'exists True'], (
+        errors
+      )
+
+
+def test_a_work_directory_that_is_not_shared_is_refused(tmp_path):
+  for name in 'ab':
+    (tmp_path / name).mkdir()
+  for output, errors in _lock_together(tmp_path / 'a', tmp_path / 'b'):
+    assert 'process 1 does not see the files of process 0' in output, errors
+  assert not list((tmp_path / 'a').glob('.shared*'))
 
 
 # The single process has as many virtual devices as there are processes.

@@ -307,6 +307,26 @@ def test_released_memory_is_allocated_again(params):
   assert engine.compilations == compilations
 
 
+def test_without_room_for_two_caches_there_is_one_size(params, monkeypatch):
+  expected = _sampler().generate(params, _requests(5))
+  engine, allocated = _sampler(), []
+  new_slots = engine._programs.new_slots
+
+  def allocate(*size):
+    if allocated and size != allocated[0]:
+      raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: too much')
+    allocated.append(size)
+    return new_slots(*size)
+
+  monkeypatch.setattr(engine._programs, 'new_slots', allocate)
+  engine.warm_up(params)
+  assert allocated == [(16, 28)]
+  actual = engine.generate(params, _requests(5))
+  assert set(allocated) == {(16, 28)}
+  for one, other in zip(actual, expected, strict=True):
+    assert one.ids.tolist() == other.ids.tolist()
+
+
 def test_parameters_are_prepared_once():
   engine, calls = _sampler(), []
   engine._programs.prepare = lambda *args: calls.append(args) or {}

@@ -10,6 +10,7 @@ from envs import base
 from gigpo_jax import builders, env_pool, mesh, train
 from gigpo_jax import config as config_lib
 from gigpo_jax.run import model_builders, remat, trial
+from gigpo_jax.runtime import distributed
 
 TASKS = [base.Task('train', index) for index in range(3)]
 
@@ -140,6 +141,33 @@ def test_warning_about_the_limit_has_measured_numbers(capsys):
     config.rollout.max_prompt_tokens = 21
     builders.try_environment(config, pool, 'train', Text())
   assert 'have 22 tokens even without their history' in capsys.readouterr().out
+
+
+class Tasks(tuple):
+  """Tasks that are given by their types."""
+
+  def task_type(self, index):
+    return self[index]
+
+
+def test_processes_compare_their_tasks(monkeypatch):
+  compared = []
+  monkeypatch.setattr(distributed, 'check_same', compared.append)
+  for types in ('aab', 'aab', 'abb', 'aabb'):
+    monkeypatch.setattr(
+      broken_env, 'tasks', lambda split, types=types, **_: Tasks(types)
+    )
+    config = _config(fails='')
+    with builders.make_pool(config) as pool:
+      builders.try_environment(config, pool, 'train')
+  same, again, another_type, another_number = compared
+  assert same == again
+  (value,) = same.values()
+  assert list(same) == ['env.name=broken_env: split train']
+  assert value.startswith('3 tasks')
+  assert another_type.values() != same.values()
+  assert next(iter(another_type.values())).startswith('3 tasks')
+  assert next(iter(another_number.values())).startswith('4 tasks')
 
 
 def test_buckets_follow_the_limits_of_tokens():
