@@ -60,10 +60,11 @@ def parse(
     problem = (
       f'unknown {", ".join(unknown)}' if unknown else 'more than one size'
     )
-    others = f' and {", ".join(changes)}, joined by commas' if changes else ''
+    accepted = [f'at most one of {", ".join(sizes)}'] if sizes else []
+    accepted += [f'{", ".join(changes)}, joined by commas'] if changes else []
     raise ValueError(
-      f'--config=configs/{name}.py:{arg}: {problem}; accepts at most one of '
-      f'{", ".join(sizes)}{others}{hint}'
+      f'--config=configs/{name}.py:{arg}: {problem}; accepts '
+      f'{" and ".join(accepted)}{hint}'
     )
   return ''.join(chosen), [b for b in changes if b in variants]
 
