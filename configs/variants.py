@@ -171,9 +171,9 @@ def unapplied(
   for name, module in modules.items():
     for field, preset in getattr(module, 'PRESETS', {}).get(name, {}).items():
       section, _, key = field.rpartition('.')
-      value = config[section].get(key)
-      if not callable(preset) and value != preset:
-        yield name, field, value, preset
+      values = config[section]  # An environment may lack a field of `env`.
+      if key in values and not callable(preset) and values[key] != preset:
+        yield name, field, values[key], preset
 
 
 def released() -> tuple[str, ...]:
