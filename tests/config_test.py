@@ -14,12 +14,14 @@ import huggingface_hub
 import pytest
 
 import configs
+import envs
 from configs import (
   alfworld,
   endpoint,
   scienceworld,
   search_qa,
   sokoban,
+  textarena,
   webshop,
 )
 from gigpo_jax import algorithms, modulators, selectors, tokenizer
@@ -677,10 +679,43 @@ def test_options_that_an_environment_lacks_are_refused():
   config = webshop.get_config('tiny,reference_code')
   assert config.env.reference_sampling
   config.filter.drop_zero_variance, config.tasks.draw = True, 'uncertain'
+  config.rollout.carry_over = 4
   refused = [
     line.partition(':')[0] for line in config_lib._environment_conflicts(config)
   ]
-  assert refused == ['tasks.draw=uncertain', 'filter.drop_zero_variance=True']
+  assert refused == [
+    'tasks.draw=uncertain',
+    'filter.drop_zero_variance=True',
+    'rollout.carry_over=4',
+  ]
+
+
+def test_what_a_harness_would_wait_for_is_refused():
+  config = endpoint.get_config('tiny')
+  assert not list(envs.conflicts(config))
+  config.rollout.schedule, config.rollout.horizon = 'lockstep', ((0, 2),)
+  assert [line.partition(':')[0] for line in envs.conflicts(config)] == [
+    'rollout.schedule=lockstep',
+    'rollout.horizon=((0, 2),)',
+  ]
+
+
+def test_the_environment_s_reward_is_no_component_with_several_agents():
+  config = textarena.get_config('self_play,gdpo')
+  config.reward.functions = ('reward_examples:brevity',)
+  config.algorithm.components = ('reward', 'valid')
+  assert not list(algorithms.conflicts(config))
+  config.algorithm.components = ('environment_reward', 'brevity', 'valid')
+  (line,) = algorithms.conflicts(config)
+  assert 'environment_reward lacks rewards' in line
+
+
+def test_igpo_refuses_a_filter_by_rewards():
+  config = search_qa.get_config('tiny,igpo')
+  assert not list(algorithms.conflicts(config))
+  config.filter.drop_zero_variance = True
+  (line,) = algorithms.conflicts(config)
+  assert line.startswith('filter.drop_zero_variance=True: igpo also learns')
 
 
 def test_more_groups_than_goal_lists_are_refused():

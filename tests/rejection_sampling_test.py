@@ -82,6 +82,13 @@ def test_another_start_is_refused(tmp_path, field):
     rejection_sampling.run(config, str(tmp_path))
 
 
+def test_tasks_that_depend_on_outcomes_are_refused(tmp_path):
+  config = _config(rounds=2)
+  config.tasks.draw = 'uncertain'
+  with pytest.raises(ValueError, match='tasks.draw=uncertain: depends on outc'):
+    rejection_sampling.run(config, str(tmp_path))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_rounds_train_on_the_policy_s_successes(tmp_path):

@@ -211,10 +211,17 @@ def test_a_faulty_function_ends_the_run_with_one_line(name, reason):
       'reward.scored_weights=.*one weight per function',
     ),
     ({'scored': ('a:gain', 'b:gain')}, 'reward.scored=.*different names'),
+    (
+      {'scored': ('my_scores:gain',), 'forced_members': 2},
+      'rollout.forced_members=2: reward.scored would score texts after',
+    ),
   ],
 )
 def test_refused_options(fields, message):
   config = alfworld.get_config('smoke')
+  if forced := fields.pop('forced_members', 0):
+    config.rollout.forced_members = forced
+    config.rollout.prefixes = ('<think>', '<action>')
   config.update_from_flattened_dict(
     {f'reward.{name}': value for name, value in fields.items()}
   )
