@@ -21,12 +21,12 @@ from configs import base
 _HINTS = {
   base.DEFAULT_ALGORITHM: f'{base.DEFAULT_ALGORITHM} is the default',
   'dapo': (
-    'DAPO is :grpo with --config.filter.drop_zero_variance=True, '
-    '--config.loss.clip_epsilon_high=0.28 and --config.loss.kl_weight=0'
+    'DAPO has the options filter.drop_zero_variance=True, '
+    'loss.clip_epsilon_high=0.28 and loss.kl_weight=0'
   ),
   'gspo': (
-    'GSPO is :grpo with --config.loss.ratio_level=row and '
-    '--config.loss.aggregation=sequence_mean'
+    'GSPO has the options loss.ratio_level=row and '
+    'loss.aggregation=sequence_mean'
   ),
   **dict.fromkeys(
     ('1.7b', '3b', '4b', '8b', '14b', '32b'),

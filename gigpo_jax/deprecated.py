@@ -149,11 +149,7 @@ def update(config: Any, given: Mapping[str, Any] | None = None) -> None:
 
 # Defaults of older releases and of this one, which differ in speed, memory and
 # rounding only.
-DEFAULTS = {
-  'mesh.data': (1, 0),
-  'model.remat': ('layer', 'auto'),
-  'model.decode_attention': ('xla', 'auto'),
-}
+DEFAULTS = {'model.decode_attention': ('xla', 'auto')}
 # Defaults with equal results. In a config of this release, which has the field
 # _NEW_FIELD, the old default is a choice with another result.
 _OLDER_DEFAULTS = {'algorithm.episode_weight': (0.0, None)}

@@ -166,6 +166,7 @@ def test_gradients_equal_those_through_merged_matrices():
   _assert_close(steps, jax.tree.map(lambda x: -x, grads), atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_mesh_gives_the_update_of_one_device():
   rows, params = _rows(), _params(EXPERTS)
   single, _ = _update(EXPERTS, params, rows)

@@ -450,10 +450,6 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
       'rollout.weights=int8: would merge adapters .* into int8 matrices',
     ),
     (
-      {'guard.max_fisher': 0.1},
-      "guard.max_fisher=0.1: has no effect; needs filter.select to be .'capo'",
-    ),
-    (
       {'loss.max_log_prob_gap': 0.1},
       'loss.max_log_prob_gap=0.1: .* needs loss.old_log_probs to be auto',
     ),

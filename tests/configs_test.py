@@ -456,8 +456,8 @@ def test_options_of_a_new_algorithm_are_fields(monkeypatch):
   ('variant', 'hint'),
   [
     ('gigpo', 'gigpo is the default'),
-    ('dapo', 'DAPO is :grpo with --config.filter.drop_zero_variance=True'),
-    ('gspo', 'GSPO is :grpo with --config.loss.ratio_level=row'),
+    ('dapo', 'DAPO has the options filter.drop_zero_variance=True, loss'),
+    ('gspo', 'GSPO has the options loss.ratio_level=row and loss.aggr'),
     ('3b', 'a size of a pretrained model is that of --config.model.path'),
   ],
 )

@@ -187,12 +187,12 @@ def test_a_run_with_defaults_of_an_older_release_resumes(tmp_path):
   run_config.save(config, str(tmp_path))
   (tmp_path / 'metrics.jsonl').write_text('{}\n')
   stored = json.loads((tmp_path / 'config.json').read_text())
-  stored['mesh']['data'], stored['model']['remat'] = 1, 'layer'
   stored['model']['decode_attention'] = 'xla'
   (tmp_path / 'config.json').write_text(json.dumps(stored))
   run_config.check_resume(config, str(tmp_path))
-  config.mesh.data = 2
-  with pytest.raises(ValueError, match=r'config: mesh.data=2 \(was 1\);'):
+  config.model.decode_attention = 'triton'
+  problem = r'config: model.decode_attention=triton \(was xla\);'
+  with pytest.raises(ValueError, match=problem):
     run_config.check_resume(config, str(tmp_path))
 
 

@@ -105,7 +105,9 @@ def test_golden_metrics():
 
 
 @pytest.mark.parametrize('aggregation', losses.AGGREGATIONS)
-@pytest.mark.parametrize('microbatch_tokens', [16, 48])
+@pytest.mark.parametrize(
+  'microbatch_tokens', [16, pytest.param(48, marks=pytest.mark.slow)]
+)
 def test_microbatch_size_does_not_change_the_update(
   aggregation, microbatch_tokens
 ):

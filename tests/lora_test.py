@@ -85,7 +85,9 @@ def test_merged_adapters_give_the_logits_of_separate_adapters():
   assert np.abs(adapted - plain).max() > 0.1 * np.abs(plain).max()
 
 
-@pytest.mark.parametrize('weights', ['model', 'adapters', 'int8'])
+@pytest.mark.parametrize(
+  'weights', ['model', 'adapters', pytest.param('int8', marks=pytest.mark.slow)]
+)
 def test_the_sampler_applies_adapters(weights):
   params = _params(trained=True)
   options = {

@@ -144,7 +144,13 @@ def test_narrowest_truncations_are_greedy(params):
 
 
 @pytest.mark.parametrize(
-  'narrow', [{}, {'top_k': 4}, {'top_p': 0.7}, {'top_k': 6, 'top_p': 0.7}]
+  'narrow',
+  [
+    {},
+    pytest.param({'top_k': 4}, marks=pytest.mark.slow),
+    pytest.param({'top_p': 0.7}, marks=pytest.mark.slow),
+    {'top_k': 6, 'top_p': 0.7},
+  ],
 )
 def test_frequencies_match_the_distribution(params, narrow: dict):
   count = 4096
@@ -431,7 +437,10 @@ def test_time_and_slot_of_a_request_do_not_change_tokens(params):
     assert completions[index].finish_reason == completion.finish_reason
 
 
-@pytest.mark.parametrize('decode_tokens', [1, 5, 12, 100])
+@pytest.mark.parametrize(
+  'decode_tokens',
+  [1, 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (12, 100))],
+)
 def test_decode_tokens_does_not_change_tokens(params, decode_tokens):
   requests = _requests(11)
   expected = _sampler().generate(params, requests)

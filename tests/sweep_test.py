@@ -94,6 +94,7 @@ def test_finished_runs_are_gathered_and_not_rerun(tmp_path):
   assert (tmp_path / 'curves.png').stat().st_size > 5000
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
   not hasattr(os, 'sched_setaffinity'), reason='pins processes to cores'
 )

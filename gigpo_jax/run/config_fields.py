@@ -44,11 +44,6 @@ _DEPENDENT = {
     ('teacher.mu_peak', 'above 0', bool),
   ),
   'teacher.mu_valley': ('teacher.decay_iterations', 'above 0', bool),
-  'guard.max_fisher': (
-    'filter.select',
-    "('capo',)",
-    lambda chain: 'capo' in chain,
-  ),
   'loss.max_log_prob_gap': (
     'loss.old_log_probs',
     'auto',
