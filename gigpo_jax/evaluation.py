@@ -514,9 +514,7 @@ def _evaluate_policy(
           params,
           config.model.path,
         )
-    if distributed.is_multi_process():
-      # No process compiles while the others do not; see `compilation`.
-      policy.sampler.warm_up(params, base_params)
+    policy.compile_together(params, base_params)
     (episodes,) = builders.make_runner(config, policy, pool).run_batches(
       params,
       [builders.make_eval_batch(config)],

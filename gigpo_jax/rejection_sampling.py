@@ -87,9 +87,7 @@ def sample(
   ):
     runner = builders.make_runner(config, bundle, pool, scorer)
     params = bundle.load()
-    if distributed.is_multi_process():
-      # No process compiles while the others do not; see `compilation`.
-      bundle.sampler.warm_up(params)
+    bundle.compile_together(params)
     played = {
       position: runner.run(
         params,

@@ -257,11 +257,6 @@ def _call(
     workdir = _default_workdir() + ending
   if not workdir:
     lines.exit_with_error('--workdir=: empty; must be a folder')
-  if '://' in workdir:
-    lines.exit_with_error(
-      f'--workdir={workdir}: cannot write to a bucket; must be a local or '
-      'mounted folder'
-    )
   # Worker processes import this file too and must not import jax.
   from gigpo_jax.runtime import compilation, distributed, errors, hardware
 

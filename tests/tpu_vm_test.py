@@ -129,22 +129,27 @@ esac
 """
 
 
+def _run_keep(stage, *arguments: str) -> subprocess.CompletedProcess:
+  """Runs keep with the programs in a folder before those of $PATH."""
+  options = ['--type=v5p-8', '--bucket=b', '--repository=u']
+  return subprocess.run(
+    ['bash', str(SCRIPT), 'keep', *VM, *options, *arguments],
+    capture_output=True,
+    text=True,
+    check=False,
+    timeout=60,
+    env=os.environ
+    | {'STAGE': str(stage), 'PATH': f'{stage}:{os.environ["PATH"]}'},
+  )
+
+
 def _keep(tmp_path, states: list[str], hosts: list[str], *, ends: int = 0):
   """Runs keep against the fake; returns what it printed and what it called."""
   (tmp_path / 'gcloud').write_text(_GCLOUD)
   (tmp_path / 'gcloud').chmod(0o755)
   (tmp_path / 'states').write_text('\n'.join(states) + '\n')
   (tmp_path / 'hosts').write_text('\n'.join(hosts) + '\n')
-  arguments = ['--type=v5p-8', '--bucket=b', '--repository=u', '--every=0']
-  done = subprocess.run(
-    ['bash', str(SCRIPT), 'keep', *VM, *arguments, '--', '--config=c'],
-    capture_output=True,
-    text=True,
-    check=False,
-    timeout=60,
-    env=os.environ
-    | {'STAGE': str(tmp_path), 'PATH': f'{tmp_path}:{os.environ["PATH"]}'},
-  )
+  done = _run_keep(tmp_path, '--every=0', '--', '--config=c')
   assert done.returncode == ends, done.stderr
   assert ('finished' in done.stdout.splitlines()[-1]) == (not ends)
   parts = {
@@ -222,16 +227,9 @@ def test_only_a_run_with_these_flags_is_finished(tmp_path):
     path.chmod(0o755)
 
   def keep(*flags):
-    options = ['--type=v5p-8', '--bucket=b', '--repository=u', '--every=0.5']
-    return subprocess.run(
-      ['bash', str(SCRIPT), 'keep', *VM, *options, '--', *flags],
-      capture_output=True,
-      text=True,
-      check=True,
-      timeout=60,
-      env=os.environ
-      | {'STAGE': str(tmp_path), 'PATH': f'{tmp_path}:{os.environ["PATH"]}'},
-    ).stdout
+    done = _run_keep(tmp_path, '--every=0.5', '--', *flags)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
   for flags in (['--config=a'], ['--config=a', '--workdir=runs/b c;d']):
     assert 'started' in keep(*flags)

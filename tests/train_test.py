@@ -373,13 +373,13 @@ def test_checkpoints_and_exports_are_evaluated(uninterrupted, tmp_path):
     assert len(found['episodes']) == 8
     successes = [episode['success'] for episode in found['episodes']]
     assert found['rates']['eval/success_rate'] == np.mean(successes)
-  for n, found in enumerate(told['policies'].values()):
+  for n, result in enumerate(told['policies'].values()):
     groups = viewer.iteration(tmp_path / 'evaluation' / str(n), 0)['groups']
     assert (
       len(groups) == 4 and f'--workdir={tmp_path}/evaluation/{n}' in printed
     )
-    seen = [e['success'] for group in groups for e in group['episodes']]
-    assert sum(seen) == sum(e['success'] for e in found['episodes'])
+    successes = [e['success'] for group in groups for e in group['episodes']]
+    assert sum(successes) == sum(e['success'] for e in result['episodes'])
   assert (tmp_path / 'evaluation.png').is_file()
 
 

@@ -51,6 +51,19 @@ class ModelBundle:
   sampler: sampler.Sampler
   fingerprint: str = ''
 
+  def compile_together(self, params: dict, base: dict | None = None) -> None:
+    """Compiles the sampler's programs in all processes; not in a single one.
+
+    Each process samples its own requests, and a process that compiles a program
+    alone may wait for the others; see `compilation.Compiler`.
+
+    Args:
+      params: parameters of the policy.
+      base: frozen parameters of a network with adapters; None: no adapters.
+    """
+    if distributed.is_multi_process():
+      self.sampler.warm_up(params, base)
+
 
 def make_model_bundle(config: ml_collections.ConfigDict) -> ModelBundle:
   """Returns the policy of an experiment; initializes the devices.

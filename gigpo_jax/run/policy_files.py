@@ -22,11 +22,6 @@ def check_export(export: str, checkpoints: Sequence[str]) -> None:
   """
   if not export:
     return
-  if '://' in export:
-    raise ValueError(
-      f'--export={export}: cannot write to a bucket; must be a local or '
-      'mounted folder'
-    )
   if len(checkpoints) != 1:
     raise ValueError(
       f'--export={export}: writes the policy of one checkpoint; needs exactly '

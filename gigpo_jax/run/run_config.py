@@ -81,6 +81,11 @@ def check_workdir(workdir: str, flag: str = '--workdir') -> None:
   Raises:
     ValueError: in one line, if it is not.
   """
+  if '://' in workdir:
+    raise ValueError(
+      f'{flag}={workdir}: cannot write to a bucket; must be a local or mounted '
+      'folder'
+    )
   path = pathlib.Path(workdir)
   try:
     path.mkdir(parents=True, exist_ok=True)

@@ -156,12 +156,12 @@ def _check_shared(workdir: pathlib.Path) -> None:
   deadline = time.monotonic() + _SHARED_SECS
   while not file.exists() and time.monotonic() < deadline:
     time.sleep(0.2)
-  found = all_gather_objects(file.exists())
+  visible = all_gather_objects(file.exists())
   if is_main_process():
     file.unlink()
-  if not all(found):
+  if not all(visible):
     raise ValueError(
-      f'--workdir={workdir}: process {found.index(False)} does not see the '
+      f'--workdir={workdir}: process {visible.index(False)} does not see the '
       'files of process 0; must be a folder that all hosts share'
     )
 

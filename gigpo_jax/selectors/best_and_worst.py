@@ -62,11 +62,8 @@ class Selector:
       order = members[np.argsort(returns[members], kind='stable')]
       kept[order[:worst]] = True
       kept[order[worst - self.kept_episodes :]] = True
-    own = np.flatnonzero(episodes.to_rows(kept) > 0)
+    own = episodes.to_rows(kept) > 0
     whole = rows if signals.rows is None else signals.rows
-    width = 1 + max(rows.episodes.max(initial=0), whole.episodes.max(initial=0))
-    is_kept = np.isin(
-      whole.groups * width + whole.episodes,
-      rows.groups[own] * width + rows.episodes[own],
-    )
-    return rows.real & np.isin(rows.responses, whole.responses[is_kept])
+    index = row_stats.episodes(whole).index
+    responses = whole.responses[np.isin(index, index[own])]
+    return rows.real & np.isin(rows.responses, responses)
