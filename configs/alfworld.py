@@ -50,7 +50,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     _tiny(config)
   if size == 'small':
     _small(config)
-    config.model.path = sizes.warm_start(__file__, size)
+    config.model.path = sizes.warm_start(__file__, size, shared=False)
   if size == 'mini':
     sizes.use_mini(config, changes, RATES)
     config.num_iterations = 56

@@ -236,7 +236,7 @@ def _reward_section() -> ml_collections.ConfigDict:
   reward.judge.best = 10  # the grade with reward 1; grades start at 0
   reward.judge.max_tokens = 512  # of its answer
   reward.judge.max_chars = 40_000  # of an episode; the middle is dropped
-  reward.judge.request_secs = 20.0
+  reward.judge.request_secs = 15.0
   reward.judge.retries = 2
   # Environment variable that holds the key.
   reward.judge.key_variable = 'OPENAI_API_KEY'

@@ -112,7 +112,8 @@ def warm_start(file: str, size: str, *, shared: bool = True) -> str:
   Args:
     file: path of the config file.
     size: a small variant, such as 'tiny'.
-    shared: whether `mini` has the warm start of `tiny`.
+    shared: whether the size has the network and the prompts of `tiny`, so that
+      it may start from the included warm start of `tiny`.
   """
   name = pathlib.Path(file).stem
   made = 'tiny' if size == 'mini' and shared else size

@@ -41,7 +41,8 @@ class Judge:
     max_tokens: limit of its answer.
     max_chars: limit of the episode's text; the middle of a longer one is
       dropped.
-    request_secs: time limit of a request.
+    request_secs: time limit of a request; all of them should end within
+      `reward.timeout_secs`.
     retries: number of further requests after one that failed.
     key_variable: environment variable that holds the key; unset: no key.
   """
@@ -52,7 +53,7 @@ class Judge:
   best: int = 10
   max_tokens: int = 512
   max_chars: int = 40_000
-  request_secs: float = 20.0
+  request_secs: float = 15.0
   retries: int = 2
   key_variable: str = 'OPENAI_API_KEY'
 

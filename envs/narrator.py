@@ -118,7 +118,7 @@ class Transcript:
       messages = (base.Message('user', prompt),)
     else:
       history = tuple(self._history)
-      recent = history[len(history) - self._short_history_length :]
+      recent = history[max(0, len(history) - self._short_history_length) :]
       prompt, short = (self._prompt(h, actions) for h in (history, recent))
     return base.Observation(
       prompt=prompt,

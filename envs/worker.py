@@ -76,6 +76,9 @@ class EnvHost:
     """Closes all environments."""
     for env in list(self._envs):
       self._drop(env)
+    with contextlib.suppress(*_ERRORS):
+      while self._spare:
+        self._spare.pop().close()
 
   def _drop(self, env: int) -> None:
     # A broken environment may fail to close; it holds nothing to save.

@@ -273,15 +273,15 @@ class EndpointPool:
 
   def step(self, env: int, response: str, turn: trajectory.SampledTurn) -> None:
     """Sends a response with its tokens; `receive` returns what follows."""
-    tokens = self._decode(
-      np.split(turn.completion_ids, turn.completion_ids.size)
-    )
     with self._changed:
       episode = self._running.get(env)
       if episode is None:  # It has failed; its failure is still queued.
         return
       call, episode.current = episode.current, None
       request, conversation = call.request, episode.conversation
+      # Each token by itself, which takes milliseconds.
+      ids = turn.completion_ids if request.log_probs else ()
+      tokens = self._decode([[n] for n in ids])
       episode.answer = chat_completions.answer(
         response, has_tools=bool(request.tools)
       )

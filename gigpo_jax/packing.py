@@ -190,7 +190,8 @@ class Packer:
       largest: whether to use the largest shape of each length only.
 
     Raises:
-      ValueError: if a row is longer than the last bucket.
+      ValueError: if a row is longer than the last bucket, or has more
+        completion tokens than a sequence has room for.
     """
     longest = rows.lengths[index].max(initial=0)
     if longest > self._buckets[-1]:
@@ -282,14 +283,24 @@ class Packer:
       if whole and self._fits(whole):
         packs[-1] = whole
         continue
-      packs.append(_Pack.of(rows, chain[:1]))
+      packs.append(self._single(rows, chain[0]))
       for r in chain[1:]:
         pack = packs[-1].join(rows, [r])
         if self._fits(pack):
           packs[-1] = pack
         else:
-          packs.append(_Pack.of(rows, [r]))
+          packs.append(self._single(rows, r))
     return packs
+
+  def _single(self, rows: batch.Rows, r: int) -> '_Pack':
+    """Returns the pack of one row, which must fit."""
+    pack = _Pack.of(rows, [r])
+    if not self._fits(pack):
+      raise ValueError(
+        f'max_completion_tokens: a row has {pack.targets} completion tokens; '
+        f'must be at least {pack.targets}'
+      )
+    return pack
 
   def _fits(self, pack: '_Pack') -> bool:
     """Returns whether the shortest sequence of a pack has room for its targets.

@@ -8,6 +8,7 @@ only successful ones, this is rejection-sampling fine-tuning. With
 `sft.loss=dpo` it learns from pairs of recorded episodes; see `preference`.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import pathlib
@@ -227,28 +228,26 @@ def demonstrations(config: ml_collections.ConfigDict) -> list[Demonstration]:
   """Returns the expert's episodes."""
   if not envs.has_expert(config.env.name):
     raise ValueError(f'env.name={config.env.name}: has no expert to imitate')
-  env = envs.make(config.env.name, **config_lib.env_kwargs(config))
-  available = len(
-    envs.tasks(config.env.name, 'train', **config_lib.env_kwargs(config))
-  )
+  name, kwargs = config.env.name, config_lib.env_kwargs(config)
+  available = len(envs.tasks(name, 'train', **kwargs))
   shown = []
   total = config.sft.num_episodes
   start = reported = time.monotonic()
-  for episode in console.progress_bar(range(total), desc='expert episodes'):
-    # Tasks from the end of the split overlap little with those that RL draws
-    # first.
-    task = base.Task('train', available - 1 - episode % available)
-    # A task that comes again gets other noise.
-    seed = config.seed + episode // available
-    steps = env.demonstrate(task, noise=config.sft.noise, seed=seed)
-    shown.append([(_observation(given), text) for given, text in steps])
-    now = time.monotonic()
-    if now - reported >= _REPORT_SECS:
-      reported = now
-      console.log(
-        f'{episode + 1} of {total} expert episodes, {now - start:.0f} s'
-      )
-  env.close()
+  with contextlib.closing(envs.make(name, **kwargs)) as env:
+    for episode in console.progress_bar(range(total), desc='expert episodes'):
+      # Tasks from the end of the split overlap little with those that RL draws
+      # first.
+      task = base.Task('train', available - 1 - episode % available)
+      # A task that comes again gets other noise.
+      seed = config.seed + episode // available
+      steps = env.demonstrate(task, noise=config.sft.noise, seed=seed)
+      shown.append([(_observation(given), text) for given, text in steps])
+      now = time.monotonic()
+      if now - reported >= _REPORT_SECS:
+        reported = now
+        console.log(
+          f'{episode + 1} of {total} expert episodes, {now - start:.0f} s'
+        )
   return shown
 
 

@@ -29,8 +29,8 @@ _CONFIG = config_flags.DEFINE_config_file(
 _WORKDIR = flags.DEFINE_string(
   'workdir',
   None,
-  'Work directory; default runs/<config>-<variant>. Training resumes the run '
-  'that it holds.',
+  'Work directory; default runs/<config>-<variant>, for launch/sft.py with the '
+  'suffix -sft. A command that trains resumes the run in this folder.',
 )
 
 # Errors that a wrong command line causes.
@@ -124,6 +124,9 @@ def _help(module: str) -> str:
       *sizes,
       '\nFurther variants, after the size and joined by commas:',
       lines.wrap(', '.join(variants.CHANGES), 2),
+      lines.wrap(
+        'Some config files have others; docs/running.md lists them.', 2
+      ),
     ]
   )
 

@@ -68,7 +68,9 @@ def describe(module: str, shared: Sequence[str] = ()) -> str:
   listed = [(sys.modules[module].__doc__ or '').strip(), '\nFlags:']
   for flag in shown:
     default = '' if flag.default in (None, '', []) else f' ({flag.default})'
-    listed += [f'  --{flag.name}{default}', wrap(flag.help, 6)]
+    # absl adds how to repeat a flag in its own words.
+    text, *_ = flag.help.split(';\n')
+    listed += [f'  --{flag.name}{default}', wrap(text, 6)]
   return '\n'.join(listed)
 
 

@@ -2,8 +2,10 @@
 
 import functools
 import os
+import pathlib
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -139,3 +141,42 @@ def test_an_error_of_one_program_ends_the_compilation(lower):
     pytest.raises(ValueError, match='out of memory'),
   ):
     compilation.wait(table.compile(compiler, {n: lower for n in range(3)}))
+
+
+def test_a_program_dropped_at_the_end_is_compiled_when_it_is_needed():
+  table, entered, wait = (
+    compilation.ProgramTable(),
+    threading.Event(),
+    threading.Event(),
+  )
+  lower = functools.partial(jax.jit(lambda x: x + 1).lower, np.int32(1))
+
+  def slow():
+    entered.set()
+    wait.wait(60)
+    return lower()
+
+  with pytest.raises(RuntimeError), compilation.Compiler() as compiler:
+    table.compile(compiler, {'slow': slow, 'dropped': lower})
+    entered.wait(60)
+    raise RuntimeError
+  wait.set()
+  for key in ('slow', 'dropped'):
+    assert int(table.run(key, lower, np.int32(2))) == 3
+  assert len(table) == 2
+
+
+def test_a_file_deleted_meanwhile_does_not_disable_the_cache(
+  tmp_path, monkeypatch
+):
+  (tmp_path / 'a').write_bytes(bytes(10))
+  stat = pathlib.Path.stat
+
+  def vanish(path, **kwargs):
+    if path.name == 'a':
+      path.unlink(missing_ok=True)
+    return stat(path, **kwargs)
+
+  monkeypatch.setattr(pathlib.Path, 'is_file', lambda path: True)
+  monkeypatch.setattr(pathlib.Path, 'stat', vanish)
+  compilation._trim(tmp_path, 1)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import pathlib
 import subprocess
 import sys
@@ -208,6 +209,22 @@ def test_a_local_warm_start_is_preferred_to_the_included_one(
   local.mkdir(parents=True)
   assert sizes.warm_start('somewhere/alfworld.py', 'tiny') == str(local)
   assert sizes.warm_start('guess.py', 'tiny') == 'runs/guess-tiny-sft/policy'
+
+
+@pytest.mark.parametrize('module', MODULES)
+def test_included_warm_starts_have_the_network_of_the_size(module, monkeypatch):
+  def find(path: str) -> pathlib.Path | None:
+    included = pathlib.Path(path)
+    return included if 'warm_starts' in path and included.is_dir() else None
+
+  monkeypatch.setattr(configs, 'find', find)
+  for size in module.SIZES:
+    config = module.get_config(size)
+    path = pathlib.Path(config.model.path or '')
+    if 'warm_starts' in path.parts:
+      model = json.loads((path / 'config.json').read_text())
+      shape = model['num_hidden_layers'], model['hidden_size']
+      assert shape == (config.sft.model.layers, config.sft.model.width), size
 
 
 @pytest.mark.parametrize('module', [helpdesk, keydoor, sokoban, textworld])

@@ -239,6 +239,7 @@ def test_advice_without_a_law(tmp_path, capsys):
     ({'step_weight': 0.5, 'episode_weight': None}, 1.25 / math.sqrt(1.75)),
     ({'step_weight': 1.0, 'episode_weight': 2.0}, 1.25 / math.sqrt(1.75)),
     ({'step_weight': 1.0, 'episode_weight': 0.0}, 0.5),
+    ({'name': 'hgpo', 'episode_weight': None}, 0.5),
   ):
     config = json.dumps({'algorithm': weights})
     (tmp_path / 'config.json').write_text(config)

@@ -277,3 +277,7 @@ def test_a_row_that_is_too_long_is_refused():
   rows = _rows([[1] * 8], [[2] * 4])
   with pytest.raises(ValueError, match='a row has 12 tokens'):
     next(packing.Packer(8, 1, (8,), 4).microbatches(rows, np.array([0])))
+  # A sequence has room for two completions of the longest length.
+  rows = _rows([[1]], [[2] * 5])
+  with pytest.raises(ValueError, match='5 completion tokens; must be at least'):
+    next(packing.Packer(8, 1, (8,), 2).microbatches(rows, np.array([0])))

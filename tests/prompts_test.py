@@ -116,3 +116,17 @@ def test_think_instruction_is_omitted_if_not_required():
     require_think=False,
   )
   assert '<think>' not in prompt
+
+
+def test_short_prompts_have_the_last_turns_if_there_are_any():
+  transcript = narrator.Transcript(
+    lambda history, **_: ' '.join(turn.action for turn in history),
+    history_length=4,
+    short_history_length=3,
+  )
+  transcript.reset('task')
+  shown = []
+  for action in ('a', 'b', 'c', 'd'):
+    shown.append(transcript.observe('', anchor='', actions=()).short_prompt)
+    transcript.record_action(action)
+  assert shown == ['', 'a', 'a b', 'a b c']

@@ -99,7 +99,8 @@ class UpdateSums:
     means = {k: sums.pop(k) for k in [*sums] if k.startswith('teacher/')}
     if means:
       # Its mean is over the teacher's own tokens.
-      means['teacher/loss'] /= max(means['teacher/tokens'], 1)
+      nothing = math.nan if skipped and not tokens else 1
+      means['teacher/loss'] /= means['teacher/tokens'] or nothing
     if tokens:
       means |= {
         k: x if k.endswith(_MAX) else x / tokens for k, x in sums.items()

@@ -189,7 +189,9 @@ def prefetch(
   waiting: Sequence[carry_over.WaitingGroup],
   iteration: int,
 ) -> None:
-  """Makes the workers load the tasks that start in an iteration."""
+  """Makes the workers load the tasks that start in an iteration, if any."""
+  if iteration == parts.config.num_iterations:
+    return
   *others, new = train_batches(
     parts, waiting, parts.tasks.at(iteration), iteration, iteration
   )

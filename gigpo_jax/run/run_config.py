@@ -26,6 +26,8 @@ _LOCAL = frozenset(
     'pool.num_workers',
     'pool.reset_timeout_secs',
     'pool.step_timeout_secs',
+    'reward.judge.request_secs',
+    'reward.timeout_secs',
   }
 )
 # Fields that may differ when a run resumes: these, and how the devices share
@@ -34,10 +36,12 @@ _MAY_DIFFER = _LOCAL | {
   'checkpoint.every',
   'learner.microbatch_tokens',
   'mesh.data',
+  'mesh.expert',
   'mesh.fsdp',
   'mesh.sequence',
   'mesh.tensor',
   'model.remat',
+  'pool.num_envs',
   'rollout.tensor',
 }
 

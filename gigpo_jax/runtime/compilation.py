@@ -38,10 +38,11 @@ class Compiler:
   starts its programs in the same order, because XLA's autotuning exchanges its
   results between the processes of a run on GPUs.
 
-  A context manager. On exit, programs that have not started are dropped.
+  A context manager. On exit, programs that have not started are cancelled.
   """
 
   def __init__(self):
+    self._programs: list[concurrent.futures.Future] = []
     self._tracer = concurrent.futures.ThreadPoolExecutor(1)
     self._pool = concurrent.futures.ThreadPoolExecutor(_num_threads())
 
@@ -49,6 +50,8 @@ class Compiler:
     return self
 
   def __exit__(self, *exception) -> None:
+    for program in self._programs:
+      program.cancel()
     for executor in (self._tracer, self._pool):
       executor.shutdown(wait=False, cancel_futures=True)
 
@@ -61,13 +64,16 @@ class Compiler:
     program: concurrent.futures.Future = concurrent.futures.Future()
 
     def compile_lowered(lowered: jax.stages.Lowered) -> None:
-      with _errors_to(program):
-        program.set_result(lowered.compile())
+      if program.set_running_or_notify_cancel():
+        with _errors_to(program):
+          program.set_result(lowered.compile())
 
     def trace() -> None:
-      with _errors_to(program):
-        self._pool.submit(compile_lowered, lower())
+      if not program.cancelled():
+        with _errors_to(program):
+          self._pool.submit(compile_lowered, lower())
 
+    self._programs.append(program)
     self._tracer.submit(trace)
     return program
 
@@ -98,7 +104,7 @@ class ProgramTable:
     self._programs: dict[Hashable, concurrent.futures.Future] = {}
 
   def __len__(self) -> int:
-    return len(self._programs)
+    return sum(not program.cancelled() for program in self._programs.values())
 
   def compile(
     self, compiler: Compiler, lowerings: Mapping[Hashable, Lowering]
@@ -114,7 +120,7 @@ class ProgramTable:
       One future per program of `lowerings`.
     """
     for key, lower in lowerings.items():
-      if key not in self._programs:
+      if self._find(key) is None:
         self._programs[key] = compiler.submit(lower)
     return [self._programs[key] for key in lowerings]
 
@@ -129,12 +135,17 @@ class ProgramTable:
       *args: its arguments.
       **kwargs: further arguments.
     """
-    program = self._programs.get(key)
+    program = self._find(key)
     if program is None:
       program = concurrent.futures.Future()
       program.set_result(lower().compile())
       self._programs[key] = program
     return program.result()(*args, **kwargs)
+
+  def _find(self, key: Hashable) -> concurrent.futures.Future | None:
+    """Returns a program, unless it is missing or was cancelled."""
+    program = self._programs.get(key)
+    return None if program is None or program.cancelled() else program
 
 
 def _num_threads() -> int:
@@ -160,10 +171,12 @@ def enable_cache() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
       return  # It belongs to another user.
-    _trim(folder, _MAX_BYTES)
   except OSError:
     return  # A run works without the cache.
   jax.config.update('jax_compilation_cache_dir', str(folder))
+  # Another process may delete files at the same time.
+  with contextlib.suppress(OSError):
+    _trim(folder, _MAX_BYTES)
 
 
 def _processor() -> str:
@@ -186,14 +199,17 @@ def _processor() -> str:
 def _trim(folder: pathlib.Path, max_bytes: int) -> None:
   """Deletes the least recently used files, down to half of the limit."""
   # XLA's caches for GPUs are in folders of this one.
-  paths = [path for path in folder.rglob('*') if path.is_file()]
-  files = [(path, path.stat()) for path in paths]
+  files = []
+  for path in folder.rglob('*'):
+    # Another process may have deleted it.
+    with contextlib.suppress(FileNotFoundError):
+      if path.is_file():
+        files.append((path, path.stat()))
   total = sum(stat.st_size for _, stat in files)
   if total <= max_bytes:
     return
   files.sort(key=lambda item: max(item[1].st_atime, item[1].st_mtime))
   for path, stat in files:
-    # Another process may have deleted it.
     path.unlink(missing_ok=True)
     total -= stat.st_size
     if total <= max_bytes / 2:

@@ -18,7 +18,6 @@ other settings. Without it, the advice is limited to these statements.
 """
 
 import argparse
-import json
 import math
 import pathlib
 import sys
@@ -26,7 +25,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from gigpo_jax import metrics
+from gigpo_jax import algorithms, metrics
+from gigpo_jax.runtime import files
 from gigpo_jax.tools import law as law_lib
 
 # Further metrics that the statements use.
@@ -186,10 +186,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _weights(folder: pathlib.Path) -> tuple[float, float]:
   """Returns the weights of A_S and A_E in a run's config; 1 if not given."""
   path = folder / 'config.json'
-  config = json.loads(path.read_text()) if path.is_file() else {}
-  weights = config.get('algorithm', {})
-  step, episode = (weights.get(f'{n}_weight') for n in ('step', 'episode'))
-  return tuple(1.0 if w is None else float(w) for w in (step, episode))
+  options = files.read_stored(path)['algorithm'] if path.is_file() else {}
+  default = 1.0
+  if 'name' in options:
+    algorithm = algorithms.make(**options)
+    default = getattr(algorithm, 'default_episode_weight', default)
+  step, episode = (options.get(f'{n}_weight') for n in ('step', 'episode'))
+  return 1.0 if step is None else step, default if episode is None else episode
 
 
 if __name__ == '__main__':

@@ -273,9 +273,7 @@ _INTRODUCTION = (
   'The lists of options show their defaults. `--config.FIELD=VALUE` sets an '
   'option.',
   'Of ST-PPO (2511.20718), only the ratios of turns are implemented, as '
-  '`loss.ratio_level=row`. Its clipping-triggered normalisation divides the '
-  'gradient by the norm of a term of the clipped tokens. The equations could '
-  'not be read, and public summaries of them contradict each other.',
+  '`loss.ratio_level=row`; its clipping-triggered normalisation is not.',
 )
 
 
