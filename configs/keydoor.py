@@ -25,9 +25,14 @@ from configs import base, sizes, variants
 RATES = {
   'gigpo': 1.5e-4,
   'grpo': 1.5e-4,
+  'ecpo': 3e-4,
   'g2po': 1.5e-4,
+  'gagpo': 3e-4,
   'graphgpo': 3e-4,
+  'hgpo': 1.5e-4,
   'pgpo': 1.5e-4,
+  'ppo': 1.5e-4,
+  'rloo': 7.5e-5,
 }
 
 SIZES = ('1.5b', 'tiny', 'mini', 'smoke')

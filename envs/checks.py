@@ -14,7 +14,7 @@ from typing import Any
 import envs
 from envs import narrator
 
-_MAX_SEED = 2**31 - 1
+_MAX_INT = 2**31 - 1
 
 
 def at_least(
@@ -29,7 +29,7 @@ def at_least(
   """
   for name, low in lowest.items():
     value = options.get(name)
-    if value is not None and not (math.isfinite(value) and value >= low):
+    if value is not None and not low <= value <= _MAX_INT:
       yield f'env.{name}={value}: out of range; must be at least {low}{note}'
 
 
@@ -86,9 +86,16 @@ def _bind(function: Callable[..., Any], arguments: Sequence[str]) -> None:
 def shared(options: Mapping[str, Any]) -> Iterator[str]:
   """Yields problems of the options that most environments have."""
   yield from at_least(options, max_steps=1, history_length=0)
+  yield from at_least(options, max_result_chars=1)
   yield from one_of(options, prompt_style=narrator.STYLES)
+  for name in ('success_return', 'success_score', 'timeout_secs'):
+    value = options.get(name)
+    above = 0 if name == 'timeout_secs' else -math.inf
+    if isinstance(value, int | float) and not above < value < math.inf:
+      accepted = 'finite and above 0' if not above else 'finite'
+      yield f'env.{name}={value}: out of range; must be {accepted}'
   seed = (options.get('generator') or {}).get('seed')
-  if seed is not None and not 0 <= seed <= _MAX_SEED:
+  if seed is not None and not 0 <= seed <= _MAX_INT:
     yield (
       f'env.generator.seed={seed}: out of range; must be a non-negative 32-bit '
       'integer'

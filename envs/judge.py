@@ -27,6 +27,17 @@ _GRADE = re.compile(r'\bGrade:\s*\**\s*(-?\d+(?:\.\d+)?)', re.IGNORECASE)
 _RETRIED = (408, 409, 429, 500, 502, 503, 504)
 _MAX_BYTES = 1 << 20
 _SHOWN_CHARS = 80
+_MOST = 1_000_000  # of every option with a number
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+  """Refuses redirects, which would send the key to another host."""
+
+  def redirect_request(self, *args, **kwargs) -> None:
+    """Returns no request, so that the redirect is an error."""
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +72,10 @@ class Judge:
     positive = ('best', 'max_tokens', 'max_chars', 'request_secs')
     lowest = dict.fromkeys(positive, 1) | {'retries': 0}
     lines = [
-      f'{name}={getattr(self, name)}: out of range; must be at least {low}'
+      f'{name}={getattr(self, name)}: out of range; must be from {low} to '
+      f'{_MOST}'
       for name, low in lowest.items()
-      if not getattr(self, name) >= low
+      if not low <= getattr(self, name) <= _MOST
     ]
     if self.url and not self.url.startswith(('http://', 'https://')):
       lines.append(f'url={self.url}: must start with http:// or https://')
@@ -127,7 +139,7 @@ class Judge:
     )
     for trial in range(self.retries + 1):
       try:
-        with urllib.request.urlopen(request, timeout=self.request_secs) as file:
+        with _OPENER.open(request, timeout=self.request_secs) as file:
           return _content(file.read(_MAX_BYTES + 1))
       except urllib.error.HTTPError as error:
         if error.code not in _RETRIED or trial == self.retries:

@@ -47,7 +47,11 @@ def check_installation(kwargs: Mapping[str, Any]) -> Iterator[str]:
     yield "env.name=mcp: mcp is not installed; run pip install -e '.[mcp]'"
   server = kwargs.get('server') or ''
   if not server.startswith(mcp_session.URLS):
-    command = (shlex.split(server) or [''])[0]
+    try:
+      command = (shlex.split(server) or [''])[0]
+    except ValueError as error:
+      yield f'env.server={server}: {error}; must be a command or a URL'
+      return
     if command != 'python' and not shutil.which(command):
       yield (
         f'env.server={server}: no such command; must be a command or a URL '

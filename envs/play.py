@@ -26,8 +26,6 @@ Type an action, or a command:
   :prompt   show the policy's prompt
   :quit     leave the episode"""
 
-# ALFWorld's native engine needs no further packages.
-_DEFAULTS = {'alfworld': {'engine': 'native'}}
 _INTERRUPTED = 130  # exit status after Ctrl-C: 128 + SIGINT
 
 
@@ -106,9 +104,6 @@ def _make_parser() -> argparse.ArgumentParser:
   parser.add_argument('--split', default='train')
   parser.add_argument('--index', type=int, default=0, help='index of the task')
   parser.add_argument(
-    '--engine', help='engine of alfworld: native or textworld'
-  )
-  parser.add_argument(
     '--data_dir',
     help="data folder; default: $ALFWORLD_DATA etc.; 'generated' for no data",
   )
@@ -134,11 +129,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   settings = dict(options.pop('set'))
   name, prompt = options.pop('environment'), options.pop('prompt')
   task = base.Task(options.pop('split'), options.pop('index'))
-  if options['engine'] and name != 'alfworld':
-    parser.error(
-      f'--engine={options["engine"]}: {name} has only one engine; only '
-      'alfworld has this option'
-    )
   try:
     if envs.data(name):
       # Without a data folder the environment generates its tasks.
@@ -148,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   flags = {key: value for key, value in options.items() if value is not None}
   with contextlib.suppress(AttributeError):  # pytest replaces the stream
     sys.stdin.reconfigure(errors='replace')
-  kwargs = _DEFAULTS.get(name, {}) | flags | settings
+  kwargs = flags | settings
   try:
     num_tasks = len(envs.tasks(name, task.split, **kwargs))
     if not 0 <= task.index < num_tasks:

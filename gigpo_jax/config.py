@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.util
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import ml_collections
 
@@ -71,8 +71,7 @@ SECTIONS = {
   'guard': ('gigpo_jax.guard:Guard',),
   'learner': ('gigpo_jax.learner:Options',),
   'loss': (
-    'gigpo_jax.losses:PolicyGradient',
-    'gigpo_jax.row_regression:RowRegression',
+    *losses.REGISTRY.values(),
     'gigpo_jax.learner:LossOptions',
     'gigpo_jax.kl:Control',
   ),
@@ -534,10 +533,16 @@ def _too_few_tasks(
 ) -> Iterator[str]:
   tasks_of_split = envs.tasks(config.env.name, split, **env_kwargs(config))
   available = len(tasks_of_split)
+  if not available:
+    raise ValueError(f'split {split} has no tasks; must have at least one')
+  if not isinstance(kind := tasks_of_split.task_type(0), str):
+    raise ValueError(
+      f'task_type(0) of split {split} is {kind!r}; must be a text'
+    )
   if split == 'train':
     groups = config.rollout.groups
     if draw := getattr(tasks_of_split, 'draw', None):
-      draw(0, groups)
+      _check_drawn(draw(0, groups), groups, available)
     if available < groups:
       yield (
         f'rollout.groups={groups}: more groups than tasks; split train has '
@@ -550,6 +555,15 @@ def _too_few_tasks(
     yield (
       f'evaluation.num_tasks={config.evaluation.num_tasks}: split {split} has '
       f'{available} tasks; must be at most that, or 0 for all'
+    )
+
+
+def _check_drawn(drawn: Sequence[int], groups: int, available: int) -> None:
+  """Raises ValueError if the tasks that an environment draws are unusable."""
+  if len(drawn) != groups or not all(0 <= n < available for n in drawn):
+    raise ValueError(
+      f'its tasks draw {list(drawn)[:10]} for {groups} groups; must be as many '
+      f'indices below {available}'
     )
 
 

@@ -280,8 +280,9 @@ class EndpointPool:
       call, episode.current = episode.current, None
       request, conversation = call.request, episode.conversation
       # Each token by itself, which takes milliseconds.
-      ids = turn.completion_ids if request.log_probs else ()
-      tokens = self._decode([[n] for n in ids])
+      ids = turn.completion_ids
+      single = np.split(ids, ids.size) if request.log_probs else []
+      tokens = self._decode(single)
       episode.answer = chat_completions.answer(
         response, has_tools=bool(request.tools)
       )

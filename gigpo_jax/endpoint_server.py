@@ -85,14 +85,15 @@ def application(
   @app.before_request
   def _admit():
     web.check_host(names)
+    given = flask.request.headers.get('Authorization', '')
+    expected = f'Bearer {token}'
+    # Before the rate, of which strangers must not use a part.
+    if token and not hmac.compare_digest(given.encode(), expected.encode()):
+      raise chat_completions.RequestError('wrong token', 401, 'no_access')
     if not rate.allows():
       raise chat_completions.RequestError(
         f'more than {max_requests_per_sec:g} requests/s', 429, 'rate_limit'
       )
-    given = flask.request.headers.get('Authorization', '')
-    expected = f'Bearer {token}'
-    if token and not hmac.compare_digest(given.encode(), expected.encode()):
-      raise chat_completions.RequestError('wrong token', 401, 'no_access')
 
   @app.post('/episodes')
   def _take():

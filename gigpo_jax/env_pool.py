@@ -467,6 +467,7 @@ class EnvPool:
     ]
     waits += [] if deadline is None else [deadline - time.monotonic()]
     timeout = max(0.0, min([*waits, _MAX_WAIT_SECS]))
+    end = time.monotonic() + timeout
     while events := self._selector.select(timeout):
       ready = [key.data for key, _ in events]
       for w, handle in ready:
@@ -479,6 +480,9 @@ class EnvPool:
             w, 'died', worker_process.describe_death(w.process)
           )
       timeout = 0.0
+      # A worker may send without end.
+      if time.monotonic() > end:
+        break
     self._check_time_limits()
 
   def _read(self, w: worker_process.WorkerProcess) -> None:

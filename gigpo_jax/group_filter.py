@@ -181,6 +181,7 @@ def collect(
 def has_variance(group: Sequence[trajectory.Trajectory]) -> bool:
   """Returns whether the episodes of a group have different rewards.
 
+  Penalties for invalid responses are not part of the rewards, as in DAPO.
   Episodes whose environment failed do not count. With several agents, the
   rewards of one of them must differ, its own or those that it shares.
   """

@@ -49,6 +49,10 @@ TRAINING_COLUMNS = (
 )
 
 
+# Of a token; e^80 times an advantage is finite in float32.
+_MAX_LOG_RATIO = 80.0
+
+
 @typechecked
 def clipped_surrogate(
   log_ratios: Float[Array, '...'],
@@ -71,7 +75,8 @@ def clipped_surrogate(
     clip_epsilon_high: high ("clip-higher", arXiv:2503.14476); None uses low.
     dual_clip: c, above 1; None disables the dual clip.
   """
-  ratio = jnp.exp(log_ratios)
+  # An infinite ratio would have the gradient NaN.
+  ratio = jnp.exp(jnp.minimum(log_ratios, _MAX_LOG_RATIO))
   high = clip_epsilon if clip_epsilon_high is None else clip_epsilon_high
   clipped = jnp.clip(ratio, 1 - clip_epsilon, 1 + high)
   loss = -jnp.minimum(ratio * advantages, clipped * advantages)
@@ -442,6 +447,15 @@ def make(name: str = 'policy_gradient', **values: Any) -> token_batch.Loss:
 def needs_reference(loss: token_batch.Loss) -> bool:
   """Returns whether a loss compares with a reference policy."""
   return 'ref_log_probs' in loss.columns
+
+
+def is_per_row(name: str) -> bool:
+  """Returns whether a loss has one error for all tokens of a row.
+
+  Raises:
+    ValueError: in one line, if the name is unknown.
+  """
+  return getattr(_import(name), 'per_row', False)
 
 
 def options_of(name: str) -> set[str]:

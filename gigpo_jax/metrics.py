@@ -3,6 +3,7 @@
 Output: a console line, metrics.jsonl, TensorBoard, Weights & Biases, a plot.
 """
 
+import collections
 import json
 import math
 import os
@@ -125,11 +126,11 @@ def summarize(
       'response_tokens_max': max(len(s.completion_ids) for s in steps),
       'prompt_tokens': np.mean([len(s.prompt_ids) for s in steps]),
     }
-    for name in sorted({name for s in steps for name in s.result.metrics}):
-      selected = [
-        s.result.metrics[name] for s in steps if name in s.result.metrics
-      ]
-      metrics[_env_metric_name(name)] = np.mean(selected)
+    by_name = collections.defaultdict(list)
+    for name, value in (x for s in steps for x in s.result.metrics.items()):
+      by_name[name].append(value)
+    for name in sorted(by_name):
+      metrics[_env_metric_name(name)] = np.mean(by_name[name])
   return {f'{prefix}/{name}': float(value) for name, value in metrics.items()}
 
 

@@ -45,7 +45,7 @@ class AdamW:
   final_rate: float = options.number(0.0, low=0, high=1)
   b1: float = options.number(0.9, low=0, below=1)
   b2: float = options.number(0.999, low=0, below=1)
-  eps: float = options.number(1e-8, above=0)
+  eps: float = options.number(1e-8, low=1e-30)  # above 0 in float32
   weight_decay: float = options.number(0.01, low=0)
   no_decay: tuple[str, ...] = ()
   max_grad_norm: float = options.number(1.0, above=0)

@@ -41,6 +41,8 @@ class Signals:
     seed: seed of the run and iteration, for random choices.
     learning_rate: learning rate of the iteration's first update, without the
       step scale of the guards.
+    invalid_penalty: what the algorithm subtracts from the reward of an invalid
+      response.
     rows: the rows of whole episodes, in the same order as the rows of a call,
       from which earlier selectors may have dropped some; None: the same rows.
   """
@@ -49,6 +51,7 @@ class Signals:
   progress: float = 0.0
   seed: tuple[int, ...] = (0,)
   learning_rate: float = 0.0
+  invalid_penalty: float = 0.0
   rows: batch.Rows | None = None
 
 

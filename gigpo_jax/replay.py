@@ -13,7 +13,7 @@ def make_rows(
 
   The old log-probs are those of the policy that sampled the tokens, so that the
   ratios of the surrogate are importance ratios. Advantages are those of the
-  update that the recorded run made.
+  update that the recorded run made; of one per token, the mean over the row.
 
   Raises:
     ValueError: in one line, if there is no such step, or the tokens are from

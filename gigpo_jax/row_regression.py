@@ -19,6 +19,7 @@ of the group / eta, which is of second order in the change of the parameters.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,7 @@ class RowRegression:
 
   log_ratio_weight: float = options.number(1e-3, above=0)
   log_ratio_to: str = options.choice('reference', ('reference', 'old'))
+  per_row: ClassVar[bool] = True
 
   def __post_init__(self):
     options.check(self)
@@ -66,10 +68,13 @@ class RowRegression:
     advantages = losses.row_means(tokens.advantages, mask, ids)
     error = self.log_ratio_weight * log_ratios - advantages
     loss = jnp.where(mask, error**2, 0)
-    kl_name = 'loss/kl' if losses.needs_reference(self) else 'ratio/kl'
-    metrics = {
+    # Both are KL(p || q), estimated on tokens that p sampled.
+    if losses.needs_reference(self):
+      divergence = {'loss/kl': kl.estimate(log_probs, other)}
+    else:
+      divergence = {'ratio/kl': kl.estimate(other, log_probs)}
+    metrics = divergence | {
       'loss/policy': loss,
       'loss/entropy': jnp.where(mask, outputs.entropies, 0),
-      kl_name: kl.estimate(log_probs, other),
     }
     return loss, jax.lax.stop_gradient(metrics)

@@ -127,17 +127,18 @@ def first_rows(rows: batch.Rows, by_episode: Episodes) -> Int[np.ndarray, ' E']:
 
 
 def whole_returns(
-  remaining: Episodes, rows: batch.Rows | None
+  remaining: Episodes, rows: batch.Rows | None, invalid_penalty: float
 ) -> Float[np.ndarray, ' E']:
   """Returns the returns of episodes of which some rows may be dropped.
 
   Args:
     remaining: the episodes of the remaining rows.
     rows: rows of whole episodes, in the same order; None: nothing is dropped.
+    invalid_penalty: see `episodes`.
   """
   if rows is None:
     return remaining.returns
-  whole, own = episodes(rows), remaining.index >= 0
+  whole, own = episodes(rows, invalid_penalty), remaining.index >= 0
   returns = np.zeros(len(remaining.returns))
   returns[remaining.index[own]] = whole.to_rows(whole.returns)[own]
   return returns

@@ -447,6 +447,15 @@ def _check_tokens(
       'used unchanged'
     )
   for name in ('prompt', 'completion'):
+    ids = np.concatenate([step[f'{name}_ids'] for step in steps])
+    if not all(len(step[f'{name}_ids']) for step in steps) or not (
+      0 <= ids.min() and ids.max() < text.vocab_size
+    ):
+      raise ValueError(
+        f'sft.data={config.sft.data}: a step has no {name} tokens, or one '
+        f'outside the vocabulary of {text.vocab_size} tokens; must be episodes '
+        'that launch/train.py wrote'
+      )
     limit = config.rollout[f'max_{name}_tokens']
     longest = max(len(step[f'{name}_ids']) for step in steps)
     if longest > limit:

@@ -93,6 +93,9 @@ class Loss(Protocol):
     columns: names of the columns that the loss reads: fields of `TokenBatch`,
       or extras. `Learner.update` requires exactly these. A run with
       'ref_log_probs' keeps a reference policy.
+
+  A class with an attribute `per_row` of True has one error for all tokens of a
+  row, so that its tokens can be neither left out nor weighted.
   """
 
   columns: tuple[str, ...]

@@ -55,7 +55,6 @@ def main() -> None:
   def run(config, workdir: str) -> None:
     _check(config.env.name, host.value, token_file.value)
     token = _read_token(token_file.value)
-    # Imported here, because worker processes import this file.
     from gigpo_jax.run import serving
     from gigpo_jax.runtime import web
 
@@ -76,10 +75,13 @@ def main() -> None:
 
 def _check(name: str, host: str, token_file: str | None) -> None:
   """Raises ValueError, in one line, if these flags do not allow a server."""
-  if name != 'endpoint':
+  # Imported here, because worker processes import this file.
+  import envs
+
+  if not envs.harness(name):
     raise ValueError(
-      f'env.name={name}: has episodes of its own; must be endpoint, as in '
-      'configs/endpoint.py, or use launch/train.py'
+      f'env.name={name}: has episodes of its own; must be that of a harness, '
+      'as in configs/endpoint.py, or use launch/train.py'
     )
   if not token_file and not _is_loopback(host):
     raise ValueError(

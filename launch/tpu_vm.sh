@@ -254,7 +254,8 @@ keep() {
         ;;
       CREATING | STARTING | REPAIRING | RESTARTING) ;;
       ABSENT) create || printf 'no capacity; trying again soon\n' ;;
-      *) delete || true ;;
+      PREEMPTED | TERMINATED) delete || true ;;
+      *) printf 'the slice is neither ready nor preempted; waiting\n' ;;
     esac
     before="$now"
     sleep "$seconds"

@@ -450,6 +450,11 @@ RUNS = (
     '--workdir=',
     'its policy is of another command',
   ),
+  _run(
+    _write_config('{"model_type": "qwen2"}'),
+    '--workdir=',
+    'its config.json is of another program',
+  ),
 )
 
 

@@ -225,6 +225,14 @@ _REFUSED = [
   (
     {
       'use_sliding_window': True,
+      'sliding_window': None,
+      'layer_types': ['full_attention', 'sliding_attention'],
+    },
+    'sliding_window=null; must be an integer above 0',
+  ),
+  (
+    {
+      'use_sliding_window': True,
       'sliding_window': 4,
       'max_window_layers': -1,
     },
@@ -279,6 +287,7 @@ _REFUSED = [
   (_yarn(original_max_position_embeddings=0), 'embeddings=0; of yarn must be'),
   (_yarn(beta_fast=1, beta_slow=2), 'beta_fast=1; of yarn must be'),
   (_yarn(beta_slow=-1), 'beta_slow=-1; of yarn must be'),
+  (_yarn(beta_fast=0), 'beta_fast=0; of yarn must be'),
   (_yarn(attention_factor=_NAN), 'attention_factor=NaN; of yarn must be'),
   (_yarn(attention_factor=0), 'attention_factor=0; of yarn must be'),
   (_yarn(mscale=1), 'mscale=1; only 0 is'),

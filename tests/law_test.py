@@ -104,8 +104,8 @@ def test_the_best_method_is_chosen_on_other_seeds(tmp_path):
 def test_leave_one_out_errors():
   # Without predictors: 0 - 4.5, 3 - 3 and 6 - 1.5.
   y = np.array([0.0, 3.0, 6.0])
-  line, error = law._fit_line(np.zeros((3, 0)), y)
-  assert line.tolist() == [3] and error == pytest.approx(math.sqrt(13.5))
+  line, error = law._fit_line(np.zeros((3, 0)), y, np.arange(3))
+  assert line == pytest.approx([3]) and error == pytest.approx(math.sqrt(13.5))
   rng = np.random.default_rng(0)
   x, y = rng.normal(size=(7, 2)), rng.normal(size=7)
   gaps = []
@@ -114,11 +114,16 @@ def test_leave_one_out_errors():
     design = np.column_stack([np.ones(6), x[rest]])
     slopes = np.linalg.lstsq(design, y[rest], rcond=None)[0]
     gaps.append(y[n] - [1, *x[n]] @ slopes)
-  _, error = law._fit_line(x, y)
+  _, error = law._fit_line(x, y, np.arange(7))
   assert error == pytest.approx(math.sqrt(np.mean(np.square(gaps))))
+  # Settings of a group are left out together: 0 and 3 minus 6, 6 minus 1.5.
+  _, error = law._fit_line(
+    np.zeros((3, 0)), np.array([0.0, 3.0, 6.0]), np.array([0, 0, 2])
+  )
+  assert error == pytest.approx(math.sqrt((36 + 9 + 4.5**2) / 3))
   # Without the last setting, nothing determines the slope.
   x, y = np.array([[0.0], [0], [0], [0], [1]]), np.array([1.0, 2, 3, 4, 30])
-  assert law._fit_line(x, y)[1] == math.inf
+  assert law._fit_line(x, y, np.arange(5))[1] == math.inf
 
 
 def test_a_line_is_found_and_noise_is_not():
@@ -141,7 +146,7 @@ def test_a_line_is_found_and_noise_is_not():
   columns = [list(law.PREDICTORS).index(p) for p in found.coefficients]
   x = np.array([[v[p] for p in law.PREDICTORS] for v in settings.values()])
   y = np.array([effect.mean for effect in noise.values()])
-  assert found.error > law._fit_line(x[:, columns], y)[1]
+  assert found.error > law._fit_line(x[:, columns], y, np.arange(len(y)))[1]
   assert 'do not rely on it' in law.describe(found)
   with pytest.raises(ValueError, match='3 settings have both'):
     law.fit({n: noise[n] for n in '012'}, settings)

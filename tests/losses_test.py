@@ -25,6 +25,9 @@ from gigpo_jax import losses, token_batch
     pytest.param(5.0, -2.0, {}, 10.0, 10.0, id='no-dual'),
     pytest.param(5.0, -2.0, {'dual_clip': 3.0}, 6.0, 0.0, id='dual'),
     pytest.param(5.0, 2.0, {'dual_clip': 3.0}, -2.4, 0.0, id='dual-not-good'),
+    # Without a limit, float32 overflows there, and slopes would be NaN.
+    pytest.param(1e40, -2.0, {'dual_clip': 3.0}, 6.0, 0.0, id='huge'),
+    pytest.param(1e40, 2.0, {}, -2.4, 0.0, id='huge-and-good'),
   ],
 )
 def test_clipped_surrogate(ratio, advantage, options, loss, slope):
@@ -335,6 +338,25 @@ def test_row_regression_by_hand():
   loss = losses.make('row_regression')
   found, _ = loss(token_batch.PolicyOutputs(log_probs, log_probs), tokens)
   np.testing.assert_allclose(found, [[0.2712, 0.2712, 0.2268, 0]], atol=5e-5)
+
+
+def test_the_kl_of_row_regression_is_that_of_the_sampling_policy():
+  # The expectation over tokens of p is KL(p || q), whichever is the policy.
+  p, q = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.8, 0.15, 0.045, 0.005])
+  divergence = np.sum(p * np.log(p / q))
+  for to, current, other, column, metric in (
+    ('old', q, p, 'old_log_probs', 'ratio/kl'),
+    ('reference', p, q, 'ref_log_probs', 'loss/kl'),
+  ):
+    log_probs = jnp.log(current)[None]
+    columns = {'advantages': jnp.zeros((1, 4)), column: jnp.log(other)[None]}
+    tokens = token_batch.make(
+      jnp.ones((1, 4), bool), jnp.zeros((1, 4), int), columns
+    )
+    loss = losses.make('row_regression', log_ratio_to=to)
+    _, metrics = loss(token_batch.PolicyOutputs(log_probs, log_probs), tokens)
+    expected = np.sum(p * np.asarray(metrics[metric][0]))
+    assert expected == pytest.approx(divergence, rel=1e-5)
 
 
 def test_rebel_is_a_regression_on_all_pairs_of_a_group():

@@ -11,18 +11,29 @@ from gigpo_jax.tools import outcomes, paired
 
 
 def test_a_difference_by_hand():
-  # Seeds differ by 1/2 and 1/4: mean 3/8, t = (3/8) / ((1/4) / 2) = 3.
+  # Gaps 1 0 0 1 and 0 0 1 0: means 1/2 and 1/4 of seeds, 1/2 0 1/2 1/2 of
+  # tasks. M_S = 4 / 32, M_T = 2 / 16, and M_E = 11 / 24, the largest.
   one = [[1, 1, 0, 1], [1, 0, 1, 1]]
   other = [[0, 1, 0, 0], [1, 0, 0, 1]]
   found = paired.compare(one, other)
   assert (found.mean, found.seeds) == (0.375, 2)
   assert found.deviation == pytest.approx(0.125 * 2**0.5)
-  # With one degree of freedom: 1 - 2 atan(t) / pi.
-  assert found.p == pytest.approx(1 - 2 * np.arctan(3) / np.pi)
-  assert found.low < found.mean < found.high
+  assert found.error == pytest.approx((11 / 24 / 8) ** 0.5)
+  # With one degree of freedom: 1 - 2 atan(t) / pi, and t = 12.706 at 95 %.
+  t = 0.375 / found.error
+  assert found.p == pytest.approx(1 - 2 * np.arctan(t) / np.pi)
+  half = 12.7062 * found.error
+  ends = 0.375 - half, 0.375 + half
+  assert (found.low, found.high) == pytest.approx(ends, rel=1e-4)
+  # Seeds 0, 1: M_S = 4 / 2 is the largest. All tasks are alike.
+  found = paired.compare([[0] * 4, [1] * 4], np.zeros((2, 4)))
+  assert found.error == pytest.approx(0.5)
+  # Tasks 0, 1: M_T = 2 / 2 and M_S = M_E = 0, up to rounding to halves.
+  found = paired.compare([[0, 1], [0, 1]], np.zeros((2, 2)))
+  assert found.error == pytest.approx(((1 + 1 / 12) / 4) ** 0.5)
 
 
-def test_the_interval_has_the_quantiles_of_all_resamples():
+def test_the_bootstrap_has_the_quantiles_of_all_resamples():
   gaps = np.array([[1, 0, -1], [1, 1, 0]])
   means = [
     gaps[np.ix_(seeds, tasks)].mean()
@@ -30,26 +41,40 @@ def test_the_interval_has_the_quantiles_of_all_resamples():
     for tasks in itertools.product(range(3), repeat=3)
   ]
   low, high = np.percentile(means, [2.5, 97.5])
-  found = paired.compare(np.maximum(gaps, 0), np.maximum(-gaps, 0))
-  assert (found.low, found.high) == pytest.approx((low, high), abs=0.05)
+  found = paired.bootstrap(np.maximum(gaps, 0), np.maximum(-gaps, 0))
+  assert found == pytest.approx((low, high), abs=0.05)
 
 
-def test_the_interval_covers_the_true_difference():
+@pytest.mark.parametrize(
+  ('seeds', 'of_seeds', 'of_tasks', 'most'),
+  [
+    (3, 0.2, 0.05, 0.965),  # Seeds differ as much as on the lake.
+    (5, 0.1, 0.2, 0.98),
+    (10, 0.03, 0.3, 0.985),
+    (10, 0.0, 0.0, 1.0),  # The noise of tasks is the least that counts.
+  ],
+)
+def test_the_interval_covers_the_true_difference(
+  seeds, of_seeds, of_tasks, most
+):
   rng = np.random.default_rng(0)
-  covered = 0
-  for _ in range(60):
-    seed_effects = rng.normal(0.1, 0.05, (8, 1))
-    task_effects = rng.normal(0, 0.2, 40)
-    gaps = seed_effects + task_effects + rng.normal(0, 0.3, (8, 40))
+  covered = []
+  for _ in range(1000):
+    gaps = rng.normal(0.1, of_seeds, (seeds, 1))
+    gaps = gaps + rng.normal(0, of_tasks, 100)
+    gaps = gaps + rng.normal(0, 0.6, (seeds, 100))
     found = paired.compare(gaps, np.zeros_like(gaps))
-    covered += found.low <= 0.1 <= found.high
-  assert covered >= 54
+    covered.append(found.low <= 0.1 <= found.high)
+    # The test and the interval agree.
+    assert (found.p < 0.05) == (not found.low <= 0 <= found.high)
+  assert 0.935 <= np.mean(covered) <= most
 
 
 def test_equal_methods_and_single_seeds():
   ones = np.ones((3, 4))
   same = paired.compare(ones, ones)
-  assert same[:5] == (0, 0, 0, 1, 0)
+  assert (same.mean, same.p, same.deviation) == (0, 1, 0)
+  assert same.low < 0 < same.high  # Up to rounding.
   # Ties in thirds: sums of floats differ in their last bits.
   one = np.array([[2, 0, 2, 2], [0, 3, 1, 1]]) / 3
   other = np.array([[1, 2, 0, 3], [0, 0, 3, 2]]) / 3
@@ -63,16 +88,14 @@ def test_equal_methods_and_single_seeds():
 
 
 def test_two_tied_seeds_are_no_proof():
-  # Gaps of 3 of 4 tasks in both seeds: the deviation of rounding to quarters is
-  # 1 / (4 sqrt(6)), so t = 0.75 sqrt(2) 4 sqrt(6) = 6 sqrt(3), with one degree
-  # of freedom, whose tails are 1 - 2 atan(t) / pi.
-  gap = paired.compare(np.ones((2, 4)), np.eye(4)[:2])
-  assert gap.p == pytest.approx(1 - 2 * np.arctan(6 * 3**0.5) / np.pi)
+  # Gaps of all 4 tasks in both seeds: M_S = M_T = M_E = 0, and rounding to
+  # quarters leaves 1 / (6 * 4) of M_S, so t = 1 / sqrt(1 / 24 / 8).
+  gap = paired.compare(np.ones((2, 4)), np.zeros((2, 4)))
+  assert gap.p == pytest.approx(1 - 2 * np.arctan(192**0.5) / np.pi)
   rng = np.random.default_rng(0)
   rates = np.clip(rng.normal(0.5, 0.05, (4000, 2, 2)), 0, 1)
-  means = rng.binomial(128, rates) / 128
-  gaps = means[:, :, 0] - means[:, :, 1]
-  ps = [paired._paired_p(gap, resolution=1 / 128) for gap in gaps]
+  outcomes_MST = rng.random((4000, 2, 2, 128)) < rates[..., None]
+  ps = [paired.compare(*pair).p for pair in outcomes_MST]
   # Of equal methods, 5 % have p < 0.05; one in a thousand p < 0.001.
   assert np.mean(np.array(ps) < 0.05) < 0.06
   assert np.mean(np.array(ps) < 0.001) < 0.004
@@ -178,7 +201,7 @@ def test_the_table_compares_shared_seeds():
   assert 'success, 4 tasks | IQM | minus grpo, 95 %' in lines[0]
   assert lines[2] == '| grpo | 2 | 37.5 | 37.5 |  |  |  |'
   assert lines[3].startswith('| gigpo | 2 | 75.0 | 75.0 | +37.5 [')
-  assert lines[3].endswith('] | 2 | 0.41 |')  # 2 (1 - 2 atan(3) / pi).
+  assert lines[3].endswith('] | 2 | 0.72 |')  # Twice 0.36, see above.
   assert lines[4].startswith('| ppo | 2 | 25.0 | 25.0 | +0.0 [')
   assert lines[4].endswith('| 1 | 1 |')
   for wrong in (_result('ppo', 2, (0,) * 4, 'abce'), _result('', 2, (1,), 'a')):

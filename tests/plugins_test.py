@@ -10,11 +10,19 @@ import pytest
 
 import envs
 from configs import base, variants
-from gigpo_jax import algorithms, modulators, options, plugins, selectors
+from gigpo_jax import (
+  algorithms,
+  losses,
+  modulators,
+  options,
+  plugins,
+  selectors,
+)
 from gigpo_jax import config as config_lib
 from gigpo_jax.run import config_fields
 
 PROJECT = pathlib.Path(envs.__file__).parents[1]
+ROOMS = ('run', 'programs', 'runtime')
 CENTRAL = (
   'configs/base.py',
   'configs/sizes.py',
@@ -22,16 +30,20 @@ CENTRAL = (
   'envs/__init__.py',
   'envs/base.py',
   'envs/checks.py',
+  'envs/play.py',
+  'gigpo_jax/modulators/__init__.py',
+  'gigpo_jax/selectors/__init__.py',
   *(
     str(path.relative_to(PROJECT))
-    for room in ('', 'run/', 'programs/', 'runtime/')
-    for path in sorted(PROJECT.glob(f'gigpo_jax/{room}*.py'))
+    for room in ('gigpo_jax', *(f'gigpo_jax/{n}' for n in ROOMS), 'launch')
+    for path in sorted(PROJECT.glob(f'{room}/*.py'))
   ),
 )
 FAMILIES = (modulators.FAMILY, selectors.FAMILY)
 REGISTRIES = [
   envs.REGISTRY,
   algorithms.REGISTRY,
+  losses.REGISTRY,
   *(family.registry for family in FAMILIES),
 ]
 # `truncated` is also a word of rows and metrics, `endpoint` a module.
@@ -80,10 +92,13 @@ def _registered_names(path: str) -> set[str]:
 
 @pytest.mark.parametrize('path', CENTRAL)
 def test_no_central_module_names_an_environment_or_algorithm(path: str):
-  # The default algorithm, and the functions that are named after it.
+  # Defaults, functions that are named after them, and examples of commands.
   allowed = {
-    'configs/base.py': {'gigpo'},
+    'configs/base.py': {'gigpo', 'policy_gradient'},
     'gigpo_jax/advantages.py': {'gigpo'},
+    'gigpo_jax/losses.py': {'policy_gradient'},
+    'gigpo_jax/teacher.py': {'policy_gradient'},
+    'launch/command.py': {'alfworld'},
   }
   assert _registered_names(path) <= allowed.get(path, set())
 

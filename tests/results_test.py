@@ -89,11 +89,15 @@ def test_the_table_by_hand():
   # Success 25 and 75; each seed differs by 50 points. Steps: 3,000 on average.
   one, other = np.array([[1, 1], [0, 1]]), np.array([[0, 1], [0, 0]])
   gap, reverse = paired.compare(one, other), paired.compare(other, one)
-  assert gap.mean == 0.5 and f'{gap.p:.2g}' == '0.18'
-  start = f'| toy | grpo | 2 | 25.0 | 25.0 |  |  | {reverse} |'
+  assert gap.mean == 0.5
+  p, ends = f'{gap.p:.2g}', paired.interval(*paired.bootstrap(one, other))
+  start = f'| toy | grpo | 2 | 25.0 |  |  | {reverse} | {p} |'
   assert lines[2] == f'{start} 3.0 | 30.0 | 2.0 |'
-  start = f'|  | gigpo | 2 | 75.0 | 75.0 | {gap} | 0.18 |  |'
+  start = f'|  | gigpo | 2 | 75.0 | {gap} | {p} |  |  |'
   assert lines[3] == f'{start} 3.0 | 30.0 | 4.0 |'
+  lines = results.robust_table(tests).splitlines()
+  assert lines[2] == '| toy | grpo | 25.0 |  |'
+  assert lines[3] == f'|  | gigpo | 75.0 | {ends} |'
 
 
 def test_data_are_those_of_the_first_period():

@@ -178,6 +178,8 @@ class _Script(http.server.BaseHTTPRequestHandler):
     server.requests.append((self.path, dict(self.headers), request))
     status, body = server.replies.pop(0)
     self.send_response(status)
+    if status == http.HTTPStatus.FOUND:
+      self.send_header('Location', '/other')
     self.end_headers()
     self.wfile.write(body)
 
@@ -254,6 +256,13 @@ def test_unusable_answers_of_a_judge(server, replies, line):
   with pytest.raises((ValueError, ConnectionError), match=line):
     _judge(server, retries=1)(SEEN)
   assert not server.replies
+
+
+def test_a_judge_is_not_followed_to_another_host(server):
+  server.replies += [(http.HTTPStatus.FOUND, b'')]
+  with pytest.raises(ConnectionError, match='HTTP 302'):
+    _judge(server)(SEEN)
+  assert len(server.requests) == 1
 
 
 def test_a_judge_that_is_down_or_hangs_fails_its_episode(server):

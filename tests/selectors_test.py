@@ -146,6 +146,27 @@ def test_dropped_rows_keep_their_reward():
   np.testing.assert_array_equal(np.flatnonzero(kept.real), [0, 1, 3, 4, 5])
 
 
+def test_invalid_responses_count_as_in_the_algorithm():
+  # Four failures, of which one has an invalid response; GRPO's advantages are
+  # 1/2, -3/2, 1/2 and 1/2.
+  rows = algorithm_rows.golden_rows()
+  index = np.flatnonzero(rows.real)[:4]
+  rows.groups[:] = -1
+  rows.groups[index], rows.episodes[index], rows.rewards[index] = 0, range(4), 0
+  rows.valid[index] = True, False, True, True
+  signals = plugins.Signals(invalid_penalty=0.1)
+  chain = [best_and_worst.Selector(kept_episodes=2)]
+  kept, *_ = selectors.apply(chain, np.ones(10), rows, signals)
+  assert index[1] in np.flatnonzero(kept.real)
+  # The other group has equal episodes.
+  more = np.flatnonzero(algorithm_rows.golden_rows().real)[4:6]
+  rows.groups[more], rows.episodes[more], rows.rewards[more] = 1, (0, 1), 1
+  rows.valid[more] = True
+  chain = [snr.Selector(group_share=0.5)]
+  kept, *_ = selectors.apply(chain, np.ones(10), rows, signals)
+  np.testing.assert_array_equal(np.flatnonzero(kept.real), index)
+
+
 def test_nothing_may_be_left():
   rows = algorithm_rows.golden_rows()
   rows.truncated[:] = True

@@ -202,6 +202,13 @@ def test_keep_watches_all_hosts(tmp_path):
   assert output.count('some hosts do not train') == 2
 
 
+def test_keep_does_not_delete_a_slice_that_was_stopped(tmp_path):
+  states = ['READY', 'STOPPED', 'READY', 'READY']
+  output, calls = _keep(tmp_path, states, ['idle', 'training', 'finished'])
+  assert calls == ['setup', 'start']
+  assert output.count('neither ready nor preempted; waiting') == 1
+
+
 def test_keep_ends_if_training_does_not_start(tmp_path):
   looks = ['READY'] * 8
   hosts = ['idle', 'training', 'idle', 'idle', 'idle', 'training', 'idle']

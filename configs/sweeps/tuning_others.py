@@ -4,7 +4,8 @@ r"""Tunes the learning rate of `:mini` for the environments without a table.
         --workdir=runs/tuning
 
 As in tuning.py, with seed 100 and the split that the config does not evaluate.
-On keys and doors, also the methods that were the best on ALFWorld.
+On keys and doors, also the other methods of credit.py, except HGPO, which has
+GiGPO's rate there.
 All tasks of gymnasium.py are the same lake, so that only the seed differs. Runs
 there may fail at a rate that one seed selects, so that its two best rates have
 three seeds.
@@ -22,7 +23,10 @@ SPLITS = {
 
 RUNS = tuning.runs(keydoor.METHODS, SPLITS)
 RUNS += tuning.runs(
-  {name: f',{name}' for name in ('g2po', 'graphgpo', 'pgpo')},
+  {
+    name: f',{name}'
+    for name in ('g2po', 'graphgpo', 'pgpo', 'rloo', 'ppo', 'gagpo', 'ecpo')
+  },
   {'keydoor': SPLITS['keydoor']},
 )
 # TextWorld's best rate of the three is the smallest.

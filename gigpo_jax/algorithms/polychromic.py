@@ -32,7 +32,15 @@ _MAX_SETS = 100_000
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a line if a group has one set, with A = 0, or too many sets."""
+  """Yields a line for a filter by rewards, and for one or too many sets.
+
+  A group with one set has A = 0.
+  """
+  if config.filter.drop_zero_variance:
+    yield (
+      'filter.drop_zero_variance=True: filters by rewards, but polychromic '
+      'also learns from actions that differ; must be False'
+    )
   k, members = config.algorithm.set_size, config.rollout.episodes_per_group
   if not 2 <= k < members or math.comb(members, k) > _MAX_SETS:  # noqa: PLR2004
     yield (

@@ -3,8 +3,9 @@
 E is the return of an episode, the undiscounted sum of its rewards.
 
 # Differs from the paper: by default, the KL to the reference is a term of the
-loss (`loss.kl_weight`). `reward.kl_weight` subtracts it from the reward, as the
-paper does.
+loss (`loss.kl_weight`). `reward.kl_weight` subtracts it from the reward, but
+the KL of a whole episode counts for each of its tokens; in the paper, that from
+the token on.
 """
 
 import dataclasses

@@ -1,8 +1,9 @@
 """RiskPO (arXiv:2510.00911): advantages from the lower tail of returns.
 
-Tasks are bundled, and S is the sum of the returns of the k-th episodes of a
-bundle's tasks. Two quantiles q_lo and q_hi of S, at the levels a_lo and a_hi,
-are tracked over the run. Low sums are weighted more than high ones:
+Tasks are bundled, and S is the sum of the returns of the k-th remaining
+episodes of a bundle's tasks; if some failed, the last ones of the others have A
+= 0. Two quantiles q_lo and q_hi of S, at the levels a_lo and a_hi, are tracked
+over the run. Low sums are weighted more than high ones:
 
     RVaR = (relu(S - q_lo) - relu(S - q_hi) + q_lo - q_hi) / (a_hi - a_lo)
     CVaR = -relu(q_lo - S) / a_lo
@@ -15,7 +16,7 @@ iteration. They are the algorithm's state, which checkpoints save.
 
 # Differs from the paper: its code also divides by the deviation within a task,
 in a way that could not be read; returns include the penalty for invalid
-responses. If an episode of a sum failed or was filtered, A is 0.
+responses.
 """
 
 import dataclasses
@@ -124,9 +125,9 @@ class Algorithm:
     counts = np.bincount(key)
     complete = np.flatnonzero(counts == self.bundle_tasks)
     totals = np.bincount(key, weights=episodes.returns)[complete]
-    place = np.full(len(counts), -1)
-    place[complete] = np.arange(len(complete))
-    return totals, place[key]
+    sum_index = np.full(len(counts), -1)
+    sum_index[complete] = np.arange(len(complete))
+    return totals, sum_index[key]
 
 
 def _bundles(

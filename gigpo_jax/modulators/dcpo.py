@@ -22,7 +22,7 @@ from typing import ClassVar
 import ml_collections
 import numpy as np
 
-from gigpo_jax import batch, options, plugins, row_stats
+from gigpo_jax import batch, losses, options, plugins, row_stats
 
 _WARM, _COOL = 'log_probs@1.2', 'log_probs@0.8'
 
@@ -30,8 +30,8 @@ _WARM, _COOL = 'log_probs@1.2', 'log_probs@0.8'
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
   """Yields a line if the loss has one ratio or one error per row."""
   reason = 'dcpo gives each token an advantage of its own'
-  if config.loss.name == 'row_regression':
-    yield f'loss.name=row_regression: {reason}; must be another loss'
+  if losses.is_per_row(config.loss.name):
+    yield f'loss.name={config.loss.name}: {reason}; must be another loss'
   elif config.loss.ratio_level == 'row':
     yield f'loss.ratio_level=row: {reason}; must be token'
 

@@ -43,8 +43,7 @@ class Modulator:
     self, advantages: np.ndarray, rows: batch.Rows, signals: plugins.Signals
   ) -> np.ndarray:
     """Returns the weighted advantages."""
-    del signals
-    episodes = row_stats.episodes(rows)
+    episodes = row_stats.episodes(rows, signals.invalid_penalty)
     spread = episodes.has_spread()
     if not spread.any():
       return advantages

@@ -70,8 +70,21 @@ def save(
 
 
 def holds_run(workdir: str) -> bool:
-  """Returns whether a folder is the work directory of launch/train.py."""
+  """Returns whether a folder is the work directory of launch/train.py.
+
+  Raises:
+    ValueError: in one line, if its config.json is that of another program.
+  """
   root = pathlib.Path(workdir)
+  try:
+    is_other = 'rollout' not in files.read_object(root / _STORED)
+  except (OSError, ValueError):  # Missing or damaged.
+    is_other = False
+  if is_other:
+    raise ValueError(
+      f'--workdir={workdir}: its {_STORED} is of another program and would be '
+      'overwritten; must be another folder'
+    )
   return any((root / name).exists() for name in (_STORED, 'checkpoints'))
 
 

@@ -51,6 +51,7 @@ def compute_signals(
     progress=iteration / parts.config.num_iterations,
     seed=(parts.config.seed, iteration),
     learning_rate=learning_rate,
+    invalid_penalty=getattr(parts.algorithm, 'invalid_penalty', 0.0),
   )
   metrics = gap_metrics | {'update/learning_rate': learning_rate}
   return signals, old_log_probs, metrics

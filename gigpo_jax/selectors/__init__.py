@@ -16,7 +16,7 @@ import ml_collections
 import numpy as np
 from jaxtyping import Bool, Float
 
-from gigpo_jax import batch, plugins
+from gigpo_jax import batch, losses, plugins
 from gigpo_jax.runtime import errors
 
 # name: module that holds `Selector`.
@@ -37,10 +37,10 @@ def refuse_row_loss(
   config: ml_collections.ConfigDict, name: str
 ) -> Iterator[str]:
   """Yields a line if a loss of whole rows would ignore the chosen tokens."""
-  if config.loss.name == 'row_regression':
+  if losses.is_per_row(config.loss.name):
     yield (
-      f'filter.select={name}: chooses tokens, but loss.name=row_regression '
-      'trains whole rows; must be a selector of rows, or ()'
+      f'filter.select={name}: chooses tokens, but loss.name='
+      f'{config.loss.name} trains whole rows; must be a selector of rows, or ()'
     )
 
 

@@ -53,8 +53,9 @@ class Selector:
     are kept if either of them is.
     """
     del advantages
-    episodes = row_stats.episodes(rows)
-    returns = row_stats.whole_returns(episodes, signals.rows)
+    penalty = signals.invalid_penalty
+    episodes = row_stats.episodes(rows, penalty)
+    returns = row_stats.whole_returns(episodes, signals.rows, penalty)
     kept = np.zeros(len(returns), bool)
     worst = self.kept_episodes // 2
     for group in range(episodes.num_groups):

@@ -34,8 +34,9 @@ class Selector:
   ) -> np.ndarray:
     """Returns True for the rows of the kept groups."""
     del advantages
-    episodes = row_stats.episodes(rows)
-    returns = row_stats.whole_returns(episodes, signals.rows)
+    penalty = signals.invalid_penalty
+    episodes = row_stats.episodes(rows, penalty)
+    returns = row_stats.whole_returns(episodes, signals.rows, penalty)
     means = episodes.group_means(returns)[episodes.groups]
     deviations = np.sqrt(episodes.group_means((returns - means) ** 2))
     count = row_stats.share_count(self.group_share, len(deviations))

@@ -33,7 +33,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import scipy.stats
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from gigpo_jax.tools import plots, sweep_table
 
@@ -110,10 +110,15 @@ def by_setting(
     setting, method = split_name(experiment, name)
     grouped.setdefault(setting, {})[method] = result
   for setting, by_method in grouped.items():
-    plain, alias, _ = setting.partition(' alias ')
-    if alias and BASELINE in grouped.get(plain, {}):
+    plain = plain_setting(setting)
+    if plain != setting and BASELINE in grouped.get(plain, {}):
       by_method[BASELINE] = grouped[plain][BASELINE]
   return grouped
+
+
+def plain_setting(setting: str) -> str:
+  """Returns the setting whose runs of GRPO a setting has."""
+  return setting.partition(' alias ')[0]
 
 
 def setting_of_config(config: str) -> str:
@@ -188,23 +193,30 @@ def _best_on_other_seeds(
 
 
 def _fit_line(
-  x_SP: Float[np.ndarray, 'S P'], y_S: Float[np.ndarray, ' S']
+  x_SP: Float[np.ndarray, 'S P'],
+  y_S: Float[np.ndarray, ' S'],
+  groups_S: Int[np.ndarray, ' S'],
 ) -> tuple[Float[np.ndarray, ' 1+P'], float]:
-  """Returns coefficients, the intercept first, and leave-one-out RMSE."""
+  """Returns coefficients, the intercept first, and the error left out.
+
+  This is the root-mean-square error at the settings of a group of the fit
+  without that group; infinite if only that group determines a coefficient.
+  """
   design = np.column_stack([np.ones(len(y_S)), x_SP])
-  inverse = np.linalg.pinv(design)
-  leverage = np.sum(design * inverse.T, axis=1)
-  coefficients = inverse @ y_S
-  # The error at a setting of the fit without it; infinite if only that setting
-  # determines a coefficient.
-  rest = 1 - leverage
-  left_out = np.full(len(y_S), np.inf)
-  np.divide(y_S - design @ coefficients, rest, out=left_out, where=rest > 1e-9)
-  return coefficients, float(np.sqrt(np.mean(left_out**2)))
+  gaps_S = np.full(len(y_S), np.inf)
+  for group in np.unique(groups_S):
+    out = groups_S == group
+    if np.linalg.matrix_rank(design[~out]) == design.shape[1]:
+      without, *_ = np.linalg.lstsq(design[~out], y_S[~out])
+      gaps_S[out] = y_S[out] - design[out] @ without
+  coefficients, *_ = np.linalg.lstsq(design, y_S)
+  return coefficients, float(np.sqrt(np.mean(gaps_S**2)))
 
 
 def _select(
-  x_SP: Float[np.ndarray, 'S P'], y_S: Float[np.ndarray, ' S']
+  x_SP: Float[np.ndarray, 'S P'],
+  y_S: Float[np.ndarray, ' S'],
+  groups_S: Int[np.ndarray, ' S'],
 ) -> tuple[tuple[int, ...], Float[np.ndarray, ' 1+Q']]:
   """Returns the predictors with the smallest error, and the coefficients."""
   # Two settings more than coefficients, or the errors mean nothing.
@@ -214,7 +226,7 @@ def _select(
     for count in range(max(most, 0) + 1)
     for columns in itertools.combinations(range(x_SP.shape[1]), count)
   ]
-  fits = {c: _fit_line(x_SP[:, list(c)], y_S) for c in candidates}
+  fits = {c: _fit_line(x_SP[:, list(c)], y_S, groups_S) for c in candidates}
   best = min(fits, key=lambda columns: fits[columns][1])
   return best, fits[best][0]
 
@@ -284,6 +296,8 @@ def fit(
 ) -> Law:
   """Selects and fits a law.
 
+  Settings that share runs of GRPO (`plain_setting`) are left out together.
+
   Args:
     measured: effect by setting.
     predictors: metrics by setting.
@@ -303,12 +317,16 @@ def fit(
     [[predictors[name][p] for p in PREDICTORS] for name in settings]
   )
   y_S = np.array([measured[name].mean for name in settings])
+  plain = [plain_setting(name) for name in settings]
+  groups_S = np.array([plain.index(name) for name in plain])
   gaps = []
-  for n in range(len(settings)):
-    rest = np.arange(len(settings)) != n
-    columns, (first, *slopes) = _select(x_SP[rest], y_S[rest])
-    gaps.append(y_S[n] - first - x_SP[n, list(columns)] @ np.array(slopes))
-  columns, (first, *slopes) = _select(x_SP, y_S)
+  for group in np.unique(groups_S):
+    out = groups_S == group
+    columns, (first, *slopes) = _select(
+      *(array[~out] for array in (x_SP, y_S, groups_S))
+    )
+    gaps += list(y_S[out] - first - x_SP[out][:, list(columns)] @ slopes)
+  columns, (first, *slopes) = _select(x_SP, y_S, groups_S)
   names = list(PREDICTORS)
   return Law(
     method=method,
@@ -317,7 +335,7 @@ def fit(
       names[c]: float(slope) for c, slope in zip(columns, slopes, strict=True)
     },
     error=float(np.sqrt(np.mean(np.square(gaps)))),
-    constant_error=_fit_line(x_SP[:, :0], y_S)[1],
+    constant_error=_fit_line(x_SP[:, :0], y_S, groups_S)[1],
     settings=len(settings),
     ranges={
       name: (float(column.min()), float(column.max()))

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import scipy.optimize
 import scipy.stats
 from jaxtyping import Float, Int
 
@@ -27,12 +28,13 @@ class Difference(NamedTuple):
 
   Attributes:
     mean: mean difference over seeds and tasks.
-    low: lower end of its 95 % interval; NaN if it is not known.
+    low: lower end of its 95 % t-interval; NaN if it is not known.
     high: upper end.
-    p: two-sided p-value of the paired t-test over seeds; 1 for a single seed.
+    p: p-value of the two-sided t-test of the same variance; 1 for one seed.
     deviation: standard deviation of the differences of seeds.
     seeds: number of seeds that both methods have.
     by_task: whether tasks were compared, so that the interval covers them.
+    error: standard error of `mean`; NaN for a single seed.
   """
 
   mean: float
@@ -42,14 +44,24 @@ class Difference(NamedTuple):
   deviation: float
   seeds: int
   by_task: bool = True
+  error: float = np.nan
 
   def __str__(self) -> str:
     """Returns the difference and its interval in points."""
-    low, mean, high = (100 * x for x in (self.low, self.mean, self.high))
-    if np.isnan(low):
-      return f'{mean:+.1f}'
-    mark = '' if self.by_task else BY_SEED
-    return f'{mean:+.1f} [{low:+.1f}, {high:+.1f}]{mark}'
+    mark = '' if self.by_task or np.isnan(self.low) else BY_SEED
+    return points(self.mean, self.low, self.high) + mark
+
+
+def points(mean: float, low: float, high: float) -> str:
+  """Returns a difference and its interval in points, without one if NaN."""
+  return f'{100 * mean:+.1f} {interval(low, high)}'.rstrip()
+
+
+def interval(low: float, high: float) -> str:
+  """Returns an interval in points; '' if it is not known."""
+  if np.isnan(low):
+    return ''
+  return f'[{100 * low:+.1f}, {100 * high:+.1f}]'
 
 
 def compare(
@@ -57,10 +69,18 @@ def compare(
 ) -> Difference:
   """Compares two methods on the same seeds and tasks.
 
-  The interval is a percentile bootstrap that draws seeds and tasks with
-  replacement, independently of each other (Owen 2007, "The pigeonhole
-  bootstrap", arXiv:0712.1111), so that it covers other seeds and other tasks.
-  With a single seed it covers other tasks only.
+  Seeds and tasks are random effects of a two-way layout. With the mean squares
+  M_S of seeds, M_T of tasks and M_E of the residuals, the variance of the mean
+  is estimated as
+
+    (max(M_S, M_E) + max(M_T - M_E, 0)) / (S T),
+
+  so that the interval covers other seeds and other tasks. It has S - 1 degrees
+  of freedom, as the paired t-test over seeds, which it equals where tasks do
+  not matter. M_E is the smallest variance that mean outcomes of T tasks can
+  have: seeds that agree better do so by chance.
+
+  The interval of a single seed covers other tasks only.
 
   Args:
     one_ST: outcomes of the first method, such as 1 for success.
@@ -68,28 +88,25 @@ def compare(
   """
   gaps_ST = np.asarray(one_ST, float) - np.asarray(other_ST, float)
   seeds, tasks = gaps_ST.shape
-  seed_share_BS, task_share_BT = _resamples(seeds, tasks)
-  means_B = np.einsum('bt,bt->b', seed_share_BS @ gaps_ST, task_share_BT)
-  low, high = np.percentile(means_B / (seeds * tasks), [2.5, 97.5])
-  by_seed_S = gaps_ST.mean(axis=1)
-  return Difference(
-    float(gaps_ST.mean()),
-    float(low),
-    float(high),
-    _paired_p(by_seed_S, resolution=1 / tasks),
-    float(by_seed_S.std(ddof=1)) if seeds > 1 else 0.0,
+  if seeds == 1:
+    gap = compare_seeds(gaps_ST[0])
+    return gap._replace(
+      p=1.0, deviation=0.0, seeds=1, by_task=True, error=np.nan
+    )
+  mean = gaps_ST.mean()
+  by_seed_S1, by_task_T = gaps_ST.mean(axis=1, keepdims=True), gaps_ST.mean(0)
+  rest_ST = gaps_ST - by_seed_S1 - by_task_T + mean
+  residual = np.sum(rest_ST**2) / ((seeds - 1) * max(tasks - 1, 1))
+  of_seeds = tasks * np.var(by_seed_S1, ddof=1)
+  of_tasks = seeds * np.var(by_task_T, ddof=1) if tasks > 1 else 0.0
+  # Rounding to multiples of 1 / T hides at least this much.
+  least = max(residual, 1 / (6 * tasks))
+  variance = max(of_seeds, least) + max(of_tasks - residual, 0)
+  return _by_t(
+    float(mean),
+    float(variance / (seeds * tasks)) ** 0.5,
+    float(by_seed_S1.std(ddof=1)),
     seeds,
-  )
-
-
-@functools.lru_cache(maxsize=2)  # Tens of MB each; a table has few sizes.
-def _resamples(
-  seeds: int, tasks: int
-) -> tuple[Int[np.ndarray, 'B S'], Int[np.ndarray, 'B T']]:
-  """Returns how often each resample has each seed and each task."""
-  rng = np.random.default_rng(0)
-  return tuple(
-    rng.multinomial(n, [1 / n] * n, _RESAMPLES) for n in (seeds, tasks)
   )
 
 
@@ -103,37 +120,84 @@ def compare_seeds(gaps_S: Float[np.ndarray, ' S']) -> Difference:
   """
   gaps_S = np.asarray(gaps_S, float)
   mean, seeds = float(gaps_S.mean()), len(gaps_S)
-  deviation = float(gaps_S.std(ddof=1)) if seeds > 1 else 0.0
-  half = np.nan
-  if seeds > 1:
-    half = float(scipy.stats.t.ppf(0.975, seeds - 1)) * deviation / seeds**0.5
-  p = _paired_p(gaps_S)
-  return Difference(
-    mean, mean - half, mean + half, p, deviation, seeds, by_task=False
-  )
+  if seeds == 1:
+    nan = np.nan
+    return Difference(mean, nan, nan, 1.0, 0.0, 1, by_task=False)
+  deviation = float(gaps_S.std(ddof=1))
+  gap = _by_t(mean, deviation / seeds**0.5, deviation, seeds)
+  return gap._replace(by_task=False)
 
 
-def _paired_p(
-  gaps_S: Float[np.ndarray, ' S'], resolution: float = 0.0
-) -> float:
-  """Returns the p-value of the paired t-test over seeds.
+def _by_t(
+  mean: float, error: float, deviation: float, seeds: int
+) -> Difference:
+  """Returns a difference with the interval and the p-value of its error.
 
-  Two seeds easily have the same gap, because mean outcomes are multiples of
-  1 / T. Their deviation is at least that of rounding to such multiples; if it
-  is not known and 0, the p-value is 1.
+  Without an error, the p-value is 1.
+  """
+  low, high = t_interval(mean, error, seeds - 1)
+  p = t_test(mean, error, seeds - 1)
+  return Difference(mean, low, high, p, deviation, seeds, error=error)
+
+
+def t_interval(
+  mean: float, error: float, freedom: float
+) -> tuple[float, float]:
+  """Returns the 95 % t-interval of a mean.
 
   Args:
-    gaps_S: differences of mean outcomes.
-    resolution: 1 / T; 0 if not known.
+    mean: the mean.
+    error: its standard error.
+    freedom: degrees of freedom.
   """
-  seeds = len(gaps_S)
-  if seeds == 1:
+  half = float(scipy.stats.t.ppf(0.975, freedom)) * error
+  return mean - half, mean + half
+
+
+def t_test(mean: float, error: float, freedom: float) -> float:
+  """Returns the two-sided p-value of a mean; 1 without an error.
+
+  Args:
+    mean: the mean.
+    error: its standard error.
+    freedom: degrees of freedom.
+  """
+  if error < _ROUNDING:
     return 1.0
-  deviation = max(float(gaps_S.std(ddof=1)), resolution / 6**0.5)
-  if deviation < _ROUNDING:
-    return 1.0
-  t = gaps_S.mean() * seeds**0.5 / deviation
-  return float(2 * scipy.stats.t.sf(abs(t), seeds - 1))
+  return float(2 * scipy.stats.t.sf(abs(mean) / error, freedom))
+
+
+def bootstrap(
+  one_ST: Float[np.ndarray, 'S T'], other_ST: Float[np.ndarray, 'S T']
+) -> tuple[float, float]:
+  """Returns the 95 % bootstrap interval of a difference, for comparison.
+
+  A percentile bootstrap that draws seeds and tasks with replacement,
+  independently of each other (Owen 2007, "The pigeonhole bootstrap",
+  arXiv:0712.1111). It is too narrow where few seeds differ much, and too wide
+  where they differ less than outcomes of single tasks.
+
+  Args:
+    one_ST: outcomes of the first method, such as 1 for success.
+    other_ST: outcomes of the other method.
+  """
+  gaps_ST = np.asarray(one_ST, float) - np.asarray(other_ST, float)
+  seeds, tasks = gaps_ST.shape
+  seed_share_BS, task_share_BT = _resamples(seeds, tasks)
+  means_B = np.einsum('bt,bt->b', seed_share_BS @ gaps_ST, task_share_BT)
+  low, high = np.percentile(means_B / (seeds * tasks), [2.5, 97.5])
+  return float(low), float(high)
+
+
+@functools.lru_cache(maxsize=2)  # Tens of MB each; a table has few sizes.
+def _resamples(
+  seeds: int, tasks: int
+) -> tuple[Int[np.ndarray, 'B S'], Int[np.ndarray, 'B T']]:
+  """Returns how often each resample has each seed and each task."""
+  rng = np.random.default_rng(0)
+  return tuple(
+    rng.multinomial(n, [1 / n] * n, _RESAMPLES) for n in (seeds, tasks)
+  )
 
 
 def interquartile_mean(rates_S: Float[np.ndarray, ' S']) -> float:
@@ -200,6 +264,21 @@ def seeds_needed(
   )
 
 
+def detectable(deviation: float, seeds: int, *, power: float = 0.8) -> float:
+  """Returns the difference that a two-sided paired t-test at 5 % detects.
+
+  Args:
+    deviation: standard deviation of the differences of seeds.
+    seeds: number of seeds.
+    power: probability of rejecting.
+  """
+  critical = scipy.stats.t.ppf(0.975, seeds - 1)
+  shift = scipy.optimize.brentq(
+    lambda x: scipy.stats.nct.sf(critical, seeds - 1, x) - power, 0, 100
+  )
+  return float(shift * deviation / seeds**0.5)
+
+
 def compare_results(
   one: Mapping[int, outcomes.Result], other: Mapping[int, outcomes.Result]
 ) -> Difference | None:
@@ -214,13 +293,27 @@ def compare_results(
   seeds = sorted(one.keys() & other.keys())
   if not seeds:
     return None
-  pairs = [(one[seed], other[seed]) for seed in seeds]
-  if any(r.outcomes_T is None for pair in pairs for r in pair):
-    return compare_seeds(np.array([a.success - b.success for a, b in pairs]))
-  return compare(
-    np.array([a.outcomes_T for a, _ in pairs]),
-    np.array([b.outcomes_T for _, b in pairs]),
+  if by_task := pair_outcomes(one, other):
+    return compare(*by_task)
+  return compare_seeds(
+    np.array([one[seed].success - other[seed].success for seed in seeds])
   )
+
+
+def pair_outcomes(
+  one: Mapping[int, outcomes.Result], other: Mapping[int, outcomes.Result]
+) -> tuple[np.ndarray, np.ndarray] | None:
+  """Returns outcomes [S, T] of both methods on the seeds that both have.
+
+  None if there is no such seed, or if an outcome is not known.
+  """
+  seeds = sorted(one.keys() & other.keys())
+  pair = [
+    [by_seed[seed].outcomes_T for seed in seeds] for by_seed in (one, other)
+  ]
+  if not seeds or any(x is None for side in pair for x in side):
+    return None
+  return np.array(pair[0]), np.array(pair[1])
 
 
 def compare_all(

@@ -26,7 +26,15 @@ from typing import Any
 
 import numpy as np
 
-from gigpo_jax.tools import law, outcomes, paired, plots, sweep, sweep_table
+from gigpo_jax.tools import (
+  evidence,
+  law,
+  outcomes,
+  paired,
+  plots,
+  sweep,
+  sweep_table,
+)
 
 PROJECT = pathlib.Path(__file__).parents[2]
 _FOLDER = PROJECT / 'docs' / 'results'
@@ -99,21 +107,49 @@ def credit_table(
       for base in (law.BASELINE, GIGPO)
     }
     for n, (name, by_seed) in enumerate(results.items()):
-      minus_grpo, p = gaps[law.BASELINE].get(name, ('', ''))
-      minus_gigpo, _ = gaps[GIGPO].get(name, ('', ''))
       rows.append(
         (
           *('' if n else experiment, name, len(by_seed)),
-          *paired.summarize(by_seed),
-          *(minus_grpo, p if p == '' else f'{p:.2g}', minus_gigpo),
+          paired.summarize(by_seed)[0],
+          *_cells(gaps[law.BASELINE], name),
+          *_cells(gaps[GIGPO], name),
           *cost(_rows_of(evaluations, experiment, name)),
         )
       )
   columns = (
-    *('environment', 'method', 'seeds', '%', 'IQM', 'minus grpo', 'p'),
-    *('minus gigpo', 'k steps', 'k tokens', 's'),
+    *('environment', 'method', 'seeds', '%', 'minus grpo', 'p'),
+    *('minus gigpo', 'p', 'k steps', 'k tokens', 's'),
   )
   return plots.table(columns, rows)
+
+
+def robust_table(tests: Mapping[str, outcomes.Results]) -> str:
+  """Returns interquartile means, and bootstrap intervals of differences.
+
+  Args:
+    tests: results by experiment, name and seed.
+  """
+  rows = []
+  for experiment, results in tests.items():
+    for n, (name, by_seed) in enumerate(results.items()):
+      interval = ''
+      by_task = paired.pair_outcomes(by_seed, results.get(law.BASELINE, {}))
+      if by_task and name != law.BASELINE:
+        interval = paired.interval(*paired.bootstrap(*by_task))
+      mean = paired.summarize(by_seed)[1]
+      rows.append(('' if n else experiment, name, mean, interval))
+  columns = 'environment', 'method', 'IQM', 'minus grpo, bootstrap'
+  return plots.table(columns, rows)
+
+
+def _cells(
+  gaps: Mapping[str, tuple[paired.Difference, float]], name: str
+) -> tuple[str, str]:
+  """Returns the difference of a method and its p-value; '' if it has none."""
+  if name not in gaps:
+    return '', ''
+  gap, p = gaps[name]
+  return str(gap), f'{p:.2g}'
 
 
 def data_table(evaluations: Sequence[Mapping]) -> str:
@@ -236,6 +272,49 @@ def credit_block() -> str:
   return '\n'.join([*lines, '', table])
 
 
+# Pairs of methods whose differences are averaged over environments.
+AVERAGED = (
+  (GIGPO, law.BASELINE),
+  ('gigpo shuffled', law.BASELINE),
+  (GIGPO, 'gigpo shuffled'),
+  *((name, law.BASELINE) for name in ('g2po', 'graphgpo', 'pgpo')),
+  *((name, law.BASELINE) for name in ('hgpo', 'gagpo', 'ecpo')),
+  *(('g2po', name) for name in (GIGPO, 'graphgpo', 'pgpo')),
+)
+
+
+def averages_block() -> str:
+  """Returns the table of differences averaged over environments."""
+  tests = _tests()
+  stable = [name for name in tests if name != 'gymnasium']
+  groups = {
+    'all': list(tests),
+    'without the lake': stable,
+    'without the lake and ALFWorld': [n for n in stable if n != 'alfworld'],
+  }
+  return evidence.averages_table(tests, AVERAGED, groups)
+
+
+# Names of the controls in oracle.json.
+_ORACLE_NAMES = {
+  'gigpo, anchor=shuffled': 'gigpo shuffled',
+  'gigpo, discount=1': 'gigpo discount 1',
+  'gigpo, episode_weight=0': 'gigpo steps only',
+}
+
+
+def order_block() -> str:
+  """Returns the rank correlations of cosines with success."""
+  cosines = {
+    environment: {
+      _ORACLE_NAMES.get(name, name): values['cosine'][0]
+      for name, values in measured['methods'].items()
+    }
+    for environment, measured in read_json('oracle').items()
+  }
+  return evidence.order_table(_tests(), cosines, least=5)
+
+
 def dial_block() -> str:
   """Returns the table of the dial."""
   tests = outcomes.group(sweep_table.read_tests(_FOLDER / 'keydoor.csv'))
@@ -280,11 +359,17 @@ def readme_block() -> str:
 
 
 BLOCKS = {
+  'added': lambda: evidence.added_table(_tests(), (law.BASELINE, GIGPO)),
+  'averages': averages_block,
   'credit': credit_block,
   'controls': lambda: controls_table(_tests()),
   'data': lambda: data_table(_evaluations('credit')),
   'dial': dial_block,
   'law': law_block,
+  'order': order_block,
+  'power': lambda: evidence.power_table(_tests(), GIGPO, law.BASELINE),
+  'ranks': lambda: evidence.ranks_table(_tests()),
+  'robust': lambda: robust_table(_tests()),
   'readme': readme_block,
 }
 PAGES = PROJECT / 'docs' / 'results.md', PROJECT / 'README.md'

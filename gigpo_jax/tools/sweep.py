@@ -10,6 +10,7 @@ import os
 import pathlib
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -504,6 +505,10 @@ def main(
   }
   if kept:
     print(f'{len(kept)} runs of {table} stay in it without complete folders')
+  lost = earlier.keys() - kept.keys() - known_runs.keys()
+  lost -= {run.key for run in runs if finished(run, root)}
+  if lost:
+    _back_up(table, len(lost))
   tested = [result for result in earlier_tests if result.key in kept]
   tested += [r for path in known for r in sweep_table.read_tests(path)]
   elsewhere = [line for x in (known_runs | kept).values() for line in x]
@@ -511,6 +516,17 @@ def main(
   tests = outcomes.group(gather_tests(runs, root, table.stem, tested))
   _report(evaluations, tests, len(runs), table)
   return int(bool(failed))
+
+
+def _back_up(table: pathlib.Path, lost: int) -> None:
+  """Copies a table, and that of its tests, before they lose runs."""
+  for path in (table, sweep_table.tests_path(table)):
+    if path.exists():
+      copy = files.free_name(path)
+      shutil.copy(path, copy)
+      print(
+        f'{lost} runs of {path} are not in the sweep any more; kept: {copy}'
+      )
 
 
 def _report(

@@ -359,7 +359,7 @@ def _windows(directory: str, raw: dict) -> dict:
   if types is not None and not is_used and _SLIDING in types:
     accepted = f'{_SLIDING} needs use_sliding_window=true'
     raise fields.error(directory, 'layer_types', types, accepted)
-  if not is_used or size is None:
+  if not is_used or (size is None and _SLIDING not in (types or ())):
     return {}
   if not fields.is_count(size):
     accepted = 'must be an integer above 0, at most 2147483647'
@@ -434,7 +434,10 @@ def _yarn(directory: str, rope: dict) -> Yarn | None:
   if rope['rope_type'] == 'default':
     return None
   factor, length = (rope.get(name) for name in _YARN_REQUIRED)
-  fast, slow = rope.get('beta_fast') or 32, rope.get('beta_slow') or 1
+  fast, slow = (
+    default if rope.get(name) is None else rope[name]
+    for name, default in (('beta_fast', 32), ('beta_slow', 1))
+  )
   scale = rope.get('attention_factor')
   for name, value, is_valid, accepted in (
     ('factor', factor, fields.is_number(factor) and factor >= 1, 'at least 1'),
