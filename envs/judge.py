@@ -72,8 +72,8 @@ class Judge:
     positive = ('best', 'max_tokens', 'max_chars', 'request_secs')
     lowest = dict.fromkeys(positive, 1) | {'retries': 0}
     lines = [
-      f'{name}={getattr(self, name)}: out of range; must be from {low} to '
-      f'{_MOST}'
+      f'{name}={getattr(self, name)}: out of range; must be at least {low} and '
+      f'at most {_MOST}'
       for name, low in lowest.items()
       if not low <= getattr(self, name) <= _MOST
     ]

@@ -193,7 +193,7 @@ def merge(
   return groups
 
 
-def number_groups(
+def assign_group_indices(
   groups: Sequence[WaitingGroup],
 ) -> list[trajectory.Trajectory]:
   """Returns the episodes of complete groups, with indices of groups from 0."""

@@ -52,7 +52,6 @@ _SHARED_OPTIONS = (
   'modulators',
 )
 
-_PAIR = 2  # Minimum number of episodes for a comparison.
 
 # Turns of a conversation whose environment has no limit: any number of trained
 # tokens fits into a sequence.
@@ -293,7 +292,7 @@ def _algorithm(
   if algorithm.needs_values and not refused:
     yield from _critic(config)
   name, members = config.algorithm.name, config.rollout.episodes_per_group
-  if algorithm.needs_group and members < _PAIR:
+  if algorithm.needs_group and members < options.MIN_GROUP:
     yield (
       f'rollout.episodes_per_group={members}: {name} compares the episodes of '
       'a group; must be at least 2'

@@ -29,6 +29,8 @@ _ACCEPTS = 'accepts'
 _IS_VALID = 'is_valid'
 
 MAX_SEED = _MAX_INT = 2**31 - 1
+# Minimum number of episodes for a comparison.
+MIN_GROUP = 2
 
 
 def number(

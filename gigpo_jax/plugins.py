@@ -27,8 +27,6 @@ from gigpo_jax.runtime import errors
 # `prompt_log_probs`.
 OUTPUTS = ('log_probs', 'entropies', 'prompt_log_probs', 'feature_squares')
 
-_PAIR = 2  # Minimum number of episodes for a comparison.
-
 
 @dataclasses.dataclass(frozen=True)
 class Signals:
@@ -128,7 +126,7 @@ class Family:
     for name, plugin in zip(
       self._names(values), self.make(values), strict=True
     ):
-      if plugin.needs_group and members < _PAIR:
+      if plugin.needs_group and members < options_lib.MIN_GROUP:
         yield (
           f'rollout.episodes_per_group={members}: {name} compares the episodes '
           'of a group; must be at least 2'

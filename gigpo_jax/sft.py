@@ -446,22 +446,23 @@ def _check_tokens(
       f'{text.fingerprint}); must be the same, because the sampled tokens are '
       'used unchanged'
     )
+  vocabulary = text.vocab_size
   for name in ('prompt', 'completion'):
-    ids = np.concatenate([step[f'{name}_ids'] for step in steps])
-    if not all(len(step[f'{name}_ids']) for step in steps) or not (
-      0 <= ids.min() and ids.max() < text.vocab_size
-    ):
-      raise ValueError(
-        f'sft.data={config.sft.data}: a step has no {name} tokens, or one '
-        f'outside the vocabulary of {text.vocab_size} tokens; must be episodes '
-        'that launch/train.py wrote'
-      )
     limit = config.rollout[f'max_{name}_tokens']
     longest = max(len(step[f'{name}_ids']) for step in steps)
     if longest > limit:
       raise ValueError(
         f'rollout.max_{name}_tokens={limit}: a step of {config.sft.data} has '
         f'{longest} tokens; must be at least that'
+      )
+    # Files of others may hold anything; the embedding would clip these.
+    ids = [step[f'{name}_ids'] for step in steps]
+    flat = np.concatenate(ids)
+    if not all(map(len, ids)) or not 0 <= flat.min() <= flat.max() < vocabulary:
+      raise ValueError(
+        f'sft.data={config.sft.data}: a step has no {name} tokens, or one '
+        f'outside the vocabulary of {vocabulary} tokens; must be episodes that '
+        'launch/train.py wrote'
       )
 
 

@@ -134,6 +134,11 @@ FIELDS = (
   _field('env.name', 'alfred', 'must be one of'),
   _field('env.engine', 'unity', 'must be one of'),
   _field('env.max_steps', 0, 'at least 1'),
+  _field('env.max_steps', 10**30, 'out of range'),
+  _field('rollout.top_k', 2**31, 'out of range'),
+  _field('optimizer.warmup_updates', 2**63, 'out of range'),
+  _field('optimizer.eps', 1e-50, 'at least 1e-30'),
+  _field('reward.judge.request_secs', float('inf'), 'out of range'),
   _field('env.generator.receptacles', (9, 2), 'receptacles'),
   _field('sft.model.heads', 3, 'must be an even integer'),
   _field('sft.model.heads', 128, 'must be an even integer'),
@@ -389,6 +394,11 @@ def _write_metrics(run: pathlib.Path) -> None:
   (run / 'metrics.jsonl').write_text('{"iteration": 0}\n')
 
 
+def _write_model_config(run: pathlib.Path) -> None:
+  run.mkdir()
+  (run / 'config.json').write_text('{"model_type": "qwen2"}')
+
+
 def _write_config(text: str) -> Callable[[pathlib.Path], None]:
   def prepare(run: pathlib.Path) -> None:
     run.mkdir()
@@ -451,7 +461,7 @@ RUNS = (
     'its policy is of another command',
   ),
   _run(
-    _write_config('{"model_type": "qwen2"}'),
+    _write_model_config,
     '--workdir=',
     'its config.json is of another program',
   ),

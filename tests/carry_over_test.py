@@ -120,7 +120,7 @@ def test_groups_and_ages_by_hand():
   assert ages(three[1]) == [[1, 1, 0], [1]]
   # Group 5 is complete and waits, so that only one group starts.
   assert rule.num_new(wait_three, 2) == 1
-  values = rule.metrics(carry_over.number_groups(three), wait_three)
+  values = rule.metrics(carry_over.assign_group_indices(three), wait_three)
   assert values == {
     'carry/waiting_groups': 2,
     'carry/paused_episodes': 1,
@@ -165,8 +165,8 @@ def test_without_carry_over_every_group_is_trained_on():
   rule = carry_over.CarryOver()
   ((trained, waiting),) = play(rule, [[1, 9], [5, 2], [3, 3]], 3, 1)
   assert (tasks(trained), waiting) == ([0, 1, 2], ())
-  assert rule.metrics(carry_over.number_groups(trained), waiting) == {}
-  assert [t.group for t in carry_over.number_groups(trained)] == [
+  assert rule.metrics(carry_over.assign_group_indices(trained), waiting) == {}
+  assert [t.group for t in carry_over.assign_group_indices(trained)] == [
     0,
     0,
     1,

@@ -348,6 +348,10 @@ def test_requests_are_limited(text):
         client.post(chat, headers=key, json={}).status_code for _ in range(99)
       }
     assert statuses == {400, 429}
+    # Strangers take no part of the rate.
+    time.sleep(1.1)
+    assert {post({}, json={}) for _ in range(60)} == {401}
+    assert post(key, json={}) == 400
     waiting = threading.Thread(target=pool.close)
     waiting.start()
     waiting.join()

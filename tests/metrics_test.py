@@ -1,6 +1,7 @@
 """Tests of metrics: intervals, summaries, the file across a kill, the plot."""
 
 import dataclasses
+import inspect
 import json
 import math
 import os
@@ -262,10 +263,15 @@ def test_resume_skips_a_line_of_zeros(tmp_path):
   assert [line['iteration'] for line in metrics.read(tmp_path)] == [0, 1, 2]
 
 
-def test_null_writer_writes_nothing():
-  writer = metrics.NullWriter()
-  writer.write(0, {'x': 1.0})
-  writer.close()
+def test_null_writer_has_the_methods_of_a_writer():
+  def methods(kind):
+    return {
+      name: list(inspect.signature(function).parameters)
+      for name, function in inspect.getmembers(kind, inspect.isfunction)
+      if not name.startswith('_')
+    }
+
+  assert methods(metrics.NullWriter) == methods(metrics.Writer)
 
 
 def test_console_line_of_a_training_iteration():

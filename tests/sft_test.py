@@ -300,8 +300,9 @@ def test_replayed_rows_hold_the_stored_log_probs(text, monkeypatch):
       {'prompt': 400},
       'max_prompt_tokens=320: a step of .* has 400 tokens',
     ),
+    ((True, True, True, True), {}, 'outside the vocabulary of 270 tokens'),
   ],
-  ids=['tokenizer', 'none', 'long'],
+  ids=['tokenizer', 'none', 'long', 'ids'],
 )
 def test_unusable_episodes_are_refused(text, successes, changes, message):
   changes = {'fingerprint': text.fingerprint} | changes

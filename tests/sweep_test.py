@@ -194,6 +194,9 @@ def test_results_stay_if_folders_are_cleaned_up(tmp_path, capsys):
   sweep.main(str(file), str(tmp_path), **options)
   keys = [line['seed'] for line in sweep_table.read(table)]
   assert keys == [1, 1, 0, 0]
+  # But a copy of the tables has them.
+  assert sweep_table.read(tmp_path / 'list.csv.bak') == contents[0]
+  assert (tmp_path / 'list_tests.csv.bak').read_text() == contents[1]
 
 
 def test_a_changed_test_is_repeated(tmp_path):
@@ -350,12 +353,19 @@ def test_known_runs_with_other_settings_are_refused(tmp_path, capsys):
     return capsys.readouterr().out
 
   assert f'1 runs are taken from {table}\n' in gather(RUNS[0])
-  problem = f'alfworld-a-0 was made with {RUNS[0].config}, but the sweep has '
-  with pytest.raises(ValueError, match=f'{problem}{RUNS[0].config} seed=0;'):
+  rate = f'optimizer.learning_rate={RUNS[0].load().optimizer.learning_rate}'
+  problem = f'{RUNS[0].config} {rate}, but the sweep has {RUNS[0].config} '
+  with pytest.raises(ValueError, match=f'made with {problem}{rate} seed=0;'):
     gather(changed)
-  # Tables of older releases have no settings.
+  # The rate that the config file has now is another one.
   content = table.read_text()
-  table.write_text(content.replace(RUNS[0].config, ''))
+  table.write_text(content.replace(rate, 'optimizer.learning_rate=9.0'))
+  with pytest.raises(ValueError, match='made with .*rate=9.0, but'):
+    gather(RUNS[0])
+  # Tables of older releases lack the rate, or all settings.
+  table.write_text(content.replace(f' {rate}', ''))
+  assert f'1 runs are taken from {table}\n' in gather(RUNS[0])
+  table.write_text(content.replace(f'{RUNS[0].config} {rate}', ''))
   assert 'the settings of 1 are not known' in gather(changed)
 
 

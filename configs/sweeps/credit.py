@@ -12,7 +12,7 @@ Number of seeds: in nine runs of earlier tables, the paired difference of GiGPO
 and GRPO on ALFWorld has a standard deviation of 4.5 points between seeds
 (WebShop, five runs: 3.1). `gigpo_jax.tools.paired.seeds_needed` gives the
 difference that a two-sided t-test at 5 % detects with a probability of 80 %:
-7.6 points (5.3) with 5 seeds and 4.5 points (3.2) with 10. SEEDS is therefore
+7.6 points (5.2) with 5 seeds and 4.5 points (3.1) with 10. SEEDS is therefore
 10 for GRPO, GiGPO and the control with shuffled anchors, and 5 for the others.
 G2PO, GraphGPO and PGPO have 10 since their first seeds were the best on
 ALFWorld.

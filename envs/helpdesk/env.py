@@ -135,7 +135,7 @@ class Env:
     else:
       fact, text = self._case.answer(parsed.text)
       if fact:
-        self._known[expert.told(fact)] = text
+        self._known[expert.fact_key(fact)] = text
         self._arguments |= self._case.arguments(fact)
       valid, action = True, f'ask {fact or "nothing"}'
       replies = [base.Message('user', text)]

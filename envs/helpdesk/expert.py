@@ -19,7 +19,7 @@ def describe(call: tool_calls.Call) -> str:
   return f'{call.name} {json.dumps(call.arguments, sort_keys=True)}'
 
 
-def told(fact: str) -> str:
+def fact_key(fact: str) -> str:
   """Returns the key of a fact that the user has told."""
   return f'told {fact}'
 
@@ -46,7 +46,7 @@ def next_step(
 
   Args:
     case: the case.
-    known: what the user has told and tools have shown, by `told` and
+    known: what the user has told and tools have shown, by `fact_key` and
       `describe`.
     is_changed: whether the call that fulfils the request has been made.
   """
@@ -60,7 +60,7 @@ def _inquiries(case: cases.Case) -> list[tuple[str, str | tool_calls.Call]]:
   """Returns what must be known before the solution, and how to learn it."""
 
   def ask(fact: str) -> tuple[str, str]:
-    return told(fact), _ASK[fact]
+    return fact_key(fact), _ASK[fact]
 
   def call(tool: str, /, **arguments: str) -> tuple[str, tool_calls.Call]:
     read = tool_calls.Call(tool, arguments)

@@ -43,13 +43,13 @@ PRESETS = {
   }
 }
 
-_PAIR = 2  # Modes to choose from.
+_MIN_MODES = 2  # Modes to choose from.
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
   """Yields a line if there are no modes, or no member that shows p."""
   texts, forced = config.rollout.prefixes, config.rollout.forced_members
-  if len(texts) < _PAIR:
+  if len(texts) < _MIN_MODES:
     yield (
       f'rollout.prefixes={tuple(texts)}: a2fm chooses between modes; must be '
       'at least two texts, the cheapest mode first'
@@ -59,10 +59,10 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'rollout.forced_members={forced}: a2fm needs the success of the '
       'cheapest mode; must be at least 1'
     )
-  thoughtless = [text for text in texts if '<think>' not in text]
-  if config.env.get('require_think') and thoughtless:
+  without_think = [text for text in texts if '<think>' not in text]
+  if config.env.get('require_think') and without_think:
     yield (
-      f'env.require_think=True: a response that begins with {thoughtless[0]} '
+      f'env.require_think=True: a response that begins with {without_think[0]} '
       'is invalid; must be False for a2fm with this mode'
     )
   if config.filter.drop_zero_variance:
@@ -108,18 +108,18 @@ class Algorithm:
   ) -> tuple[Float[np.ndarray, ' E'], dict[str, float]]:
     """Returns the reward r of each episode, and metrics."""
     forced = episodes.any(rows.forced)
-    dear = episodes.any(rows.prefixes > 0)
+    is_costly = episodes.any(rows.prefixes > 0)
     wrong = episodes.any(~rows.valid | (rows.prefixes < 0))
-    shows = forced & ~dear  # Forced into the cheapest mode.
-    counts = np.bincount(episodes.groups, weights=shows)
-    wins = np.bincount(episodes.groups, weights=shows & episodes.success)
+    forced_cheap = forced & ~is_costly
+    counts = np.bincount(episodes.groups, weights=forced_cheap)
+    wins = np.bincount(episodes.groups, weights=forced_cheap & episodes.success)
     p = (wins / np.maximum(counts, 1))[episodes.groups]
-    costly = ~forced & dear & (p >= self.easy_rate)
-    adapt = np.where(costly, 1 - p**self.cost_power, 1)
+    penalized = ~forced & is_costly & (p >= self.easy_rate)
+    adapt = np.where(penalized, 1 - p**self.cost_power, 1)
     metrics = {
       'advantage/cheap_success': float(wins.sum() / max(counts.sum(), 1))
     }
     if not forced.all():
-      free_dear = dear[~forced].mean()
-      metrics['advantage/dear_share'] = float(free_dear)
+      share = is_costly[~forced].mean()
+      metrics['advantage/dear_share'] = float(share)
     return episodes.success * adapt * ~wrong, metrics

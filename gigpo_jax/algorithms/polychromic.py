@@ -96,9 +96,11 @@ def set_advantages(
   """
   if len(returns) < k:
     return np.zeros(len(returns))
-  kinds = np.array([actions.index(own) for own in actions])
+  action_ids = np.array([actions.index(own) for own in actions])
   sets = np.array([*itertools.combinations(range(len(returns)), k)])
-  distinct = 1 + (np.diff(np.sort(kinds[sets], axis=1), axis=1) > 0).sum(axis=1)
+  distinct = 1 + (np.diff(np.sort(action_ids[sets], axis=1), axis=1) > 0).sum(
+    axis=1
+  )
   values = returns[sets].mean(axis=1) * distinct / k
   totals = np.bincount(sets.reshape(-1), weights=np.repeat(values, k))
   # Every episode is in C(N - 1, k - 1) sets.

@@ -78,15 +78,15 @@ def token_advantages(rows: batch.Rows, returns: np.ndarray) -> np.ndarray:
     returns: return of each row, [R].
   """
   result = np.zeros(rows.completion_mask.shape, np.float32)
-  places = collections.defaultdict(lambda: collections.defaultdict(list))
+  rows_by_token = collections.defaultdict(lambda: collections.defaultdict(list))
   for r in np.flatnonzero(rows.real):
     ids = rows.tokens[r, : rows.lengths[r]]
     for c in range(rows.lengths[r] - rows.prompt_lengths[r]):
       end = rows.prompt_lengths[r] + c
       # The length of the prompt tells it from the prefix of a response.
       prefix = rows.groups[r], rows.prompt_lengths[r], ids[:end].tobytes()
-      places[prefix][int(ids[end])].append((r, c))
-  for by_token in places.values():
+      rows_by_token[prefix][int(ids[end])].append((r, c))
+  for by_token in rows_by_token.values():
     if len(by_token) == 1:
       continue
     sums = {

@@ -75,7 +75,7 @@ def collect(
       parts.config.rollout.groups,
       iteration,
     )
-    roots = carry_over.number_groups(chosen)
+    roots = carry_over.assign_group_indices(chosen)
     first = parts.add_branches(roots, batches[-1], play)
     groups = group_filter.collect(
       first,

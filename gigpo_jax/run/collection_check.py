@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 import ml_collections
 
-_PAIR = 2  # Minimum number of episodes for a comparison.
+from gigpo_jax import options
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
   """Yields conflicts of the filter and of rollout.carry_over."""
   members = config.rollout.episodes_per_group
-  if config.filter.drop_zero_variance and members < _PAIR:
+  if config.filter.drop_zero_variance and members < options.MIN_GROUP:
     yield (
       'filter.drop_zero_variance=True: one episode has no variance; needs '
       'rollout.episodes_per_group of at least 2'

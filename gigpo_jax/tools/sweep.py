@@ -5,6 +5,7 @@ skips finished runs and resumes the others.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -28,6 +29,7 @@ from gigpo_jax.runtime import files
 from gigpo_jax.tools import outcomes, paired, sweep_table
 
 _ROOT = pathlib.Path(__file__).parents[2]
+_RATE = 'optimizer.learning_rate'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +61,27 @@ class Run:
     """Key of the run in the table: (experiment, name, seed)."""
     return self.experiment, self.name, self.seed
 
-  @property
+  @functools.cached_property
   def settings(self) -> str:
-    """What the table keeps of a run's config, such as `config.py env.a=1`."""
-    changes = (f'{field}={value}' for field, value in sorted(self.overrides))
-    return ' '.join((self.config, *changes))
+    """What the table keeps of a run's config, such as `config.py env.a=1`.
+
+    It includes the learning rate, which a config file chooses by method.
+    """
+    rate = self.load().optimizer.learning_rate
+    changes = dict(self.overrides) | {_RATE: rate}
+    return ' '.join(
+      (self.config, *(f'{k}={v}' for k, v in sorted(changes.items())))
+    )
+
+  def has_settings(self, stored: str | None) -> bool:
+    """Returns whether settings in a table are the run's, as far as known.
+
+    Tables of older releases have none, or lack the learning rate.
+    """
+    if stored is None or stored == self.settings:
+      return True
+    without = [x for x in self.settings.split(' ') if not x.startswith(_RATE)]
+    return _RATE not in stored and stored == ' '.join(without)
 
   @property
   def folder(self) -> str:
@@ -449,7 +467,7 @@ def _describe_known(
       'must be those of the sweep'
     )
   for run, settings in stored.items():
-    if settings not in (None, run.settings):
+    if not run.has_settings(settings):
       raise ValueError(
         f'--known={path}: {run.folder} was made with {settings}, but the sweep '
         f'has {run.settings}; give one of them another name, or leave out the '
@@ -500,7 +518,7 @@ def main(
     run.key: earlier[run.key]
     for run in to_run
     if run.key in earlier
-    and earlier[run.key][0]['settings'] in (None, run.settings)
+    and run.has_settings(earlier[run.key][0]['settings'])
     and not finished(run, root)
   }
   if kept:

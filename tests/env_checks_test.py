@@ -1,0 +1,69 @@
+"""Tests of the checks of options and tasks of all environments."""
+
+import pytest
+
+import envs
+from configs import keydoor
+from envs import checks
+from gigpo_jax import config as config_lib
+from gigpo_jax.models.huggingface import layout
+
+_INF, _NAN = float('inf'), float('nan')
+
+
+@pytest.mark.parametrize(
+  ('options', 'line'),
+  [
+    ({'timeout_secs': _NAN}, 'env.timeout_secs=nan: out of range; must be'),
+    ({'timeout_secs': 0.0}, 'env.timeout_secs=0.0: out of range; must be'),
+    ({'success_score': _NAN}, 'env.success_score=nan: out of range; must be'),
+    ({'success_return': _INF}, 'env.success_return=inf: out of range'),
+    ({'max_result_chars': -1}, 'must be at least 1'),
+    ({'max_steps': _NAN}, 'must be at least 1'),
+  ],
+)
+def test_unusable_numbers_are_reported(options, line):
+  (problem,) = checks.shared(options)
+  assert line in problem
+
+
+def test_usable_numbers_pass():
+  options = {'timeout_secs': 0.5, 'success_return': -3.0, 'max_steps': 1}
+  assert not list(checks.shared(options | {'success_score': None}))
+
+
+class _Tasks(tuple):
+  def task_type(self, index):
+    return self[index]
+
+
+@pytest.mark.parametrize(
+  ('tasks', 'line'),
+  [
+    (_Tasks(), 'split train has no tasks'),
+    (_Tasks([None] * 99), 'task_type(0) of split train is None'),
+  ],
+)
+def test_unusable_tasks_are_reported(monkeypatch, tasks, line):
+  monkeypatch.setattr(envs, 'tasks', lambda *_, **__: tasks)
+  with pytest.raises(ValueError, match='env.name=keydoor') as raised:
+    config_lib.validate(keydoor.get_config('tiny'), needs_model=False)
+  assert line in str(raised.value)
+
+
+@pytest.mark.parametrize('drawn', [range(7), [0] * 7 + [999], [-1] * 8])
+def test_unusable_draws_are_reported(monkeypatch, drawn):
+  tasks = _Tasks(['a'] * 999)
+  tasks.draw = lambda iteration, groups: list(drawn)
+  monkeypatch.setattr(envs, 'tasks', lambda *_, **__: tasks)
+  with pytest.raises(ValueError, match='its tasks draw .* for 8 groups'):
+    config_lib.validate(keydoor.get_config('tiny'), needs_model=False)
+  tasks.draw = lambda iteration, groups: [3] * groups
+  config_lib.validate(keydoor.get_config('tiny'), needs_model=False)
+
+
+def test_empty_tensors_claim_no_experts():
+  name = 'model.layers.0.mlp.experts.down_proj'
+  whole = list(layout.split_experts(name, (10**9, 0, 4)))
+  assert whole == [(name, (10**9, 0, 4), ())]
+  assert len(list(layout.split_experts(name, (3, 2, 4)))) == 3
