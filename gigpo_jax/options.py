@@ -28,7 +28,7 @@ _T = TypeVar('_T')
 _ACCEPTS = 'accepts'
 _IS_VALID = 'is_valid'
 
-MAX_SEED = _MAX_INT = 2**31 - 1
+MAX_SEED = MAX_INT = 2**31 - 1
 # Minimum number of episodes for a comparison.
 MIN_GROUP = 2
 
@@ -57,7 +57,7 @@ def number(
     return (
       isinstance(value, numbers.Real)
       and math.isfinite(value)
-      and not (isinstance(value, int) and abs(value) > _MAX_INT)
+      and not (isinstance(value, int) and abs(value) > MAX_INT)
       and (low is None or value >= low)
       and (above is None or value > above)
       and (high is None or value <= high)

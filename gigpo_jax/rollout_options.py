@@ -51,9 +51,9 @@ class Options:
   top_p: float = options.number(1.0, above=0, high=1)
   top_k: int = options.field(
     0,
-    lambda count: count == 0 or count >= 2,
-    'must be 0, which is off, or at least 2; greedy episodes of a group are '
-    'identical',
+    lambda count: count == 0 or 2 <= count <= options.MAX_INT,
+    'out of range; must be 0, which is off, or at least 2; greedy episodes of '
+    'a group are identical',
   )
   min_p: float = options.number(0.0, low=0, below=1, note='0 is off')
   stop_at_action: bool = False

@@ -138,7 +138,6 @@ FIELDS = (
   _field('rollout.top_k', 2**31, 'out of range'),
   _field('optimizer.warmup_updates', 2**63, 'out of range'),
   _field('optimizer.eps', 1e-50, 'at least 1e-30'),
-  _field('reward.judge.request_secs', float('inf'), 'out of range'),
   _field('env.generator.receptacles', (9, 2), 'receptacles'),
   _field('sft.model.heads', 3, 'must be an even integer'),
   _field('sft.model.heads', 128, 'must be an even integer'),

@@ -334,6 +334,13 @@ def test_only_finished_training_episodes_are_scored():
       'reward.judge.best=0: out of range; must be at least 1',
     ),
     (
+      {
+        'reward.functions': ('envs.judge:Judge',),
+        'reward.judge.request_secs': float('inf'),
+      },
+      'reward.judge.request_secs=inf: out of range; must be at least 1',
+    ),
+    (
       {'reward.judge.url': URL},
       'reward.judge.url=.*: not an option of reward.functions',
     ),
