@@ -158,7 +158,7 @@ def added_table(tests: Tests, bases: Sequence[str]) -> str:
       if any(cells[1::2]):
         rows.append((label, name, *cells))
         label = ''
-  seeds = f'seeds 0-{FIRST_SEEDS.stop - 1}', 'further seeds'
+  seeds = f'seeds 0-{FIRST_SEEDS.stop - 1}', 'others'
   titles = [f'minus {base}, {part}' for base in bases for part in seeds]
   return plots.table(('environment', 'method', *titles), rows)
 

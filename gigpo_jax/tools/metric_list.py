@@ -438,7 +438,7 @@ SECTIONS = (
       Metric(
         'loss',
         '1',
-        'half the mean squared error of the values, with value clipping',
+        'half the squared error of the values, clipped, averaged over tokens',
       ),
       Metric('value_mean', 'reward', 'mean value before the update'),
       Metric('explained', 'share', 'explained variance of the targets'),
