@@ -51,6 +51,8 @@ _OTHER_PREDICTORS = tuple(law.PREDICTORS)[1:]
 # Fewer pairs of seeds have no interval in the README.
 _FEW_PAIRS = 3
 _COST = ('spent/env_steps', 'spent/tokens')
+# Points; the plot of effects does not show all of wider intervals.
+_WIDE = 20.0
 
 
 @functools.cache
@@ -429,12 +431,21 @@ def draw_effects(
 ) -> None:
   """Draws effects by each predictor, with 95 % intervals.
 
+  Intervals wider than _WIDE are cut off where the others end.
+
   Args:
     path: path of the image.
     predictors: metrics by setting.
     effects: by method and setting, as `measured_effects` returns them.
   """
   count = len(law.PREDICTORS)
+  shown = [
+    x
+    for by_setting in effects.values()
+    for mean, low, high in by_setting.values()
+    for x in ((low, high) if high - low < _WIDE else (mean,))
+  ]
+  bottom, top = min(shown) - 1, max(shown) + 3
   with plots.image(
     path, figsize=(3 * count, 3.4), ncols=count, sharey=True
   ) as (figure, panels):
@@ -442,8 +453,8 @@ def draw_effects(
       panels, law.PREDICTORS.items(), strict=True
     ):
       by_setting = {name: x[metric] for name, x in predictors.items()}
-      _draw_panel(axes, by_setting, effects)
-      axes.set(xlabel=words)
+      _draw_panel(axes, by_setting, effects, top)
+      axes.set(xlabel=words, ylim=(bottom, top))
     panels[0].set(ylabel='minus GRPO (points)')
     handles = panels[0].get_legend_handles_labels()
     figure.legend(*handles, loc='outside upper center', ncols=len(effects))
@@ -453,6 +464,7 @@ def _draw_panel(
   axes: Any,
   predictor: Mapping[str, float],
   effects: Mapping[str, Mapping[str, tuple[float, float, float]]],
+  top: float,
 ) -> None:
   """Draws effects by one predictor; the methods are next to each other."""
   known = [name for name in predictor if name in effects[GIGPO]]
@@ -472,6 +484,7 @@ def _draw_panel(
     )
   for name in known:
     end = max(x[name][2] for x in effects.values() if name in x)
+    end = min(end, top - 2)
     axes.annotate(
       name,
       (predictor[name], end),
