@@ -16,6 +16,7 @@ from gigpo_jax.tools import outcomes, paired, plots
 _RESAMPLES = 10_000
 # Seeds that all methods have; further seeds were added for some of them.
 FIRST_SEEDS = range(5)
+FURTHER_SEEDS = range(5, 1000)
 
 Tests = Mapping[str, outcomes.Results]  # By environment.
 
@@ -124,7 +125,7 @@ def averages_table(
   return plots.table(columns, rows)
 
 
-def _of_seeds(results: outcomes.Results, seeds: range) -> dict[str, dict]:
+def of_seeds(results: outcomes.Results, seeds: range) -> dict[str, dict]:
   """Returns the results of some seeds."""
   return {
     name: {seed: x for seed, x in by_seed.items() if seed in seeds}
@@ -144,8 +145,8 @@ def added_table(tests: Tests, bases: Sequence[str]) -> str:
   """
   rows = []
   for environment, results in tests.items():
-    first = _of_seeds(results, FIRST_SEEDS)
-    added = _of_seeds(results, range(FIRST_SEEDS.stop, 1000))
+    first = of_seeds(results, FIRST_SEEDS)
+    added = of_seeds(results, FURTHER_SEEDS)
     label = environment
     for name in results:
       cells = []

@@ -297,6 +297,15 @@ def averages_block() -> str:
   return evidence.averages_table(tests, AVERAGED, groups)
 
 
+def further_block() -> str:
+  """Returns the averages over environments of the seeds that were added."""
+  tests = {
+    environment: evidence.of_seeds(results, evidence.FURTHER_SEEDS)
+    for environment, results in _tests().items()
+  }
+  return evidence.averages_table(tests, AVERAGED, {'all': list(tests)})
+
+
 # Names of the controls in oracle.json.
 _ORACLE_NAMES = {
   'gigpo, anchor=shuffled': 'gigpo shuffled',
@@ -367,6 +376,7 @@ BLOCKS = {
   'controls': lambda: controls_table(_tests()),
   'data': lambda: data_table(_evaluations('credit')),
   'dial': dial_block,
+  'further': further_block,
   'law': law_block,
   'order': order_block,
   'power': lambda: evidence.power_table(_tests(), GIGPO, law.BASELINE),
