@@ -124,4 +124,4 @@ class Iterations:
       self.iteration,
     )
     self.iteration += 1
-    return carry_over.number_groups(trained)
+    return carry_over.assign_group_indices(trained)

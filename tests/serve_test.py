@@ -24,7 +24,12 @@ TOKEN = 'a-token-of-some-length'
     ('endpoint', '0.0.0.0', 'file', ''),
     ('endpoint', '0.0.0.0', None, '--host=0.0.0.0.*needs --token_file'),
     ('endpoint', 'gpu.example', None, '--host=gpu.example'),
-    ('alfworld', '127.0.0.1', None, 'env.name=alfworld.*must be endpoint'),
+    (
+      'alfworld',
+      '127.0.0.1',
+      None,
+      'env.name=alfworld.*must be that of a harness',
+    ),
   ],
 )
 def test_other_machines_need_a_token(name, host, token, problem):
