@@ -1,4 +1,4 @@
-"""What all environments of a benchmark say together, as tables.
+"""Tables of the evidence in all environments of a benchmark.
 
 The tables of single environments detect large differences only. These average
 over environments, rank the methods, and say what the seeds can detect.
@@ -164,27 +164,26 @@ def added_table(tests: Tests, bases: Sequence[str]) -> str:
   return plots.table(('environment', 'method', *titles), rows)
 
 
-def ranks_table(tests: Tests, least: int = len(FIRST_SEEDS)) -> str:
+def ranks_table(tests: Tests, least_methods: int) -> str:
   """Returns the methods by their mean success over environments.
 
   The rank's interval is a bootstrap over the runs of each method and
   environment, whose deviations are enlarged by sqrt(S / (S - 1)) for S seeds.
-  Environments that lack a method of the first environment are left out.
 
   Args:
     tests: results by environment, name and seed.
-    least: smallest number of seeds of a method; others are left out.
+    least_methods: environments with fewer methods are left out; then, methods
+      that one of the environments lacks.
   """
   rates = {
     environment: {
       name: np.array([result.success for result in by_seed.values()])
       for name, by_seed in results.items()
-      if len(by_seed) >= least
+      if len(by_seed) >= len(FIRST_SEEDS)
     }
     for environment, results in tests.items()
   }
-  most = max(map(len, rates.values()))
-  full = [e for e, by_name in rates.items() if len(by_name) >= most - 1]
+  full = [e for e, by_name in rates.items() if len(by_name) >= least_methods]
   names = [n for n in rates[full[0]] if all(n in rates[e] for e in full)]
   rng = np.random.default_rng(0)
   means_NB = np.zeros((len(names), _RESAMPLES))
