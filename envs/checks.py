@@ -85,8 +85,9 @@ def _bind(function: Callable[..., Any], arguments: Sequence[str]) -> None:
 
 def shared(options: Mapping[str, Any]) -> Iterator[str]:
   """Yields problems of the options that most environments have."""
-  yield from at_least(options, max_steps=1, history_length=0)
-  yield from at_least(options, max_result_chars=1)
+  yield from at_least(
+    options, max_steps=1, history_length=0, max_result_chars=1
+  )
   yield from one_of(options, prompt_style=narrator.STYLES)
   for name in ('success_return', 'success_score', 'timeout_secs'):
     value = options.get(name)

@@ -135,8 +135,7 @@ def truncated_importance(
   if tis_level == 'row':
     total = np.sum(difference, axis=1, keepdims=True)
     difference = np.broadcast_to(total, difference.shape)
-  # exp(80) is still finite in float32.
-  ratio = np.exp(np.minimum(difference, np.float32(80)))
+  ratio = np.exp(np.minimum(difference, np.float32(_MAX_LOG_RATIO)))
   return np.minimum(ratio, np.float32(tis_clip)).astype(np.float32)
 
 

@@ -15,22 +15,22 @@ def test_a_difference_by_hand():
   # tasks. M_S = 4 / 32, M_T = 2 / 16, and M_E = 11 / 24, the largest.
   one = [[1, 1, 0, 1], [1, 0, 1, 1]]
   other = [[0, 1, 0, 0], [1, 0, 0, 1]]
-  found = paired.compare(one, other)
-  assert (found.mean, found.seeds) == (0.375, 2)
-  assert found.deviation == pytest.approx(0.125 * 2**0.5)
-  assert found.error == pytest.approx((11 / 24 / 8) ** 0.5)
+  gap = paired.compare(one, other)
+  assert (gap.mean, gap.seeds) == (0.375, 2)
+  assert gap.deviation == pytest.approx(0.125 * 2**0.5)
+  assert gap.error == pytest.approx((11 / 24 / 8) ** 0.5)
   # With one degree of freedom: 1 - 2 atan(t) / pi, and t = 12.706 at 95 %.
-  t = 0.375 / found.error
-  assert found.p == pytest.approx(1 - 2 * np.arctan(t) / np.pi)
-  half = 12.7062 * found.error
+  t = 0.375 / gap.error
+  assert gap.p == pytest.approx(1 - 2 * np.arctan(t) / np.pi)
+  half = 12.7062 * gap.error
   ends = 0.375 - half, 0.375 + half
-  assert (found.low, found.high) == pytest.approx(ends, rel=1e-4)
+  assert (gap.low, gap.high) == pytest.approx(ends, rel=1e-4)
   # Seeds 0, 1: M_S = 4 / 2 is the largest. All tasks are alike.
-  found = paired.compare([[0] * 4, [1] * 4], np.zeros((2, 4)))
-  assert found.error == pytest.approx(0.5)
+  gap = paired.compare([[0] * 4, [1] * 4], np.zeros((2, 4)))
+  assert gap.error == pytest.approx(0.5)
   # Tasks 0, 1: M_T = 2 / 2 and M_S = M_E = 0, up to rounding to halves.
-  found = paired.compare([[0, 1], [0, 1]], np.zeros((2, 2)))
-  assert found.error == pytest.approx(((1 + 1 / 12) / 4) ** 0.5)
+  gap = paired.compare([[0, 1], [0, 1]], np.zeros((2, 2)))
+  assert gap.error == pytest.approx(((1 + 1 / 12) / 4) ** 0.5)
 
 
 def test_the_bootstrap_has_the_quantiles_of_all_resamples():
@@ -41,8 +41,8 @@ def test_the_bootstrap_has_the_quantiles_of_all_resamples():
     for tasks in itertools.product(range(3), repeat=3)
   ]
   low, high = np.percentile(means, [2.5, 97.5])
-  found = paired.bootstrap(np.maximum(gaps, 0), np.maximum(-gaps, 0))
-  assert found == pytest.approx((low, high), abs=0.05)
+  ends = paired.bootstrap(np.maximum(gaps, 0), np.maximum(-gaps, 0))
+  assert ends == pytest.approx((low, high), abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,10 @@ def test_the_interval_covers_the_true_difference(
     gaps = rng.normal(0.1, of_seeds, (seeds, 1))
     gaps = gaps + rng.normal(0, of_tasks, 100)
     gaps = gaps + rng.normal(0, 0.6, (seeds, 100))
-    found = paired.compare(gaps, np.zeros_like(gaps))
-    covered.append(found.low <= 0.1 <= found.high)
+    gap = paired.compare(gaps, np.zeros_like(gaps))
+    covered.append(gap.low <= 0.1 <= gap.high)
     # The test and the interval agree.
-    assert (found.p < 0.05) == (not found.low <= 0 <= found.high)
+    assert (gap.p < 0.05) == (not gap.low <= 0 <= gap.high)
   assert 0.935 <= np.mean(covered) <= most
 
 

@@ -366,14 +366,14 @@ def test_checkpoints_and_exports_are_evaluated(uninterrupted, tmp_path):
   )
   assert f'{workdir} minus {workdir / "policy"}' in printed
   assert f'policy: --checkpoint={workdir}\npolicy after iteration 2' in printed
-  told = json.loads((tmp_path / 'evaluation.json').read_text())
-  newest, same, _ = told['policies'].values()
+  stored = json.loads((tmp_path / 'evaluation.json').read_text())
+  newest, same, _ = stored['policies'].values()
   assert newest == same
-  for found in told['policies'].values():
+  for found in stored['policies'].values():
     assert len(found['episodes']) == 8
     successes = [episode['success'] for episode in found['episodes']]
     assert found['rates']['eval/success_rate'] == np.mean(successes)
-  for n, result in enumerate(told['policies'].values()):
+  for n, result in enumerate(stored['policies'].values()):
     groups = viewer.iteration(tmp_path / 'evaluation' / str(n), 0)['groups']
     assert (
       len(groups) == 4 and f'--workdir={tmp_path}/evaluation/{n}' in printed

@@ -89,10 +89,8 @@ def compare(
   gaps_ST = np.asarray(one_ST, float) - np.asarray(other_ST, float)
   seeds, tasks = gaps_ST.shape
   if seeds == 1:
-    gap = compare_seeds(gaps_ST[0])
-    return gap._replace(
-      p=1.0, deviation=0.0, seeds=1, by_task=True, error=np.nan
-    )
+    over_tasks = compare_seeds(gaps_ST[0])
+    return Difference(*over_tasks[:3], p=1.0, deviation=0.0, seeds=1)
   mean = gaps_ST.mean()
   by_seed_S1, by_task_T = gaps_ST.mean(axis=1, keepdims=True), gaps_ST.mean(0)
   rest_ST = gaps_ST - by_seed_S1 - by_task_T + mean
@@ -121,8 +119,7 @@ def compare_seeds(gaps_S: Float[np.ndarray, ' S']) -> Difference:
   gaps_S = np.asarray(gaps_S, float)
   mean, seeds = float(gaps_S.mean()), len(gaps_S)
   if seeds == 1:
-    nan = np.nan
-    return Difference(mean, nan, nan, 1.0, 0.0, 1, by_task=False)
+    return Difference(mean, np.nan, np.nan, 1.0, 0.0, 1, by_task=False)
   deviation = float(gaps_S.std(ddof=1))
   gap = _by_t(mean, deviation / seeds**0.5, deviation, seeds)
   return gap._replace(by_task=False)

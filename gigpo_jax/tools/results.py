@@ -279,8 +279,10 @@ AVERAGED = (
   (GIGPO, law.BASELINE),
   ('gigpo shuffled', law.BASELINE),
   (GIGPO, 'gigpo shuffled'),
-  *((name, law.BASELINE) for name in ('g2po', 'graphgpo', 'pgpo')),
-  *((name, law.BASELINE) for name in ('hgpo', 'gagpo', 'ecpo')),
+  *(
+    (name, law.BASELINE)
+    for name in ('g2po', 'graphgpo', 'pgpo', 'hgpo', 'gagpo', 'ecpo')
+  ),
   *(('g2po', name) for name in (GIGPO, 'graphgpo', 'pgpo')),
 )
 

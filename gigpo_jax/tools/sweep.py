@@ -513,18 +513,18 @@ def main(
     with files.lock(root):
       _validate([run for run in to_run if not finished(run, root)])
       failed = run_all(to_run, root, at_once=at_once)
+  complete = {run.key for run in to_run if finished(run, root)}
   # Results stay in the table if the folders of their runs are cleaned up.
   kept = {
     run.key: earlier[run.key]
     for run in to_run
     if run.key in earlier
     and run.has_settings(earlier[run.key][0]['settings'])
-    and not finished(run, root)
+    and run.key not in complete
   }
   if kept:
     print(f'{len(kept)} runs of {table} stay in it without complete folders')
-  lost = earlier.keys() - kept.keys() - known_runs.keys()
-  lost -= {run.key for run in runs if finished(run, root)}
+  lost = earlier.keys() - kept.keys() - known_runs.keys() - complete
   if lost:
     _back_up(table, len(lost))
   tested = [result for result in earlier_tests if result.key in kept]
