@@ -115,13 +115,8 @@ def try_environment(
     ValueError: in one line, if the environment cannot be played.
   """
   name = config.env.name
-  listed = envs.tasks(name, split, **config_lib.env_kwargs(config))
-  available = len(listed)
-  types = [listed.task_type(n) for n in range(min(available, _COMPARED_TASKS))]
-  digest = hashlib.sha256(repr(types).encode()).hexdigest()[:8]
-  distributed.check_same(
-    {f'env.name={name}: split {split}': f'{available} tasks ({digest})'}
-  )
+  distributed.check_same(describe_tasks(config, split))
+  available = len(envs.tasks(name, split, **config_lib.env_kwargs(config)))
   tried = tasks.first_tasks(split, min(available, trial.TASKS))
   observations, failures = trial.run(pool, name, tried)
   for failure in failures:
@@ -149,6 +144,23 @@ def try_environment(
     return
   if line := trial.advice(name, longest, limit):
     console.log(line)
+
+
+def describe_tasks(
+  config: ml_collections.ConfigDict, split: str
+) -> dict[str, str]:
+  """Returns a name of the tasks of a split, and a text that tells them apart.
+
+  Args:
+    config: the experiment.
+    split: the split.
+  """
+  name = config.env.name
+  listed = envs.tasks(name, split, **config_lib.env_kwargs(config))
+  available = len(listed)
+  types = [listed.task_type(n) for n in range(min(available, _COMPARED_TASKS))]
+  digest = hashlib.sha256(repr(types).encode()).hexdigest()[:8]
+  return {f'env.name={name}: split {split}': f'{available} tasks ({digest})'}
 
 
 def make_runner(

@@ -166,6 +166,8 @@ def update_stored(stored: dict, config: Mapping) -> None:
   for old, new in FIELDS.items():
     if _has(stored, old) and _has(config, new):
       _move(stored, old, new)
+  if _has(stored, 'model.files'):  # Now among the inputs.
+    del stored['model']['files']
   older = {} if _has(stored, _NEW_FIELD) else _OLDER_DEFAULTS
   for field, defaults in (DEFAULTS | older).items():
     section, name = field.split('.')

@@ -132,7 +132,8 @@ def train(
           parts = run_builders.make_parts(config, workdir, bundle)
           saver.check(parts.abstract_states())
           if distributed.is_main_process():
-            run_config.save(config, workdir, model_files=bundle.fingerprint)
+            inputs = run_builders.describe_inputs(config)
+            run_config.save(config, workdir, inputs=inputs)
           runner = builders.make_runner(config, bundle, pool, scorer)
           loop(parts, runner, saver, guard)
 

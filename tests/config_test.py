@@ -65,7 +65,7 @@ def _refusal(**changes) -> str:
   [
     ('rollout.episodes_per_group', 1, 'must be at least 2'),
     ('rollout.groups', 0, 'at least 1'),
-    ('rollout.groups', 10**6, 'more groups than tasks; split train has'),
+    ('rollout.groups', 10_000, 'more groups than tasks; split train has'),
     ('rollout.temperature', 0.0, 'above 0'),
     ('rollout.prefixes', (1,), 'different texts'),
     ('filter.variance_rows', ('a', 'b'), 'two shares'),
@@ -121,6 +121,7 @@ def _refusal(**changes) -> str:
     ('rollout.horizon', ((5, 10), (5, 20)), 'rising iterations'),
     ('rollout.horizon', ((0, 0),), 'turns of at least 1'),
     ('rollout.carry_over', -1, '0 is off'),
+    ('env.max_steps', 10**9, 'tokens if all turns have 360; must be at most'),
     ('rollout.carry_over', 8, 'needs loss.old_log_probs=sampler, or loss.tis'),
     ('rollout.max_staleness', 3, 'needs rollout.carry_over to be above 0'),
     ('loss.old_log_probs', 'none', 'must be one of learner, sampler, auto'),
@@ -777,19 +778,29 @@ def test_workdir_of_another_config_is_refused(tmp_path):
     run_config.check_resume(config, str(tmp_path))
 
 
-def test_other_weights_at_the_same_path_are_refused(tmp_path):
+def test_other_files_and_tasks_at_the_same_path_are_refused(tmp_path):
   config, workdir = alfworld.get_config('tiny'), str(tmp_path)
-  run_config.save(config, workdir, model_files='a')
+  stored = {'model.path=a: files': '1', 'split train': '9 tasks (2)'}
+  run_config.save(config, workdir, inputs=stored)
   (tmp_path / 'metrics.jsonl').write_text('{}\n')
-  for same in (None, 'a'):
-    run_config.check_resume(config, workdir, model_files=same)
-  problem = rf'model.path={config.model.path} \(its files were different\)'
+  for same in (None, stored, {'split train': '9 tasks (2)', 'new': '3'}):
+    run_config.check_resume(config, workdir, inputs=same)
+  other = stored | {'model.path=a: files': '4'}
+  problem = r'another config: model.path=a: files=4 \(was 1\); use'
   with pytest.raises(ValueError, match=problem):
-    run_config.check_resume(config, workdir, model_files='b')
-  run_config.check_resume(config, workdir, model_files='b', allow_change=True)
-  # Runs of older releases have no fingerprint.
+    run_config.check_resume(config, workdir, inputs=other)
+  run_config.check_resume(config, workdir, inputs=other, allow_change=True)
+  # Runs of earlier commits have none, or the files of the model alone.
   run_config.save(config, workdir)
-  run_config.check_resume(config, workdir, model_files='b')
+  run_config.check_resume(config, workdir, inputs=other)
+  path = tmp_path / 'config.json'
+  content = json.loads(path.read_text())
+  content['model']['files'] = '1'
+  path.write_text(json.dumps(content))
+  run_config.check_resume(config, workdir, inputs=other)
+  path.write_text(json.dumps(content | {'inputs': ['a']}))
+  with pytest.raises(ValueError, match='its inputs are not an object'):
+    run_config.check_resume(config, workdir, inputs=other)
 
 
 def test_unwritable_workdir_is_refused(tmp_path):

@@ -66,7 +66,6 @@ def _small_parts(monkeypatch):
     tokenizer=episodes_test.Text(),
     load=lambda: {'w': jnp.arange(4.0)},
     sampler=types.SimpleNamespace(base=None),
-    fingerprint='',
   )
   parts = {
     'make_learner': lambda *_: _Learner(),

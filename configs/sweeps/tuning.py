@@ -49,6 +49,6 @@ def runs(
 
 RUNS = runs(main.METHODS | {'g2po': ',g2po'}, SPLITS)
 RUNS += runs(
-  {name: f',{name}' for name in ('graphgpo', 'pgpo', 'gagpo', 'ecpo')},
-  {'alfworld': SPLITS['alfworld']},
+  {name: f',{name}' for name in ('graphgpo', 'pgpo', 'gagpo', 'ecpo', 'hgpo')},
+  SPLITS,
 )

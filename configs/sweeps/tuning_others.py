@@ -4,8 +4,7 @@ r"""Tunes the learning rate of `:mini` for the environments without a table.
         --workdir=runs/tuning
 
 As in tuning.py, with seed 100 and the split that the config does not evaluate.
-On keys and doors, also the other methods of credit.py, except HGPO, which has
-GiGPO's rate there.
+On keys and doors and Sokoban, also the other methods of credit.py.
 All tasks of gymnasium.py are the same lake, so that only the seed differs. Runs
 there may fail at a rate that one seed selects, so that its two best rates have
 three seeds.
@@ -25,9 +24,18 @@ RUNS = tuning.runs(keydoor.METHODS, SPLITS)
 RUNS += tuning.runs(
   {
     name: f',{name}'
-    for name in ('g2po', 'graphgpo', 'pgpo', 'rloo', 'ppo', 'gagpo', 'ecpo')
+    for name in (
+      'g2po',
+      'graphgpo',
+      'pgpo',
+      'rloo',
+      'ppo',
+      'gagpo',
+      'ecpo',
+      'hgpo',
+    )
   },
-  {'keydoor': SPLITS['keydoor']},
+  {name: SPLITS[name] for name in ('keydoor', 'sokoban')},
 )
 # TextWorld's best rate of the three is the smallest.
 RUNS += tuning.runs(keydoor.METHODS, {'textworld': 'test'}, [2.5e-5])

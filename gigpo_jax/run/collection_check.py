@@ -6,9 +6,14 @@ import ml_collections
 
 from gigpo_jax import options
 
+# Largest number of tokens in the rows of an iteration, with padding. The host
+# holds several arrays of this size.
+_MAX_TOKENS = 2**31
+
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields conflicts of the filter and of rollout.carry_over."""
+  """Yields conflicts of the rows' size, the filter and rollout.carry_over."""
+  yield from _too_many_tokens(config)
   members = config.rollout.episodes_per_group
   if config.filter.drop_zero_variance and members < options.MIN_GROUP:
     yield (
@@ -28,6 +33,21 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
     )
   if config.rollout.carry_over > 0:
     yield from _carry_over(config)
+
+
+def _too_many_tokens(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a line if full-length episodes would not fit into memory."""
+  rollout, turns = config.rollout, config.env.get('max_steps', 1)
+  width = rollout.max_prompt_tokens + rollout.max_completion_tokens
+  tokens = rollout.groups * rollout.episodes_per_group * turns * width
+  # Larger numbers of turns are out of range.
+  if tokens > _MAX_TOKENS >= turns:
+    yield (
+      f'env.max_steps={turns}: rollout.groups={rollout.groups} of '
+      f'rollout.episodes_per_group={rollout.episodes_per_group} have '
+      f'{tokens:,} tokens if all turns have {width}; must be at most '
+      f'{_MAX_TOKENS:,}'
+    )
 
 
 def _carry_over(config: ml_collections.ConfigDict) -> Iterator[str]:

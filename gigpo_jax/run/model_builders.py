@@ -41,7 +41,6 @@ class ModelBundle:
     tokenizer: tokenizer of the checkpoint.
     load: loads the checkpoint's parameters onto the mesh.
     sampler: samples completions for prompts.
-    fingerprint: that of the checkpoint's files, see `huggingface.fingerprint`.
   """
 
   model: qwen.QwenConfig
@@ -49,7 +48,6 @@ class ModelBundle:
   tokenizer: tokenizer.Tokenizer
   load: Callable[[], dict]
   sampler: sampler.Sampler
-  fingerprint: str = ''
 
   def compile_together(self, params: dict, base: dict | None = None) -> None:
     """Compiles the sampler's programs in all processes; not in a single one.
@@ -65,6 +63,13 @@ class ModelBundle:
       self.sampler.warm_up(params, base)
 
 
+def describe_files(config: ml_collections.ConfigDict) -> dict[str, str]:
+  """Returns a name of the model's files, and a text that tells them apart."""
+  directory = model_check.model_directory(config.model.path)
+  name = f'model.path={config.model.path}: files'
+  return {name: huggingface.fingerprint(directory)}
+
+
 def make_model_bundle(config: ml_collections.ConfigDict) -> ModelBundle:
   """Returns the policy of an experiment; initializes the devices.
 
@@ -74,11 +79,7 @@ def make_model_bundle(config: ml_collections.ConfigDict) -> ModelBundle:
   """
   distributed.start_devices()
   directory = model_check.model_directory(config.model.path)
-  fingerprint = huggingface.fingerprint(directory)
-  distributed.check_same(
-    run_config.experiment(config)
-    | {'model.path': f'{config.model.path} (files {fingerprint})'}
-  )
+  distributed.check_same(run_config.experiment(config) | describe_files(config))
   shape = huggingface.read_config(directory)
   devices = make_mesh(config, shape, jax.devices(), mesh.device_bytes())
   model = configure_model(shape, config, devices)
@@ -103,7 +104,6 @@ def make_model_bundle(config: ml_collections.ConfigDict) -> ModelBundle:
       ),
       **sampler_kwargs(config),
     ),
-    fingerprint=fingerprint,
   )
 
 

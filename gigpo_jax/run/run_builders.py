@@ -50,17 +50,21 @@ from gigpo_jax import (
   trajectory,
 )
 from gigpo_jax import config as config_lib
-from gigpo_jax.models import huggingface
 from gigpo_jax.run import (
   model_builders,
-  model_check,
   policy_files,
   remat,
   run_config,
   run_logs,
   run_state,
 )
-from gigpo_jax.runtime import compilation, console, distributed, errors
+from gigpo_jax.runtime import (
+  compilation,
+  console,
+  distributed,
+  errors,
+  files,
+)
 
 # Folders of episodes and of the rows of a teacher: `episodes.FOLDER` and
 # `TEACHER_FOLDER`, whose module is slow to import.
@@ -95,9 +99,7 @@ def check_run(
     config,
     workdir,
     allow_change=allow_config_change,
-    model_files=huggingface.fingerprint(
-      model_check.model_directory(config.model.path)
-    ),
+    inputs=describe_inputs(config),
   )
   run_config.check_workdir(workdir)
   checkpoint.check_folder(pathlib.Path(workdir) / 'checkpoints')
@@ -105,6 +107,18 @@ def check_run(
     metrics.read_wandb_run_id(workdir)
   policy_files.check_target(config.model.path, workdir)
   policy_files.check_owner(workdir)
+
+
+def describe_inputs(config: ml_collections.ConfigDict) -> dict[str, str]:
+  """Returns what a run reads apart from its config, see `check_resume`."""
+  inputs = model_builders.describe_files(config)
+  inputs |= builders.describe_tasks(config, 'train')
+  if config.evaluation.every:
+    inputs |= builders.describe_tasks(config, config.evaluation.split)
+  if config.teacher.mu_peak and (data := config.teacher.data):
+    paths = [path for path in pathlib.Path(data).iterdir() if path.is_file()]
+    inputs[f'teacher.data={data}: files'] = files.fingerprint(paths)
+  return inputs
 
 
 def check_episodes(config: ml_collections.ConfigDict, workdir: str) -> None:

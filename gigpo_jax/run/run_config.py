@@ -3,7 +3,7 @@
 import json
 import pathlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_collections
@@ -15,6 +15,8 @@ from gigpo_jax.runtime import files
 
 # File name of the config in a work directory.
 _STORED = 'config.json'
+# Key of the inputs in the stored config.
+_INPUTS = 'inputs'
 # Fields that may differ between the processes of a run.
 _LOCAL = frozenset(
   {
@@ -51,7 +53,7 @@ def save(
   workdir: str,
   name: str = _STORED,
   *,
-  model_files: str | None = None,
+  inputs: Mapping[str, str] | None = None,
 ) -> None:
   """Stores the config in a work directory.
 
@@ -59,12 +61,10 @@ def save(
     config: the experiment.
     workdir: the folder.
     name: name of the file.
-    model_files: fingerprint of the files in model.path, as model.files.
+    inputs: what the run reads apart from the config; see `check_resume`.
   """
   content = json.loads(config.to_json_best_effort())
-  if model_files:
-    content['model']['files'] = model_files
-  stored = content | {'version': files.VERSION}
+  stored = content | {_INPUTS: dict(inputs or {}), 'version': files.VERSION}
   text = json.dumps(stored, indent=2, sort_keys=True)
   files.write_atomic(pathlib.Path(workdir) / name, text + '\n')
 
@@ -124,7 +124,7 @@ def check_resume(
   name: str = _STORED,
   length: str = 'num_iterations',
   results: Sequence[str] = ('metrics.jsonl',),
-  model_files: str | None = None,
+  inputs: Mapping[str, str] | None = None,
 ) -> None:
   """Compares the config with the one in a work directory, if a run started.
 
@@ -137,7 +137,8 @@ def check_resume(
     length: the field with the length of the run, which may grow.
     results: patterns of folders and non-empty files, one of which a run has
       that got beyond its start. A checkpoint is another.
-    model_files: fingerprint of the files in model.path; None: not compared.
+    inputs: what the run reads apart from the config, such as the fingerprint of
+      the files of a model, by a text that names it.
 
   Raises:
     ValueError: in one line with the differing fields, if the work directory
@@ -158,7 +159,9 @@ def check_resume(
     if not isinstance(stored.get('num_iterations'), int):
       raise ValueError('lacks num_iterations')
     deprecated.update_stored(stored, current)
-    old_files = stored.get('model', {}).pop('files', None)
+    old_inputs = stored.pop(_INPUTS, {})
+    if not isinstance(old_inputs, dict):
+      raise ValueError(f'its {_INPUTS} are not an object')
   except ValueError as error:
     if allow_change:
       return
@@ -173,8 +176,11 @@ def check_resume(
     and not (field == length and new >= old)
     and not (old is None and _is_default(field, new))
   ]
-  if None not in (old_files, model_files) and old_files != model_files:
-    changed.append(f'model.path={config.model.path} (its files were different)')
+  changed += [
+    f'{name}={inputs[name]} (was {old})'
+    for name, old in old_inputs.items()
+    if name in (inputs or {}) and inputs[name] != old
+  ]
   if changed and allow_change:
     print(f'resuming with another config: {", ".join(changed)}', flush=True)
   elif changed:

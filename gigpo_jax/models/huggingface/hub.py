@@ -2,14 +2,13 @@
 
 import contextlib
 import functools
-import hashlib
-import json
 import pathlib
 import re
 
 import huggingface_hub
 
 from gigpo_jax.models.huggingface import weights
+from gigpo_jax.runtime import files
 
 # Files that are downloaded from the hub.
 _HUB_FILES = ['*.safetensors', '*.json', '*.jinja', 'vocab.*', 'merges.txt']
@@ -74,21 +73,11 @@ def download(name: str, *, only_config: bool = False) -> str:
 def fingerprint(directory: str) -> str:
   """Returns a short text that differs between models and revisions.
 
-  Of each file of weights, it reads the size and 64 evenly spaced KiB.
-
   Args:
     directory: local folder of a model. In the hub's cache, its name is the
       revision.
   """
   folder = pathlib.Path(directory)
   revision = folder.name if folder.parent.name == 'snapshots' else ''
-  config = (folder / 'config.json').read_text(encoding='utf-8')
-  digest = hashlib.sha256(json.dumps([revision, config]).encode())
-  for path in sorted(folder.glob('*.safetensors')):
-    size = path.stat().st_size
-    digest.update(f'{path.name} {size} '.encode())
-    with path.open('rb') as file:
-      for part in range(64):
-        file.seek(max(0, size - 1024) * part // 63)
-        digest.update(file.read(1024))
-  return digest.hexdigest()[:12]
+  weights = folder.glob('*.safetensors')
+  return files.fingerprint([folder / 'config.json', *weights], revision)
