@@ -58,6 +58,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   if size == 'mini_full':
     sizes.use_mini(config, changes, RATES)
     _full_rooms(config)
+    config.model.path = sizes.warm_start(__file__, size, shared=False)
   if size == 'smoke':
     sizes.use_smoke(config)
   if size == '7b':
@@ -205,3 +206,9 @@ def _full_rooms(config: ml_collections.ConfigDict) -> None:
   config.rollout.prompt_buckets = (320, 640)
   config.learner.length_buckets = (360, 680)
   config.evaluation.every = 12
+  # From the warm start of `tiny`; see
+  # configs/warm_starts/make_alfworld_mini_full.sh.
+  config.sft.init = ''
+  config.sft.num_episodes = 1500
+  config.sft.noise = 0.5
+  config.sft.learning_rate = 2e-3
