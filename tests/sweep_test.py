@@ -521,6 +521,19 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
 def test_a_name_with_a_slash_is_one_folder():
   run = sweep.Run('a/b c', 'configs/alfworld.py', 0)
   assert run.folder == 'alfworld-a-b-c-0'
+  run = sweep.Run('a', 'configs/alfworld.py', 0, experiment='d/e f')
+  assert run.folder == 'd-e-f-a-0'
+
+
+def test_an_experiment_divides_the_runs_of_a_config_file(tmp_path):
+  entry = {'name': 'a', 'config': 'configs/alfworld.py:smoke', 'seed': 0}
+  file = tmp_path / 'list.py'
+  file.write_text(f'RUNS = [{entry}, {entry | {"experiment": "other"}}]')
+  runs = sweep.read(file)
+  assert [run.key for run in runs] == [('alfworld', 'a', 0), ('other', 'a', 0)]
+  file.write_text(f'RUNS = [{entry | {"experiment": 1}}]')
+  with pytest.raises(ValueError, match='experiment=1: must be of type str'):
+    sweep.read(file)
 
 
 def test_a_table_of_another_kind_is_one_short_line(tmp_path):

@@ -19,9 +19,10 @@ ALFWorld.
 p-values are adjusted for the number of methods in the table of an environment
 (Holm).
 
-TextWorld and the slippery lake have GRPO, GiGPO and the shuffled control only.
-Their first runs cannot separate methods: TextWorld starts at 87 %, and runs of
-one method ended between 0 and 44 % on the lake.
+TextWorld, the slippery lake and ALFWorld with full rooms have GRPO, GiGPO and
+the shuffled control only. The first runs of the former two cannot separate
+methods: TextWorld starts at 87 %, and runs of one method ended between 0 and
+44 % on the lake.
 
 A further control is GRPO at the KL of GiGPO, in the environments of
 MATCHED_RATES: with that learning rate, GRPO's updates move the policy as far
@@ -61,7 +62,8 @@ SEEDS = {
 MATCHED_RATES = {'alfworld': 1.49e-4}
 # The methods of environments that cannot separate more.
 _FIRST = ('grpo', 'gigpo', 'gigpo shuffled')
-LIMITED = {'textworld': _FIRST, 'gymnasium': _FIRST}
+_FULL = 'alfworld mini_full'
+LIMITED = {'textworld': _FIRST, 'gymnasium': _FIRST, _FULL: _FIRST}
 _TEST = {'evaluation.num_tasks': 512}
 ENVIRONMENTS = {
   'alfworld': _TEST,
@@ -71,13 +73,17 @@ ENVIRONMENTS = {
   'sokoban': _TEST,
   'textworld': _TEST | {'env.num_games': 512},
   'gymnasium': _TEST,
+  _FULL: _TEST,
 }
+# Configs of the environments that are not ENVIRONMENT.py:mini.
+CONFIGS = {_FULL: 'alfworld.py:mini_full'}
 
 # Seed by seed, so that an interrupted sweep has complete pairs.
 RUNS = [
   {
+    'experiment': env,
     'name': name,
-    'config': f'configs/{env}.py:mini{word}',
+    'config': f'configs/{CONFIGS.get(env, f"{env}.py:mini")}{word}',
     'seed': seed,
     'overrides': overrides,
     'test': test,

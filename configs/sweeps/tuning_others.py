@@ -9,7 +9,7 @@ runs are short, so that all of its rates have a second seed. All tasks of
 gymnasium.py are the same lake, so that only the seed differs. Runs there may
 fail at a rate that one seed selects, so that its two best rates have three
 seeds.
-Needs the warm starts of `:tiny`; see docs/running.md.
+ALFWorld with full rooms evaluates 256 games.
 """
 
 from configs.sweeps import keydoor, tuning
@@ -43,3 +43,13 @@ RUNS += tuning.runs(keydoor.METHODS, {'textworld': 'test'}, [2.5e-5])
 RUNS += tuning.runs(
   keydoor.METHODS, {'gymnasium': 'test'}, [7.5e-5, 1.5e-4], seeds=[101, 102]
 )
+
+RUNS += [
+  run
+  | {
+    'experiment': 'alfworld mini_full',
+    'config': run['config'].replace(':mini', ':mini_full'),
+    'overrides': run['overrides'] | {'evaluation.num_tasks': 256},
+  }
+  for run in tuning.runs(keydoor.METHODS, {'alfworld': 'valid_seen'})
+]

@@ -43,6 +43,8 @@ class Run:
     overrides: (config field, value) pairs.
     test: (config field, value) pairs for the evaluation of the trained policy;
       empty for no such evaluation.
+    experiment: only runs of the same experiment are compared; by default the
+      name of the config file.
   """
 
   name: str
@@ -50,11 +52,11 @@ class Run:
   seed: int
   overrides: tuple[tuple[str, object], ...] = ()
   test: tuple[tuple[str, object], ...] = ()
+  experiment: str = ''
 
-  @property
-  def experiment(self) -> str:
-    """Name of the config file; only runs of the same file are compared."""
-    return pathlib.Path(self.config.partition(':')[0]).stem
+  def __post_init__(self):
+    stem = pathlib.Path(self.config.partition(':')[0]).stem
+    object.__setattr__(self, 'experiment', self.experiment or stem)
 
   @property
   def key(self) -> tuple[str, str, int]:
@@ -86,8 +88,7 @@ class Run:
   @property
   def folder(self) -> str:
     """Name of the work directory."""
-    name = re.sub('[ /]', '-', self.name)
-    return f'{self.experiment}-{name}-{self.seed}'
+    return _file_name(f'{self.experiment}-{self.name}-{self.seed}')
 
   def load(
     self, fields: Sequence[tuple[str, object]] = ()
@@ -158,9 +159,10 @@ class Run:
 def read(given: str | pathlib.Path) -> list[Run]:
   """Returns the runs that a file lists in RUNS, a list of dictionaries.
 
-  Each dictionary has the keys name, config and seed, and optionally overrides
-  and test, two dictionaries of config fields. The trained policies of runs with
-  test are evaluated with these fields and compared task by task.
+  Each dictionary has the keys name, config and seed, and optionally experiment
+  and, as dictionaries of config fields, overrides and test; see `Run`. The
+  trained policies of runs with test are evaluated with these fields and
+  compared task by task.
 
   Args:
     given: path of the file; a path within the project works from any folder.
@@ -202,27 +204,32 @@ def _run_of(entry: object, flag: str) -> Run:
   """
   if not isinstance(entry, dict):
     raise ValueError(f'{flag}: {entry}: must be a dictionary')
-  unknown = set(entry) - {'name', 'config', 'seed', 'overrides', 'test'}
-  missing = {'name', 'config', 'seed'} - set(entry)
+  types = {'name': str, 'config': str, 'seed': int, 'experiment': str}
+  unknown = entry.keys() - types.keys() - {'overrides', 'test'}
+  missing = types.keys() - {'experiment'} - entry.keys()
   if unknown or missing:
     raise ValueError(
       f'{flag}: {entry} has unknown keys {sorted(unknown)} and lacks '
       f'{sorted(missing)}; must have name, config, seed and optionally '
-      'overrides and test'
+      'experiment, overrides and test'
     )
   changes = [entry.get(name, {}) for name in ('overrides', 'test')]
   if not all(isinstance(fields, dict) for fields in changes):
     raise ValueError(
       f'{flag}: {entry}: overrides and test must be dictionaries'
     )
-  types = {'name': str, 'config': str, 'seed': int}
-  for field, wanted in types.items():
-    if type(entry[field]) is not wanted:
+  values = {name: entry[name] for name in types if name in entry}
+  for name, value in values.items():
+    if type(value) is not types[name]:
       raise ValueError(
-        f'{flag}: {field}={entry[field]!r}: must be of type {wanted.__name__}'
+        f'{flag}: {name}={value!r}: must be of type {types[name].__name__}'
       )
-  changes = [tuple(fields.items()) for fields in changes]
-  return Run(entry['name'], entry['config'], entry['seed'], *changes)
+  overrides, test = (tuple(fields.items()) for fields in changes)
+  return Run(**values, overrides=overrides, test=test)
+
+
+def _file_name(text: str) -> str:
+  return re.sub('[ /]', '-', text)
 
 
 def finished(run: Run, root: pathlib.Path) -> bool:
@@ -570,5 +577,5 @@ def _report(
       print(f'\n{paired.table(tests[experiment])}')
     for x in sweep_table.AXES:
       name = f'{table.stem}_{experiment}_by_{x.rpartition("/")[2]}.png'
-      sweep_table.draw(part, table.with_name(name), x=x)
+      sweep_table.draw(part, table.with_name(_file_name(name)), x=x)
   print(f'\n{table}')
