@@ -197,7 +197,7 @@ def _use_planner(config: ml_collections.ConfigDict) -> None:
 
 def _full_rooms(config: ml_collections.ConfigDict) -> None:
   """Selects rooms with as many receptacles and objects as ALFRED's have."""
-  config.num_iterations = 24
+  config.num_iterations = 16
   config.env.generator = ml_collections.ConfigDict({'seed': 0})
   config.env.generator.num_held_out = 512
   config.env.max_steps = 30
@@ -205,7 +205,8 @@ def _full_rooms(config: ml_collections.ConfigDict) -> None:
   config.rollout.max_prompt_tokens = 640
   config.rollout.prompt_buckets = (320, 640)
   config.learner.length_buckets = (360, 680)
-  config.evaluation.every = 12
+  config.evaluation.every = 8
+  config.evaluation.num_tasks = 64
   # From the warm start of `tiny`; see
   # configs/warm_starts/make_alfworld_mini_full.sh.
   config.sft.init = ''

@@ -9,7 +9,7 @@ runs are short, so that all of its rates have a second seed. All tasks of
 gymnasium.py are the same lake, so that only the seed differs. Runs there may
 fail at a rate that one seed selects, so that its two best rates have three
 seeds.
-ALFWorld with full rooms evaluates 256 games.
+ALFWorld with full rooms evaluates 128 games.
 """
 
 from configs.sweeps import keydoor, tuning
@@ -49,7 +49,7 @@ RUNS += [
   | {
     'experiment': 'alfworld mini_full',
     'config': run['config'].replace(':mini', ':mini_full'),
-    'overrides': run['overrides'] | {'evaluation.num_tasks': 256},
+    'overrides': run['overrides'] | {'evaluation.num_tasks': 128},
   }
   for run in tuning.runs(keydoor.METHODS, {'alfworld': 'valid_seen'})
 ]
