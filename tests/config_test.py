@@ -28,7 +28,7 @@ from gigpo_jax import algorithms, modulators, selectors, tokenizer
 from gigpo_jax import config as config_lib
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import huggingface
-from gigpo_jax.run import agent_check, model_check, run_config
+from gigpo_jax.run import agent_check, model_check, run_builders, run_config
 from gigpo_jax.runtime import hardware
 
 PROJECT = pathlib.Path(config_lib.__file__).parents[1]
@@ -801,6 +801,25 @@ def test_other_files_and_tasks_at_the_same_path_are_refused(tmp_path):
   path.write_text(json.dumps(content | {'inputs': ['a']}))
   with pytest.raises(ValueError, match='its inputs are not an object'):
     run_config.check_resume(config, workdir, inputs=other)
+
+
+def test_inputs_are_the_model_the_tasks_and_recorded_episodes(tmp_path):
+  config = alfworld.get_config('smoke')
+  config.model.path = str(WARM_START)
+  config.teacher.data = str(tmp_path)
+  model, train, held_out = run_builders.describe_inputs(config)
+  assert model == f'model.path={WARM_START}: files'
+  assert train == 'env.name=alfworld: split train'
+  assert held_out == 'env.name=alfworld: split valid_unseen'
+  config.teacher.mu_peak = 0.5
+  before = run_builders.describe_inputs(config)
+  (tmp_path / 'episodes').write_text('more')
+  after = run_builders.describe_inputs(config)
+  changed = {name for name in before if before[name] != after[name]}
+  assert changed == {f'teacher.data={tmp_path}: files'}
+  config.env.generator.seed = 1
+  other = run_builders.describe_inputs(config)
+  assert other[train] != after[train] and other[model] == after[model]
 
 
 def test_unwritable_workdir_is_refused(tmp_path):
