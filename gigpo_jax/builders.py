@@ -115,9 +115,9 @@ def try_environment(
     ValueError: in one line, if the environment cannot be played.
   """
   name = config.env.name
-  distributed.check_same(describe_tasks(config, split))
-  available = len(envs.tasks(name, split, **config_lib.env_kwargs(config)))
-  tried = tasks.first_tasks(split, min(available, trial.TASKS))
+  listed = config_lib.list_tasks(config, split)
+  distributed.check_same(describe_tasks(name, split, listed))
+  tried = tasks.first_tasks(split, min(len(listed), trial.TASKS))
   observations, failures = trial.run(pool, name, tried)
   for failure in failures:
     console.log(f'env.name={name}: {failure.task} {failure}')
@@ -147,20 +147,14 @@ def try_environment(
 
 
 def describe_tasks(
-  config: ml_collections.ConfigDict, split: str
+  env_name: str, split: str, listed: base.TaskInfo
 ) -> dict[str, str]:
-  """Returns a name of the tasks of a split, and a text that tells them apart.
-
-  Args:
-    config: the experiment.
-    split: the split.
-  """
-  name = config.env.name
-  listed = envs.tasks(name, split, **config_lib.env_kwargs(config))
+  """Returns a text that distinguishes tasks, by the name of their split."""
   available = len(listed)
   types = [listed.task_type(n) for n in range(min(available, _COMPARED_TASKS))]
   digest = hashlib.sha256(repr(types).encode()).hexdigest()[:8]
-  return {f'env.name={name}: split {split}': f'{available} tasks ({digest})'}
+  text = f'{available} tasks ({digest})'
+  return {f'env.name={env_name}: split {split}': text}
 
 
 def make_runner(
@@ -320,11 +314,7 @@ def make_task_type(
   config: ml_collections.ConfigDict,
 ) -> Callable[[base.Task], str]:
   """Returns a function from a task to its type."""
-  splits = functools.lru_cache(
-    lambda split: envs.tasks(
-      config.env.name, split, **config_lib.env_kwargs(config)
-    )
-  )
+  splits = functools.lru_cache(functools.partial(config_lib.list_tasks, config))
   return lambda task: splits(task.split).task_type(task.index)
 
 
@@ -332,8 +322,7 @@ def make_answer_scorer(
   config: ml_collections.ConfigDict, encode: Callable
 ) -> answer_scores.AnswerScorer:
   """Returns the scorer of reference answers; see `envs.answer_start`."""
-  options = config_lib.env_kwargs(config)
-  available = envs.tasks(config.env.name, 'train', **options)
+  available = config_lib.list_tasks(config, 'train')
   return answer_scores.AnswerScorer(
     encode,
     envs.answer_start(config.env.name, config.env),
@@ -343,9 +332,7 @@ def make_answer_scorer(
 
 def make_task_sampler(config: ml_collections.ConfigDict) -> tasks.TaskSampler:
   """Returns the sampler of training tasks."""
-  available = envs.tasks(
-    config.env.name, 'train', **config_lib.env_kwargs(config)
-  )
+  available = config_lib.list_tasks(config, 'train')
   sizes = 'train', len(available), config.rollout.groups, config.seed
   if config.tasks.draw == 'uncertain':
     return tasks.UncertaintySampler(
@@ -366,9 +353,7 @@ def make_task_sampler(config: ml_collections.ConfigDict) -> tasks.TaskSampler:
 def make_eval_batch(config: ml_collections.ConfigDict) -> rollout.EpisodeBatch:
   """Returns the episodes of an evaluation."""
   options = config.evaluation
-  available = len(
-    envs.tasks(config.env.name, options.split, **config_lib.env_kwargs(config))
-  )
+  available = len(config_lib.list_tasks(config, options.split))
   return rollout.EpisodeBatch(
     tasks.first_tasks(options.split, options.num_tasks or available),
     options.repeats,

@@ -16,6 +16,7 @@ import ml_collections
 import configs
 import envs
 from configs import base
+from envs import base as env_base
 from envs import rewards
 from gigpo_jax import (
   algorithms,
@@ -177,6 +178,13 @@ def env_kwargs(config: ml_collections.ConfigDict) -> dict:
   if len(envs.anchors(config.env.name)) > 1:
     kwargs['anchor'] = envs.anchor(config.env.name, config.algorithm.anchor)
   return kwargs
+
+
+def list_tasks(
+  config: ml_collections.ConfigDict, split: str
+) -> env_base.TaskInfo:
+  """Returns the tasks of a split of the environment."""
+  return envs.tasks(config.env.name, split, **env_kwargs(config))
 
 
 def conversation_turns(config: ml_collections.ConfigDict) -> int:
@@ -530,7 +538,7 @@ def _missing_harness(config: ml_collections.ConfigDict) -> Iterator[str]:
 def _too_few_tasks(
   config: ml_collections.ConfigDict, split: str
 ) -> Iterator[str]:
-  tasks_of_split = envs.tasks(config.env.name, split, **env_kwargs(config))
+  tasks_of_split = list_tasks(config, split)
   available = len(tasks_of_split)
   if not available:
     raise ValueError(f'split {split} has no tasks; must have at least one')

@@ -103,7 +103,7 @@ def train(
       the config is invalid or the folder holds another experiment.
     errors.RunError: in one line, if the run cannot continue.
   """
-  run_builders.check_run(
+  inputs = run_builders.check_run(
     config,
     workdir,
     allow_config_change=allow_config_change,
@@ -132,7 +132,6 @@ def train(
           parts = run_builders.make_parts(config, workdir, bundle)
           saver.check(parts.abstract_states())
           if distributed.is_main_process():
-            inputs = run_builders.describe_inputs(config)
             run_config.save(config, workdir, inputs=inputs)
           runner = builders.make_runner(config, bundle, pool, scorer)
           loop(parts, runner, saver, guard)

@@ -87,19 +87,20 @@ def check_run(
   *,
   allow_config_change: bool,
   has_harness: bool = False,
-) -> None:
+) -> dict[str, str]:
   """Checks the config and the work directory, without devices or simulators.
+
+  Returns:
+    What the run reads apart from its config, see `run_config.check_resume`.
 
   Raises:
     ValueError: one line per problem, if the config is invalid, or the work
       directory cannot be written or holds another experiment.
   """
   config_lib.validate(config, has_harness=has_harness)
+  inputs = describe_inputs(config)
   run_config.check_resume(
-    config,
-    workdir,
-    allow_change=allow_config_change,
-    inputs=describe_inputs(config),
+    config, workdir, allow_change=allow_config_change, inputs=inputs
   )
   run_config.check_workdir(workdir)
   checkpoint.check_folder(pathlib.Path(workdir) / 'checkpoints')
@@ -107,14 +108,18 @@ def check_run(
     metrics.read_wandb_run_id(workdir)
   policy_files.check_target(config.model.path, workdir)
   policy_files.check_owner(workdir)
+  return inputs
 
 
 def describe_inputs(config: ml_collections.ConfigDict) -> dict[str, str]:
-  """Returns what a run reads apart from its config, see `check_resume`."""
+  """Returns texts that distinguish what a run reads apart from its config."""
   inputs = model_builders.describe_files(config)
-  inputs |= builders.describe_tasks(config, 'train')
+  splits = ['train']
   if config.evaluation.every:
-    inputs |= builders.describe_tasks(config, config.evaluation.split)
+    splits.append(config.evaluation.split)
+  for split in splits:
+    listed = config_lib.list_tasks(config, split)
+    inputs |= builders.describe_tasks(config.env.name, split, listed)
   if config.teacher.mu_peak and (data := config.teacher.data):
     paths = [path for path in pathlib.Path(data).iterdir() if path.is_file()]
     inputs[f'teacher.data={data}: files'] = files.fingerprint(paths)
