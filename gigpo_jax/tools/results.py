@@ -289,14 +289,7 @@ AVERAGED = (
 
 def averages_block() -> str:
   """Returns the table of differences averaged over environments."""
-  tests = _tests()
-  stable = [name for name in tests if name != 'gymnasium']
-  groups = {
-    'all': list(tests),
-    'without the lake': stable,
-    'without the lake and ALFWorld': [n for n in stable if 'alfworld' not in n],
-  }
-  return evidence.averages_table(tests, AVERAGED, groups)
+  return _averages(_tests())
 
 
 def further_block() -> str:
@@ -305,7 +298,17 @@ def further_block() -> str:
     environment: evidence.of_seeds(results, evidence.FURTHER_SEEDS)
     for environment, results in _tests().items()
   }
-  return evidence.averages_table(tests, AVERAGED, {'all': list(tests)})
+  return _averages(tests)
+
+
+def _averages(tests: evidence.Tests) -> str:
+  stable = [name for name in tests if name != 'gymnasium']
+  groups = {
+    'all': list(tests),
+    'without the lake': stable,
+    'without the lake and ALFWorld': [n for n in stable if 'alfworld' not in n],
+  }
+  return evidence.averages_table(tests, AVERAGED, groups)
 
 
 # Names of the controls in oracle.json.
