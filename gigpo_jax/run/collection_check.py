@@ -7,8 +7,8 @@ import ml_collections
 from gigpo_jax import options
 
 # Largest number of tokens in the rows of an iteration, with padding. The host
-# holds several arrays of this size.
-_MAX_TOKENS = 2**31
+# holds several arrays with four bytes for each of them, 64 GiB.
+_MAX_TOKENS = 2**34
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:

@@ -79,5 +79,5 @@ def fingerprint(directory: str) -> str:
   """
   folder = pathlib.Path(directory)
   revision = folder.name if folder.parent.name == 'snapshots' else ''
-  weights = folder.glob('*.safetensors')
-  return files.fingerprint([folder / 'config.json', *weights], revision)
+  tensors = folder.glob('*.safetensors')
+  return files.fingerprint([folder / 'config.json', *tensors], revision)
