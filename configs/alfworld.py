@@ -35,6 +35,9 @@ RATES = {
   'pgpo': 1.5e-4,
 }
 
+# The same of `:mini_full`.
+FULL_RATES = {'gigpo': 1.5e-4, 'grpo': 1.5e-4}
+
 SIZES = ('0.5b', '1.5b', '7b', 'small', 'tiny', 'mini', 'mini_full', 'smoke')
 
 
@@ -56,7 +59,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     config.num_iterations = 56
     config.evaluation.every = 28
   if size == 'mini_full':
-    sizes.use_mini(config, changes, RATES)
+    sizes.use_mini(config, changes, FULL_RATES)
     _full_rooms(config)
     config.model.path = sizes.warm_start(__file__, size, shared=False)
   if size == 'smoke':

@@ -267,6 +267,8 @@ def test_the_slippery_lake_and_full_rooms_are_minis_of_their_own(monkeypatch):
   assert 'receptacles' not in full.env.generator
   assert full.model.path == 'runs/alfworld-mini_full-sft/policy'
   assert full.env.max_steps > mini.env.max_steps
+  full, mini = (alfworld.get_config(f'{v},grpo') for v in ('mini_full', 'mini'))
+  assert full.optimizer.learning_rate == 2 * mini.optimizer.learning_rate
 
 
 @pytest.mark.parametrize(
