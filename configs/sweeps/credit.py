@@ -78,12 +78,18 @@ ENVIRONMENTS = {
 # Configs of the environments that are not ENVIRONMENT.py:mini.
 CONFIGS = {_FULL: 'alfworld.py:mini_full'}
 
+
+def config_of(env: str, word: str) -> str:
+  """Returns the config of an environment and a method's word in its variant."""
+  return f'configs/{CONFIGS.get(env, f"{env}.py:mini")}{word}'
+
+
 # Seed by seed, so that an interrupted sweep has complete pairs.
 RUNS = [
   {
     'experiment': env,
     'name': name,
-    'config': f'configs/{CONFIGS.get(env, f"{env}.py:mini")}{word}',
+    'config': config_of(env, word),
     'seed': seed,
     'overrides': overrides,
     'test': test,
@@ -96,7 +102,7 @@ RUNS = [
 RUNS += [
   {
     'name': 'grpo at matched kl',
-    'config': f'configs/{env}.py:mini,grpo',
+    'config': config_of(env, ',grpo'),
     'seed': seed,
     'overrides': {'optimizer.learning_rate': rate},
     'test': ENVIRONMENTS[env],

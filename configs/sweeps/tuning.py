@@ -10,7 +10,7 @@ ties.
 
 from collections.abc import Mapping, Sequence
 
-from configs.sweeps import main
+from configs.sweeps import credit, main
 
 RATES = (7.5e-5, 1.5e-4, 3e-4)
 SPLITS = {'alfworld': 'valid_seen', 'webshop': 'valid'}
@@ -21,6 +21,7 @@ def runs(
   splits: Mapping[str, str],
   rates: Sequence[float] = RATES,
   seeds: Sequence[int] = (100,),
+  fields: Mapping[str, int] | None = None,
 ) -> list[dict]:
   """Returns a run for each seed, environment, method and rate.
 
@@ -29,15 +30,18 @@ def runs(
     splits: evaluated split, by environment.
     rates: the learning rates.
     seeds: the seeds, of which no other table has runs.
+    fields: further config fields.
   """
   return [
     {
+      'experiment': env,
       'name': f'{method} {rate:g}',
-      'config': f'configs/{env}.py:mini{word}',
+      'config': credit.config_of(env, word),
       'seed': seed,
       'overrides': {
         'optimizer.learning_rate': rate,
         'evaluation.split': split,
+        **(fields or {}),
       },
     }
     for seed in seeds

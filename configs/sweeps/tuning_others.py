@@ -12,7 +12,7 @@ seeds.
 ALFWorld with full rooms evaluates 128 games.
 """
 
-from configs.sweeps import keydoor, tuning
+from configs.sweeps import credit, keydoor, tuning
 
 SPLITS = {
   'keydoor': 'valid',
@@ -22,17 +22,9 @@ SPLITS = {
 }
 
 OTHERS = {
-  name: f',{name}'
-  for name in (
-    'g2po',
-    'graphgpo',
-    'pgpo',
-    'rloo',
-    'ppo',
-    'gagpo',
-    'ecpo',
-    'hgpo',
-  )
+  name: word
+  for name, (word, overrides) in credit.METHODS.items()
+  if name not in keydoor.METHODS and not overrides
 }
 
 RUNS = tuning.runs(keydoor.METHODS, SPLITS)
@@ -43,13 +35,8 @@ RUNS += tuning.runs(keydoor.METHODS, {'textworld': 'test'}, [2.5e-5])
 RUNS += tuning.runs(
   keydoor.METHODS, {'gymnasium': 'test'}, [7.5e-5, 1.5e-4], seeds=[101, 102]
 )
-
-RUNS += [
-  run
-  | {
-    'experiment': 'alfworld mini_full',
-    'config': run['config'].replace(':mini', ':mini_full'),
-    'overrides': run['overrides'] | {'evaluation.num_tasks': 128},
-  }
-  for run in tuning.runs(keydoor.METHODS, {'alfworld': 'valid_seen'})
-]
+RUNS += tuning.runs(
+  keydoor.METHODS,
+  {'alfworld mini_full': 'valid_seen'},
+  fields={'evaluation.num_tasks': 128},
+)
