@@ -299,6 +299,20 @@ def test_official_set_errors(official, tmp_path):
     games.open_split('valid_seen', data_dir=data_dir, expected_counts=False)
 
 
+def test_official_set_reads_each_file_once(official, monkeypatch):
+  data_dir = str(official[0])
+  first = games.open_split(
+    'valid_seen', data_dir=data_dir, expected_counts=False
+  )
+  monkeypatch.setattr(pathlib.Path, 'read_bytes', None)
+  again = games.open_split(
+    'valid_seen', data_dir=data_dir, expected_counts=False
+  )
+  assert [again.path(n) for n in range(len(again))] == [
+    first.path(n) for n in range(len(first))
+  ]
+
+
 def write_games(tmp_path, capsys, count, *options):
   arguments = ['--out', str(tmp_path), '--num', str(count), *options]
   games.main([*arguments, '--receptacles', '5', '8', '--distractors', '3', '7'])

@@ -224,6 +224,22 @@ def _trajectories(folder: pathlib.Path) -> list[pathlib.Path]:
 def _admit(trajectory: pathlib.Path) -> str | None:
   """Returns the task type of a game, or None if the filter drops it."""
   game = trajectory.with_name(_GAME)
+  return _read_task_type(trajectory, game, _version(trajectory), _version(game))
+
+
+def _version(path: pathlib.Path) -> tuple[int, int]:
+  """Returns what changes when a file is written: its size and time."""
+  status = path.stat()
+  return status.st_size, status.st_mtime_ns
+
+
+# A run lists its games several times at its start.
+@functools.cache
+def _read_task_type(
+  trajectory: pathlib.Path, game: pathlib.Path, *versions: tuple[int, int]
+) -> str | None:
+  """Returns the task type that `_admit` returns; reads both files."""
+  del versions  # Part of the key of the cache: a changed file is read again.
   task_type = _find(_TASK_TYPE, trajectory.read_bytes())
   if task_type is None:
     raise ValueError(
