@@ -346,6 +346,11 @@ def _critic(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'critic.warmup_iterations={warmup}: no iteration would train the '
       f'policy; must be below num_iterations={length}'
     )
+  if warmup and config.guard.action == 'rollback':
+    yield (
+      f'critic.warmup_iterations={warmup}: guard.action=rollback may restore '
+      'the critic from before its warm-up; must be 0'
+    )
 
 
 def _own_fields(config: ml_collections.ConfigDict) -> Iterator[str]:

@@ -8,11 +8,12 @@ is the loss of the update, however rows are split; see `row_weights`.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
@@ -455,6 +456,22 @@ def is_per_row(name: str) -> bool:
     ValueError: in one line, if the name is unknown.
   """
   return getattr(_import(name), 'per_row', False)
+
+
+def refuse_rows(
+  config: ml_collections.ConfigDict, reason: str, *, accepted: str
+) -> Iterator[str]:
+  """Yields a line if the loss has one ratio or one error per row.
+
+  Args:
+    config: the experiment.
+    reason: why tokens need their own ones.
+    accepted: what is accepted instead of a ratio per row.
+  """
+  if is_per_row(config.loss.name):
+    yield f'loss.name={config.loss.name}: {reason}; must be another loss'
+  elif config.loss.ratio_level == 'row':
+    yield f'loss.ratio_level=row: {reason}; {accepted}'
 
 
 def options_of(name: str) -> set[str]:

@@ -98,7 +98,7 @@ class Family:
     chain = []
     for name in names:
       plugin = options_lib.make(
-        self._find(name),
+        self.find(name),
         values,
         field=f'{self.field}={name}',
         needs=('needs', 'needs_group', '__call__'),
@@ -109,14 +109,14 @@ class Family:
   def options(self, names: Sequence[str] | None = None) -> set[str]:
     """Returns the names of all options of plug-ins; None: of all known ones."""
     names = self.registry if names is None else names
-    factories = map(self._find, names)
+    factories = map(self.find, names)
     return {o for f in factories for o in options_lib.defaults(f)}
 
   def problems(self, values: Mapping[str, Any]) -> Iterator[str]:
     """Yields a line for each option of a known plug-in with a wrong value."""
     lines = {}
     for name in self.registry:
-      lines |= dict.fromkeys(options_lib.problems(self._find(name), values))
+      lines |= dict.fromkeys(options_lib.problems(self.find(name), values))
     yield from lines
 
   def conflicts(self, config: ml_collections.ConfigDict) -> Iterator[str]:
@@ -143,8 +143,12 @@ class Family:
   def _names(self, values: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(values[self.field.rpartition('.')[2]])
 
-  def _find(self, name: str) -> Callable[..., Any]:
-    """Returns what makes a plug-in from its options."""
+  def find(self, name: str) -> Callable[..., Any]:
+    """Returns what makes a plug-in from its options.
+
+    Raises:
+      ValueError: in one line, if the name is unknown.
+    """
     path = f'{self.registry.get(name, name)}'
     if name in self.registry:
       path += f':{self.class_name}'

@@ -149,23 +149,28 @@ class UncertaintySampler(TaskSampler):
   def state(self) -> dict:
     """Returns [successes, episodes] of each task that was played, by index.
 
-    With a weight of the diversity, followed by the diversity.
+    Followed by the diversity, if it is known.
     """
     return {
       str(n): [
         *self._counts[:, n].tolist(),
-        *([self._diversities[n]] if self._diversity_weight else []),
+        *([self._diversities[n]] if n in self._diversities else []),
       ]
       for n in np.flatnonzero(self._counts[1])
     }
 
   def restore(self, state: dict) -> None:
-    """Restores statistics that `state` returned."""
+    """Restores statistics that `state` returned.
+
+    The resumed run may have another weight of the diversity, or fewer tasks.
+    """
     self._counts[:], self._diversities = 0, {}
-    for index, (successes, episodes, *diversities) in state.items():
-      self._counts[:, int(index)] = successes, episodes
-      if self._diversity_weight:
-        (self._diversities[int(index)],) = diversities
+    for key, (successes, episodes, *diversities) in state.items():
+      index = int(key)
+      if index < self._num_tasks:
+        self._counts[:, index] = successes, episodes
+        if diversities and self._diversity_weight:
+          (self._diversities[index],) = diversities
 
   def chances(self) -> np.ndarray:
     """Returns the probability of each task to be drawn first."""
@@ -187,9 +192,12 @@ class UncertaintySampler(TaskSampler):
   def _weighted(self, iteration: int, groups: int) -> np.ndarray:
     rng = np.random.Generator(np.random.Philox([self._seed, iteration]))
     # The order of first arrivals of Poisson processes with these rates is a
-    # weighted sample without replacement.
-    arrivals = rng.exponential(size=self._num_tasks) / self.chances()
-    return np.argsort(arrivals, kind='stable')[:groups]
+    # weighted sample without replacement. Those of rate 0 come last, in random
+    # order.
+    times, chances = rng.exponential(size=self._num_tasks), self.chances()
+    arrivals = np.full(self._num_tasks, np.inf)
+    np.divide(times, chances, out=arrivals, where=chances > 0)
+    return np.lexsort((times, arrivals))[:groups]
 
 
 def diversity(sequences: Sequence[Sequence[str]]) -> float:

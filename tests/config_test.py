@@ -4,6 +4,7 @@ import importlib
 import inspect
 import itertools
 import json
+import math
 import os
 import pathlib
 import re
@@ -264,6 +265,71 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
     (
       {'algorithm.name': 'polychromic_vine', 'algorithm.set_size': 4},
       'algorithm.set_size=4: a state has .* = 4 episodes, .* must be at most 3',
+    ),
+    (
+      {
+        'algorithm.name': 'polychromic_vine',
+        'algorithm.root_share': 0.25,
+        'rollout.episodes_per_group': 8,
+      },
+      'algorithm.root_share=0.25: 2 of .*=8 episodes .* must give at least 3',
+    ),
+    (
+      {
+        'algorithm.name': 't_spmo',
+        'loss.name': 'row_regression',
+        'loss.aggregation': 'sequence_mean',
+      },
+      'loss.name=row_regression: each token .* own advantage; must be another',
+    ),
+    (
+      {
+        'algorithm.name': 'ppo',
+        'loss.name': 'row_regression',
+        'loss.aggregation': 'sequence_mean',
+      },
+      'loss.name=row_regression: each token .* own advantage; must be another',
+    ),
+    (
+      {
+        'algorithm.name': 'ppo',
+        'critic.warmup_iterations': 2,
+        'num_iterations': 4,
+        'guard.action': 'rollback',
+      },
+      'critic.warmup_iterations=2: guard.action=rollback .* must be 0',
+    ),
+    (
+      {
+        'algorithm.name': 'risk_po',
+        'algorithm.bundle_tasks': 2,
+        'filter.drop_zero_variance': True,
+      },
+      'filter.drop_zero_variance=True: the groups that it keeps do not fill',
+    ),
+    (
+      {'algorithm.name': 'gdpo', 'filter.select': ('snr',)},
+      'filter.select=snr: filters by the total .* must be another selector',
+    ),
+    (
+      {'algorithm.name': 'gdpo', 'algorithm.component_weights': (math.nan, 1)},
+      'algorithm.component_weights=.*nan.*: not finite',
+    ),
+    (
+      {
+        'algorithm.name': 'igpo',
+        'algorithm.components': (),
+        'algorithm.component_weights': (3.0,),
+      },
+      'algorithm.component_weights=.* must be one weight per component',
+    ),
+    (
+      {'algorithm.name': 'hgpo', 'algorithm.level_exponent': 200.0},
+      'algorithm.level_exponent=200.0: .* must be between -20 and 20',
+    ),
+    (
+      {'guard.max_fisher': 0.1},
+      'guard.max_fisher=0.1: has no effect; needs filter.select to be set',
     ),
     (
       {'algorithm.continuations': 4},

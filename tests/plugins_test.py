@@ -164,7 +164,7 @@ def test_configs_list_the_defaults_of_plugins(family: plugins.Family):
   assert values[field] == ()
   owners = {}
   for name in family.registry:
-    for option in dataclasses.fields(family._find(name)):
+    for option in dataclasses.fields(family.find(name)):
       assert values[option.name] == option.default, (name, option.name)
       assert owners.setdefault(option.name, name) == name
   others = set()

@@ -1,6 +1,7 @@
 """Tests of task sampling: pure, without replacement, distinct per iteration."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -161,3 +162,40 @@ def test_outcomes_are_restored():
   assert first.state() == {'5': [1, 1], '7': [0, 1]}
   assert [first.at(i) for i in range(9)] == [second.at(i) for i in range(9)]
   assert all(len(set(first.at(i))) == 3 for i in range(9))
+
+
+def test_a_weight_of_the_diversity_may_be_added_at_a_resume():
+  task = base.Task('train', 2)
+  before = tasks.UncertaintySampler('train', 4, 1, seed=0)
+  before.record_outcomes([tasks.Outcome(task, success=True)])
+  state = json.loads(json.dumps(before.state()))
+  assert state == {'2': [1, 1]}
+  after = tasks.UncertaintySampler('train', 4, 1, 0, diversity_weight=0.5)
+  after.restore(state)
+  assert after.state() == state
+  after.record_outcomes(
+    [tasks.Outcome(task, success=True, actions=(x,)) for x in 'ab']
+  )
+  assert after.state() == {'2': [3, 3, 1.0]}
+  before.restore(json.loads(json.dumps(after.state())))
+  assert before.state() == {'2': [3, 3]}
+  fewer = tasks.UncertaintySampler('train', 2, 1, seed=0)
+  fewer.restore(state)
+  assert fewer.state() == {}
+
+
+def test_tasks_without_a_chance_are_drawn_at_random():
+  sampler = tasks.UncertaintySampler(
+    'train', 6, 3, seed=0, uniform=0.0, diversity_weight=1.0
+  )
+  outcomes = [
+    tasks.Outcome(base.Task('train', n), success=True, actions=actions)
+    for n in range(6)
+    for actions in (('a',), ('b',) if n == 5 else ('a',))
+  ]
+  sampler.record_outcomes(outcomes)
+  np.testing.assert_array_equal(sampler.chances(), [0, 0, 0, 0, 0, 1])
+  drawn = [[task.index for task in sampler.at(n)] for n in range(20)]
+  assert {indices[0] for indices in drawn} == {5}
+  others = {index for indices in drawn for index in indices[1:]}
+  assert others == {0, 1, 2, 3, 4}

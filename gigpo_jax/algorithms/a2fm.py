@@ -33,6 +33,7 @@ from gigpo_jax import (
   options,
   reward_functions,
   row_stats,
+  selectors,
 )
 
 PRESETS = {
@@ -65,11 +66,9 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'env.require_think=True: a response that begins with {without_think[0]} '
       'is invalid; must be False for a2fm with this mode'
     )
-  if config.filter.drop_zero_variance:
-    yield (
-      'filter.drop_zero_variance=True: a2fm also learns from a group in which '
-      'all episodes succeed; must be False'
-    )
+  yield from selectors.refuse_by_reward(
+    config, 'a2fm also learns from a group in which all episodes succeed'
+  )
   yield from reward_functions.refuse_success_only(config)
 
 

@@ -24,6 +24,7 @@ from gigpo_jax import (
   arrays,
   batch,
   reward_functions,
+  selectors,
 )
 
 _EPSILON = 1e-4
@@ -31,11 +32,9 @@ _EPSILON = 1e-4
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
   """Yields a line for a filter by the total reward and for unused rewards."""
-  if config.filter.drop_zero_variance:
-    yield (
-      'filter.drop_zero_variance=True: filters by the total reward, but gdpo '
-      'uses its components; must be False'
-    )
+  yield from selectors.refuse_by_reward(
+    config, 'filters by the total reward, but gdpo uses its components'
+  )
   yield from reward_functions.unused(config)
 
 

@@ -52,7 +52,7 @@ class Algorithm(gigpo.Algorithm):
 
   step_weight: float = dataclasses.field(default=1.0, init=False)
   history: int = options.number(2, low=0)
-  level_exponent: float = 1.0
+  level_exponent: float = options.number(1.0, low=-20, high=20)
 
   def components(self, rows: batch.Rows) -> advantages.Components:
     """Returns A_E, and the weighted sum of the levels as A_S."""

@@ -24,7 +24,14 @@ import ml_collections
 import numpy as np
 
 import envs
-from gigpo_jax import algorithms, batch, options, reward_functions, row_stats
+from gigpo_jax import (
+  algorithms,
+  batch,
+  options,
+  reward_functions,
+  row_stats,
+  selectors,
+)
 
 PRESETS = {'igpo': {'algorithm.discount': 1.0, 'algorithm.components': ()}}
 
@@ -43,11 +50,10 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
     )
   if config.algorithm.components:
     yield from reward_functions.unused(config)
-  if config.filter.drop_zero_variance:
-    yield (
-      "filter.drop_zero_variance=True: igpo also learns from the answer's "
-      'probability in groups of equal rewards; must be False'
-    )
+  yield from selectors.refuse_by_reward(
+    config,
+    "igpo also learns from the answer's probability in groups of equal rewards",
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +81,7 @@ class Algorithm:
 
   def __post_init__(self):
     options.check(self)
-    if self.components:
+    if self.components or self.component_weights:
       reward_functions.check_weights(self.components, self.component_weights)
 
   def compute_advantages(

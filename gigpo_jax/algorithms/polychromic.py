@@ -26,7 +26,7 @@ import ml_collections
 import numpy as np
 from jaxtyping import Float
 
-from gigpo_jax import algorithms, batch, options, row_stats
+from gigpo_jax import algorithms, batch, options, row_stats, selectors
 
 _MAX_SETS = 100_000
 
@@ -36,11 +36,10 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
 
   A group with one set has A = 0.
   """
-  if config.filter.drop_zero_variance:
-    yield (
-      'filter.drop_zero_variance=True: filters by rewards, but polychromic '
-      'also learns from actions that differ; must be False'
-    )
+  yield from selectors.refuse_by_reward(
+    config,
+    'filters by rewards, but polychromic also learns from actions that differ',
+  )
   k, members = config.algorithm.set_size, config.rollout.episodes_per_group
   if not 2 <= k < members or math.comb(members, k) > _MAX_SETS:  # noqa: PLR2004
     yield (

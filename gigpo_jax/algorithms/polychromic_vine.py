@@ -27,19 +27,34 @@ from jaxtyping import Int
 from gigpo_jax import algorithms, batch, branching, options, row_stats
 from gigpo_jax.algorithms import polychromic
 
-PRESETS = {'polychromic_vine': {'algorithm.root_share': 0.25}}
+PRESETS = {
+  # With sets of 2: 5 episodes start in the first state, 3 branch.
+  'polychromic_vine': {
+    'rollout.episodes_per_group': 8,
+    'algorithm.root_share': 0.6,
+  }
+}
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
   """Yields a line if a state has too few episodes to compare sets."""
   yield from branching.conflicts(config)
   yield from polychromic.conflicts(config)
-  k, vines = config.algorithm.set_size, config.algorithm.branches_per_turn
+  values, members = config.algorithm, config.rollout.episodes_per_group
+  k, vines, share = values.set_size, values.branches_per_turn, values.root_share
+  roots = algorithms.num_roots(Algorithm(root_share=share), members)
   if k > vines:
     yield (
       f'algorithm.set_size={k}: a state has algorithm.branches_per_turn + 1 = '
       f'{vines + 1} episodes, and sets of all of them cannot be compared; must '
       f'be at most {vines}'
+    )
+  elif k >= roots:
+    yield (
+      f'algorithm.root_share={share}: {roots} of rollout.episodes_per_group='
+      f'{members} episodes start in the first state, and sets of '
+      f'algorithm.set_size={k} of them cannot be compared; must give at least '
+      f'{k + 1}'
     )
 
 

@@ -19,7 +19,7 @@ import ml_collections
 import numpy as np
 from jaxtyping import Bool, Float
 
-from gigpo_jax import algorithms, batch, options, row_stats
+from gigpo_jax import algorithms, batch, losses, options, row_stats
 
 LEVELS = ('token', 'turn')
 
@@ -31,11 +31,12 @@ PRESETS = {
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a line if each row has one ratio but each token an advantage."""
-  if config.loss.ratio_level == 'row' and config.algorithm.gae_level == 'token':
-    yield (
-      'loss.ratio_level=row: each token of a row has its own advantage; needs '
-      'algorithm.gae_level=turn'
+  """Yields a line if the loss is one of rows but tokens have advantages."""
+  if config.algorithm.gae_level == 'token':
+    yield from losses.refuse_rows(
+      config,
+      'each token of a row has its own advantage',
+      accepted='needs algorithm.gae_level=turn',
     )
 
 

@@ -45,6 +45,11 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'rollout.carry_over={config.rollout.carry_over}: the groups that end in '
       'an iteration do not fill bundles; must be 0'
     )
+  if config.filter.drop_zero_variance:
+    yield (
+      'filter.drop_zero_variance=True: the groups that it keeps do not fill '
+      'bundles; must be False'
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,16 +23,13 @@ from typing import ClassVar
 import ml_collections
 import numpy as np
 
-from gigpo_jax import advantages, algorithms, batch, options
+from gigpo_jax import advantages, algorithms, batch, losses, options
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a line if each row has one ratio."""
-  if config.loss.ratio_level == 'row':
-    yield (
-      'loss.ratio_level=row: each token of a row has its own advantage; must '
-      'be token'
-    )
+  """Yields a line if the loss has one ratio or one error per row."""
+  reason = 'each token of a row has its own advantage'
+  yield from losses.refuse_rows(config, reason, accepted='must be token')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,14 +75,18 @@ def token_advantages(rows: batch.Rows, returns: np.ndarray) -> np.ndarray:
     returns: return of each row, [R].
   """
   result = np.zeros(rows.completion_mask.shape, np.float32)
+  # Number of each prefix: of a prompt by its group and tokens, of a longer
+  # prefix by its number without the last token, and that token.
+  nodes: dict[tuple[int, bytes | int], int] = {}
   rows_by_token = collections.defaultdict(lambda: collections.defaultdict(list))
   for r in np.flatnonzero(rows.real):
-    ids = rows.tokens[r, : rows.lengths[r]]
-    for c in range(rows.lengths[r] - rows.prompt_lengths[r]):
-      end = rows.prompt_lengths[r] + c
-      # The length of the prompt tells it from the prefix of a response.
-      prefix = rows.groups[r], rows.prompt_lengths[r], ids[:end].tobytes()
-      rows_by_token[prefix][int(ids[end])].append((r, c))
+    ids, start = rows.tokens[r, : rows.lengths[r]], rows.prompt_lengths[r]
+    prompt = int(rows.groups[r]), ids[:start].tobytes()
+    node = nodes.setdefault(prompt, len(nodes))
+    for c, end in enumerate(range(start, rows.lengths[r])):
+      token = int(ids[end])
+      rows_by_token[node][token].append((r, c))
+      node = nodes.setdefault((node, token), len(nodes))
   for by_token in rows_by_token.values():
     if len(by_token) == 1:
       continue

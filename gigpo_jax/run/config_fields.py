@@ -53,6 +53,7 @@ _DEPENDENT = {
     ('sft.beta', 'sft.segment_turns'),
     ('sft.loss', 'dpo', lambda loss: loss == 'dpo'),
   ),
+  'guard.max_fisher': ('filter.select', 'set', bool),
   'sft.rollouts': ('sft.rounds', 'above 0', bool),
   'loss.tis_level': ('loss.tis_clip', 'set', bool),
   'loss.kl_horizon': ('loss.kl_target', 'set', bool),

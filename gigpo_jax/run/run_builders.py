@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -51,6 +51,7 @@ from gigpo_jax import (
 )
 from gigpo_jax import config as config_lib
 from gigpo_jax.run import (
+  config_fields,
   model_builders,
   policy_files,
   remat,
@@ -69,6 +70,9 @@ from gigpo_jax.runtime import (
 # Folders of episodes and of the rows of a teacher: `episodes.FOLDER` and
 # `TEACHER_FOLDER`, whose module is slow to import.
 _EPISODES, _TEACHER = 'episodes', 'teacher'
+
+# Options that the config of an environment may set for all algorithms.
+_COMMON_OPTIONS = ('norm', 'discount', 'invalid_penalty')
 
 # Config fields that control the memory of programs, and remedies.
 _SAMPLER_MEMORY = (
@@ -429,9 +433,24 @@ def save_last(
 
 
 def print_notes(config: ml_collections.ConfigDict) -> None:
-  """Prints which presets of the algorithm and of plug-ins are not applied."""
+  """Prints presets that are not applied, and options that are not used."""
   for name, field, value, preset in variants.unapplied(config):
     console.log(f'{field}={value}: the variant :{name} has {preset}')
+  for field, value in unused_options(config):
+    console.log(f'{field}={value}: {config.algorithm.name} does not use it')
+
+
+def unused_options(
+  config: ml_collections.ConfigDict,
+) -> Iterator[tuple[str, object]]:
+  """Yields (field, value) of common options that the algorithm ignores.
+
+  They are not refused, because configs of environments set them.
+  """
+  own = options.defaults(algorithms.make(**config.algorithm.to_dict()))
+  fields = [f'algorithm.{x}' for x in _COMMON_OPTIONS if x not in own]
+  for field, value, _ in config_fields.non_default(config, fields):
+    yield field, value
 
 
 def start_compilation(

@@ -44,11 +44,27 @@ def refuse_row_loss(
     )
 
 
+def refuse_by_reward(
+  config: ml_collections.ConfigDict, reason: str
+) -> Iterator[str]:
+  """Yields a line for each filter of groups by their rewards.
+
+  Args:
+    config: the experiment.
+    reason: why an algorithm needs the other groups, too.
+  """
+  if config.filter.drop_zero_variance:
+    yield f'filter.drop_zero_variance=True: {reason}; must be False'
+  for name in config.filter.select:
+    if name in REGISTRY and getattr(FAMILY.find(name), 'by_reward', False):
+      yield f'filter.select={name}: {reason}; must be another selector, or ()'
+
+
 class Selector(Protocol):
   """Chooses rows or tokens; for attributes see `modulators.Modulator`.
 
   A selector may also have `metrics`, which returns metrics by name; see
-  `plugins.metrics`.
+  `plugins.metrics`. `by_reward` is True if it drops groups of equal returns.
   """
 
   needs: tuple[str, ...]

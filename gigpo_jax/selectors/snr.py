@@ -23,6 +23,7 @@ class Selector:
 
   needs: ClassVar[tuple[str, ...]] = ()
   needs_group: ClassVar[bool] = True
+  by_reward: ClassVar[bool] = True
 
   group_share: float = options.number(0.25, above=0, high=1)
 

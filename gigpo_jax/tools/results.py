@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from gigpo_jax.tools import (
+  equal_cost,
   evidence,
   law,
   outcomes,
@@ -381,6 +382,7 @@ BLOCKS = {
   'controls': lambda: controls_table(_tests()),
   'data': lambda: data_table(_evaluations('credit')),
   'dial': dial_block,
+  'equal': lambda: equal_cost.table(_evaluations('credit'), law.BASELINE),
   'further': further_block,
   'law': law_block,
   'order': order_block,

@@ -132,30 +132,32 @@ def table(evaluations: Sequence[dict]) -> str:
   Args:
     evaluations: evaluations, as `read` returns them.
   """
-  curves = _curves(evaluations)
+  by_name = curves(evaluations)
   budgets = {
-    x: min(c[-1][x] for by_seed in curves.values() for c in by_seed.values())
+    x: min(c[-1][x] for by_seed in by_name.values() for c in by_seed.values())
     for x in ('spent/env_steps', 'spent/tokens')
   }
-  first, *_ = curves
+  first, *_ = by_name
   headers = [f'minus {first}, paired']
   headers += [f'at {budget:,.0f} {AXES[x]}' for x, budget in budgets.items()]
   rows = []
   final = {
     name: {s: 100 * c[-1]['eval/success_rate'] for s, c in by_seed.items()}
-    for name, by_seed in curves.items()
+    for name, by_seed in by_name.items()
   }
-  for name, by_seed in curves.items():
+  for name, by_seed in by_name.items():
     final_rates = list(final[name].values())
     differences = [
       x - final[first][s] for s, x in final[name].items() if s in final[first]
     ]
     cells = [
-      _mean(final_rates),
-      _mean(differences) if differences and name != first else '',
+      mean_and_error(final_rates),
+      mean_and_error(differences) if differences and name != first else '',
     ]
     for x, budget in budgets.items():
-      cells.append(_mean([_at(c, x, budget) for c in by_seed.values()]))
+      cells.append(
+        mean_and_error([success_at(c, x, budget) for c in by_seed.values()])
+      )
     each = ', '.join(f'{x:.1f}' for x in final_rates)
     played = np.mean([c[-1]['spent/episodes'] for c in by_seed.values()])
     rows.append((name, len(final_rates), f'{played:,.0f}', *cells, each))
@@ -163,22 +165,28 @@ def table(evaluations: Sequence[dict]) -> str:
   return plots.table(columns, rows)
 
 
-def _curves(evaluations: Sequence[dict]) -> dict[str, dict[int, list[dict]]]:
+def curves(evaluations: Sequence[dict]) -> dict[str, dict[int, list[dict]]]:
   """Returns evaluations by name, then by seed."""
-  curves: dict[str, dict[int, list[dict]]] = {}
+  grouped: dict[str, dict[int, list[dict]]] = {}
   for (_, name, seed), lines in by_run(evaluations).items():
-    curves.setdefault(name, {})[seed] = lines
-  return curves
+    grouped.setdefault(name, {})[seed] = lines
+  return grouped
 
 
-def _at(curve: Sequence[dict], x: str, budget: float) -> float:
-  """Returns the success in percent at a budget of x, interpolated."""
+def success_at(curve: Sequence[dict], x: str, budget: float) -> float:
+  """Returns the success in percent at a budget, interpolated linearly.
+
+  Args:
+    curve: evaluations of a run.
+    x: column of the budget, such as 'spent/env_steps'.
+    budget: value of that column; beyond the last one, the last success counts.
+  """
   xs = [line[x] for line in curve]
   ys = [100 * line['eval/success_rate'] for line in curve]
   return float(np.interp(budget, xs, ys))
 
 
-def _mean(values: Sequence[float]) -> str:
+def mean_and_error(values: Sequence[float]) -> str:
   """Returns mean ± standard error; for one value, the value alone."""
   mean = sum(values) / len(values)
   if len(values) == 1:
@@ -197,12 +205,12 @@ def draw(
     x: column of the x axis.
   """
   with plots.image(path, figsize=(7, 4.2)) as (_, axes):
-    for n, (name, by_seed) in enumerate(_curves(evaluations).items()):
+    for n, (name, by_seed) in enumerate(curves(evaluations).items()):
       # All curves of a name end where the shortest of them ends.
       end = min(curve[-1][x] for curve in by_seed.values())
       xs = np.linspace(0, end, 50)
       ys = np.array(
-        [[_at(c, x, budget) for budget in xs] for c in by_seed.values()]
+        [[success_at(c, x, budget) for budget in xs] for c in by_seed.values()]
       )
       played = np.mean([c[-1]['spent/episodes'] for c in by_seed.values()])
       label = (
