@@ -503,7 +503,7 @@ def _draw_panel(
     end = max(x[name][2] for x in effects.values() if name in x)
     end = min(end, top - 2)
     axes.annotate(
-      name,
+      name.rpartition(' ')[2],
       (predictor[name], end),
       xytext=(0, 4),
       textcoords='offset points',
