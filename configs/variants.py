@@ -49,7 +49,7 @@ def parse(
   Raises:
     ValueError: if `arg` contains an unknown variant or two sizes.
   """
-  variants = [word for word in arg.split(',') if word]
+  variants = [word.strip() for word in arg.split(',') if word.strip()]
   known = (*sizes, *changes)
   unknown = [v for v in variants if v not in known]
   chosen = [v for v in variants if v in sizes]

@@ -23,6 +23,9 @@ from gigpo_jax import batch
 from gigpo_jax import options as options_lib
 from gigpo_jax.runtime import errors
 
+# Metrics that no plug-in may overwrite.
+_TRAINER_METRICS = ('train/', 'eval/', 'time/', 'spent/', 'update/', 'rollout/')
+
 # Outputs of the learner that a plug-in can need; also NAME@X for all but
 # `prompt_log_probs`.
 OUTPUTS = ('log_probs', 'entropies', 'prompt_log_probs', 'feature_squares')
@@ -163,8 +166,8 @@ class Family:
     return functools.partial(Function, factory)
 
 
-def check_shape(field: str, values: np.ndarray, rows: batch.Rows) -> None:
-  """Checks that there is one value per row or per completion token.
+def check_values(field: str, values: np.ndarray, rows: batch.Rows) -> None:
+  """Checks that there is one finite value per row or per completion token.
 
   Args:
     field: config field that names the code which returned the values.
@@ -172,7 +175,7 @@ def check_shape(field: str, values: np.ndarray, rows: batch.Rows) -> None:
     rows: the rows.
 
   Raises:
-    ValueError: in one line, if the shape is another.
+    ValueError: in one line, if the shape is another or a value is not finite.
   """
   per_token = rows.completion_mask.shape
   if np.shape(values) not in (per_token, per_token[:1]):
@@ -180,6 +183,32 @@ def check_shape(field: str, values: np.ndarray, rows: batch.Rows) -> None:
       f'{field}: returned shape {np.shape(values)}; must be {per_token[:1]}, '
       f'one per row, or {per_token}, one per completion token'
     )
+  if bad := np.size(values) - np.isfinite(values).sum():
+    raise ValueError(
+      f'{field}: returned {bad} values that are not finite; must be numbers'
+    )
+
+
+def check_metrics(field: str, values: Mapping[str, float]) -> None:
+  """Checks that metrics are numbers under names of their own.
+
+  Args:
+    field: config field that names the code which returned the metrics.
+    values: the metrics.
+
+  Raises:
+    ValueError: in one line, if one is not.
+  """
+  for name, value in values.items():
+    if value is None or isinstance(value, str) or np.ndim(value):
+      raise ValueError(
+        f'{field}: returned {name}, a {type(value).__name__}; must be a number'
+      )
+    if name == 'iteration' or name.startswith(_TRAINER_METRICS):
+      raise ValueError(
+        f'{field}: returned {name}, a metric of the trainer; must have another '
+        'name, such as advantage/NAME'
+      )
 
 
 def module_conflicts(

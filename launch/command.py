@@ -183,7 +183,20 @@ def _check_config_file(argv: list[str]) -> ml_collections.ConfigDict:
           f'--config={path}: cannot be loaded ({type(error).__name__}: '
           f'{error}); must be like one of configs/*.py'
         ) from error
+      if missing := _missing_section(config):
+        raise ValueError(
+          f'--config={path}: get_config returned {missing}; must return a '
+          'config that starts from configs.base.get_config()'
+        )
   return config
+
+
+def _missing_section(config: object) -> str:
+  """Returns what is wrong with the result of `get_config`; '' if nothing is."""
+  if not isinstance(config, ml_collections.ConfigDict):
+    return f'a {type(config).__name__}'
+  missing = [x for x in base.get_config() if x not in config]
+  return f'a config without {missing[0]}' if missing else ''
 
 
 def _check_fields(argv: list[str], config: ml_collections.ConfigDict) -> None:

@@ -15,7 +15,7 @@ from programs import PROJECT
 from configs import alfworld
 from gigpo_jax import checkpoint
 from gigpo_jax.runtime import distributed, files, signals
-from launch import lines
+from launch import command, lines
 
 
 def _launch(
@@ -48,6 +48,26 @@ def test_help_shows_usage_flags_and_examples(script):
   assert done.returncode == 0 and not done.stderr
   for words in (f'    python launch/{script}.py --', '  --workdir\n      '):
     assert words in done.stdout, words
+
+
+@pytest.mark.parametrize(
+  ('result', 'message'),
+  [
+    ("{'num_iterations': 3}", 'a dict; must return a config that starts from'),
+    ('None', 'a NoneType; must'),
+    ('ConfigDict({"seed": 0})', 'a config without '),
+  ],
+)
+def test_config_files_must_start_from_the_base(tmp_path, result, message):
+  file = tmp_path / 'own.py'
+  file.write_text(
+    'from ml_collections import ConfigDict\n'
+    f'def get_config(variant=""):\n  return {result}\n'
+  )
+  with pytest.raises(
+    ValueError, match=f'own.py: get_config returned {message}'
+  ):
+    command._check_config_file([f'--config={file}'])
 
 
 def test_warnings_of_jax_alone_are_shown(tmp_path):

@@ -7,11 +7,10 @@ import pytest
 from gigpo_jax.tools import compare
 
 
-def _run(path, *, variant, seed, rates, secs=60.0):
+def _run(path, *, variant, seed, rates, secs=60.0, **settings):
   path.mkdir()
-  (path / 'config.json').write_text(
-    json.dumps({'variant': variant, 'seed': seed})
-  )
+  config = {'variant': variant, 'seed': seed, **settings}
+  (path / 'config.json').write_text(json.dumps(config))
   lines = []
   for iteration, rate in enumerate(rates):
     line = {
@@ -45,6 +44,28 @@ def test_table_has_first_and_last_evaluation(tmp_path, capsys):
     '| `tiny,grpo` | 4 | 25.0% |  | 25.0% [15.0%, 35.0%] | +0.0 | 32 | 1 |'
   )
   assert out.read_bytes().startswith(b'\x89PNG')
+
+
+def test_runs_that_differ_in_more_than_the_seed_have_their_own_names(tmp_path):
+  def run(name, seed, rate, **options):
+    settings = {'optimizer': {'learning_rate': rate}, **options}
+    return _run(
+      tmp_path / name, variant='tiny', seed=seed, rates=[0.5], **settings
+    )
+
+  low = run('low', 0, 1e-4)
+  other_seed = run('other_seed', 1, 1e-4, pool={'num_workers': 7})
+  names = [name for name, *_ in compare.load_all([low, other_seed])]
+  assert names == ['tiny', 'tiny']
+  runs = compare.load_all([low, run('high', 0, 3e-4), other_seed])
+  assert [run[:2] for run in runs] == [
+    ('tiny, low', 0),
+    ('tiny, high', 0),
+    ('tiny, other_seed', 1),
+  ]
+  copy = run('copy', 0, 1e-4)
+  with pytest.raises(ValueError, match='copy: has the config and .* of .*low;'):
+    compare.load_all([low, copy])
 
 
 def test_no_plot_without_out_flag(tmp_path, monkeypatch, capsys):

@@ -389,7 +389,7 @@ def test_a_damaged_wandb_run_id_is_refused(tmp_path, damage):
 
 
 READERS = {
-  'compare': lambda workdir: compare.load(workdir),
+  'compare': lambda workdir: compare.load_all([workdir]),
   'viewer': lambda workdir: viewer.summary(workdir),
   'sweep': lambda workdir: sweep.finished(
     sweep.Run('a', 'configs/alfworld.py:smoke', 0), workdir.parent

@@ -6,12 +6,14 @@ import importlib
 import pathlib
 import re
 
+import numpy as np
 import pytest
 
 import envs
 from configs import base, variants
 from gigpo_jax import (
   algorithms,
+  batch,
   losses,
   modulators,
   options,
@@ -172,3 +174,47 @@ def test_configs_list_the_defaults_of_plugins(family: plugins.Family):
     modules = map(variants._algorithm, algorithms.REGISTRY)
     others = {o for m in modules for o in options.defaults(m.Algorithm)}
   assert not others & set(owners)
+
+
+class Returning:
+  """An algorithm of another project that returns a given output."""
+
+  def __init__(self, output):
+    self.output = output
+
+  def compute_advantages(self, rows, values):
+    return self.output
+
+
+@pytest.mark.parametrize(
+  ('output', 'message'),
+  [
+    (np.zeros(2), 'returned ndarray; must be algorithms.AlgorithmOutput'),
+    (None, 'returned NoneType; must be algorithms.AlgorithmOutput'),
+    (
+      algorithms.AlgorithmOutput(np.array([0.0, np.nan]), {}),
+      'returned 1 values that are not finite; must be numbers',
+    ),
+    (
+      algorithms.AlgorithmOutput(np.zeros(2), {'advantage/x': 'high'}),
+      'returned advantage/x, a str; must be a number',
+    ),
+    (
+      algorithms.AlgorithmOutput(np.zeros(2), {'advantage/x': np.zeros(2)}),
+      'returned advantage/x, a ndarray; must be a number',
+    ),
+    (
+      algorithms.AlgorithmOutput(np.zeros(2), {'train/success_rate': 1.0}),
+      'returned train/success_rate, a metric of the trainer; must have another',
+    ),
+    (
+      algorithms.AlgorithmOutput(np.zeros(2), {'iteration': 1.0}),
+      'returned iteration, a metric of the trainer; must have another',
+    ),
+  ],
+)
+def test_wrong_results_of_an_algorithm_are_refused(output, message):
+  sizes = {'max_prompt_tokens': 2, 'max_completion_tokens': 2}
+  rows = batch.pack([[1], [2]], [[1], [2]], row_multiple=2, **sizes)
+  with pytest.raises(ValueError, match=f'^algorithm.name: {message}'):
+    algorithms.compute(Returning(output), rows, None, {})

@@ -267,6 +267,18 @@ def test_export_decodes_every_record_once(workdir, tmp_path, monkeypatch):
   assert len(decoded) == 12
 
 
+def test_an_export_replaces_no_other_file(workdir, tmp_path):
+  path = tmp_path / 'env.py'
+  path.write_text('mine')
+  with pytest.raises(
+    ValueError, match='env.py: exists and is no exported page'
+  ):
+    viewer.export(workdir, path)
+  assert path.read_text() == 'mine'
+  for _ in range(2):
+    viewer.export(workdir, tmp_path / 'run.html')
+
+
 def test_foreign_text_is_never_html(workdir, tmp_path):
   client = viewer.application(workdir).test_client()
   viewer.export(workdir, tmp_path / 'run.html')

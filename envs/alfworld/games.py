@@ -205,8 +205,8 @@ def _split_folder(split: str, data_dir: str) -> pathlib.Path:
       return folder
   raise ValueError(
     f'env.data_dir={data_dir}: has no folder {_FOLDER}/{split}; '
-    'download the games with `alfworld-download --data-dir DIR`, or leave it '
-    'empty for generated games'
+    'download the games with `alfworld-download --data-dir DIR`, or use '
+    'env.data_dir=generated'
   )
 
 

@@ -174,7 +174,13 @@ def compute(
     output = algorithm.compute_advantages(
       rows, values, *([state] if stateful else [])
     )
-  plugins.check_shape('algorithm.name', output.advantages, rows)
+  if not isinstance(output, AlgorithmOutput):
+    raise ValueError(
+      f'algorithm.name: returned {type(output).__name__}; must be '
+      'algorithms.AlgorithmOutput'
+    )
+  plugins.check_values('algorithm.name', output.advantages, rows)
+  plugins.check_metrics('algorithm.name', output.metrics)
   return output
 
 

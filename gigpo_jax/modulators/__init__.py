@@ -64,5 +64,5 @@ def apply(
   for modulator in chain:
     with errors.show_traceback(FAMILY.field):
       advantages = np.asarray(modulator(advantages, rows, signals), np.float32)
-    plugins.check_shape(FAMILY.field, advantages, rows)
+    plugins.check_values(FAMILY.field, advantages, rows)
   return np.asarray(advantages, np.float32)

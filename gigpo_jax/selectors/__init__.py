@@ -101,7 +101,7 @@ def apply(
     with errors.show_traceback(FAMILY.field):
       metrics |= plugins.metrics(selector, advantages, rows, signals)
       mask = np.asarray(selector(advantages, rows, signals))
-    plugins.check_shape(FAMILY.field, mask, rows)
+    plugins.check_values(FAMILY.field, mask, rows)
     if mask.dtype != bool:
       raise ValueError(
         f'{FAMILY.field}: returned {mask.dtype}; must be bool, True for the '

@@ -3,11 +3,13 @@ r"""Compare runs side by side: a table and one plot of learning curves.
     python -m gigpo_jax.tools.compare runs/alfworld-tiny \
         runs/alfworld-tiny-grpo --out curves.png
 
-Runs of one variant share a color. Thin lines are runs; the thick line is their
-mean over the iterations at which all of them were evaluated.
+Runs that differ in their seed only share a color and, in the table, a name.
+Thin lines are runs; the thick line is their mean over the iterations at which
+all of them were evaluated.
 """
 
 import argparse
+import json
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -17,6 +19,8 @@ from gigpo_jax.runtime import files
 from gigpo_jax.tools import plots
 
 _RATE = 'eval/success_rate'
+# Sections of a config that do not change what a run learns.
+_IRRELEVANT = ('seed', 'checkpoint', 'episodes', 'metrics', 'pool')
 _REQUIRED = (_RATE, 'eval/success_low', 'eval/success_high')
 
 
@@ -109,27 +113,73 @@ def draw(
     axes.legend(loc='best')
 
 
-def load(workdir: str | pathlib.Path) -> tuple[str, int, list[dict]]:
-  """Returns a run's variant, seed and metrics.
+def load_all(
+  workdirs: Sequence[str | pathlib.Path],
+) -> list[tuple[str, int, list[dict]]]:
+  """Returns the name, seed and metrics of each run.
+
+  The name is the variant, or that of the folder for a config without variants.
+  Where runs of one variant differ in more than their seed, the folder follows.
 
   Raises:
-    ValueError: in one line, if the folder is not a run's work directory or has
-      no evaluation.
+    ValueError: in one line, if a folder is not a run's work directory, has no
+      evaluation, or repeats a run.
   """
+  runs = [
+    (_read_config(workdir), read_metrics(workdir)) for workdir in workdirs
+  ]
+  settings: dict[str, set[str]] = {}  # By variant.
+  known: dict[tuple[str, int], str | pathlib.Path] = {}
+  for workdir, (config, _) in zip(workdirs, runs, strict=True):
+    text = _settings(config)
+    settings.setdefault(config.get('variant', ''), set()).add(text)
+    other = known.setdefault((text, config['seed']), workdir)
+    if other != workdir or workdirs.count(workdir) > 1:
+      raise ValueError(
+        f'{workdir}: has the config and the seed of {other}; must be another '
+        'run'
+      )
+  named = []
+  for workdir, (config, lines) in zip(workdirs, runs, strict=True):
+    name, folder = config.get('variant', ''), pathlib.Path(workdir).name
+    if not name:
+      name = folder
+    elif len(settings[name]) > 1:
+      name = f'{name}, {folder}'
+    named.append((name, config['seed'], lines))
+  return named
+
+
+def _settings(config: dict) -> str:
+  """Returns a text that is equal for runs that differ in their seed only."""
+  kept = {k: v for k, v in config.items() if k not in _IRRELEVANT}
+  return json.dumps(kept, sort_keys=True)
+
+
+def _read_config(workdir: str | pathlib.Path) -> dict:
   path = pathlib.Path(workdir) / 'config.json'
   if not path.is_file():
     raise ValueError(
       f'{workdir}: no config.json; must be the --workdir of a run'
     )
   config = files.read_stored(path)
-  if missing := {'variant', 'seed'} - config.keys():
-    raise ValueError(f'{path}: lacks {", ".join(sorted(missing))}')
+  if 'seed' not in config:
+    raise ValueError(f'{path}: lacks seed')
+  return config
+
+
+def read_metrics(workdir: str | pathlib.Path) -> list[dict]:
+  """Returns the metrics of a run with evaluations.
+
+  Raises:
+    ValueError: in one line, if it has none.
+  """
   lines = metrics.read(workdir)
   try:
     evaluations(lines)
   except ValueError as error:
     raise ValueError(f'{workdir}: {error}') from None
-  return config['variant'], config['seed'], lines
+  return lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--out', help='path for the plot; none by default')
   options = parser.parse_args(argv)
   try:
-    runs = [load(workdir) for workdir in options.workdirs]
+    runs = load_all(options.workdirs)
     print(table(runs))
     if options.out:
       _draw_file(runs, options.out)

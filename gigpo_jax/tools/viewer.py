@@ -403,9 +403,15 @@ def export(
       with stored episodes.
 
   Raises:
-    ValueError: in one line, if the folder holds no run, an iteration was not
-      kept, or the file would be too large for a browser.
+    ValueError: in one line, if the folder holds no run, the path is another
+      file, an iteration was not kept, or the file would be too large for a
+      browser.
   """
+  if not _may_replace(pathlib.Path(path)):
+    raise ValueError(
+      f'--export={path}: exists and is no exported page; must be a new file or '
+      'an earlier export'
+    )
   run = summary(workdir)
   selected = list(iterations) or run['iterations']
   for number in selected:
@@ -441,6 +447,14 @@ def export(
       f'--export={path}: cannot be written ({error.strerror}); must be a file '
       'in a writable folder with free space'
     ) from error
+
+
+def _may_replace(path: pathlib.Path) -> bool:
+  """Returns whether a path is free, or a web page such as an earlier export."""
+  if not path.is_file():
+    return True  # A folder is refused when it is written.
+  with path.open('rb') as file:
+    return file.read(15).lower() in (b'', b'<!doctype html>')
 
 
 def serve(
