@@ -61,8 +61,10 @@ def test_runs_that_differ_in_more_than_the_seed_have_their_own_names(tmp_path):
   assert [run[:2] for run in runs] == [
     ('tiny, low', 0),
     ('tiny, high', 0),
-    ('tiny, other_seed', 1),
+    ('tiny, low', 1),
   ]
+  own = _run(tmp_path / 'own', variant='', seed=0, rates=[0.5])
+  assert compare.load_all([own])[0][:2] == ('own', 0)
   copy = run('copy', 0, 1e-4)
   with pytest.raises(ValueError, match='copy: has the config and .* of .*low;'):
     compare.load_all([low, copy])

@@ -118,8 +118,9 @@ def load_all(
 ) -> list[tuple[str, int, list[dict]]]:
   """Returns the name, seed and metrics of each run.
 
-  The name is the variant, or that of the folder for a config without variants.
-  Where runs of one variant differ in more than their seed, the folder follows.
+  The name is the variant. If runs of one variant differ in more than their
+  seed, the folder of the first run with the same settings follows; it is the
+  name of runs without a variant.
 
   Raises:
     ValueError: in one line, if a folder is not a run's work directory, has no
@@ -128,11 +129,14 @@ def load_all(
   runs = [
     (_read_config(workdir), read_metrics(workdir)) for workdir in workdirs
   ]
-  settings: dict[str, set[str]] = {}  # By variant.
+  # Folder of the first run with some settings, by variant and settings.
+  folders: dict[str, dict[str, str]] = {}
   known: dict[tuple[str, int], str | pathlib.Path] = {}
   for workdir, (config, _) in zip(workdirs, runs, strict=True):
     text = _settings(config)
-    settings.setdefault(config.get('variant', ''), set()).add(text)
+    folders.setdefault(config.get('variant', ''), {}).setdefault(
+      text, pathlib.Path(workdir).name
+    )
     other = known.setdefault((text, config['seed']), workdir)
     if other != workdir or workdirs.count(workdir) > 1:
       raise ValueError(
@@ -140,13 +144,12 @@ def load_all(
         'run'
       )
   named = []
-  for workdir, (config, lines) in zip(workdirs, runs, strict=True):
-    name, folder = config.get('variant', ''), pathlib.Path(workdir).name
-    if not name:
-      name = folder
-    elif len(settings[name]) > 1:
-      name = f'{name}, {folder}'
-    named.append((name, config['seed'], lines))
+  for config, lines in runs:
+    variant = config.get('variant', '')
+    names = [variant] if variant else []
+    if not variant or len(folders[variant]) > 1:
+      names.append(folders[variant][_settings(config)])
+    named.append((', '.join(names), config['seed'], lines))
   return named
 
 
