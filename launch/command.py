@@ -183,15 +183,15 @@ def _check_config_file(argv: list[str]) -> ml_collections.ConfigDict:
           f'--config={path}: cannot be loaded ({type(error).__name__}: '
           f'{error}); must be like one of configs/*.py'
         ) from error
-      if missing := _missing_section(config):
+      if problem := _config_problem(config):
         raise ValueError(
-          f'--config={path}: get_config returned {missing}; must return a '
+          f'--config={path}: get_config returned {problem}; must return a '
           'config that starts from configs.base.get_config()'
         )
   return config
 
 
-def _missing_section(config: object) -> str:
+def _config_problem(config: object) -> str:
   """Returns what is wrong with the result of `get_config`; '' if nothing is."""
   if not isinstance(config, ml_collections.ConfigDict):
     return f'a {type(config).__name__}'

@@ -38,7 +38,7 @@ from configs.sweeps import keydoor as keydoor_sweep
 from envs import base as base_env
 from gigpo_jax import config as config_lib
 from gigpo_jax.algorithms import gigpo
-from gigpo_jax.run import config_fields, run_config
+from gigpo_jax.run import config_fields, run_builders, run_config
 from gigpo_jax.tools import sweep as sweep_tool
 
 # Environments whose warm starts are looked up by `sizes.warm_start`.
@@ -483,6 +483,12 @@ def test_options_of_a_new_algorithm_are_fields(monkeypatch):
 def test_words_of_other_projects_get_a_hint(variant, hint):
   with pytest.raises(ValueError, match=f'; {hint}'):
     alfworld.get_config(variant)
+
+
+def test_options_that_the_algorithm_ignores_are_named():
+  config = webshop.get_config('smoke,tree_grpo')
+  assert [*run_builders.unused_options(config)] == [('algorithm.norm', 'mean')]
+  assert not [*run_builders.unused_options(webshop.get_config('smoke'))]
 
 
 def test_presets_that_a_field_does_not_apply_are_named():

@@ -204,6 +204,12 @@ def experiment(config: ml_collections.ConfigDict) -> dict[str, Any]:
   return {k: v for k, v in _fields(config).items() if k not in _LOCAL}
 
 
+def fixed_fields(stored: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the fields of a stored config that a resume must not change."""
+  fields = config_fields.flatten(stored)
+  return {k: v for k, v in fields.items() if k not in _MAY_DIFFER}
+
+
 def _fields(config: ml_collections.ConfigDict) -> dict[str, Any]:
   """Returns the values of all fields as they are stored."""
   return config_fields.flatten(json.loads(config.to_json_best_effort()))

@@ -15,12 +15,11 @@ import sys
 from collections.abc import Sequence
 
 from gigpo_jax import metrics
+from gigpo_jax.run import run_config
 from gigpo_jax.runtime import files
 from gigpo_jax.tools import plots
 
 _RATE = 'eval/success_rate'
-# Sections of a config that do not change what a run learns.
-_IRRELEVANT = ('seed', 'checkpoint', 'episodes', 'metrics', 'pool')
 _REQUIRED = (_RATE, 'eval/success_low', 'eval/success_high')
 
 
@@ -126,37 +125,37 @@ def load_all(
     ValueError: in one line, if a folder is not a run's work directory, has no
       evaluation, or repeats a run.
   """
-  runs = [
-    (_read_config(workdir), read_metrics(workdir)) for workdir in workdirs
-  ]
+  runs = []
   # Folder of the first run with some settings, by variant and settings.
   folders: dict[str, dict[str, str]] = {}
   known: dict[tuple[str, int], str | pathlib.Path] = {}
-  for workdir, (config, _) in zip(workdirs, runs, strict=True):
-    text = _settings(config)
-    folders.setdefault(config.get('variant', ''), {}).setdefault(
-      text, pathlib.Path(workdir).name
-    )
-    other = known.setdefault((text, config['seed']), workdir)
-    if other != workdir or workdirs.count(workdir) > 1:
+  for workdir in workdirs:
+    config, lines = _read_config(workdir), read_metrics(workdir)
+    variant, seed = config.get('variant', ''), config['seed']
+    settings = _settings(config)
+    if (settings, seed) in known:
       raise ValueError(
-        f'{workdir}: has the config and the seed of {other}; must be another '
-        'run'
+        f'{workdir}: has the config and the seed of {known[settings, seed]}; '
+        'must be another run'
       )
+    known[settings, seed] = workdir
+    folder = pathlib.Path(workdir).name
+    folders.setdefault(variant, {}).setdefault(settings, folder)
+    runs.append((variant, settings, seed, lines))
   named = []
-  for config, lines in runs:
-    variant = config.get('variant', '')
+  for variant, settings, seed, lines in runs:
     names = [variant] if variant else []
     if not variant or len(folders[variant]) > 1:
-      names.append(folders[variant][_settings(config)])
-    named.append((', '.join(names), config['seed'], lines))
+      names.append(folders[variant][settings])
+    named.append((', '.join(names), seed, lines))
   return named
 
 
 def _settings(config: dict) -> str:
   """Returns a text that is equal for runs that differ in their seed only."""
-  kept = {k: v for k, v in config.items() if k not in _IRRELEVANT}
-  return json.dumps(kept, sort_keys=True)
+  fields = run_config.fixed_fields(config)
+  del fields['seed']
+  return json.dumps(fields, sort_keys=True)
 
 
 def _read_config(workdir: str | pathlib.Path) -> dict:
