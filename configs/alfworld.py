@@ -146,6 +146,7 @@ def _small(config: ml_collections.ConfigDict) -> None:
   config.model.dtype = 'bfloat16'
   config.pool.num_workers = 4
   config.env.generator = ml_collections.ConfigDict({'seed': 0})
+  config.env.generator.num_held_out = 512
   config.env.max_steps = 30
   config.env.expert_order = 'likely'
   config.rollout.groups = 16
@@ -156,7 +157,7 @@ def _small(config: ml_collections.ConfigDict) -> None:
   config.optimizer.b2 = 0.98
   config.learner.microbatch_tokens = 21_760
   config.learner.length_buckets = (256, 384, 680)
-  config.evaluation.num_tasks = 0
+  config.evaluation.num_tasks = 128
   config.evaluation.inside_rollout = True
   config.evaluation.every = 10
   config.sft.num_episodes = 3000

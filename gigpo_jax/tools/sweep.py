@@ -30,6 +30,10 @@ from gigpo_jax.tools import outcomes, paired, sweep_table
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _RATE = 'optimizer.learning_rate'
+# jax's name of the share of a GPU's memory that a process reserves, its older
+# name, and the share of all runs together; CUDA's libraries need the rest.
+_MEMORY_SHARES = 'XLA_CLIENT_MEM_FRACTION', 'XLA_PYTHON_CLIENT_MEM_FRACTION'
+_MEMORY_SHARE = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,8 +279,9 @@ def run_all(
 ) -> list[Run]:
   """Completes all runs and returns those that failed.
 
-  Each run is pinned to its own core, if there are enough, and writes a log next
-  to its folder. The runs end when this process ends.
+  Each run is pinned to its share of the cores, if there are enough, has its
+  share of a GPU's memory, and writes a log next to its folder. The runs end
+  when this process ends.
 
   Args:
     runs: runs to train and to test.
@@ -285,23 +290,26 @@ def run_all(
   """
   waiting = [run for run in runs if run.next_command(root)]
   cores = sorted(os.sched_getaffinity(0)) if _can_pin_cores() else []
-  free_cores = list(range(at_once))
+  share = len(cores) // at_once
+  variables = _share_variables(at_once, share)
+  free = list(range(at_once))
   running: dict[subprocess.Popen, tuple[Run, list[str], int]] = {}
   failed = []
   bar = tqdm.tqdm(total=len(runs), initial=len(runs) - len(waiting))
   try:
     while waiting or running:
-      while waiting and free_cores:
-        run, core = waiting.pop(0), free_cores.pop(0)
+      while waiting and free:
+        run, index = waiting.pop(0), free.pop(0)
         command = run.next_command(root)
-        process = _start(run, command, root, cores[core : core + 1])
-        running[process] = run, command, core
+        own = cores[index * share : (index + 1) * share]
+        process = _start(run, command, root, own, variables)
+        running[process] = run, command, index
       bar.set_postfix_str(
         ', '.join(run.folder for run, _, _ in running.values())
       )
       process = _wait_for_any(running)
-      run, command, core = running.pop(process)
-      free_cores.append(core)
+      run, command, index = running.pop(process)
+      free.append(index)
       following = run.next_command(root)
       if process.returncode or following == command:
         failed.append(run)
@@ -346,16 +354,36 @@ def _can_pin_cores() -> bool:
   return hasattr(os, 'sched_setaffinity')
 
 
+def _share_variables(at_once: int, cores: int) -> dict[str, str]:
+  """Returns the environment variables of one of several runs on this machine.
+
+  Args:
+    at_once: number of parallel runs.
+    cores: cores of a run; 0: not its own.
+  """
+  variables = {
+    'OMP_NUM_THREADS': str(max(cores, 1)),
+    processes.PARENT_VARIABLE: str(os.getpid()),
+  }
+  if at_once > 1 and not any(name in os.environ for name in _MEMORY_SHARES):
+    # Each process would reserve 75 % of the GPU.
+    variables[_MEMORY_SHARES[0]] = f'{_MEMORY_SHARE / at_once:.3f}'
+  return variables
+
+
 def _start(
-  run: Run, command: list[str], root: pathlib.Path, cores: Sequence[int]
+  run: Run,
+  command: list[str],
+  root: pathlib.Path,
+  cores: Sequence[int],
+  variables: Mapping[str, str],
 ) -> subprocess.Popen:
   with open(root / f'{run.folder}.log', 'a', encoding='utf-8') as log:
     process = subprocess.Popen(
       command,
       stdout=log,
       stderr=subprocess.STDOUT,
-      env=os.environ
-      | {'OMP_NUM_THREADS': '1', processes.PARENT_VARIABLE: str(os.getpid())},
+      env=os.environ | variables,
     )
   if cores:
     os.sched_setaffinity(process.pid, cores)
