@@ -38,6 +38,10 @@ RATES = {
 # The same of `:mini_full`.
 FULL_RATES = {'gigpo': 1.5e-4, 'grpo': 1.5e-4}
 
+# The same of `:small`, and of its methods without an entry; see
+# configs/sweeps/tuning_small.py.
+SMALL_RATES, SMALL_RATE = {'g2po': 3e-5}, 1e-5
+
 SIZES = ('0.5b', '1.5b', '7b', 'small', 'tiny', 'mini', 'mini_full', 'smoke')
 
 
@@ -53,6 +57,8 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     _tiny(config)
   if size == 'small':
     _small(config)
+    rate = sizes.tuned_rate(changes, SMALL_RATES, SMALL_RATE)
+    config.optimizer.learning_rate = rate
     config.model.path = sizes.warm_start(__file__, size, shared=False)
   if size == 'mini':
     sizes.use_mini(config, changes, RATES)
@@ -153,7 +159,6 @@ def _small(config: ml_collections.ConfigDict) -> None:
   config.rollout.max_prompt_tokens = 640
   config.rollout.prompt_buckets = (320, 640)
   config.rollout.batch_buckets = (128,)
-  config.optimizer.learning_rate = 3e-5
   config.optimizer.b2 = 0.98
   config.learner.microbatch_tokens = 21_760
   config.learner.length_buckets = (256, 384, 680)

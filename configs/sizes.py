@@ -124,6 +124,21 @@ def warm_start(file: str, size: str, *, shared: bool = True) -> str:
   return own
 
 
+def tuned_rate(
+  changes: Sequence[str], rates: Mapping[str, float], untuned: float
+) -> float:
+  """Returns the learning rate of the methods among some variants.
+
+  Args:
+    changes: variants other than the size.
+    rates: tuned learning rate per method.
+    untuned: the rate of methods without an entry.
+  """
+  methods = [c for c in changes if c in (*variants.ALGORITHMS, 'sampo')]
+  methods = methods or [base.DEFAULT_ALGORITHM]
+  return min(rates.get(method, untuned) for method in methods)
+
+
 def use_mini(
   config: ml_collections.ConfigDict,
   changes: Sequence[str],
@@ -137,12 +152,8 @@ def use_mini(
     rates: tuned learning rate per method, see configs/sweeps/tuning.py. Methods
       without an entry use the smallest of these rates and MINI_RATE.
   """
-  methods = [c for c in changes if c in (*variants.ALGORITHMS, 'sampo')]
-  methods = methods or [base.DEFAULT_ALGORITHM]
   untuned = min([MINI_RATE, *rates.values()])
-  config.optimizer.learning_rate = min(
-    rates.get(method, untuned) for method in methods
-  )
+  config.optimizer.learning_rate = tuned_rate(changes, rates, untuned)
   config.rollout.groups = 2
   config.rollout.batch_buckets = (16,)
   # As many updates per iteration as `tiny` has.

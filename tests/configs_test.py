@@ -33,8 +33,9 @@ from configs import (
   verifiers,
   webshop,
 )
-from configs.sweeps import ablations, main, tuning_others
+from configs.sweeps import ablations, main, tuning_others, tuning_small
 from configs.sweeps import keydoor as keydoor_sweep
+from configs.sweeps import small as small_sweep
 from envs import base as base_env
 from gigpo_jax import config as config_lib
 from gigpo_jax.algorithms import gigpo
@@ -293,6 +294,14 @@ def test_mini_has_the_tuned_learning_rates(module, changes, rate):
   assert config.optimizer.learning_rate == pytest.approx(rate)
 
 
+def test_small_has_the_tuned_learning_rates():
+  rates = {
+    run.name: run.load().optimizer.learning_rate
+    for run in sweep_tool.read(small_sweep.__file__)
+  }
+  assert rates == {'grpo': 1e-5, 'gigpo': 1e-5, 'g2po': 3e-5}
+
+
 @pytest.mark.parametrize('sweep', [main, ablations])
 def test_sweeps_keep_the_tuned_learning_rates(sweep):
   for run in sweep.RUNS:
@@ -309,13 +318,15 @@ def test_sweeps_keep_the_tuned_learning_rates(sweep):
     assert rate == (7.5e-5 if name in lower else 1.5e-4)
 
 
-@pytest.mark.parametrize('sweep', [keydoor_sweep, tuning_others])
+@pytest.mark.parametrize(
+  'sweep', [keydoor_sweep, tuning_others, small_sweep, tuning_small]
+)
 def test_sweeps_of_other_environments_are_valid(sweep):
   runs = sweep_tool.read(sweep.__file__)
   for config in (run.load() for run in runs):
     assert not list(config_lib._values(config))
     assert not list(config_lib._combinations(config))
-  is_tuning = sweep is tuning_others
+  is_tuning = sweep in (tuning_others, tuning_small)
   assert all((run.seed >= 100) == is_tuning for run in runs)
 
 

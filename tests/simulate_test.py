@@ -87,6 +87,15 @@ def test_decoding_steps_of_an_h200_are_those_measured(
   assert 1e3 * secs == pytest.approx(measured_ms, rel=0.06)
 
 
+def test_the_stored_costs_of_an_h100_are_those_measured(benchmarks):
+  costs, model = benchmarks.device_costs, published.SHAPES['Qwen2.5-1.5B']
+  device = costs.load(f'{_BENCHMARKS}/results/h100.json')
+  decode = costs.decode_secs(device, model, rows=128, positions=128 * 1064)
+  prefill = costs.prefill_secs(device, model, rows=8, length=1024)
+  assert 1e3 * decode == pytest.approx(4.06, rel=0.01)
+  assert 16 * prefill == pytest.approx(0.684, rel=0.02)
+
+
 def test_a_complete_iteration_is_the_one_measured(benchmarks):
   simulate = benchmarks.simulate
   options = simulate.change(

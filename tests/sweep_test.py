@@ -94,6 +94,48 @@ def test_finished_runs_are_gathered_and_not_rerun(tmp_path):
   assert (tmp_path / 'curves.png').stat().st_size > 5000
 
 
+def test_runs_share_the_cores_and_the_memory_of_a_gpu(tmp_path, monkeypatch):
+  shares, pinned = [], []
+
+  def next_command(run, root):
+    return None if (root / run.folder).exists() else [run.folder]
+
+  class Process:
+    pid, returncode = 7, 0
+
+    def __init__(self, command, env, **_):
+      (tmp_path / command[0]).mkdir()
+      shares.append((env['OMP_NUM_THREADS'], env.get(names[0])))
+
+    def wait(self, timeout=None):
+      pass
+
+    def terminate(self):
+      pass
+
+  names = ('XLA_CLIENT_MEM_FRACTION', 'XLA_PYTHON_CLIENT_MEM_FRACTION')
+  for name in names:
+    monkeypatch.delenv(name, raising=False)
+  monkeypatch.setattr(sweep.Run, 'next_command', next_command)
+  monkeypatch.setattr(sweep.subprocess, 'Popen', Process)
+  monkeypatch.setattr(os, 'sched_getaffinity', lambda _: {*range(3, 8)})
+  monkeypatch.setattr(os, 'sched_setaffinity', lambda _, c: pinned.append(c))
+  runs = [sweep.Run('a', 'configs/alfworld.py:smoke', n) for n in range(2)]
+  assert sweep.run_all(runs, tmp_path, at_once=2) == []
+  assert shares == [('2', '0.450')] * 2 and pinned == [[3, 4], [5, 6]]
+  # One run has all; a user's own share stays; without enough cores, no pins.
+  for at_once, own, share in ((1, '', ('5', None)), (6, '0.1', ('1', None))):
+    shares.clear()
+    pinned.clear()
+    for run in runs:
+      (tmp_path / run.folder).rmdir()
+    if own:
+      monkeypatch.setenv(names[1], own)
+    sweep.run_all(runs, tmp_path, at_once=at_once)
+    assert shares == [share] * 2
+  assert not pinned
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
   not hasattr(os, 'sched_setaffinity'), reason='pins processes to cores'
