@@ -82,10 +82,13 @@ def _parse(argv: list[str], *, module: str) -> list[str]:
     argv = _join_config(lines.expand_home(argv))
     argv = [_find_config(argument) for argument in argv]
     config = _check_config_file(argv)
-    argv = [deprecated.flag(argument, config) for argument in argv]
+    argv = [
+      _clear_tuple(deprecated.flag(argument, config), config)
+      for argument in argv
+    ]
     if config:
       _check_fields(argv, config)
-    argv, empty = _split_none(argv, config)
+    argv, empty = _split_none(_keep_last(argv), config)
     # The config flag reads the overrides from sys.argv.
     sys.argv = argv
     rest = flags.FLAGS(argv, known_only=False)
@@ -100,7 +103,9 @@ def _parse(argv: list[str], *, module: str) -> list[str]:
   except flags.IllegalFlagValueError as error:
     lines.exit_with_error(_wrong_type(' '.join(str(error).split()), config))
   except flags.UnrecognizedFlagError as error:
-    lines.exit_with_error(f'{error}; a field is set by --config.FIELD=VALUE')
+    meant = config_fields.suggest(error.flagname, config) if config else ''
+    how = 'a field is set by --config.FIELD=VALUE'
+    lines.exit_with_error('; '.join(filter(None, (str(error), meant, how))))
   except _MISTAKES as error:
     lines.exit_with_error(' '.join(str(error).split()))
   return rest
@@ -215,6 +220,29 @@ def _check_fields(argv: list[str], config: ml_collections.ConfigDict) -> None:
           f'{argument.removeprefix("--config.")}: no such field; {accepted}'
         )
       values = values[name]
+
+
+def _clear_tuple(argument: str, config: ml_collections.ConfigDict) -> str:
+  """Returns a flag with () instead of nothing as the value of a tuple."""
+  match = re.fullmatch(r'--config\.([\w.]+)=', argument)
+  is_tuple = match and isinstance(config_fields.get(config, match[1]), tuple)
+  return f'{argument}()' if is_tuple else argument
+
+
+def _keep_last(argv: list[str]) -> list[str]:
+  """Returns the flags with only the last value of each config field.
+
+  The config's flag would join the values of a tuple.
+  """
+  names = [
+    match[0] if (match := re.match(r'--config\.[^=]+=', x)) else None
+    for x in argv
+  ]
+  return [
+    argument
+    for n, (name, argument) in enumerate(zip(names, argv, strict=True))
+    if name is None or name not in names[n + 1 :]
+  ]
 
 
 def _split_none(

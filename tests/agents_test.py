@@ -458,7 +458,6 @@ ADAPTERS = (
   "--config.lora.agents=('planner','actor')",
   '--config.lora.rank=2',
   '--config.learner.share_prompts=True',
-  # A repeated flag adds to the values of small runs.
   '--config.learner.length_buckets=(392,)',
   '--config.model.path=configs/warm_starts/alfworld_tiny',
 )

@@ -99,29 +99,32 @@ def test_an_unknown_variant_gets_a_suggestion(variant, suggestion):
     alfworld.get_config(variant)
 
 
-_PRINT_LOSS = """
+_PRINT = """
 from launch import command
 def main(config, workdir):
   print(config.loss.dual_clip, config.loss.kl_clamp)
+  print(config.learner.length_buckets, config.rollout.prompt_buckets)
 command.run(main)
 """
 
 
-def test_none_unsets_an_optional_field():
+def test_the_last_value_counts_and_fields_can_be_unset():
   done = subprocess.run(
     [
       sys.executable,
-      *('-c', _PRINT_LOSS),
+      *('-c', _PRINT),
       '--config=configs/alfworld.py:tiny,reference_code',
       *('--config.loss.kl_clamp=None', '--config.loss.kl_clamp=2.5'),
       *('--config.loss.dual_clip=4.0', '--config.loss.dual_clip=None'),
+      *(f'--config.learner.length_buckets={x}' for x in ('(1, 2)', '(3,)')),
+      '--config.rollout.prompt_buckets=',
     ],
     cwd=PROJECT,
     capture_output=True,
     text=True,
     check=True,
   )
-  assert done.stdout == 'None 2.5\n'
+  assert done.stdout == 'None 2.5\n(3,) ()\n'
 
 
 @pytest.mark.parametrize(

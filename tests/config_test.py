@@ -18,6 +18,7 @@ import configs
 import envs
 from configs import (
   alfworld,
+  base,
   endpoint,
   scienceworld,
   search_qa,
@@ -29,7 +30,13 @@ from gigpo_jax import algorithms, modulators, selectors, tokenizer
 from gigpo_jax import config as config_lib
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import huggingface
-from gigpo_jax.run import agent_check, model_check, run_builders, run_config
+from gigpo_jax.run import (
+  agent_check,
+  config_fields,
+  model_check,
+  run_builders,
+  run_config,
+)
 from gigpo_jax.runtime import hardware
 
 PROJECT = pathlib.Path(config_lib.__file__).parents[1]
@@ -530,14 +537,22 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
       '=0.0001: no such field; did you mean optimizer.learning_rate',
     ),
     ({'algorithm.step_wieght': 1.0}, 'no such field; did you mean .*_weight'),
+    ({'beta': 0.1}, '^beta=0.1: no such field; did you mean loss.kl_weight'),
+    ({'lr': 0.1}, 'did you mean optimizer.learning_rate'),
     ({'groups': 4}, '^groups=4: no such field; did you mean rollout.groups'),
-    ({'loss.gamma': 1.0}, 'no such field; must be one of configs/base.py or'),
+    ({'loss.gamma': 1.0}, 'no such field; did you mean algorithm.discount'),
+    ({'loss.delta': 1.0}, 'no such field; must be one of configs/base.py or'),
   ],
 )
 def test_conflicting_values_are_refused_in_one_line(changes, message):
   refusal = _refusal(**{k.replace('.', '__'): v for k, v in changes.items()})
   assert len(refusal.splitlines()) == 1
   assert re.search(message.replace('(1.0,)', r'\(1.0,\)'), refusal)
+
+
+def test_names_of_other_trainers_stand_for_fields_that_exist():
+  fields = config_fields.flatten(base.get_config())
+  assert set(config_fields._OTHER_NAMES.values()) <= fields.keys()
 
 
 def test_all_problems_are_reported_at_once():

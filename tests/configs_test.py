@@ -498,8 +498,24 @@ def test_words_of_other_projects_get_a_hint(variant, hint):
 
 def test_options_that_the_algorithm_ignores_are_named():
   config = webshop.get_config('smoke,tree_grpo')
-  assert [*run_builders.unused_options(config)] == [('algorithm.norm', 'mean')]
+  unused = [*run_builders.unused_options(config)]
+  assert unused == [('algorithm.norm', 'mean', 'tree_grpo')]
   assert not [*run_builders.unused_options(webshop.get_config('smoke'))]
+
+
+def test_options_that_have_no_effect_are_printed(capsys, monkeypatch):
+  config = webshop.get_config('smoke')
+  config.loss.name = 'my_losses:own'
+  config.loss.kl_weight = 0.3
+  config.rollout.horizon = ((0, 4), (2, 8))
+  module = types.ModuleType('my_losses')
+  module.own = lambda outputs, tokens: None
+  monkeypatch.setitem(sys.modules, 'my_losses', module)
+  run_builders.print_notes(config)
+  printed = capsys.readouterr().out
+  assert 'loss.kl_weight=0.3: my_losses:own does not use it' in printed
+  assert 'num_iterations=2 ends before iteration 2' in printed
+  assert 'entropy_weight' not in printed  # It is 0.
 
 
 def test_presets_that_a_field_does_not_apply_are_named():

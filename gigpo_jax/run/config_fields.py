@@ -99,6 +99,47 @@ _DEPENDENT = {
   ),
 }
 
+# Names of other trainers (verl-agent, TRL, Tunix) for fields of configs.
+_OTHER_NAMES = {
+  'adv_estimator': 'algorithm.name',
+  'beta': 'loss.kl_weight',
+  'clip_ratio': 'loss.clip_epsilon',
+  'clip_ratio_high': 'loss.clip_epsilon_high',
+  'entropy_coeff': 'loss.entropy_weight',
+  'epsilon': 'loss.clip_epsilon',
+  'epsilon_high': 'loss.clip_epsilon_high',
+  'eval_steps': 'evaluation.every',
+  'gamma': 'algorithm.discount',
+  'grad_clip': 'optimizer.max_grad_norm',
+  'group_size': 'rollout.episodes_per_group',
+  'kl_coef': 'loss.kl_weight',
+  'kl_loss_coef': 'loss.kl_weight',
+  'lam': 'algorithm.gae_lambda',
+  'loss_type': 'loss.aggregation',
+  'lr': 'optimizer.learning_rate',
+  'max_completion_length': 'rollout.max_completion_tokens',
+  'max_prompt_length': 'rollout.max_prompt_tokens',
+  'max_response_length': 'rollout.max_completion_tokens',
+  'model_name_or_path': 'model.path',
+  'n': 'rollout.episodes_per_group',
+  'num_epochs': 'num_iterations',
+  'num_generations': 'rollout.episodes_per_group',
+  'num_train_epochs': 'num_iterations',
+  'ppo_epochs': 'learner.epochs',
+  'ppo_micro_batch_size_per_gpu': 'learner.microbatch_tokens',
+  'ppo_mini_batch_size': 'learner.minibatch_rows',
+  'save_freq': 'checkpoint.every',
+  'save_steps': 'checkpoint.every',
+  'scale_rewards': 'algorithm.norm',
+  'similarity_thresh': 'algorithm.similarity_threshold',
+  'step_advantage_w': 'algorithm.step_weight',
+  'tensor_model_parallel_size': 'rollout.tensor',
+  'test_freq': 'evaluation.every',
+  'total_epochs': 'num_iterations',
+  'total_training_steps': 'num_iterations',
+  'train_batch_size': 'rollout.groups',
+}
+
 
 def get(config: ml_collections.ConfigDict, field: str) -> Any:
   """Returns the value of a field such as 'loss.name'; None if it is missing."""
@@ -124,7 +165,8 @@ def suggest(field: str, config: ml_collections.ConfigDict) -> str:
   """Returns which fields a wrong name may mean; '' if there are none."""
   fields = flatten(config)
   last = field.rpartition('.')[2]
-  near = [name for name in fields if name.rpartition('.')[2] == last]
+  near = [_OTHER_NAMES[last]] if last in _OTHER_NAMES else []
+  near += [name for name in fields if name.rpartition('.')[2] == last]
   near = near or difflib.get_close_matches(field, fields, cutoff=0.85)
   return f'did you mean {", ".join(near)}?' if near else ''
 

@@ -71,8 +71,12 @@ from gigpo_jax.runtime import (
 # `TEACHER_FOLDER`, whose module is slow to import.
 _EPISODES, _TEACHER = 'episodes', 'teacher'
 
-# Options that the config of an environment may set for all algorithms.
-_COMMON_OPTIONS = ('norm', 'discount', 'invalid_penalty')
+# Options that the config of an environment may set for all algorithms, or for
+# all losses.
+_COMMON_OPTIONS = {
+  'algorithm': ('norm', 'discount', 'invalid_penalty'),
+  'loss': ('kl_weight', 'entropy_weight', 'aggregation', 'clip_epsilon'),
+}
 
 # Config fields that control the memory of programs, and remedies.
 _SAMPLER_MEMORY = (
@@ -436,21 +440,32 @@ def print_notes(config: ml_collections.ConfigDict) -> None:
   """Prints presets that are not applied, and options that are not used."""
   for name, field, value, preset in variants.unapplied(config):
     console.log(f'{field}={value}: the variant :{name} has {preset}')
-  for field, value in unused_options(config):
-    console.log(f'{field}={value}: {config.algorithm.name} does not use it')
+  for field, value, name in unused_options(config):
+    console.log(f'{field}={value}: {name} does not use it')
+  horizon, end = config.rollout.horizon, config.num_iterations
+  if late := [start for start, _ in horizon if start >= end]:
+    console.log(
+      f'rollout.horizon={tuple(horizon)}: num_iterations={end} ends before '
+      f'iteration {late[0]}'
+    )
 
 
 def unused_options(
   config: ml_collections.ConfigDict,
-) -> Iterator[tuple[str, object]]:
-  """Yields (field, value) of common options that the algorithm ignores.
+) -> Iterator[tuple[str, object, str]]:
+  """Yields common options that algorithm or loss ignore: field, value, name.
 
   They are not refused, because configs of environments set them.
   """
-  own = options.defaults(algorithms.make(**config.algorithm.to_dict()))
-  fields = [f'algorithm.{x}' for x in _COMMON_OPTIONS if x not in own]
-  for field, value, _ in config_fields.non_default(config, fields):
-    yield field, value
+  for section, plugin in (
+    ('algorithm', algorithms.make(**config.algorithm.to_dict())),
+    ('loss', builders.make_loss(config)),
+  ):
+    own, common = options.defaults(plugin), _COMMON_OPTIONS[section]
+    fields = [f'{section}.{option}' for option in common if option not in own]
+    for field, value, _ in config_fields.non_default(config, fields):
+      if value:  # Otherwise nothing is to be used.
+        yield field, value, config[section].name
 
 
 def start_compilation(
