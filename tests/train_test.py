@@ -84,7 +84,7 @@ def test_the_second_start_compiles_nothing(uninterrupted, tmp_path):
   assert cache['hits'] == cache['requests'] > 10
 
 
-def test_a_change_that_is_refused_leaves_the_config(tmp_path, monkeypatch):
+def test_a_changed_config_keeps_the_earlier_one(tmp_path, monkeypatch, capsys):
   config = alfworld.get_config('smoke')
   run_config.save(config, str(tmp_path))
 
@@ -95,7 +95,16 @@ def test_a_change_that_is_refused_leaves_the_config(tmp_path, monkeypatch):
   config.seed = 3
   with pytest.raises(ValueError, match='another shape'):
     train.train(config, str(tmp_path), allow_config_change=True)
-  assert json.loads((tmp_path / 'config.json').read_text())['seed'] == 0
+  path, backup = tmp_path / 'config.json', tmp_path / 'config.json.bak'
+  earlier = path.read_text()
+  assert json.loads(earlier)['seed'] == 0 and not backup.exists()
+  monkeypatch.undo()
+  monkeypatch.setattr(train, 'loop', lambda *_: None)
+  for printed in (f'{path}: the earlier file is kept as {backup.name}\n', ''):
+    train.train(config, str(tmp_path), allow_config_change=True)
+    assert capsys.readouterr().out == printed
+    assert json.loads(path.read_text())['seed'] == 3
+    assert [p.read_text() for p in tmp_path.glob('*.bak*')] == [earlier]
 
 
 @pytest.mark.slow
