@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -160,6 +161,15 @@ def describe_resume(folder: pathlib.Path) -> str:
     if not find_damage(folder / str(n), contents=False):
       return f'the same command resumes after iteration {n}'
   return 'there is no checkpoint yet; the same command starts again'
+
+
+def _write_problem(error: Exception) -> str:
+  """Returns the system's message in an error of writing, in one line.
+
+  TensorStore puts quoted paths before it and details, as [NAME='...'], after.
+  """
+  line = ' '.join(str(error).split())
+  return re.sub(r" \[\w[\w ]*='.*", '', line).rpartition('": ')[2]
 
 
 def _all_damaged(folder: pathlib.Path, iterations: list[int]) -> ValueError:
@@ -341,12 +351,11 @@ class Checkpointer:
       yield
     except (OSError, ValueError) as error:  # Disk, tensorstore.
       saved = _iterations(self._directory)
-      # The system's message comes last.
-      reason = ' '.join(str(error).split())[-120:]
+      start = f'iteration {saved[-1]}' if saved else 'the start'
       raise errors.RunError(
-        f'{self._directory}: a checkpoint cannot be written ({reason}); free '
-        'space or repair the disk, then rerun the same command to resume from '
-        + (f'iteration {saved[-1]}' if saved else 'the start')
+        f'{self._directory}: a checkpoint cannot be written '
+        f'({_write_problem(error)}); free space or repair the disk, then rerun '
+        f'the same command to resume from {start}'
       ) from error
 
   def latest(self, until: int | None = None) -> int | None:

@@ -21,6 +21,7 @@ from gigpo_jax import (
   env_pool,
   metrics,
   options,
+  tokenizer,
   trajectory,
 )
 from gigpo_jax import config as config_lib
@@ -36,6 +37,8 @@ from gigpo_jax.tools import plots
 _RESAMPLES = 10_000
 _DECIMALS = 12  # Further ones of a mean depend on the order of summation.
 _MAX_LABEL = 60  # Characters of a policy's name in the plot.
+# Files in the work directory, and the folder of kept episodes.
+_REPORT, _PLOT, _KEPT = 'evaluation.json', 'evaluation.png', 'evaluation'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -373,7 +376,8 @@ def main(
   Prints a table and compares the first policy with each of the others;
   checkpoints come before models. Writes evaluation.json, with the outcome of
   every episode, and evaluation.png. With `episodes.every`, the episodes of
-  policy N, from 0, are kept in evaluation/N, a folder for the viewer.
+  policy N, from 0, are kept in evaluation/N, a folder for the viewer. All three
+  of an earlier evaluation are moved to evaluation.bak.
 
   Args:
     config: the experiment.
@@ -393,15 +397,20 @@ def main(
   if export:
     run_config.check_workdir(export, '--export')
   distributed.initialize()
-  keeps = config.episodes.every and distributed.is_main_process()
-  episodes = {}
+  episodes, folder = {}, pathlib.Path(workdir)
   with builders.make_pool(config) as pool:
     builders.try_environment(config, pool, config.evaluation.split)
     for n, (source, path) in enumerate(policies):
-      kept = pathlib.Path(workdir) / 'evaluation' / str(n)
-      episodes[path] = _evaluate_policy(
-        config, source, path, pool, export, kept if keeps else None
+      episodes[path], text = _evaluate_policy(
+        config, source, path, pool, export
       )
+      if not distributed.is_main_process():
+        continue
+      with errors.explain_disk_errors(workdir):
+        if not n:  # The first policy can be evaluated.
+          _move_earlier(folder)
+        if config.episodes.every:
+          _keep_episodes(folder / _KEPT / str(n), text, episodes[path], config)
   if not distributed.is_main_process():
     return
   names = list(episodes)
@@ -413,7 +422,7 @@ def main(
     for measure, comparison in measures.items():
       print(f'\n{names[0]} minus {name}, {measure}: {comparison}')
   with errors.explain_disk_errors(workdir):
-    _write(config, pathlib.Path(workdir), episodes, comparisons)
+    _write(config, folder, episodes, comparisons)
 
 
 def _check_policies(
@@ -471,11 +480,38 @@ def _write(
       for name, measures in comparisons.items()
     },
   }
-  files.write_atomic(
-    folder / 'evaluation.json', json.dumps(report, indent=1) + '\n'
+  files.write_atomic(folder / _REPORT, json.dumps(report, indent=1) + '\n')
+  draw(episodes_by_policy, folder / _PLOT)
+  print(f'\n{folder}/{_REPORT}, {folder}/{_PLOT}')
+
+
+def _move_earlier(folder: pathlib.Path) -> None:
+  """Moves the results of an earlier evaluation, if any, to evaluation.bak."""
+  paths = [folder / name for name in (_REPORT, _PLOT, _KEPT)]
+  earlier = [path for path in paths if path.exists()]
+  if not earlier:
+    return
+  backup = files.free_name(folder / _KEPT)
+  backup.mkdir()
+  for path in earlier:
+    path.rename(backup / path.name)
+  console.log(f'{folder}: the earlier evaluation is kept in {backup.name}')
+
+
+def _keep_episodes(
+  folder: pathlib.Path,
+  text: tokenizer.Tokenizer,
+  episodes: Sequence[trajectory.Trajectory],
+  config: ml_collections.ConfigDict,
+) -> None:
+  """Writes the episodes of a policy to a folder for the viewer."""
+  # tensorflow_datasets is slow to import.
+  from gigpo_jax import episodes as episodes_lib
+
+  episodes_lib.write(
+    folder / episodes_lib.FOLDER, text, {0: episodes}, seed=config.seed
   )
-  draw(episodes_by_policy, folder / 'evaluation.png')
-  print(f'\n{folder}/evaluation.json, {folder}/evaluation.png')
+  console.log(f'to see its episodes: python launch/view.py --workdir={folder}')
 
 
 def _with_policy(
@@ -494,9 +530,8 @@ def _evaluate_policy(
   path: str,
   pool: env_pool.EnvPool,
   export: str,
-  kept: pathlib.Path | None,
-) -> list[trajectory.Trajectory]:
-  """Returns the episodes of a policy; also keeps them in a folder `kept`."""
+) -> tuple[list[trajectory.Trajectory], tokenizer.Tokenizer]:
+  """Returns the episodes of a policy, and its tokenizer."""
   config = _with_policy(config, source, path)
   console.log(f'policy: --{source}={path}')
   policy = model_builders.make_model_bundle(config)
@@ -522,19 +557,7 @@ def _evaluate_policy(
       label='evaluation',
     )
   metrics.stop_if_failed(episodes, config.pool.max_failed_share)
-  if kept:
-    # tensorflow_datasets is slow to import.
-    from gigpo_jax import episodes as episodes_lib
-
-    with errors.explain_disk_errors(str(kept)):
-      episodes_lib.write(
-        kept / episodes_lib.FOLDER,
-        policy.tokenizer,
-        {0: episodes},
-        seed=config.seed,
-      )
-    console.log(f'to see its episodes: python launch/view.py --workdir={kept}')
-  return episodes
+  return episodes, policy.tokenizer
 
 
 def _record(t: trajectory.Trajectory) -> dict:

@@ -10,7 +10,6 @@ import os
 import pathlib
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -466,7 +465,7 @@ def _lines_before(
   if problems:
     # No copy is needed if the file stays as it is.
     lossless = not damaged and repeated == 0 and _ends_with_newline(path)
-    backup = None if lossless else _copy(path)
+    backup = None if lossless else files.back_up(path)
     print(
       f'{path}: {"; ".join(problems)}'
       + (f'; the file is kept as {backup.name}' if backup else ''),
@@ -478,12 +477,6 @@ def _lines_before(
 def _ends_with_newline(path: pathlib.Path) -> bool:
   """Returns whether a file is missing, empty or ends with a newline."""
   return not path.exists() or path.read_bytes()[-1:] in (b'', b'\n')
-
-
-def _copy(path: pathlib.Path) -> pathlib.Path:
-  backup = files.free_name(path)
-  shutil.copy2(path, backup)
-  return backup
 
 
 def console_line(iteration: int, metrics: dict[str, float]) -> str:

@@ -132,7 +132,9 @@ def train(
           parts = run_builders.make_parts(config, workdir, bundle)
           saver.check(parts.abstract_states())
           if distributed.is_main_process():
-            run_config.save(config, workdir, inputs=inputs)
+            run_config.save(
+              config, workdir, inputs=inputs, keep_earlier=allow_config_change
+            )
           runner = builders.make_runner(config, bundle, pool, scorer)
           loop(parts, runner, saver, guard)
 

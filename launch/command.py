@@ -10,6 +10,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import ml_collections
 from absl import app, flags
@@ -294,6 +295,7 @@ def _call(
   # The checkpoint library logs a lot. Its errors are raised, too. Warnings of
   # jax, such as that it uses no GPU, are shown.
   absl_logging.set_verbosity(absl_logging.FATAL)
+  sys.unraisablehook = functools.partial(_drop_late_write, sys.unraisablehook)
   if 'JAX_LOGGING_LEVEL' not in os.environ:
     logging.getLogger('jax').setLevel(logging.WARNING)
   workdir = _WORKDIR.value
@@ -316,6 +318,23 @@ def _call(
   except Exception:
     traceback.print_exc()
     distributed.exit_process(1)
+
+
+def _drop_late_write(show: Callable[..., None], error: Any) -> None:
+  """Handles an error in a callback; shows it unless it adds nothing.
+
+  After a failed write of a checkpoint, e.g. to a full disk, the writes next to
+  it report to an event loop that is closed.
+
+  Args:
+    show: the hook that shows errors.
+    error: argument of `sys.unraisablehook`.
+  """
+  is_late = error.object is None and str(error.exc_value) == (
+    'Event loop is closed'
+  )
+  if not is_late:
+    show(error)
 
 
 def _default_workdir() -> str:

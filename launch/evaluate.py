@@ -9,7 +9,8 @@ r"""Evaluates policies on a config's evaluation tasks: table, JSON and plot.
 
 The third command samples greedily. At least one `--model` or `--checkpoint` is
 needed. The first policy, checkpoints before models, is compared with each other
-policy, task by task.
+policy, task by task. The results of an earlier evaluation in the work directory
+are moved to `evaluation.bak`.
 """
 
 from launch import interrupt

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 
 import pytest
@@ -70,14 +71,13 @@ def test_config_files_must_start_from_the_base(tmp_path, result, message):
     command._check_config_file([f'--config={file}'])
 
 
-def test_warnings_of_jax_alone_are_shown(tmp_path):
-  script = tmp_path / 'warn.py'
+def _errors_of(tmp_path: pathlib.Path, body: str) -> str:
+  """Returns what a command with this body, which succeeds, prints to stderr."""
+  script = tmp_path / 'script.py'
   script.write_text(
-    'import logging\n'
+    'import logging, sys, types\n'
     'from launch import command\n'
-    'def main(config, workdir):\n'
-    "  logging.getLogger('jax._src.xla_bridge').warning('no GPU')\n"
-    "  logging.getLogger('absl').warning('saved')\n"
+    f'def main(config, workdir):\n{textwrap.indent(body, "  ")}\n'
     'command.run(main)\n'
   )
   done = subprocess.run(
@@ -88,7 +88,32 @@ def test_warnings_of_jax_alone_are_shown(tmp_path):
     env=os.environ | {'PYTHONPATH': str(PROJECT)},
     check=True,
   )
-  assert 'no GPU' in done.stderr and 'saved' not in done.stderr
+  return done.stderr
+
+
+def test_warnings_of_jax_alone_are_shown(tmp_path):
+  errors = _errors_of(
+    tmp_path,
+    "logging.getLogger('jax._src.xla_bridge').warning('no GPU')\n"
+    "logging.getLogger('absl').warning('saved')",
+  )
+  assert 'no GPU' in errors and 'saved' not in errors
+
+
+def test_late_errors_of_a_failed_write_are_dropped(tmp_path):
+  late = (
+    "error = RuntimeError('Event loop is closed')\n"
+    'late = types.SimpleNamespace(exc_value=error, object=None)\n'
+    'sys.unraisablehook(late)'
+  )
+  assert not _errors_of(tmp_path, late)
+  other = (
+    'class Other:\n'
+    '  def __del__(self):\n'
+    "    raise RuntimeError('Event loop is closed')\n"
+    'Other()'
+  )
+  assert 'Event loop is closed' in _errors_of(tmp_path, other)
 
 
 @pytest.mark.parametrize(

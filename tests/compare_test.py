@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gigpo_jax.tools import compare
+from gigpo_jax.tools import compare, plots
 
 
 def _run(path, *, variant, seed, rates, secs=60.0, **settings):
@@ -87,6 +87,43 @@ def test_non_run_folder_is_refused_in_one_line(tmp_path, capsys):
   unevaluated = _run(tmp_path / 'c', variant='tiny', seed=0, rates=[None, None])
   assert compare.main([unevaluated]) == 2
   assert 'no eval/success_rate in 2 iterations' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('name', ['curves', 'a.b.svg', 'curves.pdf'])
+def test_only_earlier_plots_are_replaced(tmp_path, capsys, name):
+  run = _run(tmp_path / 'a', variant='tiny', seed=0, rates=[0.5, 0.5])
+  command = [run, f'--out={tmp_path / name}']
+  path = tmp_path / ('curves.png' if name == 'curves' else name)
+  for _ in range(2):
+    assert compare.main(command) == 0
+    assert capsys.readouterr().out.endswith(f'\ncurves: {path}\n')
+    drawn = path.read_bytes()
+    path.write_bytes(drawn[:-1])
+  with plots.image(path) as (_, axes):
+    axes.plot([1])
+  other = path.read_bytes()
+  assert compare.main(command) == 2
+  printed = capsys.readouterr()
+  assert not printed.out and printed.err == (
+    f'--out={path}: exists and is no plot of this command; must be a new file '
+    'or an earlier plot (.png, .svg or .pdf)\n'
+  )
+  assert path.read_bytes() == other
+
+
+def test_a_folder_as_a_plot_is_refused(tmp_path, capsys):
+  assert compare.main([str(tmp_path), f'--out={tmp_path}']) == 2
+  error = capsys.readouterr().err
+  assert error.startswith(f'--out={tmp_path}: is a folder; must be an image')
+  assert not tmp_path.with_suffix('.png').exists()
+
+
+def test_plots_without_a_title_are_not_replaced(tmp_path, capsys):
+  run = _run(tmp_path / 'a', variant='tiny', seed=0, rates=[0.5, 0.5])
+  command = [run, f'--out={tmp_path / "curves.jpg"}']
+  assert compare.main(command) == 0
+  assert compare.main(command) == 2
+  assert 'is no plot of this command' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('name', ['curves.foo', 'none/curves.png'])

@@ -223,3 +223,20 @@ def test_adapters_are_evaluated_with_their_own_network(tmp_path):
   config.lora.alpha = 16.0
   with pytest.raises(ValueError, match='lora.alpha=16.0: .* trained with 8.0'):
     saved_checkpoint.compare(config, str(tmp_path))
+
+
+def test_each_earlier_evaluation_has_a_folder_of_its_own(tmp_path, capsys):
+  evaluation._move_earlier(tmp_path)
+  assert not list(tmp_path.iterdir()) and not capsys.readouterr().out
+  for n, name in enumerate(('evaluation.bak', 'evaluation.bak.1')):
+    (tmp_path / 'evaluation.json').write_text(str(n))
+    evaluation._move_earlier(tmp_path)
+    assert (tmp_path / name / 'evaluation.json').read_text() == str(n)
+    assert capsys.readouterr().out == (
+      f'{tmp_path}: the earlier evaluation is kept in {name}\n'
+    )
+  # Kept episodes of an evaluation that was killed.
+  (tmp_path / 'evaluation' / '0').mkdir(parents=True)
+  evaluation._move_earlier(tmp_path)
+  assert (tmp_path / 'evaluation.bak.2' / 'evaluation' / '0').is_dir()
+  assert not (tmp_path / 'evaluation').exists()

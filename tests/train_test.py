@@ -15,7 +15,7 @@ import small_runs
 from configs import alfworld
 from gigpo_jax import checkpoint, tokenizer, train
 from gigpo_jax.run import policy_files, run_config
-from gigpo_jax.tools import viewer
+from gigpo_jax.tools import outcomes, viewer
 
 
 @pytest.fixture(name='uninterrupted', scope='module')
@@ -84,7 +84,7 @@ def test_the_second_start_compiles_nothing(uninterrupted, tmp_path):
   assert cache['hits'] == cache['requests'] > 10
 
 
-def test_a_change_that_is_refused_leaves_the_config(tmp_path, monkeypatch):
+def test_a_changed_config_keeps_the_earlier_one(tmp_path, monkeypatch, capsys):
   config = alfworld.get_config('smoke')
   run_config.save(config, str(tmp_path))
 
@@ -95,7 +95,16 @@ def test_a_change_that_is_refused_leaves_the_config(tmp_path, monkeypatch):
   config.seed = 3
   with pytest.raises(ValueError, match='another shape'):
     train.train(config, str(tmp_path), allow_config_change=True)
-  assert json.loads((tmp_path / 'config.json').read_text())['seed'] == 0
+  path, backup = tmp_path / 'config.json', tmp_path / 'config.json.bak'
+  earlier = path.read_text()
+  assert json.loads(earlier)['seed'] == 0 and not backup.exists()
+  monkeypatch.undo()
+  monkeypatch.setattr(train, 'loop', lambda *_: None)
+  for printed in (f'{path}: the earlier file is kept as {backup.name}\n', ''):
+    train.train(config, str(tmp_path), allow_config_change=True)
+    assert capsys.readouterr().out == printed
+    assert json.loads(path.read_text())['seed'] == 3
+    assert [p.read_text() for p in tmp_path.glob('*.bak*')] == [earlier]
 
 
 @pytest.mark.slow
@@ -380,7 +389,28 @@ def test_checkpoints_and_exports_are_evaluated(uninterrupted, tmp_path):
     )
     successes = [e['success'] for group in groups for e in group['episodes']]
     assert sum(successes) == sum(e['success'] for e in result['episodes'])
-  assert (tmp_path / 'evaluation.png').is_file()
+  plot = (tmp_path / 'evaluation.png').read_bytes()
+  assert 'earlier' not in printed
+  # Other policies and tasks, without kept episodes.
+  printed = preloaded.run(
+    small_runs.command(
+      'evaluate',
+      *small_runs.small(tmp_path)[2:],
+      f'--model={workdir / "policy"}',
+      '--config.evaluation.num_tasks=1',
+      '--config.episodes.every=0',
+    )
+  )
+  assert f'{tmp_path}: the earlier evaluation is kept in evaluation.bak\n' in (
+    printed
+  )
+  backup = tmp_path / 'evaluation.bak'
+  assert json.loads((backup / 'evaluation.json').read_text()) == stored
+  assert (backup / 'evaluation.png').read_bytes() == plot
+  kept = sorted(path.name for path in (backup / 'evaluation').iterdir())
+  assert kept == ['0', '1', '2'] and not (tmp_path / 'evaluation').exists()
+  (result,) = outcomes.read_evaluation(tmp_path / 'evaluation.json').values()
+  assert len(result) == 1
 
 
 def _export_command(

@@ -54,6 +54,7 @@ def save(
   name: str = _STORED,
   *,
   inputs: Mapping[str, str] | None = None,
+  keep_earlier: bool = False,
 ) -> None:
   """Stores the config in a work directory.
 
@@ -62,11 +63,17 @@ def save(
     workdir: the folder.
     name: name of the file.
     inputs: what the run reads apart from the config; see `check_resume`.
+    keep_earlier: whether to keep a file that differs under a free name, with a
+      line that names it.
   """
   content = json.loads(config.to_json_best_effort())
   stored = content | {_INPUTS: dict(inputs or {}), 'version': files.VERSION}
-  text = json.dumps(stored, indent=2, sort_keys=True)
-  files.write_atomic(pathlib.Path(workdir) / name, text + '\n')
+  text = json.dumps(stored, indent=2, sort_keys=True) + '\n'
+  path = pathlib.Path(workdir) / name
+  if keep_earlier and path.exists() and path.read_bytes() != text.encode():
+    backup = files.back_up(path)
+    print(f'{path}: the earlier file is kept as {backup.name}', flush=True)
+  files.write_atomic(path, text)
 
 
 def holds_run(workdir: str) -> bool:

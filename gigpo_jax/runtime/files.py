@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pathlib
+import shutil
 import socket
 from collections.abc import Iterable, Iterator
 
@@ -109,6 +110,11 @@ def free_name(path: pathlib.Path) -> pathlib.Path:
   """Returns the first unused name among PATH.bak, PATH.bak.1, ..."""
   names = (f'{path.name}.bak{f".{n}" if n else ""}' for n in itertools.count())
   return next(p for n in names if not (p := path.with_name(n)).exists())
+
+
+def back_up(path: pathlib.Path) -> pathlib.Path:
+  """Copies a file to an unused name, see `free_name`; returns its path."""
+  return pathlib.Path(shutil.copy2(path, free_name(path)))
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from gigpo_jax.tools import plots
 
 _RATE = 'eval/success_rate'
 _REQUIRED = (_RATE, 'eval/success_low', 'eval/success_high')
+_TITLE = 'gigpo_jax.tools.compare'  # Marks the plots that may be replaced.
 
 
 def evaluations(lines: Sequence[dict]) -> dict[int, dict]:
@@ -83,7 +84,7 @@ def draw(
     runs: (variant, seed, metrics) of each run.
     path: path of the image.
   """
-  with plots.image(path, figsize=(7, 4)) as (_, axes):
+  with plots.image(path, title=_TITLE, figsize=(7, 4)) as (_, axes):
     for n, variant in enumerate(dict.fromkeys(v for v, _, _ in runs)):
       color = f'C{n}'
       curves = [evaluations(lines) for v, _, lines in runs if v == variant]
@@ -191,18 +192,41 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--out', help='path for the plot; none by default')
   options = parser.parse_args(argv)
   try:
+    path = _check_out(options.out) if options.out else None
     runs = load_all(options.workdirs)
     print(table(runs))
-    if options.out:
-      _draw_file(runs, options.out)
+    if path:
+      _draw_file(runs, path)
   except ValueError as error:
     sys.stderr.write(f'{error}\n')
     return 2
   return 0
 
 
+def _check_out(out: str) -> pathlib.Path:
+  """Returns the path of the plot; without a suffix, it is a PNG.
+
+  Raises:
+    ValueError: in one line, if it is a folder, or a file that is no earlier
+      plot.
+  """
+  path = pathlib.Path(out)
+  if path.is_dir():
+    raise ValueError(
+      f'--out={out}: is a folder; must be an image file, such as curves.png'
+    )
+  if not path.suffix:
+    path = path.with_suffix('.png')
+  if path.is_file() and not plots.has_title(path, _TITLE):
+    raise ValueError(
+      f'--out={path}: exists and is no plot of this command; must be a new '
+      'file or an earlier plot (.png, .svg or .pdf)'
+    )
+  return path
+
+
 def _draw_file(
-  runs: Sequence[tuple[str, int, Sequence[dict]]], path: str
+  runs: Sequence[tuple[str, int, Sequence[dict]]], path: pathlib.Path
 ) -> None:
   """Draws the learning curves, or raises ValueError in one line."""
   try:

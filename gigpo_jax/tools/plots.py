@@ -5,16 +5,20 @@ import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+# Formats in which matplotlib can store a title as plain text.
+_TITLED = ('.png', '.svg', '.pdf')
+
 
 @contextlib.contextmanager
 def image(
-  path: str | pathlib.Path, *, dpi: int = 120, **options: Any
+  path: str | pathlib.Path, *, dpi: int = 120, title: str = '', **options: Any
 ) -> Iterator[tuple[Any, Any]]:
   """Yields a figure and its axes; writes them to an image file at the end.
 
   Args:
     path: path of the image.
     dpi: dots per inch.
+    title: hidden title, see `has_title`; dropped by some formats.
     **options: further arguments of `pyplot.subplots`.
   """
   # matplotlib is slow to import.
@@ -25,8 +29,20 @@ def image(
 
   figure, axes = pyplot.subplots(layout='constrained', **options)
   yield figure, axes
-  figure.savefig(path, dpi=dpi)
+  is_titled = title and pathlib.Path(path).suffix.lower() in _TITLED
+  extra = {'metadata': {'Title': title}} if is_titled else {}
+  figure.savefig(path, dpi=dpi, **extra)
   pyplot.close(figure)
+
+
+def has_title(path: pathlib.Path, title: str) -> bool:
+  """Returns whether a file is a PNG, SVG or PDF with a title of `image`."""
+  if path.suffix.lower() not in _TITLED:
+    return False
+  try:
+    return title.encode() in path.read_bytes()
+  except OSError:
+    return False
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -11,7 +11,6 @@ import os
 import pathlib
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -575,8 +574,7 @@ def _back_up(table: pathlib.Path, lost: int) -> None:
   """Copies a table, and that of its tests, before they lose runs."""
   for path in (table, sweep_table.tests_path(table)):
     if path.exists():
-      copy = files.free_name(path)
-      shutil.copy(path, copy)
+      copy = files.back_up(path)
       print(
         f'{lost} runs of {path} are not in the sweep any more; kept: {copy}'
       )
