@@ -120,7 +120,7 @@ def try_environment(
   tried = tasks.first_tasks(split, min(len(listed), trial.TASKS))
   observations, failures = trial.run(pool, name, tried)
   for failure in failures:
-    console.log(f'env.name={name}: {failure.task} {failure}')
+    console.log(f'env.name={name}: {trial.describe(name, failure)}')
   limit = config.rollout.max_prompt_tokens
   for observation in observations:
     if reason := conversation.prompt_error(observation, limit):

@@ -66,6 +66,16 @@ def test_error_shows_the_line_of_the_environment(num_workers: int, fails: str):
   assert f'called in broken_env.py:{line_number})' in line
 
 
+def test_an_unusable_result_names_the_environment_once():
+  with _pool('broken_env', fails='result') as pool:
+    with pytest.raises(ValueError) as error:
+      trial.run(pool, 'broken_env', TASKS)
+  assert str(error.value).startswith(
+    'env.name=broken_env: cannot be played: train/0 garbage: step returned None'
+  )
+  assert str(error.value).count('env.name=') == 1
+
+
 def test_failed_tasks_are_reported_and_others_tried():
   with _pool('broken_env', fails='reset', below=2) as pool:
     observations, failures = trial.run(pool, 'broken_env', TASKS)

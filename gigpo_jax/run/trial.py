@@ -56,9 +56,14 @@ def run(
       return observations, failures
     failures.append(reply)
   raise ValueError(
-    f'env.name={name}: cannot be played: {failures[0].task} {failures[0]}; '
-    'fix the environment or its data and rerun the same command'
+    f'env.name={name}: cannot be played: {describe(name, failures[0])}; fix '
+    'the environment or its data and rerun the same command'
   )
+
+
+def describe(name: str, failure: env_pool.Failure) -> str:
+  """Returns a failure of an environment as text, without its name."""
+  return f'{failure.task} {failure}'.replace(f'env.name={name}: ', '', 1)
 
 
 def _receive(pool: env_pool.EnvPool) -> env_pool.Reply:
