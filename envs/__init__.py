@@ -29,6 +29,7 @@ importable module of another project.
 import importlib
 import importlib.util
 import os
+import pathlib
 import sys
 import types
 import warnings
@@ -153,6 +154,7 @@ def check_options(name: str, kwargs: Mapping[str, Any]) -> Iterator[str]:
   # Imported here because it is of no use to worker processes.
   from envs import checks
 
+  yield from checks.unknown(name, _module(name).Env, kwargs)
   yield from checks.shared(kwargs)
   if check_own := getattr(_module(name), 'check_options', None):
     yield from check_own(kwargs)
@@ -173,6 +175,8 @@ def conflicts(config: Any) -> Iterator[str]:
 def _module(name: str) -> types.ModuleType:
   if name in REGISTRY:
     return importlib.import_module(REGISTRY[name])
+  if problem := file_problem(name):
+    raise ValueError(f'env.name={name}: {problem}')
   if not can_import(name):
     raise ValueError(
       f'env.name={name}: unknown environment; must be one of '
@@ -221,6 +225,8 @@ def import_attribute(path: str) -> Any:
   module, _, attribute = path.partition(':')
   if not module or not attribute:
     raise ImportError('not of the form module:name')
+  if problem := file_problem(module):
+    raise ImportError(problem)
   try:
     value = getattr(import_module(module), attribute)
   except AttributeError as error:
@@ -228,6 +234,17 @@ def import_attribute(path: str) -> Any:
   if not callable(value):
     raise ImportError(f'a {type(value).__name__}, not a function or class')
   return value
+
+
+def file_problem(name: str) -> str:
+  """Returns what to use instead of a file; '' if a name is that of a module."""
+  path = pathlib.PurePath(name)
+  if path.suffix != '.py' and len(path.parts) < 2:
+    return ''
+  return (
+    f'a file, not a module; use {path.stem} and run the command in the folder '
+    'of this file, or add the folder to $PYTHONPATH'
+  )
 
 
 def can_import(name: str) -> bool:

@@ -83,6 +83,32 @@ def _bind(function: Callable[..., Any], arguments: Sequence[str]) -> None:
   signature.bind(*arguments)
 
 
+def unknown(
+  name: str, make: Callable[..., Any], options: Mapping[str, Any]
+) -> Iterator[str]:
+  """Yields options that an environment does not accept.
+
+  Args:
+    name: name of the environment.
+    make: makes it from its options.
+    options: the options, and those that are not passed to every environment.
+  """
+  try:
+    parameters = inspect.signature(make).parameters.values()
+  except (TypeError, ValueError):  # It is reported when it is made.
+    return
+  if any(p.kind is p.VAR_KEYWORD for p in parameters):
+    return
+  own = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
+  dropped = {'name'} if len(envs.contexts(name)) > 1 else {'name', 'context'}
+  for option in options:
+    if option not in dropped and option not in own:
+      yield (
+        f'env.{option}={options[option]}: {name} has no such option; it has '
+        f'{", ".join(own) or "none"}'
+      )
+
+
 def shared(options: Mapping[str, Any]) -> Iterator[str]:
   """Yields problems of the options that most environments have."""
   yield from at_least(

@@ -55,6 +55,10 @@ class UnusableReplyError(ValueError):
   """Raised for an unusable reply; the message gives the reason in one line."""
 
 
+class ReportedError(Exception):
+  """An exception of code that an environment calls, described in one line."""
+
+
 def encode(call_id: int, call: str, value: Any) -> bytes:
   """Returns the reply to a call as bytes.
 

@@ -13,12 +13,13 @@ exceptions, unusable values and dead processes as it does for environments.
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from envs import base, checks, messages
+from envs import base, checks, messages, worker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,13 +224,27 @@ class Env:
     """Returns the rewards of each turn, by function."""
     count = len(episode.turns)
     columns = {
-      name: per_turn(name, function(episode), count)
+      name: per_turn(name, _call(name, function, episode), count)
       for name, function in self._functions.items()
     }
     return [
       {name: rewards[t] for name, rewards in columns.items()}
       for t in range(count)
     ]
+
+
+def _call(name: str, function: RewardFunction, episode: Episode) -> Any:
+  """Returns the value of a function.
+
+  Raises:
+    messages.ReportedError: with the function's name, if it raises anything.
+  """
+  try:
+    return function(episode)
+  except worker.ERRORS as error:
+    module = sys.modules.get(getattr(function, '__module__', ''))
+    reason = worker.format_exception(error, getattr(module, '__file__', None))
+    raise messages.ReportedError(f'{name} raised {reason}') from error
 
 
 def tasks(split: str, **options: Any) -> Sequence[base.Task]:

@@ -22,7 +22,7 @@ import envs
 from envs import base, messages, processes
 
 # Simulators may also call sys.exit, whose SystemExit is no Exception.
-_ERRORS = (Exception, SystemExit)
+ERRORS = (Exception, SystemExit)
 
 
 class EnvHost:
@@ -42,7 +42,7 @@ class EnvHost:
     """Creates an environment to check that this works; returns the reply."""
     try:
       self._spare.append(envs.make(self._name, **self._kwargs))
-    except _ERRORS as error:
+    except ERRORS as error:
       return messages.encode_error(
         0, messages.ERROR, format_exception(error, self._file())
       )
@@ -65,7 +65,10 @@ class EnvHost:
       self._drop(env)
       line = f'env.name={self._name}: {_text(error)}'
       return messages.encode_error(call_id, messages.GARBAGE, line)
-    except _ERRORS as error:
+    except messages.ReportedError as error:
+      self._drop(env)
+      return messages.encode_error(call_id, messages.ERROR, str(error))
+    except ERRORS as error:
       # A failed preparation does not affect the running episode.
       if method != 'prepare':
         self._drop(env)
@@ -76,13 +79,13 @@ class EnvHost:
     """Closes all environments."""
     for env in list(self._envs):
       self._drop(env)
-    with contextlib.suppress(*_ERRORS):
+    with contextlib.suppress(*ERRORS):
       while self._spare:
         self._spare.pop().close()
 
   def _drop(self, env: int) -> None:
     # A broken environment may fail to close; it holds nothing to save.
-    with contextlib.suppress(*_ERRORS):
+    with contextlib.suppress(*ERRORS):
       if env in self._envs:
         self._envs.pop(env).close()
 
@@ -153,5 +156,5 @@ def format_exception(error: BaseException, file: str | None = None) -> str:
 def _text(error: BaseException) -> str:
   try:
     return str(error)
-  except _ERRORS:
+  except ERRORS:
     return ''  # An environment's exception may fail to convert to a string.

@@ -34,6 +34,7 @@ from gigpo_jax import (
   reward_functions,
   reward_shaping,
   rollout,
+  scored_rewards,
   selectors,
   tasks,
   token_batch,
@@ -87,10 +88,12 @@ def open_pool(
     text: tokenizer of the policy.
 
   Raises:
-    ValueError: in one line, if the environment cannot be played.
+    ValueError: in one line, if the environment cannot be played, or a reward
+      function fails.
   """
   with make_pool(config) as pool:
     try_environment(config, pool, 'train', text)
+    try_rewards(config, pool)
     yield pool
 
 
@@ -120,7 +123,7 @@ def try_environment(
   tried = tasks.first_tasks(split, min(len(listed), trial.TASKS))
   observations, failures = trial.run(pool, name, tried)
   for failure in failures:
-    console.log(f'env.name={name}: {failure.task} {failure}')
+    console.log(f'env.name={name}: {trial.describe(name, failure)}')
   limit = config.rollout.max_prompt_tokens
   for observation in observations:
     if reason := conversation.prompt_error(observation, limit):
@@ -144,6 +147,29 @@ def try_environment(
     return
   if line := trial.advice(name, longest, limit):
     console.log(line)
+
+
+def try_rewards(
+  config: ml_collections.ConfigDict, pool: env_pool.EnvPool
+) -> None:
+  """Calls the user's reward functions with an episode, before compilation.
+
+  Does nothing if no short episode ends.
+
+  Raises:
+    ValueError, errors.RunError: in one line, if a function fails.
+  """
+  if not (config.reward.functions or config.reward.scored):
+    return
+  listed = config_lib.list_tasks(config, 'train')
+  tried = tasks.first_tasks('train', min(len(listed), trial.TASKS))
+  episode = trial.play_to_end(pool, tried)
+  if episode is None:
+    return
+  if config.reward.functions:
+    if line := reward_functions.try_out(config.reward, episode):
+      console.log(line)
+  scored_rewards.try_out(config.reward, episode)
 
 
 def describe_tasks(

@@ -18,7 +18,7 @@ import numpy as np
 from tensorboardX import event_file_writer, summary
 from tensorboardX.proto import event_pb2
 
-from gigpo_jax import trajectory
+from gigpo_jax import reward_functions, trajectory
 from gigpo_jax.runtime import console, errors, files
 from gigpo_jax.tools import plots
 
@@ -169,16 +169,28 @@ def failure_report(trajectories: Sequence[trajectory.Trajectory]) -> str:
 
   Returns '' if no episode failed.
   """
-  by_cause = _failed_by_cause(trajectories)
-  if not by_cause:
+  failed = [t for t in trajectories if t.failure]
+  if not failed:
     return ''
-  total = sum(map(len, by_cause.values()))
+  by_blamed = [
+    (cause, [t for t in episodes if _blames_reward(t) == is_reward])
+    for cause, episodes in _failed_by_cause(failed).items()
+    for is_reward in (False, True)
+  ]
   parts = [
     f'{len(episodes)} {cause}, such as {episodes[0].task} '
     f'({episodes[0].failure.partition(": ")[2]})'
-    for cause, episodes in by_cause.items()
+    for cause, episodes in by_blamed
+    if episodes
   ]
-  return f'{total} of {len(trajectories)} episodes failed: {"; ".join(parts)}'
+  return (
+    f'{len(failed)} of {len(trajectories)} episodes failed: {"; ".join(parts)}'
+  )
+
+
+def _blames_reward(t: trajectory.Trajectory) -> bool:
+  """Returns whether a failure is that of a reward function."""
+  return t.failure.startswith(f'{t.cause}: {reward_functions.BLAMED}')
 
 
 def stop_if_failed(
@@ -197,11 +209,15 @@ def stop_if_failed(
   if not report:
     return
   console.log(report)
-  failed_share = sum(bool(t.failure) for t in trajectories) / len(trajectories)
+  failed = [t for t in trajectories if t.failure]
+  failed_share = len(failed) / len(trajectories)
+  blamed = {_blames_reward(t) for t in failed}
+  wrong = ['the environment or its data'] * (False in blamed)
+  wrong += ['the reward function'] * (True in blamed)
   if failed_share > max_share or failed_share == 1:
     raise errors.RunError(
-      f'pool.max_failed_share={max_share}: {report}; fix the environment or '
-      'its data, then rerun the same command'
+      f'pool.max_failed_share={max_share}: {report}; fix '
+      f'{" and ".join(wrong)}, then rerun the same command'
     )
 
 

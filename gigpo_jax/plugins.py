@@ -23,8 +23,9 @@ from gigpo_jax import batch
 from gigpo_jax import options as options_lib
 from gigpo_jax.runtime import errors
 
-# Metrics that no plug-in may overwrite.
-_TRAINER_METRICS = ('train/', 'eval/', 'time/', 'spent/', 'update/', 'rollout/')
+# Metrics that no plug-in may overwrite: names, and beginnings of names.
+_TRAINER_METRICS = ('iteration', 'loss/total')
+_TRAINER_GROUPS = ('train/', 'eval/', 'time/', 'spent/', 'update/', 'rollout/')
 
 # Outputs of the learner that a plug-in can need; also NAME@X for all but
 # `prompt_log_probs`.
@@ -204,10 +205,28 @@ def check_metrics(field: str, values: Mapping[str, float]) -> None:
       raise ValueError(
         f'{field}: returned {name}, a {type(value).__name__}; must be a number'
       )
-    if name == 'iteration' or name.startswith(_TRAINER_METRICS):
+  check_metric_names(field, values)
+
+
+def check_metric_names(field: str, names: Iterable[str]) -> None:
+  """Checks that metrics have names of their own.
+
+  Args:
+    field: config field that names the code which returned the metrics.
+    names: names of the metrics.
+
+  Raises:
+    ValueError: in one line, if one has a name of the trainer.
+  """
+  for name in names:
+    if not isinstance(name, str):
+      raise ValueError(
+        f'{field}: returned a metric named {name!r}; must be a text'
+      )
+    if name in _TRAINER_METRICS or name.startswith(_TRAINER_GROUPS):
       raise ValueError(
         f'{field}: returned {name}, a metric of the trainer; must have another '
-        'name, such as advantage/NAME'
+        'name, such as own/NAME'
       )
 
 

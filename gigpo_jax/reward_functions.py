@@ -22,6 +22,8 @@ from gigpo_jax import env_pool, options, reward_shaping, trajectory
 from gigpo_jax.run import config_fields
 
 _MODULE = 'envs.rewards'
+# Reasons of failures begin with this.
+BLAMED = 'reward.functions: '
 # Step metric with the environment's own reward.
 ENVIRONMENT = 'environment_reward'
 # Names of components with another meaning.
@@ -270,7 +272,42 @@ class Scorer:
     if failure.cause == 'hung':
       limit = self._options.timeout_secs
       reason = f'took longer than reward.timeout_secs={limit:g}'
-    return f'{failure.cause}: reward.functions: {reason}'
+    return f'{failure.cause}: {BLAMED}{reason}'
+
+
+def try_out(
+  section: ml_collections.ConfigDict, episode: trajectory.Trajectory
+) -> str:
+  """Calls the functions with one episode.
+
+  Args:
+    section: `config.reward`.
+    episode: an episode with at least one turn.
+
+  Returns:
+    A warning if they took too long, which may be due to the first call; ''
+    otherwise.
+
+  Raises:
+    ValueError: in one line, if a function fails in another way.
+  """
+  options_of_one = dataclasses.replace(
+    options.of_section(Options, section), num_workers=1
+  )
+  with Scorer(options_of_one, sections(section)) as scorer:
+    ticket = scorer.submit(episode)
+    scorer.finish()
+    scored = scorer.apply(ticket, episode)
+  if not scored.failure:
+    return ''
+  _, _, reason = scored.failure.partition(BLAMED)
+  line = (
+    f'reward.functions={tuple(section.functions)}: {reason} (trial of '
+    f'{episode.task})'
+  )
+  if scored.cause != 'hung':
+    raise ValueError(f'{line}; fix the function and rerun the same command')
+  return line
 
 
 def to_episode(episode: trajectory.Trajectory) -> rewards.Episode:

@@ -153,6 +153,7 @@ class EpisodeRunner:
     task_type: maps a task to its task type; by default its split.
     clock: timing of the last rollout.
     stats: statistics of the sampler in the last rollout.
+    endless_notice: reports that no episode ends.
   """
 
   pool: env_pool.EnvPool
@@ -168,6 +169,9 @@ class EpisodeRunner:
   task_type: Callable[[base.Task], str] = operator.attrgetter('split')
   clock: RolloutClock = dataclasses.field(default_factory=RolloutClock)
   stats: sampler.Stats = dataclasses.field(default_factory=sampler.Stats)
+  endless_notice: console.EndlessNotice = dataclasses.field(
+    default_factory=console.EndlessNotice
+  )
 
   prepare = deprecated.method('Roller.prepare', 'prefetch')
 
@@ -391,6 +395,7 @@ class _Rollout:
   def run(self) -> None:
     """Runs all episodes to their end."""
     lockstep = self._runner.schedule == 'lockstep'
+    self._runner.endless_notice.restart()
     while self._waiting or self._running:
       self._submit_requests(self._start_episodes())
       observations = self._receive()
@@ -403,6 +408,10 @@ class _Rollout:
       self._step_environments(finished)
       if self._runner.scorer:
         self._runner.scorer.poll()
+      self._runner.endless_notice.check(self._most_turns)
+
+  def _most_turns(self) -> int:
+    return max((len(e.steps) for e in self._running.values()), default=0)
 
   def _start_episodes(self) -> dict[int, base.Observation]:
     """Starts waiting episodes in free environments.
@@ -494,6 +503,7 @@ class _Rollout:
       episode.ticket = self._runner.scorer.submit(episode.to_trajectory(''))
     self._free.append(env)
     self._on_finished(1)
+    self._runner.endless_notice.restart()
 
   def _submit_requests(self, observations: dict[int, base.Observation]) -> None:
     """Submits the prompts of observations to the sampler."""

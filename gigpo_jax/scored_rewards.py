@@ -18,7 +18,13 @@ rows' own pass. A text that does not fit into a completion is cut.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import (
+  Callable,
+  Generator,
+  Iterable,
+  Iterator,
+  Sequence,
+)
 from typing import Any
 
 import ml_collections
@@ -111,11 +117,7 @@ class ScoredRewards:
     for index, own in by_episode.items():
       with _explain(path):
         running[index] = function(to_episode(episodes[index]))
-        given = list(next(running[index]))
-        if len(given) != len(own):
-          raise messages.UnusableReplyError(
-            f'yields {len(given)} texts; must be one per turn ({len(own)})'
-          )
+        given = _first_value(running[index], len(own))
       for r, text in zip(own, given, strict=True):
         texts[r] = text
     scored, mask = answer_scores.respond(rows, texts, self.encode)
@@ -152,6 +154,66 @@ def _rows_by_episode(rows: batch.Rows) -> dict[int, np.ndarray]:
   return dict(zip(found.tolist(), parts, strict=True))
 
 
+def try_out(
+  section: ml_collections.ConfigDict, episode: trajectory.Trajectory
+) -> None:
+  """Calls the functions with one episode and made-up probabilities.
+
+  Args:
+    section: `config.reward`.
+    episode: an episode with at least one turn.
+
+  Raises:
+    errors.RunError: in one line, if a function raises an exception or returns
+      something unusable.
+  """
+  for path in section.scored:
+    function, count = rewards.make(path, {}, field=FIELD), len(episode.steps)
+    with _explain(path):
+      running = function(to_episode(episode))
+      texts = _first_value(running, count)
+      made_up = [float('nan') if text is None else 0.5 for text in texts]
+      value = _last_value(running, made_up)
+      rewards.per_turn(rewards.name_of(path), value, count)
+
+
+def _first_value(generator: Any, num_turns: int) -> list[Any]:
+  """Returns the texts that a generator yields, one per turn."""
+  if not isinstance(generator, Generator):
+    raise messages.UnusableReplyError(
+      f'returned a {type(generator).__name__}; must be a generator, which '
+      'yields one text per turn'
+    )
+  try:
+    value = next(generator)
+  except StopIteration as end:
+    raise messages.UnusableReplyError(
+      'yields nothing; must yield one text per turn'
+    ) from end
+  if isinstance(value, str) or not isinstance(value, Iterable):
+    raise messages.UnusableReplyError(
+      f'yields a {type(value).__name__}; must be one text per turn'
+    )
+  texts = list(value)
+  if len(texts) != num_turns:
+    raise messages.UnusableReplyError(
+      f'yields {len(texts)} texts; must be one per turn ({num_turns})'
+    )
+  if wrong := [text for text in texts if not _is_text(text)]:
+    raise messages.UnusableReplyError(
+      f'yields {wrong[0]!r:.80}; must be texts, pairs of texts, or None'
+    )
+  return texts
+
+
+def _is_text(value: Any) -> bool:
+  """Returns whether a value is a text, a pair of texts or None."""
+  match value:
+    case None | str() | (str(), str()):
+      return True
+  return False
+
+
 def _last_value(generator: Any, probabilities: list[float]) -> Any:
   """Returns what a generator returns when it is sent the probabilities."""
   try:
@@ -167,7 +229,9 @@ def _explain(path: str) -> Iterator[None]:
   try:
     yield
   except Exception as error:  # User code raises anything.
-    reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
+    is_own = isinstance(error, messages.UnusableReplyError)
+    name = '' if is_own else f'{type(error).__name__}: '
+    reason = ' '.join(f'{name}{error}'.split())[:300]
     raise errors.RunError(
       f'{FIELD}={path}: {reason}; fix the function and rerun the command; it '
       'resumes'

@@ -102,7 +102,7 @@ def _parse(argv: list[str], *, module: str) -> list[str]:
     deprecated.update(_CONFIG.value, given)
     _CONFIG.value.update_from_flattened_dict(dict.fromkeys(empty))
   except flags.IllegalFlagValueError as error:
-    lines.exit_with_error(_wrong_type(' '.join(str(error).split()), config))
+    lines.exit_with_error(_wrong_type(lines.describe_error(error), config))
   except flags.UnrecognizedFlagError as error:
     meant = config_fields.suggest(error.flagname, config) if config else ''
     how = 'a field is set by --config.FIELD=VALUE'

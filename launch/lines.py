@@ -23,8 +23,15 @@ def parse(argv: list[str], *, module: str) -> list[str]:
     rest = flags.FLAGS(expand_home(argv))
     check_arguments(rest)
   except (flags.Error, ValueError) as error:
-    exit_with_error(' '.join(str(error).split()))
+    exit_with_error(describe_error(error))
   return rest
+
+
+def describe_error(error: Exception) -> str:
+  """Returns an error of a command line in one line."""
+  text = ' '.join(str(error).split())
+  match = re.match(r"flag (--\w+=.*?): \('Non-boolean argument", text)
+  return f'{match[1]}: wrong type; must be True or False' if match else text
 
 
 def expand_home(argv: Sequence[str]) -> list[str]:

@@ -26,6 +26,8 @@ class Env(toy.Env):
     """Takes a step."""
     if self._fails == 'step' or (self._fails == 'action' and response):
       self._parse()
+    if self._fails == 'result':
+      return None
     return super().step(response)
 
   def _parse(self) -> None:

@@ -768,6 +768,29 @@ def test_options_that_an_environment_lacks_are_refused():
   ]
 
 
+def test_unknown_options_of_an_environment_are_refused(tmp_path, monkeypatch):
+  assert _refusal(**{'env.colour': 'red', 'env.walls': 2}).splitlines()[0] == (
+    'env.colour=red: alfworld has no such option; it has '
+    + ', '.join(inspect.signature(envs.alfworld.env.Env).parameters)
+  )
+  code = (
+    'def tasks(split, **kwargs): ...\nclass Env:\n  def __init__(self{}): ...'
+  )
+  for name, arguments, expected in (
+    (
+      'plain_env',
+      '',
+      ['env.size=3: plain_env has no such option; it has none'],
+    ),
+    ('sized_env', ', size', []),
+    ('open_env', ', **kwargs', []),
+  ):
+    (tmp_path / f'{name}.py').write_text(code.format(arguments))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = {'name': name, 'context': 'history', 'size': 3}
+    assert list(envs.check_options(name, options)) == expected
+
+
 def test_what_a_harness_would_wait_for_is_refused():
   config = endpoint.get_config('tiny')
   assert not list(envs.conflicts(config))

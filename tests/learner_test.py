@@ -450,24 +450,49 @@ def reinforce(outputs, tokens):
   return loss, {'loss/negative': jnp.where(tokens.mask, loss < 0, 0)}
 
 
-def mean_loss(outputs, tokens):
-  """Returns one loss for all tokens."""
-  return jnp.mean(outputs.log_probs * tokens.advantages), {}
+def metric_of(name, value):
+  """Returns a loss with a metric; `value` maps log-probs to its values."""
+  return lambda outputs, tokens: (
+    -tokens.advantages * outputs.log_probs,
+    {name: value(outputs.log_probs)},
+  )
 
 
-def test_a_loss_that_is_not_one_per_token_is_refused():
-  with pytest.raises(ValueError, match=r'^loss.name: returned shape \(\) for'):
-    make_learner(loss=losses.make(f'{__name__}:mean_loss'))
+WRONG_LOSSES = {
+  'no pair': (
+    lambda outputs, tokens: outputs.log_probs,
+    r'an array of shape \(2, 3\); must return \(loss of each token, dict',
+  ),
+  'metrics in a list': (
+    lambda outputs, tokens: (outputs.log_probs, [1.0]),
+    'a tuple of .*, a list.; must return .loss of each token, dict',
+  ),
+  'one loss': (
+    lambda outputs, tokens: (jnp.mean(outputs.log_probs), {}),
+    r'a loss, an array of shape \(\), for a mask of shape \(2, 3\); must be',
+  ),
+  'a loss per row': (
+    lambda outputs, tokens: (outputs.log_probs.sum(1, keepdims=True), {}),
+    r'a loss, an array of shape \(2, 1\), for a mask',
+  ),
+  'a text': (metric_of('own/x', lambda x: 'high'), 'own/x, a str, for a mask'),
+  'one metric': (metric_of('own/x', jnp.sum), r'own/x, .* shape \(\), for a m'),
+  'a number as name': (metric_of(1, abs), 'a metric named 1; must be a text'),
+  'iteration': (
+    metric_of('iteration', abs),
+    'iteration, a metric of the trainer; must have another name, such as own/',
+  ),
+  'success': (metric_of('train/success_rate', abs), 'train/success_rate, a m'),
+  'total': (metric_of('loss/total', abs), 'loss/total, a metric of the train'),
+}
 
 
-def loss_alone(outputs, tokens):
-  """Returns no metrics."""
-  return -tokens.advantages * outputs.log_probs
-
-
-def test_a_loss_without_metrics_is_refused():
-  with pytest.raises(ValueError, match=r'^loss.name: returned a .*; must ret'):
-    make_learner(loss=losses.make(f'{__name__}:loss_alone'))
+@pytest.mark.parametrize('name', WRONG_LOSSES)
+def test_a_loss_with_wrong_results_is_refused(name):
+  function, message = WRONG_LOSSES[name]
+  with pytest.raises(ValueError, match=f'^loss.name: returned {message}') as e:
+    make_learner(loss=losses.FunctionLoss(function))
+  assert len(str(e.value).splitlines()) == 1
 
 
 def test_a_loss_of_another_module_trains():

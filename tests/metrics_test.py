@@ -374,6 +374,32 @@ def test_failed_episodes_are_counted_by_cause_and_reported():
     metrics.stop_if_failed(episodes, 0.1)
 
 
+@pytest.mark.parametrize(
+  ('failures', 'advice'),
+  [
+    (('raised: no door (env.py:3)',), 'fix the environment or its data, then'),
+    (
+      ('garbage: reward.functions: brevity returned 1',),
+      'fix the reward function, then rerun',
+    ),
+    (
+      ('raised: no door', 'raised: reward.functions: brevity raised KeyError'),
+      'fix the environment or its data and the reward function, then rerun',
+    ),
+  ],
+)
+def test_the_advice_names_what_failed(failures, advice):
+  episodes = [
+    trajectory.Trajectory(base.Task('train', n), 'a', 0, 0, (), failure)
+    for n, failure in enumerate(failures)
+  ]
+  with pytest.raises(errors.RunError, match=advice) as error:
+    metrics.stop_if_failed(episodes, 0.5)
+  for n, failure in enumerate(failures):
+    reason = failure.partition(': ')[2]
+    assert f'such as train/{n} ({reason})' in str(error.value)
+
+
 class _Remote:
   """A fake of the wandb package and of a wandb run."""
 

@@ -130,7 +130,7 @@ def test_faults_are_failures_of_episodes():
     '',
   ]
   lines = [episode.failure for episode in scored]
-  assert 'reward.functions: RuntimeError: no opinion (reward_ex' in lines[0]
+  assert 'reward.functions: faulty raised RuntimeError: no opini' in lines[0]
   assert 'faulty returned [1.0]; must be a number, or one per t' in lines[1]
   assert "faulty returned 'good'; must be a number" in lines[3]
   assert 'took longer than reward.timeout_secs=1' in lines[4]
@@ -143,6 +143,39 @@ def test_faults_are_failures_of_episodes():
     scored, max_prompt_tokens=2, max_completion_tokens=2, row_multiple=2
   )
   assert rows.real.sum() == 2  # Only those of the last episode.
+
+
+@pytest.mark.parametrize(
+  ('fault', 'expected'),
+  [
+    ('raise', 'faulty raised RuntimeError: no opinion (reward_examples.py:'),
+    ('short', 'faulty returned [1.0]; must be a number, or one per turn (2)'),
+    ('die', 'exit code 3'),
+  ],
+)
+def test_a_trial_refuses_a_faulty_function(fault, expected):
+  config = _config((FAULTY,), {'faulty': {'faults': ((0, fault),)}})
+  with pytest.raises(ValueError) as error:
+    reward_functions.try_out(config.reward, _episode())
+  line = str(error.value)
+  assert line.startswith(f"reward.functions=('{FAULTY}',): ")
+  assert expected in line and '; fix the function and rerun' in line
+  assert '\n' not in line and line.count('reward.functions') == 1
+
+
+def test_a_trial_warns_of_a_slow_function():
+  config = _config((FAULTY,), {'faulty': {'faults': ((0, 'hang'),)}})
+  config.reward.timeout_secs = 0.5
+  line = reward_functions.try_out(config.reward, _episode())
+  assert 'took longer than reward.timeout_secs=0.5 (trial of train/0' in line
+  assert not reward_functions.try_out(config.reward, _episode(1))
+
+
+def _config(functions, options):
+  config = base_config.get_config()
+  config.reward.functions = functions
+  config.reward.update(options)
+  return config
 
 
 def test_components_of_gdpo_by_hand():

@@ -21,7 +21,7 @@ from gigpo_jax import (
   tokenizer,
 )
 from gigpo_jax.models import qwen
-from gigpo_jax.runtime import distributed
+from gigpo_jax.runtime import console, distributed
 
 RIGHT = '<think>on</think><action>right</action>'
 LEFT = '<think>back</think><action>left</action>'
@@ -104,6 +104,7 @@ def _run(  # noqa: PLR0913
   at_once=100,
   step_timeout_secs=30.0,
   scorer=None,
+  **options,
 ):
   script = ScriptedSampler(text, at_once)
   with env_pool.EnvPool(
@@ -124,6 +125,7 @@ def _run(  # noqa: PLR0913
       schedule,
       scorer=scorer,
       task_type=lambda task: f'type{task.index}',
+      **options,
     )
     trajectories = runner.run(
       {},
@@ -133,6 +135,53 @@ def _run(  # noqa: PLR0913
       sampling=sampler.Sampling(),
     )
   return trajectories, script
+
+
+class Notice(console.EndlessNotice):
+  """Counts checks and records when it starts again."""
+
+  def __init__(self, wait_secs):
+    super().__init__(wait_secs)
+    self.lengths, self.checks, self.restarts = [], 0, []
+
+  def restart(self):
+    self.restarts.append(self.checks)
+
+  def check(self, most_turns):
+    self.checks += 1
+    self.lengths.append(most_turns())
+
+
+def test_the_notice_knows_the_longest_episode_and_every_end(text):
+  notice = Notice(60.0)
+  trajectories, _ = _run(text, endless_notice=notice)
+  turns = [len(t.steps) for t in trajectories]
+  # Lockstep: a check of a round of turns sees the results of the one before.
+  assert notice.lengths[: max(turns)] == list(range(max(turns)))
+  # The start of the rollout, and the end of each episode.
+  assert notice.restarts == [0, *sorted(turns)]
+
+
+def test_a_line_reports_that_no_episode_ends(monkeypatch, capsys):
+  times = iter([0, 59, 60, 100, 179, 180, 200, 400, 440])
+  monkeypatch.setattr(console.time, 'monotonic', lambda: next(times))
+  notice = console.EndlessNotice()  # At 0 s.
+  for turns in (59, 60, 100):
+    notice.check(lambda turns=turns: turns)
+  first, *others = capsys.readouterr().out.splitlines()
+  assert not others
+  assert first.startswith(
+    'no episode has ended for 60 s; the longest has 60 turns so far. An episode'
+  )
+  assert 'done=True' in first and 'env.max_steps' in first
+  notice.check(lambda: 179)
+  assert 'for 120 s; the longest has 179 turns' in capsys.readouterr().out
+  notice.restart()  # An episode ends at 180 s.
+  for turns in (200, 400):
+    notice.check(lambda turns=turns: turns)
+  assert not capsys.readouterr().out
+  notice.check(lambda: 440)
+  assert 'for 240 s; the longest has 440 turns' in capsys.readouterr().out
 
 
 def test_tokens_streams_rewards_and_order(text):

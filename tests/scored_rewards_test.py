@@ -12,6 +12,7 @@ import pytest
 import small_runs
 
 from configs import alfworld
+from configs import base as base_config
 from envs import base
 from gigpo_jax import algorithms, batch, scored_rewards, trajectory
 from gigpo_jax import config as config_lib
@@ -52,6 +53,23 @@ def twice(episode):
 def broken(episode):
   yield ['a'] * len(episode.turns)
   raise KeyError('no\nanswer')
+
+
+def plain(episode):
+  return 1.0
+
+
+def silent(episode):
+  if not episode:
+    yield
+
+
+def letters(episode):
+  yield 'ab'
+
+
+def numbers(episode):
+  yield [1] * len(episode.turns)
 
 
 def huge(episode):
@@ -188,15 +206,36 @@ def test_equals_the_gains_of_igpo():
   [
     ('short', 'yields 1 texts; must be one per turn .2.'),
     ('twice', 'yields twice'),
+    ('plain', 'returned a float; must be a generator, which yields one text'),
+    ('silent', 'yields nothing; must yield one text per turn'),
+    ('letters', 'yields a str; must be one text per turn'),
+    ('numbers', 'yields 1; must be texts, pairs of texts, or None'),
     ('broken', "KeyError: 'no.*answer'"),
     ('huge', 'must be numbers within'),
   ],
 )
 def test_a_faulty_function_ends_the_run_with_one_line(name, reason):
-  with pytest.raises(errors.RunError, match=reason) as error:
-    _add(name, episodes=[_episode(0, 2)])
-  assert str(error.value).startswith(f'reward.scored=my_scores:{name}: ')
-  assert '\n' not in str(error.value)
+  config = base_config.get_config()
+  config.reward.scored = (f'my_scores:{name}',)
+  calls = (
+    lambda: _add(name, episodes=[_episode(0, 2)]),
+    lambda: scored_rewards.try_out(config.reward, _episode(0, 2)),
+  )
+  for call in calls:
+    with pytest.raises(errors.RunError, match=reason) as error:
+      call()
+    assert str(error.value).startswith(f'reward.scored=my_scores:{name}: ')
+    assert '\n' not in str(error.value)
+    assert 'UnusableReplyError' not in str(error.value)
+
+
+def test_a_trial_accepts_good_functions():
+  config = base_config.get_config()
+  config.reward.scored = tuple(f'my_scores:{n}' for n in ('gain', 'last'))
+  scored_rewards.try_out(config.reward, _episode(0, 2))
+  gains, last_only = SEEN
+  assert gains == [0.5, 0.5]
+  assert math.isnan(last_only[0]) and last_only[1] == 0.5
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from configs import base as base_config
 from envs import base
 from gigpo_jax import builders, env_pool, mesh, train
 from gigpo_jax import config as config_lib
-from gigpo_jax.run import model_builders, remat, trial
-from gigpo_jax.runtime import distributed
+from gigpo_jax.run import model_builders, remat, run_builders, trial
+from gigpo_jax.runtime import distributed, errors
 
 TASKS = [base.Task('train', index) for index in range(3)]
 
@@ -64,6 +64,53 @@ def test_error_shows_the_line_of_the_environment(num_workers: int, fails: str):
     1 + [n for n, text in enumerate(code) if 'json.loads' in text][0]
   )
   assert f'called in broken_env.py:{line_number})' in line
+
+
+def test_an_unusable_result_names_the_environment_once():
+  with _pool('broken_env', fails='result') as pool:
+    with pytest.raises(ValueError) as error:
+      trial.run(pool, 'broken_env', TASKS)
+  assert str(error.value).startswith(
+    'env.name=broken_env: cannot be played: train/0 garbage: step returned None'
+  )
+  assert str(error.value).count('env.name=') == 1
+
+
+@pytest.mark.parametrize('num_workers', [0, 1])
+def test_an_episode_is_played_to_its_end(num_workers):
+  with _pool(num_workers=num_workers, max_steps=5) as pool:
+    episode = trial.play_to_end(pool, TASKS)
+  assert len(episode.steps) == 5 and episode.steps[-1].result.done
+  assert episode.first_observation.prompt.startswith('Step 0')
+  assert [step.observation for step in episode.steps[1:]] == [
+    step.result.observation.text for step in episode.steps[:-1]
+  ]
+
+
+def test_no_long_episode_is_played_to_its_end(monkeypatch):
+  with _pool(max_steps=1000) as pool:
+    assert trial.play_to_end(pool, TASKS[:1]) is None
+  monkeypatch.setattr(trial, '_MAX_SECS', 0.0)
+  with _pool(max_steps=5) as pool:
+    assert trial.play_to_end(pool, TASKS) is None
+  with _pool('broken_env', fails='step') as pool:
+    assert trial.play_to_end(pool, TASKS) is None
+
+
+@pytest.mark.parametrize('field', ['reward.functions', 'reward.scored'])
+def test_a_faulty_reward_ends_the_run_before_compilation(
+  tmp_path, monkeypatch, field
+):
+  def make_parts(*_):
+    raise AssertionError('compiles')
+
+  monkeypatch.setattr(run_builders, 'make_parts', make_parts)
+  (tmp_path / 'my_rewards.py').write_text('def text(episode): return "good"\n')
+  monkeypatch.syspath_prepend(str(tmp_path))
+  config = _config(fails='')
+  config.update_from_flattened_dict({field: ('my_rewards:text',)})
+  with pytest.raises((ValueError, errors.RunError), match=f'^{field}=.*return'):
+    train.train(config, str(tmp_path / 'run'))
 
 
 def test_failed_tasks_are_reported_and_others_tried():

@@ -225,6 +225,8 @@ def has_greedy_start(algorithm: Algorithm) -> bool:
 
 
 def _module(name: str) -> types.ModuleType:
+  if problem := envs.file_problem(name):
+    raise ValueError(f'algorithm.name={name}: {problem}')
   if name not in REGISTRY and not envs.can_import(name):
     raise ValueError(
       f'algorithm.name={name}: unknown; must be one of {", ".join(REGISTRY)}, '

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax import packing, token_batch
+from gigpo_jax import packing, plugins, token_batch
 from gigpo_jax.models import (
   attention,
   layer_gradients,
@@ -143,32 +143,18 @@ class LearnerPrograms:
     return self.split(jax.eval_shape(init, jax.random.key(0)))
 
   def _find_metric_names(self) -> tuple[str, ...]:
-    token = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    # A shape of its own, so that a sum over an axis is noticed.
+    token = jax.ShapeDtypeStruct((2, 3), jnp.float32)
     if self._config.value_head:
       outputs = token_batch.ValueOutputs(token)
     else:
       outputs = token_batch.PolicyOutputs(token, token)
     tokens = token_batch.make(
-      jax.ShapeDtypeStruct((1, 1), bool),
-      jax.ShapeDtypeStruct((1, 1), jnp.int32),
+      jax.ShapeDtypeStruct(token.shape, bool),
+      jax.ShapeDtypeStruct(token.shape, jnp.int32),
       dict.fromkeys(self._loss.columns, token),
     )
-    with errors.show_traceback('loss.name'):
-      result = jax.eval_shape(self._loss, outputs, tokens)
-    match result:
-      case loss, dict(metrics):
-        pass
-      case _:
-        raise ValueError(
-          f'loss.name: returned a {type(result).__name__}; must return (loss '
-          'of each token, dict of metrics)'
-        )
-    if loss.shape != token.shape:
-      raise ValueError(
-        f'loss.name: returned shape {loss.shape} for a mask of shape '
-        f'{token.shape}; must be the shape of the mask, one loss per token'
-      )
-    return tuple(metrics)
+    return _trace_metric_names(self._loss, outputs, tokens)
 
   def _find_state_shardings(self) -> TrainState:
     params, _ = self._param_shapes()
@@ -484,6 +470,67 @@ class LearnerPrograms:
     return update_sums.zeros(
       names, skipped, step_scale if self._scaled else None
     )
+
+
+def _trace_metric_names(
+  loss: token_batch.Loss,
+  outputs: token_batch.PolicyOutputs | token_batch.ValueOutputs,
+  tokens: token_batch.TokenBatch,
+) -> tuple[str, ...]:
+  """Returns the names of a loss's metrics; compiles nothing.
+
+  Args:
+    loss: the loss, whose results are checked.
+    outputs: shapes of the model's outputs.
+    tokens: shapes of the tokens.
+
+  Raises:
+    ValueError: in one line, if the loss returns something else than a loss and
+      metrics of each token.
+  """
+  names: list[str] = []
+
+  def call(*args: Any) -> None:
+    with errors.show_traceback('loss.name'):
+      result = loss(*args)
+    names.extend(_check_result(result, tokens.mask.shape))
+
+  jax.eval_shape(call, outputs, tokens)
+  return tuple(names)
+
+
+def _check_result(result: Any, shape: tuple[int, ...]) -> list[str]:
+  """Returns the names of the metrics that a loss returned.
+
+  Raises:
+    ValueError: in one line, if it returned something else.
+  """
+  match result:
+    case loss, dict(metrics):
+      pass
+    case _:
+      raise ValueError(
+        f'loss.name: returned {_describe(result)}; must return (loss of each '
+        'token, dict of metrics)'
+      )
+  plugins.check_metric_names('loss.name', metrics)
+  for name, values in {'a loss': loss, **metrics}.items():
+    if getattr(values, 'shape', None) != shape:
+      raise ValueError(
+        f'loss.name: returned {name}, {_describe(values)}, for a mask of shape '
+        f'{shape}; must be an array of the shape of the mask, one value per '
+        'token'
+      )
+  return [*metrics]
+
+
+def _describe(value: Any) -> str:
+  """Returns the type of a value, and the shape of an array."""
+  if isinstance(value, jax.Array):
+    return f'an array of shape {value.shape}'
+  if isinstance(value, tuple):
+    return f'a tuple of ({", ".join(map(_describe, value))})'
+  return f'a {type(value).__name__}'
 
 
 def _trained(arrays: dict[str, Any]) -> jax.Array:

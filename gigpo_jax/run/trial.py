@@ -1,19 +1,28 @@
 """A trial run of a few turns of an environment, before compilation.
 
 It detects errors of an environment within seconds and measures the lengths of
-its prompts. As an environment is a function of its task and of the responses,
-a trial does not change later samples.
+its prompts. Reward functions are tried on an episode that is played to its end.
+As an environment is a function of its task and of the responses, a trial does
+not change later samples.
 """
 
+import math
+import time
 from collections.abc import Sequence
 
+import numpy as np
+
 from envs import base
-from gigpo_jax import env_pool
+from gigpo_jax import env_pool, trajectory
 
 # Number of tasks to try until one runs without a failure.
 TASKS = 3
 # Number of turns; enough for a prompt with a history.
 _STEPS = 3
+# Limits of turns, and of seconds in all, of an episode that is played to its
+# end.
+_MAX_STEPS = 200
+_MAX_SECS = 5.0
 
 # A limit is too high from this multiple of the longest prompt of a trial.
 _MAX_RATIO = 4
@@ -39,25 +48,83 @@ def run(
   """
   failures = []
   for task in tasks:
-    observations = []
-    pool.reset(0, task)
-    reply = _receive(pool)
-    for step in range(_STEPS):
-      if isinstance(reply, env_pool.Failure):
-        break
-      observation = reply if step == 0 else reply.observation
-      if observation is None:
-        break
-      observations.append(observation)
-      pool.step(0, _response(observation, step))
-      reply = _receive(pool)
-    pool.end(0)
+    observations, _, reply = _play(pool, task, _STEPS)
     if not isinstance(reply, env_pool.Failure):
       return observations, failures
     failures.append(reply)
   raise ValueError(
-    f'env.name={name}: cannot be played: {failures[0].task} {failures[0]}; '
-    'fix the environment or its data and rerun the same command'
+    f'env.name={name}: cannot be played: {describe(name, failures[0])}; fix '
+    'the environment or its data and rerun the same command'
+  )
+
+
+def describe(name: str, failure: env_pool.Failure) -> str:
+  """Returns a failure of an environment as text, without its name."""
+  return f'{failure.task} {failure}'.replace(f'env.name={name}: ', '', 1)
+
+
+def play_to_end(
+  pool: env_pool.EnvPool, tasks: Sequence[base.Task]
+) -> trajectory.Trajectory | None:
+  """Returns an episode that ended; None if each is too long, or failed.
+
+  Args:
+    pool: the environments; none of them may run an episode.
+    tasks: tasks to try in order.
+  """
+  deadline = time.monotonic() + _MAX_SECS
+  for task in tasks:
+    observations, steps, reply = _play(pool, task, _MAX_STEPS, deadline)
+    if isinstance(reply, base.StepResult) and reply.done:
+      return trajectory.Trajectory(
+        task, task.split, 0, 0, tuple(steps), first_observation=observations[0]
+      )
+  return None
+
+
+def _play(
+  pool: env_pool.EnvPool,
+  task: base.Task,
+  max_steps: int,
+  deadline: float = math.inf,
+) -> tuple[list[base.Observation], list[trajectory.Step], env_pool.Reply]:
+  """Plays a task for some turns, or until a deadline.
+
+  Returns:
+    The observations, the turns, whose tokens are empty, and the last reply.
+  """
+  observations, steps = [], []
+  pool.reset(0, task)
+  observation = reply = _receive(pool)
+  while isinstance(observation, base.Observation) and len(steps) < max_steps:
+    if time.monotonic() > deadline:
+      break
+    observations.append(observation)
+    response = _response(observation, len(steps))
+    pool.step(0, response)
+    reply = _receive(pool)
+    if isinstance(reply, env_pool.Failure):
+      break
+    steps.append(_step(observation, response, reply))
+    observation = reply.observation
+  pool.end(0)
+  return observations, steps, reply
+
+
+def _step(
+  observation: base.Observation, response: str, result: base.StepResult
+) -> trajectory.Step:
+  """Returns a turn without tokens."""
+  return trajectory.Step(
+    prompt_ids=np.zeros(0, np.int32),
+    completion_ids=np.zeros(0, np.int32),
+    log_probs=np.zeros(0, np.float32),
+    truncated=False,
+    prompt_shortened=False,
+    anchor=observation.anchor,
+    observation=observation.text,
+    response=response,
+    result=result,
   )
 
 

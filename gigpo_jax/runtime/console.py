@@ -39,3 +39,37 @@ def count_episodes(
     bar.update(episodes)
 
   return add
+
+
+class EndlessNotice:
+  """Prints a line if no episode has ended for a while.
+
+  Long episodes are no error, so the time until the next line doubles with each
+  line, also over several rollouts.
+
+  Args:
+    wait_secs: time until the first line.
+  """
+
+  def __init__(self, wait_secs: float = 60.0):
+    self._wait_secs = wait_secs
+    self._since = time.monotonic()
+
+  def restart(self) -> None:
+    """Counts the time from now on: a rollout starts, or an episode ended."""
+    self._since = time.monotonic()
+
+  def check(self, most_turns: Callable[[], int]) -> None:
+    """Prints the line if it is due.
+
+    Args:
+      most_turns: returns the turns of the longest episode that runs.
+    """
+    if time.monotonic() - self._since < self._wait_secs:
+      return
+    log(
+      f'no episode has ended for {self._wait_secs:.0f} s; the longest has '
+      f'{most_turns()} turns so far. An episode ends when the environment '
+      'returns done=True, which a limit such as env.max_steps ensures'
+    )
+    self._wait_secs *= 2
