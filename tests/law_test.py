@@ -101,6 +101,28 @@ def test_the_best_method_is_chosen_on_other_seeds(tmp_path):
   assert found['toy'] == pytest.approx((15, 5, 2))
 
 
+def test_names_of_runs_are_settings_and_methods():
+  split = law.split_name
+  assert split('keydoor', 'decoys 4 g2po') == ('keydoor decoys 4', 'g2po')
+  assert split('keydoor', 'gigpo') == ('keydoor', 'gigpo')
+  assert split('keydoor', 'gigpo shuffled') == ('keydoor', 'gigpo shuffled')
+
+
+def test_the_only_method_of_a_setting_is_not_the_best(tmp_path):
+  runs = [('toy', name, n, 0.5) for name in ('gigpo', 'grpo') for n in (0, 1)]
+  write_table(tmp_path / 't.csv', runs)
+  rows = sweep_table.read(tmp_path / 't.csv')
+  assert law.effects(rows, law.BEST) == {} and law.effects(rows)
+
+
+def test_a_law_whose_error_looks_equal_is_no_better():
+  better, equal = (
+    law.describe(law.Law('gigpo', 1.0, {}, error, 3.21, 5, {}))
+    for error in (3.1, 3.2)
+  )
+  assert '(better than' in better and 'NO better' in equal
+
+
 def test_leave_one_out_errors():
   # Without predictors: 0 - 4.5, 3 - 3 and 6 - 1.5.
   y = np.array([0.0, 3.0, 6.0])

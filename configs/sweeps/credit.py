@@ -4,9 +4,9 @@ r"""The benchmark of step-level credit: methods and controls, environments.
         --workdir=runs/credit
 
 Each method starts from the same policy, trains on the same tasks for the same
-number of episodes, and its final policy plays 512 unseen tasks. The first
-method, GRPO, has no step-level credit; each other method is compared with it by
-seed and task.
+number of episodes, and its final policy plays 512 unseen tasks (WebShop: 500).
+The first method, GRPO, has no step-level credit; each other method is compared
+with it by seed and task.
 
 Number of seeds: in nine runs of earlier tables, the paired difference of GiGPO
 and GRPO on ALFWorld has a standard deviation of 4.5 points between seeds
@@ -22,12 +22,13 @@ p-values are adjusted for the number of methods in the table of an environment
 TextWorld, the slippery lake and ALFWorld with full rooms have GRPO, GiGPO and
 the shuffled control only. The first runs of the former two cannot separate
 methods: TextWorld starts at 87 %, and runs of one method ended between 0 and
-44 % on the lake.
+44 % on the lake. Full rooms have only these so that all runs fit
+into a day.
 
 A further control is GRPO at the KL of GiGPO, in the environments of
 MATCHED_RATES: with that learning rate, GRPO's updates move the policy as far
-(`ratio/kl`). In the others GRPO's own rate does: they move it as far, or
-farther. Run tuning.py or tuning_others.py, find the rate with
+(`ratio/kl`). In the others GRPO's own rate does: they move it as far
+within 10 %, or farther. Run tuning.py or tuning_others.py, find the rate with
 `python -m gigpo_jax.tools.match_rate`, and add it.
 
 There are 480 runs. Estimated at four minutes for a run and one for its test,

@@ -1,4 +1,4 @@
-r"""Tunes the learning rate of `:mini` for the environments without a table.
+r"""Tunes the learning rate of `:mini` for the environments not in tuning.py.
 
     python launch/sweep.py --sweep=configs/sweeps/tuning_others.py \
         --workdir=runs/tuning

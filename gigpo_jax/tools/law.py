@@ -19,7 +19,8 @@ it never overwrites a file. `compare` shows predicted and measured effects.
 
 With `--method=best`, the effect of a seed is that of the method which is best
 on the other seeds, so that the selection does not favour it. All names of the
-sweep except GRPO take part, also controls.
+sweep except GRPO take part, also controls; settings with one other method are
+left out.
 """
 
 import argparse
@@ -35,6 +36,7 @@ import numpy as np
 import scipy.stats
 from jaxtyping import Float, Int
 
+from gigpo_jax import algorithms
 from gigpo_jax.tools import plots, sweep_table
 
 BASELINE = 'grpo'
@@ -87,10 +89,9 @@ def split_name(experiment: str, name: str) -> tuple[str, str]:
     experiment: name of the config file.
     name: name of the run: the method, in some sweeps after a setting.
   """
-  for method in ('gigpo', BASELINE):
-    if name == method or name.endswith(f' {method}'):
-      setting = name.removesuffix(method).strip()
-      return f'{experiment} {setting}'.strip(), method
+  setting, _, method = name.rpartition(' ')
+  if method in algorithms.REGISTRY:
+    return f'{experiment} {setting}'.strip(), method
   return experiment, name
 
 
@@ -143,7 +144,8 @@ def effects(rows: Sequence[Mapping], method: str = 'gigpo') -> dict:
   for setting, by_method in by_setting(final).items():
     baseline = by_method.pop(BASELINE, {})
     if method == BEST:
-      rates = _best_on_other_seeds(by_method)
+      # A single method is not chosen.
+      rates = _best_on_other_seeds(by_method) if len(by_method) > 1 else {}
     else:
       rates = by_method.get(method, {})
     gaps = [rates[seed] - baseline[seed] for seed in rates if seed in baseline]
@@ -367,16 +369,18 @@ def describe(law: Law) -> str:
     f'{slope:+.3g} x {PREDICTORS[name]}'
     for name, slope in law.coefficients.items()
   ]
+  errors = [f'{error:.1f}' for error in (law.error, law.constant_error)]
+  is_better = law.error < law.constant_error and errors[0] != errors[1]
   verdict = (
     'better than no predictor'
-    if law.error < law.constant_error
+    if is_better
     else 'NO better than no predictor: do not rely on it'
   )
   return (
     f'{law.method} - {BASELINE} = {" ".join([f"{law.intercept:.3g}", *terms])} '
     f'points, from {law.settings} settings\n'
-    f'error at a setting left out: {law.error:.1f} points; of the mean effect '
-    f'alone: {law.constant_error:.1f} ({verdict})'
+    f'error at a setting left out: {errors[0]} points; of the mean effect '
+    f'alone: {errors[1]} ({verdict})'
   )
 
 
