@@ -20,8 +20,8 @@ import ml_collections
 from configs import base, sizes, variants
 
 # Learning rates of `:mini`; see sizes.use_mini. GiGPO's is the better of 7.5e-5
-# and 1.5e-4, the others' the best of three, on seed 100 and the split valid;
-# docs/results.md and docs/results/history.md.
+# and 1.5e-4 from an earlier warm start, the others' the best of three, on seed
+# 100 and the split valid; docs/results.md and docs/results/history.md.
 RATES = {
   'gigpo': 1.5e-4,
   'grpo': 1.5e-4,
