@@ -131,12 +131,16 @@ def play_episodes(url: str, key: str) -> None:
 
 def wait_for(url: str) -> None:
   """Waits until the server accepts connections."""
+  is_waiting = False
   while True:
     try:
       urllib.request.urlopen(f'{url}/v1/models').close()
     except urllib.error.HTTPError:
       return
     except OSError:
+      if not is_waiting:
+        print(f'waiting for {url}, the address of launch/serve.py', flush=True)
+      is_waiting = True
       time.sleep(1.0)
     else:
       return

@@ -495,7 +495,7 @@ def _move_earlier(folder: pathlib.Path) -> None:
   backup.mkdir()
   for path in earlier:
     path.rename(backup / path.name)
-  console.log(f'{folder}: the earlier evaluation is kept in {backup.name}')
+  console.log(f'the earlier evaluation is kept in {backup}')
 
 
 def _keep_episodes(

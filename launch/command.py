@@ -104,9 +104,10 @@ def _parse(argv: list[str], *, module: str) -> list[str]:
   except flags.IllegalFlagValueError as error:
     lines.exit_with_error(_wrong_type(lines.describe_error(error), config))
   except flags.UnrecognizedFlagError as error:
-    meant = config_fields.suggest(error.flagname, config) if config else ''
+    near = config_fields.near(error.flagname, config) if config else []
+    meant = f'did you mean --config.{" or --config.".join(near)}?'
     how = 'a field is set by --config.FIELD=VALUE'
-    lines.exit_with_error('; '.join(filter(None, (str(error), meant, how))))
+    lines.exit_with_error(f'{error}; {meant if near else how}')
   except _MISTAKES as error:
     lines.exit_with_error(' '.join(str(error).split()))
   return rest

@@ -68,7 +68,7 @@ FIELDS = (
   _field('lora', True, 'must be one of its fields', 'rank'),
   _field('learning_rate', 1, 'no such field', 'optimizer.learning_rate'),
   _field('algorithm.gamma', 1, 'no such field', 'algorithm.discount'),
-  _field('algorithm.delta', 1, 'algorithm.delta=1: no such field', 'base.py'),
+  _field('algorithm.omega', 1, 'algorithm.omega=1: no such field', 'base.py'),
   _field('rollout.groups', 10_000, 'split train has'),
   _field('rollout.episodes_per_group', 1, 'must be at least 2'),
   _field('rollout.max_prompt_tokens', 5, 'the chat template alone'),

@@ -233,7 +233,7 @@ def test_each_earlier_evaluation_has_a_folder_of_its_own(tmp_path, capsys):
     evaluation._move_earlier(tmp_path)
     assert (tmp_path / name / 'evaluation.json').read_text() == str(n)
     assert capsys.readouterr().out == (
-      f'{tmp_path}: the earlier evaluation is kept in {name}\n'
+      f'the earlier evaluation is kept in {tmp_path}/{name}\n'
     )
   # Kept episodes of an evaluation that was killed.
   (tmp_path / 'evaluation' / '0').mkdir(parents=True)

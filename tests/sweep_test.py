@@ -124,7 +124,11 @@ def test_runs_share_the_cores_and_the_memory_of_a_gpu(tmp_path, monkeypatch):
   assert sweep.run_all(runs, tmp_path, at_once=2) == []
   assert shares == [('2', '0.450')] * 2 and pinned == [[3, 4], [5, 6]]
   # One run has all; a user's own share stays; without enough cores, no pins.
-  for at_once, own, share in ((1, '', ('5', None)), (6, '0.1', ('1', None))):
+  cases = (1, 5, '', ('5', None)), (6, 4, '0.1', ('2', None))
+  for at_once, cores, own, share in (*cases, (6, 1, '', ('1', None))):
+    monkeypatch.setattr(
+      os, 'sched_getaffinity', lambda _, count=cores: {*range(count)}
+    )
     shares.clear()
     pinned.clear()
     for run in runs:

@@ -105,6 +105,20 @@ def test_a_changed_config_keeps_the_earlier_one(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == printed
     assert json.loads(path.read_text())['seed'] == 3
     assert [p.read_text() for p in tmp_path.glob('*.bak*')] == [earlier]
+  # A longer run is the same experiment.
+  config.num_iterations += 1
+  train.train(config, str(tmp_path), allow_config_change=True)
+  assert capsys.readouterr().out == ''
+
+
+def test_a_run_cannot_become_shorter_than_it_is(tmp_path):
+  config = alfworld.get_config('smoke')
+  run_config.save(config, str(tmp_path))
+  (tmp_path / 'checkpoints' / '1').mkdir(parents=True)
+  config.num_iterations = 1
+  for allow in (False, True):
+    with pytest.raises(ValueError, match='has 2 iterations; must be at least'):
+      train.train(config, str(tmp_path), allow_config_change=allow)
 
 
 @pytest.mark.slow
@@ -401,7 +415,7 @@ def test_checkpoints_and_exports_are_evaluated(uninterrupted, tmp_path):
       '--config.episodes.every=0',
     )
   )
-  assert f'{tmp_path}: the earlier evaluation is kept in evaluation.bak\n' in (
+  assert f'the earlier evaluation is kept in {tmp_path}/evaluation.bak\n' in (
     printed
   )
   backup = tmp_path / 'evaluation.bak'

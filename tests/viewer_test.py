@@ -275,6 +275,10 @@ def test_an_export_replaces_no_other_file(workdir, tmp_path):
   ):
     viewer.export(workdir, path)
   assert path.read_text() == 'mine'
+  foreign = tmp_path / 'foreign.html'
+  foreign.write_text('<!DOCTYPE html><meta charset="utf-8">')
+  with pytest.raises(ValueError, match='is no exported page'):
+    viewer.export(workdir, foreign)
   for _ in range(2):
     viewer.export(workdir, tmp_path / 'run.html')
 

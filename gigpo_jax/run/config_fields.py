@@ -99,12 +99,17 @@ _DEPENDENT = {
   ),
 }
 
-# Names of other trainers (verl-agent, TRL, Tunix) for fields of configs.
+# Names of other trainers (verl-agent, TRL, Tunix) for fields of configs; see
+# docs/running.md.
 _OTHER_NAMES = {
   'adv_estimator': 'algorithm.name',
   'beta': 'loss.kl_weight',
   'clip_ratio': 'loss.clip_epsilon',
+  'clip_ratio_c': 'loss.dual_clip',
   'clip_ratio_high': 'loss.clip_epsilon_high',
+  'delta': 'loss.dual_clip',
+  'enable_similarity': 'algorithm.anchor',
+  'entropy_coef': 'loss.entropy_weight',
   'entropy_coeff': 'loss.entropy_weight',
   'epsilon': 'loss.clip_epsilon',
   'epsilon_high': 'loss.clip_epsilon_high',
@@ -112,22 +117,34 @@ _OTHER_NAMES = {
   'gamma': 'algorithm.discount',
   'grad_clip': 'optimizer.max_grad_norm',
   'group_size': 'rollout.episodes_per_group',
+  'importance_sampling_level': 'loss.ratio_level',
+  'invalid_action_penalty_coef': 'algorithm.invalid_penalty',
   'kl_coef': 'loss.kl_weight',
   'kl_loss_coef': 'loss.kl_weight',
   'lam': 'algorithm.gae_lambda',
+  'logger': 'metrics.wandb',
+  'loss_agg_mode': 'loss.aggregation',
   'loss_type': 'loss.aggregation',
   'lr': 'optimizer.learning_rate',
+  'lr_warmup_steps': 'optimizer.warmup_updates',
+  'mask_truncated_completions': 'filter.select',
   'max_completion_length': 'rollout.max_completion_tokens',
   'max_prompt_length': 'rollout.max_prompt_tokens',
   'max_response_length': 'rollout.max_completion_tokens',
+  'mode': 'algorithm.norm',
+  'model': 'model.path',
   'model_name_or_path': 'model.path',
   'n': 'rollout.episodes_per_group',
   'num_epochs': 'num_iterations',
   'num_generations': 'rollout.episodes_per_group',
   'num_train_epochs': 'num_iterations',
+  'per_device_train_batch_size': 'learner.microbatch_tokens',
   'ppo_epochs': 'learner.epochs',
   'ppo_micro_batch_size_per_gpu': 'learner.microbatch_tokens',
   'ppo_mini_batch_size': 'learner.minibatch_rows',
+  'report_to': 'metrics.wandb',
+  'reward_funcs': 'reward.functions',
+  'reward_weights': 'reward.function_weights',
   'save_freq': 'checkpoint.every',
   'save_steps': 'checkpoint.every',
   'scale_rewards': 'algorithm.norm',
@@ -138,6 +155,7 @@ _OTHER_NAMES = {
   'total_epochs': 'num_iterations',
   'total_training_steps': 'num_iterations',
   'train_batch_size': 'rollout.groups',
+  'warmup_steps': 'optimizer.warmup_updates',
 }
 
 
@@ -161,14 +179,21 @@ def flatten(config: ml_collections.ConfigDict | dict) -> dict[str, Any]:
   return fields
 
 
+def near(name: str, config: ml_collections.ConfigDict) -> list[str]:
+  """Returns fields that a wrong name may mean, the most likely first."""
+  fields = flatten(config)
+  if name in fields:
+    return [name]
+  last = name.rpartition('.')[2]
+  meant = [_OTHER_NAMES[last]] if last in _OTHER_NAMES else []
+  meant += [x for x in fields if x.rpartition('.')[2] == last]
+  return meant or difflib.get_close_matches(name, fields, cutoff=0.85)
+
+
 def suggest(field: str, config: ml_collections.ConfigDict) -> str:
   """Returns which fields a wrong name may mean; '' if there are none."""
-  fields = flatten(config)
-  last = field.rpartition('.')[2]
-  near = [_OTHER_NAMES[last]] if last in _OTHER_NAMES else []
-  near += [name for name in fields if name.rpartition('.')[2] == last]
-  near = near or difflib.get_close_matches(field, fields, cutoff=0.85)
-  return f'did you mean {", ".join(near)}?' if near else ''
+  meant = near(field, config)
+  return f'did you mean {", ".join(meant)}?' if meant else ''
 
 
 def unknown(

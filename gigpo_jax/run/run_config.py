@@ -63,17 +63,30 @@ def save(
     workdir: the folder.
     name: name of the file.
     inputs: what the run reads apart from the config; see `check_resume`.
-    keep_earlier: whether to keep a file that differs under a free name, with a
-      line that names it.
+    keep_earlier: whether to keep a file of another experiment under a free
+      name, with a line that names it.
   """
   content = json.loads(config.to_json_best_effort())
   stored = content | {_INPUTS: dict(inputs or {}), 'version': files.VERSION}
   text = json.dumps(stored, indent=2, sort_keys=True) + '\n'
   path = pathlib.Path(workdir) / name
-  if keep_earlier and path.exists() and path.read_bytes() != text.encode():
+  if keep_earlier and _is_another(path, stored):
     backup = files.back_up(path)
     print(f'{path}: the earlier file is kept as {backup.name}', flush=True)
   files.write_atomic(path, text)
+
+
+def _is_another(path: pathlib.Path, stored: Mapping[str, Any]) -> bool:
+  """Returns whether a file has fields that a resume must not change."""
+  if not path.exists():
+    return False
+  try:
+    old = fixed_fields(files.read_stored(path))
+  except ValueError:  # Damaged.
+    return True
+  new = fixed_fields(json.loads(json.dumps(stored)))
+  ignored = dict.fromkeys(('num_iterations', 'version'))  # Longer, or newer.
+  return old | ignored != new | ignored
 
 
 def holds_run(workdir: str) -> bool:
@@ -155,9 +168,20 @@ def check_resume(
   current = json.loads(config.to_json_best_effort())
   outputs = [file for pattern in results for file in path.parent.glob(pattern)]
   started = any(file.is_dir() or file.stat().st_size for file in outputs)
-  checkpoints = any((path.parent / 'checkpoints').glob('[0-9]*'))
-  if not (checkpoints or (started and path.exists())):
+  saved = [
+    int(folder.name)
+    for folder in (path.parent / 'checkpoints').glob('[0-9]*')
+    if folder.name.isdigit()
+  ]
+  if not (saved or (started and path.exists())):
     return
+  if name == _STORED and config.num_iterations <= max(saved, default=-1):
+    played = max(saved) + 1
+    raise ValueError(
+      f'num_iterations={config.num_iterations}: the run in --workdir={workdir} '
+      f'has {played} iterations; must be at least {played}, or another '
+      '--workdir'
+    )
   advice = 'use another --workdir'
   if name == _STORED:
     advice += ', or --allow_config_change to resume with this config'

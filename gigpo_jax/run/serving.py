@@ -61,5 +61,5 @@ def open_pool(
     )
     with endpoint_server.serve(app, listening, pool.num_envs):
       address = web.url(host, listening.getsockname()[1])
-      print(f'a harness plays at {address}', flush=True)
+      print(f'waiting for a harness at {address}', flush=True)
       yield pool

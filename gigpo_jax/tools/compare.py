@@ -217,10 +217,16 @@ def _check_out(out: str) -> pathlib.Path:
     )
   if not path.suffix:
     path = path.with_suffix('.png')
+  if path.suffix.lower() not in plots.TITLED:
+    raise ValueError(
+      f'--out={out}: unknown format; must end in {", ".join(plots.TITLED)}'
+    )
+  if not path.parent.is_dir():
+    raise ValueError(f'--out={out}: no such folder; must be in one that exists')
   if path.is_file() and not plots.has_title(path, _TITLE):
     raise ValueError(
       f'--out={path}: exists and is no plot of this command; must be a new '
-      'file or an earlier plot (.png, .svg or .pdf)'
+      'file or an earlier plot'
     )
   return path
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 # Formats in which matplotlib can store a title as plain text.
-_TITLED = ('.png', '.svg', '.pdf')
+TITLED = ('.png', '.svg', '.pdf')
 
 
 @contextlib.contextmanager
@@ -18,7 +18,7 @@ def image(
   Args:
     path: path of the image.
     dpi: dots per inch.
-    title: hidden title, see `has_title`; dropped by some formats.
+    title: hidden title, see `has_title`; dropped by formats other than TITLED.
     **options: further arguments of `pyplot.subplots`.
   """
   # matplotlib is slow to import.
@@ -29,7 +29,7 @@ def image(
 
   figure, axes = pyplot.subplots(layout='constrained', **options)
   yield figure, axes
-  is_titled = title and pathlib.Path(path).suffix.lower() in _TITLED
+  is_titled = title and pathlib.Path(path).suffix.lower() in TITLED
   extra = {'metadata': {'Title': title}} if is_titled else {}
   figure.savefig(path, dpi=dpi, **extra)
   pyplot.close(figure)
@@ -37,7 +37,7 @@ def image(
 
 def has_title(path: pathlib.Path, title: str) -> bool:
   """Returns whether a file is a PNG, SVG or PDF with a title of `image`."""
-  if path.suffix.lower() not in _TITLED:
+  if path.suffix.lower() not in TITLED:
     return False
   try:
     return title.encode() in path.read_bytes()

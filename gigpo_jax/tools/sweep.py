@@ -288,6 +288,7 @@ def run_all(
     at_once: maximum number of parallel runs.
   """
   waiting = [run for run in runs if run.next_command(root)]
+  at_once = max(1, min(at_once, len(waiting)))
   cores = sorted(os.sched_getaffinity(0)) if _can_pin_cores() else []
   share = len(cores) // at_once
   variables = _share_variables(at_once, share)
@@ -560,7 +561,8 @@ def main(
     print(f'{len(kept)} runs of {table} stay in it without complete folders')
   lost = earlier.keys() - kept.keys() - known_runs.keys() - complete
   if lost:
-    _back_up(table, len(lost))
+    print(f'{len(lost)} runs of {table} are not in the sweep any more')
+    _back_up(table)
   tested = [result for result in earlier_tests if result.key in kept]
   tested += [r for path in known for r in sweep_table.read_tests(path)]
   elsewhere = [line for x in (known_runs | kept).values() for line in x]
@@ -570,14 +572,11 @@ def main(
   return int(bool(failed))
 
 
-def _back_up(table: pathlib.Path, lost: int) -> None:
+def _back_up(table: pathlib.Path) -> None:
   """Copies a table, and that of its tests, before they lose runs."""
   for path in (table, sweep_table.tests_path(table)):
     if path.exists():
-      copy = files.back_up(path)
-      print(
-        f'{lost} runs of {path} are not in the sweep any more; kept: {copy}'
-      )
+      print(f'the earlier {path.name} is kept: {files.back_up(path)}')
 
 
 def _report(

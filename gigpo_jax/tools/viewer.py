@@ -34,6 +34,8 @@ from gigpo_jax import episode_records, episodes, metrics
 from gigpo_jax.runtime import files, web
 
 _PAGE = pathlib.Path(__file__).parent / 'page'
+# Marks exported pages; see page.html.
+_GENERATOR = b'<meta name="generator" content="gigpo_jax">'
 
 # A UTF-8 character has at most 4 bytes, and a token has at least one byte.
 _CHARACTER_BYTES = 4
@@ -450,11 +452,12 @@ def export(
 
 
 def _may_replace(path: pathlib.Path) -> bool:
-  """Returns whether a path is free, or a web page such as an earlier export."""
+  """Returns whether a path is free, or an earlier export."""
   if not path.is_file():
     return True  # A folder is refused when it is written.
   with path.open('rb') as file:
-    return file.read(15).lower() in (b'', b'<!doctype html>')
+    start = file.read(1000)
+  return not start or _GENERATOR in start
 
 
 def serve(
