@@ -144,7 +144,9 @@ def use_mini(
   changes: Sequence[str],
   rates: Mapping[str, float],
 ) -> None:
-  """Shortens a tiny config to three to six minutes of one CPU core.
+  """Shortens a tiny config to about six minutes of one CPU core.
+
+  With compiled programs, it takes three to four.
 
   Args:
     config: the tiny experiment, changed in place.
