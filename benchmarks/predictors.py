@@ -48,7 +48,6 @@ COLUMNS = (
   *('setting', 'episodes', 'success, 95 %', 'steps', 'revisits', 'singletons'),
   *('correlation', 'zero variance'),
 )
-_ONE_TOKEN = np.zeros(1, np.int32)
 
 
 def find_runs(
@@ -133,19 +132,7 @@ def _replay(
   observation, steps = env.reset(task), []
   for response in responses:
     result = env.step(response)
-    steps.append(
-      trajectory.Step(
-        prompt_ids=_ONE_TOKEN,
-        completion_ids=_ONE_TOKEN,
-        log_probs=np.zeros(1, np.float32),
-        truncated=False,
-        prompt_shortened=False,
-        anchor=observation.anchor,
-        observation=observation.text,
-        response=response,
-        result=result,
-      )
-    )
+    steps.append(trajectory.Step.without_tokens(observation, response, result))
     observation = result.observation
   return tuple(steps)
 

@@ -143,21 +143,15 @@ def check_folder(folder: pathlib.Path) -> bool:
   """
   if folder.exists() and not folder.is_dir():
     raise ValueError(f'{folder}: is a file; must be a folder, or not exist')
-  saved = _iterations(folder)
+  saved = files.numbered_folders(folder)
   if saved and all(find_damage(folder / str(n), contents=False) for n in saved):
     raise _all_damaged(folder, saved)
   return bool(saved)
 
 
-def _iterations(folder: pathlib.Path) -> list[int]:
-  """Returns the iterations of a folder's checkpoints, also damaged ones."""
-  paths = folder.iterdir() if folder.is_dir() else ()
-  return sorted(int(p.name) for p in paths if p.name.isdecimal() and p.is_dir())
-
-
 def describe_resume(folder: pathlib.Path) -> str:
   """Returns where the same command resumes, for a message."""
-  for n in reversed(_iterations(folder)):
+  for n in reversed(files.numbered_folders(folder)):
     if not find_damage(folder / str(n), contents=False):
       return f'the same command resumes after iteration {n}'
   return 'there is no checkpoint yet; the same command starts again'
@@ -271,7 +265,7 @@ class Checkpointer:
     for path in sorted(self._directory.glob(f'*{_UNFINISHED}*')):
       console.log(f'{path}: unfinished, skipped')
     if distributed.is_main_process() and not read_only:
-      for iteration in _iterations(self._directory):
+      for iteration in files.numbered_folders(self._directory):
         _restore_metadata(self._directory / str(iteration))
     distributed.barrier()
     self._retention = _Retention(keep)
@@ -350,7 +344,7 @@ class Checkpointer:
     try:
       yield
     except (OSError, ValueError) as error:  # Disk, tensorstore.
-      saved = _iterations(self._directory)
+      saved = files.numbered_folders(self._directory)
       start = f'iteration {saved[-1]}' if saved else 'the start'
       raise errors.RunError(
         f'{self._directory}: a checkpoint cannot be written '

@@ -63,6 +63,24 @@ class Step(SampledTurn):
   age: int = 0
   state_value: float | None = None
 
+  @classmethod
+  def without_tokens(
+    cls, observation: base.Observation, response: str, result: base.StepResult
+  ) -> 'Step':
+    """Returns a turn that no policy sampled; one 0 stands for its tokens."""
+    token = np.zeros(1, np.int32)
+    return cls(
+      prompt_ids=token,
+      completion_ids=token,
+      log_probs=np.zeros(1, np.float32),
+      truncated=False,
+      prompt_shortened=False,
+      anchor=observation.anchor,
+      observation=observation.text,
+      response=response,
+      result=result,
+    )
+
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:

@@ -106,8 +106,8 @@ def _train(workdir, num_players: int) -> int:
   while not url:
     line = process.stdout.readline()
     assert line, 'the server did not start'
-    found = re.search(r'waiting for a harness at (\S+)/', line)
-    url = found[1] if found else ''
+    match = re.search(r'waiting for a harness at (\S+)/', line)
+    url = match[1] if match else ''
   with concurrent.futures.ThreadPoolExecutor(num_players) as threads:
     counts = [threads.submit(_play, url) for _ in range(num_players)]
     out, errors = process.communicate(timeout=400)

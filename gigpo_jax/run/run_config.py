@@ -84,7 +84,7 @@ def _is_another(path: pathlib.Path, stored: Mapping[str, Any]) -> bool:
     old = fixed_fields(files.read_stored(path))
   except ValueError:  # Damaged.
     return True
-  new = fixed_fields(json.loads(json.dumps(stored)))
+  new = fixed_fields(stored)
   ignored = dict.fromkeys(('num_iterations', 'version'))  # Longer, or newer.
   return old | ignored != new | ignored
 
@@ -168,15 +168,11 @@ def check_resume(
   current = json.loads(config.to_json_best_effort())
   outputs = [file for pattern in results for file in path.parent.glob(pattern)]
   started = any(file.is_dir() or file.stat().st_size for file in outputs)
-  saved = [
-    int(folder.name)
-    for folder in (path.parent / 'checkpoints').glob('[0-9]*')
-    if folder.name.isdigit()
-  ]
+  saved = files.numbered_folders(path.parent / 'checkpoints')
   if not (saved or (started and path.exists())):
     return
-  if name == _STORED and config.num_iterations <= max(saved, default=-1):
-    played = max(saved) + 1
+  played = saved[-1] + 1 if saved else 0
+  if name == _STORED and config.num_iterations < played:
     raise ValueError(
       f'num_iterations={config.num_iterations}: the run in --workdir={workdir} '
       f'has {played} iterations; must be at least {played}, or another '

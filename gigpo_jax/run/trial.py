@@ -10,8 +10,6 @@ import math
 import time
 from collections.abc import Sequence
 
-import numpy as np
-
 from envs import base
 from gigpo_jax import env_pool, trajectory
 
@@ -91,7 +89,7 @@ def _play(
   """Plays a task for some turns, or until a deadline.
 
   Returns:
-    The observations, the turns, whose tokens are empty, and the last reply.
+    The observations, the turns without their tokens, and the last reply.
   """
   observations, steps = [], []
   pool.reset(0, task)
@@ -105,27 +103,10 @@ def _play(
     reply = _receive(pool)
     if isinstance(reply, env_pool.Failure):
       break
-    steps.append(_step(observation, response, reply))
+    steps.append(trajectory.Step.without_tokens(observation, response, reply))
     observation = reply.observation
   pool.end(0)
   return observations, steps, reply
-
-
-def _step(
-  observation: base.Observation, response: str, result: base.StepResult
-) -> trajectory.Step:
-  """Returns a turn without tokens."""
-  return trajectory.Step(
-    prompt_ids=np.zeros(0, np.int32),
-    completion_ids=np.zeros(0, np.int32),
-    log_probs=np.zeros(0, np.float32),
-    truncated=False,
-    prompt_shortened=False,
-    anchor=observation.anchor,
-    observation=observation.text,
-    response=response,
-    result=result,
-  )
 
 
 def _receive(pool: env_pool.EnvPool) -> env_pool.Reply:

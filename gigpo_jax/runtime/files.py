@@ -112,6 +112,12 @@ def free_name(path: pathlib.Path) -> pathlib.Path:
   return next(p for n in names if not (p := path.with_name(n)).exists())
 
 
+def numbered_folders(folder: pathlib.Path) -> list[int]:
+  """Returns the numbers that name folders in a folder, which may not exist."""
+  paths = folder.iterdir() if folder.is_dir() else ()
+  return sorted(int(p.name) for p in paths if p.name.isdecimal() and p.is_dir())
+
+
 def back_up(path: pathlib.Path) -> pathlib.Path:
   """Copies a file to an unused name, see `free_name`; returns its path."""
   return pathlib.Path(shutil.copy2(path, free_name(path)))
