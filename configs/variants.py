@@ -55,16 +55,16 @@ def parse(
   chosen = [v for v in variants if v in sizes]
   if unknown or len(chosen) > 1:
     near = [m for v in unknown for m in difflib.get_close_matches(v, known, 1)]
-    hint = f'; did you mean {", ".join(near)}?' if near else ''
-    hint = next((f'; {_HINTS[v]}' for v in unknown if v in _HINTS), hint)
+    hint = f'did you mean {", ".join(near)}? ' if near else ''
+    hint = next((f'{_HINTS[v]}; ' for v in unknown if v in _HINTS), hint)
     problem = (
       f'unknown {", ".join(unknown)}' if unknown else 'more than one size'
     )
     accepted = [f'at most one of {", ".join(sizes)}'] if sizes else []
     accepted += [f'{", ".join(changes)}, joined by commas'] if changes else []
     raise ValueError(
-      f'--config=configs/{name}.py:{arg}: {problem}; accepts '
-      f'{" and ".join(accepted)}{hint}'
+      f'--config=configs/{name}.py:{arg}: {problem}; {hint}accepts '
+      f'{" and ".join(accepted)}'
     )
   return ''.join(chosen), [b for b in changes if b in variants]
 

@@ -124,7 +124,7 @@ def _restore_metadata(folder: pathlib.Path) -> None:
   digest, and a kill may truncate it. The manifest has its earlier contents.
   """
   path = folder / _METADATA
-  with contextlib.suppress(OSError, ValueError, RecursionError):
+  with contextlib.suppress(OSError, ValueError):
     handlers = files.read_object(path).get('item_handlers')
     if isinstance(handlers, dict) and handlers.keys() == set(_ITEMS):
       return

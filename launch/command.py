@@ -43,6 +43,16 @@ _MISTAKES = (
   AttributeError,
   LookupError,
 )
+# Flags of other trainers (TRL, verl-agent) that are no fields.
+_OTHER_FLAGS = {
+  **dict.fromkeys(
+    ('default_local_dir', 'output_dir'), 'did you mean --workdir?'
+  ),
+  **dict.fromkeys(
+    ('resume_from_checkpoint', 'resume_mode'),
+    'a run resumes if its command is run again with the same --workdir',
+  ),
+}
 _TYPES = {
   bool: 'True or False',
   int: 'an integer',
@@ -105,9 +115,13 @@ def _parse(argv: list[str], *, module: str) -> list[str]:
     lines.exit_with_error(_wrong_type(lines.describe_error(error), config))
   except flags.UnrecognizedFlagError as error:
     near = config_fields.near(error.flagname, config) if config else []
-    meant = f'did you mean --config.{" or --config.".join(near)}?'
-    how = 'a field is set by --config.FIELD=VALUE'
-    lines.exit_with_error(f'{error}; {meant if near else how}')
+    how = _OTHER_FLAGS.get(
+      error.flagname.rpartition('.')[2],
+      'a field is set by --config.FIELD=VALUE',
+    )
+    if near:
+      how = f'did you mean --config.{" or --config.".join(near)}?'
+    lines.exit_with_error(f'{error}; {how}')
   except _MISTAKES as error:
     lines.exit_with_error(' '.join(str(error).split()))
   return rest
@@ -177,9 +191,16 @@ def _check_config_file(argv: list[str]) -> ml_collections.ConfigDict:
     if name == '--config':
       path, _, variant = value.partition(':')
       if not pathlib.Path(path).is_file():
+        name = path.removesuffix('.py')
+        near = [
+          file
+          for file in (f'{name}.py', f'configs/{name}.py')
+          if configs.find(file)
+        ]
+        meant = f'did you mean {near[0]}? ' if near else ''
         raise ValueError(
-          f'--config={path}: no such file; must be one of configs/*.py, or '
-          'your own'
+          f'--config={path}: no such file; {meant}must be one of configs/*.py, '
+          'or your own'
         )
       try:
         config = runpy.run_path(path)['get_config'](variant)

@@ -194,6 +194,10 @@ COMMANDS = (
   _flags(
     '--config=configs/alfworld.py:tinny', expected=('did you mean tiny?',)
   ),
+  _flags(
+    '--config=alfworld:tiny', expected=('did you mean configs/alfworld.py?',)
+  ),
+  _flags(TINY, '--output_dir=out', expected=('did you mean --workdir?',)),
   _flags(TINY, '--repeats=0', expected=('--repeats=0',), script='evaluate'),
   _flags(
     TINY,

@@ -63,6 +63,14 @@ def test_runs_that_differ_in_more_than_the_seed_have_their_own_names(tmp_path):
     ('tiny, high', 0),
     ('tiny, low', 1),
   ]
+  high = str(tmp_path / 'high')
+  assert compare.differences([low, other_seed]) == []
+  assert compare.differences([low, high, other_seed]) == [
+    'high differs from low: optimizer.learning_rate=0.0003 (0.0001)'
+  ]
+  options = {f'option{n}': n for n in range(7)}
+  (line,) = compare.differences([low, run('others', 0, 1e-4, **options)])
+  assert line.endswith('option4=4 (None), 2 more')
   own = _run(tmp_path / 'own', variant='', seed=0, rates=[0.5])
   assert compare.load_all([own])[0][:2] == ('own', 0)
   copy = run('copy', 0, 1e-4)

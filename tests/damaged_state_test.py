@@ -90,8 +90,10 @@ def _small_parts(monkeypatch):
     writer.close()
 
 
-def _start(workdir: pathlib.Path) -> int:
+def _start(workdir: pathlib.Path, **changes: object) -> int:
   """Starts a run; returns the iteration that it resumes after, or -1."""
+  config = _config()
+  config.update(changes)
   histories = []
   restore_or_init = run_builders.restore_or_init
 
@@ -108,7 +110,7 @@ def _start(workdir: pathlib.Path) -> int:
     patch.setattr(run_builders, 'start_compilation', lambda *_: {})
     patch.setattr(train, 'estimate_advantages', estimate_advantages)
     with pytest.raises(Started):
-      train.train(_config(), str(workdir))
+      train.train(config, str(workdir), allow_config_change=bool(changes))
   return histories[0].iteration
 
 
@@ -195,6 +197,13 @@ def test_undamaged_state_resumes_in_silence(workdir, capsys):
   assert len(said) == 1
   assert (workdir / 'metrics.jsonl').read_text() == before
   assert not list(workdir.glob('*.bak*'))
+
+
+def test_a_finished_run_says_that_no_iteration_is_left(workdir, capsys):
+  _start(workdir, num_iterations=ITERATIONS)
+  assert capsys.readouterr().out.splitlines()[-1] == (
+    f'resuming {workdir} after iteration {ITERATIONS - 1}; no iteration is left'
+  )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tests of locks of work directories: held, refused, released on a kill."""
+"""Tests of stored files, and of locks: held, refused, released on a kill."""
 
 import contextlib
 import os
@@ -19,6 +19,14 @@ with files.lock(pathlib.Path(sys.argv[1])):
   print('held', flush=True)
   time.sleep(60)
 """
+
+
+@pytest.mark.parametrize('text', ['', '[]', '{"a": 1', '[' * 100_000])
+def test_a_damaged_object_is_a_value_error_with_its_path(tmp_path, text):
+  path = tmp_path / 'config.json'
+  path.write_text(text)
+  with pytest.raises(ValueError, match=r'config\.json: '):
+    files.read_object(path)
 
 
 def test_a_second_process_is_refused_until_the_first_ends(tmp_path):

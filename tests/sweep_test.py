@@ -320,6 +320,15 @@ def test_an_unknown_field_is_named_in_a_short_line():
   assert str(e.value).endswith('did you mean rollout.groups?')
 
 
+def test_an_unknown_field_of_a_test_is_named_once(tmp_path):
+  entry = {'name': 'a', 'config': 'configs/alfworld.py:smoke', 'seed': 0}
+  file = tmp_path / 'list.py'
+  file.write_text(f'RUNS = [{entry | {"test": {"evaluation.num": 4}}}]')
+  with pytest.raises(ValueError, match='evaluation.num: no such') as raised:
+    sweep.main(str(file), str(tmp_path), at_once=1, only_gather=False)
+  assert str(raised.value).count('--sweep: run alfworld-a-0: ') == 1
+
+
 def test_runs_of_own_configs_and_modules(tmp_path, monkeypatch):
   (tmp_path / 'own.py').write_text(
     'from configs import alfworld\n'

@@ -189,7 +189,6 @@ def _missing_warm_start(config: ml_collections.ConfigDict) -> str | None:
     if configs.find(path):
       return None
     name, size = match.groups()
-    variant = config.get('variant', size)
     if not envs.has_expert(config.env.name):
       return (
         f'model.path={path}: no such warm start yet, and env.name='
@@ -198,8 +197,7 @@ def _missing_warm_start(config: ml_collections.ConfigDict) -> str | None:
       )
     return (
       f'model.path={path}: no such warm start yet; run `python launch/sft.py '
-      f'--config=configs/{name}.py:{size}`, then `python launch/train.py '
-      f'--config=configs/{name}.py:{variant}`'
+      f'--config=configs/{name}.py:{size}`, then this command again'
     )
   if not path and config.sft.init == 'scratch':
     return (

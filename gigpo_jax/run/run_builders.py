@@ -404,7 +404,9 @@ def restore_or_init(
       f'({type(e).__name__}: {e}); delete this checkpoint to resume from the '
       'previous one, or give another --workdir'
     ) from e
-  console.log(f'resuming {parts.workdir} after iteration {iteration}')
+  is_last = iteration + 1 == parts.config.num_iterations
+  note = '; no iteration is left' if is_last else ''
+  console.log(f'resuming {parts.workdir} after iteration {iteration}{note}')
   return run_state.RunState(**states, reference=reference), history
 
 

@@ -73,7 +73,10 @@ def read_object(path: pathlib.Path) -> dict:
     OSError: if the file cannot be read.
     ValueError: if it is not JSON, or another value than an object.
   """
-  values = json.loads(path.read_text(encoding='utf-8'))
+  try:
+    values = json.loads(path.read_text(encoding='utf-8'))
+  except (RecursionError, ValueError) as error:
+    raise ValueError(f'{path}: cannot be read ({error})') from error
   if not isinstance(values, dict):
     raise ValueError(f'{path}: holds no JSON object')
   return values
@@ -102,7 +105,7 @@ def read_stored(path: pathlib.Path) -> dict:
   """
   try:
     return take_version(read_object(path), path)
-  except (OSError, RecursionError, UnicodeError, json.JSONDecodeError) as error:
+  except OSError as error:
     raise ValueError(f'{path}: cannot be read ({error})') from error
 
 

@@ -13,6 +13,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from gigpo_jax import metrics
 from gigpo_jax.run import run_config
@@ -21,6 +22,7 @@ from gigpo_jax.tools import plots
 
 _RATE = 'eval/success_rate'
 _REQUIRED = (_RATE, 'eval/success_low', 'eval/success_high')
+_MOST_CHANGES = 5  # Fields that a line about a run lists.
 _TITLE = 'gigpo_jax.tools.compare'  # Marks the plots that may be replaced.
 
 
@@ -133,7 +135,7 @@ def load_all(
   for workdir in workdirs:
     config, lines = _read_config(workdir), read_metrics(workdir)
     variant, seed = config.get('variant', ''), config['seed']
-    settings = _settings(config)
+    settings = json.dumps(_settings(config), sort_keys=True)
     if (settings, seed) in known:
       raise ValueError(
         f'{workdir}: has the config and the seed of {known[settings, seed]}; '
@@ -152,11 +154,31 @@ def load_all(
   return named
 
 
-def _settings(config: dict) -> str:
-  """Returns a text that is equal for runs that differ in their seed only."""
+def differences(workdirs: Sequence[str | pathlib.Path]) -> list[str]:
+  """Returns a line for each run that is unlike the first of its variant."""
+  first: dict[str, tuple[str, dict]] = {}
+  lines = []
+  for workdir in workdirs:
+    config, folder = _read_config(workdir), pathlib.Path(workdir).name
+    own = _settings(config)
+    name, other = first.setdefault(config.get('variant', ''), (folder, own))
+    changed = [
+      f'{field}={own.get(field)} ({other.get(field)})'
+      for field in sorted(own.keys() | other.keys())
+      if own.get(field) != other.get(field)
+    ]
+    if more := len(changed[_MOST_CHANGES:]):
+      changed[_MOST_CHANGES:] = [f'{more} more']
+    if changed:
+      lines.append(f'{folder} differs from {name}: {", ".join(changed)}')
+  return lines
+
+
+def _settings(config: dict) -> dict[str, Any]:
+  """Returns the fields that runs share which differ in their seed only."""
   fields = run_config.fixed_fields(config)
   del fields['seed']
-  return json.dumps(fields, sort_keys=True)
+  return fields
 
 
 def _read_config(workdir: str | pathlib.Path) -> dict:
@@ -195,6 +217,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = _check_out(options.out) if options.out else None
     runs = load_all(options.workdirs)
     print(table(runs))
+    if unlike := differences(options.workdirs):
+      print('', *unlike, sep='\n')
     if path:
       _draw_file(runs, path)
   except ValueError as error:

@@ -116,8 +116,13 @@ class Run:
       config.update_from_flattened_dict(overrides)
     except (KeyError, OSError, TypeError, ValueError) as error:
       message = ' '.join(str(error).split())
-      raise ValueError(f'--sweep: run {self.folder}: {message}') from error
+      raise ValueError(f'{self.label}{message}') from error
     return config
+
+  @property
+  def label(self) -> str:
+    """Start of errors about the run."""
+    return f'--sweep: run {self.folder}: '
 
   def command(self, root: pathlib.Path) -> list[str]:
     """Returns the command that trains the run in a folder under `root`."""
@@ -339,12 +344,12 @@ def _validate(runs: Sequence[Run]) -> None:
   lines: dict[str, None] = {}
   for run in different.values():
     for fields in (), run.test:
+      config = run.load(fields)
       try:
-        config_lib.validate(run.load(fields))
+        config_lib.validate(config)
       except ValueError as error:
         lines |= dict.fromkeys(
-          f'--sweep: run {run.folder}: {line}'
-          for line in str(error).splitlines()
+          f'{run.label}{line}' for line in str(error).splitlines()
         )
   if lines:
     raise ValueError('\n'.join(lines))
