@@ -1,13 +1,13 @@
 """GiGPO on ALFWorld: the paper's main experiment (Table 1, rows GiGPO).
 
     python launch/train.py --config=configs/alfworld.py            # 1.5B
-    python launch/train.py --config=configs/alfworld.py:tiny       # 2 cores
+    python launch/train.py --config=configs/alfworld.py:tiny       # CPU
     python launch/train.py --config=configs/alfworld.py:tiny,grpo
 
 Variants are joined by commas:
 
 - a size: `1.5b` (default), `0.5b`, `7b`; `small` for one GPU, without a
-  download; `tiny` for two CPU cores; `mini` for sweeps, `mini_full` for sweeps
+  download; `tiny` for a CPU; `mini` for sweeps, `mini_full` for sweeps
   in rooms of ALFRED's size; `smoke` for tests;
 - an algorithm: `grpo`, `ppo`, ...;
 - `conversation`: an episode is one growing conversation;

@@ -16,7 +16,7 @@ MINI_RATE = 7.5e-5
 
 
 def use_tiny_policy(config: ml_collections.ConfigDict) -> None:
-  """Selects a 0.6M-parameter policy from launch/sft.py, for two CPU cores."""
+  """Selects a 0.6M-parameter policy from launch/sft.py, for a CPU."""
   config.model.dtype = 'float32'
   config.model.remat = 'none'
   if 'prompt_style' in config.env:

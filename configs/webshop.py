@@ -4,10 +4,10 @@
     python launch/train.py --config=configs/webshop.py:tiny        # any laptop
     python launch/train.py --config=configs/webshop.py:tiny,grpo
 
-Variants, joined by commas: a size (`1.5b`, the default, `7b`; `tiny` for two
-CPU cores, `mini` for sweeps, `smoke` for continuous integration), an algorithm
-(`grpo`, `ppo`, ...), `conversation` (an episode is one growing conversation)
-and other changes, see `variants.CHANGES`.
+Variants, joined by commas: a size (`1.5b`, the default, `7b`; `tiny` for a CPU,
+`mini` for sweeps, `smoke` for tests), an algorithm (`grpo`, `ppo`, ...),
+`conversation` (an episode is one growing conversation) and other changes, see
+`variants.CHANGES`.
 
 Published score and success, mean of 3 seeds, 150 iterations, 1,000 products:
 1.5B GiGPO 83.5 / 67.4 %, GRPO 75.8 / 56.8 %; 7B GiGPO 86.2 / 75.2 %, GRPO

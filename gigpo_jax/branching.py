@@ -24,7 +24,7 @@ Cost: `spent/env_steps` has all steps of branches, because the environment
 executes the replayed ones too, as for `continuations`; `spent/tokens` has the
 new tokens only.
 
-Input and output: trajectories and rows. This module knows no device.
+Input and output: trajectories and rows. This module does not use devices.
 """
 
 import dataclasses

@@ -17,7 +17,7 @@ no turn is older than `max_staleness` iterations when it is trained on. The
 first iterations have few complete groups. Groups that wait after the last
 iteration are dropped.
 
-Input and output: groups of trajectories. This module knows no device.
+Input and output: groups of trajectories. This module does not use devices.
 """
 
 import base64

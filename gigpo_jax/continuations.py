@@ -14,7 +14,7 @@ of a state meet the same ones.
 An algorithm may instead compare with one greedy episode from the start of each
 task (ReMax, arXiv:2310.10505), whose undiscounted return is then its value.
 
-Input and output: trajectories. This module knows no device.
+Input and output: trajectories. This module does not use devices.
 """
 
 import collections

@@ -2,7 +2,7 @@
 
 Rows on the host are shuffled and split into mini-batches, with one optimizer
 step each. Mini-batches are split into microbatches of few shapes, whose
-gradients are summed in float32. The loss's normaliser is computed before the
+gradients are summed in float32. The loss's normalizer is computed before the
 first microbatch. The loss is therefore independent of the microbatch size, the
 length buckets, the mesh and the sharing of tokens. This module is independent
 of environments, texts and algorithms.

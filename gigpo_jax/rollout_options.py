@@ -1,4 +1,4 @@
-"""Options of collecting episodes, a section of the config."""
+"""Options of rollouts, a section of the config."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -62,7 +62,7 @@ def lambda_advantages(
   *,
   penalty_scope: str,
 ) -> Float[Array, ' R']:
-  """Returns A_t of each row, before normalisation, in reward units.
+  """Returns A_t of each row, before normalization, in reward units.
 
   A_t is the lambda-return minus V. The lambda-return is the return, with
   discount `decay`, of the rewards r + (discount - decay) V', where V' is the

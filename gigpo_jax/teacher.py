@@ -16,7 +16,7 @@ along half a cosine (CHORD, arXiv:2508.11408). L_teacher is one of
   advantage of a token is log p(token | prompt with a solution) - log p(token |
   prompt); see `privileged`.
 
-Both losses are normalised by their own rows in every optimizer step. The
+Both losses are normalized by their own rows in every optimizer step. The
 teacher's rows have a program of their own. It does not run if mu is 0, so that
 the update is that of RL, bit for bit.
 """

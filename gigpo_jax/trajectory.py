@@ -1,7 +1,7 @@
 """Recorded episodes on the host: ragged, frozen, with the sampled token ids.
 
 A `Step` is one turn. Its token ids are those of the sampler; text is never
-tokenized again. This module knows neither jax nor any environment.
+tokenized again. This module depends neither on jax nor on an environment.
 """
 
 import dataclasses

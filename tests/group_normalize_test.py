@@ -1,4 +1,4 @@
-"""Tests the parts of GiGPO's advantages: returns and normalisation."""
+"""Tests the parts of GiGPO's advantages: returns and normalization."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -179,7 +179,7 @@ def _config(functions, options):
 
 
 def test_components_of_gdpo_by_hand():
-  # Environment: 11 and 1; brevity: 1 and 1; solved: 2 and -1. GDPO normalises
+  # Environment: 11 and 1; brevity: 1 and 1; solved: 2 and -1. GDPO normalizes
   # each within the group, so both components that differ count the same.
   options = reward_functions.Options((PER_TURN, RUBRIC), num_workers=1)
   pair = [_episode(), _episode(won=0.0, member=1)]

@@ -10,7 +10,7 @@ from gigpo_jax import advantages, algorithms, arrays, state_values
 
 
 def generalized(rows, step_lambda):
-  """Returns GAGPO's advantages before normalisation, and the segments."""
+  """Returns GAGPO's advantages before normalization, and the segments."""
   algorithm = algorithms.make('gagpo', discount=0.5)
   inputs = algorithm.inputs(rows)
   row_segments = advantages.segment_rows(inputs, penalty_scope='reward')
@@ -152,7 +152,7 @@ def test_early_states_of_long_episodes_have_potentials():
     for x in (subject, plain)
   )
   # Potentials of the next states: the returns of their only episodes, half of
-  # which are 0; normalised like the returns themselves, times (1 - 1/2)^2.
+  # which are 0; normalized like the returns themselves, times (1 - 1/2)^2.
   np.testing.assert_allclose(given - without, without / 4, rtol=0.05)
 
 

@@ -6,7 +6,7 @@ shrunk towards m, because few steps are little evidence:
 
     (n_a m_a + prior_steps m) / (n_a + prior_steps).
 
-A_a is this mean, normalised over the steps of the anchor group. With B the
+A_a is this mean, normalized over the steps of the anchor group. With B the
 variance of G between the actions and W the variance within the actions, A_a is
 weighted by
 
@@ -17,7 +17,7 @@ different returns. GiGPO's episode advantage A_E is added.
 
 # Differs from the paper: tau (`evidence_steps`) is not published; 4 is this
 project's. Neither is the canonical form of actions; here it ignores case and
-white space. The normalisation counts each step of an action, not each action.
+white space. The normalization counts each step of an action, not each action.
 """
 
 import dataclasses

@@ -27,7 +27,7 @@ PRESETS = {'g2po': {'algorithm.anchor': 'state'}}
 class Algorithm(gigpo.Algorithm):
   """A_S = z(V' - c (1 - v)) by anchor group + z(V' - V) by group.
 
-  z normalises by the mean and the standard deviation, as option `norm` says.
+  z normalizes by the mean and the standard deviation, as option `norm` says.
   c is `invalid_penalty`, and v is 1 for a valid response, else 0. V' is the
   value of the state after a step; after an episode's last step, it is the
   episode's total reward.

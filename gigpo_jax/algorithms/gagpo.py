@@ -8,8 +8,8 @@ gives
     delta_t = r_t + discount V(s') - V(s),
     A_t = delta_t + discount step_lambda A_{t+1},
 
-which is normalised over all steps of the group. There is no episode advantage.
-With step_lambda = 1, A before the normalisation is G - V, GiGPO's step
+which is normalized over all steps of the group. There is no episode advantage.
+With step_lambda = 1, A before the normalization is G - V, GiGPO's step
 advantage without the division by the deviation.
 
 # Differs from the paper: its lambda is not published; 0.9 is this project's.
@@ -29,7 +29,7 @@ PRESETS = {'gagpo': {'loss.ratio_level': 'row'}}
 class Algorithm(gigpo.Algorithm):
   """A = episode_weight A_E + z(A_t); default weight 0.
 
-  z normalises over the steps of a group, as option `norm` says. The paper
+  z normalizes over the steps of a group, as option `norm` says. The paper
   reports lower success with the episode advantage A_E.
 
   Attributes:
@@ -43,7 +43,7 @@ class Algorithm(gigpo.Algorithm):
   step_lambda: float = options.number(0.9, low=0, high=1)
 
   def components(self, rows: batch.Rows) -> advantages.Components:
-    """Returns A_E, and the normalised A_t as the step advantage."""
+    """Returns A_E, and the normalized A_t as the step advantage."""
     return _components(
       self.inputs(rows),
       arrays.two_float(self.discount * self.step_lambda),

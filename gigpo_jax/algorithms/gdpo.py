@@ -1,6 +1,6 @@
-"""GDPO (arXiv:2601.05242): reward components, each normalised separately.
+"""GDPO (arXiv:2601.05242): reward components, each normalized separately.
 
-The name stands for Group reward-Decoupled normalisation Policy Optimization.
+The name stands for Group reward-Decoupled normalization Policy Optimization.
 GRPO on the sum of rewards cannot distinguish mixtures with equal sums, and the
 component of the largest scale dominates.
 

@@ -3,7 +3,7 @@
 p_t is the policy's probability of the task's reference answer before turn t
 (`gigpo_jax.answer_scores`). A turn other than the last is rewarded with the
 gain p_{t+1} - p_t, and the last turn with the return E of the episode.
-Gains and returns are normalised separately in the group,
+Gains and returns are normalized separately in the group,
 
     r = (x - mean) / (std + 1e-6),                             Section 3.2
     A_t = sum over k >= t of discount^(k - t) r_k.

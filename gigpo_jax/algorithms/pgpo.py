@@ -7,7 +7,7 @@ difference
     delta = potential_discount Phi(s') - Phi(s);
 
 in the last step of an episode, its reward replaces the first term. A_phi is
-delta, normalised over the anchor group like GiGPO's step advantage A_S. With p
+delta, normalized over the anchor group like GiGPO's step advantage A_S. With p
 the success rate of the group,
 
     A = A_S + potential_weight (1 - p)^failure_exponent A_phi,

@@ -50,7 +50,7 @@ class Algorithm:
     gae_level: unit of the estimation, token or turn.
     gae_discount: discount per unit; 1 in the paper.
     gae_lambda: lambda; 1, as in the paper, gives the return minus the value.
-    whiten_advantages: whether to normalise advantages to mean 0 and standard
+    whiten_advantages: whether to normalize advantages to mean 0 and standard
       deviation 1 over the tokens of the batch, as most implementations do.
     invalid_penalty: subtracted from the reward of an invalid turn.
   """

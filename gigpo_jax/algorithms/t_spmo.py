@@ -7,7 +7,7 @@ and continue with different tokens are compared:
               - mean return after p and any other token,
 
 for the first token v after p; other tokens have the advantage 0 and keep their
-part in the normaliser of the loss. A prefix with one continuation has nothing
+part in the normalizer of the loss. A prefix with one continuation has nothing
 to compare.
 
 # Differs from the paper: a response is one turn, and its return the discounted

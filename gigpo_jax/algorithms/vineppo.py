@@ -35,7 +35,7 @@ class Algorithm:
       paper.
     discount: discount per turn; 1 in the paper.
     invalid_penalty: subtracted from the reward of an invalid response.
-    whiten_advantages: whether to normalise advantages to mean 0 and standard
+    whiten_advantages: whether to normalize advantages to mean 0 and standard
       deviation 1 over the tokens of the iteration.
   """
 

@@ -4,7 +4,7 @@
 rows and signals, and a module with a frozen dataclass `Selector`; see
 `plugins`. To add one, add a module and a line of REGISTRY. Rows without a
 chosen token are not computed, which saves time. The other rows are computed in
-full, but the other tokens neither count in the loss nor in its normaliser.
+full, but the other tokens neither count in the loss nor in its normalizer.
 Advantages stay those of all rows.
 """
 

@@ -273,7 +273,7 @@ _INTRODUCTION = (
   'The lists of options show their defaults. `--config.FIELD=VALUE` sets an '
   'option.',
   'Of ST-PPO (2511.20718), only the ratios of turns are implemented, as '
-  '`loss.ratio_level=row`; its clipping-triggered normalisation is not.',
+  '`loss.ratio_level=row`; its clipping-triggered normalization is not.',
 )
 
 

@@ -1,10 +1,10 @@
-"""Write the tables and plots of docs/results.md from docs/results.
+"""Write the tables and plots of the results from the files in docs/results.
 
     python -m gigpo_jax.tools.results
 
 replaces the lines between `<!-- begin NAME -->` and `<!-- end NAME -->` in
-docs/results.md and README.md, and draws docs/results/effects.png and
-docs/results/oracle.png. It reads
+docs/results.md, docs/results/details.md and README.md, and draws
+docs/results/effects.png and docs/results/oracle.png. It reads
 
 - credit.csv and credit_tests.csv, from configs/sweeps/credit.py;
 - main.csv, whose effects are drawn where credit_tests.csv has none;
@@ -197,11 +197,11 @@ def data_table(evaluations: Sequence[Mapping]) -> str:
 # Question: the methods whose difference answers it.
 QUESTIONS = {
   'Does step-level credit help?': (GIGPO, law.BASELINE),
-  'Does it remain with shuffled states?': (
+  'Does it remain with shuffled anchors?': (
     'gigpo shuffled',
     law.BASELINE,
   ),
-  'Are true states better than shuffled ones?': (GIGPO, 'gigpo shuffled'),
+  'Are real anchors better than shuffled ones?': (GIGPO, 'gigpo shuffled'),
   'Does the discount matter?': (GIGPO, 'gigpo discount 1'),
   'Does the episode advantage matter?': (GIGPO, 'gigpo steps only'),
   'Are larger updates the reason?': (GIGPO, 'grpo at matched kl'),
@@ -391,7 +391,11 @@ BLOCKS = {
   'robust': lambda: robust_table(_tests()),
   'readme': readme_block,
 }
-PAGES = PROJECT / 'docs' / 'results.md', PROJECT / 'README.md'
+PAGES = (
+  PROJECT / 'docs' / 'results.md',
+  _FOLDER / 'details.md',
+  PROJECT / 'README.md',
+)
 
 
 def with_blocks(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Estimate an experiment's memory and time on TPUs or GPUs without any.
+"""Estimate an experiment's memory and time on TPUs or GPUs, without one.
 
 The compilers of libtpu and of jax's CUDA plugin need no device. They compile
 the largest programs of sampler and learner for a TPU slice or the GPUs of a
