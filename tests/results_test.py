@@ -34,12 +34,13 @@ def test_only_blocks_are_replaced(monkeypatch):
     results.with_blocks(text.replace('one', 'two'))
 
 
-def test_the_dial_compares_two_methods_by_setting():
+def test_the_dial_compares_methods_with_grpo_by_setting():
   tests = {
     name: {s: outcomes.Result('keydoor', name, s, 4, r) for s, r in rates}
     for name, rates in (
       ('gigpo', [(0, 0.5), (1, 0.75)]),
       ('grpo', [(0, 0.25), (1, 0.25)]),
+      ('g2po', [(0, 0.5), (1, 0.25)]),
       ('alias held gigpo', [(0, 0.5)]),
       ('traps 0 gigpo', [(0, 0.5)]),  # No pair.
     )
@@ -50,11 +51,13 @@ def test_the_dial_compares_two_methods_by_setting():
   rows = [line.strip('| ').split(' | ') for line in table.splitlines()[2:]]
   start = ['20.0%', '12.2', '40.0%', '5.0%', '0.50']
   assert [row[:6] for row in rows] == [[name, *start] for name in settings]
-  assert rows[0][6:9] == ['2', '25.0', '62.5']
-  assert rows[1][6:9] == ['1', '25.0', '50.0']
-  # Differences 25 and 50.
-  assert rows[0][9].startswith('+37.5')
-  assert rows[1][9].startswith('+25.0')
+  assert rows[0][6:10] == ['2', '25.0', '62.5', '37.5']
+  assert rows[1][6:10] == ['1', '25.0', '50.0', '–']
+  # Differences 25 and 50, and 25 and 0.
+  assert rows[0][10].startswith('+37.5')
+  assert rows[0][11].startswith('+12.5')
+  assert rows[1][10].startswith('+25.0')
+  assert rows[1][11] == '–'
 
 
 def _row(name, seed, iteration, rate, steps=0.0, **known):

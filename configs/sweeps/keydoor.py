@@ -1,17 +1,18 @@
-r"""GiGPO and GRPO on keys and doors, changing one property at a time.
+r"""GiGPO, G2PO and GRPO on keys and doors, changing one property at a time.
 
     python launch/sweep.py --sweep=configs/sweeps/keydoor.py \
         --workdir=runs/keydoor
 
 All runs start from the same policy. The levels are those of `:mini`, except for
 the settings of decoys and traps. The settings `alias` hide parts of the state
-from anchors only, so that the policy's task stays the same; GRPO, which has no
-anchors, has no runs there. Both methods have the learning rate that was tuned
-on the levels of `:mini`. The runs of the first setting are also runs of
-credit.py. benchmarks/predictors.py measures each setting's predictors.
+from anchors only, so that the policy's task stays the same. GRPO, which has no
+anchors, and G2PO, whose anchors are the full state, have no runs there. Each
+method has the learning rate that was tuned on the levels of `:mini`. The runs
+of the first setting are also runs of credit.py. benchmarks/predictors.py
+measures each setting's predictors.
 """
 
-METHODS = {'gigpo': '', 'grpo': ',grpo'}
+METHODS = {'gigpo': '', 'grpo': ',grpo', 'g2po': ',g2po'}
 SETTINGS = {
   '': {},
   'horizon 16': {'env.max_steps': 16},

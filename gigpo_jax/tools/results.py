@@ -52,6 +52,7 @@ _OTHER_PREDICTORS = tuple(law.PREDICTORS)[1:]
 # Fewer pairs of seeds have no interval in the README.
 _FEW_PAIRS = 3
 _COST = ('spent/env_steps', 'spent/tokens')
+_MISSING = '–'
 # Points; the plot of effects does not show all of wider intervals.
 _WIDE = 20.0
 
@@ -232,31 +233,35 @@ def controls_table(tests: Mapping[str, outcomes.Results]) -> str:
 def dial_table(
   results: outcomes.Results, predictors: Mapping[str, Mapping[str, float]]
 ) -> str:
-  """Returns the difference of GiGPO and GRPO by setting of keys and doors.
+  """Returns the differences from GRPO by setting of keys and doors.
 
-  Settings without a pair of runs are left out.
+  Settings without a pair of runs of GiGPO and GRPO are left out.
 
   Args:
     results: results by name, such as 'decoys 4 gigpo', and seed.
     predictors: metrics by setting.
   """
+  names = law.BASELINE, GIGPO, 'g2po'
   named = {('keydoor', name): by_seed for name, by_seed in results.items()}
   rows = []
   for setting, by_method in law.by_setting(named).items():
-    grpo, gigpo = (by_method.get(name, {}) for name in (law.BASELINE, GIGPO))
-    gap = paired.compare_results(gigpo, grpo)
-    if gap is None:
+    grpo, *others = (by_method.get(name, {}) for name in names)
+    gaps = [paired.compare_results(by_seed, grpo) for by_seed in others]
+    if gaps[0] is None:
       continue
     rows.append(
       (
-        *(setting, *law.predictor_cells(predictors[setting]), gap.seeds),
-        *(paired.summarize(by_seed)[0] for by_seed in (grpo, gigpo)),
-        str(gap),
+        *(setting, *law.predictor_cells(predictors[setting]), gaps[0].seeds),
+        *(
+          paired.summarize(by_seed)[0] if by_seed else _MISSING
+          for by_seed in (grpo, *others)
+        ),
+        *(_MISSING if gap is None else str(gap) for gap in gaps),
       )
     )
   columns = (
     *('setting', 'start', 'steps', 'revisits', 'singletons', 'correlation'),
-    *('seeds', law.BASELINE, GIGPO, f'{GIGPO} minus {law.BASELINE}'),
+    *('seeds', *names, *(f'{x} minus {law.BASELINE}' for x in names[1:])),
   )
   return plots.table(columns, rows)
 
@@ -348,12 +353,11 @@ def law_block() -> str:
 
 def readme_block() -> str:
   """Returns the table of the README: a row for each environment with a pair."""
-  missing = '–'
 
   def difference(results: outcomes.Results, one: str, other: str) -> str:
     gap = paired.compare_results(results.get(one, {}), results.get(other, {}))
     if gap is None:
-      return missing
+      return _MISSING
     if gap.seeds < _FEW_PAIRS:  # An interval would be too narrow.
       gap = gap._replace(low=np.nan, high=np.nan)
     return f'{gap} ({gap.seeds})'
@@ -362,11 +366,11 @@ def readme_block() -> str:
   rows = []
   for experiment, results in _tests().items():
     gaps = [difference(results, *pair) for pair in pairs]
-    if gaps[0] != missing:
+    if gaps[0] != _MISSING:
       shares = [
         f'{paired.summarize(results[name])[0]} ({len(results[name])})'
         if name in results
-        else missing
+        else _MISSING
         for name in (law.BASELINE, *_SHOWN)
       ]
       rows.append((experiment, *shares, *gaps))
