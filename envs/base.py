@@ -158,9 +158,9 @@ class Env(Protocol):
 class TaskInfo(Protocol):
   """Information about the tasks of a split, without starting a simulator.
 
-  It may have a method `draw(iteration, groups)`, which returns the indices of
-  the tasks to train on and replaces shuffling; see `gigpo_jax.tasks`. It may
-  also have a method `answer(index)`, which returns a reference answer as text,
+  It may have a method `draw(iteration, groups)`, which returns the different
+  indices of the tasks to train on and replaces shuffling; see
+  `gigpo_jax.tasks`. It may also have a method `answer(index)`, which returns a reference answer as text,
   if the module has `answer_start(kwargs)`; see `envs.answer_start`.
   """
 

@@ -553,8 +553,6 @@ def _too_few_tasks(
     )
   if split == 'train':
     groups = config.rollout.groups
-    if draw := getattr(tasks_of_split, 'draw', None):
-      _check_drawn(draw(0, groups), groups, available)
     if available < groups:
       yield (
         f'rollout.groups={groups}: more groups than tasks; split train has '
@@ -563,19 +561,12 @@ def _too_few_tasks(
     elif config.tasks.draw == 'stages':
       types = [tasks_of_split.task_type(index) for index in range(available)]
       tasks.StageSampler(split, types, groups, 0, config.tasks.stages)
+    elif draw := getattr(tasks_of_split, 'draw', None):
+      tasks.TaskSampler(split, available, groups, 0, draw).at(0)
   elif available < config.evaluation.num_tasks:
     yield (
       f'evaluation.num_tasks={config.evaluation.num_tasks}: split {split} has '
       f'{available} tasks; must be at most that, or 0 for all'
-    )
-
-
-def _check_drawn(drawn: Sequence[int], groups: int, available: int) -> None:
-  """Raises ValueError if the tasks that an environment draws are unusable."""
-  if len(drawn) != groups or not all(0 <= n < available for n in drawn):
-    raise ValueError(
-      f'its tasks draw {list(drawn)[:10]} for {groups} groups; must be as many '
-      f'indices below {available}'
     )
 
 

@@ -80,7 +80,8 @@ def summarize(
   }
   if 'eval/score' in values:
     low, high = _bootstrap(
-      [np.mean(scores) for scores in _by_task(trajectories, _score).values()]
+      [np.mean(scores) for scores in _by_task(trajectories, _score).values()],
+      lowest=0,
     )
     values |= {'eval/score_low': low, 'eval/score_high': high}
     values |= _best_of(trajectories, 'score_best_of', _score)
@@ -134,7 +135,7 @@ def success_interval(
   shares = [np.mean(outcomes) for outcomes in _by_task(trajectories).values()]
   if len(shares) == len(trajectories) or min(shares) == max(shares):
     return metrics.wilson(float(sum(shares)), len(shares))
-  return _bootstrap(shares)
+  return _bootstrap(shares, lowest=0)
 
 
 def _success(t: trajectory.Trajectory) -> float:
@@ -155,9 +156,19 @@ def _by_task(
   return by_task
 
 
-def _bootstrap(values: Sequence[float]) -> tuple[float, float]:
-  """Returns a 95 % bootstrap interval of a mean (percentiles, seed 0)."""
+def _bootstrap(
+  values: Sequence[float], *, lowest: float
+) -> tuple[float, float]:
+  """Returns a 95 % bootstrap interval of a mean (percentiles, seed 0).
+
+  Args:
+    values: numbers from `lowest` to 1; see `metrics.interval_of_equal` for
+      equal ones.
+    lowest: the smallest possible value.
+  """
   values = np.asarray(values, float)
+  if np.ptp(values) == 0:
+    return metrics.interval_of_equal(float(values[0]), len(values), lowest, 1)
   rng = np.random.default_rng(0)
   means = [
     values[rng.integers(len(values), size=len(values))].mean()
@@ -232,13 +243,7 @@ def _compare_tasks(
   )
   gaps = gaps.round(_DECIMALS)
   better, worse = int((gaps > 0).sum()), int((gaps < 0).sum())
-  if better or worse:
-    low, high = _bootstrap(gaps)
-  else:
-    # A bootstrap of equal values has width 0; Wilson's bound reflects the
-    # number of tasks.
-    high = metrics.wilson(0, len(gaps))[1]
-    low = -high
+  low, high = _bootstrap(gaps, lowest=-1)
   return Comparison(
     float(gaps.mean()), low, high, better, worse, sign_test(better, worse)
   )

@@ -77,7 +77,7 @@ class LossOptions:
       learner's, on one microbatch, by at most `max_log_prob_gap`.
     max_log_prob_gap: largest mean difference for auto, in nats per token; a
       twentieth of `clip_epsilon`.
-    tis_clip: largest weight of truncated importance sampling, such as 2, which
+    tis_clip: largest weight of truncated importance sampling, at least 1, which
       corrects for the sampler's arithmetic and for `rollout.carry_over`. Needs
       old_log_probs=learner, or auto: then the weights are 1 where the sampler's
       are used. None: off.
@@ -88,7 +88,7 @@ class LossOptions:
   aggregation: str = options.choice('token_mean', losses.AGGREGATIONS)
   old_log_probs: str = options.choice('learner', ('learner', 'sampler', 'auto'))
   max_log_prob_gap: float = options.number(0.01, low=0)
-  tis_clip: float | None = options.number(None, above=0, note='None is off')
+  tis_clip: float | None = options.number(None, low=1, note='None is off')
   tis_level: str = options.choice('token', losses.RATIO_LEVELS)
 
   def __post_init__(self):

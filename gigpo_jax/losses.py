@@ -212,8 +212,8 @@ class PolicyGradient:
 
   surrogate: str = options.choice('clipped', SURROGATES)
   ratio_level: str = options.choice('token', RATIO_LEVELS)
-  clip_epsilon: float = options.number(0.2, low=0, high=1)
-  clip_epsilon_high: float | None = options.number(None, low=0)
+  clip_epsilon: float = options.number(0.2, above=0, high=1)
+  clip_epsilon_high: float | None = options.number(None, above=0)
   dual_clip: float | None = options.number(None, above=1, note='None is off')
   kl_weight: float = options.number(
     0.01, low=0, note='0 drops the reference policy'

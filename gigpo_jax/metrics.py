@@ -89,6 +89,27 @@ def wilson(
   return max(0.0, low), min(1.0, high)
 
 
+def interval_of_equal(
+  value: float, n: int, lowest: float, highest: float
+) -> tuple[float, float]:
+  """Returns the 95 % interval of the mean of n equal values.
+
+  A bootstrap or a t-interval would have width 0. This one is as wide as
+  Wilson's for no success in n trials.
+
+  Args:
+    value: the value.
+    n: number of trials.
+    lowest: smallest possible value.
+    highest: largest possible value.
+  """
+  _, half = wilson(0, n)
+  return (
+    max(value - half, min(lowest, value)),
+    min(value + half, max(highest, value)),
+  )
+
+
 def summarize(
   trajectories: Sequence[trajectory.Trajectory], *, prefix: str = 'train'
 ) -> dict[str, float]:

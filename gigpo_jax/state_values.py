@@ -48,11 +48,17 @@ def estimate(
 def anchor_means(
   values: Float[Array, ' R'], row_segments: advantages.RowSegments
 ) -> Float[Array, ' R']:
-  """Returns, for each row, the mean of values over its anchor group."""
+  """Returns, for each row, the mean of values over its anchor group.
+
+  The mean of equal values is exactly this value: differences from the first of
+  them are averaged, because a sum of hundreds of float32 has rounding errors
+  that a division by a standard deviation near 0 would magnify.
+  """
   all_rows = jnp.ones_like(row_segments.real)
   anchors = row_segments.anchors
-  total = arrays.segment_sum(values, anchors, all_rows)
-  return total / arrays.segment_count(anchors, all_rows)
+  first = values[arrays.segment_first(anchors, all_rows)]
+  total = arrays.segment_sum(values - first, anchors, all_rows)
+  return first + total / arrays.segment_count(anchors, all_rows)
 
 
 def lambda_advantages(

@@ -91,9 +91,21 @@ class TaskSampler:
     """Restores statistics that `state` returned."""
 
   def at(self, iteration: int) -> list[base.Task]:
-    """Returns the G tasks of an iteration."""
-    indices = self._draw(iteration, self._groups)
-    return [base.Task(self._split, int(index)) for index in indices]
+    """Returns the G tasks of an iteration.
+
+    Raises:
+      ValueError: in one line, if an environment draws unusable tasks. Groups of
+        one task would play the same episodes.
+    """
+    indices = [int(n) for n in self._draw(iteration, self._groups)]
+    usable = all(0 <= n < self._num_tasks for n in indices)
+    if not usable or not len(indices) == len(set(indices)) == self._groups:
+      raise ValueError(
+        f'split {self._split} draws the tasks {indices[:10]} for {self._groups} '
+        f'groups in iteration {iteration}; must be as many different indices '
+        f'below {self._num_tasks}'
+      )
+    return [base.Task(self._split, index) for index in indices]
 
   def _shuffled(self, iteration: int, groups: int) -> np.ndarray:
     epoch, position = divmod(iteration, self._num_tasks // groups)

@@ -955,6 +955,14 @@ def test_unwritable_workdir_is_refused(tmp_path):
       os.seteuid(0)
 
 
+def test_a_stored_none_is_not_a_missing_field(tmp_path):
+  config = alfworld.get_config('tiny')
+  _start_run(config, tmp_path)
+  config.algorithm.episode_weight = 0.0
+  with pytest.raises(ValueError, match=r'episode_weight=0.0 \(was None\)'):
+    run_config.check_resume(config, str(tmp_path))
+
+
 def test_older_run_resumes_with_new_fields(tmp_path):
   config = alfworld.get_config('tiny')
   _start_run(config, tmp_path)
@@ -966,7 +974,7 @@ def test_older_run_resumes_with_new_fields(tmp_path):
   config.evaluation.top_p, config.env.trust_games = 0.5, True
   with pytest.raises(ValueError, match='top_p=0.5 .*') as error:
     run_config.check_resume(config, str(tmp_path))
-  assert 'env.trust_games=True (was None)' in str(error.value)
+  assert 'env.trust_games=True (was missing)' in str(error.value)
 
 
 def test_hosts_compare_all_that_decides_programs_and_collectives():

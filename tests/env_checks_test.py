@@ -51,14 +51,16 @@ def test_unusable_tasks_are_reported(monkeypatch, tasks, line):
   assert line in str(raised.value)
 
 
-@pytest.mark.parametrize('drawn', [range(7), [0] * 7 + [999], [-1] * 8])
+@pytest.mark.parametrize(
+  'drawn', [range(7), [*range(7), 999], range(-1, 7), [3, 3, *range(6)]]
+)
 def test_unusable_draws_are_reported(monkeypatch, drawn):
   tasks = _Tasks(['a'] * 999)
   tasks.draw = lambda iteration, groups: list(drawn)
   monkeypatch.setattr(envs, 'tasks', lambda *_, **__: tasks)
-  with pytest.raises(ValueError, match='its tasks draw .* for 8 groups'):
+  with pytest.raises(ValueError, match='draws the tasks .* for 8 groups'):
     config_lib.validate(keydoor.get_config('tiny'), needs_model=False)
-  tasks.draw = lambda iteration, groups: [3] * groups
+  tasks.draw = lambda iteration, groups: range(3, 3 + groups)
   config_lib.validate(keydoor.get_config('tiny'), needs_model=False)
 
 

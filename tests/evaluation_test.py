@@ -120,8 +120,16 @@ def test_scores_are_compared_if_reported():
   assert comparisons['success'].low == -comparisons['success'].high
 
 
+def test_the_same_gap_on_all_tasks_has_an_interval():
+  one, other = ([episode(n, won) for n in range(8)] for won in (True, False))
+  success = evaluation.compare(one, other)['success']
+  # Wilson's 3.8415 / (8 + 3.8415) below 1.
+  assert success.low == pytest.approx(1 - 0.32441, abs=1e-5)
+  assert (success.difference, success.high) == (1, 1)
+
+
 def test_scores_of_repeats_by_hand():
-  # Each task has the mean 0.5, so an interval over tasks has no width.
+  # Each task has the mean 0.5; 3.84 / (2 + 3.84) on both sides is beyond 0 and 1.
   scores = {0: (0.0, 1.0), 1: (0.5, 0.5)}
   rates = evaluation.summarize(
     [
@@ -130,7 +138,7 @@ def test_scores_of_repeats_by_hand():
       for member, score in enumerate(by_member)
     ]
   )
-  assert (rates['eval/score_low'], rates['eval/score_high']) == (0.5, 0.5)
+  assert (rates['eval/score_low'], rates['eval/score_high']) == (0, 1)
   assert rates['eval/score_best_of/2'] == (1 + 0.5) / 2
   assert rates['eval/pass_at/2'] == 0
 

@@ -208,3 +208,10 @@ def test_the_table_compares_shared_seeds():
     methods['ppo'][2] = wrong
     with pytest.raises(ValueError, match='ppo, seed 2: has other test tasks'):
       paired.table(methods)
+
+
+def test_equal_gaps_of_the_tasks_of_one_seed_have_an_interval():
+  gap = paired.compare(np.ones((1, 8)), np.zeros((1, 8)))
+  # Wilson's 3.8415 / (8 + 3.8415) below 1.
+  assert gap.low == pytest.approx(1 - 0.32441, abs=1e-5)
+  assert (gap.mean, gap.high, gap.p) == (1, 1, 1)

@@ -164,3 +164,24 @@ def test_equal_episodes_have_no_advantage(name):
   rows.rewards[:], rows.success[:] = 0.1, True
   output = algorithms.make(name).compute_advantages(rows)
   np.testing.assert_array_equal(output.advantages, 0)
+
+
+@pytest.mark.parametrize('name', ['g2po', 'pgpo', 'gagpo'])
+def test_equal_returns_in_a_state_of_many_steps_have_no_advantage(name):
+  # Most of 800 steps are in one state. The sum of their returns is not exact in
+  # float32.
+  members, steps = 16, 50
+  rows = algorithm_rows.golden_rows().take(np.zeros(members * steps, int))
+  rows.groups[:], rows.valid[:], rows.rewards[:] = 0, True, 0
+  rows.episodes[:] = np.repeat(range(members), steps)
+  rows.steps[:] = np.tile(range(steps), members)
+  rng = np.random.default_rng(0)
+  often = rng.random(members * steps) < 0.9
+  rows.anchors[:] = np.where(often, 0, rng.integers(1, 9, members * steps))
+  last = rows.steps == steps - 1
+  rows.next_anchors[:] = np.where(last, -1, np.roll(rows.anchors, -1))
+  rows.success[:] = last
+  for reward in (0.3, 0.7, 9.9):
+    rows.rewards[last] = reward
+    output = algorithms.make(name, discount=1.0).compute_advantages(rows)
+    np.testing.assert_array_equal(output.advantages, 0)

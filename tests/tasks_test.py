@@ -151,6 +151,16 @@ def test_refused_stages(stages, message):
     tasks.StageSampler('train', TYPES, 3, 0, stages)
 
 
+@pytest.mark.parametrize('drawn', [(0,), (0, 0), (0, 6), (-1, 0)])
+def test_unusable_draws_of_a_later_iteration_are_refused(drawn):
+  stream = tasks.TaskSampler(
+    'train', 6, 2, 0, lambda iteration, _: drawn if iteration else (4, 5)
+  )
+  assert [task.index for task in stream.at(0)] == [4, 5]
+  with pytest.raises(ValueError, match='in iteration 1; must be as many diff'):
+    stream.at(1)
+
+
 def test_outcomes_are_restored():
   first, second = (
     tasks.UncertaintySampler('train', 20, 3, 0) for _ in range(2)

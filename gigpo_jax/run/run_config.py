@@ -17,6 +17,8 @@ from gigpo_jax.runtime import files
 _STORED = 'config.json'
 # Key of the inputs in the stored config.
 _INPUTS = 'inputs'
+# Value of a field that a config lacks.
+_MISSING = 'missing'
 # Fields that may differ between the processes of a run.
 _LOCAL = frozenset(
   {
@@ -200,8 +202,8 @@ def check_resume(
     for field, (old, new) in _differences(stored, current)
     if field not in _MAY_DIFFER
     # A longer run is the same experiment.
-    and not (field == length and new >= old)
-    and not (old is None and _is_default(field, new))
+    and not (field == length and old is not _MISSING and new >= old)
+    and not (old is _MISSING and _is_default(field, new))
   ]
   changed += [
     f'{name}={inputs[name]} (was {old})'
@@ -243,8 +245,9 @@ def _fields(config: ml_collections.ConfigDict) -> dict[str, Any]:
 
 
 def _differences(old: dict, new: dict) -> Iterator[tuple[str, tuple]]:
-  """Yields each field that differs, and its values; None if it is missing."""
+  """Yields each field that differs, and its values, _MISSING if it has none."""
   old, new = map(config_fields.flatten, (old, new))
   for field in sorted(old.keys() | new.keys()):
-    if old.get(field) != new.get(field):
-      yield field, (old.get(field), new.get(field))
+    values = old.get(field, _MISSING), new.get(field, _MISSING)
+    if values[0] != values[1]:
+      yield field, values

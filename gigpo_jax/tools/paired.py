@@ -15,6 +15,7 @@ import scipy.optimize
 import scipy.stats
 from jaxtyping import Float, Int
 
+from gigpo_jax import metrics
 from gigpo_jax.tools import outcomes, plots
 
 _RESAMPLES = 10_000
@@ -89,8 +90,10 @@ def compare(
   gaps_ST = np.asarray(one_ST, float) - np.asarray(other_ST, float)
   seeds, tasks = gaps_ST.shape
   if seeds == 1:
-    over_tasks = compare_seeds(gaps_ST[0])
-    return Difference(*over_tasks[:3], p=1.0, deviation=0.0, seeds=1)
+    mean, low, high, *_ = compare_seeds(gaps_ST[0])
+    if tasks > 1 and np.ptp(gaps_ST) == 0:
+      low, high = metrics.interval_of_equal(mean, tasks, -1, 1)
+    return Difference(mean, low, high, p=1.0, deviation=0.0, seeds=1)
   mean = gaps_ST.mean()
   by_seed_S1, by_task_T = gaps_ST.mean(axis=1, keepdims=True), gaps_ST.mean(0)
   rest_ST = gaps_ST - by_seed_S1 - by_task_T + mean

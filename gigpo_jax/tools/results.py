@@ -251,7 +251,8 @@ def dial_table(
       continue
     rows.append(
       (
-        *(setting, *law.predictor_cells(predictors[setting]), gaps[0].seeds),
+        setting.removeprefix('keydoor '),
+        *(*law.predictor_cells(predictors[setting]), gaps[0].seeds),
         *(
           paired.summarize(by_seed)[0] if by_seed else _MISSING
           for by_seed in (grpo, *others)
