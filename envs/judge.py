@@ -114,7 +114,7 @@ class Judge:
     text = json.dumps(plain, ensure_ascii=False)
     if len(text) > self.max_chars:
       half = self.max_chars // 2
-      text = f'{text[:half]} [...] {text[-half:]}'
+      text = f'{text[:half]} [...] {text[len(text) - half :]}'
     user = f'Rubric: {self.rubric}\n\nEpisode: {text}'
     return [
       {'role': 'system', 'content': _SYSTEM.format(best=self.best)},

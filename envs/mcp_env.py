@@ -334,7 +334,7 @@ def _read_tasks(source: str | None, split: str) -> tuple[dict[str, Any], ...]:
   path = pathlib.Path(source or '').expanduser()
   try:
     if path.is_file():
-      lines = path.read_text(encoding='utf-8').splitlines()
+      lines = path.read_text(encoding='utf-8').split('\n')
       listed = [json.loads(line) for line in lines if line.strip()]
       return tuple(t for t in listed if t.get('split', 'train') == split)
     if ':' not in (source or ''):

@@ -201,10 +201,9 @@ class Env:
     seed = seeds.Seeds(task.split, self._seed)[task.index]
     self._last = self._connection.reset(seed=seed, **self._options)
     self._step, self._return = 0, 0.0
-    text = '\n'.join(filter(None, [self._task, self._text()]))
-    return self._observe(
-      (base.Message('user', text[: self._max_chars]),), tools=self._tools.texts
-    )
+    shown = self._tools.limit(tool_turns.Result(self._text()))
+    text = '\n'.join(filter(None, [self._task, shown.text]))
+    return self._observe((base.Message('user', text),), tools=self._tools.texts)
 
   def step(self, response: str) -> base.StepResult:
     """Acts; a response without a call of the tool only uses up a step."""

@@ -5,9 +5,9 @@
   python -m envs.play sokoban --set num_boxes=1 --set "size=(7, 7)"
 
 Each typed line is an action. It is wrapped in tags and sent to the environment
-like a policy's response. A line that contains `<action>` is sent unchanged. A
-line that starts with another tag, such as `<search>words</search>`, only gets a
-thought in front.
+like a policy's response. A line that contains `<action>` is sent unchanged, and
+so is every line if the policy acts by tool calls. A line that starts with
+another tag, such as `<search>words</search>`, only gets a thought in front.
 """
 
 import argparse
@@ -37,7 +37,13 @@ def respond(line: str) -> str:
   return f'<think>Played by hand.</think>{action}'
 
 
-def play(env: base.Env, task: base.Task, *, show_prompt: bool = False) -> None:
+def play(
+  env: base.Env,
+  task: base.Task,
+  *,
+  show_prompt: bool = False,
+  uses_tools: bool = False,
+) -> None:
   """Plays an episode with actions from standard input.
 
   Args:
@@ -45,6 +51,7 @@ def play(env: base.Env, task: base.Task, *, show_prompt: bool = False) -> None:
     task: the task to play.
     show_prompt: whether to print the policy's prompt at each turn, instead of
       the environment's text.
+    uses_tools: whether lines are sent unchanged, see `envs.uses_tools`.
 
   Raises:
     EOFError: if the input ends before the episode.
@@ -58,7 +65,7 @@ def play(env: base.Env, task: base.Task, *, show_prompt: bool = False) -> None:
     if line is None:
       print('Left.')
       return
-    result = env.step(respond(line))
+    result = env.step(line if uses_tools else respond(line))
     steps, reward = steps + 1, reward + result.reward
     if not result.valid:
       print('(The response has an invalid format.)')
@@ -146,16 +153,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         f'--index={task.index}: split {task.split} has {num_tasks} tasks; must '
         f'be from 0 to {num_tasks - 1}'
       )
+    uses_tools = envs.uses_tools(name, kwargs)
     env = envs.make(name, **kwargs)
   except (TypeError, ValueError) as error:
     parser.error(str(error))
   try:
-    play(env, task, show_prompt=prompt)
+    play(env, task, show_prompt=prompt, uses_tools=uses_tools)
   except EOFError:
     print('\nLeft.')
   except KeyboardInterrupt:
     print('\nLeft.')
     return _INTERRUPTED
+  except (ConnectionError, TimeoutError) as error:
+    sys.stderr.write(f'{error}\n')
+    return 2
   finally:
     env.close()
   return 0

@@ -94,7 +94,7 @@ class Tools:
     for n, call in enumerate(parsed.calls):
       result = self.misuse(call)
       valid = valid and result is None
-      result = result or self._run(call)
+      result = result or self.limit(self._call(call.name, call.arguments))
       errors += result.is_error
       messages.append(base.Message('tool', result.text, call_id=str(n + 1)))
     action = '; '.join(map(tool_calls.to_json, parsed.calls))
@@ -111,8 +111,8 @@ class Tools:
       return Result(f'Error: arguments {place}: {line}', True)
     return None
 
-  def _run(self, call: tool_calls.Call) -> Result:
-    result = self._call(call.name, call.arguments)
+  def limit(self, result: Result) -> Result:
+    """Returns a result, or an error with its length if it is too long."""
     if len(result.text) <= self._max_chars:
       return result
     return Result(

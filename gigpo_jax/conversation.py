@@ -263,13 +263,16 @@ class _Mark:
 
   @classmethod
   def of(cls, name: str, response: str, thinking: str) -> '_Mark':
-    if thinking == 'keep' or _CLOSE not in response:
+    before, close, _ = response.partition(_CLOSE)
+    if thinking == 'keep' or not close:
       return cls(name, '', re.compile(name))
     thought = f'{name}thought'
     # The generation prompt of some templates opens the thinking.
-    opening = rf'(?:{_OPEN}\s*)?' if _OPEN in response else ''
+    start, opening = '', ''
+    if _OPEN in before:
+      start, opening = f'{_OPEN}\n', rf'(?:{_OPEN}\s*)?'
     return cls(
-      f'{_OPEN}\n{thought}\n{_CLOSE}\n\n{name}answer',
+      f'{start}{thought}\n{_CLOSE}\n\n{name}answer',
       thought,
       re.compile(rf'(?:{opening}{thought}\s*{_CLOSE}\s*)?{name}answer'),
     )

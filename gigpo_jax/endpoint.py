@@ -58,16 +58,6 @@ class _Conversation:
     )
 
 
-@dataclasses.dataclass(eq=False)
-class _Call:
-  """A request that waits for its reply."""
-
-  request: chat_completions.ChatRequest
-  reply: concurrent.futures.Future = dataclasses.field(
-    default_factory=concurrent.futures.Future
-  )
-
-
 @dataclasses.dataclass(frozen=True)
 class Reward:
   """What a harness reports about an episode.
@@ -86,6 +76,16 @@ class Reward:
 
 
 @dataclasses.dataclass(eq=False)
+class _Call:
+  """A request or a reward that waits for its reply."""
+
+  request: chat_completions.ChatRequest | Reward
+  reply: concurrent.futures.Future = dataclasses.field(
+    default_factory=concurrent.futures.Future
+  )
+
+
+@dataclasses.dataclass(eq=False)
 class _Episode:
   """An episode that a harness plays or will play.
 
@@ -95,7 +95,7 @@ class _Episode:
     name: its id, which nobody can guess.
     deadline: time, by the pool's clock, at which it fails without another call.
     conversations: its conversations.
-    waiting: requests and rewards to handle after the current request.
+    waiting: calls to handle after the current request.
     current: the request that the policy answers; None: the harness acts.
     conversation: the conversation of the last request.
     answer: the last response; None before the first.
@@ -108,7 +108,7 @@ class _Episode:
   name: str
   deadline: float = math.inf
   conversations: list[_Conversation] = dataclasses.field(default_factory=list)
-  waiting: collections.deque[_Call | Reward] = dataclasses.field(
+  waiting: collections.deque[_Call] = dataclasses.field(
     default_factory=collections.deque
   )
   current: _Call | None = None
@@ -173,11 +173,17 @@ class EndpointPool:
 
   # The harness's side; called by threads of the server.
 
-  def take(self, timeout_secs: float) -> dict[str, Any] | None:
+  def take(
+    self,
+    timeout_secs: float,
+    is_connected: Callable[[], bool] = lambda: True,
+  ) -> dict[str, Any] | None:
     """Returns the next episode, {id, split, task}; None after the timeout.
 
     Args:
       timeout_secs: longest time to wait for an episode.
+      is_connected: returns whether the harness still waits. If it does not, the
+        episode stays for the next call.
 
     Raises:
       RequestError: with status 410, if the run is over.
@@ -188,7 +194,7 @@ class EndpointPool:
       )
       if self._is_closed:
         raise chat_completions.RequestError('the run is over', 410, 'over')
-      if not self._offered:
+      if not self._offered or not is_connected():
         return None
       episode = self._offered.popleft()
       episode.deadline = self._clock.now() + self._reset_timeout
@@ -215,12 +221,10 @@ class EndpointPool:
       raise chat_completions.RequestError(
         'tools: the run has env.tools=False; must be omitted'
       )
-    # An invalid request is refused here and costs nothing.
-    _check(_observe(request, _Conversation('')))
     call = _Call(request)
     with self._changed:
       episode = self._find(name)
-      queued = sum(isinstance(other, _Call) for other in episode.waiting)
+      queued = sum(not isinstance(c.request, Reward) for c in episode.waiting)
       if episode.turns + queued >= self._max_steps:
         raise chat_completions.RequestError(
           f'env.max_steps={self._max_steps}: the episode has no turns left; '
@@ -234,21 +238,26 @@ class EndpointPool:
   def reward(self, name: str, reward: Reward) -> None:
     """Adds a reward to the last turn of an episode; by default, ends it.
 
+    Waits until the earlier requests of the episode are answered.
+
     Args:
       name: id of the episode.
       reward: the reward.
 
     Raises:
-      RequestError: if the episode is over, or has no turn.
+      RequestError: if the episode is over, ends before the reward is added, or
+        has no turn.
     """
+    call = _Call(reward)
     with self._changed:
       episode = self._find(name)
-      if not episode.turns and not episode.waiting:
+      if not episode.turns:
         raise chat_completions.RequestError(
           'the episode has no turn; send a chat completion first'
         )
-      episode.waiting.append(reward)
+      episode.waiting.append(call)
       self._advance(episode)
+    call.reply.result()
 
   def _find(self, name: str) -> _Episode:
     if name not in self._named:
@@ -350,20 +359,31 @@ class EndpointPool:
     """Handles the calls of an episode until the policy has to answer."""
     while episode.waiting and not episode.current:
       call = episode.waiting.popleft()
-      if isinstance(call, _Call):
-        self._observe_request(episode, call)
+      if isinstance(call.request, Reward):
+        self._add_reward(episode, call.request)
+        call.reply.set_result(None)
         continue
-      episode.reward += call.reward
-      if call.done:
-        result = self._result(episode, None, call)
-        self._arrived.append((episode.env, result))
-        self._close(episode, 'the episode is over', 'no_episode')
-      else:
-        episode.deadline = self._clock.now() + self._step_timeout
+      try:
+        self._observe_request(episode, call)
+      except chat_completions.RequestError as error:  # It costs nothing.
+        call.reply.set_exception(error)
     self._changed.notify_all()
 
+  def _add_reward(self, episode: _Episode, reward: Reward) -> None:
+    episode.reward += reward.reward
+    if reward.done:
+      result = self._result(episode, None, reward)
+      self._arrived.append((episode.env, result))
+      self._close(episode, 'the episode is over', 'no_episode')
+    else:
+      episode.deadline = self._clock.now() + self._step_timeout
+
   def _observe_request(self, episode: _Episode, call: _Call) -> None:
-    """Passes a request to the policy."""
+    """Passes a request to the policy.
+
+    Raises:
+      RequestError: if what it adds to its conversation is invalid.
+    """
     request = call.request
     continued = [c for c in episode.conversations if c.is_continued_by(request)]
     if continued:
@@ -371,8 +391,10 @@ class EndpointPool:
     else:
       name = str(len(episode.conversations))
       conversation = _Conversation(name, request.tools)
-      episode.conversations.append(conversation)
     observation = _observe(request, conversation)
+    _check(observation)
+    if not continued:
+      episode.conversations.append(conversation)
     reply = observation
     if episode.answer:
       reply = self._result(episode, observation, Reward(0.0, done=False))
@@ -404,11 +426,8 @@ class EndpointPool:
     del self._running[episode.env], self._named[episode.name]
     if episode in self._offered:
       self._offered.remove(episode)
-    for call in (episode.current, *episode.waiting):
-      if isinstance(call, _Call):
-        call.reply.set_exception(
-          chat_completions.RequestError(reason, code=code)
-        )
+    for call in filter(None, (episode.current, *episode.waiting)):
+      call.reply.set_exception(chat_completions.RequestError(reason, code=code))
     episode.waiting.clear()
 
   def _fail(

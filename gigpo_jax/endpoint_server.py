@@ -12,7 +12,9 @@ form of OpenAI's API.
 """
 
 import contextlib
+import functools
 import hmac
+import select
 import socket
 import threading
 import time
@@ -99,7 +101,10 @@ def application(
   def _take():
     # A browser needs permission to send JSON to another site.
     _body()
-    episode = pool.take(_TAKE_SECS)
+    connection = flask.request.environ['werkzeug.socket']
+    episode = pool.take(
+      _TAKE_SECS, functools.partial(_is_connected, connection)
+    )
     return episode or flask.Response(status=204)
 
   @app.post('/v1/chat/completions')
@@ -208,6 +213,16 @@ class _Server(serving.ThreadedWSGIServer):
       super().process_request_thread(request, client_address)
     finally:
       self.connections.release()
+
+
+def _is_connected(connection: socket.socket) -> bool:
+  """Returns whether a client has not closed its connection."""
+  poll = select.poll()
+  poll.register(connection, select.POLLIN)
+  try:
+    return not poll.poll(0) or bool(connection.recv(1, socket.MSG_PEEK))
+  except OSError:
+    return False
 
 
 def _body() -> Any:

@@ -5,6 +5,7 @@ are fixed. Two policies are therefore compared on the same tasks and noise.
 """
 
 import dataclasses
+import fractions
 import json
 import math
 import pathlib
@@ -116,11 +117,13 @@ def best_at_k(values: Sequence[float], k: int) -> float:
     values: values of the n episodes of a task.
     k: size of the subsets, in [1, n].
   """
-  # The i-th smallest value is the largest of C(i - 1, k - 1) subsets.
-  return sum(
-    math.comb(smaller, k - 1) * value
+  # The i-th smallest value is the largest of C(i - 1, k - 1) subsets. Such
+  # counts can exceed the range of floats.
+  total = sum(
+    math.comb(smaller, k - 1) * fractions.Fraction(float(value))
     for smaller, value in enumerate(sorted(values))
-  ) / math.comb(len(values), k)
+  )
+  return float(total / math.comb(len(values), k))
 
 
 def success_interval(

@@ -136,6 +136,52 @@ def test_thinking_stays_between_tool_calls(text):
   )
 
 
+# A template that changes no content.
+VERBATIM = (
+  "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + "
+  "'<|im_end|>\n' }}{% endfor %}{{ '<|im_start|>assistant\n' }}"
+)
+
+
+@pytest.mark.parametrize(
+  'response',
+  [
+    'a</think>b',
+    'a</think><think>b',
+    '<think>a</think>b',
+    'a <think>b</think>',
+  ],
+)
+def test_no_tag_is_added_to_a_response(directory, tmp_path, response):
+  text = _tokenizer(directory, tmp_path, VERBATIM)
+  chat = conversation.Conversations(text, 999, 'error', 'template')
+  _, prompts = _play(chat, _observation('t'), [_sample(text, response)], ['u'])
+  assert _raw(text, prompts[1][0]) == (
+    _start('user', 't')
+    + _start('assistant', response)
+    + _start('user', 'u')
+    + _start('assistant', '', end='')
+  )
+
+
+def test_a_prompt_may_open_the_thinking(directory, tmp_path):
+  # As templates of models that always think: Qwen3-Thinking, for example.
+  template = QWEN3.replace(
+    "'<|im_start|>assistant\n' }}{%- if enable",
+    "'<|im_start|>assistant\n<think>\n' }}{%- if enable",
+  )
+  text = _tokenizer(directory, tmp_path, template, enable_thinking=True)
+  chat = conversation.Conversations(text, 999, 'error', 'template')
+  first = _observation('task', tools=('{"name": "look"}',))
+  (start, _), ids = chat.prompt(first, ()), _sample(text, 'a</think>b')
+  assert _raw(text, start).endswith(_start('assistant', '<think>\n', end=''))
+  for role, shown in (('tool', '<think>\na</think>b'), ('user', 'b')):
+    messages = _observation('u', role=role).messages
+    turn = conversation.Turn(start, ids, 'a</think>b', messages)
+    prompt, _ = chat.prompt(first, [turn])
+    assert _start('assistant', shown) in _raw(text, prompt)
+
+
 def test_an_empty_thought_of_the_prompt_stays(directory, tmp_path):
   text = _tokenizer(directory, tmp_path)
   chat = conversation.Conversations(text, 999, 'error')

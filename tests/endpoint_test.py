@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import socket
 import threading
 import time
 
@@ -273,17 +274,102 @@ def _start_episode(pool, threads):
   return name, call
 
 
+def _answer(pool, text, response='Hello.'):
+  """Answers the current request."""
+  (ids,) = text.encode([response])
+  log_probs = np.zeros(len(ids), np.float32)
+  turn = trajectory.SampledTurn(ids, ids, log_probs, False, False, '', '', '')
+  pool.step(0, response, turn)
+
+
+def _send_reward(pool, name, threads, reward):
+  """Sends a reward in a thread; returns once it waits."""
+  call = threads.submit(pool.reward, name, reward)
+  while not pool._named[name].waiting:
+    time.sleep(0.01)
+  return call
+
+
 def test_a_reward_that_waits_takes_no_turn(text):
   with (
-    concurrent.futures.ThreadPoolExecutor(2) as threads,
+    concurrent.futures.ThreadPoolExecutor(3) as threads,
     _serve(text, max_steps=2) as (pool, _),
   ):
     name, *calls = _start_episode(pool, threads)
-    pool.reward(name, endpoint.Reward(1.0, done=False))
+    reward = endpoint.Reward(1.0, done=False)
+    calls.append(_send_reward(pool, name, threads, reward))
     calls.append(threads.submit(pool.complete, name, HELLO))
     concurrent.futures.wait(calls, 0.5, concurrent.futures.FIRST_COMPLETED)
     pool.close()
-    assert [call.exception(30).code for call in calls] == ['over', 'over']
+    assert [call.exception(30).code for call in calls] == ['over'] * 3
+
+
+def test_a_reward_waits_for_the_reply_before_it(text):
+  with (
+    concurrent.futures.ThreadPoolExecutor(2) as threads,
+    _serve(text) as (pool, _),
+  ):
+    name, call = _start_episode(pool, threads)
+    reward = _send_reward(pool, name, threads, endpoint.Reward(2.0))
+    _answer(pool, text)
+    call.result(30)
+    assert reward.result(30) is None
+    ((_, result),) = pool.receive()
+    assert result.done and result.reward == 2.0
+
+
+def test_a_reward_is_refused_if_its_episode_ends_before_it(text):
+  with (
+    concurrent.futures.ThreadPoolExecutor(2) as threads,
+    _serve(text) as (pool, _),
+  ):
+    name, first = _start_episode(pool, threads)
+    _answer(pool, text)
+    first.result(30)
+    second = threads.submit(pool.complete, name, HELLO)
+    assert pool.receive()
+    reward = _send_reward(pool, name, threads, endpoint.Reward(10.0))
+    pool.end(0)  # The second prompt is too long.
+    for call in (second, reward):
+      assert call.exception(30).code == 'context_length_exceeded'
+
+
+def test_only_the_new_messages_of_a_request_are_limited(text):
+  with (
+    concurrent.futures.ThreadPoolExecutor(1) as threads,
+    _serve(text) as (pool, _),
+  ):
+    pool.reset(0, base.Task('train', 0))
+    name = pool.take(9.0)['id']
+    long = HELLO.messages * 1000
+    with pytest.raises(ValueError, match='1025 messages'):
+      pool.complete(name, chat_completions.ChatRequest(HELLO.messages * 1025))
+    for _ in range(2):
+      request = chat_completions.ChatRequest(long)
+      call = threads.submit(pool.complete, name, request)
+      ((_, reply),) = pool.receive()
+      _answer(pool, text)
+      content = call.result(30)['choices'][0]['message']['content']
+      long += (base.Message('assistant', content), *HELLO.messages * 100)
+    # The messages continue the conversation, and the refused ones took no turn.
+    assert len(reply.observation.messages) == 100
+    assert reply.observation.conversation == '0'
+    pool.reward(name, endpoint.Reward(1.0))
+
+
+def test_an_abandoned_request_takes_no_episode(text):
+  with _serve(text) as (pool, url):
+    address = url.removeprefix('http://').split(':')
+    with socket.create_connection((address[0], int(address[1]))) as client:
+      client.sendall(
+        b'POST /episodes HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n'
+        b'Content-Type: application/json\r\n\r\n{}'
+      )
+      time.sleep(0.5)  # The server waits for an episode.
+    pool.reset(0, base.Task('train', 0))
+    time.sleep(0.5)
+    reply = httpx.post(f'{url}/episodes', json={}, timeout=9.0)
+    assert reply.json()['task'] == 0
 
 
 def test_a_reward_is_a_call_for_the_time_limit(text):
@@ -292,13 +378,7 @@ def test_a_reward_is_a_call_for_the_time_limit(text):
     _serve(text, step_timeout=2.0) as (pool, _),
   ):
     name, call = _start_episode(pool, threads)
-    (ids,) = text.encode(['Hello.'])
-    log_probs = np.zeros(len(ids), np.float32)
-    pool.step(
-      0,
-      'Hello.',
-      trajectory.SampledTurn(ids, ids, log_probs, False, False, '', '', ''),
-    )
+    _answer(pool, text)
     call.result(30)
     for _ in range(4):
       time.sleep(0.8)

@@ -64,6 +64,9 @@ def test_pass_at_k_by_hand():
   assert evaluation.best_at_k([0, 0, 1, 0], 4) == 1
   assert evaluation.best_at_k([0.2, 0.6, 0.2], 2) == pytest.approx(1.4 / 3)
   assert evaluation.best_at_k([0.2, 0.6], 1) == pytest.approx(0.4)
+  # C(2000, 1024) exceeds the range of floats.
+  assert evaluation.best_at_k([1.0] * 2000, 1024) == 1
+  assert evaluation.best_at_k([0] * 1999 + [1], 1024) == 1024 / 2000
   outcomes = {0: (1, 0, 0, 0), 1: (0, 0, 0, 0), 2: (1, 1, 1, 0)}
   metrics = evaluation.summarize(
     [

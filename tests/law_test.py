@@ -274,8 +274,14 @@ def test_advice_without_a_law(tmp_path, capsys):
     assert f'GiGPO: {expected:.3f}' in out and 'tune' not in out
   (tmp_path / 'config.json').write_text('{"algorithm": {"step_weight": 0.0}}')
   assert 'correlation of the advantages' not in advice(tmp_path, capsys)
+  for stored in ('{}', '{"algorithm": null}'):
+    (tmp_path / 'config.json').write_text(stored)
+    assert '(w A_S is 1.00 times' in advice(tmp_path, capsys)
   assert advise.main([str(tmp_path / 'none')]) == 2
   assert 'none: has no metrics of an iteration' in capsys.readouterr().err
+  assert advise.main([str(tmp_path), '--iterations=0']) == 2
+  error = capsys.readouterr().err
+  assert error == '--iterations=0: must be at least 1\n'
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,15 @@ def _bad(tmp_path, fault: str = '', **kwargs):
   return {'server': f'python {BAD} "{fault}"'} | kwargs
 
 
+def test_only_line_feeds_separate_tasks(tmp_path):
+  # JSON texts may contain the other separators of lines of Unicode.
+  tasks = [{'task': 'one\u2028two\u2029three\x85four'}, {'task': 'five'}]
+  path = tmp_path / 'tasks.jsonl'
+  lines = [json.dumps(task, ensure_ascii=False) for task in tasks]
+  path.write_text('\r\n'.join(lines), encoding='utf-8')
+  assert list(mcp_env.Tasks(str(path), 'train').tasks) == tasks
+
+
 def test_an_episode_with_a_real_server(notes):
   first = notes.reset(TASK)
   (tool,) = map(json.loads, first.tools)

@@ -161,6 +161,16 @@ def test_a_server_that_does_not_start_or_lies_is_one_line():
       env.close()
 
 
+def test_a_long_first_observation_is_not_cut(server):
+  env = envs.make(
+    'openenv', server=server.url, task='A long task.', max_result_chars=9
+  )
+  assert env.reset(TASK).text == (
+    'A long task.\nError: the result has 13 characters; at most 9'
+  )
+  env.close()
+
+
 def guess_high(observation, noise, rng):
   """Guesses 0 at random, else the winning number."""
   del observation

@@ -127,6 +127,37 @@ def test_a_line_with_action_tags_is_sent_unchanged():
   assert play.respond('<action>look</action>') == '<action>look</action>'
 
 
+def test_lines_are_unchanged_if_the_policy_calls_tools(tmp_path, monkeypatch):
+  (tmp_path / 'echo_env.py').write_text(
+    'from envs import toy\n'
+    'tasks = toy.tasks\n'
+    'uses_tools = bool\n'
+    'class Env(toy.Env):\n'
+    '  def step(self, response):\n'
+    '    print(f"Got {response}.")\n'
+    '    return super().step(response)\n'
+  )
+  monkeypatch.setenv('PYTHONPATH', str(tmp_path))
+  with_tools = _play('echo_env', '--max_steps=9', stdin='left\n')
+  assert 'Got left.' in with_tools.stdout
+  without = _play('echo_env', stdin='left\n')
+  assert 'Got <think>Played by hand.</think><action>left' in without.stdout
+
+
+def test_a_lost_connection_is_one_line(tmp_path, monkeypatch):
+  (tmp_path / 'lost_env.py').write_text(
+    'from envs import toy\n'
+    'tasks = toy.tasks\n'
+    'class Env(toy.Env):\n'
+    '  def reset(self, task):\n'
+    '    raise ConnectionError("env.server=x: refused")\n'
+  )
+  monkeypatch.setenv('PYTHONPATH', str(tmp_path))
+  result = _play('lost_env', stdin='left\n')
+  assert (result.returncode, result.stdout) == (2, '')
+  assert result.stderr == 'env.server=x: refused\n'
+
+
 def test_playing_webshop():
   env = envs.make('webshop')
   task = base.Task('test', 1)

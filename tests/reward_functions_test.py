@@ -270,6 +270,8 @@ def test_a_response_cannot_end_the_data(server):
   assert plain['turns'][0]['agent'] == attack.response
   short = _judge(server, max_chars=100).messages(episode)[1]['content']
   assert len(short) < 150 and ' [...] ' in short
+  shortest = _judge(server, max_chars=1).messages(episode)[1]['content']
+  assert shortest.endswith('Episode:  [...] ')
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--iterations', type=int, default=10, help='default 10')
   options = parser.parse_args(argv)
   try:
+    if options.iterations < 1:
+      raise ValueError(f'--iterations={options.iterations}: must be at least 1')
     folder = pathlib.Path(options.run)
     lines = metrics.read(folder) if folder.is_dir() else []
     values = first_iterations(lines, options.iterations)
@@ -186,7 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _weights(folder: pathlib.Path) -> tuple[float, float]:
   """Returns the weights of A_S and A_E in a run's config; 1 if not given."""
   path = folder / 'config.json'
-  options = files.read_stored(path)['algorithm'] if path.is_file() else {}
+  stored = files.read_stored(path) if path.is_file() else {}
+  options = stored.get('algorithm') or {}
   default = 1.0
   if 'name' in options:
     algorithm = algorithms.make(**options)
