@@ -160,8 +160,9 @@ class TaskInfo(Protocol):
 
   It may have a method `draw(iteration, groups)`, which returns the different
   indices of the tasks to train on and replaces shuffling; see
-  `gigpo_jax.tasks`. It may also have a method `answer(index)`, which returns a reference answer as text,
-  if the module has `answer_start(kwargs)`; see `envs.answer_start`.
+  `gigpo_jax.tasks`. It may also have a method `answer(index)`, which returns a
+  reference answer as text, if the module has `answer_start(kwargs)`; see
+  `envs.answer_start`.
   """
 
   def __len__(self) -> int: ...

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 
 import ml_collections
 

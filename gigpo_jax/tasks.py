@@ -101,9 +101,9 @@ class TaskSampler:
     usable = all(0 <= n < self._num_tasks for n in indices)
     if not usable or not len(indices) == len(set(indices)) == self._groups:
       raise ValueError(
-        f'split {self._split} draws the tasks {indices[:10]} for {self._groups} '
-        f'groups in iteration {iteration}; must be as many different indices '
-        f'below {self._num_tasks}'
+        f'split {self._split} draws the tasks {indices[:10]} for '
+        f'{self._groups} groups in iteration {iteration}; must be as many '
+        f'different indices below {self._num_tasks}'
       )
     return [base.Task(self._split, index) for index in indices]
 

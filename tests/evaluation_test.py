@@ -132,7 +132,7 @@ def test_the_same_gap_on_all_tasks_has_an_interval():
 
 
 def test_scores_of_repeats_by_hand():
-  # Each task has the mean 0.5; 3.84 / (2 + 3.84) on both sides is beyond 0 and 1.
+  # Each task has the mean 0.5; 3.84 / (2 + 3.84) on both sides is clipped.
   scores = {0: (0.0, 1.0), 1: (0.5, 0.5)}
   rates = evaluation.summarize(
     [

@@ -252,7 +252,7 @@ def dial_table(
     rows.append(
       (
         setting.removeprefix('keydoor '),
-        *(*law.predictor_cells(predictors[setting]), gaps[0].seeds),
+        *law.predictor_cells(predictors[setting]),
         *(
           paired.summarize(by_seed)[0] if by_seed else _MISSING
           for by_seed in (grpo, *others)
@@ -262,7 +262,7 @@ def dial_table(
     )
   columns = (
     *('setting', 'start', 'steps', 'revisits', 'singletons', 'correlation'),
-    *('seeds', *names, *(f'{x} minus {law.BASELINE}' for x in names[1:])),
+    *(*names, *(f'{x} - {law.BASELINE}' for x in names[1:])),
   )
   return plots.table(columns, rows)
 
