@@ -241,13 +241,19 @@ def demonstrations(config: ml_collections.ConfigDict) -> list[Demonstration]:
       # A task that comes again gets other noise.
       seed = config.seed + episode // available
       steps = env.demonstrate(task, noise=config.sft.noise, seed=seed)
-      shown.append([(_observation(given), text) for given, text in steps])
+      if steps:
+        shown.append([(_observation(given), text) for given, text in steps])
       now = time.monotonic()
       if now - reported >= _REPORT_SECS:
         reported = now
         console.log(
           f'{episode + 1} of {total} expert episodes, {now - start:.0f} s'
         )
+  if not shown:
+    raise ValueError(
+      f'env.name={config.env.name}: its expert showed no step; must show at '
+      'least one task'
+    )
   return shown
 
 
@@ -610,6 +616,8 @@ def _set_learner_options(
     )
     config.learner.minibatch_rows = config.sft.minibatch_rows
     config.learner.epochs = 1
+    # Demonstrations are no samples at a temperature.
+    config.rollout.temperature = 1.0
     if config.sft.loss == 'dpo':
       config.loss.aggregation = 'token_mean'  # See `preference.PairRows`.
     widths = _widths(config)

@@ -170,11 +170,31 @@ def test_a_line_is_found_and_noise_is_not():
   y = np.array([effect.mean for effect in noise.values()])
   assert found.error > law._fit_line(x[:, columns], y, np.arange(len(y)))[1]
   assert 'do not rely on it' in law.describe(found)
-  with pytest.raises(ValueError, match='3 settings have both'):
+  with pytest.raises(ValueError, match='3 settings with runs of their own'):
     law.fit({n: noise[n] for n in '012'}, settings)
   del settings['1'][CORRELATION]
   with pytest.raises(ValueError, match='1: has no advantage/correlation'):
     law.fit(noise, settings)
+
+
+def test_settings_that_share_their_runs_make_no_law():
+  settings = {f'keydoor alias {n}': predictors(n) for n in range(5)}
+  measured = {name: law.Effect(1.0, 0.5, 5) for name in settings}
+  with pytest.raises(ValueError, match='1 settings with runs of their own'):
+    law.fit(measured, settings)
+
+
+def test_one_seed_has_no_error_and_plots_need_a_folder(tmp_path, capsys):
+  predictions = {'a': {'effect': 1.0, 'half_width': 2.0, 'outside': []}}
+  measured = {'a': law.Effect(0.5, np.nan, 1)}
+  assert '| +0.5 | 1 |' in law.table(predictions, measured)
+  values = {'method': 'gigpo', 'predictions': predictions}
+  (tmp_path / 'p.json').write_text(json.dumps(values))
+  rows = [('a', method, 0, 0.2) for method in ('grpo', 'gigpo')]
+  write_table(tmp_path / 'a.csv', rows)
+  compare = ['compare', str(tmp_path / 'p.json'), str(tmp_path / 'a.csv')]
+  assert law.main([*compare, f'--plot={tmp_path}/none/law.png']) == 2
+  assert 'No such file' in capsys.readouterr().err
 
 
 def test_predictions_are_written_once_and_compared(tmp_path, capsys):

@@ -47,8 +47,9 @@ def test_same_config_gives_same_policy(tmp_path):
 
 
 @pytest.mark.parametrize('decay', [True, False])
-def test_the_schedule_of_rl_does_not_apply(decay):
+def test_options_of_rl_do_not_apply(decay):
   config = _config()
+  config.rollout.temperature = 0.7
   config.optimizer.update(
     warmup_ratio=0.5, decay_updates=10, decay='cosine', final_rate=0.1
   )
@@ -59,6 +60,21 @@ def test_the_schedule_of_rl_does_not_apply(decay):
   expected = [1e-3 / 2, 0] if decay else [1e-3, 1e-3]
   actual = [float(schedule(n)) for n in (20, 40)]
   np.testing.assert_allclose(actual, expected, rtol=1e-5)
+  assert config.rollout.temperature == 1
+
+
+def test_tasks_that_an_expert_does_not_show_are_left_out(monkeypatch):
+  config = _config()
+  shown = iter([[], [(base.Observation('p', 'p', 'a', 'p'), 'go')], []])
+  env = types.SimpleNamespace(
+    demonstrate=lambda *_, **__: next(shown), close=lambda: None
+  )
+  monkeypatch.setattr(envs, 'make', lambda *_, **__: env)
+  config.sft.num_episodes = 2
+  assert [len(episode) for episode in sft.demonstrations(config)] == [1]
+  config.sft.num_episodes = 1
+  with pytest.raises(ValueError, match='its expert showed no step; must show'):
+    sft.demonstrations(config)
 
 
 def test_demonstrations_report_progress(capsys, monkeypatch):

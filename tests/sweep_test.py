@@ -233,6 +233,8 @@ def test_results_stay_if_folders_are_cleaned_up(tmp_path, capsys):
   capsys.readouterr()
   sweep.main(str(file), str(tmp_path), **options)
   assert '2 runs of ' in capsys.readouterr().out
+  shutil.rmtree(tmp_path / runs[2].folder / 'test')
+  sweep.main(str(file), str(tmp_path), **options)
   assert (sweep_table.read(table), tests.read_text()) == contents
   # Results of other settings do not stay.
   entries[0]['overrides'] = {'seed': 0}

@@ -306,20 +306,21 @@ def fit(
     method: the method of the effects.
 
   Raises:
-    ValueError: in one line, with fewer than four settings.
+    ValueError: in one line, with fewer than four settings with runs of their
+      own.
   """
   settings = [name for name in measured if name in predictors]
-  if len(settings) < 4:
+  plain = [plain_setting(name) for name in settings]
+  if len(set(plain)) < 4:
     raise ValueError(
-      f'{len(settings)} settings have both effects and predictors; must be at '
-      'least 4'
+      f'{len(set(plain))} settings with runs of their own have both effects '
+      'and predictors; must be at least 4'
     )
   check_predictors(predictors, PREDICTORS)
   x_SP = np.array(
     [[predictors[name][p] for p in PREDICTORS] for name in settings]
   )
   y_S = np.array([measured[name].mean for name in settings])
-  plain = [plain_setting(name) for name in settings]
   groups_S = np.array([plain.index(name) for name in plain])
   gaps = []
   for group in np.unique(groups_S):
@@ -410,7 +411,8 @@ def table(
     cells = ['', '']
     if name in measured:
       mean, error, seeds = measured[name]
-      cells = [f'{mean:+.1f} ± {error:.1f}', str(seeds)]
+      known = f' ± {error:.1f}' if np.isfinite(error) else ''
+      cells = [f'{mean:+.1f}{known}', str(seeds)]
     predicted = f'{values["effect"]:+.1f} [{low:+.1f}, {high:+.1f}]'
     rows.append((name, predicted, outside, *cells))
   columns = 'setting', 'predicted, 95 %', 'outside the fitted range'
@@ -504,7 +506,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       command.add_argument('--method', default='gigpo', help='or best')
   try:
     _run(parser.parse_args(argv))
-  except ValueError as error:
+  except (OSError, ValueError) as error:
     sys.stderr.write(f'{error}\n')
     return 2
   return 0

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib import lines
 
 from gigpo_jax.tools import (
   equal_cost,
@@ -53,6 +54,7 @@ _OTHER_PREDICTORS = tuple(law.PREDICTORS)[1:]
 _FEW_PAIRS = 3
 _COST = ('spent/env_steps', 'spent/tokens')
 _MISSING = '–'
+_MARKERS = 'os^DvPX*<>'  # Of the environments.
 # Points; the plot of effects does not show all of wider intervals.
 _WIDE = 20.0
 
@@ -471,56 +473,58 @@ def draw_effects(
     for mean, low, high in by_setting.values()
     for x in ((low, high) if high - low < _WIDE else (mean,))
   ]
-  bottom, top = min(shown) - 1, max(shown) + 3
   with plots.image(
-    path, figsize=(3 * count, 3.4), ncols=count, sharey=True
+    path, figsize=(3 * count, 3.6), ncols=count, sharey=True
   ) as (figure, panels):
     for axes, (metric, words) in zip(
       panels, law.PREDICTORS.items(), strict=True
     ):
       by_setting = {name: x[metric] for name, x in predictors.items()}
-      _draw_panel(axes, by_setting, effects, top)
-      axes.set(xlabel=words, ylim=(bottom, top))
+      _draw_panel(axes, by_setting, effects)
+      axes.set(xlabel=words, ylim=(min(shown) - 1, max(shown) + 1))
     panels[0].set(ylabel='minus GRPO (points)')
-    handles = panels[0].get_legend_handles_labels()
-    figure.legend(*handles, loc='outside upper center', ncols=len(effects))
+    names = _settings_of(predictors, effects)
+    handles = [
+      lines.Line2D([], [], color=f'C{n}', linewidth=3, label=method)
+      for n, method in enumerate(effects)
+    ] + [
+      lines.Line2D([], [], color='grey', marker=x, linestyle='', label=name)
+      for x, name in zip(_MARKERS, names, strict=False)
+    ]
+    figure.legend(
+      handles=handles, loc='outside upper center', ncols=len(handles)
+    )
+
+
+def _settings_of(
+  predictors: Mapping[str, Any], effects: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+  """Returns the settings that a plot of effects shows."""
+  return [name for name in predictors if name in effects[GIGPO]]
 
 
 def _draw_panel(
   axes: Any,
   predictor: Mapping[str, float],
   effects: Mapping[str, Mapping[str, tuple[float, float, float]]],
-  top: float,
 ) -> None:
   """Draws effects by one predictor; the methods are next to each other."""
-  known = [name for name in predictor if name in effects[GIGPO]]
-  shift = 0.04 * np.ptp([predictor[name] for name in known])
-  for n, (method, by_setting) in enumerate(effects.items()):
-    names = [name for name in known if name in by_setting]
-    xs = [predictor[name] + n * shift for name in names]
-    means, lows, highs = np.array([by_setting[x] for x in names]).T
-    axes.errorbar(
-      xs,
-      means,
-      [means - lows, highs - means],
-      fmt='os^D'[n % 4],
-      color=f'C{n}',
-      label=method,
-      capsize=2,
-    )
-  for name in known:
-    end = max(x[name][2] for x in effects.values() if name in x)
-    end = min(end, top - 2)
-    axes.annotate(
-      name.rpartition(' ')[2],
-      (predictor[name], end),
-      xytext=(0, 4),
-      textcoords='offset points',
-      fontsize='small',
-      ha='center',
-    )
+  names = _settings_of(predictor, effects)
+  shift = 0.03 * np.ptp([predictor[name] for name in names])
+  for n, by_setting in enumerate(effects.values()):
+    for marker, name in zip(_MARKERS, names, strict=False):
+      if name not in by_setting:
+        continue
+      mean, low, high = by_setting[name]
+      axes.errorbar(
+        predictor[name] + n * shift,
+        mean,
+        [[mean - low], [high - mean]],
+        fmt=marker,
+        color=f'C{n}',
+        capsize=2,
+      )
   axes.axhline(0, color='grey', linewidth=0.8)
-  axes.margins(x=0.3, y=0.15)
   axes.grid(alpha=0.3)
 
 

@@ -554,21 +554,23 @@ def main(
       _validate([run for run in to_run if not finished(run, root)])
       failed = run_all(to_run, root, at_once=at_once)
   complete = {run.key for run in to_run if finished(run, root)}
-  # Results stay in the table if the folders of their runs are cleaned up.
-  kept = {
-    run.key: earlier[run.key]
+  # Results stay in the table if the folders of their runs or tests are cleaned
+  # up.
+  unchanged = [
+    run
     for run in to_run
     if run.key in earlier
     and run.has_settings(earlier[run.key][0]['settings'])
-    and run.key not in complete
-  }
+  ]
+  kept = {x.key: earlier[x.key] for x in unchanged if x.key not in complete}
+  untested = {x.key for x in unchanged if not x.test_result(root).exists()}
   if kept:
     print(f'{len(kept)} runs of {table} stay in it without complete folders')
   lost = earlier.keys() - kept.keys() - known_runs.keys() - complete
   if lost:
     print(f'{len(lost)} runs of {table} are not in the sweep any more')
     _back_up(table)
-  tested = [result for result in earlier_tests if result.key in kept]
+  tested = [x for x in earlier_tests if x.key in kept.keys() | untested]
   tested += [r for path in known for r in sweep_table.read_tests(path)]
   elsewhere = [line for x in (known_runs | kept).values() for line in x]
   evaluations = gather(runs, root, table.stem, elsewhere)
