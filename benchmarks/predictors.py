@@ -167,7 +167,7 @@ def table_row(
     str(len(episodes)),
     f'{successes.mean():.1%} [{low:.1%}, {high:.1%}]',
     *law.predictor_cells(values)[1:],
-    f'{values["advantage/groups_without_spread"]:.1%}',
+    f'{values["advantage/zero_variance_groups"]:.1%}',
   ]
 
 

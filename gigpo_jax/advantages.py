@@ -508,7 +508,7 @@ def signal_metrics(
 ) -> dict[str, float]:
   """Returns metrics of the learning signal; most are means over rows.
 
-  The others are groups_without_spread, the share of zero-variance groups, which
+  The others are zero_variance_groups, the share of zero-variance groups, which
   have no signal at episode level; anchor_group_size_mean, a mean over anchor
   groups; anchor_groups_of_..., shares of anchor groups by size; standard
   deviations; and the correlation of A_E and A_S.
@@ -529,7 +529,7 @@ def signal_metrics(
   values = {
     'advantage/singleton_anchor_rows': np.mean(sizes == 1),
     'advantage/anchor_group_size_mean': len(sizes) / num_groups,
-    'advantage/groups_without_spread': np.mean(largest == 0),
+    'advantage/zero_variance_groups': np.mean(largest == 0),
     'advantage/episode_abs_mean': np.abs(episode).mean(),
     'advantage/step_abs_mean': np.abs(step).mean(),
     'advantage/episode_std': episode.std(),

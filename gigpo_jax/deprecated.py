@@ -4,7 +4,8 @@
     __getattr__ = deprecated.names(__name__, {'old_name': 'module:new_name'})
 
 FIELDS lists renamed config fields. Old fields are accepted on the command line,
-in config files, in sweeps and in the config.json of a run.
+in config files, in sweeps and in the config.json of a run. METRICS lists
+renamed metrics, which metrics.jsonl and tables of sweeps may have.
 """
 
 import functools
@@ -24,6 +25,13 @@ FIELDS = {
   'loss.corridor_low': 'loss.entropy_band.low',
   'loss.corridor_high': 'loss.entropy_band.high',
   'loss.corridor_decay': 'loss.entropy_band.decay',
+}
+# Old metric: new metric. Files with old metrics are read without a warning.
+METRICS = {
+  'advantage/dear_share': 'advantage/costlier_mode_share',
+  'advantage/groups_without_spread': 'advantage/zero_variance_groups',
+  'filter/groups_with_spread_share': 'filter/nonzero_variance_share',
+  'time/credit_secs': 'time/advantages_secs',
 }
 
 
@@ -122,6 +130,11 @@ def renamed(fields: Mapping[str, Any], config: Mapping) -> dict[str, Any]:
     config: the config; an old field that it has keeps its name.
   """
   return {_new_name(field, config): value for field, value in fields.items()}
+
+
+def renamed_metrics(values: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns stored metrics under their new names."""
+  return {METRICS.get(name, name): value for name, value in values.items()}
 
 
 def flag(argument: str, config: Mapping) -> str:

@@ -163,7 +163,7 @@ def collect(
   metrics = {
     'filter/refills': float(num_batches - 1),
     'filter/groups_kept': float(min(len(kept), groups)),
-    'filter/groups_with_spread_share': len(kept) / len(all_groups),
+    'filter/nonzero_variance_share': len(kept) / len(all_groups),
   }
   kept = kept[:groups]
   return CollectedGroups(

@@ -18,7 +18,7 @@ import numpy as np
 from tensorboardX import event_file_writer, summary
 from tensorboardX.proto import event_pb2
 
-from gigpo_jax import reward_functions, trajectory
+from gigpo_jax import deprecated, reward_functions, trajectory
 from gigpo_jax.runtime import console, errors, files
 from gigpo_jax.tools import plots
 
@@ -472,7 +472,8 @@ def _parse(text: str) -> dict | None:
     x is None or (isinstance(x, (int, float)) and not isinstance(x, bool))
     for x in line.values()
   )
-  return line if numeric and line['iteration'] >= 0 else None
+  is_valid = numeric and line['iteration'] >= 0
+  return deprecated.renamed_metrics(line) if is_valid else None
 
 
 def _lines_before(

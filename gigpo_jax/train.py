@@ -306,7 +306,7 @@ def estimate_advantages(
   if parts.critic:
     old_values = parts.critic.values(state.critic.params, rows)
   metrics: Metrics = {}
-  with run_logs.timed(metrics, 'time/credit_secs'):
+  with run_logs.timed(metrics, 'time/advantages_secs'):
     output = algorithms.compute(
       parts.algorithm, rows, old_values, history.algorithm_state
     )

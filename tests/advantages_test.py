@@ -614,7 +614,7 @@ def test_metrics_of_the_signal_by_hand():
     'anchor_groups_of_2_to_3': 2 / 6,
     'anchor_groups_of_4_to_7': 2 / 6,
     'anchor_groups_of_8_and_more': 1 / 6,
-    'groups_without_spread': 1 / 2,
+    'zero_variance_groups': 1 / 2,
     'episode_abs_mean': 6 / 25,
     'step_abs_mean': 2 / 25,
     'episode_std': np.sqrt(18 / 25),

@@ -76,7 +76,7 @@ def test_gigpo_on_the_golden_batch():
   # Anchor groups a and b of 3 rows, c and d of one: 2 rows of 8; 8 rows / 4.
   assert metrics['advantage/singleton_anchor_rows'] == 0.25
   assert metrics['advantage/anchor_group_size_mean'] == pytest.approx(2)
-  assert metrics['advantage/groups_without_spread'] == 0
+  assert metrics['advantage/zero_variance_groups'] == 0
   # (5 * .57735 + 3 * 1.15470) / 8; (1.1547 + 1 + 2 * .57735 + 1) / 8.
   assert metrics['advantage/episode_abs_mean'] == pytest.approx(
     0.79386, abs=1e-5
@@ -623,7 +623,7 @@ def test_episode_weight_does_not_change_the_metrics():
   _, metrics, *_ = algorithms.make('hgpo').compute_advantages(
     algorithm_rows.golden_rows()
   )
-  assert metrics['advantage/groups_without_spread'] == 0
+  assert metrics['advantage/zero_variance_groups'] == 0
   assert metrics['advantage/episode_std'] > 0
 
 
@@ -633,7 +633,7 @@ def test_zero_variance_groups_are_counted():
   rows.groups[:8] = [0, 0, 0, 0, 0, 0, 1, 1]
   _, metrics, *_ = algorithms.make('gigpo').compute_advantages(rows)
   # Group 1 has a single episode and so no variance.
-  assert metrics['advantage/groups_without_spread'] == 0.5
+  assert metrics['advantage/zero_variance_groups'] == 0.5
 
 
 def test_rejected_options():

@@ -17,13 +17,14 @@ from gigpo_jax import (
   algorithms,
   anchors,
   deprecated,
+  metrics,
   rollout,
   trajectory,
 )
 from gigpo_jax import config as config_lib
 from gigpo_jax.algorithms import gigpo
 from gigpo_jax.run import config_fields, run_config
-from gigpo_jax.tools import sweep
+from gigpo_jax.tools import results, sweep, sweep_table
 
 OLD, NEW = 'filter.without_spread', 'filter.drop_zero_variance'
 RENAMED = f'{OLD} is deprecated .*; use {NEW}'
@@ -277,3 +278,18 @@ def test_every_old_field_has_a_new_one(old: str, new: str):
   with pytest.warns(deprecated.RenamedWarning, match=f'{old} .* use {new}'):
     deprecated.update(config)
   assert config_fields.get(config, new) == value
+
+
+def test_old_metrics_are_read_under_their_new_names(tmp_path):
+  old = {'iteration': 0} | dict.fromkeys(deprecated.METRICS, 0.5)
+  (tmp_path / 'metrics.jsonl').write_text(json.dumps(old) + '\n')
+  expected = {'iteration': 0} | dict.fromkeys(deprecated.METRICS.values(), 0.5)
+  assert metrics.read(tmp_path) == [expected]
+  path = results.PROJECT / 'docs/results/credit.csv'
+  text = path.read_text()
+  for name, new in deprecated.METRICS.items():
+    text = text.replace(new, name)
+  (tmp_path / 'old.csv').write_text(text)
+  read = sweep_table.read(tmp_path / 'old.csv')
+  assert read == sweep_table.read(path)
+  assert read[1]['advantage/zero_variance_groups'] is not None

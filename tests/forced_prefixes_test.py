@@ -277,7 +277,7 @@ def test_a2fm_by_hand():
   expected = [1, 1, 1, 0, 1, 0.4375, 0.4375, 1, 0, 0]
   np.testing.assert_allclose(rewards, expected)
   assert metrics['advantage/cheap_success'] == 0.75
-  assert metrics['advantage/dear_share'] == pytest.approx(2 / 5)
+  assert metrics['advantage/costlier_mode_share'] == pytest.approx(2 / 5)
   advantages = algorithm.compute_advantages(rows).advantages
   z = (0.4375 - statistics.mean(expected)) / statistics.stdev(expected)
   np.testing.assert_allclose(advantages[5:8], z, rtol=1e-4)

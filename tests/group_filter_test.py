@@ -96,7 +96,7 @@ def test_zero_variance_groups_are_replaced():
   assert collected.metrics == {
     'filter/refills': 1,
     'filter/groups_kept': 2,
-    'filter/groups_with_spread_share': 0.5,
+    'filter/nonzero_variance_share': 0.5,
   }
 
 

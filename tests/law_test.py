@@ -251,7 +251,7 @@ def test_correlation_of_advantages():
 
 def write_run(folder, **metrics):
   values = predictors(0) | {
-    'advantage/groups_without_spread': 0.5,
+    'advantage/zero_variance_groups': 0.5,
     'advantage/episode_std': 0.8,
     'advantage/step_std': 0.8,
   }

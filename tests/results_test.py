@@ -110,7 +110,7 @@ def test_data_are_those_of_the_first_period():
     'train__revisit_rate': 0.5,
     'advantage__singleton_anchor_rows': 0.25,
     'advantage__correlation': 0.75,
-    'advantage__groups_without_spread': 0.125,
+    'advantage__zero_variance_groups': 0.125,
   }
   late = dict.fromkeys(early, 1.0)
   rows = [_row('gigpo', 0, 0, 0.1), _row('gigpo', 0, 5, 0.9, **early)]

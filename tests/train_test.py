@@ -65,7 +65,7 @@ def test_lines_have_the_durations_of_their_parts(uninterrupted):
   first = json.loads((workdir / 'metrics.jsonl').read_text().splitlines()[0])
   durations = {k.removeprefix('time/') for k in first if k.startswith('time/')}
   assert durations == {
-    'credit_secs',
+    'advantages_secs',
     'episodes_secs',
     'evaluation_secs',
     'iteration_secs',

@@ -120,5 +120,5 @@ class Algorithm:
     }
     if not forced.all():
       share = is_costly[~forced].mean()
-      metrics['advantage/dear_share'] = float(share)
+      metrics['advantage/costlier_mode_share'] = float(share)
     return episodes.success * adapt * ~wrong, metrics

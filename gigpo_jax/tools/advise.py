@@ -31,7 +31,7 @@ from gigpo_jax.tools import law as law_lib
 
 # Further metrics that the statements use.
 _METRICS = {
-  'advantage/groups_without_spread': 'zero-variance groups',
+  'advantage/zero_variance_groups': 'zero-variance groups',
   'advantage/episode_std': 'standard deviation of A_E',
   'advantage/step_std': 'standard deviation of A_S',
 }
@@ -90,7 +90,7 @@ def statements(
     lines.append(
       f'A_S is 0 in at least {singletons:.1%} of steps, the singletons'
     )
-  if values.get('advantage/groups_without_spread') == 1:
+  if values.get('advantage/zero_variance_groups') == 1:
     lines.append('A_E is 0 in all steps: GRPO learns nothing')
   if values.get('train/success_rate') == 0:
     lines.append(

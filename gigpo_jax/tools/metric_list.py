@@ -152,7 +152,7 @@ SECTIONS = (
     ('advantage/',),
     (
       Metric(
-        'groups_without_spread',
+        'zero_variance_groups',
         'share',
         'zero-variance groups, whose episode advantage is 0',
       ),
@@ -175,7 +175,7 @@ SECTIONS = (
         '`a2fm`: successes of members forced into the cheapest mode',
       ),
       Metric(
-        'dear_share',
+        'costlier_mode_share',
         'share',
         '`a2fm`: free members that chose a costlier mode',
       ),
@@ -225,7 +225,7 @@ SECTIONS = (
       Metric('refills', '1', 'additional rounds of collection'),
       Metric('groups_kept', 'groups', 'groups that are trained on'),
       Metric(
-        'groups_with_spread_share',
+        'nonzero_variance_share',
         'share',
         'played groups whose episodes differ in reward',
       ),
@@ -548,7 +548,7 @@ SECTIONS = (
         'everything from the end of the rollout to the next rollout',
       ),
       Metric('rows_secs', 's', 'building rows from episodes'),
-      Metric('credit_secs', 's', 'computing advantages'),
+      Metric('advantages_secs', 's', 'computing advantages'),
       Metric(
         'episodes_secs', 's', 'writing episodes; only with `episodes.every`'
       ),

@@ -187,7 +187,7 @@ def data_table(evaluations: Sequence[Mapping]) -> str:
         len(first),
         f'{100 * np.mean([row["eval/success_rate"] for row in first]):.1f} %',
         *law.predictor_cells({p: mean(p) for p in _OTHER_PREDICTORS})[1:],
-        f'{mean("advantage/groups_without_spread"):.1%}',
+        f'{mean("advantage/zero_variance_groups"):.1%}',
       )
     )
   columns = (

@@ -559,8 +559,7 @@ def main(
   unchanged = [
     run
     for run in to_run
-    if run.key in earlier
-    and run.has_settings(earlier[run.key][0]['settings'])
+    if run.key in earlier and run.has_settings(earlier[run.key][0]['settings'])
   ]
   kept = {x.key: earlier[x.key] for x in unchanged if x.key not in complete}
   untested = {x.key for x in unchanged if not x.test_result(root).exists()}

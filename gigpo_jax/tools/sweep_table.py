@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gigpo_jax import deprecated
 from gigpo_jax.runtime import files
 from gigpo_jax.tools import outcomes, plots
 
@@ -34,7 +35,7 @@ MEANS = (
   'train/revisit_rate',
   'advantage/singleton_anchor_rows',
   'advantage/anchor_group_size_mean',
-  'advantage/groups_without_spread',
+  'advantage/zero_variance_groups',
   'advantage/episode_std',
   'advantage/step_std',
   'advantage/correlation',
@@ -43,7 +44,7 @@ MEANS = (
   'loss/entropy',
   'update/grad_norm',
   'time/iteration_secs',
-  'time/credit_secs',
+  'time/advantages_secs',
 )
 SPENT = tuple(column for column in COLUMNS if column.startswith('spent/'))
 # Columns of the x axis: their labels.
@@ -70,7 +71,7 @@ def read(
     return []
   try:
     with open(path, newline='', encoding='utf-8') as file:
-      lines = list(csv.DictReader(file))
+      lines = [*map(deprecated.renamed_metrics, csv.DictReader(file))]
     return [
       {'experiment': line['experiment'], 'name': line['name']}
       | {'seed': int(line['seed']), 'iteration': int(line['iteration'])}
