@@ -100,8 +100,7 @@ class Seat:
     self.narrator.reset('')
     self.transcript: list[str] = []
     self.text = self._board = ''
-    # Whether the game's latest text did not contain the board.
-    self._board_is_stale = self._has_rules = False
+    self._has_rules = False
 
   def read(self, messages: Sequence[tuple[Any, str, Any]]) -> None:
     """Reads (sender, text, type) of new messages, the game's rules first."""
@@ -124,8 +123,7 @@ class Seat:
     if self._board_pattern.pattern:
       match = self._board_pattern.search('\n'.join([*rules, *texts]))
       board = match[0].strip() if match else ''
-    # Games do not show the board again after an illegal move.
-    self._board_is_stale = not board
+    # Some games do not show the board again after an illegal move.
     self._board = board or self._board
     if self._board and not any(
       self._board in text for text in (*texts, *rules)
@@ -136,23 +134,35 @@ class Seat:
       self.narrator.reset('\n'.join(rules))
       self._has_rules = True
 
-  def anchor(self, *, game_over: bool = False) -> str:
-    """Returns the latest board, or the transcript if the game has no board."""
+  def anchor(self, errors: int, *, game_over: bool = False) -> str:
+    """Returns the latest board, or the transcript if the game has no board.
+
+    Args:
+      errors: illegal moves of the player in this turn.
+      game_over: whether the game is over.
+    """
     if not self._board:
       return '\n'.join(self.transcript)
     notes = [self.transcript[-1]] if game_over else []
     # After an illegal move the state differs although the board does not: a
     # second illegal move may end the game.
-    if self._board_is_stale and not game_over:
-      notes = ['(not shown again)']
+    if errors and not game_over:
+      notes = [f'({errors} illegal)']
     return '\n'.join([self._board, *notes])
 
-  def observe(self, actions: Sequence[str], agent: str) -> base.Observation:
+  def observe(
+    self, actions: Sequence[str], agent: str, errors: int
+  ) -> base.Observation:
     """Returns the observation of the player's turn."""
     observation = self.narrator.observe(
-      self.text, anchor=self.anchor(), actions=actions
+      self.text, anchor=self.anchor(errors), actions=actions
     )
     return dataclasses.replace(observation, agent=agent)
+
+
+def _count_errors(game: Any) -> int:
+  """Returns the illegal moves of the current player since a legal one."""
+  return getattr(game.state, 'error_count', 0)
 
 
 class Env:
@@ -325,7 +335,11 @@ class Env:
     result = rewards[self._player]
     return base.StepResult(
       observation=None if done else self._observe(is_new=is_move),
-      final_anchor=seat.anchor(game_over=bool(game_over)) if done else None,
+      final_anchor=seat.anchor(
+        _count_errors(self._game), game_over=bool(game_over)
+      )
+      if done
+      else None,
       reward=rewards.pop(player),
       valid=valid,
       action=action,
@@ -347,7 +361,8 @@ class Env:
     seat = self._seats[player]
     if is_new:
       seat.read(self._game.get_observation()[1])
-    return seat.observe(self._actions, self._agent(player))
+    errors = _count_errors(self._game)
+    return seat.observe(self._actions, self._agent(player), errors)
 
   def _agent(self, player: int) -> str:
     """Returns the name of a player as an agent; '' without self-play."""
@@ -392,7 +407,7 @@ class Env:
     game, random_state = copy.deepcopy((self._game, self._random_state))
     with random_state.active(), contextlib.redirect_stdout(io.StringIO()):
       game.step(move)
-    return not getattr(game.state, 'error_count', 0)
+    return not _count_errors(game)
 
   def _current_player(self) -> int:
     return self._game.state.current_player_id

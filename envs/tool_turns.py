@@ -105,11 +105,16 @@ class Tools:
     if call.name not in self._validators:
       known = ', '.join(self._validators)
       return Result(f'Error: unknown tool; must be one of {known}', True)
-    for error in self._validators[call.name].iter_errors(call.arguments):
-      line = ' '.join(error.message.split())[:200]
-      place = '.'.join(map(str, error.absolute_path))
-      return Result(f'Error: arguments {place}: {line}', True)
-    return None
+    errors = self._validators[call.name].iter_errors(call.arguments)
+    try:
+      error = next(errors, None)
+    except (ArithmeticError, RecursionError):  # Huge numbers, deep values.
+      return Result('Error: arguments are too large', True)
+    if error is None:
+      return None
+    line = ' '.join(error.message.split())[:200]
+    place = '.'.join(map(str, error.absolute_path))
+    return Result(f'Error: arguments {place}: {line}', True)
 
   def limit(self, result: Result) -> Result:
     """Returns a result, or an error with its length if it is too long."""

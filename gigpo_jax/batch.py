@@ -253,7 +253,9 @@ def _rewarded_steps(
   In a team, so are the step metrics, which may be components of the reward, and
   the last step of each agent has the success and the score of the episode.
   """
-  if len(set(episode.agents)) <= 1:
+  # An agent that did not act may have a reward, too.
+  is_shared = any(step.result.other_rewards for step in episode.steps)
+  if len(set(episode.agents)) <= 1 and not is_shared:
     return episode.steps
   is_team = agent_rewards == 'team'
   rewards = episode.team_rewards if is_team else episode.own_rewards

@@ -139,6 +139,21 @@ def test_team_rewards_by_hand():
   np.testing.assert_array_equal(own.rewards[:5], [1, 2, 4, 8, 16])
 
 
+def test_a_team_shares_the_reward_of_an_agent_without_a_turn():
+  episode = _episode(0, ('a', -1.0))
+  result = dataclasses.replace(
+    episode.steps[0].result, other_rewards={'b': 3.0}
+  )
+  step = dataclasses.replace(episode.steps[0], result=result)
+  episode = dataclasses.replace(episode, steps=(step,))
+  rows, _ = _advantages(
+    [episode, _episode(1, ('a', 1.0))], agent_rewards='team'
+  )
+  assert rows.rewards[:2].tolist() == [*episode.team_rewards, 1] == [2, 1]
+  own, _ = _advantages([episode, _episode(1, ('a', 1.0))])
+  assert own.rewards[:2].tolist() == [-1, 1]
+
+
 def test_each_reward_goes_to_the_last_turn_of_every_agent():
   rng = np.random.default_rng(0)
   for _ in range(20):

@@ -49,3 +49,8 @@ def test_table_has_the_seeds_of_both_methods():
   assert table[2:] == [
     '| shop | gigpo | 1 | -20.0 % | 10.0 | 18.0 | 18.0 | 3 |'
   ]
+  # A method whose metrics lack the KL.
+  for line in evaluations[6:]:
+    line['ratio/kl'] = None
+  table = equal_cost.table(evaluations, 'grpo').splitlines()
+  assert table[2].endswith('| 18.0 | 18.0 |  |')

@@ -46,6 +46,13 @@ def test_an_average_by_hand():
   assert np.isnan(evidence.average(gaps[:1]).differ)
 
 
+def test_differences_without_variance_have_an_average():
+  equal = [paired.compare_seeds(np.array([x, x])) for x in (0.25, 0.5)]
+  result = evidence.average(equal)
+  assert result[:3] == pytest.approx((0.375, 0.375, 0.375))
+  assert result.differ < 1e-9
+
+
 def test_averages_cover_the_mean_of_the_environments():
   rng = np.random.default_rng(0)
   covered, differ = [], []

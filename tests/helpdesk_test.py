@@ -342,6 +342,15 @@ def test_cases_depend_on_split_index_and_seed_only():
     assert len(one) == 40 and not one & other
 
 
+def test_a_new_address_differs_from_the_old_one():
+  case = cases.generate(envs.tasks('helpdesk', 'valid')[14])
+  (call,) = [x for x in case.solution if x.name == 'change_address']
+  (order,) = [
+    row for row in case.tables['orders'] if row[0] == call.arguments['order_id']
+  ]
+  assert call.arguments['address'] != order[5]
+
+
 def test_two_users_share_their_name():
   for seed in range(20):
     case = cases.generate(seed, 4)

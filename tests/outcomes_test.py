@@ -28,6 +28,8 @@ def test_bits_by_hand():
   # Tasks that do not have the same number of episodes are not stored.
   uneven = outcomes.make_result(('', '', 0), {'a': [True], 'b': [True, False]})
   assert outcomes.encode(uneven) == '' and uneven.success == 0.75
+  by_task = {'a': [True], 'b': [True, False, False]}
+  assert outcomes.encode(outcomes.make_result(('', '', 0), by_task)) == ''
 
 
 @pytest.mark.parametrize('repeats', [1, 3])

@@ -273,9 +273,11 @@ def test_an_invalid_response_in_a_game_for_two_is_an_illegal_move():
   assert ' X | 1 | 2' in last.final_anchor and ' 3 | O | 5' in last.final_anchor
   # The second illegal move in a row loses, as in the game's rules.
   env = envs.make('textarena', **DUEL)
-  env.reset(TASK)
+  first = env.reset(TASK)
   results = [env.step('[0]') for _ in range(2)]
   assert results[-1].done and results[-1].reward == -1
+  # The board is the same before, but the state is not.
+  assert results[0].observation.anchor == f'{first.anchor}\n(1 illegal)'
 
 
 def test_random_play_uses_the_moves_that_the_game_lists():

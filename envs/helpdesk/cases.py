@@ -124,7 +124,7 @@ def generate(seed: int, num_users: int = 3) -> Case:
   order = mine[rng.integers(len(mine))]
   wanted = _fit(rng, kind, order, products, allowed=allowed)
   product = next(row for row in products if row[0] == order[2])
-  fact, request, call = _request(rng, kind, order[0], product, wanted)
+  fact, request, call = _request(rng, kind, order, product, wanted)
   user_id, name, zip_code, _ = users[0]
   return Case(
     kind=kind,
@@ -217,18 +217,19 @@ def _fit(
 def _request(
   rng: np.random.Generator,
   kind: str,
-  order_id: str,
+  own: list,
   product: list,
   wanted: list,
 ) -> tuple[dict[str, str], str, tool_calls.Call]:
   """Returns the fact besides the identity, the request and its call."""
-  order, name = {'order_id': order_id}, product[1]
+  order, name = {'order_id': own[0]}, product[1]
   if kind == 'cancel':
     reason = str(rng.choice(_REASONS))
     call = tool_calls.Call('cancel_order', order | {'reason': reason})
     return {'reason': reason}, f'Please cancel my order of the {name}.', call
   if kind == 'address':
-    address = _address(rng)
+    while (address := _address(rng)) == own[5]:
+      pass
     call = tool_calls.Call('change_address', order | {'address': address})
     return {'address': address}, f'Please send my {name} elsewhere.', call
   if kind == 'return':

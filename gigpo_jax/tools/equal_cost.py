@@ -66,7 +66,9 @@ def table(evaluations: Sequence[dict], baseline: str) -> str:
             *(label, name, len(seeds)),
             f'{_more_steps(curves, base, seeds):+.1f} %',
             *map(sweep_table.mean_and_error, gaps),
-            f'{moved[name] / moved[baseline]:.2g}',
+            f'{moved[name] / moved[baseline]:.2g}'
+            if {name, baseline} <= moved.keys()
+            else '',
           )
         )
         label = ''

@@ -19,6 +19,8 @@ FIRST_SEEDS = range(5)
 FURTHER_SEEDS = range(5, 1000)
 
 Tests = Mapping[str, outcomes.Results]  # By environment.
+# Standard error of differences without variance.
+_LEAST_ERROR = 1e-12
 
 
 class Mean(NamedTuple):
@@ -54,7 +56,8 @@ def average(gaps: Sequence[paired.Difference]) -> Mean:
   """
   count = len(gaps)
   means = np.array([gap.mean for gap in gaps])
-  variances = np.array([gap.error**2 for gap in gaps])
+  # Equal gaps of all seeds have no variance.
+  variances = np.array([max(gap.error, _LEAST_ERROR) ** 2 for gap in gaps])
   freedoms = np.array([gap.seeds - 1 for gap in gaps])
   error = float(variances.sum() ** 0.5 / count)
   freedom = variances.sum() ** 2 / np.sum(variances**2 / freedoms)

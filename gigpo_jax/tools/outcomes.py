@@ -114,8 +114,11 @@ def encode(result: Result) -> str:
   repeats, rest = divmod(result.episodes, result.tasks)
   if result.outcomes_T is None or rest:
     return ''
-  successes_T1 = np.rint(result.outcomes_T * repeats)[:, None]
-  return np.packbits(np.arange(repeats) < successes_T1).tobytes().hex()
+  successes_T = np.rint(result.outcomes_T * repeats)
+  if not np.allclose(successes_T, result.outcomes_T * repeats):
+    return ''
+  bits = np.arange(repeats) < successes_T[:, None]
+  return np.packbits(bits).tobytes().hex()
 
 
 def decode(
