@@ -332,14 +332,13 @@ class Env:
       given, _ = self._game.close()
       rewards = {number: _number(given[number]) for number in rewards}
       seat.transcript.append(f'The game is over: {rewards[player]:g}.')
-    result = rewards[self._player]
+    result, final_anchor = rewards[self._player], None
+    if done:
+      errors = _count_errors(self._game)
+      final_anchor = seat.anchor(errors, game_over=bool(game_over))
     return base.StepResult(
       observation=None if done else self._observe(is_new=is_move),
-      final_anchor=seat.anchor(
-        _count_errors(self._game), game_over=bool(game_over)
-      )
-      if done
-      else None,
+      final_anchor=final_anchor,
       reward=rewards.pop(player),
       valid=valid,
       action=action,

@@ -113,8 +113,8 @@ class Tools:
     if error is None:
       return None
     line = ' '.join(error.message.split())[:200]
-    place = '.'.join(map(str, error.absolute_path))
-    return Result(f'Error: arguments {place}: {line}', True)
+    path = '.'.join(map(str, error.absolute_path))
+    return Result(f'Error: arguments {path}: {line}', True)
 
   def limit(self, result: Result) -> Result:
     """Returns a result, or an error with its length if it is too long."""

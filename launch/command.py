@@ -191,16 +191,9 @@ def _check_config_file(argv: list[str]) -> ml_collections.ConfigDict:
     if name == '--config':
       path, _, variant = value.partition(':')
       if not pathlib.Path(path).is_file():
-        name = path.removesuffix('.py')
-        near = [
-          file
-          for file in (f'{name}.py', f'configs/{name}.py')
-          if configs.find(file)
-        ]
-        meant = f'did you mean {near[0]}? ' if near else ''
         raise ValueError(
-          f'--config={path}: no such file; {meant}must be one of configs/*.py, '
-          'or your own'
+          f'--config={path}: no such file; {_suggest_file(path)}must be one of '
+          'configs/*.py, or your own'
         )
       try:
         config = runpy.run_path(path)['get_config'](variant)
@@ -217,6 +210,15 @@ def _check_config_file(argv: list[str]) -> ml_collections.ConfigDict:
           'config that starts from configs.base.get_config()'
         )
   return config
+
+
+def _suggest_file(path: str) -> str:
+  """Returns which config file a wrong path may mean; '' if there is none."""
+  name = path.removesuffix('.py')
+  for file in (f'{name}.py', f'configs/{name}.py'):
+    if configs.find(file):
+      return f'did you mean {file}? '
+  return ''
 
 
 def _config_problem(config: object) -> str:

@@ -388,7 +388,7 @@ def test_other_defaults_equal_the_released_code():
 def test_grpo_changes_the_algorithm_only(module):
   gigpo_config = module.get_config('tiny').to_dict()
   grpo_config = module.get_config('tiny,grpo').to_dict()
-  differences = dict(run_config._differences(gigpo_config, grpo_config))
+  differences = dict(run_config.differences(gigpo_config, grpo_config))
   assert differences == {
     'algorithm.name': ('gigpo', 'grpo'),
     'variant': ('tiny', 'tiny,grpo'),
@@ -400,7 +400,7 @@ def test_variants_change_the_expected_fields():
 
   def changed(variant):
     differences = dict(
-      run_config._differences(
+      run_config.differences(
         tiny.to_dict(), alfworld.get_config(f'tiny,{variant}').to_dict()
       )
     )

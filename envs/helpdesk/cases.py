@@ -217,24 +217,24 @@ def _fit(
 def _request(
   rng: np.random.Generator,
   kind: str,
-  own: list,
+  order: list,
   product: list,
   wanted: list,
 ) -> tuple[dict[str, str], str, tool_calls.Call]:
   """Returns the fact besides the identity, the request and its call."""
-  order, name = {'order_id': own[0]}, product[1]
+  target, name = {'order_id': order[0]}, product[1]
   if kind == 'cancel':
     reason = str(rng.choice(_REASONS))
-    call = tool_calls.Call('cancel_order', order | {'reason': reason})
+    call = tool_calls.Call('cancel_order', target | {'reason': reason})
     return {'reason': reason}, f'Please cancel my order of the {name}.', call
   if kind == 'address':
-    while (address := _address(rng)) == own[5]:
+    while (address := _address(rng)) == order[5]:
       pass
-    call = tool_calls.Call('change_address', order | {'address': address})
+    call = tool_calls.Call('change_address', target | {'address': address})
     return {'address': address}, f'Please send my {name} elsewhere.', call
   if kind == 'return':
-    call = tool_calls.Call('return_order', order)
+    call = tool_calls.Call('return_order', target)
     return {}, f'I want to return my {name}.', call
-  call = tool_calls.Call('exchange_order', order | {'product_id': wanted[0]})
+  call = tool_calls.Call('exchange_order', target | {'product_id': wanted[0]})
   text = f'I want my {name} in another option.'
   return {'option': wanted[2]}, text, call

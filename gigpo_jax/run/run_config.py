@@ -199,7 +199,7 @@ def check_resume(
     ) from error
   changed = [
     f'{field}={new} (was {old})'
-    for field, (old, new) in _differences(stored, current)
+    for field, (old, new) in differences(stored, current)
     if field not in _MAY_DIFFER
     # A longer run is the same experiment.
     and not (field == length and old is not _MISSING and new >= old)
@@ -244,10 +244,18 @@ def _fields(config: ml_collections.ConfigDict) -> dict[str, Any]:
   return config_fields.flatten(json.loads(config.to_json_best_effort()))
 
 
-def _differences(old: dict, new: dict) -> Iterator[tuple[str, tuple]]:
-  """Yields each field that differs, and its values, _MISSING if it has none."""
+def differences(
+  old: dict, new: dict, missing: object = _MISSING
+) -> Iterator[tuple[str, tuple]]:
+  """Yields each field in which configs differ, and its values.
+
+  Args:
+    old: a config, as stored or flat.
+    new: another one.
+    missing: value of a field that a config lacks.
+  """
   old, new = map(config_fields.flatten, (old, new))
   for field in sorted(old.keys() | new.keys()):
-    values = old.get(field, _MISSING), new.get(field, _MISSING)
+    values = old.get(field, missing), new.get(field, missing)
     if values[0] != values[1]:
       yield field, values

@@ -163,9 +163,8 @@ def differences(workdirs: Sequence[str | pathlib.Path]) -> list[str]:
     own = _settings(config)
     name, other = first.setdefault(config.get('variant', ''), (folder, own))
     changed = [
-      f'{field}={own.get(field)} ({other.get(field)})'
-      for field in sorted(own.keys() | other.keys())
-      if own.get(field) != other.get(field)
+      f'{field}={value} ({before})'
+      for field, (before, value) in run_config.differences(other, own, None)
     ]
     if more := len(changed[_MOST_CHANGES:]):
       changed[_MOST_CHANGES:] = [f'{more} more']

@@ -17,6 +17,7 @@ docs/results/effects.png and docs/results/oracle.png. It reads
 
 import argparse
 import functools
+import itertools
 import json
 import pathlib
 import re
@@ -489,7 +490,7 @@ def draw_effects(
       for n, method in enumerate(effects)
     ] + [
       lines.Line2D([], [], color='grey', marker=x, linestyle='', label=name)
-      for x, name in zip(_MARKERS, names, strict=False)
+      for x, name in zip(itertools.cycle(_MARKERS), names, strict=False)
     ]
     figure.legend(
       handles=handles, loc='outside upper center', ncols=len(handles)
@@ -512,7 +513,7 @@ def _draw_panel(
   names = _settings_of(predictor, effects)
   shift = 0.03 * np.ptp([predictor[name] for name in names])
   for n, by_setting in enumerate(effects.values()):
-    for marker, name in zip(_MARKERS, names, strict=False):
+    for marker, name in zip(itertools.cycle(_MARKERS), names, strict=False):
       if name not in by_setting:
         continue
       mean, low, high = by_setting[name]
