@@ -204,6 +204,9 @@ def test_the_table_compares_shared_seeds():
   assert lines[3].endswith('] | 2 | 0.72 |')  # Twice 0.36, see above.
   assert lines[4].startswith('| ppo | 2 | 25.0 | 25.0 | +0.0 [')
   assert lines[4].endswith('| 1 | 1 |')
+  alone = paired.table({'grpo': methods['grpo']}).splitlines()
+  assert alone[0] == '| method | seeds | success, 4 tasks | IQM |'
+  assert alone[2] == '| grpo | 2 | 37.5 | 37.5 |'
   for wrong in (_result('ppo', 2, (0,) * 4, 'abce'), _result('', 2, (1,), 'a')):
     methods['ppo'][2] = wrong
     with pytest.raises(ValueError, match='ppo, seed 2: has other test tasks'):

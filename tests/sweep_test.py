@@ -90,6 +90,7 @@ def test_finished_runs_are_gathered_and_not_rerun(tmp_path):
   )
   # Seed 0 of run a has a last rate of 40.
   assert lines[3] == '| b | 1 | 11 | 50.0 | 10.0 | 47.3 | 47.3 | 50.0 |'
+  assert 'minus' not in sweep_table.table(evaluations[:4])  # Run a alone.
   sweep_table.draw(evaluations, tmp_path / 'curves.png')
   assert (tmp_path / 'curves.png').stat().st_size > 5000
 

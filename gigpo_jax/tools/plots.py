@@ -46,7 +46,12 @@ def has_title(path: pathlib.Path, title: str) -> bool:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-  """Returns a Markdown table."""
-  lines = [columns, *rows]
-  cells = [f'| {" | ".join(map(str, line))} |' for line in lines]
-  return '\n'.join([cells[0], '|---' * len(columns) + '|', *cells[1:]])
+  """Returns a Markdown table, without columns that are empty in all rows."""
+  cells = [list(map(str, row)) for row in rows]
+  shown = [
+    i for i in range(len(columns)) if not cells or any(row[i] for row in cells)
+  ]
+  head, *body = (
+    f'| {" | ".join(line[i] for i in shown)} |' for line in [columns, *cells]
+  )
+  return '\n'.join([head, '|---' * len(shown) + '|', *body])
