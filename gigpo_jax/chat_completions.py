@@ -27,7 +27,13 @@ _SUPPORTED = {
   'tool_choice': (None, 'auto', 'none'),
   'response_format': (None, {'type': 'text'}),
   'audio': (None,),
+  'functions': (None, []),
+  'function_call': (None, 'auto', 'none'),
+  'parallel_tool_calls': (None, True),
+  'logit_bias': (None, {}),
 }
+
+_REPLACEMENT = '\N{REPLACEMENT CHARACTER}'
 
 
 class RequestError(ValueError):
@@ -180,7 +186,8 @@ def reply(
       'content': [
         {
           'token': text,
-          'bytes': list(text.encode()),
+          # A token that is a part of a character has no text.
+          'bytes': None if _REPLACEMENT in text else list(text.encode()),
           'logprob': float(log_prob),
           'top_logprobs': [],
         }

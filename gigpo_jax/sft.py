@@ -204,6 +204,7 @@ def _warm_start(
         policy.model,
         params,
         tokenizer_directory=policy.tokenizer.directory,
+        stop_ids=policy.tokenizer.stop_ids,
       )
   if scratch and distributed.is_main_process():
     shutil.rmtree(start)
@@ -578,27 +579,42 @@ def _fit(
   if pairs:
     reference = learner.log_probs(state.params, rows)
     pairs = dataclasses.replace(pairs, ref_log_probs=reference)
-  writer = builders.make_writer(config, workdir)
-  for chunk_index, (epoch, row_ids) in enumerate(
-    console.progress_bar(chunks, desc='imitation')
-  ):
-    chunk = rows.take(row_ids)
-    columns, own_metrics = {}, {}
-    if pairs:
-      columns, own_metrics = pairs.columns(
-        row_ids, learner.log_probs(state.params, chunk)
+  skipped = 0.0
+  with contextlib.closing(builders.make_writer(config, workdir)) as writer:
+    for chunk_index, (epoch, row_ids) in enumerate(
+      console.progress_bar(chunks, desc='imitation')
+    ):
+      chunk = rows.take(row_ids)
+      columns, own_metrics = {}, {}
+      if pairs:
+        columns, own_metrics = pairs.columns(
+          row_ids, learner.log_probs(state.params, chunk)
+        )
+      state, metrics = learner.update(
+        state, chunk, iteration=chunk_index, skipped_before=skipped, **columns
       )
-    state, metrics = learner.update(
-      state, chunk, iteration=chunk_index, **columns
-    )
-    metrics |= own_metrics | {'update/epoch': float(epoch)}
-    writer.write(chunk_index, metrics)
-    console.log(
-      f'chunk {chunk_index + 1} of {len(chunks)}: '
-      f'loss {metrics["loss/total"]:.4f}'
-    )
-  writer.close()
+      skipped = metrics['update/skipped_in_row']
+      metrics |= own_metrics | {'update/epoch': float(epoch)}
+      writer.write(chunk_index, metrics)
+      console.log(
+        f'chunk {chunk_index + 1} of {len(chunks)}: '
+        f'loss {metrics["loss/total"]:.4f}'
+      )
+      _stop_if_skipped(config, metrics)
   return lora.combine(learner.base, state.params)
+
+
+def _stop_if_skipped(
+  config: ml_collections.ConfigDict, metrics: dict[str, float]
+) -> None:
+  """Raises `RunError` if too many updates in a row were skipped."""
+  most = metrics['update/most_skipped_in_row']
+  if most >= config.learner.max_skipped_in_row:
+    raise errors.RunError(
+      f'update/most_skipped_in_row={most:.0f}: loss or gradient was not '
+      'finite in so many updates (learner.max_skipped_in_row); try a lower '
+      f'sft.learning_rate={config.sft.learning_rate:g}'
+    )
 
 
 def _set_learner_options(

@@ -74,6 +74,10 @@ def test_requests_are_parsed():
     ([USER], {'stop': ['.']}, 'stop='),
     ([USER], {'top_logprobs': 5}, 'top_logprobs=5'),
     ([USER], {'tool_choice': 'required'}, 'tool_choice="required"'),
+    ([USER], {'functions': [{'name': 'add'}]}, 'functions='),
+    ([USER], {'function_call': {'name': 'add'}}, 'function_call='),
+    ([USER], {'parallel_tool_calls': False}, 'parallel_tool_calls=false'),
+    ([USER], {'logit_bias': {'3': 1}}, 'logit_bias='),
     ([USER], {'tools': 'add'}, 'tools: must be a list'),
     ([USER], {'tools': [{}]}, r'tools\[0\]'),
     ([USER], {'metadata': {'anchor': 3}}, 'metadata.anchor'),
@@ -148,7 +152,7 @@ def test_replies_list_the_sampled_tokens():
   turn = _turn('abc', truncated=True)
   answer = chat_completions.answer('abc', has_tools=False)
   reply = chat_completions.reply(
-    request, answer, turn, ['a', 'é', ''], ('x', 1)
+    request, answer, turn, ['é', '\N{REPLACEMENT CHARACTER}', ''], ('x', 1)
   )
   completion = chat.ChatCompletion.model_validate(reply)
   (choice,) = completion.choices
@@ -156,10 +160,11 @@ def test_replies_list_the_sampled_tokens():
   assert choice.message.content == 'abc' and not choice.message.tool_calls
   tokens = choice.logprobs.content
   assert [(t.token, t.logprob) for t in tokens] == [
-    ('a', -1.0),
-    ('é', -0.5),
+    ('é', -1.0),
+    ('\N{REPLACEMENT CHARACTER}', -0.5),
     ('', 0.0),
   ]
-  assert tokens[1].bytes == [0xC3, 0xA9]
+  # The second is a part of a character.
+  assert [t.bytes for t in tokens] == [[0xC3, 0xA9], None, []]
   assert completion.usage.prompt_tokens == 7
   assert completion.usage.total_tokens == 10

@@ -8,7 +8,7 @@ from gigpo_jax.tools import compare, plots
 
 
 def _run(path, *, variant, seed, rates, secs=60.0, **settings):
-  path.mkdir()
+  path.mkdir(parents=True)
   config = {'variant': variant, 'seed': seed, **settings}
   (path / 'config.json').write_text(json.dumps(config))
   lines = []
@@ -76,6 +76,29 @@ def test_runs_that_differ_in_more_than_the_seed_have_their_own_names(tmp_path):
   copy = run('copy', 0, 1e-4)
   with pytest.raises(ValueError, match='copy: has the config and .* of .*low;'):
     compare.load_all([low, copy])
+
+
+def test_equal_folder_names_are_told_apart_by_their_parents(tmp_path):
+  workdirs = [
+    _run(
+      tmp_path / f'rate{rate}' / f'seed{seed}',
+      variant='tiny',
+      seed=seed,
+      rates=[0.5],
+      optimizer={'learning_rate': rate},
+    )
+    for rate in (1, 2)
+    for seed in (0, 1)
+  ]
+  assert [run[:2] for run in compare.load_all(workdirs)] == [
+    ('tiny, rate1/seed0', 0),
+    ('tiny, rate1/seed0', 1),
+    ('tiny, rate2/seed0', 0),
+    ('tiny, rate2/seed0', 1),
+  ]
+  assert compare.differences(workdirs[::2]) == [
+    'rate2/seed0 differs from rate1/seed0: optimizer.learning_rate=2 (1)'
+  ]
 
 
 def test_no_plot_without_out_flag(tmp_path, monkeypatch, capsys):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import reference
 import safetensors.numpy
+import transformers
 
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import huggingface, qwen
@@ -119,6 +120,25 @@ def test_bfloat16_export_rounds(tmp_path, mesh):
     loaded,
     params,
   )
+
+
+@pytest.mark.parametrize('stored', [None, {'eos_token_id': 2, 'top_k': 20}])
+def test_generate_stops_at_the_tokens_of_the_sampler(tmp_path, stored):
+  start, policy = tmp_path / 'start', tmp_path / 'policy'
+  start.mkdir()
+  if stored:
+    (start / 'generation_config.json').write_text(json.dumps(stored))
+  config = _config()
+  huggingface.save(
+    str(policy),
+    config,
+    reference.init(config, jax.random.key(0)),
+    tokenizer_directory=str(start),
+    stop_ids=(2, 7),
+  )
+  generation = transformers.GenerationConfig.from_pretrained(policy)
+  assert generation.eos_token_id == [2, 7]
+  assert generation.top_k == (20 if stored else None)
 
 
 def test_rope_theta_may_be_in_rope_parameters(tmp_path):

@@ -11,6 +11,7 @@ import envs
 from configs import alfworld
 from envs import base
 from gigpo_jax import optimizer, replay, sft, tokenizer
+from gigpo_jax.runtime import errors
 
 
 def _config(**changes):
@@ -116,6 +117,17 @@ def test_the_rate_decays_over_all_updates(monkeypatch, rows, report_rows):
     sft._fit(config, None, real, None, '')
   # Chunks of 4, 4 and 2 rows are 2, 2 and 1 mini-batches of at most 3.
   assert updates == [2 * {4: 5, 100: 4}[report_rows]]
+
+
+def test_a_diverging_warm_start_ends_without_a_policy(tmp_path):
+  config = _config()
+  # Fewer updates in a chunk than may be skipped in a row.
+  config.sft.report_rows = config.sft.minibatch_rows
+  config.sft.learning_rate = 1e30
+  message = 'in_row=5: .* lower sft.learning_rate=1e.30'
+  with pytest.raises(errors.RunError, match=message):
+    sft.warm_start(config, str(tmp_path))
+  assert not (tmp_path / 'policy').exists()
 
 
 def test_interrupted_warm_start_leaves_no_policy(tmp_path, monkeypatch):

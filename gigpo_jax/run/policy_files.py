@@ -110,6 +110,7 @@ def export(
         model,
         lora.combine(base, own),
         tokenizer_directory=bundle.tokenizer.directory,
+        stop_ids=bundle.tokenizer.stop_ids,
       )
   if not model.adapters:
     return

@@ -9,6 +9,7 @@ all of them were evaluated.
 """
 
 import argparse
+import itertools
 import json
 import pathlib
 import sys
@@ -121,8 +122,9 @@ def load_all(
   """Returns the name, seed and metrics of each run.
 
   The name is the variant. If runs of one variant differ in more than their
-  seed, the folder of the first run with the same settings follows; it is the
-  name of runs without a variant.
+  seed, the folder of the first run with the same settings follows, with as many
+  of its parents as tell all folders apart; it is the name of runs without a
+  variant.
 
   Raises:
     ValueError: in one line, if a folder is not a run's work directory, has no
@@ -132,7 +134,7 @@ def load_all(
   # Folder of the first run with some settings, by variant and settings.
   folders: dict[str, dict[str, str]] = {}
   known: dict[tuple[str, int], str | pathlib.Path] = {}
-  for workdir in workdirs:
+  for workdir, folder in zip(workdirs, _folder_names(workdirs), strict=True):
     config, lines = _read_config(workdir), read_metrics(workdir)
     variant, seed = config.get('variant', ''), config['seed']
     settings = json.dumps(_settings(config), sort_keys=True)
@@ -142,7 +144,6 @@ def load_all(
         'must be another run'
       )
     known[settings, seed] = workdir
-    folder = pathlib.Path(workdir).name
     folders.setdefault(variant, {}).setdefault(settings, folder)
     runs.append((variant, settings, seed, lines))
   named = []
@@ -158,8 +159,8 @@ def differences(workdirs: Sequence[str | pathlib.Path]) -> list[str]:
   """Returns a line for each run that is unlike the first of its variant."""
   first: dict[str, tuple[str, dict]] = {}
   lines = []
-  for workdir in workdirs:
-    config, folder = _read_config(workdir), pathlib.Path(workdir).name
+  for workdir, folder in zip(workdirs, _folder_names(workdirs), strict=True):
+    config = _read_config(workdir)
     own = _settings(config)
     name, other = first.setdefault(config.get('variant', ''), (folder, own))
     changed = [
@@ -171,6 +172,15 @@ def differences(workdirs: Sequence[str | pathlib.Path]) -> list[str]:
     if changed:
       lines.append(f'{folder} differs from {name}: {", ".join(changed)}')
   return lines
+
+
+def _folder_names(workdirs: Sequence[str | pathlib.Path]) -> list[str]:
+  """Returns the shortest ends of the paths that differ between folders."""
+  paths = [pathlib.Path(workdir).resolve().parts for workdir in workdirs]
+  for length in itertools.count(1):
+    names = ['/'.join(parts[-length:]) for parts in paths]
+    if len(set(names)) == len(set(paths)):
+      return names
 
 
 def _settings(config: dict) -> dict[str, Any]:

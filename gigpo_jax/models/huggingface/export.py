@@ -6,6 +6,7 @@ import math
 import os
 import pathlib
 import shutil
+from collections.abc import Sequence
 
 import jax
 import ml_dtypes  # noqa: F401  (teaches numpy, and so safetensors, bfloat16)
@@ -21,6 +22,7 @@ from gigpo_jax.runtime import distributed, files
 
 # Maximum size of a file of an export.
 FILE_BYTES = 5 * 10**9
+GENERATION = 'generation_config.json'
 _TOKENIZER_FILES = (
   'tokenizer.json',
   'tokenizer_config.json',
@@ -29,7 +31,7 @@ _TOKENIZER_FILES = (
   'vocab.json',
   'merges.txt',
   'chat_template.jinja',
-  'generation_config.json',
+  GENERATION,
 )
 
 
@@ -38,6 +40,7 @@ def save(
   config: QwenConfig,
   params: dict,
   tokenizer_directory: str | None = None,
+  stop_ids: Sequence[int] = (),
   dtype: str = 'bfloat16',
 ) -> None:
   """Writes a model as a directory that `transformers` loads.
@@ -50,6 +53,8 @@ def save(
     params: parameters of the model; adapters are merged.
     tokenizer_directory: directory whose tokenizer files are copied; None: no
       tokenizer.
+    stop_ids: tokens that end a response, from which the generation config
+      gets its `eos_token_id`; (): they stay as they are.
     dtype: type of the tensors in the files.
   """
   adapters = config.adapters
@@ -74,6 +79,8 @@ def save(
   if is_main:
     _write_json(root, config, dtype, shards)
     _copy_tokenizer(tokenizer_directory, root)
+    if stop_ids:
+      _write_stop_ids(root, stop_ids)
 
 
 def save_adapters(
@@ -170,6 +177,15 @@ def _copy_tokenizer(directory: str | None, root: pathlib.Path) -> None:
     source = pathlib.Path(directory) / name
     if source.is_file():
       shutil.copyfile(source, root / name)
+
+
+def _write_stop_ids(root: pathlib.Path, stop_ids: Sequence[int]) -> None:
+  """Sets the tokens at which `generate` of `transformers` stops."""
+  path = root / GENERATION
+  content = json.loads(path.read_text('utf-8')) if path.is_file() else {}
+  content['eos_token_id'] = list(stop_ids)
+  text = json.dumps(content, indent=2) + '\n'
+  path.write_text(text, encoding='utf-8')
 
 
 def _split(config: QwenConfig, itemsize: int) -> dict[str, list[layout.Tensor]]:
