@@ -274,9 +274,16 @@ def _call(call: Any) -> tool_calls.Call:
 def _tools(tools: Any) -> tuple[str, ...]:
   if not isinstance(tools, list):
     raise RequestError('tools: must be a list')
+  names = {''}
   for n, tool in enumerate(tools):
     if not isinstance(tool, dict) or not isinstance(tool.get('function'), dict):
       raise RequestError(f'tools[{n}]: must have type=function and a function')
+    name = tool['function'].get('name')
+    if not isinstance(name, str) or name in names:
+      raise RequestError(
+        f'tools[{n}].function.name: must be a name that no other tool has'
+      )
+    names.add(name)
   return tuple(
     json.dumps(tool['function'], ensure_ascii=False) for tool in tools
   )

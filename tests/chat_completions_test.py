@@ -80,6 +80,8 @@ def test_requests_are_parsed():
     ([USER], {'logit_bias': {'3': 1}}, 'logit_bias='),
     ([USER], {'tools': 'add'}, 'tools: must be a list'),
     ([USER], {'tools': [{}]}, r'tools\[0\]'),
+    ([USER], {'tools': [{'function': {}}]}, r'tools\[0\].function.name'),
+    ([USER], {'tools': [TOOL, TOOL]}, r'tools\[1\].function.name: must be'),
     ([USER], {'metadata': {'anchor': 3}}, 'metadata.anchor'),
     ([USER], {'metadata': 3}, 'metadata'),
     ([USER], {'model': 3}, 'model'),
