@@ -34,6 +34,7 @@ from gigpo_jax import (
 )
 from gigpo_jax import config as config_lib
 from gigpo_jax.models import huggingface, lora, parameters, qwen
+from gigpo_jax.programs import update_sums
 from gigpo_jax.run import model_builders, policy_files, remat, run_config
 from gigpo_jax.runtime import console, distributed, errors
 
@@ -600,21 +601,13 @@ def _fit(
         f'chunk {chunk_index + 1} of {len(chunks)}: '
         f'loss {metrics["loss/total"]:.4f}'
       )
-      _stop_if_skipped(config, metrics)
+      limit = config.learner.max_skipped_in_row
+      if problem := update_sums.skipped_problem(metrics, limit):
+        rate = config.sft.learning_rate
+        raise errors.RunError(
+          f'{problem}; try a lower sft.learning_rate={rate:g}'
+        )
   return lora.combine(learner.base, state.params)
-
-
-def _stop_if_skipped(
-  config: ml_collections.ConfigDict, metrics: dict[str, float]
-) -> None:
-  """Raises `RunError` if too many updates in a row were skipped."""
-  most = metrics['update/most_skipped_in_row']
-  if most >= config.learner.max_skipped_in_row:
-    raise errors.RunError(
-      f'update/most_skipped_in_row={most:.0f}: loss or gradient was not '
-      'finite in so many updates (learner.max_skipped_in_row); try a lower '
-      f'sft.learning_rate={config.sft.learning_rate:g}'
-    )
 
 
 def _set_learner_options(

@@ -39,6 +39,7 @@ from gigpo_jax import (
   tokenizer,
 )
 from gigpo_jax import metrics as metrics_lib
+from gigpo_jax.programs import update_sums
 from gigpo_jax.run import (
   collection,
   model_builders,
@@ -357,17 +358,17 @@ def stop_if_skipped(
     rows: the rows of the iteration, which are saved.
     arrays: further arrays to save.
   """
-  most = metrics[f'{name}/most_skipped_in_row']
-  if most < parts.config.learner.max_skipped_in_row:
+  limit = parts.config.learner.max_skipped_in_row
+  problem = update_sums.skipped_problem(metrics, limit, name)
+  if not problem:
     return
   path = parts.workdir / f'skipped_{name}.npz'
   if distributed.is_main_process():
     # Numbers are constants of the iteration.
     rows.save(path, **{k: x for k, x in arrays.items() if np.ndim(x)})
   raise errors.RunError(
-    f'{name}/most_skipped_in_row={most:.0f}: loss or gradient was not '
-    'finite in so many updates (learner.max_skipped_in_row); the rows of this '
-    f'iteration are in {path}; try a lower optimizer.learning_rate'
+    f'{problem}; the rows of this iteration are in {path}; try a lower '
+    'optimizer.learning_rate'
   )
 
 

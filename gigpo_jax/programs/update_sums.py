@@ -143,3 +143,22 @@ def zeros(
     most_skipped_in_row=zero,
     step_scale=step_scale,
   )
+
+
+def skipped_problem(
+  metrics: Mapping[str, float], limit: int, name: str = 'update'
+) -> str:
+  """Returns a line if too many updates in a row were skipped; '' if not.
+
+  Args:
+    metrics: metrics of the updates.
+    limit: `config.learner.max_skipped_in_row`.
+    name: 'update' or 'critic'.
+  """
+  most = metrics[f'{name}/most_skipped_in_row']
+  if most < limit:
+    return ''
+  return (
+    f'{name}/most_skipped_in_row={most:.0f}: loss or gradient was not finite '
+    'in so many updates (learner.max_skipped_in_row)'
+  )

@@ -22,7 +22,7 @@ from gigpo_jax.runtime import distributed, files
 
 # Maximum size of a file of an export.
 FILE_BYTES = 5 * 10**9
-GENERATION = 'generation_config.json'
+_GENERATION = 'generation_config.json'
 _TOKENIZER_FILES = (
   'tokenizer.json',
   'tokenizer_config.json',
@@ -31,7 +31,7 @@ _TOKENIZER_FILES = (
   'vocab.json',
   'merges.txt',
   'chat_template.jinja',
-  GENERATION,
+  _GENERATION,
 )
 
 
@@ -77,7 +77,7 @@ def save(
           tensors, root / file, metadata={'format': 'pt'}
         )
   if is_main:
-    _write_json(root, config, dtype, shards)
+    _write_config(root, config, dtype, shards)
     _copy_tokenizer(tokenizer_directory, root)
     if stop_ids:
       _write_stop_ids(root, stop_ids)
@@ -147,11 +147,15 @@ def save_adapters(
     'target_modules': sorted(targets),
     'inference_mode': True,
   }
+  _write_json(root / 'adapter_config.json', content)
+
+
+def _write_json(path: pathlib.Path, content: dict) -> None:
   text = json.dumps(content, indent=2) + '\n'
-  (root / 'adapter_config.json').write_text(text, encoding='utf-8')
+  path.write_text(text, encoding='utf-8')
 
 
-def _write_json(
+def _write_config(
   root, config, dtype, shards: dict[str, list[layout.Tensor]]
 ) -> None:
   """Writes config.json and, for several weight files, their index."""
@@ -166,8 +170,7 @@ def _write_json(
       'weight_map': weight_map,
     }
   for name, content in contents.items():
-    text = json.dumps(content, indent=2) + '\n'
-    (root / name).write_text(text, encoding='utf-8')
+    _write_json(root / name, content)
 
 
 def _copy_tokenizer(directory: str | None, root: pathlib.Path) -> None:
@@ -181,11 +184,9 @@ def _copy_tokenizer(directory: str | None, root: pathlib.Path) -> None:
 
 def _write_stop_ids(root: pathlib.Path, stop_ids: Sequence[int]) -> None:
   """Sets the tokens at which `generate` of `transformers` stops."""
-  path = root / GENERATION
+  path = root / _GENERATION
   content = json.loads(path.read_text('utf-8')) if path.is_file() else {}
-  content['eos_token_id'] = list(stop_ids)
-  text = json.dumps(content, indent=2) + '\n'
-  path.write_text(text, encoding='utf-8')
+  _write_json(path, content | {'eos_token_id': list(stop_ids)})
 
 
 def _split(config: QwenConfig, itemsize: int) -> dict[str, list[layout.Tensor]]:
