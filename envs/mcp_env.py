@@ -220,7 +220,7 @@ class Env:
 
     Args:
       task: the task to play.
-      noise: probability that a step plays a step of another task's solution
+      noise: probability that a step plays a call of another task's solution
         before it continues. It must not prevent success.
       seed: seed of the noise.
 
@@ -235,10 +235,12 @@ class Env:
     observation: base.Observation | None = self.reset(task)
     plan = _responses(self._source, self._task)
     while observation is not None:
+      wrong_calls = []
       if rng.random() < noise:
         other = known.tasks[rng.integers(len(known))]
-        steps = _responses(self._source, other)
-        response = steps[rng.integers(len(steps))]
+        *wrong_calls, _ = _responses(self._source, other)
+      if wrong_calls:
+        response = wrong_calls[rng.integers(len(wrong_calls))]
       else:
         response = plan.pop(0)
       yield observation, response

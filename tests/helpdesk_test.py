@@ -286,6 +286,24 @@ def test_brief_calls_leave_out_what_is_known(start):
   assert not env.step(find_user).valid
 
 
+def test_brief_anchors_have_the_latest_arguments(start):
+  # Calls that leave out the product id mean the product shown last.
+  lamp, chair = (
+    _call('find_product', product=product, option=option)
+    for product, option in (('lamp', 'blue'), ('chair', 'red'))
+  )
+  anchors = {}
+  for style in ('brief', 'paper'):
+    env, _ = start(EXCHANGE, prompt_style=style)
+    anchors[style] = [
+      env.step(r).observation.anchor for r in (lamp, chair, lamp)
+    ]
+  chair_last, lamp_last = anchors['brief'][1:]
+  assert chair_last != lamp_last
+  chair_last, lamp_last = anchors['paper'][1:]
+  assert chair_last == lamp_last
+
+
 def test_the_step_limit_ends_the_episode(start):
   env, _ = start(EXCHANGE, max_steps=2)
   first, last = env.step('Hello'), env.step('Hello?')

@@ -145,6 +145,16 @@ def test_the_solution_solves_every_task(notes):
   assert noisy == list(notes.demonstrate(TASK, noise=0.9, seed=1))
 
 
+def test_mistakes_of_a_demonstration_are_calls(notes):
+  known = mcp_env.Tasks(NOTES['tasks'], 'valid').tasks
+  task = base.Task('valid', 0)
+  for seed in range(8):
+    *calls, last = [r for _, r in notes.demonstrate(task, noise=0.6, seed=seed)]
+    assert all(tool_calls.parse(call).calls for call in calls)
+    # It ends with the task's own answer or at the step limit.
+    assert last == known[0]['answer'] or tool_calls.parse(last).calls
+
+
 def test_a_server_over_http(tmp_path):
   with socket.socket() as free:
     free.bind(('127.0.0.1', 0))

@@ -154,8 +154,23 @@ def test_the_state_has_the_chosen_options():
     for env in (_env(), _env(anchor='state'))
   )
   assert pages[0] == pages[1] == pages[2]
+  product = plan[first - 1].removeprefix('click[').removesuffix(']').upper()
   chosen = f'\n{by_action[plan[first]]}'
+  pages = [f'{page}\n{product}' for page in pages]
   assert states == [pages[0], *(f'{page}{chosen}' for page in pages[1:])]
+
+
+def test_the_state_has_the_product():
+  # A page of reviews shows nothing of its product.
+  search = _plan(_env())[0]
+  [results] = _play(_env(), search)
+  links = [a for a in results.observation.actions if a.startswith('click[b0')]
+  assert len(links) > 1
+  for anchor, num_anchors in (('observation', 1), ('state', len(links))):
+    env = _env(anchor=anchor)
+    ends = [_play(env, search, link, 'click[reviews]')[-1] for link in links]
+    anchors = {end.observation.anchor for end in ends}
+    assert len(anchors) == num_anchors
 
 
 def test_splits_are_ranges_of_one_list():

@@ -214,7 +214,10 @@ class Env:
   def _anchor(self) -> str:
     """Returns the state: changes of the database, and what is known."""
     changes = sorted(map(str, self._db.rows() - self._start))
-    known = sorted(f'{key}: {value}' for key, value in self._known.items())
+    facts = list(self._known.items())
+    if self._is_brief:  # Calls are completed with the latest arguments.
+      facts += self._arguments.items()
+    known = sorted(f'{key}: {value}' for key, value in facts)
     return '\n'.join([self._case.request, *known, *changes])
 
   def demonstrate(

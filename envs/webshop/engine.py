@@ -37,7 +37,8 @@ class Page:
     reward_parts: parts of the reward; None before a purchase. See
       `reward.score`.
     url: URL of the page in the original.
-    options: chosen options, by name, of the product that is looked at.
+    product: id of the product that is looked at; '' if none is.
+    options: its chosen options, by name.
   """
 
   text: str
@@ -47,6 +48,7 @@ class Page:
   done: bool = False
   reward_parts: dict | None = None
   url: str = ''
+  product: str = ''
   options: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -346,6 +348,7 @@ class Session:
       done=done,
       reward_parts=self._reward_parts if done else None,
       url=url,
+      product='' if self._index is None else self._product().asin,
       options=self._options,
     )
 

@@ -253,8 +253,9 @@ class Env:
     context: one of `narrator.CONTEXTS`.
     require_admissible: whether an inadmissible action counts as invalid.
     anchor: state by which steps are grouped (GiGPO, Eq. 6); one of ANCHORS.
-      'state' adds the chosen options, which the page does not show, to the
-      page. The query is no part of it; it only matters for the way back.
+      'state' adds the product and its chosen options, which the page does not
+      show, to the page. The query is no part of it; it only matters for the
+      way back.
 
   Raises:
     ValueError: in one line, if an argument or the data is not valid.
@@ -404,8 +405,9 @@ class Env:
     if self._anchor_type == 'observation_and_actions':
       return '\n'.join((anchor, *self._actions()))
     if self._anchor_type == 'state':
-      chosen = sorted(self._page.options.items())
-      return '\n'.join((anchor, *(f'{k}: {v}' for k, v in chosen)))
+      product, options = self._page.product, self._page.options
+      chosen = [f'{name}: {value}' for name, value in sorted(options.items())]
+      return '\n'.join(filter(None, (anchor, product, *chosen)))
     return anchor
 
   def _observe(self) -> base.Observation:
