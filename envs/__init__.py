@@ -269,6 +269,67 @@ def make(name: str, **kwargs: Any) -> base.Env:
   return _module(name).Env(**kwargs)
 
 
+def demonstrate(
+  name: str, env: base.Env, task: base.Task, *, noise: float, seed: int
+) -> list[tuple[base.Observation, str]]:
+  """Returns an expert's steps in a task; none if it shows none.
+
+  Args:
+    name: name of the environment, for messages.
+    env: the environment.
+    task: the task.
+    noise: probability of a mistake.
+    seed: seed of the noise.
+
+  Raises:
+    ValueError: in one line, if the expert fails, or shows something else.
+  """
+  try:
+    shown = env.demonstrate(task, noise=noise, seed=seed)
+    return [
+      (_observation(given), _response(text)) for given, text in shown or ()
+    ]
+  except Exception as error:  # An environment may raise anything.
+    if isinstance(error, ValueError) and str(error).startswith('env.'):
+      raise
+    raise ValueError(
+      f'env.name={name}: demonstrate raises {_describe(error, name)}; it must '
+      'yield pairs (prompt or messages, response)'
+    ) from error
+
+
+def _observation(given: base.Input | base.Observation) -> base.Observation:
+  """Returns the input of a demonstrated step as an observation."""
+  if isinstance(given, base.Observation):
+    return given
+  is_prompt = isinstance(given, str)
+  messages = () if is_prompt else tuple(given)
+  if not all(isinstance(message, base.Message) for message in messages):
+    raise TypeError(f'{given!r} is no input of a step')
+  return base.Observation(
+    prompt=given if is_prompt else '',
+    short_prompt='',
+    anchor='',
+    text='',
+    messages=messages,
+  )
+
+
+def _response(text: str) -> str:
+  if not isinstance(text, str):
+    raise TypeError(f'{text!r} is no response')
+  return text
+
+
+def _describe(error: Exception, name: str) -> str:
+  """Returns an environment's exception as one line."""
+  # Imported here, because it imports this package.
+  from envs import worker
+
+  file = getattr(sys.modules.get(name), '__file__', None)
+  return worker.format_exception(error, file)
+
+
 def tasks(name: str, split: str, **kwargs: Any) -> base.TaskInfo:
   """Returns the tasks of a split; takes the same kwargs as `make`.
 
@@ -280,14 +341,9 @@ def tasks(name: str, split: str, **kwargs: Any) -> base.TaskInfo:
   except ValueError:
     raise
   except Exception as error:  # An environment may raise anything.
-    # Imported here, because it imports this package.
-    from envs import worker
-
-    file = getattr(sys.modules.get(name), '__file__', None)
-    problem = worker.format_exception(error, file)
     raise ValueError(
-      f'env.name={name}: tasks raises {problem}; it must return the tasks of '
-      'a split'
+      f'env.name={name}: tasks raises {_describe(error, name)}; it must return '
+      'the tasks of a split'
     ) from error
   if not hasattr(info, 'task_type') and hasattr(info, 'kind'):
     warnings.warn(

@@ -423,7 +423,8 @@ class Checkpointer:
         `abstract_state`; the mesh may differ from that of the saved state.
       iteration: iteration of the checkpoint; None for the newest intact one.
       or_earlier: whether the newest intact one up to `iteration` is restored.
-      partial: whether to ignore further top-level entries of the checkpoint.
+      partial: whether to ignore further entries of the checkpoint, on the first
+        two levels of dictionaries.
 
     Raises:
       ValueError: in one line, if there is no intact checkpoint, or it is of
@@ -448,9 +449,9 @@ class Checkpointer:
     self, iteration: int, abstract_state: Any, partial: bool
   ) -> tuple[Any, dict, str]:
     """Returns (state, host, how the checkpoint is damaged or '')."""
-    names = tuple(abstract_state) if partial else ()
+    wanted = abstract_state
     if partial:
-      abstract_state = self._all_entries(iteration) | abstract_state
+      abstract_state = self._add_entries(iteration, wanted)
     self._compare(iteration, abstract_state)
     try:
       restored = self._manager.restore(
@@ -472,7 +473,12 @@ class Checkpointer:
         ) from error
       return None, {}, reason
     if partial:
-      state = {name: state[name] for name in names}
+      state = {
+        name: {key: state[name][key] for key in entry}
+        if isinstance(entry, dict)
+        else state[name]
+        for name, entry in wanted.items()
+      }
     # Older checkpoints have no checksums.
     saved = host.pop(_CHECKSUMS, {})
     for name, checksum in _find_checksums(state).items() if saved else ():
@@ -480,14 +486,20 @@ class Checkpointer:
         return None, {}, f'{name} has changed since it was written'
     return state, host, ''
 
-  def _all_entries(self, iteration: int) -> dict:
-    """Returns the abstract state of a checkpoint, in the host's memory."""
-    return jax.tree.map(
-      # Takes no memory; Orbax reads an array for it.
+  def _add_entries(self, iteration: int, wanted: dict) -> dict:
+    """Returns an abstract state with the further entries of a checkpoint."""
+    saved = jax.tree.map(
+      # Takes no memory; Orbax reads an array for it into the host's.
       lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape),
       dict(self._manager.item_metadata(iteration)['state']),
       is_leaf=lambda x: hasattr(x, 'shape'),
     )
+    return saved | {
+      name: dict(saved[name]) | entry
+      if isinstance(entry, dict) and name in saved
+      else entry
+      for name, entry in wanted.items()
+    }
 
   def _compare(self, iteration: int, abstract_state: Any) -> None:
     saved = _leaves(self._manager.item_metadata(iteration)['state'])

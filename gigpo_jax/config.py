@@ -161,6 +161,8 @@ def check_fields(config: ml_collections.ConfigDict) -> None:
 
 def _field_problems(config: ml_collections.ConfigDict) -> list[str]:
   deprecated.update(config)
+  if problems := list(_without_value(config)):
+    return problems
   problems = list(_values(config))
   refused = frozenset(problem.partition('=')[0] for problem in problems)
   problems += _combinations(config, refused)
@@ -214,6 +216,15 @@ def has_own_buckets(config: ml_collections.ConfigDict) -> bool:
   return bool(sizes) and sizes != tuple(
     base.get_config().rollout.prompt_buckets
   )
+
+
+def _without_value(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a line for each field that is None and must not be."""
+  values = config_fields.flatten(config)
+  for name, default in config_fields.flatten(base.get_config()).items():
+    if default is not None and values.get(name, default) is None:
+      accepted = type(default).__name__
+      yield f'{name}=None: wrong type; must be {accepted}'
 
 
 def _values(config: ml_collections.ConfigDict) -> Iterator[str]:

@@ -47,7 +47,7 @@ class AdamW:
   b2: float = options.number(0.999, low=0, below=1)
   eps: float = options.number(1e-8, low=1e-30)  # above 0 in float32
   weight_decay: float = options.number(0.01, low=0)
-  no_decay: tuple[str, ...] = ()
+  no_decay: tuple[str, ...] = options.texts()
   max_grad_norm: float = options.number(1.0, above=0)
   mu_dtype: str = options.choice('float32', MU_DTYPES)
 
@@ -97,16 +97,23 @@ class AdamW:
       factor = jnp.minimum(1, self.max_grad_norm / optax.tree.norm(grads))
       return jax.tree.map(lambda x: x * factor, grads)
 
+    def decay(updates, params):
+      # optax.adamw's, whose mask would make the state depend on `no_decay`.
+      return jax.tree.map(
+        lambda u, p, decays: u + self.weight_decay * p if decays else u,
+        updates,
+        params,
+        self.decays(params),
+      )
+
     return optax.chain(
       optax.stateless(clip),
-      optax.adamw(
-        self.schedule,
-        b1=self.b1,
-        b2=self.b2,
-        eps=self.eps,
-        weight_decay=self.weight_decay,
-        mu_dtype=self.mu_dtype,
-        mask=self.decays if self.no_decay else None,
+      optax.chain(
+        optax.scale_by_adam(
+          b1=self.b1, b2=self.b2, eps=self.eps, mu_dtype=self.mu_dtype
+        ),
+        optax.stateless(decay),
+        optax.scale_by_learning_rate(self.schedule),
       ),
     )
 

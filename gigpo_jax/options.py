@@ -16,7 +16,6 @@ A value of None is accepted by every field: the option is not set.
 
 import dataclasses
 import inspect
-import itertools
 import math
 import numbers
 import typing
@@ -92,6 +91,15 @@ def choice(default: str, values: Sequence[str]) -> Any:
   return field(default, lambda value: value in values, accepts)
 
 
+def texts(default: tuple[str, ...] = ()) -> Any:
+  """Returns a field for different texts that are not empty."""
+  return field(
+    default,
+    lambda values: all(values) and len(set(values)) == len(values),
+    'must be different texts that are not empty',
+  )
+
+
 def sizes(default: tuple[int, ...], *, or_none: bool = False) -> Any:
   """Returns a field for rising positive sizes, or none if `or_none`."""
 
@@ -154,6 +162,10 @@ def make(
     inspect.signature(factory).bind(**given)
   except TypeError as error:
     raise ValueError(f'{field}: {error}; must have a default') from error
+  except ValueError as error:  # Of a builtin type.
+    raise ValueError(
+      f'{field}: {error}; must be a class with a signature'
+    ) from error
   instance = factory(**given)
   missing = [name for name in needs if not hasattr(instance, name)]
   if missing:
@@ -191,8 +203,9 @@ def problems(options: type, values: Mapping[str, Any]) -> Iterator[str]:
     has_type = not is_tuple or _has_type(value, option.type)
     is_valid = option.metadata.get(_IS_VALID, lambda _: True)
     if not has_type or not is_valid(value):
-      wrong_type = f'wrong type; must be {option.type}'
-      accepts = option.metadata.get(_ACCEPTS, wrong_type)
+      accepts = f'wrong type; must be {option.type}'
+      if has_type:
+        accepts = option.metadata[_ACCEPTS]
       if isinstance(value, float) and not math.isfinite(value):
         accepts = accepts.replace('out of range; must be', 'must be finite and')
       yield f'{option.name}={value}: {accepts}'
@@ -202,9 +215,10 @@ def _has_type(value: Any, annotation: Any) -> bool:
   """Returns whether a value, or each element of a tuple, has a type."""
   if typing.get_origin(annotation) is tuple:
     first, *others = typing.get_args(annotation)
-    types = itertools.repeat(first) if others == [...] else (first, *others)
-    is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
-    return is_sequence and all(map(_has_type, value, types))
+    if not isinstance(value, Sequence) or isinstance(value, str):
+      return False
+    types = [first] * len(value) if others == [...] else [first, *others]
+    return len(types) == len(value) and all(map(_has_type, value, types))
   return isinstance(value, int | float if annotation is float else annotation)
 
 

@@ -29,7 +29,7 @@ class PrivilegedContext:
   Attributes:
     encode: returns the token ids of texts.
     head: number of tokens of the chat template before the text of a prompt.
-    solve: returns the solution of a task.
+    solve: returns the solution of a task, or '' if it has none.
   """
 
   encode: Callable[[Sequence[str]], list[np.ndarray]]
@@ -41,7 +41,7 @@ class PrivilegedContext:
   ) -> batch.Rows:
     """Returns rows of the same shape with solutions in their prompts.
 
-    A row without room for the solution is padding.
+    A row without a solution, or without room for it, is padding.
 
     Args:
       rows: some rows of an iteration.
@@ -50,8 +50,9 @@ class PrivilegedContext:
     real = np.flatnonzero(rows.real)
     tasks = [episodes[index].task for index in rows.episodes[real]]
     texts = {
-      task: f'{_INTRODUCTION}{self.solve(task)}\n\n'
+      task: f'{_INTRODUCTION}{solution}\n\n'
       for task in dict.fromkeys(tasks)
+      if (solution := self.solve(task))
     }
     ids = dict(zip(texts, self.encode([*texts.values()]), strict=True))
     limit = rows.tokens.shape[1] - rows.completion_mask.shape[1]
@@ -60,8 +61,8 @@ class PrivilegedContext:
     lengths = np.zeros_like(rows.lengths)
     for r, task in zip(real, tasks, strict=True):
       before, after = np.split(rows.tokens[r, : rows.lengths[r]], [self.head])
-      length = rows.prompt_lengths[r] + len(ids[task])
-      if length > limit:
+      length = rows.prompt_lengths[r] + len(ids.get(task, ()))
+      if task not in ids or length > limit:
         continue
       prompt_lengths[r], groups[r] = length, rows.groups[r]
       lengths[r] = rows.lengths[r] + len(ids[task])

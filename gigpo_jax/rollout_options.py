@@ -31,11 +31,7 @@ class Options:
     'drop_history', tokenizer.OVERFLOW_POLICIES
   )
   earlier_thinking: str = options.choice('keep', conversation.THINKING)
-  prefixes: tuple[str, ...] = options.field(
-    (),
-    lambda texts: all(texts) and len(set(texts)) == len(texts),
-    'must be different texts that are not empty',
-  )
+  prefixes: tuple[str, ...] = options.texts()
   forced_members: int = options.number(0, low=0)
   horizon: tuple[tuple[int, int], ...] = options.field(
     (),

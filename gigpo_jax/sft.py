@@ -242,9 +242,9 @@ def demonstrations(config: ml_collections.ConfigDict) -> list[Demonstration]:
       task = base.Task('train', available - 1 - episode % available)
       # A task that comes again gets other noise.
       seed = config.seed + episode // available
-      steps = env.demonstrate(task, noise=config.sft.noise, seed=seed)
-      if steps:
-        shown.append([(_observation(given), text) for given, text in steps])
+      noise = config.sft.noise
+      if steps := envs.demonstrate(name, env, task, noise=noise, seed=seed):
+        shown.append(steps)
       now = time.monotonic()
       if now - reported >= _REPORT_SECS:
         reported = now
@@ -257,20 +257,6 @@ def demonstrations(config: ml_collections.ConfigDict) -> list[Demonstration]:
       'least one task'
     )
   return shown
-
-
-def _observation(given: base.Input | base.Observation) -> base.Observation:
-  """Returns the input of a demonstrated step as an observation."""
-  if isinstance(given, base.Observation):
-    return given
-  is_prompt = isinstance(given, str)
-  return base.Observation(
-    prompt=given if is_prompt else '',
-    short_prompt='',
-    anchor='',
-    text='',
-    messages=() if is_prompt else given,
-  )
 
 
 def _texts(shown: list[Demonstration]) -> Iterator[str]:

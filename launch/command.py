@@ -6,7 +6,6 @@ import logging
 import os
 import pathlib
 import re
-import runpy
 import sys
 import traceback
 from collections.abc import Callable
@@ -195,20 +194,7 @@ def _check_config_file(argv: list[str]) -> ml_collections.ConfigDict:
           f'--config={path}: no such file; {_suggest_file(path)}must be one of '
           'configs/*.py, or your own'
         )
-      try:
-        config = runpy.run_path(path)['get_config'](variant)
-      except ValueError:
-        raise
-      except Exception as error:  # A config file may raise anything.
-        raise ValueError(
-          f'--config={path}: cannot be loaded ({type(error).__name__}: '
-          f'{error}); must be like one of configs/*.py'
-        ) from error
-      if problem := _config_problem(config):
-        raise ValueError(
-          f'--config={path}: get_config returned {problem}; must return a '
-          'config that starts from configs.base.get_config()'
-        )
+      config = config_fields.load(path, variant, flag='--config=')
   return config
 
 
@@ -219,14 +205,6 @@ def _suggest_file(path: str) -> str:
     if configs.find(file):
       return f'did you mean {file}? '
   return ''
-
-
-def _config_problem(config: object) -> str:
-  """Returns what is wrong with the result of `get_config`; '' if nothing is."""
-  if not isinstance(config, ml_collections.ConfigDict):
-    return f'a {type(config).__name__}'
-  missing = [x for x in base.get_config() if x not in config]
-  return f'a config without {missing[0]}' if missing else ''
 
 
 def _check_fields(argv: list[str], config: ml_collections.ConfigDict) -> None:

@@ -32,15 +32,20 @@ def _state(shape=(8, 4), axes=('data', None)) -> learner.TrainState:
 
 
 def test_entries_that_are_not_wanted_take_no_device_memory(tmp_path):
-  state = {'policy': {'w': jnp.arange(3.0)}, 'critic': {'w': jnp.ones(5)}}
+  policy = {'w': jnp.arange(3.0), 'mean': jnp.ones(4)}
+  state = {'policy': policy, 'critic': {'w': jnp.ones(5)}}
   with checkpoint.Checkpointer(tmp_path) as saver:
     saver.save(4, state, {})
     saver.wait()
-    (ignored,) = saver._all_entries(4)['critic'].values()
+    (ignored,) = saver._add_entries(4, {})['critic'].values()
     assert isinstance(ignored, np.ndarray) and ignored.strides == (0,)
-    wanted = checkpoint.abstract_state({'policy': state['policy']})
+    wanted = checkpoint.abstract_state({'policy': {'w': state['policy']['w']}})
     iteration, restored, _ = saver.restore(wanted, partial=True)
+    other = checkpoint.abstract_state({'policy': {'w': jnp.ones(2)}})
+    with pytest.raises(ValueError, match='policy/w is'):
+      saver.restore(other, partial=True)
   assert iteration == 4 and restored.keys() == {'policy'}
+  assert restored['policy'].keys() == {'w'}
   np.testing.assert_array_equal(restored['policy']['w'], [0, 1, 2])
 
 

@@ -1,5 +1,6 @@
 """Tests of the law of step advantages, and of the advice from it."""
 
+import dataclasses
 import json
 import math
 
@@ -195,6 +196,31 @@ def test_one_seed_has_no_error_and_plots_need_a_folder(tmp_path, capsys):
   compare = ['compare', str(tmp_path / 'p.json'), str(tmp_path / 'a.csv')]
   assert law.main([*compare, f'--plot={tmp_path}/none/law.png']) == 2
   assert 'No such file' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ('coefficients', 'new', 'message'),
+  [
+    ([1], {'a': {REVISITS: 0.5}}, 'law.json: not a law'),
+    ({REVISITS: 1.0}, [1], 'new.json: a list; must be an object'),
+    ({REVISITS: 1.0}, {'a': 3}, 'new.json: a: no predictors'),
+    ({REVISITS: 1.0}, {'a': {REVISITS: 'x'}}, 'new.json: a: no predictors'),
+  ],
+)
+def test_files_of_another_form_are_refused(
+  tmp_path, capsys, coefficients, new, message
+):
+  values = dataclasses.asdict(
+    law.Law('gigpo', 1.0, {}, 1.0, 2.0, 5, {REVISITS: (0.0, 1.0)})
+  )
+  for name, content in (
+    ('law', {'law': values | {'coefficients': coefficients}}),
+    ('new', new),
+  ):
+    (tmp_path / f'{name}.json').write_text(json.dumps(content))
+  command = [f'{tmp_path}/law.json', f'{tmp_path}/new.json']
+  assert law.main(['predict', *command, f'--output={tmp_path}/out.json']) == 2
+  assert message in capsys.readouterr().err
 
 
 def test_predictions_are_written_once_and_compared(tmp_path, capsys):

@@ -28,6 +28,20 @@ def test_adamw_by_hand():
   np.testing.assert_allclose(mean.astype('float32'), gradient / 10, rtol=4e-3)
 
 
+def test_the_state_does_not_depend_on_what_decays():
+  params = {'dense': jnp.array([2.0]), 'norm': jnp.array([2.0])}
+  plain, other = (
+    optimizer.AdamW(0.1, weight_decay=0.01, no_decay=words).make()
+    for words in ((), ('norm',))
+  )
+  state = plain.init(params)
+  assert jax.tree.structure(state) == jax.tree.structure(other.init(params))
+  # Adam's first step is 0.1; decay subtracts 0.1 * 0.01 * 2.
+  changes, _ = other.update(params, state, params)
+  np.testing.assert_allclose(changes['dense'], [-0.102], rtol=1e-5)
+  np.testing.assert_allclose(changes['norm'], [-0.1], rtol=1e-5)
+
+
 def test_linear_decay_by_hand():
   adamw = optimizer.AdamW(0.5, warmup_updates=2, decay_updates=4)
   rates = [float(adamw.schedule(jnp.array(k))) for k in range(5)]

@@ -1,5 +1,6 @@
 """Tests of self-distillation with solutions in prompts."""
 
+import dataclasses
 import types
 
 import numpy as np
@@ -60,6 +61,14 @@ def test_the_solution_follows_the_head_of_the_template():
   # Completions stay where the log-probs are compared.
   same = scored.completion_mask == rows.completion_mask
   assert same[:2].all()
+
+
+def test_a_row_without_a_solution_is_padding():
+  context = dataclasses.replace(
+    _context(), solve=lambda task: '0' if task.index == 0 else ''
+  )
+  scored = context.make_rows(_rows(), _episodes())
+  np.testing.assert_array_equal(scored.real, [True, False, False, False])
 
 
 def test_advantages_by_hand():

@@ -64,9 +64,31 @@ def test_options_of_rl_do_not_apply(decay):
   assert config.rollout.temperature == 1
 
 
+@pytest.mark.parametrize(
+  ('shown', 'problem'),
+  [
+    ([('p', 'go'), 'text'], 'too many values to unpack'),
+    ([('p', None)], 'None is no response'),
+    ([(5, 'go')], "'int' object is not iterable"),
+    (5, "'int' object is not iterable"),
+  ],
+)
+def test_the_mistakes_of_an_expert_are_one_line(monkeypatch, shown, problem):
+  config = _config()
+  env = types.SimpleNamespace(
+    demonstrate=lambda *_, **__: shown, close=lambda: None
+  )
+  monkeypatch.setattr(envs, 'make', lambda *_, **__: env)
+  with pytest.raises(ValueError) as error:
+    sft.demonstrations(config)
+  text = str(error.value)
+  assert text.startswith(f'env.name={config.env.name}: demonstrate raises ')
+  assert problem in text and 'must yield pairs' in text and '\n' not in text
+
+
 def test_tasks_that_an_expert_does_not_show_are_left_out(monkeypatch):
   config = _config()
-  shown = iter([[], [(base.Observation('p', 'p', 'a', 'p'), 'go')], []])
+  shown = iter([[], [(base.Observation('p', 'p', 'a', 'p'), 'go')], iter(())])
   env = types.SimpleNamespace(
     demonstrate=lambda *_, **__: next(shown), close=lambda: None
   )
@@ -149,7 +171,7 @@ def test_trained_tokens_of_a_row(tmp_path, completion_only):
   pairs = [('look around', 'go'), ('and again', 'stop here')]
   tokenizer.train([t for p in pairs for t in p], str(tmp_path), vocab_size=300)
   text = tokenizer.Tokenizer(str(tmp_path))
-  steps = [(sft._observation(prompt), response) for prompt, response in pairs]
+  steps = [(envs._observation(prompt), response) for prompt, response in pairs]
   rows = sft.demonstration_rows(config, text, [steps])
   prompts = [
     ids
@@ -176,7 +198,7 @@ def test_trained_tokens_of_a_conversation(tmp_path, completion_only):
   config.env.context = 'conversation'
   config.sft.completion_only = completion_only
   steps = [
-    (sft._observation((base.Message('user', words),)), response)
+    (envs._observation((base.Message('user', words),)), response)
     for words, response in (
       ('look around', 'go'),
       ('and again', 'stop here'),
@@ -214,7 +236,7 @@ def test_a_warm_start_lists_the_tools_of_a_conversation(tmp_path):
     '', '', '', '', messages=(base.Message('user', 'go'),), tools=(tool,)
   )
   steps = [
-    (sft._observation(given), response)
+    (envs._observation(given), response)
     for given, response in (
       (ask, 'a'),
       ((base.Message('tool', '5', call_id='1'),), 'b'),

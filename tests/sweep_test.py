@@ -53,7 +53,9 @@ def write_test(run, root):
 RUNS = [
   sweep.Run('a', 'configs/alfworld.py:smoke', 0),
   sweep.Run('a', 'configs/alfworld.py:smoke', 1),
-  sweep.Run('b', 'configs/alfworld.py:smoke,grpo', 0, (('seed', 3),)),
+  sweep.Run(
+    'b', 'configs/alfworld.py:smoke,grpo', 0, (('pool.num_workers', 3),)
+  ),
 ]
 
 
@@ -238,7 +240,7 @@ def test_results_stay_if_folders_are_cleaned_up(tmp_path, capsys):
   sweep.main(str(file), str(tmp_path), **options)
   assert (sweep_table.read(table), tests.read_text()) == contents
   # Results of other settings do not stay.
-  entries[0]['overrides'] = {'seed': 0}
+  entries[0]['overrides'] = {'pool.num_workers': 3}
   file.write_text(f'RUNS = {entries}')
   sweep.main(str(file), str(tmp_path), **options)
   keys = [line['seed'] for line in sweep_table.read(table)]
@@ -400,7 +402,7 @@ def test_known_runs_are_gathered_and_not_rerun(tmp_path, monkeypatch):
 
 def test_known_runs_with_other_settings_are_refused(tmp_path, capsys):
   write_run(tmp_path / 'first/alfworld-a-0', [(0, 0.2), (100, 0.4)])
-  changed = dataclasses.replace(RUNS[0], overrides=(('seed', 0),))
+  changed = dataclasses.replace(RUNS[0], overrides=(('pool.num_workers', 3),))
   file, table = tmp_path / 'list.py', tmp_path / 'first/results.csv'
   sweep.gather(RUNS, tmp_path / 'first')
 
@@ -413,7 +415,9 @@ def test_known_runs_with_other_settings_are_refused(tmp_path, capsys):
   assert f'1 runs are taken from {table}\n' in gather(RUNS[0])
   rate = f'optimizer.learning_rate={RUNS[0].load().optimizer.learning_rate}'
   problem = f'{RUNS[0].config} {rate}, but the sweep has {RUNS[0].config} '
-  with pytest.raises(ValueError, match=f'made with {problem}{rate} seed=0;'):
+  with pytest.raises(
+    ValueError, match=f'made with {problem}{rate} pool.num_workers=3;'
+  ):
     gather(changed)
   # The rate that the config file has now is another one.
   content = table.read_text()
@@ -524,8 +528,19 @@ def test_an_extended_run_is_tested_again(tmp_path):
 @pytest.mark.parametrize(
   ('text', 'message'),
   [
-    ('RUNS = []', 'RUNS is missing or empty'),
+    ('RUNS = []', 'RUNS is missing, empty'),
+    ('RUNS = 5', 'RUNS is missing, empty or no list'),
     ('RUNS = [', 'cannot be loaded .SyntaxError: '),
+    ('import sys; sys.exit(3)', 'cannot be loaded .SystemExit: 3'),
+    (
+      'RUNS = [{"name": "a", "config": "x", "seed": 0, "overrides": {1: 2}}]',
+      'must have names of config fields, overrides not seed',
+    ),
+    (
+      'RUNS = [{"name": "a", "config": "x", "seed": 0, "overrides": {"seed": 2}'
+      '}]',
+      'must have names of config fields, overrides not seed',
+    ),
     ('RUNS = [("a", "x", 0)]', "'x', 0.: must be a dictionary"),
     (
       'RUNS = [{"name": "a", "config": "x", "seed": 0, "overrides": ["b"]}]',
@@ -545,6 +560,20 @@ def test_invalid_sweep_files_are_refused(tmp_path, text, message):
     sweep.read(path)
   with pytest.raises(ValueError, match='no such file'):
     sweep.read(tmp_path / 'nowhere.py')
+
+
+@pytest.mark.parametrize(
+  ('text', 'message'),
+  [
+    ('x', 'c.py: cannot be loaded .NameError'),
+    ('get_config = lambda variant: None', 'get_config returned a NoneType'),
+  ],
+)
+def test_invalid_configs_of_runs_are_refused(tmp_path, text, message):
+  path = tmp_path / 'c.py'
+  path.write_text(text)
+  with pytest.raises(ValueError, match=rf'--sweep: run c-a-0: .*{message}'):
+    sweep.Run('a', str(path), 0).load()
 
 
 def _command(*flags: str) -> subprocess.CompletedProcess:

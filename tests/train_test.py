@@ -382,6 +382,8 @@ def test_checkpoints_and_exports_are_evaluated(uninterrupted, tmp_path):
       f'--checkpoint={workdir}',
       f'--checkpoint={workdir}/checkpoints/2',
       f'--model={workdir / "policy"}',
+      # The state of the optimizer is not needed.
+      '--config.optimizer.mu_dtype=bfloat16',
       '--config.evaluation.repeats=2',
       '--config.evaluation.num_tasks=4',
       '--config.episodes.every=1',

@@ -23,6 +23,7 @@ from gigpo_jax import (
   algorithms,
   arrays,
   batch,
+  options,
   reward_functions,
   selectors,
 )
@@ -54,7 +55,7 @@ class Algorithm:
   needs_values: ClassVar[bool] = False
   needs_group: ClassVar[bool] = True
 
-  components: tuple[str, ...] = ('reward', 'valid')
+  components: tuple[str, ...] = options.texts(('reward', 'valid'))
   component_weights: tuple[float, ...] = ()
 
   def __post_init__(self):

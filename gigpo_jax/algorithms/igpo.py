@@ -75,7 +75,7 @@ class Algorithm:
 
   discount: float = options.number(0.95, low=0, high=1)
   gain_weight: float = options.number(1.0, low=0)
-  components: tuple[str, ...] = ('reward', 'valid')
+  components: tuple[str, ...] = options.texts(('reward', 'valid'))
   component_weights: tuple[float, ...] = ()
   invalid_penalty: float = options.number(0.1, low=0, high=1_000_000)
 

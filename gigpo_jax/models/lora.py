@@ -50,8 +50,8 @@ class Lora:
   alpha: float = options.number(32.0, above=0)
   targets: tuple[str, ...] = options.field(
     TARGETS,
-    lambda targets: len(targets) > 0 and set(targets) <= set(TARGETS),
-    f'must be one or more of {", ".join(TARGETS)}',
+    lambda targets: 0 < len(targets) == len(set(targets) & set(TARGETS)),
+    f'must be one or more of {", ".join(TARGETS)}, each once',
   )
   agents: tuple[str, ...] = options.field(
     (),

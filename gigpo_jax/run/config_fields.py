@@ -2,6 +2,7 @@
 
 import difflib
 import itertools
+import runpy
 from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
@@ -177,6 +178,41 @@ def flatten(config: ml_collections.ConfigDict | dict) -> dict[str, Any]:
     else:
       fields[name] = value
   return fields
+
+
+def load(
+  path: str, variant: str, *, flag: str = ''
+) -> ml_collections.ConfigDict:
+  """Returns the config of a file.
+
+  Args:
+    path: the file.
+    variant: the argument of its `get_config`.
+    flag: what errors put before the path.
+
+  Raises:
+    ValueError: in one line, if the file makes no config.
+  """
+  try:
+    config = runpy.run_path(path)['get_config'](variant)
+  except ValueError:
+    raise
+  except (Exception, SystemExit) as error:  # A file may raise anything.
+    raise ValueError(
+      f'{flag}{path}: cannot be loaded ({type(error).__name__}: {error}); must '
+      'be like one of configs/*.py'
+    ) from error
+  problem = ''
+  if not isinstance(config, ml_collections.ConfigDict):
+    problem = f'a {type(config).__name__}'
+  elif missing := [x for x in base.get_config() if x not in config]:
+    problem = f'a config without {missing[0]}'
+  if problem:
+    raise ValueError(
+      f'{flag}{path}: get_config returned {problem}; must return a config that '
+      'starts from configs.base.get_config()'
+    )
+  return config
 
 
 def near(name: str, config: ml_collections.ConfigDict) -> list[str]:

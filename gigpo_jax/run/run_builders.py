@@ -107,10 +107,10 @@ def check_run(
   """
   config_lib.validate(config, has_harness=has_harness)
   inputs = describe_inputs(config)
+  run_config.check_workdir(workdir)
   run_config.check_resume(
     config, workdir, allow_change=allow_config_change, inputs=inputs
   )
-  run_config.check_workdir(workdir)
   checkpoint.check_folder(pathlib.Path(workdir) / 'checkpoints')
   if config.metrics.wandb:
     metrics.read_wandb_run_id(workdir)
@@ -354,12 +354,12 @@ def make_privileged_context(
   options = config.teacher
   if not options.mu_peak or options.loss != 'distillation':
     return None
-  kwargs = config_lib.env_kwargs(config)
+  name, kwargs = config.env.name, config_lib.env_kwargs(config)
 
   @functools.cache
   def solve(task: base.Task) -> str:
-    with contextlib.closing(envs.make(config.env.name, **kwargs)) as env:
-      steps = env.demonstrate(task, noise=0.0, seed=config.seed)
+    with contextlib.closing(envs.make(name, **kwargs)) as env:
+      steps = envs.demonstrate(name, env, task, noise=0.0, seed=config.seed)
       return '\n'.join(response for _, response in steps)
 
   return privileged.PrivilegedContext(text.encode, text.head_length(), solve)

@@ -96,11 +96,12 @@ def restore(
   if config.lora.rank:  # Only the adapters are in the checkpoint.
     state = checkpoint.abstract_state(learner.init(bundle.load()))
     base = learner.base
-  template = {'policy': state}
+  # The optimizer's state depends on its options.
+  template = {'policy': {'params': state.params}}
   folder, iteration = _locate(path)
   with checkpoint.Checkpointer(folder, read_only=True) as checkpointer:
     iteration, states, _ = checkpointer.restore(
       template, iteration=iteration, partial=True
     )
   console.log(f'policy after iteration {iteration}')
-  return states['policy'].params, base
+  return states['policy']['params'], base

@@ -283,12 +283,15 @@ class Law:
       ValueError: in one line, if the file is not such a file.
     """
     try:
-      return cls(**_read_json(path)['law'])
-    except (KeyError, TypeError) as error:
+      law = cls(**_read_json(path)['law'])
+      law.predict(dict.fromkeys(law.coefficients, 0.0))
+      law.outside(dict.fromkeys(law.coefficients, 0.0))
+    except (AttributeError, LookupError, TypeError) as error:
       raise ValueError(
         f'{path}: not a law ({error!r}); must be a file that '
         '`python -m gigpo_jax.tools.law fit` wrote'
       ) from error
+    return law
 
 
 def fit(
@@ -438,9 +441,24 @@ def draw(
 
 def _read_json(path: str) -> dict:
   try:
-    return json.loads(pathlib.Path(path).read_text())
+    values = json.loads(pathlib.Path(path).read_text())
   except (OSError, ValueError) as error:
     raise ValueError(f'{path}: cannot be read as JSON ({error})') from error
+  if not isinstance(values, dict):
+    raise ValueError(f'{path}: a {type(values).__name__}; must be an object')
+  return values
+
+
+def _read_predictors(path: str) -> dict[str, dict[str, float]]:
+  settings = _read_json(path)
+  for name, values in settings.items():
+    numbers = values.values() if isinstance(values, dict) else [None]
+    if not all(isinstance(value, int | float) for value in numbers):
+      raise ValueError(
+        f'{path}: {name}: no predictors; must be a file that '
+        'benchmarks/predictors.py wrote'
+      )
+  return settings
 
 
 def _write_new(path: str, values: dict) -> None:
@@ -459,14 +477,14 @@ def _write_new(path: str, values: dict) -> None:
 def _run(options: argparse.Namespace) -> None:
   if options.command == 'fit':
     measured = read_effects(options.table, options.method)
-    predictors = _read_json(options.predictors)
+    predictors = _read_predictors(options.predictors)
     law = fit(measured, predictors, options.method)
     print(describe(law))
     print(table(predict_all(law, predictors), measured))
     _write_new(options.output, {'law': dataclasses.asdict(law)})
   elif options.command == 'predict':
     law = Law.read(options.law)
-    predictions = predict_all(law, _read_json(options.predictors))
+    predictions = predict_all(law, _read_predictors(options.predictors))
     print(describe(law))
     print(table(predictions, {}))
     values = {'method': law.method, 'predictions': predictions}

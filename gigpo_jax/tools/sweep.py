@@ -108,7 +108,7 @@ class Run:
     overrides = {'seed': self.seed, **dict((*self.overrides, *fields))}
     try:
       file = configs.find(path) or path
-      config = runpy.run_path(file)['get_config'](variant).lock()
+      config = config_fields.load(file, variant).lock()
       overrides = deprecated.renamed(overrides, config)
       for field in overrides.keys() - config_fields.flatten(config).keys():
         advice = config_fields.suggest(field, config) or 'see configs/base.py'
@@ -186,14 +186,15 @@ def read(given: str | pathlib.Path) -> list[Run]:
     )
   try:
     entries = runpy.run_path(str(path)).get('RUNS')
-  except Exception as error:  # A file may raise anything.
+  except (Exception, SystemExit) as error:  # A file may raise anything.
     raise ValueError(
       f'--sweep={path}: cannot be loaded ({type(error).__name__}: {error}); '
       'must be a Python file that defines RUNS'
     ) from error
-  if not entries:
+  if not entries or not isinstance(entries, list | tuple):
     raise ValueError(
-      f'--sweep={path}: RUNS is missing or empty; must be a list of runs'
+      f'--sweep={path}: RUNS is missing, empty or no list; must be a list of '
+      'runs'
     )
   runs = [_run_of(entry, f'--sweep={path}') for entry in entries]
   folders = [run.folder for run in runs]
@@ -225,6 +226,12 @@ def _run_of(entry: object, flag: str) -> Run:
   if not all(isinstance(fields, dict) for fields in changes):
     raise ValueError(
       f'{flag}: {entry}: overrides and test must be dictionaries'
+    )
+  names = [name for fields in changes for name in fields]
+  if 'seed' in changes[0] or not all(isinstance(name, str) for name in names):
+    raise ValueError(
+      f'{flag}: {entry}: overrides and test must have names of config fields, '
+      'overrides not seed'
     )
   values = {name: entry[name] for name in types if name in entry}
   for name, value in values.items():
