@@ -203,9 +203,8 @@ def problems(options: type, values: Mapping[str, Any]) -> Iterator[str]:
     has_type = not is_tuple or _has_type(value, option.type)
     is_valid = option.metadata.get(_IS_VALID, lambda _: True)
     if not has_type or not is_valid(value):
-      accepts = f'wrong type; must be {option.type}'
-      if has_type:
-        accepts = option.metadata[_ACCEPTS]
+      wrong_type = f'wrong type; must be {option.type}'
+      accepts = option.metadata.get(_ACCEPTS, wrong_type)
       if isinstance(value, float) and not math.isfinite(value):
         accepts = accepts.replace('out of range; must be', 'must be finite and')
       yield f'{option.name}={value}: {accepts}'
