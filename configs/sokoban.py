@@ -42,6 +42,9 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   if size == 'mini':
     sizes.use_mini(config, changes, RATES)
     config.num_iterations = 60
+    config.rollout.groups = 4
+    config.rollout.batch_buckets = (32,)
+    config.learner.minibatch_rows = 128
     config.evaluation.every = 30
   if size == 'smoke':
     sizes.use_smoke(config)
@@ -74,10 +77,9 @@ def _released() -> ml_collections.ConfigDict:
 
 
 def _tiny(config: ml_collections.ConfigDict) -> None:
-  """Selects a tiny policy and small levels with one box near its target."""
+  """Selects a tiny policy and levels with one box near its target."""
   sizes.use_tiny_policy(config)
   config.num_iterations = 60
-  config.env.size = (5, 5)
   config.env.num_boxes = 1
   config.env.solution_steps = (3, 9)
   config.env.max_steps = 12
@@ -93,4 +95,4 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.evaluation.num_tasks = 512
   config.evaluation.every = 30
   config.sft.num_episodes = 7000
-  config.sft.noise = 0.5
+  config.sft.noise = 0.3

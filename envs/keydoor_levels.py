@@ -6,7 +6,6 @@
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -21,8 +20,6 @@ _COLOURS = tuple('red blue green yellow black white brown grey'.split())
 _COLUMNS = 'abcdefghijklmnopqrstuvwxyz'
 _MAX_ROWS = 9
 _MAX_LEVELS = 2_000  # candidates to try for one level
-# Split -> shares, of 12, of all layouts. Each layout belongs to one split.
-_SHARES = {'train': range(2, 12), 'valid': range(1), 'test': range(1, 2)}
 
 
 class State(NamedTuple):
@@ -279,7 +276,7 @@ def generate(split: str, seed: int, options: Options) -> Level:
   low, high = options.solution_steps
   for attempt in range(_MAX_LEVELS):
     level = _draw(np.random.default_rng([seed, attempt]), options)
-    if level is None or _share(level) not in _SHARES[split]:
+    if level is None or seeds.split_of(level.layout) != split:
       continue
     steps = int(make_graph.__wrapped__(level).steps_S[0])
     if low <= steps <= high:
@@ -289,12 +286,6 @@ def generate(split: str, seed: int, options: Options) -> Level:
     f'split {split} among {_MAX_LEVELS}; must be other lengths, a larger room='
     f'{options.room} or fewer traps={options.traps}'
   )
-
-
-def _share(level: Level) -> int:
-  """Returns the hash of a layout, in [0, 12)."""
-  digest = hashlib.blake2b(repr(level.layout).encode(), digest_size=8).digest()
-  return int.from_bytes(digest, 'big') % 12
 
 
 def _draw(rng: np.random.Generator, options: Options) -> Level | None:

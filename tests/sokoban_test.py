@@ -1,12 +1,13 @@
 """Tests of envs/sokoban.py: moves, rewards, generated levels, the oracle."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
 
 import envs
-from envs import base, sokoban
+from envs import base, seeds, sokoban
 
 TASK = base.Task('train', 3)
 # # # # # #
@@ -97,7 +98,7 @@ def test_shortest_solutions_worked_out_by_hand():
 )
 def test_every_level_has_a_solution_of_the_stated_length(options):
   for index in range(40):
-    level = sokoban.generate(index, options)
+    level = sokoban.generate('train', index, options)
     assert len(level.targets) == len(level.start.boxes) == options.num_boxes
     assert {level.start.player, *level.start.boxes} <= level.floor
     plan = sokoban.solve(level, level.start)
@@ -148,6 +149,40 @@ def test_anchors_depend_on_the_board_only(env_with_room):
   assert first.prompt != back.prompt
   # Short prompts contain the step number.
   assert first.short_prompt != back.short_prompt
+
+
+def test_splits_share_no_room_even_with_equal_seeds():
+  # So few rooms that seeds alone would repeat them.
+  options = sokoban.Options(size=(5, 5), num_boxes=1, solution_steps=(3, 9))
+  rooms = {
+    split: {sokoban.generate(split, seed, options).room for seed in range(100)}
+    for split in seeds.SPLITS
+  }
+  assert len(rooms['train']) < 50
+  for one, other in itertools.combinations(rooms.values(), 2):
+    assert not one & other
+
+
+def test_rotated_and_reflected_rooms_are_equal():
+  def turned(cell):  # a quarter turn; rows become columns
+    row, column = divmod(cell, 6)
+    return column * 4 + 3 - row
+
+  def mirrored(cell):
+    row, column = divmod(cell, 6)
+    return row * 6 + 5 - column
+
+  for size, image in (((6, 4), turned), ((4, 6), mirrored)):
+    floor, targets = (
+      frozenset(map(image, cells)) for cells in (ROOM.floor, ROOM.targets)
+    )
+    level = dataclasses.replace(ROOM, size=size, floor=floor, targets=targets)
+    assert level.room == ROOM.room
+  moved = dataclasses.replace(ROOM, targets=frozenset([9, 15]))
+  assert moved.room != ROOM.room
+  # The room is the same wherever the player and the boxes start.
+  start = sokoban.State(9, frozenset([8, 14]))
+  assert dataclasses.replace(ROOM, start=start).room == ROOM.room
 
 
 def test_levels_depend_on_split_index_and_seed_only():
@@ -210,7 +245,7 @@ def test_task_types_give_the_length_of_solutions():
     ({'size': (2, 6)}, r'env.size=\(2, 6\): must be'),
     ({'seed': -1}, 'env.seed=-1: must be from 0 to 1,000'),
     ({'num_boxes': 0}, 'env.num_boxes=0: must be at least 1'),
-    ({'num_boxes': 30}, 'no such level .* env.num_boxes=30'),
+    ({'num_boxes': 30}, 'no such level of split train .* env.num_boxes=30'),
     ({'solution_steps': (9, 4)}, 'env.solution_steps=.*must be .min, max.'),
     ({'max_steps': 10}, 'env.max_steps=10: fewer than the longest'),
     ({'prompt_style': 'long'}, 'env.prompt_style=long: must be one of paper'),
