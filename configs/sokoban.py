@@ -21,8 +21,8 @@ import ml_collections
 
 from configs import base, sizes, variants
 
-# Learning rate of `:mini`; see sizes.use_mini. Chosen from three for GiGPO, GRPO
-# and G2PO on seeds 100 and 101 and the split test; docs/results/details.md.
+# Learning rate of `:mini`; see sizes.use_mini. Chosen from three for GiGPO,
+# GRPO and G2PO on seeds 100 and 101 and the split test.
 RATES = {'gigpo': 7.5e-5}
 
 SIZES = ('1.5b', 'tiny', 'mini', 'smoke')
