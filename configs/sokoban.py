@@ -88,9 +88,10 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.rollout.max_completion_tokens = 24
   config.rollout.prompt_buckets = (64, 128)
   config.algorithm.norm = 'mean_std'
-  config.optimizer.learning_rate = 1.5e-4
+  # As in `:mini`, which has half of the groups.
+  config.optimizer.learning_rate = 7.5e-5
   config.optimizer.b2 = 0.98
-  config.learner.minibatch_rows = 64
+  config.learner.minibatch_rows = 256
   config.learner.length_buckets = (80, 152)
   config.evaluation.num_tasks = 512
   config.evaluation.every = 30
