@@ -178,6 +178,11 @@ COMMANDS = (
   _flags(TINY, '--grace_secs=-1', expected=('grace_secs', 'range')),
   _flags(TINY, '--workdir=gs://bucket/run', expected=('--workdir', 'folder')),
   _flags(TINY, '--workdir=', expected=('--workdir=: empty', 'folder')),
+  _flags(
+    TINY,
+    f'--workdir={{dir}}/{"x" * 300}',
+    expected=('--workdir', 'cannot be written (File name too long)'),
+  ),
   _flags(TINY, 'stray', expected=('stray', '--')),
   _flags(
     TINY,

@@ -81,6 +81,7 @@ def _refusal(**changes) -> str:
     ('algorithm.modulators', None, 'wrong type; must be tuple'),
     ('algorithm.components', ('',), 'different texts'),
     ('optimizer.no_decay', ('',), 'different texts'),
+    ('lora.targets', ('q', 'q'), 'each once'),
     ('filter.variance_rows', ('a', 'b'), 'two shares'),
     ('reward.functions', (3,), 'wrong type; must be tuple[str, ...]'),
     ('reward.function_weights', ('a',), 'must be tuple[float, ...]'),
