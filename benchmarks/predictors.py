@@ -109,15 +109,15 @@ def play_expert(
   config: ml_collections.ConfigDict, tasks: Sequence[base.Task], noise: float
 ) -> list[trajectory.Trajectory]:
   """Plays a group of each task with the environment's expert."""
-  kwargs = config_lib.env_kwargs(config)
-  expert, env = (envs.make(config.env.name, **kwargs) for _ in range(2))
+  name, kwargs = config.env.name, config_lib.env_kwargs(config)
+  expert, env = (envs.make(name, **kwargs) for _ in range(2))
   size = config.rollout.episodes_per_group
   task_type = builders.make_task_type(config)
   episodes = []
   for group, task in enumerate(tasks):
     for member in range(size):
       seed = (config.seed * len(tasks) + group) * size + member
-      pairs = expert.demonstrate(task, noise=noise, seed=seed)
+      pairs = envs.demonstrate(name, expert, task, noise=noise, seed=seed)
       steps = _replay(env, task, [response for _, response in pairs])
       episodes.append(
         trajectory.Trajectory(task, task_type(task), group, member, steps)

@@ -424,7 +424,7 @@ class Checkpointer:
       iteration: iteration of the checkpoint; None for the newest intact one.
       or_earlier: whether the newest intact one up to `iteration` is restored.
       partial: whether to ignore further entries of the checkpoint, on the first
-        two levels of dictionaries.
+        two levels; `abstract_state` is then a dictionary of dictionaries.
 
     Raises:
       ValueError: in one line, if there is no intact checkpoint, or it is of
@@ -475,8 +475,6 @@ class Checkpointer:
     if partial:
       state = {
         name: {key: state[name][key] for key in entry}
-        if isinstance(entry, dict)
-        else state[name]
         for name, entry in wanted.items()
       }
     # Older checkpoints have no checksums.
@@ -495,10 +493,7 @@ class Checkpointer:
       is_leaf=lambda x: hasattr(x, 'shape'),
     )
     return saved | {
-      name: dict(saved[name]) | entry
-      if isinstance(entry, dict) and name in saved
-      else entry
-      for name, entry in wanted.items()
+      name: {**saved.get(name, {}), **entry} for name, entry in wanted.items()
     }
 
   def _compare(self, iteration: int, abstract_state: Any) -> None:

@@ -60,9 +60,11 @@ class PrivilegedContext:
     prompt_lengths = np.zeros_like(rows.prompt_lengths)
     lengths = np.zeros_like(rows.lengths)
     for r, task in zip(real, tasks, strict=True):
+      if task not in ids:
+        continue
       before, after = np.split(rows.tokens[r, : rows.lengths[r]], [self.head])
-      length = rows.prompt_lengths[r] + len(ids.get(task, ()))
-      if task not in ids or length > limit:
+      length = rows.prompt_lengths[r] + len(ids[task])
+      if length > limit:
         continue
       prompt_lengths[r], groups[r] = length, rows.groups[r]
       lengths[r] = rows.lengths[r] + len(ids[task])

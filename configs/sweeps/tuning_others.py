@@ -35,7 +35,6 @@ RUNS += tuning.runs(
   seeds=[100, 101],
   fields={'evaluation.num_tasks': 512},
 )
-
 # TextWorld's best rate of the three is the smallest.
 RUNS += tuning.runs(keydoor.METHODS, {'textworld': 'test'}, [2.5e-5])
 RUNS += tuning.runs(
