@@ -19,9 +19,9 @@ import ml_collections
 
 from configs import base, sizes, variants
 
-# Learning rates of `:mini`; see sizes.use_mini. GiGPO's is the better of 7.5e-5
-# and 1.5e-4 from an earlier warm start, the others' the best of three, on seed
-# 100 and the split valid; docs/results.md and docs/results/history.md.
+# Learning rates of `:mini`; see sizes.use_mini. The best of three, GiGPO's on
+# two seeds and 512 levels, the others' on one seed and 128 levels;
+# docs/results/details.md and docs/results/history.md.
 RATES = {
   'gigpo': 1.5e-4,
   'grpo': 1.5e-4,

@@ -4,9 +4,9 @@ r"""Tunes the learning rate of `:mini` for the environments not in tuning.py.
         --workdir=runs/tuning
 
 As in tuning.py, with seed 100 and the split that the config does not evaluate.
-On keys and doors, also the other methods of credit.py. On Sokoban, two seeds
-and 512 levels, because one seed and 128 tasks selected rates that were too high
-elsewhere. All tasks of gymnasium.py are the same lake, so that only the seed
+On keys and doors, also the other methods of credit.py, and GiGPO a second time
+with two seeds and 512 levels. On Sokoban, two seeds and 512 levels, because one
+seed and 128 tasks selected rates that were too high elsewhere. All tasks of gymnasium.py are the same lake, so that only the seed
 differs. Runs there may fail at a rate that one seed selects, so that its two
 best rates have three seeds.
 ALFWorld with full rooms evaluates 128 games.
@@ -28,12 +28,13 @@ OTHERS = {
 
 RUNS = tuning.runs(keydoor.METHODS, SPLITS)
 RUNS += tuning.runs(OTHERS, {'keydoor': 'valid'})
+_LARGE = {'seeds': [100, 101], 'fields': {'evaluation.num_tasks': 512}}
+RUNS += [
+  run | {'name': f'{run["name"]}, 512 levels'}
+  for run in tuning.runs({'gigpo': ''}, {'keydoor': 'valid'}, **_LARGE)
+]
 RUNS += tuning.runs(
-  keydoor.METHODS,
-  {'sokoban': 'test'},
-  [3.75e-5, 7.5e-5, 1.5e-4],
-  seeds=[100, 101],
-  fields={'evaluation.num_tasks': 512},
+  keydoor.METHODS, {'sokoban': 'test'}, [3.75e-5, 7.5e-5, 1.5e-4], **_LARGE
 )
 # TextWorld's best rate of the three is the smallest.
 RUNS += tuning.runs(keydoor.METHODS, {'textworld': 'test'}, [2.5e-5])
