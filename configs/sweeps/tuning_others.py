@@ -6,9 +6,10 @@ r"""Tunes the learning rate of `:mini` for the environments not in tuning.py.
 As in tuning.py, with seed 100 and the split that the config does not evaluate.
 On keys and doors, also the other methods of credit.py, and GiGPO a second time
 with two seeds and 512 levels. On Sokoban, two seeds and 512 levels, because one
-seed and 128 tasks selected rates that were too high elsewhere. All tasks of gymnasium.py are the same lake, so that only the seed
-differs. Runs there may fail at a rate that one seed selects, so that its two
-best rates have three seeds.
+seed and 128 tasks selected rates that were too high elsewhere. All tasks of
+gymnasium.py are the same lake, so that only the seed differs. Runs there may
+fail at a rate that one seed selects, so that its two best rates have three
+seeds.
 ALFWorld with full rooms evaluates 128 games.
 """
 
