@@ -66,7 +66,7 @@ MATCHED_RATES = {'alfworld': 1.49e-4, 'sokoban': 8.76e-5}
 _FIRST = ('grpo', 'gigpo', 'gigpo shuffled')
 _FULL = 'alfworld mini_full'
 LIMITED = {
-  'sokoban': (*_FIRST, 'g2po'),
+  'sokoban': (*_FIRST, 'g2po', 'graphgpo'),
   'textworld': _FIRST,
   'gymnasium': _FIRST,
   _FULL: _FIRST,
