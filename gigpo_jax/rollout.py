@@ -454,6 +454,8 @@ class _Rollout:
       self._clock.env_wait_secs += now - before
     observations = {}
     for env, reply in replies:
+      if env not in self._running:
+        continue  # The episode ended before its replay failed.
       # A worker lost while the policy samples replies without a pending call.
       start = self._calls.pop(env, now)
       self._clock.env_spans.append((start, now))

@@ -618,6 +618,40 @@ def test_an_episode_that_differs_when_it_continues_fails(text):
   assert not any(t.is_paused for t in episodes)
 
 
+def test_a_replay_may_fail_after_its_episode_has_ended(text, monkeypatch):
+  step = toy.Env.step
+
+  def with_long_prompt(self, response):
+    result = step(self, response)
+    if result.done:
+      return result
+    longer = dataclasses.replace(result.observation, prompt='Go right. ' * 99)
+    return dataclasses.replace(result, observation=longer)
+
+  monkeypatch.setattr(toy.Env, 'step', with_long_prompt)
+  batch = rollout.EpisodeBatch(
+    [base.Task('train', 0)],
+    1,
+    (rollout.TRAIN, 6),
+    sampler.Sampling(),
+    pause_after=1,
+  )
+  others = dataclasses.replace(
+    batch, tasks=[base.Task('train', 3)], pause_after=None
+  )
+  batches = [batch]
+  for faults in ({}, {0: 'moody'}):
+    script = ScriptedSampler(text)
+    env = {'faults': faults, 'fault_step': 0}
+    with pools.make(num_workers=0, env=env) as pool:
+      runner = rollout.EpisodeRunner(pool, script, text, 200, 'end')
+      (paused,), *further = runner.run_batches({}, batches)
+    batches = [dataclasses.replace(batch, tasks=(), paused=[paused]), others]
+  # The prompt after the first turn is too long, so the replay does not matter.
+  assert (len(paused.steps), paused.failure, paused.is_paused) == (1, '', False)
+  assert [t.success for t in further[0]] == [True]
+
+
 @pytest.mark.parametrize('field', ['prompt', 'short_prompt'])
 def test_very_long_prompts_fail_their_episode_quickly(text, monkeypatch, field):
   reset = toy.Env.reset
