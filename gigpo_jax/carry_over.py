@@ -204,6 +204,35 @@ def assign_group_indices(
   ]
 
 
+def without_long_turns(
+  groups: Sequence[WaitingGroup],
+  *,
+  max_prompt_tokens: int,
+  max_completion_tokens: int,
+) -> tuple[WaitingGroup, ...]:
+  """Returns the groups whose turns fit into rows.
+
+  Others were played with larger limits, before a resumed run changed these.
+
+  Args:
+    groups: the groups.
+    max_prompt_tokens: limit of a prompt.
+    max_completion_tokens: limit of a completion.
+  """
+
+  def fits(step: trajectory.Step) -> bool:
+    return (
+      len(step.prompt_ids) <= max_prompt_tokens
+      and len(step.completion_ids) <= max_completion_tokens
+    )
+
+  return tuple(
+    group
+    for group in groups
+    if all(fits(step) for t in group.episodes for step in t.steps)
+  )
+
+
 def encode(groups: Sequence[WaitingGroup]) -> str:
   """Returns groups as compressed text for a checkpoint."""
   text = json.dumps([_plain(group) for group in groups])

@@ -5,8 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
+from configs import base as config_base
 from envs import base
 from gigpo_jax import carry_over, trajectory
+from gigpo_jax.run import run_builders, run_state
 
 FIRST = base.Observation('p', 's', 'a', 't', 'x', ('go',))
 
@@ -198,6 +200,27 @@ def test_waiting_groups_survive_a_checkpoint():
   assert len(waiting) == 3
   _assert_equal(carry_over.decode(carry_over.encode(waiting)), waiting)
   assert carry_over.decode(carry_over.encode(())) == ()
+
+
+@pytest.mark.parametrize(
+  ('prompt', 'completion', 'kept'), [(3, 2, 3), (2, 2, 1), (3, 1, 1)]
+)
+def test_groups_longer_than_the_limits_of_a_resumed_run_are_dropped(
+  prompt, completion, kept, capsys
+):
+  config = config_base.get_config()
+  config.rollout.max_prompt_tokens = prompt
+  config.rollout.max_completion_tokens = completion
+  groups = (
+    carry_over.WaitingGroup(3, (make_episode(2, 4),)),
+    carry_over.WaitingGroup(3, (make_episode(0, 4), make_episode(1, 1))),
+    carry_over.WaitingGroup(4, (make_episode(0, 4),)),
+  )
+  history = run_state.History(waiting=groups)
+  waiting = run_builders._drop_long_groups(config, history).waiting
+  assert waiting == groups[-kept:]
+  line = f'max_completion_tokens={completion}: 2 waiting groups are longer'
+  assert (line in capsys.readouterr().out) == (kept < 3)
 
 
 @pytest.mark.parametrize('cut', [1, 40])

@@ -404,10 +404,26 @@ def restore_or_init(
       f'({type(e).__name__}: {e}); delete this checkpoint to resume from the '
       'previous one, or give another --workdir'
     ) from e
+  history = _drop_long_groups(parts.config, history)
   is_last = iteration + 1 == parts.config.num_iterations
   note = '; no iteration is left' if is_last else ''
   console.log(f'resuming {parts.workdir} after iteration {iteration}{note}')
   return run_state.RunState(**states, reference=reference), history
+
+
+def _drop_long_groups(
+  config: ml_collections.ConfigDict, history: run_state.History
+) -> run_state.History:
+  """Drops waiting groups that were played with larger limits of tokens."""
+  limits = {
+    name: config.rollout[name]
+    for name in ('max_prompt_tokens', 'max_completion_tokens')
+  }
+  kept = carry_over.without_long_turns(history.waiting, **limits)
+  if dropped := len(history.waiting) - len(kept):
+    shown = ', '.join(f'rollout.{name}={x}' for name, x in limits.items())
+    console.log(f'{shown}: {dropped} waiting groups are longer and are dropped')
+  return dataclasses.replace(history, waiting=kept)
 
 
 def init_critic(parts: Parts) -> learner.TrainState | None:
