@@ -123,6 +123,8 @@ REFUSED = [
   (TEXT | {'full_attention_interval': 'x'}, 'full_attention_interval="x"'),
   (TEXT | {'partial_rotary_factor': 0.4}, 'partial_rotary_factor=0.4; must'),
   (TEXT | {'partial_rotary_factor': 2}, 'partial_rotary_factor=2; must be'),
+  # The default is a quarter.
+  (TEXT | {'head_dim': 12}, 'partial_rotary_factor=0.25; must be one number'),
   (TEXT | {'num_hidden_layers': 2000}, 'num_hidden_layers=2000; must be at'),
   (TEXT | {'logit_scale': 2}, 'logit_scale=2; unknown field'),
   (TEXT | {'mlp_only_layers': [1]}, 'mlp_only_layers=.1.; only .. is'),

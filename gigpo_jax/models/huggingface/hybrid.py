@@ -177,12 +177,13 @@ def _rotary_dim(directory: str, raw: dict, rope: dict, head_dim: int) -> int:
   """Returns the number of elements of a head that are rotated."""
   name = 'partial_rotary_factor'
   given = [x[name] for x in (rope, raw) if x.get(name) is not None]
-  share = given[0] if given else _ROTATED
+  given = given or [_ROTATED]
+  share = given[0]
   if not fields.is_number(share) or not 0 < share <= 1:
     accepted = 'must be above 0 and at most 1'
     raise fields.error(directory, name, share, accepted)
   size = int(head_dim * share)
-  if size % 2 or not size or given[-1:] not in ([], [share]):
+  if size % 2 or not size or given[-1] != share:
     accepted = (
       f'must be one number that makes head_dim={head_dim} times it even'
     )
