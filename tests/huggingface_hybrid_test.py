@@ -249,6 +249,26 @@ def test_matrices_of_all_experts_are_read(tmp_path):
   jax.tree.map(np.testing.assert_array_equal, loaded, params)
 
 
+def test_a_matrix_of_gates_and_ups_of_other_sizes_is_refused(tmp_path):
+  config = dataclasses.replace(
+    CONFIG, num_experts=1, experts_per_token=1, shared_size=20
+  )
+  params = reference.init(config, jax.random.key(0))
+  huggingface.save(str(tmp_path), config, params)
+  path = tmp_path / 'model.safetensors'
+  tensors = safetensors.numpy.load_file(path)
+  prefix = 'model.layers.1.mlp.experts.'
+  joint = np.concatenate(
+    [tensors.pop(f'{prefix}0.{name}_proj.weight') for name in ('gate', 'up')]
+    + [np.zeros((1, 16), jnp.bfloat16)]
+  )
+  safetensors.numpy.save_file(
+    tensors | {f'{prefix}gate_up_proj': joint[None]}, path
+  )
+  with pytest.raises(ValueError, match='experts.gate_up_proj is unknown'):
+    huggingface.check(str(tmp_path), config)
+
+
 def test_adapters_of_the_projections_are_exported(tmp_path):
   config = dataclasses.replace(
     CONFIG, adapters=lora.Lora(rank=2, targets=('q', 'k', 'v', 'o'))

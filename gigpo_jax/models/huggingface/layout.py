@@ -109,11 +109,12 @@ def split_experts(
   """
   prefix, _, last = name.rpartition('.experts.')
   is_joint = prefix and last in _OF_ALL_EXPERTS and len(shape) == 3  # noqa: PLR2004
+  parts = _OF_ALL_EXPERTS.get(last, ())
   # An empty tensor of a tiny file may claim any number of experts.
-  if not is_joint or not all(shape):
+  if not is_joint or not all(shape) or shape[1] % len(parts):
     yield name, shape, ()
     return
-  (count, rows, columns), parts = shape, _OF_ALL_EXPERTS[last]
+  count, rows, columns = shape
   size = rows // len(parts)
   for expert in range(count):
     for n, part in enumerate(parts):
