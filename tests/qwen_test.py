@@ -18,6 +18,7 @@ from gigpo_jax.models import (
   quantization,
   qwen,
   qwen_config,
+  rotary,
 )
 
 TINY = qwen.QwenConfig(
@@ -161,6 +162,28 @@ def test_logits_agree_with_transformers(  # noqa: PLR0913
         rtol=0,
         atol=tolerance,
       )
+
+
+@pytest.mark.parametrize(
+  ('theta', 'length'), [(1e4, 4), (1e4, 40), (1e6, 32768), (2.0, 4096)]
+)
+def test_yarn_has_the_angles_of_transformers(torch, theta, length):
+  from transformers import Qwen2Config, modeling_rope_utils
+
+  rope = YARN | {
+    'rope_theta': theta,
+    'original_max_position_embeddings': length,
+  }
+  frequencies, factor = modeling_rope_utils.ROPE_INIT_FUNCTIONS['yarn'](
+    Qwen2Config(hidden_size=64, num_attention_heads=4, rope_parameters=rope)
+  )
+  config = dataclasses.replace(
+    TINY, head_dim=16, rope_theta=theta, yarn=qwen.Yarn(5.0, length)
+  )
+  positions = np.arange(9)[None]
+  cosines, _ = rotary.cos_and_sin(positions, config)
+  expected = factor * np.cos(positions[..., None] * frequencies.numpy())
+  np.testing.assert_allclose(cosines[:, :, 0, :8], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
