@@ -26,7 +26,7 @@ import numpy as np
 
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import prefix_cache, sampler_types, sampling
-from gigpo_jax.models import decode_attention, qwen
+from gigpo_jax.models import decode_attention, layer_runs, qwen
 from gigpo_jax.programs import sampler_cache, sampler_programs, sampler_weights
 from gigpo_jax.runtime import compilation, distributed
 
@@ -557,6 +557,11 @@ def _check_sizes(
   vocab_size: int,
 ) -> None:
   """Raises a one-line error for invalid arguments of a sampler."""
+  if all(run.config.delta for run in layer_runs.runs(config)):
+    raise ValueError(
+      f'delta_layers={config.delta_layers}: all layers have a state; the '
+      'sampler needs one with attention'
+    )
   for name, sizes in (
     ('prompt_buckets', prompt_buckets),
     ('batch_buckets', batch_buckets),

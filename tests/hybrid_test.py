@@ -166,6 +166,13 @@ def test_reuse_of_completions_is_refused():
     _sampler(reuse='all')
 
 
+@pytest.mark.parametrize('layers', [(), (0, 1, 2)])
+def test_a_network_without_attention_is_refused(layers):
+  config = dataclasses.replace(CONFIG, delta_layers=layers)
+  with pytest.raises(ValueError, match='all layers have a state; the sampler'):
+    conversations._sampler(config=config)
+
+
 @pytest.mark.slow
 def test_int8_weights_and_an_int8_cache_are_close(params):
   requests = _requests((9, 5))
