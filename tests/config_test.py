@@ -527,6 +527,10 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
       'rollout.weights=model: would merge adapters .* into bfloat16 matrices',
     ),
     (
+      {'lora.rank': 129, 'rollout.weights': 'adapters'},
+      'lora.rank=129: the matrices .* have ranks up to 128; must be at most',
+    ),
+    (
       {'lora.rank': 4, 'rollout.weights': 'int8'},
       'rollout.weights=int8: would merge adapters .* into int8 matrices',
     ),

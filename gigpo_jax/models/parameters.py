@@ -139,6 +139,18 @@ def _adapter_table(c: QwenConfig, group: str, names: dict) -> dict[str, tuple]:
   return table
 
 
+def max_rank(c: QwenConfig, adapters: lora.Lora) -> int:
+  """Returns the largest rank of the matrices that get adapters."""
+  ranks = [1]
+  for group, arrays in layer_table(c).items():
+    for name, (shape, _) in arrays.items():
+      if (group, name) in CONTRACTED and adapters.adapts(name):
+        axes = CONTRACTED[group, name]
+        inputs = math.prod(shape[axis] for axis in axes)
+        ranks.append(min(inputs, math.prod(shape[axes[-1] + 1 :])))
+  return max(ranks)
+
+
 def _table(c: QwenConfig) -> dict[str, Any]:
   """Returns (shape, logical axes) of every parameter.
 

@@ -19,6 +19,8 @@ from gigpo_jax.models import (
   decode_attention,
   huggingface,
   kv_cache,
+  lora,
+  parameters,
   published,
   qwen,
 )
@@ -74,6 +76,7 @@ def problems(
     lines += _too_long(config, model)
     lines += _no_kernel(config, model)
     lines += _no_parameter(config, model) if trains else []
+    lines += _too_high_rank(config, model)
     lines += _too_small(config, models.num_parameters(model), trains)
   if on_hub and fetch and not lines:
     lines += _invalid_files(config, model)
@@ -179,6 +182,19 @@ def _no_parameter(
     yield (
       f'optimizer.no_decay={tuple(words)}: no parameter has these words in its '
       'name; must be parts of names such as layers.norm.mlp, or ()'
+    )
+
+
+def _too_high_rank(
+  config: ml_collections.ConfigDict, model: qwen.QwenConfig
+) -> Iterator[str]:
+  """Yields a problem if every adapter would exceed the rank of its matrix."""
+  rank = config.lora.rank
+  limit = parameters.max_rank(model, lora.Lora(**config.lora))
+  if rank > limit:
+    yield (
+      f'lora.rank={rank}: the matrices of lora.targets in model.path='
+      f'{config.model.path} have ranks up to {limit}; must be at most that'
     )
 
 
