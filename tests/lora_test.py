@@ -15,7 +15,7 @@ import small_runs
 
 from gigpo_jax import batch, learner, losses, sampler
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax.models import huggingface, lora, qwen
+from gigpo_jax.models import huggingface, lora, qwen, qwen_config
 
 CONFIG = qwen.QwenConfig(
   vocab_size=48,
@@ -210,7 +210,9 @@ def test_a_mesh_gives_the_update_of_one_device():
 @pytest.mark.filterwarnings('ignore::FutureWarning')
 # peft gives joined experts their rank by parameter, not by module, and warns.
 @pytest.mark.filterwarnings('ignore:The following (rank|alpha)_pattern keys')
-@pytest.mark.parametrize('family', ['qwen2', 'qwen3', 'qwen3_moe'])
+@pytest.mark.parametrize(
+  'family', ['qwen2', 'qwen3', 'qwen3_moe', 'qwen3_next']
+)
 def test_peft_loads_an_export(tmp_path, family):
   torch = pytest.importorskip('torch', reason='parity needs PyTorch')
   peft = pytest.importorskip('peft', reason='parity needs PEFT')
@@ -222,13 +224,24 @@ def test_peft_loads_an_export(tmp_path, family):
     qk_norm=family != 'qwen2',
     adapters=lora.Lora(3, 6.0, ('q', 'o', 'gate', 'down')),
   )
-  if family == 'qwen3_moe':
+  if family in ('qwen3_moe', 'qwen3_next'):
     # peft joins gate and up, so both must be adapted.
     config = dataclasses.replace(
       config,
       num_experts=4,
       experts_per_token=2,
       adapters=lora.Lora(3, 6.0, ('q', 'o', 'gate', 'up', 'down')),
+      dense_layers=(0,),
+      dense_size=40,
+    )
+  if family == 'qwen3_next':
+    config = dataclasses.replace(
+      config,
+      attention_gate=True,
+      centered_norms=True,
+      shared_size=24,
+      delta=qwen_config.Delta(2, 4, key_size=4, value_size=4, joined=True),
+      delta_layers=(0,),
     )
   params = _params(trained=True, config=config)
   adapters, base = lora.split(params)

@@ -89,7 +89,9 @@ def save_adapters(
   """Writes adapters as a directory that `peft` loads.
 
   Adapters of experts have a tensor per expert, as the models of transformers 4
-  have. With transformers 5, peft joins them; it refuses 'gate' without 'up'.
+  have. With transformers 5, peft joins them; it refuses 'gate' without 'up'. It
+  then adapts modules of these names in experts only, so those of other MLPs are
+  also named as parameters. It does not know the experts of Qwen3.5.
 
   All processes must call this; the main process writes.
 
@@ -99,7 +101,8 @@ def save_adapters(
     adapters: parameters of the adapters; see `lora.split`.
     base: the base model, a folder or a name on the hub.
   """
-  tensors, targets = {}, set()
+  tensors, targets, beside_experts = {}, set(), set()
+  joins = config.num_experts and (not config.delta or config.delta.joined)
   on_host: dict[tuple, tuple[np.ndarray, ...]] = {}
   plain = dataclasses.replace(config, adapters=None)
   for tensor in layout.tensors(plain):
@@ -115,6 +118,9 @@ def save_adapters(
       )
     module = tensor.name.removesuffix('.weight')
     targets.add(module.rpartition('.')[2])
+    if joins and groups[-1] in ('mlp', 'shared'):
+      # Without 'model.layers.N.'.
+      beside_experts.add(tensor.name.split('.', 3)[3])
     a, b = (stack[tensor.index] for stack in on_host[tensor.path])
     # [in.., rank] and [rank, out..]; (rank, in) and (out, rank) in the file.
     rank, prefix = config.adapters.rank, f'base_model.model.{module}'
@@ -132,22 +138,30 @@ def save_adapters(
   path = root / 'adapter_model.safetensors'
   with files.as_os_errors(path):
     safetensors.numpy.save_file(tensors, path, metadata={'format': 'pt'})
+  content = _adapter_config(config.adapters, base) | {
+    'target_modules': sorted(targets)
+  }
+  if beside_experts:
+    content['target_parameters'] = sorted(beside_experts)
+  _write_json(root / 'adapter_config.json', content)
+
+
+def _adapter_config(adapters: lora.Lora, base: str) -> dict:
+  """Returns the adapter_config.json of any matrices of a base model."""
   revision = ''
   if not os.path.exists(base):
     base, _, revision = base.partition('@')
-  content = {
+  return {
     'peft_type': 'LORA',
     'task_type': 'CAUSAL_LM',
     'base_model_name_or_path': base,
     'revision': revision or None,
-    'r': config.adapters.rank,
-    'lora_alpha': config.adapters.alpha,
+    'r': adapters.rank,
+    'lora_alpha': adapters.alpha,
     'lora_dropout': 0.0,
     'bias': 'none',
-    'target_modules': sorted(targets),
     'inference_mode': True,
   }
-  _write_json(root / 'adapter_config.json', content)
 
 
 def _write_json(path: pathlib.Path, content: dict) -> None:
