@@ -277,6 +277,17 @@ def test_gdpo_by_hand():
   )
 
 
+def test_gdpo_takes_no_rounding_error_for_a_difference():
+  # The second component is 1 minus the first: their z-scores cancel.
+  rows = algorithm_rows.golden_rows()
+  rows.groups[:], rows.steps[:] = -1, 0
+  rows.groups[:6], rows.episodes[:6] = [0, 0, 0, 1, 1, 1], range(6)
+  rows.components[:6, 0] = [0.7, 0.2, 0.1, 0.3, 0.3, 0.4]
+  rows.components[:6, 1] = 1 - rows.components[:6, 0]
+  output = algorithms.make('gdpo').compute_advantages(rows)
+  np.testing.assert_array_equal(output.advantages, 0)
+
+
 def two_turns():
   """Returns one episode of two turns of two tokens, and a padding row."""
   rows = batch.pack(

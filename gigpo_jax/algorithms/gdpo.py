@@ -86,7 +86,7 @@ def _decoupled(components_RK, groups, episodes, steps, weights_K):
   all_rows = jnp.ones(len(groups), bool)
   first = jax.ops.segment_min(steps, episode_ids, len(steps))[episode_ids]
   starts = steps == first
-  total = jnp.zeros(len(groups))
+  total = terms = jnp.zeros(len(groups))
   for k in range(components_RK.shape[1]):
     component_R = components_RK[:, k]
     sums, sizes = (
@@ -102,8 +102,16 @@ def _decoupled(components_RK, groups, episodes, steps, weights_K):
       tolerance=arrays.sum_tolerance(sizes, group_ids),
     )
     total += weights_K[k] * normalized
-  whitened = advantages.whiten(
-    total, jnp.where(starts & (groups != -1), 1.0, 0.0)
+    terms += jnp.abs(weights_K[k] * normalized)
+  terms = jnp.where(groups != -1, terms, 0)
+  batch_id = jnp.zeros_like(group_ids)
+  # Components that cancel leave rounding errors, which are no differences.
+  whitened = advantages.group_normalize(
+    (total, 0 * total),
+    batch_id,
+    starts & (groups != -1),
+    norm='mean_std',
+    tolerance=arrays.sum_tolerance(terms, batch_id),
   )
   # Copies the value of an episode's first row to all of its rows.
   whitened = arrays.segment_sum(whitened, episode_ids, starts)
