@@ -523,6 +523,14 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
       'rollout.carry_over=8: a rollback would continue episodes',
     ),
     (
+      {
+        'rollout.carry_over': 8,
+        'rollout.horizon': ((0, 4), (10, 8)),
+        'loss.tis_clip': 2.0,
+      },
+      'carry_over=8: no episode has more .* below the largest .*horizon=8',
+    ),
+    (
       {'lora.rank': 4, 'model.dtype': 'bfloat16'},
       'rollout.weights=model: would merge adapters .* into bfloat16 matrices',
     ),
@@ -559,6 +567,24 @@ def test_conflicting_values_are_refused_in_one_line(changes, message):
   refusal = _refusal(**{k.replace('.', '__'): v for k, v in changes.items()})
   assert len(refusal.splitlines()) == 1
   assert re.search(message.replace('(1.0,)', r'\(1.0,\)'), refusal)
+
+
+def test_episodes_that_a_horizon_shortens_end_within_the_run():
+  config = alfworld.get_config('tiny')
+  config.num_iterations, config.loss.tis_clip = 2, 2.0
+  config.rollout.carry_over, config.rollout.horizon = 4, ((0, 8),)
+  assert not list(config_lib._combinations(config))
+  config.rollout.horizon = ()
+  (line,) = config_lib._combinations(config)
+  assert 'an episode of env.max_steps' in line
+
+
+def test_a_malformed_horizon_is_one_line():
+  refusal = _refusal(
+    rollout__horizon=(1, 2), rollout__carry_over=4, loss__tis_clip=2.0
+  )
+  assert len(refusal.splitlines()) == 1
+  assert 'must be pairs (iteration, turns)' in refusal
 
 
 def test_names_of_other_trainers_stand_for_fields_that_exist():

@@ -1,5 +1,6 @@
 """Checks of which episodes a config collects."""
 
+import math
 from collections.abc import Iterator
 
 import ml_collections
@@ -52,7 +53,7 @@ def _too_many_tokens(config: ml_collections.ConfigDict) -> Iterator[str]:
 
 def _carry_over(config: ml_collections.ConfigDict) -> Iterator[str]:
   """Yields conflicts of rollout.carry_over."""
-  turns, limit = config.rollout.carry_over, config.env.get('max_steps')
+  turns, (field, limit) = config.rollout.carry_over, _turn_limit(config)
   if config.filter.drop_zero_variance:
     yield (
       f'rollout.carry_over={turns}: filter.drop_zero_variance replaces groups '
@@ -66,12 +67,12 @@ def _carry_over(config: ml_collections.ConfigDict) -> Iterator[str]:
   if limit and turns >= limit:
     yield (
       f'rollout.carry_over={turns}: no episode has more turns; must be below '
-      f'env.max_steps={limit}, or 0'
+      f'{field}={limit}, or 0'
     )
   if limit and config.num_iterations * turns < limit:
     yield (
-      f'rollout.carry_over={turns}: an episode of env.max_steps={limit} turns '
-      f'does not end within num_iterations={config.num_iterations}; must be at '
+      f'rollout.carry_over={turns}: an episode of {field}={limit} turns does '
+      f'not end within num_iterations={config.num_iterations}; must be at '
       f'least {-(-limit // config.num_iterations)}, or 0'
     )
   if not config.loss.tis_clip and config.loss.old_log_probs != 'sampler':
@@ -79,3 +80,14 @@ def _carry_over(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'rollout.carry_over={turns}: earlier policies sample some turns; needs '
       'loss.old_log_probs=sampler, or loss.tis_clip, such as 2.0'
     )
+
+
+def _turn_limit(config: ml_collections.ConfigDict) -> tuple[str, int | None]:
+  """Returns the smallest limit of all episodes' turns, and its field."""
+  field, limit = 'env.max_steps', config.env.get('max_steps')
+  horizon, end = config.rollout.horizon, config.num_iterations
+  turns = {start: turns for start, turns in horizon if start < end}
+  # Before the first iteration of the schedule there is no limit.
+  if 0 in turns and (longest := max(turns.values())) < (limit or math.inf):
+    return 'the largest rollout.horizon', longest
+  return field, limit
