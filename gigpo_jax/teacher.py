@@ -218,6 +218,7 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'teacher.token_weight={options.token_weight}: teacher.loss='
       f'{options.loss} has no such option; must be phi'
     )
+  yield from _unused_episodes(options)
   if options.loss == 'distillation' and options.data:
     yield (
       f'teacher.data={options.data}: teacher.loss=distillation teaches with '
@@ -247,6 +248,21 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
     yield (
       f'env.context={config.env.context}: teacher.loss=distillation adds a '
       'solution to the prompt of a turn; must be history'
+    )
+
+
+def _unused_episodes(options: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a line if the expert plays no episodes in advance."""
+  default = Options.num_episodes
+  if options.num_episodes == default:
+    return
+  if options.loss == 'distillation' or options.data:
+    reason = 'teacher.loss=distillation plays the tasks of each iteration'
+    if options.loss != 'distillation':
+      reason = f'teacher.data={options.data} has all episodes'
+    yield (
+      f'teacher.num_episodes={options.num_episodes}: has no effect, because '
+      f'{reason}; must be {default}'
     )
 
 

@@ -531,6 +531,26 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
       'carry_over=8: no episode has more .* below the largest .*horizon=8',
     ),
     (
+      {
+        'teacher.mu_peak': 0.1,
+        'teacher.loss': 'distillation',
+        'teacher.num_episodes': 50,
+      },
+      'teacher.num_episodes=50: has no effect, because .*; must be 200',
+    ),
+    (
+      {'rollout.prefixes': ('<think>',)},
+      'rollout.prefixes=.*: has no effect; needs rollout.forced_members to be',
+    ),
+    (
+      {'reward.num_workers': 4},
+      'reward.num_workers=4: has no effect; needs reward.functions to be set',
+    ),
+    (
+      {'reward.timeout_secs': 4.0},
+      'reward.timeout_secs=4.0: has no effect; needs reward.functions to be',
+    ),
+    (
       {'lora.rank': 4, 'model.dtype': 'bfloat16'},
       'rollout.weights=model: would merge adapters .* into bfloat16 matrices',
     ),

@@ -517,6 +517,11 @@ def test_options_that_have_no_effect_are_printed(capsys, monkeypatch):
   assert 'loss.kl_weight=0.3: my_losses:own does not use it' in printed
   assert 'num_iterations=2 ends before iteration 2' in printed
   assert 'entropy_weight' not in printed  # It is 0.
+  assert 'filter' not in printed
+  run_builders.print_notes(webshop.get_config('smoke,sampo'))
+  assert (
+    'filter.warmup_iterations=10: no group is dropped within num_iterations=2'
+  ) in capsys.readouterr().out
 
 
 def test_presets_that_a_field_does_not_apply_are_named():

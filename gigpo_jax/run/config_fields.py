@@ -26,7 +26,13 @@ _DEPENDENT = {
     ('tasks.uniform', 'tasks.diversity_weight'),
     ('tasks.draw', 'uncertain', lambda draw: draw == 'uncertain'),
   ),
-  'reward.environment_weight': ('reward.functions', 'set', bool),
+  **dict.fromkeys(
+    [
+      f'reward.{name}'
+      for name in ('environment_weight', 'num_workers', 'timeout_secs')
+    ],
+    ('reward.functions', 'set', bool),
+  ),
   'reward.kl_estimator': ('reward.kl_weight', 'above 0', bool),
   'reward.overlong_penalty': ('reward.overlong_buffer', 'above 0', bool),
   **dict.fromkeys(

@@ -466,6 +466,13 @@ def print_notes(config: ml_collections.ConfigDict) -> None:
       f'rollout.horizon={tuple(horizon)}: num_iterations={end} ends before '
       f'iteration {late[0]}'
     )
+  warmup = config.filter.warmup_iterations
+  if config.filter.drop_zero_variance and warmup >= end:
+    # Not refused, because short runs of a preset have fewer iterations.
+    console.log(
+      f'filter.warmup_iterations={warmup}: no group is dropped within '
+      f'num_iterations={end}'
+    )
 
 
 def unused_options(
