@@ -53,6 +53,11 @@ def main() -> None:
       if not workdir.value:
         raise ValueError('--workdir: missing; must be set')
       numbers = [_number(text) for text in iterations.value]
+      if numbers and not export.value:
+        raise ValueError(
+          f'--iterations={",".join(iterations.value)}: selects what to export; '
+          'must be empty, or needs --export'
+        )
       if export.value:
         viewer.export(workdir.value, export.value, numbers)
         print(export.value)

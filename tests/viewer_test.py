@@ -352,6 +352,16 @@ def test_view_command_error_is_one_line(tmp_path):
   )
 
 
+def test_iterations_are_only_selected_for_an_export(workdir):
+  with _view(f'--workdir={workdir}', '--iterations=0,1') as process:
+    _, stderr = process.communicate(timeout=60)
+  assert process.returncode == 2
+  assert stderr == (
+    '--iterations=0,1: selects what to export; must be empty, or needs '
+    '--export\n'
+  )
+
+
 @pytest.fixture(name='browser', scope='module')
 def fixture_browser():
   playwright = pytest.importorskip('playwright.sync_api')
