@@ -73,6 +73,7 @@ def _refusal(**changes) -> str:
   [
     ('rollout.episodes_per_group', 1, 'must be at least 2'),
     ('rollout.groups', 0, 'at least 1'),
+    ('algorithm.root_share', 0.0, 'must be above 0, at most 1'),
     ('rollout.groups', 10_000, 'more groups than tasks; split train has'),
     ('rollout.temperature', 0.0, 'above 0'),
     ('rollout.prefixes', (1,), 'different texts'),
@@ -597,6 +598,12 @@ def test_episodes_that_a_horizon_shortens_end_within_the_run():
   config.rollout.horizon = ()
   (line,) = config_lib._combinations(config)
   assert 'an episode of env.max_steps' in line
+
+
+def test_an_option_of_several_algorithms_is_refused_once():
+  refusal = _refusal(algorithm__name='arpo', algorithm__root_share=1.5)
+  assert refusal.endswith('must be above 0, at most 1; 1 is GRPO')
+  assert len(refusal.splitlines()) == 1
 
 
 def test_a_malformed_horizon_is_one_line():

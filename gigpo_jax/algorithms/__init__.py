@@ -250,21 +250,22 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
 
 
 def problems(values: Mapping[str, object]) -> Iterator[str]:
-  """Yields a line for each option of any algorithm with a wrong value.
+  """Yields one line for each option of any algorithm with a wrong value.
 
   Args:
     values: options by name, of `config.algorithm`.
   """
-  modules = dict.fromkeys([*REGISTRY, values.get('name')])
-  lines = {}
+  # Several algorithms may have an option; the line is that of the chosen one.
+  modules = dict.fromkeys([values.get('name'), *REGISTRY])
+  lines: dict[str, str] = {}
   for name in modules:
     try:
       algorithm = _module(name).Algorithm
     except (AttributeError, ValueError):
       continue  # `make` reports it.
-    known = dict.fromkeys(options_lib.problems(algorithm, values))
-    lines.update(known)
-  yield from lines
+    for line in options_lib.problems(algorithm, values):
+      lines.setdefault(line.partition('=')[0], line)
+  yield from lines.values()
 
 
 def old_method(old: str, new: str) -> Callable:
