@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from envs import turns
+
 FREE = '<your own words>'
 _MAX_ENTRIES = 16
 _DIGITS = 4  # significant digits of drawn numbers
@@ -39,6 +41,13 @@ class Form(Protocol):
     """
 
 
+def _is_readable(name: str) -> bool:
+  """Returns whether a response that has a name as its action is valid."""
+  response = f'<action>{name}</action>'
+  read = turns.parse(response, require_think=False, unparsed_characters=0)
+  return read == (name, True)
+
+
 class Names:
   """Actions of a Discrete space, each with a name."""
 
@@ -48,9 +57,11 @@ class Names:
     count = int(space.n)
     self.shown = names or tuple(map(str, range(count)))
     self._start = space.start
-    if len(set(self.shown)) != count or any(a != a.lower() for a in self.shown):
+    if len(set(self.shown)) != count or not all(map(_is_readable, self.shown)):
       raise ValueError(
-        f'env.actions={names}: must be {count} different names in lower case'
+        f'env.actions={names}: must be {count} different names in lower case, '
+        'without tags, spaces around them, or Chinese, Japanese and Korean '
+        'characters, which make a response invalid'
       )
 
   def parse(self, text: str) -> Any:

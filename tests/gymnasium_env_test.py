@@ -487,3 +487,9 @@ def test_a_missing_gymnasium_is_reported(monkeypatch):
   monkeypatch.setitem(sys.modules, 'gymnasium', None)
   with pytest.raises(ValueError, match='gymnasium is not installed; run pip'):
     envs.make('gymnasium', **LAKE)
+
+
+@pytest.mark.parametrize('name', [' left', '左', 'a</action>'])
+def test_names_that_no_valid_response_has_are_refused(name: str):
+  with pytest.raises(ValueError, match='must be 2 different names'):
+    gymnasium_actions.make(spaces.Discrete(2), (name, 'right'))
