@@ -23,7 +23,14 @@ from configs import base, sizes, variants
 
 # Learning rates of `:mini`; see sizes.use_mini. The best of three on seeds 100
 # and 101 and the split test; docs/results/details.md.
-RATES = {'gigpo': 7.5e-5, 'grpo': 7.5e-5, 'g2po': 7.5e-5, 'graphgpo': 1.5e-4}
+RATES = {
+  'gigpo': 7.5e-5,
+  'grpo': 7.5e-5,
+  'g2po': 7.5e-5,
+  'graphgpo': 1.5e-4,
+  'hgpo': 7.5e-5,
+  'pgpo': 7.5e-5,
+}
 
 SIZES = ('1.5b', 'tiny', 'mini', 'smoke')
 

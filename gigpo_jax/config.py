@@ -272,7 +272,7 @@ def _combinations(
     yield from _reward(config)
     yield from reward_functions.conflicts(config)
     yield from scored_rewards.conflicts(config)
-  if refused.isdisjoint(('rollout.horizon', 'rollout.prefixes')):
+  if 'rollout.horizon' not in refused:
     yield from collection_check.conflicts(config)
   if not any(field.startswith('loss.') for field in refused):
     yield from loss_check.conflicts(config)

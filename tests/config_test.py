@@ -540,10 +540,6 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
       'teacher.num_episodes=50: has no effect, because .*; must be 200',
     ),
     (
-      {'rollout.prefixes': ('<think>',)},
-      'rollout.prefixes=.*: has no effect; needs rollout.forced_members to be',
-    ),
-    (
       {'reward.num_workers': 4},
       'reward.num_workers=4: has no effect; needs reward.functions to be set',
     ),

@@ -35,7 +35,10 @@ RUNS += [
   for run in tuning.runs({'gigpo': ''}, {'keydoor': 'valid'}, **_LARGE)
 ]
 RUNS += tuning.runs(
-  keydoor.METHODS, {'sokoban': 'test'}, [3.75e-5, 7.5e-5, 1.5e-4], **_LARGE
+  keydoor.METHODS | {name: f',{name}' for name in ('graphgpo', 'pgpo', 'hgpo')},
+  {'sokoban': 'test'},
+  [3.75e-5, 7.5e-5, 1.5e-4],
+  **_LARGE,
 )
 # TextWorld's best rate of the three is the smallest.
 RUNS += tuning.runs(keydoor.METHODS, {'textworld': 'test'}, [2.5e-5])

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import ml_collections
 
-from gigpo_jax import algorithms, options
+from gigpo_jax import options
 
 # Largest number of tokens in the rows of an iteration, with padding. The host
 # holds several arrays with four bytes for each of them, 64 GiB.
@@ -13,9 +13,8 @@ _MAX_TOKENS = 2**34
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields conflicts of the episodes' number, prefixes, filter and pauses."""
+  """Yields conflicts of the rows' size, the filter and rollout.carry_over."""
   yield from _too_many_tokens(config)
-  yield from _unused_prefixes(config)
   members = config.rollout.episodes_per_group
   if config.filter.drop_zero_variance and members < options.MIN_GROUP:
     yield (
@@ -35,19 +34,6 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
     )
   if config.rollout.carry_over > 0:
     yield from _carry_over(config)
-
-
-def _unused_prefixes(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a line for prefixes that no member has and no algorithm reads."""
-  rollout, name = config.rollout, config.algorithm.name
-  if not rollout.prefixes or rollout.forced_members:
-    return
-  # a2fm refuses this itself; an algorithm of one's own may read them.
-  if name in algorithms.REGISTRY and name != 'a2fm':
-    yield (
-      f'rollout.prefixes={tuple(rollout.prefixes)}: has no effect; needs '
-      'rollout.forced_members to be above 0, or must be ()'
-    )
 
 
 def _too_many_tokens(config: ml_collections.ConfigDict) -> Iterator[str]:
