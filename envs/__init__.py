@@ -157,7 +157,13 @@ def check_options(name: str, kwargs: Mapping[str, Any]) -> Iterator[str]:
   yield from checks.unknown(name, _module(name).Env, kwargs)
   yield from checks.shared(kwargs)
   if check_own := getattr(_module(name), 'check_options', None):
-    yield from check_own(kwargs)
+    try:
+      yield from check_own(kwargs)
+    except Exception as error:  # An environment may raise anything.
+      yield (
+        f'env.name={name}: check_options raises {_describe(error, name)}; it '
+        'must yield a line for each wrong option'
+      )
 
 
 def check_installation(name: str, kwargs: Mapping[str, Any]) -> Iterator[str]:

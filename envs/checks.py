@@ -29,8 +29,12 @@ def at_least(
   """
   for name, low in lowest.items():
     value = options.get(name)
-    if value is not None and not low <= value <= _MAX_INT:
+    if value is not None and not _is_between(value, low, _MAX_INT):
       yield f'env.{name}={value}: out of range; must be at least {low}{note}'
+
+
+def _is_between(value: Any, low: int, high: int) -> bool:
+  return isinstance(value, int | float) and low <= value <= high
 
 
 def one_of(
@@ -122,7 +126,7 @@ def shared(options: Mapping[str, Any]) -> Iterator[str]:
       accepted = 'finite and above 0' if not above else 'finite'
       yield f'env.{name}={value}: out of range; must be {accepted}'
   seed = (options.get('generator') or {}).get('seed')
-  if seed is not None and not 0 <= seed <= _MAX_INT:
+  if seed is not None and not _is_between(seed, 0, _MAX_INT):
     yield (
       f'env.generator.seed={seed}: out of range; must be a non-negative 32-bit '
       'integer'

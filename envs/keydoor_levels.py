@@ -106,7 +106,7 @@ class Options:
   def __post_init__(self):
     for name in ('room', 'solution_steps'):  # lists cannot be cached
       object.__setattr__(self, name, tuple(getattr(self, name)))
-    seeds.check_seed(self.seed)
+    seeds.check_seed(self.seed, 'env.generator.seed')
     for problem in _problems(dataclasses.asdict(self)):
       raise ValueError(problem)
 

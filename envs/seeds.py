@@ -12,10 +12,10 @@ _SHARES = {0: 'valid', 1: 'test'}
 _LENGTHS = ('short', 'medium', 'long')
 
 
-def check_seed(seed: int) -> None:
-  """Raises ValueError, in one line, if `env.seed` is out of range."""
+def check_seed(seed: int, field: str = 'env.seed') -> None:
+  """Raises ValueError, in one line, if a base seed is out of range."""
   if not 0 <= seed <= MAX_SEED:
-    raise ValueError(f'env.seed={seed}: must be from 0 to {MAX_SEED:,}')
+    raise ValueError(f'{field}={seed}: must be from 0 to {MAX_SEED:,}')
 
 
 def split_of(layout: object) -> str:

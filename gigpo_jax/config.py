@@ -163,7 +163,7 @@ def _field_problems(config: ml_collections.ConfigDict) -> list[str]:
   deprecated.update(config)
   if problems := list(_without_value(config)):
     return problems
-  problems = list(_values(config))
+  problems = [*_values(config), *_environment(config)]
   refused = frozenset(problem.partition('=')[0] for problem in problems)
   problems += _combinations(config, refused)
   return problems or list(config_fields.unknown(config, _own_fields(config)))
@@ -262,6 +262,19 @@ def _is_section(value: object) -> bool:
   return isinstance(value, ml_collections.ConfigDict)
 
 
+def _environment(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a line for each problem of the environment and its options."""
+  if config.env.name is None:
+    yield f'env.name=None: must be one of {", ".join(envs.REGISTRY)}'
+    return
+  try:
+    envs.check(config.env.name)
+  except ValueError as error:
+    yield str(error)
+    return
+  yield from envs.check_options(config.env.name, config.env)
+
+
 def _combinations(
   config: ml_collections.ConfigDict, refused: Set[str] = frozenset()
 ) -> Iterator[str]:
@@ -272,7 +285,7 @@ def _combinations(
     yield from _reward(config)
     yield from reward_functions.conflicts(config)
     yield from scored_rewards.conflicts(config)
-  if 'rollout.horizon' not in refused:
+  if refused.isdisjoint(('rollout.horizon', 'env.max_steps')):
     yield from collection_check.conflicts(config)
   if not any(field.startswith('loss.') for field in refused):
     yield from loss_check.conflicts(config)
@@ -285,17 +298,9 @@ def _combinations(
       "install 'wandb>=0.19' (in a clone: pip install -e '.[wandb]'), or leave "
       'it empty'
     )
-  if config.env.name is None:
-    yield f'env.name=None: must be one of {", ".join(envs.REGISTRY)}'
-    return
-  try:
-    envs.check(config.env.name)
-  except ValueError as error:
-    yield str(error)
-    return
-  yield from envs.check_options(config.env.name, config.env)
-  yield from adapter_check.of_agents(config, refused)
-  yield from _environment_conflicts(config)
+  if 'env.name' not in refused:
+    yield from adapter_check.of_agents(config, refused)
+    yield from _environment_conflicts(config)
 
 
 def _algorithm(

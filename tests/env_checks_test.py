@@ -3,7 +3,7 @@
 import pytest
 
 import envs
-from configs import keydoor
+from configs import helpdesk, keydoor
 from envs import checks
 from gigpo_jax import config as config_lib
 from gigpo_jax.models.huggingface import layout
@@ -20,6 +20,8 @@ _INF, _NAN = float('inf'), float('nan')
     ({'success_return': _INF}, 'env.success_return=inf: out of range'),
     ({'max_result_chars': -1}, 'must be at least 1'),
     ({'max_steps': _NAN}, 'must be at least 1'),
+    ({'max_steps': 'ten'}, 'env.max_steps=ten: out of range; must be at least'),
+    ({'generator': {'seed': '1'}}, 'env.generator.seed=1: out of range'),
   ],
 )
 def test_unusable_numbers_are_reported(options, line):
@@ -30,6 +32,25 @@ def test_unusable_numbers_are_reported(options, line):
 def test_usable_numbers_pass():
   options = {'timeout_secs': 0.5, 'success_return': -3.0, 'max_steps': 1}
   assert not list(checks.shared(options | {'success_score': None}))
+
+
+@pytest.mark.parametrize(
+  ('config', 'field', 'value', 'line'),
+  [
+    (keydoor, 'max_steps', 'ten', 'env.max_steps=ten: out of range'),
+    (keydoor, 'max_steps', None, 'env.name=keydoor: tasks raises TypeError'),
+    (keydoor, 'generator.seed', 5000, 'env.generator.seed=5000: must be from'),
+    (helpdesk, 'generator.users', 'x', 'check_options raises TypeError'),
+  ],
+)
+def test_options_of_a_wrong_type_are_one_line(config, field, value, line):
+  experiment = config.get_config('tiny')
+  # A config file is not locked and may set any type.
+  with experiment.ignore_type():
+    experiment.update_from_flattened_dict({f'env.{field}': value})
+  with pytest.raises(ValueError, match=line) as raised:
+    config_lib.validate(experiment, needs_model=False)
+  assert len(str(raised.value).splitlines()) == 1
 
 
 class _Tasks(tuple):

@@ -38,7 +38,7 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
 
 def _too_many_tokens(config: ml_collections.ConfigDict) -> Iterator[str]:
   """Yields a line if full-length episodes would not fit into memory."""
-  rollout, turns = config.rollout, config.env.get('max_steps', 1)
+  rollout, turns = config.rollout, config.env.get('max_steps') or 1
   width = rollout.max_prompt_tokens + rollout.max_completion_tokens
   tokens = rollout.groups * rollout.episodes_per_group * turns * width
   # Larger numbers of turns are out of range.
