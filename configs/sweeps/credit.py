@@ -31,7 +31,7 @@ MATCHED_RATES: with that learning rate, GRPO's updates move the policy as far
 within 10 %, or farther. Run tuning.py or tuning_others.py, find the rate with
 `python -m gigpo_jax.tools.match_rate`, and add it.
 
-There are 450 runs. Estimated at four minutes for a run and one for its test,
+There are 465 runs. Estimated at four minutes for a run and one for its test,
 they take 19 hours on two cores. docs/results.md has those that have been run.
 """
 
@@ -51,6 +51,7 @@ METHODS = {
   'gigpo steps only': ('', {'algorithm.episode_weight': 0.0}),
   'gigpo shuffled': ('', {'algorithm.anchor': 'shuffled'}),
   'gigpo discount 1': ('', {'algorithm.discount': 1.0}),
+  'g2po shuffled': (',g2po', {'algorithm.anchor': 'shuffled'}),
 }
 SEEDS = {
   'grpo': 10,
