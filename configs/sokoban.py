@@ -22,7 +22,8 @@ import ml_collections
 from configs import base, sizes, variants
 
 # Learning rates of `:mini`; see sizes.use_mini. The best of three on seeds 100
-# and 101 and the split test; docs/results/details.md.
+# and 101 and the split test, and of two that are equal within a level of 2,048,
+# the smaller one; docs/results/details.md.
 RATES = {
   'gigpo': 7.5e-5,
   'grpo': 7.5e-5,

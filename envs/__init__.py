@@ -154,8 +154,13 @@ def check_options(name: str, kwargs: Mapping[str, Any]) -> Iterator[str]:
   # Imported here because it is of no use to worker processes.
   from envs import checks
 
-  yield from checks.unknown(name, _module(name).Env, kwargs)
-  yield from checks.shared(kwargs)
+  problems = [
+    *checks.unknown(name, _module(name).Env, kwargs),
+    *checks.shared(kwargs),
+  ]
+  yield from problems
+  if problems:  # The own check may rely on their types.
+    return
   if check_own := getattr(_module(name), 'check_options', None):
     try:
       yield from check_own(kwargs)

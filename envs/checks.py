@@ -29,11 +29,12 @@ def at_least(
   """
   for name, low in lowest.items():
     value = options.get(name)
-    if value is not None and not _is_between(value, low, _MAX_INT):
+    if value is not None and not is_between(value, low, _MAX_INT):
       yield f'env.{name}={value}: out of range; must be at least {low}{note}'
 
 
-def _is_between(value: Any, low: int, high: int) -> bool:
+def is_between(value: Any, low: int, high: int) -> bool:
+  """Returns whether a value is a number within bounds."""
   return isinstance(value, int | float) and low <= value <= high
 
 
@@ -125,8 +126,13 @@ def shared(options: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(value, int | float) and not above < value < math.inf:
       accepted = 'finite and above 0' if not above else 'finite'
       yield f'env.{name}={value}: out of range; must be {accepted}'
-  seed = (options.get('generator') or {}).get('seed')
-  if seed is not None and not _is_between(seed, 0, _MAX_INT):
+  generator = options.get('generator')
+  # A ConfigDict is no Mapping.
+  if generator is not None and not hasattr(generator, 'items'):
+    yield f'env.generator={generator}: must be a group of options'
+    return
+  seed = (generator or {}).get('seed')
+  if seed is not None and not is_between(seed, 0, _MAX_INT):
     yield (
       f'env.generator.seed={seed}: out of range; must be a non-negative 32-bit '
       'integer'

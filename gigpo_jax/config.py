@@ -285,7 +285,7 @@ def _combinations(
     yield from _reward(config)
     yield from reward_functions.conflicts(config)
     yield from scored_rewards.conflicts(config)
-  if refused.isdisjoint(('rollout.horizon', 'env.max_steps')):
+  if refused.isdisjoint(('num_iterations', 'rollout.horizon', 'env.max_steps')):
     yield from collection_check.conflicts(config)
   if not any(field.startswith('loss.') for field in refused):
     yield from loss_check.conflicts(config)

@@ -559,8 +559,7 @@ def _check_sizes(
   """Raises a one-line error for invalid arguments of a sampler."""
   if all(run.config.delta for run in layer_runs.runs(config)):
     raise ValueError(
-      f'delta_layers={config.delta_layers}: all layers have a state; the '
-      'sampler needs one with attention'
+      'config: no layer has attention; the sampler needs one that has'
     )
   for name, sizes in (
     ('prompt_buckets', prompt_buckets),

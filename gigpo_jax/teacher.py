@@ -259,7 +259,7 @@ def _unused_episodes(options: ml_collections.ConfigDict) -> Iterator[str]:
   if options.loss == 'distillation' or options.data:
     reason = 'teacher.loss=distillation plays the tasks of each iteration'
     if options.loss != 'distillation':
-      reason = f'teacher.data={options.data} has all episodes'
+      reason = f'the episodes are those of teacher.data={options.data}'
     yield (
       f'teacher.num_episodes={options.num_episodes}: has no effect, because '
       f'{reason}; must be {default}'

@@ -529,7 +529,7 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
         'rollout.horizon': ((0, 4), (10, 8)),
         'loss.tis_clip': 2.0,
       },
-      'carry_over=8: no episode has more .* below the largest .*horizon=8',
+      'carry_over=8: no episode has more .* below the largest limit .*=8',
     ),
     (
       {

@@ -40,14 +40,19 @@ def test_usable_numbers_pass():
     (keydoor, 'max_steps', 'ten', 'env.max_steps=ten: out of range'),
     (keydoor, 'max_steps', None, 'env.name=keydoor: tasks raises TypeError'),
     (keydoor, 'generator.seed', 5000, 'env.generator.seed=5000: must be from'),
-    (helpdesk, 'generator.users', 'x', 'check_options raises TypeError'),
+    (keydoor, 'generator', 'x', 'env.generator=x: must be a group of options'),
+    (helpdesk, 'generator.users', 'x', 'env.generator.users=x: out of range'),
+    (helpdesk, 'generator.seed', 'x', 'env.generator.seed=x: out of range'),
   ],
 )
 def test_options_of_a_wrong_type_are_one_line(config, field, value, line):
   experiment = config.get_config('tiny')
-  # A config file is not locked and may set any type.
+  # A config file may replace config.env.
   with experiment.ignore_type():
-    experiment.update_from_flattened_dict({f'env.{field}': value})
+    *group, name = field.split('.')
+    owner = experiment.env[group[0]] if group else experiment.env
+    with owner.unlocked():
+      owner[name] = value
   with pytest.raises(ValueError, match=line) as raised:
     config_lib.validate(experiment, needs_model=False)
   assert len(str(raised.value).splitlines()) == 1

@@ -169,7 +169,7 @@ def test_reuse_of_completions_is_refused():
 @pytest.mark.parametrize('layers', [(), (0, 1, 2)])
 def test_a_network_without_attention_is_refused(layers):
   config = dataclasses.replace(CONFIG, delta_layers=layers)
-  with pytest.raises(ValueError, match='all layers have a state; the sampler'):
+  with pytest.raises(ValueError, match='no layer has attention; the sampler'):
     conversations._sampler(config=config)
 
 

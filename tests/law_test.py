@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import pathlib
 
 import numpy as np
 import pytest
@@ -328,6 +329,14 @@ def test_advice_without_a_law(tmp_path, capsys):
   assert advise.main([str(tmp_path), '--iterations=0']) == 2
   error = capsys.readouterr().err
   assert error == '--iterations=0: must be at least 1\n'
+
+
+def test_a_law_of_the_best_method_gives_no_advice(tmp_path, capsys):
+  write_run(tmp_path)
+  path = pathlib.Path(__file__).parents[1] / 'docs/results/law_best.json'
+  assert advise.main([str(tmp_path), f'--law={path}']) == 2
+  error = capsys.readouterr().err
+  assert error.startswith('--law: predicts the gain of the best of several')
 
 
 @pytest.mark.parametrize(

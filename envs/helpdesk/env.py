@@ -41,7 +41,7 @@ def check_options(kwargs: Mapping[str, Any]) -> Iterator[str]:
       f'of {", ".join(_DEFAULTS)}'
     )
   users, seed = generator.get('users'), generator.get('seed')
-  if users is not None and not _MIN_USERS <= users <= _MAX_USERS:
+  if users is not None and not checks.is_between(users, _MIN_USERS, _MAX_USERS):
     yield (
       f'env.generator.users={users}: out of range; must be from {_MIN_USERS} '
       f'to {_MAX_USERS}'
@@ -51,8 +51,7 @@ def check_options(kwargs: Mapping[str, Any]) -> Iterator[str]:
       f'env.generator.seed={seed}: out of range; must be at most '
       f'{seeds.MAX_SEED:,}'
     )
-  if kwargs.get('max_steps') == 1:  # `checks.shared` refuses less.
-    yield from checks.at_least(kwargs, max_steps=2)
+  yield from checks.at_least(kwargs, max_steps=2)
 
 
 class Tasks(seeds.Seeds):

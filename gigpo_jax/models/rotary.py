@@ -46,7 +46,7 @@ def _yarn_ramp(config: QwenConfig) -> jax.Array:
 
   low = max(math.floor(dimension(yarn.beta_fast)), 0)
   high = min(math.ceil(dimension(yarn.beta_slow)), _size(config) - 1)
-  # Negative for few tokens in training, as in transformers.
+  # Negative where original_length is a few tokens, as in transformers.
   width = high - low or 1e-3
   ramp = (jnp.arange(half, dtype=jnp.float32) - low) / width
   return jnp.clip(ramp, 0, 1)

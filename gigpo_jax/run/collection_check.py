@@ -41,8 +41,7 @@ def _too_many_tokens(config: ml_collections.ConfigDict) -> Iterator[str]:
   rollout, turns = config.rollout, config.env.get('max_steps') or 1
   width = rollout.max_prompt_tokens + rollout.max_completion_tokens
   tokens = rollout.groups * rollout.episodes_per_group * turns * width
-  # Larger numbers of turns are out of range.
-  if tokens > _MAX_TOKENS >= turns:
+  if tokens > _MAX_TOKENS:
     yield (
       f'env.max_steps={turns}: rollout.groups={rollout.groups} of '
       f'rollout.episodes_per_group={rollout.episodes_per_group} have '
@@ -69,7 +68,9 @@ def _carry_over(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'rollout.carry_over={turns}: no episode has more turns; must be below '
       f'{field}={limit}, or 0'
     )
-  if limit and config.num_iterations * turns < limit:
+  # A group that has waited max_staleness times runs to its end.
+  is_short = config.num_iterations <= config.rollout.max_staleness
+  if limit and is_short and config.num_iterations * turns < limit:
     yield (
       f'rollout.carry_over={turns}: an episode of {field}={limit} turns does '
       f'not end within num_iterations={config.num_iterations}; must be at '
@@ -89,5 +90,5 @@ def _turn_limit(config: ml_collections.ConfigDict) -> tuple[str, int | None]:
   turns = {start: turns for start, turns in horizon if start < end}
   # Before the first iteration of the schedule there is no limit.
   if 0 in turns and (longest := max(turns.values())) < (limit or math.inf):
-    return 'the largest rollout.horizon', longest
+    return 'the largest limit of rollout.horizon', longest
   return field, limit

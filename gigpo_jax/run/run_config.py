@@ -31,6 +31,7 @@ _LOCAL = frozenset(
     'pool.reset_timeout_secs',
     'pool.step_timeout_secs',
     'reward.judge.request_secs',
+    'reward.num_workers',
     'reward.timeout_secs',
   }
 )

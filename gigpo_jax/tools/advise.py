@@ -126,6 +126,10 @@ def advise(
   Args:
     values: means over the first iterations.
     law: a fitted law, if any.
+
+  Raises:
+    ValueError: in one line, if the law is not about one method, or if the run
+      lacks a predictor.
   """
   if values.get('advantage/singleton_anchor_rows') == 1:
     return 'grpo: GiGPO equals it here', []
@@ -134,6 +138,11 @@ def advise(
       'not known: these numbers alone do not decide, and --law gives no law; '
       'train both on a few seeds and tasks that you do not report',
       [],
+    )
+  if law.method == law_lib.BEST:
+    raise ValueError(
+      '--law: predicts the gain of the best of several methods, which is no '
+      'method to run; must be the law of one'
     )
   law_lib.check_predictors({'the run': values}, law.coefficients)
   effect, half = law.predict(values), law.half_width

@@ -170,7 +170,8 @@ def added_table(tests: Tests, bases: Sequence[str]) -> str:
 def ranks_table(tests: Tests, least_methods: int) -> str:
   """Returns the methods by their mean success over environments.
 
-  The rank's interval is a bootstrap over the runs of each method and
+  Uses the first seeds only, which all methods have. The rank's interval is a
+  bootstrap over the runs of each method and
   environment, whose deviations are enlarged by sqrt(S / (S - 1)) for S seeds.
 
   Args:
@@ -181,8 +182,8 @@ def ranks_table(tests: Tests, least_methods: int) -> str:
   rates = {
     environment: {
       name: np.array([result.success for result in by_seed.values()])
-      for name, by_seed in results.items()
-      if len(by_seed) >= len(FIRST_SEEDS)
+      for name, by_seed in of_seeds(results, FIRST_SEEDS).items()
+      if len(by_seed) == len(FIRST_SEEDS)
     }
     for environment, results in tests.items()
   }
@@ -244,6 +245,8 @@ def order_table(
 ) -> str:
   """Returns rank correlations of a measure of methods with final success.
 
+  Uses the first seeds only, which all methods have.
+
   The p-value of the mean is that of permutations of the methods within each
   environment; the methods are not independent of each other.
 
@@ -255,8 +258,8 @@ def order_table(
   rng = np.random.default_rng(0)
   rows, permuted_EB = [], []
   for environment, by_name in measures.items():
-    results = tests.get(environment, {})
-    names = [name for name in by_name if name in results]
+    results = of_seeds(tests.get(environment, {}), FIRST_SEEDS)
+    names = [name for name in by_name if results.get(name)]
     if len(names) < least:
       continue
     success = [

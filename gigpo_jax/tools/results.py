@@ -210,6 +210,7 @@ QUESTIONS = {
   'Does the episode advantage matter?': (GIGPO, 'gigpo steps only'),
   'Are larger updates the reason?': (GIGPO, 'grpo at matched kl'),
   'Does comparing successive states help more?': ('g2po', GIGPO),
+  'Does it need real states?': ('g2po', 'g2po shuffled'),
 }
 
 
@@ -293,7 +294,7 @@ AVERAGED = (
     (name, law.BASELINE)
     for name in ('g2po', 'graphgpo', 'pgpo', 'hgpo', 'gagpo', 'ecpo')
   ),
-  *(('g2po', name) for name in (GIGPO, 'graphgpo', 'pgpo')),
+  *(('g2po', name) for name in (GIGPO, 'graphgpo', 'pgpo', 'g2po shuffled')),
 )
 
 

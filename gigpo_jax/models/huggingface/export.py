@@ -91,7 +91,8 @@ def save_adapters(
   Adapters of experts have a tensor per expert, as the models of transformers 4
   have. With transformers 5, peft joins them; it refuses 'gate' without 'up'. It
   then adapts modules of these names in experts only, so those of other MLPs are
-  also named as parameters. It does not know the experts of Qwen3.5.
+  also named as parameters. peft refuses such a file with transformers 4. It
+  does not know the experts of Qwen3.5.
 
   All processes must call this; the main process writes.
 
