@@ -56,3 +56,6 @@ RUNS += runs(
   {name: f',{name}' for name in ('graphgpo', 'pgpo', 'gagpo', 'ecpo', 'hgpo')},
   SPLITS,
 )
+# Below the smallest rates that were selected.
+RUNS += runs({'grpo': ',grpo'}, SPLITS, [3.75e-5])
+RUNS += runs({'gigpo': ''}, {'webshop': 'valid'}, [3.75e-5])
