@@ -358,7 +358,7 @@ def _play(env, task, plan, *, discount) -> float:
     ({'traps': 1.0}, 'traps=1.0: a share; must be in [0, 1)'),
     ({'traps': 0.9}, 'no such level of split'),
     ({'solution_steps': (5, 4)}, 'with 1 <= min <= max'),
-    ({'seed': -1}, 'env.seed=-1: must be from 0'),
+    ({'seed': -1}, 'env.generator.seed=-1: must be from 0'),
     ({'dors': 1}, 'env.generator.dors: unknown; must be one of room, doors'),
   ],
 )

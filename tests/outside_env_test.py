@@ -88,5 +88,5 @@ def test_copied_environment_reports_its_data(monkeypatch, outside):
   assert kwargs['anchor'] == 'observation_and_actions'
   config.env.engine = 'unity'
   assert 'env.engine=unity: unknown; must be one of textworld, native' in (
-    list(config_lib._combinations(config))
+    list(config_lib._environment(config))
   )
