@@ -256,14 +256,16 @@ def _unused_episodes(options: ml_collections.ConfigDict) -> Iterator[str]:
   default = Options.num_episodes
   if options.num_episodes == default:
     return
-  if options.loss == 'distillation' or options.data:
+  if options.loss == 'distillation':
     reason = 'teacher.loss=distillation plays the tasks of each iteration'
-    if options.loss != 'distillation':
-      reason = f'the episodes are those of teacher.data={options.data}'
-    yield (
-      f'teacher.num_episodes={options.num_episodes}: has no effect, because '
-      f'{reason}; must be {default}'
-    )
+  elif options.data:
+    reason = f'the episodes are those of teacher.data={options.data}'
+  else:
+    return
+  yield (
+    f'teacher.num_episodes={options.num_episodes}: has no effect, because '
+    f'{reason}; must be {default}'
+  )
 
 
 def _unreadable(folder: str) -> Iterator[str]:

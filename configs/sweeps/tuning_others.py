@@ -9,8 +9,7 @@ with two seeds and 512 levels. On Sokoban, two seeds and 512 levels, because one
 seed and 128 tasks selected rates that were too high elsewhere. All tasks of
 gymnasium.py are the same lake, so that only the seed differs. Runs there may
 fail at a rate that one seed selects, so that its two best rates have three
-seeds.
-ALFWorld with full rooms evaluates 128 games.
+seeds. ALFWorld with full rooms evaluates 128 games.
 """
 
 from configs.sweeps import credit, keydoor, tuning

@@ -171,8 +171,8 @@ def ranks_table(tests: Tests, least_methods: int) -> str:
   """Returns the methods by their mean success over environments.
 
   Uses the first seeds only, which all methods have. The rank's interval is a
-  bootstrap over the runs of each method and
-  environment, whose deviations are enlarged by sqrt(S / (S - 1)) for S seeds.
+  bootstrap over the runs of each method and environment, whose deviations are
+  enlarged by sqrt(S / (S - 1)) for S seeds.
 
   Args:
     tests: results by environment, name and seed.
