@@ -28,19 +28,25 @@ from configs import base, sizes, variants
 # Learning rates of `:mini`; see sizes.use_mini.
 RATES = {
   'ecpo': 1.5e-4,
+  'g2po': 1.5e-4,
   'gagpo': 1.5e-4,
   'gigpo': 1.5e-4,
-  'g2po': 1.5e-4,
+  'graphgpo': 7.5e-5,
+  'grpo': 7.5e-5,
   'hgpo': 1.5e-4,
   'pgpo': 1.5e-4,
+  'ppo': 7.5e-5,
+  'rloo': 7.5e-5,
+  'sampo': 7.5e-5,
 }
 
-# The same of `:mini_full`.
+# Those of `:mini_full`.
 FULL_RATES = {'gigpo': 1.5e-4, 'grpo': 1.5e-4}
 
-# The same of `:small`, and of its methods without an entry; see
-# configs/sweeps/tuning_small.py.
-SMALL_RATES, SMALL_RATE = {'g2po': 3e-5}, 1e-5
+# Those of `:small`, see configs/sweeps/tuning_small.py, and the rate of methods
+# that were not tuned.
+SMALL_RATES = {'g2po': 3e-5, 'gigpo': 1e-5, 'grpo': 1e-5}
+SMALL_RATE = 1e-5
 
 SIZES = ('0.5b', '1.5b', '7b', 'small', 'tiny', 'mini', 'mini_full', 'smoke')
 
@@ -52,7 +58,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   size = size or '1.5b'
   config = _paper()
   config.variant = ','.join([size, *changes])
-  # The other small sizes start from `tiny`.
+  # The sizes for CPUs and `small` start from `tiny`.
   if size in ('small', 'tiny', 'mini', 'mini_full', 'smoke'):
     _tiny(config)
   if size == 'small':

@@ -110,9 +110,9 @@ def _mesh_section() -> ml_collections.ConfigDict:
   """Returns the number of devices per axis of the mesh."""
   mesh = ml_collections.ConfigDict()
   # Devices per mesh axis. -1: all remaining devices. data=0: all remaining
-  # devices if fsdp is given. Otherwise, on several hosts, copies of the
-  # parameters (HSDP), as many as fit if each of them, with its optimizer state,
-  # takes at most an eighth of the memory of its devices.
+  # devices if fsdp is given; otherwise 1 on one host, and on several hosts as
+  # many copies of the parameters (HSDP) as fit if each of them, with its
+  # optimizer state, takes at most an eighth of the memory of its devices.
   mesh.data = 0
   mesh.fsdp = -1
   mesh.expert = 1
@@ -142,9 +142,9 @@ def _rollout_section() -> ml_collections.ConfigDict:
   # Texts with which responses may begin, such as ('<answer>', '<think>'): modes
   # of a policy, the cheapest first.
   rollout.prefixes = ()
-  # Members of a group whose responses are forced to begin with each of them, in
-  # this order; the other members are free. A forced prefix is part of the
-  # prompt and not trained on.
+  # Episodes per group whose responses are forced to begin with each prefix: the
+  # first ones with the first prefix, and so on; the others are free. A forced
+  # prefix is part of the prompt and not trained on.
   rollout.forced_members = 0
   # Largest number of turns of an episode per iteration. Unfinished episodes
   # pause, and their group continues in the next iteration; needs
@@ -559,7 +559,7 @@ def _sft_section() -> ml_collections.ConfigDict:
   # imitation: negative log-likelihood. dpo: segment DPO (arXiv:2501.01821) on
   # pairs of recorded episodes that reach the same state; uses failures too.
   sft.loss = 'imitation'
-  sft.beta = 0.1  # of DPO; origin: the paper
+  sft.beta = 0.1  # of DPO; origin: arXiv:2501.01821
   sft.segment_turns = 3  # of each episode of a pair
   # WORKDIR/episodes of a run to imitate instead. '': imitate the expert.
   sft.data = ''

@@ -20,7 +20,19 @@ import ml_collections
 from configs import base, sizes, variants
 
 # Learning rates of `:mini`; see sizes.use_mini.
-RATES = {'ppo': 1.5e-4}
+RATES = {
+  'ecpo': 7.5e-5,
+  'g2po': 7.5e-5,
+  'gagpo': 7.5e-5,
+  'gigpo': 7.5e-5,
+  'graphgpo': 7.5e-5,
+  'grpo': 7.5e-5,
+  'hgpo': 7.5e-5,
+  'pgpo': 7.5e-5,
+  'ppo': 1.5e-4,
+  'rloo': 7.5e-5,
+  'sampo': 7.5e-5,
+}
 
 SIZES = ('1.5b', '7b', 'tiny', 'mini', 'smoke')
 

@@ -4,6 +4,9 @@ A loss maps the outputs of a model and a `TokenBatch` to one loss per token and
 metrics with one value per token; see `token_batch.Loss`. It is independent of
 model, optimizer and devices. The sum of loss * row weight over all microbatches
 is the loss of the update, however rows are split; see `row_weights`.
+
+Shapes [S, T] are those of `token_batch`: shards of a microbatch, tokens of a
+shard.
 """
 
 import dataclasses

@@ -112,7 +112,7 @@ def train(
   )
   open_pool = open_pool or builders.open_pool
   with (
-    preemption.PreemptionGuard(grace_secs) as guard,
+    preemption.PreemptionGuard(grace_secs) as preemption_guard,
     # Preempted before the loop: there is nothing to save.
     contextlib.suppress(preemption.Preempted),
     errors.explain_disk_errors(workdir),
@@ -137,14 +137,14 @@ def train(
               config, workdir, inputs=inputs, keep_earlier=allow_config_change
             )
           runner = builders.make_runner(config, bundle, pool, scorer)
-          loop(parts, runner, saver, guard)
+          loop(parts, runner, saver, preemption_guard)
 
 
 def loop(
   parts: run_builders.Parts,
   runner: rollout.EpisodeRunner,
   saver: checkpoint.Checkpointer,
-  guard: preemption.PreemptionGuard,
+  preemption_guard: preemption.PreemptionGuard,
 ) -> None:
   """Runs the remaining iterations, then evaluates and exports the policy."""
   config, tasks = parts.config, parts.tasks
@@ -154,10 +154,10 @@ def loop(
     first = history.next_iteration
     for iteration in range(first, config.num_iterations):
       start, metrics = time.monotonic(), {}
-      is_evaluated = _is_due(iteration, config.evaluation.every)
-      if is_evaluated and not config.evaluation.inside_rollout:
+      with_evaluation = _is_due(iteration, config.evaluation.every)
+      if with_evaluation and not config.evaluation.inside_rollout:
         metrics |= evaluate(parts, runner, state)
-        is_evaluated = False
+        with_evaluation = False
       plot = logs.plot_rollout if iteration == first else None
       groups, rollout_metrics = collection.collect(
         parts,
@@ -165,12 +165,12 @@ def loop(
         state,
         iteration,
         plot,
-        is_evaluated=is_evaluated,
+        with_evaluation=with_evaluation,
         waiting=history.waiting,
       )
-      guard.exit_if_requested()
+      preemption_guard.exit_if_requested()
       # The update donates the state of `last`: no preemption until the new one.
-      with guard.defer():
+      with preemption_guard.defer():
         with run_logs.timed(metrics, 'time/update_secs'):
           tasks.record_outcomes(groups.outcomes)
           collection.prefetch(parts, runner, groups.waiting, iteration + 1)
@@ -188,13 +188,12 @@ def loop(
         metrics['time/iteration_secs'] = time.monotonic() - start
         logs.write(iteration, metrics)
         last = iteration, state, history
-        is_rolled_back = history.guard_state.good == iteration
-        if is_rolled_back or _is_checkpoint(config, iteration):
+        if history.is_rolled_back or _is_checkpoint(config, iteration):
           run_builders.save(saver, iteration, state, history)
-      guard.exit_if_requested()
+      preemption_guard.exit_if_requested()
     finish(parts, runner, state, history, logs, saver)
   except preemption.Preempted:
-    guard.disarm()
+    preemption_guard.disarm()
     run_builders.save_last(saver, last)
 
 
@@ -246,7 +245,7 @@ def update(
     parts, state, history, rows
   )
   metrics |= scores | signal_metrics | reward_metrics | advantage_metrics
-  output, trained_rows, trained, plugin_metrics = update_inputs.apply_plugins(
+  output, trained_rows, token_mask, plugin_metrics = update_inputs.apply_plugins(
     parts, rows, output, signals
   )
   metrics |= plugin_metrics | logs.write_episodes(
@@ -277,7 +276,7 @@ def update(
     groups.kept,
     old_log_probs,
     iteration,
-    trained,
+    token_mask,
   )
   logs.write_teacher(iteration, teacher_batch)
   policy, policy_metrics = parts.learner.update(
@@ -286,7 +285,7 @@ def update(
     iteration=iteration,
     skipped_before=history.skipped.get('update', 0.0),
     step_scale=parts.guard.step_scale(history.guard_state),
-    trained=trained,
+    trained=token_mask,
     teacher_batch=teacher_batch,
     **{name: columns[name] for name in parts.loss.columns},
   )
@@ -364,7 +363,7 @@ def stop_if_skipped(
     return
   path = parts.workdir / f'skipped_{name}.npz'
   if distributed.is_main_process():
-    # Numbers are constants of the iteration.
+    # Scalars, such as importance weights of 1, are left out.
     rows.save(path, **{k: x for k, x in arrays.items() if np.ndim(x)})
   raise errors.RunError(
     f'{problem}; the rows of this iteration are in {path}; try a lower '

@@ -110,8 +110,9 @@ class Algorithm(Protocol):
   episodes to play from each state. Their mean return is `Rows.state_values`.
   With an attribute `greedy_start` of True, one greedy episode is played from
   the start of each task instead, and the first row of an episode has its value.
-  With an attribute `scores_answers` of True, it is instead the probability of
-  the task's reference answer before the turn; see `answer_scores`.
+  With an attribute `scores_answers` of True, `Rows.state_values` is the
+  probability of the task's reference answer before the turn; see
+  `answer_scores`.
   With a method `branch_order` and an attribute `root_share`, groups grow by
   branches, which repeat the first turns of other episodes; see `branching`.
   With an attribute `is_stateful` of True, `compute_advantages` also receives a

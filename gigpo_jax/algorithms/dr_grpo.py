@@ -1,4 +1,4 @@
-"""Dr. GRPO (arXiv:2503.20783): GRPO without the division by the deviation.
+"""Dr. GRPO (arXiv:2503.20783): GRPO without the division by the std.
 
 E is the return of an episode, the undiscounted sum of its rewards. The loss
 divides the sum over a response's tokens by a constant; set

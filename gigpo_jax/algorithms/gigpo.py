@@ -95,7 +95,7 @@ class Algorithm:
     )
 
   def statistics(self) -> dict[str, str]:
-    """Returns the options whose values are strings."""
+    """Returns the options of means and stds, as in `advantages.STATISTICS`."""
     return {name: getattr(self, name) for name in advantages.STATISTICS}
 
   def inputs(self, rows: batch.Rows) -> advantages.Inputs:

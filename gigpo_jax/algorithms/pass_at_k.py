@@ -9,9 +9,9 @@ is the mean over the sets with it of (reward - m) / s:
     for a failure,
 
 and 0 if all sets have the same reward, so that s is 0, also in a group that
-failures of environments leave with k members. k = 1 is GRPO on success
-with the deviation of the population. Rewards other than success, and penalties,
-do not matter.
+failures of environments leave with k members. k = 1 is GRPO on success, with
+the standard deviation of the population. Rewards other than success, and
+penalties, do not matter.
 """
 
 import dataclasses

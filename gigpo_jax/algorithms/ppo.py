@@ -24,7 +24,8 @@ from gigpo_jax import algorithms, batch, losses, options, row_stats
 LEVELS = ('token', 'turn')
 
 PRESETS = {
-  # PPO compares no episodes of a task: every episode gets its own task.
+  # PPO compares no episodes of a task: every episode gets its own task, and
+  # there are as many groups as there were episodes (configs/variants.py).
   'ppo': {'rollout.episodes_per_group': 1},
   'reference_code': {},
 }

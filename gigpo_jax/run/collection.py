@@ -35,7 +35,7 @@ def collect(
   iteration: int,
   plot: Callable[[rollout.EpisodeRunner], None] | None = None,
   *,
-  is_evaluated: bool = False,
+  with_evaluation: bool = False,
   waiting: Sequence[carry_over.WaitingGroup] = (),
 ) -> tuple[group_filter.CollectedGroups, Metrics]:
   """Runs the episodes of an iteration with the current policy.
@@ -46,7 +46,7 @@ def collect(
     state: parameters of the policy.
     iteration: index of the iteration.
     plot: draws the timeline of the rollout, which is then traced.
-    is_evaluated: whether the evaluation tasks are played in the same rollout.
+    with_evaluation: whether the rollout also plays the evaluation tasks.
     waiting: groups of earlier iterations that continue.
   """
   metrics: Metrics = {}
@@ -67,7 +67,7 @@ def collect(
   with run_logs.timed(metrics, 'time/rollout_secs'):
     tasks = parts.tasks.at(iteration)
     batches = train_batches(parts, waiting, tasks, iteration, iteration)
-    others = [parts.eval_batch] if is_evaluated else []
+    others = [parts.eval_batch] if with_evaluation else []
     played = play([*batches, *others])
     evaluated = played[len(batches) :]
     chosen, waiting = parts.carry_over.select(

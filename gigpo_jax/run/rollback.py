@@ -39,7 +39,7 @@ def check_alarms(
 
   Returns:
     State, history and metrics of the guards. After a rollback,
-    `history.guard_state.good` is the iteration, whose state must be saved.
+    `history.is_rolled_back`, and the state must be saved.
   """
   before = history.guard_state
   warms_up = (

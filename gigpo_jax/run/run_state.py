@@ -68,6 +68,11 @@ class History:
     """The first iteration of a resumed run."""
     return self.iteration + 1
 
+  @property
+  def is_rolled_back(self) -> bool:
+    """Whether the last finished iteration ended in a rollback."""
+    return self.guard_state.good == self.iteration
+
   def after(
     self,
     iteration: int,

@@ -545,7 +545,7 @@ SECTIONS = (
       Metric(
         'update_secs',
         's',
-        'everything from the end of the rollout to the next rollout',
+        'rows, scores, advantages, log-probs and updates',
       ),
       Metric('rows_secs', 's', 'building rows from episodes'),
       Metric('advantages_secs', 's', 'computing advantages'),
