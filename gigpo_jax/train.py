@@ -245,8 +245,8 @@ def update(
     parts, state, history, rows
   )
   metrics |= scores | signal_metrics | reward_metrics | advantage_metrics
-  output, trained_rows, token_mask, plugin_metrics = update_inputs.apply_plugins(
-    parts, rows, output, signals
+  output, trained_rows, token_mask, plugin_metrics = (
+    update_inputs.apply_plugins(parts, rows, output, signals)
   )
   metrics |= plugin_metrics | logs.write_episodes(
     iteration, groups, branching.drop_repeated(rows), output
