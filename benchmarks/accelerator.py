@@ -57,6 +57,8 @@ _DECODE_FIELDS = {
   'gpu': {'xla': 'model.decode_attention=xla'},
   'tpu': {'paged': 'model.decode_attention=paged'},
 }
+# With these fields, 80 GB suffice for 1.5B without recomputed layers.
+_MATRICES = ('model.remat=matrices', 'learner.microbatch_tokens=16384')
 _GPU_DECODE_FLAGS = {
   'while-command-buffers': '--xla_gpu_enable_command_buffer=+WHILE',
   'no-command-buffers': '--xla_gpu_enable_command_buffer=',
@@ -118,6 +120,14 @@ def make_parts(platform: str, *, quick: bool) -> list[Part]:
     arguments = (*part.arguments, '--field', field)
     parts += [dataclasses.replace(part, arguments=arguments)]
   if platform == 'gpu':
+    changes = tuple(x for field in _MATRICES for x in ('--field', field))
+    update_16k = update('matrices', '16k')
+    parts += [
+      dataclasses.replace(
+        update_16k, arguments=(*update_16k.arguments, *changes)
+      ),
+      Part('iteration-matrices-16k', 515.0, 300.0, changes),
+    ]
     parts += [decode(1024, *item) for item in _GPU_DECODE_FLAGS.items()]
     parts += [update('layer', *item) for item in _GPU_FLAGS.items()]
     parts += [Part('torch', 300.0, 120.0)]

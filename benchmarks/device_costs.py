@@ -129,7 +129,7 @@ def load(name: str) -> Device:
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-  """What the programs do; the defaults are today's.
+  """What the programs do; the defaults are those of GPUs and TPUs.
 
   Attributes:
     weight_bytes: bytes per parameter in the sampler.
@@ -143,7 +143,7 @@ class Kernels:
 
   weight_bytes: float = 2.0
   cache_bytes: float = 2.0
-  ragged: bool = False
+  ragged: bool = True
   layer_scale: float = 1.0
   draft: int = 0
   recompute: bool = True

@@ -34,6 +34,10 @@ from gigpo_jax.models import kv_cache, parameters, published, qwen_config
 _TOKENIZER = 'configs/warm_starts/alfworld_tiny'
 _PROMPT_BUCKETS = (512, 1024, 2048)
 _MAX_COMPLETION, _CHUNK = 512, 8
+# A simulated step of an H100: its measured costs, and tokens of a response that
+# are in the cache on average.
+_H100 = pathlib.Path(__file__).parent / 'results/h100.json'
+_RESPONSE = 40
 # Parts, and the methods whose time they are.
 _DEVICE = 'virtual device'
 
@@ -271,10 +275,10 @@ def _host_share(slots: int, run: Measurement) -> float:
 def _device_secs(slots: int) -> float:
   """Returns the simulated seconds of a step of an H100 with 1.5B."""
   secs = device_costs.decode_secs(
-    device_costs.DEVICES['h100'],
+    device_costs.load(str(_H100)),
     published.SHAPES['Qwen2.5-1.5B'],
     rows=slots,
-    positions=slots * (1024 + _MAX_COMPLETION),
+    positions=slots * (1024 + _RESPONSE),
   )
   return _CHUNK * secs
 

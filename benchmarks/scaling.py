@@ -28,9 +28,7 @@ def run(hosts: int, size: int) -> simulate.Iteration:
   chips = CHIPS_PER_HOST * hosts
   return simulate.simulate(
     simulate.Setting('Qwen2.5-1.5B', 'v5e', chips, hosts=hosts),
-    simulate.Options(
-      packed=True, packed_sequences=chips, minibatch_rows=64 * size
-    ),
+    simulate.Options(sequences=chips, minibatch_rows=64 * size),
     workload.Workload(groups=4 * size, evaluation_tasks=35 * size),
   )
 

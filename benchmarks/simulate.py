@@ -1,7 +1,7 @@
 """Simulate an iteration of training on an accelerator, from a table of costs.
 
     python benchmarks/simulate.py --setting 1.5b-h100
-    python benchmarks/simulate.py --setting 1.5b-2xh100 --packed --ragged
+    python benchmarks/simulate.py --setting 1.5b-2xh100 --no-evaluation_inside
     python benchmarks/simulate.py --what targets
 
 Rollouts run the code of gigpo_jax.rollout and gigpo_jax.sampler on a virtual
@@ -37,6 +37,8 @@ class Setting:
     devices: number of devices.
     hosts: number of hosts, each with its share of the devices.
     tensor: devices of a copy of the model in the sampler.
+    sequences: sequences of a microbatch, `learner.microbatch_tokens` / 2,560.
+    recomputes: whether `model.remat=auto` recomputes layers.
   """
 
   model: str
@@ -44,6 +46,8 @@ class Setting:
   devices: int = 1
   hosts: int = 1
   tensor: int = 1
+  sequences: int = 16
+  recomputes: bool = True
 
   @property
   def is_gpu(self) -> bool:
@@ -53,21 +57,22 @@ class Setting:
 
 SETTINGS = {
   '1.5b-h100': Setting('Qwen2.5-1.5B', 'h100'),
-  '1.5b-h200': Setting('Qwen2.5-1.5B', 'h200'),
-  '1.5b-2xh100': Setting('Qwen2.5-1.5B', 'h100', 2),
-  '1.5b-8xh100': Setting('Qwen2.5-1.5B', 'h100', 8),
-  '7b-8xh100': Setting('Qwen2.5-7B', 'h100', 8),
+  '1.5b-h200': Setting('Qwen2.5-1.5B', 'h200', recomputes=False),
+  '1.5b-2xh100': Setting('Qwen2.5-1.5B', 'h100', 2, recomputes=False),
+  '1.5b-8xh100': Setting('Qwen2.5-1.5B', 'h100', 8, recomputes=False),
+  '7b-8xh100': Setting('Qwen2.5-7B', 'h100', 8, sequences=8, recomputes=False),
   '1.5b-v5e-16': Setting('Qwen2.5-1.5B', 'v5e', 16, hosts=4),
-  '7b-v5e-16': Setting('Qwen2.5-7B', 'v5e', 16, hosts=4, tensor=4),
-  '7b-v5p-8': Setting('Qwen2.5-7B', 'v5p', 4),
+  '7b-v5e-16': Setting('Qwen2.5-7B', 'v5e', 16, hosts=4, tensor=4, sequences=8),
+  '7b-v5p-8': Setting('Qwen2.5-7B', 'v5p', 4, sequences=8),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Options(simulated_update.Options):
-  """What can be changed; the defaults are the state before CHANGES.
+  """What can be changed; the defaults are those of configs/alfworld.py.
 
-  See also the options of updates.
+  See also the options of updates. `sequences=0` and `kernels.recompute=True`
+  are what the setting has.
 
   Attributes:
     row_buckets: `rollout.batch_buckets`, ascending; the last is the slots of a
@@ -82,11 +87,12 @@ class Options(simulated_update.Options):
     host: seconds of the host.
   """
 
-  row_buckets: tuple[int, ...] = (32, 128)
-  prompt_buckets: tuple[int, ...] = (512, 1024, 2048)
+  row_buckets: tuple[int, ...] = (32, 64, 128)
+  prompt_buckets: tuple[int, ...] = (1024, 2048)
+  sequences: int = 0
   chunk: int = 8
   tokens_per_step: float = 1.0
-  evaluation_inside: bool = False
+  evaluation_inside: bool = True
   carry_over: int = 0
   max_staleness: int = 4
   host: virtual_device.HostCosts = virtual_device.HostCosts(
@@ -352,10 +358,16 @@ def simulate(
     else:
       evaluation = run(batches)[0].secs
     evaluation /= work.evaluation_every
+  kernels = options.kernels
+  recompute = kernels.recompute and setting.recomputes
   update = simulated_update.simulate(
     device,
     published.SHAPES[setting.model],
-    options,
+    dataclasses.replace(
+      options,
+      sequences=options.sequences or setting.sequences,
+      kernels=dataclasses.replace(kernels, recompute=recompute),
+    ),
     training.lengths,
     setting.devices,
   )
@@ -420,21 +432,10 @@ TARGETS = {
   '7b-8xh100': 110,
 }
 
-# Changes in the order in which they are added; fields of `Kernels` are nested.
+# Options of a run in the order in which they are added, with those here.
 CHANGES: dict[str, dict[str, Any]] = {
-  'packed updates': {'packed': True},
-  "no recomputation; the sampler's log-probs": {
-    'kernels': {'recompute': False},
-    'forward_passes': 1,
-  },
-  'fused matmuls in decoding': {'kernels': {'layer_scale': 0.6}},
-  'decoding reads used positions only': {'kernels': {'ragged': True}},
-  'evaluation inside the rollout; finer buckets': {
-    'evaluation_inside': True,
-    'row_buckets': (32, 64, 128),
-    'prompt_buckets': (768, 1024, 2048),
-  },
-  'episodes pause after 20 turns': {'carry_over': 20},
+  'loss.old_log_probs=sampler': {'forward_passes': 1},
+  'rollout.carry_over=20': {'carry_over': 20},
 }
 
 
@@ -451,7 +452,11 @@ def _range(low: float, high: float) -> str:
   return f'{low}' if low == high else f'{low}-{high}'
 
 
-def print_parts(names: Sequence[str], run: Callable[[str], Iteration]) -> None:
+def print_parts(
+  names: Sequence[str],
+  options: Options,
+  device: device_costs.Device | None = None,
+) -> None:
   """Prints a table with the parts of an iteration of each setting."""
   print(
     '| case | limit | prefill | decode | rollout | slots | eval | log-probs '
@@ -459,7 +464,7 @@ def print_parts(names: Sequence[str], run: Callable[[str], Iteration]) -> None:
   )
   print('|---' * 13 + '|')
   for name in names:
-    result = run(name)
+    result = simulate(SETTINGS[name], options, device=device)
     played, update = result.rollout, result.update
     low, high = result.secs
     shares = _range(
@@ -478,58 +483,94 @@ def print_parts(names: Sequence[str], run: Callable[[str], Iteration]) -> None:
 
 
 def print_targets(
-  options: Options, device: device_costs.Device | None = None
+  names: Sequence[str],
+  options: Options,
+  device: device_costs.Device | None = None,
 ) -> None:
-  """Prints iterations as changes are added, next to the targets."""
-  print('| seconds of an iteration | ' + ' | '.join(TARGETS) + ' |')
-  print('|---' * (len(TARGETS) + 1) + '|')
-  print('| target | ' + ' | '.join(map(str, TARGETS.values())) + ' |')
-  for name, fields in ({'today': {}} | CHANGES).items():
+  """Prints iterations as options are added, next to the targets."""
+  targets = {name: TARGETS[name] for name in names if name in TARGETS}
+  print('| seconds of an iteration | ' + ' | '.join(targets) + ' |')
+  print('|---' * (len(targets) + 1) + '|')
+  print('| target | ' + ' | '.join(map(str, targets.values())) + ' |')
+  for name, fields in ({'configs/alfworld.py': {}} | CHANGES).items():
     options = change(options, fields)
     cells = []
-    for setting, target in TARGETS.items():
+    for setting, target in targets.items():
       low, high = simulate(SETTINGS[setting], options, device=device).secs
       text = _range(low, high)
       cells.append(f'**{text}**' if high <= target else text)
-    row = ' | '.join([name if name == 'today' else f'+ {name}', *cells])
+    row = ' | '.join([f'+ `{name}`' if fields else f'`{name}`', *cells])
     print(f'| {row} |', flush=True)
+
+
+def print_carry_over(
+  names: Sequence[str],
+  options: Options,
+  device: device_costs.Device | None = None,
+) -> None:
+  """Prints rollouts by the turns of an episode in an iteration."""
+  work = workload.Workload(evaluation_tasks=0)
+  print(
+    '| case | turns per iteration | rollout, s | trained groups '
+    f'| seconds per {work.groups} groups | speed | slots |'
+  )
+  print('|---' * 7 + '|')
+  for name in names:
+    everything = None
+    for turns in (0, 25, 20, 15, 10):
+      changed = dataclasses.replace(options, carry_over=turns)
+      played = simulate(SETTINGS[name], changed, work, device).rollout
+      secs = played.secs * work.groups / played.groups
+      everything = everything or secs
+      print(
+        f'| {name} | {turns or "all"} | {played.secs:.1f} '
+        f'| {played.groups:.1f} | {secs:.1f} | {everything / secs:.2f}x '
+        f'| {played.occupancy:.0%} |',
+        flush=True,
+      )
 
 
 def _sizes(text: str) -> tuple[int, ...]:
   return tuple(int(size) for size in text.split(','))
 
 
+_TABLES = {
+  'parts': print_parts,
+  'targets': print_targets,
+  'carry_over': print_carry_over,
+}
+
+
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--what', choices=('parts', 'targets'), default='parts')
+  parser.add_argument('--what', choices=tuple(_TABLES), default='parts')
   parser.add_argument(
     '--setting', choices=SETTINGS, nargs='+', default=list(SETTINGS)
   )
   parser.add_argument('--costs', help='JSON file with rates of a device')
   default = Options()
-  for name in ('row_buckets', 'prompt_buckets', 'length_buckets'):
+  for name in ('row_buckets', 'prompt_buckets'):
     parser.add_argument(
       f'--{name}', type=_sizes, default=getattr(default, name)
     )
   for name in (
     'chunk',
-    'microbatch_rows',
     'sequence_tokens',
-    'packed_sequences',
+    'sequences',
     'forward_passes',
     'carry_over',
     'max_staleness',
   ):
     parser.add_argument(f'--{name}', type=int, default=getattr(default, name))
   parser.add_argument('--tokens_per_step', type=float, default=1.0)
-  for name in ('packed', 'evaluation_inside'):
-    parser.add_argument(f'--{name}', action='store_true')
+  for name in ('evaluation_inside', 'ragged', 'recompute'):
+    parser.add_argument(
+      f'--{name}', action=argparse.BooleanOptionalAction, default=True
+    )
   for name in ('weight_bytes', 'cache_bytes', 'layer_scale'):
     value = getattr(default.kernels, name)
     parser.add_argument(f'--{name}', type=float, default=value)
   parser.add_argument('--draft', type=int, default=0)
-  parser.add_argument('--ragged', action='store_true')
-  parser.add_argument('--no_recompute', action='store_true')
   return parser
 
 
@@ -547,19 +588,13 @@ def main() -> None:
         'layer_scale': flags.layer_scale,
         'ragged': flags.ragged,
         'draft': flags.draft,
-        'recompute': not flags.no_recompute,
+        'recompute': flags.recompute,
       }
     },
   )
   device = device_costs.load(flags.costs) if flags.costs else None
   print('Simulated seconds; nothing in this table was measured.\n')
-  if flags.what == 'targets':
-    print_targets(options, device)
-    return
-  print_parts(
-    flags.setting,
-    lambda name: simulate(SETTINGS[name], options, device=device),
-  )
+  _TABLES[flags.what](flags.setting, options, device)
 
 
 if __name__ == '__main__':

@@ -10,6 +10,7 @@ import math
 import device_costs
 import numpy as np
 
+from gigpo_jax import batch, packing
 from gigpo_jax.models import qwen
 
 
@@ -19,22 +20,17 @@ class Options:
 
   Attributes:
     max_completion: `rollout.max_completion_tokens`.
-    packed: whether several rows share a sequence.
-    sequence_tokens: tokens of a packed sequence.
-    packed_sequences: packed sequences of a microbatch.
-    microbatch_rows: `learner.microbatch_rows`, without packing.
-    length_buckets: `learner.length_buckets`, without packing.
+    sequence_tokens: tokens of a sequence.
+    sequences: sequences of a microbatch, at least one per device;
+      `learner.microbatch_tokens` is their product.
     minibatch_rows: `learner.minibatch_rows`.
     forward_passes: passes for log-probs: of the policy and of the reference.
     kernels: what the programs do.
   """
 
   max_completion: int = 512
-  packed: bool = False
   sequence_tokens: int = 2560
-  packed_sequences: int = 4
-  microbatch_rows: int = 16
-  length_buckets: tuple[int, ...] = (640, 1024, 1536, 2560)
+  sequences: int = 16
   minibatch_rows: int = 256
   forward_passes: int = 2
   kernels: device_costs.Kernels = device_costs.Kernels()
@@ -125,39 +121,28 @@ def simulate(
 def microbatches(
   lengths: np.ndarray, options: Options, devices: int
 ) -> list[tuple[int, int, int]]:
-  """Returns (sequences, padded length, completion tokens) of microbatches.
+  """Returns (sequences, their length, completion tokens) of microbatches.
 
   Args:
     lengths: (prompt, response) tokens of each row.
     options: how rows are packed.
-    devices: the sequences are a multiple of this number.
+    devices: shards; the sequences are a multiple of this number.
   """
-  totals = np.sort(lengths.sum(axis=1))[::-1]
-  if options.packed:
-    bins = first_fit(totals, options.sequence_tokens)
-    sequences = -(-options.packed_sequences // devices) * devices
-    count = math.ceil(len(bins) / sequences)
-    logits = int(lengths[:, 1].sum() / count)
-    return [(sequences, options.sequence_tokens, logits)] * count
-  sequences = -(-options.microbatch_rows // devices) * devices
+  packer = packing.Packer(
+    options.sequences * options.sequence_tokens,
+    devices,
+    (options.sequence_tokens,),
+    options.max_completion,
+  )
+  prompts, completions = lengths.T
+  rows = batch.pack(
+    [np.zeros(n, int) for n in prompts],
+    [np.zeros(n, int) for n in completions],
+    max_prompt_tokens=int(prompts.max()),
+    max_completion_tokens=options.max_completion,
+    row_multiple=1,
+  )
   return [
-    (
-      sequences,
-      next(b for b in options.length_buckets if b >= totals[start]),
-      sequences * options.max_completion,
-    )
-    for start in range(0, len(totals), sequences)
+    (*m.tokens.shape, int(m.mask.sum()))
+    for m in packer.microbatches(rows, np.arange(len(lengths)))
   ]
-
-
-def first_fit(lengths: np.ndarray, capacity: int) -> list[int]:
-  """Returns the tokens of bins that are filled first-fit."""
-  bins: list[int] = []
-  for length in lengths:
-    for n, used in enumerate(bins):
-      if used + length <= capacity:
-        bins[n] += int(length)
-        break
-    else:
-      bins.append(int(length))
-  return bins

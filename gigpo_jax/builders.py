@@ -199,30 +199,12 @@ def make_runner(
     schedule=config.rollout.schedule,
     earlier_thinking=config.rollout.earlier_thinking,
     scorer=scorer,
-    prefixes=_make_prefixes(config, policy.tokenizer),
+    prefixes=forced_prefixes.make(
+      config.rollout.prefixes, config.rollout.forced_members, policy.tokenizer
+    ),
     agents=tuple(config.lora.agents),
     task_type=make_task_type(config),
   )
-
-
-def _make_prefixes(
-  config: ml_collections.ConfigDict, text: tokenizer.Tokenizer
-) -> forced_prefixes.ForcedPrefixes:
-  """Returns the forced prefixes of responses.
-
-  Raises:
-    ValueError: in one line, if a prefix leaves no room for a prompt.
-  """
-  texts, limit = config.rollout.prefixes, config.rollout.max_prompt_tokens
-  forced = forced_prefixes.make(texts, config.rollout.forced_members, text)
-  template = text.template_tokens()
-  if forced.longest and forced.longest + template >= limit:
-    raise ValueError(
-      f'rollout.prefixes={tuple(texts)}: the longest has {forced.longest} '
-      f'tokens, the chat template {template}; must leave room for a prompt in '
-      f'rollout.max_prompt_tokens={limit}'
-    )
-  return forced
 
 
 def make_scorer(

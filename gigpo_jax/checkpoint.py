@@ -84,6 +84,11 @@ def _find_checksums(state: Any) -> dict[str, int]:
   }
 
 
+def warm_up(state: Any) -> None:
+  """Compiles the checksums of a state, so that saving it compiles nothing."""
+  _find_checksums(state)
+
+
 def find_damage(folder: pathlib.Path, *, contents: bool = True) -> str:
   """Returns how a checkpoint's files are damaged; '' if they are intact.
 

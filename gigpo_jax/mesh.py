@@ -63,9 +63,11 @@ class Options:
 
   def __post_init__(self):
     options.check(self)
-    sizes = [getattr(self, name) for name in AXES]
-    if sizes.count(-1) > 1:
-      raise ValueError(f'{",".join(AXES)}={sizes}: at most one axis may be -1')
+    free = [name for name in AXES if getattr(self, name) == -1]
+    if len(free) > 1:
+      raise ValueError(
+        f'{free[0]}=-1: {free[1]} is -1, too; at most one axis may be -1'
+      )
 
 
 def replicas(

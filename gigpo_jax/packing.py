@@ -28,8 +28,11 @@ from gigpo_jax import batch
 # sharing.
 _COMPLETIONS, _SHARED_COMPLETIONS = 2, 4
 # Ratio between the numbers of sequences of two shapes of a length, and the
-# smallest number of sequences of a shard for which there is a smaller shape.
+# smallest number of sequences for which there is a smaller shape.
 _SHAPE_RATIO, _MIN_DIVIDED = 4, 16
+# Packs of which those that fill a sequence best are chosen. With more of them,
+# the first sequences use up the short packs, which the last ones need.
+_CANDIDATES = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +115,7 @@ def shapes(
 
   For each length, the largest shape has as many sequences as fit into
   `max_tokens`, at least one per shard. If it has many, smaller shapes for the
-  last rows of a mini-batch save padding.
+  last rows of a mini-batch save padding, as far as each shard has a sequence.
 
   Args:
     max_tokens: tokens of a microbatch, over all shards.
@@ -123,8 +126,8 @@ def shapes(
   for length in length_buckets:
     per_shard = max(max_tokens // (length * shards), 1)
     result.append(Shape(per_shard * shards, length))
-    while per_shard >= _MIN_DIVIDED:
-      per_shard //= _SHAPE_RATIO
+    while per_shard > 1 and per_shard * shards >= _MIN_DIVIDED:
+      per_shard = max(per_shard // _SHAPE_RATIO, 1)
       result.append(Shape(per_shard * shards, length))
   return tuple(result)
 
@@ -199,13 +202,23 @@ class Packer:
         f'learner.length_buckets={self._buckets}: a row has {longest} tokens; '
         f'the last bucket must be at least {longest}'
       )
-    packs = _Packs(
-      [
-        pack
-        for members in self.prompt_groups(rows, index)
-        for pack in self._pack(rows, members)
-      ]
-    )
+    packs = [
+      pack
+      for members in self.prompt_groups(rows, index)
+      for pack in self._pack(rows, members)
+    ]
+    plans = [
+      list(self._plan(_Packs(packs, fills_best=best), largest=largest))
+      for best in (False, True)
+    ]
+    # The first if both compute as many tokens.
+    for shape, sequences in min(plans, key=_num_tokens):
+      yield self._build(rows, sequences, shape)
+
+  def _plan(
+    self, packs: '_Packs', *, largest: bool
+  ) -> Iterator[tuple[Shape, list[list['_Pack']]]]:
+    """Yields the shape and the sequences of each microbatch."""
     while packs:
       length = next(b for b in self._buckets if b >= packs.longest)
       sizes = self._sizes[length][: 1 if largest else None]
@@ -215,7 +228,7 @@ class Packer:
       while sequences:
         count = _next_size(sizes, len(sequences))
         chosen, sequences = sequences[:count], sequences[count:]
-        yield self._build(rows, chosen, Shape(count, length))
+        yield Shape(count, length), chosen
 
   def prompt_groups(
     self, rows: batch.Rows, index: np.ndarray, most: int | None = None
@@ -414,10 +427,23 @@ def _divide(
   return parts
 
 
-class _Packs:
-  """Packs that wait for a sequence, sorted by length."""
+def _num_tokens(plan: Sequence[tuple[Shape, list]]) -> int:
+  """Returns the tokens of all microbatches, with padding."""
+  return sum(shape.sequences * shape.length for shape, _ in plan)
 
-  def __init__(self, packs: list[_Pack]):
+
+class _Packs:
+  """Packs that wait for a sequence, sorted by length.
+
+  Args:
+    packs: the packs.
+    fills_best: whether a sequence gets the packs that fill it best, instead of
+      always the longest that fits. That wastes less if few packs fit into a
+      sequence, and more if short packs fill what is left of long sequences.
+  """
+
+  def __init__(self, packs: list[_Pack], *, fills_best: bool):
+    self._fills_best = fills_best
     # The stable order makes the microbatches a function of the rows.
     self._packs = sorted(packs, key=lambda pack: pack.length)
     self._lengths = [pack.length for pack in self._packs]
@@ -430,20 +456,74 @@ class _Packs:
     return self._lengths[-1]
 
   def take(self, length: int, targets: int) -> list[_Pack]:
-    """Removes and returns packs for a sequence: always the longest that fits.
+    """Removes and returns packs for a sequence, the longest first.
 
     Args:
-      length: tokens of the sequence.
+      length: tokens of the sequence, at least those of the longest pack.
       targets: completion tokens of the sequence.
     """
-    taken = []
+    first = self._pop(-1)
+    room, targets = length - first.length, targets - first.targets
+    chosen = self._best_fill(room) if self._fills_best else None
+    if chosen is None or self._num_targets(chosen) > targets:
+      chosen = self._longest_fill(room, targets)
+    return [first, *(self._pop(n) for n in chosen)]
+
+  def _num_targets(self, chosen: Sequence[int]) -> int:
+    return sum(self._packs[n].targets for n in chosen)
+
+  def _pop(self, n: int) -> _Pack:
+    self._lengths.pop(n)
+    return self._packs.pop(n)
+
+  def _best_fill(self, room: int) -> list[int]:
+    """Returns packs with the largest sum of lengths up to `room`.
+
+    These are the best of some candidates of all lengths; of equal sums, the one
+    with the longest packs.
+
+    Args:
+      room: tokens.
+
+    Returns:
+      Indices, descending.
+    """
+    fitting = bisect.bisect_right(self._lengths, room)
+    count = min(fitting, _CANDIDATES)
+    candidates = [k * (fitting - 1) // max(count - 1, 1) for k in range(count)]
+    # Bit s of sums[k] is set if some of the first k candidates sum to s.
+    sums = [1]
+    for n in candidates:
+      added = (sums[-1] << self._lengths[n]) & ((2 << room) - 1)
+      sums.append(sums[-1] | added)
+    left = sums.pop().bit_length() - 1
+    chosen = []
+    for n in reversed(candidates):
+      before = sums.pop()
+      rest = left - self._lengths[n]
+      if rest >= 0 and before >> rest & 1:
+        chosen.append(n)
+        left = rest
+    return chosen
+
+  def _longest_fill(self, room: int, targets: int) -> list[int]:
+    """Returns packs for `room` tokens: always the longest that fits.
+
+    Args:
+      room: tokens.
+      targets: completion tokens.
+
+    Returns:
+      Indices, descending.
+    """
+    chosen = []
     n = len(self._packs)
-    while (n := bisect.bisect_right(self._lengths, length, hi=n) - 1) >= 0:
+    while (n := bisect.bisect_right(self._lengths, room, hi=n) - 1) >= 0:
       if self._packs[n].targets <= targets:
-        taken.append(self._packs.pop(n))
-        length -= self._lengths.pop(n)
-        targets -= taken[-1].targets
-    return taken
+        chosen.append(n)
+        room -= self._lengths[n]
+        targets -= self._packs[n].targets
+    return chosen
 
 
 def _next_size(sizes: Sequence[int], count: int) -> int:

@@ -11,7 +11,7 @@ of the prompt, and adds nothing to the shapes of the rows.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -36,6 +36,17 @@ class PrivilegedContext:
   head: int
   solve: Callable[[base.Task], str]
 
+  def solutions(
+    self, tasks: Iterable[base.Task]
+  ) -> dict[base.Task, np.ndarray]:
+    """Returns the added token ids by task, without tasks without a solution."""
+    texts = {
+      task: f'{_INTRODUCTION}{solution}\n\n'
+      for task in dict.fromkeys(tasks)
+      if (solution := self.solve(task))
+    }
+    return dict(zip(texts, self.encode([*texts.values()]), strict=True))
+
   def make_rows(
     self, rows: batch.Rows, episodes: Sequence[trajectory.Trajectory]
   ) -> batch.Rows:
@@ -49,12 +60,7 @@ class PrivilegedContext:
     """
     real = np.flatnonzero(rows.real)
     tasks = [episodes[index].task for index in rows.episodes[real]]
-    texts = {
-      task: f'{_INTRODUCTION}{solution}\n\n'
-      for task in dict.fromkeys(tasks)
-      if (solution := self.solve(task))
-    }
-    ids = dict(zip(texts, self.encode([*texts.values()]), strict=True))
+    ids = self.solutions(tasks)
     limit = rows.tokens.shape[1] - rows.completion_mask.shape[1]
     tokens, groups = np.zeros_like(rows.tokens), np.full_like(rows.groups, -1)
     prompt_lengths = np.zeros_like(rows.prompt_lengths)

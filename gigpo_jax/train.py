@@ -236,7 +236,7 @@ def update(
     )
   rows, scores = update_inputs.score_texts(parts, state, rows, groups.kept)
   signals, old_log_probs, signal_metrics = update_inputs.compute_signals(
-    parts, state, rows, iteration
+    parts, state, history, rows, iteration
   )
   rows, ref_log_probs, reward_metrics = update_inputs.shape_rewards(
     parts, state, history, rows, old_log_probs

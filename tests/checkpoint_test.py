@@ -49,6 +49,17 @@ def test_entries_that_are_not_wanted_take_no_device_memory(tmp_path):
   np.testing.assert_array_equal(restored['policy']['w'], [0, 1, 2])
 
 
+def test_a_save_after_the_warm_up_compiles_no_checksums(tmp_path):
+  state = _state(shape=(16, 2))
+  programs = checkpoint._checksums._cache_size()
+  checkpoint.warm_up(state)
+  compiled = checkpoint._checksums._cache_size()
+  assert compiled > programs
+  with checkpoint.Checkpointer(tmp_path) as saver:
+    saver.save(0, state, {})
+  assert checkpoint._checksums._cache_size() == compiled
+
+
 def test_restored_state_is_equal(tmp_path):
   state = _state()
   with checkpoint.Checkpointer(tmp_path / 'c', keep=2) as saved:

@@ -9,7 +9,7 @@ from matplotlib import pyplot
 from configs import alfworld
 from envs import base
 from gigpo_jax import evaluation, metrics, trajectory
-from gigpo_jax.run import run_config, saved_checkpoint
+from gigpo_jax.run import model_builders, run_config, saved_checkpoint
 
 
 def episode(task, success, member=0, task_type='pick', failure='', score=None):
@@ -233,6 +233,17 @@ def test_adapters_are_evaluated_with_their_own_network(tmp_path):
   saved_checkpoint.compare(config, str(tmp_path / 'checkpoints' / '3'))
   config.lora.alpha = 16.0
   with pytest.raises(ValueError, match='lora.alpha=16.0: .* trained with 8.0'):
+    saved_checkpoint.compare(config, str(tmp_path))
+
+
+def test_adapters_are_evaluated_with_the_weights_they_were_trained_on(tmp_path):
+  config = alfworld.get_config('smoke')
+  config.lora.rank = 4
+  inputs = model_builders.describe_files(config)
+  run_config.save(config, str(tmp_path), inputs=inputs)
+  saved_checkpoint.compare(config, str(tmp_path))
+  run_config.save(config, str(tmp_path), inputs=dict.fromkeys(inputs, 'other'))
+  with pytest.raises(ValueError, match='model.path=.* its files have changed'):
     saved_checkpoint.compare(config, str(tmp_path))
 
 

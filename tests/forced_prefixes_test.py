@@ -16,7 +16,6 @@ from envs import base
 from gigpo_jax import (
   algorithms,
   batch,
-  builders,
   carry_over,
   config,
   conversation,
@@ -27,6 +26,7 @@ from gigpo_jax import (
   sampler,
   tokenizer,
 )
+from gigpo_jax.run import model_check
 
 TEXTS = ('<action>', '<think>')
 ENDINGS = {'<action>': 'right</action>', '<think>': 'on</think><action>left'}
@@ -365,12 +365,21 @@ def test_senseless_options_are_refused(variant, changes, message):
   assert '\n' not in str(error.value)
 
 
-def test_a_prefix_without_room_for_a_prompt_is_refused(text):
+def test_a_prefix_without_room_for_a_prompt_is_refused_before_the_start():
   own = alfworld.get_config('tiny,a2fm')
+  text = tokenizer.Tokenizer(own.model.path)
+  own.rollout.prefixes = ('<action>', '<think>' * 60)
   longest = forced_prefixes.make(own.rollout.prefixes, 1, text).longest
+
+  def problems():
+    found = model_check.problems(own, trains=True, fetch=False)
+    return [line for line in found if line.startswith('rollout.prefixes=')]
+
   # One token of a message is the least.
   own.rollout.max_prompt_tokens = longest + text.template_tokens() + 1
-  builders._make_prefixes(own, text)
+  assert not problems()
   own.rollout.max_prompt_tokens -= 1
-  with pytest.raises(ValueError, match='rollout.prefixes=.*room for a prompt'):
-    builders._make_prefixes(own, text)
+  (line,) = problems()
+  assert 'must leave room for a prompt' in line and len(line) < 240
+  own.rollout.forced_members = 0
+  assert not problems()

@@ -264,13 +264,41 @@ def paper_rows(count, seed=0):
   )
 
 
-@pytest.mark.parametrize('sequences', [16, 64, 256])
-def test_padding_of_rows_as_in_the_paper(sequences):
+@pytest.mark.parametrize(
+  ('sequences', 'shards', 'minibatch_rows', 'most'),
+  [
+    *((n, 1, 256, 0.05) for n in (16, 64, 256)),
+    # As many tokens as fit into 80 GB without recomputation; 2 and 4 devices.
+    (6, 1, 256, 0.05),
+    (16, 2, 256, 0.05),
+    (16, 4, 256, 0.05),
+    # Every shard has a sequence, so the last microbatch is half empty.
+    (16, 8, 256, 0.08),
+    (16, 16, 256, 0.16),
+    (16, 16, 3072, 0.05),
+  ],
+)
+def test_padding_of_rows_as_in_the_paper(
+  sequences, shards, minibatch_rows, most
+):
   rows = paper_rows(3072)
-  packer = packing.Packer(2560 * sequences, 1, (2560,), 512)
-  for _ in packer.microbatches(rows, np.flatnonzero(rows.real)):
-    pass
-  assert packer.take_metrics()['packs/padding'] < 0.05
+  packer = packing.Packer(2560 * sequences, shards, (2560,), 512)
+  order = np.random.default_rng(0).permutation(3072)
+  for start in range(0, 3072, minibatch_rows):
+    index = order[start : start + minibatch_rows]
+    for _ in packer.microbatches(rows, index):
+      pass
+  assert packer.take_metrics()['packs/padding'] < most
+
+
+def test_packs_fill_sequences_as_well_as_possible():
+  lengths = [5, 4, 4, 3, 2, 2]
+  rows = _rows([[1] * (n - 1) for n in lengths], [[2]] * 6)
+  packer = packing.Packer(20, 1, (10,), 4)
+  (only,) = packer.microbatches(rows, np.arange(6))
+  # The longest first would be 5 + 4, 4 + 3 + 2 and 2: three sequences.
+  assert packer.take_metrics()['packs/padding'] == 0
+  np.testing.assert_array_equal(only.rows, [0, 3, 5, 2, 1, 4])
 
 
 def test_a_row_that_is_too_long_is_refused():

@@ -4,11 +4,12 @@ import dataclasses
 import types
 
 import numpy as np
+import pytest
 
 from configs import alfworld
 from envs import base
 from gigpo_jax import batch, privileged, teacher, tokenizer, trajectory
-from gigpo_jax.run import run_builders, update_inputs
+from gigpo_jax.run import teacher_builders, update_inputs
 
 HEAD = 2
 PLANS = {0: [50, 51], 1: [60, 61, 62, 63]}
@@ -140,11 +141,20 @@ def test_without_room_there_is_no_batch(monkeypatch):
 def test_the_solution_is_the_expert_s_play():
   config = alfworld.get_config('tiny')
   text = tokenizer.Tokenizer('configs/warm_starts/alfworld_tiny')
-  assert run_builders.make_privileged_context(config, text) is None
+  assert teacher_builders.make_privileged_context(config, text) is None
   config.teacher.mu_peak, config.teacher.loss = 0.1, 'distillation'
-  context = run_builders.make_privileged_context(config, text)
+  context = teacher_builders.make_privileged_context(config, text)
   solution = context.solve(base.Task('train', 0))
   assert solution == context.solve(base.Task('train', 0))
   assert '</action>' in solution.splitlines()[0]
   (ids,) = text.render(['x'])
   assert text.decode([ids[: context.head]])[0].endswith('user\n')
+
+
+def test_prompts_without_room_for_any_solution_are_refused():
+  config = alfworld.get_config('tiny')
+  text = tokenizer.Tokenizer('configs/warm_starts/alfworld_tiny')
+  config.teacher.mu_peak, config.teacher.loss = 0.1, 'distillation'
+  config.rollout.max_prompt_tokens = 200
+  with pytest.raises(ValueError, match='max_prompt_tokens=200: .* at least'):
+    teacher_builders.make_privileged_context(config, text)

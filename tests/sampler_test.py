@@ -1,6 +1,7 @@
 """Tests of the sampler: streams, other requests, stops, log-probs, memory."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from configs import alfworld
 from gigpo_jax import builders, sampler
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import parameters, quantization, qwen
+from gigpo_jax.programs import sampler_cache
 from gigpo_jax.run import model_builders
 from gigpo_jax.tools import tpu_compile
 
@@ -192,15 +194,30 @@ def test_nothing_compiles_after_warm_up(params):
   assert engine.compilations == before
 
 
+def _on_platform(function, platform, *args):
+  """Calls a function with a platform instead of its last argument."""
+  return function(*args[:-1], platform)
+
+
 @pytest.mark.parametrize(
   ('platform', 'kernel', 'lengths'),
-  [('cpu', 'xla', 2), ('gpu', 'xla', 2), ('gpu', 'triton', 1)],
+  [
+    ('cpu', 'xla', 2),
+    ('gpu', 'xla', 2),
+    ('gpu', 'triton', 1),
+    ('tpu', 'xla', 2),
+  ],
 )
 def test_the_papers_config_needs_few_programs(
   monkeypatch, platform, kernel, lengths
 ):
   if platform == 'gpu':
     monkeypatch.setattr(sampler, '_HOST_SELECTS', ('cpu',))
+  for name in ('prefill_rows', 'prefill_lengths'):
+    function = getattr(sampler_cache, name)
+    emulated = functools.partial(_on_platform, function, platform)
+    monkeypatch.setattr(sampler_cache, name, emulated)
+  prefills = 2 * (2 if platform == 'cpu' else 4)
   model = dataclasses.replace(CONFIG, decode_attention=kernel)
   config, mesh = alfworld.get_config(), mesh_lib.make_mesh(1, -1, 1)
   engine = tpu_compile.make_sampler(config, model, mesh, 1)
@@ -209,7 +226,7 @@ def test_the_papers_config_needs_few_programs(
   state, base = learner.abstract_state()
   sampled = engine.lowerings(state.params, base)
   # Three numbers of slots, and four programs for each size of the cache.
-  assert len(sampled) == 1 + 3 * lengths * 4 + 2 * 2
+  assert len(sampled) == 1 + 3 * lengths * 4 + prefills
   assert len(sampled) + len(learner.lowerings(reference=True)) <= 40
 
 

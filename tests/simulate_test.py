@@ -100,13 +100,7 @@ def test_a_complete_iteration_is_the_one_measured(benchmarks):
   simulate = benchmarks.simulate
   options = simulate.change(
     simulate.Options(),
-    {
-      'packed': True,
-      'packed_sequences': 6,
-      'row_buckets': (32, 64, 128),
-      'prompt_buckets': (1024, 2048),
-      'kernels': {'ragged': True, 'recompute': False},
-    },
+    {'sequences': 6, 'evaluation_inside': False},
   )
   result = simulate.simulate(simulate.SETTINGS['1.5b-h200'], options)
   rollout, update = result.rollout, result.update
@@ -152,6 +146,7 @@ def test_small_runs_use_the_measured_share_of_slots(benchmarks, monkeypatch):
     row_buckets=(128,),
     prompt_buckets=(320, 640),
     max_completion=40,
+    kernels=benchmarks.device_costs.Kernels(ragged=False),
     host=benchmarks.virtual_device.HostCosts(
       chunk_secs=1e-3, turn_secs=1e-3, env_secs=2e-3, workers=4
     ),
@@ -268,10 +263,11 @@ def test_speculation_and_reading_used_positions_save_time(benchmarks):
     evaluation_tasks=2,
     lengths=benchmarks.forced.Lengths(max_turns=4, short_turns=2),
   )
-  today = simulate.Options(row_buckets=(16,))
+  dense = benchmarks.device_costs.Kernels(ragged=False)
+  before = simulate.Options(row_buckets=(16,), kernels=dense)
 
   def secs(**fields) -> float:
-    options = simulate.change(today, fields)
+    options = simulate.change(before, fields)
     return simulate.simulate(setting, options, work).rollout.secs
 
   assert secs(tokens_per_step=1.5) < 0.85 * secs()
@@ -283,17 +279,14 @@ def test_speculation_and_reading_used_positions_save_time(benchmarks):
 def test_packing_by_hand(benchmarks):
   update = benchmarks.simulated_update
   lengths = np.array([(500, 100), (300, 100), (200, 100), (60, 40)])
-  packed = update.Options(packed=True, sequence_tokens=1000, packed_sequences=1)
+  options = update.Options(sequence_tokens=1000, sequences=1)
   # 600 + 400, then 300 + 100.
-  assert update.first_fit(np.array([600, 400, 300, 100]), 1000) == [1000, 400]
-  assert update.microbatches(lengths, packed, 1) == [(1, 1000, 170)] * 2
-  rows = update.Options(microbatch_rows=2, length_buckets=(320, 640))
-  assert update.microbatches(lengths, rows, 1) == [
-    (2, 640, 1024),
-    (2, 320, 1024),
+  assert update.microbatches(lengths, options, 1) == [
+    (1, 1000, 200),
+    (1, 1000, 140),
   ]
-  # Four devices: two empty rows fill a microbatch.
-  assert update.microbatches(lengths, rows, 4) == [(4, 640, 2048)]
+  # Four devices: two empty sequences fill a microbatch.
+  assert update.microbatches(lengths, options, 4) == [(4, 1000, 340)]
 
 
 def test_costs_of_a_file_replace_those_of_a_device(benchmarks, tmp_path):

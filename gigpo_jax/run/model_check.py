@@ -5,6 +5,7 @@ valid.
 """
 
 import pathlib
+import reprlib
 from collections.abc import Iterator
 
 import jax
@@ -14,7 +15,14 @@ import psutil
 import configs
 import envs
 from configs import sizes
-from gigpo_jax import algorithms, conversation, models, optimizer, tokenizer
+from gigpo_jax import (
+  algorithms,
+  conversation,
+  forced_prefixes,
+  models,
+  optimizer,
+  tokenizer,
+)
 from gigpo_jax.models import (
   decode_attention,
   huggingface,
@@ -105,6 +113,14 @@ def _invalid_files(
     yield (
       f'rollout.max_prompt_tokens={limit}: the chat template alone takes '
       f'{template} tokens; must be larger'
+    )
+  texts = config.rollout.prefixes
+  forced = forced_prefixes.make(texts, config.rollout.forced_members, text)
+  if forced.longest and forced.longest + template >= limit:
+    yield (
+      f'rollout.prefixes={reprlib.repr(tuple(texts))}: the longest has '
+      f'{forced.longest} tokens, the chat template {template}; must leave room '
+      f'for a prompt in rollout.max_prompt_tokens={limit}'
     )
 
 

@@ -4,9 +4,7 @@
 """
 
 import concurrent.futures
-import contextlib
 import dataclasses
-import functools
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,9 +12,7 @@ from typing import Any
 import jax
 import ml_collections
 
-import envs
 from configs import variants
-from envs import base
 from gigpo_jax import (
   advantages,
   algorithms,
@@ -36,17 +32,14 @@ from gigpo_jax import (
   modulators,
   options,
   privileged,
-  replay,
   reward_shaping,
   rollout,
   sampler,
   scored_rewards,
   selectors,
-  sft,
   tasks,
   teacher,
   token_batch,
-  tokenizer,
   trajectory,
 )
 from gigpo_jax import config as config_lib
@@ -58,6 +51,7 @@ from gigpo_jax.run import (
   run_config,
   run_logs,
   run_state,
+  teacher_builders,
 )
 from gigpo_jax.runtime import (
   compilation,
@@ -178,6 +172,7 @@ class Parts:
     eval_batch: the episodes of an evaluation; None if there are none.
     sampling: sampling options of training.
     rows_kwargs: arguments of `batch.from_trajectories`.
+    max_repeated: number of iterations that a kill may have to repeat.
   """
 
   config: ml_collections.ConfigDict
@@ -203,6 +198,7 @@ class Parts:
   eval_batch: rollout.EpisodeBatch | None
   sampling: sampler.Sampling
   rows_kwargs: dict[str, Any]
+  max_repeated: int
 
   @property
   def needs_reference(self) -> bool:
@@ -280,14 +276,16 @@ def make_parts(
   algorithm = algorithms.make(**config.algorithm.to_dict())
   loss = builders.make_loss(config)
   bundle = remat.resolve(config, bundle, has_critic=algorithm.needs_values)
-  tutor = make_teacher(config, bundle.tokenizer)
+  tutor = teacher_builders.make_teacher(config, bundle.tokenizer)
   return Parts(
     config=config,
     workdir=pathlib.Path(workdir),
     bundle=bundle,
     loss=loss,
     teacher=tutor,
-    privileged_context=make_privileged_context(config, bundle.tokenizer),
+    privileged_context=teacher_builders.make_privileged_context(
+      config, bundle.tokenizer
+    ),
     entropy_band=losses.EntropyBand(**config.loss.entropy_band),
     kl_control=options.of_section(kl.Control, config.loss),
     reward=builders.make_reward_shaping(config),
@@ -311,58 +309,8 @@ def make_parts(
     else None,
     sampling=model_builders.make_sampling(config),
     rows_kwargs=builders.rows_kwargs(config),
+    max_repeated=_max_repeated(config, workdir),
   )
-
-
-def make_teacher(
-  config: ml_collections.ConfigDict, text: tokenizer.Tokenizer
-) -> teacher.Teacher:
-  """Returns the teacher, which has no rows of its own if it is off.
-
-  Raises:
-    ValueError: in one line, if there is no expert or no episode to learn from.
-  """
-  options = teacher.Options(**config.teacher)
-  loss = teacher.make_loss(options, config.loss.to_dict())
-  rows, columns = None, {}
-  if loss and options.loss != 'distillation':
-    own = config.copy_and_resolve_references()
-    own.sft.update(
-      data=options.data,
-      init='',
-      num_episodes=options.num_episodes,
-      noise=0.0,
-      completion_only=True,
-    )
-    try:
-      if options.loss == 'replay':
-        rows, columns = replay.make_rows(own, text)
-      else:
-        load = sft.open_episodes if options.data else sft.demonstrations
-        rows = sft.imitated_rows(own, text, load(own))
-    except ValueError as error:
-      raise ValueError(
-        str(error).replace('sft.data', 'teacher.data')
-      ) from error
-  return teacher.Teacher(options, rows, config.seed, loss, columns)
-
-
-def make_privileged_context(
-  config: ml_collections.ConfigDict, text: tokenizer.Tokenizer
-) -> privileged.PrivilegedContext | None:
-  """Returns what adds solutions to prompts; None without distillation."""
-  options = config.teacher
-  if not options.mu_peak or options.loss != 'distillation':
-    return None
-  name, kwargs = config.env.name, config_lib.env_kwargs(config)
-
-  @functools.cache
-  def solve(task: base.Task) -> str:
-    with contextlib.closing(envs.make(name, **kwargs)) as env:
-      steps = envs.demonstrate(name, env, task, noise=0.0, seed=config.seed)
-      return '\n'.join(response for _, response in steps)
-
-  return privileged.PrivilegedContext(text.encode, text.head_length(), solve)
 
 
 def open_checkpoints(
@@ -544,6 +492,7 @@ def warm_up(
   with errors.explain_out_of_memory(*_SAMPLER_MEMORY):
     parts.bundle.sampler.warm_up(state.policy.params, parts.learner.base)
   with errors.explain_out_of_memory(*_LEARNER_MEMORY):
+    checkpoint.warm_up(state.to_dict())
     policy = parts.learner.warm_up(state.policy, state.reference)
     state = state.replace(policy=policy)
     if parts.critic:
@@ -555,7 +504,9 @@ def open_logs(parts: Parts, first_iteration: int) -> run_logs.RunLogs:
   """Returns the logs of a run; those of other processes write nothing."""
   config, workdir = parts.config, parts.workdir
   is_main = distributed.is_main_process()
-  max_repeated = _max_repeated(config, first_iteration)
+  # Without any checkpoint, a kill and the deletion of all of them look the
+  # same: nothing may be dropped.
+  max_repeated = parts.max_repeated if first_iteration else 0
   writer = builders.make_writer(
     config, str(workdir), first_iteration, max_repeated
   )
@@ -582,18 +533,19 @@ def open_logs(parts: Parts, first_iteration: int) -> run_logs.RunLogs:
   )
 
 
-def _max_repeated(
-  config: ml_collections.ConfigDict, first_iteration: int
-) -> int:
+def _max_repeated(config: ml_collections.ConfigDict, workdir: str) -> int:
   """Returns how many iterations a resumed run may repeat after a kill.
 
-  More repeated iterations mean that checkpoints were deleted. Without any
-  checkpoint, a kill and a deletion look the same: nothing may be dropped.
+  More repeated iterations mean that checkpoints were deleted. Checkpoints may
+  have been rarer before the run was resumed.
   """
-  if not first_iteration:
-    return 0
+  before = run_config.stored_section(workdir, 'checkpoint')
+  every, keep = (
+    max(config.checkpoint[name], before.get(name, 0))
+    for name in ('every', 'keep')
+  )
   # Allow for damaged checkpoints, one being written, and the last evaluation.
-  return (config.checkpoint.keep + 2) * config.checkpoint.every + 1
+  return (keep + 2) * every + 1
 
 
 def export(parts: Parts, state: run_state.RunState) -> None:

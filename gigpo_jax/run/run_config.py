@@ -111,6 +111,37 @@ def holds_run(workdir: str) -> bool:
   return any((root / name).exists() for name in (_STORED, 'checkpoints'))
 
 
+def stored_section(workdir: str, name: str) -> dict[str, int]:
+  """Returns the whole numbers in a section of a run's stored config.
+
+  Args:
+    workdir: work directory of the run.
+    name: name of the section.
+
+  Returns:
+    They by name; {} if there is no readable config.
+  """
+  try:
+    section = files.read_stored(pathlib.Path(workdir) / _STORED).get(name)
+  except ValueError:  # Missing or damaged.
+    return {}
+  values = section.items() if isinstance(section, dict) else ()
+  return {key: value for key, value in values if isinstance(value, int)}
+
+
+def stored_inputs(path: pathlib.Path) -> dict[str, str]:
+  """Returns what a run read apart from its config; see `check_resume`.
+
+  Args:
+    path: its config.json.
+
+  Raises:
+    ValueError: in one line, if the file is damaged.
+  """
+  inputs = files.read_stored(path).get(_INPUTS)
+  return inputs if isinstance(inputs, dict) else {}
+
+
 def check_workdir(workdir: str, flag: str = '--workdir') -> None:
   """Creates a work directory and checks that it is writable.
 

@@ -54,7 +54,7 @@ def compare(config: ml_collections.ConfigDict, path: str) -> None:
 
   Raises:
     ValueError: in one line, if the checkpoint has adapters of another network,
-      or with another scale.
+      of changed weights, or with another scale.
   """
   folder, _ = _locate(path)
   stored_path = folder.parent / 'config.json'
@@ -76,6 +76,13 @@ def compare(config: ml_collections.ConfigDict, path: str) -> None:
       raise ValueError(
         f'{field}={current[field]}: the adapters of --checkpoint={path} were '
         f'trained with {stored[field]}; must be the same'
+      )
+  inputs = run_config.stored_inputs(stored_path)
+  for name, text in model_builders.describe_files(config).items():
+    if inputs.get(name, text) != text:
+      raise ValueError(
+        f'model.path={config.model.path}: its files have changed since the '
+        f'adapters of --checkpoint={path} were trained; must be the same'
       )
 
 

@@ -33,6 +33,7 @@ Metrics = dict[str, float]
 def compute_signals(
   parts: 'run_builders.Parts',
   state: run_state.RunState,
+  history: run_state.History,
   rows: batch.Rows,
   iteration: int,
 ) -> tuple[plugins.Signals, np.ndarray, Metrics]:
@@ -50,7 +51,8 @@ def compute_signals(
     {'log_probs': old_log_probs} | outputs,
     progress=iteration / parts.config.num_iterations,
     seed=(parts.config.seed, iteration),
-    learning_rate=learning_rate,
+    # The guards may have shrunk the step.
+    learning_rate=learning_rate * parts.guard.step_scale(history.guard_state),
     invalid_penalty=getattr(parts.algorithm, 'invalid_penalty', 0.0),
   )
   metrics = gap_metrics | {'update/learning_rate': learning_rate}
