@@ -24,6 +24,8 @@ the shuffled control only, and Sokoban these and the methods that are the best
 ones elsewhere. The first runs of the former two cannot separate methods:
 TextWorld starts at 87 %, and runs of one method ended between 0 and 44 % on the
 lake. Full rooms and Sokoban have only these so that all runs fit into a day.
+GiGPO with the states of G2PO, a control of G2PO's gain, runs on ALFWorld, where
+this gain is.
 
 A further control is GRPO at the KL of GiGPO, in the environments of
 MATCHED_RATES: with that learning rate, GRPO's updates move the policy as far

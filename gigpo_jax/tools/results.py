@@ -211,6 +211,8 @@ QUESTIONS = {
   'Are larger updates the reason?': (GIGPO, 'grpo at matched kl'),
   'Does comparing successive states help more?': ('g2po', GIGPO),
   'Does it need real states?': ('g2po', 'g2po shuffled'),
+  'Do its states help GiGPO?': ('gigpo state anchors', GIGPO),
+  'Do values help with equal states?': ('g2po', 'gigpo state anchors'),
 }
 
 
