@@ -83,6 +83,11 @@ class Part:
   arguments: tuple[str, ...] = ()
   flags: str = ''
 
+  def with_fields(self, *changes: str) -> 'Part':
+    """Returns the part with changes of the config, such as 'field=value'."""
+    fields = (x for change in changes for x in ('--field', change))
+    return dataclasses.replace(self, arguments=(*self.arguments, *fields))
+
 
 def make_parts(platform: str, *, quick: bool) -> list[Part]:
   """Returns the parts, the most valuable first.
@@ -116,17 +121,11 @@ def make_parts(platform: str, *, quick: bool) -> list[Part]:
     'int8-cache': 'rollout.cache=int8'
   }
   for variant, field in fields.items():
-    part = decode(1024, variant)
-    arguments = (*part.arguments, '--field', field)
-    parts += [dataclasses.replace(part, arguments=arguments)]
+    parts += [decode(1024, variant).with_fields(field)]
   if platform == 'gpu':
-    changes = tuple(x for field in _MATRICES for x in ('--field', field))
-    update_16k = update('matrices', '16k')
     parts += [
-      dataclasses.replace(
-        update_16k, arguments=(*update_16k.arguments, *changes)
-      ),
-      Part('iteration-matrices-16k', 515.0, 300.0, changes),
+      update('matrices', '16k').with_fields(*_MATRICES),
+      Part('iteration-matrices-16k', 515.0, 300.0).with_fields(*_MATRICES),
     ]
     parts += [decode(1024, *item) for item in _GPU_DECODE_FLAGS.items()]
     parts += [update('layer', *item) for item in _GPU_FLAGS.items()]

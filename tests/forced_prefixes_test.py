@@ -372,8 +372,8 @@ def test_a_prefix_without_room_for_a_prompt_is_refused_before_the_start():
   longest = forced_prefixes.make(own.rollout.prefixes, 1, text).longest
 
   def problems():
-    found = model_check.problems(own, trains=True, fetch=False)
-    return [line for line in found if line.startswith('rollout.prefixes=')]
+    lines = model_check.problems(own, trains=True, fetch=False)
+    return [line for line in lines if line.startswith('rollout.prefixes=')]
 
   # One token of a message is the least.
   own.rollout.max_prompt_tokens = longest + text.template_tokens() + 1

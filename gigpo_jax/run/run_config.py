@@ -129,16 +129,13 @@ def stored_section(workdir: str, name: str) -> dict[str, int]:
   return {key: value for key, value in values if isinstance(value, int)}
 
 
-def stored_inputs(path: pathlib.Path) -> dict[str, str]:
+def stored_inputs(stored: Mapping[str, Any]) -> dict[str, str]:
   """Returns what a run read apart from its config; see `check_resume`.
 
   Args:
-    path: its config.json.
-
-  Raises:
-    ValueError: in one line, if the file is damaged.
+    stored: the values in its config.json.
   """
-  inputs = files.read_stored(path).get(_INPUTS)
+  inputs = stored.get(_INPUTS)
   return inputs if isinstance(inputs, dict) else {}
 
 

@@ -60,7 +60,8 @@ def compare(config: ml_collections.ConfigDict, path: str) -> None:
   stored_path = folder.parent / 'config.json'
   if not stored_path.is_file():
     return
-  stored = config_fields.flatten(files.read_stored(stored_path))
+  values = files.read_stored(stored_path)
+  stored = config_fields.flatten(values)
   current = run_config.experiment(config)
   differing = [
     f'{field}={value} (trained with {stored[field]})'
@@ -77,7 +78,7 @@ def compare(config: ml_collections.ConfigDict, path: str) -> None:
         f'{field}={current[field]}: the adapters of --checkpoint={path} were '
         f'trained with {stored[field]}; must be the same'
       )
-  inputs = run_config.stored_inputs(stored_path)
+  inputs = run_config.stored_inputs(values)
   for name, text in model_builders.describe_files(config).items():
     if inputs.get(name, text) != text:
       raise ValueError(
