@@ -490,7 +490,8 @@ class Learner:
     if not len(index):
       return {}
     if old_log_probs is rows.sampler_log_probs:
-      index = next(self._packer.microbatches(rows, index)).rows
+      microbatches = self._packer.microbatches(rows, index, largest=True)
+      index = next(microbatches).rows
       old_log_probs = self.log_probs(params, rows.take(index))
     else:
       old_log_probs = old_log_probs[index]

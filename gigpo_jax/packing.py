@@ -15,14 +15,15 @@ Shapes: **R** rows, **B** sequences, **L** tokens of a sequence, **S** shards of
 the sequences, **N** completion tokens of a shard.
 """
 
-import bisect
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 from gigpo_jax import batch
+from gigpo_jax import packs as packs_lib
 
 # Completions of maximum length that fit into a sequence, without and with
 # sharing.
@@ -30,9 +31,9 @@ _COMPLETIONS, _SHARED_COMPLETIONS = 2, 4
 # Ratio between the numbers of sequences of two shapes of a length, and the
 # smallest number of sequences for which there is a smaller shape.
 _SHAPE_RATIO, _MIN_DIVIDED = 4, 16
-# Packs of which those that fill a sequence best are chosen. With more of them,
-# the first sequences use up the short packs, which the last ones need.
-_CANDIDATES = 32
+# If a shape has as many tokens as 8 sequences of the first bucket, there is one
+# of half the length, if it is at least 512 tokens.
+_MIN_HALVED, _MIN_LENGTH = 8, 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +116,8 @@ def shapes(
 
   For each length, the largest shape has as many sequences as fit into
   `max_tokens`, at least one per shard. If it has many, smaller shapes for the
-  last rows of a mini-batch save padding, as far as each shard has a sequence.
+  last rows of a mini-batch save padding: with fewer sequences as far as each
+  shard has one. If many are left, there are shapes with shorter ones.
 
   Args:
     max_tokens: tokens of a microbatch, over all shards.
@@ -129,7 +131,22 @@ def shapes(
     while per_shard > 1 and per_shard * shards >= _MIN_DIVIDED:
       per_shard = max(per_shard // _SHAPE_RATIO, 1)
       result.append(Shape(per_shard * shards, length))
-  return tuple(result)
+  shortest = [s for s in result if s.length == length_buckets[0]][-1]
+  return (*result, *_short_shapes(shortest))
+
+
+def _short_shapes(shape: Shape) -> Iterator[Shape]:
+  """Yields shapes of half the length, a quarter, etc.; see `shapes`.
+
+  Args:
+    shape: the smallest shape of the first bucket.
+  """
+  length, whole = shape.length, shape.sequences
+  while whole >= _MIN_HALVED and length >= 2 * _MIN_LENGTH:
+    # Kernels need multiples of 128.
+    length = -(-length // 256) * 128
+    whole //= 2
+    yield Shape(shape.sequences, length)
 
 
 class Packer:
@@ -173,9 +190,10 @@ class Packer:
       length: [s.sequences for s in self.shapes if s.length == length]
       for length in self._buckets
     }
+    self._short_shapes = [s for s in self.shapes if s.length < self._buckets[0]]
     completions = max(turns, _SHARED_COMPLETIONS) if share else _COMPLETIONS
     limit = max_completion_tokens * completions
-    self._max_targets = {length: min(limit, length) for length in self._buckets}
+    self._max_targets = {s.length: min(limit, s.length) for s in self.shapes}
     self.largest_shapes = tuple(
       Shape(sizes[0], length) for length, sizes in self._sizes.items()
     )
@@ -185,7 +203,10 @@ class Packer:
   def microbatches(
     self, rows: batch.Rows, index: np.ndarray, *, largest: bool = False
   ) -> Iterator[Microbatch]:
-    """Yields microbatches of the rows, the longest rows first.
+    """Yields microbatches of the rows, with as little padding as possible.
+
+    Of several plans, this is the one with the fewest tokens. It has the longest
+    rows first, but for those of the short shapes, which come last.
 
     Args:
       rows: rows of an iteration.
@@ -207,28 +228,51 @@ class Packer:
       for members in self.prompt_groups(rows, index)
       for pack in self._pack(rows, members)
     ]
+    short = () if largest else self._short_shapes
     plans = [
-      list(self._plan(_Packs(packs, fills_best=best), largest=largest))
+      self._plan(packs_lib.Packs(packs, fills_best=best), last, largest=largest)
+      for count in range(len(short) + 1)
+      for last in itertools.combinations(short, count)
       for best in (False, True)
     ]
-    # The first if both compute as many tokens.
+    # The first of those with the fewest tokens.
     for shape, sequences in min(plans, key=_num_tokens):
       yield self._build(rows, sequences, shape)
 
   def _plan(
-    self, packs: '_Packs', *, largest: bool
-  ) -> Iterator[tuple[Shape, list[list['_Pack']]]]:
-    """Yields the shape and the sequences of each microbatch."""
+    self, packs: packs_lib.Packs, last: Sequence[Shape], *, largest: bool
+  ) -> list[tuple[Shape, list[list[packs_lib.Pack]]]]:
+    """Returns the shape and the sequences of each microbatch.
+
+    Args:
+      packs: the packs, which are removed.
+      last: short shapes of the last microbatches, which are filled first. The
+        others have lengths of the buckets.
+      largest: see `microbatches`.
+    """
+    ends = [(shape, self._take(packs, shape)) for shape in last]
+    plan = []
     while packs:
       length = next(b for b in self._buckets if b >= packs.longest)
       sizes = self._sizes[length][: 1 if largest else None]
-      sequences = []
-      while packs and len(sequences) < sizes[0]:
-        sequences.append(packs.take(length, self._max_targets[length]))
+      sequences = self._take(packs, Shape(sizes[0], length))
       while sequences:
         count = _next_size(sizes, len(sequences))
         chosen, sequences = sequences[:count], sequences[count:]
-        yield Shape(count, length), chosen
+        plan.append((Shape(count, length), chosen))
+    return plan + ends
+
+  def _take(
+    self, packs: packs_lib.Packs, shape: Shape
+  ) -> list[list[packs_lib.Pack]]:
+    """Removes and returns packs for the sequences of a microbatch."""
+    sequences = []
+    targets = self._max_targets[shape.length]
+    while len(sequences) < shape.sequences and (
+      taken := packs.take(shape.length, targets)
+    ):
+      sequences.append(taken)
+    return sequences
 
   def prompt_groups(
     self, rows: batch.Rows, index: np.ndarray, most: int | None = None
@@ -263,7 +307,7 @@ class Packer:
     return [
       part
       for members in groups.values()
-      for part in _divide(np.array(members), rows.episodes, most)
+      for part in packs_lib.divide(np.array(members), rows.episodes, most)
     ]
 
   def take_metrics(self) -> dict[str, float]:
@@ -284,13 +328,15 @@ class Packer:
     """Returns a microbatch of padding."""
     return self._arrays(shape).microbatch()
 
-  def _pack(self, rows: batch.Rows, members: np.ndarray) -> list['_Pack']:
+  def _pack(
+    self, rows: batch.Rows, members: np.ndarray
+  ) -> list[packs_lib.Pack]:
     """Divides rows that may share a pack into packs that fit the last bucket.
 
     Rows of a conversation are in the same pack if they fit.
     """
-    packs: list[_Pack] = []
-    for chain in _chains(rows, members):
+    packs: list[packs_lib.Pack] = []
+    for chain in packs_lib.chains(rows, members):
       may_join = packs and self._branches
       whole = packs[-1].join(rows, chain) if may_join else None
       if whole and self._fits(whole):
@@ -305,9 +351,9 @@ class Packer:
           packs.append(self._single(rows, r))
     return packs
 
-  def _single(self, rows: batch.Rows, r: int) -> '_Pack':
+  def _single(self, rows: batch.Rows, r: int) -> packs_lib.Pack:
     """Returns the pack of one row, which must fit."""
-    pack = _Pack.of(rows, [r])
+    pack = packs_lib.Pack.of(rows, [r])
     if not self._fits(pack):
       raise ValueError(
         f'max_completion_tokens: a row has {pack.targets} completion tokens; '
@@ -315,7 +361,7 @@ class Packer:
       )
     return pack
 
-  def _fits(self, pack: '_Pack') -> bool:
+  def _fits(self, pack: packs_lib.Pack) -> bool:
     """Returns whether the shortest sequence of a pack has room for its targets.
 
     Rows with equal completions have more targets than tokens.
@@ -333,7 +379,7 @@ class Packer:
     )
 
   def _build(
-    self, rows: batch.Rows, sequences: list[list['_Pack']], shape: Shape
+    self, rows: batch.Rows, sequences: list[list[packs_lib.Pack]], shape: Shape
   ) -> Microbatch:
     """Returns a microbatch of sequences, which may be fewer than the shape's.
 
@@ -353,177 +399,9 @@ class Packer:
     return arrays.microbatch()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pack:
-  """Rows that share tokens, in depth-first order.
-
-  Attributes:
-    rows: indices of the rows; a row follows those that it begins with.
-    length: number of different tokens.
-    targets: completion tokens of all rows.
-  """
-
-  rows: list[int]
-  length: int
-  targets: int
-
-  @classmethod
-  def of(cls, rows: batch.Rows, chain: list[int]) -> '_Pack':
-    """Returns a pack of rows, each of which begins with the one before."""
-    completions = rows.lengths[chain] - rows.prompt_lengths[chain]
-    return cls(chain, int(rows.lengths[chain[-1]]), int(completions.sum()))
-
-  def join(self, rows: batch.Rows, chain: list[int]) -> '_Pack':
-    """Returns this pack with further rows; see `of`."""
-    added = _Pack.of(rows, chain)
-    shared = _common_prefix(rows, self.rows[-1], chain[0])
-    return _Pack(
-      self.rows + chain,
-      self.length + added.length - shared,
-      self.targets + added.targets,
-    )
-
-
-def _common_prefix(rows: batch.Rows, a: int, b: int) -> int:
-  """Returns the number of tokens with which two rows begin alike."""
-  length = min(rows.lengths[a], rows.lengths[b])
-  differs = rows.tokens[a, :length] != rows.tokens[b, :length]
-  return int(np.argmax(differs)) if differs.any() else int(length)
-
-
-def _chains(rows: batch.Rows, members: np.ndarray) -> list[list[int]]:
-  """Returns rows in depth-first order, divided where one is not continued."""
-  # The order of the bytes is arbitrary, but rows precede their continuations.
-  # It is stable, for equal rows.
-  members = sorted(
-    map(int, members), key=lambda r: rows.tokens[r, : rows.lengths[r]].tobytes()
-  )
-  chains = [[members[0]]]
-  for before, r in zip(members, members[1:], strict=False):
-    if _common_prefix(rows, before, r) == rows.lengths[before]:
-      chains[-1].append(r)
-    else:
-      chains.append([r])
-  return chains
-
-
-def _divide(
-  members: np.ndarray, episodes: np.ndarray, most: int | None
-) -> list[np.ndarray]:
-  """Divides rows between episodes, into parts of at most `most` rows.
-
-  An episode with more rows is a part of its own.
-  """
-  if most is None or len(members) <= most:
-    return [members]
-  starts = np.flatnonzero(np.diff(episodes[members])) + 1
-  first, *others = np.split(members, starts)
-  parts = [first]
-  for episode in others:
-    if len(parts[-1]) + len(episode) <= most:
-      parts[-1] = np.concatenate([parts[-1], episode])
-    else:
-      parts.append(episode)
-  return parts
-
-
 def _num_tokens(plan: Sequence[tuple[Shape, list]]) -> int:
   """Returns the tokens of all microbatches, with padding."""
   return sum(shape.sequences * shape.length for shape, _ in plan)
-
-
-class _Packs:
-  """Packs that wait for a sequence, sorted by length.
-
-  Args:
-    packs: the packs.
-    fills_best: whether a sequence gets the packs that fill it best, instead of
-      always the longest that fits. That wastes less if few packs fit into a
-      sequence, and more if short packs fill what is left of long sequences.
-  """
-
-  def __init__(self, packs: list[_Pack], *, fills_best: bool):
-    self._fills_best = fills_best
-    # The stable order makes the microbatches a function of the rows.
-    self._packs = sorted(packs, key=lambda pack: pack.length)
-    self._lengths = [pack.length for pack in self._packs]
-
-  def __bool__(self) -> bool:
-    return bool(self._packs)
-
-  @property
-  def longest(self) -> int:
-    return self._lengths[-1]
-
-  def take(self, length: int, targets: int) -> list[_Pack]:
-    """Removes and returns packs for a sequence, the longest first.
-
-    Args:
-      length: tokens of the sequence, at least those of the longest pack.
-      targets: completion tokens of the sequence.
-    """
-    first = self._pop(-1)
-    room, targets = length - first.length, targets - first.targets
-    chosen = self._best_fill(room) if self._fills_best else None
-    if chosen is None or self._num_targets(chosen) > targets:
-      chosen = self._longest_fill(room, targets)
-    return [first, *(self._pop(n) for n in chosen)]
-
-  def _num_targets(self, chosen: Sequence[int]) -> int:
-    return sum(self._packs[n].targets for n in chosen)
-
-  def _pop(self, n: int) -> _Pack:
-    self._lengths.pop(n)
-    return self._packs.pop(n)
-
-  def _best_fill(self, room: int) -> list[int]:
-    """Returns packs with the largest sum of lengths up to `room`.
-
-    These are the best of some candidates of all lengths; of equal sums, the one
-    with the longest packs.
-
-    Args:
-      room: tokens.
-
-    Returns:
-      Indices, descending.
-    """
-    fitting = bisect.bisect_right(self._lengths, room)
-    count = min(fitting, _CANDIDATES)
-    candidates = [k * (fitting - 1) // max(count - 1, 1) for k in range(count)]
-    # Bit s of sums[k] is set if some of the first k candidates sum to s.
-    sums = [1]
-    for n in candidates:
-      added = (sums[-1] << self._lengths[n]) & ((2 << room) - 1)
-      sums.append(sums[-1] | added)
-    left = sums.pop().bit_length() - 1
-    chosen = []
-    for n in reversed(candidates):
-      before = sums.pop()
-      rest = left - self._lengths[n]
-      if rest >= 0 and before >> rest & 1:
-        chosen.append(n)
-        left = rest
-    return chosen
-
-  def _longest_fill(self, room: int, targets: int) -> list[int]:
-    """Returns packs for `room` tokens: always the longest that fits.
-
-    Args:
-      room: tokens.
-      targets: completion tokens.
-
-    Returns:
-      Indices, descending.
-    """
-    chosen = []
-    n = len(self._packs)
-    while (n := bisect.bisect_right(self._lengths, room, hi=n) - 1) >= 0:
-      if self._packs[n].targets <= targets:
-        chosen.append(n)
-        room -= self._lengths[n]
-        targets -= self._packs[n].targets
-    return chosen
 
 
 def _next_size(sizes: Sequence[int], count: int) -> int:
@@ -560,7 +438,12 @@ class _Arrays:
     self._rows: list[int] = []
 
   def add(
-    self, rows: batch.Rows, pack: _Pack, shard: int, row: int, start: int
+    self,
+    rows: batch.Rows,
+    pack: packs_lib.Pack,
+    shard: int,
+    row: int,
+    start: int,
   ) -> None:
     """Writes a pack into sequence `row` of a shard, from index `start` on."""
     b, offset = shard * self._per_shard + row, row * self.tokens.shape[1]
@@ -569,7 +452,7 @@ class _Arrays:
     if self._agents is not None:
       self._agents[b, start : start + pack.length] = rows.agents[pack.rows[0]]
     for n, r in enumerate(pack.rows):
-      shared = _common_prefix(rows, pack.rows[n - 1], r) if n else 0
+      shared = packs_lib.common_prefix(rows, pack.rows[n - 1], r) if n else 0
       self._ends[b, path[shared:]] = start
       added = int(rows.lengths[r]) - shared
       path = np.append(path[:shared], np.arange(start, start + added))

@@ -172,6 +172,22 @@ def test_row_ratios_do_not_depend_on_packing():
     )
 
 
+def test_short_sequences_of_many_shards_do_not_change_the_update():
+  rows = make_rows(24)
+  expected, _ = step(sgd(), rows)
+  subject = sgd(
+    devices=make_mesh(data=8),
+    length_buckets=(1024,),
+    microbatch_tokens=8 * 1024,
+  )
+  actual, metrics = step(subject, rows)
+  # All rows fit into sequences of half the length.
+  assert metrics['packs/padding'] == 1 - metrics['packs/tokens'] / (8 * 512)
+  assert_trees_close(
+    jax.device_get(actual.params), jax.device_get(expected.params), 1e-6
+  )
+
+
 def test_rows_of_a_prompt_share_an_update():
   rows = rows_of_few_prompts(prompts=4)
   # 6 rows per mini-batch would split a prompt; instead there are 8, 4 and 4.

@@ -232,6 +232,57 @@ def test_shapes():
   )
 
 
+def test_shapes_of_many_sequences_have_shorter_ones():
+  assert packing.shapes(16 * 2560, 16, (2560, 4608)) == (
+    packing.Shape(16, 2560),
+    packing.Shape(16, 4608),
+    packing.Shape(16, 1280),
+    packing.Shape(16, 640),
+  )
+  # 576 tokens, rounded up to a multiple of 128; less than 512 are too few.
+  assert packing.shapes(0, 64, (1152,)) == (
+    packing.Shape(64, 1152),
+    packing.Shape(64, 640),
+  )
+  # First half of the sequences, one per shard, then half of their length.
+  assert packing.shapes(16 * 2560, 8, (2560,)) == (
+    packing.Shape(16, 2560),
+    packing.Shape(8, 2560),
+    packing.Shape(8, 1280),
+  )
+  # Too few sequences for a fourth of them, and for shorter ones.
+  assert packing.shapes(8 * 2560, 4, (2560,)) == (
+    packing.Shape(8, 2560),
+    packing.Shape(8, 1280),
+  )
+  assert packing.shapes(4 * 2560, 4, (2560,)) == (packing.Shape(4, 2560),)
+
+
+@pytest.mark.parametrize(
+  ('long', 'largest', 'sizes'),
+  [
+    (8, False, [(8, 1024), (8, 512)]),
+    # All rows must be in the largest shape.
+    (8, True, [(8, 1024), (8, 1024)]),
+    # The ninth long row needs a long sequence, which has room for the others.
+    (9, False, [(8, 1024), (8, 1024)]),
+  ],
+)
+def test_short_sequences_hold_the_last_rows(long, largest, sizes):
+  lengths = [1024] * long + [256] * 6
+  rows = _rows(
+    [[1] * (n - 1) for n in lengths], [[2]] * len(lengths), longest_prompt=1023
+  )
+  packer = packing.Packer(8 * 1024, 8, (1024,), 4)
+  index = np.arange(len(lengths))
+  microbatches = list(packer.microbatches(rows, index, largest=largest))
+  assert [m.tokens.shape for m in microbatches] == sizes
+  packed = np.concatenate([m.rows for m in microbatches])
+  np.testing.assert_array_equal(np.sort(packed), index)
+  # The short rows are in the last microbatch.
+  assert set(range(long, long + 6)) <= set(microbatches[-1].rows)
+
+
 def test_the_last_rows_use_the_smallest_shapes_that_hold_them():
   rows = _rows([[1] * 6] * 21, [[2] * 4] * 21)
   packer = packing.Packer(160, 1, (10,), 4)
@@ -272,9 +323,14 @@ def paper_rows(count, seed=0):
     (6, 1, 256, 0.05),
     (16, 2, 256, 0.05),
     (16, 4, 256, 0.05),
-    # Every shard has a sequence, so the last microbatch is half empty.
-    (16, 8, 256, 0.08),
-    (16, 16, 256, 0.16),
+    # The last sequences are shorter.
+    (8, 4, 256, 0.05),
+    (12, 1, 256, 0.05),
+    # Every shard has a sequence.
+    (16, 8, 256, 0.05),
+    (8, 8, 256, 0.05),
+    (16, 16, 256, 0.05),
+    (32, 32, 256, 0.08),
     (16, 16, 3072, 0.05),
   ],
 )
