@@ -82,8 +82,8 @@ def simulate(
   rows = rng.permutation(lengths)
   count = math.ceil(len(rows) / options.minibatch_rows)
   minibatches = np.array_split(rows, count)
-  # Log-probs take all rows of an iteration at once.
-  forward = microbatches(lengths, options, devices)
+  # Log-probs take all rows of an iteration at once, in the largest shape.
+  forward = microbatches(lengths, options, devices, largest=True)
   backward = [
     m for part in minibatches for m in microbatches(part, options, devices)
   ]
@@ -119,7 +119,11 @@ def simulate(
 
 
 def microbatches(
-  lengths: np.ndarray, options: Options, devices: int
+  lengths: np.ndarray,
+  options: Options,
+  devices: int,
+  *,
+  largest: bool = False,
 ) -> list[tuple[int, int, int]]:
   """Returns (sequences, their length, completion tokens) of microbatches.
 
@@ -127,6 +131,7 @@ def microbatches(
     lengths: (prompt, response) tokens of each row.
     options: how rows are packed.
     devices: shards; the sequences are a multiple of this number.
+    largest: see `packing.Packer.microbatches`.
   """
   packer = packing.Packer(
     options.sequences * options.sequence_tokens,
@@ -144,5 +149,5 @@ def microbatches(
   )
   return [
     (*m.tokens.shape, int(m.mask.sum()))
-    for m in packer.microbatches(rows, np.arange(len(lengths)))
+    for m in packer.microbatches(rows, np.arange(len(lengths)), largest=largest)
   ]

@@ -478,7 +478,8 @@ def _learner_section() -> ml_collections.ConfigDict:
   # Lengths of sequences that the update is compiled for. A sequence holds
   # several rows, and has the smallest length that fits the longest of them. The
   # last length is always max_prompt_tokens + max_completion_tokens, and larger
-  # ones are ignored. (): half of this sum and the sum.
+  # ones are ignored. (): half of this sum and the sum. Shorter sequences may
+  # hold the last rows of an update.
   learner.length_buckets = (2560,)
   return learner
 

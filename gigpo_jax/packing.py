@@ -22,8 +22,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from jaxtyping import Bool, Int
 
-from gigpo_jax import batch
-from gigpo_jax import packs as packs_lib
+from gigpo_jax import batch, row_packs
 
 # Completions of maximum length that fit into a sequence, without and with
 # sharing.
@@ -31,9 +30,13 @@ _COMPLETIONS, _SHARED_COMPLETIONS = 2, 4
 # Ratio between the numbers of sequences of two shapes of a length, and the
 # smallest number of sequences for which there is a smaller shape.
 _SHAPE_RATIO, _MIN_DIVIDED = 4, 16
-# If a shape has as many tokens as 8 sequences of the first bucket, there is one
-# of half the length, if it is at least 512 tokens.
+# A shape is followed by one of half the length if its tokens are those of 8
+# sequences of the first bucket, and half the length is at least 512.
 _MIN_HALVED, _MIN_LENGTH = 8, 512
+# With several shards, a microbatch exchanges parameters and gradients. In
+# simulations of 7B on v5e, without overlap this takes half as long as the
+# computation of the largest microbatch, with perfect overlap no time.
+_EXCHANGE_SHARE = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,12 +120,13 @@ def shapes(
   For each length, the largest shape has as many sequences as fit into
   `max_tokens`, at least one per shard. If it has many, smaller shapes for the
   last rows of a mini-batch save padding: with fewer sequences as far as each
-  shard has one. If many are left, there are shapes with shorter ones.
+  shard has one. If the smallest of the first bucket still has many, there are
+  shapes with as many shorter sequences.
 
   Args:
     max_tokens: tokens of a microbatch, over all shards.
     shards: S.
-    length_buckets: accepted values of L, ascending.
+    length_buckets: values of L, ascending; that of the short shapes is less.
   """
   result = []
   for length in length_buckets:
@@ -141,11 +145,11 @@ def _short_shapes(shape: Shape) -> Iterator[Shape]:
   Args:
     shape: the smallest shape of the first bucket.
   """
-  length, whole = shape.length, shape.sequences
-  while whole >= _MIN_HALVED and length >= 2 * _MIN_LENGTH:
-    # Kernels need multiples of 128.
+  length, room = shape.length, shape.sequences
+  while room >= _MIN_HALVED and length >= 2 * _MIN_LENGTH:
+    # Kernels pad to multiples of 128.
     length = -(-length // 256) * 128
-    whole //= 2
+    room //= 2
     yield Shape(shape.sequences, length)
 
 
@@ -155,7 +159,7 @@ class Packer:
   Args:
     max_tokens: tokens of a microbatch; see `shapes`.
     shards: S.
-    length_buckets: accepted values of L, ascending.
+    length_buckets: values of L, ascending; see `shapes`.
     max_completion_tokens: longest completion of a row.
     share: whether rows that begin with the same prompt form one pack.
     branches: whether a pack may have branches; otherwise only a row and those
@@ -167,7 +171,7 @@ class Packer:
 
   Attributes:
     shapes: the shapes of microbatches; see `shapes`.
-    largest_shapes: the largest of each length.
+    largest_shapes: the largest of each bucket.
   """
 
   def __init__(
@@ -205,13 +209,12 @@ class Packer:
   ) -> Iterator[Microbatch]:
     """Yields microbatches of the rows, with as little padding as possible.
 
-    Of several plans, this is the one with the fewest tokens. It has the longest
-    rows first, but for those of the short shapes, which come last.
+    The longest rows come first, and microbatches of short shapes last.
 
     Args:
       rows: rows of an iteration.
       index: indices of the rows to pack.
-      largest: whether to use the largest shape of each length only.
+      largest: whether to use the largest shape of each bucket only.
 
     Raises:
       ValueError: if a row is longer than the last bucket, or has more
@@ -230,18 +233,18 @@ class Packer:
     ]
     short = () if largest else self._short_shapes
     plans = [
-      self._plan(packs_lib.Packs(packs, fills_best=best), last, largest=largest)
+      self._plan(row_packs.Packs(packs, fills_best=best), last, largest=largest)
       for count in range(len(short) + 1)
       for last in itertools.combinations(short, count)
       for best in (False, True)
     ]
-    # The first of those with the fewest tokens.
-    for shape, sequences in min(plans, key=_num_tokens):
+    # The first of those that cost least.
+    for shape, sequences in min(plans, key=self._cost):
       yield self._build(rows, sequences, shape)
 
   def _plan(
-    self, packs: packs_lib.Packs, last: Sequence[Shape], *, largest: bool
-  ) -> list[tuple[Shape, list[list[packs_lib.Pack]]]]:
+    self, packs: row_packs.Packs, last: Sequence[Shape], *, largest: bool
+  ) -> list[tuple[Shape, list[list[row_packs.Pack]]]]:
     """Returns the shape and the sequences of each microbatch.
 
     Args:
@@ -262,9 +265,16 @@ class Packer:
         plan.append((Shape(count, length), chosen))
     return plan + ends
 
+  def _cost(self, plan: Sequence[tuple[Shape, list]]) -> int:
+    """Returns the tokens of all microbatches, with padding and exchange."""
+    exchange = 0
+    if self._shards > 1:
+      exchange = max(map(_num_tokens, self.shapes)) // _EXCHANGE_SHARE
+    return sum(_num_tokens(shape) + exchange for shape, _ in plan)
+
   def _take(
-    self, packs: packs_lib.Packs, shape: Shape
-  ) -> list[list[packs_lib.Pack]]:
+    self, packs: row_packs.Packs, shape: Shape
+  ) -> list[list[row_packs.Pack]]:
     """Removes and returns packs for the sequences of a microbatch."""
     sequences = []
     targets = self._max_targets[shape.length]
@@ -307,7 +317,7 @@ class Packer:
     return [
       part
       for members in groups.values()
-      for part in packs_lib.divide(np.array(members), rows.episodes, most)
+      for part in row_packs.divide(np.array(members), rows.episodes, most)
     ]
 
   def take_metrics(self) -> dict[str, float]:
@@ -330,13 +340,13 @@ class Packer:
 
   def _pack(
     self, rows: batch.Rows, members: np.ndarray
-  ) -> list[packs_lib.Pack]:
+  ) -> list[row_packs.Pack]:
     """Divides rows that may share a pack into packs that fit the last bucket.
 
     Rows of a conversation are in the same pack if they fit.
     """
-    packs: list[packs_lib.Pack] = []
-    for chain in packs_lib.chains(rows, members):
+    packs: list[row_packs.Pack] = []
+    for chain in row_packs.chains(rows, members):
       may_join = packs and self._branches
       whole = packs[-1].join(rows, chain) if may_join else None
       if whole and self._fits(whole):
@@ -351,9 +361,9 @@ class Packer:
           packs.append(self._single(rows, r))
     return packs
 
-  def _single(self, rows: batch.Rows, r: int) -> packs_lib.Pack:
+  def _single(self, rows: batch.Rows, r: int) -> row_packs.Pack:
     """Returns the pack of one row, which must fit."""
-    pack = packs_lib.Pack.of(rows, [r])
+    pack = row_packs.Pack.of(rows, [r])
     if not self._fits(pack):
       raise ValueError(
         f'max_completion_tokens: a row has {pack.targets} completion tokens; '
@@ -361,7 +371,7 @@ class Packer:
       )
     return pack
 
-  def _fits(self, pack: packs_lib.Pack) -> bool:
+  def _fits(self, pack: row_packs.Pack) -> bool:
     """Returns whether the shortest sequence of a pack has room for its targets.
 
     Rows with equal completions have more targets than tokens.
@@ -379,7 +389,7 @@ class Packer:
     )
 
   def _build(
-    self, rows: batch.Rows, sequences: list[list[packs_lib.Pack]], shape: Shape
+    self, rows: batch.Rows, sequences: list[list[row_packs.Pack]], shape: Shape
   ) -> Microbatch:
     """Returns a microbatch of sequences, which may be fewer than the shape's.
 
@@ -399,9 +409,8 @@ class Packer:
     return arrays.microbatch()
 
 
-def _num_tokens(plan: Sequence[tuple[Shape, list]]) -> int:
-  """Returns the tokens of all microbatches, with padding."""
-  return sum(shape.sequences * shape.length for shape, _ in plan)
+def _num_tokens(shape: Shape) -> int:
+  return shape.sequences * shape.length
 
 
 def _next_size(sizes: Sequence[int], count: int) -> int:
@@ -440,7 +449,7 @@ class _Arrays:
   def add(
     self,
     rows: batch.Rows,
-    pack: packs_lib.Pack,
+    pack: row_packs.Pack,
     shard: int,
     row: int,
     start: int,
@@ -452,7 +461,7 @@ class _Arrays:
     if self._agents is not None:
       self._agents[b, start : start + pack.length] = rows.agents[pack.rows[0]]
     for n, r in enumerate(pack.rows):
-      shared = packs_lib.common_prefix(rows, pack.rows[n - 1], r) if n else 0
+      shared = row_packs.common_prefix(rows, pack.rows[n - 1], r) if n else 0
       self._ends[b, path[shared:]] = start
       added = int(rows.lengths[r]) - shared
       path = np.append(path[:shared], np.arange(start, start + added))

@@ -23,7 +23,7 @@ from tiny_learner import (
   step,
 )
 
-from gigpo_jax import losses, optimizer, packs, token_batch
+from gigpo_jax import losses, optimizer, row_packs, token_batch
 from gigpo_jax.models import parameters, qwen
 
 
@@ -158,14 +158,14 @@ def test_packed_gradients_equal_those_of_one_row_per_sequence(
   packed, metrics = step(
     sgd(length_buckets=(24,), microbatch_tokens=48, share_prompts=share), rows
   )
-  take = packs.Packs.take
+  take = row_packs.Packs.take
 
   def take_one(self, length, targets):
     first = take(self, self.longest, targets)
     assert len(first) == 1
     return first
 
-  monkeypatch.setattr(packs.Packs, 'take', take_one)
+  monkeypatch.setattr(row_packs.Packs, 'take', take_one)
   alone, alone_metrics = step(sgd(**plain), rows)
   assert metrics['packs/padding'] < alone_metrics['packs/padding'] - 0.05
   assert_trees_close(packed.params, alone.params, 1e-6)

@@ -330,7 +330,6 @@ def paper_rows(count, seed=0):
     (16, 8, 256, 0.05),
     (8, 8, 256, 0.05),
     (16, 16, 256, 0.05),
-    (32, 32, 256, 0.08),
     (16, 16, 3072, 0.05),
   ],
 )
@@ -345,6 +344,28 @@ def test_padding_of_rows_as_in_the_paper(
     for _ in packer.microbatches(rows, index):
       pass
   assert packer.take_metrics()['packs/padding'] < most
+
+
+@pytest.mark.parametrize('shards', [8, 16, 32])
+@pytest.mark.parametrize('minibatch_rows', [128, 256, 320])
+def test_short_sequences_do_not_cost_much_exchange(shards, minibatch_rows):
+  rows = paper_rows(1280)
+  counts, tokens = [], []
+  for largest in (False, True):
+    packer = packing.Packer(2560 * shards, shards, (2560,), 512)
+    sizes = [
+      m.tokens.size
+      for start in range(0, 1280, minibatch_rows)
+      for m in packer.microbatches(
+        rows, np.arange(start, start + minibatch_rows), largest=largest
+      )
+    ]
+    counts.append(len(sizes))
+    tokens.append(sum(sizes))
+  # Another microbatch must save a fourth of the largest one.
+  more = counts[0] - counts[1]
+  assert tokens[1] - tokens[0] >= more * 2560 * shards / 4
+  assert more <= 0.05 * counts[1]
 
 
 def test_packs_fill_sequences_as_well_as_possible():
