@@ -156,7 +156,11 @@ def simulate_rollout(
     part, trajectories = _host_rollout(setting, device, options, work, share)
     parts.append(part)
     for all_hosts, one_host in zip(played, trajectories, strict=True):
-      all_hosts += one_host
+      # Each episode is a group of its own; a host counts its own from 0.
+      start = len(all_hosts)
+      all_hosts += [
+        dataclasses.replace(t, group=start + t.group) for t in one_host
+      ]
   slowest = max(parts, key=lambda part: part.secs)
   stats = _sum_stats([part.stats for part in parts])
   return dataclasses.replace(slowest, stats=stats), played

@@ -329,7 +329,7 @@ def test_hosts_share_the_episodes_of_a_batch(benchmarks):
   assert [part.paused for part in parts] == [['a'], ['b', 'c']]
 
 
-@pytest.mark.parametrize('hosts', [1, 2])
+@pytest.mark.parametrize('hosts', [1, 2, 8])
 def test_simulated_episodes_pause_and_have_all_of_their_turns(
   benchmarks, hosts
 ):
