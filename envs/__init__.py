@@ -166,8 +166,9 @@ def check_options(name: str, kwargs: Mapping[str, Any]) -> Iterator[str]:
       yield from check_own(kwargs)
     except Exception as error:  # An environment may raise anything.
       yield (
-        f'env.name={name}: check_options raises {_describe(error, name)}; it '
-        'must yield a line for each wrong option'
+        f'env.name={name}: check_options raises '
+        f'{describe_error(error, name)}; it must yield a line for each wrong '
+        'option'
       )
 
 
@@ -304,8 +305,8 @@ def demonstrate(
     if isinstance(error, ValueError) and str(error).startswith('env.'):
       raise
     raise ValueError(
-      f'env.name={name}: demonstrate raises {_describe(error, name)}; it must '
-      'yield pairs (prompt or messages, response)'
+      f'env.name={name}: demonstrate raises {describe_error(error, name)}; it '
+      'must yield pairs (prompt or messages, response)'
     ) from error
 
 
@@ -332,8 +333,13 @@ def _response(text: str) -> str:
   return text
 
 
-def _describe(error: Exception, name: str) -> str:
-  """Returns an environment's exception as one line."""
+def describe_error(error: Exception, name: str) -> str:
+  """Returns an exception of an environment's code as one line.
+
+  Args:
+    error: the exception.
+    name: name of the environment.
+  """
   # Imported here, because it imports this package.
   from envs import worker
 
@@ -353,8 +359,8 @@ def tasks(name: str, split: str, **kwargs: Any) -> base.TaskInfo:
     raise
   except Exception as error:  # An environment may raise anything.
     raise ValueError(
-      f'env.name={name}: tasks raises {_describe(error, name)}; it must return '
-      'the tasks of a split'
+      f'env.name={name}: tasks raises {describe_error(error, name)}; it must '
+      'return the tasks of a split'
     ) from error
   if not hasattr(info, 'task_type') and hasattr(info, 'kind'):
     warnings.warn(

@@ -186,7 +186,8 @@ def list_tasks(
   config: ml_collections.ConfigDict, split: str
 ) -> env_base.TaskInfo:
   """Returns the tasks of a split of the environment."""
-  return envs.tasks(config.env.name, split, **env_kwargs(config))
+  listed = envs.tasks(config.env.name, split, **env_kwargs(config))
+  return tasks.CheckedTasks(listed, config.env.name, split)
 
 
 def conversation_turns(config: ml_collections.ConfigDict) -> int:
@@ -564,10 +565,7 @@ def _too_few_tasks(
   available = len(tasks_of_split)
   if not available:
     raise ValueError(f'split {split} has no tasks; must have at least one')
-  if not isinstance(kind := tasks_of_split.task_type(0), str):
-    raise ValueError(
-      f'task_type(0) of split {split} is {kind!r}; must be a text'
-    )
+  tasks_of_split.task_type(0)
   if split == 'train':
     groups = config.rollout.groups
     if available < groups:

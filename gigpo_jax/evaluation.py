@@ -405,20 +405,14 @@ def main(
   if export:
     run_config.check_workdir(export, '--export')
   distributed.initialize()
-  episodes, folder = {}, pathlib.Path(workdir)
+  episodes, texts, folder = {}, [], pathlib.Path(workdir)
   with builders.make_pool(config) as pool:
     builders.try_environment(config, pool, config.evaluation.split)
-    for n, (source, path) in enumerate(policies):
+    for source, path in policies:
       episodes[path], text = _evaluate_policy(
         config, source, path, pool, export
       )
-      if not distributed.is_main_process():
-        continue
-      with errors.explain_disk_errors(workdir):
-        if not n:  # The first policy can be evaluated.
-          _move_earlier(folder)
-        if config.episodes.every:
-          _keep_episodes(folder / _KEPT / str(n), text, episodes[path], config)
+      texts.append(text)
   if not distributed.is_main_process():
     return
   names = list(episodes)
@@ -429,8 +423,13 @@ def main(
   for name, measures in comparisons.items():
     for measure, comparison in measures.items():
       print(f'\n{names[0]} minus {name}, {measure}: {comparison}')
+  # All at once, because another evaluation may write to the same folder.
   with errors.explain_disk_errors(workdir):
+    _move_earlier(folder)
     _write(config, folder, episodes, comparisons)
+    if config.episodes.every:
+      for n, (name, text) in enumerate(zip(names, texts, strict=True)):
+        _keep_episodes(folder / _KEPT / str(n), text, episodes[name], config)
 
 
 def _check_policies(
@@ -548,6 +547,14 @@ def _evaluate_policy(
       params, base_params = saved_checkpoint.restore(config, policy, path)
     else:
       params, base_params = policy.load(), None
+    policy.compile_together(params, base_params)
+    (episodes,) = builders.make_runner(config, policy, pool).run_batches(
+      params,
+      [builders.make_eval_batch(config)],
+      base_params=base_params,
+      label='evaluation',
+    )
+    metrics.stop_if_failed(episodes, config.pool.max_failed_share)
     if export:
       with errors.explain_disk_errors(export):
         policy_files.export(
@@ -557,14 +564,6 @@ def _evaluate_policy(
           params,
           config.model.path,
         )
-    policy.compile_together(params, base_params)
-    (episodes,) = builders.make_runner(config, policy, pool).run_batches(
-      params,
-      [builders.make_eval_batch(config)],
-      base_params=base_params,
-      label='evaluation',
-    )
-  metrics.stop_if_failed(episodes, config.pool.max_failed_share)
   return episodes, policy.tokenizer
 
 

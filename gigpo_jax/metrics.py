@@ -463,7 +463,8 @@ def _read(path: pathlib.Path) -> tuple[list[dict], int]:
 def _parse(text: str) -> dict | None:
   """Returns a line of metrics.jsonl; None if it is damaged."""
   try:
-    line = json.loads(text)
+    # JSON has no such numbers; Python's writes and reads them.
+    line = json.loads(text, parse_constant=lambda _: None)
   except (ValueError, RecursionError):
     return None
   if not isinstance(line, dict) or not isinstance(line.get('iteration'), int):

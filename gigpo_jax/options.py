@@ -208,6 +208,12 @@ def problems(options: type, values: Mapping[str, Any]) -> Iterator[str]:
       if isinstance(value, float) and not math.isfinite(value):
         accepts = accepts.replace('out of range; must be', 'must be finite and')
       yield f'{option.name}={value}: {accepts}'
+    elif is_tuple and not all(map(_is_finite, value)):
+      yield f'{option.name}={value}: not finite; must be finite numbers'
+
+
+def _is_finite(value: Any) -> bool:
+  return not isinstance(value, float) or math.isfinite(value)
 
 
 def _has_type(value: Any, annotation: Any) -> bool:

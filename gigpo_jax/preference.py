@@ -202,13 +202,13 @@ class PairRows:
     return int(self.pairs.max()) + 1
 
   def updates(
-    self, epochs: int, most_rows: int
+    self, epochs: int, most_rows: int, seed: int = 0
   ) -> Iterator[tuple[int, np.ndarray]]:
     """Yields (epoch, row ids) of each update: whole pairs, shuffled."""
     own = [np.flatnonzero(self.pairs == n) for n in range(self.count)]
     for epoch in range(epochs):
       update: list[np.ndarray] = []
-      for n in np.random.default_rng(epoch).permutation(len(own)):
+      for n in np.random.default_rng((epoch, seed)).permutation(len(own)):
         if sum(map(len, update)) + len(own[n]) > most_rows:
           yield epoch, np.concatenate(update)
           update = []

@@ -20,7 +20,7 @@ from gigpo_jax import (
   sft,
 )
 from gigpo_jax import config as config_lib
-from gigpo_jax.run import model_builders, run_config
+from gigpo_jax.run import model_builders, policy_files, run_config
 from gigpo_jax.runtime import console, distributed, errors
 
 _STORED = 'rounds.json'  # The config of the rounds.
@@ -54,12 +54,18 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
   run_config.check_resume(
     config, workdir, name=_STORED, length='sft.rounds', results=['round-*']
   )
+  root = pathlib.Path(workdir)
+  if not (root / _STORED).exists():
+    names = sorted(folder.name for folder in root.glob('round-*'))
+    policy_files.refuse_existing(workdir, names)
+  if (root / f'round-{config.sft.rounds - 1}' / 'policy').is_dir():
+    console.log(f'{workdir}: all {config.sft.rounds} rounds are complete')
   distributed.initialize()
   with distributed.lock(workdir), errors.explain_disk_errors(workdir):
     if distributed.is_main_process():
       run_config.save(config, workdir, _STORED)
     for index in range(config.sft.rounds):
-      folder = pathlib.Path(workdir) / f'round-{index}'
+      folder = root / f'round-{index}'
       if not (folder / 'policy').is_dir():
         own = config.copy_and_resolve_references()
         own.sft.data = str(folder / episodes.FOLDER)

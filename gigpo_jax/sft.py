@@ -553,7 +553,8 @@ def _fit(
 ) -> dict:
   """Trains on rows, or on pairs of them; returns all parameters."""
   if pairs:
-    chunks = [*pairs.updates(config.sft.epochs, config.sft.minibatch_rows)]
+    most_rows = config.sft.minibatch_rows
+    chunks = [*pairs.updates(config.sft.epochs, most_rows, config.seed)]
     updates, loss = len(chunks), preference.FirstOrder()
   else:
     chunks = list(_report_chunks(config, rows))
@@ -626,6 +627,6 @@ def _report_chunks(
   """Yields (epoch, row ids) of the rows between two lines of metrics."""
   real = np.flatnonzero(rows.real)
   for epoch in range(config.sft.epochs):
-    order = np.random.default_rng(epoch).permutation(real)
+    order = np.random.default_rng((epoch, config.seed)).permutation(real)
     for start in range(0, len(order), config.sft.report_rows):
       yield epoch, order[start : start + config.sft.report_rows]

@@ -6,12 +6,14 @@ uses the outcomes so far.
 
 import dataclasses
 import difflib
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+import envs
 from envs import base
 from gigpo_jax import options
 
@@ -31,6 +33,57 @@ class Options:
 
   def __post_init__(self):
     options.check(self)
+
+
+class CheckedTasks:
+  """The tasks of a split, whose methods raise errors of one line.
+
+  They are code of an environment, which may raise anything.
+
+  Args:
+    tasks: the tasks; see `base.TaskInfo`.
+    env_name: name of the environment.
+    split: name of the split.
+  """
+
+  def __init__(self, tasks: base.TaskInfo, env_name: str, split: str):
+    self._tasks, self._env_name, self._split = tasks, env_name, split
+
+  def __len__(self) -> int:
+    return len(self._tasks)
+
+  def __getattr__(self, name: str) -> Any:
+    method = getattr(self._tasks, name)
+    return functools.partial(self._call, name, method)
+
+  def task_type(self, index: int) -> str:
+    """Returns a task's type.
+
+    Raises:
+      ValueError: in one line, if the environment fails, or returns no text.
+    """
+    result = self._call('task_type', self._tasks.task_type, index)
+    if not isinstance(result, str):
+      raise ValueError(
+        f'task_type({index}) of split {self._split} is {result!r}; must be a '
+        'text'
+      )
+    return result
+
+  def _call(self, name: str, method: Callable, *args: Any) -> Any:
+    try:
+      result = method(*args)
+      # Of `draw`, in whatever type.
+      return [int(n) for n in result] if name == 'draw' else result
+    except ValueError:
+      raise
+    except Exception as error:
+      call = f'{name}({", ".join(map(str, args))})'
+      text = envs.describe_error(error, self._env_name)
+      raise ValueError(
+        f'env.name={self._env_name}: {call} of split {self._split} raises '
+        f'{text}; must be a method of envs.base.TaskInfo'
+      ) from error
 
 
 class Outcome(NamedTuple):

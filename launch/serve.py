@@ -78,7 +78,7 @@ def _check(name: str, host: str, token_file: str | None) -> None:
   # Imported here, because worker processes import this file.
   import envs
 
-  if not envs.harness(name):
+  if not (name and envs.harness(name)):
     raise ValueError(
       f'env.name={name}: has episodes of its own; must be that of a harness, '
       'as in configs/endpoint.py, or use launch/train.py'

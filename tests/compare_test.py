@@ -46,6 +46,21 @@ def test_table_has_first_and_last_evaluation(tmp_path, capsys):
   assert out.read_bytes().startswith(b'\x89PNG')
 
 
+def test_a_field_with_an_old_name_is_the_same_field(tmp_path):
+  runs = [
+    _run(
+      tmp_path / name,
+      variant='tiny',
+      seed=seed,
+      rates=[0.5],
+      filter={name: True},
+    )
+    for seed, name in enumerate(('without_spread', 'drop_zero_variance'))
+  ]
+  names = [name for name, *_ in compare.load_all(runs)]
+  assert names == ['tiny', 'tiny']
+
+
 def test_runs_that_differ_in_more_than_the_seed_have_their_own_names(tmp_path):
   def run(name, seed, rate, **options):
     settings = {'optimizer': {'learning_rate': rate}, **options}

@@ -86,6 +86,7 @@ def _refusal(**changes) -> str:
     ('filter.variance_rows', ('a', 'b'), 'two shares'),
     ('reward.functions', (3,), 'wrong type; must be tuple[str, ...]'),
     ('reward.function_weights', ('a',), 'must be tuple[float, ...]'),
+    ('reward.function_weights', (float('inf'),), 'must be finite numbers'),
     ('algorithm.components', (1,), 'different texts'),
     ('algorithm.component_weights', ('a', 'b'), 'must be tuple[float, ...]'),
     ('optimizer.no_decay', (1,), 'different texts'),

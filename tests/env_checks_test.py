@@ -77,6 +77,36 @@ def test_unusable_tasks_are_reported(monkeypatch, tasks, line):
   assert line in str(raised.value)
 
 
+class _FailingTasks(_Tasks):
+  def task_type(self, index):
+    return {0: 'a', 1: None}[index]
+
+  def draw(self, iteration, groups):
+    return None if iteration else self.order
+
+
+def test_errors_of_tasks_have_one_line(monkeypatch):
+  monkeypatch.setattr(envs, 'tasks', lambda *_, **__: _FailingTasks([0] * 9))
+  listed = config_lib.list_tasks(keydoor.get_config('tiny'), 'train')
+  assert len(listed) == 9 and listed.task_type(0) == 'a'
+  for call, line in (
+    (lambda: listed.task_type(1), r'task_type\(1\) of split train is None'),
+    (
+      lambda: listed.task_type(2),
+      r'keydoor: task_type\(2\) .*KeyError: 2 ',
+    ),
+    (
+      lambda: listed.draw(0, 8),
+      r"keydoor: draw\(0, 8\) .*no attribute 'order'",
+    ),
+    (lambda: listed.draw(1, 8), r'keydoor: draw\(1, 8\) .*TypeError'),
+  ):
+    with pytest.raises(ValueError, match=line) as raised:
+      call()
+    assert len(str(raised.value).splitlines()) == 1
+  assert not hasattr(listed, 'answer')
+
+
 @pytest.mark.parametrize(
   'drawn', [range(7), [*range(7), 999], range(-1, 7), [3, 3, *range(6)]]
 )

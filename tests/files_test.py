@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pathlib
 import signal
 import socket
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import filelock
 import pytest
 
-from gigpo_jax.runtime import files
+from gigpo_jax.runtime import distributed, files
 
 _HOLD_LOCK = """
 import pathlib, sys, time
@@ -27,6 +28,35 @@ def test_a_damaged_object_is_a_value_error_with_its_path(tmp_path, text):
   path.write_text(text)
   with pytest.raises(ValueError, match=r'config\.json: '):
     files.read_object(path)
+
+
+def test_a_replaced_folder_with_further_files_is_kept(tmp_path, capsys):
+  path = tmp_path / 'policy'
+  for n, further in enumerate((False, True, False)):
+    with distributed.atomic_directory(path) as new:
+      folder = pathlib.Path(new)
+      folder.mkdir()
+      (folder / 'model').write_text(str(n))
+    assert [p.read_text() for p in path.iterdir()] == [str(n)]
+    if further:
+      (path / 'README.md').write_text('mine')
+  kept = tmp_path / 'policy.bak'
+  assert (
+    f'{path}: has further files; kept as {kept}\n' == capsys.readouterr().out
+  )
+  assert (kept / 'README.md').read_text() == 'mine'
+  assert sorted(p.name for p in tmp_path.iterdir()) == ['policy', 'policy.bak']
+
+
+def test_what_a_link_points_to_is_replaced(tmp_path):
+  store, link = tmp_path / 'store', tmp_path / 'run' / 'policy'
+  store.mkdir()
+  link.parent.mkdir()
+  link.symlink_to(store)
+  with distributed.atomic_directory(link) as new:
+    pathlib.Path(new).mkdir()
+    (pathlib.Path(new) / 'model').write_text('new')
+  assert link.is_symlink() and (store / 'model').read_text() == 'new'
 
 
 def test_a_second_process_is_refused_until_the_first_ends(tmp_path):

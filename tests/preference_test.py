@@ -211,6 +211,9 @@ def test_updates_hold_whole_pairs():
   own = make_pair_rows(rows, [(2, 2), (1, 1), (3, 3), (1, 1)])
   updates = [*own.updates(epochs=2, most_rows=6)]
   assert [epoch for epoch, _ in updates] == sorted(e for e, _ in updates)
+  others = own.updates(epochs=2, most_rows=6, seed=1)
+  orders = [[list(ids) for _, ids in x] for x in (updates, others)]
+  assert orders[0] != orders[1]
   for epoch in range(2):
     ids = [ids for e, ids in updates if e == epoch]
     assert all(len(x) <= 6 for x in ids)

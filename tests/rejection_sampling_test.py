@@ -59,6 +59,23 @@ def test_the_same_command_resumes_after_the_last_round(tmp_path, calls):
   assert len(small_runs.read_lines(tmp_path)) == 2
 
 
+def test_rounds_without_their_config_are_refused(tmp_path, calls):
+  rejection_sampling.run(_config(rounds=1), str(tmp_path))
+  (tmp_path / 'rounds.json').unlink()
+  (tmp_path / 'metrics.jsonl').unlink()
+  del calls[:]
+  with pytest.raises(ValueError, match='its round-0 is of another command'):
+    rejection_sampling.run(_config(rounds=2), str(tmp_path))
+  assert not calls
+
+
+def test_complete_rounds_are_reported(tmp_path, calls, capsys):
+  rejection_sampling.run(_config(rounds=1), str(tmp_path))
+  assert 'complete' not in capsys.readouterr().out
+  rejection_sampling.run(_config(rounds=1), str(tmp_path))
+  assert f'{tmp_path}: all 1 rounds are complete' in capsys.readouterr().out
+
+
 def test_rounds_of_another_config_are_refused(tmp_path, calls):
   rejection_sampling.run(_config(rounds=1), str(tmp_path))
   del calls[:]

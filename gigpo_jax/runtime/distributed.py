@@ -168,14 +168,19 @@ def _check_shared(workdir: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def atomic_directory(path: pathlib.Path) -> Iterator[str]:
-  """Yields a temporary directory that replaces `path` at the end."""
+  """Yields a temporary directory that replaces `path` at the end.
+
+  A directory with files that the new one lacks is kept under another name. A
+  link stays, and what it points to is replaced.
+  """
+  path = path.resolve()
   partial = path.with_suffix('.tmp')
   if is_main_process():
     shutil.rmtree(partial, ignore_errors=True)
   yield str(partial)
   if is_main_process():
     files.open_to_umask(partial)
-    shutil.rmtree(path, ignore_errors=True)
+    files.remove_or_keep(path, {file.name for file in partial.iterdir()})
     partial.rename(path)
   barrier()  # The others may read it next.
 

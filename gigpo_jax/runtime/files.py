@@ -9,7 +9,7 @@ import os
 import pathlib
 import shutil
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import filelock
 
@@ -113,6 +113,23 @@ def free_name(path: pathlib.Path) -> pathlib.Path:
   """Returns the first unused name among PATH.bak, PATH.bak.1, ..."""
   names = (f'{path.name}.bak{f".{n}" if n else ""}' for n in itertools.count())
   return next(p for n in names if not (p := path.with_name(n)).exists())
+
+
+def remove_or_keep(path: pathlib.Path, replaced: Collection[str]) -> None:
+  """Removes a folder; keeps it under another name if it has further files.
+
+  Args:
+    path: the folder, which may not exist.
+    replaced: names of files that the caller writes anew.
+  """
+  if not path.exists():
+    return
+  if path.is_dir() and {file.name for file in path.iterdir()} <= set(replaced):
+    shutil.rmtree(path)
+    return
+  kept = free_name(path)
+  path.rename(kept)
+  print(f'{path}: has further files; kept as {kept}', flush=True)
 
 
 def numbered_folders(folder: pathlib.Path) -> list[int]:

@@ -16,7 +16,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from gigpo_jax import metrics
+from configs import base
+from gigpo_jax import deprecated, metrics
 from gigpo_jax.run import run_config
 from gigpo_jax.runtime import files
 from gigpo_jax.tools import plots
@@ -199,6 +200,7 @@ def _read_config(workdir: str | pathlib.Path) -> dict:
   config = files.read_stored(path)
   if 'seed' not in config:
     raise ValueError(f'{path}: lacks seed')
+  deprecated.update_stored(config, base.get_config().to_dict())
   return config
 
 
