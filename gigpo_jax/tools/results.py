@@ -398,7 +398,7 @@ BLOCKS = {
   'law': law_block,
   'order': order_block,
   'power': lambda: evidence.power_table(_tests(), GIGPO, law.BASELINE),
-  'ranks': lambda: evidence.ranks_table(_tests(), least_methods=10),
+  'ranks': lambda: evidence.ranks_table(_tests(), least_methods=14),
   'robust': lambda: robust_table(_tests()),
   'readme': readme_block,
 }
