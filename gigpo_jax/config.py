@@ -565,7 +565,7 @@ def _too_few_tasks(
   available = len(tasks_of_split)
   if not available:
     raise ValueError(f'split {split} has no tasks; must have at least one')
-  tasks_of_split.task_type(0)
+  tasks_of_split.task_type(0)  # Raises an error if it is unusable.
   if split == 'train':
     groups = config.rollout.groups
     if available < groups:

@@ -405,14 +405,13 @@ def main(
   if export:
     run_config.check_workdir(export, '--export')
   distributed.initialize()
-  episodes, texts, folder = {}, [], pathlib.Path(workdir)
+  episodes, texts, folder = {}, {}, pathlib.Path(workdir)
   with builders.make_pool(config) as pool:
     builders.try_environment(config, pool, config.evaluation.split)
     for source, path in policies:
-      episodes[path], text = _evaluate_policy(
+      episodes[path], texts[path] = _evaluate_policy(
         config, source, path, pool, export
       )
-      texts.append(text)
   if not distributed.is_main_process():
     return
   names = list(episodes)
@@ -428,7 +427,7 @@ def main(
     _move_earlier(folder)
     _write(config, folder, episodes, comparisons)
     if config.episodes.every:
-      for n, (name, text) in enumerate(zip(names, texts, strict=True)):
+      for n, (name, text) in enumerate(texts.items()):
         _keep_episodes(folder / _KEPT / str(n), text, episodes[name], config)
 
 

@@ -30,8 +30,8 @@ _COMPLETIONS, _SHARED_COMPLETIONS = 2, 4
 # Ratio between the numbers of sequences of two shapes of a length, and the
 # smallest number of sequences for which there is a smaller shape.
 _SHAPE_RATIO, _MIN_DIVIDED = 4, 16
-# A shape is followed by one of half the length if its tokens are those of 8
-# sequences of the first bucket, and half the length is at least 512.
+# A shape is followed by one of half the length if it has at least the tokens of
+# 8 sequences of the first bucket, and half the length is at least 512.
 _MIN_HALVED, _MIN_LENGTH = 8, 512
 # With several shards, a microbatch exchanges parameters and gradients. In
 # simulations of 7B on v5e, without overlap this takes half as long as the

@@ -23,8 +23,7 @@ MATMUL_SHARE = 0.75
 # Response tokens of the shard that has the most, relative to the mean; assumed.
 _MOST_RESPONSES = 1.5
 
-# Share of padding in full microbatches, at most; tests/packing_test.py. With a
-# sequence per shard, the last microbatch of a mini-batch adds to it.
+# Share of padding in full microbatches, at most; tests/packing_test.py.
 PADDING = 0.05
 
 
@@ -240,7 +239,8 @@ def _learner_phase(
   """Returns a phase of microbatches; for updates with the optimizer's step."""
   work, run = sizes.work, runs[program]
   # Log-probs take all rows at once, updates the rows of a mini-batch. The last
-  # microbatch of each is padded to its full size.
+  # microbatch of each counts in full size, so that the time of updates in
+  # which it has a smaller shape (`packing.shapes`) is estimated too high.
   parts = 1
   if program == 'accumulate':
     parts = math.ceil(sizes.rows / sizes.config.learner.minibatch_rows)
