@@ -53,8 +53,8 @@ class CheckedTasks:
     return len(self._tasks)
 
   def __getattr__(self, name: str) -> Any:
-    method = getattr(self._tasks, name)
-    return functools.partial(self._call, name, method)
+    value = getattr(self._tasks, name)  # Of an optional method, maybe None.
+    return functools.partial(self._call, name, value) if value else value
 
   def task_type(self, index: int) -> str:
     """Returns a task's type.

@@ -105,6 +105,8 @@ def test_errors_of_tasks_have_one_line(monkeypatch):
       call()
     assert len(str(raised.value).splitlines()) == 1
   assert not hasattr(listed, 'answer')
+  monkeypatch.setattr(_FailingTasks, 'draw', None)
+  assert listed.draw is None
 
 
 @pytest.mark.parametrize(
