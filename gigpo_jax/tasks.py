@@ -53,8 +53,9 @@ class CheckedTasks:
     return len(self._tasks)
 
   def __getattr__(self, name: str) -> Any:
-    value = getattr(self._tasks, name)  # Of an optional method, maybe None.
-    return functools.partial(self._call, name, value) if value else value
+    value = getattr(self._tasks, name)  # Optional methods may be None.
+    call = functools.partial(self._call, name, value)
+    return call if callable(value) else value
 
   def task_type(self, index: int) -> str:
     """Returns a task's type.
