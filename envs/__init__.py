@@ -26,6 +26,7 @@ To add an environment, add a module and a line of REGISTRY, or name an
 importable module of another project.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -166,9 +167,8 @@ def check_options(name: str, kwargs: Mapping[str, Any]) -> Iterator[str]:
       yield from check_own(kwargs)
     except Exception as error:  # An environment may raise anything.
       yield (
-        f'env.name={name}: check_options raises '
-        f'{describe_error(error, name)}; it must yield a line for each wrong '
-        'option'
+        f'env.name={name}: check_options raises {_describe(error, name)}; it '
+        'must yield a line for each wrong option'
       )
 
 
@@ -305,8 +305,8 @@ def demonstrate(
     if isinstance(error, ValueError) and str(error).startswith('env.'):
       raise
     raise ValueError(
-      f'env.name={name}: demonstrate raises {describe_error(error, name)}; it '
-      'must yield pairs (prompt or messages, response)'
+      f'env.name={name}: demonstrate raises {_describe(error, name)}; it must '
+      'yield pairs (prompt or messages, response)'
     ) from error
 
 
@@ -333,18 +333,35 @@ def _response(text: str) -> str:
   return text
 
 
-def describe_error(error: Exception, name: str) -> str:
-  """Returns an exception of an environment's code as one line.
-
-  Args:
-    error: the exception.
-    name: name of the environment.
-  """
+def _describe(error: Exception, name: str) -> str:
+  """Returns an environment's exception as one line."""
   # Imported here, because it imports this package.
   from envs import worker
 
   file = getattr(sys.modules.get(name), '__file__', None)
   return worker.format_exception(error, file)
+
+
+@contextlib.contextmanager
+def explain_errors(name: str, call: str, expected: str) -> Iterator[None]:
+  """Turns exceptions of an environment's code into errors of one line.
+
+  Args:
+    name: name of the environment.
+    call: what is called.
+    expected: what it must be or return.
+
+  Raises:
+    ValueError: in one line, instead of other exceptions.
+  """
+  try:
+    yield
+  except ValueError:
+    raise
+  except Exception as error:  # An environment may raise anything.
+    raise ValueError(
+      f'env.name={name}: {call} raises {_describe(error, name)}; {expected}'
+    ) from error
 
 
 def tasks(name: str, split: str, **kwargs: Any) -> base.TaskInfo:
@@ -353,15 +370,8 @@ def tasks(name: str, split: str, **kwargs: Any) -> base.TaskInfo:
   Raises:
     ValueError: in one line, if the environment cannot list them.
   """
-  try:
+  with explain_errors(name, 'tasks', 'it must return the tasks of a split'):
     info = _module(name).tasks(split, **kwargs)
-  except ValueError:
-    raise
-  except Exception as error:  # An environment may raise anything.
-    raise ValueError(
-      f'env.name={name}: tasks raises {describe_error(error, name)}; it must '
-      'return the tasks of a split'
-    ) from error
   if not hasattr(info, 'task_type') and hasattr(info, 'kind'):
     warnings.warn(
       f'env.name={name}: the method kind of its tasks is deprecated; rename it '

@@ -205,7 +205,7 @@ def problems(options: type, values: Mapping[str, Any]) -> Iterator[str]:
     if not has_type or not is_valid(value):
       wrong_type = f'wrong type; must be {option.type}'
       accepts = option.metadata.get(_ACCEPTS, wrong_type)
-      if isinstance(value, float) and not math.isfinite(value):
+      if not _is_finite(value):
         accepts = accepts.replace('out of range; must be', 'must be finite and')
       yield f'{option.name}={value}: {accepts}'
     elif is_tuple and not all(map(_is_finite, value)):

@@ -20,10 +20,12 @@ from gigpo_jax import (
   sft,
 )
 from gigpo_jax import config as config_lib
-from gigpo_jax.run import model_builders, policy_files, run_config
+from gigpo_jax.run import model_builders, run_config
 from gigpo_jax.runtime import console, distributed, errors
 
 _STORED = 'rounds.json'  # The config of the rounds.
+# Patterns of the folders of rounds.
+_ROUNDS = ('round-*',)
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
@@ -50,17 +52,14 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
       'must be epochs or stages'
     )
   config_lib.validate(config)
-  sft.check_run(config, workdir, _STORED)
+  sft.check_run(config, workdir, _STORED, _ROUNDS)
   run_config.check_resume(
-    config, workdir, name=_STORED, length='sft.rounds', results=['round-*']
+    config, workdir, name=_STORED, length='sft.rounds', results=_ROUNDS
   )
   root = pathlib.Path(workdir)
-  if not (root / _STORED).exists():
-    names = sorted(folder.name for folder in root.glob('round-*'))
-    policy_files.refuse_existing(workdir, names)
+  distributed.initialize()
   if (root / f'round-{config.sft.rounds - 1}' / 'policy').is_dir():
     console.log(f'{workdir}: all {config.sft.rounds} rounds are complete')
-  distributed.initialize()
   with distributed.lock(workdir), errors.explain_disk_errors(workdir):
     if distributed.is_main_process():
       run_config.save(config, workdir, _STORED)

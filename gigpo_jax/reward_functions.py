@@ -10,7 +10,6 @@ trained on. Its cause is that of the same fault of an environment
 import collections
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -146,10 +145,6 @@ def check_weights(
     raise ValueError(
       f'component_weights={tuple(weights)}: components={tuple(components)}; '
       'must be one weight per component, with at least one component'
-    )
-  if not all(map(math.isfinite, weights)):
-    raise ValueError(
-      f'component_weights={tuple(weights)}: not finite; must be finite numbers'
     )
 
 

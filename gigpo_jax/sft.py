@@ -14,7 +14,7 @@ import itertools
 import pathlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -132,7 +132,10 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
 
 
 def check_run(
-  config: ml_collections.ConfigDict, workdir: str, stored: str
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  stored: str,
+  results: Sequence[str] = (),
 ) -> None:
   """Checks that a warm start can be trained in a work directory.
 
@@ -140,6 +143,7 @@ def check_run(
     config: the experiment.
     workdir: the folder.
     stored: file with the config of the command, if it ran there before.
+    results: patterns of further files and folders that it writes.
 
   Raises:
     ValueError: in one line, if it cannot.
@@ -163,7 +167,7 @@ def check_run(
   if not config.sft.init:
     policy_files.check_target(config.model.path, workdir)
   if not (pathlib.Path(workdir) / stored).exists():
-    names = *policy_files.FOLDERS, 'metrics.jsonl'
+    names = *policy_files.FOLDERS, 'metrics.jsonl', *results
     policy_files.refuse_existing(workdir, names)
 
 

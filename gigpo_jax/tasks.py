@@ -72,19 +72,12 @@ class CheckedTasks:
     return result
 
   def _call(self, name: str, method: Callable, *args: Any) -> Any:
-    try:
+    call = f'{name}({", ".join(map(str, args))}) of split {self._split}'
+    expected = 'must be a method of envs.base.TaskInfo'
+    with envs.explain_errors(self._env_name, call, expected):
       result = method(*args)
       # Of `draw`, in whatever type.
       return [int(n) for n in result] if name == 'draw' else result
-    except ValueError:
-      raise
-    except Exception as error:
-      call = f'{name}({", ".join(map(str, args))})'
-      text = envs.describe_error(error, self._env_name)
-      raise ValueError(
-        f'env.name={self._env_name}: {call} of split {self._split} raises '
-        f'{text}; must be a method of envs.base.TaskInfo'
-      ) from error
 
 
 class Outcome(NamedTuple):

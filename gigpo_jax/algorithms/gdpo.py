@@ -59,6 +59,7 @@ class Algorithm:
   component_weights: tuple[float, ...] = ()
 
   def __post_init__(self):
+    options.check(self)
     reward_functions.check_weights(self.components, self.component_weights)
 
   credit = algorithms.credit

@@ -67,16 +67,17 @@ def refuse_existing(workdir: str, names: Sequence[str]) -> None:
 
   Args:
     workdir: the folder.
-    names: names of files and folders in it that the command would replace.
+    names: names or patterns of files and folders in it that the command would
+      replace.
 
   Raises:
     ValueError: in one line, if one of them exists.
   """
   for name in names:
-    if (pathlib.Path(workdir) / name).exists():
+    if existing := sorted(pathlib.Path(workdir).glob(name)):
       raise ValueError(
-        f'--workdir={workdir}: its {name} is of another command and would be '
-        'overwritten; must be another folder'
+        f'--workdir={workdir}: its {existing[0].name} is of another command '
+        'and would be overwritten; must be another folder'
       )
 
 
