@@ -15,7 +15,6 @@ import ml_collections
 
 import configs
 import envs
-from configs import base
 from envs import base as env_base
 from envs import rewards
 from gigpo_jax import (
@@ -214,15 +213,15 @@ def buckets_up_to(buckets: tuple[int, ...], limit: int) -> tuple[int, ...]:
 def has_own_buckets(config: ml_collections.ConfigDict) -> bool:
   """Returns whether the config sets prompt buckets of its own."""
   sizes = tuple(config.rollout.prompt_buckets)
-  return bool(sizes) and sizes != tuple(
-    base.get_config().rollout.prompt_buckets
+  return (
+    bool(sizes) and sizes != config_fields.defaults().rollout.prompt_buckets
   )
 
 
 def _without_value(config: ml_collections.ConfigDict) -> Iterator[str]:
   """Yields a line for each field that is None and must not be."""
   values = config_fields.flatten(config)
-  for name, default in config_fields.flatten(base.get_config()).items():
+  for name, default in config_fields.flatten(config_fields.defaults()).items():
     if default is not None and values.get(name, default) is None:
       accepted = type(default).__name__
       yield f'{name}=None: wrong type; must be {accepted}'
@@ -344,7 +343,7 @@ def _ignored_options(
     config,
     [
       f'algorithm.{option}'
-      for option in base.get_config().algorithm
+      for option in config_fields.defaults().algorithm
       if option not in (*_SHARED_OPTIONS, *own)
     ],
   ):

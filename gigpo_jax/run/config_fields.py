@@ -1,6 +1,7 @@
 """Fields of a config: values, changed fields, fields that need other fields."""
 
 import difflib
+import functools
 import itertools
 import runpy
 from collections.abc import Iterable, Iterator, Set
@@ -166,6 +167,12 @@ _OTHER_NAMES = {
 }
 
 
+@functools.cache
+def defaults() -> ml_collections.FrozenConfigDict:
+  """Returns the fields of configs/base.py."""
+  return ml_collections.FrozenConfigDict(base.get_config())
+
+
 def get(config: ml_collections.ConfigDict, field: str) -> Any:
   """Returns the value of a field such as 'loss.name'; None if it is missing."""
   for name in field.split('.'):
@@ -211,7 +218,7 @@ def load(
   problem = ''
   if not isinstance(config, ml_collections.ConfigDict):
     problem = f'a {type(config).__name__}'
-  elif missing := [x for x in base.get_config() if x not in config]:
+  elif missing := [x for x in defaults() if x not in config]:
     problem = f'a config without {missing[0]}'
   if problem:
     raise ValueError(
@@ -247,12 +254,11 @@ def unknown(
     config: the experiment.
     own: fields and sections that are known, but not in configs/base.py.
   """
-  defaults = base.get_config()
-  known = flatten(defaults).keys() | set(own)
+  known = flatten(defaults()).keys() | set(own)
   for field, value in flatten(config).items():
     sections = itertools.accumulate(field.split('.'), '{}.{}'.format)
     if known.isdisjoint(sections):
-      accepted = suggest(field, defaults) or (
+      accepted = suggest(field, defaults()) or (
         'must be one of configs/base.py or an option of your own module'
       )
       yield f'{field}={value}: no such field; {accepted}'
@@ -265,9 +271,8 @@ def non_default(
 
   An empty default is `(empty)`, for errors.
   """
-  defaults = base.get_config()
   for field in fields:
-    value, default = get(config, field), get(defaults, field)
+    value, default = get(config, field), get(defaults(), field)
     if value != default:
       yield field, value, '(empty)' if default == '' else default
 
