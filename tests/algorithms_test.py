@@ -56,15 +56,18 @@ def test_dummy_rows_compile_the_programs_of_an_iteration(compiled, name):
   values = None
   if algorithm.needs_values:
     values = np.zeros_like(row.completion_mask, np.float32)
-  algorithm.compute_advantages(row, values)
-  advantages.diagnose(*row.steps_taken(), discount=0.5)
+
+  def compute():
+    algorithm.compute_advantages(row, values)
+    advantages.diagnose(*row.steps_taken(), discount=0.5)
+
+  compute()
   assert compiled
   del compiled[:]
   row.groups[:] = row.groups[0]
   row.episodes[:] %= 3
   row.rewards[:3] = 10
-  algorithm.compute_advantages(row, values)
-  advantages.diagnose(*row.steps_taken(), discount=0.5)
+  compute()
   assert not compiled
 
 

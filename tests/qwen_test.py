@@ -401,12 +401,12 @@ EXPERTS = dataclasses.replace(
 @pytest.mark.parametrize(
   ('shape', 'sizes'),
   [
-    (TINY, {'data': 8}),
-    (TINY, {'fsdp': 8}),
+    pytest.param(TINY, {'data': 8}, marks=pytest.mark.slow),
+    pytest.param(TINY, {'fsdp': 8}, marks=pytest.mark.slow),
     (TINY, {'data': 2, 'fsdp': 2, 'tensor': 2}),
-    (TINY, {'fsdp': 4, 'tensor': 2}),
+    pytest.param(TINY, {'fsdp': 4, 'tensor': 2}, marks=pytest.mark.slow),
     (TINY, {'fsdp': 2, 'sequence': 2, 'tensor': 2}),
-    (EXPERTS, {'fsdp': 8}),
+    pytest.param(EXPERTS, {'fsdp': 8}, marks=pytest.mark.slow),
     (EXPERTS, {'fsdp': 2, 'expert': 2, 'tensor': 2}),
     (EXPERTS, {'expert': 4, 'sequence': 2}),
   ],
