@@ -147,7 +147,8 @@ class CarryOver:
     """
     if not self.carry_over:
       return {}
-    ages = np.array([step.age for t in trained for step in t.steps] or [0])
+    steps = [step for t in trained if not t.failure for step in t.steps]
+    ages = np.array([step.age for step in steps] or [0])
     return {
       'carry/waiting_groups': float(len(waiting)),
       'carry/paused_episodes': float(sum(len(g.paused) for g in waiting)),

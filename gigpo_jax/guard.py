@@ -73,7 +73,9 @@ class Guard:
 
   Attributes:
     action: one of ACTIONS.
-    max_kl: largest mean KL to the policy before the update, in nats per token.
+    max_kl: largest mean KL to the policy of the old log-probs, in nats per
+      token. With `rollout.carry_over` and loss.old_log_probs=sampler this is
+      the policy that sampled, so that it includes staleness.
     max_fisher: largest mean of `filter/fisher_mean`, in nats per token, which a
       selector measures before the update.
     max_invalid_rate: largest share of steps with an invalid response.

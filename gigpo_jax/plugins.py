@@ -41,7 +41,7 @@ class Signals:
       a chain list the names that they need (`Learner.signals`).
     progress: share of the run's iterations that are done, in [0, 1).
     seed: seed of the run and iteration, for random choices.
-    learning_rate: learning rate of the iteration's first update, without the
+    learning_rate: learning rate of the iteration's first update, times the
       step scale of the guards.
     invalid_penalty: what the algorithm subtracts from the reward of an invalid
       response.

@@ -65,7 +65,10 @@ class RewardShaping:
       estimates = np.where(mask, estimates, 0)
       weight = self.kl_weight * kl_factor
       rewards = rewards - weight * estimates.sum(axis=1)
-      metrics['reward/kl'] = float(estimates[mask].mean())
+      # The estimates assume samples of the current policy.
+      fresh = mask & (rows.ages == 0)[:, None]
+      if fresh.any():
+        metrics['reward/kl'] = float(estimates[fresh].mean())
     if self.overlong_buffer:
       lengths, limit = mask.sum(axis=1), mask.shape[1]
       penalties = overlong(lengths, limit, self.overlong_buffer)

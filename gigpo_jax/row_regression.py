@@ -15,7 +15,8 @@ x_i = log-ratio_i / eta - r_i. Its gradient is that of twice the mean of
 log-ratios are 0 and c is minus the mean reward, so that `rebel` makes the
 advantages r minus their mean, with log_ratio_weight=1 / eta and
 log_ratio_to=old. Later in the same iteration, c differs by the mean log-ratio
-of the group / eta, which is of second order in the change of the parameters.
+of the group / eta. Its expectation, -KL / eta, is of second order in the change
+of the parameters; for the few samples of a group it is of first order.
 """
 
 import dataclasses

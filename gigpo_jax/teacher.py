@@ -194,17 +194,19 @@ class Teacher:
 def surrogate_columns(
   advantages: Float[np.ndarray, 'R ...'],
   old_log_probs: Float[np.ndarray, 'R C'],
+  importance: Float[np.ndarray, 'R C'] | float = 1.0,
 ) -> dict[str, np.ndarray]:
   """Returns the columns that replay and distillation read.
 
   Args:
     advantages: advantage of each row or token.
-    old_log_probs: log-probs of the policy that sampled the tokens.
+    old_log_probs: denominators of the ratios.
+    importance: weight of each token; see `losses.truncated_importance`.
   """
   return {
     'advantages': advantages.astype(np.float32),
     'old_log_probs': old_log_probs,
-    'importance': np.ones(len(advantages), np.float32),
+    'importance': np.broadcast_to(np.float32(importance), old_log_probs.shape),
   }
 
 

@@ -274,7 +274,7 @@ def update(
     state,
     trained_rows,
     groups.kept,
-    old_log_probs,
+    columns,
     iteration,
     token_mask,
   )

@@ -8,7 +8,7 @@ import slow_advantages
 
 from configs import alfworld
 from envs import messages
-from gigpo_jax import advantages, algorithms, batch, builders
+from gigpo_jax import advantages, algorithms, batch, builders, row_stats
 from gigpo_jax.algorithms import pass_at_k, polychromic, t_spmo
 from gigpo_jax.run import run_state
 
@@ -411,7 +411,7 @@ def test_risk_by_hand():
 
 
 def test_quantiles_are_tracked_by_hand():
-  # Two bundles of one task: sums 10, 0, 10, with quantiles 1 and 4 before.
+  # One bundle of one task: sums 10, 0, 10, with quantiles 1 and 4 before.
   state = {'state/quantile_low': 1.0, 'state/quantile_high': 4.0}
   subject = algorithms.make('risk_po', bundle_tasks=1, quantile_rate=0.3)
   rows = algorithm_rows.golden_rows()
@@ -426,20 +426,55 @@ def test_quantiles_are_tracked_by_hand():
   )
   history = run_state.History(iteration=0, algorithm_state=after)
   assert run_state.History.from_json(history.to_json(), 0) == history
-  deviation = np.std([10, 0, 10])
+  deviation = np.std([10, 0, 10], ddof=1)
   expected = np.repeat([0, -5 / deviation, 0, 0], [3, 3, 2, 2])
   np.testing.assert_allclose(output.advantages, expected, atol=1e-5)
   # Two tasks of a bundle: the only group fills none, and nothing changes.
   output = algorithms.compute(algorithms.make('risk_po'), rows, None, state)
   assert not output.advantages.any()
   assert algorithms.next_state(state, output.metrics) == state
+  # A resumed run reads numbers of Python.
+  after = algorithms.next_state({}, {'state/a': np.float32(0.1), 'loss': 2.0})
+  assert after == {'state/a': float(np.float32(0.1))}
+  assert type(after['state/a']) is float
+
+
+def test_equal_values_have_no_z_scores():
+  # The sums of 0.1, 0.2, ... in two orders differ by a rounding error.
+  values = np.array([0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 2.0, 4.0])
+  groups = np.array([0, 0, 1, 1])
+  expected = np.array([0, 0, -1, 1]) / (np.sqrt(2) + 1e-6)
+  scores = row_stats.group_z_scores(values, groups)
+  np.testing.assert_allclose(scores, expected, atol=1e-12)
+  assert not scores[:2].any() and values[0] != values[1]
+
+
+def test_sums_are_divided_by_the_deviation_of_their_bundle():
+  # Sums (10, 0, 0, 0) and (20, 20, 20, 10) of two bundles have the deviation 5.
+  # Quantiles 0 and 20: S = 0: RVaR = -20 / 0.6; S = 10: -10 / 0.6; S = 20: 0.
+  rows = algorithm_rows.golden_rows().take(np.zeros(8, int))
+  rows.groups[:], rows.episodes[:] = np.repeat([0, 1], 4), range(8)
+  rows.rewards[:], rows.valid[:] = [10, 0, 0, 0, 20, 20, 20, 10], True
+  state = {'state/quantile_low': 0.0, 'state/quantile_high': 20.0}
+  subject = algorithms.make('risk_po', bundle_tasks=1)
+  output = algorithms.compute(subject, rows, None, state)
+  half, all_of_it = -10 / 0.6 / 2.5 / 5, -20 / 0.6 / 2.5 / 5
+  np.testing.assert_allclose(
+    output.advantages,
+    [half, all_of_it, all_of_it, all_of_it, 0, 0, 0, half],
+    atol=1e-5,
+  )
+  # A single sum of each bundle is not divided.
+  alone = rows.take(np.array([1, 4]))
+  output = algorithms.compute(subject, alone, None, state)
+  np.testing.assert_allclose(output.advantages, [5 * all_of_it, 0], atol=1e-5)
 
 
 @pytest.mark.parametrize('count', [3, 7, 22])
 def test_equal_sums_have_no_risk(count):
   # The computed deviation of these sums is above 0.
   rows = algorithm_rows.golden_rows().take(np.zeros(count, int))
-  rows.groups[:], rows.episodes[:] = range(count), range(count)
+  rows.groups[:], rows.episodes[:] = 0, range(count)
   rows.rewards[:], rows.success[:] = -1.4, False
   state = {'state/quantile_low': -3.0, 'state/quantile_high': 8.0}
   subject = algorithms.make('risk_po', bundle_tasks=1)

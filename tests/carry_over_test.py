@@ -130,6 +130,11 @@ def test_groups_and_ages_by_hand():
     'carry/staleness_max': 2,
     'carry/stale_share': 0.8,
   }
+  # Failed episodes are not trained on.
+  long, short = three[1].episodes
+  failed = dataclasses.replace(long, failure='worker died')
+  values = rule.metrics([failed, short], wait_three)
+  assert values['carry/staleness_mean'] == values['carry/stale_share'] == 1
 
 
 def test_few_complete_groups_wait_for_others():

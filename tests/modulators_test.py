@@ -139,6 +139,10 @@ def test_dgpo_by_hand():
   rows.groups[6:8] = 1
   actual = dgpo.Modulator()(np.ones(10), rows, plugins.Signals())
   np.testing.assert_allclose(actual[:8], [8 / 6] * 6 + [1] * 2)
+  # Episodes 0 and 1 share two responses, which are trained on once: 4 of 6.
+  rows.responses[3:5] = rows.responses[:2]
+  actual = dgpo.Modulator()(np.ones(10), rows, plugins.Signals())
+  np.testing.assert_allclose(actual[:8], [6 / 4] * 6 + [1] * 2)
 
 
 def test_sums_that_cancel_are_equal():

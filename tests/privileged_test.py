@@ -97,12 +97,16 @@ def _parts(mu: float, context=None, rows=8):
   )
 
 
+def _columns(old, importance=1.0):
+  return {'old_log_probs': old, 'importance': importance}
+
+
 def _batch(*args, **kwargs) -> teacher.TeacherBatch | None:
   rows = _rows()
   old = np.where(rows.completion_mask, -1.0, 0).astype(np.float32)
   state = types.SimpleNamespace(policy=types.SimpleNamespace(params='params'))
   return update_inputs.make_teacher_batch(
-    _parts(*args, **kwargs), state, rows, _episodes(), old, 0
+    _parts(*args, **kwargs), state, rows, _episodes(), _columns(old), 0
   )
 
 
@@ -125,11 +129,17 @@ def test_batches_are_the_plain_rows():
 def test_a_batch_has_the_trained_tokens_of_its_rows():
   rows, old = _rows(), np.zeros(_rows().completion_mask.shape, np.float32)
   trained = rows.completion_mask & (np.arange(old.shape[1]) > 0)
+  weights = np.arange(old.size, dtype=np.float32).reshape(old.shape)
+  columns = _columns(old, weights)
   state = types.SimpleNamespace(policy=types.SimpleNamespace(params='params'))
   taught = update_inputs.make_teacher_batch(
-    _parts(0.25, _context()), state, rows, _episodes(), old, 0, trained
+    _parts(0.25, _context()), state, rows, _episodes(), columns, 0, trained
   )
   np.testing.assert_array_equal(taught.trained, trained[:2])
+  # Tokens of an earlier policy count as in the loss of their rows.
+  np.testing.assert_array_equal(
+    taught.columns['importance'], columns['importance'][:2]
+  )
 
 
 def test_without_room_there_is_no_batch(monkeypatch):

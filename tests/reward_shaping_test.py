@@ -111,6 +111,14 @@ def test_rewards_lose_the_kl_and_the_length_penalty():
     total, count = total + sum(gaps), count + length
   assert metrics['reward/kl'] == pytest.approx(total / count, abs=1e-6)
   assert shaped.tokens is rows.tokens and shaped.rewards.dtype == np.float64
+  # Tokens of an earlier policy tell nothing about the KL of the current one.
+  rows.ages[1:] = 1
+  _, metrics = shaping.shape(rows, old, reference)
+  own = rows.completion_mask[0]
+  expected = (old[0] - reference[0])[own].mean()
+  assert metrics['reward/kl'] == pytest.approx(expected, abs=1e-6)
+  rows.ages[0] = 1
+  assert 'reward/kl' not in shaping.shape(rows, old, reference)[1]
 
 
 def test_without_options_rows_stay():

@@ -346,16 +346,17 @@ def risk_po(steps):
   sums = []
   groups = [by_group[g] for g in sorted(by_group)]
   for one, other in zip(groups[::2], groups[1::2], strict=False):
-    for (x, c), (y, d) in zip(one, other, strict=False):
-      sums.append((x + y, c + d))
-  values = np.array([value for value, _ in sums])
+    own = [(x + y, c + d) for (x, c), (y, d) in zip(one, other, strict=False)]
+    deviation = np.std([x for x, _ in own], ddof=1) if len(own) > 1 else 1
+    sums += [(x, rows, deviation or np.inf) for x, rows in own]
+  values = np.array([value for value, *_ in sums])
   low, high = np.quantile(values, 0.2), np.quantile(values, 0.8)
   advantages = {}
-  for value, rows in sums:
+  for value, rows, deviation in sums:
     rvar = (max(value - low, 0) - max(value - high, 0) + low - high) / 0.6
     cvar = -max(low - value, 0) / 0.2
     for r in rows:
-      advantages[r] = (1.5 * cvar + rvar) / 2.5 / (values.std() or np.inf)
+      advantages[r] = (1.5 * cvar + rvar) / 2.5 / deviation
   return advantages
 
 

@@ -188,8 +188,11 @@ def compute(
 def next_state(
   state: Mapping[str, float], metrics: Mapping[str, float]
 ) -> dict[str, float]:
-  """Returns the state after an iteration with these metrics."""
-  changes = {k: v for k, v in metrics.items() if k.startswith('state/')}
+  """Returns the state after an iteration with these metrics.
+
+  Values are numbers of Python, as those that a resumed run reads.
+  """
+  changes = {k: float(v) for k, v in metrics.items() if k.startswith('state/')}
   return dict(state) | changes
 
 

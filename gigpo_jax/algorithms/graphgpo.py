@@ -12,10 +12,12 @@ graph_discount.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 
 from gigpo_jax import (
@@ -23,6 +25,7 @@ from gigpo_jax import (
   arrays,
   batch,
   options,
+  reward_functions,
   row_stats,
   state_graph,
 )
@@ -30,6 +33,12 @@ from gigpo_jax.algorithms import gigpo
 
 # A failed action stays in its state, and states include what an agent holds.
 PRESETS = {'graphgpo': {'algorithm.anchor': 'state'}}
+
+
+def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a line for each reward that would have no effect."""
+  if config.algorithm.episode_weight == 0:
+    yield from reward_functions.refuse_success_only(config)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,14 +9,16 @@ over the run. Low sums are weighted more than high ones:
     CVaR = -relu(q_lo - S) / a_lo
     A = (w CVaR + RVaR) / (w + 1) / std(S),
 
-where std is over the sums of the iteration. A sum above q_hi has A = 0, so the
+where std is over the sums of a bundle (ddof 1), and 1 for a single sum. A sum
+above q_hi has A = 0, so the
 policy learns from tasks that it does not solve yet. After each iteration,
 q += rate (a - share of S below q). The quantiles start as those of the first
 iteration. They are the algorithm's state, which checkpoints save.
 
-# Differs from the paper: its code also divides by the deviation within a task,
-in a way that could not be read; returns include the penalty for invalid
-responses.
+# Differs from the released code: equal sums of a bundle have A = 0 instead of a
+division by 1e-6; its configs also divide by the std of a task's returns
+(`credit_assign_mode=std`) or divide A among the tasks (`sum-mean`); returns
+include the penalty for invalid responses.
 """
 
 import dataclasses
@@ -27,7 +29,7 @@ import ml_collections
 import numpy as np
 from jaxtyping import Float, Int
 
-from gigpo_jax import algorithms, batch, options, row_stats, trajectory
+from gigpo_jax import algorithms, batch, options, row_stats
 
 _LOW, _HIGH = 'state/quantile_low', 'state/quantile_high'
 
@@ -54,13 +56,13 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-  """A = (w CVaR + RVaR) / (w + 1) / std of a bundle's sum of returns.
+  """A = (w CVaR + RVaR) / (w + 1) / std of a bundle's sums of returns.
 
   Attributes:
     bundle_tasks: tasks of a bundle; 5 in the released code.
     tail_weight: w, the weight of the lower tail; 1.5 in the released code.
-    quantile_levels: a_lo and a_hi, the levels of the tracked quantiles; as in
-      the released code.
+    quantile_levels: a_lo and a_hi, the levels of the tracked quantiles; the
+      released code has a_hi = 0.8 or 0.9.
     quantile_rate: rate of the quantiles, in reward units; 0.1 in the released
       code.
     invalid_penalty: subtracted from the reward of an invalid response.
@@ -89,18 +91,14 @@ class Algorithm:
     """Returns one advantage per row; 0 for padding and incomplete sums."""
     del values
     episodes = row_stats.episodes(rows, self.invalid_penalty)
-    sums, own = self._sums(
+    sums, bundles, own = self._sums(
       episodes, _bundles(rows, episodes, self.bundle_tasks)
     )
     advantages, metrics = np.zeros(len(own)), dict(state)
     if len(sums):
       low, high = np.quantile(sums, self.quantile_levels)
       quantiles = np.array([state.get(_LOW, low), state.get(_HIGH, high)])
-      # The deviation of equal sums may be a rounding error instead of 0.
-      largest = max(1, np.abs(sums).max())
-      is_equal = np.ptp(sums) <= trajectory.ROUNDING * largest
-      scale = np.inf if is_equal else np.std(sums)
-      by_sum = self.risk(sums, quantiles) / scale
+      by_sum = self.risk(sums, quantiles) / _deviations(sums, bundles)
       advantages[own >= 0] = by_sum[own[own >= 0]]
       below = np.mean(sums[:, None] < quantiles, axis=0)
       levels = np.array(self.quantile_levels)
@@ -120,8 +118,8 @@ class Algorithm:
 
   def _sums(
     self, episodes: row_stats.Episodes, bundles: Int[np.ndarray, ' G']
-  ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the complete sums, and the sum of each episode; -1 for none."""
+  ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns complete sums, their bundles, and each episode's sum or -1."""
     # Episodes are ordered by group.
     sizes = np.bincount(episodes.groups)
     starts = np.cumsum(sizes) - sizes
@@ -132,7 +130,20 @@ class Algorithm:
     totals = np.bincount(key, weights=episodes.returns)[complete]
     sum_index = np.full(len(counts), -1)
     sum_index[complete] = np.arange(len(complete))
-    return totals, sum_index[key]
+    return totals, complete // sizes.max(), sum_index[key]
+
+
+def _deviations(
+  sums: Float[np.ndarray, ' S'], bundles: Int[np.ndarray, ' S']
+) -> Float[np.ndarray, ' S']:
+  """Returns the deviation of each sum's bundle; inf if its sums are equal."""
+  result = np.ones(len(sums))
+  for bundle in np.unique(bundles):
+    own = bundles == bundle
+    if own.sum() > 1:
+      is_equal = row_stats.are_equal(sums[own])
+      result[own] = np.inf if is_equal else np.std(sums[own], ddof=1)
+  return result
 
 
 def _bundles(

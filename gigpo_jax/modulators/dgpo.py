@@ -7,6 +7,7 @@ succeed, 1 if none does, each group with different returns gets the weight
 
 where n is the number of these groups. The first factor keeps the mean over
 tokens independent of groups without a signal. Other groups keep the weight 1.
+Selectors drop tokens later; the released code does so before.
 The preset also divides by the mean absolute deviation (`algorithm.norm`).
 Formula: released code, AMAP-ML/MathForge.
 """
@@ -48,7 +49,9 @@ class Modulator:
     if not spread.any():
       return advantages
     rates = episodes.group_means(episodes.success)
-    tokens = np.bincount(episodes.groups, weights=episodes.tokens)
+    # A response that several episodes share (`branching`) is trained on once.
+    own = rows.completion_mask.sum(axis=1) * ~rows.repeated
+    tokens = np.bincount(episodes.groups, weights=episodes.sum(own))
     weights = group_weights(rates[spread], self.accuracy_temperature)
     factors = np.ones(len(spread))
     factors[spread] = weights * tokens.sum() / max(tokens[spread].sum(), 1)

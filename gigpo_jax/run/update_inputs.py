@@ -1,7 +1,7 @@
 """What an update reads besides rows: log-probs, final advantages, columns."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -88,7 +88,7 @@ def make_teacher_batch(
   state: run_state.RunState,
   rows: batch.Rows,
   episodes: Sequence[trajectory.Trajectory],
-  old_log_probs: np.ndarray,
+  columns: Mapping[str, np.ndarray | float],
   iteration: int,
   trained: np.ndarray | None = None,
 ) -> teacher.TeacherBatch | None:
@@ -99,7 +99,7 @@ def make_teacher_batch(
     state: the policy before the update.
     rows: the rows of the iteration.
     episodes: the episodes to which `Rows.episodes` refers.
-    old_log_probs: log-probs of the policy before the update, [R, C].
+    columns: the columns of the rows' own loss; see `loss_columns`.
     iteration: index of the iteration.
     trained: the trained tokens of the rows, [R, C]; None for all.
   """
@@ -112,15 +112,17 @@ def make_teacher_batch(
   index, scored = index[scored.real], scored.take(scored.real)
   if not len(index):
     return None
-  chosen, log_probs = rows.take(index), old_log_probs[index]
+  chosen, log_probs = rows.take(index), columns['old_log_probs'][index]
+  mask = rows.completion_mask
   advantages = privileged.advantages(
     parts.learner.log_probs(state.policy.params, scored),
     log_probs,
-    chosen.completion_mask,
+    mask[index],
   )
-  columns = teacher.surrogate_columns(advantages, log_probs)
+  importance = np.broadcast_to(columns['importance'], mask.shape)[index]
+  taught = teacher.surrogate_columns(advantages, log_probs, importance)
   own = None if trained is None else trained[index]
-  return teacher.TeacherBatch(chosen, mu, columns, own)
+  return teacher.TeacherBatch(chosen, mu, taught, own)
 
 
 def shape_rewards(

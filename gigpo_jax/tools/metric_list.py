@@ -192,7 +192,8 @@ SECTIONS = (
       Metric(
         'abs_mean',
         '1',
-        'mean of |advantage| (PPO, GDPO, REINFORCE++)',
+        'mean of |advantage| over rows, or tokens (`ppo`, `t_spmo`); only '
+        'without A_E and A_S',
       ),
       Metric('std', '1', 'standard deviation of the advantage over tokens'),
       Metric('trained_share', 'share', 'tokens with nonzero advantage'),
@@ -211,7 +212,8 @@ SECTIONS = (
       Metric(
         'kl',
         'nats',
-        'mean estimate per token of the KL to the reference policy',
+        'mean estimate per token of the KL to the reference policy; of tokens '
+        'of the current policy',
       ),
       Metric('overlong', '1', 'mean share of the largest length penalty'),
       Metric('scored/<function>', '1', 'mean per row, of reward.scored'),
@@ -348,9 +350,9 @@ SECTIONS = (
   ),
   Section(
     'Probability ratios',
-    'Ratios of the updated policy to the policy before the update, over '
-    'trained tokens. With `loss.ratio_level=row` each token has the ratio of '
-    'its row.',
+    'Ratios of the updated policy to the policy of the old log-probs '
+    '(`loss.old_log_probs`), over trained tokens. With `loss.ratio_level=row` '
+    'each token has the ratio of its row.',
     ('ratio/',),
     (
       Metric('mean', '1', 'mean ratio'),
