@@ -175,6 +175,18 @@ def _requests(**sampling) -> list[sampler.Request]:
   ]
 
 
+def test_writing_bfloat16_converts_nothing():
+  config = dataclasses.replace(CONFIG, dtype='bfloat16')
+  cache, rows = kv_cache.new(config, 6, 20), kv_cache.new(config, 2, 12)
+  insert = jax.jit(kv_cache.insert).lower(cache, rows, jnp.array([4, 9]))
+  positions = jnp.zeros((6, 1), jnp.int32)
+  tokens = jnp.zeros((6, 1, config.num_kv_heads, config.head_dim), jnp.bfloat16)
+  args = cache[0], jnp.int32(0), positions, tokens, tokens
+  write = jax.jit(kv_cache.write).lower(*args)
+  for lowered in (insert, write):
+    assert 'f32' not in lowered.compile().as_text()
+
+
 @pytest.fixture(name='params', scope='module')
 def fixture_params():
   params = reference.init(CONFIG, jax.random.key(0))

@@ -139,7 +139,7 @@ def write_state(
 ) -> dict[str, jax.Array]:
   """Returns a stack with another current state of a layer."""
   return stack | {
-    name: stack[name].at[layer].set(x.astype(stack[name].dtype))
+    name: _set(stack[name], (layer,), x.astype(stack[name].dtype))
     for name, x in state.items()
   }
 
@@ -266,7 +266,28 @@ def _put_tokens(
     heads = jnp.arange(tokens_TK.shape[1])
     between = [each] * (dimension - 3)
     where = (layer, rows_T[:, None], heads, *between, slots_T[:, None])
-  return cache.at[where].set(tokens_TK)
+  return _set(cache, where, tokens_TK)
+
+
+def _set(
+  x: jax.Array, where: tuple, new: jax.Array, mode: str | None = None
+) -> jax.Array:
+  """Returns x.at[where].set(new).
+
+  A CPU would convert a whole bfloat16 array to float32 and back for a scatter,
+  so that it moves the bits. A TPU would copy the array to get at its bits.
+  """
+
+  def put(x: jax.Array, new: jax.Array) -> jax.Array:
+    return x.at[where].set(new, mode=mode)
+
+  def put_bits(x: jax.Array, new: jax.Array) -> jax.Array:
+    x_bits, new_bits = (y.view(jnp.uint16) for y in (x, new.astype(x.dtype)))
+    return put(x_bits, new_bits).view(x.dtype)
+
+  if x.dtype != jnp.bfloat16:
+    return put(x, new)
+  return jax.lax.platform_dependent(x, new, cpu=put_bits, default=put)
 
 
 def resize(cache: Cache, num_rows: int, length: int) -> Cache:
@@ -308,10 +329,11 @@ def insert(cache: Cache, rows: Cache, slots_B: jax.Array) -> Cache:
 
   def put(name: str, x: jax.Array, new: jax.Array) -> jax.Array:
     if name not in _SLOTS:
-      return x.at[:, slots_B].set(new, mode='drop')
+      return _set(x, (slice(None), slots_B), new, mode='drop')
     each = (slice(None),) * (_SLOTS[name] - 2)
     new = jax.lax.slice_in_dim(new, 0, length, axis=_SLOTS[name])
-    return x.at[:, slots_B, *each, :length].set(new, mode='drop')
+    where = (slice(None), slots_B, *each, slice(length))
+    return _set(x, where, new, mode='drop')
 
   return tuple(
     {name: put(name, x, new[name]) for name, x in stack.items()}
