@@ -277,8 +277,16 @@ def check(name: str) -> None:
 
 
 def make(name: str, **kwargs: Any) -> base.Env:
-  """Returns a new environment instance."""
-  return _module(name).Env(**kwargs)
+  """Returns a new environment instance.
+
+  Raises:
+    TypeError: if it lacks a method that the rollout calls.
+  """
+  env = _module(name).Env(**kwargs)
+  for method in ('reset', 'step', 'close'):
+    if not callable(getattr(env, method, None)):
+      raise TypeError(f'Env has no {method}(); must have reset, step and close')
+  return env
 
 
 def demonstrate(

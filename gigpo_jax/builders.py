@@ -8,7 +8,7 @@ import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -121,9 +121,7 @@ def try_environment(
   listed = config_lib.list_tasks(config, split)
   distributed.check_same(describe_tasks(name, split, listed))
   tried = tasks.first_tasks(split, min(len(listed), trial.TASKS))
-  observations, failures = trial.run(pool, name, tried)
-  for failure in failures:
-    console.log(f'env.name={name}: {trial.describe(name, failure)}')
+  observations = _play_trial(name, pool, tried)
   limit = config.rollout.max_prompt_tokens
   for observation in observations:
     if reason := conversation.prompt_error(observation, limit):
@@ -147,6 +145,20 @@ def try_environment(
     return
   if line := trial.advice(name, longest, limit):
     console.log(line)
+
+
+def _play_trial(
+  name: str, pool: env_pool.EnvPool, tried: Sequence[base.Task]
+) -> list[base.Observation]:
+  """Returns the observations of a trial; prints what is wrong with it."""
+  observations, failures = trial.run(pool, name, tried)
+  for failure in failures:
+    console.log(f'env.name={name}: {trial.describe(name, failure)}')
+  if envs.replays(name):
+    played = tried[len(failures)]
+    if line := trial.differs(pool, name, played, observations):
+      console.log(line)
+  return observations
 
 
 def try_rewards(

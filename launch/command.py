@@ -8,7 +8,7 @@ import pathlib
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_collections
@@ -96,8 +96,8 @@ def _parse(argv: list[str], *, module: str) -> list[str]:
       _clear_tuple(deprecated.flag(argument, config), config)
       for argument in argv
     ]
-    if config:
-      _check_fields(argv, config)
+    if config and (unknown := list(_unknown_fields(argv, config))):
+      lines.exit_with_error('\n'.join(unknown))
     argv, empty = _split_none(_keep_last(argv), config)
     # The config flag reads the overrides from sys.argv.
     sys.argv = argv
@@ -188,6 +188,11 @@ def _check_config_file(argv: list[str]) -> ml_collections.ConfigDict:
   for argument in argv:
     name, _, value = argument.partition('=')
     if name == '--config':
+      if config:
+        raise ValueError(
+          f'{argument}: another --config is given; must be one, with variants '
+          'after its name, as in configs/alfworld.py:tiny,lora'
+        )
       path, _, variant = value.partition(':')
       if not pathlib.Path(path).is_file():
         raise ValueError(
@@ -207,8 +212,10 @@ def _suggest_file(path: str) -> str:
   return ''
 
 
-def _check_fields(argv: list[str], config: ml_collections.ConfigDict) -> None:
-  """Raises ValueError if a flag sets a field that the config lacks."""
+def _unknown_fields(
+  argv: list[str], config: ml_collections.ConfigDict
+) -> Iterator[str]:
+  """Yields a line for each flag that sets a field that the config lacks."""
   for argument in argv:
     match = re.fullmatch(r'--config\.([\w.]+).*', argument, re.DOTALL)
     values = config
@@ -217,11 +224,12 @@ def _check_fields(argv: list[str], config: ml_collections.ConfigDict) -> None:
         break  # An entry of a field.
       if name not in values:
         accepted = config_fields.suggest(match[1], config) or (
-          'must be one of configs/base.py or of the config file'
+          'must be one of configs/base.py or of the config file, which adds '
+          'the options of modules of your own'
         )
-        raise ValueError(
-          f'{argument.removeprefix("--config.")}: no such field; {accepted}'
-        )
+        text = ' '.join(argument.removeprefix('--config.').split())
+        yield f'{text}: no such field; {accepted}'
+        break
       values = values[name]
 
 

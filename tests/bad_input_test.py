@@ -67,6 +67,7 @@ FIELDS = (
   _field('lora', True, 'must be one of its fields', 'rank'),
   _field('learning_rate', 1, 'no such field', 'optimizer.learning_rate'),
   _field('algorithm.gamma', 1, 'no such field', 'algorithm.discount'),
+  Case((TINY, '--config=configs/webshop.py:tiny'), ('another --config',)),
   _field('algorithm.omega', 1, 'algorithm.omega=1: no such field', 'base.py'),
   _field('rollout.groups', 10_000, 'split train has'),
   _field('rollout.episodes_per_group', 1, 'must be at least 2'),

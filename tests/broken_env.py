@@ -1,14 +1,20 @@
 """The toy corridor with a bug, as an environment from outside the project."""
 
+import dataclasses
+import itertools
 import json
 
 from envs import base, toy
 
 tasks = toy.tasks
+_NUMBERS = itertools.count()
 
 
 class Env(toy.Env):
-  """Raises where `fails` says, for task indices below `below`."""
+  """Raises where `fails` says, for task indices below `below`.
+
+  With fails='random', each episode of a task starts in another state.
+  """
 
   def __init__(self, *, fails: str, below: int = 100, **kwargs):
     del kwargs
@@ -20,7 +26,11 @@ class Env(toy.Env):
     self._broken = task.index < self._below
     if self._fails == 'reset':
       self._parse()
-    return super().reset(task)
+    observation = super().reset(task)
+    if self._fails == 'random':
+      anchor = f'state {next(_NUMBERS)}'
+      observation = dataclasses.replace(observation, anchor=anchor)
+    return observation
 
   def step(self, response: str) -> base.StepResult:
     """Takes a step."""

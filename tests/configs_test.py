@@ -501,7 +501,10 @@ def test_options_that_the_algorithm_ignores_are_named():
   config = webshop.get_config('smoke,tree_grpo')
   unused = [*run_builders.unused_options(config)]
   assert unused == [('algorithm.norm', 'mean', 'tree_grpo')]
-  assert not [*run_builders.unused_options(webshop.get_config('smoke'))]
+  for variant in ('smoke', 'smoke,dr_grpo', 'smoke,sampo'):
+    unused = [*run_builders.unused_options(webshop.get_config(variant))]
+    assert 'loss.aggregation' not in [field for field, *_ in unused]
+    assert not unused or ',' in variant
 
 
 def test_options_that_have_no_effect_are_printed(capsys, monkeypatch):

@@ -5,6 +5,7 @@ import pathlib
 import broken_env
 import pytest
 
+import envs
 from configs import base as base_config
 from envs import base
 from gigpo_jax import builders, env_pool, mesh, train
@@ -118,6 +119,28 @@ def test_failed_tasks_are_reported_and_others_tried():
     observations, failures = trial.run(pool, 'broken_env', TASKS)
   assert len(observations) == 3
   assert [f.task.index for f in failures] == [0, 1]
+
+
+def test_a_task_that_differs_in_each_episode_is_reported(capsys):
+  for fails, expected in (('', ''), ('random', 'turn 0 of train/0 differs')):
+    with _pool('broken_env', fails=fails) as pool:
+      observations, _ = trial.run(pool, 'broken_env', TASKS)
+      line = trial.differs(pool, 'broken_env', TASKS[0], observations)
+    assert bool(line) == bool(expected) and expected in line
+  config = _config(fails='random')
+  with builders.make_pool(config) as pool:
+    builders.try_environment(config, pool, 'train')
+  assert capsys.readouterr().out == f'{line}\n'
+
+
+def test_an_environment_without_close_is_refused(tmp_path, monkeypatch):
+  (tmp_path / 'no_close.py').write_text(
+    'from envs import toy\ntasks = toy.tasks\n'
+    'class Env:\n  reset, step = toy.Env.reset, toy.Env.step\n'
+  )
+  monkeypatch.syspath_prepend(str(tmp_path))
+  with pytest.raises(TypeError, match=r'Env has no close\(\); must have reset'):
+    envs.make('no_close')
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ _EPISODES, _TEACHER = 'episodes', 'teacher'
 # all losses.
 _COMMON_OPTIONS = {
   'algorithm': ('norm', 'discount', 'invalid_penalty'),
-  'loss': ('kl_weight', 'entropy_weight', 'aggregation', 'clip_epsilon'),
+  'loss': ('kl_weight', 'entropy_weight', 'clip_epsilon'),
 }
 
 # Config fields that control the memory of programs, and remedies.

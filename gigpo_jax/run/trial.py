@@ -6,6 +6,7 @@ As an environment is a function of its task and of the responses, a trial does
 not change later samples.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -53,6 +54,35 @@ def run(
   raise ValueError(
     f'env.name={name}: cannot be played: {describe(name, failures[0])}; fix '
     'the environment or its data and rerun the same command'
+  )
+
+
+def differs(
+  pool: env_pool.EnvPool,
+  name: str,
+  task: base.Task,
+  observations: Sequence[base.Observation],
+) -> str:
+  """Returns a warning if a task differs when it is played again.
+
+  Args:
+    pool: the environments; none of them may run an episode.
+    name: name of the environment.
+    task: the task that `run` has played.
+    observations: its observations.
+
+  Returns:
+    The warning in one line; '' if the observations are the same.
+  """
+  again, *_ = _play(pool, task, _STEPS)
+  if again == list(observations):
+    return ''
+  pairs = zip(again, observations, strict=False)
+  equal = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+  return (
+    f'env.name={name}: turn {len(list(equal))} of {task} differs when the same '
+    'responses are played again, but the episodes of a group must play the '
+    'same task; draw all randomness from the index of the task'
   )
 
 
@@ -137,8 +167,9 @@ def too_long(name: str, prompt_tokens: int, max_prompt_tokens: int) -> str:
     return ''
   return (
     f'rollout.max_prompt_tokens={max_prompt_tokens}: prompts of env.name='
-    f'{name} have {prompt_tokens} tokens even without their history; raise the '
-    'limit, or see rollout.prompt_overflow'
+    f'{name} have {prompt_tokens} tokens even without their history, of which '
+    'the first are cut off; raise the limit, or set rollout.prompt_overflow to '
+    'error or end'
   )
 
 
