@@ -139,7 +139,8 @@ def try_environment(
   longest, shortest = (
     max(map(len, text.render(texts))) for texts in (prompts, shortened)
   )
-  if line := trial.too_long(name, shortest, limit):
+  overflow = config.rollout.prompt_overflow
+  if line := trial.too_long(name, shortest, limit, overflow):
     console.log(line)
   if config_lib.has_own_buckets(config):
     return

@@ -210,7 +210,9 @@ def test_warning_about_the_limit_has_measured_numbers(capsys):
     # Prompts that are too long even without their history.
     config.rollout.max_prompt_tokens = 21
     builders.try_environment(config, pool, 'train', Text())
-  assert 'have 22 tokens even without their history' in capsys.readouterr().out
+  printed = capsys.readouterr().out
+  assert 'have 22 tokens even without their history, for which' in printed
+  assert 'rollout.prompt_overflow=drop_history cuts off the first' in printed
 
 
 class Tasks(tuple):

@@ -10,10 +10,10 @@ over the run. Low sums are weighted more than high ones:
     A = (w CVaR + RVaR) / (w + 1) / std(S),
 
 where std is over the sums of a bundle (ddof 1), and 1 for a single sum. A sum
-above q_hi has A = 0, so the
-policy learns from tasks that it does not solve yet. After each iteration,
-q += rate (a - share of S below q). The quantiles start as those of the first
-iteration. They are the algorithm's state, which checkpoints save.
+above q_hi has A = 0, so the policy learns from tasks that it does not solve
+yet. After each iteration, q += rate (a - share of S below q). The quantiles
+start as those of the first iteration. They are the algorithm's state, which
+checkpoints save.
 
 # Differs from the released code: equal sums of a bundle have A = 0 instead of a
 division by 1e-6; its configs also divide by the std of a task's returns

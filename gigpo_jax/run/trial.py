@@ -23,6 +23,15 @@ _STEPS = 3
 _MAX_STEPS = 200
 _MAX_SECS = 5.0
 
+# What happens to prompts that are too long without their history, by
+# `rollout.prompt_overflow`.
+_OVERFLOWS = {
+  'error': 'ends the run',
+  'drop_history': 'cuts off the first tokens',
+  'truncate_left': 'cuts off the first tokens',
+  'end': 'ends the episode',
+}
+
 # A limit is too high from this multiple of the longest prompt of a trial.
 _MAX_RATIO = 4
 # Suggested limits are rounded up to a multiple of this, in tokens.
@@ -152,13 +161,16 @@ def _response(observation: base.Observation, step: int) -> str:
   return f'<think>A trial.</think><action>{action}</action>'
 
 
-def too_long(name: str, prompt_tokens: int, max_prompt_tokens: int) -> str:
+def too_long(
+  name: str, prompt_tokens: int, max_prompt_tokens: int, overflow: str
+) -> str:
   """Returns a warning if prompts without their history exceed the limit.
 
   Args:
     name: name of the environment.
     prompt_tokens: tokens of the longest prompt of a trial, without history.
     max_prompt_tokens: the limit.
+    overflow: `rollout.prompt_overflow`.
 
   Returns:
     The warning in one line; '' if they fit.
@@ -167,9 +179,9 @@ def too_long(name: str, prompt_tokens: int, max_prompt_tokens: int) -> str:
     return ''
   return (
     f'rollout.max_prompt_tokens={max_prompt_tokens}: prompts of env.name='
-    f'{name} have {prompt_tokens} tokens even without their history, of which '
-    'the first are cut off; raise the limit, or set rollout.prompt_overflow to '
-    'error or end'
+    f'{name} have {prompt_tokens} tokens even without their history, for which '
+    f'rollout.prompt_overflow={overflow} {_OVERFLOWS[overflow]}; raise the '
+    'limit'
   )
 
 
