@@ -128,9 +128,9 @@ def _rollout_section() -> ml_collections.ConfigDict:
   rollout.episodes_per_group = 8  # N; paper
   rollout.max_prompt_tokens = 2048  # paper, ALFWorld
   rollout.max_completion_tokens = 512  # paper
-  # For prompts over the limit: error | drop_history, whose prompts lose their
-  # first tokens if they are too long without history, too | truncate_left | end
-  # (of the episode). In a conversation, drop_history drops the oldest turns
+  # For prompts over the limit: error | drop_history | truncate_left | end (of
+  # the episode). drop_history also cuts off the first tokens of a prompt that
+  # is too long without history. In a conversation, it drops the oldest turns
   # until half of the limit is free, and truncate_left is refused.
   rollout.prompt_overflow = 'drop_history'
   # Thinking in earlier turns of a conversation. keep: stays as sampled.

@@ -7,7 +7,6 @@ Counts the episodes, steps and tokens that were used.
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 
 from gigpo_jax import carry_over, options, tasks, trajectory
@@ -191,10 +190,7 @@ def has_variance(group: Sequence[trajectory.Trajectory]) -> bool:
       for is_team, rewards in enumerate((t.own_rewards, t.team_rewards)):
         for agent, reward in t.by_agent(rewards).items():
           totals.setdefault((bool(is_team), agent), []).append(reward)
-  return any(
-    not math.isclose(min(rewards), max(rewards), abs_tol=trajectory.ROUNDING)
-    for rewards in totals.values()
-  )
+  return not all(map(trajectory.are_equal, totals.values()))
 
 
 def max_turns(

@@ -164,11 +164,6 @@ def chains(rows: batch.Rows) -> list[Int[np.ndarray, ' T']]:
   return np.split(order, starts) if len(order) else []
 
 
-def are_equal(values: Float[np.ndarray, ' N']) -> bool:
-  """Returns whether values are equal, up to rounding of sums of rewards."""
-  return np.ptp(values) <= trajectory.ROUNDING * max(1, np.abs(values).max())
-
-
 def group_z_scores(
   values: Float[np.ndarray, ' N'], groups: Int[np.ndarray, ' N']
 ) -> Float[np.ndarray, ' N']:
@@ -179,7 +174,7 @@ def group_z_scores(
   scores, known = np.zeros(len(values)), np.isfinite(values)
   for group in np.unique(groups[known]):
     own = known & (groups == group)
-    if not are_equal(values[own]):
+    if not trajectory.are_equal(values[own]):
       centred = values[own] - values[own].mean()
       scores[own] = centred / (values[own].std(ddof=1) + _EPSILON)
   return scores

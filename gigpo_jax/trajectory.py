@@ -17,6 +17,12 @@ from gigpo_jax import deprecated
 ROUNDING = 1e-9
 
 
+def are_equal(sums: Sequence[float]) -> bool:
+  """Returns whether sums of rewards are equal, up to rounding."""
+  low, high = min(sums), max(sums)
+  return math.isclose(low, high, rel_tol=ROUNDING, abs_tol=ROUNDING)
+
+
 @dataclasses.dataclass(frozen=True)
 class SampledTurn:
   """A turn without the environment's result.

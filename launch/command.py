@@ -17,7 +17,7 @@ from absl import logging as absl_logging
 from ml_collections import config_flags
 
 import configs
-from configs import base, variants
+from configs import variants
 from envs import processes
 from gigpo_jax import deprecated
 from gigpo_jax.run import config_fields
@@ -266,7 +266,7 @@ def _split_none(
   """
   optional = {
     f'--config.{field}=None'
-    for fields in map(config_fields.flatten, (base.get_config(), config))
+    for fields in map(config_fields.flatten, (config_fields.defaults(), config))
     for field, value in fields.items()
     if value is None
   }

@@ -136,8 +136,8 @@ command.run(main)
 def test_all_unknown_fields_are_reported():
   config = alfworld.get_config('tiny')
   flags = ('loss.foo=1', 'rollout.groups=2', 'rollout.bar=2', 'algorithm=1')
-  found = command._unknown_fields([f'--config.{x}' for x in flags], config)
-  assert [line.partition(': ')[0] for line in found] == [
+  problems = command._unknown_fields([f'--config.{x}' for x in flags], config)
+  assert [line.partition(': ')[0] for line in problems] == [
     'loss.foo=1',
     'rollout.bar=2',
   ]

@@ -190,7 +190,7 @@ def next_state(
 ) -> dict[str, float]:
   """Returns the state after an iteration with these metrics.
 
-  Values are numbers of Python, as those that a resumed run reads.
+  Values are Python floats, as a resumed run reads them.
   """
   changes = {k: float(v) for k, v in metrics.items() if k.startswith('state/')}
   return dict(state) | changes

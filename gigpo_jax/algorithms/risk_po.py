@@ -29,7 +29,7 @@ import ml_collections
 import numpy as np
 from jaxtyping import Float, Int
 
-from gigpo_jax import algorithms, batch, options, row_stats
+from gigpo_jax import algorithms, batch, options, row_stats, trajectory
 
 _LOW, _HIGH = 'state/quantile_low', 'state/quantile_high'
 
@@ -141,7 +141,7 @@ def _deviations(
   for bundle in np.unique(bundles):
     own = bundles == bundle
     if own.sum() > 1:
-      is_equal = row_stats.are_equal(sums[own])
+      is_equal = trajectory.are_equal(sums[own])
       result[own] = np.inf if is_equal else np.std(sums[own], ddof=1)
   return result
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import ml_collections
 
-from configs import base
 from gigpo_jax import deprecated
 from gigpo_jax.run import config_fields
 from gigpo_jax.runtime import files
@@ -253,7 +252,7 @@ def _is_default(field: str, value: object) -> bool:
 
   The defaults of environment fields are unknown; a falsy value counts as one.
   """
-  default = _fields(base.get_config()).get(field)
+  default = _fields(config_fields.defaults()).get(field)
   return not value if default is None else value == default
 
 

@@ -212,8 +212,8 @@ SECTIONS = (
       Metric(
         'kl',
         'nats',
-        'mean estimate per token of the KL to the reference policy; of tokens '
-        'of the current policy',
+        'mean estimate of the KL to the reference policy per token that the '
+        'current policy sampled',
       ),
       Metric('overlong', '1', 'mean share of the largest length penalty'),
       Metric('scored/<function>', '1', 'mean per row, of reward.scored'),
