@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from tensorboardX import event_file_writer, summary
-from tensorboardX.proto import event_pb2
 
 from gigpo_jax import deprecated, reward_functions, trajectory
 from gigpo_jax.runtime import console, errors, files
@@ -401,18 +399,23 @@ class _Board:
   """
 
   def __init__(self, folder: pathlib.Path, *, purge_step: int):
+    # tensorboardX imports PyTorch if it is installed, which takes a second.
+    from tensorboardX import event_file_writer, summary
+    from tensorboardX.proto import event_pb2
+
+    self._make_event, self._make_scalar = event_pb2.Event, summary.scalar
     folder.mkdir(exist_ok=True)
     self._events = event_file_writer.EventsWriter(str(folder / 'events'))
     start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
     self._write(purge_step, session_log=start)
 
   def add_scalar(self, name: str, value: float, step: int) -> None:
-    self._write(step, summary=summary.scalar(name, value))
+    self._write(step, summary=self._make_scalar(name, value))
 
   def _write(self, step: int, **fields) -> None:
     now = time.time()
     self._events.write_event(
-      event_pb2.Event(wall_time=now, step=step, **fields)
+      self._make_event(wall_time=now, step=step, **fields)
     )
 
   def flush(self) -> None:

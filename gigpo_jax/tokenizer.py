@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 OVERFLOW_POLICIES = ('error', 'drop_history', 'truncate_left', 'end')
@@ -99,6 +98,8 @@ class Tokenizer:
         f'model.path={directory}: no {" or ".join(vocabularies)}; needs a '
         'Hugging Face directory with a tokenizer'
       )
+    import transformers  # Takes half a second.
+
     try:
       # Do not access the hub or run code of the checkpoint.
       self._hf = transformers.AutoTokenizer.from_pretrained(
@@ -436,6 +437,8 @@ def train(texts: Iterable[str], directory: str, *, vocab_size: int) -> None:
       show_progress=False,
     ),
   )
+  import transformers
+
   hf = transformers.PreTrainedTokenizerFast(
     tokenizer_object=bpe,
     eos_token='<|im_end|>',

@@ -216,7 +216,7 @@ def reference():
 
 
 @needs_alfworld
-@pytest.mark.parametrize('part', parts(8, 4))
+@pytest.mark.parametrize('part', parts(8, 2))
 def test_equal_states_on_odd_worlds(reference, part):
   for seed in range(part, 80, 8):
     world = odd_world(seed)

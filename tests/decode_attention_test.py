@@ -194,7 +194,12 @@ def fixture_params():
 
 
 @pytest.mark.parametrize(
-  'options', [{'cache': 'int8'}, {'decode_attention': 'triton'}], ids=str
+  'options',
+  [
+    pytest.param({'cache': 'int8'}, marks=pytest.mark.slow),
+    {'decode_attention': 'triton'},
+  ],
+  ids=str,
 )
 def test_other_requests_and_a_mesh_do_not_change_tokens(
   monkeypatch, params, options

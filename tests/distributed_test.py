@@ -103,6 +103,7 @@ def test_two_processes_reuse_their_caches(tensor):
 
 
 @pytest.mark.parametrize('tensor', [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
 def test_two_processes_sample_the_tokens_of_one_process(tensor):
   expected = make_sampler(mesh_lib.make_mesh(8, 1, 1)).generate(
     make_params(), make_requests()

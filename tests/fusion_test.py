@@ -61,9 +61,18 @@ def test_each_key_value_head_has_its_queries_keys_and_values():
     np.testing.assert_array_equal(split, part)
 
 
-@pytest.mark.parametrize('shape', SHAPES.values(), ids=SHAPES)
-def test_fused_parameters_decode_the_same_logits(shape):
-  config = dataclasses.replace(CONFIG, **shape)
+@pytest.mark.parametrize(
+  'name',
+  [
+    'qwen2',
+    'experts',
+    'adapters',
+    pytest.param('qwen3', marks=pytest.mark.slow),
+    pytest.param('one key/value head', marks=pytest.mark.slow),
+  ],
+)
+def test_fused_parameters_decode_the_same_logits(name):
+  config = dataclasses.replace(CONFIG, **SHAPES[name])
   fused = dataclasses.replace(config, fused=config.num_kv_heads)
   params = _params(config)
   tokens = np.random.default_rng(0).integers(0, 48, (3, 7), np.int32)

@@ -89,7 +89,9 @@ def _requests(lengths) -> list[sampler.Request]:
   ]
 
 
-@pytest.mark.parametrize('name', ['whole', 'prompts'])
+@pytest.mark.parametrize(
+  'name', [pytest.param('whole', marks=pytest.mark.slow), 'prompts']
+)
 def test_the_sampler_reports_the_log_probs_of_the_learner(
   params, request, name
 ):
@@ -220,7 +222,9 @@ def fixture_single():
   return rows, jax.device_get(state.params), metrics
 
 
-@pytest.mark.parametrize('remat', ['none', 'layer'])
+@pytest.mark.parametrize(
+  'remat', [pytest.param('none', marks=pytest.mark.slow), 'layer']
+)
 def test_packed_rows_equal_unpacked_rows(single, remat):
   rows, expected, metrics = single
   config = dataclasses.replace(CONFIG, remat=remat)

@@ -30,7 +30,9 @@ RECOMPUTED = dataclasses.replace(CONFIG, remat='layer')
   [
     pytest.param(CONFIG, {'data': 8}, marks=pytest.mark.slow),
     pytest.param(CONFIG, {'data': 2, 'fsdp': 4}, marks=pytest.mark.slow),
-    (CONFIG, {'data': 2, 'fsdp': 2, 'tensor': 2}),
+    pytest.param(
+      CONFIG, {'data': 2, 'fsdp': 2, 'tensor': 2}, marks=pytest.mark.slow
+    ),
     (CONFIG, {'fsdp': 2, 'sequence': 2, 'tensor': 2}),
     pytest.param(
       RECOMPUTED,

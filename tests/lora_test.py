@@ -194,6 +194,7 @@ def test_the_network_without_adapters_is_the_reference():
   assert np.abs(difference).max() > 0.1
 
 
+@pytest.mark.slow
 def test_a_mesh_gives_the_update_of_one_device():
   single, _ = _update(_learner(), _params(trained=True))
   sharded, _ = _update(
@@ -211,7 +212,13 @@ def test_a_mesh_gives_the_update_of_one_device():
 # peft gives joined experts their rank by parameter, not by module, and warns.
 @pytest.mark.filterwarnings('ignore:The following (rank|alpha)_pattern keys')
 @pytest.mark.parametrize(
-  'family', ['qwen2', 'qwen3', 'qwen3_moe', 'qwen3_next']
+  'family',
+  [
+    'qwen2',
+    pytest.param('qwen3', marks=pytest.mark.slow),
+    pytest.param('qwen3_moe', marks=pytest.mark.slow),
+    'qwen3_next',
+  ],
 )
 def test_peft_loads_an_export(tmp_path, family):
   torch = pytest.importorskip('torch', reason='parity needs PyTorch')

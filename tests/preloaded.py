@@ -168,7 +168,9 @@ def _fork_command(
 
 def _import() -> None:
   """Imports the modules that the commands use."""
+  import scipy.stats  # noqa: F401
   import transformers
+  from tensorboardX import event_file_writer  # noqa: F401
 
   from envs.alfworld import env as alfworld_env  # noqa: F401
   from envs.webshop import env as webshop_env  # noqa: F401

@@ -111,7 +111,7 @@ def _reference(  # noqa: PLR0913
   [
     (True, 4, 2, 'Qwen2', None),
     pytest.param(False, 4, 4, 'Qwen2', None, marks=pytest.mark.slow),
-    (False, 7, 1, 'Qwen2', YARN),
+    pytest.param(False, 7, 1, 'Qwen2', YARN, marks=pytest.mark.slow),
     pytest.param(True, 4, 2, 'Qwen3', None, marks=pytest.mark.slow),
     (False, 5, 5, 'Qwen3', YARN | {'attention_factor': 0.7}),
     pytest.param(
@@ -189,7 +189,7 @@ def test_yarn_has_the_angles_of_transformers(torch, theta, length):
 @pytest.mark.parametrize(
   ('seed', 'family'),
   [
-    (0, 'Qwen2'),
+    pytest.param(0, 'Qwen2', marks=pytest.mark.slow),
     pytest.param(1, 'Qwen2', marks=pytest.mark.slow),
     (2, 'Qwen3'),
   ],

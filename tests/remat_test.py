@@ -76,6 +76,7 @@ def test_memory_of_the_update_decides(monkeypatch, limit, chosen):
   assert remat.resolve(_config(), _bundle()).model.remat == chosen
 
 
+@pytest.mark.slow
 def test_bytes_of_the_compiled_update():
   config = _config()
   config.loss.kl_weight = 0.0

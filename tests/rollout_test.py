@@ -408,7 +408,7 @@ def test_schedules_sample_the_same_tokens_with_a_real_model(text):
   ):
     engine = sampler.Sampler(
       config,
-      mesh.make_mesh(1, -1, 1),
+      mesh.make_mesh(1, 1, 1, devices=jax.devices()[:1]),
       seed=3,
       prompt_buckets=(64, 128),
       batch_buckets=(slots,),

@@ -38,7 +38,7 @@ def fixture_params():
   return params | {'embed': 12 * params['embed']}
 
 
-def _sampler(**kwargs) -> sampler.Sampler:
+def _new_sampler(**kwargs) -> sampler.Sampler:
   options = {
     'seed': 0,
     'prompt_buckets': (8, 16),
@@ -49,6 +49,10 @@ def _sampler(**kwargs) -> sampler.Sampler:
   }
   mesh = kwargs.pop('mesh', None) or mesh_lib.make_mesh(1, -1, 1)
   return sampler.Sampler(CONFIG, mesh, **(options | kwargs))
+
+
+# Tests that look only at completions share samplers and so their programs.
+_sampler = functools.cache(_new_sampler)
 
 
 def _requests(count: int, length: int = 5, **sampling) -> list[sampler.Request]:
@@ -184,7 +188,7 @@ def test_frequencies_match_the_distribution(params, narrow: dict):
 
 
 def test_nothing_compiles_after_warm_up(params):
-  engine = _sampler()
+  engine = _new_sampler()
   engine.warm_up(params)
   before = engine.compilations
   assert before == len(engine.lowerings(params, {}))
@@ -307,9 +311,9 @@ def test_cache_layout_on_a_tpu(monkeypatch, tensor):
 @pytest.mark.parametrize('tensor', [1, 2])
 def test_cache_layout_does_not_change_tokens(monkeypatch, params, tensor):
   requests, mesh = _requests(9), mesh_lib.make_mesh(1, -1, tensor)
-  expected = _sampler(mesh=mesh).generate(params, requests)
+  expected = _new_sampler(mesh=mesh).generate(params, requests)
   monkeypatch.setattr(mesh_lib, 'on_tpu', lambda _: True)
-  engine = _sampler(mesh=mesh)
+  engine = _new_sampler(mesh=mesh)
   engine.warm_up(params)
   compilations = engine.compilations
   completions = engine.generate(params, requests)
@@ -321,7 +325,7 @@ def test_cache_layout_does_not_change_tokens(monkeypatch, params, tensor):
 
 
 def test_released_memory_is_allocated_again(params):
-  engine, requests = _sampler(), _requests(5)
+  engine, requests = _new_sampler(), _requests(5)
   engine.warm_up(params)
   before = sum(x.nbytes for x in jax.live_arrays())
   compilations = engine.compilations
@@ -336,7 +340,7 @@ def test_released_memory_is_allocated_again(params):
 
 def test_without_room_for_two_caches_there_is_one_size(params, monkeypatch):
   expected = _sampler().generate(params, _requests(5))
-  engine, allocated = _sampler(), []
+  engine, allocated = _new_sampler(), []
   new_slots = engine._programs.new_slots
 
   def allocate(*size):
@@ -355,7 +359,7 @@ def test_without_room_for_two_caches_there_is_one_size(params, monkeypatch):
 
 
 def test_parameters_are_prepared_once():
-  engine, calls = _sampler(), []
+  engine, calls = _new_sampler(), []
   engine._programs.prepare = lambda *args: calls.append(args) or {}
   params, other = {'w': np.ones(1)}, {'w': np.zeros(1)}
   for loaded in (
@@ -372,7 +376,7 @@ def test_parameters_are_prepared_once():
 
 
 def test_the_cache_grows_at_once_and_shrinks_after_four_steps():
-  cache, sizes = _sampler()._cache, []
+  cache, sizes = _new_sampler()._cache, []
 
   def allocate(rows, length):
     sizes.append((rows, length))
@@ -438,7 +442,7 @@ def test_empty_prompt_raises(params):
 
 def test_time_and_slot_of_a_request_do_not_change_tokens(params):
   requests = _requests(30)
-  engine = _sampler(batch_buckets=(8, 16), decode_tokens=3)
+  engine = _sampler(decode_tokens=3)
   expected = [engine.generate(params, [request])[0] for request in requests]
   rng = np.random.default_rng(0)
   engine.load(params)
@@ -471,7 +475,7 @@ def test_decode_tokens_does_not_change_tokens(params, decode_tokens):
 
 
 def test_identical_prompts_share_one_prefill(params):
-  engine = _sampler()
+  engine = _new_sampler()
   first, second = _requests(2)
   copies = [
     dataclasses.replace(first, stream=(0, 0, 0, member, 0))
@@ -488,7 +492,7 @@ def test_identical_prompts_share_one_prefill(params):
 
 
 def test_prompt_of_a_finished_request_is_reused(params):
-  engine = _sampler()
+  engine = _new_sampler()
   engine.load(params)
   (request,) = _requests(1)
   completions = []
@@ -544,9 +548,9 @@ def test_programs_without_conditionals_sample_the_same_tokens(
     ]
     for chosen in (all_options[:1], all_options)
   )
-  device = _sampler()
+  device = _new_sampler()
   monkeypatch.setattr(sampler, '_HOST_SELECTS', ('cpu',))
-  host = _sampler()
+  host = _new_sampler()
   host.warm_up(params)
   before = host.compilations
   choices = [
@@ -581,7 +585,7 @@ def test_invalid_max_tokens_raises(params, limit):
 
 
 def test_find_stop_ends_completions(params):
-  plain = _sampler(max_completion_tokens=12).generate(params, _requests(20))
+  plain = _sampler().generate(params, _requests(20))
 
   def stop(ids: np.ndarray, new: int) -> int | None:
     # The second of two tokens that are above 20.

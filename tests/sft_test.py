@@ -141,6 +141,7 @@ def test_the_rate_decays_over_all_updates(monkeypatch, rows, report_rows):
   assert updates == [2 * {4: 5, 100: 4}[report_rows]]
 
 
+@pytest.mark.slow
 def test_a_diverging_warm_start_ends_without_a_policy(tmp_path):
   config = _config()
   # Fewer updates in a chunk than may be skipped in a row.

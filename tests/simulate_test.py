@@ -96,6 +96,7 @@ def test_the_stored_costs_of_an_h100_are_those_measured(benchmarks):
   assert 16 * prefill == pytest.approx(0.684, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_complete_iteration_is_the_one_measured(benchmarks):
   simulate = benchmarks.simulate
   options = simulate.change(

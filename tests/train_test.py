@@ -255,6 +255,7 @@ def test_killed_at_any_moment_the_run_ends_the_same(tmp_path):
   small_runs.assert_same_end(parts, whole)
 
 
+@pytest.mark.slow
 def test_a_run_that_has_to_leave_saves_the_iteration_before(
   uninterrupted, tmp_path
 ):

@@ -33,7 +33,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-import scipy.stats
+import scipy
 from jaxtyping import Float, Int
 
 from gigpo_jax import algorithms

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import scipy.optimize
-import scipy.stats
+import scipy  # Loads its subpackages when they are used.
 from jaxtyping import Float, Int
 
 from gigpo_jax import metrics
