@@ -244,7 +244,7 @@ def compile_all(setup: Setup, parts: run_builders.Parts) -> run_state.RunState:
     state = run_state.RunState(parts.learner.init(params), reference=reference)
     rows = builders.make_dummy_rows(setup.config)
     train.estimate_advantages(parts, state, run_state.History(), rows)
-    return run_builders.warm_up(parts, state, programs)
+    return run_builders.warm_up(parts, state, programs, compiler.start)
 
 
 def start(setup: Setup, options: argparse.Namespace) -> None:

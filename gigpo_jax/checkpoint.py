@@ -13,7 +13,6 @@ import hashlib
 import json
 import pathlib
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -336,9 +335,8 @@ class Checkpointer:
       return
     if distributed.is_main_process():
       for n in later:
-        renamed = self._directory / f'{n}.damaged'
-        shutil.rmtree(renamed, ignore_errors=True)
-        (self._directory / str(n)).rename(renamed)
+        path = self._directory / str(n)
+        path.rename(files.free_name(path, 'damaged'))
     distributed.barrier()
     self._manager.reload()
     self._damage.clear()

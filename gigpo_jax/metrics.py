@@ -531,6 +531,10 @@ def console_line(iteration: int, metrics: dict[str, float]) -> str:
   ]
   if all(name in metrics for name in _INTERVAL):
     parts[-1] += ' [{:.1%}, {:.1%}]'.format(*(metrics[n] for n in _INTERVAL))
+  if metrics.get('update/count') == 0:
+    parts.append('no update')
+    if metrics.get('filter/groups_kept') == 0:
+      parts[-1] += ': the filter kept no group'
   return '  '.join(parts)
 
 

@@ -211,7 +211,8 @@ def prepare(
     # Compiles the advantages for the row shapes of this run.
     rows = builders.make_dummy_rows(parts.config)
     estimate_advantages(parts, state, history, rows)
-    return run_builders.warm_up(parts, state, programs), history, logs
+    state = run_builders.warm_up(parts, state, programs, compiler.start)
+    return state, history, logs
 
 
 def update(

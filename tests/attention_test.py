@@ -181,7 +181,10 @@ def test_blocks_without_pairs_are_skipped(monkeypatch):
 @pytest.mark.parametrize(
   'tree', [pytest.param(False, marks=pytest.mark.slow), True]
 )
-@pytest.mark.parametrize('implementation', ['splash', 'blockwise'])
+@pytest.mark.parametrize(
+  'implementation',
+  [pytest.param('splash', marks=pytest.mark.slow), 'blockwise'],
+)
 def test_gradients_with_several_texts(implementation, tree):
   arrays = _arrays(140)
   segments, _ = _segments(140, tree=tree)

@@ -269,6 +269,13 @@ def test_damage_in_large_files_is_found_by_restoring(
       )
     saved.save(3, state, {})
   assert (tmp_path / '3.damaged').is_dir()
+  # Damaged again: the first one is kept, too.
+  (tmp_path / '3' / checkpoint._MANIFEST).write_text('damaged')
+  with checkpoint.Checkpointer(tmp_path) as saved:
+    assert saved.latest() == 1
+    saved.save(3, state, {})
+  names = [path.name for path in tmp_path.glob('3*')]
+  assert sorted(names) == ['3', '3.damaged', '3.damaged.1']
 
 
 @pytest.mark.parametrize('flip', [(0, 0), (5, 31), (7, 1)], ids=str)

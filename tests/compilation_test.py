@@ -89,14 +89,14 @@ def test_old_files_of_xlas_own_caches_are_deleted_too(tmp_path):
 def test_progress_is_printed_in_lines_without_a_terminal(monkeypatch, capsys):
   clock = [0.0]
   monkeypatch.setattr(compilation.time, 'monotonic', lambda: clock[0])
-  with compilation.progress(4) as advance:
+  with compilation.progress(4, start=-3.0) as advance:
     for seconds in (6, 6, 30, 1):
       clock[0] += seconds
       advance()
   assert capsys.readouterr().out.splitlines() == [
-    'compiled 2 of 4 programs, 12 s',
-    'compiled 3 of 4 programs, 42 s',
-    'compiled 4 programs in 43 s',
+    'compiled 2 of 4 programs, 15 s',
+    'compiled 3 of 4 programs, 45 s',
+    'compiled 4 programs in 46 s',
   ]
 
 

@@ -33,7 +33,9 @@ RECOMPUTED = dataclasses.replace(CONFIG, remat='layer')
     pytest.param(
       CONFIG, {'data': 2, 'fsdp': 2, 'tensor': 2}, marks=pytest.mark.slow
     ),
-    (CONFIG, {'fsdp': 2, 'sequence': 2, 'tensor': 2}),
+    pytest.param(
+      CONFIG, {'fsdp': 2, 'sequence': 2, 'tensor': 2}, marks=pytest.mark.slow
+    ),
     pytest.param(
       RECOMPUTED,
       {'data': 2, 'fsdp': 2, 'tensor': 2},
@@ -160,18 +162,24 @@ def test_a_conversation_gives_the_gradient_of_one_row_per_turn(loss):
     )
 
 
-def test_row_ratios_do_not_depend_on_packing():
-  rows = rows_of_few_prompts(prompts=4)
-  expected, _ = step(sgd(loss=ROW_LOSS), rows)
-  for changes in (
+@pytest.mark.parametrize(
+  'changes',
+  [
     {'share_prompts': True, 'length_buckets': (16, 32)},
     {'microbatch_tokens': 48},
-    {'devices': make_mesh(data=2, fsdp=2)},
-  ):
-    actual, _ = step(sgd(loss=ROW_LOSS, **changes), rows)
-    assert_trees_close(
-      jax.device_get(actual.params), jax.device_get(expected.params), 1e-6
-    )
+    pytest.param(
+      {'devices': make_mesh(data=2, fsdp=2)}, marks=pytest.mark.slow
+    ),
+  ],
+  ids=['shared prompts', 'microbatches', 'mesh'],
+)
+def test_row_ratios_do_not_depend_on_packing(changes):
+  rows = rows_of_few_prompts(prompts=4)
+  expected, _ = step(sgd(loss=ROW_LOSS), rows)
+  actual, _ = step(sgd(loss=ROW_LOSS, **changes), rows)
+  assert_trees_close(
+    jax.device_get(actual.params), jax.device_get(expected.params), 1e-6
+  )
 
 
 def test_short_sequences_of_many_shards_do_not_change_the_update():

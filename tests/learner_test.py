@@ -114,7 +114,12 @@ def test_microbatch_size_does_not_change_the_update(
   rows = make_rows()
   single, single_metrics = step(sgd(aggregation=aggregation), rows)
   many, many_metrics = step(
-    sgd(aggregation=aggregation, microbatch_tokens=microbatch_tokens), rows
+    sgd(
+      aggregation=aggregation,
+      microbatch_tokens=microbatch_tokens,
+      length_buckets=(8, 16),
+    ),
+    rows,
   )
   assert_trees_close(single.params, many.params, 1e-6)
   for metrics in (single_metrics, many_metrics):
@@ -122,7 +127,9 @@ def test_microbatch_size_does_not_change_the_update(
   assert many_metrics == pytest.approx(single_metrics, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize('shared', [False, True])
+@pytest.mark.parametrize(
+  'shared', [pytest.param(False, marks=pytest.mark.slow), True]
+)
 @pytest.mark.parametrize(
   'config',
   [
@@ -215,7 +222,9 @@ def test_prompt_and_padding_tokens_carry_no_gradient():
 
 
 def test_nothing_compiles_after_warm_up():
-  subject = make_learner.__wrapped__(minibatch_rows=5, microbatch_tokens=256)
+  subject = make_learner.__wrapped__(
+    minibatch_rows=5, microbatch_tokens=256, length_buckets=(8, 16)
+  )
   state = subject.init(params())
   before = jax.device_get(state.params)
   state = subject.warm_up(state)

@@ -290,6 +290,12 @@ def test_console_line_of_a_training_iteration():
     'loss -0.0123  rollout  12.0 s  update   3.0 s  EVAL success 50.0%'
   )
   assert metrics.console_line(3, {}) == 'iteration    3'
+  idle = metrics.no_update(has_critic=False)
+  assert metrics.console_line(3, idle) == 'iteration    3  no update'
+  idle['filter/groups_kept'] = 0.0
+  assert metrics.console_line(3, idle) == (
+    'iteration    3  no update: the filter kept no group'
+  )
 
 
 @pytest.mark.parametrize('published', [None, {'paper, 7B': 0.908}])

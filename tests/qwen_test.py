@@ -113,7 +113,10 @@ def _reference(  # noqa: PLR0913
     pytest.param(False, 4, 4, 'Qwen2', None, marks=pytest.mark.slow),
     pytest.param(False, 7, 1, 'Qwen2', YARN, marks=pytest.mark.slow),
     pytest.param(True, 4, 2, 'Qwen3', None, marks=pytest.mark.slow),
-    (False, 5, 5, 'Qwen3', YARN | {'attention_factor': 0.7}),
+    pytest.param(
+      *(False, 5, 5, 'Qwen3', YARN | {'attention_factor': 0.7}),
+      marks=pytest.mark.slow,
+    ),
     pytest.param(
       *(False, 4, 1, 'Qwen3', YARN | {'beta_fast': 8.0, 'beta_slow': 2.0}),
       marks=pytest.mark.slow,

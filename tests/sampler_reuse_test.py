@@ -197,6 +197,7 @@ def test_an_int8_cache_is_reused(params, fields):
   _assert_equal(_conversations(engine, params), expected)
 
 
+@pytest.mark.slow
 def test_a_mesh_does_not_change_tokens(params, prompts):
   mesh = mesh_lib.make_mesh(1, 2, 2, devices=jax.devices()[:4])
   placed = jax.device_put(

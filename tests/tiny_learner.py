@@ -50,7 +50,7 @@ def make_learner(devices=None, loss=LOSS, config=CONFIG, **kwargs):
     'optimizer': optimizer.AdamW(1e-3).make(),
     'minibatch_rows': 64,
     'microbatch_tokens': 64,
-    'length_buckets': (8, 16),
+    'length_buckets': (16,),
     'max_completion_tokens': C,
   }
   return learner.Learner(

@@ -470,6 +470,7 @@ def warm_up(
   parts: Parts,
   state: run_state.RunState,
   programs: dict[concurrent.futures.Future, tuple[str, str]],
+  start: float,
 ) -> run_state.RunState:
   """Waits for the programs of a run and runs the largest ones once.
 
@@ -477,6 +478,7 @@ def warm_up(
     parts: the objects of the run.
     state: donated.
     programs: the result of `start_compilation`.
+    start: when compilation started, by `time.monotonic()`.
 
   Returns:
     The unchanged state.
@@ -484,7 +486,7 @@ def warm_up(
   Raises:
     ValueError: in one line, if a program does not fit on the devices.
   """
-  with compilation.progress(len(programs)) as advance:
+  with compilation.progress(len(programs), start) as advance:
     for program in concurrent.futures.as_completed(programs):
       with errors.explain_out_of_memory(*programs[program]):
         program.result()

@@ -39,9 +39,13 @@ class Compiler:
   results between the processes of a run on GPUs.
 
   A context manager. On exit, programs that have not started are cancelled.
+
+  Attributes:
+    start: `time.monotonic()` of its creation.
   """
 
   def __init__(self):
+    self.start = time.monotonic()
     self._programs: list[concurrent.futures.Future] = []
     self._tracer = concurrent.futures.ThreadPoolExecutor(1)
     self._pool = concurrent.futures.ThreadPoolExecutor(_num_threads())
@@ -217,16 +221,17 @@ def _trim(folder: pathlib.Path, max_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def progress(total: int) -> Iterator[Callable[[], None]]:
+def progress(total: int, start: float) -> Iterator[Callable[[], None]]:
   """Shows the progress of compilation: a bar, or lines without a terminal.
 
   Args:
     total: number of programs.
+    start: when compilation started, by `time.monotonic()`.
 
   Yields:
     A function to call after each program.
   """
-  start = last_line = time.monotonic()
+  last_line = start
   done = 0
   with console.progress_bar(
     total=total, desc='compiling', unit='program'

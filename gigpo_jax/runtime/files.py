@@ -109,9 +109,10 @@ def read_stored(path: pathlib.Path) -> dict:
     raise ValueError(f'{path}: cannot be read ({error})') from error
 
 
-def free_name(path: pathlib.Path) -> pathlib.Path:
+def free_name(path: pathlib.Path, ending: str = 'bak') -> pathlib.Path:
   """Returns the first unused name among PATH.bak, PATH.bak.1, ..."""
-  names = (f'{path.name}.bak{f".{n}" if n else ""}' for n in itertools.count())
+  first = f'{path.name}.{ending}'
+  names = (f'{first}.{n}' if n else first for n in itertools.count())
   return next(p for n in names if not (p := path.with_name(n)).exists())
 
 
