@@ -157,6 +157,7 @@ def _merged_loss(adapters: dict, rest: dict, rows: batch.Rows) -> jax.Array:
   return total / _num_tokens(rows)
 
 
+@pytest.mark.slow
 def test_gradients_equal_those_through_merged_matrices():
   rows, params = _rows(), _params(CONFIG)
   steps, loss = _update(CONFIG, params, rows, share=True)

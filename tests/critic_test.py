@@ -146,6 +146,7 @@ def test_regression_by_hand():
   np.testing.assert_array_equal(metrics['value/clipped'], [[1, 0, 0, 0]])
 
 
+@pytest.mark.slow
 def test_with_adapters_only_these_and_the_head_are_trained(rows):
   config = dataclasses.replace(CONFIG, adapters=lora.Lora(rank=2))
   subject = make_critic(config)

@@ -239,10 +239,11 @@ def test_packed_rows_equal_unpacked_rows(single, remat):
   'axes',
   [
     {'data': 2, 'fsdp': 2, 'tensor': 2},
-    pytest.param({'data': 2, 'sequence': 2}, marks=pytest.mark.slow),
+    {'data': 2, 'sequence': 2},
   ],
   ids=str,
 )
+@pytest.mark.slow
 def test_a_mesh_does_not_change_the_update(single, axes):
   rows, expected, _ = single
   state, _ = _update(rows, mesh=tiny_learner.make_mesh(**axes))

@@ -157,6 +157,7 @@ def test_replayed_ratios_by_hand():
   )
 
 
+@pytest.mark.slow
 def test_replay_with_mu_1_is_rl_on_the_recorded_rows():
   rows, others = make_rows(seed=1), make_rows()
   advantages = np.linspace(-1, 1, len(rows.groups), dtype=np.float32)
