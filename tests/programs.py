@@ -8,13 +8,11 @@ import subprocess
 import gigpo_jax
 
 # XLA flags that reduce compile time to a third. Results are equally accurate;
-# the programs run more slowly. One thread compiles a program, because the tests
-# keep all cores busy.
+# the programs run more slowly.
 QUICK = '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false'
 if not importlib.metadata.version('jaxlib').startswith('0.10.'):
   # Later versions lack the second flag, and are less accurate at level 0.
   QUICK = '--xla_backend_optimization_level=1'
-QUICK += ' --xla_cpu_parallel_codegen_split_count=1'
 PROJECT = pathlib.Path(gigpo_jax.__file__).parents[1]
 
 
