@@ -419,6 +419,8 @@ def train(texts: Iterable[str], directory: str, *, vocab_size: int) -> None:
     directory: the target.
     vocab_size: number of tokens.
   """
+  import transformers
+
   bpe = tokenizers.Tokenizer(models.BPE(byte_fallback=False))
   bpe.normalizer = normalizers.NFC()
   bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -437,8 +439,6 @@ def train(texts: Iterable[str], directory: str, *, vocab_size: int) -> None:
       show_progress=False,
     ),
   )
-  import transformers
-
   hf = transformers.PreTrainedTokenizerFast(
     tokenizer_object=bpe,
     eos_token='<|im_end|>',

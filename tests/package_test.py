@@ -39,6 +39,18 @@ def test_import_does_not_load_jax():
   assert done.stdout.startswith('False') and "'advantages'" in done.stdout
 
 
+def test_commands_import_slow_libraries_when_they_use_them():
+  code = (
+    'import sys, gigpo_jax.train, gigpo_jax.tools.sweep\n'
+    'slow = ("torch", "transformers", "scipy.stats")\n'
+    'print([name for name in slow if name in sys.modules])'
+  )
+  done = subprocess.run(
+    [sys.executable, '-c', code], capture_output=True, text=True, check=True
+  )
+  assert done.stdout == '[]\n'
+
+
 def test_public_names_are_modules():
   for name in gigpo_jax.__all__:
     assert getattr(gigpo_jax, name).__name__ == f'gigpo_jax.{name}'
