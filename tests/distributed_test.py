@@ -102,8 +102,8 @@ def test_two_processes_reuse_their_caches(tensor):
     assert sampled == [ids for turn in turns for ids in turn[index::2]]
 
 
-@pytest.mark.parametrize('tensor', [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.slow
+@pytest.mark.parametrize('tensor', [1, 2])
 def test_two_processes_sample_the_tokens_of_one_process(tensor):
   expected = make_sampler(mesh_lib.make_mesh(8, 1, 1)).generate(
     make_params(), make_requests()

@@ -107,10 +107,8 @@ def test_golden_metrics():
 @pytest.mark.parametrize(
   'aggregation',
   [
-    'token_mean',
-    pytest.param('sequence_mean', marks=pytest.mark.slow),
-    pytest.param('sequence_sum', marks=pytest.mark.slow),
-    'fixed_length',
+    pytest.param(name, marks=[pytest.mark.slow] * name.startswith('sequence'))
+    for name in losses.AGGREGATIONS
   ],
 )
 @pytest.mark.parametrize(
