@@ -13,22 +13,6 @@ from gigpo_jax.algorithms import pass_at_k, polychromic, t_spmo
 from gigpo_jax.run import run_state
 
 
-@pytest.mark.parametrize('name', algorithms.REGISTRY)
-def test_every_algorithm_returns_advantages(name):
-  algorithm = algorithms.make(name)
-  values = np.zeros((10, 1), np.float32) if algorithm.needs_values else None
-  actual, metrics, targets, *_ = algorithm.compute_advantages(
-    algorithm_rows.golden_rows(), values
-  )
-  assert isinstance(actual, np.ndarray)
-  by_token = algorithm.needs_values or name == 't_spmo'
-  assert actual.shape == ((10, 1) if by_token else (10,))
-  assert (targets is None) == (values is None)
-  assert not actual[8:].any()
-  assert actual.dtype == np.float32
-  assert all(type(value) is float for value in metrics.values())
-
-
 @pytest.fixture(name='compiled')
 def fixture_compiled():
   """Yields a list of the programs that are compiled during the test."""
@@ -44,31 +28,42 @@ def fixture_compiled():
 
 
 @pytest.mark.parametrize('name', algorithms.REGISTRY)
-def test_dummy_rows_compile_the_programs_of_an_iteration(compiled, name):
+def test_every_algorithm_returns_advantages_and_compiles_with_dummy_rows(
+  compiled, name
+):
   config = alfworld.get_config(f'tiny,{name}' if name != 'gigpo' else 'tiny')
   # Shapes that no other test has compiled.
   steps = 13 + list(algorithms.REGISTRY).index(name)
   config.env.max_steps, config.rollout.groups = steps, 1
   algorithm = algorithms.make(**config.algorithm.to_dict())
-  row = builders.make_dummy_rows(config)
-  assert len(row.groups) == steps * config.rollout.episodes_per_group
-  assert row.real.sum() == 1
+  rows = builders.make_dummy_rows(config)
+  assert len(rows.groups) == steps * config.rollout.episodes_per_group
+  assert rows.real.sum() == 1
   values = None
   if algorithm.needs_values:
-    values = np.zeros_like(row.completion_mask, np.float32)
+    values = np.zeros_like(rows.completion_mask, np.float32)
 
   def compute():
-    algorithm.compute_advantages(row, values)
-    advantages.diagnose(*row.steps_taken(), discount=0.5)
+    advantages.diagnose(*rows.steps_taken(), discount=0.5)
+    return algorithm.compute_advantages(rows, values)
 
   compute()
   assert compiled
   del compiled[:]
-  row.groups[:] = row.groups[0]
-  row.episodes[:] %= 3
-  row.rewards[:3] = 10
-  compute()
+  rows.groups[:-2] = rows.groups[0]
+  rows.episodes[:] %= 3
+  rows.rewards[:2] = 10
+  actual, metrics, targets, *_ = compute()
   assert not compiled
+
+  assert isinstance(actual, np.ndarray)
+  by_token = algorithm.needs_values or name == 't_spmo'
+  shape = rows.completion_mask.shape
+  assert actual.shape == (shape if by_token else shape[:1])
+  assert not actual[-2:].any()
+  assert (targets is None) == (values is None)
+  assert actual.dtype == np.float32
+  assert all(type(value) is float for value in metrics.values())
 
 
 def test_gigpo_on_the_golden_batch():

@@ -91,7 +91,9 @@ def rows_of_few_prompts(*, prompts=3, count=16):
   )
 
 
-@pytest.mark.parametrize('devices', [None, (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+  'devices', [pytest.param(None, marks=pytest.mark.slow), (2, 2, 2)], ids=str
+)
 def test_shared_prompts_give_the_same_update_with_fewer_tokens(devices):
   rows = rows_of_few_prompts()
   devices = devices and make_mesh(*devices)
@@ -142,7 +144,11 @@ def rows_of_conversations(*, episodes=4, turns=3):
   )
 
 
-@pytest.mark.parametrize('loss', [LOSS, ROW_LOSS], ids=['token', 'row'])
+@pytest.mark.parametrize(
+  'loss',
+  [pytest.param(LOSS, marks=pytest.mark.slow), ROW_LOSS],
+  ids=['token', 'row'],
+)
 def test_a_conversation_gives_the_gradient_of_one_row_per_turn(loss):
   rows = rows_of_conversations()
   expected, plain = step(sgd(loss=loss), rows)

@@ -86,7 +86,12 @@ def test_merged_adapters_give_the_logits_of_separate_adapters():
 
 
 @pytest.mark.parametrize(
-  'weights', ['model', 'adapters', pytest.param('int8', marks=pytest.mark.slow)]
+  'weights',
+  [
+    pytest.param('model', marks=pytest.mark.slow),
+    'adapters',
+    pytest.param('int8', marks=pytest.mark.slow),
+  ],
 )
 def test_the_sampler_applies_adapters(weights):
   params = _params(trained=True)
@@ -217,7 +222,7 @@ def test_a_mesh_gives_the_update_of_one_device():
     'qwen2',
     pytest.param('qwen3', marks=pytest.mark.slow),
     pytest.param('qwen3_moe', marks=pytest.mark.slow),
-    'qwen3_next',
+    pytest.param('qwen3_next', marks=pytest.mark.slow),
   ],
 )
 def test_peft_loads_an_export(tmp_path, family):

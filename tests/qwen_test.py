@@ -283,7 +283,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch, min_size, blocks):
   ('dtype', 'unrolled'),
   [
     ('float32', 8),
-    ('bfloat16', 0),
+    pytest.param('bfloat16', 0, marks=pytest.mark.slow),
     pytest.param('float32', 0, marks=pytest.mark.slow),
     pytest.param('bfloat16', 8, marks=pytest.mark.slow),
   ],
@@ -367,7 +367,9 @@ def test_hidden_states_of_selected_tokens_equal_the_full_output(layers):
   np.testing.assert_allclose(some, np.array(expected), rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize('remat', ['matrices', 'layer'])
+@pytest.mark.parametrize(
+  'remat', ['matrices', pytest.param('layer', marks=pytest.mark.slow)]
+)
 def test_remat_changes_nothing(remat):
   params, tokens = _params(TINY), _tokens(2, 12)
 

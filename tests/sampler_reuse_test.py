@@ -189,9 +189,9 @@ def test_whole_prompts_give_the_same_tokens(params, prompts):
   _assert_equal(_conversations(prompts, params), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize('fields', [{'cache': 'int8'}], ids=str)
-def test_an_int8_cache_is_reused(params, fields):
-  config = dataclasses.replace(CONFIG, **fields)
+@pytest.mark.slow
+def test_an_int8_cache_is_reused(params):
+  config = dataclasses.replace(CONFIG, cache='int8')
   engine = _sampler(config=config, reuse='prompts')
   expected = _separate_turns(engine, params)
   _assert_equal(_conversations(engine, params), expected)

@@ -152,7 +152,7 @@ def test_narrowest_truncations_are_greedy(params):
 @pytest.mark.parametrize(
   'narrow',
   [
-    {},
+    pytest.param({}, marks=pytest.mark.slow),
     pytest.param({'top_k': 4}, marks=pytest.mark.slow),
     pytest.param({'top_p': 0.7}, marks=pytest.mark.slow),
     {'top_k': 6, 'top_p': 0.7},
@@ -464,7 +464,7 @@ def test_time_and_slot_of_a_request_do_not_change_tokens(params):
 
 @pytest.mark.parametrize(
   'decode_tokens',
-  [1, 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (12, 100))],
+  [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 12, 100))],
 )
 def test_decode_tokens_does_not_change_tokens(params, decode_tokens):
   requests = _requests(11)

@@ -167,7 +167,9 @@ if __name__ == '__main__':
 """
 
 
-@pytest.mark.parametrize('state', ['waiting', 'busy'])
+@pytest.mark.parametrize(
+  'state', [pytest.param('waiting', marks=pytest.mark.slow), 'busy']
+)
 def test_time_limits_exclude_the_time_of_a_stopped_trainer(tmp_path, state):
   script = tmp_path / 'parent.py'
   script.write_text(STOPPED)
