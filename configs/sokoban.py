@@ -27,6 +27,8 @@ from configs import base, sizes, variants
 RATES = {
   'gigpo': 7.5e-5,
   'grpo': 7.5e-5,
+  'rloo': 7.5e-5,
+  'gagpo': 7.5e-5,
   'g2po': 7.5e-5,
   'graphgpo': 1.5e-4,
   'hgpo': 7.5e-5,

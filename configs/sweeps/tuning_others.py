@@ -34,7 +34,7 @@ RUNS += [
   for run in tuning.runs({'gigpo': ''}, {'keydoor': 'valid'}, **_LARGE)
 ]
 RUNS += tuning.runs(
-  keydoor.METHODS | {name: f',{name}' for name in ('graphgpo', 'pgpo', 'hgpo')},
+  keydoor.METHODS | OTHERS,
   {'sokoban': 'test'},
   [3.75e-5, 7.5e-5, 1.5e-4],
   **_LARGE,
