@@ -46,6 +46,7 @@ from gigpo_jax import (
   continuations,
   group_filter,
   rollout,
+  row_stats,
 )
 from gigpo_jax import config as config_lib
 from gigpo_jax.algorithms import vineppo
@@ -117,7 +118,8 @@ def make_methods(config) -> Iterator[tuple[str, tuple]]:
   """Yields (label, (config, algorithm)) of each method without a critic.
 
   VinePPO is left out, because it is the oracle with fewer continuations, and
-  so are algorithms with branches, because these episodes have none.
+  so are algorithms with branches, because these episodes have none, and
+  algorithms that refuse the config.
   """
   controls = {
     'gigpo, episode_weight=0': {'episode_weight': 0.0},
@@ -137,6 +139,7 @@ def make_methods(config) -> Iterator[tuple[str, tuple]]:
       algorithm.needs_values
       or algorithms.num_continuations(algorithm)
       or algorithms.branches(algorithm)
+      or any(algorithms.conflicts(changed))
     ):
       if hasattr(algorithm, 'whiten_advantages'):
         algorithm = dataclasses.replace(algorithm, whiten_advantages=False)
@@ -188,7 +191,7 @@ def make_rows(config, episodes):
 
 
 def method_advantages(config, changed, algorithm, episodes):
-  """Returns the advantage of each row by an algorithm.
+  """Returns each row's advantage by an algorithm; of one per token the mean.
 
   Args:
     config: the config with which the episodes were played.
@@ -200,7 +203,9 @@ def method_advantages(config, changed, algorithm, episodes):
     episodes = with_anchors(changed, episodes)
   rows = make_rows(changed, episodes)
   advantages = algorithm.compute_advantages(rows).advantages
-  return advantages if advantages.ndim == 1 else advantages[:, 0]
+  if advantages.ndim == 1:
+    return advantages
+  return row_stats.token_means(advantages, rows.completion_mask)
 
 
 def with_anchors(config, episodes) -> list:

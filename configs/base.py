@@ -209,7 +209,7 @@ def _reward_section() -> ml_collections.ConfigDict:
   reward.overlong_buffer = 0
   reward.overlong_penalty = 1.0
   # Reward of a step if the environment has several agents. team: the rewards of
-  # all agents until the agent's next step; own: that of the step.
+  # all agents until the agent's next step; own: the agent's own until then.
   reward.agents = 'team'
   # Functions of finished training episodes, 'module:function'; see
   # envs/rewards.py. Weights of the functions, (): 1 each, and of the

@@ -38,6 +38,8 @@ BOUNDS = {'reward': 1e6, 'score': 1e6}
 LARGEST_METRIC = 1e12
 
 HEADER = struct.Struct('>IQQ')
+# Size of a call, before its pickle.
+SIZE = struct.Struct('>Q')
 
 # Statuses of replies: a value; a line about an exception; a line about an
 # unusable value.

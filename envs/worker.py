@@ -111,10 +111,25 @@ def main(pipe: Connection, name: str, kwargs: dict, parent: int) -> None:
     _send(pipe, messages.encode_pid(), pid)
     _send(pipe, host.start(), pid)
     while True:
-      call = pickle.loads(pipe.recv_bytes())
+      call = _receive(pipe)
       _send(pipe, host.call(*call), pid)
   except (EOFError, OSError):
     host.close()
+
+
+def _receive(pipe: Connection) -> tuple[int, str, int, Any]:
+  (size,) = messages.SIZE.unpack(_read(pipe, messages.SIZE.size))
+  return pickle.loads(_read(pipe, size))
+
+
+def _read(pipe: Connection, size: int) -> bytes:
+  data = bytearray()
+  while len(data) < size:
+    part = os.read(pipe.fileno(), size - len(data))
+    if not part:
+      raise EOFError
+    data += part
+  return bytes(data)
 
 
 def _send(pipe: Connection, message: bytes, pid: int) -> None:

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import rapidfuzz
@@ -91,28 +92,30 @@ def assign_ids(
       has_final_state=has_final_state,
       agents=agents,
     )
+  keys = []
+  for (group, _), texts in zip(episodes, states, strict=True):
+    padded = [None] * history + texts
+    keys.append(
+      [
+        (group, *padded[t : t + history + 1]) if text is not None else None
+        for t, text in enumerate(texts)
+      ]
+    )
   if anchor == 'shuffled':
-    states = shuffle(
+    keys = shuffle(
       [group for group, _ in episodes],
-      states,
+      keys,
       seed=seed,
       has_final_state=has_final_state,
     )
   ids: dict[tuple, int] = {}
-  all_ids = []
-  for (group, _), texts in zip(episodes, states, strict=True):
-    padded = [None] * history + texts
-    keys = [
-      (group, *padded[t : t + history + 1]) if texts[t] is not None else None
-      for t in range(len(texts))
-    ]
-    all_ids.append(
-      np.array(
-        [-1 if k is None else ids.setdefault(k, len(ids)) for k in keys],
-        np.int32,
-      )
+  return [
+    np.array(
+      [-1 if k is None else ids.setdefault(k, len(ids)) for k in own],
+      np.int32,
     )
-  return all_ids
+    for own in keys
+  ]
 
 
 def digests(texts: Sequence[str]) -> np.ndarray:
@@ -179,11 +182,11 @@ def merge_similar(
 
 def shuffle(
   groups: Sequence[int],
-  episodes: Sequence[Sequence[str | None]],
+  episodes: Sequence[Sequence[Any]],
   *,
   seed: Sequence[int],
   has_final_state: bool = False,
-) -> list[list[str | None]]:
+) -> list[list[Any]]:
   """Permutes the states of each group among its steps.
 
   This is a control: sizes of anchor groups stay the same, but the steps of an
@@ -191,7 +194,7 @@ def shuffle(
 
   Args:
     groups: group of each episode.
-    episodes: states of each episode.
+    episodes: states of each episode, or what stands for them.
     seed: non-negative integers, such as (seed of the run, iteration). The
       permutation of a group is a function of them and the group.
     has_final_state: whether an episode's last state is its final state, which

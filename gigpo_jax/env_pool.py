@@ -455,7 +455,16 @@ class EnvPool:
         method, env, call_id, message, self._episodes[env], expected
       )
     )
+    self._send(w)
+
+  def _send(self, w: worker_process.WorkerProcess) -> None:
     w.send(self._clock.now())
+    self._watch(w)
+
+  def _watch(self, w: worker_process.WorkerProcess) -> None:
+    """Waits for a worker's pipe to take bytes only if there are any."""
+    events = selectors.EVENT_READ | bool(w.outbox) * selectors.EVENT_WRITE
+    self._selector.modify(w.pipe, events, (w, 'pipe'))
 
   def _wait(self, deadline: float | None) -> None:
     """Waits once for events, until a deadline or a worker's time limit."""
@@ -469,7 +478,14 @@ class EnvPool:
     timeout = max(0.0, min([*waits, _MAX_WAIT_SECS]))
     end = time.monotonic() + timeout
     while events := self._selector.select(timeout):
-      ready = [key.data for key, _ in events]
+      for key, mask in events:
+        w, handle = key.data
+        if mask & selectors.EVENT_WRITE and w in self._workers:
+          w.flush()
+          self._watch(w)
+      ready = [
+        key.data for key, mask in events if mask & selectors.EVENT_READ
+      ]
       for w, handle in ready:
         if handle == 'pipe':
           if w in self._workers:
@@ -511,7 +527,7 @@ class EnvPool:
       return
     w.sent.popleft()
     w.progress = self._clock.now()
-    w.send(self._clock.now())
+    self._send(w)
     self._handle_reply(call, status, value)
 
   def _decode(self, message: bytes, method: str) -> tuple[str, Any]:

@@ -139,7 +139,7 @@ def make_record(
     'task_index': episode.task.index,
     'kind': episode.task_type,
     'success': episode.success,
-    'return': episode.reward,
+    'return': math.fsum(rewards),
     'score': math.nan if episode.score is None else episode.score,
     'failure': episode.failure,
     'trained': step_fields is not None,
@@ -223,7 +223,7 @@ def make_step_fields(
   mean.
 
   Args:
-    rows: rows of an iteration.
+    rows: rows of an iteration that are trained on; others are padding.
     output: output of the algorithm for the rows.
   """
   advantages = _row_means(output.advantages, rows.completion_mask)

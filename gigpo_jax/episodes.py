@@ -166,7 +166,8 @@ class EpisodeWriter:
     Args:
       iteration: index of the iteration.
       collected: its episodes.
-      rows: rows of `collected.kept`; None if there are none.
+      rows: rows of `collected.kept` that are trained on; others are padding.
+        None if no episode is kept.
       output: output of the algorithm for the rows.
 
     Returns:
@@ -180,9 +181,9 @@ class EpisodeWriter:
       {} if rows is None else episode_records.make_step_fields(rows, output)
     )
     trained = {
-      position: by_episode.get(index, {})
+      position: by_episode[index]
       for index, position in enumerate(collected.indices)
-      if not collected.episodes[position].failure
+      if index in by_episode
     }
     self.append(
       iteration,

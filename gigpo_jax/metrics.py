@@ -92,8 +92,8 @@ def interval_of_equal(
 ) -> tuple[float, float]:
   """Returns the 95 % interval of the mean of n equal values.
 
-  A bootstrap or a t-interval would have width 0. This one is as wide as
-  Wilson's for no success in n trials.
+  A bootstrap or a t-interval would have width 0. This one reaches as far to
+  each side as Wilson's for no success in n trials.
 
   Args:
     value: the value.

@@ -77,6 +77,19 @@ class Episodes(NamedTuple):
     return self.to_rows(values[self.groups])
 
 
+def response_weights(rows: batch.Rows) -> Float[np.ndarray, ' R']:
+  """Returns 1 / number of rows with the same response; 0 for padding.
+
+  With these weights, a response that branches share counts once.
+  """
+  weights = np.zeros(len(rows.responses))
+  _, index, counts = np.unique(
+    rows.responses[rows.real], return_inverse=True, return_counts=True
+  )
+  weights[rows.real] = 1 / counts[index]
+  return weights
+
+
 def episodes(rows: batch.Rows, invalid_penalty: float = 0.0) -> Episodes:
   """Returns the episodes of rows.
 

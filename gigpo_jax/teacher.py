@@ -89,6 +89,9 @@ class Options:
 class Imitation:
   """L_SFT: the negative log-likelihood of each token of the teacher.
 
+  As all of the update, it is that of the policy at `rollout.temperature`;
+  sft.py's is at 1.
+
   Attributes:
     token_weight: one of TOKEN_WEIGHTS.
   """

@@ -30,7 +30,6 @@ import numpy as np
 from gigpo_jax import (
   algorithms,
   batch,
-  branching,
   builders,
   checkpoint,
   evaluation,
@@ -250,7 +249,7 @@ def update(
     update_inputs.apply_plugins(parts, rows, output, signals)
   )
   metrics |= plugin_metrics | logs.write_episodes(
-    iteration, groups, branching.drop_repeated(rows), output
+    iteration, groups, trained_rows, output
   )
   if parts.critic:
     state, critic_metrics = update_critic(

@@ -61,6 +61,19 @@ def test_shuffled_states_are_permuted_within_their_group():
   assert [x.tolist() for x in ids] == [x.tolist() for x in expected]
 
 
+@pytest.mark.parametrize('history', [0, 1, 2])
+def test_shuffled_groups_keep_their_sizes(history):
+  episodes = [(0, [*'abcab', 'end'])] * 4 + [(1, [*'abbab', 'end'])] * 2
+  sizes = []
+  for anchor in ('observation', 'shuffled'):
+    ids = anchors.assign_ids(
+      episodes, anchor=anchor, history=history, has_final_state=True
+    )
+    counts = np.unique([i[:-1] for i in ids], return_counts=True)[1]
+    sizes.append(sorted(counts.tolist()))
+  assert sizes[0] == sizes[1]
+
+
 def test_similar_states_merge_into_the_first():
   # 'abcd' and 'abce' share 3 of 4: ratio 0.75.
   states = [['abcd', 'abce', 'abef'], ['abce', None]]

@@ -465,6 +465,10 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
       'algorithm.anchor_history=1: hgpo compares histories itself',
     ),
     (
+      {'algorithm.name': 'hgpo', 'algorithm.anchor': 'shuffled'},
+      'algorithm.anchor=shuffled: would leave hgpo few equal histories',
+    ),
+    (
       {'loss.name': 'row_regression', 'filter.select': ('s_grpo',)},
       'filter.select=s_grpo: chooses tokens, but loss.name=row_regression',
     ),

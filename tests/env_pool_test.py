@@ -251,6 +251,16 @@ def test_hung_worker_with_a_full_pipe_does_not_block_the_parent():
   assert {type(a) for a in answers.values()} == {env_pool.Failure}
 
 
+def test_a_stopped_worker_with_much_to_read_does_not_block_the_parent():
+  with pools.make(1, 1, step_timeout_secs=1) as pool:
+    pool.reset(0, base.Task('train', 0))
+    pools.gather(pool, {0})
+    os.kill(pool._workers[0].pid, signal.SIGSTOP)
+    pool.step(0, 'x' * 2_000_000)  # More than a pipe's buffer holds.
+    answers = pools.gather(pool, {0})
+  assert answers[0].cause == 'hung'
+
+
 def test_large_messages_in_both_directions_do_not_deadlock():
   envs = set(range(32))
   with pools.make(1, 32, env={'faults': {0: 'huge'}}) as pool:

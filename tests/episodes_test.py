@@ -17,6 +17,7 @@ from gigpo_jax import (
   episode_records,
   episodes,
   group_filter,
+  selectors,
   trajectory,
 )
 
@@ -97,6 +98,21 @@ def write(log, iteration, collected_episodes=None):
 def equal(a, b):
   np.testing.assert_equal(a, b)
   return True
+
+
+def test_steps_that_are_not_trained_on_have_no_advantage(tmp_path):
+  groups = collected()
+  rows = rows_of(groups)
+  output = algorithms.make('gigpo', norm='mean').compute_advantages(rows)
+  # Without the first step of the first episode, and all of the second.
+  rows = selectors.keep(rows, rows.steps == 1)
+  log = episodes.EpisodeWriter(tmp_path, Text(), seed=5)
+  log.write(0, groups, rows, output)
+  *_, won, lost = episodes.open_dataset(tmp_path).read(0)
+  assert won['trained'] and not lost['trained']
+  for step in (won['steps'][0], lost['steps'][0]):
+    assert math.isnan(step['advantage']) and step['anchor_group'] == -1
+  assert won['steps'][1]['advantage'] > 0
 
 
 def test_fields_of_a_record(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import slow_plugins
 
 from configs import alfworld
-from gigpo_jax import algorithms, modulators, plugins
+from gigpo_jax import algorithms, branching, modulators, plugins
 from gigpo_jax import config as config_lib
 from gigpo_jax.modulators import adora, dcpo, dgpo, egpo, empg, progrpo
 
@@ -185,6 +185,24 @@ def test_empg_by_hand():
   np.testing.assert_array_equal(gains, 1)
 
 
+@pytest.mark.parametrize('per_token', [False, True])
+def test_empg_counts_a_shared_step_once(per_token):
+  rows = algorithm_rows.golden_rows()
+  # Episode 1 branches from episode 0 after its first step.
+  rows.groups[6:8] = -1
+  rows.responses[3] = rows.responses[0]
+  entropies = np.array([[0.2], [0.4], [1.0], [0.2], [0.9], [0.1], *[[0]] * 4])
+  signals = plugins.Signals({'entropies': entropies})
+  advantages = np.array([1.0, 1, 1, -1, -1, -1, *[0] * 4])
+  given = advantages[:, None] if per_token else advantages
+  actual = empg.Modulator()(given, rows, signals)
+  trained = rows.real & ~rows.repeated
+  assert trained.sum() == 5
+  assert branching.merge(actual, rows)[trained].mean() == pytest.approx(0)
+  gains, _ = empg.Modulator().factors(entropies[:, 0], rows)
+  assert gains[trained].mean() == pytest.approx(1)
+
+
 def test_progrpo_by_hand():
   # Responses of one token with probabilities .8 and .2, prompts with .5:
   # 1 + .1 (.5 - .8) = .97; -1 + .1 (.5 - .2) = -.97. The group has a success.
@@ -211,6 +229,25 @@ def test_dcpo_by_hand():
   subject = dcpo.Modulator()
   assert subject.weight(0.2, 0.5) == pytest.approx(1 / 6)
   assert subject.weight(0.55, 1.0) == pytest.approx(0.05 / 1.05)
+
+
+def test_dcpo_counts_a_shared_step_once():
+  rows = algorithm_rows.golden_rows()
+  rows.groups[2:8] = -1
+  rows.lengths[2:8] = rows.prompt_lengths[2:8]
+  rows.episodes[1], rows.success[:2] = 1, [False, True]
+  rows.responses[1] = rows.responses[0]
+  zeros = np.zeros((10, 1))
+  names = ('log_probs', 'log_probs@0.8', 'log_probs@1.2')
+  signals = plugins.Signals(
+    {'entropies': zeros + 0.2, **dict.fromkeys(names, zeros)}
+  )
+  # The second row, a repetition, does not raise H above the target.
+  signals.outputs['entropies'][1] = 2.0
+  signals.outputs['log_probs@1.2'] = np.log(np.full((10, 1), 0.5))
+  actual = dcpo.Modulator()(np.zeros(10), rows, signals)
+  # alpha = .1667 (see above), times a success with ratio .5.
+  np.testing.assert_allclose(actual[:2], [[0], [1 / 12]])
 
 
 def test_an_empty_chain_changes_nothing():

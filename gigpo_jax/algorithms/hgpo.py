@@ -26,11 +26,16 @@ from gigpo_jax.algorithms import gigpo
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a line if the anchors already contain their history."""
+  """Yields a line if the anchors are no states, or contain their history."""
   if config.algorithm.anchor_history:
     yield (
       f'algorithm.anchor_history={config.algorithm.anchor_history}: hgpo '
       'compares histories itself (algorithm.history); must be 0'
+    )
+  if config.algorithm.anchor == 'shuffled' and config.algorithm.history:
+    yield (
+      'algorithm.anchor=shuffled: would leave hgpo few equal histories; set '
+      'algorithm.history to 0, or algorithm.name to gigpo'
     )
 
 

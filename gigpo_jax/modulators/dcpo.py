@@ -63,7 +63,7 @@ class Modulator:
     rate = episodes.success.mean()
     if not rate:
       return np.where(mask, advantages, 0)
-    entropy = outputs['entropies'][mask].mean()
+    entropy = outputs['entropies'][mask & ~rows.repeated[:, None]].mean()
     target = outputs[_WARM if entropy <= self.target_entropy else _COOL]
     ratios = np.exp(np.where(mask, target - outputs['log_probs'], 0))
     alpha = self.weight(entropy, rate)

@@ -6,7 +6,7 @@ smallest and the largest of the iteration. Then
     A' = A exp(-k H) / mean of exp(-k H) + zeta exp(-k' H of the next step),
 
 where the last step of an episode has no second term, and the mean of A' over
-all steps is subtracted.
+all steps is subtracted. A step that branches share counts once.
 
 # Differs from the paper: zeta (`clarity_weight`) was not found; 0.1 is this
 project's.
@@ -53,7 +53,8 @@ class Modulator:
     means = (
       changed if changed.ndim == 1 else row_stats.token_means(changed, mask)
     )
-    centre = np.full(len(mask), -means[rows.real].mean())
+    weights = row_stats.response_weights(rows)
+    centre = np.full(len(mask), -np.average(means, weights=weights))
     return row_stats.add(changed, centre, mask)
 
   def factors(
@@ -66,4 +67,5 @@ class Modulator:
     gains = np.exp(-self.confidence_rate * scaled)
     following = row_stats.next_rows(rows)
     clarity = np.exp(-self.clarity_rate * scaled[following])
-    return gains / gains[real].mean(), np.where(following >= 0, clarity, 0)
+    mean = np.average(gains, weights=row_stats.response_weights(rows))
+    return gains / mean, np.where(following >= 0, clarity, 0)

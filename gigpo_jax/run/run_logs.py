@@ -56,7 +56,8 @@ class RunLogs:
     Args:
       iteration: index of the iteration.
       groups: the episodes.
-      rows: the rows of `groups.kept`; None if no episode is kept.
+      rows: the rows of `groups.kept` that are trained on; others are padding.
+        None if no episode is kept.
       output: the advantages of the rows.
     """
     if self.episode_writer is None:

@@ -25,8 +25,8 @@ _WORKER_ENVIRON = {
   'PYTHONHASHSEED': '0',
 }
 
-# Maximum size and number of unanswered messages to a worker. They must fit
-# into the pipe's buffer, so that sending never blocks.
+# Maximum size and number of unanswered messages to a worker; a larger message
+# is sent alone.
 _WINDOW_BYTES = 65_536
 _WINDOW_CALLS = 64
 
@@ -90,6 +90,7 @@ class WorkerProcess:
     resets: number of resets sent to it, without replays.
     died_idle: whether it died before it received a call.
     inbox: received bytes of an incomplete reply.
+    outbox: bytes of `sent` that the pipe has not taken yet.
     pid: id of the worker process; None until it has reported it.
   """
 
@@ -101,6 +102,7 @@ class WorkerProcess:
   resets: int = 0
   died_idle: bool = False
   inbox: bytearray = dataclasses.field(default_factory=bytearray)
+  outbox: bytearray = dataclasses.field(default_factory=bytearray)
   pid: int | None = None
 
   @property
@@ -109,7 +111,7 @@ class WorkerProcess:
     return bool(self.sent) and self.sent[0].method == 'start'
 
   def send(self, now: float) -> None:
-    """Sends waiting calls while they fit into the pipe.
+    """Sends waiting calls while they fit into the window.
 
     Args:
       now: the time by the pool's clock.
@@ -123,12 +125,21 @@ class WorkerProcess:
       if not self.sent:
         self.progress = now
       self.sent.append(self.waiting.popleft())
-      try:
-        self.pipe.send_bytes(self.sent[-1].message)
-      except OSError:
-        # It died; waiting for its reply detects that.
-        self.died_idle |= len(self.sent) == 1
-        return
+      message = self.sent[-1].message
+      self.outbox += messages.SIZE.pack(len(message)) + message
+      self.flush()
+
+  def flush(self) -> None:
+    """Writes what the pipe takes without blocking."""
+    try:
+      while self.outbox:
+        del self.outbox[: os.write(self.pipe.fileno(), self.outbox)]
+    except BlockingIOError:
+      pass
+    except OSError:
+      # It died; waiting for its reply detects that.
+      self.outbox.clear()
+      self.died_idle |= len(self.sent) == 1
 
   def receive(self) -> Iterator[tuple[int, bytes]]:
     """Reads available bytes, which may hold a part of a reply or several.
@@ -142,6 +153,8 @@ class WorkerProcess:
     """
     try:
       data = os.read(self.pipe.fileno(), _READ_BYTES)
+    except BlockingIOError:
+      return
     except OSError:
       data = b''
     if not data:
@@ -205,6 +218,8 @@ def start(name: str, kwargs: dict, clock: Clock) -> WorkerProcess:
   """
   context = multiprocessing.get_context('spawn')
   pool_end, worker_end = context.Pipe()
+  # A worker may be stopped while it has much to read.
+  os.set_blocking(pool_end.fileno(), False)
   process = context.Process(
     target=worker.main,
     args=(worker_end, name, kwargs, os.getpid()),

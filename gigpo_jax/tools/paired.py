@@ -73,12 +73,15 @@ def compare(
   M_S of seeds, M_T of tasks and M_E of the residuals, the variance of the mean
   is estimated as
 
-    (max(M_S, M_E) + max(M_T - M_E, 0)) / (S T),
+    (max(M_S, M_E, 1 / (6 T)) + max(M_T - M_E, 0)) / (S T),
 
   so that the interval covers other seeds and other tasks. It has S - 1 degrees
-  of freedom, as the paired t-test over seeds, which it equals where tasks do
-  not matter. M_E is the smallest variance that mean outcomes of T tasks can
-  have: seeds that agree better do so by chance.
+  of freedom, as the paired t-test over seeds, which it equals where M_S is the
+  largest and tasks do not matter. M_E is the smallest variance that mean
+  outcomes of T tasks can have: seeds that agree better do so by chance.
+  1 / (6 T) is what rounding to multiples of 1 / T hides; means of several
+  episodes per task hide less, so that their interval is too wide if S and T
+  are small.
 
   The interval of a single seed covers other tasks only.
 
