@@ -329,7 +329,12 @@ def _find_tool_problem(value: base.Observation) -> str:
     if problem := _find_text_problem(**{f'tools[{n}]': tool}):
       return problem
     try:
-      name = json.loads(tool)['name']
+      function = json.loads(tool)
+      # An escape may be half of a surrogate pair.
+      json.dumps(function, ensure_ascii=False).encode()
+      name = function['name']
+    except UnicodeEncodeError as error:
+      return f'tools[{n}] is not valid Unicode: {error}'
     except (TypeError, ValueError, KeyError, RecursionError):
       name = None
     if not isinstance(name, str) or not name:

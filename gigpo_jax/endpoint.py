@@ -246,7 +246,7 @@ class EndpointPool:
 
     Raises:
       RequestError: if the episode is over, ends before the reward is added, or
-        has no turn.
+        has no turn, or if the sum of a turn's rewards is too large.
     """
     call = _Call(reward)
     with self._changed:
@@ -359,18 +359,29 @@ class EndpointPool:
     """Handles the calls of an episode until the policy has to answer."""
     while episode.waiting and not episode.current:
       call = episode.waiting.popleft()
-      if isinstance(call.request, Reward):
-        self._add_reward(episode, call.request)
-        call.reply.set_result(None)
-        continue
       try:
-        self._observe_request(episode, call)
+        if isinstance(call.request, Reward):
+          self._add_reward(episode, call.request)
+          call.reply.set_result(None)
+        else:
+          self._observe_request(episode, call)
       except chat_completions.RequestError as error:  # It costs nothing.
         call.reply.set_exception(error)
     self._changed.notify_all()
 
   def _add_reward(self, episode: _Episode, reward: Reward) -> None:
-    episode.reward += reward.reward
+    """Adds a reward to the last turn of an episode.
+
+    Raises:
+      RequestError: if the turn's sum is too large.
+    """
+    total, bound = episode.reward + reward.reward, messages.BOUNDS['reward']
+    if not abs(total) <= bound:
+      raise chat_completions.RequestError(
+        f'reward: the sum of the turn would be {total:,.0f}; must be within '
+        f'+-{bound:,.0f}'
+      )
+    episode.reward = total
     if reward.done:
       result = self._result(episode, None, reward)
       self._arrived.append((episode.env, result))

@@ -483,9 +483,7 @@ class EnvPool:
         if mask & selectors.EVENT_WRITE and w in self._workers:
           w.flush()
           self._watch(w)
-      ready = [
-        key.data for key, mask in events if mask & selectors.EVENT_READ
-      ]
+      ready = [key.data for key, mask in events if mask & selectors.EVENT_READ]
       for w, handle in ready:
         if handle == 'pipe':
           if w in self._workers:

@@ -26,7 +26,8 @@ import numpy as np
 
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import prefix_cache, sampler_types, sampling
-from gigpo_jax.models import decode_attention, layer_runs, qwen
+from gigpo_jax import sampler_checks as checks
+from gigpo_jax.models import decode_attention, qwen
 from gigpo_jax.programs import sampler_cache, sampler_programs, sampler_weights
 from gigpo_jax.runtime import compilation, distributed
 
@@ -127,7 +128,16 @@ class Sampler:
     parked: int = 0,
     find_stop: Callable[[np.ndarray, int], int | None] | None = None,
   ):
-    _check_sizes(config, prompt_buckets, batch_buckets, weights, vocab_size)
+    checks.check_sizes(config, prompt_buckets, batch_buckets, vocab_size)
+    checks.check_choices(weights, reuse)
+    checks.check_counts(
+      least=0, seed=seed, prefill_chunk=prefill_chunk, parked=parked
+    )
+    checks.check_counts(
+      least=1,
+      decode_tokens=decode_tokens,
+      max_completion_tokens=max_completion_tokens,
+    )
     # Parameters are prepared on the full mesh; `mesh` is the part of it that
     # this sampler uses.
     full_mesh = mesh_lib.sampling_mesh(mesh, tensor or mesh.shape['tensor'])
@@ -136,7 +146,7 @@ class Sampler:
     self._local = multi_process and not self.is_shared
     mesh = mesh_lib.local_mesh(full_mesh) if self._local else full_mesh
     shards = mesh_lib.batch_shards(mesh)
-    _check_shards(batch_buckets, shards)
+    checks.check_shards(batch_buckets, shards)
     self._full_mesh, self._mesh = full_mesh, mesh
     self._prompt_buckets = tuple(prompt_buckets)
     self._row_buckets = tuple(batch_buckets)
@@ -176,8 +186,9 @@ class Sampler:
       max_length=self._lengths[-1],
       conditionals=conditionals,
     )
-    self._reuse = reuse
-    self._chunk = prefill_chunk or (reuse != 'none') * _CHUNK
+    self._config, self._reuse = config, reuse
+    chunk = prefill_chunk or (reuse != 'none') * _CHUNK
+    self._chunk = min(chunk, prompt_buckets[-1])
     # The copies of the model share the parked rows.
     self._parked = -(-parked // shards) * shards
     self._cache = sampler_cache.SlotCache(
@@ -382,17 +393,10 @@ class Sampler:
       request: the request.
 
     Raises:
-      ValueError: if the prompt is empty or longer than the last bucket, or
-        `max_tokens` is out of range.
+      ValueError: if the prompt is empty, longer than the last bucket or has ids
+        that the model does not embed, or another field is out of range.
     """
-    length = len(request.prompt_ids)
-    if length < 1:
-      raise ValueError('a prompt has 0 tokens; must have at least 1')
-    if length > self._prompt_buckets[-1]:
-      raise ValueError(
-        f'a prompt has {length} tokens; at most {self._prompt_buckets[-1]} '
-        'are accepted (the last of rollout.prompt_buckets)'
-      )
+    checks.check_request(request, self._config, self._prompt_buckets[-1])
     limit = self._max_tokens
     if request.max_tokens is not None:
       limit = request.max_tokens
@@ -547,45 +551,6 @@ class Sampler:
         if entry.request_id is not None:
           finished.append((entry.request_id, completion))
     return finished
-
-
-def _check_sizes(
-  config: qwen.QwenConfig,
-  prompt_buckets: Sequence[int],
-  batch_buckets: Sequence[int],
-  weights: str,
-  vocab_size: int,
-) -> None:
-  """Raises a one-line error for invalid arguments of a sampler."""
-  if all(run.config.delta for run in layer_runs.runs(config)):
-    raise ValueError(
-      'config: no layer has attention; the sampler needs one that has'
-    )
-  for name, sizes in (
-    ('prompt_buckets', prompt_buckets),
-    ('batch_buckets', batch_buckets),
-  ):
-    if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
-      raise ValueError(
-        f'rollout.{name}={tuple(sizes)}: must be ascending and positive'
-      )
-  if weights not in WEIGHTS:
-    raise ValueError(
-      f'rollout.weights={weights}: must be one of {", ".join(WEIGHTS)}'
-    )
-  if not 0 < vocab_size <= config.vocab_size:
-    raise ValueError(
-      f'vocab_size={vocab_size}: the model embeds {config.vocab_size} '
-      f'tokens; must be between 1 and {config.vocab_size}'
-    )
-
-
-def _check_shards(batch_buckets: Sequence[int], shards: int) -> None:
-  if any(size % shards for size in batch_buckets):
-    raise ValueError(
-      f'rollout.batch_buckets={tuple(batch_buckets)}: {shards} copies of '
-      f'the model share the slots; must be multiples of {shards}'
-    )
 
 
 def _step_inputs(

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gigpo_jax import options
+
 # Logit of a token that is never sampled.
 _MASKED = -1e30
 # Tokens of a block of the vocabulary.
@@ -31,10 +33,13 @@ class Sampling:
     min_p: minimum probability of a token relative to the most likely token.
   """
 
-  temperature: float = 1.0
-  top_k: int = 0
-  top_p: float = 1.0
-  min_p: float = 0.0
+  temperature: float = options.number(1.0, low=0)
+  top_k: int = options.number(0, low=0)
+  top_p: float = options.number(1.0, above=0, high=1)
+  min_p: float = options.number(0.0, low=0, below=1)
+
+  def __post_init__(self):
+    options.check(self)
 
   @property
   def truncates(self) -> bool:

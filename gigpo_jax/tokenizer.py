@@ -247,6 +247,8 @@ class Tokenizer:
     Raises:
       TemplateError: if the template raises an error.
     """
+    # Without escapes, which would hide special tokens.
+    tools = [json.dumps(json.loads(t), ensure_ascii=False) for t in tools]
     texts = [*tools, *(text for m in messages for text in m.values())]
     contained = sorted({s for t in texts for s in self._special.findall(t)})
     unique = unique_text(texts)

@@ -148,6 +148,7 @@ def test_messages_of_environments_are_checked():
     ({'tools': ('[' * 10**5,)}, 'must be a JSON object with a name'),
     ({'tools': ({'name': 'add'},)}, r'tools\[0\] is dict, not str'),
     ({'tools': ('{"name": ""}',)}, 'with a name'),
+    ({'tools': ('{"name": "\\ud800"}',)}, 'not valid Unicode'),
   ):
     bad = dataclasses.replace(good, **changes)
     with pytest.raises(messages.UnusableReplyError, match=problem):

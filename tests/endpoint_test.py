@@ -372,6 +372,22 @@ def test_an_abandoned_request_takes_no_episode(text):
     assert reply.json()['task'] == 0
 
 
+def test_the_sum_of_the_rewards_of_a_turn_is_limited(text):
+  with (
+    concurrent.futures.ThreadPoolExecutor(1) as threads,
+    _serve(text) as (pool, _),
+  ):
+    name, call = _start_episode(pool, threads)
+    _answer(pool, text)
+    call.result(30)
+    pool.reward(name, endpoint.Reward(9e5, done=False))
+    with pytest.raises(ValueError, match=r'would be 1,800,000; must be within'):
+      pool.reward(name, endpoint.Reward(9e5, done=False))
+    pool.reward(name, endpoint.Reward(1.0))
+    ((_, result),) = pool.receive()
+    assert result.reward == 900_001
+
+
 def test_a_reward_is_a_call_for_the_time_limit(text):
   with (
     concurrent.futures.ThreadPoolExecutor(1) as threads,

@@ -48,6 +48,14 @@ def test_a_replaced_folder_with_further_files_is_kept(tmp_path, capsys):
   assert sorted(p.name for p in tmp_path.iterdir()) == ['policy', 'policy.bak']
 
 
+def test_no_other_folder_is_deleted(tmp_path):
+  other = tmp_path / 'qwen2.tmp' / 'weights'
+  other.mkdir(parents=True)
+  with distributed.atomic_directory(tmp_path / 'qwen2.5') as new:
+    pathlib.Path(new).mkdir()
+  assert other.is_dir()
+
+
 def test_what_a_link_points_to_is_replaced(tmp_path):
   store, link = tmp_path / 'store', tmp_path / 'run' / 'policy'
   store.mkdir()

@@ -400,6 +400,60 @@ def test_too_long_prompt_raises(params):
     _sampler().generate(params, [request])
 
 
+@pytest.mark.parametrize(
+  ('changes', 'problem'),
+  [
+    ({'prompt_ids': np.zeros(0, np.int32)}, 'a prompt has 0 tokens'),
+    ({'prompt_ids': np.array([3, 99])}, 'a prompt has ids from 3 to 99'),
+    ({'prompt_ids': np.array([-1])}, 'a prompt has ids from -1 to -1'),
+    ({'stream': (0, 0, 0, 0)}, 'must be 5 integers'),
+    ({'stream': (0, 0, 0, 0, 2**32)}, 'must be 5 integers'),
+    ({'stream': (0, 0, 0, 0, -1)}, 'must be 5 integers'),
+    ({'agent': 3}, 'agent=3: must be the index'),
+  ],
+)
+def test_unusable_requests_are_refused(changes, problem):
+  (request,) = _requests(1)
+  with pytest.raises(ValueError, match=problem):
+    _sampler().submit(dataclasses.replace(request, **changes))
+
+
+@pytest.mark.parametrize(
+  ('field', 'value'),
+  [
+    ('parked', -1),
+    ('decode_tokens', 0),
+    ('prefill_chunk', -3),
+    ('seed', -1),
+    ('max_completion_tokens', 0),
+    ('reuse', 'al'),
+  ],
+)
+def test_unusable_arguments_are_refused(field, value):
+  with pytest.raises(ValueError, match=f'{field}={value}: must be'):
+    _sampler(**{field: value})
+
+
+@pytest.mark.parametrize(
+  ('field', 'value'),
+  [
+    ('temperature', -1.0),
+    ('temperature', float('nan')),
+    ('top_p', 0.0),
+    ('top_k', -1),
+    ('min_p', 1.0),
+  ],
+)
+def test_unusable_options_of_sampling_are_refused(field, value):
+  with pytest.raises(ValueError, match=f'{field}={value}: '):
+    sampler.Sampling(**{field: value})
+
+
+def test_a_chunk_is_at_most_the_longest_prompt():
+  engine = _sampler(prefill_chunk=1_000_000)
+  assert ('extend', 16, 16) in engine._program_keys()
+
+
 def test_slots_must_be_a_multiple_of_the_model_copies():
   with pytest.raises(ValueError, match='8 copies of the model share the slots'):
     _sampler(batch_buckets=(12,))
@@ -648,5 +702,5 @@ def test_int8_weights_are_close_and_sharded(params):
     np.testing.assert_array_equal(b.ids, c.ids)
   pairs = zip(expected, rounded, strict=True)
   assert any(a.log_probs[0] != b.log_probs[0] for a, b in pairs)
-  with pytest.raises(ValueError, match='rollout.weights=int4: must be one of'):
+  with pytest.raises(ValueError, match='weights=int4: must be one of'):
     _sampler(weights='int4')

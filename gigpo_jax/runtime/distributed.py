@@ -174,7 +174,7 @@ def atomic_directory(path: pathlib.Path) -> Iterator[str]:
   link stays, and what it points to is replaced.
   """
   path = path.resolve()
-  partial = path.with_suffix('.tmp')
+  partial = path.with_name(path.name + '.tmp')
   if is_main_process():
     shutil.rmtree(partial, ignore_errors=True)
   yield str(partial)
