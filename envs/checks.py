@@ -108,10 +108,16 @@ def unknown(
   dropped = {'name'} if len(envs.contexts(name)) > 1 else {'name', 'context'}
   for option in options:
     if option not in dropped and option not in own:
+      value = _one_line(options[option])
       yield (
-        f'env.{option}={options[option]}: {name} has no such option; it has '
+        f'env.{option}={value}: {name} has no such option; it has '
         f'{", ".join(own) or "none"}'
       )
+
+
+def _one_line(value: Any) -> str:
+  # A section of a config prints several.
+  return ' '.join(str(getattr(value, 'to_dict', lambda: value)()).split())
 
 
 def shared(options: Mapping[str, Any]) -> Iterator[str]:

@@ -435,8 +435,8 @@ def _context(config: ml_collections.ConfigDict) -> Iterator[str]:
   offered = envs.contexts(name)
   if context not in offered:
     yield (
-      f'env.context={context}: env.name={name} does not offer it; must be '
-      f'{" or ".join(offered)}'
+      f'env.context={context}: env.name={name} does not offer it in CONTEXTS; '
+      f'must be {" or ".join(offered)}'
     )
   overflow = config.rollout.prompt_overflow
   if is_conversation(config) and overflow == 'truncate_left':

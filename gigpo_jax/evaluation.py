@@ -563,6 +563,7 @@ def _evaluate_policy(
           params,
           config.model.path,
         )
+      console.log(f'exported to {export}/policy')
   return episodes, policy.tokenizer
 
 

@@ -86,7 +86,8 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
   ]
   for field, value, default in config_fields.non_default(config, fields):
     yield (
-      f'{field}={value}: not an option of reward.functions; must be {default}'
+      f'{field}={value}: has no effect; needs reward.functions to name the '
+      f'function {field.split(".")[1]}, or must be {default}'
     )
   for path in config.reward.functions:
     try:

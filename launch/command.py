@@ -8,7 +8,7 @@ import pathlib
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ml_collections
@@ -56,12 +56,15 @@ _TYPES = {
   bool: 'True or False',
   int: 'an integer',
   float: 'a number',
-  tuple: 'a tuple, such as "(1, 2)"',
+  tuple: 'a tuple, such as "(1, 2)" or "(\'a\', \'b\')"',
 }
 
 
 def run(
-  main: Callable[[ml_collections.ConfigDict, str], None], *, ending: str = ''
+  main: Callable[[ml_collections.ConfigDict, str], None],
+  *,
+  ending: str = '',
+  replaced: Mapping[str, str] | None = None,
 ) -> None:
   """Parses the flags and calls main(config, workdir).
 
@@ -77,14 +80,20 @@ def run(
   Args:
     main: the command; `--help` prints the docstring of its module.
     ending: suffix of the default work directory.
+    replaced: fields that have no effect on the command -> those that replace
+      them.
   """
   processes.end_with_named_parent()
   sys.path.append(os.getcwd())
-  parse = functools.partial(_parse, module=main.__module__)
+  parse = functools.partial(
+    _parse, module=main.__module__, replaced=replaced or {}
+  )
   app.run(lambda _: _call(main, ending), flags_parser=parse)
 
 
-def _parse(argv: list[str], *, module: str) -> list[str]:
+def _parse(
+  argv: list[str], *, module: str, replaced: Mapping[str, str]
+) -> list[str]:
   lines.show_help(argv, lambda: _help(module))
   config = ml_collections.ConfigDict()
   try:
@@ -108,6 +117,11 @@ def _parse(argv: list[str], *, module: str) -> list[str]:
         '--config: missing; try --config=configs/alfworld.py:tiny'
       )
     given = config_flags.get_override_values(flags.FLAGS['config'])
+    for field in sorted(given.keys() & replaced.keys()):
+      raise ValueError(
+        f'{field}={given[field]}: has no effect on this command; set '
+        f'{replaced[field]}'
+      )
     deprecated.update(_CONFIG.value, given)
     _CONFIG.value.update_from_flattened_dict(dict.fromkeys(empty))
   except flags.IllegalFlagValueError as error:

@@ -13,6 +13,18 @@ successful ones, and repeats that; round N writes WORKDIR/round-N/policy.
 
 from launch import interrupt
 
+# Fields of RL that fields of the warm start replace.
+_REPLACED = {
+  'learner.epochs': 'sft.epochs',
+  'learner.minibatch_rows': 'sft.minibatch_rows',
+  'optimizer.learning_rate': 'sft.learning_rate',
+  'optimizer.warmup_updates': 'sft.warmup_updates',
+  'optimizer.warmup_ratio': 'sft.warmup_updates',
+  'optimizer.decay_updates': 'sft.decay',
+  'optimizer.decay': 'sft.decay',
+  'optimizer.final_rate': 'sft.decay',
+}
+
 
 @interrupt.handle()
 def main() -> None:
@@ -30,7 +42,7 @@ def main() -> None:
     train = rejection_sampling.run if rounds else sft.warm_start
     train(config, workdir)
 
-  command.run(run, ending='-sft')
+  command.run(run, ending='-sft', replaced=_REPLACED)
 
 
 if __name__ == '__main__':

@@ -55,6 +55,13 @@ def _flags(*flags: str, expected: tuple[str, ...], **kwargs) -> Case:
   return Case(flags, expected, **kwargs)
 
 
+_OWN_CONFIG = """
+from configs import variants
+
+def get_config(arg):
+  variants.parse(arg, 'game', sizes=(), changes=('tiny',))
+"""
+
 FIELDS = (
   _field('seed', -1, 'non-negative'),
   _field('seed', 'x', 'seed'),
@@ -160,6 +167,11 @@ COMMANDS = (
   _flags('--config=configs/alfworld.py:huge', expected=('huge', 'accepts')),
   _flags('--config=configs/alfworld.py:grpo,ppo', expected=('one algorithm',)),
   _flags('--config', 'configs/alfworld.py:x', expected=('unknown x; accepts',)),
+  _flags(
+    '--config={dir}/own.py:x',
+    expected=('--config=', '/own.py:x: unknown x'),
+    prepare=lambda folder: (folder / 'own.py').write_text(_OWN_CONFIG),
+  ),
   _flags('--config=configs/alfworld.py:gigpo', expected=('is the default',)),
   _flags('-config=configs/none.py', expected=('--config=configs/none.py: no',)),
   _flags('--learning_rate=1', expected=("'learning_rate'", '--config.FIELD')),
@@ -526,6 +538,12 @@ HARNESS = tuple(
 
 _ROUNDS = (TINY, '--config.sft.init=', '--config.sft.rounds=1')
 SFT = (
+  _flags(
+    TINY,
+    '--config.optimizer.learning_rate=1e-5',
+    expected=('no effect on this command; set sft.learning_rate',),
+    script='sft',
+  ),
   _flags(TINY, '--config.sft.epochs=0', expected=('sft.epochs',), script='sft'),
   _flags(
     TINY,

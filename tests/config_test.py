@@ -844,6 +844,12 @@ def test_options_that_an_environment_lacks_are_refused():
   ]
 
 
+def test_sections_of_another_environment_are_refused_in_one_line_each():
+  lines = _refusal(**{'env.name': 'sokoban'}).splitlines()
+  assert all(' has no such option; ' in line for line in lines)
+  assert sum(line.startswith('env.generator={') for line in lines) == 1
+
+
 def test_unknown_options_of_an_environment_are_refused(tmp_path, monkeypatch):
   assert _refusal(**{'env.colour': 'red', 'env.walls': 2}).splitlines()[0] == (
     'env.colour=red: alfworld has no such option; it has '

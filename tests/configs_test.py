@@ -134,8 +134,8 @@ def test_environments_without_conversations_refuse_them():
   assert 'context' not in config_lib.env_kwargs(config)
   config.env.context = 'conversation'
   assert list(config_lib._combinations(config)) == [
-    'env.context=conversation: env.name=sokoban does not offer it; must be '
-    'history'
+    'env.context=conversation: env.name=sokoban does not offer it in CONTEXTS; '
+    'must be history'
   ]
   config = alfworld.get_config('tiny,conversation')
   config.rollout.prompt_overflow = 'truncate_left'

@@ -224,6 +224,15 @@ def test_prompts_other_than_in_training_are_reported(tmp_path, capsys):
   assert 'rollout.max_prompt_tokens=999 (trained with ' in line
 
 
+def test_a_config_without_the_model_of_a_checkpoint_is_refused(tmp_path):
+  config = alfworld.get_config('smoke')
+  config.model.path = 'start/policy'
+  run_config.save(config, str(tmp_path))
+  config.model.path = None
+  with pytest.raises(ValueError, match='model.path=None: .* start/policy; set'):
+    saved_checkpoint.compare(config, str(tmp_path))
+
+
 def test_adapters_are_evaluated_with_their_own_network(tmp_path):
   config = alfworld.get_config('smoke')
   config.lora.rank, config.lora.alpha = 4, 8.0

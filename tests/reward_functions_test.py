@@ -377,7 +377,7 @@ def test_only_finished_training_episodes_are_scored():
     ),
     (
       {'reward.judge.url': URL},
-      'reward.judge.url=.*: not an option of reward.functions',
+      'reward.judge.url=.*: has no effect; needs .* to name the function judge',
     ),
     (
       {'reward.functions': (RUBRIC,), 'algorithm.name': 'vineppo'},

@@ -3,6 +3,8 @@
 import difflib
 import functools
 import itertools
+import pathlib
+import re
 import runpy
 from collections.abc import Iterable, Iterator, Set
 from typing import Any
@@ -10,6 +12,10 @@ from typing import Any
 import ml_collections
 
 from configs import base
+
+# Folder of the included configs, and how errors name a config's variants.
+_CONFIGS = pathlib.Path(base.__file__).parent
+_VARIANTS = re.compile(r'^--config=configs/\w+\.py:')
 
 # Fields that have an effect only if another field has a certain value: (other
 # field, accepted value in words, predicate).
@@ -34,6 +40,7 @@ _DEPENDENT = {
     ],
     ('reward.functions', 'set', bool),
   ),
+  'rollout.prefixes': ('rollout.forced_members', 'above 0', bool),
   'reward.kl_estimator': ('reward.kl_weight', 'above 0', bool),
   'reward.overlong_penalty': ('reward.overlong_buffer', 'above 0', bool),
   **dict.fromkeys(
@@ -208,8 +215,12 @@ def load(
   """
   try:
     config = runpy.run_path(path)['get_config'](variant)
-  except ValueError:
-    raise
+  except ValueError as error:
+    if pathlib.Path(path).resolve().parent == _CONFIGS:
+      raise
+    # `variants.parse` knows the name, not the file.
+    text = _VARIANTS.sub(f'{flag}{path}:', str(error))
+    raise ValueError(text) from error
   except (Exception, SystemExit) as error:  # A file may raise anything.
     raise ValueError(
       f'{flag}{path}: cannot be loaded ({type(error).__name__}: {error}); must '

@@ -53,8 +53,9 @@ def compare(config: ml_collections.ConfigDict, path: str) -> None:
   Prints which fields of the prompts differ.
 
   Raises:
-    ValueError: in one line, if the checkpoint has adapters of another network,
-      of changed weights, or with another scale.
+    ValueError: in one line, if the config has no model and the run had one, or
+      the checkpoint has adapters of another network, of changed weights, or
+      with another scale.
   """
   folder, _ = _locate(path)
   stored_path = folder.parent / 'config.json'
@@ -63,6 +64,11 @@ def compare(config: ml_collections.ConfigDict, path: str) -> None:
   values = files.read_stored(stored_path)
   stored = config_fields.flatten(values)
   current = run_config.experiment(config)
+  if stored.get('model.path') and not config.model.path:
+    raise ValueError(
+      f'model.path={config.model.path}: the run of --checkpoint={path} has '
+      f'{stored["model.path"]}; set --config.model.path to it'
+    )
   differing = [
     f'{field}={value} (trained with {stored[field]})'
     for field, value in current.items()
