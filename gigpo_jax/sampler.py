@@ -96,8 +96,8 @@ class Sampler:
       mesh's axis `tensor`.
     truncates: whether requests may use top-k, top-p or min-p.
     reuse: positions of the cache that later requests reuse, one of REUSE.
-    prefill_chunk: tokens of a prompt that are prefilled together. 0: all, or
-      64 if `reuse` is not none.
+    prefill_chunk: tokens of a prompt that are prefilled together, at most those
+      of the longest prompt. 0: all, or 64 if `reuse` is not none.
     parked: rows, besides the slots, that hold conversations between turns.
     find_stop: for stop strings; a function of (ids of a completion so far,
       number of new ids) that returns the number of tokens to keep if the

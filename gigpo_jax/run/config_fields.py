@@ -14,7 +14,7 @@ import ml_collections
 from configs import base
 
 # Folder of the included configs, and how errors name a config's variants.
-_CONFIGS = pathlib.Path(base.__file__).parent
+_CONFIGS = pathlib.Path(base.__file__).resolve().parent
 _VARIANTS = re.compile(r'^--config=configs/\w+\.py:')
 
 # Fields that have an effect only if another field has a certain value: (other
