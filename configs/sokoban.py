@@ -29,6 +29,7 @@ RATES = {
   'grpo': 7.5e-5,
   'rloo': 7.5e-5,
   'gagpo': 7.5e-5,
+  'ecpo': 1.5e-4,
   'g2po': 7.5e-5,
   'graphgpo': 1.5e-4,
   'hgpo': 7.5e-5,

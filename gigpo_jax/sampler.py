@@ -393,8 +393,8 @@ class Sampler:
       request: the request.
 
     Raises:
-      ValueError: if the prompt is empty, longer than the last bucket or has ids
-        that the model does not embed, or another field is out of range.
+      ValueError: if the prompt is empty or longer than the last bucket, or
+        another field is out of range.
     """
     checks.check_request(request, self._config, self._prompt_buckets[-1])
     limit = self._max_tokens

@@ -36,7 +36,7 @@ class Sampling:
   temperature: float = options.number(1.0, low=0)
   top_k: int = options.number(0, low=0)
   top_p: float = options.number(1.0, above=0, high=1)
-  min_p: float = options.number(0.0, low=0, below=1)
+  min_p: float = options.number(0.0, low=0, high=1)
 
   def __post_init__(self):
     options.check(self)

@@ -332,7 +332,11 @@ def test_a2fm_matches_a_slow_reference(seed):
   ('variant', 'changes', 'message'),
   [
     ('a2fm', {'rollout.prefixes': ('<a>',)}, 'rollout.prefixes=.*two texts'),
-    ('a2fm', {'rollout.forced_members': 0}, 'rollout.forced_members=0: a2fm'),
+    (
+      'a2fm',
+      {'rollout.forced_members': 0},
+      'rollout.prefixes=.*: has no effect; needs rollout.forced_members',
+    ),
     ('a2fm', {'env.require_think': True}, 'env.require_think=True: .*<action>'),
     (
       'a2fm',

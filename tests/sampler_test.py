@@ -404,8 +404,6 @@ def test_too_long_prompt_raises(params):
   ('changes', 'problem'),
   [
     ({'prompt_ids': np.zeros(0, np.int32)}, 'a prompt has 0 tokens'),
-    ({'prompt_ids': np.array([3, 99])}, 'a prompt has ids from 3 to 99'),
-    ({'prompt_ids': np.array([-1])}, 'a prompt has ids from -1 to -1'),
     ({'stream': (0, 0, 0, 0)}, 'must be 5 integers'),
     ({'stream': (0, 0, 0, 0, 2**32)}, 'must be 5 integers'),
     ({'stream': (0, 0, 0, 0, -1)}, 'must be 5 integers'),
@@ -441,7 +439,7 @@ def test_unusable_arguments_are_refused(field, value):
     ('temperature', float('nan')),
     ('top_p', 0.0),
     ('top_k', -1),
-    ('min_p', 1.0),
+    ('min_p', 1.5),
   ],
 )
 def test_unusable_options_of_sampling_are_refused(field, value):

@@ -48,17 +48,12 @@ _MIN_MODES = 2  # Modes to choose from.
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a line if there are no modes, or no member that shows p."""
-  texts, forced = config.rollout.prefixes, config.rollout.forced_members
+  """Yields a line if there are no modes, or the reward is another one."""
+  texts = config.rollout.prefixes
   if len(texts) < _MIN_MODES:
     yield (
       f'rollout.prefixes={tuple(texts)}: a2fm chooses between modes; must be '
       'at least two texts, the cheapest mode first'
-    )
-  elif not forced:
-    yield (
-      f'rollout.forced_members={forced}: a2fm needs the success of the '
-      'cheapest mode; must be at least 1'
     )
   without_think = [text for text in texts if '<think>' not in text]
   if config.env.get('require_think') and without_think:
