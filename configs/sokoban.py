@@ -28,6 +28,7 @@ RATES = {
   'gigpo': 7.5e-5,
   'grpo': 7.5e-5,
   'rloo': 7.5e-5,
+  'ppo': 7.5e-5,
   'gagpo': 7.5e-5,
   'ecpo': 1.5e-4,
   'g2po': 7.5e-5,
