@@ -32,8 +32,8 @@ MATCHED_RATES: with that learning rate, GRPO's updates move the policy as far
 within 10 %, or farther. Run tuning.py or tuning_others.py, find the rate with
 `python -m gigpo_jax.tools.match_rate`, and add it.
 
-There are 485 runs. Estimated at four minutes for a run and one for its test,
-they take 20 hours on two cores. docs/results.md has those that have been run.
+There are 505 runs. Estimated at four minutes for a run and one for its test,
+they take 21 hours on two cores. docs/results.md has those that have been run.
 """
 
 # The word in the config's variant, and further fields.
