@@ -37,10 +37,12 @@ def check_choices(weights: str, reuse: str) -> None:
   """Raises ValueError, in one line, for an unknown name."""
   for name, value, accepted in (
     ('weights', weights, sampler_weights.WEIGHTS),
-    ('reuse', reuse, prefix_cache.REUSE),
+    ('reuse_cache', reuse, prefix_cache.REUSE),
   ):
     if value not in accepted:
-      raise ValueError(f'{name}={value}: must be one of {", ".join(accepted)}')
+      raise ValueError(
+        f'rollout.{name}={value}: must be one of {", ".join(accepted)}'
+      )
 
 
 def check_counts(*, least: int, **counts: int) -> None:

@@ -424,7 +424,6 @@ def test_unusable_requests_are_refused(changes, problem):
     ('prefill_chunk', -3),
     ('seed', -1),
     ('max_completion_tokens', 0),
-    ('reuse', 'al'),
   ],
 )
 def test_unusable_arguments_are_refused(field, value):
@@ -445,6 +444,13 @@ def test_unusable_arguments_are_refused(field, value):
 def test_unusable_options_of_sampling_are_refused(field, value):
   with pytest.raises(ValueError, match=f'{field}={value}: '):
     sampler.Sampling(**{field: value})
+
+
+def test_an_unknown_reuse_is_refused():
+  with pytest.raises(
+    ValueError, match='rollout.reuse_cache=al: must be one of'
+  ):
+    _sampler(reuse='al')
 
 
 def test_a_chunk_is_at_most_the_longest_prompt():
@@ -700,5 +706,5 @@ def test_int8_weights_are_close_and_sharded(params):
     np.testing.assert_array_equal(b.ids, c.ids)
   pairs = zip(expected, rounded, strict=True)
   assert any(a.log_probs[0] != b.log_probs[0] for a, b in pairs)
-  with pytest.raises(ValueError, match='weights=int4: must be one of'):
+  with pytest.raises(ValueError, match='rollout.weights=int4: must be one of'):
     _sampler(weights='int4')
